@@ -1,0 +1,164 @@
+"""What every transport of bytes promises: the exchange, its order, its errors.
+
+An exchange is a global step. What rank ``r`` posts under tag ``t`` is matched with what its peers post under the same
+tag ``t``; a rank that has nothing to send or receive under a tag posts nothing and takes nothing from the others'
+numbering, since the tag is data and not a counter of the backend. Spec over all ranks, with ``sends[r][p]`` the
+tensors rank ``r`` posts for peer ``p``::
+
+    after wait():  recvs[r][p][i][...] == sends[p][r][i]      for all r, p, i
+
+    rank 0   sends {1: [a]}          recvs {2: [x]}      x <- c
+    rank 1   sends {2: [b]}          recvs {0: [y]}      y <- a
+    rank 2   sends {0: [c]}          recvs {1: [z]}      z <- b
+
+The adjoint of an exchange is the exchange with the roles swapped, the receiver adding to what it holds.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import NamedTuple, Protocol, runtime_checkable
+
+import torch
+from torch import Tensor
+
+MESSAGES_PER_EXCHANGE = 64  # sends and receives together; a larger exchange is split by `rounds`
+
+
+class PeerError(RuntimeError):
+    """A rank died, never sent, sent something else, or gave up. The comm is dead afterwards and every verb says so."""
+
+
+class Tag(NamedTuple):
+    """The number of an exchange: equal on every rank that takes part in it.
+
+    digest: 63 bits of the plan and of the call's signature; call: the verb's number on this comm (`Comm.next_call`);
+    phase: which part of the verb (forward, backward, ...); stage: the step inside the phase.
+    """
+
+    digest: int
+    call: int
+    phase: int
+    stage: int
+
+
+@dataclass
+class Stats:
+    """Payload counted since the last `reset`: bytes, messages and exchanges posted, and seconds spent in waits."""
+
+    bytes_sent: int = 0
+    bytes_received: int = 0
+    messages_sent: int = 0
+    messages_received: int = 0
+    exchanges: int = 0
+    wait_seconds: float = 0.0
+    sent_to: dict[int, int] = field(default_factory=dict)  # peer -> bytes
+
+    def reset(self) -> None:
+        """Set every count to zero."""
+        self.__init__()  # type: ignore[misc]
+
+    def count(self, sends: Mapping[int, Sequence[Tensor]], recvs: Mapping[int, Sequence[Tensor]]) -> None:
+        """Add one exchange."""
+        self.exchanges += 1
+        for peer, tensors in sends.items():
+            size = sum(t.numel() * t.element_size() for t in tensors)
+            self.bytes_sent += size
+            self.messages_sent += len(tensors)
+            self.sent_to[peer] = self.sent_to.get(peer, 0) + size
+        for tensors in recvs.values():
+            self.bytes_received += sum(t.numel() * t.element_size() for t in tensors)
+            self.messages_received += len(tensors)
+
+
+class Work(Protocol):
+    """An exchange under way. It owns every tensor of the exchange until `wait` returns."""
+
+    def wait(self) -> None:
+        """Return when all received tensors hold their data and all sent ones may be written again.
+
+        On CUDA this orders the current stream and returns at once. Dropping a work without waiting is an error: it
+        marks the comm dead.
+
+        Raises: PeerError, naming the rank waited for, the tag, and the group's root cause.
+        """
+        ...
+
+
+@runtime_checkable
+class Comm(Protocol):
+    """A communicator: this rank's end of a fixed set of ranks."""
+
+    rank: int
+    size: int
+    stats: Stats
+
+    def exchange(
+        self, sends: Mapping[int, Sequence[Tensor]], recvs: Mapping[int, Sequence[Tensor]], *, tag: Tag
+    ) -> Work:
+        """Post one exchange and return without blocking.
+
+        sends, recvs: peer -> contiguous tensors of any dtype; empty tensors are dropped, never posted. Peers exclude
+        the rank itself. Both sides give the same number of tensors, shapes and dtypes for a pair.
+
+        Raises: ValueError for a peer outside the comm or a non-contiguous tensor; PeerError if the comm is dead.
+        """
+        ...
+
+    def empty(self, shape: Sequence[int], dtype: torch.dtype, device: torch.device) -> Tensor:
+        """Uninitialised memory that peers can write directly where the transport has such memory."""
+        ...
+
+    def sub(self, ranks: Sequence[int]) -> Comm:
+        """The same comm seen by some of its ranks, renumbered in the given order: no group is made, nothing is sent.
+
+        Every one of `ranks` calls it; this rank is one of them.
+        """
+        ...
+
+    def warm_up(self, peers: Sequence[int]) -> None:
+        """Open the connections to peers, so that the first exchange does not pay for it. Called by all of them."""
+        ...
+
+    def check(self) -> None:
+        """Raise PeerError if this comm is dead, else return."""
+        ...
+
+    def next_call(self) -> int:
+        """The number of the verb that starts now: local, equal on all ranks, as all run the verbs in one order."""
+        ...
+
+    def agree(self, what: str, facts: Mapping[str, object], error: Exception | None = None) -> None:
+        """Return if every rank gave equal facts and no error; otherwise raise on every rank. A collective.
+
+        what: the call, for the message. facts: name -> value, compared by `repr`. error: what this rank alone found
+        wrong with its own arguments; it raises that here and ValueError, quoting it, everywhere else.
+
+        Raises: ValueError saying which rank differs, in which fact, and both values; PeerError after the timeout.
+        """
+        ...
+
+    def abort(self, reason: str) -> None:
+        """Write (rank, reason) where peers read the root cause, unless one stands there, and mark this comm dead."""
+        ...
+
+
+def rounds(
+    rank: int, size: int, tensors: Mapping[int, Sequence[Tensor]], *, sending: bool
+) -> dict[tuple[int, int], dict[int, list[Tensor]]]:
+    """One side of an exchange, round -> peer -> tensors, in rounds of at most `MESSAGES_PER_EXCHANGE` messages, empty tensors left out.
+
+    A message goes by its offset ``(receiver - sender) mod size`` and its index in the pair's list, both of which
+    sender and receiver know, so all ranks cut alike without talking: a round is a block of offsets and of indices.
+    """
+    half = MESSAGES_PER_EXCHANGE // 2
+    per_peer = max(1, half // max(1, min(size - 1, half)))
+    found: dict[tuple[int, int], dict[int, list[Tensor]]] = {}
+    for peer in sorted(tensors):
+        offset = (peer - rank if sending else rank - peer) % size
+        for index, tensor in enumerate(tensors[peer]):
+            if tensor.numel():
+                key = ((offset - 1) // half, index // per_peer)
+                found.setdefault(key, {}).setdefault(peer, []).append(tensor)
+    return found
