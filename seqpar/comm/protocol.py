@@ -16,6 +16,7 @@ The adjoint of an exchange is the exchange with the roles swapped, the receiver 
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import NamedTuple, Protocol, runtime_checkable
@@ -41,6 +42,9 @@ class Tag(NamedTuple):
     call: int
     phase: int
     stage: int
+
+    def __str__(self) -> str:
+        return f"call {self.call} phase {self.phase} stage {self.stage} with plan {self.digest:x}"
 
 
 @dataclass
@@ -147,7 +151,7 @@ class Comm(Protocol):
 def rounds(
     rank: int, size: int, tensors: Mapping[int, Sequence[Tensor]], *, sending: bool
 ) -> dict[tuple[int, int], dict[int, list[Tensor]]]:
-    """One side of an exchange, round -> peer -> tensors, in rounds of at most `MESSAGES_PER_EXCHANGE` messages, empty tensors left out.
+    """One side of an exchange, round -> peer -> tensors, at most `MESSAGES_PER_EXCHANGE` messages a round, none empty.
 
     A message goes by its offset ``(receiver - sender) mod size`` and its index in the pair's list, both of which
     sender and receiver know, so all ranks cut alike without talking: a round is a block of offsets and of indices.
@@ -162,3 +166,68 @@ def rounds(
                 key = ((offset - 1) // half, index // per_peer)
                 found.setdefault(key, {}).setdefault(peer, []).append(tensor)
     return found
+
+
+def nonempty(
+    rank: int, size: int, tensors: Mapping[int, Sequence[Tensor]], *, sending: bool
+) -> dict[int, list[Tensor]]:
+    """The tensors of one side of an exchange that hold something, peer -> tensors, without peers left with none.
+
+    Raises: ValueError for a peer that is not another rank of the comm, or a tensor that is not contiguous.
+    """
+    side = "send to" if sending else "receive from"
+    found: dict[int, list[Tensor]] = {}
+    for peer, several in tensors.items():
+        if not 0 <= peer < size or peer == rank:
+            raise ValueError(f"exchange: rank {rank} of {size} cannot {side} rank {peer}: peers are the other ranks")
+        for index, tensor in enumerate(several):
+            if not tensor.is_contiguous():
+                raise ValueError(
+                    f"exchange: tensor {index} to {side} rank {peer} has shape {tuple(tensor.shape)} and strides "
+                    f"{tensor.stride()}; expected a contiguous one: call .contiguous()"
+                )
+        if kept := [tensor.detach() for tensor in several if tensor.numel()]:
+            found[peer] = kept
+    return found
+
+
+class Claim(NamedTuple):
+    """What one rank says in `Comm.agree`: the call, its facts by `repr`, and its own error as text, or None."""
+
+    what: str
+    facts: dict[str, str]
+    error: str | None
+
+    @classmethod
+    def of(cls, what: str, facts: Mapping[str, object], error: Exception | None) -> Claim:
+        """The claim of a rank that calls `agree` with these arguments."""
+        text = None if error is None else f"{type(error).__name__}: {error}"
+        return cls(what, {name: repr(value) for name, value in facts.items()}, text)
+
+
+def settle(claims: Sequence[Claim], own: Exception | None) -> None:
+    """Return if the claims of all ranks, in rank order, are equal and free of errors; else raise as `agree` promises.
+
+    own: this rank's error, raised here as it is. Every rank reaches the same verdict from the same claims.
+    """
+    if own is not None:
+        raise own
+    for rank, claim in enumerate(claims):
+        if claim.error is not None:
+            raise ValueError(f"{claim.what}: rank {rank} refused its arguments: {claim.error}")
+    values = {"the call": [claim.what for claim in claims]}
+    for name in dict.fromkeys(name for claim in claims for name in claim.facts):
+        values[name] = [claim.facts.get(name, "not given") for claim in claims]
+    for name, given in values.items():
+        if len(set(given)) > 1:
+            raise ValueError(f"{claims[0].what}: ranks differ in {name}: {_by_value(given)}; give all ranks the same")
+
+
+def _by_value(given: Sequence[str]) -> str:
+    """Values with the ranks that gave them, the most common one first: '8 on ranks 0, 1, 3; 16 on rank 2'."""
+    parts = []
+    for value, count in Counter(given).most_common():
+        ranks = [rank for rank, other in enumerate(given) if other == value]
+        shown = ", ".join(map(str, ranks[:8])) + (f" and {count - 8} more" if count > 8 else "")
+        parts.append(f"{value} on rank{'s' if count > 1 else ''} {shown}")
+    return "; ".join(parts)

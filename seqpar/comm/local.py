@@ -1,0 +1,410 @@
+"""`LocalComm`: ranks as threads of one process, under the rules of the strictest transport.
+
+The model is grouped NCCL point-to-point on one stream. Every rank has a queue of posted rounds, and only the head of
+a queue is active: a message moves when it is in its sender's head and, under the same tag and round, in its receiver's
+head, and a head is popped when all its messages have moved. What would hang there is named here:
+
+    both heads hold a message of one pair under different tags       -> tag mismatch
+    the heads wait for each other in a circle                        -> cycle, found when its last edge is posted
+    a peer posts nothing                                             -> timeout, naming the end of the chain of waits
+
+Bytes are copied from the sender's live memory when a message moves, `delay` seconds after both ends were posted, by
+whichever thread posts or waits next; receive buffers hold NaN until then. So a read before the wait, or a sent tensor
+overwritten before it, becomes a wrong answer and not a lucky one.
+"""
+
+from __future__ import annotations
+
+import heapq
+import itertools
+import logging
+import threading
+import time
+from collections import deque
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import NoReturn
+
+import torch
+from torch import Tensor
+
+from seqpar.comm.protocol import Claim, PeerError, Stats, Tag, Work, nonempty, rounds, settle
+
+log = logging.getLogger("seqpar.comm")
+
+# the world ranks of a sub-communicator in its own order, () for the whole world: part of every key, so that the
+# messages of a sub never match those of its parent
+Scope = tuple[int, ...]
+
+
+@dataclass(eq=False)
+class _Progress:
+    """How much of one rank's exchange is still to be done; shared by its rounds and its `Work`."""
+
+    rank: int
+    name: str
+    rounds_left: int
+
+
+@dataclass(eq=False)
+class _Round:
+    """One round of one rank's exchange, an entry of its queue. Peers are world ranks; matched messages are removed."""
+
+    rank: int
+    key: tuple[Scope, Tag, tuple[int, int]]
+    sends: dict[int, list[Tensor]]
+    recvs: dict[int, list[Tensor]]
+    progress: _Progress
+    posted: float
+    moving: int = 0  # messages matched but not yet copied
+
+    def __str__(self) -> str:
+        scope, tag, number = self.key
+        among = f" among ranks {list(scope)}" if scope else ""
+        return f"{tag}{among}" + (f" round {number}" if number != (0, 0) else "")
+
+
+@dataclass(order=True)
+class _Move:
+    """A matched message on its way: due at a time of the monotonic clock."""
+
+    due: float
+    number: int
+    sender: _Round = field(compare=False)
+    receiver: _Round = field(compare=False)
+    source: list[Tensor] = field(compare=False)
+    target: list[Tensor] = field(compare=False)
+
+
+class _World:
+    """The queues of all ranks. One lock guards everything; a rank waits on its own condition."""
+
+    def __init__(self, size: int, timeout: float, delay: float) -> None:
+        self.size, self.timeout, self.delay = size, timeout, delay
+        # re-entrant: the garbage collector may run a dropped work's __del__ inside any locked section
+        self.lock = threading.RLock()
+        self.wakeups = [threading.Condition(self.lock) for _ in range(size)]
+        self.queues: list[deque[_Round]] = [deque() for _ in range(size)]
+        self.moves: list[_Move] = []
+        self.numbers = itertools.count()
+        self.claims: dict[tuple[Scope, int], dict[int, Claim]] = {}
+        self.failure: tuple[int, str] | None = None
+
+    def fail(self, rank: int, reason: str) -> None:
+        """Make (rank, reason) the root cause unless one stands, and wake every rank."""
+        with self.lock:
+            if self.failure is None:
+                self.failure = (rank, reason)
+                log.info("rank %d: %s", rank, reason)
+                for wakeup in self.wakeups:
+                    wakeup.notify_all()
+
+    def give_up(self, rank: int, doing: str) -> NoReturn:
+        """Raise the error of a rank that cannot go on because a root cause stands."""
+        assert self.failure is not None
+        first, reason = self.failure
+        cause = "" if first == rank else f" {doing}; root cause: rank {first}"
+        raise PeerError(f"rank {rank}{cause}: {reason}; the comm is dead")
+
+    def post(self, entries: Sequence[_Round]) -> None:
+        """Append the rounds of one exchange to their rank's queue and move what can move."""
+        rank = entries[0].rank
+        with self.lock:
+            if self.failure is not None:
+                self.give_up(rank, f"cannot post {entries[0]}")
+            idle = not self.queues[rank]
+            self.queues[rank].extend(entries)
+            if idle:
+                self._advance([rank])
+                if self.failure is not None:
+                    self.give_up(rank, f"posted {entries[0]}")
+
+    def wait(self, progress: _Progress) -> None:
+        """Return when the exchange is complete, moving any rank's due messages meanwhile."""
+        rank = progress.rank
+        with self.lock:
+            deadline = time.monotonic() + self.timeout
+            while progress.rounds_left:
+                now = time.monotonic()
+                if self.failure is not None:
+                    self.give_up(rank, f"waiting {self._chain(rank)}")
+                elif self.moves and self.moves[0].due <= now:
+                    self._deliver(now)
+                elif now >= deadline:
+                    self.fail(rank, f"waited {self.timeout:g} s {self._chain(rank)}")
+                else:
+                    until = min(deadline, self.moves[0].due) if self.moves else deadline
+                    self.wakeups[rank].wait(until - now)
+
+    def agree(self, rank: int, ranks: Sequence[int], key: tuple[Scope, int], claim: Claim) -> list[Claim]:
+        """The claims of all `ranks`, in that order, once all have come."""
+        with self.lock:
+            claims = self.claims.setdefault(key, {})
+            claims[rank] = claim
+            for other in ranks:
+                self.wakeups[other].notify_all()
+            deadline = time.monotonic() + self.timeout
+            while len(claims) < len(ranks):
+                missing = [other for other in ranks if other not in claims]
+                if self.failure is not None:
+                    self.give_up(rank, f"agreeing on {claim.what} and waiting for ranks {missing}")
+                if time.monotonic() >= deadline:
+                    self.fail(rank, f"waited {self.timeout:g} s for ranks {missing} to agree on {claim.what}")
+                    continue
+                until = min(deadline, self.moves[0].due) if self.moves else deadline
+                self.wakeups[rank].wait(max(0.0, until - time.monotonic()))
+                self._deliver(time.monotonic())
+            self.claims.pop(key, None)
+            return [claims[other] for other in ranks]
+
+    def _advance(self, changed: list[int]) -> None:
+        """Match and move messages from the heads of the `changed` ranks on; then look for cycles through new heads."""
+        fresh = set(changed)
+        while changed and self.failure is None:
+            rank = changed.pop()
+            if not self.queues[rank]:
+                continue
+            fresh.add(rank)
+            head = self.queues[rank][0]
+            met = [self.queues[peer][0] for peer in head.sends.keys() | head.recvs.keys() if self.queues[peer]]
+            for other in met:
+                self._match(head, other)
+                self._match(other, head)
+            changed += [entry.rank for entry in [head, *met] if self._pop_if_done(entry)]
+        for rank in fresh:
+            if self.failure is None and (cycle := self._cycle(rank)):
+                waits = "; ".join(f"rank {a} in {self.queues[a][0]} waits for rank {b}" for a, b in cycle)
+                self.fail(rank, f"the ranks wait for each other in a cycle: {waits}")
+
+    def _match(self, sender: _Round, receiver: _Round) -> None:
+        """Move the messages from one head to another if both hold them."""
+        sends, recvs = receiver.rank in sender.sends, sender.rank in receiver.recvs
+        if self.failure is not None or not (sends or recvs if sender.key == receiver.key else sends and recvs):
+            return
+        pair = f"rank {sender.rank} is in {sender}, rank {receiver.rank} in {receiver}"
+        if sender.key != receiver.key:
+            self.fail(sender.rank, f"ranks {sender.rank} and {receiver.rank} do not meet: {pair}")
+            return
+        source, target = sender.sends.pop(receiver.rank, []), receiver.recvs.pop(sender.rank, [])
+        given, expected = ([f"{str(t.dtype)[6:]}{list(t.shape)}" for t in several] for several in (source, target))
+        if given != expected:
+            what = f"rank {sender.rank} sends {given} to rank {receiver.rank}, which receives {expected}"
+            self.fail(sender.rank, f"{what}; {pair}")
+        elif not self.delay:
+            _copy(source, target)
+        else:
+            sender.moving += 1
+            receiver.moving += 1
+            due = max(sender.posted, receiver.posted) + self.delay
+            heapq.heappush(self.moves, _Move(due, next(self.numbers), sender, receiver, source, target))
+            for wakeup in self.wakeups:
+                wakeup.notify_all()
+
+    def _deliver(self, now: float) -> None:
+        """Copy the messages that are due."""
+        changed: list[int] = []
+        while self.moves and self.moves[0].due <= now:
+            move = heapq.heappop(self.moves)
+            _copy(move.source, move.target)
+            for entry in (move.sender, move.receiver):
+                entry.moving -= 1
+                if self._pop_if_done(entry):
+                    changed.append(entry.rank)
+        if changed:
+            self._advance(changed)
+
+    def _pop_if_done(self, entry: _Round) -> bool:
+        """Whether all messages of a head have moved; if so, it leaves its queue."""
+        queue = self.queues[entry.rank]
+        if entry.sends or entry.recvs or entry.moving or not queue or queue[0] is not entry:
+            return False
+        queue.popleft()
+        entry.progress.rounds_left -= 1
+        if not entry.progress.rounds_left:
+            self.wakeups[entry.rank].notify_all()
+        return True
+
+    def _blockers(self, rank: int) -> list[int]:
+        """The ranks whose heads lack a message that the head of `rank` needs."""
+        if not self.queues[rank]:
+            return []
+        head = self.queues[rank][0]
+        return sorted(head.sends.keys() | head.recvs.keys())
+
+    def _cycle(self, start: int) -> list[tuple[int, int]]:
+        """A cycle of waits through `start` as edges (waiting, waited for), [] if there is none."""
+        came_from: dict[int, int] = {}
+        stack = [start]
+        while stack:
+            rank = stack.pop()
+            for peer in self._blockers(rank):
+                if peer == start:
+                    edges = [(rank, start)]
+                    while edges[0][0] != start:
+                        edges.insert(0, (came_from[edges[0][0]], edges[0][0]))
+                    return edges
+                if peer not in came_from:
+                    came_from[peer] = rank
+                    stack.append(peer)
+        return []
+
+    def _chain(self, rank: int) -> str:
+        """What `rank` waits for, followed to the rank at the end: 'in call 3 .. for rank 1, which ..'."""
+        text = f"in {self.queues[rank][0]}" if self.queues[rank] else "for nothing"
+        seen = {rank}
+        while blockers := self._blockers(rank):
+            rank = blockers[0]
+            several = f" (and {len(blockers) - 1} more)" if len(blockers) > 1 else ""
+            state = f"is in {self.queues[rank][0]}" if self.queues[rank] else "has posted nothing more"
+            text += f" for rank {rank}{several}, which {state}"
+            if rank in seen:
+                break
+            seen.add(rank)
+        return text
+
+
+def _copy(source: Sequence[Tensor], target: Sequence[Tensor]) -> None:
+    # inference mode may write both to ordinary tensors and to those that the receiver made in inference mode
+    with torch.inference_mode():
+        for src, dst in zip(source, target, strict=True):
+            dst.copy_(src)
+
+
+class _LocalWork:
+    """`Work` of a `LocalComm`."""
+
+    def __init__(self, world: _World, progress: _Progress, stats: Stats) -> None:
+        self._world, self._progress, self._stats = world, progress, stats
+        self._waited = False
+
+    def wait(self) -> None:
+        self._waited = True
+        start = time.perf_counter()
+        try:
+            self._world.wait(self._progress)
+        finally:
+            self._stats.wait_seconds += time.perf_counter() - start
+
+    def __del__(self) -> None:
+        if not self._waited and self._world.failure is None:
+            self._world.fail(self._progress.rank, f"dropped the work of {self._progress.name} without waiting for it")
+
+
+class _Done:
+    """`Work` of an exchange without messages."""
+
+    def wait(self) -> None:
+        return None
+
+
+class LocalComm:
+    """A rank that is a thread, or the only rank there is. See `Comm` for the methods and the module for the rules.
+
+    `LocalComm()` is one rank by itself; `LocalComm.world(size)` makes the ranks of a world. A sub shares its parent's
+    `stats`, whose `sent_to` counts by the parent's ranks.
+    """
+
+    check_every = "call"
+
+    def __init__(self) -> None:
+        self._join(_World(1, 60.0, 0.0), (), 0, Stats(), {})
+
+    @classmethod
+    def world(cls, size: int, *, timeout: float = 60.0, delay: float = 0.0) -> list[LocalComm]:
+        """One comm for each of `size` ranks; give each to its own thread.
+
+        timeout: seconds after which a wait fails. delay: seconds a message takes once both ends are posted.
+        """
+        if size < 1:
+            raise ValueError(f"LocalComm.world: size {size}, expected at least 1")
+        world = _World(size, timeout, delay)
+        comms = [cls.__new__(cls) for _ in range(size)]
+        for rank, comm in enumerate(comms):
+            comm._join(world, (), rank, Stats(), {})
+        return comms
+
+    def _join(
+        self, world: _World, scope: Scope, me: int, stats: Stats, counters: dict[object, itertools.count[int]]
+    ) -> None:
+        self._world, self._scope, self._me, self._counters = world, scope, me, counters
+        self._ranks: Sequence[int] = scope or range(world.size)  # this comm's rank -> world rank
+        self.rank, self.size, self.stats = self._ranks.index(me), len(self._ranks), stats
+
+    def exchange(
+        self, sends: Mapping[int, Sequence[Tensor]], recvs: Mapping[int, Sequence[Tensor]], *, tag: Tag
+    ) -> Work:
+        """Post one exchange: see `Comm.exchange`. A mismatch or a cycle that it completes raises PeerError here."""
+        sends = nonempty(self.rank, self.size, sends, sending=True)
+        recvs = nonempty(self.rank, self.size, recvs, sending=False)
+        self.check()
+        if not sends and not recvs:
+            return _Done()
+        with torch.inference_mode():
+            for tensor in itertools.chain.from_iterable(recvs.values()):
+                if tensor.is_floating_point():
+                    tensor.fill_(torch.nan)
+        self.stats.count(self._global(sends), self._global(recvs))
+        outgoing = rounds(self.rank, self.size, sends, sending=True)
+        incoming = rounds(self.rank, self.size, recvs, sending=False)
+        keys = sorted(outgoing.keys() | incoming.keys())
+        progress = _Progress(self._me, str(tag), len(keys))
+        work = _LocalWork(self._world, progress, self.stats)
+        now = time.monotonic()
+        entries = [
+            _Round(
+                self._me,
+                (self._scope, tag, key),
+                self._global(outgoing.get(key, {})),
+                self._global(incoming.get(key, {})),
+                progress,
+                now,
+            )
+            for key in keys
+        ]
+        self._world.post(entries)
+        return work
+
+    def _global(self, tensors: Mapping[int, list[Tensor]]) -> dict[int, list[Tensor]]:
+        return {self._ranks[peer]: several for peer, several in tensors.items()}
+
+    def empty(self, shape: Sequence[int], dtype: torch.dtype, device: torch.device) -> Tensor:
+        """Uninitialised memory of this process."""
+        return torch.empty(tuple(shape), dtype=dtype, device=device)
+
+    def sub(self, ranks: Sequence[int]) -> LocalComm:
+        """The same queues seen by some of the ranks, renumbered."""
+        if len(set(ranks)) != len(ranks) or self.rank not in ranks or not all(0 <= r < self.size for r in ranks):
+            raise ValueError(
+                f"sub: rank {self.rank} of {self.size} got ranks {list(ranks)}: expected distinct ranks "
+                "of this comm, itself among them"
+            )
+        view = LocalComm.__new__(LocalComm)
+        view._join(self._world, tuple(self._ranks[r] for r in ranks), self._me, self.stats, self._counters)
+        return view
+
+    def warm_up(self, peers: Sequence[int]) -> None:
+        """Nothing: threads need no connection."""
+        return None
+
+    def check(self) -> None:
+        """Raise PeerError if any rank has failed."""
+        if self._world.failure is not None:
+            self._world.give_up(self._me, "cannot go on")
+
+    def next_call(self) -> int:
+        """The number of the verb that starts now."""
+        return self._next("call")
+
+    def _next(self, kind: str) -> int:
+        # kept by scope, so that a sub made twice goes on counting
+        return next(self._counters.setdefault((kind, self._scope), itertools.count()))
+
+    def agree(self, what: str, facts: Mapping[str, object], error: Exception | None = None) -> None:
+        """Compare the facts of all ranks: see `Comm.agree`."""
+        self.check()
+        claim = Claim.of(what, facts, error)
+        settle(self._world.agree(self._me, self._ranks, (self._scope, self._next("agree")), claim), error)
+
+    def abort(self, reason: str) -> None:
+        """Make this rank's reason the root cause unless one stands, and wake every rank with it."""
+        self._world.fail(self._me, reason)
