@@ -1,0 +1,304 @@
+"""Which keys a query sees: one interval of key coordinates per query, stored as spans on which both ends are linear.
+
+Queries and keys of a packed batch are numbered globally, document after document. Query ``i`` sees key ``j`` iff
+``lo[i] <= j < hi[i]``. Causal, windowed, packed and cross-length masks all have bounds that are constant or rise by
+one from row to row, so a mask costs O(documents) memory however long the documents are.
+
+Source: the window and the end alignment of unequal lengths are FlashAttention's (Dao 2023, FlashAttention-2).
+"""
+
+from __future__ import annotations
+
+import hashlib
+from collections.abc import Sequence
+from typing import Any, NamedTuple
+
+import numpy as np
+from numpy.typing import ArrayLike, NDArray
+
+Ints = NDArray[np.int64]
+
+
+class Spans(NamedTuple):
+    """Maximal groups of consecutive rows whose bounds are linear: row ``start + t`` has ``[lo + t * lo_step, ...)``."""
+
+    start: Ints  # first row of each span
+    lo: Ints
+    hi: Ints
+    lo_step: Ints  # 0 or 1
+    hi_step: Ints  # 0 or 1
+
+
+def linear_spans(lo: Ints, hi: Ints) -> Spans:
+    """The spans of two arrays of bounds: as few as the slopes 0 and 1 allow, found without a loop over rows."""
+    rows = len(lo)
+    if rows == 0:
+        none = np.zeros(0, np.int64)
+        return Spans(none, none, none, none, none)
+    dlo, dhi = np.diff(lo), np.diff(hi)
+    jump = (dlo < 0) | (dlo > 1) | (dhi < 0) | (dhi > 1)
+    first = np.zeros(rows, bool)
+    first[0] = True
+    first[1:] |= jump
+    # A row where the slope changes starts a span, unless a jump follows it: then it ends the span before.
+    first[1:-1] |= ~jump[1:] & ((dlo[1:] != dlo[:-1]) | (dhi[1:] != dhi[:-1]))
+    start = np.flatnonzero(first)
+    single = np.diff(np.append(start, rows)) == 1
+    at = np.minimum(start, max(rows - 2, 0))
+    lo_step = np.where(single, 0, dlo[at]) if rows > 1 else np.zeros(1, np.int64)
+    hi_step = np.where(single, 0, dhi[at]) if rows > 1 else np.zeros(1, np.int64)
+    return Spans(start, lo[start], hi[start], lo_step, hi_step)
+
+
+def digest_of(*parts: object) -> str:
+    """A hash of values and arrays, equal in every process and on every platform."""
+    h = hashlib.blake2b(digest_size=16)
+    for part in parts:
+        if isinstance(part, np.ndarray):
+            h.update(str(part.shape).encode())
+            h.update(np.ascontiguousarray(part, dtype="<i8").tobytes())
+        else:
+            h.update(repr(part).encode())
+        h.update(b"|")
+    return h.hexdigest()
+
+
+def lengths_of(name: str, values: ArrayLike) -> Ints:
+    """A checked, read-only copy of document lengths."""
+    array = np.asarray(values)
+    if array.ndim != 1 or array.size == 0 or array.dtype.kind not in "iu":
+        raise ValueError(f"{name} must be a non-empty sequence of integers, got {values!r:.200}")
+    if (array <= 0).any():
+        at = int(np.flatnonzero(array <= 0)[0])
+        raise ValueError(f"{name} must be positive, got {int(array[at])} for document {at}; leave empty documents out")
+    return frozen(array.astype(np.int64))
+
+
+def frozen(array: NDArray[Any]) -> Any:
+    """The array, read-only: facts are shared by every layer and rank of a batch."""
+    array.flags.writeable = False
+    return array
+
+
+def _offsets(lengths: Ints) -> Ints:
+    return frozen(np.concatenate([[0], np.cumsum(lengths)]))  # type: ignore[no-any-return]
+
+
+class Mask:
+    """Packed documents, each attending inside itself.
+
+    lengths: tokens of each document, all positive. causal: query ``i`` of a document sees its keys up to its own.
+    window: (left, right) keys seen besides one's own, None for no limit; ``right`` must be None or 0 if causal.
+    kv_lengths: keys of each document where they differ in number from its queries; the last query is then aligned
+    with the last key, as FlashAttention does, and queries before the first key see nothing if causal.
+
+    Raises: ValueError for empty, zero or negative lengths, lists that do not match, a negative window, or a window
+    to the right of a causal mask.
+    """
+
+    __slots__ = ("_digest", "_name", "_spans", "kv_lengths", "kv_offsets", "lengths", "offsets", "within_documents")
+
+    lengths: Ints
+    kv_lengths: Ints
+    offsets: Ints
+    kv_offsets: Ints
+    within_documents: bool
+    _spans: Spans
+    _digest: str
+    _name: str
+
+    def __init__(
+        self,
+        lengths: ArrayLike,
+        *,
+        causal: bool = True,
+        window: tuple[int | None, int | None] = (None, None),
+        kv_lengths: ArrayLike | None = None,
+    ) -> None:
+        queries = lengths_of("lengths", lengths)
+        keys = queries if kv_lengths is None else lengths_of("kv_lengths", kv_lengths)
+        if len(queries) != len(keys):
+            raise ValueError(f"lengths has {len(queries)} documents and kv_lengths {len(keys)}; give one of each each")
+        left, right = _checked_window(window, causal)
+        spans = _document_spans(queries, keys, left, right)
+        name = ("causal" if causal else "full") + (f", window={window}" if window != (None, None) else "")
+        self._set(queries, keys, spans, within_documents=True, name=name)
+
+    @classmethod
+    def from_bounds(
+        cls,
+        lo: ArrayLike,
+        hi: ArrayLike,
+        *,
+        kv_tokens: int | None = None,
+        lengths: ArrayLike | None = None,
+    ) -> Mask:
+        """Any mask with one interval of keys per query: query ``i`` sees keys ``lo[i] <= j < hi[i]``.
+
+        lo, hi: integers [tokens], ``0 <= lo <= hi <= kv_tokens``. kv_tokens: keys in all, default as many as queries.
+        lengths: documents, used by layouts per document and for positions inside documents; only with as many keys
+        as queries. Without it the batch is one document.
+
+        Raises: ValueError for bounds out of range, naming the first query that has them.
+        """
+        low, high = np.asarray(lo), np.asarray(hi)
+        if low.ndim != 1 or low.shape != high.shape or low.size == 0 or {low.dtype.kind, high.dtype.kind} - set("iu"):
+            raise ValueError(
+                f"lo and hi must be integer arrays of one shape [tokens], got {low.dtype}{list(low.shape)} and "
+                f"{high.dtype}{list(high.shape)}"
+            )
+        low, high = low.astype(np.int64), high.astype(np.int64)
+        tokens = low.size
+        keys = tokens if kv_tokens is None else int(kv_tokens)
+        bad = (low < 0) | (low > high) | (high > keys)
+        if bad.any():
+            i = int(np.flatnonzero(bad)[0])
+            raise ValueError(
+                f"query {i} has bounds [{low[i]}, {high[i]}), expected 0 <= lo <= hi <= {keys}; clip them, and give "
+                f"lo == hi to a query that sees nothing"
+            )
+        documents = lengths_of("lengths", [tokens] if lengths is None else lengths)
+        if documents.sum() != tokens:
+            raise ValueError(f"lengths sum to {documents.sum()}, the bounds have {tokens} queries")
+        if keys != tokens and len(documents) > 1:
+            raise ValueError(f"lengths with {tokens} queries and {keys} keys do not say which keys a document has")
+        kv_lengths = documents if keys == tokens else lengths_of("kv_tokens", [keys])
+        starts = np.repeat(_offsets(kv_lengths)[:-1], documents)
+        inside = bool(((low == high) | ((low >= starts) & (high <= starts + np.repeat(kv_lengths, documents)))).all())
+        self = cls.__new__(cls)
+        self._set(documents, kv_lengths, linear_spans(low, high), within_documents=inside, name="bounds")
+        return self
+
+    def _set(self, queries: Ints, keys: Ints, spans: Spans, *, within_documents: bool, name: str) -> None:
+        values = {
+            "lengths": queries,
+            "kv_lengths": keys,
+            "offsets": _offsets(queries),
+            "kv_offsets": _offsets(keys),
+            "within_documents": within_documents,
+            "_spans": Spans(*map(frozen, spans)),
+            "_name": name,
+            "_digest": digest_of("mask", queries, keys, *spans),
+        }
+        for key, value in values.items():
+            object.__setattr__(self, key, value)
+
+    @property
+    def tokens(self) -> int:
+        """Queries in all."""
+        return int(self.offsets[-1])
+
+    @property
+    def kv_tokens(self) -> int:
+        """Keys in all."""
+        return int(self.kv_offsets[-1])
+
+    @property
+    def spans(self) -> Spans:
+        """The bounds of all queries, as spans of rows on which they are linear."""
+        return self._spans
+
+    def bounds(self, positions: ArrayLike) -> tuple[Ints, Ints]:
+        """``lo, hi`` int64 of the queries at these global positions; a pad row, position -1, gets an empty interval.
+
+        Raises: ValueError for a position outside the batch.
+        """
+        at = self._checked(positions)
+        span = np.searchsorted(self._spans.start, at, side="right") - 1
+        t = at - self._spans.start[span]
+        lo = self._spans.lo[span] + t * self._spans.lo_step[span]
+        hi = self._spans.hi[span] + t * self._spans.hi_step[span]
+        pad = at < 0
+        return np.where(pad, 0, lo), np.where(pad, 0, hi)
+
+    def documents(self, positions: ArrayLike) -> Ints:
+        """The document of each query position; -1 for a pad row."""
+        return np.searchsorted(self.offsets, self._checked(positions), side="right") - 1
+
+    def key_positions(self, positions: ArrayLike) -> Ints:
+        """Query positions in key coordinates (documents aligned at their ends), for ALiBi and dropout; pads stay -1."""
+        at = self._checked(positions)
+        if self.kv_lengths is self.lengths:
+            return at
+        shift = self.kv_offsets[1:] - self.offsets[1:]
+        return np.where(at < 0, -1, at + shift[np.maximum(self.documents(at), 0)])
+
+    def area(self) -> int:
+        """Attended pairs of a query and a key."""
+        s = self._spans
+        rows = np.diff(np.append(s.start, self.tokens))
+        return int((rows * (s.hi - s.lo) + (s.hi_step - s.lo_step) * (rows * (rows - 1) // 2)).sum())
+
+    def digest(self) -> str:
+        """Equal for equal masks, on every rank."""
+        return self._digest
+
+    def _checked(self, positions: ArrayLike) -> Ints:
+        at = np.asarray(positions, dtype=np.int64)
+        if at.size and (at.max() >= self.tokens or at.min() < -1):
+            raise ValueError(f"positions run from {at.min()} to {at.max()}, the mask has {self.tokens} queries")
+        return at
+
+    def __setattr__(self, name: str, value: object) -> None:
+        raise AttributeError(f"Mask is immutable; make a new one instead of setting {name}")
+
+    def __getstate__(self) -> dict[str, object]:
+        return {name: getattr(self, name) for name in self.__slots__}
+
+    def __setstate__(self, state: dict[str, object]) -> None:
+        for key, value in state.items():
+            object.__setattr__(self, key, value)
+
+    def __eq__(self, other: object) -> bool:
+        return isinstance(other, Mask) and self._digest == other._digest
+
+    def __hash__(self) -> int:
+        return hash(self._digest)
+
+    def __repr__(self) -> str:
+        keys = "" if self.kv_tokens == self.tokens else f" on {self.kv_tokens} keys"
+        return f"Mask({self._name}, {len(self.lengths)} documents, {self.tokens} tokens{keys})"
+
+
+def _checked_window(window: Sequence[int | None], causal: bool) -> tuple[int | None, int | None]:
+    if len(window) != 2 or any(w is not None and w < 0 for w in window):
+        raise ValueError(f"window must be (left, right), each None or at least 0, got {window!r}")
+    left, right = window
+    if causal and right not in (None, 0):
+        raise ValueError(f"a causal mask sees no key to the right, got window={window!r}; give causal=False or right=0")
+    return left, 0 if causal else right
+
+
+def _document_spans(queries: Ints, keys: Ints, left: int | None, right: int | None) -> Spans:
+    """Spans of documents with a window: at most four per document, cut where an end of the window meets the document."""
+    n, m = queries[:, None], keys[:, None]
+    shift = m - n  # query i of a document stands at key i + shift
+    far = n + m  # beyond any distance inside the document
+
+    def low(i: Ints) -> Ints:
+        return np.zeros_like(i) if left is None else np.clip(i + shift - left, 0, m)
+
+    def high(i: Ints) -> Ints:
+        return np.broadcast_to(m, i.shape) if right is None else np.clip(i + shift + right + 1, 0, m)
+
+    cuts = [np.zeros_like(n)]
+    if left is not None:
+        cuts += [np.minimum(left, far) - shift]
+    if right is not None:
+        reach = np.minimum(right, far)
+        cuts += [-(shift + reach + 1), n - 1 - reach]
+    start = np.sort(np.clip(np.concatenate(cuts, axis=1), 0, n), axis=1)
+    count = np.diff(start, axis=1, append=n)
+    lo, hi = low(start), high(start)
+    step = count > 1
+    lo_step = np.where(step, low(start + 1) - lo, 0)
+    hi_step = np.where(step, high(start + 1) - hi, 0)
+    first_query, first_key = _offsets(queries)[:-1, None], _offsets(keys)[:-1, None]
+    kept = count > 0
+    return Spans(
+        (start + first_query)[kept],
+        (lo + first_key)[kept],
+        np.maximum(hi, lo)[kept] + np.broadcast_to(first_key, hi.shape)[kept],
+        lo_step[kept],
+        hi_step[kept],
+    )

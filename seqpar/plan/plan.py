@@ -1,0 +1,408 @@
+"""The choice of how a batch is computed: a value, equal on every rank, from which each rank derives its steps."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any
+
+import numpy as np
+from numpy.typing import ArrayLike
+
+from seqpar.layout import Layout, Runs, cut
+from seqpar.mask import Ints, Mask, digest_of, frozen
+from seqpar.plan import routes
+from seqpar.plan.heads import head_share, replicated
+from seqpar.plan.steps import Part, Step, Trade, as_rows, count
+
+TRANSPORTS = ("fetch", "ring", "double_ring", "gather")
+DTYPE_BYTES = {"float64": 8, "float32": 4, "bfloat16": 2, "float16": 2}
+NOMINAL_ROW_BYTES = 4096  # keys and values of 8 heads of 128 in bf16
+
+
+class Plan:
+    """Who computes what with whose keys, for one batch.
+
+    layout: where the query rows live; kv_layout: where the keys live if not with the queries, needed when their
+    numbers differ. ulysses: how many consecutive ranks trade tokens for heads, dividing the ranks, as one number or
+    one per document; documents held by one rank keep width 1. transport: how keys travel among the rest.
+    node: ranks per node: Ulysses groups then lie inside a node, and it is the inner ring of "double_ring", which
+    without it takes the largest divisor not above the square root. stage_bytes: the most that one fetched stage of
+    keys and values may take. rows: rows of each rank's query shard (and key shard, if not laid out apart), at least
+    its tokens; the rows after the tokens are pads.
+
+    Raises: ValueError for facts that do not fit each other, on every rank alike, since none of it depends on a rank.
+    NotImplementedError for ``node`` with "fetch", and for a width per document with bounds that cross documents.
+    """
+
+    __slots__ = (
+        "_digest", "_memo", "_rows", "_widths", "kv_layout", "layout", "mask", "node", "ranks", "stage_bytes",
+        "transport", "ulysses",
+    )  # fmt: skip
+
+    mask: Mask
+    layout: Layout
+    kv_layout: Layout
+    ranks: int
+    ulysses: int | tuple[int, ...]
+    transport: str
+    node: int | None
+    stage_bytes: int
+    _widths: Ints
+    _rows: Ints
+    _digest: str
+    _memo: dict[Any, Any]
+
+    def __init__(
+        self,
+        mask: Mask,
+        layout: Layout,
+        *,
+        kv_layout: Layout | None = None,
+        ulysses: int | Sequence[int] = 1,
+        transport: str = "fetch",
+        node: int | None = None,
+        stage_bytes: int = 64 << 20,
+        rows: int | Sequence[int] | None = None,
+    ) -> None:
+        keys = _checked_layouts(mask, layout, kv_layout)
+        if transport not in TRANSPORTS:
+            raise ValueError(f"transport must be one of {', '.join(TRANSPORTS)}, got {transport!r}")
+        if stage_bytes <= 0:
+            raise ValueError(f"stage_bytes must be positive, got {stage_bytes}")
+        if node is not None and (node <= 0 or layout.ranks % node):
+            raise ValueError(f"node must divide the {layout.ranks} ranks, got {node}")
+        if node is not None and transport == "fetch":
+            raise NotImplementedError("fetch with node: forwarding inside a node is not built; leave node out")
+        per_document = not isinstance(ulysses, (int, np.integer))
+        width = tuple(int(u) for u in np.atleast_1d(np.asarray(ulysses)))
+        values = {
+            "mask": mask,
+            "layout": layout,
+            "kv_layout": keys,
+            "ranks": layout.ranks,
+            "ulysses": width if per_document else width[0],
+            "transport": transport,
+            "node": node,
+            "stage_bytes": int(stage_bytes),
+            "_rows": _checked_rows(layout, rows),
+            "_memo": {},
+        }
+        for key, value in values.items():
+            object.__setattr__(self, key, value)
+        object.__setattr__(self, "_widths", self._checked_widths(width, per_document))
+        facts = (self.mask.digest(), self.layout.digest(), self.kv_layout.digest(), self._widths, self._rows)
+        object.__setattr__(self, "_digest", digest_of("plan", *facts, transport, node, int(stage_bytes)))
+
+    def _checked_widths(self, width: tuple[int, ...], per_document: bool) -> Ints:
+        documents = len(self.mask.lengths)
+        if per_document and len(width) != documents:
+            raise ValueError(f"ulysses has {len(width)} widths for {documents} documents")
+        for u in set(width):
+            if u <= 0 or self.ranks % u:
+                raise ValueError(f"the Ulysses width must divide the {self.ranks} ranks, got {u}")
+            if self.node is not None and self.node % u:
+                raise ValueError(f"the Ulysses width must divide node={self.node}, got {u}")
+        if not per_document or len(set(width)) == 1:
+            return frozen(np.full(documents, width[0], np.int64))  # type: ignore[no-any-return]
+        if not self.mask.within_documents:
+            raise NotImplementedError("a Ulysses width per document needs bounds inside documents; give one width")
+        widths = np.asarray(width, np.int64)
+        alone = (self.degrees == 1) & (self._held_alike())
+        return frozen(np.where(alone, 1, widths))  # type: ignore[no-any-return]
+
+    def _held_alike(self) -> Ints:
+        """Whether a document's keys are all where its queries are, for documents on one rank."""
+        if self.kv_layout is self.layout:
+            return np.ones(len(self.mask.lengths), bool)  # type: ignore[return-value]
+        queries, keys = self.layout.owner(), self.kv_layout.owner()
+        first = queries[self.mask.offsets[:-1]]
+        other = keys != np.repeat(first, self.mask.kv_lengths)
+        return np.add.reduceat(other, self.mask.kv_offsets[:-1]) == 0  # type: ignore[no-any-return]
+
+    @property
+    def widths(self) -> Ints:
+        """Ulysses width of each document."""
+        return self._widths
+
+    @property
+    def degrees(self) -> Ints:
+        """Ranks that hold tokens of each document, [documents]."""
+        return self.memo("degrees", self._degrees)  # type: ignore[no-any-return]
+
+    def _degrees(self) -> Ints:
+        runs, rank = self.layout.all_runs()
+        piece, source = cut(runs, self.mask.offsets[:-1])
+        pairs = np.unique(self.mask.documents(piece.start) * self.ranks + rank[source])
+        return np.bincount(pairs // self.ranks, minlength=len(self.mask.lengths))
+
+    def rows(self, rank: int, side: str = "q") -> int:
+        """Rows of a rank's tensors, pads included; ``side`` "q" or "kv"."""
+        if side not in ("q", "kv"):
+            raise ValueError(f'side must be "q" or "kv", got {side!r}')
+        if side == "kv" and self.kv_layout is not self.layout:
+            return self.kv_layout.tokens(rank)
+        return int(self._rows[rank])
+
+    def positions(self, rank: int, side: str = "q") -> Ints:
+        """Global positions [rows] of a rank's rows, -1 for pads."""
+        layout = self.layout if side == "q" else self.kv_layout
+        at = layout.positions(rank)
+        return np.append(at, np.full(self.rows(rank, side) - at.size, -1, np.int64))
+
+    def rope_positions(self, rank: int) -> Ints:
+        """Positions [rows] inside the document of a rank's query rows, 0 for pads."""
+        at = self.positions(rank)
+        start = self.mask.offsets[np.maximum(self.mask.documents(at), 0)]
+        return np.where(at < 0, 0, at - start)
+
+    def with_mask(self, mask: Mask) -> Plan:
+        """The same layout, transport and widths under another mask, as for a window in some layers; cached."""
+        if mask == self.mask:
+            return self
+        return self.memo(("mask", mask), lambda: self._with_mask(mask))  # type: ignore[no-any-return]
+
+    def _with_mask(self, mask: Mask) -> Plan:
+        own = None if self.kv_layout is self.layout else self.kv_layout
+        rows = self._rows.tolist()
+        return Plan(
+            mask, self.layout, kv_layout=own, ulysses=self.ulysses, transport=self.transport, node=self.node,
+            stage_bytes=self.stage_bytes, rows=rows,
+        )  # fmt: skip
+
+    def steps(self, rank: int, *, row_bytes: int = NOMINAL_ROW_BYTES) -> list[Step]:
+        """The steps of a rank, part after part; row_bytes: of one token's keys and values in a stage, same on all."""
+        stage_rows = max(1, self.stage_bytes // row_bytes)
+        if self.transport != "fetch":
+            stage_rows = 0  # the other transports have no stages to bound
+        return self.memo(("steps", rank, stage_rows), lambda: self._steps(rank, stage_rows))  # type: ignore[no-any-return]
+
+    def _steps(self, rank: int, stage_rows: int) -> list[Step]:
+        result: list[Step] = []
+        number = 0
+        for width in np.unique(self._widths):
+            part = self.memo(("part", rank, int(width)), lambda w=int(width): self._part(rank, w))
+            field = self.memo(("field", int(width)), lambda w=int(width): self._field(w))
+            me = rank // part.width
+            mine = part.keys
+            if self.transport == "gather":
+                found = list(routes.gather(field, me, mine))
+            elif self.transport == "fetch":
+                found = list(routes.fetch(field, me, mine, stage_rows))
+            else:
+                inner = self._inner(part.width) if self.transport == "double_ring" else field.groups
+                found = list(routes.ring(field, me, inner))
+            if self.transport != "gather":
+                result.append(Step(part, number, mine, local=True))
+            number += 1
+            for route in found:
+                result.append(self._step(part, number, route))
+                number += 1
+        return result
+
+    def _step(self, part: Part, number: int, route: routes.Route) -> Step:
+        def ranked(by_group: Mapping[int, Any]) -> dict[int, Any]:
+            return {g * part.width + part.share: rows for g, rows in sorted(by_group.items()) if count(rows)}
+
+        return Step(
+            part,
+            number,
+            route.pos,
+            own=route.own,
+            relay="ring" in self.transport,
+            sends=ranked(route.sends),
+            recvs=ranked(route.recvs),
+            grad_sends=ranked(route.grad_sends),
+            grad_recvs=ranked(route.grad_recvs),
+            carry=None if route.carry is None else route.carry * part.width + part.share,
+        )
+
+    def _inner(self, width: int) -> int:
+        """Groups in the inner ring."""
+        groups = self.ranks // width
+        if self.node is not None:
+            return self.node // width
+        return max(d for d in range(1, int(groups**0.5) + 1) if groups % d == 0)
+
+    def _part(self, rank: int, width: int) -> Part:
+        first = rank // width * width
+        members = range(first, first + width)
+        q, at = self._trade(rank, members, "q")
+        kv, keys = self._trade(rank, members, "kv")
+        lo, hi = self.mask.bounds(at)
+        return Part(width, rank - first, members, q, kv, self.mask.key_positions(at), lo, hi, keys)
+
+    def _trade(self, rank: int, members: range, side: str) -> tuple[Trade, Ints]:
+        """One side of the head trade, and the positions of the inside rows."""
+        width = len(members)
+        held: dict[int, Ints] = {}
+        mine = np.zeros(0, np.int64)
+        for member in members:
+            layout = self.layout if side == "q" else self.kv_layout
+            at = layout.positions(member)
+            row = np.arange(at.size)
+            if (self._widths != self._widths[0]).any():
+                row = row[self._document_width(at, side) == width]
+            if (at[row][1:] < at[row][:-1]).any():
+                row = row[np.argsort(at[row], kind="stable")]
+            held[member] = at[row]
+            if member == rank:
+                mine = row
+        inside = np.concatenate(list(held.values()))
+        if width > 1:
+            inside = np.sort(inside, kind="stable")
+        dest = {m: as_rows(np.searchsorted(inside, at)) for m, at in held.items()}
+        return Trade(as_rows(mine) if (np.diff(mine) > 0).all() else mine, dest, inside.size), inside
+
+    def _document_width(self, positions: Ints, side: str) -> Ints:
+        offsets = self.mask.offsets if side == "q" else self.mask.kv_offsets
+        return self._widths[np.searchsorted(offsets, positions, side="right") - 1]
+
+    def _field(self, width: int) -> routes.Field:
+        """Who needs and who has the keys of the documents of one width."""
+        groups = self.ranks // width
+        runs, rank = self._runs_of_width(width, "q")
+        needs = routes.needs_of(self.mask, runs, rank // width, groups)
+        key_runs, key_rank = self._runs_of_width(width, "kv")
+        owner = self.kv_layout.owner() // width if width > 1 else self.kv_layout.owner()
+        if (self._widths != width).any():
+            owner = np.where(np.repeat(self._widths == width, self.mask.kv_lengths), owner, -1)
+        anchor = np.full(groups, self.mask.kv_tokens, np.int64)
+        np.minimum.at(anchor, key_rank // width, key_runs.start)
+        return routes.Field(needs, owner, anchor, groups)
+
+    def _runs_of_width(self, width: int, side: str) -> tuple[Runs, Ints]:
+        runs, rank = (self.layout if side == "q" else self.kv_layout).all_runs()
+        if (self._widths == width).all():
+            return runs, rank
+        offsets = self.mask.offsets if side == "q" else self.mask.kv_offsets
+        piece, source = cut(runs, offsets[:-1])
+        kept = self._document_width(piece.start, side) == width
+        return piece.pick(kept), rank[source][kept]
+
+    def traffic(
+        self,
+        rank: int,
+        *,
+        heads: int,
+        kv_heads: int,
+        dim: int,
+        v_dim: int | None = None,
+        dtype: str = "bfloat16",
+        backward: bool = False,
+        return_lse: bool = False,
+    ) -> dict[int, int]:
+        """Bytes that a rank sends to each peer in one attention call: forward, or with ``backward`` in its backward.
+
+        Counted are tensors' contents, as `Comm.stats` counts them. dtype: "float64", "float32", "bfloat16", "float16".
+        """
+        size = DTYPE_BYTES[str(dtype).removeprefix("torch.")]
+        acc = max(size, 4)
+        v_dim = dim if v_dim is None else v_dim
+        sent: dict[int, int] = {}
+        row_bytes = self.row_bytes(heads, kv_heads, dim, v_dim, size)
+        steps = self.steps(rank, row_bytes=row_bytes)
+        for part in {id(s.part): s.part for s in steps}.values():
+            if part.width > 1:
+                self._count_trade(sent, part, rank, heads, kv_heads, dim, v_dim, size, acc, backward, return_lse)
+        for step in steps:
+            _, keys = head_share(heads, kv_heads, step.part.width, step.part.share)
+            row = (keys.stop - keys.start) * (dim + v_dim)
+            for peer, rows in step.sends.items():
+                sent[peer] = sent.get(peer, 0) + count(rows) * row * size
+            for peer, rows in step.grad_sends.items() if backward else ():
+                sent[peer] = sent.get(peer, 0) + count(rows) * row * acc
+        return {peer: size for peer, size in sorted(sent.items()) if size}
+
+    @staticmethod
+    def _count_trade(
+        sent: dict[int, int], part: Part, rank: int, heads: int, kv_heads: int, dim: int, v_dim: int, size: int,
+        acc: int, backward: bool, return_lse: bool,
+    ) -> None:  # fmt: skip
+        q_rows, kv_rows = count(part.q.mine), count(part.kv.mine)
+        lse = acc if return_lse else 0
+        kv_size = acc if replicated(heads, kv_heads, part.width) else size
+        mine_q, mine_kv = head_share(heads, kv_heads, part.width, part.share)
+        for share, peer in enumerate(part.members):
+            if peer == rank:
+                continue
+            q, kv = head_share(heads, kv_heads, part.width, share)
+            heads_out, kv_out = q.stop - q.start, kv.stop - kv.start
+            heads_in, kv_in = mine_q.stop - mine_q.start, mine_kv.stop - mine_kv.start
+            back_q, back_kv = count(part.q.dest[peer]), count(part.kv.dest[peer])
+            if backward:
+                entry = q_rows * heads_out * (v_dim * size + lse)
+                leave = back_q * heads_in * dim * size + back_kv * kv_in * (dim + v_dim) * kv_size
+            else:
+                entry = q_rows * heads_out * dim * size + kv_rows * kv_out * (dim + v_dim) * size
+                leave = back_q * heads_in * (v_dim * size + lse)
+            sent[peer] = sent.get(peer, 0) + entry + leave
+
+    def row_bytes(self, heads: int, kv_heads: int, dim: int, v_dim: int, size: int) -> int:
+        """Bytes of one token's keys and values on the rank with most key heads: what bounds the stages of all ranks."""
+        shares = [head_share(heads, kv_heads, int(w), s)[1] for w in np.unique(self._widths) for s in range(int(w))]
+        return max(1, max(s.stop - s.start for s in shares) * (dim + v_dim) * size)
+
+    def bytes(self, rank: int, **shape: Any) -> int:
+        """Bytes that a rank sends in one call; arguments as in `traffic`."""
+        return sum(self.traffic(rank, **shape).values())
+
+    def describe(self) -> str:
+        """The plan as text: what it was given, and for each rank its rows, area and keys received."""
+        from seqpar.plan.describe import describe
+
+        return describe(self)
+
+    def digest(self) -> str:
+        """Equal for equal plans, on every rank."""
+        return self._digest
+
+    def memo(self, key: Any, make: Callable[[], Any]) -> Any:
+        """``make()``, kept for as long as the plan lives."""
+        if key not in self._memo:
+            self._memo[key] = make()
+        return self._memo[key]
+
+    def __setattr__(self, name: str, value: object) -> None:
+        raise AttributeError(f"Plan is immutable; make a new one instead of setting {name}")
+
+    def __getstate__(self) -> dict[str, object]:
+        return {name: getattr(self, name) for name in self.__slots__ if name != "_memo"} | {"_memo": {}}
+
+    def __setstate__(self, state: dict[str, object]) -> None:
+        for key, value in state.items():
+            object.__setattr__(self, key, value)
+
+    def __eq__(self, other: object) -> bool:
+        return isinstance(other, Plan) and self._digest == other._digest
+
+    def __hash__(self) -> int:
+        return hash(self._digest)
+
+    def __repr__(self) -> str:
+        return f"Plan({self.mask!r}, {self.layout!r}, ulysses={self.ulysses}, transport={self.transport!r})"
+
+
+def _checked_layouts(mask: Mask, layout: Layout, kv_layout: Layout | None) -> Layout:
+    if layout.total != mask.tokens:
+        raise ValueError(f"the layout holds {layout.total} tokens, the mask {mask.tokens}")
+    if kv_layout is None and mask.kv_tokens != mask.tokens:
+        raise ValueError(f"{mask.tokens} queries and {mask.kv_tokens} keys need a kv_layout of their own")
+    keys = layout if kv_layout is None else kv_layout
+    if keys.total != mask.kv_tokens:
+        raise ValueError(f"kv_layout holds {keys.total} tokens, the mask has {mask.kv_tokens} keys")
+    if keys.ranks != layout.ranks:
+        raise ValueError(f"kv_layout has {keys.ranks} ranks, the layout {layout.ranks}")
+    return keys
+
+
+def _checked_rows(layout: Layout, rows: int | Sequence[int] | None) -> ArrayLike:
+    tokens = np.array([layout.tokens(r) for r in range(layout.ranks)])
+    if rows is None:
+        return frozen(tokens)  # type: ignore[no-any-return]
+    given = np.broadcast_to(np.asarray(rows, np.int64), tokens.shape).copy() if np.ndim(rows) == 0 else np.array(rows)
+    if given.shape != tokens.shape:
+        raise ValueError(f"rows has {given.size} entries for {layout.ranks} ranks")
+    if (given < tokens).any():
+        rank = int(np.flatnonzero(given < tokens)[0])
+        raise ValueError(f"rows gives rank {rank} {given[rank]} rows, it holds {tokens[rank]} tokens")
+    return frozen(given.astype(np.int64))  # type: ignore[no-any-return]

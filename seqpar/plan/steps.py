@@ -1,0 +1,113 @@
+"""The facts of one rank: its part of every head trade, and the steps in which keys arrive and queries meet them."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field
+from typing import Any
+
+import numpy as np
+
+from seqpar.mask import Ints
+from seqpar.plan.tiles import Segments, Tiles, segments, tile_tables
+
+Rows = slice | Ints  # rows of a tensor: a slice where they are consecutive, so that taking them copies nothing
+
+
+def as_rows(index: Ints) -> Rows:
+    """Ascending row numbers, as a slice if they are consecutive."""
+    if index.size == 0:
+        return slice(0, 0)
+    first, last = int(index[0]), int(index[-1])
+    return slice(first, last + 1) if last - first + 1 == index.size else index
+
+
+def count(rows: Rows) -> int:
+    """How many rows."""
+    return rows.stop - rows.start if isinstance(rows, slice) else int(rows.size)
+
+
+@dataclass(frozen=True, eq=False)
+class Trade:
+    """One side (queries or keys) of trading tokens for heads among the ranks that share heads.
+
+    mine: this rank's local rows of the part, in position order. dest: member -> the rows that its tokens take inside,
+    where all members' rows lie in position order. rows: how many there are inside. local: rows of the local tensor.
+    """
+
+    mine: Rows
+    dest: Mapping[int, Rows]
+    rows: int
+
+    @property
+    def trivial(self) -> bool:
+        """Whether the inside rows are the first local rows as they lie, so that nothing is copied or sent."""
+        return len(self.dest) == 1 and self.mine == slice(0, self.rows) if isinstance(self.mine, slice) else False
+
+
+@dataclass(frozen=True, eq=False)
+class Part:
+    """The documents of one Ulysses width, seen inside the head trade of one rank.
+
+    members: the ranks that share heads, this one at ``share``. pos, lo, hi: of the inside query rows, ascending
+    positions in key coordinates and bounds. keys: positions of the inside key rows, ascending.
+    """
+
+    width: int
+    share: int
+    members: range
+    q: Trade
+    kv: Trade
+    pos: Ints
+    lo: Ints
+    hi: Ints
+    keys: Ints
+
+
+@dataclass(frozen=True, eq=False)
+class Step:
+    """Keys that arrive together, and what happens to them and to their gradients.
+
+    number: the step's place in the whole call, equal on all ranks. pos [N]: positions of the buffer's key rows,
+    ascending. local: the buffer is the inside keys themselves. own: where the inside keys lie in a gathered buffer.
+    sends, recvs: peer -> rows; what is sent lies in the inside keys, or, if ``relay``, in the buffer of the step
+    before; what is received goes to rows of this buffer.
+
+    Backward, after the step is computed: grad_sends: peer -> rows of this buffer whose gradients leave; grad_recvs:
+    peer -> inside key rows to which arriving gradients are added; carry: the peer whose sums over the ranks before
+    this one arrive for all rows of the next step's buffer.
+    """
+
+    part: Part
+    number: int
+    pos: Ints
+    local: bool = False
+    own: Rows | None = None
+    relay: bool = False
+    sends: Mapping[int, Rows] = field(default_factory=dict)
+    recvs: Mapping[int, Rows] = field(default_factory=dict)
+    grad_sends: Mapping[int, Rows] = field(default_factory=dict)
+    grad_recvs: Mapping[int, Rows] = field(default_factory=dict)
+    carry: int | None = None
+    _memo: dict[Any, Any] = field(default_factory=dict, repr=False)
+
+    def tiles(self, bm: int, bn: int) -> Tiles:
+        """Tile tables of this step for tiles of ``bm`` query rows and ``bn`` key rows; made once."""
+        p = self.part
+        return self.memo(("tiles", bm, bn), lambda: tile_tables(p.lo, p.hi, p.pos, self.pos, bm, bn))  # type: ignore[no-any-return]
+
+    @property
+    def segments(self) -> Segments:
+        """This step as contiguous rectangles, for kernels that know no positions; made once."""
+        return self.memo("segments", lambda: segments(self.part.lo, self.part.hi, self.pos))  # type: ignore[no-any-return]
+
+    def area(self) -> int:
+        """Pairs of a query and a key that this step computes."""
+        first = np.searchsorted(self.pos, self.part.lo)
+        return int(np.maximum(np.searchsorted(self.pos, self.part.hi) - first, 0).sum())
+
+    def memo(self, key: Any, make: Callable[[], Any]) -> Any:
+        """``make()``, kept for as long as the step lives: what a device or kernel derives from it once per batch."""
+        if key not in self._memo:
+            self._memo[key] = make()
+        return self._memo[key]

@@ -1,0 +1,118 @@
+"""Random and enumerated cases of masks, layouts and plans, shared by every tier of tests."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import numpy as np
+from hypothesis import strategies as st
+
+from seqpar.layout import Layout
+from seqpar.mask import Mask
+from seqpar.plan import TRANSPORTS, Plan
+
+MASKS = ("causal", "full", "window", "band", "packed", "cross", "cross_full", "bounds", "prefix")
+LAYOUTS = ("contiguous", "zigzag", "striped", "blocks", "arbitrary", "lopsided")
+
+
+def divisors(n: int) -> list[int]:
+    """Every width that divides n."""
+    return [d for d in range(1, n + 1) if n % d == 0]
+
+
+def make_mask(kind: str, lengths: list[int], rng: np.random.Generator) -> Mask:
+    """A mask of a named kind over documents; "causal", "full" and the bounds ignore where documents end."""
+    total = sum(lengths)
+    one = [total]
+    if kind == "causal":
+        return Mask(one)
+    if kind == "full":
+        return Mask(one, causal=False)
+    if kind == "window":
+        return Mask(lengths, window=(int(rng.integers(0, 7)), None))
+    if kind == "band":
+        return Mask(one, causal=False, window=(int(rng.integers(0, 9)), int(rng.integers(0, 4))))
+    if kind == "packed":
+        return Mask(lengths)
+    if kind in ("cross", "cross_full"):
+        keys = [int(rng.integers(1, 2 * n + 2)) for n in lengths]
+        return Mask(lengths, causal=kind == "cross", kv_lengths=keys)
+    if kind == "prefix":
+        edge = int(rng.integers(0, total + 1))
+        rows = np.arange(total)
+        return Mask.from_bounds(np.zeros(total, int), np.maximum(rows + 1, edge), lengths=lengths)
+    lo = rng.integers(0, total + 1, total)
+    hi = np.minimum(total, lo + rng.integers(0, 9, total))
+    return Mask.from_bounds(lo, hi)
+
+
+def make_layout(kind: str, lengths: list[int], ranks: int, rng: np.random.Generator) -> Layout:
+    """A layout of a named kind."""
+    total = sum(lengths)
+    if kind == "contiguous":
+        return Layout.contiguous(total, ranks)
+    if kind == "zigzag":
+        return Layout.zigzag(lengths, ranks)
+    if kind == "striped":
+        return Layout.striped(total, ranks)
+    if kind == "blocks":
+        return Layout.striped(total, ranks, block=int(rng.integers(2, 6)))
+    if kind == "arbitrary":
+        return Layout(np.split(rng.permutation(total), np.sort(rng.integers(0, total + 1, ranks - 1))))
+    shards = [np.zeros(0, int) for _ in range(ranks)]  # lopsided: some rank holds nothing where there are several
+    edge = total if ranks == 1 else int(rng.integers(0, total + 1))
+    shards[0], shards[-1] = np.arange(edge), np.arange(edge, total) if ranks > 1 else np.arange(total)
+    return Layout(shards)
+
+
+@dataclass(frozen=True)
+class Case:
+    """One point of the product of what a plan can be."""
+
+    mask: str
+    layout: str
+    transport: str
+    ranks: int
+    ulysses: int
+    lengths: tuple[int, ...]
+    seed: int = 0
+    mixed: bool = False  # a Ulysses width per document
+    stage_bytes: int = 64 << 20
+    pads: bool = False
+
+    def plan(self) -> Plan:
+        """The plan of this case, the same in every process."""
+        rng = np.random.default_rng(self.seed)
+        lengths = list(self.lengths)
+        mask = make_mask(self.mask, lengths, rng)
+        layout = make_layout(self.layout, lengths, self.ranks, rng)
+        keys = None
+        if mask.kv_tokens != mask.tokens:
+            keys = make_layout(self.layout, mask.kv_lengths.tolist(), self.ranks, rng)
+        ulysses: int | list[int] = self.ulysses
+        if self.mixed and mask.within_documents:
+            ulysses = rng.choice(divisors(self.ranks), len(mask.lengths)).tolist()
+        rows = [layout.tokens(r) + int(rng.integers(0, 3)) for r in range(self.ranks)] if self.pads else None
+        return Plan(
+            mask, layout, kv_layout=keys, ulysses=ulysses, transport=self.transport, stage_bytes=self.stage_bytes,
+            rows=rows,
+        )  # fmt: skip
+
+
+@st.composite
+def cases(draw: st.DrawFn, max_ranks: int = 8, max_tokens: int = 40) -> Case:
+    """Any plan over few tokens."""
+    ranks = draw(st.sampled_from([r for r in (1, 2, 3, 4, 6, 8) if r <= max_ranks]))
+    lengths = draw(st.lists(st.integers(1, max(1, max_tokens // 3)), min_size=1, max_size=5))
+    return Case(
+        mask=draw(st.sampled_from(MASKS)),
+        layout=draw(st.sampled_from(LAYOUTS)),
+        transport=draw(st.sampled_from(TRANSPORTS)),
+        ranks=ranks,
+        ulysses=draw(st.sampled_from(divisors(ranks))),
+        lengths=tuple(lengths),
+        seed=draw(st.integers(0, 2**16)),
+        mixed=draw(st.booleans()),
+        stage_bytes=draw(st.sampled_from([1, 3 * 4096, 64 << 20])),
+        pads=draw(st.booleans()),
+    )

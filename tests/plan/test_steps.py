@@ -1,0 +1,189 @@
+"""Properties 1, 2, 3 and 7 of the specification, and where gradients go, by acting all ranks' steps out in numpy."""
+
+from __future__ import annotations
+
+import numpy as np
+from hypothesis import given, settings
+
+from seqpar.plan import Plan, Step
+from tests.cases import Case, cases
+
+
+def rounds(plan: Plan) -> list[list[Step | None]]:
+    """Step number -> rank -> step."""
+    by_rank = [{s.number: s for s in plan.steps(r)} for r in range(plan.ranks)]
+    numbers = sorted({n for steps in by_rank for n in steps})
+    return [[steps.get(n) for steps in by_rank] for n in numbers]
+
+
+def act_out(plan: Plan) -> np.ndarray:
+    """Runs the exchanges on token numbers; returns how often each (query, key) was computed, and checks buffers."""
+    seen = np.zeros((plan.mask.tokens, plan.mask.kv_tokens), int)
+    before: list[np.ndarray | None] = [None] * plan.ranks
+    for steps in rounds(plan):
+        buffers: list[np.ndarray | None] = [None] * plan.ranks
+        for rank, step in enumerate(steps):
+            if step is None:
+                continue
+            if step.local:
+                buffers[rank] = step.part.keys
+                continue
+            buffer = np.full(step.pos.size, -7)
+            if step.own is not None:
+                buffer[step.own] = step.part.keys
+            for peer, rows in step.recvs.items():
+                theirs = steps[peer]
+                assert theirs is not None, f"rank {peer} sends nothing that rank {rank} expects"
+                source = before[peer] if theirs.relay else theirs.part.keys
+                if theirs.relay and before[peer] is None:
+                    source = theirs.part.keys
+                buffer[rows] = source[theirs.sends[rank]]
+            for peer in step.sends:
+                assert rank in steps[peer].recvs, f"rank {peer} does not expect what rank {rank} sends"
+            buffers[rank] = buffer
+        for rank, step in enumerate(steps):
+            if step is None:
+                continue
+            assert (np.diff(step.pos) > 0).all()
+            np.testing.assert_array_equal(buffers[rank], step.pos)
+            first = np.searchsorted(step.pos, step.part.lo)
+            stop = np.searchsorted(step.pos, step.part.hi)
+            queries = inside_queries(plan, rank, step)
+            for i, (a, b) in enumerate(zip(first, stop, strict=True)):
+                if b > a and step.part.share == 0:
+                    seen[queries[i], step.pos[a:b]] += 1
+            before[rank] = step.pos
+    return seen
+
+
+def inside_queries(plan: Plan, rank: int, step: Step) -> np.ndarray:
+    """Global query numbers of the inside rows."""
+    inside = np.full(step.part.q.rows, -1)
+    for member, dest in step.part.q.dest.items():
+        at = plan.layout.positions(member)
+        width = plan.widths[plan.mask.documents(at)]
+        inside[dest] = np.sort(at[width == step.part.width])
+    return inside
+
+
+def dense(plan: Plan) -> np.ndarray:
+    """How often each pair should be computed: once if attended."""
+    lo, hi = plan.mask.bounds(np.arange(plan.mask.tokens))
+    keys = np.arange(plan.mask.kv_tokens)
+    return ((keys >= lo[:, None]) & (keys < hi[:, None])).astype(int)
+
+
+@settings(max_examples=150)
+@given(cases())
+def test_each_attended_pair_is_computed_once(case: Case) -> None:
+    plan = case.plan()
+    np.testing.assert_array_equal(act_out(plan), dense(plan))
+
+
+@settings(max_examples=100)
+@given(cases())
+def test_areas_of_all_steps_sum_to_the_area_of_the_mask(case: Case) -> None:
+    plan = case.plan()
+    total = sum(s.area() for r in range(plan.ranks) for s in plan.steps(r) if s.part.share == 0)
+    assert total == plan.mask.area()
+
+
+@settings(max_examples=150)
+@given(cases())
+def test_every_gradient_comes_home_once(case: Case) -> None:
+    """Each rank adds 1 to the gradient of every key row it holds; the owner must end up with the number of holders."""
+    plan = case.plan()
+    home = {}
+    wanted = {}
+    carried: dict[int, np.ndarray] = {}
+    for steps in rounds(plan):
+        grads = {}
+        for rank, step in enumerate(steps):
+            if step is None:
+                continue
+            key = (rank, step.part.width)
+            home.setdefault(key, np.zeros(step.part.keys.size, int))
+            held = wanted.setdefault((step.part.width, step.part.share), np.zeros(plan.mask.kv_tokens, int))
+            held[step.pos] += 1
+            grad = np.ones(step.pos.size, int)
+            if step.local:
+                home[key] += grad
+            else:
+                grad += carried.pop(rank, 0)
+                if step.own is not None:
+                    home[key] += grad[step.own]
+                grads[rank] = grad
+        for rank, step in enumerate(steps):
+            if step is None or step.local:
+                continue
+            for peer, rows in step.grad_recvs.items():
+                home[rank, step.part.width][rows] += grads[peer][steps[peer].grad_sends[rank]]
+            for peer in step.grad_sends:
+                assert rank in steps[peer].grad_recvs or steps[peer].carry == rank
+            if step.carry is not None:
+                sent = steps[step.carry].grad_sends.get(rank)
+                if sent is not None:
+                    carried[rank] = grads[step.carry][sent]
+    for (rank, width), got in home.items():
+        part = next(s.part for s in plan.steps(rank) if s.part.width == width)
+        np.testing.assert_array_equal(got, wanted[width, part.share][part.keys])
+
+
+@settings(max_examples=100)
+@given(cases())
+def test_fetch_moves_no_key_that_no_query_attends(case: Case) -> None:
+    plan = Case(**{**case.__dict__, "transport": "fetch"}).plan()
+    attended = dense(plan)
+    for rank in range(plan.ranks):
+        for step in plan.steps(rank):
+            if not step.local:
+                mine = attended[inside_queries(plan, rank, step)]
+                assert mine.any(axis=0)[step.pos].all()
+
+
+@settings(max_examples=100)
+@given(cases())
+def test_rows_of_messages_and_tables_stay_inside_buffers(case: Case) -> None:
+    plan = case.plan()
+    for rank in range(plan.ranks):
+        for step in plan.steps(rank):
+            lo, hi = step.part.lo, step.part.hi
+            for bm, bn in ((4, 4), (5, 3)):
+                t = step.tiles(bm, bn)
+                visible = (step.pos >= lo[:, None]) & (step.pos < hi[:, None])
+                check_tiles(t, visible)
+            check_segments(step, visible)
+
+
+def check_tiles(t, visible: np.ndarray) -> None:
+    """Every visible pair is in a visited tile, full tiles are full, and the transposed table covers."""
+    assert t.rows[-1] == visible.shape[0]
+    assert (np.diff(t.rows) <= t.bm).all()
+    visited = np.zeros_like(visible)
+    for i, (a, b) in enumerate(zip(t.rows[:-1], t.rows[1:], strict=True)):
+        assert 0 <= t.begin[i] <= t.full_begin[i] <= t.full_end[i] <= t.end[i]
+        visited[a:b, t.begin[i] * t.bn : t.end[i] * t.bn] = True
+        assert visible[a:b, t.full_begin[i] * t.bn : t.full_end[i] * t.bn].all()
+        for n in range(t.begin[i], t.end[i]):
+            assert t.q_begin[n] <= i < t.q_end[n]
+    assert not (visible & ~visited).any()
+
+
+def check_segments(step: Step, visible: np.ndarray) -> None:
+    """Segments and the remainder cover every visible pair exactly once."""
+    s = step.segments
+    got = np.zeros(visible.shape, int)
+    for q, n, k, m, kind, left, right in zip(
+        s.q_row, s.q_len, s.k_row, s.k_len, s.kind, s.left, s.right, strict=True
+    ):
+        i, j = np.arange(n)[:, None] + m - n, np.arange(m)
+        sees = np.ones((n, m), bool)
+        if kind == 1:
+            sees = j <= i
+        if kind == 2:
+            sees = (j >= i - left) & ((j <= i + right) if right >= 0 else True)
+        got[q : q + n, k : k + m] += sees
+    for row in s.remainder:
+        assert not got[row].any()
+        got[row] = visible[row]
+    np.testing.assert_array_equal(got, visible.astype(int))
