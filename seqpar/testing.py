@@ -2,14 +2,24 @@
 
 from __future__ import annotations
 
+import atexit
+import multiprocessing
+import os
+import pickle
 import queue
+import sys
 import threading
+import time
+import traceback
 from collections.abc import Callable
+from datetime import timedelta
+from multiprocessing.connection import Connection, wait
 from typing import Any
 
 import torch
+import torch.distributed as dist
 
-from seqpar.comm import LocalComm
+from seqpar.comm import GroupComm, LocalComm, PeerError
 
 # --- ranks as threads -------------------------------------------------------------------------------------------------
 
@@ -54,3 +64,139 @@ def run_threads(size: int, fn: Callable[..., Any], *args: Any, delay: float = 0.
     if first is not None:
         raise first
     return [results[rank] for rank in range(size)]
+
+
+# --- ranks as processes -----------------------------------------------------------------------------------------------
+
+_pools: dict[int, _Pool] = {}  # world size -> the processes that wait for the next call
+
+
+def run_processes(size: int, fn: Callable[..., Any], *args: Any, timeout: float = 60.0) -> list[Any]:
+    """The results of ``fn(comm, *args)`` by rank, on `size` processes whose comms are a gloo `GroupComm` of them all.
+
+    fn: a function of an importable module; it, args and results are pickled. timeout: seconds after which a wait of
+    the comm fails; the whole call has four times as long, and at least two minutes. The processes stay for the next
+    call with the same size, unless one of them died or failed.
+
+    Raises: the exception of the rank that failed first, with its remote traceback as the cause; RuntimeError naming a
+    rank whose process died; TimeoutError naming the ranks that did not come back.
+    """
+    pool = _pools.pop(size, None)
+    if pool is None or not pool.alive():
+        if pool is not None:
+            pool.close()
+        pool = _Pool(size)
+    try:
+        results = pool.run(fn, args, timeout)
+    except BaseException:
+        pool.close()
+        raise
+    _pools[size] = pool
+    return results
+
+
+class _Pool:
+    """Processes that are the ranks of one default group. The store lives here, so that no rank takes it along."""
+
+    def __init__(self, size: int) -> None:
+        method = "forkserver" if sys.platform == "linux" else "spawn"
+        context: Any = multiprocessing.get_context(method)
+        if method == "forkserver":
+            # only what is installed: the server does not get this process's sys.path before Python 3.12
+            context.set_forkserver_preload(["torch", "torch.distributed"])
+        self.store = dist.TCPStore("127.0.0.1", 0, None, True, timedelta(seconds=60), wait_for_workers=False)
+        self.processes, self.pipes = [], []
+        for rank in range(size):
+            ours, theirs = context.Pipe()
+            process = context.Process(target=_worker, args=(rank, size, self.store.port, theirs), daemon=True)
+            process.start()
+            theirs.close()
+            self.processes.append(process)
+            self.pipes.append(ours)
+
+    def alive(self) -> bool:
+        return all(process.is_alive() for process in self.processes)
+
+    def run(self, fn: Callable[..., Any], args: tuple[Any, ...], timeout: float) -> list[Any]:
+        message = pickle.dumps((sys.path, timeout, pickle.dumps((fn, args))))
+        for pipe in self.pipes:
+            pipe.send_bytes(message)
+        results: dict[int, Any] = {}
+        errors: list[BaseException] = []
+        waiting = dict(enumerate(self.pipes))
+        deadline = time.monotonic() + max(120.0, 4 * timeout)
+        while waiting:
+            ready = wait(list(waiting.values()), max(0.0, deadline - time.monotonic()))
+            if not ready:
+                errors.append(TimeoutError(f"ranks {sorted(waiting)} did not come back"))
+                break
+            for rank in [rank for rank, pipe in waiting.items() if pipe in ready]:
+                result, error = self._answer(rank, waiting.pop(rank))
+                results[rank] = result
+                if error is not None:
+                    # the others have one timeout to notice it
+                    deadline = min(deadline, time.monotonic() + timeout + 5.0)
+                    errors.append(error)
+        if errors:
+            # a PeerError is mostly another rank's failure, seen from here
+            raise next((error for error in errors if not isinstance(error, PeerError)), errors[0])
+        return [results[rank] for rank in range(len(self.pipes))]
+
+    def _answer(self, rank: int, pipe: Connection) -> tuple[Any, BaseException | None]:
+        """What a rank sent back: its result or its error."""
+        try:
+            result, error, trace = pickle.loads(pipe.recv_bytes())
+        except (EOFError, ConnectionError):
+            process = self.processes[rank]
+            process.join(5.0)
+            return None, RuntimeError(f"rank {rank}: its process died with exit code {process.exitcode}")
+        if error is not None:
+            error.__cause__ = RuntimeError(f"on rank {rank}:\n{trace}")
+        return result, error
+
+    def close(self) -> None:
+        for pipe in self.pipes:
+            pipe.close()
+        for process in self.processes:
+            process.join(0.2)
+            process.kill()
+            process.join(5.0)
+
+
+@atexit.register
+def _close_pools() -> None:
+    while _pools:
+        _pools.popitem()[1].close()
+
+
+def _worker(rank: int, size: int, port: int, pipe: Connection) -> None:
+    """One rank: joins the default group, then runs functions until the pipe closes."""
+    torch.set_num_threads(1)
+    store = dist.TCPStore("127.0.0.1", port, None, False, timedelta(seconds=60))
+    dist.init_process_group("gloo", store=store, rank=rank, world_size=size, timeout=timedelta(seconds=60))
+    while True:
+        try:
+            path, timeout, call = pickle.loads(pipe.recv_bytes())
+        except (EOFError, ConnectionError):
+            os._exit(0)
+        sys.path[:] = path
+        pipe.send_bytes(_outcome(timeout, call))
+
+
+def _outcome(timeout: float, call: bytes) -> bytes:
+    """The pickled (result, error, traceback) of one call on a comm of its own."""
+    comm = None
+    try:
+        comm = GroupComm(timeout=timeout, check="call")
+        fn, args = pickle.loads(call)
+        return pickle.dumps((fn(comm, *args), None, ""))
+    except BaseException as error:
+        if comm is not None:
+            comm.abort(f"{type(error).__name__}: {error}")
+        trace = traceback.format_exc()
+        try:
+            answer = pickle.dumps((None, error, trace))
+            pickle.loads(answer)
+        except Exception:
+            answer = pickle.dumps((None, RuntimeError(f"{type(error).__name__}: {error}"), trace))
+        return answer

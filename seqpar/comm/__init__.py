@@ -1,6 +1,7 @@
 """Communicators: how bytes move between ranks. `protocol` states the contract, the other modules keep it."""
 
+from seqpar.comm.group import GroupComm
 from seqpar.comm.local import LocalComm
 from seqpar.comm.protocol import Comm, PeerError, Stats, Tag, Work
 
-__all__ = ["Comm", "LocalComm", "PeerError", "Stats", "Tag", "Work"]
+__all__ = ["Comm", "GroupComm", "LocalComm", "PeerError", "Stats", "Tag", "Work"]

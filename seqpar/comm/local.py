@@ -28,7 +28,7 @@ from typing import NoReturn
 import torch
 from torch import Tensor
 
-from seqpar.comm.protocol import Claim, PeerError, Stats, Tag, Work, nonempty, rounds, settle
+from seqpar.comm.protocol import Claim, PeerError, Stats, Tag, Work, nonempty, rounds, settle, subset
 
 log = logging.getLogger("seqpar.comm")
 
@@ -102,9 +102,7 @@ class _World:
     def give_up(self, rank: int, doing: str) -> NoReturn:
         """Raise the error of a rank that cannot go on because a root cause stands."""
         assert self.failure is not None
-        first, reason = self.failure
-        cause = "" if first == rank else f" {doing}; root cause: rank {first}"
-        raise PeerError(f"rank {rank}{cause}: {reason}; the comm is dead")
+        raise PeerError.quoting(rank, doing, *self.failure)
 
     def post(self, entries: Sequence[_Round]) -> None:
         """Append the rounds of one exchange to their rank's queue and move what can move."""
@@ -373,13 +371,14 @@ class LocalComm:
 
     def sub(self, ranks: Sequence[int]) -> LocalComm:
         """The same queues seen by some of the ranks, renumbered."""
-        if len(set(ranks)) != len(ranks) or self.rank not in ranks or not all(0 <= r < self.size for r in ranks):
-            raise ValueError(
-                f"sub: rank {self.rank} of {self.size} got ranks {list(ranks)}: expected distinct ranks "
-                "of this comm, itself among them"
-            )
         view = LocalComm.__new__(LocalComm)
-        view._join(self._world, tuple(self._ranks[r] for r in ranks), self._me, self.stats, self._counters)
+        view._join(
+            self._world,
+            tuple(self._ranks[r] for r in subset(self.rank, self.size, ranks)),
+            self._me,
+            self.stats,
+            self._counters,
+        )
         return view
 
     def warm_up(self, peers: Sequence[int]) -> None:

@@ -30,6 +30,12 @@ MESSAGES_PER_EXCHANGE = 64  # sends and receives together; a larger exchange is 
 class PeerError(RuntimeError):
     """A rank died, never sent, sent something else, or gave up. The comm is dead afterwards and every verb says so."""
 
+    @classmethod
+    def quoting(cls, rank: int, doing: str, first: int, reason: str) -> PeerError:
+        """The error of `rank`, busy `doing`, that quotes the root cause: `reason`, which rank `first` wrote."""
+        own = f" {doing}; root cause: rank {first}" if first != rank else ""
+        return cls(f"rank {rank}{own}: {reason}; the comm is dead")
+
 
 class Tag(NamedTuple):
     """The number of an exchange: equal on every rank that takes part in it.
@@ -189,6 +195,17 @@ def nonempty(
         if kept := [tensor.detach() for tensor in several if tensor.numel()]:
             found[peer] = kept
     return found
+
+
+def subset(rank: int, size: int, ranks: Sequence[int]) -> list[int]:
+    """The argument of `Comm.sub`, checked.
+
+    Raises: ValueError unless ranks are distinct ranks of the comm with the calling one among them.
+    """
+    ranks = list(ranks)
+    if len(set(ranks)) != len(ranks) or rank not in ranks or not all(0 <= r < size for r in ranks):
+        raise ValueError(f"sub: rank {rank} of {size} got ranks {ranks}; expected distinct ranks, itself among them")
+    return ranks
 
 
 class Claim(NamedTuple):

@@ -1,0 +1,570 @@
+"""`GroupComm`: ranks of a `torch.distributed` group, over NCCL for CUDA tensors and gloo for CPU tensors.
+
+Both use point-to-point only. Beside the group stands a private gloo twin, which carries `agree` and all CPU tensors,
+so that nothing here meets messages of the group's other users:
+
+    CUDA tensors   batched isend/irecv on the group, one batch a round (`protocol.rounds`)
+    CPU tensors    isend/irecv on the twin; before the tensors of a pair goes a header of int64
+
+gloo matches messages by (pair, number), first in, first out, and ends the process when a message is longer than the
+buffer it meets. Hence two numbers: headers share one, so that a pair whose ranks are in different exchanges finds out
+from the first header; tensors go by a hash of their header, so that they never meet a buffer of another exchange.
+
+The first rank to fail writes the root cause to the group's store and hangs up the twin; a rank that waits for it sees
+its connection close, reads the cause, raises and hangs up in turn, so that a failure reaches every rank at once.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import itertools
+import logging
+import pickle
+import threading
+import time
+from collections import deque
+from collections.abc import Callable, Mapping, Sequence
+from datetime import timedelta
+from typing import Any, NamedTuple, TypeVar
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from seqpar.comm.protocol import Claim, PeerError, Stats, Tag, Work, nonempty, rounds, settle, subset
+
+log = logging.getLogger("seqpar.comm")
+
+T = TypeVar("T")
+
+# gloo numbers that are not hashes of a header
+HEADERS, HANG_UP, FIRST_FREE = 0, 1, 16
+# phases of tags that are not a verb's
+AGREEING, WARMING = -1, -2
+
+
+def _hash63(value: object) -> int:
+    return int.from_bytes(hashlib.blake2b(repr(value).encode(), digest_size=8).digest(), "big") >> 1
+
+
+class RootCause:
+    """Why a group died, in its store: the first rank to write wins.
+
+    A store that is dead itself neither hangs nor hides an error: each access has `patience` seconds, and counts as
+    finding nothing if it fails.
+    """
+
+    def __init__(self, store: Any, key: str, rank: int, *, patience: float = 2.0) -> None:
+        self._store, self._key, self._rank, self._patience = store, key, rank, patience
+
+    def write(self, reason: str) -> tuple[int, str]:
+        """The (rank, reason) that stands now: this one, unless another rank was first."""
+        own = f"{self._rank} {reason}"
+        return self._parse(self._patiently(lambda: self._store.compare_set(self._key, "", own)) or own.encode())
+
+    def read(self, grace: float = 0.0) -> tuple[int, str] | None:
+        """The (rank, reason) that stands, waiting up to `grace` seconds for one to be written."""
+        deadline = time.monotonic() + min(grace, self._patience)
+        found = self._patiently(lambda: self._poll(deadline))
+        return self._parse(found) if found else None
+
+    def _poll(self, deadline: float) -> bytes | None:
+        while not self._store.check([self._key]):
+            if time.monotonic() >= deadline:
+                return None
+            time.sleep(0.02)
+        return bytes(self._store.get(self._key))
+
+    @staticmethod
+    def _parse(found: bytes) -> tuple[int, str]:
+        rank, _, reason = found.decode().partition(" ")
+        return int(rank), reason
+
+    def _patiently(self, access: Callable[[], T]) -> T | None:
+        box: list[T] = []
+
+        def run() -> None:
+            try:
+                box.append(access())
+            except RuntimeError as error:
+                log.info("rank %d: the group's store does not answer: %s", self._rank, error)
+
+        thread = threading.Thread(target=run, daemon=True)
+        thread.start()
+        thread.join(self._patience + 1.0)
+        return box[0] if box else None
+
+
+class Monitor:
+    """Watches works that cannot time out by themselves, in the order they were posted, on a thread of its own.
+
+    A work has `timeout` seconds from the completion of the one before. `fail(reason)` is called when they are over or
+    when the work failed; `look()`, about once a second while one is outstanding, returns whether the group is dead.
+    The thread ends when there has been nothing to watch for a while.
+    """
+
+    def __init__(
+        self, timeout: float, fail: Callable[[str], object], look: Callable[[], bool], *, poll: float = 0.05
+    ) -> None:
+        self._timeout, self._fail, self._look, self._poll = timeout, fail, look, poll
+        self._changed = threading.Condition()
+        self._outstanding: deque[tuple[Sequence[Any], str]] = deque()
+        self._running = False
+
+    def watch(self, works: Sequence[Any], waiting: str) -> None:
+        """Expect works (objects with ``is_completed()``) to complete; `waiting` says what for, in the error."""
+        with self._changed:
+            self._outstanding.append((works, waiting))
+            if not self._running:
+                self._running = True
+                threading.Thread(target=self._run, name="seqpar comm monitor", daemon=True).start()
+            self._changed.notify()
+
+    def _run(self) -> None:
+        since = looked = time.monotonic()
+        while True:
+            with self._changed:
+                if not self._outstanding:
+                    self._changed.wait(5.0)
+                    since = looked = time.monotonic()
+                if not self._outstanding:
+                    self._running = False
+                    return
+                works, waiting = self._outstanding[0]
+            now = time.monotonic()
+            try:
+                completed = all(work.is_completed() for work in works)
+            except RuntimeError as error:
+                return self._end(f"failed {waiting}: {error}")
+            if completed:
+                self._outstanding.popleft()
+                since = looked = now
+            elif now - since >= self._timeout:
+                return self._end(f"waited {self._timeout:g} s {waiting}")
+            elif now - looked >= 1.0 and self._look():
+                return self._end(None)
+            else:
+                looked = now if now - looked >= 1.0 else looked
+                time.sleep(self._poll)
+
+    def _end(self, reason: str | None) -> None:
+        with self._changed:
+            self._outstanding.clear()
+            self._running = False
+        if reason is not None:
+            self._fail(reason)
+
+
+class _Link:
+    """What a comm and its subs share: the group, its twin, whether they are alive. Ranks are the group's."""
+
+    def __init__(self, group: dist.ProcessGroup, timeout: float) -> None:
+        self.group, self.timeout = group, timeout
+        self.rank, self.size = group.rank(), group.size()
+        self.backends = _backends(group)
+        self.cause: tuple[int, str] | None = None
+        self.orphans: list[object] = []  # what the twin may still write to after a failure
+        c10d: Any = dist.distributed_c10d
+        store = group.get_group_store()
+        # the all-reduce opens NCCL's communicator, which point-to-point among some ranks needs, and gives the twin a
+        # name that no earlier twin of the group has had
+        device = torch.device("cuda", torch.cuda.current_device()) if self.uses_nccl else torch.device("cpu")
+        number = int(store.add("seqpar/comms", 1)) if self.rank == 0 else 0
+        shared = torch.tensor([number, 1], dtype=torch.int64, device=device)
+        dist.all_reduce(shared, group=group)
+        number, present = shared.tolist()
+        if present != self.size:
+            raise RuntimeError(f"GroupComm: an all-reduce of ones over {self.size} ranks gave {present}")
+        twin_store = c10d.PrefixStore(f"seqpar/{number}", store)
+        self.twin: Any = c10d.ProcessGroupGloo(twin_store, self.rank, self.size, timedelta(seconds=timeout))
+        self.root_cause = RootCause(twin_store, "root cause", self.rank)
+        self.monitor = Monitor(timeout, self.fail, self.look)
+
+    @property
+    def uses_nccl(self) -> bool:
+        """Whether CUDA tensors can travel."""
+        return self.backends.get("cuda") == "nccl" and torch.cuda.is_available()
+
+    def fail(self, reason: str, *, grace: float = 0.0) -> None:
+        """Mark the group dead for `reason`, unless a root cause stands or appears within `grace` seconds."""
+        if self.cause is None:
+            standing = self.root_cause.read(grace) if grace else None
+            self.cause = standing or self.root_cause.write(reason)
+            log.info("rank %d: %s; root cause: rank %d: %s", self.rank, reason, *self.cause)
+            self._hang_up()
+
+    def look(self) -> bool:
+        """Whether the group is dead, by what this rank knows or another one wrote."""
+        if self.cause is None and (standing := self.root_cause.read()):
+            self.cause = standing
+            log.info("rank %d: root cause: rank %d: %s", self.rank, *standing)
+        return self.cause is not None
+
+    def error(self, doing: str) -> PeerError:
+        """The error of a rank that was `doing` something when it found the group dead."""
+        assert self.cause is not None
+        return PeerError.quoting(self.rank, doing, *self.cause)
+
+    def failed(self, doing: str, peer: int, error: RuntimeError) -> PeerError:
+        """The error for one of gloo's, met when `doing` something that waits for `peer`."""
+        timed_out = "timed out" in str(error).lower()
+        what = f"waited {self.timeout:g} s" if timed_out else "lost the connection"
+        # a lost connection is often another rank's failure, and that rank is about to say so
+        self.fail(
+            f"{doing}: {what} for rank {peer}" if timed_out else f"{doing}: {what} to rank {peer}",
+            grace=0.0 if timed_out else 1.0,
+        )
+        return self.error(f"{doing}, {what} {'for' if timed_out else 'to'} rank {peer}")
+
+    def _hang_up(self) -> None:
+        # gloo has no call that closes connections (abort does nothing), but closes all when one wait times out
+        for peer in range(self.size):
+            if peer != self.rank:
+                buffer = torch.empty(1)
+                self.orphans.append(buffer)
+                try:
+                    self.twin.recv([buffer], peer, HANG_UP).wait(timedelta(milliseconds=1))
+                except RuntimeError as error:
+                    if "timed out" in str(error).lower():
+                        return
+
+
+def _backends(group: dist.ProcessGroup) -> dict[str, str]:
+    """Device type -> backend of a group."""
+    pairs = (item.partition(":") for item in dist.get_backend_config(group).split(","))
+    return {device: backend for device, _, backend in pairs}
+
+
+class _Header(NamedTuple):
+    """What goes before the tensors of a pair, and what the receiver expects there. All of them are int64."""
+
+    scope: int
+    digest: int
+    call: int
+    phase: int
+    stage: int
+    tensors: int
+    bytes: int
+    signature: int
+
+    @classmethod
+    def of(cls, scope: int, tag: Tag, tensors: Sequence[Tensor]) -> _Header:
+        size = sum(t.numel() * t.element_size() for t in tensors)
+        return cls(scope, *tag, len(tensors), size, _hash63([(t.dtype, tuple(t.shape)) for t in tensors]))
+
+    def number(self, index: int) -> int:
+        """The gloo number of a tensor: 31 bits."""
+        return FIRST_FREE + (_hash63(tuple(self)) + index) % (2**31 - FIRST_FREE)
+
+    def __str__(self) -> str:
+        tag = describe(Tag(self.digest, self.call, self.phase, self.stage))
+        among = f" in sub {self.scope:x}" if self.scope else ""
+        return f"{tag}{among} with {self.tensors} tensors of {self.bytes} bytes"
+
+
+def describe(tag: Tag) -> str:
+    """A tag in words."""
+    if tag.phase in (AGREEING, WARMING):
+        return f"{'agreement' if tag.phase == AGREEING else 'warm-up'} {tag.call} stage {tag.stage}"
+    return str(tag)
+
+
+class _Step(NamedTuple):
+    """One message of a gloo exchange that `wait` waits for; with an expectation, a header to compare with it."""
+
+    work: dist.Work
+    peer: int
+    buffer: Tensor
+    expected: _Header | None
+
+
+class _GlooWork:
+    """`Work` of an exchange of CPU tensors."""
+
+    def __init__(self, link: _Link, tag: Tag, stats: Stats | None) -> None:
+        self._link, self._name, self._stats = link, describe(tag), stats
+        self._steps: list[_Step] = []
+        self._waited = False
+
+    def post(self, scope: int, tag: Tag, sends: Mapping[int, list[Tensor]], recvs: Mapping[int, list[Tensor]]) -> None:
+        """Hand all messages to gloo, headers first; peers are the group's ranks."""
+        twin = self._link.twin
+        incoming, outgoing = [], []
+        for peer, tensors in recvs.items():
+            header = _Header.of(scope, tag, tensors)
+            buffer = torch.empty(len(header), dtype=torch.int64)
+            self._steps.append(_Step(self._posted(twin.recv, buffer, peer, HEADERS), peer, buffer, header))
+            for index, tensor in enumerate(tensors):
+                incoming.append(_Step(self._posted(twin.recv, tensor, peer, header.number(index)), peer, tensor, None))
+        for peer, tensors in sends.items():
+            header = _Header.of(scope, tag, tensors)
+            buffer = torch.tensor(header, dtype=torch.int64)
+            outgoing.append(_Step(self._posted(twin.send, buffer, peer, HEADERS), peer, buffer, None))
+            for index, tensor in enumerate(tensors):
+                outgoing.append(_Step(self._posted(twin.send, tensor, peer, header.number(index)), peer, tensor, None))
+        self._steps += incoming + outgoing
+
+    def _posted(self, post: Callable[..., dist.Work], tensor: Tensor, peer: int, number: int) -> dist.Work:
+        try:
+            return post([tensor], peer, number)
+        except RuntimeError as error:
+            self._abandon()
+            raise self._link.failed(f"posting {self._name}", peer, error) from error
+
+    def wait(self) -> None:
+        if not self._steps:
+            return
+        start = time.monotonic()
+        self._waited = True
+        try:
+            for step in self._steps:
+                self._wait_for(step, start + self._link.timeout)
+            self._steps = []
+        except BaseException:
+            self._abandon()
+            raise
+        finally:
+            if self._stats is not None:
+                self._stats.wait_seconds += time.monotonic() - start
+
+    def _wait_for(self, step: _Step, deadline: float) -> None:
+        link = self._link
+        doing = f"in {self._name}"
+        if link.cause is not None:
+            raise link.error(f"{doing}, waiting for rank {step.peer}")
+        try:
+            step.work.wait(timedelta(seconds=max(0.001, deadline - time.monotonic())))
+        except RuntimeError as error:
+            raise link.failed(doing, step.peer, error) from error
+        if step.expected is not None:
+            given = _Header(*step.buffer.tolist())
+            if given != step.expected:
+                note = "" if given[:-1] != step.expected[:-1] else " (same bytes, other shapes or dtypes)"
+                link.fail(
+                    f"ranks {step.peer} and {link.rank} do not meet: rank {step.peer} sent for {given}, "
+                    f"rank {link.rank} receives for {step.expected}{note}"
+                )
+                raise link.error(f"{doing}, receiving from rank {step.peer}")
+
+    def _abandon(self) -> None:
+        self._waited = True
+        self._link.orphans += self._steps
+        self._steps = []
+
+    def __del__(self) -> None:
+        if not self._waited and self._steps:
+            self._abandon()
+            if self._link.cause is None:
+                self._link.fail(f"dropped the work of {self._name} without waiting for it")
+
+
+class _NcclWork:
+    """`Work` of an exchange of CUDA tensors; also of one without messages."""
+
+    def __init__(self, link: _Link, tag: Tag) -> None:
+        self._link, self._name = link, describe(tag)
+        self._works: list[Any] = []
+        self._tensors: list[Tensor] = []
+
+    def post(self, batches: Sequence[Sequence[dist.P2POp]]) -> None:
+        """Hand the rounds to NCCL, in order, and to the monitor."""
+        for batch in batches:
+            peers = sorted({op.group_peer for op in batch})
+            self._tensors += [op.tensor for op in batch]
+            works = dist.batch_isend_irecv(list(batch))
+            self._works += works
+            self._link.monitor.watch(works, f"in {self._name} for ranks {peers}")
+
+    def wait(self) -> None:
+        works, self._works = self._works, []
+        try:
+            for work in works:
+                work.wait()
+        except RuntimeError as error:
+            self._link.fail(f"in {self._name}: {error}")
+        if works and self._link.cause is not None:
+            raise self._link.error(f"in {self._name}")
+        self._tensors = []
+
+    def __del__(self) -> None:
+        if self._works:
+            self._link.orphans += [*self._works, *self._tensors]
+            if self._link.cause is None:
+                self._link.fail(f"dropped the work of {self._name} without waiting for it")
+
+
+class GroupComm:
+    """The ranks of a process group. See `Comm` for the methods and the module for how it works.
+
+    group: a `ProcessGroup`, a 1-D `DeviceMesh` (of a larger mesh: ``mesh["cp"]``), or None for the default group.
+    timeout: seconds after which a wait fails. check: how often verbs compare their arguments over the ranks, "batch"
+    (once per plan and signature) or "call"; kept as `check_every`.
+
+    A collective constructor: every rank of the group calls it. A sub shares its parent's `stats`, whose `sent_to`
+    counts by the parent's ranks.
+
+    Raises: ValueError for a group that this process is not in or that has neither gloo nor NCCL; NotImplementedError
+    on ROCm.
+    """
+
+    def __init__(self, group: Any = None, *, timeout: float = 300.0, check: str = "batch") -> None:
+        if check not in ("batch", "call"):
+            raise ValueError(f'GroupComm: check={check!r}, expected "batch" or "call"')
+        if not timeout > 0:
+            raise ValueError(f"GroupComm: timeout={timeout!r}, expected seconds > 0")
+        link = _Link(_process_group(group), timeout)
+        self._join(link, (), Stats(), {}, check)
+
+    def _join(
+        self, link: _Link, scope: tuple[int, ...], stats: Stats, counters: dict[object, Any], check_every: str
+    ) -> None:
+        self._link, self._scope, self._counters, self.check_every = link, scope, counters, check_every
+        self._scope_id = _hash63(scope) if scope else 0
+        self._ranks: Sequence[int] = scope or range(link.size)  # this comm's rank -> the group's
+        self.rank, self.size, self.stats = self._ranks.index(link.rank), len(self._ranks), stats
+
+    def exchange(
+        self, sends: Mapping[int, Sequence[Tensor]], recvs: Mapping[int, Sequence[Tensor]], *, tag: Tag
+    ) -> Work:
+        """Post one exchange: see `Comm.exchange`. All its tensors are CUDA or all are CPU tensors."""
+        sends = nonempty(self.rank, self.size, sends, sending=True)
+        recvs = nonempty(self.rank, self.size, recvs, sending=False)
+        device = self._device_type(sends, recvs)
+        self.check()
+        if device is None:
+            return _NcclWork(self._link, tag)
+        self.stats.count(self._in_group(sends), self._in_group(recvs))
+        if device == "cpu":
+            return self._post_cpu(sends, recvs, tag, self.stats)
+        return self._post_cuda(sends, recvs, tag)
+
+    def _device_type(self, *sides: Mapping[int, Sequence[Tensor]]) -> str | None:
+        found = {tensor.device.type for side in sides for several in side.values() for tensor in several}
+        if len(found) > 1:
+            raise ValueError(
+                f"exchange: tensors on devices {sorted(found)}; expected all of them on one type of device"
+            )
+        needed = {"cpu": "gloo", "cuda": "nccl"}
+        for device in found:
+            backend = self._link.backends.get(device, "none")
+            if backend != needed.get(device):
+                raise ValueError(
+                    f"exchange: tensors on device {device} in a group whose backend for it is {backend}; expected "
+                    "CPU tensors on gloo or CUDA tensors on nccl: init_process_group('cpu:gloo,cuda:nccl') has both"
+                )
+        return found.pop() if found else None
+
+    def _post_cpu(
+        self, sends: Mapping[int, list[Tensor]], recvs: Mapping[int, list[Tensor]], tag: Tag, stats: Stats | None
+    ) -> _GlooWork:
+        work = _GlooWork(self._link, tag, stats)
+        work.post(self._scope_id, tag, self._in_group(sends), self._in_group(recvs))
+        return work
+
+    def _post_cuda(self, sends: Mapping[int, list[Tensor]], recvs: Mapping[int, list[Tensor]], tag: Tag) -> _NcclWork:
+        outgoing = rounds(self.rank, self.size, sends, sending=True)
+        incoming = rounds(self.rank, self.size, recvs, sending=False)
+        batches = []
+        for key in sorted(outgoing.keys() | incoming.keys()):
+            sides = ((dist.isend, outgoing.get(key, {})), (dist.irecv, incoming.get(key, {})))
+            batches.append(
+                [
+                    dist.P2POp(op, tensor, group=self._link.group, group_peer=peer)
+                    for op, side in sides
+                    for peer, several in self._in_group(side).items()
+                    for tensor in several
+                ]
+            )
+        work = _NcclWork(self._link, tag)
+        work.post(batches)
+        return work
+
+    def _in_group(self, tensors: Mapping[int, list[Tensor]]) -> dict[int, list[Tensor]]:
+        return {self._ranks[peer]: several for peer, several in tensors.items()}
+
+    def empty(self, shape: Sequence[int], dtype: torch.dtype, device: torch.device) -> Tensor:
+        """Uninitialised memory of this process."""
+        return torch.empty(tuple(shape), dtype=dtype, device=device)
+
+    def sub(self, ranks: Sequence[int]) -> GroupComm:
+        """The same group and twin seen by some of the ranks, renumbered."""
+        ranks = subset(self.rank, self.size, ranks)
+        view = GroupComm.__new__(GroupComm)
+        scope = tuple(self._ranks[r] for r in ranks)
+        view._join(self._link, scope, self.stats, self._counters, self.check_every)
+        return view
+
+    def warm_up(self, peers: Sequence[int]) -> None:
+        """Open NCCL's connections to peers; gloo's are open since the constructor."""
+        if self._link.uses_nccl:
+            device = torch.device("cuda", torch.cuda.current_device())
+            sends, recvs = ({p: [torch.zeros(1, device=device)] for p in peers} for _ in range(2))
+            self._post_cuda(sends, recvs, Tag(0, self._next("warm-up"), WARMING, 0)).wait()
+
+    def check(self) -> None:
+        """Raise PeerError if this rank knows that the group is dead."""
+        if self._link.cause is not None:
+            raise self._link.error("cannot go on")
+
+    def next_call(self) -> int:
+        """The number of the verb that starts now."""
+        return self._next("call")
+
+    def _next(self, kind: str) -> int:
+        # kept by scope, so that a sub made twice goes on counting
+        return int(next(self._counters.setdefault((kind, self._scope), itertools.count())))
+
+    def agree(self, what: str, facts: Mapping[str, object], error: Exception | None = None) -> None:
+        """Compare the facts of all ranks: see `Comm.agree`.
+
+        Each rank sends 16 bytes to each other one over the twin; the facts themselves travel only where ranks differ.
+        """
+        self.check()
+        claim = Claim.of(what, facts, error)
+        call = self._next("agree")
+        own = torch.tensor([_hash63(claim), error is not None], dtype=torch.int64)
+        found = self._swap(own, [own] * self.size, Tag(0, call, AGREEING, 0))
+        if all(torch.equal(other, own) for other in found) and error is None:
+            return
+        packed = torch.frombuffer(bytearray(pickle.dumps(claim)), dtype=torch.uint8)
+        length = torch.tensor([packed.numel()])
+        lengths = self._swap(length, [length] * self.size, Tag(0, call, AGREEING, 1))
+        buffers = [torch.empty(int(n), dtype=torch.uint8) for n in lengths]
+        claims = self._swap(packed, buffers, Tag(0, call, AGREEING, 2))
+        settle([pickle.loads(bytes(each.tolist())) for each in claims], error)
+
+    def _swap(self, own: Tensor, like: Sequence[Tensor], tag: Tag) -> list[Tensor]:
+        """Every rank's `own` CPU tensor, by rank; rank r's is shaped as ``like[r]``. Counted in no stats."""
+        peers = [rank for rank in range(self.size) if rank != self.rank]
+        found = [torch.empty_like(tensor) for tensor in like]
+        found[self.rank] = own
+        self._post_cpu({p: [own] for p in peers}, {p: [found[p]] for p in peers}, tag, None).wait()
+        return found
+
+    def abort(self, reason: str) -> None:
+        """Make this rank's reason the root cause unless one stands, and wake every rank that waits for it."""
+        self._link.fail(reason)
+
+
+def _process_group(group: Any) -> dist.ProcessGroup:
+    """The process group that GroupComm's argument means, checked."""
+    if not dist.is_available() or not dist.is_initialized():
+        raise ValueError("GroupComm: torch.distributed has no default group; call init_process_group first")
+    if isinstance(group, dist.device_mesh.DeviceMesh):
+        if group.ndim != 1:
+            raise ValueError(
+                f"GroupComm: a mesh of {group.ndim} dimensions {group.mesh_dim_names}; give one, mesh[name]"
+            )
+        group = group.get_group()
+    if group is None:
+        group = dist.group.WORLD
+    if not isinstance(group, dist.ProcessGroup):
+        raise ValueError(f"GroupComm: got {group!r}; expected a group that this process is in, a 1-D mesh, or None")
+    if not dist.is_gloo_available():
+        raise NotImplementedError("GroupComm: this build of PyTorch has no gloo, which carries the control messages")
+    backends = _backends(group)
+    if not {"gloo", "nccl"} & set(backends.values()):
+        raise ValueError(f"GroupComm: the group's backends are {backends}; expected gloo for cpu or nccl for cuda")
+    if torch.version.hip and "nccl" in backends.values():
+        raise NotImplementedError("GroupComm: CUDA tensors on ROCm (RCCL); only NCCL and gloo are supported")
+    return group
