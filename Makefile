@@ -1,0 +1,44 @@
+# make demo    set up, then train on real documents over local ranks; flags through ARGS="--ranks 2 --layout striped"
+# make test    set up, then the whole suite
+# Needs python3 >= 3.10 and make; everything else goes into $(VENV).
+
+PYTHON ?= python3
+VENV ?= .venv
+ARGS ?=
+
+BIN := $(VENV)/bin
+READY := $(VENV)/.seqpar-ready
+
+.PHONY: demo test exhaustive bench lint setup clean
+
+demo: $(READY)
+	$(BIN)/seqpar demo $(ARGS)
+
+test: $(READY)
+	$(BIN)/python -m pytest -q $(ARGS)
+
+exhaustive: $(READY)
+	$(BIN)/python -m pytest -q -m exhaustive --timeout 0 $(ARGS)
+
+bench: $(READY)
+	$(BIN)/python -m pytest -q bench --benchmark-enable --benchmark-only $(ARGS)
+
+lint: $(READY)
+	$(BIN)/ruff check
+	$(BIN)/ruff format --check
+	$(BIN)/mypy
+
+setup: $(READY)
+
+# One stamp: a second call is instant, and a change of what is installed sets up again. torch comes first and pinned,
+# and the build is not isolated, so nothing can pull a second torch.
+$(READY): pyproject.toml setup.py constraints.txt
+	@$(PYTHON) -c 'import sys; v = sys.version_info; sys.exit(v < (3, 10) and f"seqpar needs Python >= 3.10, {sys.executable} is {v[0]}.{v[1]}: make PYTHON=... chooses another")'
+	test -x $(BIN)/python || $(PYTHON) -m venv $(VENV)
+	$(BIN)/python -m pip install --quiet -c constraints.txt setuptools wheel numpy torch
+	$(BIN)/python -m pip install --quiet -c constraints.txt --no-build-isolation -e '.[dev]'
+	@touch $@
+
+clean:
+	rm -rf $(VENV) build dist out *.egg-info .hypothesis .pytest_cache .mypy_cache .ruff_cache .benchmarks
+	find seqpar tests bench examples -name __pycache__ -prune -exec rm -rf {} +

@@ -1,0 +1,3 @@
+"""Exact, balanced long-context attention over many ranks."""
+
+__version__ = "0.1.0"

@@ -1,0 +1,134 @@
+"""`seqpar doctor`: what is installed, what can be used, and why the rest cannot."""
+
+from __future__ import annotations
+
+import json
+import os
+import platform
+from importlib.metadata import PackageNotFoundError, version
+from typing import Any
+
+from seqpar import __version__
+from seqpar.cli.output import print_table
+
+PACKAGES = ("torch", "numpy", "triton", "flash-attn", "transformers", "diffusers", "matplotlib", "rich")
+
+
+def add_command(commands: Any) -> None:
+    """Declare the command and its flags."""
+    parser = commands.add_parser(
+        "doctor",
+        help="what works here, and why the rest does not",
+        description="Versions, devices, kernels and transports. The exit code is 0 if attention runs on this CPU.",
+    )
+    parser.add_argument("--json", action="store_true", help="for machines")
+    parser.set_defaults(call=doctor)
+
+
+def doctor(args: Any) -> int:
+    """0 if attention runs on this machine's CPU, else 1; prints the whole examination."""
+    found = examine()
+    if args.json:
+        print(json.dumps(found, indent=2))
+    else:
+        print_table(
+            "versions", ("package", "version"), [(k, v or "not installed") for k, v in found["versions"].items()]
+        )
+        print_table("system", ("what", "value"), list(found["system"].items()))
+        for part in ("devices", "kernels", "transports", "checks"):
+            rows = [(name, "no" if why else "yes", why or "") for name, why in found[part].items()]
+            print_table(part, ("name", "usable", "why not"), rows)
+    return 0 if found["ok"] else 1
+
+
+def examine() -> dict[str, Any]:
+    """Everything doctor knows, as plain data; under devices, kernels, transports and checks None means usable."""
+    checks = {"attention on this CPU": attention_runs()}
+    return {
+        "versions": {"seqpar": __version__, "python": platform.python_version()} | {p: installed(p) for p in PACKAGES},
+        "system": {
+            "os": platform.platform(),
+            "machine": platform.machine(),
+            "cpus": os.cpu_count(),
+            "OMP_NUM_THREADS": os.environ.get("OMP_NUM_THREADS", "unset"),
+        },
+        "devices": devices(),
+        "kernels": kernels(),
+        "transports": transports(),
+        "checks": checks,
+        "ok": not any(checks.values()),
+    }
+
+
+def installed(package: str) -> str | None:
+    """The version of an installed distribution, without importing it."""
+    try:
+        return version(package)
+    except PackageNotFoundError:
+        return None
+
+
+def devices() -> dict[str, str | None]:
+    """Device -> None if seqpar runs there, else why not."""
+    import torch
+
+    found: dict[str, str | None] = {"cpu": None}
+    hip = getattr(torch.version, "hip", None)
+    if hip is not None:
+        # A ROCm build answers to torch.cuda; what it says is not about CUDA devices.
+        found["rocm"] = f"ROCm is not supported: this torch is built for HIP {hip}; the CPU kernels work"
+    elif torch.cuda.is_available():
+        for index in range(torch.cuda.device_count()):
+            major, minor = torch.cuda.get_device_capability(index)
+            found[f"cuda:{index} {torch.cuda.get_device_name(index)}, capability {major}.{minor}"] = None
+    else:
+        built = torch.version.cuda
+        found["cuda"] = (
+            f"torch is built for CUDA {built}, but sees no device" if built else "torch is built without CUDA"
+        )
+    if torch.backends.mps.is_available():
+        found["mps"] = "MPS is not supported; the CPU kernels work, and so does planning"
+    return found
+
+
+def kernels() -> dict[str, str | None]:
+    """Kernel -> None if it is usable here, else why not."""
+    from seqpar.kernels import available
+
+    return dict(available())
+
+
+def transports() -> dict[str, str | None]:
+    """Comm -> None if it is usable here, else why not."""
+    import torch
+    import torch.distributed as dist
+
+    found: dict[str, str | None] = {"LocalComm (threads)": None}
+    gloo, nccl = "GroupComm over gloo", "GroupComm over nccl"
+    if not dist.is_available():
+        return found | dict.fromkeys((gloo, nccl), "torch is built without torch.distributed")
+    found[gloo] = None if dist.is_gloo_available() else "torch is built without gloo"
+    if not dist.is_nccl_available():
+        found[nccl] = "torch is built without NCCL"
+    elif getattr(torch.version, "hip", None) is not None:
+        found[nccl] = "ROCm is not supported"
+    else:
+        found[nccl] = None if torch.cuda.is_available() else "no CUDA device"
+    return found
+
+
+def attention_runs() -> str | None:
+    """None if attention over one rank gives the mean of the values that equal scores must give, else what happened."""
+    try:
+        import torch
+
+        import seqpar
+
+        q, k = torch.zeros(4, 2, 8), torch.zeros(4, 1, 8)
+        v = torch.arange(4.0).view(4, 1, 1).expand(4, 1, 8).contiguous()
+        plan = seqpar.Plan(seqpar.Mask([3, 1]), seqpar.Layout.contiguous(4, 1))
+        out = seqpar.attention(q, k, v, plan, seqpar.LocalComm())
+        torch.testing.assert_close(out[:, 0, 0], torch.tensor([0.0, 0.5, 1.0, 3.0]))
+    except Exception as error:
+        return f"{type(error).__name__}: {error}"
+    return None

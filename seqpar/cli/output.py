@@ -1,0 +1,48 @@
+"""What commands print: tables, and the errors that end a command without a traceback."""
+
+from __future__ import annotations
+
+import importlib.util
+import sys
+from collections.abc import Sequence
+
+
+class CommandError(Exception):
+    """A command was asked for what it cannot do; the message says what to change. The exit code is 2."""
+
+
+def print_table(title: str, header: Sequence[str], rows: Sequence[Sequence[object]]) -> None:
+    """Print a table: with rich on a terminal if it is installed, otherwise as plain aligned text without colour."""
+    cells = [[str(cell) for cell in row] for row in rows]
+    if sys.stdout.isatty() and importlib.util.find_spec("rich"):
+        from rich.console import Console
+        from rich.table import Table
+
+        table = Table(title=title, title_justify="left", box=None, header_style="bold", pad_edge=False)
+        for name in header:
+            table.add_column(name, overflow="fold")
+        for row in cells:
+            # Brackets in a reason are text, not rich's markup.
+            table.add_row(*(cell.replace("[", r"\[") for cell in row))
+        Console().print(table, "")
+        return
+    widths = [max(len(row[i]) for row in [list(header), *cells]) for i in range(len(header))]
+    print(title)
+    for row in [list(header), *cells]:
+        print("  " + "  ".join(cell.ljust(width) for cell, width in zip(row, widths)).rstrip())
+    print()
+
+
+def need(module: str, extra: str, what: str) -> None:
+    """Raises: CommandError unless `module` is installed, naming the extra that brings it."""
+    if importlib.util.find_spec(module) is None:
+        raise CommandError(f"{what} needs {module}, which is not installed: pip install 'seqpar[{extra}]'")
+
+
+def size(count: float) -> str:
+    """A number of bytes for a reader: 1.5 MiB."""
+    for unit in ("B", "KiB", "MiB", "GiB"):
+        if abs(count) < 1024:
+            return f"{count:.0f} B" if unit == "B" else f"{count:.1f} {unit}"
+        count /= 1024
+    return f"{count:.1f} TiB"

@@ -1,0 +1,74 @@
+"""`seqpar run -n N script.py`: N ranks on this machine, through torch's own launcher."""
+
+from __future__ import annotations
+
+import argparse
+import os
+import signal
+import sys
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+from seqpar.cli.output import CommandError
+
+
+def add_command(commands: Any) -> None:
+    """Declare the command and its flags."""
+    parser = commands.add_parser(
+        "run",
+        help="run a script on N local ranks",
+        description="Run a script on N ranks of this machine, as torchrun --standalone --nproc-per-node N does. The "
+        "exit code is that of the rank that failed first.",
+    )
+    parser.add_argument("-n", "--ranks", type=int, required=True, metavar="N", help="processes to start")
+    parser.add_argument("script", help="a Python file")
+    parser.add_argument("args", nargs=argparse.REMAINDER, help="its arguments")
+    parser.set_defaults(call=lambda args: launch(args.ranks, args.script, args.args))
+
+
+def launch(ranks: int, script: str | Path, args: Sequence[str]) -> int:
+    """The exit code of `script` on `ranks` local processes: of the one that failed first, 128 + n for signal n.
+
+    OMP_NUM_THREADS becomes the machine's cores divided among the ranks, unless it is set. Ctrl-C ends every rank at
+    once and returns 130.
+
+    Raises: CommandError for a script that is not there or fewer than one rank.
+    """
+    if ranks < 1:
+        raise CommandError(f"-n must be at least 1, got {ranks}")
+    if not Path(script).is_file():
+        raise CommandError(f"no such file: {script}")
+    from torch.distributed.elastic.multiprocessing.api import SignalException
+    from torch.distributed.elastic.multiprocessing.errors import ChildFailedError
+    from torch.distributed.run import parse_args, run
+
+    os.environ.setdefault("OMP_NUM_THREADS", str(max(1, (os.cpu_count() or 1) // ranks)))
+    # The launcher handles these by ending its processes with the same signal. Not SIGINT: Python turns that into an
+    # exception, which waits for a rank inside a collective to return, while SIGTERM ends it there.
+    handled = [name for name in ("SIGTERM", "SIGHUP", "SIGQUIT") if hasattr(signal, name)]
+    os.environ.setdefault("TORCHELASTIC_SIGNALS_TO_HANDLE", ",".join(handled))
+    interrupted = False
+
+    def interrupt(*_: object) -> None:
+        nonlocal interrupted
+        # A second Ctrl-C must not cut short the ending of the ranks.
+        if not interrupted:
+            interrupted = True
+            signal.raise_signal(signal.SIGTERM)
+
+    before = signal.signal(signal.SIGINT, interrupt)
+    try:
+        run(parse_args(["--standalone", "--nproc-per-node", str(ranks), str(script), *args]))
+    except ChildFailedError as error:
+        # The rank's own traceback stands above.
+        rank, failure = error.get_first_failure()
+        code = int(failure.exitcode)
+        how = f"exited with {code}" if code >= 0 else f"was ended by {signal.Signals(-code).name}"
+        print(f"seqpar run: rank {rank} failed first: it {how}", file=sys.stderr)
+        return code if code >= 0 else 128 - code
+    except SignalException as error:
+        return 130 if interrupted else 128 + int(error.sigval)
+    finally:
+        signal.signal(signal.SIGINT, before)
+    return 0

@@ -1,0 +1,265 @@
+"""The package as a whole: who imports whom, what a cold import loads, what a wheel holds, what the pins cover."""
+
+from __future__ import annotations
+
+import ast
+import importlib
+import os
+import re
+import shutil
+import subprocess
+import sys
+import zipfile
+from pathlib import Path
+
+import pytest
+
+import seqpar
+
+if sys.version_info >= (3, 11):
+    import tomllib
+else:
+    import tomli as tomllib
+
+ROOT = Path(__file__).parent.parent
+PACKAGE = ROOT / "seqpar"
+
+FACTS = {"mask", "layout"}
+# unit -> (units of seqpar it may import besides itself, third parties it may import): lower never imports higher
+FLOOR_2 = FACTS | {"plan", "planner", "comm", "kernels", "native", "ops"}
+FLOOR_3 = FLOOR_2 | {"nn", "dsp", "data", "train", "integrations"}
+ANY = None  # floor 4 may use any third party
+TENSORS = {"numpy", "torch"}
+FLOORS: dict[str, tuple[set[str], set[str] | None]] = {
+    "mask": (set(), {"numpy"}),
+    "layout": ({"mask"}, {"numpy"}),
+    "plan": (FACTS, {"numpy"}),
+    "planner": (FACTS | {"plan"}, {"numpy"}),
+    "comm": ({"native"}, TENSORS),
+    "kernels": ({"native"}, TENSORS | {"triton", "flash_attn"}),
+    "ops": (FLOOR_2, TENSORS),
+    **{unit: (FLOOR_3, TENSORS | {"transformers", "diffusers"}) for unit in ("nn", "dsp", "data", "train")},
+    "integrations": (FLOOR_3, TENSORS | {"transformers", "diffusers"}),
+    "cli": (FLOOR_3 | {"testing", ""}, ANY),
+    "testing": (FLOOR_3, ANY),
+    "__main__": (FLOOR_3 | {"cli"}, ANY),
+    "__init__": (FLOOR_3, TENSORS),
+}
+HEAVY = {
+    "triton", "transformers", "diffusers", "flash_attn", "matplotlib", "rich", "scipy", "pandas", "hypothesis",
+    "pytest", "torch._dynamo", "torch._inductor",
+}  # fmt: skip
+
+
+def imports(path: Path) -> set[str]:
+    """Absolute dotted names of everything a file imports, also inside functions and under TYPE_CHECKING."""
+    found: set[str] = set()
+    package = path.relative_to(ROOT).parent.parts
+    for node in ast.walk(ast.parse(path.read_text(encoding="utf-8"))):
+        if isinstance(node, ast.Import):
+            found |= {alias.name for alias in node.names}
+        elif isinstance(node, ast.ImportFrom):
+            base = [*package[: len(package) - node.level + 1]] if node.level else []
+            module = ".".join([*base, *(node.module or "").split(".")]).strip(".")
+            found |= {f"{module}.{alias.name}" for alias in node.names}
+    return found
+
+
+def unit_of(path: Path) -> str:
+    """The module or subpackage of seqpar, directly below it, that a file belongs to."""
+    return path.relative_to(PACKAGE).parts[0].removesuffix(".py")
+
+
+def edges(path: Path) -> tuple[set[str], set[str]]:
+    """(units of seqpar, third parties) that a file imports; the unit "" is the package's own namespace."""
+    units: set[str] = set()
+    others: set[str] = set()
+    for name in imports(path):
+        top, *rest = name.split(".")
+        if top != "seqpar":
+            others.add(top)
+            continue
+        unit = rest[0] if rest else ""
+        is_module = (PACKAGE / unit).is_dir() or (PACKAGE / f"{unit}.py").is_file() or unit == "_C"
+        units.add(unit if unit and is_module else "")
+    return units, others - set(sys.stdlib_module_names)
+
+
+SOURCES = sorted(path for path in PACKAGE.rglob("*.py") if "examples" not in path.relative_to(PACKAGE).parts)
+
+
+@pytest.mark.parametrize("path", SOURCES, ids=lambda path: path.relative_to(PACKAGE).as_posix())
+def test_a_file_imports_only_lower_floors(path: Path) -> None:
+    unit = unit_of(path)
+    assert unit in FLOORS, f"{path} is in no floor: put it on one in DESIGN and here"
+    allowed, third_parties = FLOORS[unit]
+    units, others = edges(path)
+    assert units <= allowed | {unit}, f"{path} imports {sorted(units - allowed - {unit})} of seqpar"
+    if third_parties is not None:
+        assert others <= third_parties, f"{path} imports {sorted(others - third_parties)}"
+
+
+def test_the_floor_test_sees_every_kind_of_import(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    source = tmp_path / "seqpar" / "mask" / "deep.py"
+    source.parent.mkdir(parents=True)
+    source.write_text(
+        "from __future__ import annotations\nimport os.path, torch.nn\nfrom ..ops import attention\n"
+        "def f():\n    from seqpar import Plan\n    import seqpar.comm.group\n",
+        encoding="utf-8",
+    )
+    (tmp_path / "seqpar" / "ops").mkdir()
+    (tmp_path / "seqpar" / "comm").mkdir()
+    monkeypatch.setitem(globals(), "ROOT", tmp_path)
+    monkeypatch.setitem(globals(), "PACKAGE", tmp_path / "seqpar")
+    assert edges(source) == ({"ops", "comm", ""}, {"torch"})
+
+
+def test_nobody_is_called_utils() -> None:
+    named = [
+        p.name for p in PACKAGE.rglob("*.py") if p.stem in {"utils", "util", "helpers", "misc", "common", "manager"}
+    ]
+    assert named == []
+
+
+def fresh(code: str) -> str:
+    """What code prints in a process of its own."""
+    env = os.environ | {"PYTHONPATH": str(ROOT)}
+    return subprocess.run(
+        [sys.executable, "-c", code], check=True, capture_output=True, text=True, env=env, cwd=ROOT.anchor, timeout=120
+    ).stdout
+
+
+@pytest.fixture(scope="module")
+def loaded() -> list[str]:
+    """Modules that `import seqpar` loads beyond those of `import torch, numpy`."""
+    code = (
+        "import sys, numpy, torch; before = set(sys.modules); import seqpar; print(*sorted(set(sys.modules) - before))"
+    )
+    return fresh(code).split()
+
+
+def test_a_cold_import_loads_nothing_heavy(loaded: list[str]) -> None:
+    heavy = [name for name in loaded for module in HEAVY if name == module or name.startswith(module + ".")]
+    assert "seqpar" in loaded
+    assert heavy == []
+
+
+def test_a_cold_import_loads_few_modules_beyond_torch(loaded: list[str]) -> None:
+    # What bench/import_time.py measures in seconds, in modules: torch itself loads over a thousand.
+    others = [name for name in loaded if name.split(".")[0] != "seqpar"]
+    assert len(others) <= 60, others
+
+
+def test_a_command_imports_its_tools_only_when_called() -> None:
+    code = (
+        "import sys, seqpar; before = set(sys.modules); import seqpar.cli; "
+        "print(*sorted({m.split('.')[0] for m in set(sys.modules) - before} & {'rich', 'matplotlib'}))"
+    )
+    assert fresh(code).split() == []
+
+
+def test_the_package_is_typed() -> None:
+    assert (PACKAGE / "py.typed").is_file()
+
+
+PACKAGES = ["seqpar", *sorted(f"seqpar.{p.parent.name}" for p in PACKAGE.glob("*/__init__.py"))]
+
+
+@pytest.mark.parametrize("name", PACKAGES)
+def test_public_names_resolve(name: str) -> None:
+    module = importlib.import_module(name)
+    names = list(getattr(module, "__all__", []))
+    assert module.__doc__, f"{name} has no docstring"
+    assert len(names) == len(set(names))
+    assert [n for n in names if not hasattr(module, n)] == []
+
+
+def test_the_version_has_its_place_in_the_changelog() -> None:
+    changelog = (ROOT / "CHANGELOG.md").read_text(encoding="utf-8")
+    versions = re.findall(r"^## \[(\d+\.\d+\.\d+)\]", changelog, re.MULTILINE)
+    assert versions[0] == seqpar.__version__
+    assert "## [Unreleased]" in changelog
+
+
+def requirement(text: str) -> str:
+    """The normalised name of a requirement."""
+    return re.match(r"[\w.-]+", text)[0].lower().replace("_", "-")  # type: ignore[index]
+
+
+def test_the_metadata_asks_for_no_second_torch_and_pins_what_ci_runs() -> None:
+    project = tomllib.loads((ROOT / "pyproject.toml").read_text(encoding="utf-8"))
+    assert {requirement(r) for r in project["build-system"]["requires"]} == {"setuptools", "wheel"}
+    assert "torch>=2.11" in project["project"]["dependencies"]
+    extras = project["project"]["optional-dependencies"]
+    direct = {requirement(r) for extra in ("cli", "plot", "test", "dev") for r in extras[extra]} - {"seqpar"}
+    direct |= {requirement(r) for r in project["project"]["dependencies"]}
+    lines = (ROOT / "constraints.txt").read_text(encoding="utf-8").splitlines()
+    pinned = {requirement(line) for line in lines if "==" in line and not line.startswith("#")}
+    assert direct <= pinned
+
+
+def test_ci_runs_the_command_that_readers_run() -> None:
+    script = ROOT / ".ci" / "run"
+    assert os.access(script, os.X_OK)
+    assert script.read_text(encoding="utf-8").splitlines()[-1] == "exec make test"
+
+
+@pytest.fixture
+def tree(tmp_path: Path) -> Path:
+    """A copy of what a wheel is built from, without csrc."""
+    target = tmp_path / "tree"
+    target.mkdir()
+    for name in ("pyproject.toml", "setup.py", "README.md", "LICENSE"):
+        shutil.copy(ROOT / name, target)
+    for name in ("seqpar", "examples"):
+        shutil.copytree(ROOT / name, target / name, ignore=shutil.ignore_patterns("__pycache__", "*.so"))
+    return target
+
+
+def wheel(tree: Path, **env: str) -> tuple[str, set[str], str]:
+    """(file name, members, build output) of the wheel that a tree builds."""
+    pytest.importorskip("setuptools", "77")
+    done = subprocess.run(
+        [sys.executable, "-c", "from setuptools.build_meta import build_wheel; print(build_wheel('dist'))"],
+        cwd=tree, env=os.environ | env, capture_output=True, text=True, timeout=250,
+    )  # fmt: skip
+    assert done.returncode == 0, done.stdout + done.stderr
+    (path,) = (tree / "dist").glob("*.whl")
+    with zipfile.ZipFile(path) as archive:
+        return path.name, set(archive.namelist()), done.stdout + done.stderr
+
+
+def test_a_wheel_holds_every_module_the_examples_and_the_marker_of_types(tree: Path) -> None:
+    name, members, _ = wheel(tree)
+    assert name == f"seqpar-{seqpar.__version__}-py3-none-any.whl"
+    sources = {p.relative_to(tree).as_posix() for p in (tree / "seqpar").rglob("*.py")}
+    examples = {f"seqpar/examples/{p.name}" for p in (tree / "examples").glob("*.py")}
+    assert examples
+    assert sources | examples | {"seqpar/py.typed"} <= members
+    assert {m.split("/")[0] for m in members} == {"seqpar", f"seqpar-{seqpar.__version__}.dist-info"}
+
+
+SOURCE = '#include <Python.h>\nstatic PyModuleDef m = {PyModuleDef_HEAD_INIT, "_C", nullptr, -1, nullptr};\n'
+WORKING = SOURCE + "PyMODINIT_FUNC PyInit__C() { return PyModule_Create(&m); }\n"
+
+
+@pytest.mark.parametrize(
+    ("source", "env", "compiled", "message"),
+    [
+        (WORKING, {"CXX": "no-such-compiler"}, False, "no C++ compiler (no-such-compiler)"),
+        ("#error does not compile\n", {}, False, "installs without seqpar._C"),
+        (WORKING, {}, True, ""),
+    ],
+    ids=["no-compiler", "broken", "working"],
+)
+def test_the_extension_is_built_where_it_can_be(
+    tree: Path, source: str, env: dict[str, str], compiled: bool, message: str
+) -> None:
+    if not env and not shutil.which(os.environ.get("CXX", "c++").split()[0]):
+        pytest.skip("no C++ compiler")
+    (tree / "csrc").mkdir()
+    (tree / "csrc" / "api.cpp").write_text(source, encoding="utf-8")
+    _, members, output = wheel(tree, **env)
+    assert any(m.startswith("seqpar/_C.") for m in members) == compiled
+    assert message in output
+    assert "seqpar/__init__.py" in members
