@@ -38,9 +38,7 @@ def add_command(commands: Any) -> None:
     parser.add_argument("--ranks", type=int, default=8)
     parser.add_argument("--layout", choices=("contiguous", "zigzag", "striped"), default="zigzag")
     parser.add_argument("--transport", choices=("fetch", "ring", "double_ring", "gather"), default="fetch")
-    parser.add_argument(
-        "--ulysses", type=integers, default=[1], metavar="U", help="width, or one per document"
-    )
+    parser.add_argument("--ulysses", type=integers, default=[1], metavar="U", help="width, or one per document")
     parser.add_argument("--node", type=int, metavar="G", help="ranks per node")
     parser.add_argument("--heads", type=int, default=32)
     parser.add_argument("--kv-heads", type=int, default=8)

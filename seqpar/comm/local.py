@@ -58,6 +58,10 @@ class _Round:
     posted: float
     moving: int = 0  # messages matched but not yet copied
 
+    def needs(self, peer: int) -> bool:
+        """Whether a message from or to `peer` is still unmatched."""
+        return peer in self.sends or peer in self.recvs
+
     def __str__(self) -> str:
         scope, tag, number = self.key
         among = f" among ranks {list(scope)}" if scope else ""
@@ -164,7 +168,7 @@ class _World:
                 continue
             fresh.add(rank)
             head = self.queues[rank][0]
-            met = [self.queues[peer][0] for peer in head.sends.keys() | head.recvs.keys() if self.queues[peer]]
+            met = [queue[0] for queue in self.queues if queue and (head.needs(queue[0].rank) or queue[0].needs(rank))]
             for other in met:
                 self._match(head, other)
                 self._match(other, head)
@@ -183,12 +187,14 @@ class _World:
         if sender.key != receiver.key:
             self.fail(sender.rank, f"ranks {sender.rank} and {receiver.rank} do not meet: {pair}")
             return
-        source, target = sender.sends.pop(receiver.rank, []), receiver.recvs.pop(sender.rank, [])
+        source, target = sender.sends.get(receiver.rank, []), receiver.recvs.get(sender.rank, [])
         given, expected = ([f"{str(t.dtype)[6:]}{list(t.shape)}" for t in several] for several in (source, target))
         if given != expected:
             what = f"rank {sender.rank} sends {given} to rank {receiver.rank}, which receives {expected}"
             self.fail(sender.rank, f"{what}; {pair}")
-        elif not self.delay:
+            return
+        del sender.sends[receiver.rank], receiver.recvs[sender.rank]
+        if not self.delay:
             _copy(source, target)
         else:
             sender.moving += 1
@@ -327,6 +333,7 @@ class LocalComm:
         self._world, self._scope, self._me, self._counters = world, scope, me, counters
         self._ranks: Sequence[int] = scope or range(world.size)  # this comm's rank -> world rank
         self.rank, self.size, self.stats = self._ranks.index(me), len(self._ranks), stats
+        self.agreed: dict[int, None] = {}
 
     def exchange(
         self, sends: Mapping[int, Sequence[Tensor]], recvs: Mapping[int, Sequence[Tensor]], *, tag: Tag

@@ -103,6 +103,8 @@ class Comm(Protocol):
     rank: int
     size: int
     stats: Stats
+    check_every: str  # "batch": verbs compare a signature over ranks when they first see it; "call": every time
+    agreed: dict[int, None]  # digests of signatures that all ranks had in common, oldest first
 
     def exchange(
         self, sends: Mapping[int, Sequence[Tensor]], recvs: Mapping[int, Sequence[Tensor]], *, tag: Tag

@@ -28,7 +28,7 @@ def describe(plan: Plan) -> str:
     for rank in range(plan.ranks):
         steps = plan.steps(rank)
         # Inside a head trade each member computes its share of the heads of the group's whole area.
-        mine = sum(s.area() / s.part.width for s in steps)
+        mine = sum(s.area / s.part.width for s in steps)
         keys = sum(count(r) for s in steps for r in s.recvs.values())
         peers = {p for s in steps for p in s.recvs} | {m for s in steps for m in s.part.members if m != rank}
         ratio = f"{mine * plan.ranks / area:.2f}" if area else "-"

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 import numpy as np
@@ -12,14 +12,14 @@ from seqpar.layout import Layout, Runs, cut
 from seqpar.mask import Ints, Mask, digest_of, frozen
 from seqpar.plan import routes
 from seqpar.plan.heads import head_share, replicated
-from seqpar.plan.steps import Part, Step, Trade, as_rows, count
+from seqpar.plan.steps import Memo, Part, Rows, Step, Trade, as_rows, count
 
 TRANSPORTS = ("fetch", "ring", "double_ring", "gather")
 DTYPE_BYTES = {"float64": 8, "float32": 4, "bfloat16": 2, "float16": 2}
 NOMINAL_ROW_BYTES = 4096  # keys and values of 8 heads of 128 in bf16
 
 
-class Plan:
+class Plan(Memo):
     """Who computes what with whose keys, for one batch.
 
     layout: where the query rows live; kv_layout: where the keys live if not with the queries, needed when their
@@ -33,11 +33,6 @@ class Plan:
     Raises: ValueError for facts that do not fit each other, on every rank alike, since none of it depends on a rank.
     NotImplementedError for ``node`` with "fetch", and for a width per document with bounds that cross documents.
     """
-
-    __slots__ = (
-        "_digest", "_memo", "_rows", "_widths", "kv_layout", "layout", "mask", "node", "ranks", "stage_bytes",
-        "transport", "ulysses",
-    )  # fmt: skip
 
     mask: Mask
     layout: Layout
@@ -87,11 +82,10 @@ class Plan:
             "_rows": _checked_rows(layout, rows),
             "_memo": {},
         }
-        for key, value in values.items():
-            object.__setattr__(self, key, value)
-        object.__setattr__(self, "_widths", self._checked_widths(width, per_document))
+        self.__dict__.update(values)
+        self.__dict__["_widths"] = self._checked_widths(width, per_document)
         facts = (self.mask.digest(), self.layout.digest(), self.kv_layout.digest(), self._widths, self._rows)
-        object.__setattr__(self, "_digest", digest_of("plan", *facts, transport, node, int(stage_bytes)))
+        self.__dict__["_digest"] = digest_of("plan", *facts, transport, node, int(stage_bytes))
 
     def _checked_widths(self, width: tuple[int, ...], per_document: bool) -> Ints:
         documents = len(self.mask.lengths)
@@ -192,29 +186,31 @@ class Plan:
                 inner = self._inner(part.width) if self.transport == "double_ring" else field.groups
                 found = list(routes.ring(field, me, inner))
             if self.transport != "gather":
-                result.append(Step(part, number, mine, local=True))
-            number += 1
-            for route in found:
-                result.append(self._step(part, number, route))
-                number += 1
+                found.insert(0, routes.LOCAL)
+            result += self._numbered(part, number, found)
+            number += len(found)
         return result
 
-    def _step(self, part: Part, number: int, route: routes.Route) -> Step:
-        def ranked(by_group: Mapping[int, Any]) -> dict[int, Any]:
-            return {g * part.width + part.share: rows for g, rows in sorted(by_group.items()) if count(rows)}
-
-        return Step(
-            part,
-            number,
-            route.pos,
-            own=route.own,
-            relay="ring" in self.transport,
-            sends=ranked(route.sends),
-            recvs=ranked(route.recvs),
-            grad_sends=ranked(route.grad_sends),
-            grad_recvs=ranked(route.grad_recvs),
-            carry=None if route.carry is None else route.carry * part.width + part.share,
-        )
+    def _numbered(self, part: Part, number: int, found: list[routes.Route]) -> list[Step]:
+        """Steps of one part; those in which this rank has nothing are left out, and take no number from the others'."""
+        onward = [found[n + 1].pos.size if r.carry is not None else 0 for n, r in enumerate(found)]
+        moved = [sum(map(count, (*r.sends.values(), *r.grad_recvs.values()))) for r in found]
+        busy = [n for n, r in enumerate(found) if n == 0 or r.pos.size or moved[n] or onward[n]]
+        result = []
+        for n in busy:
+            route = found[n]
+            local = route is routes.LOCAL
+            result.append(
+                Step(
+                    part, number + n, part.keys if local else route.pos, local=local, own=route.own,
+                    relay="ring" in self.transport, sends=_ranked(part, route.sends), recvs=_ranked(part, route.recvs),
+                    grad_sends=_ranked(part, route.grad_sends), grad_recvs=_ranked(part, route.grad_recvs),
+                    carry=route.carry * part.width + part.share if onward[n] and route.carry is not None else None,
+                    carry_rows=onward[n],
+                    first=n == 0, last=n == busy[-1],
+                )
+            )  # fmt: skip
+        return result
 
     def _inner(self, width: int) -> int:
         """Groups in the inner ring."""
@@ -301,7 +297,7 @@ class Plan:
         sent: dict[int, int] = {}
         row_bytes = self.row_bytes(heads, kv_heads, dim, v_dim, size)
         steps = self.steps(rank, row_bytes=row_bytes)
-        for part in {id(s.part): s.part for s in steps}.values():
+        for part in (s.part for s in steps if s.first):
             if part.width > 1:
                 self._count_trade(sent, part, rank, heads, kv_heads, dim, v_dim, size, acc, backward, return_lse)
         for step in steps:
@@ -356,21 +352,14 @@ class Plan:
         """Equal for equal plans, on every rank."""
         return self._digest
 
-    def memo(self, key: Any, make: Callable[[], Any]) -> Any:
-        """``make()``, kept for as long as the plan lives."""
-        if key not in self._memo:
-            self._memo[key] = make()
-        return self._memo[key]
-
     def __setattr__(self, name: str, value: object) -> None:
         raise AttributeError(f"Plan is immutable; make a new one instead of setting {name}")
 
     def __getstate__(self) -> dict[str, object]:
-        return {name: getattr(self, name) for name in self.__slots__ if name != "_memo"} | {"_memo": {}}
+        return self.__dict__ | {"_memo": {}}
 
     def __setstate__(self, state: dict[str, object]) -> None:
-        for key, value in state.items():
-            object.__setattr__(self, key, value)
+        self.__dict__.update(state)
 
     def __eq__(self, other: object) -> bool:
         return isinstance(other, Plan) and self._digest == other._digest
@@ -380,6 +369,11 @@ class Plan:
 
     def __repr__(self) -> str:
         return f"Plan({self.mask!r}, {self.layout!r}, ulysses={self.ulysses}, transport={self.transport!r})"
+
+
+def _ranked(part: Part, by_group: Mapping[int, Rows]) -> dict[int, Rows]:
+    """What goes to a group goes to its rank with the same share of the heads."""
+    return {g * part.width + part.share: rows for g, rows in sorted(by_group.items()) if count(rows)}
 
 
 def _checked_layouts(mask: Mask, layout: Layout, kv_layout: Layout | None) -> Layout:

@@ -47,6 +47,10 @@ class Route(NamedTuple):
     own: Rows | None = None
 
 
+# the step in which a rank's queries meet its own keys
+LOCAL = Route(np.zeros(0, np.int64), {}, {}, {}, {})
+
+
 @dataclass(frozen=True, eq=False)
 class Field:
     """One part over its groups: who sees which keys, who has them, and the first key that each group has.

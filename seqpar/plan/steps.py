@@ -27,6 +27,18 @@ def count(rows: Rows) -> int:
     return rows.stop - rows.start if isinstance(rows, slice) else int(rows.size)
 
 
+class Memo:
+    """Keeps what a device or kernel derives from a value, once per batch and for as long as the value lives."""
+
+    _memo: dict[Any, Any]
+
+    def memo(self, key: Any, make: Callable[[], Any]) -> Any:
+        """``make()``, made at the first call."""
+        if key not in self._memo:
+            self._memo[key] = make()
+        return self._memo[key]
+
+
 @dataclass(frozen=True, eq=False)
 class Trade:
     """One side (queries or keys) of trading tokens for heads among the ranks that share heads.
@@ -46,7 +58,7 @@ class Trade:
 
 
 @dataclass(frozen=True, eq=False)
-class Part:
+class Part(Memo):
     """The documents of one Ulysses width, seen inside the head trade of one rank.
 
     members: the ranks that share heads, this one at ``share``. pos, lo, hi: of the inside query rows, ascending
@@ -62,10 +74,16 @@ class Part:
     lo: Ints
     hi: Ints
     keys: Ints
+    _memo: dict[Any, Any] = field(default_factory=dict, repr=False)
+
+    @property
+    def blind(self) -> Ints:
+        """Inside query rows that see no key at all."""
+        return self.memo("blind", lambda: np.flatnonzero(self.lo >= self.hi))  # type: ignore[no-any-return]
 
 
 @dataclass(frozen=True, eq=False)
-class Step:
+class Step(Memo):
     """Keys that arrive together, and what happens to them and to their gradients.
 
     number: the step's place in the whole call, equal on all ranks. pos [N]: positions of the buffer's key rows,
@@ -75,7 +93,9 @@ class Step:
 
     Backward, after the step is computed: grad_sends: peer -> rows of this buffer whose gradients leave; grad_recvs:
     peer -> inside key rows to which arriving gradients are added; carry: the peer whose sums over the ranks before
-    this one arrive for all rows of the next step's buffer.
+    this one arrive for all ``carry_rows`` rows of the next step's buffer.
+
+    first, last: whether it is the first or last step of its part.
     """
 
     part: Part
@@ -89,6 +109,9 @@ class Step:
     grad_sends: Mapping[int, Rows] = field(default_factory=dict)
     grad_recvs: Mapping[int, Rows] = field(default_factory=dict)
     carry: int | None = None
+    carry_rows: int = 0
+    first: bool = False
+    last: bool = False
     _memo: dict[Any, Any] = field(default_factory=dict, repr=False)
 
     def tiles(self, bm: int, bn: int) -> Tiles:
@@ -101,13 +124,11 @@ class Step:
         """This step as contiguous rectangles, for kernels that know no positions; made once."""
         return self.memo("segments", lambda: segments(self.part.lo, self.part.hi, self.pos))  # type: ignore[no-any-return]
 
+    @property
     def area(self) -> int:
         """Pairs of a query and a key that this step computes."""
+        return self.memo("area", self._area)  # type: ignore[no-any-return]
+
+    def _area(self) -> int:
         first = np.searchsorted(self.pos, self.part.lo)
         return int(np.maximum(np.searchsorted(self.pos, self.part.hi) - first, 0).sum())
-
-    def memo(self, key: Any, make: Callable[[], Any]) -> Any:
-        """``make()``, kept for as long as the step lives: what a device or kernel derives from it once per batch."""
-        if key not in self._memo:
-            self._memo[key] = make()
-        return self._memo[key]

@@ -84,7 +84,7 @@ def test_each_attended_pair_is_computed_once(case: Case) -> None:
 @given(cases())
 def test_areas_of_all_steps_sum_to_the_area_of_the_mask(case: Case) -> None:
     plan = case.plan()
-    total = sum(s.area() for r in range(plan.ranks) for s in plan.steps(r) if s.part.share == 0)
+    total = sum(s.area for r in range(plan.ranks) for s in plan.steps(r) if s.part.share == 0)
     assert total == plan.mask.area()
 
 

@@ -1,0 +1,265 @@
+"""Attention tile by tile in PyTorch, for real sizes on any device.
+
+Tile tables say which key tiles a query tile visits, so empty tiles cost nothing; tiles in which every pair is seen
+need no mask, and on a CPU in float32 and float64 they go to torch's fused operator as one rectangle.
+Sums are float32 whatever the inputs are: products of bf16 and fp16 are exact there.
+"""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+from seqpar.kernels import dropout
+from seqpar.kernels.protocol import Facts, Score, acc_dtype
+from seqpar.kernels.softmax import masked_product, merge
+
+QUERY_ROWS = 512  # of all query heads that share a key head; with KEY_ROWS a tile of scores stays in the cache
+KEY_ROWS = 512
+_DTYPES = (torch.float64, torch.float32, torch.bfloat16, torch.float16)
+
+
+class Blockwise:
+    """See `seqpar.kernels.protocol.Kernel`."""
+
+    name = "blockwise"
+
+    def refuses(self, q: Tensor, k: Tensor, v: Tensor, score: Score) -> str | None:
+        """Why not, or None."""
+        if q.dtype not in _DTYPES:
+            return f"blockwise has no {q.dtype}"
+        return None
+
+    def forward(
+        self,
+        q: Tensor,
+        k: Tensor,
+        v: Tensor,
+        facts: Facts,
+        score: Score,
+        *,
+        acc: Tensor | None,
+        lse: Tensor,
+        out: Tensor | None,
+        first: bool,
+    ) -> None:
+        """Add the keys of one buffer; see the protocol."""
+        walk = _Walk(q, k, v, facts, score)
+        for i in range(walk.tiles):
+            rows = walk.rows(i)
+            part, part_lse = walk.attend(i)
+            if part is not None:
+                part = walk.ungrouped(part)
+                if not first:
+                    part, part_lse = merge(acc[rows], lse[:, rows].t(), part, walk.ungrouped(part_lse)[..., 0])  # type: ignore[index]
+                    lse[:, rows] = part_lse.t()
+                else:
+                    lse[:, rows] = walk.ungrouped(part_lse)[..., 0].t()
+                (acc if out is None else out)[rows] = part  # type: ignore[index]
+            elif first:
+                lse[:, rows] = -torch.inf
+                (acc if out is None else out)[rows] = 0.0  # type: ignore[index]
+            elif out is not None and out is not acc:
+                out[rows] = acc[rows]  # type: ignore[index]
+
+    def backward(
+        self,
+        dout: Tensor,
+        q: Tensor,
+        k: Tensor,
+        v: Tensor,
+        lse: Tensor,
+        delta: Tensor,
+        facts: Facts,
+        score: Score,
+        *,
+        out: Tensor | None,
+        dq: Tensor,
+        dk: Tensor,
+        dv: Tensor,
+    ) -> None:
+        """Add the gradients of one buffer's keys; see the protocol."""
+        walk = _Walk(q, k, v, facts, score)
+        # A row that sees no key at all has lse -inf; with +inf its probabilities are zero, not NaN.
+        lse = torch.where(lse == -torch.inf, torch.inf, lse)
+        for i in range(walk.tiles):
+            if walk.empty(i):
+                continue
+            rows = walk.rows(i)
+            grad = walk.grouped(dout[rows])
+            row_lse, row_delta = walk.grouped(lse[:, rows].t()[..., None]), walk.grouped(delta[:, rows].t()[..., None])
+            for a, b, full in walk.spans(i):
+                if full and walk.fused and out is not None:
+                    parts = walk.fused_backward(i, a, b, dout[rows], out[rows], lse[:, rows])
+                    dq[rows] += parts[0]
+                    dk[a:b] += parts[1]
+                    dv[a:b] += parts[2]
+                    continue
+                for n in range(a, b, KEY_ROWS):
+                    keys = slice(n, min(n + KEY_ROWS, b))
+                    dq_part, dk_part, dv_part = walk.gradients(i, keys, full, grad, row_lse, row_delta)
+                    dq[rows] += walk.ungrouped(dq_part)
+                    dk[keys] += dk_part.transpose(0, 1)
+                    dv[keys] += dv_part.transpose(0, 1)
+
+
+class _Walk:
+    """The tiles of one call. Grouped tensors are [H_kv, G * rows, ...]: the query heads of a key head are more rows."""
+
+    def __init__(self, q: Tensor, k: Tensor, v: Tensor, facts: Facts, score: Score) -> None:
+        self.q, self.k, self.v, self.facts, self.score = q, k, v, facts, score
+        self.heads, self.kv_heads = q.shape[1], k.shape[1]
+        self.group = self.heads // self.kv_heads if self.kv_heads else 1
+        self.dtype = acc_dtype(q.dtype)
+        self.fused = q.device.type == "cpu" and q.dtype == self.dtype and score.plain and k.shape[-1] == v.shape[-1]
+        self.table = facts.tiles(max(16, QUERY_ROWS // self.group), KEY_ROWS)
+        self.tiles = len(self.table.rows) - 1 if self.heads else 0
+        if score.dropout_p:
+            heads = range(score.first_head, score.first_head + self.heads)
+            self.a = dropout.words(facts.pos, heads, score.dropout_seed, side=0)
+            self.b = dropout.words(facts.key_pos, heads, score.dropout_seed, side=1)
+
+    def rows(self, i: int) -> slice:
+        return slice(int(self.table.rows[i]), int(self.table.rows[i + 1]))
+
+    def empty(self, i: int) -> bool:
+        return bool(self.table.begin[i] == self.table.end[i])
+
+    def spans(self, i: int) -> list[tuple[int, int, bool]]:
+        """Key rows that a tile visits: (first, last, whether every pair is seen), in position order."""
+        t, n = self.table, self.k.shape[0]
+        edges = [int(e) * t.bn for e in (t.begin[i], t.full_begin[i], t.full_end[i], t.end[i])]
+        edges = [min(e, n) for e in edges]
+        return [(a, b, j == 1) for j, (a, b) in enumerate(zip(edges[:-1], edges[1:], strict=True)) if a < b]
+
+    def grouped(self, x: Tensor) -> Tensor:
+        """[rows, H, C] -> [H_kv, G * rows, C] in the accumulation dtype."""
+        rows, _, last = x.shape
+        x = x.to(self.dtype).reshape(rows, self.kv_heads, self.group, last)
+        return x.permute(1, 2, 0, 3).reshape(self.kv_heads, self.group * rows, last)
+
+    def ungrouped(self, x: Tensor) -> Tensor:
+        """The inverse of `grouped`."""
+        rows, last = x.shape[1] // self.group, x.shape[2]
+        return x.view(self.kv_heads, self.group, rows, last).permute(2, 0, 1, 3).reshape(rows, self.heads, last)
+
+    def attend(self, i: int) -> tuple[Tensor | None, Tensor]:
+        """Normalised output and lse, grouped, of a query tile over all its keys; None if it has none."""
+        top: Tensor | None = None
+        total = acc = self.q.new_zeros(0)
+        scaled = None
+        for a, b, full in self.spans(i):
+            if full and self.fused:
+                part, size, peak = self.fused_forward(i, a, b)
+                top, total, acc = _accumulate(top, total, acc, peak, size, part)
+                continue
+            scaled = self.grouped(self.q[self.rows(i)]) * self.score.scale if scaled is None else scaled
+            for n in range(a, b, KEY_ROWS):
+                keys = slice(n, min(n + KEY_ROWS, b))
+                seen = None if full else self.seen(i, keys)
+                scores, _ = self.scores(i, keys, scaled, seen)
+                peak = scores.amax(-1, keepdim=True)
+                base = peak if top is None else torch.maximum(top, peak)
+                weights = scores.sub_(_finite(base)).exp_()
+                size = weights.sum(-1, keepdim=True)
+                if self.score.dropout_p:
+                    weights = weights * self.kept(i, keys)
+                values = self.keys(self.v, keys)
+                part = torch.bmm(weights, values) if seen is None else masked_product(weights, values, seen)
+                top, total, acc = _accumulate(top, total, acc, base, size, part)
+        if top is None:
+            return None, total
+        none = total == 0
+        safe = torch.where(none, 1.0, total)
+        return acc / safe, torch.where(none, -torch.inf, safe.log() + top)
+
+    def keys(self, x: Tensor, keys: slice) -> Tensor:
+        """[N, H_kv, C] -> [H_kv, keys, C] in the accumulation dtype."""
+        return x[keys].transpose(0, 1).to(self.dtype)
+
+    def scores(self, i: int, keys: slice, scaled: Tensor, seen: Tensor | None) -> tuple[Tensor, Tensor | None]:
+        """Scores of a tile, -inf where not seen; and with a softcap the derivative factor ``1 - tanh**2``."""
+        s = torch.bmm(scaled, self.keys(self.k, keys).transpose(1, 2))
+        slope = None
+        if self.score.softcap:
+            t = torch.tanh(s / self.score.softcap)
+            s, slope = t * self.score.softcap, 1 - t * t
+        if self.score.slopes is not None:
+            at = self.facts.pos[self.rows(i), None] - self.facts.key_pos[None, keys]
+            alibi = self.score.slopes.view(self.kv_heads, self.group, 1, 1) * at.abs()
+            s = s - alibi.reshape(s.shape)
+        if seen is not None:
+            s = s.masked_fill_(~seen, -torch.inf)
+        return s, slope
+
+    def seen(self, i: int, keys: slice) -> Tensor:
+        """Which pairs of a tile are seen, [G * rows, keys]."""
+        rows, at = self.rows(i), self.facts.key_pos[None, keys]
+        seen = (at >= self.facts.lo[rows, None]) & (at < self.facts.hi[rows, None])
+        return seen.repeat(self.group, 1)
+
+    def kept(self, i: int, keys: slice) -> Tensor:
+        """Dropout's factor of each pair, 0 or 1 / (1 - p), grouped."""
+        p = self.score.dropout_p
+        a = self.a[:, self.rows(i)].reshape(self.kv_heads, -1)[..., None]
+        b = self.b[:, keys].view(self.kv_heads, self.group, 1, -1)
+        b = b.expand(-1, -1, a.shape[1] // self.group, -1).reshape(self.kv_heads, a.shape[1], -1)
+        return dropout.keep(a, b, p).to(self.dtype) / (1 - p)
+
+    def gradients(
+        self, i: int, keys: slice, full: bool, grad: Tensor, lse: Tensor, delta: Tensor
+    ) -> tuple[Tensor, Tensor, Tensor]:
+        """dq, dk, dv of one tile, grouped."""
+        scaled = self.grouped(self.q[self.rows(i)]) * self.score.scale
+        seen = None if full else self.seen(i, keys)
+        scores, slope = self.scores(i, keys, scaled, seen)
+        p = scores.sub_(lse).exp_()
+        k, v = self.keys(self.k, keys), self.keys(self.v, keys)
+        dp = torch.bmm(grad, v.transpose(1, 2))
+        weights = p
+        if self.score.dropout_p:
+            kept = self.kept(i, keys)
+            weights, dp = p * kept, dp * kept
+        ds = dp.sub_(delta).mul_(p)
+        if slope is not None:
+            ds = ds.mul_(slope)
+        if seen is None:
+            dv = torch.bmm(weights.transpose(1, 2), grad)
+            dq, dk = torch.bmm(ds, k), torch.bmm(ds.transpose(1, 2), scaled)
+        else:
+            weights, ds = weights.masked_fill(~seen, 0.0), ds.masked_fill(~seen, 0.0)
+            dv = masked_product(weights.transpose(1, 2), grad, seen.t())
+            dq, dk = masked_product(ds, k, seen), masked_product(ds.transpose(1, 2), scaled, seen.t())
+        return dq.mul_(self.score.scale), dk, dv
+
+    def fused_forward(self, i: int, a: int, b: int) -> tuple[Tensor, Tensor, Tensor]:
+        """A rectangle by torch's CPU operator, as (output, sum, maximum) with the output as its own sum, grouped."""
+        q, k, v = (x.transpose(0, 1)[None] for x in (self.q[self.rows(i)], self.k[a:b], self.v[a:b]))
+        out, lse = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu(q, k, v, 0.0, False, scale=self.score.scale)
+        part, peak = self.grouped(out[0].transpose(0, 1)), self.grouped(lse[0].t()[..., None])
+        return part, torch.ones_like(peak), peak
+
+    def fused_backward(self, i: int, a: int, b: int, dout: Tensor, out: Tensor, lse: Tensor) -> list[Tensor]:
+        """dq, dk, dv of a rectangle by torch's CPU operator, with the lse and output of the whole row."""
+        tensors = (dout, self.q[self.rows(i)], self.k[a:b], self.v[a:b], out)
+        dout, q, k, v, out = (x.transpose(0, 1)[None] for x in tensors)
+        grads = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu_backward(
+            dout, q, k, v, out, lse[None], 0.0, False, scale=self.score.scale
+        )
+        return [g[0].transpose(0, 1) for g in grads]
+
+
+def _accumulate(
+    top: Tensor | None, total: Tensor, acc: Tensor, peak: Tensor, size: Tensor, part: Tensor
+) -> tuple[Tensor, Tensor, Tensor]:
+    """Running (maximum, sum, unnormalised output) with one more part given relative to ``peak``."""
+    if top is None:
+        return peak, size, part
+    base = torch.maximum(top, peak)
+    old, new = torch.exp(top - _finite(base)), torch.exp(peak - _finite(base))
+    return base, total * old + size * new, acc * old + part * new
+
+
+def _finite(top: Tensor) -> Tensor:
+    """A maximum to subtract: 0 where no key was seen yet, since -inf less -inf is NaN."""
+    return torch.where(top == -torch.inf, 0.0, top)

@@ -1,0 +1,54 @@
+"""Dropout that drops the same pairs at any number of ranks: a hash of the pair's positions, head and seed.
+
+Pair (i, j) of head h is kept iff ``mix(a[h, i] ^ b[h, j]) >= floor(p * 2**32)`` in uint32, where ``a[h, i]`` is word
+0 of Philox4x32-10 with the seed as key and counter ``(i, h, 0, 0)``, and ``b[h, j]`` that with ``(j, h, 1, 0)``.
+
+Source: Salmon et al. 2011 (Philox); the mixing constants are Wellons' lowbias32.
+"""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+_MULTIPLIERS = (0xD2511F53, 0xCD9E8D57)
+_WEYL = (0x9E3779B9, 0xBB67AE85)
+_WORD = 0xFFFFFFFF
+
+
+def philox(counter: tuple[Tensor, Tensor, Tensor, Tensor], key: tuple[int, int]) -> Tensor:
+    """Word 0 of Philox4x32-10. Words are int64 tensors holding 32 bits; products wrap, which keeps their bits."""
+    c0, c1, c2, c3 = counter
+    k0, k1 = key
+    for _ in range(10):
+        p0, p1 = c0 * _MULTIPLIERS[0], c2 * _MULTIPLIERS[1]
+        c0, c1, c2, c3 = ((p1 >> 32) & _WORD) ^ c1 ^ k0, p1 & _WORD, ((p0 >> 32) & _WORD) ^ c3 ^ k1, p0 & _WORD
+        k0, k1 = (k0 + _WEYL[0]) & _WORD, (k1 + _WEYL[1]) & _WORD
+    return c0
+
+
+def words(positions: Tensor, heads: range, seed: int, *, side: int) -> Tensor:
+    """``a`` (side 0, queries) or ``b`` (side 1, keys), int32 [heads, rows]."""
+    at = (positions.long() & _WORD)[None, :]
+    head = torch.arange(heads.start, heads.stop, device=positions.device)[:, None]
+    zero = torch.zeros((), dtype=torch.int64, device=positions.device)
+    seed &= (1 << 64) - 1
+    word = philox((at + zero * head, head + zero * at, zero + side, zero), (seed & _WORD, seed >> 32))
+    return _signed(word).to(torch.int32)
+
+
+def keep(a: Tensor, b: Tensor, p: float) -> Tensor:
+    """Which pairs are kept, bool [..., M, N], from words ``a [..., M, 1]`` and ``b [..., 1, N]``."""
+    x = a ^ b
+    # int32 shifts are arithmetic: the mask takes away the copies of the sign.
+    x = x ^ ((x >> 16) & 0xFFFF)
+    x = x * 0x7FEB352D
+    x = x ^ ((x >> 15) & 0x1FFFF)
+    x = x * (0x846CA68B - (1 << 32))
+    x = x ^ ((x >> 16) & 0xFFFF)
+    flip = -(1 << 31)  # unsigned order is signed order with the top bit flipped
+    return (x ^ flip) >= int(p * 2**32) + flip
+
+
+def _signed(word: Tensor) -> Tensor:
+    return torch.where(word >= 1 << 31, word - (1 << 32), word)

@@ -1,0 +1,8 @@
+"""The verbs: differentiable, local tensors in, local tensors out."""
+
+from seqpar.kernels import merge
+from seqpar.ops.attention import attention
+from seqpar.ops.relayout import relayout, shard, unshard
+from seqpar.ops.switch import switch
+
+__all__ = ["attention", "merge", "relayout", "shard", "switch", "unshard"]

@@ -1,0 +1,56 @@
+"""What every verb does before and around its exchanges: agree on the call, and tell the others if it fails."""
+
+from __future__ import annotations
+
+import hashlib
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
+
+from seqpar.comm import Comm
+
+REMEMBERED = 4096  # signatures that a comm keeps; all ranks forget the same ones, as they see them in one order
+
+
+def signature(facts: Mapping[str, object], *more: object) -> int:
+    """63 bits that name a call's plan and arguments in every message."""
+    text = repr((sorted((name, str(value)) for name, value in facts.items()), more))
+    return int.from_bytes(hashlib.blake2b(text.encode(), digest_size=8).digest(), "little") >> 1
+
+
+def agree_once(
+    comm: Comm,
+    what: str,
+    facts: Mapping[str, object],
+    error: Exception | None,
+    *,
+    changing: Mapping[str, object] | None = None,
+) -> None:
+    """Return if all ranks make the same call; they compare when they first see it, or always if the comm says so.
+
+    facts: what must be equal on all ranks. error: what this rank found wrong with its own arguments. changing: facts
+    that differ from call to call, compared along with the others but no reason to compare again.
+
+    Raises: error here, and ValueError elsewhere; ValueError for facts that differ.
+    """
+    if comm.size == 1:
+        if error is not None:
+            raise error
+        return
+    key = signature(facts, what)
+    if error is None and comm.check_every == "batch" and key in comm.agreed:
+        return
+    comm.agree(what, dict(facts) | dict(changing or {}), error)
+    comm.agreed[key] = None
+    if len(comm.agreed) > REMEMBERED:
+        del comm.agreed[next(iter(comm.agreed))]
+
+
+@contextmanager
+def abort_on_error(comm: Comm, what: str) -> Iterator[None]:
+    """Tells the other ranks why this one leaves a call, so that they do not wait for it in the dark."""
+    try:
+        yield
+    except BaseException as error:
+        if comm.size > 1:
+            comm.abort(f"{what}: {type(error).__name__}: {error}")
+        raise

@@ -1,0 +1,198 @@
+"""`attention`: the verb, its checks, and its place in autograd."""
+
+from __future__ import annotations
+
+import math
+from typing import Any, Literal, overload
+
+import torch
+from torch import Tensor
+
+from seqpar.comm import Comm
+from seqpar.kernels import Score, acc_dtype, choose
+from seqpar.ops.agree import abort_on_error, agree_once, signature
+from seqpar.ops.schedule import Call, Inside, backward, forward
+from seqpar.plan import Plan
+
+
+@overload
+def attention(
+    q: Tensor, k: Tensor, v: Tensor, plan: Plan, comm: Comm, *, scale: float | None = ..., softcap: float = ...,
+    sinks: Tensor | None = ..., alibi_slopes: Tensor | None = ..., dropout_p: float = ...,
+    dropout_seed: int | None = ..., deterministic: bool = ..., kernel: str = ..., return_lse: Literal[False] = ...,
+) -> Tensor: ...  # fmt: skip
+
+
+@overload
+def attention(
+    q: Tensor, k: Tensor, v: Tensor, plan: Plan, comm: Comm, *, scale: float | None = ..., softcap: float = ...,
+    sinks: Tensor | None = ..., alibi_slopes: Tensor | None = ..., dropout_p: float = ...,
+    dropout_seed: int | None = ..., deterministic: bool = ..., kernel: str = ..., return_lse: Literal[True],
+) -> tuple[Tensor, Tensor]: ...  # fmt: skip
+
+
+def attention(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    plan: Plan,
+    comm: Comm,
+    *,
+    scale: float | None = None,
+    softcap: float = 0.0,
+    sinks: Tensor | None = None,
+    alibi_slopes: Tensor | None = None,
+    dropout_p: float = 0.0,
+    dropout_seed: int | None = None,
+    deterministic: bool = True,
+    kernel: str = "auto",
+    return_lse: bool = False,
+) -> Tensor | tuple[Tensor, Tensor]:
+    """This rank's rows of exact attention over the whole batch. A collective, forward and backward.
+
+    Spec over ranks, with ``unshard`` putting rows where the plan's layout says::
+
+        unshard(out) == dense_attention(unshard(q), unshard(k), unshard(v), plan.mask)
+
+    q [T, H, D], k [T_kv, H_kv, D], v [T_kv, H_kv, D_v]: this rank's rows, ``T = plan.rows(rank)``, of one dtype
+    (float64, float32, bfloat16, float16) and device, ``H % H_kv == 0``. scale: default ``D ** -0.5``. softcap: 0 for
+    none. sinks [H]: a logit per head that takes part in the softmax and has no value. alibi_slopes [H]. dropout_p: of
+    the probabilities, with dropout_seed required if positive; the same pairs are dropped at any number of ranks.
+    deterministic: the same call gives the same bits; every kernel here does so. kernel: "auto", "blockwise" or
+    "reference".
+
+    Returns out [T, H, D_v] in q's dtype, and if return_lse also lse [T, H] in the accumulation dtype (natural log, the
+    sink included, -inf for a row that sees no key). Both are differentiable; rows that see no key and pad rows have
+    zero output and gradients. The gradient of ``sinks`` is this rank's share: sum it over ranks.
+
+    Raises: ValueError for arguments that fit neither the plan nor each other or differ between ranks, on every rank
+    before any byte of the call moves; NotImplementedError for what no kernel can do, for alibi_slopes that require a
+    gradient, and for double backward; PeerError if a rank died or fell out of step.
+
+    Source: Liu et al. 2023 (Ring Attention); Jacobs et al. 2023 (DeepSpeed-Ulysses); Dao 2023 (FlashAttention-2).
+    """
+    number = comm.next_call()
+    error: Exception | None = None
+    call: Call | None = None
+    facts: dict[str, object] = {}
+    try:
+        _check_tensors(q, k, v, plan, comm)
+        _check_options(q, sinks, alibi_slopes, softcap, dropout_p, dropout_seed)
+        slopes = None if alibi_slopes is None else alibi_slopes.detach().to(acc_dtype(q.dtype))
+        seed = dropout_seed if dropout_p and dropout_seed is not None else 0
+        score = Score(_checked_scale(scale, q), float(softcap), slopes, float(dropout_p), seed)
+        chosen = choose(kernel, q, k, v, score)
+        grads = torch.is_grad_enabled()
+        facts = {
+            "plan": plan.digest(), "dtype": q.dtype, "heads": q.shape[1], "kv_heads": k.shape[1], "dim": q.shape[2],
+            "v_dim": v.shape[2], "scale": score.scale, "softcap": score.softcap, "dropout_p": score.dropout_p,
+            "sinks": sinks is not None, "alibi_slopes": alibi_slopes is not None, "return_lse": return_lse,
+            "deterministic": deterministic, "kernel": chosen.name, "q requires grad": grads and q.requires_grad,
+            "k or v requires grad": grads and (k.requires_grad or v.requires_grad),
+        }  # fmt: skip
+        call = Call(
+            plan=plan, comm=comm, kernel=chosen, score=score, heads=q.shape[1], kv_heads=k.shape[1], dim=q.shape[2],
+            v_dim=v.shape[2], dtype=q.dtype, device=q.device, sinks=sinks is not None, return_lse=return_lse,
+            kv_grads=bool(facts["k or v requires grad"]), number=number, digest=signature(facts, seed),
+        )  # fmt: skip
+    except (ValueError, TypeError, NotImplementedError) as found:
+        error = found
+    agree_once(comm, "attention", facts, error, changing={"dropout_seed": dropout_seed})
+    assert call is not None
+    out, lse = _Attention.apply(q, k, v, sinks, call)
+    return (out, lse.t()) if return_lse else out
+
+
+class _Attention(torch.autograd.Function):
+    """The schedule in autograd. Saved are the tensors inside the head trade, so that backward trades only gradients."""
+
+    @staticmethod
+    def forward(ctx: Any, q: Tensor, k: Tensor, v: Tensor, sinks: Tensor | None, call: Call) -> tuple[Tensor, Tensor]:
+        with abort_on_error(call.comm, f"attention, call {call.number}"):
+            out, lse, insides = forward(call, q, k, v, sinks)
+        ctx.call, ctx.rows, ctx.dtypes = call, (q.shape[0], k.shape[0]), (k.dtype, v.dtype)
+        ctx.set_materialize_grads(False)
+        # Where nothing is traded a part's results are views of the outputs, which only the outputs may be saved for.
+        kept = [(None, None) if p.q.trivial else (i.out, i.lse) for p, i in zip(call.parts(), insides, strict=True)]
+        inside = (t for i, pair in zip(insides, kept, strict=True) for t in (i.q, i.k, i.v, *pair))
+        ctx.save_for_backward(sinks, out, lse, *inside)
+        return out, lse
+
+    @staticmethod
+    def backward(ctx: Any, *grads: Tensor | None) -> tuple[Tensor | None, ...]:
+        if torch.is_grad_enabled():
+            raise NotImplementedError("attention has no double backward; call backward without create_graph=True")
+        dout, dlse = grads
+        call: Call = ctx.call
+        sinks, out, lse, *saved = ctx.saved_tensors
+        if dout is None:
+            dout = torch.zeros_like(out)
+        insides = [Inside(*saved[i : i + 5]) for i in range(0, len(saved), 5)]
+        for part, inside in zip(call.parts(), insides, strict=True):
+            if part.q.trivial:
+                inside.out, inside.lse = out[: part.q.rows], lse[:, : part.q.rows]
+        with abort_on_error(call.comm, f"attention, call {call.number}"):
+            dq, dk, dv, dsinks = backward(call, insides, sinks, dout, dlse, ctx.rows)
+        need = ctx.needs_input_grad
+        return (
+            dq if need[0] else None,
+            dk.to(call.dtype) if need[1] else None,
+            dv.to(call.dtype) if need[2] else None,
+            dsinks.to(sinks.dtype) if need[3] and dsinks is not None else None,
+            None,
+        )
+
+
+def _check_tensors(q: Tensor, k: Tensor, v: Tensor, plan: Plan, comm: Comm) -> None:
+    shapes = f"q {list(q.shape)}, k {list(k.shape)}, v {list(v.shape)}"
+    if any(x.dim() != 3 for x in (q, k, v)):
+        raise ValueError(f"q, k, v must be packed [rows, heads, dim], got {shapes}; drop or fold the batch dimension")
+    if not q.dtype == k.dtype == v.dtype:
+        raise ValueError(f"q, k, v must have one dtype, got {q.dtype}, {k.dtype}, {v.dtype}")
+    if not q.device == k.device == v.device:
+        raise ValueError(f"q, k, v must be on one device, got {q.device}, {k.device}, {v.device}")
+    if k.shape[:2] != v.shape[:2] or q.shape[2] != k.shape[2] or 0 in (q.shape[1], k.shape[1], q.shape[2], v.shape[2]):
+        raise ValueError(f"expected q [T, H, D], k [T_kv, H_kv, D], v [T_kv, H_kv, D_v], got {shapes}")
+    if q.shape[1] % k.shape[1]:
+        raise ValueError(f"query heads must be a multiple of key heads, got {q.shape[1]} and {k.shape[1]}")
+    if any(x.numel() and x.stride(2) != 1 and x.shape[2] > 1 for x in (q, k, v)):
+        raise ValueError("the last dimension of q, k, v must be dense (stride 1); call .contiguous()")
+    if plan.ranks != comm.size:
+        raise ValueError(f"the plan is for {plan.ranks} ranks, the comm has {comm.size}")
+    for name, x, side in (("q", q, "q"), ("k and v", k, "kv")):
+        if x.shape[0] != plan.rows(comm.rank, side):
+            raise ValueError(
+                f"{name} on rank {comm.rank} must have {plan.rows(comm.rank, side)} rows, as the plan's layout says, "
+                f"got {x.shape[0]}; seqpar.shard makes them"
+            )
+
+
+def _check_options(
+    q: Tensor,
+    sinks: Tensor | None,
+    slopes: Tensor | None,
+    softcap: float,
+    dropout_p: float,
+    seed: int | None,
+) -> None:
+    for name, x in (("sinks", sinks), ("alibi_slopes", slopes)):
+        if x is not None and (x.shape != q.shape[1:2] or x.device != q.device or not x.dtype.is_floating_point):
+            raise ValueError(
+                f"{name} must be floating point [{q.shape[1]}], one per query head, on {q.device}, got "
+                f"{x.dtype}{list(x.shape)} on {x.device}"
+            )
+    if slopes is not None and slopes.requires_grad:
+        raise NotImplementedError("alibi_slopes have no gradient; detach them")
+    if not (math.isfinite(softcap) and softcap >= 0):
+        raise ValueError(f"softcap must be finite and at least 0, got {softcap}")
+    if not 0 <= dropout_p < 1:
+        raise ValueError(f"dropout_p must be in [0, 1), got {dropout_p}")
+    if dropout_p and seed is None:
+        raise ValueError(f"dropout_p={dropout_p} needs a dropout_seed, equal on all ranks and different for each layer")
+
+
+def _checked_scale(scale: float | None, q: Tensor) -> float:
+    value = q.shape[2] ** -0.5 if scale is None else float(scale)
+    if not math.isfinite(value):
+        raise ValueError(f"scale must be finite, got {scale}")
+    return value

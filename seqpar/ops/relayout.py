@@ -1,0 +1,172 @@
+"""Rows between global tensors and shards, and from one layout to another."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from seqpar.comm import Comm, Tag
+from seqpar.kernels import acc_dtype
+from seqpar.layout import Layout
+from seqpar.ops.agree import abort_on_error, agree_once, signature
+from seqpar.ops.rows import take
+from seqpar.plan import Plan, Rows
+from seqpar.plan.steps import as_rows
+
+
+@dataclass(frozen=True, eq=False)
+class Moves:
+    """Rows that change ranks: peer -> local rows sent, and peer -> rows they take; the rank itself among the peers."""
+
+    sends: Mapping[int, Rows]
+    recvs: Mapping[int, Rows]
+    rows_in: int
+    rows_out: int
+
+    def transposed(self) -> Moves:
+        """The way back."""
+        return Moves(self.recvs, self.sends, self.rows_out, self.rows_in)
+
+
+def relayout(x: Tensor, comm: Comm, *, src: Layout, dst: Layout) -> Tensor:
+    """This rank's rows of the same global tensor under another layout. A collective.
+
+    Spec over ranks: ``global[dst.positions(r)]`` for ``global[src.positions(r)] = xs[r]``. x [src.tokens(rank), ...]
+    -> [dst.tokens(rank), ...], any dtype. Each row moves once, and a row that stays is not sent. The adjoint is
+    ``relayout`` with src and dst swapped.
+
+    Raises: ValueError for layouts of other tokens or ranks than the comm's, or a wrong number of rows, on every rank.
+    """
+    number = comm.next_call()
+    error: Exception | None = None
+    if src.total != dst.total:
+        error = ValueError(f"relayout from {src.total} tokens to {dst.total}; the layouts must hold the same tokens")
+    elif not src.ranks == dst.ranks == comm.size:
+        error = ValueError(f"relayout from {src.ranks} to {dst.ranks} ranks on a comm of {comm.size}")
+    elif x.dim() == 0 or x.shape[0] != src.tokens(comm.rank):
+        error = ValueError(f"x on rank {comm.rank} must have {src.tokens(comm.rank)} rows, got {list(x.shape)}")
+    tag = _agreed(comm, "relayout", x, number, {"src": src.digest(), "dst": dst.digest()}, error)
+    mine, wanted = src.positions(comm.rank), dst.positions(comm.rank)
+    sends = _by_owner(mine, dst.owner()[mine], comm.size)
+    recvs = _by_owner(wanted, src.owner()[wanted], comm.size)
+    return _moved(x, comm, Moves(sends, recvs, len(mine), len(wanted)), tag)
+
+
+def _by_owner(positions: np.ndarray[Any, Any], owner: np.ndarray[Any, Any], size: int) -> dict[int, Rows]:
+    """Rows that go to or come from each rank, in position order on both sides."""
+    result: dict[int, Rows] = {}
+    for peer in range(size):
+        rows = np.flatnonzero(owner == peer)
+        at = positions[rows]
+        if rows.size:
+            result[peer] = as_rows(rows) if (at[1:] > at[:-1]).all() else rows[np.argsort(at)]
+    return result
+
+
+def shard(x: Tensor, plan: Plan, rank: int, *, dim: int = 0, side: str = "q") -> Tensor:
+    """This rank's rows of a global tensor; pad rows are zeros. Local: nothing is sent.
+
+    x [..., tokens, ...] with the tokens at ``dim`` -> the same with ``plan.rows(rank)``. side: "q" or "kv". Gradients
+    reach the rows that this rank took; over all ranks they sum to that of the global tensor.
+
+    Raises: ValueError for a tensor without the plan's tokens at ``dim``.
+    """
+    layout = plan.layout if side == "q" else plan.kv_layout
+    at = plan.positions(rank, side)
+    if not -x.dim() <= dim < x.dim() or x.shape[dim] != layout.total:
+        raise ValueError(f"shard along dim {dim} of {list(x.shape)}, expected {layout.total} tokens there")
+    taken = torch.from_numpy(at[at >= 0]).to(x.device)
+    y = x.index_select(dim, taken)
+    pads = len(at) - len(taken)
+    if pads:
+        shape = list(y.shape)
+        shape[dim] = pads
+        y = torch.cat([y, y.new_zeros(shape)], dim)
+    return y
+
+
+def unshard(x: Tensor, plan: Plan, comm: Comm, *, dim: int = 0, side: str = "q") -> Tensor:
+    """The global tensor, on every rank, of which each rank holds rows. A collective.
+
+    x [..., plan.rows(rank), ...] with rows at ``dim`` -> [..., tokens, ...]; pad rows are left out. Backward is the
+    adjoint: the gradients of all ranks' copies are summed for the rank that gave the row, so a loss computed alike on
+    every rank counts once per rank.
+
+    Raises: ValueError for a wrong number of rows, on every rank.
+    """
+    number = comm.next_call()
+    layout = plan.layout if side == "q" else plan.kv_layout
+    error: Exception | None = None
+    rows = plan.rows(comm.rank, side) if plan.ranks == comm.size else -1
+    if rows < 0:
+        error = ValueError(f"the plan is for {plan.ranks} ranks, the comm has {comm.size}")
+    elif not -x.dim() <= dim < x.dim() or x.shape[dim] != rows:
+        error = ValueError(f"x on rank {comm.rank} must have {rows} rows at dim {dim}, got {list(x.shape)}")
+    tag = _agreed(comm, "unshard", x, number, {"plan": plan.digest(), "dim": dim, "side": side}, error)
+    mine = slice(0, layout.tokens(comm.rank))
+    recvs: dict[int, Rows] = {}
+    for peer in range(comm.size):
+        at = layout.positions(peer)
+        recvs[peer] = as_rows(at) if (at[1:] > at[:-1]).all() else at
+    moves = Moves({peer: mine for peer in range(comm.size)}, recvs, rows, layout.total)
+    return _moved(x.movedim(dim, 0), comm, moves, tag).movedim(0, dim)
+
+
+def _agreed(
+    comm: Comm, what: str, x: Tensor, number: int, facts: dict[str, object], error: Exception | None
+) -> Tag:
+    facts |= {"dtype": x.dtype, "dims": x.dim(), "requires grad": torch.is_grad_enabled() and x.requires_grad}
+    agree_once(comm, what, facts, error)
+    return Tag(signature(facts, what), number, 0, 0)
+
+
+def _moved(x: Tensor, comm: Comm, moves: Moves, tag: Tag) -> Tensor:
+    return _Move.apply(x, comm, moves, tag)  # type: ignore[no-any-return]
+
+
+class _Move(torch.autograd.Function):
+    """One exchange of rows; backward is the way back, summed where a row was sent to several ranks."""
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, comm: Comm, moves: Moves, tag: Tag) -> Tensor:
+        ctx.comm, ctx.moves, ctx.tag = comm, moves, tag
+        y = x.new_zeros(moves.rows_out, *x.shape[1:])
+        for rows, values in _exchange(x, comm, moves, tag):
+            y[rows] = values
+        return y
+
+    @staticmethod
+    def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, ...]:
+        dy, moves, tag = grads[0], ctx.moves.transposed(), ctx.tag
+        dtype = acc_dtype(dy.dtype) if dy.dtype.is_floating_point else dy.dtype
+        dx = dy.new_zeros(moves.rows_out, *dy.shape[1:], dtype=dtype)
+        for rows, values in _exchange(dy, ctx.comm, moves, tag._replace(phase=tag.phase + 1)):
+            dx[rows] = take(dx, rows) + values
+        return dx.to(dy.dtype), None, None, None
+
+
+def _exchange(x: Tensor, comm: Comm, moves: Moves, tag: Tag) -> list[tuple[slice | Tensor, Tensor]]:
+    """What arrives, as (rows, values) in the order of ranks, own rows among them."""
+
+    def on_device(rows: Rows) -> slice | Tensor:
+        return rows if isinstance(rows, slice) else torch.from_numpy(rows).to(x.device)
+
+    with abort_on_error(comm, f"exchange of rows, call {tag.call}"):
+        sends = {p: take(x, on_device(rows)).contiguous() for p, rows in moves.sends.items()}
+        recvs = {}
+        for peer, rows in moves.recvs.items():
+            length = rows.stop - rows.start if isinstance(rows, slice) else len(rows)
+            recvs[peer] = comm.empty((length, *x.shape[1:]), x.dtype, x.device)
+        if comm.rank in recvs:
+            recvs[comm.rank] = sends.get(comm.rank, recvs[comm.rank])
+        comm.exchange(
+            {p: [t] for p, t in sends.items() if p != comm.rank},
+            {p: [t] for p, t in recvs.items() if p != comm.rank},
+            tag=tag,
+        ).wait()
+    return [(on_device(moves.recvs[p]), recvs[p]) for p in sorted(recvs)]

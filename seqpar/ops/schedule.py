@@ -1,0 +1,443 @@
+"""The schedule of one attention call: who computes when, and which exchange hides behind which computation.
+
+Forward, for the steps of a plan in order (K: keys of a step arrive, C: a step is computed)::
+
+    enter | post K1  C0  wait K1 | post K2  C1  wait K2 | ...  | leave
+
+Backward is the same walk; the gradients of a step's keys (G) leave when it is computed and are taken in one step
+later, so that they ride while the next step is computed::
+
+    enter | post K1  C0  wait K1 | post K2  C1  post G1  wait K2 | post K3  C2  wait G1  post G2  wait K3 | ... | leave
+
+At most two stages of received keys are alive: the one computed and the one arriving.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass, replace
+from enum import IntEnum
+
+import torch
+from torch import Tensor
+
+from seqpar.comm import Comm, Tag, Work
+from seqpar.kernels import Facts, Kernel, Score, acc_dtype
+from seqpar.ops import trade
+from seqpar.ops.rows import add, index, take
+from seqpar.plan import Part, Plan, Rows, Step, head_blocks, head_share, replicated
+from seqpar.plan.steps import count
+
+
+class Phase(IntEnum):
+    """The parts of a call that exchange, in order."""
+
+    ENTER = 0
+    KEYS = 1
+    LEAVE = 2
+    BACK_ENTER = 3
+    BACK_KEYS = 4
+    BACK_GRADS = 5
+    BACK_LEAVE = 6
+
+
+@dataclass(frozen=True, eq=False)
+class Call:
+    """One attention call: everything but the tensors. number, digest: its name in every message."""
+
+    plan: Plan
+    comm: Comm
+    kernel: Kernel
+    score: Score
+    heads: int
+    kv_heads: int
+    dim: int
+    v_dim: int
+    dtype: torch.dtype
+    device: torch.device
+    sinks: bool
+    return_lse: bool
+    kv_grads: bool
+    number: int
+    digest: int
+
+    @property
+    def acc(self) -> torch.dtype:
+        """The accumulation dtype."""
+        return acc_dtype(self.dtype)
+
+    def steps(self) -> list[Step]:
+        """This rank's steps."""
+        size = self.dtype.itemsize
+        row_bytes = self.plan.row_bytes(self.heads, self.kv_heads, self.dim, self.v_dim, size)
+        return self.plan.steps(self.comm.rank, row_bytes=row_bytes)
+
+    def parts(self) -> list[Part]:
+        """The parts of this rank's steps, in order."""
+        return [s.part for s in self.steps() if s.first]
+
+    def tag(self, phase: Phase, stage: int) -> Tag:
+        """The number of one of its exchanges."""
+        return Tag(self.digest, self.number, phase, stage)
+
+    def shares(self, part: Part) -> tuple[list[slice], list[slice]]:
+        """Query heads and key heads of every member of a part."""
+        pairs = [head_share(self.heads, self.kv_heads, part.width, s) for s in range(part.width)]
+        return [q for q, _ in pairs], [kv for _, kv in pairs]
+
+    def blocks(self, part: Part) -> Iterator[tuple[slice, slice, Score]]:
+        """The share of this rank in blocks of uniform grouping: inside query heads, inside key heads, their score."""
+        q, kv = head_share(self.heads, self.kv_heads, part.width, part.share)
+        for heads, keys in head_blocks(q, kv, self.heads // self.kv_heads) if q.stop > q.start else ():
+            first = q.start + heads.start
+            slopes = None if self.score.slopes is None else self.score.slopes[first : q.start + heads.stop]
+            yield heads, keys, replace(self.score, slopes=slopes, first_head=first)
+
+
+@dataclass(eq=False)
+class Inside:
+    """The tensors of one part inside the head trade: what backward needs, and the sum under way."""
+
+    q: Tensor
+    k: Tensor
+    v: Tensor
+    out: Tensor  # [M, h, D_v]
+    lse: Tensor  # [h, M]
+    acc: Tensor | None = None  # out in the accumulation dtype, while there is more than one step
+
+
+def facts_of(step: Step, device: torch.device) -> Facts:
+    """A step's facts on a device, uploaded once per batch; those of its queries once per part."""
+
+    def put(array: object) -> Tensor:
+        return torch.as_tensor(array, dtype=torch.int32).to(device)
+
+    def make() -> Facts:
+        p = step.part
+        pos, lo, hi = p.memo(("facts", device), lambda: (put(p.pos), put(p.lo), put(p.hi)))
+        return Facts(pos, lo, hi, put(step.pos), step.tiles, lambda: step.segments)
+
+    return step.memo(("facts", device), make)  # type: ignore[no-any-return]
+
+
+class Keys:
+    """The keys of a call's steps: posted ahead, received into two slots of memory that the whole call reuses."""
+
+    def __init__(self, call: Call, steps: list[Step], phase: Phase) -> None:
+        self.call, self.steps, self.phase = call, steps, phase
+        self.works: dict[int, Work | None] = {}
+        self.slots: list[Tensor | None] = [None, None]
+        self.buffers: dict[int, Tensor] = {}
+        self.turn = 0
+        sizes = [len(s.pos) * self._row(s.part) for s in steps if not self._is_own(s)]
+        self.size = max(sizes, default=0)
+
+    def _row(self, part: Part) -> int:
+        _, kv = head_share(self.call.heads, self.call.kv_heads, part.width, part.share)
+        return (kv.stop - kv.start) * (self.call.dim + self.call.v_dim)
+
+    @staticmethod
+    def _is_own(step: Step) -> bool:
+        """Whether the buffer is the rank's own keys as they lie."""
+        return step.local or (step.own is not None and count(step.own) == len(step.pos))
+
+    def _slot(self) -> Tensor:
+        """The next of the two slots. It was last read by the step before the one now computed."""
+        self.turn = 1 - self.turn
+        slot = self.slots[self.turn]
+        if slot is None:
+            slot = self.slots[self.turn] = self.call.comm.empty((self.size,), self.call.dtype, self.call.device)
+        return slot
+
+    def post(self, n: int, k: Tensor, v: Tensor) -> None:
+        """Post the exchange that brings the keys of step n; k, v are the inside keys of its part."""
+        step, device = self.steps[n], self.call.device
+        if not step.sends and not step.recvs:
+            self.works[n] = None
+            return
+        row = self._row(step.part)
+        packed: dict[object, Tensor] = {}
+        sends = {}
+        for peer, rows in step.sends.items():
+            key = (rows.start, rows.stop) if isinstance(rows, slice) else peer
+            if key not in packed:
+                packed[key] = self._pack(n, rows, k, v)
+            sends[peer] = [packed[key]]
+        recvs: dict[int, list[Tensor]] = {}
+        if step.recvs and row:
+            total = sum(count(rows) for rows in step.recvs.values())
+            rows_in_place = all(isinstance(rows, slice) for rows in step.recvs.values())
+            flat = self._slot()[: (len(step.pos) if rows_in_place else total) * row].view(-1, row)
+            first = 0
+            for peer, rows in step.recvs.items():
+                recvs[peer] = [flat[rows] if rows_in_place else flat[first : first + count(rows)]]
+                first += count(rows)
+            self.buffers[n] = flat
+        self.works[n] = self.call.comm.exchange(sends, recvs, tag=self.call.tag(self.phase, step.number))
+
+    def _pack(self, n: int, rows: Rows, k: Tensor, v: Tensor) -> Tensor:
+        """Rows of keys and values side by side; what was received that way goes on as it is."""
+        step = self.steps[n]
+        at = index(step, rows, self.call.device)
+        if step.relay and not self.steps[n - 1].local:
+            return take(self.buffers[n - 1], at)
+        return torch.cat([take(k, at).flatten(1), take(v, at).flatten(1)], dim=1)
+
+    def wait(self, n: int, k: Tensor, v: Tensor) -> tuple[Tensor, Tensor]:
+        """The keys and values of step n, in position order."""
+        work = self.works.pop(n, None)
+        if work is not None:
+            work.wait()
+        step = self.steps[n]
+        self.buffers.pop(n - 2, None)
+        if self._is_own(step):
+            return k, v
+        flat = self.buffers.get(n)
+        if flat is None:
+            flat = self.buffers[n] = k.new_empty(len(step.pos), self._row(step.part))
+        if not all(isinstance(rows, slice) for rows in step.recvs.values()):
+            flat = self.buffers[n] = self._ordered(step, flat)
+        if step.own is not None:
+            at = index(step, step.own, self.call.device)
+            flat[at] = torch.cat([k.flatten(1), v.flatten(1)], dim=1)
+        keys, values = flat.split([k.shape[1] * k.shape[2], v.shape[1] * v.shape[2]], dim=1)
+        return keys.unflatten(1, k.shape[1:]), values.unflatten(1, v.shape[1:])
+
+    def _ordered(self, step: Step, received: Tensor) -> Tensor:
+        """Rows that came peer by peer, in position order in the other slot; the first is then free to receive."""
+        flat = self._slot()[: len(step.pos) * received.shape[1]].view(len(step.pos), -1)
+        first = 0
+        for rows in step.recvs.values():
+            flat[index(step, rows, self.call.device)] = received[first : first + count(rows)]
+            first += count(rows)
+        return flat
+
+
+def forward(call: Call, q: Tensor, k: Tensor, v: Tensor, sinks: Tensor | None) -> tuple[Tensor, Tensor, list[Inside]]:
+    """Output [T, H, D_v], lse [H, T], and the inside tensors of every part."""
+    steps = call.steps()
+    out = q.new_zeros(q.shape[0], call.heads, call.v_dim)
+    lse = q.new_full((call.heads, q.shape[0]), -torch.inf, dtype=call.acc)
+    entries = {}
+    for part in call.parts():
+        heads, kv = call.shares(part)
+        legs = [trade.Leg(q, part.q, heads), trade.Leg(k, part.kv, kv), trade.Leg(v, part.kv, kv)]
+        entries[part.width] = trade.enter(call.comm, call.tag(Phase.ENTER, part.width), part, legs)
+    insides: dict[int, Inside] = {}
+
+    def inside(part: Part) -> Inside:
+        if part.width not in insides:
+            insides[part.width] = _inside(call, part, entries[part.width](), out, lse, sinks)
+        return insides[part.width]
+
+    leaves: list[Callable[[], None]] = []
+    for step, here, keys, values in walk(call, steps, Phase.KEYS, inside):
+        _compute(call, step, here, keys, values)
+        if step.last:
+            leaves.append(_leave(call, step.part, here, out, lse))
+    for finish in leaves:
+        finish()
+    return out, lse, list(insides.values())
+
+
+def walk(
+    call: Call, steps: list[Step], phase: Phase, inside: Callable[[Part], Inside]
+) -> Iterator[tuple[Step, Inside, Tensor, Tensor]]:
+    """Each step with its part's tensors and its keys and values; the next step's are on their way meanwhile."""
+    buffers = Keys(call, steps, phase)
+    for n, step in enumerate(steps):
+        here = inside(step.part)
+        if n == 0:
+            buffers.post(n, here.k, here.v)
+        keys, values = buffers.wait(n, here.k, here.v)
+        if n + 1 < len(steps):
+            ahead = inside(steps[n + 1].part)
+            buffers.post(n + 1, ahead.k, ahead.v)
+        yield step, here, keys, values
+
+
+def _inside(call: Call, part: Part, tensors: list[Tensor], out: Tensor, lse: Tensor, sinks: Tensor | None) -> Inside:
+    """A part's tensors; where nothing is traded its results are views of the call's."""
+    q, k, v = tensors
+    if part.q.trivial:
+        here = Inside(q, k, v, out[: part.q.rows], lse[:, : part.q.rows])
+    else:
+        rows, heads = q.shape[:2]
+        here = Inside(q, k, v, out.new_zeros(rows, heads, call.v_dim), lse.new_full((heads, rows), -torch.inf))
+    if sinks is not None:
+        mine = call.shares(part)[0][part.share]
+        here.lse.copy_(sinks.to(call.acc)[mine, None].expand_as(here.lse))
+    return here
+
+
+def _compute(call: Call, step: Step, here: Inside, keys: Tensor, values: Tensor) -> None:
+    """Add one step's keys to the part's output. A sink is a sum that was there before the first key."""
+    first, wide = step.first and not call.sinks, call.dtype == call.acc
+    if wide:
+        here.acc = here.out
+    elif here.acc is None and not (first and step.last):
+        here.acc = torch.zeros_like(here.out, dtype=call.acc)
+    if len(step.pos) or step.first or step.last:
+        facts = facts_of(step, call.device)
+        for heads, kv, score in call.blocks(step.part):
+            call.kernel.forward(
+                here.q[:, heads], keys[:, kv], values[:, kv], facts, score,
+                acc=None if here.acc is None else here.acc[:, heads], lse=here.lse[heads],
+                out=here.out[:, heads] if step.last and not wide else None, first=first,
+            )  # fmt: skip
+    if step.last:
+        here.acc = None
+
+
+def _leave(call: Call, part: Part, here: Inside, out: Tensor, lse: Tensor) -> Callable[[], None]:
+    """Output and, if it is returned, lse on their way out of the head trade."""
+    if part.q.trivial:
+        return lambda: None
+    heads, _ = call.shares(part)
+    legs = [trade.Leg(here.out, part.q, heads, target=out)]
+    if call.return_lse:
+        legs.append(trade.Leg(here.lse.t(), part.q, heads, target=lse.t()))
+    return trade.leave(call.comm, call.tag(Phase.LEAVE, part.width), part, legs)
+
+
+@dataclass(eq=False)
+class Back:
+    """The gradients of one part inside the head trade. home [N, h_kv, D + D_v]: of the rank's own keys and values."""
+
+    dout: Tensor
+    delta: Tensor
+    dq: Tensor
+    home: Tensor
+
+
+def backward(
+    call: Call, insides: list[Inside], sinks: Tensor | None, dout: Tensor, dlse: Tensor | None, shapes: tuple[int, int]
+) -> tuple[Tensor, Tensor, Tensor, Tensor | None]:
+    """dq, dk, dv and this rank's share of dsinks, all in the accumulation dtype but dq. shapes: query and key rows."""
+    steps = call.steps()
+    parts = call.parts()
+    here = {p.width: inside for p, inside in zip(parts, insides, strict=True)}
+    entries = {p.width: _back_enter(call, p, dout, dlse) for p in parts}
+    dsinks = None if sinks is None else torch.zeros(call.heads, dtype=call.acc, device=call.device)
+    backs: dict[int, Back] = {}
+
+    def inside(part: Part) -> Inside:
+        if part.width not in backs:
+            backs[part.width] = _back(call, part, here[part.width], entries[part.width](), sinks, dsinks)
+        return here[part.width]
+
+    width = call.dim + call.v_dim
+    dq = dout.new_zeros(shapes[0], call.heads, call.dim, dtype=call.dtype)
+    home = dout.new_zeros(shapes[1], call.kv_heads, width, dtype=call.acc)
+    riding = Riding(call)
+    leaves: list[Callable[[], None]] = []
+    for step, tensors, keys, values in walk(call, steps, Phase.BACK_KEYS, inside):
+        back = backs[step.part.width]
+        own = step.local
+        grads = back.home if own else back.home.new_zeros(len(step.pos), *back.home.shape[1:])
+        if len(step.pos):
+            _differentiate(call, step, tensors, back, keys, values, grads, fused=dlse is None)
+        riding.arrive(grads)
+        if not own:
+            if step.own is not None:
+                back.home += take(grads, index(step, step.own, call.device))
+            riding.depart(step, grads, back.home)
+        if step.last:
+            riding.arrive(None)
+            leaves.append(_back_leave(call, step.part, back, dq, home))
+    for finish in leaves:
+        finish()
+    return dq, home[..., : call.dim], home[..., call.dim :], dsinks
+
+
+def _back_enter(call: Call, part: Part, dout: Tensor, dlse: Tensor | None) -> Callable[[], list[Tensor]]:
+    heads, _ = call.shares(part)
+    legs = [trade.Leg(dout, part.q, heads)]
+    if call.return_lse:
+        dlse = dout.new_zeros(dout.shape[:2], dtype=call.acc) if dlse is None else dlse.t()
+        legs.append(trade.Leg(dlse, part.q, heads))
+    return trade.enter(call.comm, call.tag(Phase.BACK_ENTER, part.width), part, legs)
+
+
+def _back(
+    call: Call, part: Part, here: Inside, incoming: list[Tensor], sinks: Tensor | None, dsinks: Tensor | None
+) -> Back:
+    """Gradients at their start, and delta, once for the whole backward, from the output as returned."""
+    dout = incoming[0]
+    if part.blind.size:  # what they hold must not reach a key through 0 * NaN
+        dout = dout.index_fill(0, index(part, part.blind, call.device), 0.0)  # type: ignore[arg-type]
+    delta = (dout.to(call.acc) * here.out.to(call.acc)).sum(-1).t()
+    if len(incoming) > 1:
+        delta = delta - torch.where(here.lse == -torch.inf, 0.0, incoming[1].t())
+    if dsinks is not None and sinks is not None:
+        mine = call.shares(part)[0][part.share]
+        weight = torch.exp(sinks.to(call.acc)[mine, None] - here.lse)
+        dsinks[mine] -= (torch.where(weight == 0, 0.0, weight * delta)).sum(-1)
+    home = here.k.new_zeros(*here.k.shape[:2], call.dim + call.v_dim, dtype=call.acc)
+    return Back(dout, delta.contiguous(), torch.zeros_like(here.q, dtype=call.acc), home)
+
+
+def _differentiate(
+    call: Call, step: Step, here: Inside, back: Back, keys: Tensor, values: Tensor, grads: Tensor, *, fused: bool
+) -> None:
+    """Add the gradients of one step to dq and to ``grads``."""
+    facts = facts_of(step, call.device)
+    for heads, kv, score in call.blocks(step.part):
+        call.kernel.backward(
+            back.dout[:, heads], here.q[:, heads], keys[:, kv], values[:, kv], here.lse[heads], back.delta[heads],
+            facts, score, out=here.out[:, heads] if fused else None, dq=back.dq[:, heads],
+            dk=grads[:, kv, : call.dim], dv=grads[:, kv, call.dim :],
+        )  # fmt: skip
+
+
+class Riding:
+    """Gradients of received keys on their way, one exchange at a time."""
+
+    def __init__(self, call: Call) -> None:
+        self.call = call
+        self.work: Work | None = None
+        self.step: Step | None = None
+        self.home = self.carry = torch.empty(0)
+        self.arriving: dict[int, Tensor] = {}
+
+    def depart(self, step: Step, grads: Tensor, home: Tensor) -> None:
+        """Post the gradients of a step's keys, and what arrives for own keys and, in a ring, for the next step's."""
+        call = self.call
+        if not call.kv_grads or not (step.grad_sends or step.grad_recvs or step.carry_rows):
+            return
+        sends = {
+            peer: [take(grads, index(step, rows, call.device)).contiguous()] for peer, rows in step.grad_sends.items()
+        }
+        self.arriving = {
+            peer: call.comm.empty((count(rows), *home.shape[1:]), call.acc, call.device)
+            for peer, rows in step.grad_recvs.items()
+        }
+        recvs = {peer: [x] for peer, x in self.arriving.items()}
+        if step.carry_rows:
+            assert step.carry is not None
+            self.carry = call.comm.empty((step.carry_rows, *home.shape[1:]), call.acc, call.device)
+            recvs[step.carry] = [self.carry]
+        self.step, self.home = step, home
+        self.work = call.comm.exchange(sends, recvs, tag=call.tag(Phase.BACK_GRADS, step.number))
+
+    def arrive(self, grads: Tensor | None) -> None:
+        """Wait for what is on its way and add it: to own keys in the order of ranks, and to the gradients at hand."""
+        if self.work is None or self.step is None:
+            return
+        self.work.wait()
+        for peer in sorted(self.arriving):
+            add(self.home, index(self.step, self.step.grad_recvs[peer], self.call.device), self.arriving[peer])
+        if self.step.carry_rows and grads is not None:
+            grads += self.carry
+        self.work = self.step = None
+
+
+def _back_leave(call: Call, part: Part, back: Back, dq: Tensor, home: Tensor) -> Callable[[], None]:
+    """Gradients on their way out of the head trade; key heads that several shares read are summed."""
+    heads, kv = call.shares(part)
+    several = replicated(call.heads, call.kv_heads, part.width)
+    grads = back.home if several or part.width == 1 else back.home.to(call.dtype)
+    legs = [trade.Leg(back.dq.to(call.dtype), part.q, heads, target=dq)]
+    if call.kv_grads:
+        legs.append(trade.Leg(grads, part.kv, kv, target=home, summed=several))
+    return trade.leave(call.comm, call.tag(Phase.BACK_LEAVE, part.width), part, legs)
