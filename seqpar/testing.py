@@ -1,4 +1,4 @@
-"""Ranks for tests: a function run on every rank, as threads or as processes of this machine."""
+"""What tests of distributed attention need: ranks as threads or processes, the dense oracle, errors of tensors."""
 
 from __future__ import annotations
 
@@ -16,10 +16,14 @@ from datetime import timedelta
 from multiprocessing.connection import Connection, wait
 from typing import Any
 
+import numpy as np
 import torch
 import torch.distributed as dist
+from torch import Tensor
 
 from seqpar.comm import GroupComm, LocalComm, PeerError
+from seqpar.kernels import dropout
+from seqpar.mask import Mask
 
 # --- ranks as threads -------------------------------------------------------------------------------------------------
 
@@ -200,3 +204,58 @@ def _outcome(timeout: float, call: bytes) -> bytes:
         except Exception:
             answer = pickle.dumps((None, RuntimeError(f"{type(error).__name__}: {error}"), trace))
         return answer
+
+
+# --- the oracle -------------------------------------------------------------------------------------------------------
+
+
+def dense_attention(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    mask: Mask,
+    *,
+    scale: float | None = None,
+    softcap: float = 0.0,
+    sinks: Tensor | None = None,
+    alibi_slopes: Tensor | None = None,
+    dropout_p: float = 0.0,
+    dropout_seed: int = 0,
+) -> tuple[Tensor, Tensor]:
+    """Output [tokens, H, D_v] and lse [tokens, H] of the whole batch on one device, differentiated by autograd.
+
+    q [tokens, H, D], k [kv_tokens, H_kv, D], v [kv_tokens, H_kv, D_v]: global tensors in position order, float64 where
+    it serves as the oracle. Written from the definition with the whole matrix of scores, and from no kernel's code.
+    """
+    group = q.shape[1] // k.shape[1]
+    keys, values = k.repeat_interleave(group, 1), v.repeat_interleave(group, 1)
+    s = torch.einsum("ihd,jhd->hij", q, keys) * (q.shape[2] ** -0.5 if scale is None else scale)
+    if softcap:
+        s = softcap * torch.tanh(s / softcap)
+    at = torch.from_numpy(mask.key_positions(np.arange(mask.tokens)))
+    if alibi_slopes is not None:
+        s = s - alibi_slopes[:, None, None] * (at[:, None] - torch.arange(mask.kv_tokens)).abs()
+    lo, hi = (torch.from_numpy(x)[:, None] for x in mask.bounds(np.arange(mask.tokens)))
+    seen = (torch.arange(mask.kv_tokens) >= lo) & (torch.arange(mask.kv_tokens) < hi)
+    s = s.masked_fill(~seen, -torch.inf)
+    if sinks is not None:
+        s = torch.cat([s, sinks[:, None, None].expand(-1, mask.tokens, 1)], dim=-1)
+    blind = (s == -torch.inf).all(-1, keepdim=True)
+    lse = torch.logsumexp(s.masked_fill(blind, 0.0), -1).masked_fill(blind[..., 0], -torch.inf)
+    p = torch.softmax(s.masked_fill(blind, 0.0), -1).masked_fill(blind, 0.0)[..., : mask.kv_tokens]
+    if dropout_p:
+        heads = range(q.shape[1])
+        a = dropout.words(at, heads, dropout_seed, side=0)[..., None]
+        b = dropout.words(torch.arange(mask.kv_tokens), heads, dropout_seed, side=1)[:, None]
+        p = p * dropout.keep(a, b, dropout_p) / (1 - dropout_p)
+    return torch.einsum("hij,jhd->ihd", p, values), lse.t()
+
+
+def relative_rms(got: Tensor, expected: Tensor) -> float:
+    """Root mean square of the error, relative to that of the expected values."""
+    expected = expected.double()
+    return float((got.double() - expected).pow(2).mean().sqrt() / expected.pow(2).mean().sqrt().clamp_min(1e-300))
+
+
+# Property 10: the error against float64, mean over seeds, may exceed that of the same kernel on one rank by this much.
+ERROR_GROWTH = 1.05

@@ -1,0 +1,340 @@
+"""What a rank does in the tests of communicators: module-level functions, so that processes find them by name."""
+
+import os
+import random
+import signal
+import time
+from unittest import mock
+
+import torch
+
+from seqpar.comm import GroupComm, PeerError, Tag
+
+DTYPES = (torch.float32, torch.bfloat16, torch.int64, torch.uint8, torch.float64)
+SHAPES = ((3,), (2, 5), (), (0,), (4, 0, 2), (1, 2, 3))
+
+
+# --- the specification: what everyone sends, as a function of the step alone ------------------------------------------
+
+
+def sent(seed, step, size, *, crowd=0.5, most=3):
+    """{(sender, receiver): tensors} of a step, the same on every rank. crowd: the share of pairs that send."""
+    draw = random.Random(f"{seed} {step} {size}")
+    idle = {rank for rank in range(size) if draw.random() < 0.2}
+    found = {}
+    for sender in range(size):
+        for receiver in range(size):
+            if sender == receiver or {sender, receiver} & idle or draw.random() > crowd:
+                continue
+            generator = torch.Generator().manual_seed(draw.randrange(2**31))
+            found[sender, receiver] = [
+                torch.randint(0, 100, draw.choice(SHAPES), generator=generator).to(draw.choice(DTYPES))
+                for _ in range(draw.randint(1, most))
+            ]
+    return found
+
+
+def sides(messages, rank, comm):
+    """What `rank` posts for the messages of a step: (sends, recvs with memory of its own)."""
+    sends = {receiver: tensors for (sender, receiver), tensors in messages.items() if sender == rank}
+    recvs = {
+        sender: [comm.empty(t.shape, t.dtype, t.device).zero_() for t in tensors]
+        for (sender, receiver), tensors in messages.items()
+        if receiver == rank
+    }
+    return sends, recvs
+
+
+def received(messages, rank):
+    """The specification: recvs[r][p] == sends[p][r]."""
+    return {sender: tensors for (sender, receiver), tensors in messages.items() if receiver == rank}
+
+
+def size_of(side):
+    """(bytes, messages) of one side of an exchange, empty tensors left out."""
+    tensors = [t for several in side.values() for t in several if t.numel()]
+    return sum(t.numel() * t.element_size() for t in tensors), len(tensors)
+
+
+def same(found, expected):
+    return found.keys() == expected.keys() and all(
+        torch.equal(a, b) for peer in found for a, b in zip(found[peer], expected[peer], strict=True)
+    )
+
+
+def tag(call, phase=0, stage=0, digest=0x5EED):
+    return Tag(digest, call, phase, stage)
+
+
+# --- exchanges that succeed -------------------------------------------------------------------------------------------
+
+
+def sparse(comm, seed, steps, crowd=0.5, most=3):
+    """Random exchanges, two in flight; returns the messages that were wrong and (counted, predicted) of the stats."""
+    wrong, flying = [], []
+    predicted = {"bytes_sent": 0, "bytes_received": 0, "messages_sent": 0, "messages_received": 0, "exchanges": 0}
+
+    def land():
+        step, work, recvs, expected = flying.pop(0)
+        work.wait()
+        if not same(recvs, expected):
+            wrong.append(step)
+
+    for step in range(steps):
+        messages = sent(seed, step, comm.size, crowd=crowd, most=most)
+        sends, recvs = sides(messages, comm.rank, comm)
+        if not sends and not recvs:
+            continue
+        for name, side in (("sent", sends), ("received", recvs)):
+            size, count = size_of(side)
+            predicted[f"bytes_{name}"] += size
+            predicted[f"messages_{name}"] += count
+        predicted["exchanges"] += bool(size_of(sends)[1] or size_of(recvs)[1])
+        flying.append((step, comm.exchange(sends, recvs, tag=tag(step)), recvs, received(messages, comm.rank)))
+        if len(flying) == 2:
+            land()
+    while flying:
+        land()
+    counted = {name: getattr(comm.stats, name) for name in predicted}
+    return wrong, counted, predicted, comm.stats.bytes_sent == sum(comm.stats.sent_to.values())
+
+
+def bits(comm, seed, steps):
+    """A computation over exchanges, hidden behind compute as a ring is: every rank's final tensor."""
+    after, before = (comm.rank + 1) % comm.size, (comm.rank - 1) % comm.size
+    x = torch.rand(16, generator=torch.Generator().manual_seed(seed + comm.rank), dtype=torch.float64)
+    total = torch.zeros_like(x)
+    for step in range(steps):
+        y = torch.empty_like(x)
+        work = comm.exchange({after: [x]}, {before: [y]}, tag=tag(step))
+        total += x.sin()
+        work.wait()
+        x = y + total
+    return total
+
+
+def adjoint(comm, seed):
+    """This rank's shares of <exchange x, y> and <x, exchange^T y>."""
+    messages = sent(seed, 0, comm.size, crowd=0.7)
+    real = {pair: [t.to(torch.float64) for t in tensors] for pair, tensors in messages.items()}
+    sends, recvs = sides(real, comm.rank, comm)
+    comm.exchange(sends, recvs, tag=tag(0, phase=0)).wait()
+    generator = torch.Generator().manual_seed(comm.rank)
+    cotangents = {p: [torch.rand(t.shape, generator=generator).double() for t in ts] for p, ts in recvs.items()}
+    returned = {p: [torch.zeros_like(t) for t in ts] for p, ts in sends.items()}
+    comm.exchange(cotangents, returned, tag=tag(0, phase=1)).wait()
+
+    def dot(a, b):
+        return sum(float((x * y).sum()) for p in a for x, y in zip(a[p], b[p], strict=True))
+
+    return dot(recvs, cotangents), dot(sends, returned)
+
+
+def subs(comm):
+    """Two disjoint subs in other orders than the comm's, exchanging and agreeing; then the whole comm again."""
+    evens, odds = list(range(0, comm.size, 2))[::-1], list(range(1, comm.size, 2))
+    mine = evens if comm.rank % 2 == 0 else odds
+    sub = comm.sub(mine)
+    wrong, *_ = sparse(sub, 3, 4, crowd=0.9)
+    agreed = []
+    if comm.rank % 2 == 0:
+        # the odd ranks do not take part, and must not have to
+        sub.agree("evens", {"ranks": mine})
+        agreed.append("evens")
+    again = comm.sub(mine)
+    calls = [sub.next_call(), again.next_call(), comm.next_call()]
+    x, y = torch.full((2,), float(comm.rank)), torch.empty(2)
+    after, before = (comm.rank + 1) % comm.size, (comm.rank - 1) % comm.size
+    comm.exchange({after: [x]}, {before: [y]}, tag=tag(0)).wait()
+    comm.agree("all", {"size": comm.size})
+    return mine[sub.rank], sub.size, wrong, agreed, calls, y.tolist(), comm.stats.bytes_sent
+
+
+def agree(comm, what, by_rank, errors):
+    """The message of what `agree` raises, None if it returns; the comm must be alive in either case."""
+    error = errors.get(comm.rank)
+    try:
+        comm.agree(what, {"heads": by_rank[comm.rank], "dim": 64}, None if error is None else TypeError(error))
+        found = None
+    except (ValueError, TypeError) as raised:
+        found = f"{type(raised).__name__}: {raised}"
+    comm.agree("afterwards", {"alive": True})
+    comm.check()
+    return found
+
+
+def refused(comm):
+    """The messages of arguments that are refused before anything moves."""
+    x = torch.zeros(4, 4)
+    peer = (comm.rank + 1) % comm.size
+    found = []
+    for sends in ({comm.rank: [x]}, {comm.size: [x]}, {peer: [x.t()]}):
+        try:
+            comm.exchange(sends, {}, tag=tag(0))
+        except ValueError as error:
+            found.append(str(error))
+    for ranks in ([peer], [comm.rank, comm.rank], [comm.rank, comm.size]):
+        try:
+            comm.sub(ranks)
+        except ValueError as error:
+            found.append(str(error))
+    comm.exchange({}, {peer: [torch.empty(0)]}, tag=tag(1)).wait()
+    comm.warm_up([peer] if comm.size == 2 else [r for r in range(comm.size) if r != comm.rank])
+    comm.agree("afterwards", {})
+    return found, comm.stats.exchanges
+
+
+# --- exchanges that fail ----------------------------------------------------------------------------------------------
+
+
+def witness(comm, folder, fn, *args):
+    """Runs a case that fails and leaves ``folder/rank`` with the seconds it took and the error."""
+    start = time.monotonic()
+    try:
+        globals()[fn](comm, *args)
+    except Exception as error:
+        (folder / str(comm.rank)).write_text(f"{time.monotonic() - start:.3f} {type(error).__name__}: {error}")
+        if isinstance(error, PeerError):
+            # the comm is dead and every verb says so
+            for verb in (comm.check, lambda: comm.agree("x", {}), lambda: comm.exchange({}, {}, tag=tag(0))):
+                try:
+                    verb()
+                except PeerError:
+                    continue
+                raise AssertionError("a verb did not say that the comm is dead") from error
+        raise
+
+
+def drops(comm):
+    """Rank 0 drops a work; all others find out."""
+    x = torch.zeros(2)
+    if comm.rank == 0:
+        comm.exchange({1: [x]}, {}, tag=tag(3, 1, 4))
+    elif comm.rank == 1:
+        comm.exchange({}, {0: [x]}, tag=tag(3, 1, 4)).wait()
+    comm.agree("afterwards", {})
+
+
+def other_tag(comm):
+    """Rank 0 is in stage 2 when rank 1 is in stage 5; rank 2 waits for rank 1."""
+    x = torch.zeros(3)
+    if comm.rank == 0:
+        comm.exchange({1: [x]}, {}, tag=tag(7, 0, 2)).wait()
+    else:
+        comm.exchange({}, {comm.rank - 1: [x]}, tag=tag(7, 0, 5)).wait()
+
+
+def other_shape(comm, shapes, dtypes):
+    """Rank 0 sends what rank 1 does not expect."""
+    x = torch.zeros(shapes[min(comm.rank, 1)], dtype=dtypes[min(comm.rank, 1)])
+    if comm.rank == 0:
+        comm.exchange({1: [x]}, {}, tag=tag(7)).wait()
+    else:
+        # rank 2 waits for rank 1 in a later stage
+        comm.exchange({}, {comm.rank - 1: [x]}, tag=tag(7, 0, comm.rank - 1)).wait()
+
+
+def never_sends(comm, idle):
+    """Rank 0 waits for rank 1, which waits for rank 2, which does something else for `idle` seconds."""
+    if comm.rank < 2:
+        comm.exchange({}, {comm.rank + 1: [torch.zeros(1)]}, tag=tag(4, 0, comm.rank)).wait()
+    else:
+        time.sleep(idle)
+        comm.exchange({0: [torch.zeros(1)]}, {}, tag=tag(5)).wait()
+
+
+def never_agrees(comm, idle):
+    if comm.rank == 2:
+        time.sleep(idle)
+        comm.exchange({0: [torch.zeros(1)]}, {}, tag=tag(5)).wait()
+    comm.agree("attention", {"heads": 8})
+
+
+def aborts(comm):
+    """Rank 2 gives up for a reason of its own; rank 0 waits for rank 1, which waits for rank 2."""
+    if comm.rank == 2:
+        raise KeyError("no such layer")
+    comm.exchange({}, {comm.rank + 1: [torch.zeros(1)]}, tag=tag(4, 0, comm.rank)).wait()
+
+
+def dies(comm, how):
+    """Rank 1 dies in mid-exchange; rank 2 waits for it and rank 0 for rank 2."""
+    comm.agree("before", {})
+    x = torch.zeros(4)
+    if comm.rank == 1:
+        work = comm.exchange({}, {0: [x]}, tag=tag(9))
+        os._exit(3) if how == "exit" else os.kill(os.getpid(), signal.SIGKILL)
+        work.wait()
+    comm.exchange({}, {(comm.rank - 1) % comm.size: [x]}, tag=tag(9)).wait()
+
+
+# --- NCCL's path without NCCL -----------------------------------------------------------------------------------------
+
+
+class NeverCompletes:
+    """A work as NCCL gives it: `wait` only orders a stream, so it returns at once."""
+
+    def is_completed(self):
+        return False
+
+    def wait(self):
+        return True
+
+
+def batched(comm, fn, *args):
+    """Runs a case with its CPU tensors sent as CUDA tensors are: in rounds of batched point-to-point on the group."""
+
+    def device_type(self, *sides):
+        return "cuda" if any(side for side in sides) else None
+
+    with mock.patch.object(GroupComm, "_device_type", device_type):
+        return fn(comm, *args)
+
+
+def stuck_stream(comm, limit):
+    """Every rank's batch never completes; only rank 0 is late enough to time out. Returns seconds and the error."""
+    start = time.monotonic()
+    if comm.rank == 0:
+        comm._link.monitor._timeout = 1.0
+    with mock.patch("torch.distributed.batch_isend_irecv", lambda ops: [NeverCompletes()]):
+        work = comm._post_cuda({}, {(comm.rank + 1) % comm.size: [torch.zeros(1)]}, tag(6, 2, 1))
+        work.wait()  # orders the stream, as on CUDA
+    while time.monotonic() < start + limit:
+        try:
+            comm.check()
+        except PeerError as error:
+            seconds = time.monotonic() - start
+            try:
+                comm.exchange({}, {}, tag=tag(7))
+            except PeerError:
+                return seconds, str(error)
+        time.sleep(0.02)
+    return limit, "nothing was noticed"
+
+
+# --- processes --------------------------------------------------------------------------------------------------------
+
+
+def leaves(comm, code):
+    if comm.rank == 1:
+        os._exit(code)
+
+
+def pid(comm):
+    return os.getpid()
+
+
+def two_comms(comm):
+    """A second comm of the group dies; the first goes on."""
+    other = GroupComm(timeout=10.0)
+    failed = False
+    if comm.rank == 0:
+        other.abort("on purpose")
+    try:
+        other.exchange({}, {(comm.rank + 1) % comm.size: [torch.zeros(1)]}, tag=tag(0)).wait()
+    except PeerError as error:
+        failed = "rank 0: on purpose" in str(error)
+    x = torch.ones(1)
+    y = {peer: [torch.empty(1)] for peer in range(comm.size) if peer != comm.rank}
+    comm.exchange({peer: [x] for peer in y}, y, tag=tag(0)).wait()
+    return failed, float(x + sum(each[0] for each in y.values()))

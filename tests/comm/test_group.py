@@ -1,0 +1,238 @@
+"""What only `GroupComm` promises: deaths, the root cause in the store, devices and backends, NCCL's monitor."""
+
+import os
+import subprocess
+import sys
+import time
+
+import pytest
+import torch
+import torch.distributed as dist
+
+from seqpar.comm import GroupComm, PeerError
+from seqpar.comm.group import Monitor, RootCause
+from seqpar.testing import run_processes
+from tests.comm import cases
+
+
+@pytest.fixture
+def alone():
+    """A default group of this process alone."""
+    dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
+    yield
+    dist.destroy_process_group()
+
+
+class Fake:
+    """A work that completes when it is told to."""
+
+    def __init__(self, completed=False, error=None):
+        self.completed, self.error = completed, error
+
+    def is_completed(self):
+        if self.error is not None:
+            raise self.error
+        return self.completed
+
+
+# --- a rank dies ------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(("how", "code"), [("exit", 3), ("kill", -9)])
+def test_a_rank_that_dies_ends_all_others_with_the_root_cause(tmp_path, how, code):
+    with pytest.raises(RuntimeError, match=f"rank 1: its process died with exit code {code}"):
+        run_processes(4, cases.witness, tmp_path, "dies", how, timeout=20.0)
+    texts = {int(path.name): path.read_text() for path in tmp_path.iterdir()}
+    assert sorted(texts) == [0, 2, 3]
+    for rank, text in texts.items():
+        assert float(text.split()[0]) < 10, f"rank {rank} took as long as the timeout"
+        assert "PeerError" in text
+        assert "rank 1" in text
+    for rank in (0, 3):
+        assert "root cause: rank 2: in call 9" in texts[rank]
+    assert "lost the connection to rank 1" in texts[2]
+
+
+def test_the_pool_is_rebuilt_after_a_death(tmp_path):
+    assert len(run_processes(2, cases.bits, 0, 1)) == 2
+    with pytest.raises(RuntimeError, match="exit code 7"):
+        run_processes(2, cases.witness, tmp_path, "leaves", 7)
+    start = time.monotonic()
+    pids = run_processes(2, cases.pid)
+    assert time.monotonic() - start < 20
+    assert run_processes(2, cases.pid) == pids, "processes are reused"
+    assert os.getpid() not in pids
+
+
+def test_the_exception_of_a_process_carries_its_traceback(tmp_path):
+    with pytest.raises(KeyError, match="no such layer") as raised:
+        run_processes(3, cases.aborts)
+    assert "in aborts" in str(raised.value.__cause__)
+    assert "on rank 2" in str(raised.value.__cause__)
+
+
+# --- the root cause in the store --------------------------------------------------------------------------------------
+
+
+def test_the_first_root_cause_stands():
+    store = dist.HashStore()
+    first, second = RootCause(store, "why", 0), RootCause(store, "why", 3)
+    assert second.read() is None
+    assert second.write("a peer died") == (3, "a peer died")
+    assert first.write("something else") == (3, "a peer died")
+    assert first.read() == (3, "a peer died")
+
+
+class BrokenStore:
+    def compare_set(self, key, expected, desired):
+        raise RuntimeError("the store is gone")
+
+    def check(self, keys):
+        raise RuntimeError("the store is gone")
+
+
+class HangingStore:
+    def compare_set(self, key, expected, desired):
+        time.sleep(5.0)
+
+    def check(self, keys):
+        time.sleep(5.0)
+
+
+@pytest.mark.parametrize("store", [BrokenStore(), HangingStore()], ids=["broken", "hanging"])
+def test_a_dead_store_neither_hangs_nor_hides_the_error(store):
+    cause = RootCause(store, "why", 2, patience=0.05)
+    start = time.monotonic()
+    assert cause.write("mine") == (2, "mine")
+    assert cause.read(grace=0.02) is None
+    assert time.monotonic() - start < 3
+
+
+# --- NCCL's path ------------------------------------------------------------------------------------------------------
+
+
+def wait_until(condition, seconds=5.0):
+    end = time.monotonic() + seconds
+    while not condition() and time.monotonic() < end:
+        time.sleep(0.01)
+    return condition()
+
+
+def test_the_monitor_names_what_a_stuck_work_waits_for():
+    reasons = []
+    monitor = Monitor(0.2, reasons.append, lambda: False, poll=0.01)
+    done, stuck = Fake(completed=True), Fake()
+    monitor.watch([done], "in call 1 for ranks [1]")
+    monitor.watch([done, stuck], "in call 2 for ranks [3]")
+    assert wait_until(lambda: reasons)
+    assert reasons == ["waited 0.2 s in call 2 for ranks [3]"]
+
+
+def test_the_monitor_gives_each_work_its_own_time():
+    reasons = []
+    monitor = Monitor(0.4, reasons.append, lambda: False, poll=0.01)
+    works = [Fake() for _ in range(4)]
+    for i, work in enumerate(works):
+        monitor.watch([work], f"in call {i}")
+    for work in works:
+        time.sleep(0.2)
+        work.completed = True
+    assert wait_until(lambda: not monitor._outstanding)
+    assert reasons == []
+
+
+def test_the_monitor_reports_a_work_that_failed_and_stops_when_the_group_is_dead():
+    reasons = []
+    Monitor(5.0, reasons.append, lambda: False, poll=0.01).watch([Fake(error=RuntimeError("NCCL"))], "in call 3")
+    assert wait_until(lambda: reasons == ["failed in call 3: NCCL"])
+    dead = Monitor(60.0, reasons.append, lambda: True, poll=0.01)
+    dead.watch([Fake()], "in call 4")
+    assert wait_until(lambda: not dead._outstanding)
+    assert len(reasons) == 1
+
+
+def test_a_stuck_stream_ends_every_rank():
+    results = run_processes(3, cases.stuck_stream, 15.0)
+    for seconds, message in results:
+        assert 0.9 < seconds < 8
+        assert "waited 60 s in call 6 phase 2 stage 1 with plan 5eed for ranks [1]" in message.replace("1 s", "60 s")
+    assert "root cause: rank 0" in results[1][1] and "root cause: rank 0" in results[2][1]
+
+
+# --- construction -----------------------------------------------------------------------------------------------------
+
+
+def test_what_it_is_made_from(alone):
+    mesh = dist.init_device_mesh("cpu", (1, 1), mesh_dim_names=("dp", "cp"))
+    for group in (None, dist.group.WORLD, mesh["cp"]):
+        comm = GroupComm(group, timeout=5.0)
+        assert (comm.rank, comm.size, comm.check_every) == (0, 1, "batch")
+        comm.exchange({}, {}, tag=cases.tag(0)).wait()
+        comm.agree("attention", {"heads": 8})
+        with pytest.raises(TypeError, match="mine"):
+            comm.agree("attention", {}, TypeError("mine"))
+    assert GroupComm(check="call").check_every == "call"
+
+
+def test_what_it_is_not_made_from(alone):
+    mesh = dist.init_device_mesh("cpu", (1, 1), mesh_dim_names=("dp", "cp"))
+    with pytest.raises(ValueError, match=r"2 dimensions \('dp', 'cp'\)"):
+        GroupComm(mesh)
+    with pytest.raises(ValueError, match="a group that this process is in"):
+        GroupComm("cp")
+    with pytest.raises(ValueError, match="a group that this process is in"):
+        GroupComm(dist.GroupMember.NON_GROUP_MEMBER)
+    with pytest.raises(ValueError, match="check='never'"):
+        GroupComm(check="never")
+    with pytest.raises(ValueError, match="timeout=0"):
+        GroupComm(timeout=0)
+
+
+def test_without_a_default_group():
+    with pytest.raises(ValueError, match="call init_process_group first"):
+        GroupComm()
+
+
+def test_devices_need_their_backend(alone):
+    comm = GroupComm()
+    meta = {0: [torch.empty(1, device="meta")]}
+    with pytest.raises(ValueError, match="device meta in a group whose backend for it is none"):
+        comm._device_type(meta)
+    with pytest.raises(ValueError, match=r"devices \['cpu', 'meta'\]"):
+        comm._device_type(meta, {0: [torch.empty(1)]})
+    assert comm._device_type({0: [torch.empty(1)]}) == "cpu"
+    comm._link.backends = {"cuda": "nccl"}
+    with pytest.raises(ValueError, match="device cpu in a group whose backend for it is none"):
+        comm._device_type({0: [torch.empty(1)]})
+    if torch.cuda.is_available():
+        comm._link.backends = {"cpu": "gloo", "cuda": "gloo"}
+        with pytest.raises(ValueError, match="device cuda in a group whose backend for it is gloo"):
+            comm._device_type({0: [torch.empty(1, device="cuda")]})
+
+
+def test_rocm_is_refused(alone, monkeypatch):
+    monkeypatch.setattr(torch.version, "hip", "6.2")
+    GroupComm()  # gloo alone needs no device
+    monkeypatch.setattr("seqpar.comm.group._backends", lambda group: {"cpu": "gloo", "cuda": "nccl"})
+    with pytest.raises(NotImplementedError, match="ROCm"):
+        GroupComm()
+
+
+def test_comms_of_one_group_do_not_share_a_death():
+    assert run_processes(3, cases.two_comms) == [(True, 3.0)] * 3
+
+
+def test_importing_costs_no_more_than_torch():
+    code = (
+        "import sys, torch; before = set(sys.modules); import seqpar.comm; "
+        "print(*sorted(m for m in set(sys.modules) - before if not m.startswith('seqpar')))"
+    )
+    found = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True, cwd=os.getcwd())
+    assert not [name for name in found.stdout.split() if name.startswith(("torch", "triton", "multiprocessing"))]
+
+
+def test_a_peer_error_survives_pickling():
+    import pickle
+
+    error = pickle.loads(pickle.dumps(PeerError.quoting(1, "in call 3", 2, "died")))
+    assert str(error) == "rank 1 in call 3; root cause: rank 2: died; the comm is dead"
