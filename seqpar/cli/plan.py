@@ -135,7 +135,7 @@ def measure(plan: Plan, args: Any) -> dict[str, Any]:
             {
                 "rank": rank,
                 "rows": plan.rows(rank),
-                "area": round(sum(step.area() / step.part.width for step in plan.steps(rank))),
+                "area": round(sum(step.area / step.part.width for step in plan.steps(rank))),
                 "forward_bytes": sum(forward.values()),
                 "backward_bytes": sum(backward.values()),
                 "sends_to": {p: forward.get(p, 0) + backward.get(p, 0) for p in sorted({*forward, *backward})},

@@ -44,10 +44,9 @@ def launch(ranks: int, script: str | Path, args: Sequence[str]) -> int:
     from torch.distributed.run import parse_args, run
 
     os.environ.setdefault("OMP_NUM_THREADS", str(max(1, (os.cpu_count() or 1) // ranks)))
-    # The launcher handles these by ending its processes with the same signal. Not SIGINT: Python turns that into an
-    # exception, which waits for a rank inside a collective to return, while SIGTERM ends it there.
-    handled = [name for name in ("SIGTERM", "SIGHUP", "SIGQUIT") if hasattr(signal, name)]
-    os.environ.setdefault("TORCHELASTIC_SIGNALS_TO_HANDLE", ",".join(handled))
+    # The launcher ends its ranks with the signal it gets. SIGINT is kept from it: Python makes that an exception, which
+    # waits until a rank leaves the collective it sits in, while SIGTERM ends the rank there.
+    handled = ",".join(name for name in ("SIGTERM", "SIGHUP", "SIGQUIT") if hasattr(signal, name))
     interrupted = False
 
     def interrupt(*_: object) -> None:
@@ -59,7 +58,8 @@ def launch(ranks: int, script: str | Path, args: Sequence[str]) -> int:
 
     before = signal.signal(signal.SIGINT, interrupt)
     try:
-        run(parse_args(["--standalone", "--nproc-per-node", str(ranks), str(script), *args]))
+        flags = ["--standalone", "--nproc-per-node", str(ranks), "--signals-to-handle", handled]
+        run(parse_args([*flags, str(script), *args]))
     except ChildFailedError as error:
         # The rank's own traceback stands above.
         rank, failure = error.get_first_failure()
@@ -70,5 +70,6 @@ def launch(ranks: int, script: str | Path, args: Sequence[str]) -> int:
     except SignalException as error:
         return 130 if interrupted else 128 + int(error.sigval)
     finally:
-        signal.signal(signal.SIGINT, before)
+        # After an interruption only the way out is left, and one more Ctrl-C must not turn it into a traceback.
+        signal.signal(signal.SIGINT, signal.SIG_IGN if interrupted else before)
     return 0

@@ -1,0 +1,375 @@
+"""The command line: what each command prints, what it returns, and that it leaves no process behind."""
+
+from __future__ import annotations
+
+import json
+import os
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+import torch
+
+import seqpar
+from seqpar.cli import demo, doctor, main, output
+from seqpar.cli.output import CommandError, print_table
+from seqpar.layout import Layout
+from seqpar.mask import Mask
+from seqpar.plan import Plan
+
+ROOT = Path(__file__).parent.parent
+POSIX = pytest.mark.skipif(os.name != "posix", reason="signals of a process group are POSIX")
+
+
+def planned(capsys: pytest.CaptureFixture[str], *flags: str) -> dict:
+    """What `seqpar plan --json` says."""
+    assert main(["plan", *flags, "--json"]) == 0
+    return json.loads(capsys.readouterr().out)
+
+
+def test_plan_prints_the_plan_and_the_bytes_of_every_rank(capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["plan", "--lengths", "1024,300,77", "--ranks", "4"]) == 0
+    out = capsys.readouterr().out
+    assert "causal, 3 documents, 1401 tokens" in out
+    assert "transport fetch" in out
+    assert "bytes sent in one layer (32 heads on 8 of 128, bfloat16)" in out
+    assert [line.split()[0] for line in out.strip().splitlines()[-4:]] == ["0", "1", "2", "3"]
+
+
+@pytest.mark.parametrize("layout", ["contiguous", "zigzag", "striped"])
+@pytest.mark.parametrize("transport", ["fetch", "ring", "double_ring", "gather"])
+def test_areas_and_rows_of_the_ranks_sum_to_the_batch(
+    capsys: pytest.CaptureFixture[str], layout: str, transport: str
+) -> None:
+    facts = planned(
+        capsys, "--random", "9", "--seed", "3", "--ranks", "6", "--layout", layout, "--transport", transport
+    )
+    assert len(facts["lengths"]) == 9
+    assert sum(r["rows"] for r in facts["ranks"]) == sum(facts["lengths"]) == facts["tokens"]
+    assert sum(r["area"] for r in facts["ranks"]) == facts["area"] > 0
+    for rank in facts["ranks"]:
+        assert sum(rank["sends_to"].values()) == rank["forward_bytes"] + rank["backward_bytes"]
+        assert str(rank["rank"]) not in rank["sends_to"]
+
+
+def test_random_lengths_follow_the_seed(capsys: pytest.CaptureFixture[str]) -> None:
+    one, same, other = (planned(capsys, "--random", "20", "--seed", seed)["lengths"] for seed in ("1", "1", "2"))
+    assert one == same != other
+
+
+def test_documents_on_one_rank_each_move_nothing(capsys: pytest.CaptureFixture[str]) -> None:
+    facts = planned(capsys, "--lengths", "64,64,64,64", "--ranks", "4", "--layout", "contiguous")
+    assert [r["forward_bytes"] + r["backward_bytes"] for r in facts["ranks"]] == [0, 0, 0, 0]
+    assert facts["degrees"] == [1, 1, 1, 1]
+
+
+def test_a_window_moves_only_the_halo(capsys: pytest.CaptureFixture[str]) -> None:
+    shape = ("--kv-heads", "2", "--heads", "4", "--dim", "16", "--dtype", "float32")
+    facts = planned(capsys, "--lengths", "4096", "--ranks", "4", "--layout", "contiguous", "--window", "100", *shape)
+    row = 2 * (16 + 16) * 4
+    assert [r["forward_bytes"] for r in facts["ranks"]] == [100 * row, 100 * row, 100 * row, 0]
+
+
+@pytest.mark.parametrize(
+    ("flags", "area"),
+    [
+        ((), 10),
+        (("--full",), 16),
+        (("--window", "1"), 7),
+        (("--full", "--window", "1"), 10),
+        (("--full", "--window", "1,0"), 7),
+    ],
+)
+def test_mask_flags_reach_the_mask(capsys: pytest.CaptureFixture[str], flags: tuple[str, ...], area: int) -> None:
+    assert planned(capsys, "--lengths", "4", "--ranks", "1", *flags)["area"] == area
+
+
+def test_ulysses_takes_a_width_or_one_per_document(capsys: pytest.CaptureFixture[str]) -> None:
+    one = planned(capsys, "--lengths", "64,64", "--ranks", "4", "--ulysses", "2", "--transport", "ring")
+    each = planned(capsys, "--lengths", "64,64", "--ranks", "4", "--ulysses", "2,2", "--transport", "ring")
+    mixed = planned(capsys, "--lengths", "64,64", "--ranks", "4", "--ulysses", "1,4", "--transport", "ring")
+    assert one["ranks"] == each["ranks"]
+    assert one["ranks"] != mixed["ranks"]
+
+
+@pytest.mark.parametrize(
+    ("flags", "message"),
+    [
+        (("--lengths", "5,0"), "lengths must be positive, got 0 for document 1"),
+        (("--lengths", "5", "--ulysses", "3"), "Ulysses width must divide the 8 ranks, got 3"),
+        (("--lengths", "5", "--heads", "4", "--kv-heads", "3"), "--kv-heads 3 must divide --heads 4"),
+        (("--lengths", "5", "--window", "1,2,3"), "--window is W or LEFT,RIGHT, got 1,2,3"),
+        (("--lengths", "5", "--ranks", "0"), "ranks"),
+        (("--random", "0"), "--random must be at least 1, got 0"),
+    ],
+)
+def test_plan_refuses_in_one_line(capsys: pytest.CaptureFixture[str], flags: tuple[str, ...], message: str) -> None:
+    assert main(["plan", *flags]) == 2
+    err = capsys.readouterr().err
+    assert err.startswith("seqpar plan: ")
+    assert message in err
+
+
+@pytest.mark.parametrize(
+    "argv", [[], ["nonsense"], ["plan"], ["plan", "--lengths", "1,x"], ["doctor", "--wrong"], ["run", "x.py"]]
+)
+def test_a_wrong_call_shows_the_usage(capsys: pytest.CaptureFixture[str], argv: list[str]) -> None:
+    with pytest.raises(SystemExit) as stopped:
+        main(argv)
+    assert stopped.value.code == 2
+    assert "usage: seqpar" in capsys.readouterr().err
+
+
+def test_version(capsys: pytest.CaptureFixture[str]) -> None:
+    with pytest.raises(SystemExit) as stopped:
+        main(["--version"])
+    assert stopped.value.code == 0
+    assert capsys.readouterr().out == f"seqpar {seqpar.__version__}\n"
+
+
+def test_plot_writes_a_picture(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    pytest.importorskip("matplotlib")
+    target = tmp_path / "new" / "plan.png"
+    assert main(["plan", "--random", "30", "--ranks", "5", "--layout", "striped", "--plot", str(target)]) == 0
+    assert target.read_bytes().startswith(b"\x89PNG")
+    assert f"picture: {target}" in capsys.readouterr().out
+    assert main(["plan", "--lengths", "3", "--ranks", "5", "--plot", str(tmp_path / "plan.nonsense")]) == 2
+    assert "cannot write" in capsys.readouterr().err
+
+
+def test_the_picture_shows_every_token_with_its_holder() -> None:
+    from seqpar.cli.picture import held
+
+    plan = Plan(Mask([5, 3]), Layout.zigzag([5, 3], 3))
+    raster = held(plan)
+    assert raster.shape == (3, 8)
+    assert ((raster >= 0).sum(0) == 1).all()
+    assert raster.max(0).tolist() == [0] * 5 + [1] * 3
+
+
+def missing(monkeypatch: pytest.MonkeyPatch, *names: str) -> None:
+    """Let modules be as if they were not installed."""
+    find = output.importlib.util.find_spec
+    monkeypatch.setattr(output.importlib.util, "find_spec", lambda n, *a: None if n in names else find(n, *a))
+
+
+@pytest.mark.parametrize(
+    ("argv", "extra"), [(["plan", "--lengths", "9", "--plot", "x.png"], "plot"), (["demo"], "plot")]
+)
+def test_a_missing_extra_is_named(
+    capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch, argv: list[str], extra: str
+) -> None:
+    missing(monkeypatch, "matplotlib")
+    assert main(argv) == 2
+    assert f"needs matplotlib, which is not installed: pip install 'seqpar[{extra}]'" in capsys.readouterr().err
+
+
+def test_a_table_is_plain_unless_on_a_terminal(
+    capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    print_table("kernels", ("name", "why not"), [("triton", "pip install 'seqpar[triton]'"), ("blockwise", "")])
+    assert capsys.readouterr().out == (
+        "kernels\n  name       why not\n  triton     pip install 'seqpar[triton]'\n  blockwise\n\n"
+    )
+    monkeypatch.setattr(sys.stdout, "isatty", lambda: True)
+    monkeypatch.setenv("COLUMNS", "100")
+    missing(monkeypatch, "rich")
+    print_table("kernels", ("name",), [("triton",)])
+    assert capsys.readouterr().out == "kernels\n  name\n  triton\n\n"
+
+
+def test_a_table_on_a_terminal_keeps_brackets(
+    capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    pytest.importorskip("rich")
+    monkeypatch.setattr(sys.stdout, "isatty", lambda: True)
+    monkeypatch.setenv("COLUMNS", "100")
+    print_table("kernels", ("name", "why not"), [("triton", "pip install 'seqpar[triton]'")])
+    assert "pip install 'seqpar[triton]'" in capsys.readouterr().out
+
+
+def test_doctor_says_what_works_and_why_the_rest_does_not(capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["doctor", "--json"]) == 0
+    found = json.loads(capsys.readouterr().out)
+    assert found["ok"] is True
+    assert found["versions"]["seqpar"] == seqpar.__version__
+    assert found["versions"]["torch"] == torch.__version__
+    assert found["devices"]["cpu"] is None
+    assert found["kernels"]["reference"] is None
+    assert found["transports"]["LocalComm (threads)"] is None
+    for part in ("devices", "kernels", "transports"):
+        assert all(why is None or len(why) > 5 for why in found[part].values()), part
+    assert main(["doctor"]) == 0
+    out = capsys.readouterr().out
+    assert all(name in out for name in [*found["kernels"], *found["transports"], "attention on this CPU"])
+
+
+def test_doctor_fails_where_attention_does(capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(doctor, "attention_runs", lambda: "RuntimeError: no such instruction")
+    assert main(["doctor"]) == 1
+    assert "RuntimeError: no such instruction" in capsys.readouterr().out
+
+
+def test_doctor_refuses_rocm_by_name(capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch) -> None:
+    # A ROCm build calls its devices CUDA.
+    monkeypatch.setattr(torch.version, "hip", "6.4.0")
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    monkeypatch.setattr(torch.cuda, "device_count", lambda: 1)
+    found = doctor.devices()
+    assert "ROCm is not supported" in found["rocm"]
+    assert "6.4.0" in found["rocm"]
+    assert found["cpu"] is None
+    assert not any(name.startswith("cuda") for name in found)
+    monkeypatch.setattr(torch.distributed, "is_nccl_available", lambda: True)
+    assert doctor.transports()["GroupComm over nccl"] == "ROCm is not supported"
+    monkeypatch.setattr(doctor, "attention_runs", lambda: None)
+    monkeypatch.setattr(doctor, "kernels", dict)
+    assert main(["doctor"]) == 0
+    assert "ROCm is not supported" in capsys.readouterr().out
+
+
+def test_doctor_names_cuda_devices_and_refuses_mps(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(torch.version, "hip", None)
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    monkeypatch.setattr(torch.cuda, "device_count", lambda: 1)
+    monkeypatch.setattr(torch.cuda, "get_device_name", lambda index: "Some GPU")
+    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda index: (9, 0))
+    monkeypatch.setattr(torch.backends.mps, "is_available", lambda: True)
+    found = doctor.devices()
+    assert found["cuda:0 Some GPU, capability 9.0"] is None
+    assert "not supported" in found["mps"]
+
+
+def command(*argv: str, **options: object) -> subprocess.Popen[str]:
+    """A command in a process group of its own, as a shell starts it."""
+    env = {k: v for k, v in os.environ.items() if k != "OMP_NUM_THREADS"} | {"PYTHONPATH": str(ROOT)}
+    return subprocess.Popen(
+        [sys.executable, "-m", "seqpar", *argv], text=True, start_new_session=True, env=env,
+        stdout=subprocess.PIPE, stderr=subprocess.PIPE, **options,
+    )  # fmt: skip
+
+
+def test_run_starts_ranks_and_hands_arguments_on(tmp_path: Path) -> None:
+    script = tmp_path / "script.py"
+    script.write_text(
+        "import os, sys, pathlib\nrank = os.environ['RANK']\n"
+        "facts = [os.environ[k] for k in ('WORLD_SIZE', 'LOCAL_RANK', 'OMP_NUM_THREADS')] + sys.argv[2:]\n"
+        "pathlib.Path(sys.argv[1], rank).write_text(' '.join(facts))\n",
+        encoding="utf-8",
+    )
+    process = command("run", "-n", "2", str(script), str(tmp_path), "--json", "-n", "7", "--", "x")
+    out, err = process.communicate(timeout=120)
+    assert process.returncode == 0, out + err
+    threads = max(1, os.cpu_count() // 2)
+    for rank in "01":
+        assert (tmp_path / rank).read_text() == f"2 {rank} {threads} --json -n 7 -- x"
+
+
+@pytest.mark.parametrize(
+    ("ending", "code", "how"),
+    [("sys.exit(7)", 7, "exited with 7"), ("os.kill(os.getpid(), 9)", 137, "was ended by SIGKILL")],
+    ids=["exit", "signal"],
+)
+def test_run_returns_the_code_of_the_rank_that_failed_and_ends_the_others(
+    tmp_path: Path, ending: str, code: int, how: str
+) -> None:
+    script = tmp_path / "script.py"
+    script.write_text(
+        f"import os, sys, time\nif os.environ['RANK'] == '1': {ending}\ntime.sleep(100)\n", encoding="utf-8"
+    )
+    process = command("run", "-n", "2", str(script))
+    started = time.monotonic()
+    _, err = process.communicate(timeout=90)
+    assert process.returncode == code, err
+    assert f"rank 1 failed first: it {how}" in err
+    assert time.monotonic() - started < 60
+
+
+def alive(pid: int) -> bool:
+    """Whether a process exists."""
+    try:
+        os.kill(pid, 0)
+    except ProcessLookupError:
+        return False
+    return True
+
+
+BLOCKED = """
+import os, pathlib, sys, time
+import torch.distributed as dist
+dist.init_process_group("gloo")
+pathlib.Path(sys.argv[1], os.environ["RANK"]).write_text(str(os.getpid()))
+if os.environ["RANK"] == "0":
+    dist.barrier()
+time.sleep(200)
+"""
+
+
+def wait_for(condition: Callable[[], bool], seconds: float) -> bool:
+    """Whether a condition came true in time."""
+    end = time.monotonic() + seconds
+    while not condition() and time.monotonic() < end:
+        time.sleep(0.05)
+    return condition()
+
+
+@POSIX
+@pytest.mark.parametrize(
+    ("sent", "times", "code"),
+    [(signal.SIGINT, 1, 130), (signal.SIGINT, 3, 130), (signal.SIGTERM, 1, 143)],
+    ids=["ctrl-c", "ctrl-c-thrice", "terminate"],
+)
+def test_an_interruption_leaves_no_process_behind(tmp_path: Path, sent: int, times: int, code: int) -> None:
+    # Rank 0 sits inside a collective that never completes, where Python's own SIGINT handler would not run.
+    (tmp_path / "script.py").write_text(BLOCKED, encoding="utf-8")
+    process = command("run", "-n", "2", str(tmp_path / "script.py"), str(tmp_path))
+    try:
+        files = [tmp_path / "0", tmp_path / "1"]
+        assert wait_for(lambda: all(f.exists() and f.read_text() for f in files), 90)
+        pids = [int(f.read_text()) for f in files]
+        assert all(alive(pid) for pid in pids)
+        for _ in range(times):
+            os.killpg(process.pid, sent)
+            time.sleep(0.1)
+        out, err = process.communicate(timeout=60)
+    finally:
+        process.kill()
+    assert process.returncode == code, out + err
+    assert "Traceback" not in err
+    assert wait_for(lambda: not any(alive(pid) for pid in pids), 10)
+
+
+def test_run_refuses_what_is_not_there(capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
+    assert main(["run", "-n", "2", str(tmp_path / "nothing.py")]) == 2
+    assert main(["run", "-n", "0", __file__]) == 2
+    assert capsys.readouterr().err.splitlines() == [
+        f"seqpar run: no such file: {tmp_path / 'nothing.py'}",
+        "seqpar run: -n must be at least 1, got 0",
+    ]
+
+
+def test_the_demo_gets_its_flags_and_its_ranks(monkeypatch: pytest.MonkeyPatch) -> None:
+    calls = []
+    monkeypatch.setattr(demo, "need", lambda *names: None)
+    monkeypatch.setattr(demo, "launch", lambda *args: calls.append(args) or 5)
+    assert main(["demo", "--ranks", "3", "--layout", "striped", "--steps", "2"]) == 5
+    assert main(["demo"]) == 5
+    script = ROOT / "examples" / "demo.py"
+    assert calls == [
+        (3, script, ["--ranks", "3", "--layout", "striped", "--steps", "2"]),
+        (4, script, ["--ranks", "4"]),
+    ]
+
+
+def test_an_installed_package_has_the_examples_inside(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(demo, "PACKAGE", tmp_path / "seqpar")
+    with pytest.raises(CommandError, match=r"demo\.py is neither at .* nor at .*; reinstall seqpar"):
+        demo.find_example("demo.py")
+    for place in (tmp_path / "examples", tmp_path / "seqpar" / "examples"):
+        place.mkdir(parents=True)
+        (place / "demo.py").touch()
+        assert demo.find_example("demo.py") == place / "demo.py"
