@@ -9,7 +9,8 @@ later, so that they ride while the next step is computed::
 
     enter | post K1  C0  wait K1 | post K2  C1  post G1  wait K2 | post K3  C2  wait G1  post G2  wait K3 | ... | leave
 
-At most two stages of received keys are alive: the one computed and the one arriving.
+All ranks post in this one order, whatever they have to move at each step: an order between two ranks alone passes on
+gloo and deadlocks on NCCL. At most two stages of received keys are alive: the one computed and the one arriving.
 """
 
 from __future__ import annotations
@@ -233,7 +234,7 @@ def forward(call: Call, q: Tensor, k: Tensor, v: Tensor, sinks: Tensor | None) -
     leaves: list[Callable[[], None]] = []
     for step, here, keys, values in walk(call, steps, Phase.KEYS, inside):
         _compute(call, step, here, keys, values)
-        if step.last:
+        if step.ends:
             leaves.append(_leave(call, step.part, here, out, lse))
     for finish in leaves:
         finish()
@@ -342,7 +343,7 @@ def backward(
             if step.own is not None:
                 back.home += take(grads, index(step, step.own, call.device))
             riding.depart(step, grads, back.home)
-        if step.last:
+        if step.ends:
             riding.arrive(None)
             leaves.append(_back_leave(call, step.part, back, dq, home))
     for finish in leaves:

@@ -192,22 +192,20 @@ class Plan(Memo):
         return result
 
     def _numbered(self, part: Part, number: int, found: list[routes.Route]) -> list[Step]:
-        """Steps of one part; those in which this rank has nothing are left out, and take no number from the others'."""
-        onward = [found[n + 1].pos.size if r.carry is not None else 0 for n, r in enumerate(found)]
-        moved = [sum(map(count, (*r.sends.values(), *r.grad_recvs.values()))) for r in found]
-        busy = [n for n, r in enumerate(found) if n == 0 or r.pos.size or moved[n] or onward[n]]
+        """Steps of one part. Every rank has every number, also where it has nothing: exchanges are posted in an order
+        that follows the numbers, and it must be one order on all ranks."""
+        last = max((n for n, route in enumerate(found) if route.pos.size), default=0)
         result = []
-        for n in busy:
-            route = found[n]
+        for n, route in enumerate(found):
             local = route is routes.LOCAL
+            onward = found[n + 1].pos.size if route.carry is not None else 0
             result.append(
                 Step(
                     part, number + n, part.keys if local else route.pos, local=local, own=route.own,
                     relay="ring" in self.transport, sends=_ranked(part, route.sends), recvs=_ranked(part, route.recvs),
                     grad_sends=_ranked(part, route.grad_sends), grad_recvs=_ranked(part, route.grad_recvs),
-                    carry=route.carry * part.width + part.share if onward[n] and route.carry is not None else None,
-                    carry_rows=onward[n],
-                    first=n == 0, last=n == busy[-1],
+                    carry=None if route.carry is None else route.carry * part.width + part.share, carry_rows=onward,
+                    first=n == 0, last=n == last, ends=n == len(found) - 1,
                 )
             )  # fmt: skip
         return result

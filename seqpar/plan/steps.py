@@ -95,7 +95,8 @@ class Step(Memo):
     peer -> inside key rows to which arriving gradients are added; carry: the peer whose sums over the ranks before
     this one arrive for all ``carry_rows`` rows of the next step's buffer.
 
-    first, last: whether it is the first or last step of its part.
+    first: whether it is the first step of its part. last: whether no later one brings this rank keys. ends: whether
+    no rank has a later one.
     """
 
     part: Part
@@ -112,6 +113,7 @@ class Step(Memo):
     carry_rows: int = 0
     first: bool = False
     last: bool = False
+    ends: bool = False
     _memo: dict[Any, Any] = field(default_factory=dict, repr=False)
 
     def tiles(self, bm: int, bn: int) -> Tiles:

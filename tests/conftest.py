@@ -1,0 +1,12 @@
+"""Settings of all tests."""
+
+from __future__ import annotations
+
+import torch
+from hypothesis import HealthCheck, settings
+
+# Ranks as threads share the machine's cores: a time limit for each example would only measure who else runs.
+settings.register_profile("seqpar", deadline=None, suppress_health_check=[HealthCheck.too_slow], print_blob=True)
+settings.load_profile("seqpar")
+
+torch.set_num_threads(1)  # tensors of tests are tiny, and ranks as threads are parallel already

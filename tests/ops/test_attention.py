@@ -1,0 +1,243 @@
+"""Sharded attention equals one device: outputs, lse and all gradients, over everything a plan can be.
+
+In float64 to 1e-10 against the dense oracle, on inputs whose pad rows hold NaN.
+"""
+
+from __future__ import annotations
+
+import itertools
+from dataclasses import dataclass
+
+import numpy as np
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from torch import Tensor
+
+import seqpar
+from seqpar.comm import Comm
+from seqpar.plan import TRANSPORTS, Plan
+from seqpar.testing import dense_attention, run_processes, run_threads
+from tests.cases import LAYOUTS, MASKS, Case, cases, divisors
+
+HEADS = ((8, 8), (8, 2), (6, 1), (5, 5), (7, 7), (28, 7))
+TOLERANCE = 1e-10
+
+
+@dataclass(frozen=True)
+class Options:
+    """The options of a call; a value, so that processes get it too."""
+
+    softcap: float = 0.0
+    sinks: bool = False
+    alibi: bool = False
+    dropout: float = 0.0
+    kernel: str = "auto"
+
+    def arguments(self, heads: int) -> dict[str, object]:
+        """Keyword arguments that the oracle takes too."""
+        made: dict[str, object] = {"softcap": self.softcap, "dropout_p": self.dropout}
+        if self.dropout:
+            made["dropout_seed"] = 1234567890123
+        if self.sinks:
+            made["sinks"] = torch.linspace(-1, 2, heads, dtype=torch.float64)
+        if self.alibi:
+            made["alibi_slopes"] = torch.logspace(-3, 0, heads, base=2, dtype=torch.float64)
+        return made
+
+
+def inputs(plan: Plan, heads: tuple[int, int], dims: tuple[int, int], seed: int) -> list[Tensor]:
+    """Global q, k, v and the gradients of out and lse, the same on every rank."""
+    g = torch.Generator().manual_seed(seed)
+
+    def normal(*shape: int) -> Tensor:
+        return torch.randn(*shape, dtype=torch.float64, generator=g)
+
+    (h, kv), (d, dv) = heads, dims
+    n, m = plan.mask.tokens, plan.mask.kv_tokens
+    return [normal(n, h, d), normal(m, kv, d), normal(m, kv, dv), normal(n, h, dv), normal(n, h)]
+
+
+def poisoned(x: Tensor, plan: Plan, rank: int, side: str) -> Tensor:
+    """A rank's shard with NaN in its pad rows."""
+    y = seqpar.shard(x, plan, rank, side=side)
+    at = plan.positions(rank, side)
+    y[torch.from_numpy(at) < 0] = torch.nan
+    return y
+
+
+def run_rank(
+    comm: Comm, plan: Plan, heads: tuple[int, int], dims: tuple[int, int], options: Options, with_lse: bool, seed: int
+) -> list[Tensor]:
+    """One rank's out, lse, dq, dk, dv, dsinks."""
+    q, k, v, dout, dlse = inputs(plan, heads, dims, seed)
+    arguments = options.arguments(heads[0])
+    sinks = arguments.get("sinks")
+    if isinstance(sinks, Tensor):
+        sinks.requires_grad_()
+    mine = [poisoned(x, plan, comm.rank, s).requires_grad_() for x, s in ((q, "q"), (k, "kv"), (v, "kv"))]
+    out, lse = seqpar.attention(*mine, plan, comm, kernel=options.kernel, return_lse=True, **arguments)
+    gout, glse = poisoned(dout, plan, comm.rank, "q"), poisoned(dlse, plan, comm.rank, "q")
+    finite = lse.masked_fill(lse == -torch.inf, 0.0)
+    pads = torch.from_numpy(plan.positions(comm.rank)) < 0
+    (out * gout).masked_fill(pads[:, None, None], 0.0).sum().backward(retain_graph=with_lse)
+    if with_lse:
+        (finite * glse).masked_fill(pads[:, None], 0.0).sum().backward()
+    assert not out[pads].any() and not mine[0].grad[pads].any()
+    grads = [x.grad for x in mine] + ([] if sinks is None else [sinks.grad])
+    return [out.detach(), lse.detach(), *grads]
+
+
+def expected(
+    plan: Plan, heads: tuple[int, int], dims: tuple[int, int], options: Options, with_lse: bool, seed: int
+) -> list[Tensor]:
+    """The oracle's out, lse, dq, dk, dv, dsinks, global."""
+    q, k, v, dout, dlse = inputs(plan, heads, dims, seed)
+    arguments = options.arguments(heads[0])
+    leaves = [x.requires_grad_() for x in (q, k, v)]
+    if "sinks" in arguments:
+        leaves.append(arguments["sinks"].requires_grad_())
+    out, lse = dense_attention(q, k, v, plan.mask, **arguments)
+    loss = (out * dout).sum()
+    if with_lse:
+        loss = loss + (lse.masked_fill(lse == -torch.inf, 0.0) * dlse).sum()
+    return [out.detach(), lse.detach(), *torch.autograd.grad(loss, leaves)]
+
+
+def collect(results: list[list[Tensor]], plan: Plan) -> list[Tensor]:
+    """Ranks' shards put together; what every rank has a share of, summed."""
+    whole = []
+    for n, side in enumerate(("q", "q", "q", "kv", "kv")):
+        layout = plan.layout if side == "q" else plan.kv_layout
+        full = results[0][n].new_full((layout.total, *results[0][n].shape[1:]), torch.nan)
+        for rank, result in enumerate(results):
+            full[layout.positions(rank)] = result[n][: layout.tokens(rank)]
+        whole.append(full)
+    if len(results[0]) > 5:
+        whole.append(torch.stack([r[5] for r in results]).sum(0))
+    return whole
+
+
+def check(
+    plan: Plan,
+    heads: tuple[int, int] = (4, 2),
+    dims: tuple[int, int] = (8, 8),
+    options: Options = Options(),  # noqa: B008 frozen
+    with_lse: bool = True,
+    seed: int = 0,
+    run=run_threads,
+) -> None:
+    """Sharded equals dense."""
+    arguments = (plan, heads, dims, options, with_lse, seed)
+    got = collect(run(plan.ranks, run_rank, *arguments), plan)
+    for name, a, b in zip(("out", "lse", "dq", "dk", "dv", "dsinks"), got, expected(*arguments), strict=False):
+        same = (a == b) | ((a - b).abs() <= TOLERANCE)
+        assert bool(same.all()), f"{name} is off by {float((a - b).abs().max())} in {plan!r}, {heads}, {options}"
+
+
+options_strategy = st.builds(
+    Options,
+    softcap=st.sampled_from([0.0, 0.0, 1.5]),
+    sinks=st.booleans(),
+    alibi=st.sampled_from([False, False, True]),
+    dropout=st.sampled_from([0.0, 0.0, 0.3]),
+    kernel=st.sampled_from(["auto", "reference"]),
+)
+
+
+@settings(max_examples=300)
+@given(
+    cases(),
+    st.sampled_from(HEADS),
+    st.sampled_from([(8, 8), (6, 4), (1, 3)]),
+    options_strategy,
+    st.booleans(),
+    st.integers(0, 1000),
+)
+def test_any_plan_and_option_equals_one_device(case, heads, dims, options, with_lse, seed) -> None:
+    check(case.plan(), heads, dims, options, with_lse, seed)
+
+
+LENGTHS = ((37,), (1, 13, 2, 22, 5), (3, 2, 1, 1, 4))
+
+
+def product() -> list[tuple[Case, tuple[int, int]]]:
+    """layouts x transports x ranks x widths x masks x heads, with lengths that divide nothing."""
+    result = []
+    for n, (layout, transport, ranks, mask, heads) in enumerate(
+        itertools.product(LAYOUTS, TRANSPORTS, (1, 2, 3, 4, 6, 8), MASKS, HEADS)
+    ):
+        for ulysses in divisors(ranks):
+            stage = (64 << 20, 5 * 4096)[n % 2]
+            case = Case(mask, layout, transport, ranks, ulysses, LENGTHS[n % 3], n, stage_bytes=stage, pads=n % 5 == 0)
+            result.append((case, heads))
+    return result
+
+
+def pairwise(points: list[tuple[Case, tuple[int, int]]]) -> list[tuple[Case, tuple[int, int]]]:
+    """Few points in which every pair of values of two axes occurs that occurs in the product; greedy, in fixed order."""
+
+    def pairs(point: tuple[Case, tuple[int, int]]) -> set[tuple[object, ...]]:
+        case, heads = point
+        axes = (case.layout, case.transport, case.ranks, (case.ranks, case.ulysses), case.mask, heads)
+        return {(i, a, j, b) for (i, a), (j, b) in itertools.combinations(enumerate(axes), 2)}
+
+    order = np.random.default_rng(0).permutation(len(points))
+    left = set().union(*(pairs(p) for p in points))
+    chosen = []
+    # several sweeps that take only points with many new pairs before those with few keep the set small
+    for least in (12, 9, 6, 4, 2, 1):
+        for i in order:
+            new = pairs(points[i]) & left
+            if len(new) >= least:
+                chosen.append(points[i])
+                left -= new
+    return chosen
+
+
+def named(point: tuple[Case, tuple[int, int]]) -> str:
+    """A test's name."""
+    case, heads = point
+    return f"{case.layout}-{case.transport}-P{case.ranks}-U{case.ulysses}-{case.mask}-H{heads[0]}_{heads[1]}"
+
+
+@pytest.mark.parametrize("point", pairwise(product()), ids=named)
+def test_pairwise_cover_equals_one_device(point) -> None:
+    check(point[0].plan(), point[1], with_lse=point[0].seed % 2 == 0)
+
+
+@pytest.mark.exhaustive
+@pytest.mark.parametrize("layout", LAYOUTS)
+@pytest.mark.parametrize("transport", TRANSPORTS)
+@pytest.mark.parametrize("mask", MASKS)
+def test_full_product_equals_one_device(layout, transport, mask) -> None:
+    points = [p for p in product() if (p[0].layout, p[0].transport, p[0].mask) == (layout, transport, mask)]
+    assert len(points) == len(HEADS) * sum(len(divisors(r)) for r in (1, 2, 3, 4, 6, 8))
+    for case, heads in points:
+        check(case.plan(), heads, with_lse=case.seed % 2 == 0)
+
+
+PROCESS_CASES = (
+    Case("packed", "zigzag", "fetch", 2, 1, LENGTHS[1], stage_bytes=4096),
+    Case("packed", "contiguous", "ring", 4, 1, LENGTHS[1]),
+    Case("window", "striped", "double_ring", 4, 1, LENGTHS[2], pads=True),
+    Case("cross", "zigzag", "gather", 4, 2, LENGTHS[1]),
+    Case("packed", "zigzag", "fetch", 4, 4, LENGTHS[1], mixed=True),
+    Case("bounds", "lopsided", "fetch", 2, 2, LENGTHS[0]),
+)
+
+
+@pytest.mark.parametrize("case", PROCESS_CASES, ids=lambda c: f"{c.mask}-{c.layout}-{c.transport}-P{c.ranks}")
+def test_real_processes_over_gloo_equal_one_device(case) -> None:
+    check(case.plan(), (6, 2), (8, 4), Options(sinks=True, softcap=2.0), run=run_processes)
+
+
+def test_widths_per_document_leave_whole_documents_alone() -> None:
+    lengths = (4, 4, 4, 4, 12)
+    case = Case("packed", "contiguous", "fetch", 4, 1, lengths)
+    plan = Plan(case.plan().mask, case.plan().layout, ulysses=[4, 4, 4, 4, 2])
+    alone = plan.degrees == 1
+    assert alone.any() and not alone.all()
+    assert (plan.widths[alone] == 1).all() and (plan.widths[~alone] > 1).all()
+    check(plan)
