@@ -1,0 +1,492 @@
+"""Train a decoder on real documents over several ranks, beside the same model in one process, and compare the losses.
+
+The documents are the Python standard library's own source files, with their real, heavy-tailed lengths. Every step
+packs whole ones into one batch, and the same batch is trained twice from the same weights:
+
+    sharded      every rank holds some rows of the batch, attention is `seqpar.attention`, gradients are summed
+    one process  rank 0 holds the whole batch, attention is torch's own, document by document
+
+The two loss curves must agree up to rounding. What rounding does to training is measured and not guessed: a third
+run, in one process as well, nudges every weight by a rounding error before every step; how far its loss drifts from
+the reference times `DRIFT_FACTOR` is the tolerance.
+
+Run ``python examples/demo.py --ranks 4`` or ``torchrun --nproc-per-node 4 examples/demo.py``; exit code 0 is a pass,
+1 a failure.
+"""
+
+from __future__ import annotations
+
+import argparse
+import contextlib
+import importlib.util
+import math
+import os
+import signal
+import sys
+import sysconfig
+import time
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+import numpy as np
+import torch
+import torch.distributed as dist
+import torch.nn.functional as F
+from decoder import START, Attend, Config, Decoder
+from torch import Tensor
+
+import seqpar
+from seqpar.cli.output import print_table
+from seqpar.cli.run import launch
+from seqpar.comm.protocol import Stats
+
+DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float64": torch.float64}
+LAYOUTS = ("contiguous", "zigzag", "striped")
+TRANSPORTS = ("fetch", "ring", "double_ring", "gather")
+STRIPE = 64  # rows dealt to a rank at a time by --layout striped
+IGNORED = -100  # the label of a document's last token, which predicts nothing
+DRIFT_FACTOR = 8  # sharding rounds in every layer, a nudge once per weight: of one size, not of one value
+CONFIG = Config(dim=128, layers=2, heads=4, kv_heads=2, head_dim=32, hidden=352)
+
+
+@dataclass(frozen=True)
+class Batch:
+    """Packed documents. tokens, labels ``[T]``; labels are shifted inside documents here, before anyone shards."""
+
+    names: tuple[str, ...]
+    lengths: tuple[int, ...]
+    tokens: Tensor
+    labels: Tensor
+
+    @property
+    def positions(self) -> Tensor:
+        """Position of every token inside its document."""
+        return torch.cat([torch.arange(length) for length in self.lengths])
+
+    @property
+    def valid(self) -> int:
+        """Tokens with a label, over all ranks: the divisor of the loss."""
+        return int((self.labels != IGNORED).sum())
+
+
+def corpus() -> list[tuple[str, bytes]]:
+    """(name, bytes) of the standard library's source files, sorted by name; test suites and packages left out."""
+    root = Path(sysconfig.get_paths()["stdlib"])
+    skipped = {"test", "tests", "idle_test", "site-packages", "dist-packages", "__pycache__"}
+    paths = sorted(p for p in root.rglob("*.py") if not skipped & set(p.relative_to(root).parts))
+    documents = [(p.relative_to(root).as_posix(), p.read_bytes()) for p in paths]
+    documents = [(name, text) for name, text in documents if text]
+    if not documents:
+        raise SystemExit(f"demo: no Python sources under {root}; this Python's standard library is not stored as files")
+    return documents
+
+
+def batches(documents: Sequence[tuple[str, bytes]], *, tokens: int, seed: int) -> Iterator[Batch]:
+    """Endless batches of exactly `tokens` tokens, equal for equal seeds.
+
+    Documents come in a shuffled order. One that does not fit into what is left of a batch waits for the next, and the
+    first later one that fits is taken; a document is cut only at the budget itself, or where nothing fits any more.
+    """
+    generator = np.random.default_rng(seed)
+    queue: list[int] = []
+    while True:
+        chosen: list[tuple[str, bytes]] = []
+        left = tokens
+        while left:
+            if len(queue) < len(documents):
+                queue.extend(generator.permutation(len(documents)).tolist())
+            fits = (at for at, index in enumerate(queue) if len(documents[index][1]) < left or left == tokens)
+            name, text = documents[queue.pop(next(fits, 0))]
+            chosen.append((name, text[: left - 1]))  # one token goes to START
+            left -= 1 + len(chosen[-1][1])
+        yield pack(chosen)
+
+
+def pack(documents: Sequence[tuple[str, bytes]]) -> Batch:
+    """One batch of START and the bytes of each document; a token's label is the next token of its document."""
+    tokens, labels = [], []
+    for _, text in documents:
+        row = torch.tensor([START, *text])
+        tokens.append(row)
+        labels.append(torch.cat((row[1:], row.new_tensor([IGNORED]))))
+    lengths = tuple(len(row) for row in tokens)
+    return Batch(tuple(name for name, _ in documents), lengths, torch.cat(tokens), torch.cat(labels))
+
+
+def plan_for(batch: Batch, args: argparse.Namespace, ranks: int) -> seqpar.Plan:
+    """The plan of a batch: causal packed documents under the layout, transport and Ulysses width asked for."""
+    total = sum(batch.lengths)
+    layout = {
+        "contiguous": lambda: seqpar.Layout.contiguous(total, ranks),
+        "zigzag": lambda: seqpar.Layout.zigzag(batch.lengths, ranks),
+        "striped": lambda: seqpar.Layout.striped(total, ranks, block=STRIPE),
+    }[args.layout]()
+    return seqpar.Plan(seqpar.Mask(batch.lengths), layout, ulysses=args.ulysses, transport=args.transport)
+
+
+def dense_attend(lengths: Sequence[int]) -> Attend:
+    """Ordinary attention: torch's own, causal, one document after the other."""
+
+    def attend(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+        group = q.shape[1] // k.shape[1]
+        k, v = k.repeat_interleave(group, dim=1), v.repeat_interleave(group, dim=1)
+        documents = zip(*(x.transpose(0, 1)[None].split(list(lengths), dim=2) for x in (q, k, v)), strict=True)
+        outs = [F.scaled_dot_product_attention(*document, is_causal=True) for document in documents]
+        return torch.cat(outs, dim=2)[0].transpose(0, 1)
+
+    return attend
+
+
+def seqpar_attend(plan: seqpar.Plan, comm: seqpar.GroupComm) -> Attend:
+    """The same function of the whole batch, by ranks that each hold some of its rows."""
+    return lambda q, k, v: seqpar.attention(q, k, v, plan, comm)
+
+
+def predicted_bytes(plan: seqpar.Plan, rank: int, dtype: str) -> int:
+    """What a rank will send in one training step, by the plan: every layer's attention, forward and backward."""
+    shape = {"heads": CONFIG.heads, "kv_heads": CONFIG.kv_heads, "dim": CONFIG.head_dim, "dtype": dtype}
+    return CONFIG.layers * sum(plan.bytes(rank, backward=backward, **shape) for backward in (False, True))
+
+
+class Mark(torch.autograd.Function):
+    """The identity on tensors; calls `note` once the gradients of all of them have arrived."""
+
+    @staticmethod
+    def forward(ctx, note: Callable[[], None], *tensors: Tensor):
+        """The tensors themselves."""
+        ctx.note = note
+        return tuple(t.view_as(t) for t in tensors)
+
+    @staticmethod
+    def backward(ctx, *grads: Tensor):
+        """The gradients themselves, after the note."""
+        ctx.note()
+        return (None, *grads)
+
+
+class Clock:
+    """Where a rank's seconds went: attention, waiting, the gradient sum, and all else, the rest of the model."""
+
+    def __init__(self, stats: Stats) -> None:
+        self.stats = stats
+        self.seconds = {"attention": 0.0, "waiting for peers": 0.0, "gradient sum": 0.0, "total": 0.0}
+        self._since = 0.0, 0.0
+
+    def enter(self) -> None:
+        """Attention starts, forward or backward."""
+        self._since = time.perf_counter(), self.stats.wait_seconds
+
+    def leave(self) -> None:
+        """Attention ended: what it did not spend waiting, it computed."""
+        waited = self.stats.wait_seconds - self._since[1]
+        self.seconds["waiting for peers"] += waited
+        self.seconds["attention"] += time.perf_counter() - self._since[0] - waited
+
+    def timed(self, attend: Attend) -> Attend:
+        """`attend`, with its forward and its backward on this clock."""
+
+        def call(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+            q, k, v = Mark.apply(self.leave, q, k, v)
+            self.enter()
+            out = attend(q, k, v)
+            self.leave()
+            return Mark.apply(self.enter, out)[0]
+
+        return call
+
+    @contextlib.contextmanager
+    def adding(self, name: str) -> Iterator[None]:
+        """Add the seconds of the body to `name`."""
+        started = time.perf_counter()
+        yield
+        self.seconds[name] += time.perf_counter() - started
+
+    def shares(self) -> dict[str, float]:
+        """The seconds by what the rank was doing, without the total, which they sum to."""
+        rest = self.seconds["total"] - sum(s for name, s in self.seconds.items() if name != "total")
+        found = {**self.seconds, "rest of the model": rest}
+        return {name: found[name] for name in ("attention", "waiting for peers", "rest of the model", "gradient sum")}
+
+
+class Trainer:
+    """A model and its optimiser. All trainers of one seed start from the same weights and take the same steps."""
+
+    def __init__(self, args: argparse.Namespace) -> None:
+        # the weights stay in fp32 under bf16: a step of AdamW is smaller than one rounding of bf16
+        master = torch.float64 if args.dtype == "float64" else torch.float32
+        torch.manual_seed(args.seed)
+        self.model = Decoder(CONFIG, DTYPES[args.dtype]).to(master)
+        self.optimizer = torch.optim.AdamW(self.model.parameters(), lr=3e-3, betas=(0.9, 0.95), weight_decay=0.01)
+
+    def backward(self, tokens: Tensor, positions: Tensor, labels: Tensor, *, valid: int, attend: Attend) -> Tensor:
+        """These rows' share of the loss, its gradients in place: the rows' sum over the whole batch's `valid`."""
+        self.optimizer.zero_grad(set_to_none=False)
+        logits = self.model(tokens, positions, attend)
+        losses = logits.to(self.model.embedding.dtype)
+        loss = F.cross_entropy(losses, labels, ignore_index=IGNORED, reduction="sum") / valid
+        loss.backward()
+        return loss.detach().double()
+
+    def sum_gradients(self) -> None:
+        """Sum the gradients over the ranks, all in one message."""
+        gradients = [p.grad if p.grad is not None else torch.zeros_like(p) for p in self.model.parameters()]
+        flat = torch.cat([g.flatten() for g in gradients])
+        dist.all_reduce(flat)
+        for p, g in zip(self.model.parameters(), flat.split([g.numel() for g in gradients]), strict=True):
+            p.grad = g.view_as(p)
+
+    @torch.no_grad()
+    def nudge(self, epsilon: float, generator: torch.Generator) -> None:
+        """Move every weight by a random part of one rounding error."""
+        for p in self.model.parameters():
+            p.mul_(1 + epsilon * (torch.rand(p.shape, generator=generator, dtype=p.dtype) - 0.5))
+
+
+@dataclass(frozen=True)
+class Row:
+    """What one step showed, over all ranks."""
+
+    sharded: float
+    reference: float
+    nudged: float
+    bytes_moved: int
+    bytes_predicted: int
+    seconds: float  # of the sharded step, the slowest rank's
+    reference_seconds: float
+
+    @property
+    def difference(self) -> float:
+        """Between the sharded loss and the reference."""
+        return abs(self.sharded - self.reference)
+
+    @property
+    def drift(self) -> float:
+        """Between the nudged loss and the reference."""
+        return abs(self.nudged - self.reference)
+
+
+class Run:
+    """One rank's part of the demo: a sharded trainer everywhere, one whole one on rank 0, a nudged one beside it."""
+
+    def __init__(self, args: argparse.Namespace, comm: seqpar.GroupComm) -> None:
+        self.args, self.comm, self.clock = args, comm, Clock(comm.stats)
+        self.nudging_rank = 1 % comm.size  # beside the reference where there is a second rank: it costs no time there
+        self.sharded = Trainer(args)
+        self.reference = Trainer(args) if comm.rank == 0 else None
+        self.nudged = Trainer(args) if comm.rank == self.nudging_rank else None
+        self.generator = torch.Generator().manual_seed(args.seed)
+
+    def step(self, batch: Batch, plan: seqpar.Plan) -> Row:
+        """Train every model on one batch."""
+        whole = torch.zeros(2, dtype=torch.float64)  # losses of the reference and of the nudged run
+        with threads(min(2, self.comm.size)):
+            started = time.perf_counter()
+            if self.reference is not None:
+                whole[0] = self._whole(self.reference, batch)
+            reference_seconds = time.perf_counter() - started
+            if self.nudged is not None:
+                self.nudged.nudge(torch.finfo(DTYPES[self.args.dtype]).eps, self.generator)
+                whole[1] = self._whole(self.nudged, batch)
+        dist.barrier()  # the sharded step is timed alone
+
+        sent = self.comm.stats.bytes_sent
+        started = time.perf_counter()
+        with threads(self.comm.size):
+            loss = self._sharded(batch, plan)
+        seconds = time.perf_counter() - started
+        moved = self.comm.stats.bytes_sent - sent, predicted_bytes(plan, self.comm.rank, self.args.dtype)
+        sums = torch.tensor([loss, *whole, *moved], dtype=torch.float64)
+        dist.all_reduce(sums)
+        slowest = torch.tensor([seconds, reference_seconds], dtype=torch.float64)
+        dist.all_reduce(slowest, op=dist.ReduceOp.MAX)
+        return Row(*sums[:3].tolist(), *(int(b) for b in sums[3:]), *slowest.tolist())
+
+    def _whole(self, trainer: Trainer, batch: Batch) -> Tensor:
+        attend = dense_attend(batch.lengths)
+        loss = trainer.backward(batch.tokens, batch.positions, batch.labels, valid=batch.valid, attend=attend)
+        trainer.optimizer.step()
+        return loss
+
+    def _sharded(self, batch: Batch, plan: seqpar.Plan) -> Tensor:
+        rank, clock = self.comm.rank, self.clock
+        with clock.adding("total"):
+            tokens, labels = (seqpar.shard(x, plan, rank) for x in (batch.tokens, batch.labels))
+            positions = torch.from_numpy(plan.rope_positions(rank))
+            attend = clock.timed(seqpar_attend(plan, self.comm))
+            loss = self.sharded.backward(tokens, positions, labels, valid=batch.valid, attend=attend)
+            with clock.adding("waiting for peers"):  # who is early waits here, so that the sum is timed alone
+                dist.barrier()
+            with clock.adding("gradient sum"):
+                self.sharded.sum_gradients()
+            self.sharded.optimizer.step()
+        return loss
+
+
+@contextlib.contextmanager
+def threads(processes: int) -> Iterator[None]:
+    """Share this machine's cores among so many busy processes."""
+    before = torch.get_num_threads()
+    cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
+    torch.set_num_threads(max(1, cores // processes))
+    yield
+    torch.set_num_threads(before)
+
+
+class Report:
+    """Rank 0's output: plain lines; on a terminal, if rich is installed, also colour and a progress bar."""
+
+    def __init__(self, shown: bool, steps: int) -> None:
+        self.shown = shown
+        self.bar = None
+        if shown and sys.stdout.isatty() and importlib.util.find_spec("rich"):
+            from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
+
+            self.bar = Progress(
+                TextColumn("training"), BarColumn(), MofNCompleteColumn(), TimeRemainingColumn(), transient=True
+            )
+            self.task = self.bar.add_task("training", total=steps)
+
+    def line(self, text: str, style: str = "") -> None:
+        """Print a line, at once also into a pipe."""
+        if self.bar is not None:
+            self.bar.console.print(text, style=style, markup=False, highlight=False, soft_wrap=True)
+        elif self.shown:
+            print(text, flush=True)
+
+    @contextlib.contextmanager
+    def progress(self) -> Iterator[None]:
+        """The heading of the step lines, and the bar while the body runs."""
+        self.line("step   one process      sharded   difference    tokens/s       moved   documents at each degree")
+        with self.bar or contextlib.nullcontext():
+            yield
+
+    def step(self, index: int, row: Row, plan: seqpar.Plan) -> None:
+        """One line per step."""
+        self.line(
+            f"{index:4d}  {row.reference:12.7f} {row.sharded:12.7f} {row.difference:12.1e}"
+            f" {plan.mask.tokens / row.seconds:11,.0f} {row.bytes_moved / 1e6:8.2f} MB   {degree_counts(plan)}"
+        )
+        if self.bar is not None:
+            self.bar.advance(self.task)
+
+    def table(self, ranks: Sequence[tuple[dict[str, float], int]]) -> None:
+        """Seconds and bytes of every rank."""
+        header = ("rank", *ranks[0][0], "total", "sent")
+        rows = [
+            (rank, *(f"{s:.2f} s" for s in (*seconds.values(), sum(seconds.values()))), f"{sent / 1e6:.2f} MB")
+            for rank, (seconds, sent) in enumerate(ranks)
+        ]
+        self.line("")
+        print_table("where each rank's time went in the sharded steps, and the bytes it sent", header, rows)
+
+
+def degree_counts(plan: seqpar.Plan) -> str:
+    """Documents at every degree: ``1:3  2:1  4:1`` says three documents on one rank each, one on two, one on four."""
+    degrees, counts = np.unique(np.asarray(plan.degrees), return_counts=True)
+    return "  ".join(f"{degree}:{count}" for degree, count in zip(degrees, counts, strict=True))
+
+
+def verdict(rows: Sequence[Row], dtype: str) -> tuple[bool, str]:
+    """(passed, line). The tolerance is the drift that one rounding per weight and step causes, times `DRIFT_FACTOR`."""
+    largest = max(row.difference for row in rows)
+    # a loss is a rounded number itself: a drift below its rounding says nothing
+    stored = torch.float64 if dtype == "float64" else torch.float32
+    drift = max(*(row.drift for row in rows), torch.finfo(stored).eps * max(row.reference for row in rows))
+    tolerance = DRIFT_FACTOR * drift
+    # not `largest > tolerance`: a NaN compares false, and must fail
+    if not (largest <= tolerance and all(math.isfinite(row.difference) for row in rows)):
+        return False, f"FAIL: largest loss difference {largest:.1e} over {len(rows)} steps (tolerance {tolerance:.1e})"
+    moved, predicted = sum(row.bytes_moved for row in rows), sum(row.bytes_predicted for row in rows)
+    if moved != predicted:
+        return False, f"FAIL: {moved:,} bytes moved over {len(rows)} steps, while the plans predicted {predicted:,}"
+    return True, (
+        f"PASS: largest loss difference {largest:.1e} over {len(rows)} steps "
+        f"(tolerance {tolerance:.1e} = {DRIFT_FACTOR} x the drift of a run nudged by one {dtype} rounding per step)"
+    )
+
+
+def arguments(argv: Sequence[str] | None = None) -> argparse.Namespace:
+    """The command line. Under torchrun, WORLD_SIZE is the number of ranks, and --ranks may only agree with it."""
+    parser = argparse.ArgumentParser(
+        prog="demo", description="Train on real documents over several ranks and in one process, and compare."
+    )
+    parser.add_argument("--ranks", type=int, help="processes (default 4; torchrun's own number under torchrun)")
+    parser.add_argument("--tokens", type=int, default=8192, help="tokens per batch (default %(default)s)")
+    parser.add_argument("--steps", type=int, default=30, help="training steps (default %(default)s)")
+    parser.add_argument("--layout", choices=LAYOUTS, default="zigzag", help="who holds which tokens (%(default)s)")
+    parser.add_argument("--transport", choices=TRANSPORTS, default="fetch", help="how keys travel (%(default)s)")
+    parser.add_argument("--ulysses", type=int, default=1, help="ranks that trade tokens for heads (%(default)s)")
+    parser.add_argument("--dtype", choices=DTYPES, default="float32", help="of activations (%(default)s)")
+    parser.add_argument("--seed", type=int, default=0, help="of weights and batches (%(default)s)")
+    parser.add_argument("--out", type=Path, default=Path("out/demo.png"), help="the picture (%(default)s)")
+    args = parser.parse_args(argv)
+    world = os.environ.get("WORLD_SIZE")
+    if world is not None and args.ranks not in (None, int(world)):
+        parser.error(f"--ranks {args.ranks} contradicts torchrun, which started {world} processes; leave one out")
+    args.ranks = int(world) if world is not None else args.ranks if args.ranks is not None else 4
+    for name, least in (("ranks", 1), ("tokens", 2), ("steps", 1), ("ulysses", 1)):
+        if getattr(args, name) < least:
+            parser.error(f"--{name} {getattr(args, name)} is too few; it must be at least {least}")
+    if args.ranks % args.ulysses:
+        parser.error(f"--ulysses {args.ulysses} does not divide the {args.ranks} ranks")
+    return args
+
+
+def train(args: argparse.Namespace, comm: seqpar.GroupComm) -> bool:
+    """Run all steps, show them, and return whether the two curves agree."""
+    if comm.rank == 0:
+        from demo_picture import draw  # here, so that a missing matplotlib is missed before the work and not after it
+
+    report = Report(comm.rank == 0, args.steps)
+    run = Run(args, comm)
+    weights = sum(p.numel() for p in run.sharded.model.parameters())
+    report.line(
+        f"{args.ranks} ranks, {args.layout} layout, {args.transport} over {type(comm).__name__} (gloo), "
+        f"ulysses {args.ulysses}, {args.dtype}; {args.tokens:,} tokens per batch, {weights:,} weights"
+    )
+    rows: list[Row] = []
+    stream = batches(corpus(), tokens=args.tokens, seed=args.seed)
+    with report.progress():
+        for index in range(args.steps):
+            batch = next(stream)
+            plan = plan_for(batch, args, comm.size)
+            rows.append(run.step(batch, plan))
+            report.step(index, rows[-1], plan)
+
+    mine = run.clock.shares(), comm.stats.bytes_sent
+    ranks = [mine] * comm.size
+    dist.all_gather_object(ranks, mine)
+    passed, line = verdict(rows, args.dtype)
+    if comm.rank == 0:
+        report.table(ranks)
+        tokens, predicted = args.tokens * args.steps, sum(r.bytes_predicted for r in rows)
+        report.line(
+            f"tokens/s: sharded {tokens / sum(r.seconds for r in rows):,.0f} on {args.ranks} ranks, "
+            f"one process {tokens / sum(r.reference_seconds for r in rows):,.0f}"
+        )
+        report.line(f"bytes moved: {sum(r.bytes_moved for r in rows):,}; predicted by the plans: {predicted:,}")
+        report.line(f"loss: {rows[0].sharded:.4f} at the first step, {rows[-1].sharded:.4f} at the last")
+        args.out.parent.mkdir(parents=True, exist_ok=True)
+        draw(args.out, args, rows, batch, plan, [seconds for seconds, _ in ranks], line)
+        report.line(f"picture: {args.out}")
+        report.line(line, style="bold green" if passed else "bold red")
+    return passed
+
+
+def main() -> int:
+    """The launcher, or one rank's work."""
+    args = arguments()
+    if "RANK" not in os.environ:
+        return launch(args.ranks, Path(__file__).resolve(), sys.argv[1:])
+    # a rank blocked in gloo runs no Python handler: let Ctrl-C end it as it ends any other program
+    signal.signal(signal.SIGINT, signal.SIG_DFL)
+    dist.init_process_group("gloo")
+    passed = train(args, seqpar.GroupComm())
+    dist.barrier()  # nobody leaves while a peer still reads
+    dist.destroy_process_group()
+    return 0 if passed else 1
+
+
+if __name__ == "__main__":
+    sys.exit(main())
