@@ -4,12 +4,13 @@ from __future__ import annotations
 
 from torch import Tensor
 
+from seqpar.kernels.aten import Aten
 from seqpar.kernels.blockwise import Blockwise
 from seqpar.kernels.protocol import Facts, Kernel, Score, acc_dtype
 from seqpar.kernels.reference import Reference
 from seqpar.kernels.softmax import merge
 
-KERNELS: tuple[Kernel, ...] = (Blockwise(), Reference())  # in the order in which "auto" prefers them
+KERNELS: tuple[Kernel, ...] = (Aten(), Blockwise(), Reference())  # in the order in which "auto" prefers them
 
 
 def choose(name: str, q: Tensor, k: Tensor, v: Tensor, score: Score) -> Kernel:

@@ -1,8 +1,7 @@
 """Attention tile by tile in PyTorch, for real sizes on any device.
 
-Tile tables say which key tiles a query tile visits, so empty tiles cost nothing; tiles in which every pair is seen
-need no mask, and on a CPU in float32 and float64 they go to torch's fused operator as one rectangle.
-Sums are float32 whatever the inputs are: products of bf16 and fp16 are exact there.
+Tile tables say which key tiles a query tile visits, so empty tiles cost nothing, and tiles in which every pair is seen
+need no mask. Sums are float32 whatever the inputs are: products of bf16 and fp16 are exact there.
 """
 
 from __future__ import annotations
@@ -89,12 +88,6 @@ class Blockwise:
             grad = walk.grouped(dout[rows])
             row_lse, row_delta = walk.grouped(lse[:, rows].t()[..., None]), walk.grouped(delta[:, rows].t()[..., None])
             for a, b, full in walk.spans(i):
-                if full and walk.fused and out is not None:
-                    parts = walk.fused_backward(i, a, b, dout[rows], out[rows], lse[:, rows])
-                    dq[rows] += parts[0]
-                    dk[a:b] += parts[1]
-                    dv[a:b] += parts[2]
-                    continue
                 for n in range(a, b, KEY_ROWS):
                     keys = slice(n, min(n + KEY_ROWS, b))
                     dq_part, dk_part, dv_part = walk.gradients(i, keys, full, grad, row_lse, row_delta)
@@ -111,7 +104,6 @@ class _Walk:
         self.heads, self.kv_heads = q.shape[1], k.shape[1]
         self.group = self.heads // self.kv_heads if self.kv_heads else 1
         self.dtype = acc_dtype(q.dtype)
-        self.fused = q.device.type == "cpu" and q.dtype == self.dtype and score.plain and k.shape[-1] == v.shape[-1]
         self.table = facts.tiles(max(16, QUERY_ROWS // self.group), KEY_ROWS)
         self.tiles = len(self.table.rows) - 1 if self.heads else 0
         if score.dropout_p:
@@ -149,10 +141,6 @@ class _Walk:
         total = acc = self.q.new_zeros(0)
         scaled = None
         for a, b, full in self.spans(i):
-            if full and self.fused:
-                part, size, peak = self.fused_forward(i, a, b)
-                top, total, acc = _accumulate(top, total, acc, peak, size, part)
-                continue
             scaled = self.grouped(self.q[self.rows(i)]) * self.score.scale if scaled is None else scaled
             for n in range(a, b, KEY_ROWS):
                 keys = slice(n, min(n + KEY_ROWS, b))
@@ -231,22 +219,6 @@ class _Walk:
             dv = masked_product(weights.transpose(1, 2), grad, seen.t())
             dq, dk = masked_product(ds, k, seen), masked_product(ds.transpose(1, 2), scaled, seen.t())
         return dq.mul_(self.score.scale), dk, dv
-
-    def fused_forward(self, i: int, a: int, b: int) -> tuple[Tensor, Tensor, Tensor]:
-        """A rectangle by torch's CPU operator, as (output, sum, maximum) with the output as its own sum, grouped."""
-        q, k, v = (x.transpose(0, 1)[None] for x in (self.q[self.rows(i)], self.k[a:b], self.v[a:b]))
-        out, lse = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu(q, k, v, 0.0, False, scale=self.score.scale)
-        part, peak = self.grouped(out[0].transpose(0, 1)), self.grouped(lse[0].t()[..., None])
-        return part, torch.ones_like(peak), peak
-
-    def fused_backward(self, i: int, a: int, b: int, dout: Tensor, out: Tensor, lse: Tensor) -> list[Tensor]:
-        """dq, dk, dv of a rectangle by torch's CPU operator, with the lse and output of the whole row."""
-        tensors = (dout, self.q[self.rows(i)], self.k[a:b], self.v[a:b], out)
-        dout, q, k, v, out = (x.transpose(0, 1)[None] for x in tensors)
-        grads = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu_backward(
-            dout, q, k, v, out, lse[None], 0.0, False, scale=self.score.scale
-        )
-        return [g[0].transpose(0, 1) for g in grads]
 
 
 def _accumulate(

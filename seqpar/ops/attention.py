@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from dataclasses import replace
 from typing import Any, Literal, overload
 
 import torch
@@ -58,8 +59,8 @@ def attention(
     (float64, float32, bfloat16, float16) and device, ``H % H_kv == 0``. scale: default ``D ** -0.5``. softcap: 0 for
     none. sinks [H]: a logit per head that takes part in the softmax and has no value. alibi_slopes [H]. dropout_p: of
     the probabilities, with dropout_seed required if positive; the same pairs are dropped at any number of ranks.
-    deterministic: the same call gives the same bits; every kernel here does so. kernel: "auto", "blockwise" or
-    "reference".
+    deterministic: the same call gives the same bits; every kernel here does so. kernel: "auto" or a name in
+    `seqpar.kernels.available()`.
 
     Returns out [T, H, D_v] in q's dtype, and if return_lse also lse [T, H] in the accumulation dtype (natural log, the
     sink included, -inf for a row that sees no key). Both are differentiable; rows that see no key and pad rows have
@@ -110,7 +111,7 @@ class _Attention(torch.autograd.Function):
     def forward(ctx: Any, q: Tensor, k: Tensor, v: Tensor, sinks: Tensor | None, call: Call) -> tuple[Tensor, Tensor]:
         with abort_on_error(call.comm, f"attention, call {call.number}"):
             out, lse, insides = forward(call, q, k, v, sinks)
-        ctx.call, ctx.rows, ctx.dtypes = call, (q.shape[0], k.shape[0]), (k.dtype, v.dtype)
+        ctx.call, ctx.turn, ctx.rows = call, 0, (q.shape[0], k.shape[0])
         ctx.set_materialize_grads(False)
         # Where nothing is traded a part's results are views of the outputs, which only the outputs may be saved for.
         kept = [(None, None) if p.q.trivial else (i.out, i.lse) for p, i in zip(call.parts(), insides, strict=True)]
@@ -123,7 +124,8 @@ class _Attention(torch.autograd.Function):
         if torch.is_grad_enabled():
             raise NotImplementedError("attention has no double backward; call backward without create_graph=True")
         dout, dlse = grads
-        call: Call = ctx.call
+        call: Call = replace(ctx.call, turn=ctx.turn)
+        ctx.turn += 1
         sinks, out, lse, *saved = ctx.saved_tensors
         if dout is None:
             dout = torch.zeros_like(out)

@@ -143,6 +143,7 @@ class _Move(torch.autograd.Function):
     @staticmethod
     def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, ...]:
         dy, moves, tag = grads[0], ctx.moves.transposed(), ctx.tag
+        ctx.tag = tag._replace(stage=tag.stage + 1)  # another backward pass has numbers of its own
         dtype = acc_dtype(dy.dtype) if dy.dtype.is_floating_point else dy.dtype
         dx = dy.new_zeros(moves.rows_out, *dy.shape[1:], dtype=dtype)
         for rows, values in _exchange(dy, ctx.comm, moves, tag._replace(phase=tag.phase + 1)):

@@ -44,7 +44,8 @@ class Phase(IntEnum):
 
 @dataclass(frozen=True, eq=False)
 class Call:
-    """One attention call: everything but the tensors. number, digest: its name in every message."""
+    """One attention call: everything but the tensors. number, digest: its name in every message; turn: which of the
+    backward passes through it this is, as a graph that is retained has several."""
 
     plan: Plan
     comm: Comm
@@ -61,6 +62,7 @@ class Call:
     kv_grads: bool
     number: int
     digest: int
+    turn: int = 0
 
     @property
     def acc(self) -> torch.dtype:
@@ -79,7 +81,7 @@ class Call:
 
     def tag(self, phase: Phase, stage: int) -> Tag:
         """The number of one of its exchanges."""
-        return Tag(self.digest, self.number, phase, stage)
+        return Tag(self.digest, self.number, phase + len(Phase) * self.turn, stage)
 
     def shares(self, part: Part) -> tuple[list[slice], list[slice]]:
         """Query heads and key heads of every member of a part."""

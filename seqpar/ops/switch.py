@@ -99,7 +99,9 @@ class _Switch(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, ...]:
-        return (_Switch.apply(grads[0], *ctx.args), *[None] * 6)
+        *args, tag = ctx.args
+        ctx.args = *args, tag._replace(stage=tag.stage + 1)  # another backward pass has numbers of its own
+        return (_Switch.apply(grads[0], *args, tag), *[None] * 6)
 
 
 def _all_to_all(

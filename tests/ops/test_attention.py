@@ -142,7 +142,7 @@ options_strategy = st.builds(
     sinks=st.booleans(),
     alibi=st.sampled_from([False, False, True]),
     dropout=st.sampled_from([0.0, 0.0, 0.3]),
-    kernel=st.sampled_from(["auto", "reference"]),
+    kernel=st.sampled_from(["auto", "blockwise", "reference"]),
 )
 
 

@@ -1,0 +1,134 @@
+"""torch's fused CPU operator over the segments of a step, in float32 and float64.
+
+The operator knows full rectangles and causal squares aligned at their first row. A causal segment, aligned at its last
+row, is a rectangle and a square. Steps with windows, with bounds that make no segments, and inputs that are not finite
+(in a square the operator multiplies unseen values by zero) go tile by tile instead.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+import torch
+from torch import Tensor
+
+from seqpar.kernels.blockwise import Blockwise
+from seqpar.kernels.protocol import Facts, Score, acc_dtype
+from seqpar.kernels.softmax import merge
+
+ROWS_PER_SEGMENT = 16  # with fewer rows in a segment a call of the operator costs more than the tiles it saves
+_CAUSAL, _WINDOW = 1, 2  # seqpar.plan.Kind
+
+
+class Aten:
+    """See `seqpar.kernels.protocol.Kernel`."""
+
+    name = "aten"
+
+    def __init__(self) -> None:
+        self.tiles = Blockwise()
+
+    def refuses(self, q: Tensor, k: Tensor, v: Tensor, score: Score) -> str | None:
+        """Why not, or None."""
+        if q.device.type != "cpu":
+            return f"aten runs on the CPU, q is on {q.device}"
+        if q.dtype != acc_dtype(q.dtype):
+            return f"aten rounds partial results of {q.dtype}"
+        if not score.plain:
+            return "aten has no softcap, ALiBi or counter-based dropout"
+        if k.shape[-1] != v.shape[-1]:
+            return f"aten needs values as wide as keys, got {v.shape[-1]} and {k.shape[-1]}"
+        return None
+
+    def forward(
+        self,
+        q: Tensor,
+        k: Tensor,
+        v: Tensor,
+        facts: Facts,
+        score: Score,
+        *,
+        acc: Tensor | None,
+        lse: Tensor,
+        out: Tensor | None,
+        first: bool,
+    ) -> None:
+        """Add the keys of one buffer; see the protocol."""
+        if not (_segmented(facts) and _finite(q, k, v)):
+            self.tiles.forward(q, k, v, facts, score, acc=acc, lse=lse, out=out, first=first)
+            return
+        total = acc if out is None else out
+        assert total is not None
+        if first:
+            total.zero_()
+            lse.fill_(-torch.inf)
+        elif out is not None and acc is not None:
+            out.copy_(acc)
+        done = -1
+        for rows, keys, causal in _pieces(facts):
+            part, part_lse = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu(
+                *(_batched(x) for x in (q[rows], k[keys], v[keys])), 0.0, causal, scale=score.scale
+            )
+            piece, piece_lse = part[0].transpose(0, 1), part_lse[0].t()
+            if not first or rows.start < done:
+                piece, piece_lse = merge(total[rows], lse[:, rows].t(), piece, piece_lse)
+            total[rows], lse[:, rows] = piece, piece_lse.t()
+            done = rows.stop  # segments come in the order of rows; a square follows the rectangle of its rows
+
+    def backward(
+        self,
+        dout: Tensor,
+        q: Tensor,
+        k: Tensor,
+        v: Tensor,
+        lse: Tensor,
+        delta: Tensor,
+        facts: Facts,
+        score: Score,
+        *,
+        out: Tensor | None,
+        dq: Tensor,
+        dk: Tensor,
+        dv: Tensor,
+    ) -> None:
+        """Add the gradients of one buffer's keys; see the protocol. The operator takes ``out`` instead of delta."""
+        if out is None or not (_segmented(facts) and _finite(dout, q, k, v, out)):
+            self.tiles.backward(dout, q, k, v, lse, delta, facts, score, out=out, dq=dq, dk=dk, dv=dv)
+            return
+        for rows, keys, causal in _pieces(facts):
+            tensors = (_batched(x) for x in (dout[rows], q[rows], k[keys], v[keys], out[rows]))
+            grads = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu_backward(
+                *tensors, lse[None, :, rows], 0.0, causal, scale=score.scale
+            )
+            for total, at, part in zip((dq, dk, dv), (rows, keys, keys), grads, strict=True):
+                total[at] += part[0].transpose(0, 1)
+
+
+def _segmented(facts: Facts) -> bool:
+    """Whether the operator can do all of a step, in calls that are worth their overhead."""
+    s = facts.segments()
+    few = len(s.q_row) * ROWS_PER_SEGMENT <= max(len(facts.pos), ROWS_PER_SEGMENT)
+    return bool(few and not len(s.remainder) and not (s.kind == _WINDOW).any())
+
+
+def _pieces(facts: Facts) -> Iterator[tuple[slice, slice, bool]]:
+    """Query rows, key rows, and whether it is a causal square, of each call of the operator."""
+    s = facts.segments()
+    for q, n, k, m, kind in zip(*(x.tolist() for x in (s.q_row, s.q_len, s.k_row, s.k_len, s.kind)), strict=True):
+        if kind != _CAUSAL:
+            yield slice(q, q + n), slice(k, k + m), False
+            continue
+        seen = min(n, m)  # rows before the first key see nothing
+        if m > n:
+            yield slice(q, q + n), slice(k, k + m - n), False
+        yield slice(q + n - seen, q + n), slice(k + m - seen, k + m), True
+
+
+def _batched(x: Tensor) -> Tensor:
+    """[rows, H, D] -> [1, H, rows, D], a view."""
+    return x.transpose(0, 1)[None]
+
+
+def _finite(*tensors: Tensor) -> bool:
+    """Whether all elements are finite; a sum that overflows says no, which costs time and no accuracy."""
+    return all(bool(torch.isfinite(x.sum())) for x in tensors)
