@@ -14,7 +14,7 @@ from typing import NamedTuple
 import numpy as np
 from numpy.typing import ArrayLike
 
-from seqpar.mask import Ints, digest_of, frozen, lengths_of
+from seqpar.mask import Ints, digest_of, frozen, lengths_of, progressions, whole
 
 
 class Runs(NamedTuple):
@@ -115,13 +115,15 @@ class Layout:
         runs = [_joined(r) for r in runs]
         joined = Runs(*(frozen(np.concatenate(parts).astype(np.int64)) for parts in zip(*runs, strict=True)))
         bounds = frozen(np.cumsum([0, *(len(r.start) for r in runs)]))
+        rows = np.array([r.count.sum() for r in runs], np.int64)
+        gaps = progressions(joined.start, joined.step, joined.count)
         values = {
             "ranks": len(runs),
             "total": int(joined.count.sum()),
             "_runs": joined,
             "_bounds": bounds,
             "_name": name,
-            "_digest": digest_of("layout", bounds, *joined),
+            "_digest": digest_of("layout", rows, joined.start[:1], *gaps),
             "_owner": None,
         }
         for key, value in values.items():
@@ -130,7 +132,7 @@ class Layout:
     @classmethod
     def contiguous(cls, tokens: int, ranks: int) -> Layout:
         """Rank ``r`` holds tokens ``[r * tokens // ranks, (r + 1) * tokens // ranks)``."""
-        tokens, ranks = _positive("tokens", tokens), _positive("ranks", ranks)
+        tokens, ranks = whole("tokens", tokens, 1), whole("ranks", ranks, 1)
         edge = np.arange(ranks + 1) * tokens // ranks
         return cls._make(_by_rank(edge[:-1], np.diff(edge), np.arange(ranks), ranks), "contiguous")
 
@@ -141,7 +143,7 @@ class Layout:
         Balances the area of causal attention. Chunks differ by at most one token; the rounding turns with the
         document's place in the batch, so that short documents spread over all ranks.
         """
-        docs, ranks = lengths_of("lengths", lengths), _positive("ranks", ranks)
+        docs, ranks = lengths_of("lengths", lengths), whole("ranks", ranks, 1)
         first = np.cumsum(docs) - docs
         chunks = 2 * ranks
         edge = (np.arange(chunks + 1) * docs[:, None] + (first % chunks)[:, None]) // chunks + first[:, None]
@@ -153,7 +155,7 @@ class Layout:
     @classmethod
     def striped(cls, tokens: int, ranks: int, block: int = 1) -> Layout:
         """Block after block of ``block`` tokens dealt to the ranks in turn."""
-        tokens, ranks, block = _positive("tokens", tokens), _positive("ranks", ranks), _positive("block", block)
+        tokens, ranks, block = whole("tokens", tokens, 1), whole("ranks", ranks, 1), whole("block", block, 1)
         if block == 1:
             start = np.arange(min(ranks, tokens))
             count = (tokens - start + ranks - 1) // ranks
@@ -213,6 +215,9 @@ class Layout:
 
     def __setstate__(self, state: dict[str, object]) -> None:
         for key, value in state.items():
+            for array in value if isinstance(value, tuple) else (value,):
+                if isinstance(array, np.ndarray):
+                    frozen(array)  # pickle does not keep it
             object.__setattr__(self, key, value)
 
     def __eq__(self, other: object) -> bool:
@@ -230,9 +235,7 @@ def _by_rank(start: Ints, count: Ints, rank: Ints, ranks: int) -> list[Runs]:
     kept = count > 0
     start, count, rank = start[kept], count[kept], rank[kept]
     edge = np.searchsorted(rank, np.arange(ranks + 1))
-    return [
-        Runs(start[a:b], count[a:b], np.ones(b - a, np.int64)) for a, b in zip(edge[:-1], edge[1:], strict=True)
-    ]
+    return [Runs(start[a:b], count[a:b], np.ones(b - a, np.int64)) for a, b in zip(edge[:-1], edge[1:], strict=True)]
 
 
 def _joined(runs: Runs) -> Runs:
@@ -242,12 +245,6 @@ def _joined(runs: Runs) -> Runs:
     follows = (runs.start[1:] == runs.last[:-1] + runs.step[:-1]) & (runs.step[1:] == runs.step[:-1])
     first = np.flatnonzero(np.append(True, ~follows))
     return Runs(runs.start[first], np.add.reduceat(runs.count, first), runs.step[first])
-
-
-def _positive(name: str, value: int) -> int:
-    if int(value) != value or value <= 0:
-        raise ValueError(f"{name} must be a positive integer, got {value!r}")
-    return int(value)
 
 
 def _checked_shard(rank: int, shard: ArrayLike | range) -> Ints:

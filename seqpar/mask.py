@@ -63,6 +63,27 @@ def digest_of(*parts: object) -> str:
     return h.hexdigest()
 
 
+def progressions(start: Ints, step: Ints, count: Ints) -> tuple[Ints, Ints]:
+    """Differences between neighbours of the progressions' elements, one after the other: (difference, how often).
+
+    Adjacent differences differ, so that equal sequences give equal answers however they are cut into progressions.
+    """
+    gap = np.stack([step, np.append(start[1:] - (start + step * (count - 1))[:-1], 0)], axis=1).ravel()
+    often = np.stack([count - 1, np.append(np.ones(max(len(start) - 1, 0), np.int64), 0)], axis=1).ravel()
+    gap, often = gap[often > 0], often[often > 0]
+    if gap.size == 0:
+        return gap, often
+    first = np.flatnonzero(np.append(True, gap[1:] != gap[:-1]))
+    return gap[first], np.add.reduceat(often, first)
+
+
+def whole(name: str, value: object, least: int) -> int:
+    """The value if it is an integer of at least ``least``; 3.0 is not one."""
+    if isinstance(value, (bool, np.bool_)) or not isinstance(value, (int, np.integer)) or value < least:
+        raise ValueError(f"{name} must be an integer of at least {least}, got {value!r}")
+    return int(value)
+
+
 def lengths_of(name: str, values: ArrayLike) -> Ints:
     """A checked, read-only copy of document lengths."""
     array = np.asarray(values)
@@ -71,6 +92,8 @@ def lengths_of(name: str, values: ArrayLike) -> Ints:
     if (array <= 0).any():
         at = int(np.flatnonzero(array <= 0)[0])
         raise ValueError(f"{name} must be positive, got {int(array[at])} for document {at}; leave empty documents out")
+    if float(array.sum(dtype=np.float64)) >= 2.0**62:
+        raise ValueError(f"{name} sum to {float(array.sum(dtype=np.float64)):.3g} tokens, which 64 bits do not number")
     return frozen(array.astype(np.int64))
 
 
@@ -149,7 +172,7 @@ class Mask:
             )
         low, high = low.astype(np.int64), high.astype(np.int64)
         tokens = low.size
-        keys = tokens if kv_tokens is None else int(kv_tokens)
+        keys = tokens if kv_tokens is None else whole("kv_tokens", kv_tokens, 1)
         bad = (low < 0) | (low > high) | (high > keys)
         if bad.any():
             i = int(np.flatnonzero(bad)[0])
@@ -178,7 +201,7 @@ class Mask:
             "within_documents": within_documents,
             "_spans": Spans(*map(frozen, spans)),
             "_name": name,
-            "_digest": digest_of("mask", queries, keys, *spans),
+            "_digest": digest_of("mask", queries, keys, *_canonical(spans, int(queries.sum()))),
         }
         for key, value in values.items():
             object.__setattr__(self, key, value)
@@ -227,14 +250,20 @@ class Mask:
         """Attended pairs of a query and a key."""
         s = self._spans
         rows = np.diff(np.append(s.start, self.tokens))
-        return int((rows * (s.hi - s.lo) + (s.hi_step - s.lo_step) * (rows * (rows - 1) // 2)).sum())
+        pairs, slope = s.hi - s.lo, s.hi_step - s.lo_step
+        if self.tokens * self.kv_tokens >= 1 << 62:  # beyond int64: Python's integers
+            rows, pairs, slope = (x.astype(object) for x in (rows, pairs, slope))
+        return int((rows * pairs + slope * (rows * (rows - 1) // 2)).sum())
 
     def digest(self) -> str:
         """Equal for equal masks, on every rank."""
         return self._digest
 
     def _checked(self, positions: ArrayLike) -> Ints:
-        at = np.asarray(positions, dtype=np.int64)
+        at = np.asarray(positions)
+        if at.size and at.dtype.kind not in "iu":
+            raise ValueError(f"positions must be integers, got {at.dtype}")
+        at = at.astype(np.int64, copy=False)
         if at.size and (at.max() >= self.tokens or at.min() < -1):
             raise ValueError(f"positions run from {at.min()} to {at.max()}, the mask has {self.tokens} queries")
         return at
@@ -247,6 +276,9 @@ class Mask:
 
     def __setstate__(self, state: dict[str, object]) -> None:
         for key, value in state.items():
+            for array in value if isinstance(value, tuple) else (value,):
+                if isinstance(array, np.ndarray):
+                    frozen(array)  # pickle does not keep it
             object.__setattr__(self, key, value)
 
     def __eq__(self, other: object) -> bool:
@@ -260,9 +292,19 @@ class Mask:
         return f"Mask({self._name}, {len(self.lengths)} documents, {self.tokens} tokens{keys})"
 
 
+def _canonical(spans: Spans, tokens: int) -> tuple[Ints, ...]:
+    """The bounds of all queries as arrays that are equal for equal bounds, whatever spans they are stored in."""
+    count = np.diff(np.append(spans.start, tokens))
+    return (
+        spans.lo[:1], *progressions(spans.lo, spans.lo_step, count),
+        spans.hi[:1], *progressions(spans.hi, spans.hi_step, count),
+    )  # fmt: skip
+
+
 def _checked_window(window: Sequence[int | None], causal: bool) -> tuple[int | None, int | None]:
-    if len(window) != 2 or any(w is not None and w < 0 for w in window):
-        raise ValueError(f"window must be (left, right), each None or at least 0, got {window!r}")
+    fits = isinstance(window, (tuple, list)) and len(window) == 2
+    if not fits or any(w is not None and (not isinstance(w, (int, np.integer)) or w < 0) for w in window):
+        raise ValueError(f"window must be (left, right), each None or an integer of at least 0, got {window!r}")
     left, right = window
     if causal and right not in (None, 0):
         raise ValueError(f"a causal mask sees no key to the right, got window={window!r}; give causal=False or right=0")
@@ -270,7 +312,7 @@ def _checked_window(window: Sequence[int | None], causal: bool) -> tuple[int | N
 
 
 def _document_spans(queries: Ints, keys: Ints, left: int | None, right: int | None) -> Spans:
-    """Spans of documents with a window: at most four per document, cut where an end of the window meets the document."""
+    """Spans of documents with a window: at most four per document, cut where the window meets its ends."""
     n, m = queries[:, None], keys[:, None]
     shift = m - n  # query i of a document stands at key i + shift
     far = n + m  # beyond any distance inside the document
