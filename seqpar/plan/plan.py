@@ -9,7 +9,7 @@ import numpy as np
 from numpy.typing import ArrayLike
 
 from seqpar.layout import Layout, Runs, cut
-from seqpar.mask import Ints, Mask, digest_of, frozen
+from seqpar.mask import Ints, Mask, digest_of, frozen, whole
 from seqpar.plan import routes
 from seqpar.plan.heads import head_share, replicated
 from seqpar.plan.steps import Memo, Part, Rows, Step, Trade, as_rows, count
@@ -62,14 +62,15 @@ class Plan(Memo):
         keys = _checked_layouts(mask, layout, kv_layout)
         if transport not in TRANSPORTS:
             raise ValueError(f"transport must be one of {', '.join(TRANSPORTS)}, got {transport!r}")
-        if stage_bytes <= 0:
-            raise ValueError(f"stage_bytes must be positive, got {stage_bytes}")
-        if node is not None and (node <= 0 or layout.ranks % node):
+        stage_bytes = whole("stage_bytes", stage_bytes, 1)
+        node = None if node is None else whole("node", node, 1)
+        if node is not None and layout.ranks % node:
             raise ValueError(f"node must divide the {layout.ranks} ranks, got {node}")
         if node is not None and transport == "fetch":
             raise NotImplementedError("fetch with node: forwarding inside a node is not built; leave node out")
         per_document = not isinstance(ulysses, (int, np.integer))
-        width = tuple(int(u) for u in np.atleast_1d(np.asarray(ulysses)))
+        given = ulysses if per_document and np.ndim(ulysses) == 1 else [ulysses]
+        width = tuple(whole("the Ulysses width", u, 1) for u in given)  # type: ignore[union-attr]
         values = {
             "mask": mask,
             "layout": layout,
@@ -78,21 +79,21 @@ class Plan(Memo):
             "ulysses": width if per_document else width[0],
             "transport": transport,
             "node": node,
-            "stage_bytes": int(stage_bytes),
+            "stage_bytes": stage_bytes,
             "_rows": _checked_rows(layout, rows),
             "_memo": {},
         }
         self.__dict__.update(values)
         self.__dict__["_widths"] = self._checked_widths(width, per_document)
         facts = (self.mask.digest(), self.layout.digest(), self.kv_layout.digest(), self._widths, self._rows)
-        self.__dict__["_digest"] = digest_of("plan", *facts, transport, node, int(stage_bytes))
+        self.__dict__["_digest"] = digest_of("plan", *facts, transport, node, stage_bytes)
 
     def _checked_widths(self, width: tuple[int, ...], per_document: bool) -> Ints:
         documents = len(self.mask.lengths)
         if per_document and len(width) != documents:
             raise ValueError(f"ulysses has {len(width)} widths for {documents} documents")
         for u in set(width):
-            if u <= 0 or self.ranks % u:
+            if self.ranks % u:
                 raise ValueError(f"the Ulysses width must divide the {self.ranks} ranks, got {u}")
             if self.node is not None and self.node % u:
                 raise ValueError(f"the Ulysses width must divide node={self.node}, got {u}")
@@ -133,6 +134,8 @@ class Plan(Memo):
         """Rows of a rank's tensors, pads included; ``side`` "q" or "kv"."""
         if side not in ("q", "kv"):
             raise ValueError(f'side must be "q" or "kv", got {side!r}')
+        if not 0 <= rank < self.ranks:
+            raise ValueError(f"rank {rank} is not one of the plan's {self.ranks} ranks")
         if side == "kv" and self.kv_layout is not self.layout:
             return self.kv_layout.tokens(rank)
         return int(self._rows[rank])
@@ -379,7 +382,10 @@ def _checked_layouts(mask: Mask, layout: Layout, kv_layout: Layout | None) -> La
         raise ValueError(f"the layout holds {layout.total} tokens, the mask {mask.tokens}")
     if kv_layout is None and mask.kv_tokens != mask.tokens:
         raise ValueError(f"{mask.tokens} queries and {mask.kv_tokens} keys need a kv_layout of their own")
-    keys = layout if kv_layout is None else kv_layout
+    if max(mask.tokens, mask.kv_tokens) >= 1 << 31:
+        raise NotImplementedError(f"positions of kernels are int32, the mask has {mask.tokens} tokens; split the batch")
+    # An equal layout of the keys is the same choice as none: plans that are equal must give every rank the same rows.
+    keys = layout if kv_layout is None or kv_layout == layout else kv_layout
     if keys.total != mask.kv_tokens:
         raise ValueError(f"kv_layout holds {keys.total} tokens, the mask has {mask.kv_tokens} keys")
     if keys.ranks != layout.ranks:
@@ -391,7 +397,10 @@ def _checked_rows(layout: Layout, rows: int | Sequence[int] | None) -> ArrayLike
     tokens = np.array([layout.tokens(r) for r in range(layout.ranks)])
     if rows is None:
         return frozen(tokens)  # type: ignore[no-any-return]
-    given = np.broadcast_to(np.asarray(rows, np.int64), tokens.shape).copy() if np.ndim(rows) == 0 else np.array(rows)
+    given = np.asarray(rows)
+    if given.dtype.kind not in "iu":
+        raise ValueError(f"rows must be integers, got {rows!r:.200}")
+    given = np.broadcast_to(given, tokens.shape) if given.ndim == 0 else given
     if given.shape != tokens.shape:
         raise ValueError(f"rows has {given.size} entries for {layout.ranks} ranks")
     if (given < tokens).any():
