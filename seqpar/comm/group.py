@@ -207,14 +207,11 @@ class _Link:
 
     def failed(self, doing: str, peer: int, error: RuntimeError) -> PeerError:
         """The error for one of gloo's, met when `doing` something that waits for `peer`."""
-        timed_out = "timed out" in str(error).lower()
-        what = f"waited {self.timeout:g} s" if timed_out else "lost the connection"
+        timed_out = _timed_out(error)
+        what = f"waited {self.timeout:g} s for" if timed_out else "lost the connection to"
         # a lost connection is often another rank's failure, and that rank is about to say so
-        self.fail(
-            f"{doing}: {what} for rank {peer}" if timed_out else f"{doing}: {what} to rank {peer}",
-            grace=0.0 if timed_out else 1.0,
-        )
-        return self.error(f"{doing}, {what} {'for' if timed_out else 'to'} rank {peer}")
+        self.fail(f"{doing}: {what} rank {peer}", grace=0.0 if timed_out else 1.0)
+        return self.error(f"{doing}, {what} rank {peer}")
 
     def _hang_up(self) -> None:
         # gloo has no call that closes connections (abort does nothing), but closes all when one wait times out
@@ -225,8 +222,13 @@ class _Link:
                 try:
                     self.twin.recv([buffer], peer, HANG_UP).wait(timedelta(milliseconds=1))
                 except RuntimeError as error:
-                    if "timed out" in str(error).lower():
+                    if _timed_out(error):
                         return
+
+
+def _timed_out(error: RuntimeError) -> bool:
+    # gloo has one type of error for everything
+    return "timed out" in str(error).lower()
 
 
 def _backends(group: dist.ProcessGroup) -> dict[str, str]:

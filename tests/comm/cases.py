@@ -224,6 +224,17 @@ def other_tag(comm):
         comm.exchange({}, {comm.rank - 1: [x]}, tag=tag(7, 0, 5)).wait()
 
 
+def other_scope(comm):
+    """Rank 0 sends to rank 1 in the comm, rank 1 receives from it in a sub; rank 2 waits for rank 1."""
+    x = torch.zeros(3)
+    if comm.rank == 0:
+        comm.exchange({1: [x]}, {}, tag=tag(7)).wait()
+    elif comm.rank == 1:
+        comm.sub([0, 1]).exchange({}, {0: [x]}, tag=tag(7)).wait()
+    else:
+        comm.exchange({}, {1: [x]}, tag=tag(8)).wait()
+
+
 def other_shape(comm, shapes, dtypes):
     """Rank 0 sends what rank 1 does not expect."""
     x = torch.zeros(shapes[min(comm.rank, 1)], dtype=dtypes[min(comm.rank, 1)])

@@ -100,6 +100,13 @@ class Exchanges:
             assert re.search("rank 0 .*call 7 phase 0 stage 2 with plan 5eed.*rank 1 .*call 7 phase 0 stage 5", message)
         assert max(seconds.values()) < 5
 
+    def test_tags_of_a_sub_are_not_its_parents(self, tmp_path):
+        _, seconds, messages = self.errors(tmp_path, "other_scope")
+        for message in messages.values():
+            assert "ranks 0 and 1 do not meet" in message
+            assert re.search(r"among ranks \[0, 1\]|in sub [0-9a-f]+", message)
+        assert max(seconds.values()) < 5
+
     @pytest.mark.parametrize(
         ("shapes", "dtypes"),
         [

@@ -1,8 +1,10 @@
 """What only `GroupComm` promises: deaths, the root cause in the store, devices and backends, NCCL's monitor."""
 
 import os
+import pickle
 import subprocess
 import sys
+import threading
 import time
 
 import pytest
@@ -83,6 +85,14 @@ def test_the_first_root_cause_stands():
     assert first.read() == (3, "a peer died")
 
 
+def test_a_rank_that_lost_a_connection_gives_the_writer_a_moment():
+    store = dist.HashStore()
+    writer = threading.Timer(0.2, lambda: RootCause(store, "why", 1).write("gave up"))
+    writer.start()
+    assert RootCause(store, "why", 0).read(grace=2.0) == (1, "gave up")
+    writer.join()
+
+
 class BrokenStore:
     def compare_set(self, key, expected, desired):
         raise RuntimeError("the store is gone")
@@ -155,7 +165,7 @@ def test_a_stuck_stream_ends_every_rank():
     results = run_processes(3, cases.stuck_stream, 15.0)
     for seconds, message in results:
         assert 0.9 < seconds < 8
-        assert "waited 60 s in call 6 phase 2 stage 1 with plan 5eed for ranks [1]" in message.replace("1 s", "60 s")
+        assert "waited 1 s in call 6 phase 2 stage 1 with plan 5eed for ranks [1]" in message
     assert "root cause: rank 0" in results[1][1] and "root cause: rank 0" in results[2][1]
 
 
@@ -232,7 +242,5 @@ def test_importing_costs_no_more_than_torch():
 
 
 def test_a_peer_error_survives_pickling():
-    import pickle
-
     error = pickle.loads(pickle.dumps(PeerError.quoting(1, "in call 3", 2, "died")))
     assert str(error) == "rank 1 in call 3; root cause: rank 2: died; the comm is dead"

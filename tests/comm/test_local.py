@@ -128,22 +128,11 @@ def test_a_message_that_one_side_does_not_know_of():
         run_threads(3, rank_main, timeout=3.0)
 
 
-def test_tags_of_a_sub_are_not_its_parents():
-    def rank_main(comm):
-        x = torch.zeros(1)
-        if comm.rank == 0:
-            comm.exchange({1: [x]}, {}, tag=tag(0)).wait()
-        else:
-            comm.sub([0, 1]).exchange({}, {0: [x]}, tag=tag(0)).wait()
-
-    with pytest.raises(PeerError, match=r"do not meet.*among ranks \[0, 1\]"):
-        run_threads(2, rank_main)
-
-
 def test_buffers_of_inference_mode_and_of_autograd():
     def rank_main(comm):
         other = 1 - comm.rank
-        with torch.inference_mode():
+        time.sleep(0.1 * comm.rank)  # rank 1 posts last and so delivers, also into the memory of rank 0
+        with torch.inference_mode(comm.rank == 0):
             x, y = torch.full((2,), 3.0), torch.empty(2)
             comm.exchange({other: [x]}, {other: [y]}, tag=tag(0)).wait()
         z = torch.ones(2, requires_grad=True)
@@ -155,7 +144,7 @@ def test_buffers_of_inference_mode_and_of_autograd():
 
 
 def test_exchanges_inside_backward():
-    """Every rank's backward waits for the others', so the ranks must not share one engine thread."""
+    """Every rank's backward waits for another's."""
 
     class Rotate(torch.autograd.Function):
         @staticmethod
