@@ -1,0 +1,85 @@
+"""The README is true: its commands and code run, its table says what the tests cover."""
+
+from __future__ import annotations
+
+import re
+import shlex
+import subprocess
+import sys
+from dataclasses import fields
+from pathlib import Path
+
+import pytest
+
+from seqpar.kernels import KERNELS
+from seqpar.kernels.blockwise import _DTYPES
+from seqpar.plan import TRANSPORTS
+from tests.cases import LAYOUTS, MASKS
+from tests.ops.test_attention import HEADS, Options, product
+
+ROOT = Path(__file__).parent.parent
+README = (ROOT / "README.md").read_text()
+BLOCKS = re.findall(r"^```(\w+)\n(.*?)^```", README, re.MULTILINE | re.DOTALL)
+COMMANDS = [line.split("#")[0].strip() for kind, text in BLOCKS if kind == "bash" for line in text.splitlines()]
+PYTHON = [text for kind, text in BLOCKS if kind == "python"]
+
+
+def run(command: list[str]) -> str:
+    """What a command prints; it must succeed."""
+    done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=240)
+    assert done.returncode == 0, f"{command}:\n{done.stdout[-2000:]}\n{done.stderr[-4000:]}"
+    return done.stdout
+
+
+@pytest.mark.parametrize("command", COMMANDS)
+def test_commands_run(command: str) -> None:
+    words = shlex.split(command)
+    if words[0] == "make":  # this test is part of one, and another test runs the demo
+        assert run(["make", "-n", *words[1:]]).strip()
+        return
+    module = {"torchrun": "torch.distributed.run", "seqpar": "seqpar"}[words[0]]
+    assert run([sys.executable, "-m", module, *words[1:]]).strip()
+
+
+@pytest.mark.parametrize("number", range(len(PYTHON)))
+def test_code_runs(number: int, tmp_path: Path) -> None:
+    script = tmp_path / "block.py"
+    script.write_text(PYTHON[number])
+    if "init_process_group" in PYTHON[number]:
+        printed = run([sys.executable, "-m", "torch.distributed.run", "--nproc-per-node", "2", str(script)])
+        assert "rank 0" in printed and "rank 1" in printed
+    else:
+        run([sys.executable, str(script)])
+
+
+def cells(row: str) -> str:
+    """The values of a row of the table of what is supported."""
+    found = re.search(rf"^\| {re.escape(row)} \| (.*) \|$", README, re.MULTILINE)
+    assert found, f"the README has no row {row!r}"
+    return found[1]
+
+
+def test_table_says_what_the_product_of_tests_covers() -> None:
+    points = product()
+    assert cells("masks") == ", ".join(MASKS)
+    assert cells("layouts") == ", ".join(LAYOUTS)
+    assert cells("transports") == ", ".join(TRANSPORTS)
+    assert cells("query / key heads tested") == ", ".join(f"{h}/{kv}" for h, kv in HEADS)
+    assert cells("ranks tested") == ", ".join(str(r) for r in sorted({case.ranks for case, _ in points}))
+    assert {(c.mask, c.layout, c.transport, h) for c, h in points} == {
+        (m, la, t, h) for m in MASKS for la in LAYOUTS for t in TRANSPORTS for h in HEADS
+    }
+    assert cells("options") == ", ".join(f.name for f in fields(Options) if f.name != "kernel")
+    assert cells("dtypes") == ", ".join(str(d).removeprefix("torch.") for d in _DTYPES)
+    assert cells("kernels") == ", ".join(k.name for k in KERNELS)
+
+
+def test_every_result_has_a_command_that_exists() -> None:
+    rows = re.findall(r"^\| .* \| .* \| `(.*)` \|$", README.split("## Results")[1], re.MULTILINE)
+    assert rows
+    for command in rows:
+        words = shlex.split(command)
+        if words[0] == "make":
+            assert run(["make", "-n", *words[1:]])
+        else:
+            assert any((ROOT / word).exists() for word in words), command
