@@ -59,7 +59,7 @@ def cut(runs: Runs, breaks: Ints) -> tuple[Runs, Ints]:
     at = breaks[(lower[source] + nth - 1)[later]]
     row[later] = -((start[later] - at) // step[later])  # first row at or after the break
     end = np.append(row[1:], 0)
-    final = np.append(source[1:] != source[:-1], True)
+    final = np.append(source[1:] != source[:-1], True)[: source.size]
     end[final] = runs.count[source][final]
     kept = end > row
     piece = Runs((start + step * row)[kept], (end - row)[kept], step[kept])

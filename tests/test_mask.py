@@ -1,0 +1,246 @@
+"""`Mask` against the definition: which keys a query sees, written out pair by pair."""
+
+from __future__ import annotations
+
+import pickle
+import subprocess
+import sys
+
+import numpy as np
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from seqpar.mask import Mask, linear_spans
+
+# Of Mask([3, 1, 4], causal=False, window=(2, 1), kv_lengths=[4, 2, 2]); changes only when the digest's recipe does.
+DIGEST = "930e067ebdd037b0482c7165d5d5a675"
+
+
+def pairs_by_definition(
+    lengths: list[int], kv_lengths: list[int], causal: bool, window: tuple[int | None, int | None]
+) -> np.ndarray:
+    """Which query sees which key, [tokens, kv_tokens], one pair at a time."""
+    left, right = window
+    seen = np.zeros((sum(lengths), sum(kv_lengths)), bool)
+    query = key = 0
+    for n, m in zip(lengths, kv_lengths, strict=True):
+        for i in range(n):
+            at = i + m - n  # the last query stands at the last key
+            for j in range(m):
+                sees = not causal or j <= at
+                sees &= left is None or j >= at - left
+                sees &= right is None or j <= at + right
+                seen[query + i, key + j] = sees
+        query, key = query + n, key + m
+    return seen
+
+
+def pairs_of(mask: Mask) -> np.ndarray:
+    """Which query sees which key, as the mask's bounds say."""
+    lo, hi = mask.bounds(np.arange(mask.tokens))
+    assert (lo <= hi).all() and (lo >= 0).all() and (hi <= mask.kv_tokens).all()
+    keys = np.arange(mask.kv_tokens)
+    return (keys >= lo[:, None]) & (keys < hi[:, None])
+
+
+reach = st.one_of(st.none(), st.integers(0, 12), st.just(10**15))
+
+
+@st.composite
+def documents(draw: st.DrawFn) -> dict[str, object]:
+    """Arguments of any mask over few tokens."""
+    lengths = draw(st.lists(st.integers(1, 9), min_size=1, max_size=5))
+    causal = draw(st.booleans())
+    kv_lengths = draw(st.one_of(st.none(), st.lists(st.integers(1, 12), min_size=len(lengths), max_size=len(lengths))))
+    right = st.sampled_from([None, 0]) if causal else reach
+    return {"lengths": lengths, "causal": causal, "window": (draw(reach), draw(right)), "kv_lengths": kv_lengths}
+
+
+@given(documents())
+def test_bounds_and_area_are_those_of_the_definition(arguments) -> None:
+    mask = Mask(**arguments)
+    keys = arguments["kv_lengths"] or arguments["lengths"]
+    seen = pairs_by_definition(arguments["lengths"], keys, arguments["causal"], arguments["window"])
+    np.testing.assert_array_equal(pairs_of(mask), seen)
+    assert mask.area() == seen.sum()
+    assert (mask.tokens, mask.kv_tokens) == seen.shape
+    assert mask.within_documents
+
+
+@given(documents(), st.data())
+def test_positions_in_any_order_with_pads(arguments, data) -> None:
+    mask = Mask(**arguments)
+    keys = np.array(arguments["kv_lengths"] or arguments["lengths"])
+    at = np.array(data.draw(st.lists(st.integers(-1, mask.tokens - 1), max_size=20)), np.int64)
+    lo, hi = mask.bounds(np.arange(mask.tokens))
+    got_lo, got_hi = mask.bounds(at)
+    document = np.repeat(np.arange(len(keys)), arguments["lengths"])
+    start, key_start = np.cumsum([0, *arguments["lengths"]]), np.cumsum([0, *keys])
+    for n, i in enumerate(at):
+        if i < 0:
+            assert got_lo[n] == got_hi[n] and mask.documents(at)[n] == -1 and mask.key_positions(at)[n] == -1
+            continue
+        d = document[i]
+        assert (got_lo[n], got_hi[n]) == (lo[i], hi[i])
+        assert mask.documents(at)[n] == d
+        # The last query of a document stands at its last key.
+        assert mask.key_positions(at)[n] - key_start[d + 1] == i - start[d + 1]
+
+
+@given(st.lists(st.tuples(st.integers(0, 9), st.integers(0, 9)), min_size=1, max_size=30), st.integers(9, 12))
+def test_any_bounds_are_kept(ends, keys) -> None:
+    lo, hi = (np.array(x) for x in zip(*(sorted(e) for e in ends), strict=True))
+    mask = Mask.from_bounds(lo, hi, kv_tokens=keys)
+    for expected, got in zip((lo, hi), mask.bounds(np.arange(len(lo))), strict=True):
+        np.testing.assert_array_equal(got, expected)
+    assert mask.area() == (hi - lo).sum()
+    assert mask.tokens == len(lo) and mask.kv_tokens == keys
+
+
+@given(st.lists(st.tuples(st.integers(0, 6), st.integers(0, 6)), max_size=30))
+def test_spans_are_linear_and_no_more_than_slopes_allow(ends) -> None:
+    lo, hi = (np.array([sorted(e)[side] for e in ends], np.int64) for side in (0, 1))
+    s = linear_spans(lo, hi)
+    count = np.diff(np.append(s.start, len(lo)))
+    t = np.arange(len(lo)) - np.repeat(s.start, count)
+    np.testing.assert_array_equal(np.repeat(s.lo, count) + t * np.repeat(s.lo_step, count), lo)
+    np.testing.assert_array_equal(np.repeat(s.hi, count) + t * np.repeat(s.hi_step, count), hi)
+    assert set(s.lo_step) | set(s.hi_step) <= {0, 1}
+
+
+@given(documents())
+def test_bounds_given_or_derived_make_equal_masks(arguments) -> None:
+    mask = Mask(**arguments)
+    if mask.kv_lengths is mask.lengths:
+        again = Mask.from_bounds(*mask.bounds(np.arange(mask.tokens)), lengths=mask.lengths)
+        assert again == mask and hash(again) == hash(mask) and again.within_documents
+
+
+def test_within_documents_is_about_bounds_not_about_names() -> None:
+    assert Mask.from_bounds([0, 0, 2], [1, 2, 3], lengths=[2, 1]).within_documents
+    assert not Mask.from_bounds([0, 0, 1], [1, 2, 3], lengths=[2, 1]).within_documents
+    assert Mask.from_bounds([0, 0, 0], [1, 2, 0], lengths=[2, 1]).within_documents, "an empty interval is anywhere"
+
+
+@pytest.mark.parametrize("window", [(None, None), (7, None), (10**8, 0), (10**12, 3)])
+@pytest.mark.parametrize("causal", [True, False])
+def test_huge_documents_cost_no_memory_per_token(window, causal) -> None:
+    n, documents = 10**9, 30
+    if causal:
+        window = (window[0], None)
+    mask = Mask([n] * documents, causal=causal, window=window)
+    assert len(mask.spans.start) <= 4 * documents
+    assert len(pickle.dumps(mask)) < 10_000
+    left = n - 1 if window[0] is None else min(window[0], n - 1)
+    right = 0 if causal else n - 1 if window[1] is None else min(window[1], n - 1)
+
+    def half(w: int) -> int:
+        """Pairs at distance 1 to w to one side, in Python's exact integers."""
+        return w * n - w * (w + 1) // 2
+
+    assert mask.area() == documents * (n + half(left) + half(right))
+    last = mask.tokens - 1
+    lo, hi = mask.bounds([last])
+    assert (int(lo[0]), int(hi[0])) == (last - left, last + 1)
+
+
+def test_facts_do_not_change() -> None:
+    mask = Mask([3, 4], window=(2, None))
+    for name in ("lengths", "tokens", "anything"):
+        with pytest.raises(AttributeError):
+            setattr(mask, name, 1)
+    for same in (mask, pickle.loads(pickle.dumps(mask))):
+        arrays = (same.lengths, same.kv_lengths, same.offsets, same.kv_offsets, *same.spans)
+        assert not any(a.flags.writeable for a in arrays)
+    given = np.array([3, 4])
+    mask = Mask(given)
+    given[0] = 100
+    assert mask.tokens == 7
+
+
+@given(documents(), documents())
+def test_equality_is_that_of_the_digest(one, other) -> None:
+    a, b = Mask(**one), Mask(**other)
+    again = pickle.loads(pickle.dumps(a))
+    assert again == a and hash(again) == hash(a) and again.digest() == a.digest() and repr(again) == repr(a)
+    same = (
+        a.lengths.tolist() == b.lengths.tolist()
+        and a.kv_lengths.tolist() == b.kv_lengths.tolist()
+        and all(np.array_equal(x, y) for x, y in zip(*(m.bounds(np.arange(m.tokens)) for m in (a, b)), strict=True))
+    )
+    assert (a == b) == same == (a.digest() == b.digest())
+    assert a != "a mask"
+
+
+def test_digest_is_the_same_in_every_process() -> None:
+    code = "from seqpar import Mask; print(Mask([3, 1, 4], causal=False, window=(2, 1), kv_lengths=[4, 2, 2]).digest())"
+    done = subprocess.run([sys.executable, "-c", code], check=True, capture_output=True, text=True)
+    here = Mask([3, 1, 4], causal=False, window=(2, 1), kv_lengths=[4, 2, 2]).digest()
+    assert done.stdout.strip() == here == DIGEST
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        (([],), "lengths must be a non-empty sequence of integers"),
+        (([2, -3],), "lengths must be positive, got -3 for document 1"),
+        (([0],), "lengths must be positive, got 0 for document 0; leave empty documents out"),
+        (([2, 3.0],), "lengths must be a non-empty sequence of integers"),
+        (([[2]],), "lengths must be a non-empty sequence of integers"),
+        (([True],), "lengths must be a non-empty sequence of integers"),
+        ((5,), "lengths must be a non-empty sequence of integers"),
+        (([2**62, 2**62],), "64 bits"),
+    ],
+)
+def test_lengths_that_are_none(arguments, message) -> None:
+    with pytest.raises(ValueError, match=message):
+        Mask(*arguments)
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        ({"kv_lengths": [2]}, "lengths has 2 documents and kv_lengths 1"),
+        ({"kv_lengths": [2, 0]}, "kv_lengths must be positive, got 0 for document 1"),
+        ({"window": (-1, None)}, r"window must be \(left, right\).*got \(-1, None\)"),
+        ({"window": (1.5, None)}, r"window must be \(left, right\).*integer.*got \(1.5, None\)"),
+        ({"window": (1,)}, r"window must be \(left, right\).*got \(1,\)"),
+        ({"window": None}, r"window must be \(left, right\).*got None"),
+        ({"window": 4}, r"window must be \(left, right\).*got 4"),
+        (
+            {"window": (1, 2)},
+            r"causal mask sees no key to the right, got window=\(1, 2\); give causal=False or right=0",
+        ),
+    ],
+)
+def test_options_that_fit_nothing(options, message) -> None:
+    with pytest.raises(ValueError, match=message):
+        Mask([2, 3], **options)
+
+
+@pytest.mark.parametrize(
+    ("lo", "hi", "options", "message"),
+    [
+        ([0, -1, -2], [1, 1, 1], {}, r"query 1 has bounds \[-1, 1\), expected 0 <= lo <= hi <= 3"),
+        ([0, 2, 0], [1, 1, 1], {}, r"query 1 has bounds \[2, 1\)"),
+        ([0, 0, 0], [1, 2, 4], {}, r"query 2 has bounds \[0, 4\), expected 0 <= lo <= hi <= 3"),
+        ([0, 0], [1, 2, 3], {}, r"one shape \[tokens\], got int64\[2\] and int64\[3\]"),
+        ([0.0], [1.0], {}, "integer arrays of one shape"),
+        ([], [], {}, "integer arrays of one shape"),
+        ([0, 0], [1, 2], {"lengths": [1]}, "lengths sum to 1, the bounds have 2 queries"),
+        ([0, 0], [1, 2], {"lengths": [1, 1], "kv_tokens": 3}, "do not say which keys a document has"),
+        ([0], [1], {"kv_tokens": 0}, "kv_tokens must be an integer of at least 1, got 0"),
+        ([0], [1], {"kv_tokens": 3.7}, "kv_tokens must be an integer of at least 1, got 3.7"),
+    ],
+)
+def test_bounds_that_fit_nothing(lo, hi, options, message) -> None:
+    with pytest.raises(ValueError, match=message):
+        Mask.from_bounds(lo, hi, **options)
+
+
+@pytest.mark.parametrize("positions", [[2], [-2], [0.5]])
+def test_positions_outside_the_batch(positions) -> None:
+    for ask in (Mask([2]).bounds, Mask([2]).documents, Mask([2]).key_positions):
+        with pytest.raises(ValueError, match="positions"):
+            ask(positions)
