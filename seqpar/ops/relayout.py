@@ -21,16 +21,21 @@ from seqpar.plan.steps import as_rows
 
 @dataclass(frozen=True, eq=False)
 class Moves:
-    """Rows that change ranks: peer -> local rows sent, and peer -> rows they take; the rank itself among the peers."""
+    """Rows that change ranks: peer -> local rows sent, and peer -> rows they take; the rank itself among the peers.
+
+    copied: whether a row is sent to several ranks, so that on the way back it gets a sum. summed: that way back.
+    """
 
     sends: Mapping[int, Rows]
     recvs: Mapping[int, Rows]
     rows_in: int
     rows_out: int
+    copied: bool = False
+    summed: bool = False
 
     def transposed(self) -> Moves:
         """The way back."""
-        return Moves(self.recvs, self.sends, self.rows_out, self.rows_in)
+        return Moves(self.recvs, self.sends, self.rows_out, self.rows_in, self.summed, self.copied)
 
 
 def relayout(x: Tensor, comm: Comm, *, src: Layout, dst: Layout) -> Tensor:
@@ -44,13 +49,16 @@ def relayout(x: Tensor, comm: Comm, *, src: Layout, dst: Layout) -> Tensor:
     """
     number = comm.next_call()
     error: Exception | None = None
-    if src.total != dst.total:
+    if not (isinstance(src, Layout) and isinstance(dst, Layout)):
+        error = ValueError(f"relayout is between two layouts, got src={src!r:.200} and dst={dst!r:.200}")
+    elif src.total != dst.total:
         error = ValueError(f"relayout from {src.total} tokens to {dst.total}; the layouts must hold the same tokens")
     elif not src.ranks == dst.ranks == comm.size:
         error = ValueError(f"relayout from {src.ranks} to {dst.ranks} ranks on a comm of {comm.size}")
     elif x.dim() == 0 or x.shape[0] != src.tokens(comm.rank):
         error = ValueError(f"x on rank {comm.rank} must have {src.tokens(comm.rank)} rows, got {list(x.shape)}")
-    tag = _agreed(comm, "relayout", x, number, {"src": src.digest(), "dst": dst.digest()}, error)
+    facts = {} if error else {"src": src.digest(), "dst": dst.digest()}
+    tag = _agreed(comm, "relayout", x, 0, number, facts, error)
     mine, wanted = src.positions(comm.rank), dst.positions(comm.rank)
     sends = _by_owner(mine, dst.owner()[mine], comm.size)
     recvs = _by_owner(wanted, src.owner()[wanted], comm.size)
@@ -76,7 +84,7 @@ def shard(x: Tensor, plan: Plan, rank: int, *, dim: int = 0, side: str = "q") ->
 
     Raises: ValueError for a tensor without the plan's tokens at ``dim``.
     """
-    layout = plan.layout if side == "q" else plan.kv_layout
+    layout = _layout_of(plan, side)
     at = plan.positions(rank, side)
     if not -x.dim() <= dim < x.dim() or x.shape[dim] != layout.total:
         raise ValueError(f"shard along dim {dim} of {list(x.shape)}, expected {layout.total} tokens there")
@@ -100,27 +108,42 @@ def unshard(x: Tensor, plan: Plan, comm: Comm, *, dim: int = 0, side: str = "q")
     Raises: ValueError for a wrong number of rows, on every rank.
     """
     number = comm.next_call()
-    layout = plan.layout if side == "q" else plan.kv_layout
     error: Exception | None = None
-    rows = plan.rows(comm.rank, side) if plan.ranks == comm.size else -1
-    if rows < 0:
-        error = ValueError(f"the plan is for {plan.ranks} ranks, the comm has {comm.size}")
-    elif not -x.dim() <= dim < x.dim() or x.shape[dim] != rows:
-        error = ValueError(f"x on rank {comm.rank} must have {rows} rows at dim {dim}, got {list(x.shape)}")
-    tag = _agreed(comm, "unshard", x, number, {"plan": plan.digest(), "dim": dim, "side": side}, error)
+    rows = 0
+    try:
+        layout = _layout_of(plan, side)
+        if plan.ranks != comm.size:
+            raise ValueError(f"the plan is for {plan.ranks} ranks, the comm has {comm.size}")
+        rows = plan.rows(comm.rank, side)
+        if not -x.dim() <= dim < x.dim() or x.shape[dim] != rows:
+            raise ValueError(f"x on rank {comm.rank} must have {rows} rows at dim {dim}, got {list(x.shape)}")
+        dim %= x.dim()
+    except Exception as found:
+        error = found
+    facts = {} if error else {"plan": plan.digest(), "dim": dim, "side": side}
+    tag = _agreed(comm, "unshard", x, dim, number, facts, error)
     mine = slice(0, layout.tokens(comm.rank))
     recvs: dict[int, Rows] = {}
     for peer in range(comm.size):
         at = layout.positions(peer)
         recvs[peer] = as_rows(at) if (at[1:] > at[:-1]).all() else at
-    moves = Moves({peer: mine for peer in range(comm.size)}, recvs, rows, layout.total)
+    moves = Moves({peer: mine for peer in range(comm.size)}, recvs, rows, layout.total, copied=True)
     return _moved(x.movedim(dim, 0), comm, moves, tag).movedim(0, dim)
 
 
+def _layout_of(plan: Plan, side: str) -> Layout:
+    if side not in ("q", "kv"):
+        raise ValueError(f'side must be "q" or "kv", got {side!r}')
+    return plan.layout if side == "q" else plan.kv_layout
+
+
 def _agreed(
-    comm: Comm, what: str, x: Tensor, number: int, facts: dict[str, object], error: Exception | None
+    comm: Comm, what: str, x: Tensor, dim: int, number: int, facts: dict[str, object], error: Exception | None
 ) -> Tag:
-    facts |= {"dtype": x.dtype, "dims": x.dim(), "requires grad": torch.is_grad_enabled() and x.requires_grad}
+    if error is None:
+        others = [-1 if n == dim else size for n, size in enumerate(x.shape)]
+        grads = torch.is_grad_enabled() and x.requires_grad
+        facts |= {"dtype": x.dtype, "device": x.device.type, "other dims": others, "requires grad": grads}
     agree_once(comm, what, facts, error)
     return Tag(signature(facts, what), number, 0, 0)
 
@@ -134,21 +157,18 @@ class _Move(torch.autograd.Function):
 
     @staticmethod
     def forward(ctx: Any, x: Tensor, comm: Comm, moves: Moves, tag: Tag) -> Tensor:
-        ctx.comm, ctx.moves, ctx.tag = comm, moves, tag
-        y = x.new_zeros(moves.rows_out, *x.shape[1:])
+        ctx.args = comm, moves.transposed(), tag._replace(phase=tag.phase + 1)
+        wide = moves.summed and x.dtype.is_floating_point
+        y = x.new_zeros(moves.rows_out, *x.shape[1:], dtype=acc_dtype(x.dtype) if wide else x.dtype)
         for rows, values in _exchange(x, comm, moves, tag):
-            y[rows] = values
-        return y
+            y[rows] = take(y, rows) + values if moves.summed else values
+        return y.to(x.dtype)
 
     @staticmethod
     def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, ...]:
-        dy, moves, tag = grads[0], ctx.moves.transposed(), ctx.tag
-        ctx.tag = tag._replace(stage=tag.stage + 1)  # another backward pass has numbers of its own
-        dtype = acc_dtype(dy.dtype) if dy.dtype.is_floating_point else dy.dtype
-        dx = dy.new_zeros(moves.rows_out, *dy.shape[1:], dtype=dtype)
-        for rows, values in _exchange(dy, ctx.comm, moves, tag._replace(phase=tag.phase + 1)):
-            dx[rows] = take(dx, rows) + values
-        return dx.to(dy.dtype), None, None, None
+        *args, tag = ctx.args
+        ctx.args = *args, tag._replace(stage=tag.stage + 1)  # another backward pass has numbers of its own
+        return _Move.apply(grads[0], *args, tag), None, None, None
 
 
 def _exchange(x: Tensor, comm: Comm, moves: Moves, tag: Tag) -> list[tuple[slice | Tensor, Tensor]]:

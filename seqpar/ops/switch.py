@@ -42,21 +42,23 @@ def switch(
     """
     number = comm.next_call()
     error: Exception | None = None
-    shape = list(x.shape)
     split: list[int] = []
     concat: list[int] = []
+    facts: dict[str, object] = {}
     try:
         split_dim, concat_dim = _dim(x, split_dim, "split_dim"), _dim(x, concat_dim, "concat_dim")
         if split_dim == concat_dim:
             raise ValueError(f"split_dim and concat_dim are both {split_dim}; a switch is between two dimensions")
         split, concat = _sizes(x, comm, split_dim, concat_dim, sizes)
+        shape = list(x.shape)
         shape[split_dim] = shape[concat_dim] = -1
-    except (ValueError, TypeError) as found:
+        facts = {
+            "split_dim": split_dim, "concat_dim": concat_dim, "split sizes": split, "concat sizes": concat,
+            "other dims": shape, "dtype": x.dtype, "device": x.device.type,
+            "requires grad": torch.is_grad_enabled() and x.requires_grad,
+        }  # fmt: skip
+    except Exception as found:  # whatever it is, the others must hear of it
         error = found
-    facts: dict[str, object] = {
-        "split_dim": split_dim, "concat_dim": concat_dim, "split sizes": split, "concat sizes": concat,
-        "other dims": shape, "dtype": x.dtype, "requires grad": torch.is_grad_enabled() and x.requires_grad,
-    }  # fmt: skip
     agree_once(comm, "switch", facts, error)
     tag = Tag(signature(facts, "switch"), number, 0, 0)
     return _Switch.apply(x, comm, split_dim, concat_dim, split, concat, tag)  # type: ignore[no-any-return]
