@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import logging
 import math
 from dataclasses import replace
+from numbers import Integral
 from typing import Any, Literal, overload
 
 import torch
@@ -14,6 +16,8 @@ from seqpar.kernels import Score, acc_dtype, choose
 from seqpar.ops.agree import abort_on_error, agree_once, signature
 from seqpar.ops.schedule import Call, Inside, backward, forward
 from seqpar.plan import Plan
+
+log = logging.getLogger("seqpar.ops")
 
 
 @overload
@@ -90,16 +94,18 @@ def attention(
             "sinks": sinks is not None, "alibi_slopes": alibi_slopes is not None, "return_lse": return_lse,
             "deterministic": deterministic, "kernel": chosen.name, "q requires grad": grads and q.requires_grad,
             "k or v requires grad": grads and (k.requires_grad or v.requires_grad),
+            "sinks require grad": grads and sinks is not None and sinks.requires_grad, "device": q.device.type,
         }  # fmt: skip
         call = Call(
             plan=plan, comm=comm, kernel=chosen, score=score, heads=q.shape[1], kv_heads=k.shape[1], dim=q.shape[2],
             v_dim=v.shape[2], dtype=q.dtype, device=q.device, sinks=sinks is not None, return_lse=return_lse,
-            kv_grads=bool(facts["k or v requires grad"]), number=number, digest=signature(facts, seed),
+            kv_grads=bool(facts["k or v requires grad"]), number=number, digest=signature(facts, seed) if comm.size > 1 else 0,
         )  # fmt: skip
-    except (ValueError, TypeError, NotImplementedError) as found:
+    except Exception as found:  # whatever it is, the others must hear of it
         error = found
     agree_once(comm, "attention", facts, error, changing={"dropout_seed": dropout_seed})
     assert call is not None
+    log.debug("rank %d: attention, call %d, plan %s, kernel %s", comm.rank, number, plan.digest(), call.kernel.name)
     out, lse = _Attention.apply(q, k, v, sinks, call)
     return (out, lse.t()) if return_lse else out
 
@@ -191,6 +197,8 @@ def _check_options(
         raise ValueError(f"dropout_p must be in [0, 1), got {dropout_p}")
     if dropout_p and seed is None:
         raise ValueError(f"dropout_p={dropout_p} needs a dropout_seed, equal on all ranks and different for each layer")
+    if seed is not None and not isinstance(seed, Integral):
+        raise ValueError(f"dropout_seed must be an integer, got {seed!r}")
 
 
 def _checked_scale(scale: float | None, q: Tensor) -> float:
