@@ -1,0 +1,383 @@
+"""What a call promises beyond its numbers: bytes, buffers, order, and that nothing leaks from where it must not."""
+
+from __future__ import annotations
+
+import itertools
+import time
+from dataclasses import replace
+
+import numpy as np
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from torch import Tensor
+
+import seqpar
+from seqpar.comm import Comm
+from seqpar.layout import Layout
+from seqpar.mask import Mask
+from seqpar.ops.schedule import Phase
+from seqpar.plan import TRANSPORTS, Plan
+from seqpar.testing import dense_attention, run_processes, run_threads
+from tests.cases import Case, cases
+from tests.ops.test_attention import HEADS, inputs, poisoned
+
+DTYPES = {"float64": torch.float64, "float32": torch.float32, "bfloat16": torch.bfloat16}
+
+
+class Recorder:
+    """A comm that notes what passes through it: (phase, stage, bytes sent, bytes received), and memory asked for."""
+
+    def __init__(self, comm: Comm) -> None:
+        self.comm = comm
+        self.exchanges: list[tuple[int, int, int, int]] = []
+        self.buffers: list[Tensor] = []
+
+    def __getattr__(self, name: str) -> object:
+        return getattr(self.comm, name)
+
+    def exchange(self, sends, recvs, *, tag):
+        sent, received = (sum(t.nbytes for ts in side.values() for t in ts) for side in (sends, recvs))
+        if sent or received:
+            self.exchanges.append((tag.phase, tag.stage, sent, received))
+        return self.comm.exchange(sends, recvs, tag=tag)
+
+    def empty(self, shape, dtype, device):
+        self.buffers.append(self.comm.empty(shape, dtype, device))
+        return self.buffers[-1]
+
+    def posted(self, phase: int) -> list[int]:
+        """Stages in which the rank posted something in a phase."""
+        return [stage for p, stage, *_ in self.exchanges if p == phase]
+
+
+def step(comm: Comm, plan: Plan, heads, dims, seed, dtype, backward=True, with_lse=True, **options) -> list[Tensor]:
+    """One rank's out, lse, and gradients if there is a backward."""
+    q, k, v, dout, dlse = (x.to(dtype) for x in inputs(plan, heads, dims, seed))
+    mine = [poisoned(x, plan, comm.rank, s).requires_grad_() for x, s in ((q, "q"), (k, "kv"), (v, "kv"))]
+    result = seqpar.attention(*mine, plan, comm, return_lse=with_lse, **options)
+    out, *lse = result if with_lse else (result,)
+    found = [x.detach() for x in (out, *lse)]
+    if backward:
+        incoming = [poisoned(dout, plan, comm.rank, "q")]
+        if with_lse:
+            incoming.append(poisoned(dlse, plan, comm.rank, "q").to(lse[0].dtype))
+        torch.autograd.backward([out, *lse], incoming)
+        found += [x.grad for x in mine]
+    return found
+
+
+# --- bytes ------------------------------------------------------------------------------------------------------------
+
+
+def counted(comm: Comm, plan: Plan, heads, dims, dtype, with_lse) -> list[dict[int, int]]:
+    q, k, v, *_ = (x.to(DTYPES[dtype]) for x in inputs(plan, heads, dims, 0))
+    mine = [poisoned(x, plan, comm.rank, s).requires_grad_() for x, s in ((q, "q"), (k, "kv"), (v, "kv"))]
+    result = seqpar.attention(*mine, plan, comm, return_lse=with_lse)
+    forward = dict(comm.stats.sent_to)
+    assert sum(forward.values()) == comm.stats.bytes_sent
+    comm.stats.reset()
+    torch.autograd.backward(result if with_lse else [result], [torch.ones_like(x) for x in result] if with_lse else [torch.ones_like(result)])
+    return [forward, dict(comm.stats.sent_to)]
+
+
+@settings(max_examples=60)
+@given(cases(), st.sampled_from(HEADS), st.sampled_from([(8, 8), (3, 5)]), st.sampled_from(list(DTYPES)), st.booleans())
+def test_bytes_counted_equal_bytes_predicted(case, heads, dims, dtype, with_lse) -> None:
+    plan = case.plan()
+    shape = dict(heads=heads[0], kv_heads=heads[1], dim=dims[0], v_dim=dims[1], dtype=dtype, return_lse=with_lse)
+    for rank, sent in enumerate(run_threads(plan.ranks, counted, plan, heads, dims, dtype, with_lse)):
+        for backward in (False, True):
+            got = {peer: n for peer, n in sorted(sent[backward].items()) if n}
+            assert got == plan.traffic(rank, backward=backward, **shape), f"rank {rank}, backward={backward}"
+            assert sum(got.values()) == plan.bytes(rank, backward=backward, **shape)
+
+
+def recorded(comm: Comm, plan: Plan, heads=(2, 2), dims=(4, 4), dtype=torch.float64) -> Recorder:
+    recorder = Recorder(comm)
+    step(recorder, plan, heads, dims, 0, dtype)
+    recorder.comm = None
+    return recorder
+
+
+@pytest.mark.parametrize("transport", TRANSPORTS)
+@pytest.mark.parametrize("ulysses", [1, [4, 2, 4, 2, 4]], ids=["flat", "ulysses"])
+def test_documents_on_one_rank_move_nothing(transport, ulysses) -> None:
+    lengths = [5, 3, 9, 1, 4]
+    edges = np.cumsum([0, *lengths])
+    docs = [np.arange(a, b) for a, b in zip(edges[:-1], edges[1:], strict=True)]
+    layout = Layout([docs[2], np.append(docs[4], docs[0]), docs[1], docs[3]])
+    plan = Plan(Mask(lengths), layout, transport=transport, ulysses=ulysses)
+    for recorder in run_threads(4, recorded, plan):
+        assert recorder.exchanges == []
+        assert plan.widths.tolist() == [1] * 5
+
+
+@pytest.mark.parametrize("transport", ["fetch", "ring"])
+@pytest.mark.parametrize(("window", "ranks"), [(0, 4), (1, 4), (5, 3), (6, 4), (7, 8), (11, 4)])
+def test_a_window_moves_only_the_halo(transport, window, ranks) -> None:
+    tokens = 6 * ranks
+    plan = Plan(Mask([tokens], window=(window, 0)), Layout.contiguous(tokens, ranks), transport=transport)
+    row = 2 * (4 + 4) * 8
+    for rank, recorder in enumerate(run_threads(ranks, recorded, plan)):
+        received = sum(r for phase, _, _, r in recorder.exchanges if phase == Phase.KEYS)
+        assert received == min(window, 6 * rank) * row
+        given = sum(s for phase, _, s, _ in recorder.exchanges if phase == Phase.BACK_GRADS)
+        if transport == "fetch" or window <= 6:
+            assert given == received
+
+
+@pytest.mark.parametrize("transport", ["ring", "double_ring"])
+@pytest.mark.parametrize("ranks", [2, 3, 4, 6, 8])
+def test_a_full_ring_makes_one_exchange_less_than_ranks(transport, ranks) -> None:
+    plan = Plan(Mask([3 * ranks], causal=False), Layout.contiguous(3 * ranks, ranks), transport=transport)
+    for recorder in run_threads(ranks, recorded, plan):
+        assert recorder.posted(Phase.KEYS) == list(range(1, ranks))
+        assert recorder.posted(Phase.BACK_KEYS) == list(range(1, ranks))
+
+
+# --- buffers ----------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("layout", ["contiguous", "striped", "zigzag", "arbitrary"])
+@pytest.mark.parametrize("ulysses", [1, 2])
+def test_received_keys_take_two_stages(layout, ulysses) -> None:
+    heads, dims, rows = (4, 2), (4, 4), 3
+    row_bytes = heads[1] // ulysses * sum(dims) * 8
+    case = Case("full", layout, "fetch", 4, ulysses, (61,), stage_bytes=rows * row_bytes + 5)
+    for recorder in run_threads(4, recorded, case.plan(), heads, dims):
+        stages = recorder.posted(Phase.KEYS)
+        assert len(stages) >= 10
+        flat = [b for b in recorder.buffers if b.dim() == 1]
+        # two forward and two backward, however many stages there are, each at most a stage large
+        assert len(flat) <= 4
+        assert all(b.nbytes <= rows * row_bytes for b in flat)
+
+
+# --- time -------------------------------------------------------------------------------------------------------------
+
+SLOW = tuple(
+    Case(mask, layout, transport, 4, ulysses, (9, 2, 12), stage_bytes=6 * 4096, mixed=mixed)
+    for (transport, mask, layout), (ulysses, mixed) in zip(
+        itertools.product(TRANSPORTS, ("packed", "full"), ("striped", "contiguous")),
+        itertools.cycle([(1, False), (2, False), (4, False), (2, True), (1, False), (1, True)]),
+    )
+)
+
+
+def delayed(comm: Comm, plan: Plan, naps: bool = False) -> list[Tensor]:
+    if naps:
+        time.sleep(0.02 * ((comm.rank * 5) % 4))
+    return step(comm, plan, (5, 1), (4, 4), 3, torch.float32)
+
+
+def assert_same_bits(a: list[list[Tensor]], b: list[list[Tensor]]) -> None:
+    for rank, (ours, theirs) in enumerate(zip(a, b, strict=True)):
+        for name, x, y in zip(("out", "lse", "dq", "dk", "dv"), ours, theirs, strict=True):
+            assert torch.equal(x, y), f"{name} of rank {rank}"
+            assert not x.isnan().any(), f"{name} of rank {rank}"
+
+
+@pytest.mark.parametrize("case", SLOW, ids=lambda c: f"{c.transport}-{c.mask}-{c.layout}-U{c.ulysses}-{c.mixed}")
+def test_a_slow_transport_changes_no_bit(case) -> None:
+    plan = case.plan()
+    prompt = run_threads(4, delayed, plan)
+    assert_same_bits(prompt, run_threads(4, delayed, plan, delay=0.05))
+    assert_same_bits(prompt, run_threads(4, delayed, plan, True))
+
+
+@settings(max_examples=40)
+@given(cases(max_ranks=4), st.sampled_from(HEADS))
+def test_twice_gives_the_same_bits(case, heads) -> None:
+    plan = case.plan()
+    arguments = (plan, heads, (4, 6), 1, torch.float32)
+    first = run_threads(plan.ranks, step, *arguments)
+    for again in (run_threads(plan.ranks, step, *arguments), run_threads(plan.ranks, step, *arguments, delay=1e-4)):
+        assert_same_bits(first, again)
+
+
+@pytest.mark.parametrize("transport", TRANSPORTS)
+def test_processes_give_the_bits_of_threads(transport) -> None:
+    plan = Case("packed", "striped", transport, 2, 1, (9, 30, 2), stage_bytes=4096, pads=True).plan()
+    arguments = (plan, (4, 2), (8, 8), 0, torch.float32)
+    first = run_processes(2, step, *arguments)
+    assert_same_bits(first, run_processes(2, step, *arguments))
+    assert_same_bits(first, run_threads(2, step, *arguments))
+
+
+def skewed_backwards(comm: Comm, plan: Plan) -> Tensor:
+    q, k, v, dout, _ = inputs(plan, (2, 1), (4, 4), 0)
+    mine = [seqpar.shard(x, plan, comm.rank) for x in (q, k, v)]
+    mine[0].requires_grad_()
+    out = seqpar.attention(*mine, plan, comm)
+    for turn in range(3):
+        if comm.rank == turn:
+            time.sleep(0.05)
+        out.backward(seqpar.shard(dout, plan, comm.rank), retain_graph=True)
+    return mine[0].grad
+
+
+@pytest.mark.parametrize("transport", TRANSPORTS)
+def test_backward_passes_of_one_graph_do_not_meet(transport) -> None:
+    """Rank 2 is in its second backward while rank 1 still waits in the first for rank 0."""
+    plan = Plan(Mask([16], window=(3, 0)), Layout.contiguous(16, 4), transport=transport)
+    q, k, v, dout, _ = inputs(plan, (2, 1), (4, 4), 0)
+    out, _ = dense_attention(q.requires_grad_(), k, v, plan.mask)
+    out.backward(3 * dout)
+    torch.testing.assert_close(torch.cat(run_threads(4, skewed_backwards, plan)), q.grad, rtol=1e-10, atol=1e-10)
+
+
+# --- what is not finite -----------------------------------------------------------------------------------------------
+
+SIDES = ("q", "k", "v", "dout")
+
+
+def spiked(comm: Comm, plan: Plan, heads, dims, dtype, kernel, spike) -> list[Tensor]:
+    """One rank's out, lse, dq, dk, dv where one element of a global tensor was replaced."""
+    tensors = dict(zip(SIDES, inputs(plan, heads, dims, 5)[:4], strict=True))
+    if spike is not None:
+        name, row, head, value = spike
+        tensors[name][row, head, -1] = value
+    shards = {n: poisoned(x.to(dtype), plan, comm.rank, "kv" if n in "kv" else "q") for n, x in tensors.items()}
+    dout = shards.pop("dout")
+    leaves = [x.requires_grad_() for x in shards.values()]
+    out, lse = seqpar.attention(*leaves, plan, comm, kernel=kernel, return_lse=True)
+    out.backward(dout)
+    return [out.detach(), lse.detach(), *(x.grad for x in leaves)]
+
+
+def whole(results, plan: Plan) -> list[Tensor]:
+    found = []
+    for n, side in enumerate(("q", "q", "q", "kv", "kv")):
+        layout = plan.layout if side == "q" else plan.kv_layout
+        full = results[0][n].new_empty((layout.total, *results[0][n].shape[1:]))
+        for rank, result in enumerate(results):
+            full[layout.positions(rank)] = result[n][: layout.tokens(rank)]
+        found.append(full)
+    return found
+
+
+def reached(plan: Plan, heads, spike) -> list[Tensor]:
+    """[rows, heads] of out, lse, dq, dk, dv: what a NaN there reaches, by the formulas; all pairs seen weigh > 0."""
+    name, row, head, _ = spike
+    lo, hi = (torch.from_numpy(x)[:, None] for x in plan.mask.bounds(np.arange(plan.mask.tokens)))
+    at = torch.arange(plan.mask.kv_tokens)
+    sees = (at >= lo) & (at < hi)
+    (h, kv), group = heads, heads[0] // heads[1]
+    rows = torch.zeros(plan.mask.tokens, h, dtype=torch.bool)  # rows whose softmax, or whose delta, is spoilt
+    if name in "kv":
+        rows[:, head * group : (head + 1) * group] = sees[:, row, None]
+    else:
+        rows[row, head] = bool(sees[row].any())
+    keys = (sees.t().double() @ rows.double()).view(-1, kv, group).sum(-1) > 0
+    none, no_keys = torch.zeros_like(rows), torch.zeros_like(keys)
+    return [
+        none if name == "dout" else rows,
+        rows if name in "qk" else none,
+        rows,
+        keys,
+        no_keys if name == "v" else keys,
+    ]
+
+
+def check_spike(plan: Plan, heads, dims, dtype, kernel, spike, clean) -> None:
+    got = whole(run_threads(plan.ranks, spiked, plan, heads, dims, dtype, kernel, spike), plan)
+    name, row, head, value = spike
+    tolerance = 1e-12 if dtype == torch.float64 else 2e-5
+    for what, x, expected, bad in zip(("out", "lse", "dq", "dk", "dv"), got, clean, reached(plan, heads, spike), strict=True):
+        x, expected = (y if y.dim() == 3 else y[..., None] for y in (x, expected))
+        good = ~bad
+        close = (x == expected) | ((x - expected).abs() <= tolerance * (1 + expected.abs()))
+        leaks = (~close).any(-1) & good
+        assert not leaks.any(), f"{spike} leaked into {what} at {leaks.nonzero()[:5].tolist()}"
+        if np.isnan(value):
+            spoilt = (~torch.isfinite(x)).any(-1)
+            if not (name == "v" and what == "dv"):
+                missed = bad & ~spoilt
+                assert not missed.any(), f"{spike} did not reach {what} at {missed.nonzero()[:5].tolist()}"
+    if not np.isnan(value) and name != "dout":  # infinities: a score of -inf is an honest weight of zero
+        tensors = dict(zip(SIDES, inputs(plan, heads, dims, 5)[:4], strict=True))
+        tensors[name][row, head, -1] = value
+        out, _ = dense_attention(tensors["q"], tensors["k"], tensors["v"], plan.mask)
+        # the oracle multiplies unseen values by zero: believe it where the value is seen
+        sane = torch.isfinite(out).all(-1) | ~reached(plan, heads, spike)[0]
+        assert torch.equal(sane, torch.isfinite(got[0]).all(-1)), f"{spike}: out"
+
+
+SPIKED = (
+    Case("packed", "zigzag", "ring", 2, 1, (7, 20, 3), pads=True),
+    Case("window", "striped", "fetch", 4, 2, (30,), stage_bytes=2 * 4096),
+    Case("full", "contiguous", "gather", 2, 2, (17,)),
+    Case("cross", "lopsided", "double_ring", 4, 1, (9, 14)),
+    Case("bounds", "arbitrary", "fetch", 3, 1, (25,), pads=True),
+)
+
+
+@pytest.mark.parametrize("kernel", ["auto", "blockwise", "reference"])
+@pytest.mark.parametrize("case", SPIKED, ids=lambda c: f"{c.mask}-{c.transport}-U{c.ulysses}")
+def test_what_is_not_finite_reaches_just_what_sees_it(case, kernel) -> None:
+    plan, heads, dims = case.plan(), (4, 2), (3, 3)
+    for n, (dtype, name) in enumerate(itertools.product((torch.float64, torch.float32), SIDES)):
+        clean = whole(run_threads(plan.ranks, spiked, plan, heads, dims, dtype, kernel, None), plan) if n % 4 == 0 else clean
+        rows = plan.mask.kv_tokens if name in "kv" else plan.mask.tokens
+        heads_of = heads[1] if name in "kv" else heads[0]
+        for m, value in enumerate((np.nan, np.inf, -np.inf)):
+            spike = (name, (7 * n + 5 * m + 3) % rows, (n + m) % heads_of, value)
+            check_spike(plan, heads, dims, dtype, kernel, spike, clean)
+
+
+@pytest.mark.parametrize("kernel", ["auto", "blockwise", "reference"])
+@pytest.mark.parametrize("dtype", [torch.float64, torch.float32])
+@pytest.mark.parametrize("ranks", [1, 2])
+def test_what_is_not_finite_in_tiles_that_are_full(kernel, dtype, ranks) -> None:
+    """More than two tiles of 512 rows, so that the value stands in full, partial and empty tiles."""
+    tokens, heads, dims = 1100, (1, 1), (2, 2)
+    plan = Plan(Mask([tokens]), Layout.contiguous(tokens, ranks))
+    clean = whole(run_threads(ranks, spiked, plan, heads, dims, dtype, kernel, None), plan)
+    for name, row, value in (("k", 100, np.nan), ("v", 530, np.nan), ("q", 1050, np.nan), ("dout", 900, np.nan), ("k", 200, np.inf), ("v", 300, -np.inf), ("q", 700, -np.inf), ("dout", 1000, np.inf)):
+        check_spike(plan, heads, dims, dtype, kernel, (name, row, 0, value), clean)
+
+
+def blind(comm: Comm, plan: Plan, kernel, sinks, dtype) -> list[Tensor]:
+    q, k, v, dout, dlse = (x.to(dtype) for x in inputs(plan, (4, 2), (3, 3), 2))
+    lo, hi = plan.mask.bounds(np.arange(plan.mask.tokens))
+    nothing = torch.from_numpy(lo >= hi)
+    for x in (q, dout, dlse):  # what rows that see nothing hold must not matter
+        x[nothing] = torch.nan
+    mine = [poisoned(x, plan, comm.rank, s).requires_grad_() for x, s in ((q, "q"), (k, "kv"), (v, "kv"))]
+    sink = torch.linspace(-1, 1, 4, dtype=dtype).requires_grad_() if sinks else None
+    out, lse = seqpar.attention(*mine, plan, comm, kernel=kernel, sinks=sink, return_lse=True)
+    incoming = poisoned(dout, plan, comm.rank, "q"), poisoned(dlse, plan, comm.rank, "q").to(lse.dtype)
+    torch.autograd.backward([out, lse], incoming)
+    return [out.detach(), lse.detach(), *(x.grad for x in mine)]
+
+
+@pytest.mark.parametrize("kernel", ["auto", "blockwise", "reference"])
+@pytest.mark.parametrize("sinks", [False, True])
+@pytest.mark.parametrize("case", [
+    Case("bounds", "striped", "fetch", 3, 1, (31,), 4, pads=True),
+    Case("bounds", "zigzag", "ring", 4, 2, (31,), 4, pads=True),
+    Case("bounds", "contiguous", "gather", 2, 2, (13,), 1),
+], ids=lambda c: c.transport)  # fmt: skip
+def test_rows_that_see_no_key(case, sinks, kernel) -> None:
+    plan = case.plan()
+    lo, hi = plan.mask.bounds(np.arange(plan.mask.tokens))
+    nothing = torch.from_numpy(lo >= hi)
+    assert nothing.any()
+    for dtype in (torch.float64, torch.float32):
+        out, lse, dq, dk, dv = whole(run_threads(plan.ranks, blind, plan, kernel, sinks, dtype), plan)
+        expected = torch.linspace(-1, 1, 4, dtype=lse.dtype) if sinks else torch.full((4,), -torch.inf, dtype=lse.dtype)
+        assert (out[nothing] == 0).all() and (dq[nothing] == 0).all()
+        assert (lse[nothing] == expected).all()
+        for x in (out, lse[~nothing], dq, dk, dv):
+            assert torch.isfinite(x).all()
+
+
+@settings(max_examples=40)
+@given(cases(max_ranks=4), st.sampled_from(["auto", "blockwise", "reference"]), st.sampled_from(SIDES), st.integers(0, 10**6))
+def test_a_nan_anywhere_in_any_plan(case, kernel, name, where) -> None:
+    plan, heads = replace(case, pads=True).plan(), (4, 2)
+    rows, of = (plan.mask.kv_tokens, heads[1]) if name in "kv" else (plan.mask.tokens, heads[0])
+    clean = whole(run_threads(plan.ranks, spiked, plan, heads, (2, 2), torch.float64, kernel, None), plan)
+    check_spike(plan, heads, (2, 2), torch.float64, kernel, (name, where % rows, where % of, np.nan), clean)
