@@ -336,8 +336,12 @@ class Plan(Memo):
 
     def row_bytes(self, heads: int, kv_heads: int, dim: int, v_dim: int, size: int) -> int:
         """Bytes of one token's keys and values on the rank with most key heads: what bounds the stages of all ranks."""
-        shares = [head_share(heads, kv_heads, int(w), s)[1] for w in np.unique(self._widths) for s in range(int(w))]
-        return max(1, max(s.stop - s.start for s in shares) * (dim + v_dim) * size)
+
+        def most() -> int:
+            shares = (head_share(heads, kv_heads, w, s)[1] for w in set(self._widths.tolist()) for s in range(w))
+            return max(s.stop - s.start for s in shares)
+
+        return max(1, int(self.memo(("key heads", heads, kv_heads), most)) * (dim + v_dim) * size)
 
     def bytes(self, rank: int, **shape: Any) -> int:
         """Bytes that a rank sends in one call; arguments as in `traffic`."""

@@ -16,7 +16,7 @@ from typing import NamedTuple
 
 import numpy as np
 
-from seqpar.layout import Layout, Runs, cut, expand
+from seqpar.layout import Runs, cut, expand
 from seqpar.mask import Ints, Mask
 from seqpar.plan.steps import Rows, as_rows
 
@@ -125,6 +125,8 @@ def fetch(field: Field, me: int, mine: Ints, stage_rows: int) -> Iterator[Route]
     and goes down from there in a cycle, so that at any time the owners serve different groups.
     """
     needs, groups = field.needs, field.groups
+    if groups == 1:
+        return
     length = needs.hi - needs.lo
     total = np.bincount(needs.group, length, groups).astype(np.int64)
     stages = np.maximum(-(-total // stage_rows), 1)
