@@ -10,12 +10,11 @@ import torch
 from torch import Tensor
 
 from seqpar.kernels import dropout
-from seqpar.kernels.protocol import Facts, Score, acc_dtype
+from seqpar.kernels.protocol import DTYPES, Facts, Score, acc_dtype
 from seqpar.kernels.softmax import masked_product, merge
 
 QUERY_ROWS = 512  # of all query heads that share a key head; with KEY_ROWS a tile of scores stays in the cache
 KEY_ROWS = 512
-_DTYPES = (torch.float64, torch.float32, torch.bfloat16, torch.float16)
 
 
 class Blockwise:
@@ -25,7 +24,7 @@ class Blockwise:
 
     def refuses(self, q: Tensor, k: Tensor, v: Tensor, score: Score) -> str | None:
         """Why not, or None."""
-        if q.dtype not in _DTYPES:
+        if q.dtype not in DTYPES:
             return f"blockwise has no {q.dtype}"
         return None
 

@@ -24,6 +24,8 @@ from typing import Any, Protocol
 import torch
 from torch import Tensor
 
+DTYPES = (torch.float64, torch.float32, torch.bfloat16, torch.float16)  # of queries, keys and values
+
 
 @dataclass(frozen=True)
 class Score:

@@ -6,7 +6,7 @@ import torch
 from torch import Tensor
 
 from seqpar.kernels import dropout
-from seqpar.kernels.protocol import Facts, Score, acc_dtype
+from seqpar.kernels.protocol import DTYPES, Facts, Score, acc_dtype
 from seqpar.kernels.softmax import masked_product, merge
 
 
@@ -17,7 +17,7 @@ class Reference:
 
     def refuses(self, q: Tensor, k: Tensor, v: Tensor, score: Score) -> str | None:
         """Why not, or None."""
-        return None if q.dtype.is_floating_point else f"reference has no {q.dtype}"
+        return None if q.dtype in DTYPES else f"reference has no {q.dtype}"
 
     def forward(
         self,

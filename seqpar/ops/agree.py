@@ -6,7 +6,7 @@ import hashlib
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 
-from seqpar.comm import Comm
+from seqpar.comm import Comm, PeerError
 
 REMEMBERED = 4096  # signatures that a comm keeps; all ranks forget the same ones, as they see them in one order
 
@@ -39,7 +39,12 @@ def agree_once(
     key = signature(facts, what)
     if error is None and comm.check_every == "batch" and key in comm.agreed:
         return
-    comm.agree(what, dict(facts) | dict(changing or {}), error)
+    try:
+        comm.agree(what, dict(facts) | dict(changing or {}), error)
+    except PeerError:
+        if error is None:
+            raise
+        raise error from None  # the others went on with what they remember; here stands why this rank did not
     comm.agreed[key] = None
     if len(comm.agreed) > REMEMBERED:
         del comm.agreed[next(iter(comm.agreed))]
