@@ -234,7 +234,8 @@ def forward(call: Call, q: Tensor, k: Tensor, v: Tensor, sinks: Tensor | None) -
         return insides[part.width]
 
     leaves: list[Callable[[], None]] = []
-    for step, here, keys, values in walk(call, steps, Phase.KEYS, inside):
+    arriving = Keys(call, steps, Phase.KEYS)
+    for step, here, keys, values in walk(arriving, inside):
         _compute(call, step, here, keys, values)
         if step.ends:
             leaves.append(_leave(call, step.part, here, out, lse))
@@ -243,11 +244,12 @@ def forward(call: Call, q: Tensor, k: Tensor, v: Tensor, sinks: Tensor | None) -
     return out, lse, list(insides.values())
 
 
-def walk(
-    call: Call, steps: list[Step], phase: Phase, inside: Callable[[Part], Inside]
-) -> Iterator[tuple[Step, Inside, Tensor, Tensor]]:
-    """Each step with its part's tensors and its keys and values; the next step's are on their way meanwhile."""
-    buffers = Keys(call, steps, phase)
+def walk(buffers: Keys, inside: Callable[[Part], Inside]) -> Iterator[tuple[Step, Inside, Tensor, Tensor]]:
+    """Each step with its part's tensors and its keys and values; the next step's are on their way meanwhile.
+
+    The caller holds the buffers: what is on its way when a step fails must outlive the step until peers know why.
+    """
+    steps = buffers.steps
     for n, step in enumerate(steps):
         here = inside(step.part)
         if n == 0:
@@ -334,7 +336,8 @@ def backward(
     home = dout.new_zeros(shapes[1], call.kv_heads, width, dtype=call.acc)
     riding = Riding(call)
     leaves: list[Callable[[], None]] = []
-    for step, tensors, keys, values in walk(call, steps, Phase.BACK_KEYS, inside):
+    arriving = Keys(call, steps, Phase.BACK_KEYS)
+    for step, tensors, keys, values in walk(arriving, inside):
         back = backs[step.part.width]
         own = step.local
         grads = back.home if own else back.home.new_zeros(len(step.pos), *back.home.shape[1:])
