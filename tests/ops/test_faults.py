@@ -1,0 +1,255 @@
+"""Ranks that die, never call, or fail inside a call: every other one ends in time and names the root cause."""
+
+from __future__ import annotations
+
+import os
+import threading
+import time
+from pathlib import Path
+
+import pytest
+import torch
+
+import seqpar
+from seqpar.comm import Comm, PeerError
+from seqpar.kernels import KERNELS
+from seqpar.layout import Layout
+from seqpar.mask import Mask
+from seqpar.plan import TRANSPORTS, Plan
+from seqpar.testing import run_processes, run_threads
+from tests.ops.test_attention import inputs
+
+TIMEOUT = 5.0
+LOCAL = threading.local()
+
+
+def plan_for(ranks: int, transport: str = "ring", ulysses: int = 1) -> Plan:
+    return Plan(Mask([8 * ranks], causal=False), Layout.striped(8 * ranks, ranks), transport=transport, ulysses=ulysses)
+
+
+class Fragile:
+    """A comm that does something instead of its n-th exchange of a phase range."""
+
+    def __init__(self, comm: Comm, at: int, instead, *, backward: bool) -> None:
+        self.comm, self.at, self.instead, self.backward = comm, at, instead, backward
+
+    def __getattr__(self, name: str) -> object:
+        return getattr(self.comm, name)
+
+    def exchange(self, sends, recvs, *, tag):
+        if (tag.phase > 2) == self.backward:
+            self.at -= 1
+            if self.at < 0:
+                self.instead()
+        return self.comm.exchange(sends, recvs, tag=tag)
+
+
+def call(comm: Comm, plan: Plan) -> None:
+    """One attention step, forward and backward."""
+    q, k, v, dout, _ = inputs(plan, (4, 2), (4, 4), 0)
+    mine = [seqpar.shard(x, plan, comm.rank).requires_grad_() for x in (q, k, v)]
+    seqpar.attention(*mine, plan, comm).backward(seqpar.shard(dout, plan, comm.rank))
+
+
+def witness(comm: Comm, folder: Path, plan: Plan, backward: bool, how: str) -> None:
+    """A good step, then one in which the last rank fails; each other rank notes how long it waited and what it got."""
+    call(comm, plan)
+    culprit = comm.rank == comm.size - 1
+    start = time.monotonic()
+    try:
+        if culprit and how == "dies":
+            call(Fragile(comm, 1, lambda: os._exit(5), backward=backward), plan)
+        elif culprit:
+            time.sleep(TIMEOUT + 1.0)
+        else:
+            call(comm, plan)
+        text = "nothing"
+    except Exception as error:
+        text = f"{type(error).__name__} {error}"
+    seconds = time.monotonic() - start
+    again = ""
+    if not culprit:
+        try:
+            call(comm, plan)
+        except PeerError as error:
+            again = str(error)
+    (folder / str(comm.rank)).write_text(f"{seconds}\n{text}\n{again}")
+    if how != "dies":
+        raise PeerError("over")  # the pool is not fit for another test
+    time.sleep(0.5)
+
+
+def notes(folder: Path) -> dict[int, tuple[float, str, str]]:
+    found = {}
+    for path in folder.iterdir():
+        seconds, text, again = path.read_text().split("\n", 2)
+        found[int(path.name)] = float(seconds), text, again
+    return found
+
+
+@pytest.mark.parametrize(("transport", "ulysses", "backward"), [
+    ("ring", 1, False), ("fetch", 3, True),
+])  # fmt: skip
+def test_a_rank_that_dies_inside_a_call_ends_the_others(tmp_path, transport, ulysses, backward) -> None:
+    with pytest.raises(RuntimeError, match="rank 2: its process died with exit code 5"):
+        run_processes(3, witness, tmp_path, plan_for(3, transport, ulysses), backward, "dies", timeout=TIMEOUT)
+    found = notes(tmp_path)
+    assert sorted(found) == [0, 1]
+    for seconds, text, again in found.values():
+        assert seconds < TIMEOUT + 3
+        assert text.startswith("PeerError") and "rank 2" in text and "call 1" in text
+        assert "lost the connection to rank 2" in text
+        assert "the comm is dead" in again
+
+
+def test_a_rank_that_never_calls_ends_the_others(tmp_path) -> None:
+    with pytest.raises(PeerError, match="over"):
+        run_processes(3, witness, tmp_path, plan_for(3), False, "sleeps", timeout=TIMEOUT)
+    found = notes(tmp_path)
+    for rank in (0, 1):
+        seconds, text, again = found[rank]
+        assert seconds < TIMEOUT + 3
+        assert text.startswith("PeerError") and "rank 2" in text and f"waited {TIMEOUT:g} s" in text
+        assert "the comm is dead" in again
+
+
+def broken(self, *arguments: object, **options: object) -> None:
+    raise FloatingPointError("the kernel broke")
+
+
+def fails_inside(comm: Comm, plan: Plan, method: str) -> tuple[str, str, str]:
+    """What a rank gets when rank 1 fails after a wait, in the call and in the next one."""
+    call(comm, plan)
+    if comm.rank == 1:
+        comm = Breaking(comm, method)
+    return (*outcomes(comm, plan), method)
+
+
+def outcomes(comm: Comm, plan: Plan) -> list[str]:
+    said = []
+    for _ in range(2):
+        try:
+            call(comm, plan)
+            said.append("nothing")
+        except Exception as error:
+            said.append(f"{type(error).__name__}: {error}")
+    return said
+
+
+class Breaking:
+    """A comm whose rank fails as soon as something has arrived in the forward or backward pass."""
+
+    def __init__(self, comm: Comm, method: str) -> None:
+        self.comm, self.method, self.calls = comm, method, 0
+
+    def __getattr__(self, name: str) -> object:
+        return getattr(self.comm, name)
+
+    def exchange(self, sends, recvs, *, tag):
+        work = self.comm.exchange(sends, recvs, tag=tag)
+        return Failing(work) if (tag.phase > 2) == (self.method == "backward") else work
+
+
+class Failing:
+    """A work after which this rank fails."""
+
+    def __init__(self, work) -> None:
+        self.work = work
+
+    def wait(self) -> None:
+        self.work.wait()
+        raise FloatingPointError("the kernel broke")
+
+
+def assert_named(results: list[tuple[str, str, str]]) -> None:
+    for rank, (first, second, _) in enumerate(results):
+        if rank == 1:
+            assert first == "FloatingPointError: the kernel broke"
+        else:
+            assert first.startswith("PeerError") and "root cause: rank 1" in first
+            assert "attention, call 1: FloatingPointError: the kernel broke" in first
+        assert second.startswith("PeerError") and "FloatingPointError: the kernel broke" in second
+
+
+@pytest.mark.parametrize("transport", TRANSPORTS)
+@pytest.mark.parametrize("method", ["forward", "backward"])
+def test_a_rank_that_fails_inside_a_call_is_the_root_cause(transport, method) -> None:
+    assert_named(run_threads(4, fails_inside, plan_for(4, transport), method))
+
+
+@pytest.mark.parametrize("method", ["forward", "backward"])
+def test_a_process_that_fails_inside_a_call_is_the_root_cause(method) -> None:
+    assert_named(run_processes(3, fails_inside, plan_for(3), method, timeout=TIMEOUT))
+
+
+def kernel_fails(comm: Comm, plan: Plan, method: str) -> tuple[str, str, str]:
+    """The same with a kernel that raises in rank 1: while keys are on their way, which must not hide the cause."""
+    call(comm, plan)
+    kept = {type(kernel): getattr(kernel, method).__func__ for kernel in KERNELS}
+    if comm.rank == 1:
+        for kernel in kept:
+            setattr(kernel, method, broken)
+    try:
+        return (*outcomes(comm, plan), method)
+    finally:
+        for kernel, function in kept.items():
+            setattr(kernel, method, function)
+
+
+@pytest.mark.parametrize("method", ["forward", "backward"])
+def test_a_kernel_that_raises_in_a_process_is_the_root_cause(method) -> None:
+    assert_named(run_processes(3, kernel_fails, plan_for(3), method, timeout=TIMEOUT))
+
+
+@pytest.mark.parametrize("transport", TRANSPORTS)
+@pytest.mark.parametrize("method", ["forward", "backward"])
+def test_a_kernel_that_raises_in_a_thread_is_the_root_cause(monkeypatch, transport, method) -> None:
+    for kernel in {type(kernel) for kernel in KERNELS}:
+        monkeypatch.setattr(kernel, method, sometimes(getattr(kernel, method)))
+    assert_named(run_threads(4, thread_fails, plan_for(4, transport), method))
+
+
+def sometimes(works):
+    """A method that raises in the thread of rank 1 once its local says so."""
+
+    def method(*arguments: object, **options: object) -> None:
+        if getattr(LOCAL, "broken", False):
+            raise FloatingPointError("the kernel broke")
+        works(*arguments, **options)
+
+    return method
+
+
+def thread_fails(comm: Comm, plan: Plan, method: str) -> tuple[str, str, str]:
+    call(comm, plan)
+    LOCAL.broken = comm.rank == 1
+    return (*outcomes(comm, plan), method)
+
+
+def test_a_kernel_that_raises_on_one_device_raises_as_it_is(monkeypatch) -> None:
+    for kernel in KERNELS:
+        monkeypatch.setattr(type(kernel), "forward", broken)
+    with pytest.raises(FloatingPointError, match="the kernel broke"):
+        run_threads(1, call, plan_for(1))
+
+
+def leaves_early(comm: Comm, verb: str) -> str:
+    """A rank that fails between two verbs; the others are in the second."""
+    plan = plan_for(comm.size)
+    call(comm, plan)
+    if comm.rank == 1:
+        comm.abort("KeyError: the data loader broke")
+        return "left"
+    with pytest.raises(PeerError, match="root cause: rank 1: KeyError: the data loader broke") as raised:
+        if verb == "unshard":
+            seqpar.unshard(torch.zeros(8), plan, comm)
+        elif verb == "switch":
+            seqpar.switch(torch.zeros(2, comm.size), comm, split_dim=1, concat_dim=0)
+        else:
+            seqpar.relayout(torch.zeros(8), comm, src=plan.layout, dst=Layout.contiguous(8 * comm.size, comm.size))
+    return str(raised.value)
+
+
+@pytest.mark.parametrize("verb", ["unshard", "switch", "relayout"])
+def test_a_rank_that_leaves_between_verbs_is_named_by_those_that_wait(verb) -> None:
+    assert run_threads(3, leaves_early, verb)[1] == "left"
