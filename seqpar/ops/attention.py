@@ -115,7 +115,7 @@ class _Attention(torch.autograd.Function):
 
     @staticmethod
     def forward(ctx: Any, q: Tensor, k: Tensor, v: Tensor, sinks: Tensor | None, call: Call) -> tuple[Tensor, Tensor]:
-        with abort_on_error(call.comm, f"attention, call {call.number}"):
+        with abort_on_error(call.comm, f"attention, call {call.number}"), _exact(call):
             out, lse, insides = forward(call, q, k, v, sinks)
         ctx.call, ctx.turn, ctx.rows = call, 0, (q.shape[0], k.shape[0])
         ctx.set_materialize_grads(False)
@@ -139,7 +139,7 @@ class _Attention(torch.autograd.Function):
         for part, inside in zip(call.parts(), insides, strict=True):
             if part.q.trivial:
                 inside.out, inside.lse = out[: part.q.rows], lse[:, : part.q.rows]
-        with abort_on_error(call.comm, f"attention, call {call.number}"):
+        with abort_on_error(call.comm, f"attention, call {call.number}"), _exact(call):
             dq, dk, dv, dsinks = backward(call, insides, sinks, dout, dlse, ctx.rows)
         need = ctx.needs_input_grad
         return (
@@ -149,6 +149,11 @@ class _Attention(torch.autograd.Function):
             dsinks.to(sinks.dtype) if need[3] and dsinks is not None else None,
             None,
         )
+
+
+def _exact(call: Call) -> torch.autocast:
+    """No autocast inside: it would round the products of the accumulation dtype."""
+    return torch.autocast(call.device.type, enabled=False)
 
 
 def _check_tensors(q: Tensor, k: Tensor, v: Tensor, plan: Plan, comm: Comm) -> None:

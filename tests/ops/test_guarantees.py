@@ -228,6 +228,20 @@ def test_backward_passes_of_one_graph_do_not_meet(transport) -> None:
     torch.testing.assert_close(torch.cat(run_threads(4, skewed_backwards, plan)), q.grad, rtol=1e-10, atol=1e-10)
 
 
+# --- the accumulation dtype ---------------------------------------------------------------------------------------------
+
+
+def autocast(comm: Comm, plan: Plan, kernel: str, enabled: bool) -> list[Tensor]:
+    with torch.autocast("cpu", dtype=torch.bfloat16, enabled=enabled):
+        return step(comm, plan, (4, 2), (4, 4), 0, torch.float32, kernel=kernel)
+
+
+@pytest.mark.parametrize("kernel", ["auto", "blockwise", "reference"])
+def test_autocast_does_not_round_what_is_accumulated(kernel) -> None:
+    plan = Case("packed", "striped", "ring", 2, 1, (9, 30, 2)).plan()
+    assert_same_bits(run_threads(2, autocast, plan, kernel, True), run_threads(2, autocast, plan, kernel, False))
+
+
 # --- what is not finite -----------------------------------------------------------------------------------------------
 
 SIDES = ("q", "k", "v", "dout")
