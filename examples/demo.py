@@ -86,7 +86,7 @@ def batches(documents: Sequence[tuple[str, bytes]], *, tokens: int, seed: int) -
     """Endless batches of exactly `tokens` tokens, equal for equal seeds.
 
     Documents come in a shuffled order. One that does not fit into what is left of a batch waits for the next, and the
-    first later one that fits is taken; a document is cut only at the budget itself, or where nothing fits any more.
+    first later one that fits is taken; a document is cut only where nothing fits any more.
     """
     generator = np.random.default_rng(seed)
     queue: list[int] = []
@@ -96,7 +96,7 @@ def batches(documents: Sequence[tuple[str, bytes]], *, tokens: int, seed: int) -
         while left:
             if len(queue) < len(documents):
                 queue.extend(generator.permutation(len(documents)).tolist())
-            fits = (at for at, index in enumerate(queue) if len(documents[index][1]) < left or left == tokens)
+            fits = (at for at, index in enumerate(queue) if len(documents[index][1]) < left)
             name, text = documents[queue.pop(next(fits, 0))]
             chosen.append((name, text[: left - 1]))  # one token goes to START
             left -= 1 + len(chosen[-1][1])

@@ -1,0 +1,176 @@
+"""The examples as a reader runs them: under torchrun and alone, with their verdicts and exit codes."""
+
+from __future__ import annotations
+
+import dataclasses
+import importlib.util
+import os
+import re
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Iterator
+from pathlib import Path
+from types import ModuleType
+
+import pytest
+
+ROOT = Path(__file__).resolve().parent.parent
+EXAMPLES = ROOT / "examples"
+METHODS = ("ring", "ulysses", "switch", "long_context")
+TINY = ("--steps", "2", "--tokens", "512")
+ENVIRONMENT = {
+    **{name: value for name, value in os.environ.items() if name not in ("RANK", "WORLD_SIZE", "LOCAL_RANK")},
+    "PYTHONPATH": os.pathsep.join(filter(None, (str(ROOT), os.environ.get("PYTHONPATH")))),
+    "OMP_NUM_THREADS": "1",
+}
+
+
+def torchrun(ranks: int, script: str, *args: object) -> list[str]:
+    launcher = (sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", ranks)
+    return [str(word) for word in (*launcher, EXAMPLES / script, *args)]
+
+
+def alone(script: str, *args: object) -> list[str]:
+    return [str(word) for word in (sys.executable, EXAMPLES / script, *args)]
+
+
+def run(command: list[str]) -> subprocess.CompletedProcess[str]:
+    return subprocess.run(command, env=ENVIRONMENT, capture_output=True, text=True, timeout=120)
+
+
+@pytest.mark.parametrize("name", METHODS)
+@pytest.mark.parametrize("ranks", [1, 2])
+def test_a_method_agrees_with_dense_attention(name: str, ranks: int) -> None:
+    done = run(alone(f"{name}.py") if ranks == 1 else torchrun(ranks, f"{name}.py"))
+    assert done.returncode == 0, done.stderr
+    assert "PASS" in done.stdout and "FAIL" not in done.stdout
+    assert "Warning" not in done.stderr
+    if name == "long_context" and ranks == 2:
+        halo = 100 * 2 * 2 * 32 * 4  # window, key heads, keys and values, head dim, bytes
+        received = re.findall(r"rank (\d) of 2, .* received ([\d,]+) bytes", done.stdout)
+        assert sorted(received) == [("0", "0"), ("1", f"{halo:,}")]
+
+
+@pytest.mark.parametrize(
+    "flags",
+    [
+        (),
+        ("--layout", "striped", "--transport", "ring", "--dtype", "bfloat16"),
+        ("--layout", "contiguous", "--transport", "gather", "--ulysses", "2", "--dtype", "float64"),
+    ],
+    ids=" ".join,
+)
+def test_the_demo_trains_as_one_process_does(flags: tuple[str, ...], tmp_path: Path) -> None:
+    picture = tmp_path / "new" / "demo.png"
+    flags = (*TINY, *flags, "--out", picture)
+    # without flags also without torchrun: the demo starts its own ranks then
+    done = run(torchrun(2, "demo.py", *flags) if len(flags) > 6 else alone("demo.py", "--ranks", 2, *flags))
+    assert done.returncode == 0, done.stdout + done.stderr
+    lines = done.stdout.rstrip().splitlines()
+    assert re.match(r"2 ranks, \w+ layout, \w+ over GroupComm \(gloo\)", lines[0])
+    assert lines[-1].startswith("PASS: largest loss difference")
+    assert "over 2 steps (tolerance" in lines[-1]
+    assert len(re.findall(r"^ +\d+ +\d+\.\d{7} +\d+\.\d{7} .* MB +\d:\d", done.stdout, re.MULTILINE)) == 2
+    moved, predicted = re.search(r"bytes moved: (\S+); predicted by the plans: (\S+)", done.stdout).groups()
+    assert moved == predicted != "0"
+    assert "\x1b" not in done.stdout, "colour belongs on a terminal only"
+    assert picture.read_bytes().startswith(b"\x89PNG")
+
+
+@pytest.mark.parametrize("launcher", ["torchrun", "python"])
+def test_ctrl_c_leaves_no_process_behind(launcher: str, tmp_path: Path) -> None:
+    flags = ("--steps", "10000", "--tokens", "512", "--out", tmp_path / "marker.png")
+    command = torchrun(2, "demo.py", *flags) if launcher == "torchrun" else alone("demo.py", "--ranks", 2, *flags)
+    process = subprocess.Popen(
+        command, env=ENVIRONMENT, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True, start_new_session=True
+    )
+    try:
+        for line in process.stdout:
+            if line.startswith("   1 "):  # the second step is done: every rank is at work
+                break
+        assert len(named(tmp_path)) == 3, "the launcher and two ranks"
+        # a terminal signals its foreground group, a supervisor its child alone
+        (os.killpg if launcher == "python" else os.kill)(process.pid, signal.SIGINT)
+        rest = process.communicate(timeout=30)[0]
+        assert process.returncode != 0
+        assert "PASS" not in rest
+        deadline = time.monotonic() + 5
+        while named(tmp_path) and time.monotonic() < deadline:
+            time.sleep(0.05)
+        assert not named(tmp_path), rest
+    finally:
+        for left in {process.pid, *named(tmp_path)} if process.poll() is None else named(tmp_path):
+            os.kill(left, signal.SIGKILL)
+        process.wait()
+
+
+def named(path: Path) -> list[int]:
+    """Processes with `path` in their command line."""
+    # ww: the whole line, however narrow the terminal is said to be
+    ps = ["ps", "-A", "-ww", "-o", "pid=,args="]
+    lines = subprocess.run(ps, capture_output=True, text=True, check=True).stdout
+    return [int(line.split()[0]) for line in lines.splitlines() if str(path) in line]
+
+
+@pytest.fixture(scope="module")
+def demo() -> Iterator[ModuleType]:
+    sys.path.insert(0, str(EXAMPLES))
+    try:
+        spec = importlib.util.spec_from_file_location("demo_under_test", EXAMPLES / "demo.py")
+        module = importlib.util.module_from_spec(spec)
+        sys.modules[spec.name] = module
+        spec.loader.exec_module(module)
+        yield module
+    finally:
+        sys.path.remove(str(EXAMPLES))
+
+
+def test_batches_are_whole_documents_of_exactly_the_budget(demo: ModuleType) -> None:
+    documents = [(f"{size}.py", bytes(i % 256 for i in range(size))) for size in (5, 900, 40, 3, 90, 30)]
+    stream, again = (demo.batches(documents, tokens=100, seed=1) for _ in range(2))
+    for _ in range(20):
+        batch = next(stream)
+        assert batch.lengths == next(again).lengths
+        assert sum(batch.lengths) == len(batch.tokens) == len(batch.positions) == 100
+        whole = [f"{length - 1}.py" == name for name, length in zip(batch.names, batch.lengths)]
+        assert all(whole[:-1]), "only what fills the batch up is cut"
+
+
+def test_labels_are_shifted_inside_documents(demo: ModuleType) -> None:
+    batch = demo.pack([("a", b"xyz"), ("b", b"q")])
+    assert batch.tokens.tolist() == [demo.START, *b"xyz", demo.START, *b"q"]
+    assert batch.labels.tolist() == [*b"xyz", demo.IGNORED, *b"q", demo.IGNORED]
+    assert batch.positions.tolist() == [0, 1, 2, 3, 0, 1]
+    assert batch.valid == 4
+
+
+def test_the_verdict_fails_where_it_should(demo: ModuleType) -> None:
+    good = demo.Row(
+        sharded=3.0, reference=3.0, nudged=3.0 + 1e-6, bytes_moved=8, bytes_predicted=8, seconds=1, reference_seconds=1
+    )
+    assert demo.verdict([good, good], "float32")[0]
+    for change in ({"sharded": 3.0001}, {"sharded": float("nan")}, {"bytes_moved": 7}):
+        for rows in ([good, dataclasses.replace(good, **change)], [dataclasses.replace(good, **change), good]):
+            passed, line = demo.verdict(rows, "float32")
+            assert not passed and line.startswith("FAIL"), change
+
+
+@pytest.mark.parametrize(
+    ("flags", "message"),
+    [
+        (["--ranks", "3"], "--ranks 3 contradicts torchrun, which started 2 processes"),
+        (["--ulysses", "3"], "--ulysses 3 does not divide the 2 ranks"),
+        (["--steps", "0"], "--steps 0 is too few; it must be at least 1"),
+        (["--tokens", "1"], "--tokens 1 is too few; it must be at least 2"),
+    ],
+)
+def test_flags_that_cannot_be_are_refused(
+    flags: list[str], message: str, demo: ModuleType, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture
+) -> None:
+    monkeypatch.setenv("WORLD_SIZE", "2")
+    with pytest.raises(SystemExit) as raised:
+        demo.arguments(flags)
+    assert raised.value.code == 2
+    assert message in capsys.readouterr().err
