@@ -42,11 +42,11 @@ def packed(tokens: int, seed: int = 0) -> list[torch.Tensor]:
     return [torch.randn(tokens, HEADS, DIM, generator=g) for _ in range(4)]
 
 
-def timed_step(attend: Callable[..., torch.Tensor], q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, g: torch.Tensor) -> float:
-    """Seconds of one forward and backward."""
-    q, k, v = (x.detach().requires_grad_() for x in (q, k, v))
+def timed_step(attend: Callable[..., torch.Tensor], *tensors: torch.Tensor) -> float:
+    """Seconds of one forward and backward of q, k, v, with the gradient of the output."""
+    q, k, v = (x.detach().requires_grad_() for x in tensors[:3])
     start = time.perf_counter()
-    attend(q, k, v).backward(g)
+    attend(q, k, v).backward(tensors[3])
     return time.perf_counter() - start
 
 

@@ -21,7 +21,7 @@ class Runs(NamedTuple):
     """Arithmetic progressions ``start + step * [0, count)``, in row order; all counts and steps at least 1."""
 
     start: Ints
-    count: Ints
+    count: Ints  # type: ignore[assignment]  # tuple.count is not missed
     step: Ints
 
     @property

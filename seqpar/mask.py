@@ -104,7 +104,7 @@ def frozen(array: NDArray[Any]) -> Any:
 
 
 def _offsets(lengths: Ints) -> Ints:
-    return frozen(np.concatenate([[0], np.cumsum(lengths)]))  # type: ignore[no-any-return]
+    return frozen(np.concatenate([[0], np.cumsum(lengths)]))
 
 
 class Mask:

@@ -40,7 +40,7 @@ class Leg:
 def enter(comm: Comm, tag: Tag, part: Part, legs: Sequence[Leg]) -> Callable[[], list[Tensor]]:
     """Posts the way in; what it returns waits and gives the inside tensors, in the order of the legs."""
     device = legs[0].x.device
-    local = [leg.x[: leg.trade.rows] if leg.trade.trivial else take(leg.x, index(part, leg.trade.mine, device)) for leg in legs]
+    local = [take(leg.x, index(part, leg.trade.mine, device)) for leg in legs]
     received: dict[int, list[Tensor]] = {}
     work = None
     if part.width > 1:
@@ -50,10 +50,7 @@ def enter(comm: Comm, tag: Tag, part: Part, legs: Sequence[Leg]) -> Callable[[],
             if member == own:
                 continue
             sends[member] = [x[:, leg.shares[share]].contiguous() for leg, x in zip(legs, local, strict=True)]
-            received[member] = [
-                comm.empty((count(leg.trade.dest[member]), _width(leg, part.share), *leg.x.shape[2:]), leg.x.dtype, device)
-                for leg in legs
-            ]
+            received[member] = [_space(comm, leg, count(leg.trade.dest[member]), part.share) for leg in legs]
         work = comm.exchange(sends, received, tag=tag)
 
     def inside() -> list[Tensor]:
@@ -84,10 +81,7 @@ def leave(comm: Comm, tag: Tag, part: Part, legs: Sequence[Leg]) -> Callable[[],
             if member == own:
                 continue
             sends[member] = [take(leg.x, index(part, leg.trade.dest[member], device)).contiguous() for leg in legs]
-            received[member] = [
-                comm.empty((count(leg.trade.mine), _width(leg, share), *leg.x.shape[2:]), leg.x.dtype, device)
-                for leg in legs
-            ]
+            received[member] = [_space(comm, leg, count(leg.trade.mine), share) for leg in legs]
         work = comm.exchange(sends, received, tag=tag)
 
     def written() -> None:
@@ -109,3 +103,8 @@ def leave(comm: Comm, tag: Tag, part: Part, legs: Sequence[Leg]) -> Callable[[],
 
 def _width(leg: Leg, share: int) -> int:
     return leg.shares[share].stop - leg.shares[share].start
+
+
+def _space(comm: Comm, leg: Leg, rows: int, share: int) -> Tensor:
+    """Memory for rows of one share's heads."""
+    return comm.empty((rows, _width(leg, share), *leg.x.shape[2:]), leg.x.dtype, leg.x.device)

@@ -32,7 +32,8 @@ def head_blocks(heads: slice, kv_heads: slice, group: int) -> list[tuple[slice, 
     inner_start, inner_stop = -(-heads.start // group) * group, heads.stop // group * group
     edges += [e for e in (inner_start, inner_stop) if heads.start < e < heads.stop]
     edges = sorted({*edges, heads.stop})
-    return [
-        (slice(a - heads.start, b - heads.start), slice(a // group - kv_heads.start, (b - 1) // group + 1 - kv_heads.start))
-        for a, b in zip(edges[:-1], edges[1:], strict=True)
-    ]
+    blocks = []
+    for a, b in zip(edges[:-1], edges[1:], strict=True):
+        keys = slice(a // group - kv_heads.start, (b - 1) // group + 1 - kv_heads.start)
+        blocks.append((slice(a - heads.start, b - heads.start), keys))
+    return blocks

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
+from functools import partial
 from typing import Any
 
 import numpy as np
@@ -98,21 +99,21 @@ class Plan(Memo):
             if self.node is not None and self.node % u:
                 raise ValueError(f"the Ulysses width must divide node={self.node}, got {u}")
         if not per_document or len(set(width)) == 1:
-            return frozen(np.full(documents, width[0], np.int64))  # type: ignore[no-any-return]
+            return frozen(np.full(documents, width[0], np.int64))
         if not self.mask.within_documents:
             raise NotImplementedError("a Ulysses width per document needs bounds inside documents; give one width")
         widths = np.asarray(width, np.int64)
         alone = (self.degrees == 1) & (self._held_alike())
-        return frozen(np.where(alone, 1, widths))  # type: ignore[no-any-return]
+        return frozen(np.where(alone, 1, widths))
 
     def _held_alike(self) -> Ints:
         """Whether a document's keys are all where its queries are, for documents on one rank."""
         if self.kv_layout is self.layout:
-            return np.ones(len(self.mask.lengths), bool)  # type: ignore[return-value]
+            return np.ones(len(self.mask.lengths), bool)
         queries, keys = self.layout.owner(), self.kv_layout.owner()
         first = queries[self.mask.offsets[:-1]]
         other = keys != np.repeat(first, self.mask.kv_lengths)
-        return np.add.reduceat(other, self.mask.kv_offsets[:-1]) == 0  # type: ignore[no-any-return]
+        return np.add.reduceat(other, self.mask.kv_offsets[:-1]) == 0
 
     @property
     def widths(self) -> Ints:
@@ -122,7 +123,7 @@ class Plan(Memo):
     @property
     def degrees(self) -> Ints:
         """Ranks that hold tokens of each document, [documents]."""
-        return self.memo("degrees", self._degrees)  # type: ignore[no-any-return]
+        return self.memo("degrees", self._degrees)
 
     def _degrees(self) -> Ints:
         runs, rank = self.layout.all_runs()
@@ -156,7 +157,7 @@ class Plan(Memo):
         """The same layout, transport and widths under another mask, as for a window in some layers; cached."""
         if mask == self.mask:
             return self
-        return self.memo(("mask", mask), lambda: self._with_mask(mask))  # type: ignore[no-any-return]
+        return self.memo(("mask", mask), lambda: self._with_mask(mask))
 
     def _with_mask(self, mask: Mask) -> Plan:
         own = None if self.kv_layout is self.layout else self.kv_layout
@@ -171,14 +172,14 @@ class Plan(Memo):
         stage_rows = max(1, self.stage_bytes // row_bytes)
         if self.transport != "fetch":
             stage_rows = 0  # the other transports have no stages to bound
-        return self.memo(("steps", rank, stage_rows), lambda: self._steps(rank, stage_rows))  # type: ignore[no-any-return]
+        return self.memo(("steps", rank, stage_rows), lambda: self._steps(rank, stage_rows))
 
     def _steps(self, rank: int, stage_rows: int) -> list[Step]:
         result: list[Step] = []
         number = 0
-        for width in np.unique(self._widths):
-            part = self.memo(("part", rank, int(width)), lambda w=int(width): self._part(rank, w))
-            field = self.memo(("field", int(width)), lambda w=int(width): self._field(w))
+        for width in np.unique(self._widths).tolist():
+            part = self.memo(("part", rank, width), partial(self._part, rank, width))
+            field = self.memo(("field", width), partial(self._field, width))
             me = rank // part.width
             mine = part.keys
             if self.transport == "gather":
@@ -292,7 +293,12 @@ class Plan(Memo):
 
         Counted are tensors' contents, as `Comm.stats` counts them. dtype: "float64", "float32", "bfloat16", "float16".
         """
-        size = DTYPE_BYTES[str(dtype).removeprefix("torch.")]
+        name = str(dtype).removeprefix("torch.")
+        if name not in DTYPE_BYTES:
+            raise ValueError(f"dtype must be one of {', '.join(DTYPE_BYTES)}, got {dtype!r}")
+        if heads <= 0 or kv_heads <= 0 or heads % kv_heads:
+            raise ValueError(f"query heads must be a multiple of key heads, got {heads} and {kv_heads}")
+        size = DTYPE_BYTES[name]
         acc = max(size, 4)
         v_dim = dim if v_dim is None else v_dim
         sent: dict[int, int] = {}
@@ -400,7 +406,7 @@ def _checked_layouts(mask: Mask, layout: Layout, kv_layout: Layout | None) -> La
 def _checked_rows(layout: Layout, rows: int | Sequence[int] | None) -> ArrayLike:
     tokens = np.array([layout.tokens(r) for r in range(layout.ranks)])
     if rows is None:
-        return frozen(tokens)  # type: ignore[no-any-return]
+        return frozen(tokens)
     given = np.asarray(rows)
     if given.dtype.kind not in "iu":
         raise ValueError(f"rows must be integers, got {rows!r:.200}")
@@ -410,4 +416,4 @@ def _checked_rows(layout: Layout, rows: int | Sequence[int] | None) -> ArrayLike
     if (given < tokens).any():
         rank = int(np.flatnonzero(given < tokens)[0])
         raise ValueError(f"rows gives rank {rank} {given[rank]} rows, it holds {tokens[rank]} tokens")
-    return frozen(given.astype(np.int64))  # type: ignore[no-any-return]
+    return frozen(given.astype(np.int64))

@@ -15,6 +15,7 @@ from dataclasses import dataclass
 from typing import NamedTuple
 
 import numpy as np
+from numpy.typing import NDArray
 
 from seqpar.layout import Runs, cut, expand
 from seqpar.mask import Ints, Mask
@@ -179,9 +180,7 @@ def _slices(needs: Needs, total: Ints, stages: Ints) -> tuple[Ints, Ints, Ints, 
     return owner, stage, lo, lo + piece.count
 
 
-def _sends(
-    group: Ints, stage: Ints, lo: Ints, hi: Ints, mine: Ints, me: int, stages: int
-) -> list[dict[int, Rows]]:
+def _sends(group: Ints, stage: Ints, lo: Ints, hi: Ints, mine: Ints, me: int, stages: int) -> list[dict[int, Rows]]:
     """Which of my keys each group gets at each stage: stage -> group -> rows."""
     first, stop = np.searchsorted(mine, lo), np.searchsorted(mine, hi)
     kept = (stop > first) & (group != me)
@@ -263,7 +262,7 @@ def _owner_at(holder: int, hop: int, groups: int, inner: int) -> int:
     return (node - outer) % (groups // inner) * inner + (place - turn + outer) % inner
 
 
-def hops(field: Field, inner: int) -> Ints:
+def hops(field: Field, inner: int) -> NDArray[np.int32]:
     """For each key the last hop at which its holder sees it, 0 if only its owner does; int32 [kv_tokens]."""
     groups = field.groups
     distance = np.zeros((groups, groups), np.int32)  # [owner, holder] -> hop

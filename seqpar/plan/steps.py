@@ -79,7 +79,7 @@ class Part(Memo):
     @property
     def blind(self) -> Ints:
         """Inside query rows that see no key at all."""
-        return self.memo("blind", lambda: np.flatnonzero(self.lo >= self.hi))  # type: ignore[no-any-return]
+        return self.memo("blind", lambda: np.flatnonzero(self.lo >= self.hi))
 
 
 @dataclass(frozen=True, eq=False)
@@ -119,17 +119,17 @@ class Step(Memo):
     def tiles(self, bm: int, bn: int) -> Tiles:
         """Tile tables of this step for tiles of ``bm`` query rows and ``bn`` key rows; made once."""
         p = self.part
-        return self.memo(("tiles", bm, bn), lambda: tile_tables(p.lo, p.hi, p.pos, self.pos, bm, bn))  # type: ignore[no-any-return]
+        return self.memo(("tiles", bm, bn), lambda: tile_tables(p.lo, p.hi, p.pos, self.pos, bm, bn))
 
     @property
     def segments(self) -> Segments:
         """This step as contiguous rectangles, for kernels that know no positions; made once."""
-        return self.memo("segments", lambda: segments(self.part.lo, self.part.hi, self.pos))  # type: ignore[no-any-return]
+        return self.memo("segments", lambda: segments(self.part.lo, self.part.hi, self.pos))
 
     @property
     def area(self) -> int:
         """Pairs of a query and a key that this step computes."""
-        return self.memo("area", self._area)  # type: ignore[no-any-return]
+        return self.memo("area", self._area)
 
     def _area(self) -> int:
         first = np.searchsorted(self.pos, self.part.lo)

@@ -64,8 +64,9 @@ def _query_tiles(lo: Ints, hi: Ints, pos: Ints, bm: int) -> Ints:
     """First rows of the query tiles, and the number of rows. With a window a tile does not cross a run: the keys
     between the two runs' windows would be visited for nothing."""
     rows = pos.size
-    windowed = rows > 1 and bool(((lo[1:] - lo[:-1] == 1) & (hi[1:] > lo[1:])).any())
-    if not windowed:
+    # A document of one token also makes lo rise by one; of a window most rows do.
+    rising = np.count_nonzero((lo[1:] - lo[:-1] == 1) & (hi[1:] > lo[1:]))
+    if 2 * rising <= rows:
         return np.append(np.arange(0, rows, bm), rows)
     count = runs_of(pos).count
     tiles = -(-count // bm)
@@ -77,9 +78,17 @@ def _transposed(begin: Ints, end: Ints, key_tiles: int) -> tuple[Ints, Ints]:
     """For each key tile the first query tile that visits it and one past the last."""
     q_begin = np.full(key_tiles, len(begin), np.int64)
     q_end = np.zeros(key_tiles, np.int64)
-    for i in np.flatnonzero(begin < end)[::-1]:
+    visiting = np.flatnonzero(begin < end)
+    b, e = begin[visiting], end[visiting]
+    if (np.diff(b) >= 0).all() and (np.diff(e) >= 0).all():
+        tile = np.arange(key_tiles)
+        first, last = np.searchsorted(e, tile, side="right"), np.searchsorted(b, tile, side="right") - 1
+        seen = first <= last
+        q_begin[seen], q_end[seen] = visiting[first[seen]], visiting[last[seen]] + 1
+        return np.minimum(q_begin, q_end), q_end
+    for i in visiting[::-1]:
         q_begin[begin[i] : end[i]] = i
-    for i in np.flatnonzero(begin < end):
+    for i in visiting:
         q_end[begin[i] : end[i]] = i + 1
     return np.minimum(q_begin, q_end), q_end
 

@@ -176,7 +176,7 @@ def product() -> list[tuple[Case, tuple[int, int]]]:
 
 
 def pairwise(points: list[tuple[Case, tuple[int, int]]]) -> list[tuple[Case, tuple[int, int]]]:
-    """Few points in which every pair of values of two axes occurs that occurs in the product; greedy, in fixed order."""
+    """Few points with every pair of values of two axes that occurs in the product; greedy, in a fixed order."""
 
     def pairs(point: tuple[Case, tuple[int, int]]) -> set[tuple[object, ...]]:
         case, heads = point
