@@ -1,0 +1,95 @@
+"""What planning costs, counted in lines of Python executed: loops run over messages and stages, not over tokens,
+documents or runs.
+
+Times are printed by ``bench/test_plans.py``; a count says the same on a loaded machine.
+"""
+
+from __future__ import annotations
+
+import sys
+from pathlib import Path
+from types import FrameType
+from typing import Any
+
+import numpy as np
+import pytest
+
+import seqpar
+from seqpar import Layout, Mask, Plan
+
+PACKAGE = str(Path(seqpar.__file__).parent)
+LAYOUTS = ("contiguous", "zigzag", "striped")
+
+
+def heavy_tailed(tokens: int, documents: int) -> np.ndarray:
+    """Lengths of documents, a few of them long."""
+    weights = np.random.default_rng(0).pareto(1.2, documents) + 0.05
+    lengths = 1 + np.floor(weights / weights.sum() * (tokens - documents)).astype(np.int64)
+    lengths[0] += tokens - lengths.sum()
+    return lengths
+
+
+def build(lengths: np.ndarray, layout: str, ranks: int, rank: int) -> Plan:
+    """All that one rank needs of a batch."""
+    mask, tokens = Mask(lengths), int(lengths.sum())
+    made = {
+        "contiguous": lambda: Layout.contiguous(tokens, ranks),
+        "zigzag": lambda: Layout.zigzag(lengths, ranks),
+        "striped": lambda: Layout.striped(tokens, ranks),
+    }[layout]()
+    plan = Plan(mask, made)
+    for step in plan.steps(rank):
+        step.tiles(128, 128)
+    plan.rope_positions(rank)
+    return plan
+
+
+def lines_of(make: Any) -> int:
+    """Lines of seqpar's code that a call executes; a loop's body counts each time."""
+    lines = 0
+
+    def local(frame: FrameType, event: str, arg: object) -> Any:
+        nonlocal lines
+        lines += event == "line"
+        return local
+
+    before = sys.gettrace()
+    sys.settrace(lambda frame, event, arg: local if frame.f_code.co_filename.startswith(PACKAGE) else None)
+    try:
+        make()
+    finally:
+        sys.settrace(before)
+    return lines
+
+
+@pytest.mark.parametrize("layout", LAYOUTS)
+@pytest.mark.parametrize("rank", [0, 15])
+def test_documents_cost_no_python(layout, rank) -> None:
+    few, many = (lines_of(lambda n=n: build(heavy_tailed(1 << 17, n), layout, 16, rank)) for n in (200, 2000))
+    assert many <= 1.1 * few
+
+
+@pytest.mark.parametrize("layout", LAYOUTS)
+def test_tokens_cost_python_for_messages_only(layout) -> None:
+    few, many = (lines_of(lambda n=n: build(heavy_tailed(n, 200), layout, 16, 3)) for n in (1 << 15, 1 << 18))
+    assert many <= few + 12 * 16 * 32, "messages: up to 16 peers in each of 16 stages, both ways"
+
+
+@pytest.mark.parametrize("layout", LAYOUTS)
+def test_a_large_batch_takes_few_lines(layout) -> None:
+    """The batch of the acceptance: 1,048,576 tokens, 64 ranks, 2,000 documents."""
+    lengths = heavy_tailed(1 << 20, 2000)
+    assert lengths.sum() == 1 << 20 and lengths.min() > 0 and lengths.max() > 20 * lengths.mean()
+    messages = sum(1 + len(s.sends) + len(s.recvs) for s in build(lengths, layout, 64, 63).steps(63))
+    assert messages <= 2 * 64 * 64
+    assert lines_of(lambda: build(lengths, layout, 64, 63)) <= 5_000 + 12 * messages
+
+
+def test_documents_of_one_token_do_not_cut_tiles() -> None:
+    """They look like a window for a row or two; query tiles are cut where runs end only with a real window."""
+    lengths = [1, 1, 1, *[40] * 50, 1, 1]
+    plan = Plan(Mask(lengths), Layout.zigzag(lengths, 4))
+    for step in plan.steps(1):
+        assert len(step.tiles(128, 128).rows) - 1 == -(-plan.layout.tokens(1) // 128)
+    local = Plan(Mask([4096], window=(64, None)), Layout.zigzag([4096], 2))
+    assert local.steps(0)[0].tiles(700, 128).rows.tolist() == [0, 700, 1024, 1724, 2048]
