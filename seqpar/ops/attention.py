@@ -84,6 +84,7 @@ def attention(
         _check_tensors(q, k, v, plan, comm)
         _check_options(q, sinks, alibi_slopes, softcap, dropout_p, dropout_seed)
         slopes = None if alibi_slopes is None else alibi_slopes.detach().to(acc_dtype(q.dtype))
+        dropout_seed = None if dropout_seed is None else int(dropout_seed)  # numpy's integers overflow and print apart
         seed = dropout_seed if dropout_p and dropout_seed is not None else 0
         score = Score(_checked_scale(scale, q), float(softcap), slopes, float(dropout_p), seed)
         chosen = choose(kernel, q, k, v, score)
@@ -91,15 +92,16 @@ def attention(
         facts = {
             "plan": plan.digest(), "dtype": q.dtype, "heads": q.shape[1], "kv_heads": k.shape[1], "dim": q.shape[2],
             "v_dim": v.shape[2], "scale": score.scale, "softcap": score.softcap, "dropout_p": score.dropout_p,
-            "sinks": sinks is not None, "alibi_slopes": alibi_slopes is not None, "return_lse": return_lse,
-            "deterministic": deterministic, "kernel": chosen.name, "q requires grad": grads and q.requires_grad,
+            "sinks": sinks is not None, "alibi_slopes": alibi_slopes is not None, "return_lse": bool(return_lse),
+            "deterministic": bool(deterministic), "kernel": chosen.name, "q requires grad": grads and q.requires_grad,
             "k or v requires grad": grads and (k.requires_grad or v.requires_grad),
             "sinks require grad": grads and sinks is not None and sinks.requires_grad, "device": q.device.type,
         }  # fmt: skip
         call = Call(
             plan=plan, comm=comm, kernel=chosen, score=score, heads=q.shape[1], kv_heads=k.shape[1], dim=q.shape[2],
-            v_dim=v.shape[2], dtype=q.dtype, device=q.device, sinks=sinks is not None, return_lse=return_lse,
-            kv_grads=bool(facts["k or v requires grad"]), number=number, digest=signature(facts, seed) if comm.size > 1 else 0,
+            v_dim=v.shape[2], dtype=q.dtype, device=q.device, sinks=sinks is not None, return_lse=bool(return_lse),
+            kv_grads=bool(facts["k or v requires grad"]), number=number,
+            digest=signature(facts, seed) if comm.size > 1 else 0,
         )  # fmt: skip
     except Exception as found:  # whatever it is, the others must hear of it
         error = found
@@ -164,6 +166,8 @@ def _check_tensors(q: Tensor, k: Tensor, v: Tensor, plan: Plan, comm: Comm) -> N
         raise ValueError(f"q, k, v must have one dtype, got {q.dtype}, {k.dtype}, {v.dtype}")
     if not q.device == k.device == v.device:
         raise ValueError(f"q, k, v must be on one device, got {q.device}, {k.device}, {v.device}")
+    if q.is_meta:
+        raise NotImplementedError("q, k, v are on the meta device, which holds no values to attend to")
     if k.shape[:2] != v.shape[:2] or q.shape[2] != k.shape[2] or 0 in (q.shape[1], k.shape[1], q.shape[2], v.shape[2]):
         raise ValueError(f"expected q [T, H, D], k [T_kv, H_kv, D], v [T_kv, H_kv, D_v], got {shapes}")
     if q.shape[1] % k.shape[1]:

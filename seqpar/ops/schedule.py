@@ -154,7 +154,7 @@ class Keys:
 
     def post(self, n: int, k: Tensor, v: Tensor) -> None:
         """Post the exchange that brings the keys of step n; k, v are the inside keys of its part."""
-        step, device = self.steps[n], self.call.device
+        step = self.steps[n]
         if not step.sends and not step.recvs:
             self.works[n] = None
             return
@@ -378,6 +378,7 @@ def _back(
     if dsinks is not None and sinks is not None:
         mine = call.shares(part)[0][part.share]
         weight = torch.exp(sinks.to(call.acc)[mine, None] - here.lse)
+        weight = torch.where(here.lse == -torch.inf, 0.0, weight)  # no key, and a sink of -inf
         dsinks[mine] -= (torch.where(weight == 0, 0.0, weight * delta)).sum(-1)
     home = here.k.new_zeros(*here.k.shape[:2], call.dim + call.v_dim, dtype=call.acc)
     return Back(dout, delta.contiguous(), torch.zeros_like(here.q, dtype=call.acc), home)
