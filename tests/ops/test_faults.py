@@ -87,9 +87,13 @@ def notes(folder: Path) -> dict[int, tuple[float, str, str]]:
     return found
 
 
-@pytest.mark.parametrize(("transport", "ulysses", "backward"), [
-    ("ring", 1, False), ("fetch", 3, True),
-])  # fmt: skip
+@pytest.mark.parametrize(
+    ("transport", "ulysses", "backward"),
+    [
+        ("ring", 1, False),
+        ("fetch", 3, True),
+    ],
+)
 def test_a_rank_that_dies_inside_a_call_ends_the_others(tmp_path, transport, ulysses, backward) -> None:
     with pytest.raises(RuntimeError, match="rank 2: its process died with exit code 5"):
         run_processes(3, witness, tmp_path, plan_for(3, transport, ulysses), backward, "dies", timeout=TIMEOUT)

@@ -78,7 +78,10 @@ def counted(comm: Comm, plan: Plan, heads, dims, dtype, with_lse) -> list[dict[i
     forward = dict(comm.stats.sent_to)
     assert sum(forward.values()) == comm.stats.bytes_sent
     comm.stats.reset()
-    torch.autograd.backward(result if with_lse else [result], [torch.ones_like(x) for x in result] if with_lse else [torch.ones_like(result)])
+    torch.autograd.backward(
+        result if with_lse else [result],
+        [torch.ones_like(x) for x in result] if with_lse else [torch.ones_like(result)],
+    )
     return [forward, dict(comm.stats.sent_to)]
 
 
@@ -228,7 +231,7 @@ def test_backward_passes_of_one_graph_do_not_meet(transport) -> None:
     torch.testing.assert_close(torch.cat(run_threads(4, skewed_backwards, plan)), q.grad, rtol=1e-10, atol=1e-10)
 
 
-# --- the accumulation dtype ---------------------------------------------------------------------------------------------
+# --- the accumulation dtype -------------------------------------------------------------------------------------------
 
 
 def autocast(comm: Comm, plan: Plan, kernel: str, enabled: bool) -> list[Tensor]:
@@ -299,7 +302,9 @@ def check_spike(plan: Plan, heads, dims, dtype, kernel, spike, clean) -> None:
     got = whole(run_threads(plan.ranks, spiked, plan, heads, dims, dtype, kernel, spike), plan)
     name, row, head, value = spike
     tolerance = 1e-12 if dtype == torch.float64 else 2e-5
-    for what, x, expected, bad in zip(("out", "lse", "dq", "dk", "dv"), got, clean, reached(plan, heads, spike), strict=True):
+    for what, x, expected, bad in zip(
+        ("out", "lse", "dq", "dk", "dv"), got, clean, reached(plan, heads, spike), strict=True
+    ):
         x, expected = (y if y.dim() == 3 else y[..., None] for y in (x, expected))
         good = ~bad
         close = (x == expected) | ((x - expected).abs() <= tolerance * (1 + expected.abs()))
@@ -332,13 +337,14 @@ SPIKED = (
 @pytest.mark.parametrize("case", SPIKED, ids=lambda c: f"{c.mask}-{c.transport}-U{c.ulysses}")
 def test_what_is_not_finite_reaches_just_what_sees_it(case, kernel) -> None:
     plan, heads, dims = case.plan(), (4, 2), (3, 3)
-    for n, (dtype, name) in enumerate(itertools.product((torch.float64, torch.float32), SIDES)):
-        clean = whole(run_threads(plan.ranks, spiked, plan, heads, dims, dtype, kernel, None), plan) if n % 4 == 0 else clean
+    dtypes = (torch.float64, torch.float32)
+    clean = {d: whole(run_threads(plan.ranks, spiked, plan, heads, dims, d, kernel, None), plan) for d in dtypes}
+    for n, (dtype, name) in enumerate(itertools.product(dtypes, SIDES)):
         rows = plan.mask.kv_tokens if name in "kv" else plan.mask.tokens
         heads_of = heads[1] if name in "kv" else heads[0]
         for m, value in enumerate((np.nan, np.inf, -np.inf)):
             spike = (name, (7 * n + 5 * m + 3) % rows, (n + m) % heads_of, value)
-            check_spike(plan, heads, dims, dtype, kernel, spike, clean)
+            check_spike(plan, heads, dims, dtype, kernel, spike, clean[dtype])
 
 
 @pytest.mark.parametrize("kernel", ["auto", "blockwise", "reference"])
@@ -349,7 +355,16 @@ def test_what_is_not_finite_in_tiles_that_are_full(kernel, dtype, ranks) -> None
     tokens, heads, dims = 1100, (1, 1), (2, 2)
     plan = Plan(Mask([tokens]), Layout.contiguous(tokens, ranks))
     clean = whole(run_threads(ranks, spiked, plan, heads, dims, dtype, kernel, None), plan)
-    for name, row, value in (("k", 100, np.nan), ("v", 530, np.nan), ("q", 1050, np.nan), ("dout", 900, np.nan), ("k", 200, np.inf), ("v", 300, -np.inf), ("q", 700, -np.inf), ("dout", 1000, np.inf)):
+    for name, row, value in (
+        ("k", 100, np.nan),
+        ("v", 530, np.nan),
+        ("q", 1050, np.nan),
+        ("dout", 900, np.nan),
+        ("k", 200, np.inf),
+        ("v", 300, -np.inf),
+        ("q", 700, -np.inf),
+        ("dout", 1000, np.inf),
+    ):
         check_spike(plan, heads, dims, dtype, kernel, (name, row, 0, value), clean)
 
 
@@ -369,11 +384,15 @@ def blind(comm: Comm, plan: Plan, kernel, sinks, dtype) -> list[Tensor]:
 
 @pytest.mark.parametrize("kernel", ["auto", "blockwise", "reference"])
 @pytest.mark.parametrize("sinks", [False, True])
-@pytest.mark.parametrize("case", [
-    Case("bounds", "striped", "fetch", 3, 1, (31,), 4, pads=True),
-    Case("bounds", "zigzag", "ring", 4, 2, (31,), 4, pads=True),
-    Case("bounds", "contiguous", "gather", 2, 2, (13,), 1),
-], ids=lambda c: c.transport)  # fmt: skip
+@pytest.mark.parametrize(
+    "case",
+    [
+        Case("bounds", "striped", "fetch", 3, 1, (31,), 4, pads=True),
+        Case("bounds", "zigzag", "ring", 4, 2, (31,), 4, pads=True),
+        Case("bounds", "contiguous", "gather", 2, 2, (13,), 1),
+    ],
+    ids=lambda c: c.transport,
+)
 def test_rows_that_see_no_key(case, sinks, kernel) -> None:
     plan = case.plan()
     lo, hi = plan.mask.bounds(np.arange(plan.mask.tokens))
@@ -388,8 +407,34 @@ def test_rows_that_see_no_key(case, sinks, kernel) -> None:
             assert torch.isfinite(x).all()
 
 
+def without_sink(comm: Comm, plan: Plan, sinks) -> list[Tensor]:
+    q, k, v, dout, dlse = inputs(plan, (4, 2), (3, 3), 2)
+    mine = [seqpar.shard(x, plan, comm.rank).requires_grad_() for x in (q, k, v)]
+    sink = None if sinks is None else sinks.clone().requires_grad_()
+    out, lse = seqpar.attention(*mine, plan, comm, sinks=sink, return_lse=True)
+    torch.autograd.backward([out, lse], [seqpar.shard(x, plan, comm.rank) for x in (dout, dlse)])
+    assert sink is None or not sink.grad.any()
+    return [out.detach(), lse.detach(), *(x.grad for x in mine)]
+
+
+@pytest.mark.parametrize("transport", TRANSPORTS)
+def test_a_sink_of_minus_infinity_is_no_sink(transport) -> None:
+    """Also for rows that see no key, whose lse is then -inf too."""
+    plan = Case("bounds", "striped", transport, 2, 1, (31,), 4).plan()
+    sinks = torch.full((4,), -torch.inf, dtype=torch.float64)
+    expected = run_threads(2, without_sink, plan, None)
+    for got, want in zip(run_threads(2, without_sink, plan, sinks), expected, strict=True):
+        for x, y in zip(got, want, strict=True):
+            torch.testing.assert_close(x, y, rtol=1e-12, atol=1e-12)
+
+
 @settings(max_examples=40)
-@given(cases(max_ranks=4), st.sampled_from(["auto", "blockwise", "reference"]), st.sampled_from(SIDES), st.integers(0, 10**6))
+@given(
+    cases(max_ranks=4),
+    st.sampled_from(["auto", "blockwise", "reference"]),
+    st.sampled_from(SIDES),
+    st.integers(0, 10**6),
+)
 def test_a_nan_anywhere_in_any_plan(case, kernel, name, where) -> None:
     plan, heads = replace(case, pads=True).plan(), (4, 2)
     rows, of = (plan.mask.kv_tokens, heads[1]) if name in "kv" else (plan.mask.tokens, heads[0])

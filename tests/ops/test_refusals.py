@@ -1,4 +1,4 @@
-"""Every option is honoured or refused by name; bad input raises on every rank, before a byte moves, and loses nothing."""
+"""Every option is honoured or refused by name; bad input raises on every rank before a byte moves and loses nothing."""
 
 from __future__ import annotations
 
@@ -107,9 +107,18 @@ FACTS = (
     (lambda: Layout.contiguous(4, 2).positions(2), "rank 2 is not one of the layout's 2 ranks"),
     (lambda: Plan(Mask([4]), Layout.contiguous(5, 2)), "layout holds 5 tokens, the mask 4"),
     (lambda: Plan(Mask([4], kv_lengths=[6]), Layout.contiguous(4, 2)), "4 queries and 6 keys need a kv_layout"),
-    (lambda: Plan(Mask([4], kv_lengths=[6]), Layout.contiguous(4, 2), kv_layout=Layout.contiguous(4, 2)), "kv_layout holds 4 tokens, the mask has 6"),
-    (lambda: Plan(Mask([4]), Layout.contiguous(4, 2), kv_layout=Layout.contiguous(4, 3)), "kv_layout has 3 ranks, the layout 2"),
-    (lambda: Plan(Mask([4]), Layout.contiguous(4, 2), transport="carrier pigeon"), "fetch, ring, double_ring, gather, got 'carrier pigeon'"),
+    (
+        lambda: Plan(Mask([4], kv_lengths=[6]), Layout.contiguous(4, 2), kv_layout=Layout.contiguous(4, 2)),
+        "kv_layout holds 4 tokens, the mask has 6",
+    ),
+    (
+        lambda: Plan(Mask([4]), Layout.contiguous(4, 2), kv_layout=Layout.contiguous(4, 3)),
+        "kv_layout has 3 ranks, the layout 2",
+    ),
+    (
+        lambda: Plan(Mask([4]), Layout.contiguous(4, 2), transport="carrier pigeon"),
+        "fetch, ring, double_ring, gather, got 'carrier pigeon'",
+    ),
     (lambda: Plan(Mask([4]), Layout.contiguous(4, 4), ulysses=3), "divide the 4 ranks, got 3"),
     (lambda: Plan(Mask([4]), Layout.contiguous(4, 4), ulysses=0), "Ulysses width must .*got 0"),
     (lambda: Plan(Mask([4]), Layout.contiguous(4, 4), ulysses=-2), "Ulysses width must .*got -2"),
@@ -124,11 +133,22 @@ FACTS = (
     (lambda: Plan(Mask([4]), Layout.contiguous(4, 2), rows=[2.0, 2.9]), "rows .*2.9"),
     (lambda: Plan(Mask([4]), Layout.contiguous(4, 2)).with_mask(Mask([5])), "layout holds 4 tokens, the mask 5"),
     (lambda: Plan(Mask([4]), Layout.contiguous(4, 2)).rows(0, "k"), """side must be "q" or "kv", got 'k'"""),
-    (lambda: seqpar.shard(torch.zeros(3), Plan(Mask([4]), Layout.contiguous(4, 2)), 0), r"shard along dim 0 of \[3\], expected 4"),
+    (
+        lambda: Plan(Mask([4]), Layout.contiguous(4, 2)).bytes(0, heads=2, kv_heads=2, dim=4, dtype="int8"),
+        "dtype must be one of float64, .*got 'int8'",
+    ),
+    (
+        lambda: Plan(Mask([4]), Layout.contiguous(4, 2)).bytes(0, heads=3, kv_heads=2, dim=4),
+        "multiple of key heads, got 3 and 2",
+    ),
+    (
+        lambda: seqpar.shard(torch.zeros(3), Plan(Mask([4]), Layout.contiguous(4, 2)), 0),
+        r"shard along dim 0 of \[3\], expected 4",
+    ),
     (lambda: seqpar.shard(torch.zeros(4), Plan(Mask([4]), Layout.contiguous(4, 2)), 2), "rank 2 is not one of"),
     (lambda: seqpar.shard(torch.zeros(4), Plan(Mask([4]), Layout.contiguous(4, 2)), -1), "rank -1 is not one of"),
     (lambda: seqpar.shard(torch.zeros(4), Plan(Mask([4]), Layout.contiguous(4, 2)), 0, side="keys"), "side must be"),
-)  # fmt: skip
+)
 
 
 @pytest.mark.parametrize(("make", "message"), FACTS, ids=[m[:40] for _, m in FACTS])
@@ -167,19 +187,36 @@ BAD: dict[str, tuple[Callable[[dict], dict], type[Exception], str]] = {
     "rows": (changed("q", lambda q: q[:-1]), ValueError, r"q on rank \d must have \d+ rows.*got \d"),
     "key rows": (lambda a: a | {n: torch.cat([a[n], a[n]]) for n in "kv"}, ValueError, r"k and v on rank \d must have"),
     "k without v": (changed("k", lambda k: k[:-1]), ValueError, r"expected .* got q \["),
-    "mixed dtypes": (changed("v", lambda v: v.float()), ValueError, "one dtype, got torch.float64, torch.float64, torch.float32"),
+    "mixed dtypes": (
+        changed("v", lambda v: v.float()),
+        ValueError,
+        "one dtype, got torch.float64, torch.float64, torch.float32",
+    ),
     "integers": (lambda a: a | {n: a[n].detach().long() for n in "qkv"}, NotImplementedError, "torch.int64"),
-    "eight bits": (lambda a: a | {n: a[n].detach().to(torch.float8_e5m2) for n in "qkv"}, NotImplementedError, "float8"),
+    "eight bits": (
+        lambda a: a | {n: a[n].detach().to(torch.float8_e5m2) for n in "qkv"},
+        NotImplementedError,
+        "float8",
+    ),
     "booleans": (lambda a: a | {n: a[n].detach().bool() for n in "qkv"}, NotImplementedError, "torch.bool"),
     "devices": (changed("k", lambda k: k.to("meta")), ValueError, "one device, got cpu, meta, cpu"),
+    "no values": (lambda a: a | {n: a[n].to("meta") for n in "qkv"}, NotImplementedError, "meta device"),
     "not packed": (changed("q", lambda q: q[None]), ValueError, r"packed \[rows, heads, dim\], got q \[1, "),
-    "heads": (lambda a: a | {n: a[n].repeat(1, 3, 1)[:, :3] for n in "kv"}, ValueError, "multiple of key heads, got 4 and 3"),
+    "heads": (
+        lambda a: a | {n: a[n].repeat(1, 3, 1)[:, :3] for n in "kv"},
+        ValueError,
+        "multiple of key heads, got 4 and 3",
+    ),
     "no heads": (changed("q", lambda q: q[:, :0]), ValueError, "expected q"),
     "no dims": (lambda a: a | {n: a[n][..., :0] for n in "qk"}, ValueError, "expected q"),
     "head dims": (changed("q", lambda q: q[..., :3].contiguous()), ValueError, r"expected .*got q \[\d+, 4, 3\]"),
     "strides": (changed("k", sparse_last), ValueError, r"stride 1.*contiguous\(\)"),
     "no tensor": (lambda a: a | {"q": None}, (AttributeError, TypeError, ValueError), ""),
-    "another plan": (lambda a: a | {"plan": Plan(Mask([9, 5]), Layout.contiguous(14, 7))}, ValueError, r"plan is for 7 ranks, the comm has \d"),
+    "another plan": (
+        lambda a: a | {"plan": Plan(Mask([9, 5]), Layout.contiguous(14, 7))},
+        ValueError,
+        r"plan is for 7 ranks, the comm has \d",
+    ),
     "no plan": (lambda a: a | {"plan": None}, (AttributeError, TypeError, ValueError), ""),
     "softcap": (lambda a: a | {"softcap": -1.0}, ValueError, "softcap must be .*got -1.0"),
     "softcap nan": (lambda a: a | {"softcap": math.nan}, ValueError, "softcap must be .*got nan"),
@@ -189,14 +226,34 @@ BAD: dict[str, tuple[Callable[[dict], dict], type[Exception], str]] = {
     "p": (lambda a: a | {"dropout_p": 1.0, "dropout_seed": 0}, ValueError, r"dropout_p must be in \[0, 1\), got 1.0"),
     "negative p": (lambda a: a | {"dropout_p": -0.1, "dropout_seed": 0}, ValueError, "dropout_p must be"),
     "p nan": (lambda a: a | {"dropout_p": math.nan, "dropout_seed": 0}, ValueError, "dropout_p must be"),
-    "seed": (lambda a: a | {"dropout_p": 0.1, "dropout_seed": 0.5}, ValueError, "dropout_seed must be an integer, got 0.5"),
-    "sinks": (lambda a: a | {"sinks": torch.zeros(3)}, ValueError, r"sinks must be floating point \[4\].*got torch.float32\[3\]"),
-    "integer sinks": (lambda a: a | {"sinks": torch.zeros(4, dtype=torch.long)}, ValueError, "sinks must be floating point"),
-    "sinks' device": (lambda a: a | {"sinks": torch.zeros(4, device="meta")}, ValueError, "sinks must be .* on cpu, got .* on meta"),
+    "seed": (
+        lambda a: a | {"dropout_p": 0.1, "dropout_seed": 0.5},
+        ValueError,
+        "dropout_seed must be an integer, got 0.5",
+    ),
+    "sinks": (
+        lambda a: a | {"sinks": torch.zeros(3)},
+        ValueError,
+        r"sinks must be floating point \[4\].*got torch.float32\[3\]",
+    ),
+    "integer sinks": (
+        lambda a: a | {"sinks": torch.zeros(4, dtype=torch.long)},
+        ValueError,
+        "sinks must be floating point",
+    ),
+    "sinks' device": (
+        lambda a: a | {"sinks": torch.zeros(4, device="meta")},
+        ValueError,
+        "sinks must be .* on cpu, got .* on meta",
+    ),
     "slopes": (lambda a: a | {"alibi_slopes": torch.zeros(4, 1)}, ValueError, "alibi_slopes must be"),
-    "slopes' gradient": (lambda a: a | {"alibi_slopes": torch.zeros(4).requires_grad_()}, NotImplementedError, "alibi_slopes have no gradient"),
+    "slopes' gradient": (
+        lambda a: a | {"alibi_slopes": torch.zeros(4).requires_grad_()},
+        NotImplementedError,
+        "alibi_slopes have no gradient",
+    ),
     "kernel": (lambda a: a | {"kernel": "cutlass"}, ValueError, "kernel must be auto or one of .*, got 'cutlass'"),
-}  # fmt: skip
+}
 
 
 def attempt(comm: Comm, name: str, culprits: list[int]) -> tuple[str, str, int, bool]:
@@ -268,7 +325,11 @@ def test_strides_that_cost_nothing_are_taken() -> None:
 
 DIFFER: dict[str, tuple[Callable[[dict], dict], str, str]] = {
     "plan": (lambda a: a | {"plan": replace_transport(a["plan"])}, "plan", ""),
-    "dtype": (lambda a: a | {n: a[n].detach().float().requires_grad_() for n in "qkv"}, "dtype", "torch.float32 on rank 1"),
+    "dtype": (
+        lambda a: a | {n: a[n].detach().float().requires_grad_() for n in "qkv"},
+        "dtype",
+        "torch.float32 on rank 1",
+    ),
     "heads": (lambda a: a | {"q": a["q"].repeat(1, 2, 1)}, "heads", "8 on rank 1"),
     "key heads": (lambda a: a | {n: a[n][:, :1] for n in "kv"}, "kv_heads", "1 on rank 1"),
     "dim": (lambda a: a | {n: a[n][..., :3].contiguous() for n in "qk"}, "dim", "3 on rank 1"),
@@ -283,7 +344,7 @@ DIFFER: dict[str, tuple[Callable[[dict], dict], str, str]] = {
     "slopes": (lambda a: a | {"alibi_slopes": torch.zeros(4)}, "alibi_slopes", "True on rank 1"),
     "q's gradient": (lambda a: a | {"q": a["q"].detach()}, "q requires grad", "False on rank 1"),
     "keys' gradient": (lambda a: a | {n: a[n].detach() for n in "kv"}, "k or v requires grad", "False on rank 1"),
-}  # fmt: skip
+}
 
 
 def replace_transport(plan: Plan) -> Plan:
@@ -336,6 +397,19 @@ def test_ranks_that_differ_in_the_seed_fail_alike() -> None:
     assert len(set(run_threads(3, seeds, 0.5))) == 1
 
 
+def spelt(comm: Comm) -> Tensor:
+    a = arguments_of(comm)
+    numpy = dict(
+        dropout_p=np.float64(0.5), dropout_seed=np.int64(2**40), scale=np.float32(0.5), softcap=2, return_lse=0
+    )
+    plain = dict(dropout_p=0.5, dropout_seed=2**40, scale=0.5, softcap=2.0, return_lse=False)
+    return seqpar.attention(a["q"], a["k"], a["v"], a["plan"], comm, **(numpy if comm.rank == 1 else plain))
+
+
+def test_equal_values_of_other_types_do_not_differ() -> None:
+    assert all(torch.isfinite(x).all() for x in run_threads(2, spelt))
+
+
 def sinks_gradient(comm: Comm) -> None:
     a = arguments_of(comm)
     tensors = [a[n].detach() for n in "qkv"]
@@ -384,7 +458,9 @@ def bad_verb(comm: Comm, name: str) -> tuple[str, str, int]:
         "relayout total": lambda: seqpar.relayout(
             x, comm, src=plan.layout, dst=Layout.contiguous(8 if wrong else 7, comm.size)
         ),
-        "relayout ranks": lambda: seqpar.relayout(x, comm, src=plan.layout, dst=Layout.contiguous(7, 4 if wrong else 3)),
+        "relayout ranks": lambda: seqpar.relayout(
+            x, comm, src=plan.layout, dst=Layout.contiguous(7, 4 if wrong else 3)
+        ),
         "relayout layouts": lambda: seqpar.relayout(x, comm, src=plan.layout, dst=plan.layout if wrong else other),
         "relayout none": lambda: seqpar.relayout(x, comm, src=plan.layout, dst=None if wrong else other),
         "relayout dims": lambda: seqpar.relayout(x[:, :1] if wrong else x, comm, src=plan.layout, dst=other),
@@ -417,8 +493,10 @@ def bad_verb(comm: Comm, name: str) -> tuple[str, str, int]:
         ),
         "switch dtype": lambda: seqpar.switch(square.int() if wrong else square, comm, split_dim=0, concat_dim=1),
         "switch no tensor": lambda: seqpar.switch(None if wrong else square, comm, split_dim=0, concat_dim=1),
-        "another verb": lambda: seqpar.unshard(x, plan, comm) if wrong else seqpar.relayout(x, comm, src=plan.layout, dst=other),
-    }  # fmt: skip
+        "another verb": lambda: (
+            seqpar.unshard(x, plan, comm) if wrong else seqpar.relayout(x, comm, src=plan.layout, dst=other)
+        ),
+    }
     try:
         calls[name]()
         kind, text = "none", ""
@@ -432,12 +510,33 @@ def bad_verb(comm: Comm, name: str) -> tuple[str, str, int]:
 
 
 VERBS = (
-    "relayout rows", "relayout total", "relayout ranks", "relayout layouts", "relayout none", "relayout dims",
-    "relayout dtype", "relayout scalar", "unshard rows", "unshard dim", "unshard side", "unshard dims", "unshard grad",
-    "unshard ranks", "unshard no plan", "switch same dims", "switch dim", "switch share", "switch sizes",
-    "switch negative", "switch ranks", "switch concat", "switch other shares", "switch dtype", "switch no tensor",
+    "relayout rows",
+    "relayout total",
+    "relayout ranks",
+    "relayout layouts",
+    "relayout none",
+    "relayout dims",
+    "relayout dtype",
+    "relayout scalar",
+    "unshard rows",
+    "unshard dim",
+    "unshard side",
+    "unshard dims",
+    "unshard grad",
+    "unshard ranks",
+    "unshard no plan",
+    "switch same dims",
+    "switch dim",
+    "switch share",
+    "switch sizes",
+    "switch negative",
+    "switch ranks",
+    "switch concat",
+    "switch other shares",
+    "switch dtype",
+    "switch no tensor",
     "another verb",
-)  # fmt: skip
+)
 
 
 @pytest.mark.parametrize("name", VERBS)

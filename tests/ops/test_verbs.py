@@ -81,7 +81,7 @@ def switch_products(comm: Comm, s: Switch) -> list[float]:
     assert torch.equal(aty, verb)
     (twice,) = torch.autograd.grad(aty, y, x.detach())
     assert torch.equal(twice, ax)
-    return [float((ax * y).sum()), float((x * aty).sum())]
+    return [(ax * y).sum().item(), (x * aty).sum().item()]
 
 
 @settings(max_examples=40)
@@ -118,9 +118,12 @@ def moved(comm: Comm, src: Layout, dst: Layout, dtype: torch.dtype, tail: tuple[
 
 @settings(max_examples=60)
 @given(
-    st.tuples(st.sampled_from(LAYOUTS), st.sampled_from(LAYOUTS)), st.sampled_from([1, 2, 3, 4, 7]), st.integers(0, 999),
-    st.sampled_from(DTYPES), st.sampled_from([(), (3,), (2, 0), (2, 3)]),
-)  # fmt: skip
+    st.tuples(st.sampled_from(LAYOUTS), st.sampled_from(LAYOUTS)),
+    st.sampled_from([1, 2, 3, 4, 7]),
+    st.integers(0, 999),
+    st.sampled_from(DTYPES),
+    st.sampled_from([(), (3,), (2, 0), (2, 3)]),
+)
 def test_relayout_is_its_specification_and_moves_each_row_once(kinds, ranks, seed, dtype, tail) -> None:
     src, dst = two_layouts(kinds, ranks, seed)
     x = values([src.total, *tail], dtype)
@@ -139,7 +142,7 @@ def relayout_products(comm: Comm, src: Layout, dst: Layout) -> list[float]:
     assert torch.equal(aty, seqpar.relayout(y, comm, src=dst, dst=src))
     (twice,) = torch.autograd.grad(aty, y, x.detach())
     assert torch.equal(twice, ax)
-    return [float((ax * y).sum()), float((x * aty).sum())]
+    return [(ax * y).sum().item(), (x * aty).sum().item()]
 
 
 @settings(max_examples=30)
@@ -193,8 +196,8 @@ def unshard_products(comm: Comm, plan: Plan, dim: int) -> list[float]:
     assert torch.equal(twice, ax)
     z = values(whole, torch.float64, 99).requires_grad_()  # shard, on this rank alone
     (atx,) = torch.autograd.grad(seqpar.shard(z, plan, comm.rank, dim=dim), z, x.detach())
-    assert float((seqpar.shard(z, plan, comm.rank, dim=dim) * x).sum()) == float((z * atx).sum())
-    return [float((ax * y).sum()), float((x * aty).sum())]
+    assert torch.equal((seqpar.shard(z, plan, comm.rank, dim=dim) * x).sum(), (z * atx).sum())
+    return [(ax * y).sum().item(), (x * aty).sum().item()]
 
 
 @settings(max_examples=30)
@@ -225,7 +228,10 @@ def parts(seed: int, count: int, blind: list[bool]) -> list[tuple[Tensor, Tensor
     g = torch.Generator().manual_seed(seed)
     found = []
     for n in range(count):
-        out, lse = torch.randn(3, 2, dtype=torch.float64, generator=g), 20 * torch.randn(3, dtype=torch.float64, generator=g)
+        out, lse = (
+            torch.randn(3, 2, dtype=torch.float64, generator=g),
+            20 * torch.randn(3, dtype=torch.float64, generator=g),
+        )
         if blind[n]:
             out[n % 3], lse[n % 3] = torch.nan, -torch.inf
         found.append((out, lse))
