@@ -407,6 +407,25 @@ def test_rows_that_see_no_key(case, sinks, kernel) -> None:
             assert torch.isfinite(x).all()
 
 
+def sink_of_blind_rows(comm: Comm, plan: Plan, poison: float) -> list[Tensor]:
+    q, k, v, dout, _ = inputs(plan, (4, 2), (3, 3), 2)
+    lo, hi = plan.mask.bounds(np.arange(plan.mask.tokens))
+    dout[torch.from_numpy(lo >= hi)] = poison
+    mine = [poisoned(x, plan, comm.rank, s).requires_grad_() for x, s in ((q, "q"), (k, "kv"), (v, "kv"))]
+    sink = torch.linspace(-1, 1, 4, dtype=torch.float64).requires_grad_()
+    seqpar.attention(*mine, plan, comm, sinks=sink).backward(poisoned(dout, plan, comm.rank, "q"))
+    return [sink.grad, *(x.grad for x in mine)]
+
+
+@pytest.mark.parametrize("ulysses", [1, 2])
+def test_the_gradient_of_a_sink_ignores_the_output_of_rows_that_see_no_key(ulysses) -> None:
+    plan = Case("bounds", "striped", "fetch", 2, ulysses, (31,), 4, pads=True).plan()
+    clean, spoilt = (run_threads(2, sink_of_blind_rows, plan, poison) for poison in (0.0, np.nan))
+    for got, want in zip(spoilt, clean, strict=True):
+        for x, y in zip(got, want, strict=True):
+            torch.testing.assert_close(x, y, rtol=1e-12, atol=1e-12)
+
+
 def without_sink(comm: Comm, plan: Plan, sinks) -> list[Tensor]:
     q, k, v, dout, dlse = inputs(plan, (4, 2), (3, 3), 2)
     mine = [seqpar.shard(x, plan, comm.rank).requires_grad_() for x in (q, k, v)]
