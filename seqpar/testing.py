@@ -225,7 +225,8 @@ def dense_attention(
     """Output [tokens, H, D_v] and lse [tokens, H] of the whole batch on one device, differentiated by autograd.
 
     q [tokens, H, D], k [kv_tokens, H_kv, D], v [kv_tokens, H_kv, D_v]: global tensors in position order, float64 where
-    it serves as the oracle. Written from the definition with the whole matrix of scores, and from no kernel's code.
+    it serves as the oracle. Written from the definition with the whole matrix of scores; of the kernels' code it shares
+    the random words of dropout, which have tests of their own.
     """
     group = q.shape[1] // k.shape[1]
     keys, values = k.repeat_interleave(group, 1), v.repeat_interleave(group, 1)
