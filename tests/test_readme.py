@@ -12,7 +12,7 @@ from pathlib import Path
 import pytest
 
 from seqpar.kernels import KERNELS
-from seqpar.kernels.blockwise import _DTYPES
+from seqpar.kernels.protocol import DTYPES
 from seqpar.plan import TRANSPORTS
 from tests.cases import LAYOUTS, MASKS
 from tests.ops.test_attention import HEADS, Options, product
@@ -70,7 +70,7 @@ def test_table_says_what_the_product_of_tests_covers() -> None:
         (m, la, t, h) for m in MASKS for la in LAYOUTS for t in TRANSPORTS for h in HEADS
     }
     assert cells("options") == ", ".join(f.name for f in fields(Options) if f.name != "kernel")
-    assert cells("dtypes") == ", ".join(str(d).removeprefix("torch.") for d in _DTYPES)
+    assert cells("dtypes") == ", ".join(str(d).removeprefix("torch.") for d in DTYPES)
     assert cells("kernels") == ", ".join(k.name for k in KERNELS)
 
 

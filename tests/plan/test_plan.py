@@ -148,7 +148,7 @@ def test_equal_plans_give_equal_steps(case) -> None:
     other = Plan(
         mask, layout, kv_layout=keys, ulysses=ulysses, transport=plan.transport, stage_bytes=plan.stage_bytes, rows=rows
     )
-    if mask.lengths.tolist() == mask.kv_lengths.tolist():
+    if plan.mask.lengths.tolist() == plan.mask.kv_lengths.tolist():
         assert other == plan
     for rank in reversed(range(plan.ranks)):  # whichever rank asks first
         steps = other.steps(rank)
