@@ -340,11 +340,14 @@ class Report:
         self.shown = shown
         self.bar = None
         if shown and sys.stdout.isatty() and importlib.util.find_spec("rich"):
+            from rich.console import Console
             from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
 
-            self.bar = Progress(
-                TextColumn("training"), BarColumn(), MofNCompleteColumn(), TimeRemainingColumn(), transient=True
-            )
+            console = Console()
+            # Ctrl-C ends this process at once, wherever it is: a cursor hidden by then would stay hidden
+            console.show_cursor = lambda show=True: False
+            columns = (TextColumn("training"), BarColumn(), MofNCompleteColumn(), TimeRemainingColumn())
+            self.bar = Progress(*columns, console=console, transient=True)
             self.task = self.bar.add_task("training", total=steps)
 
     def line(self, text: str, style: str = "") -> None:
@@ -387,22 +390,25 @@ def degree_counts(plan: seqpar.Plan) -> str:
     return "  ".join(f"{degree}:{count}" for degree, count in zip(degrees, counts, strict=True))
 
 
-def verdict(rows: Sequence[Row], dtype: str) -> tuple[bool, str]:
-    """(passed, line). The tolerance is the drift that one rounding per weight and step causes, times `DRIFT_FACTOR`."""
-    largest = max(row.difference for row in rows)
+def tolerance(rows: Sequence[Row], dtype: str) -> float:
+    """The largest difference that is rounding: the nudged run's largest drift, times `DRIFT_FACTOR`."""
     # a loss is a rounded number itself: a drift below its rounding says nothing
     stored = torch.float64 if dtype == "float64" else torch.float32
-    drift = max(*(row.drift for row in rows), torch.finfo(stored).eps * max(row.reference for row in rows))
-    tolerance = DRIFT_FACTOR * drift
-    # not `largest > tolerance`: a NaN compares false, and must fail
-    if not (largest <= tolerance and all(math.isfinite(row.difference) for row in rows)):
-        return False, f"FAIL: largest loss difference {largest:.1e} over {len(rows)} steps (tolerance {tolerance:.1e})"
+    return DRIFT_FACTOR * max(*(r.drift for r in rows), torch.finfo(stored).eps * max(r.reference for r in rows))
+
+
+def verdict(rows: Sequence[Row], dtype: str) -> tuple[bool, str]:
+    """(passed, line): whether the losses agree up to rounding, and the bytes moved are those predicted."""
+    largest, tolerated = max(row.difference for row in rows), tolerance(rows, dtype)
+    # not `largest > tolerated`: a NaN compares false, and must fail
+    if not (largest <= tolerated and all(math.isfinite(row.difference) for row in rows)):
+        return False, f"FAIL: largest loss difference {largest:.1e} over {len(rows)} steps (tolerance {tolerated:.1e})"
     moved, predicted = sum(row.bytes_moved for row in rows), sum(row.bytes_predicted for row in rows)
     if moved != predicted:
         return False, f"FAIL: {moved:,} bytes moved over {len(rows)} steps, while the plans predicted {predicted:,}"
     return True, (
         f"PASS: largest loss difference {largest:.1e} over {len(rows)} steps "
-        f"(tolerance {tolerance:.1e} = {DRIFT_FACTOR} x the drift of a run nudged by one {dtype} rounding per step)"
+        f"(tolerance {tolerated:.1e} = {DRIFT_FACTOR} x the drift of a run nudged by one {dtype} rounding per step)"
     )
 
 
@@ -468,7 +474,8 @@ def train(args: argparse.Namespace, comm: seqpar.GroupComm) -> bool:
         report.line(f"bytes moved: {sum(r.bytes_moved for r in rows):,}; predicted by the plans: {predicted:,}")
         report.line(f"loss: {rows[0].sharded:.4f} at the first step, {rows[-1].sharded:.4f} at the last")
         args.out.parent.mkdir(parents=True, exist_ok=True)
-        draw(args.out, args, rows, batch, plan, [seconds for seconds, _ in ranks], line)
+        seconds = [seconds for seconds, _ in ranks]
+        draw(args.out, args, rows, batch, plan, seconds, tolerance=tolerance(rows, args.dtype), verdict=line)
         report.line(f"picture: {args.out}")
         report.line(line, style="bold green" if passed else "bold red")
     return passed

@@ -11,6 +11,7 @@ matplotlib.use("Agg")  # a file, never a window
 
 from matplotlib import colormaps, pyplot  # noqa: E402  (the backend is chosen before pyplot loads)
 from matplotlib.patches import Patch  # noqa: E402
+from matplotlib.ticker import NullFormatter  # noqa: E402
 
 INK = "#1f2430"
 MUTED = "#6b7280"
@@ -23,7 +24,7 @@ SECONDS = {  # what a rank was doing -> its colour
 NAMED = 8  # documents of the legend; the shorter ones of a batch share its last line
 
 
-def draw(path: Path, args, rows, batch, plan, seconds, verdict: str) -> None:
+def draw(path: Path, args, rows, batch, plan, seconds, *, tolerance: float, verdict: str) -> None:
     """Write the picture. seconds: one dict per rank, what it was doing -> seconds."""
     style = {"font.size": 9.5, "axes.titlesize": 11, "axes.titleweight": "bold", "axes.titlelocation": "left"}
     style |= {"axes.spines.top": False, "axes.spines.right": False, "axes.edgecolor": MUTED, "text.color": INK}
@@ -42,7 +43,7 @@ def draw(path: Path, args, rows, batch, plan, seconds, verdict: str) -> None:
             color=MUTED,
         )
         _losses(axes[0, 0], rows)
-        _differences(axes[1, 0], rows)
+        _differences(axes[1, 0], rows, tolerance)
         _holders(axes[0, 1], batch, plan)
         _times(axes[1, 1], seconds)
         figure.supxlabel(verdict, fontsize=10.5, color="#20733f" if verdict.startswith("PASS") else "#b3261e")
@@ -61,19 +62,23 @@ def _losses(axis, rows) -> None:
     axis.legend(frameon=False)
 
 
-def _differences(axis, rows) -> None:
-    """How far the two curves are apart, beside what rounding alone does, on a log axis."""
+def _differences(axis, rows, tolerance: float) -> None:
+    """How far the two curves are apart, beside what rounding alone does and what is tolerated, on a log axis."""
     steps = np.arange(len(rows))
     # an exact zero has no place on a log axis: it is drawn at the smallest value that is not one
     differences, drifts = (np.array([getattr(r, name) for r in rows]) for name in ("difference", "drift"))
     seen = np.concatenate((differences, drifts))
-    floor = seen[seen > 0].min() if (seen > 0).any() else np.finfo(float).tiny
-    axis.semilogy(steps, np.maximum(drifts, floor), color=MUTED, linestyle="--", label="weights nudged by one rounding")
+    floor = seen[seen > 0].min() if (seen > 0).any() else tolerance / 10
+    axis.axhline(tolerance, color="#b3261e", linestyle=":", label="tolerance")
+    axis.semilogy(steps, np.maximum(drifts, floor), color="#9ca3af", linestyle="--", label="nudged by one rounding")
     axis.semilogy(steps, np.maximum(differences, floor), color="#2563a8", marker=".", label="sharded")
+    decades = np.log10([floor, max(tolerance, np.nanmax(seen))])
+    axis.set_ylim(10 ** np.floor(decades[0]), 10 ** np.ceil(decades[1]))
+    axis.yaxis.set_minor_formatter(NullFormatter())
     axis.set(title="Difference to the loss of one process", xlabel="step")
     axis.xaxis.get_major_locator().set_params(integer=True)
     axis.grid(axis="y", alpha=0.25)
-    axis.legend(frameon=False)
+    axis.legend(loc="upper center", bbox_to_anchor=(0.5, -0.17), ncols=3, frameon=False)
 
 
 def _holders(axis, batch, plan) -> None:
@@ -104,13 +109,17 @@ def _holders(axis, batch, plan) -> None:
     degrees = np.asarray(plan.degrees)
     keys = []
     for d in named:
-        label = f"{batch.names[d]}  {batch.lengths[d]:,} ({_ranks(degrees[d])})"
+        label = f"{_short(batch.names[d])}  {batch.lengths[d]:,} ({_ranks(degrees[d])})"
         keys.append(Patch(color=colour[int(d)], label=label))
     if len(named) < len(order):
         rest = order[len(named) :]
         tokens = sum(batch.lengths[d] for d in rest)
         keys.append(Patch(color="none", label=f"and {len(rest)} shorter documents, {tokens:,} tokens"))
-    axis.legend(handles=keys, loc="upper center", bbox_to_anchor=(0.5, -0.15), ncols=2, frameon=False, fontsize=8.5)
+    axis.legend(handles=keys, loc="upper center", bbox_to_anchor=(0.5, -0.14), ncols=2, frameon=False, fontsize=8)
+
+
+def _short(name: str, most: int = 28) -> str:
+    return name if len(name) <= most else "…" + name[1 - most :]
 
 
 def _ranks(degree: int) -> str:
