@@ -12,9 +12,9 @@ from collections.abc import Iterable, Sequence
 from typing import NamedTuple
 
 import numpy as np
-from numpy.typing import ArrayLike
+from numpy.typing import ArrayLike, NDArray
 
-from seqpar.mask import Ints, digest_of, frozen, lengths_of, progressions, whole
+from seqpar.mask import Fact, Ints, digest_of, frozen, lengths_of, progressions, whole
 
 
 class Runs(NamedTuple):
@@ -79,7 +79,7 @@ def runs_of(positions: Ints) -> Runs:
     return Runs(positions[first], count, np.full(first.size, step, np.int64))
 
 
-class Layout:
+class Layout(Fact):
     """Any partition of the tokens over ranks; ``Layout.contiguous``, ``zigzag`` and ``striped`` make the usual ones.
 
     shards: for each rank the global positions of its tokens in local row order, as integers or a ``range``; shards may
@@ -88,15 +88,11 @@ class Layout:
     Raises: ValueError for shards that overlap, miss a token or hold a negative one, naming it and the ranks.
     """
 
-    __slots__ = ("_bounds", "_digest", "_name", "_owner", "_runs", "ranks", "total")
-
     ranks: int
     total: int
     _runs: Runs
     _bounds: Ints
     _name: str
-    _digest: str
-    _owner: Ints | None
 
     def __init__(self, shards: Sequence[ArrayLike | range]) -> None:
         arrays = [_checked_shard(rank, shard) for rank, shard in enumerate(shards)]
@@ -117,17 +113,14 @@ class Layout:
         bounds = frozen(np.cumsum([0, *(len(r.start) for r in runs)]))
         rows = np.array([r.count.sum() for r in runs], np.int64)
         gaps = progressions(joined.start, joined.step, joined.count)
-        values = {
-            "ranks": len(runs),
-            "total": int(joined.count.sum()),
-            "_runs": joined,
-            "_bounds": bounds,
-            "_name": name,
-            "_digest": digest_of("layout", rows, joined.start[:1], *gaps),
-            "_owner": None,
-        }
-        for key, value in values.items():
-            object.__setattr__(self, key, value)
+        self._fill(
+            ranks=len(runs),
+            total=int(joined.count.sum()),
+            _runs=joined,
+            _bounds=bounds,
+            _name=name,
+            _digest=digest_of("layout", rows, joined.start[:1], *gaps),
+        )
 
     @classmethod
     def contiguous(cls, tokens: int, ranks: int) -> Layout:
@@ -185,46 +178,22 @@ class Layout:
         """The runs of all ranks in order, and the rank of each."""
         return self._runs, np.repeat(np.arange(self.ranks), np.diff(self._bounds))
 
-    def owner(self) -> Ints:
+    def owner(self) -> NDArray[np.int32]:
         """The rank that holds each token, int32 [total]; made once, O(tokens)."""
-        if self._owner is None:
-            runs, rank = self.all_runs()
-            if (runs.step == 1).all():
-                order = np.argsort(runs.start, kind="stable")
-                owner = np.repeat(rank[order].astype(np.int32), runs.count[order])
-            else:
-                owner = np.empty(self.total, np.int32)
-                if len(rank) <= 4096:  # few long runs: strided writes beat making every position
-                    for holder, first, last, step in zip(rank, runs.start, runs.last, runs.step, strict=True):
-                        owner[first : last + 1 : step] = holder
-                else:
-                    owner[expand(*runs)] = np.repeat(rank.astype(np.int32), runs.count)
-            object.__setattr__(self, "_owner", frozen(owner))
-        assert self._owner is not None
-        return self._owner
+        return self.memo("owner", self._owner)
 
-    def digest(self) -> str:
-        """Equal for equal layouts, on every rank."""
-        return self._digest
-
-    def __setattr__(self, name: str, value: object) -> None:
-        raise AttributeError(f"Layout is immutable; make a new one instead of setting {name}")
-
-    def __getstate__(self) -> dict[str, object]:
-        return {name: getattr(self, name) for name in self.__slots__ if name != "_owner"} | {"_owner": None}
-
-    def __setstate__(self, state: dict[str, object]) -> None:
-        for key, value in state.items():
-            for array in value if isinstance(value, tuple) else (value,):
-                if isinstance(array, np.ndarray):
-                    frozen(array)  # pickle does not keep it
-            object.__setattr__(self, key, value)
-
-    def __eq__(self, other: object) -> bool:
-        return isinstance(other, Layout) and self._digest == other._digest
-
-    def __hash__(self) -> int:
-        return hash(self._digest)
+    def _owner(self) -> NDArray[np.int32]:
+        runs, rank = self.all_runs()
+        if (runs.step == 1).all():
+            order = np.argsort(runs.start, kind="stable")
+            return frozen(np.repeat(rank[order].astype(np.int32), runs.count[order]))
+        owner = np.empty(self.total, np.int32)
+        if len(rank) <= 4096:  # few long runs: strided writes beat making every position
+            for holder, first, last, step in zip(rank, runs.start, runs.last, runs.step, strict=True):
+                owner[first : last + 1 : step] = holder
+        else:
+            owner[expand(*runs)] = np.repeat(rank.astype(np.int32), runs.count)
+        return frozen(owner)
 
     def __repr__(self) -> str:
         return f"Layout({self._name}, {self.total} tokens over {self.ranks} ranks)"

@@ -10,7 +10,7 @@ Source: the window and the end alignment of unequal lengths are FlashAttention's
 from __future__ import annotations
 
 import hashlib
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -107,7 +107,51 @@ def _offsets(lengths: Ints) -> Ints:
     return frozen(np.concatenate([[0], np.cumsum(lengths)]))
 
 
-class Mask:
+class Memo:
+    """Keeps what is derived from a value, once per batch and for as long as the value lives."""
+
+    _memo: dict[Any, Any]
+
+    def memo(self, key: Any, make: Callable[[], Any]) -> Any:
+        """``make()``, made at the first call."""
+        if key not in self._memo:
+            self._memo[key] = make()
+        return self._memo[key]
+
+
+class Fact(Memo):
+    """A value: immutable, equal by its digest, pickled without what is derived from it."""
+
+    _digest: str
+
+    def _fill(self, **values: object) -> None:
+        self.__dict__.update(values, _memo={})
+
+    def digest(self) -> str:
+        """Equal for equal values, on every rank."""
+        return self._digest
+
+    def __setattr__(self, name: str, value: object) -> None:
+        raise AttributeError(f"{type(self).__name__} is immutable; make a new one instead of setting {name}")
+
+    def __getstate__(self) -> dict[str, object]:
+        return {name: value for name, value in self.__dict__.items() if name != "_memo"}
+
+    def __setstate__(self, state: dict[str, object]) -> None:
+        for value in state.values():
+            for array in value if isinstance(value, tuple) else (value,):
+                if isinstance(array, np.ndarray):
+                    frozen(array)  # pickle does not keep it
+        self._fill(**state)
+
+    def __eq__(self, other: object) -> bool:
+        return type(other) is type(self) and self._digest == other._digest
+
+    def __hash__(self) -> int:
+        return hash(self._digest)
+
+
+class Mask(Fact):
     """Packed documents, each attending inside itself.
 
     lengths: tokens of each document, all positive. causal: query ``i`` of a document sees its keys up to its own.
@@ -119,15 +163,12 @@ class Mask:
     to the right of a causal mask.
     """
 
-    __slots__ = ("_digest", "_name", "_spans", "kv_lengths", "kv_offsets", "lengths", "offsets", "within_documents")
-
     lengths: Ints
     kv_lengths: Ints
     offsets: Ints
     kv_offsets: Ints
     within_documents: bool
     _spans: Spans
-    _digest: str
     _name: str
 
     def __init__(
@@ -193,18 +234,16 @@ class Mask:
         return self
 
     def _set(self, queries: Ints, keys: Ints, spans: Spans, *, within_documents: bool, name: str) -> None:
-        values = {
-            "lengths": queries,
-            "kv_lengths": keys,
-            "offsets": _offsets(queries),
-            "kv_offsets": _offsets(keys),
-            "within_documents": within_documents,
-            "_spans": Spans(*map(frozen, spans)),
-            "_name": name,
-            "_digest": digest_of("mask", queries, keys, *_canonical(spans, int(queries.sum()))),
-        }
-        for key, value in values.items():
-            object.__setattr__(self, key, value)
+        self._fill(
+            lengths=queries,
+            kv_lengths=keys,
+            offsets=_offsets(queries),
+            kv_offsets=_offsets(keys),
+            within_documents=within_documents,
+            _spans=Spans(*map(frozen, spans)),
+            _name=name,
+            _digest=digest_of("mask", queries, keys, *_canonical(spans, int(queries.sum()))),
+        )
 
     @property
     def tokens(self) -> int:
@@ -255,10 +294,6 @@ class Mask:
             rows, pairs, slope = (x.astype(object) for x in (rows, pairs, slope))
         return int((rows * pairs + slope * (rows * (rows - 1) // 2)).sum())
 
-    def digest(self) -> str:
-        """Equal for equal masks, on every rank."""
-        return self._digest
-
     def _checked(self, positions: ArrayLike) -> Ints:
         at = np.asarray(positions)
         if at.size and at.dtype.kind not in "iu":
@@ -267,25 +302,6 @@ class Mask:
         if at.size and (at.max() >= self.tokens or at.min() < -1):
             raise ValueError(f"positions run from {at.min()} to {at.max()}, the mask has {self.tokens} queries")
         return at
-
-    def __setattr__(self, name: str, value: object) -> None:
-        raise AttributeError(f"Mask is immutable; make a new one instead of setting {name}")
-
-    def __getstate__(self) -> dict[str, object]:
-        return {name: getattr(self, name) for name in self.__slots__}
-
-    def __setstate__(self, state: dict[str, object]) -> None:
-        for key, value in state.items():
-            for array in value if isinstance(value, tuple) else (value,):
-                if isinstance(array, np.ndarray):
-                    frozen(array)  # pickle does not keep it
-            object.__setattr__(self, key, value)
-
-    def __eq__(self, other: object) -> bool:
-        return isinstance(other, Mask) and self._digest == other._digest
-
-    def __hash__(self) -> int:
-        return hash(self._digest)
 
     def __repr__(self) -> str:
         keys = "" if self.kv_tokens == self.tokens else f" on {self.kv_tokens} keys"

@@ -5,8 +5,8 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
+from seqpar.mask import Memo
 from seqpar.plan import Rows
-from seqpar.plan.steps import Memo
 
 
 def index(owner: Memo, rows: Rows, device: torch.device) -> slice | Tensor:

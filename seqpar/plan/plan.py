@@ -10,17 +10,17 @@ import numpy as np
 from numpy.typing import ArrayLike
 
 from seqpar.layout import Layout, Runs, cut
-from seqpar.mask import Ints, Mask, digest_of, frozen, whole
+from seqpar.mask import Fact, Ints, Mask, digest_of, frozen, whole
 from seqpar.plan import routes
 from seqpar.plan.heads import head_share, replicated
-from seqpar.plan.steps import Memo, Part, Rows, Step, Trade, as_rows, count
+from seqpar.plan.steps import Part, Rows, Step, Trade, as_rows, count
 
 TRANSPORTS = ("fetch", "ring", "double_ring", "gather")
 DTYPE_BYTES = {"float64": 8, "float32": 4, "bfloat16": 2, "float16": 2}
 NOMINAL_ROW_BYTES = 4096  # keys and values of 8 heads of 128 in bf16
 
 
-class Plan(Memo):
+class Plan(Fact):
     """Who computes what with whose keys, for one batch.
 
     layout: where the query rows live; kv_layout: where the keys live if not with the queries, needed when their
@@ -45,8 +45,6 @@ class Plan(Memo):
     stage_bytes: int
     _widths: Ints
     _rows: Ints
-    _digest: str
-    _memo: dict[Any, Any]
 
     def __init__(
         self,
@@ -72,19 +70,17 @@ class Plan(Memo):
         per_document = not isinstance(ulysses, (int, np.integer))
         given = ulysses if per_document and np.ndim(ulysses) == 1 else [ulysses]
         width = tuple(whole("the Ulysses width", u, 1) for u in given)  # type: ignore[union-attr]
-        values = {
-            "mask": mask,
-            "layout": layout,
-            "kv_layout": keys,
-            "ranks": layout.ranks,
-            "ulysses": width if per_document else width[0],
-            "transport": transport,
-            "node": node,
-            "stage_bytes": stage_bytes,
-            "_rows": _checked_rows(layout, rows),
-            "_memo": {},
-        }
-        self.__dict__.update(values)
+        self._fill(
+            mask=mask,
+            layout=layout,
+            kv_layout=keys,
+            ranks=layout.ranks,
+            ulysses=width if per_document else width[0],
+            transport=transport,
+            node=node,
+            stage_bytes=stage_bytes,
+            _rows=_checked_rows(layout, rows),
+        )
         self.__dict__["_widths"] = self._checked_widths(width, per_document)
         facts = (self.mask.digest(), self.layout.digest(), self.kv_layout.digest(), self._widths, self._rows)
         self.__dict__["_digest"] = digest_of("plan", *facts, transport, node, stage_bytes)
@@ -98,7 +94,7 @@ class Plan(Memo):
                 raise ValueError(f"the Ulysses width must divide the {self.ranks} ranks, got {u}")
             if self.node is not None and self.node % u:
                 raise ValueError(f"the Ulysses width must divide node={self.node}, got {u}")
-        if not per_document or len(set(width)) == 1:
+        if not per_document or set(width) == {1}:
             return frozen(np.full(documents, width[0], np.int64))
         if not self.mask.within_documents:
             raise NotImplementedError("a Ulysses width per document needs bounds inside documents; give one width")
@@ -358,25 +354,6 @@ class Plan(Memo):
         from seqpar.plan.describe import describe
 
         return describe(self)
-
-    def digest(self) -> str:
-        """Equal for equal plans, on every rank."""
-        return self._digest
-
-    def __setattr__(self, name: str, value: object) -> None:
-        raise AttributeError(f"Plan is immutable; make a new one instead of setting {name}")
-
-    def __getstate__(self) -> dict[str, object]:
-        return self.__dict__ | {"_memo": {}}
-
-    def __setstate__(self, state: dict[str, object]) -> None:
-        self.__dict__.update(state)
-
-    def __eq__(self, other: object) -> bool:
-        return isinstance(other, Plan) and self._digest == other._digest
-
-    def __hash__(self) -> int:
-        return hash(self._digest)
 
     def __repr__(self) -> str:
         return f"Plan({self.mask!r}, {self.layout!r}, ulysses={self.ulysses}, transport={self.transport!r})"

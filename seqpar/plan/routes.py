@@ -60,7 +60,7 @@ class Field:
     """
 
     needs: Needs
-    owner: Ints
+    owner: NDArray[np.int32]
     anchor: Ints
     groups: int
 
@@ -112,7 +112,7 @@ def _union(group: Ints, lo: Ints, hi: Ints, groups: int, tokens: int) -> Needs:
     )
 
 
-def _split(keys: Ints, values: Ints, groups: int) -> list[Ints]:
+def _split(keys: NDArray[np.int32], values: Ints, groups: int) -> list[Ints]:
     """``values`` by key 0..groups-1, each in the order given."""
     order = np.argsort(keys.astype(np.int16 if groups < 2**15 else np.int32), kind="stable")
     edge = np.cumsum(np.bincount(keys, minlength=groups))
@@ -145,7 +145,7 @@ def fetch(field: Field, me: int, mine: Ints, stage_rows: int) -> Iterator[Route]
         yield Route(part, sends[t], recvs, recvs, sends[t])
 
 
-def _by_owner(owner: Ints, groups: int) -> dict[int, Rows]:
+def _by_owner(owner: NDArray[np.int32], groups: int) -> dict[int, Rows]:
     if owner.size == 0:
         return {}
     split = _split(owner, np.arange(owner.size), groups)

@@ -2,13 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
 import numpy as np
 
-from seqpar.mask import Ints
+from seqpar.mask import Ints, Memo
 from seqpar.plan.tiles import Segments, Tiles, segments, tile_tables
 
 Rows = slice | Ints  # rows of a tensor: a slice where they are consecutive, so that taking them copies nothing
@@ -25,18 +25,6 @@ def as_rows(index: Ints) -> Rows:
 def count(rows: Rows) -> int:
     """How many rows."""
     return rows.stop - rows.start if isinstance(rows, slice) else int(rows.size)
-
-
-class Memo:
-    """Keeps what a device or kernel derives from a value, once per batch and for as long as the value lives."""
-
-    _memo: dict[Any, Any]
-
-    def memo(self, key: Any, make: Callable[[], Any]) -> Any:
-        """``make()``, made at the first call."""
-        if key not in self._memo:
-            self._memo[key] = make()
-        return self._memo[key]
 
 
 @dataclass(frozen=True, eq=False)
