@@ -1,7 +1,8 @@
 """Train a decoder on real documents over several ranks, beside the same model in one process, and compare the losses.
 
-The documents are the Python standard library's own source files, with their real, heavy-tailed lengths. Every step
-packs whole ones into one batch, and the same batch is trained twice from the same weights:
+The documents are the Python standard library's own source files, with their real, heavy-tailed lengths; those longer
+than a batch wait for larger ones (``--tokens``). Every step packs whole ones into one batch, and the same batch is
+trained twice from the same weights:
 
     sharded      every rank holds some rows of the batch, attention is `seqpar.attention`, gradients are summed
     one process  rank 0 holds the whole batch, attention is torch's own, document by document
@@ -469,7 +470,7 @@ def train(args: argparse.Namespace, comm: seqpar.GroupComm) -> bool:
         tokens, predicted = args.tokens * args.steps, sum(r.bytes_predicted for r in rows)
         report.line(
             f"tokens/s: sharded {tokens / sum(r.seconds for r in rows):,.0f} on {args.ranks} ranks, "
-            f"one process {tokens / sum(r.reference_seconds for r in rows):,.0f}"
+            f"one process on one thread {tokens / sum(r.reference_seconds for r in rows):,.0f}"
         )
         report.line(f"bytes moved: {sum(r.bytes_moved for r in rows):,}; predicted by the plans: {predicted:,}")
         report.line(f"loss: {rows[0].sharded:.4f} at the first step, {rows[-1].sharded:.4f} at the last")

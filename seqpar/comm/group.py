@@ -22,6 +22,7 @@ import logging
 import pickle
 import threading
 import time
+import weakref
 from collections import deque
 from collections.abc import Callable, Mapping, Sequence
 from datetime import timedelta
@@ -176,9 +177,16 @@ class _Link:
         if present != self.size:
             raise RuntimeError(f"GroupComm: an all-reduce of ones over {self.size} ranks gave {present}")
         twin_store = c10d.PrefixStore(f"seqpar/{number}", store)
-        self.twin: Any = c10d.ProcessGroupGloo(twin_store, self.rank, self.size, timedelta(seconds=timeout))
+        self._twin = [c10d.ProcessGroupGloo(twin_store, self.rank, self.size, timedelta(seconds=timeout))]
+        # gloo's threads must end before the interpreter does, or C++ may end the process for it
+        weakref.finalize(self, self._twin.clear)
         self.root_cause = RootCause(twin_store, "root cause", self.rank)
         self.monitor = Monitor(timeout, self.fail, self.look)
+
+    @property
+    def twin(self) -> Any:
+        """The private gloo group."""
+        return self._twin[0]
 
     @property
     def uses_nccl(self) -> bool:
