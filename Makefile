@@ -21,7 +21,8 @@ exhaustive: $(READY)
 	$(BIN)/python -m pytest -q -m exhaustive --timeout 0 $(ARGS)
 
 bench: $(READY)
-	$(BIN)/python -m pytest -q bench --benchmark-enable --benchmark-only $(ARGS)
+	$(BIN)/python -m pytest -q bench --benchmark-enable --benchmark-only
+	$(BIN)/python bench/run.py $(ARGS)
 
 lint: $(READY)
 	$(BIN)/ruff check
