@@ -9,7 +9,7 @@ ARGS ?=
 BIN := $(VENV)/bin
 READY := $(VENV)/.seqpar-ready
 
-.PHONY: demo test exhaustive bench lint setup clean
+.PHONY: demo test exhaustive bench results lint setup clean
 
 demo: $(READY)
 	$(BIN)/seqpar demo $(ARGS)
@@ -21,8 +21,12 @@ exhaustive: $(READY)
 	$(BIN)/python -m pytest -q -m exhaustive --timeout 0 $(ARGS)
 
 bench: $(READY)
-	$(BIN)/python -m pytest -q bench --benchmark-enable --benchmark-only
-	$(BIN)/python bench/run.py $(ARGS)
+	$(BIN)/python -m pytest -q bench --benchmark-enable --benchmark-only $(ARGS)
+
+# the table of the README; nothing else should run meanwhile
+results: $(READY)
+	$(BIN)/python bench/run.py --json bench/results/cpu.json
+	$(BIN)/python bench/import_time.py
 
 lint: $(READY)
 	$(BIN)/ruff check
