@@ -173,9 +173,7 @@ def check_segments(step: Step, visible: np.ndarray) -> None:
     """Segments and the remainder cover every visible pair exactly once."""
     s = step.segments
     got = np.zeros(visible.shape, int)
-    for q, n, k, m, kind, left, right in zip(
-        s.q_row, s.q_len, s.k_row, s.k_len, s.kind, s.left, s.right, strict=True
-    ):
+    for q, n, k, m, kind, left, right in zip(s.q_row, s.q_len, s.k_row, s.k_len, s.kind, s.left, s.right, strict=True):
         i, j = np.arange(n)[:, None] + m - n, np.arange(m)
         sees = np.ones((n, m), bool)
         if kind == 1:
