@@ -432,7 +432,7 @@ class GroupComm:
         self._scope_id = _hash63(scope) if scope else 0
         self._ranks: Sequence[int] = scope or range(link.size)  # this comm's rank -> the group's
         self.rank, self.size, self.stats = self._ranks.index(link.rank), len(self._ranks), stats
-        self.agreed: dict[int, None] = {}
+        self.agreed: dict[int, None] = counters.setdefault(("agreed", scope), {})
 
     def exchange(
         self, sends: Mapping[int, Sequence[Tensor]], recvs: Mapping[int, Sequence[Tensor]], *, tag: Tag

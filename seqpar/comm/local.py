@@ -23,7 +23,7 @@ import time
 from collections import deque
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import NoReturn
+from typing import Any, NoReturn
 
 import torch
 from torch import Tensor
@@ -327,13 +327,11 @@ class LocalComm:
             comm._join(world, (), rank, Stats(), {})
         return comms
 
-    def _join(
-        self, world: _World, scope: Scope, me: int, stats: Stats, counters: dict[object, itertools.count[int]]
-    ) -> None:
+    def _join(self, world: _World, scope: Scope, me: int, stats: Stats, counters: dict[object, Any]) -> None:
         self._world, self._scope, self._me, self._counters = world, scope, me, counters
         self._ranks: Sequence[int] = scope or range(world.size)  # this comm's rank -> world rank
         self.rank, self.size, self.stats = self._ranks.index(me), len(self._ranks), stats
-        self.agreed: dict[int, None] = {}
+        self.agreed: dict[int, None] = counters.setdefault(("agreed", scope), {})
 
     def exchange(
         self, sends: Mapping[int, Sequence[Tensor]], recvs: Mapping[int, Sequence[Tensor]], *, tag: Tag
@@ -403,7 +401,7 @@ class LocalComm:
 
     def _next(self, kind: str) -> int:
         # kept by scope, so that a sub made twice goes on counting
-        return next(self._counters.setdefault((kind, self._scope), itertools.count()))
+        return int(next(self._counters.setdefault((kind, self._scope), itertools.count())))
 
     def agree(self, what: str, facts: Mapping[str, object], error: Exception | None = None) -> None:
         """Compare the facts of all ranks: see `Comm.agree`."""

@@ -6,6 +6,8 @@ import hashlib
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 
+from torch import Tensor
+
 from seqpar.comm import Comm, PeerError
 
 REMEMBERED = 4096  # signatures that a comm keeps; all ranks forget the same ones, as they see them in one order
@@ -23,12 +25,12 @@ def agree_once(
     facts: Mapping[str, object],
     error: Exception | None,
     *,
-    changing: Mapping[str, object] | None = None,
+    values: Mapping[str, object] | None = None,
 ) -> None:
     """Return if all ranks make the same call; they compare when they first see it, or always if the comm says so.
 
-    facts: what must be equal on all ranks. error: what this rank found wrong with its own arguments. changing: facts
-    that differ from call to call, compared along with the others but no reason to compare again.
+    facts: what must be equal on all ranks. error: what this rank found wrong with its own arguments. values: what may
+    differ from call to call, small tensors too; compared along with the facts, but no reason to compare again.
 
     Raises: error here, and ValueError elsewhere; ValueError for facts that differ.
     """
@@ -40,7 +42,7 @@ def agree_once(
     if error is None and comm.check_every == "batch" and key in comm.agreed:
         return
     try:
-        comm.agree(what, dict(facts) | dict(changing or {}), error)
+        comm.agree(what, dict(facts) | _plain(values or {} if error is None else {}), error)
     except PeerError:
         if error is None:
             raise
@@ -48,6 +50,17 @@ def agree_once(
     comm.agreed[key] = None
     if len(comm.agreed) > REMEMBERED:
         del comm.agreed[next(iter(comm.agreed))]
+
+
+def _plain(values: Mapping[str, object]) -> dict[str, object]:
+    """Values that print alike on all ranks if they are alike: of a tensor its elements."""
+    plain: dict[str, object] = {}
+    for name, value in values.items():
+        if isinstance(value, Tensor):
+            plain[f"values of {name}"] = value.detach().double().tolist()
+        elif value is not None:
+            plain[name] = value
+    return plain
 
 
 @contextmanager

@@ -105,7 +105,8 @@ def attention(
         )  # fmt: skip
     except Exception as found:  # whatever it is, the others must hear of it
         error = found
-    agree_once(comm, "attention", facts, error, changing={"dropout_seed": dropout_seed})
+    values = {"dropout_seed": dropout_seed, "alibi_slopes": alibi_slopes, "sinks": sinks}
+    agree_once(comm, "attention", facts, error, values=values)
     assert call is not None
     log.debug("rank %d: attention, call %d, plan %s, kernel %s", comm.rank, number, plan.digest(), call.kernel.name)
     out, lse = _Attention.apply(q, k, v, sinks, call)
@@ -198,7 +199,7 @@ def _check_options(
                 f"{name} must be floating point [{q.shape[1]}], one per query head, on {q.device}, got "
                 f"{x.dtype}{list(x.shape)} on {x.device}"
             )
-    if slopes is not None and slopes.requires_grad:
+    if slopes is not None and slopes.requires_grad and torch.is_grad_enabled():
         raise NotImplementedError("alibi_slopes have no gradient; detach them")
     if not (math.isfinite(softcap) and softcap >= 0):
         raise ValueError(f"softcap must be finite and at least 0, got {softcap}")

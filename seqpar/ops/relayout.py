@@ -49,20 +49,32 @@ def relayout(x: Tensor, comm: Comm, *, src: Layout, dst: Layout) -> Tensor:
     """
     number = comm.next_call()
     error: Exception | None = None
-    if not (isinstance(src, Layout) and isinstance(dst, Layout)):
-        error = ValueError(f"relayout is between two layouts, got src={src!r:.200} and dst={dst!r:.200}")
-    elif src.total != dst.total:
-        error = ValueError(f"relayout from {src.total} tokens to {dst.total}; the layouts must hold the same tokens")
-    elif not src.ranks == dst.ranks == comm.size:
-        error = ValueError(f"relayout from {src.ranks} to {dst.ranks} ranks on a comm of {comm.size}")
-    elif x.dim() == 0 or x.shape[0] != src.tokens(comm.rank):
-        error = ValueError(f"x on rank {comm.rank} must have {src.tokens(comm.rank)} rows, got {list(x.shape)}")
-    facts = {} if error else {"src": src.digest(), "dst": dst.digest()}
+    facts: dict[str, object] = {}
+    try:
+        _check_layouts(x, comm, src, dst)
+        facts = {"src": src.digest(), "dst": dst.digest()}
+    except Exception as found:  # whatever it is, the others must hear of it
+        error = found
     tag = _agreed(comm, "relayout", x, 0, number, facts, error)
+    return _moved(x, comm, src.memo(("to", dst, comm.rank), lambda: _moves(src, dst, comm)), tag)
+
+
+def _check_layouts(x: Tensor, comm: Comm, src: Layout, dst: Layout) -> None:
+    if not (isinstance(src, Layout) and isinstance(dst, Layout)):
+        raise ValueError(f"relayout is between two layouts, got src={src!r:.200} and dst={dst!r:.200}")
+    if src.total != dst.total:
+        raise ValueError(f"relayout from {src.total} tokens to {dst.total}; the layouts must hold the same tokens")
+    if not src.ranks == dst.ranks == comm.size:
+        raise ValueError(f"relayout from {src.ranks} to {dst.ranks} ranks on a comm of {comm.size}")
+    if x.dim() == 0 or x.shape[0] != src.tokens(comm.rank):
+        raise ValueError(f"x on rank {comm.rank} must have {src.tokens(comm.rank)} rows, got {list(x.shape)}")
+
+
+def _moves(src: Layout, dst: Layout, comm: Comm) -> Moves:
     mine, wanted = src.positions(comm.rank), dst.positions(comm.rank)
     sends = _by_owner(mine, dst.owner()[mine], comm.size)
     recvs = _by_owner(wanted, src.owner()[wanted], comm.size)
-    return _moved(x, comm, Moves(sends, recvs, len(mine), len(wanted)), tag)
+    return Moves(sends, recvs, len(mine), len(wanted))
 
 
 def _by_owner(positions: np.ndarray[Any, Any], owner: np.ndarray[Any, Any], size: int) -> dict[int, Rows]:
@@ -122,13 +134,17 @@ def unshard(x: Tensor, plan: Plan, comm: Comm, *, dim: int = 0, side: str = "q")
         error = found
     facts = {} if error else {"plan": plan.digest(), "dim": dim, "side": side}
     tag = _agreed(comm, "unshard", x, dim, number, facts, error)
+    moves = plan.memo(("unshard", side, comm.rank), lambda: _copies(layout, comm, rows))
+    return _moved(x.movedim(dim, 0), comm, moves, tag).movedim(0, dim)
+
+
+def _copies(layout: Layout, comm: Comm, rows: int) -> Moves:
     mine = slice(0, layout.tokens(comm.rank))
     recvs: dict[int, Rows] = {}
     for peer in range(comm.size):
         at = layout.positions(peer)
         recvs[peer] = as_rows(at) if (at[1:] > at[:-1]).all() else at
-    moves = Moves({peer: mine for peer in range(comm.size)}, recvs, rows, layout.total, copied=True)
-    return _moved(x.movedim(dim, 0), comm, moves, tag).movedim(0, dim)
+    return Moves({peer: mine for peer in range(comm.size)}, recvs, rows, layout.total, copied=True)
 
 
 def _layout_of(plan: Plan, side: str) -> Layout:

@@ -75,6 +75,11 @@ class Call:
         row_bytes = self.plan.row_bytes(self.heads, self.kv_heads, self.dim, self.v_dim, size)
         return self.plan.steps(self.comm.rank, row_bytes=row_bytes)
 
+    @property
+    def alone(self) -> bool:
+        """Whether one rank computes all of it in one step: no schedule, no exchange."""
+        return self.comm.size == 1 and self.steps()[0].part.trivial
+
     def parts(self) -> list[Part]:
         """The parts of this rank's steps, in order."""
         return [s.part for s in self.steps() if s.first]
@@ -221,6 +226,11 @@ def forward(call: Call, q: Tensor, k: Tensor, v: Tensor, sinks: Tensor | None) -
     steps = call.steps()
     out = q.new_zeros(q.shape[0], call.heads, call.v_dim)
     lse = q.new_full((call.heads, q.shape[0]), -torch.inf, dtype=call.acc)
+    if call.alone:
+        part = steps[0].part
+        here = _inside(call, part, [q[: part.q.rows], k[: part.kv.rows], v[: part.kv.rows]], out, lse, sinks)
+        _compute(call, steps[0], here, here.k, here.v)
+        return out, lse, [here]
     entries = {}
     for part in call.parts():
         heads, kv = call.shares(part)
@@ -278,11 +288,11 @@ def _inside(call: Call, part: Part, tensors: list[Tensor], out: Tensor, lse: Ten
 def _compute(call: Call, step: Step, here: Inside, keys: Tensor, values: Tensor) -> None:
     """Add one step's keys to the part's output. A sink is a sum that was there before the first key."""
     first, wide = step.first and not call.sinks, call.dtype == call.acc
-    if wide:
-        here.acc = here.out
-    elif here.acc is None and not (first and step.last):
-        here.acc = torch.zeros_like(here.out, dtype=call.acc)
     if len(step.pos) or step.first or step.last:
+        if wide:
+            here.acc = here.out
+        elif here.acc is None and not (first and step.last):
+            here.acc = torch.zeros_like(here.out, dtype=call.acc)
         facts = facts_of(step, call.device)
         for heads, kv, score in call.blocks(step.part):
             call.kernel.forward(
@@ -324,16 +334,22 @@ def backward(
     here = {p.width: inside for p, inside in zip(parts, insides, strict=True)}
     entries = {p.width: _back_enter(call, p, dout, dlse) for p in parts}
     dsinks = None if sinks is None else torch.zeros(call.heads, dtype=call.acc, device=call.device)
+    dq = dout.new_zeros(shapes[0], call.heads, call.dim, dtype=call.dtype)
+    home = dout.new_zeros(shapes[1], call.kv_heads, call.dim + call.v_dim, dtype=call.acc)
     backs: dict[int, Back] = {}
 
     def inside(part: Part) -> Inside:
         if part.width not in backs:
-            backs[part.width] = _back(call, part, here[part.width], entries[part.width](), sinks, dsinks)
+            incoming = entries[part.width]()
+            backs[part.width] = _back(call, part, here[part.width], incoming, sinks, dsinks, dq, home)
         return here[part.width]
 
-    width = call.dim + call.v_dim
-    dq = dout.new_zeros(shapes[0], call.heads, call.dim, dtype=call.dtype)
-    home = dout.new_zeros(shapes[1], call.kv_heads, width, dtype=call.acc)
+    if call.alone:
+        tensors = inside(parts[0])
+        back = backs[parts[0].width]
+        _differentiate(call, steps[0], tensors, back, tensors.k, tensors.v, back.home, fused=dlse is None)
+        _back_leave(call, parts[0], back, dq, home)()
+        return dq, home[..., : call.dim], home[..., call.dim :], dsinks
     riding = Riding(call)
     leaves: list[Callable[[], None]] = []
     arriving = Keys(call, steps, Phase.BACK_KEYS)
@@ -366,9 +382,13 @@ def _back_enter(call: Call, part: Part, dout: Tensor, dlse: Tensor | None) -> Ca
 
 
 def _back(
-    call: Call, part: Part, here: Inside, incoming: list[Tensor], sinks: Tensor | None, dsinks: Tensor | None
-) -> Back:
-    """Gradients at their start, and delta, once for the whole backward, from the output as returned."""
+    call: Call, part: Part, here: Inside, incoming: list[Tensor], sinks: Tensor | None, dsinks: Tensor | None,
+    dq: Tensor, home: Tensor,
+) -> Back:  # fmt: skip
+    """Gradients at their start, and delta, once for the whole backward, from the output as returned.
+
+    Where nothing is traded the gradients are views of the call's.
+    """
     dout = incoming[0]
     if part.blind.size:  # what they hold must not reach a key through 0 * NaN
         dout = dout.index_fill(0, index(part, part.blind, call.device), 0.0)  # type: ignore[arg-type]
@@ -380,8 +400,11 @@ def _back(
         weight = torch.exp(sinks.to(call.acc)[mine, None] - here.lse)
         weight = torch.where(here.lse == -torch.inf, 0.0, weight)  # no key, and a sink of -inf
         dsinks[mine] -= (torch.where(weight == 0, 0.0, weight * delta)).sum(-1)
-    home = here.k.new_zeros(*here.k.shape[:2], call.dim + call.v_dim, dtype=call.acc)
-    return Back(dout, delta.contiguous(), torch.zeros_like(here.q, dtype=call.acc), home)
+    if not part.kv.trivial:
+        home = here.k.new_zeros(*here.k.shape[:2], call.dim + call.v_dim, dtype=call.acc)
+    if not (part.q.trivial and call.dtype == call.acc):
+        dq = torch.zeros_like(here.q, dtype=call.acc)
+    return Back(dout, delta.contiguous(), dq[: part.q.rows], home[: part.kv.rows])
 
 
 def _differentiate(
@@ -443,8 +466,12 @@ def _back_leave(call: Call, part: Part, back: Back, dq: Tensor, home: Tensor) ->
     """Gradients on their way out of the head trade; key heads that several shares read are summed."""
     heads, kv = call.shares(part)
     several = replicated(call.heads, call.kv_heads, part.width)
-    grads = back.home if several or part.width == 1 else back.home.to(call.dtype)
-    legs = [trade.Leg(back.dq.to(call.dtype), part.q, heads, target=dq)]
-    if call.kv_grads:
+    legs = []
+    if not (part.q.trivial and call.dtype == call.acc):
+        legs.append(trade.Leg(back.dq.to(call.dtype), part.q, heads, target=dq))
+    if call.kv_grads and not part.kv.trivial:
+        grads = back.home if several or part.width == 1 else back.home.to(call.dtype)
         legs.append(trade.Leg(grads, part.kv, kv, target=home, summed=several))
+    if not legs:
+        return lambda: None
     return trade.leave(call.comm, call.tag(Phase.BACK_LEAVE, part.width), part, legs)

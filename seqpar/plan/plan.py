@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from functools import partial
-from typing import Any
 
 import numpy as np
 from numpy.typing import ArrayLike
@@ -12,11 +11,11 @@ from numpy.typing import ArrayLike
 from seqpar.layout import Layout, Runs, cut
 from seqpar.mask import Fact, Ints, Mask, digest_of, frozen, whole
 from seqpar.plan import routes
-from seqpar.plan.heads import head_share, replicated
+from seqpar.plan.heads import head_share
 from seqpar.plan.steps import Part, Rows, Step, Trade, as_rows, count
+from seqpar.plan.traffic import Shape, traffic
 
 TRANSPORTS = ("fetch", "ring", "double_ring", "gather")
-DTYPE_BYTES = {"float64": 8, "float32": 4, "bfloat16": 2, "float16": 2}
 NOMINAL_ROW_BYTES = 4096  # keys and values of 8 heads of 128 in bf16
 
 
@@ -25,11 +24,11 @@ class Plan(Fact):
 
     layout: where the query rows live; kv_layout: where the keys live if not with the queries, needed when their
     numbers differ. ulysses: how many consecutive ranks trade tokens for heads, dividing the ranks, as one number or
-    one per document; documents held by one rank keep width 1. transport: how keys travel among the rest.
-    node: ranks per node: Ulysses groups then lie inside a node, and it is the inner ring of "double_ring", which
-    without it takes the largest divisor not above the square root. stage_bytes: the most that one fetched stage of
-    keys and values may take. rows: rows of each rank's query shard (and key shard, if not laid out apart), at least
-    its tokens; the rows after the tokens are pads.
+    one per document; in a list, documents held by one rank keep width 1 and move nothing. transport: how keys travel
+    among the rest. node: ranks per node: Ulysses groups then lie inside a node, and it is the inner ring of
+    "double_ring", which without it takes the largest divisor not above the square root. stage_bytes: the most that one
+    fetched stage of keys and values may take. rows: rows of each rank's query shard (and key shard, if not laid out
+    apart), at least its tokens; the rows after the tokens are pads.
 
     Raises: ValueError for facts that do not fit each other, on every rank alike, since none of it depends on a rank.
     NotImplementedError for ``node`` with "fetch", and for a width per document with bounds that cross documents.
@@ -175,16 +174,16 @@ class Plan(Fact):
         number = 0
         for width in np.unique(self._widths).tolist():
             part = self.memo(("part", rank, width), partial(self._part, rank, width))
-            field = self.memo(("field", width), partial(self._field, width))
+            demand = self.memo(("demand", width), partial(self._demand, width))
             me = rank // part.width
             mine = part.keys
             if self.transport == "gather":
-                found = list(routes.gather(field, me, mine))
+                found = list(routes.gather(demand, me, mine))
             elif self.transport == "fetch":
-                found = list(routes.fetch(field, me, mine, stage_rows))
+                found = list(routes.fetch(demand, me, mine, stage_rows))
             else:
-                inner = self._inner(part.width) if self.transport == "double_ring" else field.groups
-                found = list(routes.ring(field, me, inner))
+                inner = self._inner(part.width) if self.transport == "double_ring" else demand.groups
+                found = list(routes.ring(demand, me, inner))
             if self.transport != "gather":
                 found.insert(0, routes.LOCAL)
             result += self._numbered(part, number, found)
@@ -251,7 +250,7 @@ class Plan(Fact):
         offsets = self.mask.offsets if side == "q" else self.mask.kv_offsets
         return self._widths[np.searchsorted(offsets, positions, side="right") - 1]
 
-    def _field(self, width: int) -> routes.Field:
+    def _demand(self, width: int) -> routes.Demand:
         """Who needs and who has the keys of the documents of one width."""
         groups = self.ranks // width
         runs, rank = self._runs_of_width(width, "q")
@@ -262,7 +261,7 @@ class Plan(Fact):
             owner = np.where(np.repeat(self._widths == width, self.mask.kv_lengths), owner, -1)
         anchor = np.full(groups, self.mask.kv_tokens, np.int64)
         np.minimum.at(anchor, key_rank // width, key_runs.start)
-        return routes.Field(needs, owner, anchor, groups)
+        return routes.Demand(needs, owner, anchor, groups)
 
     def _runs_of_width(self, width: int, side: str) -> tuple[Runs, Ints]:
         runs, rank = (self.layout if side == "q" else self.kv_layout).all_runs()
@@ -284,57 +283,15 @@ class Plan(Fact):
         dtype: str = "bfloat16",
         backward: bool = False,
         return_lse: bool = False,
+        kv_grads: bool = True,
     ) -> dict[int, int]:
         """Bytes that a rank sends to each peer in one attention call: forward, or with ``backward`` in its backward.
 
         Counted are tensors' contents, as `Comm.stats` counts them. dtype: "float64", "float32", "bfloat16", "float16".
+        kv_grads: whether keys or values require a gradient.
         """
-        name = str(dtype).removeprefix("torch.")
-        if name not in DTYPE_BYTES:
-            raise ValueError(f"dtype must be one of {', '.join(DTYPE_BYTES)}, got {dtype!r}")
-        if heads <= 0 or kv_heads <= 0 or heads % kv_heads:
-            raise ValueError(f"query heads must be a multiple of key heads, got {heads} and {kv_heads}")
-        size = DTYPE_BYTES[name]
-        acc = max(size, 4)
-        v_dim = dim if v_dim is None else v_dim
-        sent: dict[int, int] = {}
-        row_bytes = self.row_bytes(heads, kv_heads, dim, v_dim, size)
-        steps = self.steps(rank, row_bytes=row_bytes)
-        for part in (s.part for s in steps if s.first):
-            if part.width > 1:
-                self._count_trade(sent, part, rank, heads, kv_heads, dim, v_dim, size, acc, backward, return_lse)
-        for step in steps:
-            _, keys = head_share(heads, kv_heads, step.part.width, step.part.share)
-            row = (keys.stop - keys.start) * (dim + v_dim)
-            for peer, rows in step.sends.items():
-                sent[peer] = sent.get(peer, 0) + count(rows) * row * size
-            for peer, rows in step.grad_sends.items() if backward else ():
-                sent[peer] = sent.get(peer, 0) + count(rows) * row * acc
-        return {peer: size for peer, size in sorted(sent.items()) if size}
-
-    @staticmethod
-    def _count_trade(
-        sent: dict[int, int], part: Part, rank: int, heads: int, kv_heads: int, dim: int, v_dim: int, size: int,
-        acc: int, backward: bool, return_lse: bool,
-    ) -> None:  # fmt: skip
-        q_rows, kv_rows = count(part.q.mine), count(part.kv.mine)
-        lse = acc if return_lse else 0
-        kv_size = acc if replicated(heads, kv_heads, part.width) else size
-        mine_q, mine_kv = head_share(heads, kv_heads, part.width, part.share)
-        for share, peer in enumerate(part.members):
-            if peer == rank:
-                continue
-            q, kv = head_share(heads, kv_heads, part.width, share)
-            heads_out, kv_out = q.stop - q.start, kv.stop - kv.start
-            heads_in, kv_in = mine_q.stop - mine_q.start, mine_kv.stop - mine_kv.start
-            back_q, back_kv = count(part.q.dest[peer]), count(part.kv.dest[peer])
-            if backward:
-                entry = q_rows * heads_out * (v_dim * size + lse)
-                leave = back_q * heads_in * dim * size + back_kv * kv_in * (dim + v_dim) * kv_size
-            else:
-                entry = q_rows * heads_out * dim * size + kv_rows * kv_out * (dim + v_dim) * size
-                leave = back_q * heads_in * (v_dim * size + lse)
-            sent[peer] = sent.get(peer, 0) + entry + leave
+        name, v_dim = str(dtype).removeprefix("torch."), dim if v_dim is None else v_dim
+        return traffic(self, rank, Shape(heads, kv_heads, dim, v_dim, name, backward, return_lse, kv_grads))
 
     def row_bytes(self, heads: int, kv_heads: int, dim: int, v_dim: int, size: int) -> int:
         """Bytes of one token's keys and values on the rank with most key heads: what bounds the stages of all ranks."""
@@ -345,9 +302,25 @@ class Plan(Fact):
 
         return max(1, int(self.memo(("key heads", heads, kv_heads), most)) * (dim + v_dim) * size)
 
-    def bytes(self, rank: int, **shape: Any) -> int:
+    def bytes(
+        self,
+        rank: int,
+        *,
+        heads: int,
+        kv_heads: int,
+        dim: int,
+        v_dim: int | None = None,
+        dtype: str = "bfloat16",
+        backward: bool = False,
+        return_lse: bool = False,
+        kv_grads: bool = True,
+    ) -> int:
         """Bytes that a rank sends in one call; arguments as in `traffic`."""
-        return sum(self.traffic(rank, **shape).values())
+        sent = self.traffic(
+            rank, heads=heads, kv_heads=kv_heads, dim=dim, v_dim=v_dim, dtype=dtype, backward=backward,
+            return_lse=return_lse, kv_grads=kv_grads,
+        )  # fmt: skip
+        return sum(sent.values())
 
     def describe(self) -> str:
         """The plan as text: what it was given, and for each rank its rows, area and keys received."""

@@ -11,14 +11,14 @@ as one path of inner hops with an outer hop after every round, so that two buffe
 from __future__ import annotations
 
 from collections.abc import Iterator
-from dataclasses import dataclass
-from typing import NamedTuple
+from dataclasses import dataclass, field
+from typing import Any, NamedTuple, TypeVar
 
 import numpy as np
 from numpy.typing import NDArray
 
 from seqpar.layout import Runs, cut, expand
-from seqpar.mask import Ints, Mask
+from seqpar.mask import Ints, Mask, Memo
 from seqpar.plan.steps import Rows, as_rows
 
 
@@ -48,12 +48,14 @@ class Route(NamedTuple):
     own: Rows | None = None
 
 
+Group = TypeVar("Group", int, Ints)
+
 # the step in which a rank's queries meet its own keys
 LOCAL = Route(np.zeros(0, np.int64), {}, {}, {}, {})
 
 
 @dataclass(frozen=True, eq=False)
-class Field:
+class Demand(Memo):
     """One part over its groups: who sees which keys, who has them, and the first key that each group has.
 
     owner [kv_tokens]: the group of each key, -1 for keys of other parts.
@@ -63,6 +65,7 @@ class Field:
     owner: NDArray[np.int32]
     anchor: Ints
     groups: int
+    _memo: dict[Any, Any] = field(default_factory=dict, repr=False)
 
 
 def needs_of(mask: Mask, runs: Runs, group: Ints, groups: int) -> Needs:
@@ -119,19 +122,19 @@ def _split(keys: NDArray[np.int32], values: Ints, groups: int) -> list[Ints]:
     return np.split(values[order], edge[:-1])
 
 
-def fetch(field: Field, me: int, mine: Ints, stage_rows: int) -> Iterator[Route]:
+def fetch(demand: Demand, me: int, mine: Ints, stage_rows: int) -> Iterator[Route]:
     """Each owner sends each group just the keys that it sees, in the fewest stages of at most ``stage_rows`` rows.
 
     A stage is a slice of the receiver's need in position order. It starts with the slice around its own first token
     and goes down from there in a cycle, so that at any time the owners serve different groups.
     """
-    needs, groups = field.needs, field.groups
+    needs, groups = demand.needs, demand.groups
     if groups == 1:
         return
     length = needs.hi - needs.lo
     total = np.bincount(needs.group, length, groups).astype(np.int64)
     stages = np.maximum(-(-total // stage_rows), 1)
-    first = _first_slice(field, stages, total)
+    first = _first_slice(demand, stages, total)
     out_groups, out_stage, out_lo, out_hi = _slices(needs, total, stages)
     turn = (first[out_groups] - out_stage) % stages[out_groups]
     sends = _sends(out_groups, turn, out_lo, out_hi, mine, me, int(stages.max()))
@@ -139,7 +142,7 @@ def fetch(field: Field, me: int, mine: Ints, stage_rows: int) -> Iterator[Route]
     for t in range(int(stages.max())):
         j = (first[me] - t) % stages[me] if t < stages[me] else None
         part = wanted[:0] if j is None else wanted[total[me] * j // stages[me] : total[me] * (j + 1) // stages[me]]
-        owner = field.owner[part]
+        owner = demand.owner[part]
         part, owner = part[owner != me], owner[owner != me]
         recvs = _by_owner(owner, groups)
         yield Route(part, sends[t], recvs, recvs, sends[t])
@@ -152,13 +155,13 @@ def _by_owner(owner: NDArray[np.int32], groups: int) -> dict[int, Rows]:
     return {o: as_rows(rows) for o, rows in enumerate(split) if rows.size}
 
 
-def _first_slice(field: Field, stages: Ints, total: Ints) -> Ints:
+def _first_slice(demand: Demand, stages: Ints, total: Ints) -> Ints:
     """For each group the slice of its need that holds its own first key, or the last slice before it."""
     if (stages == 1).all():
         return np.zeros_like(stages)
-    needs = field.needs
-    below = np.clip(np.minimum(needs.hi, field.anchor[needs.group]) - needs.lo, 0, None)
-    before = np.bincount(needs.group, below, field.groups).astype(np.int64)
+    needs = demand.needs
+    below = np.clip(np.minimum(needs.hi, demand.anchor[needs.group]) - needs.lo, 0, None)
+    before = np.bincount(needs.group, below, demand.groups).astype(np.int64)
     # Slice j holds union rows [total * j // stages, total * (j + 1) // stages).
     return np.clip((before * stages + stages - 1) // np.maximum(total, 1), 0, stages - 1)
 
@@ -199,31 +202,29 @@ def _sends(group: Ints, stage: Ints, lo: Ints, hi: Ints, mine: Ints, me: int, st
     return result
 
 
-def gather(field: Field, me: int, mine: Ints) -> Iterator[Route]:
+def gather(demand: Demand, me: int, mine: Ints) -> Iterator[Route]:
     """All keys of every owner of which a group sees any, in one stage, own keys among them."""
-    needs, groups = field.needs, field.groups
+    needs, groups = demand.needs, demand.groups
     first, stop = np.searchsorted(mine, needs.lo), np.searchsorted(mine, needs.hi)
     takers = np.unique(needs.group[(stop > first) & (needs.group != me)])
     sends: dict[int, Rows] = {int(g): slice(0, mine.size) for g in takers}
     sources = np.zeros(groups + 1, bool)  # the last entry stands for keys of other parts
-    sources[field.owner[needs.positions(me)]] = True
+    sources[demand.owner[needs.positions(me)]] = True
     sources[me], sources[groups] = True, False
-    pos = np.flatnonzero(sources[field.owner])
-    recvs = _by_owner(field.owner[pos], groups)
+    pos = np.flatnonzero(sources[demand.owner])
+    recvs = _by_owner(demand.owner[pos], groups)
     own = recvs.pop(me, slice(0, 0))
     yield Route(pos, sends, recvs, recvs, sends, own=own)
 
 
-def ring(field: Field, me: int, inner: int) -> Iterator[Route]:
+def ring(demand: Demand, me: int, inner: int) -> Iterator[Route]:
     """Keys go round hop by hop, and on only as far as somebody downstream sees them.
 
     Hop ``t`` brings the keys of `_owner_at` (me, t). A row stays in the block up to the last hop at which its holder
     sees it. Its gradient is summed along the way and goes home from there.
     """
-    groups = field.groups
-    reach = hops(field, inner)
-    last = int(reach.max(initial=0))
-    by_owner = _split(np.where(field.owner < 0, groups, field.owner), np.arange(len(field.owner)), groups + 1)
+    groups = demand.groups
+    reach, last, by_owner = demand.memo(("ring", inner), lambda: _ring_facts(demand, inner))
     mine = by_owner[me]
     block = mine
     for t in range(1, last + 1):
@@ -245,7 +246,7 @@ def ring(field: Field, me: int, inner: int) -> Iterator[Route]:
         block = pos
 
 
-def _holder_at(owner: int, hop: int, groups: int, inner: int) -> int:
+def _holder_at(owner: Group, hop: int, groups: int, inner: int) -> Group:
     """Who holds a group's keys after so many hops: ``inner - 1`` hops round the node, then one to the next node.
 
     The hop between nodes keeps the place inside the node, so that every rank uses its own link.
@@ -262,15 +263,23 @@ def _owner_at(holder: int, hop: int, groups: int, inner: int) -> int:
     return (node - outer) % (groups // inner) * inner + (place - turn + outer) % inner
 
 
-def hops(field: Field, inner: int) -> NDArray[np.int32]:
+def _ring_facts(demand: Demand, inner: int) -> tuple[NDArray[np.int32], int, list[Ints]]:
+    """What all ranks' rings share: how far each key goes, the last hop of any, and the keys of each group."""
+    groups = demand.groups
+    reach = hops(demand, inner)
+    keys = np.where(demand.owner < 0, groups, demand.owner)
+    return reach, int(reach.max(initial=0)), _split(keys, np.arange(len(keys)), groups + 1)
+
+
+def hops(demand: Demand, inner: int) -> NDArray[np.int32]:
     """For each key the last hop at which its holder sees it, 0 if only its owner does; int32 [kv_tokens]."""
-    groups = field.groups
+    groups = demand.groups
     distance = np.zeros((groups, groups), np.int32)  # [owner, holder] -> hop
-    for owner in range(groups):
-        for hop in range(groups):
-            distance[owner, _holder_at(owner, hop, groups, inner)] = hop
-    reach = np.zeros(len(field.owner), np.int32)
+    every = np.arange(groups)
+    for hop in range(groups):
+        distance[every, _holder_at(every, hop, groups, inner)] = hop
+    reach = np.zeros(len(demand.owner), np.int32)
     for group in range(groups):
-        seen = field.needs.positions(group)
-        reach[seen] = np.maximum(reach[seen], distance[field.owner[seen], group])
+        seen = demand.needs.positions(group)
+        reach[seen] = np.maximum(reach[seen], distance[demand.owner[seen], group])
     return reach

@@ -65,6 +65,11 @@ class Part(Memo):
     _memo: dict[Any, Any] = field(default_factory=dict, repr=False)
 
     @property
+    def trivial(self) -> bool:
+        """Whether nothing of the part is copied or sent on the way in and out."""
+        return self.q.trivial and self.kv.trivial
+
+    @property
     def blind(self) -> Ints:
         """Inside query rows that see no key at all."""
         return self.memo("blind", lambda: np.flatnonzero(self.lo >= self.hi))

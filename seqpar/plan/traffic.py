@@ -1,0 +1,89 @@
+"""What a plan sends, predicted: it must equal what `Comm.stats` counts."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import TYPE_CHECKING
+
+from seqpar.plan.heads import head_share, replicated
+from seqpar.plan.steps import Part, count
+
+if TYPE_CHECKING:
+    from seqpar.plan.plan import Plan
+
+DTYPE_BYTES = {"float64": 8, "float32": 4, "bfloat16": 2, "float16": 2}
+
+
+@dataclass(frozen=True)
+class Shape:
+    """The tensors of one attention call, as in `Plan.traffic`."""
+
+    heads: int
+    kv_heads: int
+    dim: int
+    v_dim: int
+    dtype: str
+    backward: bool
+    return_lse: bool
+    kv_grads: bool
+
+    def __post_init__(self) -> None:
+        """Raise ValueError for a dtype or heads that attention does not take."""
+        if self.dtype not in DTYPE_BYTES:
+            raise ValueError(f"dtype must be one of {', '.join(DTYPE_BYTES)}, got {self.dtype!r}")
+        if self.heads <= 0 or self.kv_heads <= 0 or self.heads % self.kv_heads:
+            raise ValueError(f"query heads must be a multiple of key heads, got {self.heads} and {self.kv_heads}")
+
+    @property
+    def size(self) -> int:
+        """Bytes of an element."""
+        return DTYPE_BYTES[self.dtype]
+
+    @property
+    def acc(self) -> int:
+        """Bytes of an element in the accumulation dtype."""
+        return max(self.size, 4)
+
+    def share(self, part: Part, member: int) -> tuple[int, int]:
+        """Query heads and key heads of one member of a part."""
+        q, kv = head_share(self.heads, self.kv_heads, part.width, member)
+        return q.stop - q.start, kv.stop - kv.start
+
+
+def traffic(plan: Plan, rank: int, shape: Shape) -> dict[int, int]:
+    """Bytes that a rank sends to each peer in one call, forward or backward."""
+    sent: dict[int, int] = {}
+    row_bytes = plan.row_bytes(shape.heads, shape.kv_heads, shape.dim, shape.v_dim, shape.size)
+    for step in plan.steps(rank, row_bytes=row_bytes):
+        if step.first:
+            for peer, size in _trade(step.part, rank, shape).items():
+                sent[peer] = sent.get(peer, 0) + size
+        row = shape.share(step.part, step.part.share)[1] * (shape.dim + shape.v_dim)
+        for peer, rows in step.sends.items():
+            sent[peer] = sent.get(peer, 0) + count(rows) * row * shape.size
+        for peer, rows in step.grad_sends.items() if shape.backward and shape.kv_grads else ():
+            sent[peer] = sent.get(peer, 0) + count(rows) * row * shape.acc
+    return {peer: size for peer, size in sorted(sent.items()) if size}
+
+
+def _trade(part: Part, rank: int, shape: Shape) -> dict[int, int]:
+    """Bytes that a rank sends to the other members of a part on the way in and out of the head trade."""
+    rows, kv_rows = count(part.q.mine), count(part.kv.mine)
+    heads_here, kv_here = shape.share(part, part.share)
+    width = shape.dim + shape.v_dim
+    lse = shape.acc if shape.return_lse else 0
+    kv_size = shape.acc if replicated(shape.heads, shape.kv_heads, part.width) else shape.size
+    sent = {}
+    for share, peer in enumerate(part.members):
+        if peer == rank:
+            continue
+        heads, kv = shape.share(part, share)
+        back, kv_back = count(part.q.dest[peer]), count(part.kv.dest[peer])
+        if shape.backward:
+            size = rows * heads * (shape.v_dim * shape.size + lse) + back * heads_here * shape.dim * shape.size
+            size += kv_back * kv_here * width * kv_size if shape.kv_grads else 0
+        else:
+            size = rows * heads * shape.dim * shape.size + kv_rows * kv * width * shape.size
+            size += back * heads_here * (shape.v_dim * shape.size + lse)
+        sent[peer] = size
+    return sent
