@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import contextlib
 import importlib.util
 import os
 import re
@@ -108,10 +109,17 @@ def test_ctrl_c_leaves_no_process_behind(launcher: str, tmp_path: Path) -> None:
 
 def named(path: Path) -> list[int]:
     """Processes with `path` in their command line."""
-    # ww: the whole line, however narrow the terminal is said to be
-    ps = ["ps", "-A", "-ww", "-o", "pid=,args="]
-    lines = subprocess.run(ps, capture_output=True, text=True, check=True).stdout
-    return [int(line.split()[0]) for line in lines.splitlines() if str(path) in line]
+    if not Path("/proc/self/cmdline").exists():
+        # ww: the whole line, however narrow the terminal is said to be
+        ps = ["ps", "-A", "-ww", "-o", "pid=,args="]
+        lines = subprocess.run(ps, capture_output=True, text=True, check=True).stdout
+        return [int(line.split()[0]) for line in lines.splitlines() if str(path) in line]
+    found = []
+    for process in Path("/proc").glob("[0-9]*"):
+        with contextlib.suppress(OSError):  # it ended meanwhile
+            if str(path).encode() in (process / "cmdline").read_bytes():
+                found.append(int(process.name))
+    return found
 
 
 @pytest.fixture(scope="module")

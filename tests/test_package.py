@@ -9,6 +9,7 @@ import re
 import shutil
 import subprocess
 import sys
+import sysconfig
 import zipfile
 from pathlib import Path
 
@@ -257,6 +258,8 @@ def test_the_extension_is_built_where_it_can_be(
 ) -> None:
     if not env and not shutil.which(os.environ.get("CXX", "c++").split()[0]):
         pytest.skip("no C++ compiler")
+    if not env and not Path(sysconfig.get_path("include"), "Python.h").exists():
+        pytest.skip("no headers of Python")
     (tree / "csrc").mkdir()
     (tree / "csrc" / "api.cpp").write_text(source, encoding="utf-8")
     _, members, output = wheel(tree, **env)

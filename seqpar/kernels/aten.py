@@ -1,8 +1,9 @@
 """torch's fused CPU operator over the segments of a step, in float32 and float64.
 
 The operator knows full rectangles and causal squares aligned at their first row. A causal segment, aligned at its last
-row, is a rectangle and a square. Steps with windows, with bounds that make no segments, and inputs that are not finite
-(in a square the operator multiplies unseen values by zero) go tile by tile instead.
+row, is a rectangle and a square. By this kernel's definition, and not as a fallback, these go tile by tile: steps with
+windows or with bounds that make no segments, backward through lse, and inputs that are not finite (in a square the
+operator multiplies unseen values by zero).
 """
 
 from __future__ import annotations

@@ -67,11 +67,12 @@ def attention(
     `seqpar.kernels.available()`.
 
     Returns out [T, H, D_v] in q's dtype, and if return_lse also lse [T, H] in the accumulation dtype (natural log, the
-    sink included, -inf for a row that sees no key). Both are differentiable; rows that see no key and pad rows have
-    zero output and gradients. The gradient of ``sinks`` is this rank's share: sum it over ranks.
+    sink included; -inf, or the sink, for a row that sees no key). Both are differentiable; rows that see no key and
+    pad rows have zero output and gradients. The gradient of ``sinks`` is this rank's share: sum it over ranks.
 
     Raises: ValueError for arguments that fit neither the plan nor each other or differ between ranks, on every rank
-    before any byte of the call moves; NotImplementedError for what no kernel can do, for alibi_slopes that require a
+    before any byte of the call moves, when ranks first make a call of this kind (with ``check="call"`` always; dropout
+    seeds, sinks and slopes are compared then too, and a later difference in seed shows as PeerError on a message); NotImplementedError for what no kernel can do, for alibi_slopes that require a
     gradient, and for double backward; PeerError if a rank died or fell out of step.
 
     Source: Liu et al. 2023 (Ring Attention); Jacobs et al. 2023 (DeepSpeed-Ulysses); Dao 2023 (FlashAttention-2).

@@ -23,6 +23,7 @@ def describe(plan: Plan) -> str:
         f"transport {plan.transport}, Ulysses width {widths}, digest {plan.digest()[:12]}",
         "documents by degree: " + ", ".join(f"{n} on {d}" for d, n in zip(degrees, documents, strict=True)),
         f"area {area:,} pairs, {area / plan.ranks:,.0f} per rank",
+        "steps for keys and values of 4 KiB a token; a call has more stages if its own are larger",
         f"{'rank':>5}{'rows':>10}{'tokens':>10}{'area':>18}{'of mean':>9}{'keys in':>10}{'from':>6}{'steps':>7}",
     ]
     for rank in range(plan.ranks):

@@ -140,12 +140,12 @@ def test_the_monitor_names_what_a_stuck_work_waits_for():
 
 def test_the_monitor_gives_each_work_its_own_time():
     reasons = []
-    monitor = Monitor(0.4, reasons.append, lambda: False, poll=0.01)
-    works = [Fake() for _ in range(4)]
+    monitor = Monitor(2.0, reasons.append, lambda: False, poll=0.01)
+    works = [Fake() for _ in range(6)]
     for i, work in enumerate(works):
         monitor.watch([work], f"in call {i}")
     for work in works:
-        time.sleep(0.2)
+        time.sleep(0.4)  # 2.4 s in all, more than one work may take
         work.completed = True
     assert wait_until(lambda: not monitor._outstanding)
     assert reasons == []
@@ -164,7 +164,7 @@ def test_the_monitor_reports_a_work_that_failed_and_stops_when_the_group_is_dead
 def test_a_stuck_stream_ends_every_rank():
     results = run_processes(3, cases.stuck_stream, 15.0)
     for seconds, message in results:
-        assert 0.9 < seconds < 8
+        assert 0.9 < seconds < 14
         assert "waited 1 s in call 6 phase 2 stage 1 with plan 5eed for ranks [1]" in message
     assert "root cause: rank 0" in results[1][1] and "root cause: rank 0" in results[2][1]
 

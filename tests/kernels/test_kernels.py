@@ -14,7 +14,7 @@ from torch import Tensor
 
 from seqpar.kernels import KERNELS, Facts, Kernel, Score, acc_dtype, aten, blockwise, choose, dropout
 from seqpar.mask import Mask
-from seqpar.plan.tiles import segments, tile_tables
+from seqpar.plan.tiles import Kind, segments, tile_tables
 from seqpar.testing import dense_attention, relative_rms
 
 LOW = (torch.bfloat16, torch.float16)
@@ -434,3 +434,8 @@ def test_kernels_are_chosen_by_name_or_by_what_they_can() -> None:
         choose("blockwise", q.int(), q.int(), q.int(), Score(1.0))
     with pytest.raises(NotImplementedError, match="aten has no softcap"):
         choose("aten", q, q, q, Score(1.0, softcap=1.0))
+
+
+def test_kinds_of_segments_are_the_plan_s() -> None:
+    """Kernels may not import the plan, so they spell its numbers out."""
+    assert (aten._CAUSAL, aten._WINDOW) == (Kind.CAUSAL, Kind.WINDOW)

@@ -241,3 +241,11 @@ def test_widths_per_document_leave_whole_documents_alone() -> None:
     assert alone.any() and not alone.all()
     assert (plan.widths[alone] == 1).all() and (plan.widths[~alone] > 1).all()
     check(plan)
+
+
+@pytest.mark.parametrize("transport", TRANSPORTS)
+@pytest.mark.parametrize(
+    ("ranks", "ulysses", "heads"), [(4, 2, (1, 1)), (6, 2, (1, 1)), (8, 4, (3, 1)), (8, 4, (2, 1))]
+)
+def test_shares_without_heads_under_a_transport_equal_one_device(transport, ranks, ulysses, heads) -> None:
+    check(Case("packed", "zigzag", transport, ranks, ulysses, LENGTHS[1], stage_bytes=4096).plan(), heads)

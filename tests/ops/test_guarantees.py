@@ -71,9 +71,11 @@ def step(comm: Comm, plan: Plan, heads, dims, seed, dtype, backward=True, with_l
 # --- bytes ------------------------------------------------------------------------------------------------------------
 
 
-def counted(comm: Comm, plan: Plan, heads, dims, dtype, with_lse) -> list[dict[int, int]]:
+def counted(comm: Comm, plan: Plan, heads, dims, dtype, with_lse, kv_grads=True) -> list[dict[int, int]]:
     q, k, v, *_ = (x.to(DTYPES[dtype]) for x in inputs(plan, heads, dims, 0))
-    mine = [poisoned(x, plan, comm.rank, s).requires_grad_() for x, s in ((q, "q"), (k, "kv"), (v, "kv"))]
+    mine = [poisoned(x, plan, comm.rank, s) for x, s in ((q, "q"), (k, "kv"), (v, "kv"))]
+    for x in mine if kv_grads else mine[:1]:
+        x.requires_grad_()
     result = seqpar.attention(*mine, plan, comm, return_lse=with_lse)
     forward = dict(comm.stats.sent_to)
     assert sum(forward.values()) == comm.stats.bytes_sent
@@ -86,11 +88,15 @@ def counted(comm: Comm, plan: Plan, heads, dims, dtype, with_lse) -> list[dict[i
 
 
 @settings(max_examples=60)
-@given(cases(), st.sampled_from(HEADS), st.sampled_from([(8, 8), (3, 5)]), st.sampled_from(list(DTYPES)), st.booleans())
-def test_bytes_counted_equal_bytes_predicted(case, heads, dims, dtype, with_lse) -> None:
+@given(
+    cases(), st.sampled_from(HEADS), st.sampled_from([(8, 8), (3, 5)]), st.sampled_from(list(DTYPES)),
+    st.booleans(), st.booleans(),
+)  # fmt: skip
+def test_bytes_counted_equal_bytes_predicted(case, heads, dims, dtype, with_lse, kv_grads) -> None:
     plan = case.plan()
-    shape = dict(heads=heads[0], kv_heads=heads[1], dim=dims[0], v_dim=dims[1], dtype=dtype, return_lse=with_lse)
-    for rank, sent in enumerate(run_threads(plan.ranks, counted, plan, heads, dims, dtype, with_lse)):
+    shape = dict(heads=heads[0], kv_heads=heads[1], dim=dims[0], v_dim=dims[1], dtype=dtype)
+    shape |= dict(return_lse=with_lse, kv_grads=kv_grads)
+    for rank, sent in enumerate(run_threads(plan.ranks, counted, plan, heads, dims, dtype, with_lse, kv_grads)):
         for backward in (False, True):
             got = {peer: n for peer, n in sorted(sent[backward].items()) if n}
             assert got == plan.traffic(rank, backward=backward, **shape), f"rank {rank}, backward={backward}"
