@@ -71,9 +71,10 @@ def attention(
     pad rows have zero output and gradients. The gradient of ``sinks`` is this rank's share: sum it over ranks.
 
     Raises: ValueError for arguments that fit neither the plan nor each other or differ between ranks, on every rank
-    before any byte of the call moves, when ranks first make a call of this kind (with ``check="call"`` always; dropout
-    seeds, sinks and slopes are compared then too, and a later difference in seed shows as PeerError on a message); NotImplementedError for what no kernel can do, for alibi_slopes that require a
-    gradient, and for double backward; PeerError if a rank died or fell out of step.
+    before any byte of the call moves. Ranks compare when they first make a call of this kind, with ``check="call"``
+    always; dropout seeds, sinks and slopes are compared then too, and a seed that differs later shows as PeerError on
+    a message. NotImplementedError for what no kernel can do, for alibi_slopes that require a gradient, and for double
+    backward; PeerError if a rank died or fell out of step.
 
     Source: Liu et al. 2023 (Ring Attention); Jacobs et al. 2023 (DeepSpeed-Ulysses); Dao 2023 (FlashAttention-2).
     """
