@@ -30,7 +30,7 @@ import seqpar
 from seqpar.comm import Comm
 from seqpar.kernels import choose
 from seqpar.kernels.protocol import Score
-from seqpar.ops.schedule import facts_of
+from seqpar.ops.call import facts_of
 from seqpar.testing import run_processes
 
 HEADS, DIM = 8, 64

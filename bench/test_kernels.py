@@ -10,7 +10,7 @@ import torch
 
 from seqpar import Layout, Mask, Plan
 from seqpar.kernels import KERNELS, Kernel, Score, acc_dtype
-from seqpar.ops.schedule import facts_of
+from seqpar.ops.call import facts_of
 
 TOKENS, HEADS, DIM = 4096, 4, 64
 DTYPES = (torch.float32, torch.bfloat16)

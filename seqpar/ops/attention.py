@@ -14,7 +14,8 @@ from torch import Tensor
 from seqpar.comm import Comm
 from seqpar.kernels import Score, acc_dtype, choose
 from seqpar.ops.agree import abort_on_error, agree_once, signature
-from seqpar.ops.schedule import Call, Inside, backward, forward
+from seqpar.ops.call import Call, Inside
+from seqpar.ops.schedule import backward, forward
 from seqpar.plan import Plan
 
 log = logging.getLogger("seqpar.ops")
@@ -122,7 +123,7 @@ class _Attention(torch.autograd.Function):
     def forward(ctx: Any, q: Tensor, k: Tensor, v: Tensor, sinks: Tensor | None, call: Call) -> tuple[Tensor, Tensor]:
         with abort_on_error(call.comm, f"attention, call {call.number}"), _exact(call):
             out, lse, insides = forward(call, q, k, v, sinks)
-        ctx.call, ctx.turn, ctx.rows = call, 0, (q.shape[0], k.shape[0])
+        ctx.call, ctx.repeat, ctx.rows = call, 0, (q.shape[0], k.shape[0])
         ctx.set_materialize_grads(False)
         # Where nothing is traded a part's results are views of the outputs, which only the outputs may be saved for.
         kept = [(None, None) if p.q.trivial else (i.out, i.lse) for p, i in zip(call.parts(), insides, strict=True)]
@@ -135,8 +136,8 @@ class _Attention(torch.autograd.Function):
         if torch.is_grad_enabled():
             raise NotImplementedError("attention has no double backward; call backward without create_graph=True")
         dout, dlse = grads
-        call: Call = replace(ctx.call, turn=ctx.turn)
-        ctx.turn += 1
+        call: Call = replace(ctx.call, repeat=ctx.repeat)
+        ctx.repeat += 1
         sinks, out, lse, *saved = ctx.saved_tensors
         if dout is None:
             dout = torch.zeros_like(out)

@@ -12,7 +12,7 @@ import torch
 import torch.distributed as dist
 
 from seqpar.comm import GroupComm, PeerError
-from seqpar.comm.group import Monitor, RootCause
+from seqpar.comm.failure import Monitor, RootCause
 from seqpar.testing import run_processes
 from tests.comm import cases
 

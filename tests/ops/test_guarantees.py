@@ -17,7 +17,7 @@ import seqpar
 from seqpar.comm import Comm
 from seqpar.layout import Layout
 from seqpar.mask import Mask
-from seqpar.ops.schedule import Phase
+from seqpar.ops.call import Phase
 from seqpar.plan import TRANSPORTS, Plan
 from seqpar.testing import dense_attention, run_processes, run_threads
 from tests.cases import Case, cases

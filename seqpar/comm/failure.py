@@ -1,0 +1,122 @@
+"""How a group learns that it is dead: the root cause in its store, and a watch over works that cannot time out."""
+
+from __future__ import annotations
+
+import logging
+import threading
+import time
+from collections import deque
+from collections.abc import Callable, Sequence
+from typing import Any, TypeVar
+
+log = logging.getLogger("seqpar.comm")
+
+T = TypeVar("T")
+
+
+class RootCause:
+    """Why a group died, in its store: the first rank to write wins.
+
+    A store that is dead itself neither hangs nor hides an error: each access has `patience` seconds, and counts as
+    finding nothing if it fails.
+    """
+
+    def __init__(self, store: Any, key: str, rank: int, *, patience: float = 2.0) -> None:
+        self._store, self._key, self._rank, self._patience = store, key, rank, patience
+
+    def write(self, reason: str) -> tuple[int, str]:
+        """The (rank, reason) that stands now: this one, unless another rank was first."""
+        own = f"{self._rank} {reason}"
+        return self._parse(self._patiently(lambda: self._store.compare_set(self._key, "", own)) or own.encode())
+
+    def read(self, grace: float = 0.0) -> tuple[int, str] | None:
+        """The (rank, reason) that stands, waiting up to `grace` seconds for one to be written."""
+        deadline = time.monotonic() + min(grace, self._patience)
+        found = self._patiently(lambda: self._poll(deadline))
+        return self._parse(found) if found else None
+
+    def _poll(self, deadline: float) -> bytes | None:
+        while not self._store.check([self._key]):
+            if time.monotonic() >= deadline:
+                return None
+            time.sleep(0.02)
+        return bytes(self._store.get(self._key))
+
+    @staticmethod
+    def _parse(found: bytes) -> tuple[int, str]:
+        rank, _, reason = found.decode().partition(" ")
+        return int(rank), reason
+
+    def _patiently(self, access: Callable[[], T]) -> T | None:
+        box: list[T] = []
+
+        def run() -> None:
+            try:
+                box.append(access())
+            except RuntimeError as error:
+                log.info("rank %d: the group's store does not answer: %s", self._rank, error)
+
+        thread = threading.Thread(target=run, daemon=True)
+        thread.start()
+        thread.join(self._patience + 1.0)
+        return box[0] if box else None
+
+
+class Monitor:
+    """Watches works that cannot time out by themselves, in the order they were posted, on a thread of its own.
+
+    A work has `timeout` seconds from the completion of the one before. `fail(reason)` is called when they are over or
+    when the work failed; `look()`, about once a second while one is outstanding, returns whether the group is dead.
+    The thread ends when there has been nothing to watch for a while.
+    """
+
+    def __init__(
+        self, timeout: float, fail: Callable[[str], object], look: Callable[[], bool], *, poll: float = 0.05
+    ) -> None:
+        self._timeout, self._fail, self._look, self._poll = timeout, fail, look, poll
+        self._changed = threading.Condition()
+        self._outstanding: deque[tuple[Sequence[Any], str]] = deque()
+        self._running = False
+
+    def watch(self, works: Sequence[Any], waiting: str) -> None:
+        """Expect works (objects with ``is_completed()``) to complete; `waiting` says what for, in the error."""
+        with self._changed:
+            self._outstanding.append((works, waiting))
+            if not self._running:
+                self._running = True
+                threading.Thread(target=self._run, name="seqpar comm monitor", daemon=True).start()
+            self._changed.notify()
+
+    def _run(self) -> None:
+        since = looked = time.monotonic()
+        while True:
+            with self._changed:
+                if not self._outstanding:
+                    self._changed.wait(5.0)
+                    since = looked = time.monotonic()
+                if not self._outstanding:
+                    self._running = False
+                    return
+                works, waiting = self._outstanding[0]
+            now = time.monotonic()
+            try:
+                completed = all(work.is_completed() for work in works)
+            except RuntimeError as error:
+                return self._end(f"failed {waiting}: {error}")
+            if completed:
+                self._outstanding.popleft()
+                since = looked = now
+            elif now - since >= self._timeout:
+                return self._end(f"waited {self._timeout:g} s {waiting}")
+            elif now - looked >= 1.0 and self._look():
+                return self._end(None)
+            else:
+                looked = now if now - looked >= 1.0 else looked
+                time.sleep(self._poll)
+
+    def _end(self, reason: str | None) -> None:
+        with self._changed:
+            self._outstanding.clear()
+            self._running = False
+        if reason is not None:
+            self._fail(reason)
