@@ -209,7 +209,7 @@ def test_describe_tells_rows_areas_and_degrees(case) -> None:
     assert f"transport {plan.transport}" in text and f"area {plan.mask.area():,} pairs" in text
     for degree, n in zip(*np.unique(plan.degrees, return_counts=True), strict=True):
         assert f"{n} on {degree}" in text
-    assert len(lines) == 6 + plan.ranks
+    assert len(lines) == 7 + plan.ranks
     for rank, line in enumerate(lines[6:]):
         assert line.split()[:3] == [str(rank), f"{plan.rows(rank):,}", f"{plan.layout.tokens(rank):,}"]
 
