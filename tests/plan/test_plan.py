@@ -210,7 +210,7 @@ def test_describe_tells_rows_areas_and_degrees(case) -> None:
     for degree, n in zip(*np.unique(plan.degrees, return_counts=True), strict=True):
         assert f"{n} on {degree}" in text
     assert len(lines) == 7 + plan.ranks
-    for rank, line in enumerate(lines[6:]):
+    for rank, line in enumerate(lines[7:]):
         assert line.split()[:3] == [str(rank), f"{plan.rows(rank):,}", f"{plan.layout.tokens(rank):,}"]
 
 
