@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from functools import partial
+from typing import Any
 
 import numpy as np
 from numpy.typing import ArrayLike
@@ -272,26 +273,9 @@ class Plan(Fact):
         kept = self._document_width(piece.start, side) == width
         return piece.pick(kept), rank[source][kept]
 
-    def traffic(
-        self,
-        rank: int,
-        *,
-        heads: int,
-        kv_heads: int,
-        dim: int,
-        v_dim: int | None = None,
-        dtype: str = "bfloat16",
-        backward: bool = False,
-        return_lse: bool = False,
-        kv_grads: bool = True,
-    ) -> dict[int, int]:
-        """Bytes that a rank sends to each peer in one attention call: forward, or with ``backward`` in its backward.
-
-        Counted are tensors' contents, as `Comm.stats` counts them. dtype: "float64", "float32", "bfloat16", "float16".
-        kv_grads: whether keys or values require a gradient.
-        """
-        name, v_dim = str(dtype).removeprefix("torch."), dim if v_dim is None else v_dim
-        return traffic(self, rank, Shape(heads, kv_heads, dim, v_dim, name, backward, return_lse, kv_grads))
+    def traffic(self, rank: int, **shape: Any) -> dict[int, int]:
+        """Bytes that a rank sends to each peer in one attention call; arguments as in `bytes`."""
+        return traffic(self, rank, Shape(**shape))
 
     def row_bytes(self, heads: int, kv_heads: int, dim: int, v_dim: int, size: int) -> int:
         """Bytes of one token's keys and values on the rank with most key heads: what bounds the stages of all ranks."""
@@ -315,12 +299,13 @@ class Plan(Fact):
         return_lse: bool = False,
         kv_grads: bool = True,
     ) -> int:
-        """Bytes that a rank sends in one call; arguments as in `traffic`."""
-        sent = self.traffic(
-            rank, heads=heads, kv_heads=kv_heads, dim=dim, v_dim=v_dim, dtype=dtype, backward=backward,
-            return_lse=return_lse, kv_grads=kv_grads,
-        )  # fmt: skip
-        return sum(sent.values())
+        """Bytes that a rank sends in one attention call: forward, or with ``backward`` in its backward.
+
+        Counted are tensors' contents, as `Comm.stats` counts them. dtype: "float64", "float32", "bfloat16", "float16".
+        kv_grads: whether keys or values require a gradient.
+        """
+        shape = Shape(heads, kv_heads, dim, v_dim, dtype, backward, return_lse, kv_grads)
+        return sum(traffic(self, rank, shape).values())
 
     def describe(self) -> str:
         """The plan as text: what it was given, and for each rank its rows, area and keys received."""

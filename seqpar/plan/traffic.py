@@ -16,23 +16,29 @@ DTYPE_BYTES = {"float64": 8, "float32": 4, "bfloat16": 2, "float16": 2}
 
 @dataclass(frozen=True)
 class Shape:
-    """The tensors of one attention call, as in `Plan.traffic`."""
+    """The tensors of one attention call, as in `Plan.bytes`."""
 
     heads: int
     kv_heads: int
     dim: int
-    v_dim: int
-    dtype: str
-    backward: bool
-    return_lse: bool
-    kv_grads: bool
+    v_dim: int | None = None  # as many as dim
+    dtype: str = "bfloat16"
+    backward: bool = False
+    return_lse: bool = False
+    kv_grads: bool = True
 
     def __post_init__(self) -> None:
         """Raise ValueError for a dtype or heads that attention does not take."""
+        object.__setattr__(self, "dtype", str(self.dtype).removeprefix("torch."))
         if self.dtype not in DTYPE_BYTES:
             raise ValueError(f"dtype must be one of {', '.join(DTYPE_BYTES)}, got {self.dtype!r}")
         if self.heads <= 0 or self.kv_heads <= 0 or self.heads % self.kv_heads:
             raise ValueError(f"query heads must be a multiple of key heads, got {self.heads} and {self.kv_heads}")
+
+    @property
+    def values(self) -> int:
+        """Elements of a value."""
+        return self.dim if self.v_dim is None else self.v_dim
 
     @property
     def size(self) -> int:
@@ -53,12 +59,12 @@ class Shape:
 def traffic(plan: Plan, rank: int, shape: Shape) -> dict[int, int]:
     """Bytes that a rank sends to each peer in one call, forward or backward."""
     sent: dict[int, int] = {}
-    row_bytes = plan.row_bytes(shape.heads, shape.kv_heads, shape.dim, shape.v_dim, shape.size)
+    row_bytes = plan.row_bytes(shape.heads, shape.kv_heads, shape.dim, shape.values, shape.size)
     for step in plan.steps(rank, row_bytes=row_bytes):
         if step.first:
             for peer, size in _trade(step.part, rank, shape).items():
                 sent[peer] = sent.get(peer, 0) + size
-        row = shape.share(step.part, step.part.share)[1] * (shape.dim + shape.v_dim)
+        row = shape.share(step.part, step.part.share)[1] * (shape.dim + shape.values)
         for peer, rows in step.sends.items():
             sent[peer] = sent.get(peer, 0) + count(rows) * row * shape.size
         for peer, rows in step.grad_sends.items() if shape.backward and shape.kv_grads else ():
@@ -70,7 +76,7 @@ def _trade(part: Part, rank: int, shape: Shape) -> dict[int, int]:
     """Bytes that a rank sends to the other members of a part on the way in and out of the head trade."""
     rows, kv_rows = count(part.q.mine), count(part.kv.mine)
     heads_here, kv_here = shape.share(part, part.share)
-    width = shape.dim + shape.v_dim
+    width = shape.dim + shape.values
     lse = shape.acc if shape.return_lse else 0
     kv_size = shape.acc if replicated(shape.heads, shape.kv_heads, part.width) else shape.size
     sent = {}
@@ -80,10 +86,10 @@ def _trade(part: Part, rank: int, shape: Shape) -> dict[int, int]:
         heads, kv = shape.share(part, share)
         back, kv_back = count(part.q.dest[peer]), count(part.kv.dest[peer])
         if shape.backward:
-            size = rows * heads * (shape.v_dim * shape.size + lse) + back * heads_here * shape.dim * shape.size
+            size = rows * heads * (shape.values * shape.size + lse) + back * heads_here * shape.dim * shape.size
             size += kv_back * kv_here * width * kv_size if shape.kv_grads else 0
         else:
             size = rows * heads * shape.dim * shape.size + kv_rows * kv * width * shape.size
-            size += back * heads_here * (shape.v_dim * shape.size + lse)
+            size += back * heads_here * (shape.values * shape.size + lse)
         sent[peer] = size
     return sent
