@@ -28,8 +28,7 @@ from rich.table import Table
 
 import seqpar
 from seqpar.comm import Comm
-from seqpar.kernels import choose
-from seqpar.kernels.protocol import Score
+from seqpar.kernels import Operands, Score, Sums, ask, choose
 from seqpar.ops.call import facts_of
 from seqpar.testing import run_processes
 
@@ -105,8 +104,9 @@ def size_one(repeat: int) -> dict[str, list[float]]:
     plan = seqpar.Plan(seqpar.Mask([tokens]), seqpar.Layout.contiguous(tokens, 1))
     comm = seqpar.LocalComm()
     score = Score(DIM**-0.5)
-    kernel = choose("auto", q, k, v, score)
+    kernel = choose("auto", ask(q, k, v, score, grads=False, deterministic=True, merges=False))
     facts = facts_of(plan.steps(0)[0], q.device)
+    operands = Operands(q, k, v, facts, score)
     out, lse = torch.empty_like(q), torch.empty(HEADS, tokens)
     times: dict[str, list[float]] = {"attention, one rank": [], "kernel alone": []}
     with torch.no_grad():
@@ -114,7 +114,7 @@ def size_one(repeat: int) -> dict[str, list[float]]:
             start = time.perf_counter()
             seqpar.attention(q, k, v, plan, comm)
             middle = time.perf_counter()
-            kernel.forward(q, k, v, facts, score, acc=out, lse=lse, out=None, first=True)
+            kernel.forward(operands, Sums(out, lse, None, first=True))
             times["attention, one rank"].append(middle - start)
             times["kernel alone"].append(time.perf_counter() - middle)
     return times

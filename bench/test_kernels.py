@@ -9,7 +9,7 @@ import pytest
 import torch
 
 from seqpar import Layout, Mask, Plan
-from seqpar.kernels import KERNELS, Kernel, Score, acc_dtype
+from seqpar.kernels import KERNELS, Ask, Grads, Kernel, Operands, Score, Sums, acc_dtype
 from seqpar.ops.call import facts_of
 
 TOKENS, HEADS, DIM = 4096, 4, 64
@@ -29,7 +29,7 @@ def cases() -> list[object]:
         pytest.param(kernel, dtype, id=f"{kernel.name}-{str(dtype).removeprefix('torch.')}")
         for kernel in KERNELS
         for dtype in DTYPES
-        if kernel.name != "reference" and kernel.refuses(*(x[:1] for x in inputs(dtype)[:3]), SCORE) is None
+        if kernel.name != "reference" and kernel.refuses(Ask("cpu", 0, dtype, HEADS, HEADS, DIM, DIM)) is None
     ]
 
 
@@ -42,7 +42,8 @@ def forward(kernel: Kernel, q, k, v, facts) -> tuple[torch.Tensor, torch.Tensor]
     out, acc = torch.empty_like(q), acc_dtype(q.dtype)
     lse = torch.empty(HEADS, TOKENS, dtype=acc)
     wide = q.dtype == acc
-    kernel.forward(q, k, v, facts, SCORE, acc=out if wide else None, lse=lse, out=None if wide else out, first=True)
+    sums = Sums(out if wide else None, lse, None if wide else out, first=True)
+    kernel.forward(Operands(q, k, v, facts, SCORE), sums)
     return out, lse
 
 
@@ -63,9 +64,7 @@ def test_backward(benchmark, kernel, dtype) -> None:
     grads = [torch.zeros(TOKENS, HEADS, DIM) for _ in range(3)]
 
     def backward() -> None:
-        kernel.backward(
-            dout, q, k, v, lse, delta, facts, SCORE, out=out, dq=grads[0], dk=grads[1], dv=grads[2]
-        )  # fmt: skip
+        kernel.backward(Operands(q, k, v, facts, SCORE), Grads(dout, lse, delta, out, *grads))
 
     benchmark.pedantic(backward, rounds=5, warmup_rounds=1)
     benchmark.extra_info["flops"] = 5 * FLOPS // 2

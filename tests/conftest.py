@@ -5,7 +5,12 @@ from __future__ import annotations
 import os
 
 import torch
+
 from hypothesis import HealthCheck, settings
+
+# Triton decides when a kernel is defined whether it will be interpreted: before the first import of one.
+if not torch.cuda.is_available():
+    os.environ.setdefault("TRITON_INTERPRET", "1")
 
 # Ranks as threads share the machine's cores: a time limit for each example would only measure who else runs.
 # In CI the examples are the same every time, so that what was green stays green; elsewhere they go on searching.

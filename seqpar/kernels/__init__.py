@@ -2,19 +2,17 @@
 
 from __future__ import annotations
 
-from torch import Tensor
-
 from seqpar.kernels.aten import Aten
 from seqpar.kernels.blockwise import Blockwise
-from seqpar.kernels.protocol import Facts, Kernel, Score, acc_dtype
+from seqpar.kernels.protocol import Ask, Facts, Grads, Kernel, Operands, Score, Sums, acc_dtype, ask
 from seqpar.kernels.reference import Reference
 from seqpar.kernels.softmax import merge
 
 KERNELS: tuple[Kernel, ...] = (Aten(), Blockwise(), Reference())  # in the order in which "auto" prefers them
 
 
-def choose(name: str, q: Tensor, k: Tensor, v: Tensor, score: Score) -> Kernel:
-    """The kernel of that name, or with "auto" the first that can do the call.
+def choose(name: str, call: Ask) -> Kernel:
+    """The kernel of that name, or with "auto" the first that can do the call and loses no accuracy.
 
     Raises: ValueError for an unknown name; NotImplementedError with the reason if the kernel cannot do the call.
     """
@@ -23,11 +21,11 @@ def choose(name: str, q: Tensor, k: Tensor, v: Tensor, score: Score) -> Kernel:
         raise ValueError(f"kernel must be auto or one of {', '.join(k.name for k in KERNELS)}, got {name!r}")
     reasons = []
     for kernel in named:
-        reason = kernel.refuses(q, k, v, score)
+        reason = kernel.refuses(call) or (kernel.costs(call) if name == "auto" else None)
         if reason is None:
             return kernel
         reasons.append(reason)
-    raise NotImplementedError(f"no kernel for q {q.dtype} on {q.device} with {score}: {'; '.join(reasons)}")
+    raise NotImplementedError(f"no kernel for {call}: {'; '.join(reasons)}")
 
 
 def available() -> dict[str, str | None]:
@@ -35,4 +33,7 @@ def available() -> dict[str, str | None]:
     return {kernel.name: None for kernel in KERNELS}
 
 
-__all__ = ["KERNELS", "Facts", "Kernel", "Score", "acc_dtype", "available", "choose", "merge"]
+__all__ = [
+    "KERNELS", "Ask", "Facts", "Grads", "Kernel", "Operands", "Score", "Sums", "acc_dtype", "ask", "available",
+    "choose", "merge",
+]  # fmt: skip

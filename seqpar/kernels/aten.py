@@ -14,7 +14,7 @@ import torch
 from torch import Tensor
 
 from seqpar.kernels.blockwise import Blockwise
-from seqpar.kernels.protocol import Facts, Score, acc_dtype
+from seqpar.kernels.protocol import Ask, Facts, Grads, Operands, Sums, acc_dtype
 from seqpar.kernels.softmax import merge
 
 ROWS_PER_SEGMENT = 16  # with fewer rows in a segment a call of the operator costs more than the tiles it saves
@@ -29,79 +29,57 @@ class Aten:
     def __init__(self) -> None:
         self.tiles = Blockwise()
 
-    def refuses(self, q: Tensor, k: Tensor, v: Tensor, score: Score) -> str | None:
+    def refuses(self, ask: Ask) -> str | None:
         """Why not, or None."""
-        if q.device.type != "cpu":
-            return f"aten runs on the CPU, q is on {q.device}"
-        if q.dtype != acc_dtype(q.dtype):
-            return f"aten rounds partial results of {q.dtype}"
-        if not score.plain:
+        if ask.device != "cpu":
+            return f"aten runs on the CPU, q is on {ask.device}"
+        if ask.dtype != acc_dtype(ask.dtype):
+            return f"aten rounds partial results of {ask.dtype}"
+        if not ask.plain:
             return "aten has no softcap, ALiBi or counter-based dropout"
-        if k.shape[-1] != v.shape[-1]:
-            return f"aten needs values as wide as keys, got {v.shape[-1]} and {k.shape[-1]}"
+        if ask.dim != ask.v_dim:
+            return f"aten needs values as wide as keys, got {ask.v_dim} and {ask.dim}"
         return None
 
-    def forward(
-        self,
-        q: Tensor,
-        k: Tensor,
-        v: Tensor,
-        facts: Facts,
-        score: Score,
-        *,
-        acc: Tensor | None,
-        lse: Tensor,
-        out: Tensor | None,
-        first: bool,
-    ) -> None:
+    def costs(self, ask: Ask) -> str | None:
+        """Nothing: sums are kept in the accumulation dtype."""
+        return None
+
+    def forward(self, x: Operands, into: Sums) -> None:
         """Add the keys of one buffer; see the protocol."""
-        if not (_segmented(facts) and _finite(q, k, v)):
-            self.tiles.forward(q, k, v, facts, score, acc=acc, lse=lse, out=out, first=first)
+        if not (_segmented(x.facts) and _finite(x.q, x.k, x.v)):
+            self.tiles.forward(x, into)
             return
-        total = acc if out is None else out
+        total, lse = into.acc if into.out is None else into.out, into.lse
         assert total is not None
-        if first:
+        if into.first:
             total.zero_()
             lse.fill_(-torch.inf)
-        elif out is not None and acc is not None:
-            out.copy_(acc)
+        elif into.out is not None and into.acc is not None:
+            into.out.copy_(into.acc)
         done = -1
-        for rows, keys, causal in _pieces(facts):
+        for rows, keys, causal in _pieces(x.facts):
             part, part_lse = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu(
-                *(_batched(x) for x in (q[rows], k[keys], v[keys])), 0.0, causal, scale=score.scale
+                *(_batched(y) for y in (x.q[rows], x.k[keys], x.v[keys])), 0.0, causal, scale=x.score.scale
             )
             piece, piece_lse = part[0].transpose(0, 1), part_lse[0].t()
-            if not first or rows.start < done:
+            if not into.first or rows.start < done:
                 piece, piece_lse = merge(total[rows], lse[:, rows].t(), piece, piece_lse)
             total[rows], lse[:, rows] = piece, piece_lse.t()
             done = rows.stop  # segments come in the order of rows; a square follows the rectangle of its rows
 
-    def backward(
-        self,
-        dout: Tensor,
-        q: Tensor,
-        k: Tensor,
-        v: Tensor,
-        lse: Tensor,
-        delta: Tensor,
-        facts: Facts,
-        score: Score,
-        *,
-        out: Tensor | None,
-        dq: Tensor,
-        dk: Tensor,
-        dv: Tensor,
-    ) -> None:
+    def backward(self, x: Operands, grads: Grads) -> None:
         """Add the gradients of one buffer's keys; see the protocol. The operator takes ``out`` instead of delta."""
-        if out is None or not (_segmented(facts) and _finite(dout, q, k, v, out)):
-            self.tiles.backward(dout, q, k, v, lse, delta, facts, score, out=out, dq=dq, dk=dk, dv=dv)
+        dout, out = grads.dout, grads.out
+        if out is None or not (_segmented(x.facts) and _finite(dout, x.q, x.k, x.v, out)):
+            self.tiles.backward(x, grads)
             return
-        for rows, keys, causal in _pieces(facts):
-            tensors = (_batched(x) for x in (dout[rows], q[rows], k[keys], v[keys], out[rows]))
-            grads = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu_backward(
-                *tensors, lse[None, :, rows], 0.0, causal, scale=score.scale
+        for rows, keys, causal in _pieces(x.facts):
+            tensors = (_batched(y) for y in (dout[rows], x.q[rows], x.k[keys], x.v[keys], out[rows]))
+            parts = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu_backward(
+                *tensors, grads.lse[None, :, rows], 0.0, causal, scale=x.score.scale
             )
-            for total, at, part in zip((dq, dk, dv), (rows, keys, keys), grads, strict=True):
+            for total, at, part in zip((grads.dq, grads.dk, grads.dv), (rows, keys, keys), parts, strict=True):
                 total[at] += part[0].transpose(0, 1)
 
 

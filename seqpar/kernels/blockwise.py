@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 from seqpar.kernels import dropout
-from seqpar.kernels.protocol import DTYPES, Facts, Score, acc_dtype
+from seqpar.kernels.protocol import DTYPES, Ask, Grads, Operands, Sums, acc_dtype
 from seqpar.kernels.softmax import masked_product, merge
 
 QUERY_ROWS = 512  # of all query heads that share a key head; with KEY_ROWS a tile of scores stays in the cache
@@ -22,84 +22,59 @@ class Blockwise:
 
     name = "blockwise"
 
-    def refuses(self, q: Tensor, k: Tensor, v: Tensor, score: Score) -> str | None:
+    def refuses(self, ask: Ask) -> str | None:
         """Why not, or None."""
-        if q.dtype not in DTYPES:
-            return f"blockwise has no {q.dtype}"
+        return None if ask.dtype in DTYPES else f"blockwise has no {ask.dtype}"
+
+    def costs(self, ask: Ask) -> str | None:
+        """Nothing: sums are kept in the accumulation dtype."""
         return None
 
-    def forward(
-        self,
-        q: Tensor,
-        k: Tensor,
-        v: Tensor,
-        facts: Facts,
-        score: Score,
-        *,
-        acc: Tensor | None,
-        lse: Tensor,
-        out: Tensor | None,
-        first: bool,
-    ) -> None:
+    def forward(self, x: Operands, into: Sums) -> None:
         """Add the keys of one buffer; see the protocol."""
-        walk = _Walk(q, k, v, facts, score)
+        walk, acc, lse, out = _Walk(x), into.acc, into.lse, into.out
         for i in range(walk.tiles):
             rows = walk.rows(i)
             part, part_lse = walk.attend(i)
             if part is not None:
                 part = walk.ungrouped(part)
-                if not first:
+                if not into.first:
                     part, part_lse = merge(acc[rows], lse[:, rows].t(), part, walk.ungrouped(part_lse)[..., 0])  # type: ignore[index]
                     lse[:, rows] = part_lse.t()
                 else:
                     lse[:, rows] = walk.ungrouped(part_lse)[..., 0].t()
                 (acc if out is None else out)[rows] = part  # type: ignore[index]
-            elif first:
+            elif into.first:
                 lse[:, rows] = -torch.inf
                 (acc if out is None else out)[rows] = 0.0  # type: ignore[index]
             elif out is not None and out is not acc:
                 out[rows] = acc[rows]  # type: ignore[index]
 
-    def backward(
-        self,
-        dout: Tensor,
-        q: Tensor,
-        k: Tensor,
-        v: Tensor,
-        lse: Tensor,
-        delta: Tensor,
-        facts: Facts,
-        score: Score,
-        *,
-        out: Tensor | None,
-        dq: Tensor,
-        dk: Tensor,
-        dv: Tensor,
-    ) -> None:
+    def backward(self, x: Operands, grads: Grads) -> None:
         """Add the gradients of one buffer's keys; see the protocol."""
-        walk = _Walk(q, k, v, facts, score)
+        walk = _Walk(x)
         # A row that sees no key at all has lse -inf; with +inf its probabilities are zero, not NaN.
-        lse = torch.where(lse == -torch.inf, torch.inf, lse)
+        lse = torch.where(grads.lse == -torch.inf, torch.inf, grads.lse)
         for i in range(walk.tiles):
             if walk.empty(i):
                 continue
             rows = walk.rows(i)
-            grad = walk.grouped(dout[rows])
-            row_lse, row_delta = walk.grouped(lse[:, rows].t()[..., None]), walk.grouped(delta[:, rows].t()[..., None])
+            dout = walk.grouped(grads.dout[rows])
+            row_lse, delta = (walk.grouped(y[:, rows].t()[..., None]) for y in (lse, grads.delta))
             for a, b, full in walk.spans(i):
                 for n in range(a, b, KEY_ROWS):
                     keys = slice(n, min(n + KEY_ROWS, b))
-                    dq_part, dk_part, dv_part = walk.gradients(i, keys, full, grad, row_lse, row_delta)
-                    dq[rows] += walk.ungrouped(dq_part)
-                    dk[keys] += dk_part.transpose(0, 1)
-                    dv[keys] += dv_part.transpose(0, 1)
+                    dq_part, dk_part, dv_part = walk.gradients(i, keys, full, dout, row_lse, delta)
+                    grads.dq[rows] += walk.ungrouped(dq_part)
+                    grads.dk[keys] += dk_part.transpose(0, 1)
+                    grads.dv[keys] += dv_part.transpose(0, 1)
 
 
 class _Walk:
     """The tiles of one call. Grouped tensors are [H_kv, G * rows, ...]: the query heads of a key head are more rows."""
 
-    def __init__(self, q: Tensor, k: Tensor, v: Tensor, facts: Facts, score: Score) -> None:
-        self.q, self.k, self.v, self.facts, self.score = q, k, v, facts, score
+    def __init__(self, x: Operands) -> None:
+        self.q, self.k, self.v, self.facts, self.score = q, k, _, facts, score = x.q, x.k, x.v, x.facts, x.score
         self.heads, self.kv_heads = q.shape[1], k.shape[1]
         self.group = self.heads // self.kv_heads if self.kv_heads else 1
         self.dtype = acc_dtype(q.dtype)

@@ -17,7 +17,7 @@ with softcap, ALiBi and dropout in between. Source: Dao 2023, FlashAttention-2, 
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Hashable
 from dataclasses import dataclass
 from typing import Any, Protocol
 
@@ -43,17 +43,13 @@ class Score:
     dropout_seed: int = 0
     first_head: int = 0
 
-    @property
-    def plain(self) -> bool:
-        """Whether scores are just scaled products, as kernels of other libraries compute them."""
-        return self.softcap == 0.0 and self.slopes is None and self.dropout_p == 0.0
-
 
 @dataclass(frozen=True)
 class Facts:
     """One step's positions and bounds on the device, int32: pos, lo, hi [M] of the queries, key_pos [N].
 
     tiles(bm, bn): the step's tile tables (`seqpar.plan.Tiles`). segments(): the step as contiguous rectangles.
+    memo(key, make): what a kernel derives from them, made once and kept as long as the step.
     """
 
     pos: Tensor
@@ -62,6 +58,87 @@ class Facts:
     key_pos: Tensor
     tiles: Callable[[int, int], Any]
     segments: Callable[[], Any]
+    memo: Callable[[Hashable, Callable[[], Any]], Any]
+
+
+@dataclass(frozen=True, eq=False)
+class Operands:
+    """What both directions read: queries, the keys and values of one buffer, which pairs are seen and how scored."""
+
+    q: Tensor
+    k: Tensor
+    v: Tensor
+    facts: Facts
+    score: Score
+
+
+@dataclass(frozen=True, eq=False)
+class Sums:
+    """What forward writes.
+
+    first: ``acc`` and ``lse`` hold nothing yet; every row is written, ``0`` and ``-inf`` where it sees no key.
+    out: given at the last step, in q's dtype; every row of it is written. acc: None if first and last.
+    """
+
+    acc: Tensor | None
+    lse: Tensor
+    out: Tensor | None
+    first: bool
+
+
+@dataclass(frozen=True, eq=False)
+class Grads:
+    """What backward reads besides, and what it adds to: ``dq [M, H, D]``, ``dk``, ``dv`` in the accumulation dtype.
+
+    out: the final output where ``delta`` is ``rowsum(dout * out)`` and nothing else, for kernels that want it.
+    """
+
+    dout: Tensor
+    lse: Tensor
+    delta: Tensor
+    out: Tensor | None
+    dq: Tensor
+    dk: Tensor
+    dv: Tensor
+
+
+@dataclass(frozen=True)
+class Ask:
+    """A call as a kernel is asked whether it can do it: plain values, so that it prints and compares.
+
+    device: "cpu", "cuda". capability: of a CUDA device, as 90 for 9.0; else 0. plain: scores are just scaled products.
+    grads: a backward may follow. merges: keys of a row may come in several steps, or a sink was there before the
+    first, so that a kernel whose results are rounded to the inputs' dtype rounds each of them.
+    """
+
+    device: str
+    capability: int
+    dtype: torch.dtype
+    heads: int
+    kv_heads: int
+    dim: int
+    v_dim: int
+    softcap: bool = False
+    alibi: bool = False
+    dropout: bool = False
+    grads: bool = True
+    deterministic: bool = True
+    merges: bool = True
+
+    @property
+    def plain(self) -> bool:
+        """Whether scores are just scaled products, as kernels of other libraries compute them."""
+        return not (self.softcap or self.alibi or self.dropout)
+
+
+def ask(q: Tensor, k: Tensor, v: Tensor, score: Score, *, grads: bool, deterministic: bool, merges: bool) -> Ask:
+    """What a call with these tensors asks."""
+    major, minor = torch.cuda.get_device_capability(q.device) if q.is_cuda else (0, 0)
+    return Ask(
+        q.device.type, 10 * major + minor, q.dtype, q.shape[1], k.shape[1], q.shape[2], v.shape[2],
+        softcap=score.softcap != 0.0, alibi=score.slopes is not None, dropout=score.dropout_p != 0.0,
+        grads=grads, deterministic=deterministic, merges=merges,
+    )  # fmt: skip
 
 
 class Kernel(Protocol):
@@ -69,50 +146,20 @@ class Kernel(Protocol):
 
     name: str
 
-    def refuses(self, q: Tensor, k: Tensor, v: Tensor, score: Score) -> str | None:
+    def refuses(self, ask: Ask) -> str | None:
         """Why this kernel cannot do a call, naming dtype, device or option; None if it can."""
         ...
 
-    def forward(
-        self,
-        q: Tensor,
-        k: Tensor,
-        v: Tensor,
-        facts: Facts,
-        score: Score,
-        *,
-        acc: Tensor | None,
-        lse: Tensor,
-        out: Tensor | None,
-        first: bool,
-    ) -> None:
-        """Add the keys of one buffer.
-
-        first: ``acc`` and ``lse`` hold nothing yet; every row is written, ``0`` and ``-inf`` where it sees no key.
-        out: given at the last step, in q's dtype; every row of it is written. acc: None if first and last.
-        """
+    def costs(self, ask: Ask) -> str | None:
+        """What accuracy a call loses with this kernel, for which "auto" leaves it out; None if nothing."""
         ...
 
-    def backward(
-        self,
-        dout: Tensor,
-        q: Tensor,
-        k: Tensor,
-        v: Tensor,
-        lse: Tensor,
-        delta: Tensor,
-        facts: Facts,
-        score: Score,
-        *,
-        out: Tensor | None,
-        dq: Tensor,
-        dk: Tensor,
-        dv: Tensor,
-    ) -> None:
-        """Add the gradients of one buffer's keys to ``dq [M, H, D]``, ``dk``, ``dv``, all in the accumulation dtype.
+    def forward(self, x: Operands, into: Sums) -> None:
+        """Add the keys of one buffer."""
+        ...
 
-        out: the final output where ``delta`` is ``rowsum(dout * out)`` and nothing else, for kernels that want it.
-        """
+    def backward(self, x: Operands, grads: Grads) -> None:
+        """Add the gradients of one buffer's keys."""
         ...
 
 

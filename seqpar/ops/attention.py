@@ -12,7 +12,7 @@ import torch
 from torch import Tensor
 
 from seqpar.comm import Comm
-from seqpar.kernels import Score, acc_dtype, choose
+from seqpar.kernels import Score, acc_dtype, ask, choose
 from seqpar.ops.agree import abort_on_error, agree_once, signature
 from seqpar.ops.call import Call, Inside
 from seqpar.ops.schedule import backward, forward
@@ -90,8 +90,11 @@ def attention(
         dropout_seed = None if dropout_seed is None else int(dropout_seed)  # numpy's integers overflow and print apart
         seed = dropout_seed if dropout_p and dropout_seed is not None else 0
         score = Score(_checked_scale(scale, q), float(softcap), slopes, float(dropout_p), seed)
-        chosen = choose(kernel, q, k, v, score)
         grads = torch.is_grad_enabled()
+        some = grads and any(x.requires_grad for x in (q, k, v, sinks) if x is not None)
+        merges = plan.merges or sinks is not None
+        asked = ask(q, k, v, score, grads=some, deterministic=bool(deterministic), merges=merges)
+        chosen = choose(kernel, asked)
         facts = {
             "plan": plan.digest(), "dtype": q.dtype, "heads": q.shape[1], "kv_heads": k.shape[1], "dim": q.shape[2],
             "v_dim": v.shape[2], "scale": score.scale, "softcap": score.softcap, "dropout_p": score.dropout_p,

@@ -107,6 +107,6 @@ def facts_of(step: Step, device: torch.device) -> Facts:
     def make() -> Facts:
         p = step.part
         pos, lo, hi = p.memo(("facts", device), lambda: (put(p.pos), put(p.lo), put(p.hi)))
-        return Facts(pos, lo, hi, put(step.pos), step.tiles, lambda: step.segments)
+        return Facts(pos, lo, hi, put(step.pos), step.tiles, lambda: step.segments, step.memo)
 
     return step.memo(("facts", device), make)  # type: ignore[no-any-return]

@@ -22,6 +22,7 @@ import torch
 from torch import Tensor
 
 from seqpar.comm import Work
+from seqpar.kernels import Grads, Operands, Sums
 from seqpar.ops import trade
 from seqpar.ops.call import Call, Inside, Phase, facts_of
 from seqpar.ops.keys import Keys
@@ -104,11 +105,10 @@ def _compute(call: Call, step: Step, here: Inside, keys: Tensor, values: Tensor)
             here.acc = torch.zeros_like(here.out, dtype=call.acc)
         facts = facts_of(step, call.device)
         for heads, kv, score in call.blocks(step.part):
-            call.kernel.forward(
-                here.q[:, heads], keys[:, kv], values[:, kv], facts, score,
-                acc=None if here.acc is None else here.acc[:, heads], lse=here.lse[heads],
-                out=here.out[:, heads] if step.last and not wide else None, first=first,
-            )  # fmt: skip
+            acc = None if here.acc is None else here.acc[:, heads]
+            out = here.out[:, heads] if step.last and not wide else None
+            operands = Operands(here.q[:, heads], keys[:, kv], values[:, kv], facts, score)
+            call.kernel.forward(operands, Sums(acc, here.lse[heads], out, first))
     if step.last:
         here.acc = None
 
@@ -222,10 +222,13 @@ def _differentiate(
     """Add the gradients of one step to dq and to ``grads``."""
     facts = facts_of(step, call.device)
     for heads, kv, score in call.blocks(step.part):
+        operands = Operands(here.q[:, heads], keys[:, kv], values[:, kv], facts, score)
         call.kernel.backward(
-            back.dout[:, heads], here.q[:, heads], keys[:, kv], values[:, kv], here.lse[heads], back.delta[heads],
-            facts, score, out=here.out[:, heads] if fused else None, dq=back.dq[:, heads],
-            dk=grads[:, kv, : call.dim], dv=grads[:, kv, call.dim :],
+            operands,
+            Grads(
+                back.dout[:, heads], here.lse[heads], back.delta[heads], here.out[:, heads] if fused else None,
+                dq=back.dq[:, heads], dk=grads[:, kv, : call.dim], dv=grads[:, kv, call.dim :],
+            ),
         )  # fmt: skip
 
 

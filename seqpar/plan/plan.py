@@ -127,6 +127,24 @@ class Plan(Fact):
         pairs = np.unique(self.mask.documents(piece.start) * self.ranks + rank[source])
         return np.bincount(pairs // self.ranks, minlength=len(self.mask.lengths))
 
+    @property
+    def merges(self) -> bool:
+        """Whether keys of some row come in several steps, so that partial results are merged. The same on all ranks."""
+        return self.memo("merges", self._merges)
+
+    def _merges(self) -> bool:
+        if self.transport == "gather" or (self._widths == self.ranks).all():
+            return False
+        if not self.mask.within_documents:
+            return True
+        held = []
+        for layout, offsets in ((self.layout, self.mask.offsets), (self.kv_layout, self.mask.kv_offsets)):
+            runs, rank = layout.all_runs()
+            piece, source = cut(runs, offsets[:-1])
+            document = np.searchsorted(offsets, piece.start, side="right") - 1
+            held.append(np.unique(document * self.ranks + rank[source] // self._widths[document]))
+        return len(held[0]) != len(self.mask.lengths) or not np.array_equal(held[0], held[1])
+
     def rows(self, rank: int, side: str = "q") -> int:
         """Rows of a rank's tensors, pads included; ``side`` "q" or "kv"."""
         if side not in ("q", "kv"):

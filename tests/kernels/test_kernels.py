@@ -5,14 +5,31 @@ Whatever a kernel must write holds NaN before, and tensors are views into larger
 
 from __future__ import annotations
 
+from collections.abc import Callable, Hashable
 from dataclasses import dataclass, replace
+from functools import partial
 
 import numpy as np
 import pytest
 import torch
 from torch import Tensor
 
-from seqpar.kernels import KERNELS, Facts, Kernel, Score, acc_dtype, aten, blockwise, choose, dropout
+from seqpar.kernels import (
+    KERNELS,
+    Ask,
+    Facts,
+    Grads,
+    Kernel,
+    Operands,
+    Score,
+    Sums,
+    acc_dtype,
+    ask,
+    aten,
+    blockwise,
+    choose,
+    dropout,
+)  # fmt: skip
 from seqpar.mask import Mask
 from seqpar.plan.tiles import Kind, segments, tile_tables
 from seqpar.testing import dense_attention, relative_rms
@@ -109,7 +126,14 @@ def facts_of(mask: Mask, key_pos: np.ndarray) -> Facts:
     lo, hi = mask.bounds(np.arange(mask.tokens))
     pos = mask.key_positions(np.arange(mask.tokens))
     put = [torch.from_numpy(x).to(torch.int32) for x in (pos, lo, hi, key_pos)]
-    return Facts(*put, lambda bm, bn: tile_tables(lo, hi, pos, key_pos, bm, bn), lambda: segments(lo, hi, key_pos))
+    tables, cut = partial(tile_tables, lo, hi, pos, key_pos), partial(segments, lo, hi, key_pos)
+    return Facts(*put, tables, cut, memo())
+
+
+def memo() -> Callable[[Hashable, Callable[[], object]], object]:
+    """A step's memory."""
+    kept: dict[Hashable, object] = {}
+    return lambda key, make: kept[key] if key in kept else kept.setdefault(key, make())
 
 
 def inputs(case: Case) -> list[Tensor]:
@@ -167,10 +191,8 @@ def run_forward(kernel: Kernel, case: Case) -> tuple[Tensor, Tensor]:
         blind = ~((facts.key_pos >= facts.lo[:, None]) & (facts.key_pos < facts.hi[:, None])).any(1)
         before = None if n == 0 else (acc.clone(), lse.clone())
         last = n == len(buffers) - 1
-        kernel.forward(
-            q, *packed(k[at], v[at]), facts, score, acc=acc, lse=lse, out=out if last and not wide else None,
-            first=n == 0,
-        )  # fmt: skip
+        operands = Operands(q, *packed(k[at], v[at]), facts, score)
+        kernel.forward(operands, Sums(acc, lse, out if last and not wide else None, first=n == 0))
         assert not lse.isnan().any()
         if before is None:
             assert (lse[:, blind] == -torch.inf).all()
@@ -194,11 +216,14 @@ def run_backward(kernel: Kernel, case: Case, out: Tensor, lse: Tensor) -> list[T
     dq, dk, dv = (viewed(torch.full_like(x, start, dtype=acc_type)) for x in (q, k, v))
     q, dout = viewed(q), viewed(dout)
     for at in split_keys(case):
-        keys, values = packed(k[at], v[at])
+        operands = Operands(q, *packed(k[at], v[at]), facts_of(mask, at), score)
         grads = torch.full((len(at), case.kv_heads, case.dim + case.v_dim), start, dtype=acc_type)
         kernel.backward(
-            dout, q, keys, values, lse, delta.contiguous(), facts_of(mask, at), score,
-            out=None if case.with_lse else out, dq=dq, dk=grads[..., : case.dim], dv=grads[..., case.dim :],
+            operands,
+            Grads(
+                dout, lse, delta.contiguous(), None if case.with_lse else out,
+                dq=dq, dk=grads[..., : case.dim], dv=grads[..., case.dim :],
+            ),
         )  # fmt: skip
         dk[at], dv[at] = grads.split([case.dim, case.v_dim], -1)
     return [x - start for x in (dq, dk, dv)]
@@ -220,8 +245,12 @@ def oracle(case: Case) -> list[Tensor]:
 
 
 def able(kernel: Kernel, case: Case) -> bool:
+    return kernel.refuses(asked(case)) is None
+
+
+def asked(case: Case) -> Ask:
     q, k, v = inputs(case)[:3]
-    return kernel.refuses(q, k, v, case.score()) is None
+    return ask(q, k, v, case.score(), grads=True, deterministic=True, merges=case.splits > 1)
 
 
 def pairs(cases: list[Case]) -> list[object]:
@@ -257,28 +286,28 @@ def test_forward_and_backward_equal_the_oracle(kernel, case) -> None:
 def test_no_rows_and_no_keys(kernel, dtype) -> None:
     case = Case(dtype=dtype)
     q, k, v = inputs(case)[:3]
-    if kernel.refuses(q, k, v, case.score()) is not None:
+    if not able(kernel, case):
         assert (kernel.name, dtype) in [("aten", t) for t in LOW]
         return
     acc = acc_dtype(dtype)
     mask, none = Mask([70]), np.zeros(0, np.int64)
     out, lse = torch.full_like(q, torch.nan), torch.full((4, 70), torch.nan, dtype=acc)
-    kernel.forward(q, k[:0], v[:0], facts_of(mask, none), case.score(), acc=out if dtype == acc else None, lse=lse,
-                   out=None if dtype == acc else out, first=True)  # fmt: skip
+    wide, score = dtype == acc, case.score()
+    nothing = Operands(q, k[:0], v[:0], facts_of(mask, none), score)
+    kernel.forward(nothing, Sums(out if wide else None, lse, None if wide else out, first=True))
     assert not out.any() and (lse == -torch.inf).all()
     held = (torch.rand(70, 4, 8, dtype=acc), torch.rand(4, 70, dtype=acc))
     total, sums = held[0].clone(), held[1].clone()
-    kernel.forward(q, k[:0], v[:0], facts_of(mask, none), case.score(), acc=total, lse=sums,
-                   out=None if dtype == acc else out, first=False)  # fmt: skip
+    kernel.forward(nothing, Sums(total, sums, None if wide else out, first=False))
     assert torch.equal(sums, held[1]) and torch.equal(total, held[0])
     assert torch.equal(total if dtype == acc else out, held[0].to(dtype))
     nobody = Facts(*(torch.zeros(0, dtype=torch.int32) for _ in range(3)), torch.arange(70, dtype=torch.int32),
                    lambda bm, bn: tile_tables(none, none, none, np.arange(70), bm, bn),
-                   lambda: segments(none, none, np.arange(70)))  # fmt: skip
+                   lambda: segments(none, none, np.arange(70)), memo())  # fmt: skip
     grads = [torch.zeros_like(x, dtype=acc) for x in (q[:0], k, v)]
-    kernel.forward(q[:0], k, v, nobody, case.score(), acc=total[:0], lse=sums[:, :0], out=None, first=True)
-    kernel.backward(q[:0], q[:0], k, v, sums[:, :0], sums[:, :0], nobody, case.score(), out=q[:0],
-                    dq=grads[0], dk=grads[1], dv=grads[2])  # fmt: skip
+    empty = Operands(q[:0], k, v, nobody, score)
+    kernel.forward(empty, Sums(total[:0], sums[:, :0], None, first=True))
+    kernel.backward(empty, Grads(q[:0], sums[:, :0], sums[:, :0], q[:0], *grads))
     assert not any(x.any() for x in grads)
 
 
@@ -294,10 +323,10 @@ def test_what_is_not_finite_reaches_those_who_see_it_and_no_others(kernel, bad, 
     facts = facts_of(case.made(), np.arange(1300))
     sees = (facts.lo <= row) & (row < facts.hi)
     out, lse = torch.full((700, 1, 8), torch.nan), torch.full((1, 700), torch.nan)
-    kernel.forward(q, k, v, facts, case.score(), acc=out, lse=lse, out=None, first=True)
+    kernel.forward(Operands(q, k, v, facts, case.score()), Sums(out, lse, None, first=True))
     clean = inputs(case)
     want, want_lse = torch.empty_like(out), torch.empty_like(lse)
-    kernel.forward(*clean[:3], facts, case.score(), acc=want, lse=want_lse, out=None, first=True)
+    kernel.forward(Operands(*clean[:3], facts, case.score()), Sums(want, want_lse, None, first=True))
     assert torch.isfinite(out[~sees]).all() and torch.allclose(out[~sees], want[~sees], atol=1e-5)
     if where == "v":
         assert not torch.isfinite(out[sees][:, 0, 2]).any()
@@ -311,7 +340,7 @@ def test_what_is_not_finite_reaches_those_who_see_it_and_no_others(kernel, bad, 
         assert torch.isfinite(out[sees & drop]).all()
     grads = [torch.zeros_like(x) for x in (q, k, v)]
     delta = (dout * torch.nan_to_num(out)).sum(-1).t().contiguous()
-    kernel.backward(dout, q, k, v, lse, delta, facts, case.score(), out=None, dq=grads[0], dk=grads[1], dv=grads[2])
+    kernel.backward(Operands(q, k, v, facts, case.score()), Grads(dout, lse, delta, None, *grads))
     assert torch.isfinite(grads[0][~sees]).all()
     if bad != bad:
         assert grads[0][sees].isnan().any(-1).all()
@@ -354,12 +383,12 @@ def test_blockwise_computes_the_tiles_of_the_table_and_no_empty_one(mask, splits
             assert seen[table.rows[i] : table.rows[i + 1], first : first + 16].any(), "an empty tile is not visited"
         total, lse = torch.zeros_like(dout), torch.full((2, 200), -torch.inf, dtype=torch.float64)
         del counted.tiles[:]
-        kernel.forward(q, k[at], v[at], facts, case.score(), acc=total, lse=lse, out=None, first=n == 0)
+        operands = Operands(q, k[at], v[at], facts, case.score())
+        kernel.forward(operands, Sums(total, lse, None, first=n == 0))
         assert sorted(counted.tiles) == sorted(wanted)
         del counted.tiles[:]
         grads = [torch.zeros_like(x) for x in (q, k[at], v[at])]
-        kernel.backward(dout, q, k[at], v[at], lse, lse, facts, case.score(), out=None, dq=grads[0], dk=grads[1],
-                        dv=grads[2])  # fmt: skip
+        kernel.backward(operands, Grads(dout, lse, lse, None, *grads))
         assert sorted(counted.tiles) == sorted(wanted)
         pairs_seen, pairs_visited = seen.sum(), len(wanted) * 16 * 16
         assert not wanted or pairs_visited <= pairs_seen + 2 * 16 * 16 * len(table.begin) + 16 * 200
@@ -409,9 +438,9 @@ def test_heads_far_into_a_model_drop_their_own_pairs() -> None:
     for kernel in (k for k in KERNELS if able(k, case)):
         whole, part = torch.empty_like(q), torch.empty_like(q[:, :2])
         lse = torch.empty(4, 70, dtype=torch.float64)
-        kernel.forward(q, k, v, facts, case.score(), acc=whole, lse=lse, out=None, first=True)
+        kernel.forward(Operands(q, k, v, facts, case.score()), Sums(whole, lse, None, first=True))
         score = replace(case.score(), first_head=2)
-        kernel.forward(q[:, 2:], k[:, 1:], v[:, 1:], facts, score, acc=part, lse=lse[2:], out=None, first=True)
+        kernel.forward(Operands(q[:, 2:], k[:, 1:], v[:, 1:], facts, score), Sums(part, lse[2:], None, first=True))
         torch.testing.assert_close(part, whole[:, 2:])
         results.append(whole)
     assert len(results) >= 2
@@ -420,20 +449,22 @@ def test_heads_far_into_a_model_drop_their_own_pairs() -> None:
     assert dropout.words(torch.arange(3), range(2, 4), 1, side=0).shape == (2, 3)
 
 
+CALL = Ask("cpu", 0, torch.float32, heads=2, kv_heads=2, dim=8, v_dim=8)
+
+
 def test_kernels_are_chosen_by_name_or_by_what_they_can() -> None:
-    q = torch.zeros(4, 2, 8)
     for kernel in KERNELS:
-        assert choose(kernel.name, q, q, q, Score(1.0)) is kernel
-    assert choose("auto", q, q, q, Score(1.0)) is KERNELS[0]
-    low = q.bfloat16()
-    assert choose("auto", low, low, low, Score(1.0)).name == "blockwise"
-    assert choose("auto", q, q, q, Score(1.0, softcap=1.0)).name == "blockwise"
+        if kernel.refuses(CALL) is None:
+            assert choose(kernel.name, CALL) is kernel
+    assert choose("auto", CALL).name == "aten"
+    assert choose("auto", replace(CALL, dtype=torch.bfloat16)).name == "blockwise"
+    assert choose("auto", replace(CALL, softcap=True)).name == "blockwise"
     with pytest.raises(ValueError, match="kernel must be auto or one of .*blockwise.*got 'magic'"):
-        choose("magic", q, q, q, Score(1.0))
+        choose("magic", CALL)
     with pytest.raises(NotImplementedError, match="blockwise has no torch.int32"):
-        choose("blockwise", q.int(), q.int(), q.int(), Score(1.0))
+        choose("blockwise", replace(CALL, dtype=torch.int32))
     with pytest.raises(NotImplementedError, match="aten has no softcap"):
-        choose("aten", q, q, q, Score(1.0, softcap=1.0))
+        choose("aten", replace(CALL, softcap=True))
 
 
 def test_kinds_of_segments_are_the_plan_s() -> None:

@@ -185,3 +185,19 @@ def check_segments(step: Step, visible: np.ndarray) -> None:
         assert not got[row].any()
         got[row] = visible[row]
     np.testing.assert_array_equal(got, visible.astype(int))
+
+
+@given(case=cases())
+def test_plans_say_whether_partial_results_are_merged(case: Case) -> None:
+    """One step with keys per part and rank where they say no; said without the steps, so documents decide."""
+    plan = case.plan()
+    most = max(
+        sum(bool(s.area) for s in plan.steps(r) if s.part is p) for r in range(plan.ranks) for p in parts(plan, r)
+    )
+    assert plan.merges or most <= 1
+    if plan.transport == "gather" or plan.ulysses == plan.ranks or plan.ranks == 1:
+        assert not plan.merges
+
+
+def parts(plan: Plan, rank: int) -> list[object]:
+    return [s.part for s in plan.steps(rank) if s.first]
