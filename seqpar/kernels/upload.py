@@ -1,0 +1,32 @@
+"""Integers from the host to a device, without the host waiting."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import numpy as np
+import torch
+from torch import Tensor
+
+_ALIGNMENT = 4  # int32 elements: every tensor starts at a multiple of 16 bytes, as Triton assumes of its arguments
+
+
+def upload(arrays: Sequence[np.ndarray], device: torch.device) -> list[Tensor]:
+    """Every array as an int32 tensor of its shape on the device, all of them in one transfer.
+
+    On CUDA it is ordered by the current stream, on which the tensors are to be used. Values must fit 32 bits. The
+    tensors share one storage, which lives as long as any of them.
+
+    The host buffer may be dropped at once: ``copy_`` with ``non_blocking=True`` tells PyTorch's pinned allocator the
+    stream that reads the buffer, and a freed block is not handed out again before an event of that stream has passed.
+    """
+    starts, total = [], 0
+    for array in arrays:
+        starts.append(total)
+        total += -(-array.size // _ALIGNMENT) * _ALIGNMENT
+    host = torch.empty(total, dtype=torch.int32, pin_memory=device.type == "cuda")
+    flat = host.numpy()
+    for start, array in zip(starts, arrays, strict=True):
+        flat[start : start + array.size] = array.reshape(-1)
+    there = host.to(device, non_blocking=True)
+    return [there[s : s + a.size].view(a.shape) for s, a in zip(starts, arrays, strict=True)]
