@@ -34,11 +34,17 @@ def masked_product(weights: Tensor, values: Tensor, seen: Tensor) -> Tensor:
     weights [B, R, C], zero where ``seen`` is False; values [B, C, D]; seen [R, C]. In floating point zero times NaN is
     NaN, and a value that is not finite must reach the rows that see it and no other.
     """
-    bad = ~torch.isfinite(values).all(-1)
-    if not bool(bad.any()):
+    if _known_finite(values):
         return torch.bmm(weights, values)
-    result = torch.bmm(weights, values.masked_fill(bad[..., None], 0.0))
-    for batch, column in bad.nonzero().tolist():
-        reach = torch.where(seen[:, column, None], weights[batch, :, column, None] * values[batch, column], 0.0)
-        result[batch] += reach
-    return result
+    bad = ~torch.isfinite(values)
+    clean = torch.bmm(weights, values.masked_fill(bad, 0.0))
+    # Of the bad values that a row sees: how many, and the sum of the signs with which infinities come. NaN has none.
+    number = torch.bmm(seen.to(values.dtype).expand_as(weights), bad.to(values.dtype))
+    signs = torch.bmm(weights.sign(), torch.where(bad, values, 0.0).nan_to_num(0.0, 1.0, -1.0))
+    alike = torch.where(signs == number, torch.inf, torch.where(signs == -number, -torch.inf, torch.nan))
+    return torch.where(number == 0, clean, clean + alike)
+
+
+def _known_finite(values: Tensor) -> bool:
+    """Whether all values are finite, as far as the host can see without waiting for a device."""
+    return values.device.type == "cpu" and bool(torch.isfinite(values).all())
