@@ -1,0 +1,210 @@
+"""Attention on NVIDIA GPUs in Triton: one kernel for every mask and layout, which knows positions and bounds alone.
+
+Tensors have any strides with a dense last dim. A value that is not finite makes every row of its tile NaN, as in other
+fused kernels, also rows that do not see it; rows beyond a buffer reach nothing. Runs on the CPU through Triton's
+interpreter if `TRITON_INTERPRET=1` was set before Triton was imported.
+"""
+
+from __future__ import annotations
+
+import math
+from importlib.util import find_spec
+from typing import Any
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from seqpar.kernels.protocol import Ask, Facts, Grads, Operands, Sums
+from seqpar.kernels.triton.config import MAX_DIM, Config, Descriptor, configure, generation, parts, pieces
+from seqpar.kernels.upload import upload
+
+DTYPES = (torch.bfloat16, torch.float16, torch.float32)
+
+
+class Triton:
+    """See `seqpar.kernels.protocol.Kernel`. tf32: products of float32 inputs in TF32, only ever by name."""
+
+    def __init__(self, *, tf32: bool = False) -> None:
+        self.name = "triton_tf32" if tf32 else "triton"
+        self.precision = "tf32" if tf32 else "ieee"
+
+    def refuses(self, ask: Ask) -> str | None:
+        """Why not, or None."""
+        if find_spec("triton") is None:
+            return f"{self.name} needs triton, which is not installed"
+        if ask.device != "cuda" and not (ask.device == "cpu" and interpreted()):
+            return f"{self.name} runs on CUDA devices, q is on {ask.device}"
+        if ask.device == "cuda" and generation(ask.capability) == 0:
+            return f"{self.name} needs a device of capability 8.0 or newer, this one has {ask.capability / 10}"
+        if ask.dtype not in DTYPES:
+            return f"{self.name} has no {ask.dtype}"
+        if self.precision == "tf32" and ask.dtype != torch.float32:
+            return f"{self.name} is for float32, got {ask.dtype}"
+        if max(ask.dim, ask.v_dim) > MAX_DIM:
+            return f"{self.name} has head dims up to {MAX_DIM}, got {ask.dim} and {ask.v_dim}"
+        return None
+
+    def costs(self, ask: Ask) -> str | None:
+        """Nothing, but for TF32."""
+        return "triton_tf32 rounds float32 inputs to 10 bits" if self.precision == "tf32" else None
+
+    def forward(self, x: Operands, into: Sums) -> None:
+        """Add the keys of one buffer; see the protocol."""
+        from seqpar.kernels.triton.forward import forward
+
+        if not x.q.shape[0]:
+            return
+        config = self._config("forward", x)
+        table = _query_table(x.facts, config)
+        target = into.acc if into.out is None else into.out
+        prior = target if into.first else into.acc
+        assert target is not None and prior is not None
+        forward[(table.shape[0] * x.q.shape[1],)](
+            x.q, x.k, x.v, *_facts(x.facts), table, _slopes(x), prior, target, into.lse,
+            *_scalars(x), table.shape[0], x.q.shape[1] // x.k.shape[1], x.k.shape[0],
+            *_strides(x.q, x.k, x.v, prior, target), into.lse.stride(0), *_widths(x), config.bm, config.bn,
+            into.first, into.out is None, **self._options(x), num_warps=config.warps, num_stages=config.stages,
+        )  # fmt: skip
+
+    def backward(self, x: Operands, grads: Grads) -> None:
+        """Add the gradients of one buffer's keys; see the protocol."""
+        if x.q.shape[0] and x.k.shape[0]:
+            self._dq(x, grads)
+            self._dkdv(x, grads)
+
+    def _dq(self, x: Operands, grads: Grads) -> None:
+        from seqpar.kernels.triton.backward import dq
+
+        config = self._config("dq", x)
+        table = _query_table(x.facts, config)
+        pre, post, *rest = _scalars(x)
+        dq[(table.shape[0] * x.q.shape[1],)](
+            x.q, x.k, x.v, grads.dout, grads.lse, grads.delta, *_facts(x.facts), table, _slopes(x), grads.dq,
+            pre, post, x.score.scale, *rest, table.shape[0], x.q.shape[1] // x.k.shape[1], x.k.shape[0],
+            *_strides(x.q, x.k, x.v, grads.dout), grads.lse.stride(0), grads.delta.stride(0), *_strides(grads.dq),
+            *_widths(x), config.bm, config.bn, **self._options(x),
+            num_warps=config.warps, num_stages=config.stages,
+        )  # fmt: skip
+
+    def _dkdv(self, x: Operands, grads: Grads) -> None:
+        from seqpar.kernels.triton.backward import dkdv
+
+        config = self._config("dkdv", x)
+        table, tiles, uniform, exact, work = _key_table(x.facts, config)
+        (rows, heads), (keys, kv_heads) = x.q.shape[:2], x.k.shape[:2]
+        split = parts(table.shape[0] * kv_heads, work * (heads // kv_heads), _processors(x.q.device))
+        dk, dv = grads.dk[None], grads.dv[None]
+        if split > 1:
+            dk, dv = (g.new_empty(split, *g.shape) for g in (grads.dk, grads.dv))
+        pre, post, *rest = _scalars(x)
+        dkdv[(table.shape[0] * kv_heads * split,)](
+            x.q, x.k, x.v, grads.dout, grads.lse, grads.delta, *_facts(x.facts), table, tiles, _slopes(x), dk, dv,
+            pre, post, x.score.scale, *rest, table.shape[0], split, heads // kv_heads, rows, keys,
+            *_strides(x.q, x.k, x.v, grads.dout), grads.lse.stride(0), grads.delta.stride(0), *dk.stride()[:3],
+            *dv.stride()[:3], *_widths(x), config.bm, config.bn, uniform, exact, split == 1, **self._options(x),
+            num_warps=config.warps, num_stages=config.stages,
+        )  # fmt: skip
+        if split > 1:
+            grads.dk.add_(dk.sum(0))
+            grads.dv.add_(dv.sum(0))
+
+    def _config(self, direction: str, x: Operands) -> Config:
+        made_for = generation(_capability(x.q.device)) if x.q.is_cuda else 0
+        return configure(Descriptor(direction, x.q.shape[2], x.v.shape[2], x.q.dtype.itemsize, made_for))
+
+    def _options(self, x: Operands) -> dict[str, Any]:
+        """Compile-time switches."""
+        return {
+            "SOFTCAP": x.score.softcap != 0.0, "ALIBI": x.score.slopes is not None, "DROPOUT": x.score.dropout_p != 0.0,
+            "UPCAST": not x.q.is_cuda and x.q.dtype == torch.bfloat16, "PRECISION": self.precision,
+        }  # fmt: skip
+
+
+def interpreted() -> bool:
+    """Whether Triton interprets its kernels instead of compiling them."""
+    import triton
+
+    return bool(triton.knobs.runtime.interpret)
+
+
+def _facts(facts: Facts) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+    return facts.pos, facts.lo, facts.hi, facts.key_pos
+
+
+def _slopes(x: Operands) -> Tensor:
+    return x.facts.pos if x.score.slopes is None else x.score.slopes
+
+
+def _scalars(x: Operands) -> tuple[float | int, ...]:
+    """pre, post, threshold, keep_scale, seed, first_head of the kernels; 64- and 32-bit words as signed integers."""
+    score = x.score
+    pre = score.scale / score.softcap if score.softcap else 0.0
+    post = (score.softcap or score.scale) / math.log(2)
+    threshold = _signed(int(score.dropout_p * 2**32), 32)
+    return pre, post, threshold, 1 / (1 - score.dropout_p), _signed(score.dropout_seed, 64), score.first_head
+
+
+def _signed(word: int, bits: int) -> int:
+    word &= (1 << bits) - 1
+    return word - (1 << bits) if word >> (bits - 1) else word
+
+
+def _strides(*tensors: Tensor) -> list[int]:
+    """Strides of rows and heads."""
+    return [stride for x in tensors for stride in x.stride()[:2]]
+
+
+def _widths(x: Operands) -> tuple[int, ...]:
+    dim, v_dim = x.q.shape[2], x.v.shape[2]
+    return dim, *pieces(dim), v_dim, *pieces(v_dim)
+
+
+def _query_table(facts: Facts, config: Config) -> Tensor:
+    """[tiles, 8] of forward and dq, heavy tiles first."""
+
+    def make() -> Tensor:
+        t = facts.tiles(config.bm, config.bn)
+        # A last key tile with fewer rows is loaded with a mask, so it counts as one that is not full.
+        full_end = np.minimum(t.full_end, facts.key_pos.shape[0] // config.bn)
+        columns = [t.rows[:-1], t.rows[1:], t.begin, np.minimum(t.full_begin, full_end), full_end, t.end]
+        return _padded(columns, t.order, 8, facts.pos.device)
+
+    return facts.memo(("query tiles", config.bm, config.bn, *_stream(facts.pos.device)), make)  # type: ignore[no-any-return]
+
+
+def _key_table(facts: Facts, config: Config) -> tuple[Tensor, Tensor, bool, bool, int]:
+    """[key tiles, 8] of dk and dv, heavy tiles first; the query tiles; uniform, exact; most query tiles of one."""
+
+    def make() -> tuple[Tensor, Tensor, bool, bool, int]:
+        t = facts.tiles(config.bm, config.bn)
+        full_end = np.minimum(t.q_full_end, facts.pos.shape[0] // config.bm) if t.uniform else t.q_full_end
+        columns = [np.arange(len(t.q_begin)), t.q_begin, np.minimum(t.q_full_begin, full_end), full_end, t.q_end]
+        device = facts.pos.device
+        table = _padded(columns, t.q_order, 8, device)
+        tiles = _padded([t.rows[:-1], t.rows[1:], t.begin, t.end], slice(None), 4, device)
+        return table, tiles, t.uniform, t.q_exact, int((t.q_end - t.q_begin).max(initial=0))
+
+    return facts.memo(("key tiles", config.bm, config.bn, *_stream(facts.pos.device)), make)  # type: ignore[no-any-return]
+
+
+def _padded(columns: list[Any], order: Any, width: int, device: torch.device) -> Tensor:
+    rows = np.zeros((len(columns[0]), width), np.int64)
+    for n, column in enumerate(columns):
+        rows[:, n] = column[order]
+    (table,) = upload([rows], device)
+    return table
+
+
+def _stream(device: torch.device) -> tuple[int, ...]:
+    """What is uploaded on one stream is not used on another, which would have to wait for it."""
+    return (torch.cuda.current_stream(device).cuda_stream,) if device.type == "cuda" else ()
+
+
+def _capability(device: torch.device) -> int:
+    major, minor = torch.cuda.get_device_capability(device)
+    return 10 * major + minor
+
+
+def _processors(device: torch.device) -> int:
+    return torch.cuda.get_device_properties(device).multi_processor_count if device.type == "cuda" else 8
