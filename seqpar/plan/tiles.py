@@ -8,10 +8,10 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 from enum import IntEnum
+from typing import NamedTuple
 
 import numpy as np
 
-from seqpar.layout import runs_of
 from seqpar.mask import Ints, linear_spans
 
 
@@ -19,9 +19,16 @@ from seqpar.mask import Ints, linear_spans
 class Tiles:
     """Tile tables of a step for tiles of ``bm`` query rows and ``bn`` key rows.
 
-    rows [tiles + 1]: first query row of each query tile. begin, end: key tiles that it visits. full_begin, full_end:
-    those of them in which every query of the tile sees every key, so that no bound need be read. q_begin, q_end: the
-    transposed table, query tiles that visit each key tile (a covering interval).
+    rows [tiles + 1]: first query row of each query tile; uniform: ``rows[i] == i * bm`` for all of them. begin, end:
+    key tiles that it visits. full_begin, full_end: those of them in which every query of the tile sees every key, so
+    that no bound need be read.
+
+    q_begin, q_end: the transposed table, query tiles that visit each key tile (a covering interval); q_exact: every
+    query tile of every such interval does visit, so that none need be asked. q_full_begin, q_full_end: consecutive
+    query tiles among them for which the pair is full; all of those, unless others lie in between.
+
+    order, q_order: query and key tiles by falling number of tiles that meet them, so that the light ones fill the tail
+    of a launch; equal ones as they lie.
     """
 
     bm: int
@@ -32,65 +39,138 @@ class Tiles:
     full_end: Ints
     end: Ints
     q_begin: Ints
+    q_full_begin: Ints
+    q_full_end: Ints
     q_end: Ints
+    order: Ints
+    q_order: Ints
+    uniform: bool
+    q_exact: bool
+
+    @property
+    def visits(self) -> int:
+        """Pairs of a query tile and a key tile that a kernel computes."""
+        return int((self.end - self.begin).sum())
+
+    def cover(self, area: int) -> float:
+        """The part of what a GPU computes that is attended: ``area`` pairs of the step over ``bm * bn`` per visit.
+
+        A tile counts whole however few rows or keys it has, since the matrix unit computes it whole. 1 if none is
+        visited.
+        """
+        return area / (self.visits * self.bm * self.bn) if self.visits else 1.0
+
+
+class _KeyTiles(NamedTuple):
+    """Lowest and highest key position of each key tile."""
+
+    low: Ints
+    high: Ints
+
+    def visited(self, lo: Ints, hi: Ints, first: Ints) -> tuple[Ints, Ints]:
+        """``begin, end`` of query tiles that start at rows ``first``; rows that see nothing have ``hi < lo``."""
+        begin = np.searchsorted(self.high, np.minimum.reduceat(lo, first))
+        return begin, np.maximum(np.searchsorted(self.low, np.maximum.reduceat(hi, first)), begin)
 
 
 def tile_tables(lo: Ints, hi: Ints, query_pos: Ints, key_pos: Ints, bm: int, bn: int) -> Tiles:
     """Tile tables of queries with bounds ``lo, hi`` over keys at ascending ``key_pos``."""
-    rows = _query_tiles(lo, hi, query_pos, bm)
-    first = rows[:-1]
-    seen = lo < hi
-    far = np.iinfo(np.int64).max
-    if first.size == 0 or key_pos.size == 0:
-        none = np.zeros(first.size, np.int64)
-        per_key = np.zeros(-(-key_pos.size // bn), np.int64)
-        return Tiles(bm, bn, rows, none, none, none, none, per_key, per_key)
-    min_lo = np.minimum.reduceat(np.where(seen, lo, far), first)
-    max_hi = np.maximum.reduceat(np.where(seen, hi, -1), first)
-    max_lo = np.maximum.reduceat(np.where(seen, lo, far), first)  # a row that sees nothing has no full tile
-    min_hi = np.minimum.reduceat(np.where(seen, hi, -1), first)
     starts = np.arange(0, key_pos.size, bn)
-    key_min = key_pos[starts]
-    key_max = key_pos[np.minimum(starts + bn, key_pos.size) - 1]
-    begin = np.searchsorted(key_max, min_lo)
-    end = np.maximum(np.searchsorted(key_min, max_hi), begin)
-    full_begin = np.clip(np.searchsorted(key_min, max_lo), begin, end)
-    full_end = np.clip(np.searchsorted(key_max, min_hi), full_begin, end)
-    q_begin, q_end = _transposed(begin, end, len(starts))
-    return Tiles(bm, bn, rows, begin, full_begin, full_end, end, q_begin, q_end)
+    keys = _KeyTiles(key_pos[starts], key_pos[np.minimum(starts + bn, key_pos.size) - 1])
+    seen = lo < hi
+    low, high = np.where(seen, lo, np.iinfo(np.int64).max), np.where(seen, hi, -1)
+    rows = np.append(np.arange(0, lo.size, bm), lo.size)
+    begin, end = keys.visited(low, high, rows[:-1])
+    jumps = _jumps(lo, hi, key_pos, bm, bn)
+    if jumps.size:
+        # A query tile more costs about a visit, and equal tiles allow simpler addresses: worth a hundredth.
+        other = _restarted(jumps, lo.size, bm)
+        b, e = keys.visited(low, high, other[:-1])
+        if ((e - b).sum() + other.size) * 100 < ((end - begin).sum() + rows.size) * 99:
+            rows, begin, end = other, b, e
+    max_lo = np.maximum.reduceat(low, rows[:-1])  # a row that sees nothing has no full tile
+    min_hi = np.minimum.reduceat(high, rows[:-1])
+    full_begin = np.clip(np.searchsorted(keys.low, max_lo), begin, end)
+    full_end = np.clip(np.searchsorted(keys.high, min_hi), full_begin, end)
+    q_begin, q_end = _transposed(begin, end, starts.size)
+    return Tiles(
+        bm, bn, rows, begin, full_begin, full_end, end,
+        q_begin, *_transposed_full(full_begin, full_end, q_begin), q_end,
+        order=np.argsort(begin - end, kind="stable"),
+        q_order=np.argsort(q_begin - q_end, kind="stable"),
+        uniform=bool((rows[:-1] == np.arange(rows.size - 1) * bm).all()),
+        q_exact=bool((q_end - q_begin).sum() == (end - begin).sum()),
+    )  # fmt: skip
 
 
-def _query_tiles(lo: Ints, hi: Ints, pos: Ints, bm: int) -> Ints:
-    """First rows of the query tiles, and the number of rows. With a window a tile does not cross a run: the keys
-    between the two runs' windows would be visited for nothing."""
-    rows = pos.size
-    # A document of one token also makes lo rise by one; of a window most rows do.
-    rising = np.count_nonzero((lo[1:] - lo[:-1] == 1) & (hi[1:] > lo[1:]))
-    if 2 * rising <= rows:
-        return np.append(np.arange(0, rows, bm), rows)
-    count = runs_of(pos).count
-    tiles = -(-count // bm)
+def _jumps(lo: Ints, hi: Ints, key_pos: Ints, bm: int, bn: int) -> Ints:
+    """Rows whose keys begin or end two key tiles or more from those of the row before: where query tiles that start
+    anew may visit fewer tiles than ones of ``bm`` rows throughout. None if there are so many that they cannot pay."""
+    far = 2 * bn
+    # Positions lie at least as far apart as their rows.
+    at = np.flatnonzero((np.abs(lo[1:] - lo[:-1]) >= far) | (np.abs(hi[1:] - hi[:-1]) >= far)) + 1
+    if at.size * bm > 4 * lo.size:
+        return at[:0]
+    low, high = (np.searchsorted(key_pos, x[at]) - np.searchsorted(key_pos, x[at - 1]) for x in (lo, hi))
+    return at[(np.abs(low) >= far) | (np.abs(high) >= far)]
+
+
+def _restarted(at: Ints, rows: int, bm: int) -> Ints:
+    """First rows of query tiles that start anew at the rows ``at``, and the number of rows."""
+    edge = np.concatenate([[0], at, [rows]])
+    tiles = -(-np.diff(edge) // bm)
     nth = np.arange(tiles.sum()) - np.repeat(np.cumsum(tiles) - tiles, tiles)
-    return np.append(np.repeat(np.cumsum(count) - count, tiles) + nth * bm, rows)
+    return np.append(np.repeat(edge[:-1], tiles) + nth * bm, rows)
+
+
+def _holders(begin: Ints, end: Ints, key_tiles: int) -> tuple[Ints, Ints, Ints] | None:
+    """The intervals that are not empty; and for each key tile the first of them that holds it, and one past the last.
+
+    None if the intervals' ends do not ascend: those that hold a tile then need not be consecutive.
+    """
+    some = np.flatnonzero(begin < end)
+    b, e = begin[some], end[some]
+    if (b[1:] < b[:-1]).any() or (e[1:] < e[:-1]).any():
+        return None
+    tile = np.arange(key_tiles)
+    return some, np.searchsorted(e, tile, side="right"), np.searchsorted(b, tile, side="right")
 
 
 def _transposed(begin: Ints, end: Ints, key_tiles: int) -> tuple[Ints, Ints]:
     """For each key tile the first query tile that visits it and one past the last."""
     q_begin = np.full(key_tiles, len(begin), np.int64)
     q_end = np.zeros(key_tiles, np.int64)
-    visiting = np.flatnonzero(begin < end)
-    b, e = begin[visiting], end[visiting]
-    if (np.diff(b) >= 0).all() and (np.diff(e) >= 0).all():
-        tile = np.arange(key_tiles)
-        first, last = np.searchsorted(e, tile, side="right"), np.searchsorted(b, tile, side="right") - 1
-        seen = first <= last
-        q_begin[seen], q_end[seen] = visiting[first[seen]], visiting[last[seen]] + 1
+    holders = _holders(begin, end, key_tiles)
+    if holders:
+        some, first, stop = holders
+        seen = first < stop
+        q_begin[seen], q_end[seen] = some[first[seen]], some[stop[seen] - 1] + 1
         return np.minimum(q_begin, q_end), q_end
+    visiting = np.flatnonzero(begin < end)
     for i in visiting[::-1]:
         q_begin[begin[i] : end[i]] = i
     for i in visiting:
         q_end[begin[i] : end[i]] = i + 1
     return np.minimum(q_begin, q_end), q_end
+
+
+def _transposed_full(begin: Ints, end: Ints, q_begin: Ints) -> tuple[Ints, Ints]:
+    """For each key tile consecutive query tiles that have it in ``[begin, end)``, empty at ``q_begin`` if there are
+    none. If others lie between them, the first run or the last, whichever is longer; none if the ends do not ascend."""
+    holders = _holders(begin, end, q_begin.size)
+    if not holders:
+        return q_begin, q_begin
+    some, first, stop = holders
+    full = first < stop
+    first, stop = first[full], stop[full]
+    run = some - np.arange(some.size)  # equal for consecutive query tiles
+    head = np.minimum(np.searchsorted(run, run[first], side="right"), stop)
+    tail = np.maximum(np.searchsorted(run, run[stop - 1]), first)
+    longer = head - first >= stop - tail
+    full_begin, full_end = q_begin.copy(), q_begin.copy()
+    full_begin[full] = some[np.where(longer, first, tail)]
+    full_end[full] = some[np.where(longer, head, stop) - 1] + 1
+    return full_begin, full_end
 
 
 class Kind(IntEnum):

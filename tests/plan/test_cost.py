@@ -83,13 +83,3 @@ def test_a_large_batch_takes_few_lines(layout) -> None:
     messages = sum(1 + len(s.sends) + len(s.recvs) for s in build(lengths, layout, 64, 63).steps(63))
     assert messages <= 2 * 64 * 64
     assert lines_of(lambda: build(lengths, layout, 64, 63)) <= 5_000 + 12 * messages
-
-
-def test_documents_of_one_token_do_not_cut_tiles() -> None:
-    """They look like a window for a row or two; query tiles are cut where runs end only with a real window."""
-    lengths = [1, 1, 1, *[40] * 50, 1, 1]
-    plan = Plan(Mask(lengths), Layout.zigzag(lengths, 4))
-    for step in plan.steps(1):
-        assert len(step.tiles(128, 128).rows) - 1 == -(-plan.layout.tokens(1) // 128)
-    local = Plan(Mask([4096], window=(64, None)), Layout.zigzag([4096], 2))
-    assert local.steps(0)[0].tiles(700, 128).rows.tolist() == [0, 700, 1024, 1724, 2048]

@@ -7,6 +7,7 @@ from hypothesis import given, settings
 
 from seqpar.plan import Plan, Step
 from tests.cases import Case, cases
+from tests.plan.test_tiles import check_tiles
 
 
 def rounds(plan: Plan) -> list[list[Step | None]]:
@@ -149,24 +150,9 @@ def test_rows_of_messages_and_tables_stay_inside_buffers(case: Case) -> None:
         for step in plan.steps(rank):
             lo, hi = step.part.lo, step.part.hi
             for bm, bn in ((4, 4), (5, 3)):
-                t = step.tiles(bm, bn)
                 visible = (step.pos >= lo[:, None]) & (step.pos < hi[:, None])
-                check_tiles(t, visible)
+                check_tiles(step.tiles(bm, bn), visible)
             check_segments(step, visible)
-
-
-def check_tiles(t, visible: np.ndarray) -> None:
-    """Every visible pair is in a visited tile, full tiles are full, and the transposed table covers."""
-    assert t.rows[-1] == visible.shape[0]
-    assert (np.diff(t.rows) <= t.bm).all()
-    visited = np.zeros_like(visible)
-    for i, (a, b) in enumerate(zip(t.rows[:-1], t.rows[1:], strict=True)):
-        assert 0 <= t.begin[i] <= t.full_begin[i] <= t.full_end[i] <= t.end[i]
-        visited[a:b, t.begin[i] * t.bn : t.end[i] * t.bn] = True
-        assert visible[a:b, t.full_begin[i] * t.bn : t.full_end[i] * t.bn].all()
-        for n in range(t.begin[i], t.end[i]):
-            assert t.q_begin[n] <= i < t.q_end[n]
-    assert not (visible & ~visited).any()
 
 
 def check_segments(step: Step, visible: np.ndarray) -> None:

@@ -1,0 +1,142 @@
+"""Tile tables against tables made tile by tile from the dense mask."""
+
+from __future__ import annotations
+
+import numpy as np
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from seqpar import Layout, Mask, Plan
+from seqpar.plan.tiles import Tiles, tile_tables
+from tests.cases import LAYOUTS, MASKS, make_layout, make_mask
+
+
+def check_tiles(t: Tiles, visible: np.ndarray) -> None:
+    """All that the tables say of a step in which query row i sees key row j iff ``visible[i, j]``."""
+    tiles, key_tiles = len(t.begin), -(-visible.shape[1] // t.bn)
+    assert t.rows[0] == 0 and t.rows[-1] == visible.shape[0] and len(t.rows) == tiles + 1
+    assert ((np.diff(t.rows) > 0) & (np.diff(t.rows) <= t.bm)).all()
+    assert t.uniform == (t.rows[:-1].tolist() == [i * t.bm for i in range(tiles)])
+    pairs = [[visible[a:b, n * t.bn : (n + 1) * t.bn] for n in range(key_tiles)] for a, b in zip(t.rows, t.rows[1:])]
+    some = np.array([[x.any() for x in row] for row in pairs], bool).reshape(tiles, key_tiles)
+    every = np.array([[x.all() for x in row] for row in pairs], bool).reshape(tiles, key_tiles)
+    number = np.arange(key_tiles)
+    visited = (number >= t.begin[:, None]) & (number < t.end[:, None])
+    full = (number >= t.full_begin[:, None]) & (number < t.full_end[:, None])
+    assert (t.begin <= t.full_begin).all() and (t.full_begin <= t.full_end).all() and (t.full_end <= t.end).all()
+    assert not (some & ~visited).any(), "every visible pair is in a visited tile"
+    np.testing.assert_array_equal(full, every)
+    check_transposed(t, visited, full)
+    assert t.order.tolist() == sorted(range(tiles), key=lambda i: -visited[i].sum())
+    assert t.q_order.tolist() == sorted(range(key_tiles), key=lambda n: t.q_begin[n] - t.q_end[n])
+    assert t.visits == visited.sum()
+    computed = visited.sum() * t.bm * t.bn
+    assert t.cover(int(visible.sum())) == (visible.sum() / computed if computed else 1)
+
+
+def check_transposed(t: Tiles, visited: np.ndarray, full: np.ndarray) -> None:
+    """The tables of key tiles are the smallest covering intervals, and runs of full tiles inside them."""
+    ascending = all((np.diff(x[t.full_begin < t.full_end]) >= 0).all() for x in (t.full_begin, t.full_end))
+    for n, (a, full_a, full_b, b) in enumerate(zip(t.q_begin, t.q_full_begin, t.q_full_end, t.q_end, strict=True)):
+        who = np.flatnonzero(visited[:, n])
+        assert (a, b) == (who[0], who[-1] + 1) if who.size else a == b
+        assert a <= full_a <= full_b <= b
+        who = np.flatnonzero(full[:, n])
+        runs = np.split(who, np.flatnonzero(np.diff(who) > 1) + 1)
+        want = max(runs[0], runs[-1], key=len) if ascending else runs[0][:0]
+        assert np.arange(full_a, full_b).tolist() == want.tolist()
+    assert t.q_exact == ((t.q_end - t.q_begin).sum() == visited.sum())
+
+
+def tables(lo: np.ndarray, hi: np.ndarray, keys: np.ndarray, bm: int, bn: int) -> Tiles:
+    """The tables, checked."""
+    lo, hi, keys = (np.asarray(x, np.int64) for x in (lo, hi, keys))
+    t = tile_tables(lo, hi, np.arange(lo.size), keys, bm, bn)
+    check_tiles(t, (keys >= lo[:, None]) & (keys < hi[:, None]))
+    return t
+
+
+@st.composite
+def buffers(draw: st.DrawFn) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
+    """Bounds of one rank's queries, some of which see nothing, and the positions of some rank's keys or of all."""
+    lengths = draw(st.lists(st.integers(1, 30), min_size=1, max_size=6))
+    rng = np.random.default_rng(draw(st.integers(0, 2**16)))
+    mask = make_mask(draw(st.sampled_from(MASKS)), lengths, rng)
+    ranks, layout = draw(st.sampled_from([1, 2, 4])), draw(st.sampled_from(LAYOUTS))
+    queries = np.sort(make_layout(layout, lengths, ranks, rng).positions(int(rng.integers(ranks))))
+    lo, hi = mask.bounds(queries)
+    if draw(st.booleans()):
+        hi = np.where(rng.random(lo.size) < 0.2, lo, hi)
+    keys = np.arange(mask.kv_tokens)
+    if draw(st.booleans()):
+        keys = np.sort(make_layout(layout, mask.kv_lengths.tolist(), ranks, rng).positions(int(rng.integers(ranks))))
+    return lo, hi, keys
+
+
+@settings(max_examples=500)
+@given(buffers(), st.integers(1, 9), st.integers(1, 9))
+def test_tables_say_what_the_mask_says(buffer, bm, bn) -> None:
+    tables(*buffer, bm, bn)
+
+
+@settings(max_examples=300)
+@given(buffers(), st.integers(1, 9), st.integers(1, 4))
+def test_tiles_that_start_anew_save_more_visits_than_they_add_tiles(buffer, bm, bn) -> None:
+    lo, hi, keys = buffer
+    t = tables(lo, hi, keys, bm, bn)
+    visits = 0
+    for a in range(0, lo.size, bm):
+        low, high = (x[a : a + bm][lo[a : a + bm] < hi[a : a + bm]] for x in (lo, hi))
+        if low.size:
+            touched = [n for n in range(0, keys.size, bn) if keys[n : n + bn][-1] >= low.min() and keys[n] < high.max()]
+            visits += len(touched)
+    tiles = -(-lo.size // bm)
+    assert t.uniform and t.visits == visits or t.visits + len(t.begin) < visits + tiles
+
+
+def test_tiles_start_anew_where_keys_jump() -> None:
+    """Six queries on the first keys, six on ones far behind: a tile on both would visit all between."""
+    lo = np.repeat([0, 64], 6)
+    t = tables(lo, lo + 8, np.arange(80), 4, 4)
+    assert t.rows.tolist() == [0, 4, 6, 10, 12] and not t.uniform
+    assert tables(lo, lo + 8, np.flatnonzero(np.isin(np.arange(80) // 8, [0, 8])), 4, 4).uniform, "nothing lies between"
+
+
+def test_short_documents_do_not_cut_tiles() -> None:
+    lengths = [1, 1, 1, *[40] * 50, 1, 1]
+    plan = Plan(Mask(lengths), Layout.zigzag(lengths, 4))
+    assert all(step.tiles(128, 128).uniform for step in plan.steps(1))
+
+
+def test_a_rank_of_a_window_visits_no_keys_between_its_chunks() -> None:
+    """Zigzag, all keys at hand: a tile on the end of one chunk and the start of the other would visit half of them."""
+    plan = Plan(Mask([4096], window=(64, None)), Layout.zigzag([4096], 2), transport="gather")
+    t = plan.steps(0)[0].tiles(700, 128)
+    assert t.rows.tolist() == [0, 700, 1024, 1724, 2048]
+
+
+@pytest.mark.parametrize(
+    ("lo", "hi", "q_full"),
+    [
+        ([0] * 6, [2, 4, 6, 8, 10, 12], [(0, 6), (1, 6), (2, 6), (3, 6), (4, 6), (5, 6)]),
+        ([0] * 6, [2, 4, 0, 8, 10, 12], [(3, 6), (3, 6), (3, 6), (3, 6), (4, 6), (5, 6)]),
+        ([0] * 6, [4, 4, 4, 4, 0, 12], [(0, 4), (0, 4), (5, 6), (5, 6), (5, 6), (5, 6)]),
+        ([0, 0, 0, 0, 0, 0], [12, 12, 2, 2, 2, 2], [(0, 0)] * 6),
+    ],
+    ids=["causal", "one sees nothing", "the longer run", "ends descend"],
+)
+def test_full_tiles_of_a_key_tile(lo, hi, q_full) -> None:
+    t = tables(np.array(lo), np.array(hi), np.arange(12), 1, 2)
+    assert list(zip(t.q_full_begin.tolist(), t.q_full_end.tolist())) == q_full
+
+
+def test_a_gap_among_the_visitors_is_told() -> None:
+    assert tables(np.zeros(4), [4, 4, 4, 4], np.arange(4), 1, 2).q_exact
+    assert not tables(np.zeros(4), [4, 0, 4, 4], np.arange(4), 1, 2).q_exact
+
+
+@pytest.mark.parametrize(("queries", "keys"), [(0, 0), (0, 5), (5, 0), (5, 5)])
+def test_nothing_to_visit(queries, keys) -> None:
+    t = tables(np.zeros(queries), np.zeros(queries), np.arange(keys), 2, 2)
+    assert t.visits == 0 and t.uniform and t.q_exact and t.cover(0) == 1
