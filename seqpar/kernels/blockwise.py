@@ -82,8 +82,7 @@ class _Walk:
         self.tiles = len(self.table.rows) - 1 if self.heads else 0
         if score.dropout_p:
             heads = range(score.first_head, score.first_head + self.heads)
-            self.a = dropout.words(facts.pos, heads, score.dropout_seed, side=0)
-            self.b = dropout.words(facts.key_pos, heads, score.dropout_seed, side=1)
+            self.a, self.b = dropout.step_words(facts, heads, score.dropout_seed)
 
     def rows(self, i: int) -> slice:
         return slice(int(self.table.rows[i]), int(self.table.rows[i + 1]))

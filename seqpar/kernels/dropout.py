@@ -11,6 +11,8 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
+from seqpar.kernels.protocol import Facts
+
 _MULTIPLIERS = (0xD2511F53, 0xCD9E8D57)
 _WEYL = (0x9E3779B9, 0xBB67AE85)
 _WORD = 0xFFFFFFFF
@@ -35,6 +37,21 @@ def words(positions: Tensor, heads: range, seed: int, *, side: int) -> Tensor:
     seed &= (1 << 64) - 1
     word = philox((at + zero * head, head + zero * at, zero + side, zero), (seed & _WORD, seed >> 32))
     return _signed(word).to(torch.int32)
+
+
+def step_words(facts: Facts, heads: range, seed: int) -> tuple[Tensor, Tensor]:
+    """``a`` of a step's queries and ``b`` of its keys.
+
+    They are kept with the step until another seed comes, since layers have seeds of their own: backward finds those of
+    forward if no other layer ran in between, as when activations are recomputed.
+    """
+    kept = facts.memo("dropout", dict)
+    if any(seed != other for other, _ in kept):
+        kept.clear()
+    if (seed, heads) not in kept:
+        sides = enumerate((facts.pos, facts.key_pos))
+        kept[seed, heads] = tuple(words(at, heads, seed, side=side) for side, at in sides)
+    return kept[seed, heads]
 
 
 def keep(a: Tensor, b: Tensor, p: float) -> Tensor:

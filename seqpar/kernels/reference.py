@@ -81,6 +81,5 @@ def _kept(x: Operands, dtype: torch.dtype) -> Tensor | float:
     if not score.dropout_p:
         return 1.0
     which = range(score.first_head, score.first_head + x.q.shape[1])
-    a = dropout.words(facts.pos, which, score.dropout_seed, side=0)
-    b = dropout.words(facts.key_pos, which, score.dropout_seed, side=1)
+    a, b = dropout.step_words(facts, which, score.dropout_seed)
     return dropout.keep(a[..., None], b[:, None, :], score.dropout_p).to(dtype) / (1 - score.dropout_p)

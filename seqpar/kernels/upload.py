@@ -19,7 +19,15 @@ def upload(arrays: Sequence[np.ndarray], device: torch.device) -> list[Tensor]:
 
     The host buffer may be dropped at once: ``copy_`` with ``non_blocking=True`` tells PyTorch's pinned allocator the
     stream that reads the buffer, and a freed block is not handed out again before an event of that stream has passed.
+    A CUDA graph would read it again at every replay.
+
+    Raises: RuntimeError while a CUDA graph is captured.
     """
+    if device.type == "cuda" and torch.cuda.is_current_stream_capturing():
+        raise RuntimeError(
+            "a plan's facts are uploaded at its first call on a stream, which a CUDA graph is being captured from; "
+            "make one call with the plan on that stream, forward and backward, before the capture"
+        )
     starts, total = [], 0
     for array in arrays:
         starts.append(total)
