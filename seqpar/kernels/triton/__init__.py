@@ -60,11 +60,13 @@ class Triton:
         target = into.acc if into.out is None else into.out
         prior = target if into.first else into.acc
         assert target is not None and prior is not None
+        tma = config.tma and _described(x.k, x.v)
         forward[(table.shape[0] * x.q.shape[1],)](
-            x.q, x.k, x.v, *_facts(x.facts), table, _slopes(x), prior, target, into.lse,
+            x.q, *_tiles(x.k, config.bn, tma), *_tiles(x.v, config.bn, tma), *_facts(x.facts), table, _slopes(x),
+            prior, target, into.lse,
             *_scalars(x), table.shape[0], x.q.shape[1] // x.k.shape[1], x.k.shape[0],
             *_strides(x.q, x.k, x.v, prior, target), into.lse.stride(0), *_widths(x), config.bm, config.bn,
-            into.first, into.out is None, **self._options(x), num_warps=config.warps, num_stages=config.stages,
+            tma, into.first, into.out is None, **self._options(x), **_launch(config),
         )  # fmt: skip
 
     def backward(self, x: Operands, grads: Grads) -> None:
@@ -79,12 +81,14 @@ class Triton:
         config = self._config("dq", x)
         table = _query_table(x.facts, config)
         pre, post, *rest = _scalars(x)
+        tma = config.tma and _described(x.k, x.v)
         dq[(table.shape[0] * x.q.shape[1],)](
-            x.q, x.k, x.v, grads.dout, grads.lse, grads.delta, *_facts(x.facts), table, _slopes(x), grads.dq,
+            x.q, *_tiles(x.k, config.bn, tma), *_tiles(x.v, config.bn, tma), grads.dout, grads.lse, grads.delta,
+            *_facts(x.facts), table, _slopes(x), grads.dq,
             pre, post, x.score.scale, *rest, table.shape[0], x.q.shape[1] // x.k.shape[1], x.k.shape[0],
             *_strides(x.q, x.k, x.v, grads.dout), grads.lse.stride(0), grads.delta.stride(0), *_strides(grads.dq),
-            *_widths(x), config.bm, config.bn, **self._options(x),
-            num_warps=config.warps, num_stages=config.stages,
+            *_widths(x), config.bm, config.bn, tma, **self._options(x),
+            **_launch(config),
         )  # fmt: skip
 
     def _dkdv(self, x: Operands, grads: Grads) -> None:
@@ -98,12 +102,14 @@ class Triton:
         if split > 1:
             dk, dv = (g.new_empty(split, *g.shape) for g in (grads.dk, grads.dv))
         pre, post, *rest = _scalars(x)
+        tma = config.tma and _described(x.q, grads.dout)
         dkdv[(table.shape[0] * kv_heads * split,)](
-            x.q, x.k, x.v, grads.dout, grads.lse, grads.delta, *_facts(x.facts), table, tiles, _slopes(x), dk, dv,
+            *_tiles(x.q, config.bm, tma), x.k, x.v, *_tiles(grads.dout, config.bm, tma), grads.lse, grads.delta,
+            *_facts(x.facts), table, tiles, _slopes(x), dk, dv,
             pre, post, x.score.scale, *rest, table.shape[0], split, heads // kv_heads, rows, keys,
             *_strides(x.q, x.k, x.v, grads.dout), grads.lse.stride(0), grads.delta.stride(0), *dk.stride()[:3],
-            *dv.stride()[:3], *_widths(x), config.bm, config.bn, uniform, exact, split == 1, **self._options(x),
-            num_warps=config.warps, num_stages=config.stages,
+            *dv.stride()[:3], *_widths(x), config.bm, config.bn, tma, uniform, exact, split == 1, **self._options(x),
+            **_launch(config),
         )  # fmt: skip
         if split > 1:
             grads.dk.add_(dk.sum(0))
@@ -121,11 +127,32 @@ class Triton:
         }  # fmt: skip
 
 
+def _launch(config: Config) -> dict[str, Any]:
+    return {"num_warps": config.warps, "num_stages": config.stages, "enable_fp_fusion": True}
+
+
 def interpreted() -> bool:
     """Whether Triton interprets its kernels instead of compiling them."""
     import triton
 
     return bool(triton.knobs.runtime.interpret)
+
+
+def _described(*tensors: Tensor) -> bool:
+    """Whether the hardware's tile loads take such tensors: rows and heads start at multiples of 16 bytes."""
+    sizes = [n * x.itemsize for x in tensors for n in (x.storage_offset(), *x.stride()[:2])]
+    return all(n % 16 == 0 for n in sizes) and all(x.numel() and x.data_ptr() % 16 == 0 for x in tensors)
+
+
+def _tiles(x: Tensor, rows: int, tma: bool) -> tuple[Any, Any]:
+    """What the kernels load the two pieces of a tile's rows through: descriptors, or the tensor itself."""
+    if not tma:
+        return x, x
+    from triton.tools.tensor_descriptor import TensorDescriptor
+
+    shape, strides = list(x.shape), list(x.stride())
+    one, two = (TensorDescriptor(x, shape, strides, [rows, 1, width or 16]) for width in pieces(x.shape[2]))
+    return one, two
 
 
 def _facts(facts: Facts) -> tuple[Tensor, Tensor, Tensor, Tensor]:

@@ -4,8 +4,11 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-GENERATIONS = (80, 90, 100)  # capabilities that configurations are made for; a device takes the newest not above it
+# What configurations are made for: data centre parts of capability 8.0, 9.0 and 10.x, and "86" for those that have less
+# shared memory (8.6, 8.9, 12.x).
+GENERATIONS = (80, 86, 90, 100)
 MAX_DIM = 256
+CLASSES = {2: (32, 64, 96, 128, 192, 256), 4: (64, 128, 256)}  # bytes of an element -> head dims that end a class
 
 
 @dataclass(frozen=True)
@@ -22,17 +25,21 @@ class Descriptor:
 
 @dataclass(frozen=True)
 class Config:
-    """bm, bn: query and key rows of a tile. warps, stages: of Triton's launch."""
+    """bm, bn: query and key rows of a tile. warps, stages: of Triton's launch. tma: tiles are loaded through tensor
+    descriptors where strides allow, which also takes fewer registers."""
 
     bm: int
     bn: int
     warps: int
     stages: int
+    tma: bool = False
 
 
 def generation(capability: int) -> int:
-    """The generation whose configurations a device takes."""
-    return max((g for g in GENERATIONS if g <= capability), default=0)
+    """The generation whose configurations a device takes, 0 if it is too old."""
+    if capability in (86, 89) or capability >= 120:
+        return 86
+    return max((g for g in GENERATIONS if g <= capability and g != 86), default=0)
 
 
 def pieces(dim: int) -> tuple[int, int]:

@@ -10,17 +10,17 @@ import triton
 import triton.language as tl
 
 from seqpar.kernels.triton.tile import (
-    LN2, LOG2E, add_product, add_rows, dropout_words, kept, load_rows, product, scored,
+    LN2, LOG2E, add_product, add_rows, dropout_words, kept, load_rows, load_tile, product, scored,
 )  # fmt: skip
 
 
 @triton.jit
 def forward(
-    Q, K, V, Pos, Lo, Hi, KeyPos, Table, Slopes, Prior, Target, Lse,
+    Q, K, K2, V, V2_, Pos, Lo, Hi, KeyPos, Table, Slopes, Prior, Target, Lse,
     pre, post, threshold, keep_scale, seed, first_head, tiles, group, keys,
     q_row, q_head, k_row, k_head, v_row, v_head, prior_row, prior_head, target_row, target_head, lse_head,
     D: tl.constexpr, D1: tl.constexpr, D2: tl.constexpr, V_: tl.constexpr, V1: tl.constexpr, V2: tl.constexpr,
-    BM: tl.constexpr, BN: tl.constexpr, FIRST: tl.constexpr, IN_PLACE: tl.constexpr, SOFTCAP: tl.constexpr,
+    BM: tl.constexpr, BN: tl.constexpr, TMA: tl.constexpr, FIRST: tl.constexpr, IN_PLACE: tl.constexpr, SOFTCAP: tl.constexpr,
     ALIBI: tl.constexpr, DROPOUT: tl.constexpr, UPCAST: tl.constexpr, PRECISION: tl.constexpr,
 ):  # fmt: skip
     """Add a buffer of keys. Prior: sums of the keys before, unless FIRST. Target: where the new ones go, in its dtype,
@@ -41,10 +41,8 @@ def forward(
 
     o_m = tl.arange(0, BM)
     m_m = o_m < stop - row
-    row_64, h_64, kv_64 = row.to(tl.int64), i_h.to(tl.int64), i_kv.to(tl.int64)
+    row_64, h_64 = row.to(tl.int64), i_h.to(tl.int64)
     Q += row_64 * q_row + h_64 * q_head
-    K += kv_64 * k_head
-    V += kv_64 * v_head
     b_q1 = load_rows(Q, o_m, q_row, m_m, True, 0, D1, D)
     b_q2 = b_q1
     if D2:
@@ -67,16 +65,16 @@ def forward(
     b_acc2 = tl.zeros([BM, V2 if V2 else 1], tl.float32)
     for j in range(full_begin, full_end):
         b_max, b_sum, b_acc1, b_acc2 = _attend(
-            j, K, V, KeyPos, b_q1, b_q2, b_pos, b_a, b_lo, b_hi, b_max, b_sum, b_acc1, b_acc2, pre, post, slope,
-            threshold, seed, first_head + i_h, keys, k_row, v_row, False, D, D1, D2, V_, V1, V2, BN, SOFTCAP, ALIBI,
-            DROPOUT, UPCAST, PRECISION,
+            j, i_kv, K, K2, V, V2_, KeyPos, b_q1, b_q2, b_pos, b_a, b_lo, b_hi, b_max, b_sum, b_acc1, b_acc2, pre, post, slope,
+            threshold, seed, first_head + i_h, keys, k_row, k_head, v_row, v_head, False, D, D1, D2, V_, V1, V2, BN, TMA,
+            SOFTCAP, ALIBI, DROPOUT, UPCAST, PRECISION,
         )  # fmt: skip
     for t in range(begin, end - (full_end - full_begin)):
         j = tl.where(t < full_begin, t, t + full_end - full_begin)
         b_max, b_sum, b_acc1, b_acc2 = _attend(
-            j, K, V, KeyPos, b_q1, b_q2, b_pos, b_a, b_lo, b_hi, b_max, b_sum, b_acc1, b_acc2, pre, post, slope,
-            threshold, seed, first_head + i_h, keys, k_row, v_row, True, D, D1, D2, V_, V1, V2, BN, SOFTCAP, ALIBI,
-            DROPOUT, UPCAST, PRECISION,
+            j, i_kv, K, K2, V, V2_, KeyPos, b_q1, b_q2, b_pos, b_a, b_lo, b_hi, b_max, b_sum, b_acc1, b_acc2, pre, post, slope,
+            threshold, seed, first_head + i_h, keys, k_row, k_head, v_row, v_head, True, D, D1, D2, V_, V1, V2, BN, TMA,
+            SOFTCAP, ALIBI, DROPOUT, UPCAST, PRECISION,
         )  # fmt: skip
 
     m_seen = b_sum != 0.0
@@ -117,21 +115,21 @@ def forward(
 
 @triton.jit
 def _attend(
-    j, K, V, KeyPos, b_q1, b_q2, b_pos, b_a, b_lo, b_hi, b_max, b_sum, b_acc1, b_acc2,
-    pre, post, slope, threshold, seed, head, keys, k_row, v_row,
+    j, i_kv, K, K2, V, V2_, KeyPos, b_q1, b_q2, b_pos, b_a, b_lo, b_hi, b_max, b_sum, b_acc1, b_acc2,
+    pre, post, slope, threshold, seed, head, keys, k_row, k_head, v_row, v_head,
     MASKED: tl.constexpr, D: tl.constexpr, D1: tl.constexpr, D2: tl.constexpr, V_: tl.constexpr, V1: tl.constexpr,
-    V2: tl.constexpr, BN: tl.constexpr, SOFTCAP: tl.constexpr, ALIBI: tl.constexpr, DROPOUT: tl.constexpr,
-    UPCAST: tl.constexpr, PRECISION: tl.constexpr,
+    V2: tl.constexpr, BN: tl.constexpr, TMA: tl.constexpr, SOFTCAP: tl.constexpr, ALIBI: tl.constexpr,
+    DROPOUT: tl.constexpr, UPCAST: tl.constexpr, PRECISION: tl.constexpr,
 ):  # fmt: skip
     """Running maximum, sum and unnormalised output with one more key tile. MASKED: some pair of it is not seen."""
     first = j * BN
     o_n = tl.arange(0, BN)
     m_n = o_n < keys - first
-    K += first.to(tl.int64) * k_row
-    V += first.to(tl.int64) * v_row
-    b_s = product(b_q1, tl.trans(load_rows(K, o_n, k_row, m_n, MASKED, 0, D1, D)), UPCAST, PRECISION)
+    b_k = load_tile(K, first, i_kv, o_n, k_row, k_head, m_n, MASKED, TMA, 0, D1, D)
+    b_s = product(b_q1, tl.trans(b_k), UPCAST, PRECISION)
     if D2:
-        b_s = add_product(b_s, b_q2, tl.trans(load_rows(K, o_n, k_row, m_n, MASKED, D1, D2, D)), UPCAST, PRECISION)
+        b_k = load_tile(K2, first, i_kv, o_n, k_row, k_head, m_n, MASKED, TMA, D1, D2, D)
+        b_s = add_product(b_s, b_q2, tl.trans(b_k), UPCAST, PRECISION)
     b_at = o_n
     if MASKED:
         b_at = tl.load(KeyPos + first + o_n, mask=m_n, other=0x7FFFFFFF)  # no bound lies beyond it
@@ -148,10 +146,10 @@ def _attend(
     b_sum = b_sum * b_shrink + tl.sum(b_p, 1)
     if DROPOUT:
         b_p = tl.where(kept(b_a, dropout_words(b_at, head, seed, 1), threshold), b_p, 0.0)
-    b_p = b_p.to(V.dtype.element_ty)
-    b_v = load_rows(V, o_n, v_row, m_n, MASKED, 0, V1, V_)
+    b_v = load_tile(V, first, i_kv, o_n, v_row, v_head, m_n, MASKED, TMA, 0, V1, V_)
+    b_p = b_p.to(b_v.dtype)
     b_acc1 = add_product(b_acc1 * b_shrink[:, None], b_p, b_v, UPCAST, PRECISION)
     if V2:
-        b_v = load_rows(V, o_n, v_row, m_n, MASKED, V1, V2, V_)
+        b_v = load_tile(V2_, first, i_kv, o_n, v_row, v_head, m_n, MASKED, TMA, V1, V2, V_)
         b_acc2 = add_product(b_acc2 * b_shrink[:, None], b_p, b_v, UPCAST, PRECISION)
     return b_new, b_sum, b_acc1, b_acc2

@@ -15,6 +15,20 @@ LN2 = tl.constexpr(0.6931471805599453)
 
 
 @triton.jit
+def load_tile(
+    P, first, i_head, o_row, row, head, m_row,
+    MASKED: tl.constexpr, TMA: tl.constexpr, START: tl.constexpr, WIDTH: tl.constexpr, LIMIT: tl.constexpr,
+):  # fmt: skip
+    """Columns [START, START + WIDTH) of a tile of rows of a head: through a descriptor, or by pointers."""
+    if TMA:
+        b_x = tl.reshape(P.load([first, i_head, START]), (o_row.shape[0], WIDTH))
+    else:
+        p_head = P + first.to(tl.int64) * row + i_head.to(tl.int64) * head
+        b_x = load_rows(p_head, o_row, row, m_row, MASKED, START, WIDTH, LIMIT)
+    return b_x
+
+
+@triton.jit
 def load_rows(
     P, o_row, stride, m_row, MASKED: tl.constexpr, START: tl.constexpr, WIDTH: tl.constexpr, LIMIT: tl.constexpr
 ):
