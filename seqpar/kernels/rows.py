@@ -1,0 +1,53 @@
+"""Rows of tensors into and out of buffers: what an exchange sends and receives, in position order.
+
+rows: a slice, or an int64 or int32 tensor of row numbers on the device, none of them negative or twice. Tensors keep
+their bits where dtypes are equal. On a CUDA device each is one launch that reads and writes every element once.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+from torch import Tensor
+
+from seqpar.kernels.dispatch import on_triton
+
+
+def pack(tensors: Sequence[Tensor], rows: slice | Tensor, out: Tensor) -> None:
+    """Write rows of several tensors ``[N, ..., D]`` side by side into ``out [n, sum of widths]``."""
+    if on_triton(out):
+        from seqpar.kernels.triton import rows as fused
+
+        fused.pack(tensors, rows, out)
+        return
+    first = 0
+    for x in tensors:
+        values = _take(x, rows).flatten(1)
+        out[:, first : first + values.shape[1]] = values
+        first += values.shape[1]
+
+
+def place(values: Tensor, rows: slice | Tensor, out: Tensor) -> None:
+    """Write ``values [n, ...]`` to rows of ``out [N, ...]``, in its dtype."""
+    if on_triton(out):
+        from seqpar.kernels.triton import rows as fused
+
+        fused.place(values, rows, out)
+    else:
+        out[rows] = values.to(out.dtype)
+
+
+def add_(x: Tensor, rows: slice | Tensor, values: Tensor) -> None:
+    """Add ``values [n, ...]`` to rows of ``x [N, ...]``: the same bits every time, as no row is there twice."""
+    if on_triton(x):
+        from seqpar.kernels.triton import rows as fused
+
+        fused.add_(x, rows, values)
+    elif isinstance(rows, slice):
+        x[rows].add_(values)
+    else:
+        x[rows] = (_take(x, rows) + values).to(x.dtype)
+
+
+def _take(x: Tensor, rows: slice | Tensor) -> Tensor:
+    return x[rows] if isinstance(rows, slice) else x.index_select(0, rows)

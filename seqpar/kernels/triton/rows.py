@@ -1,0 +1,97 @@
+"""Rows of tensors into and out of buffers, see `seqpar.kernels.rows`: one kernel moves rows of several tensors.
+
+A tensor ``[N, A, B]`` is moved in tiles of BN rows by BD elements of one of its A slices; rows that are dense have one
+slice. Offsets are int64: a buffer of keys may hold more than 2**31 elements. Pairs of tensors and their shapes come as
+tuples, whose entries Triton specialises like other arguments: a stride that is 1, or a multiple of 16, makes loads of
+16 bytes.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from math import prod
+
+import torch
+import triton
+import triton.language as tl
+from torch import Tensor
+
+ELEMENTS = 4096  # of a tile: with 4 warps a thread has four loads of 16 bytes of bf16 in flight
+
+
+@triton.jit
+def move(
+    p_xs, p_ys, p_from, p_to, n, slices, dims, x_strides, y_strides,
+    ADD: tl.constexpr, BN: tl.constexpr, BD: tl.constexpr,
+):  # fmt: skip
+    """``ys[t][to[i]] = xs[t][from[i]]``, or ``+=``, for every t and row i; without numbers, rows in order."""
+    i_slice = tl.program_id(1).to(tl.int64)
+    o_n = tl.program_id(0).to(tl.int64) * BN + tl.arange(0, BN)
+    o_d = tl.program_id(2).to(tl.int64) * BD + tl.arange(0, BD)
+    m_n = o_n < n
+    o_from = o_n if p_from is None else tl.load(p_from + o_n, mask=m_n, other=0).to(tl.int64)
+    o_to = o_n if p_to is None else tl.load(p_to + o_n, mask=m_n, other=0).to(tl.int64)
+    for t in tl.static_range(len(p_xs)):
+        if i_slice < slices[t]:
+            m = m_n[:, None] & (o_d < dims[t])[None, :]
+            o_x = (o_from * x_strides[t][0] + i_slice * x_strides[t][1])[:, None] + (o_d * x_strides[t][2])[None, :]
+            o_y = (o_to * y_strides[t][0] + i_slice * y_strides[t][1])[:, None] + (o_d * y_strides[t][2])[None, :]
+            p_y = p_ys[t] + o_y
+            b_x = tl.load(p_xs[t] + o_x, mask=m)
+            if ADD:
+                b_y = tl.load(p_y, mask=m)
+                if b_x.dtype == tl.float64 or b_y.dtype == tl.float64:
+                    b_x = b_x.to(tl.float64) + b_y.to(tl.float64)
+                else:
+                    b_x = b_x.to(tl.float32) + b_y.to(tl.float32)
+            if b_x.dtype == tl.float64 and p_y.dtype.element_ty != tl.float64:
+                b_x = b_x.to(tl.float32)  # torch, too, rounds twice on the way to 16 bits
+            tl.store(p_y, b_x.to(p_y.dtype.element_ty), mask=m)
+
+
+def pack(tensors: Sequence[Tensor], rows: slice | Tensor, out: Tensor) -> None:
+    """Write rows of several tensors side by side into ``out``."""
+    xs, at = _sliced(tensors, rows)
+    widths = [prod(x.shape[1:]) for x in xs]
+    ys = [y.unflatten(1, x.shape[1:]) for x, y in zip(xs, out.split(widths, dim=1), strict=True)]
+    _launch(xs, ys, at, None, out.shape[0], add=False)
+
+
+def place(values: Tensor, rows: slice | Tensor, out: Tensor) -> None:
+    """Write values to rows of ``out``."""
+    ys, at = _sliced([out], rows)
+    _launch([values], ys, None, at, values.shape[0], add=False)
+
+
+def add_(x: Tensor, rows: slice | Tensor, values: Tensor) -> None:
+    """Add values to rows of ``x``."""
+    ys, at = _sliced([x], rows)
+    _launch([values], ys, None, at, values.shape[0], add=True)
+
+
+def _sliced(tensors: Sequence[Tensor], rows: slice | Tensor) -> tuple[list[Tensor], Tensor | None]:
+    """Tensors and row numbers; rows of a slice are views, which need no numbers."""
+    return ([x[rows] for x in tensors], None) if isinstance(rows, slice) else (list(tensors), rows.contiguous())
+
+
+def _launch(xs: list[Tensor], ys: list[Tensor], at: Tensor | None, to: Tensor | None, n: int, *, add: bool) -> None:
+    pairs = [_tiled(x, y) for x, y in zip(xs, ys, strict=True) if n and y.numel()]
+    if not pairs:
+        return
+    slices, dims = (tuple(x.shape[dim] for x, _ in pairs) for dim in (1, 2))
+    bd = min(triton.next_power_of_2(max(dims)), 1024)
+    bn = min(triton.next_power_of_2(n), ELEMENTS // bd)
+    with torch.cuda.device_of(ys[0]):
+        move[triton.cdiv(n, bn), max(slices), triton.cdiv(max(dims), bd)](
+            tuple(x for x, _ in pairs), tuple(y for _, y in pairs), at, to, n, slices, dims,
+            tuple(x.stride() for x, _ in pairs), tuple(y.stride() for _, y in pairs), ADD=add, BN=bn, BD=bd,
+        )  # fmt: skip
+
+
+def _tiled(x: Tensor, y: Tensor) -> tuple[Tensor, Tensor]:
+    """Both as [rows, A, B], with A = 1 where the rows of both are dense."""
+    if x[0].is_contiguous() and y[0].is_contiguous():
+        return x.reshape(len(x), 1, -1), y.reshape(len(y), 1, -1)
+    if x.dim() > 3:
+        raise ValueError(f"rows of more than two dims must be dense, got {list(x.shape)} with strides {x.stride()}")
+    return (x[:, None], y[:, None]) if x.dim() == 2 else (x, y)
