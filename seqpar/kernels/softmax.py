@@ -5,6 +5,8 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
+from seqpar.kernels.dispatch import on_triton
+
 
 def merge(out: Tensor, lse: Tensor, part: Tensor, part_lse: Tensor) -> tuple[Tensor, Tensor]:
     """Attention over the union of two disjoint sets of keys, from attention over each.
@@ -21,6 +23,22 @@ def merge(out: Tensor, lse: Tensor, part: Tensor, part_lse: Tensor) -> tuple[Ten
     new = (a / safe)[..., None] * _only(out, lse) + (b / safe)[..., None] * _only(part, part_lse)
     joined = torch.where(total == 0, torch.full_like(top, -torch.inf), torch.log(safe) + base)
     return new.to(lse.dtype), joined
+
+
+def merge_(acc: Tensor, lse: Tensor, part: Tensor, part_lse: Tensor, out: Tensor | None = None) -> None:
+    """`merge` a part into ``(acc, lse)`` in place, or with the output in ``out`` instead of ``acc``, in its dtype.
+
+    acc, part, out [M, H, D], any strides with a dense last dim; lse, part_lse [H, M]. acc and lse are float32, or
+    float64. With ``out`` this is the last merge: ``acc`` is left as it was.
+    """
+    if on_triton(acc):
+        from seqpar.kernels.triton import merge as fused
+
+        fused.merge_(acc, lse, part, part_lse, out)
+        return
+    new, joined = merge(acc, lse.t(), part, part_lse.t())
+    lse.copy_(joined.t())
+    (acc if out is None else out).copy_(new)
 
 
 def _only(out: Tensor, lse: Tensor) -> Tensor:

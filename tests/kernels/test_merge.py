@@ -4,12 +4,14 @@ from __future__ import annotations
 
 import pytest
 import torch
-from hypothesis import given
+from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import Tensor
 
 import seqpar
 from seqpar import merge
+from seqpar.kernels import softmax
+from tests.kernels.versions import VERSIONS, version
 
 Part = tuple[Tensor, Tensor]
 logs = st.one_of(st.just(-torch.inf), st.floats(-800, 800))
@@ -90,3 +92,76 @@ def test_gradients_stay_finite_where_nothing_was_seen(lse) -> None:
         weight = 0.0 if lse[n] == -torch.inf or lse[n] < lse[1 - n] else 1.0
         torch.testing.assert_close(side.grad, torch.tensor([weight], dtype=torch.float64))
         torch.testing.assert_close(part.grad, torch.full((1, 2), weight, dtype=torch.float64))
+
+
+def strided(x: Tensor, device: str) -> tuple[Tensor, Tensor]:
+    """x [M, H, D] as a view of memory that is otherwise NaN, and that memory."""
+    rows, heads, dim = x.shape
+    memory = torch.full((heads + 1, rows + 1, dim + 3), torch.nan, dtype=x.dtype, device=device)
+    view = memory[:heads, :rows, 2 : 2 + dim].transpose(0, 1)
+    view.copy_(x)
+    return view, memory
+
+
+@pytest.mark.parametrize("name", VERSIONS)
+@pytest.mark.parametrize("final", [False, True])
+@settings(max_examples=40)
+@given(
+    st.tuples(st.integers(0, 40), st.integers(1, 3), st.sampled_from([1, 5, 16])),
+    st.sampled_from([torch.float64, torch.float32, torch.bfloat16, torch.float16]),
+    st.integers(0, 99),
+)
+def test_in_place_it_is_merge(name, final, sizes, dtype, seed) -> None:
+    kernels, device = version(name, "softmax")
+    rows, heads, dim = sizes
+    wide = torch.float64 if dtype == torch.float64 else torch.float32
+    g = torch.Generator().manual_seed(seed)
+    acc, part = (torch.randn(rows, heads, dim, dtype=torch.float64, generator=g) for _ in range(2))
+    acc, part = acc.to(wide), part.to(dtype)
+    lse, part_lse = (30 * torch.randn(heads, rows, dtype=torch.float64, generator=g).to(wide) for _ in range(2))
+    for side, values in ((lse, acc), (part_lse, part)):  # both, one or none may have seen nothing
+        blind = torch.rand(heads, rows, generator=g) < 0.3
+        side[blind] = -torch.inf
+        values[blind.t()] = torch.nan
+    expected, joined = merge(*(x.double() for x in (acc, lse.t(), part, part_lse.t())))
+
+    x, memory = strided(acc, device)
+    y, _ = strided(part, device)
+    sums, part_sums = (s.t().contiguous().t().to(device) for s in (lse, part_lse))
+    out, spare = strided(torch.full_like(part, torch.nan), device) if final else (None, None)
+    kernels.merge_(x, sums, y, part_sums, out)
+    target = x if out is None else out
+    # The interpreter cuts float32 to 16 bits instead of rounding.
+    tolerance = {torch.float64: 1e-13, torch.bfloat16: 2**-7, torch.float16: 2**-10}.get(target.dtype, 1e-5)
+    torch.testing.assert_close(target.cpu().double(), expected, rtol=tolerance, atol=tolerance / 8)
+    small = 1e-13 if wide == torch.float64 else 1e-6
+    torch.testing.assert_close(sums.cpu().double(), joined.t(), rtol=small, atol=small)
+    if out is not None:
+        assert torch.equal(x.cpu().nan_to_num(7.0), acc.nan_to_num(7.0)), "acc is left as it was"
+        memory = spare
+    target.fill_(torch.nan)
+    assert memory.isnan().all(), "nothing else is written"
+
+
+@pytest.mark.parametrize("name", VERSIONS)
+def test_in_place_an_identity_changes_no_bit(name) -> None:
+    kernels, device = version(name, "softmax")
+    g = torch.Generator().manual_seed(0)
+    acc, lse = torch.randn(9, 2, 5, generator=g).to(device), torch.randn(2, 9, generator=g).to(device)
+    nothing = torch.full_like(acc, torch.nan), torch.full_like(lse, -torch.inf)
+    first = acc.clone(), lse.clone()
+    kernels.merge_(*first, *nothing)
+    same(first, (acc, lse), exactly=True)
+    kernels.merge_(*nothing, acc, lse)
+    same(nothing, (acc, lse), exactly=True)
+
+
+def test_a_device_of_tritons_takes_its_kernel(monkeypatch) -> None:
+    pytest.importorskip("triton", reason="triton is not installed")
+    fused, _ = version("triton", "softmax")
+    called = []
+    monkeypatch.setattr(softmax, "on_triton", lambda x: True)
+    monkeypatch.setattr(fused, "merge_", lambda *args: called.append(args))
+    args = (torch.zeros(1, 1, 1), torch.zeros(1, 1), torch.zeros(1, 1, 1), torch.zeros(1, 1), None)
+    softmax.merge_(*args)
+    assert called == [args]
