@@ -1,0 +1,81 @@
+"""`rotary`: the verb, its checks, and its place in autograd and torch.compile."""
+
+from __future__ import annotations
+
+import math
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from seqpar.kernels.protocol import DTYPES
+from seqpar.kernels.rotary import rotate
+
+_LIBRARY = torch.library.Library("seqpar", "FRAGMENT")
+_LIBRARY.define(
+    "rotary(Tensor x, Tensor positions, Tensor frequencies, bool interleaved, float scaling, bool inverse) -> Tensor"
+)
+
+
+def rotary(
+    x: Tensor, positions: Tensor, frequencies: Tensor, *, interleaved: bool = False, scaling: float = 1.0
+) -> Tensor:
+    """Queries or keys with the rotary embedding of their positions, in x's dtype. Local to the rank.
+
+    x [T, H, D] of any attention dtype. positions [T], int32 or int64: of tokens in their document or in the batch,
+    whatever the layout. frequencies [R/2], floating point: angle per position of every pair of elements, R <= D; the
+    last D - R elements stay as they are. Scaled frequencies (YaRN, Llama 3) are frequencies. interleaved: pairs are
+    neighbours (GPT-J) instead of halves (Llama, NeoX). scaling: of sines and cosines, for YaRN. Computed in float32,
+    and in float64 for float64; differentiable in x, any number of times.
+
+    Raises: ValueError for shapes, dtypes or devices that do not fit; NotImplementedError for frequencies that require
+    a gradient.
+
+    Source: Su et al. 2021 (RoFormer).
+    """
+    call = f"x {_spec(x)}, positions {_spec(positions)}, frequencies {_spec(frequencies)}"
+    if x.dim() != 3 or positions.shape != x.shape[:1] or frequencies.dim() != 1:
+        raise ValueError(f"expected x [T, H, D], positions [T], frequencies [R/2], got {call}")
+    if 2 * frequencies.shape[0] > x.shape[2]:
+        raise ValueError(f"a head of {x.shape[2]} has no {frequencies.shape[0]} pairs, got {call}; need 2 * R/2 <= D")
+    if x.dtype not in DTYPES or not frequencies.dtype.is_floating_point:
+        raise ValueError(f"x must be one of {DTYPES} and frequencies floating point, got {call}")
+    if positions.dtype not in (torch.int32, torch.int64):
+        raise ValueError(f"positions must be int32 or int64, got {call}")
+    if not x.device == positions.device == frequencies.device:
+        raise ValueError(f"x, positions and frequencies must be on one device, got {call}")
+    if frequencies.requires_grad and torch.is_grad_enabled():
+        raise NotImplementedError("frequencies have no gradient; detach them")
+    if not math.isfinite(scaling):
+        raise ValueError(f"scaling must be finite, got {scaling}")
+    return torch.ops.seqpar.rotary(x, positions, frequencies, bool(interleaved), float(scaling), False)
+
+
+def _spec(x: Tensor) -> str:
+    return f"{x.dtype}{list(x.shape)} on {x.device}"
+
+
+def _rotary(
+    x: Tensor, positions: Tensor, frequencies: Tensor, interleaved: bool, scaling: float, inverse: bool
+) -> Tensor:
+    return rotate(x, positions, frequencies, interleaved=interleaved, scaling=scaling, inverse=inverse)
+
+
+def _shape(x: Tensor, *_: Any) -> Tensor:
+    return x.new_empty(x.shape)
+
+
+def _save(ctx: Any, inputs: tuple[Any, ...], output: Tensor) -> None:
+    _, positions, frequencies, *ctx.options = inputs
+    ctx.save_for_backward(positions, frequencies)
+
+
+def _backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
+    interleaved, scaling, inverse = ctx.options
+    dx = torch.ops.seqpar.rotary(grad, *ctx.saved_tensors, interleaved, scaling, not inverse)
+    return dx, None, None, None, None, None
+
+
+_LIBRARY.impl("rotary", _rotary, "CompositeExplicitAutograd")
+torch.library.register_fake("seqpar::rotary", _shape, lib=_LIBRARY)
+torch.library.register_autograd("seqpar::rotary", _backward, setup_context=_save, lib=_LIBRARY)
