@@ -29,7 +29,7 @@ from rich.table import Table
 import seqpar
 from seqpar.comm import Comm
 from seqpar.kernels import Operands, Score, Sums, ask, choose
-from seqpar.ops.call import facts_of
+from seqpar.ops.call import uploaded
 from seqpar.testing import run_processes
 
 HEADS, DIM = 8, 64
@@ -105,7 +105,7 @@ def size_one(repeat: int) -> dict[str, list[float]]:
     comm = seqpar.LocalComm()
     score = Score(DIM**-0.5)
     kernel = choose("auto", ask(q, k, v, score, grads=False, deterministic=True, merges=False))
-    facts = facts_of(plan.steps(0)[0], q.device)
+    facts = uploaded(plan.steps(0), q.device).facts[0]
     operands = Operands(q, k, v, facts, score)
     out, lse = torch.empty_like(q), torch.empty(HEADS, tokens)
     times: dict[str, list[float]] = {"attention, one rank": [], "kernel alone": []}

@@ -10,7 +10,7 @@ import torch
 
 from seqpar import Layout, Mask, Plan
 from seqpar.kernels import KERNELS, Ask, Grads, Kernel, Operands, Score, Sums, acc_dtype
-from seqpar.ops.call import facts_of
+from seqpar.ops.call import uploaded
 
 TOKENS, HEADS, DIM = 4096, 4, 64
 DTYPES = (torch.float32, torch.bfloat16)
@@ -34,8 +34,8 @@ def cases() -> list[object]:
 
 
 def step_facts():
-    step = Plan(Mask([TOKENS]), Layout.contiguous(TOKENS, 1)).steps(0)[0]
-    return facts_of(step, torch.device("cpu"))
+    steps = Plan(Mask([TOKENS]), Layout.contiguous(TOKENS, 1)).steps(0)
+    return uploaded(steps, torch.device("cpu")).facts[0]
 
 
 def forward(kernel: Kernel, q, k, v, facts) -> tuple[torch.Tensor, torch.Tensor]:

@@ -2,16 +2,22 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Hashable, Iterator, Mapping, Sequence
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, replace
 from enum import IntEnum
+from functools import cached_property
+from typing import Any
 
 import torch
 from torch import Tensor
+from torch.autograd.profiler import record_function
 
 from seqpar.comm import Comm, Tag
 from seqpar.kernels import Facts, Kernel, Score, acc_dtype
-from seqpar.plan import Part, Plan, Step, head_blocks, head_share
+from seqpar.kernels.upload import upload
+from seqpar.ops.rows import numbers
+from seqpar.plan import Part, Plan, Rows, Step, head_blocks, head_share
 
 
 class Phase(IntEnum):
@@ -72,6 +78,11 @@ class Call:
         """The number of one of its exchanges."""
         return Tag(self.digest, self.number, phase + len(Phase) * self.repeat, stage)
 
+    @cached_property
+    def uploaded(self) -> Uploaded:
+        """What the steps need on the device."""
+        return uploaded(self.steps(), self.device)
+
     def shares(self, part: Part) -> tuple[list[slice], list[slice]]:
         """Query heads and key heads of every member of a part."""
         pairs = [head_share(self.heads, self.kv_heads, part.width, s) for s in range(part.width)]
@@ -98,15 +109,54 @@ class Inside:
     acc: Tensor | None = None  # out in the accumulation dtype, while there is more than one step
 
 
-def facts_of(step: Step, device: torch.device) -> Facts:
-    """A step's facts on a device, uploaded once per batch; those of its queries once per part."""
+@dataclass(frozen=True, eq=False)
+class Uploaded:
+    """What a rank's steps need on its device: facts by the step's number, row numbers by their array's identity."""
 
-    def put(array: object) -> Tensor:
-        return torch.as_tensor(array, dtype=torch.int32).to(device)
+    facts: Mapping[int, Facts]
+    numbers: Mapping[int, Tensor]
 
-    def make() -> Facts:
+    def rows(self, rows: Rows) -> slice | Tensor:
+        """Rows of the plan as what indexes a tensor."""
+        return rows if isinstance(rows, slice) else self.numbers[id(rows)]
+
+
+def uploaded(steps: Sequence[Step], device: torch.device) -> Uploaded:
+    """All that a rank's steps need on a device, in one transfer; made when the first layer of a batch asks for it.
+
+    On CUDA each stream has its own: another one would have to wait for the transfer, and for its readers before the
+    memory is freed.
+    """
+    where = _where(device)
+    return steps[0].memo(("uploaded", where), lambda: _uploaded(steps, device, where))  # type: ignore[no-any-return]
+
+
+def _where(device: torch.device) -> Hashable:
+    """A device, and on CUDA the stream that work now goes to."""
+    return (device, torch.cuda.current_stream(device).cuda_stream) if device.type == "cuda" else device
+
+
+def _uploaded(steps: Sequence[Step], device: torch.device, where: Hashable) -> Uploaded:
+    arrays = {id(x): x for x in numbers(steps)}  # kept alive by the steps, so that identities are keys
+    for step in steps:
+        arrays |= {id(x): x for x in (step.part.pos, step.part.lo, step.part.hi, step.pos)}
+    there = dict(zip(arrays, upload(list(arrays.values()), device), strict=True))
+
+    def facts(step: Step) -> Facts:
         p = step.part
-        pos, lo, hi = p.memo(("facts", device), lambda: (put(p.pos), put(p.lo), put(p.hi)))
-        return Facts(pos, lo, hi, put(step.pos), step.tiles, lambda: step.segments, step.memo)
+        pos, lo, hi, key_pos = (there[id(x)] for x in (p.pos, p.lo, p.hi, step.pos))
 
-    return step.memo(("facts", device), make)  # type: ignore[no-any-return]
+        def memo(key: Hashable, make: Any) -> Any:
+            return step.memo((where, key), make)
+
+        return Facts(pos, lo, hi, key_pos, step.tiles, lambda: step.segments, memo)
+
+    return Uploaded({step.number: facts(step) for step in steps}, there)
+
+
+_NOTHING = nullcontext()
+
+
+def named(what: str, number: int) -> AbstractContextManager[Any]:
+    """A range in the trace of a profiler, if one runs: what is done there, and for which step (or Ulysses width)."""
+    return record_function(f"seqpar {what} {number}") if torch.autograd._profiler_enabled() else _NOTHING

@@ -1,27 +1,99 @@
-"""Taking and adding rows of tensors, by slices where rows are consecutive."""
+"""Rows that travel: which rows of a tensor go to which peers, side by side in one buffer."""
 
 from __future__ import annotations
 
-import torch
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
+
+import numpy as np
 from torch import Tensor
 
-from seqpar.mask import Memo
-from seqpar.plan import Rows
+from seqpar.mask import Ints
+from seqpar.plan import Part, Rows, Step, Trade
+from seqpar.plan.steps import count
 
 
-def index(owner: Memo, rows: Rows, device: torch.device) -> slice | Tensor:
-    """Rows of a plan as what indexes a tensor on a device; uploaded once and kept with the owner of the array."""
-    if isinstance(rows, slice):
-        return rows
-    # The owner keeps the array alive, so its identity is a key.
-    return owner.memo((id(rows), device), lambda: torch.from_numpy(rows).to(device))  # type: ignore[no-any-return]
+@dataclass(frozen=True, eq=False)
+class Parcels:
+    """Rows for several peers side by side: ``rows`` of a tensor make a buffer, of which each peer has the rows ``of``.
+
+    Peers with the same rows share them. rows: None if the tensor is the buffer, as each peer's rows of it are
+    consecutive. count: rows of the buffer that are anybody's.
+    """
+
+    rows: Rows | None
+    of: Mapping[int, slice]
+    count: int
+
+
+def parcels(by_peer: Mapping[int, Rows], *, copied: bool = False) -> Parcels:
+    """The parcels of each peer's rows. copied: in a buffer of its own, whatever the rows are."""
+    consecutive = {peer: rows for peer, rows in by_peer.items() if isinstance(rows, slice)}
+    if not copied and len(consecutive) == len(by_peer):
+        return Parcels(None, consecutive, sum(map(count, consecutive.values())))
+    places: dict[object, slice] = {}
+    pieces: list[Rows] = []
+    of = {}
+    total = 0
+    for peer, rows in by_peer.items():
+        key = (rows.start, rows.stop) if isinstance(rows, slice) else id(rows)
+        if key not in places:
+            places[key] = slice(total, total + count(rows))
+            pieces.append(rows)
+            total += count(rows)
+        of[peer] = places[key]
+    if len(pieces) == 1:
+        return Parcels(pieces[0], of, total)
+    numbers = [np.arange(piece.start, piece.stop) if isinstance(piece, slice) else piece for piece in pieces]
+    return Parcels(np.concatenate(numbers) if numbers else slice(0, 0), of, total)
+
+
+def sent_keys(steps: Sequence[Step], n: int) -> Parcels:
+    """What leaves for step n: rows of the inside keys, or of the buffer before, which holds keys and values as sent."""
+    step = steps[n]
+    return step.memo("sent keys", lambda: parcels(step.sends, copied=not relays(steps, n)))  # type: ignore[no-any-return]
+
+
+def relays(steps: Sequence[Step], n: int) -> bool:
+    """Whether what leaves for step n was received for the step before."""
+    return steps[n].relay and not steps[n - 1].local
+
+
+def received_keys(step: Step) -> Parcels:
+    """What arrives for a step: rows of its buffer."""
+    return step.memo("received keys", lambda: parcels(step.recvs))  # type: ignore[no-any-return]
+
+
+def sent_grads(step: Step) -> Parcels:
+    """Which of a step's gradients leave: rows of its buffer."""
+    return step.memo("sent grads", lambda: parcels(step.grad_sends))  # type: ignore[no-any-return]
+
+
+def entering(part: Part, trade: Trade) -> Parcels:
+    """Rows of the inside tensor that the members' tokens take."""
+    return part.memo(("entering", id(trade)), lambda: parcels(trade.dest))  # type: ignore[no-any-return]
+
+
+def leaving(part: Part, trade: Trade) -> Parcels:
+    """Rows of the inside tensor that go back to the other members."""
+    own = part.members[part.share]
+    others = {member: rows for member, rows in trade.dest.items() if member != own}
+    return part.memo(("leaving", id(trade)), lambda: parcels(others))  # type: ignore[no-any-return]
+
+
+def numbers(steps: Sequence[Step]) -> Iterator[Ints]:
+    """All arrays of row numbers with which the steps of a rank index tensors."""
+    for n, step in enumerate(steps):
+        rows: list[Rows | None] = [step.own, *step.grad_recvs.values()]
+        rows += [sent_keys(steps, n).rows, received_keys(step).rows, sent_grads(step).rows]
+        if step.first:
+            part = step.part
+            for trade in (part.q, part.kv):
+                rows += [trade.mine, trade.dest[part.members[part.share]]]
+                rows += [entering(part, trade).rows, leaving(part, trade).rows]
+        yield from (x for x in rows if isinstance(x, np.ndarray))
 
 
 def take(x: Tensor, rows: slice | Tensor) -> Tensor:
     """Rows of x: a view for a slice, else a copy."""
     return x[rows] if isinstance(rows, slice) else x.index_select(0, rows)
-
-
-def add(x: Tensor, rows: slice | Tensor, values: Tensor) -> None:
-    """Add to rows of x, none twice: deterministic on every device, which an accumulating index is not."""
-    x[rows] = take(x, rows) + values

@@ -11,6 +11,9 @@ later, so that they ride while the next step is computed::
 
 All ranks post in this one order, whatever they have to move at each step: an order between two ranks alone passes on
 gloo and deadlocks on NCCL. At most two stages of received keys are alive: the one computed and the one arriving.
+
+The host waits for no device. What a plan says is uploaded before the first exchange of a batch's first layer; an
+exchange is posted before the kernels that hide it, since on CUDA it starts when the stream reaches its posting.
 """
 
 from __future__ import annotations
@@ -23,10 +26,11 @@ from torch import Tensor
 
 from seqpar.comm import Work
 from seqpar.kernels import Grads, Operands, Sums
+from seqpar.kernels.rows import add_
 from seqpar.ops import trade
-from seqpar.ops.call import Call, Inside, Phase, facts_of
+from seqpar.ops.call import Call, Inside, Phase, named
 from seqpar.ops.keys import Keys
-from seqpar.ops.rows import add, index, take
+from seqpar.ops.rows import sent_grads, take
 from seqpar.plan import Part, Step, replicated
 from seqpar.plan.steps import count
 
@@ -45,7 +49,7 @@ def forward(call: Call, q: Tensor, k: Tensor, v: Tensor, sinks: Tensor | None) -
     for part in call.parts():
         heads, kv = call.shares(part)
         legs = [trade.Leg(q, part.q, heads), trade.Leg(k, part.kv, kv), trade.Leg(v, part.kv, kv)]
-        entries[part.width] = trade.enter(call.comm, call.tag(Phase.ENTER, part.width), part, legs)
+        entries[part.width] = trade.enter(call, Phase.ENTER, part, legs)
     insides: dict[int, Inside] = {}
 
     def inside(part: Part) -> Inside:
@@ -103,12 +107,13 @@ def _compute(call: Call, step: Step, here: Inside, keys: Tensor, values: Tensor)
             here.acc = here.out
         elif here.acc is None and not (first and step.last):
             here.acc = torch.zeros_like(here.out, dtype=call.acc)
-        facts = facts_of(step, call.device)
-        for heads, kv, score in call.blocks(step.part):
-            acc = None if here.acc is None else here.acc[:, heads]
-            out = here.out[:, heads] if step.last and not wide else None
-            operands = Operands(here.q[:, heads], keys[:, kv], values[:, kv], facts, score)
-            call.kernel.forward(operands, Sums(acc, here.lse[heads], out, first))
+        facts = call.uploaded.facts[step.number]
+        with named("compute", step.number):
+            for heads, kv, score in call.blocks(step.part):
+                acc = None if here.acc is None else here.acc[:, heads]
+                out = here.out[:, heads] if step.last and not wide else None
+                operands = Operands(here.q[:, heads], keys[:, kv], values[:, kv], facts, score)
+                call.kernel.forward(operands, Sums(acc, here.lse[heads], out, first))
     if step.last:
         here.acc = None
 
@@ -121,7 +126,7 @@ def _leave(call: Call, part: Part, here: Inside, out: Tensor, lse: Tensor) -> Ca
     legs = [trade.Leg(here.out, part.q, heads, target=out)]
     if call.return_lse:
         legs.append(trade.Leg(here.lse.t(), part.q, heads, target=lse.t()))
-    return trade.leave(call.comm, call.tag(Phase.LEAVE, part.width), part, legs)
+    return trade.leave(call, Phase.LEAVE, part, legs)
 
 
 @dataclass(eq=False)
@@ -145,34 +150,30 @@ def backward(
     dsinks = None if sinks is None else torch.zeros(call.heads, dtype=call.acc, device=call.device)
     dq = dout.new_zeros(shapes[0], call.heads, call.dim, dtype=call.dtype)
     home = dout.new_zeros(shapes[1], call.kv_heads, call.dim + call.v_dim, dtype=call.acc)
-    backs: dict[int, Back] = {}
 
-    def inside(part: Part) -> Inside:
-        if part.width not in backs:
-            incoming = entries[part.width]()
-            backs[part.width] = _back(call, part, here[part.width], incoming, sinks, dsinks, dq, home)
-        return here[part.width]
+    def start(step: Step) -> Back:
+        width = step.part.width
+        return _back(call, step, here[width], entries[width](), sinks, dsinks, dq, home)
 
     if call.alone:
-        tensors = inside(parts[0])
-        back = backs[parts[0].width]
+        tensors, back = here[parts[0].width], start(steps[0])
         _differentiate(call, steps[0], tensors, back, tensors.k, tensors.v, back.home, fused=dlse is None)
         _back_leave(call, parts[0], back, dq, home)()
         return dq, home[..., : call.dim], home[..., call.dim :], dsinks
-    riding = Riding(call)
     leaves: list[Callable[[], None]] = []
     arriving = Keys(call, steps, Phase.BACK_KEYS)
-    for step, tensors, keys, values in walk(arriving, inside):
-        back = backs[step.part.width]
-        own = step.local
-        grads = back.home if own else back.home.new_zeros(len(step.pos), *back.home.shape[1:])
+    for step, tensors, keys, values in walk(arriving, lambda part: here[part.width]):
+        if step.first:
+            back = start(step)
+            riding = Riding(call, [s for s in steps if s.part is step.part], back.home)
+        grads = back.home if step.local else riding.blank(step)
         if len(step.pos):
             _differentiate(call, step, tensors, back, keys, values, grads, fused=dlse is None)
         riding.arrive(grads)
-        if not own:
+        if not step.local:
             if step.own is not None:
-                back.home += take(grads, index(step, step.own, call.device))
-            riding.depart(step, grads, back.home)
+                back.home += take(grads, call.uploaded.rows(step.own))
+            riding.depart(step, grads)
         if step.ends:
             riding.arrive(None)
             leaves.append(_back_leave(call, step.part, back, dq, home))
@@ -187,20 +188,21 @@ def _back_enter(call: Call, part: Part, dout: Tensor, dlse: Tensor | None) -> Ca
     if call.return_lse:
         dlse = dout.new_zeros(dout.shape[:2], dtype=call.acc) if dlse is None else dlse.t()
         legs.append(trade.Leg(dlse, part.q, heads))
-    return trade.enter(call.comm, call.tag(Phase.BACK_ENTER, part.width), part, legs)
+    return trade.enter(call, Phase.BACK_ENTER, part, legs)
 
 
 def _back(
-    call: Call, part: Part, here: Inside, incoming: list[Tensor], sinks: Tensor | None, dsinks: Tensor | None,
+    call: Call, step: Step, here: Inside, incoming: list[Tensor], sinks: Tensor | None, dsinks: Tensor | None,
     dq: Tensor, home: Tensor,
 ) -> Back:  # fmt: skip
-    """Gradients at their start, and delta, once for the whole backward, from the output as returned.
+    """A part's gradients at its first step, and delta, once for the whole backward, from the output as returned.
 
     Where nothing is traded the gradients are views of the call's.
     """
-    dout = incoming[0]
+    part, dout = step.part, incoming[0]
     if part.blind.size:  # what they hold must not reach a key through 0 * NaN
-        dout = dout.index_fill(0, index(part, part.blind, call.device), 0.0)  # type: ignore[arg-type]
+        facts = call.uploaded.facts[step.number]
+        dout = dout.masked_fill((facts.lo >= facts.hi)[:, None, None], 0.0)
     delta = (dout.to(call.acc) * here.out.to(call.acc)).sum(-1).t()
     if len(incoming) > 1:
         delta = delta - torch.where(here.lse == -torch.inf, 0.0, incoming[1].t())
@@ -220,57 +222,83 @@ def _differentiate(
     call: Call, step: Step, here: Inside, back: Back, keys: Tensor, values: Tensor, grads: Tensor, *, fused: bool
 ) -> None:
     """Add the gradients of one step to dq and to ``grads``."""
-    facts = facts_of(step, call.device)
-    for heads, kv, score in call.blocks(step.part):
-        operands = Operands(here.q[:, heads], keys[:, kv], values[:, kv], facts, score)
-        call.kernel.backward(
-            operands,
-            Grads(
-                back.dout[:, heads], here.lse[heads], back.delta[heads], here.out[:, heads] if fused else None,
-                dq=back.dq[:, heads], dk=grads[:, kv, : call.dim], dv=grads[:, kv, call.dim :],
-            ),
-        )  # fmt: skip
+    facts = call.uploaded.facts[step.number]
+    with named("differentiate", step.number):
+        for heads, kv, score in call.blocks(step.part):
+            operands = Operands(here.q[:, heads], keys[:, kv], values[:, kv], facts, score)
+            call.kernel.backward(
+                operands,
+                Grads(
+                    back.dout[:, heads], here.lse[heads], back.delta[heads], here.out[:, heads] if fused else None,
+                    dq=back.dq[:, heads], dk=grads[:, kv, : call.dim], dv=grads[:, kv, call.dim :],
+                ),
+            )  # fmt: skip
 
 
 class Riding:
-    """Gradients of received keys on their way, one exchange at a time."""
+    """Gradients of a part's received keys on their way, one exchange at a time.
 
-    def __init__(self, call: Call) -> None:
-        self.call = call
+    A step's are summed in one of two buffers while those of the step before leave from the other. What arrives is
+    added before the next exchange is posted, so that one buffer serves to receive.
+    """
+
+    def __init__(self, call: Call, steps: list[Step], home: Tensor) -> None:
+        self.call, self.home = call, home
         self.work: Work | None = None
         self.step: Step | None = None
-        self.home = self.carry = torch.empty(0)
-        self.arriving: dict[int, Tensor] = {}
+        self.rows = max((len(s.pos) for s in steps if not s.local), default=0)
+        self.sums: list[Tensor | None] = [None, None]
+        self.turn = 0
+        self.space = max((self._received(s) for s in steps), default=0)
+        self.received: Tensor | None = None
 
-    def depart(self, step: Step, grads: Tensor, home: Tensor) -> None:
+    @staticmethod
+    def _received(step: Step) -> int:
+        return sum(map(count, step.grad_recvs.values())) + step.carry_rows
+
+    def blank(self, step: Step) -> Tensor:
+        """Zeros to which a step's gradients are added."""
+        self.turn = 1 - self.turn
+        found = self.sums[self.turn]
+        if found is None:
+            found = self.sums[self.turn] = self.home.new_empty(self.rows, *self.home.shape[1:])
+        return found[: len(step.pos)].zero_()
+
+    def depart(self, step: Step, grads: Tensor) -> None:
         """Post the gradients of a step's keys, and what arrives for own keys and, in a ring, for the next step's."""
         call = self.call
         if not call.kv_grads or not (step.grad_sends or step.grad_recvs or step.carry_rows):
             return
-        sends = {
-            peer: [take(grads, index(step, rows, call.device)).contiguous()] for peer, rows in step.grad_sends.items()
-        }
-        self.arriving = {
-            peer: call.comm.empty((count(rows), *home.shape[1:]), call.acc, call.device)
-            for peer, rows in step.grad_recvs.items()
-        }
-        recvs = {peer: [x] for peer, x in self.arriving.items()}
-        if step.carry_rows:
-            assert step.carry is not None
-            self.carry = call.comm.empty((step.carry_rows, *home.shape[1:]), call.acc, call.device)
-            recvs[step.carry] = [self.carry]
-        self.step, self.home = step, home
-        self.work = call.comm.exchange(sends, recvs, tag=call.tag(Phase.BACK_GRADS, step.number))
+        with named("post grads", step.number):
+            leaving = sent_grads(step)
+            source = grads if leaving.rows is None else take(grads, call.uploaded.rows(leaving.rows))
+            sends = {peer: [source[rows]] for peer, rows in leaving.of.items()}
+            for_own, carry = self._spaces(step)
+            recvs = {peer: [x] for peer, x in for_own.items()}
+            if step.carry is not None and step.carry_rows:
+                recvs[step.carry] = [carry]
+            self.work = call.comm.exchange(sends, recvs, tag=call.tag(Phase.BACK_GRADS, step.number))
+            self.step = step
+
+    def _spaces(self, step: Step) -> tuple[dict[int, Tensor], Tensor]:
+        """Where gradients of own keys arrive, by rank in order, and those that the next step's keys bring along."""
+        if self.received is None:
+            self.received = self.call.comm.empty((self.space, *self.home.shape[1:]), self.call.acc, self.call.device)
+        pieces = self.received[: self._received(step)].split([*map(count, step.grad_recvs.values()), step.carry_rows])
+        return dict(zip(step.grad_recvs, pieces, strict=False)), pieces[-1]
 
     def arrive(self, grads: Tensor | None) -> None:
         """Wait for what is on its way and add it: to own keys in the order of ranks, and to the gradients at hand."""
         if self.work is None or self.step is None:
             return
-        self.work.wait()
-        for peer in sorted(self.arriving):
-            add(self.home, index(self.step, self.step.grad_recvs[peer], self.call.device), self.arriving[peer])
-        if self.step.carry_rows and grads is not None:
-            grads += self.carry
+        step = self.step
+        with named("wait grads", step.number):
+            self.work.wait()
+        for_own, carry = self._spaces(step)
+        for peer, values in for_own.items():
+            add_(self.home, self.call.uploaded.rows(step.grad_recvs[peer]), values)
+        if step.carry_rows and grads is not None:
+            grads += carry
         self.work = self.step = None
 
 
@@ -286,4 +314,4 @@ def _back_leave(call: Call, part: Part, back: Back, dq: Tensor, home: Tensor) ->
         legs.append(trade.Leg(grads, part.kv, kv, target=home, summed=several))
     if not legs:
         return lambda: None
-    return trade.leave(call.comm, call.tag(Phase.BACK_LEAVE, part.width), part, legs)
+    return trade.leave(call, Phase.BACK_LEAVE, part, legs)

@@ -15,10 +15,12 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
+import torch
 from torch import Tensor
 
-from seqpar.comm import Comm, Tag
-from seqpar.ops.rows import index, take
+from seqpar.kernels.rows import add_, pack, place
+from seqpar.ops.call import Call, Phase, named
+from seqpar.ops.rows import entering, leaving, take
 from seqpar.plan import Part, Trade
 from seqpar.plan.steps import count
 
@@ -37,74 +39,80 @@ class Leg:
     summed: bool = False
 
 
-def enter(comm: Comm, tag: Tag, part: Part, legs: Sequence[Leg]) -> Callable[[], list[Tensor]]:
+def enter(call: Call, phase: Phase, part: Part, legs: Sequence[Leg]) -> Callable[[], list[Tensor]]:
     """Posts the way in; what it returns waits and gives the inside tensors, in the order of the legs."""
-    device = legs[0].x.device
-    local = [take(leg.x, index(part, leg.trade.mine, device)) for leg in legs]
-    received: dict[int, list[Tensor]] = {}
-    work = None
-    if part.width > 1:
-        sends: dict[int, list[Tensor]] = {}
-        own = part.members[part.share]
+    at = call.uploaded.rows
+    if part.width == 1:
+        local = [take(leg.x, at(leg.trade.mine)) for leg in legs]
+        return lambda: local
+    sends: dict[int, list[Tensor]] = {}
+    recvs: dict[int, list[Tensor]] = {}
+    own = part.members[part.share]
+    with named("post trade in", part.width):
+        arriving = [entering(part, leg.trade) for leg in legs]
+        buffers = [_space(call, leg, leg.trade.rows, part.share) for leg in legs]
         for share, member in enumerate(part.members):
+            pieces = [buffer[each.of[member]] for buffer, each in zip(buffers, arriving, strict=True)]
             if member == own:
+                for leg, piece in zip(legs, pieces, strict=True):
+                    pack([leg.x[:, leg.shares[share]]], at(leg.trade.mine), piece.flatten(1))
                 continue
-            sends[member] = [x[:, leg.shares[share]].contiguous() for leg, x in zip(legs, local, strict=True)]
-            received[member] = [_space(comm, leg, count(leg.trade.dest[member]), part.share) for leg in legs]
-        work = comm.exchange(sends, received, tag=tag)
+            sends[member] = [take(leg.x[:, leg.shares[share]], at(leg.trade.mine)).contiguous() for leg in legs]
+            recvs[member] = pieces
+        work = call.comm.exchange(sends, recvs, tag=call.tag(phase, part.width))
 
     def inside() -> list[Tensor]:
-        if work is None:
-            return local
-        work.wait()
+        with named("wait trade in", part.width):
+            work.wait()
         result = []
-        for n, leg in enumerate(legs):
-            y = leg.x.new_empty(leg.trade.rows, _width(leg, part.share), *leg.x.shape[2:])
-            y[index(part, leg.trade.dest[own], device)] = local[n][:, leg.shares[part.share]]
-            for member, pieces in received.items():
-                y[index(part, leg.trade.dest[member], device)] = pieces[n]
-            result.append(y)
+        for buffer, each in zip(buffers, arriving, strict=True):
+            x = buffer
+            if each.rows is not None:
+                x = torch.empty_like(buffer)
+                place(buffer, at(each.rows), x)
+            result.append(x)
         return result
 
     return inside
 
 
-def leave(comm: Comm, tag: Tag, part: Part, legs: Sequence[Leg]) -> Callable[[], None]:
+def leave(call: Call, phase: Phase, part: Part, legs: Sequence[Leg]) -> Callable[[], None]:
     """Posts the way out of inside tensors; what it returns waits and writes the legs' targets, members in order."""
-    device = legs[0].x.device
-    received: dict[int, list[Tensor]] = {}
-    work = None
+    at = call.uploaded.rows
     own = part.members[part.share]
+    recvs: dict[int, list[Tensor]] = {}
+    work = None
     if part.width > 1:
-        sends: dict[int, list[Tensor]] = {}
-        for share, member in enumerate(part.members):
-            if member == own:
-                continue
-            sends[member] = [take(leg.x, index(part, leg.trade.dest[member], device)).contiguous() for leg in legs]
-            received[member] = [_space(comm, leg, count(leg.trade.mine), share) for leg in legs]
-        work = comm.exchange(sends, received, tag=tag)
+        sends: dict[int, list[Tensor]] = {member: [] for member in part.members if member != own}
+        with named("post trade out", part.width):
+            for leg in legs:
+                parcels = leaving(part, leg.trade)
+                source = leg.x if parcels.rows is None else take(leg.x, at(parcels.rows))
+                for member, rows in parcels.of.items():
+                    sends[member].append(source[rows].contiguous())
+            for share, member in enumerate(part.members):
+                if member != own:
+                    recvs[member] = [_space(call, leg, count(leg.trade.mine), share) for leg in legs]
+            work = call.comm.exchange(sends, recvs, tag=call.tag(phase, part.width))
 
     def written() -> None:
         if work is not None:
-            work.wait()
+            with named("wait trade out", part.width):
+                work.wait()
         for n, leg in enumerate(legs):
-            rows = index(part, leg.trade.mine, device)
+            assert leg.target is not None
             for share, member in enumerate(part.members):
-                if member == own:
-                    piece = take(leg.x, index(part, leg.trade.dest[own], device))
+                piece = take(leg.x, at(leg.trade.dest[own])) if member == own else recvs[member][n]
+                target, rows = leg.target[:, leg.shares[share]], at(leg.trade.mine)
+                if leg.summed:
+                    add_(target, rows, piece)
                 else:
-                    piece = received[member][n]
-                heads = leg.shares[share]
-                assert leg.target is not None
-                leg.target[rows, heads] = leg.target[rows, heads] + piece if leg.summed else piece.to(leg.target.dtype)
+                    place(piece, rows, target)
 
     return written
 
 
-def _width(leg: Leg, share: int) -> int:
-    return leg.shares[share].stop - leg.shares[share].start
-
-
-def _space(comm: Comm, leg: Leg, rows: int, share: int) -> Tensor:
+def _space(call: Call, leg: Leg, rows: int, share: int) -> Tensor:
     """Memory for rows of one share's heads."""
-    return comm.empty((rows, _width(leg, share), *leg.x.shape[2:]), leg.x.dtype, leg.x.device)
+    heads = leg.shares[share]
+    return call.comm.empty((rows, heads.stop - heads.start, *leg.x.shape[2:]), leg.x.dtype, call.device)
