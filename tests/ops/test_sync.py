@@ -1,0 +1,323 @@
+"""The host waits for no device inside a layer, forward and backward, and uploads nothing after a batch's first layer.
+
+Three tests, since most machines have no GPU:
+
+- On fake tensors of a CUDA device, which have shapes and no values. An operator that reads a value finds none, one that
+  mixes devices fails, and one that moves a tensor between them is seen. Each rank runs alone, since what arrives does
+  not matter. Autograd refuses such tensors, so it is the schedule's two functions that run, without `attention`.
+- On CPU tensors through `attention`, ranks being threads. Operators that synchronise on CUDA raise, and so does what
+  makes tensors of values on the host, outside of `upload`. The kernel takes its branches for CUDA.
+- On a CUDA device, if there is one. PyTorch's debug mode raises where its operators synchronise.
+
+The kernel is the tiles in PyTorch, which runs everywhere; only the last test takes others. None sees the waits of a
+`Comm`, those that CUDA makes itself when memory is first asked for, or what a kernel does on the host without an
+operator; and only the last one would see a copy from memory that is not pinned.
+"""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+
+import numpy as np
+import pytest
+import torch
+from torch import Tensor
+from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode
+from torch.overrides import TorchFunctionMode
+from torch.utils._python_dispatch import TorchDispatchMode
+
+import seqpar
+from seqpar.comm import Comm
+from seqpar.comm.protocol import Stats
+from seqpar.kernels import Score, rows, softmax
+from seqpar.kernels.blockwise import Blockwise
+from seqpar.kernels.upload import upload
+from seqpar.ops import agree, schedule
+from seqpar.ops import call as calls
+from seqpar.plan import Plan
+from seqpar.testing import run_threads
+from tests.cases import Case
+from tests.ops.test_attention import inputs, poisoned
+
+# operators whose result, or its shape, the host must read
+READ = {
+    "_local_scalar_dense", "item", "is_nonzero", "equal", "allclose", "nonzero", "nonzero_numpy", "argwhere",
+    "masked_select", "_unique", "_unique2", "unique_dim", "unique_consecutive", "unique_dim_consecutive", "bincount",
+    "repeat_interleave", "lift_fresh",
+}  # fmt: skip
+# functions that read values, or make tensors of values on the host, without an operator that a mode sees
+HOST = {"tolist", "numpy", "__array__", "cpu", "tensor", "as_tensor", "from_numpy", "frombuffer", "asarray"}
+
+
+class Operators(TorchDispatchMode):
+    """Fails on operators for which the host would wait for a CUDA device."""
+
+    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
+        name = func.overloadpacket.__name__
+        if name in READ and not (name == "repeat_interleave" and not isinstance(args[0], Tensor)):
+            raise AssertionError(f"{func} reads values on the host")
+        if name in ("index", "index_put", "index_put_", "_index_put_impl_", "_unsafe_index"):
+            kinds = {x.dtype for x in args[1] if x is not None}
+            assert not kinds & {torch.bool, torch.uint8}, f"{func} by a mask reads how many elements it has"
+        result = func(*args, **(kwargs or {}))
+        if name in ("_to_copy", "copy", "copy_", "_copy_from"):
+            devices = {x.device.type for x in (*args, result) if isinstance(x, Tensor)}
+            assert len(devices) == 1, f"{func} between {sorted(devices)}"
+        return result
+
+
+class Functions(TorchFunctionMode):
+    """Fails on what takes values from, or to, the host without an operator."""
+
+    def __torch_function__(self, func, types, args=(), kwargs=None):
+        name = func.__name__
+        assert name not in HOST, f"{name} takes values from the host or to it"
+        if name in INSTEAD and isinstance(args[0], FakeTensor):
+            return INSTEAD[name](*args)
+        return func(*args, **(kwargs or {}))
+
+
+def getitem(x: Tensor, key: object) -> Tensor:
+    """``x[key]`` by operators; torch's own asks CUDA for the device of x, which for fake tensors need not exist."""
+    dim, numbers = 0, []
+    keys = key if isinstance(key, tuple) else (key,)
+    for n, each in enumerate(keys):
+        if each is Ellipsis:
+            dim = x.dim() - sum(later is not None for later in keys[n + 1 :])
+            numbers += [None] * (dim - len(numbers))
+            continue
+        if each is None:
+            x = x.unsqueeze(dim)
+        elif isinstance(each, int):
+            x = x.select(dim, each)
+            continue
+        elif isinstance(each, slice):
+            x = torch.ops.aten.slice.Tensor(x, dim, each.start, each.stop)
+        numbers.append(each if isinstance(each, Tensor) else None)
+        dim += 1
+    return torch.ops.aten.index.Tensor(x, numbers) if any(n is not None for n in numbers) else x
+
+
+def setitem(x: Tensor, key: object, value: Tensor | float) -> None:
+    if isinstance(key, Tensor):
+        torch.ops.aten.index_put_(x, [key], value)
+    elif isinstance(value, Tensor):
+        torch.ops.aten.copy(getitem(x, key), value)
+    else:
+        getitem(x, key).fill_(value)
+
+
+INSTEAD = {
+    "__getitem__": getitem, "__setitem__": setitem, "__invert__": torch.ops.aten.bitwise_not,
+    "copy_": torch.ops.aten.copy, "contiguous": torch.ops.aten.contiguous,
+}  # fmt: skip
+
+
+@contextmanager
+def watched() -> Iterator[None]:
+    """Fails where the host would wait for a CUDA device."""
+    with Functions(), Operators():
+        yield
+
+
+@pytest.mark.parametrize(
+    "act",
+    [
+        lambda x: x.sum().item(), lambda x: bool(x.any()), lambda x: float(x[0]), lambda x: x.tolist(),
+        lambda x: x.numpy(), lambda x: x.nonzero(), lambda x: x[x > 0],
+        lambda x: x.masked_select(x > 0), lambda x: torch.where(x > 0),
+        lambda x: torch.unique(x), lambda x: torch.equal(x, x), lambda x: torch.tensor([1, 2]),
+        lambda x: x.index_put_((x > 0,), x[0]), lambda x: torch.ones(3).repeat_interleave(torch.tensor([1, 2, 0])),
+        lambda x: torch.as_tensor([1]), lambda x: x.__setitem__(x > 0, x.sum()), lambda x: [0, 1][x.long()[0]],
+    ],
+)  # fmt: skip
+def test_what_synchronises_is_noticed(act: Callable[[Tensor], object]) -> None:
+    x = torch.linspace(-1, 1, 3)
+    act(x.clone())
+    with pytest.raises(AssertionError), watched():
+        act(x)
+
+
+# --- fake tensors of a CUDA device ------------------------------------------------------------------------------------
+
+
+class Silent:
+    """A comm by which nothing arrives, which fake tensors do not mind."""
+
+    def __init__(self, rank: int, size: int) -> None:
+        self.rank, self.size, self.stats = rank, size, Stats()
+        self.posted = 0
+
+    def exchange(self, sends, recvs, *, tag):
+        self.posted += 1
+        assert all(x.is_contiguous() for side in (sends, recvs) for several in side.values() for x in several)
+        return self
+
+    def wait(self) -> None:
+        return None
+
+    def empty(self, shape, dtype, device):
+        return torch.empty(shape, dtype=dtype, device=device)
+
+
+CASES = tuple(
+    Case(mask, layout, transport, 4, ulysses, (9, 2, 12), stage_bytes=4 * 4096, mixed=mixed, pads=True)
+    for transport, mask, layout, ulysses, mixed in [
+        ("fetch", "packed", "striped", 1, False),
+        ("fetch", "bounds", "arbitrary", 2, False),
+        ("ring", "full", "zigzag", 1, False),
+        ("ring", "packed", "striped", 2, True),
+        ("double_ring", "packed", "arbitrary", 1, False),
+        ("gather", "window", "striped", 1, False),
+        ("gather", "packed", "arbitrary", 2, True),
+        ("fetch", "causal", "zigzag", 4, False),
+    ]
+)
+OPTIONS = ({}, {"softcap": 1.5, "dropout_p": 0.3}, {"alibi": True}, {"sinks": True, "dropout_p": 0.1})
+
+
+# every case with two of the options
+points = pytest.mark.parametrize(
+    ("case", "options"),
+    [
+        pytest.param(case, options, id=f"{case.transport}-{case.mask}-U{case.ulysses}-{'-'.join(options) or 'plain'}")
+        for n, case in enumerate(CASES)
+        for options in (OPTIONS[n % 4], OPTIONS[(n + 2 - n // 4) % 4])
+    ],
+)
+
+
+def unread(arrays: Sequence[np.ndarray], device: torch.device) -> list[Tensor]:
+    return [torch.empty(x.shape, dtype=torch.int32, device=device) for x in arrays]
+
+
+@points
+def test_no_value_of_a_cuda_tensor_is_read(case, options, monkeypatch) -> None:
+    plan, fake, cuda = case.plan(), FakeTensorMode(), torch.device("cuda", 0)
+    monkeypatch.setattr(calls, "_where", lambda device: device)
+    monkeypatch.setattr(calls, "upload", unread)
+    for module in (rows, softmax):
+        monkeypatch.setattr(module, "on_triton", lambda x: False, raising=False)
+    heads, kv_heads, dim, v_dim, posted = 6, 2, 8, 4, 0
+    for rank in range(plan.ranks):
+        with fake, torch.no_grad():
+            comm = Silent(rank, plan.ranks)
+
+            def made(*shape: int, dtype=torch.bfloat16) -> Tensor:
+                return torch.empty(shape, dtype=dtype, device=cuda)
+
+            slopes = made(heads, dtype=torch.float32) if options.get("alibi") else None
+            sinks = made(heads, dtype=torch.float32) if options.get("sinks") else None
+            score = Score(1.0, options.get("softcap", 0.0), slopes, options.get("dropout_p", 0.0), 7)
+            call = calls.Call(
+                plan=plan, comm=comm, kernel=Blockwise(), score=score, heads=heads, kv_heads=kv_heads, dim=dim,
+                v_dim=v_dim, dtype=torch.bfloat16, device=cuda, sinks=sinks is not None, return_lse=True,
+                kv_grads=True, number=0, digest=0,
+            )  # fmt: skip
+            n, m = plan.rows(rank), plan.rows(rank, "kv")
+            q, k, v = made(n, heads, dim), made(m, kv_heads, dim), made(m, kv_heads, v_dim)
+            with watched():
+                out, lse, insides = schedule.forward(call, q, k, v, sinks)
+                grads = schedule.backward(
+                    call, insides, sinks, made(*out.shape), made(*lse.shape, dtype=lse.dtype), (n, m)
+                )
+            assert all(x is None or x.device == cuda for x in (out, lse, *grads))
+            posted += comm.posted
+    assert posted
+
+
+# --- CPU tensors through `attention` ----------------------------------------------------------------------------------
+
+
+class Order:
+    """A comm that notes when exchanges are posted."""
+
+    def __init__(self, comm: Comm, events: list[str]) -> None:
+        self.comm, self.events = comm, events
+
+    def __getattr__(self, name: str) -> object:
+        return getattr(self.comm, name)
+
+    def exchange(self, sends, recvs, *, tag):
+        self.events.append("exchange")
+        return self.comm.exchange(sends, recvs, tag=tag)
+
+
+def layer(comm: Comm, plan: Plan, tensors: list[Tensor], options: dict[str, object], kernel: str) -> None:
+    """One layer, forward and backward, from tensors that are on their device already."""
+    *leaves, dout, dlse = (x.detach() for x in tensors)
+    leaves = [x.requires_grad_() for x in leaves]
+    out, lse = seqpar.attention(*leaves, plan, comm, return_lse=True, kernel=kernel, **options)
+    torch.autograd.backward([out, lse], [dout, dlse])
+
+
+def made(plan: Plan, rank: int, options: dict[str, object], device: str) -> tuple[list[Tensor], dict[str, object]]:
+    """A rank's q, k, v and incoming gradients, and the arguments that options stand for."""
+    tensors = [x.float() for x in inputs(plan, (6, 2), (8, 4), 0)]
+    sides = ("q", "kv", "kv", "q", "q")
+    mine = [poisoned(x, plan, rank, side).to(device) for x, side in zip(tensors, sides, strict=True)]
+    arguments: dict[str, object] = {"softcap": options.get("softcap", 0.0), "dropout_p": options.get("dropout_p", 0.0)}
+    if "dropout_p" in options:
+        arguments["dropout_seed"] = 7
+    for name, argument in (("alibi", "alibi_slopes"), ("sinks", "sinks")):
+        if options.get(name):
+            arguments[argument] = torch.linspace(-1, 1, 6, device=device)
+    return mine, arguments
+
+
+def two_layers(comm: Comm, plan: Plan, options: dict[str, object], uploads: dict[int, list[str]]) -> list[str]:
+    tensors, arguments = made(plan, comm.rank, options, "cpu")
+    events = uploads[threading.get_ident()] = []
+    ordered = Order(comm, events)
+    with watched():
+        layer(ordered, plan, tensors, arguments, "blockwise")
+        events.append("second layer")
+        layer(ordered, plan, tensors, arguments, "blockwise")
+    return events
+
+
+@points
+def test_layers_do_not_synchronise_and_upload_once(case, options, monkeypatch) -> None:
+    events: dict[int, list[str]] = {}
+
+    def counted(arrays, device):
+        events[threading.get_ident()].append("upload")
+        with torch._C.DisableTorchFunction():
+            return upload(arrays, device)
+
+    monkeypatch.setattr(calls, "upload", counted)
+    monkeypatch.setattr(agree, "_plain", lambda values: {})  # values are compared once per kind of call, before it
+    monkeypatch.setattr(softmax, "_known_finite", lambda values: False)  # as on CUDA
+    for found in run_threads(case.ranks, two_layers, case.plan(), options, events):
+        first, second = found[: found.index("second layer")], found[found.index("second layer") + 1 :]
+        assert first == ["upload", *["exchange"] * len(second)]
+        assert second == ["exchange"] * len(second)
+
+
+# --- a CUDA device ----------------------------------------------------------------------------------------------------
+
+
+def on_device(comm: Comm, plan: Plan, options: dict[str, object], kernel: str, warm: threading.Barrier) -> None:
+    tensors, arguments = made(plan, comm.rank, options, "cuda")
+    layer(comm, plan, tensors, arguments, kernel)  # compiles, and fills the allocator
+    torch.cuda.synchronize()
+    if warm.wait() == 0:
+        torch.cuda.set_sync_debug_mode("error")
+    warm.wait()
+    layer(comm, plan, tensors, arguments, kernel)
+    # another batch of the same shapes: its facts are uploaded, and nobody waits for them
+    layer(comm, Plan(plan.mask, plan.layout, kv_layout=plan.kv_layout, ulysses=plan.ulysses, transport=plan.transport,
+                     stage_bytes=plan.stage_bytes, rows=[plan.rows(r) for r in range(plan.ranks)]),
+          tensors, arguments, kernel)  # fmt: skip
+
+
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")
+@pytest.mark.parametrize("kernel", ["auto", "blockwise"])
+@points
+def test_cuda_says_that_nothing_synchronises(case, options, kernel) -> None:
+    try:
+        run_threads(case.ranks, on_device, case.plan(), options, kernel, threading.Barrier(case.ranks, timeout=60))
+    finally:
+        torch.cuda.set_sync_debug_mode("default")
