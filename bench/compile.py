@@ -86,7 +86,7 @@ def _source(case: Case) -> Any:
 
     kernel = {"forward": forward.forward, "dq": backward.dq, "dkdv": backward.dkdv}[case.direction]
     c = case.config
-    (d1, d2), (v1, v2) = pieces(case.dim), pieces(case.v_dim)
+    (d1, d2), (v1, v2) = (pieces(d, DTYPES[case.dtype]) for d in (case.dim, case.v_dim))
     constants = {
         "D": case.dim, "D1": d1, "D2": d2, "V_": case.v_dim, "V1": v1, "V2": v2, "BM": c.bm, "BN": c.bn, "TMA": c.tma,
         "FIRST": not case.accumulates, "IN_PLACE": case.accumulates, "UNIFORM": True, "EXACT": True, "ADD": False,
@@ -95,14 +95,14 @@ def _source(case: Case) -> Any:
     rows, looped = (c.bm, "Q Q2 Dout Dout2") if case.direction == "dkdv" else (c.bn, "K K2 V V2_")
     widths = dict(zip(looped.split(), (d1, d2 or 16, v1, v2 or 16), strict=True))
     types = {
-        **dict.fromkeys("Pos Lo Hi KeyPos Table Tiles Slopes".split(), "*i32"),
-        **dict.fromkeys("Lse Delta Dq Dk Dv".split(), "*fp32"),
-        **dict.fromkeys("Q Q2 K K2 V V2_ Dout Dout2".split(), f"*{case.dtype}"),
+        **dict.fromkeys(["Pos", "Lo", "Hi", "KeyPos", "Table", "Tiles", "Slopes"], "*i32"),
+        **dict.fromkeys(["Lse", "Delta", "Dq", "Dk", "Dv"], "*fp32"),
+        **dict.fromkeys(["Q", "Q2", "K", "K2", "V", "V2_", "Dout", "Dout2"], f"*{case.dtype}"),
         **dict.fromkeys(("Prior", "Target"), "*fp32" if case.accumulates else f"*{case.dtype}"),
-        **dict.fromkeys("pre post scale keep_scale".split(), "fp32"),
+        **dict.fromkeys(["pre", "post", "scale", "keep_scale"], "fp32"),
         "seed": "i64",
     }
-    counts = "first_head threshold tiles group keys rows key_tiles parts".split()
+    counts = ["first_head", "threshold", "tiles", "group", "keys", "rows", "key_tiles", "parts"]
     signature, attributes = {}, {}
     for n, name in enumerate(kernel.arg_names):
         if name in constants:

@@ -8,16 +8,16 @@ interpreter if `TRITON_INTERPRET=1` was set before Triton was imported.
 from __future__ import annotations
 
 import math
+from collections.abc import Callable
 from importlib.util import find_spec
 from typing import Any
 
-import numpy as np
 import torch
 from torch import Tensor
 
 from seqpar.kernels.protocol import Ask, Facts, Grads, Operands, Sums
 from seqpar.kernels.triton.config import MAX_DIM, Config, Descriptor, configure, generation, parts, pieces
-from seqpar.kernels.upload import upload
+from seqpar.kernels.triton.tables import key_table, query_table
 
 DTYPES = (torch.bfloat16, torch.float16, torch.float32)
 
@@ -25,7 +25,8 @@ DTYPES = (torch.bfloat16, torch.float16, torch.float32)
 class Triton:
     """See `seqpar.kernels.protocol.Kernel`. tf32: products of float32 inputs in TF32, only ever by name."""
 
-    def __init__(self, *, tf32: bool = False) -> None:
+    def __init__(self, *, tf32: bool = False, configure: Callable[[Descriptor], Config] = configure) -> None:
+        self.configure = configure
         self.name = "triton_tf32" if tf32 else "triton"
         self.precision = "tf32" if tf32 else "ieee"
 
@@ -56,7 +57,7 @@ class Triton:
         if not x.q.shape[0]:
             return
         config = self._config("forward", x)
-        table = _query_table(x.facts, config)
+        table = query_table(x.facts, config)
         target = into.acc if into.out is None else into.out
         prior = target if into.first else into.acc
         assert target is not None and prior is not None
@@ -79,7 +80,7 @@ class Triton:
         from seqpar.kernels.triton.backward import dq
 
         config = self._config("dq", x)
-        table = _query_table(x.facts, config)
+        table = query_table(x.facts, config)
         pre, post, *rest = _scalars(x)
         tma = config.tma and _described(x.k, x.v)
         dq[(table.shape[0] * x.q.shape[1],)](
@@ -95,7 +96,7 @@ class Triton:
         from seqpar.kernels.triton.backward import dkdv
 
         config = self._config("dkdv", x)
-        table, tiles, uniform, exact, work = _key_table(x.facts, config)
+        table, tiles, uniform, exact, work = key_table(x.facts, config)
         (rows, heads), (keys, kv_heads) = x.q.shape[:2], x.k.shape[:2]
         split = parts(table.shape[0] * kv_heads, work * (heads // kv_heads), _processors(x.q.device))
         dk, dv = grads.dk[None], grads.dv[None]
@@ -117,7 +118,7 @@ class Triton:
 
     def _config(self, direction: str, x: Operands) -> Config:
         made_for = generation(_capability(x.q.device)) if x.q.is_cuda else 0
-        return configure(Descriptor(direction, x.q.shape[2], x.v.shape[2], x.q.dtype.itemsize, made_for))
+        return self.configure(Descriptor(direction, x.q.shape[2], x.v.shape[2], x.q.dtype.itemsize, made_for))
 
     def _options(self, x: Operands) -> dict[str, Any]:
         """Compile-time switches."""
@@ -151,7 +152,7 @@ def _tiles(x: Tensor, rows: int, tma: bool) -> tuple[Any, Any]:
     from triton.tools.tensor_descriptor import TensorDescriptor
 
     shape, strides = list(x.shape), list(x.stride())
-    one, two = (TensorDescriptor(x, shape, strides, [rows, 1, width or 16]) for width in pieces(x.shape[2]))
+    one, two = (TensorDescriptor(x, shape, strides, [rows, 1, width or 16]) for width in pieces(x.shape[2], x.itemsize))
     return one, two
 
 
@@ -178,54 +179,16 @@ def _signed(word: int, bits: int) -> int:
 
 
 def _strides(*tensors: Tensor) -> list[int]:
-    """Strides of rows and heads."""
+    """Strides of rows and heads. Offsets of tiles have 64 bits, those inside a tile 32."""
+    for x in tensors:
+        if x.shape[0] > 1 and x.stride(0) >= 1 << 24:
+            raise NotImplementedError(f"triton has no tiles of rows {x.stride(0)} elements apart; call .contiguous()")
     return [stride for x in tensors for stride in x.stride()[:2]]
 
 
 def _widths(x: Operands) -> tuple[int, ...]:
     dim, v_dim = x.q.shape[2], x.v.shape[2]
-    return dim, *pieces(dim), v_dim, *pieces(v_dim)
-
-
-def _query_table(facts: Facts, config: Config) -> Tensor:
-    """[tiles, 8] of forward and dq, heavy tiles first."""
-
-    def make() -> Tensor:
-        t = facts.tiles(config.bm, config.bn)
-        # A last key tile with fewer rows is loaded with a mask, so it counts as one that is not full.
-        full_end = np.minimum(t.full_end, facts.key_pos.shape[0] // config.bn)
-        columns = [t.rows[:-1], t.rows[1:], t.begin, np.minimum(t.full_begin, full_end), full_end, t.end]
-        return _padded(columns, t.order, 8, facts.pos.device)
-
-    return facts.memo(("query tiles", config.bm, config.bn, *_stream(facts.pos.device)), make)  # type: ignore[no-any-return]
-
-
-def _key_table(facts: Facts, config: Config) -> tuple[Tensor, Tensor, bool, bool, int]:
-    """[key tiles, 8] of dk and dv, heavy tiles first; the query tiles; uniform, exact; most query tiles of one."""
-
-    def make() -> tuple[Tensor, Tensor, bool, bool, int]:
-        t = facts.tiles(config.bm, config.bn)
-        full_end = np.minimum(t.q_full_end, facts.pos.shape[0] // config.bm) if t.uniform else t.q_full_end
-        columns = [np.arange(len(t.q_begin)), t.q_begin, np.minimum(t.q_full_begin, full_end), full_end, t.q_end]
-        device = facts.pos.device
-        table = _padded(columns, t.q_order, 8, device)
-        tiles = _padded([t.rows[:-1], t.rows[1:], t.begin, t.end], slice(None), 4, device)
-        return table, tiles, t.uniform, t.q_exact, int((t.q_end - t.q_begin).max(initial=0))
-
-    return facts.memo(("key tiles", config.bm, config.bn, *_stream(facts.pos.device)), make)  # type: ignore[no-any-return]
-
-
-def _padded(columns: list[Any], order: Any, width: int, device: torch.device) -> Tensor:
-    rows = np.zeros((len(columns[0]), width), np.int64)
-    for n, column in enumerate(columns):
-        rows[:, n] = column[order]
-    (table,) = upload([rows], device)
-    return table
-
-
-def _stream(device: torch.device) -> tuple[int, ...]:
-    """What is uploaded on one stream is not used on another, which would have to wait for it."""
-    return (torch.cuda.current_stream(device).cuda_stream,) if device.type == "cuda" else ()
+    return dim, *pieces(dim, x.q.itemsize), v_dim, *pieces(v_dim, x.q.itemsize)
 
 
 def _capability(device: torch.device) -> int:

@@ -42,17 +42,18 @@ def generation(capability: int) -> int:
     return max((g for g in GENERATIONS if g <= capability and g != 86), default=0)
 
 
-def pieces(dim: int) -> tuple[int, int]:
+def pieces(dim: int, itemsize: int = 2) -> tuple[int, int]:
     """Widths of the one or two products that a head dim is cut into; the second is 0 if one is enough.
 
     80 = 64 + 16, 96 = 64 + 32, 192 = 128 + 64; 112 takes as much in two pieces as padded to 128, so it has one.
+    Products of float32 keep whole rows in registers, so there also 128 = 64 + 64.
     """
     least = 16  # of a tensor core product
-    low = max(least, 1 << (dim.bit_length() - 1))
-    if dim <= low:
-        return low, 0
-    rest = max(least, 1 << (dim - low - 1).bit_length())
-    return (low, rest) if rest < low else (2 * low, 0)
+    one, two = max(least, 1 << (dim.bit_length() - 1)), 0
+    if dim > one:
+        rest = max(least, 1 << (dim - one - 1).bit_length())
+        one, two = (one, rest) if rest < one else (2 * one, 0)
+    return (one // 2, one // 2) if itemsize == 4 and one >= 128 and not two else (one, two)
 
 
 def configure(d: Descriptor) -> Config:

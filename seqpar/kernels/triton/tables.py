@@ -1,0 +1,49 @@
+"""The tile tables of a step as the kernels read them, uploaded once for each tile size."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from seqpar.kernels.protocol import Facts
+from seqpar.kernels.triton.config import Config
+from seqpar.kernels.upload import upload
+
+
+def query_table(facts: Facts, config: Config) -> Tensor:
+    """[tiles, 8] of forward and dq, heavy tiles first."""
+
+    def make() -> Tensor:
+        t = facts.tiles(config.bm, config.bn)
+        # A last key tile with fewer rows is loaded with a mask, so it counts as one that is not full.
+        full_end = np.minimum(t.full_end, facts.key_pos.shape[0] // config.bn)
+        columns = [t.rows[:-1], t.rows[1:], t.begin, np.minimum(t.full_begin, full_end), full_end, t.end]
+        return _padded(columns, t.order, 8, facts.pos.device)
+
+    return facts.memo(("query tiles", config.bm, config.bn), make)  # type: ignore[no-any-return]
+
+
+def key_table(facts: Facts, config: Config) -> tuple[Tensor, Tensor, bool, bool, int]:
+    """[key tiles, 8] of dk and dv, heavy tiles first; the query tiles; uniform, exact; most query tiles of one."""
+
+    def make() -> tuple[Tensor, Tensor, bool, bool, int]:
+        t = facts.tiles(config.bm, config.bn)
+        full_end = np.minimum(t.q_full_end, facts.pos.shape[0] // config.bm) if t.uniform else t.q_full_end
+        columns = [np.arange(len(t.q_begin)), t.q_begin, np.minimum(t.q_full_begin, full_end), full_end, t.q_end]
+        device = facts.pos.device
+        table = _padded(columns, t.q_order, 8, device)
+        tiles = _padded([t.rows[:-1], t.rows[1:], t.begin, t.end], slice(None), 4, device)
+        return table, tiles, t.uniform, t.q_exact, int((t.q_end - t.q_begin).max(initial=0))
+
+    return facts.memo(("key tiles", config.bm, config.bn), make)  # type: ignore[no-any-return]
+
+
+def _padded(columns: list[Any], order: Any, width: int, device: torch.device) -> Tensor:
+    rows = np.zeros((len(columns[0]), width), np.int64)
+    for n, column in enumerate(columns):
+        rows[:, n] = column[order]
+    (table,) = upload([rows], device)
+    return table
