@@ -25,11 +25,11 @@ from seqpar.kernels import (
     Sums,
     acc_dtype,
     ask,
-    aten,
     blockwise,
     choose,
     dropout,
 )  # fmt: skip
+from seqpar.kernels.vendor import Aten, batches
 from seqpar.mask import Mask
 from seqpar.plan.tiles import Kind, segments, tile_tables
 from seqpar.testing import dense_attention, relative_rms
@@ -411,16 +411,19 @@ def test_full_tiles_read_no_bound(mask, monkeypatch) -> None:
 def test_aten_computes_the_attended_pairs_and_nothing_else(case, monkeypatch) -> None:
     """Rectangles and causal squares whose areas sum to the area of the step, and no tile besides."""
     area = []
-    pieces = aten._pieces
 
-    def counting(facts):
-        for rows, keys, causal in pieces(facts):
-            n, m = rows.stop - rows.start, keys.stop - keys.start
+    def counting(method):
+        def counted(self, q, k, *others):
+            n, m = q.shape[0], k.shape[0]
+            causal = next(x for x in others if isinstance(x, batches.Batch)).causal
             assert not causal or n == m
             area.append(n * (n + 1) // 2 if causal else n * m)
-            yield rows, keys, causal
+            return method(self, q, k, *others)
 
-    monkeypatch.setattr(aten, "_pieces", counting)
+        return counted
+
+    for method in ("attend", "differentiate"):
+        monkeypatch.setattr(Aten, method, counting(getattr(Aten, method)))
     monkeypatch.setattr(blockwise._Walk, "__init__", None)  # a tile would fail
     kernel = next(k for k in KERNELS if k.name == "aten")
     out, lse = run_forward(kernel, case)
@@ -469,4 +472,4 @@ def test_kernels_are_chosen_by_name_or_by_what_they_can() -> None:
 
 def test_kinds_of_segments_are_the_plan_s() -> None:
     """Kernels may not import the plan, so they spell its numbers out."""
-    assert (aten._CAUSAL, aten._WINDOW) == (Kind.CAUSAL, Kind.WINDOW)
+    assert (batches.FULL, batches.CAUSAL, batches.WINDOW) == (Kind.FULL, Kind.CAUSAL, Kind.WINDOW)

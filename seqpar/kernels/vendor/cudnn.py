@@ -1,0 +1,66 @@
+"""cuDNN's attention as torch carries it.
+
+Source: torch's ``aten/src/ATen/native/cudnn/MHA.cpp`` (a causal mask is aligned at the first row, statistics are
+[1, H, rows, 1]) and ``transformers/cuda/sdp_utils.cpp`` (what it cannot do). It builds a plan for every shape, hence
+segments of many rows. Its backward is not deterministic.
+"""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+from seqpar.kernels.protocol import Ask
+from seqpar.kernels.vendor.aten import heads_first
+from seqpar.kernels.vendor.batches import Batch
+from seqpar.kernels.vendor.library import Library, Results, no_cuda, refuses_on_cuda
+
+LEAST = 91501  # older ones are wrong for lengths that 128 does not divide (pytorch#169849)
+
+
+class CuDNN(Library):
+    """``aten::_scaled_dot_product_cudnn_attention``, a segment at a time, causal ones as rectangles and squares."""
+
+    name = "cudnn"
+    varlen = False
+    squares = True
+    shortest = 2
+    rows_per_segment = 512
+    rows_per_call = 512
+
+    def missing(self) -> str | None:
+        """Why it cannot run on this machine, or None."""
+        if no_cuda():
+            return no_cuda()
+        found = torch.backends.cudnn.version()  # type: ignore[no-untyped-call]
+        if found is None:
+            return "this torch has no cuDNN"
+        return None if found >= LEAST else f"it takes cuDNN {LEAST} or later, this torch has {found}"
+
+    def refuses(self, ask: Ask) -> str | None:
+        """Why not, or None."""
+        if max(ask.dim, ask.v_dim) > 128:
+            return f"cudnn has head dims up to 128, got {ask.dim} and {ask.v_dim}"
+        if ask.grads and ask.deterministic:
+            return "cudnn has no deterministic backward"
+        return refuses_on_cuda(self, ask, least=90, most=109)
+
+    def attend(self, q: Tensor, k: Tensor, v: Tensor, batch: Batch, scale: float) -> tuple[Tensor, Tensor]:
+        """See `Library`."""
+        out, lse, *_ = torch.ops.aten._scaled_dot_product_cudnn_attention(
+            *heads_first(q, k, v), None, True, 0.0, batch.causal, False, scale=scale
+        )
+        return out[0].transpose(0, 1), lse.reshape(q.shape[1], q.shape[0])
+
+    def differentiate(
+        self, q: Tensor, k: Tensor, v: Tensor, given: Results, batch: Batch, scale: float, deterministic: bool
+    ) -> tuple[Tensor, Tensor, Tensor]:
+        """See `Library`. The state of a generator is asked for and without dropout not read."""
+        assert given.out is not None
+        dout, *tensors = heads_first(given.dout, q, k, v, given.out)
+        state = q.new_empty((), dtype=torch.int64)
+        dq, dk, dv = torch.ops.aten._scaled_dot_product_cudnn_attention_backward(
+            dout, *tensors, given.lse[None, ..., None], state, state, None, None, None, batch.max_q, batch.max_k, 0.0,
+            batch.causal, scale=scale,
+        )  # fmt: skip
+        return dq[0].transpose(0, 1), dk[0].transpose(0, 1), dv[0].transpose(0, 1)

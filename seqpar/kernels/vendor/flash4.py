@@ -1,0 +1,69 @@
+"""FlashAttention-4, the package flash-attn-4 (``flash_attn/cute`` of flash-attention's repository).
+
+Source: its ``interface.py`` at tags fa4-v4.0.0.beta12, the first whose backward is deterministic for grouped heads too,
+and beta27. Its backward takes the gradient of lse: with an output of zeros and ``dlse = -delta`` it is given delta.
+"""
+
+from __future__ import annotations
+
+from importlib import import_module
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from seqpar.kernels.protocol import Ask
+from seqpar.kernels.vendor.batches import Batch
+from seqpar.kernels.vendor.library import Library, Results, no_cuda, outdated, refuses_on_cuda
+
+
+class Flash4(Library):
+    """``flash_attn.cute.interface._flash_attn_fwd`` and ``_flash_attn_bwd``, on Hopper and Blackwell."""
+
+    name = "flash4"
+    from_delta = True
+
+    def missing(self) -> str | None:
+        """Why it cannot run on this machine, or None."""
+        return outdated("flash-attn-4", (4, 0, 0, 12)) or no_cuda()
+
+    def refuses(self, ask: Ask) -> str | None:
+        """Why not, or None. Capability 12 has no deterministic backward, and 8 none at all: left out."""
+        most = 256 if ask.capability < 100 else 128
+        if max(ask.dim, ask.v_dim) > most and (ask.dim, ask.v_dim) != (192, 128):
+            return f"flash4 has head dims up to {most}, or 192 with values of 128, got {ask.dim} and {ask.v_dim}"
+        return refuses_on_cuda(self, ask, least=90, most=119)
+
+    def attend(self, q: Tensor, k: Tensor, v: Tensor, batch: Batch, scale: float) -> tuple[Tensor, Tensor]:
+        """See `Library`."""
+        with torch.cuda.device_of(q):  # type: ignore[no-untyped-call]
+            out, lse, *_ = _interface()._flash_attn_fwd(q, k, v, return_lse=True, **_options(batch, scale))
+        return out, lse
+
+    def differentiate(
+        self, q: Tensor, k: Tensor, v: Tensor, given: Results, batch: Batch, scale: float, deterministic: bool
+    ) -> tuple[Tensor, Tensor, Tensor]:
+        """See `Library`."""
+        out, dlse = given.out, None
+        if out is None:
+            out, dlse = torch.zeros_like(given.dout), -given.delta
+        with torch.cuda.device_of(q):  # type: ignore[no-untyped-call]
+            dq, dk, dv, *_ = _interface()._flash_attn_bwd(
+                q, k, v, out, given.dout, given.lse, deterministic=deterministic, dlse=dlse, **_options(batch, scale)
+            )
+        return dq, dk, dv
+
+
+def _options(batch: Batch, scale: float) -> dict[str, Any]:
+    """What forward and backward are both told. No limit of a window is None there."""
+    return {
+        "cu_seqlens_q": batch.cu_q, "cu_seqlens_k": batch.cu_k, "max_seqlen_q": batch.max_q,
+        "max_seqlen_k": batch.max_k, "softmax_scale": scale, "causal": batch.causal,
+        "window_size_left": None if batch.left < 0 else batch.left,
+        "window_size_right": None if batch.right < 0 else batch.right,
+    }  # fmt: skip
+
+
+def _interface() -> Any:
+    """Imported when it is called, never with seqpar."""
+    return import_module("flash_attn.cute.interface")

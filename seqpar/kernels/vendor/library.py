@@ -1,0 +1,132 @@
+"""What the executor asks of another library's attention, and what it hands it.
+
+FlashAttention's conventions are the defaults here: many sequences in one call, ``cu_seqlens`` of queries and keys; a
+causal mask or a window aligned at the last query and the last key; ``lse`` of shape ``[H, rows]``. What a library
+returns for rows that see no key (FlashAttention-2 says lse +inf, 3 and 4 say -inf, torch's CPU operator 0) is never
+read.
+"""
+
+from __future__ import annotations
+
+from abc import ABC, abstractmethod
+from dataclasses import dataclass
+from functools import cache
+from importlib.metadata import PackageNotFoundError, version
+from re import match
+
+import torch
+from torch import Tensor
+
+from seqpar.kernels.protocol import Ask
+from seqpar.kernels.vendor.batches import Batch
+
+LOW = (torch.bfloat16, torch.float16)
+
+
+@dataclass(frozen=True, eq=False)
+class Results:
+    """What backward reads besides q, k, v, of the rows of one call.
+
+    out: final output, None where ``delta`` is not ``rowsum(dout * out)``. lse: final, of all keys, +inf for a row that
+    sees none; delta; both [H, rows], contiguous, in the accumulation dtype.
+    """
+
+    dout: Tensor
+    out: Tensor | None
+    lse: Tensor
+    delta: Tensor
+
+
+class Library(ABC):
+    """A library's forward and backward, and how far they go.
+
+    varlen: one call takes many segments, else one. squares: causal only where queries are as many as keys, so that it
+    does not matter where the mask is aligned; and no windows. rounds: results have the inputs' dtype, which is not that
+    of sums. from_delta: backward can be given ``delta`` instead of the output. alignment: bytes at a multiple of which
+    tensors and their rows must start. shortest: queries or keys of a call. rows_per_segment,
+    rows_per_call: mean query rows below which tiles of a position kernel are taken to cost less than calls; those for
+    CUDA are not measured.
+    """
+
+    name: str
+    varlen = True
+    squares = False
+    rounds = True
+    from_delta = False
+    alignment = 16
+    shortest = 1
+    rows_per_segment = 32
+    rows_per_call = 256
+
+    def missing(self) -> str | None:
+        """Why it cannot run on this machine, whatever the call; None if it can."""
+        return None
+
+    @abstractmethod
+    def refuses(self, ask: Ask) -> str | None:
+        """Why it cannot do a call, or None."""
+
+    def accepts(self, *tensors: Tensor) -> bool:
+        """Whether it can do a call with these values. Only a library on the CPU may look at them."""
+        return True
+
+    @abstractmethod
+    def attend(self, q: Tensor, k: Tensor, v: Tensor, batch: Batch, scale: float) -> tuple[Tensor, Tensor]:
+        """Normalised output [rows, H, D_v] and natural-log lse [H, rows] of one call."""
+
+    @abstractmethod
+    def differentiate(
+        self, q: Tensor, k: Tensor, v: Tensor, given: Results, batch: Batch, scale: float, deterministic: bool
+    ) -> tuple[Tensor, Tensor, Tensor]:
+        """dq, dk, dv of one call. Rows and keys of no segment get zeros."""
+
+
+@cache
+def no_cuda() -> str | None:
+    """Why no CUDA device can be used, or None."""
+    hip = getattr(torch.version, "hip", None)
+    if hip is not None:
+        return f"it is for CUDA, this torch is built for ROCm {hip}"
+    return None if torch.cuda.is_available() else "there is no CUDA device"
+
+
+@cache
+def installed(package: str) -> tuple[int, ...] | None:
+    """The version of an installed distribution as numbers, the number of a beta last; None if there is none."""
+    try:
+        found = match(r"(\d+)\.(\d+)(?:\.(\d+))?(?:\.?b(?:eta)?\.?(\d+))?", version(package))
+    except PackageNotFoundError:
+        return None
+    final = 1 << 30  # a release comes after its betas
+    return tuple(int(x) if x else (0, 0, 0, final)[i] for i, x in enumerate(found.groups())) if found else ()
+
+
+def outdated(package: str, least: tuple[int, ...], below: tuple[int, ...] = (1 << 30,)) -> str | None:
+    """Why an installed distribution is not one of the versions that are known to fit, or None."""
+    found = installed(package)
+    if found is None:
+        return f"{package} is not installed"
+    if least <= found < below:
+        return None
+    wanted = ".".join(str(x) for x in least[:3]) + (f"b{least[3]}" if least[3:] else "")
+    limit = f" and below {below[0]}" if below[0] < 1 << 30 else ""
+    return f"{package} {version(package)} is installed, it takes {wanted} or later{limit}"
+
+
+def refuses_on_cuda(library: Library, ask: Ask, *, least: int = 80, most: int = 129) -> str | None:
+    """What all libraries for CUDA refuse: other devices and dtypes, and scores that are not just scaled products."""
+    name = library.name
+    if ask.device != "cuda":
+        return f"{name} runs on CUDA devices, q is on {ask.device}"
+    missing = library.missing()
+    if missing:
+        return f"{name}: {missing}"
+    if not least <= ask.capability <= most:
+        return f"{name} is for capability {least / 10} to {most / 10}, the device has {ask.capability / 10}"
+    if ask.dtype not in LOW:
+        return f"{name} has no {ask.dtype}"
+    if not ask.plain:
+        return f"{name} has no softcap, ALiBi or counter-based dropout here"
+    if ask.dim % 8 or ask.v_dim % 8:
+        return f"{name} needs head dims that are multiples of 8, got {ask.dim} and {ask.v_dim}"
+    return None
