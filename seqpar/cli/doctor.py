@@ -11,7 +11,18 @@ from typing import Any
 from seqpar import __version__
 from seqpar.cli.output import print_table
 
-PACKAGES = ("torch", "numpy", "triton", "flash-attn", "transformers", "diffusers", "matplotlib", "rich")
+PACKAGES = (
+    "torch",
+    "numpy",
+    "triton",
+    "flash-attn",
+    "flash-attn-3",
+    "flash-attn-4",
+    "transformers",
+    "diffusers",
+    "matplotlib",
+    "rich",
+)
 
 
 def add_command(commands: Any) -> None:

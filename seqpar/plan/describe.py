@@ -5,8 +5,9 @@ from __future__ import annotations
 from typing import TYPE_CHECKING
 
 import numpy as np
+from numpy.typing import NDArray
 
-from seqpar.plan.steps import count
+from seqpar.plan.steps import Part, Step, count
 
 if TYPE_CHECKING:
     from seqpar.plan.plan import Plan
@@ -23,7 +24,7 @@ def describe(plan: Plan) -> str:
         f"transport {plan.transport}, Ulysses width {widths}, digest {plan.digest()[:12]}",
         "documents by degree: " + ", ".join(f"{n} on {d}" for d, n in zip(degrees, documents, strict=True)),
         f"area {area:,} pairs, {area / plan.ranks:,.0f} per rank",
-        "steps for keys and values of 4 KiB a token; a call has more stages if its own are larger",
+        f"steps for keys and values of 4 KiB a token, more if they are larger; partial results: {_merging(plan)}",
         f"{'rank':>5}{'rows':>10}{'tokens':>10}{'area':>18}{'of mean':>9}{'keys in':>10}{'from':>6}{'steps':>7}",
     ]
     for rank in range(plan.ranks):
@@ -38,3 +39,23 @@ def describe(plan: Plan) -> str:
             f"{len(peers):>6}{sum(bool(s.local or s.sends or s.recvs) for s in steps):>7}"
         )
     return "\n".join(lines)
+
+
+def _merging(plan: Plan) -> str:
+    """Over how many steps the keys of a row come, and what that costs kernels that round their results."""
+    most = 0
+    for rank in range(plan.ranks):
+        for part in (s.part for s in plan.steps(rank) if s.first):
+            met = [_met(s, part) for s in plan.steps(rank) if s.part is part]
+            most = max(most, int(np.sum(met, axis=0).max(initial=0)))
+    if not plan.merges:
+        return "none merged, every row has one step"
+    return (
+        f"merged over up to {most} steps in float32, or float64; a kernel that rounds its results (aten_flash, cudnn, "
+        "flash2, flash3, flash4) rounds each of them, so auto takes none of these"
+    )
+
+
+def _met(step: Step, part: Part) -> NDArray[np.bool_]:
+    """Which query rows see keys of a step."""
+    return np.searchsorted(step.pos, part.lo) < np.searchsorted(step.pos, part.hi)
