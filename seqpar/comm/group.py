@@ -260,7 +260,13 @@ class _GlooWork:
 
 
 class _NcclWork:
-    """`Work` of an exchange of CUDA tensors; also of one without messages."""
+    """`Work` of an exchange of CUDA tensors; also of one without messages.
+
+    NCCL has a stream of its own. An exchange starts there when the current stream reaches its posting, so it overlaps
+    what is launched after that. `wait` makes the current stream wait and returns at once, as it is given no timeout
+    and unless TORCH_NCCL_BLOCKING_WAIT is set. Tensors are held until then: what is freed later, the allocator reuses
+    in the order of the stream that waited, which must be the one that allocated.
+    """
 
     def __init__(self, link: _Link, tag: Tag) -> None:
         self._link, self._name = link, describe(tag)

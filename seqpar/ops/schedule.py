@@ -106,7 +106,7 @@ def _compute(call: Call, step: Step, here: Inside, keys: Tensor, values: Tensor)
         if wide:
             here.acc = here.out
         elif here.acc is None and not (first and step.last):
-            here.acc = torch.zeros_like(here.out, dtype=call.acc)
+            here.acc = (torch.empty_like if first else torch.zeros_like)(here.out, dtype=call.acc)
         facts = call.uploaded.facts[step.number]
         with named("compute", step.number):
             for heads, kv, score in call.blocks(step.part):
