@@ -8,6 +8,7 @@ FlashAttention-2 inside torch is taken to be as fast as the package.
 
 from __future__ import annotations
 
+from functools import lru_cache
 from typing import NamedTuple
 
 from seqpar.kernels.protocol import Ask
@@ -51,6 +52,7 @@ ON_CPU = ("aten", "blockwise", "reference")  # Triton runs there too, through it
 UNTIMED = ("triton", "flash4", "flash3", "cudnn", "flash2", "aten_flash")
 
 
+@lru_cache(256)
 def order(ask: Ask) -> tuple[str, ...]:
     """Names of all kernels for a call's device, best first, whatever they refuse.
 
