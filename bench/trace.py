@@ -1,4 +1,4 @@
-"""Writes a Chrome trace of one attention call, forward and backward, and says how much of its exchanges is hidden.
+"""Writes a Chrome trace of attention calls, forward and backward, and says how much of their exchanges is hidden.
 
     python bench/trace.py --out trace.json                                   # two processes over gloo
     python bench/trace.py --out trace.json --device cuda --ranks 4           # ranks as threads that share one GPU
@@ -7,7 +7,8 @@
 The trace (chrome://tracing, ui.perfetto.dev) has a range for every step's computation, posting and waiting, and on the
 CPU a row "exchanges", from the time when both ends have posted to the arrival of the last byte; NCCL's kernels also
 wait for a late peer. The overlap share is the part of the time with an exchange under way in which the same rank
-computes (on one GPU: any rank). Gradients of the last step have nothing to hide behind, nor have head trades.
+computes (on one GPU: any rank), the waited share that in which its host waits; on the CPU the rest lies under posting,
+in which gloo writes what the socket takes. Head trades and the gradients of the last step have nothing to hide behind.
 """
 
 from __future__ import annotations
@@ -62,7 +63,7 @@ class Timed:
 
         def note() -> None:
             event = {"ph": "X", "cat": "exchange", "name": name, "ts": start, "dur": time.time_ns() / 1e3 - start}
-            self.found.append(event | {"tid": "exchanges", "args": {"peers": peers}})
+            self.found.append(event | {"tid": "exchanges", "args": {"peers": peers, "call": tag.call}})
 
         return TimedWork(work, note)
 
@@ -125,7 +126,7 @@ class StreamWork:
 
 
 def layer(comm: Comm, args: argparse.Namespace, device: torch.device) -> Callable[[], None]:
-    """One rank's attention call, forward and backward."""
+    """One rank's attention calls, forward and backward."""
     tokens, ranks = args.tokens, comm.size
     layouts = {
         "contiguous": lambda: seqpar.Layout.contiguous(tokens, ranks),
@@ -142,8 +143,9 @@ def layer(comm: Comm, args: argparse.Namespace, device: torch.device) -> Callabl
     q, k, v, dout = (torch.randn(shape, generator=g).to(device, dtype) for shape in shapes)
 
     def run() -> None:
-        leaves = [x.detach().requires_grad_() for x in (q, k, v)]
-        seqpar.attention(*leaves, plan, comm, kernel=args.kernel).backward(dout)
+        for _ in range(args.calls):
+            leaves = [x.detach().requires_grad_() for x in (q, k, v)]
+            seqpar.attention(*leaves, plan, comm, kernel=args.kernel).backward(dout)
 
     return run
 
@@ -268,14 +270,17 @@ def summary(events: list[Event]) -> dict[str, float]:
     whole = every[-1][1] - every[0][0] if every else 0.0
     waiting = spans([e for e in ranges if e["name"].startswith(WAITING)])
     times = {"whole": whole, "computing": length(computing), "exchanging": length(exchanging), "hidden": hidden}
-    times |= {"host waiting": length(waiting), "of it for bytes": length(common(waiting, exchanging))}
+    times |= {"host waiting": length(waiting)}
     found = {name: value / 1e3 for name, value in times.items()}
-    return found | {"overlap share": hidden / length(exchanging) if exchanging else 1.0}
+    if not exchanging:
+        return found | {"overlap share": 1.0, "waited share": 0.0}
+    exposed = length(common(waiting, exchanging))
+    return found | {"overlap share": hidden / length(exchanging), "waited share": exposed / length(exchanging)}
 
 
 def from_both_posted(ranks: list[list[Event]]) -> None:
     """Start every exchange of processes on one machine, whose clock is one, when the last end of it was posted."""
-    own = [{e["name"]: e for e in events if e.get("tid") == "exchanges"} for events in ranks]
+    own = [{(e["args"]["call"], e["name"]): e for e in events if e.get("tid") == "exchanges"} for events in ranks]
     posted = [{name: e["ts"] for name, e in exchanges.items()} for exchanges in own]
     for exchanges in own:
         for name, event in exchanges.items():
@@ -309,6 +314,7 @@ def arguments() -> argparse.Namespace:
     parser.add_argument("--out", type=Path, required=True, help="file for the trace")
     parser.add_argument("--device", choices=["cpu", "cuda"], default="cpu")
     parser.add_argument("--ranks", type=int, default=2, help="processes, or threads on one GPU; torchrun has its own")
+    parser.add_argument("--calls", type=int, default=3, help="calls in the trace, one after the other")
     parser.add_argument("--transport", choices=["fetch", "ring", "double_ring", "gather"], default="ring")
     parser.add_argument("--layout", choices=["contiguous", "zigzag", "striped"], default="zigzag")
     parser.add_argument("--ulysses", type=int, default=1)
