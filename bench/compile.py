@@ -1,10 +1,11 @@
 """Compiles the Triton attention kernels for GPUs that need not be there, and reads what the binaries use.
 
-    python bench/compile.py --json bench/results/compile.json      # every shipped configuration
-    python bench/compile.py --search forward:128:90                # candidates for one of them
+    python bench/compile.py --json bench/results/compile.json         # every shipped configuration
+    python bench/compile.py --search 90:128 --direction forward       # candidates for a generation and a head dim
 
-Registers, spilled bytes (a stack in local memory), shared memory and tensor core instructions are read from the binary.
-They chose the configurations that no GPU has timed; `bench/gpu.py` times the candidates where there is one.
+The product's own launches are recorded where a driver would run them. Registers, spilled bytes (a stack in local
+memory), shared memory and tensor core instructions are read from the binary. They chose the configurations that no GPU
+has timed; `bench/gpu.py` times the candidates where there is one.
 """
 
 from __future__ import annotations
@@ -21,14 +22,22 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
-from seqpar.kernels.triton.config import CLASSES, GENERATIONS, Config, Descriptor, configure, pieces
+import torch
+
+from seqpar import Layout, Mask, Plan
+from seqpar.kernels import Grads, Operands, Score, Sums
+from seqpar.kernels.triton import Triton
+from seqpar.kernels.triton.config import CLASSES, GENERATIONS, Config, Descriptor, configure
+from seqpar.ops.call import uploaded
 
 SHARED = {80: 166_912, 86: 101_376, 90: 232_448, 100: 232_448}  # bytes a block may have, CUDA programming guide
-DTYPES = {"bf16": 2, "fp16": 2, "fp32": 4}
+DTYPES = {"bf16": torch.bfloat16, "fp16": torch.float16, "fp32": torch.float32}
+DIRECTIONS = ("forward", "dq", "dkdv")
+ROWS = 256
 CANDIDATES = [
     Config(bm, bn, warps, stages, tma)
     for (bm, bn), warps, stages, tma in itertools.product(
-        ((128, 128), (128, 64), (64, 128), (64, 64), (128, 32), (32, 128), (64, 32), (32, 64), (32, 32), (16, 32)),
+        ((128, 128), (128, 64), (64, 128), (64, 64), (128, 32), (32, 128), (64, 32), (32, 64), (32, 32), (16, 16)),
         (8, 4),
         (3, 2, 1),
         (True, False),
@@ -38,39 +47,61 @@ CANDIDATES = [
 
 @dataclass(frozen=True)
 class Case:
-    """One kernel with one configuration for one generation. accumulates: the forward that merges with earlier sums."""
+    """One kernel for one generation; config: None for the shipped one. accumulates: the forward that merges with
+    earlier sums."""
 
     direction: str
     dim: int
     v_dim: int
     dtype: str
     generation: int
-    config: Config
+    config: Config | None = None
     accumulates: bool = False
 
 
 def shipped(generation: int) -> list[Case]:
-    """Every configuration at the largest head dim that takes it, and some head dims in two pieces."""
+    """Every configuration at the largest head dim that takes it, and what else changes the binary most."""
     cases = []
-    for dtype in ("bf16", "fp32"):
-        dims = [(d, d) for d in CLASSES[DTYPES[dtype]]] + ([(192, 128)] if dtype == "bf16" else [])
-        for direction, (dim, v_dim) in itertools.product(("forward", "dq", "dkdv"), dims):
-            config = configure(Descriptor(direction, dim, v_dim, DTYPES[dtype], generation))
-            cases.append(Case(direction, dim, v_dim, dtype, generation, config))
-    config = configure(Descriptor("forward", 128, 128, 2, generation))
-    cases.append(Case("forward", 128, 128, "fp16", generation, config, accumulates=True))
+    for dtype, itemsize in (("bf16", 2), ("fp32", 4)):
+        for direction, dim in itertools.product(DIRECTIONS, CLASSES[itemsize]):
+            cases.append(Case(direction, dim, dim, dtype, generation))
+    cases += [Case(direction, 192, 128, "bf16", generation) for direction in DIRECTIONS]
+    cases += [Case("forward", d, d, "bf16", generation, accumulates=True) for d in CLASSES[2]]
+    cases += [Case(direction, 128, 128, "fp16", generation) for direction in DIRECTIONS]
     return cases
+
+
+class Offline:
+    """Stands where Triton's driver does, for a device that is not there."""
+
+    def __init__(self, capability: int) -> None:
+        self.capability = capability
+
+    def get_current_target(self) -> Any:
+        from triton.backends.compiler import GPUTarget
+
+        return GPUTarget("cuda", self.capability, 32)
+
+    def get_current_device(self) -> int:
+        return self.capability  # Triton keeps what it compiled by device
+
+    def get_current_stream(self, device: int = 0) -> int:
+        return 0
+
+    def get_active_torch_device(self) -> torch.device:
+        return torch.device("cpu")
 
 
 def compiled(case: Case) -> dict[str, Any]:
     """What the binary uses, or why there is none."""
     import triton
-    from triton.backends.compiler import GPUTarget
 
-    row = asdict(case) | {"triton": triton.__version__}
-    options = {"num_warps": case.config.warps, "num_stages": case.config.stages, "enable_fp_fusion": True}
+    itemsize = DTYPES[case.dtype].itemsize
+    descriptor = Descriptor(case.direction, case.dim, case.v_dim, itemsize, case.generation)
+    config = case.config or configure(descriptor)
+    row = asdict(case) | {"config": asdict(config), "triton": triton.__version__}
     try:
-        made = triton.compile(_source(case), target=GPUTarget("cuda", case.generation, 32), options=options)
+        made = _binary(case, config)
     except Exception as error:
         while error.__cause__ is not None:
             error = error.__cause__  # type: ignore[assignment]
@@ -79,42 +110,42 @@ def compiled(case: Case) -> dict[str, Any]:
     return row | _usage(made.asm["cubin"]) | {"shared": made.metadata.shared, "tensor_core_instructions": products}
 
 
-def _source(case: Case) -> Any:
-    from triton.compiler import ASTSource
+def _binary(case: Case, config: Config) -> Any:
+    """The product's launch of one kernel, compiled and not run."""
+    import triton
+    from triton.runtime import JITFunction
 
-    from seqpar.kernels.triton import backward, forward
+    triton.runtime.driver.set_active(Offline(case.generation))
+    found: dict[str, Any] = {}
+    run = JITFunction.run
 
-    kernel = {"forward": forward.forward, "dq": backward.dq, "dkdv": backward.dkdv}[case.direction]
-    c = case.config
-    (d1, d2), (v1, v2) = (pieces(d, DTYPES[case.dtype]) for d in (case.dim, case.v_dim))
-    constants = {
-        "D": case.dim, "D1": d1, "D2": d2, "V_": case.v_dim, "V1": v1, "V2": v2, "BM": c.bm, "BN": c.bn, "TMA": c.tma,
-        "FIRST": not case.accumulates, "IN_PLACE": case.accumulates, "UNIFORM": True, "EXACT": True, "ADD": False,
-        "SOFTCAP": False, "ALIBI": False, "DROPOUT": False, "UPCAST": False, "PRECISION": "ieee",
-    }  # fmt: skip
-    rows, looped = (c.bm, "Q Q2 Dout Dout2") if case.direction == "dkdv" else (c.bn, "K K2 V V2_")
-    widths = dict(zip(looped.split(), (d1, d2 or 16, v1, v2 or 16), strict=True))
-    types = {
-        **dict.fromkeys(["Pos", "Lo", "Hi", "KeyPos", "Table", "Tiles", "Slopes"], "*i32"),
-        **dict.fromkeys(["Lse", "Delta", "Dq", "Dk", "Dv"], "*fp32"),
-        **dict.fromkeys(["Q", "Q2", "K", "K2", "V", "V2_", "Dout", "Dout2"], f"*{case.dtype}"),
-        **dict.fromkeys(("Prior", "Target"), "*fp32" if case.accumulates else f"*{case.dtype}"),
-        **dict.fromkeys(["pre", "post", "scale", "keep_scale"], "fp32"),
-        "seed": "i64",
-    }
-    counts = ["first_head", "threshold", "tiles", "group", "keys", "rows", "key_tiles", "parts"]
-    signature, attributes = {}, {}
-    for n, name in enumerate(kernel.arg_names):
-        if name in constants:
-            signature[name] = "constexpr"
-            continue
-        signature[name] = types.get(name, "i32")
-        if c.tma and name in widths:
-            signature[name] = f"tensordesc<{case.dtype}[{rows}, 1, {widths[name]}]>"
-        elif signature[name].startswith("*") or (name not in counts and name not in types):
-            attributes[(n,)] = [["tt.divisibility", 16]]  # pointers and strides
-    constants = {name: value for name, value in constants.items() if name in kernel.arg_names}
-    return ASTSource(fn=kernel, signature=signature, constexprs=constants, attrs=attributes)
+    def record(self: Any, *args: Any, grid: Any, warmup: bool, **options: Any) -> None:
+        found[self.fn.__name__] = run(self, *args, grid=grid, warmup=True, **options)
+
+    kernel = Triton(configure=lambda d: config)
+    x, sums, grads = _call(case)
+    JITFunction.run = record
+    try:
+        {"forward": lambda: kernel.forward(x, sums), "dq": lambda: kernel._dq(x, grads),
+         "dkdv": lambda: kernel._dkdv(x, grads)}[case.direction]()  # fmt: skip
+    finally:
+        JITFunction.run = run
+    return found[case.direction]
+
+
+def _call(case: Case) -> tuple[Operands, Sums, Grads]:
+    """A causal call on one rank, 8 query heads and 2 key heads."""
+    dtype = DTYPES[case.dtype]
+    plan = Plan(Mask([ROWS]), Layout.contiguous(ROWS, 1))
+    facts = uploaded(plan.steps(0), torch.device("cpu")).facts[0]
+    q, k, v, out = (
+        torch.zeros(ROWS, heads, dim, dtype=dtype)
+        for heads, dim in ((8, case.dim), (2, case.dim), (2, case.v_dim), (8, case.v_dim))
+    )
+    lse = torch.zeros(8, ROWS)
+    sums = Sums(out.float(), lse, None, first=False) if case.accumulates else Sums(None, lse, out, first=True)
+    grads = Grads(out, lse, lse, None, *(torch.zeros(x.shape) for x in (q, k, v)))
+    return Operands(q, k, v, facts, Score(case.dim**-0.5)), sums, grads
 
 
 def _usage(binary: bytes) -> dict[str, int]:
@@ -131,39 +162,46 @@ def _usage(binary: bytes) -> dict[str, int]:
     return {"registers": int(found[1]), "spilled": int(found[2])}
 
 
-def run(cases: list[Case], processes: int) -> list[dict[str, Any]]:
-    """A row for each case, in their order."""
-    with ProcessPoolExecutor(processes) as pool:
-        return list(pool.map(compiled, cases))
-
-
 def main() -> int:
     """Prints a row for each case."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--generation", type=int, choices=GENERATIONS, help="only this one")
-    parser.add_argument("--search", help="direction:head dim:generation[:dtype]; candidates instead of what is shipped")
+    parser.add_argument("--search", help="generation:head dim[/value dim]; candidates instead of what is shipped")
+    parser.add_argument("--direction", choices=DIRECTIONS, help="only this one")
+    parser.add_argument("--dtype", choices=DTYPES, help="only this one; with --search bf16 unless given")
     parser.add_argument("--processes", type=int, default=os.cpu_count())
     parser.add_argument("--json", type=Path)
     args = parser.parse_args()
     if args.search:
-        direction, dim, generation, *dtype = args.search.split(":")
-        dims = [int(d) for d in dim.split("/")]
-        kind = dtype[0] if dtype else "bf16"
-        cases = [Case(direction, dims[0], dims[-1], kind, int(generation), c) for c in CANDIDATES]
+        generation, dims = args.search.split(":")
+        dim, v_dim = (dims.split("/") * 2)[:2]
+        cases = [
+            Case(direction, int(dim), int(v_dim), args.dtype or "bf16", int(generation), config)
+            for direction, config in itertools.product(DIRECTIONS, CANDIDATES)
+        ]
     else:
         cases = [case for g in GENERATIONS if args.generation in (None, g) for case in shipped(g)]
-    rows = run(cases, args.processes)
-    for row in rows:
-        c = Config(**row["config"])
-        what = f"sm_{row['generation']} {row['direction']} {row['dim']}/{row['v_dim']} {row['dtype']}"
-        used = row.get("error") or (
-            f"{row['registers']} registers, {row['spilled']} spilled, {row['shared']:,} shared, "
-            f"{row['tensor_core_instructions']} products"
-        )
-        print(f"{what:28} {c.bm}x{c.bn} warps {c.warps} stages {c.stages} {'tma' if c.tma else '   '}: {used}")
+    cases = [c for c in cases if args.direction in (None, c.direction) and args.dtype in (None, c.dtype)]
+    rows = []
+    with ProcessPoolExecutor(args.processes) as pool:
+        for row in pool.map(compiled, cases):
+            rows.append(row)
+            print(line(row), flush=True)
     if args.json:
         args.json.write_text("".join(json.dumps(row) + "\n" for row in rows))
     return int(any("error" in row for row in rows))
+
+
+def line(row: dict[str, Any]) -> str:
+    """A row as text."""
+    c = Config(**row["config"])
+    what = f"sm_{row['generation']} {row['direction']} {row['dim']}/{row['v_dim']} {row['dtype']}"
+    used = row.get("error") or (
+        f"{row['registers']} registers, {row['spilled']} spilled, {row['shared']:,} shared, "
+        f"{row['tensor_core_instructions']} products"
+    )
+    more = " tma" * c.tma + " accumulates" * row["accumulates"]
+    return f"{what:28} {c.bm}x{c.bn} warps {c.warps} stages {c.stages}{more}: {used}"
 
 
 if __name__ == "__main__":

@@ -98,8 +98,8 @@ def test_split_gradients_of_keys_are_joined(mask, processors, monkeypatch) -> No
 def test_descriptors_load_what_pointers_do(mask, monkeypatch) -> None:
     case = replace(BASE, mask=mask, dim=48, v_dim=32, splits=2)
     used = []
-    described = package._described
-    monkeypatch.setattr(package, "_described", lambda *tensors: used.append(described(*tensors)) or used[-1])
+    described = package.describable
+    monkeypatch.setattr(package, "describable", lambda *tensors: used.append(described(*tensors)) or used[-1])
     results = []
     for tma in (False, True):
         kernel = Triton(configure=lambda d, tma=tma: Config(32, 16, 4, 1, tma))

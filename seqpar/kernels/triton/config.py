@@ -8,7 +8,7 @@ from dataclasses import dataclass
 # shared memory (8.6, 8.9, 12.x).
 GENERATIONS = (80, 86, 90, 100)
 MAX_DIM = 256
-CLASSES = {2: (32, 64, 96, 128, 192, 256), 4: (64, 128, 256)}  # bytes of an element -> head dims that end a class
+CLASSES = {2: (64, 96, 128, 192, 256), 4: (64, 128, 256)}  # bytes of an element -> head dims that end a class
 
 
 @dataclass(frozen=True)
@@ -35,6 +35,36 @@ class Config:
     tma: bool = False
 
 
+# (bm, bn, warps, stages) by generation (32: float32 on all of them) and direction, for the classes of head dims
+_TABLES = {
+    80: {
+        "forward": ((128, 128, 8, 3), (128, 128, 8, 3), (64, 128, 8, 2), (128, 64, 8, 3), (64, 64, 8, 2)),
+        "dq": ((128, 64, 8, 2), (128, 64, 8, 2), (64, 128, 8, 2), (32, 64, 8, 2), (64, 64, 8, 2)),
+        "dkdv": ((64, 128, 8, 2), (32, 128, 8, 2), (64, 64, 8, 2), (64, 32, 4, 2), (64, 64, 8, 2)),
+    },
+    86: {
+        "forward": ((128, 64, 8, 2), (64, 64, 4, 2), (64, 64, 4, 2), (64, 32, 4, 2), (32, 32, 4, 2)),
+        "dq": ((128, 64, 8, 2), (64, 64, 4, 2), (64, 32, 4, 2), (32, 32, 4, 2), (32, 32, 4, 1)),
+        "dkdv": ((64, 128, 8, 2), (64, 64, 8, 2), (64, 64, 8, 2), (64, 32, 4, 2), (32, 32, 4, 2)),
+    },
+    90: {
+        "forward": ((128, 128, 8, 3), (128, 128, 8, 3), (128, 128, 8, 2), (128, 64, 8, 3), (32, 64, 8, 2)),
+        "dq": ((128, 128, 8, 2), (128, 64, 8, 2), (128, 64, 8, 2), (64, 64, 8, 2), (64, 32, 8, 2)),
+        "dkdv": ((64, 128, 8, 2), (64, 128, 8, 2), (64, 128, 8, 2), (64, 32, 8, 2), (64, 32, 8, 2)),
+    },
+    100: {
+        "forward": ((128, 128, 8, 3), (128, 128, 8, 2), (128, 64, 8, 3), (128, 64, 8, 2), (64, 64, 8, 2)),
+        "dq": ((128, 64, 8, 2), (128, 64, 8, 2), (128, 64, 8, 2), (64, 64, 8, 2), (64, 64, 8, 2)),
+        "dkdv": ((64, 128, 8, 2), (64, 128, 8, 2), (64, 128, 8, 2), (64, 64, 8, 2), (64, 32, 8, 2)),
+    },
+    32: {
+        "forward": ((16, 32, 8, 1), (16, 16, 8, 1), (16, 16, 8, 1)),
+        "dq": ((16, 32, 4, 1), (16, 16, 8, 1), (16, 16, 8, 1)),
+        "dkdv": ((32, 16, 4, 1), (16, 16, 8, 1), (16, 16, 8, 1)),
+    },
+}
+
+
 def generation(capability: int) -> int:
     """The generation whose configurations a device takes, 0 if it is too old."""
     if capability in (86, 89) or capability >= 120:
@@ -57,11 +87,14 @@ def pieces(dim: int, itemsize: int = 2) -> tuple[int, int]:
 
 
 def configure(d: Descriptor) -> Config:
-    """The configuration for a descriptor."""
-    wide = max(sum(pieces(d.dim)), sum(pieces(d.v_dim)))
+    """The configuration for a descriptor: the largest tiles whose binaries spill no register and fit shared memory, on
+    all supported versions of Triton (`bench/compile.py`); no GPU has timed them yet (`bench/gpu.py --slice tune`)."""
     if d.generation == 0:
         return Config(64, 64, 4, 1)
-    return Config(64, 64, 4, 2)
+    classes = CLASSES[d.itemsize]
+    n = next(n for n, end in enumerate(classes) if max(d.dim, d.v_dim) <= end)
+    table = _TABLES[32 if d.itemsize == 4 else d.generation]
+    return Config(*table[d.direction][n], tma=d.itemsize == 2 and d.generation in (90, 100))
 
 
 def parts(programs: int, work: int, processors: int) -> int:

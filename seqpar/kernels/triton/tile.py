@@ -1,8 +1,8 @@
 """What forward and backward do alike on one tile of scores.
 
-Prefixes: ``i_`` an index, ``o_`` offsets, ``p_`` pointers, ``b_`` a block of values, ``m_`` a mask. A head dim that is no
-power of two is cut into two pieces, as 192 = 128 + 64, whose products are added, rather than padded to the next power.
-Scores are in units of log 2, since ``exp2`` is what the hardware has.
+Prefixes: ``i_`` an index, ``o_`` offsets, ``p_`` pointers, ``b_`` a block of values, ``m_`` a mask. A head dim that is
+no power of two is cut into two pieces, as 192 = 128 + 64, whose products are added, rather than padded to the next one.
+Scores are in units of log 2, since ``exp2`` is what the hardware has. Bundles: `seqpar.kernels.triton.arguments`.
 """
 
 from __future__ import annotations
@@ -16,91 +16,105 @@ LN2 = tl.constexpr(0.6931471805599453)
 
 @triton.jit
 def load_tile(
-    P, first, i_head, o_row, row, head, m_row,
-    MASKED: tl.constexpr, TMA: tl.constexpr, START: tl.constexpr, WIDTH: tl.constexpr, LIMIT: tl.constexpr,
+    x, first, i_head, o_row, m_row, MASKED: tl.constexpr, TMA: tl.constexpr,
+    PIECE: tl.constexpr, START: tl.constexpr, WIDTH: tl.constexpr, LIMIT: tl.constexpr,
 ):  # fmt: skip
-    """Columns [START, START + WIDTH) of a tile of rows of a head: through a descriptor, or by pointers."""
+    """Columns [START, START + WIDTH) of a tile of rows of a head: zero beyond the LIMIT columns that there are, in
+    masked rows, and, if loaded through a descriptor, in rows beyond the tensor only."""
+    data = x.more if PIECE == 2 else x.data
     if TMA:
-        b_x = tl.reshape(P.load([first, i_head, START]), (o_row.shape[0], WIDTH))
+        b_x = tl.reshape(data.load([first, i_head, START]), (o_row.shape[0], WIDTH))
     else:
-        p_head = P + first.to(tl.int64) * row + i_head.to(tl.int64) * head
-        b_x = load_rows(p_head, o_row, row, m_row, MASKED, START, WIDTH, LIMIT)
+        o_col = START + tl.arange(0, WIDTH)
+        p_tile = data + first.to(tl.int64) * x.row + i_head.to(tl.int64) * x.head
+        p_x = p_tile + o_row[:, None] * x.row + o_col[None, :]
+        m_col = (o_col < LIMIT)[None, :]
+        if START + WIDTH > LIMIT:
+            if MASKED:
+                b_x = tl.load(p_x, mask=m_row[:, None] & m_col, other=0.0)
+            else:
+                b_x = tl.load(p_x, mask=m_col, other=0.0)
+        elif MASKED:
+            b_x = tl.load(p_x, mask=m_row[:, None], other=0.0)
+        else:
+            b_x = tl.load(p_x)
     return b_x
 
 
 @triton.jit
-def load_rows(
-    P, o_row, stride, m_row, MASKED: tl.constexpr, START: tl.constexpr, WIDTH: tl.constexpr, LIMIT: tl.constexpr
-):
-    """Columns [START, START + WIDTH) of some rows, zero beyond the LIMIT columns that there are and in masked rows."""
-    o_col = START + tl.arange(0, WIDTH)
-    p_row = P + o_row[:, None] * stride + o_col[None, :]
-    if START + WIDTH > LIMIT:
-        m_col = (o_col < LIMIT)[None, :]
-        if MASKED:
-            return tl.load(p_row, mask=m_row[:, None] & m_col, other=0.0)
-        return tl.load(p_row, mask=m_col, other=0.0)
-    if MASKED:
-        return tl.load(p_row, mask=m_row[:, None], other=0.0)
-    return tl.load(p_row)
-
-
-@triton.jit
-def add_rows(
-    P, b_x, o_row, stride, m_row, ADD: tl.constexpr, START: tl.constexpr, WIDTH: tl.constexpr, LIMIT: tl.constexpr
+def store_tile(
+    p_tile, b_x, o_row, stride, m_row, ADD: tl.constexpr, START: tl.constexpr, WIDTH: tl.constexpr, LIMIT: tl.constexpr
 ):
     """Write a block to columns [START, START + WIDTH) of some rows, added to what is there if ADD."""
     o_col = START + tl.arange(0, WIDTH)
-    p_row = P + o_row[:, None] * stride + o_col[None, :]
+    p_x = p_tile + o_row[:, None] * stride + o_col[None, :]
     mask = m_row[:, None] & (o_col < LIMIT)[None, :]
     if ADD:
-        b_x += tl.load(p_row, mask=mask, other=0.0)
-    tl.store(p_row, b_x.to(P.dtype.element_ty), mask=mask)
+        b_x += tl.load(p_x, mask=mask, other=0.0)
+    tl.store(p_x, b_x.to(p_tile.dtype.element_ty), mask=mask)
 
 
 @triton.jit
-def product(b_a, b_b, UPCAST: tl.constexpr, PRECISION: tl.constexpr):
-    """``a @ b`` in float32. UPCAST: for Triton's interpreter, whose bf16 products are wrong."""
-    if UPCAST:
-        return tl.dot(b_a.to(tl.float32), b_b.to(tl.float32), input_precision=PRECISION)
-    return tl.dot(b_a, b_b, input_precision=PRECISION)
+def head_tile(p_table, tiles, group):
+    """Which table row, query head and key head a program has. Tiles of one key head follow each other, so that its
+    keys stay in the cache."""
+    i_work = tl.program_id(0)
+    i_kv = i_work // (tiles * group)
+    i_work -= i_kv * (tiles * group)
+    return p_table + i_work // group * 8, i_kv * group + i_work % group, i_kv
 
 
 @triton.jit
-def add_product(b_sum, b_a, b_b, UPCAST: tl.constexpr, PRECISION: tl.constexpr):
+def product(b_a, b_b, S: tl.constexpr):
+    """``a @ b`` in float32."""
+    if S.UPCAST:
+        b_a, b_b = b_a.to(tl.float32), b_b.to(tl.float32)
+    return tl.dot(b_a, b_b, input_precision=S.PRECISION)
+
+
+@triton.jit
+def add_product(b_sum, b_a, b_b, S: tl.constexpr):
     """``sum + a @ b`` in float32."""
-    if UPCAST:
-        return tl.dot(b_a.to(tl.float32), b_b.to(tl.float32), b_sum, input_precision=PRECISION)
-    return tl.dot(b_a, b_b, b_sum, input_precision=PRECISION)
+    if S.UPCAST:
+        b_a, b_b = b_a.to(tl.float32), b_b.to(tl.float32)
+    return tl.dot(b_a, b_b, b_sum, input_precision=S.PRECISION)
 
 
 @triton.jit
-def scored(b_s, pre, post, slope, b_pos_a, b_pos_b, SOFTCAP: tl.constexpr, ALIBI: tl.constexpr):
+def scored(b_s, score, i_h, b_pos_a, b_pos_b, S: tl.constexpr):
     """Scores in units of log 2 from products, and the tanh of the softcap (the products themselves without one).
 
     post: log2(e) times the scale, or with a softcap times the cap; pre: the scale divided by the cap.
     """
     b_tanh = b_s
-    if SOFTCAP:
-        b_e = tl.exp2(tl.abs(b_s) * (-2.0 * LOG2E * tl.abs(pre)))
+    if S.SOFTCAP:
+        b_e = tl.exp2(tl.abs(b_s) * (-2.0 * LOG2E * tl.abs(score.pre)))
         b_tanh = (1.0 - b_e) / (1.0 + b_e)
-        b_tanh = tl.where((b_s < 0) != (pre < 0), -b_tanh, b_tanh)
-    b_s = b_tanh * post
-    if ALIBI:
+        b_tanh = tl.where((b_s < 0) != (score.pre < 0), -b_tanh, b_tanh)
+    b_s = b_tanh * score.post
+    if S.ALIBI:
+        slope = tl.load(score.slopes + i_h) * LOG2E
         b_s -= slope * tl.abs(b_pos_a[:, None] - b_pos_b[None, :]).to(tl.float32)
     return b_s, b_tanh
 
 
 @triton.jit
-def dropout_words(b_pos, head, seed, SIDE: tl.constexpr):
-    """Word 0 of Philox4x32-10 of positions and a head; see `seqpar.kernels.dropout`."""
+def row_lse(lse, i_h, row, o_m, m_m):
+    """lse of rows in units of log 2; +inf, which makes every probability zero, for rows that have none."""
+    b_lse = tl.load(lse.data + i_h.to(tl.int64) * lse.head + row + o_m, mask=m_m, other=float("inf"))
+    return tl.where(b_lse == -float("inf"), float("inf"), b_lse * LOG2E)
+
+
+@triton.jit
+def words(b_pos, i_h, score, SIDE: tl.constexpr):
+    """Dropout's words of positions and a head, word 0 of Philox4x32-10; see `seqpar.kernels.dropout`."""
     b_zero = b_pos * 0
-    b_word, _, _, _ = tl.philox(seed, b_pos, b_zero + head, b_zero + SIDE, b_zero)
+    b_word, _, _, _ = tl.philox(score.seed, b_pos, b_zero + score.first_head + i_h, b_zero + SIDE, b_zero)
     return b_word.to(tl.uint32, bitcast=True)
 
 
 @triton.jit
-def kept(b_a, b_b, threshold):
+def kept(b_a, b_b, score):
     """Which pairs dropout keeps, of the words of both sides."""
     b_x = b_a[:, None] ^ b_b[None, :]
     b_x ^= b_x >> 16
@@ -108,4 +122,4 @@ def kept(b_a, b_b, threshold):
     b_x ^= b_x >> 15
     b_x *= 0x846CA68B
     b_x ^= b_x >> 16
-    return b_x >= threshold.to(tl.uint32, bitcast=True)
+    return b_x >= score.threshold.to(tl.uint32, bitcast=True)

@@ -1,0 +1,136 @@
+"""What the kernels are launched with, in bundles whose fields they read by name."""
+
+from __future__ import annotations
+
+import math
+from typing import Any, NamedTuple
+
+from torch import Tensor
+
+from seqpar.kernels.protocol import Operands
+from seqpar.kernels.triton.config import Config, pieces
+
+
+class Packed(NamedTuple):
+    """A tensor [rows, heads, dim]: what its first and second piece are loaded through, and the strides of rows and
+    heads. Through the tensor itself, or where tiles are loaded by the hardware, through a descriptor of each piece."""
+
+    data: Any
+    more: Any
+    row: int
+    head: int
+
+
+class PerHead(NamedTuple):
+    """A tensor [heads, rows] with dense rows, and the stride of heads."""
+
+    data: Tensor
+    head: int
+
+
+class Bounds(NamedTuple):
+    """Positions and bounds of query rows, and positions of key rows."""
+
+    pos: Tensor
+    lo: Tensor
+    hi: Tensor
+    key_pos: Tensor
+
+
+class Scalars(NamedTuple):
+    """How a score is made. pre, post: see `seqpar.kernels.triton.tile.scored`. slopes: any tensor if there are none.
+    threshold, seed: words of 32 and 64 bits, as signed integers."""
+
+    pre: float
+    post: float
+    scale: float
+    slopes: Tensor
+    threshold: int
+    keep_scale: float
+    seed: int
+    first_head: int
+
+
+class Shape(NamedTuple):
+    """What a kernel is compiled for: head dims D and V of keys and values with their pieces, tile sizes, options."""
+
+    D: int
+    D1: int
+    D2: int
+    V: int
+    V1: int
+    V2: int
+    BM: int
+    BN: int
+    TMA: bool
+    SOFTCAP: bool
+    ALIBI: bool
+    DROPOUT: bool
+    UPCAST: bool  # of bf16 operands in Triton's interpreter, whose bf16 products are wrong
+    PRECISION: str  # of float32 products
+
+
+def packed(x: Tensor) -> Packed:
+    """A tensor that kernels reach by pointers."""
+    return Packed(x, x, *_strides(x))
+
+
+def tiled(x: Tensor, rows: int, tma: bool) -> Packed:
+    """A tensor of which kernels load tiles of so many rows."""
+    if not tma:
+        return packed(x)
+    from triton.tools.tensor_descriptor import TensorDescriptor
+
+    shape, strides = list(x.shape), list(x.stride())
+    widths = pieces(x.shape[2], x.itemsize)
+    return Packed(*(TensorDescriptor(x, shape, strides, [rows, 1, width or 16]) for width in widths), *_strides(x))
+
+
+def _strides(x: Tensor) -> tuple[int, int]:
+    """Strides of rows and heads. Offsets of tiles have 64 bits, those inside a tile 32."""
+    if x.shape[0] > 1 and x.stride(0) >= 1 << 24:
+        raise NotImplementedError(f"triton has no tiles of rows {x.stride(0)} elements apart; call .contiguous()")
+    return x.stride(0), x.stride(1)
+
+
+def describable(*tensors: Tensor) -> bool:
+    """Whether the hardware's tile loads take such tensors: rows and heads start at multiples of 16 bytes."""
+    starts = [n * x.itemsize for x in tensors for n in x.stride()[:2]] + [x.data_ptr() for x in tensors]
+    return all(n % 16 == 0 for n in starts) and all(x.numel() for x in tensors)
+
+
+def per_head(x: Tensor) -> PerHead:
+    """A tensor [heads, rows]; a single row may have any stride."""
+    if x.shape[1] > 1 and x.stride(1) != 1:
+        raise ValueError(f"lse and delta must have dense rows, got strides {x.stride()}")
+    return PerHead(x, x.stride(0))
+
+
+def scalars(x: Operands) -> Scalars:
+    """The scalars of a call."""
+    score = x.score
+    return Scalars(
+        pre=score.scale / score.softcap if score.softcap else 0.0,
+        post=(score.softcap or score.scale) / math.log(2),
+        scale=score.scale,
+        slopes=x.facts.pos if score.slopes is None else score.slopes,
+        threshold=_signed(int(score.dropout_p * 2**32), 32),
+        keep_scale=1 / (1 - score.dropout_p),
+        seed=_signed(score.dropout_seed, 64),
+        first_head=score.first_head,
+    )
+
+
+def _signed(word: int, bits: int) -> int:
+    word &= (1 << bits) - 1
+    return word - (1 << bits) if word >> (bits - 1) else word
+
+
+def shape(x: Operands, config: Config, *, tma: bool, upcast: bool, precision: str) -> Shape:
+    """What a call's kernels are compiled for."""
+    (d1, d2), (v1, v2) = (pieces(y.shape[2], y.itemsize) for y in (x.q, x.v))
+    score = x.score
+    return Shape(
+        x.q.shape[2], d1, d2, x.v.shape[2], v1, v2, config.bm, config.bn, tma, score.softcap != 0.0,
+        score.slopes is not None, score.dropout_p != 0.0, upcast, precision,
+    )  # fmt: skip
