@@ -1,8 +1,10 @@
 """The verbs: differentiable, local tensors in, local tensors out."""
 
 from seqpar.kernels import merge
+from seqpar.ops import graph  # noqa: F401 registers the ops
 from seqpar.ops.attention import attention
+from seqpar.ops.handles import bind
 from seqpar.ops.relayout import relayout, shard, unshard
 from seqpar.ops.switch import switch
 
-__all__ = ["attention", "merge", "relayout", "shard", "switch", "unshard"]
+__all__ = ["attention", "bind", "merge", "relayout", "shard", "switch", "unshard"]

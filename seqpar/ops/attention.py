@@ -1,12 +1,13 @@
-"""`attention`: the verb, its checks, and its place in autograd."""
+"""`attention`: the verb, its checks, and its place in autograd; in graphs it is an op, see `seqpar.ops.graph`."""
 
 from __future__ import annotations
 
 import logging
 import math
+from collections.abc import Sequence
 from dataclasses import replace
 from numbers import Integral
-from typing import Any, Literal, overload
+from typing import Any, Literal, NamedTuple, overload
 
 import torch
 from torch import Tensor
@@ -15,6 +16,7 @@ from seqpar.comm import Comm
 from seqpar.kernels import Score, acc_dtype, ask, choose
 from seqpar.ops.agree import abort_on_error, agree_once, signature
 from seqpar.ops.call import Call, Inside
+from seqpar.ops.handles import handles, in_graph, values_of
 from seqpar.ops.schedule import backward, forward
 from seqpar.plan import Plan
 
@@ -23,16 +25,16 @@ log = logging.getLogger("seqpar.ops")
 
 @overload
 def attention(
-    q: Tensor, k: Tensor, v: Tensor, plan: Plan, comm: Comm, *, scale: float | None = ..., softcap: float = ...,
-    sinks: Tensor | None = ..., alibi_slopes: Tensor | None = ..., dropout_p: float = ...,
+    q: Tensor, k: Tensor, v: Tensor, plan: Plan | Tensor, comm: Comm | None = ..., *, scale: float | None = ...,
+    softcap: float = ..., sinks: Tensor | None = ..., alibi_slopes: Tensor | None = ..., dropout_p: float = ...,
     dropout_seed: int | None = ..., deterministic: bool = ..., kernel: str = ..., return_lse: Literal[False] = ...,
 ) -> Tensor: ...  # fmt: skip
 
 
 @overload
 def attention(
-    q: Tensor, k: Tensor, v: Tensor, plan: Plan, comm: Comm, *, scale: float | None = ..., softcap: float = ...,
-    sinks: Tensor | None = ..., alibi_slopes: Tensor | None = ..., dropout_p: float = ...,
+    q: Tensor, k: Tensor, v: Tensor, plan: Plan | Tensor, comm: Comm | None = ..., *, scale: float | None = ...,
+    softcap: float = ..., sinks: Tensor | None = ..., alibi_slopes: Tensor | None = ..., dropout_p: float = ...,
     dropout_seed: int | None = ..., deterministic: bool = ..., kernel: str = ..., return_lse: Literal[True],
 ) -> tuple[Tensor, Tensor]: ...  # fmt: skip
 
@@ -41,8 +43,8 @@ def attention(
     q: Tensor,
     k: Tensor,
     v: Tensor,
-    plan: Plan,
-    comm: Comm,
+    plan: Plan | Tensor,
+    comm: Comm | None = None,
     *,
     scale: float | None = None,
     softcap: float = 0.0,
@@ -67,6 +69,9 @@ def attention(
     deterministic: the same call gives the same bits; every kernel here does so. kernel: "auto" or a name in
     `seqpar.kernels.available()`.
 
+    In a compiled model ``plan`` is a handle, ``seqpar.bind(plan, comm)``, without a comm; the plan and the comm serve
+    there too once `bind` has seen them. A graph is compiled once, not once per plan.
+
     Returns out [T, H, D_v] in q's dtype, and if return_lse also lse [T, H] in the accumulation dtype (natural log, the
     sink included; -inf, or the sink, for a row that sees no key). Both are differentiable; rows that see no key and
     pad rows have zero output and gradients. The gradient of ``sinks`` is this rank's share: sum it over ranks.
@@ -79,44 +84,117 @@ def attention(
 
     Source: Liu et al. 2023 (Ring Attention); Jacobs et al. 2023 (DeepSpeed-Ulysses); Dao 2023 (FlashAttention-2).
     """
+    options = Options(scale, softcap, dropout_p, dropout_seed, deterministic, kernel, return_lse)
+    if in_graph(q, k, v):
+        values = [plan] if comm is None else [plan, comm]
+        grads = _requirements(q, k, v, sinks, alibi_slopes)
+        out, lse, _ = torch.ops.seqpar.attention(
+            q, k, v, sinks, alibi_slopes, handles(*values), *_plain(options), grads
+        )
+    else:
+        if comm is None:
+            plan, comm = values_of([plan], Plan)
+        call = agreed_call(q, k, v, sinks, alibi_slopes, plan, comm, options)
+        out, lse = _Attention.apply(q, k, v, sinks, call)
+    return (out, lse.t()) if return_lse else out
+
+
+class Options(NamedTuple):
+    """The options of a call as given, in the order of the op's arguments."""
+
+    scale: float | None
+    softcap: float
+    dropout_p: float
+    dropout_seed: int | None
+    deterministic: bool
+    kernel: str
+    return_lse: bool
+
+
+def agreed_call(
+    q: Tensor, k: Tensor, v: Tensor, sinks: Tensor | None, slopes: Tensor | None, plan: Plan, comm: Comm,
+    options: Options, grads: Sequence[bool] | None = None,
+) -> Call:  # fmt: skip
+    """The call that these arguments make. A collective; raises what `attention` says, on every rank.
+
+    grads: whether q, k or v, the sinks, the slopes require a gradient; by default as the tensors say.
+    """
     number = comm.next_call()
     error: Exception | None = None
     call: Call | None = None
     facts: dict[str, object] = {}
+    seed: int | None = None
     try:
         _check_tensors(q, k, v, plan, comm)
-        _check_options(q, sinks, alibi_slopes, softcap, dropout_p, dropout_seed)
-        slopes = None if alibi_slopes is None else alibi_slopes.detach().to(acc_dtype(q.dtype))
-        dropout_seed = None if dropout_seed is None else int(dropout_seed)  # numpy's integers overflow and print apart
-        seed = dropout_seed if dropout_p and dropout_seed is not None else 0
-        score = Score(_checked_scale(scale, q), float(softcap), slopes, float(dropout_p), seed)
-        grads = torch.is_grad_enabled()
-        some = grads and any(x.requires_grad for x in (q, k, v, sinks) if x is not None)
+        grads = _requirements(q, k, v, sinks, slopes) if grads is None else grads
+        options = _plain(options)
+        _check_options(q, sinks, slopes, options, grads)
+        wide = None if slopes is None else slopes.detach().to(acc_dtype(q.dtype))
+        seed = options.dropout_seed
+        score = Score(
+            _checked_scale(options.scale, q), options.softcap, wide, options.dropout_p,
+            seed if options.dropout_p and seed is not None else 0,
+        )  # fmt: skip
         merges = plan.merges or sinks is not None
-        asked = ask(q, k, v, score, grads=some, deterministic=bool(deterministic), merges=merges)
-        chosen = choose(kernel, asked)
+        asked = ask(q, k, v, score, grads=any(grads), deterministic=options.deterministic, merges=merges)
+        chosen = choose(options.kernel, asked)
         facts = {
             "plan": plan.digest(), "dtype": q.dtype, "heads": q.shape[1], "kv_heads": k.shape[1], "dim": q.shape[2],
             "v_dim": v.shape[2], "scale": score.scale, "softcap": score.softcap, "dropout_p": score.dropout_p,
-            "sinks": sinks is not None, "alibi_slopes": alibi_slopes is not None, "return_lse": bool(return_lse),
-            "deterministic": bool(deterministic), "kernel": chosen.name, "q requires grad": grads and q.requires_grad,
-            "k or v requires grad": grads and (k.requires_grad or v.requires_grad),
-            "sinks require grad": grads and sinks is not None and sinks.requires_grad, "device": q.device.type,
+            "sinks": sinks is not None, "alibi_slopes": slopes is not None, "return_lse": options.return_lse,
+            "deterministic": options.deterministic, "kernel": chosen.name, "q requires grad": grads[0],
+            "k or v requires grad": grads[1], "sinks require grad": grads[2], "device": q.device.type,
         }  # fmt: skip
         call = Call(
             plan=plan, comm=comm, kernel=chosen, score=score, heads=q.shape[1], kv_heads=k.shape[1], dim=q.shape[2],
-            v_dim=v.shape[2], dtype=q.dtype, device=q.device, sinks=sinks is not None, return_lse=bool(return_lse),
-            kv_grads=bool(facts["k or v requires grad"]), number=number,
-            digest=signature(facts, seed) if comm.size > 1 else 0,
+            v_dim=v.shape[2], dtype=q.dtype, device=q.device, sinks=sinks is not None, return_lse=options.return_lse,
+            kv_grads=grads[1], number=number, digest=signature(facts, score.dropout_seed) if comm.size > 1 else 0,
         )  # fmt: skip
     except Exception as found:  # whatever it is, the others must hear of it
         error = found
-    values = {"dropout_seed": dropout_seed, "alibi_slopes": alibi_slopes, "sinks": sinks}
+    values = {"dropout_seed": seed, "alibi_slopes": slopes, "sinks": sinks}
     agree_once(comm, "attention", facts, error, values=values)
     assert call is not None
     log.debug("rank %d: attention, call %d, plan %s, kernel %s", comm.rank, number, plan.digest(), call.kernel.name)
-    out, lse = _Attention.apply(q, k, v, sinks, call)
-    return (out, lse.t()) if return_lse else out
+    return call
+
+
+def _requirements(q: Tensor, k: Tensor, v: Tensor, sinks: Tensor | None, slopes: Tensor | None) -> list[bool]:
+    """Whether q, k or v, the sinks, the slopes require a gradient."""
+    if not torch.is_grad_enabled():
+        return [False] * 4
+    rest = [x is not None and x.requires_grad for x in (sinks, slopes)]
+    return [q.requires_grad, k.requires_grad or v.requires_grad, *rest]
+
+
+def _plain(options: Options) -> Options:
+    """Options of the types that an op takes and messages show: numpy's scalars are none of them."""
+    scale, softcap, p, seed, deterministic, kernel, return_lse = options
+    if seed is not None and not isinstance(seed, Integral):
+        raise ValueError(f"dropout_seed must be an integer, got {seed!r}")
+    return Options(
+        None if scale is None else float(scale), float(softcap), float(p), None if seed is None else int(seed),
+        bool(deterministic), str(kernel), bool(return_lse),
+    )  # fmt: skip
+
+
+def attend(call: Call, q: Tensor, k: Tensor, v: Tensor, sinks: Tensor | None) -> tuple[Tensor, Tensor, list[Inside]]:
+    """The schedule forward, with autocast off and the other ranks told of what fails."""
+    with abort_on_error(call.comm, f"attention, call {call.number}"), _exact(call):
+        return forward(call, q, k, v, sinks)
+
+
+def differentiate(
+    call: Call, insides: list[Inside], sinks: Tensor | None, out: Tensor, lse: Tensor, dout: Tensor | None,
+    dlse: Tensor | None,
+) -> tuple[Tensor, Tensor, Tensor, Tensor | None]:  # fmt: skip
+    """The schedule backward, likewise. Where a part's results are views of the call's they are put in its inside."""
+    rows = call.plan.rows(call.comm.rank), call.plan.rows(call.comm.rank, "kv")
+    for part, inside in zip(call.parts(), insides, strict=True):
+        if part.q.trivial:
+            inside.out, inside.lse = out[: part.q.rows], lse[:, : part.q.rows]
+    with abort_on_error(call.comm, f"attention, call {call.number}"), _exact(call):
+        return backward(call, insides, sinks, torch.zeros_like(out) if dout is None else dout, dlse, rows)
 
 
 class _Attention(torch.autograd.Function):
@@ -124,9 +202,8 @@ class _Attention(torch.autograd.Function):
 
     @staticmethod
     def forward(ctx: Any, q: Tensor, k: Tensor, v: Tensor, sinks: Tensor | None, call: Call) -> tuple[Tensor, Tensor]:
-        with abort_on_error(call.comm, f"attention, call {call.number}"), _exact(call):
-            out, lse, insides = forward(call, q, k, v, sinks)
-        ctx.call, ctx.repeat, ctx.rows = call, 0, (q.shape[0], k.shape[0])
+        out, lse, insides = attend(call, q, k, v, sinks)
+        ctx.call, ctx.repeat = call, 0
         ctx.set_materialize_grads(False)
         # Where nothing is traded a part's results are views of the outputs, which only the outputs may be saved for.
         kept = [(None, None) if p.q.trivial else (i.out, i.lse) for p, i in zip(call.parts(), insides, strict=True)]
@@ -136,20 +213,12 @@ class _Attention(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx: Any, *grads: Tensor | None) -> tuple[Tensor | None, ...]:
-        if torch.is_grad_enabled():
-            raise NotImplementedError("attention has no double backward; call backward without create_graph=True")
-        dout, dlse = grads
+        refuse_double_backward()
         call: Call = replace(ctx.call, repeat=ctx.repeat)
         ctx.repeat += 1
         sinks, out, lse, *saved = ctx.saved_tensors
-        if dout is None:
-            dout = torch.zeros_like(out)
         insides = [Inside(*saved[i : i + 5]) for i in range(0, len(saved), 5)]
-        for part, inside in zip(call.parts(), insides, strict=True):
-            if part.q.trivial:
-                inside.out, inside.lse = out[: part.q.rows], lse[:, : part.q.rows]
-        with abort_on_error(call.comm, f"attention, call {call.number}"), _exact(call):
-            dq, dk, dv, dsinks = backward(call, insides, sinks, dout, dlse, ctx.rows)
+        dq, dk, dv, dsinks = differentiate(call, insides, sinks, out, lse, *grads)
         need = ctx.needs_input_grad
         return (
             dq if need[0] else None,
@@ -160,12 +229,20 @@ class _Attention(torch.autograd.Function):
         )
 
 
+def refuse_double_backward() -> None:
+    """Raise inside a backward that is itself to be differentiated."""
+    if torch.is_grad_enabled():
+        raise NotImplementedError("attention has no double backward; call backward without create_graph=True")
+
+
 def _exact(call: Call) -> torch.autocast:
     """No autocast inside: it would round the products of the accumulation dtype."""
     return torch.autocast(call.device.type, enabled=False)
 
 
 def _check_tensors(q: Tensor, k: Tensor, v: Tensor, plan: Plan, comm: Comm) -> None:
+    if not isinstance(plan, Plan):
+        raise ValueError(f"attention takes a plan and a comm, or their handle alone, got {plan!r:.200} with a comm")
     shapes = f"q {list(q.shape)}, k {list(k.shape)}, v {list(v.shape)}"
     if any(x.dim() != 3 for x in (q, k, v)):
         raise ValueError(f"q, k, v must be packed [rows, heads, dim], got {shapes}; drop or fold the batch dimension")
@@ -192,33 +269,27 @@ def _check_tensors(q: Tensor, k: Tensor, v: Tensor, plan: Plan, comm: Comm) -> N
 
 
 def _check_options(
-    q: Tensor,
-    sinks: Tensor | None,
-    slopes: Tensor | None,
-    softcap: float,
-    dropout_p: float,
-    seed: int | None,
+    q: Tensor, sinks: Tensor | None, slopes: Tensor | None, options: Options, grads: Sequence[bool]
 ) -> None:
+    softcap, dropout_p = options.softcap, options.dropout_p
     for name, x in (("sinks", sinks), ("alibi_slopes", slopes)):
         if x is not None and (x.shape != q.shape[1:2] or x.device != q.device or not x.dtype.is_floating_point):
             raise ValueError(
                 f"{name} must be floating point [{q.shape[1]}], one per query head, on {q.device}, got "
                 f"{x.dtype}{list(x.shape)} on {x.device}"
             )
-    if slopes is not None and slopes.requires_grad and torch.is_grad_enabled():
+    if grads[3]:
         raise NotImplementedError("alibi_slopes have no gradient; detach them")
     if not (math.isfinite(softcap) and softcap >= 0):
         raise ValueError(f"softcap must be finite and at least 0, got {softcap}")
     if not 0 <= dropout_p < 1:
         raise ValueError(f"dropout_p must be in [0, 1), got {dropout_p}")
-    if dropout_p and seed is None:
+    if dropout_p and options.dropout_seed is None:
         raise ValueError(f"dropout_p={dropout_p} needs a dropout_seed, equal on all ranks and different for each layer")
-    if seed is not None and not isinstance(seed, Integral):
-        raise ValueError(f"dropout_seed must be an integer, got {seed!r}")
 
 
 def _checked_scale(scale: float | None, q: Tensor) -> float:
-    value = q.shape[2] ** -0.5 if scale is None else float(scale)
+    value = q.shape[2] ** -0.5 if scale is None else scale
     if not math.isfinite(value):
         raise ValueError(f"scale must be finite, got {scale}")
     return value

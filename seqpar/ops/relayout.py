@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -14,6 +14,7 @@ from seqpar.comm import Comm, Tag
 from seqpar.kernels import acc_dtype
 from seqpar.layout import Layout
 from seqpar.ops.agree import abort_on_error, agree_once, signature
+from seqpar.ops.handles import Made, carried, carry, handles, refuse, values_of
 from seqpar.ops.rows import take
 from seqpar.plan import Plan, Rows
 from seqpar.plan.steps import as_rows
@@ -38,25 +39,32 @@ class Moves:
         return Moves(self.recvs, self.sends, self.rows_out, self.rows_in, self.summed, self.copied)
 
 
-def relayout(x: Tensor, comm: Comm, *, src: Layout, dst: Layout) -> Tensor:
+def relayout(x: Tensor, comm: Comm, *, src: Layout, dst: Layout, rows: int | None = None) -> Tensor:
     """This rank's rows of the same global tensor under another layout. A collective.
 
     Spec over ranks: ``global[dst.positions(r)]`` for ``global[src.positions(r)] = xs[r]``. x [src.tokens(rank), ...]
     -> [dst.tokens(rank), ...], any dtype. Each row moves once, and a row that stays is not sent. The adjoint is
     ``relayout`` with src and dst swapped.
 
+    In a compiled model, where ``seqpar.bind(src, dst, comm)`` must have seen all three, rows says ``dst.tokens(rank)``.
+
     Raises: ValueError for layouts of other tokens or ranks than the comm's, or a wrong number of rows, on every rank.
     """
-    number = comm.next_call()
-    error: Exception | None = None
-    facts: dict[str, object] = {}
     try:
-        _check_layouts(x, comm, src, dst)
-        facts = {"src": src.digest(), "dst": dst.digest()}
-    except Exception as found:  # whatever it is, the others must hear of it
-        error = found
-    tag = _agreed(comm, "relayout", x, 0, number, facts, error)
-    return _moved(x, comm, src.memo(("to", dst, comm.rank), lambda: _moves(src, dst, comm)), tag)
+        if rows is None:
+            rows = _rows_of(x, comm, src, dst)
+        grad = torch.is_grad_enabled() and x.requires_grad
+    except Exception as error:
+        refuse("relayout", comm, error)
+    y, _ = torch.ops.seqpar.relayout(x, handles(src, dst, comm), "relayout", 0, rows, grad)
+    return y  # type: ignore[no-any-return]
+
+
+def _rows_of(x: Tensor, comm: Comm, src: Layout, dst: Layout) -> int:
+    if torch.compiler.is_compiling():
+        raise ValueError("relayout in a compiled model needs rows=dst.tokens(rank)")
+    _check_layouts(x, comm, src, dst)
+    return dst.tokens(comm.rank)
 
 
 def _check_layouts(x: Tensor, comm: Comm, src: Layout, dst: Layout) -> None:
@@ -119,10 +127,9 @@ def unshard(x: Tensor, plan: Plan, comm: Comm, *, dim: int = 0, side: str = "q")
 
     Raises: ValueError for a wrong number of rows, on every rank.
     """
-    number = comm.next_call()
-    error: Exception | None = None
-    rows = 0
     try:
+        if torch.compiler.is_compiling():
+            raise NotImplementedError("unshard in a compiled model is not built; call it outside")
         layout = _layout_of(plan, side)
         if plan.ranks != comm.size:
             raise ValueError(f"the plan is for {plan.ranks} ranks, the comm has {comm.size}")
@@ -130,21 +137,23 @@ def unshard(x: Tensor, plan: Plan, comm: Comm, *, dim: int = 0, side: str = "q")
         if not -x.dim() <= dim < x.dim() or x.shape[dim] != rows:
             raise ValueError(f"x on rank {comm.rank} must have {rows} rows at dim {dim}, got {list(x.shape)}")
         dim %= x.dim()
-    except Exception as found:
-        error = found
-    facts = {} if error else {"plan": plan.digest(), "dim": dim, "side": side}
-    tag = _agreed(comm, "unshard", x, dim, number, facts, error)
-    moves = plan.memo(("unshard", side, comm.rank), lambda: _copies(layout, comm, rows))
-    return _moved(x.movedim(dim, 0), comm, moves, tag).movedim(0, dim)
+        grad = torch.is_grad_enabled() and x.requires_grad
+    except Exception as error:
+        refuse("unshard", comm, error)
+    y, _ = torch.ops.seqpar.relayout(x.movedim(dim, 0), handles(plan, comm), side, dim, layout.total, grad)
+    return y.movedim(0, dim)  # type: ignore[no-any-return]
 
 
-def _copies(layout: Layout, comm: Comm, rows: int) -> Moves:
+def _copies(plan: Plan, side: str, comm: Comm) -> Moves:
+    layout = _layout_of(plan, side)
     mine = slice(0, layout.tokens(comm.rank))
     recvs: dict[int, Rows] = {}
     for peer in range(comm.size):
         at = layout.positions(peer)
         recvs[peer] = as_rows(at) if (at[1:] > at[:-1]).all() else at
-    return Moves({peer: mine for peer in range(comm.size)}, recvs, rows, layout.total, copied=True)
+    return Moves(
+        {peer: mine for peer in range(comm.size)}, recvs, plan.rows(comm.rank, side), layout.total, copied=True
+    )
 
 
 def _layout_of(plan: Plan, side: str) -> Layout:
@@ -153,38 +162,71 @@ def _layout_of(plan: Plan, side: str) -> Layout:
     return plan.layout if side == "q" else plan.kv_layout
 
 
+# --- the op -----------------------------------------------------------------------------------------------------------
+
+
+@dataclass(eq=False)
+class Moved(Made):
+    """A move that was made, for the way back."""
+
+    moves: Moves | None = None
+
+
+def _relayout(
+    x: Tensor, handles: Sequence[Tensor], what: str, dim: int, rows: int, grad: bool
+) -> tuple[Tensor, Tensor]:
+    """The result, and the ticket of the way back.
+
+    what: "relayout", with the handle of src, dst and comm; "q" or "kv", `unshard` with that of plan and comm; "back",
+    with the ticket of the move that this is the way back of. dim: where the rows were in what the verb got.
+    """
+    if what == "back":
+        (made,) = carried(handles[0])
+        comm, tag, moves = made.comm, made.back(), made.moves.transposed()
+    else:
+        comm, tag, moves = _agreed(x, handles, what, dim, rows, grad)
+    wide = moves.summed and x.dtype.is_floating_point
+    y = x.new_zeros(moves.rows_out, *x.shape[1:], dtype=acc_dtype(x.dtype) if wide else x.dtype)
+    for at, values in _exchange(x, comm, moves, tag):
+        y[at] = take(y, at) + values if moves.summed else values
+    return y.to(x.dtype), carry(Moved(comm, tag, moves=moves))
+
+
 def _agreed(
-    comm: Comm, what: str, x: Tensor, dim: int, number: int, facts: dict[str, object], error: Exception | None
-) -> Tag:
-    if error is None:
-        others = [-1 if n == dim else size for n, size in enumerate(x.shape)]
-        grads = torch.is_grad_enabled() and x.requires_grad
-        facts |= {"dtype": x.dtype, "device": x.device.type, "other dims": others, "requires grad": grads}
-    agree_once(comm, what, facts, error)
-    return Tag(signature(facts, what), number, 0, 0)
+    x: Tensor, handles: Sequence[Tensor], what: str, dim: int, rows: int, grad: bool
+) -> tuple[Comm, Tag, Moves]:
+    """The comm, the name and the rows of a new move; all ranks agree on it."""
+    verb = what if what == "relayout" else "unshard"
+    *given, comm = values_of(handles, *((Layout, Layout) if what == "relayout" else (Plan,)))
+    number = comm.next_call()
+    error: Exception | None = None
+    facts: dict[str, object] = {}
+    moves: Moves | None = None
+    try:
+        if what == "relayout":
+            src, dst = given
+            _check_layouts(x, comm, src, dst)
+            moves = src.memo(("to", dst, comm.rank), lambda: _moves(src, dst, comm))
+            facts = {"src": src.digest(), "dst": dst.digest()}
+        else:
+            (plan,) = given
+            moves = plan.memo(("unshard", what, comm.rank), lambda: _copies(plan, what, comm))
+            facts = {"plan": plan.digest(), "dim": dim, "side": what}
+        if rows != moves.rows_out:
+            raise ValueError(f"rows={rows}, but rank {comm.rank} gets {moves.rows_out}")
+        others = list(x.shape[1:])
+        facts |= {"dtype": x.dtype, "device": x.device.type, "other dims": others, "requires grad": grad}
+    except Exception as found:  # whatever it is, the others must hear of it
+        error = found
+    agree_once(comm, verb, facts, error)
+    assert moves is not None
+    return comm, Tag(signature(facts, verb), number, 0, 0), moves
 
 
-def _moved(x: Tensor, comm: Comm, moves: Moves, tag: Tag) -> Tensor:
-    return _Move.apply(x, comm, moves, tag)  # type: ignore[no-any-return]
-
-
-class _Move(torch.autograd.Function):
-    """One exchange of rows; backward is the way back, summed where a row was sent to several ranks."""
-
-    @staticmethod
-    def forward(ctx: Any, x: Tensor, comm: Comm, moves: Moves, tag: Tag) -> Tensor:
-        ctx.args = comm, moves.transposed(), tag._replace(phase=tag.phase + 1)
-        wide = moves.summed and x.dtype.is_floating_point
-        y = x.new_zeros(moves.rows_out, *x.shape[1:], dtype=acc_dtype(x.dtype) if wide else x.dtype)
-        for rows, values in _exchange(x, comm, moves, tag):
-            y[rows] = take(y, rows) + values if moves.summed else values
-        return y.to(x.dtype)
-
-    @staticmethod
-    def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, ...]:
-        *args, tag = ctx.args
-        ctx.args = *args, tag._replace(stage=tag.stage + 1)  # another backward pass has numbers of its own
-        return _Move.apply(grads[0], *args, tag), None, None, None
+def _fake_relayout(
+    x: Tensor, handles: Sequence[Tensor], what: str, dim: int, rows: int, grad: bool
+) -> tuple[Tensor, Tensor]:
+    return x.new_empty(rows, *x.shape[1:]), torch.empty((), dtype=torch.int64, device="cpu")
 
 
 def _exchange(x: Tensor, comm: Comm, moves: Moves, tag: Tag) -> list[tuple[slice | Tensor, Tensor]]:
@@ -207,3 +249,37 @@ def _exchange(x: Tensor, comm: Comm, moves: Moves, tag: Tag) -> list[tuple[slice
             tag=tag,
         ).wait()
     return [(on_device(moves.recvs[p]), recvs[p]) for p in sorted(recvs)]
+
+
+class _Relayout(torch.autograd.Function):
+    """The op in autograd; backward is the way back, summed where a row was sent to several ranks."""
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, *arguments: Any) -> tuple[Tensor, Tensor]:
+        with torch._C._AutoDispatchBelowAutograd():
+            y, ticket = torch.ops.seqpar.relayout(x, *arguments)
+        ctx.mark_non_differentiable(ticket)
+        ctx.back = [ticket], "back", 0, x.shape[0], False
+        return y, ticket
+
+    @staticmethod
+    def backward(ctx: Any, dy: Tensor, _: Tensor) -> tuple[Tensor | None, ...]:
+        dx, _ = torch.ops.seqpar.relayout(dy, *ctx.back)
+        return (dx, *[None] * 5)
+
+
+def _differentiable(x: Tensor, *arguments: Any) -> tuple[Tensor, Tensor]:
+    if torch.is_grad_enabled() and x.requires_grad:
+        return _Relayout.apply(x, *arguments)  # type: ignore[no-any-return]
+    with torch._C._AutoDispatchBelowAutograd():
+        return torch.ops.seqpar.relayout(x, *arguments)  # type: ignore[no-any-return]
+
+
+_LIBRARY = torch.library.Library("seqpar", "FRAGMENT")
+_LIBRARY.define(
+    "relayout(Tensor x, Tensor[] handles, str what, int dim, SymInt rows, bool grad) -> (Tensor y, Tensor ticket)",
+    tags=torch.Tag.pt2_compliant_tag,
+)
+_LIBRARY.impl("relayout", _relayout, "CompositeExplicitAutograd")
+_LIBRARY.impl("relayout", _differentiable, "Autograd")
+torch.library.register_fake("seqpar::relayout", _fake_relayout, lib=_LIBRARY)

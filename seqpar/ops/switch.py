@@ -11,6 +11,7 @@ from torch import Tensor
 
 from seqpar.comm import Comm, Tag
 from seqpar.ops.agree import abort_on_error, agree_once, signature
+from seqpar.ops.handles import Made, carried, carry, handles, refuse, values_of
 
 
 def switch(
@@ -35,33 +36,23 @@ def switch(
     many as this one along concat_dim, and split_dim is split into equal shares. Other dims are whole and equal.
     The adjoint is ``switch`` with the two dims, and the two sizes, swapped.
 
+    In a compiled model the comm must be one that `bind` has seen: ``seqpar.bind(comm)``, or with a plan.
+
     Raises: ValueError for equal or missing dims, sizes that do not add up, or ranks that differ, on every rank before
     any byte moves.
 
     Source: Jacobs et al. 2023 (DeepSpeed-Ulysses); Zhao et al. 2024 (DSP, section 3).
     """
-    number = comm.next_call()
-    error: Exception | None = None
-    split: list[int] = []
-    concat: list[int] = []
-    facts: dict[str, object] = {}
     try:
         split_dim, concat_dim = _dim(x, split_dim, "split_dim"), _dim(x, concat_dim, "concat_dim")
         if split_dim == concat_dim:
             raise ValueError(f"split_dim and concat_dim are both {split_dim}; a switch is between two dimensions")
         split, concat = _sizes(x, comm, split_dim, concat_dim, sizes)
-        shape = list(x.shape)
-        shape[split_dim] = shape[concat_dim] = -1
-        facts = {
-            "split_dim": split_dim, "concat_dim": concat_dim, "split sizes": split, "concat sizes": concat,
-            "other dims": shape, "dtype": x.dtype, "device": x.device.type,
-            "requires grad": torch.is_grad_enabled() and x.requires_grad,
-        }  # fmt: skip
-    except Exception as found:  # whatever it is, the others must hear of it
-        error = found
-    agree_once(comm, "switch", facts, error)
-    tag = Tag(signature(facts, "switch"), number, 0, 0)
-    return _Switch.apply(x, comm, split_dim, concat_dim, split, concat, tag)  # type: ignore[no-any-return]
+        grad = torch.is_grad_enabled() and x.requires_grad
+    except Exception as error:
+        refuse("switch", comm, error)
+    y, _ = torch.ops.seqpar.switch(x, handles(comm), split_dim, concat_dim, split, concat, comm.rank, False, grad)
+    return y  # type: ignore[no-any-return]
 
 
 def _dim(x: Tensor, dim: int, name: str) -> int:
@@ -89,25 +80,39 @@ def _sizes(
     return split, concat
 
 
-class _Switch(torch.autograd.Function):
-    """One all-to-all; backward is the switch back."""
+def _switch(
+    x: Tensor, handles: Sequence[Tensor], split_dim: int, concat_dim: int, split: Sequence[int], concat: Sequence[int],
+    rank: int, back: bool, grad: bool,
+) -> tuple[Tensor, Tensor]:  # fmt: skip
+    """The result, and the ticket of the way back. back: this is one; handles: of the comm, or else that ticket."""
+    if back:
+        (made,) = carried(handles[0])
+        comm, tag = made.comm, made.back()
+    else:
+        (comm,) = values_of(handles)
+        number = comm.next_call()
+        shape = list(x.shape)
+        shape[split_dim] = shape[concat_dim] = -1
+        facts: dict[str, object] = {
+            "split_dim": split_dim, "concat_dim": concat_dim, "split sizes": split, "concat sizes": concat,
+            "other dims": shape, "dtype": x.dtype, "device": x.device.type, "requires grad": grad,
+        }  # fmt: skip
+        agree_once(comm, "switch", facts, None)
+        tag = Tag(signature(facts, "switch"), number, 0, 0)
+    return _all_to_all(x, comm, split_dim, concat_dim, split, concat, tag), carry(Made(comm, tag))
 
-    @staticmethod
-    def forward(
-        ctx: Any, x: Tensor, comm: Comm, split_dim: int, concat_dim: int, split: list[int], concat: list[int], tag: Tag
-    ) -> Tensor:
-        ctx.args = comm, concat_dim, split_dim, concat, split, tag._replace(phase=tag.phase + 1)
-        return _all_to_all(x, comm, split_dim, concat_dim, split, concat, tag)
 
-    @staticmethod
-    def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, ...]:
-        *args, tag = ctx.args
-        ctx.args = *args, tag._replace(stage=tag.stage + 1)  # another backward pass has numbers of its own
-        return (_Switch.apply(grads[0], *args, tag), *[None] * 6)
+def _fake_switch(
+    x: Tensor, handles: Sequence[Tensor], split_dim: int, concat_dim: int, split: Sequence[int], concat: Sequence[int],
+    rank: int, back: bool, grad: bool,
+) -> tuple[Tensor, Tensor]:  # fmt: skip
+    shape = list(x.shape)
+    shape[split_dim], shape[concat_dim] = split[rank], sum(concat)
+    return x.new_empty(shape), torch.empty((), dtype=torch.int64, device="cpu")
 
 
 def _all_to_all(
-    x: Tensor, comm: Comm, split_dim: int, concat_dim: int, split: list[int], concat: list[int], tag: Tag
+    x: Tensor, comm: Comm, split_dim: int, concat_dim: int, split: Sequence[int], concat: Sequence[int], tag: Tag
 ) -> Tensor:
     pieces = x.split(split, split_dim)
     shape = list(x.shape)
@@ -128,3 +133,39 @@ def _all_to_all(
     for peer, (received,) in recvs.items():
         y.narrow(concat_dim, int(starts[peer]), concat[peer]).copy_(received)
     return y
+
+
+class _Switch(torch.autograd.Function):
+    """The op in autograd; backward is the op with the roles swapped."""
+
+    @staticmethod
+    def forward(ctx: Any, *arguments: Any) -> tuple[Tensor, Tensor]:
+        with torch._C._AutoDispatchBelowAutograd():
+            y, ticket = torch.ops.seqpar.switch(*arguments)
+        ctx.mark_non_differentiable(ticket)
+        _, _, split_dim, concat_dim, split, concat, rank, *_ = arguments
+        ctx.back = [ticket], concat_dim, split_dim, concat, split, rank, True, False
+        return y, ticket
+
+    @staticmethod
+    def backward(ctx: Any, dy: Tensor, _: Tensor) -> tuple[Tensor | None, ...]:
+        dx, _ = torch.ops.seqpar.switch(dy, *ctx.back)
+        return (dx, *[None] * 8)
+
+
+def _differentiable(x: Tensor, *arguments: Any) -> tuple[Tensor, Tensor]:
+    if torch.is_grad_enabled() and x.requires_grad:
+        return _Switch.apply(x, *arguments)  # type: ignore[no-any-return]
+    with torch._C._AutoDispatchBelowAutograd():
+        return torch.ops.seqpar.switch(x, *arguments)  # type: ignore[no-any-return]
+
+
+_LIBRARY = torch.library.Library("seqpar", "FRAGMENT")
+_LIBRARY.define(
+    "switch(Tensor x, Tensor[] handles, int split_dim, int concat_dim, SymInt[] split, SymInt[] concat, int rank, "
+    "bool back, bool grad) -> (Tensor y, Tensor ticket)",
+    tags=torch.Tag.pt2_compliant_tag,
+)
+_LIBRARY.impl("switch", _switch, "CompositeExplicitAutograd")
+_LIBRARY.impl("switch", _differentiable, "Autograd")
+torch.library.register_fake("seqpar::switch", _fake_switch, lib=_LIBRARY)

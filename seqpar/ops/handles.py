@@ -1,0 +1,192 @@
+"""Plans and comms as data: tensors that stand for Python values, so that a compiled graph serves any of them.
+
+A graph takes tensors; a Python value would be compiled in, and the next batch's plan would come too late. So a value
+goes in as a *handle*, a 0-d int64 CPU tensor that leads back to it in two ways::
+
+    storage   carries the value, for the tensor that was made, its views and what autograd saves of it
+    number    the element: names the value among those alive in this process, for copies; 0 names nothing
+
+No number stands for two values, in any process, and no table keeps a value alive: the storage does, or the value's
+other owners. A *ticket* is a handle that an op returns for its backward op. What it carries dies with the graph.
+"""
+
+from __future__ import annotations
+
+import os
+import weakref
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any, NoReturn
+
+import torch
+from torch import Tensor
+from torch.nn import Parameter
+from torch.utils._python_dispatch import TorchDispatchMode, _get_current_dispatch_mode_stack
+
+from seqpar.comm import Comm, Tag
+from seqpar.mask import Fact
+from seqpar.ops.agree import agree_once
+
+
+class Carried:
+    """Values and the number that names them, in the storage of a handle."""
+
+    def __init__(self, values: tuple[Any, ...], number: int = 0) -> None:
+        self.found, self.number = values, number
+
+    def values(self) -> tuple[Any, ...]:
+        """The values."""
+        return self.found
+
+
+class Name:
+    """The handle of one value, kept by the value itself: it is there as long as the value, and in no copy of it."""
+
+    def __init__(self, owner: object) -> None:
+        self.owner, self.number = weakref.ref(owner), _number()
+        self.handle = torch.tensor(self.number, dtype=torch.int64, device="cpu")
+
+    def values(self) -> tuple[Any, ...] | None:
+        """The value, alone, while it lives."""
+        owner = self.owner()
+        return None if owner is None else (owner,)
+
+    def __reduce__(self) -> tuple[type, tuple[()]]:
+        return type(None), ()
+
+
+_names: weakref.WeakValueDictionary[int, Carried | Name] = weakref.WeakValueDictionary()
+_bound: weakref.WeakValueDictionary[tuple[object, ...], Carried] = weakref.WeakValueDictionary()
+
+
+def bind(*values: object) -> Tensor:
+    """The handle of a plan and a comm, or of the values of another verb: what stands for them in a compiled model.
+
+    Afterwards the handle, and in compiled code also ``plan`` and ``comm`` themselves, can be given to `attention`
+    (``bind(comm)`` is what `switch` needs, ``bind(src, dst, comm)`` what `relayout` needs). Values that are equal get
+    equal handles. A handle keeps its values alive; a copy of its element finds them as long as something else does.
+
+        handle = seqpar.bind(plan, comm)   # for each batch
+        loss = compiled(tokens, handle)    # inside: seqpar.attention(q, k, v, handle)
+    """
+    key = tuple(value.digest() if isinstance(value, Fact) else id(value) for value in values)
+    carried = _bound.get(key)
+    if carried is None:
+        carried = _bound[key] = Carried(values, _number())
+        _names[carried.number] = carried
+    for value in values:
+        owned = getattr(value, "__dict__", None)
+        if owned is not None and not (isinstance(name := owned.get("_name"), Name) and name.owner() is value):
+            name = owned["_name"] = Name(value)
+            _names[name.number] = name
+    return _tensor(carried)
+
+
+def carry(*values: object) -> Tensor:
+    """A handle of values that only its storage leads to. Its element is 0, so that equal calls give equal tickets."""
+    return _tensor(Carried(values))
+
+
+def in_graph(*tensors: object) -> bool:
+    """Whether a verb goes through its op: a graph is traced, tensors are fake, or a region is recomputed selectively.
+
+    Modes that only look on see what the op does inside, as without it.
+    """
+    return (
+        torch.compiler.is_compiling()
+        or (torch._C._len_torch_dispatch_stack() > 0 and any(map(_wants_ops, _get_current_dispatch_mode_stack())))
+        or any(type(x) is not Tensor and isinstance(x, Tensor) and type(x) is not Parameter for x in tensors)
+    )
+
+
+def _wants_ops(mode: TorchDispatchMode) -> bool:
+    return mode.is_infra_mode() or type(mode).__module__ == "torch.utils.checkpoint"
+
+
+def handles(*values: object) -> list[Tensor]:
+    """What stands for values in the arguments of an op: in eager mode one handle that carries them all.
+
+    Raises: ValueError while a graph is compiled for values that `bind` has not seen.
+    """
+    if isinstance(values[0], Tensor):
+        return [values[0]]
+    if not torch.compiler.is_compiling():
+        return [carry(*values)]
+    return [_handle(value) for value in values]
+
+
+def _handle(value: Any) -> Tensor:
+    # An attribute that is a tensor becomes an input of the graph: another value brings its own, and nothing recompiles.
+    name = getattr(value, "_name", None)
+    if name is None:
+        raise ValueError("a compiled model got a plan, layout or comm without a handle; call seqpar.bind on them first")
+    return name.handle  # type: ignore[no-any-return]
+
+
+def values_of(handles: Sequence[Tensor], *kinds: type) -> tuple[Any, ...]:
+    """The values that handles stand for, which begin with these kinds and end with a comm.
+
+    Raises: ValueError for a handle that is none, stands for nothing, or for other values.
+    """
+    values = [value for handle in handles for value in carried(handle)]
+    if len(values) != len(kinds) + 1 or not all(isinstance(v, kind) for v, kind in zip(values, kinds)):
+        expected = ", ".join([*(kind.__name__.lower() for kind in kinds), "comm"])
+        raise ValueError(f"expected the handle of seqpar.bind({expected}), got that of {values!r:.200}")
+    return tuple(values)
+
+
+def carried(handle: Tensor) -> tuple[Any, ...]:
+    """What a handle or a ticket stands for.
+
+    Raises: ValueError for a handle that is none or stands for nothing; RuntimeError for a copy of a ticket.
+    """
+    if not isinstance(handle, Tensor) or handle.dim() or handle.dtype != torch.int64 or not handle.is_cpu:
+        raise ValueError(f"a handle is a 0-d int64 CPU tensor made by seqpar.bind, got {handle!r:.200}")
+    entry = getattr(handle.untyped_storage(), "_seqpar", None)
+    number = int(handle)
+    if entry is None or entry.number != number:  # a copy, or written over with another handle
+        entry = _names.get(number)
+    values = None if entry is None else entry.values()
+    if values is None and number == 0:
+        raise RuntimeError(
+            "a backward got a copy of its ticket, and only the one that forward made leads to the call; a hook that "
+            "copies saved tensors, as save_on_cpu(pin_memory=True) does, must leave 0-d integers as they are"
+        )
+    if values is None:
+        raise ValueError(
+            f"handle {number} stands for nothing: its plan or comm was dropped, or seqpar.bind did not make it in this "
+            "process; keep what bind returned for as long as the handle or a copy of it is used"
+        )
+    return values  # type: ignore[no-any-return]
+
+
+def _tensor(carried: Carried) -> Tensor:
+    handle = torch.tensor(carried.number, dtype=torch.int64, device="cpu")
+    handle.untyped_storage()._seqpar = carried  # type: ignore[attr-defined]
+    return handle
+
+
+def _number() -> int:
+    return int.from_bytes(os.urandom(8), "little") >> 1 or 1
+
+
+@dataclass(eq=False)
+class Made:
+    """A call that was made, for the way back: another call of the same op, which takes this one's ticket as handle."""
+
+    comm: Comm
+    tag: Tag
+    passes: int = 0
+
+    def back(self) -> Tag:
+        """The name of the next way back: another backward pass has numbers of its own."""
+        self.passes += 1
+        return self.tag._replace(phase=self.tag.phase + 1, stage=self.tag.stage + self.passes - 1)
+
+
+def refuse(what: str, comm: Comm, error: Exception) -> NoReturn:
+    """Raise the error of arguments that the op of a verb cannot take, in its place: the other ranks hear of it."""
+    if not torch.compiler.is_compiling():
+        comm.next_call()
+        agree_once(comm, what, {}, error)
+    raise error

@@ -1,0 +1,475 @@
+"""Verbs in compiled models: one graph for all plans and never a stale one, and tickets that live as long as a graph."""
+
+from __future__ import annotations
+
+import copy
+import gc
+import pickle
+import weakref
+from collections.abc import Callable, Iterator
+
+import pytest
+import torch
+from torch import Tensor, nn
+from torch._dynamo.testing import CompileCounterWithBackend
+from torch.library import opcheck
+from torch.utils.checkpoint import CheckpointPolicy, checkpoint, create_selective_checkpoint_contexts
+
+import seqpar
+from seqpar.comm import Comm, LocalComm
+from seqpar.layout import Layout
+from seqpar.mask import Mask
+from seqpar.ops import graph
+from seqpar.ops.handles import bind, carried, carry
+from seqpar.plan import Plan
+from seqpar.testing import run_processes
+from tests.cases import Case
+
+OPS = torch.ops.seqpar
+PLAIN = (
+    None,
+    0.0,
+    0.0,
+    None,
+    True,
+    "auto",
+    False,
+)  # scale, softcap, dropout_p, seed, deterministic, kernel, return_lse
+
+
+@pytest.fixture(autouse=True)
+def fresh() -> Iterator[None]:
+    """No graph of another test, whose guards and counts would mix with this one's."""
+    torch._dynamo.reset()
+    yield
+    torch._dynamo.reset()
+
+
+def plans(ranks: int, count: int) -> list[Plan]:
+    """Plans that differ in all that they can, numbers of rows included."""
+    made = []
+    for n in range(count):
+        mask = ("packed", "window", "full", "bounds")[n % 4]
+        layout = ("zigzag", "striped", "contiguous", "blocks", "arbitrary")[n % 5 if ranks == 1 else n % 4]
+        transport = ("fetch", "ring", "gather")[n % 3]
+        lengths = (9 + n, 9, 16 + 2 * n)
+        made.append(Case(mask, layout, transport, ranks, (1, ranks)[n // 2 % 2], lengths, n, mixed=n % 3 == 1).plan())
+    return made
+
+
+class Layer(nn.Module):
+    """Attention with sinks and slopes between two projections, knowing nothing of ranks."""
+
+    def __init__(self, dim: int = 8, heads: int = 4, kv_heads: int = 2, head_dim: int = 4) -> None:
+        super().__init__()
+        self.heads, self.head_dim = (heads, kv_heads, kv_heads), head_dim
+        self.qkv, self.out = nn.Linear(dim, sum(self.heads) * head_dim), nn.Linear(heads * head_dim, dim)
+        self.sinks = nn.Parameter(torch.linspace(-1, 1, heads))
+
+    def forward(self, x: Tensor, *plan: object) -> Tensor:
+        q, k, v = self.qkv(x).unflatten(-1, (-1, self.head_dim)).split(self.heads, dim=1)
+        slopes = self.sinks.detach().exp()  # memory that a graph may write over
+        out, lse = seqpar.attention(q, k, v, *plan, sinks=self.sinks, alibi_slopes=slopes, return_lse=True)
+        return x + self.out(out.flatten(1)) + lse.tanh().sum(-1, keepdim=True).to(x.dtype)
+
+
+def model(layers: int = 2) -> nn.Module:
+    """A small decoder, the same on every rank."""
+
+    class Model(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.layers = nn.ModuleList(Layer() for _ in range(layers))
+
+        def forward(self, x: Tensor, *plan: object) -> Tensor:
+            for layer in self.layers:
+                x = layer(nn.functional.layer_norm(x, x.shape[1:]), *plan)
+            return x
+
+    torch.manual_seed(0)
+    return Model().double()
+
+
+def trained(net: nn.Module, rows: int, *plan: object, dynamic: bool = False) -> list[Tensor]:
+    """Output and all gradients."""
+    x = torch.randn(rows, 8, dtype=torch.float64, generator=torch.Generator().manual_seed(rows)).requires_grad_()
+    if dynamic:
+        torch._dynamo.mark_dynamic(x, 0)
+    net.zero_grad()
+    out = net(x, *plan)
+    out.square().sum().backward()
+    return [out.detach(), x.grad, *(p.grad.clone() for p in net.parameters())]
+
+
+def assert_equal(got: list[Tensor], expected: list[Tensor]) -> None:
+    for a, b in zip(got, expected, strict=True):
+        torch.testing.assert_close(a, b, rtol=1e-9, atol=1e-9)
+
+
+# --- one graph for all plans ------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("by", ["handle", "objects"])
+@pytest.mark.parametrize("dynamic", [False, True])
+def test_one_graph_serves_all_plans(by, dynamic) -> None:
+    comm, net, counter = LocalComm(), model(), CompileCounterWithBackend("aot_eager")
+    compiled = torch.compile(net, backend=counter, fullgraph=True)
+    for plan in plans(1, 20):
+        handle = bind(plan, comm)
+        given = (handle,) if by == "handle" else (plan, comm)
+        got = trained(compiled, plan.rows(0), *given, dynamic=dynamic)
+        assert_equal(got, trained(net, plan.rows(0), plan, comm))
+    assert counter.frame_count == (1 if dynamic else 2)
+
+
+def test_inductor_compiles_a_layer() -> None:
+    comm, net, counter = LocalComm(), model(1), CompileCounterWithBackend("inductor")
+    compiled = torch.compile(net, backend=counter, fullgraph=True)
+    for plan in plans(1, 5):
+        got = trained(compiled, plan.rows(0), bind(plan, comm), dynamic=True)
+        assert_equal(got, trained(net, plan.rows(0), plan, comm))
+    assert counter.frame_count == 1
+
+
+def on_a_rank(comm: Comm, count: int) -> tuple[int, list[int]]:
+    """Graphs compiled, and bytes sent in compiled and in eager steps that gave equal results."""
+    net, counter = model(), CompileCounterWithBackend("aot_eager")
+    compiled = torch.compile(net, backend=counter, fullgraph=True)
+    sent = [0, 0]
+    for plan in plans(comm.size, count):
+        rows, handle = plan.rows(comm.rank), bind(plan, comm)
+        results = []
+        for kind, (run, given) in enumerate(((compiled, (handle,)), (net, (plan, comm)))):
+            comm.stats.reset()
+            results.append(trained(run, rows, *given))
+            sent[kind] += comm.stats.bytes_sent
+        assert_equal(*results)
+    return counter.frame_count, sent
+
+
+def test_one_graph_serves_all_plans_on_processes() -> None:
+    for graphs, (compiled, eager) in run_processes(2, on_a_rank, 20):
+        assert graphs <= 2
+        assert compiled == eager > 0
+
+
+def attend(q: Tensor, *plan: object, **options: object) -> Tensor:
+    """Attention of queries to themselves."""
+    return seqpar.attention(q, q, q, *plan, **options)
+
+
+def compiled(function: Callable[..., Tensor], backend: object = "aot_eager") -> Callable[..., Tensor]:
+    return torch.compile(function, backend=backend, fullgraph=True)
+
+
+def pair(**mask: object) -> tuple[Plan, LocalComm]:
+    return Plan(Mask([5, 9], **mask), Layout.contiguous(14, 1)), LocalComm()
+
+
+@pytest.mark.parametrize("by", ["handle", "objects", "attributes", "static handle"])
+def test_a_plan_is_never_stale(by) -> None:
+    """Same rows, other masks: nothing that guards check differs."""
+
+    class Holder(nn.Module):
+        def forward(self, q: Tensor) -> Tensor:
+            return attend(q, self.plan, self.comm)
+
+    counter = CompileCounterWithBackend("aot_eager")
+    holder = Holder()
+    run = compiled(holder if by == "attributes" else attend, counter)
+    q, static, kept = torch.randn(14, 2, 4), bind(*pair()), []
+    for causal, window in ((True, None), (False, None), (True, 1), (True, 2), (True, None)):
+        plan, comm = pair(causal=causal, window=(window, None))
+        handle = bind(plan, comm)
+        kept.append(handle)
+        if by == "attributes":
+            holder.plan, holder.comm = plan, comm
+            out = run(q)
+        elif by == "static handle":
+            out = run(q, static.copy_(handle))  # its storage still carries the plan that it was made for
+        else:
+            out = run(q, *((handle,) if by == "handle" else (plan, comm)))
+        assert torch.equal(out, attend(q, plan, comm))
+    assert counter.frame_count == 1
+
+
+def test_another_seed_is_another_dropout() -> None:
+    handle, counter = bind(*pair()), CompileCounterWithBackend("aot_eager")
+    q, run = torch.randn(14, 2, 4), compiled(attend, counter)
+    found = [run(q, handle, dropout_p=0.5, dropout_seed=seed) for seed in range(5, 9)]
+    for seed, out in enumerate(found, 5):
+        assert torch.equal(out, attend(q, handle, dropout_p=0.5, dropout_seed=seed))
+    assert counter.frame_count <= 2
+
+
+# --- handles ----------------------------------------------------------------------------------------------------------
+
+
+def test_equal_values_have_equal_handles_that_copies_share() -> None:
+    (plan, comm), q = pair(), torch.randn(14, 2, 4)
+    handle = bind(plan, comm)
+    assert (handle.dim(), handle.dtype, handle.device.type) == (0, torch.int64, "cpu")
+    again = bind(Plan(plan.mask, plan.layout), comm)
+    assert torch.equal(handle, again)
+    assert not torch.equal(handle, bind(plan, LocalComm()))
+    assert not torch.equal(handle, bind(Plan(Mask([14]), plan.layout), comm))
+    for other in (again, handle.clone(), pickle.loads(pickle.dumps(handle)), torch.stack([handle, handle])[1]):
+        assert torch.equal(attend(q, other), attend(q, plan, comm))
+
+
+def test_a_handle_keeps_its_plan_and_nothing_else_does() -> None:
+    (plan, comm), q = pair(), torch.randn(14, 2, 4, requires_grad=True)
+    alive = weakref.ref(plan)
+    handle = bind(plan, comm)
+    number = handle.clone()
+    run = compiled(attend)
+    run(q, plan, comm).sum().backward()
+    del plan
+    run(q, handle).sum().backward()
+    assert alive() is not None
+    del handle
+    assert alive() is None
+    for call in (attend, run):
+        with pytest.raises(ValueError, match=rf"handle {int(number)} stands for nothing: its plan or comm was dropped"):
+            call(q, number)
+
+
+def test_what_is_no_handle_says_so() -> None:
+    (plan, comm), q = pair(), torch.randn(14, 2, 4)
+    with pytest.raises(ValueError, match=r"expected the handle of seqpar.bind\(plan, comm\)"):
+        attend(q, bind(comm))
+    for wrong in (torch.tensor(3), torch.tensor(3.0), torch.tensor([3]), None):
+        with pytest.raises(ValueError, match="handle"):
+            attend(q, wrong)
+    with pytest.raises(ValueError, match="a plan and a comm, or their handle alone"):
+        attend(q, bind(plan, comm), comm)
+
+
+@pytest.mark.parametrize("how", ["new", "pickled", "copied"])
+def test_a_plan_without_a_handle_names_bind(how) -> None:
+    (plan, comm), q = pair(), torch.randn(14, 2, 4)
+    handle = bind(plan, comm)
+    made = {
+        "new": Plan,
+        "pickled": lambda *_: pickle.loads(pickle.dumps(plan)),
+        "copied": lambda *_: copy.deepcopy(plan),
+    }
+    other = made[how](plan.mask, plan.layout)
+    run = compiled(attend)
+    with pytest.raises(Exception, match=r"without a handle; call seqpar\.bind"):
+        run(q, other, comm)
+    bind(other, comm)
+    assert torch.equal(run(q, other, comm), attend(q, handle))
+
+
+def test_a_compiled_call_checks_what_it_gets() -> None:
+    run, handle = compiled(attend), bind(*pair())
+    with pytest.raises(ValueError, match="q on rank 0 must have 14 rows.*got 13"):
+        run(torch.randn(13, 2, 4), handle)
+    with pytest.raises(ValueError, match=r"dropout_p must be in \[0, 1\), got 1.5"):
+        run(torch.randn(14, 2, 4), handle, dropout_p=1.5)
+
+
+# --- opcheck ----------------------------------------------------------------------------------------------------------
+
+LAYOUTS = {"trivial": Layout.contiguous(14, 1), "traded": Layout([list(range(13, -1, -1))])}
+
+
+@pytest.mark.parametrize("layout", LAYOUTS)
+@pytest.mark.parametrize("grads", [False, True])
+@pytest.mark.parametrize("options", [False, True])
+def test_attention_is_a_proper_op(layout, grads, options) -> None:
+    comm, plan = LocalComm(), Plan(Mask([5, 9]), LAYOUTS[layout])
+    handle = bind(plan, comm)
+    q, k, v = (torch.randn(14, h, 4, dtype=torch.float64, requires_grad=grads) for h in (4, 2, 2))
+    sinks, slopes = (torch.rand(4, dtype=torch.float64) if options else None for _ in range(2))
+    chosen = (0.5, 2.0, 0.25, 7, True, "auto", True) if options else PLAIN
+    opcheck(OPS.attention, (q, k, v, sinks, slopes, [handle], *chosen, [grads, grads, False, False]))
+    given = *(x.detach() for x in (q, k, v)), sinks, slopes
+    out, lse, ticket = OPS.attention(*given, [handle], *chosen, [True] * 3 + [False])
+    named = bind(*carried(ticket))  # opcheck hands on copies
+    incoming = torch.randn_like(out), torch.randn_like(lse) if options else None
+    opcheck(OPS.attention_backward, (*incoming, *given, out, lse, named, [True, grads, True, options]))
+
+
+def test_switch_is_a_proper_op() -> None:
+    comm = LocalComm()
+    x = torch.randn(4, 6, dtype=torch.float64, requires_grad=True)
+    handle = bind(comm)
+    opcheck(OPS.switch, (x, [handle], 0, 1, [4], [6], 0, False, True))
+
+
+def test_relayout_is_a_proper_op() -> None:
+    comm, src, dst = LocalComm(), Layout.contiguous(14, 1), LAYOUTS["traded"]
+    plan = Plan(Mask([5, 9]), dst)
+    x = torch.randn(14, 3, dtype=torch.float64, requires_grad=True)
+    there, whole = bind(src, dst, comm), bind(plan, comm)
+    opcheck(OPS.relayout, (x, [there], "relayout", 0, 14, True))
+    opcheck(OPS.relayout, (x, [whole], "q", 0, 14, True))
+
+
+# --- the other verbs --------------------------------------------------------------------------------------------------
+
+
+def moved(x: Tensor, comm: Comm, src: Layout, dst: Layout, rows: list[int]) -> Tensor:
+    y = seqpar.relayout(x.sin(), comm, src=src, dst=dst, rows=rows[comm.rank])
+    return seqpar.switch(y.exp(), comm, split_dim=1, concat_dim=0, sizes=([1, 3], rows)).sin()
+
+
+def moved_on_a_rank(comm: Comm) -> int:
+    counter = CompileCounterWithBackend("aot_eager")
+    run = torch.compile(moved, backend=counter, fullgraph=True)
+    kept = []
+    for n in range(5):
+        src, dst = Layout.contiguous(10 + 2 * n, comm.size), Layout.striped(10 + 2 * n, comm.size, block=2)
+        kept.append(bind(src, dst, comm))
+        results = []
+        for function in (run, moved):
+            x = torch.randn(5 + n, 4, generator=torch.Generator().manual_seed(n)).requires_grad_()
+            y = function(x, comm, src, dst, [dst.tokens(r) for r in range(comm.size)])
+            y.square().sum().backward()
+            results.append([y.detach(), x.grad])
+        assert_equal(*results)
+    return counter.frame_count
+
+
+def test_switch_and_relayout_compile_on_processes() -> None:
+    assert max(run_processes(2, moved_on_a_rank)) <= 3  # numbers of rows that are equal once are first taken for one
+
+
+def test_the_other_verbs_say_what_a_graph_needs() -> None:
+    (plan, comm), x = pair(), torch.randn(14, 2)
+    with pytest.raises(Exception, match=r"without a handle; call seqpar\.bind"):
+        compiled(lambda x: seqpar.switch(x, comm, split_dim=0, concat_dim=1))(x)
+    bind(plan.layout, comm)
+    with pytest.raises(Exception, match=r"needs rows=dst\.tokens\(rank\)"):
+        compiled(lambda x: seqpar.relayout(x, comm, src=plan.layout, dst=plan.layout))(x)
+    with pytest.raises(ValueError, match="rows=13, but rank 0 gets 14"):
+        compiled(lambda x: seqpar.relayout(x, comm, src=plan.layout, dst=plan.layout, rows=13))(x)
+    with pytest.raises(Exception, match="unshard in a compiled model is not built"):
+        compiled(lambda x: seqpar.unshard(x, plan, comm))(x)
+
+
+# --- tickets ----------------------------------------------------------------------------------------------------------
+
+
+@pytest.fixture
+def records(monkeypatch: pytest.MonkeyPatch) -> weakref.WeakSet[graph.Record]:
+    """The records that are alive."""
+    alive: weakref.WeakSet[graph.Record] = weakref.WeakSet()
+    made = graph.carry
+
+    def noting(*values: object) -> Tensor:
+        alive.update(values)
+        return made(*values)
+
+    monkeypatch.setattr(graph, "carry", noting)
+    return alive
+
+
+def tensors() -> list[Tensor]:
+    g = torch.Generator().manual_seed(0)
+    return [torch.randn(14, h, 4, dtype=torch.float64, generator=g).requires_grad_() for h in (4, 2, 2)]
+
+
+def by_op(q: Tensor, k: Tensor, v: Tensor, handle: Tensor) -> Tensor:
+    """Attention through its op in eager mode."""
+    return OPS.attention(q, k, v, None, None, [handle], *PLAIN, [True, True, False, False])[0]
+
+
+def recomputed(q: Tensor, k: Tensor, v: Tensor, handle: Tensor) -> Tensor:
+    return checkpoint(lambda *x: seqpar.attention(*x, handle).sin(), q * 1.0, k, v, use_reentrant=False) * 1.0
+
+
+def gradients(function: Callable[..., Tensor], handle: Tensor, passes: int = 1) -> list[Tensor]:
+    leaves = tensors()
+    loss = function(*leaves, handle).square().sum()
+    for left in reversed(range(passes)):
+        loss.backward(retain_graph=left > 0)
+    return [x.grad / passes for x in leaves]
+
+
+ROUTES: dict[str, Callable[..., Tensor]] = {
+    "op": by_op,
+    "reentrant": lambda *x: checkpoint(by_op, *x, use_reentrant=True),
+    "not reentrant": lambda *x: checkpoint(by_op, *x, use_reentrant=False),
+    "eager reentrant": lambda *x: checkpoint(seqpar.attention, *x, use_reentrant=True),
+    "eager not reentrant": lambda *x: checkpoint(seqpar.attention, *x, use_reentrant=False),
+    "aot": lambda *x: compiled(seqpar.attention)(*x),
+    "inductor": lambda *x: compiled(seqpar.attention, "inductor")(*x),
+}
+
+
+@pytest.mark.parametrize("route", ROUTES)
+@pytest.mark.parametrize("layout", LAYOUTS)
+def test_backward_finds_its_record_and_frees_it(route, layout, records) -> None:
+    plan, comm = Plan(Mask([5, 9]), LAYOUTS[layout]), LocalComm()
+    handle = bind(plan, comm)
+    expected = gradients(seqpar.attention, handle)
+    assert_equal(gradients(ROUTES[route], handle), expected)
+    if "reentrant" not in route:
+        with torch._functorch.config.patch(donated_buffer=False):  # which a graph that is retained cannot have
+            assert_equal(gradients(ROUTES[route], handle, passes=3), expected)
+    loss = ROUTES[route](*tensors(), handle).sum()  # no backward of this one
+    assert len(records) == (0 if "reentrant" in route else 1)
+    del loss
+    gc.collect()
+    assert not records
+
+
+@pytest.mark.parametrize("layout", LAYOUTS)
+def test_a_recomputed_region_compiles(layout, records) -> None:
+    plan, comm = Plan(Mask([5, 9]), LAYOUTS[layout]), LocalComm()
+    handle = bind(plan, comm)
+    expected = gradients(recomputed, handle)
+    start = comm.next_call()
+    assert_equal(gradients(compiled(recomputed), handle), expected)
+    assert comm.next_call() - start == 3  # forward, and again in backward
+    assert not records
+
+
+@pytest.mark.parametrize("layout", LAYOUTS)
+@pytest.mark.parametrize(("policy", "calls"), [(CheckpointPolicy.MUST_SAVE, 1), (CheckpointPolicy.MUST_RECOMPUTE, 2)])
+def test_selective_recomputation_sees_the_op(layout, policy, calls, records) -> None:
+    plan, comm = Plan(Mask([5, 9]), LAYOUTS[layout]), LocalComm()
+    handle = bind(plan, comm)
+    expected = gradients(seqpar.attention, handle)
+
+    def choose(ctx: object, op: object, *args: object, **kwargs: object) -> CheckpointPolicy:
+        return policy if op is OPS.attention.default else CheckpointPolicy.PREFER_RECOMPUTE
+
+    def selective(*x: Tensor) -> Tensor:
+        def contexts() -> object:
+            return create_selective_checkpoint_contexts(choose)
+
+        return checkpoint(seqpar.attention, *x, use_reentrant=False, context_fn=contexts)
+
+    start = comm.next_call()
+    assert_equal(gradients(selective, handle), expected)
+    assert comm.next_call() - start == 1 + calls
+    assert not records
+
+
+@pytest.mark.parametrize("function", [by_op, seqpar.attention])
+def test_a_hook_that_copies_saved_tensors(function) -> None:
+    handle = bind(*pair())
+    expected = gradients(seqpar.attention, handle)
+    leaves = tensors()
+    with torch.autograd.graph.saved_tensors_hooks(torch.clone, lambda x: x):
+        out = function(*leaves, handle)
+    if function is by_op:
+        with pytest.raises(RuntimeError, match="a backward got a copy of its ticket"):
+            out.sum().backward()
+    else:  # offloading
+        out.square().sum().backward()
+        assert_equal([x.grad for x in leaves], expected)
+
+
+def test_the_op_has_no_double_backward() -> None:
+    q, k, v = tensors()
+    with pytest.raises(NotImplementedError, match="no double backward.*create_graph"):
+        torch.autograd.grad(by_op(q, k, v, bind(*pair())).sum(), q, create_graph=True)
+
+
+def test_a_ticket_says_nothing_by_its_value() -> None:
+    assert int(carry("anything")) == int(carry("else")) == 0
