@@ -105,7 +105,7 @@ def size_one(repeat: int) -> dict[str, list[float]]:
     comm = seqpar.LocalComm()
     score = Score(DIM**-0.5)
     kernel = choose("auto", ask(q, k, v, score, grads=False, deterministic=True, merges=False))
-    facts = uploaded(plan.steps(0), q.device).facts[0]
+    facts = uploaded(plan, plan.steps(0), q.device).facts[0]
     operands = Operands(q, k, v, facts, score)
     out, lse = torch.empty_like(q), torch.empty(HEADS, tokens)
     times: dict[str, list[float]] = {"attention, one rank": [], "kernel alone": []}

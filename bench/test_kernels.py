@@ -34,8 +34,8 @@ def cases() -> list[object]:
 
 
 def step_facts():
-    steps = Plan(Mask([TOKENS]), Layout.contiguous(TOKENS, 1)).steps(0)
-    return uploaded(steps, torch.device("cpu")).facts[0]
+    plan = Plan(Mask([TOKENS]), Layout.contiguous(TOKENS, 1))
+    return uploaded(plan, plan.steps(0), torch.device("cpu")).facts[0]
 
 
 def forward(kernel: Kernel, q, k, v, facts) -> tuple[torch.Tensor, torch.Tensor]:

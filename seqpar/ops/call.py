@@ -81,7 +81,7 @@ class Call:
     @cached_property
     def uploaded(self) -> Uploaded:
         """What the steps need on the device."""
-        return uploaded(self.steps(), self.device)
+        return uploaded(self.plan, self.steps(), self.device)
 
     def shares(self, part: Part) -> tuple[list[slice], list[slice]]:
         """Query heads and key heads of every member of a part."""
@@ -121,14 +121,16 @@ class Uploaded:
         return rows if isinstance(rows, slice) else self.numbers[id(rows)]
 
 
-def uploaded(steps: Sequence[Step], device: torch.device) -> Uploaded:
-    """All that a rank's steps need on a device, in one transfer; made when the first layer of a batch asks for it.
+def uploaded(plan: Plan, steps: Sequence[Step], device: torch.device) -> Uploaded:
+    """All that a rank's steps need on a device, in one transfer; made when the first layer of a batch asks for it, and
+    freed with the plan.
 
     On CUDA each stream has its own: another one would have to wait for the transfer, and for its readers before the
     memory is freed.
     """
     where = _where(device)
-    return steps[0].memo(("uploaded", where), lambda: _uploaded(steps, device, where))  # type: ignore[no-any-return]
+    # not with the steps, to which it refers: a cycle would keep the device's memory until Python looks for cycles
+    return plan.memo(("uploaded", id(steps), where), lambda: _uploaded(steps, device, where))  # type: ignore[no-any-return]
 
 
 def _where(device: torch.device) -> Hashable:

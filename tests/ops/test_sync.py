@@ -16,7 +16,9 @@ operator; and only the last one would see a copy from memory that is not pinned.
 
 from __future__ import annotations
 
+import gc
 import threading
+import weakref
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 
@@ -294,6 +296,17 @@ def test_layers_do_not_synchronise_and_upload_once(case, options, monkeypatch) -
         first, second = found[: found.index("second layer")], found[found.index("second layer") + 1 :]
         assert first == ["upload", *["exchange"] * len(second)]
         assert second == ["exchange"] * len(second)
+
+
+def test_what_was_uploaded_goes_with_the_plan() -> None:
+    plan = CASES[0].plan()
+    found = [weakref.ref(each) for each in calls.uploaded(plan, plan.steps(0), torch.device("cpu")).numbers.values()]
+    gc.disable()
+    try:
+        del plan
+        assert all(each() is None for each in found)
+    finally:
+        gc.enable()
 
 
 # --- a CUDA device ----------------------------------------------------------------------------------------------------
