@@ -16,7 +16,7 @@ from seqpar.comm import Comm
 from seqpar.kernels import Score, acc_dtype, ask, choose
 from seqpar.ops.agree import abort_on_error, agree_once, signature
 from seqpar.ops.call import Call, Inside
-from seqpar.ops.handles import handles, in_graph, values_of
+from seqpar.ops.handles import handles, in_graph, uncompiled, values_of
 from seqpar.ops.schedule import backward, forward
 from seqpar.plan import Plan
 
@@ -92,11 +92,19 @@ def attention(
             q, k, v, sinks, alibi_slopes, handles(*values), *_plain(options), grads
         )
     else:
-        if comm is None:
-            plan, comm = values_of([plan], Plan)
-        call = agreed_call(q, k, v, sinks, alibi_slopes, plan, comm, options)
-        out, lse = _Attention.apply(q, k, v, sinks, call)
+        out, lse = _attention(q, k, v, sinks, alibi_slopes, plan, comm, options)
     return (out, lse.t()) if return_lse else out
+
+
+@uncompiled
+def _attention(
+    q: Tensor, k: Tensor, v: Tensor, sinks: Tensor | None, slopes: Tensor | None, plan: Plan | Tensor,
+    comm: Comm | None, options: Options,
+) -> tuple[Tensor, Tensor]:  # fmt: skip
+    """Output and lse [H, T] in eager mode."""
+    if comm is None:
+        plan, comm = values_of([plan], Plan)
+    return _Attention.apply(q, k, v, sinks, agreed_call(q, k, v, sinks, slopes, plan, comm, options))
 
 
 class Options(NamedTuple):

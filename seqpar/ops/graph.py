@@ -22,7 +22,7 @@ from torch import Tensor
 from seqpar.kernels import acc_dtype
 from seqpar.ops.attention import Options, agreed_call, attend, differentiate, refuse_double_backward
 from seqpar.ops.call import Call, Inside
-from seqpar.ops.handles import carried, carry, values_of
+from seqpar.ops.handles import carried, carry, uncompiled, values_of
 from seqpar.plan import Part, Plan
 
 Kept = tuple[Tensor | None, ...]  # q, k, v, out, lse of one part inside the head trade; None: as outside
@@ -38,6 +38,7 @@ class Record:
     passes: int = 0
 
 
+@uncompiled
 def _forward(
     q: Tensor, k: Tensor, v: Tensor, sinks: Tensor | None, slopes: Tensor | None, handles: Sequence[Tensor],
     scale: float | None, softcap: float, dropout_p: float, dropout_seed: int | None, deterministic: bool, kernel: str,
@@ -72,6 +73,7 @@ def _fake_forward(q: Tensor, k: Tensor, v: Tensor, *_: object) -> tuple[Tensor, 
     return q.new_empty(rows, heads, v.shape[2]), q.new_empty(heads, rows, dtype=acc_dtype(q.dtype)), ticket
 
 
+@uncompiled
 def _backward(
     dout: Tensor | None, dlse: Tensor | None, q: Tensor, k: Tensor, v: Tensor, sinks: Tensor | None,
     slopes: Tensor | None, out: Tensor, lse: Tensor, ticket: Tensor, needs: Sequence[bool],
@@ -125,6 +127,7 @@ class _Attention(torch.autograd.Function):
         return (*(x if need else None for x, need in zip(found, needs, strict=True)), *[None] * 10)
 
 
+@uncompiled
 def _differentiable(*arguments: Any) -> tuple[Tensor, Tensor, Tensor]:
     if torch.is_grad_enabled() and any(x is not None and x.requires_grad for x in arguments[:4]):
         return _Attention.apply(*arguments)  # type: ignore[no-any-return]

@@ -13,9 +13,11 @@ other owners. A *ticket* is a handle that an op returns for its backward op. Wha
 from __future__ import annotations
 
 import os
+import sys
 import weakref
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from functools import wraps
 from typing import Any, NoReturn
 
 import torch
@@ -101,6 +103,21 @@ def in_graph(*tensors: object) -> bool:
 
 def _wants_ops(mode: TorchDispatchMode) -> bool:
     return mode.is_infra_mode() or type(mode).__module__ == "torch.utils.checkpoint"
+
+
+def uncompiled(function: Callable[..., Any]) -> Callable[..., Any]:
+    """The function, left alone by a compiler that takes up what is called between two graphs: plans are no graphs."""
+    disabled: list[Callable[..., Any]] = []
+
+    @wraps(function)
+    def call(*arguments: Any) -> Any:
+        if "torch._dynamo" not in sys.modules:
+            return function(*arguments)
+        if not disabled:
+            disabled.append(torch.compiler.disable(function))
+        return disabled[0](*arguments)
+
+    return call
 
 
 def handles(*values: object) -> list[Tensor]:

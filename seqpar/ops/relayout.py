@@ -14,7 +14,7 @@ from seqpar.comm import Comm, Tag
 from seqpar.kernels import acc_dtype
 from seqpar.layout import Layout
 from seqpar.ops.agree import abort_on_error, agree_once, signature
-from seqpar.ops.handles import Made, carried, carry, handles, refuse, values_of
+from seqpar.ops.handles import Made, carried, carry, handles, refuse, uncompiled, values_of
 from seqpar.ops.rows import take
 from seqpar.plan import Plan, Rows
 from seqpar.plan.steps import as_rows
@@ -172,6 +172,7 @@ class Moved(Made):
     moves: Moves | None = None
 
 
+@uncompiled
 def _relayout(
     x: Tensor, handles: Sequence[Tensor], what: str, dim: int, rows: int, grad: bool
 ) -> tuple[Tensor, Tensor]:
@@ -268,6 +269,7 @@ class _Relayout(torch.autograd.Function):
         return (dx, *[None] * 5)
 
 
+@uncompiled
 def _differentiable(x: Tensor, *arguments: Any) -> tuple[Tensor, Tensor]:
     if torch.is_grad_enabled() and x.requires_grad:
         return _Relayout.apply(x, *arguments)  # type: ignore[no-any-return]

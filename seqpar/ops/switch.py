@@ -11,7 +11,7 @@ from torch import Tensor
 
 from seqpar.comm import Comm, Tag
 from seqpar.ops.agree import abort_on_error, agree_once, signature
-from seqpar.ops.handles import Made, carried, carry, handles, refuse, values_of
+from seqpar.ops.handles import Made, carried, carry, handles, refuse, uncompiled, values_of
 
 
 def switch(
@@ -80,6 +80,7 @@ def _sizes(
     return split, concat
 
 
+@uncompiled
 def _switch(
     x: Tensor, handles: Sequence[Tensor], split_dim: int, concat_dim: int, split: Sequence[int], concat: Sequence[int],
     rank: int, back: bool, grad: bool,
@@ -153,6 +154,7 @@ class _Switch(torch.autograd.Function):
         return (dx, *[None] * 8)
 
 
+@uncompiled
 def _differentiable(x: Tensor, *arguments: Any) -> tuple[Tensor, Tensor]:
     if torch.is_grad_enabled() and x.requires_grad:
         return _Switch.apply(x, *arguments)  # type: ignore[no-any-return]

@@ -12,7 +12,9 @@ import pytest
 import torch
 from torch import Tensor, nn
 from torch._dynamo.testing import CompileCounterWithBackend
+from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.library import opcheck
+from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils.checkpoint import CheckpointPolicy, checkpoint, create_selective_checkpoint_contexts
 
 import seqpar
@@ -260,6 +262,50 @@ def test_a_plan_without_a_handle_names_bind(how) -> None:
         run(q, other, comm)
     bind(other, comm)
     assert torch.equal(run(q, other, comm), attend(q, handle))
+
+
+def test_between_two_graphs_a_verb_runs_as_ever() -> None:
+    """A model that is compiled in pieces needs no handles, and what verbs call is not compiled."""
+    (plan, comm), q, counter = pair(), torch.randn(14, 2, 4), CompileCounterWithBackend("aot_eager")
+    other = Layout([list(range(13, -1, -1))])
+
+    def pieces(q: Tensor) -> Tensor:
+        out = attend(q.sin(), plan, comm).cos()
+        return seqpar.unshard(seqpar.relayout(out, comm, src=plan.layout, dst=other), plan, comm).exp()
+
+    assert torch.equal(torch.compile(pieces, backend=counter)(q), pieces(q))
+    assert counter.op_count <= 10
+
+
+def test_fake_tensors_have_shapes_and_gradients() -> None:
+    plan, comm = pair()
+    with FakeTensorMode():
+        q = torch.randn(14, 2, 4, requires_grad=True)
+        out = attend(q, plan, comm)
+        out.sum().backward()
+        assert out.shape == q.grad.shape == (14, 2, 4)
+
+
+def test_a_mode_that_looks_on_sees_what_a_call_does() -> None:
+    (plan, comm), q = pair(), torch.randn(14, 2, 4)
+
+    class Names(TorchDispatchMode):
+        def __torch_dispatch__(
+            self, func: object, types: object, args: tuple = (), kwargs: dict | None = None
+        ) -> object:
+            seen.append(str(func))
+            return func(*args, **(kwargs or {}))
+
+    seen: list[str] = []
+    with Names():
+        attend(q, plan, comm)
+    assert seen and not any("seqpar" in name for name in seen)
+
+
+def test_autocast_around_a_graph_does_not_round_what_is_accumulated() -> None:
+    handle, q = bind(*pair()), torch.randn(14, 2, 4)
+    with torch.autocast("cpu", dtype=torch.bfloat16):
+        assert torch.equal(compiled(attend)(q, handle), attend(q, handle))
 
 
 def test_a_compiled_call_checks_what_it_gets() -> None:
