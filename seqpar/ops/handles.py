@@ -123,9 +123,11 @@ def uncompiled(function: Callable[..., Any]) -> Callable[..., Any]:
 def handles(*values: object) -> list[Tensor]:
     """What stands for values in the arguments of an op: in eager mode one handle that carries them all.
 
-    Raises: ValueError while a graph is compiled for values that `bind` has not seen.
+    Raises: ValueError for a handle among other values, and while a graph is compiled for values unknown to `bind`.
     """
     if isinstance(values[0], Tensor):
+        if len(values) > 1:
+            raise ValueError(f"a handle stands for its comm too, got {values!r:.200}; leave the comm out")
         return [values[0]]
     if not torch.compiler.is_compiling():
         return [carry(*values)]

@@ -245,6 +245,8 @@ def test_what_is_no_handle_says_so() -> None:
             attend(q, wrong)
     with pytest.raises(ValueError, match="a plan and a comm, or their handle alone"):
         attend(q, bind(plan, comm), comm)
+    with pytest.raises(Exception, match="leave the comm out"):
+        compiled(attend)(q, bind(plan, comm), comm)
 
 
 @pytest.mark.parametrize("how", ["new", "pickled", "copied"])
