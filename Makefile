@@ -9,7 +9,7 @@ ARGS ?=
 BIN := $(VENV)/bin
 READY := $(VENV)/.seqpar-ready
 
-.PHONY: demo test exhaustive bench results lint setup clean
+.PHONY: demo test exhaustive bench results gpu lint setup clean
 
 demo: $(READY)
 	$(BIN)/seqpar demo $(ARGS)
@@ -27,6 +27,10 @@ bench: $(READY)
 results: $(READY)
 	$(BIN)/python bench/run.py --json bench/results/cpu.json
 	$(BIN)/python bench/import_time.py
+
+# on one NVIDIA GPU; ARGS="--minutes 8" stops in time and goes on at the next call, ARGS=--rehearse needs no GPU
+gpu: $(READY)
+	$(BIN)/python bench/gpu.py $(ARGS)
 
 lint: $(READY)
 	$(BIN)/ruff check

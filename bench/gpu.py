@@ -1,120 +1,145 @@
-"""Checks and times the package on one CUDA device; ``--json`` keeps the result with device, versions and commit.
+"""Checks the package on one NVIDIA GPU and then times it, row by row into a file; what is wrong is not timed.
 
-    python bench/gpu.py --json bench/results/gpu.json
+    python bench/gpu.py                                # everything, most valuable first; about 20 minutes of an H200
+    python bench/gpu.py --minutes 8                    # stops before that; the next call goes on where this one ended
+    python bench/gpu.py --slice correct --slice ring   # these alone; --list names them and their cases
+    python bench/gpu.py --rehearse                     # every slice in tiny shapes on the CPU, to a temporary file
 
-Ranks are threads that share the device. Every plan's outputs and gradients are compared with the dense oracle in
-float64 on the CPU; the exit code is 1 if any is off. Then the kernel is timed beside torch's fused attention.
+A row is one JSON object a line: slice, case, kernel, mode; ``tflops`` (2 · area · H · (D + D_v) operations forward,
+2.5 times that backward) or ``gbps`` (bytes read and written); milliseconds, the median of interleaved runs, with the
+fastest and slowest; what it is compared with, and ``ratio``, above 1 if faster; device, versions and commit. Rows of
+checks have ``ok`` and errors, rows without a figure say why under ``skipped``, ``error`` or ``refused``. A case whose
+rows are there for this device, versions, commit and sources is not measured again.
+
+Times are of the device alone unless the slice is `auto` or `host`. Exit code 1: something was wrong.
 """
 
 from __future__ import annotations
 
 import argparse
-import itertools
-import json
-import statistics
-from collections.abc import Callable
+import os
+import tempfile
+import time
+from collections.abc import Callable, Iterator
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 import torch
-import torch.nn.functional as F
-from rich.console import Console
-from rich.table import Table
-from run import environment
 
-import seqpar
-from seqpar.comm import Comm
-from seqpar.testing import dense_attention, relative_rms, run_threads
+if TYPE_CHECKING:
+    from gpu_machine import Machine
+    from gpu_rows import Case, Row
 
-LENGTHS = (301, 7, 1100, 640)
-# relative root mean square error that a kernel of each dtype may show against float64, by its rounding unit
-TOLERANCE = {torch.float64: 1e-12, torch.float32: 3e-6, torch.float16: 3e-3, torch.bfloat16: 2e-2}
+RESULTS = Path(__file__).resolve().parent / "results" / "gpu.jsonl"
+RESERVE = 15  # seconds before the end in which nothing is started
 
 
-def one_rank(comm: Comm, plan: seqpar.Plan, tensors: list[torch.Tensor], dtype: torch.dtype) -> list[torch.Tensor]:
-    """out, dq, dk, dv of the whole batch, computed by this rank and its peers on the device."""
-    q, k, v, g = (seqpar.shard(x, plan, comm.rank).to("cuda", dtype) for x in tensors)
-    leaves = [x.requires_grad_() for x in (q, k, v)]
-    out = seqpar.attention(*leaves, plan, comm)
-    out.backward(g)
-    return [seqpar.unshard(x.detach(), plan, comm).cpu() for x in (out, *(x.grad for x in leaves))]
+def slices() -> dict[str, Callable[[bool], list[Case]]]:
+    """Slice -> its cases, in the order in which they run; imported late, as Triton reads its environment then."""
+    from gpu_correct import correct
+    from gpu_ring import ring
+    from gpu_small import small
+    from gpu_speed import accumulate, backward, ceilings, forward
+    from gpu_tune import tune
+    from gpu_verb import auto, host
+
+    return {
+        "correct": correct, "ceilings": ceilings, "forward": forward, "backward": backward, "ring": ring,
+        "accumulate": accumulate, "auto": auto, "small": small, "host": host, "tune": tune,
+    }  # fmt: skip
 
 
-def correctness() -> list[dict[str, object]]:
-    """Errors of every dtype, transport, number of ranks and width."""
-    g = torch.Generator().manual_seed(0)
-    total = sum(LENGTHS)
-    tensors = [torch.randn(total, h, 64, dtype=torch.float64, generator=g) for h in (6, 2, 2, 6)]
-    mask = seqpar.Mask(LENGTHS)
-    result = []
-    for dtype, transport, (ranks, width) in itertools.product(
-        TOLERANCE, ("fetch", "ring", "gather"), ((1, 1), (3, 1), (4, 2), (4, 4))
-    ):
-        rounded = [x.to(dtype).double().clone() for x in tensors]
-        leaves = [x.requires_grad_() for x in rounded[:3]]
-        out, _ = dense_attention(*leaves, mask)
-        expected = [out.detach(), *torch.autograd.grad(out, leaves, rounded[3])]
-        plan = seqpar.Plan(mask, seqpar.Layout.zigzag(LENGTHS, ranks), transport=transport, ulysses=width)
-        got = run_threads(ranks, one_rank, plan, tensors, dtype)[0]
-        errors = {n: relative_rms(a, b) for n, a, b in zip(("out", "dq", "dk", "dv"), got, expected, strict=True)}
-        case = {"dtype": str(dtype), "transport": transport, "ranks": ranks, "ulysses": width}
-        result.append({**case, **errors, "ok": max(errors.values()) < TOLERANCE[dtype]})
-    return result
-
-
-def milliseconds(run: Callable[[], object], repeat: int) -> float:
-    """Median time on the device."""
-    times = []
-    for turn in range(repeat + 1):
-        start, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
-        start.record()
-        run()
-        end.record()
-        end.synchronize()
-        if turn:
-            times.append(start.elapsed_time(end))
-    return statistics.median(times)
-
-
-def speed(tokens: int, repeat: int) -> dict[str, float]:
-    """Milliseconds of a causal forward and backward, 16 heads of 128 in bf16."""
-    q, k, v, g = (torch.randn(tokens, 16, 128, device="cuda", dtype=torch.bfloat16) for _ in range(4))
-    plan, comm = seqpar.Plan(seqpar.Mask([tokens]), seqpar.Layout.contiguous(tokens, 1)), seqpar.LocalComm()
-
-    def ours() -> None:
-        leaves = [x.detach().requires_grad_() for x in (q, k, v)]
-        seqpar.attention(*leaves, plan, comm).backward(g)
-
-    def theirs() -> None:
-        leaves = [x.detach().requires_grad_() for x in (q, k, v)]
-        batched = (x.transpose(0, 1)[None] for x in leaves)
-        F.scaled_dot_product_attention(*batched, is_causal=True).backward(g.transpose(0, 1)[None])
-
-    return {"seqpar, auto": milliseconds(ours, repeat), "torch sdpa": milliseconds(theirs, repeat)}
-
-
-def main() -> int:
-    """Runs all of it."""
+def main(arguments: list[str] | None = None) -> int:
+    """0 if nothing that ran is wrong."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--tokens", type=int, default=8192)
-    parser.add_argument("--repeat", type=int, default=5)
-    parser.add_argument("--json", type=Path)
-    args = parser.parse_args()
-    if not torch.cuda.is_available() or torch.version.hip:
-        parser.error("this script needs one CUDA device; see `seqpar doctor`")
-    checks, times = correctness(), speed(args.tokens, args.repeat)
-    table = Table(title=torch.cuda.get_device_name())
-    for column in checks[0]:
-        table.add_column(column)
-    for row in checks:
-        table.add_row(*(f"{x:.1e}" if isinstance(x, float) else str(x) for x in row.values()))
-    console = Console()
-    console.print(table)
-    console.print(times)
-    if args.json:
-        device = {"device": torch.cuda.get_device_name(), "cuda": torch.version.cuda}
-        args.json.parent.mkdir(parents=True, exist_ok=True)
-        args.json.write_text(json.dumps(environment() | device | {"checks": checks, "milliseconds": times}, indent=2))
-    return 0 if all(row["ok"] for row in checks) else 1
+    parser.add_argument("--slice", action="append", help="one of --list; may be given several times")
+    parser.add_argument("--list", action="store_true", help="name slices and cases, and run nothing")
+    parser.add_argument("--minutes", type=float, default=1e6, help="after which nothing is started")
+    parser.add_argument("--json", type=Path, help=f"file of the rows, default {RESULTS}")
+    parser.add_argument("--commit", help="what rows say where git cannot be asked")
+    parser.add_argument("--cold", action="store_true", help="overwrite the L2 cache before every run")
+    parser.add_argument("--rehearse", action="store_true", help="tiny shapes on the CPU")
+    args = parser.parse_args(arguments)
+    if not (args.rehearse or args.list) and (not torch.cuda.is_available() or torch.version.hip):
+        parser.error("this script needs one CUDA device; see `seqpar doctor`, or --rehearse")
+    if args.rehearse:
+        torch.set_num_threads(1)
+        if not torch.cuda.is_available():
+            os.environ.setdefault("TRITON_INTERPRET", "1")
+    known = slices()
+    if unknown := set(args.slice or ()) - set(known):
+        parser.error(f"unknown slice {', '.join(sorted(unknown))}; there are {', '.join(known)}")
+    cases = [case for name in known if name in (args.slice or known) for case in known[name](args.rehearse)]
+    cases.sort(key=lambda case: case.later)
+    if args.list:
+        for case in cases:
+            print(f"{case.slice:12}{case.name}{'  (later)' if case.later else ''}")
+        return 0
+    return _measure(args, cases)
+
+
+def _measure(args: argparse.Namespace, cases: list[Case]) -> int:
+    from gpu_machine import Machine
+    from gpu_plot import plot
+    from gpu_rows import Results, doubt, wrong
+    from gpu_tune import ranking
+
+    machine = Machine(rehearsal=args.rehearse, minutes=args.minutes, cold=args.cold)
+    path = args.json or (Path(tempfile.mkdtemp()) / "rehearsal.jsonl" if args.rehearse else RESULTS)
+    results = Results(path, machine.origin(args.commit))
+    machine.doubt = lambda *of: doubt(results.rows, *of)
+    todo = [case for case in cases if not results.done(case)]
+    print(f"{results.origin['device']}: {len(cases) - len(todo)} of {len(cases)} cases are in {path}", flush=True)
+    longest: dict[str, float] = {}  # seconds of a case, by slice
+    clocks = machine.clocks()
+    for n, case in enumerate(todo):
+        if machine.left() < max(RESERVE, 1.2 * longest.get(case.slice, 0.0)):
+            print(f"stopped before the time is up, {len(todo) - n} cases left")
+            break
+        began = time.monotonic()
+        rows, before, clocks = list(_rows(machine, case)), clocks, machine.clocks()
+        longest[case.slice] = max(longest.get(case.slice, 0.0), time.monotonic() - began)
+        rows = results.add(case, ({**row, "clocks": [before, clocks]} if clocks else row for row in rows))
+        for row in rows:
+            print(f"{row['slice']:11}{row['case']:45} {said(row)}", flush=True)
+        if any("lost" in row for row in rows):
+            print("the device answers with errors only; the next call leaves this case out")
+            break
+    machine.close()
+    for made in (plot(results.rows, path.with_suffix(".png")), ranking(results.rows, path.with_suffix(".tuning.json"))):
+        if made:
+            print(f"written to {made}")
+    bad = [row for row in results.rows if wrong(row)]
+    print(f"written to {path}; {len(bad)} of {len(results.rows)} rows are wrong")
+    return 1 if bad else 0
+
+
+def _rows(machine: Machine, case: Case) -> Iterator[Row]:
+    """Those of a case, and of what ended it."""
+    from gpu_machine import DeviceLost, unable
+
+    try:
+        try:
+            yield from case.run(machine)
+        except Exception as error:
+            machine.wait()
+            yield {"kernel": "", "mode": "", **unable(error)}
+    except DeviceLost as error:
+        yield {"kernel": "", "mode": "", "ok": False, "lost": str(error)[:300]}
+
+
+def said(row: Row) -> str:
+    """A row as a line."""
+    what = f"{row['kernel']:12}{row['mode']:24}{row.get('what') or ''} "
+    for name in ("lost", "refused", "missed", "error", "skipped"):
+        if name in row:
+            return f"{what}{name}: {row[name]}"
+    if "ok" in row:
+        return f"{what}ok, {row['ratio']:.2f} of what is allowed" if row.get("ratio") is not None else f"{what}ok"
+    unit = ("tflops", "TFLOP/s") if row.get("tflops") is not None else ("gbps", "GB/s")
+    value = f"{row[unit[0]]:8.1f} {unit[1]}" if row.get(unit[0]) is not None else ""
+    ratio = f" {row['ratio']:.2f} of {row['baseline']}" if row.get("ratio") is not None else ""
+    return f"{what}{value} {row['ms']:9.3f} ms{ratio}"
 
 
 if __name__ == "__main__":

@@ -1,0 +1,167 @@
+"""`bench/gpu.py` where there is no GPU: its rehearsal runs every slice, resumes, times nothing wrong."""
+
+from __future__ import annotations
+
+import json
+import subprocess
+import sys
+from collections.abc import Iterator
+from importlib import import_module
+from importlib.util import find_spec
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+
+from seqpar.kernels import Blockwise
+
+ROOT = Path(__file__).resolve().parent.parent
+SCRIPT = ROOT / "bench" / "gpu.py"
+INTERPRETED = find_spec("triton") is not None and not torch.cuda.is_available()  # as conftest.py asks for
+SLICES = {"correct", "ceilings", "forward", "backward", "accumulate", "ring", "small", "auto", "host", "tune"}
+ORIGIN = {"device", "versions", "commit", "sources"}
+
+Row = dict[str, Any]
+
+
+@pytest.fixture(scope="module")
+def modules() -> Iterator[Any]:
+    """Import of a module of bench."""
+    sys.path.insert(0, str(SCRIPT.parent))
+    yield import_module
+    sys.path.remove(str(SCRIPT.parent))
+
+
+def call(*arguments: object) -> subprocess.CompletedProcess[str]:
+    command = [sys.executable, str(SCRIPT), *map(str, arguments)]
+    return subprocess.run(command, capture_output=True, text=True, timeout=240, cwd=ROOT)
+
+
+def read(path: Path) -> list[Row]:
+    return [json.loads(line) for line in path.read_text().splitlines()]
+
+
+@pytest.fixture(scope="module")
+def rehearsed(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    path = tmp_path_factory.mktemp("bench") / "rows.jsonl"
+    done = call("--rehearse", "--json", path)
+    assert done.returncode == 0, done.stdout[-3000:] + done.stderr[-3000:]
+    return path
+
+
+def test_rows_of_every_slice_say_what_ran_where(rehearsed) -> None:
+    rows = read(rehearsed)
+    assert {row["slice"] for row in rows} == SLICES
+    for row in rows:
+        assert row.keys() >= {"slice", "case", "kernel", "mode"} | ORIGIN
+        assert row["device"] == "rehearsal" and row["versions"]["torch"] == torch.__version__ and row["commit"]
+        assert "error" not in row and "lost" not in row, row
+        assert row.keys() & {"ms", "ok", "skipped"}
+        if "ms" in row:
+            assert row.keys() & {"tflops", "gbps"} and row.keys() >= {"baseline", "ratio"}
+            assert 0 < row["ms_fastest"] <= row["ms"] <= row["ms_slowest"]
+    measured = {row["slice"] for row in rows if "ms" in row or "ok" in row}
+    assert SLICES - measured <= (set() if INTERPRETED else {"tune"})
+
+
+def test_every_kernel_that_can_run_here_is_checked_and_timed(rehearsed) -> None:
+    rows, here = read(rehearsed), {"aten", "blockwise", "reference"} | ({"triton"} if INTERPRETED else set())
+    assert {row["kernel"] for row in rows if row["slice"] == "correct" and row.get("ok")} >= here
+    for slice in ("forward", "backward"):
+        assert {row["kernel"] for row in rows if row["slice"] == slice and "ms" in row} == here | {"sdpa_math"}
+
+
+def test_packed_rows_have_the_cover_and_the_causal_rate(rehearsed) -> None:
+    packed = [row for row in read(rehearsed) if row["case"].startswith("magi") and "ms" in row]
+    assert packed
+    for row in packed:
+        assert 0 < row["cover"] <= 1
+        assert row["of_causal_and_cover"] == pytest.approx(row["tflops"] / (row["causal_tflops"] * row["cover"]))
+
+
+def test_a_second_call_measures_nothing_twice(rehearsed) -> None:
+    before = rehearsed.read_text()
+    done = call("--rehearse", "--json", rehearsed)
+    assert done.returncode == 0 and rehearsed.read_text() == before
+
+
+def test_a_line_that_was_cut_off_is_measured_again_and_no_other(rehearsed, tmp_path) -> None:
+    path, lines = tmp_path / "rows.jsonl", rehearsed.read_text().splitlines()
+    last = [n for n, line in enumerate(lines) if json.loads(line)["slice"] == "ceilings"][-1]
+    path.write_text("\n".join(lines[:last] + lines[last + 1 :]) + "\n" + lines[last][:40])
+    assert call("--rehearse", "--slice", "ceilings", "--json", path).returncode == 0
+    added = path.read_text().splitlines()[len(lines) :]
+    assert [json.loads(line)["case"] for line in added] == [json.loads(lines[last])["case"]]
+
+
+def test_rows_of_other_sources_do_not_count(rehearsed, modules, tmp_path) -> None:
+    rows = modules("gpu_rows")
+    path = tmp_path / "rows.jsonl"
+    path.write_text(rehearsed.read_text())
+    origin = {name: read(path)[0][name] for name in ORIGIN}
+    case = rows.Case("ceilings", next(r["case"] for r in read(path) if r["slice"] == "ceilings"), lambda machine: [])
+    assert rows.Results(path, origin).done(case)
+    assert not rows.Results(path, origin | {"sources": "other"}).done(case)
+
+
+def test_nothing_starts_when_the_time_is_up(tmp_path) -> None:
+    path = tmp_path / "rows.jsonl"
+    done = call("--rehearse", "--minutes", 0, "--json", path)
+    assert done.returncode == 0 and "stopped before the time is up" in done.stdout and not path.exists()
+
+
+def test_without_a_device_it_says_so() -> None:
+    if torch.cuda.is_available():
+        pytest.skip("there is one")
+    done = call("--slice", "ceilings")
+    assert done.returncode == 2 and "needs one CUDA device" in done.stderr
+    assert call("--rehearse", "--slice", "magic").returncode == 2
+
+
+def slightly_off(forward: Any) -> Any:
+    def wrong(self: Blockwise, x: Any, into: Any) -> None:
+        forward(self, x, into)
+        for written in (into.acc, into.out):
+            if written is not None:
+                written.mul_(1.0001)
+
+    return wrong
+
+
+@pytest.mark.parametrize("slices", [["forward"], ["correct", "forward"]], ids=" ".join)
+def test_what_is_wrong_is_not_timed(slices, modules, monkeypatch, tmp_path) -> None:
+    monkeypatch.setattr(Blockwise, "forward", slightly_off(Blockwise.forward))
+    path = tmp_path / "rows.jsonl"
+    arguments = ["--rehearse", "--json", str(path), *(word for name in slices for word in ("--slice", name))]
+    assert modules("gpu").main(arguments) == 1
+    rows = [row for row in read(path) if row["slice"] == "forward" and row["kernel"] == "blockwise"]
+    assert rows and all(row["ok"] is False and "off by" in row["refused"] and "ms" not in row for row in rows)
+    assert any("ms" in row for row in read(path) if row["kernel"] == "reference")
+
+
+def test_operations_are_counted_over_attended_pairs(rehearsed, modules) -> None:
+    calls, speed = modules("gpu_calls"), modules("gpu_speed")
+    assert calls.flops(10, 3, 128, 64) == 2 * 10 * 3 * (128 + 64)
+    assert calls.flops(10, 3, 128, 64, backward=True) == 2.5 * calls.flops(10, 3, 128, 64)
+    for setup, _ in speed.setups(True):
+        lo, hi = setup.mask().bounds(np.arange(setup.tokens))
+        pairs = int((hi - lo).sum())
+        for slice, factor in ("forward", 1.0), ("backward", 2.5):
+            rows = [r for r in read(rehearsed) if (r["slice"], r["case"]) == (slice, str(setup)) and "ms" in r]
+            assert rows
+            for row in rows:
+                work = factor * 2 * pairs * setup.heads * (setup.dim + setup.v_dim)
+                assert row["tflops"] * 1e9 * row["ms"] == pytest.approx(work)
+
+
+def test_the_full_run_has_the_cases_that_are_promised(modules) -> None:
+    speed, ring = modules("gpu_speed"), modules("gpu_ring")
+    setups = [setup for setup, _ in speed.setups(False)]
+    assert {s.dim for s in setups} == {64, 128} and {s.heads for s in setups} == {16, 32}
+    assert {s.tokens for s in setups if len(s.lengths) == 1} == {1 << n for n in range(12, 18)}
+    assert {s.name for s in setups} == {"causal", "full", "window", *modules("lengths").NAMES}
+    names = {tuple(case.name.split(", ")) for case in ring.ring(False)}
+    assert {n[0] for n in names} == {"contiguous", "zigzag", "striped"}
+    assert {n[2] for n in names} == {f"{p} ranks" for p in (2, 4, 8, 16)}
