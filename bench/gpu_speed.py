@@ -24,7 +24,7 @@ from gpu_calls import (
     refused,
     verdict,
 )
-from gpu_machine import Machine, Timing
+from gpu_machine import Machine, Timing, unable
 from gpu_rows import Case, Row
 
 import seqpar.kernels
@@ -120,14 +120,13 @@ def _race(setup: Setup, back: bool, machine: Machine) -> Iterator[Row]:
     ready: dict[Label, Contestant] = {}
     for label, make in made.items():
         if label.kernel == "flex":
-            ready[label] = make(problem, True)
-            continue
-        row = refused(machine, label, setup, make, backward=back)
+            row = _unequal(machine, label, make, problem, list(ready.values()), back)
+        else:
+            row = refused(machine, label, setup, make, backward=back)
         if row:
             yield row
         else:
             ready[label] = make(problem, True)
-    yield from _unequal(ready, back, setup.dtype)
     causal = _causal(setup, machine, {label: made[label] for label in ready}, back)
     runs = {label: one.backward if back else one.forward for label, one in ready.items()}
     times, missing = machine.times(runs | {("causal", *label): run for label, run in causal.items()})
@@ -149,21 +148,19 @@ def fastest(times: dict[Label, Timing]) -> Label:
     return min(others, key=lambda label: others[label].ms)
 
 
-def _unequal(ready: dict[Label, Contestant], back: bool, dtype: torch.dtype) -> Iterator[Row]:
-    """Rows for flex attention where it does not give what another, checked before, gives; it is then left out."""
-    flex = [label for label in ready if label.kernel == "flex"]
-    others = [one for label, one in ready.items() if label.kernel not in ("flex", "blockwise")]
-    for label in flex:
-        if not others:
-            yield {**label._asdict(), "skipped": "nothing to check it with"}
-        else:
-            got, expected = ready[label].results(back), others[0].results(back)
-            found = errors(got, expected)
-            off = verdict(found, 2 * TOLERANCE[dtype])
-            if not off:
-                continue
-            yield {**label._asdict(), "ok": False, "refused": off, "errors": found}
-        del ready[label]
+def _unequal(
+    machine: Machine, label: Label, make: Make, problem: Problem, checked: list[Contestant], back: bool
+) -> Row | None:
+    """Why flex attention is not timed, None if it gives what another gives that was checked; it compiles only once."""
+    if not checked:
+        return {**label._asdict(), "skipped": "nothing to check it with"}
+    try:
+        found = errors(make(problem, True).results(back), checked[0].results(back))
+    except Exception as error:
+        machine.wait()
+        return {**label._asdict(), **unable(error)}
+    off = verdict(found, 2 * TOLERANCE[problem.setup.dtype])
+    return {**label._asdict(), "ok": False, "refused": off, "errors": found} if off else None
 
 
 def _causal(setup: Setup, machine: Machine, made: dict[Label, Make], back: bool) -> dict[Label, Run]:
