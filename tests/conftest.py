@@ -5,7 +5,6 @@ from __future__ import annotations
 import os
 
 import torch
-
 from hypothesis import HealthCheck, settings
 
 # Triton decides when a kernel is defined whether it will be interpreted: before the first import of one.

@@ -7,12 +7,13 @@ from seqpar.kernels.protocol import Ask, Facts, Grads, Kernel, Operands, Score, 
 from seqpar.kernels.rates import order
 from seqpar.kernels.reference import Reference
 from seqpar.kernels.softmax import merge
+from seqpar.kernels.triton import Triton
 from seqpar.kernels.vendor import Aten, AtenFlash, CuDNN, Flash2, Flash3, Flash4, Segmented
 
-KERNELS: tuple[Kernel, ...] = (Segmented(Aten()), Blockwise(), Reference())  # what every machine can run
-VENDORS: tuple[Kernel, ...] = tuple(  # of other libraries, on CUDA devices
-    Segmented(library()) for library in (AtenFlash, CuDNN, Flash2, Flash3, Flash4)
-)
+# this package's own, and torch's operator for the CPU
+KERNELS: tuple[Kernel, ...] = (Segmented(Aten()), Triton(), Triton(tf32=True), Blockwise(), Reference())
+# of other libraries, on CUDA devices
+VENDORS: tuple[Kernel, ...] = tuple(Segmented(library()) for library in (AtenFlash, CuDNN, Flash2, Flash3, Flash4))
 
 
 def choose(name: str, call: Ask) -> Kernel:
@@ -49,7 +50,7 @@ def explain(call: Ask) -> str:
 
 def available() -> dict[str, str | None]:
     """Kernel name -> None if it can run on this machine, else why not."""
-    return {k.name: k.missing() if isinstance(k, Segmented) else None for k in (*KERNELS, *VENDORS)}
+    return {k.name: k.missing() for k in (*KERNELS, *VENDORS)}
 
 
 __all__ = [

@@ -22,6 +22,10 @@ class Blockwise:
 
     name = "blockwise"
 
+    def missing(self) -> str | None:
+        """Nothing."""
+        return None
+
     def refuses(self, ask: Ask) -> str | None:
         """Why not, or None."""
         return None if ask.dtype in DTYPES else f"blockwise has no {ask.dtype}"

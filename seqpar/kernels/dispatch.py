@@ -1,18 +1,29 @@
-"""Where a function has a version in Triton beside the one in torch: which of them a tensor takes."""
+"""What this machine has to run kernels on, and which version of a function a tensor takes."""
 
 from __future__ import annotations
 
 from functools import cache
 from importlib.util import find_spec
 
+import torch
 from torch import Tensor
 
 
 def on_triton(x: Tensor) -> bool:
-    """Whether x lies on a CUDA device and Triton is installed. Triton itself is imported by who uses it."""
-    return x.is_cuda and _installed()
+    """Whether x lies on a CUDA device and Triton is installed, so that Triton's version of a function takes it."""
+    return x.is_cuda and triton_installed()
 
 
 @cache
-def _installed() -> bool:
+def triton_installed() -> bool:
+    """Whether Triton can be imported. Who uses it imports it."""
     return find_spec("triton") is not None
+
+
+@cache
+def no_cuda() -> str | None:
+    """Why no CUDA device can be used, or None."""
+    hip = getattr(torch.version, "hip", None)
+    if hip is not None:
+        return f"it is for CUDA, this torch is built for ROCm {hip}"
+    return None if torch.cuda.is_available() else "there is no CUDA device"

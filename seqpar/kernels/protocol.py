@@ -107,8 +107,9 @@ class Ask:
     """A call as a kernel is asked whether it can do it: plain values, so that it prints and compares.
 
     device: "cpu", "cuda". capability: of a CUDA device, as 90 for 9.0; else 0. plain: scores are just scaled products.
-    grads: a backward may follow. merges: keys of a row may come in several steps, or a sink was there before the
-    first, so that a kernel whose results are rounded to the inputs' dtype rounds each of them.
+    grads: a backward may follow. merges: results may be partial, so that a kernel that rounds them to the inputs' dtype
+    rounds each of them: keys of a row come in several steps, a sink was there before the first, or gradients of a key
+    are sums over ranks.
     """
 
     device: str
@@ -145,6 +146,10 @@ class Kernel(Protocol):
     """An implementation. Its functions are pure but for the tensors they are told to write."""
 
     name: str
+
+    def missing(self) -> str | None:
+        """What this machine lacks to run the kernel at all; None if nothing."""
+        ...
 
     def refuses(self, ask: Ask) -> str | None:
         """Why this kernel cannot do a call, naming dtype, device or option; None if it can."""

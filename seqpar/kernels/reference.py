@@ -15,6 +15,10 @@ class Reference:
 
     name = "reference"
 
+    def missing(self) -> str | None:
+        """Nothing."""
+        return None
+
     def refuses(self, ask: Ask) -> str | None:
         """Why not, or None."""
         return None if ask.dtype in DTYPES else f"reference has no {ask.dtype}"

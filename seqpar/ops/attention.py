@@ -143,7 +143,7 @@ def agreed_call(
             _checked_scale(options.scale, q), options.softcap, wide, options.dropout_p,
             seed if options.dropout_p and seed is not None else 0,
         )  # fmt: skip
-        merges = plan.merges or sinks is not None
+        merges = plan.merges or sinks is not None or (grads[1] and plan.sums_key_gradients(q.shape[1], k.shape[1]))
         asked = ask(q, k, v, score, grads=any(grads), deterministic=options.deterministic, merges=merges)
         chosen = choose(options.kernel, asked)
         facts = {

@@ -12,7 +12,7 @@ from numpy.typing import ArrayLike
 from seqpar.layout import Layout, Runs, cut
 from seqpar.mask import Fact, Ints, Mask, digest_of, frozen, whole
 from seqpar.plan import routes
-from seqpar.plan.heads import head_share
+from seqpar.plan.heads import head_share, replicated
 from seqpar.plan.steps import Part, Rows, Step, Trade, as_rows, count
 from seqpar.plan.traffic import Shape, traffic
 
@@ -144,6 +144,12 @@ class Plan(Fact):
             document = np.searchsorted(offsets, piece.start, side="right") - 1
             held.append(np.unique(document * self.ranks + rank[source] // self._widths[document]))
         return len(held[0]) != len(self.mask.lengths) or not np.array_equal(held[0], held[1])
+
+    def sums_key_gradients(self, heads: int, kv_heads: int) -> bool:
+        """Whether gradients of some key may be sums over ranks: of keys that several hold or that share a key head."""
+        if self.merges or any(replicated(heads, kv_heads, w) for w in set(self._widths.tolist())):
+            return True
+        return self.transport == "gather" and bool((self._widths < self.ranks).any())
 
     def rows(self, rank: int, side: str = "q") -> int:
         """Rows of a rank's tensors, pads included; ``side`` "q" or "kv"."""

@@ -29,6 +29,7 @@ from seqpar.kernels import (
     choose,
     dropout,
 )  # fmt: skip
+from seqpar.kernels.protocol import DTYPES
 from seqpar.kernels.vendor import Aten, batches
 from seqpar.mask import Mask
 from seqpar.plan.tiles import Kind, segments, tile_tables
@@ -253,14 +254,21 @@ def asked(case: Case) -> Ask:
     return ask(q, k, v, case.score(), grads=True, deterministic=True, merges=case.splits > 1)
 
 
+def fitted(kernel: Kernel, case: Case) -> Case | None:
+    """The case as a kernel can do it. Triton has no float64; its interpreter has no bf16 and is slow, so that
+    test_triton.py takes small tiles instead of large tensors."""
+    if "triton" in kernel.name and case.dtype == torch.float64:
+        case = replace(case, dtype=torch.float32)
+    slow = case.queries > 70 or case.heads > 6
+    if kernel.name == "triton_tf32" or (kernel.name == "triton" and (slow or case.dtype == torch.bfloat16)):
+        return None
+    return case if able(kernel, case) else None
+
+
 def pairs(cases: list[Case]) -> list[object]:
     """Each kernel with each case that it can do."""
-    return [
-        pytest.param(kernel, case, id=f"{kernel.name}-{named(case)}")
-        for case in cases
-        for kernel in KERNELS
-        if able(kernel, case)
-    ]
+    found = [(kernel, fitted(kernel, case)) for case in cases for kernel in KERNELS]
+    return [pytest.param(k, case, id=f"{k.name}-{named(case)}") for k, case in dict.fromkeys(found) if case]
 
 
 @pytest.mark.parametrize(("kernel", "case"), pairs(small_cases() + LARGE))
@@ -286,8 +294,9 @@ def test_forward_and_backward_equal_the_oracle(kernel, case) -> None:
 def test_no_rows_and_no_keys(kernel, dtype) -> None:
     case = Case(dtype=dtype)
     q, k, v = inputs(case)[:3]
-    if not able(kernel, case):
-        assert (kernel.name, dtype) in [("aten", t) for t in LOW]
+    if fitted(kernel, case) != case:
+        known = {"aten": LOW, "triton": (torch.float64, torch.bfloat16), "triton_tf32": DTYPES}
+        assert dtype in known[kernel.name]
         return
     acc = acc_dtype(dtype)
     mask, none = Mask([70]), np.zeros(0, np.int64)
@@ -311,7 +320,7 @@ def test_no_rows_and_no_keys(kernel, dtype) -> None:
     assert not any(x.any() for x in grads)
 
 
-@pytest.mark.parametrize("kernel", KERNELS, ids=lambda k: k.name)
+@pytest.mark.parametrize("kernel", [k for k in KERNELS if "triton" not in k.name], ids=lambda k: k.name)
 @pytest.mark.parametrize("bad", [torch.nan, torch.inf, -torch.inf])
 @pytest.mark.parametrize("where", ["k", "v"])
 @pytest.mark.parametrize("row", [3, 640])

@@ -145,7 +145,7 @@ def test_steps_of_a_plan(layout, window, transport) -> None:
     got = [torch.zeros(total, 1, 16), torch.zeros(total, 1, 16)]
     shapes = set()
     for rank in range(3):
-        there = uploaded(plan.steps(rank), q.device)
+        there = uploaded(plan, plan.steps(rank), q.device)
         steps = [s for s in plan.steps(rank) if len(s.pos)]
         at = steps[0].part.pos
         acc, sums = torch.full((len(at), 2, 16), torch.nan), torch.full((2, len(at)), torch.nan)

@@ -5,6 +5,8 @@ from __future__ import annotations
 import numpy as np
 from hypothesis import given, settings
 
+from seqpar.layout import Layout
+from seqpar.mask import Mask
 from seqpar.plan import Plan, Step
 from tests.cases import Case, cases
 from tests.plan.test_tiles import check_tiles
@@ -187,3 +189,13 @@ def test_plans_say_whether_partial_results_are_merged(case: Case) -> None:
 
 def parts(plan: Plan, rank: int) -> list[object]:
     return [s.part for s in plan.steps(rank) if s.first]
+
+
+def test_plans_say_whether_key_gradients_are_sums_over_ranks() -> None:
+    mask = Mask([40, 24])
+    alone = Plan(mask, Layout([np.arange(40), np.arange(40, 64)]))
+    assert not alone.sums_key_gradients(4, 2)
+    assert Plan(mask, alone.layout, transport="gather").sums_key_gradients(4, 2)
+    assert Plan(mask, Layout.zigzag([40, 24], 2)).sums_key_gradients(4, 2)
+    assert not Plan(mask, alone.layout, ulysses=2).sums_key_gradients(4, 2)
+    assert Plan(mask, alone.layout, ulysses=2).sums_key_gradients(4, 1), "both shares read the one key head"

@@ -8,11 +8,11 @@ interpreter if ``TRITON_INTERPRET=1`` was set before Triton was imported.
 from __future__ import annotations
 
 from collections.abc import Callable
-from importlib.util import find_spec
 from typing import Any
 
 import torch
 
+from seqpar.kernels.dispatch import no_cuda, triton_installed
 from seqpar.kernels.protocol import Ask, Grads, Operands, Sums
 from seqpar.kernels.triton.arguments import Bounds, describable, packed, per_head, scalars, shape, tiled
 from seqpar.kernels.triton.config import MAX_DIM, Config, Descriptor, configure, generation, parts
@@ -29,9 +29,15 @@ class Triton:
         self.precision = "tf32" if tf32 else "ieee"
         self.configure = configure
 
+    def missing(self) -> str | None:
+        """triton, or a CUDA device, unless kernels are interpreted."""
+        if not triton_installed():
+            return "triton is not installed"
+        return None if interpreted() else no_cuda()
+
     def refuses(self, ask: Ask) -> str | None:
         """Why not, or None."""
-        if find_spec("triton") is None:
+        if not triton_installed():
             return f"{self.name} needs triton, which is not installed"
         if ask.device != "cuda" and not (ask.device == "cpu" and interpreted()):
             return f"{self.name} runs on CUDA devices, q is on {ask.device}"

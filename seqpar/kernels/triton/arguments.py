@@ -82,8 +82,8 @@ def tiled(x: Tensor, rows: int, tma: bool) -> Packed:
     from triton.tools.tensor_descriptor import TensorDescriptor
 
     shape, strides = list(x.shape), list(x.stride())
-    widths = pieces(x.shape[2], x.itemsize)
-    return Packed(*(TensorDescriptor(x, shape, strides, [rows, 1, width or 16]) for width in widths), *_strides(x))
+    one, two = (TensorDescriptor(x, shape, strides, [rows, 1, n or 16]) for n in pieces(x.shape[2], x.itemsize))
+    return Packed(one, two, *_strides(x))
 
 
 def _strides(x: Tensor) -> tuple[int, int]:

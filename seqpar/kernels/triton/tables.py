@@ -23,7 +23,7 @@ def query_table(facts: Facts, config: Config) -> Tensor:
         columns = [t.rows[:-1], t.rows[1:], t.begin, np.minimum(t.full_begin, full_end), full_end, t.end]
         return _padded(columns, t.order, 8, facts.pos.device)
 
-    return facts.memo(("query tiles", config.bm, config.bn), make)  # type: ignore[no-any-return]
+    return facts.memo(("query tiles", config.bm, config.bn), make)
 
 
 def key_table(facts: Facts, config: Config) -> tuple[Tensor, Tensor, bool, bool, int]:
@@ -38,7 +38,7 @@ def key_table(facts: Facts, config: Config) -> tuple[Tensor, Tensor, bool, bool,
         tiles = _padded([t.rows[:-1], t.rows[1:], t.begin, t.end], slice(None), 4, device)
         return table, tiles, t.uniform, t.q_exact, int((t.q_end - t.q_begin).max(initial=0))
 
-    return facts.memo(("key tiles", config.bm, config.bn), make)  # type: ignore[no-any-return]
+    return facts.memo(("key tiles", config.bm, config.bn), make)
 
 
 def _padded(columns: list[Any], order: Any, width: int, device: torch.device) -> Tensor:

@@ -10,10 +10,11 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
+from seqpar.kernels.dispatch import no_cuda
 from seqpar.kernels.protocol import Ask
 from seqpar.kernels.vendor.aten import heads_first
 from seqpar.kernels.vendor.batches import Batch
-from seqpar.kernels.vendor.library import Library, Results, no_cuda, refuses_on_cuda
+from seqpar.kernels.vendor.library import Library, Results, refuses_on_cuda
 
 LEAST = 91501  # older ones are wrong for lengths that 128 does not divide (pytorch#169849)
 

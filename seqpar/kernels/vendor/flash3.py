@@ -12,9 +12,10 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from seqpar.kernels.dispatch import no_cuda
 from seqpar.kernels.protocol import Ask
 from seqpar.kernels.vendor.batches import Batch
-from seqpar.kernels.vendor.library import Library, Results, no_cuda, outdated, refuses_on_cuda
+from seqpar.kernels.vendor.library import Library, Results, outdated, refuses_on_cuda
 
 
 class Flash3(Library):

@@ -82,15 +82,6 @@ class Library(ABC):
 
 
 @cache
-def no_cuda() -> str | None:
-    """Why no CUDA device can be used, or None."""
-    hip = getattr(torch.version, "hip", None)
-    if hip is not None:
-        return f"it is for CUDA, this torch is built for ROCm {hip}"
-    return None if torch.cuda.is_available() else "there is no CUDA device"
-
-
-@cache
 def installed(package: str) -> tuple[int, ...] | None:
     """The version of an installed distribution as numbers, the number of a beta last; None if there is none."""
     try:

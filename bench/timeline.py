@@ -1,8 +1,8 @@
 """Writes a Chrome trace of attention calls, forward and backward, and says how much of their exchanges is hidden.
 
-    python bench/trace.py --out trace.json                                   # two processes over gloo
-    python bench/trace.py --out trace.json --device cuda --ranks 4           # ranks as threads that share one GPU
-    torchrun --nproc-per-node 8 bench/trace.py --out trace.json              # NCCL, a GPU each
+    python bench/timeline.py --out trace.json                                   # two processes over gloo
+    python bench/timeline.py --out trace.json --device cuda --ranks 4           # ranks as threads that share one GPU
+    torchrun --nproc-per-node 8 bench/timeline.py --out trace.json              # NCCL, a GPU each
 
 The trace (chrome://tracing, ui.perfetto.dev) has a range for every step's computation, posting and waiting, and on the
 CPU a row "exchanges", from the time when both ends have posted to the arrival of the last byte; NCCL's kernels also
