@@ -8,13 +8,14 @@ ARGS ?=
 
 BIN := $(VENV)/bin
 READY := $(VENV)/.seqpar-ready
+OLDEST_TRITON := $(if $(filter Linux,$(shell uname -s)),$(VENV)/triton-3.6)
 
 .PHONY: demo test exhaustive bench results gpu lint setup clean
 
 demo: $(READY)
 	$(BIN)/seqpar demo $(ARGS)
 
-test: $(READY)
+test: $(READY) $(OLDEST_TRITON)
 	$(BIN)/python -m pytest -q $(ARGS)
 
 exhaustive: $(READY)
@@ -47,6 +48,10 @@ $(READY): pyproject.toml setup.py constraints.txt
 	$(BIN)/python -m pip install --quiet -c constraints.txt setuptools wheel numpy torch
 	$(BIN)/python -m pip install --quiet -c constraints.txt --no-build-isolation -e '.[dev]'
 	@touch $@
+
+# The oldest supported Triton, beside the installed one: the tests compile the GPU kernels with both.
+$(VENV)/triton-3.6: | $(READY)
+	$(BIN)/python -m pip install --quiet --no-deps --target $@ triton==3.6.0
 
 clean:
 	rm -rf $(VENV) build dist out *.egg-info .hypothesis .pytest_cache .mypy_cache .ruff_cache .benchmarks

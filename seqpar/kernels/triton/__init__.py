@@ -67,18 +67,20 @@ class Triton:
         target = into.acc if into.out is None else into.out
         prior = target if into.first else into.acc
         assert target is not None and prior is not None
-        forward[(table.shape[0] * x.q.shape[1],)](
-            packed(x.q), tiled(x.k, config.bn, tma), tiled(x.v, config.bn, tma), _bounds(x), table,
-            packed(prior), packed(target), per_head(into.lse), scalars(x),
-            table.shape[0], x.q.shape[1] // x.k.shape[1], x.k.shape[0],
-            FIRST=into.first, IN_PLACE=into.out is None, **self._compiled(x, config, tma),
-        )  # fmt: skip
+        with torch.cuda.device_of(x.q):
+            forward[(table.shape[0] * x.q.shape[1],)](
+                packed(x.q), tiled(x.k, config.bn, tma), tiled(x.v, config.bn, tma), _bounds(x), table,
+                packed(prior), packed(target), per_head(into.lse), scalars(x),
+                table.shape[0], x.q.shape[1] // x.k.shape[1], x.k.shape[0],
+                FIRST=into.first, IN_PLACE=into.out is None, **self._compiled(x, config, tma),
+            )  # fmt: skip
 
     def backward(self, x: Operands, grads: Grads) -> None:
         """Add the gradients of one buffer's keys; see the protocol."""
         if x.q.shape[0] and x.k.shape[0]:
-            self._dq(x, grads)
-            self._dkdv(x, grads)
+            with torch.cuda.device_of(x.q):
+                self._dq(x, grads)
+                self._dkdv(x, grads)
 
     def _dq(self, x: Operands, grads: Grads) -> None:
         from seqpar.kernels.triton.backward import dq

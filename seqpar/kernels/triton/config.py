@@ -36,15 +36,15 @@ class Config:
 
 
 # (bm, bn, warps, stages) by generation (32: float32 on all of them) and direction, for the classes of head dims
-_TABLES = {
+_TABLES: dict[int, dict[str, tuple[tuple[int, int, int, int], ...]]] = {
     80: {
-        "forward": ((128, 128, 8, 3), (128, 128, 8, 3), (64, 128, 8, 2), (128, 64, 8, 3), (64, 64, 8, 2)),
+        "forward": ((128, 128, 8, 3), (128, 128, 8, 3), (64, 128, 8, 2), (64, 64, 8, 2), (64, 64, 8, 2)),
         "dq": ((128, 64, 8, 2), (128, 64, 8, 2), (64, 128, 8, 2), (32, 64, 8, 2), (64, 64, 8, 2)),
         "dkdv": ((64, 128, 8, 2), (32, 128, 8, 2), (64, 64, 8, 2), (64, 32, 4, 2), (64, 64, 8, 2)),
     },
     86: {
-        "forward": ((128, 64, 8, 2), (64, 64, 4, 2), (64, 64, 4, 2), (64, 32, 4, 2), (32, 32, 4, 2)),
-        "dq": ((128, 64, 8, 2), (64, 64, 4, 2), (64, 32, 4, 2), (32, 32, 4, 2), (32, 32, 4, 1)),
+        "forward": ((128, 64, 8, 2), (64, 64, 8, 2), (64, 64, 8, 2), (64, 32, 8, 2), (32, 32, 8, 2)),
+        "dq": ((128, 64, 8, 2), (64, 64, 8, 2), (64, 32, 4, 2), (32, 32, 4, 2), (32, 32, 8, 1)),
         "dkdv": ((64, 128, 8, 2), (64, 64, 8, 2), (64, 64, 8, 2), (64, 32, 4, 2), (32, 32, 4, 2)),
     },
     90: {
@@ -94,7 +94,8 @@ def configure(d: Descriptor) -> Config:
     classes = CLASSES[d.itemsize]
     n = next(n for n, end in enumerate(classes) if max(d.dim, d.v_dim) <= end)
     table = _TABLES[32 if d.itemsize == 4 else d.generation]
-    return Config(*table[d.direction][n], tma=d.itemsize == 2 and d.generation in (90, 100))
+    bm, bn, warps, stages = table[d.direction][n]
+    return Config(bm, bn, warps, stages, tma=d.itemsize == 2 and d.generation in (90, 100))
 
 
 def parts(programs: int, work: int, processors: int) -> int:

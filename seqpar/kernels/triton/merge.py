@@ -54,5 +54,5 @@ def merge_(acc: Tensor, lse: Tensor, part: Tensor, part_lse: Tensor, out: Tensor
     with torch.cuda.device_of(acc):
         merge_rows[triton.cdiv(rows, bm), heads](
             acc, lse, part, part_lse, out, rows, dim, acc.stride()[:2], lse.t().stride(),
-            part.stride()[:2], part_lse.t().stride(), out.stride()[:2], BM=bm, BD=bd,
+            part.stride()[:2], part_lse.t().stride(), out.stride()[:2], BM=bm, BD=bd, enable_fp_fusion=True,
         )  # fmt: skip

@@ -73,5 +73,5 @@ def rotate(
         rotate_rows[triton.cdiv(n, bn), heads // per_program](
             x, out, positions.contiguous(), frequencies.contiguous(), rows, n, dim, half, x.stride(),
             out.stride(), SCALING=scaling, INTERLEAVED=interleaved, INVERSE=inverse, HEADS=per_program, BN=bn, BJ=bj,
-            BT=triton.next_power_of_2(dim - 2 * half) if dim > 2 * half else 0,
+            BT=triton.next_power_of_2(dim - 2 * half) if dim > 2 * half else 0, enable_fp_fusion=True,
         )  # fmt: skip

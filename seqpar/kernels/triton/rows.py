@@ -85,6 +85,7 @@ def _launch(xs: list[Tensor], ys: list[Tensor], at: Tensor | None, to: Tensor | 
         move[triton.cdiv(n, bn), max(slices), triton.cdiv(max(dims), bd)](
             tuple(x for x, _ in pairs), tuple(y for _, y in pairs), at, to, n, slices, dims,
             tuple(x.stride() for x, _ in pairs), tuple(y.stride() for _, y in pairs), ADD=add, BN=bn, BD=bd,
+            enable_fp_fusion=True,
         )  # fmt: skip
 
 
