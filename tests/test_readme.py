@@ -12,7 +12,7 @@ from pathlib import Path
 
 import pytest
 
-from seqpar.kernels import KERNELS
+from seqpar.kernels import KERNELS, VENDORS
 from seqpar.kernels.protocol import DTYPES
 from seqpar.plan import TRANSPORTS
 from tests.cases import LAYOUTS, MASKS
@@ -75,6 +75,7 @@ def test_table_says_what_the_product_of_tests_covers() -> None:
     assert cells("options") == ", ".join(f.name for f in fields(Options) if f.name != "kernel")
     assert cells("dtypes") == ", ".join(str(d).removeprefix("torch.") for d in DTYPES)
     assert cells("kernels") == ", ".join(k.name for k in KERNELS)
+    assert cells("kernels of other libraries") == ", ".join(k.name for k in VENDORS)
 
 
 def test_every_result_has_a_command_that_exists() -> None:

@@ -5,6 +5,7 @@ from seqpar.ops import graph  # noqa: F401 registers the ops
 from seqpar.ops.attention import attention
 from seqpar.ops.handles import bind
 from seqpar.ops.relayout import relayout, shard, unshard
+from seqpar.ops.rotary import rotary
 from seqpar.ops.switch import switch
 
-__all__ = ["attention", "bind", "merge", "relayout", "shard", "switch", "unshard"]
+__all__ = ["attention", "bind", "merge", "relayout", "rotary", "shard", "switch", "unshard"]

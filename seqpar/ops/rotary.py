@@ -33,26 +33,28 @@ def rotary(
 
     Source: Su et al. 2021 (RoFormer).
     """
-    call = f"x {_spec(x)}, positions {_spec(positions)}, frequencies {_spec(frequencies)}"
+    given = (x, positions, frequencies)
     if x.dim() != 3 or positions.shape != x.shape[:1] or frequencies.dim() != 1:
-        raise ValueError(f"expected x [T, H, D], positions [T], frequencies [R/2], got {call}")
+        raise ValueError(f"expected x [T, H, D], positions [T], frequencies [R/2], got {_given(*given)}")
     if 2 * frequencies.shape[0] > x.shape[2]:
-        raise ValueError(f"a head of {x.shape[2]} has no {frequencies.shape[0]} pairs, got {call}; need 2 * R/2 <= D")
+        raise ValueError(f"2 * {frequencies.shape[0]} frequencies for heads of {x.shape[2]}, got {_given(*given)}")
     if x.dtype not in DTYPES or not frequencies.dtype.is_floating_point:
-        raise ValueError(f"x must be one of {DTYPES} and frequencies floating point, got {call}")
+        raise ValueError(f"x must be one of {DTYPES} and frequencies floating point, got {_given(*given)}")
     if positions.dtype not in (torch.int32, torch.int64):
-        raise ValueError(f"positions must be int32 or int64, got {call}")
+        raise ValueError(f"positions must be int32 or int64, got {_given(*given)}")
     if not x.device == positions.device == frequencies.device:
-        raise ValueError(f"x, positions and frequencies must be on one device, got {call}")
+        raise ValueError(f"x, positions and frequencies must be on one device, got {_given(*given)}")
     if frequencies.requires_grad and torch.is_grad_enabled():
         raise NotImplementedError("frequencies have no gradient; detach them")
-    if not math.isfinite(scaling):
+    if not -math.inf < scaling < math.inf:  # as torch.compile can trace it, unlike math.isfinite
         raise ValueError(f"scaling must be finite, got {scaling}")
     return torch.ops.seqpar.rotary(x, positions, frequencies, bool(interleaved), float(scaling), False)
 
 
-def _spec(x: Tensor) -> str:
-    return f"{x.dtype}{list(x.shape)} on {x.device}"
+def _given(*tensors: Tensor) -> str:
+    """The call, for a message: made only for one, as text would make shapes constants of a compiled graph."""
+    names = ("x", "positions", "frequencies")
+    return ", ".join(f"{n} {x.dtype}{list(x.shape)} on {x.device}" for n, x in zip(names, tensors, strict=True))
 
 
 def _rotary(
