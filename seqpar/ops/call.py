@@ -128,12 +128,12 @@ def uploaded(plan: Plan, steps: Sequence[Step], device: torch.device) -> Uploade
     On CUDA each stream has its own: another one would have to wait for the transfer, and for its readers before the
     memory is freed.
     """
-    where = _where(device)
+    where = stream_of(device)
     # not with the steps, to which it refers: a cycle would keep the device's memory until Python looks for cycles
     return plan.memo(("uploaded", id(steps), where), lambda: _uploaded(steps, device, where))  # type: ignore[no-any-return]
 
 
-def _where(device: torch.device) -> Hashable:
+def stream_of(device: torch.device) -> Hashable:
     """A device, and on CUDA the stream that work now goes to."""
     return (device, torch.cuda.current_stream(device).cuda_stream) if device.type == "cuda" else device
 

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any
 
 import numpy as np
@@ -12,16 +12,19 @@ from torch import Tensor
 
 from seqpar.comm import Comm, Tag
 from seqpar.kernels import acc_dtype
+from seqpar.kernels.upload import upload
 from seqpar.layout import Layout
+from seqpar.mask import Ints, Memo
 from seqpar.ops.agree import abort_on_error, agree_once, signature
-from seqpar.ops.handles import Made, carried, carry, handles, refuse, uncompiled, values_of
+from seqpar.ops.call import Uploaded, stream_of
+from seqpar.ops.handles import Made, carried, carry, handles, in_graph, refuse, uncompiled, values_of
 from seqpar.ops.rows import take
 from seqpar.plan import Plan, Rows
-from seqpar.plan.steps import as_rows
+from seqpar.plan.steps import as_rows, count
 
 
 @dataclass(frozen=True, eq=False)
-class Moves:
+class Moves(Memo):
     """Rows that change ranks: peer -> local rows sent, and peer -> rows they take; the rank itself among the peers.
 
     copied: whether a row is sent to several ranks, so that on the way back it gets a sum. summed: that way back.
@@ -33,10 +36,30 @@ class Moves:
     rows_out: int
     copied: bool = False
     summed: bool = False
+    _memo: dict[Any, Any] = field(default_factory=dict, repr=False)
 
     def transposed(self) -> Moves:
-        """The way back."""
-        return Moves(self.recvs, self.sends, self.rows_out, self.rows_in, self.summed, self.copied)
+        """The way back, which shares what is kept."""
+        return Moves(self.recvs, self.sends, self.rows_out, self.rows_in, self.summed, self.copied, self._memo)
+
+    def on(self, device: torch.device) -> Uploaded:
+        """The row numbers on a device, uploaded once for each stream: see `seqpar.ops.call.uploaded`."""
+        arrays = [x for side in (self.sends, self.recvs) for x in side.values() if isinstance(x, np.ndarray)]
+
+        def make() -> Uploaded:
+            return Uploaded({}, dict(zip(map(id, arrays), _numbers(arrays, device), strict=True)))
+
+        return self.memo(stream_of(device), make)  # type: ignore[no-any-return]
+
+
+@uncompiled
+def _numbers(arrays: Sequence[Ints], device: torch.device) -> Sequence[Tensor]:
+    """Row numbers on a device, in one transfer. int64: what assigns to rows would convert others at every call."""
+    if not arrays:
+        return ()
+    with torch.inference_mode(False):  # they outlive the caller's mode, and autograd saves them
+        (flat,) = upload([np.concatenate(arrays)], device)
+        return flat.long().split([len(x) for x in arrays])
 
 
 def relayout(x: Tensor, comm: Comm, *, src: Layout, dst: Layout, rows: int | None = None) -> Tensor:
@@ -105,13 +128,16 @@ def shard(x: Tensor, plan: Plan, rank: int, *, dim: int = 0, side: str = "q") ->
     Raises: ValueError for a tensor without the plan's tokens at ``dim``.
     """
     layout = _layout_of(plan, side)
-    at = plan.positions(rank, side)
+    rows = plan.rows(rank, side)
     if not -x.dim() <= dim < x.dim() or x.shape[dim] != layout.total:
         raise ValueError(f"shard along dim {dim} of {list(x.shape)}, expected {layout.total} tokens there")
-    taken = torch.from_numpy(at[at >= 0]).to(x.device)
+    if in_graph(x):  # whose tensors a layout must not keep
+        taken = torch.from_numpy(layout.positions(rank)).to(x.device)
+    else:
+        key = "positions", rank, stream_of(x.device)
+        taken = layout.memo(key, lambda: _numbers([layout.positions(rank)], x.device)[0])
     y = x.index_select(dim, taken)
-    pads = len(at) - len(taken)
-    if pads:
+    if pads := rows - len(taken):
         shape = list(y.shape)
         shape[dim] = pads
         y = torch.cat([y, y.new_zeros(shape)], dim)
@@ -186,11 +212,7 @@ def _relayout(
         comm, tag, moves = made.comm, made.back(), made.moves.transposed()
     else:
         comm, tag, moves = _agreed(x, handles, what, dim, rows, grad)
-    wide = moves.summed and x.dtype.is_floating_point
-    y = x.new_zeros(moves.rows_out, *x.shape[1:], dtype=acc_dtype(x.dtype) if wide else x.dtype)
-    for at, values in _exchange(x, comm, moves, tag):
-        y[at] = take(y, at) + values if moves.summed else values
-    return y.to(x.dtype), carry(Moved(comm, tag, moves=moves))
+    return _move(x, comm, moves, tag), carry(Moved(comm, tag, moves=moves))
 
 
 def _agreed(
@@ -207,7 +229,8 @@ def _agreed(
         if what == "relayout":
             src, dst = given
             _check_layouts(x, comm, src, dst)
-            moves = src.memo(("to", dst, comm.rank), lambda: _moves(src, dst, comm))
+            # by its digest: two layouts that keep each other are freed only when Python looks for cycles
+            moves = src.memo(("to", dst.digest(), comm.rank), lambda: _moves(src, dst, comm))
             facts = {"src": src.digest(), "dst": dst.digest()}
         else:
             (plan,) = given
@@ -230,18 +253,12 @@ def _fake_relayout(
     return x.new_empty(rows, *x.shape[1:]), torch.empty((), dtype=torch.int64, device="cpu")
 
 
-def _exchange(x: Tensor, comm: Comm, moves: Moves, tag: Tag) -> list[tuple[slice | Tensor, Tensor]]:
-    """What arrives, as (rows, values) in the order of ranks, own rows among them."""
-
-    def on_device(rows: Rows) -> slice | Tensor:
-        return rows if isinstance(rows, slice) else torch.from_numpy(rows).to(x.device)
-
+def _move(x: Tensor, comm: Comm, moves: Moves, tag: Tag) -> Tensor:
+    """The rows that this rank gets, its own among them; where rows come together they are summed in rank order."""
     with abort_on_error(comm, f"exchange of rows, call {tag.call}"):
-        sends = {p: take(x, on_device(rows)).contiguous() for p, rows in moves.sends.items()}
-        recvs = {}
-        for peer, rows in moves.recvs.items():
-            length = rows.stop - rows.start if isinstance(rows, slice) else len(rows)
-            recvs[peer] = comm.empty((length, *x.shape[1:]), x.dtype, x.device)
+        at = moves.on(x.device)
+        sends = {p: take(x, at.rows(rows)).contiguous() for p, rows in moves.sends.items()}
+        recvs = {p: comm.empty((count(rows), *x.shape[1:]), x.dtype, x.device) for p, rows in moves.recvs.items()}
         if comm.rank in recvs:
             recvs[comm.rank] = sends.get(comm.rank, recvs[comm.rank])
         comm.exchange(
@@ -249,7 +266,15 @@ def _exchange(x: Tensor, comm: Comm, moves: Moves, tag: Tag) -> list[tuple[slice
             {p: [t] for p, t in recvs.items() if p != comm.rank},
             tag=tag,
         ).wait()
-    return [(on_device(moves.recvs[p]), recvs[p]) for p in sorted(recvs)]
+    wide = moves.summed and x.dtype.is_floating_point
+    y = x.new_zeros(moves.rows_out, *x.shape[1:], dtype=acc_dtype(x.dtype) if wide else x.dtype)
+    for peer in sorted(recvs):
+        rows = at.rows(moves.recvs[peer])
+        if moves.summed:
+            y[rows] += recvs[peer]
+        else:
+            y[rows] = recvs[peer]
+    return y.to(x.dtype)
 
 
 class _Relayout(torch.autograd.Function):

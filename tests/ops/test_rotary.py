@@ -86,7 +86,7 @@ def test_compiled_without_a_break_it_gives_the_same_bits() -> None:
         (lambda x, p, f: (x[0], p, f), ValueError, r"expected x \[T, H, D\].*got x torch.float64\[2, 6\] on cpu"),
         (lambda x, p, f: (x, p[1:], f), ValueError, r"expected x \[T, H, D\], positions \[T\].*int64\[4\]"),
         (lambda x, p, f: (x, p, f[None]), ValueError, r"frequencies \[R/2\]"),
-        (lambda x, p, f: (x, p, torch.ones(4)), ValueError, "a head of 6 has no 4 pairs"),
+        (lambda x, p, f: (x, p, torch.ones(4)), ValueError, "2 \\* 4 frequencies for heads of 6"),
         (lambda x, p, f: (x.to(torch.complex64), p, f), ValueError, "x must be one of .*complex64"),
         (lambda x, p, f: (x, p, f.long()), ValueError, "frequencies floating point.*int64"),
         (lambda x, p, f: (x, p.float().requires_grad_(), f), ValueError, "positions must be int32 or int64.*float32"),

@@ -1,10 +1,12 @@
 """The host waits for no device inside a layer, forward and backward, and uploads nothing after a batch's first layer.
+The same holds for `relayout`, `unshard` and `switch`, and on a device for `shard`.
 
 Three tests, since most machines have no GPU:
 
 - On fake tensors of a CUDA device, which have shapes and no values. An operator that reads a value finds none, one that
   mixes devices fails, and one that moves a tensor between them is seen. Each rank runs alone, since what arrives does
-  not matter. Autograd refuses such tensors, so it is the schedule's two functions that run, without `attention`.
+  not matter. Autograd refuses such tensors, so it is the schedule's two functions that run, without `attention`, and of
+  the other verbs what their operators do when the ranks have agreed.
 - On CPU tensors through `attention`, ranks being threads. Operators that synchronise on CUDA raise, and so does what
   makes tensors of values on the host, outside of `upload`. The kernel takes its branches for CUDA.
 - On a CUDA device, if there is one. PyTorch's debug mode raises where its operators synchronise.
@@ -17,6 +19,7 @@ operator; and only the last one would see a copy from memory that is not pinned.
 from __future__ import annotations
 
 import gc
+import sys
 import threading
 import weakref
 from collections.abc import Callable, Iterator, Sequence
@@ -32,16 +35,20 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 import seqpar
 from seqpar.comm import Comm
-from seqpar.comm.protocol import Stats
+from seqpar.comm.protocol import Stats, Tag
 from seqpar.kernels import Score, rows, softmax
 from seqpar.kernels.blockwise import Blockwise
 from seqpar.kernels.upload import upload
+from seqpar.layout import Layout
 from seqpar.ops import agree, schedule
 from seqpar.ops import call as calls
 from seqpar.plan import Plan
 from seqpar.testing import run_threads
 from tests.cases import Case
 from tests.ops.test_attention import inputs, poisoned
+
+# the names of these modules in their package are the verbs
+relayouts, switches = sys.modules["seqpar.ops.relayout"], sys.modules["seqpar.ops.switch"]
 
 # operators whose result, or its shape, the host must read
 READ = {
@@ -198,7 +205,7 @@ def unread(arrays: Sequence[np.ndarray], device: torch.device) -> list[Tensor]:
 @points
 def test_no_value_of_a_cuda_tensor_is_read(case, options, monkeypatch) -> None:
     plan, fake, cuda = case.plan(), FakeTensorMode(), torch.device("cuda", 0)
-    monkeypatch.setattr(calls, "_where", lambda device: device)
+    monkeypatch.setattr(calls, "stream_of", lambda device: device)
     monkeypatch.setattr(calls, "upload", unread)
     for module in (rows, softmax):
         monkeypatch.setattr(module, "on_triton", lambda x: False, raising=False)
@@ -230,7 +237,31 @@ def test_no_value_of_a_cuda_tensor_is_read(case, options, monkeypatch) -> None:
     assert posted
 
 
-# --- CPU tensors through `attention` ----------------------------------------------------------------------------------
+def other_layout(plan: Plan) -> Layout:
+    """The same tokens on other ranks, in another order."""
+    return Layout([np.arange(plan.mask.tokens)[::-1][rank :: plan.ranks] for rank in range(plan.ranks)])
+
+
+@pytest.mark.parametrize("case", CASES[:2])
+def test_no_row_of_a_cuda_tensor_is_read(case, monkeypatch) -> None:
+    plan, cuda, tag = case.plan(), torch.device("cuda", 0), Tag(0, 0, 0, 0)
+    monkeypatch.setattr(relayouts, "stream_of", lambda device: device)
+    monkeypatch.setattr(relayouts, "upload", unread)
+    for rank in range(plan.ranks):
+        comm = Silent(rank, plan.ranks)
+        there, whole = relayouts._moves(plan.layout, other_layout(plan), comm), relayouts._copies(plan, "q", comm)
+        with FakeTensorMode(), torch.no_grad(), watched():
+            for moves in (there, there.transposed(), whole, whole.transposed()):
+                x = torch.empty(moves.rows_in, 6, 8, dtype=torch.bfloat16, device=cuda)
+                y = relayouts._move(x, comm, moves, tag)
+                assert y.shape == (moves.rows_out, 6, 8) and y.device == cuda
+            x = torch.empty(5, 2 * plan.ranks, dtype=torch.bfloat16, device=cuda)
+            shares = [2] * plan.ranks, [5] * plan.ranks
+            assert switches._all_to_all(x, comm, 1, 0, *shares, tag).shape == (5 * plan.ranks, 2)
+        assert comm.posted == 5
+
+
+# --- CPU tensors through the verbs ------------------------------------------------------------------------------------
 
 
 class Order:
@@ -298,6 +329,55 @@ def test_layers_do_not_synchronise_and_upload_once(case, options, monkeypatch) -
         assert second == ["exchange"] * len(second)
 
 
+def verbs(comm: Comm, plan: Plan, dst: Layout, device: str = "cpu") -> None:
+    """Every verb that moves rows, forward and backward, from tensors that are on their device already."""
+    x = torch.ones(plan.rows(comm.rank), 2 * comm.size, device=device, requires_grad=True)
+    whole = seqpar.unshard(x, plan, comm)
+    seqpar.shard(whole, plan, comm.rank).sum().backward()
+    held = torch.ones(plan.layout.tokens(comm.rank), 2 * comm.size, device=device, requires_grad=True)
+    moved = seqpar.relayout(held, comm, src=plan.layout, dst=dst)
+    back = seqpar.relayout(moved, comm, src=dst, dst=plan.layout)
+    rows = [plan.layout.tokens(rank) for rank in range(comm.size)]
+    seqpar.switch(back, comm, split_dim=1, concat_dim=0, sizes=([2] * comm.size, rows)).sum().backward()
+
+
+def verbs_twice(comm: Comm, plan: Plan, dst: Layout, uploads: dict[int, list[str]]) -> list[str]:
+    events = uploads[threading.get_ident()] = []
+    for _ in range(2):
+        verbs(comm, plan, dst)
+        events.append("again")
+    return events
+
+
+@pytest.mark.parametrize("case", CASES[:2])
+def test_verbs_do_not_synchronise_and_upload_once(case, monkeypatch) -> None:
+    """Handles are made and read on the host, so what is watched is what happens between them."""
+    events: dict[int, list[str]] = {}
+
+    def counted(arrays, device):
+        events[threading.get_ident()].append("upload")
+        with torch._C.DisableTorchFunction():
+            return upload(arrays, device)
+
+    def noted(function):
+        def call(*arguments):
+            events[threading.get_ident()].append("move")
+            with watched():
+                return function(*arguments)
+
+        return call
+
+    monkeypatch.setattr(relayouts, "upload", counted)
+    for module, name in ((relayouts, "_move"), (switches, "_all_to_all"), (seqpar, "shard")):
+        monkeypatch.setattr(module, name, noted(getattr(module, name)))
+    plan = case.plan()
+    for found in run_threads(case.ranks, verbs_twice, plan, other_layout(plan), events):
+        moves = ["move"] * 9  # five verbs, and the ways back of all but `shard`
+        # the numbers of unshard, of shard, and of relayout there and back
+        assert [e for e in found if e == "upload"] == ["upload"] * 4
+        assert found[-len(moves) - 2 :] == ["again", *moves, "again"]
+
+
 def test_what_was_uploaded_goes_with_the_plan() -> None:
     plan = CASES[0].plan()
     found = [weakref.ref(each) for each in calls.uploaded(plan, plan.steps(0), torch.device("cpu")).numbers.values()]
@@ -305,6 +385,26 @@ def test_what_was_uploaded_goes_with_the_plan() -> None:
     try:
         del plan
         assert all(each() is None for each in found)
+    finally:
+        gc.enable()
+
+
+def test_what_was_uploaded_goes_with_two_layouts_that_rows_went_between() -> None:
+    plan, found = CASES[0].plan(), []
+
+    def there_and_back(comm: Comm, src: Layout, dst: Layout) -> None:
+        x = torch.ones(src.tokens(comm.rank), 2)
+        seqpar.relayout(seqpar.relayout(x, comm, src=src, dst=dst), comm, src=dst, dst=src)
+
+    src, dst = (Layout([layout.positions(r) for r in range(4)]) for layout in (plan.layout, other_layout(plan)))
+    run_threads(4, there_and_back, src, dst)
+    for layout in (src, dst):
+        for each in (x for x in layout._memo.values() if isinstance(x, relayouts.Moves)):
+            found += map(weakref.ref, each.on(torch.device("cpu")).numbers.values())
+    gc.disable()
+    try:
+        del src, dst, layout, each
+        assert found and all(each() is None for each in found)
     finally:
         gc.enable()
 
@@ -324,6 +424,25 @@ def on_device(comm: Comm, plan: Plan, options: dict[str, object], kernel: str, w
     layer(comm, Plan(plan.mask, plan.layout, kv_layout=plan.kv_layout, ulysses=plan.ulysses, transport=plan.transport,
                      stage_bytes=plan.stage_bytes, rows=[plan.rows(r) for r in range(plan.ranks)]),
           tensors, arguments, kernel)  # fmt: skip
+
+
+def verbs_on_device(comm: Comm, plan: Plan, dst: Layout, warm: threading.Barrier) -> None:
+    verbs(comm, plan, dst, "cuda")
+    torch.cuda.synchronize()
+    if warm.wait() == 0:
+        torch.cuda.set_sync_debug_mode("error")
+    warm.wait()
+    verbs(comm, plan, dst, "cuda")
+
+
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")
+@pytest.mark.parametrize("case", CASES[:2])
+def test_cuda_says_that_no_verb_synchronises(case) -> None:
+    plan = case.plan()
+    try:
+        run_threads(case.ranks, verbs_on_device, plan, other_layout(plan), threading.Barrier(case.ranks, timeout=60))
+    finally:
+        torch.cuda.set_sync_debug_mode("default")
 
 
 @pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")
