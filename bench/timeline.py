@@ -91,10 +91,7 @@ class TimedWork:
 
 
 class OnStream:
-    """A `LocalComm` whose copies go to a stream of their own, as NCCL's do; ranks compute on streams of their own.
-
-    All ranks' copies share the stream: whoever posts second copies, and both sides' streams were waited for by then.
-    """
+    """A `LocalComm` whose copies go to a stream of their own, as NCCL's do: an exchange belongs to what posts it."""
 
     def __init__(self, comm: Comm, stream: torch.cuda.Stream) -> None:
         self.comm, self.stream = comm, stream
@@ -107,19 +104,7 @@ class OnStream:
     ) -> Work:
         self.stream.wait_stream(torch.cuda.current_stream())
         with torch.cuda.stream(self.stream):
-            return StreamWork(self.comm.exchange(sends, recvs, tag=tag), self.stream)
-
-
-class StreamWork:
-    """A work whose wait orders the current stream."""
-
-    def __init__(self, work: Work, stream: torch.cuda.Stream) -> None:
-        self.work, self.stream = work, stream
-
-    def wait(self) -> None:
-        with torch.cuda.stream(self.stream):
-            self.work.wait()
-        torch.cuda.current_stream().wait_stream(self.stream)
+            return self.comm.exchange(sends, recvs, tag=tag)
 
 
 # --- one rank ---------------------------------------------------------------------------------------------------------
