@@ -70,7 +70,8 @@ def shipped(generation: int) -> list[Case]:
     cases += [Case("forward", d, d, "bf16", generation, accumulates=True) for d in CLASSES[2]]
     cases += [Case("forward", 192, 128, "bf16", generation)]
     cases += [Case(direction, 128, 128, "fp16", generation) for direction in DIRECTIONS]
-    return cases
+    # 8.6 and its like are 8.0 with less shared memory: what differs is the table of 16-bit types.
+    return [case for case in cases if generation != 86 or case.dtype == "bf16"]
 
 
 class Offline:

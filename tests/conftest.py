@@ -22,4 +22,12 @@ settings.register_profile(
 )
 settings.load_profile("seqpar")
 
+
+def pytest_report_header() -> str:
+    """What the report of the tests does not show otherwise."""
+    if torch.cuda.is_available():
+        return "triton: kernels run on the GPU"
+    return "triton: kernels run in its interpreter; the shipped bf16 variants are only compiled (test_compile.py)"
+
+
 torch.set_num_threads(1)  # tensors of tests are tiny, and ranks as threads are parallel already
