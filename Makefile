@@ -38,7 +38,7 @@ lint: $(READY)
 	$(BIN)/ruff format --check
 	$(BIN)/mypy
 
-setup: $(READY)
+setup: $(READY) $(OLDEST_TRITON)
 
 # One stamp: a second call is instant, and a change of what is installed sets up again. torch comes first and pinned,
 # and the build is not isolated, so nothing can pull a second torch.

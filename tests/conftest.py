@@ -7,9 +7,9 @@ import os
 import torch
 from hypothesis import HealthCheck, settings
 
-# Triton decides when a kernel is defined whether it will be interpreted: before the first import of one.
-if not torch.cuda.is_available():
-    os.environ.setdefault("TRITON_INTERPRET", "1")
+# Triton decides when a kernel is defined whether it will be interpreted: before the first import of one. The tests run
+# on the CPU wherever they run; what a GPU must show is in bench/gpu.py.
+os.environ.setdefault("TRITON_INTERPRET", "1")
 
 # Ranks as threads share the machine's cores: a time limit for each example would only measure who else runs.
 # In CI the examples are the same every time, so that what was green stays green; elsewhere they go on searching.
@@ -25,8 +25,6 @@ settings.load_profile("seqpar")
 
 def pytest_report_header() -> str:
     """What the report of the tests does not show otherwise."""
-    if torch.cuda.is_available():
-        return "triton: kernels run on the GPU"
     return "triton: kernels run in its interpreter; the shipped bf16 variants are only compiled (test_compile.py)"
 
 

@@ -66,8 +66,8 @@ def attention(
     (float64, float32, bfloat16, float16) and device, ``H % H_kv == 0``. scale: default ``D ** -0.5``. softcap: 0 for
     none. sinks [H]: a logit per head that takes part in the softmax and has no value. alibi_slopes [H]. dropout_p: of
     the probabilities, with dropout_seed required if positive; the same pairs are dropped at any number of ranks.
-    deterministic: the same call gives the same bits; every kernel here does so. kernel: "auto" or a name in
-    `seqpar.kernels.available()`.
+    deterministic: the same call gives the same bits. kernel: "auto" or a name in `seqpar.kernels.available()`; what
+    "auto" takes depends on dtypes, dims, options and device, and on whether a gradient is required.
 
     In a compiled model ``plan`` is a handle, ``seqpar.bind(plan, comm)``, without a comm; the plan and the comm serve
     there too once `bind` has seen them. A graph is compiled once, not once per plan.
@@ -137,7 +137,7 @@ def agreed_call(
         grads = _requirements(q, k, v, sinks, slopes) if grads is None else grads
         options = _plain(options)
         _check_options(q, sinks, slopes, options, grads)
-        wide = None if slopes is None else slopes.detach().to(acc_dtype(q.dtype))
+        wide = None if slopes is None else slopes.detach().to(acc_dtype(q.dtype)).contiguous()
         seed = options.dropout_seed
         score = Score(
             _checked_scale(options.scale, q), options.softcap, wide, options.dropout_p,

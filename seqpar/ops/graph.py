@@ -82,7 +82,7 @@ def _backward(
     call: Call = replace(record.call, repeat=record.passes)
     record.passes += 1
     if slopes is not None:
-        call = replace(call, score=replace(call.score, slopes=slopes.to(call.acc)))
+        call = replace(call, score=replace(call.score, slopes=slopes.to(call.acc).contiguous()))
     parts = call.parts()
     kept = record.kept or [(q[: p.q.rows], k[: p.kv.rows], v[: p.kv.rows], None, None) for p in parts]
     dq, dk, dv, dsinks = differentiate(call, [Inside(*x) for x in kept], sinks, out, lse, dout, dlse)

@@ -78,9 +78,15 @@ def bind(*values: object) -> Tensor:
         _names[carried.number] = carried
     for value in values:
         owned = getattr(value, "__dict__", None)
-        if owned is not None and not (isinstance(name := owned.get("_name"), Name) and name.owner() is value):
-            name = owned["_name"] = Name(value)
-            _names[name.number] = name
+        if owned is None:
+            continue
+        name = owned.get("_name")
+        if isinstance(name, Name) and name.owner() is value:
+            continue
+        if name is not None:
+            del owned["_name"]  # of what this value is a copy of
+        name = owned.setdefault("_name", Name(value))  # one name, also if threads bind a value at once
+        _names[name.number] = name
     return _tensor(carried)
 
 
@@ -148,7 +154,8 @@ def values_of(handles: Sequence[Tensor], *kinds: type) -> tuple[Any, ...]:
     Raises: ValueError for a handle that is none, stands for nothing, or for other values.
     """
     values = [value for handle in handles for value in carried(handle)]
-    if len(values) != len(kinds) + 1 or not all(isinstance(v, kind) for v, kind in zip(values, kinds)):
+    fit = len(values) == len(kinds) + 1 and hasattr(values[-1], "exchange")
+    if not fit or not all(isinstance(v, kind) for v, kind in zip(values, kinds)):
         expected = ", ".join([*(kind.__name__.lower() for kind in kinds), "comm"])
         raise ValueError(f"expected the handle of seqpar.bind({expected}), got that of {values!r:.200}")
     return tuple(values)

@@ -74,8 +74,10 @@ def relayout(x: Tensor, comm: Comm, *, src: Layout, dst: Layout, rows: int | Non
     Raises: ValueError for layouts of other tokens or ranks than the comm's, or a wrong number of rows, on every rank.
     """
     try:
+        if not torch.compiler.is_compiling():
+            _check_layouts(x, comm, src, dst)
         if rows is None:
-            rows = _rows_of(x, comm, src, dst)
+            rows = _rows_of(comm, dst)
         grad = torch.is_grad_enabled() and x.requires_grad
     except Exception as error:
         refuse("relayout", comm, error)
@@ -83,14 +85,15 @@ def relayout(x: Tensor, comm: Comm, *, src: Layout, dst: Layout, rows: int | Non
     return y  # type: ignore[no-any-return]
 
 
-def _rows_of(x: Tensor, comm: Comm, src: Layout, dst: Layout) -> int:
+def _rows_of(comm: Comm, dst: Layout) -> int:
     if torch.compiler.is_compiling():
         raise ValueError("relayout in a compiled model needs rows=dst.tokens(rank)")
-    _check_layouts(x, comm, src, dst)
     return dst.tokens(comm.rank)
 
 
 def _check_layouts(x: Tensor, comm: Comm, src: Layout, dst: Layout) -> None:
+    if not isinstance(x, Tensor):
+        raise ValueError(f"relayout moves rows of a tensor, got {x!r:.200}")
     if not (isinstance(src, Layout) and isinstance(dst, Layout)):
         raise ValueError(f"relayout is between two layouts, got src={src!r:.200} and dst={dst!r:.200}")
     if src.total != dst.total:

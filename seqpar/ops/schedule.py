@@ -200,6 +200,8 @@ def _back(
     Where nothing is traded the gradients are views of the call's.
     """
     part, dout = step.part, incoming[0]
+    if dout.numel() and (dout.stride(2) != 1 or 0 in dout.stride()):  # autograd expands the gradient of a sum
+        dout = dout.contiguous()
     if part.blind.size:  # what they hold must not reach a key through 0 * NaN
         facts = call.uploaded.facts[step.number]
         dout = dout.masked_fill((facts.lo >= facts.hi)[:, None, None], 0.0)

@@ -56,6 +56,8 @@ def switch(
 
 
 def _dim(x: Tensor, dim: int, name: str) -> int:
+    if not isinstance(x, Tensor):
+        raise ValueError(f"switch is of a tensor, got {x!r:.200}")
     if not -x.dim() <= dim < x.dim():
         raise ValueError(f"{name}={dim} is not a dimension of a tensor of shape {list(x.shape)}")
     return dim % x.dim()

@@ -43,13 +43,14 @@ def describe(plan: Plan) -> str:
 
 def _merging(plan: Plan) -> str:
     """Over how many steps the keys of a row come, and what that costs kernels that round their results."""
+    if not plan.merges:
+        summed = "; key gradients are summed over ranks" if plan.transport == "gather" and plan.ranks > 1 else ""
+        return f"none merged, every row has one step{summed}"
     most = 0
     for rank in range(plan.ranks):
         for part in (s.part for s in plan.steps(rank) if s.first):
             met = [_met(s, part) for s in plan.steps(rank) if s.part is part]
             most = max(most, int(np.sum(met, axis=0).max(initial=0)))
-    if not plan.merges:
-        return "none merged, every row has one step"
     return (
         f"merged over up to {most} steps in float32, or float64; a kernel that rounds its results (aten_flash, cudnn, "
         "flash2, flash3, flash4) rounds each of them, so auto takes none of these"

@@ -32,7 +32,7 @@ class Trade:
     """One side (queries or keys) of trading tokens for heads among the ranks that share heads.
 
     mine: this rank's local rows of the part, in position order. dest: member -> the rows that its tokens take inside,
-    where all members' rows lie in position order. rows: how many there are inside. local: rows of the local tensor.
+    where all members' rows lie in position order. rows: how many there are inside.
     """
 
     mine: Rows

@@ -252,3 +252,38 @@ def test_attention_over_processes_by_name(layout, transport, ulysses) -> None:
     got = [*results[0][:5], results[0][5] + results[1][5]]
     for a, b in zip(got, wanted, strict=True):
         assert relative_rms(a, b.detach()) < 3e-6
+
+
+@pytest.mark.parametrize("kernel", ["blockwise", "aten", "triton"])
+@pytest.mark.parametrize("strides", [(0, 0, 0), (16, 0, 1), (0, 16, 1), (1, 9, 36), (4, 1, 36)])
+def test_incoming_gradients_of_any_strides(kernel, strides) -> None:
+    """Autograd hands over what is expanded or transposed as it is; a kernel must not read it as if it were dense."""
+    q, k, v = (torch.randn(9, 4, 16, generator=torch.Generator().manual_seed(n)) for n in range(3))
+    plan, comm = Plan(Mask([9]), Layout.contiguous(9, 1)), seqpar.LocalComm()
+    grad = torch.randn(9 * 4 * 16, generator=torch.Generator().manual_seed(3)).as_strided((9, 4, 16), strides)
+    results = []
+    for dout in (grad, grad.contiguous()):
+        leaves = [x.detach().requires_grad_() for x in (q, k, v)]
+        out = seqpar.attention(*leaves, plan, comm, kernel=kernel)
+        results.append(torch.autograd.grad(out, leaves, dout))
+    assert all(torch.equal(a, b) for a, b in zip(*results, strict=True))
+
+
+def test_slopes_of_any_stride() -> None:
+    q = torch.randn(9, 4, 16, generator=torch.Generator().manual_seed(0))
+    plan, comm = Plan(Mask([9]), Layout.contiguous(9, 1)), seqpar.LocalComm()
+    for slopes in (torch.arange(8.0)[::2], torch.ones(1).expand(4)):
+        given, dense = (
+            seqpar.attention(q, q, q, plan, comm, kernel="triton", alibi_slopes=s)
+            for s in (slopes, slopes.contiguous())
+        )
+        assert torch.equal(given, dense)
+
+
+def test_tensors_that_are_not_dense_are_refused() -> None:
+    x = torch.randn(2, 1, 8)[..., ::2]
+    facts = suite.facts_of(Mask([2]), np.arange(2))
+    with pytest.raises(ValueError, match="dense last dim"):
+        Triton().forward(
+            Operands(x, x, x, facts, suite.Score(1.0)), Sums(x.clone(), torch.empty(1, 2), None, first=True)
+        )

@@ -14,7 +14,7 @@ import torch
 
 from seqpar.kernels.dispatch import no_cuda, triton_installed
 from seqpar.kernels.protocol import Ask, Grads, Operands, Sums
-from seqpar.kernels.triton.arguments import Bounds, describable, packed, per_head, scalars, shape, tiled
+from seqpar.kernels.triton.arguments import Bounds, describable, descriptors, packed, per_head, scalars, seed, shape
 from seqpar.kernels.triton.config import MAX_DIM, Config, Descriptor, configure, generation, parts
 from seqpar.kernels.triton.tables import key_table, query_table
 
@@ -69,8 +69,9 @@ class Triton:
         assert target is not None and prior is not None
         with torch.cuda.device_of(x.q):
             forward[(table.shape[0] * x.q.shape[1],)](
-                packed(x.q), tiled(x.k, config.bn, tma), tiled(x.v, config.bn, tma), _bounds(x), table,
-                packed(prior), packed(target), per_head(into.lse), scalars(x),
+                packed(x.q), packed(x.k), *descriptors(x.k, config.bn, tma), packed(x.v),
+                *descriptors(x.v, config.bn, tma), _bounds(x), table,
+                packed(prior), packed(target), per_head(into.lse), scalars(x), seed(x),
                 table.shape[0], x.q.shape[1] // x.k.shape[1], x.k.shape[0],
                 FIRST=into.first, IN_PLACE=into.out is None, **self._compiled(x, config, tma),
             )  # fmt: skip
@@ -89,8 +90,9 @@ class Triton:
         tma = config.tma and describable(x.k, x.v)
         table = query_table(x.facts, config)
         dq[(table.shape[0] * x.q.shape[1],)](
-            packed(x.q), tiled(x.k, config.bn, tma), tiled(x.v, config.bn, tma), packed(grads.dout),
-            per_head(grads.lse), per_head(grads.delta), _bounds(x), table, packed(grads.dq), scalars(x),
+            packed(x.q), packed(x.k), *descriptors(x.k, config.bn, tma), packed(x.v), *descriptors(x.v, config.bn, tma),
+            packed(grads.dout),
+            per_head(grads.lse), per_head(grads.delta), _bounds(x), table, packed(grads.dq), scalars(x), seed(x),
             table.shape[0], x.q.shape[1] // x.k.shape[1], x.k.shape[0], **self._compiled(x, config, tma),
         )  # fmt: skip
 
@@ -98,17 +100,19 @@ class Triton:
         from seqpar.kernels.triton.backward import dkdv
 
         config = self._config("dkdv", x)
-        tma = config.tma and describable(x.q, grads.dout)
         table, query_tiles, uniform, exact, work = key_table(x.facts, config)
+        # A descriptor loads rows beyond a short tile too, and one among them may hold what is not finite.
+        tma = config.tma and uniform and describable(x.q, grads.dout)
         (rows, heads), (keys, kv_heads) = x.q.shape[:2], x.k.shape[:2]
         split = parts(table.shape[0] * kv_heads, work * (heads // kv_heads), _processors(x.q.device))
         dk, dv = grads.dk[None], grads.dv[None]
         if split > 1:
             dk, dv = (g.new_empty(split, *g.shape) for g in (grads.dk, grads.dv))
         dkdv[(table.shape[0] * kv_heads * split,)](
-            tiled(x.q, config.bm, tma), packed(x.k), packed(x.v), tiled(grads.dout, config.bm, tma),
+            packed(x.q), *descriptors(x.q, config.bm, tma), packed(x.k), packed(x.v),
+            packed(grads.dout), *descriptors(grads.dout, config.bm, tma),
             per_head(grads.lse), per_head(grads.delta), _bounds(x), table, query_tiles, packed(dk[0]), packed(dv[0]),
-            dk.stride(0), dv.stride(0), scalars(x), table.shape[0], split, heads // kv_heads, rows, keys,
+            dk.stride(0), dv.stride(0), scalars(x), seed(x), table.shape[0], split, heads // kv_heads, rows, keys,
             UNIFORM=uniform, EXACT=exact, ADD=split == 1, **self._compiled(x, config, tma),
         )  # fmt: skip
         if split > 1:

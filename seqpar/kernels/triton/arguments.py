@@ -12,11 +12,9 @@ from seqpar.kernels.triton.config import Config, pieces
 
 
 class Packed(NamedTuple):
-    """A tensor [rows, heads, dim]: what its first and second piece are loaded through, and the strides of rows and
-    heads. Through the tensor itself, or where tiles are loaded by the hardware, through a descriptor of each piece."""
+    """A tensor [rows, heads, dim] and its strides of rows and heads."""
 
-    data: Any
-    more: Any
+    data: Tensor
     row: int
     head: int
 
@@ -39,7 +37,7 @@ class Bounds(NamedTuple):
 
 class Scalars(NamedTuple):
     """How a score is made. pre, post: see `seqpar.kernels.triton.tile.scored`. slopes: any tensor if there are none.
-    threshold, seed: words of 32 and 64 bits, as signed integers."""
+    threshold: a word of 32 bits, as a signed integer."""
 
     pre: float
     post: float
@@ -47,7 +45,6 @@ class Scalars(NamedTuple):
     slopes: Tensor
     threshold: int
     keep_scale: float
-    seed: int
     first_head: int
 
 
@@ -71,32 +68,37 @@ class Shape(NamedTuple):
 
 
 def packed(x: Tensor) -> Packed:
-    """A tensor that kernels reach by pointers."""
-    return Packed(x, x, *_strides(x))
+    """A tensor as kernels reach it by pointers."""
+    return Packed(x, *_strides(x))
 
 
-def tiled(x: Tensor, rows: int, tma: bool) -> Packed:
-    """A tensor of which kernels load tiles of so many rows."""
+def descriptors(x: Tensor, rows: int, tma: bool) -> tuple[Any, Any]:
+    """What the hardware loads tiles of so many rows through, for the first and the second piece of the head dim; any
+    tensor if it does not. Arguments of their own: Triton 3.6 does not launch kernels with descriptors in a bundle."""
     if not tma:
-        return packed(x)
+        return x, x
     from triton.tools.tensor_descriptor import TensorDescriptor
 
     shape, strides = list(x.shape), list(x.stride())
     one, two = (TensorDescriptor(x, shape, strides, [rows, 1, n or 16]) for n in pieces(x.shape[2], x.itemsize))
-    return Packed(one, two, *_strides(x))
+    return one, two
 
 
 def _strides(x: Tensor) -> tuple[int, int]:
-    """Strides of rows and heads. Offsets of tiles have 64 bits, those inside a tile 32."""
+    """Strides of rows and heads; the last dim is dense. Offsets of tiles have 64 bits, those inside a tile 32."""
+    if x.shape[2] > 1 and x.stride(2) != 1:
+        raise ValueError(f"triton needs a dense last dim, got strides {x.stride()}")
     if x.shape[0] > 1 and x.stride(0) >= 1 << 24:
         raise NotImplementedError(f"triton has no tiles of rows {x.stride(0)} elements apart; call .contiguous()")
     return x.stride(0), x.stride(1)
 
 
 def describable(*tensors: Tensor) -> bool:
-    """Whether the hardware's tile loads take such tensors: rows and heads start at multiples of 16 bytes."""
+    """Whether the hardware's tile loads take such tensors: rows and heads start at multiples of 16 bytes,
+    and none lie upon each other, as those of expanded tensors do."""
     starts = [n * x.itemsize for x in tensors for n in x.stride()[:2]] + [x.data_ptr() for x in tensors]
-    return all(n % 16 == 0 for n in starts) and all(x.numel() for x in tensors)
+    dense = all(x.numel() and x.stride(2) == 1 for x in tensors)
+    return dense and all(n % 16 == 0 for n in starts) and all(0 < n < 1 << 40 for n in starts[: -len(tensors)])
 
 
 def per_head(x: Tensor) -> PerHead:
@@ -116,9 +118,13 @@ def scalars(x: Operands) -> Scalars:
         slopes=x.facts.pos if score.slopes is None else score.slopes,
         threshold=_signed(int(score.dropout_p * 2**32), 32),
         keep_scale=1 / (1 - score.dropout_p),
-        seed=_signed(score.dropout_seed, 64),
         first_head=score.first_head,
     )
+
+
+def seed(x: Operands) -> int:
+    """Dropout's seed as a signed integer of 64 bits."""
+    return _signed(x.score.dropout_seed, 64)
 
 
 def _signed(word: int, bits: int) -> int:

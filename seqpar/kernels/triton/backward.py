@@ -23,8 +23,11 @@ from seqpar.kernels.triton.tile import (
 )
 
 
-@triton.jit
-def dq(q, k, v, dout, lse, delta, bounds, table, grad, score, tiles, group, keys, S: tl.constexpr):
+# Counts differ from batch to batch, a seed from layer to layer: they shall not have binaries of their own.
+@triton.jit(do_not_specialize=["seed", "tiles", "keys"])
+def dq(
+    q, k, k1, k2, v, v1, v2, dout, lse, delta, bounds, table, grad, score, seed, tiles, group, keys, S: tl.constexpr
+):
     """Add to dq of a query tile. table as forward's."""
     p_table, i_h, i_kv = head_tile(table, tiles, group)
     row, stop, begin = tl.load(p_table), tl.load(p_table + 1), tl.load(p_table + 2)
@@ -34,20 +37,20 @@ def dq(q, k, v, dout, lse, delta, bounds, table, grad, score, tiles, group, keys
 
     o_m = tl.arange(0, S.BM)
     m_m = o_m < stop - row
-    b_q1 = load_tile(q, row, i_h, o_m, m_m, True, False, 1, 0, S.D1, S.D)
-    b_g1 = load_tile(dout, row, i_h, o_m, m_m, True, False, 1, 0, S.V1, S.V)
+    b_q1 = load_tile(q, q.data, row, i_h, o_m, m_m, True, False, 0, S.D1, S.D)
+    b_g1 = load_tile(dout, dout.data, row, i_h, o_m, m_m, True, False, 0, S.V1, S.V)
     b_q2, b_g2 = b_q1, b_g1
     if S.D2:
-        b_q2 = load_tile(q, row, i_h, o_m, m_m, True, False, 2, S.D1, S.D2, S.D)
+        b_q2 = load_tile(q, q.data, row, i_h, o_m, m_m, True, False, S.D1, S.D2, S.D)
     if S.V2:
-        b_g2 = load_tile(dout, row, i_h, o_m, m_m, True, False, 2, S.V1, S.V2, S.V)
+        b_g2 = load_tile(dout, dout.data, row, i_h, o_m, m_m, True, False, S.V1, S.V2, S.V)
     b_lse = row_lse(lse, i_h, row, o_m, m_m)
     b_delta = tl.load(delta.data + i_h.to(tl.int64) * delta.head + row + o_m, mask=m_m, other=0.0)
     b_pos, b_word = o_m, o_m
     if S.ALIBI or S.DROPOUT:
         b_pos = tl.load(bounds.pos + row + o_m, mask=m_m, other=0)
     if S.DROPOUT:
-        b_word = words(b_pos, i_h, score, 0)
+        b_word = words(b_pos, i_h, score, seed, 0)
     b_lo = tl.load(bounds.lo + row + o_m, mask=m_m, other=0)
     b_hi = tl.load(bounds.hi + row + o_m, mask=m_m, other=0)
 
@@ -55,13 +58,15 @@ def dq(q, k, v, dout, lse, delta, bounds, table, grad, score, tiles, group, keys
     b_dq2 = tl.full([S.BM, S.D2 if S.D2 else 1], 0.0, tl.float32)
     for j in range(full_begin, full_end):
         b_dq1, b_dq2 = _dq_tile(
-            j, i_kv, i_h, k, v, bounds, score, keys, b_q1, b_q2, b_g1, b_g2, b_lse, b_delta, b_pos, b_word, b_lo, b_hi,
+            j, i_kv, i_h, k, k1, k2, v, v1, v2, bounds, score, seed, keys,
+            b_q1, b_q2, b_g1, b_g2, b_lse, b_delta, b_pos, b_word, b_lo, b_hi,
             b_dq1, b_dq2, False, S,
         )  # fmt: skip
     for t in range(begin, end - (full_end - full_begin)):
         j = tl.where(t < full_begin, t, t + full_end - full_begin)
         b_dq1, b_dq2 = _dq_tile(
-            j, i_kv, i_h, k, v, bounds, score, keys, b_q1, b_q2, b_g1, b_g2, b_lse, b_delta, b_pos, b_word, b_lo, b_hi,
+            j, i_kv, i_h, k, k1, k2, v, v1, v2, bounds, score, seed, keys,
+            b_q1, b_q2, b_g1, b_g2, b_lse, b_delta, b_pos, b_word, b_lo, b_hi,
             b_dq1, b_dq2, True, S,
         )  # fmt: skip
     p_grad = grad.data + row.to(tl.int64) * grad.row + i_h.to(tl.int64) * grad.head
@@ -72,22 +77,23 @@ def dq(q, k, v, dout, lse, delta, bounds, table, grad, score, tiles, group, keys
 
 @triton.jit
 def _dq_tile(
-    j, i_kv, i_h, k, v, bounds, score, keys, b_q1, b_q2, b_g1, b_g2, b_lse, b_delta, b_pos, b_word, b_lo, b_hi,
+    j, i_kv, i_h, k, k1, k2, v, v1, v2, bounds, score, seed, keys,
+    b_q1, b_q2, b_g1, b_g2, b_lse, b_delta, b_pos, b_word, b_lo, b_hi,
     b_dq1, b_dq2, MASKED: tl.constexpr, S: tl.constexpr,
 ):  # fmt: skip
     """dq, still to be scaled, with one more key tile."""
     first = j * S.BN
     o_n = tl.arange(0, S.BN)
     m_n = o_n < keys - first
-    b_k1 = load_tile(k, first, i_kv, o_n, m_n, MASKED, S.TMA, 1, 0, S.D1, S.D)
+    b_k1 = load_tile(k, k1, first, i_kv, o_n, m_n, MASKED, S.TMA, 0, S.D1, S.D)
     b_k2 = b_k1
     b_s = product(b_q1, tl.trans(b_k1), S)
-    b_dp = product(b_g1, tl.trans(load_tile(v, first, i_kv, o_n, m_n, MASKED, S.TMA, 1, 0, S.V1, S.V)), S)
+    b_dp = product(b_g1, tl.trans(load_tile(v, v1, first, i_kv, o_n, m_n, MASKED, S.TMA, 0, S.V1, S.V)), S)
     if S.D2:
-        b_k2 = load_tile(k, first, i_kv, o_n, m_n, MASKED, S.TMA, 2, S.D1, S.D2, S.D)
+        b_k2 = load_tile(k, k2, first, i_kv, o_n, m_n, MASKED, S.TMA, S.D1, S.D2, S.D)
         b_s = add_product(b_s, b_q2, tl.trans(b_k2), S)
     if S.V2:
-        b_v2 = load_tile(v, first, i_kv, o_n, m_n, MASKED, S.TMA, 2, S.V1, S.V2, S.V)
+        b_v2 = load_tile(v, v2, first, i_kv, o_n, m_n, MASKED, S.TMA, S.V1, S.V2, S.V)
         b_dp = add_product(b_dp, b_g2, tl.trans(b_v2), S)
     b_at = o_n
     if MASKED:
@@ -97,7 +103,7 @@ def _dq_tile(
     b_s, b_tanh = scored(b_s, score, i_h, b_pos, b_at, S)
     b_p = tl.exp2(b_s - b_lse[:, None])
     if S.DROPOUT:
-        b_dp = tl.where(kept(b_word, words(b_at, i_h, score, 1), score), b_dp * score.keep_scale, 0.0)
+        b_dp = tl.where(kept(b_word, words(b_at, i_h, score, seed, 1), score), b_dp * score.keep_scale, 0.0)
     b_ds = b_p * (b_dp - b_delta[:, None])
     if S.SOFTCAP:
         b_ds *= 1.0 - b_tanh * b_tanh
@@ -110,10 +116,11 @@ def _dq_tile(
     return b_dq1, b_dq2
 
 
-@triton.jit
+# Counts differ from batch to batch, a seed from layer to layer: they shall not have binaries of their own.
+@triton.jit(do_not_specialize=["seed", "key_tiles", "parts", "rows", "keys"])
 def dkdv(
-    q, k, v, dout, lse, delta, bounds, table, query_tiles, dk, dv, dk_part, dv_part, score, key_tiles, parts, group,
-    rows, keys, UNIFORM: tl.constexpr, EXACT: tl.constexpr, ADD: tl.constexpr, S: tl.constexpr,
+    q, q1, q2, k, v, dout, g1, g2, lse, delta, bounds, table, query_tiles, dk, dv, dk_part, dv_part, score, seed,
+    key_tiles, parts, group, rows, keys, UNIFORM: tl.constexpr, EXACT: tl.constexpr, ADD: tl.constexpr, S: tl.constexpr,
 ):  # fmt: skip
     """Part of dk and dv of a key tile, which dk_part and dv_part elements lie between; with ADD there is one part,
     added to what is there.
@@ -134,13 +141,13 @@ def dkdv(
     first = j * S.BN
     o_n = tl.arange(0, S.BN)
     m_n = o_n < keys - first
-    b_k1 = load_tile(k, first, i_kv, o_n, m_n, True, False, 1, 0, S.D1, S.D)
-    b_v1 = load_tile(v, first, i_kv, o_n, m_n, True, False, 1, 0, S.V1, S.V)
+    b_k1 = load_tile(k, k.data, first, i_kv, o_n, m_n, True, False, 0, S.D1, S.D)
+    b_v1 = load_tile(v, v.data, first, i_kv, o_n, m_n, True, False, 0, S.V1, S.V)
     b_k2, b_v2 = b_k1, b_v1
     if S.D2:
-        b_k2 = load_tile(k, first, i_kv, o_n, m_n, True, False, 2, S.D1, S.D2, S.D)
+        b_k2 = load_tile(k, k.data, first, i_kv, o_n, m_n, True, False, S.D1, S.D2, S.D)
     if S.V2:
-        b_v2 = load_tile(v, first, i_kv, o_n, m_n, True, False, 2, S.V1, S.V2, S.V)
+        b_v2 = load_tile(v, v.data, first, i_kv, o_n, m_n, True, False, S.V1, S.V2, S.V)
     b_at = tl.load(bounds.key_pos + first + o_n, mask=m_n, other=0x7FFFFFFF)  # no bound lies beyond it
 
     b_dk1 = tl.full([S.BN, S.D1], 0.0, tl.float32)
@@ -152,8 +159,8 @@ def dkdv(
     work = full * group
     for t in range(work * i_part // parts, work * (i_part + 1) // parts):
         b_dk1, b_dk2, b_dv1, b_dv2 = _dkdv_tile(
-            full_begin + t % full, i_kv * group + t // full, q, dout, lse, delta, bounds, query_tiles, score, rows,
-            b_k1, b_k2, b_v1, b_v2, b_at, b_dk1, b_dk2, b_dv1, b_dv2, False, UNIFORM, S,
+            full_begin + t % full, i_kv * group + t // full, q, q1, q2, dout, g1, g2, lse, delta, bounds, query_tiles,
+            score, seed, rows, b_k1, b_k2, b_v1, b_v2, b_at, b_dk1, b_dk2, b_dv1, b_dv2, False, UNIFORM, S,
         )  # fmt: skip
     partial = end - begin - full
     work = partial * group
@@ -165,8 +172,8 @@ def dkdv(
             visits = (tl.load(query_tiles + i * 4 + 2) <= j) & (j < tl.load(query_tiles + i * 4 + 3))
         if visits:
             b_dk1, b_dk2, b_dv1, b_dv2 = _dkdv_tile(
-                i, i_kv * group + t // partial, q, dout, lse, delta, bounds, query_tiles, score, rows,
-                b_k1, b_k2, b_v1, b_v2, b_at, b_dk1, b_dk2, b_dv1, b_dv2, True, UNIFORM, S,
+                i, i_kv * group + t // partial, q, q1, q2, dout, g1, g2, lse, delta, bounds, query_tiles, score,
+                seed, rows, b_k1, b_k2, b_v1, b_v2, b_at, b_dk1, b_dk2, b_dv1, b_dv2, True, UNIFORM, S,
             )  # fmt: skip
     i_out, h_64, first_64 = i_part.to(tl.int64), i_kv.to(tl.int64), first.to(tl.int64)
     p_dk = dk.data + i_out * dk_part + first_64 * dk.row + h_64 * dk.head
@@ -181,7 +188,7 @@ def dkdv(
 
 @triton.jit
 def _dkdv_tile(
-    i, i_h, q, dout, lse, delta, bounds, query_tiles, score, rows, b_k1, b_k2, b_v1, b_v2, b_at,
+    i, i_h, q, q1, q2, dout, g1, g2, lse, delta, bounds, query_tiles, score, seed, rows, b_k1, b_k2, b_v1, b_v2, b_at,
     b_dk1, b_dk2, b_dv1, b_dv2, MASKED: tl.constexpr, UNIFORM: tl.constexpr, S: tl.constexpr,
 ):  # fmt: skip
     """dk, still to be scaled, and dv with one more query tile. Scores are transposed: keys down, queries across."""
@@ -193,16 +200,16 @@ def _dkdv_tile(
     SHORT: tl.constexpr = MASKED or not UNIFORM  # whether the tile may have fewer than BM rows
     o_m = tl.arange(0, S.BM)
     m_m = o_m < stop - row
-    b_q1 = load_tile(q, row, i_h, o_m, m_m, SHORT, S.TMA, 1, 0, S.D1, S.D)
-    b_g1 = load_tile(dout, row, i_h, o_m, m_m, SHORT, S.TMA, 1, 0, S.V1, S.V)
+    b_q1 = load_tile(q, q1, row, i_h, o_m, m_m, SHORT, S.TMA, 0, S.D1, S.D)
+    b_g1 = load_tile(dout, g1, row, i_h, o_m, m_m, SHORT, S.TMA, 0, S.V1, S.V)
     b_q2, b_g2 = b_q1, b_g1
     b_s = product(b_k1, tl.trans(b_q1), S)
     b_dp = product(b_v1, tl.trans(b_g1), S)
     if S.D2:
-        b_q2 = load_tile(q, row, i_h, o_m, m_m, SHORT, S.TMA, 2, S.D1, S.D2, S.D)
+        b_q2 = load_tile(q, q2, row, i_h, o_m, m_m, SHORT, S.TMA, S.D1, S.D2, S.D)
         b_s = add_product(b_s, b_k2, tl.trans(b_q2), S)
     if S.V2:
-        b_g2 = load_tile(dout, row, i_h, o_m, m_m, SHORT, S.TMA, 2, S.V1, S.V2, S.V)
+        b_g2 = load_tile(dout, g2, row, i_h, o_m, m_m, SHORT, S.TMA, S.V1, S.V2, S.V)
         b_dp = add_product(b_dp, b_v2, tl.trans(b_g2), S)
     b_lse = row_lse(lse, i_h, row, o_m, m_m)
     b_delta = tl.load(delta.data + i_h.to(tl.int64) * delta.head + row + o_m, mask=m_m, other=0.0)
@@ -217,7 +224,7 @@ def _dkdv_tile(
         b_p = tl.where((b_at[:, None] >= b_lo[None, :]) & (b_at[:, None] < b_hi[None, :]), b_p, 0.0)
     b_w = b_p
     if S.DROPOUT:
-        m_kept = kept(words(b_at, i_h, score, 1), words(b_pos, i_h, score, 0), score)
+        m_kept = kept(words(b_at, i_h, score, seed, 1), words(b_pos, i_h, score, seed, 0), score)
         b_w = tl.where(m_kept, b_p * score.keep_scale, 0.0)
         b_dp = tl.where(m_kept, b_dp * score.keep_scale, 0.0)
     b_w = b_w.to(b_g1.dtype)

@@ -87,8 +87,11 @@ def pieces(dim: int, itemsize: int = 2) -> tuple[int, int]:
 
 
 def configure(d: Descriptor) -> Config:
-    """The configuration for a descriptor: the largest tiles whose binaries spill no register and fit shared memory, on
-    all supported versions of Triton (`bench/compile.py`); no GPU has timed them yet (`bench/gpu.py --slice tune`)."""
+    """The configuration for a descriptor.
+
+    They are the largest tiles whose binaries fit shared memory and spill no register, of a backward a few, on all
+    supported versions of Triton (`bench/compile.py`). No GPU has timed them yet (`bench/gpu.py --slice tune`).
+    """
     if d.generation == 0:
         return Config(64, 64, 4, 1)
     classes = CLASSES[d.itemsize]

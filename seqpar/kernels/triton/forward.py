@@ -23,9 +23,10 @@ from seqpar.kernels.triton.tile import (
 )
 
 
-@triton.jit
+# Counts differ from batch to batch, a seed from layer to layer: they shall not have binaries of their own.
+@triton.jit(do_not_specialize=["seed", "tiles", "keys"])
 def forward(
-    q, k, v, bounds, table, prior, target, lse, score, tiles, group, keys,
+    q, k, k1, k2, v, v1, v2, bounds, table, prior, target, lse, score, seed, tiles, group, keys,
     FIRST: tl.constexpr, IN_PLACE: tl.constexpr, S: tl.constexpr,
 ):  # fmt: skip
     """Add a buffer of keys. prior: sums of the keys before, unless FIRST. target: where the new ones go, in its dtype,
@@ -38,15 +39,15 @@ def forward(
 
     o_m = tl.arange(0, S.BM)
     m_m = o_m < stop - row
-    b_q1 = load_tile(q, row, i_h, o_m, m_m, True, False, 1, 0, S.D1, S.D)
+    b_q1 = load_tile(q, q.data, row, i_h, o_m, m_m, True, False, 0, S.D1, S.D)
     b_q2 = b_q1
     if S.D2:
-        b_q2 = load_tile(q, row, i_h, o_m, m_m, True, False, 2, S.D1, S.D2, S.D)
+        b_q2 = load_tile(q, q.data, row, i_h, o_m, m_m, True, False, S.D1, S.D2, S.D)
     b_pos, b_word = o_m, o_m
     if S.ALIBI or S.DROPOUT:
         b_pos = tl.load(bounds.pos + row + o_m, mask=m_m, other=0)
     if S.DROPOUT:
-        b_word = words(b_pos, i_h, score, 0)
+        b_word = words(b_pos, i_h, score, seed, 0)
     b_lo = tl.load(bounds.lo + row + o_m, mask=m_m, other=0)
     b_hi = tl.load(bounds.hi + row + o_m, mask=m_m, other=0)
 
@@ -56,13 +57,15 @@ def forward(
     b_acc2 = tl.full([S.BM, S.V2 if S.V2 else 1], 0.0, tl.float32)
     for j in range(full_begin, full_end):
         b_max, b_sum, b_acc1, b_acc2 = _attend(
-            j, i_kv, i_h, k, v, bounds, score, keys, b_q1, b_q2, b_pos, b_word, b_lo, b_hi, b_max, b_sum, b_acc1,
+            j, i_kv, i_h, k, k1, k2, v, v1, v2, bounds, score, seed, keys,
+            b_q1, b_q2, b_pos, b_word, b_lo, b_hi, b_max, b_sum, b_acc1,
             b_acc2, False, S,
         )  # fmt: skip
     for t in range(begin, end - (full_end - full_begin)):
         j = tl.where(t < full_begin, t, t + full_end - full_begin)
         b_max, b_sum, b_acc1, b_acc2 = _attend(
-            j, i_kv, i_h, k, v, bounds, score, keys, b_q1, b_q2, b_pos, b_word, b_lo, b_hi, b_max, b_sum, b_acc1,
+            j, i_kv, i_h, k, k1, k2, v, v1, v2, bounds, score, seed, keys,
+            b_q1, b_q2, b_pos, b_word, b_lo, b_hi, b_max, b_sum, b_acc1,
             b_acc2, True, S,
         )  # fmt: skip
 
@@ -76,6 +79,7 @@ def forward(
         tl.store(p_lse, b_lse * LN2, mask=m_m)
     else:
         b_old = tl.load(p_lse, mask=m_m, other=0.0) * LOG2E
+        tl.debug_barrier()  # several threads read a row's lse, and one of them writes the new one
         b_top = tl.maximum(b_old, b_lse)
         b_base = tl.where(b_top == -float("inf"), 0.0, b_top)
         b_keep, b_new = tl.exp2(b_old - b_base), tl.exp2(b_lse - b_base)
@@ -92,28 +96,29 @@ def forward(
     p_target = target.data + row.to(tl.int64) * target.row + i_h.to(tl.int64) * target.head
     b_out = b_acc1 * b_part[:, None]
     if not FIRST:
-        b_out += b_keep[:, None] * load_tile(prior, row, i_h, o_m, m_m, True, False, 1, 0, S.V1, S.V)
+        b_out += b_keep[:, None] * load_tile(prior, prior.data, row, i_h, o_m, m_m, True, False, 0, S.V1, S.V)
     store_tile(p_target, b_out, o_m, target.row, m_write, False, 0, S.V1, S.V)
     if S.V2:
         b_out = b_acc2 * b_part[:, None]
         if not FIRST:
-            b_out += b_keep[:, None] * load_tile(prior, row, i_h, o_m, m_m, True, False, 2, S.V1, S.V2, S.V)
+            b_out += b_keep[:, None] * load_tile(prior, prior.data, row, i_h, o_m, m_m, True, False, S.V1, S.V2, S.V)
         store_tile(p_target, b_out, o_m, target.row, m_write, False, S.V1, S.V2, S.V)
 
 
 @triton.jit
 def _attend(
-    j, i_kv, i_h, k, v, bounds, score, keys, b_q1, b_q2, b_pos, b_word, b_lo, b_hi, b_max, b_sum, b_acc1, b_acc2,
+    j, i_kv, i_h, k, k1, k2, v, v1, v2, bounds, score, seed, keys,
+    b_q1, b_q2, b_pos, b_word, b_lo, b_hi, b_max, b_sum, b_acc1, b_acc2,
     MASKED: tl.constexpr, S: tl.constexpr,
 ):  # fmt: skip
     """Running maximum, sum and unnormalised output with one more key tile. MASKED: some pair of it is not seen."""
     first = j * S.BN
     o_n = tl.arange(0, S.BN)
     m_n = o_n < keys - first
-    b_k = load_tile(k, first, i_kv, o_n, m_n, MASKED, S.TMA, 1, 0, S.D1, S.D)
+    b_k = load_tile(k, k1, first, i_kv, o_n, m_n, MASKED, S.TMA, 0, S.D1, S.D)
     b_s = product(b_q1, tl.trans(b_k), S)
     if S.D2:
-        b_k = load_tile(k, first, i_kv, o_n, m_n, MASKED, S.TMA, 2, S.D1, S.D2, S.D)
+        b_k = load_tile(k, k2, first, i_kv, o_n, m_n, MASKED, S.TMA, S.D1, S.D2, S.D)
         b_s = add_product(b_s, b_q2, tl.trans(b_k), S)
     b_at = o_n
     if MASKED:
@@ -130,11 +135,11 @@ def _attend(
     b_shrink = tl.exp2(b_max - b_base)
     b_sum = b_sum * b_shrink + tl.sum(b_p, 1)
     if S.DROPOUT:
-        b_p = tl.where(kept(b_word, words(b_at, i_h, score, 1), score), b_p, 0.0)
-    b_v = load_tile(v, first, i_kv, o_n, m_n, MASKED, S.TMA, 1, 0, S.V1, S.V)
+        b_p = tl.where(kept(b_word, words(b_at, i_h, score, seed, 1), score), b_p, 0.0)
+    b_v = load_tile(v, v1, first, i_kv, o_n, m_n, MASKED, S.TMA, 0, S.V1, S.V)
     b_p = b_p.to(b_v.dtype)
     b_acc1 = add_product(b_acc1 * b_shrink[:, None], b_p, b_v, S)
     if S.V2:
-        b_v = load_tile(v, first, i_kv, o_n, m_n, MASKED, S.TMA, 2, S.V1, S.V2, S.V)
+        b_v = load_tile(v, v2, first, i_kv, o_n, m_n, MASKED, S.TMA, S.V1, S.V2, S.V)
         b_acc2 = add_product(b_acc2 * b_shrink[:, None], b_p, b_v, S)
     return b_new, b_sum, b_acc1, b_acc2

@@ -29,6 +29,7 @@ def merge_rows(
 
     b_lse = tl.load(p_lse, mask=m_m, other=0.0)
     b_part_lse = tl.load(p_part_lse, mask=m_m, other=0.0).to(b_lse.dtype)
+    tl.debug_barrier()  # several threads read a row's lse, and one of them writes the new one
     b_top = tl.maximum(b_lse, b_part_lse)
     b_base = tl.where(b_top == float("-inf"), 0.0, b_top)
     b_a, b_b = tl.exp(b_lse - b_base), tl.exp(b_part_lse - b_base)

@@ -16,17 +16,16 @@ LN2 = tl.constexpr(0.6931471805599453)
 
 @triton.jit
 def load_tile(
-    x, first, i_head, o_row, m_row, MASKED: tl.constexpr, TMA: tl.constexpr,
-    PIECE: tl.constexpr, START: tl.constexpr, WIDTH: tl.constexpr, LIMIT: tl.constexpr,
+    x, x_tiles, first, i_head, o_row, m_row, MASKED: tl.constexpr, TMA: tl.constexpr,
+    START: tl.constexpr, WIDTH: tl.constexpr, LIMIT: tl.constexpr,
 ):  # fmt: skip
     """Columns [START, START + WIDTH) of a tile of rows of a head: zero beyond the LIMIT columns that there are, in
-    masked rows, and, if loaded through a descriptor, in rows beyond the tensor only."""
-    data = x.more if PIECE == 2 else x.data
+    masked rows, and, if loaded through the descriptor x_tiles, in rows beyond the tensor only."""
     if TMA:
-        b_x = tl.reshape(data.load([first, i_head, START]), (o_row.shape[0], WIDTH))
+        b_x = tl.reshape(x_tiles.load([first, i_head, START]), (o_row.shape[0], WIDTH))
     else:
         o_col = START + tl.arange(0, WIDTH)
-        p_tile = data + first.to(tl.int64) * x.row + i_head.to(tl.int64) * x.head
+        p_tile = x.data + first.to(tl.int64) * x.row + i_head.to(tl.int64) * x.head
         p_x = p_tile + o_row[:, None] * x.row + o_col[None, :]
         m_col = (o_col < LIMIT)[None, :]
         if START + WIDTH > LIMIT:
@@ -106,10 +105,10 @@ def row_lse(lse, i_h, row, o_m, m_m):
 
 
 @triton.jit
-def words(b_pos, i_h, score, SIDE: tl.constexpr):
+def words(b_pos, i_h, score, seed, SIDE: tl.constexpr):
     """Dropout's words of positions and a head, word 0 of Philox4x32-10; see `seqpar.kernels.dropout`."""
     b_zero = b_pos * 0
-    b_word, _, _, _ = tl.philox(score.seed, b_pos, b_zero + score.first_head + i_h, b_zero + SIDE, b_zero)
+    b_word, _, _, _ = tl.philox(seed, b_pos, b_zero + score.first_head + i_h, b_zero + SIDE, b_zero)
     return b_word.to(tl.uint32, bitcast=True)
 
 
@@ -122,4 +121,4 @@ def kept(b_a, b_b, score):
     b_x ^= b_x >> 15
     b_x *= 0x846CA68B
     b_x ^= b_x >> 16
-    return b_x >= score.threshold.to(tl.uint32, bitcast=True)
+    return b_x >= tl.to_tensor(score.threshold).to(tl.uint32, bitcast=True)

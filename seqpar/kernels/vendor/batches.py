@@ -71,12 +71,13 @@ class Batch:
 
 @dataclass(frozen=True, eq=False)
 class Calls:
-    """The calls of a step. segments: how many there are. covers: every query row sees a key. again: some row in two
-    calls."""
+    """The calls of a step. segments: how many there are. covers: every query row sees a key. keys_again: some key is in
+    two segments, so that its gradients are a sum over calls, or cannot be made in one."""
 
     batches: tuple[Batch, ...]
     segments: int
     covers: bool
+    keys_again: bool
 
     @property
     def again(self) -> bool:
@@ -119,7 +120,9 @@ def _calls(facts: Facts, device: torch.device, varlen: bool, squares: bool) -> C
     for one, masked in zip(slices, given, strict=True):
         seen_rows = next(tensors).bool() if masked else None
         batches.append(Batch(*one, seen_rows, *((next(tensors), next(tensors)) if varlen else (None, None))))
-    return Calls(tuple(batches), len(s.q_row), bool(taken.all()))
+    starts = np.sort(s.k_row)
+    keys_again = bool((np.sort(s.k_row + s.k_len)[:-1] > starts[1:]).any()) if len(starts) else False
+    return Calls(tuple(batches), len(s.q_row), bool(taken.all()), keys_again)
 
 
 def _pieces(s: object, squares: bool) -> Iterator[Piece]:

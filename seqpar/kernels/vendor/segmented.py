@@ -75,7 +75,7 @@ class Segmented:
         output, lse = into.acc if into.out is None else into.out, into.lse
         assert output is not None
         total = output if output.dtype == lse.dtype or not plan.again else torch.empty_like(output, dtype=lse.dtype)
-        if not plan.covers:
+        if plan.again or not plan.covers:
             total.zero_()
             lse.fill_(-torch.inf)
         for batch in plan.batches:
@@ -115,7 +115,7 @@ class Segmented:
         out = grads.out
         able = out is not None or self.library.from_delta
         plan = self._calls(x, grads.dout, x.q, x.k, x.v, *(() if out is None else (out,))) if able else None
-        if plan is None:
+        if plan is None or (plan.keys_again and self.library.rounds and not self.merges):
             self.rest.backward(x, grads)
             return
         for batch in plan.batches:
