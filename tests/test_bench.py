@@ -165,3 +165,15 @@ def test_the_full_run_has_the_cases_that_are_promised(modules) -> None:
     names = {tuple(case.name.split(", ")) for case in ring.ring(False)}
     assert {n[0] for n in names} == {"contiguous", "zigzag", "striped"}
     assert {n[2] for n in names} == {f"{p} ranks" for p in (2, 4, 8, 16)}
+
+
+def test_a_trace_of_a_call_shows_what_lies_under_computation(tmp_path: Path) -> None:
+    out = tmp_path / "trace.json"
+    script = ROOT / "bench" / "timeline.py"
+    command = [sys.executable, str(script), "--tokens", "256", "--calls", "1", "--out", str(out)]
+    done = subprocess.run(command, capture_output=True, text=True, timeout=240, cwd=ROOT)
+    assert done.returncode == 0, done.stderr[-2000:]
+    names = {event.get("name", "") for event in json.loads(out.read_text())["traceEvents"]}
+    for what in ("seqpar compute", "seqpar differentiate"):
+        assert any(name.startswith(what) for name in names), what
+    assert "%" in done.stdout
