@@ -1,6 +1,6 @@
 """Checks the package on one NVIDIA GPU and then times it, row by row into a file; what is wrong is not timed.
 
-    python bench/gpu.py                                # everything, most valuable first; about 20 minutes of an H200
+    python bench/gpu.py                                # everything, most valuable first
     python bench/gpu.py --minutes 8                    # stops before that; the next call goes on where this one ended
     python bench/gpu.py --slice correct --slice ring   # these alone; --list names them and their cases
     python bench/gpu.py --rehearse                     # every slice in tiny shapes on the CPU, to a temporary file
