@@ -14,6 +14,7 @@ from __future__ import annotations
 
 import os
 import sys
+import threading
 import weakref
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
@@ -58,6 +59,7 @@ class Name:
 
 
 _names: weakref.WeakValueDictionary[int, Carried | Name] = weakref.WeakValueDictionary()
+_naming = threading.Lock()
 _bound: weakref.WeakValueDictionary[tuple[object, ...], Carried] = weakref.WeakValueDictionary()
 
 
@@ -78,15 +80,10 @@ def bind(*values: object) -> Tensor:
         _names[carried.number] = carried
     for value in values:
         owned = getattr(value, "__dict__", None)
-        if owned is None:
-            continue
-        name = owned.get("_name")
-        if isinstance(name, Name) and name.owner() is value:
-            continue
-        if name is not None:
-            del owned["_name"]  # of what this value is a copy of
-        name = owned.setdefault("_name", Name(value))  # one name, also if threads bind a value at once
-        _names[name.number] = name
+        with _naming:  # one name, also if threads bind a value at once
+            if owned is not None and not (isinstance(name := owned.get("_name"), Name) and name.owner() is value):
+                name = owned["_name"] = Name(value)
+                _names[name.number] = name
     return _tensor(carried)
 
 
