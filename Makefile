@@ -1,6 +1,6 @@
 # make demo    set up, then train on real documents over local ranks; flags through ARGS="--ranks 2 --layout striped"
 # make test    set up, then the whole suite
-# Needs python3 >= 3.10 and make; everything else goes into $(VENV).
+# Needs python3 >= 3.10 and make, and a C++ compiler for the compiled kernels; everything else goes into $(VENV).
 
 PYTHON ?= python3
 VENV ?= .venv
@@ -10,13 +10,13 @@ BIN := $(VENV)/bin
 READY := $(VENV)/.seqpar-ready
 OLDEST_TRITON := $(if $(filter Linux,$(shell uname -s)),$(VENV)/triton-3.6)
 
-.PHONY: demo test exhaustive bench results gpu lint setup clean
+.PHONY: demo test exhaustive bench results gpu sanitize lint setup clean
 
 demo: $(READY)
 	$(BIN)/seqpar demo $(ARGS)
 
 test: $(READY) $(OLDEST_TRITON)
-	$(BIN)/python -m pytest -q $(ARGS)
+	$(BIN)/python -m pytest -q -n auto --maxprocesses 4 --dist loadfile $(ARGS)
 
 exhaustive: $(READY)
 	$(BIN)/python -m pytest -q -m exhaustive --timeout 0 $(ARGS)
@@ -33,16 +33,21 @@ results: $(READY)
 gpu: $(READY)
 	$(BIN)/python bench/gpu.py $(ARGS)
 
+# the compiled CPU code under address, undefined-behaviour and thread sanitizers, without Python
+sanitize: $(READY)
+	SEQPAR_STRICT=1 $(BIN)/python setup.py --quiet sanitize
+
 lint: $(READY)
 	$(BIN)/ruff check
 	$(BIN)/ruff format --check
 	$(BIN)/mypy
+	$(BIN)/clang-format --dry-run --Werror $(wildcard csrc/*/*)
 
 setup: $(READY) $(OLDEST_TRITON)
 
 # One stamp: a second call is instant, and a change of what is installed sets up again. torch comes first and pinned,
 # and the build is not isolated, so nothing can pull a second torch.
-$(READY): pyproject.toml setup.py constraints.txt
+$(READY): pyproject.toml setup.py constraints.txt $(wildcard csrc/*/*)
 	@$(PYTHON) -c 'import sys; v = sys.version_info; sys.exit(v < (3, 10) and f"seqpar needs Python >= 3.10, {sys.executable} is {v[0]}.{v[1]}: make PYTHON=... chooses another")'
 	test -x $(BIN)/python || $(PYTHON) -m venv $(VENV)
 	$(BIN)/python -m pip install --quiet -c constraints.txt setuptools wheel numpy torch
@@ -54,5 +59,5 @@ $(VENV)/triton-3.6: | $(READY)
 	$(BIN)/python -m pip install --quiet --no-deps --target $@ triton==3.6.0
 
 clean:
-	rm -rf $(VENV) build dist out *.egg-info .hypothesis .pytest_cache .mypy_cache .ruff_cache .benchmarks
+	rm -rf $(VENV) seqpar/_C.abi3.so build dist out *.egg-info .hypothesis .pytest_cache .mypy_cache .ruff_cache .benchmarks
 	find seqpar tests bench examples -name __pycache__ -prune -exec rm -rf {} +

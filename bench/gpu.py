@@ -37,6 +37,7 @@ RESERVE = 15  # seconds before the end in which nothing is started
 def slices() -> dict[str, Callable[[bool], list[Case]]]:
     """Slice -> its cases, in the order in which they run; imported late, as Triton reads its environment then."""
     from gpu_correct import correct
+    from gpu_peer_comm import comm
     from gpu_ring import ring
     from gpu_small import small
     from gpu_speed import accumulate, backward, ceilings, forward
@@ -45,7 +46,7 @@ def slices() -> dict[str, Callable[[bool], list[Case]]]:
 
     return {
         "correct": correct, "ceilings": ceilings, "forward": forward, "backward": backward, "ring": ring,
-        "accumulate": accumulate, "auto": auto, "small": small, "host": host, "tune": tune,
+        "accumulate": accumulate, "auto": auto, "small": small, "comm": comm, "host": host, "tune": tune,
     }  # fmt: skip
 
 

@@ -18,6 +18,7 @@ import subprocess
 import sys
 import time
 from collections.abc import Callable
+from functools import partial
 from pathlib import Path
 
 import numpy as np
@@ -84,9 +85,11 @@ def scaling(tokens: int, repeat: int, tick: Callable[[], None]) -> dict[str, lis
         "1 process, 2 threads, seqpar": lambda: whole_step(tokens),
         "1 process, 2 threads, torch flash": lambda: flash_step(tokens),
     }
-    for layout, transport, ulysses in (("zigzag", "fetch", 1), ("zigzag", "ring", 1), ("contiguous", "fetch", 2)):
-        name = f"2 processes, {layout}, " + (transport if ulysses == 1 else f"Ulysses {ulysses}")
-        variants[name] = lambda a=(tokens, layout, transport, ulysses): max(run_processes(2, sharded_step, *a))
+    cases = [("zigzag", "fetch", 1, "shm"), ("zigzag", "ring", 1, "shm"), ("contiguous", "fetch", 2, "shm")]
+    for layout, transport, ulysses, comm in (*cases, ("zigzag", "fetch", 1, "gloo")):
+        method = transport if ulysses == 1 else f"Ulysses {ulysses}"
+        step = partial(run_processes, 2, sharded_step, tokens, layout, transport, ulysses, comm=comm)
+        variants[f"2 processes over {comm}, {layout}, {method}"] = lambda step=step: max(step())
     times: dict[str, list[float]] = {name: [] for name in variants}
     for turn in range(repeat + 1):
         for name, run in variants.items():
@@ -185,7 +188,7 @@ def main() -> None:
     console = Console()
     torch.set_num_threads(2)
     with Progress(console=console, transient=True, disable=not console.is_terminal) as progress:
-        task = progress.add_task("attention steps", total=5 * (args.repeat + 1))
+        task = progress.add_task("attention steps", total=6 * (args.repeat + 1))
         steps = scaling(args.tokens, args.repeat, lambda: progress.advance(task))
     torch.set_num_threads(1)
     one, plans = size_one(args.repeat), planning(args.repeat)

@@ -7,6 +7,8 @@ trained twice from the same weights:
     sharded      every rank holds some rows of the batch, attention is `seqpar.attention`, gradients are summed
     one process  rank 0 holds the whole batch, attention is torch's own, document by document
 
+Who holds what is planned anew for every batch, from its lengths alone, in a thread one batch ahead.
+
 The two loss curves must agree up to rounding. What rounding does to training is measured and not guessed: a third
 run, in one process as well, nudges every weight by a rounding error before every step; how far its loss drifts from
 the reference times `DRIFT_FACTOR` is the tolerance.
@@ -27,24 +29,29 @@ import sys
 import sysconfig
 import time
 from collections.abc import Callable, Iterator, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from pathlib import Path
 
 import numpy as np
 import torch
+import torch._dynamo  # before the group is made: it holds one that is there, and gloo with it, until Python ends
 import torch.distributed as dist
 import torch.nn.functional as F
 from decoder import START, Attend, Config, Decoder
 from torch import Tensor
 
 import seqpar
-from seqpar.cli.output import print_table
+from seqpar.cli.output import CommandError, print_table
+from seqpar.cli.plan import hardware
 from seqpar.cli.run import launch
+from seqpar.comm import shm
 from seqpar.comm.protocol import Stats
 
 DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float64": torch.float64}
-LAYOUTS = ("contiguous", "zigzag", "striped")
+LAYOUTS = ("planned", "contiguous", "zigzag", "striped")
 TRANSPORTS = ("fetch", "ring", "double_ring", "gather")
+COMMS = ("shm", "gloo")
 STRIPE = 64  # rows dealt to a rank at a time by --layout striped
 IGNORED = -100  # the label of a document's last token, which predicts nothing
 DRIFT_FACTOR = 8  # sharding rounds in every layer, a nudge once per weight: of one size, not of one value
@@ -116,7 +123,9 @@ def pack(documents: Sequence[tuple[str, bytes]]) -> Batch:
 
 
 def plan_for(batch: Batch, args: argparse.Namespace, ranks: int) -> seqpar.Plan:
-    """The plan of a batch: causal packed documents under the layout, transport and Ulysses width asked for."""
+    """The planner's plan of a batch, or that of the layout, transport and Ulysses width asked for."""
+    if args.layout == "planned":
+        return seqpar.plan_batch(batch.lengths, ranks, model=model_shape(args.dtype), hardware=args.machine)
     total = sum(batch.lengths)
     layout = {
         "contiguous": lambda: seqpar.Layout.contiguous(total, ranks),
@@ -124,6 +133,49 @@ def plan_for(batch: Batch, args: argparse.Namespace, ranks: int) -> seqpar.Plan:
         "striped": lambda: seqpar.Layout.striped(total, ranks, block=STRIPE),
     }[args.layout]()
     return seqpar.Plan(seqpar.Mask(batch.lengths), layout, ulysses=args.ulysses, transport=args.transport)
+
+
+def model_shape(dtype: str) -> seqpar.ModelShape:
+    """The decoder as the planner sees it."""
+    c = CONFIG
+    return seqpar.ModelShape(
+        "the demo's decoder", c.dim, c.layers, c.heads, c.kv_heads, c.head_dim, c.hidden, c.vocabulary, dtype=dtype
+    )
+
+
+@dataclass(frozen=True)
+class Loaded:
+    """A batch and its plan. planning: CPU seconds that the plan and this rank's steps took; waited: for both."""
+
+    batch: Batch
+    plan: seqpar.Plan
+    planning: float
+    waited: float
+
+
+def load(args: argparse.Namespace, *, ranks: int, rank: int) -> Iterator[Loaded]:
+    """All batches with their plans, each made in a thread while the one before is trained: planning needs no peer."""
+    stream = batches(corpus(), tokens=args.tokens, seed=args.seed)
+
+    def make() -> tuple[Batch, seqpar.Plan, float]:
+        batch = next(stream)
+        started = time.thread_time()
+        plan = plan_for(batch, args, ranks)
+        predicted_bytes(plan, rank, args.dtype)  # makes the rank's steps, which its first layer would make otherwise
+        return batch, plan, time.thread_time() - started
+
+    with ThreadPoolExecutor(1, "loader") as loader:
+        ahead = loader.submit(make)
+        for left in reversed(range(args.steps)):
+            started = time.perf_counter()
+            try:
+                made = ahead.result()
+            except ValueError as error:  # the same on every rank
+                raise SystemExit(f"demo: {error}") from None
+            waited = time.perf_counter() - started
+            if left:
+                ahead = loader.submit(make)
+            yield Loaded(*made, waited)
 
 
 def dense_attend(lengths: Sequence[int]) -> Attend:
@@ -139,7 +191,7 @@ def dense_attend(lengths: Sequence[int]) -> Attend:
     return attend
 
 
-def seqpar_attend(plan: seqpar.Plan, comm: seqpar.GroupComm) -> Attend:
+def seqpar_attend(plan: seqpar.Plan, comm: seqpar.Comm) -> Attend:
     """The same function of the whole batch, by ranks that each hold some of its rows."""
     return lambda q, k, v: seqpar.attention(q, k, v, plan, comm)
 
@@ -255,6 +307,7 @@ class Row:
     bytes_predicted: int
     seconds: float  # of the sharded step, the slowest rank's
     reference_seconds: float
+    planning: float  # CPU seconds of rank 0's loader thread
 
     @property
     def difference(self) -> float:
@@ -270,7 +323,7 @@ class Row:
 class Run:
     """One rank's part of the demo: a sharded trainer everywhere, one whole one on rank 0, a nudged one beside it."""
 
-    def __init__(self, args: argparse.Namespace, comm: seqpar.GroupComm) -> None:
+    def __init__(self, args: argparse.Namespace, comm: seqpar.Comm) -> None:
         self.args, self.comm, self.clock = args, comm, Clock(comm.stats)
         self.nudging_rank = 1 % comm.size  # beside the reference where there is a second rank: it costs no time there
         self.sharded = Trainer(args)
@@ -278,8 +331,9 @@ class Run:
         self.nudged = Trainer(args) if comm.rank == self.nudging_rank else None
         self.generator = torch.Generator().manual_seed(args.seed)
 
-    def step(self, batch: Batch, plan: seqpar.Plan) -> Row:
+    def step(self, loaded: Loaded) -> Row:
         """Train every model on one batch."""
+        batch, plan = loaded.batch, loaded.plan
         whole = torch.zeros(2, dtype=torch.float64)  # losses of the reference and of the nudged run
         with threads(min(2, self.comm.size)):
             started = time.perf_counter()
@@ -301,7 +355,7 @@ class Run:
         dist.all_reduce(sums)
         slowest = torch.tensor([seconds, reference_seconds], dtype=torch.float64)
         dist.all_reduce(slowest, op=dist.ReduceOp.MAX)
-        return Row(*sums[:3].tolist(), *(int(b) for b in sums[3:]), *slowest.tolist())
+        return Row(*sums[:3].tolist(), *(int(b) for b in sums[3:]), *slowest.tolist(), loaded.planning)
 
     def _whole(self, trainer: Trainer, batch: Batch) -> Tensor:
         attend = dense_attend(batch.lengths)
@@ -361,7 +415,9 @@ class Report:
     @contextlib.contextmanager
     def progress(self) -> Iterator[None]:
         """The heading of the step lines, and the bar while the body runs."""
-        self.line("step   one process      sharded   difference    tokens/s       moved   documents at each degree")
+        self.line(
+            "step   one process      sharded   difference    tokens/s   planning       moved   documents at each degree"
+        )
         with self.bar or contextlib.nullcontext():
             yield
 
@@ -369,7 +425,8 @@ class Report:
         """One line per step."""
         self.line(
             f"{index:4d}  {row.reference:12.7f} {row.sharded:12.7f} {row.difference:12.1e}"
-            f" {plan.mask.tokens / row.seconds:11,.0f} {row.bytes_moved / 1e6:8.2f} MB   {degree_counts(plan)}"
+            f" {plan.mask.tokens / row.seconds:11,.0f} {row.planning * 1e3:7.1f} ms"
+            f" {row.bytes_moved / 1e6:8.2f} MB   {degree_counts(plan)}"
         )
         if self.bar is not None:
             self.bar.advance(self.task)
@@ -421,9 +478,11 @@ def arguments(argv: Sequence[str] | None = None) -> argparse.Namespace:
     parser.add_argument("--ranks", type=int, help="processes (default 4; torchrun's own number under torchrun)")
     parser.add_argument("--tokens", type=int, default=8192, help="tokens per batch (default %(default)s)")
     parser.add_argument("--steps", type=int, default=30, help="training steps (default %(default)s)")
-    parser.add_argument("--layout", choices=LAYOUTS, default="zigzag", help="who holds which tokens (%(default)s)")
-    parser.add_argument("--transport", choices=TRANSPORTS, default="fetch", help="how keys travel (%(default)s)")
-    parser.add_argument("--ulysses", type=int, default=1, help="ranks that trade tokens for heads (%(default)s)")
+    parser.add_argument("--layout", choices=LAYOUTS, default="planned", help="who holds which tokens (%(default)s)")
+    parser.add_argument("--hardware", help="a preset or a file of seqpar calibrate, for --layout planned (cpu)")
+    parser.add_argument("--transport", choices=TRANSPORTS, help="how keys travel, for the other layouts (fetch)")
+    parser.add_argument("--comm", choices=COMMS, help="what carries the bytes (default shm where it can be used)")
+    parser.add_argument("--ulysses", type=int, help="ranks that trade tokens for heads, for the other layouts (1)")
     parser.add_argument("--dtype", choices=DTYPES, default="float32", help="of activations (%(default)s)")
     parser.add_argument("--seed", type=int, default=0, help="of weights and batches (%(default)s)")
     parser.add_argument("--out", type=Path, default=Path("out/demo.png"), help="the picture (%(default)s)")
@@ -432,15 +491,42 @@ def arguments(argv: Sequence[str] | None = None) -> argparse.Namespace:
     if world is not None and args.ranks not in (None, int(world)):
         parser.error(f"--ranks {args.ranks} contradicts torchrun, which started {world} processes; leave one out")
     args.ranks = int(world) if world is not None else args.ranks if args.ranks is not None else 4
+    args.why_not_shm = without_shared_memory()
+    args.comm = args.comm or ("gloo" if args.why_not_shm else "shm")
+    for name in ("transport", "ulysses") if args.layout == "planned" else ():
+        if getattr(args, name) is not None:
+            parser.error(f"--{name} is the planner's choice; it goes with another --layout")
+    if args.hardware is not None and args.layout != "planned":
+        parser.error("--hardware is for --layout planned")
+    args.transport, args.ulysses = args.transport or "fetch", 1 if args.ulysses is None else args.ulysses
     for name, least in (("ranks", 1), ("tokens", 2), ("steps", 1), ("ulysses", 1)):
         if getattr(args, name) < least:
             parser.error(f"--{name} {getattr(args, name)} is too few; it must be at least {least}")
     if args.ranks % args.ulysses:
         parser.error(f"--ulysses {args.ulysses} does not divide the {args.ranks} ranks")
+    if args.layout == "planned":
+        try:
+            args.machine = hardware(args.hardware or "cpu")
+        except CommandError as error:
+            parser.error(str(error))
     return args
 
 
-def train(args: argparse.Namespace, comm: seqpar.GroupComm) -> bool:
+def without_shared_memory() -> str | None:
+    """Why the ranks cannot write into each other's memory, or None."""
+    if os.environ.get("LOCAL_WORLD_SIZE") != os.environ.get("WORLD_SIZE"):
+        return "the ranks are on several machines"
+    return shm.missing()
+
+
+def carrier(args: argparse.Namespace, comm: seqpar.Comm) -> str:
+    """What carries the bytes, in words."""
+    if args.comm == "shm":
+        return f"{type(comm).__name__} (shared memory)"
+    return f"{type(comm).__name__} (gloo{f'; no shared memory: {args.why_not_shm}' if args.why_not_shm else ''})"
+
+
+def train(args: argparse.Namespace, comm: seqpar.Comm) -> bool:
     """Run all steps, show them, and return whether the two curves agree."""
     if comm.rank == 0:
         from demo_picture import draw  # here, so that a missing matplotlib is missed before the work and not after it
@@ -448,18 +534,22 @@ def train(args: argparse.Namespace, comm: seqpar.GroupComm) -> bool:
     report = Report(comm.rank == 0, args.steps)
     run = Run(args, comm)
     weights = sum(p.numel() for p in run.sharded.model.parameters())
+    width = f"for {args.machine.name}" if args.layout == "planned" else f"ulysses {args.ulysses}"
     report.line(
-        f"{args.ranks} ranks, {args.layout} layout, {args.transport} over {type(comm).__name__} (gloo), "
-        f"ulysses {args.ulysses}, {args.dtype}; {args.tokens:,} tokens per batch, {weights:,} weights"
+        f"{args.ranks} ranks, {args.layout} layout, {args.transport} over {carrier(args, comm)}, {width}, "
+        f"{args.dtype}; {args.tokens:,} tokens per batch, {weights:,} weights"
     )
     rows: list[Row] = []
-    stream = batches(corpus(), tokens=args.tokens, seed=args.seed)
+    plans: list[seqpar.Plan] = []
+    first: Loaded | None = None  # for the picture
+    waited = 0.0
     with report.progress():
-        for index in range(args.steps):
-            batch = next(stream)
-            plan = plan_for(batch, args, comm.size)
-            rows.append(run.step(batch, plan))
-            report.step(index, rows[-1], plan)
+        for index, loaded in enumerate(load(args, ranks=comm.size, rank=comm.rank)):
+            waited += loaded.waited if index else 0.0  # nothing hides the first plan
+            first = first or loaded
+            rows.append(run.step(loaded))
+            plans.append(loaded.plan)
+            report.step(index, rows[-1], loaded.plan)
 
     mine = run.clock.shares(), comm.stats.bytes_sent
     ranks = [mine] * comm.size
@@ -473,10 +563,19 @@ def train(args: argparse.Namespace, comm: seqpar.GroupComm) -> bool:
             f"one process on one thread {tokens / sum(r.reference_seconds for r in rows):,.0f}"
         )
         report.line(f"bytes moved: {sum(r.bytes_moved for r in rows):,}; predicted by the plans: {predicted:,}")
+        report.line(
+            f"planning: {1e3 * float(np.median([r.planning for r in rows])):.1f} ms of a loader thread per batch, one "
+            f"batch ahead; after the first, training waited {1e3 * waited:.1f} ms for plans in all"
+        )
+        gaps = [p.forecast.gap for p in plans if p.forecast is not None]
+        if gaps:
+            report.line(
+                f"plans: predicted {np.median(gaps):.1%} above what no plan beats on {args.machine.name} (median)"
+            )
         report.line(f"loss: {rows[0].sharded:.4f} at the first step, {rows[-1].sharded:.4f} at the last")
         args.out.parent.mkdir(parents=True, exist_ok=True)
         seconds = [seconds for seconds, _ in ranks]
-        draw(args.out, args, rows, batch, plan, seconds, tolerance=tolerance(rows, args.dtype), verdict=line)
+        draw(args.out, args, rows, first, seconds, tolerance=tolerance(rows, args.dtype), verdict=line)
         report.line(f"picture: {args.out}")
         report.line(line, style="bold green" if passed else "bold red")
     return passed
@@ -490,7 +589,7 @@ def main() -> int:
     # a rank blocked in gloo runs no Python handler: let Ctrl-C end it as it ends any other program
     signal.signal(signal.SIGINT, signal.SIG_DFL)
     dist.init_process_group("gloo")
-    passed = train(args, seqpar.GroupComm())
+    passed = train(args, seqpar.ShmComm() if args.comm == "shm" else seqpar.GroupComm())
     dist.barrier()  # nobody leaves while a peer still reads
     dist.destroy_process_group()
     return 0 if passed else 1

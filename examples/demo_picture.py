@@ -9,45 +9,43 @@ import numpy as np
 
 matplotlib.use("Agg")  # a file, never a window
 
-from matplotlib import colormaps, pyplot  # noqa: E402  (the backend is chosen before pyplot loads)
-from matplotlib.patches import Patch  # noqa: E402
+from matplotlib import pyplot  # noqa: E402  (the backend is chosen before pyplot loads)
 from matplotlib.ticker import NullFormatter  # noqa: E402
 
-INK = "#1f2430"
-MUTED = "#6b7280"
+from seqpar.plan.plot import INK, MUTED, STYLE, holders, timeline  # noqa: E402
+
 SECONDS = {  # what a rank was doing -> its colour
     "attention": "#2563a8",
     "rest of the model": "#8fb8de",
     "waiting for peers": "#f0a202",
     "gradient sum": "#b5544a",
 }
-NAMED = 8  # documents of the legend; the shorter ones of a batch share its last line
 
 
-def draw(path: Path, args, rows, batch, plan, seconds, *, tolerance: float, verdict: str) -> None:
-    """Write the picture. seconds: one dict per rank, what it was doing -> seconds."""
-    style = {"font.size": 9.5, "axes.titlesize": 11, "axes.titleweight": "bold", "axes.titlelocation": "left"}
-    style |= {"axes.spines.top": False, "axes.spines.right": False, "axes.edgecolor": MUTED, "text.color": INK}
-    with pyplot.rc_context(style):
-        figure, axes = pyplot.subplots(2, 2, figsize=(14, 8.6), height_ratios=(1.15, 1), layout="constrained")
+def draw(path: Path, args, rows, loaded, seconds, *, tolerance: float, verdict: str) -> None:
+    """Write the picture. loaded: the first batch and its plan. seconds: per rank, what it was doing -> seconds."""
+    plan, forecast = loaded.plan, loaded.plan.forecast
+    how = "planned for every batch" if forecast is not None else f"{args.layout} layout · Ulysses {args.ulysses}"
+    about = f"{how} · {args.transport} transport · {args.dtype} · {args.tokens:,} tokens per batch"
+    with pyplot.rc_context(STYLE):
+        figure = pyplot.figure(figsize=(16, 9.4), layout="constrained")
         figure.get_layout_engine().set(w_pad=0.12, h_pad=0.12, hspace=0.04, wspace=0.04)
-        figure.suptitle(
-            f"One decoder, trained on {_ranks(args.ranks)} and in one process\n", fontsize=15, fontweight="bold", x=0.5
-        )
-        figure.text(
-            0.5,
-            0.945,
-            f"{args.layout} layout · {args.transport} transport · Ulysses {args.ulysses} · {args.dtype} · "
-            f"{args.tokens:,} tokens per batch",
-            ha="center",
-            color=MUTED,
-        )
-        _losses(axes[0, 0], rows)
-        _differences(axes[1, 0], rows, tolerance)
-        _holders(axes[0, 1], batch, plan)
-        _times(axes[1, 1], seconds)
+        title = f"One decoder, trained on {_ranks(args.ranks)} and in one process\n"
+        figure.suptitle(title, fontsize=15, fontweight="bold", x=0.5)
+        figure.text(0.5, 0.948, about, ha="center", color=MUTED)
+        third = ["times"] * 2 if forecast is None else ["times", "planned"]
+        mosaic = [["losses", "who", "who"], ["differences", *third]]
+        axes = figure.subplot_mosaic(mosaic, height_ratios=(1.15, 1), width_ratios=(1.15, 1, 1))
+        _losses(axes["losses"], rows)
+        _differences(axes["differences"], rows, tolerance)
+        holders(axes["who"], plan, names=loaded.batch.names)
+        axes["who"].set_title("Who holds which document (first batch)")
+        _times(axes["times"], seconds)
+        if forecast is not None:
+            timeline(axes["planned"], plan, forecast)
+            axes["planned"].set_title(f"Predicted step (first batch): gap {forecast.gap:.1%}")
         figure.supxlabel(verdict, fontsize=10.5, color="#20733f" if verdict.startswith("PASS") else "#b3261e")
-        figure.savefig(path, dpi=120)
+        figure.savefig(path, dpi=110)
         pyplot.close(figure)
 
 
@@ -78,52 +76,11 @@ def _differences(axis, rows, tolerance: float) -> None:
     axis.set(title="Difference to the loss of one process", xlabel="step")
     axis.xaxis.get_major_locator().set_params(integer=True)
     axis.grid(axis="y", alpha=0.25)
-    axis.legend(loc="upper center", bbox_to_anchor=(0.5, -0.17), ncols=3, frameon=False)
+    axis.legend(loc="upper center", bbox_to_anchor=(0.5, -0.16), ncols=3, fontsize=8.5)
 
 
-def _holders(axis, batch, plan) -> None:
-    """Rows of every rank in local order, coloured by document; darker is later in the document."""
-    ends = np.cumsum(batch.lengths)
-    ranks = plan.layout.ranks
-    most = max(len(plan.layout.positions(rank)) for rank in range(ranks))
-    order = np.argsort(-np.asarray(batch.lengths), kind="stable")  # the longest documents get the clearest colours
-    palette = colormaps["tab10"].colors
-    colour = {int(document): np.array(palette[at % len(palette)]) for at, document in enumerate(order)}
-    picture = np.ones((ranks, most, 3))
-    for rank in range(ranks):
-        positions = plan.layout.positions(rank)
-        documents = np.searchsorted(ends, positions, side="right")
-        starts = ends[documents] - np.asarray(batch.lengths)[documents]
-        depth = (positions - starts) / np.asarray(batch.lengths)[documents]
-        base = np.array([colour[int(d)] for d in documents]).reshape(-1, 3)
-        picture[rank, : len(positions)] = 1 - (1 - base) * (0.35 + 0.65 * depth[:, None])
-    axis.imshow(picture, aspect="auto", interpolation="nearest", extent=(0, most, ranks - 0.5, -0.5))
-    for edge in np.arange(ranks - 1) + 0.5:
-        axis.axhline(edge, color="white", linewidth=5)
-    axis.set(title="Who holds which document (last batch)", xlabel="row of the rank, darker = later in the document")
-    axis.set_yticks(range(ranks), [f"rank {rank}" for rank in range(ranks)])
-    axis.tick_params(axis="y", length=0)
-    for side in ("left", "bottom"):
-        axis.spines[side].set_visible(False)
-    named = order if len(order) <= NAMED else order[: NAMED - 1]
-    degrees = np.asarray(plan.degrees)
-    keys = []
-    for d in named:
-        label = f"{_short(batch.names[d])}  {batch.lengths[d]:,} ({_ranks(degrees[d])})"
-        keys.append(Patch(color=colour[int(d)], label=label))
-    if len(named) < len(order):
-        rest = order[len(named) :]
-        tokens = sum(batch.lengths[d] for d in rest)
-        keys.append(Patch(color="none", label=f"and {len(rest)} shorter documents, {tokens:,} tokens"))
-    axis.legend(handles=keys, loc="upper center", bbox_to_anchor=(0.5, -0.14), ncols=2, frameon=False, fontsize=8)
-
-
-def _short(name: str, most: int = 28) -> str:
-    return name if len(name) <= most else "…" + name[1 - most :]
-
-
-def _ranks(degree: int) -> str:
-    return "1 rank" if degree == 1 else f"{degree} ranks"
+def _ranks(number: int) -> str:
+    return "1 rank" if number == 1 else f"{number} ranks"
 
 
 def _times(axis, seconds) -> None:
@@ -143,4 +100,4 @@ def _times(axis, seconds) -> None:
     axis.tick_params(axis="y", length=0)
     axis.invert_yaxis()
     axis.spines["left"].set_visible(False)
-    axis.legend(loc="upper center", bbox_to_anchor=(0.5, -0.17), ncols=4, frameon=False)
+    axis.legend(loc="upper center", bbox_to_anchor=(0.5, -0.16), ncols=2, fontsize=8.5)

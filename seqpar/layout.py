@@ -8,13 +8,14 @@ Sources: zigzag, Zhu 2024 (ring-flash-attention) and Llama 3 (section 3.3.2); st
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
-from typing import NamedTuple
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from typing import Any, NamedTuple
 
 import numpy as np
 from numpy.typing import ArrayLike, NDArray
 
-from seqpar.mask import Fact, Ints, digest_of, frozen, lengths_of, progressions, whole
+from seqpar.mask import Fact, Ints, Memo, digest_of, frozen, lengths_of, progressions, whole
 
 
 class Runs(NamedTuple):
@@ -36,12 +37,17 @@ class Runs(NamedTuple):
 
 def expand(start: Ints, count: Ints, step: Ints | int = 1) -> Ints:
     """All elements of arithmetic progressions, one after the other."""
-    total = int(count.sum())
-    first = np.cumsum(count) - count
     steps = np.broadcast_to(np.asarray(step, np.int64), start.shape)
-    if (steps == 1).all():
-        return np.repeat(start - first, count) + np.arange(total)
-    return np.repeat(start - steps * first, count) + np.repeat(steps, count) * np.arange(total)
+    if not count.all():
+        start, steps, count = start[count > 0], steps[count > 0], count[count > 0]
+    if count.size == 0:
+        return np.zeros(0, np.int64)
+    # Differences summed in place: large arrays cost what their pages do, so there is one.
+    stop = np.cumsum(count)
+    rows = np.full(stop[-1], steps[0]) if (steps == steps[0]).all() else np.repeat(steps, count)
+    rows[0] = start[0]
+    rows[stop[:-1]] = start[1:] - (start + steps * (count - 1))[:-1]
+    return np.cumsum(rows, out=rows)
 
 
 def cut(runs: Runs, breaks: Ints) -> tuple[Runs, Ints]:
@@ -49,6 +55,8 @@ def cut(runs: Runs, breaks: Ints) -> tuple[Runs, Ints]:
 
     breaks: sorted positions at which a new piece begins.
     """
+    if (runs.step == 1).all() and (runs.start[1:] > runs.last[:-1]).all():
+        return _cut_ascending(runs, breaks)
     lower = np.searchsorted(breaks, runs.start, side="right")
     pieces = np.searchsorted(breaks, runs.last, side="right") - lower + 1
     source = np.repeat(np.arange(len(pieces)), pieces)
@@ -66,6 +74,38 @@ def cut(runs: Runs, breaks: Ints) -> tuple[Runs, Ints]:
     return piece, source[kept]
 
 
+def _cut_ascending(runs: Runs, breaks: Ints) -> tuple[Runs, Ints]:
+    """As `cut`, for disjoint runs of consecutive positions in their order; the fewer of runs and breaks are sought."""
+    if runs.start.size < breaks.size:
+        lower = np.searchsorted(breaks, runs.start, side="right")
+        count = np.searchsorted(breaks, runs.last, side="right") - lower
+        run, at = np.repeat(np.arange(count.size), count), breaks[expand(lower, count)]
+    else:
+        run = np.searchsorted(runs.start, breaks) - 1
+        inside = np.flatnonzero((run >= 0) & (breaks <= runs.last[run]))
+        run, at = run[inside], breaks[inside]
+        count = np.bincount(run, minlength=runs.start.size)
+    source = np.repeat(np.arange(count.size), count + 1)
+    start, stop = runs.start[source], (runs.start + runs.count)[source]
+    place = run + np.arange(run.size)
+    start[place + 1], stop[place] = at, at
+    if (stop == start).any():  # breaks that are equal
+        kept = stop > start
+        start, stop, source = start[kept], stop[kept], source[kept]
+    return Runs(start, stop - start, np.ones_like(start)), source
+
+
+def interval_of(positions: Ints, starts: Ints) -> Ints:
+    """The last interval that starts at or before each position, -1 if none does; quick where positions ascend.
+
+    starts: where the intervals start, ascending.
+    """
+    if positions.size < starts.size or (positions[1:] < positions[:-1]).any():
+        return np.searchsorted(starts, positions, side="right") - 1
+    begun = np.bincount(np.searchsorted(positions, starts), minlength=positions.size + 1)
+    return np.cumsum(begun[: positions.size]) - 1
+
+
 def runs_of(positions: Ints) -> Runs:
     """Runs of the most common distance between neighbours; found without a loop over rows."""
     if positions.size == 0:
@@ -77,6 +117,66 @@ def runs_of(positions: Ints) -> Runs:
     first = np.flatnonzero(np.append(True, gaps != step))
     count = np.diff(np.append(first, positions.size))
     return Runs(positions[first], count, np.full(first.size, step, np.int64))
+
+
+def order_of(keys: Ints | NDArray[np.int32], bound: int) -> Ints:
+    """The stable order of integers ``0 <= key < bound``, in linear time: numpy sorts 16 bits by their radix."""
+    order = np.argsort(keys.astype(np.uint16), kind="stable")  # the low 16 bits
+    shift = 16
+    while bound > 1 << shift:
+        order = order[np.argsort((keys[order] >> shift).astype(np.uint16), kind="stable")]
+        shift += 16
+    return order
+
+
+@dataclass(frozen=True, eq=False)
+class Holders(Memo):
+    """Who holds each position: disjoint runs in the order of their starts, and the holder of each; -1 elsewhere."""
+
+    runs: Runs
+    holder: NDArray[np.int32]
+    total: int
+    _memo: dict[Any, Any] = field(default_factory=dict, repr=False)
+
+    @property
+    def strided(self) -> bool:
+        """Whether some run leaves gaps, in which others lie."""
+        return self.memo("strided", lambda: bool(((self.runs.step > 1) & (self.runs.count > 1)).any()))
+
+    def of(self, positions: Ints) -> NDArray[np.int32]:
+        """The holder of each position; O(total) memory only if runs are strided."""
+        if self.strided or self.holder.size == 0:
+            return self.all()[positions]
+        at = np.searchsorted(self.runs.start, positions, side="right") - 1
+        held = (at >= 0) & (positions - self.runs.start[at] < self.runs.count[at])
+        return np.where(held, self.holder[at], np.int32(-1))
+
+    def pieces(self, lo: Ints, hi: Ints) -> tuple[Ints, Ints, NDArray[np.int32], Ints]:
+        """Ascending intervals of held positions cut where the holder changes: lo, hi, holder and interval of each."""
+        if self.strided:
+            at, source = expand(lo, hi - lo), np.repeat(np.arange(lo.size), hi - lo)
+            holder = self.all()[at]
+            first = np.flatnonzero(np.append(True, (np.diff(holder) != 0) | (np.diff(source) != 0))[: at.size])
+            stop = at[np.append(first[1:], at.size)[: first.size] - 1] + 1
+            return at[first], stop, holder[first], source[first]
+        piece, source = cut(Runs(lo, hi - lo, np.ones_like(lo)), self.runs.start)
+        return piece.start, piece.start + piece.count, self.of(piece.start), source
+
+    def all(self) -> NDArray[np.int32]:
+        """The holder of every position, int32 [total]; made once."""
+        return self.memo("all", self._all)
+
+    def _all(self) -> NDArray[np.int32]:
+        runs = self.runs
+        if not self.strided and int(runs.count.sum()) == self.total:
+            return frozen(np.repeat(self.holder, runs.count))
+        owner = np.full(self.total, -1, np.int32)
+        if len(self.holder) <= 4096:  # few long runs: strided writes beat making every position
+            for holder, first, last, step in zip(self.holder, runs.start, runs.last, runs.step, strict=True):
+                owner[first : last + 1 : step] = holder
+        else:
+            owner[expand(*runs)] = np.repeat(self.holder, runs.count)
+        return frozen(owner)
 
 
 class Layout(Fact):
@@ -99,27 +199,47 @@ class Layout(Fact):
         if not arrays:
             raise ValueError("a layout has at least one rank, got no shards")
         _check_partition(arrays)
-        self._set([runs_of(a) for a in arrays], "arbitrary")
+        parts = [runs_of(a) for a in arrays]
+        rank = np.repeat(np.arange(len(parts)), [len(r.start) for r in parts])
+        self._set(Runs(*(np.concatenate(column) for column in zip(*parts, strict=True))), rank, len(parts), "arbitrary")
 
     @classmethod
-    def _make(cls, runs: Iterable[Runs], name: str) -> Layout:
+    def from_pieces(
+        cls, start: ArrayLike, count: ArrayLike, rank: ArrayLike, ranks: int, *, name: str = "planned"
+    ) -> Layout:
+        """Rank ``rank[i]`` holds the positions ``start[i] + [0, count[i])``, after those of its pieces before ``i``.
+
+        start, count, rank: integers of one length, in any order; pieces of no tokens and ranks without a piece are
+        allowed. name: what `repr` calls the layout. Takes time by the pieces, not by the tokens or ranks.
+
+        Raises: ValueError for pieces that overlap, miss a token, hold a negative one or have no such rank, naming them.
+        """
+        ranks = whole("ranks", ranks, 1)
+        first, length, holder = _checked_pieces(start, count, rank, ranks)
+        order = order_of(holder, ranks)
+        return cls._make(first[order], length[order], holder[order], ranks, name)
+
+    @classmethod
+    def _make(cls, start: Ints, count: Ints, rank: Ints, ranks: int, name: str, step: int = 1) -> Layout:
+        """A layout of runs sorted by rank, some perhaps empty."""
         self = cls.__new__(cls)
-        self._set(list(runs), name)
+        kept = count > 0
+        start, count, rank = start[kept], count[kept], rank[kept]
+        self._set(Runs(start, count, np.full_like(start, step)), rank, ranks, name)
         return self
 
-    def _set(self, runs: list[Runs], name: str) -> None:
-        runs = [_joined(r) for r in runs]
-        joined = Runs(*(frozen(np.concatenate(parts).astype(np.int64)) for parts in zip(*runs, strict=True)))
-        bounds = frozen(np.cumsum([0, *(len(r.start) for r in runs)]))
-        rows = np.array([r.count.sum() for r in runs], np.int64)
-        gaps = progressions(joined.start, joined.step, joined.count)
+    def _set(self, runs: Runs, rank: Ints, ranks: int, name: str) -> None:
+        runs, rank = _joined(runs, rank)
+        bounds = np.searchsorted(rank, np.arange(ranks + 1))
+        rows = np.diff(np.append(0, np.cumsum(runs.count))[bounds])
+        gaps = progressions(runs.start, runs.step, runs.count)
         self._fill(
-            ranks=len(runs),
-            total=int(joined.count.sum()),
-            _runs=joined,
-            _bounds=bounds,
+            ranks=ranks,
+            total=int(runs.count.sum()),
+            _runs=Runs(*(frozen(column.astype(np.int64)) for column in runs)),
+            _bounds=frozen(bounds),
             _name=name,
-            _digest=digest_of("layout", rows, joined.start[:1], *gaps),
+            _digest=digest_of("layout", rows, runs.start[:1], *gaps),
         )
 
     @classmethod
@@ -127,7 +247,7 @@ class Layout(Fact):
         """Rank ``r`` holds tokens ``[r * tokens // ranks, (r + 1) * tokens // ranks)``."""
         tokens, ranks = whole("tokens", tokens, 1), whole("ranks", ranks, 1)
         edge = np.arange(ranks + 1) * tokens // ranks
-        return cls._make(_by_rank(edge[:-1], np.diff(edge), np.arange(ranks), ranks), "contiguous")
+        return cls._make(edge[:-1], np.diff(edge), np.arange(ranks), ranks, "contiguous")
 
     @classmethod
     def zigzag(cls, lengths: ArrayLike, ranks: int) -> Layout:
@@ -143,7 +263,7 @@ class Layout(Fact):
         order = np.stack([np.arange(ranks), chunks - 1 - np.arange(ranks)], axis=1)  # [rank, 2] -> chunk
         start = edge[:, :-1][:, order].transpose(1, 0, 2).reshape(-1)  # rank, document, chunk
         count = np.diff(edge, axis=1)[:, order].transpose(1, 0, 2).reshape(-1)
-        return cls._make(_by_rank(start, count, np.repeat(np.arange(ranks), 2 * len(docs)), ranks), "zigzag")
+        return cls._make(start, count, np.repeat(np.arange(ranks), 2 * len(docs)), ranks, "zigzag")
 
     @classmethod
     def striped(cls, tokens: int, ranks: int, block: int = 1) -> Layout:
@@ -152,13 +272,19 @@ class Layout(Fact):
         if block == 1:
             start = np.arange(min(ranks, tokens))
             count = (tokens - start + ranks - 1) // ranks
-            runs = _by_rank(start, count, start, ranks)
-            return cls._make((Runs(r.start, r.count, r.step * ranks) for r in runs), "striped")
+            return cls._make(start, count, start, ranks, "striped", step=ranks)
         start = np.arange(0, tokens, block)
         count = np.minimum(block, tokens - start)
         rank = np.arange(len(start)) % ranks
-        order = np.argsort(rank, kind="stable")
-        return cls._make(_by_rank(start[order], count[order], rank[order], ranks), f"striped, block={block}")
+        order = order_of(rank, ranks)
+        return cls._make(start[order], count[order], rank[order], ranks, f"striped, block={block}")
+
+    def sizes(self) -> Ints:
+        """Tokens that each rank holds, [ranks]."""
+        return self.memo("sizes", self._sizes)
+
+    def _sizes(self) -> Ints:
+        return frozen(np.diff(np.append(0, np.cumsum(self._runs.count))[self._bounds]))
 
     def tokens(self, rank: int) -> int:
         """Tokens that a rank holds."""
@@ -178,42 +304,75 @@ class Layout(Fact):
         """The runs of all ranks in order, and the rank of each."""
         return self._runs, np.repeat(np.arange(self.ranks), np.diff(self._bounds))
 
+    def holders(self) -> Holders:
+        """The runs of all ranks in the order of their starts, and the rank of each; made once."""
+        return self.memo("holders", self._holders)
+
+    def _holders(self) -> Holders:
+        runs, rank = self.all_runs()
+        order = order_of(runs.start, self.total)
+        return Holders(runs.pick(order), rank[order].astype(np.int32), self.total)
+
     def owner(self) -> NDArray[np.int32]:
         """The rank that holds each token, int32 [total]; made once, O(tokens)."""
-        return self.memo("owner", self._owner)
-
-    def _owner(self) -> NDArray[np.int32]:
-        runs, rank = self.all_runs()
-        if (runs.step == 1).all():
-            order = np.argsort(runs.start, kind="stable")
-            return frozen(np.repeat(rank[order].astype(np.int32), runs.count[order]))
-        owner = np.empty(self.total, np.int32)
-        if len(rank) <= 4096:  # few long runs: strided writes beat making every position
-            for holder, first, last, step in zip(rank, runs.start, runs.last, runs.step, strict=True):
-                owner[first : last + 1 : step] = holder
-        else:
-            owner[expand(*runs)] = np.repeat(rank.astype(np.int32), runs.count)
-        return frozen(owner)
+        return self.holders().all()
 
     def __repr__(self) -> str:
         return f"Layout({self._name}, {self.total} tokens over {self.ranks} ranks)"
 
 
-def _by_rank(start: Ints, count: Ints, rank: Ints, ranks: int) -> list[Runs]:
-    """Runs of step 1 for each rank, from arrays sorted by rank; empty ones left out."""
-    kept = count > 0
-    start, count, rank = start[kept], count[kept], rank[kept]
-    edge = np.searchsorted(rank, np.arange(ranks + 1))
-    return [Runs(start[a:b], count[a:b], np.ones(b - a, np.int64)) for a, b in zip(edge[:-1], edge[1:], strict=True)]
-
-
-def _joined(runs: Runs) -> Runs:
-    """The same rows with runs that continue each other made one, so that equal layouts have equal runs."""
-    if len(runs.start) < 2:
-        return runs
+def _joined(runs: Runs, rank: Ints) -> tuple[Runs, Ints]:
+    """The same rows with runs that continue each other made one, and the rank of each: equal rows have equal runs."""
     follows = (runs.start[1:] == runs.last[:-1] + runs.step[:-1]) & (runs.step[1:] == runs.step[:-1])
-    first = np.flatnonzero(np.append(True, ~follows))
-    return Runs(runs.start[first], np.add.reduceat(runs.count, first), runs.step[first])
+    first = np.flatnonzero(np.append(True, ~follows | (rank[1:] != rank[:-1])))
+    if first.size == rank.size:
+        return runs, rank
+    return Runs(runs.start[first], np.add.reduceat(runs.count, first), runs.step[first]), rank[first]
+
+
+def _checked_pieces(start: ArrayLike, count: ArrayLike, rank: ArrayLike, ranks: int) -> tuple[Ints, Ints, Ints]:
+    """The pieces that hold tokens, as int64, found to be a partition."""
+    columns = []
+    for name, values in (("start", start), ("count", count), ("rank", rank)):
+        array = np.asarray(values)
+        if array.ndim != 1 or (array.size and array.dtype.kind not in "iu"):
+            raise ValueError(f"{name} must be a sequence of integers, one per piece, got {values!r:.200}")
+        columns.append(array.astype(np.int64))
+    first, length, holder = columns
+    if not first.size == length.size == holder.size:
+        raise ValueError(
+            f"start, count and rank must have one entry per piece, got {first.size}, {length.size} and {holder.size}"
+        )
+    _check_each(np.flatnonzero((holder < 0) | (holder >= ranks)), columns, f"ranks are 0 to {ranks - 1}")
+    _check_each(np.flatnonzero(length < 0), columns, "a piece has at least 0 tokens")
+    _check_each(np.flatnonzero((first < 0) & (length > 0)), columns, "positions start at 0")
+    _check_each(np.flatnonzero(first >= (1 << 62) - length), columns, "positions are below 2**62")
+    if not length.all():
+        first, length, holder = (column[length > 0] for column in columns)
+    if first.size == 0:
+        raise ValueError(f"the pieces of all {ranks} ranks are empty; a layout holds at least one token")
+    _check_tiling(first, length, holder)
+    return first, length, holder
+
+
+def _check_each(wrong: Ints, columns: list[Ints], expected: str) -> None:
+    if wrong.size:
+        start, count, rank = (int(column[wrong[0]]) for column in columns)
+        raise ValueError(f"piece {wrong[0]} gives rank {rank} {count} tokens from position {start}; {expected}")
+
+
+def _check_tiling(start: Ints, count: Ints, rank: Ints) -> None:
+    order = np.argsort(start, kind="stable")
+    start, stop, rank = start[order], (start + count)[order], rank[order]
+    before = np.append(0, stop[:-1])
+    wrong = np.flatnonzero(start != before)
+    if wrong.size == 0:
+        return
+    i = int(wrong[0])
+    if start[i] < before[i]:
+        holders = sorted((int(rank[i - 1]), int(rank[i])))
+        raise ValueError(f"token {start[i]} is held by rank {holders[0]} and by rank {holders[1]}; pieces overlap")
+    raise ValueError(f"no rank holds token {before[i]}, though {stop.max() - 1} is held; pieces miss it")
 
 
 def _checked_shard(rank: int, shard: ArrayLike | range) -> Ints:

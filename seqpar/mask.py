@@ -285,6 +285,28 @@ class Mask(Fact):
         shift = self.kv_offsets[1:] - self.offsets[1:]
         return np.where(at < 0, -1, at + shift[np.maximum(self.documents(at), 0)])
 
+    def pick(self, documents: ArrayLike) -> Mask:
+        """The mask of some of the documents, integers [documents], packed in the order given.
+
+        Raises: ValueError for documents that the mask does not have, and for bounds that cross documents.
+        """
+        chosen = np.asarray(documents)
+        count = len(self.lengths)
+        if chosen.ndim != 1 or chosen.size == 0 or chosen.dtype.kind not in "iu":
+            raise ValueError(f"documents must be a non-empty sequence of integers, got {documents!r:.200}")
+        if chosen.min() < 0 or chosen.max() >= count:
+            raise ValueError(f"documents run from {chosen.min()} to {chosen.max()}, the mask has {count}")
+        if not self.within_documents:
+            raise ValueError(
+                f"some queries of {self!r} see keys of other documents, so that none can be taken out of the batch; "
+                "keep the batch whole, or give bounds inside documents"
+            )
+        queries = frozen(self.lengths[chosen])
+        keys = queries if self.kv_lengths is self.lengths else frozen(self.kv_lengths[chosen])
+        picked: Mask = type(self).__new__(type(self))
+        picked._set(queries, keys, _picked_spans(self, chosen), within_documents=True, name=self._name)
+        return picked
+
     def area(self) -> int:
         """Attended pairs of a query and a key."""
         s = self._spans
@@ -306,6 +328,28 @@ class Mask(Fact):
     def __repr__(self) -> str:
         keys = "" if self.kv_tokens == self.tokens else f" on {self.kv_tokens} keys"
         return f"Mask({self._name}, {len(self.lengths)} documents, {self.tokens} tokens{keys})"
+
+
+def _picked_spans(mask: Mask, documents: Ints) -> Spans:
+    """The spans of some documents, cut at their borders and moved to where they lie in the packed choice."""
+    s = mask.spans
+    start = np.union1d(s.start, mask.offsets[:-1])
+    first = np.searchsorted(start, mask.offsets)
+    count = np.diff(first)[documents]
+    to = np.repeat(np.arange(len(documents)), count)
+    span = np.arange(to.size) + (first[documents] - np.cumsum(count) + count)[to]
+    source = np.searchsorted(s.start, start[span], side="right") - 1
+    lo_step, hi_step = s.lo_step[source], s.hi_step[source]
+    into = start[span] - s.start[source]
+    origin = mask.kv_offsets[documents][to]
+    lo, hi = (x[source] + into * step - origin for x, step in ((s.lo, lo_step), (s.hi, hi_step)))
+    # empty intervals may lie outside their document, where a smaller batch may have no keys
+    last = lo + lo_step * (np.append(start[1:], mask.tokens)[span] - start[span] - 1)
+    astray = (lo == hi) & (lo_step == hi_step) & ((lo < 0) | (last > mask.kv_lengths[documents][to]))
+    lo, hi, lo_step, hi_step = (np.where(astray, 0, x) for x in (lo, hi, lo_step, hi_step))
+    rows = start[span] - mask.offsets[documents][to] + _offsets(mask.lengths[documents])[to]
+    keys = _offsets(mask.kv_lengths[documents])[to]
+    return Spans(rows, lo + keys, hi + keys, lo_step, hi_step)
 
 
 def _canonical(spans: Spans, tokens: int) -> tuple[Ints, ...]:

@@ -21,21 +21,23 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from seqpar.comm import GroupComm, LocalComm, PeerError
+from seqpar.comm import GroupComm, LocalComm, PeerError, ShmComm
 from seqpar.kernels import dropout
 from seqpar.mask import Mask
 
 # --- ranks as threads -------------------------------------------------------------------------------------------------
 
 
-def run_threads(size: int, fn: Callable[..., Any], *args: Any, delay: float = 0.0, timeout: float = 60.0) -> list[Any]:
+def run_threads(
+    size: int, fn: Callable[..., Any], *args: Any, delay: float = 0.0, timeout: float = 60.0, direct: bool = True
+) -> list[Any]:
     """The results of ``fn(comm, *args)`` by rank, on `size` threads that are the ranks of one `LocalComm.world`.
 
-    delay, timeout: seconds, as in `LocalComm.world`. Threads share the global random generator: pass generators.
+    delay, timeout, direct: as in `LocalComm.world`. Threads share the global random generator: pass generators.
 
     Raises: the exception of the rank that failed first; the others are aborted and joined before.
     """
-    comms = LocalComm.world(size, timeout=timeout, delay=delay)
+    comms = LocalComm.world(size, timeout=timeout, delay=delay, direct=direct)
     finished: queue.Queue[tuple[int, Any, BaseException | None]] = queue.Queue()
 
     def rank_main(comm: LocalComm) -> None:
@@ -75,23 +77,31 @@ def run_threads(size: int, fn: Callable[..., Any], *args: Any, delay: float = 0.
 _pools: dict[int, _Pool] = {}  # world size -> the processes that wait for the next call
 
 
-def run_processes(size: int, fn: Callable[..., Any], *args: Any, timeout: float = 60.0) -> list[Any]:
-    """The results of ``fn(comm, *args)`` by rank, on `size` processes whose comms are a gloo `GroupComm` of them all.
+COMMS: dict[str, Callable[..., Any]] = {"gloo": GroupComm, "shm": ShmComm}
 
-    fn: a function of an importable module; it, args and results are pickled. timeout: seconds after which a wait of
-    the comm fails; the whole call has four times as long, and at least two minutes. The processes stay for the next
-    call with the same size, unless one of them died or failed.
 
-    Raises: the exception of the rank that failed first, with its remote traceback as the cause; RuntimeError naming a
-    rank whose process died; TimeoutError naming the ranks that did not come back.
+def run_processes(
+    size: int, fn: Callable[..., Any], *args: Any, comm: str = "gloo", timeout: float = 60.0
+) -> list[Any]:
+    """The results of ``fn(comm, *args)`` by rank, on `size` processes of a gloo group.
+
+    fn: a function of an importable module; it, args and results are pickled. comm: "gloo", a `GroupComm` of them all,
+    or "shm", a `ShmComm`. timeout: seconds after which a wait of the comm fails; the whole call has four times as long,
+    and at least two minutes. The processes stay for the next call with the same size, unless one of them died or
+    failed.
+
+    Raises: ValueError for another comm; the exception of the rank that failed first, with its remote traceback as the
+    cause; RuntimeError naming a rank whose process died; TimeoutError naming the ranks that did not come back.
     """
+    if comm not in COMMS:
+        raise ValueError(f"run_processes: comm={comm!r}, expected one of {list(COMMS)}")
     pool = _pools.pop(size, None)
     if pool is None or not pool.alive():
         if pool is not None:
             pool.close()
         pool = _Pool(size)
     try:
-        results = pool.run(fn, args, timeout)
+        results = pool.run(fn, args, comm, timeout)
     except BaseException:
         pool.close()
         raise
@@ -121,8 +131,8 @@ class _Pool:
     def alive(self) -> bool:
         return all(process.is_alive() for process in self.processes)
 
-    def run(self, fn: Callable[..., Any], args: tuple[Any, ...], timeout: float) -> list[Any]:
-        message = pickle.dumps((sys.path, timeout, pickle.dumps((fn, args))))
+    def run(self, fn: Callable[..., Any], args: tuple[Any, ...], comm: str, timeout: float) -> list[Any]:
+        message = pickle.dumps((sys.path, comm, timeout, pickle.dumps((fn, args))))
         for pipe in self.pipes:
             pipe.send_bytes(message)
         results: dict[int, Any] = {}
@@ -180,18 +190,18 @@ def _worker(rank: int, size: int, port: int, pipe: Connection) -> None:
     dist.init_process_group("gloo", store=store, rank=rank, world_size=size, timeout=timedelta(seconds=60))
     while True:
         try:
-            path, timeout, call = pickle.loads(pipe.recv_bytes())
+            path, name, timeout, call = pickle.loads(pipe.recv_bytes())
         except (EOFError, ConnectionError):
             os._exit(0)
         sys.path[:] = path
-        pipe.send_bytes(_outcome(timeout, call))
+        pipe.send_bytes(_outcome(name, timeout, call))
 
 
-def _outcome(timeout: float, call: bytes) -> bytes:
+def _outcome(name: str, timeout: float, call: bytes) -> bytes:
     """The pickled (result, error, traceback) of one call on a comm of its own."""
     comm = None
     try:
-        comm = GroupComm(timeout=timeout, check="call")
+        comm = COMMS[name](timeout=timeout, check="call")
         fn, args = pickle.loads(call)
         return pickle.dumps((fn(comm, *args), None, ""))
     except BaseException as error:

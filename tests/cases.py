@@ -79,6 +79,7 @@ class Case:
     mixed: bool = False  # a Ulysses width per document
     stage_bytes: int = 64 << 20
     pads: bool = False
+    node: int | None = None
 
     def plan(self) -> Plan:
         """The plan of this case, the same in every process."""
@@ -91,11 +92,11 @@ class Case:
             keys = make_layout(self.layout, mask.kv_lengths.tolist(), self.ranks, rng)
         ulysses: int | list[int] = self.ulysses
         if self.mixed and mask.within_documents:
-            ulysses = rng.choice(divisors(self.ranks), len(mask.lengths)).tolist()
+            ulysses = rng.choice(divisors(self.node or self.ranks), len(mask.lengths)).tolist()
         rows = [layout.tokens(r) + int(rng.integers(0, 3)) for r in range(self.ranks)] if self.pads else None
         return Plan(
             mask, layout, kv_layout=keys, ulysses=ulysses, transport=self.transport, stage_bytes=self.stage_bytes,
-            rows=rows,
+            rows=rows, node=self.node,
         )  # fmt: skip
 
 
@@ -103,16 +104,38 @@ class Case:
 def cases(draw: st.DrawFn, max_ranks: int = 8, max_tokens: int = 40) -> Case:
     """Any plan over few tokens."""
     ranks = draw(st.sampled_from([r for r in (1, 2, 3, 4, 6, 8) if r <= max_ranks]))
+    ulysses = draw(st.sampled_from(divisors(ranks)))
     lengths = draw(st.lists(st.integers(1, max(1, max_tokens // 3)), min_size=1, max_size=5))
     return Case(
         mask=draw(st.sampled_from(MASKS)),
         layout=draw(st.sampled_from(LAYOUTS)),
         transport=draw(st.sampled_from(TRANSPORTS)),
         ranks=ranks,
-        ulysses=draw(st.sampled_from(divisors(ranks))),
+        ulysses=ulysses,
         lengths=tuple(lengths),
         seed=draw(st.integers(0, 2**16)),
         mixed=draw(st.booleans()),
         stage_bytes=draw(st.sampled_from([1, 3 * 4096, 64 << 20])),
         pads=draw(st.booleans()),
+        node=draw(st.sampled_from([None, *(d for d in divisors(ranks) if d % ulysses == 0)])),
+    )
+
+
+@st.composite
+def node_cases(draw: st.DrawFn, max_ranks: int = 12, max_tokens: int = 60) -> Case:
+    """`fetch` over several nodes of several ranks."""
+    ranks, node = draw(st.sampled_from([(r, n) for r in (4, 6, 8, 12) for n in (2, 3, 4) if r % n == 0 and r > n]))
+    ranks, node = (ranks, node) if ranks <= max_ranks else (4, 2)
+    return Case(
+        mask=draw(st.sampled_from(MASKS)),
+        layout=draw(st.sampled_from(LAYOUTS)),
+        transport="fetch",
+        ranks=ranks,
+        ulysses=draw(st.sampled_from([1, 1, *divisors(node)])),
+        lengths=tuple(draw(st.lists(st.integers(1, max_tokens // 3), min_size=1, max_size=5))),
+        seed=draw(st.integers(0, 2**16)),
+        mixed=draw(st.booleans()),
+        stage_bytes=draw(st.sampled_from([1, 3 * 4096, 10 * 4096, 64 << 20])),
+        pads=draw(st.booleans()),
+        node=node,
     )

@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 import json
+import os
 import subprocess
 import sys
 from collections.abc import Iterator
+from dataclasses import replace
 from importlib import import_module
 from importlib.util import find_spec
 from pathlib import Path
@@ -15,12 +17,15 @@ import numpy as np
 import pytest
 import torch
 
+from seqpar import native
+from seqpar.comm import Tag
 from seqpar.kernels import Blockwise
+from seqpar.planner import Hardware
 
 ROOT = Path(__file__).resolve().parent.parent
 SCRIPT = ROOT / "bench" / "gpu.py"
 INTERPRETED = find_spec("triton") is not None and not torch.cuda.is_available()  # as conftest.py asks for
-SLICES = {"correct", "ceilings", "forward", "backward", "accumulate", "ring", "small", "auto", "host", "tune"}
+SLICES = {"correct", "ceilings", "forward", "backward", "accumulate", "ring", "small", "auto", "comm", "host", "tune"}
 ORIGIN = {"device", "versions", "commit", "sources"}
 
 Row = dict[str, Any]
@@ -41,6 +46,20 @@ def call(*arguments: object) -> subprocess.CompletedProcess[str]:
 
 def read(path: Path) -> list[Row]:
     return [json.loads(line) for line in path.read_text().splitlines()]
+
+
+@pytest.mark.skipif(native.missing() is not None, reason=native.missing() or "")
+def test_the_comms_are_timed_beside_each_other(tmp_path: Path) -> None:
+    path = tmp_path / "comm.json"
+    flags = ["--ranks", "2", "--bytes", "65536", "--repeat", "2", "--hops", "3", "--json", path]
+    done = subprocess.run(
+        [sys.executable, SCRIPT.with_name("comm.py"), *flags], capture_output=True, text=True, timeout=120, cwd=ROOT
+    )
+    assert done.returncode in (0, 1), done.stderr
+    found = json.loads(path.read_text())
+    assert found.keys() >= {"machine", "versions", "commit", "bytes"}
+    assert found["over_gloo"].keys() == {"ring", "all-to-all"}
+    assert found["gb_per_second"]["ring, shm"] > 0 and "all-to-all" in done.stdout
 
 
 @pytest.fixture(scope="module")
@@ -67,7 +86,8 @@ def test_rows_of_every_slice_say_what_ran_where(rehearsed) -> None:
 
 
 def test_every_kernel_that_can_run_here_is_checked_and_timed(rehearsed) -> None:
-    rows, here = read(rehearsed), {"aten", "blockwise", "reference"} | ({"triton"} if INTERPRETED else set())
+    rows = read(rehearsed)
+    here = {"native", "aten", "blockwise", "reference"} | ({"triton"} if INTERPRETED else set())
     assert {row["kernel"] for row in rows if row["slice"] == "correct" and row.get("ok")} >= here
     for slice in ("forward", "backward"):
         assert {row["kernel"] for row in rows if row["slice"] == slice and "ms" in row} == here | {"sdpa_math"}
@@ -177,3 +197,76 @@ def test_a_trace_of_a_call_shows_what_lies_under_computation(tmp_path: Path) -> 
     for what in ("seqpar compute", "seqpar differentiate"):
         assert any(name.startswith(what) for name in names), what
     assert "%" in done.stdout
+
+
+def test_plans_are_measured_beside_fixed_ones(tmp_path: Path) -> None:
+    if native.missing() is not None or len(os.sched_getaffinity(0)) < 2:
+        pytest.skip("it needs the compiled extension and two cores")
+    path = tmp_path / "planned.json"
+    flags = ["--quick", "--tokens", "1024", "--repeat", "1", "--hardware", "cpu", "--json", path]
+    done = subprocess.run(
+        [sys.executable, SCRIPT.with_name("planned.py"), *flags], capture_output=True, text=True, timeout=240, cwd=ROOT
+    )
+    assert done.returncode in (0, 1), done.stderr[-2000:]
+    found = json.loads(path.read_text())
+    assert found.keys() >= {"machine", "versions", "commit", "composition_error", "hardware"}
+    assert len(found["batches"]) == 3 and found["ranks"].keys() >= {"4", "8"}
+    for world in found["ranks"].values():
+        for row in world["cells"].values():
+            assert row.keys() == {"auto", "ring", "Ulysses", "gather", "data parallel"}
+            assert all(0 < c["low"] <= c["median"] <= c["high"] and c["predicted"] > 0 for c in row.values())
+        assert world["speedup_over_worst"] > 0 and world["beside_best"].keys() == found["batches"].keys()
+    assert "auto: " in done.stdout and "composed instead of measured" in done.stdout
+
+
+def test_an_exchange_hides_behind_computing_and_no_longer(modules) -> None:
+    v, second = modules("virtual"), modules("seqpar.planner").Link(latency=0.5, bandwidth=2.0)
+    tag = Tag(1, 1, 1, 1)
+
+    def tape(me: int, before: float, meanwhile: float, size: int = 3) -> Any:
+        post = v.Post(tag, {1 - me: size}, {1 - me: 3})
+        return [v.Run(before), post, v.Run(meanwhile), v.Wait(tag), v.Run(1.0)]
+
+    assert v.compose([tape(0, 0.0, 5.0), tape(1, 1.0, 4.0)], second) == [6.0, 6.0]
+    # the exchange of 2 seconds starts when the second has posted it
+    assert v.compose([tape(0, 0.0, 0.5), tape(1, 1.0, 0.5)], second) == [4.0, 4.0]
+    with pytest.raises(ValueError, match="rank 0 sends 4 bytes, rank 1 expects 3"):
+        v.compose([tape(0, 0.0, 1.0, size=4), tape(1, 0.0, 1.0)], second)
+    with pytest.raises(ValueError, match="rank 0 waits for posts that never come"):
+        v.compose([tape(0, 0.0, 1.0), [v.Run(1.0)]], second)
+
+
+def test_tapes_note_the_bytes_that_plans_predict(modules) -> None:
+    planned, v = modules("planned"), modules("virtual")
+    shape = replace(planned.SHAPE, hidden=32, heads=4, kv_heads=4, dim=8, ffn=16)
+    blocks, machine = planned.blocks_of(shape), Hardware.preset("cpu")
+    for name, plan in planned.plans([300, 20, 5, 41], 4, shape, machine).items():
+        tapes = []
+        for rank in range(4):
+            tape = v.Tape(rank, 4)
+            tapes.append(planned.recorded(planned.Layers(plan, rank, shape, blocks), tape))
+            sent = sum(sum(event.sent.values()) for event in tapes[-1] if isinstance(event, v.Post))
+            assert sent == sum(plan.bytes(rank, heads=4, kv_heads=4, dim=8, backward=b) for b in (False, True)), name
+        seconds = v.compose(tapes, machine.inside)
+        computed = [sum(event.seconds for event in tape if isinstance(event, v.Run)) for tape in tapes]
+        assert all(a >= b > 0 for a, b in zip(seconds, computed)), name
+        assert planned.predicted(plan, shape, machine) > 0
+
+
+def test_intervals_are_as_wide_as_few_runs_ask_for(modules) -> None:
+    interval = modules("planned").interval
+    assert interval([3.0, 1.0, 2.0]) == (1.0, 3.0)
+    assert interval([5.0, 1.0, 4.0, 2.0, 3.0]) == (1.0, 5.0)
+    assert interval([float(x) for x in range(8)]) == (1.0, 6.0)
+
+
+def test_a_verdict_counts_overlaps_as_equal_and_sums_over_batches(modules) -> None:
+    cell, verdict = modules("planned").Cell, modules("planned").verdict
+    fast, slow = cell(1.0, 0.9, 1.1, 1.0), cell(4.0, 3.9, 4.1, 4.0)
+    near, behind = cell(1.08, 1.05, 1.2, 1.0), cell(1.2, 1.15, 1.3, 1.2)
+    assert verdict({"a": {"auto": near, "ring": fast, "gather": slow}})["holds"]
+    rest = {"ring": fast, "gather": slow}
+    found = verdict({"a": {"auto": near} | rest, "b": {"auto": behind} | rest})
+    assert found["beside_best"]["a"]["holds"] and not found["beside_best"]["b"]["holds"] and not found["holds"]
+    assert found["worst"] == "gather" and found["speedup_over_worst"] == pytest.approx(8.0 / 2.28)
+    assert not verdict({"a": {"auto": fast, "ring": near}})["holds"]  # nothing gained over the worst

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import dataclasses
+import io
 import json
 import os
 import signal
@@ -17,9 +19,8 @@ import torch
 import seqpar
 from seqpar.cli import demo, doctor, main, output
 from seqpar.cli.output import CommandError, print_table
-from seqpar.layout import Layout
-from seqpar.mask import Mask
-from seqpar.plan import Plan
+from seqpar.comm import shm
+from seqpar.planner import Hardware, plan_batch
 
 ROOT = Path(__file__).parent.parent
 POSIX = pytest.mark.skipif(os.name != "posix", reason="signals of a process group are POSIX")
@@ -32,7 +33,7 @@ def planned(capsys: pytest.CaptureFixture[str], *flags: str) -> dict:
 
 
 def test_plan_prints_the_plan_and_the_bytes_of_every_rank(capsys: pytest.CaptureFixture[str]) -> None:
-    assert main(["plan", "--lengths", "1024,300,77", "--ranks", "4"]) == 0
+    assert main(["plan", "--lengths", "1024,300,77", "--ranks", "4", "--layout", "zigzag"]) == 0
     out = capsys.readouterr().out
     assert "causal, 3 documents, 1401 tokens" in out
     assert "transport fetch" in out
@@ -85,23 +86,87 @@ def test_a_window_moves_only_the_halo(capsys: pytest.CaptureFixture[str]) -> Non
     ],
 )
 def test_mask_flags_reach_the_mask(capsys: pytest.CaptureFixture[str], flags: tuple[str, ...], area: int) -> None:
-    assert planned(capsys, "--lengths", "4", "--ranks", "1", *flags)["area"] == area
+    for layout in ("zigzag", "planned"):
+        assert planned(capsys, "--lengths", "4", "--ranks", "1", "--layout", layout, *flags)["area"] == area
+
+
+def test_the_planner_is_the_default_and_its_forecast_is_told(capsys: pytest.CaptureFixture[str]) -> None:
+    flags = ("--lengths", "9000,700,50,4000,20", "--ranks", "4", "--model", "gemma3-27b", "--hardware", "a100")
+    facts = planned(capsys, *flags)
+    plan = plan_batch([9000, 700, 50, 4000, 20], 4, model="gemma3-27b", hardware="a100")
+    assert facts["layout"] == "planned" and facts["digest"] == plan.digest()
+    assert facts["forecast"]["gap"] == plan.forecast.gap and facts["forecast"]["seconds"] == plan.forecast.seconds
+    assert [len(values) for values in facts["forecast"]["phases"].values()] == [4] * 4
+    assert facts["shape"]["kv_heads"] == 16
+    assert main(["plan", *flags]) == 0
+    out = capsys.readouterr().out
+    assert str(plan.forecast) in out and "bytes sent in one layer (32 heads on 16 of 128, bfloat16)" in out
+
+
+def test_limits_nodes_and_recompute_reach_the_planner(capsys: pytest.CaptureFixture[str]) -> None:
+    flags = ("--lengths", ",".join(["64"] * 30 + ["5000"]), "--ranks", "4", "--node", "2", "--token-slack", "0.2")
+    facts = planned(capsys, *flags, "--recompute", "attention", "--max-tokens-per-rank", "1800")
+    assert facts["forecast"]["node"] == 2 and facts["forecast"]["recompute"] == "attention"
+    assert max(r["rows"] for r in facts["ranks"]) <= 1800
+    assert main(["plan", *flags, "--max-tokens-per-rank", "1000"]) == 2
+    assert "a rank holds at most 1,000" in capsys.readouterr().err
+
+
+def test_lengths_come_from_files_and_standard_input(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    path = tmp_path / "lengths.txt"
+    path.write_text("30\n5, 12\n\n8 9\n", encoding="utf-8")
+    assert planned(capsys, "--lengths", str(path), "--model", "tiny")["lengths"] == [30, 5, 12, 8, 9]
+    monkeypatch.setattr(sys, "stdin", io.StringIO("7,\n8\n"))
+    assert planned(capsys, "--lengths", "-", "--model", "tiny")["lengths"] == [7, 8]
+    for text, message in (("3\n4.5\n", "lengths.txt, line 2: expected integers, got '4.5'"), ("\n", "no lengths")):
+        path.write_text(text, encoding="utf-8")
+        assert main(["plan", "--lengths", str(path)]) == 2
+        assert message in capsys.readouterr().err
+
+
+def test_hardware_comes_from_a_file(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    path = tmp_path / "mine.json"
+    dataclasses.replace(Hardware.preset("cpu"), name="mine").save(path)
+    facts = planned(capsys, "--lengths", "500,20", "--ranks", "2", "--model", "tiny", "--hardware", str(path))
+    assert facts["forecast"]["hardware"] == "mine"
+    path.write_text("{}", encoding="utf-8")
+    assert main(["plan", "--lengths", "5", "--hardware", str(path)]) == 2
+    assert f"{path} is no hardware file" in capsys.readouterr().err
+
+
+def test_a_plan_of_many_ranks_is_told_in_few_lines(capsys: pytest.CaptureFixture[str]) -> None:
+    flags = ("--random", "400", "--ranks", "128", "--model", "tiny")
+    assert main(["plan", *flags]) == 0
+    assert len(capsys.readouterr().out.splitlines()) < 25
+    ranks = planned(capsys, *flags)["ranks"]
+    assert len(ranks) == 128 and set(ranks[0]) == {"rank", "rows", "area", "pieces", "keys", "crossing_keys"}
 
 
 def test_ulysses_takes_a_width_or_one_per_document(capsys: pytest.CaptureFixture[str]) -> None:
-    one = planned(capsys, "--lengths", "64,64", "--ranks", "4", "--ulysses", "2", "--transport", "ring")
-    each = planned(capsys, "--lengths", "64,64", "--ranks", "4", "--ulysses", "2,2", "--transport", "ring")
-    mixed = planned(capsys, "--lengths", "64,64", "--ranks", "4", "--ulysses", "1,4", "--transport", "ring")
+    fixed = ("--lengths", "64,64", "--ranks", "4", "--layout", "zigzag", "--transport", "ring")
+    one, each, mixed = (planned(capsys, *fixed, "--ulysses", widths) for widths in ("2", "2,2", "1,4"))
     assert one["ranks"] == each["ranks"]
     assert one["ranks"] != mixed["ranks"]
+
+
+FIXED = ("--lengths", "5", "--layout", "zigzag")
 
 
 @pytest.mark.parametrize(
     ("flags", "message"),
     [
         (("--lengths", "5,0"), "lengths must be positive, got 0 for document 1"),
-        (("--lengths", "5", "--ulysses", "3"), "Ulysses width must divide the 8 ranks, got 3"),
-        (("--lengths", "5", "--heads", "4", "--kv-heads", "3"), "--kv-heads 3 must divide --heads 4"),
+        (("--lengths", "1,x"), "--lengths 1,x is neither integers separated by commas nor a file of them"),
+        ((*FIXED, "--ulysses", "3"), "Ulysses width must divide the 8 ranks, got 3"),
+        ((*FIXED, "--heads", "4", "--kv-heads", "3"), "--kv-heads 3 must divide --heads 4"),
+        ((*FIXED, "--model", "tiny"), "--model is for the planner; leave --layout out"),
+        ((*FIXED, "--max-tokens-per-rank", "9"), "--max-tokens-per-rank is for the planner"),
+        (("--lengths", "5", "--kv-heads", "3"), "--kv-heads is chosen by the planner or given by --model"),
+        (("--lengths", "5", "--transport", "ring"), "--transport is chosen by the planner"),
+        (("--lengths", "5", "--model", "nope"), "no model is called 'nope'; known: llama-8b"),
+        (("--lengths", "5", "--hardware", "nope"), "--hardware nope is neither a preset (h100, "),
         (("--lengths", "5", "--window", "1,2,3"), "--window is W or LEFT,RIGHT, got 1,2,3"),
         (("--lengths", "5", "--ranks", "0"), "ranks"),
         (("--random", "0"), "--random must be at least 1, got 0"),
@@ -115,7 +180,8 @@ def test_plan_refuses_in_one_line(capsys: pytest.CaptureFixture[str], flags: tup
 
 
 @pytest.mark.parametrize(
-    "argv", [[], ["nonsense"], ["plan"], ["plan", "--lengths", "1,x"], ["doctor", "--wrong"], ["run", "x.py"]]
+    "argv",
+    [[], ["nonsense"], ["plan"], ["plan", "--lengths", "1", "--window", "x"], ["doctor", "--wrong"], ["run", "x.py"]],
 )
 def test_a_wrong_call_shows_the_usage(capsys: pytest.CaptureFixture[str], argv: list[str]) -> None:
     with pytest.raises(SystemExit) as stopped:
@@ -139,16 +205,6 @@ def test_plot_writes_a_picture(tmp_path: Path, capsys: pytest.CaptureFixture[str
     assert f"picture: {target}" in capsys.readouterr().out
     assert main(["plan", "--lengths", "3", "--ranks", "5", "--plot", str(tmp_path / "plan.nonsense")]) == 2
     assert "cannot write" in capsys.readouterr().err
-
-
-def test_the_picture_shows_every_token_with_its_holder() -> None:
-    from seqpar.cli.picture import held
-
-    plan = Plan(Mask([5, 3]), Layout.zigzag([5, 3], 3))
-    raster = held(plan)
-    assert raster.shape == (3, 8)
-    assert ((raster >= 0).sum(0) == 1).all()
-    assert raster.max(0).tolist() == [0] * 5 + [1] * 3
 
 
 def missing(monkeypatch: pytest.MonkeyPatch, *names: str) -> None:
@@ -201,6 +257,7 @@ def test_doctor_says_what_works_and_why_the_rest_does_not(capsys: pytest.Capture
     assert found["devices"]["cpu"] is None
     assert found["kernels"]["reference"] is None
     assert found["transports"]["LocalComm (threads)"] is None
+    assert found["transports"]["ShmComm (processes of this machine)"] == shm.missing()
     for part in ("devices", "kernels", "transports"):
         assert all(why is None or len(why) > 5 for why in found[part].values()), part
     assert main(["doctor"]) == 0
@@ -225,7 +282,8 @@ def test_doctor_refuses_rocm_by_name(capsys: pytest.CaptureFixture[str], monkeyp
     assert found["cpu"] is None
     assert not any(name.startswith("cuda") for name in found)
     monkeypatch.setattr(torch.distributed, "is_nccl_available", lambda: True)
-    assert doctor.transports()["GroupComm over nccl"] == "ROCm is not supported"
+    for name in ("GroupComm over nccl", "PeerComm (GPUs of this machine)"):
+        assert doctor.transports()[name] == "ROCm is not supported"
     monkeypatch.setattr(doctor, "attention_runs", lambda: None)
     monkeypatch.setattr(doctor, "kernels", dict)
     assert main(["doctor"]) == 0

@@ -10,12 +10,16 @@ import re
 import signal
 import subprocess
 import sys
+import threading
 import time
 from collections.abc import Iterator
 from pathlib import Path
 from types import ModuleType
 
 import pytest
+
+from seqpar import native
+from seqpar.planner import Hardware
 
 ROOT = Path(__file__).resolve().parent.parent
 EXAMPLES = ROOT / "examples"
@@ -58,7 +62,7 @@ def test_a_method_agrees_with_dense_attention(name: str, ranks: int) -> None:
     "flags",
     [
         (),
-        ("--layout", "striped", "--transport", "ring", "--dtype", "bfloat16"),
+        ("--layout", "striped", "--transport", "ring", "--dtype", "bfloat16", "--comm", "gloo"),
         ("--layout", "contiguous", "--transport", "gather", "--ulysses", "2", "--dtype", "float64"),
     ],
     ids=" ".join,
@@ -70,12 +74,16 @@ def test_the_demo_trains_as_one_process_does(flags: tuple[str, ...], tmp_path: P
     done = run(torchrun(2, "demo.py", *flags) if len(flags) > 6 else alone("demo.py", "--ranks", 2, *flags))
     assert done.returncode == 0, done.stdout + done.stderr
     lines = done.stdout.rstrip().splitlines()
-    assert re.match(r"2 ranks, \w+ layout, \w+ over GroupComm \(gloo\)", lines[0])
+    shared = "gloo" not in flags and native.missing() is None
+    carrier = r"ShmComm \(shared memory\)" if shared else r"GroupComm \(gloo"
+    assert re.match(rf"2 ranks, \w+ layout, \w+ over {carrier}", lines[0])
     assert lines[-1].startswith("PASS: largest loss difference")
     assert "over 2 steps (tolerance" in lines[-1]
-    assert len(re.findall(r"^ +\d+ +\d+\.\d{7} +\d+\.\d{7} .* MB +\d:\d", done.stdout, re.MULTILINE)) == 2
+    assert len(re.findall(r"^ +\d+ +\d+\.\d{7} +\d+\.\d{7} .*\d ms .*\d MB +\d:\d", done.stdout, re.MULTILINE)) == 2
     moved, predicted = re.search(r"bytes moved: (\S+); predicted by the plans: (\S+)", done.stdout).groups()
     assert moved == predicted != "0"
+    assert re.search(r"planning: [\d.]+ ms of a loader thread per batch, one batch ahead", done.stdout)
+    assert ("above what no plan beats" in done.stdout) == ("--layout" not in flags)
     assert "\x1b" not in done.stdout, "colour belongs on a terminal only"
     assert picture.read_bytes().startswith(b"\x89PNG")
 
@@ -146,6 +154,40 @@ def test_batches_are_whole_documents_of_exactly_the_budget(demo: ModuleType) -> 
         assert all(whole[:-1]), "only what fills the batch up is cut"
 
 
+@pytest.mark.parametrize("layout", ["planned", "zigzag"])
+def test_plans_are_made_a_batch_ahead_in_a_thread(demo: ModuleType, layout: str, monkeypatch) -> None:
+    monkeypatch.setenv("WORLD_SIZE", "4")
+    args = demo.arguments(["--layout", layout, "--steps", "4", "--tokens", "3000"])
+    made: list[tuple[str, int]] = []
+    plan_for = demo.plan_for
+
+    def noted(batch, *rest):
+        made.append((threading.current_thread().name, len(made)))
+        return plan_for(batch, *rest)
+
+    monkeypatch.setattr(demo, "plan_for", noted)
+    stream = demo.load(args, ranks=4, rank=1)
+    for index, loaded in enumerate(stream):
+        deadline = time.monotonic() + 20
+        while len(made) < min(index + 2, 4) and time.monotonic() < deadline:
+            time.sleep(0.01)
+        assert len(made) == min(index + 2, 4), "the next plan is made while this one is in use"
+        assert loaded.plan == plan_for(loaded.batch, args, 4) and loaded.planning > 0
+        assert loaded.plan.mask.lengths.tolist() == list(loaded.batch.lengths)
+        assert (loaded.plan.forecast is not None) == (layout == "planned")
+    assert index == 3 and all(name.startswith("loader") for name, _ in made)
+    assert not any(thread.name.startswith("loader") for thread in threading.enumerate())
+
+
+def test_a_batch_that_does_not_fit_ends_the_demo(demo: ModuleType, tmp_path: Path, monkeypatch) -> None:
+    monkeypatch.delenv("WORLD_SIZE", raising=False)
+    path = tmp_path / "small.json"
+    dataclasses.replace(Hardware.preset("cpu"), memory=1 << 26).save(path)
+    args = demo.arguments(["--hardware", str(path), "--ranks", "1", "--tokens", "200000"])
+    with pytest.raises(SystemExit, match="demo: no row fits"):
+        next(demo.load(args, ranks=1, rank=0))
+
+
 def test_labels_are_shifted_inside_documents(demo: ModuleType) -> None:
     batch = demo.pack([("a", b"xyz"), ("b", b"q")])
     assert batch.tokens.tolist() == [demo.START, *b"xyz", demo.START, *b"q"]
@@ -156,7 +198,14 @@ def test_labels_are_shifted_inside_documents(demo: ModuleType) -> None:
 
 def test_the_verdict_fails_where_it_should(demo: ModuleType) -> None:
     good = demo.Row(
-        sharded=3.0, reference=3.0, nudged=3.0 + 1e-6, bytes_moved=8, bytes_predicted=8, seconds=1, reference_seconds=1
+        sharded=3.0,
+        reference=3.0,
+        nudged=3.0 + 1e-6,
+        bytes_moved=8,
+        bytes_predicted=8,
+        seconds=1,
+        reference_seconds=1,
+        planning=0.01,
     )
     assert demo.verdict([good, good], "float32")[0]
     for change in ({"sharded": 3.0001}, {"sharded": float("nan")}, {"bytes_moved": 7}):
@@ -169,9 +218,12 @@ def test_the_verdict_fails_where_it_should(demo: ModuleType) -> None:
     ("flags", "message"),
     [
         (["--ranks", "3"], "--ranks 3 contradicts torchrun, which started 2 processes"),
-        (["--ulysses", "3"], "--ulysses 3 does not divide the 2 ranks"),
+        (["--layout", "zigzag", "--ulysses", "3"], "--ulysses 3 does not divide the 2 ranks"),
         (["--steps", "0"], "--steps 0 is too few; it must be at least 1"),
         (["--tokens", "1"], "--tokens 1 is too few; it must be at least 2"),
+        (["--transport", "ring"], "--transport is the planner's choice; it goes with another --layout"),
+        (["--layout", "striped", "--hardware", "h100"], "--hardware is for --layout planned"),
+        (["--hardware", "nothing"], "--hardware nothing is neither a preset (h100, "),
     ],
 )
 def test_flags_that_cannot_be_are_refused(

@@ -12,7 +12,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from seqpar.layout import Layout, cut, expand, runs_of
+from seqpar.layout import Holders, Layout, cut, expand, interval_of, order_of, runs_of
 from seqpar.mask import Mask
 
 # Of Layout.zigzag([5, 9, 1], 3); changes only when the digest's recipe does.
@@ -35,6 +35,7 @@ def check_partition(layout: Layout, tokens: int, ranks: int) -> None:
     for same in (pickle.loads(pickle.dumps(layout)), Layout(shards)):
         assert same == layout and hash(same) == hash(layout) and same.digest() == layout.digest()
         np.testing.assert_array_equal(same.owner(), layout.owner())
+    assert layout.sizes().tolist() == [s.size for s in shards]
 
 
 @given(tokens_and_ranks)
@@ -140,6 +141,131 @@ def test_layouts_are_equal_iff_every_rank_has_the_same_rows(one, other) -> None:
     assert Layout(one) != "a layout"
 
 
+@st.composite
+def pieces(draw: st.DrawFn) -> tuple[np.ndarray, np.ndarray, np.ndarray, int]:
+    """Consecutive positions cut at random, some pieces empty, in any order on any rank: start, count, rank, ranks."""
+    count = np.array(draw(st.lists(st.integers(0, 5), min_size=1, max_size=12)))
+    count[0] += not count.any()
+    order = np.array(draw(st.permutations(range(count.size))))
+    ranks = draw(st.integers(1, 6))
+    rank = np.array(draw(st.lists(st.integers(0, ranks - 1), min_size=count.size, max_size=count.size)))
+    return (np.cumsum(count) - count)[order], count[order], rank, ranks
+
+
+def shards_of(start: np.ndarray, count: np.ndarray, rank: np.ndarray, ranks: int) -> list[np.ndarray]:
+    """What pieces mean, rank by rank."""
+    held = [np.zeros(0, int) for _ in range(ranks)]
+    for first, n, r in zip(start, count, rank, strict=True):
+        held[r] = np.append(held[r], np.arange(first, first + n))
+    return held
+
+
+@given(pieces())
+def test_pieces_are_the_rows_of_their_rank_in_the_order_given(given) -> None:
+    layout = Layout.from_pieces(*given)
+    check_partition(layout, int(given[1].sum()), given[3])
+    for rank, shard in enumerate(shards_of(*given)):
+        assert layout.positions(rank).tolist() == shard.tolist()
+    assert layout == Layout(shards_of(*given)) and "planned" in repr(layout)
+
+
+@given(pieces(), st.integers(0, 11), st.sampled_from(["start", "count"]), st.integers(-3, 3))
+def test_pieces_are_refused_iff_their_shards_are(given, i, column, change) -> None:
+    start, count, rank, ranks = given
+    changed = start if column == "start" else count
+    changed[i % changed.size] += change
+    if count.min() < 0:
+        with pytest.raises(ValueError, match="a piece has at least 0 tokens"):
+            Layout.from_pieces(start, count, rank, ranks)
+        return
+    try:
+        expected = Layout(shards_of(start, count, rank, ranks))
+    except ValueError:
+        with pytest.raises(ValueError, match=r"is held by rank|no rank holds token|positions start at 0|are empty"):
+            Layout.from_pieces(start, count, rank, ranks)
+        return
+    assert Layout.from_pieces(start, count, rank, ranks) == expected
+
+
+@pytest.mark.parametrize(
+    ("start", "count", "rank", "ranks", "message"),
+    [
+        ([0, 2], [3, 2], [1, 0], 2, "token 2 is held by rank 0 and by rank 1; pieces overlap"),
+        ([0, 3], [2, 2], [0, 1], 2, "no rank holds token 2, though 4 is held; pieces miss it"),
+        ([1], [2], [0], 1, "no rank holds token 0, though 2 is held"),
+        ([0, 2], [2, -1], [0, 1], 2, "piece 1 gives rank 1 -1 tokens from position 2; a piece has at least 0 tokens"),
+        ([-1, 1], [2, 2], [0, 1], 2, "piece 0 gives rank 0 2 tokens from position -1; positions start at 0"),
+        ([0, 2], [2, 2], [0, 2], 2, "piece 1 gives rank 2 2 tokens from position 2; ranks are 0 to 1"),
+        ([0, 2], [2, 2], [0, -1], 2, "piece 1 gives rank -1 .*; ranks are 0 to 1"),
+        ([0], [1 << 62], [0], 1, r"positions are below 2\*\*62"),
+        ([0], [(1 << 63) - 1], [0], 1, r"positions are below 2\*\*62"),
+        ([0.0], [1], [0], 1, r"start must be a sequence of integers, one per piece, got \[0.0\]"),
+        ([0], [True], [0], 1, "count must be a sequence of integers"),
+        ([0], [1], 0, 1, "rank must be a sequence of integers"),
+        ([0, 1], [1], [0, 0], 1, "one entry per piece, got 2, 1 and 2"),
+        ([0], [0], [0], 3, "the pieces of all 3 ranks are empty"),
+        ([], [], [], 2, "the pieces of all 2 ranks are empty"),
+        ([0], [1], [0], 0, "ranks must be an integer of at least 1, got 0"),
+    ],
+)
+def test_pieces_that_are_no_partition(start, count, rank, ranks, message) -> None:
+    with pytest.raises(ValueError, match=message):
+        Layout.from_pieces(start, count, rank, ranks)
+
+
+@given(st.lists(st.integers(0, 1 << 40), max_size=40), st.integers(0, 2))
+def test_the_order_of_integers_is_stable(keys, spare) -> None:
+    keys = np.array([*keys, *keys], np.int64)
+    order = order_of(keys, int(keys.max(initial=0)) + 1 + spare)
+    np.testing.assert_array_equal(order, np.argsort(keys, kind="stable"))
+
+
+@given(st.lists(st.integers(0, 40), max_size=20), st.lists(st.integers(0, 45), max_size=20), st.booleans())
+def test_the_interval_of_a_position_is_the_last_that_has_started(positions, starts, ascending) -> None:
+    positions, starts = np.array(sorted(positions) if ascending else positions, np.int64), np.sort(starts).astype(int)
+    expected = [int((starts <= p).sum()) - 1 for p in positions]
+    assert interval_of(positions, starts).tolist() == expected
+
+
+@given(st.lists(st.tuples(st.integers(0, 50), st.integers(0, 5), st.integers(1, 4)), max_size=9), st.booleans())
+def test_expanded_progressions_stand_one_after_the_other(progressions, alike) -> None:
+    start, count, step = np.array(progressions, np.int64).reshape(-1, 3).T
+    step = 3 if alike else step
+    expected = [s + d * i for s, n, d in zip(start, count, np.broadcast_to(step, start.shape)) for i in range(n)]
+    assert expand(start, count, step).tolist() == expected and expand(start, count, step).dtype == np.int64
+
+
+@given(partitions(), st.integers(1, 3), st.data())
+def test_holders_say_who_holds_a_position_if_anyone_does(shards, width, data) -> None:
+    """Of some of a layout's runs, as of the documents of one Ulysses width."""
+    runs, rank = Layout(shards).all_runs()
+    kept = np.array(data.draw(st.lists(st.booleans(), min_size=rank.size, max_size=rank.size)), bool)
+    order = np.argsort(runs.start)
+    order = order[kept[order]]
+    total = int(runs.count.sum())
+    expected = np.full(total, -1)
+    for i in order:
+        expected[expand(*runs.pick(slice(i, i + 1)))] = rank[i] // width
+    made = Holders(runs.pick(order), (rank[order] // width).astype(np.int32), total)
+    at = np.array(data.draw(st.lists(st.integers(0, total - 1), max_size=9)), np.int64)
+    assert made.of(at).tolist() == expected[at].tolist() and made.of(at).dtype == np.int32
+    assert made.all().tolist() == expected.tolist() and made.all().dtype == np.int32
+    check_pieces(made, expected, data)
+
+
+def check_pieces(made: Holders, expected: np.ndarray, data: st.DataObject) -> None:
+    """Intervals of held positions are cut into pieces of one holder each, which are as many as there must be."""
+    ask = np.flatnonzero(np.array(data.draw(st.lists(st.booleans(), min_size=expected.size, max_size=expected.size))))
+    ask = ask[expected[ask] >= 0]
+    first = np.flatnonzero(np.append(True, np.diff(ask) > 1)[: ask.size])
+    lo, hi = ask[first], ask[np.append(first[1:], ask.size)[: first.size] - 1] + 1
+    start, stop, holder, source = made.pieces(lo, hi)
+    assert (stop > start).all() and holder.dtype == np.int32
+    assert expand(start, stop - start).tolist() == ask.tolist()
+    assert np.repeat(holder, stop - start).tolist() == expected[ask].tolist()
+    assert ((lo[source] <= start) & (stop <= hi[source])).all()
+
+
 @given(st.lists(st.integers(0, 40), unique=True, max_size=20))
 def test_runs_hold_the_rows_in_order(positions) -> None:
     at = np.array(positions, np.int64)
@@ -148,10 +274,14 @@ def test_runs_hold_the_rows_in_order(positions) -> None:
     assert (runs.count > 0).all() and (runs.step > 0).all()
 
 
-@given(st.lists(st.integers(0, 40), unique=True, max_size=20), st.sets(st.integers(0, 45), max_size=8))
+rows = st.lists(st.integers(0, 40), unique=True, max_size=20)
+
+
+@given(rows | rows.map(sorted), st.lists(st.integers(0, 45), max_size=8))
 def test_cut_runs_hold_the_same_rows_and_no_break(positions, breaks) -> None:
     runs = runs_of(np.array(positions, np.int64))
     piece, source = cut(runs, np.array(sorted(breaks), np.int64))
+    assert (piece.count > 0).all()
     np.testing.assert_array_equal(expand(*piece), positions)
     assert (np.bincount(source, piece.count, len(runs.start)) == runs.count).all()
     for b in breaks:

@@ -69,6 +69,48 @@ def test_bounds_and_area_are_those_of_the_definition(arguments) -> None:
 
 
 @given(documents(), st.data())
+def test_picked_documents_see_what_they_saw(arguments, data) -> None:
+    mask = Mask(**arguments)
+    chosen = data.draw(st.lists(st.integers(0, len(mask.lengths) - 1), min_size=1, max_size=6))
+    keys = arguments["kv_lengths"]
+    fewer = {"lengths": mask.lengths[chosen], "kv_lengths": None if keys is None else mask.kv_lengths[chosen]}
+    made = Mask(**(arguments | fewer))
+    picked = mask.pick(chosen)
+    assert picked == made and repr(picked) == repr(made)
+    assert (picked.kv_lengths is picked.lengths) == (mask.kv_lengths is mask.lengths)
+
+
+@given(st.lists(st.integers(1, 6), min_size=1, max_size=5), st.data())
+def test_picked_bounds_see_what_they_saw(lengths, data) -> None:
+    tokens = sum(lengths)
+    start = np.repeat(np.cumsum(lengths) - lengths, lengths)
+    stop = start + np.repeat(lengths, lengths)
+    lo, hi = np.sort(data.draw(st.lists(st.tuples(*2 * [st.integers(0, tokens)]), min_size=tokens, max_size=tokens))).T
+    # bounds inside the documents, and empty ones anywhere
+    low, high = np.maximum(lo, start), np.minimum(hi, stop)
+    low, high = np.where(low < high, (low, high), (lo, lo))
+    mask = Mask.from_bounds(low, high, lengths=lengths)
+    chosen = data.draw(st.lists(st.integers(0, len(lengths) - 1), min_size=1, max_size=6))
+    picked = mask.pick(chosen)
+    seen = pairs_of(picked)
+    first, at = np.cumsum([0, *lengths]), np.cumsum([0, *mask.lengths[chosen]])
+    assert picked.area() == seen.sum() and picked.within_documents
+    for n, d in enumerate(chosen):
+        rows, mine = slice(first[d], first[d + 1]), slice(at[n], at[n + 1])
+        np.testing.assert_array_equal(seen[mine, mine], pairs_of(mask)[rows, rows])
+        assert seen[mine].sum() == seen[mine, mine].sum()
+
+
+def test_documents_that_cannot_be_picked_are_refused() -> None:
+    with pytest.raises(ValueError, match="run from 0 to 2, the mask has 2"):
+        Mask([3, 4]).pick([0, 2])
+    with pytest.raises(ValueError, match="non-empty sequence of integers"):
+        Mask([3, 4]).pick([])
+    with pytest.raises(ValueError, match="see keys of other documents"):
+        Mask.from_bounds([0, 0, 0], [1, 2, 3], lengths=[2, 1]).pick([0])
+
+
+@given(documents(), st.data())
 def test_positions_in_any_order_with_pads(arguments, data) -> None:
     mask = Mask(**arguments)
     keys = np.array(arguments["kv_lengths"] or arguments["lengths"])

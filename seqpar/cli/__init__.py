@@ -1,4 +1,4 @@
-"""The command line: `seqpar doctor`, `plan`, `run`, `demo`. Each command imports what it needs when it is called."""
+"""The command line: `seqpar doctor`, `plan`, `calibrate`, `run`, `demo`. A command imports what it needs when run."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ import sys
 from collections.abc import Sequence
 
 from seqpar import __version__
-from seqpar.cli import demo, doctor, plan, run
+from seqpar.cli import calibrate, demo, doctor, plan, run
 from seqpar.cli.output import CommandError
 
 __all__ = ["main"]
@@ -18,7 +18,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     parser = argparse.ArgumentParser(prog="seqpar", description="Long-context attention over many ranks.")
     parser.add_argument("--version", action="version", version=f"seqpar {__version__}")
     commands = parser.add_subparsers(dest="command", required=True, metavar="command")
-    for module in (doctor, plan, run, demo):
+    for module in (doctor, plan, calibrate, run, demo):
         module.add_command(commands)
     args, rest = parser.parse_known_args(argv)
     # Only the demo has flags that are not its own: they are the script's.

@@ -46,14 +46,14 @@ def doctor(args: Any) -> int:
             "versions", ("package", "version"), [(k, v or "not installed") for k, v in found["versions"].items()]
         )
         print_table("system", ("what", "value"), list(found["system"].items()))
-        for part in ("devices", "kernels", "transports", "checks"):
+        for part in ("devices", "extension", "kernels", "transports", "checks"):
             rows = [(name, "no" if why else "yes", why or "") for name, why in found[part].items()]
             print_table(part, ("name", "usable", "why not"), rows)
     return 0 if found["ok"] else 1
 
 
 def examine() -> dict[str, Any]:
-    """Everything doctor knows, as plain data; under devices, kernels, transports and checks None means usable."""
+    """Everything doctor knows, as plain data; None in place of a reason means usable."""
     checks = {"attention on this CPU": attention_runs()}
     return {
         "versions": {"seqpar": __version__, "python": platform.python_version()} | {p: installed(p) for p in PACKAGES},
@@ -64,6 +64,7 @@ def examine() -> dict[str, Any]:
             "OMP_NUM_THREADS": os.environ.get("OMP_NUM_THREADS", "unset"),
         },
         "devices": devices(),
+        "extension": extension(),
         "kernels": kernels(),
         "transports": transports(),
         "checks": checks,
@@ -102,6 +103,16 @@ def devices() -> dict[str, str | None]:
     return found
 
 
+def extension() -> dict[str, str | None]:
+    """Part of the compiled extension -> None if it is usable here, else why not."""
+    from seqpar import native
+    from seqpar.kernels.native import ISAS
+
+    why = native.missing()
+    vectors = "" if why else f", vectors: {ISAS[native.ops().isa()]}"
+    return {f"seqpar._C{vectors}": why, "seqpar._C for CUDA": native.without_cuda()}
+
+
 def kernels() -> dict[str, str | None]:
     """Kernel -> None if it is usable here, else why not."""
     from seqpar.kernels import available
@@ -114,10 +125,16 @@ def transports() -> dict[str, str | None]:
     import torch
     import torch.distributed as dist
 
+    from seqpar.comm import shm
+    from seqpar.comm.cuda import unusable
+
     found: dict[str, str | None] = {"LocalComm (threads)": None}
+    shared = "ShmComm (processes of this machine)"
     gloo, nccl = "GroupComm over gloo", "GroupComm over nccl"
+    peer = "PeerComm (GPUs of this machine)"
     if not dist.is_available():
-        return found | dict.fromkeys((gloo, nccl), "torch is built without torch.distributed")
+        return found | dict.fromkeys((shared, gloo, nccl, peer), "torch is built without torch.distributed")
+    found[shared] = shm.missing()
     found[gloo] = None if dist.is_gloo_available() else "torch is built without gloo"
     if not dist.is_nccl_available():
         found[nccl] = "torch is built without NCCL"
@@ -125,7 +142,7 @@ def transports() -> dict[str, str | None]:
         found[nccl] = "ROCm is not supported"
     else:
         found[nccl] = None if torch.cuda.is_available() else "no CUDA device"
-    return found
+    return found | {peer: unusable()}
 
 
 def attention_runs() -> str | None:

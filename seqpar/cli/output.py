@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import importlib.util
 import sys
-from collections.abc import Sequence
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
 
 
 class CommandError(Exception):
@@ -31,6 +32,20 @@ def print_table(title: str, header: Sequence[str], rows: Sequence[Sequence[objec
     for row in [list(header), *cells]:
         print("  " + "  ".join(cell.ljust(width) for cell, width in zip(row, widths)).rstrip())
     print()
+
+
+@contextmanager
+def progress(what: str, total: float) -> Iterator[Callable[[float], None]]:
+    """What advances a bar by some of `total`: on a terminal where rich is installed, else it shows nothing."""
+    if not (sys.stderr.isatty() and importlib.util.find_spec("rich")):
+        yield lambda amount: None
+        return
+    from rich.console import Console
+    from rich.progress import Progress
+
+    with Progress(console=Console(stderr=True), transient=True) as bar:
+        task = bar.add_task(what, total=total)
+        yield lambda amount: bar.advance(task, amount)
 
 
 def need(module: str, extra: str, what: str) -> None:

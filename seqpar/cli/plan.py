@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import argparse
 import json
+import re
+import sys
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -14,6 +16,10 @@ if TYPE_CHECKING:
     from seqpar.plan import Plan
 
 DTYPES = ("bfloat16", "float16", "float32", "float64")
+TABLE = 64  # ranks up to which bytes are counted rank by rank
+# Flags that say what the planner chooses, and flags that only the planner reads.
+CHOSEN = ("transport", "ulysses", "heads", "kv_heads", "dim", "dtype")
+PLANNERS = ("hardware", "token_slack", "max_tokens_per_rank", "recompute")
 
 
 def add_command(commands: Any) -> None:
@@ -21,31 +27,53 @@ def add_command(commands: Any) -> None:
     parser = commands.add_parser(
         "plan",
         help="show who would compute and send what",
-        description="Show a plan: rows, attended pairs and bytes of every rank.",
-        formatter_class=argparse.ArgumentDefaultsHelpFormatter,
+        description="Plan a batch: degree, width and place of every document, what the step takes and how far that is "
+        "from the best possible; or show a fixed layout.",
     )
     documents = parser.add_mutually_exclusive_group(required=True)
-    documents.add_argument("--lengths", type=integers, metavar="N,N,...", help="tokens of each packed document")
+    documents.add_argument(
+        "--lengths",
+        metavar="N,N,...|FILE|-",
+        help="tokens of each packed document: integers, or a file or standard input of integers, apart by blanks, "
+        "commas or lines",
+    )
     documents.add_argument("--random", type=int, metavar="N", help="N documents of heavy-tailed random lengths")
-    parser.add_argument("--seed", type=int, default=0, help="of --random")
+    parser.add_argument("--seed", type=int, default=0, help="of --random (default: 0)")
     parser.add_argument("--full", action="store_true", help="every key of the document, not only the causal ones")
     parser.add_argument(
         "--window",
         type=integers,
         metavar="W",
-        help="keys seen besides one's own: W to the left, and as many to the right with --full; or LEFT,RIGHT",
+        help="keys seen besides one's own in all layers: W to the left, and as many to the right with --full; or "
+        "LEFT,RIGHT (default: the model's windows)",
     )
-    parser.add_argument("--ranks", type=int, default=8)
-    parser.add_argument("--layout", choices=("contiguous", "zigzag", "striped"), default="zigzag")
-    parser.add_argument("--transport", choices=("fetch", "ring", "double_ring", "gather"), default="fetch")
-    parser.add_argument("--ulysses", type=integers, default=[1], metavar="U", help="width, or one per document")
-    parser.add_argument("--node", type=int, metavar="G", help="ranks per node")
-    parser.add_argument("--heads", type=int, default=32)
-    parser.add_argument("--kv-heads", type=int, default=8)
-    parser.add_argument("--dim", type=int, default=128, help="of a head")
-    parser.add_argument("--dtype", choices=DTYPES, default="bfloat16")
-    parser.add_argument("--plot", type=Path, metavar="PNG", help="draw who holds what and who sends to whom")
+    parser.add_argument("--ranks", type=int, default=8, help="default: 8")
+    parser.add_argument("--node", type=int, metavar="G", help="ranks per node (default: the hardware's)")
+    parser.add_argument(
+        "--layout",
+        choices=("planned", "contiguous", "zigzag", "striped"),
+        default="planned",
+        help="planned: by plan_batch (default)",
+    )
+    parser.add_argument("--plot", type=Path, metavar="PNG", help="draw the plan")
     parser.add_argument("--json", action="store_true", help="for machines")
+    planner = parser.add_argument_group("with --layout planned")
+    planner.add_argument("--model", help="a preset of ModelShape (default: llama-8b)")
+    planner.add_argument(
+        "--hardware", metavar="NAME|FILE", help="a preset, or a file of seqpar calibrate (default: h100)"
+    )
+    planner.add_argument(
+        "--recompute", choices=("none", "attention", "full"), help="in backward (default: as little as fits)"
+    )
+    planner.add_argument("--token-slack", type=float, metavar="X", help="rows of a rank above the mean (default: 0)")
+    planner.add_argument("--max-tokens-per-rank", type=int, metavar="N", help="besides what memory allows")
+    fixed = parser.add_argument_group("with another layout")
+    fixed.add_argument("--transport", choices=("fetch", "ring", "double_ring", "gather"), help="default: fetch")
+    fixed.add_argument("--ulysses", type=integers, metavar="U", help="width, or one per document (default: 1)")
+    fixed.add_argument("--heads", type=int, help="of a layer, whose bytes are counted (default: 32)")
+    fixed.add_argument("--kv-heads", type=int, help="default: 8")
+    fixed.add_argument("--dim", type=int, help="of a head (default: 128)")
+    fixed.add_argument("--dtype", choices=DTYPES, help="default: bfloat16")
     parser.set_defaults(call=show)
 
 
@@ -57,48 +85,118 @@ def integers(text: str) -> list[int]:
         raise argparse.ArgumentTypeError(f"expected integers separated by commas, got {text!r}") from None
 
 
+def lengths_of(source: str) -> list[int]:
+    """Lengths given as numbers, as a file, or as ``-`` for standard input.
+
+    Raises: CommandError naming the file, and the line that holds something else.
+    """
+    if re.fullmatch(r"[\s,\d+-]*\d[\s,\d]*", source):
+        where, text = "--lengths", source
+    elif source == "-":
+        where, text = "standard input", sys.stdin.read()
+    else:
+        try:
+            where, text = source, Path(source).read_text(encoding="utf-8")
+        except (OSError, UnicodeDecodeError) as error:
+            raise CommandError(
+                f"--lengths {source} is neither integers separated by commas nor a file of them: {error}"
+            ) from None
+    found = []
+    for number, line in enumerate(text.splitlines(), 1):
+        for word in re.split(r"[\s,]+", line.strip()):
+            if not re.fullmatch(r"[+-]?\d*", word):
+                raise CommandError(f"{where}, line {number}: expected integers, got {word!r}")
+            if word:
+                found.append(int(word))
+    if not found:
+        raise CommandError(f"{where} holds no lengths")
+    return found
+
+
 def show(args: Any) -> int:
     """0 after printing the plan; what the facts refuse ends the command with their own message."""
     if args.plot:
         need("matplotlib", "plot", "--plot")
-    if args.heads < 1 or args.kv_heads < 1 or args.dim < 1 or args.heads % args.kv_heads:
-        raise CommandError(f"--kv-heads {args.kv_heads} must divide --heads {args.heads}, and --dim be positive")
     try:
-        plan = make_plan(args)
+        plan, call = planned(args) if args.layout == "planned" else fixed(args)
     except (ValueError, NotImplementedError) as error:
         raise CommandError(str(error)) from None
-    facts = measure(plan, args)
+    facts = measure(plan, args.layout, call)
     if args.json:
         print(json.dumps(facts, indent=2))
     else:
         print(plan.describe(), end="\n\n")
-        rows = [
-            (r["rank"], size(r["forward_bytes"]), size(r["backward_bytes"]), ", ".join(map(str, r["sends_to"])) or "-")
-            for r in facts["ranks"]
-        ]
-        shape = f"{args.heads} heads on {args.kv_heads} of {args.dim}, {args.dtype}"
-        print_table(f"bytes sent in one layer ({shape})", ("rank", "forward", "backward", "to ranks"), rows)
+        if plan.ranks <= TABLE:
+            print_bytes(facts)
     if args.plot:
-        from seqpar.cli.picture import draw_plan
-
-        draw_plan(plan, [r["sends_to"] for r in facts["ranks"]], args.plot)
+        try:
+            plan.plot(args.plot, call=call)
+        except (OSError, ValueError) as error:
+            raise CommandError(f"cannot write {args.plot}: {error}") from None
         if not args.json:
             print(f"picture: {args.plot}")
     return 0
 
 
-def make_plan(args: Any) -> Plan:
-    """The plan that the flags describe."""
+def refuse(args: Any, names: tuple[str, ...], why: str) -> None:
+    """Raises: CommandError if one of the flags is given."""
+    for name in names:
+        if getattr(args, name) is not None:
+            raise CommandError(f"--{name.replace('_', '-')} {why}")
+
+
+def planned(args: Any) -> tuple[Plan, dict[str, Any]]:
+    """The planner's plan, and the layer whose bytes are counted: the model's."""
+    from dataclasses import replace
+
+    from seqpar.planner import ModelShape, plan_batch
+
+    refuse(args, CHOSEN, "is chosen by the planner or given by --model; take another --layout to set it")
+    model: str | ModelShape = args.model or "llama-8b"
+    if args.recompute:
+        model = replace(ModelShape.preset(model), recompute=args.recompute)
+    mask = make_mask(args)
+    plan = plan_batch(
+        mask.lengths, args.ranks, masks=mask if args.full or args.window else None, model=model,
+        hardware=hardware(args.hardware or "h100"), node=args.node, token_slack=args.token_slack or 0.0,
+        max_tokens_per_rank=args.max_tokens_per_rank,
+    )  # fmt: skip
+    return plan, plan.forecast.call
+
+
+def hardware(name: str) -> Any:
+    """A machine by the name of a preset, or from a file that seqpar calibrate wrote."""
+    from seqpar.planner import Hardware
+    from seqpar.planner.hardware import PRESETS
+
+    if name in PRESETS:
+        return Hardware.preset(name)
+    try:
+        return Hardware.load(name)
+    except OSError as error:
+        known = ", ".join(PRESETS)
+        raise CommandError(f"--hardware {name} is neither a preset ({known}) nor a file: {error}") from None
+
+
+def fixed(args: Any) -> tuple[Plan, dict[str, Any]]:
+    """The plan of a fixed layout, and the layer whose bytes are counted."""
     from seqpar.layout import Layout
     from seqpar.plan import Plan
 
+    refuse(args, ("model", *PLANNERS), "is for the planner; leave --layout out")
+    given = {"heads": args.heads, "kv_heads": args.kv_heads, "dim": args.dim, "dtype": args.dtype}
+    defaults: dict[str, Any] = {"heads": 32, "kv_heads": 8, "dim": 128, "dtype": "bfloat16"}
+    call = defaults | {name: value for name, value in given.items() if value is not None}
+    if min(call["heads"], call["kv_heads"], call["dim"]) < 1 or call["heads"] % call["kv_heads"]:
+        raise CommandError(f"--kv-heads {call['kv_heads']} must divide --heads {call['heads']}, and --dim be positive")
     mask = make_mask(args)
     if args.layout == "zigzag":
         layout = Layout.zigzag(mask.lengths, args.ranks)
     else:
         layout = {"contiguous": Layout.contiguous, "striped": Layout.striped}[args.layout](mask.tokens, args.ranks)
-    ulysses = args.ulysses[0] if len(args.ulysses) == 1 else args.ulysses
-    return Plan(mask, layout, ulysses=ulysses, transport=args.transport, node=args.node)
+    widths = args.ulysses or [1]
+    ulysses = widths[0] if len(widths) == 1 else widths
+    return Plan(mask, layout, ulysses=ulysses, transport=args.transport or "fetch", node=args.node), call
 
 
 def make_mask(args: Any) -> Mask:
@@ -107,8 +205,9 @@ def make_mask(args: Any) -> Mask:
 
     from seqpar.mask import Mask
 
-    lengths = args.lengths
-    if lengths is None:
+    if args.lengths is not None:
+        lengths = np.array(lengths_of(args.lengths))
+    else:
         if args.random < 1:
             raise CommandError(f"--random must be at least 1, got {args.random}")
         # The shape of real corpora: most documents short, most tokens in few long ones.
@@ -125,31 +224,46 @@ def make_mask(args: Any) -> Mask:
     return Mask(lengths, causal=not args.full, window=window)
 
 
-def measure(plan: Plan, args: Any) -> dict[str, Any]:
-    """The plan's figures as plain data. `sends_to`: peer -> bytes, forward and backward together."""
-    shape = {"heads": args.heads, "kv_heads": args.kv_heads, "dim": args.dim, "dtype": args.dtype}
-    ranks = []
+def measure(plan: Plan, layout: str, call: dict[str, Any]) -> dict[str, Any]:
+    """The plan's figures as plain data; up to 64 ranks with the bytes of a layer, `sends_to` both ways together."""
+    from seqpar.plan.load import load_of
+
+    load = load_of(plan)
+    ranks: list[dict[str, Any]] = []
     for rank in range(plan.ranks):
-        forward, backward = (plan.traffic(rank, **shape, backward=b) for b in (False, True))
-        ranks.append(
-            {
-                "rank": rank,
-                "rows": plan.rows(rank),
-                "area": round(sum(step.area / step.part.width for step in plan.steps(rank))),
-                "forward_bytes": sum(forward.values()),
-                "backward_bytes": sum(backward.values()),
-                "sends_to": {p: forward.get(p, 0) + backward.get(p, 0) for p in sorted({*forward, *backward})},
-            }
-        )
+        facts: dict[str, Any] = {"rank": rank, "rows": plan.rows(rank), "area": round(float(load.area[rank]))}
+        for name, values in (("pieces", load.pieces), ("keys", load.keys), ("crossing_keys", load.crossing)):
+            if values is not None:
+                facts[name] = int(values[rank])
+        if plan.ranks <= TABLE:
+            forward, backward = (plan.traffic(rank, **call, backward=b) for b in (False, True))
+            facts["forward_bytes"], facts["backward_bytes"] = sum(forward.values()), sum(backward.values())
+            peers = sorted({*forward, *backward})
+            facts["sends_to"] = {peer: forward.get(peer, 0) + backward.get(peer, 0) for peer in peers}
+        ranks.append(facts)
     return {
         "digest": plan.digest(),
         "tokens": plan.mask.tokens,
         "area": plan.mask.area(),
         "lengths": plan.mask.lengths.tolist(),
         "degrees": plan.degrees.tolist(),
-        "layout": args.layout,
-        "transport": args.transport,
-        "ulysses": args.ulysses,
-        "shape": shape,
+        "layout": layout,
+        "transport": plan.transport,
+        "node": plan.node,
+        "stage_bytes": plan.stage_bytes,
+        "ulysses": plan.widths.tolist(),
+        "shape": call,
+        "forecast": None if plan.forecast is None else plan.forecast.facts(),
         "ranks": ranks,
     }
+
+
+def print_bytes(facts: dict[str, Any]) -> None:
+    """A table of what each rank sends in one layer."""
+    rows = [
+        (r["rank"], size(r["forward_bytes"]), size(r["backward_bytes"]), ", ".join(map(str, r["sends_to"])) or "-")
+        for r in facts["ranks"]
+    ]
+    call = facts["shape"]
+    shape = f"{call['heads']} heads on {call['kv_heads']} of {call['dim']}, {call['dtype']}"
+    print_table(f"bytes sent in one layer ({shape})", ("rank", "forward", "backward", "to ranks"), rows)

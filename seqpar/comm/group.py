@@ -16,10 +16,7 @@ its connection close, reads the cause, raises and hangs up in turn, so that a fa
 
 from __future__ import annotations
 
-import hashlib
-import itertools
 import logging
-import pickle
 import time
 import weakref
 from collections.abc import Callable, Mapping, Sequence
@@ -31,7 +28,9 @@ import torch.distributed as dist
 from torch import Tensor
 
 from seqpar.comm.failure import Monitor, RootCause
-from seqpar.comm.protocol import Claim, PeerError, Stats, Tag, Work, nonempty, rounds, settle, subset
+from seqpar.comm.header import WARMING, Header, describe, hash63
+from seqpar.comm.members import Members, check_arguments, process_group
+from seqpar.comm.protocol import PeerError, Stats, Tag, Work, nonempty, rounds
 
 log = logging.getLogger("seqpar.comm")
 
@@ -39,19 +38,13 @@ T = TypeVar("T")
 
 # gloo numbers that are not hashes of a header
 HEADERS, HANG_UP, FIRST_FREE = 0, 1, 16
-# phases of tags that are not a verb's
-AGREEING, WARMING = -1, -2
-
-
-def _hash63(value: object) -> int:
-    return int.from_bytes(hashlib.blake2b(repr(value).encode(), digest_size=8).digest(), "big") >> 1
 
 
 class _Link:
     """What a comm and its subs share: the group, its twin, whether they are alive. Ranks are the group's."""
 
     def __init__(self, group: dist.ProcessGroup, timeout: float) -> None:
-        self.group, self.timeout = group, timeout
+        self.timeout = timeout
         self.rank, self.size = group.rank(), group.size()
         self.backends = _backends(group)
         self.cause: tuple[int, str] | None = None
@@ -68,16 +61,21 @@ class _Link:
         if present != self.size:
             raise RuntimeError(f"GroupComm: an all-reduce of ones over {self.size} ranks gave {present}")
         twin_store = c10d.PrefixStore(f"seqpar/{number}", store)
-        self._twin = [c10d.ProcessGroupGloo(twin_store, self.rank, self.size, timedelta(seconds=timeout))]
+        self._groups = [group, c10d.ProcessGroupGloo(twin_store, self.rank, self.size, timedelta(seconds=timeout))]
         # gloo's threads must end before the interpreter does, or C++ may end the process for it
-        weakref.finalize(self, self._twin.clear)
+        weakref.finalize(self, self._groups.clear)
         self.root_cause = RootCause(twin_store, "root cause", self.rank)
         self.monitor = Monitor(timeout, self.fail, self.look)
 
     @property
+    def group(self) -> Any:
+        """The group that was given."""
+        return self._groups[0]
+
+    @property
     def twin(self) -> Any:
         """The private gloo group."""
-        return self._twin[0]
+        return self._groups[1]
 
     @property
     def uses_nccl(self) -> bool:
@@ -136,38 +134,9 @@ def _backends(group: dist.ProcessGroup) -> dict[str, str]:
     return {device: backend for device, _, backend in pairs}
 
 
-class _Header(NamedTuple):
-    """What goes before the tensors of a pair, and what the receiver expects there. All of them are int64."""
-
-    scope: int
-    digest: int
-    call: int
-    phase: int
-    stage: int
-    tensors: int
-    bytes: int
-    signature: int
-
-    @classmethod
-    def of(cls, scope: int, tag: Tag, tensors: Sequence[Tensor]) -> _Header:
-        size = sum(t.numel() * t.element_size() for t in tensors)
-        return cls(scope, *tag, len(tensors), size, _hash63([(t.dtype, tuple(t.shape)) for t in tensors]))
-
-    def number(self, index: int) -> int:
-        """The gloo number of a tensor: 31 bits."""
-        return FIRST_FREE + (_hash63(tuple(self)) + index) % (2**31 - FIRST_FREE)
-
-    def __str__(self) -> str:
-        tag = describe(Tag(self.digest, self.call, self.phase, self.stage))
-        among = f" in sub {self.scope:x}" if self.scope else ""
-        return f"{tag}{among} with {self.tensors} tensors of {self.bytes} bytes"
-
-
-def describe(tag: Tag) -> str:
-    """A tag in words."""
-    if tag.phase in (AGREEING, WARMING):
-        return f"{'agreement' if tag.phase == AGREEING else 'warm-up'} {tag.call} stage {tag.stage}"
-    return str(tag)
+def _number(header: Header, index: int) -> int:
+    """The gloo number of a tensor: 31 bits."""
+    return FIRST_FREE + (hash63(tuple(header)) + index) % (2**31 - FIRST_FREE)
 
 
 class _Step(NamedTuple):
@@ -176,7 +145,7 @@ class _Step(NamedTuple):
     work: dist.Work
     peer: int
     buffer: Tensor
-    expected: _Header | None
+    expected: Header | None
 
 
 class _GlooWork:
@@ -192,17 +161,19 @@ class _GlooWork:
         twin = self._link.twin
         incoming, outgoing = [], []
         for peer, tensors in recvs.items():
-            header = _Header.of(scope, tag, tensors)
+            header = Header.of(scope, tag, tensors)
             buffer = torch.empty(len(header), dtype=torch.int64)
             self._steps.append(_Step(self._posted(twin.recv, buffer, peer, HEADERS), peer, buffer, header))
             for index, tensor in enumerate(tensors):
-                incoming.append(_Step(self._posted(twin.recv, tensor, peer, header.number(index)), peer, tensor, None))
+                number = _number(header, index)
+                incoming.append(_Step(self._posted(twin.recv, tensor, peer, number), peer, tensor, None))
         for peer, tensors in sends.items():
-            header = _Header.of(scope, tag, tensors)
+            header = Header.of(scope, tag, tensors)
             buffer = torch.tensor(header, dtype=torch.int64)
             outgoing.append(_Step(self._posted(twin.send, buffer, peer, HEADERS), peer, buffer, None))
             for index, tensor in enumerate(tensors):
-                outgoing.append(_Step(self._posted(twin.send, tensor, peer, header.number(index)), peer, tensor, None))
+                number = _number(header, index)
+                outgoing.append(_Step(self._posted(twin.send, tensor, peer, number), peer, tensor, None))
         self._steps += incoming + outgoing
 
     def _posted(self, post: Callable[..., dist.Work], tensor: Tensor, peer: int, number: int) -> dist.Work:
@@ -238,13 +209,9 @@ class _GlooWork:
         except RuntimeError as error:
             raise link.failed(doing, step.peer, error) from error
         if step.expected is not None:
-            given = _Header(*step.buffer.tolist())
+            given = Header(*step.buffer.tolist())
             if given != step.expected:
-                note = "" if given[:-1] != step.expected[:-1] else " (same bytes, other shapes or dtypes)"
-                link.fail(
-                    f"ranks {step.peer} and {link.rank} do not meet: rank {step.peer} sent for {given}, "
-                    f"rank {link.rank} receives for {step.expected}{note}"
-                )
+                link.fail(given.unlike(step.expected, step.peer, link.rank))
                 raise link.error(f"{doing}, receiving from rank {step.peer}")
 
     def _abandon(self) -> None:
@@ -300,7 +267,7 @@ class _NcclWork:
                 self._link.fail(f"dropped the work of {self._name} without waiting for it")
 
 
-class GroupComm:
+class GroupComm(Members[_Link]):
     """The ranks of a process group. See `Comm` for the methods and the module for how it works.
 
     group: a `ProcessGroup`, a 1-D `DeviceMesh` (of a larger mesh: ``mesh["cp"]``), or None for the default group.
@@ -315,21 +282,9 @@ class GroupComm:
     """
 
     def __init__(self, group: Any = None, *, timeout: float = 300.0, check: str = "batch") -> None:
-        if check not in ("batch", "call"):
-            raise ValueError(f'GroupComm: check={check!r}, expected "batch" or "call"')
-        if not timeout > 0:
-            raise ValueError(f"GroupComm: timeout={timeout!r}, expected seconds > 0")
-        link = _Link(_process_group(group), timeout)
+        check_arguments("GroupComm", timeout, check)
+        link = _Link(_usable(process_group("GroupComm", group)), timeout)
         self._join(link, (), Stats(), {}, check)
-
-    def _join(
-        self, link: _Link, scope: tuple[int, ...], stats: Stats, counters: dict[object, Any], check_every: str
-    ) -> None:
-        self._link, self._scope, self._counters, self.check_every = link, scope, counters, check_every
-        self._scope_id = _hash63(scope) if scope else 0
-        self._ranks: Sequence[int] = scope or range(link.size)  # this comm's rank -> the group's
-        self.rank, self.size, self.stats = self._ranks.index(link.rank), len(self._ranks), stats
-        self.agreed: dict[int, None] = counters.setdefault(("agreed", scope), {})
 
     def exchange(
         self, sends: Mapping[int, Sequence[Tensor]], recvs: Mapping[int, Sequence[Tensor]], *, tag: Tag
@@ -387,20 +342,9 @@ class GroupComm:
         work.post(batches)
         return work
 
-    def _in_group(self, tensors: Mapping[int, list[Tensor]]) -> dict[int, list[Tensor]]:
-        return {self._ranks[peer]: several for peer, several in tensors.items()}
-
-    def empty(self, shape: Sequence[int], dtype: torch.dtype, device: torch.device) -> Tensor:
-        """Uninitialised memory of this process."""
-        return torch.empty(tuple(shape), dtype=dtype, device=device)
-
-    def sub(self, ranks: Sequence[int]) -> GroupComm:
-        """The same group and twin seen by some of the ranks, renumbered."""
-        ranks = subset(self.rank, self.size, ranks)
-        view = GroupComm.__new__(GroupComm)
-        scope = tuple(self._ranks[r] for r in ranks)
-        view._join(self._link, scope, self.stats, self._counters, self.check_every)
-        return view
+    def _post_control(self, sends: Mapping[int, list[Tensor]], recvs: Mapping[int, list[Tensor]], tag: Tag) -> Work:
+        # on the twin, whatever the group is of
+        return self._post_cpu(sends, recvs, tag, None)
 
     def warm_up(self, peers: Sequence[int]) -> None:
         """Open NCCL's connections to peers; gloo's are open since the constructor."""
@@ -409,65 +353,9 @@ class GroupComm:
             sends, recvs = ({p: [torch.zeros(1, device=device)] for p in peers} for _ in range(2))
             self._post_cuda(sends, recvs, Tag(0, self._next("warm-up"), WARMING, 0)).wait()
 
-    def check(self) -> None:
-        """Raise PeerError if this rank knows that the group is dead."""
-        if self._link.cause is not None:
-            raise self._link.error("cannot go on")
 
-    def next_call(self) -> int:
-        """The number of the verb that starts now."""
-        return self._next("call")
-
-    def _next(self, kind: str) -> int:
-        # kept by scope, so that a sub made twice goes on counting
-        return int(next(self._counters.setdefault((kind, self._scope), itertools.count())))
-
-    def agree(self, what: str, facts: Mapping[str, object], error: Exception | None = None) -> None:
-        """Compare the facts of all ranks: see `Comm.agree`.
-
-        Each rank sends 16 bytes to each other one over the twin; the facts themselves travel only where ranks differ.
-        """
-        self.check()
-        claim = Claim.of(what, facts, error)
-        call = self._next("agree")
-        own = torch.tensor([_hash63(claim), error is not None], dtype=torch.int64)
-        found = self._swap(own, [own] * self.size, Tag(0, call, AGREEING, 0))
-        if all(torch.equal(other, own) for other in found) and error is None:
-            return
-        packed = torch.frombuffer(bytearray(pickle.dumps(claim)), dtype=torch.uint8)
-        length = torch.tensor([packed.numel()])
-        lengths = self._swap(length, [length] * self.size, Tag(0, call, AGREEING, 1))
-        buffers = [torch.empty(int(n), dtype=torch.uint8) for n in lengths]
-        claims = self._swap(packed, buffers, Tag(0, call, AGREEING, 2))
-        settle([pickle.loads(bytes(each.tolist())) for each in claims], error)
-
-    def _swap(self, own: Tensor, like: Sequence[Tensor], tag: Tag) -> list[Tensor]:
-        """Every rank's `own` CPU tensor, by rank; rank r's is shaped as ``like[r]``. Counted in no stats."""
-        peers = [rank for rank in range(self.size) if rank != self.rank]
-        found = [torch.empty_like(tensor) for tensor in like]
-        found[self.rank] = own
-        self._post_cpu({p: [own] for p in peers}, {p: [found[p]] for p in peers}, tag, None).wait()
-        return found
-
-    def abort(self, reason: str) -> None:
-        """Make this rank's reason the root cause unless one stands, and wake every rank that waits for it."""
-        self._link.fail(reason)
-
-
-def _process_group(group: Any) -> dist.ProcessGroup:
-    """The process group that GroupComm's argument means, checked."""
-    if not dist.is_available() or not dist.is_initialized():
-        raise ValueError("GroupComm: torch.distributed has no default group; call init_process_group first")
-    if isinstance(group, dist.device_mesh.DeviceMesh):
-        if group.ndim != 1:
-            raise ValueError(
-                f"GroupComm: a mesh of {group.ndim} dimensions {group.mesh_dim_names}; give one, mesh[name]"
-            )
-        group = group.get_group()
-    if group is None:
-        group = dist.group.WORLD
-    if not isinstance(group, dist.ProcessGroup):
-        raise ValueError(f"GroupComm: got {group!r}; expected a group that this process is in, a 1-D mesh, or None")
+def _usable(group: dist.ProcessGroup) -> dist.ProcessGroup:
+    """A process group, checked."""
     if not dist.is_gloo_available():
         raise NotImplementedError("GroupComm: this build of PyTorch has no gloo, which carries the control messages")
     backends = _backends(group)

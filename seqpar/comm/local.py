@@ -94,8 +94,8 @@ class _Move:
 class _World:
     """The queues of all ranks. One lock guards everything; a rank waits on its own condition."""
 
-    def __init__(self, size: int, timeout: float, delay: float) -> None:
-        self.size, self.timeout, self.delay = size, timeout, delay
+    def __init__(self, size: int, timeout: float, delay: float, *, direct: bool) -> None:
+        self.size, self.timeout, self.delay, self.direct = size, timeout, delay, direct
         # re-entrant: the garbage collector may run a dropped work's __del__ inside any locked section
         self.lock = threading.RLock()
         self.wakeups = [threading.Condition(self.lock) for _ in range(size)]
@@ -357,17 +357,18 @@ class LocalComm:
     check_every = "call"
 
     def __init__(self) -> None:
-        self._join(_World(1, 60.0, 0.0), (), 0, Stats(), {})
+        self._join(_World(1, 60.0, 0.0, direct=True), (), 0, Stats(), {})
 
     @classmethod
-    def world(cls, size: int, *, timeout: float = 60.0, delay: float = 0.0) -> list[LocalComm]:
+    def world(cls, size: int, *, timeout: float = 60.0, delay: float = 0.0, direct: bool = True) -> list[LocalComm]:
         """One comm for each of `size` ranks; give each to its own thread.
 
-        timeout: seconds after which a wait fails. delay: seconds a message takes once both ends are posted.
+        timeout: seconds after which a wait fails. delay: seconds a message takes once both ends are posted. direct:
+        whether tensors of any strides are taken, as `Comm.direct` says; a `GroupComm` takes contiguous ones alone.
         """
         if size < 1:
             raise ValueError(f"LocalComm.world: size {size}, expected at least 1")
-        world = _World(size, timeout, delay)
+        world = _World(size, timeout, delay, direct=direct)
         comms = [cls.__new__(cls) for _ in range(size)]
         for rank, comm in enumerate(comms):
             comm._join(world, (), rank, Stats(), {})
@@ -375,6 +376,7 @@ class LocalComm:
 
     def _join(self, world: _World, scope: Scope, me: int, stats: Stats, counters: dict[object, Any]) -> None:
         self._world, self._scope, self._me, self._counters = world, scope, me, counters
+        self.direct = world.direct
         self._ranks: Sequence[int] = scope or range(world.size)  # this comm's rank -> world rank
         self.rank, self.size, self.stats = self._ranks.index(me), len(self._ranks), stats
         self.agreed: dict[int, None] = counters.setdefault(("agreed", scope), {})
@@ -383,8 +385,8 @@ class LocalComm:
         self, sends: Mapping[int, Sequence[Tensor]], recvs: Mapping[int, Sequence[Tensor]], *, tag: Tag
     ) -> Work:
         """Post one exchange: see `Comm.exchange`. A mismatch or a cycle that it completes raises PeerError here."""
-        sends = nonempty(self.rank, self.size, sends, sending=True)
-        recvs = nonempty(self.rank, self.size, recvs, sending=False)
+        sends = nonempty(self.rank, self.size, sends, sending=True, direct=self.direct)
+        recvs = nonempty(self.rank, self.size, recvs, sending=False, direct=self.direct)
         self.check()
         if not sends and not recvs:
             return _Done()

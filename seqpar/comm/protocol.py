@@ -24,6 +24,7 @@ from typing import NamedTuple, Protocol, runtime_checkable
 import torch
 from torch import Tensor
 
+DIMS = 6  # of a tensor that is exchanged and not contiguous: kDims in csrc/cpu/mailbox.h
 MESSAGES_PER_EXCHANGE = 64  # sends and receives together; a larger exchange is split by `rounds`
 
 
@@ -55,13 +56,17 @@ class Tag(NamedTuple):
 
 @dataclass
 class Stats:
-    """Payload counted since the last `reset`: bytes, messages and exchanges posted, and seconds spent in waits."""
+    """Payload counted since the last `reset`: bytes, messages and exchanges posted, and seconds spent in waits.
+
+    staged_bytes: those of the received that were copied once more, since peers cannot write where they belong.
+    """
 
     bytes_sent: int = 0
     bytes_received: int = 0
     messages_sent: int = 0
     messages_received: int = 0
     exchanges: int = 0
+    staged_bytes: int = 0
     wait_seconds: float = 0.0
     sent_to: dict[int, int] = field(default_factory=dict)  # peer -> bytes
 
@@ -103,6 +108,7 @@ class Comm(Protocol):
     rank: int
     size: int
     stats: Stats
+    direct: bool  # whether tensors of any strides travel from where they lie to where they belong in one copy
     check_every: str  # "batch": verbs compare a signature over ranks when they first see it; "call": every time
     agreed: dict[int, None]  # digests of signatures that all ranks had in common, oldest first
 
@@ -111,8 +117,9 @@ class Comm(Protocol):
     ) -> Work:
         """Post one exchange and return without blocking.
 
-        sends, recvs: peer -> contiguous tensors of any dtype; empty tensors are dropped, never posted. Peers exclude
-        the rank itself. Both sides give the same number of tensors, shapes and dtypes for a pair.
+        sends, recvs: peer -> tensors of any dtype, contiguous unless the comm is `direct` and they have at most
+        `DIMS` dims; empty tensors are dropped, never posted. Peers exclude the rank itself. Both sides give the same
+        number of tensors, shapes and dtypes for a pair.
 
         Raises: ValueError for a peer outside the comm or a non-contiguous tensor; PeerError if the comm is dead.
         """
@@ -177,11 +184,12 @@ def rounds(
 
 
 def nonempty(
-    rank: int, size: int, tensors: Mapping[int, Sequence[Tensor]], *, sending: bool
+    rank: int, size: int, tensors: Mapping[int, Sequence[Tensor]], *, sending: bool, direct: bool = False
 ) -> dict[int, list[Tensor]]:
     """The tensors of one side of an exchange that hold something, peer -> tensors, without peers left with none.
 
-    Raises: ValueError for a peer that is not another rank of the comm, or a tensor that is not contiguous.
+    Raises: ValueError for a peer that is not another rank of the comm, or a tensor that is not contiguous and, if the
+    comm is direct, has more than `DIMS` dims.
     """
     side = "send to" if sending else "receive from"
     found: dict[int, list[Tensor]] = {}
@@ -189,10 +197,22 @@ def nonempty(
         if not 0 <= peer < size or peer == rank:
             raise ValueError(f"exchange: rank {rank} of {size} cannot {side} rank {peer}: peers are the other ranks")
         for index, tensor in enumerate(several):
-            if not tensor.is_contiguous():
+            if not (direct and tensor.dim() <= DIMS or tensor.is_contiguous()):
+                fewer = f"at most {DIMS} dims or " if direct else ""
                 raise ValueError(
                     f"exchange: tensor {index} to {side} rank {peer} has shape {tuple(tensor.shape)} and strides "
-                    f"{tensor.stride()}; expected a contiguous one: call .contiguous()"
+                    f"{tensor.stride()}; expected {fewer}a contiguous one: call .contiguous()"
+                )
+            shared = any(n > 1 and not stride for n, stride in zip(tensor.shape, tensor.stride()))
+            if shared and not sending and tensor.numel():
+                raise ValueError(
+                    f"exchange: tensor {index} to {side} rank {peer} has shape {tuple(tensor.shape)} and strides "
+                    f"{tensor.stride()}; expected memory of its own for every element"
+                )
+            if tensor.is_conj() or tensor.is_neg():
+                raise ValueError(
+                    f"exchange: tensor {index} to {side} rank {peer} is a view whose elements are not what lies in its "
+                    "memory; expected plain memory: call .resolve_conj().resolve_neg()"
                 )
         if kept := [tensor.detach() for tensor in several if tensor.numel()]:
             found[peer] = kept

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from seqpar.kernels.blockwise import Blockwise
+from seqpar.kernels.native import Native
 from seqpar.kernels.protocol import Ask, Facts, Grads, Kernel, Operands, Score, Sums, acc_dtype, ask
 from seqpar.kernels.rates import order
 from seqpar.kernels.reference import Reference
@@ -11,7 +12,7 @@ from seqpar.kernels.triton import Triton
 from seqpar.kernels.vendor import Aten, AtenFlash, CuDNN, Flash2, Flash3, Flash4, Segmented
 
 # this package's own, and torch's operator for the CPU
-KERNELS: tuple[Kernel, ...] = (Segmented(Aten()), Triton(), Triton(tf32=True), Blockwise(), Reference())
+KERNELS: tuple[Kernel, ...] = (Native(), Segmented(Aten()), Triton(), Triton(tf32=True), Blockwise(), Reference())
 # of other libraries, on CUDA devices
 VENDORS: tuple[Kernel, ...] = tuple(Segmented(library()) for library in (AtenFlash, CuDNN, Flash2, Flash3, Flash4))
 

@@ -48,7 +48,7 @@ RATES = (
     Rate("aten_flash", 90, 128, True, 335, None, FA3),
 )
 
-ON_CPU = ("aten", "blockwise", "reference")  # Triton runs there too, through its interpreter: by name
+ON_CPU = ("native", "aten", "blockwise", "reference")  # Triton runs there too, through its interpreter: by name
 UNTIMED = ("triton", "flash4", "flash3", "cudnn", "flash2", "aten_flash")
 
 

@@ -7,9 +7,11 @@ their bits where dtypes are equal. On a CUDA device each is one launch that read
 from __future__ import annotations
 
 from collections.abc import Sequence
+from math import prod
 
 from torch import Tensor
 
+from seqpar.kernels.copy import Pair, copy
 from seqpar.kernels.dispatch import on_triton
 
 
@@ -20,11 +22,13 @@ def pack(tensors: Sequence[Tensor], rows: slice | Tensor, out: Tensor) -> None:
 
         fused.pack(tensors, rows, out)
         return
-    first = 0
+    first, pairs = 0, []
     for x in tensors:
-        values = _take(x, rows).flatten(1)
-        out[:, first : first + values.shape[1]] = values
-        first += values.shape[1]
+        width = prod(x.shape[1:])
+        part = out[:, first : first + width].view(len(out), *x.shape[1:])
+        pairs.append(Pair(part, x[rows]) if isinstance(rows, slice) else Pair(part, x, src_rows=rows))
+        first += width
+    copy(pairs)
 
 
 def place(values: Tensor, rows: slice | Tensor, out: Tensor) -> None:
@@ -33,8 +37,12 @@ def place(values: Tensor, rows: slice | Tensor, out: Tensor) -> None:
         from seqpar.kernels.triton import rows as fused
 
         fused.place(values, rows, out)
-    else:
+    elif values.dtype != out.dtype:
         out[rows] = values.to(out.dtype)
+    elif isinstance(rows, slice):
+        copy([Pair(out[rows], values)])
+    else:
+        copy([Pair(out, values, dst_rows=rows)])
 
 
 def add_(x: Tensor, rows: slice | Tensor, values: Tensor) -> None:

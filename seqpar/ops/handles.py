@@ -23,6 +23,7 @@ from typing import Any, NoReturn
 
 import torch
 from torch import Tensor
+from torch.autograd import forward_ad
 from torch.nn import Parameter
 from torch.utils._python_dispatch import TorchDispatchMode, _get_current_dispatch_mode_stack
 
@@ -205,6 +206,12 @@ class Made:
         """The name of the next way back: another backward pass has numbers of its own."""
         self.passes += 1
         return self.tag._replace(phase=self.tag.phase + 1, stage=self.tag.stage + self.passes - 1)
+
+
+def refuse_tangent(what: str, x: Tensor) -> None:
+    """Raises: NotImplementedError if x has a tangent, which a verb that asks for no gradient would lose."""
+    if forward_ad._current_level >= 0 and forward_ad.unpack_dual(x).tangent is not None:  # type: ignore[attr-defined]
+        raise NotImplementedError(f"{what} has no forward-mode derivative; use reverse mode")
 
 
 def refuse(what: str, comm: Comm, error: Exception) -> NoReturn:

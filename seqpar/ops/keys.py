@@ -2,18 +2,41 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable, Iterable
+from math import prod
+
 from torch import Tensor
 
 from seqpar.comm import Work
 from seqpar.kernels.rows import pack, place
 from seqpar.ops.call import Call, Phase, named
-from seqpar.ops.rows import received_keys, relays, sent_keys, take
+from seqpar.ops.rows import Parcels, entering_keys, received_keys, relays, sent_keys, take
 from seqpar.plan import Part, Step, head_share
 from seqpar.plan.steps import count
 
+Messages = dict[int, list[Tensor]]
+
+
+class Slots:
+    """Two pieces of memory in turn, each made when it is first needed, for all that is alive at most twice."""
+
+    def __init__(self, make: Callable[[], Tensor]) -> None:
+        self.make = make
+        self.memory: list[Tensor | None] = [None, None]
+        self.turn = 0
+
+    def next(self, *shape: int) -> Tensor:
+        """The next of the two, as a tensor of this shape."""
+        self.turn = 1 - self.turn
+        found = self.memory[self.turn]
+        if found is None:
+            found = self.memory[self.turn] = self.make()
+        return found.view(-1)[: prod(shape)].view(shape)
+
 
 class Keys:
-    """The keys of a call's steps: posted ahead, received into two slots of memory that the whole call reuses.
+    """The keys of a call's steps: posted ahead, received into two slots of memory that the whole call reuses, and two
+    more for what enters a node before it is spread.
 
     On CUDA all of it is ordered by the current stream: an exchange starts when the stream reaches its posting, which
     is after the last reader of its slot, and before the kernels that it is to hide behind.
@@ -22,11 +45,14 @@ class Keys:
     def __init__(self, call: Call, steps: list[Step], phase: Phase) -> None:
         self.call, self.steps, self.phase = call, steps, phase
         self.works: dict[int, Work | None] = {}
-        self.slots: list[Tensor | None] = [None, None]
         self.buffers: dict[int, Tensor] = {}
-        self.turn = 0
-        sizes = [len(s.pos) * self._row(s.part) for s in steps if not self._is_own(s)]
-        self.size = max(sizes, default=0)
+        self.entries: dict[int, Tensor] = {}
+        self.slots = self._slots(len(s.pos) * self._row(s.part) for s in steps if not self._is_own(s))
+        self.entry_slots = self._slots(s.entry.rows * self._row(s.part) for s in steps if s.entry is not None)
+
+    def _slots(self, sizes: Iterable[int]) -> Slots:
+        call, most = self.call, max(sizes, default=0)
+        return Slots(lambda: call.comm.empty((most,), call.dtype, call.device))
 
     def _row(self, part: Part) -> int:
         _, kv = head_share(self.call.heads, self.call.kv_heads, part.width, part.share)
@@ -37,44 +63,60 @@ class Keys:
         """Whether the buffer is the rank's own keys as they lie."""
         return step.local or (step.own is not None and count(step.own) == len(step.pos))
 
-    def _slot(self, rows: int, row: int) -> Tensor:
-        """The next of the two slots, [rows, row]. It was last read by the step before the one now computed."""
-        self.turn = 1 - self.turn
-        slot = self.slots[self.turn]
-        if slot is None:
-            slot = self.slots[self.turn] = self.call.comm.empty((self.size,), self.call.dtype, self.call.device)
-        return slot[: rows * row].view(rows, row)
-
     def post(self, n: int, k: Tensor, v: Tensor) -> None:
         """Post the exchange that brings the keys of step n; k, v are the inside keys of its part."""
         step = self.steps[n]
-        row = self._row(step.part)
-        if not (step.sends or step.recvs) or not row:
+        if not step.moves or not self._row(step.part):
             self.works[n] = None
             return
         with named("post keys", step.number):
-            recvs: dict[int, list[Tensor]] = {}
-            if step.recvs:
-                arriving = received_keys(step)
-                flat = self._slot(len(step.pos) if arriving.rows is None else arriving.count, row)
-                recvs = {peer: [flat[rows]] for peer, rows in arriving.of.items()}
-                self.buffers[n] = flat
-            sends: dict[int, list[Tensor]] = {}
-            if step.sends:
-                source = self._packed(n, k, v)
-                sends = {peer: [source[rows]] for peer, rows in sent_keys(self.steps, n).of.items()}
+            sends, recvs = self._step_keys(n, k, v)
+            if step.entry is not None:
+                self._add_entry(n, k, v, sends, recvs)
             self.works[n] = self.call.comm.exchange(sends, recvs, tag=self.call.tag(self.phase, step.number))
 
-    def _packed(self, n: int, k: Tensor, v: Tensor) -> Tensor:
-        """Keys and values side by side as they are sent; what was received that way goes on as it is."""
-        leaving = sent_keys(self.steps, n)
-        rows = None if leaving.rows is None else self.call.uploaded.rows(leaving.rows)
-        if relays(self.steps, n):
-            return self.buffers[n - 1] if rows is None else take(self.buffers[n - 1], rows)
-        out = k.new_empty(leaving.count, self._row(self.steps[n].part))
-        if rows is not None:
-            pack([k, v], rows, out)
+    def _step_keys(self, n: int, k: Tensor, v: Tensor) -> tuple[Messages, Messages]:
+        """What is sent and received for step n."""
+        step, sends, recvs = self.steps[n], {}, {}
+        if step.recvs:
+            arriving = received_keys(step)
+            # last read by the step before the one now computed
+            flat = self.slots.next(len(step.pos) if arriving.rows is None else arriving.count, self._row(step.part))
+            recvs = {peer: [flat[rows]] for peer, rows in arriving.of.items()}
+            self.buffers[n] = flat
+        if step.sends:
+            leaving = sent_keys(self.steps, n)
+            before = self.entries if step.spread else self.buffers if relays(self.steps, n) else None
+            source = self._packed(leaving, k, v) if before is None else self._onward(leaving, before[n - 1])
+            sends = {peer: [source[rows]] for peer, rows in leaving.of.items()}
+        return sends, recvs
+
+    def _add_entry(self, n: int, k: Tensor, v: Tensor, sends: Messages, recvs: Messages) -> None:
+        """Add what enters this rank's node and others' with the keys of step n."""
+        step = self.steps[n]
+        entry = step.entry
+        assert entry is not None
+        if entry.recvs:
+            flat = self.entries[n] = self.entry_slots.next(entry.rows, self._row(step.part))
+            for peer, rows in entry.recvs.items():
+                recvs.setdefault(peer, []).append(flat[rows])
+        if entry.sends:
+            leaving = entering_keys(step)
+            source = self._packed(leaving, k, v)
+            for peer, piece in leaving.of.items():
+                sends.setdefault(peer, []).append(source[piece])
+
+    def _packed(self, leaving: Parcels, k: Tensor, v: Tensor) -> Tensor:
+        """Rows of the inside keys and values, side by side as they are sent."""
+        width = k.shape[1] * k.shape[2] + v.shape[1] * v.shape[2]
+        out = k.new_empty(leaving.count, width)
+        if leaving.rows is not None:
+            pack([k, v], self.call.uploaded.rows(leaving.rows), out)
         return out
+
+    def _onward(self, leaving: Parcels, buffer: Tensor) -> Tensor:
+        """Rows of what was received, which goes on as it is."""
+        return buffer if leaving.rows is None else take(buffer, self.call.uploaded.rows(leaving.rows))
 
     def wait(self, n: int, k: Tensor, v: Tensor) -> tuple[Tensor, Tensor]:
         """The keys and values of step n, in position order."""
@@ -88,13 +130,17 @@ class Keys:
             return k, v
         flat = self.buffers.get(n)
         if flat is None:
-            flat = self.buffers[n] = k.new_empty(len(step.pos), self._row(step.part))
+            empty = self.slots.next if len(step.pos) and self._row(step.part) else k.new_empty
+            flat = self.buffers[n] = empty(len(step.pos), self._row(step.part))
         rows = received_keys(step).rows if step.recvs else None
         if rows is not None and flat.numel():
             # into the other slot: the first is then free to receive
-            received, flat = flat, self._slot(len(step.pos), flat.shape[1])
+            received, flat = flat, self.slots.next(len(step.pos), flat.shape[1])
             place(received, self.call.uploaded.rows(rows), flat)
             self.buffers[n] = flat
+        entered = self.entries.pop(n - 1, None)
+        if step.spread is not None and entered is not None:
+            place(entered, self.call.uploaded.rows(step.spread.place), flat)
         keys, values = flat.split([k.shape[1] * k.shape[2], v.shape[1] * v.shape[2]], dim=1)
         keys, values = keys.unflatten(1, k.shape[1:]), values.unflatten(1, v.shape[1:])
         if step.own is not None and flat.numel():

@@ -17,8 +17,8 @@ from seqpar.layout import Layout
 from seqpar.mask import Ints, Memo
 from seqpar.ops.agree import abort_on_error, agree_once, signature
 from seqpar.ops.call import Uploaded, stream_of
-from seqpar.ops.handles import Made, carried, carry, handles, in_graph, refuse, uncompiled, values_of
-from seqpar.ops.rows import take
+from seqpar.ops.handles import Made, carried, carry, handles, in_graph, refuse, refuse_tangent, uncompiled, values_of
+from seqpar.ops.parcel import Place, Side, moved, post, rows_of
 from seqpar.plan import Plan, Rows
 from seqpar.plan.steps import as_rows, count
 
@@ -258,25 +258,31 @@ def _fake_relayout(
 
 def _move(x: Tensor, comm: Comm, moves: Moves, tag: Tag) -> Tensor:
     """The rows that this rank gets, its own among them; where rows come together they are summed in rank order."""
+    x = x.resolve_conj().resolve_neg()
     with abort_on_error(comm, f"exchange of rows, call {tag.call}"):
         at = moves.on(x.device)
-        sends = {p: take(x, at.rows(rows)).contiguous() for p, rows in moves.sends.items()}
-        recvs = {p: comm.empty((count(rows), *x.shape[1:]), x.dtype, x.device) for p, rows in moves.recvs.items()}
-        if comm.rank in recvs:
-            recvs[comm.rank] = sends.get(comm.rank, recvs[comm.rank])
-        comm.exchange(
-            {p: [t] for p, t in sends.items() if p != comm.rank},
-            {p: [t] for p, t in recvs.items() if p != comm.rank},
-            tag=tag,
-        ).wait()
-    wide = moves.summed and x.dtype.is_floating_point
-    y = x.new_zeros(moves.rows_out, *x.shape[1:], dtype=acc_dtype(x.dtype) if wide else x.dtype)
-    for peer in sorted(recvs):
-        rows = at.rows(moves.recvs[peer])
+        sources = {peer: rows_of(x, at.rows(rows)) for peer, rows in moves.sends.items()}
+        sends = {peer: [[place]] for peer, place in sources.items() if peer != comm.rank}
         if moves.summed:
-            y[rows] += recvs[peer]
-        else:
-            y[rows] = recvs[peer]
+            return _summed(x, comm, moves, at, sources, sends, tag)
+        y = comm.empty((moves.rows_out, *x.shape[1:]), x.dtype, x.device)
+        targets = {peer: rows_of(y, at.rows(rows)) for peer, rows in moves.recvs.items()}
+        recvs = {peer: [[place]] for peer, place in targets.items() if peer != comm.rank}
+        own = [moved(targets[comm.rank], sources[comm.rank])] if comm.rank in targets else []
+        post(comm, sends, recvs, own, tag)()
+    return y
+
+
+def _summed(
+    x: Tensor, comm: Comm, moves: Moves, at: Uploaded, sources: Mapping[int, Place], sends: Side, tag: Tag
+) -> Tensor:
+    parts = {p: comm.empty((count(rows), *x.shape[1:]), x.dtype, x.device) for p, rows in moves.recvs.items()}
+    own = [moved(Place(parts[comm.rank]), sources[comm.rank])] if comm.rank in parts else []
+    post(comm, sends, {peer: [[Place(part)]] for peer, part in parts.items() if peer != comm.rank}, own, tag)()
+    dtype = acc_dtype(x.dtype) if x.dtype.is_floating_point else x.dtype
+    y = x.new_zeros(moves.rows_out, *x.shape[1:], dtype=dtype)
+    for peer in sorted(parts):
+        y[at.rows(moves.recvs[peer])] += parts[peer]
     return y.to(x.dtype)
 
 
@@ -301,6 +307,7 @@ class _Relayout(torch.autograd.Function):
 def _differentiable(x: Tensor, *arguments: Any) -> tuple[Tensor, Tensor]:
     if torch.is_grad_enabled() and x.requires_grad:
         return _Relayout.apply(x, *arguments)  # type: ignore[no-any-return]
+    refuse_tangent("relayout", x)
     with torch._C._AutoDispatchBelowAutograd():
         return torch.ops.seqpar.relayout(x, *arguments)  # type: ignore[no-any-return]
 

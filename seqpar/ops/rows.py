@@ -9,7 +9,7 @@ import numpy as np
 from torch import Tensor
 
 from seqpar.mask import Ints
-from seqpar.plan import Part, Rows, Step, Trade
+from seqpar.plan import Rows, Step
 from seqpar.plan.steps import count
 
 
@@ -49,9 +49,10 @@ def parcels(by_peer: Mapping[int, Rows], *, copied: bool = False) -> Parcels:
 
 
 def sent_keys(steps: Sequence[Step], n: int) -> Parcels:
-    """What leaves for step n: rows of the inside keys, or of the buffer before, which holds keys and values as sent."""
+    """What leaves for step n: rows of the inside keys, or of what came before, which holds keys and values as sent."""
     step = steps[n]
-    return step.memo("sent keys", lambda: parcels(step.sends, copied=not relays(steps, n)))  # type: ignore[no-any-return]
+    copied = step.spread is None and not relays(steps, n)
+    return step.memo("sent keys", lambda: parcels(step.sends, copied=copied))  # type: ignore[no-any-return]
 
 
 def relays(steps: Sequence[Step], n: int) -> bool:
@@ -64,21 +65,15 @@ def received_keys(step: Step) -> Parcels:
     return step.memo("received keys", lambda: parcels(step.recvs))  # type: ignore[no-any-return]
 
 
+def entering_keys(step: Step) -> Parcels:
+    """What leaves with a step's keys to enter other nodes: rows of the inside keys."""
+    sends = {} if step.entry is None else step.entry.sends
+    return step.memo("entering keys", lambda: parcels(sends, copied=True))  # type: ignore[no-any-return]
+
+
 def sent_grads(step: Step) -> Parcels:
     """Which of a step's gradients leave: rows of its buffer."""
     return step.memo("sent grads", lambda: parcels(step.grad_sends))  # type: ignore[no-any-return]
-
-
-def entering(part: Part, trade: Trade) -> Parcels:
-    """Rows of the inside tensor that the members' tokens take."""
-    return part.memo(("entering", id(trade)), lambda: parcels(trade.dest))  # type: ignore[no-any-return]
-
-
-def leaving(part: Part, trade: Trade) -> Parcels:
-    """Rows of the inside tensor that go back to the other members."""
-    own = part.members[part.share]
-    others = {member: rows for member, rows in trade.dest.items() if member != own}
-    return part.memo(("leaving", id(trade)), lambda: parcels(others))  # type: ignore[no-any-return]
 
 
 def numbers(steps: Sequence[Step]) -> Iterator[Ints]:
@@ -86,11 +81,11 @@ def numbers(steps: Sequence[Step]) -> Iterator[Ints]:
     for n, step in enumerate(steps):
         rows: list[Rows | None] = [step.own, *step.grad_recvs.values()]
         rows += [sent_keys(steps, n).rows, received_keys(step).rows, sent_grads(step).rows]
+        if step.entry is not None:
+            rows += [step.entry.place, entering_keys(step).rows, *step.entry.sends.values()]
         if step.first:
-            part = step.part
-            for trade in (part.q, part.kv):
-                rows += [trade.mine, trade.dest[part.members[part.share]]]
-                rows += [entering(part, trade).rows, leaving(part, trade).rows]
+            for trade in (step.part.q, step.part.kv):
+                rows += [trade.mine, *trade.dest.values()]
         yield from (x for x in rows if isinstance(x, np.ndarray))
 
 

@@ -9,6 +9,9 @@ later, so that they ride while the next step is computed::
 
     enter | post K1  C0  wait K1 | post K2  C1  post G1  wait K2 | post K3  C2  wait G1  post G2  wait K3 | ... | leave
 
+Where keys enter a node once, those of step n enter with K(n-1) and are spread with Kn; their gradients are summed in
+the node with Gn and leave it with G(n+1).
+
 All ranks post in this one order, whatever they have to move at each step: an order between two ranks alone passes on
 gloo and deadlocks on NCCL. At most two stages of received keys are alive: the one computed and the one arriving.
 
@@ -18,7 +21,7 @@ exchange is posted before the kernels that hide it, since on CUDA it starts when
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass
 
 import torch
@@ -29,17 +32,17 @@ from seqpar.kernels import Grads, Operands, Sums
 from seqpar.kernels.rows import add_
 from seqpar.ops import trade
 from seqpar.ops.call import Call, Inside, Phase, named
-from seqpar.ops.keys import Keys
+from seqpar.ops.keys import Keys, Messages, Slots
 from seqpar.ops.rows import sent_grads, take
 from seqpar.plan import Part, Step, replicated
-from seqpar.plan.steps import count
+from seqpar.plan.steps import Entry, Rows, count
 
 
 def forward(call: Call, q: Tensor, k: Tensor, v: Tensor, sinks: Tensor | None) -> tuple[Tensor, Tensor, list[Inside]]:
     """Output [T, H, D_v], lse [H, T], and the inside tensors of every part."""
     steps = call.steps()
-    out = q.new_zeros(q.shape[0], call.heads, call.v_dim)
-    lse = q.new_full((call.heads, q.shape[0]), -torch.inf, dtype=call.acc)
+    out = _outside(call, (q.shape[0], call.heads, call.v_dim), q.dtype).zero_()
+    lse = _outside(call, (call.heads, q.shape[0]), call.acc).fill_(-torch.inf)
     if call.alone:
         part = steps[0].part
         here = _inside(call, part, [q[: part.q.rows], k[: part.kv.rows], v[: part.kv.rows]], out, lse, sinks)
@@ -66,6 +69,12 @@ def forward(call: Call, q: Tensor, k: Tensor, v: Tensor, sinks: Tensor | None) -
     for finish in leaves:
         finish()
     return out, lse, list(insides.values())
+
+
+def _outside(call: Call, shape: tuple[int, ...], dtype: torch.dtype) -> Tensor:
+    """Memory for local rows; that which peers write directly if some come out of a head trade."""
+    empty = call.comm.empty if any(part.width > 1 for part in call.parts()) else torch.empty
+    return empty(shape, dtype=dtype, device=call.device)
 
 
 def walk(buffers: Keys, inside: Callable[[Part], Inside]) -> Iterator[tuple[Step, Inside, Tensor, Tensor]]:
@@ -148,8 +157,8 @@ def backward(
     here = {p.width: inside for p, inside in zip(parts, insides, strict=True)}
     entries = {p.width: _back_enter(call, p, dout, dlse) for p in parts}
     dsinks = None if sinks is None else torch.zeros(call.heads, dtype=call.acc, device=call.device)
-    dq = dout.new_zeros(shapes[0], call.heads, call.dim, dtype=call.dtype)
-    home = dout.new_zeros(shapes[1], call.kv_heads, call.dim + call.v_dim, dtype=call.acc)
+    dq = _outside(call, (shapes[0], call.heads, call.dim), call.dtype).zero_()
+    home = _outside(call, (shapes[1], call.kv_heads, call.dim + call.v_dim), call.acc).zero_()
 
     def start(step: Step) -> Back:
         width = step.part.width
@@ -175,7 +184,7 @@ def backward(
                 back.home += take(grads, call.uploaded.rows(step.own))
             riding.depart(step, grads)
         if step.ends:
-            riding.arrive(None)
+            riding.finish(step.number + 1)  # no gradients leave with the local step that follows
             leaves.append(_back_leave(call, step.part, back, dq, home))
     for finish in leaves:
         finish()
@@ -237,71 +246,106 @@ def _differentiate(
             )  # fmt: skip
 
 
+# what arrives from a peer and the rows of a tensor to which it is added; None: those of the step at hand
+Landing = tuple[int, Tensor | None, Rows]
+
+
 class Riding:
     """Gradients of a part's received keys on their way, one exchange at a time.
 
-    A step's are summed in one of two buffers while those of the step before leave from the other. What arrives is
+    A step's are summed in one of two buffers while those of the step before leave from the other. So are those of keys
+    that entered the node through this rank: they leave when the gradients of their step have arrived. What arrives is
     added before the next exchange is posted, so that one buffer serves to receive.
     """
 
     def __init__(self, call: Call, steps: list[Step], home: Tensor) -> None:
         self.call, self.home = call, home
         self.work: Work | None = None
-        self.step: Step | None = None
-        self.rows = max((len(s.pos) for s in steps if not s.local), default=0)
-        self.sums: list[Tensor | None] = [None, None]
-        self.turn = 0
-        self.space = max((self._received(s) for s in steps), default=0)
+        self.stage = 0
+        self.landed: list[tuple[Landing, Tensor]] = []
+        self.entered: tuple[Entry, Tensor] | None = None  # sums that leave with the next exchange
+        self.sums = self._slots(len(s.pos) for s in steps if not s.local)
+        self.entry_sums = self._slots(s.spread.rows for s in steps if s.spread)
+        entries = [None, *(s.spread for s in steps)]
+        self.space = max(map(self._received, [*steps, None], entries))
         self.received: Tensor | None = None
 
+    def _slots(self, rows: Iterable[int]) -> Slots:
+        home, most = self.home, max(rows, default=0)
+        return Slots(lambda: home.new_empty(most, *home.shape[1:]))
+
     @staticmethod
-    def _received(step: Step) -> int:
-        return sum(map(count, step.grad_recvs.values())) + step.carry_rows
+    def _received(step: Step | None, entered: Entry | None) -> int:
+        """Rows that arrive with the gradients of a step and the sums of keys that entered for the one before."""
+        own = 0 if step is None else sum(map(count, step.grad_recvs.values())) + step.carry_rows
+        return own + (0 if entered is None else sum(map(count, entered.sends.values())))
 
     def blank(self, step: Step) -> Tensor:
         """Zeros to which a step's gradients are added."""
-        self.turn = 1 - self.turn
-        found = self.sums[self.turn]
-        if found is None:
-            found = self.sums[self.turn] = self.home.new_empty(self.rows, *self.home.shape[1:])
-        return found[: len(step.pos)].zero_()
+        return self.sums.next(len(step.pos), *self.home.shape[1:]).zero_()
 
     def depart(self, step: Step, grads: Tensor) -> None:
         """Post the gradients of a step's keys, and what arrives for own keys and, in a ring, for the next step's."""
-        call = self.call
-        if not call.kv_grads or not (step.grad_sends or step.grad_recvs or step.carry_rows):
+        if not self.call.kv_grads:
             return
         with named("post grads", step.number):
-            leaving = sent_grads(step)
-            source = grads if leaving.rows is None else take(grads, call.uploaded.rows(leaving.rows))
-            sends = {peer: [source[rows]] for peer, rows in leaving.of.items()}
-            for_own, carry = self._spaces(step)
-            recvs = {peer: [x] for peer, x in for_own.items()}
+            before, self.entered, target = self.entered, None, self.home
+            if step.spread is not None:
+                target = self.entry_sums.next(step.spread.rows, *self.home.shape[1:])
+                target.copy_(take(grads, self.call.uploaded.rows(step.spread.place)))
+                self.entered = step.spread, target
+            landings: list[Landing] = [(peer, target, rows) for peer, rows in step.grad_recvs.items()]
             if step.carry is not None and step.carry_rows:
-                recvs[step.carry] = [carry]
-            self.work = call.comm.exchange(sends, recvs, tag=call.tag(Phase.BACK_GRADS, step.number))
-            self.step = step
+                landings.append((step.carry, None, slice(0, step.carry_rows)))
+            self._post(step.number, self._leaving(step, grads), landings, before)
 
-    def _spaces(self, step: Step) -> tuple[dict[int, Tensor], Tensor]:
-        """Where gradients of own keys arrive, by rank in order, and those that the next step's keys bring along."""
+    def _leaving(self, step: Step, grads: Tensor) -> Messages:
+        if not step.grad_sends:
+            return {}
+        leaving = sent_grads(step)
+        source = grads if leaving.rows is None else take(grads, self.call.uploaded.rows(leaving.rows))
+        return {peer: [source[rows]] for peer, rows in leaving.of.items()}
+
+    def _post(self, stage: int, sends: Messages, landings: list[Landing], entered: tuple[Entry, Tensor] | None) -> None:
+        """Post one exchange; in it the sums of keys that entered leave for their owners, and others' arrive here."""
+        if entered is not None:
+            entry, sums = entered
+            for peer, rows in entry.recvs.items():
+                sends.setdefault(peer, []).append(sums[rows])
+            landings = landings + [(peer, self.home, rows) for peer, rows in entry.sends.items()]
+        if not (sends or landings):
+            return
         if self.received is None:
             self.received = self.call.comm.empty((self.space, *self.home.shape[1:]), self.call.acc, self.call.device)
-        pieces = self.received[: self._received(step)].split([*map(count, step.grad_recvs.values()), step.carry_rows])
-        return dict(zip(step.grad_recvs, pieces, strict=False)), pieces[-1]
+        sizes = [count(rows) for *_, rows in landings]
+        self.landed = list(zip(landings, self.received[: sum(sizes)].split(sizes), strict=True))
+        recvs: Messages = {}
+        for (peer, *_), values in self.landed:
+            recvs.setdefault(peer, []).append(values)
+        self.work = self.call.comm.exchange(sends, recvs, tag=self.call.tag(Phase.BACK_GRADS, stage))
+        self.stage = stage
 
     def arrive(self, grads: Tensor | None) -> None:
         """Wait for what is on its way and add it: to own keys in the order of ranks, and to the gradients at hand."""
-        if self.work is None or self.step is None:
+        if self.work is None:
             return
-        step = self.step
-        with named("wait grads", step.number):
+        with named("wait grads", self.stage):
             self.work.wait()
-        for_own, carry = self._spaces(step)
-        for peer, values in for_own.items():
-            add_(self.home, self.call.uploaded.rows(step.grad_recvs[peer]), values)
-        if step.carry_rows and grads is not None:
-            grads += carry
-        self.work = self.step = None
+        for (_, target, rows), values in self.landed:
+            if target is not None:
+                add_(target, self.call.uploaded.rows(rows), values)
+            elif grads is not None:
+                grads += values
+        self.work = None
+        self.landed = []
+
+    def finish(self, stage: int) -> None:
+        """Take in what is on its way, and send what entered last home; ``stage`` is one that no step uses."""
+        self.arrive(None)
+        if self.entered is not None:
+            with named("post grads", stage):
+                self._post(stage, {}, [], self.entered)
+            self.arrive(None)
 
 
 def _back_leave(call: Call, part: Part, back: Back, dq: Tensor, home: Tensor) -> Callable[[], None]:

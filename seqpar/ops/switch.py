@@ -5,13 +5,14 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import Any
 
-import numpy as np
 import torch
 from torch import Tensor
 
 from seqpar.comm import Comm, Tag
+from seqpar.kernels.copy import Pair
 from seqpar.ops.agree import abort_on_error, agree_once, signature
-from seqpar.ops.handles import Made, carried, carry, handles, refuse, uncompiled, values_of
+from seqpar.ops.handles import Made, carried, carry, handles, refuse, refuse_tangent, uncompiled, values_of
+from seqpar.ops.parcel import Place, post
 
 
 def switch(
@@ -117,24 +118,16 @@ def _fake_switch(
 def _all_to_all(
     x: Tensor, comm: Comm, split_dim: int, concat_dim: int, split: Sequence[int], concat: Sequence[int], tag: Tag
 ) -> Tensor:
+    x = x.resolve_conj().resolve_neg()
     pieces = x.split(split, split_dim)
     shape = list(x.shape)
-    shape[split_dim] = split[comm.rank]
-    shape[concat_dim] = sum(concat)
-    y = x.new_empty(shape)
-    starts = np.cumsum([0, *concat])
-    recvs = {}
-    for peer in range(comm.size):
-        if peer != comm.rank:
-            shape[concat_dim] = concat[peer]
-            recvs[peer] = [comm.empty(shape, x.dtype, x.device)]
-    sends = {p: [piece.contiguous()] for p, piece in enumerate(pieces) if p != comm.rank}
+    shape[split_dim], shape[concat_dim] = split[comm.rank], sum(concat)
+    y = comm.empty(shape, x.dtype, x.device)
+    parts = y.split(concat, concat_dim)
+    peers = [peer for peer in range(comm.size) if peer != comm.rank]
     with abort_on_error(comm, f"switch, call {tag.call}"):
-        work = comm.exchange(sends, recvs, tag=tag)
-        y.narrow(concat_dim, int(starts[comm.rank]), concat[comm.rank]).copy_(pieces[comm.rank])
-        work.wait()
-    for peer, (received,) in recvs.items():
-        y.narrow(concat_dim, int(starts[peer]), concat[peer]).copy_(received)
+        sends, recvs = ({peer: [[Place(side[peer])]] for peer in peers} for side in (pieces, parts))
+        post(comm, sends, recvs, [Pair(parts[comm.rank], pieces[comm.rank])], tag)()
     return y
 
 
@@ -160,6 +153,7 @@ class _Switch(torch.autograd.Function):
 def _differentiable(x: Tensor, *arguments: Any) -> tuple[Tensor, Tensor]:
     if torch.is_grad_enabled() and x.requires_grad:
         return _Switch.apply(x, *arguments)  # type: ignore[no-any-return]
+    refuse_tangent("switch", x)
     with torch._C._AutoDispatchBelowAutograd():
         return torch.ops.seqpar.switch(x, *arguments)  # type: ignore[no-any-return]
 

@@ -8,24 +8,34 @@ members' rows, in position order::
 
 The way out is the way in with the roles swapped, so each is the adjoint of the other; a key head that several shares
 read gets the sum of their gradients. Width 1 sends nothing, and copies nothing where rows lie in position order.
+
+All tensors of a trade go in one exchange. A comm that is `direct` takes each from where it lies to where it belongs.
+For any other one, tensors with the same rows travel side by side, one message for each peer, and stay side by side
+inside, so that rows that are consecutive there arrive where they belong.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Hashable, Sequence
 from dataclasses import dataclass
+from itertools import accumulate, pairwise
+from math import prod
 
-import torch
+import numpy as np
 from torch import Tensor
 
-from seqpar.kernels.rows import add_, pack, place
+from seqpar.kernels.copy import Pair
+from seqpar.kernels.rows import add_, place
 from seqpar.ops.call import Call, Phase, named
-from seqpar.ops.rows import entering, leaving, take
-from seqpar.plan import Part, Trade
+from seqpar.ops.parcel import Message, Place, moved, post, rows_of
+from seqpar.ops.rows import take
+from seqpar.plan import Part, Rows, Trade
 from seqpar.plan.steps import count
 
+PIECES = 4  # in which, on a direct comm, a member's rows travel if each is then consecutive inside
 
-@dataclass(frozen=True)
+
+@dataclass(frozen=True, eq=False)
 class Leg:
     """One tensor of a trade: ``x [rows, heads, ...]``, whether it has query or key rows, and every member's heads.
 
@@ -38,6 +48,21 @@ class Leg:
     target: Tensor | None = None
     summed: bool = False
 
+    @property
+    def kept(self) -> bool:
+        """Whether what is written has the bits of x, neither added nor cast."""
+        return not self.summed and (self.target is None or self.target.dtype == self.x.dtype)
+
+    @property
+    def outside(self) -> Tensor:
+        """The local tensor, with all heads."""
+        return self.x if self.target is None else self.target
+
+    def empty(self, call: Call, rows: int, share: int) -> Tensor:
+        """Memory for rows of one share's heads."""
+        heads = self.shares[share]
+        return call.comm.empty((rows, heads.stop - heads.start, *self.x.shape[2:]), self.x.dtype, call.device)
+
 
 def enter(call: Call, phase: Phase, part: Part, legs: Sequence[Leg]) -> Callable[[], list[Tensor]]:
     """Posts the way in; what it returns waits and gives the inside tensors, in the order of the legs."""
@@ -45,74 +70,130 @@ def enter(call: Call, phase: Phase, part: Part, legs: Sequence[Leg]) -> Callable
     if part.width == 1:
         local = [take(leg.x, at(leg.trade.mine)) for leg in legs]
         return lambda: local
-    sends: dict[int, list[Tensor]] = {}
-    recvs: dict[int, list[Tensor]] = {}
-    own = part.members[part.share]
+    me = part.members[part.share]
+    sends, recvs = _sides(part), _sides(part)
+    own: list[Pair] = []
+    inside: dict[Leg, Tensor] = {}
     with named("post trade in", part.width):
-        arriving = [entering(part, leg.trade) for leg in legs]
-        buffers = [_space(call, leg, leg.trade.rows, part.share) for leg in legs]
-        for share, member in enumerate(part.members):
-            pieces = [buffer[each.of[member]] for buffer, each in zip(buffers, arriving, strict=True)]
-            if member == own:
-                for leg, piece in zip(legs, pieces, strict=True):
-                    pack([leg.x[:, leg.shares[share]]], at(leg.trade.mine), piece.flatten(1))
-                continue
-            sends[member] = [take(leg.x[:, leg.shares[share]], at(leg.trade.mine)).contiguous() for leg in legs]
-            recvs[member] = pieces
-        work = call.comm.exchange(sends, recvs, tag=call.tag(phase, part.width))
+        for group in _groups(call, part, legs):
+            whole, tensors = _side_by_side(call, group, part.share)
+            inside |= zip(group, tensors, strict=True)
+            for share, member in enumerate(part.members):
+                if member != me:
+                    for piece, _ in _pieces(call, part, group, me):
+                        sends[member].append([_outside(call, leg, share, piece) for leg in group])
+                    recvs[member] += [[rows_of(whole, at(rows))] for _, rows in _pieces(call, part, group, member)]
+            for leg in group:
+                own.append(moved(rows_of(inside[leg], at(leg.trade.dest[me])), _outside(call, leg, part.share)))
+        finish = post(call.comm, sends, recvs, own, call.tag(phase, part.width))
 
-    def inside() -> list[Tensor]:
+    def arrived() -> list[Tensor]:
         with named("wait trade in", part.width):
-            work.wait()
-        result = []
-        for buffer, each in zip(buffers, arriving, strict=True):
-            x = buffer
-            if each.rows is not None:
-                x = torch.empty_like(buffer)
-                place(buffer, at(each.rows), x)
-            result.append(x)
-        return result
+            finish()
+        return [inside[leg] for leg in legs]
 
-    return inside
+    return arrived
 
 
 def leave(call: Call, phase: Phase, part: Part, legs: Sequence[Leg]) -> Callable[[], None]:
     """Posts the way out of inside tensors; what it returns waits and writes the legs' targets, members in order."""
     at = call.uploaded.rows
-    own = part.members[part.share]
-    recvs: dict[int, list[Tensor]] = {}
-    work = None
-    if part.width > 1:
-        sends: dict[int, list[Tensor]] = {member: [] for member in part.members if member != own}
-        with named("post trade out", part.width):
-            for leg in legs:
-                parcels = leaving(part, leg.trade)
-                source = leg.x if parcels.rows is None else take(leg.x, at(parcels.rows))
-                for member, rows in parcels.of.items():
-                    sends[member].append(source[rows].contiguous())
+    me = part.members[part.share]
+    sends, recvs = _sides(part), _sides(part)
+    own: list[Pair] = []
+    parts: dict[tuple[Leg, int], Tensor] = {}  # what members send to be added or cast
+    with named("post trade out", part.width):
+        for group in _groups(call, part, legs):
             for share, member in enumerate(part.members):
-                if member != own:
-                    recvs[member] = [_space(call, leg, count(leg.trade.mine), share) for leg in legs]
-            work = call.comm.exchange(sends, recvs, tag=call.tag(phase, part.width))
+                if member == me:
+                    continue
+                for _, rows in _pieces(call, part, group, member):
+                    sends[member].append([rows_of(leg.x, at(rows)) for leg in group])
+                for leg in group:
+                    if not leg.kept:
+                        parts[leg, member] = leg.empty(call, count(leg.trade.mine), share)
+                for piece, _ in _pieces(call, part, group, me):
+                    landing = (
+                        _outside(call, leg, share, piece) if leg.kept else Place(parts[leg, member][piece])
+                        for leg in group
+                    )
+                    recvs[member].append(list(landing))
+            for leg in group:
+                if leg.kept:
+                    source = rows_of(leg.x, at(leg.trade.dest[me]))
+                    own.append(moved(_outside(call, leg, part.share), source))
+        finish = post(call.comm, sends, recvs, own, call.tag(phase, part.width))
 
     def written() -> None:
-        if work is not None:
-            with named("wait trade out", part.width):
-                work.wait()
-        for n, leg in enumerate(legs):
-            assert leg.target is not None
-            for share, member in enumerate(part.members):
-                piece = take(leg.x, at(leg.trade.dest[own])) if member == own else recvs[member][n]
-                target, rows = leg.target[:, leg.shares[share]], at(leg.trade.mine)
+        with named("wait trade out", part.width):
+            finish()
+        for leg in legs:
+            for share, member in enumerate(part.members) if not leg.kept else ():
+                values = take(leg.x, at(leg.trade.dest[me])) if member == me else parts[leg, member]
+                target, rows = leg.outside[:, leg.shares[share]], at(leg.trade.mine)
                 if leg.summed:
-                    add_(target, rows, piece)
+                    add_(target, rows, values)
                 else:
-                    place(piece, rows, target)
+                    place(values, rows, target)
 
     return written
 
 
-def _space(call: Call, leg: Leg, rows: int, share: int) -> Tensor:
-    """Memory for rows of one share's heads."""
-    heads = leg.shares[share]
-    return call.comm.empty((rows, heads.stop - heads.start, *leg.x.shape[2:]), leg.x.dtype, call.device)
+def _sides(part: Part) -> dict[int, list[Message]]:
+    """No messages yet to or from the other members."""
+    return {member: [] for member in part.members if member != part.members[part.share]}
+
+
+def _groups(call: Call, part: Part, legs: Sequence[Leg]) -> list[list[Leg]]:
+    """Legs that make one message: on a comm that is not direct those with the same rows and dtype."""
+    if call.comm.direct:
+        return [[leg] for leg in legs]
+    alike = part.memo("same rows", lambda: _same_rows(part.q, part.kv))
+    found: dict[Hashable, list[Leg]] = {}
+    for leg in legs:
+        found.setdefault((alike or leg.trade is part.q, leg.x.dtype, leg.kept), []).append(leg)
+    return list(found.values())
+
+
+def _same_rows(a: Trade, b: Trade) -> bool:
+    """Whether the tokens of each member take the same rows inside."""
+    pairs = ((a.dest[member], b.dest[member]) for member in a.dest)
+    return all(isinstance(x, slice) == isinstance(y, slice) and np.array_equal(x, y) for x, y in pairs)
+
+
+def _side_by_side(call: Call, group: Sequence[Leg], share: int) -> tuple[Tensor, list[Tensor]]:
+    """Memory for the inside rows of a message's legs, and each leg's part of it."""
+    rows = group[0].trade.rows
+    if len(group) == 1:
+        (leg,) = group
+        whole = leg.empty(call, rows, share)
+        return whole, [whole]
+    shapes = [(heads.stop - heads.start, *leg.x.shape[2:]) for leg in group for heads in [leg.shares[share]]]
+    ends = list(accumulate(map(prod, shapes), initial=0))
+    whole = call.comm.empty((rows, ends[-1]), group[0].x.dtype, call.device)
+    columns = zip(pairwise(ends), shapes, strict=True)
+    return whole, [whole[:, a:b].view(rows, *shape) for (a, b), shape in columns]
+
+
+def _pieces(call: Call, part: Part, group: Sequence[Leg], member: int) -> list[tuple[slice, Rows]]:
+    """A member's rows as they travel: which of them, and the rows they take inside."""
+    trade, direct = group[0].trade, call.comm.direct
+    return part.memo(("pieces", id(trade), member, direct), lambda: _cut(trade.dest[member], direct))  # type: ignore[no-any-return]
+
+
+def _cut(rows: Rows, direct: bool) -> list[tuple[slice, Rows]]:
+    if isinstance(rows, slice) or not direct:
+        return [(slice(0, count(rows)), rows)]
+    edges = [0, *(np.flatnonzero(np.diff(rows) != 1) + 1).tolist(), len(rows)]
+    if len(edges) > PIECES + 1:
+        return [(slice(0, len(rows)), rows)]
+    return [(slice(a, b), slice(int(rows[a]), int(rows[a]) + b - a)) for a, b in pairwise(edges)]
+
+
+def _outside(call: Call, leg: Leg, share: int, piece: slice = slice(None)) -> Place:
+    """A share's heads of this rank's rows of a part, or of a piece of them."""
+    x, mine = leg.outside[:, leg.shares[share]], leg.trade.mine
+    if isinstance(mine, slice):
+        first, last, _ = piece.indices(count(mine))
+        return Place(x[mine.start + first : mine.start + last])
+    return Place(x, call.uploaded.rows(mine)[piece])

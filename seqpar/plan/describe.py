@@ -7,38 +7,121 @@ from typing import TYPE_CHECKING
 import numpy as np
 from numpy.typing import NDArray
 
+from seqpar.mask import Ints
+from seqpar.plan.load import Floats, Load, load_of, node_of
 from seqpar.plan.steps import Part, Step, count
 
 if TYPE_CHECKING:
     from seqpar.plan.plan import Plan
 
+RANKS = 64  # of a plan, up to which each has a line
+DEGREES = 12  # that are listed one by one
+QUANTILES = ("min", "10 %", "median", "90 %", "max")
+
 
 def describe(plan: Plan) -> str:
-    """What the plan was given, its degrees, and a line for each rank: rows, area, keys received, peers, steps."""
-    degrees, documents = np.unique(plan.degrees, return_counts=True)
+    """What the plan was given, its degrees and cuts, how evenly rows, area and keys are shared, and the forecast.
+
+    Up to 64 ranks have a line each: rows, area, keys received, peers, steps.
+    """
     widths = ", ".join(str(w) for w in np.unique(plan.widths))
-    area = plan.mask.area()
+    area, shown = plan.mask.area(), plan.ranks <= RANKS
     lines = [
         f"{plan.mask!r}",
         f"{plan.layout!r}" + ("" if plan.kv_layout is plan.layout else f", keys in {plan.kv_layout!r}"),
         f"transport {plan.transport}, Ulysses width {widths}, digest {plan.digest()[:12]}",
-        "documents by degree: " + ", ".join(f"{n} on {d}" for d, n in zip(degrees, documents, strict=True)),
-        f"area {area:,} pairs, {area / plan.ranks:,.0f} per rank",
-        f"steps for keys and values of 4 KiB a token, more if they are larger; partial results: {_merging(plan)}",
+        f"documents by degree: {_degrees(plan)}",
+        *_by_width(plan),
+        f"area {area:,} pairs, {area / plan.ranks:,.0f} per rank; partial results: {_merging(plan)}",
+    ]
+    if shown and plan.transport == "fetch" and plan.node is not None:
+        lines.append(_crossing(plan, plan.node))
+    load = load_of(plan)
+    lines += [_cuts(plan, load), *_spread(load)]
+    if shown:
+        lines += _by_rank(plan)
+    return "\n".join(lines + ([] if plan.forecast is None else [str(plan.forecast)]))
+
+
+def _degrees(plan: Plan) -> str:
+    """How many documents are on how many ranks; many different degrees by powers of two."""
+    degrees, documents = np.unique(plan.degrees, return_counts=True)
+    if degrees.size <= DEGREES:
+        return ", ".join(f"{n} on {d}" for d, n in zip(degrees, documents, strict=True))
+    octave = np.array([int(d).bit_length() - 1 for d in degrees])
+    parts = []
+    for power in np.unique(octave):
+        low, high = degrees[octave == power][[0, -1]]
+        parts.append(f"{documents[octave == power].sum()} on {low}" + (f" to {high}" if high > low else ""))
+    return ", ".join(parts)
+
+
+def _by_width(plan: Plan) -> list[str]:
+    widths, documents = np.unique(plan.widths, return_counts=True)
+    if widths.size == 1:
+        return []
+    return ["documents by width: " + ", ".join(f"{n} of {w}" for w, n in zip(widths, documents, strict=True))]
+
+
+def _cuts(plan: Plan, load: Load) -> str:
+    """How many documents are on several ranks and nodes, in how many pieces all lie."""
+    several = int(np.count_nonzero(plan.degrees > 1))
+    node, beyond = node_of(plan), ""
+    if node is not None:
+        document, rank = np.divmod(plan._holding("q"), plan.ranks)
+        nodes = np.bincount(np.unique(document * plan.ranks + rank // node) // plan.ranks)
+        beyond = f", {np.count_nonzero(nodes > 1)} of them on several nodes of {node} ranks"
+    return (
+        f"cuts: {several} of {len(plan.degrees)} documents are on several ranks{beyond}; {load.pieces.sum():,} pieces"
+    )
+
+
+def _spread(load: Load) -> list[str]:
+    """How rows, area and keys are shared among the ranks, a line each."""
+    header = f"{'of a rank':<22}" + "".join(f"{name:>16}" for name in (*QUANTILES, "mean")) + f"{'max/mean':>10}"
+    facts: dict[str, Ints | Floats | None] = {"rows": load.rows, "area": load.area, "pieces": load.pieces}
+    facts |= {"keys fetched": load.keys, "  from other nodes": load.crossing}
+    lines = [header]
+    for name, values in facts.items():
+        if values is not None:
+            order, mean = np.sort(values), values.mean()
+            shown = [order[round(part * (order.size - 1))] for part in (0, 0.1, 0.5, 0.9, 1)]
+            ratio = f"{order[-1] / mean:.3f}" if mean else "-"
+            lines.append(f"{name:<22}" + "".join(f"{v:>16,.0f}" for v in (*shown, mean)) + f"{ratio:>10}")
+    return lines
+
+
+def _by_rank(plan: Plan) -> list[str]:
+    area = plan.mask.area()
+    lines = [
+        "steps are those for keys and values of 4 KiB a token, more if they are larger",
         f"{'rank':>5}{'rows':>10}{'tokens':>10}{'area':>18}{'of mean':>9}{'keys in':>10}{'from':>6}{'steps':>7}",
     ]
     for rank in range(plan.ranks):
         steps = plan.steps(rank)
         # Inside a head trade each member computes its share of the heads of the group's whole area.
         mine = sum(s.area / s.part.width for s in steps)
-        keys = sum(count(r) for s in steps for r in s.recvs.values())
-        peers = {p for s in steps for p in s.recvs} | {m for s in steps for m in s.part.members if m != rank}
+        keys = sum(count(r) for s in steps for r in s.recvs.values()) + sum(s.entry.rows for s in steps if s.entry)
+        peers = {p for s in steps for p in (*s.recvs, *(s.entry.recvs if s.entry else ()))} | {
+            m for s in steps for m in s.part.members if m != rank
+        }
         ratio = f"{mine * plan.ranks / area:.2f}" if area else "-"
         lines.append(
             f"{rank:>5}{plan.rows(rank):>10,}{plan.layout.tokens(rank):>10,}{mine:>18,.0f}{ratio:>9}{keys:>10,}"
-            f"{len(peers):>6}{sum(bool(s.local or s.sends or s.recvs) for s in steps):>7}"
+            f"{len(peers):>6}{sum(bool(s.local or s.moves) for s in steps):>7}"
         )
-    return "\n".join(lines)
+    return lines
+
+
+def _crossing(plan: Plan, node: int) -> str:
+    """How many keys cross between nodes, and how many of those that entered are passed on."""
+    entered = passed = 0
+    for rank in range(plan.ranks):
+        for step in plan.steps(rank):
+            entered += step.entry.rows if step.entry else 0
+            entered += sum(count(rows) for peer, rows in step.recvs.items() if peer // node != rank // node)
+            passed += sum(map(count, step.recvs.values())) if step.spread else 0
+    return f"nodes of {node} ranks: {entered:,} keys cross between them, {entered + passed:,} would without nodes"
 
 
 def _merging(plan: Plan) -> str:
@@ -47,13 +130,13 @@ def _merging(plan: Plan) -> str:
         summed = "; key gradients are summed over ranks" if plan.transport == "gather" and plan.ranks > 1 else ""
         return f"none merged, every row has one step{summed}"
     most = 0
-    for rank in range(plan.ranks):
+    for rank in range(plan.ranks if plan.ranks <= RANKS else 0):
         for part in (s.part for s in plan.steps(rank) if s.first):
             met = [_met(s, part) for s in plan.steps(rank) if s.part is part]
             most = max(most, int(np.sum(met, axis=0).max(initial=0)))
     return (
-        f"merged over up to {most} steps in float32, or float64; a kernel that rounds its results (aten_flash, cudnn, "
-        "flash2, flash3, flash4) rounds each of them, so auto takes none of these"
+        f"merged over {f'up to {most}' if most else 'several'} steps in float32, or float64; a kernel that rounds its "
+        "results (aten_flash, cudnn, flash2, flash3, flash4) rounds each of them, so auto takes none of these"
     )
 
 

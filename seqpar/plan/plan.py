@@ -4,20 +4,50 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from functools import partial
-from typing import Any
+from pathlib import Path
+from typing import Any, Protocol
 
 import numpy as np
-from numpy.typing import ArrayLike
+from numpy.typing import ArrayLike, NDArray
 
-from seqpar.layout import Layout, Runs, cut
+from seqpar.layout import Holders, Layout, Runs, cut, expand, interval_of, order_of
 from seqpar.mask import Fact, Ints, Mask, digest_of, frozen, whole
 from seqpar.plan import routes
 from seqpar.plan.heads import head_share, replicated
-from seqpar.plan.steps import Part, Rows, Step, Trade, as_rows, count
+from seqpar.plan.nodes import fetch_by_node
+from seqpar.plan.steps import Entry, Part, Rows, Step, Trade, as_rows, count
 from seqpar.plan.traffic import Shape, traffic
 
 TRANSPORTS = ("fetch", "ring", "double_ring", "gather")
 NOMINAL_ROW_BYTES = 4096  # keys and values of 8 heads of 128 in bf16
+
+
+class Prediction(Protocol):
+    """What a plan shows of a forecast, which planners make."""
+
+    @property
+    def node(self) -> int:
+        """Ranks of a node of the machine."""
+
+    @property
+    def call(self) -> dict[str, Any]:
+        """A layer's heads, key heads, dims and dtype, as `Plan.bytes` takes them."""
+
+    @property
+    def phases(self) -> dict[str, NDArray[np.float64]]:
+        """Seconds of every rank in a step, by what it does."""
+
+    @property
+    def least(self) -> float:
+        """Seconds that no plan can beat."""
+
+    @property
+    def what(self) -> str:
+        """The model and the machine, in a few words."""
+
+    @property
+    def headline(self) -> str:
+        """Seconds of the slowest rank and the gap to the bound, in a few words."""
 
 
 class Plan(Fact):
@@ -26,13 +56,13 @@ class Plan(Fact):
     layout: where the query rows live; kv_layout: where the keys live if not with the queries, needed when their
     numbers differ. ulysses: how many consecutive ranks trade tokens for heads, dividing the ranks, as one number or
     one per document; in a list, documents held by one rank keep width 1 and move nothing. transport: how keys travel
-    among the rest. node: ranks per node: Ulysses groups then lie inside a node, and it is the inner ring of
-    "double_ring", which without it takes the largest divisor not above the square root. stage_bytes: the most that one
-    fetched stage of keys and values may take. rows: rows of each rank's query shard (and key shard, if not laid out
-    apart), at least its tokens; the rows after the tokens are pads.
+    among the rest. node: consecutive ranks per node: Ulysses groups then lie inside a node, "fetch" then lets a
+    key enter a node once, and it is the inner ring of "double_ring", which without it takes the largest divisor not
+    above the square root. stage_bytes: the most that one fetched stage of keys and values may take. rows: rows of each
+    rank's query shard (and key shard, if not laid out apart), at least its tokens; the rows after the tokens are pads.
 
     Raises: ValueError for facts that do not fit each other, on every rank alike, since none of it depends on a rank.
-    NotImplementedError for ``node`` with "fetch", and for a width per document with bounds that cross documents.
+    NotImplementedError for a width per document with bounds that cross documents.
     """
 
     mask: Mask
@@ -43,6 +73,7 @@ class Plan(Fact):
     transport: str
     node: int | None
     stage_bytes: int
+    forecast: Prediction | None
     _widths: Ints
     _rows: Ints
 
@@ -65,11 +96,8 @@ class Plan(Fact):
         node = None if node is None else whole("node", node, 1)
         if node is not None and layout.ranks % node:
             raise ValueError(f"node must divide the {layout.ranks} ranks, got {node}")
-        if node is not None and transport == "fetch":
-            raise NotImplementedError("fetch with node: forwarding inside a node is not built; leave node out")
-        per_document = not isinstance(ulysses, (int, np.integer))
-        given = ulysses if per_document and np.ndim(ulysses) == 1 else [ulysses]
-        width = tuple(whole("the Ulysses width", u, 1) for u in given)  # type: ignore[union-attr]
+        per_document = np.ndim(ulysses) == 1
+        width = _whole_widths(ulysses if per_document else [ulysses])
         self._fill(
             mask=mask,
             layout=layout,
@@ -79,6 +107,7 @@ class Plan(Fact):
             transport=transport,
             node=node,
             stage_bytes=stage_bytes,
+            forecast=None,
             _rows=_checked_rows(layout, rows),
         )
         self.__dict__["_widths"] = self._checked_widths(width, per_document)
@@ -98,18 +127,51 @@ class Plan(Fact):
             return frozen(np.full(documents, width[0], np.int64))
         if not self.mask.within_documents:
             raise NotImplementedError("a Ulysses width per document needs bounds inside documents; give one width")
-        widths = np.asarray(width, np.int64)
-        alone = (self.degrees == 1) & (self._held_alike())
-        return frozen(np.where(alone, 1, widths))
+        return frozen(np.where(self._alone(), 1, np.asarray(width, np.int64)))
 
-    def _held_alike(self) -> Ints:
-        """Whether a document's keys are all where its queries are, for documents on one rank."""
-        if self.kv_layout is self.layout:
-            return np.ones(len(self.mask.lengths), bool)
-        queries, keys = self.layout.owner(), self.kv_layout.owner()
-        first = queries[self.mask.offsets[:-1]]
-        other = keys != np.repeat(first, self.mask.kv_lengths)
-        return np.add.reduceat(other, self.mask.kv_offsets[:-1]) == 0
+    def _alone(self) -> Ints:
+        """Whether one rank holds all queries and all keys of a document."""
+        queries, keys = (self._holding(side) for side in ("q", "kv"))
+        first = [held[np.append(True, np.diff(held // self.ranks) > 0)] for held in (queries, keys)]
+        degree = [np.bincount(held // self.ranks) for held in (queries, keys)]
+        return (degree[0] == 1) & (degree[1] == 1) & (first[0] == first[1])
+
+    def _holding(self, side: str) -> Ints:
+        """The ranks that hold tokens of each document, as ascending ``document * ranks + rank``; made once."""
+        if side == "kv" and self._one_side:
+            side = "q"
+        return self.memo(("holding", side), lambda: self._made_holding(side))
+
+    def _made_holding(self, side: str) -> Ints:
+        _, rank, document = self._pieces(side)
+        pairs = document * self.ranks + rank
+        pairs = pairs[order_of(pairs, len(self.mask.lengths) * self.ranks)]
+        return pairs[np.append(True, np.diff(pairs) > 0)]
+
+    def _pieces(self, side: str) -> tuple[Runs, Ints, Ints]:
+        """The rows of all ranks in the order of their starts, cut at documents: runs, rank and document; made once."""
+        if side == "kv" and self._one_side:
+            side = "q"
+        return self.memo(("pieces", side), lambda: self._made_pieces(side))
+
+    def _made_pieces(self, side: str) -> tuple[Runs, Ints, Ints]:
+        layout, offsets = self._side(side)
+        holders = layout.holders()
+        piece, source = cut(holders.runs, offsets[:-1])
+        if (piece.start[1:] < piece.start[:-1]).any():
+            order = order_of(piece.start, layout.total)
+            piece, source = piece.pick(order), source[order]
+        document = interval_of(piece.start, offsets[:-1])
+        return piece, holders.holder[source].astype(np.int64), document
+
+    def _side(self, side: str) -> tuple[Layout, Ints]:
+        """Where rows live, and where their documents start."""
+        return (self.layout, self.mask.offsets) if side == "q" else (self.kv_layout, self.mask.kv_offsets)
+
+    @property
+    def _one_side(self) -> bool:
+        """Whether keys live with the queries, document by document."""
+        return self.kv_layout is self.layout and np.array_equal(self.mask.offsets, self.mask.kv_offsets)
 
     @property
     def widths(self) -> Ints:
@@ -122,10 +184,7 @@ class Plan(Fact):
         return self.memo("degrees", self._degrees)
 
     def _degrees(self) -> Ints:
-        runs, rank = self.layout.all_runs()
-        piece, source = cut(runs, self.mask.offsets[:-1])
-        pairs = np.unique(self.mask.documents(piece.start) * self.ranks + rank[source])
-        return np.bincount(pairs // self.ranks, minlength=len(self.mask.lengths))
+        return frozen(np.bincount(self._holding("q") // self.ranks))
 
     @property
     def merges(self) -> bool:
@@ -138,11 +197,10 @@ class Plan(Fact):
         if not self.mask.within_documents:
             return True
         held = []
-        for layout, offsets in ((self.layout, self.mask.offsets), (self.kv_layout, self.mask.kv_offsets)):
-            runs, rank = layout.all_runs()
-            piece, source = cut(runs, offsets[:-1])
-            document = np.searchsorted(offsets, piece.start, side="right") - 1
-            held.append(np.unique(document * self.ranks + rank[source] // self._widths[document]))
+        for side in ("q", "kv"):
+            document, rank = np.divmod(self._holding(side), self.ranks)
+            pairs = document * self.ranks + rank // self._widths[document]
+            held.append(pairs[np.append(True, np.diff(pairs) > 0)])
         return len(held[0]) != len(self.mask.lengths) or not np.array_equal(held[0], held[1])
 
     def sums_key_gradients(self, heads: int, kv_heads: int) -> bool:
@@ -187,6 +245,11 @@ class Plan(Fact):
             stage_bytes=self.stage_bytes, rows=rows,
         )  # fmt: skip
 
+    def with_forecast(self, forecast: Prediction) -> Plan:
+        """The same plan, with what it is predicted to take; it has no part in the plan's identity."""
+        self.__dict__["forecast"] = forecast
+        return self
+
     def steps(self, rank: int, *, row_bytes: int = NOMINAL_ROW_BYTES) -> list[Step]:
         """The steps of a rank, part after part; row_bytes: of one token's keys and values in a stage, same on all."""
         stage_rows = max(1, self.stage_bytes // row_bytes)
@@ -197,7 +260,7 @@ class Plan(Fact):
     def _steps(self, rank: int, stage_rows: int) -> list[Step]:
         result: list[Step] = []
         number = 0
-        for width in np.unique(self._widths).tolist():
+        for width in np.flatnonzero(np.bincount(self._widths)).tolist():
             part = self.memo(("part", rank, width), partial(self._part, rank, width))
             demand = self.memo(("demand", width), partial(self._demand, width))
             me = rank // part.width
@@ -205,7 +268,8 @@ class Plan(Fact):
             if self.transport == "gather":
                 found = list(routes.gather(demand, me, mine))
             elif self.transport == "fetch":
-                found = list(routes.fetch(demand, me, mine, stage_rows))
+                inner = demand.groups if self.node is None else self.node // part.width
+                found = list(fetch_by_node(demand, me, mine, stage_rows, inner))
             else:
                 inner = self._inner(part.width) if self.transport == "double_ring" else demand.groups
                 found = list(routes.ring(demand, me, inner))
@@ -219,15 +283,20 @@ class Plan(Fact):
         """Steps of one part. Every rank has every number, also where it has nothing: exchanges are posted in an order
         that follows the numbers, and it must be one order on all ranks."""
         last = max((n for n, route in enumerate(found) if route.pos.size), default=0)
-        result = []
+        result: list[Step] = []
         for n, route in enumerate(found):
             local = route is routes.LOCAL
             onward = found[n + 1].pos.size if route.carry is not None else 0
+            sends, recvs = _ranked(part, route.sends), _ranked(part, route.recvs)
+            # Gradients mostly go the way that keys came: thousands of messages are renamed once.
+            grad_sends = recvs if route.grad_sends is route.recvs else _ranked(part, route.grad_sends)
+            grad_recvs = sends if route.grad_recvs is route.sends else _ranked(part, route.grad_recvs)
             result.append(
                 Step(
                     part, number + n, part.keys if local else route.pos, local=local, own=route.own,
-                    relay="ring" in self.transport, sends=_ranked(part, route.sends), recvs=_ranked(part, route.recvs),
-                    grad_sends=_ranked(part, route.grad_sends), grad_recvs=_ranked(part, route.grad_recvs),
+                    relay="ring" in self.transport, entry=_entry_of(part, route.entry),
+                    spread=result[-1].entry if result else None, sends=sends, recvs=recvs, grad_sends=grad_sends,
+                    grad_recvs=grad_recvs,
                     carry=None if route.carry is None else route.carry * part.width + part.share, carry_rows=onward,
                     first=n == 0, last=n == last, ends=n == len(found) - 1,
                 )
@@ -245,57 +314,59 @@ class Plan(Fact):
         first = rank // width * width
         members = range(first, first + width)
         q, at = self._trade(rank, members, "q")
-        kv, keys = self._trade(rank, members, "kv")
+        kv, keys = (q, at) if self._one_side else self._trade(rank, members, "kv")
         lo, hi = self.mask.bounds(at)
         return Part(width, rank - first, members, q, kv, self.mask.key_positions(at), lo, hi, keys)
 
     def _trade(self, rank: int, members: range, side: str) -> tuple[Trade, Ints]:
         """One side of the head trade, and the positions of the inside rows."""
-        width = len(members)
-        held: dict[int, Ints] = {}
-        mine = np.zeros(0, np.int64)
-        for member in members:
-            layout = self.layout if side == "q" else self.kv_layout
-            at = layout.positions(member)
-            row = np.arange(at.size)
-            if (self._widths != self._widths[0]).any():
-                row = row[self._document_width(at, side) == width]
-            if (at[row][1:] < at[row][:-1]).any():
-                row = row[np.argsort(at[row], kind="stable")]
-            held[member] = at[row]
-            if member == rank:
-                mine = row
-        inside = np.concatenate(list(held.values()))
-        if width > 1:
-            inside = np.sort(inside, kind="stable")
-        dest = {m: as_rows(np.searchsorted(inside, at)) for m, at in held.items()}
+        held = {m: self._rows_of_width(m, len(members), side) for m in members}
+        mine = held[rank][1]
+        inside = np.concatenate([at for at, _ in held.values()])
+        place = np.arange(inside.size)
+        if len(members) > 1:
+            order = np.argsort(inside, kind="stable")
+            inside, place[order] = inside[order], np.arange(inside.size)
+        ends = np.cumsum([at.size for at, _ in held.values()])
+        dest = dict(zip(members, map(as_rows, np.split(place, ends[:-1])), strict=True))
         return Trade(as_rows(mine) if (np.diff(mine) > 0).all() else mine, dest, inside.size), inside
 
-    def _document_width(self, positions: Ints, side: str) -> Ints:
-        offsets = self.mask.offsets if side == "q" else self.mask.kv_offsets
-        return self._widths[np.searchsorted(offsets, positions, side="right") - 1]
+    def _rows_of_width(self, rank: int, width: int, side: str) -> tuple[Ints, Ints]:
+        """A rank's positions in the documents of one width, ascending, and the row of each."""
+        layout, offsets = self._side(side)
+        piece = layout.runs(rank)
+        row = np.cumsum(piece.count) - piece.count
+        if (self._widths != width).any():
+            parts, source = cut(piece, offsets[:-1])
+            row = row[source] + (parts.start - piece.start[source]) // parts.step
+            kept = self._widths[np.searchsorted(offsets, parts.start, side="right") - 1] == width
+            piece, row = parts.pick(kept), row[kept]
+        order = np.argsort(piece.start, kind="stable")
+        piece, row = piece.pick(order), row[order]
+        at, rows = expand(*piece), expand(row, piece.count)
+        if (piece.start[1:] < piece.last[:-1]).any():
+            order = np.argsort(at, kind="stable")
+            at, rows = at[order], rows[order]
+        return at, rows
 
     def _demand(self, width: int) -> routes.Demand:
         """Who needs and who has the keys of the documents of one width."""
         groups = self.ranks // width
-        runs, rank = self._runs_of_width(width, "q")
-        needs = routes.needs_of(self.mask, runs, rank // width, groups)
-        key_runs, key_rank = self._runs_of_width(width, "kv")
-        owner = self.kv_layout.owner() // width if width > 1 else self.kv_layout.owner()
-        if (self._widths != width).any():
-            owner = np.where(np.repeat(self._widths == width, self.mask.kv_lengths), owner, -1)
+        queries, keys = self._holders_of_width(width, "q"), self._holders_of_width(width, "kv")
+        needs = routes.needs_of(self.mask, queries.runs, queries.holder.astype(np.int64), groups)
         anchor = np.full(groups, self.mask.kv_tokens, np.int64)
-        np.minimum.at(anchor, key_rank // width, key_runs.start)
-        return routes.Demand(needs, owner, anchor, groups)
+        np.minimum.at(anchor, keys.holder, keys.runs.start)
+        return routes.Demand(needs, keys, anchor, groups)
 
-    def _runs_of_width(self, width: int, side: str) -> tuple[Runs, Ints]:
-        runs, rank = (self.layout if side == "q" else self.kv_layout).all_runs()
+    def _holders_of_width(self, width: int, side: str) -> Holders:
+        """The groups that hold the rows of the documents of one width."""
+        layout, _ = self._side(side)
         if (self._widths == width).all():
-            return runs, rank
-        offsets = self.mask.offsets if side == "q" else self.mask.kv_offsets
-        piece, source = cut(runs, offsets[:-1])
-        kept = self._document_width(piece.start, side) == width
-        return piece.pick(kept), rank[source][kept]
+            held = layout.holders()
+            return held if width == 1 else Holders(held.runs, held.holder // np.int32(width), held.total)
+        piece, rank, document = self._pieces(side)
+        kept = self._widths[document] == width
+        return Holders(piece.pick(kept), (rank[kept] // width).astype(np.int32), layout.total)
 
     def traffic(self, rank: int, **shape: Any) -> dict[int, int]:
         """Bytes that a rank sends to each peer in one attention call; arguments as in `bytes`."""
@@ -332,10 +403,25 @@ class Plan(Fact):
         return sum(traffic(self, rank, shape).values())
 
     def describe(self) -> str:
-        """The plan as text: what it was given, and for each rank its rows, area and keys received."""
+        """The plan as text: what it was given, how evenly it shares rows, area and keys, and the forecast if any.
+
+        Up to 64 ranks have a line each.
+        """
         from seqpar.plan.describe import describe
 
         return describe(self)
+
+    def plot(self, path: str | Path, *, call: dict[str, Any] | None = None) -> None:
+        """Write a picture: who holds which document, degrees, rows and area by rank, bytes between ranks, the forecast.
+
+        path: its suffix decides the format. call: heads, kv_heads, dim and dtype as in `bytes`; the forecast's by
+        default.
+
+        Raises: ImportError without matplotlib, OSError and ValueError for a file that cannot be written.
+        """
+        from seqpar.plan.plot import plot
+
+        plot(self, path, call=call)
 
     def __repr__(self) -> str:
         return f"Plan({self.mask!r}, {self.layout!r}, ulysses={self.ulysses}, transport={self.transport!r})"
@@ -344,6 +430,11 @@ class Plan(Fact):
 def _ranked(part: Part, by_group: Mapping[int, Rows]) -> dict[int, Rows]:
     """What goes to a group goes to its rank with the same share of the heads."""
     return {g * part.width + part.share: rows for g, rows in sorted(by_group.items()) if count(rows)}
+
+
+def _entry_of(part: Part, entry: Entry | None) -> Entry | None:
+    """An entry by ranks, of one by groups."""
+    return None if entry is None else Entry(_ranked(part, entry.sends), _ranked(part, entry.recvs), entry.place)
 
 
 def _checked_layouts(mask: Mask, layout: Layout, kv_layout: Layout | None) -> Layout:
@@ -362,10 +453,18 @@ def _checked_layouts(mask: Mask, layout: Layout, kv_layout: Layout | None) -> La
     return keys
 
 
+def _whole_widths(given: Any) -> tuple[int, ...]:
+    """Widths as integers of at least 1; in one go where all are Python's own."""
+    values = given.tolist() if isinstance(given, np.ndarray) else given
+    if set(map(type, values)) <= {int} and min(values, default=1) >= 1:
+        return tuple(values)
+    return tuple(whole("the Ulysses width", u, 1) for u in values)
+
+
 def _checked_rows(layout: Layout, rows: int | Sequence[int] | None) -> ArrayLike:
-    tokens = np.array([layout.tokens(r) for r in range(layout.ranks)])
+    tokens = layout.sizes()
     if rows is None:
-        return frozen(tokens)
+        return tokens
     given = np.asarray(rows)
     if given.dtype.kind not in "iu":
         raise ValueError(f"rows must be integers, got {rows!r:.200}")

@@ -17,9 +17,9 @@ from typing import Any, NamedTuple, TypeVar
 import numpy as np
 from numpy.typing import NDArray
 
-from seqpar.layout import Runs, cut, expand
+from seqpar.layout import Holders, Runs, cut, expand, interval_of, order_of
 from seqpar.mask import Ints, Mask, Memo
-from seqpar.plan.steps import Rows, as_rows
+from seqpar.plan.steps import Entry, Rows, as_rows
 
 
 class Needs(NamedTuple):
@@ -35,9 +35,18 @@ class Needs(NamedTuple):
         mine = slice(self.edge[group], self.edge[group + 1])
         return expand(self.lo[mine], self.hi[mine] - self.lo[mine])
 
+    def of(self, groups: Ints) -> Needs:
+        """The needs of these groups alone, renumbered in the order given."""
+        count = self.edge[groups + 1] - self.edge[groups]
+        at = expand(self.edge[groups], count)
+        return Needs(np.repeat(np.arange(groups.size), count), self.lo[at], self.hi[at], np.append(0, np.cumsum(count)))
+
 
 class Route(NamedTuple):
-    """What one step moves, in rows of the inside keys (sends, grad_recvs) and of the step's buffer (the others)."""
+    """What one step moves, in rows of the inside keys (sends, grad_recvs) and of the step's buffer (the others).
+
+    entry: keys that come along for the next step, which sends rows of it; `Step` says how.
+    """
 
     pos: Ints
     sends: dict[int, Rows]
@@ -46,7 +55,10 @@ class Route(NamedTuple):
     grad_recvs: dict[int, Rows]
     carry: int | None = None
     own: Rows | None = None
+    entry: Entry | None = None
 
+
+TAPERED = 8192  # keys of a stage from which on two small ones at the end are worth their launches
 
 Group = TypeVar("Group", int, Ints)
 
@@ -56,41 +68,44 @@ LOCAL = Route(np.zeros(0, np.int64), {}, {}, {}, {})
 
 @dataclass(frozen=True, eq=False)
 class Demand(Memo):
-    """One part over its groups: who sees which keys, who has them, and the first key that each group has.
-
-    owner [kv_tokens]: the group of each key, -1 for keys of other parts.
-    """
+    """One part over its groups: who sees which keys, who has them, and the first key that each group has."""
 
     needs: Needs
-    owner: NDArray[np.int32]
+    holders: Holders
     anchor: Ints
     groups: int
     _memo: dict[Any, Any] = field(default_factory=dict, repr=False)
+
+    @property
+    def owner(self) -> NDArray[np.int32]:
+        """The group of every key [kv_tokens], -1 for keys of other parts; made once, O(tokens)."""
+        return self.holders.all()
+
+    def owner_of(self, positions: Ints) -> NDArray[np.int32]:
+        """The group of each of these keys, -1 for keys of other parts; without O(tokens) memory unless runs stride."""
+        return self.holders.of(positions)
 
 
 def needs_of(mask: Mask, runs: Runs, group: Ints, groups: int) -> Needs:
     """The keys that each group's queries see, from the runs of all groups' queries."""
     piece, source = cut(runs, mask.spans.start)
     owner = group[source]
-    span = np.searchsorted(mask.spans.start, piece.start, side="right") - 1
+    span = interval_of(piece.start, mask.spans.start)
     t = piece.start - mask.spans.start[span]
-    lo_step, hi_step = piece.step * mask.spans.lo_step[span], piece.step * mask.spans.hi_step[span]
-    lo = mask.spans.lo[span] + t * mask.spans.lo_step[span]
-    hi = mask.spans.hi[span] + t * mask.spans.hi_step[span]
-    last = piece.count - 1
+    lo_step, hi_step = mask.spans.lo_step[span], mask.spans.hi_step[span]
+    lo, hi = mask.spans.lo[span] + t * lo_step, mask.spans.hi[span] + t * hi_step
+    lo_step, hi_step, last = piece.step * lo_step, piece.step * hi_step, piece.count - 1
+    stop = hi + last * hi_step
     # The rows of a piece see one interval together unless the lower end leaps over what the row before saw.
-    width = np.minimum(hi - lo, hi - lo + (last - 1) * (hi_step - lo_step))
-    torn = (last > 0) & (lo_step > 0) & (width < lo_step)
-    whole = ~torn
-    first = [lo[whole]]
-    stop = [hi[whole] + last[whole] * hi_step[whole]]
-    owners = [owner[whole]]
-    if torn.any():
-        rows = piece.count[torn]
-        first.append(expand(lo[torn], rows, lo_step[torn]))
-        stop.append(_progression(hi[torn], rows, hi_step[torn]))
-        owners.append(np.repeat(owner[torn], rows))
-    return _union(np.concatenate(owners), np.concatenate(first), np.concatenate(stop), groups, mask.kv_tokens)
+    torn = np.flatnonzero((last > 0) & (lo_step > 0))
+    width = (hi - lo)[torn] + np.minimum(0, (last[torn] - 1) * (hi_step - lo_step)[torn])
+    torn = torn[width < lo_step[torn]]
+    if torn.size:
+        whole, rows = np.delete(np.arange(lo.size), torn), piece.count[torn]
+        lo = np.concatenate([lo[whole], expand(lo[torn], rows, lo_step[torn])])
+        stop = np.concatenate([stop[whole], _progression(hi[torn], rows, hi_step[torn])])
+        owner = np.concatenate([owner[whole], np.repeat(owner[torn], rows)])
+    return union(owner, lo, stop, groups, mask.kv_tokens)
 
 
 def _progression(start: Ints, count: Ints, step: Ints) -> Ints:
@@ -98,21 +113,24 @@ def _progression(start: Ints, count: Ints, step: Ints) -> Ints:
     return np.repeat(start, count) + np.repeat(step, count) * nth
 
 
-def _union(group: Ints, lo: Ints, hi: Ints, groups: int, tokens: int) -> Needs:
+def union(group: Ints, lo: Ints, hi: Ints, groups: int, tokens: int) -> Needs:
     """Intervals of each group merged where they touch."""
     kept = hi > lo
-    base = group[kept] * (tokens + 1)
-    lo, hi = lo[kept] + base, hi[kept] + base
-    order = np.argsort(lo, kind="stable")
-    lo, hi = lo[order], hi[order]
+    if not kept.all():
+        group, lo, hi = group[kept], lo[kept], hi[kept]
+    order = order_of(group, groups)
+    base = group[order] * (tokens + 1)
+    lo, hi = lo[order] + base, hi[order] + base
+    if (lo[1:] < lo[:-1]).any():
+        order = np.argsort(lo, kind="stable")
+        lo, hi = lo[order], hi[order]
     if lo.size:
         reach = np.maximum.accumulate(hi)
         first = np.flatnonzero(np.append(True, lo[1:] > reach[:-1]))
         lo, hi = lo[first], np.append(reach[first[1:] - 1], reach[-1])
     owner = lo // (tokens + 1)
-    return Needs(
-        owner, lo - owner * (tokens + 1), hi - owner * (tokens + 1), np.searchsorted(owner, np.arange(groups + 1))
-    )
+    base = owner * (tokens + 1)
+    return Needs(owner, lo - base, hi - base, np.searchsorted(owner, np.arange(groups + 1)))
 
 
 def _split(keys: NDArray[np.int32], values: Ints, groups: int) -> list[Ints]:
@@ -122,84 +140,145 @@ def _split(keys: NDArray[np.int32], values: Ints, groups: int) -> list[Ints]:
     return np.split(values[order], edge[:-1])
 
 
+class Stages(NamedTuple):
+    """How each group's need is cut: its keys in all, those before its own first one, the number of its stages, and
+    whether two small ones are the last of them."""
+
+    total: Ints
+    before: Ints
+    count: Ints  # type: ignore[assignment]  # tuple.count is not missed
+    tapered: NDArray[np.bool_]
+
+    @classmethod
+    def of(cls, demand: Demand, stage_rows: int) -> Stages:
+        """The fewest stages of at most so many rows, and the small ones."""
+        needs = demand.needs
+        total = np.bincount(needs.group, needs.hi - needs.lo, demand.groups).astype(np.int64)
+        below = np.clip(np.minimum(needs.hi, demand.anchor[needs.group]) - needs.lo, 0, None)
+        before = np.bincount(needs.group, below, demand.groups).astype(np.int64)
+        count = np.maximum(-(-total // stage_rows), 1)
+        tapered = total >= TAPERED * count
+        return cls(total, before, count + 2 * tapered, tapered)
+
+    @property
+    def edges(self) -> Ints:
+        """Where stages start, counted in keys, group after group."""
+        group = np.repeat(np.arange(self.count.size), self.count)
+        nth = np.arange(group.size) - (np.cumsum(self.count) - self.count)[group]
+        equal = self.count - 2 * self.tapered
+        last = self.tapered * self.total // (16 * equal)
+        tail = self.tapered * self.total // (4 * equal) + last
+        main = self.total - tail
+        return np.where(nth <= equal[group], main[group] * nth // equal[group], (self.total - last)[group])
+
+
 def fetch(demand: Demand, me: int, mine: Ints, stage_rows: int) -> Iterator[Route]:
-    """Each owner sends each group just the keys that it sees, in the fewest stages of at most ``stage_rows`` rows.
+    """Each owner sends each group just the keys that it sees, in stages of at most ``stage_rows`` rows.
 
-    A stage is a slice of the receiver's need in position order. It starts with the slice around its own first token
-    and goes down from there in a cycle, so that at any time the owners serve different groups.
+    A stage is a slice of the receiver's need in position order. The first ends before its own first token, and the next
+    go down from there in a cycle, so that at any time the owners serve different groups. There are as few as the limit
+    allows and, where they are large, two small ones at the end: nothing hides the gradients of the last.
     """
-    needs, groups = demand.needs, demand.groups
-    if groups == 1:
+    if demand.groups == 1:
         return
-    length = needs.hi - needs.lo
-    total = np.bincount(needs.group, length, groups).astype(np.int64)
-    stages = np.maximum(-(-total // stage_rows), 1)
-    first = _first_slice(demand, stages, total)
-    out_groups, out_stage, out_lo, out_hi = _slices(needs, total, stages)
-    turn = (first[out_groups] - out_stage) % stages[out_groups]
-    sends = _sends(out_groups, turn, out_lo, out_hi, mine, me, int(stages.max()))
-    wanted = needs.positions(me)
-    for t in range(int(stages.max())):
-        j = (first[me] - t) % stages[me] if t < stages[me] else None
-        part = wanted[:0] if j is None else wanted[total[me] * j // stages[me] : total[me] * (j + 1) // stages[me]]
-        owner = demand.owner[part]
-        part, owner = part[owner != me], owner[owner != me]
-        recvs = _by_owner(owner, groups)
-        yield Route(part, sends[t], recvs, recvs, sends[t])
+    stages = demand.memo(("stages", stage_rows), lambda: Stages.of(demand, stage_rows))
+    turns = int(stages.count.max())
+    groups = _concerned(demand, me, mine)
+    some = Stages(*(facts[groups] for facts in stages))
+    group, turn, lo, hi = slices_of(demand.needs.of(groups), some)
+    group = groups[group]
+    sends = sends_of(group, turn, lo, hi, mine, me, turns)
+    own = group == me
+    buffers, recvs = _recvs(demand, me, turn[own], lo[own], hi[own], turns)
+    for t in range(turns):
+        yield Route(buffers[t], sends[t], recvs[t], recvs[t], sends[t])
 
 
-def _by_owner(owner: NDArray[np.int32], groups: int) -> dict[int, Rows]:
-    if owner.size == 0:
-        return {}
-    split = _split(owner, np.arange(owner.size), groups)
-    return {o: as_rows(rows) for o, rows in enumerate(split) if rows.size}
-
-
-def _first_slice(demand: Demand, stages: Ints, total: Ints) -> Ints:
-    """For each group the slice of its need that holds its own first key, or the last slice before it."""
-    if (stages == 1).all():
-        return np.zeros_like(stages)
+def _concerned(demand: Demand, me: int, mine: Ints) -> Ints:
+    """The groups that see any of my keys, and mine: the others' needs do not matter to me."""
     needs = demand.needs
-    below = np.clip(np.minimum(needs.hi, demand.anchor[needs.group]) - needs.lo, 0, None)
-    before = np.bincount(needs.group, below, demand.groups).astype(np.int64)
-    # Slice j holds union rows [total * j // stages, total * (j + 1) // stages).
-    return np.clip((before * stages + stages - 1) // np.maximum(total, 1), 0, stages - 1)
+    found = np.zeros(demand.groups, bool)
+    if mine.size:
+        edge = np.flatnonzero(np.diff(mine) != 1) + 1
+        start, stop = mine[np.append(0, edge)], mine[np.append(edge, mine.size) - 1] + 1
+        begun, ended = np.searchsorted(start, needs.hi), np.searchsorted(stop, needs.lo, side="right")
+        found[needs.group[begun > ended]] = True
+    found[me] = True
+    return np.flatnonzero(found)
 
 
-def _slices(needs: Needs, total: Ints, stages: Ints) -> tuple[Ints, Ints, Ints, Ints]:
-    """Every group's need cut at the borders of its stages: group, stage, lo, hi of each piece."""
+def _recvs(
+    demand: Demand, me: int, turn: Ints, lo: Ints, hi: Ints, turns: int
+) -> tuple[list[Ints], list[dict[int, Rows]]]:
+    """For each turn the positions of the keys that come, and who sends which of them; from the slices of my need."""
+    lo, hi, owner, source = demand.holders.pieces(lo, hi)
+    foreign = np.flatnonzero(owner != me)
+    piece = foreign[order_of(turn[source[foreign]], turns)]
+    turn, lo, owner, length = turn[source[piece]], lo[piece], owner[piece], (hi - lo)[piece]
+    row = np.append(0, np.cumsum(length))
+    edge = row[np.searchsorted(turn, np.arange(turns + 1))]
+    pos = expand(lo, length)
+    first = row[:-1] - edge[turn]
+    return np.split(pos, edge[1:-1]), _rows_by(turn, owner, first, first + length, turns)
+
+
+def _rows_by(turn: Ints, peer: Ints | NDArray[np.int32], first: Ints, stop: Ints, turns: int) -> list[dict[int, Rows]]:
+    """For each turn the rows of every peer: those of its pieces ``[first, stop)``, which are given in their order."""
+    result: list[dict[int, Rows]] = [{} for _ in range(turns)]
+    if turn.size == 0:
+        return result
+    span = int(peer.max()) + 1
+    key = turn * span + peer
+    order = order_of(key, turns * span)
+    key, first, stop = key[order], first[order], stop[order]
+    head = np.flatnonzero(np.append(True, (key[1:] != key[:-1]) | (first[1:] != stop[:-1])))
+    key, first, stop = key[head], first[head], stop[np.append(head[1:], key.size) - 1]
+    message = np.flatnonzero(np.append(True, key[1:] != key[:-1]))
+    turn_of, peer_of = (x.tolist() for x in np.divmod(key[message], span))
+    for t, p, a, b in zip(turn_of, peer_of, first[message].tolist(), stop[message].tolist(), strict=True):
+        result[t][p] = slice(a, b)
+    count = np.diff(np.append(message, key.size))
+    torn = np.flatnonzero(count > 1)
+    piece = expand(message[torn], count[torn])
+    length = (stop - first)[piece]
+    edge = np.append(0, np.cumsum(length))[np.append(0, np.cumsum(count[torn]))]
+    rows = expand(first[piece], length)
+    for i, a, b in zip(torn.tolist(), edge[:-1].tolist(), edge[1:].tolist(), strict=True):
+        result[turn_of[i]][peer_of[i]] = rows[a:b]
+    return result
+
+
+def by_owner(owner: Ints | NDArray[np.int32], groups: int) -> dict[int, Rows]:
+    """The places at which each owner stands."""
+    count = np.bincount(owner, minlength=groups)
+    owners = np.flatnonzero(count)
+    split = np.split(order_of(owner, groups), np.cumsum(count[owners])[:-1])  # one empty part if there is no owner
+    return {o: as_rows(rows) for o, rows in zip(owners.tolist(), split, strict=False)}
+
+
+def slices_of(needs: Needs, stages: Stages) -> tuple[Ints, Ints, Ints, Ints]:
+    """Every group's need cut into its stages: group, stage, lo, hi of each piece."""
     length = needs.hi - needs.lo
-    if (stages == 1).all():
+    if (stages.count == 1).all():
         return needs.group, np.zeros_like(needs.group), needs.lo, needs.hi
     rank = np.cumsum(length) - length  # place of each interval in the concatenation of all groups' needs
-    base = np.cumsum(total) - total
-    group = np.repeat(np.arange(len(stages)), stages)
-    nth = np.arange(group.size) - np.repeat(np.cumsum(stages) - stages, stages)
-    breaks = base[group] + total[group] * nth // stages[group]
-    piece, source = cut(Runs(rank, length, np.ones_like(rank)), breaks)
-    lo = needs.lo[source] + piece.start - rank[source]
-    owner = needs.group[source]
-    stage = np.searchsorted(breaks, piece.start, side="right") - 1 - (np.cumsum(stages) - stages)[owner]
+    base, first = np.cumsum(stages.total) - stages.total, np.cumsum(stages.count) - stages.count
+    group = np.repeat(np.arange(stages.count.size), stages.count)
+    edges, modulus = stages.edges, np.maximum(stages.total, 1)
+    # a stage starts so many keys down from the group's own first one, in a cycle
+    breaks = base[group] + (stages.before[group] - edges) % modulus[group]
+    piece, source = cut(Runs(rank, length, np.ones_like(rank)), np.sort(np.concatenate([breaks, base])))
+    lo, owner = needs.lo[source] + piece.start - rank[source], needs.group[source]
+    down = (stages.before[owner] - 1 - (piece.start - base[owner])) % modulus[owner]
+    stage = np.searchsorted(edges + base[group], down + base[owner], side="right") - 1 - first[owner]
     return owner, stage, lo, lo + piece.count
 
 
-def _sends(group: Ints, stage: Ints, lo: Ints, hi: Ints, mine: Ints, me: int, stages: int) -> list[dict[int, Rows]]:
-    """Which of my keys each group gets at each stage: stage -> group -> rows."""
+def sends_of(group: Ints, turn: Ints, lo: Ints, hi: Ints, mine: Ints, me: int, turns: int) -> list[dict[int, Rows]]:
+    """Which of my keys each group gets at each turn, from the pieces ``[lo, hi)`` of what it sees then."""
     first, stop = np.searchsorted(mine, lo), np.searchsorted(mine, hi)
-    kept = (stop > first) & (group != me)
-    group, stage, first, stop = group[kept], stage[kept], first[kept], stop[kept]
-    result: list[dict[int, Rows]] = [{} for _ in range(stages)]
-    if group.size == 0:
-        return result
-    key = stage * (int(group.max()) + 1) + group
-    order = np.argsort(key, kind="stable")
-    key, first, length = key[order], first[order], (stop - first)[order]
-    edge = np.flatnonzero(np.append(True, key[1:] != key[:-1]))
-    rows = expand(first, length)
-    ends = np.cumsum(np.add.reduceat(length, edge))
-    for i, piece in zip(edge, np.split(rows, ends[:-1]), strict=True):
-        result[stage[order[i]]][int(group[order[i]])] = as_rows(piece)
-    return result
+    kept = np.flatnonzero((stop > first) & (group != me))
+    return _rows_by(turn[kept], group[kept], first[kept], stop[kept], turns)
 
 
 def gather(demand: Demand, me: int, mine: Ints) -> Iterator[Route]:
@@ -212,7 +291,7 @@ def gather(demand: Demand, me: int, mine: Ints) -> Iterator[Route]:
     sources[demand.owner[needs.positions(me)]] = True
     sources[me], sources[groups] = True, False
     pos = np.flatnonzero(sources[demand.owner])
-    recvs = _by_owner(demand.owner[pos], groups)
+    recvs = by_owner(demand.owner[pos], groups)
     own = recvs.pop(me, slice(0, 0))
     yield Route(pos, sends, recvs, recvs, sends, own=own)
 

@@ -76,17 +76,37 @@ class Part(Memo):
 
 
 @dataclass(frozen=True, eq=False)
+class Entry:
+    """Keys that come with one step, for the next: into this rank's node through this rank, and into others' from here.
+
+    sends: peer -> inside key rows. recvs: peer -> rows of the entry, consecutive and in this order. place: the rows of
+    the next step's buffer that the entry's rows take, since this rank sees all of them.
+    """
+
+    sends: Mapping[int, Rows]
+    recvs: Mapping[int, Rows]
+    place: Rows
+
+    @property
+    def rows(self) -> int:
+        """How many enter through this rank."""
+        return count(self.place)
+
+
+@dataclass(frozen=True, eq=False)
 class Step(Memo):
     """Keys that arrive together, and what happens to them and to their gradients.
 
     number: the step's place in the whole call, equal on all ranks. pos [N]: positions of the buffer's key rows,
     ascending. local: the buffer is the inside keys themselves. own: where the inside keys lie in a gathered buffer.
     sends, recvs: peer -> rows; what is sent lies in the inside keys, or, if ``relay``, in the buffer of the step
-    before; what is received goes to rows of this buffer.
+    before; what is received goes to rows of this buffer. entry: keys that arrive with this step's, for the next step.
+    spread: the entry of the step before; what is sent lies there then, and what entered is seen in this step.
 
     Backward, after the step is computed: grad_sends: peer -> rows of this buffer whose gradients leave; grad_recvs:
-    peer -> inside key rows to which arriving gradients are added; carry: the peer whose sums over the ranks before
-    this one arrive for all ``carry_rows`` rows of the next step's buffer.
+    peer -> inside key rows, or rows of ``spread``, to which arriving gradients are added; the sums of ``spread`` leave
+    with the next step's gradients, to where its keys came from. carry: the peer whose sums over the ranks before this
+    one arrive for all ``carry_rows`` rows of the next step's buffer.
 
     first: whether it is the first step of its part. last: whether no later one brings this rank keys. ends: whether
     no rank has a later one.
@@ -98,6 +118,8 @@ class Step(Memo):
     local: bool = False
     own: Rows | None = None
     relay: bool = False
+    entry: Entry | None = None
+    spread: Entry | None = None
     sends: Mapping[int, Rows] = field(default_factory=dict)
     recvs: Mapping[int, Rows] = field(default_factory=dict)
     grad_sends: Mapping[int, Rows] = field(default_factory=dict)
@@ -113,6 +135,11 @@ class Step(Memo):
         """Tile tables of this step for tiles of ``bm`` query rows and ``bn`` key rows; made once."""
         p = self.part
         return self.memo(("tiles", bm, bn), lambda: tile_tables(p.lo, p.hi, p.pos, self.pos, bm, bn))
+
+    @property
+    def moves(self) -> bool:
+        """Whether this rank takes part in the exchange that brings the step's keys."""
+        return bool(self.sends or self.recvs or (self.entry and (self.entry.sends or self.entry.recvs)))
 
     @property
     def segments(self) -> Segments:

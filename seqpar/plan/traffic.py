@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
+from itertools import chain
 from typing import TYPE_CHECKING
 
 from seqpar.plan.heads import head_share, replicated
@@ -65,9 +66,11 @@ def traffic(plan: Plan, rank: int, shape: Shape) -> dict[int, int]:
             for peer, size in _trade(step.part, rank, shape).items():
                 sent[peer] = sent.get(peer, 0) + size
         row = shape.share(step.part, step.part.share)[1] * (shape.dim + shape.values)
-        for peer, rows in step.sends.items():
+        entering = step.entry.sends if step.entry else {}
+        for peer, rows in chain(step.sends.items(), entering.items()):
             sent[peer] = sent.get(peer, 0) + count(rows) * row * shape.size
-        for peer, rows in step.grad_sends.items() if shape.backward and shape.kv_grads else ():
+        entered = step.entry.recvs if step.entry else {}
+        for peer, rows in chain(step.grad_sends.items(), entered.items()) if shape.backward and shape.kv_grads else ():
             sent[peer] = sent.get(peer, 0) + count(rows) * row * shape.acc
     return {peer: size for peer, size in sorted(sent.items()) if size}
 

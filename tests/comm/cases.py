@@ -168,7 +168,8 @@ def refused(comm):
     x = torch.zeros(4, 4)
     peer = (comm.rank + 1) % comm.size
     found = []
-    for sends in ({comm.rank: [x]}, {comm.size: [x]}, {peer: [x.t()]}):
+    strided = x.t() if not comm.direct else torch.zeros(2, 2, 2, 2, 2, 2, 2).transpose(0, 1)
+    for sends in ({comm.rank: [x]}, {comm.size: [x]}, {peer: [strided]}):
         try:
             comm.exchange(sends, {}, tag=tag(0))
         except ValueError as error:
@@ -191,7 +192,7 @@ def witness(comm, folder, fn, *args):
     """Runs a case that fails and leaves ``folder/rank`` with the seconds it took and the error."""
     start = time.monotonic()
     try:
-        globals()[fn](comm, *args)
+        (globals()[fn] if isinstance(fn, str) else fn)(comm, *args)
     except Exception as error:
         (folder / str(comm.rank)).write_text(f"{time.monotonic() - start:.3f} {type(error).__name__}: {error}")
         if isinstance(error, PeerError):
@@ -221,7 +222,8 @@ def other_tag(comm):
     if comm.rank == 0:
         comm.exchange({1: [x]}, {}, tag=tag(7, 0, 2)).wait()
     else:
-        comm.exchange({}, {comm.rank - 1: [x]}, tag=tag(7, 0, 5)).wait()
+        # rank 2 in a later stage: in rank 1's own it would not meet rank 1 either
+        comm.exchange({}, {comm.rank - 1: [x]}, tag=tag(7, 0, 4 + comm.rank)).wait()
 
 
 def other_scope(comm):

@@ -5,6 +5,7 @@ import re
 import pytest
 import torch
 
+from seqpar import native
 from seqpar.comm import Comm, LocalComm, PeerError
 from seqpar.testing import run_processes, run_threads
 from tests.comm import cases
@@ -162,6 +163,18 @@ class TestProcesses(Exchanges):
 
     def run(self, size, fn, *args, timeout=30.0):
         return run_processes(size, fn, *args, timeout=timeout)
+
+    def test_is_a_comm(self):
+        assert self.run(2, isinstance, Comm) == [True, True]
+
+
+@pytest.mark.skipif(native.missing() is not None, reason=native.missing() or "")
+class TestSharedMemory(Exchanges):
+    size = 3
+    crowd_size, crowd_tensors = 2, 240
+
+    def run(self, size, fn, *args, timeout=30.0):
+        return run_processes(size, fn, *args, comm="shm", timeout=timeout)
 
     def test_is_a_comm(self):
         assert self.run(2, isinstance, Comm) == [True, True]

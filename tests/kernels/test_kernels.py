@@ -14,6 +14,7 @@ import pytest
 import torch
 from torch import Tensor
 
+from seqpar import native
 from seqpar.kernels import (
     KERNELS,
     Ask,
@@ -29,12 +30,16 @@ from seqpar.kernels import (
     choose,
     dropout,
 )  # fmt: skip
+from seqpar.kernels.native import ISAS, Native
 from seqpar.kernels.protocol import DTYPES
+from seqpar.kernels.reference import Reference
 from seqpar.kernels.vendor import Aten, batches
 from seqpar.mask import Mask
 from seqpar.plan.tiles import Kind, segments, tile_tables
 from seqpar.testing import dense_attention, relative_rms
 
+# the compiled kernel also as processors with fewer instructions run it
+OLDER = [Native(isa=isa) for isa in range(0 if native.missing() else native.ops().isa())]
 LOW = (torch.bfloat16, torch.float16)
 # of the relative RMS error: float64 and float32 to a few roundings, the others to that of one rounding of the result
 LIMIT = {torch.float64: 1e-13, torch.float32: 2e-6, torch.bfloat16: 3.2e-3, torch.float16: 4e-4}
@@ -85,6 +90,7 @@ def small_cases() -> list[Case]:
     ]
     cases += [replace(base, heads=h, kv_heads=kv, splits=2) for h, kv in ((1, 1), (5, 5), (6, 1), (28, 7))]
     cases += [replace(base, dim=d, v_dim=dv, splits=2) for d, dv in ((8, 4), (4, 8), (1, 3))]
+    cases += [replace(base, dim=576, v_dim=512, splits=2, dtype=t) for t in (torch.float32, torch.bfloat16)]
     cases += [replace(base, keys=m, mask=mask) for m in (30, 95) for mask in ("causal", "full")]
     cases += [replace(base, splits=s, mask="bounds", **o) for s in (1, 3) for o in OPTIONS]
     cases += [replace(base, dtype=t, splits=s, dim=32, v_dim=32) for t in (torch.float32, *LOW) for s in (1, 4)]
@@ -255,9 +261,9 @@ def asked(case: Case) -> Ask:
 
 
 def fitted(kernel: Kernel, case: Case) -> Case | None:
-    """The case as a kernel can do it. Triton has no float64; its interpreter has no bf16 and is slow, so that
-    test_triton.py takes small tiles instead of large tensors."""
-    if "triton" in kernel.name and case.dtype == torch.float64:
+    """The case as a kernel can do it. Compiled ones have no float64; Triton's interpreter has no bf16 and is slow, so
+    that test_triton.py takes small tiles instead of large tensors."""
+    if kernel.name.startswith(("triton", "native")) and case.dtype == torch.float64:
         case = replace(case, dtype=torch.float32)
     slow = case.queries > 70 or case.heads > 6
     if kernel.name == "triton_tf32" or (kernel.name == "triton" and (slow or case.dtype == torch.bfloat16)):
@@ -267,7 +273,7 @@ def fitted(kernel: Kernel, case: Case) -> Case | None:
 
 def pairs(cases: list[Case]) -> list[object]:
     """Each kernel with each case that it can do."""
-    found = [(kernel, fitted(kernel, case)) for case in cases for kernel in KERNELS]
+    found = [(kernel, fitted(kernel, case)) for case in cases for kernel in (*KERNELS, *OLDER)]
     return [pytest.param(k, case, id=f"{k.name}-{named(case)}") for k, case in dict.fromkeys(found) if case]
 
 
@@ -295,7 +301,8 @@ def test_no_rows_and_no_keys(kernel, dtype) -> None:
     case = Case(dtype=dtype)
     q, k, v = inputs(case)[:3]
     if fitted(kernel, case) != case:
-        known = {"aten": LOW, "triton": (torch.float64, torch.bfloat16), "triton_tf32": DTYPES}
+        none = (torch.float64, torch.float16)
+        known = {"native": none, "aten": LOW, "triton": (torch.float64, torch.bfloat16), "triton_tf32": DTYPES}
         assert dtype in known[kernel.name]
         return
     acc = acc_dtype(dtype)
@@ -353,6 +360,30 @@ def test_what_is_not_finite_reaches_those_who_see_it_and_no_others(kernel, bad, 
     assert torch.isfinite(grads[0][~sees]).all()
     if bad != bad:
         assert grads[0][sees].isnan().any(-1).all()
+
+
+@pytest.mark.parametrize("size", [1e2, 3e4, 1e15])
+@pytest.mark.parametrize("kernel", [k for k in (*KERNELS, *OLDER) if "triton" not in k.name], ids=lambda k: k.name)
+def test_large_scores_lose_no_row(kernel, size) -> None:
+    """Where one key has all the weight, it has it whatever the size of its score, forward and backward."""
+    case = Case(dtype=torch.float32, dim=16, v_dim=16, heads=2, kv_heads=2)
+    q, k, v, dout, _ = inputs(case)
+    q, k = q * size, k * size
+    facts = facts_of(case.made(), np.arange(70))
+
+    def run(by: Kernel, *tensors: Tensor) -> list[Tensor]:
+        a, b, c, d = tensors
+        out, lse = torch.full_like(d, torch.nan), torch.full((2, 70), torch.nan, dtype=d.dtype)
+        x = Operands(a, b, c, facts, case.score())
+        by.forward(x, Sums(out, lse, None, first=True))
+        grads = [torch.zeros_like(y) for y in (a, b, c)]
+        by.backward(x, Grads(d, lse, (d * out).sum(-1).t().contiguous(), out, *grads))
+        return [out, lse, grads[2]]
+
+    exact = run(Reference(), *(x.double() for x in (q, k, v, dout)))
+    plain, found = run(Reference(), q, k, v, dout), run(kernel, q, k, v, dout)
+    for name, got, own, wanted in zip(("out", "lse", "dv"), found, plain, exact, strict=True):
+        assert relative_rms(got, wanted) <= 2 * relative_rms(own, wanted) + 1e-6, name
 
 
 @dataclass
@@ -468,9 +499,29 @@ def test_kernels_are_chosen_by_name_or_by_what_they_can() -> None:
     for kernel in KERNELS:
         if kernel.refuses(CALL) is None:
             assert choose(kernel.name, CALL) is kernel
+    for call in (CALL, replace(CALL, dtype=torch.bfloat16), replace(CALL, softcap=True)):
+        assert choose("auto", call).name == "native"
+    assert choose("auto", replace(CALL, dim=1025, v_dim=1025)).name == "aten"
+    with pytest.raises(NotImplementedError, match="native has head dims up to 1024, got 1025 and 8"):
+        choose("native", replace(CALL, dim=1025))
+    assert choose("auto", replace(CALL, dtype=torch.float64)).name == "aten"
+    assert choose("auto", replace(CALL, dtype=torch.float64, softcap=True)).name == "blockwise"
+    assert choose("auto", replace(CALL, dtype=torch.float16)).name == "blockwise"
+
+
+def test_without_the_extension_kernels_in_python_serve(monkeypatch) -> None:
+    monkeypatch.setattr(native, "missing", lambda: "seqpar._C was not built")
     assert choose("auto", CALL).name == "aten"
     assert choose("auto", replace(CALL, dtype=torch.bfloat16)).name == "blockwise"
-    assert choose("auto", replace(CALL, softcap=True)).name == "blockwise"
+    with pytest.raises(NotImplementedError, match="seqpar._C was not built"):
+        choose("native", CALL)
+
+
+def test_the_instruction_sets_are_the_extension_s() -> None:
+    assert 0 <= native.ops().isa() < len(ISAS)
+
+
+def test_what_a_kernel_lacks_is_named() -> None:
     with pytest.raises(ValueError, match="kernel must be auto or one of .*blockwise.*got 'magic'"):
         choose("magic", CALL)
     with pytest.raises(NotImplementedError, match="blockwise has no torch.int32"):

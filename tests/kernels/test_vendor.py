@@ -833,7 +833,7 @@ def test_order_is_that_of_the_rates_where_there_are_rates(monkeypatch) -> None:
     for capability in (80, 89, 100, 120):
         assert order(replace(HOPPER, capability=capability))[0] == "triton"
     assert order(replace(HOPPER, dim=256))[0] == "triton", "no row for that head dim"
-    assert order(replace(HOPPER, device="cpu")) == ("aten", "blockwise", "reference")
+    assert order(replace(HOPPER, device="cpu")) == ("native", "aten", "blockwise", "reference")
     monkeypatch.setattr(rates, "RATES", (rates.Rate("flash4", 100, 128, True, 1000, 900, "made up"),))
     assert order.__wrapped__(replace(HOPPER, capability=100))[:2] == ("triton", "flash4"), "its own rate is not known"
 

@@ -5,8 +5,10 @@ In float64 to 1e-10 against the dense oracle, on inputs whose pad rows hold NaN.
 
 from __future__ import annotations
 
+import functools
 import itertools
 from dataclasses import dataclass
+from functools import partial
 
 import numpy as np
 import pytest
@@ -16,7 +18,7 @@ from hypothesis import strategies as st
 from torch import Tensor
 
 import seqpar
-from seqpar.comm import Comm
+from seqpar.comm import Comm, shm
 from seqpar.plan import TRANSPORTS, Plan
 from seqpar.testing import dense_attention, run_processes, run_threads
 from tests.cases import LAYOUTS, MASKS, Case, cases, divisors
@@ -85,6 +87,7 @@ def run_rank(
     if with_lse:
         (finite * glse).masked_fill(pads[:, None], 0.0).sum().backward()
     assert not out[pads].any() and not mine[0].grad[pads].any()
+    assert comm.stats.staged_bytes == 0, "what a verb receives is memory that peers can write"
     grads = [x.grad for x in mine] + ([] if sinks is None else [sinks.grad])
     return [out.detach(), lse.detach(), *grads]
 
@@ -154,9 +157,10 @@ options_strategy = st.builds(
     options_strategy,
     st.booleans(),
     st.integers(0, 1000),
+    st.booleans(),
 )
-def test_any_plan_and_option_equals_one_device(case, heads, dims, options, with_lse, seed) -> None:
-    check(case.plan(), heads, dims, options, with_lse, seed)
+def test_any_plan_and_option_equals_one_device(case, heads, dims, options, with_lse, seed, direct) -> None:
+    check(case.plan(), heads, dims, options, with_lse, seed, run=partial(run_threads, direct=direct))
 
 
 LENGTHS = ((37,), (1, 13, 2, 22, 5), (3, 2, 1, 1, 4))
@@ -231,6 +235,13 @@ PROCESS_CASES = (
 @pytest.mark.parametrize("case", PROCESS_CASES, ids=lambda c: f"{c.mask}-{c.layout}-{c.transport}-P{c.ranks}")
 def test_real_processes_over_gloo_equal_one_device(case) -> None:
     check(case.plan(), (6, 2), (8, 4), Options(sinks=True, softcap=2.0), run=run_processes)
+
+
+@pytest.mark.skipif(shm.missing() is not None, reason=shm.missing() or "")
+@pytest.mark.parametrize("case", PROCESS_CASES[::2], ids=lambda c: f"{c.mask}-{c.layout}-{c.transport}-P{c.ranks}")
+def test_real_processes_over_shared_memory_equal_one_device(case) -> None:
+    run = functools.partial(run_processes, comm="shm")
+    check(case.plan(), (6, 2), (8, 4), Options(sinks=True, softcap=2.0), run=run)
 
 
 def test_widths_per_document_leave_whole_documents_alone() -> None:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import itertools
 import time
+from collections import Counter
 from dataclasses import replace
 
 import numpy as np
@@ -27,11 +28,13 @@ DTYPES = {"float64": torch.float64, "float32": torch.float32, "bfloat16": torch.
 
 
 class Recorder:
-    """A comm that notes what passes through it: (phase, stage, bytes sent, bytes received), and memory asked for."""
+    """A comm that notes what passes through it: (phase, stage, bytes sent, bytes received), messages sent by phase, and
+    memory asked for."""
 
     def __init__(self, comm: Comm) -> None:
         self.comm = comm
         self.exchanges: list[tuple[int, int, int, int]] = []
+        self.messages: Counter[int] = Counter()
         self.buffers: list[Tensor] = []
 
     def __getattr__(self, name: str) -> object:
@@ -41,6 +44,7 @@ class Recorder:
         sent, received = (sum(t.nbytes for ts in side.values() for t in ts) for side in (sends, recvs))
         if sent or received:
             self.exchanges.append((tag.phase, tag.stage, sent, received))
+            self.messages[tag.phase] += sum(t.numel() > 0 for ts in sends.values() for t in ts)
         return self.comm.exchange(sends, recvs, tag=tag)
 
     def empty(self, shape, dtype, device):
@@ -90,13 +94,14 @@ def counted(comm: Comm, plan: Plan, heads, dims, dtype, with_lse, kv_grads=True)
 @settings(max_examples=60)
 @given(
     cases(), st.sampled_from(HEADS), st.sampled_from([(8, 8), (3, 5)]), st.sampled_from(list(DTYPES)),
-    st.booleans(), st.booleans(),
+    st.booleans(), st.booleans(), st.booleans(),
 )  # fmt: skip
-def test_bytes_counted_equal_bytes_predicted(case, heads, dims, dtype, with_lse, kv_grads) -> None:
+def test_bytes_counted_equal_bytes_predicted(case, heads, dims, dtype, with_lse, kv_grads, direct) -> None:
     plan = case.plan()
     shape = dict(heads=heads[0], kv_heads=heads[1], dim=dims[0], v_dim=dims[1], dtype=dtype)
     shape |= dict(return_lse=with_lse, kv_grads=kv_grads)
-    for rank, sent in enumerate(run_threads(plan.ranks, counted, plan, heads, dims, dtype, with_lse, kv_grads)):
+    arguments = (plan, heads, dims, dtype, with_lse, kv_grads)
+    for rank, sent in enumerate(run_threads(plan.ranks, counted, *arguments, direct=direct)):
         for backward in (False, True):
             got = {peer: n for peer, n in sorted(sent[backward].items()) if n}
             assert got == plan.traffic(rank, backward=backward, **shape), f"rank {rank}, backward={backward}"

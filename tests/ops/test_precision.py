@@ -41,6 +41,7 @@ def plans(ranks: int) -> dict[str, Plan]:
     )
     return {
         "zigzag-fetch-3-stages": Plan(MASK, zigzag, stage_bytes=80 * 4 * KV_HEADS * DIM * 2),
+        "zigzag-nodes-3-stages": Plan(MASK, zigzag, stage_bytes=80 * 4 * KV_HEADS * DIM * 2, node=max(2, ranks // 2)),
         "striped-ring": Plan(MASK, striped, transport="ring"),
         "contiguous-gather": Plan(MASK, contiguous, transport="gather"),
         "ulysses": Plan(MASK, contiguous, ulysses=ranks),
@@ -64,24 +65,24 @@ def oracle(seed: int, dtype: torch.dtype) -> list[Tensor]:
     return [out.detach(), *torch.autograd.grad((out * dout.detach()).sum(), (q, k, v))]
 
 
-def run_rank(comm: Comm, plan: Plan, dtype: torch.dtype) -> list[list[Tensor]]:
+def run_rank(comm: Comm, plan: Plan, dtype: torch.dtype, kernel: str) -> list[list[Tensor]]:
     """This rank's out, dq, dk, dv of every seed."""
     results = []
     for seed in SEEDS:
         q, k, v, dout = (seqpar.shard(x, plan, comm.rank).clone() for x in inputs(seed, dtype))
         leaves = [x.requires_grad_() for x in (q, k, v)]
-        out = seqpar.attention(*leaves, plan, comm)
+        out = seqpar.attention(*leaves, plan, comm, kernel=kernel)
         out.backward(dout)
         assert all(x.grad.dtype == dtype for x in leaves) and out.dtype == dtype
         results.append([out.detach(), *(x.grad for x in leaves)])
     return results
 
 
-def errors(plan: Plan, dtype: torch.dtype) -> np.ndarray:
+def errors(plan: Plan, dtype: torch.dtype, kernel: str = "auto") -> np.ndarray:
     """Relative RMS error of each tensor, mean over seeds."""
     for seed in SEEDS:
         inputs(seed, dtype), oracle(seed, dtype)  # made before the threads ask
-    by_rank = run_threads(plan.ranks, run_rank, plan, dtype)
+    by_rank = run_threads(plan.ranks, run_rank, plan, dtype, kernel)
     found = []
     for n, seed in enumerate(SEEDS):
         row = []
@@ -95,8 +96,8 @@ def errors(plan: Plan, dtype: torch.dtype) -> np.ndarray:
 
 
 @cache
-def errors_of_one_rank(dtype: torch.dtype) -> np.ndarray:
-    return errors(Plan(MASK, Layout.contiguous(TOKENS, 1)), dtype)
+def errors_of_one_rank(dtype: torch.dtype, kernel: str = "auto") -> np.ndarray:
+    return errors(Plan(MASK, Layout.contiguous(TOKENS, 1)), dtype, kernel)
 
 
 def check(plan: Plan, dtype: torch.dtype, limit: float) -> None:
@@ -128,15 +129,15 @@ def test_partial_results_rounded_on_their_way_would_be_seen(dtype, monkeypatch) 
     monkeypatch.setattr(
         blockwise, "merge", lambda out, lse, part, part_lse: merge(out.to(dtype), lse, part.to(dtype), part_lse)
     )
-    several = errors(plans(8)["striped-ring"], dtype)
-    assert several[0] > 1.15 * errors_of_one_rank(dtype)[0] > 0
+    several = errors(plans(8)["striped-ring"], dtype, "blockwise")
+    assert several[0] > 1.15 * errors_of_one_rank(dtype, "blockwise")[0] > 0
 
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16], ids=str)
 def test_one_rank_rounds_no_more_than_once(dtype) -> None:
     """The output's error is that of the exact output rounded to the dtype; of gradients, little more."""
     rounded = np.mean([[relative_rms(x.to(dtype), x) for x in oracle(seed, dtype)] for seed in SEEDS], axis=0)
-    one = errors_of_one_rank(dtype)
+    one = errors_of_one_rank(dtype, "blockwise")
     assert one[0] <= 1.01 * rounded[0] and one[3] <= 1.01 * rounded[3]
     assert (one[1:3] <= 1.5 * rounded[1:3]).all(), (
         "delta is made of the rounded output, as in every kernel that saves it"

@@ -11,13 +11,14 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import Tensor
+from torch.autograd import forward_ad
 
 import seqpar
-from seqpar.comm import Comm
+from seqpar.comm import Comm, shm
 from seqpar.layout import Layout
 from seqpar.mask import Mask
 from seqpar.plan import TRANSPORTS, Plan
-from seqpar.testing import dense_attention, run_processes, run_threads
+from seqpar.testing import COMMS, dense_attention, run_processes, run_threads
 from tests.cases import LAYOUTS, cases, make_layout
 from tests.ops.test_attention import inputs
 
@@ -63,10 +64,10 @@ def switched(comm: Comm, s: Switch, dtype: torch.dtype) -> Tensor:
 
 
 @settings(max_examples=60)
-@given(switches(), st.sampled_from(DTYPES))
-def test_switch_is_its_specification(s, dtype) -> None:
+@given(switches(), st.sampled_from(DTYPES), st.booleans())
+def test_switch_is_its_specification(s, dtype, direct) -> None:
     expected = values(list(s.shape), dtype).split(s.split, s.dims[0])
-    for got, want in zip(run_threads(len(s.split), switched, s, dtype), expected, strict=True):
+    for got, want in zip(run_threads(len(s.split), switched, s, dtype, direct=direct), expected, strict=True):
         assert torch.equal(got, want)
         assert got.dtype == dtype
 
@@ -85,9 +86,9 @@ def switch_products(comm: Comm, s: Switch) -> list[float]:
 
 
 @settings(max_examples=40)
-@given(switches())
-def test_switch_has_its_adjoint(s) -> None:
-    ax_y, x_aty = np.sum(run_threads(len(s.split), switch_products, s), axis=0)
+@given(switches(), st.booleans())
+def test_switch_has_its_adjoint(s, direct) -> None:
+    ax_y, x_aty = np.sum(run_threads(len(s.split), switch_products, s, direct=direct), axis=0)
     assert ax_y == x_aty
 
 
@@ -123,12 +124,13 @@ def moved(comm: Comm, src: Layout, dst: Layout, dtype: torch.dtype, tail: tuple[
     st.integers(0, 999),
     st.sampled_from(DTYPES),
     st.sampled_from([(), (3,), (2, 0), (2, 3)]),
+    st.booleans(),
 )
-def test_relayout_is_its_specification_and_moves_each_row_once(kinds, ranks, seed, dtype, tail) -> None:
+def test_relayout_is_its_specification_and_moves_each_row_once(kinds, ranks, seed, dtype, tail, direct) -> None:
     src, dst = two_layouts(kinds, ranks, seed)
     x = values([src.total, *tail], dtype)
     row = x[:1].nbytes
-    for rank, (got, received) in enumerate(run_threads(ranks, moved, src, dst, dtype, tail)):
+    for rank, (got, received) in enumerate(run_threads(ranks, moved, src, dst, dtype, tail, direct=direct)):
         assert torch.equal(got, x[dst.positions(rank)]) and got.dtype == dtype
         new = np.setdiff1d(dst.positions(rank), src.positions(rank))
         assert received == new.size * row
@@ -168,14 +170,17 @@ def round_trip(comm: Comm, plan: Plan, dim: int, side: str, dtype: torch.dtype) 
 
 
 @settings(max_examples=60)
-@given(cases(), st.sampled_from([0, 1, 2, -1, -2, -3]), st.sampled_from(["q", "kv"]), st.sampled_from(DTYPES))
-def test_unshard_undoes_shard(case, dim, side, dtype) -> None:
+@given(
+    cases(), st.sampled_from([0, 1, 2, -1, -2, -3]), st.sampled_from(["q", "kv"]), st.sampled_from(DTYPES),
+    st.booleans(),
+)  # fmt: skip
+def test_unshard_undoes_shard(case, dim, side, dtype, direct) -> None:
     plan = case.plan()
     shape = [2, 3, 2]
     shape[dim] = plan.mask.tokens if side == "q" else plan.mask.kv_tokens
     x = values(shape, dtype)
     layout = plan.layout if side == "q" else plan.kv_layout
-    for rank, (mine, back) in enumerate(run_threads(plan.ranks, round_trip, plan, dim, side, dtype)):
+    for rank, (mine, back) in enumerate(run_threads(plan.ranks, round_trip, plan, dim, side, dtype, direct=direct)):
         held = torch.from_numpy(layout.positions(rank))
         assert torch.equal(mine.narrow(dim, 0, len(held)), x.index_select(dim, held))
         assert torch.equal(back, x)
@@ -201,10 +206,10 @@ def unshard_products(comm: Comm, plan: Plan, dim: int) -> list[float]:
 
 
 @settings(max_examples=30)
-@given(cases(), st.sampled_from([0, 1, -1, -2]))
-def test_unshard_and_shard_have_their_adjoints(case, dim) -> None:
+@given(cases(), st.sampled_from([0, 1, -1, -2]), st.booleans())
+def test_unshard_and_shard_have_their_adjoints(case, dim, direct) -> None:
     plan = case.plan()
-    ax_y, x_aty = np.sum(run_threads(plan.ranks, unshard_products, plan, dim), axis=0)
+    ax_y, x_aty = np.sum(run_threads(plan.ranks, unshard_products, plan, dim, direct=direct), axis=0)
     assert ax_y == x_aty
 
 
@@ -326,6 +331,12 @@ def test_two_replicas_of_two_processes() -> None:
 
 
 def every_verb(comm: Comm, plan: Plan, dst: Layout) -> list[Tensor]:
+    result = each_verb(comm, plan, dst)
+    assert comm.stats.staged_bytes == 0, "what a verb receives is memory that peers can write"
+    return result
+
+
+def each_verb(comm: Comm, plan: Plan, dst: Layout) -> list[Tensor]:
     x = values([plan.mask.tokens, 4], torch.float64)
     mine = seqpar.shard(x, plan, comm.rank).requires_grad_()
     there = seqpar.relayout(mine, comm, src=plan.layout, dst=dst)
@@ -335,9 +346,23 @@ def every_verb(comm: Comm, plan: Plan, dst: Layout) -> list[Tensor]:
     return [there.detach(), whole.detach(), mine.grad, switched(comm, s, torch.int64)]
 
 
-def test_every_verb_over_processes() -> None:
+@pytest.mark.parametrize("comm", COMMS)
+def test_every_verb_over_processes(comm) -> None:
+    if comm == "shm" and shm.missing():
+        pytest.skip(shm.missing())
     plan, dst = Plan(Mask([7]), Layout.striped(7, 2)), Layout([[], [6, 5, 4, 3, 2, 1, 0]])
-    threads, processes = run_threads(2, every_verb, plan, dst), run_processes(2, every_verb, plan, dst)
+    threads, processes = run_threads(2, every_verb, plan, dst), run_processes(2, every_verb, plan, dst, comm=comm)
     for ours, theirs in zip(threads, processes, strict=True):
         assert all(torch.equal(a, b) for a, b in zip(ours, theirs, strict=True))
         assert (ours[2] == 3).all()  # twice by unshard, once by relayout
+
+
+@pytest.mark.parametrize("verb", ["switch", "relayout"])
+def test_a_tangent_is_refused_and_not_lost(verb) -> None:
+    comm, layout = seqpar.LocalComm(), Layout.contiguous(4, 1)
+    with forward_ad.dual_level(), pytest.raises(NotImplementedError, match=f"{verb} has no forward-mode derivative"):
+        x = forward_ad.make_dual(torch.ones(4, 3), torch.ones(4, 3))
+        if verb == "switch":
+            seqpar.switch(x, comm, split_dim=0, concat_dim=1)
+        else:
+            seqpar.relayout(x, comm, src=layout, dst=layout)

@@ -2,13 +2,17 @@
 
 from __future__ import annotations
 
+import tracemalloc
+
 import numpy as np
 from hypothesis import given, settings
+from hypothesis import strategies as st
 
 from seqpar.layout import Layout
 from seqpar.mask import Mask
 from seqpar.plan import Plan, Step
-from tests.cases import Case, cases
+from seqpar.plan.plan import NOMINAL_ROW_BYTES
+from tests.cases import Case, cases, divisors
 from tests.plan.test_tiles import check_tiles
 
 
@@ -23,7 +27,9 @@ def act_out(plan: Plan) -> np.ndarray:
     """Runs the exchanges on token numbers; returns how often each (query, key) was computed, and checks buffers."""
     seen = np.zeros((plan.mask.tokens, plan.mask.kv_tokens), int)
     before: list[np.ndarray | None] = [None] * plan.ranks
+    entered: list[np.ndarray | None] = [None] * plan.ranks  # with the round before
     for steps in rounds(plan):
+        entries = [None if step is None or step.entry is None else enter(steps, r) for r, step in enumerate(steps)]
         buffers: list[np.ndarray | None] = [None] * plan.ranks
         for rank, step in enumerate(steps):
             if step is None:
@@ -40,9 +46,14 @@ def act_out(plan: Plan) -> np.ndarray:
                 source = before[peer] if theirs.relay else theirs.part.keys
                 if theirs.relay and before[peer] is None:
                     source = theirs.part.keys
+                if theirs.spread is not None:
+                    source = entered[peer]
                 buffer[rows] = source[theirs.sends[rank]]
             for peer in step.sends:
                 assert rank in steps[peer].recvs, f"rank {peer} does not expect what rank {rank} sends"
+            if step.spread is not None:
+                assert (buffer[step.spread.place] == -7).all(), "what enters here comes from nobody else"
+                buffer[step.spread.place] = entered[rank]
             buffers[rank] = buffer
         for rank, step in enumerate(steps):
             if step is None:
@@ -56,7 +67,21 @@ def act_out(plan: Plan) -> np.ndarray:
                 if b > a and step.part.share == 0:
                     seen[queries[i], step.pos[a:b]] += 1
             before[rank] = step.pos
+        entered = entries
     return seen
+
+
+def enter(steps: list[Step | None], rank: int) -> np.ndarray:
+    """The keys of a rank's entry."""
+    entry = steps[rank].entry
+    got = [np.zeros(0, int)]
+    for peer, rows in entry.recvs.items():
+        assert rows.start == sum(x.size for x in got), "consecutive, in this order"
+        got.append(steps[peer].part.keys[steps[peer].entry.sends[rank]])
+        assert got[-1].size == rows.stop - rows.start > 0
+    for peer in entry.sends:
+        assert rank in steps[peer].entry.recvs, f"rank {peer} does not expect what rank {rank} sends"
+    return np.concatenate(got)
 
 
 def inside_queries(plan: Plan, rank: int, step: Step) -> np.ndarray:
@@ -83,6 +108,42 @@ def test_each_attended_pair_is_computed_once(case: Case) -> None:
     np.testing.assert_array_equal(act_out(plan), dense(plan))
 
 
+@st.composite
+def placed(draw: st.DrawFn) -> Plan:
+    """Documents cut into pieces that lie anywhere, fetched, with a Ulysses width each."""
+    ranks = draw(st.sampled_from([1, 2, 3, 4, 6]))
+    count = draw(st.lists(st.lists(st.integers(1, 6), min_size=1, max_size=5), min_size=1, max_size=5))
+    pieces = np.concatenate(count)
+    order = np.array(draw(st.permutations(range(pieces.size))))
+    rank = np.array(draw(st.lists(st.integers(0, ranks - 1), min_size=pieces.size, max_size=pieces.size)))
+    layout = Layout.from_pieces((np.cumsum(pieces) - pieces)[order], pieces[order], rank, ranks)
+    width = draw(st.lists(st.sampled_from(divisors(ranks)), min_size=len(count), max_size=len(count)))
+    mask = Mask([sum(c) for c in count], window=(draw(st.sampled_from([None, 3])), None))
+    return Plan(mask, layout, ulysses=width, stage_bytes=draw(st.integers(1, 7)) * NOMINAL_ROW_BYTES)
+
+
+@settings(max_examples=150)
+@given(placed())
+def test_each_pair_of_placed_pieces_is_computed_once(plan: Plan) -> None:
+    np.testing.assert_array_equal(act_out(plan), dense(plan))
+    stage_rows = plan.stage_bytes // NOMINAL_ROW_BYTES
+    assert all(s.local or s.pos.size <= stage_rows for r in range(plan.ranks) for s in plan.steps(r))
+
+
+def test_fetch_takes_memory_by_the_rows_of_a_rank_not_by_all() -> None:
+    """4 bytes for each of the tokens would be 200 MB."""
+    tokens, ranks = 50_000_000, 8192
+    plan = Plan(Mask([tokens], window=(20_000, None)), Layout.zigzag([tokens], ranks))
+    tracemalloc.start()
+    try:
+        steps = plan.steps(ranks // 2)
+        peak = tracemalloc.get_traced_memory()[1]
+    finally:
+        tracemalloc.stop()
+    assert sum(s.pos.size for s in steps if not s.local) == 2 * 20_000
+    assert peak < 20e6
+
+
 @settings(max_examples=100)
 @given(cases())
 def test_areas_of_all_steps_sum_to_the_area_of_the_mask(case: Case) -> None:
@@ -94,13 +155,17 @@ def test_areas_of_all_steps_sum_to_the_area_of_the_mask(case: Case) -> None:
 @settings(max_examples=150)
 @given(cases())
 def test_every_gradient_comes_home_once(case: Case) -> None:
+    check_gradients(case.plan())
+
+
+def check_gradients(plan: Plan) -> None:
     """Each rank adds 1 to the gradient of every key row it holds; the owner must end up with the number of holders."""
-    plan = case.plan()
     home = {}
     wanted = {}
     carried: dict[int, np.ndarray] = {}
     for steps in rounds(plan):
         grads = {}
+        sums = {}
         for rank, step in enumerate(steps):
             if step is None:
                 continue
@@ -119,14 +184,22 @@ def test_every_gradient_comes_home_once(case: Case) -> None:
         for rank, step in enumerate(steps):
             if step is None or step.local:
                 continue
+            target = home[rank, step.part.width]
+            if step.spread is not None:
+                target = sums[rank] = grads[rank][step.spread.place].copy()
             for peer, rows in step.grad_recvs.items():
-                home[rank, step.part.width][rows] += grads[peer][steps[peer].grad_sends[rank]]
+                target[rows] += grads[peer][steps[peer].grad_sends[rank]]
             for peer in step.grad_sends:
                 assert rank in steps[peer].grad_recvs or steps[peer].carry == rank
             if step.carry is not None:
                 sent = steps[step.carry].grad_sends.get(rank)
                 if sent is not None:
                     carried[rank] = grads[step.carry][sent]
+        for rank, step in enumerate(steps):
+            if step is not None and step.spread is not None:
+                for peer, rows in step.spread.sends.items():
+                    theirs = steps[peer].spread.recvs[rank]
+                    home[rank, step.part.width][rows] += sums[peer][theirs]
     for (rank, width), got in home.items():
         part = next(s.part for s in plan.steps(rank) if s.part.width == width)
         np.testing.assert_array_equal(got, wanted[width, part.share][part.keys])

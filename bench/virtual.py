@@ -1,0 +1,206 @@
+"""Ranks that run one after another: what each computes is timed, what they exchange is composed by the schedule.
+
+A rank runs its steps through the product's own path on a `Tape`, a comm that sends nothing: memory for what peers would
+send holds random numbers, and the tape notes in order what happened, with the CPU time of everything between::
+
+    Run 12 ms | Post K1 | Run 31 ms | Wait K1 | Post K2 | Run 30 ms | Wait K2 | ...
+
+`compose` puts the tapes of all ranks on one clock. An exchange starts at a rank when the rank and everyone it exchanges
+with have posted it and what the rank posted before is through; it takes the link's latency, and the larger of the bytes
+sent and received at the link's bandwidth. Computing goes on meanwhile, until the wait.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import NamedTuple
+
+import torch
+from torch import Tensor
+
+from seqpar.comm import Comm, Tag, Work
+from seqpar.comm.protocol import Stats
+from seqpar.planner import Link
+
+NOISE = 1 << 20  # random numbers of which memory for received tensors is made
+
+
+class Run(NamedTuple):
+    """Computing for so many seconds of CPU time."""
+
+    seconds: float
+
+
+class Post(NamedTuple):
+    """The start of an exchange: bytes by peer."""
+
+    tag: Tag
+    sent: dict[int, int]
+    received: dict[int, int]
+
+
+class Wait(NamedTuple):
+    """The end of an exchange."""
+
+    tag: Tag
+
+
+Event = Run | Post | Wait
+
+
+class Tape:
+    """A comm that is one rank of a world of which nothing else exists, and the events of what runs on it."""
+
+    direct, check_every = True, "batch"  # as `ShmComm`
+
+    def __init__(self, rank: int, size: int) -> None:
+        self.rank, self.size, self.stats = rank, size, Stats()
+        self.agreed: dict[int, None] = {}
+        self.events: list[Event] = []
+        self._noise: dict[torch.dtype, Tensor] = {}
+        self._calls = 0
+        self._since = time.thread_time()
+
+    def start(self) -> None:
+        """Forget all events; the clock runs from now on."""
+        self.events, self._calls = [], 0
+        self._since = time.thread_time()
+
+    def stop(self) -> list[Event]:
+        """The events since `start`."""
+        self._note()
+        return self.events
+
+    def _note(self, *events: Event) -> None:
+        self.events += [Run(time.thread_time() - self._since), *events]
+        self._since = time.thread_time()
+
+    def exchange(
+        self, sends: Mapping[int, Sequence[Tensor]], recvs: Mapping[int, Sequence[Tensor]], *, tag: Tag
+    ) -> Work:
+        """A note of the exchange."""
+        post = Post(tag, _sizes(sends), _sizes(recvs))
+        moves = bool(post.sent or post.received)
+        self._note(*[post] if moves else [])
+        return _TapeWork(self, tag, moves=moves)
+
+    def empty(self, shape: Sequence[int], dtype: torch.dtype, device: torch.device) -> Tensor:
+        """Memory that holds random numbers, as if peers had written it; making it takes no time."""
+        self._note()
+        if dtype not in self._noise:
+            self._noise[dtype] = torch.randn(NOISE).mul_(0.5).to(dtype)
+        made, noise = torch.empty(tuple(shape), dtype=dtype, device=device), self._noise[dtype]
+        for part in made.view(-1).split(NOISE):
+            part.copy_(noise[: part.numel()])
+        self._since = time.thread_time()
+        return made
+
+    def sub(self, ranks: Sequence[int]) -> Comm:
+        """Nothing: what runs on a tape shares no heads by subs."""
+        raise NotImplementedError(f"sub of ranks {list(ranks)}: a tape is one rank of a whole world")
+
+    def warm_up(self, peers: Sequence[int]) -> None:
+        """Nothing."""
+
+    def check(self) -> None:
+        """Nothing."""
+
+    def next_call(self) -> int:
+        """The number of the verb that starts now, the same on the tapes of all ranks."""
+        self._calls += 1
+        return self._calls
+
+    def agree(self, what: str, facts: Mapping[str, object], error: Exception | None = None) -> None:
+        """Raise the error if there is one."""
+        if error is not None:
+            raise error
+
+    def abort(self, reason: str) -> None:
+        """Nothing: nobody waits."""
+
+
+class _TapeWork:
+    """`Work` of a `Tape`."""
+
+    def __init__(self, tape: Tape, tag: Tag, *, moves: bool) -> None:
+        self._tape, self._tag, self._moves = tape, tag, moves
+
+    def wait(self) -> None:
+        if self._moves:
+            self._tape._note(Wait(self._tag))
+            self._moves = False
+
+
+def _sizes(side: Mapping[int, Sequence[Tensor]]) -> dict[int, int]:
+    """Bytes by peer, without peers that get none."""
+    sizes = {peer: sum(x.numel() * x.element_size() for x in tensors) for peer, tensors in side.items()}
+    return {peer: size for peer, size in sizes.items() if size}
+
+
+def compose(tapes: Sequence[Sequence[Event]], link: Link) -> list[float]:
+    """Seconds after which each rank is done. Raises ValueError for tapes whose exchanges do not meet."""
+    world = _World([_Rank(events) for events in tapes], link)
+    while any([world.advance(rank) for rank in range(len(tapes))]):
+        pass
+    for number, rank in enumerate(world.ranks):
+        if rank.at < len(rank.events):
+            raise ValueError(f"rank {number} waits for posts that never come, in {rank.events[rank.at]}")
+    return [rank.now for rank in world.ranks]
+
+
+@dataclass(eq=False)
+class _Rank:
+    """One rank. at: its next event. posted: when, of exchanges not yet through. free: when the last of them was."""
+
+    events: Sequence[Event]
+    at: int = 0
+    now: float = 0.0
+    free: float = 0.0
+    posted: dict[Tag, float] = field(default_factory=dict)
+
+
+@dataclass(eq=False)
+class _World:
+    """All ranks. posts: what each posted when, by tag; through: when an exchange was at a rank."""
+
+    ranks: list[_Rank]
+    link: Link
+    posts: dict[tuple[Tag, int], tuple[float, Post]] = field(default_factory=dict)
+    through: dict[tuple[Tag, int], float] = field(default_factory=dict)
+
+    def advance(self, number: int) -> bool:
+        """Whether a rank came any further."""
+        rank, before = self.ranks[number], self.ranks[number].at
+        while rank.at < len(rank.events):
+            event = rank.events[rank.at]
+            if isinstance(event, Run):
+                rank.now += event.seconds
+            elif isinstance(event, Post):
+                self.posts[event.tag, number] = rank.now, event
+                rank.posted[event.tag] = rank.now
+            elif self._settle(number, event.tag):
+                rank.now = max(rank.now, self.through[event.tag, number])
+            else:
+                break
+            rank.at += 1
+        return rank.at > before
+
+    def _settle(self, number: int, tag: Tag) -> bool:
+        """Whether an exchange has its end, after all that the rank posted before: those need the posts of all peers."""
+        rank = self.ranks[number]
+        while tag in rank.posted:
+            first = next(iter(rank.posted))
+            post = self.posts[first, number][1]
+            peers = post.sent.keys() | post.received.keys()
+            if any((first, peer) not in self.posts for peer in peers):
+                return False
+            for peer, size in post.sent.items():
+                expected = self.posts[first, peer][1].received.get(number)
+                if expected != size:
+                    raise ValueError(f"{first}: rank {number} sends {size} bytes, rank {peer} expects {expected}")
+            start = max(rank.free, rank.posted.pop(first), *(self.posts[first, peer][0] for peer in peers))
+            size = max(sum(post.sent.values()), sum(post.received.values()))
+            self.through[first, number] = rank.free = start + self.link.seconds(size)
+        return True

@@ -1,0 +1,140 @@
+#include "cpu/attention.h"
+
+#include <stdlib.h>
+
+#include "cpu/attention_isa.h"
+#include "cpu/isa.h"
+
+namespace {
+
+const sp_kernels* kernels(int isa, int dtype) {
+#if defined(__x86_64__)
+  if (isa >= SP_AVX512_BF16 && dtype == SP_BF16) return &sp_attention_avx512_bf16;
+  if (isa >= SP_AVX512) return &sp_attention_avx512;
+  if (isa == SP_AVX2) return &sp_attention_avx2;
+#else
+  (void)isa, (void)dtype;
+#endif
+  return &sp_attention_portable;
+}
+
+// The first j with at[j] >= x, looked for from `near` on: bounds of neighbouring rows lie close together.
+int64_t lower_bound(const int32_t* at, int64_t n, int64_t near, int32_t x) {
+  int64_t low = near, high = near, step = 1;
+  if (near < n && at[near] < x) {
+    while (high < n && at[high] < x) {
+      low = high + 1;
+      high = step < n - high ? high + step : n;
+      step *= 2;
+    }
+  } else {
+    while (low > 0 && at[low - 1] >= x) {
+      high = low - 1;
+      low = step < high ? high - step : 0;
+      if (at[low] < x) {
+        ++low;
+        break;
+      }
+      step *= 2;
+    }
+  }
+  while (low < high) {
+    int64_t middle = low + (high - low) / 2;
+    if (at[middle] < x)
+      low = middle + 1;
+    else
+      high = middle;
+  }
+  return low;
+}
+
+void find_ranges(const sp_attention* x, int32_t* begin, int32_t* end) {
+  int64_t first = 0, stop = 0;
+  for (int64_t i = 0; i < x->m; ++i) {
+    begin[i] = end[i] = 0;
+    if (x->lo[i] >= x->hi[i]) continue;
+    first = lower_bound(x->key_pos, x->n, first, x->lo[i]);
+    stop = lower_bound(x->key_pos, x->n, stop, x->hi[i]);
+    if (first < stop) begin[i] = (int32_t)first, end[i] = (int32_t)stop;
+  }
+}
+
+int supported(const sp_attention* x, const sp_kernels* with) {
+  return (x->dtype == SP_F32 || x->dtype == SP_BF16) && x->n < INT32_MAX && x->dim >= 1 && x->dim <= SP_MAX_DIM &&
+         x->v_dim >= 1 && x->v_dim <= SP_MAX_DIM && x->tiles.bm <= with->bm &&
+         (x->heads == 0 || (x->kv_heads > 0 && x->heads % x->kv_heads == 0));
+}
+
+struct Queue {
+  sp_job run;
+  void* job;
+  int64_t next, count;
+  size_t scratch;
+  int failed;
+};
+
+// A thread's part in a queue, whatever range it was given: threads that are slower take fewer tasks.
+void drain(int64_t, int64_t, void* context) {
+  Queue* queue = static_cast<Queue*>(context);
+  char* scratch = static_cast<char*>(sp_allocate(queue->scratch));
+  if (scratch == nullptr) {
+    __atomic_store_n(&queue->failed, 1, __ATOMIC_RELAXED);
+    return;
+  }
+  for (;;) {
+    int64_t task = __atomic_fetch_add(&queue->next, 1, __ATOMIC_RELAXED);
+    if (task >= queue->count) break;
+    queue->run(queue->job, task, scratch);
+  }
+  free(scratch);
+}
+
+// Runs a direction with the rows of keys that each query row sees.
+template <class Direction>
+int with_ranges(const sp_attention* x, Direction direction) {
+  int32_t* rows = static_cast<int32_t*>(sp_allocate(2 * sizeof(int32_t) * (size_t)x->m));
+  if (rows == nullptr) return SP_NO_MEMORY;
+  find_ranges(x, rows, rows + x->m);
+  sp_ranges ranges = {rows, rows + x->m};
+  int status = direction(&ranges);
+  free(rows);
+  return status;
+}
+
+}  // namespace
+
+void* sp_allocate(size_t bytes) {
+  size_t size = (bytes + 4095) / 4096 * 4096;
+  return aligned_alloc(4096, size > 0 ? size : 4096);
+}
+
+int sp_run(sp_job run, void* job, int64_t count, size_t scratch, double work, sp_parallel_for parallel_for) {
+  if (count == 0) return 0;
+  Queue queue = {run, job, 0, count, scratch, 0};
+  // To wake a thread takes microseconds, in which one computes about a million operations.
+  double grain = 1e6 * (double)count / (work > 1e6 ? work : 1e6);
+  parallel_for(0, count, grain > 1 ? (int64_t)grain : 1, drain, &queue);
+  return queue.failed ? SP_NO_MEMORY : 0;
+}
+
+void sp_attention_tile(int isa, int dtype, int64_t* bm, int64_t* bn) {
+  const sp_kernels* with = kernels(isa, dtype);
+  *bm = with->bm;
+  *bn = with->bn;
+}
+
+int sp_attention_forward(const sp_attention* x, const sp_sums* sums, int isa, sp_parallel_for parallel_for) {
+  const sp_kernels* with = kernels(isa, x->dtype);
+  if (!supported(x, with)) return SP_UNSUPPORTED;
+  if (x->m == 0 || x->heads == 0) return 0;
+  return with_ranges(x, [=](const sp_ranges* ranges) { return with->forward(x, sums, ranges, parallel_for); });
+}
+
+int sp_attention_backward(const sp_attention* x, const sp_grads* grads, int isa, sp_parallel_for parallel_for) {
+  const sp_kernels* with = kernels(isa, x->dtype);
+  if (!supported(x, with)) return SP_UNSUPPORTED;
+  if (x->m == 0 || x->n == 0 || x->heads == 0) return 0;
+  return with_ranges(x, [=](const sp_ranges* ranges) { return with->backward(x, grads, ranges, parallel_for); });
+}
+
+double sp_peak(int isa, int dtype, double seconds) { return kernels(isa, dtype)->peak(seconds); }

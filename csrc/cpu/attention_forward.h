@@ -1,0 +1,299 @@
+// Forward: a task is a query tile of one head. Queries lie along lanes, so that a softmax needs no sum across lanes.
+#pragma once
+
+#include <stdlib.h>
+
+#include "cpu/attention_walk.h"
+
+namespace {
+
+constexpr int64_t FORWARD_KEYS = 128;  // of a block: its weights stay in the first cache
+constexpr int64_t PACK_KEYS = 128;
+constexpr float SLACK = 8.0f;  // a weight grows to 2^8 before the maximum it is relative to is renewed
+
+// Keys and values as flat and zipped panels; heads and rows of words lie k_head, k_row apart.
+struct Panels {
+  const float *k, *v;
+  int64_t k_row, k_head, v_row, v_head;
+};
+
+struct Forward {
+  const sp_attention* x;
+  const sp_sums* sums;
+  const sp_ranges* ranges;
+  Panels panels;
+  int64_t q_words, v_cols;  // of a staged query and of a transposed output, padded to vectors
+};
+
+// What a tile keeps while it walks along the keys.
+struct State {
+  float top[BM], base[BM], total[BM];
+  int32_t pos[BM], drop[BM];
+};
+
+// Products into scores, unseen ones -inf, and the largest of each lane.
+template <bool FULL>
+inline void mask_scores(const Lanes* lanes, const Block* block, const Score* score, const State* state, float* s,
+                        float* peak) {
+  for (int64_t v = block->vector; v < block->vector + block->vectors; ++v) {
+    V top = splat(-INFINITY), fall;
+    I pos = load_ints(state->pos + v * W);
+    for (int64_t key = block->begin; key < block->end; ++key) {
+      float* at = s + (key - block->begin) * BM + v * W;
+      V x = load(at);
+      if (!score->plain && (FULL || key < score->x->n)) x = scored(score, x, pos, score->x->key_pos[key], &fall);
+      if (!FULL) x = seen(lanes, v * W, key) ? x : splat(-INFINITY);
+      if (!FULL || !score->plain) store(at, x);
+      top = larger(x, top);
+    }
+    store(peak + v * W, top);
+  }
+}
+
+// Lets the running maximum follow if it fell behind, and the sums with it.
+inline void renew(const Block* block, const Score* score, const float* peak, State* state, float* out, int64_t cols) {
+  V slack = splat(SLACK / score->exponent);
+  I late = {};
+  for (int64_t v = block->vector; v < block->vector + block->vectors; ++v)
+    late |= load(peak + v * W) > load(state->top + v * W) + slack;
+  if (!any(late)) return;
+  for (int64_t v = block->vector; v < block->vector + block->vectors; ++v) {
+    V old = load(state->top + v * W), now = larger(load(peak + v * W), old);
+    // -inf less -inf is NaN: a lane that has seen nothing is relative to 0
+    V base = now == splat(-INFINITY) ? splat(0.0f) : now;
+    V shrink = exp2((old - base) * splat(score->exponent));
+    store(state->top + v * W, now);
+    store(state->base + v * W, base);
+    store(state->total + v * W, load(state->total + v * W) * shrink);
+    for (int64_t col = 0; col < cols; ++col) store(out + col * BM + v * W, load(out + col * BM + v * W) * shrink);
+  }
+}
+
+// Scores into weights, a zipped panel in their place, and their sums.
+template <int N, bool DROP>
+inline void weigh(const Block* block, const Score* score, State* state, float* s) {
+  s += block->vector * W;
+  V base[N], total[N], scale = splat(score->exponent);
+  I a[N];
+  for (int v = 0; v < N; ++v) {
+    base[v] = -load(state->base + (block->vector + v) * W);
+    if (DROP) a[v] = load_ints(state->drop + (block->vector + v) * W);
+    total[v] = splat(0.0f);
+  }
+  for (int64_t key = block->begin; key < block->end; key += PAIR) {
+    float *from = s + (key - block->begin) * BM, *to = s + (key - block->begin) / PAIR * BM;
+#pragma GCC unroll 4
+    for (int v = 0; v < N; ++v) {
+      V p[PAIR];
+#pragma GCC unroll 2
+      for (int u = 0; u < PAIR; ++u) {
+        p[u] = exp2((load(from + u * BM + v * W) + base[v]) * scale);
+        total[v] += p[u];
+        if (DROP && key + u < score->x->n) p[u] *= kept(score, a[v], score->b[key + u]);
+      }
+      store(to + v * W, zipped(p));
+    }
+  }
+  for (int v = 0; v < N; ++v) {
+    float* at = state->total + (block->vector + v) * W;
+    store(at, load(at) + total[v]);
+  }
+}
+
+template <bool DROP>
+inline void weigh_block(const Block* block, const Score* score, State* state, float* s) {
+  switch (block->vectors) {
+    case 1:
+      weigh<1, DROP>(block, score, state, s);
+      break;
+    case 2:
+      weigh<2, DROP>(block, score, state, s);
+      break;
+#if !(defined(__AVX2__) && !defined(__AVX512F__))
+    case 3:
+      weigh<3, DROP>(block, score, state, s);
+      break;
+    default:
+      weigh<NV, DROP>(block, score, state, s);
+#endif
+  }
+}
+
+// out[col][lane] += the values that a block's weights ask for.
+inline void add_values(const Forward* job, const Lanes* lanes, const Block* block, int64_t kv_head,
+                       const float* weights, float* out) {
+  const Panels* p = &job->panels;
+  const float* v = p->v + kv_head * p->v_head + block->begin / PAIR * p->v_row;
+  int64_t rows = (block->end - block->begin) / PAIR;
+  bool clean = true;
+  for (int64_t r = 0; r < rows && !block->full; ++r) clean &= finite(v + r * p->v_row, job->x->v_dim);
+  if (clean) {
+    multiply<true>(block->vectors, v, 1, p->v_row, weights + block->vector * W, BM, out + block->vector * W, BM,
+                   job->x->v_dim, rows);
+  } else {
+    add_seen_keys(lanes, block, v, p->v_row, true, job->x->v_dim, weights, out);
+  }
+}
+
+// Writes a row, or merges it with what was there. top: what the sum is relative to.
+inline void finish_row(const sp_sums* sums, int dtype, int64_t cols, int64_t row, int64_t head, float total, float top,
+                       float* x) {
+  float* lse = sums->lse + head * sums->lse_head + row;
+  float* acc = sums->acc != nullptr ? sums->acc + row * sums->acc_row + head * sums->acc_head : nullptr;
+  int64_t at = row * sums->out_row + head * sums->out_head;
+  char* out = sums->out != nullptr ? (char*)sums->out + at * (dtype == SP_F32 ? 4 : 2) : nullptr;
+  bool blind = total == 0.0f, alone = sums->first || *lse == -INFINITY;
+  if (blind && !sums->first && out == nullptr) return;
+  float here = blind ? -INFINITY : top + logf(total), share = blind ? 1.0f : 1.0f / total, rest = 0.0f;
+  if (alone) {
+    *lse = here;
+  } else if (blind) {
+    share = 0.0f, rest = 1.0f;
+  } else {
+    float base = here > *lse || here != here ? here : *lse;
+    float a = expf(*lse - base), b = expf(here - base);
+    share *= b / (a + b), rest = a / (a + b);
+    *lse = logf(a + b) + base;
+  }
+  const LooseFloat* held = acc;
+  if (alone)
+    for (int64_t col = 0; col < cols; ++col) x[col] *= share;
+  else if (blind)
+    memcpy(x, acc, (size_t)cols * 4);
+  else
+    for (int64_t col = 0; col < cols; ++col) x[col] = x[col] * share + held[col] * rest;
+  if (out != nullptr && dtype == SP_BF16)
+    round_row(x, (uint16_t*)out, cols);
+  else
+    memcpy(out != nullptr ? out : (char*)acc, x, (size_t)cols * 4);
+}
+
+// Scratch of a task, in floats.
+struct ForwardScratch {
+  Lanes lanes;
+  State state;
+  float peak[BM];
+};
+
+inline int64_t forward_stage(const Forward* job) { return BM * most(job->q_words, job->v_cols); }
+
+inline void forward_task(void* context, int64_t task, char* scratch) {
+  const Forward* job = static_cast<const Forward*>(context);
+  const sp_attention* x = job->x;
+  int64_t head = task / x->tiles.count, tile = x->tiles.order[task % x->tiles.count];
+  int64_t kv_head = head / (x->heads / x->kv_heads), width = x->dtype == SP_F32 ? 4 : 2;
+  float* queries = reinterpret_cast<float*>(scratch);
+  float* s = queries + job->q_words * BM;
+  float* out = s + FORWARD_KEYS * BM;
+  float* rows = out + job->v_cols * BM;
+  ForwardScratch* here = reinterpret_cast<ForwardScratch*>(rows + forward_stage(job));
+  Lanes* lanes = &here->lanes;
+  State* state = &here->state;
+  find_lanes(x, job->ranges, tile, lanes);
+  if (lanes->rows <= 0) return;
+  Score score = make_score(x, head);
+  load_lanes(x->pos, lanes, state->pos);
+  load_lanes(score.a, lanes, state->drop);
+  for (int i = 0; i < BM; ++i) state->top[i] = -INFINITY, state->base[i] = state->total[i] = 0.0f;
+  memset(out, 0, (size_t)(job->v_cols * BM) * 4);
+  const char* q = (const char*)x->q + (lanes->row * x->q_row + head * x->q_head) * width;
+  stage(x->dtype, q, x->q_row, x->dim, lanes->rows, rows, job->q_words, lanes->vectors * W);
+  turn(rows, job->q_words, lanes->vectors * W, queries, BM);
+  const sp_sums* sums = job->sums;
+  if (sums->out != nullptr)
+    fetch((char*)sums->out + (lanes->row * sums->out_row + head * sums->out_head) * width, sums->out_row * width,
+          lanes->rows, x->v_dim * width);
+
+  const Panels* p = &job->panels;
+  Block block;
+  for (int64_t from = 0; next_block(lanes, from, INT64_MAX, FORWARD_KEYS, &block); from = block.end) {
+    const float* k = p->k + kv_head * p->k_head + block.begin * p->k_row;
+    // the keys that come next, and the values that this block will ask for
+    Ahead ahead = {k + MR * p->k_row, p->v + kv_head * p->v_head + block.begin / PAIR * p->v_row, p->k_row, p->v_row};
+    multiply<false, true>(block.vectors, k, p->k_row, 1, queries + block.vector * W, BM, s + block.vector * W, BM,
+                          least(block.end, x->n) - block.begin, (x->dim + PAIR - 1) / PAIR, &ahead);
+    if (block.full)
+      mask_scores<true>(lanes, &block, &score, state, s, here->peak);
+    else
+      mask_scores<false>(lanes, &block, &score, state, s, here->peak);
+    renew(&block, &score, here->peak, state, out, x->v_dim);
+    if (score.a != nullptr)
+      weigh_block<true>(&block, &score, state, s);
+    else
+      weigh_block<false>(&block, &score, state, s);
+    add_values(job, lanes, &block, kv_head, s, out);
+  }
+  for (int64_t r = 0; r < lanes->vectors * W; r += W)
+    for (int64_t col = 0; col < job->v_cols; col += W)
+      transpose(out + col * BM + r, BM, rows + r * job->v_cols + col, job->v_cols);
+  for (int64_t i = 0; i < lanes->rows; ++i)
+    finish_row(job->sums, x->dtype, x->v_dim, lanes->row + i, head, state->total[i], state->base[i] * score.natural,
+               rows + i * job->v_cols);
+}
+
+// Packs PACK_KEYS keys of one head.
+struct Packing {
+  const sp_attention* x;
+  float *k, *v;
+  int64_t k_words, chunks, rows;
+};
+
+inline void pack_task(void* context, int64_t task, char* scratch) {
+  const Packing* job = static_cast<const Packing*>(context);
+  const sp_attention* x = job->x;
+  int64_t head = task / job->chunks, begin = task % job->chunks * PACK_KEYS, end = least(begin + PACK_KEYS, x->n);
+  int64_t padded = up(end, PAIR) - begin, width = x->dtype == SP_F32 ? 4 : 2;
+  const char* v = (const char*)x->v + (begin * x->v_row + head * x->v_head) * width;
+  if (job->k != nullptr)
+    stage(x->dtype, (const char*)x->k + (begin * x->k_row + head * x->k_head) * width, x->k_row, x->dim, end - begin,
+          job->k + (head * job->rows + begin) * job->k_words, job->k_words, padded);
+  float* to = job->v + (head * job->rows + begin) / PAIR * x->v_dim;
+#if defined(SP_PAIRS)
+  int64_t words = (x->v_dim + 1) / 2;
+  stage(x->dtype, v, x->v_row, x->v_dim, end - begin, reinterpret_cast<float*>(scratch), words, padded);
+  zip(reinterpret_cast<float*>(scratch), words, padded, to, x->v_dim);
+#else
+  (void)scratch;
+  stage(x->dtype, v, x->v_row, x->v_dim, end - begin, to, x->v_dim, padded);
+#endif
+}
+
+inline double attended(const sp_attention* x, const sp_ranges* ranges) {
+  double pairs = 0;
+  for (int64_t i = 0; i < x->m; ++i) pairs += ranges->end[i] - ranges->begin[i];
+  return pairs * (double)x->heads;
+}
+
+inline int forward(const sp_attention* x, const sp_sums* sums, const sp_ranges* ranges, sp_parallel_for parallel_for) {
+  Forward job = {x, sums, ranges, {}, up((x->dim + PAIR - 1) / PAIR, W), up(x->v_dim, W)};
+  float* packed = nullptr;
+  double pairs = attended(x, ranges);
+  if (x->n > 0 && x->dtype == SP_BF16) {
+    Packing pack = {x, nullptr, nullptr, (x->dim + PAIR - 1) / PAIR, (x->n + PACK_KEYS - 1) / PACK_KEYS, up(x->n, 2)};
+    // whole pairs are read as they lie
+    bool lies = PAIR == 2 && x->dim % 2 == 0 && x->k_row % 2 == 0 && x->k_head % 2 == 0;
+    int64_t k_words = lies ? 0 : x->kv_heads * pack.rows * pack.k_words;
+    packed = static_cast<float*>(sp_allocate((size_t)(k_words + x->kv_heads * pack.rows / PAIR * x->v_dim) * 4));
+    if (packed == nullptr) return SP_NO_MEMORY;
+    pack.k = lies ? nullptr : packed, pack.v = packed + k_words;
+    job.panels = {pack.k, pack.v, pack.k_words, pack.rows * pack.k_words, x->v_dim, pack.rows / PAIR * x->v_dim};
+    if (lies) job.panels.k = (const float*)x->k, job.panels.k_row = x->k_row / 2, job.panels.k_head = x->k_head / 2;
+    double work = 8.0 * (double)(x->n * x->kv_heads * (x->dim + x->v_dim));
+    size_t bytes = (size_t)(PACK_KEYS * (x->v_dim + 1) / 2) * 4;
+    int status = sp_run(pack_task, &pack, x->kv_heads * pack.chunks, bytes, work, parallel_for);
+    if (status != 0) {
+      free(packed);
+      return status;
+    }
+  } else {
+    job.panels = {(const float*)x->k, (const float*)x->v, x->k_row, x->k_head, x->v_row, x->v_head};
+  }
+  size_t words = (size_t)((job.q_words + FORWARD_KEYS + job.v_cols) * BM + forward_stage(&job));
+  double work = 2.0 * pairs * (double)(x->dim + x->v_dim) + (double)(x->m * x->heads) * 1e3;
+  int status =
+      sp_run(forward_task, &job, x->heads * x->tiles.count, words * 4 + sizeof(ForwardScratch), work, parallel_for);
+  free(packed);
+  return status;
+}
+
+}  // namespace

@@ -1,0 +1,219 @@
+// Panels, which are operands as products read them, and the product.
+//
+// A panel consists of words of 4 bytes: one float, or with SP_PAIRS two bf16 that are neighbours along the summed
+// index. Two layouts of a matrix [rows][cols]: `flat`, words of a row side by side, pairs along the columns; `zipped`,
+// pairs along the rows, so that there are half as many rows of words.
+#pragma once
+
+#include "cpu/attention_vector.h"
+
+namespace {
+
+#if defined(SP_PAIRS)
+constexpr int PAIR = 2;  // values per word
+#else
+constexpr int PAIR = 1;
+#endif
+
+inline int64_t up(int64_t x, int64_t to) { return (x + to - 1) / to * to; }
+inline int64_t least(int64_t a, int64_t b) { return a < b ? a : b; }
+inline int64_t most(int64_t a, int64_t b) { return a > b ? a : b; }
+
+inline V dot(V a, V b, V sum) {
+#if defined(SP_PAIRS)
+  return _mm512_dpbf16_ps(sum, (__m512bh)a, (__m512bh)b);
+#else
+  return fma(a, b, sum);
+#endif
+}
+
+inline V widened(uint16_t bits) {
+  uint32_t word = (uint32_t)bits << 16;
+  float x;
+  memcpy(&x, &word, 4);
+  return splat(x);
+}
+
+inline float value(const float* panel, int64_t row, int64_t words, int64_t col, bool zipped) {
+#if defined(SP_PAIRS)
+  const LooseHalf* halves = (const LooseHalf*)panel;
+  uint16_t bits = zipped ? halves[(row / 2 * words + col) * 2 + row % 2] : halves[row * words * 2 + col];
+  return widened(bits)[0];
+#else
+  (void)zipped;
+  return panel[row * words + col];
+#endif
+}
+
+// What a product fetches into the first and the second cache meanwhile: rows as many and as long as its own. Rows of a
+// head may lie a page apart, where the processor foresees nothing. An address beyond the tensors does no harm.
+struct Ahead {
+  const float *near, *far;
+  int64_t near_row, far_row;
+};
+
+// c[r][:] = or += sum over s < steps of a[r * a_row + s * a_step] * b[s * b_step :][: N vectors], for r < rows.
+template <int N, bool ADD, bool FETCH>
+inline void product(const float* a, int64_t a_row, int64_t a_step, const float* b, int64_t b_step, float* c,
+                    int64_t c_row, int64_t rows, int64_t steps, const Ahead* ahead) {
+  for (int64_t first = 0; first < rows; first += MR) {
+    const float* at[MR];  // beyond the last row it once more, computed and not stored
+#pragma GCC unroll 16
+    for (int r = 0; r < MR; ++r) at[r] = a + least(first + r, rows - 1) * a_row;
+    V sum[MR][N];
+#pragma GCC unroll 16
+    for (int r = 0; r < MR; ++r)
+#pragma GCC unroll 4
+      for (int v = 0; v < N; ++v) sum[r][v] = splat(0.0f);
+    const float* from = b;
+    int64_t offset = 0;
+    for (int64_t s = 0, pause = steps; s < steps; s = pause) {
+      if (FETCH) {
+        pause = least(s + 16, steps);  // a cache line's worth of steps
+        for (int64_t r = first; r < first + MR; ++r) {
+          __builtin_prefetch(ahead->near + r * ahead->near_row + s, 0, 3);
+          __builtin_prefetch(ahead->far + r * ahead->far_row + s, 0, 2);
+        }
+      }
+      for (int64_t t = s; t < pause; ++t, offset += a_step, from += b_step) {
+        V y[N];
+#pragma GCC unroll 4
+        for (int v = 0; v < N; ++v) y[v] = load(from + v * W);
+#pragma GCC unroll 16
+        for (int r = 0; r < MR; ++r) {
+          V x = splat(*(const LooseFloat*)(at[r] + offset));
+#pragma GCC unroll 4
+          for (int v = 0; v < N; ++v) sum[r][v] = dot(x, y[v], sum[r][v]);
+        }
+      }
+    }
+    float* to = c + first * c_row;
+    if (rows - first >= MR) {
+#pragma GCC unroll 16
+      for (int r = 0; r < MR; ++r)
+#pragma GCC unroll 4
+        for (int v = 0; v < N; ++v) {
+          float* word = to + r * c_row + v * W;
+          store(word, ADD ? load(word) + sum[r][v] : sum[r][v]);
+        }
+    } else {
+      V kept[MR][N];
+      memcpy(kept, sum, sizeof(sum));
+      for (int64_t r = 0; r < rows - first; ++r)
+        for (int v = 0; v < N; ++v) {
+          float* word = to + r * c_row + v * W;
+          store(word, ADD ? load(word) + kept[r][v] : kept[r][v]);
+        }
+    }
+  }
+}
+
+// The same over any number of vectors.
+template <bool ADD, bool FETCH = false>
+__attribute__((noinline)) void multiply(int64_t vectors, const float* a, int64_t a_row, int64_t a_step, const float* b,
+                                        int64_t b_step, float* c, int64_t c_row, int64_t rows, int64_t steps,
+                                        const Ahead* ahead = nullptr) {
+  for (int64_t parts = (vectors + NV - 1) / NV; parts > 0; --parts) {
+    int64_t n = (vectors + parts - 1) / parts;
+    switch (n) {
+      case 1:
+        product<1, ADD, FETCH>(a, a_row, a_step, b, b_step, c, c_row, rows, steps, ahead);
+        break;
+      case 2:
+        product<2, ADD, FETCH>(a, a_row, a_step, b, b_step, c, c_row, rows, steps, ahead);
+        break;
+#if !(defined(__AVX2__) && !defined(__AVX512F__))
+      case 3:
+        product<3, ADD, FETCH>(a, a_row, a_step, b, b_step, c, c_row, rows, steps, ahead);
+        break;
+      default:
+        product<NV, ADD, FETCH>(a, a_row, a_step, b, b_step, c, c_row, rows, steps, ahead);
+#endif
+    }
+    vectors -= n, b += n * W, c += n * W;
+  }
+}
+
+// Asks for rows that will be needed soon, `row` and `bytes` in bytes.
+inline void fetch(const void* at, int64_t row, int64_t rows, int64_t bytes) {
+  for (int64_t r = 0; r < rows; ++r)
+    for (int64_t b = 0; b < bytes; b += 64) __builtin_prefetch(static_cast<const char*>(at) + r * row + b, 0, 2);
+}
+
+constexpr int64_t FETCHED_ROWS = 6;  // before those that are now read one after the other
+
+// Rows of a tensor as a flat panel of `words` words a row, zeros beyond them.
+inline void stage(int dtype, const void* x, int64_t row, int64_t cols, int64_t rows, float* panel, int64_t words,
+                  int64_t panel_rows) {
+  for (int64_t r = 0; r < rows; ++r) {
+    float* to = panel + r * words;
+    int64_t width = dtype == SP_F32 ? 4 : 2;
+    if (r + FETCHED_ROWS < rows) fetch((const char*)x + (r + FETCHED_ROWS) * row * width, 0, 1, cols * width);
+    if (dtype == SP_F32) {
+      memcpy(to, (const char*)x + r * row * 4, (size_t)cols * 4);
+      memset(to + cols, 0, (size_t)(words - cols) * 4);
+    } else if (PAIR == 2) {
+      memcpy(to, (const char*)x + r * row * 2, (size_t)cols * 2);
+      memset((char*)to + cols * 2, 0, (size_t)(words * 4 - cols * 2));
+    } else {
+      const LooseHalf* from = (const LooseHalf*)((const char*)x + r * row * 2);
+      LooseWord* bits = (LooseWord*)to;
+      for (int64_t c = 0; c < cols; ++c) bits[c] = (uint32_t)from[c] << 16;
+      memset(to + cols, 0, (size_t)(words - cols) * 4);
+    }
+  }
+  memset(panel + rows * words, 0, (size_t)((panel_rows - rows) * words) * 4);
+}
+
+// A flat panel's rows as columns: out[w][r], for multiples of W.
+inline void turn(const float* panel, int64_t words, int64_t rows, float* out, int64_t out_row) {
+  for (int64_t w = 0; w < words; w += W)
+    for (int64_t r = 0; r < rows; r += W) transpose(panel + r * words + w, words, out + w * out_row + r, out_row);
+}
+
+#if defined(SP_PAIRS)
+// A flat panel of an even number of rows, zipped: `cols` words a row.
+inline void zip(const float* panel, int64_t words, int64_t rows, float* __restrict out, int64_t cols) {
+  for (int64_t r = 0; r < rows; r += 2) {
+    const LooseHalf *a = (const LooseHalf*)(panel + r * words), *b = (const LooseHalf*)(panel + (r + 1) * words);
+    uint32_t* to = (uint32_t*)(out + r / 2 * cols);
+    for (int64_t c = 0; c < cols; ++c) to[c] = a[c] | (uint32_t)b[c] << 16;
+  }
+}
+#endif
+
+#if defined(SP_PAIRS)
+// Two rows rounded to bf16: as words of pairs, or as two flat rows of half a vector each.
+inline V zipped(const V* rows) {
+  const __m512i order = _mm512_set_epi16(31, 15, 30, 14, 29, 13, 28, 12, 27, 11, 26, 10, 25, 9, 24, 8, 23, 7, 22, 6, 21,
+                                         5, 20, 4, 19, 3, 18, 2, 17, 1, 16, 0);
+  return (V)_mm512_permutexvar_epi16(order, (__m512i)_mm512_cvtne2ps_pbh(rows[1], rows[0]));
+}
+
+inline V halves(const V* rows) { return (V)_mm512_cvtne2ps_pbh(rows[1], rows[0]); }
+#else
+inline V zipped(const V* rows) { return rows[0]; }
+#endif
+
+// Whether all values of some words are finite.
+inline bool finite(const float* panel, int64_t words) {
+  const LooseWord* bits = (const LooseWord*)panel;
+  uint32_t bad = 0;
+  for (int64_t w = 0; w < words; ++w) {
+    bad |= (bits[w] & 0x7f800000u) == 0x7f800000u;
+    if (PAIR == 2) bad |= (bits[w] & 0x7f80u) == 0x7f80u;
+  }
+  return bad == 0;
+}
+
+// Floats as bf16, to the nearest, ties to even.
+inline void round_row(const float* __restrict x, uint16_t* __restrict out, int64_t cols) {
+  const LooseWord* bits = (const LooseWord*)x;
+  LooseHalf* to = (LooseHalf*)out;
+  for (int64_t c = 0; c < cols; ++c) {
+    uint32_t word = bits[c], rounded = (word + 0x7fffu + ((word >> 16) & 1u)) >> 16;
+    to[c] = (uint16_t)((word & 0x7fffffffu) > 0x7f800000u ? 0x7fc0u : rounded);
+  }
+}
+
+}  // namespace

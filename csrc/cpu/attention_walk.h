@@ -1,0 +1,162 @@
+// What a query tile sees, in blocks of keys; and how a score is made of a product.
+#pragma once
+
+#include "cpu/attention_isa.h"
+#include "cpu/attention_panel.h"
+
+namespace {
+
+constexpr int BM = NV * W;
+constexpr float LOG2E = 1.4426950408889634f, LN2 = 0.6931471805599453f;
+
+// A query tile: the keys [begin, end) of each lane, and for each vector those that any lane sees and those that all do.
+struct Lanes {
+  int32_t begin[BM], end[BM];
+  int64_t first[NV], stop[NV], all_first[NV], all_stop[NV];
+  int64_t row, rows, vectors;
+};
+
+// Keys [begin, end) with the vectors [vector, vector + vectors) that see any of them; full: all see all.
+struct Block {
+  int64_t begin, end;
+  int vector, vectors;
+  bool full;
+};
+
+inline void find_lanes(const sp_attention* x, const sp_ranges* ranges, int64_t tile, Lanes* lanes) {
+  lanes->row = x->tiles.rows[tile];
+  lanes->rows = x->tiles.rows[tile + 1] - lanes->row;
+  lanes->vectors = (lanes->rows + W - 1) / W;
+  for (int64_t v = 0; v < lanes->vectors; ++v) {
+    int64_t first = INT64_MAX, stop = 0, all_first = 0, all_stop = INT64_MAX;
+    for (int64_t i = v * W; i < (v + 1) * W; ++i) {
+      bool real = i < lanes->rows;
+      int64_t begin = real ? ranges->begin[lanes->row + i] : 0, end = real ? ranges->end[lanes->row + i] : 0;
+      lanes->begin[i] = (int32_t)begin, lanes->end[i] = (int32_t)end;
+      if (begin < end) first = least(first, begin), stop = most(stop, end);
+      all_first = most(all_first, begin), all_stop = least(all_stop, end);
+    }
+    // pairs of keys are never split
+    lanes->first[v] = first == INT64_MAX ? first : first / PAIR * PAIR;
+    lanes->stop[v] = up(stop, PAIR);
+    lanes->all_first[v] = all_first, lanes->all_stop[v] = all_stop;
+  }
+}
+
+// The next block of at most `keys` keys within [from, limit); false if none is left.
+inline bool next_block(const Lanes* lanes, int64_t from, int64_t limit, int64_t keys, Block* block) {
+  int64_t begin = limit;
+  for (int64_t v = 0; v < lanes->vectors; ++v)
+    if (from < lanes->stop[v]) begin = least(begin, most(from, lanes->first[v]));
+  if (begin >= limit) return false;
+  int64_t end = least(begin + keys, limit);
+  int low = NV, high = -1;
+  block->full = true;
+  for (int64_t v = 0; v < lanes->vectors; ++v) {
+    if (lanes->first[v] > begin) end = least(end, most(lanes->first[v], begin));
+    if (lanes->stop[v] > begin) end = least(end, lanes->stop[v]);
+    if (lanes->first[v] <= begin && begin < lanes->stop[v]) {
+      low = (int)least(low, v);
+      high = (int)v;
+    }
+  }
+  for (int v = low; v <= high; ++v) block->full &= lanes->all_first[v] <= begin && end <= lanes->all_stop[v];
+  block->begin = begin, block->end = end, block->vector = low, block->vectors = high - low + 1;
+  return true;
+}
+
+inline bool sees(const Lanes* lanes, int64_t lane, int64_t key) {
+  return lanes->begin[lane] <= key && key < lanes->end[lane];
+}
+
+// Lanes of a vector that see a key, all bits set.
+inline I seen(const Lanes* lanes, int64_t lane, int64_t key) {
+  I at = (I){} + (int32_t)key;
+  return (load_ints(lanes->begin + lane) <= at) & (at < load_ints(lanes->end + lane));
+}
+
+// How scores and weights are made of the products of queries and keys, for one head.
+struct Score {
+  const sp_attention* x;
+  bool plain;  // nothing but a positive scale
+  float slope;
+  float exponent;  // of 2 per unit of what is kept as a score: products if plain, else scores
+  float natural;   // score per unit of that
+  uint32_t threshold;
+  float kept;  // 1 / (1 - p)
+  const int32_t *a, *b;
+};
+
+inline Score make_score(const sp_attention* x, int64_t head) {
+  Score score = {};
+  score.x = x;
+  score.plain = x->scale > 0.0f && x->softcap == 0.0f && x->slopes == nullptr;
+  score.slope = x->slopes != nullptr ? x->slopes[head] : 0.0f;
+  score.natural = score.plain ? x->scale : 1.0f;
+  score.exponent = score.natural * LOG2E;
+  if (x->drop_a != nullptr && x->dropout_p > 0.0) {
+    score.a = x->drop_a + head * x->m;
+    score.b = x->drop_b + head * x->n;
+    score.threshold = (uint32_t)(x->dropout_p * 4294967296.0);
+    score.kept = (float)(1.0 / (1.0 - x->dropout_p));
+  }
+  return score;
+}
+
+// Scores of W queries with one key, of the products; fall: what softcap's derivative multiplies gradients with.
+inline V scored(const Score* score, V s, I pos, int32_t key_pos, V* fall) {
+  s = s * splat(score->x->scale);
+  *fall = splat(1.0f);
+  if (score->x->softcap != 0.0f) {
+    V t = tanh(s / splat(score->x->softcap));
+    s = t * splat(score->x->softcap);
+    *fall = splat(1.0f) - t * t;
+  }
+  if (score->x->slopes != nullptr) {
+    I far = pos - key_pos;
+    far = far < 0 ? -far : far;
+    s = s - splat(score->slope) * __builtin_convertvector(far, V);
+  }
+  return s;
+}
+
+// Dropout's factors of W queries with one key.
+inline V kept(const Score* score, I a, int32_t b) {
+  N x = (N)(a ^ b);
+  x = (x ^ (x >> 16)) * 0x7feb352du;
+  x = (x ^ (x >> 15)) * 0x846ca68bu;
+  x = x ^ (x >> 16);
+  return x >= score->threshold ? splat(score->kept) : splat(0.0f);
+}
+
+// Rows [row, row + rows) of 32-bit facts as lanes, zeros beyond.
+inline void load_lanes(const int32_t* facts, const Lanes* lanes, int32_t* out) {
+  memset(out, 0, BM * sizeof(int32_t));
+  if (facts != nullptr) memcpy(out, facts + lanes->row, (size_t)lanes->rows * sizeof(int32_t));
+}
+
+// c[col][lane] += a[key][col] * b[key][lane] over the pairs that are seen and no others, where values are not finite.
+inline void add_seen_keys(const Lanes* lanes, const Block* block, const float* a, int64_t a_words, bool a_zipped,
+                          int64_t cols, const float* b, float* c) {
+  for (int64_t lane = block->vector * W; lane < (block->vector + block->vectors) * W; ++lane)
+    for (int64_t key = block->begin; key < block->end; ++key) {
+      if (!sees(lanes, lane, key)) continue;
+      float weight = value(b, key - block->begin, BM, lane, true);
+      for (int64_t col = 0; col < cols; ++col)
+        c[col * BM + lane] += value(a, key - block->begin, a_words, col, a_zipped) * weight;
+    }
+}
+
+// c[key][col] += a[key][lane] * b[lane][col], likewise. a is flat with `words` words a row, b zipped.
+inline void add_seen_queries(const Lanes* lanes, const Block* block, const float* a, int64_t a_words, const float* b,
+                             int64_t b_words, int64_t cols, float* c, int64_t c_row) {
+  for (int64_t key = block->begin; key < block->end; ++key)
+    for (int64_t lane = block->vector * W; lane < (block->vector + block->vectors) * W; ++lane) {
+      if (!sees(lanes, lane, key)) continue;
+      float weight = value(a, key - block->begin, a_words, lane, false);
+      for (int64_t col = 0; col < cols; ++col)
+        c[(key - block->begin) * c_row + col] += weight * value(b, lane, b_words, col, true);
+    }
+}
+
+}  // namespace

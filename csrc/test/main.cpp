@@ -1,0 +1,41 @@
+// Runs the tests of csrc/cpu without Python and torch, so that sanitizers see nothing but this code: make sanitize.
+#include <algorithm>
+#include <cstdio>
+#include <thread>
+#include <vector>
+
+#include "cpu/parallel.h"
+
+void test_attention(sp_parallel_for parallel_for);
+void test_copy(sp_parallel_for parallel_for);
+void test_shm();
+
+namespace {
+
+// Three threads whatever the machine has, with ranges of unequal length.
+void threads(int64_t begin, int64_t end, int64_t grain, sp_task task, void* context) {
+  const int64_t step = std::max((end - begin + 2) / 3, std::max<int64_t>(grain, 1));
+  std::vector<std::thread> running;
+  for (int64_t at = begin; at < end; at += step) {
+    running.emplace_back(task, at, std::min(at + step, end), context);
+  }
+  for (std::thread& thread : running) thread.join();
+}
+
+// At once: a test that forks would print what is buffered once more.
+void say(const char* name) {
+  std::puts(name);
+  std::fflush(stdout);
+}
+
+}  // namespace
+
+int main() {
+  test_copy(threads);
+  say("copy");
+  test_shm();
+  say("shm");
+  test_attention(threads);
+  say("attention");
+  return 0;
+}

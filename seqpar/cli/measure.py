@@ -1,0 +1,336 @@
+"""What `seqpar calibrate` times: one rank's attention of many plans, a model's linear layers, exchanges."""
+
+from __future__ import annotations
+
+import statistics
+import time
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import dataclass
+from functools import partial
+from typing import Any
+
+import numpy as np
+import torch
+import torch.distributed as dist
+import torch.nn.functional as F
+from torch import Tensor
+
+import seqpar
+from seqpar.comm import Comm, GroupComm, ShmComm, Tag, Work, shm
+from seqpar.comm.protocol import Stats
+from seqpar.kernels import Score, ask, choose
+from seqpar.plan.steps import count
+from seqpar.planner import ModelShape
+from seqpar.planner.fit import Computed, Exchanged, Multiplied
+
+CPU = torch.device("cpu")
+
+
+@dataclass(frozen=True)
+class Case:
+    """A batch and its plan, of which rank 0 is timed. steps: in how many its keys shall arrive, at least about."""
+
+    lengths: tuple[int, ...]
+    ranks: int = 1
+    steps: int = 1
+    window: int | None = None
+    unseen: bool = False
+
+
+def cases(longest: int) -> list[Case]:
+    """Batches up to a document of `longest` tokens: one document and many, whole and sharded, in few steps and many."""
+    n = longest
+    drawn = np.random.default_rng(0).lognormal(0.0, 1.0, (2, 12))
+    mixes = [tuple(np.maximum(x / x.sum() * 2 * n, 16).astype(int).tolist()) for x in drawn]
+    fitted = [
+        *(Case((n // parts,) * parts) for parts in (1, 2, 4, 8)),
+        *(Case((n // parts,) * (parts // 4)) for parts in (4, 16, 32)),
+        Case((n,), window=n // 16),
+        *(Case((2 * n,), ranks, steps) for ranks, steps in ((4, 1), (8, 1), (8, 4), (16, 2))),
+        Case((n,) * 2, 8, 2),
+        Case((n // 2,) * 8, 8),
+        Case((n // 4,) * 16, 4, 3),
+        Case(mixes[0]),
+    ]
+    unseen = [
+        Case((3 * n // 4,)),
+        Case((n // 6,) * 6),
+        Case(mixes[1]),
+        Case((3 * n // 4,) * 2, window=n // 12),
+        Case((3 * n // 2,), 4),
+        Case((2 * n, n), 12, 3),
+        Case(tuple(2 * x for x in mixes[1]), 4, 2),
+    ]
+    return fitted + [Case(c.lengths, c.ranks, c.steps, c.window, unseen=True) for c in unseen]
+
+
+class Alone:
+    """A comm of which only rank 0 exists: it computes its share of a plan, exchanges bring nothing and take no time.
+
+    Memory for what would arrive holds random numbers: time does not depend on them, but would on NaN.
+    """
+
+    direct, check_every = True, "batch"
+
+    def __init__(self, size: int) -> None:
+        self.rank, self.size, self.stats = 0, size, Stats()
+        self.agreed: dict[int, None] = {}
+        self._made: dict[object, tuple[Tensor, Tensor]] = {}
+
+    def exchange(
+        self, sends: Mapping[int, Sequence[Tensor]], recvs: Mapping[int, Sequence[Tensor]], *, tag: Tag
+    ) -> Work:
+        """Nothing."""
+        return self
+
+    def wait(self) -> None:
+        """Nothing."""
+
+    def empty(self, shape: Sequence[int], dtype: torch.dtype, device: torch.device) -> Tensor:
+        """One of two tensors of that shape, in turns: as many are alive at once."""
+        key = (tuple(shape), dtype, device)
+        if key not in self._made:
+            one, other = (torch.randn(tuple(shape), device=device).mul_(0.5).to(dtype) for _ in range(2))
+            self._made[key] = (one, other)
+        self._made[key] = self._made[key][::-1]
+        return self._made[key][0]
+
+    def sub(self, ranks: Sequence[int]) -> Comm:
+        """This comm: a plan with one rank that shares heads asks for none."""
+        return self
+
+    def warm_up(self, peers: Sequence[int]) -> None:
+        """Nothing."""
+
+    def check(self) -> None:
+        """Nothing."""
+
+    def next_call(self) -> int:
+        """Any number: nobody compares it."""
+        return 0
+
+    def agree(self, what: str, facts: Mapping[str, object], error: Exception | None = None) -> None:
+        """Raise the error if there is one."""
+        if error is not None:
+            raise error
+
+    def abort(self, reason: str) -> None:
+        """Nothing: nobody waits."""
+
+
+def stopwatch(device: torch.device) -> Callable[[], Callable[[], float]]:
+    """``start() -> stop() -> seconds`` of computing: on CUDA by events on the current stream.
+
+    On a CPU it is the time that this thread computed: a rank has a core to itself, which a busy machine takes away at
+    times. All of it is computed by this thread, as there is one.
+    """
+    return _events if device.type == "cuda" else partial(_clock, time.thread_time)
+
+
+def _clock(now: Callable[[], float]) -> Callable[[], float]:
+    begun = now()
+    return lambda: now() - begun
+
+
+def _events() -> Callable[[], float]:
+    begun, ended = (torch.cuda.Event(enable_timing=True) for _ in range(2))
+    begun.record()
+
+    def stop() -> float:
+        ended.record()
+        ended.synchronize()
+        return begun.elapsed_time(ended) / 1e3
+
+    return stop
+
+
+def kernel_for(model: ModelShape, device: torch.device) -> str:
+    """The kernel that "auto" takes where keys of a row come in several steps, as it does for all of a sharded batch."""
+    q, k, v = (torch.empty(1, *shape, dtype=getattr(torch, model.dtype), device=device) for shape in shapes(model))
+    return choose("auto", ask(q, k, v, Score(1.0), grads=True, deterministic=True, merges=True)).name
+
+
+def shapes(model: ModelShape) -> list[tuple[int, int]]:
+    """(heads, dim) of queries, keys and values."""
+    return [(model.heads, model.dim), (model.kv_heads, model.dim), (model.kv_heads, model.values)]
+
+
+class Attended:
+    """A case ready to be timed on a device."""
+
+    def __init__(self, case: Case, model: ModelShape, device: torch.device) -> None:
+        self.kernel = kernel_for(model, device)
+        mask = seqpar.Mask(case.lengths, window=(case.window, None))
+        layout = seqpar.Layout.zigzag(case.lengths, case.ranks)
+        self.case, self.comm, self.device = case, Alone(case.ranks), device
+        dtype = getattr(torch, model.dtype)
+        whole = seqpar.Plan(mask, layout)
+        fetched = sum(count(rows) for step in whole.steps(0) for rows in step.recvs.values())
+        # A stage of as many rows as make the wished number of steps; the first step's keys are the rank's own.
+        stage = max(1, -(-fetched // max(case.steps - 1, 1))) * model.row_bytes
+        self.plan = seqpar.Plan(mask, layout, stage_bytes=stage)
+        steps = self.plan.steps(0, row_bytes=model.row_bytes)
+        positions = layout.positions(0)
+        starts = np.cumsum(case.lengths)
+        documents = np.searchsorted(starts, positions, side="right")
+        breaks = (np.diff(positions) != 1) | (np.diff(documents) != 0)
+        self.facts: dict[str, float] = {
+            "flops": model.pair_flops,
+            "area": sum(step.area for step in steps),
+            "queries": len(positions),
+            "keys": sum(count(rows) for step in steps for rows in step.recvs.values()),
+            "pieces": 1 + int(breaks.sum()),
+            "steps": len(steps),
+        }
+        rows = len(positions)
+        self.tensors = [torch.randn(rows, *shape, device=device).to(dtype).requires_grad_() for shape in shapes(model)]
+        self.dout = torch.randn(rows, model.heads, model.values, device=device).to(dtype)
+
+    def run(self) -> tuple[float, float]:
+        """Seconds of a forward and of a backward, through `seqpar.attention`."""
+        start = stopwatch(self.device)
+        stop = start()
+        out = seqpar.attention(*self.tensors, self.plan, self.comm, kernel=self.kernel)
+        forward = stop()
+        stop = start()
+        torch.autograd.grad(out, self.tensors, self.dout)
+        return forward, stop()
+
+
+def longest_document(model: ModelShape, device: torch.device, seconds: float, most: int) -> int:
+    """Tokens, a power of two, of the document whose forward takes about so long, but at most `most`."""
+    length = 256
+    while length < most:
+        probe = Attended(Case((length,)), model, device)
+        probe.run()
+        if min(probe.run()[0] for _ in range(3)) > seconds / 3:
+            break
+        length *= 2
+    return length
+
+
+def attention(
+    model: ModelShape, device: torch.device, budget: float, longest: int, tick: Callable[[float], None]
+) -> list[tuple[Case, list[Computed]]]:
+    """Every case with its medians, forward and backward."""
+    attended = [Attended(case, model, device) for case in cases(longest)]
+    found = interleaved([a.run for a in attended], budget, tick)
+    rows = []
+    for a, times in zip(attended, found, strict=True):
+        medians = [statistics.median(each) for each in zip(*times, strict=True)]
+        rows.append((a.case, [Computed(**a.facts, backward=b, seconds=s) for b, s in zip((False, True), medians)]))
+    return rows
+
+
+class Block(torch.nn.Module):
+    """A layer without attention: norms, projections, ffn and residuals; experts as one ffn of their joint width."""
+
+    def __init__(self, model: ModelShape) -> None:
+        super().__init__()
+        h, out = model.hidden, model.heads * model.values
+        sparse = (model.active_experts + model.shared_experts) * model.expert_ffn
+        self.width, self.out, self.gated = (model.ffn if model.dense_count else sparse), out, model.gated
+        kv = model.kv_heads * (model.dim + model.values)
+        shapes = {
+            "qkv": (max(model.heads * model.dim + kv, out), h),
+            "project": (h, out),
+            "up": ((2 if model.gated else 1) * self.width, h),
+            "down": (h, self.width),
+        }
+        self.weights = torch.nn.ParameterDict(
+            {name: torch.nn.Parameter(torch.randn(shape) * shape[1] ** -0.5) for name, shape in shapes.items()}
+        )
+        self.flops = 3 * 2 * sum(w.numel() for w in self.weights.values())  # a token's, forward and backward
+
+    def forward(self, x: Tensor) -> Tensor:
+        """x [T, hidden] -> the same."""
+        w = self.weights
+        heads = F.linear(F.rms_norm(x, x.shape[-1:]), w["qkv"])[:, : self.out]
+        x = x + F.linear(heads, w["project"])
+        wide = F.linear(F.rms_norm(x, x.shape[-1:]), w["up"])
+        if self.gated:
+            gate, up = wide.chunk(2, dim=-1)
+            return x + F.linear(F.silu(gate) * up, w["down"])
+        return x + F.linear(F.gelu(wide), w["down"])
+
+
+def linear(
+    model: ModelShape, device: torch.device, budget: float, sizes: Sequence[int], tick: Callable[[float], None]
+) -> list[Multiplied]:
+    """Medians of a layer's forward and backward at so many tokens."""
+    dtype = getattr(torch, model.dtype)
+    block = Block(model).to(device, dtype)
+
+    def run(x: Tensor, dout: Tensor) -> tuple[float]:
+        stop = stopwatch(device)()
+        torch.autograd.grad(block(x), [x, *block.parameters()], dout)
+        return (stop(),)
+
+    inputs = [[torch.randn(n, model.hidden, device=device).to(dtype) for _ in range(2)] for n in sizes]
+    found = interleaved([partial(run, x.requires_grad_(), dout) for x, dout in inputs], budget, tick)
+    return [Multiplied(block.flops * n, statistics.median(s for (s,) in each)) for n, each in zip(sizes, found)]
+
+
+def interleaved(
+    runs: Sequence[Callable[[], Any]], budget: float, tick: Callable[[float], None], least: int = 3
+) -> list[list[Any]]:
+    """What each run returned, turn by turn: in rounds over all of them until the budget in seconds is spent."""
+    for run in runs:
+        run()
+    found: list[list[Any]] = [[] for _ in runs]
+    begun = last = time.perf_counter()
+    while last - begun < budget or len(found[0]) < least:
+        for run, kept in zip(runs, found, strict=True):
+            kept.append(run())
+            now = time.perf_counter()
+            tick(now - last)
+            last = now
+    return found
+
+
+def exchanges(comm: Comm, sizes: Sequence[int], turns: int, cuda: bool) -> dict[str, list[list[float]]]:
+    """On each process: link -> size -> seconds of every turn of a hop in a ring, over the transports of its device."""
+    if cuda:
+        torch.cuda.set_device(comm.rank)
+        comms = {"inside": GroupComm(dist.new_group(backend="nccl"))}
+    else:
+        comms = {"inside": comm} if shm.missing() else {"inside": ShmComm(timeout=60.0), "across": comm}
+    device = torch.device("cuda", comm.rank) if cuda else CPU
+    after, before = (comm.rank + 1) % comm.size, (comm.rank - 1) % comm.size
+    found: dict[str, list[list[float]]] = {name: [[] for _ in sizes] for name in comms}
+    buffers = {
+        (name, size): [c.empty((size,), torch.uint8, device).fill_(1) for _ in range(2)]
+        for name, c in comms.items()
+        for size in sizes
+    }
+    for turn in range(turns + 1):
+        for (name, c), (at, size) in ((x, y) for x in comms.items() for y in enumerate(sizes)):
+            x, y = buffers[name, size]
+            comm.agree("turn", {})
+            stop = _events() if cuda else _clock(time.perf_counter)
+            c.exchange({after: [x]}, {before: [y]}, tag=Tag(0, turn, at, 0)).wait()
+            if turn:
+                found[name][at].append(stop())
+    return found
+
+
+def pooled(
+    ranks: Sequence[Mapping[str, list[list[float]]]], more: Sequence[Mapping[str, list[list[float]]]]
+) -> list[dict[str, list[list[float]]]]:
+    """What `exchanges` returned, by rank, with more turns of the same."""
+    return [
+        {name: [a + b for a, b in zip(sizes, others[name], strict=True)] for name, sizes in rank.items()}
+        for rank, others in zip(ranks, more, strict=True)
+    ]
+
+
+def links(ranks: Iterable[Mapping[str, list[list[float]]]], sizes: Sequence[int]) -> dict[str, list[Exchanged]]:
+    """Link -> medians over turns of the slowest rank's seconds, for each size."""
+    of = list(ranks)
+    return {
+        name: [
+            Exchanged(size, statistics.median(map(max, zip(*(rank[name][at] for rank in of), strict=True))))
+            for at, size in enumerate(sizes)
+        ]
+        for name in of[0]
+    }

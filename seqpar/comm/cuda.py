@@ -1,0 +1,160 @@
+"""What `PeerComm` asks of a CUDA device: memory that peers map, and what its streams do in order.
+
+Everything that `PeerComm` does to a device goes through these few methods, so that its tests run it on a model of one.
+An address is a number; a word is four bytes of a device's memory at an address.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from seqpar import native
+from seqpar.comm.protocol import DIMS
+
+
+class Cuda:
+    """A CUDA device of this process.
+
+    signals: "driver" writes and waits for words with operations of the driver, which need no multiprocessor; "kernel"
+    with kernels of one block; "auto" the former where the driver has them.
+
+    Raises: NotImplementedError where CUDA, or the extension with it, is missing, on ROCm, or if the driver lacks what
+    `signals` asks for.
+    """
+
+    def __init__(self, device: torch.device | str | int | None = None, *, signals: str = "auto") -> None:
+        if signals not in ("auto", "driver", "kernel"):
+            raise ValueError(f'PeerComm: signals={signals!r}, expected "auto", "driver" or "kernel"')
+        if why := unusable():
+            raise NotImplementedError(f"PeerComm: {why}; GroupComm moves tensors with torch.distributed")
+        self._ops = native.ops()
+        if signals == "driver" and not self._ops.peer_driver_signals():
+            raise NotImplementedError('PeerComm: the driver has no cuStreamBatchMemOp; expected signals="kernel"')
+        self._by_kernel = signals == "kernel" or not self._ops.peer_driver_signals()
+        given = torch.device("cuda" if device is None else device)
+        if given.type != "cuda":
+            raise ValueError(f"PeerComm: device={device!r}, expected a CUDA device")
+        self.index = torch.cuda.current_device() if given.index is None else given.index
+        self.device = torch.device("cuda", self.index)
+        self.name = f"{self.device} ({torch.cuda.get_device_name(self.index)})"
+
+    # memory
+
+    def allocate(self, size: int, words: int, value: int) -> int:
+        """The address of so many bytes; the first words hold `value`, the others zero."""
+        return int(self._ops.peer_alloc(self.index, size, words, value))
+
+    def free(self, at: int) -> None:
+        """Give memory back that no other process has mapped any more."""
+        self._ops.peer_free(self.index, at)
+
+    def export(self, at: int) -> list[int]:
+        """A handle by which other processes find the memory."""
+        return list(self._ops.peer_export(self.index, at))
+
+    def map(self, handle: Sequence[int]) -> int:
+        """The address here of another process's memory."""
+        return int(self._ops.peer_open(self.index, list(handle)))
+
+    def unmap(self, at: int) -> None:
+        """Forget another process's memory."""
+        self._ops.peer_close(self.index, at)
+
+    def reach(self, other: int) -> None:
+        """Make all memory of another device of this process accessible from this one."""
+        self._ops.peer_reach(self.index, other)
+
+    def read(self, at: int, words: int, stream: Any) -> list[int]:
+        """Words of this device as they are now; nothing else waits in `stream`."""
+        return list(self._ops.peer_read(self.index, stream.cuda_stream, at, words))
+
+    # streams
+
+    def stream(self, priority: int) -> Any:
+        """A stream that nobody else has: torch's own are handed out again and again. priority: below 0 comes first."""
+        made = self._ops.peer_stream(self.index, priority)
+        return torch.cuda.ExternalStream(made, device=self.device)  # type: ignore[no-untyped-call]
+
+    def end(self, stream: Any) -> None:
+        """Give back a stream of `stream`, once it has done what it has to."""
+        self._ops.peer_stream_end(self.index, stream.cuda_stream)
+
+    def current(self) -> Any:
+        """The stream of this thread."""
+        return torch.cuda.current_stream(self.device)
+
+    def capturing(self) -> bool:
+        """Whether what this thread launches becomes a graph."""
+        return torch.cuda.is_current_stream_capturing()
+
+    def record(self, stream: Any) -> Any:
+        """An event after all that a stream has to do by now; ``query()`` says whether it has happened."""
+        return stream.record_event()
+
+    def follow(self, stream: Any, event: Any) -> None:
+        """Let what comes next in a stream come after the event."""
+        stream.wait_event(event)
+
+    def write(self, stream: Any, words: Mapping[int, int]) -> None:
+        """In stream order, address -> value, in no order among them; who sees one sees all that came before."""
+        at, values = list(words), list(words.values())
+        self._ops.peer_write(self.index, stream.cuda_stream, self._by_kernel, at, values)
+
+    def wait(self, stream: Any, words: Mapping[int, int], seconds: float, poison: int, heeds_poison: bool) -> None:
+        """In stream order, until each word is at or past its value.
+
+        A wait that is a kernel also ends after so many seconds, when it sets the word `poison`, and if it heeds the
+        poison, when that is set.
+        """
+        at, values = list(words), list(words.values())
+        self._ops.peer_wait(self.index, stream.cuda_stream, self._by_kernel, at, values, poison, heeds_poison, seconds)
+
+    def push(self, stream: Any, at: int, strides: Sequence[int], source: Tensor) -> None:
+        """In stream order, a tensor to an address with strides: by a copy engine if both sides are contiguous."""
+        if source.is_contiguous() and list(strides) == row_major(source.shape):
+            self._ops.peer_copy(self.index, stream.cuda_stream, at, source)
+            return
+        target = self._ops.peer_view(at, list(source.shape), list(strides), source.dtype, self.device)
+        self.copy(stream, [target], [source])
+
+    def copy(self, stream: Any, targets: Sequence[Tensor], sources: Sequence[Tensor]) -> None:
+        """In stream order, tensors into tensors of any strides by one kernel."""
+        with torch.cuda.stream(stream):
+            copy_all(targets, sources)
+
+    def used(self, tensors: Sequence[Tensor], stream: Any) -> None:
+        """Let the memory of tensors go to others, once they are gone, only after what the stream has to do by then."""
+        for tensor in tensors:
+            tensor.record_stream(stream)
+
+    def blank(self, stream: Any, poison: int, tensors: Sequence[Tensor]) -> None:
+        """In stream order, if the word `poison` is set: all bits of the tensors, which is NaN in floating point."""
+        self._ops.peer_blank(self.index, stream.cuda_stream, poison, list(tensors))
+
+
+def unusable() -> str | None:
+    """Why no device of this machine can be used, or None."""
+    if torch.version.hip is not None:
+        return "ROCm is not supported"
+    return native.without_cuda() or (None if torch.cuda.is_available() else "no CUDA device")
+
+
+def copy_all(targets: Sequence[Tensor], sources: Sequence[Tensor]) -> None:
+    """Copy tensors in one launch; those of more than 6 dims are contiguous on both sides."""
+    flat = [[x.view(-1) if x.dim() > DIMS else x for x in side] for side in (targets, sources)]
+    none = [None] * len(targets)
+    # inference mode may write both to ordinary tensors and to those that were made in inference mode
+    with torch.inference_mode():
+        native.ops().copy_(*flat, none, none)
+
+
+def row_major(shape: Sequence[int]) -> list[int]:
+    """Strides of a contiguous tensor."""
+    strides = [1] * len(shape)
+    for dim in range(len(shape) - 1, 0, -1):
+        strides[dim - 1] = strides[dim] * shape[dim]
+    return strides

@@ -1,0 +1,99 @@
+"""The device memory of all ranks, as one of them sees it."""
+
+from __future__ import annotations
+
+import json
+import os
+import secrets
+from collections.abc import Mapping
+from typing import Any
+
+import torch
+
+from seqpar.comm.protocol import Comm, Tag
+
+OPENING = -3  # phase of the constructor's messages
+HELLO_BYTES = 4096
+PROCESS = secrets.token_hex(8)  # a number of a process may be another one's elsewhere
+
+
+class Mapped:
+    """`size` bytes of each rank's device, mapped by all ranks: `bases` are their addresses here, by rank.
+
+    words, value: the first words of the own memory and what they hold. mail: where the rank's mailbox is found, which
+    the others are told: `mails` by rank. A collective, over the control comm of the hosts.
+
+    Raises: NotImplementedError on every rank if one cannot map another's memory; what allocating raises, on the other
+    ranks ValueError.
+    """
+
+    def __init__(self, control: Comm, cuda: Any, size: int, words: int, value: int, mail: list[int]) -> None:
+        self._control, self._cuda, self._others = control, cuda, dict[int, int]()
+        own, made = self._made(size, words, value)
+        own |= {
+            "process": f"{os.getpid()} {PROCESS}",
+            "device": cuda.index,
+            "name": cuda.name,
+            "at": made,
+            "mail": mail,
+        }
+        found: list[dict[str, Any]] = [json.loads(text) for text in self._tell(json.dumps(own), 0)]
+        self.mails = [hello["mail"] for hello in found]
+        self.bases, why = [made] * control.size, ""
+        for peer, hello in enumerate(found):
+            if peer != control.rank and not why:
+                try:
+                    self.bases[peer] = self._map(peer, hello, own["process"])
+                except RuntimeError as error:
+                    what = f"{cuda.name} of rank {control.rank} cannot map {hello['name']} of rank {peer}"
+                    why = f"{what}: {str(error).splitlines()[0]}"
+        obstacles = [text for text in self._tell(why, 1) if text]
+        if obstacles:
+            self._unmap(2)
+            cuda.free(made)
+            raise NotImplementedError(f"PeerComm: {obstacles[0]}; GroupComm over NCCL needs no mapping")
+        control.stats.reset()  # what was said here is nobody's payload
+
+    def close(self) -> None:
+        """Give the memory back. A collective."""
+        self._unmap(3)
+        self._cuda.free(self.bases[self._control.rank])
+
+    def _made(self, size: int, words: int, value: int) -> tuple[dict[str, Any], int]:
+        made, error = 0, None
+        hello: dict[str, Any] = {}
+        try:
+            made = self._cuda.allocate(size, words, value)
+            hello["handle"] = self._cuda.export(made)
+        except RuntimeError as raised:
+            error = raised
+        try:
+            self._control.agree("PeerComm", {}, error)
+        except (RuntimeError, ValueError):
+            if made:
+                self._cuda.free(made)
+            raise
+        return hello, made
+
+    def _map(self, peer: int, hello: Mapping[str, Any], process: str) -> int:
+        if hello["process"] == process:
+            self._cuda.reach(hello["device"])
+            return int(hello["at"])
+        self._others[peer] = int(self._cuda.map(hello["handle"]))
+        return self._others[peer]
+
+    def _unmap(self, stage: int) -> None:
+        for at in self._others.values():
+            self._cuda.unmap(at)
+        self._tell("", stage)  # nobody frees what another one maps
+
+    def _tell(self, text: str, stage: int) -> list[str]:
+        """What every rank says, by rank."""
+        said = text.encode()[:HELLO_BYTES].ljust(HELLO_BYTES, b"\0")
+        own = torch.frombuffer(bytearray(said), dtype=torch.uint8)
+        control = self._control
+        found = {peer: torch.empty_like(own) for peer in range(control.size) if peer != control.rank}
+        sends, recvs = {peer: [own] for peer in found}, {peer: [x] for peer, x in found.items()}
+        control.exchange(sends, recvs, tag=Tag(0, 0, OPENING, stage)).wait()
+        everyone = [found.get(rank, own) for rank in range(control.size)]
+        return [bytes(x.tolist()).rstrip(b"\0").decode(errors="replace") for x in everyone]

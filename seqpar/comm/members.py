@@ -1,0 +1,146 @@
+"""What comms between processes share: which ranks they are of, how they count, and how ranks agree by messages."""
+
+from __future__ import annotations
+
+import itertools
+import pickle
+from collections.abc import Mapping, Sequence
+from typing import Any, Generic, Protocol, TypeVar
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from seqpar.comm.header import AGREEING, hash63
+from seqpar.comm.protocol import Claim, PeerError, Stats, Tag, Work, settle, subset
+
+
+class Link(Protocol):
+    """What a comm and its subs share: the connection of a group's ranks, and whether it is alive."""
+
+    rank: int
+    size: int
+
+    @property
+    def cause(self) -> tuple[int, str] | None:
+        """The (rank, reason) for which the group is dead, as far as this rank knows."""
+        ...
+
+    def fail(self, reason: str) -> None:
+        """Mark the group dead for `reason`, unless a root cause stands."""
+        ...
+
+    def error(self, doing: str) -> PeerError:
+        """The error of a rank that was `doing` something when it found the group dead."""
+        ...
+
+
+L = TypeVar("L", bound=Link)
+M = TypeVar("M", bound="Members[Any]")
+
+
+class Members(Generic[L]):
+    """Some ranks of a group, renumbered. A comm adds how bytes move: `exchange`, `empty` and `_post_control`."""
+
+    direct = False
+
+    def _join(
+        self, link: L, scope: tuple[int, ...], stats: Stats, counters: dict[object, Any], check_every: str
+    ) -> None:
+        self._link, self._scope, self._counters, self.check_every = link, scope, counters, check_every
+        self._scope_id = hash63(scope) if scope else 0
+        self._ranks: Sequence[int] = scope or range(link.size)  # this comm's rank -> the group's
+        self.rank, self.size, self.stats = self._ranks.index(link.rank), len(self._ranks), stats
+        self.agreed: dict[int, None] = counters.setdefault(("agreed", scope), {})
+
+    def _in_group(self, tensors: Mapping[int, list[Tensor]]) -> dict[int, list[Tensor]]:
+        return {self._ranks[peer]: several for peer, several in tensors.items()}
+
+    def sub(self: M, ranks: Sequence[int]) -> M:
+        """The same connection seen by some of the ranks, renumbered."""
+        ranks = subset(self.rank, self.size, ranks)
+        view = type(self).__new__(type(self))
+        scope = tuple(self._ranks[r] for r in ranks)
+        view._join(self._link, scope, self.stats, self._counters, self.check_every)
+        return view
+
+    def check(self) -> None:
+        """Raise PeerError if this rank knows that the group is dead."""
+        if self._link.cause is not None:
+            raise self._link.error("cannot go on")
+
+    def abort(self, reason: str) -> None:
+        """Make this rank's reason the root cause unless one stands, and wake every rank that waits for it."""
+        self._link.fail(reason)
+
+    def next_call(self) -> int:
+        """The number of the verb that starts now."""
+        return self._next("call")
+
+    def _next(self, kind: str) -> int:
+        # kept by scope, so that a sub made twice goes on counting
+        return int(next(self._counters.setdefault((kind, self._scope), itertools.count())))
+
+    def agree(self, what: str, facts: Mapping[str, object], error: Exception | None = None) -> None:
+        """Compare the facts of all ranks: see `Comm.agree`.
+
+        Each rank sends 16 bytes to each other one; the facts themselves travel only where ranks differ.
+        """
+        self.check()
+        claim = Claim.of(what, facts, error)
+        call = self._next("agree")
+        own = torch.tensor([hash63(claim), error is not None], dtype=torch.int64)
+        found = self._swap(own, [own] * self.size, Tag(0, call, AGREEING, 0))
+        if all(torch.equal(other, own) for other in found) and error is None:
+            return
+        packed = torch.frombuffer(bytearray(pickle.dumps(claim)), dtype=torch.uint8)
+        length = torch.tensor([packed.numel()])
+        lengths = self._swap(length, [length] * self.size, Tag(0, call, AGREEING, 1))
+        buffers = [torch.empty(int(n), dtype=torch.uint8) for n in lengths]
+        claims = self._swap(packed, buffers, Tag(0, call, AGREEING, 2))
+        settle([pickle.loads(bytes(each.tolist())) for each in claims], error)
+
+    def _swap(self, own: Tensor, like: Sequence[Tensor], tag: Tag) -> list[Tensor]:
+        """Every rank's `own` CPU tensor, by rank; rank r's is shaped as ``like[r]``. Counted in no stats."""
+        peers = [rank for rank in range(self.size) if rank != self.rank]
+        found = [self.empty(tensor.shape, tensor.dtype, tensor.device) for tensor in like]
+        found[self.rank] = own
+        self._post_control({p: [own] for p in peers}, {p: [found[p]] for p in peers}, tag).wait()
+        return found
+
+    def empty(self, shape: Sequence[int], dtype: torch.dtype, device: torch.device) -> Tensor:
+        """Uninitialised memory of this process."""
+        return torch.empty(tuple(shape), dtype=dtype, device=device)
+
+    def _post_control(self, sends: Mapping[int, list[Tensor]], recvs: Mapping[int, list[Tensor]], tag: Tag) -> Work:
+        """An exchange of CPU tensors that the stats do not count; peers are this comm's ranks."""
+        raise NotImplementedError
+
+
+def check_arguments(name: str, timeout: float, check: str) -> None:
+    """The arguments that all constructors have in common.
+
+    Raises: ValueError for one that is not allowed.
+    """
+    if check not in ("batch", "call"):
+        raise ValueError(f'{name}: check={check!r}, expected "batch" or "call"')
+    if not timeout > 0:
+        raise ValueError(f"{name}: timeout={timeout!r}, expected seconds > 0")
+
+
+def process_group(name: str, group: Any) -> dist.ProcessGroup:
+    """The process group that a constructor's argument means: a group, a 1-D mesh, or None for the default group.
+
+    Raises: ValueError, beginning with `name`, for anything else and for a group that this process is not in.
+    """
+    if not dist.is_available() or not dist.is_initialized():
+        raise ValueError(f"{name}: torch.distributed has no default group; call init_process_group first")
+    if isinstance(group, dist.device_mesh.DeviceMesh):
+        if group.ndim != 1:
+            raise ValueError(f"{name}: a mesh of {group.ndim} dimensions {group.mesh_dim_names}; give one, mesh[name]")
+        group = group.get_group()
+    if group is None:
+        group = dist.group.WORLD
+    if not isinstance(group, dist.ProcessGroup):
+        raise ValueError(f"{name}: got {group!r}; expected a group that this process is in, a 1-D mesh, or None")
+    return group

@@ -1,0 +1,605 @@
+"""`PeerComm`: ranks on the GPUs of one node, which write straight into each other's memory.
+
+Every rank has a pool of device memory that all ranks map, and in front of it words of 32 bits. Messages of an ordered
+pair are numbered, an epoch is a message's number, and a rank's streams wait on words of its own memory only:
+
+    credit     written by the receiver's stream where it posted: from here on the buffer may be written
+    arrival    written by the sender's copy stream after the bytes
+    sent       likewise, for the sender itself: from here on the source may be written
+
+               rank 0, the sender                                  rank 1, the receiver
+    exchange   event: the source is written         <- offer --    credit stream: event, write(credit of rank 0)
+    copy       copy stream: event, wait(credit),
+               copy, write(arrival of rank 1, sent) -- arrive ->
+    wait       wait(sent)                                          wait(arrival), mark if poisoned
+
+What belongs where goes from host to host (`offer`, `arrive`: the mailbox of shared memory that `ShmComm` uses too).
+Hosts talk in `exchange` and `wait` alone, in the order of exchanges, and `wait` returns once all hosts concerned have
+launched their part. So the write that ends a wait is always launched before the wait is: nothing that blocks a host,
+such as freeing memory, and no two streams that share a queue of the hardware can keep a device from going on.
+
+A comm dies by a cause that is written for all ranks, then by a word `poison` in every rank's memory. From there on
+waits for arrivals are let go and what was received is NaN; see `_Link.poison` for the order of these steps.
+"""
+
+from __future__ import annotations
+
+import logging
+import os
+import threading
+import time
+import weakref
+from collections import deque
+from collections.abc import Mapping, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass, field
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor
+
+from seqpar import native
+from seqpar.comm.cuda import Cuda
+from seqpar.comm.failure import Monitor
+from seqpar.comm.header import Header, hash63
+from seqpar.comm.local import LocalComm
+from seqpar.comm.mapped import Mapped
+from seqpar.comm.members import process_group
+from seqpar.comm.pool import ALIGNMENT, Pool
+from seqpar.comm.protocol import DIMS, Comm, PeerError, Stats, Tag, Work, nonempty, subset
+from seqpar.comm.shm import ShmComm
+from seqpar.comm.words import AHEAD, FIRST, Words, epoch, reached
+
+log = logging.getLogger("seqpar.comm")
+
+
+_Side = Mapping[int, Sequence[Tensor]]
+
+
+@dataclass(eq=False)
+class _Exchange:
+    """One exchange on its way, and all tensors of it. Peers are the link's ranks."""
+
+    name: str
+    ready: Any = None  # event: the tensors to send are written, those to receive may be
+    sends: dict[int, deque[tuple[list[int], Tensor]]] = field(default_factory=dict)  # what is still to be pushed
+    begun: set[int] = field(default_factory=set)  # peers whose copy stream has waited for its credit
+    arrivals: dict[int, int] = field(default_factory=dict)  # peer -> messages from it that have arrived then
+    sent: dict[int, int] = field(default_factory=dict)
+    blocks: list[Tensor] = field(default_factory=list)  # of the pool, received into
+    staged: list[tuple[Tensor, Tensor]] = field(default_factory=list)  # (target, block)
+    sources: list[Tensor] = field(default_factory=list)
+    targets: list[Tensor] = field(default_factory=list)
+
+
+class _Flight(NamedTuple):
+    """Waits that a stream was given, address of a word -> epoch: they are over when `event` is."""
+
+    event: Any
+    words: dict[int, int]
+
+    def is_completed(self) -> bool:
+        return bool(self.event.query())
+
+
+class _Link:
+    """What a comm and its subs share. Ranks are the control comm's.
+
+    One thread at a time uses it, under `lock`; the monitor and what it starts touch words and the cause alone.
+    """
+
+    def __init__(self, control: Comm, cuda: Any, pool_bytes: int, timeout: float) -> None:
+        wrong = None if pool_bytes >= 1 else ValueError(f"PeerComm: pool_bytes={pool_bytes!r}, expected at least 1")
+        control.agree("PeerComm", {}, wrong)
+        self.control, self.cuda, self.timeout = control, cuda, timeout
+        self.rank, self.size = control.rank, control.size
+        self.words, self.ops, self.lock, self.process = Words(self.size), native.ops(), threading.RLock(), os.getpid()
+        self.mail = self.ops.shm_open(self.rank, self.size, ALIGNMENT)
+        self.end = weakref.finalize(self, self.ops.shm_close, self.mail)
+        whole, address = self.words.bytes + pool_bytes, list(self.ops.shm_address(self.mail))
+        self.memory = Mapped(control, cuda, whole, self.words.count, FIRST, address)
+        self.bases, self.base = self.memory.bases, self.memory.bases[self.rank]
+        self._open_mail(self.memory.mails)
+        self.pool = Pool(cuda, self.base + self.words.bytes, pool_bytes)
+        peers = [peer for peer in range(self.size) if peer != self.rank]
+        # streams of one priority may share a queue of the hardware: what waits for peers must not hold up compute, and
+        # what lets waits go not wait behind them
+        self.copies = {peer: cuda.stream(-1) for peer in peers}
+        self.credits, self.private = cuda.stream(-1), cuda.stream(-5)
+        self.posted, self.pushed = dict.fromkeys(peers, 0), dict.fromkeys(peers, 0)  # messages so far
+        self.offers: dict[int, deque[tuple[list[int], int, list[int]]]] = {peer: deque() for peer in peers}
+        self.pushing: deque[_Exchange] = deque()
+        self.flying: deque[_Flight] = deque()
+        self.orphans: list[object] = []  # what streams may still use after a failure
+        self.poisoned = threading.Event()
+        self.closing, self.closed = threading.Lock(), False  # held by who gives streams orders to let go
+        self.monitor = Monitor(timeout, self._stuck, self._look)
+
+    def _open_mail(self, addresses: Sequence[list[int]]) -> None:
+        error = None
+        try:
+            for peer, address in enumerate(addresses):
+                if peer != self.rank:
+                    self.ops.shm_map(self.mail, peer, address)
+        except RuntimeError as raised:
+            error = raised
+        self.control.agree("PeerComm", {}, error)
+        self.ops.shm_ready(self.mail)
+
+    def close(self) -> None:
+        """Give the memory back. Every rank calls it, after its last wait."""
+        self.alive("closing")
+        streams = (*self.copies.values(), self.credits, self.private)
+        for stream in (*streams, self.cuda.current()):
+            self.cuda.record(stream).synchronize()
+        self.control.agree("PeerComm.close", {})
+        # nothing is left that would have to be let go
+        self.poisoned.set()
+        self.ops.shm_fail(self.mail, "the comm is closed")
+        with self.closing:
+            self.closed = True
+        self.cuda.record(self.private).synchronize()
+        self.pool.close()
+        self.memory.close()
+        for stream in streams:
+            self.cuda.end(stream)
+
+    # --- exchanges
+
+    def post(self, scope: int, tag: Tag, sends: _Side, recvs: _Side) -> _Exchange:
+        """Let the current stream give its credits, and tell peers; push what they wait for already."""
+        with self.lock:
+            stream, work = self.cuda.current(), _Exchange(str(tag))
+            places = {p: [self._place(work, x, stream, p) for x in several] for p, several in recvs.items()}
+            work.sources = [x for several in sends.values() for x in several]
+            work.targets = [x for several in recvs.values() for x in several]
+            credits = {}
+            for peer, blocks in places.items():
+                header = Header.of(scope, tag, recvs[peer])
+                self.posted[peer] += len(blocks)
+                work.arrivals[peer] = self.posted[peer]
+                credits[self.bases[peer] + self.words.credit(self.rank)] = epoch(self.posted[peer] - 1)
+                for index, x in enumerate(blocks):
+                    where, strides = x.data_ptr() - self.pool.at, list(x.stride()) if x.dim() <= DIMS else []
+                    self.offers[peer].append(([*header, index], where, strides))
+            for peer, several in sends.items():
+                header = Header.of(scope, tag, several)
+                self.pushed[peer] += len(several)
+                work.sent[peer] = self.pushed[peer]
+                work.sends[peer] = deque(([*header, index], x) for index, x in enumerate(several))
+            work.ready = self.cuda.record(stream)
+            if credits:
+                self.cuda.follow(self.credits, work.ready)
+                self.cuda.write(self.credits, credits)
+            self.pushing.append(work)
+            self.progress()
+            return work
+
+    def _place(self, work: _Exchange, target: Tensor, stream: Any, peer: int) -> Tensor:
+        """Where a message is to be written: the tensor itself, or a block if peers cannot write there."""
+        place = target if self.pool.owns(target) else self.pool.take(target.shape, target.dtype, stream)
+        if place is None:
+            self.fail(
+                f"the pool of {self.pool.size} bytes has no room for the {target.nbytes} that {work.name} receives "
+                f"from rank {peer}, beside {self.pool.taken()} in use: raise pool_bytes by at least {target.nbytes}"
+            )
+            raise self.error(f"posting {work.name}")
+        if place is not target:
+            work.staged.append((target, place))
+        work.blocks.append(place)
+        return place
+
+    def progress(self) -> None:
+        """Make the offers that the mailbox has room for, and push in the order of exchanges what peers offered."""
+        for peer, offers in self.offers.items():
+            while offers and self.ops.shm_offer(self.mail, peer, *offers[0]):
+                offers.popleft()
+        while self.pushing:
+            work = self.pushing[0]
+            for peer in list(work.sends):
+                self._push(work, peer)
+            if work.sends:
+                return
+            self.pushing.popleft()
+
+    def _push(self, work: _Exchange, peer: int) -> None:
+        queue, stream, at = work.sends[peer], self.copies[peer], epoch(work.sent[peer] - 1)
+        while queue and (offer := self.ops.shm_offer_of(self.mail, peer)):
+            words, source = queue.popleft()
+            taken, where, strides = offer[: len(words)], offer[len(words)], offer[len(words) + 1 :]
+            if taken != words:
+                self.fail(Header(*words[:-1]).unlike(Header(*taken[:-1]), self.rank, peer))
+                raise self.error(f"in {work.name}, sending to rank {peer}")
+            if peer not in work.begun:
+                work.begun.add(peer)
+                self.cuda.follow(stream, work.ready)
+                self._wait(stream, {self.base + self.words.credit(peer): at}, heeds_poison=False)
+            if source.dim() > DIMS:
+                source, strides = source.view(-1), [1]
+            at_peer = self.bases[peer] + self.words.bytes + where
+            self.cuda.push(stream, at_peer, strides[: source.dim()], source)
+            if not queue:
+                theirs, own_word = self.bases[peer] + self.words.arrival(self.rank), self.base + self.words.sent(peer)
+                self.cuda.write(stream, {theirs: at, own_word: at})
+                del work.sends[peer]
+            self.ops.shm_arrive(self.mail, peer)
+
+    def meet(self, work: _Exchange) -> None:
+        """Return when all hosts have launched their part of an exchange. Others may use the link while this sleeps.
+
+        Raises: PeerError, after the timeout naming a rank that has not.
+        """
+        deadline = time.monotonic() + self.timeout
+        lost: dict[int, str] = {}
+        while True:
+            with self.lock:
+                seen = self.ops.shm_bell(self.mail)
+                self.progress()
+                late = [peer for peer, count in work.arrivals.items() if self.ops.shm_arrived(self.mail, peer) < count]
+                late += [peer for peer in work.sends if peer not in late]
+            if not late:
+                return
+            doing = f"in {work.name}, waiting for rank {late[0]}"
+            self.alive(doing)
+            left = deadline - time.monotonic()
+            # who is lost may have done its part before: looked at once more since
+            if gone := [peer for peer in late if lost.get(peer)]:
+                self.fail(f"in {work.name}: lost rank {gone[0]}, {lost[gone[0]]}")
+            elif left <= 0:
+                self.fail(f"waited {self.timeout:g} s in {work.name} for rank {late[0]}, {self._slot(work, late[0])}")
+            else:
+                lost = {peer: self._lost(peer) for peer in late}
+                # the control comm has no bell here
+                self.ops.shm_wait(self.mail, seen, min(left, 0.1))
+                continue
+            raise self.error(doing)
+
+    def _lost(self, peer: int) -> str:
+        """Why nothing more will come from a peer, or ''."""
+        if self.ops.shm_ended(self.mail, peer):
+            return "whose process has ended"
+        return "which closed its comm" if self.ops.shm_has_left(self.mail, peer) else ""
+
+    def _slot(self, work: _Exchange, peer: int) -> str:
+        slot, expected, seen = self.ops.shm_next(self.mail, peer, peer in work.arrivals)
+        return f"slot {slot}: expected epoch {expected}, saw {seen}"
+
+    def follow(self, work: _Exchange) -> None:
+        """Let the current stream wait for an exchange whose hosts have met, and mark what a dead comm received."""
+        stream, base, words = self.cuda.current(), self.base, self.words
+        arrivals = {base + words.arrival(peer): epoch(count - 1) for peer, count in work.arrivals.items()}
+        sent = {base + words.sent(peer): epoch(count - 1) for peer, count in work.sent.items()}
+        if sent:
+            self._wait(stream, sent, heeds_poison=False)
+        if arrivals:
+            self._wait(stream, arrivals, heeds_poison=True)
+            if work.staged:
+                self.cuda.copy(stream, [target for target, _ in work.staged], [block for _, block in work.staged])
+            self.cuda.blank(stream, base + words.poison, work.targets)
+        self._used(stream, [*work.sources, *work.targets, *work.blocks])
+        while self.flying and self.flying[0].is_completed():
+            self.flying.popleft()
+        self.flying.append(_Flight(self.cuda.record(stream), arrivals | sent))
+        self.monitor.watch([self.flying[-1]], f"in {work.name} for ranks {sorted({*work.arrivals, *work.sent})}")
+
+    def _wait(self, stream: Any, words: Mapping[int, int], *, heeds_poison: bool) -> None:
+        self.cuda.wait(stream, words, 2 * self.timeout, self.base + self.words.poison, heeds_poison)
+
+    def _used(self, stream: Any, tensors: Sequence[Tensor]) -> None:
+        """Say that memory which other streams were given may be theirs again once `stream` is here.
+
+        It has waited for the copies, so that to name it covers the streams of those as well.
+        """
+        owned = [self.pool.owns(x) for x in tensors]
+        self.pool.used([x for x, own in zip(tensors, owned, strict=True) if own], stream)
+        self.cuda.used([x for x, own in zip(tensors, owned, strict=True) if not own], stream)
+
+    # --- failure
+
+    @property
+    def cause(self) -> tuple[int, str] | None:
+        """The (rank, reason) for which the comm is dead, None while it lives."""
+        if not self.end.alive:
+            return self.rank, "nobody holds the comm any more"
+        text = self.ops.shm_cause(self.mail)
+        if not text:
+            try:
+                self.control.check()
+                return None
+            except PeerError as error:
+                self.ops.shm_fail(self.mail, str(error))
+                text = self.ops.shm_cause(self.mail)
+        rank, _, reason = text.partition(" ")
+        return int(rank), reason
+
+    def alive(self, doing: str) -> None:
+        """Return if the comm lives. Raises: PeerError, also in a process that was forked from the rank's."""
+        if os.getpid() != self.process:
+            raise PeerError(f"the comm of rank {self.rank} belongs to process {self.process}, not to a fork of it")
+        if self.cause is not None:
+            self.poison()
+            raise self.error(doing)
+
+    def error(self, doing: str) -> PeerError:
+        """The error of a rank that was `doing` something when it found the comm dead."""
+        assert self.cause is not None
+        return PeerError.quoting(self.rank, doing, *self.cause)
+
+    def fail(self, reason: str) -> None:
+        """Make this rank's reason the root cause unless one stands, and let all ranks know."""
+        self.ops.shm_fail(self.mail, reason)
+        assert self.cause is not None
+        first, reason = self.cause
+        self.poison()
+        self.control.abort(reason if first == self.rank else f"rank {first}: {reason}")
+
+    def poison(self) -> None:
+        """Mark the memory of all ranks, then let this rank's streams go. Needs no lock and waits for nothing.
+
+        Waits for arrivals end at once, after the mark that makes what they brought NaN. A copy whose credit has not
+        come stays where it is, as its target may be in use: the peer's stream, let go in the same way, gives the
+        credit. If it does not for another timeout, or the peer's process is gone, the copy is let go as well. Until
+        then its source is not written either, since `sent` comes from the copy alone: what arrives late is right.
+        A kernel that waits, see `Cuda`, lets go by itself after two timeouts, poisoned: a copy goes on then too, as
+        one of a copy engine cannot look at a word.
+        """
+        if self.poisoned.is_set():
+            return
+        self.poisoned.set()
+        log.info("rank %d: the comm is dead: %s", self.rank, self.cause)
+        threading.Thread(target=self._let_go, name="seqpar comm release", daemon=True).start()
+
+    def _let_go(self) -> None:
+        begun, waited = time.monotonic(), 0.0
+        try:
+            ended = [peer for peer in self.copies if self.ops.shm_ended(self.mail, peer)]
+            bases = [base for rank, base in enumerate(self.bases) if rank not in ended]
+            if not self._order({base + self.words.poison: 1 for base in bases}):
+                return
+            ends = [_Flight(self.cuda.record(stream), {}) for stream in (*self.copies.values(), self.credits)]
+            while not all(item.is_completed() for item in (*self.flying, *ends)) and waited < 2 * self.timeout:
+                words = {self.base + self.words.arrival(p): epoch(n + AHEAD) for p, n in self.posted.items()}
+                for peer, number in self.pushed.items():
+                    if waited > self.timeout or self.ops.shm_ended(self.mail, peer):
+                        words[self.base + self.words.credit(peer)] = epoch(number + AHEAD)
+                # again and again: a peer that is late writes a smaller epoch over it
+                if not self._order(words):
+                    return
+                time.sleep(0.02)
+                waited = time.monotonic() - begun
+        except RuntimeError as error:
+            log.warning("rank %d: the device does not take orders any more: %s", self.rank, error)
+
+    def _order(self, words: Mapping[int, int]) -> bool:
+        """Write words past all that waits, unless the memory is given back."""
+        with self.closing:
+            if not self.closed:
+                self.cuda.write(self.private, words)
+            return not self.closed
+
+    # --- what the monitor's thread calls
+
+    def _look(self) -> bool:
+        """Whether the comm is dead, as it is if the process of a rank has ended that a stream waits for."""
+        if self.cause is None:
+            ended = [peer for peer in self.copies if self.ops.shm_ended(self.mail, peer)]
+            if ended and (missing := [name for name, peer in self._missing() if peer in ended]):
+                self.fail(f"{missing[0]} does not come: the process has ended")
+        if self.cause is not None:
+            self.poison()
+        return self.poisoned.is_set()
+
+    def _stuck(self, reason: str) -> None:
+        """A stream does not go on."""
+        self.fail(f"{reason}: {', '.join(name for name, _ in self._missing()) or 'a stream'} did not come")
+
+    def _missing(self) -> list[tuple[str, int]]:
+        """(name, peer) of the words that the first stream to wait waits for."""
+        flight = next((item for item in list(self.flying) if not item.is_completed()), None)
+        if flight is None:
+            return []
+        seen = self.cuda.read(self.base, self.words.count, self.private)
+        words = [(at - self.base, expected) for at, expected in flight.words.items()]
+        return [self.words.name(at, e, seen[at // 4]) for at, e in words if not reached(seen[at // 4], e)]
+
+
+class _PeerWork:
+    """`Work` of an exchange of this device's tensors."""
+
+    def __init__(self, link: _Link, exchange: _Exchange, stats: Stats) -> None:
+        self._link, self._exchange, self._stats = link, exchange, stats
+        self._waited = False
+
+    def wait(self) -> None:
+        if self._waited:
+            return
+        self._waited = True
+        link, start = self._link, time.perf_counter()
+        try:
+            link.meet(self._exchange)
+            with link.lock:
+                link.follow(self._exchange)
+        except BaseException as error:
+            link.orphans.append(self._exchange)
+            if not isinstance(error, PeerError):
+                link.fail(f"in {self._exchange.name}: {type(error).__name__}: {error}")
+            raise
+        finally:
+            self._stats.wait_seconds += time.perf_counter() - start
+        # what comes next on this stream may reuse the memory
+        del self._exchange
+
+    def __del__(self) -> None:
+        if not self._waited:
+            self._link.orphans.append(self._exchange)
+            if self._link.cause is None:
+                self._link.fail(f"dropped the work of {self._exchange.name} without waiting for it")
+
+
+class PeerComm:
+    """A rank on a GPU of this machine, or one of several on the same. See `Comm`, and the module for how it works.
+
+    group: a `ProcessGroup`, a 1-D `DeviceMesh`, or None for the default group: processes of one machine. device: this
+    rank's, default the current one. pool_bytes: device memory that peers can write, for `empty` and for what is
+    received elsewhere. timeout: seconds after which a wait fails. check: how often verbs compare their arguments over
+    the ranks. signals: how streams signal, see `Cuda`.
+
+    A collective constructor. CPU tensors travel over the comm of the hosts. A sub shares its parent's `stats`, whose
+    `sent_to` counts by the parent's ranks. The pool lives until `close`, else until the process ends, as memory that
+    others map must not be freed.
+
+    Raises: NotImplementedError, on every rank alike, if the GPU of one rank cannot map the memory of another; also
+    where `Cuda` does. ValueError where `ShmComm` does.
+    """
+
+    direct = True
+
+    def __init__(
+        self,
+        group: Any = None,
+        *,
+        device: torch.device | str | int | None = None,
+        pool_bytes: int = 1 << 29,
+        timeout: float = 300.0,
+        check: str = "batch",
+        signals: str = "auto",
+    ) -> None:
+        control = ShmComm(process_group("PeerComm", group), timeout=timeout, check=check)
+        cuda, error = None, None
+        try:
+            cuda = Cuda(device, signals=signals)
+        except (NotImplementedError, ValueError) as raised:
+            error = raised
+        control.agree("PeerComm", {}, error)
+        self._join(_Link(control, cuda, pool_bytes, timeout), control, ())
+
+    @classmethod
+    def world(
+        cls,
+        size: int,
+        *,
+        devices: Sequence[torch.device | str | int] | None = None,
+        pool_bytes: int = 1 << 26,
+        timeout: float = 60.0,
+        signals: str = "auto",
+    ) -> list[PeerComm]:
+        """One comm for each of `size` ranks of this process; give each to its own thread.
+
+        devices: of the ranks, default the current device for all. The other arguments are each rank's.
+        """
+        if devices is not None and len(devices) != size:
+            raise ValueError(f"PeerComm.world: {len(devices)} devices for {size} ranks, expected one each")
+        cudas = [Cuda(None if devices is None else devices[rank], signals=signals) for rank in range(size)]
+        controls = LocalComm.world(size, timeout=timeout)
+        with ThreadPoolExecutor(size) as threads:
+            return list(
+                threads.map(lambda control, cuda: cls.over(control, cuda, pool_bytes, timeout), controls, cudas)
+            )
+
+    @classmethod
+    def over(cls, control: Comm, cuda: Any, pool_bytes: int, timeout: float) -> PeerComm:
+        """The comm of a rank whose host talks to the others' over `control`, which nobody else uses. A collective."""
+        comm = cls.__new__(cls)
+        comm._join(_Link(control, cuda, pool_bytes, timeout), control, ())
+        return comm
+
+    def _join(self, link: _Link, control: Comm, scope: tuple[int, ...]) -> None:
+        self._link, self._control, self._scope = link, control, scope
+        self._scope_id = hash63(scope) if scope else 0
+        self._ranks: Sequence[int] = scope or range(link.size)  # this comm's rank -> the link's
+        self.rank, self.size = control.rank, control.size
+        self.stats, self.check_every, self.agreed = control.stats, control.check_every, control.agreed
+
+    def exchange(
+        self, sends: Mapping[int, Sequence[Tensor]], recvs: Mapping[int, Sequence[Tensor]], *, tag: Tag
+    ) -> Work:
+        """Post one exchange: see `Comm.exchange`. All its tensors are on the comm's device, or all on the CPU.
+
+        Raises: NotImplementedError while a graph is captured, beside what `Comm.exchange` raises.
+        """
+        link = self._link
+        sends = nonempty(self.rank, self.size, sends, sending=True, direct=True)
+        recvs = nonempty(self.rank, self.size, recvs, sending=False, direct=True)
+        on_device = self._on_device(sends, recvs)
+        link.alive("cannot go on")
+        if not on_device:
+            return self._control.exchange(sends, recvs, tag=tag)
+        if link.cuda.capturing():
+            raise NotImplementedError(
+                f"exchange: {tag} in a CUDA graph under capture: its hosts take part in every exchange of PeerComm; "
+                "capture the compute between exchanges"
+            )
+        in_link = [{self._ranks[peer]: several for peer, several in side.items()} for side in (sends, recvs)]
+        try:
+            posted = link.post(self._scope_id, tag, *in_link)
+        except RuntimeError as error:
+            if not isinstance(error, PeerError):
+                link.fail(f"posting {tag}: {error}")
+            raise
+        self.stats.count(*in_link)
+        self.stats.staged_bytes += sum(target.nbytes for target, _ in posted.staged)
+        return _PeerWork(link, posted, self.stats)
+
+    def _on_device(self, *sides: Mapping[int, Sequence[Tensor]]) -> bool:
+        own, tensors = self._link.cuda.device, [x for side in sides for several in side.values() for x in several]
+        found = {tensor.device for tensor in tensors}
+        if found <= {own}:
+            return bool(found)
+        if found == {torch.device("cpu")}:
+            return False
+        raise ValueError(
+            f"exchange: tensors on {sorted(map(str, found))}; expected all of them on {own}, the device of rank "
+            f"{self.rank}'s PeerComm, or all on the CPU"
+        )
+
+    def empty(self, shape: Sequence[int], dtype: torch.dtype, device: torch.device) -> Tensor:
+        """Memory of the pool, which peers write directly, while there is room; else ordinary memory, which they do not.
+
+        An eighth of the pool is left for what is received into such memory.
+
+        It is free when the last tensor on it is gone and then given to others in stream order: see `Pool`.
+        """
+        link = self._link
+        if torch.device(device) != link.cuda.device:
+            return self._control.empty(shape, dtype, device)
+        found = None if link.poisoned.is_set() else link.pool.take(tuple(shape), dtype, link.cuda.current(), spare=True)
+        return torch.empty(tuple(shape), dtype=dtype, device=device) if found is None else found
+
+    def sub(self, ranks: Sequence[int]) -> PeerComm:
+        """The same memory seen by some of the ranks, renumbered."""
+        ranks = subset(self.rank, self.size, ranks)
+        view = PeerComm.__new__(PeerComm)
+        view._join(self._link, self._control.sub(ranks), tuple(self._ranks[r] for r in ranks))
+        return view
+
+    def warm_up(self, peers: Sequence[int]) -> None:
+        """Nothing: all memory is mapped since the constructor."""
+        return None
+
+    def check(self) -> None:
+        """Raise PeerError if this rank knows that the comm is dead."""
+        self._link.alive("cannot go on")
+
+    def next_call(self) -> int:
+        """The number of the verb that starts now."""
+        return self._control.next_call()
+
+    def agree(self, what: str, facts: Mapping[str, object], error: Exception | None = None) -> None:
+        """Compare the facts of all ranks: see `Comm.agree`."""
+        link = self._link
+        link.alive(f"cannot agree on {what}")
+        with link.lock:
+            link.progress()
+        try:
+            self._control.agree(what, facts, error)
+        except PeerError:
+            link.alive(f"agreeing on {what}")
+            raise
+
+    def abort(self, reason: str) -> None:
+        """Make this rank's reason the root cause unless one stands, and let all ranks know."""
+        self._link.fail(reason)
+
+    def close(self) -> None:
+        """Give the pool back, of which no tensor may be in use any more. A collective, after which the comm is dead."""
+        self._link.close()

@@ -1,0 +1,405 @@
+"""`ShmComm`: ranks that are processes of one machine, and write into each other's memory.
+
+Every rank has a mailbox and a pool, both mapped by all the others; memory from `empty` lies in the pool. A message
+takes one copy, made by its sender, from where it lies to where it belongs, whatever the strides of both::
+
+    receiver   posts: tells the sender where message n of this pair belongs, if a slot is free      credit  n
+    sender     posted it too: compares the headers, copies, tells the receiver that it is there     arrival n
+    receiver   waits: sees it, and may use the slot again                        csrc/cpu/mailbox.h says the rest
+
+Nothing waits but `wait`, which sleeps on this rank's own memory. Credits are written and bytes move whenever this rank
+is inside the comm: posting, waiting or agreeing. A receive buffer from elsewhere than `empty` gets a stand-in in the
+pool and one more copy, which `stats.staged_bytes` counts.
+
+The first rank to fail writes the cause into shared memory, where each rank looks before it sleeps and as often as it is
+woken, and into the group's store. A rank that waits looks now and then whether whom it waits for still lives.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import itertools
+import logging
+import os
+import sys
+import threading
+import time
+import weakref
+from collections import deque
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from seqpar import native
+from seqpar.comm.failure import RootCause
+from seqpar.comm.header import Header, describe
+from seqpar.comm.meeting import Meeting, machine
+from seqpar.comm.members import Members, check_arguments, process_group
+from seqpar.comm.protocol import PeerError, Stats, Tag, Work, nonempty
+
+log = logging.getLogger("seqpar.comm")
+
+POOL_BYTES = 64 << 30  # address space, not memory: pages come when they are touched
+SLICE = 0.05  # seconds between two looks at whether peers live
+NOTHING_OFFERED, OTHER_HEADER = 0, 2  # answers of shm_push; 1: the bytes moved
+
+
+def missing() -> str | None:
+    """Why `ShmComm` cannot be used here, or None."""
+    if sys.platform != "linux":
+        return f"it needs memory files and futexes, which Linux has; this is {sys.platform}"
+    return native.missing()
+
+
+@dataclass(eq=False)
+class _Progress:
+    """How many messages of an exchange have not moved; shared by them and the exchange's `Work`."""
+
+    name: str
+    left: int = 0
+
+
+@dataclass(eq=False)
+class _Message:
+    """One tensor on its way, with the words that both ends must have in common."""
+
+    words: list[int]
+    tensor: Tensor
+    progress: _Progress
+
+
+class _Link:
+    """What a comm and its subs share: this rank's end of the shared memory, and the messages on their way.
+
+    Ranks are the group's. The queues of a dead group keep their tensors: peers may still write to them.
+    """
+
+    def __init__(self, group: dist.ProcessGroup, timeout: float, check: str, pool_bytes: int) -> None:
+        self.rank, self.size, self.timeout = group.rank(), group.size(), timeout
+        self._cause: tuple[int, str] | None = None
+        store = group.get_group_store()
+        meeting = Meeting("ShmComm", store, self.rank, self.size, timeout)
+        self.root_cause = RootCause(store, f"seqpar/ShmComm/{meeting.number}/root cause", self.rank)
+        self._meet(meeting, check, pool_bytes)
+        self.process, self.pool_bytes = os.getpid(), pool_bytes
+        # re-entrant: the garbage collector may run a dropped work's __del__ inside a locked section
+        self.lock = threading.RLock()
+        peers = [rank for rank in range(self.size) if rank != self.rank]
+        self.sending: dict[int, deque[_Message]] = {peer: deque() for peer in peers}
+        self.receiving: dict[int, deque[_Message]] = {peer: deque() for peer in peers}
+        self.uncredited: dict[int, deque[_Message]] = {peer: deque() for peer in peers}
+        self.arrived = dict.fromkeys(peers, 0)
+
+    def _meet(self, meeting: Meeting, check: str, pool_bytes: int) -> None:
+        def make() -> tuple[list[str], list[int]]:
+            # in the meeting, so that no rank waits for one whose arguments are wrong
+            check_arguments("ShmComm", self.timeout, check)
+            if pool_bytes < 1:
+                raise ValueError(f"ShmComm: pool_bytes={pool_bytes!r}, expected at least 1")
+            if why := missing():
+                raise NotImplementedError(f"ShmComm: {why}")
+            self.ops = native.ops()
+            with self._explained(pool_bytes):
+                self.end = self.ops.shm_open(self.rank, self.size, pool_bytes)
+            weakref.finalize(self, self.ops.shm_close, self.end)
+            return machine(), self.ops.shm_address(self.end)
+
+        def map_all() -> None:
+            for rank, (_, address) in enumerate(found):
+                if rank != self.rank:
+                    with self._explained(pool_bytes):
+                        self.ops.shm_map(self.end, rank, address)
+
+        found = meeting.hear(make)
+        elsewhere = [rank for rank, (where, _) in enumerate(found) if where[:2] != found[0][0][:2]]
+        if elsewhere:
+            names = sorted({found[rank][0][2] for rank in elsewhere})
+            raise ValueError(
+                f"ShmComm: ranks {elsewhere} run on {names}, rank 0 on {found[0][0][2]}; expected one machine and one "
+                "container, whose processes can map each other's memory: use GroupComm"
+            )
+        meeting.hear(map_all)
+        self.ops.shm_ready(self.end)
+
+    @contextlib.contextmanager
+    def _explained(self, pool_bytes: int) -> Iterator[None]:
+        try:
+            yield
+        except RuntimeError as error:
+            raise RuntimeError(
+                f"ShmComm: rank {self.rank} of {self.size} with pool_bytes={pool_bytes}: {error}; a smaller pool_bytes "
+                "needs less address space, and ranks must be of one user to map each other's memory: else use GroupComm"
+            ) from error
+
+    @property
+    def cause(self) -> tuple[int, str] | None:
+        """The (rank, reason) for which the group is dead."""
+        return self._find_cause()
+
+    def _find_cause(self) -> tuple[int, str] | None:
+        if self._cause is None and (found := self.ops.shm_cause(self.end)):
+            rank, _, reason = found.partition(" ")
+            self._cause = int(rank), reason
+            log.info("rank %d: root cause: rank %d: %s", self.rank, *self._cause)
+        return self._cause
+
+    def fail(self, reason: str) -> None:
+        """Mark the group dead for `reason`, unless a root cause stands."""
+        if self.cause is None and os.getpid() == self.process:
+            log.info("rank %d: %s", self.rank, reason)
+            self.ops.shm_fail(self.end, reason)
+            standing = self._find_cause()
+            if standing is None or standing[0] == self.rank:
+                self.root_cause.write(reason)
+
+    def error(self, doing: str) -> PeerError:
+        """The error of a rank that was `doing` something when it found the group dead."""
+        assert self.cause is not None
+        return PeerError.quoting(self.rank, doing, *self.cause)
+
+    def empty(self, shape: Sequence[int], dtype: torch.dtype, *, spare: bool = False) -> Tensor | None:
+        """Memory of the pool, or None if it is full; `spare`: also of what is kept for messages beside it."""
+        return self.ops.shm_empty(self.end, list(shape), dtype, dtype.itemsize, spare)
+
+    def post(self, sends: Iterator[tuple[int, _Message]], recvs: Iterator[tuple[int, _Message]]) -> None:
+        """Queue messages, (peer, message), and move what can move."""
+        with self.lock:
+            for queues, messages in (((self.receiving, self.uncredited), recvs), ((self.sending,), sends)):
+                for peer, message in messages:
+                    message.progress.left += 1
+                    for queue in queues:
+                        queue[peer].append(message)
+            self.progress()
+
+    def progress(self) -> None:
+        """Take in what has arrived, write credits, and push what peers have given credit for. Needs the lock.
+
+        Raises: PeerError if a peer expects another message than the next one to it.
+        """
+        ops, end = self.ops, self.end
+        for peer, queue in self.receiving.items():
+            if queue:
+                arrived = ops.shm_arrived(end, peer)
+                for _ in range(arrived - self.arrived[peer]):
+                    queue.popleft().progress.left -= 1
+                self.arrived[peer] = arrived
+                waiting = self.uncredited[peer]
+                while waiting and ops.shm_credit(end, peer, waiting[0].words, waiting[0].tensor):
+                    waiting.popleft()
+        for peer, queue in self.sending.items():
+            while queue:
+                answer = ops.shm_push(end, peer, queue[0].words, queue[0].tensor)
+                if answer == NOTHING_OFFERED:
+                    break
+                if answer == OTHER_HEADER:
+                    self._fail_to_meet(peer, queue[0])
+                queue.popleft().progress.left -= 1
+
+    def _fail_to_meet(self, peer: int, message: _Message) -> None:
+        expected = Header(*self.ops.shm_offered(self.end, peer)[:-1])
+        self.fail(Header(*message.words[:-1]).unlike(expected, self.rank, peer))
+        raise self.error(f"in {message.progress.name}, sending to rank {peer}")
+
+    def finish(self, progress: _Progress) -> None:
+        """Return when all messages of an exchange have moved.
+
+        Raises: PeerError after the timeout, or when a peer is lost or the group dead.
+        """
+        start = looked = time.monotonic()
+        while True:
+            # what is written after this line makes the wait below return at once
+            bell = self.ops.shm_bell(self.end)
+            with self.lock:
+                dead = self.cause is not None
+                if not dead:
+                    self.progress()
+                if not progress.left:
+                    return
+                if dead:
+                    raise self.error(f"in {progress.name}, waiting for {self._first_awaited(progress)}")
+            now = time.monotonic()
+            if now - looked >= SLICE:
+                looked = now
+                self._look(progress, now - start)
+            self.ops.shm_wait(self.end, bell, SLICE)
+
+    def _look(self, progress: _Progress, waited: float) -> None:
+        """Fail if a peer that is waited for is gone, or if it was waited for too long."""
+        with self.lock:
+            for peer, _ in self._awaited(progress):
+                if why := self._lost(peer):
+                    # it may have done its part first
+                    self.progress()
+                    if progress.left:
+                        return self.fail(f"in {progress.name}: lost rank {peer}, {why}")
+            if progress.left and waited >= self.timeout:
+                self.fail(f"in {progress.name}: waited {self.timeout:g} s for {self._first_awaited(progress)}")
+
+    def _lost(self, peer: int) -> str:
+        """Why nothing more will come from a peer, or ''."""
+        if self.ops.shm_ended(self.end, peer):
+            return "whose process has ended"
+        return "which closed its comm" if self.ops.shm_has_left(self.end, peer) else ""
+
+    def _awaited(self, progress: _Progress) -> list[tuple[int, bool]]:
+        """The peers that an exchange waits for, each with whether it is to send."""
+        sides = ((self.receiving, True), (self.sending, False))
+        found = [(peer, side, queue) for queues, side in sides for peer, queue in queues.items()]
+        return [(peer, side) for peer, side, queue in found if any(m.progress is progress for m in queue)]
+
+    def _first_awaited(self, progress: _Progress) -> str:
+        """The first peer that an exchange waits for, and what was seen of it last."""
+        (peer, sends), *others = self._awaited(progress)
+        slot, expected, seen = self.ops.shm_next(self.end, peer, sends)
+        more = f" (and {len(others)} more)" if others else ""
+        does = "send" if sends else "receive"
+        return f"rank {peer} to {does}{more}: slot {slot} expects epoch {expected}, shows {seen}"
+
+
+class _ShmWork:
+    """`Work` of an exchange; `staged` are pairs of a tensor to receive and its stand-in in the pool."""
+
+    def __init__(self, link: _Link, progress: _Progress, staged: list[tuple[Tensor, Tensor]], stats: Stats) -> None:
+        self._link, self._progress, self._staged, self._stats = link, progress, staged, stats
+        self._waited = False
+
+    def wait(self) -> None:
+        if self._waited:
+            return
+        self._waited = True
+        start = time.perf_counter()
+        try:
+            self._link.finish(self._progress)
+        finally:
+            self._stats.wait_seconds += time.perf_counter() - start
+        # inference mode may write both to ordinary tensors and to those that were made in inference mode
+        with torch.inference_mode():
+            for target, stand_in in self._staged:
+                target.copy_(stand_in)
+        self._staged = []
+
+    def __del__(self) -> None:
+        if not self._waited and self._link.cause is None:
+            self._waited = True
+            self._link.fail(f"dropped the work of {self._progress.name} without waiting for it")
+
+
+class _Done:
+    """`Work` of an exchange without messages."""
+
+    def wait(self) -> None:
+        return None
+
+
+class ShmComm(Members[_Link]):
+    """Ranks that are processes of one machine, for CPU tensors. See `Comm` for the methods.
+
+    group: a `ProcessGroup`, a 1-D `DeviceMesh` (of a larger mesh: ``mesh["cp"]``), or None for the default group; of it
+    only the store is used. timeout: seconds after which a wait fails. check: how often verbs compare their arguments
+    over the ranks, "batch" (once per plan and signature) or "call"; kept as `check_every`. pool_bytes: how much memory
+    of `empty` peers can write at once; by default the machine's, at most 64 GiB. It is address space until it is used.
+    Some more is kept for messages, so that ranks agree and stage small tensors while the pool is full.
+
+    Memory from `empty` is shared memory: a fork that writes to it changes its parent's. The processes must be of one
+    user and of one pid namespace. Bytes move only while a rank is inside the comm, posting, waiting or agreeing.
+
+    A collective constructor: every rank of the group calls it. A sub shares its parent's `stats`, whose `sent_to`
+    counts by the parent's ranks. Tensors may be of any strides, of up to 6 dims where they are not contiguous.
+
+    Raises: ValueError for a group that this process is not in or whose ranks do not share a machine, and on
+    all ranks for arguments of one that are not allowed; NotImplementedError without the compiled extension;
+    RuntimeError quoting a rank that could not take part; PeerError naming ranks that did not come.
+    """
+
+    direct = True
+
+    def __init__(
+        self, group: Any = None, *, timeout: float = 300.0, check: str = "batch", pool_bytes: int | None = None
+    ) -> None:
+        if pool_bytes is None:
+            pool_bytes = min(os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE"), POOL_BYTES)
+        self._join(_Link(process_group("ShmComm", group), timeout, check, pool_bytes), (), Stats(), {}, check)
+
+    def exchange(
+        self, sends: Mapping[int, Sequence[Tensor]], recvs: Mapping[int, Sequence[Tensor]], *, tag: Tag
+    ) -> Work:
+        """Post one exchange: see `Comm.exchange`. A mismatch that it completes raises PeerError here."""
+        sends = nonempty(self.rank, self.size, sends, sending=True, direct=True)
+        recvs = nonempty(self.rank, self.size, recvs, sending=False, direct=True)
+        for side in (sends, recvs):
+            for tensor in itertools.chain.from_iterable(side.values()):
+                _check_device(tensor)
+        self.check()
+        sends, recvs = self._in_group(sends), self._in_group(recvs)
+        if not sends and not recvs:
+            return _Done()
+        self.stats.count(sends, recvs)
+        return self._post(sends, recvs, tag, self.stats)
+
+    def _post(
+        self, sends: Mapping[int, list[Tensor]], recvs: Mapping[int, list[Tensor]], tag: Tag, stats: Stats
+    ) -> Work:
+        """Post messages; peers are the group's ranks."""
+        link, progress, staged = self._link, _Progress(describe(tag)), []
+        targets = {}
+        for peer, tensors in recvs.items():
+            targets[peer] = [t if link.ops.shm_owns(link.end, t) else self._stand_in(t, tag) for t in tensors]
+            staged += [(t, own) for t, own in zip(tensors, targets[peer]) if own is not t]
+        stats.staged_bytes += sum(t.numel() * t.element_size() for t, _ in staged)
+        link.post(self._messages(sends, tag, progress), self._messages(targets, tag, progress))
+        return _ShmWork(link, progress, staged, stats)
+
+    def _messages(
+        self, side: Mapping[int, list[Tensor]], tag: Tag, progress: _Progress
+    ) -> Iterator[tuple[int, _Message]]:
+        for peer, tensors in side.items():
+            header = Header.of(self._scope_id, tag, tensors)
+            for index, tensor in enumerate(tensors):
+                yield peer, _Message([*header, index], tensor, progress)
+
+    def _stand_in(self, tensor: Tensor, tag: Tag) -> Tensor:
+        link = self._link
+        found = link.empty(tensor.shape, tensor.dtype, spare=True)
+        if found is None:
+            # the peers of this exchange wait already
+            link.fail(
+                f"in {describe(tag)}: a tensor of {tensor.numel() * tensor.element_size()} bytes to receive is not in "
+                "the pool of shared memory, and the pool is full; give ShmComm a larger pool_bytes than "
+                f"{link.pool_bytes}"
+            )
+            raise link.error(f"in {describe(tag)}")
+        return found
+
+    def _post_control(self, sends: Mapping[int, list[Tensor]], recvs: Mapping[int, list[Tensor]], tag: Tag) -> Work:
+        return self._post(self._in_group(sends), self._in_group(recvs), tag, Stats())
+
+    def empty(self, shape: Sequence[int], dtype: torch.dtype, device: torch.device) -> Tensor:
+        """Uninitialised memory that peers write; ordinary memory for one rank, in a fork, or if the pool is full."""
+        if device.type != "cpu":
+            raise ValueError(f"empty: a tensor on {device}; ShmComm moves CPU tensors: use GroupComm over nccl")
+        # a fork has the parent's pool, but not what the parent knows of it
+        pooled = self.size > 1 and os.getpid() == self._link.process
+        found = self._link.empty(shape, dtype) if pooled else None
+        return torch.empty(tuple(shape), dtype=dtype) if found is None else found
+
+    def warm_up(self, peers: Sequence[int]) -> None:
+        """Nothing: all memory is mapped since the constructor."""
+        return None
+
+    def check(self) -> None:
+        """Raise PeerError if any rank has failed, or in a process that was forked from a rank."""
+        if os.getpid() != self._link.process:
+            raise PeerError(
+                f"the comm of rank {self.rank} belongs to process {self._link.process}, not to a fork of it"
+            )
+        super().check()
+
+
+def _check_device(tensor: Tensor) -> None:
+    """Raise ValueError for a tensor that cannot travel."""
+    if tensor.device.type != "cpu":
+        raise ValueError(f"exchange: a tensor on {tensor.device}; ShmComm moves CPU tensors: use GroupComm over nccl")

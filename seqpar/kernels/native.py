@@ -1,0 +1,88 @@
+"""Attention on the CPU in C++ (``csrc/cpu``), for the widest vectors of the processor, on torch's own threads.
+
+Queries lie along the lanes of a vector, so that softmax needs no sum across lanes and neither keys nor values are
+transposed. Sums are float32; in bf16 the probabilities are rounded to bf16 before they meet the values, as on GPUs.
+Results are the same bits on any number of threads.
+"""
+
+from __future__ import annotations
+
+from functools import cached_property
+from typing import Any
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from seqpar import native
+from seqpar.kernels import dropout
+from seqpar.kernels.protocol import Ask, Facts, Grads, Operands, Sums
+
+ISAS = ("portable", "avx2", "avx512", "avx512_bf16")  # as csrc/cpu/isa.h counts them
+DTYPES = (torch.float32, torch.bfloat16)
+MAX_DIM = 1024  # SP_MAX_DIM of csrc/cpu/attention.h
+
+
+class Native:
+    """See `seqpar.kernels.protocol.Kernel`. isa: an index of `ISAS`, at most this machine's, or None for the best."""
+
+    def __init__(self, *, isa: int | None = None) -> None:
+        self.name = "native" if isa is None else f"native_{ISAS[isa]}"
+        self._isa = isa
+
+    def missing(self) -> str | None:
+        """The compiled extension, if it was not built."""
+        return native.missing()
+
+    def refuses(self, ask: Ask) -> str | None:
+        """Why not, or None."""
+        if ask.device != "cpu":
+            return f"native runs on the CPU, q is on {ask.device}"
+        if ask.dtype not in DTYPES:
+            return f"native has float32 and bfloat16, no {ask.dtype}"
+        if max(ask.dim, ask.v_dim) > MAX_DIM:
+            return f"native has head dims up to {MAX_DIM}, got {ask.dim} and {ask.v_dim}"
+        return native.missing()
+
+    def costs(self, ask: Ask) -> str | None:
+        """Nothing: sums are kept in float32."""
+        return None
+
+    def forward(self, x: Operands, into: Sums) -> None:
+        """Add the keys of one buffer; see the protocol."""
+        native.ops().attention_forward(*self._call(x), into.acc, into.lse, into.out, into.first, self.isa)
+
+    def backward(self, x: Operands, grads: Grads) -> None:
+        """Add the gradients of one buffer's keys; see the protocol."""
+        dout, lse, delta = (_dense(y) for y in (grads.dout, grads.lse, grads.delta))
+        native.ops().attention_backward(*self._call(x), dout, lse, delta, grads.dq, grads.dk, grads.dv, self.isa)
+
+    @cached_property
+    def isa(self) -> int:
+        """The instruction set that calls use, an index of `ISAS`."""
+        return int(native.ops().isa()) if self._isa is None else self._isa
+
+    def _call(self, x: Operands) -> tuple[Any, ...]:
+        q, score = _dense(x.q), x.score
+        bm, bn = native.ops().attention_tile(self.isa, q.dtype == torch.bfloat16)
+        a = b = None
+        if score.dropout_p:
+            heads = range(score.first_head, score.first_head + q.shape[1])
+            a, b = dropout.step_words(x.facts, heads, score.dropout_seed)
+        slopes = None if score.slopes is None else score.slopes.contiguous()
+        facts = x.facts.memo(("native", bm, bn), lambda: _tables(x.facts, bm, bn))
+        return (
+            q, _dense(x.k), _dense(x.v), facts, score.scale, score.softcap, slopes, score.dropout_p, a, b, bm,
+        )  # fmt: skip
+
+
+def _tables(facts: Facts, bm: int, bn: int) -> list[Tensor]:
+    """Positions, bounds and the query tiles, as the operators take them."""
+    t = facts.tiles(bm, bn)
+    rows, order = (torch.from_numpy(x.astype(np.int64)) for x in (t.rows, t.order))
+    return [facts.pos, facts.lo, facts.hi, facts.key_pos, rows, order]
+
+
+def _dense(x: Tensor) -> Tensor:
+    """The tensor with a dense last dim."""
+    return x if x.stride(-1) == 1 or x.shape[-1] < 2 else x.contiguous()

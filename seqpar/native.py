@@ -1,0 +1,43 @@
+"""The compiled extension, if it was built: operators on the CPU and on CUDA that know nothing of ranks and layouts."""
+
+from __future__ import annotations
+
+import importlib
+from functools import cache
+from typing import Any
+
+import torch
+
+
+@cache
+def missing() -> str | None:
+    """Why the compiled operators cannot be used, or None."""
+    try:
+        importlib.import_module("seqpar._C")
+    except ModuleNotFoundError:
+        return (
+            "seqpar._C was not built; with torch installed and a C++ compiler on Linux, reinstall seqpar "
+            "(pip install --no-build-isolation .)"
+        )
+    except ImportError as error:
+        return f"seqpar._C does not load: {error}"
+    return None
+
+
+@cache
+def without_cuda() -> str | None:
+    """Why the compiled operators for CUDA cannot be used, whether or not there is a device; or None."""
+    if missing() is None and not ops().with_cuda():
+        return "seqpar._C was built without CUDA: reinstall seqpar with nvcc, 12.8 or newer, on the path"
+    return missing()
+
+
+def ops() -> Any:
+    """The operators, ``torch.ops.seqpar_native``.
+
+    Raises: NotImplementedError saying what is missing.
+    """
+    why = missing()
+    if why is not None:
+        raise NotImplementedError(why)
+    return torch.ops.seqpar_native

@@ -1,0 +1,126 @@
+"""An exchange of rows and slices that lie anywhere: packed and unpacked in one pass each, or in none.
+
+A comm that is `direct` takes them from where they lie to where they belong. For any other one, what is not contiguous
+is packed for all peers by one call of `copy` into one buffer, and what arrives elsewhere than where it belongs is
+unpacked by one call::
+
+    rank 0   x [2, 4] -> sends {1: x[:, 2:]}    pack  x[:, 2:] -> buffer    exchange    unpack  buffer -> y[:, :2]
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from itertools import accumulate, pairwise
+from math import prod
+from typing import NamedTuple
+
+import torch
+from torch import Tensor
+
+from seqpar.comm import Comm, Tag
+from seqpar.comm.protocol import DIMS
+from seqpar.kernels.copy import Pair, copy
+
+ALIGNMENT = 64  # bytes at which messages start in a buffer: lines of a CPU's cache, vectors of a GPU
+
+
+class Place(NamedTuple):
+    """Where elements lie: all of a tensor, or rows of it by number. Numbers are as in `Pair`."""
+
+    x: Tensor
+    rows: Tensor | None = None
+
+    @property
+    def shape(self) -> list[int]:
+        """Of the elements."""
+        return [len(self.x if self.rows is None else self.rows), *self.x.shape[1:]] if self.x.dim() else []
+
+
+Message = Sequence[Place]  # of one dtype: one place, or several [rows, ...] that travel side by side, [rows, widths]
+Side = Mapping[int, Sequence[Message]]
+
+
+def rows_of(x: Tensor, rows: slice | Tensor) -> Place:
+    """The place of some rows of a tensor."""
+    return Place(x[rows]) if isinstance(rows, slice) else Place(x, rows)
+
+
+def moved(dst: Place, src: Place) -> Pair:
+    """The copy from one place to another."""
+    return Pair(dst.x, src.x, dst.rows, src.rows)
+
+
+def post(comm: Comm, sends: Side, recvs: Side, own: Sequence[Pair], tag: Tag) -> Callable[[], None]:
+    """Posts an exchange of messages, peer -> messages; what it returns waits until all is where it belongs.
+
+    own: what this rank copies itself. No two messages, and no copies, go to the same elements.
+    """
+    if not sends and not recvs:
+        copy(own)
+        return lambda: None
+    sent, packed = _tensors(comm, sends, torch.empty)
+    received, parts = _tensors(comm, recvs, comm.empty)
+    copy([moved(part, place) for part, place in packed])
+    work = comm.exchange(sent, received, tag=tag)
+    unpacked = [moved(place, part) for part, place in parts]
+    if not unpacked:  # else they make one call
+        copy(own)
+
+    def finish() -> None:
+        work.wait()
+        if unpacked:
+            copy([*unpacked, *own])
+
+    return finish
+
+
+def _tensors(
+    comm: Comm, side: Side, empty: Callable[..., Tensor]
+) -> tuple[dict[int, list[Tensor]], list[tuple[Place, Place]]]:
+    """The tensors to exchange, and of those that lie in a buffer which part of it stands for which place."""
+    buffers = _buffers([m for messages in side.values() for m in messages if not _travels(comm, m)], empty)
+    tensors: dict[int, list[Tensor]] = {}
+    parts: list[tuple[Place, Place]] = []
+    for peer, messages in side.items():
+        tensors[peer] = []
+        for message in messages:
+            if _travels(comm, message):
+                tensors[peer].append(message[0].x)
+                continue
+            found = next(buffers[message[0].x.dtype])
+            tensors[peer].append(found)
+            first = 0
+            for place in message:
+                width = prod(place.shape[1:])
+                part = found if len(message) == 1 else found[:, first : first + width].view(place.shape)
+                parts.append((Place(part), place))
+                first += width
+    return tensors, parts
+
+
+def _travels(comm: Comm, message: Message) -> bool:
+    """Whether a message is a tensor that the comm can send, or receive into, as it lies."""
+    if len(message) > 1 or message[0].rows is not None:
+        return False
+    x = message[0].x
+    return x.is_contiguous() or (comm.direct and x.dim() <= DIMS)
+
+
+def _shape(message: Message) -> list[int]:
+    shapes = [place.shape for place in message]
+    return shapes[0] if len(shapes) == 1 else [shapes[0][0], sum(prod(shape[1:]) for shape in shapes)]
+
+
+def _buffers(messages: Sequence[Message], empty: Callable[..., Tensor]) -> dict[torch.dtype, Iterator[Tensor]]:
+    """Memory for messages, dtype -> in their order; those of one dtype side by side."""
+    shapes: dict[torch.dtype, list[list[int]]] = {}
+    for message in messages:
+        shapes.setdefault(message[0].x.dtype, []).append(_shape(message))
+    found = {}
+    for dtype, several in shapes.items():
+        line = ALIGNMENT // dtype.itemsize
+        edges = list(accumulate((-(-prod(shape) // line) for shape in several), initial=0))
+        lines = empty((edges[-1], line), dtype=dtype, device=messages[0][0].x.device)
+        pieces = zip(pairwise(edges), several, strict=True)
+        found[dtype] = iter([lines[a:b].view(-1)[: prod(shape)].view(shape) for (a, b), shape in pieces])
+    return found

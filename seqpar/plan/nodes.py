@@ -1,0 +1,195 @@
+"""Fetch over nodes: a key that several groups of a node see, and none of them has, enters the node once.
+
+One of the groups that see it is its gateway: it receives the key an exchange earlier, in its entry, keeps it for its
+own step and passes it on to the others. So no key crosses to a node twice, and none goes to a group without use for
+it; every group receives each key that it sees and lacks exactly once, as it does without nodes::
+
+    exchange n        owner ->          entry of the gateway
+    exchange n + 1                      entry of the gateway  ->  step n + 1 of the others    (and the next keys enter)
+
+    gradients n + 1   owner             sum at the gateway    <-  step n + 1 of the others
+    gradients n + 2   owner <-          sum at the gateway
+
+All other keys, of the own node or seen by one group of the node alone, are fetched from their owners.
+
+Every rank derives all of it alike from `Demand`. Gateways share what enters evenly, as many bytes over the link of each
+as the others' needs allow.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass, replace
+from functools import partial
+
+import numpy as np
+
+from seqpar.layout import expand, order_of
+from seqpar.mask import Ints
+from seqpar.plan.routes import Demand, Needs, Route, Stages, by_owner, fetch, sends_of, slices_of
+from seqpar.plan.steps import Entry, Rows, as_rows
+
+
+@dataclass(frozen=True, eq=False)
+class Shares:
+    """Keys that enter nodes, in pieces that one set of groups sees; each is cut into a share for each of these groups.
+
+    A share is a row: gateway, the group that it enters at; lo, hi, its key positions, maybe none; piece, to which it
+    belongs; turn, in which of ``turns`` it is spread. Sorted by node, position, gateway, so that the rows of one piece
+    are consecutive. node_edge: rows of node ``j`` are ``node_edge[j:j+2]``. rest: the keys that are fetched.
+    """
+
+    gateway: Ints
+    lo: Ints
+    hi: Ints
+    piece: Ints
+    turn: Ints
+    node_edge: Ints
+    turns: int
+    rest: Demand
+
+
+def fetch_by_node(demand: Demand, me: int, mine: Ints, stage_rows: int, inner: int) -> Iterator[Route]:
+    """`fetch`, where ``inner`` consecutive groups are a node; equal to it if no two groups of a node see a key of
+    another node.
+
+    A turn spreads a slice of what all groups of a node must let in, at most ``stage_rows`` rows, so that every group
+    sees a key in the turn for which it enters.
+    """
+    shares = None
+    if 1 < inner < demand.groups:
+        shares = demand.memo(("shares", inner, stage_rows), partial(_shares, demand, inner, stage_rows))
+    if shares is None:
+        yield from fetch(demand, me, mine, stage_rows)
+        return
+    first, *others = fetch(shares.rest, me, mine, stage_rows)
+    turns = list(_turns(demand, shares, me, mine, inner))
+    # The first keys enter while fetched ones are computed, and the last gradients leave beside those of fetched ones.
+    yield first._replace(entry=turns[0][0])
+    for n, (_, route) in enumerate(turns):
+        yield route._replace(entry=turns[n + 1][0] if n + 1 < len(turns) else None)
+    yield from others
+
+
+def _shares(demand: Demand, inner: int, stage_rows: int) -> Shares | None:
+    """The shares of all nodes; None if nothing is to be passed on."""
+    nodes = demand.groups // inner
+    entering = _entering(demand, inner)
+    if not entering.group.size:
+        return None
+    anchor = demand.anchor.reshape(nodes, inner).min(1)
+    stages = Stages.of(Demand(entering, demand.holders, anchor, nodes), stage_rows)
+    node, turn, lo, hi = slices_of(entering, stages)
+    piece, gateway = _seen_by(demand.needs, node, lo, inner)
+    start, stop = _cut_evenly(piece, lo, hi)
+    edge = np.searchsorted(node[piece], np.arange(nodes + 1))
+    rest = _without(demand.needs, gateway, lo[piece], hi[piece])
+    return Shares(
+        gateway, start, stop, piece, turn[piece], edge, int(stages.count.max()), replace(demand, needs=rest, _memo={})
+    )
+
+
+def _entering(demand: Demand, inner: int) -> Needs:
+    """What several groups of a node see and none has: intervals of each node, cut where the set of groups changes."""
+    needs, nodes, span = demand.needs, demand.groups // inner, demand.holders.total + 1
+    base = needs.group // inner * span
+    node, first, stop = _held(demand, inner)
+    first, stop = node * span + first, node * span + stop
+    # On the line of all nodes' positions: how many groups see a key, and far below zero where the node has it.
+    edges, at = np.unique(np.concatenate([base + needs.lo, base + needs.hi, first, stop]), return_inverse=True)
+    change = np.repeat([1, -1, -inner - 1, inner + 1], [base.size, base.size, first.size, stop.size])
+    seen = np.cumsum(np.bincount(at.reshape(-1), change, edges.size).astype(np.int64))
+    several = np.flatnonzero(seen >= 2)
+    node = edges[several] // span
+    lo, hi = edges[several] - node * span, edges[several + 1] - node * span
+    return Needs(node, lo, hi, np.searchsorted(node, np.arange(nodes + 1)))
+
+
+def _held(demand: Demand, inner: int) -> tuple[Ints, Ints, Ints]:
+    """Intervals of the keys that a node has: the node, first and stop of each."""
+    holders = demand.holders
+    if not holders.strided:
+        node, first = holders.holder.astype(np.int64) // inner, holders.runs.start
+        return node, first, first + holders.runs.count
+    node = demand.owner // np.int32(inner)
+    edge = np.append(np.flatnonzero(np.append(True, node[1:] != node[:-1])), node.size)
+    kept = np.flatnonzero(node[edge[:-1]] >= 0)
+    return node[edge[kept]].astype(np.int64), edge[kept], edge[kept + 1]
+
+
+def _seen_by(needs: Needs, node: Ints, lo: Ints, inner: int) -> tuple[Ints, Ints]:
+    """Every pair of a piece and a group of its node that sees it, by piece, then group; pieces start at ``lo``."""
+    span = int(max(needs.hi.max(), lo.max())) + 1
+    at, base = node * span + lo, needs.group // inner * span
+    first, stop = np.searchsorted(at, base + needs.lo), np.searchsorted(at, base + needs.hi)
+    piece, group = expand(first, stop - first), np.repeat(needs.group, stop - first)
+    order = order_of(piece, lo.size)
+    return piece[order], group[order]
+
+
+def _cut_evenly(piece: Ints, lo: Ints, hi: Ints) -> tuple[Ints, Ints]:
+    """The share ``start, stop`` of every row of a piece; what does not divide goes to each in turn."""
+    groups = np.bincount(piece, minlength=lo.size)
+    nth = np.arange(piece.size) - np.repeat(np.cumsum(groups) - groups, groups)
+    length = hi - lo
+    turn = (np.cumsum(length) - length) % groups
+    cuts = [lo[piece] + (length[piece] * n + turn[piece]) // groups[piece] for n in (nth, nth + 1)]
+    return cuts[0], cuts[1]
+
+
+def _without(needs: Needs, group: Ints, lo: Ints, hi: Ints) -> Needs:
+    """Needs without intervals of each group, which lie inside them and are disjoint."""
+    span = int(needs.hi.max()) + 1
+    first = np.sort(np.concatenate([needs.group * span + needs.lo, group * span + hi]))
+    stop = np.sort(np.concatenate([needs.group * span + needs.hi, group * span + lo]))
+    first, stop = first[stop > first], stop[stop > first]
+    owner = first // span
+    edge = np.searchsorted(owner, np.arange(needs.edge.size))
+    return Needs(owner, first - owner * span, stop - owner * span, edge)
+
+
+def _turns(demand: Demand, shares: Shares, me: int, mine: Ints, inner: int) -> Iterator[tuple[Entry, Route]]:
+    """For each turn what enters an exchange before it, and what is spread in it."""
+    entering = sends_of(shares.gateway, shares.turn, shares.lo, shares.hi, mine, me, shares.turns)
+    here = slice(*shares.node_edge[me // inner :][:2])
+    gateway, lo, hi, piece, turn = (x[here] for x in (shares.gateway, shares.lo, shares.hi, shares.piece, shares.turn))
+    piece, length = piece - piece[:1], hi - lo
+    own = np.full(piece.max(initial=-1) + 1, -1)  # my share of each piece that I see
+    own[piece[gateway == me]] = np.flatnonzero(gateway == me)
+    seen = np.flatnonzero(own[piece] >= 0)
+    seen = seen[order_of(turn[seen], shares.turns)]
+    edge = np.searchsorted(turn[seen], np.arange(shares.turns + 1))
+    for t in range(shares.turns):
+        rows = seen[edge[t] : edge[t + 1]]
+        pos, via = expand(lo[rows], length[rows]), np.repeat(gateway[rows], length[rows])
+        recvs = by_owner(via, demand.groups)
+        recvs.pop(me, None)
+        kept = np.flatnonzero(via == me)
+        owner = demand.owner_of(pos[kept])
+        order = order_of(owner, demand.groups)
+        owner = owner[order]
+        entry = Entry(entering[t], by_owner(owner, demand.groups), _rows(kept[order]))
+        sends = _passed_on(gateway[rows], own[piece[rows]], length, order, me, demand.groups)
+        yield entry, Route(pos, sends, recvs, recvs, sends)
+
+
+def _passed_on(group: Ints, share: Ints, length: Ints, order: Ints, me: int, groups: int) -> dict[int, Rows]:
+    """Rows of my entry that each group gets: all of ``share``, my share of a piece that it sees.
+
+    order: which key, in position order, each row of the entry has.
+    """
+    row = np.empty_like(order)
+    row[order] = np.arange(order.size)
+    own = share[group == me]
+    first = np.zeros_like(length)
+    first[own] = np.cumsum(length[own]) - length[own]
+    others = group != me
+    group, share = group[others], share[others]
+    rows = row[expand(first[share], length[share])]
+    takers = by_owner(np.repeat(group, length[share]), groups)
+    return {g: _rows(rows[at]) for g, at in takers.items()}
+
+
+def _rows(index: Ints) -> Rows:
+    """Row numbers in any order, as a slice if they are consecutive."""
+    return as_rows(index) if (np.diff(index) > 0).all() else index

@@ -1,0 +1,273 @@
+"""The picture of a plan: who holds which document, how evenly work is shared, who sends to whom, and the forecast.
+
+matplotlib is imported by the one function that writes a file; the panels draw on axes that they are given.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+
+from seqpar.layout import cut
+from seqpar.mask import Ints
+from seqpar.plan.load import Floats, fetched_between, load_of, node_of
+
+if TYPE_CHECKING:
+    from seqpar.plan.plan import Plan, Prediction
+
+INK, MUTED, EDGE = "#1f2430", "#6b7280", "#d1d5db"
+LONG = ("#2563a8", "#e07b28", "#3a8f4f", "#b5443f", "#7d5ba6", "#8c6248", "#cf6fa5", "#1f9aa8", "#a3962b")
+SHORT = ("#aeb6c2", "#c6ccd6", "#bac2cd", "#d3d8e0")  # documents that are not named, in turns
+PHASES = {"attention": "#2563a8", "linear": "#9cc3e6", "head": "#cfd6e0", "exposed": "#e07b28"}
+STYLE: Any = {
+    "font.size": 9.5, "axes.titlesize": 11, "axes.titleweight": "bold", "axes.titlelocation": "left",
+    "axes.spines.top": False, "axes.spines.right": False, "axes.edgecolor": MUTED, "axes.labelcolor": INK,
+    "text.color": INK, "xtick.color": MUTED, "ytick.color": MUTED, "legend.frameon": False,
+}  # fmt: skip
+COLUMNS, LINES = 1600, 512  # of the raster that stands for all rows of all ranks
+BLOCKS = 64  # of ranks in the heat map; above it ranks are taken together
+# What a heat map counts where no model is known.
+CALL = {"heads": 32, "kv_heads": 8, "dim": 128, "dtype": "bfloat16"}
+
+
+def plot(plan: Plan, path: str | Path, *, call: dict[str, Any] | None = None) -> None:
+    """Write the picture of a plan; the file's suffix decides its format.
+
+    call: heads, kv_heads, dim and dtype of attention, as `Plan.bytes` takes them; the forecast's by default.
+
+    Raises: ImportError without matplotlib, OSError and ValueError for a file that cannot be written.
+    """
+    try:
+        from matplotlib import rc_context
+
+        # Figure without pyplot: no backend, no window, no global state.
+        from matplotlib.figure import Figure
+    except ImportError:
+        raise ImportError("Plan.plot needs matplotlib, which is not installed: pip install 'seqpar[plot]'") from None
+    with rc_context(STYLE):
+        figure: Any = Figure(figsize=(16, 9.6), layout="constrained")
+        figure.get_layout_engine().set(w_pad=0.1, h_pad=0.1, hspace=0.03, wspace=0.03)
+        documents, tokens = len(plan.mask.lengths), plan.mask.tokens
+        predicted = "" if plan.forecast is None else f": {plan.forecast.headline}"
+        figure.suptitle(
+            f"{documents:,} documents of {tokens:,} tokens on {plan.ranks:,} ranks{predicted}\n",
+            fontsize=15, fontweight="bold",
+        )  # fmt: skip
+        figure.text(0.5, 0.948, _subtitle(plan), ha="center", color=MUTED)
+        third = ["load"] * 2 + ["time"] * 2 if plan.forecast is not None else ["load"] * 3 + ["bytes"]
+        axes = figure.subplot_mosaic([["who"] * 4 + ["degree"] * 2, third + ["bytes"] * 2], height_ratios=(1.12, 1))
+        holders(axes["who"], plan)
+        degrees(axes["degree"], plan)
+        loads(axes["load"], plan)
+        if plan.forecast is not None:
+            timeline(axes["time"], plan, plan.forecast)
+        image, label = traffic(axes["bytes"], plan, call)
+        if image is not None:
+            figure.colorbar(image, ax=axes["bytes"], label=label, shrink=0.9)
+        path = Path(path)
+        path.parent.mkdir(parents=True, exist_ok=True)
+        figure.savefig(path, dpi=110)
+
+
+def _subtitle(plan: Plan) -> str:
+    node, widths = node_of(plan), np.unique(plan.widths).tolist()
+    parts = [f"transport {plan.transport}", "Ulysses width " + ", ".join(map(str, widths))]
+    parts += [] if node is None else [f"nodes of {node} ranks"]
+    parts += [] if plan.forecast is None else [f"predicted for {plan.forecast.what}"]
+    return "  ·  ".join(parts)
+
+
+def holders(axis: Any, plan: Plan, *, names: Sequence[str] | None = None) -> None:
+    """Rows of every rank in local order, coloured by document, darker where later in it; the longest are named."""
+    from matplotlib.colors import to_rgb
+    from matplotlib.patches import Patch
+
+    lengths, degree = plan.mask.lengths, plan.degrees
+    order = np.argsort(-lengths, kind="stable")
+    named = order if order.size <= len(LONG) else order[: len(LONG) - 1]
+    clear, grey = (np.array([to_rgb(c) for c in some]) for some in (LONG, SHORT))
+    nth = np.arange(lengths.size)
+    spread = (degree > 2)[:, None]
+    colours = np.where(spread, 1 - 0.4 * (1 - clear[nth % len(LONG)]), grey[nth % len(SHORT)])
+    colours[named] = clear[: named.size]
+    document, depth = raster(plan)
+    base = colours[document]
+    picture = np.where((document < 0)[..., None], 1.0, 1 - (1 - base) * (0.4 + 0.6 * depth[..., None]))
+    most = int(plan.layout.sizes().max())
+    image = axis.imshow(picture, aspect="auto", interpolation="nearest", extent=(0, most, plan.ranks - 0.5, -0.5))
+    image.set_rasterized(True)
+    for edge in np.arange(plan.ranks - 1) + 0.5 if plan.ranks <= 32 else ():
+        axis.axhline(edge, color="white", linewidth=4 if plan.ranks <= 8 else 1.5)
+    axis.xaxis.set_major_formatter(lambda value, _: f"{value:,.0f}")
+    axis.set(title="Who holds which document", xlabel="row of the rank; darker is later in the document")
+    if plan.ranks <= 8:
+        axis.set_yticks(range(plan.ranks), [f"rank {rank}" for rank in range(plan.ranks)])
+    else:
+        axis.set_ylabel("rank")
+        axis.yaxis.get_major_locator().set_params(integer=True)
+    axis.tick_params(axis="y", length=0)
+    axis.spines[["left", "bottom"]].set_visible(False)
+    keys = []
+    for d in named.tolist():
+        name = _short(names[d]) if names is not None else f"document {d}:"
+        keys.append(Patch(color=colours[d], label=f"{name}  {lengths[d]:,} ({_ranks(degree[d])})"))
+    if named.size < order.size:
+        rest = order[named.size :]
+        pale = "; pale: 3 ranks or more" if spread[rest].any() else ""
+        keys.append(Patch(color=SHORT[0], label=f"{rest.size:,} shorter, {lengths[rest].sum():,} tokens{pale}"))
+    columns = 2 if names is not None else 3
+    axis.legend(handles=keys, loc="upper center", bbox_to_anchor=(0.5, -0.13), ncols=columns, fontsize=8.5)
+
+
+def raster(plan: Plan) -> tuple[Ints, Floats]:
+    """Document and relative place in it of sampled rows of sampled ranks, [lines, columns]; document -1 for no row."""
+    most = max(1, int(plan.layout.sizes().max()))
+    runs, owner = plan.layout.all_runs()
+    piece, source = cut(runs, plan.mask.offsets[:-1])
+    owner, before = owner[source], np.cumsum(piece.count) - piece.count
+    first = np.searchsorted(owner, np.arange(plan.ranks))
+    row = before - np.append(before, 0)[first][owner] if before.size else before
+    key = owner * most + row
+    lines, columns = min(plan.ranks, LINES), min(most, COLUMNS)
+    rank = (2 * np.arange(lines) + 1) * plan.ranks // (2 * lines)
+    asked = rank[:, None] * most + (2 * np.arange(columns) + 1) * most // (2 * columns)
+    at = np.maximum(np.searchsorted(key, asked, side="right") - 1, 0)
+    nth = asked - key[at]
+    held = (owner[at] == rank[:, None]) & (nth >= 0) & (nth < piece.count[at])
+    position = piece.start[at] + piece.step[at] * np.where(held, nth, 0)
+    document = np.searchsorted(plan.mask.offsets, position, side="right") - 1
+    depth = (position - plan.mask.offsets[document]) / plan.mask.lengths[document]
+    return np.where(held, document, -1), depth
+
+
+def degrees(axis: Any, plan: Plan) -> None:
+    """How many ranks hold each document, against its length."""
+    for width, colour in zip(np.unique(plan.widths).tolist(), LONG * 3):
+        chosen = plan.widths == width
+        label = f"width {width}: {np.count_nonzero(chosen):,} documents"
+        axis.scatter(
+            plan.mask.lengths[chosen], plan.degrees[chosen], s=26, color=colour, alpha=0.55, linewidth=0, label=label
+        )
+    axis.set_xscale("log", base=2)
+    axis.set_yscale("log", base=2)
+    axis.set_ylim(0.8, 1.3 * max(2, int(plan.degrees.max())))
+    for ticks in (axis.xaxis, axis.yaxis):
+        ticks.set_major_formatter(lambda value, _: _round(value))
+        ticks.set_minor_locator(_none())
+    axis.grid(color=EDGE, linewidth=0.6)
+    axis.set_axisbelow(True)
+    axis.set(title="Degree of every document", xlabel="tokens of the document", ylabel="ranks that hold some of it")
+    axis.legend(loc="upper center", bbox_to_anchor=(0.5, -0.13), ncols=2, fontsize=8.5)
+
+
+def loads(axis: Any, plan: Plan) -> None:
+    """Rows and attended pairs of every rank, as parts of their means."""
+    load, edges = load_of(plan), np.arange(plan.ranks + 1) - 0.5
+    both: tuple[tuple[str, Any, str], ...] = (("area", load.area, "#2563a8"), ("rows", load.rows, "#e07b28"))
+    for name, values, colour in both:
+        if values.mean():
+            label = f"{name}, largest {values.max() / values.mean():.3f} of the mean"
+            axis.stairs(
+                values / values.mean(),
+                edges,
+                baseline=None,
+                color=colour,
+                label=label,
+                linewidth=1.6 if plan.ranks <= 128 else 0.9,
+            )
+    axis.margins(x=0)
+    low, high = axis.get_ylim()
+    axis.set_ylim(min(low, 0.95), max(high, 1.05))
+    axis.xaxis.get_major_locator().set_params(integer=True)
+    axis.grid(axis="y", color=EDGE, linewidth=0.6)
+    axis.set(title="Rows and attended pairs", xlabel="rank", ylabel="of the mean")
+    axis.legend(loc="upper center", bbox_to_anchor=(0.5, -0.16), ncols=2, fontsize=8.5)
+
+
+def timeline(axis: Any, plan: Plan, forecast: Prediction) -> None:
+    """Predicted seconds of every rank by what it does, and the bound that no plan beats as a line."""
+    axis.set(title="Predicted step", xlabel="rank", ylabel="seconds")
+    edges, phases = np.arange(plan.ranks + 1) - 0.5, forecast.phases
+    below = np.zeros(plan.ranks)
+    for name, colour in PHASES.items():
+        above = below + phases[name]
+        label = "exposed transfers" if name == "exposed" else name
+        axis.stairs(above, edges, baseline=below, fill=True, color=colour, label=label, linewidth=0)
+        below = above
+    for edge in edges[1:-1] if plan.ranks <= BLOCKS else ():
+        axis.axvline(edge, color="white", linewidth=0.8)
+    axis.axhline(forecast.least, color="#b3261e", linestyle="--", linewidth=1.4, label="bound: no plan beats it")
+    axis.margins(x=0)
+    axis.set_ylim(0, 1.06 * max(float(below.max()), forecast.least))
+    axis.xaxis.get_major_locator().set_params(integer=True)
+    axis.legend(loc="upper center", bbox_to_anchor=(0.5, -0.16), ncols=3, fontsize=8.5)
+
+
+def traffic(axis: Any, plan: Plan, call: dict[str, Any] | None) -> tuple[Any, str]:
+    """A heat map of the bytes between ranks, or blocks of them, and its label; None where there is none to draw."""
+    from matplotlib.colors import PowerNorm
+
+    call = call or (plan.forecast.call if plan.forecast is not None else CALL)
+    node, block = node_of(plan), 1
+    if plan.ranks > BLOCKS:
+        unit = int(np.lcm.reduce([node or 1, *np.unique(plan.widths).tolist()]))
+        block = unit * -(-plan.ranks // (unit * BLOCKS))
+    who = "rank" if block == 1 else f"{block} ranks each"
+    axis.set(title="Who sends to whom", xlabel=f"sender, {who}", ylabel=f"receiver, {who}")
+    if block > 1 and plan.transport != "fetch":
+        words = f'above {BLOCKS} ranks drawn for transport "fetch"'
+        axis.text(0.5, 0.5, words, ha="center", va="center", transform=axis.transAxes, color=MUTED)
+        axis.set(xticks=[], yticks=[])
+        return None, ""
+    moved = _bytes(plan, call, block) / 2**20
+    image = axis.imshow(
+        moved, cmap="Blues", norm=PowerNorm(0.5, 0, max(moved.max(), 1e-9)), interpolation="nearest", aspect="auto"
+    )
+    for edge in np.arange(node, plan.ranks, node) - 0.5 if node is not None and block == 1 else ():
+        for line in (axis.axvline, axis.axhline):
+            line(edge, color=MUTED, linewidth=0.6)
+    for ticks in (axis.xaxis, axis.yaxis):
+        ticks.get_major_locator().set_params(integer=True)
+    axis.spines[["left", "bottom"]].set_visible(False)
+    both = "MiB in one layer, forward and backward"
+    return image, both if block == 1 else "MiB of keys and values in one layer, forward"
+
+
+def _bytes(plan: Plan, call: dict[str, Any], block: int) -> Floats:
+    """Bytes by receiver and sender: all of one layer between ranks, keys and values of a forward between blocks."""
+    from seqpar.plan.traffic import Shape
+
+    if block > 1:
+        shape = Shape(**call)
+        return fetched_between(plan, block) * shape.kv_heads * (shape.dim + shape.values) * shape.size
+    moved = np.zeros((plan.ranks, plan.ranks))
+    for rank in range(plan.ranks):
+        for backward in (False, True):
+            for peer, size in plan.traffic(rank, **call, backward=backward).items():
+                moved[peer, rank] += size
+    return moved
+
+
+def _none() -> Any:
+    from matplotlib.ticker import NullLocator
+
+    return NullLocator()
+
+
+def _round(value: float) -> str:
+    """A power of two for a reader: 4K."""
+    for size, unit in ((1 << 20, "M"), (1 << 10, "K")):
+        if value >= size:
+            return f"{value / size:g}{unit}"
+    return f"{value:g}"
+
+
+def _short(name: str, most: int = 28) -> str:
+    return name if len(name) <= most else "…" + name[1 - most :]
+
+
+def _ranks(degree: int) -> str:
+    return "1 rank" if degree == 1 else f"{degree:,} ranks"

@@ -1,0 +1,9 @@
+"""Which layout, degrees and widths suit a batch, from facts about the model and the machine. No torch, no devices."""
+
+from seqpar.planner.batch import plan_batch
+from seqpar.planner.forecast import Forecast
+from seqpar.planner.hardware import Attention, Hardware, Link
+from seqpar.planner.shape import ModelShape
+from seqpar.planner.step import MicroBatch, plan_step
+
+__all__ = ["Attention", "Forecast", "Hardware", "Link", "MicroBatch", "ModelShape", "plan_batch", "plan_step"]

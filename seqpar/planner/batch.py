@@ -1,0 +1,224 @@
+"""`plan_batch`: the layout, degrees, widths and transport of one packed batch, from its lengths alone.
+
+Candidates are placements by a few values of the knobs of `place`. They depend on lengths, masks, ranks and memory only;
+what links take decides among those that compute about equally fast. Every rank makes the same choice without a message.
+"""
+
+from __future__ import annotations
+
+import itertools
+import math
+from collections.abc import Sequence
+from dataclasses import replace
+from typing import NamedTuple
+
+import numpy as np
+from numpy.typing import ArrayLike
+
+from seqpar.layout import Layout
+from seqpar.mask import Ints, Mask, lengths_of, whole
+from seqpar.plan import Plan
+from seqpar.planner.bound import document_ticks, lower_bound
+from seqpar.planner.cost import Counted, Layers, Ticks, Weights, counted, layers_in, ticks
+from seqpar.planner.forecast import Forecast
+from seqpar.planner.hardware import Hardware
+from seqpar.planner.memory import Memory
+from seqpar.planner.place import Batch, Knobs, Placement, in_rows, place
+from seqpar.planner.shape import ModelShape
+
+STAGES = (8 << 20, 32 << 20, 128 << 20)  # bytes of the keys of a stage
+
+
+def plan_batch(
+    lengths: ArrayLike,
+    ranks: int,
+    *,
+    masks: Mask | Sequence[Mask] | None = None,
+    model: str | ModelShape = "llama-8b",
+    hardware: str | Hardware = "h100",
+    node: int | None = None,
+    token_slack: float = 0.0,
+    max_tokens_per_rank: int | None = None,
+) -> Plan:
+    """The plan of a packed batch whose slowest rank is predicted to finish earliest.
+
+    lengths: tokens of each document. masks: one for all layers, or one for each layer; causal with the model's windows
+    by default; the plan is made with the mask of most layers, the others are ``plan.with_mask(mask)``. model, hardware:
+    values, or names of presets; a model given by name recomputes as little in backward as memory allows. node:
+    consecutive ranks that share fast links, the machine's by default. token_slack: rows that a rank may have above the
+    mean, as a part of it (and one more). max_tokens_per_rank: besides what memory allows.
+
+    ``plan.forecast`` has the predicted seconds of every rank, the bound that no plan can beat, and the gap of the two.
+
+    Raises: ValueError for lengths that are not positive, a batch that does not fit, saying how many ranks would do, and
+    for masks of other lengths.
+    """
+    lengths, ranks = lengths_of("lengths", lengths), whole("ranks", ranks, 1)
+    machine = Hardware.of(hardware)
+    shape, memory = fitting(model, machine, -(-int(lengths.sum()) // ranks))
+    layers = layers_of(lengths, masks, shape)
+    node = min(ranks, machine.node if node is None else whole("node", node, 1))
+    room = room_for(lengths, ranks, memory, token_slack=token_slack, max_tokens_per_rank=max_tokens_per_rank)
+    weights = Weights.of(shape, machine)
+    best = choose(layers, weights, ranks, node=node, room=room)
+    plan = Plan(layers[0][0], best.layout, ulysses=best.ulysses, node=best.node, stage_bytes=best.stage_bytes)
+    bound = lower_bound(layers, weights, ranks)
+    return plan.with_forecast(Forecast(best.ticks, bound, weights.second, best.rows, memory, shape, machine, node))
+
+
+def fitting(model: str | ModelShape, machine: Hardware, rows: int) -> tuple[ModelShape, Memory]:
+    """A model and its memory; one given by name with the least recomputation with which so many rows fit, if any do."""
+    if isinstance(model, ModelShape):
+        return model, Memory.of(model, machine, STAGES[-1])
+    for recompute in ("none", "attention", "full"):
+        shape = replace(ModelShape.preset(model), recompute=recompute)
+        memory = Memory.of(shape, machine, STAGES[-1])
+        if rows <= memory.rows:
+            break
+    return shape, memory
+
+
+def layers_of(lengths: Ints, masks: Mask | Sequence[Mask] | None, shape: ModelShape) -> Layers:
+    """The masks of a model's layers with their numbers, that of most layers first."""
+    if masks is None:
+        groups = [(Mask(lengths, window=(window, None)), count) for window, count in shape.window_groups()]
+    elif isinstance(masks, Mask):
+        groups = [(masks, shape.layers)]
+    else:
+        if len(masks) != shape.layers:
+            raise ValueError(f"masks has {len(masks)} masks for the {shape.layers} layers of {shape.name}")
+        counts: dict[Mask, int] = {}
+        for mask in masks:
+            counts[mask] = counts.get(mask, 0) + 1
+        groups = list(counts.items())
+    for mask, _ in groups:
+        if not np.array_equal(mask.lengths, lengths) or mask.kv_lengths is not mask.lengths:
+            raise ValueError(f"every mask must have the batch's documents, queries and keys alike, got {mask!r}")
+    return sorted(groups, key=lambda group: -group[1])
+
+
+def room_for(lengths: Ints, ranks: int, memory: Memory, *, token_slack: float, max_tokens_per_rank: int | None) -> Ints:
+    """Rows that each rank may take, int64 [ranks].
+
+    Raises: ValueError if the batch does not fit, naming the least number of ranks that would do.
+    """
+    if not (isinstance(token_slack, (int, float)) and math.isfinite(token_slack) and token_slack >= 0):
+        raise ValueError(f"token_slack must be a number of at least 0, got {token_slack!r}")
+    tokens = int(lengths.sum())
+    most = memory.rows
+    if max_tokens_per_rank is not None:
+        most = min(most, whole("max_tokens_per_rank", max_tokens_per_rank, 1))
+    if -(-tokens // ranks) > most:
+        raise ValueError(refusal(tokens, ranks, most, memory))
+    mean = int(tokens * (1 + token_slack)) // ranks
+    return np.full(ranks, min(most, mean + 1), np.int64)
+
+
+def refusal(tokens: int, ranks: int, most: int, memory: Memory) -> str:
+    """Why a batch does not fit, and what would."""
+    if not most:
+        return (
+            f"no row fits: {memory.fixed / 1e9:.1f} GB of buffers and gathered weights leave nothing of "
+            f"{memory.usable / 1e9:.1f} GB a rank; give a machine with more memory or a smaller reserve"
+        )
+    return (
+        f"{tokens:,} tokens on {ranks} ranks are {-(-tokens // ranks):,} a rank, and a rank holds at most {most:,}; "
+        f"give at least {-(-tokens // most)} ranks, a batch (or one document) of at most {most * ranks:,} tokens, "
+        'several micro-batches (plan_step), or recompute more (ModelShape recompute="full")'
+    )
+
+
+class Choice(NamedTuple):
+    """A candidate with what it costs. moved: what it moves, by kind, and its pieces; the same for all its variants."""
+
+    layout: Layout
+    ulysses: int | tuple[int, ...]
+    node: int | None
+    stage_bytes: int
+    ticks: Ticks
+    rows: Ints
+    moved: tuple[int, ...]
+
+    @property
+    def order(self) -> tuple[int, ...]:
+        """Fewest ticks of the slowest rank first, then fewest pieces, then what moves least."""
+        return int(self.ticks.total.max()), *self.moved, self.stage_bytes
+
+
+def choose(layers: Layers, w: Weights, ranks: int, *, node: int, room: Ints) -> Choice:
+    """The candidate whose slowest rank has the fewest ticks; of equal ones that with fewest cuts, then fewest bytes.
+
+    A candidate that computes within 0.5 % of another and has more pieces, and moves no less of anything, is left out
+    before links are asked: so faster links never make the answer slower.
+    """
+    mask = layers[0][0]
+    total = document_ticks(layers, w)
+    every = layers_in(layers)
+    batch = Batch(mask.lengths, total, w.row + w.label + every * w.query, every * w.key)
+    even = np.minimum(room, mask.tokens // ranks + 1)
+    rooms = [even] if (even == room).all() else [even, room]  # rows to spare must not make a plan worse
+    knobs = candidates(ranks, node, len(mask.lengths))
+    placed = [place(batch, ranks, room=space, knobs=each) for space in rooms for each in knobs]
+    if not all(each.within_documents for each, _ in layers):  # such a mask takes one width for all documents
+        placed = [p for p in placed if p.widths.min() == p.widths.max()]
+    found = [_variants(layers, mask, w, p, ranks, node) for p in shortlist(placed)]
+    computing = [min(int((c.ticks.total - c.ticks.exposed).max()) for c in choices) for choices in found]
+    kept = [
+        choices
+        for own, choices in zip(computing, found, strict=True)
+        if not any(
+            other * 200 <= own * 201 and rival[0].moved[0] < choices[0].moved[0] and _less(rival[0], choices[0])
+            for other, rival in zip(computing, found, strict=True)
+        )
+    ]
+    return min((choice for choices in kept for choice in choices), key=lambda choice: choice.order)
+
+
+def _less(one: Choice, other: Choice) -> bool:
+    return all(a <= b for a, b in zip(one.moved, other.moved, strict=True))
+
+
+def candidates(ranks: int, node: int, documents: int) -> list[Knobs]:
+    """Values of the knobs: many where placing costs little, few for batches that take long to place."""
+    width = math.gcd(ranks, node)
+    whole = [Knobs(80, 0, 4, 4, 1)]
+    shared = [Knobs(0, 64, 0, 16, ranks)] * (1 < ranks == width)  # every document, by all ranks
+    if ranks * documents <= 1 << 11:
+        widths = [w for w in range(1, width + 1) if width % w == 0]
+        parts = itertools.product((64, 160), (16, 40), (1, 4), widths)
+        return whole + shared + [Knobs(most, spread, 4, octaves, w) for most, spread, octaves, w in parts]
+    wide = [Knobs(80, 24, 4, 4, width), Knobs(80, 40, 4, 2, width)]
+    if ranks * documents > 1 << 22:
+        return whole + wide
+    return whole + shared + wide + [Knobs(80, 40, 4, 4, width)] + [Knobs(80, 24, 4, 4, 1)] * (width > 1)
+
+
+def shortlist(placed: list[Placement]) -> list[Placement]:
+    """Placements of each width that compute about as fast as the best of it; of those the ones with fewest pieces."""
+    kept: dict[int, list[tuple[int, int, int]]] = {}
+    for index, p in enumerate(placed):
+        kept.setdefault(int(p.widths.max()), []).append((int(p.level), len(p.pieces.count), index))
+    chosen = []
+    for group in kept.values():
+        least = min(group)[0]
+        close = [item for item in group if (item[0] - least) * 200 <= least]
+        chosen += [min(group)[2], min(close, key=lambda item: item[1:])[2]]
+    return [placed[index] for index in dict.fromkeys(chosen)]
+
+
+def _variants(layers: Layers, mask: Mask, w: Weights, placement: Placement, ranks: int, node: int) -> list[Choice]:
+    layout = Layout.from_pieces(*in_rows(mask.offsets[:-1], placement.pieces), ranks)
+    widths = placement.widths
+    ulysses = int(widths[0]) if (widths == widths[0]).all() else tuple(widths.tolist())
+    found = counted(layers, layout, widths=widths, node=node, forwarded=False)
+    moved = (len(placement.pieces.count), found.moved, found.crossing, found.traded)
+    ways: list[tuple[int | None, Counted]] = [(None, found)]
+    # what a few borders of ranks fetch needs no forwarding, which costs steps and planning
+    if node < ranks and ranks % node == 0 and found.crossing * 64 > int(found.rows.sum()) * layers_in(layers):
+        ways.append((node, counted(layers, layout, widths=widths, node=node, forwarded=True)))
+    choices = []
+    for at, counts in ways:
+        for stage_bytes in STAGES:
+            t = ticks(counts, w, stage_bytes=stage_bytes)
+            choices.append(Choice(layout, ulysses, at, stage_bytes, t, counts.rows, moved))
+    return choices

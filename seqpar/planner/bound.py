@@ -1,0 +1,43 @@
+"""What no plan can beat: lower bounds on the ticks of a step under the cost model of `cost`."""
+
+from __future__ import annotations
+
+import numpy as np
+
+from seqpar.mask import Ints, Mask
+from seqpar.plan.tally import area_of, whole_runs
+from seqpar.planner.cost import Layers, Weights, layers_in
+
+
+def document_ticks(layers: Layers, w: Weights) -> Ints:
+    """Ticks of everything that each document costs whole on one rank, int64 [documents]: the least it costs anywhere.
+
+    Every pair is computed, every row is one of some rank, and a document has at least one piece; cut, it costs fetched
+    rows besides.
+    """
+    ticks = layers[0][0].lengths * (w.row + w.label)
+    for mask, count in layers:
+        ticks = ticks + count * (w.pair * areas(mask) + w.query * mask.lengths + w.piece)
+    return ticks
+
+
+def areas(mask: Mask) -> Ints:
+    """Attended pairs of each document's queries, int64 [documents]."""
+    runs, document = whole_runs(mask)
+    found = np.zeros(mask.lengths.size, np.int64)
+    np.add.at(found, document, area_of(mask, runs))
+    return found
+
+
+def lower_bound(layers: Layers, w: Weights, ranks: int) -> int:
+    """Ticks that the slowest of so many ranks takes at least, however the batch is laid out.
+
+    The ranks share the least cost of all documents; every rank that holds a row starts its kernels once a layer; and
+    some rank holds at least the mean of the rows, rounded up.
+    """
+    tokens = layers[0][0].tokens
+    ticks = document_ticks(layers, w)
+    start = (w.forward.stage + w.backward.stage) * layers_in(layers)
+    shared = -(-int(ticks.sum()) // ranks)
+    rows = -(-tokens // ranks) * (w.row + w.label)
+    return max(shared, rows) + (start if tokens >= ranks else 0)

@@ -1,0 +1,272 @@
+"""What a plan costs: seconds of every rank, by what it does, and bytes of its memory.
+
+A piece of a document on a rank costs ``piece + pair * area + query * rows + key * fetched rows``, no term negative; so
+the sum of the least of them over the ranks bounds every layout from below (see `bound`). Transfers hide behind
+computation as the schedule of `seqpar.ops.schedule` lets them: the first stage of keys behind the rank's own keys, each
+later one behind the stage before, gradients of a stage behind the next, those of the last behind nothing.
+
+All is counted in ticks, integers of a 1024th of what an attended pair costs, so that every rank, whatever its processor
+and numpy, decides alike.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import NamedTuple
+
+import numpy as np
+from numpy.typing import NDArray
+
+from seqpar.layout import Layout
+from seqpar.mask import Ints, Mask
+from seqpar.plan.routes import TAPERED
+from seqpar.plan.tally import Tally, rows_of, tally
+from seqpar.planner.hardware import Hardware, Link
+from seqpar.planner.shape import BYTES, ModelShape
+
+PAIR = 1024  # ticks of an attended pair in a forward
+Layers = Sequence[tuple[Mask, int]]  # a mask, and how many layers have it
+
+
+class Pass(NamedTuple):
+    """Ticks of one layer's attention in one direction."""
+
+    pair: int
+    query: int
+    key: int
+    piece: int
+    stage: int
+
+
+class Wire(NamedTuple):
+    """Ticks of a link: of an exchange, of a key row, of its gradient, and of a row that is traded for heads on the way
+    in (query, key, value) and out (output); backward it is the other way round."""
+
+    latency: int
+    key: int
+    grad: int
+    enter: int
+    leave: int
+
+
+@dataclass(frozen=True)
+class Weights:
+    """A model on a machine, in ticks. row, label: of all layers, forward and backward. second: seconds of a tick."""
+
+    forward: Pass
+    backward: Pass
+    row: int
+    label: int
+    inside: Wire
+    across: Wire
+    heads: int
+    kv_heads: int
+    row_bytes: int
+    second: float
+
+    @classmethod
+    def of(cls, shape: ModelShape, hardware: Hardware) -> Weights:
+        """The weights of a model on a machine."""
+        a = hardware.attention
+        pair = shape.pair_flops / a.rate
+        second = pair / PAIR
+        again = pair if shape.recompute in ("attention", "full") else 0.0
+        back = 2.5 * shape.pair_flops / a.backward_rate + again
+
+        def direction(cost: float, calls: int) -> Pass:
+            seconds = (cost, cost * a.query_pairs, cost * a.key_pairs, calls * a.piece, calls * a.stage)
+            return Pass(*(round(s / second) for s in seconds))
+
+        def wire(link: Link) -> Wire:
+            size = BYTES[shape.dtype]
+            row = shape.row_bytes / link.bandwidth
+            queries, outputs = (shape.heads * dim * size for dim in (shape.dim, shape.values))
+            bytes_ = (queries + shape.row_bytes, outputs)
+            seconds = (link.latency, row, row * max(4, size) / size, *(b / link.bandwidth for b in bytes_))
+            return Wire(*(round(s / second) for s in seconds))
+
+        passes = 4 if shape.recompute == "full" else 3
+        return cls(
+            forward=direction(pair, 1),
+            backward=direction(back, 2 if again else 1),
+            row=round(passes * shape.linear_flops / hardware.linear_rate / second),
+            label=round(3 * shape.head_flops / hardware.linear_rate / second),
+            inside=wire(hardware.inside),
+            across=wire(hardware.across),
+            heads=shape.heads,
+            kv_heads=shape.kv_heads,
+            row_bytes=shape.row_bytes,
+            second=second,
+        )
+
+    @property
+    def pair(self) -> int:
+        """Ticks of an attended pair, forward and backward."""
+        return self.forward.pair + self.backward.pair
+
+    @property
+    def query(self) -> int:
+        """Ticks of a query row beside its pairs, forward and backward."""
+        return self.forward.query + self.backward.query
+
+    @property
+    def key(self) -> int:
+        """Ticks of a fetched key row, forward and backward."""
+        return self.forward.key + self.backward.key
+
+    @property
+    def piece(self) -> int:
+        """Ticks of a piece of a document, forward and backward."""
+        return self.forward.piece + self.backward.piece
+
+
+PHASES = ("attention", "exposed", "linear", "head")
+
+
+class Ticks(NamedTuple):
+    """Ticks of a training step by rank, int64 [ranks]: computing attention, waiting for transfers that nothing hides,
+    linear layers, and the head."""
+
+    attention: Ints
+    exposed: Ints
+    linear: Ints
+    head: Ints
+
+    @property
+    def total(self) -> Ints:
+        """Ticks of each rank."""
+        return self.attention + self.exposed + self.linear + self.head
+
+
+class Times(NamedTuple):
+    """Ticks of one layer by group, forward and backward, int64 [2, groups]: computing, and waiting for keys."""
+
+    busy: Ints
+    waiting: Ints
+
+
+def timeline(t: Tally, w: Weights, *, width: int, stage_bytes: int) -> Times:
+    """Ticks of one layer for documents of one width. stage_bytes: of the keys of a stage."""
+    heads, kv_heads = -(-w.heads // width), -(-w.kv_heads // width)  # of the member with most
+    moving = (t.keys > 0) | (t.sent > 0)
+    stages = -(-t.keys // max(1, stage_bytes * w.kv_heads // (w.row_bytes * kv_heads)))
+    tapered = t.keys >= TAPERED * np.maximum(stages, 1)
+    far_off = np.maximum(t.entering, t.leaving)
+    latency = np.where(moving, np.where(far_off > 0, w.across.latency, w.inside.latency), 0)
+
+    def wire(kind: str) -> Ints:
+        near_by = np.maximum(t.keys - t.entering, t.sent - t.leaving) * getattr(w.inside, kind)
+        return np.maximum(near_by, far_off * getattr(w.across, kind)) * kv_heads // w.kv_heads
+
+    keys, grads = wire("key"), wire("grad")
+    launched = stages + 2 * tapered
+    busy, waiting = [], []
+    for way, back in ((w.forward, 0), (w.backward, 1)):
+        # rounded up, so that the members of a group together take no less than the whole
+        near = way.stage - -(way.piece * t.pieces + way.query * t.rows + way.pair * t.near) * heads // w.heads
+        far = way.stage * launched - -(way.pair * t.far + way.key * t.keys) * heads // w.heads
+        far += way.query * t.merging * ((launched + 1) // 2) * heads // w.heads
+        busy.append(near + far)
+        waiting.append(_exposed(near, far, keys, back * grads, latency, back * latency, stages, tapered))
+    return Times(np.stack(busy), np.stack(waiting))
+
+
+def _exposed(
+    near: Ints, far: Ints, keys: Ints, grads: Ints, latency: Ints, grad_latency: Ints, stages: Ints,
+    tapered: NDArray[np.bool_],
+) -> Ints:  # fmt: skip
+    """Ticks of transfers that computation does not hide.
+
+    While a stage is computed, the keys of the next arrive and the gradients of the one before leave. Of `stages` equal
+    stages and, if tapered, two that are a quarter and a 16th of what equal ones alone would be.
+    """
+    k = np.maximum(stages, 1)
+    whole = 16 * k
+
+    def each(ticks: Ints, more: Ints | int = 0) -> tuple[Ints, Ints, Ints]:
+        main = ticks * (whole - 5 * tapered) // (whole * k)
+        return main + more, ticks * 4 // whole + more, ticks // whole + more
+
+    (c, c_small, c_last), (x, x_small, x_last) = each(far), each(keys, latency)
+    g, g_small, g_last = each(grads, grad_latency)
+    result = np.maximum(x - near, 0) + (k - 1) * np.maximum(x + g - c, 0)
+    small = np.maximum(x_small + g - c, 0) + np.maximum(x_last + g - c_small, 0) + np.maximum(g_small - c_last, 0)
+    return result + np.where(tapered, small + g_last, (k > 1) * np.maximum(g - c, 0) + g)
+
+
+def trades(rows: Ints, w: Weights, width: int) -> Ints:
+    """Ticks of trading a group's tokens for heads, [2, groups] each: on the way in, and out."""
+    each = -(-rows // width)
+    sent = each * (width - 1)
+    enter, leave = (w.inside.latency + sent * ticks // width for ticks in (w.inside.enter, w.inside.leave))
+    return np.stack([np.stack([enter, leave]), np.stack([leave, enter])])
+
+
+class Part(NamedTuple):
+    """The documents of one width in so many layers of one mask."""
+
+    layers: int
+    width: int
+    tally: Tally
+    shared_node: bool  # whether a node has several groups
+
+
+class Counted(NamedTuple):
+    """What a layout has every rank compute and move: layers of one mask together, their parts by rising width."""
+
+    masks: list[list[Part]]
+    rows: Ints
+
+    @property
+    def moved(self) -> int:
+        """Key rows that all ranks fetch."""
+        return sum(part.layers * int(part.tally.keys.sum()) for parts in self.masks for part in parts)
+
+    @property
+    def traded(self) -> int:
+        """Rows that are traded for heads."""
+        return sum(p.layers * int(p.tally.rows.sum()) for parts in self.masks for p in parts if p.width > 1)
+
+    @property
+    def crossing(self) -> int:
+        """Those of them that come from another node, though other groups of the node may fetch them too."""
+        return sum(p.layers * int(p.tally.entering.sum()) for parts in self.masks for p in parts if p.shared_node)
+
+
+def layers_in(layers: Layers) -> int:
+    """How many layers there are."""
+    return sum(count for _, count in layers)
+
+
+def counted(layers: Layers, layout: Layout, *, widths: Ints, node: int, forwarded: bool) -> Counted:
+    """The counts of `fetch`. widths: Ulysses width of each document; forwarded: keys enter a node once."""
+    masks = []
+    for mask, count in layers:
+        parts = []
+        for width in np.unique(widths).tolist():
+            chosen = None if (widths == width).all() else widths == width
+            near_by = max(1, node // width)
+            t = tally(mask, layout, width=width, node=near_by, forwarded=forwarded, documents=chosen)
+            parts.append(Part(count, width, t, near_by > 1))
+        masks.append(parts)
+    return Counted(masks, rows_of(layout))
+
+
+def ticks(found: Counted, w: Weights, *, stage_bytes: int) -> Ticks:
+    """Ticks of a step by rank.
+
+    Tokens are traded for heads on entry while the documents of smaller widths are computed, and back at the end.
+    """
+    ranks = found.rows.size
+    busy = waiting = np.zeros(ranks, np.int64)
+    for parts in found.masks:
+        spent = exposed = np.zeros((2, ranks), np.int64)
+        for _, width, t, _ in parts:
+            times = timeline(t, w, width=width, stage_bytes=stage_bytes)
+            if width > 1:
+                enter, leave = np.repeat(trades(t.rows, w, width), width, axis=2)
+                exposed = exposed + np.maximum(enter - spent, 0) + leave
+            spent, exposed = spent + np.repeat(times.busy, width, 1), exposed + np.repeat(times.waiting, width, 1)
+        busy, waiting = busy + parts[0].layers * spent.sum(0), waiting + parts[0].layers * exposed.sum(0)
+    return Ticks(busy, waiting, found.rows * w.row, found.rows * w.label)

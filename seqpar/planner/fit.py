@@ -1,0 +1,183 @@
+"""The coefficients of a machine from what was measured on it: least squares of relative errors, none negative.
+
+Every model here is a sum of terms, each a fact of what was run times a coefficient: seconds of a piece, an operation,
+a byte. A fit is judged on rows that it has not seen.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Sequence
+from dataclasses import asdict, dataclass
+from itertools import combinations
+from typing import Any, Generic, TypeVar
+
+import numpy as np
+from numpy.typing import ArrayLike, NDArray
+
+from seqpar.planner.hardware import BACKWARD, Attention, Link
+
+LIMIT = 0.25  # mean error on unseen rows above which a fit says nothing of the machine
+Floats = NDArray[np.float64]
+T = TypeVar("T")
+
+
+@dataclass(frozen=True)
+class Computed:
+    """A measured call of attention on one rank, forward or backward; the facts are those of `Attention.seconds`."""
+
+    flops: float
+    area: float
+    queries: float
+    keys: float
+    pieces: float
+    steps: float
+    backward: bool
+    seconds: float
+
+    def predicted(self, attention: Attention) -> float:
+        """Seconds that the model gives this call."""
+        facts = {k: v for k, v in asdict(self).items() if k not in ("flops", "seconds")}
+        return attention.seconds(self.flops, **facts)
+
+
+@dataclass(frozen=True)
+class Multiplied:
+    """Measured linear layers: operations, forward and backward together, and seconds."""
+
+    flops: float
+    seconds: float
+
+
+@dataclass(frozen=True)
+class Exchanged:
+    """A measured exchange: bytes that a rank sent while it received as many, and seconds."""
+
+    size: float
+    seconds: float
+
+
+@dataclass(frozen=True)
+class Fit(Generic[T]):
+    """A fitted value. error: mean over unseen rows of |predicted - measured| / measured; errors: with sign, by row."""
+
+    value: T
+    error: float
+    errors: tuple[float, ...]
+
+
+def fit_attention(rows: Sequence[Computed], unseen: Sequence[Computed]) -> Fit[Attention]:
+    """Attention's coefficients from calls forward and backward. Raises ValueError as `refuse` and `nonnegative` do.
+
+    What a row costs in pairs is shared by forward and backward; the ratio of their rates is searched for, as given the
+    ratio the rest is linear.
+    """
+    refuse("attention", rows, unseen, unknowns=6)
+    if {row.backward for row in rows} != {False, True}:
+        raise ValueError("attention: measure forward and backward, got calls of one direction alone")
+    terms = np.array([[r.steps, r.pieces, *(r.flops * np.array([r.area, r.queries, r.keys]))] for r in rows], float)
+    seconds = np.array([row.seconds for row in rows])
+    backward = np.array([row.backward for row in rows])
+
+    def solved(ratio: float) -> tuple[Floats, float]:
+        scaled = terms.copy()
+        scaled[backward, 2:] *= BACKWARD * ratio
+        return nonnegative(scaled / seconds[:, None], np.ones(len(rows)), "attention")
+
+    ratio = math.exp(_lowest(lambda x: solved(math.exp(x))[1], math.log(0.1), math.log(10.0)))
+    stage, piece, pair, query, key = (float(x) for x in solved(ratio)[0])
+    if pair <= 0:
+        raise ValueError("attention: the measured calls take no longer for more pairs; measure longer documents")
+    value = Attention(
+        rate=1 / pair, backward_rate=1 / (pair * ratio), piece=piece, query_pairs=query / pair, key_pairs=key / pair,
+        stage=stage,
+    )  # fmt: skip
+    return judged("attention", value, [row.predicted(value) for row in unseen], unseen)
+
+
+def fit_linear(rows: Sequence[Multiplied], unseen: Sequence[Multiplied]) -> Fit[float]:
+    """Operations a second of linear layers. Raises ValueError as `refuse` does."""
+    refuse("linear layers", rows, unseen, unknowns=1)
+    terms = np.array([[row.flops / row.seconds] for row in rows])
+    rate = 1 / float(nonnegative(terms, np.ones(len(rows)), "linear layers")[0][0])
+    return judged("linear layers", rate, [row.flops / rate for row in unseen], unseen)
+
+
+def fit_link(rows: Sequence[Exchanged], unseen: Sequence[Exchanged], *, what: str = "link") -> Fit[Link]:
+    """A link from exchanges of several sizes. Raises ValueError as `refuse` and `nonnegative` do."""
+    refuse(what, rows, unseen, unknowns=2)
+    terms = np.array([[1 / row.seconds, row.size / row.seconds] for row in rows])
+    latency, byte = (float(x) for x in nonnegative(terms, np.ones(len(rows)), what)[0])
+    if byte <= 0:
+        raise ValueError(f"{what}: the measured exchanges take no longer for more bytes; measure larger ones")
+    value = Link(latency=latency, bandwidth=1 / byte)
+    return judged(what, value, [value.seconds(row.size) for row in unseen], unseen)
+
+
+def refuse(what: str, rows: Sequence[Any], unseen: Sequence[Any], *, unknowns: int) -> None:
+    """Raise ValueError for too few rows, or facts that are negative or not finite, or seconds that are not positive."""
+    if len(rows) < unknowns or not unseen:
+        raise ValueError(
+            f"{what}: {unknowns} unknowns need at least as many rows and an unseen one to judge by, "
+            f"got {len(rows)} and {len(unseen)}"
+        )
+    for row in (*rows, *unseen):
+        if not all(math.isfinite(x) and x >= 0 for x in asdict(row).values()) or row.seconds <= 0:
+            raise ValueError(f"{what}: facts must be finite and at least 0, seconds positive, got {row}")
+
+
+def judged(what: str, value: T, predicted: Sequence[float], unseen: Sequence[Any]) -> Fit[T]:
+    """The fit with its errors on unseen rows. Raises ValueError if their mean is above `LIMIT`."""
+    errors = tuple(p / row.seconds - 1 for p, row in zip(predicted, unseen, strict=True))
+    error = sum(map(abs, errors)) / len(errors)
+    if error > LIMIT:
+        raise ValueError(
+            f"{what}: the fit is off by {error:.0%} on unseen rows, more than {LIMIT:.0%}: {value}; "
+            "measure again on a machine that does nothing else"
+        )
+    return Fit(value, error, errors)
+
+
+def nonnegative(terms: ArrayLike, target: ArrayLike, what: str) -> tuple[Floats, float]:
+    """(x, |terms x - target|^2) with the least such sum over all x >= 0.
+
+    The minimum is an ordinary least-squares solution over some of the columns, and there are few columns: all choices
+    are tried. Raises ValueError if the rows do not tell the columns apart.
+    """
+    a, b = np.asarray(terms, np.float64), np.asarray(target, np.float64)
+    columns = a.shape[1]
+    scale = np.linalg.norm(a, axis=0)
+    scaled = a / np.where(scale > 0, scale, 1.0)
+    if np.linalg.matrix_rank(scaled, tol=1e-6) < columns:
+        raise ValueError(f"{what}: the measured rows do not tell its {columns} coefficients apart; vary them more")
+    best, least = np.zeros(columns), float(b @ b)
+    for size in range(1, columns + 1):
+        for chosen in combinations(range(columns), size):
+            part = scaled[:, chosen]
+            x = np.linalg.lstsq(part, b, rcond=None)[0]
+            rest = part @ x - b
+            left = float(rest @ rest)
+            if (x >= 0).all() and left < least:
+                best, least = np.zeros(columns), left
+                best[list(chosen)] = x / scale[list(chosen)]
+    return best, least
+
+
+def _lowest(of: Callable[[float], float], low: float, high: float) -> float:
+    """Where a function is least: the best of a grid, then a golden-section search between its neighbours."""
+    grid = np.linspace(low, high, 25)
+    at = int(np.argmin([of(float(x)) for x in grid]))
+    a, b = float(grid[max(at - 1, 0)]), float(grid[min(at + 1, len(grid) - 1)])
+    golden = (math.sqrt(5) - 1) / 2
+    c, d = b - golden * (b - a), a + golden * (b - a)
+    at_c, at_d = of(c), of(d)
+    for _ in range(40):
+        if at_c < at_d:
+            b, d, at_d = d, c, at_c
+            c = b - golden * (b - a)
+            at_c = of(c)
+        else:
+            a, c, at_c = c, d, at_d
+            d = a + golden * (b - a)
+            at_d = of(d)
+    return (a + b) / 2

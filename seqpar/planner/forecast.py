@@ -1,0 +1,117 @@
+"""What a plan is predicted to take: seconds by rank and phase, bytes of memory, and how far the best possible is."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+from numpy.typing import NDArray
+
+from seqpar.mask import Ints
+from seqpar.planner.cost import PHASES, Ticks
+from seqpar.planner.hardware import Hardware
+from seqpar.planner.memory import Memory
+from seqpar.planner.shape import ModelShape
+
+Seconds = NDArray[np.float64]
+
+
+@dataclass(frozen=True, eq=False)
+class Forecast:
+    """The prediction of a training step, forward and backward.
+
+    ticks: of each rank by phase. bound: ticks that no plan of this batch can beat. second: seconds of a tick. rows: of
+    each rank. memory: what they take. node: consecutive ranks that share fast links.
+    """
+
+    ticks: Ticks
+    bound: int
+    second: float
+    rows: Ints
+    memory: Memory
+    model: ModelShape
+    hardware: Hardware
+    node: int
+
+    @property
+    def phases(self) -> dict[str, Seconds]:
+        """Seconds of every rank by what it does: attention, exposed (waiting for transfers), linear, head."""
+        return {name: getattr(self.ticks, name) * self.second for name in PHASES}
+
+    @property
+    def seconds(self) -> float:
+        """Seconds of the slowest rank."""
+        return int(self.ticks.total.max()) * self.second
+
+    @property
+    def least(self) -> float:
+        """Seconds that no plan of this batch can beat, on so many ranks and under this cost model."""
+        return self.bound * self.second
+
+    @property
+    def gap(self) -> float:
+        """How much longer than the bound the slowest rank takes, as a part of it: 0.01 is 1 %."""
+        return int(self.ticks.total.max()) / self.bound - 1
+
+    @property
+    def imbalance(self) -> float:
+        """The part of the gap that is left if transfers took no time."""
+        return int((self.ticks.total - self.ticks.exposed).max()) / self.bound - 1
+
+    @property
+    def bytes(self) -> int:
+        """Bytes of the rank with most rows, beside the model's state."""
+        return self.memory.bytes(int(self.rows.max()))
+
+    @property
+    def call(self) -> dict[str, Any]:
+        """The heads, key heads, dims and dtype of the model's attention, as `Plan.bytes` takes them."""
+        m = self.model
+        return {"heads": m.heads, "kv_heads": m.kv_heads, "dim": m.dim, "v_dim": m.v_dim, "dtype": m.dtype}
+
+    @property
+    def what(self) -> str:
+        """The model and the machine, in a few words."""
+        return f"{self.model.name} (recompute {self.model.recompute}) on {self.hardware.name}"
+
+    @property
+    def headline(self) -> str:
+        """Seconds of the slowest rank and the gap to the bound, in a few words."""
+        return f"{_seconds(self.seconds)} a step, gap {self.gap:.2%}"
+
+    def facts(self) -> dict[str, Any]:
+        """Everything as plain data; seconds unless it says otherwise."""
+        return {
+            "model": self.model.name,
+            "recompute": self.model.recompute,
+            "hardware": self.hardware.name,
+            "node": self.node,
+            "seconds": self.seconds,
+            "bound": self.least,
+            "gap": self.gap,
+            "imbalance": self.imbalance,
+            "memory_bytes": self.bytes,
+            "usable_bytes": self.memory.usable,
+            "phases": {name: values.tolist() for name, values in self.phases.items()},
+        }
+
+    def __str__(self) -> str:
+        slowest = int(self.ticks.total.argmax())
+        own = ", ".join(f"{name} {_seconds(values[slowest])}" for name, values in self.phases.items())
+        mean = self.ticks.total.mean() * self.second
+        parts = ", ".join(f"{name} {values.mean() / mean:.1%}" for name, values in self.phases.items())
+        transfers = self.gap - self.imbalance
+        return (
+            f"predicted for {self.what}: {_seconds(self.seconds)} a step\n"
+            f"  gap {self.gap:.2%} above the {_seconds(self.least)} that no plan beats: "
+            f"{self.imbalance:.2%} imbalance, {transfers:.2%} exposed transfers\n"
+            f"  slowest rank {slowest}: {own}\n"
+            f"  mean of the ranks: {parts}\n"
+            f"  memory up to {self.bytes / 1e9:.1f} of {self.memory.usable / 1e9:.1f} GB beside the model's state"
+        )
+
+
+def _seconds(value: float) -> str:
+    """Seconds for a reader."""
+    return f"{value:.4g} s" if value >= 1 or not value else f"{value * 1e3:.4g} ms"

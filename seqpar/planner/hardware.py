@@ -1,0 +1,342 @@
+"""What a machine takes for attention, linear layers and transfers: the coefficients of the planner's cost model.
+
+What a rank computes in one call of attention takes
+
+    steps * stage + pieces * piece + flops / rate * (area + query_pairs * query rows + key_pairs * key rows)     seconds
+
+``flops``: operations per attended pair, ``ModelShape.pair_flops`` in forward and 2.5 times that in backward. Steps are
+those of the plan, one where nothing is fetched. A piece is a run of consecutive tokens of one document on the rank: a
+zigzag shard has two. Key rows are those that arrive from other ranks; what the rank's own cost is in ``query_pairs``,
+as there are as many of them as of queries. An exchange of ``b`` bytes takes ``latency + b / bandwidth``.
+"""
+
+from __future__ import annotations
+
+import json
+import math
+from collections.abc import Callable, Mapping
+from dataclasses import asdict, dataclass, fields
+from pathlib import Path
+from typing import Any
+
+SCHEMA = 1
+BACKWARD = 2.5  # forwards that a backward of attention counts: five products instead of two
+
+
+@dataclass(frozen=True)
+class Link:
+    """One rank's share of a network. latency: seconds before the first byte. bandwidth: bytes a second and direction.
+
+    Both are achieved ones. Raises ValueError unless they are finite, latency is at least 0 and bandwidth positive.
+    """
+
+    latency: float
+    bandwidth: float
+
+    def __post_init__(self) -> None:
+        """Raise ValueError for what no link has."""
+        _check(self, positive=("bandwidth",), least_zero=("latency",))
+
+    def seconds(self, size: float) -> float:
+        """Of an exchange of so many bytes; nothing takes no time."""
+        return self.latency + size / self.bandwidth if size else 0.0
+
+
+@dataclass(frozen=True)
+class Attention:
+    """Seconds of a rank's kernels, as in the header of this file.
+
+    rate: asymptotic operations a second in forward, on attended pairs. backward_rate: likewise, of 2.5 forwards.
+    piece: seconds that one more piece of a document costs beside its rows and pairs.
+    query_pairs, key_pairs: what a row of queries and a fetched row of keys cost beside their pairs, in pairs.
+    stage: seconds of a step beside its pieces: launch and merge.
+
+    Raises ValueError unless all are finite, the rates positive and the rest at least 0.
+    """
+
+    rate: float
+    backward_rate: float
+    piece: float
+    query_pairs: float
+    key_pairs: float
+    stage: float
+
+    def __post_init__(self) -> None:
+        """Raise ValueError for what no kernel has."""
+        _check(self, positive=("rate", "backward_rate"), least_zero=("piece", "query_pairs", "key_pairs", "stage"))
+
+    def seconds(
+        self,
+        flops: float,
+        *,
+        area: float,
+        queries: float,
+        keys: float = 0.0,
+        pieces: float = 1.0,
+        steps: float = 1.0,
+        backward: bool = False,
+    ) -> float:
+        """Of one call. flops: a forward's per pair, here too if `backward`. keys: fetched rows."""
+        pairs = area + self.query_pairs * queries + self.key_pairs * keys
+        rate = self.backward_rate / BACKWARD if backward else self.rate
+        return steps * self.stage + pieces * self.piece + flops / rate * pairs
+
+
+@dataclass(frozen=True)
+class Hardware:
+    """A machine of equal ranks, `node` of them sharing the `inside` links.
+
+    source: where the figures come from, in words. linear_rate: achieved operations a second of linear layers with all
+    that surrounds them. memory: bytes that a rank can use. reserve: those of them that something other than activations
+    and fetched keys holds, such as weights, gradients and optimiser.
+
+    Raises ValueError unless sizes are integers and figures positive.
+    """
+
+    name: str
+    source: str
+    attention: Attention
+    linear_rate: float
+    inside: Link
+    across: Link
+    memory: int
+    node: int = 8
+    reserve: int = 0
+
+    def __post_init__(self) -> None:
+        """Raise ValueError for what no machine has."""
+        _check(self, positive=("linear_rate",))
+        for field, least in (("memory", 1), ("node", 1), ("reserve", 0)):
+            value = getattr(self, field)
+            if type(value) is not int or value < least:
+                raise ValueError(f"Hardware: {field} must be an integer of at least {least}, got {value!r}")
+        if self.reserve >= self.memory:
+            raise ValueError(f"Hardware: reserve {self.reserve} leaves nothing of memory {self.memory}")
+        for field, kind in (
+            ("name", str),
+            ("source", str),
+            ("attention", Attention),
+            ("inside", Link),
+            ("across", Link),
+        ):
+            value = getattr(self, field)
+            if not isinstance(value, kind) or value == "":
+                raise ValueError(f"Hardware: {field} must be a {kind.__name__}, got {value!r}")
+
+    @classmethod
+    def preset(cls, name: str) -> Hardware:
+        """A machine by name. Raises ValueError with the known names for any other."""
+        if name not in PRESETS:
+            raise ValueError(
+                f"no hardware is called {name!r}; known: {', '.join(PRESETS)}; or measure it: seqpar calibrate"
+            )
+        return PRESETS[name]()
+
+    @classmethod
+    def of(cls, hardware: str | Hardware) -> Hardware:
+        """A machine by name, or the value itself. Raises ValueError for anything else."""
+        if isinstance(hardware, str):
+            return cls.preset(hardware)
+        if not isinstance(hardware, cls):
+            raise ValueError(f"hardware must be the name of a preset or a Hardware, got {hardware!r}")
+        return hardware
+
+    def to_dict(self) -> dict[str, Any]:
+        """Plain data with a schema number, for `from_dict`."""
+        return {"schema": SCHEMA} | asdict(self)
+
+    @classmethod
+    def from_dict(cls, data: Mapping[str, Any]) -> Hardware:
+        """The hardware of `to_dict`. Raises ValueError naming keys that are unknown or missing, or another schema."""
+        if not isinstance(data, Mapping) or data.get("schema") != SCHEMA:
+            got = data.get("schema") if isinstance(data, Mapping) else type(data).__name__
+            raise ValueError(
+                f"hardware must be a mapping of schema {SCHEMA}, got {got!r}; measure it: seqpar calibrate"
+            )
+        entries = {key: value for key, value in data.items() if key != "schema"}
+        parts: dict[str, type[Attention] | type[Link]] = {"attention": Attention, "inside": Link, "across": Link}
+        _check_keys(cls, entries, "hardware")
+        for key, part in parts.items():
+            _check_keys(part, entries[key], key)
+            entries[key] = part(**entries[key])
+        return cls(**entries)
+
+    def save(self, path: str | Path) -> None:
+        """Write the file that `load` reads."""
+        Path(path).write_text(json.dumps(self.to_dict(), indent=2) + "\n", encoding="utf-8")
+
+    @classmethod
+    def load(cls, path: str | Path) -> Hardware:
+        """The hardware in a file. Raises ValueError naming the file and what is wrong with it; OSError as reading does.
+
+        What `seqpar calibrate` adds under "measured" is for readers and left out.
+        """
+        try:
+            data = json.loads(Path(path).read_text(encoding="utf-8"))
+            if isinstance(data, dict):
+                data.pop("measured", None)
+            return cls.from_dict(data)
+        except ValueError as error:
+            raise ValueError(f"{path} is no hardware file: {error}") from None
+
+
+def _check(part: object, *, positive: tuple[str, ...], least_zero: tuple[str, ...] = ()) -> None:
+    """Raise ValueError naming the field, unless figures are finite and in range."""
+    for field in positive + least_zero:
+        value = getattr(part, field)
+        number = isinstance(value, (int, float)) and not isinstance(value, bool) and math.isfinite(value)
+        if not number or value < 0 or (field in positive and value == 0):
+            least = "positive" if field in positive else "at least 0"
+            raise ValueError(f"{type(part).__name__}: {field} must be {least} and finite, got {value!r}")
+
+
+def _check_keys(cls: type[Any], data: object, what: str) -> None:
+    """Raise ValueError unless a mapping has a class's fields; those with defaults may be left out."""
+    if not isinstance(data, Mapping):
+        raise ValueError(f"{what} must be a mapping, got {data!r}")
+    known = {field.name: field for field in fields(cls)}
+    unknown = sorted(set(data) - set(known))
+    optional = {"node", "reserve"}
+    missing = sorted(set(known) - set(data) - optional)
+    if unknown or missing:
+        raise ValueError(
+            f"{what} has "
+            + " and ".join(
+                part
+                for part in (
+                    f"unknown keys {', '.join(unknown)}" if unknown else "",
+                    f"no {', '.join(missing)}" if missing else "",
+                )
+                if part
+            )
+        )
+
+
+# DistCA's table of FlashAttention-2 on an H100 (64 query heads of 128, documents of 64 to 64k tokens over 1 to 8 ranks)
+# is, within 13 %, 4.78e-8 L^2/p + (2.7e-5 + 2.65e-5/p) L + 0.02 milliseconds: 9.56e-11 seconds a pair, hence 559 pairs
+# for a query row with the key row of its own token, 282 for each of the L (1 - 1/p) others, and a launch of 20
+# microseconds. It has no packed calls: what a piece costs is in its rows. Tiles are about as large in later kernels, so
+# the pairs serve these as well.
+_FA2_ROWS = {"piece": 0.0, "query_pairs": 559.0, "key_pairs": 282.0, "stage": 2e-5}
+_ROWS_SOURCE = "rows and launch fitted to DistCA's profile of FlashAttention-2 on an H100 (compute-attn-H100.csv)"
+# What FlexSP's constants leave of the fastest bf16 product of an A100, 210 of 267.9 TFLOP/s: a layer's linear part has
+# norms, activations and smaller products around it.
+_OF_FASTEST = 210 / 267.9
+_MATMUL_SOURCE = (
+    "linear layers at 78 % of the fastest bf16 product in the table of maximum achievable matmul FLOPS of the Machine "
+    "Learning Engineering book (Bekman), the share that FlexSP's constants have on an A100"
+)
+_GAP = 6_000_000_000  # what Hydraulis (Li et al. 2024) keeps free for CUDA and NCCL on every GPU
+# DistCA's nccl_perf.csv, all-gather on 8 H100, 8 MB to 8 GB: this line is within 15 % of the first, 5 % of the others.
+_NVLINK4 = Link(latency=44e-6, bandwidth=367e9)
+_NVLINK4_SOURCE = "NVLink from DistCA's NCCL all-gather on 8 H100 (nccl_perf.csv)"
+_NDR_SOURCE = (
+    "400 Gb/s InfiniBand at 47 GB/s (NVIDIA in nccl-tests#290: 46 to 48); nobody publishes the latency of an exchange "
+    "between nodes, so that inside one stands in"
+)
+_GB = 1_000_000_000
+
+
+def _h100(name: str, *, across: float = 47e9, memory: int = 80 * _GB, note: str = "") -> Hardware:
+    source = (
+        "attention at the rates of FlashAttention-3 at head dim 128, 648 forward and 561 backward (Shah et al. 2024, "
+        f"figures 5 and 6); {_ROWS_SOURCE}; {_MATMUL_SOURCE}; {_NVLINK4_SOURCE}; {_NDR_SOURCE}{note}"
+    )
+    return Hardware(
+        name=name,
+        source=source,
+        attention=Attention(rate=648e12, backward_rate=561e12, **_FA2_ROWS),
+        linear_rate=_OF_FASTEST * 792.1e12,
+        inside=_NVLINK4,
+        across=Link(latency=_NVLINK4.latency, bandwidth=across),
+        memory=memory - _GAP,
+    )
+
+
+def _a100() -> Hardware:
+    return Hardware(
+        name="a100",
+        source=(
+            "80 GB; attention from DistCA's profile of FlashAttention-2 on an A100 at 128k tokens (attn.csv: 32 heads "
+            f"of 128, 634.5 ms forward and 1764.4 backward); {_ROWS_SOURCE}; {_MATMUL_SOURCE}; NVLink from its "
+            "all-to-all on 4 A100 (alltoall.csv); 200 Gb/s InfiniBand at 24 GB/s (nccl-tests#119), its latency as "
+            "inside a node"
+        ),
+        attention=Attention(rate=221.8e12, backward_rate=199.4e12, **_FA2_ROWS),
+        linear_rate=_OF_FASTEST * 267.9e12,
+        inside=Link(latency=40e-6, bandwidth=195e9),
+        across=Link(latency=40e-6, bandwidth=24e9),
+        memory=80 * _GB - _GAP,
+    )
+
+
+def _a100_flexsp() -> Hardware:
+    # Their times are of forward and backward together: alpha1 = 5.128e-6 ms per squared length is 3.5 forwards of half
+    # as many pairs over 32 layers of 4 * 4096 operations, alpha2 = 0.18396 ms per token is 3 forwards of the layers'
+    # 2 * 12 * 32 * 4096^2. Their all-to-all of 64 ranks counts MiB, its own share, and 8 ranks a node.
+    attention = 3.5 * 0.5 * 32 * 4 * 4096 / 5.128e-9
+    return Hardware(
+        name="a100-flexsp",
+        source=(
+            "the constants of FlexSP (Wang et al. 2025) for a GPT of 7B on 64 A100 of 40 GB with two 200 Gb/s "
+            "InfiniBand cards a node: alpha1, alpha2, all-to-all of 8 and 64 ranks, 28 GB of memory. Forward and "
+            "backward get the rate they have together; a row has no cost and a link no latency there"
+        ),
+        attention=Attention(
+            rate=attention, backward_rate=attention, piece=0.0, query_pairs=0.0, key_pairs=0.0, stage=0.0
+        ),
+        linear_rate=3 * 2 * 12 * 32 * 4096**2 / 1.8396e-4,
+        inside=Link(latency=0.0, bandwidth=96.5 * 2**20 * 1e3 * 7 / 8),
+        across=Link(latency=0.0, bandwidth=4.87 * 2**20 * 1e3 * 56 / 64),
+        memory=28 * _GB,
+    )
+
+
+def _b200() -> Hardware:
+    return Hardware(
+        name="b200",
+        source=(
+            "attention at the best rates in MagiAttention's benchmark on B200, causal, head dim 128, transfers "
+            f"included (1286 forward on 8 GPUs, 1067 backward on 64); {_ROWS_SOURCE}; {_MATMUL_SOURCE} (1745 TFLOP/s); "
+            "NVLink from DeepEP's dispatch on 8 GPUs (726 GB/s, an eighth of it local), its latency as of an H100; "
+            f"{_NDR_SOURCE}"
+        ),
+        attention=Attention(rate=1286e12, backward_rate=1067e12, **_FA2_ROWS),
+        linear_rate=_OF_FASTEST * 1745e12,
+        inside=Link(latency=_NVLINK4.latency, bandwidth=726e9 * 7 / 8),
+        across=Link(latency=_NVLINK4.latency, bandwidth=47e9),
+        memory=180 * _GB - _GAP,
+    )
+
+
+def _cpu() -> Hardware:
+    return Hardware(
+        name="cpu",
+        source=(
+            "measured by this project on one core of an AMD EPYC with AVX-512 bf16: attention and linear layers from "
+            "bench/results/cpu_attention.json (1 thread, bfloat16, dim 128: its rows within 8 %), a fetched key row at "
+            "half of a query row as in bench/results/calibrate.json (seqpar calibrate, dim 32), a step's cost from "
+            "bench/results/cpu.json (one rank against the kernel alone), links from bench/results/comm.json (ring over "
+            "shared memory and over gloo, a quarter of what 4 processes moved), latencies of small exchanges of 2 "
+            "processes while the machine was busy. Memory is a choice"
+        ),
+        attention=Attention(
+            rate=441e9, backward_rate=412e9, piece=0.0, query_pairs=124.0, key_pairs=62.0, stage=9.4e-5
+        ),
+        linear_rate=435e9,
+        inside=Link(latency=3e-4, bandwidth=14.04e9 / 4),
+        across=Link(latency=3.5e-3, bandwidth=3.12e9 / 4),
+        memory=4 * _GB,
+    )
+
+
+# No figure of a GPU was measured by this project; `seqpar calibrate` measures the machine it runs on.
+PRESETS: dict[str, Callable[[], Hardware]] = {
+    "h100": lambda: _h100("h100"),
+    "h100-100g": lambda: _h100("h100-100g", across=47e9 / 4, note="; a quarter of that for 100 Gb/s"),
+    "h200": lambda: _h100("h200", memory=141 * _GB, note="; an H200 computes like an H100 and has 141 GB"),
+    "a100": _a100,
+    "a100-flexsp": _a100_flexsp,
+    "b200": _b200,
+    "cpu": _cpu,
+}

@@ -1,0 +1,355 @@
+"""Where every token lives: long documents are spread, short ones whole, the shortest fill what rows are left.
+
+Rows per rank are all but fixed, as linear layers want them equal. What a document costs beyond what the same number of
+filling rows would cost is its *surplus*, and the surplus is what there is to balance (all it costs, where ranks have
+room for unequal rows)::
+
+    spread   documents with more surplus than a rank's fair share of what whole ones bring, or more rows than a rank
+             has, lie one after the other along the ranks, tier by tier of similar lengths, so that every rank gets the
+             same surplus and about the same rows of each tier
+    whole    the others, largest surplus first, each to the rank with least so far that has the rows
+    fill     the shortest documents, one after the other over the ranks, each rank taking the rows at which all ranks
+             finish together; a border between ranks cuts the document it falls into, unless one nearby does as well
+
+A document that is spread is dealt zigzag (Llama 3, section 3.3.2) in unequal parts: of a causal document a rank that
+holds tokens [a, b) and their mirror image [L - b, L - a) has exactly its share of rows and of area. Largest first onto
+the least loaded is Graham 1969 (bounds on multiprocessing timing anomalies). All decisions are made on integers, ties
+by index.
+"""
+
+from __future__ import annotations
+
+import heapq
+from typing import NamedTuple
+
+import numpy as np
+from numpy.typing import NDArray
+
+from seqpar.mask import Ints
+
+FEW = 64  # rows that are not worth what they fetch
+
+
+class Batch(NamedTuple):
+    """Documents to place: tokens, and ticks of everything they cost whole on one rank, int64 [documents].
+
+    row: ticks of a row beside its attended pairs; key: of a fetched key row.
+    """
+
+    lengths: Ints
+    ticks: Ints
+    row: int
+    key: int
+
+
+class Knobs(NamedTuple):
+    """A candidate. whole: the surplus that one whole document may bring, in 64ths of a rank's mean of all whole ones.
+    spread: tokens of spread documents, in 64ths of all, beyond which only those are spread that no rank has rows for.
+    fill: tokens of the shortest documents, in 64ths of all. octaves: lengths of a tier lie within a factor of 2 to this
+    power. width: ranks that share the heads of a document that is spread, consecutive, dividing the ranks."""
+
+    whole: int
+    spread: int
+    fill: int
+    octaves: int
+    width: int
+
+
+class Pieces(NamedTuple):
+    """Consecutive tokens of documents on ranks, in no order: document, first token inside it, tokens, rank."""
+
+    document: Ints
+    start: Ints
+    count: Ints  # type: ignore[assignment]  # tuple.count is not missed
+    rank: Ints
+
+
+class Placement(NamedTuple):
+    """Pieces of every document, and the Ulysses width of each. level: about the ticks after which all have computed."""
+
+    pieces: Pieces
+    widths: Ints
+    level: int
+
+
+def place(batch: Batch, ranks: int, *, room: Ints, knobs: Knobs) -> Placement:
+    """Where the documents live. room: rows that each rank may take, together at least the tokens."""
+    board = _Board(batch, ranks, room, knobs)
+    board.spread()
+    board.whole()
+    board.fill()
+    widths = np.ones(batch.lengths.size, np.int64)
+    widths[board.long] = knobs.width
+    pieces = Pieces(*(np.concatenate(parts) for parts in zip(*board.pieces, strict=True)))
+    return Placement(Pieces(*(part[pieces.count > 0] for part in pieces)), widths, int(board.base.max()))
+
+
+class _Board:
+    """The ranks while documents are placed: their surplus (load) and ticks (base) so far, rows that may come (left)."""
+
+    def __init__(self, batch: Batch, ranks: int, room: Ints, knobs: Knobs) -> None:
+        self.batch, self.ranks, self.knobs = batch, ranks, knobs
+        self.left = room.astype(np.int64)
+        self.load, self.base = np.zeros(ranks, np.int64), np.zeros(ranks, np.int64)
+        self.dealt = np.zeros(ranks // knobs.width, np.int64)
+        self.pieces: list[Pieces] = []
+        lengths, ticks, row, _ = batch
+        order = np.argsort(lengths, kind="stable")
+        so_far = np.cumsum(lengths[order])
+        short = lengths[order] * 8 <= self.left.max()
+        fills = int(np.count_nonzero((so_far <= so_far[-1] * knobs.fill // 64) & short))
+        self.filling, rest = order[:fills], order[fills:]
+        self.per_row = int(ticks[self.filling].sum()) // int(lengths[self.filling].sum()) if fills else row
+        # where rows need not be equal, all that a document costs is to be balanced
+        loose = int(room.sum()) * 16 > int(lengths.sum()) * 17 + 16 * ranks
+        self.surplus = ticks if loose else np.maximum(ticks - self.per_row * lengths, 0)
+        rest = rest[np.argsort(self.surplus[rest], kind="stable")]
+        brought = np.cumsum(self.surplus[rest]) // ranks
+        fair = self.surplus[rest] * 64 <= brought * knobs.whole
+        fair |= (np.cumsum(lengths[rest]) + so_far[fills - 1] * (fills > 0)) * 64 <= so_far[-1] * (64 - knobs.spread)
+        # a whole document finds the rows that the spread ones leave
+        spread = so_far[-1] - so_far[fills - 1] * (fills > 0) - np.cumsum(lengths[rest])
+        fair &= lengths[rest] <= self.left.max() - spread // ranks
+        wholes = int(np.flatnonzero(fair)[-1]) + 1 if fair.any() else 0
+        self.rest, self.long = rest[:wholes][::-1], rest[wholes:][::-1]
+
+    # --- long documents
+
+    def spread(self) -> None:
+        """Lay the long documents along the ranks, tier by tier, every other tier in the opposite direction."""
+        tier = np.array([int(n).bit_length() for n in self.batch.lengths[self.long]], np.int64) // self.knobs.octaves
+        for turn, level in enumerate(np.unique(tier)[::-1]):
+            self._lay(self.long[tier == level], backwards=turn % 2 == 1)
+
+    def _lay(self, documents: Ints, *, backwards: bool) -> None:
+        """Documents one after the other along a line of which every group of ranks has an equal part, in surplus."""
+        groups, width = self.ranks // self.knobs.width, self.knobs.width
+        surplus = np.maximum(self.surplus[documents], 1)
+        shift = max(0, int(surplus.sum()).bit_length() - 31)  # so that products with lengths stay below 2^62
+        surplus = np.maximum(surplus >> shift, 1)
+        edge = np.append(0, np.cumsum(surplus))
+        border = _borders(edge, groups)
+        breaks = np.unique(np.concatenate([edge, border]))
+        at = np.searchsorted(edge, breaks[:-1], side="right") - 1
+        group = np.searchsorted(border[1:], breaks[:-1], side="right")
+        group = groups - 1 - group if backwards else group
+        document = documents[at]
+        length, whole = self.batch.lengths[document], surplus[at]
+        first, stop = (length * (x - edge[at]) // whole for x in (breaks[:-1], breaks[1:]))
+        # half of the rows from the front, the others from the end
+        front, front_stop = first // 2, stop // 2
+        back, back_stop = length - (stop - front_stop), length - (first - front)
+        rows = self._share(document, front, front_stop - front, group) + self._share(
+            document, back, back_stop - back, group
+        )
+        np.subtract.at(self.left.reshape(groups, width), group, rows)
+        held = stop - first
+        area = self.batch.ticks[document] - self.batch.row * length
+        ticks = (area // length * held + self.batch.key * (length - held)) // width
+        ticks = ticks[:, None] + self.batch.row * rows
+        np.add.at(self.base.reshape(groups, width), group, ticks)
+        np.add.at(self.load.reshape(groups, width), group, np.maximum(ticks - self.per_row * rows, 0))
+
+    def _share(self, document: Ints, start: Ints, count: Ints, group: Ints) -> Ints:
+        """Deal stretches to the ranks of their groups in equal parts; rows of each, [stretches, width]."""
+        width = self.knobs.width
+        # cumulative over the group's stretches, so that rounding does not add up
+        before = self._dealt(group, count)[:, None]
+        member = np.arange(width + 1)
+        edge = member * (before + count[:, None]) // width - member * before // width
+        edge = np.minimum(np.maximum.accumulate(edge, axis=1), count[:, None])
+        rows = np.diff(edge, axis=1)
+        rank = group[:, None] * width + np.arange(width)
+        self.pieces.append(
+            Pieces(np.repeat(document, width), (start[:, None] + edge[:, :-1]).ravel(), rows.ravel(), rank.ravel())
+        )
+        return rows
+
+    def _dealt(self, group: Ints, count: Ints) -> Ints:
+        """Rows dealt to each stretch's group before it."""
+        order = np.argsort(group, kind="stable")
+        so_far = np.append(0, np.cumsum(count[order]))
+        first = np.searchsorted(group[order], group[order])
+        before = np.empty_like(count)
+        before[order] = so_far[:-1] - so_far[first] + self.dealt[group[order]]
+        np.add.at(self.dealt, group, count)
+        return before
+
+    # --- documents of one rank
+
+    def whole(self) -> None:
+        """Place whole documents; those that no rank has the rows for are shared or go to the filling."""
+        documents = self.rest
+        lengths, surplus = self.batch.lengths[documents].tolist(), self.surplus[documents].tolist()
+        left = self.left.tolist()
+        heap = [(load, rank) for rank, load in enumerate(self.load.tolist()) if left[rank] > 0]
+        heapq.heapify(heap)
+        full: list[tuple[int, int, int]] = []  # ranks without the rows for the last document: -left, load, rank
+        target = np.full(len(lengths), -1, np.int64)
+        for index, (length, extra) in enumerate(zip(lengths, surplus, strict=True)):
+            while full and -full[0][0] >= length:
+                room, load, rank = heapq.heappop(full)
+                heapq.heappush(heap, (load, rank))
+            while heap:
+                load, rank = heap[0]
+                if left[rank] >= length:
+                    heapq.heapreplace(heap, (load + extra, rank))
+                    left[rank] -= length
+                    target[index] = rank
+                    break
+                heapq.heappop(heap)
+                heapq.heappush(full, (-left[rank], load, rank))
+        put = target >= 0
+        document, ranks = documents[put], target[put]
+        self.pieces.append(Pieces(document, np.zeros_like(document), self.batch.lengths[document], ranks))
+        self.left = np.array(left, np.int64)
+        np.add.at(self.base, ranks, self.batch.ticks[document])
+        self._share_out(documents[~put])
+
+    def _share_out(self, documents: Ints) -> None:
+        """Give documents that no rank has the rows for to groups of ranks that have; the rest goes to the filling."""
+        width = self.knobs.width
+        left = self.left.reshape(-1, width)
+        heap = [(-room, group) for group, room in enumerate(np.maximum(left, 0).sum(1).tolist())]
+        heapq.heapify(heap)
+        kept, shared = [], []
+        for document in documents.tolist():
+            length, (room, group) = int(self.batch.lengths[document]), heap[0]
+            if width == 1 or length > -room:
+                kept.append(document)
+                continue
+            shared.append(document)
+            heapq.heapreplace(heap, (room + length, group))
+            so_far = np.append(0, np.cumsum(np.maximum(left[group], 0)))
+            edge = length * so_far // int(so_far[-1])
+            rows = np.diff(edge)
+            rank = group * width + np.arange(width)
+            self.pieces.append(Pieces(np.full(width, document), edge[:-1], rows, rank))
+            left[group] -= rows
+            area = int(self.batch.ticks[document]) - self.batch.row * length
+            self.base[rank] += area // width + self.batch.row * rows
+        self.long = np.append(self.long, np.array(shared, np.int64))
+        self.filling = np.append(np.array(kept, np.int64), self.filling)
+
+    # --- filling
+
+    def fill(self) -> None:
+        """Lay the remaining documents one after the other over the ranks, cut where a rank is done."""
+        laid = self._mixed(self.filling)
+        trimmed = self._trimmed()
+        document = np.concatenate([laid, trimmed.document])
+        if not document.size:
+            return
+        offset = np.append(np.zeros_like(laid), trimmed.start)
+        edge = np.append(0, np.cumsum(np.append(self.batch.lengths[laid], trimmed.count)))
+        rows, level = self._level(int(edge[-1]))
+        border = self._snapped(rows, edge, level)
+        breaks = np.unique(np.concatenate([edge, border]))
+        start, count = breaks[:-1], np.diff(breaks)
+        at = np.searchsorted(edge, start, side="right") - 1
+        rank = np.searchsorted(border[1:], start, side="right")
+        self.pieces.append(Pieces(document[at], offset[at] + start - edge[at], count, rank))
+        ticks = np.append(np.full(laid.size, self.per_row), self._each(trimmed.document))
+        np.add.at(self.base, rank, ticks[at] * count)
+
+    def _each(self, document: Ints) -> Ints:
+        """Ticks of a row of documents, on average."""
+        return self.batch.ticks[document] // self.batch.lengths[document]
+
+    def _trimmed(self) -> Pieces:
+        """What spreading gave ranks beyond their rows, taken back from their last stretches."""
+        if (self.left >= 0).all():
+            return Pieces(*np.zeros((4, 0), np.int64))
+        document, start, count, rank = (np.concatenate(parts) for parts in zip(*self.pieces, strict=True))
+        order = np.argsort(-rank, kind="stable")[::-1]  # by rank, the last first
+        held = np.cumsum(count[order])
+        first = np.searchsorted(rank[order], rank[order])
+        before = held - count[order] - np.append(0, held)[first]
+        taken = np.empty_like(count)
+        taken[order] = np.clip(-self.left[rank[order]] - before, 0, count[order])
+        self.pieces = [Pieces(document, start, count - taken, rank)]
+        np.add.at(self.left, rank, taken)
+        np.subtract.at(self.base, rank, taken * self._each(document))
+        some = taken > 0
+        return Pieces(document[some], (start + count - taken)[some], taken[some], rank[some])
+
+    def _mixed(self, documents: Ints) -> Ints:
+        """The documents in an order in which every stretch holds long and short ones alike."""
+        order = documents[np.lexsort((documents, -self.batch.lengths[documents]))]
+        turn = np.arange(order.size) % self.ranks
+        return order[np.argsort(turn, kind="stable")]
+
+    def _level(self, tokens: int) -> tuple[Ints, int]:
+        """Rows that each rank takes of so many, and the ticks at which all are done that have the room."""
+        low, high = int(self.base.min()), int(self.base.max()) + self.per_row * (tokens + 1)
+
+        def taken(level: int) -> Ints:
+            return np.clip((level - self.base) // self.per_row, 0, self.left)
+
+        while low < high:
+            middle = (low + high) // 2
+            if int(taken(middle).sum()) >= tokens:
+                high = middle
+            else:
+                low = middle + 1
+        rows = taken(high)
+        # what is too much is less than a row for each rank that takes any
+        for rank in np.flatnonzero(rows)[::-1][: int(rows.sum()) - tokens]:
+            rows[rank] -= 1
+        return self._without_slivers(rows), high
+
+    def _without_slivers(self, rows: Ints) -> Ints:
+        """The same rows, but a rank that would take only a few takes none as far as others have room for them.
+
+        A few rows of a document cost the fetch of all that they see.
+        """
+        few = np.flatnonzero((rows > 0) & (rows < FEW))
+        few = few[np.argsort(rows[few], kind="stable")]
+        spare = np.where(rows >= FEW, self.left - rows, 0)
+        moved = np.cumsum(rows[few])
+        few = few[moved <= int(spare.sum())]
+        many = int(rows[few].sum())
+        before = np.cumsum(spare) - spare
+        rows = rows + np.clip(many - before, 0, spare)
+        rows[few] = 0
+        return rows
+
+    def _snapped(self, rows: Ints, edge: Ints, level: int) -> Ints:
+        """Borders of the ranks, moved to a document's border where that costs next to nothing."""
+        spare = level // 256 // self.per_row
+        border = [0]
+        wanted = np.cumsum(rows)
+        below = edge[np.searchsorted(edge, wanted, side="right") - 1].tolist()
+        above = edge[np.searchsorted(edge, wanted)].tolist()
+        left, total, taken = self.left.tolist(), int(edge[-1]), rows.tolist()
+        behind = np.append(np.cumsum(self.left[::-1])[::-1], 0).tolist()  # rows that this rank and later ones may take
+        for rank, at in enumerate(wanted.tolist()):
+            last = border[-1]
+            low = max(last, total - behind[rank + 1])
+            high = last + min(left[rank], taken[rank] + spare)
+            choice = min(max(at, low), max(high, low))
+            for near_by in sorted((below[rank], above[rank]), key=lambda x: abs(x - at)):
+                if low <= near_by <= high and abs(near_by - at) <= spare:
+                    choice = near_by
+                    break
+            border.append(choice)
+        border[-1] = total
+        return np.array(border, np.int64)
+
+
+def _borders(edge: Ints, groups: int) -> Ints:
+    """Where each group's part of the line ends; moved to a document's end where only a sliver would be cut."""
+    total = int(edge[-1])
+    border = np.array([total * group // groups for group in range(groups + 1)])
+    sliver = max(1, total // (32 * groups))
+    near_by = np.searchsorted(edge, border)
+    for side in (np.maximum(near_by - 1, 0), np.minimum(near_by, edge.size - 1)):
+        border = np.where(np.abs(edge[side] - border) < sliver, edge[side], border)
+    return np.maximum.accumulate(border)
+
+
+def in_rows(mask_offsets: Ints, pieces: Pieces) -> tuple[NDArray[np.int64], Ints, Ints]:
+    """Start, count and rank of pieces as a layout takes them: rank by rank in position order."""
+    start = mask_offsets[pieces.document] + pieces.start
+    order = np.lexsort((start, pieces.rank))
+    return start[order], pieces.count[order], pieces.rank[order]

@@ -1,0 +1,281 @@
+"""A transformer as the planner sees it: operations, bytes and parameters per token, label and attended pair.
+
+    h hidden    H, G query and key heads    d, e dims of a query and of a value    f ffn    V vocabulary
+
+Matrices of a layer: ``Q [h, H d]``, ``K [h, G d]``, ``V [h, G e]``, ``O [H e, h]`` and the gate, up and down matrices
+of an ffn, or of each expert. A multiplication and an addition are two operations. Biases and norms of heads are left
+out of every count: they are less than a thousandth.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, replace
+from typing import Any
+
+from seqpar.planner import config
+
+BYTES = {"float64": 8, "float32": 4, "bfloat16": 2, "float16": 2}
+RECOMPUTE = ("none", "attention", "full")
+
+
+@dataclass(frozen=True)
+class ModelShape:
+    """One decoder. Everything that is not a field follows from the fields.
+
+    windows: keys to the left of its own that a query sees, layer after layer, in turns; None sees all of them. A model
+        that counts the query's own key has one more.
+    experts: routed experts of a layer, of which `active_experts` compute a token, beside `shared_experts`, which
+        compute every token; 0 is a dense model. The first `dense_layers` of a model with experts have an ffn of `ffn`.
+    q_rank, kv_rank, rope_dim: ranks of the low-rank projections of queries and keys, and how much of `dim` is rotated
+        and shared by the heads (DeepSeek-AI 2024, DeepSeek-V2, section 2.1). Attention takes expanded keys and values.
+    recompute: what backward computes again: "none", the "attention" block from norm to output, or "full" layers.
+
+    Raises ValueError for sizes that no model has.
+    """
+
+    name: str
+    hidden: int
+    layers: int
+    heads: int
+    kv_heads: int
+    dim: int
+    ffn: int
+    vocab: int
+    v_dim: int | None = None
+    windows: tuple[int | None, ...] = (None,)
+    experts: int = 0
+    active_experts: int = 0
+    shared_experts: int = 0
+    expert_ffn: int = 0
+    dense_layers: int = 0
+    gated: bool = True
+    tied: bool = False
+    dtype: str = "bfloat16"
+    recompute: str = "none"
+    q_rank: int | None = None
+    kv_rank: int | None = None
+    rope_dim: int = 0
+
+    def __post_init__(self) -> None:
+        """Raise ValueError for what cannot be."""
+        object.__setattr__(self, "windows", tuple(self.windows))
+        for field in ("hidden", "layers", "heads", "kv_heads", "dim", "vocab"):
+            self._check(field, least=1)
+        for field in ("ffn", "experts", "active_experts", "shared_experts", "expert_ffn", "dense_layers", "rope_dim"):
+            self._check(field, least=0)
+        for field in ("v_dim", "q_rank", "kv_rank"):
+            if getattr(self, field) is not None:
+                self._check(field, least=1)
+        wrong = [
+            (self.heads % self.kv_heads != 0, f"heads {self.heads} must be a multiple of kv_heads {self.kv_heads}"),
+            (self.dtype not in BYTES, f"dtype must be one of {', '.join(BYTES)}, got {self.dtype!r}"),
+            (self.recompute not in RECOMPUTE, f"recompute must be one of {RECOMPUTE}, got {self.recompute!r}"),
+            (not self.windows, "windows must name at least one layer's window, (None,) for full causal attention"),
+            (
+                any(w is not None and (type(w) is not int or w < 0) for w in self.windows),
+                f"windows are integers of at least 0, or None, got {self.windows}",
+            ),
+            (self.active_experts > self.experts, f"{self.active_experts} active of {self.experts} experts"),
+            (
+                self.experts > 0 and (self.active_experts < 1 or self.expert_ffn < 1),
+                "a model with experts needs active_experts and expert_ffn of at least 1",
+            ),
+            (
+                self.experts == 0 and (self.shared_experts or self.expert_ffn or self.dense_layers) > 0,
+                "shared_experts, expert_ffn and dense_layers are of models with experts, but experts is 0",
+            ),
+            (self.dense_layers > self.layers, f"{self.dense_layers} dense layers of {self.layers}"),
+            (self.dense_count > 0 and self.ffn < 1, f"{self.dense_count} layers are dense, so ffn must be at least 1"),
+            (self.rope_dim > self.dim, f"rope_dim {self.rope_dim} exceeds dim {self.dim}"),
+            (self.kv_rank is None and self.rope_dim > 0, "rope_dim is of models with kv_rank, which is None"),
+        ]
+        for failed, why in wrong:
+            if failed:
+                raise ValueError(f"ModelShape {self.name!r}: {why}")
+
+    def _check(self, field: str, *, least: int) -> None:
+        value = getattr(self, field)
+        if type(value) is not int or value < least:
+            raise ValueError(f"ModelShape {self.name!r}: {field} must be an integer of at least {least}, got {value!r}")
+
+    @classmethod
+    def preset(cls, name: str) -> ModelShape:
+        """The shape of a published model. Raises ValueError with the known names for any other."""
+        if name not in PRESETS:
+            raise ValueError(f"no model is called {name!r}; known: {', '.join(PRESETS)}; or build a ModelShape")
+        return PRESETS[name]()
+
+    @classmethod
+    def from_config(cls, config_or_dict: object, *, name: str | None = None, recompute: str = "none") -> ModelShape:
+        """The shape that a Hugging Face config, or its dict, describes. Raises ValueError naming what it lacks."""
+        fields: Mapping[str, Any] = config.fields(config_or_dict)
+        shape = cls(**(fields if name is None else {**fields, "name": name}))
+        return shape if recompute == "none" else replace(shape, recompute=recompute)
+
+    @property
+    def values(self) -> int:
+        """Elements of a value."""
+        return self.dim if self.v_dim is None else self.v_dim
+
+    @property
+    def dense_count(self) -> int:
+        """Layers with an ffn of their own instead of experts."""
+        return self.dense_layers if self.experts else self.layers
+
+    @property
+    def parameters(self) -> int:
+        """Parameters with embedding, head, norms and routers."""
+        return self._total(self.experts)
+
+    @property
+    def active_parameters(self) -> int:
+        """Parameters that compute a token: embedding and head as in `parameters`, of the experts the active ones."""
+        return self._total(self.active_experts)
+
+    def _total(self, experts: int) -> int:
+        embeddings = self.vocab * self.hidden * (1 if self.tied else 2)
+        norms = (2 * self.layers + 1) * self.hidden
+        return embeddings + norms + self._matrices(experts)
+
+    @property
+    def linear_flops(self) -> int:
+        """Forward operations per token of the matrices of all layers, without the head."""
+        return 2 * self._matrices(self.active_experts)
+
+    @property
+    def head_flops(self) -> int:
+        """Forward operations per label of the matrix to the logits."""
+        return 2 * self.hidden * self.vocab
+
+    @property
+    def pair_flops(self) -> int:
+        """Forward operations per attended pair and layer. A backward counts 2.5 times as many."""
+        return 2 * self.heads * (self.dim + self.values)
+
+    @property
+    def row_bytes(self) -> int:
+        """Bytes of one token's keys and values in one layer."""
+        return self.kv_heads * (self.dim + self.values) * BYTES[self.dtype]
+
+    def window_groups(self) -> list[tuple[int | None, int]]:
+        """(window, layers that have it), in the order in which the windows first occur."""
+        groups: dict[int | None, int] = {}
+        for layer in range(self.layers):
+            window = self.windows[layer % len(self.windows)]
+            groups[window] = groups.get(window, 0) + 1
+        return list(groups.items())
+
+    @property
+    def activation_bytes(self) -> int:
+        """Bytes of activations kept per token for backward, of all layers, under the `recompute` policy.
+
+        Counted tensor by tensor as Korthikanti et al. (2022, "Reducing Activation Recomputation in Large Transformer
+        Models", section 4.1) do, whose 34 bytes times hidden a layer this gives for their model less the 2 of dropout;
+        scores are not kept, as in FlashAttention, but one float32 logarithm a head is. Recomputing keeps a block's
+        input, and while one layer's backward runs that layer's other activations too. Logits are not counted.
+        """
+        size = BYTES[self.dtype]
+        attention = size * self._attention_elements() + 4 * self.heads
+        dense, sparse = (size * self._ffn_elements(sparse=s) for s in (False, True))
+        block = size * self.hidden
+        ffns = self.dense_count * dense + (self.layers - self.dense_count) * sparse
+        widest = max(dense if self.dense_count else 0, sparse if self.dense_count < self.layers else 0)
+        if self.recompute == "full":
+            return self.layers * block + attention + widest - block
+        if self.recompute == "attention":
+            return self.layers * block + ffns + attention - block
+        return self.layers * attention + ffns
+
+    def _attention_elements(self) -> int:
+        """Elements that an attention block keeps per token."""
+        q, out = self.heads * self.dim, self.heads * self.values
+        kv = self.kv_heads * (self.dim + self.values)
+        # Inputs of the low-rank projections' second matrices, before and after their norms.
+        ranks = 2 * ((self.q_rank or 0) + (self.kv_rank or 0)) + self.rope_dim
+        # Input of the norm, input of the projections; the output is the input of the output projection as well.
+        return 2 * self.hidden + q + kv + out + ranks
+
+    def _ffn_elements(self, *, sparse: bool) -> int:
+        """Elements that an ffn block keeps per token: the inputs of its norm, its matrices and its nonlinearity."""
+        # Gated: gate, up, the gate's activation and the product; otherwise the activation's input and output.
+        per_unit = 4 if self.gated else 2
+        if not sparse:
+            return 2 * self.hidden + per_unit * self.ffn
+        # A token's copy for each routed expert, and each one's output until the router's weights have summed them.
+        routed = self.active_experts * (2 * self.hidden + per_unit * self.expert_ffn)
+        return 2 * self.hidden + self.experts + routed + self.shared_experts * per_unit * self.expert_ffn
+
+    def _matrices(self, experts: int) -> int:
+        """Elements of the matrices of all layers with so many routed experts."""
+        h, per_ffn = self.hidden, (3 if self.gated else 2) * self.hidden
+        if self.q_rank is None:
+            q = h * self.heads * self.dim
+        else:
+            q = self.q_rank * (h + self.heads * self.dim)
+        if self.kv_rank is None:
+            kv = h * self.kv_heads * (self.dim + self.values)
+        else:
+            expanded = self.kv_heads * (self.dim - self.rope_dim + self.values)
+            kv = h * (self.kv_rank + self.rope_dim) + self.kv_rank * expanded
+        attention = q + kv + self.heads * self.values * h
+        sparse = (experts + self.shared_experts) * per_ffn * self.expert_ffn + self.experts * h
+        dense = per_ffn * self.ffn
+        return self.layers * attention + self.dense_count * dense + (self.layers - self.dense_count) * sparse
+
+
+def _llama(name: str, hidden: int, layers: int, heads: int, ffn: int) -> ModelShape:
+    """Meta 2024, The Llama 3 Herd of Models, table 3."""
+    return ModelShape(name, hidden, layers, heads, 8, 128, ffn, 128_256)
+
+
+def _gpt(name: str, hidden: int, layers: int, heads: int) -> ModelShape:
+    """Sizes of GPT and of FlexSP's experiments (Wang et al. 2025, section 6.1), with GPT-2's vocabulary."""
+    return ModelShape(name, hidden, layers, heads, heads, 128, 4 * hidden, 50_257, gated=False, tied=True)
+
+
+def _qwen3_moe() -> ModelShape:
+    experts: dict[str, Any] = {"experts": 128, "active_experts": 8, "expert_ffn": 768}
+    return ModelShape("qwen3-30b-a3b", 2048, 48, 32, 4, 128, 0, 151_936, **experts)
+
+
+def _mixtral() -> ModelShape:
+    experts: dict[str, Any] = {"experts": 8, "active_experts": 2, "expert_ffn": 14_336}
+    return ModelShape("mixtral-8x7b", 4096, 32, 32, 8, 128, 0, 32_000, **experts)
+
+
+def _gemma3() -> ModelShape:
+    # Five layers that see the last 1,024 tokens, their own among them, then one that sees all.
+    windows = (1023,) * 5 + (None,)
+    return ModelShape("gemma3-27b", 5376, 62, 32, 16, 128, 21_504, 262_208, windows=windows, tied=True)
+
+
+def _deepseek_v3() -> ModelShape:
+    experts: dict[str, Any] = {
+        "experts": 256,
+        "active_experts": 8,
+        "shared_experts": 1,
+        "expert_ffn": 2048,
+        "dense_layers": 3,
+    }
+    ranks: dict[str, Any] = {"q_rank": 1536, "kv_rank": 512, "rope_dim": 64, "v_dim": 128}
+    return ModelShape("deepseek-v3", 7168, 61, 128, 128, 192, 18_432, 129_280, **experts, **ranks)
+
+
+# Sizes are those of the published configurations. WLB-LLM (Wang et al. 2025, OSDI) gives 550M parameters: a Llama of
+# that size stands in.
+PRESETS: dict[str, Callable[[], ModelShape]] = {
+    "llama-8b": lambda: _llama("llama-8b", 4096, 32, 32, 14_336),
+    "llama-70b": lambda: _llama("llama-70b", 8192, 80, 64, 28_672),
+    "llama-405b": lambda: _llama("llama-405b", 16_384, 126, 128, 53_248),
+    "qwen3-8b": lambda: ModelShape("qwen3-8b", 4096, 36, 32, 8, 128, 12_288, 151_936),
+    "qwen3-30b-a3b": _qwen3_moe,
+    "mixtral-8x7b": _mixtral,
+    "gemma3-27b": _gemma3,
+    "deepseek-v3": _deepseek_v3,
+    "gpt-7b": lambda: _gpt("gpt-7b", 4096, 32, 32),
+    "gpt-13b": lambda: _gpt("gpt-13b", 5120, 40, 40),
+    "gpt-30b": lambda: _gpt("gpt-30b", 6656, 60, 52),
+    "wlb-550m": lambda: ModelShape("wlb-550m", 1536, 16, 12, 12, 128, 4096, 32_000),
+    "tiny": lambda: ModelShape("tiny", 128, 2, 4, 2, 32, 352, 257),
+}

@@ -1,0 +1,219 @@
+"""`plan_step`: a global batch as a few micro-batches of about equal time, each of them planned over all ranks.
+
+Every rank computes every micro-batch, so their number is the same everywhere and FSDP's collectives stay in step. What
+there is to choose is which documents go together: long and short ones, so that each micro-batch can be balanced over
+the ranks. The document that costs most goes to the micro-batch with least so far that has the room (Graham 1969, Bounds
+on multiprocessing timing anomalies); then the longest and the shortest micro-batch trade documents as long as that
+brings them closer. All decisions are made on integers, ties by index.
+"""
+
+from __future__ import annotations
+
+import heapq
+from collections.abc import Sequence
+from typing import NamedTuple
+
+import numpy as np
+from numpy.typing import ArrayLike
+
+from seqpar.mask import Ints, Mask, frozen, lengths_of, whole
+from seqpar.plan import Plan
+from seqpar.planner.batch import fitting, layers_of, plan_batch, refusal
+from seqpar.planner.bound import document_ticks
+from seqpar.planner.cost import Weights
+from seqpar.planner.hardware import Hardware
+from seqpar.planner.memory import Memory
+from seqpar.planner.shape import ModelShape
+
+
+class MicroBatch(NamedTuple):
+    """A part of a global batch.
+
+    documents: which of its documents, ascending, int64. plan: of these documents, packed in this order.
+    """
+
+    documents: Ints
+    plan: Plan
+
+
+def plan_step(
+    lengths: ArrayLike,
+    ranks: int,
+    *,
+    masks: Mask | Sequence[Mask] | None = None,
+    model: str | ModelShape = "llama-8b",
+    hardware: str | Hardware = "h100",
+    node: int | None = None,
+    token_slack: float = 0.0,
+    max_tokens_per_rank: int | None = None,
+    micro_batches: int | None = None,
+) -> list[MicroBatch]:
+    """The micro-batches of a global batch: every document in one of them, as few as memory allows, of about equal time.
+
+    lengths: tokens of each document of the global batch; masks: over all of them. micro_batches: how many to make
+    instead of the fewest. The other arguments are those of `plan_batch`. A model given by name recomputes as little as
+    the longest document allows, or the number of micro-batches if that is given.
+
+    ``sum(m.plan.forecast.seconds for m in plan_step(...))`` is what the step is predicted to take. Weight the loss of a
+    micro-batch by its labels, not by one over their number: their tokens differ.
+
+    Raises: ValueError for a document that no micro-batch can hold, naming the longest that would fit and the least
+    number of ranks; for fewer micro-batches than memory allows or more than there are documents; and where
+    ``plan_batch`` does.
+    """
+    lengths, ranks = lengths_of("lengths", lengths), whole("ranks", ranks, 1)
+    machine = Hardware.of(hardware)
+    needed = int(lengths.max())
+    if micro_batches is not None:
+        needed = max(needed, -(-int(lengths.sum()) // whole("micro_batches", micro_batches, 1)))
+    shape, memory = fitting(model, machine, -(-needed // ranks))
+    capacity = ranks * _most(lengths, ranks, memory, max_tokens_per_rank)
+    w = Weights.of(shape, machine)
+    ticks = document_ticks(layers_of(lengths, masks, shape), w)
+    parts = split(lengths, ticks, w.row + w.label, capacity=capacity, count=micro_batches)
+    return [
+        MicroBatch(
+            part,
+            plan_batch(
+                lengths[part], ranks, masks=masks if len(parts) == 1 else _picked(masks, part), model=shape,
+                hardware=machine, node=node, token_slack=token_slack, max_tokens_per_rank=max_tokens_per_rank,
+            ),
+        )
+        for part in parts
+    ]  # fmt: skip
+
+
+def _most(lengths: Ints, ranks: int, memory: Memory, max_tokens_per_rank: int | None) -> int:
+    """Rows of a rank in a micro-batch, at most. Raises ValueError if the longest document needs more."""
+    most = memory.rows
+    if max_tokens_per_rank is not None:
+        most = min(most, whole("max_tokens_per_rank", max_tokens_per_rank, 1))
+    longest = int(lengths.argmax())
+    tokens = int(lengths[longest])
+    if not most:
+        raise ValueError(refusal(tokens, ranks, most, memory))
+    if tokens > most * ranks:
+        raise ValueError(
+            f"document {longest} has {tokens:,} tokens, and a micro-batch holds at most {most * ranks:,}, {most:,} on "
+            f"each of {ranks} ranks; give at least {-(-tokens // most)} ranks, documents of at most {most * ranks:,} "
+            'tokens, or recompute more (ModelShape recompute="full")'
+        )
+    return most
+
+
+def _picked(masks: Mask | Sequence[Mask] | None, documents: Ints) -> Mask | list[Mask] | None:
+    """The masks of some documents."""
+    if masks is None or isinstance(masks, Mask):
+        return None if masks is None else masks.pick(documents)
+    picked = {mask: mask.pick(documents) for mask in dict.fromkeys(masks)}
+    return [picked[mask] for mask in masks]
+
+
+def split(lengths: Ints, ticks: Ints, row: int, *, capacity: int, count: int | None = None) -> list[Ints]:
+    """Documents of each micro-batch, ascending. No document is longer than the capacity, in tokens.
+
+    ticks: what each document costs; row: what a token of it costs beside attention. count: how many micro-batches, by
+    default the fewest that are found: which lengths fill them to the last tokens is searched by best fit only.
+
+    Raises: ValueError if so many micro-batches do not hold the documents, or would be more than these.
+    """
+    documents, fewest = lengths.size, -(-int(lengths.sum()) // capacity)
+    if count is not None and count > documents:
+        raise ValueError(f"micro_batches={count} for {documents} documents; give at most {documents}")
+    parts = fewest if count is None else max(count, fewest)
+    while not (found := _placed(lengths, ticks, row, capacity, parts)):
+        parts += 1
+    if count is not None and parts > count:
+        raise ValueError(
+            f"micro_batches={count} of at most {capacity:,} tokens do not hold {documents} documents of "
+            f"{int(lengths.sum()):,}; give at least {parts}"
+        )
+    evened = [_evened(target, lengths, ticks, capacity, parts) for target in found]
+    target = min(evened, key=lambda target: int(_sums(target, ticks, parts).max()))
+    return [frozen(np.flatnonzero(target == part)) for part in range(parts)]
+
+
+def _placed(lengths: Ints, ticks: Ints, row: int, capacity: int, parts: int) -> list[Ints]:
+    """The micro-batch of each document, in each of a few ways that find the room; as many as documents always do."""
+    tried = [_least_loaded(lengths, cost, capacity, parts) for cost in (ticks, ticks - row * lengths, lengths)]
+    found = [target for target in tried if target is not None]
+    if not found and (target := _best_fit(lengths, capacity, parts)) is not None:
+        found = [target]
+    return found
+
+
+def _sums(target: Ints, values: Ints, parts: int) -> Ints:
+    """Sums of values by micro-batch, int64 [parts]."""
+    sums = np.zeros(parts, np.int64)
+    np.add.at(sums, target, values)
+    return sums
+
+
+def _descending(cost: Ints, lengths: Ints) -> list[int]:
+    return np.lexsort((np.arange(cost.size), -lengths, -cost)).tolist()
+
+
+def _least_loaded(lengths: Ints, cost: Ints, capacity: int, parts: int) -> Ints | None:
+    """Documents by falling cost, each where there is least cost so far of what has the room."""
+    target = np.empty(lengths.size, np.int64)
+    left = [capacity] * parts
+    heap = [(0, part) for part in range(parts)]
+    full: list[tuple[int, int, int]] = []  # without the room for the last document: -left, load, part
+    size, extra = lengths.tolist(), cost.tolist()
+    for document in _descending(cost, lengths):
+        while full and -full[0][0] >= size[document]:
+            heapq.heappush(heap, heapq.heappop(full)[1:])
+        while heap and left[heap[0][1]] < size[document]:
+            load, part = heapq.heappop(heap)
+            heapq.heappush(full, (-left[part], load, part))
+        if not heap:
+            return None
+        load, part = heap[0]
+        heapq.heapreplace(heap, (load + extra[document], part))
+        left[part] -= size[document]
+        target[document] = part
+    return target
+
+
+def _best_fit(lengths: Ints, capacity: int, parts: int) -> Ints | None:
+    """Documents by falling length, each where it leaves least room; None also if a micro-batch stays empty."""
+    target = np.empty(lengths.size, np.int64)
+    left = np.full(parts, capacity, np.int64)
+    for document in _descending(lengths, lengths):
+        room = np.where(left >= lengths[document], left, capacity + 1)
+        part = int(room.argmin())
+        if room[part] > capacity:
+            return None
+        left[part] -= lengths[document]
+        target[document] = part
+    return None if (left == capacity).any() else target
+
+
+def _evened(target: Ints, lengths: Ints, ticks: Ints, capacity: int, parts: int) -> Ints:
+    """The same with documents traded between the micro-batches of most and of least ticks while that evens them."""
+    load, used = _sums(target, ticks, parts), _sums(target, lengths, parts)
+    for _ in range(8 * parts):
+        most, least = int(load.argmax()), int(load.argmin())
+        many, few = (np.flatnonzero(target == part) for part in (most, least))
+        few = few[np.lexsort((few, lengths[few], ticks[few]))]
+        gap = int(load[most] - load[least])
+        # for each document of the one, those of the other at which half of the gap would change hands; -1 is none
+        near_by = np.searchsorted(ticks[few], ticks[many] - gap // 2)
+        given = np.repeat(many, 2)
+        at = np.stack([near_by - 1, np.minimum(near_by, few.size - 1)], axis=1).ravel()
+        taken = few[at]
+        moved = ticks[given] - np.where(at < 0, 0, ticks[taken])
+        tokens = lengths[given] - np.where(at < 0, 0, lengths[taken])
+        fits = (used[least] + tokens <= capacity) & (used[most] - tokens <= capacity) & (moved > 0) & (moved < gap)
+        fits &= (at >= 0) | (many.size > 1)
+        if not fits.any():
+            break
+        distance = np.where(fits, np.abs(2 * moved - gap), gap)
+        best = int(np.lexsort((lengths[given], distance))[0])
+        target[given[best]] = least
+        if at[best] >= 0:
+            target[taken[best]] = most
+        for total, change in ((load, moved[best]), (used, tokens[best])):
+            total[least] += change
+            total[most] -= change
+    return target

@@ -1,0 +1,82 @@
+"""The picture of a plan shows every token with its holder, and can be drawn of any plan."""
+
+from __future__ import annotations
+
+import builtins
+from pathlib import Path
+
+import numpy as np
+import pytest
+from hypothesis import given, settings
+
+from seqpar import Layout, Mask, Plan, plan_batch
+from tests.cases import Case, cases
+
+pytest.importorskip("matplotlib")
+
+from seqpar.plan.plot import _bytes, raster  # noqa: E402
+
+
+@settings(max_examples=40)
+@given(cases())
+def test_the_raster_shows_every_row_of_every_rank(case: Case) -> None:
+    plan = case.plan()
+    document, depth = raster(plan)
+    for rank in range(plan.ranks):
+        at = plan.layout.positions(rank)
+        expected = plan.mask.documents(at)
+        np.testing.assert_array_equal(document[rank], np.append(expected, [-1] * (document.shape[1] - at.size)))
+        inside = at - plan.mask.offsets[expected]
+        np.testing.assert_allclose(depth[rank, : at.size], inside / plan.mask.lengths[expected])
+
+
+def test_the_raster_of_thousands_of_ranks_is_a_sample() -> None:
+    lengths = [7000] * 700
+    document, _ = raster(Plan(Mask(lengths), Layout.contiguous(4_900_000, 1400)))
+    assert document.shape == (512, 1600)
+    assert (np.diff(document[:, 0]) >= 0).all() and document.max() == 699
+
+
+def test_bytes_between_ranks_are_those_that_the_plan_predicts() -> None:
+    plan = plan_batch([9000, 700, 50, 4000, 20], 4, model="tiny", hardware="cpu")
+    call = plan.forecast.call
+    moved = _bytes(plan, call, 1)
+    for rank in range(4):
+        assert moved[:, rank].sum() == sum(plan.bytes(rank, **call, backward=b) for b in (False, True))
+    assert moved.trace() == 0 < moved.sum()
+
+
+@pytest.mark.parametrize(
+    "plan",
+    [
+        plan_batch([900, 70, 5, 400, 20], 4, model="tiny", hardware="cpu"),
+        plan_batch([5000, 70, 5, 4000] * 20, 96, model="tiny"),
+        Plan(Mask([50, 9]), Layout.striped(59, 6), transport="ring", ulysses=2),
+        Plan(Mask([500, 90]), Layout.contiguous(590, 70), transport="gather"),
+        Plan(Mask([3]), Layout.contiguous(3, 5), rows=2),
+        Plan(Mask([40, 300], window=(3, None)), Layout.zigzag([40, 300], 68), node=2),
+    ],
+    ids=["planned", "planned-nodes", "ring", "gather", "empty-ranks", "nodes"],
+)
+@pytest.mark.parametrize("suffix", ["png", "svg"])
+def test_every_plan_can_be_drawn(plan: Plan, suffix: str, tmp_path: Path) -> None:
+    path = tmp_path / "new" / f"plan.{suffix}"
+    plan.plot(path)
+    head = path.read_bytes()[:200]
+    assert head.startswith(b"\x89PNG") if suffix == "png" else b"<?xml" in head
+
+
+def test_what_cannot_be_written_or_imported_is_named(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    plan = Plan(Mask([3]), Layout.contiguous(3, 1))
+    with pytest.raises(ValueError, match="nonsense"):
+        plan.plot(tmp_path / "plan.nonsense")
+    found = builtins.__import__
+
+    def absent(name: str, *args: object, **options: object) -> object:
+        if name.startswith("matplotlib"):
+            raise ImportError(name)
+        return found(name, *args, **options)
+
+    monkeypatch.setattr(builtins, "__import__", absent)
+    with pytest.raises(ImportError, match=r"pip install 'seqpar\[plot\]'"):
+        plan.plot(tmp_path / "plan.png")

@@ -1,0 +1,159 @@
+"""What a machine's figures may be, how they are kept in files, and that the presets say where theirs come from."""
+
+from __future__ import annotations
+
+import json
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+
+from seqpar.planner import Attention, Hardware, Link, ModelShape
+from seqpar.planner.hardware import PRESETS
+
+RESULTS = Path(__file__).parents[2] / "bench" / "results"
+
+
+@pytest.mark.parametrize("name", PRESETS)
+def test_a_preset_names_its_sources_and_survives_a_file(name: str, tmp_path: Path) -> None:
+    hardware = Hardware.preset(name)
+    assert hardware.name == name
+    assert len(hardware.source) > 60
+    hardware.save(tmp_path / "machine.json")
+    assert Hardware.load(tmp_path / "machine.json") == hardware
+    assert hardware.inside.bandwidth > hardware.across.bandwidth
+
+
+def test_an_unknown_preset_names_the_known_ones() -> None:
+    with pytest.raises(ValueError, match="no hardware is called 'tpu'; known: h100, .*seqpar calibrate"):
+        Hardware.preset("tpu")
+
+
+def test_flexsps_constants_come_back() -> None:
+    hardware, model = Hardware.preset("a100-flexsp"), ModelShape.preset("gpt-7b")
+    tokens = 65_536
+    both = sum(
+        hardware.attention.seconds(model.pair_flops, area=tokens**2 / 2, queries=0, backward=backward)
+        for backward in (False, True)
+    )
+    assert model.layers * both == pytest.approx(5.128e-9 * tokens**2, rel=1e-3)
+    assert 3 * model.linear_flops / hardware.linear_rate == pytest.approx(1.8396e-4, rel=1e-3)
+    # 64 ranks: 4 tensors of a layer, forward and backward, at 4.87 GiB/s; 56 of 64 parts leave the node.
+    sent = tokens * model.hidden * 2 / 64
+    assert hardware.across.seconds(sent * 56 / 64) == pytest.approx(sent / 2**20 / 4.87 / 1e3, rel=1e-6)
+
+
+@pytest.mark.parametrize(
+    ("length", "ranks", "milliseconds"), [(4096, 1, 1.055), (16384, 1, 13.50), (16384, 8, 2.103), (65536, 8, 25.73)]
+)
+def test_rows_of_the_h100_are_within_13_percent_of_distcas_profile(
+    length: int, ranks: int, milliseconds: float
+) -> None:
+    # FlashAttention-2's own rate, which DistCA's table has, instead of the preset's later kernel.
+    fa2 = replace(Hardware.preset("h100").attention, rate=32768 / 9.56e-11)
+    mine = length / ranks
+    seconds = fa2.seconds(4 * 64 * 128, area=length * mine / 2, queries=mine, keys=length - mine)
+    assert seconds * 1e3 == pytest.approx(milliseconds, rel=0.13)
+
+
+@pytest.mark.parametrize(("size", "microseconds"), [(33554432, 124.4), (268435456, 675.8), (8589934592, 20442.0)])
+def test_nvlink_is_within_5_percent_of_nccls_all_gather(size: int, microseconds: float) -> None:
+    assert Hardware.preset("h100").inside.seconds(size * 7 / 8) * 1e6 == pytest.approx(microseconds, rel=0.05)
+
+
+def test_seconds_of_a_call_add_up() -> None:
+    attention = Attention(rate=100.0, backward_rate=50.0, piece=0.5, query_pairs=2.0, key_pairs=3.0, stage=0.25)
+    call = {"area": 7, "queries": 4, "keys": 5, "pieces": 2, "steps": 3}
+    assert attention.seconds(10.0, **call) == pytest.approx(3 * 0.25 + 2 * 0.5 + 10 / 100 * (7 + 8 + 15))
+    backward = attention.seconds(10.0, **call, backward=True)
+    assert backward == pytest.approx(3 * 0.25 + 2 * 0.5 + 25 / 50 * (7 + 8 + 15))
+    assert attention.seconds(10.0, area=7, queries=4) == pytest.approx(0.25 + 0.5 + 10 / 100 * 15)
+
+
+def test_nothing_sent_takes_no_time() -> None:
+    link = Link(latency=1.0, bandwidth=4.0)
+    assert link.seconds(0) == 0
+    assert link.seconds(8) == 3.0
+
+
+@pytest.mark.parametrize("value", [0.0, -1.0, float("nan"), float("inf"), "fast", True])
+def test_figures_that_cannot_be_are_refused(value: object) -> None:
+    hardware = Hardware.preset("h100")
+    with pytest.raises(ValueError, match="bandwidth must be positive and finite"):
+        replace(hardware.inside, bandwidth=value)
+    with pytest.raises(ValueError, match="backward_rate must be positive and finite"):
+        replace(hardware.attention, backward_rate=value)
+    with pytest.raises(ValueError, match="linear_rate must be positive and finite"):
+        replace(hardware, linear_rate=value)
+
+
+@pytest.mark.parametrize(
+    ("change", "message"),
+    [
+        ({"memory": 0}, "memory must be an integer of at least 1"),
+        ({"memory": 8e9}, "memory must be an integer"),
+        ({"node": 0}, "node must be"),
+        ({"reserve": -1}, "reserve must be"),
+        ({"reserve": 1 << 60}, "leaves nothing of memory"),
+        ({"source": ""}, "source must be a str"),
+        ({"inside": 3}, "inside must be a Link"),
+    ],
+)
+def test_machines_that_cannot_be_are_refused(change: dict, message: str) -> None:
+    with pytest.raises(ValueError, match=message):
+        replace(Hardware.preset("cpu"), **change)
+
+
+def test_a_file_may_leave_out_defaults_and_carry_measurements(tmp_path: Path) -> None:
+    data = Hardware.preset("cpu").to_dict() | {"measured": {"rows": [1, 2]}}
+    del data["node"], data["reserve"]
+    path = tmp_path / "machine.json"
+    path.write_text(json.dumps(data))
+    assert Hardware.load(path) == Hardware.preset("cpu")
+
+
+@pytest.mark.parametrize(
+    ("edit", "message"),
+    [
+        (lambda d: d.pop("memory"), "hardware has no memory"),
+        (lambda d: d.update(colour="red"), "hardware has unknown keys colour"),
+        (lambda d: d["attention"].pop("rate"), "attention has no rate"),
+        (lambda d: d["inside"].update(jitter=1.0), "inside has unknown keys jitter"),
+        (lambda d: d.update(across=None), "across must be a mapping"),
+        (lambda d: d.update(schema=2), "schema 1, got 2"),
+        (lambda d: d["across"].update(bandwidth=-1), "bandwidth must be positive"),
+    ],
+)
+def test_files_that_are_no_hardware_are_refused_by_name(tmp_path: Path, edit: object, message: str) -> None:
+    data = Hardware.preset("h100").to_dict()
+    edit(data)  # type: ignore[operator]
+    path = tmp_path / "machine.json"
+    path.write_text(json.dumps(data))
+    with pytest.raises(ValueError, match=f"machine.json is no hardware file: .*{message}"):
+        Hardware.load(path)
+
+
+def test_text_that_is_no_json_is_refused_by_name(tmp_path: Path) -> None:
+    (tmp_path / "machine.json").write_text("{")
+    with pytest.raises(ValueError, match="machine.json is no hardware file"):
+        Hardware.load(tmp_path / "machine.json")
+    (tmp_path / "list.json").write_text("[]")
+    with pytest.raises(ValueError, match="list.json is no hardware file.*mapping"):
+        Hardware.load(tmp_path / "list.json")
+
+
+def test_the_cpu_is_the_one_that_this_project_measured() -> None:
+    hardware = Hardware.preset("cpu")
+    rows = json.loads((RESULTS / "cpu_attention.json").read_text(encoding="utf-8"))["rows"]
+    rows = [r for r in rows if (r["threads"], r["dtype"], r["dim"]) == (1, "bfloat16", 128) and r["mask"] != "packed"]
+    assert len(rows) == 12
+    for row in rows:
+        tokens, backward = row["tokens"], row["direction"] == "backward"
+        area = tokens**2 if row["mask"] == "full" else tokens * (tokens + 1) // 2
+        flops = 4 * row["heads"] * row["dim"]
+        measured = (2.5 if backward else 1.0) * flops * area / (row["seqpar"] * 1e9)
+        predicted = hardware.attention.seconds(flops, area=area, queries=tokens, backward=backward)
+        assert predicted == pytest.approx(measured, rel=0.08), row
+    ring = json.loads((RESULTS / "comm.json").read_text(encoding="utf-8"))
+    for link, name in ((hardware.inside, "ring, shm"), (hardware.across, "ring, gloo")):
+        assert link.bandwidth == pytest.approx(ring["gb_per_second"][name] * 1e9 / ring["ranks"], rel=0.01)
