@@ -11,6 +11,7 @@ from seqpar.comm import Comm, GroupComm, LocalComm, PeerComm, PeerError, ShmComm
 from seqpar.layout import Layout
 from seqpar.mask import Mask
 from seqpar.ops import attention, bind, merge, relayout, rotary, shard, switch, unshard
+from seqpar.parallel import parallel
 from seqpar.plan import Plan
 from seqpar.planner import Forecast, Hardware, MicroBatch, ModelShape, plan_batch, plan_step
 
@@ -18,8 +19,8 @@ __version__ = "0.1.0"
 
 __all__ = [
     "Comm", "Forecast", "GroupComm", "Hardware", "Layout", "LocalComm", "Mask", "MicroBatch", "ModelShape", "PeerComm",
-    "PeerError", "Plan", "ShmComm", "attention", "bind", "merge", "plan_batch", "plan_step", "relayout", "rotary",
-    "shard", "switch", "unshard",
+    "PeerError", "Plan", "ShmComm", "attention", "bind", "merge", "parallel", "plan_batch", "plan_step", "relayout",
+    "rotary", "shard", "switch", "unshard",
 ]  # fmt: skip
 
 logging.getLogger("seqpar").addHandler(logging.NullHandler())

@@ -28,7 +28,7 @@ PACKAGE = ROOT / "seqpar"
 FACTS = {"mask", "layout"}
 # unit -> (units of seqpar it may import besides itself, third parties it may import): lower never imports higher
 FLOOR_2 = FACTS | {"plan", "planner", "comm", "kernels", "native", "ops"}
-FLOOR_3 = FLOOR_2 | {"nn", "dsp", "data", "train", "integrations"}
+FLOOR_3 = FLOOR_2 | {"parallel", "nn", "dsp", "data", "train", "integrations"}
 ANY = None  # floor 4 may use any third party
 TENSORS = {"numpy", "torch"}
 FLOORS: dict[str, tuple[set[str], set[str] | None]] = {
@@ -40,7 +40,8 @@ FLOORS: dict[str, tuple[set[str], set[str] | None]] = {
     "comm": ({"native"}, TENSORS),
     "kernels": ({"native"}, TENSORS | {"triton", "flash_attn"}),
     "ops": (FLOOR_2, TENSORS),
-    **{unit: (FLOOR_3, TENSORS | {"transformers", "diffusers"}) for unit in ("nn", "dsp", "data", "train")},
+    "parallel": (FLOOR_2, TENSORS),
+    **{unit: (FLOOR_2 | {"parallel"}, TENSORS) for unit in ("nn", "data", "train", "dsp")},
     "integrations": (FLOOR_3, TENSORS | {"transformers", "diffusers"}),
     "cli": (FLOOR_3 | {"testing", ""}, ANY),
     "testing": (FLOOR_3, ANY),
@@ -50,8 +51,8 @@ FLOORS: dict[str, tuple[set[str], set[str] | None]] = {
 # Files with third parties of their own, which they import where they are called.
 OPTIONAL = {"plan/plot.py": {"matplotlib"}, "planner/exact.py": {"scipy"}}
 HEAVY = {
-    "triton", "transformers", "diffusers", "flash_attn", "matplotlib", "rich", "scipy", "pandas", "hypothesis",
-    "pytest", "torch._dynamo", "torch._inductor",
+    "triton", "transformers", "diffusers", "accelerate", "flash_attn", "matplotlib", "rich", "scipy", "pandas",
+    "hypothesis", "pytest", "torch._dynamo", "torch._inductor",
 }  # fmt: skip
 
 
@@ -196,7 +197,11 @@ def test_the_metadata_asks_for_no_second_torch_and_pins_what_ci_runs() -> None:
     assert {requirement(r) for r in project["build-system"]["requires"]} == {"setuptools", "wheel"}
     assert "torch>=2.11" in project["project"]["dependencies"]
     extras = project["project"]["optional-dependencies"]
-    direct = {requirement(r) for extra in ("cli", "plot", "planner", "test", "dev") for r in extras[extra]} - {"seqpar"}
+    direct = {
+        requirement(r)
+        for extra in ("cli", "plot", "planner", "transformers", "diffusers", "test", "dev")
+        for r in extras[extra]
+    } - {"seqpar"}
     direct |= {requirement(r) for r in project["project"]["dependencies"]}
     lines = (ROOT / "constraints.txt").read_text(encoding="utf-8").splitlines()
     pinned = {requirement(line) for line in lines if "==" in line and not line.startswith("#")}

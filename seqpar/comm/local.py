@@ -25,6 +25,7 @@ from __future__ import annotations
 import heapq
 import itertools
 import logging
+import pickle
 import threading
 import time
 from collections import deque
@@ -159,7 +160,7 @@ class _World:
                 # later: what comes next on this stream may reuse the memory
                 self.held.pop(progress, None)
 
-    def agree(self, rank: int, ranks: Sequence[int], key: tuple[Scope, int], claim: Claim) -> list[Claim]:
+    def agree(self, rank: int, ranks: Sequence[int], key: tuple[Scope, int], claim: Any, what: str) -> list[Any]:
         """The claims of all `ranks`, in that order, once all have come."""
         with self.lock:
             claims = self.claims.setdefault(key, {})
@@ -170,9 +171,9 @@ class _World:
             while len(claims) < len(ranks):
                 missing = [other for other in ranks if other not in claims]
                 if self.failure is not None:
-                    self.give_up(rank, f"agreeing on {claim.what} and waiting for ranks {missing}")
+                    self.give_up(rank, f"agreeing on {what} and waiting for ranks {missing}")
                 if time.monotonic() >= deadline:
-                    self.fail(rank, f"waited {self.timeout:g} s for ranks {missing} to agree on {claim.what}")
+                    self.fail(rank, f"waited {self.timeout:g} s for ranks {missing} to agree on {what}")
                     continue
                 until = min(deadline, self.moves[0].due) if self.moves else deadline
                 self.wakeups[rank].wait(max(0.0, until - time.monotonic()))
@@ -457,7 +458,15 @@ class LocalComm:
         """Compare the facts of all ranks: see `Comm.agree`."""
         self.check()
         claim = Claim.of(what, facts, error)
-        settle(self._world.agree(self._me, self._ranks, (self._scope, self._next("agree")), claim), error)
+        settle(self._world.agree(self._me, self._ranks, (self._scope, self._next("agree")), claim, what), error)
+
+    def gather(self, what: str, value: Any, error: Exception | None = None) -> list[Any]:
+        """Every rank's value: see `Comm.gather`."""
+        self.check()
+        own = (Claim.of(what, {}, error), None if error else pickle.dumps(value))
+        found = self._world.agree(self._me, self._ranks, (self._scope, self._next("agree")), own, what)
+        settle([claim for claim, _ in found], error)
+        return [pickle.loads(packed) for _, packed in found]
 
     def abort(self, reason: str) -> None:
         """Make this rank's reason the root cause unless one stands, and wake every rank with it."""

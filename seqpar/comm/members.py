@@ -93,12 +93,24 @@ class Members(Generic[L]):
         found = self._swap(own, [own] * self.size, Tag(0, call, AGREEING, 0))
         if all(torch.equal(other, own) for other in found) and error is None:
             return
-        packed = torch.frombuffer(bytearray(pickle.dumps(claim)), dtype=torch.uint8)
+        settle(self._swap_objects(claim, call, stage=1), error)
+
+    def gather(self, what: str, value: Any, error: Exception | None = None) -> list[Any]:
+        """Every rank's value: see `Comm.gather`."""
+        self.check()
+        claim = Claim.of(what, {}, error)
+        found = self._swap_objects((claim, None if error else value), self._next("agree"), stage=0)
+        settle([claim for claim, _ in found], error)
+        return [value for _, value in found]
+
+    def _swap_objects(self, own: object, call: int, *, stage: int) -> list[Any]:
+        """Every rank's object, by rank, in two exchanges: sizes, then pickles."""
+        packed = torch.frombuffer(bytearray(pickle.dumps(own)), dtype=torch.uint8)
         length = torch.tensor([packed.numel()])
-        lengths = self._swap(length, [length] * self.size, Tag(0, call, AGREEING, 1))
+        lengths = self._swap(length, [length] * self.size, Tag(0, call, AGREEING, stage))
         buffers = [torch.empty(int(n), dtype=torch.uint8) for n in lengths]
-        claims = self._swap(packed, buffers, Tag(0, call, AGREEING, 2))
-        settle([pickle.loads(bytes(each.tolist())) for each in claims], error)
+        found = self._swap(packed, buffers, Tag(0, call, AGREEING, stage + 1))
+        return [pickle.loads(each.numpy().tobytes()) for each in found]
 
     def _swap(self, own: Tensor, like: Sequence[Tensor], tag: Tag) -> list[Tensor]:
         """Every rank's `own` CPU tensor, by rank; rank r's is shaped as ``like[r]``. Counted in no stats."""

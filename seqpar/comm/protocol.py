@@ -19,7 +19,7 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import NamedTuple, Protocol, runtime_checkable
+from typing import Any, NamedTuple, Protocol, runtime_checkable
 
 import torch
 from torch import Tensor
@@ -155,6 +155,16 @@ class Comm(Protocol):
         wrong with its own arguments; it raises that here and ValueError, quoting it, everywhere else.
 
         Raises: ValueError saying which rank differs, in which fact, and both values; PeerError after the timeout.
+        """
+        ...
+
+    def gather(self, what: str, value: Any, error: Exception | None = None) -> list[Any]:
+        """Every rank's value, by rank, on every rank. A collective over the CPU channel, for facts and not for tensors.
+
+        what: the call, for messages. value: anything small that pickles. error: what this rank found wrong instead.
+
+        Raises: the error here, and ValueError quoting it on every other rank; ValueError if ranks are in different
+        calls; PeerError after the timeout.
         """
         ...
 

@@ -245,6 +245,24 @@ class Plan(Fact):
             stage_bytes=self.stage_bytes, rows=rows,
         )  # fmt: skip
 
+    def padded(self) -> Plan:
+        """The same plan with a pad row on every rank that holds no token: what models that take no empty tensors need.
+
+        Raises: NotImplementedError for keys in a layout of their own, which has no pads.
+        """
+        if self._rows.all():
+            return self
+        if self.kv_layout is not self.layout:
+            raise NotImplementedError("keys in a layout of their own have no pad rows; give every rank a query")
+        return self.memo("padded", self._padded)
+
+    def _padded(self) -> Plan:
+        plan = Plan(
+            self.mask, self.layout, ulysses=self.ulysses, transport=self.transport, node=self.node,
+            stage_bytes=self.stage_bytes, rows=np.maximum(self._rows, 1).tolist(),
+        )  # fmt: skip
+        return plan if self.forecast is None else plan.with_forecast(self.forecast)
+
     def with_forecast(self, forecast: Prediction) -> Plan:
         """The same plan, with what it is predicted to take; it has no part in the plan's identity."""
         self.__dict__["forecast"] = forecast

@@ -150,6 +150,17 @@ def subs(comm):
     return mine[sub.rank], sub.size, wrong, agreed, calls, y.tolist(), comm.stats.bytes_sent
 
 
+def gather(comm, sizes, errors):
+    """What every rank gathers of values of different sizes, or the message of the error; then the same of a sub."""
+    error = errors.get(comm.rank)
+    try:
+        found = comm.gather("lengths", list(range(sizes[comm.rank])), None if error is None else TypeError(error))
+    except Exception as raised:
+        found = f"{type(raised).__name__}: {raised}"
+    mine = [r for r in reversed(range(comm.size)) if r % 2 == comm.rank % 2]
+    return found, comm.sub(mine).gather("ranks", comm.rank), comm.stats.bytes_sent
+
+
 def agree(comm, what, by_rank, errors):
     """The message of what `agree` raises, None if it returns; the comm must be alive in either case."""
     error = errors.get(comm.rank)

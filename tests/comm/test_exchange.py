@@ -69,6 +69,18 @@ class Exchanges:
         for rank in {*range(self.size)} - {1}:
             assert messages[rank] == "ValueError: attention: rank 1 refused its arguments: TypeError: q is a list"
 
+    def test_gather_returns_every_ranks_value(self):
+        sizes = [3 * rank for rank in range(self.size)]
+        for rank, (found, of_sub, sent) in enumerate(self.run(self.size, cases.gather, sizes, {})):
+            assert found == [list(range(n)) for n in sizes]
+            assert of_sub == [r for r in reversed(range(self.size)) if r % 2 == rank % 2]
+            assert sent == 0
+
+    def test_gather_quotes_the_error_of_one_rank_everywhere(self):
+        for rank, (found, _, _) in enumerate(self.run(self.size, cases.gather, [1] * self.size, {1: "no lengths"})):
+            quoted = "" if rank == 1 else "ValueError: lengths: rank 1 refused its arguments: "
+            assert found == quoted + "TypeError: no lengths"
+
     def test_arguments_are_refused_before_anything_moves(self):
         for rank, (found, exchanges) in enumerate(self.run(self.size, cases.refused)):
             assert len(found) == 6

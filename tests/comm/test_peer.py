@@ -98,7 +98,8 @@ def test_delays_between_any_two_operations_change_nothing(seed):
 
 @pytest.mark.parametrize("missing", ["event", "arrival", "credit", "sent"])
 def test_a_wait_that_is_left_out_becomes_a_wrong_answer(missing):
-    runs = (threads(3, schedule, seed, delay=0.005, seed=seed, at_once=False, without=(missing,)) for seed in range(6))
+    # a run shows it by chance, about one in three, and the first that does is enough
+    runs = (threads(3, schedule, seed, delay=0.005, seed=seed, at_once=False, without=(missing,)) for seed in range(80))
     assert any(any(wrong) for wrong in runs)
 
 

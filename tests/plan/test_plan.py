@@ -303,3 +303,14 @@ def test_shares_of_heads_are_even_and_keep_the_grouping(numbers) -> None:
     assert covered == list(range(heads)) and max(sizes) - min(sizes) <= 1
     assert (readers >= 1).all()
     assert replicated(heads, kv_heads, width) == bool((readers > 1).any())
+
+
+def test_a_padded_plan_has_a_row_on_every_rank():
+    plan = Plan(Mask([3, 2]), Layout([[0, 1], [], [2, 3, 4]]), transport="ring")
+    padded = plan.padded()
+    assert [padded.rows(rank) for rank in range(3)] == [2, 1, 3]
+    assert padded.positions(1).tolist() == [-1] and padded.layout == plan.layout and padded.transport == "ring"
+    assert padded.padded() is padded and plan.padded() is padded and padded != plan
+    apart = Plan(Mask([3], kv_lengths=[2]), Layout([[0, 1, 2], []]), kv_layout=Layout([[0], [1]]))
+    with pytest.raises(NotImplementedError, match="no pad rows"):
+        apart.padded()
