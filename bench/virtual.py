@@ -15,7 +15,7 @@ from __future__ import annotations
 import time
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
@@ -116,6 +116,10 @@ class Tape:
         """Raise the error if there is one."""
         if error is not None:
             raise error
+
+    def gather(self, what: str, value: Any, error: Exception | None = None) -> list[Any]:
+        """Nothing: what runs on a tape needs no values of others."""
+        raise NotImplementedError(f"gather of {what}: a tape is one rank of a whole world")
 
     def abort(self, reason: str) -> None:
         """Nothing: nobody waits."""

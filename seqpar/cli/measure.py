@@ -114,6 +114,11 @@ class Alone:
         if error is not None:
             raise error
 
+    def gather(self, what: str, value: Any, error: Exception | None = None) -> list[Any]:
+        """This rank's value for every rank's; raise the error if there is one."""
+        self.agree(what, {}, error)
+        return [value] * self.size
+
     def abort(self, reason: str) -> None:
         """Nothing: nobody waits."""
 

@@ -30,10 +30,10 @@ import threading
 import time
 import weakref
 from collections import deque
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, TypeVar
 
 import torch
 from torch import Tensor
@@ -52,6 +52,7 @@ from seqpar.comm.words import AHEAD, FIRST, Words, epoch, reached
 
 log = logging.getLogger("seqpar.comm")
 
+T = TypeVar("T")
 
 _Side = Mapping[int, Sequence[Tensor]]
 
@@ -586,12 +587,20 @@ class PeerComm:
 
     def agree(self, what: str, facts: Mapping[str, object], error: Exception | None = None) -> None:
         """Compare the facts of all ranks: see `Comm.agree`."""
+        self._together(what, lambda: self._control.agree(what, facts, error))
+
+    def gather(self, what: str, value: Any, error: Exception | None = None) -> list[Any]:
+        """Every rank's value: see `Comm.gather`."""
+        return self._together(what, lambda: self._control.gather(what, value, error))
+
+    def _together(self, what: str, over_hosts: Callable[[], T]) -> T:
+        """What the hosts' comm makes of a collective of theirs, after this rank has pushed what it can."""
         link = self._link
         link.alive(f"cannot agree on {what}")
         with link.lock:
             link.progress()
         try:
-            self._control.agree(what, facts, error)
+            return over_hosts()
         except PeerError:
             link.alive(f"agreeing on {what}")
             raise
