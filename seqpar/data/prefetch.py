@@ -1,0 +1,87 @@
+"""`prefetch`: the shares of a loader's batches, planned ahead."""
+
+from __future__ import annotations
+
+from collections import deque
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from concurrent.futures import Future, ThreadPoolExecutor
+from typing import Any
+
+import torch
+
+from seqpar.comm import Comm
+from seqpar.data.batch import Reading
+from seqpar.data.share import Known, Planner, Share, announce, choose, take
+from seqpar.mask import whole
+
+
+def prefetch(
+    batches: Iterable[Mapping[str, Any] | None],
+    comm: Comm,
+    *,
+    depth: int = 1,
+    source: str = "sharded",
+    plan: Planner | None = None,
+    shift: str = "row",
+    ignore_index: int = -100,
+    keep: Sequence[str] = (),
+    device: torch.device | str | None = None,
+) -> Iterator[Share]:
+    """The `share` of every batch; the plans of the next `depth` are made in a thread while a share is computed.
+
+    Every step of the iterator is a collective of the calling thread, which reads batches, tells lengths and moves rows;
+    the thread calls `plan` and nothing else, so it touches no comm and no group. It ends with the iterator: at the last
+    batch, at an error, and on ``close``.
+
+    Loaders may differ in length: a rank whose loader has ended brings empty batches until all have ended (of a
+    replicated source all must end together). The other arguments are those of `share`.
+
+    Raises: as `share`, when the batch's turn comes; what a rank's loader raised there, and ValueError on all others.
+    """
+    depth = whole("depth", depth, 1)
+    how = Reading(shift, ignore_index, keep, device)
+    loader = _Loader(batches)
+    with ThreadPoolExecutor(1, thread_name_prefix="seqpar plans ahead") as thread:
+        ahead: deque[tuple[Known, Future[Any]] | Exception] = deque()
+        going = True
+        while going or ahead:
+            while going and len(ahead) <= depth:
+                try:
+                    batch, error = loader.next()
+                    known = announce(batch, comm, source, how, error=error, ended=loader.ended)
+                except Exception as failure:
+                    ahead.append(failure)
+                    going = False
+                    break
+                if known is None:
+                    going = False
+                else:
+                    ahead.append((known, thread.submit(choose, known, comm.size, plan)))
+            if ahead:
+                item = ahead.popleft()
+                if isinstance(item, Exception):
+                    raise item
+                known, chosen = item
+                yield take(known, comm, how, *chosen.result())
+
+
+class _Loader:
+    """Batches one by one, and whether they have ended; what they raise is an answer."""
+
+    def __init__(self, batches: Iterable[Mapping[str, Any] | None]) -> None:
+        self._batches, self.ended = batches, False
+        self._iterator: Iterator[Mapping[str, Any] | None] | None = None
+
+    def next(self) -> tuple[Mapping[str, Any] | None, Exception | None]:
+        """The next batch, or None and why there is none."""
+        if self.ended:
+            return None, None
+        try:
+            if self._iterator is None:
+                self._iterator = iter(self._batches)
+            return next(self._iterator), None
+        except StopIteration:
+            self.ended = True
+            return None, None
+        except Exception as error:
+            return None, error
