@@ -1,0 +1,17 @@
+"""Losses, gradients and statistics of a batch whose tokens are on many ranks: those of one device.
+
+Convention: each rank's loss is its share of the global one, the sum over its tokens divided by the valid tokens of all
+ranks, so that losses and parameter gradients are *summed* over ranks. Where a wrapper averages gradients over n ranks
+(DistributedDataParallel, `fully_shard`), give the loss ``average_over=n``.
+"""
+
+from seqpar.train.check import check_model
+from seqpar.train.gradients import clip_grad_norm, grad_norm, sync_gradients
+from seqpar.train.loss import cross_entropy, linear_cross_entropy
+from seqpar.train.mean import Mean
+from seqpar.train.sums import all_sum, token_mean
+
+__all__ = [
+    "Mean", "all_sum", "check_model", "clip_grad_norm", "cross_entropy", "grad_norm", "linear_cross_entropy",
+    "sync_gradients", "token_mean",
+]  # fmt: skip

@@ -1,0 +1,205 @@
+"""Cross-entropy of a rank's rows as its share of the global mean, from logits or, row by row, from hidden states.
+
+    T rows of this rank   V vocabulary   E model dim   z logits of a row   t its label   s label smoothing
+
+    row loss = (1 - s) (lse(z) - z_t) + s (lse(z) - mean(z)) + z_loss lse(z)^2
+    d row loss / dz = (1 + 2 z_loss lse(z)) softmax(z) - s / V - (1 - s) onehot(t)
+
+Rows whose label is `ignore_index` are worth exactly 0, and so are their gradients; a rank without any other row returns
+a 0 that still leads to its logits, so that its backward joins those of the others.
+"""
+
+from __future__ import annotations
+
+from typing import Any, NamedTuple
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+from torch.autograd.function import once_differentiable
+from torch.distributed.tensor import DTensor
+
+
+def cross_entropy(
+    logits: Tensor,
+    labels: Tensor,
+    *,
+    valid: int | Tensor,
+    ignore_index: int = -100,
+    label_smoothing: float = 0.0,
+    z_loss: float = 0.0,
+    average_over: int = 1,
+) -> Tensor:
+    """This rank's share of the mean loss: the sum over its rows / `valid`, times `average_over`. A scalar.
+
+    logits [T, V], labels [T] int64 already shifted; computed in fp32 (fp64 for fp64). valid: the labels that count in
+    the *whole* global batch, over all ranks and all micro-batches, an int or a 0-d tensor. z_loss: the weight of the
+    squared log-normaliser. average_over: the number of ranks that a wrapper averages gradients over, 1 where they are
+    summed; the loss to report is then the sum over ranks of this / average_over.
+
+    The sum over all ranks is ``F.cross_entropy`` of the whole batch; where no label counts at all it is NaN, as there.
+
+    Raises: ValueError for shapes, dtypes or numbers that cannot be.
+    """
+    _checked(logits, labels, "logits", valid, label_smoothing, average_over)
+    logits = logits.to(_wide(logits.dtype))
+    total = F.cross_entropy(logits, labels, ignore_index=ignore_index, label_smoothing=label_smoothing, reduction="sum")
+    if z_loss:
+        squares = logits.logsumexp(-1).square()
+        total = total + z_loss * squares.masked_fill(labels == ignore_index, 0.0).sum()
+    return total / valid * average_over
+
+
+def linear_cross_entropy(
+    hidden: Tensor,
+    weight: Tensor,
+    labels: Tensor,
+    *,
+    valid: int | Tensor,
+    bias: Tensor | None = None,
+    softcap: float = 0.0,
+    ignore_index: int = -100,
+    label_smoothing: float = 0.0,
+    z_loss: float = 0.0,
+    average_over: int = 1,
+    chunk: int = 1024,
+) -> Tensor:
+    """`cross_entropy` of the logits ``hidden @ weight.T + bias``, of which never more than `chunk` rows exist.
+
+    hidden [T, E], weight [V, E], bias [V], labels [T]. softcap: logits become ``softcap * tanh(logits / softcap)``.
+    Products are of the dtype of autocast where it is on, else of hidden's; losses, and sums over chunks, are fp32 (fp64
+    for fp64). The forward pass computes the gradients along with the loss, so nothing is computed twice: between the
+    passes it holds them, [T, E] and [V, E], instead of logits.
+
+    Under FSDP2 or DDP call it inside the forward of the module that owns the weight: only there it is whole, and its
+    gradient is seen.
+
+    Raises: ValueError as `cross_entropy` does; NotImplementedError for a weight that is sharded over ranks.
+
+    Source: Wijmans et al. 2024 (Cut Your Losses), Hsu et al. 2024 (Liger Kernel), which compute it in one pass too.
+    """
+    _checked(hidden, labels, "hidden", valid, label_smoothing, average_over)
+    if isinstance(weight, DTensor):
+        raise NotImplementedError(
+            f"linear_cross_entropy: the weight is a DTensor {list(weight.shape)} with placements {weight.placements}; "
+            "call it inside the forward of the module that fully_shard wraps, where the weight is whole"
+        )
+    if weight.dim() != 2 or weight.shape[1] != hidden.shape[1] or chunk < 1:
+        raise ValueError(
+            f"linear_cross_entropy: hidden {list(hidden.shape)}, weight {list(weight.shape)}, chunk={chunk}; expected "
+            "[T, E], [V, E] and at least one row in a chunk"
+        )
+    options = _Options(ignore_index, label_smoothing, z_loss, softcap, chunk)
+    return _LinearCrossEntropy.apply(hidden, weight, bias, labels, valid, average_over, options)  # type: ignore[no-any-return]
+
+
+class _Options(NamedTuple):
+    """What the rows' losses depend on besides the rows."""
+
+    ignore_index: int
+    label_smoothing: float
+    z_loss: float
+    softcap: float
+    chunk: int
+
+
+class _Sums(NamedTuple):
+    """The sum of the rows' losses, and its gradients where they are asked for."""
+
+    loss: Tensor
+    hidden: Tensor | None
+    weight: Tensor | None
+    bias: Tensor | None
+
+
+def _wide(dtype: torch.dtype) -> torch.dtype:
+    return torch.float64 if dtype == torch.float64 else torch.float32
+
+
+def _checked(
+    rows: Tensor, labels: Tensor, name: str, valid: int | Tensor, label_smoothing: float, average_over: int
+) -> None:
+    if rows.dim() != 2 or labels.shape != rows.shape[:1] or labels.dtype != torch.int64:
+        raise ValueError(
+            f"{name} {list(rows.shape)}, labels {list(labels.shape)} of {labels.dtype}; expected [T, n] and [T] int64"
+        )
+    if not (isinstance(valid, Tensor) and valid.dim() == 0) and not (isinstance(valid, int) and valid >= 0):
+        raise ValueError(f"valid={valid!r}; expected how many labels count over all ranks, an int or a 0-d tensor")
+    if not 0.0 <= label_smoothing <= 1.0 or average_over < 1:
+        raise ValueError(f"label_smoothing={label_smoothing}, average_over={average_over}; expected [0, 1] and >= 1")
+
+
+def _summed(
+    hidden: Tensor, weight: Tensor, bias: Tensor | None, labels: Tensor, o: _Options, needs: tuple[bool, bool, bool]
+) -> _Sums:
+    """The sums of a rank's rows, chunk after chunk. needs: which gradients to make."""
+    kind = hidden.device.type
+    dtype = torch.get_autocast_dtype(kind) if torch.is_autocast_enabled(kind) else hidden.dtype
+    wide = _wide(dtype)
+    h, w = hidden.to(dtype), weight.to(dtype)
+    loss = torch.zeros((), dtype=wide, device=h.device)
+    d_hidden = torch.empty_like(h) if needs[0] else None
+    d_weight = torch.zeros_like(w, dtype=wide) if needs[1] else None
+    d_bias = torch.zeros(len(w), dtype=wide, device=w.device) if needs[2] else None
+    with torch.autocast(kind, enabled=False):
+        for first in range(0, len(h), o.chunk):
+            rows = slice(first, first + o.chunk)
+            z = F.linear(h[rows], w).to(wide)
+            if bias is not None:
+                z += bias.to(wide)
+            total, dz = _row_losses(z, labels[rows], o, any(needs))
+            loss += total
+            if d_bias is not None:
+                d_bias += dz.sum(0)
+            dz = dz.to(dtype)
+            if d_hidden is not None:
+                torch.mm(dz, w, out=d_hidden[rows])
+            if d_weight is not None:
+                d_weight += dz.t() @ h[rows]
+    return _Sums(loss, d_hidden, d_weight, d_bias)
+
+
+def _row_losses(z: Tensor, labels: Tensor, o: _Options, grad: bool) -> tuple[Tensor, Tensor]:
+    """The sum of the rows' losses, and its gradient by the logits z, whose memory it takes; z unchanged if not grad."""
+    if o.softcap:
+        z.div_(o.softcap).tanh_().mul_(o.softcap)
+        slope = 1 - (z / o.softcap).square() if grad else None
+    keep = labels != o.ignore_index
+    at = labels.masked_fill(~keep, 0)[:, None]
+    lse = z.logsumexp(-1)
+    s = o.label_smoothing
+    losses = lse - (1 - s) * z.gather(1, at)[:, 0] + o.z_loss * lse.square()
+    if s:
+        losses -= s * z.mean(-1)
+    total = losses.masked_fill(~keep, 0.0).sum()
+    if grad:
+        z.sub_(lse[:, None]).exp_().mul_((1 + 2 * o.z_loss * lse)[:, None]).sub_(s / z.shape[1])
+        z.scatter_add_(1, at, torch.full_like(at, -(1 - s), dtype=z.dtype))
+        z.masked_fill_(~keep[:, None], 0.0)
+        if o.softcap:
+            z *= slope
+    return total, z
+
+
+class _LinearCrossEntropy(torch.autograd.Function):
+    """The loss, with gradients made on the way forward; products see (p - onehot), scaled only afterwards, in fp32."""
+
+    @staticmethod
+    def forward(
+        ctx: Any, hidden: Tensor, weight: Tensor, bias: Tensor | None, labels: Tensor, valid: int | Tensor,
+        average_over: int, options: _Options,
+    ) -> Tensor:  # fmt: skip
+        sums = _summed(hidden, weight, bias, labels, options, ctx.needs_input_grad[:3])
+        ctx.save_for_backward(*sums[1:])
+        # where no label counts the loss is 0 / 0, and the gradients are the zeros they are without it
+        ctx.valid, ctx.average_over = valid.clamp(min=1) if isinstance(valid, Tensor) else max(valid, 1), average_over
+        ctx.dtypes = [None if x is None else x.dtype for x in (hidden, weight, bias)]
+        return sums.loss / valid * average_over
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
+        scale = grad / ctx.valid * ctx.average_over
+        pairs = zip(ctx.saved_tensors, ctx.dtypes)
+        found = (None if x is None else (x.to(scale.dtype) * scale).to(dtype) for x, dtype in pairs)
+        return (*found, *[None] * 4)

@@ -1,0 +1,106 @@
+"""Sums over the ranks of a comm: by exchanges, in the order of ranks, equal to the last bit on all of them.
+
+Every rank sums one piece of a flat tensor and hands it to the others, so each sends and receives ``2 (n - 1) / n`` of
+its bytes on n ranks::
+
+    rank 0   a0 a1 a2         a0+b0+c0
+    rank 1   b0 b1 b2    ->            a1+b1+c1            ->   all three pieces, on every rank
+    rank 2   c0 c1 c2                           a2+b2+c2
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from seqpar.comm import Comm, Tag
+from seqpar.ops.agree import abort_on_error, agree_once, signature
+
+
+def all_sum(x: Tensor, comm: Comm) -> Tensor:
+    """The sum over ranks of x, on every rank; fp16 and bf16 are summed in fp32. A collective.
+
+    Spec over ranks: ``xs -> [sum(xs)] * len(xs)``. The adjoint is itself: what every rank's loss says of the sum is
+    summed. A loss made of such sums is the same on every rank, and a rank's share of it is ``loss / comm.size``.
+    Every rank runs the backward, also one whose loss does not need it: ``loss + 0 * sum``.
+
+    Raises: ValueError if ranks differ in shape, dtype or the need for a gradient, before any byte moves.
+    """
+    return _AllSum.apply(x, comm)  # type: ignore[no-any-return]
+
+
+def token_mean(x: Tensor, comm: Comm, *, keep: Tensor | None = None) -> Tensor:
+    """The mean over the tokens of all ranks of x ``[T, ...]``, shape ``[...]``, on every rank. Differentiable.
+
+    keep [T] bool: the rows that count, without pads; by default all. What a mixture of experts balances by, the part of
+    the tokens that an expert gets and its mean probability, are two such means, and their product is then exact::
+
+        load, chance = token_mean(chosen, comm), token_mean(probabilities, comm)
+        loss = loss + weight * experts * (load * chance).sum() / comm.size      # this rank's share
+
+    NaN where no row counts on any rank. Raises: as `all_sum` does.
+    """
+    wide = x.to(torch.float64 if x.dtype == torch.float64 else torch.float32)
+    if keep is not None:
+        wide = wide.masked_fill(~keep.view(-1, *[1] * (x.dim() - 1)), 0.0)
+    count = wide.new_full((1,), len(x)) if keep is None else keep.sum().to(wide.dtype)[None]
+    # one exchange for both: the count rides behind the sums
+    total = all_sum(torch.cat([wide.sum(0).reshape(-1), count]), comm)
+    return (total[:-1] / total[-1]).view(x.shape[1:])
+
+
+class _AllSum(torch.autograd.Function):
+    """A sum over ranks; so is its backward."""
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, comm: Comm) -> Tensor:
+        facts: dict[str, object] = {
+            "shape": list(x.shape), "dtype": x.dtype, "device": x.device.type, "requires grad": x.requires_grad,
+        }  # fmt: skip
+        agree_once(comm, "all_sum", facts, None)
+        ctx.comm, ctx.call = comm, (signature(facts, "all_sum"), comm.next_call())
+        return _summed_alike(x, comm, Tag(*ctx.call, 0, 0))
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None]:
+        return _summed_alike(grad, ctx.comm, Tag(*ctx.call, 1, 0)), None
+
+
+def _summed_alike(x: Tensor, comm: Comm, tag: Tag) -> Tensor:
+    flat = flattened([x], comm)
+    sum_(flat, comm, tag)
+    return flat[: x.numel()].view(x.shape)
+
+
+def flattened(tensors: Sequence[Tensor], comm: Comm) -> Tensor:
+    """The elements of tensors of one dtype, one after another, and zeros to a multiple of the comm's size."""
+    count = sum(x.numel() for x in tensors)
+    flat = comm.empty((-(-count // comm.size) * comm.size,), tensors[0].dtype, tensors[0].device)
+    first = 0
+    for x in tensors:
+        flat[first : first + x.numel()].view(x.shape).copy_(x)
+        first += x.numel()
+    flat[count:].zero_()
+    return flat
+
+
+def sum_(flat: Tensor, comm: Comm, tag: Tag) -> None:
+    """Put the sum over ranks in place of `flattened` tensors. Takes the two stages from the tag's own on."""
+    if comm.size == 1 or not flat.numel():
+        return
+    pieces = flat.view(comm.size, -1)
+    peers = [peer for peer in range(comm.size) if peer != comm.rank]
+    arrived = comm.empty(pieces.shape, flat.dtype, flat.device)
+    with abort_on_error(comm, f"a sum over ranks, call {tag.call}"):
+        comm.exchange({p: [pieces[p]] for p in peers}, {p: [arrived[p]] for p in peers}, tag=tag).wait()
+        arrived[comm.rank].copy_(pieces[comm.rank])
+        wide = torch.float32 if flat.dtype in (torch.float16, torch.bfloat16) else flat.dtype
+        total = arrived[0].to(wide, copy=True)
+        for piece in arrived[1:]:
+            total += piece
+        pieces[comm.rank].copy_(total)
+        tag = tag._replace(stage=tag.stage + 1)
+        comm.exchange({p: [pieces[comm.rank]] for p in peers}, {p: [pieces[p]] for p in peers}, tag=tag).wait()

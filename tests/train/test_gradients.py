@@ -1,0 +1,292 @@
+"""Sums over ranks, gradients, norms, evaluation losses and statistics over tokens, on threads and processes."""
+
+from __future__ import annotations
+
+import math
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+from seqpar import native
+from seqpar.comm import Comm, PeerError
+from seqpar.testing import run_processes, run_threads
+from seqpar.train import (
+    Mean,
+    all_sum,
+    check_model,
+    clip_grad_norm,
+    cross_entropy,
+    grad_norm,
+    sync_gradients,
+    token_mean,
+)
+
+SHARED = pytest.mark.skipif(native.missing() is not None, reason=native.missing() or "")
+SHAPES = [(3, 5), (1,), (), (0, 4), (7, 2, 2), (64,)]
+
+
+def parameters(dtypes: tuple[torch.dtype, ...] = (torch.float64, torch.float32, torch.bfloat16)) -> list[nn.Parameter]:
+    """Parameters of several shapes and dtypes, one of them not contiguous, the last frozen."""
+    found = [nn.Parameter(torch.zeros(s, dtype=dtypes[i % len(dtypes)])) for i, s in enumerate(SHAPES)]
+    found.append(nn.Parameter(torch.zeros(4, 6, dtype=dtypes[0]).t()))
+    found.append(nn.Parameter(torch.zeros(3), requires_grad=False))
+    return found
+
+
+def gradient(p: Tensor, index: int, rank: int) -> Tensor | None:
+    """Small integers, which every dtype sums exactly; some ranks have none, and for one parameter nobody has one."""
+    if not p.requires_grad or index == 1 or (index + rank) % 3 == 2:
+        return None
+    g = torch.Generator().manual_seed(100 * index + rank)
+    return torch.randint(-8, 9, p.shape, generator=g).to(p.dtype)
+
+
+def synced(comm: Comm, bucket_bytes: int) -> tuple[list[Tensor | None], int]:
+    several = parameters()
+    for index, p in enumerate(several):
+        p.grad = gradient(p, index, comm.rank)
+    comm.stats.reset()
+    tied = iter([*several, several[0]])
+    sync_gradients(tied, comm, bucket_bytes=bucket_bytes)
+    for p in several:
+        assert p.grad is None or (p.grad.dtype == p.dtype and not p.grad.requires_grad)
+    return [p.grad for p in several], comm.stats.bytes_sent
+
+
+def check_synced(results: list[tuple[list[Tensor | None], int]]) -> None:
+    size = len(results)
+    several = parameters()
+    for index, p in enumerate(several):
+        given = [g for rank in range(size) if (g := gradient(p, index, rank)) is not None]
+        for grads, _ in results:
+            if given:
+                assert torch.equal(grads[index], sum(given[1:], given[0]))
+            else:
+                assert grads[index] is None
+    reduced = [p for p, grad in zip(several, results[0][0]) if grad is not None]
+    padding = len(several) * size * 8
+    for _, sent in results:
+        assert sent <= 2 * (size - 1) / size * sum(p.nbytes for p in reduced) + 2 * padding
+
+
+@pytest.mark.parametrize("bucket_bytes", [1, 300, 1 << 26])
+@pytest.mark.parametrize("ranks", [1, 2, 3, 4])
+def test_gradients_are_summed_over_threads(ranks: int, bucket_bytes: int) -> None:
+    check_synced(run_threads(ranks, synced, bucket_bytes))
+
+
+@pytest.mark.parametrize("comm", ["gloo", pytest.param("shm", marks=SHARED)])
+def test_gradients_are_summed_over_processes(comm: str) -> None:
+    check_synced(run_processes(3, synced, 300, comm=comm))
+
+
+def rounded(comm: Comm) -> Tensor:
+    p = nn.Parameter(torch.zeros(1000))
+    p.grad = torch.randn(1000, generator=torch.Generator().manual_seed(comm.rank))
+    sync_gradients(p, comm)
+    return p.grad
+
+
+def test_all_ranks_get_the_same_bits_summed_in_the_order_of_ranks() -> None:
+    given = [torch.randn(1000, generator=torch.Generator().manual_seed(r)) for r in range(4)]
+    for grad in run_threads(4, rounded):
+        assert torch.equal(grad, ((given[0] + given[1]) + given[2]) + given[3])
+
+
+def half(comm: Comm) -> Tensor:
+    p = nn.Parameter(torch.zeros(2, dtype=torch.bfloat16))
+    p.grad = torch.tensor([256.0, 1.0] if comm.rank == 0 else [0.75, 1.0]).to(torch.bfloat16)
+    sync_gradients([p], comm)
+    return p.grad
+
+
+def test_half_precision_is_summed_in_fp32() -> None:
+    # one after another in bf16, 256 + 0.75 stays 256
+    assert run_threads(4, half)[0].tolist() == [258.0, 4.0]
+
+
+def mismatched(comm: Comm, what: str) -> str:
+    p = nn.Parameter(torch.zeros(4))
+    p.grad = torch.ones(4)
+    if what == "shape" and comm.rank == 1:
+        p = nn.Parameter(torch.zeros(2, 2))
+    if what == "sparse" and comm.rank == 1:
+        p.grad = torch.ones(4).to_sparse()
+    comm.stats.reset()
+    try:
+        sync_gradients([p], comm)
+    except Exception as error:
+        assert comm.stats.bytes_sent == 0
+        return f"{type(error).__name__}: {error}"
+    return "nothing"
+
+
+def test_ranks_that_differ_are_refused_on_every_rank() -> None:
+    assert all("rank 1 has other parameters" in text for text in run_threads(3, mismatched, "shape"))
+    texts = run_threads(3, mismatched, "sparse")
+    assert texts[1].startswith("NotImplementedError") and "layout torch.sparse_coo" in texts[1]
+    assert texts[0].startswith("ValueError") and "rank 1 refused" in texts[0]
+
+
+def test_a_rank_that_does_not_come_is_named() -> None:
+    def lonely(comm: Comm) -> None:
+        if comm.rank == 0:
+            sync_gradients([nn.Parameter(torch.zeros(1))], comm)
+
+    with pytest.raises(PeerError, match=r"ranks \[1\]"):
+        run_threads(2, lonely, timeout=0.5)
+
+
+# --- norms ------------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("norm_type", [1.0, 2.0, 3.0, math.inf])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float64, torch.bfloat16])
+def test_norms_and_clipping_are_those_of_torch(norm_type: float, dtype: torch.dtype) -> None:
+    ours, theirs = parameters((dtype,)), parameters((dtype,))
+    for index, (a, b) in enumerate(zip(ours, theirs)):
+        a.grad = gradient(a, index, 0)
+        b.grad = gradient(b, index, 0) if b.numel() else None  # torch has no largest of nothing
+    exact = [p.grad.double() for p in theirs if p.grad is not None]
+    expected = torch.nn.utils.get_total_norm(exact, norm_type)
+    torch.testing.assert_close(grad_norm(ours, norm_type=norm_type).double(), expected, rtol=1e-6, atol=0)
+    norm = clip_grad_norm([*ours, ours[0]], 1.5, norm_type=norm_type)
+    torch.testing.assert_close(norm.double(), expected, rtol=1e-6, atol=0)
+    torch.nn.utils.clip_grad_norm_(theirs, 1.5, norm_type)
+    for a, b in zip(ours, theirs):
+        if b.grad is not None:
+            torch.testing.assert_close(a.grad, b.grad)
+
+
+def test_small_gradients_are_not_scaled_and_none_are_no_norm() -> None:
+    p = nn.Parameter(torch.zeros(3))
+    assert grad_norm([p]).item() == 0.0 and clip_grad_norm(p, 1.0).item() == 0.0
+    p.grad = torch.full((3,), 0.1)
+    clip_grad_norm(p, 1.0)
+    assert torch.equal(p.grad, torch.full((3,), 0.1))
+
+
+def test_a_norm_that_is_not_finite_is_refused_if_asked() -> None:
+    p = nn.Parameter(torch.zeros(3))
+    p.grad = torch.tensor([1.0, math.nan, 1.0])
+    with pytest.raises(RuntimeError, match="norm of the gradients is nan"):
+        clip_grad_norm([p], 1.0, error_if_nonfinite=True)
+    assert p.grad[0] == 1.0
+    with pytest.raises(ValueError, match="norm_type=0.5"):
+        grad_norm([p], norm_type=0.5)
+
+
+# --- sums, statistics, evaluation -------------------------------------------------------------------------------------
+
+
+def summed(comm: Comm) -> tuple[Tensor, Tensor, Tensor]:
+    x = torch.arange(5.0, dtype=torch.float64) * (comm.rank + 1)
+    x.requires_grad_()
+    y = all_sum(x, comm)
+    (dx,) = torch.autograd.grad((y * torch.arange(5.0) * (comm.rank + 2)).sum(), x)
+    return y.detach(), dx, all_sum(torch.tensor(comm.rank + 1), comm)
+
+
+@pytest.mark.parametrize("ranks", [1, 2, 3])
+def test_a_sum_over_ranks_and_its_adjoint(ranks: int) -> None:
+    ones = sum(range(1, ranks + 1))
+    for y, dx, count in run_threads(ranks, summed):
+        assert torch.equal(y, torch.arange(5.0, dtype=torch.float64) * ones)
+        assert torch.equal(dx, torch.arange(5.0, dtype=torch.float64) * (ones + ranks))
+        assert count.dtype == torch.int64 and count.item() == ones
+
+
+EXPERTS = 4
+
+
+def balance(x: Tensor, router: Tensor, comm: Comm | None, keep: Tensor | None = None) -> Tensor:
+    """The balance loss of a mixture of experts, of one device's tokens or of all ranks'."""
+    p = torch.softmax(x @ router, -1)
+    chosen = nn.functional.one_hot(p.argmax(-1), EXPERTS).to(p.dtype)
+    if comm is None:
+        return EXPERTS * (chosen.mean(0) * p.mean(0)).sum()
+    return EXPERTS * (token_mean(chosen, comm, keep=keep) * token_mean(p, comm, keep=keep)).sum()
+
+
+def balanced(comm: Comm, x: Tensor, router: Tensor, cuts: list[int]) -> tuple[Tensor, list[Tensor]]:
+    # a pad row on every rank, which must not count
+    rows = torch.cat([x.split(cuts)[comm.rank], torch.full_like(x[:1], 7.0)]).requires_grad_()
+    keep = torch.arange(len(rows)) < len(rows) - 1
+    router = router.clone().requires_grad_()
+    loss = balance(rows, router, comm, keep)
+    (loss / comm.size).backward()
+    return loss.detach(), [rows.grad[:-1], router.grad]
+
+
+def test_a_balance_loss_is_that_of_one_device() -> None:
+    g = torch.Generator().manual_seed(0)
+    x, router = (torch.randn(s, generator=g, dtype=torch.float64) for s in ((12, 5), (5, EXPERTS)))
+    x.requires_grad_(), router.requires_grad_()
+    expected = balance(x, router, None)
+    expected.backward()
+    results = run_threads(3, balanced, x.detach(), router.detach(), [4, 0, 8])
+    for loss, _ in results:
+        torch.testing.assert_close(loss, expected.detach(), rtol=1e-13, atol=0)
+    torch.testing.assert_close(torch.cat([grads[0] for _, grads in results]), x.grad, rtol=1e-12, atol=1e-15)
+    torch.testing.assert_close(sum(grads[1] for _, grads in results), router.grad, rtol=1e-12, atol=1e-15)
+
+
+def disagreeing(comm: Comm) -> str:
+    with pytest.raises(ValueError) as raised:
+        all_sum(torch.zeros(2 + comm.rank), comm)
+    return str(raised.value)
+
+
+def test_a_sum_of_different_shapes_is_refused() -> None:
+    assert all("shape" in text for text in run_threads(2, disagreeing))
+
+
+LOGITS = torch.randn(3, 8, 5, generator=torch.Generator().manual_seed(1), dtype=torch.float64)
+LABELS = torch.tensor([[0, 1, 2, 3, 4, 0, 1, 2], [0, -100, -100, 1, -100, -100, -100, -100], [-100] * 8])
+
+
+def evaluated(comm: Comm, as_tensor: bool) -> float:
+    mean = Mean()
+    cut = 5
+    for logits, labels in zip(LOGITS, LABELS):
+        valid = (labels != -100).sum()
+        rows = slice(0, cut) if comm.rank == 0 else slice(cut, cut if comm.rank == 1 else None)
+        valid = valid if as_tensor else int(valid)
+        mean.add(cross_entropy(logits[rows], labels[rows], valid=valid), valid)
+    return mean.result(comm)
+
+
+@pytest.mark.parametrize("as_tensor", [False, True])
+def test_an_evaluation_is_the_mean_over_all_tokens(as_tensor: bool) -> None:
+    expected = nn.functional.cross_entropy(LOGITS.flatten(0, 1), LABELS.flatten()).item()
+    found = run_threads(3, evaluated, as_tensor)
+    assert len(set(found)) == 1
+    assert found[0] == pytest.approx(expected, rel=1e-14)
+
+
+def counted(comm: Comm) -> tuple[float, str]:
+    nothing = Mean().result(comm)
+    mean = Mean()
+    mean.add(torch.tensor(1.0), 3 + comm.rank)
+    with pytest.raises(ValueError) as raised:
+        mean.result(comm)
+    return nothing, str(raised.value)
+
+
+def test_an_evaluation_of_nothing_and_of_different_counts() -> None:
+    for nothing, text in run_threads(2, counted):
+        assert math.isnan(nothing)
+        assert "ranks counted [3, 4] labels" in text
+
+
+def test_a_model_with_statistics_over_tokens_is_refused_by_name() -> None:
+    model = nn.Sequential(nn.LayerNorm(4), nn.BatchNorm1d(4), nn.Sequential(nn.InstanceNorm1d(4), nn.RMSNorm(4)))
+    with pytest.raises(NotImplementedError, match=r"1 \(BatchNorm1d\), 2.0 \(InstanceNorm1d\)"):
+        check_model(model)
+    with pytest.raises(NotImplementedError, match="2.0"):
+        check_model(model.eval())
+    check_model(model[:2])
+    with pytest.raises(NotImplementedError, match=r"the model \(SyncBatchNorm\)"):
+        check_model(nn.SyncBatchNorm(4))
+    check_model(nn.TransformerEncoderLayer(8, 2))

@@ -1,0 +1,184 @@
+"""The losses: torch's on one device, whatever rows a rank has, and without the whole of the logits."""
+
+from __future__ import annotations
+
+from itertools import product
+
+import pytest
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+from torch.utils._python_dispatch import TorchDispatchMode
+
+from seqpar.testing import relative_rms
+from seqpar.train import cross_entropy, linear_cross_entropy
+
+T, E, V = 23, 6, 11
+IGNORED = -100
+
+
+def given(seed: int = 0, dtype: torch.dtype = torch.float64) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+    """hidden, weight, bias and labels, a third of them ignored."""
+    g = torch.Generator().manual_seed(seed)
+    hidden, weight, bias = (torch.randn(s, generator=g, dtype=torch.float64).to(dtype) for s in ((T, E), (V, E), (V,)))
+    labels = torch.randint(V, (T,), generator=g)
+    labels[torch.rand(T, generator=g) < 0.3] = IGNORED
+    return hidden, weight, bias, labels
+
+
+def whole(
+    hidden: Tensor, weight: Tensor, bias: Tensor | None, labels: Tensor, *, s: float, z: float, cap: float
+) -> Tensor:
+    """The mean over all rows, by torch."""
+    logits = F.linear(hidden, weight, bias)
+    if cap:
+        logits = cap * torch.tanh(logits / cap)
+    keep = labels != IGNORED
+    squares = logits[keep].logsumexp(-1).square().mean()
+    return F.cross_entropy(logits, labels, label_smoothing=s, ignore_index=IGNORED) + z * squares
+
+
+def grads(loss: Tensor, *leaves: Tensor | None) -> list[Tensor]:
+    return list(torch.autograd.grad(loss, [x for x in leaves if x is not None]))
+
+
+CUTS = {"one rank": [T], "three ranks": [9, 1, 13], "a rank without rows": [11, 0, 12]}
+
+
+@pytest.mark.parametrize("cuts", CUTS.values(), ids=CUTS)
+@pytest.mark.parametrize(("s", "z", "cap", "biased"), list(product((0.0, 0.1), (0.0, 1e-2), (0.0, 2.0), (False, True))))
+def test_shares_add_up_to_the_loss_of_one_device(cuts: list[int], s: float, z: float, cap: float, biased: bool) -> None:
+    hidden, weight, bias, labels = given()
+    leaves = [x.requires_grad_() for x in (hidden, weight, bias)]
+    bias = bias if biased else None
+    expected = whole(hidden, weight, bias, labels, s=s, z=z, cap=cap)
+    expected_grads = grads(expected, *leaves[:2], bias)
+    valid = int((labels != IGNORED).sum())
+    options = {"label_smoothing": s, "z_loss": z}
+    for average_over, kept in ((1, valid), (2, torch.tensor(valid))):
+        shares = [
+            linear_cross_entropy(
+                h, weight, t, bias=bias, valid=kept, softcap=cap, chunk=4, average_over=average_over, **options
+            )
+            for h, t in zip(hidden.split(cuts), labels.split(cuts))
+        ]
+        loss = sum(shares) / average_over
+        torch.testing.assert_close(loss, expected, rtol=1e-12, atol=1e-12)
+        for got, reference in zip(grads(loss, *leaves[:2], bias), expected_grads):
+            torch.testing.assert_close(got, reference, rtol=1e-10, atol=1e-12)
+    if not cap:
+        shares = [
+            cross_entropy(F.linear(h, weight, bias), t, valid=valid, **options)
+            for h, t in zip(hidden.split(cuts), labels.split(cuts))
+        ]
+        torch.testing.assert_close(sum(shares), expected, rtol=1e-12, atol=1e-12)
+        for got, reference in zip(grads(sum(shares), *leaves[:2], bias), expected_grads):
+            torch.testing.assert_close(got, reference, rtol=1e-10, atol=1e-12)
+
+
+@pytest.mark.parametrize("linear", [False, True])
+@pytest.mark.parametrize("rows", [0, T])
+def test_a_rank_without_labels_has_a_loss_of_zero_that_leads_to_its_rows(linear: bool, rows: int) -> None:
+    hidden, weight, _, _ = (x[:rows] if i == 0 else x for i, x in enumerate(given()))
+    hidden.requires_grad_(), weight.requires_grad_()
+    labels = torch.full((rows,), IGNORED)
+    f = linear_cross_entropy(hidden, weight, labels, valid=5, label_smoothing=0.1, z_loss=0.1)
+    f = f if linear else cross_entropy(hidden @ weight.t(), labels, valid=5, label_smoothing=0.1, z_loss=0.1)
+    assert f.item() == 0.0 and f.requires_grad
+    for grad, leaf in zip(grads(f, hidden, weight), (hidden, weight)):
+        assert torch.equal(grad, torch.zeros_like(leaf))
+
+
+@pytest.mark.parametrize("kind", [int, torch.tensor])
+def test_without_any_label_the_loss_is_what_one_device_has(kind) -> None:
+    hidden, weight, _, _ = given()
+    hidden.requires_grad_(), weight.requires_grad_()
+    labels = torch.full((T,), IGNORED)
+    expected = F.cross_entropy(hidden @ weight.t(), labels)
+    assert expected.isnan()
+    for loss in (
+        cross_entropy(hidden @ weight.t(), labels, valid=kind(0)),
+        linear_cross_entropy(hidden, weight, labels, valid=kind(0)),
+    ):
+        assert loss.isnan()
+        for got, reference in zip(grads(loss, hidden, weight), grads(expected, hidden, weight)):
+            torch.testing.assert_close(got, reference)
+        expected = F.cross_entropy(hidden @ weight.t(), labels)
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])
+@pytest.mark.parametrize("autocast", [False, True])
+def test_low_precision_errs_no_more_than_torch_does(dtype: torch.dtype, autocast: bool) -> None:
+    hidden, weight, _, labels = given()
+    valid = int((labels != IGNORED).sum())
+    leaves = [x.to(torch.float32 if autocast else dtype).requires_grad_() for x in (hidden, weight)]
+    exact = [x.detach().double().requires_grad_() for x in leaves]
+    expected = F.cross_entropy(exact[0] @ exact[1].t(), labels)
+    with torch.autocast("cpu", dtype, enabled=autocast and dtype != torch.float32):
+        naive = F.cross_entropy(F.linear(*leaves).float(), labels)
+        ours = linear_cross_entropy(*leaves, labels, valid=valid, chunk=7)
+    assert ours.dtype == torch.float32
+    least = torch.finfo(dtype).eps / 4
+    assert relative_rms(ours.detach(), expected.detach()) <= relative_rms(naive.detach(), expected.detach()) + least
+    for got, other, reference, leaf in zip(
+        *(grads(f, *x) for f, x in ((ours, leaves), (naive, leaves), (expected, exact))), leaves
+    ):
+        assert got.dtype == leaf.dtype
+        assert relative_rms(got, reference) <= 1.5 * relative_rms(other, reference) + least
+
+
+def test_the_logits_never_exist_as_a_whole() -> None:
+    """By what the operators of both passes make, not by what an allocator reports."""
+    rows, vocabulary, chunk = 256, 64, 16
+    largest = 0
+
+    class Watch(TorchDispatchMode):
+        def __torch_dispatch__(self, func, types, args=(), kwargs=None):
+            nonlocal largest
+            out = func(*args, **(kwargs or {}))
+            for x in out if isinstance(out, (tuple, list)) else [out]:
+                if isinstance(x, Tensor) and x.shape[-1:] == (vocabulary,):
+                    largest = max(largest, x.numel())
+            return out
+
+    hidden, weight = torch.randn(rows, 8, requires_grad=True), torch.randn(vocabulary, 8, requires_grad=True)
+    with Watch():
+        linear_cross_entropy(hidden, weight, torch.arange(rows) % 64, valid=rows, chunk=chunk).backward()
+    assert largest == chunk * vocabulary
+
+
+def test_half_precision_gradients_do_not_underflow_by_the_number_of_tokens() -> None:
+    leaves = [x.to(torch.float16).requires_grad_() for x in given()[:2]]
+    *_, labels = given()
+    scaler, valid = 2.0**24, 10**8
+    (d_hidden, _) = grads(linear_cross_entropy(*leaves, labels, valid=valid, chunk=8) * scaler, *leaves)
+    exact = [x.detach().double().requires_grad_() for x in leaves]
+    (reference, _) = grads(cross_entropy(exact[0] @ exact[1].t(), labels, valid=valid) * scaler, *exact)
+    assert relative_rms(d_hidden, reference) < 2e-3
+
+
+def test_nothing_is_made_for_gradients_that_nobody_needs() -> None:
+    hidden, weight, bias, labels = given()
+    assert not linear_cross_entropy(hidden, weight, labels, valid=9, bias=bias).requires_grad
+    loss = linear_cross_entropy(hidden, weight, labels, valid=9, bias=bias.requires_grad_())
+    (d_bias,) = grads(loss, bias)
+    assert d_bias.shape == bias.shape and d_bias.abs().sum() > 0
+
+
+def test_what_cannot_be_is_refused() -> None:
+    hidden, weight, _, labels = given()
+    logits = hidden @ weight.t()
+    for change in (
+        {"valid": -1}, {"valid": 2.5}, {"valid": torch.ones(2)}, {"label_smoothing": 1.5}, {"average_over": 0},
+    ):  # fmt: skip
+        with pytest.raises(ValueError, match=next(iter(change))):
+            cross_entropy(logits, labels, **({"valid": 9} | change))
+        with pytest.raises(ValueError, match=next(iter(change))):
+            linear_cross_entropy(hidden, weight, labels, **({"valid": 9} | change))
+    for rows, kept in ((logits[None], labels[None]), (logits, labels[1:]), (logits, labels.int())):
+        with pytest.raises(ValueError, match=r"expected \[T, n\]"):
+            cross_entropy(rows, kept, valid=9)
+    with pytest.raises(ValueError, match="at least one row"):
+        linear_cross_entropy(hidden, weight, labels, valid=9, chunk=0)
+    with pytest.raises(ValueError, match=r"expected \[T, E\], \[V, E\]"):
+        linear_cross_entropy(hidden, weight.t(), labels, valid=9)
