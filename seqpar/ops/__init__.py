@@ -6,6 +6,17 @@ from seqpar.ops.attention import attention
 from seqpar.ops.handles import bind
 from seqpar.ops.relayout import relayout, shard, unshard
 from seqpar.ops.rotary import rotary
-from seqpar.ops.switch import switch
+from seqpar.ops.switch import start_switch, switch, switch_all
 
-__all__ = ["attention", "bind", "merge", "relayout", "rotary", "shard", "switch", "unshard"]
+__all__ = [
+    "attention",
+    "bind",
+    "merge",
+    "relayout",
+    "rotary",
+    "shard",
+    "start_switch",
+    "switch",
+    "switch_all",
+    "unshard",
+]

@@ -1,28 +1,34 @@
-"""`switch`: which dimension of a tensor is sharded, changed by one all-to-all (Ulysses, DSP)."""
+"""`switch`: which dimension of a tensor is sharded, changed by one all-to-all (Ulysses, DSP); of several in one."""
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
 from torch import Tensor
+from torch.autograd.function import once_differentiable
 
 from seqpar.comm import Comm, Tag
 from seqpar.kernels.copy import Pair
 from seqpar.ops.agree import abort_on_error, agree_once, signature
-from seqpar.ops.handles import Made, carried, carry, handles, refuse, refuse_tangent, uncompiled, values_of
-from seqpar.ops.parcel import Place, post
+from seqpar.ops.handles import (
+    Made,
+    carried,
+    carry,
+    handles,
+    in_graph,
+    refuse,
+    refuse_tangent,
+    uncompiled,
+    values_of,
+)
+from seqpar.ops.parcel import Message, Place, post
+
+Sizes = tuple[Sequence[int], Sequence[int]]
 
 
-def switch(
-    x: Tensor,
-    comm: Comm,
-    *,
-    split_dim: int,
-    concat_dim: int,
-    sizes: tuple[Sequence[int], Sequence[int]] | None = None,
-) -> Tensor:
+def switch(x: Tensor, comm: Comm, *, split_dim: int, concat_dim: int, sizes: Sizes | None = None) -> Tensor:
     """This rank's shard along ``split_dim`` of the tensor that was sharded along ``concat_dim``. A collective.
 
     Spec over ranks::
@@ -44,16 +50,74 @@ def switch(
 
     Source: Jacobs et al. 2023 (DeepSpeed-Ulysses); Zhao et al. 2024 (DSP, section 3).
     """
+    return switch_all([x], comm, split_dims=[split_dim], concat_dims=[concat_dim], sizes=sizes)[0]
+
+
+def switch_all(
+    xs: Sequence[Tensor], comm: Comm, *, split_dims: Sequence[int], concat_dims: Sequence[int],
+    sizes: Sizes | None = None,
+) -> list[Tensor]:  # fmt: skip
+    """`switch` of several tensors, in one exchange forward and one backward. A collective.
+
+    Of any shapes and dtypes; the two dims of each have the same sizes, and what needs no gradient sends none back.
+
+    Raises: as `switch`.
+    """
     try:
-        split_dim, concat_dim = _dim(x, split_dim, "split_dim"), _dim(x, concat_dim, "concat_dim")
-        if split_dim == concat_dim:
-            raise ValueError(f"split_dim and concat_dim are both {split_dim}; a switch is between two dimensions")
-        split, concat = _sizes(x, comm, split_dim, concat_dim, sizes)
-        grad = torch.is_grad_enabled() and x.requires_grad
+        split_dims, concat_dims, split, concat = _checked(xs, comm, split_dims, concat_dims, sizes)
+        grads = [torch.is_grad_enabled() and x.requires_grad for x in xs]
     except Exception as error:
         refuse("switch", comm, error)
-    y, _ = torch.ops.seqpar.switch(x, handles(comm), split_dim, concat_dim, split, concat, comm.rank, False, grad)
-    return y  # type: ignore[no-any-return]
+    ys, _ = torch.ops.seqpar.switch(
+        list(xs), handles(comm), split_dims, concat_dims, split, concat, comm.rank, False, grads
+    )
+    return ys  # type: ignore[no-any-return]
+
+
+def start_switch(
+    xs: Sequence[Tensor], comm: Comm, *, split_dims: Sequence[int], concat_dims: Sequence[int],
+    sizes: Sizes | None = None,
+) -> Switching:  # fmt: skip
+    """`switch_all` under way: what is computed before its `wait` runs beside the exchange. A collective.
+
+    So it is on the way back: gradients are sent when those of what `wait` gave are there, and awaited when autograd
+    has gone through what was recorded between the two.
+
+    Raises: as `switch`; NotImplementedError in a compiled model.
+    """
+    try:
+        if in_graph(*xs):
+            raise NotImplementedError("start_switch in a compiled model is not built; use switch_all there")
+        split_dims, concat_dims, split, concat = _checked(xs, comm, split_dims, concat_dims, sizes)
+        for x in xs:
+            refuse_tangent("start_switch", x)
+        grads = [torch.is_grad_enabled() and x.requires_grad for x in xs]
+    except Exception as error:
+        refuse("switch", comm, error)
+    tag = _agreed(xs, comm, split_dims, concat_dims, split, concat, grads)
+    way = Way(Made(comm, tag), split_dims, concat_dims, split, concat, grads)
+    return Switching(way, list(_Start.apply(way, *xs)) if any(grads) else way.post(xs))
+
+
+def _checked(
+    xs: Sequence[Tensor], comm: Comm, split_dims: Sequence[int], concat_dims: Sequence[int], sizes: Sizes | None
+) -> tuple[list[int], list[int], list[int], list[int]]:
+    if not xs or not len(xs) == len(split_dims) == len(concat_dims):
+        raise ValueError(f"{len(xs)} tensors, {len(split_dims)} split dims and {len(concat_dims)} concat dims")
+    found = [_one(*each, comm, sizes) for each in zip(xs, split_dims, concat_dims, strict=True)]
+    splits, concats, shares = zip(*found, strict=True)
+    if any(each != shares[0] for each in shares):
+        raise ValueError(f"tensors of one switch have the same sizes along their two dims, got {list(shares)}")
+    return list(splits), list(concats), *shares[0]
+
+
+def _one(
+    x: Tensor, split_dim: int, concat_dim: int, comm: Comm, sizes: Sizes | None
+) -> tuple[int, int, tuple[list[int], list[int]]]:
+    split_dim, concat_dim = _dim(x, split_dim, "split_dim"), _dim(x, concat_dim, "concat_dim")
+    if split_dim == concat_dim:
+        raise ValueError(f"split_dim and concat_dim are both {split_dim}; a switch is between two dimensions")
+    return split_dim, concat_dim, _sizes(x, comm, split_dim, concat_dim, sizes)
 
 
 def _dim(x: Tensor, dim: int, name: str) -> int:
@@ -64,9 +128,7 @@ def _dim(x: Tensor, dim: int, name: str) -> int:
     return dim % x.dim()
 
 
-def _sizes(
-    x: Tensor, comm: Comm, split_dim: int, concat_dim: int, sizes: tuple[Sequence[int], Sequence[int]] | None
-) -> tuple[list[int], list[int]]:
+def _sizes(x: Tensor, comm: Comm, split_dim: int, concat_dim: int, sizes: Sizes | None) -> tuple[list[int], list[int]]:
     whole, part = x.shape[split_dim], x.shape[concat_dim]
     if sizes is None:
         if whole % comm.size:
@@ -83,87 +145,215 @@ def _sizes(
     return split, concat
 
 
+def _agreed(
+    xs: Sequence[Tensor], comm: Comm, split_dims: Sequence[int], concat_dims: Sequence[int], split: Sequence[int],
+    concat: Sequence[int], grads: Sequence[bool],
+) -> Tag:  # fmt: skip
+    """The name of a call that all ranks make alike."""
+    number = comm.next_call()
+    others = [[n for d, n in enumerate(x.shape) if d not in dims] for x, *dims in zip(xs, split_dims, concat_dims)]
+    facts: dict[str, object] = {
+        "split_dim": list(split_dims), "concat_dim": list(concat_dims), "split sizes": list(split),
+        "concat sizes": list(concat), "other dims": others, "dtype": [x.dtype for x in xs],
+        "device": [x.device.type for x in xs], "requires grad": list(grads),
+    }  # fmt: skip
+    agree_once(comm, "switch", facts, None)
+    return Tag(signature(facts, "switch"), number, 0, 0)
+
+
+# --- the exchange -----------------------------------------------------------------------------------------------------
+
+
+def _post(
+    xs: Sequence[Tensor], comm: Comm, split_dims: Sequence[int], concat_dims: Sequence[int], split: Sequence[int],
+    concat: Sequence[int], tag: Tag,
+) -> tuple[list[Tensor], Callable[[], None]]:  # fmt: skip
+    """Memory of the results, and what waits until they are there."""
+    peers = [peer for peer in range(comm.size) if peer != comm.rank]
+    sends: dict[int, list[Message]] = {peer: [] for peer in peers}
+    recvs: dict[int, list[Message]] = {peer: [] for peer in peers}
+    ys, own = [], []
+    for x, split_dim, concat_dim in zip(xs, split_dims, concat_dims, strict=True):
+        x = x.resolve_conj().resolve_neg()
+        shape = list(x.shape)
+        shape[split_dim], shape[concat_dim] = split[comm.rank], sum(concat)
+        ys.append(comm.empty(shape, x.dtype, x.device))
+        pieces, parts = x.split(split, split_dim), ys[-1].split(concat, concat_dim)
+        for peer in peers:
+            sends[peer].append([Place(pieces[peer])])
+            recvs[peer].append([Place(parts[peer])])
+        own.append(Pair(parts[comm.rank], pieces[comm.rank]))
+    where = f"switch, call {tag.call}"
+    with abort_on_error(comm, where):
+        finish = post(comm, sends, recvs, own, tag)
+
+    def wait() -> None:
+        with abort_on_error(comm, where):
+            finish()
+
+    return ys, wait
+
+
+def _all_to_all(
+    xs: Sequence[Tensor], comm: Comm, split_dims: Sequence[int], concat_dims: Sequence[int], split: Sequence[int],
+    concat: Sequence[int], tag: Tag,
+) -> list[Tensor]:  # fmt: skip
+    ys, wait = _post(xs, comm, split_dims, concat_dims, split, concat, tag)
+    wait()
+    return ys
+
+
+# --- the op -----------------------------------------------------------------------------------------------------------
+
+
 @uncompiled
 def _switch(
-    x: Tensor, handles: Sequence[Tensor], split_dim: int, concat_dim: int, split: Sequence[int], concat: Sequence[int],
-    rank: int, back: bool, grad: bool,
-) -> tuple[Tensor, Tensor]:  # fmt: skip
-    """The result, and the ticket of the way back. back: this is one; handles: of the comm, or else that ticket."""
+    xs: Sequence[Tensor], handles: Sequence[Tensor], split_dims: Sequence[int], concat_dims: Sequence[int],
+    split: Sequence[int], concat: Sequence[int], rank: int, back: bool, grads: Sequence[bool],
+) -> tuple[list[Tensor], Tensor]:  # fmt: skip
+    """The results, and the ticket of the way back. back: this is one; handles: of the comm, or else that ticket."""
     if back:
         (made,) = carried(handles[0])
         comm, tag = made.comm, made.back()
     else:
         (comm,) = values_of(handles)
-        number = comm.next_call()
-        shape = list(x.shape)
-        shape[split_dim] = shape[concat_dim] = -1
-        facts: dict[str, object] = {
-            "split_dim": split_dim, "concat_dim": concat_dim, "split sizes": split, "concat sizes": concat,
-            "other dims": shape, "dtype": x.dtype, "device": x.device.type, "requires grad": grad,
-        }  # fmt: skip
-        agree_once(comm, "switch", facts, None)
-        tag = Tag(signature(facts, "switch"), number, 0, 0)
-    return _all_to_all(x, comm, split_dim, concat_dim, split, concat, tag), carry(Made(comm, tag))
+        tag = _agreed(xs, comm, split_dims, concat_dims, split, concat, grads)
+    return _all_to_all(xs, comm, split_dims, concat_dims, split, concat, tag), carry(Made(comm, tag))
 
 
 def _fake_switch(
-    x: Tensor, handles: Sequence[Tensor], split_dim: int, concat_dim: int, split: Sequence[int], concat: Sequence[int],
-    rank: int, back: bool, grad: bool,
-) -> tuple[Tensor, Tensor]:  # fmt: skip
-    shape = list(x.shape)
-    shape[split_dim], shape[concat_dim] = split[rank], sum(concat)
-    return x.new_empty(shape), torch.empty((), dtype=torch.int64, device="cpu")
-
-
-def _all_to_all(
-    x: Tensor, comm: Comm, split_dim: int, concat_dim: int, split: Sequence[int], concat: Sequence[int], tag: Tag
-) -> Tensor:
-    x = x.resolve_conj().resolve_neg()
-    pieces = x.split(split, split_dim)
-    shape = list(x.shape)
-    shape[split_dim], shape[concat_dim] = split[comm.rank], sum(concat)
-    y = comm.empty(shape, x.dtype, x.device)
-    parts = y.split(concat, concat_dim)
-    peers = [peer for peer in range(comm.size) if peer != comm.rank]
-    with abort_on_error(comm, f"switch, call {tag.call}"):
-        sends, recvs = ({peer: [[Place(side[peer])]] for peer in peers} for side in (pieces, parts))
-        post(comm, sends, recvs, [Pair(parts[comm.rank], pieces[comm.rank])], tag)()
-    return y
+    xs: Sequence[Tensor], handles: Sequence[Tensor], split_dims: Sequence[int], concat_dims: Sequence[int],
+    split: Sequence[int], concat: Sequence[int], rank: int, back: bool, grads: Sequence[bool],
+) -> tuple[list[Tensor], Tensor]:  # fmt: skip
+    ys = []
+    for x, split_dim, concat_dim in zip(xs, split_dims, concat_dims, strict=True):
+        shape = list(x.shape)
+        shape[split_dim], shape[concat_dim] = split[rank], sum(concat)
+        ys.append(x.new_empty(shape))
+    return ys, torch.empty((), dtype=torch.int64, device="cpu")
 
 
 class _Switch(torch.autograd.Function):
-    """The op in autograd; backward is the op with the roles swapped."""
+    """The op in autograd; backward is the op with the roles swapped, for the tensors that need it."""
 
     @staticmethod
-    def forward(ctx: Any, *arguments: Any) -> tuple[Tensor, Tensor]:
+    def forward(ctx: Any, arguments: tuple[Any, ...], *xs: Tensor) -> tuple[Tensor, ...]:
         with torch._C._AutoDispatchBelowAutograd():
-            y, ticket = torch.ops.seqpar.switch(*arguments)
-        ctx.mark_non_differentiable(ticket)
-        _, _, split_dim, concat_dim, split, concat, rank, *_ = arguments
-        ctx.back = [ticket], concat_dim, split_dim, concat, split, rank, True, False
-        return y, ticket
+            ys, ticket = torch.ops.seqpar.switch(list(xs), *arguments)
+        _, split_dims, concat_dims, split, concat, rank, *_ = arguments
+        ctx.needed = [n for n, x in enumerate(xs) if x.requires_grad]
+        ctx.mark_non_differentiable(ticket, *(y for x, y in zip(xs, ys) if not x.requires_grad))
+        dims = ([side[n] for n in ctx.needed] for side in (concat_dims, split_dims))
+        ctx.back = [ticket], *dims, concat, split, rank, True, [False] * len(ctx.needed)
+        return *ys, ticket
 
     @staticmethod
-    def backward(ctx: Any, dy: Tensor, _: Tensor) -> tuple[Tensor | None, ...]:
-        dx, _ = torch.ops.seqpar.switch(dy, *ctx.back)
-        return (dx, *[None] * 8)
+    def backward(ctx: Any, *dys: Tensor) -> tuple[Tensor | None, ...]:
+        found, _ = torch.ops.seqpar.switch([dys[n] for n in ctx.needed], *ctx.back)
+        dxs = dict(zip(ctx.needed, found, strict=True))
+        return None, *(dxs.get(n) for n in range(len(dys) - 1))
 
 
 @uncompiled
-def _differentiable(x: Tensor, *arguments: Any) -> tuple[Tensor, Tensor]:
-    if torch.is_grad_enabled() and x.requires_grad:
-        return _Switch.apply(x, *arguments)  # type: ignore[no-any-return]
-    refuse_tangent("switch", x)
+def _differentiable(xs: Sequence[Tensor], *arguments: Any) -> tuple[list[Tensor], Tensor]:
+    if torch.is_grad_enabled() and any(x.requires_grad for x in xs):
+        *ys, ticket = _Switch.apply(arguments, *xs)
+        return ys, ticket
+    for x in xs:
+        refuse_tangent("switch", x)
     with torch._C._AutoDispatchBelowAutograd():
-        return torch.ops.seqpar.switch(x, *arguments)  # type: ignore[no-any-return]
+        return torch.ops.seqpar.switch(xs, *arguments)  # type: ignore[no-any-return]
 
 
 _LIBRARY = torch.library.Library("seqpar", "FRAGMENT")
 _LIBRARY.define(
-    "switch(Tensor x, Tensor[] handles, int split_dim, int concat_dim, SymInt[] split, SymInt[] concat, int rank, "
-    "bool back, bool grad) -> (Tensor y, Tensor ticket)",
+    "switch(Tensor[] xs, Tensor[] handles, int[] split_dims, int[] concat_dims, SymInt[] split, SymInt[] concat, "
+    "int rank, bool back, bool[] grads) -> (Tensor[] ys, Tensor ticket)",
     tags=torch.Tag.pt2_compliant_tag,
 )
 _LIBRARY.impl("switch", _switch, "CompositeExplicitAutograd")
 _LIBRARY.impl("switch", _differentiable, "Autograd")
 torch.library.register_fake("seqpar::switch", _fake_switch, lib=_LIBRARY)
+
+
+# --- a switch under way -----------------------------------------------------------------------------------------------
+
+
+class Way:
+    """One switch in both directions, each posted here and finished there."""
+
+    def __init__(
+        self, made: Made, split_dims: Sequence[int], concat_dims: Sequence[int], split: Sequence[int],
+        concat: Sequence[int], grads: Sequence[bool],
+    ) -> None:  # fmt: skip
+        self.made, self.there = made, (split_dims, concat_dims, split, concat)
+        self.needed = [n for n, grad in enumerate(grads) if grad]
+        dims = ([side[n] for n in self.needed] for side in (concat_dims, split_dims))
+        self.back = *dims, concat, split
+
+    def post(self, xs: Sequence[Tensor]) -> list[Tensor]:
+        """The results, which hold nothing before `finish`."""
+        ys, self.finish = _post(xs, self.made.comm, *self.there, self.made.tag)
+        return ys
+
+    def post_back(self, dys: Sequence[Tensor]) -> None:
+        """Send gradients; `finish_back` gives those that arrive."""
+        self.dxs, self.arrived = _post(dys, self.made.comm, *self.back, self.made.back())
+
+    def finish_back(self) -> list[Tensor]:
+        """The gradients of what was switched."""
+        self.arrived()
+        return self.dxs
+
+
+class Switching:
+    """A switch under way. Dropping it without waiting is an error that marks the comm dead."""
+
+    def __init__(self, way: Way, ys: list[Tensor]) -> None:
+        self._way, self._ys, self._waited = way, ys, False
+
+    def wait(self) -> list[Tensor]:
+        """The switched tensors, in order; the same ones if asked again."""
+        if not self._waited:
+            self._waited = True
+            if not self._way.needed:
+                self._way.finish()
+                return self._ys
+            found = _Finish.apply(self._way, *(self._ys[n] for n in self._way.needed))
+            for n, y in zip(self._way.needed, found, strict=True):
+                self._ys[n] = y
+        return self._ys
+
+
+class _Start(torch.autograd.Function):
+    """Posts the exchange; on the way back waits for the gradients that `_Finish` sent."""
+
+    @staticmethod
+    def forward(ctx: Any, way: Way, *xs: Tensor) -> tuple[Tensor, ...]:
+        ys = way.post(xs)
+        ctx.way, ctx.count = way, len(xs)
+        ctx.mark_non_differentiable(*(y for n, y in enumerate(ys) if n not in way.needed))
+        return tuple(ys)
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, *_: Tensor) -> tuple[Tensor | None, ...]:
+        dxs = dict(zip(ctx.way.needed, ctx.way.finish_back(), strict=True))
+        return None, *(dxs.get(n) for n in range(ctx.count))
+
+
+class _Finish(torch.autograd.Function):
+    """Waits, after which the same memory holds the results; on the way back sends the gradients."""
+
+    @staticmethod
+    def forward(ctx: Any, way: Way, *ys: Tensor) -> tuple[Tensor, ...]:
+        way.finish()
+        ctx.way = way
+        ctx.mark_dirty(*ys)
+        return ys
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, *dys: Tensor) -> tuple[Tensor | None, ...]:
+        ctx.way.post_back(dys)
+        return None, *dys

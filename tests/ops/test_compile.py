@@ -344,7 +344,7 @@ def test_switch_is_a_proper_op() -> None:
     comm = LocalComm()
     x = torch.randn(4, 6, dtype=torch.float64, requires_grad=True)
     handle = bind(comm)
-    opcheck(OPS.switch, (x, [handle], 0, 1, [4], [6], 0, False, True))
+    opcheck(OPS.switch, ([x], [handle], [0], [1], [4], [6], 0, False, [True]))
 
 
 def test_relayout_is_a_proper_op() -> None:

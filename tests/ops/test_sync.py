@@ -260,7 +260,7 @@ def test_no_row_of_a_cuda_tensor_is_read(case, monkeypatch) -> None:
                 assert y.shape == (moves.rows_out, 6, 8) and y.device == cuda
             x = torch.empty(5, 2 * plan.ranks, dtype=torch.bfloat16, device=cuda)
             shares = [2] * plan.ranks, [5] * plan.ranks
-            assert switches._all_to_all(x, comm, 1, 0, *shares, tag).shape == (5 * plan.ranks, 2)
+            assert switches._all_to_all([x], comm, [1], [0], *shares, tag)[0].shape == (5 * plan.ranks, 2)
         assert comm.posted == (5 if there.sends.keys() - {rank} else 3)
 
 

@@ -1,0 +1,75 @@
+"""The dimensions of one forward, and which part of a sharded one each rank holds."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+
+from torch import Tensor
+
+from seqpar.comm import Comm
+from seqpar.dsp.form import form_of
+
+
+def shares(size: int, ranks: int) -> list[int]:
+    """How many of `size` elements each rank holds: consecutive ones, as many as on others or one more, any of them 0.
+
+    As `Layout.contiguous` has them.
+    """
+    edges = [rank * size // ranks for rank in range(ranks + 1)]
+    return [stop - start for start, stop in zip(edges, edges[1:])]
+
+
+class Space:
+    """Global sizes of named dimensions and the comm over which one of them is sharded. A value, made for each forward.
+
+    dims: name -> global size, at least 1, equal on all ranks. Names in forms that are not among them, such as channels,
+    are whole, of any size, and are never sharded.
+
+    Raises: ValueError for sizes that are none.
+    """
+
+    def __init__(self, dims: Mapping[str, int], comm: Comm) -> None:
+        for name, size in dims.items():
+            if not isinstance(name, str) or not name.isidentifier() or type(size) is not int or size < 1:
+                raise ValueError(f"dims must be names with sizes of at least 1, got {name!r}: {size!r}")
+        self.dims, self.comm = dict(dims), comm
+
+    def __repr__(self) -> str:
+        return f"Space({self.dims}, {self.comm.size} ranks)"
+
+    def shares(self, dim: str) -> list[int]:
+        """How many elements of a dimension each rank holds where it is sharded. Raises: ValueError if there is none."""
+        if dim not in self.dims:
+            raise ValueError(f'"{dim}" is not a dimension of {self}')
+        return shares(self.dims[dim], self.comm.size)
+
+    def local(self, sharded: str | None) -> dict[str, int]:
+        """The sizes on this rank; sharded: the dimension of which it has its share, or None."""
+        return self.dims if sharded is None else self.dims | {sharded: self.shares(sharded)[self.comm.rank]}
+
+    def start(self, dim: str) -> int:
+        """The first element of this rank's share."""
+        return sum(self.shares(dim)[: self.comm.rank])
+
+    def check(self, x: Tensor, form: str, sharded: str | None, what: str = "x") -> None:
+        """Return if a tensor on this rank can be of this form under this sharding.
+
+        A shape is all that can be seen: dimensions with equal local sizes are told apart by the order of stages alone.
+
+        Raises: ValueError naming the axis, what it must be here, and what it is.
+        """
+        self._sizes(x, form, sharded, what)
+
+    def unfold(self, x: Tensor, form: str, sharded: str | None, what: str = "x") -> Tensor:
+        """The tensor with every named dimension an axis of its own. Raises as `check`."""
+        return x.reshape(self._sizes(x, form, sharded, what))
+
+    def fold(self, x: Tensor, form: str) -> Tensor:
+        """The inverse of `unfold`."""
+        return x.reshape(form_of(form).folded(x.shape))
+
+    def _sizes(self, x: Tensor, form: str, sharded: str | None, what: str) -> list[int]:
+        if not isinstance(x, Tensor):
+            raise ValueError(f"{what} must be a tensor, got {x!r:.200}")
+        where = "whole" if sharded is None else f'"{sharded}" sharded over {self.comm.size} ranks'
+        return form_of(form).sizes(x.shape, self.local(sharded), f"{what}, with {where} of {self.dims},")
