@@ -136,7 +136,7 @@ def back(share: Share, x: Tensor) -> Tensor | list[Tensor]:
     plan, comm = share.plan, share.comm
     rows = plan.rows(comm.rank)
     if not isinstance(x, Tensor) or x.dim() == 0 or x.shape[0] != rows:
-        shown = list(x.shape) if isinstance(x, Tensor) else repr(x)
+        shown = str(list(x.shape)) if isinstance(x, Tensor) else repr(x)
         refuse("back", comm, ValueError(f"x on rank {comm.rank} must have the share's {rows} rows, got {shown:.200}"))
     if share.source is None:
         return share.home.fill(unshard(x, plan, comm))
@@ -164,6 +164,7 @@ class Facts(NamedTuple):
     valid: int
     columns: dict[str, Column]
     ended: bool
+    digest: str  # of a replicated batch
 
 
 class Known(NamedTuple):
@@ -199,16 +200,15 @@ def announce(
             if source not in SOURCES:
                 raise ValueError(f"source must be one of {', '.join(SOURCES)}, got {source!r}")
             own = read(batch, how)
-            facts = Facts(own.lengths, _gaps(own), own.valid, _columns(own), ended)
+            digest = own.digest() if source == "replicated" else ""
+            facts = Facts(own.lengths, _gaps(own), own.valid, _columns(own), ended, digest)
         except Exception as found:  # whatever it is, the others must hear of it
             error = found
     what = f"share(source={source!r}, shift={how.shift!r}, ignore_index={how.ignore_index})"
+    every = comm.gather(what, facts, error)
+    assert own is not None
     if source == "replicated":
-        comm.agree(what, {"the batch": own and (own.digest(), ended)}, error)
-        every: list[Any] = [facts]
-    else:
-        every = comm.gather(what, facts, error)
-    assert own is not None and facts is not None
+        _check_equal(every)
     if all(each.ended for each in every):
         return None
     return _union(own, every, source)
@@ -228,15 +228,28 @@ def _gaps(own: Packed) -> tuple[Ints, Ints] | None:
     return np.flatnonzero(more), more[more != 0]
 
 
+def _check_equal(every: Sequence[Facts]) -> None:
+    for rank, each in enumerate(every):
+        if (each.digest, each.ended) != (every[0].digest, every[0].ended):
+            lacks = " (one loader has ended)" if each.ended != every[0].ended else ""
+            raise ValueError(
+                f"share: the batch of rank {rank} is not that of rank 0{lacks}; source='replicated' takes the same "
+                "batch on every rank, source='sharded' a batch of each"
+            )
+
+
 def _union(own: Packed, every: Sequence[Facts], source: str) -> Known:
-    """The documents of all ranks, one rank's after the other's."""
+    """The documents of all ranks, one rank's after the other's; of a replicated batch, those of each."""
+    if source == "replicated":
+        every = every[:1]
     lengths = np.concatenate([each.lengths for each in every])
     if not lengths.size:
         raise ValueError("share: no rank's batch has a token; leave such batches out")
     tokens = np.array([each.lengths.sum() for each in every])
     start = np.cumsum(tokens) - tokens
     columns = _common(every)
-    layout = None if source == "replicated" else Layout.from_pieces(start, tokens, np.arange(len(every)), len(every))
+    ranks = len(every)
+    layout = None if source == "replicated" else Layout.from_pieces(start, tokens, np.arange(ranks), ranks)
     return Known(
         own, frozen(lengths), _union_places(every, lengths, start), sum(e.valid for e in every), columns, layout
     )

@@ -4,15 +4,18 @@ from __future__ import annotations
 
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from torch import Tensor
 
-from seqpar.comm import Comm
+from seqpar import Mask
+from seqpar.comm import Comm, LocalComm
 from seqpar.data import Share, back, share
 from seqpar.testing import run_processes, run_threads
-from tests.data.cases import IGNORE, KINDS, PLANNERS, Case, batches, make
+from tests.data.cases import IGNORE, KINDS, PLANNERS, Case, Token, batches, make, ring
 
 
 def shared(comm: Comm, cases: list[Case], planner: str, shift: str) -> tuple[Share, Any, Any, Any]:
@@ -23,30 +26,37 @@ def shared(comm: Comm, cases: list[Case], planner: str, shift: str) -> tuple[Sha
 
 
 def check(cases: list[Case], results: list[tuple[Share, Any, Any, Any]]) -> None:
-    tokens = [token for case in cases for token in case.tokens]
-    lengths = [len(document) for case in cases for document in case.documents]
-    valid = sum(token.label != IGNORE for token in tokens)
+    check_rows([document for case in cases for document in case.documents], [s for s, *_ in results])
+    for case, (_, ids, positions, weight) in zip(cases, results, strict=True):
+        check_home(case, ids, positions, weight)
+
+
+def check_rows(documents: list[list[Token]], shares: list[Share]) -> None:
+    """Every token lies on one rank, with its label and position; the rest are pads."""
+    tokens = [token for document in documents for token in document]
     seen = []
-    for rank, (s, ids, positions, weight) in enumerate(results):
-        assert s.plan == results[0][0].plan
-        assert s.plan.mask.lengths.tolist() == lengths
-        assert s.valid == valid
-        rows, at = s.plan.rows(rank), s.plan.positions(rank)
-        assert rows == len(s.positions) == len(s.tensors["input_ids"]) == len(s.tensors["labels"]) >= 1
-        for row, global_ in enumerate(at.tolist()):
-            got = [s.tensors["input_ids"][row], s.tensors["labels"][row], s.positions[row], s.tensors["weight"][row, 1]]
-            token = tokens[global_]
-            want = [token.id, token.label, token.position, token.weight] if global_ >= 0 else [0, IGNORE, 0, 0]
-            assert [float(x) for x in got] == want
-        seen += at[at >= 0].tolist()
-        same(ids, cases[rank].ids_home)
-        batch = cases[rank].batch or {}
-        if "attention_mask" in batch:
-            batch = batch | {"weight": batch["weight"] * batch["attention_mask"][..., None]}
-        if "weight" in batch:
-            same(weight, batch["weight"])
-            assert sum(int(x.sum()) for x in positions) == sum(token.position for token in cases[rank].tokens)
+    for rank, s in enumerate(shares):
+        assert s.plan == shares[0].plan
+        assert s.plan.mask.lengths.tolist() == [len(document) for document in documents]
+        assert s.valid == sum(token.label != IGNORE for token in tokens)
+        at = s.plan.positions(rank).tolist()
+        assert s.plan.rows(rank) == len(at) >= 1
+        columns = s.tensors["input_ids"], s.tensors["labels"], s.positions, s.tensors["weight"][:, 1]
+        got = list(zip(*(x.tolist() for x in columns), strict=True))
+        want = [tokens[i] if i >= 0 else Token(0, IGNORE, 0, 0.0) for i in at]
+        assert got == [(token.id, token.label, token.position, token.weight) for token in want]
+        seen += [i for i in at if i >= 0]
     assert sorted(seen) == list(range(len(tokens)))
+
+
+def check_home(case: Case, ids: Any, positions: Any, weight: Any) -> None:
+    """A rank got the rows of its own batch in the batch's shape, 0 where a token is masked out."""
+    same(ids, case.ids_home)
+    assert sum(int(x.sum()) for x in positions) == sum(token.position for token in case.tokens)
+    batch = case.batch or {}
+    if "weight" in batch:
+        mask = batch.get("attention_mask")
+        same(weight, batch["weight"] if mask is None else batch["weight"] * mask[..., None])
 
 
 def same(got: Any, want: Any) -> None:
@@ -84,3 +94,152 @@ def shared_of(comm: Comm, cases: list[Case]) -> tuple[Any, ...]:
     s, *home = shared(comm, cases, "ring", "row")
     s.__dict__["comm"] = None  # a comm is of its process
     return (s, *home)
+
+
+# --- what one device would count --------------------------------------------------------------------------------------
+
+
+def one_device(batch: dict[str, Any]) -> int:
+    """Labels that the loss of a causal model counts on one device: shifted along the row (transformers' loss_utils)."""
+    rows = batch["labels"] if isinstance(batch["labels"], list) else [batch["labels"]]
+    return sum(int((torch.nn.functional.pad(x, (0, 1), value=IGNORE)[..., 1:] != IGNORE).sum()) for x in rows)
+
+
+def valid_of(comm: Comm, cases: list[Case]) -> int:
+    return share(cases[comm.rank].batch, comm, plan=ring).valid
+
+
+@settings(max_examples=30)
+@given(st.data())
+def test_as_many_labels_count_as_on_one_device(data: st.DataObject) -> None:
+    cases = data.draw(batches(data.draw(st.integers(1, 3)), "row"))
+    expected = sum(one_device(case.batch) for case in cases if case.batch)
+    assert set(run_threads(len(cases), valid_of, cases)) == {expected}
+
+
+def test_a_label_of_a_padded_token_counts_if_a_token_predicts_it() -> None:
+    batch = {
+        "input_ids": torch.tensor([[5, 6, 7, 0, 0]]),
+        "labels": torch.tensor([[IGNORE, 6, 7, 2, IGNORE]]),
+        "attention_mask": torch.tensor([[1, 1, 1, 0, 0]]),
+    }
+    s = share(batch, LocalComm())
+    assert s.tensors["labels"].tolist() == [6, 7, 2]
+    assert s.valid == one_device(batch) == 3
+
+
+def test_labels_that_are_shifted_already_stay() -> None:
+    batch = {"input_ids": torch.tensor([[5, 6, 7]]), "shift_labels": torch.tensor([[6, 7, 8]])}
+    assert share(batch, LocalComm()).tensors["labels"].tolist() == [6, 7, 8]
+
+
+def test_a_batch_without_labels_has_none() -> None:
+    s = share({"input_ids": torch.tensor([[5, 6, 7]])}, LocalComm())
+    assert (sorted(s.tensors), s.valid) == (["input_ids"], 0)
+
+
+# --- windows over masked-out tokens -----------------------------------------------------------------------------------
+
+
+def seen_in_row(mask: Tensor, causal: bool, window: tuple[int | None, int | None]) -> list[list[bool]]:
+    """Who sees whom among the tokens of one row that count, by the places in the row as it came."""
+    at = [t for t in range(len(mask)) if mask[t]]
+    left, right = (float("inf") if w is None else w for w in (window[0], 0 if causal else window[1]))
+    return [[-left <= key - query <= right for key in at] for query in at]
+
+
+@settings(max_examples=40)
+@given(
+    st.lists(st.lists(st.booleans(), min_size=9, max_size=9), min_size=1, max_size=4),
+    st.booleans(),
+    st.none() | st.integers(0, 5),
+    st.none() | st.integers(0, 5),
+)
+def test_a_window_counts_the_tokens_that_are_masked_out(rows, causal, left, right) -> None:
+    mask = torch.tensor(rows).long()
+    mask[0, 4] = 1
+    window = (left, None if causal else right)
+    batch = {"input_ids": torch.ones_like(mask), "attention_mask": mask}
+    got = share(batch, LocalComm()).mask_for(causal=causal, window=window)
+    blocks = [seen_in_row(row, causal, window) for row in mask if row.any()]
+    want = torch.block_diag(*[torch.tensor(block) for block in blocks]).bool().numpy()
+    lo, hi = (bound[:, None] for bound in got.bounds(np.arange(got.tokens)))
+    keys = np.arange(got.tokens)
+    assert got.lengths.tolist() == [len(block) for block in blocks]
+    assert np.array_equal((lo <= keys) & (keys < hi), want)
+
+
+def windows_of(comm: Comm, masks: list[Tensor]) -> tuple[Mask, Mask]:
+    mask = masks[comm.rank]
+    s = share({"input_ids": torch.ones_like(mask), "attention_mask": mask}, comm)
+    return s.mask_for(window=(2, None)), s.mask_for()
+
+
+def test_windows_over_the_batches_of_all_ranks_are_those_of_one() -> None:
+    rows = torch.tensor([[1, 0, 1, 1, 0, 1], [0, 0, 1, 1, 1, 1], [1, 1, 0, 0, 0, 1], [1, 1, 1, 1, 1, 0]])
+    (alone,) = run_threads(1, windows_of, [rows])
+    assert set(run_threads(3, windows_of, [rows[:1], rows[1:3], rows[3:]])) == {alone}
+    assert alone[1] == Mask([4, 4, 3, 5])
+    assert alone[0] != Mask([4, 4, 3, 5], window=(2, None))
+
+
+# --- rows that carry gradients ----------------------------------------------------------------------------------------
+
+
+def embedded(comm: Comm, source: str) -> tuple[Tensor, Tensor]:
+    """The gradient of sum(w * home(3 x)) + sum(x) at this rank's batch x, and what it should be."""
+    g = torch.Generator().manual_seed(0 if source == "replicated" else comm.rank)
+    x = torch.randn(2, 4, 3, generator=g, dtype=torch.float64).requires_grad_()
+    w = torch.randn(2, 4, 3, generator=g, dtype=torch.float64)
+    mask = torch.tensor([[0, 1, 1, 1], [1, 1, 0, 0]])
+    batch = None if comm.rank == 1 and source == "sharded" else {"inputs_embeds": x, "attention_mask": mask}
+    s = share(batch, comm, source=source, plan=ring)
+    rows = s.tensors["inputs_embeds"]
+    home = back(s, 3 * rows)
+    loss = (w * home).sum() if batch else 0 * home.sum()
+    (loss + rows.sum()).backward()
+    want = (3 * w * (comm.size if source == "replicated" else 1) + 1) * mask[..., None]
+    return (x.grad, want) if batch else (torch.zeros(1), torch.zeros(1))
+
+
+def test_gradients_reach_the_batch_that_brought_the_rows() -> None:
+    for got, want in run_threads(3, embedded, "sharded"):
+        assert torch.equal(got, want)
+
+
+def test_gradients_of_a_replicated_batch_sum_over_ranks() -> None:
+    results = run_threads(3, embedded, "replicated")
+    torch.testing.assert_close(sum(got for got, _ in results), results[0][1])
+
+
+# --- replicated batches, entries that are no rows, exchanges ----------------------------------------------------------
+
+
+def replicated(comm: Comm, case: Case) -> tuple[Share, Any, Any, Any]:
+    s = share(case.batch, comm, source="replicated", plan=ring)
+    assert comm.stats.bytes_sent == 0
+    return s, back(s, s.tensors["input_ids"]), back(s, s.positions), back(s, s.tensors["weight"])
+
+
+@pytest.mark.parametrize("kind", ["left", "holes", "list", "packed"])
+def test_a_replicated_batch_is_shared_without_an_exchange_and_goes_home_to_every_rank(kind: str) -> None:
+    case = make(kind, 7, "row")
+    results = run_threads(3, replicated, case)
+    check_rows(case.documents, [s for s, *_ in results])
+    for _, *home in results:
+        check_home(case, *home)
+
+
+def exchanges(comm: Comm) -> tuple[int, Any]:
+    ids = torch.arange(12).reshape(2, 6)
+    extra = {"token_type_ids": ids + 1, "scores": torch.rand(2, 6, 2), "weights": torch.rand(2, 6), "names": ["a", "b"]}
+    s = share({"input_ids": ids, "labels": ids, **extra}, comm, plan=ring, keep=["names"])
+    return comm.stats.exchanges, (sorted(s.tensors), s.others, s.tensors["token_type_ids"] - s.tensors["input_ids"])
+
+
+def test_tensors_of_one_kind_move_together_and_other_entries_are_kept() -> None:
+    for count, (names, others, one) in run_threads(2, exchanges):
+        assert count == 2  # integers, floats
+        assert names == ["input_ids", "labels", "scores", "token_type_ids", "weights"]
+        assert others == {"names": ["a", "b"]}
+        assert set(one.tolist()) == {1}

@@ -1,0 +1,155 @@
+"""`prefetch`: the same shares, planned ahead by a thread that ends; loaders that end or fail at different times."""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Iterator
+from typing import Any
+
+import pytest
+import torch
+
+from seqpar import Plan
+from seqpar.comm import Comm
+from seqpar.data import Share, back, prefetch, share
+from seqpar.testing import run_processes, run_threads
+from tests.data.cases import KINDS, make, ring
+
+
+def loader(comm: Comm, count: int) -> list[Any]:
+    """A rank's batches; every step has some token."""
+    kinds = [KINDS[(comm.rank + 3 * step) % len(KINDS)] for step in range(count)]
+    return [make(kind, 10 * step + comm.rank, "row").batch for step, kind in enumerate(kinds)]
+
+
+def told(s: Share) -> Any:
+    """A share as plain values."""
+    home = back(s, s.tensors["input_ids"])
+    tensors = {name: x.tolist() for name, x in s.tensors.items()}
+    return s.plan.digest(), s.valid, tensors, s.positions.tolist(), [x.tolist() for x in home]
+
+
+def ahead(comm: Comm, depth: int) -> list[Any]:
+    return [told(s) for s in prefetch(loader(comm, 6), comm, depth=depth, plan=ring)]
+
+
+def one_by_one(comm: Comm) -> list[Any]:
+    return [told(share(batch, comm, plan=ring)) for batch in loader(comm, 6)]
+
+
+@pytest.mark.parametrize("depth", [1, 2, 9])
+def test_prefetched_shares_are_those_of_share(depth: int) -> None:
+    assert run_threads(3, ahead, depth) == run_threads(3, one_by_one)
+
+
+def test_processes_prefetch() -> None:
+    assert run_processes(2, ahead, 1) == run_threads(2, one_by_one)
+
+
+IDS = torch.arange(1, 9).reshape(2, 4)
+
+
+def uneven(comm: Comm) -> list[tuple[int, int]]:
+    """Valid labels and own rows of every share, where rank r's loader has 2 r batches."""
+    batches = [{"input_ids": IDS, "labels": IDS}] * (2 * comm.rank)
+    return [(s.valid, len(back(s, s.positions))) for s in prefetch(batches, comm, plan=ring)]
+
+
+def test_a_rank_whose_loader_has_ended_brings_empty_batches() -> None:
+    first, second, third = run_threads(3, uneven)
+    assert first == [(12, 0), (12, 0), (6, 0), (6, 0)]
+    assert second == [(12, 2), (12, 2), (6, 0), (6, 0)]
+    assert third == [(12, 2), (12, 2), (6, 2), (6, 2)]
+
+
+def test_loaders_without_a_batch_have_no_share() -> None:
+    assert run_threads(2, lambda comm: list(prefetch([], comm))) == [[], []]
+
+
+def test_loaders_of_a_replicated_source_end_together() -> None:
+    def call(comm: Comm) -> int:
+        batches = [{"input_ids": IDS}] * (2 + comm.rank)
+        count = 0
+        with pytest.raises(ValueError, match="the batch of rank 1 is not that of rank 0 .one loader has ended.;"):
+            for _ in prefetch(batches, comm, source="replicated", plan=ring):
+                count += 1
+        return count
+
+    assert run_threads(2, call) == [2, 2]
+
+
+def failing(comm: Comm, rank: int) -> Iterator[Any]:
+    yield {"input_ids": IDS}
+    yield {"input_ids": IDS}
+    if comm.rank == rank:
+        raise OSError("no such shard")
+    yield {"input_ids": IDS}
+
+
+def threads() -> list[str]:
+    return [thread.name for thread in threading.enumerate() if "seqpar plans ahead" in thread.name]
+
+
+def test_what_a_loader_raises_comes_in_its_turn_on_every_rank() -> None:
+    def call(comm: Comm) -> tuple[int, Exception]:
+        count = 0
+        with pytest.raises((OSError, ValueError)) as raised:
+            for _ in prefetch(failing(comm, 1), comm, plan=ring):
+                count += 1
+        return count, raised.value
+
+    results = run_threads(3, call)
+    assert [count for count, _ in results] == [2, 2, 2]
+    assert isinstance(results[1][1], OSError)
+    for rank in (0, 2):
+        assert "rank 1 refused its arguments: OSError: no such shard" in str(results[rank][1])
+    assert threads() == []
+
+
+def test_a_loader_that_cannot_begin_is_told_to_all() -> None:
+    def call(comm: Comm) -> str:
+        with pytest.raises((TypeError, ValueError)) as raised:
+            next(iter(prefetch([None, 3][comm.rank] or [], comm)))  # type: ignore[arg-type]
+        return f"{type(raised.value).__name__}: {raised.value}"
+
+    first, second = run_threads(2, call)
+    assert second.startswith("TypeError: 'int' object is not iterable")
+    assert "rank 1 refused its arguments: TypeError" in first
+
+
+def test_the_next_plan_is_made_while_a_share_is_computed() -> None:
+    def call(comm: Comm) -> tuple[set[str], bool]:
+        names: list[str] = []
+        planned = threading.Event()
+
+        def plan(lengths: Any, ranks: int) -> Plan:
+            names.append(threading.current_thread().name)
+            if len(names) == 2:
+                planned.set()
+            return ring(lengths, ranks)
+
+        shares = prefetch([{"input_ids": IDS}] * 4, comm, plan=plan)
+        next(shares)
+        in_time = planned.wait(60)
+        return {*names, *[threading.current_thread().name for _ in shares if not names]}, in_time
+
+    for names, in_time in run_threads(2, call):
+        assert in_time
+        assert all("seqpar plans ahead" in name for name in names)
+
+
+def test_an_iterator_that_is_closed_leaves_no_thread() -> None:
+    def call(comm: Comm) -> None:
+        shares = prefetch([{"input_ids": IDS}] * 4, comm, plan=ring)
+        next(shares)
+        assert threads()
+        shares.close()  # type: ignore[attr-defined]
+
+    run_threads(2, call)
+    assert threads() == []
+
+
+def test_depth_is_a_number() -> None:
+    for error in ("0", "1.5"):
+        with pytest.raises(ValueError, match=f"depth must be an integer of at least 1, got {error}"):
+            run_threads(1, lambda comm: list(prefetch([], comm, depth=eval(error))))  # noqa: B023

@@ -1,0 +1,200 @@
+"""What `share` and `back` refuse: on every rank, with the cause's own error where it is, before a row moves."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from functools import partial
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+
+from seqpar import Layout, Mask, Plan, plan_batch
+from seqpar.comm import Comm
+from seqpar.data import back, share
+from seqpar.testing import run_threads
+from tests.data.cases import IGNORE, ring
+
+IDS = torch.arange(1, 13).reshape(2, 6)
+GOOD = {"input_ids": IDS, "labels": IDS}
+LEFT = torch.tensor([[0, 0, 1, 1, 1, 1], [1, 1, 1, 1, 1, 1]])
+ROW = torch.arange(6)[None]
+
+
+def answer(comm: Comm, call: Callable[[Comm], Any]) -> Exception:
+    """What a call raises on this rank; it moves nothing, and the comm is alive after it."""
+    with pytest.raises((ValueError, NotImplementedError)) as raised:
+        call(comm)
+    assert comm.stats.bytes_sent == 0
+    assert share(GOOD, comm, plan=ring).valid == 10 * comm.size
+    return raised.value
+
+
+def one_bad(comm: Comm, bad: Any, options: dict[str, Any], rank: int) -> Exception:
+    return answer(comm, lambda c: share(bad if c.rank == rank else GOOD, c, plan=ring, **options))
+
+
+BATCHES: dict[str, tuple[Any, dict[str, Any], str]] = {
+    "not a mapping": (IDS, {}, "a batch is a mapping"),
+    "no ids": ({"labels": IDS}, {}, "a batch has input_ids or inputs_embeds"),
+    "float ids": ({"input_ids": IDS.float()}, {}, "input_ids must hold one integer per token"),
+    "ids of three dims": ({"input_ids": IDS[None]}, {}, r"must be a tensor \[B, S\] or \[T\]"),
+    "labels of another shape": (GOOD | {"labels": IDS[:, :5]}, {}, r"labels must be a tensor whose first dims"),
+    "float labels": (GOOD | {"labels": IDS.float()}, {}, "labels must hold one integer per token"),
+    "both labels": (GOOD | {"shift_labels": IDS}, {}, "labels and shift_labels are both given"),
+    "labels of rows": (GOOD | {"labels": torch.ones(2).long()}, {}, "labels must be a tensor whose first dims"),
+    "a number": (GOOD | {"num_items": 3}, {}, r"keep=\('num_items',\)"),
+    "a 4-D mask": (GOOD | {"attention_mask": torch.ones(2, 1, 6, 6)}, {}, "attention_mask .* only"),
+    "positions of three dims": (GOOD | {"position_ids": ROW.expand(3, 2, 6)}, {}, "position_ids .* only"),
+    "a mask of documents": (GOOD | {"attention_mask": LEFT + 1}, {}, "attention_mask must hold 0 or 1"),
+    "a label after padding": (GOOD | {"attention_mask": LEFT}, {}, "row 0, token 0, which predicts labels"),
+    "a label in padding": (GOOD | {"attention_mask": LEFT}, {"shift": "document"}, "row 0, token 0, which has a label"),
+    "a shifted label in padding": (
+        {"input_ids": IDS, "shift_labels": IDS, "attention_mask": LEFT}, {}, "row 0, token 0, which has a label"
+    ),
+    "positions that restart under a mask": (
+        GOOD | {"attention_mask": torch.ones(2, 6), "position_ids": ROW % 3}, {}, "start anew at row 0, token 3"
+    ),
+    "cu_seqlens of rows": (GOOD | {"cu_seqlens": [0, 6, 12]}, {}, r"belongs to one packed row"),
+    "cu_seqlens that end early": (
+        {"input_ids": IDS[:1], "cu_seqlens": [0, 2, 5]}, {}, "cu_seqlens must ascend from 0 to the batch's 6"
+    ),
+    "keys of other documents": (
+        {"input_ids": IDS[:1], "cu_seq_lens_q": [0, 2, 6], "cu_seq_lens_k": [0, 3, 6]}, {}, "cu_seq_lens_k must be"
+    ),
+    "another longest": (
+        {"input_ids": IDS[:1], "cu_seqlens": [0, 2, 6], "max_seqlen": 6}, {}, "max_seqlen is 6, .* has 4 tokens"
+    ),
+    "a longest without documents": ({"input_ids": IDS[:1], "max_seqlen": 6}, {}, "max_seqlen without cu_seqlens"),
+    "documents twice": (
+        {"input_ids": IDS[:1], "cu_seqlens": [0, 2, 6], "attention_mask": LEFT[:1]}, {}, "documents are given twice"
+    ),
+    "a list of other lengths": (
+        {"input_ids": [IDS[0], IDS[1]], "labels": [IDS[0], IDS[1, :3]]}, {}, "labels must be a list of tensors"
+    ),
+    "a list with a mask": ({"input_ids": [IDS[0]], "attention_mask": [LEFT[0]]}, {}, "attention_mask beside a list"),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("name", BATCHES)
+def test_a_batch_that_is_wrong_on_one_rank_is_refused_on_all(name: str) -> None:
+    bad, options, message = BATCHES[name]
+    errors = run_threads(3, one_bad, bad, options, 1)
+    with pytest.raises(type(errors[1]), match=message):
+        raise errors[1]
+    for rank in (0, 2):
+        assert isinstance(errors[rank], ValueError)
+        assert f"rank 1 refused its arguments: {type(errors[1]).__name__}: {errors[1]}" in str(errors[rank])
+
+
+def elsewhere(comm: Comm, other: dict[str, Any], options: dict[str, Any]) -> Exception:
+    """Rank 1 gives another batch, or other options."""
+    mine = comm.rank == 1
+    return answer(comm, lambda c: share(GOOD | (other if mine else {}), c, plan=ring, **(options if mine else {})))
+
+
+@pytest.mark.parametrize(
+    ("other", "options", "message"),
+    [
+        ({"extra": IDS}, {}, r"extra is not there on rank 0 and torch.int64 \[tokens\] on cpu on rank 1"),
+        ({"input_ids": IDS.int()}, {}, r"input_ids is torch.int64 \[tokens\] on cpu on rank 0 and torch.int32"),
+        ({}, {"shift": "none"}, "ranks differ in the call: .*shift='row'.* on rank.*shift='none'"),
+        ({}, {"source": "replicated"}, "ranks differ in the call: .*'sharded'.* on rank.*'replicated'"),
+        ({}, {"ignore_index": 0}, "ranks differ in the call"),
+        ({}, {"shift": "left"}, "shift must be one of row, document, none, got 'left'"),
+        ({}, {"source": "local"}, "source must be one of sharded, replicated, got 'local'"),
+    ],
+)
+def test_ranks_that_differ_are_told_so(other: dict[str, Any], options: dict[str, Any], message: str) -> None:
+    for error in run_threads(3, elsewhere, other, options):
+        with pytest.raises(ValueError, match=message):
+            raise error
+
+
+def test_a_replicated_batch_that_differs_names_the_rank() -> None:
+    def call(comm: Comm) -> Exception:
+        batch = GOOD | {"input_ids": IDS + (comm.rank == 2)}
+        return answer(comm, lambda c: share(batch, c, source="replicated", plan=ring))
+
+    for error in run_threads(3, call):
+        assert "the batch of rank 2 is not that of rank 0;" in str(error)
+
+
+def test_a_union_without_a_token_is_refused() -> None:
+    empty = {"input_ids": IDS, "attention_mask": torch.zeros(2, 6)}
+    for error in run_threads(2, lambda comm: answer(comm, lambda c: share([empty, None][c.rank], c))):
+        assert str(error) == "share: no rank's batch has a token; leave such batches out"
+
+
+def windowed(lengths: Any, ranks: int) -> Plan:
+    return Plan(Mask(lengths, window=(2, None)), Layout.zigzag(lengths, ranks))
+
+
+def of_other_documents(lengths: Any, ranks: int) -> Plan:
+    return ring(lengths + 1, ranks)
+
+
+def apart(lengths: Any, ranks: int) -> Plan:
+    queries, keys = Layout.zigzag(lengths, ranks), Layout.contiguous(int(lengths.sum()), ranks)
+    return Plan(Mask(lengths), queries, kv_layout=keys)
+
+
+HOLES = GOOD | {"attention_mask": torch.tensor([[1, 0, 1, 1, 1, 1], [1, 1, 1, 1, 1, 1]])}
+
+
+@pytest.mark.parametrize(
+    ("batch", "plan", "message"),
+    [
+        (GOOD, of_other_documents, "plan must return a Plan of the documents"),
+        (GOOD, lambda lengths, ranks: None, "plan must return a Plan"),
+        (GOOD, apart, "got a kv_layout"),
+        (GOOD, partial(plan_batch, max_tokens_per_rank=3), "does not fit|at most 3"),
+        (HOLES, windowed, "make the masks of layers by Share.mask_for"),
+    ],
+    ids=["documents", "none", "keys apart", "does not fit", "window over holes"],
+)
+def test_a_plan_that_does_not_serve_is_refused(batch: dict[str, Tensor], plan: Any, message: str) -> None:
+    def call(comm: Comm) -> Exception:
+        shown = {name: x.masked_fill(x < 3, IGNORE) if name == "labels" else x for name, x in batch.items()}
+        return answer(comm, lambda c: share(shown, c, plan=plan, shift="none"))
+
+    for error in run_threads(2, call):
+        with pytest.raises(ValueError, match=message):
+            raise error
+
+
+def test_a_planner_that_fails_on_one_rank_fails_on_all() -> None:
+    def plan(rank: int, lengths: Any, ranks: int) -> Plan:
+        if rank == 1:
+            raise OSError("no calibration")
+        return ring(lengths, ranks)
+
+    def call(comm: Comm) -> Exception:
+        with pytest.raises((OSError, ValueError)) as raised:
+            share(GOOD, comm, plan=partial(plan, comm.rank))
+        return raised.value
+
+    first, second = run_threads(2, call)
+    assert isinstance(second, OSError)
+    assert "rank 1 refused its arguments: OSError: no calibration" in str(first)
+
+
+def test_ranks_that_plan_otherwise_are_told_so() -> None:
+    def plan(rank: int, lengths: Any, ranks: int) -> Plan:
+        return Plan(Mask(lengths, causal=rank != 0), Layout.zigzag(lengths, ranks))
+
+    for error in run_threads(2, lambda comm: answer(comm, lambda c: share(GOOD, c, plan=partial(plan, c.rank)))):
+        assert "ranks differ in plan" in str(error)
+
+
+def test_results_of_another_number_of_rows_are_refused_on_all_ranks() -> None:
+    def call(comm: Comm) -> str:
+        s = share(GOOD, comm, plan=ring)
+        rows = s.plan.rows(comm.rank) + (comm.rank == 1)
+        with pytest.raises(ValueError) as raised:
+            back(s, torch.zeros(rows, 4))
+        return str(raised.value)
+
+    for message in run_threads(2, call):
+        assert "x on rank 1 must have the share's 12 rows, got [13, 4]" in message
