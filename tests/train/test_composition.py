@@ -1,0 +1,251 @@
+"""The same gradients and parameters as one process: plain, DDP and FSDP2, dp x sp, accumulated, resumed."""
+
+from __future__ import annotations
+
+from contextlib import nullcontext
+from itertools import pairwise
+from pathlib import Path
+
+import numpy as np
+import pytest
+import torch
+import torch.distributed as dist
+import torch.distributed.checkpoint as dcp
+from torch import Tensor, nn
+from torch.distributed.checkpoint.state_dict import get_state_dict, set_state_dict
+from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
+from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
+from torch.distributed.tensor import DTensor
+from torch.nn.parallel import DistributedDataParallel
+
+import seqpar
+from seqpar.comm import Comm, GroupComm
+from seqpar.data import Share
+from seqpar.testing import run_processes, run_threads
+from seqpar.train import clip_grad_norm, grad_norm, sync_gradients
+from tests.train.model import IGNORED, Decoder, Documents, decoder, loss_of, single
+
+CLOSE = 1e-4  # of the largest parameter, after 20 steps
+
+
+def close(got: dict[str, Tensor], expected: dict[str, Tensor], relative: float) -> None:
+    """Every tensor, relative to its largest, with a floor of 1e-6 of the model's largest."""
+    floor = 1e-6 * max(float(x.abs().max()) for x in expected.values())
+    for name, reference in expected.items():
+        error = float((got[name] - reference).abs().max())
+        assert error <= relative * max(float(reference.abs().max()), floor), name
+
+
+def gradients(model: nn.Module) -> dict[str, Tensor]:
+    """Whole gradients by name."""
+    found = {}
+    for name, p in model.named_parameters():
+        grad = p.grad.full_tensor() if isinstance(p.grad, DTensor) else p.grad
+        found[name.removeprefix("module.")] = grad.clone()
+    return found
+
+
+def wrapped(kind: str, flat: DeviceMesh, model: Decoder) -> nn.Module:
+    """The model under what reduces its gradients."""
+    if kind == "ddp":
+        return DistributedDataParallel(model, process_group=flat.get_group())
+    if kind.startswith("fsdp"):
+        for layer in model.layers:
+            fully_shard(layer, mesh=flat)
+        fully_shard(model, mesh=flat)
+        if kind == "fsdp summing":
+            for module in model.modules():
+                if hasattr(module, "set_gradient_divide_factor"):
+                    module.set_gradient_divide_factor(1.0)
+    return model
+
+
+def meshes(dp: int, sp: int) -> tuple[DeviceMesh, DeviceMesh]:
+    """The mesh of both dimensions, and all its ranks in one: over these parameters are sharded."""
+    mesh = init_device_mesh("cpu", (dp, sp), mesh_dim_names=("dp", "sp"))
+    return mesh, mesh._flatten("dp_sp")
+
+
+def counted(share: Share, dp: Comm) -> int:
+    """Labels that count over all replicas: those of one are in its share."""
+    return sum(dp.gather("valid labels", share.valid))
+
+
+def one_step(comm: Comm, kind: str, dp: int, sp: int) -> tuple[float, dict[str, Tensor], float]:
+    mesh, flat = meshes(dp, sp)
+    sequence, data = GroupComm(mesh["sp"], check="call"), GroupComm(mesh["dp"])
+    model = wrapped(kind, flat, decoder())
+    here = Documents.of(0).part(data.rank, dp).part(sequence.rank, sp).share(sequence)
+    average_over = comm.size if kind in ("ddp", "fsdp") else 1
+    loss = loss_of(model, here, valid=counted(here, data), average_over=average_over)
+    loss.backward()
+    if kind == "plain":
+        sync_gradients(model.parameters(), comm)
+    norm = grad_norm(model.parameters())
+    total = sum(comm.gather("losses", loss.item() / average_over))
+    found = gradients(model)
+    assert float(clip_grad_norm(model.parameters(), 0.5)) == pytest.approx(float(norm), rel=1e-12)
+    assert float(grad_norm(model.parameters())) == pytest.approx(0.5, rel=1e-4)
+    return total, found, float(norm)
+
+
+@pytest.mark.parametrize("dp_sp", [(2, 2), (1, 2)], ids=["dp2 x sp2", "sp2"])
+@pytest.mark.parametrize("kind", ["plain", "ddp", "fsdp", "fsdp summing"])
+def test_gradients_are_those_of_one_process(kind: str, dp_sp: tuple[int, int]) -> None:
+    losses, grads, _ = single(1)
+    norm = torch.nn.utils.get_total_norm(grads.values())
+    for loss, found, total in run_processes(dp_sp[0] * dp_sp[1], one_step, kind, *dp_sp):
+        assert loss == pytest.approx(losses[0], rel=1e-12)
+        assert total == pytest.approx(float(norm), rel=1e-10)
+        close(found, grads, 1e-10)
+
+
+def trained(
+    comm: Comm, dp: int, sp: int, steps: range, resume: Path | None, save: Path | None
+) -> tuple[list[float], dict[str, Tensor]]:
+    """Losses and whole parameters after AdamW steps under FSDP2, from a checkpoint and into one."""
+    mesh, flat = meshes(dp, sp)
+    sequence, data = GroupComm(mesh["sp"]), GroupComm(mesh["dp"])
+    model = wrapped("fsdp", flat, decoder(torch.float32))
+    optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2)
+    if resume is not None:
+        states = dict(zip(("model", "optimizer"), get_state_dict(model, optimizer)))
+        dcp.load(states, checkpoint_id=resume)
+        set_state_dict(model, optimizer, model_state_dict=states["model"], optim_state_dict=states["optimizer"])
+    losses = []
+    for step in steps:
+        here = Documents.of(step).part(data.rank, dp).part(sequence.rank, sp).share(sequence)
+        optimizer.zero_grad()
+        loss = loss_of(model, here, valid=counted(here, data), average_over=comm.size)
+        loss.backward()
+        losses.append(sum(comm.gather("losses", loss.item() / comm.size)))
+        clip_grad_norm(model.parameters(), 1.0)
+        optimizer.step()
+    if save is not None:
+        dcp.save(dict(zip(("model", "optimizer"), get_state_dict(model, optimizer))), checkpoint_id=save)
+    return losses, {name: p.detach().full_tensor() for name, p in model.named_parameters()}
+
+
+@pytest.fixture(scope="module")
+def twenty() -> tuple[list[float], dict[str, Tensor]]:
+    losses, _, parameters = single(20, torch.float32)
+    return losses, parameters
+
+
+def check_trained(
+    results: list[tuple[list[float], dict[str, Tensor]]], twenty: tuple[list[float], dict[str, Tensor]]
+) -> None:
+    losses, parameters = twenty
+    largest = max(float(p.abs().max()) for p in parameters.values())
+    for found, values in results:
+        assert found == pytest.approx(losses[-len(found) :], rel=1e-5)
+        assert max(float((values[name] - p).abs().max()) for name, p in parameters.items()) <= CLOSE * largest
+
+
+def test_twenty_steps_of_fsdp_are_those_of_one_process(twenty) -> None:
+    check_trained(run_processes(4, trained, 2, 2, range(20), None, None), twenty)
+
+
+@pytest.mark.parametrize(("before", "after"), [((2, 2), (1, 2)), ((2, 1), (2, 2))], ids=["4 to 2", "2 to 4"])
+def test_a_run_goes_on_with_another_number_of_ranks(before, after, twenty, tmp_path: Path) -> None:
+    run_processes(before[0] * before[1], trained, *before, range(12), None, tmp_path / "checkpoint")
+    results = run_processes(after[0] * after[1], trained, *after, range(12, 20), tmp_path / "checkpoint", None)
+    check_trained(results, twenty)
+
+
+def accumulated(comm: Comm, kind: str) -> dict[str, Tensor]:
+    """The planner's micro-batches of one global batch, each loss divided by the labels of all of them."""
+    model = wrapped(kind, meshes(1, comm.size)[1], decoder())
+    documents = Documents.of(0)
+    parts = seqpar.plan_step([len(t) for t in documents.tokens], comm.size, micro_batches=3)
+    shares = [
+        documents.pick(part.documents.tolist()).share(comm, source="replicated", plan=lambda *_, p=part: p.plan)
+        for part in parts
+    ]
+    assert len(shares) == 3 and len({each.valid for each in shares}) > 1
+    valid = sum(each.valid for each in shares)
+    for index, each in enumerate(shares):
+        last = index == len(shares) - 1
+        if kind == "fsdp":
+            model.set_requires_gradient_sync(last)
+        with model.no_sync() if kind == "ddp" and not last else nullcontext():
+            loss_of(model, each, valid=valid, average_over=1 if kind == "plain" else comm.size).backward()
+    if kind == "plain":
+        sync_gradients(model.parameters(), comm)
+    return gradients(model)
+
+
+@pytest.mark.parametrize("kind", ["plain", "ddp", "fsdp"])
+def test_micro_batches_accumulate_to_the_batch(kind: str) -> None:
+    _, grads, _ = single(1)
+    for found in run_processes(2, accumulated, kind):
+        close(found, grads, 1e-10)
+
+
+def unlabelled(comm: Comm, kind: str) -> tuple[float, dict[str, Tensor]]:
+    """Rank 0 holds a document without labels."""
+    documents = Documents.of(0)
+    documents.labels[0] = torch.full_like(documents.tokens[0], IGNORED)
+    lengths = [len(t) for t in documents.tokens]
+    cuts = [0, lengths[0], sum(lengths)] if comm.size == 2 else [0, sum(lengths)]
+    layout = seqpar.Layout([np.arange(*cut) for cut in pairwise(cuts)])
+    plan = seqpar.Plan(seqpar.Mask(lengths), layout)
+    model = decoder()
+    if kind == "fsdp":
+        model = wrapped(kind, meshes(1, comm.size)[1], model)
+    here = documents.share(comm, source="replicated", plan=lambda *_: plan)
+    loss = loss_of(model, here, valid=here.valid, average_over=comm.size if kind == "fsdp" else 1)
+    loss.backward()
+    if kind == "plain":
+        sync_gradients(model.parameters(), comm)
+    if comm.size > 1:
+        assert (loss.item() == 0.0) == (comm.rank == 0)
+    return loss.item() / (comm.size if kind == "fsdp" else 1), gradients(model)
+
+
+@pytest.mark.parametrize("kind", ["plain", "fsdp"])
+def test_a_rank_without_labels_takes_part(kind: str) -> None:
+    ((loss, grads),) = run_threads(1, unlabelled, "plain")
+    results = run_processes(2, unlabelled, kind)
+    assert sum(part for part, _ in results) == pytest.approx(loss, rel=1e-12)
+    for _, found in results:
+        close(found, grads, 1e-10)
+
+
+def mixed(comm: Comm) -> tuple[float, float]:
+    """Loss and norm of bf16 computation with fp32 gradients."""
+    _, flat = meshes(1, comm.size)
+    model = decoder(torch.float32)
+    policy = MixedPrecisionPolicy(param_dtype=torch.bfloat16, reduce_dtype=torch.float32)
+    for module in (*model.layers, model):
+        fully_shard(module, mesh=flat, mp_policy=policy)
+    here = Documents.of(0).part(comm.rank, comm.size).share(comm)
+    loss = loss_of(model, here, valid=here.valid, average_over=comm.size)
+    assert loss.dtype == torch.float32
+    loss.backward()
+    assert all(p.grad.dtype == torch.float32 for p in model.parameters())
+    return sum(comm.gather("losses", loss.item() / comm.size)), float(grad_norm(model.parameters()))
+
+
+def test_mixed_precision_is_close_to_full() -> None:
+    losses, grads, _ = single(1)
+    for loss, norm in run_processes(2, mixed):
+        assert loss == pytest.approx(losses[0], rel=1e-2)
+        assert norm == pytest.approx(float(torch.nn.utils.get_total_norm(grads.values())), rel=3e-2)
+
+
+def test_sharded_parameters_are_not_summed_again() -> None:
+    for text in run_processes(2, refused):
+        assert "is a DTensor" in text
+
+
+def refused(comm: Comm) -> str:
+    model = wrapped("fsdp", meshes(1, comm.size)[1], decoder())
+    with pytest.raises(NotImplementedError) as raised:
+        sync_gradients(model.parameters(), comm)
+    with pytest.raises(NotImplementedError, match="the weight is a DTensor"):
+        seqpar.train.linear_cross_entropy(
+            torch.zeros(1, 16), model.head.weight, torch.zeros(1, dtype=torch.int64), valid=1
+        )
+    dist.barrier()
+    return str(raised.value)
