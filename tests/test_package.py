@@ -49,7 +49,7 @@ FLOORS: dict[str, tuple[set[str], set[str] | None]] = {
     "__init__": (FLOOR_3, TENSORS),
 }
 # Files with third parties of their own, which they import where they are called.
-OPTIONAL = {"plan/plot.py": {"matplotlib"}, "planner/exact.py": {"scipy"}}
+OPTIONAL = {"plan/plot.py": {"matplotlib"}, "dsp/plot.py": {"matplotlib"}, "planner/exact.py": {"scipy"}}
 HEAVY = {
     "triton", "transformers", "diffusers", "accelerate", "flash_attn", "matplotlib", "rich", "scipy", "pandas",
     "hypothesis", "pytest", "torch._dynamo", "torch._inductor",

@@ -1,0 +1,202 @@
+"""The stage planner: equal to exhaustive search, never worse than methods without one, and sensible on real shapes."""
+
+from __future__ import annotations
+
+import itertools
+import math
+import random
+from dataclasses import replace
+
+import pytest
+
+from seqpar.dsp import Stage, plan_stages, rivals
+from seqpar.dsp.planner import StagePlan
+from seqpar.dsp.stage import Costs
+from seqpar.planner import Hardware
+
+DIMS = ("t", "h", "w", "b")
+
+
+def random_stages(rng: random.Random, dims: dict[str, int], count: int) -> list[Stage]:
+    stages = []
+    for n in range(count):
+        whole = rng.sample(sorted(dims), rng.randint(0, len(dims)))
+        size = 10 ** rng.uniform(5, 9)
+        rest = None
+        if rng.random() < 0.3:
+            rest = rng.sample([*sorted(dims), None], rng.randint(1, len(dims)))
+        heads = rng.choice([0, 3, 8, 16])
+        stages.append(
+            Stage(
+                f"s{n}", whole, bytes=size, flops=10 ** rng.uniform(9, 13), attention=10 ** rng.uniform(9, 13),
+                memory=rng.choice([0.0, size, 3 * size]), heads=heads, kv_heads=min(heads, rng.choice([1, 2, 8])),
+                qkv=(size, size / rng.choice([1, 2])), rest=rest,
+            )
+        )  # fmt: skip
+    return stages
+
+
+def exhaustive(stages: list[Stage], costs: Costs, limit: float) -> float:
+    """The least seconds over every layout of every stage and of every rest, the end whole."""
+    best = math.inf
+    for layouts in itertools.product(costs.layouts, repeat=len(stages)):
+        modes = [costs.modes(stage, layout) for stage, layout in zip(stages, layouts)]
+        if not all(modes) or sum(costs.memory(s, at) for s, at in zip(stages, layouts)) > limit:
+            continue
+        total = sum(min(options.values()) for options in modes)
+        at, size = None, stages[0].bytes
+        for stage, layout in zip(stages, layouts):
+            total += min(
+                costs.moves[at, rest].seconds(size) + costs.moves[rest, layout].seconds(stage.bytes)
+                for rest in ([layout] if stage.rest is None else stage.rest)
+            )
+            at, size = layout, stage.bytes
+        best = min(best, total + costs.moves[at, None].seconds(size))
+    return best
+
+
+@pytest.mark.parametrize("seed", range(10))
+def test_the_plan_is_that_of_exhaustive_search(seed) -> None:
+    """300 lists over all seeds: half of them with a memory that binds."""
+    rng = random.Random(seed)
+    for n in range(30):
+        dims = {d: rng.choice([1, 2, 5, 16, 60]) for d in DIMS[: rng.randint(1, 3)]}
+        stages = random_stages(rng, dims, rng.randint(1, 5))
+        ranks, training = rng.choice([1, 2, 3, 8, 64]), rng.random() < 0.7
+        costs = Costs(dims, ranks, Hardware.of("h100"), training)
+        limit = rng.uniform(0.3, 1.0) * sum(s.memory for s in stages) if n % 2 and training else 1e18
+        best = exhaustive(stages, costs, limit)
+        if best == math.inf:
+            with pytest.raises(ValueError, match="no way to run"):
+                plan_stages(stages, dims, ranks, memory=limit, training=training)
+            continue
+        plan = plan_stages(stages, dims, ranks, memory=limit, training=training)
+        assert plan.seconds == pytest.approx(best, rel=1e-12)
+        assert plan.memory <= limit
+        assert retold(plan) == pytest.approx(plan.seconds, rel=1e-12)
+
+
+def retold(plan: StagePlan) -> float:
+    """The seconds of a plan from what it says of itself."""
+    inside = sum(plan.costs.modes(s, c.layout)[c.mode] for s, c in zip(plan.stages, plan.choices))
+    return inside + sum(plan.costs.moves[src, dst].seconds(size) for _, src, dst, size in plan.moves())
+
+
+@pytest.mark.parametrize("seed", range(4))
+def test_the_plan_is_never_worse_than_methods_without_a_planner(seed) -> None:
+    rng = random.Random(seed)
+    for _ in range(40):
+        dims = {d: rng.choice([1, 2, 5, 16, 60, 3600]) for d in DIMS[: rng.randint(1, 4)]}
+        stages = random_stages(rng, dims, rng.randint(1, 12))
+        ranks = rng.choice([2, 3, 8, 64])
+        if rng.random() < 0.5:
+            stages = [replace(stage, rest=None, bytes=stages[0].bytes) for stage in stages]
+        for name, rival in rivals(stages, dims, ranks, hardware="a100").items():
+            plan = plan_stages(stages, dims, ranks, hardware="a100", memory=math.inf)
+            assert plan.seconds <= rival.seconds * (1 + 1e-12), name
+
+
+def video(layers: int, *, dim: int = 1152, heads: int = 16, t: int = 16, s: int = 1024, b: int = 1) -> list[Stage]:
+    """Spatial and temporal blocks of a video transformer in bf16."""
+    tokens = b * t * s
+    size, flops = 2 * tokens * dim, 24 * tokens * dim**2
+    common = {"bytes": size, "flops": flops, "heads": heads, "kv_heads": heads, "qkv": (size, 2 * size)}
+    pair = [
+        Stage("spatial", "s", attention=4 * tokens * s * dim, memory=10 * size, **common),
+        Stage("temporal", "t", attention=4 * tokens * t * dim, memory=10 * size, **common),
+    ]
+    return pair * layers
+
+
+def chosen(plan: StagePlan) -> list[tuple[str | None, str]]:
+    return [(c.layout, c.mode) for c in plan.choices]
+
+
+def test_a_long_clip_switches_once_between_blocks() -> None:
+    plan = plan_stages(video(4), {"b": 1, "t": 16, "s": 1024}, 8)
+    assert chosen(plan) == [("t", "local"), ("s", "local")] * 4
+    assert plan.exchanges == 8  # seven between blocks, one at the end; the first layout is split for nothing
+    others = rivals(video(4), {"b": 1, "t": 16, "s": 1024}, 8)
+    assert set(others) == {"dsp", "ulysses", "ring", "replicate"}
+    assert min(others, key=lambda name: others[name].seconds) == "dsp"
+
+
+def test_one_frame_and_a_batch_of_them_shards_the_batch() -> None:
+    stages = video(4, t=1, b=8)
+    plan = plan_stages(stages, {"b": 8, "t": 1, "s": 1024}, 8)
+    assert {layout for layout, _ in chosen(plan)} == {"b"} and plan.exchanges == 1
+
+
+def test_attention_over_all_dimensions_is_shared_with_heads() -> None:
+    t, s, dim = 16, 1024, 1152
+    size = 2 * t * s * dim
+    stage = Stage(
+        "full", ("t", "s"), bytes=size, flops=24 * t * s * dim**2, attention=4 * (t * s) ** 2 * dim, heads=16,
+        kv_heads=16, qkv=(size, 2 * size),
+    )  # fmt: skip
+    plan = plan_stages([stage] * 4, {"t": t, "s": s}, 8)
+    assert {mode for _, mode in chosen(plan)} <= {"ulysses", "ring"}
+    assert plan.seconds == pytest.approx(min(r.seconds for r in rivals([stage] * 4, {"t": t, "s": s}, 8).values()))
+    with pytest.raises(ValueError, match="no way to run"):
+        plan_stages([replace(stage, heads=0, memory=1e12)] * 4, {"t": t, "s": s}, 8)
+
+
+def test_few_frames_are_visited_only_where_they_must() -> None:
+    """Five frames on eight ranks: what mixes neither dimension stays on the long one."""
+    tokens, dim = 5 * 4096, 1152
+    mlp = Stage("mlp", (), bytes=2 * tokens * dim, flops=16 * tokens * dim**2)
+    stages = [replace(x, heads=0) for x in video(1, t=5, s=4096)]
+    plan = plan_stages([stages[0], mlp, stages[1], mlp] * 2, {"t": 5, "s": 4096}, 8)
+    assert [layout for layout, _ in chosen(plan)] == ["t", "s", "s", "s"] * 2
+
+
+def test_tiny_work_is_not_sent_anywhere() -> None:
+    tiny = Stage("tiny", (), bytes=1e4, flops=1e6)
+    assert chosen(plan_stages([tiny] * 3, {"t": 4, "s": 4}, 4)) == [(None, "copies")] * 3
+
+
+def test_rest_is_respected_and_shown(tmp_path) -> None:
+    stages = [replace(stage, rest={"s"} if n else {None}) for n, stage in enumerate(video(2))]
+    plan = plan_stages(stages, {"t": 16, "s": 1024}, 8)
+    assert [c.before for c in plan.choices] == [None, "s", "s", "s"]
+    assert [(src, dst) for _, src, dst, _ in plan.moves()] == [
+        (None, "t"), ("t", "s"), ("s", "t"), ("t", "s"), ("s", None)
+    ]  # fmt: skip
+    text = plan.describe()
+    assert "4 stages" in text and "spatial: t by way of s, local" in text and "temporal: s by way of s" in text
+    pytest.importorskip("matplotlib")
+    plan.plot(tmp_path / "plan.svg")
+    assert (tmp_path / "plan.svg").stat().st_size > 1000
+
+
+def test_bytes_are_the_formula() -> None:
+    plan = plan_stages(video(1), {"t": 16, "s": 1024}, 8)
+    size = 2 * 16 * 1024 * 1152
+    assert plan.bytes() == pytest.approx(size / 8 * 7 / 8 + size * 7 / 8)  # a switch, and the gather at the end
+
+
+def test_a_hundred_stages_of_four_dimensions() -> None:
+    """How long this takes, bench/dsp.py says; a clock is no test."""
+    rng = random.Random(0)
+    dims = {"t": 16, "h": 60, "w": 104, "b": 2}
+    stages = [replace(stage, rest=None) for stage in random_stages(rng, dims, 100)]
+    plan = plan_stages(stages, dims, 8, memory=math.inf)
+    assert len(plan.choices) == 100 and retold(plan) == pytest.approx(plan.seconds)
+
+
+@pytest.mark.parametrize(
+    "call, words",
+    [
+        (lambda: plan_stages([], {"t": 2}, 2), "takes stages"),
+        (lambda: plan_stages([Stage("a", "s")], {"t": 2}, 2), r"stage a names \['s'\]"),
+        (lambda: plan_stages([Stage("a", rest={"s"})], {"t": 2}, 2), r"stage a names \['s'\]"),
+        (lambda: plan_stages([Stage("a")], {"t": 2}, 2, start="s"), "start 's'"),
+        (lambda: plan_stages([Stage("a", bytes=1.0)], {"t": 2}, 2, hardware="abacus"), "no hardware is called"),
+        (lambda: Stage("a", bytes=-1), "figures of at least 0"),
+        (lambda: Stage("a", heads=4), "key heads"),
+        (lambda: Stage("a", rest=()), "some rest"),
+    ],
+)
+def test_what_is_refused(call, words) -> None:
+    with pytest.raises(ValueError, match=words):
+        call()
