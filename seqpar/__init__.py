@@ -8,6 +8,7 @@ plan for compiled models.
 import logging
 
 from seqpar.comm import Comm, GroupComm, LocalComm, PeerComm, PeerError, ShmComm
+from seqpar.integrations.sdpa import sdpa
 from seqpar.layout import Layout
 from seqpar.mask import Mask
 from seqpar.ops import attention, bind, merge, relayout, rotary, shard, switch, unshard
@@ -20,7 +21,7 @@ __version__ = "0.1.0"
 __all__ = [
     "Comm", "Forecast", "GroupComm", "Hardware", "Layout", "LocalComm", "Mask", "MicroBatch", "ModelShape", "PeerComm",
     "PeerError", "Plan", "ShmComm", "attention", "bind", "merge", "parallel", "plan_batch", "plan_step", "relayout",
-    "rotary", "shard", "switch", "unshard",
+    "rotary", "sdpa", "shard", "switch", "unshard",
 ]  # fmt: skip
 
 logging.getLogger("seqpar").addHandler(logging.NullHandler())

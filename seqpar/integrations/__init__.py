@@ -1,0 +1,1 @@
+"""Third parties' attention under a plan: PyTorch's own functions, transformers, diffusers."""

@@ -1,0 +1,347 @@
+"""PyTorch's own attention functions under a plan: ``with sdpa(plan, comm):``, and `parallelize` for a whole model.
+
+A mode sees every call that reaches torch from Python, also those of `torch.nn.TransformerEncoder` in eval, whose fused
+paths give way to a mode. A call is rerouted if its rows are the plan's; what it says of its mask must be what the plan
+says, except that an explicit mask says everything and is taken as it is. Any other call is an error.
+"""
+
+from __future__ import annotations
+
+import copy
+import hashlib
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from typing import Any
+
+import numpy as np
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+from torch.overrides import TorchFunctionMode
+
+from seqpar.comm import Comm
+from seqpar.integrations.recompute import Checkpoint, run_again_inside, stamped, under_way
+from seqpar.integrations.sdpa_mask import bounds_of, compressed, expanded, is_lower_triangle
+from seqpar.mask import Mask
+from seqpar.ops import attention
+from seqpar.ops.agree import signature
+from seqpar.ops.handles import refuse, uncompiled
+from seqpar.parallel import parallel, surrounding
+from seqpar.plan import Plan
+
+Local = Callable[[Tensor, Tensor], bool]
+
+# What computes attention without passing through the functions that are rerouted.
+_FUSED = {
+    torch._native_multi_head_attention, torch._transformer_encoder_layer_fwd, torch._scaled_dot_product_attention_math,
+    torch._scaled_dot_product_flash_attention, torch._scaled_dot_product_efficient_attention,
+    torch._scaled_dot_product_cudnn_attention, torch._scaled_dot_product_flash_attention_for_cpu,
+}  # fmt: skip
+_REROUTED = {F.scaled_dot_product_attention, F.multi_head_attention_forward, *_FUSED}
+
+
+def sdpa(plan: Plan, comm: Comm, *, local: Local | None = None, dropout_seed: int | None = None) -> Rerouting:
+    """A block that reroutes PyTorch's attention functions to `seqpar.attention`, for this thread. Blocks nest.
+
+        with seqpar.sdpa(plan, comm):
+            loss = model(x[None])            # x [plan.rows(rank), E], this rank's rows
+        loss.backward()
+
+    Rerouted are ``F.scaled_dot_product_attention`` on [1, H, T, D] or [H, T, D], and
+    ``F.multi_head_attention_forward``, hence `torch.nn.MultiheadAttention` and `torch.nn.TransformerEncoder`, on
+    [T, 1, E] or [T, E], where T is the plan's rows of this rank, for queries and for keys. Inside the block
+    `seqpar.parallel(plan, comm)` holds too. Calls are collective, forward and backward.
+
+    The mask is the plan's, which knows the documents: ``is_causal=True`` needs a plan that is causal inside its
+    documents, a call without a mask one that is full inside them. ``attn_mask`` is this rank's rows over all keys in
+    the order of positions, ``seqpar.shard(mask, plan, rank)`` of the mask of one process, boolean or of 0 and -inf, one
+    for all heads, with one interval of keys per row; it is taken as it is, documents included.
+    ``F.multi_head_attention_forward`` takes also its usual pair of ``is_causal=True`` and the triangle [T, T].
+
+    local: tells of a call's query and key, as the call gives them, whether it is to stay as it is, as attention over
+    tensors that every rank holds whole; it must say the same on all ranks. dropout_seed: what the seeds of calls with
+    dropout derive from, equal on all ranks and another one for every step; the same pairs are dropped at any number
+    of ranks. Under autocast q, k and v are cast as PyTorch casts them.
+
+    What `torch.utils.checkpoint.checkpoint` wraps inside the block is recomputed under its plan, wherever the backward
+    runs; what other checkpoints wrap raises in backward. A thread that is started inside the block is outside of it.
+    A compiler breaks its graph at every call: to compile whole models, use `seqpar.nn.Attention`.
+
+    Raises: ValueError for rows or a mask that are not the plan's; NotImplementedError for need_weights, padding masks,
+    added keys, biases of scores, masks that differ between heads or have gaps, and fused functions called directly;
+    RuntimeError on leaving the block if no call was rerouted. All ranks raise, none hangs.
+    """
+    return Rerouting(plan, comm, local, dropout_seed)
+
+
+class Rerouting(TorchFunctionMode):
+    """The mode of one block. first: the number of its first call, for seeds; again: whether a checkpoint runs again."""
+
+    def __init__(
+        self, plan: Plan, comm: Comm, local: Local | None, seed: int | None, *, first: int = 0, again: bool = False
+    ) -> None:
+        super().__init__()
+        self.plan, self.comm, self.local, self.seed, self.again = plan, comm, local, seed, again
+        self.first = self.calls = first
+        self.outside: list[Checkpoint] = []
+        self.surroundings = parallel(plan, comm)
+        self.masked: tuple[Tensor, int, Plan] | None = None
+
+    def __enter__(self) -> Rerouting:
+        self.surroundings.__enter__()
+        self.outside = under_way()
+        super().__enter__()
+        return self
+
+    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, trace: Any) -> None:
+        super().__exit__(kind, error, trace)
+        self.surroundings.__exit__(None, None, None)
+        self.outside, self.masked = [], None
+        if kind is None and self.calls == self.first and not self.again:
+            raise RuntimeError(
+                "sdpa: no attention was rerouted inside the block; the model called neither "
+                "F.scaled_dot_product_attention nor F.multi_head_attention_forward on this thread with the plan's rows"
+            )
+
+    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        kwargs = kwargs or {}
+        if func not in _REROUTED:
+            return func(*args, **kwargs)
+        return self._reroute(func, args, kwargs)
+
+    @uncompiled
+    def _reroute(self, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        # off for this block's own computation, and for the blocks around it
+        with torch._C.DisableTorchFunction():
+            if func in _FUSED:
+                with self._refusals():
+                    raise NotImplementedError(f"sdpa: {func.__name__} is not rerouted; call torch.nn.functional's")
+            if self.local is not None and self.local(*_first_two(*args, **kwargs)):
+                return func(*args, **kwargs)
+            route = self._multi_head if func is F.multi_head_attention_forward else self._scaled_dot_product
+            return route(*args, **kwargs)
+
+    @contextmanager
+    def _refusals(self) -> Iterator[None]:
+        """Tells the other ranks of what this one refuses."""
+        try:
+            yield
+        except Exception as error:
+            refuse("sdpa", self.comm, error)
+
+    def _scaled_dot_product(
+        self, query: Tensor, key: Tensor, value: Tensor, attn_mask: Tensor | None = None, dropout_p: float = 0.0,
+        is_causal: bool = False, scale: float | None = None, enable_gqa: bool = False,
+    ) -> Tensor:  # fmt: skip
+        """`F.scaled_dot_product_attention`, with its signature."""
+        with self._refusals():
+            shapes = f"query {list(query.shape)}, key {list(key.shape)}, value {list(value.shape)}"
+            if query.dim() not in (3, 4) or not query.dim() == key.dim() == value.dim():
+                raise ValueError(f"sdpa reroutes [1, H, T, D] or [H, T, D], got {shapes}")
+            if query.dim() == 4 and not query.shape[0] == key.shape[0] == value.shape[0] == 1:
+                raise ValueError(f"sdpa reroutes one packed batch, [1, H, T, D], not several, got {shapes}")
+            if is_causal and attn_mask is not None:
+                raise ValueError("sdpa: give attn_mask or is_causal=True, not both")
+            if not enable_gqa and query.shape[-3] != key.shape[-3]:
+                raise ValueError(f"sdpa: fewer heads of keys need enable_gqa=True, got {shapes}")
+        q, k, v = ((x[0] if x.dim() == 4 else x).transpose(0, 1) for x in (query, key, value))
+        out = self._attend(q, k, v, attn_mask, dropout_p, is_causal, scale).transpose(0, 1)
+        return out if query.dim() == 3 else out[None]
+
+    def _multi_head(
+        self, query: Tensor, key: Tensor, value: Tensor, embed_dim_to_check: int, num_heads: int,
+        in_proj_weight: Tensor | None, in_proj_bias: Tensor | None, bias_k: Tensor | None, bias_v: Tensor | None,
+        add_zero_attn: bool, dropout_p: float, out_proj_weight: Tensor, out_proj_bias: Tensor | None,
+        training: bool = True, key_padding_mask: Tensor | None = None, need_weights: bool = True,
+        attn_mask: Tensor | None = None, use_separate_proj_weight: bool = False, q_proj_weight: Tensor | None = None,
+        k_proj_weight: Tensor | None = None, v_proj_weight: Tensor | None = None, static_k: Tensor | None = None,
+        static_v: Tensor | None = None, average_attn_weights: bool = True, is_causal: bool = False,
+    ) -> tuple[Tensor, None]:  # fmt: skip
+        """`F.multi_head_attention_forward`, with its signature; average_attn_weights is of weights nobody asked for."""
+        with self._refusals():
+            missing = {
+                "need_weights=True": need_weights, "key_padding_mask": key_padding_mask is not None,
+                "add_zero_attn": add_zero_attn, "bias_k and bias_v": bias_k is not None or bias_v is not None,
+                "static_k and static_v": static_k is not None or static_v is not None,
+            }  # fmt: skip
+            if named := [name for name, given in missing.items() if given]:
+                raise NotImplementedError(f"sdpa does not reroute multi-head attention with {', '.join(named)}")
+            shapes = f"query {list(query.shape)}, key {list(key.shape)}, value {list(value.shape)}"
+            single = query.dim() == 2 or (query.dim() == 3 and query.shape[1] == key.shape[1] == value.shape[1] == 1)
+            if not single or not query.dim() == key.dim() == value.dim():
+                raise ValueError(f"sdpa reroutes one packed batch, [T, 1, E] or [T, E], got {shapes}")
+            if query.shape[-1] != embed_dim_to_check or embed_dim_to_check % num_heads:
+                raise ValueError(f"sdpa: {shapes} with {num_heads} heads of {embed_dim_to_check} features in all")
+            if is_causal and attn_mask is None:
+                raise ValueError("sdpa: multi-head attention takes is_causal=True as a hint beside attn_mask only")
+            mask = ~attn_mask if attn_mask is not None and attn_mask.dtype == torch.bool else attn_mask
+            if is_causal and mask is not None and is_lower_triangle(mask) and mask.shape[-1] == query.shape[0]:
+                mask = None
+            else:
+                is_causal = False
+        if use_separate_proj_weight:
+            biases = (None,) * 3 if in_proj_bias is None else in_proj_bias.chunk(3)
+            weights = q_proj_weight, k_proj_weight, v_proj_weight
+            projected = F._in_projection(query, key, value, *weights, *biases)
+        else:
+            projected = F._in_projection_packed(query, key, value, in_proj_weight, in_proj_bias)
+        q, k, v = (x.reshape(x.shape[0], num_heads, -1) for x in projected)
+        out = self._attend(q, k, v, mask, dropout_p if training else 0.0, is_causal, None)
+        return F.linear(out.reshape(query.shape), out_proj_weight, out_proj_bias), None
+
+    def _attend(
+        self, q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None, dropout_p: float, is_causal: bool,
+        scale: float | None,
+    ) -> Tensor:  # fmt: skip
+        """Attention over packed q [T, H, D], k [T_kv, H_kv, D], v [T_kv, H_kv, D_v]."""
+        with self._refusals():
+            rows = [self.plan.rows(self.comm.rank, side) for side in ("q", "kv")]
+            if [q.shape[0], k.shape[0]] != rows or v.shape[0] != rows[1]:
+                raise ValueError(
+                    f"sdpa: {q.shape[0]} rows attend over {k.shape[0]}, the plan has {rows[0]} and {rows[1]} on rank "
+                    f"{self.comm.rank}; give shards, or say by local= which calls stay on their rank"
+                )
+            if mask is None:
+                self._check_meaning(is_causal)
+            seed = self._seed_of(dropout_p)
+        plan = self.plan if mask is None else self._plan_under(mask)
+        run_again_inside(self._again(self.calls), self, self.outside)
+        self.calls += 1
+        q, k, v = (_dense(_cast(x)) for x in (q, k, v))
+        out = attention(q, k, v, plan, self.comm, scale=scale, dropout_p=dropout_p, dropout_seed=seed)
+        if not out.requires_grad:
+            return out
+        facts = {"plan": plan.digest(), "comm": id(self.comm), "seed": seed, "p": dropout_p, "scale": scale}
+        return stamped(out, signature(facts), self.comm)
+
+    def _again(self, first: int) -> Callable[[], Rerouting]:
+        def again() -> Rerouting:
+            return Rerouting(self.plan, self.comm, self.local, self.seed, first=first, again=True)
+
+        return again
+
+    def _check_meaning(self, is_causal: bool) -> None:
+        """Raise ValueError if a call without attn_mask means another mask than the plan's."""
+        mask = self.plan.mask
+        if is_causal and not np.array_equal(mask.lengths, mask.kv_lengths):
+            raise NotImplementedError(
+                "sdpa: is_causal=True aligns the first query with the first key, plans the last ones; give attn_mask"
+            )
+        meant = mask.memo(("sdpa", is_causal), lambda: Mask(mask.lengths, causal=is_causal, kv_lengths=mask.kv_lengths))
+        if meant != mask:
+            raise ValueError(
+                f"sdpa: a call with is_causal={is_causal} and no attn_mask means {meant!r}, the plan has "
+                f"{mask!r}; give the plan that mask, or the call its attn_mask"
+            )
+
+    def _seed_of(self, dropout_p: float) -> int | None:
+        if not dropout_p:
+            return None
+        if self.seed is None:
+            raise ValueError(f"sdpa: dropout_p={dropout_p} needs sdpa(..., dropout_seed=), another one for every step")
+        return _derived(self.seed, self.calls)
+
+    def _plan_under(self, mask: Tensor) -> Plan:
+        """The plan under the mask of which every rank gives its rows. A collective, unless it is the call before's."""
+        version = -1 if mask.is_inference() else mask._version
+        if self.masked is not None and self.masked[0] is mask and self.masked[1] == version >= 0:
+            return self.masked[2]
+        plan, rank = self.plan, self.comm.rank
+        mine, error = None, None
+        try:
+            mine = compressed(*bounds_of(mask, plan.rows(rank), plan.mask.kv_tokens), plan.layout.tokens(rank))
+        except Exception as found:
+            error = found
+        lo, hi = np.zeros((2, plan.mask.tokens), np.int64)
+        for peer, spans in enumerate(self.comm.gather("sdpa: attn_mask", mine, error)):
+            at = plan.layout.positions(peer)
+            lo[at], hi[at] = expanded(spans, at.size)
+        lengths = plan.mask.lengths if plan.mask.tokens == plan.mask.kv_tokens else None
+        under = plan.with_mask(Mask.from_bounds(lo, hi, kv_tokens=plan.mask.kv_tokens, lengths=lengths))
+        self.masked = mask, version, under
+        return under
+
+
+def parallelize(
+    model: nn.Module, comm: Comm, *, plan: Plan | None = None, local: Local | None = None,
+    dropout_seed: int | None = None,
+) -> Parallelized:  # fmt: skip
+    """Run every forward of a model of plain PyTorch inside `sdpa`; what is returned has ``undo()``.
+
+    model: takes this rank's rows and calls PyTorch's attention functions on them. plan: of every forward, by default
+    the plan that `seqpar.parallel` gives when the forward begins. local: as in `sdpa`. dropout_seed: what the seeds of
+    all forwards derive from, equal on all ranks. Backward may run anywhere, also of checkpoints inside or around the
+    model. Parameters, buffers, hooks and the state dict stay as they are; a copy of the model is parallelized too.
+
+    Raises: as `sdpa`, from the forward; RuntimeError there if neither a plan was given nor one surrounds it.
+    """
+    return Parallelized(model, _Forward(model.forward, comm, plan, local, dropout_seed))
+
+
+class Parallelized:
+    """A model whose forward runs inside `sdpa`, and what it was before."""
+
+    def __init__(self, model: nn.Module, forward: _Forward) -> None:
+        if any(isinstance(m.__dict__.get("forward"), _Forward) for m in model.modules()):
+            raise ValueError(f"{type(model).__name__} is parallelized already; undo that first")
+        self.model, self.forward, self.before = model, forward, model.__dict__.get("forward")
+        model.forward = forward  # type: ignore[method-assign]
+
+    def undo(self) -> None:
+        """Give the model its own forward back. A second time does nothing."""
+        if self.model.__dict__.get("forward") is not self.forward:
+            if self.before is self.model.__dict__.get("forward"):
+                return
+            raise RuntimeError("the model's forward was replaced after it was parallelized; undo that first")
+        if self.before is None:
+            del self.model.forward
+        else:
+            self.model.forward = self.before  # type: ignore[method-assign]
+
+
+class _Forward:
+    """A model's forward inside `sdpa`."""
+
+    def __init__(
+        self, forward: Callable[..., Any], comm: Comm, plan: Plan | None, local: Local | None, seed: int | None
+    ) -> None:
+        self.forward, self.comm, self.plan, self.local, self.seed = forward, comm, plan, local, seed
+        self.count = 0
+
+    def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        if under_way() and (self.plan is None or self.seed is not None):
+            raise NotImplementedError(
+                "a checkpoint around a parallelized model would lose the plan that surrounds it and the number of its "
+                "forward; checkpoint parts inside the model, or give parallelize its plan and no dropout_seed"
+            )
+        plan = surrounding().plan if self.plan is None else self.plan
+        seed = None if self.seed is None else _derived(self.seed, self.count)
+        self.count += 1
+        with sdpa(plan, self.comm, local=self.local, dropout_seed=seed):
+            return self.forward(*args, **kwargs)
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> _Forward:
+        copied = _Forward(copy.deepcopy(self.forward, memo), self.comm, self.plan, self.local, self.seed)
+        copied.count = self.count
+        return copied
+
+
+def _derived(seed: int, number: int) -> int:
+    """A seed of its own for every number."""
+    return int.from_bytes(hashlib.blake2b(f"{seed} {number}".encode(), digest_size=8).digest(), "little") >> 1
+
+
+def _first_two(query: Tensor, key: Tensor, *_: Any, **__: Any) -> tuple[Tensor, Tensor]:
+    return query, key
+
+
+def _dense(x: Tensor) -> Tensor:
+    return x if x.stride(-1) == 1 or x.shape[-1] == 1 else x.contiguous()
+
+
+def _cast(x: Tensor) -> Tensor:
+    """x as autocast casts what PyTorch's attention takes."""
+    kind = x.device.type
+    if x.dtype == torch.float64 or not x.is_floating_point() or not torch.is_autocast_enabled(kind):
+        return x
+    return x.to(torch.get_autocast_dtype(kind))

@@ -1,0 +1,71 @@
+"""Masks as PyTorch's attention takes them, read as the interval of keys that each query sees."""
+
+from __future__ import annotations
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from seqpar.layout import expand
+from seqpar.mask import Ints, Spans, linear_spans
+
+
+def bounds_of(mask: Tensor, rows: int, keys: int) -> tuple[Ints, Ints]:
+    """The bounds ``lo, hi`` [rows] of a mask [..., rows or 1, keys], boolean (True is seen) or added to the scores.
+
+    Raises: ValueError for another shape; NotImplementedError for a mask that requires a gradient, differs between
+    heads, adds anything but 0 and -inf (or its dtype's least number, to rows that see a key), or shows a row keys
+    that are no interval.
+    """
+    if mask.dim() < 2 or mask.shape[-1] != keys or mask.shape[-2] not in (1, rows):
+        raise ValueError(
+            f"sdpa: attn_mask must be this rank's {rows} rows over all {keys} keys, got {list(mask.shape)}; "
+            "seqpar.shard(mask, plan, rank) makes it of one process's, and is_causal=True needs none"
+        )
+    seen = _seen(mask).reshape(-1, mask.shape[-2], keys)
+    if seen.shape[0] != 1 and not bool((seen == seen[:1]).all()):
+        raise NotImplementedError("sdpa: attn_mask differs between heads; give one for all of them")
+    plain = seen[0].expand(rows, keys).cpu().numpy()
+    count = plain.sum(1)
+    lo = np.where(count > 0, plain.argmax(1) if keys else 0, 0).astype(np.int64)
+    hi = lo + count
+    last = np.where(count > 0, keys - plain[:, ::-1].argmax(1) if keys else 0, 0)
+    if (gaps := np.flatnonzero(last != hi)).size:
+        raise NotImplementedError(
+            f"sdpa: row {gaps[0]} of attn_mask sees {count[gaps[0]]} keys between {lo[gaps[0]]} and "
+            f"{last[gaps[0]] - 1}, which are no interval; masks are one interval of keys per query"
+        )
+    return lo, hi
+
+
+def compressed(lo: Ints, hi: Ints, rows: int) -> Spans:
+    """The bounds of the first rows, small where they are regular."""
+    return linear_spans(lo[:rows], hi[:rows])
+
+
+def expanded(spans: Spans, rows: int) -> tuple[Ints, Ints]:
+    """The bounds of as many rows."""
+    count = np.diff(np.append(spans.start, rows))
+    return expand(spans.lo, count, spans.lo_step), expand(spans.hi, count, spans.hi_step)
+
+
+def is_lower_triangle(mask: Tensor) -> bool:
+    """Whether a mask [..., T, T] is that of plain causal attention."""
+    if mask.dim() < 2 or mask.shape[-1] != mask.shape[-2]:
+        return False
+    rows = mask.shape[-1]
+    return bool((_seen(mask) == torch.ones(rows, rows, dtype=torch.bool, device=mask.device).tril()).all())
+
+
+def _seen(mask: Tensor) -> Tensor:
+    if mask.requires_grad:
+        raise NotImplementedError("sdpa: attn_mask has no gradient; detach it")
+    if mask.dtype == torch.bool:
+        return mask
+    if not mask.dtype.is_floating_point:
+        raise ValueError(f"sdpa: attn_mask must be boolean or floating point, got {mask.dtype}")
+    seen = mask == 0
+    hidden = (mask == -torch.inf) | ((mask == torch.finfo(mask.dtype).min) & seen.any(-1, keepdim=True))
+    if not bool((seen | hidden).all()):
+        raise NotImplementedError("sdpa: attn_mask adds a bias to scores; only 0 and -inf are expressible as bounds")
+    return seen

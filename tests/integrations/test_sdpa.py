@@ -1,0 +1,706 @@
+"""PyTorch's attention functions under a plan: equal to one process, or refused by name."""
+
+from __future__ import annotations
+
+import contextlib
+import copy
+import threading
+from collections.abc import Callable
+from functools import partial
+from typing import Any
+
+import pytest
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+from torch._dynamo.exc import Unsupported
+from torch.distributed._composable import checkpoint as composable_checkpoint
+from torch.nn.attention import SDPBackend, sdpa_kernel
+from torch.utils.checkpoint import CheckpointError, checkpoint
+
+import seqpar
+from seqpar import Comm, Layout, LocalComm, Mask, Plan
+from seqpar.integrations.sdpa import parallelize, sdpa
+from seqpar.testing import run_processes, run_threads
+
+E, H = 16, 4
+DOCUMENTS = [9, 1, 7]
+TOKENS = sum(DOCUMENTS)
+
+
+class Block(nn.Module):
+    """A residual block of grouped-query attention on [1, T, E]."""
+
+    def __init__(self, causal: bool = True, dropout_p: float = 0.0) -> None:
+        super().__init__()
+        self.causal, self.dropout_p = causal, dropout_p
+        self.qkv, self.out = nn.Linear(E, 2 * E), nn.Linear(E, E)
+
+    def forward(self, x: Tensor, mask: Tensor | None = None) -> Tensor:
+        qkv = self.qkv(x).unflatten(-1, (2 * H, -1)).transpose(1, 2)
+        q, k, v = qkv.split((H, H // 2, H // 2), dim=1)
+        y = F.scaled_dot_product_attention(
+            q, k, v, mask, is_causal=self.causal and mask is None, enable_gqa=True, scale=0.3, dropout_p=self.dropout_p
+        )
+        return x + self.out(y.transpose(1, 2).flatten(2))
+
+
+class Stack(nn.Module):
+    """Blocks, each inside a checkpoint if `reentrant` is given."""
+
+    def __init__(self, reentrant: bool | None = None, **options: Any) -> None:
+        super().__init__()
+        self.blocks = nn.ModuleList(Block(**options) for _ in range(2))
+        self.reentrant = reentrant
+
+    def forward(self, x: Tensor, mask: Tensor | None = None) -> Tensor:
+        for block in self.blocks:
+            x = block(x, mask) if self.reentrant is None else checkpoint(block, x, mask, use_reentrant=self.reentrant)
+        return x
+
+
+def made(kind: Callable[..., nn.Module] = Stack, **options: Any) -> nn.Module:
+    with torch.random.fork_rng():
+        torch.manual_seed(0)
+        return kind(**options).double()
+
+
+def encoder(train: bool = True, batch_first: bool = True) -> nn.Module:
+    layer = nn.TransformerEncoderLayer(E, H, 32, 0.0, batch_first=batch_first)
+    return nn.TransformerEncoder(layer, 2, enable_nested_tensor=False).train(train)
+
+
+def inputs() -> tuple[Tensor, Tensor]:
+    generator = torch.Generator().manual_seed(1)
+    return tuple(torch.randn(TOKENS, E, dtype=torch.float64, generator=generator) for _ in range(2))  # type: ignore[return-value]
+
+
+def seen(mask: Mask) -> Tensor:
+    lo, hi = (torch.from_numpy(x)[:, None] for x in mask.bounds(range(mask.tokens)))
+    return (torch.arange(mask.kv_tokens) >= lo) & (torch.arange(mask.kv_tokens) < hi)
+
+
+def gradients(model: nn.Module) -> list[Tensor]:
+    return [p.grad for p in model.parameters()]
+
+
+def one(model: nn.Module, mask: Mask, **options: Any) -> tuple[Tensor, list[Tensor]]:
+    """Output and gradients of one process, documents and all, by PyTorch alone."""
+    x, target = inputs()
+    y = model(x[None], mask=seen(mask), **options)[0]
+    (y * target).sum().backward()
+    return y.detach(), gradients(model)
+
+
+def backward(y: Tensor, target: Tensor) -> None:
+    (y * target).sum().backward()
+
+
+def whole(y: Tensor, model: nn.Module, plan: Plan, comm: Comm) -> tuple[Tensor, list[Tensor]]:
+    """The output of all ranks, and the gradients summed over them."""
+    everywhere = Plan(Mask([comm.size]), Layout.contiguous(comm.size, comm.size))
+    summed = [seqpar.unshard(g[None], everywhere, comm).sum(0) for g in gradients(model)]
+    return seqpar.unshard(y.detach(), plan, comm), summed
+
+
+def same(got: tuple[Tensor, list[Tensor]], expected: tuple[Tensor, list[Tensor]], bound: float = 1e-10) -> None:
+    for a, b in zip([got[0], *got[1]], [expected[0], *expected[1]], strict=True):
+        assert float((a - b).abs().max()) <= bound * max(1.0, float(b.abs().max()))
+
+
+PLANS: dict[str, Callable[[Mask, int], Plan]] = {
+    "ring": lambda mask, ranks: Plan(mask, Layout.zigzag(mask.lengths, ranks), transport="ring"),
+    "ulysses": lambda mask, ranks: Plan(mask, Layout.contiguous(mask.tokens, ranks), ulysses=ranks),
+    "one rank": lambda mask, ranks: Plan(mask, Layout([range(mask.tokens), *[range(0)] * (ranks - 1)])),
+    "pads": lambda mask, ranks: Plan(mask, Layout([range(mask.tokens), *[range(0)] * (ranks - 1)])).padded(),
+}
+
+
+@pytest.mark.parametrize("name", PLANS)
+@pytest.mark.parametrize("ranks", [1, 2, 3, 4])
+@pytest.mark.parametrize("causal", [True, False])
+def test_a_model_is_that_of_one_process(name: str, ranks: int, causal: bool) -> None:
+    mask = Mask(DOCUMENTS, causal=causal)
+    model = made(causal=causal)
+    results = run_threads(ranks, step, model, PLANS[name](mask, ranks))
+    expected = one(model, mask)
+    for got in results:
+        same(got, expected)
+
+
+def step(comm: Comm, model: nn.Module, plan: Plan, **options: Any) -> tuple[Tensor, list[Tensor]]:
+    """A rank's step with a copy of the model: the output of all ranks and the sums of their gradients."""
+    model = copy.deepcopy(model)
+    x, target = (seqpar.shard(t, plan, comm.rank) for t in inputs())
+    with seqpar.sdpa(plan, comm):
+        y = model(x[None], **options)[0]
+    backward(y, target)
+    return whole(y, model, plan, comm)
+
+
+@pytest.mark.parametrize("batch_first", [True, False])
+@pytest.mark.parametrize("train", [True, False])
+@pytest.mark.parametrize("ranks", [1, 3])
+def test_the_encoder_of_pytorch_is_that_of_one_process(train: bool, batch_first: bool, ranks: int) -> None:
+    mask = Mask([TOKENS], causal=False)
+    plan = PLANS["ring"](mask, ranks)
+    model = made(encoder, train=train, batch_first=batch_first)
+    dim = 0 if batch_first else 1
+
+    def rank(comm: Comm) -> tuple[Tensor, list[Tensor]]:
+        own = copy.deepcopy(model)
+        x, target = (seqpar.shard(t, plan, comm.rank) for t in inputs())
+        with torch.set_grad_enabled(train), seqpar.sdpa(plan, comm):
+            batched, alone = own(x.unsqueeze(dim)).squeeze(dim), own(x)
+        torch.testing.assert_close(batched, alone, rtol=0, atol=1e-12)
+        if train:
+            backward(batched, target)
+        else:
+            assert not batched.requires_grad
+        return whole(batched, own, plan, comm) if train else (seqpar.unshard(batched, plan, comm), [])
+
+    x, target = inputs()
+    with torch.set_grad_enabled(train):
+        y = model(x.unsqueeze(dim)).squeeze(dim)
+    if train:
+        backward(y, target)
+    for got in run_threads(ranks, rank):
+        same(got, (y.detach(), gradients(model) if train else []))
+
+
+@pytest.mark.parametrize("ranks", [1, 2])
+def test_an_encoder_takes_its_triangle_with_the_hint(ranks: int) -> None:
+    mask = Mask([TOKENS])
+    plan = Plan(mask, Layout.zigzag([TOKENS], ranks))
+    model = made(encoder)
+
+    def rank(comm: Comm) -> Tensor:
+        x, _ = (seqpar.shard(t, plan, comm.rank) for t in inputs())
+        triangle = nn.Transformer.generate_square_subsequent_mask(plan.rows(comm.rank), dtype=torch.float64)
+        with seqpar.sdpa(plan, comm), torch.no_grad():
+            return seqpar.unshard(model(x[None], mask=triangle)[0], plan, comm)
+
+    x, _ = inputs()
+    with torch.no_grad():
+        expected = model(x[None], mask=nn.Transformer.generate_square_subsequent_mask(TOKENS, dtype=torch.float64))[0]
+    for got in run_threads(ranks, rank):
+        torch.testing.assert_close(got, expected, rtol=0, atol=1e-12)
+
+
+def banded(tokens: int) -> Tensor:
+    """A mask that the plan does not have: a window that crosses documents, and a row that sees nothing."""
+    i, j = torch.arange(tokens)[:, None], torch.arange(tokens)
+    band = (i - j).abs() <= 3
+    band[5] = False
+    return band
+
+
+@pytest.mark.parametrize("ranks", [1, 2, 4])
+@pytest.mark.parametrize("form", ["boolean", "additive", "least", "four dims", "broadcast"])
+def test_an_explicit_mask_is_taken_as_it_is(form: str, ranks: int) -> None:
+    mask = Mask(DOCUMENTS)
+    plan = PLANS["pads"](mask, ranks) if form == "boolean" else PLANS["ring"](mask, ranks)
+    given = banded(TOKENS)
+    if form in ("least", "broadcast"):
+        given[5] = True
+    if form == "broadcast":
+        given[:] = torch.arange(TOKENS) < 6
+    model = made()
+
+    def rank(comm: Comm) -> tuple[Tensor, list[Tensor]]:
+        mine = seqpar.shard(given, plan, comm.rank)
+        if form in ("additive", "least"):
+            hidden = -torch.inf if form == "additive" else torch.finfo(torch.float64).min
+            mine = torch.zeros(mine.shape, dtype=torch.float64).masked_fill(~mine, hidden)
+        if form == "four dims":
+            mine = mine.expand(1, H, *mine.shape)
+        if form == "broadcast":
+            mine = given[:1]
+        return step(comm, model, plan, mask=mine)
+
+    results = run_threads(ranks, rank)
+    x, target = inputs()
+    y = model(x[None], mask=given)[0]
+    backward(y, target)
+    for got in results:
+        same(got, (y.detach(), gradients(model)))
+
+
+class Cross(nn.Module):
+    """Attention of the rows over a context that every rank holds whole, then over each other."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.block, self.proj = Block(), nn.Linear(E, E)
+
+    def forward(self, x: Tensor, context: Tensor, mask: Tensor | None = None) -> Tensor:
+        k = self.proj(context).unflatten(-1, (H, -1)).transpose(1, 2)
+        q = x.unflatten(-1, (H, -1)).transpose(1, 2)
+        return self.block(x + F.scaled_dot_product_attention(q, k, k).transpose(1, 2).flatten(2), mask)
+
+
+@pytest.mark.parametrize("rows", [5, 8])
+def test_a_call_listed_as_local_stays_on_its_rank(rows: int) -> None:
+    plan = Plan(Mask([16]), Layout.contiguous(16, 2))
+    model = made(Cross)
+    x, target = (t[:16] for t in inputs())
+    context = inputs()[1][:rows]
+
+    def rank(comm: Comm) -> tuple[Tensor, list[Tensor]]:
+        own = copy.deepcopy(model)
+        with seqpar.sdpa(plan, comm, local=lambda query, key: key.shape[1] == H):
+            y = own(seqpar.shard(x, plan, comm.rank)[None], context[None])[0]
+        backward(y, seqpar.shard(target, plan, comm.rank))
+        return whole(y, own, plan, comm)
+
+    def unlisted(comm: Comm) -> None:
+        with seqpar.sdpa(plan, comm):
+            copy.deepcopy(model)(seqpar.shard(x, plan, comm.rank)[None], context[None])
+
+    results = run_threads(2, rank)
+    y = model(x[None], context[None], seen(plan.mask))[0]
+    backward(y, target)
+    for got in results:
+        same(got, (y.detach(), gradients(model)))
+    with pytest.raises(ValueError, match="8 rows attend over 5.*local=" if rows == 5 else "is_causal=False"):
+        run_threads(2, unlisted)
+
+
+@pytest.mark.parametrize("reentrant", [None, True, False])
+def test_dropout_drops_the_same_pairs_at_any_number_of_ranks(reentrant: bool | None) -> None:
+    model, mask = made(dropout_p=0.4, reentrant=reentrant), Mask(DOCUMENTS)
+
+    def rank(comm: Comm, seed: int) -> tuple[Tensor, list[Tensor]]:
+        own, plan = copy.deepcopy(model), PLANS["ring"](mask, comm.size)
+        x, target = (seqpar.shard(t, plan, comm.rank) for t in inputs())
+        with seqpar.sdpa(plan, comm, dropout_seed=seed):
+            y = own(x[None].requires_grad_())[0]
+        backward(y, target)
+        return whole(y, own, plan, comm)
+
+    expected = rank(LocalComm(), 3)
+    for got in run_threads(3, rank, 3):
+        same(got, expected)
+    plain = made(dropout_p=0.4)
+    plan = PLANS["ring"](mask, 1)
+    with seqpar.sdpa(plan, LocalComm(), dropout_seed=3):
+        y = plain(inputs()[0][None])[0]
+    backward(y, inputs()[1])
+    same((y.detach(), gradients(plain)), expected)
+    assert not torch.equal(rank(LocalComm(), 4)[0], expected[0])
+
+
+# --- checkpoints: whatever runs again does so under the plan of its forward, or raises --------------------------------
+
+
+def in_thread(function: Callable[[], None]) -> None:
+    errors: list[BaseException] = []
+
+    def run() -> None:
+        try:
+            with torch.autograd.set_multithreading_enabled(False):
+                function()
+        except BaseException as error:
+            errors.append(error)
+
+    thread = threading.Thread(target=run)
+    thread.start()
+    thread.join(120)
+    assert not thread.is_alive()
+    for error in errors:
+        raise error
+
+
+@pytest.mark.parametrize("through", ["block", "parallelize"])
+@pytest.mark.parametrize("where", ["inside", "outside", "thread", "another plan"])
+@pytest.mark.parametrize("reentrant", [True, False])
+def test_a_checkpoint_recomputes_under_the_plan_of_its_forward(reentrant: bool, where: str, through: str) -> None:
+    mask = Mask(DOCUMENTS)
+    model = made(reentrant=reentrant)
+    # the same rows on every rank, and other documents
+    other = Mask([TOKENS - 4, 4])
+
+    def rank(comm: Comm) -> tuple[Tensor, list[Tensor]]:
+        plan = Plan(mask, Layout.contiguous(TOKENS, comm.size))
+        own = copy.deepcopy(model)
+        x, target = (seqpar.shard(t, plan, comm.rank) for t in inputs())
+        x = x[None].requires_grad_()
+        if through == "parallelize":
+            parallelize(own, comm)
+            block = partial(seqpar.parallel, plan, comm)
+        else:
+            block = partial(seqpar.sdpa, plan, comm)
+        with block():
+            y = own(x)[0]
+            if where == "inside":
+                backward(y, target)
+        if where == "outside":
+            backward(y, target)
+        elif where == "thread":
+            in_thread(partial(backward, y, target))
+        elif where == "another plan":
+            with seqpar.sdpa(plan.with_mask(other), comm):
+                backward(y, target)
+                call(x.unflatten(-1, (H, -1)).transpose(1, 2).detach(), is_causal=True)
+        return whole(y, own, plan, comm)
+
+    results = run_threads(3, rank)
+    expected = one(made(), mask)
+    for got in results:
+        same(got, expected)
+
+
+def test_a_checkpoint_inside_a_checkpoint_recomputes_under_the_plan_of_its_forward() -> None:
+    mask = Mask(DOCUMENTS)
+    model = made(reentrant=False)
+
+    def rank(comm: Comm) -> tuple[Tensor, list[Tensor]]:
+        plan, own = PLANS["ring"](mask, comm.size), copy.deepcopy(model)
+        x, target = (seqpar.shard(t, plan, comm.rank) for t in inputs())
+        with seqpar.sdpa(plan, comm):
+            y = checkpoint(own, x[None], use_reentrant=False)[0]
+        backward(y, target)
+        return whole(y, own, plan, comm)
+
+    results = run_threads(2, rank)
+    expected = one(made(), mask)
+    for got in results:
+        same(got, expected)
+
+
+@pytest.mark.parametrize("reentrant", [True, False])
+def test_a_block_inside_a_checkpoint_is_entered_again_by_what_it_is_in(reentrant: bool) -> None:
+    model, comm = made(), LocalComm()
+    plans = [Plan(Mask(lengths), Layout.contiguous(TOKENS, 1)) for lengths in (DOCUMENTS, [TOKENS])]
+
+    def forward(x: Tensor) -> Tensor:
+        with sdpa(plans[1], comm):
+            x = model(x)
+        return model(x)
+
+    results = []
+    for run in (forward, partial(checkpoint, forward, use_reentrant=reentrant)):
+        x, target = inputs()
+        x = x[None].requires_grad_()
+        model.zero_grad()
+        with sdpa(plans[0], comm):
+            y = run(x)[0]
+        backward(y, target)
+        results.append((y.detach(), [x.grad, *gradients(model)]))
+    same(results[1], results[0])
+
+
+def test_another_kind_of_checkpoint_raises_inside_the_block_and_outside() -> None:
+    x, target = inputs()
+    plan, comm, model = PLANS["ring"](Mask(DOCUMENTS), 1), LocalComm(), made()
+    for block in model.blocks:  # type: ignore[union-attr]
+        composable_checkpoint(block)
+    for around in (contextlib.nullcontext(), sdpa(plan, comm)):
+        with sdpa(plan, comm):
+            y = model(x[None])[0]
+        with pytest.raises(CheckpointError), around:
+            backward(y, target)
+
+
+def test_what_another_kind_of_checkpoint_recomputes_under_another_plan_raises() -> None:
+    mask, (x, target) = Mask(DOCUMENTS), inputs()
+    plan = PLANS["ring"](mask, 1)
+
+    def forward() -> tuple[Comm, nn.Module, Tensor]:
+        comm, model = LocalComm(), made()
+        for block in model.blocks:  # type: ignore[union-attr]
+            composable_checkpoint(block)
+            parallelize(block, comm)
+        with seqpar.parallel(plan, comm):
+            return comm, model, model(x[None])[0]
+
+    comm, model, y = forward()
+    with seqpar.parallel(plan, comm):
+        backward(y, target)
+    same((y.detach(), gradients(model)), one(made(), mask))
+
+    comm, _, y = forward()
+    with (
+        pytest.raises(RuntimeError, match="again under another plan"),
+        seqpar.parallel(plan.with_mask(Mask([TOKENS])), comm),
+    ):
+        backward(y, target)
+    _, _, y = forward()
+    with pytest.raises(RuntimeError, match="no plan surrounds"):
+        backward(y, target)
+
+
+def test_a_compiler_leaves_rerouted_calls_alone() -> None:
+    comm, block, x = LocalComm(), made(Block), inputs()[0][None]
+    compiled = torch.compile(block, backend="eager")
+    with torch.no_grad():
+        for lengths in (DOCUMENTS, [TOKENS], [4, TOKENS - 4]):
+            with sdpa(Plan(Mask(lengths), Layout.contiguous(TOKENS, 1)), comm):
+                torch.testing.assert_close(compiled(x), block(x), rtol=0, atol=1e-12)
+    whole_graph = torch.compile(block, backend="eager", fullgraph=True)
+    with pytest.raises(Unsupported), sdpa(Plan(Mask(DOCUMENTS), Layout.contiguous(TOKENS, 1)), comm):
+        whole_graph(x)
+
+
+# --- whole models -----------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("given", [True, False])
+def test_a_parallelized_model_runs_under_its_plan_or_the_surrounding_one(given: bool) -> None:
+    mask = Mask(DOCUMENTS)
+    model = made()
+
+    def rank(comm: Comm) -> tuple[Tensor, list[Tensor]]:
+        plan = PLANS["ring"](mask, comm.size)
+        own = copy.deepcopy(model)
+        parallelize(own, comm, plan=plan if given else None)
+        x, target = (seqpar.shard(t, plan, comm.rank) for t in inputs())
+        if given:
+            y = own(x[None])[0]
+        else:
+            with seqpar.parallel(plan, comm):
+                y = own(x[None])[0]
+        backward(y, target)
+        return whole(y, own, plan, comm)
+
+    results = run_threads(2, rank)
+    expected = one(made(), mask)
+    for got in results:
+        same(got, expected)
+
+
+def test_undo_restores_the_model_exactly_and_a_copy_is_on_its_own() -> None:
+    comm, plan = LocalComm(), PLANS["ring"](Mask(DOCUMENTS), 1)
+    model, second = made(), made()
+    x = inputs()[0][None]
+    attributes, keys, plain = set(vars(model)), list(model.state_dict()), model(x)
+    handle = parallelize(model, comm, plan=plan)
+    copied = copy.deepcopy(model)
+    with torch.no_grad():
+        next(copied.parameters()).zero_()
+    assert not torch.equal(copied(x), model(x)), "the copy runs its own parameters"
+    assert not torch.equal(model(x), plain), "documents are kept apart"
+    assert torch.equal(second(x), plain)
+    assert list(model.state_dict()) == keys
+    with pytest.raises(ValueError, match="parallelized already"):
+        parallelize(model, comm)
+    handle.undo()
+    handle.undo()
+    assert set(vars(model)) == attributes and torch.equal(model(x), plain)
+
+    handle = parallelize(model, comm, plan=plan)
+    model.forward = lambda x: x  # type: ignore[method-assign]
+    with pytest.raises(RuntimeError, match="replaced"):
+        handle.undo()
+
+
+def test_a_model_that_had_a_forward_of_its_own_gets_it_back() -> None:
+    model = made()
+    before = model.forward = model.blocks[0].forward  # type: ignore[union-attr, method-assign]
+    parallelize(model, LocalComm(), plan=PLANS["ring"](Mask(DOCUMENTS), 1)).undo()
+    assert model.forward is before
+
+
+@pytest.mark.parametrize("reentrant", [True, False])
+def test_a_checkpoint_around_a_parallelized_model_needs_its_plan(reentrant: bool) -> None:
+    mask = Mask(DOCUMENTS)
+    comm, plan, model = LocalComm(), PLANS["ring"](mask, 1), made()
+    x, target = inputs()
+    x = x[None].requires_grad_()
+    handle = parallelize(model, comm)
+    with pytest.raises(NotImplementedError, match="checkpoint around"), seqpar.parallel(plan, comm):
+        checkpoint(model, x, use_reentrant=reentrant)
+    handle.undo()
+    parallelize(model, comm, plan=plan)
+    y = checkpoint(model, x, use_reentrant=reentrant)[0]
+    backward(y, target)
+    same((y.detach(), gradients(model)), one(made(), mask))
+
+
+def test_forwards_of_a_parallelized_model_drop_pairs_of_their_own() -> None:
+    comm, plan = LocalComm(), PLANS["ring"](Mask(DOCUMENTS), 1)
+    model, x = made(dropout_p=0.5), inputs()[0][None]
+    parallelize(model, comm, plan=plan, dropout_seed=1)
+    first, second = model(x), model(x)
+    assert not torch.equal(first, second)
+    again = made(dropout_p=0.5)
+    parallelize(again, comm, plan=plan, dropout_seed=1)
+    assert torch.equal(again(x), first) and torch.equal(again(x), second)
+
+
+# --- what is refused --------------------------------------------------------------------------------------------------
+
+
+def call(q: Tensor, rows: int | None = None, **options: Any) -> Tensor:
+    return F.scaled_dot_product_attention(q, q if rows is None else q[..., :rows, :], q[..., :rows, :], **options)
+
+
+def mha(x: Tensor, options: dict[str, Any] | None = None, **call: Any) -> Any:
+    module = nn.MultiheadAttention(E, H, dtype=torch.float64, **(options or {}))
+    return module(x, x, x, **({"need_weights": False} | call))
+
+
+def fused(q: Tensor) -> Any:
+    return torch._scaled_dot_product_flash_attention_for_cpu(q, q, q)
+
+
+B = torch.ones(TOKENS, TOKENS, dtype=torch.bool)
+QKV = torch.zeros(1, 2, TOKENS, 4, dtype=torch.float64)
+X = torch.zeros(TOKENS, 1, E, dtype=torch.float64)
+GAP = B.clone()
+GAP[3, 1] = False
+REFUSED: dict[str, tuple[Callable[[], Any], type[Exception], str]] = {
+    "full under causal": (partial(call, QKV), ValueError, "is_causal=False and no attn_mask"),
+    "rows": (partial(call, QKV[:, :, :5], is_causal=True), ValueError, "5 rows attend over 5, the plan has 17"),
+    "key rows": (partial(call, QKV, 4, is_causal=True), ValueError, "17 rows attend over 4"),
+    "batch": (partial(call, QKV.expand(2, -1, -1, -1), is_causal=True), ValueError, "one packed batch"),
+    "five dims": (partial(call, QKV[None], is_causal=True), ValueError, r"\[1, H, T, D\] or \[H, T, D\]"),
+    "both": (partial(call, QKV, attn_mask=B, is_causal=True), ValueError, "not both"),
+    "heads": (
+        lambda: F.scaled_dot_product_attention(QKV, QKV[:, :1], QKV[:, :1], is_causal=True), ValueError, "enable_gqa",
+    ),
+    "dropout": (partial(call, QKV, is_causal=True, dropout_p=0.1), ValueError, "dropout_seed="),
+    "mask shape": (partial(call, QKV, attn_mask=B[:, :5]), ValueError, "17 rows over all 17 keys"),
+    "mask gap": (partial(call, QKV, attn_mask=GAP), NotImplementedError, "row 3 .* no interval"),
+    "mask heads": (
+        partial(call, QKV, attn_mask=torch.stack([B, B.tril()])), NotImplementedError, "differs between heads",
+    ),
+    "bias": (partial(call, QKV, attn_mask=B.double()), NotImplementedError, "bias"),
+    "blind row of least numbers": (
+        partial(call, QKV, attn_mask=torch.full((TOKENS, TOKENS), torch.finfo(torch.float64).min, dtype=torch.float64)),
+        NotImplementedError, "bias",
+    ),
+    "integer mask": (partial(call, QKV, attn_mask=B.long()), ValueError, "boolean or floating"),
+    "mask gradient": (
+        partial(call, QKV, attn_mask=torch.zeros(TOKENS, TOKENS, requires_grad=True)), NotImplementedError, "detach",
+    ),
+    "fused": (partial(fused, QKV), NotImplementedError, "_scaled_dot_product_flash_attention_for_cpu"),
+    "need_weights": (partial(mha, X, need_weights=True), NotImplementedError, "need_weights"),
+    "key_padding_mask": (partial(mha, X, key_padding_mask=~B[:1]), NotImplementedError, "key_padding_mask"),
+    "add_zero_attn": (partial(mha, X, {"add_zero_attn": True}), NotImplementedError, "add_zero_attn"),
+    "bias_k": (partial(mha, X, {"add_bias_kv": True}), NotImplementedError, "bias_k and bias_v"),
+    "mha batch": (partial(mha, X.expand(-1, 2, -1)), ValueError, "one packed batch"),
+    "mha full under causal": (partial(mha, X), ValueError, "is_causal=False and no attn_mask"),
+    "mha hint alone": (partial(mha, X, is_causal=True), ValueError, "hint"),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("name", REFUSED)
+def test_what_is_not_rerouted_raises_by_name(name: str) -> None:
+    function, kind, message = REFUSED[name]
+    plan = Plan(Mask([TOKENS]), Layout.contiguous(TOKENS, 1))
+    with pytest.raises(kind, match=message), sdpa(plan, LocalComm()):
+        function()
+
+
+@pytest.mark.parametrize(
+    ("mask", "options"),
+    [
+        (Mask([TOKENS], causal=False), {"is_causal": True}),
+        (Mask([TOKENS], window=(2, None)), {"is_causal": True}),
+        (Mask([TOKENS], causal=False, window=(2, 2)), {}),
+    ],
+)
+def test_a_call_that_means_another_mask_than_the_plan_raises(mask: Mask, options: dict[str, Any]) -> None:
+    with (
+        pytest.raises(ValueError, match="means Mask"),
+        sdpa(Plan(mask, Layout.contiguous(TOKENS, 1)), LocalComm()),
+    ):
+        call(QKV, **options)
+
+
+def test_keys_of_another_number_are_full_or_masked_but_not_causal() -> None:
+    comm = LocalComm()
+    x = torch.randn(1, 2, 9, 4, dtype=torch.float64, generator=torch.Generator().manual_seed(2))
+    q, k = x[:, :, :4], x
+    full = Plan(Mask([4], causal=False, kv_lengths=[9]), Layout.contiguous(4, 1), kv_layout=Layout.contiguous(9, 1))
+    band = torch.ones(4, 9, dtype=torch.bool).tril(2)
+    with sdpa(full, comm):
+        torch.testing.assert_close(F.scaled_dot_product_attention(q, k, k), _plain(q, k), rtol=0, atol=1e-12)
+        got = F.scaled_dot_product_attention(q, k, k, band)
+        torch.testing.assert_close(got, _plain(q, k, band), rtol=0, atol=1e-12)
+        with pytest.raises(NotImplementedError, match="aligns"):
+            F.scaled_dot_product_attention(q, k, k, is_causal=True)
+
+
+def _plain(q: Tensor, k: Tensor, mask: Tensor | None = None) -> Tensor:
+    with torch._C.DisableTorchFunction(), sdpa_kernel(SDPBackend.MATH):
+        return F.scaled_dot_product_attention(q, k, k, mask)
+
+
+def test_a_rank_that_refuses_tells_the_others() -> None:
+    plan = Plan(Mask([TOKENS]), Layout.contiguous(TOKENS, 2))
+
+    def rank(comm: Comm) -> str:
+        q = torch.zeros(2, plan.rows(comm.rank), 4)
+        with pytest.raises((ValueError, NotImplementedError)) as caught, sdpa(plan, comm):
+            call(q, is_causal=True, dropout_p=0.1 * comm.rank)
+        return str(caught.value)
+
+    said = run_threads(2, rank)
+    assert all("dropout_seed=" in text for text in said)
+
+
+def test_a_mask_that_one_rank_refuses_raises_on_all() -> None:
+    plan = Plan(Mask([TOKENS]), Layout.contiguous(TOKENS, 2))
+
+    def rank(comm: Comm) -> str:
+        q = torch.zeros(2, plan.rows(comm.rank), 4)
+        with pytest.raises((ValueError, NotImplementedError)) as caught, sdpa(plan, comm):
+            call(q, attn_mask=seqpar.shard(GAP, plan, comm.rank))
+        return str(caught.value)
+
+    assert all("no interval" in text for text in run_threads(2, rank))
+
+
+def test_leaving_the_block_with_no_call_rerouted_raises() -> None:
+    plan, comm = Plan(Mask([TOKENS]), Layout.contiguous(TOKENS, 1)), LocalComm()
+    with pytest.raises(RuntimeError, match="no attention was rerouted"), sdpa(plan, comm):
+        pass
+    with pytest.raises(RuntimeError, match="no attention was rerouted"), sdpa(plan, comm, local=lambda q, k: True):
+        call(QKV)
+    with pytest.raises(KeyError), sdpa(plan, comm):
+        raise KeyError("the error of the block is the one that is seen")
+    with pytest.raises(RuntimeError, match="no plan surrounds"):
+        parallelize(made(), comm).model(QKV)
+
+
+def test_blocks_nest_and_end() -> None:
+    comm = LocalComm()
+    outer, inner = (Plan(Mask([TOKENS], causal=causal), Layout.contiguous(TOKENS, 1)) for causal in (True, False))
+    q = torch.randn(2, TOKENS, 4, dtype=torch.float64, generator=torch.Generator().manual_seed(3))
+    with sdpa(outer, comm):
+        first = call(q, is_causal=True)
+        with sdpa(inner, comm):
+            second = call(q)
+        assert torch.equal(call(q, is_causal=True), first)
+    several = torch.zeros(3, *q.shape)
+    with pytest.raises(ValueError, match="one packed"), sdpa(outer, comm, local=lambda q, k: True), sdpa(inner, comm):
+        call(several)
+    torch.testing.assert_close(call(q, is_causal=True), first, rtol=0, atol=1e-12)
+    torch.testing.assert_close(call(q), second, rtol=0, atol=1e-12)
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_autocast_casts_as_pytorch_does(dtype: torch.dtype) -> None:
+    model = made(encoder).float()
+    x = inputs()[0][None].float()
+    with torch.autocast("cpu", torch.bfloat16, enabled=dtype == torch.bfloat16):
+        expected = model(x)
+        with sdpa(Plan(Mask([TOKENS], causal=False), Layout.contiguous(TOKENS, 1)), LocalComm()):
+            got = model(x)
+            q = call(QKV.float())
+    assert got.dtype == expected.dtype and q.dtype == dtype
+    torch.testing.assert_close(got, expected, rtol=0, atol=1e-5 if dtype == torch.float32 else 3e-2)
+
+
+def _process(comm: Comm, model: nn.Module) -> tuple[Tensor, list[Tensor]]:
+    return step(comm, model, PLANS["ring"](Mask(DOCUMENTS), comm.size))
+
+
+def test_ranks_that_are_processes() -> None:
+    model = made(reentrant=False)
+    results = run_processes(2, _process, model)
+    expected = one(made(), Mask(DOCUMENTS))
+    for got in results:
+        same(got, expected)
