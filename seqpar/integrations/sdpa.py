@@ -28,6 +28,7 @@ from seqpar.ops.agree import signature
 from seqpar.ops.handles import refuse, uncompiled
 from seqpar.parallel import parallel, surrounding
 from seqpar.plan import Plan
+from seqpar.train import check_model
 
 Local = Callable[[Tensor, Tensor], bool]
 
@@ -273,8 +274,10 @@ def parallelize(
     all forwards derive from, equal on all ranks. Backward may run anywhere, also of checkpoints inside or around the
     model. Parameters, buffers, hooks and the state dict stay as they are; a copy of the model is parallelized too.
 
-    Raises: as `sdpa`, from the forward; RuntimeError there if neither a plan was given nor one surrounds it.
+    Raises: as `sdpa`, from the forward; RuntimeError there if neither a plan was given nor one surrounds it;
+    NotImplementedError for layers that mix rows otherwise, see `seqpar.train.check_model`.
     """
+    check_model(model)
     return Parallelized(model, _Forward(model.forward, comm, plan, local, dropout_seed))
 
 
