@@ -6,15 +6,19 @@ plan for compiled models.
 """
 
 import logging
+from importlib import import_module
+from typing import TYPE_CHECKING, Any
 
 from seqpar.comm import Comm, GroupComm, LocalComm, PeerComm, PeerError, ShmComm
-from seqpar.integrations.sdpa import sdpa
 from seqpar.layout import Layout
 from seqpar.mask import Mask
 from seqpar.ops import attention, bind, merge, relayout, rotary, shard, switch, unshard
 from seqpar.parallel import parallel
 from seqpar.plan import Plan
 from seqpar.planner import Forecast, Hardware, MicroBatch, ModelShape, plan_batch, plan_step
+
+if TYPE_CHECKING:
+    from seqpar.integrations.sdpa import sdpa
 
 __version__ = "0.1.0"
 
@@ -23,5 +27,15 @@ __all__ = [
     "PeerError", "Plan", "ShmComm", "attention", "bind", "merge", "parallel", "plan_batch", "plan_step", "relayout",
     "rotary", "sdpa", "shard", "switch", "unshard",
 ]  # fmt: skip
+
+# Models under a plan, loaded when they are asked for.
+_LATER = {"sdpa": "seqpar.integrations.sdpa"}
+
+
+def __getattr__(name: str) -> Any:
+    if name not in _LATER:
+        raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+    return getattr(import_module(_LATER[name]), name)
+
 
 logging.getLogger("seqpar").addHandler(logging.NullHandler())
