@@ -11,7 +11,8 @@ import torch
 
 from seqpar.comm import Comm
 from seqpar.data.batch import Reading
-from seqpar.data.share import Known, Planner, Share, announce, choose, take
+from seqpar.data.share import Planner, Share, choose, take
+from seqpar.data.union import Known, announce
 from seqpar.mask import whole
 
 
@@ -62,7 +63,8 @@ def prefetch(
                 if isinstance(item, Exception):
                     raise item
                 known, chosen = item
-                yield take(known, comm, how, *chosen.result())
+                (only,) = take(known, comm, how, chosen.result())
+                yield only
 
 
 class _Loader:

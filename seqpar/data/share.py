@@ -1,30 +1,33 @@
 """`share` and `back`: rows from the rank whose loader brought them to the rank that computes them, and home again.
 
-Three stages, so that `prefetch` can run the second elsewhere: all ranks announce what their batches hold, the union of
-the documents is planned, and the rows move.
+Three stages, so that `prefetch` can run the second elsewhere: all ranks announce what their batches hold (`union`), the
+documents of all are planned, and the rows move.
 """
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import Any, NamedTuple
+from typing import Any
 
 import numpy as np
 import torch
 from torch import Tensor
 
 from seqpar.comm import Comm
-from seqpar.data.batch import POSITIONS, Home, Packed, Reading, read
+from seqpar.data.batch import Reading, taken
+from seqpar.data.rows import POSITIONS, Home
+from seqpar.data.union import Known, announce
 from seqpar.layout import Layout
-from seqpar.mask import Ints, Mask, Memo, frozen
+from seqpar.mask import Ints, Mask, Memo, digest_of
 from seqpar.ops import relayout, unshard
 from seqpar.ops.handles import refuse
 from seqpar.plan import Plan
-from seqpar.planner import plan_batch
+from seqpar.planner import MicroBatch, plan_batch, plan_step
 
-SOURCES = ("sharded", "replicated")
 Planner = Callable[[Ints, int], Plan]
+StepPlanner = Callable[[Ints, int], Sequence[MicroBatch]]
 
 
 @dataclass(frozen=True, eq=False)
@@ -119,9 +122,35 @@ def share(
     """
     how = Reading(shift, ignore_index, keep, device)
     known = announce(batch, comm, source, how)
-    if known is None:
-        raise ValueError("share: no rank's batch has a token")
-    return take(known, comm, how, *choose(known, comm.size, plan))
+    assert known is not None
+    (only,) = take(known, comm, how, choose(known, comm.size, plan))
+    return only
+
+
+def micro_batches(
+    batch: Mapping[str, Any] | None,
+    comm: Comm,
+    *,
+    source: str = "sharded",
+    plan: StepPlanner | None = None,
+    shift: str = "row",
+    ignore_index: int = -100,
+    keep: Sequence[str] = (),
+    device: torch.device | str | None = None,
+) -> list[Share]:
+    """This rank's shares of a global batch that is computed in several steps, as many on every rank. A collective.
+
+    plan: ``(lengths, ranks) -> [MicroBatch]``, by default `plan_step`; every document is in one of them. The other
+    arguments are those of `share`. ``valid`` counts the labels of one micro-batch: the loss of each is to be divided by
+    the sum of all, and their gradients then add up to those of the whole batch. ``back`` gives 0 where a token is in
+    another micro-batch, so that results add up too.
+
+    Raises: as `share`, and ValueError for a plan that leaves a document out or has it twice.
+    """
+    how = Reading(shift, ignore_index, keep, device)
+    known = announce(batch, comm, source, how)
+    assert known is not None
+    return take(known, comm, how, choose_step(known, comm.size, plan))
 
 
 def back(share: Share, x: Tensor) -> Tensor | list[Tensor]:
@@ -144,218 +173,94 @@ def back(share: Share, x: Tensor) -> Tensor | list[Tensor]:
     return share.home.fill(relayout(x[:tokens], comm, src=plan.layout, dst=share.source))
 
 
-# --- announce ---------------------------------------------------------------------------------------------------------
-
-
-class Column(NamedTuple):
-    """What ranks must have in common of a tensor."""
-
-    dtype: torch.dtype
-    dims: tuple[int, ...]  # after the first
-    device: str
-    requires_grad: bool
-
-
-class Facts(NamedTuple):
-    """What a rank tells the others of its batch."""
-
-    lengths: Ints
-    places: tuple[Ints, Ints] | None  # tokens before which some are masked out, and how many
-    valid: int
-    columns: dict[str, Column]
-    ended: bool
-    digest: str  # of a replicated batch
-
-
-class Known(NamedTuple):
-    """The union of all batches as every rank knows it, and this rank's own batch.
-
-    layout: where rows are before they move; None if every rank has them all.
-    """
-
-    own: Packed
-    lengths: Ints
-    places: Ints | None
-    valid: int
-    columns: dict[str, Column]
-    layout: Layout | None
-
-
-def announce(
-    batch: Mapping[str, Any] | None,
-    comm: Comm,
-    source: str,
-    how: Reading,
-    *,
-    error: Exception | None = None,
-    ended: bool = False,
-) -> Known | None:
-    """What all ranks bring together; None if all have ended. A collective. error: why this rank has no batch.
-
-    Raises: as `share`.
-    """
-    own, facts = None, None
-    if error is None:
-        try:
-            if source not in SOURCES:
-                raise ValueError(f"source must be one of {', '.join(SOURCES)}, got {source!r}")
-            own = read(batch, how)
-            digest = own.digest() if source == "replicated" else ""
-            facts = Facts(own.lengths, _gaps(own), own.valid, _columns(own), ended, digest)
-        except Exception as found:  # whatever it is, the others must hear of it
-            error = found
-    what = f"share(source={source!r}, shift={how.shift!r}, ignore_index={how.ignore_index})"
-    every = comm.gather(what, facts, error)
-    assert own is not None
-    if source == "replicated":
-        _check_equal(every)
-    if all(each.ended for each in every):
-        return None
-    return _union(own, every, source)
-
-
-def _columns(own: Packed) -> dict[str, Column]:
-    return {
-        name: Column(x.dtype, tuple(x.shape[1:]), x.device.type, x.requires_grad) for name, x in own.tensors.items()
-    }
-
-
-def _gaps(own: Packed) -> tuple[Ints, Ints] | None:
-    if own.places is None:
-        return None
-    more = np.diff(own.places, prepend=-1) - 1
-    more[np.cumsum(own.lengths) - own.lengths] = 0
-    return np.flatnonzero(more), more[more != 0]
-
-
-def _check_equal(every: Sequence[Facts]) -> None:
-    for rank, each in enumerate(every):
-        if (each.digest, each.ended) != (every[0].digest, every[0].ended):
-            lacks = " (one loader has ended)" if each.ended != every[0].ended else ""
-            raise ValueError(
-                f"share: the batch of rank {rank} is not that of rank 0{lacks}; source='replicated' takes the same "
-                "batch on every rank, source='sharded' a batch of each"
-            )
-
-
-def _union(own: Packed, every: Sequence[Facts], source: str) -> Known:
-    """The documents of all ranks, one rank's after the other's; of a replicated batch, those of each."""
-    if source == "replicated":
-        every = every[:1]
-    lengths = np.concatenate([each.lengths for each in every])
-    if not lengths.size:
-        raise ValueError("share: no rank's batch has a token; leave such batches out")
-    tokens = np.array([each.lengths.sum() for each in every])
-    start = np.cumsum(tokens) - tokens
-    columns = _common(every)
-    ranks = len(every)
-    layout = None if source == "replicated" else Layout.from_pieces(start, tokens, np.arange(ranks), ranks)
-    return Known(
-        own, frozen(lengths), _union_places(every, lengths, start), sum(e.valid for e in every), columns, layout
-    )
-
-
-def _common(every: Sequence[Facts]) -> dict[str, Column]:
-    """The columns of the ranks that have tokens, which must be alike."""
-    ranks = [rank for rank, each in enumerate(every) if each.lengths.size]
-    first = ranks[0]
-    for rank in ranks[1:]:
-        if every[rank].columns == every[first].columns:
-            continue
-        for name in sorted(every[first].columns.keys() | every[rank].columns.keys()):
-            one, other = (each.columns.get(name, "not there") for each in (every[first], every[rank]))
-            if one != other:
-                raise ValueError(
-                    f"share: {name} is {_told(one)} on rank {first} and {_told(other)} on rank {rank}; rows of all "
-                    "ranks' batches go together: give them the same entries"
-                )
-    return {name: every[first].columns[name] for name in sorted(every[first].columns)}
-
-
-def _told(column: Column | str) -> str:
-    if isinstance(column, str):
-        return column
-    grad = " that requires a gradient" if column.requires_grad else ""
-    return f"{column.dtype} [tokens{''.join(f', {n}' for n in column.dims)}] on {column.device}{grad}"
-
-
-def _union_places(every: Sequence[Facts], lengths: Ints, start: Ints) -> Ints | None:
-    if all(each.places is None for each in every):
-        return None
-    first = np.cumsum(lengths) - lengths
-    more = np.zeros(int(lengths.sum()), np.int64)
-    for each, begin in zip(every, start.tolist(), strict=True):
-        if each.places is not None:
-            more[begin + each.places[0]] = each.places[1]
-    total = np.arange(more.size) + np.cumsum(more)
-    places: Ints = frozen(total - np.repeat(total[first], lengths))
-    return places
-
-
 # --- choose -----------------------------------------------------------------------------------------------------------
 
 
-def choose(known: Known, ranks: int, planner: Planner | None) -> tuple[Plan | None, Exception | None]:
-    """The plan of a union, or why there is none. Local, and without tensors."""
+def choose(known: Known, ranks: int, planner: Planner | None) -> list[MicroBatch] | Exception:
+    """The one plan of a union, or why there is none. Local, and without tensors."""
     try:
         plan = plan_batch(known.lengths, ranks) if planner is None else planner(known.lengths, ranks)
-        if not isinstance(plan, Plan) or plan.ranks != ranks or not np.array_equal(plan.mask.lengths, known.lengths):
-            raise ValueError(
-                f"plan must return a Plan of the documents {known.lengths.tolist()!r:.200} on {ranks} ranks, "
-                f"got {plan!r:.200}"
-            )
-        if plan.kv_layout is not plan.layout:
-            raise ValueError(f"plan must leave the keys with the queries, got a kv_layout: {plan!r:.200}")
-        whole = (Mask(known.lengths), Mask(known.lengths, causal=False))
-        if known.places is not None and plan.mask not in whole:
-            raise ValueError(
-                f"plan returned {plan.mask!r}, whose bounds do not know of the tokens that attention_mask leaves out "
-                "between others; return plan.with_mask(Mask(lengths)), and make the masks of layers by Share.mask_for"
-            )
-        return plan.padded(), None
+        return [MicroBatch(np.arange(known.lengths.size), _served(plan, known.lengths, ranks, known.places))]
     except Exception as error:
-        return None, error
+        return error
+
+
+def choose_step(known: Known, ranks: int, planner: StepPlanner | None) -> list[MicroBatch] | Exception:
+    """The plans of a union in several steps, or why there are none. Local, and without tensors."""
+    try:
+        parts = list(plan_step(known.lengths, ranks) if planner is None else planner(known.lengths, ranks))
+        if not all(isinstance(part, MicroBatch) for part in parts):
+            raise ValueError(f"plan must return micro-batches, got {parts!r:.200}")
+        found = np.concatenate([np.asarray(part.documents) for part in parts]) if parts else np.zeros(0)
+        ascend = all((np.diff(part.documents) > 0).all() for part in parts)
+        if not ascend or not np.array_equal(np.sort(found), np.arange(known.lengths.size)):
+            raise ValueError(
+                f"plan must return each of {known.lengths.size} documents in one micro-batch, ascending, got "
+                f"{[list(part.documents) for part in parts]!r:.200}"
+            )
+        return [
+            part._replace(plan=_served(part.plan, known.lengths[part.documents], ranks, known.places)) for part in parts
+        ]
+    except Exception as error:
+        return error
+
+
+def _served(plan: Plan, lengths: Ints, ranks: int, places: Ints | None) -> Plan:
+    """The plan with its pads, if it is one of these documents. Raises ValueError otherwise."""
+    if not isinstance(plan, Plan) or plan.ranks != ranks or not np.array_equal(plan.mask.lengths, lengths):
+        raise ValueError(
+            f"plan must return a Plan of the documents {lengths.tolist()!r:.200} on {ranks} ranks, got {plan!r:.200}"
+        )
+    if plan.kv_layout is not plan.layout:
+        raise ValueError(f"plan must leave the keys with the queries, got a kv_layout: {plan!r:.200}")
+    if places is not None and plan.mask not in (Mask(lengths), Mask(lengths, causal=False)):
+        raise ValueError(
+            f"plan returned {plan.mask!r}, whose bounds do not know of the tokens that attention_mask leaves out "
+            "between others; return plan.with_mask(Mask(lengths)), and make the masks of layers by Share.mask_for"
+        )
+    return plan.padded()
 
 
 # --- take -------------------------------------------------------------------------------------------------------------
 
 
-def take(known: Known, comm: Comm, how: Reading, plan: Plan | None, error: Exception | None) -> Share:
-    """This rank's share under a plan that all ranks have made alike. A collective."""
-    comm.agree("share: the plan of the batch", {"plan": plan and plan.digest()}, error)
-    assert plan is not None
-    rows = _moved(known, comm, plan)
-    fill = {"labels": how.ignore_index}
-    pads = plan.rows(comm.rank) - plan.layout.tokens(comm.rank)
-    if pads:
+def take(known: Known, comm: Comm, how: Reading, chosen: list[MicroBatch] | Exception) -> list[Share]:
+    """This rank's shares under plans that all ranks have made alike. A collective."""
+    what = "share: the plan of the batch"
+    if isinstance(chosen, Exception):
+        comm.agree(what, {}, chosen)
+        raise chosen
+    comm.agree(what, {"plan": [(digest_of(part.documents), part.plan.digest()) for part in chosen]})
+    if len(chosen) == 1:
+        return [_taken(known, comm, how, chosen[0].plan)]
+    return [_taken(known.pick(part.documents, comm.rank), comm, how, part.plan) for part in chosen]
+
+
+def _taken(known: Known, comm: Comm, how: Reading, plan: Plan) -> Share:
+    source = known.layout(comm.size)
+    rows = _moved(known, comm, source, plan.layout)
+    if pads := plan.rows(comm.rank) - plan.layout.tokens(comm.rank):
+        fill = {"labels": how.ignore_index}
         rows = {name: torch.cat([x, x.new_full((pads, *x.shape[1:]), fill.get(name, 0))]) for name, x in rows.items()}
     positions = rows.pop(POSITIONS)
-    own = known.own
-    return Share(plan, comm, rows, positions, known.valid, own.others, known.places, own.home, known.layout)
+    own, valid = known.own, int(known.valid.sum())
+    return Share(plan, comm, rows, positions, valid, own.others, known.places, own.home, source)
 
 
-def _moved(known: Known, comm: Comm, plan: Plan) -> dict[str, Tensor]:
-    """The rows of every tensor that the plan gives to this rank; tensors of one kind move in one exchange."""
-    own = {name: _own(known, name) for name in known.columns}
-    if known.layout is None:
-        mine = plan.layout.positions(comm.rank)
-        return {name: x.index_select(0, torch.from_numpy(mine).to(x.device)) for name, x in own.items()}
+def _moved(known: Known, comm: Comm, source: Layout | None, target: Layout) -> dict[str, Tensor]:
+    """The rows of every tensor that this rank is to compute; tensors of one kind move in one exchange."""
+    own = {name: known.rows(name) for name in known.columns}
+    if source is None:
+        mine = target.positions(comm.rank)
+        return {name: taken(x, mine) for name, x in own.items()}
     kinds: dict[tuple[object, ...], list[str]] = {}
     for name, column in known.columns.items():
         kinds.setdefault((column.dtype, column.device, column.requires_grad), []).append(name)
     found: dict[str, Tensor] = {}
     for names in kinds.values():
-        sizes = [int(np.prod(known.columns[name].dims)) for name in names]
+        sizes = [math.prod(known.columns[name].dims) for name in names]
         flat = [own[name].reshape(len(own[name]), size) for name, size in zip(names, sizes)]
-        moved = relayout(torch.cat(flat, 1), comm, src=known.layout, dst=plan.layout)
+        moved = relayout(torch.cat(flat, 1), comm, src=source, dst=target)
         for name, part in zip(names, torch.split(moved, sizes, 1)):
             found[name] = part.reshape(len(part), *known.columns[name].dims)
     return found
-
-
-def _own(known: Known, name: str) -> Tensor:
-    """This rank's rows; a rank without tokens takes the kind of tensor from the others."""
-    if known.own.lengths.size:
-        return known.own.tensors[name]
-    column = known.columns[name]
-    return torch.empty(0, *column.dims, dtype=column.dtype, device=column.device, requires_grad=column.requires_grad)

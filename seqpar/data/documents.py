@@ -1,0 +1,142 @@
+"""What rows hold: which of them are tokens, where documents start, the tokens' positions and what they predict."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import numpy as np
+import torch
+from numpy.typing import NDArray
+from torch import Tensor
+
+from seqpar.data.rows import LABELS, LONGEST, POSITIONS, STARTS, TOKENS, Rows, shown
+from seqpar.mask import Ints
+
+
+def kept_of(mask: Tensor | None) -> NDArray[np.bool_] | None:
+    """Which flat rows are tokens; None if all are, or no mask is given."""
+    if mask is None:
+        return None
+    values = mask.detach().cpu()
+    if values.dim() != 1 or not ((values == 0) | (values == 1)).all():
+        raise ValueError(
+            f"attention_mask must hold 0 or 1 for each token, got {shown(mask)} with values other than these; give "
+            "documents by cu_seqlens or position_ids"
+        )
+    kept: NDArray[np.bool_] = values.bool().numpy()
+    return kept
+
+
+def first_of(rows: Rows, kept: NDArray[np.bool_] | None) -> NDArray[np.bool_]:
+    """Which flat rows begin a document, by what says it best: cu_seqlens, else position_ids, else the rows."""
+    first = np.zeros(int(rows.edges[-1]), bool)
+    starts = _starts(rows, kept)
+    if starts is not None:
+        first[starts[:-1][starts[:-1] < starts[-1]]] = True
+        return first
+    at = np.flatnonzero(kept) if kept is not None else np.arange(first.size)
+    row = np.searchsorted(rows.edges, at, side="right") - 1
+    begins = np.append(True, np.diff(row) != 0)[: at.size]
+    if POSITIONS in rows.entries:
+        step = np.diff(_host(rows.entries[POSITIONS]).astype(np.int64)[at])
+        if kept is None:
+            begins[1:] |= step != 1
+        elif (anew := (step <= 0) & ~begins[1:]).any():
+            raise ValueError(
+                f"position_ids start anew at {rows.where(int(at[1:][anew][0]))}, and attention_mask says that the row "
+                "is one document: one device would let it attend to what is before; leave attention_mask out if "
+                "nothing is padded, or give cu_seqlens"
+            )
+    first[at[begins]] = True
+    return first
+
+
+def _starts(rows: Rows, kept: NDArray[np.bool_] | None) -> Ints | None:
+    """Where documents start, [documents + 1], if the batch says it; empty documents may be among them."""
+    given = {name: np.asarray(_host(rows.entries[name])) for name in STARTS if name in rows.entries}
+    if not given:
+        if said := [name for name in LONGEST if name in rows.entries]:
+            raise ValueError(f"{said[0]} without cu_seqlens says nothing of where documents are; give both or none")
+        return None
+    tokens = int(rows.edges[-1])
+    name, starts = next(iter(given.items()))
+    wrong = starts.ndim != 1 or starts.size < 1 or starts.dtype.kind not in "iu"
+    if wrong or starts[0] != 0 or starts[-1] != tokens or (np.diff(starts.astype(np.int64)) < 0).any():
+        raise ValueError(f"{name} must ascend from 0 to the batch's {tokens} tokens, got {starts!r:.200}")
+    if len(rows.edges) != 2:
+        raise ValueError(f"{name} belongs to one packed row [1, T] or [T], got {len(rows.edges) - 1} rows")
+    for other, value in given.items():
+        if not np.array_equal(value, starts):
+            raise ValueError(f"{other} must be equal to {name}: a document's keys are its tokens, got {value!r:.200}")
+    if kept is not None and not kept.all():
+        raise ValueError(f"{name} beside an attention_mask with zeros: documents are given twice; give only {name}")
+    longest = int(np.diff(starts.astype(np.int64)).max(initial=0))
+    for other in LONGEST:
+        if other in rows.entries and int(rows.entries[other]) != longest:
+            raise ValueError(f"{other} is {rows.entries[other]}, the longest document of {name} has {longest} tokens")
+    return starts.astype(np.int64)
+
+
+def _host(value: Any) -> Any:
+    return value.detach().cpu().numpy() if isinstance(value, Tensor) else value
+
+
+def positions_of(rows: Rows, first: NDArray[np.bool_]) -> Tensor:
+    """The given position ids; else the place in the row, or in the document where cu_seqlens says where it starts."""
+    if POSITIONS in rows.entries:
+        given: Tensor = rows.entries[POSITIONS]
+        return given.long()
+    lead = next(rows.entries[name] for name in TOKENS if name in rows.entries)
+    at = rows.column
+    if any(name in rows.entries for name in STARTS):
+        at = at - np.maximum.accumulate(np.where(first, at, 0))
+    return torch.from_numpy(at).to(lead.device)
+
+
+def places_of(rows: Rows, at: Ints, starts: Ints, lengths: Ints) -> Ints | None:
+    """Distance of each token from the first of its document in the row as given; None if none is left out between."""
+    column = rows.column[at]
+    places = column - np.repeat(column[starts], lengths)
+    inside = np.arange(at.size) - np.repeat(starts, lengths)
+    return None if np.array_equal(places, inside) else places
+
+
+def labels_of(
+    rows: Rows, kept: NDArray[np.bool_] | None, first: NDArray[np.bool_], shift: str, ignore_index: int
+) -> Tensor | None:
+    """For every flat row the label that it predicts, or ignore_index."""
+    given = [name for name in LABELS if name in rows.entries]
+    if len(given) > 1:
+        raise ValueError("labels and shift_labels are both given; give labels, or labels that are shifted already")
+    if not given:
+        return None
+    name = given[0]
+    labels: Tensor = rows.entries[name].long()
+    shift = "none" if name == "shift_labels" else shift
+    if shift == "row":
+        labels = _shifted(labels, rows.edges[1:][np.diff(rows.edges) > 0] - 1, ignore_index)
+    if kept is not None:
+        lost = (labels != ignore_index).cpu().numpy() & ~kept
+        if lost.any():
+            where = rows.where(int(np.flatnonzero(lost)[0]))
+            said = (
+                f"attention_mask leaves out {where}, which predicts {name} of the token after it (as after "
+                "padding on the left): set that label to ignore_index, or ask for shift='document', in which a "
+                "document's first token is never predicted"
+                if shift == "row"
+                else f"attention_mask leaves out {where}, which has a label in {name}: set it to ignore_index"
+            )
+            raise ValueError(f"{said} ({ignore_index}); one device would count it")
+    if shift == "document":
+        at = np.flatnonzero(kept) if kept is not None else np.arange(len(first))
+        last = np.append(np.flatnonzero(first[at])[1:], at.size)[: at.size] - 1
+        index = torch.from_numpy(at).to(labels.device)
+        labels = labels.index_copy(0, index, _shifted(labels[index], last, ignore_index))
+    return labels
+
+
+def _shifted(labels: Tensor, last: Ints, ignore_index: int) -> Tensor:
+    """Labels moved to the token before, ignore_index for the last one of each stretch."""
+    moved = labels.roll(-1)
+    moved[torch.from_numpy(last).to(labels.device)] = ignore_index
+    return moved

@@ -1,0 +1,191 @@
+"""What all ranks' batches are together: each rank tells the others what it brings, and all know the union."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from typing import Any, NamedTuple
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from seqpar.comm import Comm
+from seqpar.data.batch import Packed, Reading, read
+from seqpar.layout import Layout, expand
+from seqpar.mask import Ints, frozen
+
+SOURCES = ("sharded", "replicated")
+
+
+class Column(NamedTuple):
+    """What ranks must have in common of a tensor."""
+
+    dtype: torch.dtype
+    dims: tuple[int, ...]  # after the first
+    device: str
+    requires_grad: bool
+
+
+class Facts(NamedTuple):
+    """What a rank tells the others of its batch."""
+
+    lengths: Ints
+    places: tuple[Ints, Ints] | None  # tokens before which some are masked out, and how many
+    valid: Ints
+    columns: dict[str, Column]
+    ended: bool
+    digest: str  # of a replicated batch
+
+
+class Known(NamedTuple):
+    """The union of all batches as every rank knows it, and this rank's own batch.
+
+    lengths: tokens of each document. holder: the rank that brought it, ascending; None if every rank has them all.
+    places: as of `Packed`, of all. valid: labels that count in each document.
+    """
+
+    own: Packed
+    lengths: Ints
+    holder: Ints | None
+    places: Ints | None
+    valid: Ints
+    columns: dict[str, Column]
+
+    def layout(self, ranks: int) -> Layout | None:
+        """Where rows are before they move; None if every rank has them all."""
+        if self.holder is None:
+            return None
+        return Layout.from_pieces(np.cumsum(self.lengths) - self.lengths, self.lengths, self.holder, ranks)
+
+    def pick(self, documents: Ints, rank: int) -> Known:
+        """What rank `rank` knows of some of the documents, ascending."""
+        first = np.cumsum(self.lengths) - self.lengths
+        places = None if self.places is None else self.places[expand(first[documents], self.lengths[documents])]
+        holder, own = None, documents
+        if self.holder is not None:
+            holder = self.holder[documents]
+            own = documents[holder == rank] - np.searchsorted(self.holder, rank)
+        return Known(
+            self.own.pick(own), frozen(self.lengths[documents]), holder, places, self.valid[documents], self.columns
+        )
+
+    def rows(self, name: str) -> Tensor:
+        """This rank's rows of a tensor; a rank without tokens takes the kind of tensor from the others."""
+        if name in self.own.tensors:
+            return self.own.tensors[name]
+        column = self.columns[name]
+        return torch.empty(
+            0, *column.dims, dtype=column.dtype, device=column.device, requires_grad=column.requires_grad
+        )
+
+
+def announce(
+    batch: Mapping[str, Any] | None,
+    comm: Comm,
+    source: str,
+    how: Reading,
+    *,
+    error: Exception | None = None,
+    ended: bool = False,
+) -> Known | None:
+    """What all ranks bring together; None if all have ended. A collective. error: why this rank has no batch.
+
+    Raises: as `share`.
+    """
+    own, facts = None, None
+    if error is None:
+        try:
+            if source not in SOURCES:
+                raise ValueError(f"source must be one of {', '.join(SOURCES)}, got {source!r}")
+            own = read(batch, how)
+            digest = own.digest() if source == "replicated" else ""
+            facts = Facts(own.lengths, _gaps(own), own.valid, _columns(own), ended, digest)
+        except Exception as found:  # whatever it is, the others must hear of it
+            error = found
+    what = f"share(source={source!r}, shift={how.shift!r}, ignore_index={how.ignore_index})"
+    every = comm.gather(what, facts, error)
+    assert own is not None
+    if source == "replicated":
+        _check_equal(every)
+    if all(each.ended for each in every):
+        return None
+    return _union(own, every, source)
+
+
+def _columns(own: Packed) -> dict[str, Column]:
+    return {
+        name: Column(x.dtype, tuple(x.shape[1:]), x.device.type, x.requires_grad) for name, x in own.tensors.items()
+    }
+
+
+def _gaps(own: Packed) -> tuple[Ints, Ints] | None:
+    if own.places is None:
+        return None
+    more = np.diff(own.places, prepend=-1) - 1
+    more[np.cumsum(own.lengths) - own.lengths] = 0
+    return np.flatnonzero(more), more[more != 0]
+
+
+def _check_equal(every: Sequence[Facts]) -> None:
+    for rank, each in enumerate(every):
+        if (each.digest, each.ended) != (every[0].digest, every[0].ended):
+            lacks = " (one loader has ended)" if each.ended != every[0].ended else ""
+            raise ValueError(
+                f"share: the batch of rank {rank} is not that of rank 0{lacks}; source='replicated' takes the same "
+                "batch on every rank, source='sharded' a batch of each"
+            )
+
+
+def _union(own: Packed, every: Sequence[Facts], source: str) -> Known:
+    """The documents of all ranks, one rank's after the other's; of a replicated batch, those of each."""
+    if source == "replicated":
+        every = every[:1]
+    lengths = np.concatenate([each.lengths for each in every])
+    if not lengths.size:
+        raise ValueError("share: no rank's batch has a token; leave such batches out")
+    holder = np.repeat(np.arange(len(every)), [each.lengths.size for each in every])
+    valid = np.concatenate([each.valid for each in every])
+    columns = _common(every)
+    if not own.lengths.size:
+        own = own._replace(tensors={})  # of whatever kind: the others' is what moves
+    return Known(
+        own, frozen(lengths), None if source == "replicated" else holder, _places(every, lengths), valid, columns
+    )
+
+
+def _common(every: Sequence[Facts]) -> dict[str, Column]:
+    """The columns of the ranks that have tokens, which must be alike."""
+    ranks = [rank for rank, each in enumerate(every) if each.lengths.size]
+    first = ranks[0]
+    for rank in ranks[1:]:
+        if every[rank].columns == every[first].columns:
+            continue
+        for name in sorted(every[first].columns.keys() | every[rank].columns.keys()):
+            one, other = (each.columns.get(name, "not there") for each in (every[first], every[rank]))
+            if one != other:
+                raise ValueError(
+                    f"share: {name} is {_told(one)} on rank {first} and {_told(other)} on rank {rank}; rows of all "
+                    "ranks' batches go together: give them the same entries"
+                )
+    return {name: every[first].columns[name] for name in sorted(every[first].columns)}
+
+
+def _told(column: Column | str) -> str:
+    if isinstance(column, str):
+        return column
+    grad = " that requires a gradient" if column.requires_grad else ""
+    return f"{column.dtype} [tokens{''.join(f', {n}' for n in column.dims)}] on {column.device}{grad}"
+
+
+def _places(every: Sequence[Facts], lengths: Ints) -> Ints | None:
+    if all(each.places is None for each in every):
+        return None
+    more = np.zeros(int(lengths.sum()), np.int64)
+    begin = 0
+    for each in every:
+        if each.places is not None:
+            more[begin + each.places[0]] = each.places[1]
+        begin += int(each.lengths.sum())
+    line = np.arange(more.size) + np.cumsum(more)
+    places: Ints = frozen(line - np.repeat(line[np.cumsum(lengths) - lengths], lengths))
+    return places
