@@ -8,7 +8,7 @@ from unittest import mock
 
 import torch
 
-from seqpar.comm import GroupComm, PeerError, Tag
+from seqpar.comm import GroupComm, LocalComm, PeerError, Tag
 
 DTYPES = (torch.float32, torch.bfloat16, torch.int64, torch.uint8, torch.float64)
 SHAPES = ((3,), (2, 5), (), (0,), (4, 0, 2), (1, 2, 3))
@@ -199,6 +199,21 @@ def refused(comm):
 # --- exchanges that fail ----------------------------------------------------------------------------------------------
 
 
+def impatient(comm, seconds):
+    """Let waits of this rank fail after so many seconds from now on; the constructor had all the time it needed."""
+    for each in (comm, getattr(comm, "_control", None)):
+        if each is not None:
+            (each._world if isinstance(each, LocalComm) else each._link).timeout = seconds
+
+
+def until(condition, seconds=120.0):
+    """Return when a condition holds."""
+    end = time.monotonic() + seconds
+    while not condition():
+        assert time.monotonic() < end, "it never came true"
+        time.sleep(0.01)
+
+
 def witness(comm, folder, fn, *args):
     """Runs a case that fails and leaves ``folder/rank`` with the seconds it took and the error."""
     start = time.monotonic()
@@ -258,19 +273,24 @@ def other_shape(comm, shapes, dtypes):
         comm.exchange({}, {comm.rank - 1: [x]}, tag=tag(7, 0, comm.rank - 1)).wait()
 
 
-def never_sends(comm, idle):
-    """Rank 0 waits for rank 1, which waits for rank 2, which does something else for `idle` seconds."""
-    if comm.rank < 2:
-        comm.exchange({}, {comm.rank + 1: [torch.zeros(1)]}, tag=tag(4, 0, comm.rank)).wait()
-    else:
-        time.sleep(idle)
-        comm.exchange({0: [torch.zeros(1)]}, {}, tag=tag(5)).wait()
-
-
-def never_agrees(comm, idle):
+def never_sends(comm, folder, seconds):
+    """Rank 0 waits for rank 1, which waits for rank 2, which does something else until both have given up."""
     if comm.rank == 2:
-        time.sleep(idle)
-        comm.exchange({0: [torch.zeros(1)]}, {}, tag=tag(5)).wait()
+        until(lambda: all((folder / other).exists() for other in "01"))
+        return comm.exchange({0: [torch.zeros(1)]}, {}, tag=tag(5)).wait()
+    work = comm.exchange({}, {comm.rank + 1: [torch.zeros(1)]}, tag=tag(4, 0, comm.rank))
+    if comm.rank == 1:
+        impatient(comm, seconds)
+    work.wait()
+
+
+def never_agrees(comm, folder, seconds):
+    """Ranks 0 and 1 wait for rank 2 to agree, which does something else until both have given up."""
+    if comm.rank == 2:
+        until(lambda: all((folder / other).exists() for other in "01"))
+        return comm.exchange({0: [torch.zeros(1)]}, {}, tag=tag(5)).wait()
+    comm.sub([0, 1]).agree("before", {})
+    impatient(comm, seconds)
     comm.agree("attention", {"heads": 8})
 
 
@@ -316,7 +336,7 @@ def batched(comm, fn, *args):
 
 
 def stuck_stream(comm, limit):
-    """Every rank's batch never completes; only rank 0 is late enough to time out. Returns seconds and the error."""
+    """Every rank's batch never completes; only rank 0 is late enough to time out. Returns the error."""
     start = time.monotonic()
     if comm.rank == 0:
         comm._link.monitor._timeout = 1.0
@@ -327,13 +347,12 @@ def stuck_stream(comm, limit):
         try:
             comm.check()
         except PeerError as error:
-            seconds = time.monotonic() - start
             try:
                 comm.exchange({}, {}, tag=tag(7))
             except PeerError:
-                return seconds, str(error)
+                return str(error)
         time.sleep(0.02)
-    return limit, "nothing was noticed"
+    return "nothing was noticed"
 
 
 # --- processes --------------------------------------------------------------------------------------------------------
@@ -350,7 +369,7 @@ def pid(comm):
 
 def two_comms(comm):
     """A second comm of the group dies; the first goes on."""
-    other = GroupComm(timeout=10.0)
+    other = GroupComm(timeout=60.0)
     failed = False
     if comm.rank == 0:
         other.abort("on purpose")

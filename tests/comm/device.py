@@ -29,7 +29,7 @@ from seqpar.comm.cuda import copy_all
 from seqpar.comm.peer import PeerComm
 from seqpar.comm.words import LINE, reached
 
-LIMIT = 30.0  # seconds after which a stream gives up, so that a test ends
+LIMIT = 120.0  # seconds after which a stream gives up, so that a test ends
 
 
 class Event:

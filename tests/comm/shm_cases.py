@@ -171,7 +171,7 @@ def full_pool(comm):
 
     Returns which tensors lie in the pool, what worked, the bytes staged, and the error where nothing is left.
     """
-    small = ShmComm(timeout=20.0, pool_bytes=1 << 16)
+    small = ShmComm(timeout=120.0, pool_bytes=1 << 16)
     link, peer = small._link, 1 - comm.rank
 
     def swap(y, number):
@@ -219,7 +219,7 @@ def outlive(comm):
 
     before = len(os.listdir("/proc/self/fd")), mappings()
     for n in range(12):
-        other = ShmComm(timeout=20.0)
+        other = ShmComm(timeout=120.0)
         x = other.empty((3,), torch.int64, CPU)
         other.exchange({peer: [torch.full((3,), 10 * n + peer)]}, {peer: [x]}, tag=tag(n)).wait()
         other.agree("together", {"n": n})
@@ -253,7 +253,7 @@ def threads(comm):
         # until here the peer sends nothing
         comm.exchange({peer: [torch.ones(1)]}, {}, tag=tag(2)).wait()
         for thread in running[:2]:
-            thread.join(10.0)
+            thread.join(60.0)
         done.set()
         return alive, turned, [y.tolist() for y in ys]
     comm.exchange({}, {peer: [torch.zeros(1)]}, tag=tag(2)).wait()
@@ -328,7 +328,7 @@ def killed_while_failing(comm):
 
 def closes(comm):
     """Rank 1 lets go of its comm and does something else; the others find out long before the timeout."""
-    other = ShmComm(timeout=20.0)
+    other = ShmComm(timeout=120.0)
     if comm.rank == 1:
         return
     other.exchange({}, {(comm.rank - 1) % comm.size: [torch.zeros(4)]}, tag=tag(9)).wait()
@@ -337,6 +337,7 @@ def closes(comm):
 def waits_for_credit(comm):
     """Rank 0 sends what rank 1 never expects."""
     if comm.rank == 0:
+        cases.impatient(comm, 1.0)
         comm.exchange({1: [torch.zeros(3)]}, {}, tag=tag(2)).wait()
     while True:
         comm.check()
@@ -392,11 +393,11 @@ def missed(comm, absent):
     comm.agree("before", {})
     if comm.rank != absent:
         try:
-            ShmComm(timeout=2.0)
+            ShmComm(timeout=3.0)
         except PeerError as error:
             found = str(error)
     comm.agree("afterwards", {})
-    return found, cases.bits(ShmComm(timeout=20.0), 0, 2).tolist()
+    return found, cases.bits(ShmComm(timeout=120.0), 0, 2).tolist()
 
 
 def made(comm, how):
@@ -414,12 +415,12 @@ def made(comm, how):
     bad = comm.rank == 1
     try:
         with patches.get(how, contextlib.nullcontext()) if bad else contextlib.nullcontext():
-            ShmComm(**{"timeout": 20.0, **(arguments.get(how, {}) if bad else {})})
+            ShmComm(**{"timeout": 120.0, **(arguments.get(how, {}) if bad else {})})
         found = None
     except Exception as error:
         found = type(error).__name__, str(error)
     comm.agree("afterwards", {})
-    return found, cases.bits(ShmComm(timeout=20.0), 0, 2).tolist()
+    return found, cases.bits(ShmComm(timeout=120.0), 0, 2).tolist()
 
 
 def impossible(comm):

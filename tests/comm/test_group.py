@@ -6,12 +6,13 @@ import subprocess
 import sys
 import threading
 import time
+from types import SimpleNamespace
 
 import pytest
 import torch
 import torch.distributed as dist
 
-from seqpar.comm import GroupComm, PeerError
+from seqpar.comm import GroupComm, PeerError, failure
 from seqpar.comm.failure import Monitor, RootCause
 from seqpar.testing import run_processes
 from tests.comm import cases
@@ -43,11 +44,11 @@ class Fake:
 @pytest.mark.parametrize(("how", "code"), [("exit", 3), ("kill", -9)])
 def test_a_rank_that_dies_ends_all_others_with_the_root_cause(tmp_path, how, code):
     with pytest.raises(RuntimeError, match=f"rank 1: its process died with exit code {code}"):
-        run_processes(4, cases.witness, tmp_path, "dies", how, timeout=20.0)
+        run_processes(4, cases.witness, tmp_path, "dies", how, timeout=120.0)
     texts = {int(path.name): path.read_text() for path in tmp_path.iterdir()}
     assert sorted(texts) == [0, 2, 3]
     for rank, text in texts.items():
-        assert float(text.split()[0]) < 10, f"rank {rank} took as long as the timeout"
+        assert float(text.split()[0]) < 60, f"rank {rank} took as long as the timeout"
         assert "PeerError" in text
         assert "rank 1" in text
     for rank in (0, 3):
@@ -59,9 +60,7 @@ def test_the_pool_is_rebuilt_after_a_death(tmp_path):
     assert len(run_processes(2, cases.bits, 0, 1)) == 2
     with pytest.raises(RuntimeError, match="exit code 7"):
         run_processes(2, cases.witness, tmp_path, "leaves", 7)
-    start = time.monotonic()
     pids = run_processes(2, cases.pid)
-    assert time.monotonic() - start < 20
     assert run_processes(2, cases.pid) == pids, "processes are reused"
     assert os.getpid() not in pids
 
@@ -89,7 +88,7 @@ def test_a_rank_that_lost_a_connection_gives_the_writer_a_moment():
     store = dist.HashStore()
     writer = threading.Timer(0.2, lambda: RootCause(store, "why", 1).write("gave up"))
     writer.start()
-    assert RootCause(store, "why", 0).read(grace=2.0) == (1, "gave up")
+    assert RootCause(store, "why", 0, patience=60.0).read(grace=60.0) == (1, "gave up")
     writer.join()
 
 
@@ -103,25 +102,23 @@ class BrokenStore:
 
 class HangingStore:
     def compare_set(self, key, expected, desired):
-        time.sleep(5.0)
+        threading.Event().wait()
 
     def check(self, keys):
-        time.sleep(5.0)
+        threading.Event().wait()
 
 
 @pytest.mark.parametrize("store", [BrokenStore(), HangingStore()], ids=["broken", "hanging"])
 def test_a_dead_store_neither_hangs_nor_hides_the_error(store):
     cause = RootCause(store, "why", 2, patience=0.05)
-    start = time.monotonic()
     assert cause.write("mine") == (2, "mine")
     assert cause.read(grace=0.02) is None
-    assert time.monotonic() - start < 3
 
 
 # --- NCCL's path ------------------------------------------------------------------------------------------------------
 
 
-def wait_until(condition, seconds=5.0):
+def wait_until(condition, seconds=60.0):
     end = time.monotonic() + seconds
     while not condition() and time.monotonic() < end:
         time.sleep(0.01)
@@ -138,16 +135,18 @@ def test_the_monitor_names_what_a_stuck_work_waits_for():
     assert reasons == ["waited 0.2 s in call 2 for ranks [3]"]
 
 
-def test_the_monitor_gives_each_work_its_own_time():
-    reasons = []
+def test_the_monitor_gives_each_work_its_own_time(monkeypatch):
+    clock, reasons = [0.0], []
+    monkeypatch.setattr(failure, "time", SimpleNamespace(monotonic=lambda: clock[0], sleep=time.sleep))
     monitor = Monitor(2.0, reasons.append, lambda: False, poll=0.01)
     works = [Fake() for _ in range(6)]
     for i, work in enumerate(works):
         monitor.watch([work], f"in call {i}")
-    for work in works:
-        time.sleep(0.4)  # 2.4 s in all, more than one work may take
+    for left, work in zip(reversed(range(6)), works):
+        clock[0] += 0.9  # 5.4 s in all, more than one work may take
+        time.sleep(0.03)
         work.completed = True
-    assert wait_until(lambda: not monitor._outstanding)
+        assert wait_until(lambda left=left: len(monitor._outstanding) <= left)
     assert reasons == []
 
 
@@ -162,11 +161,10 @@ def test_the_monitor_reports_a_work_that_failed_and_stops_when_the_group_is_dead
 
 
 def test_a_stuck_stream_ends_every_rank():
-    results = run_processes(3, cases.stuck_stream, 15.0)
-    for seconds, message in results:
-        assert 0.9 < seconds < 14
+    messages = run_processes(3, cases.stuck_stream, 60.0)
+    for message in messages:
         assert "waited 1 s in call 6 phase 2 stage 1 with plan 5eed for ranks [1]" in message
-    assert "root cause: rank 0" in results[1][1] and "root cause: rank 0" in results[2][1]
+    assert "root cause: rank 0" in messages[1] and "root cause: rank 0" in messages[2]
 
 
 # --- construction -----------------------------------------------------------------------------------------------------

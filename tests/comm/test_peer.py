@@ -20,8 +20,8 @@ from seqpar.comm.cuda import Cuda
 from seqpar.comm.pool import Pool
 from seqpar.comm.words import FIRST, LINE, WRAP, epoch, reached
 from seqpar.testing import run_processes, run_threads
-from tests.comm.cases import tag
-from tests.comm.device import Model, Stream, on_model
+from tests.comm.cases import tag, until
+from tests.comm.device import LIMIT, Model, Stream, on_model
 from tests.comm.peer_cases import CHECKS, strided
 from tests.comm.test_exchange import Exchanges
 from tests.ops.test_attention import PROCESS_CASES, Options, check
@@ -29,7 +29,7 @@ from tests.ops.test_attention import PROCESS_CASES, Options, check
 pytestmark = pytest.mark.skipif(native.missing() is not None, reason=native.missing() or "")
 
 
-def threads(size, fn, *args, timeout=20.0, **options):
+def threads(size, fn, *args, timeout=120.0, **options):
     return run_threads(size, on_model, fn, args, timeout, options, timeout=timeout)
 
 
@@ -37,7 +37,7 @@ class TestThreads(Exchanges):
     size = 5
     crowd_size, crowd_tensors = 3, 80
 
-    def run(self, size, fn, *args, timeout=30.0):
+    def run(self, size, fn, *args, timeout=120.0):
         return threads(size, fn, *args, timeout=timeout, delay=0.001)
 
     def test_is_a_comm(self):
@@ -48,7 +48,7 @@ class TestProcesses(Exchanges):
     size = 3
     crowd_size, crowd_tensors = 2, 240
 
-    def run(self, size, fn, *args, timeout=30.0):
+    def run(self, size, fn, *args, timeout=120.0):
         options = {"delay": 0.001}
         return run_processes(size, on_model, fn, args, timeout, options, comm="shm", timeout=timeout)
 
@@ -96,11 +96,60 @@ def test_delays_between_any_two_operations_change_nothing(seed):
     assert threads(3, schedule, seed, delay=0.003, seed=seed, at_once=False) == [[], [], []]
 
 
-@pytest.mark.parametrize("missing", ["event", "arrival", "credit", "sent"])
-def test_a_wait_that_is_left_out_becomes_a_wrong_answer(missing):
-    # a run shows it by chance, about one in three, and the first that does is enough
-    runs = (threads(3, schedule, seed, delay=0.005, seed=seed, at_once=False, without=(missing,)) for seed in range(80))
-    assert any(any(wrong) for wrong in runs)
+def out_of_order(comm, gate, what):
+    """Rank 0 sends a 7 to rank 1, which then has it, each of them on a stream that is not where it was yet.
+
+    What ought to wait for that opens the gate itself: it waits for ever, or has not waited. Without `what`, the host
+    opens it. Returns what rank 1 had before and has afterwards.
+    """
+    cuda, other, found = comm._link.cuda, 1 - comm.rank, []
+    stream, copies = Stream(cuda), comm._link.copies[other]
+    cuda.switch(stream)
+    x, y = (comm.empty((2,), torch.float32, cuda.device).fill_(-1.0) for _ in range(2))
+    if comm.rank == 0:
+        if what == "source is written":
+            stream.put(gate.wait)
+        stream.put(lambda: x.fill_(7.0))
+        if what in ("bytes have arrived", "source was read"):
+            copies.put(gate.wait)
+        comm.exchange({1: [x]}, {}, tag=tag(0)).wait()
+        stream.put(lambda: x.fill_(-2.0))
+        opener = {"source was read": stream, "source is written": copies, "buffer is free": copies}.get(what)
+    else:
+        if what == "buffer is free":
+            stream.put(gate.wait)
+        stream.put(lambda: found.append(y.tolist()))
+        comm.exchange({}, {0: [y]}, tag=tag(0)).wait()
+        stream.put(lambda: found.append(y.tolist()))
+        opener = stream if what == "bytes have arrived" else None
+    if opener is not None:
+        opener.put(gate.set)
+    elif what is None:
+        gate.set()
+    for each in (stream, copies):
+        each.synchronize()
+    comm.agree("all streams are done", {})
+    return found
+
+
+# a wait, and what comes too early without it
+WAITS = {
+    ("arrival", "bytes have arrived"): [[-1.0] * 2, [-1.0] * 2],
+    ("credit", "buffer is free"): [[7.0] * 2, [7.0] * 2],
+    ("event", "buffer is free"): [[7.0] * 2, [7.0] * 2],
+    ("event", "source is written"): [[-1.0] * 2, [-1.0] * 2],
+    ("sent", "source was read"): [[-1.0] * 2, [-2.0] * 2],
+}
+
+
+@pytest.mark.parametrize(("missing", "what"), WAITS)
+def test_a_wait_that_is_left_out_becomes_a_wrong_answer(missing, what):
+    _, found = threads(2, out_of_order, threading.Event(), what, at_once=False, without=(missing,))
+    assert found == WAITS[missing, what]
+
+
+def test_nothing_comes_too_early_with_all_waits():
+    assert threads(2, out_of_order, threading.Event(), None, at_once=False)[1] == [[-1.0] * 2, [7.0] * 2]
 
 
 def test_epochs_wrap():
@@ -228,7 +277,7 @@ def test_a_thread_that_waits_for_a_peer_does_not_hold_up_others():
             later.wait()
         assert "enough" in failed[0]
 
-    threads(2, rank_main, timeout=20.0)
+    threads(2, rank_main)
 
 
 def test_a_stream_that_waited_is_done_before_its_memory_is_used_again():
@@ -329,7 +378,7 @@ def opened(control, unreachable):
     """What the constructor raises where rank 0 cannot reach others; the comm beside it goes on."""
     options = {"unreachable": unreachable if control.rank == 0 else ()}
     try:
-        on_model(control, lambda comm: None, (), 5.0, options)
+        on_model(control, lambda comm: None, (), 120.0, options)
     except NotImplementedError as error:
         control.agree("afterwards", {})
         return str(error)
@@ -409,7 +458,7 @@ def test_the_model_has_the_methods_of_the_device():
 @pytest.mark.parametrize(("case", "says"), [("dies", "whose process has ended"), ("closes", "which closed its comm")])
 def test_a_rank_that_is_gone_is_named(tmp_path, case, says):
     with pytest.raises(RuntimeError):
-        run_processes(3, on_model, gone, (tmp_path, case), 20.0, {}, comm="shm", timeout=20.0)
+        run_processes(3, on_model, gone, (tmp_path, case), 120.0, {}, comm="shm", timeout=120.0)
     for rank in (0, 2):
         assert f"lost rank 1, {says}" in (tmp_path / str(rank)).read_text()
 
@@ -421,8 +470,7 @@ def gone(comm, folder, case):
         os._exit(3)
     if comm.rank == 1:
         comm._link.end()
-        time.sleep(3.0)
-        return
+        return until(lambda: all((folder / other).exists() and (folder / other).read_text() for other in "02"))
     try:
         comm.exchange({}, {1: [torch.zeros(4)]}, tag=tag(9)).wait()
     except PeerError as error:
@@ -430,35 +478,38 @@ def gone(comm, folder, case):
         raise
 
 
-def stalled(comm, gate):
+def stalled(comm, launched, gave_up, copied):
     """Rank 1's stream stops before it posts; its host does not. Rank 0 gets NaN and the reason."""
-    cuda, link, other = comm._link.cuda, comm._link, 1 - comm.rank
+    cuda, link, other, gate = comm._link.cuda, comm._link, 1 - comm.rank, threading.Event()
     x, y = torch.full((4,), 1.0 + comm.rank), comm.empty((4,), torch.float32, cuda.device).fill_(-1.0)
     comm.exchange({other: [x]}, {other: [y]}, tag=tag(0)).wait()
     cuda.current().synchronize()
     if comm.rank == 1:
-        link.monitor._timeout = 20.0
-        cuda.current().put(lambda: gate.wait(20))
+        cuda.current().put(gate.wait)
         cuda.current().put(lambda: y.fill_(-3.0))
-    start, later = time.monotonic(), x + 10.0
+    later = x + 10.0
     comm.exchange({other: [later]}, {other: [y]}, tag=tag(1)).wait()
     event = cuda.record(cuda.current())
     if comm.rank == 1:
         assert not event.query(), "the host waited for a stream"
-        while link.cause is None:
-            time.sleep(0.01)
-        time.sleep(0.3)
+        launched.set()
+        assert gave_up.wait(LIMIT) and link.cause is not None
         assert y.tolist() == [1.0] * 4, "rank 0 wrote where this stream had not been"
-        assert cuda.read(link.base + link.words.poison, 1, Stream(cuda)) == [1]
         gate.set()
         cuda.current().synchronize()
-        # rank 0's copy came late, if at all, and brought what it should
+        assert copied.wait(LIMIT)
+        # rank 0's copy came after the mark or before it, and brought what it should
         assert y.isnan().all() or y.tolist() == [11.0] * 4
     else:
+        assert launched.wait(LIMIT)
+        link.monitor._timeout = 0.3
+        stream = Stream(cuda)
+        until(lambda: all(cuda.read(base + link.words.poison, 1, stream) == [1] for base in link.bases))
+        gave_up.set()
         cuda.current().synchronize()
-        assert time.monotonic() - start > 0.9 and y.isnan().all()
-        for stream in link.copies.values():
-            stream.synchronize()
+        assert y.isnan().all()
+        link.copies[1].synchronize()
+        copied.set()
     with pytest.raises(PeerError) as raised:
         comm.check()
     for verb in (lambda: comm.exchange({other: [x]}, {}, tag=tag(2)), lambda: comm.agree("x", {})):
@@ -469,8 +520,9 @@ def stalled(comm, gate):
 
 @pytest.mark.parametrize("kernels", [False, True])
 def test_a_stream_that_stops_is_named_and_lets_the_others_go(kernels):
-    messages = threads(2, stalled, threading.Event(), timeout=1.0, at_once=False, kernels=kernels)
-    assert "waited 1 s in call 1 phase 0 stage 0 with plan 5eed for ranks [1]: " in messages[0]
+    events = (threading.Event() for _ in range(3))
+    messages = threads(2, stalled, *events, at_once=False, kernels=kernels)
+    assert "waited 0.3 s in call 1 phase 0 stage 0 with plan 5eed for ranks [1]: " in messages[0]
     for message in messages:
         assert "the arrival from rank 1 (slot 1: expected epoch 4294967250, saw 4294967249)" in message
     assert "root cause: rank 0" in messages[1]
@@ -490,20 +542,21 @@ def test_a_kernel_that_has_waited_too_long_marks_what_comes_after():
 
 
 def test_a_copy_without_credit_is_let_go_after_another_timeout():
-    gate = threading.Event()
+    gate, launched = threading.Event(), threading.Event()
 
     def rank_main(comm):
-        cuda, other = comm._link.cuda, 1 - comm.rank
+        cuda, link, other, opened = comm._link.cuda, comm._link, 1 - comm.rank, []
         x, y = torch.ones(4), comm.empty((4,), torch.float32, cuda.device)
         if comm.rank == 1:
-            cuda.current().put(lambda: gate.wait(20))
-        start = time.monotonic()
+            cuda.current().put(lambda: opened.append(gate.wait(LIMIT)))
         comm.exchange({other: [x]}, {other: [y]}, tag=tag(0)).wait()
-        if comm.rank == 0:
-            comm._link.copies[1].synchronize()
-            seconds = time.monotonic() - start
-            gate.set()
-            return seconds
+        if comm.rank == 1:
+            launched.set()
+            cuda.current().synchronize()
+            return opened
+        assert launched.wait(LIMIT)
+        link.timeout = link.monitor._timeout = 0.3
+        link.copies[1].synchronize()
+        gate.set()
 
-    # the gate opens by itself after 20
-    assert 0.9 < threads(2, rank_main, timeout=0.5, at_once=False)[0] < 15.0
+    assert threads(2, rank_main, at_once=False)[1] == [True]

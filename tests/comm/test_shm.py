@@ -21,7 +21,7 @@ pytestmark = pytest.mark.skipif(native.missing() is not None, reason=native.miss
 CSRC = Path(__file__).parents[2] / "csrc"
 
 
-def run(size, fn, *args, timeout=20.0):
+def run(size, fn, *args, timeout=120.0):
     return run_processes(size, fn, *args, comm="shm", timeout=timeout)
 
 
@@ -87,7 +87,7 @@ def test_a_fork_is_no_rank_and_does_not_end_one():
 # --- failures ---------------------------------------------------------------------------------------------------------
 
 
-def errors(folder, fn, *args, size=3, match, timeout=60.0):
+def errors(folder, fn, *args, size=3, match, timeout=120.0):
     """{rank: message} of a case that fails, each of them long before the timeout."""
     with pytest.raises(RuntimeError, match=match):
         run(size, cases.witness, folder, fn, *args, timeout=timeout)
@@ -145,7 +145,7 @@ def test_a_comm_that_is_closed_is_missed_at_once(tmp_path):
 
 def test_a_wait_that_ends_says_rank_slot_and_epochs(tmp_path):
     with pytest.raises(RuntimeError) as raised:
-        run(2, shm_cases.waits_for_credit, timeout=1.0)
+        run(2, shm_cases.waits_for_credit)
     assert re.search(
         r"waited 1 s for rank 1 to receive: slot \d+ expects epoch \d+, shows \d+; the comm is dead", str(raised.value)
     )
@@ -186,7 +186,7 @@ def test_a_constructor_that_a_rank_missed_does_not_spoil_the_next(absent):
     for rank, (found, bits) in enumerate(run(3, shm_cases.missed, absent)):
         assert len(bits) == 16
         if rank != absent:
-            assert f"rank {rank} waited 2 s for ranks [{absent}] to come to its constructor" in found
+            assert f"rank {rank} waited 3 s for ranks [{absent}] to come to its constructor" in found
 
 
 @pytest.fixture
@@ -200,7 +200,7 @@ def alone():
 def test_one_rank_shares_nothing(alone):
     mesh = dist.init_device_mesh("cpu", (1, 1), mesh_dim_names=("dp", "cp"))
     for group in (None, dist.group.WORLD, mesh["cp"]):
-        comm = ShmComm(group, timeout=5.0)
+        comm = ShmComm(group, timeout=60.0)
         assert (comm.rank, comm.size, comm.check_every, comm.direct) == (0, 1, "batch", True)
         comm.exchange({}, {}, tag=cases.tag(0)).wait()
         comm.agree("attention", {"heads": 8})
@@ -250,7 +250,7 @@ def test_a_process_ends_while_its_comm_lives(tmp_path):
         for rank in range(2)
     ]  # fmt: skip
     for process in ranks:
-        out, err = process.communicate(timeout=60)
+        out, err = process.communicate(timeout=240)
         assert (process.returncode, out.strip()) == (0, "1000.0"), err
 
 

@@ -147,7 +147,7 @@ def test_memory_is_held_until_the_wait(device) -> None:
         sent = torch.from_numpy(array)
         work = comm.exchange({1: [sent]}, {}, tag=tag(0))
         del array, sent
-        arrived.wait(10)
+        arrived.wait(60)
         held = [owner() is not None]
         work.wait()
         return [*held, owner() is not None]
