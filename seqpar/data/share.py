@@ -93,24 +93,29 @@ def share(
 
     batch: "input_ids" (or "inputs_embeds" [..., E]) padded [B, S], packed [1, T] or [T], or a list of documents [S_i];
     beside it for every token, in the same form: "labels" or "shift_labels", "position_ids", and any other tensor
-    [B, S, ...], which travels along. "attention_mask" [B, S] of 0 and 1: tokens with 0, wherever they are, are left
-    out. None is an empty batch, as of a rank whose loader has ended; so is one of no rows.
+    [B, S, ...], which travels along as it is. "attention_mask" [B, S] of 0 and 1: tokens with 0, wherever they are, are
+    left out. None is an empty batch, as of a rank whose loader has ended; so is one of no rows.
 
     Documents are what "cu_seqlens" (or "cu_seq_lens_q", "cu_seq_lens_k") says; without it a row without attention_mask
-    starts one wherever its position_ids do not go on by 1, as in Hugging Face models; else a row is one.
-    Positions are the given position_ids; else the place in the row, padding on the left and holes counted, which is
-    what models make themselves; in the document where it has a row of its own or cu_seqlens says where it starts.
+    starts one wherever its position_ids do not go on by 1, as Hugging Face models without a cache have it; else a row
+    is one. Positions are the given position_ids; else the place in the row, padding on the left and holes counted, which
+    is what such models make themselves; in the document where it has a row of its own or cu_seqlens says where it
+    starts (``plan.rope_positions(rank)`` is the place among the document's tokens in any case).
 
     source: "sharded": every rank brings other documents, and their union is computed; only lengths and counts are told
     to all ranks, and each row moves once. "replicated": all ranks hold the same batch, which is checked by a digest,
     and nothing moves. plan: ``(lengths, ranks) -> Plan``, by default `plan_batch`; pass a model and a machine by
     ``functools.partial(seqpar.plan_batch, model=..., hardware=...)``.
 
-    shift: what "labels" belong to. "row": to the token before them in the row, across documents packed in it, as the
-    loss of Hugging Face's causal models has it on one device (whose collators therefore mask the first label of each
-    document). "document": to the token before them in the document; its first is never predicted. "none": to their own
-    token, as in masked language models; so do "shift_labels", whatever shift says. keep: names of entries
-    that are no rows, handed on in ``Share.others``. device: where the share shall be, by default where the batch is.
+    shift: what "labels" belong to. "row", the default since it is what one device does: to the token before them in the
+    row, across documents packed in it, as the loss of Hugging Face's causal models has it (whose collators therefore
+    mask the first label of each document). "document": to the token before them in the document; its first is never
+    predicted. "none": to their own token, as in masked language models; so do "shift_labels", whatever shift says. A
+    label that only a masked-out token could predict, or that belongs to one, is refused: what it counts for on one
+    device depends there on how attention is implemented.
+
+    keep: names of entries that are no rows, handed on in ``Share.others`` where a batch has them. device: where the
+    share shall be, by default where the batch is.
 
     Gradients of inputs_embeds reach the batch that brought them; with "replicated" they sum over ranks to its gradient.
 

@@ -45,6 +45,7 @@ BATCHES: dict[str, tuple[Any, dict[str, Any], str]] = {
     "both labels": (GOOD | {"shift_labels": IDS}, {}, "labels and shift_labels are both given"),
     "labels of rows": (GOOD | {"labels": torch.ones(2).long()}, {}, "labels must be a tensor whose first dims"),
     "a number": (GOOD | {"num_items": 3}, {}, r"keep=\('num_items',\)"),
+    "a mask that is kept": (GOOD | {"attention_mask": LEFT}, {"keep": ["attention_mask"]}, "would leave .* unread"),
     "a 4-D mask": (GOOD | {"attention_mask": torch.ones(2, 1, 6, 6)}, {}, "attention_mask .* only"),
     "positions of three dims": (GOOD | {"position_ids": ROW.expand(3, 2, 6)}, {}, "position_ids .* only"),
     "a mask of documents": (GOOD | {"attention_mask": LEFT + 1}, {}, "attention_mask must hold 0 or 1"),

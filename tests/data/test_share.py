@@ -14,6 +14,7 @@ from torch import Tensor
 from seqpar import Mask
 from seqpar.comm import Comm, LocalComm
 from seqpar.data import Share, back, share
+from seqpar.data.batch import Reading, read
 from seqpar.testing import run_processes, run_threads
 from tests.data.cases import IGNORE, KINDS, PLANNERS, Case, Token, batches, make, ring
 
@@ -243,3 +244,10 @@ def test_tensors_of_one_kind_move_together_and_other_entries_are_kept() -> None:
         assert names == ["input_ids", "labels", "scores", "token_type_ids", "weights"]
         assert others == {"names": ["a", "b"]}
         assert set(one.tolist()) == {1}
+
+
+def test_rows_go_to_the_device_that_is_asked_for() -> None:
+    batch = {"input_ids": torch.ones(2, 3, dtype=torch.int64), "labels": torch.ones(2, 3, dtype=torch.int64)}
+    packed = read(batch, Reading(device="meta"))
+    assert {x.device.type for x in packed.tensors.values()} == {"meta"}
+    assert packed.valid.tolist() == [2, 2]
