@@ -18,18 +18,19 @@ from seqpar.plan import Plan
 from seqpar.planner import Forecast, Hardware, MicroBatch, ModelShape, plan_batch, plan_step
 
 if TYPE_CHECKING:
+    from seqpar.integrations.parallelize import parallelize
     from seqpar.integrations.sdpa import sdpa
 
 __version__ = "0.1.0"
 
 __all__ = [
     "Comm", "Forecast", "GroupComm", "Hardware", "Layout", "LocalComm", "Mask", "MicroBatch", "ModelShape", "PeerComm",
-    "PeerError", "Plan", "ShmComm", "attention", "bind", "merge", "parallel", "plan_batch", "plan_step", "relayout",
-    "rotary", "sdpa", "shard", "switch", "unshard",
+    "PeerError", "Plan", "ShmComm", "attention", "bind", "merge", "parallel", "parallelize", "plan_batch", "plan_step",
+    "relayout", "rotary", "sdpa", "shard", "switch", "unshard",
 ]  # fmt: skip
 
 # Models under a plan, loaded when they are asked for.
-_LATER = {"sdpa": "seqpar.integrations.sdpa"}
+_LATER = {"parallelize": "seqpar.integrations.parallelize", "sdpa": "seqpar.integrations.sdpa"}
 
 
 def __getattr__(name: str) -> Any:

@@ -1,0 +1,182 @@
+"""``attn_implementation="seqpar"``: attention and masks of transformers models, by the plan that surrounds them.
+
+Importing this module registers the key. A model then runs inside ``with seqpar.parallel(plan, comm):`` on this rank's
+rows ``[1, plan.rows(rank)]`` with explicit ``position_ids``; `seqpar.parallelize` does both for ordinary batches.
+
+transformers asks a *mask function* for the mask of every kind of layer, and hands what it returns to the layers. Here
+that is the handle of a plan with that kind's mask, a 0-d tensor: it reaches the attention function as an argument of
+the layer, so recomputation, other threads and compiled layers find their plan without a context.
+"""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor, nn
+from transformers import AttentionInterface
+from transformers.masking_utils import AttentionMaskInterface
+
+from seqpar.comm import Comm
+from seqpar.integrations.transformers_mask import Rule, rule_of
+from seqpar.ops import attention, bind
+from seqpar.ops.handles import uncompiled
+from seqpar.parallel import surrounding
+from seqpar.plan import Plan
+
+KEY = "seqpar"
+
+# Keywords that layers hand to attention functions and that say nothing of what is attended to; the mask says it all.
+UNUSED = {
+    "position_ids", "use_cache", "cache_position", "is_causal", "sliding_window", "return_dict", "output_hidden_states",
+    "layer_idx", "deterministic",
+}  # fmt: skip
+
+
+class Forward(NamedTuple):
+    """What a forward pass knows besides the plan. seed: of attention dropout. make: the plan of a layer's rule."""
+
+    seed: int | None = None
+    make: Callable[[Plan, Rule], Plan] = lambda plan, rule: planned(plan, rule)
+    padded: bool = False  # whether a two-dimensional mask is known to be dealt with
+
+
+_threads = threading.local()
+
+
+@contextmanager
+def forward(state: Forward) -> Iterator[None]:
+    """Give the mask functions of this thread that state, until the block ends."""
+    before = getattr(_threads, "state", None)
+    _threads.state = state
+    try:
+        yield
+    finally:
+        _threads.state = before
+
+
+def planned(plan: Plan, rule: Rule) -> Plan:
+    """The plan with a rule for its mask, made once."""
+    return plan.memo(("rule", rule), lambda: plan.with_mask(rule.mask(plan.mask.lengths)))  # type: ignore[no-any-return]
+
+
+def mask_of(
+    batch_size: int,
+    q_length: int,
+    kv_length: int,
+    q_offset: int = 0,
+    kv_offset: int = 0,
+    mask_function: Callable[..., Any] | None = None,
+    attention_mask: Tensor | None = None,
+    **unused: Any,
+) -> Tensor:
+    """The handle of the surrounding plan with the mask that `mask_function` stands for: 0-d, what `bind` makes.
+
+    The arguments are those that transformers gives to its own; its indices of rows and dtypes are not needed.
+
+    Raises: RuntimeError outside `seqpar.parallel`; NotImplementedError for masks that are no bounds, several rows,
+    keys of a cache, and two-dimensional padding masks, which `seqpar.parallelize` turns into documents.
+    """
+    return _mask(batch_size, q_length, kv_length, mask_function, attention_mask)  # type: ignore[no-any-return]
+
+
+@uncompiled
+def _mask(
+    batch_size: int, q_length: int, kv_length: int, function: Callable[..., Any], attention_mask: Tensor | None
+) -> Tensor:
+    plan, comm, _ = surrounding()
+    state = getattr(_threads, "state", None) or Forward()
+    if batch_size != 1 or q_length != kv_length:
+        raise NotImplementedError(
+            f"{batch_size} rows of {q_length} queries and {kv_length} keys: seqpar takes the plan's rows [1, T], and "
+            "no keys of a cache or of another sequence; seqpar.parallelize(model, comm) takes ordinary batches"
+        )
+    if attention_mask is not None and not state.padded:
+        raise NotImplementedError(
+            f"attention_mask {list(attention_mask.shape)} inside seqpar.parallel: the plan says what is seen; "
+            "leave it out, or let seqpar.parallelize(model, comm) turn a padding mask into documents"
+        )
+    return handle(state.make(plan, rule_of(function)), comm, state.seed)
+
+
+def handle(plan: Plan, comm: Comm, seed: int | None) -> Tensor:
+    """The handle of a plan and a comm, with the seed of attention dropout beside them in its storage."""
+    made = bind(plan, comm)
+    made.untyped_storage()._seqpar_seed = seed  # type: ignore[attr-defined]
+    return made
+
+
+def attention_function(
+    module: nn.Module,
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    attention_mask: Tensor | None,
+    dropout: float = 0.0,
+    scaling: float | None = None,
+    softcap: float | None = None,
+    s_aux: Tensor | None = None,
+    **rest: Any,
+) -> tuple[Tensor, None]:
+    """Attention of a layer over this rank's rows: out [1, T, H, D_v], and no weights.
+
+    query [1, H, T, D], key [1, H_kv, T, D], value [1, H_kv, T, D_v]; attention_mask: what `mask_of` returned. It
+    alone says what is seen (windows, causality, documents), as for transformers' own "sdpa" and "eager". s_aux: sinks.
+
+    Raises: NotImplementedError for a layer whose mask was not made by `mask_of`, and for keywords that would
+    change the result, by name; what `seqpar.attention` raises.
+    """
+    if not isinstance(attention_mask, Tensor) or attention_mask.dim() or attention_mask.dtype != torch.int64:
+        got = list(attention_mask.shape) if isinstance(attention_mask, Tensor) else attention_mask
+        raise NotImplementedError(
+            f"{type(module).__name__} got attention_mask={got!r:.200}, which is not seqpar's: it must be made by "
+            f"transformers.masking_utils for {KEY!r}, inside seqpar.parallel or by a model given to seqpar.parallelize"
+        )
+    unknown = sorted(name for name, given in rest.items() if name not in UNUSED and _says(given))
+    if unknown:
+        raise NotImplementedError(
+            f"{type(module).__name__} hands {', '.join(unknown)} to its attention, which seqpar does not know; "
+            "leave it out"
+        )
+    seed = _seed(module, attention_mask) if dropout else None
+    q, k, v = (x[0].transpose(0, 1) for x in (query, key, value))
+    out = attention(
+        q, k, v, attention_mask, scale=scaling, softcap=softcap or 0.0, sinks=s_aux, dropout_p=dropout,
+        dropout_seed=seed,
+    )  # fmt: skip
+    return out[None], None
+
+
+def _says(given: object) -> bool:
+    """Whether a keyword's value says anything: None, False and 0 do not."""
+    return given is not None and (isinstance(given, Tensor) or bool(given))
+
+
+@uncompiled
+def _seed(module: nn.Module, mask: Tensor) -> int:
+    """The seed of a layer's dropout: the same on all ranks and when recomputed, another for every layer and batch."""
+    seed, layer = getattr(mask.untyped_storage(), "_seqpar_seed", None), getattr(module, "layer_idx", None)
+    if seed is None or layer is None:
+        raise NotImplementedError(
+            f"attention dropout in {type(module).__name__} needs a seed for every batch, which seqpar.parallelize "
+            "derives for layers with a layer_idx; set the dropout of attention probabilities to 0"
+        )
+    return int((seed + (layer + 1) * 0x9E3779B97F4A7C15) % 2**63)
+
+
+def register() -> None:
+    """Enter the key in the registries of transformers, which are global to the process. Importing this module does."""
+    AttentionInterface.register(KEY, attention_function)
+    AttentionMaskInterface.register(KEY, mask_of)
+
+
+def unregister() -> None:
+    """Take the key out of the registries of transformers again; models that still name it then fail by name."""
+    for interface in (AttentionInterface, AttentionMaskInterface):
+        interface._global_mapping.pop(KEY, None)
+
+
+register()

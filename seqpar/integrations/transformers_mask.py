@@ -1,0 +1,96 @@
+"""What transformers says of a layer's mask, as a rule per document: from its mask functions to bounds.
+
+transformers builds masks from functions of indices, composed by factories of its `masking_utils`. Evaluating them would
+take a value per pair, and their indices mean nothing for rows that are spread over ranks. So the composition is read
+instead: which factories made it, and with which numbers. What was made by others is refused by name.
+"""
+
+from __future__ import annotations
+
+import inspect
+from collections.abc import Callable
+from typing import Any, NamedTuple
+
+import numpy as np
+
+from seqpar.mask import Ints, Mask
+
+MODULE = "transformers.masking_utils"
+
+
+class Rule(NamedTuple):
+    """Which keys of its own document a token sees: up to itself if causal, `left` and `right` beside itself, and only
+    those of its own stretch of `chunk` tokens. None: no limit."""
+
+    causal: bool = False
+    left: int | None = None
+    right: int | None = None
+    chunk: int | None = None
+
+    @property
+    def local(self) -> bool:
+        """Whether distances matter."""
+        return not (self.left is self.right is self.chunk is None)
+
+    def __and__(self, other: Rule) -> Rule:
+        """Both rules at once. Raises: NotImplementedError for chunks of two lengths."""
+        if None not in (self.chunk, other.chunk) and self.chunk != other.chunk:
+            raise NotImplementedError(f"a mask of chunks of {self.chunk} and of {other.chunk} tokens at once")
+        return Rule(
+            self.causal or other.causal, _least(self.left, other.left), _least(self.right, other.right),
+            other.chunk if self.chunk is None else self.chunk,
+        )  # fmt: skip
+
+    def mask(self, lengths: Ints) -> Mask:
+        """The rule over packed documents."""
+        right = 0 if self.causal else self.right
+        if self.chunk is None:
+            window = (self.left, None if self.causal else right)
+            return Mask(lengths, causal=self.causal, window=window)
+        at = np.arange(lengths.sum())
+        start = np.repeat(np.cumsum(lengths) - lengths, lengths)
+        end = start + np.repeat(lengths, lengths)
+        lo = start + (at - start) // self.chunk * self.chunk
+        hi = np.minimum(lo + self.chunk, end)
+        lo = lo if self.left is None else np.maximum(lo, at - self.left)
+        hi = hi if right is None else np.minimum(hi, at + right + 1)
+        return Mask.from_bounds(lo, hi, lengths=lengths)
+
+
+def _least(a: int | None, b: int | None) -> int | None:
+    return b if a is None else a if b is None else min(a, b)
+
+
+def rule_of(function: Callable[..., Any]) -> Rule:
+    """The rule that a mask function of transformers stands for.
+
+    Raises: NotImplementedError naming a function that is not one of transformers' own, or not expressible as bounds.
+    """
+    name = function.__qualname__.split(".<locals>")[0]
+    made = {} if "<locals>" not in function.__qualname__ else inspect.getclosurevars(function).nonlocals
+    if function.__module__ == MODULE and name in _READERS:
+        return _READERS[name](made)
+    raise NotImplementedError(
+        f"the mask function {function.__module__}.{function.__qualname__}: seqpar reads those that transformers "
+        f"composes of {', '.join(sorted(_READERS))}; a mask with other pairs may have no interval of keys per query"
+    )
+
+
+def _all(made: dict[str, Any]) -> Rule:
+    rule = Rule()
+    for part in made["mask_functions"]:
+        rule = rule & rule_of(part)
+    return rule
+
+
+_READERS: dict[str, Callable[[dict[str, Any]], Rule]] = {
+    "and_masks": _all,
+    "causal_mask_function": lambda made: Rule(causal=True),
+    "bidirectional_mask_function": lambda made: Rule(),
+    "sliding_window_overlay": lambda made: Rule(left=made["sliding_window"] - 1),
+    "sliding_window_bidirectional_overlay": lambda made: Rule(False, made["sliding_window"], made["sliding_window"]),
+    "chunked_overlay": lambda made: Rule(chunk=made["chunk_size"]),
+    # documents are the plan's: these two keep them apart on one device, by row numbers that mean nothing on ranks
+    "packed_sequence_mask_function": lambda made: Rule(),
+    "remap_positions_for_packed_sequence": lambda made: rule_of(made["mask_function"]),
+}
