@@ -98,8 +98,8 @@ def share(
 
     Documents are what "cu_seqlens" (or "cu_seq_lens_q", "cu_seq_lens_k") says; without it a row without attention_mask
     starts one wherever its position_ids do not go on by 1, as Hugging Face models without a cache have it; else a row
-    is one. Positions are the given position_ids; else the place in the row, padding on the left and holes counted, which
-    is what such models make themselves; in the document where it has a row of its own or cu_seqlens says where it
+    is one. Positions are the given position_ids; else the place in the row, padding on the left and holes counted,
+    which is what such models make themselves; in the document where it has a row of its own or cu_seqlens says where it
     starts (``plan.rope_positions(rank)`` is the place among the document's tokens in any case).
 
     source: "sharded": every rank brings other documents, and their union is computed; only lengths and counts are told
