@@ -27,12 +27,14 @@ class Layer(nn.Module):
     def __init__(self) -> None:
         super().__init__()
         self.norm, self.mlp_norm = nn.RMSNorm(DIM), nn.RMSNorm(DIM)
-        self.qkv, self.out = nn.Linear(DIM, 2 * DIM, bias=False), nn.Linear(DIM, DIM, bias=False)
+        self.q, self.out = nn.Linear(DIM, DIM, bias=False), nn.Linear(DIM, DIM, bias=False)
+        self.k, self.v = nn.Linear(DIM, DIM // 2, bias=False), nn.Linear(DIM, DIM // 2, bias=False)
         self.up, self.down = nn.Linear(DIM, HIDDEN, bias=False), nn.Linear(HIDDEN, DIM, bias=False)
 
     def forward(self, x: Tensor, positions: Tensor) -> Tensor:
         here = surrounding()
-        q, k, v = self.qkv(self.norm(x)).unflatten(-1, (-1, DIM // HEADS)).split((HEADS, HEADS // 2, HEADS // 2), 1)
+        normed = self.norm(x)
+        q, k, v = (linear(normed).unflatten(-1, (-1, DIM // HEADS)) for linear in (self.q, self.k, self.v))
         frequencies = torch.tensor([1.0, 0.1])
         q, k = (seqpar.rotary(each, positions, frequencies) for each in (q, k))
         x = x + self.out(seqpar.attention(q, k, v, here.plan, here.comm).flatten(1))

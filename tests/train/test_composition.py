@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from contextlib import nullcontext
+from functools import partial
 from itertools import pairwise
 from pathlib import Path
 
@@ -16,11 +17,12 @@ from torch.distributed.checkpoint.state_dict import get_state_dict, set_state_di
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
 from torch.distributed.tensor import DTensor
+from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, parallelize_module
 from torch.nn.parallel import DistributedDataParallel
 
 import seqpar
 from seqpar.comm import Comm, GroupComm
-from seqpar.data import Share
+from seqpar.data import Share, micro_batches
 from seqpar.testing import run_processes, run_threads
 from seqpar.train import clip_grad_norm, grad_norm, sync_gradients
 from tests.train.model import IGNORED, Decoder, Documents, decoder, loss_of, single
@@ -156,12 +158,9 @@ def test_a_run_goes_on_with_another_number_of_ranks(before, after, twenty, tmp_p
 def accumulated(comm: Comm, kind: str) -> dict[str, Tensor]:
     """The planner's micro-batches of one global batch, each loss divided by the labels of all of them."""
     model = wrapped(kind, meshes(1, comm.size)[1], decoder())
-    documents = Documents.of(0)
-    parts = seqpar.plan_step([len(t) for t in documents.tokens], comm.size, micro_batches=3)
-    shares = [
-        documents.pick(part.documents.tolist()).share(comm, source="replicated", plan=lambda *_, p=part: p.plan)
-        for part in parts
-    ]
+    batch = Documents.of(0).part(comm.rank, comm.size)
+    plan = partial(seqpar.plan_step, micro_batches=3)
+    shares = micro_batches({"input_ids": batch.tokens, "labels": batch.labels}, comm, shift="document", plan=plan)
     assert len(shares) == 3 and len({each.valid for each in shares}) > 1
     valid = sum(each.valid for each in shares)
     for index, each in enumerate(shares):
@@ -209,6 +208,30 @@ def test_a_rank_without_labels_takes_part(kind: str) -> None:
     results = run_processes(2, unlabelled, kind)
     assert sum(part for part, _ in results) == pytest.approx(loss, rel=1e-12)
     for _, found in results:
+        close(found, grads, 1e-10)
+
+
+def beside_tensor_parallel(comm: Comm) -> tuple[float, dict[str, Tensor], float]:
+    """sp2 x tp2: the heads and the MLP over tp, FSDP2 over sp, the comm of the ranks with the same heads."""
+    mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("sp", "tp"))
+    sequence = GroupComm(mesh["sp"], check="call")
+    model = decoder()
+    for layer in model.layers:
+        columns = {name: ColwiseParallel() for name in ("q", "k", "v", "up")}
+        parallelize_module(layer, mesh["tp"], columns | {"out": RowwiseParallel(), "down": RowwiseParallel()})
+    model = wrapped("fsdp", mesh["sp"], model)
+    here = Documents.of(0).part(sequence.rank, 2).share(sequence)
+    loss = loss_of(model, here, valid=here.valid, average_over=2)
+    loss.backward()
+    return sum(sequence.gather("losses", loss.item() / 2)), gradients(model), float(grad_norm(model.parameters()))
+
+
+def test_tensor_parallel_beside_it_changes_nothing() -> None:
+    losses, grads, _ = single(1)
+    norm = torch.nn.utils.get_total_norm(grads.values())
+    for loss, found, total in run_processes(4, beside_tensor_parallel):
+        assert loss == pytest.approx(losses[0], rel=1e-12)
+        assert total == pytest.approx(float(norm), rel=1e-10)
         close(found, grads, 1e-10)
 
 
