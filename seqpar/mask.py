@@ -307,6 +307,38 @@ class Mask(Fact):
         picked._set(queries, keys, _picked_spans(self, chosen), within_documents=True, name=self._name)
         return picked
 
+    def windowed(self, window: tuple[int | None, int | None]) -> Mask:
+        """The same mask where also no key further off than a window is seen, (left, right), None for no limit; cached.
+
+        Distances are between key positions, as `key_positions` has them.
+        """
+        checked = _checked_window(window, False)
+        return self.memo(("window", checked), lambda: self._windowed(*checked))
+
+    def _windowed(self, left: int | None, right: int | None) -> Mask:
+        def low(at: Ints) -> Ints:
+            lo = self.bounds(at)[0]
+            return lo if left is None else np.maximum(lo, self.key_positions(at) - left)
+
+        def high(at: Ints) -> Ints:
+            hi = self.bounds(at)[1]
+            return hi if right is None else np.minimum(hi, self.key_positions(at) + right + 1)
+
+        # A piece is cut where the window meets one of its bounds, then where it passes a bound by and nothing is seen.
+        start = np.union1d(self._spans.start, self.offsets[:-1])
+        at, (lo, hi) = self.key_positions(start), self.bounds(start)
+        cuts = [lo - at + x for x in (left,) if x is not None] + [hi - at - x - 1 for x in (right,) if x is not None]
+        start = _cut(start, cuts, self.tokens)
+        start = _cut(start, [np.abs(high(start) - low(start))], self.tokens)
+        after = np.minimum(start + 1, np.append(start[1:], self.tokens) - 1)
+        (lo, hi), (lo_after, hi_after) = ((low(x), np.maximum(low(x), high(x))) for x in (start, after))
+        narrowed: Mask = type(self).__new__(type(self))
+        narrowed._set(
+            self.lengths, self.kv_lengths, Spans(start, lo, hi, lo_after - lo, hi_after - hi),
+            within_documents=self.within_documents, name=f"{self._name}, window={(left, right)}",
+        )  # fmt: skip
+        return narrowed
+
     def area(self) -> int:
         """Attended pairs of a query and a key."""
         s = self._spans
@@ -344,12 +376,20 @@ def _picked_spans(mask: Mask, documents: Ints) -> Spans:
     origin = mask.kv_offsets[documents][to]
     lo, hi = (x[source] + into * step - origin for x, step in ((s.lo, lo_step), (s.hi, hi_step)))
     # empty intervals may lie outside their document, where a smaller batch may have no keys
-    last = lo + lo_step * (np.append(start[1:], mask.tokens)[span] - start[span] - 1)
-    astray = (lo == hi) & (lo_step == hi_step) & ((lo < 0) | (last > mask.kv_lengths[documents][to]))
+    more = np.append(start[1:], mask.tokens)[span] - start[span] - 1
+    last = lo + lo_step * more
+    astray = (lo == hi) & ((lo_step == hi_step) | (more == 0)) & ((lo < 0) | (last > mask.kv_lengths[documents][to]))
     lo, hi, lo_step, hi_step = (np.where(astray, 0, x) for x in (lo, hi, lo_step, hi_step))
     rows = start[span] - mask.offsets[documents][to] + _offsets(mask.lengths[documents])[to]
     keys = _offsets(mask.kv_lengths[documents])[to]
     return Spans(rows, lo + keys, hi + keys, lo_step, hi_step)
+
+
+def _cut(start: Ints, cuts: Sequence[Ints], tokens: int) -> Ints:
+    """The starts of pieces of rows, and of their parts: cuts holds rows of each piece before a further part."""
+    count = np.diff(np.append(start, tokens))
+    inside = [start[fits] + cut[fits] for cut in cuts for fits in ((cut > 0) & (cut < count),)]
+    return np.unique(np.concatenate([start, *inside]))
 
 
 def _canonical(spans: Spans, tokens: int) -> tuple[Ints, ...]:

@@ -101,6 +101,34 @@ def test_picked_bounds_see_what_they_saw(lengths, data) -> None:
         assert seen[mine].sum() == seen[mine, mine].sum()
 
 
+@given(documents(), st.data())
+def test_a_windowed_mask_sees_what_lies_in_the_window(arguments, data) -> None:
+    """Of a mask by its documents, and of bounds of any kind, also far from the diagonal."""
+    mask, window = Mask(**arguments), (data.draw(reach), data.draw(reach))
+    if mask.tokens == mask.kv_tokens and data.draw(st.booleans()):
+        ends = st.lists(st.integers(0, mask.tokens), min_size=2 * mask.tokens, max_size=2 * mask.tokens)
+        mask = Mask.from_bounds(*np.sort(np.reshape(data.draw(ends), (2, -1)), axis=0), lengths=mask.lengths)
+    narrowed = mask.windowed(window)
+    far = mask.key_positions(np.arange(mask.tokens))[:, None] - np.arange(mask.kv_tokens)
+    left, right = (10**9 if x is None else x for x in window)
+    seen = pairs_of(mask) & (far <= left) & (-far <= right)
+    np.testing.assert_array_equal(pairs_of(narrowed), seen)
+    assert narrowed.area() == seen.sum()
+    assert mask.windowed(window) is narrowed
+
+
+@given(documents())
+def test_a_window_given_first_or_later_makes_equal_masks(arguments) -> None:
+    if arguments["kv_lengths"] is None:  # a query that sees nothing may have its empty interval anywhere
+        plain = Mask(**arguments | {"window": (None, None)})
+        assert plain.windowed(arguments["window"]) == Mask(**arguments)
+
+
+def test_an_empty_interval_elsewhere_is_picked_with_its_row() -> None:
+    mask = Mask.from_bounds([0, 0, 6, 6, 0, 0, 0], [0, 0, 6, 7, 0, 0, 0], lengths=[3, 4])
+    assert not pairs_of(mask.pick([0])).any()
+
+
 def test_documents_that_cannot_be_picked_are_refused() -> None:
     with pytest.raises(ValueError, match="run from 0 to 2, the mask has 2"):
         Mask([3, 4]).pick([0, 2])
