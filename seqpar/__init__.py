@@ -9,6 +9,7 @@ import logging
 from importlib import import_module
 from typing import TYPE_CHECKING, Any
 
+from seqpar import nn
 from seqpar.comm import Comm, GroupComm, LocalComm, PeerComm, PeerError, ShmComm
 from seqpar.layout import Layout
 from seqpar.mask import Mask
@@ -25,8 +26,8 @@ __version__ = "0.1.0"
 
 __all__ = [
     "Comm", "Forecast", "GroupComm", "Hardware", "Layout", "LocalComm", "Mask", "MicroBatch", "ModelShape", "PeerComm",
-    "PeerError", "Plan", "ShmComm", "attention", "bind", "merge", "parallel", "parallelize", "plan_batch", "plan_step",
-    "relayout", "rotary", "sdpa", "shard", "switch", "unshard",
+    "PeerError", "Plan", "ShmComm", "attention", "bind", "merge", "nn", "parallel", "parallelize", "plan_batch",
+    "plan_step", "relayout", "rotary", "sdpa", "shard", "switch", "unshard",
 ]  # fmt: skip
 
 # Models under a plan, loaded when they are asked for.

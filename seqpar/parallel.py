@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import threading
+import weakref
 from collections.abc import Iterator
 from contextlib import contextmanager
 from typing import NamedTuple
@@ -15,26 +16,35 @@ from seqpar.plan import Plan
 
 
 class Surrounding(NamedTuple):
-    """A plan, a comm, and the handle of both for compiled code."""
+    """A plan, a comm, the handle of both for compiled code, and the seed that layers derive theirs from."""
 
     plan: Plan
     comm: Comm
     handle: Tensor
+    seed: int
 
 
 _stacks = threading.local()
+_blocks: weakref.WeakKeyDictionary[Comm, int] = weakref.WeakKeyDictionary()
 
 
 @contextmanager
-def parallel(plan: Plan, comm: Comm) -> Iterator[Surrounding]:
+def parallel(plan: Plan, comm: Comm, *, seed: int | None = None) -> Iterator[Surrounding]:
     """Make plan and comm those of every layer of this thread that is given none, until the block ends. Blocks nest.
+
+    seed: what the layers of `seqpar.nn` derive the seeds of their dropout from, equal on all ranks and different for
+    each step; by default the number of blocks that this comm had before.
+
+    The backward pass may run anywhere, checkpoints included: what is recomputed takes the plan that forward had.
 
     Raises: ValueError for a plan of another number of ranks than the comm's.
     """
     if not isinstance(plan, Plan) or plan.ranks != comm.size:
         raise ValueError(f"parallel takes a plan for the comm's {comm.size} ranks, got {plan!r:.200}")
+    before = _blocks.get(comm, 0)
+    _blocks[comm] = before + 1
     stack = _stack()
-    stack.append(Surrounding(plan, comm, bind(plan, comm)))
+    stack.append(Surrounding(plan, comm, bind(plan, comm), before if seed is None else seed))
     try:
         yield stack[-1]
     finally:

@@ -17,6 +17,7 @@ from seqpar.kernels import Score, acc_dtype, ask, choose
 from seqpar.ops.agree import abort_on_error, agree_once, signature
 from seqpar.ops.call import Call, Inside
 from seqpar.ops.handles import handles, in_graph, uncompiled, values_of
+from seqpar.ops.recompute import Late, settle
 from seqpar.ops.schedule import backward, forward
 from seqpar.plan import Plan
 
@@ -85,25 +86,34 @@ def attention(
     Source: Liu et al. 2023 (Ring Attention); Jacobs et al. 2023 (DeepSpeed-Ulysses); Dao 2023 (FlashAttention-2).
     """
     options = Options(scale, softcap, dropout_p, dropout_seed, deterministic, kernel, return_lse)
-    if in_graph(q, k, v):
-        values = [plan] if comm is None else [plan, comm]
-        grads = _requirements(q, k, v, sinks, alibi_slopes)
-        out, lse, _ = torch.ops.seqpar.attention(
-            q, k, v, sinks, alibi_slopes, handles(*values), *_plain(options), grads
-        )
-    else:
-        out, lse = _attention(q, k, v, sinks, alibi_slopes, plan, comm, options)
+    out, lse = attention_of(q, k, v, sinks, alibi_slopes, None, plan, comm, options)
     return (out, lse.t()) if return_lse else out
+
+
+def attention_of(
+    q: Tensor, k: Tensor, v: Tensor, sinks: Tensor | None, slopes: Tensor | None, late: Late | None,
+    plan: Plan | Tensor | None, comm: Comm | None, options: Options,
+) -> tuple[Tensor, Tensor]:  # fmt: skip
+    """Output and lse [H, T] of a call whose plan and comm are given, or found by ``late``, or made by it of those."""
+    values: list[Any] = [plan] if comm is None else [plan, comm]
+    if late is not None and plan is None:
+        values = []
+    if in_graph(q, k, v):
+        named = ([] if late is None else handles(late)) + (handles(*values) if values else [])
+        grads = _requirements(q, k, v, sinks, slopes)
+        out, lse, _ = torch.ops.seqpar.attention(q, k, v, sinks, slopes, named, *_plain(options), grads)
+        return out, lse
+    return _attention(q, k, v, sinks, slopes, late, values, options)
 
 
 @uncompiled
 def _attention(
-    q: Tensor, k: Tensor, v: Tensor, sinks: Tensor | None, slopes: Tensor | None, plan: Plan | Tensor,
-    comm: Comm | None, options: Options,
+    q: Tensor, k: Tensor, v: Tensor, sinks: Tensor | None, slopes: Tensor | None, late: Late | None,
+    values: Sequence[Any], options: Options,
 ) -> tuple[Tensor, Tensor]:  # fmt: skip
     """Output and lse [H, T] in eager mode."""
-    if comm is None:
-        plan, comm = values_of([plan], Plan)
+    plan, comm, seed = settle(late, values_of(values, Plan) if len(values) == 1 else values, options.dropout_seed)
+    options = options._replace(dropout_seed=seed)
     return _Attention.apply(q, k, v, sinks, agreed_call(q, k, v, sinks, slopes, plan, comm, options))
 
 

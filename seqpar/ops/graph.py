@@ -23,6 +23,7 @@ from seqpar.kernels import acc_dtype
 from seqpar.ops.attention import Options, agreed_call, attend, differentiate, refuse_double_backward
 from seqpar.ops.call import Call, Inside
 from seqpar.ops.handles import carried, carry, uncompiled, values_of
+from seqpar.ops.recompute import late_of, settle
 from seqpar.plan import Part, Plan
 
 Kept = tuple[Tensor | None, ...]  # q, k, v, out, lse of one part inside the head trade; None: as outside
@@ -44,8 +45,9 @@ def _forward(
     scale: float | None, softcap: float, dropout_p: float, dropout_seed: int | None, deterministic: bool, kernel: str,
     return_lse: bool, grads: Sequence[bool],
 ) -> tuple[Tensor, Tensor, Tensor]:  # fmt: skip
-    plan, comm = values_of(handles, Plan)
-    options = Options(scale, softcap, dropout_p, dropout_seed, deterministic, kernel, return_lse)
+    late, given = late_of(handles)
+    plan, comm, seed = settle(late, values_of(given, Plan) if given else (), dropout_seed)
+    options = Options(scale, softcap, dropout_p, seed, deterministic, kernel, return_lse)
     call = agreed_call(q, k, v, sinks, slopes, plan, comm, options, grads)
     out, lse, insides = attend(call, q, k, v, sinks)
     parts, kept = call.parts(), None

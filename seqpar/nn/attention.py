@@ -1,0 +1,115 @@
+"""`Attention`: q, k, v of this rank in, exact attention over the batch out."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+import torch
+from torch import Tensor, nn
+
+from seqpar.nn.choice import Choice
+from seqpar.ops.attention import Options, attention_of
+
+if TYPE_CHECKING:
+    from seqpar.comm import Comm
+    from seqpar.plan import Plan
+
+
+class Attention(nn.Module):
+    """Attention as a layer: without parameters, under the plan that the call gives, or the layer is bound to, or that
+    surrounds it.
+
+        with seqpar.parallel(plan, comm):
+            out = attention(q, k, v)
+
+    scale, softcap, deterministic, kernel: as in `seqpar.attention`. window: (left, right), narrows the masks of all
+    plans to keys so near, as some layers of some models do. dropout: of the probabilities while training; its seed is
+    derived from that of the step (of `seqpar.parallel`, `bind`, or the call) and the layer's number. layer: that
+    number, equal on all ranks; by default layers count up as they are made, copies included.
+
+    Under activation checkpoints of either kind, wherever backward runs, a call made again takes the plan, comm and
+    seed it had in forward. Under autocast q, k and v are cast as for torch's own attention.
+    """
+
+    def __init__(
+        self,
+        *,
+        scale: float | None = None,
+        softcap: float = 0.0,
+        window: tuple[int | None, int | None] | None = None,
+        dropout: float = 0.0,
+        deterministic: bool = True,
+        kernel: str = "auto",
+        layer: int | None = None,
+    ) -> None:
+        super().__init__()
+        self.scale, self.softcap, self.dropout = scale, softcap, dropout
+        self.deterministic, self.kernel = deterministic, kernel
+        self.choice = Choice(window, layer)
+
+    def bind(self, plan: Plan, comm: Comm, *, seed: int | None = None) -> None:
+        """Run calls that are given no plan under this one, until `unbind` or another `bind`. Copies are not bound.
+
+        seed: of the step, needed with dropout.
+        """
+        self.choice.bound = plan, comm, seed
+
+    def unbind(self) -> None:
+        """Run calls that are given no plan under the surrounding one again."""
+        self.choice.bound = None
+
+    def forward(
+        self,
+        q: Tensor,
+        k: Tensor,
+        v: Tensor,
+        plan: Plan | Tensor | None = None,
+        comm: Comm | None = None,
+        *,
+        seed: int | None = None,
+        sinks: Tensor | None = None,
+        alibi_slopes: Tensor | None = None,
+    ) -> Tensor:
+        """This rank's rows of attention [T, H, D_v]. A collective, forward and backward.
+
+        q [T, H, D], k [T_kv, H_kv, D], v [T_kv, H_kv, D_v]: this rank's rows, or all of them [1, ...] and then the
+        result too. plan, comm: of this call; or the handle of both in plan's place. seed: of the step. sinks,
+        alibi_slopes [H].
+
+        Raises: what `seqpar.attention` raises; RuntimeError if there is no plan, and in a recomputation that is not
+        known to be one or made other calls than forward.
+        """
+        if comm is not None and plan is None:
+            raise ValueError("a layer was given a comm without a plan; give both, their handle, or neither")
+        if q.dim() == 4:
+            q, k, v = (_unbatched(x) for x in (q, k, v))
+            return self._attend(q, k, v, sinks, alibi_slopes, plan, comm, seed).unsqueeze(0)
+        return self._attend(q, k, v, sinks, alibi_slopes, plan, comm, seed)
+
+    def _attend(
+        self, q: Tensor, k: Tensor, v: Tensor, sinks: Tensor | None, slopes: Tensor | None, plan: Plan | Tensor | None,
+        comm: Comm | None, seed: int | None,
+    ) -> Tensor:  # fmt: skip
+        if torch.is_autocast_enabled(q.device.type):
+            dtype = torch.get_autocast_dtype(q.device.type)
+            q, k, v = (x if x.dtype == torch.float64 else x.to(dtype) for x in (q, k, v))
+        dropout = self.dropout if self.training else 0.0
+        options = Options(self.scale, self.softcap, dropout, seed, self.deterministic, self.kernel, False)
+        return attention_of(q, k, v, sinks, slopes, self.choice, plan, comm, options)[0]
+
+    def extra_repr(self) -> str:
+        """The options that are not the default ones."""
+        shown = {
+            "scale": self.scale, "softcap": self.softcap or None, "window": self.choice.window,
+            "dropout": self.dropout or None, "kernel": None if self.kernel == "auto" else self.kernel,
+        }  # fmt: skip
+        return ", ".join(f"{name}={value}" for name, value in shown.items() if value is not None)
+
+
+def _unbatched(x: Tensor) -> Tensor:
+    if x.dim() != 4 or x.shape[0] != 1:
+        raise ValueError(
+            f"q, k, v must be this rank's rows, packed [T, heads, dim] or [1, T, heads, dim], got {list(x.shape)}: "
+            "several documents are one packed batch, which the plan cuts apart (seqpar.data.share packs a padded one)"
+        )
+    return x[0]

@@ -1,0 +1,101 @@
+"""`MultiheadAttention`: torch's, on this rank's rows."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Any
+
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+from seqpar.nn.attention import Attention
+
+if TYPE_CHECKING:
+    from seqpar.comm import Comm
+    from seqpar.plan import Plan
+
+
+class MultiheadAttention(nn.MultiheadAttention):
+    """torch's module of this name on packed rows under a plan: its constructor, parameters, state dict, initialisation.
+
+    Called with this rank's rows of query, key and value, [T, E] as torch's unbatched form or a batch of one, it returns
+    these rows of what torch's returns for each document under the plan's mask. That mask is the only one:
+    ``attn_mask``, ``is_causal`` and ``key_padding_mask`` are refused. The plan is the bound or the surrounding one, as
+    for `Attention`, and so is the seed of dropout.
+
+    Raises: NotImplementedError for add_bias_kv, and at a call for masks, ``need_weights=True`` and nested tensors;
+    ValueError for batches of several.
+    """
+
+    def __init__(self, *args: Any, **kwargs: Any) -> None:
+        super().__init__(*args, **kwargs)
+        if self.bias_k is not None:
+            raise NotImplementedError("MultiheadAttention: add_bias_kv=True, a learned key per document, is not built")
+        self.attention = Attention()
+
+    def _reset_parameters(self) -> None:
+        # torch's encoder layers take parameters out of a module that says this, and never call it: plan and all
+        self._qkv_same_embed_dim = self.in_proj_weight is not None
+        super()._reset_parameters()
+        self._qkv_same_embed_dim = False
+
+    def bind(self, plan: Plan, comm: Comm, *, seed: int | None = None) -> None:
+        """As `Attention.bind`."""
+        self.attention.bind(plan, comm, seed=seed)
+
+    def unbind(self) -> None:
+        """As `Attention.unbind`."""
+        self.attention.unbind()
+
+    def forward(
+        self,
+        query: Tensor,
+        key: Tensor,
+        value: Tensor,
+        key_padding_mask: Tensor | None = None,
+        need_weights: bool = True,
+        attn_mask: Tensor | None = None,
+        average_attn_weights: bool = True,
+        is_causal: bool = False,
+    ) -> tuple[Tensor, None]:
+        """This rank's rows of attention, in the query's shape, and None in place of weights. A collective."""
+        masks = {"key_padding_mask": key_padding_mask is not None, "attn_mask": attn_mask is not None}
+        for name, given in {**masks, "is_causal=True": is_causal}.items():
+            if given:
+                raise NotImplementedError(
+                    f"MultiheadAttention: {name}: the plan's mask says what is seen; leave it out"
+                )
+        if need_weights:
+            raise NotImplementedError("MultiheadAttention: need_weights=True: no rank has them; give False")
+        if query.is_nested or key.is_nested or value.is_nested:
+            raise NotImplementedError("MultiheadAttention: nested tensors; give this rank's rows [T, E]")
+        same = query is key and key is value
+        rows, *others = (self._rows(x) for x in ((query,) if same else (query, key, value)))
+        q, k, v = (x.unflatten(-1, (self.num_heads, self.head_dim)) for x in self._project(rows, *others))
+        sinks = q.new_zeros(self.num_heads) if self.add_zero_attn else None  # a key of zeros: logit 0, nothing to add
+        self.attention.dropout = self.dropout
+        out = self.out_proj(self.attention(q, k, v, sinks=sinks).flatten(1))
+        return out.reshape(*query.shape[:-1], self.embed_dim), None
+
+    def _rows(self, x: Tensor) -> Tensor:
+        """The rows of a query, key or value."""
+        if x.dim() == 2:
+            return x
+        batch = 0 if self.batch_first else 1
+        if x.dim() != 3 or x.shape[batch] != 1:
+            raise ValueError(
+                f"MultiheadAttention takes this rank's rows [T, E] or a batch of one, got {list(x.shape)} with "
+                f"batch_first={self.batch_first}: several documents are one packed batch, which the plan cuts apart"
+            )
+        return x.squeeze(batch)
+
+    def _project(self, query: Tensor, *others: Tensor) -> tuple[Tensor, ...]:
+        """Projected queries, keys and values of one tensor or of three."""
+        if not others and self.in_proj_weight is not None:
+            return F.linear(query, self.in_proj_weight, self.in_proj_bias).chunk(3, dim=-1)
+        if self.in_proj_weight is not None:
+            weights = self.in_proj_weight.chunk(3)
+        else:
+            weights = (self.q_proj_weight, self.k_proj_weight, self.v_proj_weight)
+        biases = (None,) * 3 if self.in_proj_bias is None else self.in_proj_bias.chunk(3)
+        given = (query, *(others or (query, query)))
+        return tuple(F.linear(x, w, b) for x, w, b in zip(given, weights, biases, strict=True))
