@@ -15,6 +15,7 @@ from typing import Any
 
 import torch
 from torch import Tensor
+from torch.autograd.function import once_differentiable
 
 from seqpar.comm import Comm, Tag
 from seqpar.ops.agree import abort_on_error, agree_once, signature
@@ -65,6 +66,7 @@ class _AllSum(torch.autograd.Function):
         return _summed_alike(x, comm, Tag(*ctx.call, 0, 0))
 
     @staticmethod
+    @once_differentiable
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None]:
         return _summed_alike(grad, ctx.comm, Tag(*ctx.call, 1, 0)), None
 

@@ -7,11 +7,12 @@ from dataclasses import dataclass
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
+from torch.utils.checkpoint import checkpoint
 
 import seqpar
 from seqpar.comm import Comm
 from seqpar.data import Share, share
-from seqpar.parallel import surrounding
+from seqpar.parallel import Surrounding, surrounding
 from seqpar.train import linear_cross_entropy
 
 VOCABULARY, DIM, HEADS, HIDDEN = 37, 16, 4, 24
@@ -31,8 +32,7 @@ class Layer(nn.Module):
         self.k, self.v = nn.Linear(DIM, DIM // 2, bias=False), nn.Linear(DIM, DIM // 2, bias=False)
         self.up, self.down = nn.Linear(DIM, HIDDEN, bias=False), nn.Linear(HIDDEN, DIM, bias=False)
 
-    def forward(self, x: Tensor, positions: Tensor) -> Tensor:
-        here = surrounding()
+    def forward(self, x: Tensor, positions: Tensor, here: Surrounding) -> Tensor:
         normed = self.norm(x)
         q, k, v = (linear(normed).unflatten(-1, (-1, DIM // HEADS)) for linear in (self.q, self.k, self.v))
         frequencies = torch.tensor([1.0, 0.1])
@@ -46,6 +46,7 @@ class Decoder(nn.Module):
 
     def __init__(self, layers: int = 2) -> None:
         super().__init__()
+        self.checkpoint: bool | None = None  # of layers: reentrant or not
         self.embedding, self.norm = nn.Embedding(VOCABULARY, DIM), nn.RMSNorm(DIM)
         self.layers = nn.ModuleList(Layer() for _ in range(layers))
         self.head = nn.Linear(DIM, VOCABULARY, bias=False)
@@ -55,7 +56,10 @@ class Decoder(nn.Module):
     ) -> Tensor:
         x = self.embedding(tokens)
         for layer in self.layers:
-            x = layer(x, positions)
+            if self.checkpoint is None:
+                x = layer(x, positions, surrounding())
+            else:
+                x = checkpoint(layer, x, positions, surrounding(), use_reentrant=self.checkpoint)
         return linear_cross_entropy(
             self.norm(x), self.head.weight, labels, valid=valid, average_over=average_over, chunk=16
         )

@@ -48,10 +48,12 @@ def gradients(model: nn.Module) -> dict[str, Tensor]:
 
 
 def wrapped(kind: str, flat: DeviceMesh, model: Decoder) -> nn.Module:
-    """The model under what reduces its gradients."""
+    """The model under what reduces its gradients over the ranks of a mesh; "hsdp" takes one of two dimensions."""
+    if "recomputing" in kind:
+        model.checkpoint = "reentrant" in kind
     if kind == "ddp":
         return DistributedDataParallel(model, process_group=flat.get_group())
-    if kind.startswith("fsdp"):
+    if kind.startswith(("fsdp", "hsdp")):
         for layer in model.layers:
             fully_shard(layer, mesh=flat)
         fully_shard(model, mesh=flat)
@@ -76,9 +78,9 @@ def counted(share: Share, dp: Comm) -> int:
 def one_step(comm: Comm, kind: str, dp: int, sp: int) -> tuple[float, dict[str, Tensor], float]:
     mesh, flat = meshes(dp, sp)
     sequence, data = GroupComm(mesh["sp"], check="call"), GroupComm(mesh["dp"])
-    model = wrapped(kind, flat, decoder())
+    model = wrapped(kind, mesh if kind == "hsdp" else flat, decoder())
     here = Documents.of(0).part(data.rank, dp).part(sequence.rank, sp).share(sequence)
-    average_over = comm.size if kind in ("ddp", "fsdp") else 1
+    average_over = 1 if kind in ("plain", "fsdp summing") else comm.size
     loss = loss_of(model, here, valid=counted(here, data), average_over=average_over)
     loss.backward()
     if kind == "plain":
@@ -92,7 +94,9 @@ def one_step(comm: Comm, kind: str, dp: int, sp: int) -> tuple[float, dict[str, 
 
 
 @pytest.mark.parametrize("dp_sp", [(2, 2), (1, 2)], ids=["dp2 x sp2", "sp2"])
-@pytest.mark.parametrize("kind", ["plain", "ddp", "fsdp", "fsdp summing"])
+@pytest.mark.parametrize(
+    "kind", ["plain", "ddp", "fsdp", "fsdp summing", "hsdp", "fsdp recomputing", "fsdp recomputing reentrant"]
+)
 def test_gradients_are_those_of_one_process(kind: str, dp_sp: tuple[int, int]) -> None:
     losses, grads, _ = single(1)
     norm = torch.nn.utils.get_total_norm(grads.values())

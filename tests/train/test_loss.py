@@ -182,3 +182,18 @@ def test_what_cannot_be_is_refused() -> None:
         linear_cross_entropy(hidden, weight, labels, valid=9, chunk=0)
     with pytest.raises(ValueError, match=r"expected \[T, E\], \[V, E\]"):
         linear_cross_entropy(hidden, weight.t(), labels, valid=9)
+
+
+def test_a_compiled_loss_has_one_graph_and_the_same_gradients() -> None:
+    def both(hidden: Tensor, weight: Tensor, labels: Tensor, valid: int) -> Tensor:
+        linear = linear_cross_entropy(hidden, weight, labels, valid=valid, chunk=8, z_loss=0.1)
+        return linear + cross_entropy(hidden @ weight.t(), labels, valid=valid)
+
+    compiled = torch.compile(both, fullgraph=True, backend="aot_eager")
+    hidden, weight, _, labels = given()
+    hidden.requires_grad_(), weight.requires_grad_()
+    for rows in (T, 9):
+        arguments = (hidden[:rows], weight, labels[:rows], rows)
+        got, expected = (grads(f(*arguments), hidden, weight) for f in (compiled, both))
+        for a, b in zip(got, expected):
+            torch.testing.assert_close(a, b)
