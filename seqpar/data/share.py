@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 import numpy as np
@@ -24,7 +24,7 @@ from seqpar.mask import Ints, Mask, Memo, digest_of
 from seqpar.ops import relayout, unshard
 from seqpar.ops.handles import refuse
 from seqpar.plan import Plan
-from seqpar.planner import MicroBatch, plan_batch, plan_step
+from seqpar.planner import Hardware, MicroBatch, plan_batch, plan_step
 
 Planner = Callable[[Ints, int], Plan]
 StepPlanner = Callable[[Ints, int], Sequence[MicroBatch]]
@@ -104,8 +104,9 @@ def share(
 
     source: "sharded": every rank brings other documents, and their union is computed; only lengths and counts are told
     to all ranks, and each row moves once. "replicated": all ranks hold the same batch, which is checked by a digest,
-    and nothing moves. plan: ``(lengths, ranks) -> Plan``, by default `plan_batch`; pass a model and a machine by
-    ``functools.partial(seqpar.plan_batch, model=..., hardware=...)``.
+    and nothing moves. plan: ``(lengths, ranks) -> Plan``; pass a model and a machine by
+    ``functools.partial(seqpar.plan_batch, model=..., hardware=...)``. By default the plan is one for a Llama of 8B on
+    H100s whose memory has no end.
 
     shift: what "labels" belong to. "row", the default since it is what one device does: to the token before them in the
     row, across documents packed in it, as the loss of Hugging Face's causal models has it (whose collators therefore
@@ -184,7 +185,7 @@ def back(share: Share, x: Tensor) -> Tensor | list[Tensor]:
 def choose(known: Known, ranks: int, planner: Planner | None) -> list[MicroBatch] | Exception:
     """The one plan of a union, or why there is none. Local, and without tensors."""
     try:
-        plan = plan_batch(known.lengths, ranks) if planner is None else planner(known.lengths, ranks)
+        plan = (planner or _default_plan)(known.lengths, ranks)
         return [MicroBatch(np.arange(known.lengths.size), _served(plan, known.lengths, ranks, known.places))]
     except Exception as error:
         return error
@@ -208,6 +209,11 @@ def choose_step(known: Known, ranks: int, planner: StepPlanner | None) -> list[M
         ]
     except Exception as error:
         return error
+
+
+def _default_plan(lengths: Ints, ranks: int) -> Plan:
+    """A plan where nobody said what the model and the machine are: it is the user who knows what fits."""
+    return plan_batch(lengths, ranks, hardware=replace(Hardware.of("h100"), memory=1 << 60))
 
 
 def _served(plan: Plan, lengths: Ints, ranks: int, places: Ints | None) -> Plan:

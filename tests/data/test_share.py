@@ -251,3 +251,8 @@ def test_rows_go_to_the_device_that_is_asked_for() -> None:
     packed = read(batch, Reading(device="meta"))
     assert {x.device.type for x in packed.tensors.values()} == {"meta"}
     assert packed.valid.tolist() == [2, 2]
+
+
+def test_without_a_planner_no_memory_is_too_small() -> None:
+    ids = torch.zeros(1, 200_000, dtype=torch.int64)
+    assert share({"input_ids": ids}, LocalComm()).plan.rows(0) == 200_000
