@@ -1,7 +1,10 @@
 """Compiles the Triton attention kernels for GPUs that need not be there, and reads what the binaries use.
 
-    python bench/compile.py --json bench/results/compile.json         # every shipped configuration
+    python bench/compile.py --json bench/results/compile.jsonl        # every shipped configuration
     python bench/compile.py --search 90:128 --direction forward       # candidates for a generation and a head dim
+
+Run the first, and `bench/compile_small.py`, with each supported version of Triton after a change of the kernels:
+PYTHONPATH=.venv/triton-3.6 is the oldest. The tests read these rows, and compile some of them again.
 
 The product's own launches are recorded where a driver would run them. Registers, spilled bytes (a stack in local
 memory), shared memory and tensor core instructions are read from the binary. They chose the configurations that no GPU
@@ -11,6 +14,7 @@ has timed; `bench/gpu.py` times the candidates where there is one.
 from __future__ import annotations
 
 import argparse
+import hashlib
 import itertools
 import json
 import os
@@ -28,6 +32,7 @@ import torch
 
 from seqpar import Layout, Mask, Plan
 from seqpar.kernels import Grads, Operands, Score, Sums
+from seqpar.kernels import triton as kernels
 from seqpar.kernels.triton import Triton
 from seqpar.kernels.triton.config import CLASSES, GENERATIONS, Config, Descriptor, configure
 from seqpar.ops.call import uploaded
@@ -102,7 +107,7 @@ def compiled(case: Case) -> dict[str, Any]:
     itemsize = DTYPES[case.dtype].itemsize
     descriptor = Descriptor(case.direction, case.dim, case.v_dim, itemsize, case.generation)
     config = case.config or configure(descriptor)
-    row = asdict(case) | {"config": asdict(config), "triton": triton.__version__}
+    row = asdict(case) | {"config": asdict(config), "triton": triton.__version__, "sources": sources()}
     try:
         made = _binary(case, config)
     except Exception as error:
@@ -111,6 +116,22 @@ def compiled(case: Case) -> dict[str, Any]:
         return row | {"error": f"{type(error).__name__}: {error}"[-300:]}
     products = len(re.findall(r"wgmma\.mma_async|mma\.sync|tcgen05\.mma", made.asm["ptx"]))
     return row | _usage(made.asm["cubin"]) | {"shared": made.metadata.shared, "tensor_core_instructions": products}
+
+
+def sources() -> str:
+    """A digest of all that binaries are made of, but for the launches here."""
+    digest = hashlib.sha256()
+    for path in sorted(Path(kernels.__file__).parent.glob("*.py")):
+        digest.update(path.name.encode() + path.read_bytes())
+    return digest.hexdigest()[:12]
+
+
+def write(path: Path, rows: list[dict[str, Any]]) -> None:
+    """Write rows to a file, beside those of other versions of Triton."""
+    before = [json.loads(line) for line in path.read_text().splitlines()] if path.exists() else []
+    made = {row["triton"] for row in rows}
+    rows = sorted([*(row for row in before if row["triton"] not in made), *rows], key=lambda row: str(row["triton"]))
+    path.write_text("".join(json.dumps(row) + "\n" for row in rows))
 
 
 @contextmanager
@@ -182,6 +203,7 @@ def main() -> int:
     parser.add_argument("--generation", type=int, choices=GENERATIONS, help="only this one")
     parser.add_argument("--search", help="generation:head dim[/value dim]; candidates instead of what is shipped")
     parser.add_argument("--direction", choices=DIRECTIONS, help="only this one")
+    parser.add_argument("--dim", type=int, help="only this head dim")
     parser.add_argument("--dtype", choices=DTYPES, help="only this one; with --search bf16 unless given")
     parser.add_argument("--processes", type=int, default=os.cpu_count())
     parser.add_argument("--json", type=Path)
@@ -196,13 +218,14 @@ def main() -> int:
     else:
         cases = [case for g in GENERATIONS if args.generation in (None, g) for case in shipped(g)]
     cases = [c for c in cases if args.direction in (None, c.direction) and args.dtype in (None, c.dtype)]
+    cases = [c for c in cases if args.dim in (None, c.dim)]
     rows = []
     with ProcessPoolExecutor(args.processes) as pool:
         for row in pool.map(compiled, cases):
             rows.append(row)
             print(line(row), flush=True)
     if args.json:
-        args.json.write_text("".join(json.dumps(row) + "\n" for row in rows))
+        write(args.json, rows)
     return int(any("error" in row for row in rows))
 
 

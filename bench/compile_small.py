@@ -1,13 +1,12 @@
 """Compiles the small Triton kernels (rows, merge, rotary) for GPUs that need not be there; see bench/compile.py.
 
-python -m bench.compile_small --json rows.json
+python -m bench.compile_small --json bench/results/compile_small.jsonl
 """
 
 from __future__ import annotations
 
 import argparse
 import itertools
-import json
 import re
 from collections.abc import Callable, Iterator
 from pathlib import Path
@@ -15,7 +14,7 @@ from typing import Any
 
 import torch
 
-from bench.compile import recorded
+from bench.compile import recorded, sources, write
 
 GENERATIONS = (80, 90, 100)
 HEADS, DIM, ROWS = 8, 128, 64
@@ -50,11 +49,18 @@ def launches() -> Iterator[tuple[str, Callable[[], None]]]:
 
 def main() -> int:
     """A row for each launch and generation."""
+    import triton
+
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--json", type=Path, required=True)
-    rows = []
+    parser.add_argument("--dtype", choices=[str(dtype) for dtype in DTYPES], help="only this one")
+    parser.add_argument("--generation", type=int, choices=GENERATIONS, help="only this one")
+    args, rows = parser.parse_args(), []
     for generation, (name, launch) in itertools.product(GENERATIONS, launches()):
+        if args.generation not in (None, generation) or (args.dtype or "") not in name:
+            continue
         row: dict[str, Any] = {"launch": name, "generation": generation}
+        row |= {"triton": triton.__version__, "sources": sources()}
         try:
             with recorded(generation) as found:
                 launch()
@@ -64,7 +70,7 @@ def main() -> int:
         except Exception as error:
             row |= {"error": f"{type(error).__name__}: {error}"[-300:]}
         rows.append(row)
-    parser.parse_args().json.write_text("".join(json.dumps(row) + "\n" for row in rows))
+    write(args.json, rows)
     return int(any("error" in row for row in rows))
 
 
