@@ -12,7 +12,7 @@ from torch.utils.checkpoint import checkpoint
 import seqpar
 from seqpar.comm import Comm
 from seqpar.data import Share, share
-from seqpar.parallel import Surrounding, surrounding
+from seqpar.nn import Attention
 from seqpar.train import linear_cross_entropy
 
 VOCABULARY, DIM, HEADS, HIDDEN = 37, 16, 4, 24
@@ -30,14 +30,15 @@ class Layer(nn.Module):
         self.norm, self.mlp_norm = nn.RMSNorm(DIM), nn.RMSNorm(DIM)
         self.q, self.out = nn.Linear(DIM, DIM, bias=False), nn.Linear(DIM, DIM, bias=False)
         self.k, self.v = nn.Linear(DIM, DIM // 2, bias=False), nn.Linear(DIM, DIM // 2, bias=False)
+        self.attention = Attention()
         self.up, self.down = nn.Linear(DIM, HIDDEN, bias=False), nn.Linear(HIDDEN, DIM, bias=False)
 
-    def forward(self, x: Tensor, positions: Tensor, here: Surrounding) -> Tensor:
+    def forward(self, x: Tensor, positions: Tensor) -> Tensor:
         normed = self.norm(x)
         q, k, v = (linear(normed).unflatten(-1, (-1, DIM // HEADS)) for linear in (self.q, self.k, self.v))
         frequencies = torch.tensor([1.0, 0.1])
         q, k = (seqpar.rotary(each, positions, frequencies) for each in (q, k))
-        x = x + self.out(seqpar.attention(q, k, v, here.plan, here.comm).flatten(1))
+        x = x + self.out(self.attention(q, k, v).flatten(1))
         return x + self.down(F.silu(self.up(self.mlp_norm(x))))
 
 
@@ -57,9 +58,9 @@ class Decoder(nn.Module):
         x = self.embedding(tokens)
         for layer in self.layers:
             if self.checkpoint is None:
-                x = layer(x, positions, surrounding())
+                x = layer(x, positions)
             else:
-                x = checkpoint(layer, x, positions, surrounding(), use_reentrant=self.checkpoint)
+                x = checkpoint(layer, x, positions, use_reentrant=self.checkpoint)
         return linear_cross_entropy(
             self.norm(x), self.head.weight, labels, valid=valid, average_over=average_over, chunk=16
         )

@@ -24,7 +24,7 @@ import seqpar
 from seqpar.comm import Comm, GroupComm
 from seqpar.data import Share, micro_batches
 from seqpar.testing import run_processes, run_threads
-from seqpar.train import clip_grad_norm, grad_norm, sync_gradients
+from seqpar.train import clip_grad_norm, grad_norm, linear_cross_entropy, sync_gradients
 from tests.train.model import IGNORED, Decoder, Documents, decoder, loss_of, single
 
 CLOSE = 1e-4  # of the largest parameter, after 20 steps
@@ -276,3 +276,59 @@ def refused(comm: Comm) -> str:
         )
     dist.barrier()
     return str(raised.value)
+
+
+def piped(comm: Comm) -> tuple[float, dict[str, Tensor]]:
+    """pp2 x sp2: each stage a layer, a comm for each stage, two micro-batches one forward and one backward in turn."""
+    mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("pp", "sp"))
+    sequence, stage, other = GroupComm(mesh["sp"]), mesh.get_local_rank("pp"), (comm.rank + 2) % 4
+    model, documents = decoder(), Documents.of(0)
+    shares = [documents.part(index, 2).share(sequence, source="replicated") for index in range(2)]
+    valid = sum(each.valid for each in shares)
+    losses, held, sends = [], [], []
+
+    def forward(here: Share) -> None:
+        x = torch.empty(len(here.positions), 16, dtype=torch.float64)
+        if stage == 0:
+            x = model.embedding(here.tensors["input_ids"])
+        else:
+            dist.recv(x, other)
+            x.requires_grad_()
+        with seqpar.parallel(here.plan, here.comm):
+            y = model.layers[stage](x, here.positions)
+        if stage == 0:
+            sends.append(dist.isend(y.detach(), other))
+        else:
+            y, labels = model.norm(y), here.tensors["labels"]
+            y = linear_cross_entropy(y, model.head.weight, labels, valid=valid)
+            losses.append(y.item())
+        held.append((x, y))
+
+    def backward() -> None:
+        x, y = held.pop(0)
+        if stage == 0:
+            grad = torch.empty_like(y)
+            dist.recv(grad, other)
+            y.backward(grad)
+        else:
+            y.backward()
+            sends.append(dist.isend(x.grad, other))
+
+    order = [forward, forward, backward, backward] if stage == 0 else [forward, backward, forward, backward]
+    pending = iter(shares)
+    for work in order:
+        work(next(pending)) if work is forward else work()
+    for send in sends:
+        send.wait()
+    mine = [p for p in model.parameters() if p.grad is not None]
+    sync_gradients(mine, sequence)
+    return sum(losses), {name: p.grad for name, p in model.named_parameters() if p.grad is not None}
+
+
+def test_pipeline_stages_have_comms_of_their_own() -> None:
+    losses, grads, _ = single(1)
+    results = run_processes(4, piped)
+    assert sum(loss for loss, _ in results) == pytest.approx(losses[0], rel=1e-12)
+    for first, last in zip(results[:2], results[2:]):
+        assert not first[1].keys() & last[1].keys()
+        close(first[1] | last[1], grads, 1e-10)
