@@ -37,9 +37,9 @@ class Stage:
 
     whole: dimensions that it mixes, which are not sharded inside. bytes: of the tensors that cross its border on the
     way in, and again on the way out. flops, attention: operations of a forward, in linear layers and in attended pairs.
-    memory: bytes kept for backward. heads, kv_heads: of an attention over `whole` that ranks can share with heads or in
-    a ring; 0: they cannot. qkv: bytes of its queries, and of its keys and values together. rest: layouts that what
-    stands before the stage allows, or None where nothing does, so that any will do.
+    memory: bytes kept for backward. heads, kv_heads: of an attention over `whole` that ranks can share by heads, and if
+    `ring` also in a ring; 0: they cannot. qkv: bytes of its queries, and of its keys and values together. rest: layouts
+    that what stands before the stage allows, or None where nothing does, so that any will do.
 
     Raises: ValueError for figures that are none.
     """
@@ -53,6 +53,7 @@ class Stage:
     heads: int = 0
     kv_heads: int = 0
     qkv: tuple[float, float] = (0.0, 0.0)
+    ring: bool = True
     rest: frozenset[Layout] | None = None
 
     def __post_init__(self) -> None:
@@ -149,10 +150,10 @@ class Costs:
         inside = -(-stage.heads // self.ranks) / stage.heads * self._attention(stage)
         around = self.exchange((1 - 1 / self.ranks) * (1.5 if self.training else 1), self.ranks - 1).seconds(keys)
         beside = part * self._attention(stage)
-        return {
-            "ulysses": linear + inside + (to_heads if self.ranks > 1 else 0.0),
-            "ring": linear + max(beside, around if self.ranks > 1 else 0.0),
-        }
+        if self.ranks == 1:
+            to_heads = around = 0.0
+        found = {"ulysses": linear + inside + to_heads}
+        return found | ({"ring": linear + max(beside, around)} if stage.ring else {})
 
     def memory(self, stage: Stage, layout: Layout) -> float:
         """Bytes that the fullest rank keeps for backward."""

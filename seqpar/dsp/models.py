@@ -1,0 +1,51 @@
+"""Specs of published models, by the name of their class: their libraries are not imported."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
+
+from torch import nn
+
+from seqpar.dsp.spec import Block, Exit, Spec
+
+
+def _latte_dims(model: nn.Module, given: Mapping[str, Any]) -> dict[str, int]:
+    x, patch = given["hidden_states"], model.config.patch_size  # type: ignore[union-attr]
+    batch, _, frames, height, width = x.shape
+    return {"b": batch, "t": frames, "s": (height // patch) * (width // patch)}  # type: ignore[operator]
+
+
+# Between its blocks the model adds the temporal embedding, [1, all frames, channels], and reshapes by the whole batch:
+# there only space may be sharded. Sharded frames would get no embedding, or the wrong one, without an error.
+_LATTE_REST = ("s", None)
+LATTE = Spec(
+    model="LatteTransformer3DModel",
+    dims=_latte_dims,
+    blocks=(
+        Block(
+            "transformer_blocks.{i}",
+            {"hidden_states": "(b t) s c"},
+            whole=("s",),
+            rows={
+                "encoder_hidden_states": "(b t) l e",
+                "encoder_attention_mask": "(b t) ...",
+                "timestep": "(b t) ...",
+            },
+            rest=_LATTE_REST,
+        ),
+        Block(
+            "temporal_transformer_blocks.{i}",
+            {"hidden_states": "(b s) t c"},
+            whole=("t",),
+            rows={"timestep": "(b s) ..."},
+            rest=_LATTE_REST,
+        ),
+    ),
+    exit=Exit("proj_out", "(b t) s c", _LATTE_REST),
+    between=("norm_out",),
+    outside=("pos_embed", "caption_projection", "adaln_single"),
+    own=("scale_shift_table", "temp_pos_embed"),
+)
+
+SPECS = {spec.model: spec for spec in (LATTE,)}

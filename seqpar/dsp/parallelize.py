@@ -1,0 +1,326 @@
+"""`parallelize`: an unchanged model whose stages shard what they do not mix."""
+
+from __future__ import annotations
+
+import inspect
+import threading
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import replace
+from fnmatch import fnmatchcase
+from functools import partial
+from math import prod
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from seqpar.comm import Comm
+from seqpar.dsp.form import form_of
+from seqpar.dsp.models import SPECS
+from seqpar.dsp.planner import StagePlan, plan_stages
+from seqpar.dsp.run import Run, Step, leave, run_stage
+from seqpar.dsp.space import Space
+from seqpar.dsp.spec import Block, Spec
+from seqpar.dsp.stage import Layout, Stage
+from seqpar.dsp.verbs import GRADS
+from seqpar.ops.handles import uncompiled
+
+Planner = Callable[..., StagePlan]
+MIXING = (nn.modules.batchnorm._NormBase,)  # statistics over rows
+
+
+def parallelize(
+    model: nn.Module,
+    comm: Comm,
+    spec: Spec | None = None,
+    *,
+    grad: str = "replicated",
+    planner: Planner = plan_stages,
+    check_inputs: bool = True,
+) -> Parallelized:
+    """Make a model's blocks compute their share of the rows; what it is given and returns stays whole on every rank.
+
+    spec: what is known of the model's class, by default the one shipped for it. planner: called for each batch shape,
+    ``planner(stages, dims, ranks, end=..., training=...)``; ``partial(plan_stages, hardware=...)`` for another machine
+    than an H100 node. Blocks move what comes in before their own forward and what goes out
+    after it, so that hooks, wrappers and recomputation see them as before. A rank whose share is empty skips the block,
+    with its parameters still in the graph.
+
+    Gradients of parameters are shares: sum them over the ranks. grad: how the loss counts. "replicated": every rank
+    computes the same loss from the whole output. "sum": the loss is the sum of all ranks' losses.
+
+    check_inputs: ranks compare what the model is given, also its values, in every forward (of a GPU's tensors this
+    waits for one number); otherwise only shapes are compared. Different noise, or frames that were sharded before,
+    would otherwise give an answer to no question.
+
+    Raises: ValueError for a model that its spec does not describe, or is parallelized already. NotImplementedError for
+    a model without a spec, modules that mix rows unseen, and in a forward for dropout that is active.
+    """
+    if spec is None:
+        spec = SPECS.get(type(model).__name__)
+        if spec is None:
+            raise NotImplementedError(
+                f"no spec is known for {type(model).__name__}, only for {sorted(SPECS)}; give one"
+            )
+    if type(model).__name__ != spec.model:
+        raise ValueError(f"the spec is for {spec.model}, the model is a {type(model).__name__}")
+    if grad not in GRADS:
+        raise ValueError(f"grad must be one of {GRADS}, got {grad!r}")
+    return Parallelized(model, comm, spec, grad, planner, check_inputs)
+
+
+class Parallelized:
+    """A model that was parallelized. plans: of the batch shapes seen so far. `undo` takes everything back."""
+
+    def __init__(
+        self, model: nn.Module, comm: Comm, spec: Spec, grad: str, planner: Planner, check_inputs: bool
+    ) -> None:
+        self.model, self.comm, self.spec, self.grad = model, comm, spec, grad
+        self.planner, self.check_inputs = planner, check_inputs
+        if any(hasattr(module.__dict__.get("forward"), "_seqpar_dsp") for module in model.modules()):
+            raise ValueError(f"{type(model).__name__} is parallelized already; undo that first")
+        self.stages = spec.stages(model)
+        self.names = [name for name, _ in self.stages]
+        self.plans: dict[tuple[object, ...], StagePlan] = {}
+        self._running = threading.local()
+        _check_modules(model, spec, self.names)
+        self._dropouts = [
+            (name, each) for name, each in model.named_modules() if isinstance(each, nn.modules.dropout._DropoutNd)
+        ]
+        for name, block in self.stages:
+            _check_block(model.get_submodule(name), name, block)
+        self._undo: list[Callable[[], None]] = []
+        self._replace("", self._forward)
+        for name, block in self.stages:
+            self._replace(name, partial(self._stage, block=block))
+        if spec.exit is not None:
+            self._replace(spec.exit.module, self._exit)
+        for name, module in model.named_modules():
+            if _matches(name, spec.outside) and any(True for _ in module.parameters(recurse=False)):
+                hook = module.register_forward_pre_hook(partial(self._outside, name=name))
+                self._undo.append(hook.remove)
+
+    def undo(self) -> None:
+        """Give the model its own forwards back."""
+        while self._undo:
+            self._undo.pop()()
+
+    def describe(self) -> str:
+        """The plans of all batch shapes so far."""
+        return "\n".join(plan.describe() for plan in self.plans.values())
+
+    # --- forwards -----------------------------------------------------------------------------------------------------
+
+    def _replace(self, name: str, forward: Callable[..., Any]) -> None:
+        """Run `forward(module, name, inner, arguments by name)` for a module's own forward."""
+        module = self.model.get_submodule(name)
+        own = module.__dict__.get("forward")
+        inner = module.forward
+        parameters = inspect.signature(inner).parameters.values()
+        order = [p.name for p in parameters if p.kind in (p.POSITIONAL_ONLY, p.POSITIONAL_OR_KEYWORD)]
+        what = name or type(module).__name__
+
+        @uncompiled
+        def call(args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+            if len(args) > len(order):
+                raise ValueError(f"{what} got {len(args)} arguments by position, its forward names {order}")
+            return forward(module, name, inner, dict(zip(order, args)) | kwargs)
+
+        def replaced(*args: Any, **kwargs: Any) -> Any:
+            return call(args, kwargs)
+
+        replaced._seqpar_dsp = True  # type: ignore[attr-defined]
+        module.forward = replaced  # type: ignore[method-assign]
+
+        def restore() -> None:
+            if own is None:
+                del module.forward
+            else:
+                module.forward = own
+
+        self._undo.append(restore)
+
+    def _forward(self, model: nn.Module, name: str, inner: Callable[..., Any], given: dict[str, Any]) -> Any:
+        self._agree(given)
+        run = Run(Space(self.spec.dims(model, given), self.comm), self.names, torch.is_grad_enabled())
+        stack = self._stack()
+        stack.append(run)
+        try:
+            out = inner(**given)
+        finally:
+            stack.pop()
+        if not run.left:
+            missing = self.names[run.count] if run.count < len(self.names) else self.spec.exit and self.spec.exit.module
+            raise NotImplementedError(f"a forward of {type(model).__name__} ended without {missing}; its spec has it")
+        return out
+
+    def _stage(
+        self, module: nn.Module, name: str, inner: Callable[..., Any], given: dict[str, Any], *, block: Block
+    ) -> Any:
+        first = given.get(next(iter(block.stream)))
+        step = self._step(module, name, first)
+        return run_stage(module, block, inner, step, given, self.grad)
+
+    def _exit(self, module: nn.Module, name: str, inner: Callable[..., Any], given: dict[str, Any]) -> Any:
+        run, exit = self._current(name), self.spec.exit
+        assert exit is not None
+        if run.count < len(self.names) or run.left or run.plan is None:
+            raise NotImplementedError(f"{name} is called after {run.count} of {len(self.names)} stages, or twice")
+        run.left = True
+        (x,) = given.values()
+        run.space.check(x, exit.form, run.plan.end, f"the input of {name}")
+        return leave([inner(**given)], run.space, [exit.form], run.plan.end, self.grad)[0]
+
+    def _outside(self, module: nn.Module, _: object, *, name: str) -> None:
+        stack = self._stack()
+        counted = stack and stack[-1].count and not (stack[-1].left and self.grad == "sum")
+        if counted and torch.is_grad_enabled():
+            raise NotImplementedError(
+                f"{name} is called after the first stage, where its parameters' gradients would count once for each "
+                'rank; list it under between if it works row by row, or use grad="sum" if it comes after the exit'
+            )
+
+    # --- where a forward is -------------------------------------------------------------------------------------------
+
+    def _stack(self) -> list[Run]:
+        found: list[Run] | None = getattr(self._running, "stack", None)
+        if found is None:
+            found = self._running.stack = []
+        return found
+
+    def _current(self, name: str) -> Run:
+        stack = self._stack()
+        if not stack or torch._C._current_graph_task_id() != -1:
+            raise RuntimeError(f"{name} is called outside a forward of its {type(self.model).__name__}")
+        return stack[-1]
+
+    def _step(self, module: nn.Module, name: str, x: object) -> Step:
+        """How a stage is run now; where it is recomputed in backward, as it was run then."""
+        if not isinstance(x, Tensor):
+            raise ValueError(f"{name} got {x!r:.100} where its spec says the rows are")
+        storage = x.untyped_storage()
+        if torch._C._current_graph_task_id() != -1:
+            step = getattr(storage, "_seqpar_dsp", {}).get((id(self), name))
+            if step is None:
+                raise RuntimeError(
+                    f"{name} is recomputed from an input that is not the memory of the first time; checkpoint each "
+                    "stage by itself, and without moving its input elsewhere"
+                )
+            return step  # type: ignore[no-any-return]
+        run = self._current(name)
+        if run.plan is None:
+            run.plan = self._plan(run.space, x, run.training)
+        step = run.next(name, self.spec.exit is not None)
+        if not hasattr(storage, "_seqpar_dsp"):
+            storage._seqpar_dsp = {}  # type: ignore[attr-defined]
+        storage._seqpar_dsp[id(self), name] = step  # type: ignore[attr-defined]
+        return step
+
+    # --- plans --------------------------------------------------------------------------------------------------------
+
+    def _plan(self, space: Space, x: Tensor, training: bool) -> StagePlan:
+        """The plan of a batch shape. x: the first stage's input, whole."""
+        key = (tuple(space.dims.items()), x.numel(), x.dtype, training)
+        if key not in self.plans:
+            width = x.numel() // _tokens(self.stages[0][1], space)
+            stages = [self._stage_of(name, block, space, width, x.element_size()) for name, block in self.stages]
+            stages[0] = replace(stages[0], rest=None)  # what comes in is whole
+            end: Sequence[Layout] = (None,) if self.spec.exit is None else self._usable(self.spec.exit.rest, space)
+            self.plans[key] = self.planner(stages, space.dims, space.comm.size, end=end, training=training)
+        return self.plans[key]
+
+    def _stage_of(self, name: str, block: Block, space: Space, width: int, element: int) -> Stage:
+        tokens = _tokens(block, space)
+        size = tokens * width * element * len(block.stream)
+        matrices = sum(p.numel() for p in self.model.get_submodule(name).parameters() if p.dim() > 1)
+        mixed = prod(space.dims[dim] for dim in block.whole)
+        heads, kv_heads = (block.core.size,) * 2 if block.core else (block.heads, block.kv_heads)
+        return Stage(
+            name, frozenset(block.whole), bytes=size, flops=2.0 * matrices * tokens,
+            attention=4.0 * tokens * mixed * width if block.whole else 0.0, heads=heads, kv_heads=kv_heads,
+            qkv=(size, 2 * size * kv_heads / heads) if heads else (0.0, 0.0), ring=block.attention,
+            rest=None if block.rest is None else frozenset(self._usable(block.rest, space)),
+        )  # fmt: skip
+
+    def _usable(self, rest: Sequence[Layout], space: Space) -> tuple[Layout, ...]:
+        """The layouts in which every rank has some rows: code that is not ours cannot work on none."""
+        return tuple(dim for dim in rest if dim is None or min(space.shares(dim)) > 0)
+
+    def _agree(self, given: Mapping[str, Any]) -> None:
+        """Ranks make the same call, and nothing in it is active that must not be."""
+        error: Exception | None = None
+        facts: dict[str, object] = {}
+        try:
+            for name, module in self._dropouts:
+                if module.training and module.p > 0:
+                    raise NotImplementedError(
+                        f"{name or 'the model'} is dropout with p={module.p} in training, which would draw other "
+                        "numbers for a shard than for the whole; set its p to 0"
+                    )
+            for name, value in _leaves(given):
+                facts[name] = self._fact(value) if isinstance(value, Tensor) else value
+            facts |= {"grad enabled": torch.is_grad_enabled(), "training": self.model.training, "grad": self.grad}
+        except Exception as found:
+            error = found
+        if self.comm.size > 1:
+            self.comm.agree(f"a forward of {type(self.model).__name__}", facts, error)
+        elif error is not None:
+            raise error
+
+    def _fact(self, x: Tensor) -> tuple[object, ...]:
+        values = int(torch.hash_tensor(x.detach()).view(torch.int64)) if self.check_inputs and x.numel() else None
+        return tuple(x.shape), x.dtype, x.requires_grad, values
+
+
+def _leaves(value: object, name: str = "") -> Iterator[tuple[str, object]]:
+    """Tensors and plain values with their paths."""
+    if isinstance(value, Mapping):
+        for key, each in value.items():
+            yield from _leaves(each, f"{name}.{key}" if name else str(key))
+    elif isinstance(value, (list, tuple)):
+        for n, each in enumerate(value):
+            yield from _leaves(each, f"{name}.{n}")
+    elif isinstance(value, (Tensor, bool, int, float, str)):
+        yield name, value
+
+
+def _tokens(block: Block, space: Space) -> int:
+    form = form_of(next(iter(block.stream.values())))
+    return prod(space.dims[name] for name in form.names if name in space.dims)
+
+
+def _matches(name: str, patterns: Sequence[str]) -> bool:
+    return any(fnmatchcase(name, pattern) or name.startswith(pattern + ".") for pattern in patterns)
+
+
+def _check_block(module: nn.Module, name: str, block: Block) -> None:
+    """Raise for arguments, tables and modules of a block that the module does not have."""
+    has = list(inspect.signature(module.forward).parameters)
+    if missing := [each for each in (*block.stream, *block.rows, *block.shared) if each not in has]:
+        raise ValueError(f"{name} takes {has}, and not {missing}, which its spec lists")
+    tables = {path for path, _ in (*module.named_parameters(), *module.named_buffers())}
+    parts = {path for path, _ in module.named_modules()}
+    inside = {*block.gathers, *([block.core.module] if block.core else [])}
+    if missing := sorted((set(block.buffers) - tables) | (inside - parts)):
+        raise ValueError(f"{name} has no {missing}, which its spec lists")
+
+
+def _check_modules(model: nn.Module, spec: Spec, stages: Sequence[str]) -> None:
+    """Raise for modules and tensors that the spec does not account for, and for those that mix rows unseen."""
+    what = type(model).__name__
+    known = (*stages, *spec.between, *spec.outside, *([spec.exit.module] if spec.exit else []))
+    names = {name for name, _ in model.named_modules()}
+    if missing := [name for name in known if name not in names and not any(c in name for c in "*?[")]:
+        raise ValueError(f"{what} has no {missing}, which its spec lists")
+    for name, module in model.named_modules():
+        own = [n for n, _ in (*module.named_parameters(recurse=False), *module.named_buffers(recurse=False))]
+        if name == "":
+            if unlisted := [n for n in own if n not in spec.own]:
+                raise ValueError(f"{what} has {unlisted} of its own, of which its spec says nothing")
+        elif own and not _matches(name, known):
+            raise ValueError(
+                f"{name} of {what} is a {type(module).__name__} in no stage, not between them and not outside: its "
+                "spec says nothing of it"
+            )
+        if isinstance(module, MIXING) and not _matches(name, spec.outside):
+            raise NotImplementedError(f"{name} of {what} is a {type(module).__name__}, whose statistics mix rows")

@@ -1,0 +1,211 @@
+"""One forward of a parallelized model: where it is, and how one stage of it is run."""
+
+from __future__ import annotations
+
+import inspect
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import ExitStack, contextmanager, nullcontext
+from functools import partial
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor, nn
+
+from seqpar.comm import LocalComm
+from seqpar.dsp.attend import attention_plan
+from seqpar.dsp.flow import moved, rows
+from seqpar.dsp.form import form_of
+from seqpar.dsp.planner import StagePlan
+from seqpar.dsp.space import Space
+from seqpar.dsp.spec import Block, Core
+from seqpar.dsp.stage import Layout
+from seqpar.dsp.verbs import gather, once, switch, switch_all
+from seqpar.parallel import parallel
+
+
+class Step(NamedTuple):
+    """How one stage is run in one forward: layouts of what comes in, inside, and of what goes out."""
+
+    space: Space
+    name: str
+    before: Layout
+    inside: Layout
+    after: Layout
+    mode: str
+    last: bool  # what goes out is whole and the end
+
+
+class Run:
+    """The runner of one forward. Stages come in the order of the plan, and any other order raises."""
+
+    def __init__(self, space: Space, names: Sequence[str], training: bool) -> None:
+        self.space, self.names, self.training = space, names, training
+        self.plan: StagePlan | None = None
+        self.count = 0
+        self.left = False
+
+    def next(self, name: str, exit: bool) -> Step:
+        """The step of the stage that is called now. exit: the model has a module that ends it."""
+        expected = self.names[self.count] if self.count < len(self.names) else "the end"
+        if name != expected:
+            raise NotImplementedError(
+                f"stage {name} is called where {expected} should be: the stages of a forward run once each, in the "
+                f"order of the spec: {list(self.names)[:8]}"
+            )
+        assert self.plan is not None
+        n, choices = self.count, self.plan.choices
+        self.count += 1
+        last = self.count == len(self.names)
+        before = None if n == 0 else choices[n].before
+        after = self.plan.end if last else choices[n + 1].before
+        self.left = last and not exit
+        return Step(self.space, name, before, choices[n].layout, after, choices[n].mode, self.left)
+
+
+def run_stage(module: nn.Module, block: Block, inner: Any, step: Step, given: dict[str, Any], grad: str) -> Any:
+    """What a stage returns, in the layout in which the model goes on.
+
+    inner: the module's own forward. given: its arguments by name. grad: how the end's gradient counts.
+
+    Raises: ValueError for an argument that is not in the spec, or not of its form under what is sharded.
+    """
+    names, forms = list(block.stream), list(block.stream.values())
+    _check_arguments(step.name, block, given)
+    space, inside = step.space, step.inside
+    streams = moved([given[name] for name in names], space, forms, step.before, inside)
+    given = given | dict(zip(names, streams, strict=True))
+    for name, form in block.rows.items():
+        if given.get(name) is not None:
+            given[name] = rows(given[name], space, form, inside, f"{name} of {step.name}")
+    together = block.attention or block.gathers or step.mode == "ulysses"  # ranks exchange inside: none stays away
+    if not together and all(x.numel() == 0 for x in streams):
+        outs = skipped(module, streams, given)
+    else:
+        with _shared_attention(block, step), _sliced(module, block, step), _shared(module, block, step):
+            out = inner(**given)
+        outs = list(out) if isinstance(out, (tuple, list)) else [out]
+    if len(outs) != len(names):
+        raise ValueError(f"{step.name} returned {len(outs)} tensors, its spec has {len(names)} streams")
+    for name, form, out in zip(names, forms, outs, strict=True):
+        space.check(out, form, inside, f"{name} out of {step.name}")
+    found = leave(outs, space, forms, inside, grad) if step.last else moved(outs, space, forms, inside, step.after)
+    return found[0] if len(found) == 1 else tuple(found)
+
+
+def leave(xs: Sequence[Tensor], space: Space, forms: Sequence[str], layout: Layout, grad: str) -> list[Tensor]:
+    """The whole tensors at the end, whose gradients count as `grad` says."""
+    if layout is None and grad == "replicated":
+        return [once(x, space.comm) for x in xs]
+    return moved(xs, space, forms, layout, None, grad=grad)
+
+
+def skipped(module: nn.Module, streams: Sequence[Tensor], given: Mapping[str, Any]) -> list[Tensor]:
+    """Empty streams, as if the module had computed them: every parameter and argument is in the graph."""
+    inputs = [x for x in given.values() if isinstance(x, Tensor) and not any(x is y for y in streams)]
+    return list(_Skipped.apply(len(streams), *streams, *inputs, *module.parameters()))
+
+
+class _Skipped(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, count: int, *inputs: Tensor) -> tuple[Tensor, ...]:
+        ctx.save_for_backward(*inputs)
+        return tuple(torch.empty_like(x) for x in inputs[:count])
+
+    @staticmethod
+    def backward(ctx: Any, *_: Tensor) -> tuple[Tensor | None, ...]:
+        needed = ctx.needs_input_grad[1:]
+        return None, *(torch.zeros_like(x) if n else None for x, n in zip(ctx.saved_tensors, needed, strict=True))
+
+
+def _check_arguments(name: str, block: Block, given: Mapping[str, Any]) -> None:
+    known = {*block.stream, *block.rows, *block.shared}
+    for argument, value in given.items():
+        if argument not in known and value is not None:
+            raise ValueError(
+                f"{name} got {argument}={value!r:.100}, of which its spec says nothing: list it under rows with its "
+                "form, or under shared if all rows use it alike"
+            )
+    if missing := [argument for argument in block.stream if argument not in given]:
+        raise ValueError(f"{name} got no {missing}, which its spec says hold the rows")
+
+
+def _shared_attention(block: Block, step: Step) -> Any:
+    """What surrounds a block whose attention asks for a plan."""
+    if not block.attention:
+        return nullcontext()
+    form = next(iter(block.stream.values()))
+    plan = attention_plan(step.space, form, block.whole, step.inside, ulysses=step.mode == "ulysses")
+    return parallel(plan, LocalComm() if step.inside is None else step.space.comm)
+
+
+@contextmanager
+def _sliced(module: nn.Module, block: Block, step: Step) -> Iterator[None]:
+    """The module with its tables of rows cut to this rank's share."""
+    kept: list[tuple[dict[str, Any], str, Any]] = []
+    try:
+        for path, form in block.buffers.items():
+            owner, _, name = path.rpartition(".")
+            held = module.get_submodule(owner)
+            table = held._parameters if name in held._parameters else held._buffers
+            whole = table[name]
+            kept.append((table, name, whole))
+            table[name] = rows(whole, step.space, form, step.inside, f"{path} of {step.name}")  # type: ignore[arg-type]
+        yield
+    finally:
+        for table, name, whole in kept:
+            table[name] = whole
+
+
+@contextmanager
+def _shared(module: nn.Module, block: Block, step: Step) -> Iterator[None]:
+    """The module with parts that see all rows: outputs that are gathered, and a core that is shared by heads."""
+    with ExitStack() as stack:
+        for path, form in block.gathers.items() if step.inside is not None else ():
+            stack.enter_context(_around(module.get_submodule(path), partial(_gathered, step, form)))
+        if block.core is not None and step.mode == "ulysses":
+            stack.enter_context(
+                _around(module.get_submodule(block.core.module), partial(_over_heads, step, block.core))
+            )
+        yield
+
+
+@contextmanager
+def _around(module: nn.Module, call: Callable[..., Any]) -> Iterator[None]:
+    """The module with `call(its own forward, arguments by name)` for a forward."""
+    own, inner = module.__dict__.get("forward"), module.forward
+    order = list(inspect.signature(inner).parameters)
+    module.forward = lambda *args, **kwargs: call(inner, dict(zip(order, args)) | kwargs)
+    try:
+        yield
+    finally:
+        if own is None:
+            del module.forward
+        else:
+            module.forward = own
+
+
+def _gathered(step: Step, form: str, inner: Callable[..., Tensor], given: dict[str, Any]) -> Tensor:
+    assert step.inside is not None
+    return gather(inner(**given), step.space, form, step.inside)
+
+
+def _over_heads(step: Step, core: Core, inner: Callable[..., Tensor], given: dict[str, Any]) -> Tensor:
+    """What a core returns, computed for this rank's heads of all rows."""
+    assert step.inside is not None
+    if extra := [name for name, value in given.items() if name not in core.stream and value is not None]:
+        raise ValueError(f"{core.module} of {step.name} got {extra}, of which its spec says nothing")
+    space = Space(step.space.dims | {core.over: core.size}, step.space.comm)
+    forms = list(core.stream.values())
+    xs = switch_all([given[name] for name in core.stream], space, forms, step.inside, core.over)
+    if space.local(core.over)[core.over]:
+        out = inner(**dict(zip(core.stream, xs, strict=True)))
+    else:
+        sizes = {n: size for x, form in zip(xs, forms) for n, size in _named(space, x, form, core.over)}
+        shape = form_of(core.out).folded([sizes[name] for name in form_of(core.out).names])
+        out = xs[0].new_zeros(shape) + sum(x.sum() for x in xs)  # nothing, with all that came in the graph
+    return switch(out, space, core.out, core.over, step.inside)
+
+
+def _named(space: Space, x: Tensor, form: str, sharded: str) -> Iterator[tuple[str, int]]:
+    """The names of a tensor's axes with their sizes here."""
+    yield from zip(form_of(form).names, space.unfold(x, form, sharded).shape)

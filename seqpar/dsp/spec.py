@@ -1,0 +1,136 @@
+"""What `parallelize` must know of a model class: which modules mix which dimensions of which rows."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field
+from typing import Any
+
+from torch import nn
+
+from seqpar.dsp.form import form_of
+from seqpar.dsp.stage import Layout
+
+
+@dataclass(frozen=True)
+class Core:
+    """The part of a block that mixes dimensions, independently for each element of another one, such as a head.
+
+    module: its name in the block. stream: its arguments with their forms. out: the form of what it returns, a tensor.
+    over: the name in all these forms of what it is independent over, and size: how many of them there are.
+
+    Where the block's own rows are sharded along a dimension that the core mixes, what goes into it is switched to
+    `over` in one exchange, and what comes out is switched back.
+    """
+
+    module: str
+    stream: Mapping[str, str]
+    out: str
+    over: str
+    size: int
+
+
+@dataclass(frozen=True)
+class Block:
+    """Modules that are stages.
+
+    modules: their name in the model, ``{i}`` for a layer's number; neighbours in the spec with ``{i}`` alternate, layer
+    by layer. stream: arguments that hold the rows that are computed, with their forms; the module returns as many, of
+    the same forms and order. whole: dimensions that the module mixes. rows: other arguments with an entry for each row,
+    with their forms; every rank is given them whole, and hands on its share. shared: arguments that all rows use alike.
+    buffers: buffers and parameters inside the module that follow rows, such as tables of positions, with their forms.
+    rest: layouts that what the model does before this module allows (None is whole), or None where it does nothing.
+    gathers: modules inside whose output, of a form, all rows look at, such as a bias of pairs: it is made whole.
+    core: where the mixing is done, if ranks may share it by heads or channels. Without it the module mixes elsewhere.
+    attention: the module attends by ``seqpar.attention`` with the plan of ``seqpar.parallel``, over `whole`; then ranks
+    may also share it. heads, kv_heads: of that attention.
+
+    Any other argument must be None when the module is called.
+    """
+
+    modules: str
+    stream: Mapping[str, str]
+    whole: tuple[str, ...] = ()
+    rows: Mapping[str, str] = field(default_factory=dict)
+    shared: tuple[str, ...] = ()
+    buffers: Mapping[str, str] = field(default_factory=dict)
+    rest: tuple[Layout, ...] | None = None
+    gathers: Mapping[str, str] = field(default_factory=dict)
+    core: Core | None = None
+    attention: bool = False
+    heads: int = 0
+    kv_heads: int = 0
+
+    def __post_init__(self) -> None:
+        """Raise ValueError for what is no block."""
+        for forms in (self.stream, self.rows, self.buffers, self.gathers, self.core.stream if self.core else {}):
+            for text in forms.values():
+                form_of(text)
+        if not self.stream or self.attention != bool(self.heads and self.kv_heads) or (self.attention and self.core):
+            raise ValueError(
+                f"a block has a stream, heads and kv_heads with its attention and only then, and no core beside it; "
+                f"got {self}"
+            )
+
+
+@dataclass(frozen=True)
+class Exit:
+    """The module whose output is whole again. It works row by row, and its input has one of the layouts in rest."""
+
+    module: str
+    form: str
+    rest: tuple[Layout, ...]
+
+
+@dataclass(frozen=True)
+class Spec:
+    """A model class whose forward takes whole tensors and returns whole ones.
+
+    model: the name of the class. dims: global sizes from (model, arguments of its forward by name). blocks: in the
+    order in which they run. exit: None if the last block's output is the end. between: modules that run between blocks,
+    row by row. outside: modules that run before the first block on whole tensors, or after the exit. own: parameters
+    and buffers of the model itself, that it uses between blocks by rows that are whole there, or outside.
+
+    A module that holds parameters or buffers and is in none of these is refused.
+    """
+
+    model: str
+    dims: Callable[[nn.Module, Mapping[str, Any]], Mapping[str, int]]
+    blocks: tuple[Block, ...]
+    exit: Exit | None = None
+    between: tuple[str, ...] = ()
+    outside: tuple[str, ...] = ()
+    own: tuple[str, ...] = ()
+
+    def stages(self, model: nn.Module) -> list[tuple[str, Block]]:
+        """Names of the model's stages, in order, each with its block.
+
+        Raises: ValueError for a block that no module matches, or layers that lack one.
+        """
+        names = [name for name, _ in model.named_modules()]
+        found: list[tuple[str, Block]] = []
+        at = 0
+        while at < len(self.blocks):
+            group = [self.blocks[at]]
+            while "{i}" in group[0].modules and at + len(group) < len(self.blocks):
+                following = self.blocks[at + len(group)]
+                if "{i}" not in following.modules:
+                    break
+                group.append(following)
+            at += len(group)
+            numbers = [_numbers(block.modules, names) for block in group]
+            if not numbers[0] or any(other != numbers[0] for other in numbers):
+                counts = {block.modules: len(each) for block, each in zip(group, numbers, strict=True)}
+                raise ValueError(f"{type(model).__name__} does not match its spec: modules by pattern {counts}")
+            found += [(block.modules.replace("{i}", number), block) for number in numbers[0] for block in group]
+        return found
+
+
+def _numbers(pattern: str, names: list[str]) -> list[str]:
+    """The layer numbers of the modules of a pattern; one empty number for a name without."""
+    if "{i}" not in pattern:
+        return [""] if pattern in names else []
+    matcher = re.compile(re.escape(pattern).replace(r"\{i\}", r"(\d+)"))
+    found = [match[1] for name in names if (match := matcher.fullmatch(name))]
+    return sorted(found, key=int)

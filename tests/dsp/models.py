@@ -1,0 +1,266 @@
+"""Models in plain PyTorch that know nothing of ranks, and their specs: a pair stack, an axial block, a 3-D DiT."""
+
+from __future__ import annotations
+
+import copy
+import threading
+from collections.abc import Callable
+from functools import partial
+
+import torch
+from torch import Tensor, nn
+from torch.nn import functional as F
+
+import seqpar
+from seqpar.dsp import Block, Core, Exit, Spec, plan_stages
+from seqpar.parallel import surrounding
+from seqpar.planner import Hardware
+from seqpar.planner.hardware import Attention, Link
+
+# A machine on which sending costs next to nothing, so that tiny models are sharded too.
+FREE = Hardware(
+    name="free", source="a test", attention=Attention(1e9, 1e9, 0.0, 0.0, 0.0, 0.0), linear_rate=1e9,
+    inside=Link(0.0, 1e15), across=Link(0.0, 1e15), memory=1 << 40,
+)  # fmt: skip
+SHARDED = partial(plan_stages, hardware=FREE)
+
+_making, _made = threading.Lock(), {}  # ranks that are threads share the random generator
+
+
+def made(make: Callable[..., nn.Module], *arguments: object) -> nn.Module:
+    """The same weights at every call."""
+    with _making:
+        key = make, arguments
+        if key not in _made:
+            torch.manual_seed(0)
+            _made[key] = make(*arguments).double()
+        return copy.deepcopy(_made[key])
+
+
+def gradients(model: nn.Module, given: dict[str, Tensor]) -> dict[str, Tensor]:
+    """Output and all gradients of a loss that looks at every element in its own way."""
+    given = {n: x.clone().requires_grad_(x.is_floating_point()) for n, x in given.items()}
+    out = model(**given)
+    out = out if isinstance(out, Tensor) else out[0]
+    g = torch.randn(out.shape, generator=torch.Generator().manual_seed(2), dtype=out.dtype)
+    model.zero_grad()
+    (out * g + out.square()).sum().backward()
+    grads = {n: x.grad for n, x in [*given.items(), *model.named_parameters()] if x.is_floating_point()}
+    return {"out": out.detach()} | {f"d {n}": g for n, g in grads.items() if g is not None}
+
+
+def compared(found: list[dict[str, Tensor]], want: dict[str, Tensor]) -> None:
+    """Every rank has the whole output, and the gradients of all ranks sum to those of one process."""
+    for rank in found:
+        torch.testing.assert_close(rank["out"], want["out"], rtol=0, atol=1e-10)
+        assert set(rank) == set(want)
+    for name in want.keys() - {"out"}:
+        torch.testing.assert_close(
+            sum(rank[name] for rank in found), want[name], rtol=1e-10, atol=1e-10, msg=lambda m, n=name: f"{n}: {m}"
+        )
+
+
+# --- pairs, as in protein models --------------------------------------------------------------------------------------
+
+
+class Multiply(nn.Module):
+    """Triangle multiplication, channel by channel."""
+
+    def __init__(self, outgoing: bool) -> None:
+        super().__init__()
+        self.form = "bikc,bjkc->bijc" if outgoing else "bkic,bkjc->bijc"
+
+    def forward(self, left: Tensor, right: Tensor) -> Tensor:
+        return torch.einsum(self.form, left, right)
+
+
+class TriangleMultiplication(nn.Module):
+    def __init__(self, dim: int, outgoing: bool) -> None:
+        super().__init__()
+        self.norm, self.out_norm = nn.LayerNorm(dim), nn.LayerNorm(dim)
+        self.left, self.right, self.gate, self.out = (nn.Linear(dim, dim) for _ in range(4))
+        self.core = Multiply(outgoing)
+
+    def forward(self, z: Tensor, mask: Tensor) -> Tensor:
+        y = self.norm(z)
+        y = self.core(self.left(y) * mask, right=self.right(y) * mask)
+        return z + self.gate(z).sigmoid() * self.out(self.out_norm(y))
+
+
+class TriangleAttention(nn.Module):
+    """Attention along rows (or columns) of pairs, with a bias from the third side of the triangle."""
+
+    def __init__(self, dim: int, heads: int, starting: bool) -> None:
+        super().__init__()
+        self.heads, self.starting = heads, starting
+        self.norm, self.qkv, self.out = nn.LayerNorm(dim), nn.Linear(dim, 3 * dim), nn.Linear(dim, dim)
+        self.bias = nn.Linear(dim, heads)
+
+    def forward(self, z: Tensor) -> Tensor:
+        y = self.norm(z)
+        bias = self.bias(y)  # b j k h
+        if not self.starting:
+            y, bias = y.transpose(1, 2), bias.transpose(1, 2)
+        q, k, v = (x.unflatten(-1, (self.heads, -1)).transpose(2, 3) for x in self.qkv(y).chunk(3, -1))
+        s = q @ k.transpose(-1, -2) / q.shape[-1] ** 0.5 + bias.permute(0, 3, 1, 2)[:, None]
+        y = self.out((s.softmax(-1) @ v).transpose(2, 3).flatten(3))
+        return z + (y if self.starting else y.transpose(1, 2))
+
+
+class Transition(nn.Module):
+    def __init__(self, dim: int) -> None:
+        super().__init__()
+        self.net = nn.Sequential(nn.LayerNorm(dim), nn.Linear(dim, 2 * dim), nn.ReLU(), nn.Linear(2 * dim, dim))
+
+    def forward(self, z: Tensor) -> Tensor:
+        return z + self.net(z)
+
+
+class PairStack(nn.Module):
+    def __init__(self, dim: int = 8, heads: int = 2, layers: int = 2) -> None:
+        super().__init__()
+        self.enter = nn.Linear(5, dim)
+        self.layers = nn.ModuleList(
+            nn.ModuleDict(
+                {
+                    "outgoing": TriangleMultiplication(dim, True), "incoming": TriangleMultiplication(dim, False),
+                    "starting": TriangleAttention(dim, heads, True), "ending": TriangleAttention(dim, heads, False),
+                    "transition": Transition(dim),
+                }
+            )
+            for _ in range(layers)
+        )  # fmt: skip
+
+    def forward(self, z: Tensor, mask: Tensor) -> Tensor:
+        z = self.enter(z)
+        for layer in self.layers:
+            z = layer["outgoing"](z, mask)
+            z = layer["incoming"](z, mask=mask)
+            z = layer["starting"](z)
+            z = layer["ending"](z)
+            z = layer["transition"](z)
+        return z
+
+
+PAIR = {"z": "b i j c"}
+MIX = Core("core", {"left": "b i j c", "right": "b i j c"}, "b i j c", "c", 8)
+PAIRS = Spec(
+    "PairStack",
+    lambda model, given: dict(zip("bij", given["z"].shape)),
+    (
+        Block("layers.{i}.outgoing", PAIR, ("i", "j"), rows={"mask": "b i j 1"}, core=MIX),
+        Block("layers.{i}.incoming", PAIR, ("i", "j"), rows={"mask": "b i j 1"}, core=MIX),
+        Block("layers.{i}.starting", PAIR, ("j",), gathers={"bias": "b i j h"}),
+        Block("layers.{i}.ending", PAIR, ("i",), gathers={"bias": "b i j h"}),
+        Block("layers.{i}.transition", PAIR),
+    ),
+    outside=("enter",),
+)
+
+
+# --- latitude and longitude, as in weather models ---------------------------------------------------------------------
+
+
+class Axial(nn.Module):
+    """Attention along one axis of a grid, with a learned position on that axis and on the other."""
+
+    def __init__(self, dim: int, heads: int, axis: int, grid: tuple[int, int]) -> None:
+        super().__init__()
+        self.axis, self.heads = axis, heads
+        self.norm, self.qkv, self.out = nn.LayerNorm(dim), nn.Linear(dim, 3 * dim), nn.Linear(dim, dim)
+        self.lat = nn.Parameter(torch.randn(grid[0], 1, dim))
+        self.register_buffer("lon", torch.randn(1, grid[1], dim))
+
+    def forward(self, x: Tensor) -> Tensor:
+        y = self.norm(x + self.lat + self.lon).transpose(self.axis, 2)
+        q, k, v = (u.unflatten(-1, (self.heads, -1)).transpose(2, 3) for u in self.qkv(y).chunk(3, -1))
+        return x + self.out(F.scaled_dot_product_attention(q, k, v).transpose(2, 3).flatten(3).transpose(self.axis, 2))
+
+
+class Weather(nn.Module):
+    def __init__(self, grid: tuple[int, int] = (5, 7), dim: int = 8, layers: int = 2) -> None:
+        super().__init__()
+        self.embed, self.head = nn.Linear(3, dim), nn.Linear(dim, 3)
+        self.north = nn.ModuleList(Axial(dim, 2, 1, grid) for _ in range(layers))
+        self.east = nn.ModuleList(Axial(dim, 2, 2, grid) for _ in range(layers))
+        self.mix = nn.ModuleList(Transition(dim) for _ in range(layers))
+
+    def forward(self, x: Tensor) -> Tensor:
+        x = self.embed(x)
+        for north, east, mix in zip(self.north, self.east, self.mix):
+            x = mix(east(north(x)) * 0.9)  # row by row
+        return self.head(x)
+
+
+GRID, TABLES = {"x": "b h w c"}, {"lat": "h 1 c", "lon": "1 w c"}
+ANY = ("h", "w", None)
+WEATHER = Spec(
+    "Weather",
+    lambda model, given: dict(zip("bhw", given["x"].shape)),
+    (
+        Block("north.{i}", GRID, ("h",), buffers=TABLES, rest=ANY),
+        Block("east.{i}", GRID, ("w",), buffers=TABLES, rest=ANY),
+        Block("mix.{i}", {"z": "b h w c"}, rest=ANY),
+    ),
+    exit=Exit("head", "b h w c", ANY),
+    outside=("embed",),
+)
+
+
+# --- all of time and space at once ------------------------------------------------------------------------------------
+
+
+class Attend(nn.Module):
+    def forward(self, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+        q, k, v = (x.transpose(1, 2) for x in (q, k, v))
+        return F.scaled_dot_product_attention(q, k, v).transpose(1, 2)
+
+
+class Shared(nn.Module):
+    """The same, written with the verb."""
+
+    def forward(self, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+        plan, comm, _ = surrounding()
+        return seqpar.attention(*(x.flatten(0, 1) for x in (q, k, v)), plan, comm).view_as(q)
+
+
+class Full(nn.Module):
+    """A block of a 3-D DiT: modulated by a timestep, which all rows of a sample share."""
+
+    def __init__(self, dim: int, heads: int, shared: bool) -> None:
+        super().__init__()
+        self.heads, self.core = heads, Shared() if shared else Attend()
+        self.norm, self.qkv, self.out = nn.LayerNorm(dim), nn.Linear(dim, 3 * dim), nn.Linear(dim, dim)
+        self.modulate, self.mlp = nn.Linear(dim, 2 * dim), Transition(dim)
+
+    def forward(self, x: Tensor, t: Tensor) -> Tensor:
+        shift, scale = self.modulate(t)[:, None].chunk(2, -1)
+        y = self.norm(x) * (1 + scale) + shift
+        q, k, v = self.qkv(y).unflatten(-1, (3, self.heads, -1)).unbind(2)
+        return self.mlp(x + self.out(self.core(q, k, v).flatten(2)))
+
+
+class DiT(nn.Module):
+    def __init__(self, shared: bool = False, dim: int = 12, heads: int = 3, layers: int = 2) -> None:
+        super().__init__()
+        self.embed, self.time, self.head = nn.Linear(3, dim), nn.Linear(1, dim), nn.Linear(dim, 3)
+        self.blocks = nn.ModuleList(Full(dim, heads, shared) for _ in range(layers))
+
+    def forward(self, x: Tensor, t: Tensor) -> Tensor:
+        shape = x.shape
+        x, t = self.embed(x).flatten(1, 2), self.time(t)
+        for block in self.blocks:
+            x = block(x, t)
+        return self.head(x).view(shape)
+
+
+def dit(shared: bool) -> Spec:
+    core = Core("core", dict.fromkeys("qkv", "b (t s) h d"), "b (t s) h d", "h", 3)
+    how = {"attention": True, "heads": 3, "kv_heads": 3} if shared else {"core": core}
+    return Spec(
+        "DiT",
+        lambda model, given: dict(zip("bts", given["x"].shape)),
+        (Block("blocks.{i}", {"x": "b (t s) c"}, ("t", "s"), rows={"t": "b c"}, **how),),
+        exit=Exit("head", "b (t s) c", ("t", "s", "b", None)),
+        outside=("embed", "time"),
+    )

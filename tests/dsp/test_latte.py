@@ -1,0 +1,114 @@
+"""LatteTransformer3DModel of diffusers, unchanged: forward and all gradients equal one process."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+from seqpar.comm import Comm
+from seqpar.dsp import parallelize
+from seqpar.testing import run_processes, run_threads
+from tests.dsp.models import SHARDED, compared, gradients, made
+
+diffusers = pytest.importorskip("diffusers")
+
+
+def latte(size: int = 6, frames: int = 5, layers: int = 2, dropout: float = 0.0) -> nn.Module:
+    return made(_latte, size, frames, layers, dropout)
+
+
+def _latte(size: int, frames: int, layers: int, dropout: float) -> nn.Module:
+    return diffusers.LatteTransformer3DModel(
+        num_attention_heads=2, attention_head_dim=8, in_channels=3, out_channels=3, num_layers=layers,
+        cross_attention_dim=16, attention_bias=True, sample_size=size, patch_size=2, activation_fn="gelu-approximate",
+        norm_type="ada_norm_single", norm_elementwise_affine=False, caption_channels=7, video_length=frames,
+        dropout=dropout,
+    )  # fmt: skip
+
+
+def batch(size: int = 6, frames: int = 5, count: int = 2) -> dict[str, Tensor]:
+    g = torch.Generator().manual_seed(1)
+    return {
+        "hidden_states": torch.randn(count, 3, frames, size, size, generator=g, dtype=torch.float64),
+        "timestep": torch.arange(count) * 10 + 3,
+        "encoder_hidden_states": torch.randn(count, 4, 7, generator=g, dtype=torch.float64),
+    }
+
+
+def on_a_rank(comm: Comm, size: int, frames: int, count: int, how: str) -> tuple[dict[str, Tensor], str, int]:
+    model = latte(size, frames)
+    if how == "checkpoint":
+        model.enable_gradient_checkpointing()
+    handle = parallelize(model, comm, planner=SHARDED)
+    found = gradients(model, batch(size, frames, count))
+    plan = next(iter(handle.plans.values()))
+    return found, str([c.layout for c in plan.choices]), plan.exchanges
+
+
+@pytest.mark.parametrize("how", ["plain", "checkpoint"])
+@pytest.mark.parametrize(
+    "size, frames, count, ranks",
+    [(6, 5, 2, 2), (6, 5, 2, 3), (6, 5, 1, 4), (6, 5, 2, 6), (6, 3, 1, 8), (6, 1, 1, 3), (6, 1, 2, 4), (2, 3, 1, 2),
+     (10, 7, 1, 4)],
+)  # fmt: skip
+def test_every_rank_has_the_output_and_gradients_sum(size, frames, count, ranks, how) -> None:
+    want = gradients(latte(size, frames), batch(size, frames, count))
+    found = run_threads(ranks, on_a_rank, size, frames, count, how)
+    compared([rank for rank, *_ in found], want)
+    print(found[0][1:])
+
+
+def test_it_is_so_on_processes() -> None:
+    want = gradients(latte(), batch())
+    compared([rank for rank, *_ in run_processes(3, on_a_rank, 6, 5, 2, "checkpoint")], want)
+
+
+def wrong(comm: Comm, how: str) -> str:
+    model = latte(dropout=0.1 if how == "dropout" else 0.0).train()
+    parallelize(model, comm, planner=SHARDED)
+    given: dict[str, object] = dict(batch())
+    if how == "frames":  # each rank brings its own, as if they had been sharded before
+        given["hidden_states"] = given["hidden_states"].tensor_split(comm.size, 2)[comm.rank]
+    elif how == "noise" and comm.rank:
+        given["hidden_states"] = given["hidden_states"] + 1e-9
+    elif how == "mask":
+        given["encoder_attention_mask"] = torch.ones(2, 4, dtype=torch.float64)
+    elif how == "spatial only":
+        given["enable_temporal_attentions"] = False
+    try:
+        model(**given)
+    except Exception as error:
+        return f"{type(error).__name__}: {error}"
+    return "nothing"
+
+
+@pytest.mark.parametrize(
+    "how, words",
+    [
+        ("dropout", "NotImplementedError: transformer_blocks.0.attn1.to_out.1 is dropout with p=0.1"),
+        ("frames", "ValueError: a forward of LatteTransformer3DModel: ranks differ in hidden_states"),
+        ("noise", "ValueError: a forward of LatteTransformer3DModel: ranks differ in hidden_states"),
+        ("mask", "encoder_attention_mask of transformer_blocks.0"),
+        ("spatial only", "NotImplementedError: stage transformer_blocks.1 is called where temporal"),
+        ("right", "nothing"),
+    ],
+)
+def test_what_would_be_another_answer_is_refused(how, words) -> None:
+    assert words in run_threads(2, wrong, how, timeout=20.0)[0]
+
+
+def masked(comm: Comm) -> Tensor:
+    model = latte().eval()
+    if comm.size > 1:
+        parallelize(model, comm, planner=SHARDED)
+    mask = torch.zeros(10, 1, 4, dtype=torch.float64)
+    mask[3:, :, 2] = -1e4
+    with torch.no_grad():
+        return model(**batch(), encoder_attention_mask=mask).sample
+
+
+def test_a_mask_by_rows_is_sliced_with_them() -> None:
+    (want,) = run_threads(1, masked)
+    for got in run_threads(3, masked):
+        torch.testing.assert_close(got, want, rtol=0, atol=1e-10)

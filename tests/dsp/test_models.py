@@ -1,0 +1,64 @@
+"""Models with several sequence dimensions under `parallelize`, each without an edit: equal to one process."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+from seqpar.comm import Comm
+from seqpar.dsp import parallelize
+from seqpar.testing import run_processes, run_threads
+from tests.dsp.models import PAIRS, SHARDED, WEATHER, DiT, PairStack, Weather, compared, dit, gradients, made
+
+
+def rand(*shape: int) -> Tensor:
+    return torch.randn(*shape, generator=torch.Generator().manual_seed(sum(shape)), dtype=torch.float64)
+
+
+def case(name: str, batch: int) -> tuple[nn.Module, object, dict[str, Tensor]]:
+    if name == "pairs":
+        return made(PairStack), PAIRS, {"z": rand(batch, 7, 7, 5), "mask": (rand(batch, 7, 7, 1) > -1).double()}
+    if name == "weather":
+        return made(Weather), WEATHER, {"x": rand(batch, 5, 7, 3)}
+    return made(DiT, name == "verb"), dit(name == "verb"), {"x": rand(batch, 5, 7, 3), "t": rand(batch, 1)}
+
+
+def on_a_rank(comm: Comm, name: str, batch: int) -> tuple[dict[str, Tensor], list[tuple[str | None, str]]]:
+    model, spec, given = case(name, batch)
+    handle = parallelize(model, comm, spec, planner=SHARDED)
+    found = gradients(model, given)
+    (plan,) = handle.plans.values()
+    return found, [(c.layout, c.mode) for c in plan.choices]
+
+
+def alone(name: str, batch: int) -> dict[str, Tensor]:
+    model, spec, given = case(name, batch)
+    if name == "verb":  # which needs a plan around it also on one rank
+        return run_threads(1, on_a_rank, name, batch)[0][0]
+    return gradients(model, given)
+
+
+@pytest.mark.parametrize("ranks, batch", [(2, 1), (3, 2), (4, 1), (6, 2), (8, 1)])
+@pytest.mark.parametrize("name", ["pairs", "weather", "core", "verb"])
+def test_forward_and_all_gradients_are_those_of_one_process(name, ranks, batch) -> None:
+    found = run_threads(ranks, on_a_rank, name, batch)
+    compared([rank for rank, _ in found], alone(name, batch))
+    assert any(layout is not None for layout, _ in found[0][1])
+
+
+@pytest.mark.parametrize("name", ["pairs", "weather", "core", "verb"])
+def test_it_is_so_on_processes(name) -> None:
+    compared([rank for rank, _ in run_processes(3, on_a_rank, name, 1)], alone(name, 1))
+
+
+def test_the_verb_and_the_core_are_the_same_model() -> None:
+    verb, core = alone("verb", 2), alone("core", 2)
+    for name in core:
+        torch.testing.assert_close(verb[name], core[name], rtol=1e-9, atol=1e-9)
+
+
+def test_what_mixes_everything_is_shared_with_heads_or_channels() -> None:
+    for name in ("pairs", "core", "verb"):
+        _, choices = run_threads(4, on_a_rank, name, 1)[0]
+        assert choices[0][1] in ("ulysses", "ring") and choices[0][0] is not None

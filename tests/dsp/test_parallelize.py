@@ -1,0 +1,308 @@
+"""`parallelize` itself: several models at once, recomputation, compiled stages, undo, and what it refuses."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import replace
+
+import pytest
+import torch
+from torch import Tensor, nn
+from torch.utils.checkpoint import checkpoint
+
+from seqpar.comm import Comm, LocalComm
+from seqpar.dsp import Block, Exit, Space, Spec, attention_plan, parallelize
+from seqpar.testing import run_processes, run_threads
+from tests.dsp.models import PAIRS, SHARDED, WEATHER, PairStack, Weather, compared, gradients, made
+
+
+def rand(*shape: int) -> Tensor:
+    return torch.randn(*shape, generator=torch.Generator().manual_seed(sum(shape)), dtype=torch.float64)
+
+
+GRID = {"x": rand(2, 5, 7, 3)}
+
+
+# --- several forwards, models and backwards ---------------------------------------------------------------------------
+
+
+class Checkpointed(nn.Module):
+    """A module that is recomputed in backward."""
+
+    def __init__(self, inner: nn.Module, reentrant: bool) -> None:
+        super().__init__()
+        self.inner, self.reentrant = inner, reentrant
+
+    def forward(self, x: Tensor) -> Tensor:
+        return checkpoint(self.inner, x, use_reentrant=self.reentrant)
+
+
+def side_by_side(comm: Comm, kind: str) -> list[dict[str, Tensor]]:
+    """Two models and three shapes in one process; all forwards before all backwards, the last one first or last."""
+    pairs, weather = made(PairStack), made(Weather)
+    parallelize(pairs, comm, PAIRS, planner=SHARDED)
+    parallelize(weather, comm, WEATHER, planner=SHARDED)
+    if kind != "plain":
+        for blocks in (weather.north, weather.east, weather.mix):
+            for n, block in enumerate(blocks):
+                blocks[n] = Checkpointed(block, kind == "reentrant")
+    z, mask, x = rand(1, 6, 6, 5).requires_grad_(), torch.ones(1, 6, 6, 1).double(), GRID["x"].clone().requires_grad_()
+    outs = [weather(x), pairs(z, mask), weather(x[:1])]
+    with torch.no_grad():
+        assert pairs(rand(2, 3, 3, 5), torch.ones(2, 3, 3, 1).double()).shape == (2, 3, 3, 8)
+    for out in outs[1:] + outs[:1]:
+        out.square().sum().backward()
+    name = {f"w {n.replace('.inner', '')}": p.grad for n, p in weather.named_parameters()}
+    name |= {f"p {n}": p.grad for n, p in pairs.named_parameters()}
+    return [{"out": outs[0].detach()} | {"d x": x.grad, "d z": z.grad} | name]
+
+
+@pytest.mark.parametrize("kind", ["plain", "checkpoint", "reentrant"])
+def test_two_models_and_several_shapes_live_side_by_side(kind) -> None:
+    ((want,),) = run_threads(1, side_by_side, "plain")
+    compared([found for (found,) in run_threads(3, side_by_side, kind)], want)
+
+
+def compiled(comm: Comm, how: str) -> dict[str, Tensor]:
+    torch._dynamo.reset()
+    model = made(Weather, (5, 7), 8, 1)
+    if how == "before":
+        model.north[0].forward = torch.compile(model.north[0].forward, backend="eager", dynamic=True)
+    parallelize(model, comm, WEATHER, planner=SHARDED)
+    if how == "after":
+        model.north[0].compile(backend="eager")
+    return gradients(model, GRID)
+
+
+def test_a_compiled_stage_gives_the_same_numbers() -> None:
+    want = gradients(made(Weather, (5, 7), 8, 1), GRID)
+    compared(run_processes(2, compiled, "before"), want)
+    compared(run_threads(1, compiled, "after"), want)
+
+
+def exchanges(comm: Comm) -> tuple[int, int]:
+    """Exchanges of a forward, and those that its plan says."""
+    model = made(Weather)
+    handle = parallelize(model, comm, replace(WEATHER, exit=None, outside=("embed", "head")), planner=SHARDED)
+    comm.stats.reset()
+    with torch.no_grad():
+        model(GRID["x"])
+    (plan,) = handle.plans.values()
+    assert "east.0: h" in handle.describe()
+    return comm.stats.exchanges, plan.exchanges
+
+
+def test_a_forward_takes_the_exchanges_of_its_plan() -> None:
+    for counted, planned in run_threads(4, exchanges):
+        assert counted == planned > 0
+
+
+def undone(comm: Comm) -> None:
+    model = made(Weather)
+    before = {name: dict(module.__dict__) for name, module in model.named_modules()}
+    handle = parallelize(model, comm, WEATHER)
+    with pytest.raises(ValueError, match="parallelized already"):
+        parallelize(model, comm, WEATHER)
+    model(GRID["x"])
+    handle.undo()
+    handle.undo()
+    for name, module in model.named_modules():
+        assert "forward" not in module.__dict__ and module.__dict__.keys() == before[name].keys()
+    comm.stats.reset()
+    want = gradients(made(Weather), GRID)
+    compared([gradients(model, GRID)], want)
+    assert comm.stats.exchanges == 0
+
+
+def test_undo_gives_the_model_back() -> None:
+    run_threads(2, undone)
+
+
+def summed(comm: Comm) -> dict[str, Tensor]:
+    """The loss is the sum of what ranks say: each looks at its part of the output."""
+    model, x = made(Weather), GRID["x"].clone().requires_grad_()
+    parallelize(model, comm, WEATHER, grad="sum", planner=SHARDED)
+    out = model(x)
+    own = out.tensor_split(comm.size, 2)[comm.rank]
+    own.square().sum().backward()
+    return {"out": out.detach(), "d x": x.grad} | {n: p.grad for n, p in model.named_parameters()}
+
+
+def test_a_loss_that_is_the_sum_of_the_ranks() -> None:
+    (want,) = run_threads(1, summed)
+    compared(run_threads(3, summed), want)
+
+
+def frozen(comm: Comm) -> None:
+    """What needs no gradient gets none, on ranks with rows and on those without."""
+    model = made(Weather)
+    for name, p in model.named_parameters():
+        p.requires_grad_("qkv" in name)
+    parallelize(model, comm, WEATHER, planner=SHARDED)
+    model(GRID["x"][:1]).sum().backward()
+    for name, p in model.named_parameters():
+        assert (p.grad is not None) == ("qkv" in name), name
+
+
+def test_frozen_parameters() -> None:
+    run_threads(8, frozen)
+
+
+# --- what is refused --------------------------------------------------------------------------------------------------
+
+
+def with_block(**changes: object) -> Spec:
+    return replace(WEATHER, blocks=(replace(WEATHER.blocks[0], **changes), *WEATHER.blocks[1:]))
+
+
+class Normed(Weather):
+    def __init__(self) -> None:
+        super().__init__()
+        self.mix[0].net[0] = nn.BatchNorm2d(8)
+
+
+class Grown(Weather):
+    def __init__(self) -> None:
+        super().__init__()
+        self.extra = nn.Linear(2, 2)
+
+
+class Owning(Weather):
+    def __init__(self) -> None:
+        super().__init__()
+        self.table = nn.Parameter(torch.zeros(2))
+
+
+@pytest.mark.parametrize(
+    "make, spec, kind, words",
+    [
+        (Weather, None, NotImplementedError, "no spec is known for Weather"),
+        (Weather, PAIRS, ValueError, "the spec is for PairStack"),
+        (Normed, WEATHER, NotImplementedError, r"mix\.0\.net\.0 of Normed is a BatchNorm2d"),
+        (Grown, WEATHER, ValueError, "extra of Grown is a Linear in no stage"),
+        (Owning, WEATHER, ValueError, r"Owning has \['table'\] of its own"),
+        (Weather, replace(WEATHER, exit=Exit("tail", "b h w c", ("h",))), ValueError, r"no \['tail'\]"),
+        (Weather, with_block(modules="south.{i}"), ValueError, "does not match its spec"),
+        (Weather, with_block(rows={"t": "b c"}), ValueError, r"not \['t'\]"),
+        (Weather, with_block(buffers={"depth": "h c"}), ValueError, r"north\.0 has no \['depth'\]"),
+        (Weather, with_block(gathers={"bias": "h w"}), ValueError, r"north\.0 has no \['bias'\]"),
+    ],
+)
+def test_models_that_their_spec_does_not_describe(make, spec, kind, words) -> None:
+    model = made(make)
+    if spec is not None and make is not Weather:
+        spec = replace(spec, model=make.__name__)
+    with pytest.raises(kind, match=words):
+        parallelize(model, LocalComm(), spec)
+    assert not any("forward" in module.__dict__ for module in model.modules())
+
+
+class Odd(nn.Module):
+    """Two stages whose calls can be made wrong."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.first, self.second = Scale(), Scale()
+        self.wrong = ""
+
+    def forward(self, x: Tensor, t: Tensor) -> Tensor:
+        if self.wrong == "again":
+            x = self.first(x, None)
+        x = self.first(x, t[:1] if self.wrong == "rows" else t, t if self.wrong == "unlisted" else None)
+        if self.wrong == "sums":  # over rows that are sharded here
+            x = x.sum(1)
+        return x if self.wrong == "left out" else self.second(x, t)
+
+
+class Scale(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.weight = nn.Parameter(torch.ones(3))
+
+    def forward(self, x: Tensor, t: Tensor | None, other: Tensor | None = None) -> Tensor:
+        return x * self.weight if t is None else x * self.weight + t[..., None]
+
+
+ODD = Spec(
+    "Odd",
+    lambda model, given: {"a": 4, "b": 6},
+    (
+        Block("first", {"x": "a b c"}, ("a",), rows={"t": "a b"}),
+        Block("second", {"x": "a b c"}, ("b",), rows={"t": "a b"}),
+    ),
+)
+
+
+def odd(comm: Comm, wrong: str) -> str:
+    model = made(Odd)
+    parallelize(model, comm, ODD, planner=SHARDED)
+    model.wrong = wrong
+    try:
+        model(rand(4, 6, 3), rand(4, 6))
+    except Exception as error:
+        return f"{type(error).__name__}: {error}"
+    return ""
+
+
+@pytest.mark.parametrize(
+    "wrong, words",
+    [
+        ("", ""),
+        ("again", "NotImplementedError: stage first is called where second should be"),
+        ("rows", "ValueError: t of first, with whole of {'a': 4, 'b': 6}, has shape [1, 6]"),
+        ("unlisted", "ValueError: first got other="),
+        ("sums", "is not of the form"),
+        ("left out", "NotImplementedError: a forward of Odd ended without second"),
+    ],
+)
+def test_forwards_that_their_spec_does_not_describe(wrong, words) -> None:
+    for found in run_threads(2, odd, wrong, timeout=20.0):
+        assert found.startswith(words) if wrong != "sums" else words in found
+
+
+def test_a_stage_outside_its_model_and_a_dead_storage_are_named() -> None:
+    model = made(Odd)
+    parallelize(model, LocalComm(), ODD)
+    with pytest.raises(RuntimeError, match="first is called outside a forward of its Odd"):
+        model.first(rand(4, 6, 3), rand(4, 6))
+    with torch.autograd.graph.saved_tensors_hooks(torch.clone, lambda x: x):
+        model.second = Moved(model.second)
+        with pytest.raises(RuntimeError, match="second is recomputed from an input that is not the memory"):
+            model(rand(4, 6, 3), rand(4, 6)).sum().backward()
+
+
+class Moved(nn.Module):
+    """Recomputed from a copy."""
+
+    def __init__(self, inner: nn.Module) -> None:
+        super().__init__()
+        self.inner = inner
+
+    def forward(self, x: Tensor, t: Tensor) -> Tensor:
+        return checkpoint(self.inner, x, t, use_reentrant=False)
+
+
+@pytest.mark.parametrize("layout", ["t", "s", "b", None])
+def test_an_attention_plan_has_each_row_where_the_form_says(layout) -> None:
+    space = Space({"b": 2, "t": 3, "s": 4}, LocalComm.world(2)[0])
+    plan = attention_plan(space, "(b s) t c", ("t",), layout)
+    assert plan.ranks == (1 if layout is None else 2)
+    assert plan.mask.lengths.tolist() == [3] * 8
+    rows = [plan.layout.positions(rank) for rank in range(plan.ranks)]
+    assert sorted(p for each in rows for p in each) == list(range(24))
+    if layout == "t":  # one of three, of every pair of batch and space, in the order of the rows
+        assert rows[0].tolist() == [3 * n for n in range(8)]
+    if layout == "s":
+        assert rows[0].tolist() == [*range(6), *range(12, 18)]
+
+
+def check(call: Callable[[], object], words: str) -> None:
+    with pytest.raises(ValueError, match=words):
+        call()
+
+
+def test_specs_that_are_none() -> None:
+    check(lambda: Block("a", {}), "a block has a stream")
+    check(lambda: Block("a", {"x": "b b"}), "no form")
+    check(lambda: Block("a", {"x": "b"}, attention=True), "heads and kv_heads with its attention")
+    check(lambda: Block("a", {"x": "b"}, heads=2, kv_heads=2), "heads and kv_heads with its attention")
