@@ -13,11 +13,12 @@ from __future__ import annotations
 import threading
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from functools import wraps
 from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
-from transformers import AttentionInterface
+from transformers import AttentionInterface, PreTrainedConfig, PreTrainedModel
 from transformers.masking_utils import AttentionMaskInterface
 
 from seqpar.comm import Comm
@@ -45,6 +46,7 @@ class Forward(NamedTuple):
 
 
 _threads = threading.local()
+_entering = threading.Lock()
 
 
 @contextmanager
@@ -94,10 +96,10 @@ def _mask(
             f"{batch_size} rows of {q_length} queries and {kv_length} keys: seqpar takes the plan's rows [1, T], and "
             "no keys of a cache or of another sequence; seqpar.parallelize(model, comm) takes ordinary batches"
         )
-    if attention_mask is not None and not state.padded:
+    if attention_mask is not None and not state.padded and not bool(attention_mask.all()):
         raise NotImplementedError(
-            f"attention_mask {list(attention_mask.shape)} inside seqpar.parallel: the plan says what is seen; "
-            "leave it out, or let seqpar.parallelize(model, comm) turn a padding mask into documents"
+            f"attention_mask {list(attention_mask.shape)} with zeros inside seqpar.parallel: the plan says what is "
+            "seen; leave it out, or let seqpar.parallelize(model, comm) turn a padding mask into documents"
         )
     return handle(state.make(plan, rule_of(function)), comm, state.seed)
 
@@ -167,16 +169,99 @@ def _seed(module: nn.Module, mask: Tensor) -> int:
     return int((seed + (layer + 1) * 0x9E3779B97F4A7C15) % 2**63)
 
 
+# --- the registries of transformers, which are global to the process --------------------------------------------------
+
+REGISTRIES = (AttentionInterface, AttentionMaskInterface)
+_entered: dict[str, tuple[int, list[Any]]] = {}  # key -> how many models want it, and what the registries had there
+
+
+def enter(key: str) -> Callable[[], None]:
+    """Have the entries of a key serve parallel models, and all others as before; returns the undo.
+
+    `KEY` needs nothing of it: it is entered when this module is imported, and stays for models that others load.
+
+    Raises: ValueError for a key without entries in both registries.
+    """
+    register()
+    if key == KEY:
+        return lambda: None
+    with _entering:
+        count, before = _entered.get(key, (0, []))
+        if not count:
+            before = [registry._global_mapping.get(key) for registry in REGISTRIES]
+            if None in before:
+                raise ValueError(f"in place of {key!r}: transformers has no functions of that name; load with 'sdpa'")
+            for registry, function in zip(REGISTRIES, (_either(*before), _either_mask(*before))):
+                registry.register(key, function)
+        _entered[key] = count + 1, before
+
+    def leave() -> None:
+        with _entering:
+            count, before = _entered.pop(key)
+            if count > 1:
+                _entered[key] = count - 1, before
+                return
+            for registry, function in zip(REGISTRIES, before):
+                registry.register(key, function)
+
+    return leave
+
+
+def _either(attend: Callable[..., Any], mask: Callable[..., Any]) -> Callable[..., Any]:
+    """An attention function for masks of either kind."""
+
+    @wraps(attend)
+    def function(module: nn.Module, query: Tensor, key: Tensor, value: Tensor, *rest: Any, **named: Any) -> Any:
+        made = rest[0] if rest else named.get("attention_mask")
+        ours = isinstance(made, Tensor) and not made.dim()
+        return (attention_function if ours else attend)(module, query, key, value, *rest, **named)
+
+    return function
+
+
+def _either_mask(attend: Callable[..., Any], mask: Callable[..., Any]) -> Callable[..., Any]:
+    """A mask function that makes handles inside forward passes of parallel models."""
+
+    @wraps(mask)
+    def function(*args: Any, **named: Any) -> Any:
+        return (mask if getattr(_threads, "state", None) is None else mask_of)(*args, **named)
+
+    return function
+
+
+@contextmanager
+def implementation(model: PreTrainedModel, name: str) -> Iterator[None]:
+    """The model with the attention of another implementation, until the block ends."""
+    found = {id(m.config): m.config for m in model.modules() if isinstance(m.__dict__.get("config"), PreTrainedConfig)}
+    configs = [new for config in found.values() for new, _ in nested(config, config)]
+    before = [config._attn_implementation_internal for config in configs]
+    for config in configs:
+        config._attn_implementation_internal = name
+    try:
+        yield
+    finally:
+        for config, own in zip(configs, before):
+            config._attn_implementation_internal = own
+
+
+def nested(old: PreTrainedConfig, new: PreTrainedConfig) -> Iterator[tuple[PreTrainedConfig, PreTrainedConfig]]:
+    """A config and those inside it, each with the one at its place in another."""
+    yield old, new
+    for name, value in old.__dict__.items():
+        if isinstance(value, PreTrainedConfig):
+            yield from nested(value, new.__dict__[name])
+
+
 def register() -> None:
-    """Enter the key in the registries of transformers, which are global to the process. Importing this module does."""
+    """Enter the key in the registries. Importing this module does."""
     AttentionInterface.register(KEY, attention_function)
     AttentionMaskInterface.register(KEY, mask_of)
 
 
 def unregister() -> None:
-    """Take the key out of the registries of transformers again; models that still name it then fail by name."""
-    for interface in (AttentionInterface, AttentionMaskInterface):
-        interface._global_mapping.pop(KEY, None)
+    """Take the key out of the registries again; models that still name it then fail by name."""
+    for registry in REGISTRIES:
+        registry._global_mapping.pop(KEY, None)
 
 
 register()

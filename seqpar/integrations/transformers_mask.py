@@ -44,10 +44,11 @@ class Rule(NamedTuple):
     def mask(self, lengths: Ints) -> Mask:
         """The rule over packed documents."""
         right = 0 if self.causal else self.right
-        if self.chunk is None:
-            window = (self.left, None if self.causal else right)
-            return Mask(lengths, causal=self.causal, window=window)
         at = np.arange(lengths.sum())
+        if self.left is not None and self.left < 0:  # a window of 0 keys, which models ask for where no layer uses it
+            return Mask.from_bounds(at, at, lengths=lengths)
+        if self.chunk is None:
+            return Mask(lengths, causal=self.causal, window=(self.left, None if self.causal else right))
         start = np.repeat(np.cumsum(lengths) - lengths, lengths)
         end = start + np.repeat(lengths, lengths)
         lo = start + (at - start) // self.chunk * self.chunk

@@ -1,8 +1,11 @@
-"""A transformers model that takes ordinary batches and computes them on all ranks: hooks before and after its forward.
+"""A transformers model that takes ordinary batches and computes them on all ranks: what happens around its forward.
 
 Before: the batch becomes this rank's rows (`seqpar.data.share`), and the plan surrounds the forward pass. After: rows
 of results go home to the batch that brought them (`seqpar.data.back`), and the loss is that of the union of all ranks'
 batches. Labels never reach the model, whose own loss would be the mean of a rank's rows.
+
+All of it takes the place of the instance's ``forward``, inside whatever wraps that or hooks into calls of the model
+(autocast, DDP, FSDP2, adapters): there parameters are whole, and losses are seen.
 """
 
 from __future__ import annotations
@@ -11,8 +14,9 @@ import copy
 import inspect
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import ExitStack, contextmanager
-from dataclasses import dataclass, fields
-from typing import Any
+from dataclasses import fields
+from functools import partial, wraps
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
@@ -21,7 +25,7 @@ from transformers import PreTrainedConfig, PreTrainedModel
 
 from seqpar.comm import Comm
 from seqpar.data import Share, back, share
-from seqpar.integrations.transformers import KEY, Forward, forward, planned, register
+from seqpar.integrations.transformers import KEY, Forward, enter, forward, implementation, nested, planned
 from seqpar.integrations.transformers_fit import PER_TOKEN, caching, fitting
 from seqpar.integrations.transformers_mask import Rule
 from seqpar.mask import Ints, Mask
@@ -49,6 +53,7 @@ def parallelize(
     source: str = "sharded",
     average_over: int = 1,
     logits: bool = False,
+    in_place: bool = False,
 ) -> Parallel:
     """The handle of a transformers model that takes ordinary batches and computes them on all ranks. A collective.
 
@@ -66,25 +71,12 @@ def parallelize(
     ``[T, vocabulary]`` logits exist.
 
     plan: ``(lengths, ranks) -> Plan``; by default `plan_batch` with the model's shape. source: "sharded", every rank
-    brings its own batch, or "replicated", all bring the same.
+    brings its own batch, or "replicated", all bring the same. in_place: keep the name of the model's implementation,
+    for models that compare names: transformers' functions of that name then serve parallel models as well as others.
 
     Raises: NotImplementedError naming everything of the model, or of a batch, that cannot be computed on several ranks.
     """
-    return Parallel(model, comm, plan=plan, source=source, average_over=average_over, logits=logits)
-
-
-@dataclass
-class _Pass:
-    """A forward pass between its two hooks. labels: whether some are given. chunked: whether no logits are made."""
-
-    share: Share
-    around: ExitStack
-    labels: bool
-    items: Tensor | int | None
-    return_dict: bool
-    logits: bool
-    chunked: bool
-    hidden: Tensor | None = None
+    return Parallel(model, comm, plan=plan, source=source, average_over=average_over, logits=logits, in_place=in_place)
 
 
 class Parallel:
@@ -94,33 +86,40 @@ class Parallel:
     """
 
     def __init__(
-        self, model: PreTrainedModel, comm: Comm, *, plan: Planner | None, source: str, average_over: int, logits: bool
-    ) -> None:
+        self, model: PreTrainedModel, comm: Comm, *, plan: Planner | None, source: str, average_over: int, logits: bool,
+        in_place: bool,
+    ) -> None:  # fmt: skip
         self.model, self.comm, self.source, self.average_over, self.logits = model, comm, source, average_over, logits
-        self._passes: list[_Pass] = []
+        self._plan = plan or self._planned
+        self._hidden: list[Tensor] | None = None  # where the base model leaves its last hidden states, if asked to
+        self._asleep = False
         self._count = 0
         self._undone = ExitStack()
         self._seed = comm.gather("parallelize: the seed of attention dropout", torch.initial_seed())[0]
-        before = model.config._attn_implementation
+        self._before = model.config._attn_implementation
         error: Exception | None = None
         try:
             if hasattr(model, "_seqpar"):
                 raise ValueError(f"{type(model).__name__} is parallel already; undo that first")
-            register()
-            self._undone.callback(_with_own_configs(model))
+            self._undone.callback(enter(self._before) if in_place else enter(KEY))
+            self._undone.callback(_with_own_configs(model, self._before if in_place else KEY))
             self.fit = fitting(model)
         except Exception as found:  # whatever it is, the others must hear of it
             error = found
             self._undone.close()
-        facts = {"model": type(model).__name__, "source": source, "average_over": average_over, "logits": logits}
+        facts = {
+            "model": type(model).__name__, "source": source, "average_over": average_over, "logits": logits,
+            "in_place": in_place,
+        }  # fmt: skip
         comm.agree("parallelize", facts, error)
-        self._local = before if before != KEY else "eager"
-        self._plan = plan or self._planned
-        self._names = set(inspect.signature(model.forward).parameters)
         self._install()
 
     def undo(self) -> None:
-        """Leave the model as it was: its config objects, attention, hooks and methods."""
+        """Leave the model as it was: its config objects, its attention and its methods. A second time does nothing.
+
+        Where something else has wrapped the model's forward meanwhile, that stays, and calls what was there before.
+        """
+        self._asleep = True
         self._undone.close()
 
     def __enter__(self) -> Parallel:
@@ -131,82 +130,97 @@ class Parallel:
 
     @contextmanager
     def local(self) -> Iterator[None]:
-        """Inside, the model is as before on this rank alone: its own attention, and no hook."""
-        with _implementation(self.model, self._local):
-            self._passes.append(None)  # type: ignore[arg-type]
-            try:
+        """Inside, the model is as before, on this rank alone."""
+        asleep, self._asleep = self._asleep, True
+        try:
+            with implementation(self.model, self._before if self._before != KEY else "eager"):
                 yield
-            finally:
-                self._passes.pop()
+        finally:
+            self._asleep = asleep
 
     # --- installation -------------------------------------------------------------------------------------------------
 
     def _install(self) -> None:
         model, undone = self.model, self._undone
-        hooks = [
-            model.register_forward_pre_hook(uncompiled(self._before), with_kwargs=True),
-            model.register_forward_hook(uncompiled(self._after), always_call=True),
-        ]
-        if self.fit.head is not None:
-            hooks.append(model.base_model.register_forward_hook(uncompiled(self._keep_hidden)))
-        for hook in hooks:
-            undone.callback(hook.remove)
-        object.__setattr__(model, "_seqpar", self)
-        undone.callback(model.__dict__.pop, "_seqpar")
-        if hasattr(model, "generate"):
-            object.__setattr__(model, "generate", self._generate)
-            undone.callback(model.__dict__.pop, "generate")
+        before = model.forward
 
-    def _generate(self, *arguments: Any, **named: Any) -> Any:
+        @wraps(before)
+        def forward(*args: Any, **named: Any) -> Any:
+            return before(*args, **named) if self._asleep else self._forward(before, args, named)
+
+        methods: dict[str, Any] = {"forward": forward, "_seqpar": self}
+        if hasattr(model, "generate"):
+            methods["generate"] = self._generate
+        for name, method in methods.items():
+            undone.callback(_restore, model, name, method, model.__dict__.get(name))
+            object.__setattr__(model, name, method)
+        if self.fit.head is not None:
+            undone.callback(model.base_model.register_forward_hook(uncompiled(self._keep_hidden)).remove)
+
+    def _generate(self, *args: Any, **named: Any) -> Any:
         if self.comm.size > 1:
             raise NotImplementedError(
                 f"generate on {self.comm.size} ranks: tokens are made one after another, and their cache is not "
-                "spread; generate with the model of one rank, after undo()"
+                "spread; generate with the model of one rank, inside parallelize(...).local() or after undo()"
             )
         with self.local():
-            return type(self.model).generate(self.model, *arguments, **named)
+            return type(self.model).generate(self.model, *args, **named)
 
     def _planned(self, lengths: Ints, ranks: int) -> Plan:
         """The plan of a batch for a model of this shape."""
         mask = Mask(lengths, causal=self.fit.causal)
         return plan_batch(lengths, ranks, masks=mask, model=_shape(self.model.config.get_text_config()))
 
-    # --- before -------------------------------------------------------------------------------------------------------
+    # --- a forward pass -----------------------------------------------------------------------------------------------
 
-    def _before(self, module: nn.Module, args: tuple[Any, ...], named: dict[str, Any]) -> Any:
-        if self._passes:  # generating, or a model that calls itself
-            return None
+    @partial(torch.compiler.disable, recursive=False)
+    def _forward(self, before: Callable[..., Any], args: tuple[Any, ...], named: dict[str, Any]) -> Any:
+        call, own, rows = self._share(args, named)
+        state = Forward(self._seed + self._count * 0x632BE59BD9B4E019, _maker(own))
+        hidden: list[Tensor] | None = [] if call.chunked else None
+        self._hidden, kept = hidden, self._hidden
+        try:
+            with parallel(own.plan, self.comm), forward(state):
+                out = before(**rows)
+        finally:
+            self._hidden = kept
+        return self._home(call, own, out, hidden)
+
+    @uncompiled
+    def _share(self, args: tuple[Any, ...], named: dict[str, Any]) -> tuple[_Call, Share, dict[str, Any]]:
+        """What is asked for, this rank's share of the batch, and the arguments that make the model compute it."""
         given, error = self._given(args, named)
-        training = torch.is_grad_enabled() and module.training
+        training = torch.is_grad_enabled() and self.model.training
         labels = any(name in given for name in ("labels", "shift_labels"))
+        hidden_states, items = bool(given.get("output_hidden_states")), given.get("num_items_in_batch")
         facts = {
-            "labels": labels, "training": training, "num_items_in_batch": "num_items_in_batch" in given,
-            "output_hidden_states": bool(given.get("output_hidden_states")),
+            "labels": labels, "training": training, "output_hidden_states": hidden_states,
+            "num_items_in_batch": None if items is None else int(items),
         }  # fmt: skip
-        self.comm.agree(f"{type(module).__name__}.forward", facts, error)
+        self.comm.agree(f"{type(self.model).__name__}.forward", facts, error)
         batch = {name: given[name] for name in (*ROWS, *DOCUMENTS) if name in given}
         own = share(batch, self.comm, source=self.source, plan=self._plan, shift=self.fit.shift)
+        if items is not None and int(items) < own.valid:
+            raise ValueError(
+                f"num_items_in_batch is {int(items)}, but the batches of all ranks have {own.valid} labels that count; "
+                "count those of all ranks, as Trainer does with average_tokens_across_devices=True"
+            )
+        self._count += 1
         logits = self.logits or not (labels and training)
         chunked = not logits and self._has_head()
-        state = _Pass(
-            own, ExitStack(), labels, given.get("num_items_in_batch"), given.get("return_dict", True), logits, chunked
-        )
-        self._count += 1
-        state.around.enter_context(parallel(own.plan, self.comm))
-        state.around.enter_context(forward(Forward(self._seed + self._count * 0x632BE59BD9B4E019, _maker(own))))
-        self._passes.append(state)
+        call = _Call(labels, items, given.get("return_dict", True), logits, chunked)
         rows: dict[str, Any] = {name: x[None] for name, x in own.tensors.items() if name != "labels"}
         rows |= {"position_ids": own.positions[None], "return_dict": True} | caching(self.model)
-        if given.get("output_hidden_states"):
+        if hidden_states:
             rows["output_hidden_states"] = True
         if chunked:
             rows["logits_to_keep"] = own.positions.new_zeros(0)
-        return (), rows
+        return call, own, rows
 
     def _given(self, args: tuple[Any, ...], named: Mapping[str, Any]) -> tuple[dict[str, Any], Exception | None]:
         """The arguments of a call by name, without those that say nothing, and what is wrong with them."""
-        names = list(inspect.signature(self.model.forward).parameters)
-        given = {n: x for n, x in (dict(zip(names, args)) | dict(named)).items() if x is not None}
+        names = inspect.signature(type(self.model).forward).parameters
+        given = {n: x for n, x in (dict(zip(list(names)[1:], args)) | dict(named)).items() if x is not None}
         for name, idle in IDLE.items():
             if name in given and not isinstance(given[name], Tensor) and given[name] in idle:
                 del given[name]
@@ -226,6 +240,11 @@ class Parallel:
             return given, NotImplementedError(
                 f"labels for {who}: {self.fit.loss}; leave them out and compute the loss from what it returns"
             )
+        if self.average_over != 1 and "num_items_in_batch" in given:
+            return given, ValueError(
+                f"num_items_in_batch and average_over={self.average_over}: who counts the items scales the loss for "
+                "wrappers too, as Trainer does; give parallelize no average_over"
+            )
         return given, None
 
     def _has_head(self) -> bool:
@@ -233,7 +252,7 @@ class Parallel:
         head = self.fit.head
         return (
             head is not None
-            and "logits_to_keep" in self._names
+            and "logits_to_keep" in inspect.signature(type(self.model).forward).parameters
             and self.model.get_output_embeddings() is head
             and type(head) is nn.Linear
             and not isinstance(head.weight, DTensor)
@@ -242,51 +261,56 @@ class Parallel:
         )
 
     def _keep_hidden(self, module: nn.Module, args: tuple[Any, ...], out: Any) -> None:
-        if self._passes and self._passes[-1] is not None and self._passes[-1].chunked:
-            self._passes[-1].hidden = out[0]
+        if self._hidden is not None:
+            self._hidden.append(out[0])
 
-    # --- after --------------------------------------------------------------------------------------------------------
-
-    def _after(self, module: nn.Module, args: tuple[Any, ...], out: Any) -> Any:
-        if not self._passes or self._passes[-1] is None:
-            return None
-        state = self._passes.pop()
-        state.around.close()
-        if out is None:  # the forward pass failed
-            return None
+    @uncompiled
+    def _home(self, call: _Call, own: Share, out: Any, hidden: list[Tensor] | None) -> Any:
+        """What the model returned, of this rank's own batch, and the loss of all."""
         found = {field.name: getattr(out, field.name) for field in fields(out)}
         if other := [n for n, x in found.items() if x is not None and n not in (*PER_TOKEN, "hidden_states")]:
             raise NotImplementedError(
-                f"{type(module).__name__} returned {', '.join(other)}, which has no row per token and does not go home"
+                f"{type(self.model).__name__} returned {', '.join(other)}, which has no row per token and does not go "
+                "home"
             )
-        if state.labels:
-            found["loss"] = self._loss(state, found)
+        if call.labels:
+            found["loss"] = self._loss(call, own, found.get("logits"), hidden)
         for name in PER_TOKEN:
             if found.get(name) is not None:
-                found[name] = back(state.share, found[name][0]) if state.logits else None
+                found[name] = back(own, found[name][0]) if call.logits else None
         if found.get("hidden_states") is not None:
-            found["hidden_states"] = tuple(back(state.share, x[0]) for x in found["hidden_states"])
+            found["hidden_states"] = tuple(back(own, x[0]) for x in found["hidden_states"])
         whole = type(out)(**found)
-        return whole if state.return_dict else whole.to_tuple()
+        return whole if call.return_dict else whole.to_tuple()
 
-    def _loss(self, state: _Pass, found: dict[str, Any]) -> Tensor:
+    def _loss(self, call: _Call, own: Share, logits: Tensor | None, hidden: list[Tensor] | None) -> Tensor:
         """The loss of the union of all ranks' batches, whose gradient here is that of this rank's share."""
-        own = state.share
         scale: dict[str, Any] = {"valid": own.valid, "average_over": self.average_over}
-        if state.items is not None:  # a mean over more than this batch, which its caller also scales for wrappers
-            scale = {"valid": state.items if isinstance(state.items, int) else state.items.reshape(())}
+        if call.items is not None:  # a mean over more than this batch, which its caller also scales for wrappers
+            scale = {"valid": call.items if isinstance(call.items, int) else call.items.reshape(())}
         labels = own.tensors["labels"]
-        if state.chunked:
-            assert self.fit.head is not None and state.hidden is not None
-            weight, bias = self.fit.head.weight, self.fit.head.bias
+        if hidden is not None:
+            assert self.fit.head is not None
+            head = self.fit.head
             part = linear_cross_entropy(
-                state.hidden[0], weight, labels, bias=bias, softcap=self.fit.softcap, **scale
-            )  # fmt: skip
+                hidden[-1][0], head.weight, labels, bias=head.bias, softcap=self.fit.softcap, **scale
+            )
         else:
-            part = cross_entropy(found["logits"][0], labels, **scale)
-        if state.items is not None:
+            assert logits is not None
+            part = cross_entropy(logits[0], labels, **scale)
+        if call.items is not None:
             return part
         return _Reported.apply(part, all_sum(part.detach(), self.comm) / self.average_over)  # type: ignore[no-any-return]
+
+
+class _Call(NamedTuple):
+    """What a forward pass is asked for. items: num_items_in_batch. chunked: the loss without logits."""
+
+    labels: bool
+    items: Tensor | int | None
+    return_dict: bool
+    logits: bool
+    chunked: bool
 
 
 class _Reported(torch.autograd.Function):
@@ -299,6 +323,16 @@ class _Reported(torch.autograd.Function):
     @staticmethod
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None]:
         return grad, None
+
+
+def _restore(model: nn.Module, name: str, ours: Any, before: Any) -> None:
+    """Put back what an attribute of the instance was, if it is still ours."""
+    if model.__dict__.get(name) is not ours:
+        return
+    if before is None:
+        object.__delattr__(model, name)
+    else:
+        object.__setattr__(model, name, before)
 
 
 def _maker(own: Share) -> Callable[[Plan, Rule], Plan]:
@@ -332,52 +366,29 @@ def _shape(config: PreTrainedConfig) -> ModelShape:
 # --- configs ----------------------------------------------------------------------------------------------------------
 
 
-def _with_own_configs(model: PreTrainedModel) -> Callable[[], None]:
-    """Give a model copies of its configs, which other models may share, that name seqpar's attention; returns the undo.
+def _with_own_configs(model: PreTrainedModel, name: str) -> Callable[[], None]:
+    """Give a model copies of its configs, which other models may share, with that attention; returns the undo.
 
     The undo puts the very objects back, with what has been changed in the copies meanwhile.
     """
     copies: dict[int, Any] = {}
     places: list[tuple[nn.Module, str, PreTrainedConfig]] = []
     for module in model.modules():
-        for name, value in module.__dict__.items():
-            if isinstance(value, PreTrainedConfig):
-                places.append((module, name, value))
-    for module, name, value in places:
-        module.__dict__[name] = copy.deepcopy(value, copies)
-    pairs = [(value, module.__dict__[name]) for module, name, value in places]
-    pairs = list({id(old): (old, new) for pair in pairs for old, new in _nested(*pair)}.values())
+        own = [(key, value) for key, value in module.__dict__.items() if isinstance(value, PreTrainedConfig)]
+        places += [(module, *each) for each in own]
+    for module, key, value in places:
+        module.__dict__[key] = copy.deepcopy(value, copies)
+    pairs = [(value, module.__dict__[key]) for module, key, value in places]
+    pairs = list({id(old): (old, new) for pair in pairs for old, new in nested(*pair)}.values())
     for _, new in pairs:
-        new._attn_implementation_internal = KEY
+        new._attn_implementation_internal = name
 
     def undo() -> None:
-        for module, name, value in places:
-            module.__dict__[name] = value
+        for module, key, value in places:
+            module.__dict__[key] = value
         for old, new in pairs:
-            for name, value in new.__dict__.items():
-                if name != "_attn_implementation_internal" and not isinstance(value, PreTrainedConfig):
-                    old.__dict__[name] = value
+            for key, value in new.__dict__.items():
+                if key != "_attn_implementation_internal" and not isinstance(value, PreTrainedConfig):
+                    old.__dict__[key] = value
 
     return undo
-
-
-def _nested(old: PreTrainedConfig, new: PreTrainedConfig) -> Iterator[tuple[PreTrainedConfig, PreTrainedConfig]]:
-    """A config and those inside it, each with its copy."""
-    yield old, new
-    for name, value in old.__dict__.items():
-        if isinstance(value, PreTrainedConfig):
-            yield from _nested(value, new.__dict__[name])
-
-
-@contextmanager
-def _implementation(model: PreTrainedModel, name: str) -> Iterator[None]:
-    """The model with the attention of another implementation."""
-    found = {id(m.config): m.config for m in model.modules() if isinstance(m.__dict__.get("config"), PreTrainedConfig)}
-    configs = {id(new): new for config in found.values() for _, new in _nested(config, config)}
-    for config in configs.values():
-        config._attn_implementation_internal = name
-    try:
-        yield
-    finally:
-        for config in configs.values():
-            config._attn_implementation_internal = KEY
