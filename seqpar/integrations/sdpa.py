@@ -7,7 +7,6 @@ says, except that an explicit mask says everything and is taken as it is. Any ot
 
 from __future__ import annotations
 
-import copy
 import hashlib
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
@@ -22,6 +21,7 @@ from torch.overrides import TorchFunctionMode
 from seqpar.comm import Comm
 from seqpar.integrations.recompute import Checkpoint, run_again_inside, stamped, under_way
 from seqpar.integrations.sdpa_mask import bounds_of, compressed, expanded, is_lower_triangle
+from seqpar.integrations.wrapped import Parallelized
 from seqpar.mask import Mask
 from seqpar.ops import attention
 from seqpar.ops.agree import signature
@@ -48,9 +48,9 @@ def sdpa(plan: Plan, comm: Comm, *, local: Local | None = None, dropout_seed: in
             loss = model(x[None])            # x [plan.rows(rank), E], this rank's rows
         loss.backward()
 
-    Rerouted are ``F.scaled_dot_product_attention`` on [1, H, T, D] or [H, T, D], and
-    ``F.multi_head_attention_forward``, hence `torch.nn.MultiheadAttention` and `torch.nn.TransformerEncoder`, on
-    [T, 1, E] or [T, E], where T is the plan's rows of this rank, for queries and for keys. Inside the block
+    Rerouted are ``F.scaled_dot_product_attention`` on [B, H, T, D] or [H, T, D], whose B * T rows, sample after sample,
+    are the plan's of this rank, for queries and for keys, and ``F.multi_head_attention_forward``, hence
+    `torch.nn.MultiheadAttention` and `torch.nn.TransformerEncoder`, on [T, 1, E] or [T, E]. Inside the block
     `seqpar.parallel(plan, comm)` holds too. Calls are collective, forward and backward.
 
     The mask is the plan's, which knows the documents: ``is_causal=True`` needs a plan that is causal inside its
@@ -138,16 +138,21 @@ class Rerouting(TorchFunctionMode):
         with self._refusals():
             shapes = f"query {list(query.shape)}, key {list(key.shape)}, value {list(value.shape)}"
             if query.dim() not in (3, 4) or not query.dim() == key.dim() == value.dim():
-                raise ValueError(f"sdpa reroutes [1, H, T, D] or [H, T, D], got {shapes}")
-            if query.dim() == 4 and not query.shape[0] == key.shape[0] == value.shape[0] == 1:
-                raise ValueError(f"sdpa reroutes one packed batch, [1, H, T, D], not several, got {shapes}")
+                raise ValueError(f"sdpa reroutes [B, H, T, D] or [H, T, D], got {shapes}")
+            samples = query.shape[0] if query.dim() == 4 else 1
+            if query.dim() == 4 and not samples == key.shape[0] == value.shape[0]:
+                raise ValueError(f"sdpa reroutes queries, keys and values of as many samples, got {shapes}")
+            if samples > 1 and attn_mask is not None:
+                raise NotImplementedError(f"sdpa: attn_mask is of one packed batch, not of {samples} samples")
             if is_causal and attn_mask is not None:
                 raise ValueError("sdpa: give attn_mask or is_causal=True, not both")
             if not enable_gqa and query.shape[-3] != key.shape[-3]:
                 raise ValueError(f"sdpa: fewer heads of keys need enable_gqa=True, got {shapes}")
-        q, k, v = ((x[0] if x.dim() == 4 else x).transpose(0, 1) for x in (query, key, value))
-        out = self._attend(q, k, v, attn_mask, dropout_p, is_causal, scale).transpose(0, 1)
-        return out if query.dim() == 3 else out[None]
+        q, k, v = (x.transpose(0, 1) if x.dim() == 3 else x.transpose(1, 2).flatten(0, 1) for x in (query, key, value))
+        out = self._attend(q, k, v, attn_mask, dropout_p, is_causal, scale)
+        if query.dim() == 3:
+            return out.transpose(0, 1)
+        return out.unflatten(0, (samples, query.shape[2])).transpose(1, 2)
 
     def _multi_head(
         self, query: Tensor, key: Tensor, value: Tensor, embed_dim_to_check: int, num_heads: int,
@@ -278,40 +283,16 @@ def parallelize(
     NotImplementedError for layers that mix rows otherwise, see `seqpar.train.check_model`.
     """
     check_model(model)
-    return Parallelized(model, _Forward(model.forward, comm, plan, local, dropout_seed))
-
-
-class Parallelized:
-    """A model whose forward runs inside `sdpa`, and what it was before."""
-
-    def __init__(self, model: nn.Module, forward: _Forward) -> None:
-        if any(isinstance(m.__dict__.get("forward"), _Forward) for m in model.modules()):
-            raise ValueError(f"{type(model).__name__} is parallelized already; undo that first")
-        self.model, self.forward, self.before = model, forward, model.__dict__.get("forward")
-        model.forward = forward  # type: ignore[method-assign]
-
-    def undo(self) -> None:
-        """Give the model its own forward back. A second time does nothing."""
-        if self.model.__dict__.get("forward") is not self.forward:
-            if self.before is self.model.__dict__.get("forward"):
-                return
-            raise RuntimeError("the model's forward was replaced after it was parallelized; undo that first")
-        if self.before is None:
-            del self.model.forward
-        else:
-            self.model.forward = self.before  # type: ignore[method-assign]
+    return Parallelized(model, [(model, _Forward(comm, plan, local, dropout_seed))])
 
 
 class _Forward:
-    """A model's forward inside `sdpa`."""
+    """What goes around a model's forward: `sdpa`, with a seed for every forward."""
 
-    def __init__(
-        self, forward: Callable[..., Any], comm: Comm, plan: Plan | None, local: Local | None, seed: int | None
-    ) -> None:
-        self.forward, self.comm, self.plan, self.local, self.seed = forward, comm, plan, local, seed
-        self.count = 0
+    def __init__(self, comm: Comm, plan: Plan | None, local: Local | None, seed: int | None) -> None:
+        self.comm, self.plan, self.local, self.seed, self.count = comm, plan, local, seed, 0
 
-    def __call__(self, *args: Any, **kwargs: Any) -> Any:
+    def __call__(self, model: nn.Module, forward: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
         if under_way() and (self.plan is None or self.seed is not None):
             raise NotImplementedError(
                 "a checkpoint around a parallelized model would lose the plan that surrounds it and the number of its "
@@ -321,12 +302,7 @@ class _Forward:
         seed = None if self.seed is None else _derived(self.seed, self.count)
         self.count += 1
         with sdpa(plan, self.comm, local=self.local, dropout_seed=seed):
-            return self.forward(*args, **kwargs)
-
-    def __deepcopy__(self, memo: dict[int, Any]) -> _Forward:
-        copied = _Forward(copy.deepcopy(self.forward, memo), self.comm, self.plan, self.local, self.seed)
-        copied.count = self.count
-        return copied
+            return forward(*args, **kwargs)
 
 
 def _derived(seed: int, number: int) -> int:

@@ -21,7 +21,7 @@ from torch.utils.checkpoint import CheckpointError, checkpoint
 import seqpar
 from seqpar import Comm, Layout, LocalComm, Mask, Plan
 from seqpar.integrations.sdpa import parallelize, sdpa
-from seqpar.testing import run_processes, run_threads
+from seqpar.testing import run_threads
 
 E, H = 16, 4
 DOCUMENTS = [9, 1, 7]
@@ -136,6 +136,30 @@ def step(comm: Comm, model: nn.Module, plan: Plan, **options: Any) -> tuple[Tens
         y = model(x[None], **options)[0]
     backward(y, target)
     return whole(y, model, plan, comm)
+
+
+@pytest.mark.parametrize("ranks", [1, 2, 4])
+def test_samples_of_one_length_are_documents(ranks: int) -> None:
+    samples, length = 3, 5
+    model = made(causal=False)
+    x, target = (t[: samples * length].view(samples, length, E) for t in inputs())
+    bounds = [length * r // ranks for r in range(ranks + 1)]
+    rows = torch.arange(samples * length).view(samples, length)
+    parts = [rows[:, a:b].flatten().numpy() for a, b in zip(bounds, bounds[1:])]
+    plan = Plan(Mask([length] * samples, causal=False), Layout(parts))
+
+    def rank(comm: Comm) -> tuple[Tensor, list[Tensor]]:
+        own, at = copy.deepcopy(model), slice(bounds[comm.rank], bounds[comm.rank + 1])
+        with seqpar.sdpa(plan, comm):
+            y = own(x[:, at])
+        backward(y, target[:, at])
+        return whole(y.flatten(0, 1), own, plan, comm)
+
+    results = run_threads(ranks, rank)
+    y = model(x)
+    backward(y, target)
+    for got in results:
+        same(got, (y.detach().flatten(0, 1), gradients(model)))
 
 
 @pytest.mark.parametrize("batch_first", [True, False])
@@ -553,8 +577,14 @@ REFUSED: dict[str, tuple[Callable[[], Any], type[Exception], str]] = {
     "full under causal": (partial(call, QKV), ValueError, "is_causal=False and no attn_mask"),
     "rows": (partial(call, QKV[:, :, :5], is_causal=True), ValueError, "5 rows attend over 5, the plan has 17"),
     "key rows": (partial(call, QKV, 4, is_causal=True), ValueError, "17 rows attend over 4"),
-    "batch": (partial(call, QKV.expand(2, -1, -1, -1), is_causal=True), ValueError, "one packed batch"),
-    "five dims": (partial(call, QKV[None], is_causal=True), ValueError, r"\[1, H, T, D\] or \[H, T, D\]"),
+    "batch": (partial(call, QKV.expand(2, -1, -1, -1), is_causal=True), ValueError, "34 rows attend over 34"),
+    "samples": (
+        lambda: F.scaled_dot_product_attention(QKV.expand(2, -1, -1, -1), QKV, QKV), ValueError, "as many samples",
+    ),
+    "mask of samples": (
+        partial(call, QKV.expand(2, -1, -1, -1), attn_mask=B), NotImplementedError, "not of 2 samples",
+    ),
+    "five dims": (partial(call, QKV[None], is_causal=True), ValueError, r"\[B, H, T, D\] or \[H, T, D\]"),
     "both": (partial(call, QKV, attn_mask=B, is_causal=True), ValueError, "not both"),
     "heads": (
         lambda: F.scaled_dot_product_attention(QKV, QKV[:, :1], QKV[:, :1], is_causal=True), ValueError, "enable_gqa",
@@ -675,7 +705,11 @@ def test_blocks_nest_and_end() -> None:
             second = call(q)
         assert torch.equal(call(q, is_causal=True), first)
     several = torch.zeros(3, *q.shape)
-    with pytest.raises(ValueError, match="one packed"), sdpa(outer, comm, local=lambda q, k: True), sdpa(inner, comm):
+    with (
+        pytest.raises(ValueError, match="51 rows attend"),
+        sdpa(outer, comm, local=lambda q, k: True),
+        sdpa(inner, comm),
+    ):
         call(several)
     torch.testing.assert_close(call(q, is_causal=True), first, rtol=0, atol=1e-12)
     torch.testing.assert_close(call(q), second, rtol=0, atol=1e-12)
@@ -692,15 +726,3 @@ def test_autocast_casts_as_pytorch_does(dtype: torch.dtype) -> None:
             q = call(QKV.float())
     assert got.dtype == expected.dtype and q.dtype == dtype
     torch.testing.assert_close(got, expected, rtol=0, atol=1e-5 if dtype == torch.float32 else 3e-2)
-
-
-def _process(comm: Comm, model: nn.Module) -> tuple[Tensor, list[Tensor]]:
-    return step(comm, model, PLANS["ring"](Mask(DOCUMENTS), comm.size))
-
-
-def test_ranks_that_are_processes() -> None:
-    model = made(reentrant=False)
-    results = run_processes(2, _process, model)
-    expected = one(made(), Mask(DOCUMENTS))
-    for got in results:
-        same(got, expected)

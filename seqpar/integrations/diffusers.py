@@ -1,0 +1,429 @@
+"""Transformers of diffusers under a plan: a user's call stays as it is, and a rank computes its share of the tokens.
+
+What a pipeline passes is whole on every rank, and so is what it gets back. In between a rank has an equal part of the
+image's or video's tokens and, where text takes part in joint attention, of the text's::
+
+    whole inputs -> this rank's rows -> blocks, joint attention under a plan -> proj_out -> gather -> whole output
+                                          cross attention over the whole text stays on its rank
+
+Joint attention is full, so that its tokens may be numbered at will: a sample's valid text, its image, its masked text.
+Whoever is seen is then one interval, whatever text mask was given.
+
+**Gradients.** The loss is computed alike on every rank from the whole output, and its gradient there is one process's.
+Each rank takes its rows of it, and the gradients of parameters and inputs are shares: summed over ranks, by
+`seqpar.train.sync_gradients`, they are those of one process. Ranks compare what goes in and the gradient that comes
+back, since different noise on different ranks would be an error that nothing else shows.
+"""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field
+from functools import partial
+from typing import Any
+
+import numpy as np
+import torch
+from torch import Tensor, nn
+
+from seqpar.comm import Comm
+from seqpar.integrations.sdpa import Rerouting
+from seqpar.integrations.wrapped import Parallelized
+from seqpar.layout import Layout
+from seqpar.mask import Mask
+from seqpar.ops import unshard
+from seqpar.plan import Plan
+
+MakePlan = Callable[[Mask, Layout], Plan]
+
+
+@dataclass(frozen=True)
+class Sizes:
+    """Samples of a forward, and the tokens of each: text in joint attention, and image. valid: which text is seen."""
+
+    samples: int
+    text: int
+    image: int
+    valid: bytes | None = None
+
+
+def parallelize(model: nn.Module, comm: Comm, *, plan: MakePlan = Plan) -> Parallelized:
+    """Share the tokens of every forward of a diffusers transformer among the ranks; what is returned has ``undo()``.
+
+    model: one of `RECIPES`. Its calls stay as they are, by keyword but for the first argument: all ranks pass the same
+    whole tensors, any sizes, and get the whole output. plan: makes the plan of a mask and a layout, as
+    ``functools.partial(seqpar.Plan, ulysses=2)`` does. The loss is computed alike on all ranks; gradients are shares,
+    to be summed by `seqpar.train.sync_gradients`. Checkpointing works with the backward anywhere. State dict,
+    processors and hooks stay as they are; a copy of the model is parallelized too.
+
+    Raises: NotImplementedError, naming it, for another model, an attention processor or backend that is not the
+    default, a model under diffusers' own parallelism or cache, and for arguments without a share, such as controlnet
+    residuals. ValueError on every rank for inputs or gradients that differ between ranks.
+    """
+    recipe = RECIPES.get(type(model).__name__)
+    if recipe is None:
+        raise NotImplementedError(
+            f"diffusers: {type(model).__name__} is not one of {', '.join(RECIPES)}; `seqpar.sdpa` reroutes any model "
+            "whose rows you share out yourself"
+        )
+    sharing = Sharing(recipe, comm, plan)
+    around: list[tuple[nn.Module, Callable[..., Any]]] = [(model, partial(_forward, sharing))]
+    around += [(model.get_submodule(name), function) for name, function in recipe.modules.items()]
+    around += [(m, _cross if name.split(".")[-1] in recipe.cross else _joint) for name, m in _attentions(model)]
+    around.append((model.get_submodule("proj_out"), _gathering))
+    return Parallelized(model, around)
+
+
+# --- a forward --------------------------------------------------------------------------------------------------------
+
+
+@dataclass
+class Sharing:
+    """How the forwards of a model are shared out, and the plans of the last sizes."""
+
+    recipe: Recipe
+    comm: Comm
+    make: MakePlan
+    plans: dict[Sizes, tuple[Plan, Plan]] = field(default_factory=dict)
+
+    def plans_of(self, sizes: Sizes) -> tuple[Plan, Plan]:
+        """The plan of joint attention over all samples, and that of one sample's image, for the gather."""
+        if sizes not in self.plans:
+            if len(self.plans) >= 16:
+                del self.plans[next(iter(self.plans))]
+            image = [self.part(sizes.image, rank) for rank in range(self.comm.size)]
+            alone = Plan(Mask([sizes.image], causal=False), Layout(image))
+            self.plans[sizes] = self.make(*self._joint(sizes)), alone
+        return self.plans[sizes]
+
+    def part(self, count: int, rank: int) -> range:
+        """Which of so many tokens a rank has."""
+        return range(count * rank // self.comm.size, count * (rank + 1) // self.comm.size)
+
+    def kept(self, s: Sizes) -> Tensor | None:
+        """Which rows of joint attention are tokens, where some are not."""
+        counts = [(len(self.part(n, self.comm.rank)), n) for n in (s.text, s.image)]
+        if all(own or not n for own, n in counts):
+            return None
+        flags = [flag for own, n in counts for flag in ([True] * own or [False] * bool(n))]
+        return torch.tensor(flags * s.samples)
+
+    def _joint(self, s: Sizes) -> tuple[Mask, Layout]:
+        length = s.text + s.image
+        valid = np.ones((s.samples, s.text), bool)
+        if s.valid is not None:
+            valid = np.frombuffer(s.valid, bool).reshape(valid.shape)
+        start = length * np.arange(s.samples)[:, None]
+        seen = valid.sum(1, keepdims=True)
+        # a sample's valid text comes first, then its image, then the text that nobody sees
+        text = start + np.where(valid, valid.cumsum(1) - 1, seen + s.image + (~valid).cumsum(1) - 1)
+        image = start + seen + np.arange(s.image)
+        ranks = range(self.comm.size)
+        parts = [(text[:, self.part(s.text, r)], image[:, self.part(s.image, r)]) for r in ranks]
+        layout = Layout([np.concatenate(both, axis=1).ravel() for both in parts])
+        if valid.all():
+            return Mask([length] * s.samples, causal=False), layout
+        lo, hi = (np.repeat(x, length) for x in (start, start + seen + s.image))
+        return Mask.from_bounds(lo, hi, lengths=[length] * s.samples), layout
+
+
+class Run(Rerouting):
+    """A forward under way, or what a checkpoint runs again of it."""
+
+    def __init__(self, sharing: Sharing, sizes: Sizes, *, again: bool = False) -> None:
+        joint, self.image_plan = sharing.plans_of(sizes)
+        super().__init__(joint, sharing.comm, lambda query, key: self.cross > 0, None, again=again)
+        self.sharing, self.sizes, self.cross = sharing, sizes, 0
+
+    def __enter__(self) -> Run:
+        super().__enter__()
+        _runs().append(self)
+        return self
+
+    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, trace: Any) -> None:
+        _runs().pop()
+        super().__exit__(kind, error, trace)
+
+    def _again(self, first: int) -> Callable[[], Run]:
+        return lambda: Run(self.sharing, self.sizes, again=True)
+
+    def _attend(
+        self, q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None, dropout_p: float, is_causal: bool,
+        scale: float | None,
+    ) -> Tensor:  # fmt: skip
+        kept = self.sharing.kept(self.sizes)
+        if kept is None or not len(kept) == q.shape[0] == k.shape[0]:
+            return super()._attend(q, k, v, mask, dropout_p, is_causal, scale)
+        at = kept.nonzero()[:, 0].to(q.device)
+        out = super()._attend(q[at], k[at], v[at], mask, dropout_p, is_causal, scale)
+        return out.new_zeros(len(kept), *out.shape[1:]).index_copy(0, at, out)
+
+    def _check_meaning(self, is_causal: bool) -> None:
+        if is_causal:
+            raise NotImplementedError("diffusers: causal attention is not shared out")
+
+    def _plan_under(self, mask: Tensor) -> Plan:
+        raise NotImplementedError("diffusers: this attention was given a mask of its own; leave it out")
+
+    def rows(self, x: Tensor, dim: int, stream: str = "image") -> Tensor:
+        """This rank's rows of a whole tensor; one that is not attended to where it has none, as models expect some."""
+        count = getattr(self.sizes, stream)
+        if x.shape[dim] != count:
+            raise ValueError(f"diffusers: {list(x.shape)} at dim {dim}, expected {count} tokens of the {stream}")
+        part = self.sharing.part(count, self.comm.rank)
+        return x.narrow(dim, part.start, len(part)) if part or not count else x.narrow(dim, 0, 1)
+
+
+_local = threading.local()
+
+
+def _runs() -> list[Run]:
+    if not hasattr(_local, "runs"):
+        _local.runs = []
+    return _local.runs  # type: ignore[no-any-return]
+
+
+def _run() -> Run:
+    if not _runs():
+        raise RuntimeError(
+            "diffusers: a part of a parallelized model runs outside its forward, where nothing says which tokens it "
+            "has; call the model, and checkpoint with torch.utils.checkpoint"
+        )
+    return _runs()[-1]
+
+
+def _forward(sharing: Sharing, model: nn.Module, forward: Callable[..., Any], *args: Any, **given: Any) -> Any:
+    """The model's forward: compare what all ranks pass, share it out, run."""
+    recipe, comm = sharing.recipe, sharing.comm
+    error: Exception | None = None
+    facts: dict[str, Any] = {}
+    try:
+        if len(args) > 1:
+            raise TypeError(f"a parallelized {type(model).__name__} takes one positional argument, got {len(args)}")
+        if args:
+            given["hidden_states"] = args[0]
+        recipe.check(model, given)
+        facts = {name: _fingerprint(value) for name, value in sorted(given.items())}
+        valid = given.pop(recipe.mask, None) if recipe.mask else None
+        sizes = recipe.sizes(model, given, valid)
+    except Exception as found:
+        error = found
+    _same_on_all(comm.gather("diffusers: forward", facts, error))
+    with Run(sharing, sizes) as run:
+        for name, (dim, stream) in recipe.shared.items():
+            if given.get(name) is not None:
+                given[name] = run.rows(given[name], dim, stream)
+        given.update(recipe.change(run, given))
+        return forward(**given)
+
+
+def _same_on_all(facts: list[dict[str, Any]]) -> None:
+    for rank, other in enumerate(facts):
+        for name in facts[0] | other:
+            if other.get(name) != facts[0].get(name):
+                raise ValueError(
+                    f"diffusers: {name} differs between rank 0 and rank {rank}: {facts[0].get(name)} and "
+                    f"{other.get(name)} (shape, dtype and sums of bits); every rank passes the same whole tensors, "
+                    "drawn with the same seed"
+                )
+
+
+def _fingerprint(value: Any) -> Any:
+    """What is equal for equal arguments: of a tensor its shape, dtype, and sums of its bytes that tell their places."""
+    if not isinstance(value, Tensor):
+        return repr(value)
+    flat = value.detach().contiguous().reshape(-1).view(torch.uint8)
+    body, tail = flat[: len(flat) // 1024 * 1024].view(-1, 1024), flat[len(flat) // 1024 * 1024 :]
+    sums = [body.sum(0, dtype=torch.int64), body.sum(1, dtype=torch.int64), tail.long()]
+    return tuple(value.shape), str(value.dtype), *torch.stack([_weighted(x) for x in sums]).tolist()
+
+
+def _weighted(x: Tensor) -> Tensor:
+    return (x * torch.arange(1, len(x) + 1, device=x.device)).sum()
+
+
+def _joint(module: nn.Module, forward: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
+    """Attention over the tokens of all ranks."""
+    run = _run()
+    before = run.calls
+    out = forward(*args, **kwargs)
+    if run.calls != before + 1:
+        raise NotImplementedError(
+            f"diffusers: {type(module.processor).__name__} made {run.calls - before} calls of "  # type: ignore[union-attr]
+            "F.scaled_dot_product_attention, expected one; use the attention backend `native`"
+        )
+    return out
+
+
+def _cross(module: nn.Module, forward: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
+    """Attention over what every rank holds whole."""
+    run = _run()
+    run.cross += 1
+    try:
+        return forward(*args, **kwargs)
+    finally:
+        run.cross -= 1
+
+
+def _gathering(module: nn.Module, forward: Callable[..., Any], *args: Any, **kwargs: Any) -> Tensor:
+    """The whole output, of which the module makes this rank's rows."""
+    run = _run()
+    rows = forward(*args, **kwargs).narrow(1, 0, run.image_plan.rows(run.comm.rank))
+    return _Gather.apply(rows, run.image_plan, run.comm)  # type: ignore[no-untyped-call, no-any-return]
+
+
+class _Gather(torch.autograd.Function):
+    """Whole tensors of rows, dim 1. A gradient is that of one loss which all ranks compute, so rows take theirs."""
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, plan: Plan, comm: Comm) -> Tensor:
+        ctx.plan, ctx.comm = plan, comm
+        return unshard(x.detach(), plan, comm, dim=1)
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None, None]:
+        wide = grad.double()
+        sums = torch.stack([wide.sum(), wide.square().sum()]).tolist()
+        for rank, other in enumerate(found := ctx.comm.gather("diffusers: backward", sums)):
+            scale = (grad.numel() * max(found[0][1], other[1])) ** 0.5
+            if not abs(other[0] - found[0][0]) <= 1e-3 * scale or not abs(other[1] - found[0][1]) <= 1e-3 * scale**2:
+                raise ValueError(
+                    f"diffusers: the gradient of the output differs between rank 0 and rank {rank}: sum and sum of "
+                    f"squares {found[0]} and {other}; every rank computes the whole loss, from the same target"
+                )
+        at = ctx.plan.layout.positions(ctx.comm.rank)
+        return grad[:, at[0] : at[0] + at.size] if at.size else grad[:, :0], None, None
+
+
+# --- models -----------------------------------------------------------------------------------------------------------
+
+
+def _attentions(model: nn.Module) -> list[tuple[str, nn.Module]]:
+    return [(name, module) for name, module in model.named_modules() if hasattr(module, "processor")]
+
+
+def _unchanged(run: Run, given: dict[str, Any]) -> dict[str, Any]:
+    return {}
+
+
+@dataclass(frozen=True)
+class Recipe:
+    """Which arguments of a model have tokens and where, and which modules see them.
+
+    processors: of its attention, by class. shared: argument -> (dim of the tokens, their stream). whole: other
+    arguments. mask: the argument that says which text is valid. text: the argument whose tokens take part in joint
+    attention, if any. cross: names of the attention modules over the whole text. modules: what goes around others.
+    count: the tokens of an image. change: of arguments that depend on the forward.
+    """
+
+    processors: tuple[str, ...]
+    shared: Mapping[str, tuple[int, str]]
+    whole: tuple[str, ...]
+    mask: str | None = None
+    text: str | None = None
+    cross: tuple[str, ...] = ()
+    modules: Mapping[str, Callable[..., Any]] = field(default_factory=dict)
+    count: Callable[[nn.Module, Tensor], int] = lambda model, x: x.shape[1]
+    change: Callable[[Run, dict[str, Any]], dict[str, Any]] = _unchanged
+
+    def check(self, model: nn.Module, given: Mapping[str, Any]) -> None:
+        """Raise NotImplementedError for what has no share."""
+        known = {"hidden_states", "return_dict", *self.shared, *self.whole, *filter(None, [self.mask])}
+        if missing := sorted(name for name, value in given.items() if name not in known and value is not None):
+            raise NotImplementedError(f"diffusers: {type(model).__name__} with {', '.join(missing)} is not shared out")
+        for name in ("joint_attention_kwargs", "attention_kwargs"):
+            if others := sorted(set(given.get(name) or {}) - {"scale"}):
+                raise NotImplementedError(f"diffusers: {name} with {', '.join(others)} is not shared out")
+        for name, module in _attentions(model):
+            if (kind := type(module.processor).__name__) not in self.processors:
+                raise NotImplementedError(f"diffusers: the processor {kind} of {name}, expected {self.processors}")
+        if getattr(model, "_parallel_config", None) is not None:
+            raise NotImplementedError("diffusers: the model is under enable_parallelism; use one of the two")
+        if getattr(model, "is_cache_enabled", False):
+            raise NotImplementedError("diffusers: the model is under enable_cache, which skips attention; disable it")
+        if getattr(model, "zero_cond_t", False):
+            raise NotImplementedError("diffusers: zero_cond_t modulates tokens one by one, which is not shared out")
+
+    def sizes(self, model: nn.Module, given: Mapping[str, Any], valid: Tensor | None) -> Sizes:
+        """The tokens of a call.
+
+        Raises: ValueError for inputs of another number of dimensions, or a mask of another shape than the text's.
+        """
+        x = given["hidden_states"]
+        text = 0
+        if self.text is not None:
+            encoded = given[self.text]
+            if encoded.dim() != 3 or encoded.shape[0] != x.shape[0]:
+                raise ValueError(
+                    f"diffusers: {self.text} {list(encoded.shape)} beside hidden_states {list(x.shape)}, expected "
+                    "[samples, tokens, features]"
+                )
+            text = encoded.shape[1]
+        seen = None
+        if valid is not None:
+            if tuple(valid.shape) != (x.shape[0], text):
+                raise ValueError(f"diffusers: {self.mask} {list(valid.shape)}, expected {[x.shape[0], text]}")
+            array = valid.detach().bool().cpu().numpy()
+            seen = None if array.all() else array.tobytes()
+        return Sizes(x.shape[0], text, self.count(model, x), seen)
+
+
+def _sharing_tuple(dim: int, module: nn.Module, forward: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
+    run = _run()
+    return tuple(run.rows(x, dim) for x in forward(*args, **kwargs))
+
+
+def _sharing_patches(module: nn.Module, forward: Callable[..., Any], x: Tensor) -> Tensor:
+    return _run().rows(forward(x).flatten(2), 2)
+
+
+def _sharing_rope(module: nn.Module, forward: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
+    run = _run()
+    # the model has seen this rank's text only
+    image, text = forward(*args, **kwargs | {"max_txt_seq_len": run.sizes.text})
+    return run.rows(image, 0), run.rows(text, 0, "text")
+
+
+def _timesteps(run: Run, given: dict[str, Any]) -> dict[str, Any]:
+    """A timestep for each sample, or for each of its tokens."""
+    timestep = given["timestep"]
+    return {"timestep": run.rows(timestep, 1)} if timestep.dim() == 2 and timestep.shape[1] != 1 else {}
+
+
+def _patches(model: nn.Module, x: Tensor) -> int:
+    counts = [n // p for n, p in zip(x.shape[2:], model.config.patch_size, strict=True)]  # type: ignore[union-attr]
+    return int(np.prod(counts))
+
+
+_TEXT_AND_IMAGE = {"hidden_states": (1, "image"), "encoder_hidden_states": (1, "text")}
+_IDS = {"img_ids": (-2, "image"), "txt_ids": (-2, "text")}
+
+RECIPES = {
+    "FluxTransformer2DModel": Recipe(
+        processors=("FluxAttnProcessor",), shared=_TEXT_AND_IMAGE | _IDS, text="encoder_hidden_states",
+        whole=("pooled_projections", "timestep", "guidance", "joint_attention_kwargs"),
+    ),
+    "Flux2Transformer2DModel": Recipe(
+        processors=("Flux2AttnProcessor", "Flux2ParallelSelfAttnProcessor"), shared=_TEXT_AND_IMAGE | _IDS,
+        text="encoder_hidden_states", whole=("timestep", "guidance", "joint_attention_kwargs"),
+    ),
+    "QwenImageTransformer2DModel": Recipe(
+        processors=("QwenDoubleStreamAttnProcessor2_0",), shared=_TEXT_AND_IMAGE, text="encoder_hidden_states",
+        mask="encoder_hidden_states_mask", modules={"pos_embed": _sharing_rope},
+        whole=("timestep", "img_shapes", "guidance", "attention_kwargs", "additional_t_cond"),
+    ),
+    "WanTransformer3DModel": Recipe(
+        processors=("WanAttnProcessor",), shared={}, cross=("attn2",), count=_patches, change=_timesteps,
+        modules={"rope": partial(_sharing_tuple, 1), "patch_embedding": _sharing_patches},
+        whole=("timestep", "encoder_hidden_states", "encoder_hidden_states_image", "attention_kwargs"),
+    ),
+    "LTXVideoTransformer3DModel": Recipe(
+        processors=("LTXVideoAttnProcessor",), shared={"hidden_states": (1, "image")}, cross=("attn2",),
+        modules={"rope": partial(_sharing_tuple, 1)}, change=_timesteps,
+        whole=(
+            "timestep", "encoder_hidden_states", "encoder_attention_mask", "num_frames", "height", "width",
+            "rope_interpolation_scale", "video_coords", "attention_kwargs",
+        ),
+    ),
+}  # fmt: skip

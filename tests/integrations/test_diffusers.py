@@ -1,0 +1,480 @@
+"""Transformers of diffusers on several ranks: equal to one process, or refused by name."""
+
+from __future__ import annotations
+
+import copy
+import threading
+from collections.abc import Callable
+from functools import partial
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+from torch.utils.checkpoint import checkpoint
+
+import seqpar
+from seqpar import Comm, Layout, LocalComm, Mask, Plan
+from seqpar.integrations.diffusers import parallelize
+from seqpar.testing import run_threads
+from seqpar.train import sync_gradients
+
+diffusers = pytest.importorskip("diffusers")
+transformer_flux = pytest.importorskip("diffusers.models.transformers.transformer_flux")
+
+TEXT, SAMPLES = 5, 2
+GRID = (3, 5)  # of an image: 15 tokens, which 2 and 4 do not divide
+VIDEO = (3, 2, 5)
+
+
+def random(*shape: int, seed: int) -> Tensor:
+    return torch.randn(*shape, dtype=torch.float64, generator=torch.Generator().manual_seed(seed))
+
+
+def ids(height: int, width: int, axes: int) -> Tensor:
+    grid = torch.zeros(height, width, axes)
+    grid[..., 1], grid[..., 2] = torch.arange(height)[:, None], torch.arange(width)
+    return grid.reshape(height * width, axes).double()
+
+
+def flux(text: int = TEXT, samples: int = SAMPLES, grid: tuple[int, int] = GRID) -> tuple[nn.Module, dict[str, Any]]:
+    model = diffusers.FluxTransformer2DModel(
+        patch_size=1, in_channels=4, num_layers=1, num_single_layers=2, attention_head_dim=12, num_attention_heads=3,
+        joint_attention_dim=8, pooled_projection_dim=8, axes_dims_rope=(4, 4, 4), guidance_embeds=True,
+    )  # fmt: skip
+    return model, {
+        "hidden_states": random(samples, grid[0] * grid[1], 4, seed=1),
+        "encoder_hidden_states": random(samples, text, 8, seed=2), "pooled_projections": random(samples, 8, seed=3),
+        "timestep": torch.linspace(0.3, 0.7, samples).double(), "guidance": torch.full((samples,), 3.5).double(),
+        "img_ids": ids(*grid, 3), "txt_ids": torch.zeros(text, 3).double(),
+    }  # fmt: skip
+
+
+def flux2(text: int = TEXT, samples: int = SAMPLES) -> tuple[nn.Module, dict[str, Any]]:
+    model = diffusers.Flux2Transformer2DModel(
+        patch_size=1, in_channels=4, num_layers=1, num_single_layers=1, attention_head_dim=16, num_attention_heads=2,
+        joint_attention_dim=8, timestep_guidance_channels=8, axes_dims_rope=(4, 4, 4, 4), mlp_ratio=2.0,
+    )  # fmt: skip
+    return model, {
+        "hidden_states": random(samples, 15, 4, seed=1), "encoder_hidden_states": random(samples, text, 8, seed=2),
+        "timestep": torch.linspace(0.3, 0.7, samples).double(), "guidance": torch.full((samples,), 3.5).double(),
+        "img_ids": ids(*GRID, 4).expand(samples, -1, -1), "txt_ids": torch.zeros(samples, text, 4).double(),
+    }  # fmt: skip
+
+
+def qwen(text: int = TEXT, samples: int = SAMPLES, masked: bool = False) -> tuple[nn.Module, dict[str, Any]]:
+    model = diffusers.QwenImageTransformer2DModel(
+        patch_size=1, in_channels=4, out_channels=4, num_layers=2, attention_head_dim=16, num_attention_heads=3,
+        joint_attention_dim=8, axes_dims_rope=(4, 6, 6),
+    )  # fmt: skip
+    valid = torch.ones(samples, text)
+    if masked:
+        valid[0, -2:], valid[1, 1] = 0, 0
+    return model, {
+        "hidden_states": random(samples, 15, 4, seed=1), "encoder_hidden_states": random(samples, text, 8, seed=2),
+        "encoder_hidden_states_mask": valid, "timestep": torch.linspace(0.3, 0.7, samples).double(),
+        "img_shapes": [(1, *GRID)] * samples,
+    }  # fmt: skip
+
+
+def wan(text: int = TEXT, samples: int = SAMPLES, tokenwise: bool = False) -> tuple[nn.Module, dict[str, Any]]:
+    model = diffusers.WanTransformer3DModel(
+        patch_size=(1, 2, 2), num_attention_heads=2, attention_head_dim=12, in_channels=4, out_channels=4, text_dim=8,
+        freq_dim=8, ffn_dim=16, num_layers=2, cross_attn_norm=True, rope_max_seq_len=32,
+    )  # fmt: skip
+    f, h, w = VIDEO
+    shape = (samples, f * h * w) if tokenwise else (samples,)
+    return model, {
+        "hidden_states": random(samples, 4, f, 2 * h, 2 * w, seed=1),
+        "encoder_hidden_states": random(samples, text, 8, seed=2), "timestep": random(*shape, seed=4).abs() * 500,
+    }  # fmt: skip
+
+
+def ltx(text: int = TEXT, samples: int = SAMPLES) -> tuple[nn.Module, dict[str, Any]]:
+    model = diffusers.LTXVideoTransformer3DModel(
+        in_channels=4, out_channels=4, num_attention_heads=2, attention_head_dim=8, cross_attention_dim=16,
+        num_layers=2, caption_channels=8,
+    )  # fmt: skip
+    valid = torch.ones(samples, text)
+    valid[0, -1] = 0 if text > 1 else 1
+    f, h, w = VIDEO
+    return model, {
+        "hidden_states": random(samples, f * h * w, 4, seed=1), "timestep": random(samples, seed=4).abs() * 500,
+        "encoder_hidden_states": random(samples, text, 8, seed=2), "encoder_attention_mask": valid,
+        "num_frames": f, "height": h, "width": w,
+    }  # fmt: skip
+
+
+MODELS: dict[str, Callable[..., tuple[nn.Module, dict[str, Any]]]] = {
+    "flux": flux, "flux2": flux2, "qwen": qwen, "qwen masked": partial(qwen, masked=True), "wan": wan,
+    "wan tokenwise": partial(wan, tokenwise=True), "ltx": ltx,
+}  # fmt: skip
+
+
+def made(name: str, dtype: torch.dtype = torch.float64, **sizes: int) -> tuple[nn.Module, dict[str, Any]]:
+    torch.manual_seed(0)
+    model, inputs = MODELS[name](**sizes)
+    for parameter in model.parameters():  # some start at zero, and with them the gradients of the others
+        nn.init.normal_(parameter, std=0.2)
+    cast = {k: v.to(dtype) if isinstance(v, Tensor) and v.is_floating_point() else v for k, v in inputs.items()}
+    return model.to(dtype), cast
+
+
+def loss_of(model: nn.Module, inputs: dict[str, Any]) -> tuple[Tensor, Tensor]:
+    out = model(**inputs, return_dict=False)[0]
+    target = random(*out.shape, seed=9).to(out.dtype)
+    return out.detach(), (out - target).square().mean()
+
+
+Results = tuple[Tensor, dict[str, Tensor]]
+
+
+def step(comm: Comm, model: nn.Module, inputs: dict[str, Any], plan: Any = Plan) -> Results:
+    """Output, and gradients of parameters and latents summed over ranks."""
+    model = copy.deepcopy(model)
+    parallelize(model, comm, plan=plan)
+    latents = inputs["hidden_states"].clone().requires_grad_()
+    out, loss = loss_of(model, inputs | {"hidden_states": latents})
+    loss.backward()
+    sync_gradients([*model.parameters(), latents], comm)
+    return out, {name: p.grad for name, p in model.named_parameters()} | {"latents": latents.grad}
+
+
+def one(model: nn.Module, inputs: dict[str, Any]) -> Results:
+    model = copy.deepcopy(model)
+    latents = inputs["hidden_states"].clone().requires_grad_()
+    out, loss = loss_of(model, inputs | {"hidden_states": latents})
+    loss.backward()
+    return out, {name: p.grad for name, p in model.named_parameters()} | {"latents": latents.grad}
+
+
+def same(got: Results, expected: Results, bound: float) -> None:
+    assert float((got[0] - expected[0]).abs().max()) <= bound * float(expected[0].abs().max())
+    largest = max(float(g.abs().max()) for g in expected[1].values() if g is not None)
+    for name, grad in expected[1].items():
+        if grad is None:
+            assert got[1][name] is None or not got[1][name].any(), name
+        else:
+            scale = max(float(grad.abs().max()), 1e-6 * largest)
+            assert float((got[1][name] - grad).abs().max()) <= bound * scale, name
+
+
+@pytest.fixture
+def no_islands(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Models compute parts in float32 whatever their dtype; in float64 they would hide errors of 1e-8."""
+    cast = Tensor.float
+    monkeypatch.setattr(Tensor, "float", lambda x: x if x.dtype == torch.float64 else cast(x))
+
+
+@pytest.mark.parametrize("name", MODELS)
+def test_outputs_and_gradients_are_those_of_one_process(name: str, no_islands: None) -> None:
+    model, inputs = made(name)
+    expected = one(model, inputs)
+    for ranks in (2, 3, 4):
+        for got in run_threads(ranks, step, model, inputs):
+            same(got, expected, 1e-10)
+
+
+@pytest.mark.parametrize("name", MODELS)
+def test_they_are_in_float32_too(name: str) -> None:
+    model, inputs = made(name, torch.float32)
+    expected = one(model, inputs)
+    for got in run_threads(3, step, model, inputs):
+        same(got, expected, 1e-5)
+
+
+@pytest.mark.parametrize(
+    ("name", "text", "samples", "plan"),
+    [
+        ("flux", 1, 1, partial(Plan, ulysses=3)), ("flux", 2, 2, partial(Plan, transport="ring")),
+        ("flux2", 2, 2, Plan), ("qwen", 1, 1, partial(Plan, transport="ring")), ("qwen masked", 2, 2, Plan),
+        ("wan", 1, 1, partial(Plan, ulysses=3)), ("ltx", 2, 2, partial(Plan, transport="ring")),
+    ],
+    ids=str,
+)  # fmt: skip
+def test_text_may_be_shorter_than_the_ranks(name: str, text: int, samples: int, plan: Any, no_islands: None) -> None:
+    model, inputs = made(name, text=text, samples=samples)
+    expected = one(model, inputs)
+    for got in run_threads(3, step, model, inputs, plan):
+        same(got, expected, 1e-10)
+
+
+@pytest.mark.parametrize("grid", [(1, 1), (1, 2)])
+def test_an_image_may_be_smaller_than_the_ranks(grid: tuple[int, int]) -> None:
+    torch.manual_seed(0)
+    model, inputs = flux(grid=grid)
+    model = model.double()
+    expected = one(model, inputs)
+    for got in run_threads(4, step, model, inputs):
+        same(got, expected, 1e-10)
+
+
+@pytest.mark.parametrize(
+    ("name", "reentrant", "where"),
+    [
+        *(("flux", reentrant, where) for reentrant in (True, False) for where in ("here", "thread", "another plan")),
+        ("qwen masked", False, "thread"), ("wan", False, "another plan"), ("ltx", True, "here"),
+    ],
+)  # fmt: skip
+def test_checkpoints_recompute_the_same(name: str, reentrant: bool, where: str, no_islands: None) -> None:
+    model, inputs = made(name)
+    expected = one(model, inputs)
+    model.enable_gradient_checkpointing(partial(checkpoint, use_reentrant=reentrant))
+
+    def rank(comm: Comm) -> Results:
+        own = copy.deepcopy(model)
+        parallelize(own, comm)
+        latents = inputs["hidden_states"].clone().requires_grad_()
+        out, loss = loss_of(own, inputs | {"hidden_states": latents})
+        if where == "thread":
+            in_thread(loss.backward)
+        elif where == "here":
+            loss.backward()
+        else:
+            plan = Plan(Mask([3], causal=False), Layout.contiguous(3, comm.size))
+            with seqpar.sdpa(plan, comm):
+                loss.backward()
+                q = torch.zeros(1, 1, plan.rows(comm.rank), 4)
+                nn.functional.scaled_dot_product_attention(q, q, q)
+        sync_gradients([*own.parameters(), latents], comm)
+        return out, {name: p.grad for name, p in own.named_parameters()} | {"latents": latents.grad}
+
+    for got in run_threads(2, rank):
+        same(got, expected, 1e-10)
+
+
+def in_thread(function: Callable[[], None]) -> None:
+    errors: list[BaseException] = []
+
+    def run() -> None:
+        try:
+            with torch.autograd.set_multithreading_enabled(False):
+                function()
+        except BaseException as error:
+            errors.append(error)
+
+    thread = threading.Thread(target=run)
+    thread.start()
+    thread.join(120)
+    assert not thread.is_alive()
+    for error in errors:
+        raise error
+
+
+def test_a_forward_around_which_everything_is_recomputed() -> None:
+    model, inputs = made("flux")
+    expected = one(model, inputs)
+
+    def rank(comm: Comm) -> Results:
+        own = copy.deepcopy(model)
+        parallelize(own, comm)
+        latents = inputs["hidden_states"].clone().requires_grad_()
+
+        def forward(x: Tensor) -> Tensor:
+            return own(**inputs | {"hidden_states": x}, return_dict=False)[0]
+
+        out = checkpoint(forward, latents, use_reentrant=False)
+        (out - random(*out.shape, seed=9)).square().mean().backward()
+        sync_gradients([*own.parameters(), latents], comm)
+        return out.detach(), {name: p.grad for name, p in own.named_parameters()} | {"latents": latents.grad}
+
+    for got in run_threads(2, rank):
+        same(got, expected, 1e-10)
+
+
+def test_forwards_of_several_sizes_before_one_backward() -> None:
+    model, inputs = made("flux")
+    calls = [inputs, flux(text=3, samples=1, grid=(2, 2))[1]]
+    whole = copy.deepcopy(model)
+    sum(loss_of(whole, each)[1] for each in calls).backward()  # type: ignore[union-attr]
+
+    def rank(comm: Comm) -> nn.Module:
+        own = copy.deepcopy(model)
+        parallelize(own, comm)
+        sum(loss_of(own, each)[1] for each in calls).backward()  # type: ignore[union-attr]
+        sync_gradients(own.parameters(), comm)
+        return own
+
+    for got in run_threads(3, rank):
+        for a, b in zip(got.parameters(), whole.parameters(), strict=True):
+            torch.testing.assert_close(a.grad, b.grad, rtol=1e-9, atol=1e-12)
+
+
+@pytest.mark.parametrize("name", MODELS)
+def test_undo_is_exact_and_other_models_are_untouched(name: str) -> None:
+    model, inputs = made(name)
+    second = copy.deepcopy(model)
+    before = [(id(m), m.__dict__.get("forward"), set(vars(m))) for m in model.modules()]
+    with torch.no_grad():
+        plain = model(**inputs, return_dict=False)[0]
+        handle = parallelize(model, LocalComm())
+        shared = model(**inputs, return_dict=False)[0]
+        copied = copy.deepcopy(model)
+        for parameter in copied.parameters():
+            parameter.zero_()
+        assert not torch.equal(copied(**inputs, return_dict=False)[0], shared), "the copy runs its own parameters"
+        assert torch.equal(model(**inputs).sample, shared) and torch.equal(second(**inputs).sample, plain)
+        with pytest.raises(ValueError, match="parallelized already"):
+            parallelize(model, LocalComm())
+        handle.undo()
+        assert [(id(m), m.__dict__.get("forward"), set(vars(m))) for m in model.modules()] == before
+        assert torch.equal(model(**inputs).sample, plain)
+        with parallelize(model, LocalComm()):
+            assert torch.equal(model(**inputs).sample, shared)
+        assert torch.equal(model(**inputs).sample, plain)
+    assert list(model.state_dict()) == list(second.state_dict())
+
+
+def test_a_pipeline_calls_the_model_by_keyword_or_its_latents_by_place() -> None:
+    model, inputs = made("flux")
+    comm = LocalComm()
+    parallelize(model, comm)
+    latents = inputs.pop("hidden_states")
+    with torch.no_grad():
+        assert torch.equal(model(latents, **inputs).sample, model(hidden_states=latents, **inputs).sample)
+        with pytest.raises(TypeError, match="one positional argument, got 2"):
+            model(latents, inputs.pop("encoder_hidden_states"), **inputs)
+
+
+def test_fused_projections_and_autocast_are_those_of_one_process() -> None:
+    model, inputs = made("flux", torch.float32)
+    model.fuse_qkv_projections()
+
+    def rank(comm: Comm) -> Tensor:
+        own = copy.deepcopy(model)
+        parallelize(own, comm)
+        with torch.no_grad(), torch.autocast("cpu", torch.bfloat16):
+            return own(**inputs).sample
+
+    with torch.no_grad(), torch.autocast("cpu", torch.bfloat16):
+        expected = model(**inputs).sample
+    for got in run_threads(2, rank):
+        assert got.dtype == expected.dtype
+        assert float((got - expected).abs().max()) <= 0.05 * float(expected.abs().max())
+
+
+# --- what is refused --------------------------------------------------------------------------------------------------
+
+
+def refused(match: str, kind: type[Exception], change: Callable[[nn.Module, dict[str, Any]], None], name: str) -> None:
+    model, inputs = made(name)
+    parallelize(model, LocalComm())
+    change(model, inputs)
+    with pytest.raises(kind, match=match), torch.no_grad():
+        model(**inputs)
+
+
+def given(**values: Any) -> Callable[[nn.Module, dict[str, Any]], None]:
+    return lambda model, inputs: inputs.update(values)
+
+
+class OtherProcessor(transformer_flux.FluxAttnProcessor):
+    pass
+
+
+def set_processor(model: nn.Module, inputs: dict[str, Any]) -> None:
+    model.transformer_blocks[0].attn.set_processor(OtherProcessor())  # type: ignore[union-attr, index]
+
+
+def set_backend(model: nn.Module, inputs: dict[str, Any]) -> None:
+    model.transformer_blocks[0].attn.processor._attention_backend = "flex"  # type: ignore[union-attr, index]
+
+
+def set_config(model: nn.Module, inputs: dict[str, Any]) -> None:
+    model._parallel_config = object()
+
+
+REFUSED: dict[str, tuple[str, type[Exception], Callable[[nn.Module, dict[str, Any]], None], str]] = {
+    "controlnet": ("controlnet_block_samples is", NotImplementedError, given(controlnet_block_samples=[1]), "flux"),
+    "ip adapter": (
+        "ip_adapter_image_embeds", NotImplementedError, given(joint_attention_kwargs={"ip_adapter_image_embeds": 1}),
+        "flux",
+    ),
+    "mask": ("attention_mask", NotImplementedError, given(joint_attention_kwargs={"attention_mask": 1}), "flux"),
+    "unknown": ("nonsense is not shared", NotImplementedError, given(nonsense=1), "wan"),
+    "kv cache": ("kv_cache_mode", NotImplementedError, given(kv_cache_mode="extract"), "flux2"),
+    "processor": ("processor OtherProcessor of transformer_blocks.0.attn", NotImplementedError, set_processor, "flux"),
+    "backend": ("FluxAttnProcessor made 0 calls", NotImplementedError, set_backend, "flux"),
+    "enable_parallelism": ("enable_parallelism", NotImplementedError, set_config, "flux"),
+    "ids": (r"\[14, 3\] at dim -2, expected 15", ValueError, given(img_ids=ids(2, 7, 3)), "flux"),
+    "text mask": (
+        r"encoder_hidden_states_mask \[2, 4\], expected \[2, 5\]", ValueError,
+        given(encoder_hidden_states_mask=torch.ones(2, 4)), "qwen",
+    ),
+    "text": ("samples, tokens, features", ValueError, given(encoder_hidden_states=random(5, 8, seed=1)), "qwen"),
+    "timesteps": (r"\[2, 7\] at dim 1, expected 30", ValueError, given(timestep=random(2, 7, seed=1)), "wan"),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("name", REFUSED)
+def test_what_is_not_shared_out_raises_by_name(name: str) -> None:
+    refused(*REFUSED[name])
+
+
+def test_models_and_modules_that_are_not_shared_out_raise_by_name() -> None:
+    with pytest.raises(NotImplementedError, match="Linear is not one of FluxTransformer2DModel, "):
+        parallelize(nn.Linear(2, 2), LocalComm())
+    model, inputs = made("flux")
+    parallelize(model, LocalComm())
+    with pytest.raises(RuntimeError, match="outside its forward"):
+        model.transformer_blocks[0].attn(inputs["hidden_states"])
+    model, inputs = made("flux")
+    model.enable_cache(diffusers.FirstBlockCacheConfig(threshold=0.1))
+    with pytest.raises((NotImplementedError, ValueError), match="enable_cache"):
+        parallelize(model, LocalComm()).model(**inputs)
+    layered = diffusers.QwenImageTransformer2DModel(
+        num_layers=1, attention_head_dim=16, num_attention_heads=1, joint_attention_dim=8, axes_dims_rope=(4, 6, 6),
+        zero_cond_t=True,
+    )  # fmt: skip
+    with pytest.raises(NotImplementedError, match="zero_cond_t"):
+        parallelize(layered, LocalComm()).model(**qwen()[1])
+
+
+@pytest.mark.parametrize("what", ["noise", "scalar", "missing"])
+def test_ranks_that_pass_different_inputs_raise_on_all(what: str) -> None:
+    model, inputs = made("flux")
+
+    def rank(comm: Comm) -> str:
+        own, mine = copy.deepcopy(model), dict(inputs)
+        parallelize(own, comm)
+        if comm.rank == 1:
+            if what == "noise":
+                mine["hidden_states"] = mine["hidden_states"].flip(1)
+            elif what == "scalar":
+                mine["return_dict"] = False
+            else:
+                mine.pop("guidance")
+        with pytest.raises(ValueError) as caught, torch.no_grad():
+            own(**mine)
+        return str(caught.value)
+
+    name = {"noise": "hidden_states", "scalar": "return_dict", "missing": "guidance"}[what]
+    assert all(f"{name} differs between rank 0 and rank 1" in said for said in run_threads(2, rank))
+
+
+def test_what_one_rank_refuses_raises_on_all() -> None:
+    model, inputs = made("flux")
+
+    def rank(comm: Comm) -> str:
+        own = copy.deepcopy(model)
+        parallelize(own, comm)
+        more = {"controlnet_block_samples": [1]} if comm.rank else {}
+        with pytest.raises((ValueError, NotImplementedError)) as caught:
+            own(**inputs, **more)
+        return str(caught.value)
+
+    assert all("controlnet_block_samples" in said for said in run_threads(2, rank))
+
+
+def test_ranks_that_compute_different_losses_raise_on_all() -> None:
+    model, inputs = made("flux")
+
+    def rank(comm: Comm) -> str:
+        own = copy.deepcopy(model)
+        parallelize(own, comm)
+        out = own(**inputs).sample
+        with pytest.raises(ValueError) as caught:
+            (out - random(*out.shape, seed=comm.rank)).square().mean().backward()
+        return str(caught.value)
+
+    assert all("gradient of the output differs between rank 0 and rank 1" in said for said in run_threads(2, rank))
