@@ -89,7 +89,7 @@ def mask_of(
 def _mask(
     batch_size: int, q_length: int, kv_length: int, function: Callable[..., Any], attention_mask: Tensor | None
 ) -> Tensor:
-    plan, comm, _ = surrounding()
+    around = surrounding()
     state = getattr(_threads, "state", None) or Forward()
     if batch_size != 1 or q_length != kv_length:
         raise NotImplementedError(
@@ -101,7 +101,7 @@ def _mask(
             f"attention_mask {list(attention_mask.shape)} with zeros inside seqpar.parallel: the plan says what is "
             "seen; leave it out, or let seqpar.parallelize(model, comm) turn a padding mask into documents"
         )
-    return handle(state.make(plan, rule_of(function)), comm, state.seed)
+    return handle(state.make(around.plan, rule_of(function)), around.comm, state.seed)
 
 
 def handle(plan: Plan, comm: Comm, seed: int | None) -> Tensor:
