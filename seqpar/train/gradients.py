@@ -13,10 +13,10 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 from torch.distributed.device_mesh import DeviceMesh
-from torch.distributed.tensor import DTensor
 
 from seqpar.comm import Comm, Tag
 from seqpar.ops.agree import signature
+from seqpar.train.dtensor import is_dtensor, local
 from seqpar.train.sums import flattened, sum_
 
 BUCKET_BYTES = 1 << 26
@@ -67,7 +67,7 @@ def _refusal(parameters: list[Tensor]) -> Exception | None:
     """What is wrong with this rank's parameters."""
     for index, p in enumerate(parameters):
         what = f"parameter {index} of shape {list(p.shape)}"
-        if isinstance(p, DTensor):
+        if is_dtensor(p):
             return NotImplementedError(
                 f"sync_gradients: {what} is a DTensor with placements {p.placements}; what shards it (fully_shard) has "
                 "reduced its gradient: leave it out"
@@ -115,9 +115,9 @@ def grad_norm(parameters: Tensor | Iterable[Tensor], *, norm_type: float = 2.0) 
     device = grads[0].device
     parts: dict[tuple[DeviceMesh, tuple[int, ...]] | None, list[Tensor]] = {}
     for grad in grads:
-        local = grad.to_local() if isinstance(grad, DTensor) else grad
-        wide = torch.float64 if grad.dtype == torch.float64 else torch.float32
-        part = torch.linalg.vector_norm(local, norm_type, dtype=wide) if local.numel() else torch.zeros((), dtype=wide)
+        x = local(grad)
+        wide = torch.float64 if x.dtype == torch.float64 else torch.float32
+        part = torch.linalg.vector_norm(x, norm_type, dtype=wide) if x.numel() else torch.zeros((), dtype=wide)
         parts.setdefault(_sharding(grad), []).append(part.to(device))
     totals = []
     for sharding, several in parts.items():
@@ -134,7 +134,7 @@ def grad_norm(parameters: Tensor | Iterable[Tensor], *, norm_type: float = 2.0) 
 
 def _sharding(grad: Tensor) -> tuple[DeviceMesh, tuple[int, ...]] | None:
     """The mesh of a DTensor and its dimensions that shard it; None where every rank has it whole."""
-    if not isinstance(grad, DTensor):
+    if not is_dtensor(grad):
         return None
     if any(placement.is_partial() for placement in grad.placements):
         raise NotImplementedError(
@@ -158,8 +158,8 @@ def clip_grad_norm(
     scale = (max_norm / (norm + 1e-6)).clamp(max=1.0)
     for p in several:
         if p.grad is not None:
-            local = p.grad.to_local() if isinstance(p.grad, DTensor) else p.grad
-            local.mul_(scale.to(local.device))
+            grad = local(p.grad)
+            grad.mul_(scale.to(grad.device))
     return norm
 
 

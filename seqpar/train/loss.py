@@ -17,7 +17,8 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 from torch.autograd.function import once_differentiable
-from torch.distributed.tensor import DTensor
+
+from seqpar.train.dtensor import is_dtensor
 
 
 def cross_entropy(
@@ -79,7 +80,7 @@ def linear_cross_entropy(
     Source: Wijmans et al. 2024 (Cut Your Losses), Hsu et al. 2024 (Liger Kernel), which compute it in one pass too.
     """
     _checked(hidden, labels, "hidden", valid, label_smoothing, average_over)
-    if isinstance(weight, DTensor):
+    if is_dtensor(weight):
         raise NotImplementedError(
             f"linear_cross_entropy: the weight is a DTensor {list(weight.shape)} with placements {weight.placements}; "
             "call it inside the forward of the module that fully_shard wraps, where the weight is whole"
@@ -90,7 +91,7 @@ def linear_cross_entropy(
             "[T, E], [V, E] and at least one row in a chunk"
         )
     options = _Options(ignore_index, label_smoothing, z_loss, softcap, chunk)
-    return _LinearCrossEntropy.apply(hidden, weight, bias, labels, valid, average_over, options)  # type: ignore[no-any-return]
+    return _LinearCrossEntropy.apply(hidden, weight, bias, labels, valid, average_over, options)
 
 
 class _Options(NamedTuple):

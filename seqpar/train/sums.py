@@ -30,7 +30,7 @@ def all_sum(x: Tensor, comm: Comm) -> Tensor:
 
     Raises: ValueError if ranks differ in shape, dtype or the need for a gradient, before any byte moves.
     """
-    return _AllSum.apply(x, comm)  # type: ignore[no-any-return]
+    return _AllSum.apply(x, comm)
 
 
 def token_mean(x: Tensor, comm: Comm, *, keep: Tensor | None = None) -> Tensor:
