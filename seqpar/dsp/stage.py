@@ -9,7 +9,8 @@ operations of all ranks together, of which a rank has the share of its elements.
     gather    one exchange; rank r receives 1 - a_r
     local     the stage takes max(a_r) of its work: uneven sizes and idle ranks are in that
     ulysses   queries, keys, values and the output are switched to heads and back, 2 exchanges
-    ring      keys and values go round, ranks - 1 exchanges beside the attention of the stage
+    ring      keys and values go round, ranks - 1 exchanges, of whose time attention hides half at most: as much as
+              bench/timeline.py has measured
     copies    layout None: every rank does all the work
 
 In training everything comes again on the way back: exchanges once (a ring twice), linear work twice, attention 2.5
@@ -153,7 +154,7 @@ class Costs:
         if self.ranks == 1:
             to_heads = around = 0.0
         found = {"ulysses": linear + inside + to_heads}
-        return found | ({"ring": linear + max(beside, around)} if stage.ring else {})
+        return found | ({"ring": linear + beside + max(around - beside, around / 2)} if stage.ring else {})
 
     def memory(self, stage: Stage, layout: Layout) -> float:
         """Bytes that the fullest rank keeps for backward."""

@@ -1,0 +1,239 @@
+"""One model of stages, run by five methods on the same weights: DSP as planned, Ulysses, ring, Megatron, replication.
+
+A stage is a block of attention along some dimensions of ``x [b, p, q, c]`` and an MLP, both of rows. All methods start
+from x whole and end with a share of the rows, whose loss is this rank's part of the sum.
+"""
+
+from __future__ import annotations
+
+import math
+import statistics
+import time
+from collections.abc import Callable
+from dataclasses import dataclass
+from functools import partial
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.nn import functional as F
+
+import seqpar
+from seqpar.comm import Comm
+from seqpar.dsp import Flow, Space, Stage, StagePlan, attention_plan, plan_stages, rivals, split, switch, switch_all
+from seqpar.dsp.stage import Costs
+from seqpar.plan import Plan
+from seqpar.planner import Hardware
+
+FORM = "b p q c"
+METHODS = ("dsp", "ulysses", "ring", "megatron", "replicate")
+
+
+@dataclass(frozen=True)
+class Model:
+    """Layers of one block for each of `axes`, the dimensions that it attends along: "p", "q" or "pq"."""
+
+    name: str
+    width: int
+    heads: int
+    layers: int
+    axes: tuple[str, ...]
+    ffn: int = 4  # times width
+
+    def stages(self, dims: dict[str, int], element: int) -> list[Stage]:
+        """What the planner is told."""
+        rows = math.prod(dims.values())
+        size, found = rows * self.width * element, []
+        for axes in self.axes:
+            mixed = math.prod(dims[axis] for axis in axes)
+            stage = Stage(
+                axes, frozenset(axes), bytes=size, flops=2 * rows * self.width**2 * (4 + 2 * self.ffn),
+                attention=4 * rows * mixed * self.width, heads=self.heads, kv_heads=self.heads, qkv=(size, 2 * size),
+            )  # fmt: skip
+            found.append(stage)
+        return found * self.layers
+
+    def weights(self) -> list[dict[str, Tensor]]:
+        """The same on every rank."""
+        g, c = torch.Generator().manual_seed(0), self.width
+        shapes = {"qkv": (3, c, c), "out": (c, c), "up": (self.ffn * c, c), "down": (c, self.ffn * c)}
+        make = partial(torch.randn, generator=g)
+        blocks = range(self.layers * len(self.axes))
+        return [{n: (make(*s) / s[-1] ** 0.5).requires_grad_() for n, s in shapes.items()} for _ in blocks]
+
+
+def project(x: Tensor, qkv: Tensor, heads: int) -> list[Tensor]:
+    """Queries, keys and values [b, p, q, heads, dim]."""
+    y = F.layer_norm(x, x.shape[-1:])
+    return [F.linear(y, w).unflatten(-1, (heads, -1)) for w in qkv]
+
+
+def attend(q: Tensor, k: Tensor, v: Tensor, axes: str) -> Tensor:
+    """Attention along axes of [b, p, q, heads, dim], all of whose rows are here."""
+    shape = q.shape
+    if axes == "p":
+        return attend(*(x.transpose(1, 2) for x in (q, k, v)), "q").transpose(1, 2)
+    if axes == "pq":
+        q, k, v = (x.flatten(1, 2)[:, None] for x in (q, k, v))
+    if not q.numel():
+        return v.reshape(shape)
+    y = F.scaled_dot_product_attention(*(x.flatten(0, 1).transpose(1, 2) for x in (q, k, v)))
+    return y.transpose(1, 2).reshape(shape)
+
+
+def block(x: Tensor, w: dict[str, Tensor], heads: int, attention: Callable[..., Tensor]) -> Tensor:
+    x = x + F.linear(attention(*project(x, w["qkv"], heads)).flatten(3), w["out"])
+    return x + F.linear(F.gelu(F.linear(F.layer_norm(x, x.shape[-1:]), w["up"])), w["down"])
+
+
+# --- methods ----------------------------------------------------------------------------------------------------------
+
+
+def by_heads(q: Tensor, k: Tensor, v: Tensor, axes: str, space: Space, held: str) -> Tensor:
+    """Ulysses: queries, keys and values to heads in one exchange, and back."""
+    over = Space(space.dims | {"h": q.shape[3]}, space.comm)
+    form = "b p q h d"
+    q, k, v = switch_all([q, k, v], over, [form] * 3, held, "h")
+    return switch(attend(q, k, v, axes), over, form, "h", held)
+
+
+def by_ring(q: Tensor, k: Tensor, v: Tensor, plan: Plan, comm: Comm) -> Tensor:
+    return seqpar.attention(*(x.flatten(0, 2) for x in (q, k, v)), plan, comm).view_as(q)
+
+
+def planned(
+    x: Tensor, model: Model, weights: list[dict[str, Tensor]], space: Space, plan: StagePlan
+) -> tuple[Any, Any]:
+    """The output in the plan's last layout, and that."""
+    flow = Flow(space)
+    for stage, choice, w in zip(plan.stages, plan.choices, weights, strict=True):
+        (x,) = flow.move([x], [FORM], choice.layout)
+        axes, held = stage.name, choice.layout
+        attention = partial(attend, axes=axes)
+        if choice.mode == "ulysses":
+            attention = partial(by_heads, axes=axes, space=space, held=held)
+        elif choice.mode == "ring":
+            rows = attention_plan(space, FORM, axes, held)
+            attention = partial(by_ring, plan=Plan(rows.mask, rows.layout, transport="ring"), comm=space.comm)
+        x = block(x, w, model.heads, attention)
+    return x, flow.sharded
+
+
+def megatron(x: Tensor, model: Model, weights: list[dict[str, Tensor]], space: Space, held: str) -> tuple[Any, Any]:
+    """Sequence parallelism beside tensor parallelism: rows gathered before each half, summed and scattered after it."""
+    flow, comm = Flow(space), space.comm
+    heads = space_share(model.heads, comm)
+    inner, hidden = (
+        slice(*(n * model.width // model.heads for n in heads)),
+        slice(*space_share(model.ffn * model.width, comm)),
+    )
+    (x,) = flow.move([x], [FORM], held)
+
+    def half(x: Tensor, run: Callable[[Tensor], Tensor]) -> Tensor:
+        (whole,) = Flow(space, held).move([x], [FORM], None)
+        at = FORM.split().index(held) + 1
+        parts = seqpar.switch(
+            run(whole)[None], comm, split_dim=at, concat_dim=0, sizes=(space.shares(held), [1] * comm.size)
+        )
+        return x + parts.sum(0)
+
+    for stage, w in zip(model.stages(space.dims, 4), weights, strict=True):
+        axes = stage.name
+
+        def attention(y: Tensor, w: dict[str, Tensor] = w, axes: str = axes) -> Tensor:
+            if heads[0] == heads[1]:
+                return y * 0
+            q, k, v = project(y, w["qkv"][:, inner], heads[1] - heads[0])
+            return F.linear(attend(q, k, v, axes).flatten(3), w["out"][:, inner])
+
+        def mlp(y: Tensor, w: dict[str, Tensor] = w) -> Tensor:
+            return F.linear(F.gelu(F.linear(F.layer_norm(y, y.shape[-1:]), w["up"][hidden])), w["down"][:, hidden])
+
+        x = half(half(x, attention), mlp)
+    return x, held
+
+
+def space_share(size: int, comm: Comm) -> tuple[int, int]:
+    return comm.rank * size // comm.size, (comm.rank + 1) * size // comm.size
+
+
+def ways(model: Model, dims: dict[str, int], ranks: int, hardware: Hardware, element: int) -> dict[str, StagePlan]:
+    """The plan of every method that has one; those that cannot run are absent."""
+    stages = model.stages(dims, element)
+    found = rivals(stages, dims, ranks, hardware=hardware)
+    found = {name: plan for name, plan in found.items() if name != "dsp"}
+    return {"dsp": plan_stages(stages, dims, ranks, hardware=hardware, end=None)} | found
+
+
+def megatron_seconds(model: Model, costs: Costs, element: int) -> float:
+    """The same cost model: two gathers and two scatters of all rows a stage, work divided by heads and columns."""
+    wire = costs.exchange(1 - 1 / costs.ranks, 1) if costs.ranks > 1 else costs.exchange(0.0, 0)
+    total = 0.0
+    for stage in model.stages(dict(costs.dims), element):
+        heads = -(-model.heads // costs.ranks) / model.heads
+        total += 4 * wire.seconds(stage.bytes) + costs._linear(stage) / costs.ranks + heads * costs._attention(stage)
+    return total
+
+
+# --- measuring --------------------------------------------------------------------------------------------------------
+
+
+def measured(
+    comm: Comm, model: Model, dims: dict[str, int], hardware: Hardware, repeat: int, methods: tuple[str, ...]
+) -> dict[str, dict[str, Any]]:
+    """On every rank, by method: seconds of each step, what one step sent, and this rank's part of the loss."""
+    torch.set_num_threads(1)
+    space, weights = Space(dims, comm), model.weights()
+    plans = ways(model, dims, comm.size, hardware, 4)
+    g = torch.Generator().manual_seed(1)
+    shape = [*dims.values(), model.width]
+    x, target = (torch.randn(shape, generator=g) for _ in range(2))
+    held = "q" if dims["q"] >= dims["p"] else "p"
+    runs: dict[str, Callable[[], tuple[Tensor, Any]]] = {
+        name: partial(planned, x, model, weights, space, plan) for name, plan in plans.items()
+    }
+    runs["megatron"] = partial(megatron, x, model, weights, space, held)
+    found: dict[str, dict[str, Any]] = {
+        name: {"seconds": [], "waits": []} for name in methods if name in runs
+    }  # fmt: skip
+    for turn in range(repeat + 1):
+        for name, row in found.items():
+            comm.gather("a turn", turn)
+            comm.stats.reset()
+            started = time.perf_counter()
+            loss = step(runs[name], target, space)
+            took = time.perf_counter() - started
+            if turn:  # the first is for what is made once
+                row["seconds"].append(took)
+                row["waits"].append(comm.stats.wait_seconds)
+            counts = comm.stats
+            row |= {"bytes": counts.bytes_sent, "messages": counts.messages_sent, "exchanges": counts.exchanges}
+            row["loss"] = loss
+    for name, plan in plans.items():
+        if name in found:
+            found[name]["layouts"] = " ".join(f"{c.layout or 'whole'}:{c.mode}" for c in plan.choices)
+    return found
+
+
+def step(run: Callable[[], tuple[Tensor, Any]], target: Tensor, space: Space) -> float:
+    out, layout = run()
+    mine = target if layout is None else split(target, space, FORM, layout)
+    loss = (out * mine).sum() / (space.comm.size if layout is None else 1)
+    loss.backward()
+    return float(loss.detach())
+
+
+def slowest(ranks: list[dict[str, dict[str, Any]]]) -> dict[str, dict[str, Any]]:
+    """By method: the median over turns of the slowest rank's step, its share of waiting, totals, and the loss."""
+    rows = {}
+    for name in ranks[0]:
+        each = [rank[name] for rank in ranks]
+        steps = [max(turn) for turn in zip(*(rank["seconds"] for rank in each))]
+        waits = [statistics.median(rank["waits"]) for rank in each]
+        rows[name] = {
+            "seconds": statistics.median(steps), "waiting": statistics.mean(waits) / statistics.median(steps),
+            "bytes": max(rank["bytes"] for rank in each), "messages": max(rank["messages"] for rank in each),
+            "exchanges": max(rank["exchanges"] for rank in each), "loss": math.fsum(rank["loss"] for rank in each),
+            "layouts": each[0].get("layouts", ""),
+        }  # fmt: skip
+    return rows
