@@ -242,6 +242,26 @@ def test_a_sum_of_different_shapes_is_refused() -> None:
     assert all("shape" in text for text in run_threads(2, disagreeing))
 
 
+def mistaken(comm: Comm) -> list[str]:
+    texts = []
+    for call in (
+        lambda: all_sum(torch.ones(2, dtype=torch.bool), comm),
+        lambda: token_mean(torch.ones(2, 3), comm, keep=torch.ones(2)),
+        lambda: token_mean(torch.ones(2, 3), comm, keep=torch.ones(2 + comm.rank, dtype=torch.bool)),
+    ):
+        with pytest.raises(ValueError) as raised:
+            call()
+        texts.append(str(raised.value))
+    return texts
+
+
+def test_sums_of_what_has_none_are_refused() -> None:
+    first, last = run_threads(2, mistaken)
+    assert "truth values" in first[0] and first[0] == last[0]
+    assert "torch.float32[2]" in first[1] and first[1] == last[1]
+    assert "rank 1 refused" in first[2] and "torch.bool[3]" in last[2]
+
+
 LOGITS = torch.randn(3, 8, 5, generator=torch.Generator().manual_seed(1), dtype=torch.float64)
 LABELS = torch.tensor([[0, 1, 2, 3, 4, 0, 1, 2], [0, -100, -100, 1, -100, -100, -100, -100], [-100] * 8])
 
