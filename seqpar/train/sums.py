@@ -29,8 +29,8 @@ def all_sum(x: Tensor, comm: Comm) -> Tensor:
     summed. A loss made of such sums is the same on every rank, and a rank's share of it is ``loss / comm.size``.
     Every rank runs the backward, also one whose loss does not need it: ``loss + 0 * sum``.
 
-    Raises: ValueError for truth values, and if ranks differ in shape, dtype or the need for a gradient; on every rank and
-    before any byte moves.
+    Raises: ValueError for truth values, and if ranks differ in shape, dtype or the need for a gradient; on every rank
+    and before any byte moves.
     """
     if x.dtype == torch.bool:
         refuse("all_sum", comm, ValueError("the sum of truth values; expected numbers: give x.long()"))
@@ -49,8 +49,8 @@ def token_mean(x: Tensor, comm: Comm, *, keep: Tensor | None = None) -> Tensor:
     NaN where no row counts on any rank. Raises: as `all_sum` does, and ValueError for a `keep` that is not of x's rows.
     """
     if x.dim() == 0 or not (keep is None or (keep.dtype == torch.bool and keep.shape == x.shape[:1])):
-        given = None if keep is None else f"{keep.dtype}{list(keep.shape)}"
-        refuse("token_mean", comm, ValueError(f"expected x [T, ...] and keep bool [T], got {list(x.shape)} and {given}"))
+        rows = None if keep is None else f"{keep.dtype}{list(keep.shape)}"
+        refuse("token_mean", comm, ValueError(f"x {list(x.shape)}, keep {rows}; expected [T, ...] and bool [T]"))
     wide = x.to(torch.float64 if x.dtype == torch.float64 else torch.float32)
     if keep is not None:
         wide = wide.masked_fill(~keep.view(-1, *[1] * (x.dim() - 1)), 0.0)
