@@ -287,13 +287,18 @@ class _Gather(torch.autograd.Function):
         sums = torch.stack([wide.sum(), wide.square().sum()]).tolist()
         for rank, other in enumerate(found := ctx.comm.gather("diffusers: backward", sums)):
             scale = (grad.numel() * max(found[0][1], other[1])) ** 0.5
-            if not abs(other[0] - found[0][0]) <= 1e-3 * scale or not abs(other[1] - found[0][1]) <= 1e-3 * scale**2:
+            if not (_near(other[0], found[0][0], scale) and _near(other[1], found[0][1], scale**2)):
                 raise ValueError(
                     f"diffusers: the gradient of the output differs between rank 0 and rank {rank}: sum and sum of "
                     f"squares {found[0]} and {other}; every rank computes the whole loss, from the same target"
                 )
         at = ctx.plan.layout.positions(ctx.comm.rank)
         return grad[:, at[0] : at[0] + at.size] if at.size else grad[:, :0], None, None
+
+
+def _near(a: float, b: float, scale: float) -> bool:
+    # a gradient that overflowed did so on all ranks, and a gradient scaler will skip the step
+    return a == b or (a != a and b != b) or abs(a - b) <= 1e-3 * scale
 
 
 # --- models -----------------------------------------------------------------------------------------------------------
@@ -338,6 +343,9 @@ class Recipe:
         for name, module in _attentions(model):
             if (kind := type(module.processor).__name__) not in self.processors:
                 raise NotImplementedError(f"diffusers: the processor {kind} of {name}, expected {self.processors}")
+            backend = getattr(module.processor, "_attention_backend", None)
+            if (kind := getattr(backend, "value", backend)) not in BACKENDS:
+                raise NotImplementedError(f"diffusers: the attention backend {kind} of {name}, expected {BACKENDS}")
         if getattr(model, "_parallel_config", None) is not None:
             raise NotImplementedError("diffusers: the model is under enable_parallelism; use one of the two")
         if getattr(model, "is_cache_enabled", False):
@@ -395,6 +403,9 @@ def _patches(model: nn.Module, x: Tensor) -> int:
     counts = [n // p for n, p in zip(x.shape[2:], model.config.patch_size, strict=True)]  # type: ignore[union-attr]
     return int(np.prod(counts))
 
+
+# None: that of diffusers; what it calls is counted.
+BACKENDS = (None, "native", "_native_cudnn", "_native_efficient", "_native_flash", "_native_math")
 
 _TEXT_AND_IMAGE = {"hidden_states": (1, "image"), "encoder_hidden_states": (1, "text")}
 _IDS = {"img_ids": (-2, "image"), "txt_ids": (-2, "text")}

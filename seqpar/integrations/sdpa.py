@@ -32,13 +32,14 @@ from seqpar.train import check_model
 
 Local = Callable[[Tensor, Tensor], bool]
 
-# What computes attention without passing through the functions that are rerouted.
+_REROUTED = {F.scaled_dot_product_attention, F.multi_head_attention_forward}
+# Fused functions and operators, PyTorch's and others', compute attention that no block may overlook.
+_OPERATORS = (torch._ops.OpOverload, torch._ops.OpOverloadPacket, torch._ops.HigherOrderOperator)
 _FUSED = {
     torch._native_multi_head_attention, torch._transformer_encoder_layer_fwd, torch._scaled_dot_product_attention_math,
     torch._scaled_dot_product_flash_attention, torch._scaled_dot_product_efficient_attention,
     torch._scaled_dot_product_cudnn_attention, torch._scaled_dot_product_flash_attention_for_cpu,
 }  # fmt: skip
-_REROUTED = {F.scaled_dot_product_attention, F.multi_head_attention_forward, *_FUSED}
 
 
 def sdpa(plan: Plan, comm: Comm, *, local: Local | None = None, dropout_seed: int | None = None) -> Rerouting:
@@ -69,8 +70,9 @@ def sdpa(plan: Plan, comm: Comm, *, local: Local | None = None, dropout_seed: in
     A compiler breaks its graph at every call: to compile whole models, use `seqpar.nn.Attention`.
 
     Raises: ValueError for rows or a mask that are not the plan's; NotImplementedError for need_weights, padding masks,
-    added keys, biases of scores, masks that differ between heads or have gaps, and fused functions called directly;
-    RuntimeError on leaving the block if no call was rerouted. All ranks raise, none hangs.
+    added keys, biases of scores, masks that differ between heads or have gaps, and other operators of attention,
+    such as flash-attn's and flex_attention; RuntimeError on leaving the block if no call was rerouted. All ranks raise,
+    none hangs.
     """
     return Rerouting(plan, comm, local, dropout_seed)
 
@@ -106,17 +108,23 @@ class Rerouting(TorchFunctionMode):
 
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         kwargs = kwargs or {}
-        if func not in _REROUTED:
-            return func(*args, **kwargs)
-        return self._reroute(func, args, kwargs)
+        if func in _REROUTED:
+            return self._reroute(func, args, kwargs)
+        if func in _FUSED or (isinstance(func, _OPERATORS) and _attends(str(func))):
+            self._refuse_fused(str(func))
+        return func(*args, **kwargs)
+
+    @uncompiled
+    def _refuse_fused(self, name: str) -> None:
+        with torch._C.DisableTorchFunction(), self._refusals():
+            raise NotImplementedError(
+                f"sdpa: {name} is not rerouted, and its rows may be a shard; call F.scaled_dot_product_attention"
+            )
 
     @uncompiled
     def _reroute(self, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         # off for this block's own computation, and for the blocks around it
         with torch._C.DisableTorchFunction():
-            if func in _FUSED:
-                with self._refusals():
-                    raise NotImplementedError(f"sdpa: {func.__name__} is not rerouted; call torch.nn.functional's")
             if self.local is not None and self.local(*_first_two(*args, **kwargs)):
                 return func(*args, **kwargs)
             route = self._multi_head if func is F.multi_head_attention_forward else self._scaled_dot_product
@@ -303,6 +311,11 @@ class _Forward:
         self.count += 1
         with sdpa(plan, self.comm, local=self.local, dropout_seed=seed):
             return forward(*args, **kwargs)
+
+
+def _attends(operator: str) -> bool:
+    """Whether an operator is attention by its name, and not this package's own."""
+    return not operator.startswith("seqpar.") and ("attention" in operator or "attn" in operator)
 
 
 def _derived(seed: int, number: int) -> int:

@@ -16,6 +16,7 @@ from torch import Tensor, nn
 from torch._dynamo.exc import Unsupported
 from torch.distributed._composable import checkpoint as composable_checkpoint
 from torch.nn.attention import SDPBackend, sdpa_kernel
+from torch.nn.attention.varlen import varlen_attn
 from torch.utils.checkpoint import CheckpointError, checkpoint
 
 import seqpar
@@ -568,6 +569,15 @@ def fused(q: Tensor) -> Any:
     return torch._scaled_dot_product_flash_attention_for_cpu(q, q, q)
 
 
+def varlen() -> Any:
+    bounds = torch.tensor([0, TOKENS], dtype=torch.int32)
+    return varlen_attn(QKV[0], QKV[0], QKV[0], bounds, bounds, TOKENS, TOKENS)
+
+
+def flex() -> Any:
+    return torch._higher_order_ops.flex_attention(QKV, QKV, QKV, lambda s, *_: s, (), 1.0, {})
+
+
 B = torch.ones(TOKENS, TOKENS, dtype=torch.bool)
 QKV = torch.zeros(1, 2, TOKENS, 4, dtype=torch.float64)
 X = torch.zeros(TOKENS, 1, E, dtype=torch.float64)
@@ -605,6 +615,12 @@ REFUSED: dict[str, tuple[Callable[[], Any], type[Exception], str]] = {
         partial(call, QKV, attn_mask=torch.zeros(TOKENS, TOKENS, requires_grad=True)), NotImplementedError, "detach",
     ),
     "fused": (partial(fused, QKV), NotImplementedError, "_scaled_dot_product_flash_attention_for_cpu"),
+    "operator": (
+        lambda: torch.ops.aten._scaled_dot_product_flash_attention_for_cpu(QKV, QKV, QKV), NotImplementedError,
+        "aten._scaled_dot_product_flash_attention_for_cpu is not rerouted",
+    ),
+    "varlen": (varlen, NotImplementedError, "_varlen_attn is not rerouted"),
+    "flex": (flex, NotImplementedError, "flex_attention is not rerouted"),
     "need_weights": (partial(mha, X, need_weights=True), NotImplementedError, "need_weights"),
     "key_padding_mask": (partial(mha, X, key_padding_mask=~B[:1]), NotImplementedError, "key_padding_mask"),
     "add_zero_attn": (partial(mha, X, {"add_zero_attn": True}), NotImplementedError, "add_zero_attn"),
