@@ -61,9 +61,7 @@ class MultiheadAttention(nn.MultiheadAttention):
         masks = {"key_padding_mask": key_padding_mask is not None, "attn_mask": attn_mask is not None}
         for name, given in {**masks, "is_causal=True": is_causal}.items():
             if given:
-                raise NotImplementedError(
-                    f"MultiheadAttention: {name}: the plan's mask says what is seen; leave it out"
-                )
+                raise NotImplementedError(f"MultiheadAttention: {name}: the plan's mask takes its place; leave it out")
         if need_weights:
             raise NotImplementedError("MultiheadAttention: need_weights=True: no rank has them; give False")
         if query.is_nested or key.is_nested or value.is_nested:

@@ -148,10 +148,10 @@ def agreed_call(
         options = _plain(options)
         _check_options(q, sinks, slopes, options, grads)
         wide = None if slopes is None else slopes.detach().to(acc_dtype(q.dtype)).contiguous()
-        seed = options.dropout_seed
+        seed = options.dropout_seed if options.dropout_p else None  # what is not used may differ
         score = Score(
             _checked_scale(options.scale, q), options.softcap, wide, options.dropout_p,
-            seed if options.dropout_p and seed is not None else 0,
+            0 if seed is None else seed,
         )  # fmt: skip
         merges = plan.merges or sinks is not None or (grads[1] and plan.sums_key_gradients(q.shape[1], k.shape[1]))
         asked = ask(q, k, v, score, grads=any(grads), deterministic=options.deterministic, merges=merges)

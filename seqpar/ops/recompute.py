@@ -36,10 +36,6 @@ class Given(NamedTuple):
     comm: Comm
     seed: int | None
 
-    def same(self, other: Given) -> bool:
-        """Whether a call made with the other is this call."""
-        return self.plan == other.plan and self.comm is other.comm and self.seed == other.seed
-
 
 class Late:
     """A plan, comm and seed that are looked up when a call is made, in compiled models too; subclasses say where."""
@@ -69,14 +65,15 @@ def settle(late: Late | None, given: Sequence[Any], seed: int | None) -> Given:
         found = late.now(given, seed)
     else:
         found = _only(noted)
-    if noted is not None and not any(found.same(other) for other in noted):
+    # a comm that was given may be made anew by `sub`
+    if noted is not None and not any(found.plan == other.plan and found.seed == other.seed for other in noted):
         raise RuntimeError(
             f"an attention call is recomputed with {found.plan!r:.200} and seed {found.seed}, but in forward none had "
-            f"these and this comm: {[(x.plan, x.seed) for x in noted]!r:.300}; give a checkpoint its plan as argument"
+            f"these: {[(x.plan, x.seed) for x in noted]!r:.300}; give a checkpoint its plan as an argument"
         )
     for notes in first:
         known = notes.setdefault(late, [])
-        if not any(found.same(other) for other in known):
+        if found not in known:
             known.append(found)
     return found
 

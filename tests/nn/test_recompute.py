@@ -1,0 +1,333 @@
+"""Activation checkpoints: gradients are those without one, wherever backward runs and whatever surrounds it by then."""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Callable
+from contextlib import nullcontext
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+from torch.distributed._composable import checkpoint as composable
+from torch.utils.checkpoint import checkpoint
+
+import seqpar
+from seqpar.comm import Comm, LocalComm
+from seqpar.layout import Layout
+from seqpar.mask import Mask
+from seqpar.nn import Attention, save_attention
+from seqpar.plan import Plan
+from seqpar.testing import run_processes, run_threads
+from tests.nn.decoder import Decoder, assert_together, decoder, loss_of, one_process, result, rows
+
+
+def plan_of(ranks: int) -> Plan:
+    """The plan of the model."""
+    lengths = (9, 14, 5)
+    return Plan(Mask(lengths), Layout.zigzag(lengths, ranks), transport="ring")
+
+
+def other(plan: Plan) -> Plan:
+    """A plan of the same shapes under which results are others."""
+    return Plan(Mask([28], causal=False), plan.layout)
+
+
+def checkpointed(reentrant: bool, **options: object) -> Callable[..., Tensor]:
+    def run(layer: nn.Module, *arguments: object) -> Tensor:
+        return checkpoint(layer, *arguments, use_reentrant=reentrant, **options)
+
+    return run
+
+
+def in_a_thread(backward: Callable[[], None]) -> None:
+    """Run backward in a thread that no plan surrounds."""
+    errors: list[BaseException] = []
+
+    def target() -> None:
+        try:
+            with torch.autograd.set_multithreading_enabled(False):
+                backward()
+        except BaseException as error:
+            errors.append(error)
+
+    thread = threading.Thread(target=target)
+    thread.start()
+    thread.join()
+    for error in errors:
+        raise error
+
+
+WHERE = ("inside", "outside", "thread", "under another plan", "thread under another plan")
+BY = ("surrounding", "bound", "handle", "objects")
+
+
+def step(comm: Comm, plan: Plan, run: Callable[..., Tensor], by: str, where: str, make: Callable[[], Any]) -> Any:
+    """A step whose plan comes ``by`` some way and whose backward runs somewhere."""
+    model = make()
+    ids, positions, labels = rows(plan, comm.rank)
+    given = {"handle": (seqpar.bind(plan, comm),), "objects": (plan, comm)}.get(by, ())
+    for layer in model.layers:
+        if by == "bound":
+            layer.attention.bind(plan, comm, seed=3)
+    around = seqpar.parallel(plan, comm, seed=3) if by == "surrounding" else nullcontext()
+    if where == "inside":
+        with around:
+            logits = model(ids, positions, *given, run=run)
+            loss_of(logits, labels).backward()
+        return result(model, logits, loss_of(logits, labels), plan.layout.tokens(comm.rank))
+    with around:
+        logits = model(ids, positions, *given, run=run)
+        loss = loss_of(logits, labels)
+    for layer in model.layers:
+        if by == "bound" and "another" in where:
+            layer.attention.bind(other(plan), comm, seed=4)
+
+    def backward() -> None:
+        with seqpar.parallel(other(plan), comm, seed=4) if "another" in where else nullcontext():
+            loss.backward()
+
+    in_a_thread(backward) if "thread" in where else backward()
+    return result(model, logits, loss, plan.layout.tokens(comm.rank))
+
+
+def dropping() -> Decoder:
+    return decoder({"dropout": 0.3, "window": (5, None)}, {"dropout": 0.2})
+
+
+@pytest.mark.parametrize("where", WHERE)
+@pytest.mark.parametrize("by", BY)
+@pytest.mark.parametrize("reentrant", [False, True])
+def test_gradients_are_those_without_a_checkpoint(reentrant, by, where) -> None:
+    plan = plan_of(2)
+    make = dropping if by in ("surrounding", "bound") else decoder
+    results = run_threads(2, step, plan, checkpointed(reentrant), by, where, make)
+    assert_together(plan, results, one_process(plan, make))
+
+
+def nested(layer: nn.Module, *arguments: object) -> Tensor:
+    """Checkpoints of both kinds in each other."""
+
+    def inner(x: Tensor, *rest: object) -> Tensor:
+        return checkpoint(layer, x.sin(), *rest, use_reentrant=False) + x
+
+    return checkpoint(lambda *x: checkpoint(inner, *x, use_reentrant=True).cos(), *arguments, use_reentrant=False)
+
+
+def unnested(layer: nn.Module, x: Tensor, *rest: object) -> Tensor:
+    return (layer(x.sin(), *rest) + x).cos()
+
+
+@pytest.mark.parametrize("where", WHERE)
+def test_checkpoints_in_checkpoints(where) -> None:
+    plan = plan_of(2)
+    expected = step(LocalComm(), Plan(plan.mask, Layout.contiguous(28, 1)), unnested, "surrounding", "inside", dropping)
+    results = run_threads(2, step, plan, nested, "surrounding", where, dropping)
+    assert_together(plan, results, expected)
+
+
+def test_processes() -> None:
+    plan = plan_of(2)
+    for reentrant in (False, True):
+        results = run_processes(2, on_a_process, plan, reentrant)
+        assert_together(plan, results, one_process(plan, dropping))
+
+
+def on_a_process(comm: Comm, plan: Plan, reentrant: bool) -> Any:
+    return step(comm, plan, checkpointed(reentrant), "surrounding", "under another plan", dropping)
+
+
+class Whole(torch.autograd.Function):
+    """What libraries write to recompute on their own: a checkpoint that is nobody's."""
+
+    @staticmethod
+    def forward(ctx: Any, run: Callable[[Tensor], Tensor], x: Tensor) -> Tensor:
+        ctx.run = run
+        ctx.save_for_backward(x)
+        with torch.no_grad():
+            return run(x)
+
+    @staticmethod
+    def backward(ctx: Any, dout: Tensor) -> tuple[Tensor | None, ...]:
+        (x,) = (x.detach().requires_grad_() for x in ctx.saved_tensors)
+        with torch.enable_grad():
+            ctx.run(x).backward(dout)
+        return None, x.grad
+
+
+@pytest.mark.parametrize("where", WHERE)
+def test_functions_of_others_that_recompute(where) -> None:
+    plan = plan_of(1)
+
+    def run(layer: nn.Module, x: Tensor, *rest: Tensor) -> Tensor:
+        return Whole.apply(lambda x: layer(x, *rest), x)
+
+    assert_together(plan, [step(LocalComm(), plan, run, "surrounding", where, dropping)], one_process(plan, dropping))
+
+
+# --- what cannot be right ---------------------------------------------------------------------------------------------
+
+
+class Unknown(torch.autograd.Function):
+    """A checkpoint whose stack shows no context in forward."""
+
+    @staticmethod
+    def forward(run: Callable[[Tensor], Tensor], x: Tensor) -> Tensor:
+        return run(x)
+
+    @staticmethod
+    def setup_context(ctx: Any, inputs: tuple[Any, ...], output: Tensor) -> None:
+        ctx.run, x = inputs
+        ctx.save_for_backward(x)
+
+    backward = Whole.backward
+
+
+def rows_of(plan: Plan) -> Tensor:
+    g = torch.Generator().manual_seed(1)
+    return torch.randn(plan.mask.tokens, 2, 4, dtype=torch.float64, generator=g).requires_grad_()
+
+
+def test_a_recomputation_that_is_not_known_is_refused() -> None:
+    (plan, comm), layer = (plan_of(1), LocalComm()), Attention()
+    x = rows_of(plan)
+    with seqpar.parallel(plan, comm):
+        out = Unknown.apply(lambda x: layer(x, x, x), x)
+        with pytest.raises(RuntimeError, match="something that recomputes and is not known to seqpar"):
+            out.sum().backward()
+
+    class Block(nn.Module):
+        def forward(self, x: Tensor) -> Tensor:
+            return layer(x, x, x)
+
+    block = composable(Block())
+    with seqpar.parallel(plan, comm):
+        out = block(x)
+        with pytest.raises(RuntimeError, match="something that recomputes and is not known to seqpar"):
+            out.sum().backward()
+    out = Unknown.apply(lambda x: layer(x, x, x, plan, comm), x)
+    out.sum().backward()
+
+
+@pytest.mark.parametrize("reentrant", [False, True])
+def test_a_plan_given_anew_is_noticed(reentrant) -> None:
+    """A closure that leads to another plan by the time of backward, the same shapes and all."""
+    (plan, comm), x = (plan_of(1), LocalComm()), rows_of(plan_of(1))
+    for call in (seqpar.attention, Attention(), torch.compile(seqpar.attention, backend="aot_eager")):
+        now = [seqpar.bind(plan, comm)]
+        out = checkpoint(lambda x, call=call, now=now: call(x, x, x, *now), x, use_reentrant=reentrant)
+        now[0] = seqpar.bind(other(plan), comm)
+        with pytest.raises(RuntimeError, match="an attention call is recomputed with Plan.*but in forward none had"):
+            out.sum().backward()
+
+
+@pytest.mark.parametrize("reentrant", [False, True])
+def test_one_layer_under_two_plans_in_one_checkpoint(reentrant) -> None:
+    (plan, comm), x, layer = (plan_of(1), LocalComm()), rows_of(plan_of(1)), Attention()
+
+    def twice(x: Tensor) -> Tensor:
+        with seqpar.parallel(plan, comm):
+            y = layer(x, x, x)
+        with seqpar.parallel(other(plan), comm):
+            return layer(y, y, y)
+
+    with pytest.raises(RuntimeError, match="under several plans in one checkpointed region"):
+        checkpoint(twice, x, use_reentrant=reentrant).sum().backward()
+
+
+# --- compiled ---------------------------------------------------------------------------------------------------------
+
+
+@pytest.fixture(autouse=True)
+def fresh() -> Any:
+    torch._dynamo.reset()
+    yield
+    torch._dynamo.reset()
+
+
+@pytest.mark.parametrize("reentrant", [False, True])
+@pytest.mark.parametrize("by", ["surrounding", "bound", "handle"])
+def test_compiled_layers_in_checkpoints(reentrant, by) -> None:
+    """Re-bound, or under another plan, before backward."""
+    plan, options = plan_of(1), {} if by == "handle" else {"dropout": 0.3, "window": (5, None)}
+
+    def make() -> Decoder:
+        model = decoder(options)
+        model.layers[0].compile(backend="aot_eager", fullgraph=True)
+        return model
+
+    found = step(LocalComm(), plan, checkpointed(reentrant), by, "thread under another plan", make)
+    assert_together(plan, [found], one_process(plan, lambda: decoder(options)))
+
+
+@pytest.mark.parametrize("by", ["surrounding", "bound", "handle"])
+@pytest.mark.parametrize("options", [{}, {"context_fn": save_attention}])
+def test_checkpoints_in_a_compiled_model(by, options) -> None:
+    """Each layer is recomputed by the compiled backward, the last one first."""
+    plan = plan_of(1)
+    make = dropping if by != "handle" else decoder
+
+    def compiled() -> Any:
+        model = make()
+        eager, run = model.forward, checkpointed(False, **options)
+        forward = torch.compile(lambda *x: eager(*x, run=run), backend="aot_eager", fullgraph=True)
+        model.forward = lambda *x, run: forward(*x)
+        return model
+
+    found = step(LocalComm(), plan, nn.Module.__call__, by, "under another plan", compiled)
+    assert_together(plan, [found], one_process(plan, make))
+
+
+# --- frozen layers ----------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("reentrant", [False, True])
+def test_attention_that_needs_no_gradient_is_recomputed_under_its_plan(reentrant) -> None:
+    """Nothing of it is in the graph, yet what comes after it in the checkpoint depends on it."""
+    (plan, comm), layer, linear = (plan_of(1), LocalComm()), Attention(), nn.Linear(4, 1).double()
+    x, seen = rows_of(plan).detach(), torch.zeros((), dtype=torch.float64, requires_grad=True)
+
+    def region(x: Tensor, seen: Tensor) -> Tensor:
+        return linear(layer(x, x, x)) + seen
+
+    def grad(around: Any, run: Callable[..., Tensor]) -> Tensor:
+        linear.zero_grad()
+        with seqpar.parallel(plan, comm):
+            out = run(x, seen).square().sum()
+        with around:
+            out.backward()
+        return linear.weight.grad.clone()
+
+    expected = grad(nullcontext(), region)
+    around = seqpar.parallel(other(plan), comm)
+    got = grad(around, lambda *x: checkpoint(region, *x, use_reentrant=reentrant))
+    torch.testing.assert_close(got, expected, rtol=1e-12, atol=1e-12)
+
+
+# --- save_attention ---------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("where", WHERE)
+@pytest.mark.parametrize("by", BY)
+def test_saved_attention_is_exact(by, where) -> None:
+    plan = plan_of(2)
+    make = dropping if by in ("surrounding", "bound") else decoder
+    results = run_threads(2, step, plan, checkpointed(False, context_fn=save_attention), by, where, make)
+    assert_together(plan, results, one_process(plan, make))
+
+
+def bytes_sent(comm: Comm, plan: Plan, run: Callable[..., Tensor]) -> int:
+    step(comm, plan, run, "surrounding", "inside", decoder)
+    return comm.stats.bytes_sent
+
+
+@pytest.mark.parametrize("ulysses", [1, 2])
+def test_saved_attention_is_not_communicated_again(ulysses) -> None:
+    plan = Plan(Mask([28]), Layout.zigzag([28], 2), ulysses=ulysses, transport="ring")
+    plain, again, saved = (
+        run_threads(2, bytes_sent, plan, run)
+        for run in (nn.Module.__call__, checkpointed(False), checkpointed(False, context_fn=save_attention))
+    )
+    assert plain == saved
+    assert all(more > once for more, once in zip(again, plain, strict=True))
