@@ -38,9 +38,8 @@ UNUSED = {
 
 
 class Forward(NamedTuple):
-    """What a forward pass knows besides the plan. seed: of attention dropout. make: the plan of a layer's rule."""
+    """What a forward pass knows besides the plan. make: the plan of a layer's rule."""
 
-    seed: int | None = None
     make: Callable[[Plan, Rule], Plan] = lambda plan, rule: planned(plan, rule)
     padded: bool = False  # whether a two-dimensional mask is known to be dealt with
 
@@ -101,10 +100,10 @@ def _mask(
             f"attention_mask {list(attention_mask.shape)} with zeros inside seqpar.parallel: the plan says what is "
             "seen; leave it out, or let seqpar.parallelize(model, comm) turn a padding mask into documents"
         )
-    return handle(state.make(around.plan, rule_of(function)), around.comm, state.seed)
+    return handle(state.make(around.plan, rule_of(function)), around.comm, around.seed)
 
 
-def handle(plan: Plan, comm: Comm, seed: int | None) -> Tensor:
+def handle(plan: Plan, comm: Comm, seed: int) -> Tensor:
     """The handle of a plan and a comm, with the seed of attention dropout beside them in its storage."""
     made = bind(plan, comm)
     made.untyped_storage()._seqpar_seed = seed  # type: ignore[attr-defined]
@@ -163,8 +162,8 @@ def _seed(module: nn.Module, mask: Tensor) -> int:
     seed, layer = getattr(mask.untyped_storage(), "_seqpar_seed", None), getattr(module, "layer_idx", None)
     if seed is None or layer is None:
         raise NotImplementedError(
-            f"attention dropout in {type(module).__name__} needs a seed for every batch, which seqpar.parallelize "
-            "derives for layers with a layer_idx; set the dropout of attention probabilities to 0"
+            f"attention dropout in {type(module).__name__} needs a seed for every batch and layer, and there is no "
+            "layer_idx, or its mask is a copy; set the dropout of attention probabilities to 0"
         )
     return int((seed + (layer + 1) * 0x9E3779B97F4A7C15) % 2**63)
 

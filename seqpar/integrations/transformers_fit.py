@@ -161,12 +161,17 @@ def _probed(model: PreTrainedModel, found: list[str]) -> Fit:
 
 @contextmanager
 def _quiet(model: nn.Module) -> Iterator[None]:
-    """No dropout, and no hook of anybody's at the model itself."""
+    """No dropout, and nothing compiled for a probe."""
     training = [module for module in model.modules() if module.training]
+    compiled = {module: module._compiled_call_impl for module in model.modules() if module._compiled_call_impl}
     model.eval()
+    for module in compiled:
+        module._compiled_call_impl = None
     try:
         yield
     finally:
+        for module, call in compiled.items():
+            module._compiled_call_impl = call
         for module in training:
             module.training = True
 
@@ -187,7 +192,7 @@ class _Probe:
         base = self.model.base_model
         hook = None if base is self.model else base.register_forward_hook(self._keep)
         try:
-            with parallel(plan, LocalComm()), forward(Forward(0, self._note, padded=True)):
+            with parallel(plan, LocalComm()), forward(Forward(self._note, padded=True)):
                 return self.model.forward(input_ids=ids[None], return_dict=True, **caching(self.model), **given)
         finally:
             if hook is not None:

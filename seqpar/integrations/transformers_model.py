@@ -176,15 +176,23 @@ class Parallel:
     @partial(torch.compiler.disable, recursive=False)
     def _forward(self, before: Callable[..., Any], args: tuple[Any, ...], named: dict[str, Any]) -> Any:
         call, own, rows = self._share(args, named)
-        state = Forward(self._seed + self._count * 0x632BE59BD9B4E019, _maker(own))
         hidden: list[Tensor] | None = [] if call.chunked else None
         self._hidden, kept = hidden, self._hidden
+        around = self._surround(own)
         try:
-            with parallel(own.plan, self.comm), forward(state):
-                out = before(**rows)
+            out = before(**rows)
         finally:
+            _leave(around)
             self._hidden = kept
         return self._home(call, own, out, hidden)
+
+    @uncompiled
+    def _surround(self, own: Share) -> ExitStack:
+        """What is around the model's own forward, entered."""
+        around = ExitStack()
+        around.enter_context(parallel(own.plan, self.comm, seed=self._seed + self._count * 0x632BE59BD9B4E019))
+        around.enter_context(forward(Forward(_maker(own))))
+        return around
 
     @uncompiled
     def _share(self, args: tuple[Any, ...], named: dict[str, Any]) -> tuple[_Call, Share, dict[str, Any]]:
@@ -301,6 +309,11 @@ class Parallel:
         if call.items is not None:
             return part
         return _Reported.apply(part, all_sum(part.detach(), self.comm) / self.average_over)  # type: ignore[no-any-return]
+
+
+@uncompiled
+def _leave(around: ExitStack) -> None:
+    around.close()
 
 
 class _Call(NamedTuple):

@@ -1,0 +1,396 @@
+"""What a parallel model gives besides its loss, how it is undone, recomputed and compiled, and who is left alone."""
+
+from __future__ import annotations
+
+import copy
+import threading
+from collections.abc import Iterator
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+from torch._dynamo.testing import CompileCounterWithBackend
+from transformers import AttentionInterface, AutoModel
+
+import seqpar
+from seqpar import Comm, Layout, LocalComm, Mask, Plan
+from seqpar.integrations import transformers as keys
+from seqpar.testing import run_threads
+from tests.integrations.models import (
+    PLANS,
+    batches,
+    build,
+    check,
+    holes,
+    kept,
+    largest,
+    logits_of,
+    on_ranks,
+    one_process,
+    packed,
+    padded,
+)  # fmt: skip
+
+
+def without_labels(batch: dict[str, Tensor]) -> dict[str, Tensor]:
+    return {name: x for name, x in batch.items() if name != "labels"}
+
+
+def generator(seed: int = 0) -> torch.Generator:
+    return torch.Generator().manual_seed(seed)
+
+
+# --- results ----------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("plan", PLANS)
+def test_a_document_does_not_know_of_another(plan: str) -> None:
+    model = build("llama").eval()
+    one = packed(generator(), [13, 21, 6])
+    other = without_labels(one) | {"input_ids": one["input_ids"].clone()}
+    other["input_ids"][0, 4] = other["input_ids"][0, 4] % 60 + 1
+
+    def rank(comm: Comm) -> tuple[Tensor, Tensor]:
+        own = copy.deepcopy(model)
+        with seqpar.parallelize(own, comm, source="replicated", plan=PLANS[plan]), torch.no_grad():
+            return own(**without_labels(one)).logits, own(**other).logits
+
+    for a, b in run_threads(3, rank):
+        assert torch.equal(a[:, 13:], b[:, 13:]) and torch.equal(a[:, :4], b[:, :4])
+        assert not torch.equal(a[:, 4:13], b[:, 4:13])
+
+
+def test_float64_is_as_exact_as_the_model_lets_it_be() -> None:
+    """Its norms and softmax are of fp32, the loss is not: what is left of them is far below fp32's rounding."""
+    model, every = build("llama").double(), batches("packed", 3)
+    check(run_threads(3, on_ranks, model, every), one_process(model, every, True), every, tolerance=1e-6)
+
+
+def test_hidden_states_embeddings_and_tuples() -> None:
+    model = build("llama").eval()
+    batch = padded(generator(), [9, 5], left=True)
+    embedded = model.get_input_embeddings()(batch["input_ids"]).detach()
+    expected = model(**without_labels(batch), output_hidden_states=True)
+
+    def rank(comm: Comm) -> Any:
+        own = copy.deepcopy(model)
+        with seqpar.parallelize(own, comm, source="replicated"), torch.no_grad():
+            found = own(
+                inputs_embeds=embedded, attention_mask=batch["attention_mask"], output_hidden_states=True,
+                return_dict=False, use_cache=False,
+            )  # fmt: skip
+        return found
+
+    at = kept(batch)
+    for logits, states in run_threads(2, rank):
+        torch.testing.assert_close(logits[at], expected.logits[at], rtol=1e-5, atol=1e-5)
+        for state, whole in zip(states, expected.hidden_states, strict=True):
+            torch.testing.assert_close(state[at], whole[at], rtol=1e-5, atol=1e-5)
+
+
+def test_a_base_model_and_gradients_of_embeddings() -> None:
+    model = build("qwen3").model
+    batch = packed(generator(), [7, 12])
+    embedded = model.get_input_embeddings()(batch["input_ids"]).detach().requires_grad_()
+    parts = [
+        model(inputs_embeds=embedded[:, a:b], position_ids=torch.arange(b - a)[None]).last_hidden_state
+        for a, b in ((0, 7), (7, 19))
+    ]
+    weights = torch.randn(1, 19, 32, generator=generator())
+    (expected,) = torch.autograd.grad((torch.cat(parts, 1) * weights).sum(), embedded)
+
+    def rank(comm: Comm) -> tuple[Tensor, Tensor]:
+        own = copy.deepcopy(model)
+        given = embedded.detach().clone().requires_grad_()
+        if comm.rank:  # the other rank brings a document of its own, and says nothing of it
+            given, at, weight = given[:, :3], torch.arange(3)[None], 0.0 * weights[:, :3]
+        else:
+            at, weight = batch["position_ids"], weights
+        with seqpar.parallelize(own, comm):
+            out = own(inputs_embeds=given, position_ids=at).last_hidden_state
+            (grad,) = torch.autograd.grad((out * weight).sum(), given)
+        return out.detach(), grad
+
+    (out, grad), (_, zero) = run_threads(2, rank)
+    torch.testing.assert_close(out, torch.cat(parts, 1).detach(), rtol=1e-5, atol=1e-5)
+    assert (grad - expected).abs().max() <= 1e-5 * expected.abs().max()
+    assert not zero.any()
+
+
+def test_evaluation_with_labels_and_training_with_logits() -> None:
+    model, every = build("llama"), batches("right", 2)
+    expected = one_process(model, every, True)
+
+    def rank(comm: Comm) -> Any:
+        own, batch = copy.deepcopy(model), every[comm.rank]
+        with seqpar.parallelize(own, comm, logits=True):
+            trained = own(**batch)
+        with seqpar.parallelize(own, comm):
+            short = own(**batch)
+            own.eval()
+            evaluated = own(**batch)
+        return trained, short, evaluated
+
+    for (trained, short, evaluated), batch, whole in zip(run_threads(2, rank), every, expected.logits, strict=True):
+        assert short.logits is None
+        for out in (trained, evaluated):
+            torch.testing.assert_close(out.logits[kept(batch)], whole[kept(batch)], rtol=1e-5, atol=1e-5)
+        for out in (trained, short, evaluated):
+            assert abs(float(out.loss) - float(expected.loss)) <= 1e-6 * float(expected.loss)
+
+
+def test_a_loss_of_ones_own_from_ones_own_logits() -> None:
+    model, every = build("llama"), batches("packed", 2)
+    expected = one_process(model, every, True)
+    valid = sum(int((batch["labels"][:, 1:] != -100).sum()) for batch in every)
+
+    def rank(comm: Comm) -> dict[str, Tensor]:
+        own, batch = copy.deepcopy(model), every[comm.rank]
+        with seqpar.parallelize(own, comm):
+            logits = own(**without_labels(batch)).logits[0, :-1]
+            torch.nn.functional.cross_entropy(logits, batch["labels"][0, 1:], reduction="sum").div(valid).backward()
+        return {name: p.grad for name, p in own.named_parameters()}
+
+    found = run_threads(2, rank)
+    for name, whole in expected.grads.items():
+        worst = (sum(grads[name] for grads in found) - whole).abs().max()
+        assert worst <= 1e-5 * max(float(whole.abs().max()), 0.1 * largest(expected.grads))
+
+
+def test_what_wrappers_average_and_what_trainer_counts() -> None:
+    model, every = build("llama"), batches("left", 2)
+    whole = one_process(model, every, True)
+    valid = sum(int((batch["labels"][:, 1:] != -100).sum()) for batch in every)
+
+    def rank(comm: Comm) -> list[tuple[float, Tensor]]:
+        found = []
+        for options, more in (({"average_over": 2}, {}), ({}, {"num_items_in_batch": torch.tensor(4 * valid)})):
+            own = copy.deepcopy(model)
+            with seqpar.parallelize(own, comm, **options):
+                loss = own(**every[comm.rank], **more).loss
+                loss.backward()
+            found.append((float(loss.detach()), own.lm_head.weight.grad))
+        return found
+
+    (averaged, part), (averaged_too, part_too) = run_threads(2, rank)
+    expected = float(whole.loss)
+    assert averaged[0] == averaged_too[0] and abs(averaged[0] - expected) <= 1e-6 * expected
+    torch.testing.assert_close((averaged[1] + averaged_too[1]) / 2, whole.grads["lm_head.weight"], rtol=1e-4, atol=1e-7)
+    assert abs(4 * (part[0] + part_too[0]) - expected) <= 1e-6 * expected
+    torch.testing.assert_close(4 * (part[1] + part_too[1]), whole.grads["lm_head.weight"], rtol=1e-4, atol=1e-7)
+
+
+def test_the_same_pairs_are_dropped_on_any_number_of_ranks() -> None:
+    model = build("llama", attention_dropout=0.5)
+    batch = packed(generator(), [11, 23])
+    torch.manual_seed(5)
+
+    def rank(comm: Comm) -> list[float]:
+        own = copy.deepcopy(model)
+        with seqpar.parallelize(own, comm, source="replicated", plan=PLANS["ring"]):
+            return [float(own(**batch).loss.detach()) for _ in range(2)]
+
+    (alone,) = run_threads(1, rank)
+    assert abs(alone[0] - alone[1]) > 1e-4, "another batch, other pairs"
+    for losses in run_threads(3, rank):
+        assert losses == pytest.approx(alone, rel=1e-6)
+
+
+# --- before and after -------------------------------------------------------------------------------------------------
+
+
+def test_undo_leaves_the_very_model_and_nobody_else_is_touched() -> None:
+    model = build("gemma3").eval()
+    other = type(model)(model.config).eval()  # of the same config object
+    batch = without_labels(padded(generator(), [9, 5], left=False))
+    before = {name: dict(module.__dict__) for name, module in model.named_modules()}
+    config, values = model.config, model.config.to_dict()
+    expected = [m(**batch).logits.detach() for m in (model, other)]
+    with seqpar.parallelize(model, LocalComm()) as handle:
+        assert model.config is not config and other.config is config and config._attn_implementation == "eager"
+        assert torch.equal(other(**batch).logits, expected[1])
+        assert model.config.to_dict() == values
+        model.config.use_cache = False  # what others set meanwhile stays
+        with pytest.raises(ValueError, match="parallel already"):
+            seqpar.parallelize(model, LocalComm())
+        with handle.local():
+            assert torch.equal(model(**batch).logits, expected[0])
+        inside = model(**batch)
+    assert inside.past_key_values is None
+    assert model.config is config and config.use_cache is False
+    config.use_cache = True
+    for name, module in model.named_modules():
+        after = dict(module.__dict__)
+        assert after.keys() == before[name].keys(), name
+        assert all(after[key] is before[name][key] or after[key] == before[name][key] for key in after), name
+    assert torch.equal(model(**batch).logits, expected[0])
+    handle.undo()
+
+
+def test_a_forward_that_somebody_wraps_meanwhile_keeps_working() -> None:
+    model = build("llama").eval()
+    batch = without_labels(padded(generator(), [9, 5], left=False))
+    expected = model(**batch).logits.detach()
+    handle = seqpar.parallelize(model, LocalComm())
+    ours = model.forward
+    model.forward = lambda **given: ours(**given)
+    assert torch.allclose(model(**batch).logits[kept(batch)], expected[kept(batch)], atol=1e-5)
+    handle.undo()
+    assert torch.equal(model(**batch).logits, expected)
+
+
+def test_generate_on_one_rank_and_on_no_more() -> None:
+    model = build("gpt-oss").eval()
+    ids = packed(generator(), [7])["input_ids"]
+    options = {"max_new_tokens": 5, "do_sample": False}
+    expected = model.generate(ids, **options)
+    with seqpar.parallelize(model, LocalComm()):
+        assert torch.equal(model.generate(ids, **options), expected)
+
+    def rank(comm: Comm) -> None:
+        own = copy.deepcopy(model)
+        with seqpar.parallelize(own, comm), pytest.raises(NotImplementedError, match="generate on 2 ranks"):
+            own.generate(ids)
+
+    run_threads(2, rank)
+
+
+def test_the_registrations_can_be_undone() -> None:
+    keys.unregister()
+    try:
+        assert keys.KEY not in AttentionInterface()
+        with pytest.raises(ValueError, match="seqpar"):
+            AutoModel.from_config(build("llama").config, attn_implementation=keys.KEY)
+    finally:
+        keys.register()
+    assert keys.KEY in AttentionInterface()
+
+
+def test_in_place_keeps_the_name_and_serves_both() -> None:
+    model, every = build("mistral"), batches("left", 2)
+    model.set_attn_implementation("sdpa")
+    before = AttentionInterface()["sdpa"]
+    other = copy.deepcopy(model).eval()
+    expected = logits_of(other, every[0])
+
+    def rank(comm: Comm) -> Any:
+        own = copy.deepcopy(model)
+        with seqpar.parallelize(own, comm, in_place=True):
+            assert own.config._attn_implementation == "sdpa" and AttentionInterface()["sdpa"] is not before
+            assert torch.equal(logits_of(other, every[0]), expected)
+            loss = own(**every[comm.rank]).loss
+            loss.backward()
+            own.eval()
+            with torch.no_grad():
+                logits = own(**without_labels(every[comm.rank])).logits
+        return loss.detach(), logits, {name: p.grad for name, p in own.named_parameters()}
+
+    check(run_threads(2, rank), one_process(model, every, True), every)
+    assert AttentionInterface()["sdpa"] is before
+    with pytest.raises(ValueError, match="in place of 'eager'"):
+        seqpar.parallelize(build("llama"), LocalComm(), in_place=True)
+
+
+# --- recomputation and compilation ------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("where", ["inside", "outside", "thread"])
+@pytest.mark.parametrize("reentrant", [True, False])
+def test_layers_are_recomputed_wherever_backward_runs(reentrant: bool, where: str) -> None:
+    """With rows and a plan of one's own, where there is a block to be inside of."""
+    model = build("gemma3")
+    model.set_attn_implementation(keys.KEY)
+    lengths, ranks = [14, 5, 20], 3
+    ids = packed(generator(), lengths)["input_ids"][0]
+    plan = Plan(Mask(lengths), Layout.zigzag(lengths, ranks), transport="ring").padded()
+
+    def rank(comm: Comm, checkpointed: bool) -> list[Tensor]:
+        own = copy.deepcopy(model)
+        if checkpointed:
+            own.gradient_checkpointing_enable({"use_reentrant": reentrant})
+        rows = {
+            "input_ids": seqpar.shard(ids, plan, comm.rank)[None], "use_cache": False,
+            "position_ids": torch.from_numpy(plan.rope_positions(comm.rank))[None],
+        }  # fmt: skip
+        with seqpar.parallel(plan, comm):
+            loss = own(**rows).logits.square().sum()
+            if checkpointed and where == "inside":
+                loss.backward()
+        if not checkpointed or where == "outside":
+            loss.backward()
+        elif where == "thread":
+            failed: list[BaseException] = []
+
+            def back() -> None:
+                try:
+                    with torch.autograd.set_multithreading_enabled(False):
+                        loss.backward()
+                except BaseException as error:
+                    failed.append(error)
+
+            thread = threading.Thread(target=back)
+            thread.start()
+            thread.join()
+            if failed:
+                raise failed[0]
+        return [p.grad for p in own.parameters()]
+
+    for found, expected in zip(run_threads(ranks, rank, True), run_threads(ranks, rank, False), strict=True):
+        assert all(torch.equal(a, b) for a, b in zip(found, expected, strict=True))
+
+
+@pytest.mark.parametrize("reentrant", [True, False])
+def test_a_parallel_model_is_recomputed_too_and_another_batch_may_come_between(reentrant: bool) -> None:
+    model, every, others = build("llama"), batches("mixed", 2), batches("left", 2)
+
+    def rank(comm: Comm) -> Any:
+        own, batch = copy.deepcopy(model), every[comm.rank]
+        own.gradient_checkpointing_enable({"use_reentrant": reentrant})
+        with seqpar.parallelize(own, comm):
+            loss = own(**batch).loss
+            own(**others[comm.rank])
+            loss.backward()
+            own.eval()
+            with torch.no_grad():
+                logits = own(**without_labels(batch)).logits
+        return loss.detach(), logits, {name: p.grad for name, p in own.named_parameters()}
+
+    check(run_threads(2, rank), one_process(model, every, True), every)
+
+
+@pytest.fixture
+def fresh() -> Iterator[None]:
+    """No graph of another test."""
+    torch._dynamo.reset()
+    yield
+    torch._dynamo.reset()
+
+
+@pytest.mark.usefixtures("fresh")
+def test_a_decoder_layer_is_one_graph_for_all_batches() -> None:
+    model = build("mistral")
+    reference = copy.deepcopy(model)
+    counter = CompileCounterWithBackend("aot_eager")
+    model.model.layers[0].compile(fullgraph=True, backend=counter)
+    with seqpar.parallelize(model, LocalComm()), seqpar.parallelize(reference, LocalComm()):
+        for n in range(21):
+            batch = holes(generator(n), 17 + n) if n % 3 == 1 else packed(generator(n), [5 + n, 20 - n // 2, 3])
+            for each in (model, reference):
+                each.zero_grad()
+                each(**batch).loss.backward()
+    assert counter.frame_count <= 2, "compiled once, and at most once more over 20 batches after the first"
+    for a, b in zip(model.parameters(), reference.parameters(), strict=True):
+        torch.testing.assert_close(a.grad, b.grad, rtol=1e-4, atol=1e-6)
+
+
+@pytest.mark.usefixtures("fresh")
+def test_a_whole_model_can_be_compiled() -> None:
+    model, batch = build("llama", num_hidden_layers=1), padded(generator(), [9, 14], left=True)
+    reference = copy.deepcopy(model)
+    with seqpar.parallelize(model, LocalComm()), seqpar.parallelize(reference, LocalComm()):
+        compiled = torch.compile(model, backend="eager")
+        for each in (compiled, reference):
+            each(**batch).loss.backward()
+    for a, b in zip(model.parameters(), reference.parameters(), strict=True):
+        torch.testing.assert_close(a.grad, b.grad, rtol=1e-4, atol=1e-6)

@@ -1,0 +1,241 @@
+"""What cannot be right on several ranks is refused by name: models when they are made parallel, batches when given."""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+import transformers
+from torch import Tensor, nn
+from transformers import PreTrainedModel
+
+import seqpar
+from seqpar import Comm, Layout, LocalComm, Mask, Plan
+from seqpar.integrations import transformers as keys
+from seqpar.testing import run_threads
+from tests.integrations.models import SIZES, build, padded
+
+TINY = {"vocab_size": 61, "hidden_size": 32, "num_hidden_layers": 2, "num_attention_heads": 4}
+SMALL = {"d_model": 32, "encoder_layers": 1, "decoder_layers": 1, "encoder_ffn_dim": 32, "decoder_ffn_dim": 32}
+
+
+def made(model: str, config: str, **sizes: Any) -> Callable[[], PreTrainedModel]:
+    """A tiny model of these classes, made when it is called."""
+    return lambda: getattr(transformers, model)(getattr(transformers, config)(**sizes))
+
+
+def with_layer(model: PreTrainedModel, layer: nn.Module) -> PreTrainedModel:
+    """A Llama with something else for its first activation."""
+    model.model.layers[0].mlp.act_fn = layer
+    return model
+
+
+class Shifted(nn.Module):
+    """Mixes a token with the one before."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        return x + 0.1 * x.roll(1, 1)
+
+
+class Biased(nn.Module):
+    """Adds to scores what nobody but the eager function of a model sees."""
+
+    def __init__(self, attention: nn.Module) -> None:
+        super().__init__()
+        self.attention = attention
+
+    def forward(self, *args: Any, **named: Any) -> Any:
+        return self.attention(*args, **named, position_bias=torch.ones(1))
+
+
+def biased() -> PreTrainedModel:
+    model = build("llama")
+    model.model.layers[0].self_attn = Biased(model.model.layers[0].self_attn)
+    return model
+
+
+def scaled_loss() -> PreTrainedModel:
+    model = build("llama")
+    model.loss_function = lambda **named: named["logits"].square().mean()
+    return model
+
+
+def on_meta() -> PreTrainedModel:
+    return build("llama").to("meta")
+
+
+LLAMA = SIZES | {"rope_parameters": {"rope_theta": 1e4, "factor": 2.0}}
+MODELS: dict[str, tuple[Callable[[], PreTrainedModel], str]] = {
+    "Mamba": (made("MambaForCausalLM", "MambaConfig", **TINY | {"num_attention_heads": None}), "carries a state"),
+    "RecurrentGemma": (
+        made("RecurrentGemmaForCausalLM", "RecurrentGemmaConfig", **TINY, intermediate_size=48, lru_width=32),
+        "carries a state",
+    ),
+    "Qwen3-Next": (
+        made(
+            "Qwen3NextForCausalLM", "Qwen3NextConfig", **TINY, num_key_value_heads=2, head_dim=8, intermediate_size=40,
+            moe_intermediate_size=16, shared_expert_intermediate_size=16, num_experts=4, linear_num_value_heads=4,
+            linear_num_key_heads=2, linear_key_head_dim=8, linear_value_head_dim=8,
+            layer_types=["linear_attention", "full_attention"],
+        ),
+        "layers of types .'linear_attention'",
+    ),
+    "encoder and decoder": (
+        made(
+            "BartForConditionalGeneration", "BartConfig", vocab_size=61, **SMALL, encoder_attention_heads=4,
+            decoder_attention_heads=4,
+        ),
+        "cross-attention",
+    ),
+    "trigrams": (
+        made(
+            "MobileBertForMaskedLM", "MobileBertConfig", **TINY, embedding_size=16, intermediate_size=32,
+            intra_bottleneck_size=32,
+        ),
+        "tokens meet outside its attention",
+    ),
+    "position bias": (made("BloomForCausalLM", "BloomConfig", vocab_size=61, hidden_size=32, n_layer=1, n_head=4),
+        "does not go through transformers' AttentionInterface"),
+    "images": (
+        made("ViTForImageClassification", "ViTConfig", **TINY, intermediate_size=40, image_size=16, patch_size=8),
+        "computes pixel_values",
+    ),
+    "pooled": (
+        made("LlamaForSequenceClassification", "LlamaConfig", **SIZES), "none has a row for every token"
+    ),
+    "pooler": (made("BertModel", "BertConfig", **TINY, intermediate_size=40), "also returns pooler_output"),
+    "LayerDrop": (
+        made(
+            "OPTForCausalLM", "OPTConfig", vocab_size=61, hidden_size=32, ffn_dim=40, word_embed_proj_dim=32,
+            num_hidden_layers=1, num_attention_heads=4, layerdrop=0.1,
+        ),
+        "layerdrop=0.1",
+    ),
+    "balance loss": (lambda: build("gpt-oss", output_router_logits=True), "output_router_logits=True"),
+    "weights": (lambda: build("llama", output_attentions=True), "output_attentions=True"),
+    "dynamic rotary": (
+        made("LlamaForCausalLM", "LlamaConfig", **LLAMA | {"rope_parameters": LLAMA["rope_parameters"] | {
+            "rope_type": "dynamic"}}),
+        "longest position",
+    ),
+    "batch norm": (lambda: with_layer(build("llama"), nn.BatchNorm1d(40)), "other tokens or the batch: BatchNorm1d"),
+    "convolution": (lambda: with_layer(build("llama"), nn.Conv1d(40, 40, 3)), "see other tokens or the batch: Conv1d"),
+    "shifts": (lambda: with_layer(build("llama"), Shifted()), "tokens meet outside its attention"),
+    "other arguments": (biased, "hands position_bias to its attention"),
+    "both directions": (lambda: build("gemma3", use_bidirectional_attention=True), "the mask function .*or_masks"),
+    "no weights": (on_meta, "parallelize before fully_shard and after loading"),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("name", MODELS)
+def test_models_are_refused_by_name_and_left_as_they_were(name: str) -> None:
+    make, message = MODELS[name]
+    model = make()
+    config, before = model.config, model.config._attn_implementation
+    with pytest.raises(NotImplementedError, match=message):
+        seqpar.parallelize(model, LocalComm())
+    assert model.config is config and config._attn_implementation == before
+    assert "forward" not in model.__dict__ and not hasattr(model, "_seqpar")
+
+
+BATCH = padded(torch.Generator().manual_seed(3), [9, 5], left=False)
+IDS = BATCH["input_ids"]
+CALLS: dict[str, tuple[dict[str, Any], type[Exception], str]] = {
+    "a mask of pairs": ({"attention_mask": torch.ones(2, 1, 9, 9)}, NotImplementedError, "attention_mask"),
+    "documents in a mask": ({"attention_mask": BATCH["attention_mask"] * 2}, ValueError, "0 or 1"),
+    "weights": ({"output_attentions": True}, NotImplementedError, "output_attentions"),
+    "a cache": ({"use_cache": True}, NotImplementedError, "use_cache"),
+    "past keys": ({"past_key_values": transformers.DynamicCache()}, NotImplementedError, "past_key_values"),
+    "a static cache": (
+        {"past_key_values": transformers.StaticCache(config=build("llama").config, max_cache_len=16)},
+        NotImplementedError,
+        "past_key_values",
+    ),
+    "some logits": ({"logits_to_keep": 1}, NotImplementedError, "logits_to_keep"),
+    "router logits": ({"output_router_logits": True}, NotImplementedError, "output_router_logits"),
+    "heads masked": ({"head_mask": torch.ones(2, 4)}, NotImplementedError, "head_mask"),
+    "cross-attention": ({"encoder_hidden_states": torch.ones(2, 9, 32)}, NotImplementedError, "encoder_hidden_states"),
+    "position bias": ({"position_bias": torch.ones(1)}, NotImplementedError, "position_bias"),
+    "anything else": ({"never_heard_of": 1}, NotImplementedError, "never_heard_of"),
+    "a label on a pad": ({"labels": IDS}, ValueError, "one device would count it"),
+    "positions of three kinds": ({"position_ids": torch.zeros(3, 2, 9).long()}, NotImplementedError, "position_ids"),
+    "a count of one rank": ({"num_items_in_batch": 3}, ValueError, "labels that count"),
+}
+
+
+def errors(comm: Comm, model: PreTrainedModel, batches: list[dict[str, Any]], options: dict[str, Any]) -> Exception:
+    """What a rank's call raises."""
+    own = copy.deepcopy(model)
+    with seqpar.parallelize(own, comm, **options), pytest.raises(Exception) as raised:
+        own(**batches[comm.rank])
+    return raised.value
+
+
+@pytest.mark.parametrize("name", CALLS)
+def test_batches_are_refused_on_every_rank(name: str) -> None:
+    more, kind, message = CALLS[name]
+    batch = BATCH | more
+    for error in run_threads(2, errors, build("llama"), [batch, batch], {}):
+        assert isinstance(error, kind) and message in str(error), error
+
+
+def test_a_rank_that_differs_is_named_on_every_rank() -> None:
+    model = build("llama")
+    without = {name: x for name, x in BATCH.items() if name != "labels"}
+    for batches in ([BATCH, without], [BATCH, BATCH | {"never_heard_of": 1}], [BATCH, BATCH | {"labels": IDS}]):
+        found = run_threads(2, errors, model, batches, {})
+        assert all(isinstance(error, (ValueError, NotImplementedError)) for error in found), found
+        assert "rank 1" in str(found[0])
+
+
+def test_who_counts_the_items_scales_for_wrappers_too() -> None:
+    batch = BATCH | {"num_items_in_batch": 100}
+    for error in run_threads(2, errors, build("llama"), [batch, batch], {"average_over": 2}):
+        assert isinstance(error, ValueError) and "average_over=2" in str(error)
+
+
+def test_positions_that_a_model_counts_itself_must_be_given() -> None:
+    sizes = {"vocab_size": 61, "hidden_size": 32, "ffn_dim": 40, "word_embed_proj_dim": 32, "num_hidden_layers": 1}
+    model = made("OPTForCausalLM", "OPTConfig", **sizes, num_attention_heads=4, dropout=0.0)()
+    batch = padded(torch.Generator().manual_seed(3), [9, 5], left=True)
+    at = (batch["attention_mask"].cumsum(1) - 1).clamp(min=0)
+    expected = float(model(**batch).loss)
+    with seqpar.parallelize(model, LocalComm()):
+        with pytest.raises(NotImplementedError, match="counts its positions itself"):
+            model(**batch)
+        assert float(model(**batch, position_ids=at).loss) == pytest.approx(expected, rel=1e-6)
+
+
+def test_a_loss_that_is_not_over_tokens_is_left_to_its_owner() -> None:
+    model = scaled_loss()
+    with seqpar.parallelize(model, LocalComm()):
+        with pytest.raises(NotImplementedError, match="labels for LlamaForCausalLM: its loss <lambda> is not a mean"):
+            model(**BATCH)
+        assert model(input_ids=IDS).logits.shape == (2, 9, 61)
+
+
+def test_what_is_no_model_of_theirs_is_refused() -> None:
+    with pytest.raises(NotImplementedError, match="give sdpa=True"):
+        seqpar.parallelize(nn.Linear(2, 2), LocalComm())
+    with pytest.raises(TypeError, match="no_option"):
+        seqpar.parallelize(build("llama"), LocalComm(), no_option=1)
+
+
+def test_rows_of_ones_own_without_a_plan_or_in_several_rows() -> None:
+    model = build("llama")
+    model.set_attn_implementation(keys.KEY)
+    with pytest.raises(RuntimeError, match="no plan surrounds"):
+        model(input_ids=IDS)
+    plan = Plan(Mask([9, 9]), Layout.contiguous(18, 1))
+    with seqpar.parallel(plan, LocalComm()):
+        with pytest.raises(NotImplementedError, match="2 rows of 9 queries"):
+            model(input_ids=IDS)
+        with pytest.raises(NotImplementedError, match="with zeros inside seqpar.parallel"):
+            model(input_ids=IDS.view(1, 18), attention_mask=BATCH["attention_mask"].view(1, 18))
+        with pytest.raises(NotImplementedError, match="which is not seqpar's"):
+            model(input_ids=IDS.view(1, 18), attention_mask=torch.ones(1, 1, 18, 18))
+        with pytest.raises(ValueError, match="must have 18 rows"):
+            model(input_ids=IDS[:1])
