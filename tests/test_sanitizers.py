@@ -14,11 +14,11 @@ ROOT = Path(__file__).parent.parent
 
 
 @pytest.mark.skipif(not shutil.which("c++"), reason="no C++ compiler")
-@pytest.mark.timeout(1200)
+@pytest.mark.timeout(1800)
 def test_no_sanitizer_finds_anything() -> None:
     command = [sys.executable, "setup.py", "--quiet", "sanitize"]
     env = os.environ | {"SEQPAR_STRICT": "1"}
-    done = subprocess.run(command, cwd=ROOT, env=env, capture_output=True, text=True, timeout=1200)
+    done = subprocess.run(command, cwd=ROOT, env=env, capture_output=True, text=True, timeout=1800)
     assert done.returncode == 0, done.stdout[-2000:] + done.stderr[-4000:]
     for sanitizers in ("address,undefined", "thread"):
         assert f"{sanitizers}: clean" in done.stdout

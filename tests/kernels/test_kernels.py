@@ -262,12 +262,14 @@ def asked(case: Case) -> Ask:
 
 def fitted(kernel: Kernel, case: Case) -> Case | None:
     """The case as a kernel can do it. Compiled ones have no float64; Triton's interpreter has no bf16 and is slow, so
-    that test_triton.py takes small tiles instead of large tensors."""
+    that it gets fewer rows, and test_triton.py takes small tiles instead of large tensors."""
     if kernel.name.startswith(("triton", "native")) and case.dtype == torch.float64:
         case = replace(case, dtype=torch.float32)
     slow = case.queries > 70 or case.heads > 6
     if kernel.name == "triton_tf32" or (kernel.name == "triton" and (slow or case.dtype == torch.bfloat16)):
         return None
+    if kernel.name == "triton":
+        case = replace(case, queries=case.queries - 25, keys=case.keys - 25)
     return case if able(kernel, case) else None
 
 
@@ -300,7 +302,7 @@ def test_forward_and_backward_equal_the_oracle(kernel, case) -> None:
 def test_no_rows_and_no_keys(kernel, dtype) -> None:
     case = Case(dtype=dtype)
     q, k, v = inputs(case)[:3]
-    if fitted(kernel, case) != case:
+    if (able := fitted(kernel, case)) is None or able.dtype != dtype:
         none = (torch.float64, torch.float16)
         known = {"native": none, "aten": LOW, "triton": (torch.float64, torch.bfloat16), "triton_tf32": DTYPES}
         assert dtype in known[kernel.name]

@@ -436,7 +436,7 @@ def remembered(comm: Comm) -> tuple[str, str]:
 
 
 def test_a_bad_call_after_the_comparison_ends_all_ranks() -> None:
-    (kind, text), (own, why) = run_processes(2, remembered, timeout=6.0)
+    (kind, text), (own, why) = run_processes(2, remembered)
     assert own == "ValueError" and "q on rank 1 must have" in why
     assert kind == "PeerError" and "rank 1" in text
 
@@ -539,7 +539,7 @@ VERBS = (
 
 @pytest.mark.parametrize("name", VERBS)
 def test_bad_calls_of_other_verbs_raise_on_all_ranks(name) -> None:
-    for rank, (kind, text, moved) in enumerate(run_threads(3, bad_verb, name, timeout=5.0)):
+    for rank, (kind, text, moved) in enumerate(run_threads(3, bad_verb, name)):
         assert kind == "ValueError" or (rank == 1 and kind in ("TypeError", "AttributeError")), (kind, text)
         assert moved == 0
         assert "rank 1" in text or rank == 1
