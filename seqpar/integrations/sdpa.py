@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import hashlib
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager
 from typing import Any
 
 import numpy as np
@@ -87,19 +87,22 @@ class Rerouting(TorchFunctionMode):
         self.plan, self.comm, self.local, self.seed, self.again = plan, comm, local, seed, again
         self.first = self.calls = first
         self.outside: list[Checkpoint] = []
-        self.surroundings = parallel(plan, comm)
+        self.surroundings: AbstractContextManager[Any] | None = None
         self.masked: tuple[Tensor, int, Plan] | None = None
 
     def __enter__(self) -> Rerouting:
+        if self.surroundings is not None:
+            raise RuntimeError("sdpa: this block is entered already; make another one to nest them")
+        self.surroundings, self.calls, self.outside = parallel(self.plan, self.comm), self.first, under_way()
         self.surroundings.__enter__()
-        self.outside = under_way()
         super().__enter__()
         return self
 
     def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, trace: Any) -> None:
         super().__exit__(kind, error, trace)
-        self.surroundings.__exit__(None, None, None)
-        self.outside, self.masked = [], None
+        surroundings, self.surroundings, self.outside, self.masked = self.surroundings, None, [], None
+        if surroundings is not None:
+            surroundings.__exit__(None, None, None)
         if kind is None and self.calls == self.first and not self.again:
             raise RuntimeError(
                 "sdpa: no attention was rerouted inside the block; the model called neither "

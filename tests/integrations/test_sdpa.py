@@ -720,6 +720,16 @@ def test_blocks_nest_and_end() -> None:
         with sdpa(inner, comm):
             second = call(q)
         assert torch.equal(call(q, is_causal=True), first)
+    block = sdpa(outer, comm)
+    for _ in range(2):
+        with block:
+            assert torch.equal(call(q, is_causal=True), first)
+    with pytest.raises(RuntimeError, match="no attention was rerouted"), block:
+        pass
+    with pytest.raises(RuntimeError, match="entered already"), block, block:
+        pass
+    with torch.inference_mode(), block:
+        torch.testing.assert_close(call(q, attn_mask=B.tril()), first, rtol=0, atol=1e-12)
     several = torch.zeros(3, *q.shape)
     with (
         pytest.raises(ValueError, match="51 rows attend"),
