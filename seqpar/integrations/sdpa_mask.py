@@ -22,7 +22,7 @@ def bounds_of(mask: Tensor, rows: int, keys: int) -> tuple[Ints, Ints]:
             f"sdpa: attn_mask must be this rank's {rows} rows over all {keys} keys, got {list(mask.shape)}; "
             "seqpar.shard(mask, plan, rank) makes it of one process's, and is_causal=True needs none"
         )
-    seen = _seen(mask).reshape(-1, mask.shape[-2], keys)
+    seen = _seen(mask)[None].flatten(0, -3)
     if seen.shape[0] != 1 and not bool((seen == seen[:1]).all()):
         raise NotImplementedError("sdpa: attn_mask differs between heads; give one for all of them")
     plain = seen[0].expand(rows, keys).cpu().numpy()

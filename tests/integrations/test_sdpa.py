@@ -224,7 +224,7 @@ def banded(tokens: int) -> Tensor:
 @pytest.mark.parametrize("form", ["boolean", "additive", "least", "four dims", "broadcast"])
 def test_an_explicit_mask_is_taken_as_it_is(form: str, ranks: int) -> None:
     mask = Mask(DOCUMENTS)
-    plan = PLANS["pads"](mask, ranks) if form == "boolean" else PLANS["ring"](mask, ranks)
+    plan = PLANS[{"boolean": "pads", "additive": "one rank"}.get(form, "ring")](mask, ranks)
     given = banded(TOKENS)
     if form in ("least", "broadcast"):
         given[5] = True
