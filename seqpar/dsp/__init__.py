@@ -9,6 +9,7 @@ Source: Zhao et al. 2024 (DSP).
 
 from seqpar.dsp.attend import attention_plan
 from seqpar.dsp.flow import Flow
+from seqpar.dsp.grid import grid
 from seqpar.dsp.models import LATTE
 from seqpar.dsp.parallelize import Parallelized, parallelize
 from seqpar.dsp.planner import StagePlan, plan_stages, rivals
@@ -19,5 +20,5 @@ from seqpar.dsp.verbs import begin_switch, gather, split, switch, switch_all
 
 __all__ = [
     "LATTE", "Block", "Core", "Exit", "Flow", "Parallelized", "Space", "Spec", "Stage", "StagePlan", "attention_plan",
-    "begin_switch", "gather", "parallelize", "plan_stages", "rivals", "split", "switch", "switch_all",
+    "begin_switch", "gather", "grid", "parallelize", "plan_stages", "rivals", "split", "switch", "switch_all",
 ]  # fmt: skip

@@ -23,6 +23,7 @@ from seqpar.dsp.space import Space
 from seqpar.dsp.spec import Block, Spec
 from seqpar.dsp.stage import Layout, Stage
 from seqpar.dsp.verbs import GRADS
+from seqpar.ops.agree import agree_once
 from seqpar.ops.handles import uncompiled
 
 Planner = Callable[..., StagePlan]
@@ -82,7 +83,7 @@ class Parallelized:
         self.stages = spec.stages(model)
         self.names = [name for name, _ in self.stages]
         self.plans: dict[tuple[object, ...], StagePlan] = {}
-        self._running = threading.local()
+        self._running, self._forwards = threading.local(), 0
         _check_modules(model, spec, self.names)
         self._dropouts = [
             (name, each) for name, each in model.named_modules() if isinstance(each, nn.modules.dropout._DropoutNd)
@@ -142,7 +143,9 @@ class Parallelized:
 
     def _forward(self, model: nn.Module, name: str, inner: Callable[..., Any], given: dict[str, Any]) -> Any:
         self._agree(given)
-        run = Run(Space(self.spec.dims(model, given), self.comm), self.names, torch.is_grad_enabled())
+        space = Space(self.spec.dims(model, given), self.comm)
+        run = Run(space, self.names, torch.is_grad_enabled(), self._forwards)
+        self._forwards += 1
         stack = self._stack()
         stack.append(run)
         try:
@@ -226,7 +229,10 @@ class Parallelized:
             stages = [self._stage_of(name, block, space, width, x.element_size()) for name, block in self.stages]
             stages[0] = replace(stages[0], rest=None)  # what comes in is whole
             end: Sequence[Layout] = (None,) if self.spec.exit is None else self._usable(self.spec.exit.rest, space)
-            self.plans[key] = self.planner(stages, space.dims, space.comm.size, end=end, training=training)
+            plan = self.planner(stages, space.dims, space.comm.size, end=end, training=training)
+            choices = [tuple(choice) for choice in plan.choices]
+            agree_once(self.comm, "planning of stages", {"choices": choices, "end": plan.end}, None)
+            self.plans[key] = plan
         return self.plans[key]
 
     def _stage_of(self, name: str, block: Block, space: Space, width: int, element: int) -> Stage:

@@ -115,8 +115,11 @@ def plan_stages(
     costs = Costs(dict(dims), ranks, Hardware.of(hardware), training)
     stages = tuple(stages)
     _check(stages, costs, start)
+    if not set(() if end is None else end) <= set(costs.layouts):
+        raise ValueError(f"end {end!r} is not among the dims {dict(dims)}")
     limit = memory if memory is not None else float(costs.hardware.memory - costs.hardware.reserve)
-    ends = costs.layouts if end is None else tuple(end)
+    wanted = set(costs.layouts if end is None else end)
+    ends = [at for at in costs.layouts if at in wanted]
     best = _best(stages, costs, start, ends, math.inf)
     if best is not None and training and best.memory > limit:
         best = _best(stages, costs, start, ends, limit)
@@ -219,8 +222,8 @@ def _arrivals(
 ) -> list[_Way]:  # fmt: skip
     """Every way to run a stage in a layout; size: bytes of what comes out of the stage before."""
     moves, found = costs.moves, []
-    rests = (layout,) if stage.rest is None else stage.rest
-    for rest in rests:
+    # in the order of the layouts: that of a set differs from process to process, and equal ways must be cut alike
+    for rest in (layout,) if stage.rest is None else [at for at in costs.layouts if at in stage.rest]:
         entry = moves[rest, layout].seconds(stage.bytes) + took
         choice = Choice(rest, layout, mode)
         for at, several in ways.items():

@@ -33,13 +33,14 @@ class Step(NamedTuple):
     after: Layout
     mode: str
     last: bool  # what goes out is whole and the end
+    seed: int  # of the forward, for layers that derive theirs
 
 
 class Run:
     """The runner of one forward. Stages come in the order of the plan, and any other order raises."""
 
-    def __init__(self, space: Space, names: Sequence[str], training: bool) -> None:
-        self.space, self.names, self.training = space, names, training
+    def __init__(self, space: Space, names: Sequence[str], training: bool, seed: int) -> None:
+        self.space, self.names, self.training, self.seed = space, names, training, seed
         self.plan: StagePlan | None = None
         self.count = 0
         self.left = False
@@ -59,7 +60,7 @@ class Run:
         before = None if n == 0 else choices[n].before
         after = self.plan.end if last else choices[n + 1].before
         self.left = last and not exit
-        return Step(self.space, name, before, choices[n].layout, after, choices[n].mode, self.left)
+        return Step(self.space, name, before, choices[n].layout, after, choices[n].mode, self.left, self.seed)
 
 
 def run_stage(module: nn.Module, block: Block, inner: Any, step: Step, given: dict[str, Any], grad: str) -> Any:
@@ -135,7 +136,7 @@ def _shared_attention(block: Block, step: Step) -> Any:
         return nullcontext()
     form = next(iter(block.stream.values()))
     plan = attention_plan(step.space, form, block.whole, step.inside, ulysses=step.mode == "ulysses")
-    return parallel(plan, LocalComm() if step.inside is None else step.space.comm)
+    return parallel(plan, LocalComm() if step.inside is None else step.space.comm, seed=step.seed)
 
 
 @contextmanager

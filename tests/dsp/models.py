@@ -220,8 +220,8 @@ class Shared(nn.Module):
     """The same, written with the verb."""
 
     def forward(self, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
-        plan, comm, _ = surrounding()
-        return seqpar.attention(*(x.flatten(0, 1) for x in (q, k, v)), plan, comm).view_as(q)
+        here = surrounding()
+        return seqpar.attention(*(x.flatten(0, 1) for x in (q, k, v)), here.plan, here.comm).view_as(q)
 
 
 class Full(nn.Module):

@@ -4,8 +4,12 @@ from __future__ import annotations
 
 import itertools
 import math
+import os
 import random
+import subprocess
+import sys
 from dataclasses import replace
+from pathlib import Path
 
 import pytest
 
@@ -184,6 +188,23 @@ def test_a_hundred_stages_of_four_dimensions() -> None:
     assert len(plan.choices) == 100 and retold(plan) == pytest.approx(plan.seconds)
 
 
+def test_equal_ways_are_cut_alike_in_every_process() -> None:
+    """Sets of names come in another order in every process, and ranks are processes."""
+    code = (
+        "from seqpar.dsp import Stage, plan_stages\n"
+        "rest = {'t', 's', None}\n"
+        "stages = [Stage(str(n), 'ts'[n % 2], bytes=1e8, flops=1e12, rest=rest) for n in range(6)]\n"
+        "print(plan_stages(stages, dict.fromkeys('ts', 8), 4, end=rest).choices)"
+    )
+    seen = set()
+    for seed in ("1", "2", "3"):
+        env = os.environ | {"PYTHONHASHSEED": seed, "PYTHONPATH": str(Path(__file__).parents[2])}
+        done = subprocess.run([sys.executable, "-c", code], env=env, capture_output=True, text=True, timeout=120)
+        assert done.returncode == 0, done.stderr
+        seen.add(done.stdout)
+    assert len(seen) == 1
+
+
 @pytest.mark.parametrize(
     "call, words",
     [
@@ -191,6 +212,7 @@ def test_a_hundred_stages_of_four_dimensions() -> None:
         (lambda: plan_stages([Stage("a", "s")], {"t": 2}, 2), r"stage a names \['s'\]"),
         (lambda: plan_stages([Stage("a", rest={"s"})], {"t": 2}, 2), r"stage a names \['s'\]"),
         (lambda: plan_stages([Stage("a")], {"t": 2}, 2, start="s"), "start 's'"),
+        (lambda: plan_stages([Stage("a")], {"t": 2}, 2, end=("s",)), "is not among the dims"),
         (lambda: plan_stages([Stage("a", bytes=1.0)], {"t": 2}, 2, hardware="abacus"), "no hardware is called"),
         (lambda: Stage("a", bytes=-1), "figures of at least 0"),
         (lambda: Stage("a", heads=4), "key heads"),
