@@ -33,7 +33,7 @@ def parallel(plan: Plan, comm: Comm, *, seed: int | None = None) -> Iterator[Sur
     """Make plan and comm those of every layer of this thread that is given none, until the block ends. Blocks nest.
 
     seed: what the layers of `seqpar.nn` derive the seeds of their dropout from, equal on all ranks and different for
-    each step; by default the number of blocks that this comm had before.
+    each step; by default the number of blocks that this comm object had before.
 
     The backward pass may run anywhere, checkpoints included: what is recomputed takes the plan that forward had.
 

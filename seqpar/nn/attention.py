@@ -25,7 +25,8 @@ class Attention(nn.Module):
     scale, softcap, deterministic, kernel: as in `seqpar.attention`. window: (left, right), narrows the masks of all
     plans to keys so near, as some layers of some models do. dropout: of the probabilities while training; its seed is
     derived from that of the step (of `seqpar.parallel`, `bind`, or the call) and the layer's number. layer: that
-    number, equal on all ranks; by default layers count up as they are made, copies included.
+    number, equal on all ranks; by default layers count up as they are made, copies included. A layer that is called
+    several times in a step drops the same pairs each time, unless calls give seeds.
 
     Under activation checkpoints of either kind, wherever backward runs, a call made again takes the plan, comm and
     seed it had in forward. Under autocast q, k and v are cast as for torch's own attention.

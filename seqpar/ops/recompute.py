@@ -58,7 +58,8 @@ def settle(late: Late | None, given: Sequence[Any], seed: int | None) -> Given:
     known to recompute anything, without values of its own.
     """
     first, again = _regions()
-    noted: list[Given] | None = None if again is None else again.get(late)
+    key = None if late is None else (late, seed)
+    noted = None if again is None else again.get(key)
     if late is None:
         found = Given(*given, seed)
     elif given or (noted is None and torch._C._current_graph_task_id() < 0):
@@ -72,7 +73,7 @@ def settle(late: Late | None, given: Sequence[Any], seed: int | None) -> Given:
             f"these: {[(x.plan, x.seed) for x in noted]!r:.300}; give a checkpoint its plan as an argument"
         )
     for notes in first:
-        known = notes.setdefault(late, [])
+        known = notes.setdefault(key, [])
         if found not in known:
             known.append(found)
     return found
@@ -93,7 +94,7 @@ def _only(noted: list[Given] | None) -> Given:
     return noted[0]
 
 
-Notes = dict["Late | None", "list[Given]"]
+Notes = dict["tuple[Late, int | None] | None", "list[Given]"]  # by what looks up, or None for what is given
 
 
 def _regions() -> tuple[list[Notes], Notes | None]:

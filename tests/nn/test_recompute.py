@@ -138,6 +138,43 @@ def on_a_process(comm: Comm, plan: Plan, reentrant: bool) -> Any:
     return step(comm, plan, checkpointed(reentrant), "surrounding", "under another plan", dropping)
 
 
+def test_a_graph_that_is_retained_and_checkpoints_that_run_to_their_end() -> None:
+    plan = plan_of(2)
+    expected = one_process(plan, dropping)
+
+    def twice(comm: Comm) -> Any:
+        model = dropping()
+        ids, positions, labels = rows(plan, comm.rank)
+        with seqpar.parallel(plan, comm, seed=3):
+            logits = model(ids, positions, run=checkpointed(False, early_stop=False))
+            loss = loss_of(logits, labels)
+        loss.backward(retain_graph=True)
+        model.zero_grad()
+        with seqpar.parallel(other(plan), comm):
+            loss.backward()
+        return result(model, logits, loss, plan.layout.tokens(comm.rank))
+
+    assert_together(plan, run_threads(2, twice), expected)
+
+
+@pytest.mark.parametrize("reentrant", [False, True])
+def test_a_layer_that_is_called_with_several_seeds(reentrant) -> None:
+    (plan, comm), x, layer = (plan_of(1), LocalComm()), rows_of(plan_of(1)), Attention(dropout=0.4)
+
+    def region(x: Tensor) -> Tensor:
+        y = layer(x, x, x, seed=1)
+        return layer(y, y, y, seed=2)
+
+    grads = []
+    for run in (region, lambda x: checkpoint(region, x, use_reentrant=reentrant)):
+        with seqpar.parallel(plan, comm):
+            out = run(x)
+        out.square().sum().backward()
+        grads.append(x.grad.clone())
+        x.grad = None
+    torch.testing.assert_close(grads[1], grads[0], rtol=1e-12, atol=1e-12)
+
+
 class Whole(torch.autograd.Function):
     """What libraries write to recompute on their own: a checkpoint that is nobody's."""
 
