@@ -7,7 +7,8 @@
 Measured: models of the published kinds, narrower (their figures are of the printed width), on 2, 4 and 8 processes that
 share memory; the same weights by all methods in turns, forward and backward, time of the slowest rank, medians. Losses
 of all methods are compared. "waiting" is the part of a step that a rank spends in waits of exchanges. Simulated: the
-published shapes with the planner's model of an H100 cluster on 8 to 256 GPUs. Exit code 1 if losses differ.
+published shapes with the planner's model of an H100 cluster on 8 to 256 GPUs, whole at both ends. Exit code 1 if losses
+differ.
 """
 
 from __future__ import annotations
@@ -36,11 +37,13 @@ PAIR, VIDEO, FULL = ("q", "p"), ("q", "p"), ("pq",)
 # p, q are time and space, or the two residues of a pair
 SMALL = (
     (Model("video", 256, 16, 1, VIDEO), [(1, 1, 1024), (2, 5, 256), (1, 16, 256), (1, 51, 64)]),
+    (Model("video, 4 queries a key head", 256, 16, 1, VIDEO, groups=4), [(1, 16, 256)]),
     (Model("pairs", 128, 4, 2, PAIR, ffn=2), [(1, 48, 48), (1, 31, 31)]),
     (Model("full 3-D", 256, 16, 1, FULL), [(1, 5, 64)]),
 )
 QUICK = (
     (Model("video", 32, 4, 1, VIDEO), [(1, 5, 12)]),
+    (Model("video, 2 queries a key head", 32, 4, 1, VIDEO, groups=2), [(1, 5, 12)]),
     (Model("full 3-D", 32, 4, 1, FULL), [(1, 3, 5)]),
 )
 # OpenSora's STDiT3-XL/2 and Latte-XL/2 at 28 pairs of 1152, Evoformer's 48 layers of pairs at 128
@@ -87,6 +90,10 @@ def show(rows: list[dict[str, Any]], console: Console) -> None:
             str(row["messages"]), str(row["exchanges"]), row["layouts"],
         )  # fmt: skip
     console.print(table)
+    by = {row["method"]: row for row in rows}
+    if by["dsp"]["bytes"] and by.get("ulysses", {}).get("bytes"):
+        console.print(f"bytes of Ulysses / DSP: {by['ulysses']['bytes'] / by['dsp']['bytes']:.2f}, ", end="")
+        console.print(f"time: {by['ulysses']['seconds'] / by['dsp']['seconds']:.2f}")
 
 
 def simulate(hardware: Hardware, gpus: Sequence[int]) -> list[dict[str, Any]]:

@@ -39,6 +39,7 @@ class Model:
     layers: int
     axes: tuple[str, ...]
     ffn: int = 4  # times width
+    groups: int = 1  # query heads of a key head
 
     def stages(self, dims: dict[str, int], element: int) -> list[Stage]:
         """What the planner is told."""
@@ -48,7 +49,8 @@ class Model:
             mixed = math.prod(dims[axis] for axis in axes)
             stage = Stage(
                 axes, frozenset(axes), bytes=size, flops=2 * rows * self.width**2 * (4 + 2 * self.ffn),
-                attention=4 * rows * mixed * self.width, heads=self.heads, kv_heads=self.heads, qkv=(size, 2 * size),
+                attention=4 * rows * mixed * self.width, heads=self.heads, kv_heads=self.heads // self.groups,
+                qkv=(size, 2 * size / self.groups),
             )  # fmt: skip
             found.append(stage)
         return found * self.layers
@@ -56,16 +58,17 @@ class Model:
     def weights(self) -> list[dict[str, Tensor]]:
         """The same on every rank."""
         g, c = torch.Generator().manual_seed(0), self.width
-        shapes = {"qkv": (3, c, c), "out": (c, c), "up": (self.ffn * c, c), "down": (c, self.ffn * c)}
+        shapes = {"q": (c, c), "k": (c // self.groups, c), "v": (c // self.groups, c), "out": (c, c)}
+        shapes |= {"up": (self.ffn * c, c), "down": (c, self.ffn * c)}
         make = partial(torch.randn, generator=g)
         blocks = range(self.layers * len(self.axes))
         return [{n: (make(*s) / s[-1] ** 0.5).requires_grad_() for n, s in shapes.items()} for _ in blocks]
 
 
-def project(x: Tensor, qkv: Tensor, heads: int) -> list[Tensor]:
+def project(x: Tensor, weights: list[Tensor], dim: int) -> list[Tensor]:
     """Queries, keys and values [b, p, q, heads, dim]."""
     y = F.layer_norm(x, x.shape[-1:])
-    return [F.linear(y, w).unflatten(-1, (heads, -1)) for w in qkv]
+    return [F.linear(y, w).unflatten(-1, (-1, dim)) for w in weights]
 
 
 def attend(q: Tensor, k: Tensor, v: Tensor, axes: str) -> Tensor:
@@ -76,13 +79,15 @@ def attend(q: Tensor, k: Tensor, v: Tensor, axes: str) -> Tensor:
     if axes == "pq":
         q, k, v = (x.flatten(1, 2)[:, None] for x in (q, k, v))
     if not q.numel():
-        return v.reshape(shape)
-    y = F.scaled_dot_product_attention(*(x.flatten(0, 1).transpose(1, 2) for x in (q, k, v)))
+        return (q + 0 * (k.sum() + v.sum())).reshape(shape)
+    grouped = q.shape[-2] != k.shape[-2]
+    y = F.scaled_dot_product_attention(*(x.flatten(0, 1).transpose(1, 2) for x in (q, k, v)), enable_gqa=grouped)
     return y.transpose(1, 2).reshape(shape)
 
 
-def block(x: Tensor, w: dict[str, Tensor], heads: int, attention: Callable[..., Tensor]) -> Tensor:
-    x = x + F.linear(attention(*project(x, w["qkv"], heads)).flatten(3), w["out"])
+def block(x: Tensor, w: dict[str, Tensor], model: Model, attention: Callable[..., Tensor]) -> Tensor:
+    parts = project(x, [w["q"], w["k"], w["v"]], model.width // model.heads)
+    x = x + F.linear(attention(*parts).flatten(3), w["out"])
     return x + F.linear(F.gelu(F.linear(F.layer_norm(x, x.shape[-1:]), w["up"])), w["down"])
 
 
@@ -90,14 +95,18 @@ def block(x: Tensor, w: dict[str, Tensor], heads: int, attention: Callable[..., 
 
 
 def by_heads(q: Tensor, k: Tensor, v: Tensor, axes: str, space: Space, held: str) -> Tensor:
-    """Ulysses: queries, keys and values to heads in one exchange, and back."""
+    """Ulysses: queries, keys and values to heads in one exchange, and back; grouped heads by the verb, which copies a
+    key head only where it must."""
+    if q.shape[3] != k.shape[3]:
+        rows = attention_plan(space, FORM, axes, held, ulysses=True)
+        return by_plan(q, k, v, rows, space.comm)
     over = Space(space.dims | {"h": q.shape[3]}, space.comm)
     form = "b p q h d"
     q, k, v = switch_all([q, k, v], over, [form] * 3, held, "h")
     return switch(attend(q, k, v, axes), over, form, "h", held)
 
 
-def by_ring(q: Tensor, k: Tensor, v: Tensor, plan: Plan, comm: Comm) -> Tensor:
+def by_plan(q: Tensor, k: Tensor, v: Tensor, plan: Plan, comm: Comm) -> Tensor:
     return seqpar.attention(*(x.flatten(0, 2) for x in (q, k, v)), plan, comm).view_as(q)
 
 
@@ -114,19 +123,18 @@ def planned(
             attention = partial(by_heads, axes=axes, space=space, held=held)
         elif choice.mode == "ring":
             rows = attention_plan(space, FORM, axes, held)
-            attention = partial(by_ring, plan=Plan(rows.mask, rows.layout, transport="ring"), comm=space.comm)
-        x = block(x, w, model.heads, attention)
+            attention = partial(by_plan, plan=Plan(rows.mask, rows.layout, transport="ring"), comm=space.comm)
+        x = block(x, w, model, attention)
     return x, flow.sharded
 
 
 def megatron(x: Tensor, model: Model, weights: list[dict[str, Tensor]], space: Space, held: str) -> tuple[Any, Any]:
     """Sequence parallelism beside tensor parallelism: rows gathered before each half, summed and scattered after it."""
-    flow, comm = Flow(space), space.comm
-    heads = space_share(model.heads, comm)
-    inner, hidden = (
-        slice(*(n * model.width // model.heads for n in heads)),
-        slice(*space_share(model.ffn * model.width, comm)),
-    )
+    flow, comm, dim = Flow(space), space.comm, model.width // model.heads
+    groups = share(model.heads // model.groups, comm)
+    kv = slice(*(n * dim for n in groups))
+    inner = slice(*(n * dim * model.groups for n in groups))
+    hidden = slice(*share(model.ffn * model.width, comm))
     (x,) = flow.move([x], [FORM], held)
 
     def half(x: Tensor, run: Callable[[Tensor], Tensor]) -> Tensor:
@@ -141,9 +149,9 @@ def megatron(x: Tensor, model: Model, weights: list[dict[str, Tensor]], space: S
         axes = stage.name
 
         def attention(y: Tensor, w: dict[str, Tensor] = w, axes: str = axes) -> Tensor:
-            if heads[0] == heads[1]:
-                return y * 0
-            q, k, v = project(y, w["qkv"][:, inner], heads[1] - heads[0])
+            if groups[0] == groups[1]:
+                return F.linear(y * 0, w["out"])  # in the graph, as on the others
+            q, k, v = project(y, [w["q"][inner], w["k"][kv], w["v"][kv]], dim)
             return F.linear(attend(q, k, v, axes).flatten(3), w["out"][:, inner])
 
         def mlp(y: Tensor, w: dict[str, Tensor] = w) -> Tensor:
@@ -153,16 +161,16 @@ def megatron(x: Tensor, model: Model, weights: list[dict[str, Tensor]], space: S
     return x, held
 
 
-def space_share(size: int, comm: Comm) -> tuple[int, int]:
+def share(size: int, comm: Comm) -> tuple[int, int]:
     return comm.rank * size // comm.size, (comm.rank + 1) * size // comm.size
 
 
 def ways(model: Model, dims: dict[str, int], ranks: int, hardware: Hardware, element: int) -> dict[str, StagePlan]:
-    """The plan of every method that has one; those that cannot run are absent."""
+    """The plan of every method that has one, from whole to whole; those that cannot run are absent."""
     stages = model.stages(dims, element)
     found = rivals(stages, dims, ranks, hardware=hardware)
     found = {name: plan for name, plan in found.items() if name != "dsp"}
-    return {"dsp": plan_stages(stages, dims, ranks, hardware=hardware, end=None)} | found
+    return {"dsp": plan_stages(stages, dims, ranks, hardware=hardware)} | found
 
 
 def megatron_seconds(model: Model, costs: Costs, element: int) -> float:

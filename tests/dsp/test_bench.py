@@ -53,11 +53,19 @@ def test_dsp_sends_half_of_ulysses_or_less_and_the_bytes_of_the_formula(methods,
         assert rows[name]["loss"] == pytest.approx(rows["dsp"]["loss"], rel=1e-4, abs=1e-3)
 
 
-def test_grouped_heads_send_what_they_send(methods) -> None:
-    """With one key head the planner counts what Ulysses then copies to all ranks, and not what it would like to."""
-    model = methods.Model("video", 16, 8, 1, ("q", "p"))
-    plans = methods.ways(model, {"b": 1, "p": 5, "q": 7}, 4, FREE, 2)
-    assert plans["dsp"].seconds <= min(plan.seconds for plan in plans.values())
+@pytest.mark.parametrize("ranks", [2, 4])
+def test_grouped_heads_are_the_same_model_and_their_bytes_are_counted(methods, ranks, monkeypatch) -> None:
+    def ways(model, dims, ranks, hardware, element):
+        return rivals(model.stages(dims, element), dims, ranks, hardware=hardware)
+
+    monkeypatch.setattr(methods, "ways", ways)
+    model = methods.Model("video", 16, 8, 1, ("q", "p"), groups=4)
+    found = run_threads(ranks, methods.measured, model, {"b": 1, "p": 4, "q": 6}, FREE, 1, methods.METHODS)
+    rows = methods.slowest(found)
+    assert rows.keys() == set(methods.METHODS)
+    for name, row in rows.items():
+        assert row["loss"] == pytest.approx(rows["replicate"]["loss"], rel=1e-4, abs=1e-3), name
+    assert 0 < rows["dsp"]["bytes"] < rows["ulysses"]["bytes"]
 
 
 def test_its_rehearsal(tmp_path: Path) -> None:

@@ -97,6 +97,69 @@ def test_a_forward_takes_the_exchanges_of_its_plan() -> None:
         assert counted == planned > 0
 
 
+class Streams(nn.Module):
+    """Two kinds of rows that go through every stage together, such as latents and their positions."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.stages = nn.ModuleList(Both() for _ in range(4))
+
+    def forward(self, x: Tensor, y: Tensor) -> tuple[Tensor, Tensor]:
+        for n, stage in enumerate(self.stages):
+            x, y = (
+                stage(x, y) if n % 2 == 0 else (u.transpose(1, 0) for u in stage(x.transpose(1, 0), y.transpose(1, 0)))
+            )
+        return x, y
+
+
+class Both(nn.Module):
+    """Mixes dimension 1."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.left, self.right = nn.Linear(3, 3), nn.Linear(3, 2)
+
+    def forward(self, x: Tensor, y: Tensor) -> tuple[Tensor, Tensor]:
+        return x + self.left(x).cumsum(1), y * self.right(x).tanh().mean(1, keepdim=True)
+
+
+FREELY = ("a", "b", None)
+STREAMS = Spec(
+    "Streams",
+    lambda model, given: {"a": 5, "b": 7},
+    tuple(
+        Block(f"stages.{n}", {name: form for name in "xy"}, (form[2],), rest=FREELY)
+        for n, form in enumerate(["a b c", "b a c"] * 2)
+    ),
+)
+
+
+def streams(comm: Comm) -> tuple[dict[str, Tensor], list[int]]:
+    """Numbers, and exchanges: forward and backward, as counted and of the plan."""
+    model = made(Streams)
+    handle = parallelize(model, comm, STREAMS, planner=SHARDED)
+    x, y = rand(5, 7, 3).requires_grad_(), rand(5, 7, 2).requires_grad_()
+    comm.stats.reset()
+    x1, y1 = model(x, y)
+    counts = [comm.stats.exchanges]
+    comm.stats.reset()
+    (x1.square().sum() + (y1 * y1.cos()).sum()).backward()
+    (plan,) = handle.plans.values()
+    counts += [comm.stats.exchanges, sum(None not in (src, dst) for _, src, dst, _ in plan.moves())]
+    return {"out": y1.detach(), "d x": x.grad, "d y": y.grad} | {n: p.grad for n, p in model.named_parameters()}, counts
+
+
+@pytest.mark.parametrize("ranks", [2, 3, 4])
+def test_streams_move_together_in_one_exchange_a_switch_and_direction(ranks) -> None:
+    ((want, _),) = run_threads(1, streams)
+    found = run_threads(ranks, streams)
+    compared([numbers for numbers, _ in found], want)
+    for _, (there, back, switches) in found:
+        assert switches == 3
+        assert there == switches + 2  # at the end both are gathered, each by itself
+        assert back == switches  # and nothing is sent for that on the way back
+
+
 def undone(comm: Comm) -> None:
     model = made(Weather)
     before = {name: dict(module.__dict__) for name, module in model.named_modules()}
