@@ -7,7 +7,7 @@ import subprocess
 import sys
 from collections.abc import Iterator
 from pathlib import Path
-from types import ModuleType
+from types import ModuleType, SimpleNamespace
 
 import pytest
 
@@ -53,7 +53,7 @@ def test_a_budget_leaves_out_what_would_end_too_late(bench: ModuleType, monkeypa
         return bench.Row(tokens, ranks, tokens**2, tokens**2, 0, 0.0)
 
     monkeypatch.setattr(bench, "run", run)
-    monkeypatch.setattr(bench.time, "monotonic", lambda: now[0])
+    monkeypatch.setattr(bench, "time", SimpleNamespace(monotonic=lambda: now[0]))
     budget = bench.Budget(100.0)
     assert [budget.run(tokens, 1) is not None for tokens in (2, 4, 8, 16, 3)] == [True, True, True, False, True]
     now[0] = 101.0
