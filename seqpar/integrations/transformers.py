@@ -143,12 +143,20 @@ def attention_function(
             "leave it out"
         )
     seed = _seed(module, attention_mask) if dropout else None
-    q, k, v = (x[0].transpose(0, 1) for x in (query, key, value))
+    q, k, v = (_autocast(x[0].transpose(0, 1)) for x in (query, key, value))
     out = attention(
         q, k, v, attention_mask, scale=scaling, softcap=softcap or 0.0, sinks=s_aux, dropout_p=dropout,
         dropout_seed=seed,
     )  # fmt: skip
     return out[None], None
+
+
+def _autocast(x: Tensor) -> Tensor:
+    """As attention on one device takes it: rotary embeddings leave queries and keys wider than values."""
+    kind = x.device.type
+    if torch.is_autocast_enabled(kind) and x.dtype != torch.float64:
+        return x.to(torch.get_autocast_dtype(kind))
+    return x
 
 
 def _says(given: object) -> bool:

@@ -161,14 +161,15 @@ def _probed(model: PreTrainedModel, found: list[str]) -> Fit:
 
 @contextmanager
 def _quiet(model: nn.Module) -> Iterator[None]:
-    """No dropout, and nothing compiled for a probe."""
+    """No dropout, full precision, and nothing compiled for a probe."""
     training = [module for module in model.modules() if module.training]
     compiled = {module: module._compiled_call_impl for module in model.modules() if module._compiled_call_impl}
     model.eval()
     for module in compiled:
         module._compiled_call_impl = None
     try:
-        yield
+        with torch.autocast(model.device.type, enabled=False):
+            yield
     finally:
         for module, call in compiled.items():
             module._compiled_call_impl = call
@@ -223,10 +224,15 @@ def _result(out: Any, found: list[str]) -> str:
 
 
 def _close(a: Tensor, b: Tensor) -> bool:
-    """Equal up to rounding: products of other shapes round otherwise, and mixtures of experts group rows otherwise."""
-    scale = a.abs().max().double()
-    worst = (a.double() - b.double()).abs().max()
-    return bool(worst <= scale * (1e-4 if torch.finfo(a.dtype).eps < 1e-6 else 0.1)) and bool(torch.isfinite(scale))
+    """Equal up to rounding, row by row.
+
+    Products of other shapes round otherwise, and where products are rough that may send some row to other experts: most
+    rows are asked then, as what mixes tokens does so in most.
+    """
+    worst = (a.double() - b.double()).abs().reshape(-1, a.shape[-1]).amax(-1) / a.abs().max().double().clamp(min=1e-30)
+    if torch.finfo(a.dtype).eps < 1e-6 and torch.get_float32_matmul_precision() == "highest":
+        return bool(worst.max() <= 1e-4)
+    return bool(worst.median() <= 0.1)
 
 
 def _loss(probe: _Probe, whole: Any, ids: Tensor, labels: Tensor, at: Tensor) -> tuple[str, str]:

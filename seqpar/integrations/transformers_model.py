@@ -14,7 +14,7 @@ import copy
 import inspect
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import ExitStack, contextmanager
-from dataclasses import fields
+from dataclasses import fields, replace
 from functools import partial, wraps
 from typing import Any, NamedTuple
 
@@ -32,7 +32,7 @@ from seqpar.mask import Ints, Mask
 from seqpar.ops.handles import uncompiled
 from seqpar.parallel import parallel
 from seqpar.plan import Plan
-from seqpar.planner import ModelShape, plan_batch
+from seqpar.planner import Hardware, ModelShape, plan_batch
 from seqpar.train import all_sum, cross_entropy, linear_cross_entropy
 
 Planner = Callable[[Ints, int], Plan]
@@ -128,6 +128,17 @@ class Parallel:
     def __exit__(self, *_: object) -> None:
         self.undo()
 
+    def __deepcopy__(self, memo: dict[int, Any]) -> Parallel:
+        """Raise: a copy's forward would be the model's own, weights and all."""
+        raise NotImplementedError(
+            f"a copy of a parallel {type(self.model).__name__}: copy the model before seqpar.parallelize or after "
+            "undo(), and make the copy parallel too"
+        )
+
+    def __reduce__(self) -> Any:
+        """Raise, likewise."""
+        return self.__deepcopy__({})
+
     @contextmanager
     def local(self) -> Iterator[None]:
         """Inside, the model is as before, on this rank alone."""
@@ -169,7 +180,11 @@ class Parallel:
     def _planned(self, lengths: Ints, ranks: int) -> Plan:
         """The plan of a batch for a model of this shape."""
         mask = Mask(lengths, causal=self.fit.causal)
-        return plan_batch(lengths, ranks, masks=mask, model=_shape(self.model.config.get_text_config()))
+        recompute = "full" if self.model.is_gradient_checkpointing else "none"
+        # what fits is for the device to say: nobody has told its memory, nor what else is in it
+        machine = replace(Hardware.preset("cpu" if self.model.device.type == "cpu" else "h100"), memory=1 << 60)
+        shape = replace(_shape(self.model.config.get_text_config()), recompute=recompute)
+        return plan_batch(lengths, ranks, masks=mask, model=shape, hardware=machine)
 
     # --- a forward pass -----------------------------------------------------------------------------------------------
 

@@ -240,6 +240,23 @@ def test_a_forward_that_somebody_wraps_meanwhile_keeps_working() -> None:
     assert torch.equal(model(**batch).logits, expected)
 
 
+def test_a_copy_does_not_share_weights_by_accident() -> None:
+    model = build("llama")
+    with seqpar.parallelize(model, LocalComm()), pytest.raises(NotImplementedError, match="a copy of a parallel Llama"):
+        copy.deepcopy(model)
+    assert copy.deepcopy(model).forward.__self__ is not model
+
+
+def test_a_rank_without_a_row() -> None:
+    model, every = build("llama"), batches("right", 2)
+    every[1] = {name: x[:0] for name, x in every[1].items()}
+    expected = one_process(model, every[:1], True)
+    found = run_threads(2, on_ranks, model, every)
+    assert found[1][1].shape == (0, 12, 61)
+    expected.logits.append(found[1][1])
+    check(found, expected, every)
+
+
 def test_generate_on_one_rank_and_on_no_more() -> None:
     model = build("gpt-oss").eval()
     ids = packed(generator(), [7])["input_ids"]
