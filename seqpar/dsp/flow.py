@@ -93,4 +93,4 @@ def rows(x: Tensor, space: Space, form: str, sharded: str | None, what: str = "x
     Raises: ValueError unless it is of the form, and whole.
     """
     space.check(x, form, None, what)
-    return split(x, space, form, sharded) if sharded in form_of(form).names else x  # type: ignore[arg-type]
+    return split(x, space, form, sharded) if sharded in form_of(form).names else x

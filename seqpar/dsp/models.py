@@ -11,7 +11,7 @@ from seqpar.dsp.spec import Block, Exit, Spec
 
 
 def _latte_dims(model: nn.Module, given: Mapping[str, Any]) -> dict[str, int]:
-    x, patch = given["hidden_states"], model.config.patch_size  # type: ignore[union-attr]
+    x, patch = given["hidden_states"], model.config.patch_size
     batch, _, frames, height, width = x.shape
     return {"b": batch, "t": frames, "s": (height // patch) * (width // patch)}  # type: ignore[operator]
 

@@ -51,8 +51,8 @@ def parallelize(
     computes the same loss from the whole output. "sum": the loss is the sum of all ranks' losses.
 
     check_inputs: ranks compare what the model is given, also its values, in every forward (of a GPU's tensors this
-    waits for one number); otherwise only shapes are compared. Different noise, or frames that were sharded before,
-    would otherwise give an answer to no question.
+    waits for one number), and in the first one its weights, DTensors apart; otherwise only shapes are compared.
+    Different noise, seeds, or frames that were sharded before, would otherwise give an answer to no question.
 
     Raises: ValueError for a model that its spec does not describe, or is parallelized already. NotImplementedError for
     a model without a spec, modules that mix rows unseen, and in a forward for dropout that is active.
@@ -265,6 +265,8 @@ class Parallelized:
                     )
             for name, value in _leaves(given):
                 facts[name] = self._fact(value) if isinstance(value, Tensor) else value
+            if self.check_inputs and not self._forwards:
+                facts["weights"] = sum(map(_bits, self.model.state_dict(keep_vars=True).values()))
             facts |= {"grad enabled": torch.is_grad_enabled(), "training": self.model.training, "grad": self.grad}
         except Exception as found:
             error = found
@@ -274,8 +276,14 @@ class Parallelized:
             raise error
 
     def _fact(self, x: Tensor) -> tuple[object, ...]:
-        values = int(torch.hash_tensor(x.detach()).view(torch.int64)) if self.check_inputs and x.numel() else None
-        return tuple(x.shape), x.dtype, x.requires_grad, values
+        return tuple(x.shape), x.dtype, x.requires_grad, _bits(x) if self.check_inputs else None
+
+
+def _bits(x: object) -> int:
+    """A number that equal tensors share, and others hardly; of a part of a larger one, such as a DTensor, nothing."""
+    if type(x) not in (Tensor, nn.Parameter) or not x.numel() or x.is_meta:  # type: ignore[attr-defined]
+        return 0
+    return int(torch.hash_tensor(x.detach()).view(torch.int64))  # type: ignore[attr-defined]
 
 
 def _leaves(value: object, name: str = "") -> Iterator[tuple[str, object]]:

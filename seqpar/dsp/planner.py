@@ -72,20 +72,19 @@ class StagePlan:
         """The stages with what is sharded in each, equal neighbours together, and the totals."""
         costs = self.costs
         kind = "a step" if costs.training else "a forward"
-        names = {None: "whole"}
         lines = [
             f"{len(self.stages)} stages of {dict(costs.dims)} on {costs.ranks} ranks of {costs.hardware.name}: "
             f"{self.seconds * 1e3:.3g} ms {kind}, {self.exchanges} exchanges and {self.bytes() / 2**20:.3g} MiB for "
             f"changes of layout in a forward, {self.memory / 2**20:.3g} MiB kept"
         ]
         for stage, choice in zip(self.stages, self.choices, strict=True):
-            by = f" by way of {names.get(choice.before, choice.before)}" if stage.rest is not None else ""
+            by = f" by way of {choice.before or 'whole'}" if stage.rest is not None else ""
             waste = costs.largest[choice.layout] * costs.ranks if choice.layout is not None else costs.ranks
             lines.append(
-                f"  {stage.name}: {names.get(choice.layout, choice.layout)}{by}, {choice.mode}; the fullest rank has "
+                f"  {stage.name}: {choice.layout or 'whole'}{by}, {choice.mode}; the fullest rank has "
                 f"{waste:.3g} of the mean"
             )
-        return "\n".join([*lines, f"  end: {names.get(self.end, self.end)}"])
+        return "\n".join([*lines, f"  end: {self.end or 'whole'}"])
 
     def plot(self, path: str | Path) -> None:
         """Write the picture; the file's suffix decides its format. Raises: ImportError without matplotlib."""

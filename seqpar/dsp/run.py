@@ -150,7 +150,7 @@ def _sliced(module: nn.Module, block: Block, step: Step) -> Iterator[None]:
             table = held._parameters if name in held._parameters else held._buffers
             whole = table[name]
             kept.append((table, name, whole))
-            table[name] = rows(whole, step.space, form, step.inside, f"{path} of {step.name}")  # type: ignore[arg-type]
+            table[name] = rows(whole, step.space, form, step.inside, f"{path} of {step.name}")
         yield
     finally:
         for table, name, whole in kept:

@@ -72,6 +72,9 @@ def wrong(comm: Comm, how: str) -> str:
         given["hidden_states"] = given["hidden_states"].tensor_split(comm.size, 2)[comm.rank]
     elif how == "noise" and comm.rank:
         given["hidden_states"] = given["hidden_states"] + 1e-9
+    elif how == "weights" and comm.rank:
+        with torch.no_grad():
+            model.proj_out.bias += 1
     elif how == "mask":
         given["encoder_attention_mask"] = torch.ones(2, 4, dtype=torch.float64)
     elif how == "spatial only":
@@ -89,6 +92,7 @@ def wrong(comm: Comm, how: str) -> str:
         ("dropout", "NotImplementedError: transformer_blocks.0.attn1.to_out.1 is dropout with p=0.1"),
         ("frames", "ValueError: a forward of LatteTransformer3DModel: ranks differ in hidden_states"),
         ("noise", "ValueError: a forward of LatteTransformer3DModel: ranks differ in hidden_states"),
+        ("weights", "ValueError: a forward of LatteTransformer3DModel: ranks differ in weights"),
         ("mask", "encoder_attention_mask of transformer_blocks.0"),
         ("spatial only", "NotImplementedError: stage transformer_blocks.1 is called where temporal"),
         ("right", "nothing"),
