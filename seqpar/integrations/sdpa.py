@@ -77,6 +77,22 @@ def sdpa(plan: Plan, comm: Comm, *, local: Local | None = None, dropout_seed: in
     return Rerouting(plan, comm, local, dropout_seed)
 
 
+class Last:
+    """What was found of a mask, for as long as the same one comes unchanged: layers of a model share theirs."""
+
+    def __init__(self) -> None:
+        self.mask: Tensor | None = None
+        self.version, self.found = -1, None
+
+    def of(self, mask: Tensor, find: Callable[[Tensor], Any]) -> Any:
+        """``find(mask)``, kept from the last time. The same on all ranks, as all run the same program."""
+        version = -1 if mask.is_inference() else mask._version
+        if self.mask is not mask or self.version != version or version < 0:
+            self.found = find(mask)
+            self.mask, self.version = mask, version
+        return self.found
+
+
 class Rerouting(TorchFunctionMode):
     """The mode of one block. first: the number of its first call, for seeds; again: whether a checkpoint runs again."""
 
@@ -88,7 +104,7 @@ class Rerouting(TorchFunctionMode):
         self.first = self.calls = first
         self.outside: list[Checkpoint] = []
         self.surroundings: AbstractContextManager[Any] | None = None
-        self.masked: tuple[Tensor, int, Plan] | None = None
+        self.triangle, self.masked = Last(), Last()
 
     def __enter__(self) -> Rerouting:
         if self.surroundings is not None:
@@ -100,7 +116,8 @@ class Rerouting(TorchFunctionMode):
 
     def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, trace: Any) -> None:
         super().__exit__(kind, error, trace)
-        surroundings, self.surroundings, self.outside, self.masked = self.surroundings, None, [], None
+        surroundings, self.surroundings, self.outside = self.surroundings, None, []
+        self.triangle, self.masked = Last(), Last()
         if surroundings is not None:
             surroundings.__exit__(None, None, None)
         if kind is None and self.calls == self.first and not self.again:
@@ -192,17 +209,16 @@ class Rerouting(TorchFunctionMode):
             if is_causal and attn_mask is None:
                 raise ValueError("sdpa: multi-head attention takes is_causal=True as a hint beside attn_mask only")
             mask = ~attn_mask if attn_mask is not None and attn_mask.dtype == torch.bool else attn_mask
-            if is_causal and mask is not None and is_lower_triangle(mask) and mask.shape[-1] == query.shape[0]:
-                mask = None
-            else:
-                is_causal = False
+            # a hint that is wrong is no hint
+            is_causal = is_causal and attn_mask.shape[-1] == len(query) and self.triangle.of(mask, is_lower_triangle)
+            mask = None if is_causal else mask
         if use_separate_proj_weight:
             biases = (None,) * 3 if in_proj_bias is None else in_proj_bias.chunk(3)
             weights = q_proj_weight, k_proj_weight, v_proj_weight
             projected = F._in_projection(query, key, value, *weights, *biases)
         else:
             projected = F._in_projection_packed(query, key, value, in_proj_weight, in_proj_bias)
-        q, k, v = (x.reshape(x.shape[0], num_heads, -1) for x in projected)
+        q, k, v = (x.reshape(len(x), num_heads, embed_dim_to_check // num_heads) for x in projected)
         out = self._attend(q, k, v, mask, dropout_p if training else 0.0, is_causal, None)
         return F.linear(out.reshape(query.shape), out_proj_weight, out_proj_bias), None
 
@@ -221,7 +237,7 @@ class Rerouting(TorchFunctionMode):
             if mask is None:
                 self._check_meaning(is_causal)
             seed = self._seed_of(dropout_p)
-        plan = self.plan if mask is None else self._plan_under(mask)
+        plan = self.plan if mask is None else self.masked.of(mask, self._plan_under)
         run_again_inside(self._again(self.calls), self, self.outside)
         self.calls += 1
         q, k, v = (_dense(_cast(x)) for x in (q, k, v))
@@ -259,10 +275,7 @@ class Rerouting(TorchFunctionMode):
         return _derived(self.seed, self.calls)
 
     def _plan_under(self, mask: Tensor) -> Plan:
-        """The plan under the mask of which every rank gives its rows. A collective, unless it is the call before's."""
-        version = -1 if mask.is_inference() else mask._version
-        if self.masked is not None and self.masked[0] is mask and self.masked[1] == version >= 0:
-            return self.masked[2]
+        """The plan under the mask of which every rank gives its rows. A collective."""
         plan, rank = self.plan, self.comm.rank
         mine, error = None, None
         try:
@@ -274,9 +287,7 @@ class Rerouting(TorchFunctionMode):
             at = plan.layout.positions(peer)
             lo[at], hi[at] = expanded(spans, at.size)
         lengths = plan.mask.lengths if plan.mask.tokens == plan.mask.kv_tokens else None
-        under = plan.with_mask(Mask.from_bounds(lo, hi, kv_tokens=plan.mask.kv_tokens, lengths=lengths))
-        self.masked = mask, version, under
-        return under
+        return plan.with_mask(Mask.from_bounds(lo, hi, kv_tokens=plan.mask.kv_tokens, lengths=lengths))
 
 
 def parallelize(
@@ -309,11 +320,17 @@ class _Forward:
                 "a checkpoint around a parallelized model would lose the plan that surrounds it and the number of its "
                 "forward; checkpoint parts inside the model, or give parallelize its plan and no dropout_seed"
             )
-        plan = surrounding().plan if self.plan is None else self.plan
+        plan = self._surrounding() if self.plan is None else self.plan
         seed = None if self.seed is None else _derived(self.seed, self.count)
         self.count += 1
         with sdpa(plan, self.comm, local=self.local, dropout_seed=seed):
             return forward(*args, **kwargs)
+
+    def _surrounding(self) -> Plan:
+        found = surrounding()
+        if found.comm is not self.comm:
+            raise ValueError("the plan that surrounds this forward is for another comm than its model's")
+        return found.plan
 
 
 def _attends(operator: str) -> bool:

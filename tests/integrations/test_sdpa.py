@@ -168,7 +168,7 @@ def test_samples_of_one_length_are_documents(ranks: int) -> None:
 @pytest.mark.parametrize("ranks", [1, 3])
 def test_the_encoder_of_pytorch_is_that_of_one_process(train: bool, batch_first: bool, ranks: int) -> None:
     mask = Mask([TOKENS], causal=False)
-    plan = PLANS["ring"](mask, ranks)
+    plan = PLANS["ring" if train else "one rank"](mask, ranks)
     model = made(encoder, train=train, batch_first=batch_first)
     dim = 0 if batch_first else 1
 
@@ -191,6 +191,30 @@ def test_the_encoder_of_pytorch_is_that_of_one_process(train: bool, batch_first:
         backward(y, target)
     for got in run_threads(ranks, rank):
         same(got, (y.detach(), gradients(model) if train else []))
+
+
+def test_a_mask_is_read_once_while_it_comes_unchanged() -> None:
+    calls: list[str] = []
+
+    class Counted(LocalComm):
+        def gather(self, what: str, value: Any, error: Exception | None = None) -> list[Any]:
+            calls.append(what)
+            return [value]
+
+    q = torch.randn(1, TOKENS, 4, generator=torch.Generator().manual_seed(4))
+    mask = torch.ones(TOKENS, TOKENS, dtype=torch.bool).tril()
+    with sdpa(Plan(Mask([TOKENS]), Layout.contiguous(TOKENS, 1)), Counted()):
+        first = call(q, attn_mask=mask)
+        assert torch.equal(call(q, attn_mask=mask), first) and len(calls) == 1
+        mask[:, 3] = False
+        mask[:3] = False
+        mask[3:, :3] = False
+        assert not torch.equal(call(q, attn_mask=mask), first) and len(calls) == 2
+        with torch.inference_mode():
+            later = mask.clone()
+            call(q, attn_mask=later)
+            later[-1] = False
+            assert not call(q, attn_mask=later)[0, -1].any()
 
 
 @pytest.mark.parametrize("ranks", [1, 2])
@@ -492,6 +516,16 @@ def test_a_parallelized_model_runs_under_its_plan_or_the_surrounding_one(given: 
     expected = one(made(), mask)
     for got in results:
         same(got, expected)
+
+
+def test_a_surrounding_plan_of_another_comm_raises() -> None:
+    model = made()
+    parallelize(model, LocalComm())
+    with (
+        pytest.raises(ValueError, match="another comm"),
+        seqpar.parallel(PLANS["ring"](Mask(DOCUMENTS), 1), LocalComm()),
+    ):
+        model(inputs()[0][None])
 
 
 def test_undo_restores_the_model_exactly_and_a_copy_is_on_its_own() -> None:
