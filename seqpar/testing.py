@@ -180,7 +180,8 @@ def _serve_forks(context: Any) -> None:
     """Start the server that ranks are forked from, unless it runs: with all that a rank imports, and from here."""
     from multiprocessing import forkserver  # which not every system has
 
-    context.set_forkserver_preload(["torch.distributed", "seqpar.testing"])
+    # the last is what torch loads in the first call of a verb
+    context.set_forkserver_preload(["torch.distributed", "seqpar.testing", "torch.fx.experimental.symbolic_shapes"])
     before = os.environ.get("PYTHONPATH")
     # before Python 3.12 the server does not get this process's sys.path
     os.environ["PYTHONPATH"] = os.pathsep.join(path for path in sys.path if path)

@@ -12,6 +12,7 @@ from the first header; tensors go by a hash of their header, so that they never 
 
 The first rank to fail writes the root cause to the group's store and hangs up the twin; a rank that waits for it sees
 its connection close, reads the cause, raises and hangs up in turn, so that a failure reaches every rank at once.
+Rarely gloo does not end a send that is under way as its connection closes; its rank then raises after the timeout.
 """
 
 from __future__ import annotations

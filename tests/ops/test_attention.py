@@ -206,7 +206,12 @@ def named(point: tuple[Case, tuple[int, int]]) -> str:
     return f"{case.layout}-{case.transport}-P{case.ranks}-U{case.ulysses}-{case.mask}-H{heads[0]}_{heads[1]}"
 
 
-@pytest.mark.parametrize("point", pairwise(product()), ids=named)
+def pytest_generate_tests(metafunc: pytest.Metafunc) -> None:
+    """The points of the pairwise cover; not when processes import this file, as to find them takes a second."""
+    if "point" in metafunc.fixturenames:
+        metafunc.parametrize("point", pairwise(product()), ids=named)
+
+
 def test_pairwise_cover_equals_one_device(point) -> None:
     check(point[0].plan(), point[1], with_lse=point[0].seed % 2 == 0)
 
