@@ -106,12 +106,15 @@ class Parallel:
             self.fit = fitting(model)
         except Exception as found:  # whatever it is, the others must hear of it
             error = found
-            self._undone.close()
         facts = {
             "model": type(model).__name__, "source": source, "average_over": average_over, "logits": logits,
             "in_place": in_place,
         }  # fmt: skip
-        comm.agree("parallelize", facts, error)
+        try:
+            comm.agree("parallelize", facts, error)
+        except BaseException:
+            self._undone.close()
+            raise
         self._install()
 
     def undo(self) -> None:
@@ -196,10 +199,19 @@ class Parallel:
         around = self._surround(own)
         try:
             out = before(**rows)
+        except Exception as error:
+            self._fail(error)
+            raise
         finally:
             _leave(around)
             self._hidden = kept
         return self._home(call, own, out, hidden)
+
+    @uncompiled
+    def _fail(self, error: Exception) -> None:
+        """Tell the other ranks why this one leaves, so that they do not wait for it in the dark."""
+        if self.comm.size > 1:
+            self.comm.abort(f"{type(self.model).__name__}.forward: {type(error).__name__}: {error}")
 
     @uncompiled
     def _surround(self, own: Share) -> ExitStack:
@@ -228,6 +240,8 @@ class Parallel:
                 f"num_items_in_batch is {int(items)}, but the batches of all ranks have {own.valid} labels that count; "
                 "count those of all ranks, as Trainer does with average_tokens_across_devices=True"
             )
+        if own.places is not None and any(rule.chunk for rule in self.fit.rules):
+            raise NotImplementedError("attention_mask leaves out tokens between others, and a layer attends in chunks")
         self._count += 1
         logits = self.logits or not (labels and training)
         chunked = not logits and self._has_head()
@@ -369,8 +383,6 @@ def _maker(own: Share) -> Callable[[Plan, Rule], Plan]:
     def make(plan: Plan, rule: Rule) -> Plan:
         if own.places is None or not rule.local:
             return planned(plan, rule)
-        if rule.chunk is not None:
-            raise NotImplementedError("attention_mask leaves out tokens between others, and a layer attends in chunks")
         window = (rule.left, None if rule.causal else rule.right)
         return plan.with_mask(own.mask_for(causal=rule.causal, window=window))
 

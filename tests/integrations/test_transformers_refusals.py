@@ -16,7 +16,7 @@ import seqpar
 from seqpar import Comm, Layout, LocalComm, Mask, Plan
 from seqpar.integrations import transformers as keys
 from seqpar.testing import run_threads
-from tests.integrations.models import SIZES, build, padded
+from tests.integrations.models import SIZES, build, holes, padded
 
 TINY = {"vocab_size": 61, "hidden_size": 32, "num_hidden_layers": 2, "num_attention_heads": 4}
 SMALL = {"d_model": 32, "encoder_layers": 1, "decoder_layers": 1, "encoder_ffn_dim": 32, "decoder_ffn_dim": 32}
@@ -239,3 +239,49 @@ def test_rows_of_ones_own_without_a_plan_or_in_several_rows() -> None:
             model(input_ids=IDS.view(1, 18), attention_mask=torch.ones(1, 1, 18, 18))
         with pytest.raises(ValueError, match="must have 18 rows"):
             model(input_ids=IDS[:1])
+
+
+class Failing(nn.Module):
+    """Fails in training."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        if self.training:
+            raise MemoryError("nothing left")
+        return x
+
+
+def test_a_rank_that_fails_inside_the_model_does_not_let_the_others_wait() -> None:
+    def rank(comm: Comm) -> str:
+        model = build("llama")
+        if comm.rank:
+            model = with_layer(model, Failing())
+        with seqpar.parallelize(model, comm), pytest.raises((MemoryError, seqpar.PeerError)) as raised:
+            model(**BATCH)
+        return str(raised.value)
+
+    waited, failed = run_threads(2, rank)
+    assert failed == "nothing left" and "MemoryError: nothing left" in waited
+
+
+def test_ranks_with_other_models_or_options_are_told_and_left_as_they_were() -> None:
+    def rank(comm: Comm, other: bool) -> str:
+        model = build("llama")
+        if comm.rank and other:
+            model = with_layer(model, Shifted())
+        config = model.config
+        with pytest.raises((ValueError, NotImplementedError)) as raised:
+            seqpar.parallelize(model, comm, average_over=1 if other else 1 + comm.rank)
+        assert model.config is config and "forward" not in model.__dict__
+        return str(raised.value)
+
+    assert all("tokens meet outside" in message for message in run_threads(2, rank, True))
+    assert all("average_over" in message for message in run_threads(2, rank, False))
+
+
+def test_chunks_over_holes() -> None:
+    sizes = SIZES | {"attention_chunk_size": 5, "intermediate_size_mlp": 40, "num_local_experts": 2}
+    model = made("Llama4ForCausalLM", "Llama4TextConfig", **sizes)()
+    with seqpar.parallelize(model, LocalComm()):
+        assert model(**BATCH).loss.isfinite()
+        with pytest.raises(NotImplementedError, match="attends in chunks"):
+            model(**holes(torch.Generator().manual_seed(3), 17))
