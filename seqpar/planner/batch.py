@@ -26,6 +26,8 @@ from seqpar.planner.memory import Memory
 from seqpar.planner.place import Batch, Knobs, Placement, in_rows, place
 from seqpar.planner.shape import ModelShape
 
+STAGED = 3  # stages in which a rank is taken to fetch, where documents are placed
+SMALL = 1 << 11  # ranks times documents up to which placing costs little
 STAGES = (8 << 20, 32 << 20, 128 << 20)  # bytes of the keys of a stage
 
 
@@ -154,14 +156,21 @@ def choose(layers: Layers, w: Weights, ranks: int, *, node: int, room: Ints) -> 
     mask = layers[0][0]
     total = document_ticks(layers, w)
     every = layers_in(layers)
-    batch = Batch(mask.lengths, total, w.row + w.label + every * w.query, every * w.key)
+    stage = every * (w.forward.stage + w.backward.stage)
+    batch = Batch(
+        mask.lengths, total, w.row + w.label + every * w.query, every * w.key, every * w.query, STAGED * stage
+    )
     even = np.minimum(room, mask.tokens // ranks + 1)
     rooms = [even] if (even == room).all() else [even, room]  # rows to spare must not make a plan worse
-    knobs = candidates(ranks, node, len(mask.lengths))
-    placed = [place(batch, ranks, room=space, knobs=each) for space in rooms for each in knobs]
-    if not all(each.within_documents for each, _ in layers):  # such a mask takes one width for all documents
-        placed = [p for p in placed if p.widths.min() == p.widths.max()]
-    found = [_variants(layers, mask, w, p, ranks, node) for p in shortlist(placed)]
+    single = not all(each.within_documents for each, _ in layers)
+    documents = len(mask.lengths)
+    # what is not computing may matter more than how evenly ranks compute
+    thorough = documents < max(8 * ranks, SMALL // ranks + 1) or batch.key * 32 > batch.row
+    knobs = candidates(ranks, node, documents, thorough=thorough, single=single)
+    placed = [(each, place(batch, ranks, room=space, knobs=each)) for space in rooms for each in knobs]
+    # such a mask takes one width for all documents
+    placed = [(k, p) for k, p in placed if not single or p.widths.min() == p.widths.max()]
+    found = [_variants(layers, mask, w, p, ranks, node) for p in shortlist(placed, thorough=thorough)]
     computing = [min(int((c.ticks.total - c.ticks.exposed).max()) for c in choices) for choices in found]
     kept = [
         choices
@@ -178,32 +187,48 @@ def _less(one: Choice, other: Choice) -> bool:
     return all(a <= b for a, b in zip(one.moved, other.moved, strict=True))
 
 
-def candidates(ranks: int, node: int, documents: int) -> list[Knobs]:
-    """Values of the knobs: many where placing costs little, few for batches that take long to place."""
+def candidates(ranks: int, node: int, documents: int, *, thorough: bool, single: bool) -> list[Knobs]:
+    """Values of the knobs: many where placing costs little, few for batches that take long to place.
+
+    thorough: also such as compute less evenly than others, but move less. single: all documents must have one width.
+    """
     width = math.gcd(ranks, node)
-    whole = [Knobs(80, 0, 4, 4, 1)]
     shared = [Knobs(0, 64, 0, 16, ranks)] * (1 < ranks == width)  # every document, by all ranks
-    if ranks * documents <= 1 << 11:
+    whole = [Knobs(80, 0, 4, 4, 1)]
+    if ranks * documents <= SMALL:
         widths = [w for w in range(1, width + 1) if width % w == 0]
         parts = itertools.product((64, 160), (16, 40), (1, 4), widths)
-        return whole + shared + [Knobs(most, spread, 4, octaves, w) for most, spread, octaves, w in parts]
-    wide = [Knobs(80, 24, 4, 4, width), Knobs(80, 40, 4, 2, width)]
-    if ranks * documents > 1 << 22:
-        return whole + wide
-    return whole + shared + wide + [Knobs(80, 40, 4, 4, width)] + [Knobs(80, 24, 4, 4, 1)] * (width > 1)
+        tiers = [Knobs(most, spread, 4, octaves, w) for most, spread, octaves, w in parts]
+        return whole + shared + [Knobs(80, 40, 4, 0, w) for w in widths] + tiers
+    if single:
+        return whole + shared + [Knobs(80, 40, 4, 0, 1), Knobs(64, 40, 4, 1, 1)]
+    grouped = [Knobs(80, 40, 4, 0, width), Knobs(80, 40, 4, 0, width, trade=1)]
+    if thorough:
+        if ranks * documents > 1 << 22:
+            return [*grouped[:1], Knobs(80, 24, 4, 4, width)] + [Knobs(80, 40, 4, 0, 1)] * (width > 1)
+        tiers = [Knobs(64, 40, 4, 1, width), Knobs(80, 40, 4, 2, width), Knobs(80, 24, 4, 4, width)]
+        return whole + shared + grouped + tiers + [Knobs(80, 40, 4, 0, 1), Knobs(64, 40, 4, 1, 1)] * (width > 1)
+    return shared + grouped + [Knobs(64, 40, 4, 1, width)] + [Knobs(80, 40, 4, 0, 1)] * (width > 1)
 
 
-def shortlist(placed: list[Placement]) -> list[Placement]:
-    """Placements of each width that compute about as fast as the best of it; of those the ones with fewest pieces."""
-    kept: dict[int, list[tuple[int, int, int]]] = {}
-    for index, p in enumerate(placed):
-        kept.setdefault(int(p.widths.max()), []).append((int(p.level), len(p.pieces.count), index))
-    chosen = []
-    for group in kept.values():
-        least = min(group)[0]
-        close = [item for item in group if (item[0] - least) * 200 <= least]
-        chosen += [min(group)[2], min(close, key=lambda item: item[1:])[2]]
-    return [placed[index] for index in dict.fromkeys(chosen)]
+def shortlist(placed: list[tuple[Knobs, Placement]], *, thorough: bool) -> list[Placement]:
+    """Of each kind of placement that which computes fastest, and of those about as fast the one with fewest pieces.
+
+    thorough: of all kinds, not only of those about as fast as the fastest. What is equal in both is taken for the same.
+    """
+    kinds: dict[tuple[int, ...], dict[tuple[int, int], Placement]] = {}
+    for knobs, p in placed:
+        kind = (int(p.widths.max()), *knobs[3:])
+        kinds.setdefault(kind, {}).setdefault((p.level, len(p.pieces.count)), p)
+    best = min(level for found in kinds.values() for level, _ in found)
+    chosen: dict[tuple[int, int], Placement] = {}
+    for found in kinds.values():
+        least = min(found)
+        if thorough or (least[0] - best) * 200 <= best:
+            close = [key for key in found if (key[0] - least[0]) * 200 <= least[0]]
+            for key in (least, min(close, key=lambda key: key[::-1])):
+                chosen.setdefault(key, found[key])
+    return list(chosen.values())
 
 
 def _variants(layers: Layers, mask: Mask, w: Weights, placement: Placement, ranks: int, node: int) -> list[Choice]:

@@ -5,8 +5,9 @@ filling rows would cost is its *surplus*, and the surplus is what there is to ba
 room for unequal rows)::
 
     spread   documents with more surplus than a rank's fair share of what whole ones bring, or more rows than a rank
-             has, lie one after the other along the ranks, tier by tier of similar lengths, so that every rank gets the
-             same surplus and about the same rows of each tier
+             has, go to groups of ranks that share heads: whole to the group with least so far, and only what is too
+             much for one group is levelled over several; or they lie one after the other along the ranks, tier by tier
+             of similar lengths, so that every rank gets the same surplus and about the same rows of each tier
     whole    the others, largest surplus first, each to the rank with least so far that has the rows
     fill     the shortest documents, one after the other over the ranks, each rank taking the rows at which all ranks
              finish together; a border between ranks cuts the document it falls into, unless one nearby does as well
@@ -26,6 +27,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from seqpar.mask import Ints
+from seqpar.planner.groups import Shares, grouped
 
 FEW = 64  # rows that are not worth what they fetch
 
@@ -33,26 +35,31 @@ FEW = 64  # rows that are not worth what they fetch
 class Batch(NamedTuple):
     """Documents to place: tokens, and ticks of everything they cost whole on one rank, int64 [documents].
 
-    row: ticks of a row beside its attended pairs; key: of a fetched key row.
+    row: ticks of a row beside its attended pairs; key: of a fetched key row; merge: of a row that sees fetched keys;
+    stages: of the stages in which a rank fetches.
     """
 
     lengths: Ints
     ticks: Ints
     row: int
     key: int
+    merge: int
+    stages: int
 
 
 class Knobs(NamedTuple):
     """A candidate. whole: the surplus that one whole document may bring, in 64ths of a rank's mean of all whole ones.
     spread: tokens of spread documents, in 64ths of all, beyond which only those are spread that no rank has rows for.
     fill: tokens of the shortest documents, in 64ths of all. octaves: lengths of a tier lie within a factor of 2 to this
-    power. width: ranks that share the heads of a document that is spread, consecutive, dividing the ranks."""
+    power; 0 is no tiers but groups. width: ranks that share the heads of a document that is spread, consecutive,
+    dividing the ranks. trade: what a row of such a document counts beside its ticks, in 64ths of a row's."""
 
     whole: int
     spread: int
     fill: int
     octaves: int
     width: int
+    trade: int = 0
 
 
 class Pieces(NamedTuple):
@@ -90,10 +97,11 @@ class _Board:
     def __init__(self, batch: Batch, ranks: int, room: Ints, knobs: Knobs) -> None:
         self.batch, self.ranks, self.knobs = batch, ranks, knobs
         self.left = room.astype(np.int64)
+        self.trade = batch.row * knobs.trade // 64
         self.load, self.base = np.zeros(ranks, np.int64), np.zeros(ranks, np.int64)
         self.dealt = np.zeros(ranks // knobs.width, np.int64)
         self.pieces: list[Pieces] = []
-        lengths, ticks, row, _ = batch
+        lengths, ticks, row = batch.lengths, batch.ticks, batch.row
         order = np.argsort(lengths, kind="stable")
         so_far = np.cumsum(lengths[order])
         short = lengths[order] * 8 <= self.left.max()
@@ -101,8 +109,8 @@ class _Board:
         self.filling, rest = order[:fills], order[fills:]
         self.per_row = int(ticks[self.filling].sum()) // int(lengths[self.filling].sum()) if fills else row
         # where rows need not be equal, all that a document costs is to be balanced
-        loose = int(room.sum()) * 16 > int(lengths.sum()) * 17 + 16 * ranks
-        self.surplus = ticks if loose else np.maximum(ticks - self.per_row * lengths, 0)
+        self.loose = int(room.sum()) * 16 > int(lengths.sum()) * 17 + 16 * ranks
+        self.surplus = ticks if self.loose else np.maximum(ticks - self.per_row * lengths, 0)
         rest = rest[np.argsort(self.surplus[rest], kind="stable")]
         brought = np.cumsum(self.surplus[rest]) // ranks
         fair = self.surplus[rest] * 64 <= brought * knobs.whole
@@ -116,14 +124,31 @@ class _Board:
     # --- long documents
 
     def spread(self) -> None:
-        """Lay the long documents along the ranks, tier by tier, every other tier in the opposite direction."""
+        """Give the long documents to groups, or lay them along the ranks, every other tier the other way round."""
+        if not self.knobs.octaves:
+            self._deal(self._grouped())
+            return
         tier = np.array([int(n).bit_length() for n in self.batch.lengths[self.long]], np.int64) // self.knobs.octaves
         for turn, level in enumerate(np.unique(tier)[::-1]):
-            self._lay(self.long[tier == level], backwards=turn % 2 == 1)
+            self._deal(self._laid(self.long[tier == level], backwards=turn % 2 == 1))
 
-    def _lay(self, documents: Ints, *, backwards: bool) -> None:
+    def _grouped(self) -> Shares:
+        """The long documents in groups; what the others bring on average is left out of what is balanced, as they fill
+        the rows, and half of what is beside their least can even out what the groups have."""
+        lengths, ticks = self.batch.lengths[self.long], self.batch.ticks[self.long]
+        others = np.concatenate([self.rest, self.filling])
+        rows = 0 if self.loose else int(self.batch.lengths[others].sum())
+        mean = int(self.batch.ticks[others].sum()) // rows if rows else 0
+        surplus = np.maximum(ticks - (mean - self.trade) * lengths, 1)
+        groups = self.ranks // self.knobs.width
+        part = (2 * int(surplus.sum()) + int(self.surplus[self.rest].sum())) // (2 * groups)
+        room = np.maximum(self.left.reshape(groups, -1), 0).sum(1)
+        shares = grouped(lengths, surplus, fetch=self.batch.key, room=room, part=part)
+        return shares._replace(document=self.long[shares.document])
+
+    def _laid(self, documents: Ints, *, backwards: bool) -> Shares:
         """Documents one after the other along a line of which every group of ranks has an equal part, in surplus."""
-        groups, width = self.ranks // self.knobs.width, self.knobs.width
+        groups = self.ranks // self.knobs.width
         surplus = np.maximum(self.surplus[documents], 1)
         shift = max(0, int(surplus.sum()).bit_length() - 31)  # so that products with lengths stay below 2^62
         surplus = np.maximum(surplus >> shift, 1)
@@ -132,23 +157,34 @@ class _Board:
         breaks = np.unique(np.concatenate([edge, border]))
         at = np.searchsorted(edge, breaks[:-1], side="right") - 1
         group = np.searchsorted(border[1:], breaks[:-1], side="right")
-        group = groups - 1 - group if backwards else group
         document = documents[at]
         length, whole = self.batch.lengths[document], surplus[at]
         first, stop = (length * (x - edge[at]) // whole for x in (breaks[:-1], breaks[1:]))
-        # half of the rows from the front, the others from the end
-        front, front_stop = first // 2, stop // 2
-        back, back_stop = length - (stop - front_stop), length - (first - front)
-        rows = self._share(document, front, front_stop - front, group) + self._share(
-            document, back, back_stop - back, group
-        )
+        return Shares(document, first, stop, groups - 1 - group if backwards else group)
+
+    def _deal(self, shares: Shares) -> None:
+        """Give groups their parts, half of the rows from the front of the document, the others from its end."""
+        document, first, stop, group = shares
+        groups, width = self.ranks // self.knobs.width, self.knobs.width
+        length, held = self.batch.lengths[document], stop - first
+        ends = stop == length  # the last part, whose halves touch
+        front, back_stop = first // 2, length - (first - first // 2)
+        front_stop = np.where(ends, front, stop // 2)
+        back = np.where(ends, front, length - (stop - stop // 2))
+        halves = ((front, front_stop), (back, back_stop))
+        rows = np.stack([self._share(document, lo, hi - lo, group) for lo, hi in halves]).sum(0)
         np.subtract.at(self.left.reshape(groups, width), group, rows)
-        held = stop - first
+        cut = held < length
         area = self.batch.ticks[document] - self.batch.row * length
-        ticks = (area // length * held + self.batch.key * (length - held)) // width
-        ticks = ticks[:, None] + self.batch.row * rows
+        ticks = area // length * held + self.batch.key * (length - held) + self.batch.merge * held * cut
+        ticks = ticks[:, None] // width + self.batch.row * rows
         np.add.at(self.base.reshape(groups, width), group, ticks)
+        ticks += self.trade * rows
         np.add.at(self.load.reshape(groups, width), group, np.maximum(ticks - self.per_row * rows, 0))
+        fetching = np.zeros(groups, bool)
+        fetching[group[cut]] = True
+        for total in (self.base, self.load):
+            total += np.repeat(self.batch.stages * fetching, width)
 
     def _share(self, document: Ints, start: Ints, count: Ints, group: Ints) -> Ints:
         """Deal stretches to the ranks of their groups in equal parts; rows of each, [stretches, width]."""
@@ -281,10 +317,11 @@ class _Board:
 
     def _level(self, tokens: int) -> tuple[Ints, int]:
         """Rows that each rank takes of so many, and the ticks at which all are done that have the room."""
-        low, high = int(self.base.min()), int(self.base.max()) + self.per_row * (tokens + 1)
+        least = int(self.base.min())
+        low, high = 0, (int(self.base.max()) - least) // self.per_row + tokens + 1
 
         def taken(level: int) -> Ints:
-            return np.clip((level - self.base) // self.per_row, 0, self.left)
+            return np.clip((least - self.base) // self.per_row + level, 0, self.left)
 
         while low < high:
             middle = (low + high) // 2
@@ -296,7 +333,7 @@ class _Board:
         # what is too much is less than a row for each rank that takes any
         for rank in np.flatnonzero(rows)[::-1][: int(rows.sum()) - tokens]:
             rows[rank] -= 1
-        return self._without_slivers(rows), high
+        return self._without_slivers(rows), least + high * self.per_row
 
     def _without_slivers(self, rows: Ints) -> Ints:
         """The same rows, but a rank that would take only a few takes none as far as others have room for them.
@@ -321,12 +358,13 @@ class _Board:
         wanted = np.cumsum(rows)
         below = edge[np.searchsorted(edge, wanted, side="right") - 1].tolist()
         above = edge[np.searchsorted(edge, wanted)].tolist()
-        left, total, taken = self.left.tolist(), int(edge[-1]), rows.tolist()
-        behind = np.append(np.cumsum(self.left[::-1])[::-1], 0).tolist()  # rows that this rank and later ones may take
+        total, taken = int(edge[-1]), rows.tolist()
+        room = np.where(rows > 0, self.left, 0)
+        behind = np.append(np.cumsum(room[::-1])[::-1], 0).tolist()  # rows that this rank and later ones may take
         for rank, at in enumerate(wanted.tolist()):
             last = border[-1]
             low = max(last, total - behind[rank + 1])
-            high = last + min(left[rank], taken[rank] + spare)
+            high = last + min(int(room[rank]), taken[rank] + spare)
             choice = min(max(at, low), max(high, low))
             for near_by in sorted((below[rank], above[rank]), key=lambda x: abs(x - at)):
                 if low <= near_by <= high and abs(near_by - at) <= spare:

@@ -1,0 +1,83 @@
+"""Which groups of ranks hold the long documents: whole in the least loaded, cut only where one would get too much.
+
+Largest first onto the least loaded is Graham 1969 (Bounds on multiprocessing timing anomalies). All decisions are made
+on integers, ties by index.
+"""
+
+from __future__ import annotations
+
+from heapq import heappop, heappush
+from typing import NamedTuple
+
+import numpy as np
+
+from seqpar.mask import Ints
+
+
+class Shares(NamedTuple):
+    """Parts of documents: which document, its rows from first to stop, the group that takes them."""
+
+    document: Ints
+    first: Ints
+    stop: Ints
+    group: Ints
+
+
+def grouped(lengths: Ints, ticks: Ints, *, fetch: int, room: Ints, part: int) -> Shares:
+    """The parts of documents that groups take, the documents in falling order of their ticks, which are to be balanced.
+
+    fetch: ticks of a key row that a group does not hold. room: rows that each group may take. part: ticks that a group
+    gets at most, if that can be without cutting a document for less than what is fetched then.
+    """
+    left = room.tolist()
+    heap = [(0, group) for group in range(len(left))]  # load, group
+    full: list[tuple[int, int, int]] = []  # groups without the rows for a whole document: -left, load, group
+    found = []
+    for document, (length, extra) in enumerate(zip(lengths.tolist(), ticks.tolist(), strict=True)):
+        while full and -full[0][0] >= length:
+            heappush(heap, heappop(full)[1:])
+        toll = min(fetch * length, extra // 2)
+        whole = not heap or extra <= max(part - heap[0][0], 4 * toll)
+        while whole and heap and left[heap[0][1]] < length:
+            load, group = heappop(heap)
+            heappush(full, (-left[group], load, group))
+        if not heap:
+            taken, shares = _roomiest(full, length)
+        elif whole:
+            taken, shares = [heappop(heap)], [extra]
+        else:
+            taken, shares = _levelled(heap, extra, toll, part)
+        edge = so_far = 0
+        for (load, group), share in zip(taken, shares, strict=True):
+            so_far += share
+            first, edge = edge, length * so_far // sum(shares)
+            if edge > first:
+                found.append((document, first, edge, group))
+                left[group] -= edge - first
+                load += extra * share // sum(shares)
+            heappush(heap, (load, group))
+    return Shares(*np.array(found, np.int64).reshape(-1, 4).T)
+
+
+def _levelled(heap: list[tuple[int, int]], extra: int, toll: int, part: int) -> tuple[list[tuple[int, int]], list[int]]:
+    """The fewest least loaded groups that can share a document without getting more than their part, and the ticks of
+    it with which they are level; of which each takes more than the toll of one more group."""
+    taken = [heappop(heap)]
+    total = taken[0][0] + extra
+    while heap and total > max(part, heap[0][0] + 2 * toll) * len(taken):
+        taken.append(heappop(heap))
+        total += taken[-1][0] + toll
+    level = total // len(taken) - toll * (len(taken) > 1)
+    shares = [max(level - load, 0) for load, _ in taken]
+    return taken, shares if any(shares) else [1] * len(taken)
+
+
+def _roomiest(full: list[tuple[int, int, int]], length: int) -> tuple[list[tuple[int, int]], list[int]]:
+    """The groups with most rows that together have those of a document, or all groups; and the rows of each."""
+    taken: list[tuple[int, int]] = []
+    shares: list[int] = []
+    while full and sum(shares) < length:
+        rows, load, group = heappop(full)
+        taken.append((load, group))
+        shares.append(max(-rows, 1))
+    return taken, shares
