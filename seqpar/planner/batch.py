@@ -208,7 +208,7 @@ def candidates(ranks: int, node: int, documents: int, *, thorough: bool, single:
             return [*grouped[:1], Knobs(80, 24, 4, 4, width)] + [Knobs(80, 40, 4, 0, 1)] * (width > 1)
         tiers = [Knobs(64, 40, 4, 1, width), Knobs(80, 40, 4, 2, width), Knobs(80, 24, 4, 4, width)]
         return whole + shared + grouped + tiers + [Knobs(80, 40, 4, 0, 1), Knobs(64, 40, 4, 1, 1)] * (width > 1)
-    return shared + grouped + [Knobs(64, 40, 4, 1, width)] + [Knobs(80, 40, 4, 0, 1)] * (width > 1)
+    return grouped + [Knobs(64, 40, 4, 1, width)] + [Knobs(80, 40, 4, 0, 1)] * (width > 1)
 
 
 def shortlist(placed: list[tuple[Knobs, Placement]], *, thorough: bool) -> list[Placement]:
