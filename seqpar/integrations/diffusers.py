@@ -11,8 +11,8 @@ Whoever is seen is then one interval, whatever text mask was given.
 
 **Gradients.** The loss is computed alike on every rank from the whole output, and its gradient there is one process's.
 Each rank takes its rows of it, and the gradients of parameters and inputs are shares: summed over ranks, by
-`seqpar.train.sync_gradients`, they are those of one process. Ranks compare what goes in and the gradient that comes
-back, since different noise on different ranks would be an error that nothing else shows.
+`seqpar.train.sync_gradients`, they are those of one process. Ranks compare what goes in, the gradient that comes back,
+and once their weights, since different noise on different ranks would be an error that nothing else shows.
 """
 
 from __future__ import annotations
@@ -33,6 +33,7 @@ from seqpar.integrations.wrapped import Parallelized
 from seqpar.layout import Layout
 from seqpar.mask import Mask
 from seqpar.ops import unshard
+from seqpar.ops.agree import signature
 from seqpar.plan import Plan
 
 MakePlan = Callable[[Mask, Layout], Plan]
@@ -59,7 +60,8 @@ def parallelize(model: nn.Module, comm: Comm, *, plan: MakePlan = Plan) -> Paral
 
     Raises: NotImplementedError, naming it, for another model, an attention processor or backend that is not the
     default, a model under diffusers' own parallelism or cache, and for arguments without a share, such as controlnet
-    residuals. ValueError on every rank for inputs or gradients that differ between ranks.
+    residuals. ValueError on every rank for inputs, gradients, or weights at the first
+    forward, that differ between ranks.
     """
     recipe = RECIPES.get(type(model).__name__)
     if recipe is None:
@@ -205,6 +207,8 @@ def _forward(sharing: Sharing, model: nn.Module, forward: Callable[..., Any], *a
             given["hidden_states"] = args[0]
         recipe.check(model, given)
         facts = {name: _fingerprint(value) for name, value in sorted(given.items())}
+        if not sharing.plans:
+            facts["weights"] = _weights(model)
         valid = given.pop(recipe.mask, None) if recipe.mask else None
         sizes = recipe.sizes(model, given, valid)
     except Exception as found:
@@ -237,6 +241,12 @@ def _fingerprint(value: Any) -> Any:
     body, tail = flat[: len(flat) // 1024 * 1024].view(-1, 1024), flat[len(flat) // 1024 * 1024 :]
     sums = [body.sum(0, dtype=torch.int64), body.sum(1, dtype=torch.int64), tail.long()]
     return tuple(value.shape), str(value.dtype), *torch.stack([_weighted(x) for x in sums]).tolist()
+
+
+def _weights(model: nn.Module) -> int:
+    """A number that is equal for equal weights, those aside that a wrapper has sharded."""
+    whole = [(name, p.data) for name, p in model.named_parameters() if type(p.data) is Tensor]
+    return signature({name: _fingerprint(data) for name, data in whole})
 
 
 def _weighted(x: Tensor) -> Tensor:

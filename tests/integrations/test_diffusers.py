@@ -445,7 +445,7 @@ def test_models_and_modules_that_are_not_shared_out_raise_by_name() -> None:
         parallelize(layered, LocalComm()).model(**qwen()[1])
 
 
-@pytest.mark.parametrize("what", ["noise", "scalar", "missing"])
+@pytest.mark.parametrize("what", ["noise", "scalar", "missing", "weights"])
 def test_ranks_that_pass_different_inputs_raise_on_all(what: str) -> None:
     model, inputs = made("flux")
 
@@ -455,6 +455,8 @@ def test_ranks_that_pass_different_inputs_raise_on_all(what: str) -> None:
         if comm.rank == 1:
             if what == "noise":
                 mine["hidden_states"] = mine["hidden_states"].flip(1)
+            elif what == "weights":
+                own.proj_out.bias.data[0] += 1  # type: ignore[union-attr, index, operator]
             elif what == "scalar":
                 mine["return_dict"] = False
             else:
@@ -463,7 +465,7 @@ def test_ranks_that_pass_different_inputs_raise_on_all(what: str) -> None:
             own(**mine)
         return str(caught.value)
 
-    name = {"noise": "hidden_states", "scalar": "return_dict", "missing": "guidance"}[what]
+    name = {"noise": "hidden_states", "scalar": "return_dict", "missing": "guidance", "weights": "weights"}[what]
     assert all(f"{name} differs between rank 0 and rank 1" in said for said in run_threads(2, rank))
 
 
