@@ -44,9 +44,10 @@ def generator(seed: int = 0) -> torch.Generator:
 # --- results ----------------------------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("plan", PLANS)
-def test_a_document_does_not_know_of_another(plan: str) -> None:
-    model = build("llama").eval()
+@pytest.mark.parametrize(("name", "plan"), [*(("llama", plan) for plan in PLANS), ("gpt-oss", "planner")])
+def test_a_document_does_not_know_of_another(name: str, plan: str) -> None:
+    """To the bit if the model is dense: a mixture of experts multiplies rows in groups, which another token changes."""
+    model = build(name).eval()
     one = packed(generator(), [13, 21, 6])
     other = without_labels(one) | {"input_ids": one["input_ids"].clone()}
     other["input_ids"][0, 4] = other["input_ids"][0, 4] % 60 + 1
@@ -57,7 +58,9 @@ def test_a_document_does_not_know_of_another(plan: str) -> None:
             return own(**without_labels(one)).logits, own(**other).logits
 
     for a, b in run_threads(3, rank):
-        assert torch.equal(a[:, 13:], b[:, 13:]) and torch.equal(a[:, :4], b[:, :4])
+        for rows in (slice(13, None), slice(4)):
+            allowed = 0.0 if name == "llama" else 1e-6 * float(a.abs().max())
+            assert float((a[:, rows] - b[:, rows]).abs().max()) <= allowed
         assert not torch.equal(a[:, 4:13], b[:, 4:13])
 
 
