@@ -78,7 +78,8 @@ def run_stage(module: nn.Module, block: Block, inner: Any, step: Step, given: di
     for name, form in block.rows.items():
         if given.get(name) is not None:
             given[name] = rows(given[name], space, form, inside, f"{name} of {step.name}")
-    together = block.attention or block.gathers or step.mode == "ulysses"  # ranks exchange inside: none stays away
+    # where ranks exchange inside, none stays away
+    together = block.attention or step.mode == "ulysses" or _gathers(block, step)
     if not together and all(x.numel() == 0 for x in streams):
         outs = skipped(module, streams, given)
     else:
@@ -161,13 +162,18 @@ def _sliced(module: nn.Module, block: Block, step: Step) -> Iterator[None]:
 def _shared(module: nn.Module, block: Block, step: Step) -> Iterator[None]:
     """The module with parts that see all rows: outputs that are gathered, and a core that is shared by heads."""
     with ExitStack() as stack:
-        for path, form in block.gathers.items() if step.inside is not None else ():
+        for path, form in _gathers(block, step).items():
             stack.enter_context(_around(module.get_submodule(path), partial(_gathered, step, form)))
         if block.core is not None and step.mode == "ulysses":
             stack.enter_context(
                 _around(module.get_submodule(block.core.module), partial(_over_heads, step, block.core))
             )
         yield
+
+
+def _gathers(block: Block, step: Step) -> dict[str, str]:
+    """The modules inside whose output is gathered in this step, with its form."""
+    return {path: form for path, (form, dims) in block.gathers.items() if step.inside in dims}
 
 
 @contextmanager

@@ -41,7 +41,8 @@ class Block:
     with their forms; every rank is given them whole, and hands on its share. shared: arguments that all rows use alike.
     buffers: buffers and parameters inside the module that follow rows, such as tables of positions, with their forms.
     rest: layouts that what the model does before this module allows (None is whole), or None where it does nothing.
-    gathers: modules inside whose output, of a form, all rows look at, such as a bias of pairs: it is made whole.
+    gathers: modules inside whose output other rows look at, such as a bias of pairs, each with its form and the
+    dimensions along which they do: where one of these is sharded, the output is made whole.
     core: where the mixing is done, if ranks may share it by heads or channels. Without it the module mixes elsewhere.
     attention: the module attends by ``seqpar.attention`` with the plan of ``seqpar.parallel``, over `whole`; then ranks
     may also share it. heads, kv_heads: of that attention.
@@ -56,7 +57,7 @@ class Block:
     shared: tuple[str, ...] = ()
     buffers: Mapping[str, str] = field(default_factory=dict)
     rest: tuple[Layout, ...] | None = None
-    gathers: Mapping[str, str] = field(default_factory=dict)
+    gathers: Mapping[str, tuple[str, tuple[str, ...]]] = field(default_factory=dict)
     core: Core | None = None
     attention: bool = False
     heads: int = 0
@@ -64,9 +65,12 @@ class Block:
 
     def __post_init__(self) -> None:
         """Raise ValueError for what is no block."""
-        for forms in (self.stream, self.rows, self.buffers, self.gathers, self.core.stream if self.core else {}):
+        for forms in (self.stream, self.rows, self.buffers, self.core.stream if self.core else {}):
             for text in forms.values():
                 form_of(text)
+        for text, dims in self.gathers.values():
+            if missing := set(dims) - set(form_of(text).names):
+                raise ValueError(f'"{text}" has no {sorted(missing)}, along which {self.modules} would gather it')
         if not self.stream or self.attention != bool(self.heads and self.kv_heads) or (self.attention and self.core):
             raise ValueError(
                 f"a block has a stream, heads and kv_heads with its attention and only then, and no core beside it; "

@@ -150,8 +150,8 @@ PAIRS = Spec(
     (
         Block("layers.{i}.outgoing", PAIR, ("i", "j"), rows={"mask": "b i j 1"}, core=MIX),
         Block("layers.{i}.incoming", PAIR, ("i", "j"), rows={"mask": "b i j 1"}, core=MIX),
-        Block("layers.{i}.starting", PAIR, ("j",), gathers={"bias": "b i j h"}),
-        Block("layers.{i}.ending", PAIR, ("i",), gathers={"bias": "b i j h"}),
+        Block("layers.{i}.starting", PAIR, ("j",), gathers={"bias": ("b i j h", ("i", "j"))}),
+        Block("layers.{i}.ending", PAIR, ("i",), gathers={"bias": ("b i j h", ("i", "j"))}),
         Block("layers.{i}.transition", PAIR),
     ),
     outside=("enter",),

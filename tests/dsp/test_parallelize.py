@@ -248,7 +248,7 @@ class Owning(Weather):
         (Weather, with_block(modules="south.{i}"), ValueError, "does not match its spec"),
         (Weather, with_block(rows={"t": "b c"}), ValueError, r"not \['t'\]"),
         (Weather, with_block(buffers={"depth": "h c"}), ValueError, r"north\.0 has no \['depth'\]"),
-        (Weather, with_block(gathers={"bias": "h w"}), ValueError, r"north\.0 has no \['bias'\]"),
+        (Weather, with_block(gathers={"bias": ("h w", ("w",))}), ValueError, r"north\.0 has no \['bias'\]"),
     ],
 )
 def test_models_that_their_spec_does_not_describe(make, spec, kind, words) -> None:
@@ -367,5 +367,6 @@ def check(call: Callable[[], object], words: str) -> None:
 def test_specs_that_are_none() -> None:
     check(lambda: Block("a", {}), "a block has a stream")
     check(lambda: Block("a", {"x": "b b"}), "no form")
+    check(lambda: Block("a", {"x": "b"}, gathers={"p": ("b c", ("d",))}), r"has no \['d'\]")
     check(lambda: Block("a", {"x": "b"}, attention=True), "heads and kv_heads with its attention")
     check(lambda: Block("a", {"x": "b"}, heads=2, kv_heads=2), "heads and kv_heads with its attention")
