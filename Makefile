@@ -5,6 +5,8 @@
 PYTHON ?= python3
 VENV ?= .venv
 ARGS ?=
+# of the tests: one more than CI has cores, as some tests wait
+WORKERS ?= 3
 
 BIN := $(VENV)/bin
 READY := $(VENV)/.seqpar-ready
@@ -16,7 +18,7 @@ demo: $(READY)
 	$(BIN)/seqpar demo $(ARGS)
 
 test: $(READY) $(OLDEST_TRITON)
-	$(BIN)/python -m pytest -q -n auto --maxprocesses 4 --dist loadfile $(ARGS)
+	$(BIN)/python -m pytest -q -n $(WORKERS) --dist loadfile --no-loadscope-reorder $(ARGS)
 
 exhaustive: $(READY)
 	$(BIN)/python -m pytest -q -m exhaustive --timeout 0 $(ARGS)

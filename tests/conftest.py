@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import os
+from pathlib import Path
 
+import pytest
 import torch
 from hypothesis import HealthCheck, settings
 
@@ -21,6 +23,21 @@ settings.register_profile(
     print_blob=True,
 )
 settings.load_profile("seqpar")
+
+
+# Files that take longest, in this order before all others, so that no worker is left with one of them at the end.
+LONGEST = (
+    "kernels/test_triton.py", "test_docs.py", "test_examples.py", "test_sanitizers.py", "test_readme.py",
+    "integrations/test_transformers_scripts.py", "integrations/test_transformers.py", "kernels/test_compile.py",
+    "kernels/test_triton_launches.py", "ops/test_compile.py", "test_install.py", "test_bench.py",
+    "kernels/test_kernels.py", "nn/test_compile.py", "comm/test_peer.py", "comm/test_shm.py", "ops/test_planned.py",
+)  # fmt: skip
+
+
+def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    """Longest files first, each in its own order."""
+    places = {Path(__file__).parent / name: place for place, name in enumerate(LONGEST)}
+    items.sort(key=lambda item: places.get(item.path, len(places)))
 
 
 def pytest_report_header() -> str:

@@ -21,7 +21,7 @@ def losses(script: Path, ranks: int) -> list[tuple[int, float]]:
     """(step, loss) of every line ``step N loss X`` that a program prints on so many ranks."""
     command = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", str(ranks), script]
     env = os.environ | {"PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1", "HF_HUB_OFFLINE": "1"}
-    done = subprocess.run(command, cwd=script.parent, env=env, capture_output=True, text=True, timeout=240)
+    done = subprocess.run(command, cwd=script.parent, env=env, capture_output=True, text=True, timeout=600)
     assert done.returncode == 0, f"{ranks} ranks:\n{done.stdout[-2000:]}\n{done.stderr[:8000]}"
     found = re.findall(r"^step (\d+) loss (\S+)$", done.stdout, re.MULTILINE)
     return [(int(step), float(loss)) for step, loss in found]
