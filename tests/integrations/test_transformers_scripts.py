@@ -32,7 +32,7 @@ def started(*command: object) -> subprocess.Popen[str]:
 
 def printed(process: subprocess.Popen[str]) -> dict[str, set[float]]:
     """What every rank prints as a loss, by its name."""
-    out, errors = process.communicate(timeout=240)
+    out, errors = process.communicate(timeout=600)
     assert process.returncode == 0, errors[-4000:]
     found: dict[str, set[float]] = {}
     for name, value in re.findall(r"^(step \d+ loss|evaluation loss) (\S+)$", out, re.MULTILINE):
