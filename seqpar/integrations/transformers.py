@@ -59,6 +59,11 @@ def forward(state: Forward) -> Iterator[None]:
         _threads.state = before
 
 
+def inside() -> bool:
+    """Whether this thread is in a forward pass of a parallel model."""
+    return getattr(_threads, "state", None) is not None
+
+
 def planned(plan: Plan, rule: Rule) -> Plan:
     """The plan with a rule for its mask, made once."""
     return plan.memo(("rule", rule), lambda: plan.with_mask(rule.mask(plan.mask.lengths)))  # type: ignore[no-any-return]
@@ -231,7 +236,7 @@ def _either_mask(attend: Callable[..., Any], mask: Callable[..., Any]) -> Callab
 
     @wraps(mask)
     def function(*args: Any, **named: Any) -> Any:
-        return (mask if getattr(_threads, "state", None) is None else mask_of)(*args, **named)
+        return (mask_of if inside() else mask)(*args, **named)
 
     return function
 

@@ -25,7 +25,7 @@ from transformers import PreTrainedConfig, PreTrainedModel
 
 from seqpar.comm import Comm
 from seqpar.data import Share, back, share
-from seqpar.integrations.transformers import KEY, Forward, enter, forward, implementation, nested, planned
+from seqpar.integrations.transformers import KEY, Forward, enter, forward, implementation, inside, nested, planned
 from seqpar.integrations.transformers_fit import PER_TOKEN, caching, fitting
 from seqpar.integrations.transformers_mask import Rule
 from seqpar.mask import Ints, Mask
@@ -97,10 +97,11 @@ class Parallel:
         self._undone = ExitStack()
         self._seed = comm.gather("parallelize: the seed of attention dropout", torch.initial_seed())[0]
         self._before = model.config._attn_implementation
+        self._loss_function = getattr(model, "loss_function", None)
         error: Exception | None = None
         try:
-            if hasattr(model, "_seqpar"):
-                raise ValueError(f"{type(model).__name__} is parallel already; undo that first")
+            if inner := [type(module).__name__ for module in model.modules() if "_seqpar" in module.__dict__]:
+                raise ValueError(f"{', '.join(inner)} in {type(model).__name__} is parallel already; undo that first")
             self._undone.callback(enter(self._before) if in_place else enter(KEY))
             self._undone.callback(_with_own_configs(model, self._before if in_place else KEY))
             self.fit = fitting(model)
@@ -169,7 +170,8 @@ class Parallel:
             undone.callback(_restore, model, name, method, model.__dict__.get(name))
             object.__setattr__(model, name, method)
         if self.fit.head is not None:
-            undone.callback(model.base_model.register_forward_hook(uncompiled(self._keep_hidden)).remove)
+            self._keeping = model.base_model.register_forward_hook(uncompiled(self._keep_hidden))
+            undone.callback(self._keeping.remove)
 
     def _generate(self, *args: Any, **named: Any) -> Any:
         if self.comm.size > 1:
@@ -216,6 +218,8 @@ class Parallel:
     @uncompiled
     def _surround(self, own: Share) -> ExitStack:
         """What is around the model's own forward, entered."""
+        if self.fit.head is not None:  # after hooks of others, which may return something else than the base model does
+            self.model.base_model._forward_hooks.move_to_end(self._keeping.id)
         around = ExitStack()
         around.enter_context(parallel(own.plan, self.comm, seed=self._seed + self._count * 0x632BE59BD9B4E019))
         around.enter_context(forward(Forward(_maker(own))))
@@ -262,6 +266,10 @@ class Parallel:
             if name in given and not isinstance(given[name], Tensor) and given[name] in idle:
                 del given[name]
         who = type(self.model).__name__
+        if inside():
+            return given, NotImplementedError(
+                f"{who} is called inside the forward of another parallel model, whose rows are no batch; undo one"
+            )
         if unknown := sorted(given.keys() - {*ROWS, *DOCUMENTS, *OPTIONS}):
             return given, NotImplementedError(
                 f"{who} on several ranks got {', '.join(unknown)}; built are "
@@ -273,7 +281,13 @@ class Parallel:
                 f"{who} counts its positions itself (from attention_mask or input_ids), which ranks cannot; give "
                 "position_ids"
             )
-        if self.fit.loss and ("labels" in given or "shift_labels" in given):
+        labels = "labels" in given or "shift_labels" in given
+        if labels and self.model.loss_function is not self._loss_function:
+            return given, NotImplementedError(
+                f"labels for {who}, whose loss_function was replaced after parallelize: the loss is computed here; "
+                "leave labels out and compute the loss from what it returns"
+            )
+        if self.fit.loss and labels:
             return given, NotImplementedError(
                 f"labels for {who}: {self.fit.loss}; leave them out and compute the loss from what it returns"
             )
@@ -293,6 +307,7 @@ class Parallel:
             and self.model.get_output_embeddings() is head
             and type(head) is nn.Linear
             and not isinstance(head.weight, DTensor)
+            and "forward" not in head.__dict__
             and not head._forward_hooks
             and not head._forward_pre_hooks
         )

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+from collections.abc import Callable
 from typing import Any
 
 import pytest
@@ -88,3 +89,46 @@ def test_a_forward_that_is_called_directly_is_parallel_too() -> None:
     with seqpar.parallelize(model, LocalComm()):
         out = Adapter(model)(**batch)
     assert out.logits is None and float(out.loss) == pytest.approx(expected, rel=1e-6)
+
+
+def _halved_by_its_forward(model: torch.nn.Module) -> None:
+    before = model.lm_head.forward
+    model.lm_head.forward = lambda x: before(x) / 2
+
+
+def _halved_by_a_hook(model: torch.nn.Module) -> None:
+    model.model.register_forward_hook(lambda _, args, out: type(out)(last_hidden_state=out.last_hidden_state / 2))
+
+
+@pytest.mark.parametrize("halve", [_halved_by_its_forward, _halved_by_a_hook])
+def test_what_others_put_around_the_head_later_is_in_the_loss(halve: Callable[[torch.nn.Module], None]) -> None:
+    model, every = build("llama"), batches("right", 2)
+
+    def rank(comm: Comm) -> Tensor:
+        own = copy.deepcopy(model)
+        with seqpar.parallelize(own, comm):
+            halve(own)
+            return own(**every[comm.rank]).loss.detach()
+
+    whole = copy.deepcopy(model)
+    halve(whole)
+    expected = one_process(whole, every, causal=True).loss
+    torch.testing.assert_close(run_threads(2, rank), [expected, expected])
+
+
+def test_a_loss_function_that_is_replaced_later_is_refused_and_not_left_out() -> None:
+    model, batch = build("llama"), batches("right", 1)[0]
+    with seqpar.parallelize(model, LocalComm()):
+        model.loss_function = lambda logits, labels, vocab_size, **named: logits.sum()
+        with pytest.raises(NotImplementedError, match="loss_function was replaced"):
+            model(**batch)
+
+
+def test_a_model_in_a_model_is_parallel_once() -> None:
+    model, batch, comm = build("llama"), batches("right", 1)[0], LocalComm()
+    with seqpar.parallelize(model.model, comm), pytest.raises(ValueError, match="LlamaModel in LlamaForCausalLM"):
+        seqpar.parallelize(model, comm)
+    outer, inner = seqpar.parallelize(model, comm), seqpar.parallelize(model.model, comm)
+    with outer, inner, pytest.raises(NotImplementedError, match="inside the forward of another"):
+        model(**batch)
+    model(**batch)
