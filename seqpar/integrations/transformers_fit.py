@@ -252,10 +252,15 @@ def _loss(probe: _Probe, whole: Any, ids: Tensor, labels: Tensor, at: Tensor) ->
     return shift, ""
 
 
+def softcap_of(model: PreTrainedModel) -> float:
+    """What its config says that logits go through; 0 for none."""
+    return float(getattr(model.config.get_text_config(), "final_logit_softcapping", None) or 0.0)
+
+
 def _head(model: PreTrainedModel, whole: Any, hidden: Tensor | None) -> tuple[nn.Linear | None, float]:
     """The layer that makes logits of hidden states, where it and a softcap are all there is between them."""
     head = model.get_output_embeddings()
-    softcap = float(getattr(model.config.get_text_config(), "final_logit_softcapping", None) or 0.0)
+    softcap = softcap_of(model)
     if hidden is None or type(head) is not nn.Linear or "logits" not in whole or hidden.shape[-1] != head.in_features:
         return None, 0.0
     logits = head(hidden)

@@ -26,7 +26,7 @@ from transformers import PreTrainedConfig, PreTrainedModel
 from seqpar.comm import Comm
 from seqpar.data import Share, back, share
 from seqpar.integrations.transformers import KEY, Forward, enter, forward, implementation, inside, nested, planned
-from seqpar.integrations.transformers_fit import PER_TOKEN, caching, fitting
+from seqpar.integrations.transformers_fit import PER_TOKEN, caching, fitting, softcap_of
 from seqpar.integrations.transformers_mask import Rule
 from seqpar.mask import Ints, Mask
 from seqpar.ops.handles import uncompiled
@@ -97,13 +97,14 @@ class Parallel:
         self._undone = ExitStack()
         self._seed = comm.gather("parallelize: the seed of attention dropout", torch.initial_seed())[0]
         self._before = model.config._attn_implementation
+        self._name = self._before if in_place else KEY
         self._loss_function = getattr(model, "loss_function", None)
         error: Exception | None = None
         try:
             if inner := [type(module).__name__ for module in model.modules() if "_seqpar" in module.__dict__]:
                 raise ValueError(f"{', '.join(inner)} in {type(model).__name__} is parallel already; undo that first")
             self._undone.callback(enter(self._before) if in_place else enter(KEY))
-            self._undone.callback(_with_own_configs(model, self._before if in_place else KEY))
+            self._undone.callback(_with_own_configs(model, self._name))
             self.fit = fitting(model)
         except Exception as found:  # whatever it is, the others must hear of it
             error = found
@@ -270,6 +271,10 @@ class Parallel:
             return given, NotImplementedError(
                 f"{who} is called inside the forward of another parallel model, whose rows are no batch; undo one"
             )
+        if (now := self.model.config.get_text_config()._attn_implementation) != self._name:
+            return given, NotImplementedError(
+                f"{who} was given the attention {now!r} after parallelize, which sees one rank's rows; undo() first"
+            )
         if unknown := sorted(given.keys() - {*ROWS, *DOCUMENTS, *OPTIONS}):
             return given, NotImplementedError(
                 f"{who} on several ranks got {', '.join(unknown)}; built are "
@@ -308,6 +313,7 @@ class Parallel:
             and type(head) is nn.Linear
             and not isinstance(head.weight, DTensor)
             and "forward" not in head.__dict__
+            and self.fit.softcap == softcap_of(self.model)
             and not head._forward_hooks
             and not head._forward_pre_hooks
         )

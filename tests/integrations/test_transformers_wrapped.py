@@ -132,3 +132,15 @@ def test_a_model_in_a_model_is_parallel_once() -> None:
     with outer, inner, pytest.raises(NotImplementedError, match="inside the forward of another"):
         model(**batch)
     model(**batch)
+
+
+def test_an_attention_that_is_set_later_is_refused_and_a_softcap_is_in_the_loss() -> None:
+    model, every = build("gemma3"), batches("right", 1)
+    with seqpar.parallelize(model, LocalComm()):
+        model.config.final_logit_softcapping = 1.0
+        loss = float(model(**every[0]).loss.detach())
+        model.set_attn_implementation("sdpa")
+        with pytest.raises(NotImplementedError, match="'sdpa' after parallelize"):
+            model(**every[0])
+    model.set_attn_implementation("eager")
+    assert loss == pytest.approx(float(one_process(model, every, causal=True).loss), rel=1e-6)
