@@ -143,7 +143,9 @@ def plot(data: dict[str, Any], path: Path) -> None:
         for method in METHODS:
             at = [(r["ranks"], r["seconds"][method] * 1e3) for r in rows if method in r["seconds"]]
             axis.plot(*zip(*at), marker="o", label=method) if at else None
-        axis.set(title=f"{name} {clip}", xlabel="GPUs", ylabel="ms of a step", xscale="log", yscale="log")
+        axis.set(title=f"{name} {clip}", xlabel="GPUs", ylabel="ms of a step", yscale="log")
+        axis.set_xscale("log", base=2)
+        axis.set_xticks(ranks := sorted({r["ranks"] for r in rows}), map(str, ranks))
     axes[0].legend(fontsize=7)
     for axis in axes[len(models) :]:
         axis.set_visible(False)
