@@ -21,7 +21,7 @@ test: $(READY) $(OLDEST_TRITON)
 	$(BIN)/python -m pytest -q -n $(WORKERS) --dist loadfile --no-loadscope-reorder $(ARGS)
 
 exhaustive: $(READY)
-	$(BIN)/python -m pytest -q -m exhaustive --timeout 0 $(ARGS)
+	$(BIN)/python -m pytest -q -m exhaustive --timeout 0 --hypothesis-profile=search $(ARGS)
 
 bench: $(READY)
 	$(BIN)/python -m pytest -q bench --benchmark-enable --benchmark-only $(ARGS)

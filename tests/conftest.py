@@ -14,14 +14,11 @@ from hypothesis import HealthCheck, settings
 os.environ.setdefault("TRITON_INTERPRET", "1")
 
 # Ranks as threads share the machine's cores: a time limit for each example would only measure who else runs.
-# In CI the examples are the same every time, so that what was green stays green; elsewhere they go on searching.
+# The examples are the same every time, so that what was green stays green; --hypothesis-profile=search looks for more.
 settings.register_profile(
-    "seqpar",
-    deadline=None,
-    derandomize="CI" in os.environ,
-    suppress_health_check=[HealthCheck.too_slow],
-    print_blob=True,
+    "seqpar", deadline=None, derandomize=True, suppress_health_check=[HealthCheck.too_slow], print_blob=True
 )
+settings.register_profile("search", settings.get_profile("seqpar"), derandomize=False)
 settings.load_profile("seqpar")
 
 
@@ -38,6 +35,11 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
     """Longest files first, each in its own order."""
     places = {Path(__file__).parent / name: place for place, name in enumerate(LONGEST)}
     items.sort(key=lambda item: places.get(item.path, len(places)))
+
+
+def pytest_runtest_setup() -> None:
+    """The same random numbers for a test whichever tests ran before it in the same worker."""
+    torch.manual_seed(0)
 
 
 def pytest_report_header() -> str:
