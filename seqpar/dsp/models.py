@@ -7,7 +7,7 @@ from typing import Any
 
 from torch import nn
 
-from seqpar.dsp.spec import Block, Exit, Spec
+from seqpar.dsp.spec import Block, Core, Exit, Spec
 
 
 def _latte_dims(model: nn.Module, given: Mapping[str, Any]) -> dict[str, int]:
@@ -19,6 +19,13 @@ def _latte_dims(model: nn.Module, given: Mapping[str, Any]) -> dict[str, int]:
 # Between its blocks the model adds the temporal embedding, [1, all frames, channels], and reshapes by the whole batch:
 # there only space may be sharded. Sharded frames would get no embedding, or the wrong one, without an error.
 _LATTE_REST = ("s", None)
+
+
+def _latte_core(rows: str, mixed: str) -> Core:
+    form = f"({rows}) h {mixed} d"
+    return Core("attn1", dict.fromkeys(("query", "key", "value"), form), form, "h", "attn1.heads", sdpa=True)
+
+
 LATTE = Spec(
     model="LatteTransformer3DModel",
     dims=_latte_dims,
@@ -33,6 +40,7 @@ LATTE = Spec(
                 "timestep": "(b t) ...",
             },
             rest=_LATTE_REST,
+            core=_latte_core("b t", "s"),
         ),
         Block(
             "temporal_transformer_blocks.{i}",
@@ -40,6 +48,7 @@ LATTE = Spec(
             whole=("t",),
             rows={"timestep": "(b s) ..."},
             rest=_LATTE_REST,
+            core=_latte_core("b s", "t"),
         ),
     ),
     exit=Exit("proj_out", "(b t) s c", _LATTE_REST),

@@ -238,13 +238,15 @@ class Parallelized:
     def _stage_of(self, name: str, block: Block, space: Space, width: int, element: int) -> Stage:
         tokens = _tokens(block, space)
         size = tokens * width * element * len(block.stream)
-        matrices = sum(p.numel() for p in self.model.get_submodule(name).parameters() if p.dim() > 1)
+        module = self.model.get_submodule(name)
+        matrices = sum(p.numel() for p in module.parameters() if p.dim() > 1)
         mixed = prod(space.dims[dim] for dim in block.whole)
-        heads, kv_heads = (block.core.size,) * 2 if block.core else (block.heads, block.kv_heads)
+        heads, kv_heads = (block.core.count(module),) * 2 if block.core else (block.heads, block.kv_heads)
         return Stage(
             name, frozenset(block.whole), bytes=size, flops=2.0 * matrices * tokens,
             attention=4.0 * tokens * mixed * width if block.whole else 0.0, heads=heads, kv_heads=kv_heads,
             qkv=(size, 2 * size * kv_heads / heads) if heads else (0.0, 0.0), ring=block.attention,
+            filled=bool(block.core and block.core.sdpa),
             rest=None if block.rest is None else frozenset(self._usable(block.rest, space)),
         )  # fmt: skip
 

@@ -10,6 +10,8 @@ from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
+from torch.nn import functional as F
+from torch.overrides import TorchFunctionMode
 
 from seqpar.comm import LocalComm
 from seqpar.dsp.attend import attention_plan
@@ -21,6 +23,8 @@ from seqpar.dsp.spec import Block, Core
 from seqpar.dsp.stage import Layout
 from seqpar.dsp.verbs import gather, once, switch, switch_all
 from seqpar.parallel import parallel
+
+SDPA = ("query", "key", "value", "attn_mask", "dropout_p", "is_causal", "scale", "enable_gqa")
 
 
 class Step(NamedTuple):
@@ -165,9 +169,9 @@ def _shared(module: nn.Module, block: Block, step: Step) -> Iterator[None]:
         for path, form in _gathers(block, step).items():
             stack.enter_context(_around(module.get_submodule(path), partial(_gathered, step, form)))
         if block.core is not None and step.mode == "ulysses":
-            stack.enter_context(
-                _around(module.get_submodule(block.core.module), partial(_over_heads, step, block.core))
-            )
+            size = block.core.count(module)
+            call = _sharing_sdpa if block.core.sdpa else _over_heads
+            stack.enter_context(_around(module.get_submodule(block.core.module), partial(call, step, block.core, size)))
         yield
 
 
@@ -196,12 +200,12 @@ def _gathered(step: Step, form: str, inner: Callable[..., Tensor], given: dict[s
     return gather(inner(**given), step.space, form, step.inside)
 
 
-def _over_heads(step: Step, core: Core, inner: Callable[..., Tensor], given: dict[str, Any]) -> Tensor:
+def _over_heads(step: Step, core: Core, size: int, inner: Callable[..., Tensor], given: dict[str, Any]) -> Tensor:
     """What a core returns, computed for this rank's heads of all rows."""
     assert step.inside is not None
     if extra := [name for name, value in given.items() if name not in core.stream and value is not None]:
         raise ValueError(f"{core.module} of {step.name} got {extra}, of which its spec says nothing")
-    space = Space(step.space.dims | {core.over: core.size}, step.space.comm)
+    space = Space(step.space.dims | {core.over: size}, step.space.comm)
     forms = list(core.stream.values())
     xs = switch_all([given[name] for name in core.stream], space, forms, step.inside, core.over)
     if space.local(core.over)[core.over]:
@@ -211,6 +215,35 @@ def _over_heads(step: Step, core: Core, inner: Callable[..., Tensor], given: dic
         shape = form_of(core.out).folded([sizes[name] for name in form_of(core.out).names])
         out = xs[0].new_zeros(shape) + sum(x.sum() for x in xs)  # nothing, with all that came in the graph
     return switch(out, space, core.out, core.over, step.inside)
+
+
+def _sharing_sdpa(step: Step, core: Core, size: int, inner: Callable[..., Any], given: dict[str, Any]) -> Any:
+    """What a module returns whose one call of PyTorch's attention is shared by heads."""
+    with _Sdpa(partial(_over_heads, step, core, size)) as mode:
+        out = inner(**given)
+    if mode.calls != 1:
+        raise NotImplementedError(
+            f"{core.module} of {step.name} called F.scaled_dot_product_attention {mode.calls} times, its spec shares "
+            "one call by heads; give it a processor that makes one"
+        )
+    return out
+
+
+class _Sdpa(TorchFunctionMode):
+    """Hands calls of PyTorch's attention, with their arguments by name, to `share`."""
+
+    def __init__(self, share: Callable[..., Tensor]) -> None:
+        super().__init__()
+        self.share, self.calls = share, 0
+
+    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        if func is not F.scaled_dot_product_attention:
+            return func(*args, **(kwargs or {}))
+        self.calls += 1
+        given = dict(zip(SDPA, args)) | (kwargs or {})
+        scale = given.pop("scale", None)
+        given = {name: value for name, value in given.items() if isinstance(value, Tensor) or value}
+        return self.share(partial(func, scale=scale), given)
 
 
 def _named(space: Space, x: Tensor, form: str, sharded: str) -> Iterator[tuple[str, int]]:

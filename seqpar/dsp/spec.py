@@ -5,6 +5,7 @@ from __future__ import annotations
 import re
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
+from operator import attrgetter
 from typing import Any
 
 from torch import nn
@@ -18,7 +19,10 @@ class Core:
     """The part of a block that mixes dimensions, independently for each element of another one, such as a head.
 
     module: its name in the block. stream: its arguments with their forms. out: the form of what it returns, a tensor.
-    over: the name in all these forms of what it is independent over, and size: how many of them there are.
+    over: the name in all these forms of what it is independent over, and size: how many of them there are, or the path
+    of the attribute of the block that says it. sdpa: the core is not the module itself but the one call of
+    ``F.scaled_dot_product_attention`` in it; stream has the forms of its query, key and value. As the module's own code
+    is around that call, it is shared only where every rank has rows.
 
     Where the block's own rows are sharded along a dimension that the core mixes, what goes into it is switched to
     `over` in one exchange, and what comes out is switched back.
@@ -28,7 +32,18 @@ class Core:
     stream: Mapping[str, str]
     out: str
     over: str
-    size: int
+    size: int | str
+    sdpa: bool = False
+
+    def count(self, block: nn.Module) -> int:
+        """How many there are in a block. Raises: ValueError for a path that leads to no number."""
+        try:
+            found = attrgetter(self.size)(block) if isinstance(self.size, str) else self.size
+        except AttributeError:
+            found = None
+        if type(found) is not int or found < 1:
+            raise ValueError(f"the core {self.module} has {found!r} for its size {self.size!r}, expected at least 1")
+        return found
 
 
 @dataclass(frozen=True)

@@ -39,8 +39,9 @@ class Stage:
     whole: dimensions that it mixes, which are not sharded inside. bytes: of the tensors that cross its border on the
     way in, and again on the way out. flops, attention: operations of a forward, in linear layers and in attended pairs.
     memory: bytes kept for backward. heads, kv_heads: of an attention over `whole` that ranks can share by heads, and if
-    `ring` also in a ring; 0: they cannot. qkv: bytes of its queries, and of its keys and values together. rest: layouts
-    that what stands before the stage allows, or None where nothing does, so that any will do.
+    `ring` also in a ring; 0: they cannot. filled: only where every rank has a share. qkv: bytes of its queries, and of
+    its keys and values together. rest: layouts that what stands before the stage allows, or None where nothing
+    does, so that any will do.
 
     Raises: ValueError for figures that are none.
     """
@@ -55,6 +56,7 @@ class Stage:
     kv_heads: int = 0
     qkv: tuple[float, float] = (0.0, 0.0)
     ring: bool = True
+    filled: bool = False
     rest: frozenset[Layout] | None = None
 
     def __post_init__(self) -> None:
@@ -143,7 +145,7 @@ class Costs:
         part = self.largest[layout]
         if layout not in stage.whole:
             return {"local": part * (self._linear(stage) + self._attention(stage))}
-        if not stage.heads:
+        if not stage.heads or (stage.filled and not min(self.parts[layout])):
             return {}
         linear, queries, keys = part * self._linear(stage), *stage.qkv
         copies = max(1.0, self.ranks / stage.kv_heads)  # of a key head, on as many ranks

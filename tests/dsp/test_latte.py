@@ -7,9 +7,11 @@ import torch
 from torch import Tensor, nn
 
 from seqpar.comm import Comm
-from seqpar.dsp import parallelize
+from seqpar.dsp import StagePlan, parallelize
+from seqpar.dsp.planner import Choice
+from seqpar.dsp.stage import Costs
 from seqpar.testing import run_processes, run_threads
-from tests.dsp.models import SHARDED, compared, gradients, made
+from tests.dsp.models import FREE, SHARDED, compared, gradients, made
 
 diffusers = pytest.importorskip("diffusers")
 
@@ -116,3 +118,51 @@ def test_a_mask_by_rows_is_sliced_with_them() -> None:
     (want,) = run_threads(1, masked)
     for got in run_threads(3, masked):
         torch.testing.assert_close(got, want, rtol=0, atol=1e-10)
+
+
+# --- blocks whose attention is shared by heads ------------------------------------------------------------------------
+
+
+def held(stages, dims, ranks, *, end, training) -> StagePlan:
+    """Space sharded throughout, so that spatial attention is shared by heads."""
+    costs = Costs(dict(dims), ranks, FREE, training)
+    modes = ["ulysses" if "s" in stage.whole else "local" for stage in stages]
+    assert all(mode in costs.modes(stage, "s") for stage, mode in zip(stages, modes))
+    return StagePlan(tuple(stages), tuple(Choice("s", "s", mode) for mode in modes), costs, None, "s", 0.0, 0.0)
+
+
+def by_heads(comm: Comm, frames: int, how: str) -> dict[str, Tensor]:
+    model = latte(6, frames)
+    if how == "checkpoint":
+        model.enable_gradient_checkpointing()
+    parallelize(model, comm, planner=held)
+    return gradients(model, batch(6, frames))
+
+
+@pytest.mark.parametrize("ranks, frames, how", [(2, 1, "plain"), (3, 2, "checkpoint"), (5, 1, "checkpoint")])
+def test_spatial_attention_is_shared_by_heads(ranks, frames, how) -> None:
+    """Two heads; with more ranks some have none."""
+    want = gradients(latte(6, frames), batch(6, frames))
+    compared(run_threads(ranks, by_heads, frames, how), want)
+
+
+def test_a_single_image_is_not_computed_by_every_rank() -> None:
+    _, layouts, exchanges = run_threads(2, on_a_rank, 6, 1, 1, "plain")[0]
+    assert "None" not in layouts and exchanges == 0
+
+
+def other_attention(comm: Comm) -> str:
+    model = latte(6, 1)
+    for block in model.transformer_blocks:
+        block.attn1.set_processor(diffusers.models.attention_processor.AttnProcessor())
+    parallelize(model, comm, planner=held)
+    try:
+        model(**batch(6, 1))
+    except NotImplementedError as error:
+        return str(error)
+    return "nothing"
+
+
+def test_attention_of_another_kind_is_named() -> None:
+    words = "attn1 of transformer_blocks.0 called F.scaled_dot_product_attention 0 times"
+    assert all(found.startswith(words) for found in run_threads(2, other_attention, timeout=60.0))
