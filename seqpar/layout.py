@@ -15,7 +15,7 @@ from typing import Any, NamedTuple
 import numpy as np
 from numpy.typing import ArrayLike, NDArray
 
-from seqpar.mask import Fact, Ints, Memo, digest_of, frozen, lengths_of, progressions, whole
+from seqpar.mask import Fact, Ints, Memo, digest_of, edges, frozen, lengths_of, progressions, whole
 
 
 class Runs(NamedTuple):
@@ -231,7 +231,7 @@ class Layout(Fact):
     def _set(self, runs: Runs, rank: Ints, ranks: int, name: str) -> None:
         runs, rank = _joined(runs, rank)
         bounds = np.searchsorted(rank, np.arange(ranks + 1))
-        rows = np.diff(np.append(0, np.cumsum(runs.count))[bounds])
+        rows = np.diff(edges(runs.count)[bounds])
         gaps = progressions(runs.start, runs.step, runs.count)
         self._fill(
             ranks=ranks,
@@ -284,7 +284,7 @@ class Layout(Fact):
         return self.memo("sizes", self._sizes)
 
     def _sizes(self) -> Ints:
-        return frozen(np.diff(np.append(0, np.cumsum(self._runs.count))[self._bounds]))
+        return frozen(np.diff(edges(self._runs.count)[self._bounds]))
 
     def tokens(self, rank: int) -> int:
         """Tokens that a rank holds."""

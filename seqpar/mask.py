@@ -103,8 +103,11 @@ def frozen(array: NDArray[Any]) -> Any:
     return array
 
 
-def _offsets(lengths: Ints) -> Ints:
-    return frozen(np.concatenate([[0], np.cumsum(lengths)]))
+def edges(counts: Ints) -> Ints:
+    """Where each of consecutive stretches begins, and where the last ends; read-only."""
+    found = np.zeros(counts.size + 1, np.int64)
+    counts.cumsum(out=found[1:])
+    return frozen(found)
 
 
 class Memo:
@@ -227,7 +230,7 @@ class Mask(Fact):
         if keys != tokens and len(documents) > 1:
             raise ValueError(f"lengths with {tokens} queries and {keys} keys do not say which keys a document has")
         kv_lengths = documents if keys == tokens else lengths_of("kv_tokens", [keys])
-        starts = np.repeat(_offsets(kv_lengths)[:-1], documents)
+        starts = np.repeat(edges(kv_lengths)[:-1], documents)
         inside = bool(((low == high) | ((low >= starts) & (high <= starts + np.repeat(kv_lengths, documents)))).all())
         self = cls.__new__(cls)
         self._set(documents, kv_lengths, linear_spans(low, high), within_documents=inside, name="bounds")
@@ -237,8 +240,8 @@ class Mask(Fact):
         self._fill(
             lengths=queries,
             kv_lengths=keys,
-            offsets=_offsets(queries),
-            kv_offsets=_offsets(keys),
+            offsets=edges(queries),
+            kv_offsets=edges(keys),
             within_documents=within_documents,
             _spans=Spans(*map(frozen, spans)),
             _name=name,
@@ -380,8 +383,8 @@ def _picked_spans(mask: Mask, documents: Ints) -> Spans:
     last = lo + lo_step * more
     astray = (lo == hi) & ((lo_step == hi_step) | (more == 0)) & ((lo < 0) | (last > mask.kv_lengths[documents][to]))
     lo, hi, lo_step, hi_step = (np.where(astray, 0, x) for x in (lo, hi, lo_step, hi_step))
-    rows = start[span] - mask.offsets[documents][to] + _offsets(mask.lengths[documents])[to]
-    keys = _offsets(mask.kv_lengths[documents])[to]
+    rows = start[span] - mask.offsets[documents][to] + edges(mask.lengths[documents])[to]
+    keys = edges(mask.kv_lengths[documents])[to]
     return Spans(rows, lo + keys, hi + keys, lo_step, hi_step)
 
 
@@ -435,7 +438,7 @@ def _document_spans(queries: Ints, keys: Ints, left: int | None, right: int | No
     step = count > 1
     lo_step = np.where(step, low(start + 1) - lo, 0)
     hi_step = np.where(step, high(start + 1) - hi, 0)
-    first_query, first_key = _offsets(queries)[:-1, None], _offsets(keys)[:-1, None]
+    first_query, first_key = edges(queries)[:-1, None], edges(keys)[:-1, None]
     kept = count > 0
     return Spans(
         (start + first_query)[kept],

@@ -10,7 +10,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from seqpar.mask import Ints
+from seqpar.mask import Ints, edges
 
 TOKENS = ("input_ids", "inputs_embeds")
 LABELS = ("labels", "shift_labels")
@@ -119,7 +119,7 @@ def _of_list(given: Mapping[str, Any], lead: str) -> Rows:
             )
         entries[name] = torch.cat(list(value)) if value else torch.zeros(0, dtype=torch.int64)
     _check_types(entries)
-    return Rows(entries, np.append(0, np.cumsum(np.array(lengths, np.int64))), Home(None, tuple(lengths)))
+    return Rows(entries, edges(np.array(lengths, np.int64)), Home(None, tuple(lengths)))
 
 
 def _check_types(entries: Mapping[str, Any]) -> None:

@@ -18,7 +18,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from seqpar.layout import Holders, Runs, cut, expand, interval_of, order_of
-from seqpar.mask import Ints, Mask, Memo
+from seqpar.mask import Ints, Mask, Memo, edges
 from seqpar.plan.steps import Entry, Rows, as_rows
 
 
@@ -39,7 +39,7 @@ class Needs(NamedTuple):
         """The needs of these groups alone, renumbered in the order given."""
         count = self.edge[groups + 1] - self.edge[groups]
         at = expand(self.edge[groups], count)
-        return Needs(np.repeat(np.arange(groups.size), count), self.lo[at], self.hi[at], np.append(0, np.cumsum(count)))
+        return Needs(np.repeat(np.arange(groups.size), count), self.lo[at], self.hi[at], edges(count))
 
 
 class Route(NamedTuple):
@@ -215,7 +215,7 @@ def _recvs(
     foreign = np.flatnonzero(owner != me)
     piece = foreign[order_of(turn[source[foreign]], turns)]
     turn, lo, owner, length = turn[source[piece]], lo[piece], owner[piece], (hi - lo)[piece]
-    row = np.append(0, np.cumsum(length))
+    row = edges(length)
     edge = row[np.searchsorted(turn, np.arange(turns + 1))]
     pos = expand(lo, length)
     first = row[:-1] - edge[turn]
@@ -241,7 +241,7 @@ def _rows_by(turn: Ints, peer: Ints | NDArray[np.int32], first: Ints, stop: Ints
     torn = np.flatnonzero(count > 1)
     piece = expand(message[torn], count[torn])
     length = (stop - first)[piece]
-    edge = np.append(0, np.cumsum(length))[np.append(0, np.cumsum(count[torn]))]
+    edge = edges(length)[edges(count[torn])]
     rows = expand(first[piece], length)
     for i, a, b in zip(torn.tolist(), edge[:-1].tolist(), edge[1:].tolist(), strict=True):
         result[turn_of[i]][peer_of[i]] = rows[a:b]

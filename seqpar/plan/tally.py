@@ -13,7 +13,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from seqpar.layout import Layout, Runs, cut, expand, interval_of, order_of
-from seqpar.mask import Ints, Mask
+from seqpar.mask import Ints, Mask, edges
 from seqpar.plan.routes import Needs, needs_of, union
 
 
@@ -50,8 +50,8 @@ class Measure:
 
     def __init__(self, lo: Ints, hi: Ints) -> None:
         self._lo, self._hi = np.sort(lo), np.sort(hi)
-        self._below_lo = np.append(0, np.cumsum(self._lo))
-        self._below_hi = np.append(0, np.cumsum(self._hi))
+        self._below_lo = edges(self._lo)
+        self._below_hi = edges(self._hi)
 
     def below(self, point: Ints) -> Ints:
         """For each point, the covered positions below it, each as often as it is covered."""
@@ -148,6 +148,7 @@ class _Moved:
         order = order_of(group, groups)
         owner, start = group[order], runs.start[order]
         self.own = Stretches(owner, start, start + runs.count[order])
+        self.seen = Measure(self.needs.lo, self.needs.hi).between(self.own.start, self.own.stop)  # by any group
 
     def _on_line(self, which: Ints, lo: Ints, hi: Ints) -> tuple[Ints, Ints]:
         return lo + which * self.line, hi + which * self.line
@@ -164,14 +165,14 @@ class _Moved:
         """Key rows that each group fetches, and sends."""
         needs, own = self.needs, self.own
         fetched = needs.hi - needs.lo - self._at_group(own, needs)
-        asked = Measure(needs.lo, needs.hi).between(own.start, own.stop) - self._at_group(needs, own)
+        asked = self.seen - self._at_group(needs, own)
         return summed(needs.group, fetched, self.groups), summed(own.owner, asked, self.groups)
 
     def crossing(self) -> tuple[Ints, Ints]:
         """Of these the rows that come from another node, and that go to one."""
         needs, own = self.needs, self.own
         foreign = needs.hi - needs.lo - self._at_node(own, needs)
-        asked = Measure(needs.lo, needs.hi).between(own.start, own.stop) - self._at_node(needs, own)
+        asked = self.seen - self._at_node(needs, own)
         return summed(needs.group, foreign, self.groups), summed(own.owner, asked, self.groups)
 
     def crossing_once(self) -> tuple[Ints, Ints]:

@@ -19,7 +19,7 @@ from seqpar.layout import Layout
 from seqpar.mask import Ints, Mask, lengths_of, whole
 from seqpar.plan import Plan
 from seqpar.planner.bound import document_ticks, lower_bound
-from seqpar.planner.cost import Counted, Layers, Ticks, Weights, counted, layers_in, ticks
+from seqpar.planner.cost import Counted, Layers, Ticks, Weights, counted, layers_in, ticks_of_each
 from seqpar.planner.forecast import Forecast
 from seqpar.planner.hardware import Hardware
 from seqpar.planner.memory import Memory
@@ -243,7 +243,6 @@ def _variants(layers: Layers, mask: Mask, w: Weights, placement: Placement, rank
         ways.append((node, counted(layers, layout, widths=widths, node=node, forwarded=True)))
     choices = []
     for at, counts in ways:
-        for stage_bytes in STAGES:
-            t = ticks(counts, w, stage_bytes=stage_bytes)
+        for stage_bytes, t in zip(STAGES, ticks_of_each(counts, w, stage_bytes=STAGES), strict=True):
             choices.append(Choice(layout, ulysses, at, stage_bytes, t, counts.rows, moved))
     return choices

@@ -140,36 +140,35 @@ class Ticks(NamedTuple):
 
 
 class Times(NamedTuple):
-    """Ticks of one layer by group, forward and backward, int64 [2, groups]: computing, and waiting for keys."""
+    """Ticks of one layer by group, forward and backward, int64 [..., 2, groups]: computing, and waiting for keys."""
 
     busy: Ints
     waiting: Ints
 
 
-def timeline(t: Tally, w: Weights, *, width: int, stage_bytes: int) -> Times:
-    """Ticks of one layer for documents of one width. stage_bytes: of the keys of a stage."""
+def timeline(t: Tally, w: Weights, *, width: int, stage_bytes: int | Sequence[int]) -> Times:
+    """Ticks of a layer for documents of one width. stage_bytes: of the keys of a stage; several make a first axis."""
     heads, kv_heads = -(-w.heads // width), -(-w.kv_heads // width)  # of the member with most
+    both = Pass(*np.array([w.forward, w.backward]).T[:, :, None])
     moving = (t.keys > 0) | (t.sent > 0)
-    stages = -(-t.keys // max(1, stage_bytes * w.kv_heads // (w.row_bytes * kv_heads)))
+    rows = np.maximum(1, np.asarray(stage_bytes) * w.kv_heads // (w.row_bytes * kv_heads))
+    stages = -(-t.keys // rows[..., None, None])
     tapered = t.keys >= TAPERED * np.maximum(stages, 1)
     far_off = np.maximum(t.entering, t.leaving)
     latency = np.where(moving, np.where(far_off > 0, w.across.latency, w.inside.latency), 0)
+    back = np.array([[0], [1]])
 
     def wire(kind: str) -> Ints:
         near_by = np.maximum(t.keys - t.entering, t.sent - t.leaving) * getattr(w.inside, kind)
         return np.maximum(near_by, far_off * getattr(w.across, kind)) * kv_heads // w.kv_heads
 
-    keys, grads = wire("key"), wire("grad")
     launched = stages + 2 * tapered
-    busy, waiting = [], []
-    for way, back in ((w.forward, 0), (w.backward, 1)):
-        # rounded up, so that the members of a group together take no less than the whole
-        near = way.stage - -(way.piece * t.pieces + way.query * t.rows + way.pair * t.near) * heads // w.heads
-        far = way.stage * launched - -(way.pair * t.far + way.key * t.keys) * heads // w.heads
-        far += way.query * t.merging * ((launched + 1) // 2) * heads // w.heads
-        busy.append(near + far)
-        waiting.append(_exposed(near, far, keys, back * grads, latency, back * latency, stages, tapered))
-    return Times(np.stack(busy), np.stack(waiting))
+    # rounded up, so that the members of a group together take no less than the whole
+    near = both.stage - -(both.piece * t.pieces + both.query * t.rows + both.pair * t.near) * heads // w.heads
+    far = both.stage * launched - -(both.pair * t.far + both.key * t.keys) * heads // w.heads
+    far = far + both.query * t.merging * ((launched + 1) // 2) * heads // w.heads
+    waiting = _exposed(near, far, wire("key"), back * wire("grad"), latency, back * latency, stages, tapered)
+    return Times(near + far, waiting)
 
 
 def _exposed(
@@ -258,15 +257,21 @@ def ticks(found: Counted, w: Weights, *, stage_bytes: int) -> Ticks:
 
     Tokens are traded for heads on entry while the documents of smaller widths are computed, and back at the end.
     """
+    return ticks_of_each(found, w, stage_bytes=(stage_bytes,))[0]
+
+
+def ticks_of_each(found: Counted, w: Weights, *, stage_bytes: Sequence[int]) -> list[Ticks]:
+    """The same for several sizes of a stage."""
     ranks = found.rows.size
-    busy = waiting = np.zeros(ranks, np.int64)
+    busy = waiting = np.zeros((len(stage_bytes), ranks), np.int64)
     for parts in found.masks:
-        spent = exposed = np.zeros((2, ranks), np.int64)
+        spent = exposed = np.zeros((len(stage_bytes), 2, ranks), np.int64)
         for _, width, t, _ in parts:
             times = timeline(t, w, width=width, stage_bytes=stage_bytes)
             if width > 1:
-                enter, leave = np.repeat(trades(t.rows, w, width), width, axis=2)
+                enter, leave = trades(t.rows, w, width).repeat(width, axis=2)
                 exposed = exposed + np.maximum(enter - spent, 0) + leave
-            spent, exposed = spent + np.repeat(times.busy, width, 1), exposed + np.repeat(times.waiting, width, 1)
-        busy, waiting = busy + parts[0].layers * spent.sum(0), waiting + parts[0].layers * exposed.sum(0)
-    return Ticks(busy, waiting, found.rows * w.row, found.rows * w.label)
+            spent, exposed = spent + times.busy.repeat(width, 2), exposed + times.waiting.repeat(width, 2)
+        busy, waiting = busy + parts[0].layers * spent.sum(1), waiting + parts[0].layers * exposed.sum(1)
+    linear, head = found.rows * w.row, found.rows * w.label
+    return [Ticks(*each, linear, head) for each in zip(busy, waiting, strict=True)]

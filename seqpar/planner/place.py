@@ -20,13 +20,13 @@ by index.
 
 from __future__ import annotations
 
-import heapq
+from heapq import heapify, heappop, heappush, heapreplace
 from typing import NamedTuple
 
 import numpy as np
 from numpy.typing import NDArray
 
-from seqpar.mask import Ints
+from seqpar.mask import Ints, edges
 from seqpar.planner.groups import Shares, grouped
 
 FEW = 64  # rows that are not worth what they fetch
@@ -152,7 +152,7 @@ class _Board:
         surplus = np.maximum(self.surplus[documents], 1)
         shift = max(0, int(surplus.sum()).bit_length() - 31)  # so that products with lengths stay below 2^62
         surplus = np.maximum(surplus >> shift, 1)
-        edge = np.append(0, np.cumsum(surplus))
+        edge = edges(surplus)
         border = _borders(edge, groups)
         breaks = np.unique(np.concatenate([edge, border]))
         at = np.searchsorted(edge, breaks[:-1], side="right") - 1
@@ -204,7 +204,7 @@ class _Board:
     def _dealt(self, group: Ints, count: Ints) -> Ints:
         """Rows dealt to each stretch's group before it."""
         order = np.argsort(group, kind="stable")
-        so_far = np.append(0, np.cumsum(count[order]))
+        so_far = edges(count[order])
         first = np.searchsorted(group[order], group[order])
         before = np.empty_like(count)
         before[order] = so_far[:-1] - so_far[first] + self.dealt[group[order]]
@@ -219,22 +219,21 @@ class _Board:
         lengths, surplus = self.batch.lengths[documents].tolist(), self.surplus[documents].tolist()
         left = self.left.tolist()
         heap = [(load, rank) for rank, load in enumerate(self.load.tolist()) if left[rank] > 0]
-        heapq.heapify(heap)
+        heapify(heap)
         full: list[tuple[int, int, int]] = []  # ranks without the rows for the last document: -left, load, rank
-        target = np.full(len(lengths), -1, np.int64)
-        for index, (length, extra) in enumerate(zip(lengths, surplus, strict=True)):
+        chosen = []
+        for length, extra in zip(lengths, surplus, strict=True):
             while full and -full[0][0] >= length:
-                room, load, rank = heapq.heappop(full)
-                heapq.heappush(heap, (load, rank))
-            while heap:
+                heappush(heap, heappop(full)[1:])
+            while heap and left[heap[0][1]] < length:
+                load, rank = heappop(heap)
+                heappush(full, (-left[rank], load, rank))
+            if heap:
                 load, rank = heap[0]
-                if left[rank] >= length:
-                    heapq.heapreplace(heap, (load + extra, rank))
-                    left[rank] -= length
-                    target[index] = rank
-                    break
-                heapq.heappop(heap)
-                heapq.heappush(full, (-left[rank], load, rank))
+                heapreplace(heap, (load + extra, rank))
+                left[rank] -= length
+            chosen.append(rank if heap else -1)
+        target = np.array(chosen, np.int64)
         put = target >= 0
         document, ranks = documents[put], target[put]
         self.pieces.append(Pieces(document, np.zeros_like(document), self.batch.lengths[document], ranks))
@@ -247,7 +246,7 @@ class _Board:
         width = self.knobs.width
         left = self.left.reshape(-1, width)
         heap = [(-room, group) for group, room in enumerate(np.maximum(left, 0).sum(1).tolist())]
-        heapq.heapify(heap)
+        heapify(heap)
         kept, shared = [], []
         for document in documents.tolist():
             length, (room, group) = int(self.batch.lengths[document]), heap[0]
@@ -255,8 +254,8 @@ class _Board:
                 kept.append(document)
                 continue
             shared.append(document)
-            heapq.heapreplace(heap, (room + length, group))
-            so_far = np.append(0, np.cumsum(np.maximum(left[group], 0)))
+            heapreplace(heap, (room + length, group))
+            so_far = edges(np.maximum(left[group], 0))
             edge = length * so_far // int(so_far[-1])
             rows = np.diff(edge)
             rank = group * width + np.arange(width)
@@ -276,8 +275,8 @@ class _Board:
         document = np.concatenate([laid, trimmed.document])
         if not document.size:
             return
-        offset = np.append(np.zeros_like(laid), trimmed.start)
-        edge = np.append(0, np.cumsum(np.append(self.batch.lengths[laid], trimmed.count)))
+        offset = np.concatenate([np.zeros_like(laid), trimmed.start])
+        edge = edges(np.concatenate([self.batch.lengths[laid], trimmed.count]))
         rows, level = self._level(int(edge[-1]))
         border = self._snapped(rows, edge, level)
         breaks = np.unique(np.concatenate([edge, border]))
@@ -285,7 +284,7 @@ class _Board:
         at = np.searchsorted(edge, start, side="right") - 1
         rank = np.searchsorted(border[1:], start, side="right")
         self.pieces.append(Pieces(document[at], offset[at] + start - edge[at], count, rank))
-        ticks = np.append(np.full(laid.size, self.per_row), self._each(trimmed.document))
+        ticks = np.concatenate([np.full(laid.size, self.per_row), self._each(trimmed.document)])
         np.add.at(self.base, rank, ticks[at] * count)
 
     def _each(self, document: Ints) -> Ints:
@@ -354,23 +353,25 @@ class _Board:
     def _snapped(self, rows: Ints, edge: Ints, level: int) -> Ints:
         """Borders of the ranks, moved to a document's border where that costs next to nothing."""
         spare = level // 256 // self.per_row
-        border = [0]
-        wanted = np.cumsum(rows)
-        below = edge[np.searchsorted(edge, wanted, side="right") - 1].tolist()
-        above = edge[np.searchsorted(edge, wanted)].tolist()
-        total, taken = int(edge[-1]), rows.tolist()
-        room = np.where(rows > 0, self.left, 0)
-        behind = np.append(np.cumsum(room[::-1])[::-1], 0).tolist()  # rows that this rank and later ones may take
-        for rank, at in enumerate(wanted.tolist()):
-            last = border[-1]
-            low = max(last, total - behind[rank + 1])
-            high = last + min(int(room[rank]), taken[rank] + spare)
-            choice = min(max(at, low), max(high, low))
-            for near_by in sorted((below[rank], above[rank]), key=lambda x: abs(x - at)):
-                if low <= near_by <= high and abs(near_by - at) <= spare:
-                    choice = near_by
-                    break
-            border.append(choice)
+        wanted = rows.cumsum()
+        below, above = edge[edge.searchsorted(wanted, side="right") - 1], edge[edge.searchsorted(wanted)]
+        nearer = above - wanted < wanted - below
+        near_by = np.stack([np.where(nearer, above, below), np.where(nearer, below, above)])
+        near_by[np.abs(near_by - wanted) > spare] = -1  # of no border
+        total, room = int(edge[-1]), np.where(rows > 0, self.left, 0)
+        most = np.minimum(room, rows + spare)
+        behind = total - (edges(room[::-1])[-2::-1])  # rows that later ranks may take leave this
+        border, last = [0], 0
+        each = zip(wanted.tolist(), *near_by.tolist(), most.tolist(), behind.tolist(), strict=True)
+        for at, first, second, more, low in each:
+            low, high = max(last, low), last + more
+            if low <= first <= high:
+                last = first
+            elif low <= second <= high:
+                last = second
+            else:
+                last = min(max(at, low), max(high, low))
+            border.append(last)
         border[-1] = total
         return np.array(border, np.int64)
 
