@@ -110,6 +110,12 @@ def edges(counts: Ints) -> Ints:
     return frozen(found)
 
 
+def distinct(values: Ints) -> Ints:
+    """The values without repetition, ascending; sorted, as a hash table of a few thousand takes longer."""
+    values = np.sort(values)
+    return values[np.concatenate([[True], values[1:] != values[:-1]])] if values.size else values
+
+
 class Memo:
     """Keeps what is derived from a value, once per batch and for as long as the value lives."""
 

@@ -13,7 +13,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from seqpar.layout import Layout, Runs, cut, expand, interval_of, order_of
-from seqpar.mask import Ints, Mask, edges
+from seqpar.mask import Ints, Mask, distinct, edges, frozen
 from seqpar.plan.routes import Needs, needs_of, union
 
 
@@ -102,13 +102,19 @@ def summed(index: Ints, values: Ints, size: int) -> Ints:
 def _pieces(mask: Mask, layout: Layout, width: int) -> tuple[Runs, Ints, Ints]:
     """Stretches of positions, ascending, that one group holds, one document has and one span of the mask bounds; the
     group and the document of each."""
-    lo, _, holder, _ = layout.holders().pieces(np.zeros(1, np.int64), np.full(1, mask.tokens))
-    group = holder.astype(np.int64) // width
+    lo, holder = layout.memo("stretches", lambda: _stretches(layout))
+    group = holder // width
     first = np.flatnonzero(np.append(True, group[1:] != group[:-1]))
     lo, group = lo[first], group[first]
     held = Runs(lo, np.diff(np.append(lo, mask.tokens)), np.ones_like(lo))
     piece, source = cut(held, _breaks(mask))
     return piece, group[source], interval_of(piece.start, mask.offsets[:-1])
+
+
+def _stretches(layout: Layout) -> tuple[Ints, Ints]:
+    """Where stretches of one rank's positions begin, ascending, and the rank of each."""
+    lo, _, holder, _ = layout.holders().pieces(np.zeros(1, np.int64), np.full(1, layout.total))
+    return frozen(lo), frozen(holder.astype(np.int64))
 
 
 def expanded(runs: Runs, owner: Ints) -> tuple[Runs, Ints]:
@@ -123,8 +129,7 @@ def expanded(runs: Runs, owner: Ints) -> tuple[Runs, Ints]:
 
 def _breaks(mask: Mask) -> Ints:
     """Where documents and spans of the mask start, ascending."""
-    start = np.sort(np.concatenate([mask.spans.start, mask.offsets[:-1]]))
-    return start[np.append(True, start[1:] != start[:-1])]
+    return mask.memo("breaks", lambda: frozen(distinct(np.concatenate([mask.spans.start, mask.offsets[:-1]]))))
 
 
 def _moving(mask: Mask, group: Ints, document: Ints) -> Ints:

@@ -243,7 +243,7 @@ def counted(layers: Layers, layout: Layout, *, widths: Ints, node: int, forwarde
     masks = []
     for mask, count in layers:
         parts = []
-        for width in np.unique(widths).tolist():
+        for width in sorted(set(widths.tolist())):
             chosen = None if (widths == width).all() else widths == width
             near_by = max(1, node // width)
             t = tally(mask, layout, width=width, node=near_by, forwarded=forwarded, documents=chosen)

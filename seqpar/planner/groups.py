@@ -6,7 +6,7 @@ on integers, ties by index.
 
 from __future__ import annotations
 
-from heapq import heappop, heappush
+from heapq import heappop, heappush, heapreplace
 from typing import NamedTuple
 
 import numpy as np
@@ -41,12 +41,13 @@ def grouped(lengths: Ints, ticks: Ints, *, fetch: int, room: Ints, part: int) ->
         while whole and heap and left[heap[0][1]] < length:
             load, group = heappop(heap)
             heappush(full, (-left[group], load, group))
-        if not heap:
-            taken, shares = _roomiest(full, length)
-        elif whole:
-            taken, shares = [heappop(heap)], [extra]
-        else:
-            taken, shares = _levelled(heap, extra, toll, part)
+        if heap and whole:
+            load, group = heap[0]
+            heapreplace(heap, (load + extra, group))
+            left[group] -= length
+            found.append((document, 0, length, group))
+            continue
+        taken, shares = _levelled(heap, extra, toll, part) if heap else _roomiest(full, length)
         edge = so_far = 0
         for (load, group), share in zip(taken, shares, strict=True):
             so_far += share

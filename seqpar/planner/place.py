@@ -26,7 +26,7 @@ from typing import NamedTuple
 import numpy as np
 from numpy.typing import NDArray
 
-from seqpar.mask import Ints, edges
+from seqpar.mask import Ints, distinct, edges
 from seqpar.planner.groups import Shares, grouped
 
 FEW = 64  # rows that are not worth what they fetch
@@ -154,7 +154,7 @@ class _Board:
         surplus = np.maximum(surplus >> shift, 1)
         edge = edges(surplus)
         border = _borders(edge, groups)
-        breaks = np.unique(np.concatenate([edge, border]))
+        breaks = distinct(np.concatenate([edge, border]))
         at = np.searchsorted(edge, breaks[:-1], side="right") - 1
         group = np.searchsorted(border[1:], breaks[:-1], side="right")
         document = documents[at]
@@ -171,8 +171,9 @@ class _Board:
         front, back_stop = first // 2, length - (first - first // 2)
         front_stop = np.where(ends, front, stop // 2)
         back = np.where(ends, front, length - (stop - stop // 2))
-        halves = ((front, front_stop), (back, back_stop))
-        rows = np.stack([self._share(document, lo, hi - lo, group) for lo, hi in halves]).sum(0)
+        start, end = np.concatenate([front, back]), np.concatenate([front_stop, back_stop])
+        rows = self._share(np.tile(document, 2), np.tile(group, 2), start, end - start)
+        rows = rows.reshape(2, -1, width).sum(0)
         np.subtract.at(self.left.reshape(groups, width), group, rows)
         cut = held < length
         area = self.batch.ticks[document] - self.batch.row * length
@@ -186,7 +187,7 @@ class _Board:
         for total in (self.base, self.load):
             total += np.repeat(self.batch.stages * fetching, width)
 
-    def _share(self, document: Ints, start: Ints, count: Ints, group: Ints) -> Ints:
+    def _share(self, document: Ints, group: Ints, start: Ints, count: Ints) -> Ints:
         """Deal stretches to the ranks of their groups in equal parts; rows of each, [stretches, width]."""
         width = self.knobs.width
         # cumulative over the group's stretches, so that rounding does not add up
@@ -218,27 +219,30 @@ class _Board:
         documents = self.rest
         lengths, surplus = self.batch.lengths[documents].tolist(), self.surplus[documents].tolist()
         left = self.left.tolist()
-        heap = [(load, rank) for rank, load in enumerate(self.load.tolist()) if left[rank] > 0]
+        ranks = self.ranks  # of a heap of load * ranks + rank: one number is compared faster than two
+        heap = [load * ranks + rank for rank, load in enumerate(self.load.tolist()) if left[rank] > 0]
         heapify(heap)
-        full: list[tuple[int, int, int]] = []  # ranks without the rows for the last document: -left, load, rank
+        full: list[tuple[int, int]] = []  # ranks without the rows for the last document: -left, and as in the heap
         chosen = []
         for length, extra in zip(lengths, surplus, strict=True):
             while full and -full[0][0] >= length:
-                heappush(heap, heappop(full)[1:])
-            while heap and left[heap[0][1]] < length:
-                load, rank = heappop(heap)
-                heappush(full, (-left[rank], load, rank))
-            if heap:
-                load, rank = heap[0]
-                heapreplace(heap, (load + extra, rank))
-                left[rank] -= length
-            chosen.append(rank if heap else -1)
+                heappush(heap, heappop(full)[1])
+            rank = -1
+            while heap:
+                rank = heap[0] % ranks
+                if left[rank] >= length:
+                    heapreplace(heap, heap[0] + extra * ranks)
+                    left[rank] -= length
+                    break
+                heappush(full, (-left[rank], heappop(heap)))
+                rank = -1
+            chosen.append(rank)
         target = np.array(chosen, np.int64)
         put = target >= 0
-        document, ranks = documents[put], target[put]
-        self.pieces.append(Pieces(document, np.zeros_like(document), self.batch.lengths[document], ranks))
+        document, chosen_rank = documents[put], target[put]
+        self.pieces.append(Pieces(document, np.zeros_like(document), self.batch.lengths[document], chosen_rank))
         self.left = np.array(left, np.int64)
-        np.add.at(self.base, ranks, self.batch.ticks[document])
+        np.add.at(self.base, chosen_rank, self.batch.ticks[document])
         self._share_out(documents[~put])
 
     def _share_out(self, documents: Ints) -> None:
@@ -279,7 +283,7 @@ class _Board:
         edge = edges(np.concatenate([self.batch.lengths[laid], trimmed.count]))
         rows, level = self._level(int(edge[-1]))
         border = self._snapped(rows, edge, level)
-        breaks = np.unique(np.concatenate([edge, border]))
+        breaks = distinct(np.concatenate([edge, border]))
         start, count = breaks[:-1], np.diff(breaks)
         at = np.searchsorted(edge, start, side="right") - 1
         rank = np.searchsorted(border[1:], start, side="right")
@@ -317,22 +321,18 @@ class _Board:
     def _level(self, tokens: int) -> tuple[Ints, int]:
         """Rows that each rank takes of so many, and the ticks at which all are done that have the room."""
         least = int(self.base.min())
-        low, high = 0, (int(self.base.max()) - least) // self.per_row + tokens + 1
-
-        def taken(level: int) -> Ints:
-            return np.clip((least - self.base) // self.per_row + level, 0, self.left)
-
-        while low < high:
-            middle = (low + high) // 2
-            if int(taken(middle).sum()) >= tokens:
-                high = middle
-            else:
-                low = middle + 1
-        rows = taken(high)
+        begin = -((least - self.base) // self.per_row)  # the level from which a rank takes rows, and that of its last
+        ends = np.concatenate([begin, begin + self.left])
+        order = ends.argsort(kind="stable")
+        at, ranks = ends[order], np.where(order < self.ranks, 1, -1).cumsum()
+        taken = edges(ranks[:-1] * (at[1:] - at[:-1]))
+        last = int(taken.searchsorted(tokens)) - 1
+        level = int(at[last]) - (int(taken[last]) - tokens) // int(ranks[last])
+        rows = np.minimum(np.maximum(level - begin, 0), self.left)
         # what is too much is less than a row for each rank that takes any
         for rank in np.flatnonzero(rows)[::-1][: int(rows.sum()) - tokens]:
             rows[rank] -= 1
-        return self._without_slivers(rows), least + high * self.per_row
+        return self._without_slivers(rows), least + level * self.per_row
 
     def _without_slivers(self, rows: Ints) -> Ints:
         """The same rows, but a rank that would take only a few takes none as far as others have room for them.
