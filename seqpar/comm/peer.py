@@ -358,13 +358,13 @@ class _Link:
             if not self._order({base + self.words.poison: 1 for base in bases}):
                 return
             ends = [_Flight(self.cuda.record(stream), {}) for stream in (*self.copies.values(), self.credits)]
-            while not all(item.is_completed() for item in (*self.flying, *ends)) and waited < 2 * self.timeout:
+            while not all(item.is_completed() for item in (*self.flying, *ends)):
                 words = {self.base + self.words.arrival(p): epoch(n + AHEAD) for p, n in self.posted.items()}
                 for peer, number in self.pushed.items():
                     if waited > self.timeout or self.ops.shm_ended(self.mail, peer):
                         words[self.base + self.words.credit(peer)] = epoch(number + AHEAD)
                 # again and again: a peer that is late writes a smaller epoch over it
-                if not self._order(words):
+                if not self._order(words) or waited >= 2 * self.timeout:
                     return
                 time.sleep(0.02)
                 waited = time.monotonic() - begun

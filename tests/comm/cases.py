@@ -285,12 +285,13 @@ def never_sends(comm, folder, seconds):
 
 
 def never_agrees(comm, folder, seconds):
-    """Ranks 0 and 1 wait for rank 2 to agree, which does something else until both have given up."""
+    """Rank 1 waits for rank 2 to agree, and rank 0 for both; rank 2 does something else until both have given up."""
     if comm.rank == 2:
         until(lambda: all((folder / other).exists() for other in "01"))
         return comm.exchange({0: [torch.zeros(1)]}, {}, tag=tag(5)).wait()
-    comm.sub([0, 1]).agree("before", {})
-    impatient(comm, seconds)
+    if comm.rank == 1:
+        comm = comm.sub([1, 2])  # so that it is not rank 0 that comes too late
+        impatient(comm, seconds)
     comm.agree("attention", {"heads": 8})
 
 

@@ -145,7 +145,8 @@ class Exchanges:
     def test_a_rank_that_never_agrees_is_named_after_the_timeout(self, tmp_path):
         _, seconds, messages = self.errors(tmp_path, "never_agrees", tmp_path, 1.0)
         for rank in (0, 1):
-            assert re.search(r"waited 1 s .*rank(s \[)? ?2", messages[rank])
+            # threads share one timeout, and rank 0 may then be the first to give up
+            assert re.search(r"waited 1 s .*rank(s \[(1, )?| )2", messages[rank])
         assert max(seconds[0], seconds[1]) > 0.9
 
     def test_the_first_failure_is_the_root_cause_that_all_quote(self, tmp_path):

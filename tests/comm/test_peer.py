@@ -110,6 +110,8 @@ def out_of_order(comm, gate, what):
         if what == "source is written":
             stream.put(gate.wait)
         stream.put(lambda: x.fill_(7.0))
+        if what != "source is written":
+            stream.synchronize()  # a copy that waits for no event must find a 7
         if what in ("bytes have arrived", "source was read"):
             copies.put(gate.wait)
         comm.exchange({1: [x]}, {}, tag=tag(0)).wait()
@@ -252,10 +254,14 @@ def test_some_of_a_pool_is_left_for_what_can_lie_nowhere_else():
 
 
 def test_a_thread_that_waits_for_a_peer_does_not_hold_up_others():
+    over = threading.Event()
+
     def rank_main(comm):
         x, y = torch.ones(4), torch.empty(4)
         if comm.rank == 1:
-            return comm.agree("the other thread was free", {})
+            comm.agree("the other thread was free", {})
+            assert over.wait(LIMIT)  # a comm that nobody holds any more would be the cause
+            return
         work = comm.exchange({}, {1: [y]}, tag=tag(0))
         failed = []
 
@@ -272,6 +278,7 @@ def test_a_thread_that_waits_for_a_peer_does_not_hold_up_others():
         assert waiting.is_alive()
         comm.agree("the other thread was free", {})
         comm.abort("enough")
+        over.set()
         waiting.join()
         with pytest.raises(PeerError):
             later.wait()
@@ -465,13 +472,13 @@ def test_a_rank_that_is_gone_is_named(tmp_path, case, says):
 
 def gone(comm, folder, case):
     """Rank 1 ends, or drops its comm, while the others wait for it."""
-    comm.agree("before", {})
-    if comm.rank == 1 and case == "dies":
-        os._exit(3)
-    if comm.rank == 1:
-        comm._link.end()
-        return until(lambda: all((folder / other).exists() and (folder / other).read_text() for other in "02"))
     try:
+        comm.agree("before", {})  # which a rank may still be in when another one notices
+        if comm.rank == 1 and case == "dies":
+            os._exit(3)
+        if comm.rank == 1:
+            comm._link.end()
+            return until(lambda: all((folder / other).exists() and (folder / other).read_text() for other in "02"))
         comm.exchange({}, {1: [torch.zeros(4)]}, tag=tag(9)).wait()
     except PeerError as error:
         (folder / str(comm.rank)).write_text(str(error))
