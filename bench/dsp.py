@@ -4,11 +4,17 @@
     python bench/dsp.py --quick              # a rehearsal
     python bench/dsp.py --json bench/results/dsp.json --plot docs/dsp.png
 
-Measured: models of the published kinds, narrower (their figures are of the printed width), on 2, 4 and 8 processes that
-share memory; the same weights by all methods in turns, forward and backward, time of the slowest rank, medians. Losses
-of all methods are compared. "waiting" is the part of a step that a rank spends in waits of exchanges. Simulated: the
-published shapes with the planner's model of an H100 cluster on 8 to 256 GPUs, whole at both ends. Exit code 1 if losses
-differ.
+Measured, all methods in turns on the same weights, forward and backward, with the planner's figures of the machine
+measured before:
+
+  - `LatteTransformer3DModel` of diffusers, fewer and narrower blocks, over published clips (`dsp_grid.py`): as planned
+    beside Ulysses, with what a step takes in exchanges, and whether it is as fast everywhere, and 1.3 times as fast
+    where Ulysses spends a third of its step in exchanges;
+  - models of one block for each dimension, narrower than published ones, on 2, 4 and 8 processes that share memory and
+    two cores: the slowest rank's median. "waiting" is the part of a step that a rank spends in waits of exchanges.
+
+Losses of all methods are compared. Simulated: the published shapes with the planner's model of an H100 cluster on 8 to
+256 GPUs, whole at both ends. Exit code 1 if losses differ, or the promise does not hold.
 """
 
 from __future__ import annotations
@@ -22,12 +28,13 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
-from dsp_methods import METHODS, Model, measured, megatron_seconds, slowest, ways
+from dsp_grid import Row, grid, table, told, verdict
+from dsp_latte import hardware_of, machine
+from dsp_methods import MEASURED, METHODS, Model, measured, megatron_seconds, slowest, ways
 from rich.console import Console
 from rich.table import Table
 from run import environment
 
-from seqpar import native
 from seqpar.dsp import plan_stages
 from seqpar.dsp.stage import Costs
 from seqpar.planner import Hardware
@@ -62,14 +69,14 @@ def dims_of(clip: Sequence[int]) -> dict[str, int]:
     return dict(zip("bpq", clip))
 
 
-def measure(quick: bool, repeat: int, console: Console) -> list[dict[str, Any]]:
-    hardware, rows = Hardware.preset("cpu"), []
-    comm = "gloo" if native.missing() else "shm"
+def measure(quick: bool, repeat: int, console: Console) -> list[Row]:
+    rows = []
     for ranks in (2,) if quick else (2, 4, 8):
+        hardware = hardware_of(run_processes(ranks, machine, 2 if quick else 5, comm="shm", timeout=120.0), "shm")
         for model, clips in QUICK if quick else SMALL:
             for clip in clips:
                 found = run_processes(
-                    ranks, measured, model, dims_of(clip), hardware, repeat, METHODS, comm=comm, timeout=120.0
+                    ranks, measured, model, dims_of(clip), hardware, repeat, MEASURED, comm="shm", timeout=120.0
                 )
                 by_method = slowest(found)
                 rows += [
@@ -80,7 +87,7 @@ def measure(quick: bool, repeat: int, console: Console) -> list[dict[str, Any]]:
     return rows
 
 
-def show(rows: list[dict[str, Any]], console: Console) -> None:
+def show(rows: list[Row], console: Console) -> None:
     first = rows[0]
     title = f"{first['model']} {first['width']} wide, b p q = {first['clip']}, {first['ranks']} ranks"
     table = Table("method", "ms", "waiting", "KiB sent", "messages", "exchanges", "layouts", title=title)
@@ -96,7 +103,7 @@ def show(rows: list[dict[str, Any]], console: Console) -> None:
         console.print(f"time: {by['ulysses']['seconds'] / by['dsp']['seconds']:.2f}")
 
 
-def simulate(hardware: Hardware, gpus: Sequence[int]) -> list[dict[str, Any]]:
+def simulate(hardware: Hardware, gpus: Sequence[int]) -> list[Row]:
     """Seconds of a step by the planner's cost model, in bf16."""
     rows = []
     for model, clips in PUBLISHED:
@@ -109,7 +116,7 @@ def simulate(hardware: Hardware, gpus: Sequence[int]) -> list[dict[str, Any]]:
     return rows
 
 
-def show_simulated(rows: list[dict[str, Any]], console: Console) -> None:
+def show_simulated(rows: list[Row], console: Console) -> None:
     table = Table("model", "b p q", "GPUs", *METHODS, "ulysses / dsp", title="Simulated step on H100, milliseconds")
     for row in rows:
         seconds = row["seconds"]
@@ -130,7 +137,7 @@ def planning() -> float:
     return best * 1e3
 
 
-def plot(data: dict[str, Any], path: Path) -> None:
+def plot(data: Row, path: Path) -> None:
     from matplotlib.figure import Figure
 
     models = list(dict.fromkeys((row["model"], tuple(row["clip"])) for row in data["simulated"]))
@@ -160,31 +167,45 @@ def main(arguments: Sequence[str] | None = None) -> int:
     parser.add_argument("--json", type=Path, help="file for the figures")
     parser.add_argument("--plot", type=Path, help="file for the picture of the simulation")
     args = parser.parse_args(arguments)
-    console = Console(width=None if os.isatty(1) else 150)
-    load = os.getloadavg()[0]
-    rows = measure(args.quick, args.repeat or (2 if args.quick else 7), console)
+    console = Console(width=None if os.isatty(1) else 180)
+    load, repeat = os.getloadavg()[0], args.repeat or (2 if args.quick else 7)
+    with console.status("Latte") as status:
+        latte, machines = grid(
+            args.quick, repeat, lambda row: status.update(f"Latte: {row['clip']} over {row['over']}")
+        )
+    console.print(table(latte))
+    found = verdict(latte)
+    told(found, console)
+    rows = measure(args.quick, repeat, console)
     simulated = simulate(Hardware.preset(args.hardware), (8,) if args.quick else (8, 16, 32, 64, 128, 256))
     show_simulated(simulated, console)
     milliseconds = planning()
     console.print(f"planning 100 stages x 4 dimensions: {milliseconds:.2f} ms of CPU; load at the start {load:.1f}")
     data = environment() | {
+        "latte": latte, "verdict": found, "machines": machines,
         "load": load, "planning_ms": milliseconds, "measured": rows, "hardware": args.hardware, "simulated": simulated,
     }  # fmt: skip
     if args.json:
         args.json.write_text(json.dumps(data, indent=1) + "\n")
     if args.plot:
         plot(data, args.plot)
-    wrong = [row for row in rows if not same(row, rows)]
-    for row in wrong:
-        console.print(f"the loss of {row['method']} differs: {row}")
-    return 1 if wrong else 0
+    wrong = [f"of {row['method']}: {row}" for row in rows if not same(row, rows)]
+    wrong += [f"of Latte: {row}" for row in latte if not close(row["planned"]["loss"], row["ulysses"]["loss"])]
+    for what in wrong:
+        console.print(f"the loss differs {what}")
+    return 1 if wrong or not (found["holds"] or args.quick) else 0
 
 
-def same(row: dict[str, Any], rows: list[dict[str, Any]]) -> bool:
+def same(row: Row, rows: list[Row]) -> bool:
     """Whether a loss is that of DSP on the same clip and ranks, to the rounding of fp32."""
     keys = ("model", "clip", "ranks")
     (base,) = [r["loss"] for r in rows if r["method"] == "dsp" and all(r[k] == row[k] for k in keys)]
-    return abs(row["loss"] - base) <= 1e-3 * max(1.0, abs(base))
+    return close(row["loss"], base)
+
+
+def close(a: float, b: float) -> bool:
+    """Whether losses are equal to the rounding of fp32."""
+    return abs(a - b) <= 1e-3 * max(1.0, abs(b))
 
 
 if __name__ == "__main__":

@@ -11,9 +11,13 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
 
+import seqpar
+from seqpar.comm import Comm
 from seqpar.dsp import rivals
 from seqpar.dsp.space import shares
+from seqpar.planner import Link
 from seqpar.testing import run_threads
 from tests.dsp.models import FREE
 
@@ -21,11 +25,16 @@ BENCH = Path(__file__).resolve().parent.parent.parent / "bench"
 
 
 @pytest.fixture(scope="module")
-def methods() -> Iterator[Any]:
-    """The module of bench."""
+def bench() -> Iterator[Any]:
+    """Modules of bench by name."""
     sys.path.insert(0, str(BENCH))
-    yield import_module("dsp_methods")
+    yield import_module
     sys.path.remove(str(BENCH))
+
+
+@pytest.fixture(scope="module")
+def methods(bench: Any) -> Any:
+    return bench("dsp_methods")
 
 
 @pytest.mark.parametrize("ranks, p, q", [(2, 4, 6), (4, 5, 7), (8, 3, 9)])
@@ -68,11 +77,55 @@ def test_grouped_heads_are_the_same_model_and_their_bytes_are_counted(methods, r
     assert 0 < rows["dsp"]["bytes"] < rows["ulysses"]["bytes"]
 
 
+def test_clips_are_made_smaller_and_their_text_with_them(bench) -> None:
+    clip = bench("dsp_latte").Clip("a clip", 60, 90, 160).smaller(4)
+    assert (clip.height, clip.width, clip.shrunk, clip.space, clip.text) == (22, 40, 4, 220, 8)
+
+
+def switched(comm: Comm, latte: Any, link: Link) -> tuple[torch.Tensor, float]:
+    metered = latte.Metered(comm, link)
+    y = seqpar.switch(torch.full((2, 1), float(comm.rank)), metered, split_dim=0, concat_dim=1)
+    return y, metered.seconds
+
+
+def test_a_comm_is_held_back_to_a_link_and_its_seconds_are_counted(bench) -> None:
+    for y, seconds in run_threads(2, switched, bench("dsp_latte"), Link(0.2, 1e9)):
+        assert y.tolist() == [[0.0, 1.0]]
+        assert seconds >= 0.2  # of a clock that the sleep is measured by
+
+
+def cell(share: float, planned: float, ulysses: float, *, same: bool = False) -> dict[str, Any]:
+    ways = {n: {"low": 0.9 * s, "high": 1.1 * s} for n, s in (("planned", planned), ("ulysses", ulysses))}
+    return {"clip": "a", "ranks": 2, "over": "b", "same": same, "share": share, "ratio": ulysses / planned} | ways
+
+
+@pytest.mark.parametrize(
+    "row, holds",
+    [
+        (cell(0.1, 1.0, 1.0), True), (cell(0.1, 1.1, 1.0), True), (cell(0.1, 1.4, 1.0), False),
+        (cell(0.5, 1.0, 1.31), True), (cell(0.5, 1.0, 1.29), False), (cell(0.5, 1.0, 1.0, same=True), True),
+    ],
+)  # fmt: skip
+def test_the_promise_is_judged_cell_by_cell(bench, row, holds) -> None:
+    found = bench("dsp_grid").verdict([row, cell(0.0, 1.0, 2.0)])
+    assert found["holds"] == holds
+    assert (found["slower"] + found["below"] == []) == holds
+    assert found["same_and_much"] == (["a on 2 over b"] if row["same"] else [])
+
+
 def test_its_rehearsal(tmp_path: Path) -> None:
+    pytest.importorskip("diffusers")
     command = [sys.executable, BENCH / "dsp.py", "--quick", "--repeat", "1", "--json", tmp_path / "dsp.json"]
     done = subprocess.run(command, capture_output=True, text=True, timeout=600)
     assert done.returncode == 0, done.stdout + done.stderr
     data = json.loads((tmp_path / "dsp.json").read_text())
-    assert data.keys() >= {"machine", "versions", "commit", "measured", "simulated", "planning_ms"}
+    assert data.keys() >= {"machine", "versions", "commit", "measured", "simulated", "planning_ms", "latte", "verdict"}
     for row in data["simulated"]:
         assert row["seconds"]["dsp"] <= min(row["seconds"].values())
+    assert {(row["ranks"], row["over"]) for row in data["latte"]} == {
+        (2, "shm"), (2, "gloo"), (2, "slow"), (4, "shm, composed"), (4, "slow, composed"),
+    }  # fmt: skip
+    for row in data["latte"]:
+        assert row["ulysses"]["layouts"] == "s:ulysses s:local s:ulysses s:local"
+        assert row["planned"]["loss"] == pytest.approx(row["ulysses"]["loss"], rel=1e-4)
+        assert row["ulysses"]["bytes"] > 0
