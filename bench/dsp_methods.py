@@ -171,7 +171,7 @@ def ways(model: Model, dims: dict[str, int], ranks: int, hardware: Hardware, ele
     stages = model.stages(dims, element)
     found = rivals(stages, dims, ranks, hardware=hardware)
     found = {name: plan for name, plan in found.items() if name != "dsp"}
-    return {"dsp": plan_stages(stages, dims, ranks, hardware=hardware)} | found
+    return {"dsp": plan_stages(stages, dims, ranks, hardware=hardware, cores=(1,))} | found
 
 
 def megatron_seconds(model: Model, costs: Costs, element: int) -> float:

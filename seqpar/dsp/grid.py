@@ -1,8 +1,18 @@
-"""Ranks in two dimensions: some share the attention inside a stage, the others what the stage does not mix."""
+"""Ranks in two dimensions: groups hold shares of one dimension throughout, and switch the others among themselves."""
 
 from __future__ import annotations
 
+from collections.abc import Collection, Sequence
+
+from torch import Tensor
+
 from seqpar.comm import Comm
+from seqpar.dsp.flow import moved, rows
+from seqpar.dsp.space import Space
+from seqpar.dsp.stage import Layout
+from seqpar.dsp.verbs import gather, once
+
+Place = tuple[Layout, Layout]  # what is sharded over outer, and over inner
 
 
 def grid(comm: Comm, *, core: int) -> tuple[Comm, Comm]:
@@ -22,3 +32,74 @@ def grid(comm: Comm, *, core: int) -> tuple[Comm, Comm]:
     place = comm.rank % core
     first = comm.rank - place
     return comm.sub(range(place, comm.size, core)), comm.sub(range(first, first + core))
+
+
+class Grid:
+    """The spaces of one forward: `inner` of the groups, which hold shares of `held`, and `outer` of the ranks across.
+
+    With held None there are no groups, and outer is the space of all ranks.
+    """
+
+    def __init__(self, space: Space, core: int = 1, held: Layout = None) -> None:
+        self.whole, self.held, self.outer = space, held, space
+        self.inner: Space | None = None
+        if held is not None:
+            outer, inner = grid(space.comm, core=core)
+            self.inner = Space(space.dims, inner)
+            self.outer = Space(self.inner.local(held), outer)
+
+    def moved(self, xs: Sequence[Tensor], forms: Sequence[str], src: Place, dst: Place) -> list[Tensor]:
+        """Tensors that lie in one place, now in another. Groups split before all others move, and gather after them.
+
+        Raises: ValueError for a tensor that is not of its form in src.
+        """
+        if self.inner is not None and src[1] is None:
+            xs = moved(xs, self.inner, forms, None, self.held)
+        xs = moved(xs, self.outer, forms, src[0], dst[0])
+        return moved(xs, self.inner, forms, self.held, None) if self.inner is not None and dst[1] is None else xs
+
+    def leave(self, xs: Sequence[Tensor], forms: Sequence[str], src: Place, grad: str) -> list[Tensor]:
+        """The whole tensors at the end, whose gradients count as `grad` says."""
+        xs = list(xs)
+        if src[1] != self.held:
+            return [once(x, self.whole.comm) for x in xs] if grad == "replicated" else xs
+        for space, layout in ((self.outer, src[0]), (self.inner, src[1])):
+            if space is not None and layout is None and grad == "replicated":
+                xs = [once(x, space.comm) for x in xs]
+            elif space is not None:
+                xs = moved(xs, space, forms, layout, None, grad=grad)
+        return xs
+
+    def rows(self, x: Tensor, form: str, inside: Layout, what: str) -> Tensor:
+        """This rank's share of a tensor that every rank has whole. Raises: ValueError unless it is of the form."""
+        if self.inner is not None:
+            x = rows(x, self.inner, form, self.held, what)
+        return rows(x, self.outer, form, inside, what)
+
+    def check(self, x: Tensor, form: str, place: Place, what: str) -> None:
+        """Return if a tensor can be of this form in a place. Raises: ValueError naming the axis."""
+        (self.outer if place[1] == self.held else self.whole).check(x, form, place[0], what)
+
+    def gather(self, x: Tensor, form: str, inside: Layout, dims: Collection[str]) -> Tensor:
+        """A tensor made whole along those of the dims that are sharded."""
+        if inside in dims:
+            assert inside is not None
+            x, inside = gather(x, self.outer, form, inside), None
+        if self.held in dims:
+            assert self.held is not None
+            x = gather(x, self.beside(inside), form, self.held)
+        return x
+
+    def sharing(self, whole: Collection[str], inside: Layout) -> tuple[Space, Layout]:
+        """The ranks that share what mixes the dims in whole, and what they have shares of."""
+        return (self.beside(inside), self.held) if self.held in whole else (self.outer, inside)
+
+    def beside(self, inside: Layout) -> Space:
+        """What a group's ranks have together, while the ranks across shard inside."""
+        assert self.inner is not None
+        part = {} if inside in (None, self.held) else {inside: self.outer.local(inside)[inside]}
+        return Space(self.inner.dims | part, self.inner.comm)
+
+    def absent(self, inside: Layout) -> bool:
+        """Whether this rank has no rows; nor has any of its group, unless the ranks across shard what that holds."""
+        return inside is not None and not self.outer.local(inside)[inside]

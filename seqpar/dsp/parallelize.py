@@ -18,7 +18,7 @@ from seqpar.comm import Comm
 from seqpar.dsp.form import form_of
 from seqpar.dsp.models import SPECS
 from seqpar.dsp.planner import StagePlan, plan_stages
-from seqpar.dsp.run import Run, Step, leave, run_stage
+from seqpar.dsp.run import Run, Step, run_stage
 from seqpar.dsp.space import Space
 from seqpar.dsp.spec import Block, Spec
 from seqpar.dsp.stage import Layout, Stage
@@ -171,8 +171,9 @@ class Parallelized:
             raise NotImplementedError(f"{name} is called after {run.count} of {len(self.names)} stages, or twice")
         run.left = True
         (x,) = given.values()
-        run.space.check(x, exit.form, run.plan.end, f"the input of {name}")
-        return leave([inner(**given)], run.space, [exit.form], run.plan.end, self.grad)[0]
+        end = run.end(exit)
+        run.grid.check(x, exit.form, end, f"the input of {name}")
+        return run.grid.leave([inner(**given)], [exit.form], end, self.grad)[0]
 
     def _outside(self, module: nn.Module, _: object, *, name: str) -> None:
         stack = self._stack()
@@ -212,8 +213,8 @@ class Parallelized:
             return step  # type: ignore[no-any-return]
         run = self._current(name)
         if run.plan is None:
-            run.plan = self._plan(run.space, x, run.training)
-        step = run.next(name, self.spec.exit is not None)
+            run.follow(self._plan(run.space, x, run.training))
+        step = run.next(name, self.spec.exit)
         if not hasattr(storage, "_seqpar_dsp"):
             storage._seqpar_dsp = {}  # type: ignore[attr-defined]
         storage._seqpar_dsp[id(self), name] = step  # type: ignore[attr-defined]
@@ -228,10 +229,11 @@ class Parallelized:
             width = x.numel() // _tokens(self.stages[0][1], space)
             stages = [self._stage_of(name, block, space, width, x.element_size()) for name, block in self.stages]
             stages[0] = replace(stages[0], rest=None)  # what comes in is whole
-            end: Sequence[Layout] = (None,) if self.spec.exit is None else self._usable(self.spec.exit.rest, space)
+            end: Sequence[Layout] = (None,) if self.spec.exit is None else self.spec.exit.rest
             plan = self.planner(stages, space.dims, space.comm.size, end=end, training=training)
             choices = [tuple(choice) for choice in plan.choices]
-            agree_once(self.comm, "planning of stages", {"choices": choices, "end": plan.end}, None)
+            chosen = {"grid": (plan.costs.core, plan.costs.held), "choices": choices, "end": plan.end}
+            agree_once(self.comm, "planning of stages", chosen, None)
             self.plans[key] = plan
         return self.plans[key]
 
@@ -247,12 +249,9 @@ class Parallelized:
             attention=4.0 * tokens * mixed * width if block.whole else 0.0, heads=heads, kv_heads=kv_heads,
             qkv=(size, 2 * size * kv_heads / heads) if heads else (0.0, 0.0), ring=block.attention,
             filled=bool(block.core and block.core.sdpa),
-            rest=None if block.rest is None else frozenset(self._usable(block.rest, space)),
+            # code that is not ours cannot work on no rows
+            rest=None if block.rest is None else frozenset(block.rest), rest_filled=True,
         )  # fmt: skip
-
-    def _usable(self, rest: Sequence[Layout], space: Space) -> tuple[Layout, ...]:
-        """The layouts in which every rank has some rows: code that is not ours cannot work on none."""
-        return tuple(dim for dim in rest if dim is None or min(space.shares(dim)) > 0)
 
     def _agree(self, given: Mapping[str, Any]) -> None:
         """Ranks make the same call, and nothing in it is active that must not be."""

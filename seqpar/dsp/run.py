@@ -15,26 +15,26 @@ from torch.overrides import TorchFunctionMode
 
 from seqpar.comm import LocalComm
 from seqpar.dsp.attend import attention_plan
-from seqpar.dsp.flow import moved, rows
 from seqpar.dsp.form import form_of
+from seqpar.dsp.grid import Grid, Place
 from seqpar.dsp.planner import StagePlan
 from seqpar.dsp.space import Space
-from seqpar.dsp.spec import Block, Core
+from seqpar.dsp.spec import Block, Core, Exit
 from seqpar.dsp.stage import Layout
-from seqpar.dsp.verbs import gather, once, switch, switch_all
+from seqpar.dsp.verbs import switch, switch_all
 from seqpar.parallel import parallel
 
 SDPA = ("query", "key", "value", "attn_mask", "dropout_p", "is_causal", "scale", "enable_gqa")
 
 
 class Step(NamedTuple):
-    """How one stage is run in one forward: layouts of what comes in, inside, and of what goes out."""
+    """How one stage is run in one forward: where its input lies, the layout inside, and where its output goes."""
 
-    space: Space
+    grid: Grid
     name: str
-    before: Layout
+    before: Place
     inside: Layout
-    after: Layout
+    after: Place
     mode: str
     last: bool  # what goes out is whole and the end
     seed: int  # of the forward, for layers that derive theirs
@@ -46,11 +46,21 @@ class Run:
     def __init__(self, space: Space, names: Sequence[str], training: bool, seed: int) -> None:
         self.space, self.names, self.training, self.seed = space, names, training, seed
         self.plan: StagePlan | None = None
+        self.grid = Grid(space)
         self.count = 0
         self.left = False
 
-    def next(self, name: str, exit: bool) -> Step:
-        """The step of the stage that is called now. exit: the model has a module that ends it."""
+    def follow(self, plan: StagePlan) -> None:
+        """Take a plan for this forward."""
+        self.plan, self.grid = plan, Grid(self.space, plan.costs.core, plan.costs.held)
+
+    def end(self, exit: Exit) -> Place:
+        """Where the input of the module that ends the model lies: groups gather what it does not allow."""
+        assert self.plan is not None
+        return self.plan.end, self.grid.held if self.grid.held in exit.rest else None
+
+    def next(self, name: str, exit: Exit | None) -> Step:
+        """The step of the stage that is called now. exit: the module that ends the model, if one does."""
         expected = self.names[self.count] if self.count < len(self.names) else "the end"
         if name != expected:
             raise NotImplementedError(
@@ -61,10 +71,15 @@ class Run:
         n, choices = self.count, self.plan.choices
         self.count += 1
         last = self.count == len(self.names)
-        before = None if n == 0 else choices[n].before
-        after = self.plan.end if last else choices[n + 1].before
-        self.left = last and not exit
-        return Step(self.space, name, before, choices[n].layout, after, choices[n].mode, self.left, self.seed)
+        self.left = last and exit is None
+        held = self.grid.held
+        before = (None, None) if n == 0 else (choices[n].before, held)
+        after = (None, None)
+        if not last:
+            after = choices[n + 1].before, held
+        elif exit is not None:
+            after = self.end(exit)
+        return Step(self.grid, name, before, choices[n].layout, after, choices[n].mode, self.left, self.seed)
 
 
 def run_stage(module: nn.Module, block: Block, inner: Any, step: Step, given: dict[str, Any], grad: str) -> Any:
@@ -76,15 +91,14 @@ def run_stage(module: nn.Module, block: Block, inner: Any, step: Step, given: di
     """
     names, forms = list(block.stream), list(block.stream.values())
     _check_arguments(step.name, block, given)
-    space, inside = step.space, step.inside
-    streams = moved([given[name] for name in names], space, forms, step.before, inside)
+    grid, inside = step.grid, step.inside
+    here = inside, grid.held
+    streams = grid.moved([given[name] for name in names], forms, step.before, here)
     given = given | dict(zip(names, streams, strict=True))
     for name, form in block.rows.items():
         if given.get(name) is not None:
-            given[name] = rows(given[name], space, form, inside, f"{name} of {step.name}")
-    # where ranks exchange inside, none stays away
-    together = block.attention or step.mode == "ulysses" or _gathers(block, step)
-    if not together and all(x.numel() == 0 for x in streams):
+            given[name] = grid.rows(given[name], form, inside, f"{name} of {step.name}")
+    if grid.absent(inside) and inside not in _exchanging(block, step):
         outs = skipped(module, streams, given)
     else:
         with _shared_attention(block, step), _sliced(module, block, step), _shared(module, block, step):
@@ -93,16 +107,17 @@ def run_stage(module: nn.Module, block: Block, inner: Any, step: Step, given: di
     if len(outs) != len(names):
         raise ValueError(f"{step.name} returned {len(outs)} tensors, its spec has {len(names)} streams")
     for name, form, out in zip(names, forms, outs, strict=True):
-        space.check(out, form, inside, f"{name} out of {step.name}")
-    found = leave(outs, space, forms, inside, grad) if step.last else moved(outs, space, forms, inside, step.after)
+        grid.check(out, form, here, f"{name} out of {step.name}")
+    found = grid.leave(outs, forms, here, grad) if step.last else grid.moved(outs, forms, here, step.after)
     return found[0] if len(found) == 1 else tuple(found)
 
 
-def leave(xs: Sequence[Tensor], space: Space, forms: Sequence[str], layout: Layout, grad: str) -> list[Tensor]:
-    """The whole tensors at the end, whose gradients count as `grad` says."""
-    if layout is None and grad == "replicated":
-        return [once(x, space.comm) for x in xs]
-    return moved(xs, space, forms, layout, None, grad=grad)
+def _exchanging(block: Block, step: Step) -> set[Layout]:
+    """The dimensions among whose ranks a block exchanges inside, so that none of them stays away."""
+    found: set[Layout] = {dim for _, dims in block.gathers.values() for dim in dims}
+    if block.attention or step.mode == "ulysses":
+        found.add(step.grid.held if step.grid.held in block.whole else step.inside)
+    return found
 
 
 def skipped(module: nn.Module, streams: Sequence[Tensor], given: Mapping[str, Any]) -> list[Tensor]:
@@ -140,8 +155,9 @@ def _shared_attention(block: Block, step: Step) -> Any:
     if not block.attention:
         return nullcontext()
     form = next(iter(block.stream.values()))
-    plan = attention_plan(step.space, form, block.whole, step.inside, ulysses=step.mode == "ulysses")
-    return parallel(plan, LocalComm() if step.inside is None else step.space.comm, seed=step.seed)
+    space, sharded = step.grid.sharing(block.whole, step.inside)
+    plan = attention_plan(space, form, block.whole, sharded, ulysses=step.mode == "ulysses")
+    return parallel(plan, LocalComm() if sharded is None else space.comm, seed=step.seed)
 
 
 @contextmanager
@@ -155,7 +171,7 @@ def _sliced(module: nn.Module, block: Block, step: Step) -> Iterator[None]:
             table = held._parameters if name in held._parameters else held._buffers
             whole = table[name]
             kept.append((table, name, whole))
-            table[name] = rows(whole, step.space, form, step.inside, f"{path} of {step.name}")
+            table[name] = step.grid.rows(whole, form, step.inside, f"{path} of {step.name}")
         yield
     finally:
         for table, name, whole in kept:
@@ -166,18 +182,15 @@ def _sliced(module: nn.Module, block: Block, step: Step) -> Iterator[None]:
 def _shared(module: nn.Module, block: Block, step: Step) -> Iterator[None]:
     """The module with parts that see all rows: outputs that are gathered, and a core that is shared by heads."""
     with ExitStack() as stack:
-        for path, form in _gathers(block, step).items():
-            stack.enter_context(_around(module.get_submodule(path), partial(_gathered, step, form)))
+        for path, (form, dims) in block.gathers.items():
+            if {step.inside, step.grid.held} & set(dims):
+                stack.enter_context(_around(module.get_submodule(path), partial(_gathered, step, form, dims)))
         if block.core is not None and step.mode == "ulysses":
-            size = block.core.count(module)
-            call = _sharing_sdpa if block.core.sdpa else _over_heads
-            stack.enter_context(_around(module.get_submodule(block.core.module), partial(call, step, block.core, size)))
+            space, sharded = step.grid.sharing(block.whole, step.inside)
+            over = Space(space.dims | {block.core.over: block.core.count(module)}, space.comm)
+            call = partial(_sharing_sdpa if block.core.sdpa else _over_heads, step.name, block.core, over, sharded)
+            stack.enter_context(_around(module.get_submodule(block.core.module), call))
         yield
-
-
-def _gathers(block: Block, step: Step) -> dict[str, str]:
-    """The modules inside whose output is gathered in this step, with its form."""
-    return {path: form for path, (form, dims) in block.gathers.items() if step.inside in dims}
 
 
 @contextmanager
@@ -195,35 +208,38 @@ def _around(module: nn.Module, call: Callable[..., Any]) -> Iterator[None]:
             module.forward = own
 
 
-def _gathered(step: Step, form: str, inner: Callable[..., Tensor], given: dict[str, Any]) -> Tensor:
-    assert step.inside is not None
-    return gather(inner(**given), step.space, form, step.inside)
+def _gathered(
+    step: Step, form: str, dims: Sequence[str], inner: Callable[..., Tensor], given: dict[str, Any]
+) -> Tensor:
+    return step.grid.gather(inner(**given), form, step.inside, dims)
 
 
-def _over_heads(step: Step, core: Core, size: int, inner: Callable[..., Tensor], given: dict[str, Any]) -> Tensor:
-    """What a core returns, computed for this rank's heads of all rows."""
-    assert step.inside is not None
+def _over_heads(
+    name: str, core: Core, space: Space, sharded: str, inner: Callable[..., Tensor], given: dict[str, Any]
+) -> Tensor:
+    """What a core returns, computed for this rank's heads of all rows, of which ranks have shares along `sharded`."""
     if extra := [name for name, value in given.items() if name not in core.stream and value is not None]:
-        raise ValueError(f"{core.module} of {step.name} got {extra}, of which its spec says nothing")
-    space = Space(step.space.dims | {core.over: size}, step.space.comm)
+        raise ValueError(f"{core.module} of {name} got {extra}, of which its spec says nothing")
     forms = list(core.stream.values())
-    xs = switch_all([given[name] for name in core.stream], space, forms, step.inside, core.over)
+    xs = switch_all([given[name] for name in core.stream], space, forms, sharded, core.over)
     if space.local(core.over)[core.over]:
         out = inner(**dict(zip(core.stream, xs, strict=True)))
     else:
         sizes = {n: size for x, form in zip(xs, forms) for n, size in _named(space, x, form, core.over)}
         shape = form_of(core.out).folded([sizes[name] for name in form_of(core.out).names])
         out = xs[0].new_zeros(shape) + sum(x.sum() for x in xs)  # nothing, with all that came in the graph
-    return switch(out, space, core.out, core.over, step.inside)
+    return switch(out, space, core.out, core.over, sharded)
 
 
-def _sharing_sdpa(step: Step, core: Core, size: int, inner: Callable[..., Any], given: dict[str, Any]) -> Any:
+def _sharing_sdpa(
+    name: str, core: Core, space: Space, sharded: str, inner: Callable[..., Any], given: dict[str, Any]
+) -> Any:
     """What a module returns whose one call of PyTorch's attention is shared by heads."""
-    with _Sdpa(partial(_over_heads, step, core, size)) as mode:
+    with _Sdpa(partial(_over_heads, name, core, space, sharded)) as mode:
         out = inner(**given)
     if mode.calls != 1:
         raise NotImplementedError(
-            f"{core.module} of {step.name} called F.scaled_dot_product_attention {mode.calls} times, its spec shares "
+            f"{core.module} of {name} called F.scaled_dot_product_attention {mode.calls} times, its spec shares "
             "one call by heads; give it a processor that makes one"
         )
     return out

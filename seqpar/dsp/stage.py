@@ -13,6 +13,10 @@ operations of all ranks together, of which a rank has the share of its elements.
               bench/timeline.py has measured
     copies    layout None: every rank does all the work
 
+On a grid (`seqpar.dsp.grid`), groups of `core` neighbours hold shares of one dimension throughout, and a layout says
+what the ranks across groups shard. These move it among themselves as above. A stage that mixes what is held has its
+attention shared inside the groups, and nothing else that it mixes is sharded.
+
 In training everything comes again on the way back: exchanges once (a ring twice), linear work twice, attention 2.5
 times.
 """
@@ -23,6 +27,8 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from functools import cached_property
 from typing import NamedTuple
+
+import numpy as np
 
 from seqpar.dsp.space import shares
 from seqpar.planner import Hardware
@@ -40,8 +46,8 @@ class Stage:
     way in, and again on the way out. flops, attention: operations of a forward, in linear layers and in attended pairs.
     memory: bytes kept for backward. heads, kv_heads: of an attention over `whole` that ranks can share by heads, and if
     `ring` also in a ring; 0: they cannot. filled: only where every rank has a share. qkv: bytes of its queries, and of
-    its keys and values together. rest: layouts that what stands before the stage allows, or None where nothing
-    does, so that any will do.
+    its keys and values together. rest: layouts that what stands before the stage allows, or None where nothing does, so
+    that any will do. rest_filled: only those in which every rank has a share; so at the end, if this is the last stage.
 
     Raises: ValueError for figures that are none.
     """
@@ -58,10 +64,12 @@ class Stage:
     ring: bool = True
     filled: bool = False
     rest: frozenset[Layout] | None = None
+    rest_filled: bool = False
 
     def __post_init__(self) -> None:
         """Take any collection for a set, and raise ValueError for what no stage has."""
         object.__setattr__(self, "whole", frozenset([self.whole] if isinstance(self.whole, str) else self.whole))
+        object.__setattr__(self, "qkv", tuple(self.qkv))
         if self.rest is not None:
             object.__setattr__(self, "rest", frozenset(self.rest))
         figures = (self.bytes, self.flops, self.attention, self.memory, self.heads, self.kv_heads, *self.qkv)
@@ -82,12 +90,31 @@ class Move(NamedTuple):
 
 @dataclass(frozen=True)
 class Costs:
-    """What moves and stages take on some ranks of a machine."""
+    """What moves and stages take on some ranks of a machine.
+
+    core, held: the size of the groups of a grid, and the dimension that they hold; 1 and None: there is none.
+
+    Raises: ValueError for a grid that is none.
+    """
 
     dims: Mapping[str, int]
     ranks: int
     hardware: Hardware
     training: bool = True
+    core: int = 1
+    held: Layout = None
+
+    def __post_init__(self) -> None:
+        """Raise ValueError unless every rank of a group has a share of what it holds."""
+        if self.ranks < 1 or self.core < 1 or self.ranks % self.core or (self.core > 1) != (self.held is not None):
+            raise ValueError(f"groups of core={self.core} of {self.ranks} ranks cannot hold {self.held!r}")
+        if self.held is not None and self.dims.get(self.held, 0) < self.core:
+            raise ValueError(f"{self.core} ranks cannot hold {self.held!r} of {dict(self.dims)}, one element each")
+
+    @property
+    def groups(self) -> int:
+        """How many there are: the ranks that move layouts among themselves."""
+        return self.ranks // self.core
 
     @cached_property
     def layouts(self) -> tuple[Layout, ...]:
@@ -95,67 +122,111 @@ class Costs:
         return (*self.dims, None)
 
     @cached_property
-    def parts(self) -> dict[str, list[float]]:
-        """Each rank's share of every dimension, of 1."""
-        return {dim: [n / size for n in shares(size, self.ranks)] for dim, size in self.dims.items()}
+    def parts(self) -> dict[Layout, np.ndarray]:
+        """Each rank's share under every layout, of 1."""
+        held = [1] if self.held is None else shares(self.dims[self.held], self.core)
+        mine = np.array(held) / sum(held)
+        found = {None: np.tile(mine, self.groups)}
+        for dim, size in self.dims.items():
+            if dim == self.held:
+                split = np.array([shares(n, self.groups) for n in held])
+                found[dim] = split.T.reshape(-1) / size
+            else:
+                found[dim] = np.outer(shares(size, self.groups), mine).reshape(-1) / size
+        return found
 
     @cached_property
     def largest(self) -> dict[Layout, float]:
         """The largest share of any rank."""
-        return {None: 1.0} | {dim: max(parts) for dim, parts in self.parts.items()}
+        held = 1 if self.held is None else self.dims[self.held]
+        own = -(-held // self.core)
+        found: dict[Layout, float] = {None: own / held}
+        for dim, size in self.dims.items():
+            mine = own if dim == self.held else size
+            found[dim] = -(-mine // self.groups) / size * (1.0 if dim == self.held else own / held)
+        return found
 
     @cached_property
-    def wire(self) -> Move:
-        """Of one exchange among all ranks: nodes are full, and both networks work at once."""
-        machine = self.hardware
-        if self.ranks <= machine.node:
+    def filled(self) -> frozenset[Layout]:
+        """Layouts in which every rank has a share."""
+        return frozenset(layout for layout, parts in self.parts.items() if parts.all())
+
+    def wire(self, inside: bool) -> Move:
+        """Of one exchange inside the groups, or across them: nodes are full, and both networks work at once."""
+        machine, ranks = self.hardware, self.core if inside else self.groups
+        node = machine.node if inside else max(1, machine.node // self.core)
+        if ranks <= node:
             return Move(machine.inside.latency, 1 / machine.inside.bandwidth)
-        near = (machine.node - 1) / (self.ranks - 1)
+        near = (node - 1) / (ranks - 1)
         each = max(near / machine.inside.bandwidth, (1 - near) / machine.across.bandwidth)
         return Move(max(machine.inside.latency, machine.across.latency), each)
 
     @cached_property
+    def wires(self) -> tuple[Move, Move]:
+        """Across groups, and inside them."""
+        return self.wire(False), self.wire(True)
+
+    @cached_property
     def moves(self) -> dict[tuple[Layout, Layout], Move]:
         """Of every pair of layouts."""
-        return {(a, b): self._move(a, b) for a in self.layouts for b in self.layouts}
+        own, a = self.parts[None], np.stack([self.parts[dim] for dim in self.dims] or [self.parts[None]])
+        switches = _busiest(a[:, None], a, own).max(-1)
+        gathers = np.maximum((self.groups - 1) * a, own - a).max(-1)
+        found = {(at, at): Move(0.0, 0.0) for at in self.layouts}
+        for n, src in enumerate(self.dims):
+            found[None, src] = Move(0.0, 0.0)
+            parts = {**dict(zip(self.dims, switches[n], strict=True)), None: gathers[n]}
+            for dst, part in parts.items():
+                if src != dst:
+                    found[src, dst] = self.exchange(float(part), 1) if self.groups > 1 else Move(0.0, 0.0)
+        return found
 
-    def _move(self, src: Layout, dst: Layout) -> Move:
-        if src == dst or src is None or self.ranks == 1:
-            return Move(0.0, 0.0)
-        return self.exchange(max(self.sent(src, dst)), 1)
-
-    def sent(self, src: Layout, dst: Layout) -> list[float]:
+    def sent(self, src: Layout, dst: Layout) -> np.ndarray:
         """What each rank sends, or receives if that is more, of each global byte."""
+        a, b, own = (self.parts[layout] for layout in (src, dst, None))
         if src == dst or src is None:
-            return [0.0] * self.ranks
-        a = self.parts[src]
+            return np.zeros(self.ranks)
         if dst is None:
-            return [max((self.ranks - 1) * own, 1 - own) for own in a]
-        return [max(own * (1 - other), other * (1 - own)) for own, other in zip(a, self.parts[dst], strict=True)]
+            return np.maximum((self.groups - 1) * a, own - a)
+        return _busiest(a, b, own)
 
-    def exchange(self, part: float, times: int) -> Move:
+    def gathered(self) -> np.ndarray:
+        """What each rank sends, or receives if that is more, of each global byte, where groups gather at the end."""
+        return np.maximum((self.core - 1) * self.parts[None], 1 - self.parts[None])
+
+    @cached_property
+    def gather(self) -> Move:
+        """Of what the groups hold, at the end."""
+        return self.exchange(float(self.gathered().max()), 1, inside=True) if self.core > 1 else Move(0.0, 0.0)
+
+    def exchange(self, part: float, times: int, *, inside: bool = False) -> Move:
         """Of so many exchanges that together take a part of every global byte, there and back in training."""
-        both = 2 if self.training else 1
-        return Move(both * times * self.wire.fixed, both * part * self.wire.each)
+        both, wire = 2 if self.training else 1, self.wires[inside]
+        return Move(both * times * wire.fixed, both * part * wire.each)
 
     def modes(self, stage: Stage, layout: Layout) -> dict[str, float]:
         """Seconds of a stage in each way that it can be run where a layout comes in; none where it cannot."""
-        if layout is None:
-            return {"copies": self._linear(stage) + self._attention(stage)}
-        part = self.largest[layout]
-        if layout not in stage.whole:
-            return {"local": part * (self._linear(stage) + self._attention(stage))}
-        if not stage.heads or (stage.filled and not min(self.parts[layout])):
+        part, inside = self.largest[layout], self.held in stage.whole
+        attention = self._attention(stage)
+        linear, beside = part * self._linear(stage), part * attention
+        if not inside and layout not in stage.whole:
+            return {"copies" if layout is None else "local": linear + beside}
+        ranks = self.core if inside else self.groups
+        if not stage.heads or (inside and layout in stage.whole):
             return {}
-        linear, queries, keys = part * self._linear(stage), *stage.qkv
-        copies = max(1.0, self.ranks / stage.kv_heads)  # of a key head, on as many ranks
-        to_heads = self.exchange(part * (1 - 1 / self.ranks), 2).seconds(2 * queries + copies * keys)
-        inside = -(-stage.heads // self.ranks) / stage.heads * self._attention(stage)
-        around = self.exchange((1 - 1 / self.ranks) * (1.5 if self.training else 1), self.ranks - 1).seconds(keys)
-        beside = part * self._attention(stage)
-        if self.ranks == 1:
+        if stage.filled and layout is not None and not inside and self.dims[layout] < ranks:
+            return {}
+        # of everything, what the ranks that share have together
+        common = part / self.largest[None] if inside else self.largest[None]
+        queries, keys = stage.qkv
+        copies = max(1.0, ranks / stage.kv_heads)  # of a key head, on as many ranks
+        to_heads = self.exchange(part * (1 - 1 / ranks), 2, inside=inside).seconds(2 * queries + copies * keys)
+        heads = common * -(-stage.heads // ranks) / stage.heads * attention
+        passed = common * (1 - 1 / ranks) * (1.5 if self.training else 1)
+        around = self.exchange(passed, ranks - 1, inside=inside).seconds(keys)
+        if ranks == 1:
             to_heads = around = 0.0
-        found = {"ulysses": linear + inside + to_heads}
+        found = {"ulysses": linear + heads + to_heads}
         return found | ({"ring": linear + beside + max(around - beside, around / 2)} if stage.ring else {})
 
     def memory(self, stage: Stage, layout: Layout) -> float:
@@ -168,3 +239,8 @@ class Costs:
     def _attention(self, stage: Stage) -> float:
         rates = self.hardware.attention
         return stage.attention * (1 / rates.rate + (BACKWARD / rates.backward_rate if self.training else 0.0))
+
+
+def _busiest(a: np.ndarray, b: np.ndarray, own: np.ndarray) -> np.ndarray:
+    """What a rank sends, or receives if that is more, in a switch from shares a to shares b of what its group holds."""
+    return np.maximum(a * (1 - b / own), b * (1 - a / own))  # type: ignore[no-any-return]

@@ -193,7 +193,7 @@ class Weather(nn.Module):
 
 
 GRID, TABLES = {"x": "b h w c"}, {"lat": "h 1 c", "lon": "1 w c"}
-ANY = ("h", "w", None)
+ANY = ("b", "h", "w", None)
 WEATHER = Spec(
     "Weather",
     lambda model, given: dict(zip("bhw", given["x"].shape)),

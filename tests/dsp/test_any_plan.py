@@ -22,13 +22,15 @@ def at_random(seed: int) -> Callable[..., StagePlan]:
 
     def planner(stages, dims, ranks, *, end, training):
         rng, costs = random.Random(seed), Costs(dict(dims), ranks, FREE, training)
-        choices = []
+        choices, filled = [], [at for at in costs.layouts if at in costs.filled]
         for stage in stages:
             ways = [(layout, mode) for layout in costs.layouts for mode in costs.modes(stage, layout)]
             layout, mode = rng.choice(ways)
-            rests = [layout] if stage.rest is None else [at for at in costs.layouts if at in stage.rest]
+            rests = [layout] if stage.rest is None else [at for at in filled if at in stage.rest]
             choices.append(Choice(rng.choice(rests), layout, mode))
-        return StagePlan(tuple(stages), tuple(choices), costs, None, rng.choice(list(end)), 0.0, 0.0)
+        return StagePlan(
+            tuple(stages), tuple(choices), costs, None, rng.choice([at for at in filled if at in end]), 0.0, 0.0
+        )
 
     return planner
 

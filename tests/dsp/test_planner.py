@@ -34,10 +34,25 @@ def random_stages(rng: random.Random, dims: dict[str, int], count: int) -> list[
             Stage(
                 f"s{n}", whole, bytes=size, flops=10 ** rng.uniform(9, 13), attention=10 ** rng.uniform(9, 13),
                 memory=rng.choice([0.0, size, 3 * size]), heads=heads, kv_heads=min(heads, rng.choice([1, 2, 8])),
-                qkv=(size, size / rng.choice([1, 2])), rest=rest,
+                qkv=(size, size / rng.choice([1, 2])), rest=rest, filled=rng.random() < 0.3,
+                rest_filled=rng.random() < 0.3,
             )
         )  # fmt: skip
     return stages
+
+
+def allowed(at: str | None, stage: Stage, costs: Costs) -> bool:
+    return (costs.held if at is None else at) in stage.rest and not (stage.rest_filled and 0 in costs.parts[at])
+
+
+def on_every_grid(stages: list[Stage], costs: Costs, limit: float) -> float:
+    """The least seconds over all grids."""
+    best = exhaustive(stages, costs, limit)
+    for core, held in itertools.product(range(2, costs.ranks), costs.dims):
+        rests = all(stage.rest is None or held in stage.rest for stage in stages)
+        if costs.ranks % core == 0 and costs.dims[held] >= core and rests:
+            best = min(best, exhaustive(stages, replace(costs, core=core, held=held), limit))
+    return best
 
 
 def exhaustive(stages: list[Stage], costs: Costs, limit: float) -> float:
@@ -50,12 +65,12 @@ def exhaustive(stages: list[Stage], costs: Costs, limit: float) -> float:
         total = sum(min(options.values()) for options in modes)
         at, size = None, stages[0].bytes
         for stage, layout in zip(stages, layouts):
-            total += min(
-                costs.moves[at, rest].seconds(size) + costs.moves[rest, layout].seconds(stage.bytes)
-                for rest in ([layout] if stage.rest is None else stage.rest)
-            )
+            rests = [layout] if stage.rest is None else [r for r in costs.layouts if allowed(r, stage, costs)]
+            moves = costs.moves
+            ways = [moves[at, rest].seconds(size) + moves[rest, layout].seconds(stage.bytes) for rest in rests]
+            total += min(ways, default=math.inf)
             at, size = layout, stage.bytes
-        best = min(best, total + costs.moves[at, None].seconds(size))
+        best = min(best, total + costs.moves[at, None].seconds(size) + costs.gather.seconds(size))
     return best
 
 
@@ -66,10 +81,10 @@ def test_the_plan_is_that_of_exhaustive_search(seed) -> None:
     for n in range(30):
         dims = {d: rng.choice([1, 2, 5, 16, 60]) for d in DIMS[: rng.randint(1, 3)]}
         stages = random_stages(rng, dims, rng.randint(1, 5))
-        ranks, training = rng.choice([1, 2, 3, 8, 64]), rng.random() < 0.7
+        ranks, training = rng.choice([1, 2, 3, 4, 6, 8, 64]), rng.random() < 0.7
         costs = Costs(dims, ranks, Hardware.of("h100"), training)
         limit = rng.uniform(0.3, 1.0) * sum(s.memory for s in stages) if n % 2 and training else 1e18
-        best = exhaustive(stages, costs, limit)
+        best = on_every_grid(stages, costs, limit)
         if best == math.inf:
             with pytest.raises(ValueError, match="no way to run"):
                 plan_stages(stages, dims, ranks, memory=limit, training=training)
@@ -83,6 +98,7 @@ def test_the_plan_is_that_of_exhaustive_search(seed) -> None:
 def retold(plan: StagePlan) -> float:
     """The seconds of a plan from what it says of itself."""
     inside = sum(plan.costs.modes(s, c.layout)[c.mode] for s, c in zip(plan.stages, plan.choices))
+    inside += plan.costs.gather.seconds(plan.stages[-1].bytes) if plan.gathers else 0.0
     return inside + sum(plan.costs.moves[src, dst].seconds(size) for _, src, dst, size in plan.moves())
 
 
@@ -143,6 +159,31 @@ def test_attention_over_all_dimensions_is_shared_with_heads() -> None:
     assert plan.seconds == pytest.approx(min(r.seconds for r in rivals([stage] * 4, {"t": t, "s": s}, 8).values()))
     with pytest.raises(ValueError, match="no way to run"):
         plan_stages([replace(stage, heads=0, memory=1e12)] * 4, {"t": t, "s": s}, 8)
+
+
+def test_more_ranks_than_frames_share_attention_over_space_in_groups() -> None:
+    """16 frames on 64 ranks: alone, three ranks of four would have none in spatial stages."""
+    dims = {"b": 1, "t": 16, "s": 4096}
+    plan = plan_stages(video(4, s=4096), dims, 64)
+    assert (plan.costs.held, plan.costs.groups * plan.costs.core) == ("s", 64) and 4 <= plan.costs.core < 64
+    assert chosen(plan) == [("t", "ulysses"), ("s", "local")] * 4
+    assert all(plan.costs.largest[layout] == 1 / 64 for layout, _ in chosen(plan) if plan.costs.core == 4)
+    alone = plan_stages(video(4, s=4096), dims, 64, cores=(1,))
+    assert plan.seconds < alone.seconds and alone.costs.core == 1 and not alone.gathers
+    assert retold(plan) == pytest.approx(plan.seconds)
+    assert "a grid of 8 groups x 8 of the 64 ranks of h100 (s held in each group)" in plan.describe()
+    assert plan.gathers and plan.exchanges == len(plan.moves())  # of which the first is a split: the groups gather too
+
+
+def test_a_grid_is_not_offered_where_it_cannot_be_run() -> None:
+    dims = {"b": 1, "t": 16, "s": 4096}
+    for changes in ({"heads": 0}, {"rest": {None}}):
+        stages = [replace(stage, **changes) for stage in video(4, s=4096)]
+        assert plan_stages(stages, dims, 64).costs.core == 1
+        with pytest.raises(ValueError, match="no way to run"):
+            plan_stages(stages, dims, 64, cores=(4,))
+    assert plan_stages(video(4, s=4096), dims, 64, start="s").costs.core == 1
+    assert plan_stages(video(4, s=4096), dims, 64, cores=(4,)).costs.core == 4
 
 
 def test_few_frames_are_visited_only_where_they_must() -> None:
@@ -214,6 +255,10 @@ def test_equal_ways_are_cut_alike_in_every_process() -> None:
         (lambda: plan_stages([Stage("a")], {"t": 2}, 2, start="s"), "start 's'"),
         (lambda: plan_stages([Stage("a")], {"t": 2}, 2, end=("s",)), "is not among the dims"),
         (lambda: plan_stages([Stage("a", bytes=1.0)], {"t": 2}, 2, hardware="abacus"), "no hardware is called"),
+        (lambda: plan_stages([Stage("a")], {"t": 2}, 4, cores=(3,)), "groups of 3 do not divide 4 ranks"),
+        (lambda: plan_stages([Stage("a")], {"t": 2}, 4, cores=()), "no way to run"),
+        (lambda: Costs({"t": 2}, 4, Hardware.of("h100"), core=4, held="t"), "one element each"),
+        (lambda: Costs({"t": 2}, 4, Hardware.of("h100"), core=2), "cannot hold None"),
         (lambda: Stage("a", bytes=-1), "figures of at least 0"),
         (lambda: Stage("a", heads=4), "key heads"),
         (lambda: Stage("a", rest=()), "some rest"),

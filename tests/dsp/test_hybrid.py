@@ -1,0 +1,101 @@
+"""Models on grids of ranks: groups share what mixes the dimension that they hold, and the ranks across switch."""
+
+from __future__ import annotations
+
+import random
+from collections.abc import Callable
+from functools import partial
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+from seqpar.comm import Comm
+from seqpar.dsp import Spec, StagePlan, parallelize, plan_stages
+from seqpar.dsp.planner import Choice
+from seqpar.dsp.stage import Costs
+from seqpar.testing import run_processes, run_threads
+from tests.dsp.models import FREE, PAIRS, WEATHER, DiT, PairStack, Weather, compared, dit, gradients, made
+from tests.dsp.test_latte import batch, latte
+
+
+def on_grid(core: int, held: str, seed: int) -> Callable[..., StagePlan]:
+    """A planner that takes any way that can be run on a grid."""
+
+    def planner(stages, dims, ranks, *, end, training):
+        rng, costs = random.Random(seed), Costs(dict(dims), ranks, FREE, training, core, held)
+        choices = []
+        for stage in stages:
+            ways = [(layout, mode) for layout in costs.layouts for mode in costs.modes(stage, layout)]
+            layout, mode = rng.choice(ways)
+            rests = [layout] if stage.rest is None else [at for at in filled(costs) if (at or held) in stage.rest]
+            choices.append(Choice(rng.choice(rests), layout, mode))
+        ends = [at for at in filled(costs) if (at or held) in end] if held in end else [None]
+        return StagePlan(tuple(stages), tuple(choices), costs, None, rng.choice(ends), 0.0, 0.0)
+
+    return planner
+
+
+def filled(costs: Costs) -> list[str | None]:
+    """Layouts in which every rank has rows, in an order that every process has."""
+    return [at for at in costs.layouts if at in costs.filled]
+
+
+def rand(*shape: int) -> Tensor:
+    return torch.randn(*shape, generator=torch.Generator().manual_seed(sum(shape)), dtype=torch.float64)
+
+
+def case(name: str) -> tuple[nn.Module, Spec | None, dict[str, Tensor]]:
+    if name == "pairs":
+        return made(PairStack), PAIRS, {"z": rand(3, 5, 5, 5), "mask": (rand(3, 5, 5, 1) > -1).double()}
+    if name == "weather":
+        return made(Weather), WEATHER, {"x": rand(5, 5, 7, 3)}
+    if name == "latte":
+        return latte(6, 3), None, batch(6, 3, 2)
+    if name == "checkpointed latte":
+        model = latte(6, 3)
+        model.enable_gradient_checkpointing()
+        return model, None, batch(6, 3, 2)
+    return made(DiT, name == "verb"), dit(name == "verb"), {"x": rand(5, 3, 5, 3), "t": rand(5, 1)}
+
+
+def on_a_rank(comm: Comm, name: str, planner: Callable[..., StagePlan] | None) -> tuple[dict[str, Tensor], str]:
+    model, spec, given = case(name)
+    handle = parallelize(model, comm, spec, planner=planner or partial(plan_stages, hardware=FREE))
+    return gradients(model, given), handle.describe()
+
+
+def alone(name: str) -> dict[str, Tensor]:
+    if name == "verb":  # which needs a plan around it also on one rank
+        return run_threads(1, on_a_rank, name, None)[0][0]
+    model, _, given = case(name)
+    return gradients(model, given)
+
+
+@pytest.mark.parametrize("seed", [0, 1])
+@pytest.mark.parametrize(
+    "name, ranks, core, held",
+    [("pairs", 4, 2, "b"), ("pairs", 6, 3, "b"), ("weather", 4, 2, "b"), ("weather", 8, 4, "b"),
+     ("latte", 4, 2, "s"), ("latte", 6, 3, "s"), ("latte", 8, 2, "s"), ("checkpointed latte", 8, 2, "s"),
+     ("core", 4, 2, "s"), ("core", 6, 3, "t"), ("core", 8, 4, "b"),
+     ("verb", 4, 2, "s"), ("verb", 6, 3, "t"), ("verb", 8, 4, "b")],
+)  # fmt: skip
+def test_forward_and_all_gradients_are_those_of_one_process(name, ranks, core, held, seed) -> None:
+    found = run_threads(ranks, on_a_rank, name, on_grid(core, held, seed))
+    compared([numbers for numbers, _ in found], alone(name))
+    assert f"a grid of {ranks // core} groups x {core} of the {ranks} ranks" in found[0][1]
+    assert f"({held} held in each group)" in found[0][1]
+
+
+def test_it_is_so_on_processes() -> None:
+    compared([numbers for numbers, _ in run_processes(4, processed)], alone("core"))
+
+
+def processed(comm: Comm) -> tuple[dict[str, Tensor], str]:
+    return on_a_rank(comm, "core", on_grid(2, "s", 0))
+
+
+def test_a_grid_is_chosen_where_frames_are_few() -> None:
+    found = run_threads(6, on_a_rank, "latte", None)
+    assert "a grid of 2 groups x 3 of the 6 ranks of free (s held in each group)" in found[0][1]
+    compared([numbers for numbers, _ in found], alone("latte"))
