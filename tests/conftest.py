@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
@@ -40,6 +41,14 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
 def pytest_runtest_setup() -> None:
     """The same random numbers for a test whichever tests ran before it in the same worker."""
     torch.manual_seed(0)
+
+
+@pytest.fixture
+def no_graphs() -> Iterator[None]:
+    """No compiled graph of another test, whose guards and counts would mix with this one's, and none left to others."""
+    torch._dynamo.reset()
+    yield
+    torch._dynamo.reset()
 
 
 def pytest_report_header() -> str:

@@ -19,13 +19,13 @@ from torch import Tensor, nn
 from torch.overrides import TorchFunctionMode
 
 from seqpar.comm import Comm
-from seqpar.integrations.recompute import Checkpoint, run_again_inside, stamped, under_way
 from seqpar.integrations.sdpa_mask import bounds_of, compressed, expanded, is_lower_triangle
 from seqpar.integrations.wrapped import Parallelized
 from seqpar.mask import Mask
 from seqpar.ops import attention
-from seqpar.ops.agree import signature
 from seqpar.ops.handles import refuse, uncompiled
+from seqpar.ops.recompute import run_again_inside, under_way
+from seqpar.ops.regions import Region
 from seqpar.parallel import parallel, surrounding
 from seqpar.plan import Plan
 from seqpar.train import check_model
@@ -66,8 +66,9 @@ def sdpa(plan: Plan, comm: Comm, *, local: Local | None = None, dropout_seed: in
     of ranks. Under autocast q, k and v are cast as PyTorch casts them.
 
     What `torch.utils.checkpoint.checkpoint` wraps inside the block is recomputed under its plan, wherever the backward
-    runs; what other checkpoints wrap raises in backward. A thread that is started inside the block is outside of it.
-    A compiler breaks its graph at every call: to compile whole models, use `seqpar.nn.Attention`.
+    runs; what other checkpoints wrap raises in backward, or in forward if they hide it from autograd. A thread that is
+    started inside the block is outside of it. A compiler breaks its graph at every call: to compile whole models, use
+    `seqpar.nn.Attention`.
 
     Raises: ValueError for rows or a mask that are not the plan's; NotImplementedError for need_weights, padding masks,
     added keys, biases of scores, masks that differ between heads or have gaps, and other operators of attention,
@@ -102,7 +103,7 @@ class Rerouting(TorchFunctionMode):
         super().__init__()
         self.plan, self.comm, self.local, self.seed, self.again = plan, comm, local, seed, again
         self.first = self.calls = first
-        self.outside: list[Checkpoint] = []
+        self.outside: list[Region] = []
         self.surroundings: AbstractContextManager[Any] | None = None
         self.triangle, self.masked = Last(), Last()
 
@@ -237,15 +238,11 @@ class Rerouting(TorchFunctionMode):
             if mask is None:
                 self._check_meaning(is_causal)
             seed = self._seed_of(dropout_p)
+            run_again_inside(self._again(self.calls), self, self.outside)
         plan = self.plan if mask is None else self.masked.of(mask, self._plan_under)
-        run_again_inside(self._again(self.calls), self, self.outside)
         self.calls += 1
         q, k, v = (_dense(_cast(x)) for x in (q, k, v))
-        out = attention(q, k, v, plan, self.comm, scale=scale, dropout_p=dropout_p, dropout_seed=seed)
-        if not out.requires_grad:
-            return out
-        facts = {"plan": plan.digest(), "comm": id(self.comm), "seed": seed, "p": dropout_p, "scale": scale}
-        return stamped(out, signature(facts), self.comm)
+        return attention(q, k, v, plan, self.comm, scale=scale, dropout_p=dropout_p, dropout_seed=seed)
 
     def _again(self, first: int) -> Callable[[], Rerouting]:
         def again() -> Rerouting:

@@ -7,7 +7,7 @@ import math
 from collections.abc import Sequence
 from dataclasses import replace
 from numbers import Integral
-from typing import Any, Literal, NamedTuple, overload
+from typing import Any, Literal, overload
 
 import torch
 from torch import Tensor
@@ -15,9 +15,9 @@ from torch import Tensor
 from seqpar.comm import Comm
 from seqpar.kernels import Score, acc_dtype, ask, choose
 from seqpar.ops.agree import abort_on_error, agree_once, signature
-from seqpar.ops.call import Call, Inside
+from seqpar.ops.call import Call, Inside, Options
 from seqpar.ops.handles import handles, in_graph, uncompiled, values_of
-from seqpar.ops.recompute import Late, settle
+from seqpar.ops.recompute import Late, check, settle
 from seqpar.ops.schedule import backward, forward
 from seqpar.plan import Plan
 
@@ -112,21 +112,9 @@ def _attention(
     values: Sequence[Any], options: Options,
 ) -> tuple[Tensor, Tensor]:  # fmt: skip
     """Output and lse [H, T] in eager mode."""
-    plan, comm, seed = settle(late, values_of(values, Plan) if len(values) == 1 else values, options.dropout_seed)
+    plan, comm, seed = settle(late, values_of(values, Plan) if len(values) == 1 else values, options)
     options = options._replace(dropout_seed=seed)
     return _Attention.apply(q, k, v, sinks, agreed_call(q, k, v, sinks, slopes, plan, comm, options))
-
-
-class Options(NamedTuple):
-    """The options of a call as given, in the order of the op's arguments."""
-
-    scale: float | None
-    softcap: float
-    dropout_p: float
-    dropout_seed: int | None
-    deterministic: bool
-    kernel: str
-    return_lse: bool
 
 
 def agreed_call(
@@ -226,7 +214,7 @@ class _Attention(torch.autograd.Function):
         # Where nothing is traded a part's results are views of the outputs, which only the outputs may be saved for.
         kept = [(None, None) if p.q.trivial else (i.out, i.lse) for p, i in zip(call.parts(), insides, strict=True)]
         inside = (t for i, pair in zip(insides, kept, strict=True) for t in (i.q, i.k, i.v, *pair))
-        ctx.save_for_backward(sinks, out, lse, *inside)
+        ctx.save_for_backward(torch.tensor(call.stamp, device="cpu"), sinks, out, lse, *inside)
         return out, lse
 
     @staticmethod
@@ -234,7 +222,8 @@ class _Attention(torch.autograd.Function):
         refuse_double_backward()
         call: Call = replace(ctx.call, repeat=ctx.repeat)
         ctx.repeat += 1
-        sinks, out, lse, *saved = ctx.saved_tensors
+        stamp, sinks, out, lse, *saved = ctx.saved_tensors
+        check(call, stamp)
         insides = [Inside(*saved[i : i + 5]) for i in range(0, len(saved), 5)]
         dq, dk, dv, dsinks = differentiate(call, insides, sinks, out, lse, *grads)
         need = ctx.needs_input_grad

@@ -7,7 +7,7 @@ from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, replace
 from enum import IntEnum
 from functools import cached_property
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
@@ -30,6 +30,18 @@ class Phase(IntEnum):
     BACK_KEYS = 4
     BACK_GRADS = 5
     BACK_LEAVE = 6
+
+
+class Options(NamedTuple):
+    """The options of a call as given, in the order of the op's arguments."""
+
+    scale: float | None
+    softcap: float
+    dropout_p: float
+    dropout_seed: int | None
+    deterministic: bool
+    kernel: str
+    return_lse: bool
 
 
 @dataclass(frozen=True, eq=False)
@@ -77,6 +89,14 @@ class Call:
     def tag(self, phase: Phase, stage: int) -> Tag:
         """The number of one of its exchanges."""
         return Tag(self.digest, self.number, phase + len(Phase) * self.repeat, stage)
+
+    @property
+    def stamp(self) -> int:
+        """A number that tells calls of other plans, comms, scores or dtypes apart in this process."""
+        s = self.score
+        score = (s.scale, s.softcap, s.dropout_p, s.dropout_seed)
+        # a comm and what its `sub` makes count together
+        return hash((self.plan.digest(), id(self.comm.stats), self.comm.rank, self.dtype, score))
 
     @cached_property
     def uploaded(self) -> Uploaded:

@@ -20,10 +20,10 @@ import torch
 from torch import Tensor
 
 from seqpar.kernels import acc_dtype
-from seqpar.ops.attention import Options, agreed_call, attend, differentiate, refuse_double_backward
-from seqpar.ops.call import Call, Inside
+from seqpar.ops.attention import agreed_call, attend, differentiate, refuse_double_backward
+from seqpar.ops.call import Call, Inside, Options
 from seqpar.ops.handles import carried, carry, uncompiled, values_of
-from seqpar.ops.recompute import late_of, settle
+from seqpar.ops.recompute import check, late_of, settle
 from seqpar.plan import Part, Plan
 
 Kept = tuple[Tensor | None, ...]  # q, k, v, out, lse of one part inside the head trade; None: as outside
@@ -46,9 +46,9 @@ def _forward(
     return_lse: bool, grads: Sequence[bool],
 ) -> tuple[Tensor, Tensor, Tensor]:  # fmt: skip
     late, given = late_of(handles)
-    plan, comm, seed = settle(late, values_of(given, Plan) if given else (), dropout_seed)
-    options = Options(scale, softcap, dropout_p, seed, deterministic, kernel, return_lse)
-    call = agreed_call(q, k, v, sinks, slopes, plan, comm, options, grads)
+    options = Options(scale, softcap, dropout_p, dropout_seed, deterministic, kernel, return_lse)
+    plan, comm, seed = settle(late, values_of(given, Plan) if given else (), options)
+    call = agreed_call(q, k, v, sinks, slopes, plan, comm, options._replace(dropout_seed=seed), grads)
     out, lse, insides = attend(call, q, k, v, sinks)
     parts, kept = call.parts(), None
     if any(grads) and not all(part.trivial for part in parts):
@@ -114,9 +114,11 @@ class _Attention(torch.autograd.Function):
 
     @staticmethod
     def forward(ctx: Any, *arguments: Any) -> tuple[Tensor, Tensor, Tensor]:
+        ctx.recomputes = False
         with torch._C._AutoDispatchBelowAutograd():
             out, lse, ticket = torch.ops.seqpar.attention(*arguments)
         ctx.set_materialize_grads(False)
+        ctx.call = carried(ticket)[0].call if type(ticket) is Tensor else None  # none while a graph is traced
         ctx.mark_non_differentiable(ticket)
         ctx.save_for_backward(*arguments[:5], out, lse, ticket)
         return out, lse, ticket
@@ -124,8 +126,10 @@ class _Attention(torch.autograd.Function):
     @staticmethod
     def backward(ctx: Any, dout: Tensor | None, dlse: Tensor | None, _: None) -> tuple[Tensor | None, ...]:
         refuse_double_backward()
-        needs = list(ctx.needs_input_grad[:4])
-        found = torch.ops.seqpar.attention_backward(dout, dlse, *ctx.saved_tensors, needs)
+        needs, saved = list(ctx.needs_input_grad[:4]), ctx.saved_tensors
+        if ctx.call is not None and type(saved[-1]) is Tensor:
+            check(ctx.call, carried(saved[-1])[0].call)
+        found = torch.ops.seqpar.attention_backward(dout, dlse, *saved, needs)
         return (*(x if need else None for x, need in zip(found, needs, strict=True)), *[None] * 10)
 
 

@@ -1,31 +1,30 @@
 """Calls that are made again: activations that backward recomputes take the plan, comm and seed that forward had.
 
 Checkpointing runs a region of a model in forward, drops what it computed, and runs it again in backward. By then
-another plan of equal shapes may surround the layers or be bound to them. So what a call was made with is noted with the
-regions it lies in, and the call made again takes it from there. Nobody hands regions to calls; the stack shows them::
+another plan of equal shapes may surround the layers or be bound to them, or none. So
 
-    region                               in forward                        in backward
-    autograd function that recomputes    forward(ctx, ...)                 backward(ctx, ...)
-      (reentrant checkpoints, graphs)
-    torch.utils.checkpoint, if not       checkpoint, which holds a         unpack_hook of that frame
-      reentrant                            frame object
-
-A call in a backward pass whose region is unknown takes nothing from what surrounds it: it is refused.
+- what a call was made with is noted with the owners of the regions around it, and the call made again takes it from
+  there (`settle`); in a backward pass whose region is unknown a call takes nothing from what surrounds it;
+- what is to become a call, as PyTorch's attention inside `seqpar.sdpa`, is run again inside the context of its forward
+  (`run_again_inside`), and is refused in regions of others, which would run it again as it is;
+- every call saves a stamp beside its tensors, and its backward raises if something else saved them anew (`check`). That
+  needs to know nothing of what recomputes, unless it hides the first forward from autograd.
 """
 
 from __future__ import annotations
 
-import sys
-from collections.abc import Sequence
-from types import FrameType
+from collections.abc import Callable, Sequence
+from contextlib import AbstractContextManager
 from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
-from torch.autograd.function import BackwardCFunction
 
 from seqpar.comm import Comm
+from seqpar.ops.agree import abort_on_error
+from seqpar.ops.call import Call, Options
 from seqpar.ops.handles import carried
+from seqpar.ops.regions import Region, around
 from seqpar.plan import Plan
 
 
@@ -51,94 +50,141 @@ def late_of(handles: Sequence[Tensor]) -> tuple[Late | None, Sequence[Tensor]]:
     return (head, handles[1:]) if isinstance(head, Late) else (None, handles)
 
 
-def settle(late: Late | None, given: Sequence[Any], seed: int | None) -> Given:
+# --- what calls were made with ----------------------------------------------------------------------------------------
+
+
+def settle(late: Late | None, given: Sequence[Any], options: Options) -> Given:
     """What a call is made with; if it is made again, what it was made with in forward.
 
     Raises: RuntimeError for a call made again with other values than in forward, or in a backward pass that is not
     known to recompute anything, without values of its own.
     """
-    first, again = _regions()
-    key = None if late is None else (late, seed)
-    noted = None if again is None else again.get(key)
+    seed = options.dropout_seed
+    asked = (options.scale, options.softcap, options.dropout_p, seed if options.dropout_p else None)
+    first, again = _notes()
+    noted = None if again is None else again.get(late)
     if late is None:
         found = Given(*given, seed)
     elif given or (noted is None and torch._C._current_graph_task_id() < 0):
         found = late.now(given, seed)
     else:
-        found = _only(noted)
-    # a comm that was given may be made anew by `sub`
-    if noted is not None and not any(found.plan == other.plan and found.seed == other.seed for other in noted):
+        found = _only(noted, asked)
+    note = asked, found if options.dropout_p else found._replace(seed=None)
+    if noted is not None and not any(_alike(note, other) for other in noted):
         raise RuntimeError(
-            f"an attention call is recomputed with {found.plan!r:.200} and seed {found.seed}, but in forward none had "
-            f"these: {[(x.plan, x.seed) for x in noted]!r:.300}; give a checkpoint its plan as an argument"
+            f"an attention call is recomputed with {_text(note)}, but in forward none had these: "
+            f"{'; '.join(map(_text, noted))}; give a checkpoint its plan and seed as arguments"
         )
     for notes in first:
-        known = notes.setdefault(key, [])
-        if found not in known:
-            known.append(found)
+        known = notes.setdefault(late, [])
+        if note not in known:
+            known.append(note)
     return found
 
 
-def _only(noted: list[Given] | None) -> Given:
+Note = tuple["tuple[object, ...]", Given]  # scale, softcap, dropout, seed as given; what the call was made with
+Notes = dict["Late | None", "list[Note]"]  # by what looks up, or None for what is given
+
+
+def _alike(note: Note, other: Note) -> bool:
+    """Whether they are of the same call; a comm that was given may be made anew by `sub`."""
+    return note[0] == other[0] and note[1].plan == other[1].plan and note[1].seed == other[1].seed
+
+
+def _text(note: Note) -> str:
+    (scale, softcap, dropout, _), (plan, _, seed) = note
+    return f"{plan!r:.200}, seed {seed}, scale {scale}, softcap {softcap}, dropout {dropout}"
+
+
+def _only(noted: list[Note] | None, asked: tuple[object, ...]) -> Given:
     if noted is None:
         raise RuntimeError(
             "a layer without a plan of its own was called in a backward pass, by something that recomputes and is not "
             "known to seqpar: torch.utils.checkpoint.checkpoint is, and autograd functions with forward(ctx, ...) and "
             "backward(ctx, ...). Give the layer its plan, or seqpar.bind(plan, comm), as an argument"
         )
-    if len(noted) > 1:
+    found = [made for other, made in noted if other == asked]
+    if not found:
+        raise RuntimeError(
+            f"a layer is recomputed with (scale, softcap, dropout, seed) {asked}, but in forward it was called with "
+            f"{[other for other, _ in noted]}; between forward and backward neither may change, nor train and eval"
+        )
+    if len(found) > 1:
         raise RuntimeError(
             "a layer was called under several plans in one checkpointed region, and its recomputation cannot tell "
             "which is which; give the layer its plan as an argument, or checkpoint the calls apart"
         )
-    return noted[0]
+    return found[0]
 
 
-Notes = dict["tuple[Late, int | None] | None", "list[Given]"]  # by what looks up, or None for what is given
-
-
-def _regions() -> tuple[list[Notes], Notes | None]:
+def _notes() -> tuple[list[Notes], Notes | None]:
     """Notes of the regions around this call: those that run for the first time, and the innermost that runs again."""
     first: list[Notes] = []
-    frame: FrameType | None = sys._getframe(2)
-    while frame is not None:
-        name = frame.f_code.co_name
-        if name in _FINDERS and (region := _FINDERS[name](frame)) is not None:
-            if name in ("forward", "checkpoint"):
-                first.append(_notes(region))
-            elif hasattr(region, "_seqpar"):
-                return first, _notes(region)
-        frame = frame.f_back
+    for owner, again in ((region.owner, region.again) for region in around() if not region.foreign):
+        if again and hasattr(owner, "_seqpar"):
+            return first, owner._seqpar
+        if not again:
+            if not hasattr(owner, "_seqpar"):
+                owner._seqpar = {}
+            first.append(owner._seqpar)
     return first, None
 
 
-def _notes(region: Any) -> Notes:
-    if not hasattr(region, "_seqpar"):
-        region._seqpar = {}
-    return region._seqpar  # type: ignore[no-any-return]
+# --- what is run again inside a context -------------------------------------------------------------------------------
 
 
-def _context(frame: FrameType) -> object:
-    """The context of an autograd function, if this is its forward or backward."""
-    if frame.f_code.co_varnames[:1] != ("ctx",):
-        return None
-    context = frame.f_locals.get("ctx")
-    return context if isinstance(context, BackwardCFunction) else None
+def run_again_inside(context: Callable[[], AbstractContextManager[Any]], by: object, outside: list[Region]) -> None:
+    """Put the regions under way, but for those outside, under a context when they run again; once for each `by`.
+
+    Raises: NotImplementedError for an autograd function of others.
+    """
+    for region in under_way():
+        if any(region.owner is other.owner for other in outside):
+            continue
+        if region.foreign:
+            raise NotImplementedError(
+                f"attention is called inside {region.owner.f_locals['cls'].__name__}, an autograd function whose "
+                "backward may run it again, outside of the block that reroutes it; checkpoint with "
+                "torch.utils.checkpoint.checkpoint, or enter the block inside what that function runs"
+            )
+        function = getattr(region.owner, region.function)
+        if not (isinstance(function, Again) and function.by is by):
+            setattr(region.owner, region.function, Again(function, by, context))
 
 
-def _checkpointed(frame: FrameType) -> object:
-    """The frame object of a checkpoint that runs its function for the first time."""
-    inside = getattr(_local(frame, "gen"), "gi_frame", None)
-    return None if inside is None else inside.f_locals.get("new_frame")
+def under_way() -> list[Region]:
+    """What this thread is inside of that backward runs again under a name that is known, or in a way that is not."""
+    return [region for region in around() if not region.again and (region.function or region.foreign)]
 
 
-def _local(frame: FrameType, name: str) -> Any:
-    return frame.f_locals.get(name) if frame.f_globals.get("__name__") == "torch.utils.checkpoint" else None
+class Again:
+    """A function that a checkpoint runs again, inside a context that belongs to the first forward."""
+
+    def __init__(self, function: Callable[..., Any], by: object, context: Callable[[], AbstractContextManager[Any]]):
+        self.function, self.by, self.context = function, by, context
+
+    def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        """What the function returns, inside the context."""
+        with self.context():
+            return self.function(*args, **kwargs)
 
 
-_FINDERS = {
-    "forward": _context,
-    "backward": _context,
-    "checkpoint": _checkpointed,
-    "unpack_hook": lambda frame: _local(frame, "frame"),
-}
+# --- whether it was the same ------------------------------------------------------------------------------------------
+
+
+def check(call: Call, again: Call | Tensor) -> None:
+    """Raise RuntimeError unless a call is the one whose tensors its backward got, as a checkpoint may save them anew.
+
+    again: that one, or what was saved of its stamp.
+    """
+    if isinstance(again, Tensor):
+        stamp = int(again) if again.dtype == torch.int64 and again.numel() == 1 else None
+    else:
+        stamp = again.stamp
+    with abort_on_error(call.comm, f"attention, call {call.number}"):
+        if stamp != call.stamp:
+            raise RuntimeError(
+                "attention was recomputed under another plan, dropout seed or scale than in forward, or under none; "
+                "checkpoint with torch.utils.checkpoint.checkpoint, run the backward inside the block of its forward, "
+                "or give what is recomputed its plan as an argument"
+            )

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import copy
-import threading
 from collections.abc import Callable
 from functools import partial
 from typing import Any
@@ -18,6 +17,7 @@ from seqpar import Comm, Layout, LocalComm, Mask, Plan
 from seqpar.integrations.diffusers import parallelize
 from seqpar.testing import run_threads
 from seqpar.train import sync_gradients
+from tests.recompute import in_a_thread
 
 diffusers = pytest.importorskip("diffusers")
 transformer_flux = pytest.importorskip("diffusers.models.transformers.transformer_flux")
@@ -236,7 +236,7 @@ def test_checkpoints_recompute_the_same(name: str, reentrant: bool, where: str, 
         latents = inputs["hidden_states"].clone().requires_grad_()
         out, loss = loss_of(own, inputs | {"hidden_states": latents})
         if where == "thread":
-            in_thread(loss.backward)
+            in_a_thread(loss.backward)
         elif where == "here":
             loss.backward()
         else:
@@ -250,24 +250,6 @@ def test_checkpoints_recompute_the_same(name: str, reentrant: bool, where: str, 
 
     for got in run_threads(2, rank):
         same(got, expected, 1e-10)
-
-
-def in_thread(function: Callable[[], None]) -> None:
-    errors: list[BaseException] = []
-
-    def run() -> None:
-        try:
-            with torch.autograd.set_multithreading_enabled(False):
-                function()
-        except BaseException as error:
-            errors.append(error)
-
-    thread = threading.Thread(target=run)
-    thread.start()
-    thread.join(120)
-    assert not thread.is_alive()
-    for error in errors:
-        raise error
 
 
 def test_a_forward_around_which_everything_is_recomputed() -> None:

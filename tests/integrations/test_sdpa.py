@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import contextlib
 import copy
-import threading
 from collections.abc import Callable
 from functools import partial
 from typing import Any
@@ -22,7 +21,9 @@ from torch.utils.checkpoint import CheckpointError, checkpoint
 import seqpar
 from seqpar import Comm, Layout, LocalComm, Mask, Plan
 from seqpar.integrations.sdpa import parallelize, sdpa
+from seqpar.ops import regions
 from seqpar.testing import run_threads
+from tests.recompute import Unknown, Whole, in_a_thread
 
 E, H = 16, 4
 DOCUMENTS = [9, 1, 7]
@@ -342,24 +343,6 @@ def test_dropout_drops_the_same_pairs_at_any_number_of_ranks(reentrant: bool | N
 # --- checkpoints: whatever runs again does so under the plan of its forward, or raises --------------------------------
 
 
-def in_thread(function: Callable[[], None]) -> None:
-    errors: list[BaseException] = []
-
-    def run() -> None:
-        try:
-            with torch.autograd.set_multithreading_enabled(False):
-                function()
-        except BaseException as error:
-            errors.append(error)
-
-    thread = threading.Thread(target=run)
-    thread.start()
-    thread.join(120)
-    assert not thread.is_alive()
-    for error in errors:
-        raise error
-
-
 @pytest.mark.parametrize("through", ["block", "parallelize"])
 @pytest.mark.parametrize("where", ["inside", "outside", "thread", "another plan"])
 @pytest.mark.parametrize("reentrant", [True, False])
@@ -386,7 +369,7 @@ def test_a_checkpoint_recomputes_under_the_plan_of_its_forward(reentrant: bool, 
         if where == "outside":
             backward(y, target)
         elif where == "thread":
-            in_thread(partial(backward, y, target))
+            in_a_thread(partial(backward, y, target))
         elif where == "another plan":
             with seqpar.sdpa(plan.with_mask(other), comm):
                 backward(y, target)
@@ -470,13 +453,67 @@ def test_what_another_kind_of_checkpoint_recomputes_under_another_plan_raises() 
 
     comm, _, y = forward()
     with (
-        pytest.raises(RuntimeError, match="again under another plan"),
+        pytest.raises(RuntimeError, match="recomputed under another plan"),
         seqpar.parallel(plan.with_mask(Mask([TOKENS])), comm),
     ):
         backward(y, target)
     _, _, y = forward()
     with pytest.raises(RuntimeError, match="no plan surrounds"):
         backward(y, target)
+
+
+@pytest.mark.parametrize("function", [Whole, Unknown])
+def test_autograd_functions_that_may_run_it_again_enter_their_block_inside_or_raise(function: type) -> None:
+    mask, (x, target) = Mask(DOCUMENTS), inputs()
+    (plan, comm), model, x = (PLANS["ring"](mask, 1), LocalComm()), made(), x[None].requires_grad_()
+
+    def inside(x: Tensor) -> Tensor:
+        with sdpa(plan, comm):
+            return model(x)
+
+    refused = pytest.raises(
+        NotImplementedError, match=f"inside {function.__name__}, an autograd function whose backward"
+    )
+    with refused, sdpa(plan, comm):
+        function.apply(model, x)  # type: ignore[attr-defined]
+    parallelized = made()
+    handle = parallelize(parallelized, comm)
+    with pytest.raises(NotImplementedError, match="checkpoint around"), seqpar.parallel(plan, comm):
+        function.apply(parallelized, x)  # type: ignore[attr-defined]
+    handle.undo()
+    parallelize(parallelized, comm, plan=plan)
+    for run, own in ((inside, model), (parallelized, parallelized)):
+        y = function.apply(run, x)[0]  # type: ignore[attr-defined]
+        backward(y, target)
+        same((y.detach(), gradients(own)), one(made(), mask))
+    with sdpa(plan, comm):  # no backward will come
+        torch.testing.assert_close(function.apply(model, x.detach())[0], y, rtol=0, atol=1e-12)  # type: ignore[attr-defined]
+
+
+@pytest.mark.parametrize("reentrant", [True, False])
+def test_a_torch_with_other_names_is_refused_too(reentrant: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Checkpoints that are not seen, or not seen to be torch's."""
+    monkeypatch.setattr(regions, "_REENTRANT", None)
+    monkeypatch.setitem(regions._FINDERS, "checkpoint", lambda frame: None)
+    x, target = inputs()
+    with pytest.raises(NotImplementedError if reentrant else CheckpointError), contextlib.ExitStack() as block:
+        block.enter_context(sdpa(PLANS["ring"](Mask(DOCUMENTS), 1), LocalComm()))
+        y = made(reentrant=reentrant)(x[None].requires_grad_())[0]
+        block.close()
+        backward(y, target)
+
+
+@pytest.mark.parametrize("reentrant", [True, False])
+def test_a_checkpoint_outside_the_block_is_not_rerouted_by_a_backward_inside(reentrant: bool) -> None:
+    (x, target), results = inputs(), []
+    for around in (contextlib.nullcontext(), sdpa(PLANS["ring"](Mask(DOCUMENTS), 1), LocalComm())):
+        model, rows = made(reentrant=reentrant), x[None].requires_grad_()
+        y = model(rows)[0]
+        with around:
+            torch.autograd.backward((y * target).sum())
+            call(QKV, is_causal=True)
+        results.append((y.detach(), gradients(model)))
+    same(results[1], results[0])
 
 
 def test_a_compiler_leaves_rerouted_calls_alone() -> None:

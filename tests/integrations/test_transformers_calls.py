@@ -3,8 +3,6 @@
 from __future__ import annotations
 
 import copy
-import threading
-from collections.abc import Iterator
 from typing import Any
 
 import pytest
@@ -31,6 +29,7 @@ from tests.integrations.models import (
     packed,
     padded,
 )  # fmt: skip
+from tests.recompute import in_a_thread
 
 
 def without_labels(batch: dict[str, Tensor]) -> dict[str, Tensor]:
@@ -340,20 +339,7 @@ def test_layers_are_recomputed_wherever_backward_runs(reentrant: bool, where: st
         if not checkpointed or where == "outside":
             loss.backward()
         elif where == "thread":
-            failed: list[BaseException] = []
-
-            def back() -> None:
-                try:
-                    with torch.autograd.set_multithreading_enabled(False):
-                        loss.backward()
-                except BaseException as error:
-                    failed.append(error)
-
-            thread = threading.Thread(target=back)
-            thread.start()
-            thread.join()
-            if failed:
-                raise failed[0]
+            in_a_thread(loss.backward)
         return [p.grad for p in own.parameters()]
 
     for found, expected in zip(run_threads(ranks, rank, True), run_threads(ranks, rank, False), strict=True):
@@ -379,15 +365,7 @@ def test_a_parallel_model_is_recomputed_too_and_another_batch_may_come_between(r
     check(run_threads(2, rank), one_process(model, every, True), every)
 
 
-@pytest.fixture
-def fresh() -> Iterator[None]:
-    """No graph of another test."""
-    torch._dynamo.reset()
-    yield
-    torch._dynamo.reset()
-
-
-@pytest.mark.usefixtures("fresh")
+@pytest.mark.usefixtures("no_graphs")
 def test_a_decoder_layer_is_one_graph_for_all_batches() -> None:
     model = build("mistral")
     reference = copy.deepcopy(model)
@@ -404,7 +382,7 @@ def test_a_decoder_layer_is_one_graph_for_all_batches() -> None:
         torch.testing.assert_close(a.grad, b.grad, rtol=1e-4, atol=1e-6)
 
 
-@pytest.mark.usefixtures("fresh")
+@pytest.mark.usefixtures("no_graphs")
 def test_a_whole_model_can_be_compiled() -> None:
     model, batch = build("llama", num_hidden_layers=1), padded(generator(), [9, 14], left=True)
     reference = copy.deepcopy(model)

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
 from contextlib import nullcontext
 
 import pytest
@@ -18,13 +17,7 @@ from seqpar.plan import Plan
 from seqpar.testing import run_processes
 from tests.nn.decoder import Decoder, decoder, loss_of, rows
 
-
-@pytest.fixture(autouse=True)
-def fresh() -> Iterator[None]:
-    """No graph of another test."""
-    torch._dynamo.reset()
-    yield
-    torch._dynamo.reset()
+pytestmark = pytest.mark.usefixtures("no_graphs")
 
 
 def plans(ranks: int, count: int) -> list[Plan]:

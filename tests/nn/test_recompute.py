@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import threading
 from collections.abc import Callable
 from contextlib import nullcontext
 from typing import Any
@@ -11,16 +10,20 @@ import pytest
 import torch
 from torch import Tensor, nn
 from torch.distributed._composable import checkpoint as composable
-from torch.utils.checkpoint import checkpoint
+from torch.utils.checkpoint import checkpoint, create_selective_checkpoint_contexts
 
 import seqpar
 from seqpar.comm import Comm, LocalComm
 from seqpar.layout import Layout
 from seqpar.mask import Mask
 from seqpar.nn import Attention, save_attention
+from seqpar.ops import regions
 from seqpar.plan import Plan
 from seqpar.testing import run_processes, run_threads
 from tests.nn.decoder import Decoder, assert_together, decoder, loss_of, one_process, result, rows
+from tests.recompute import Unknown, Whole, in_a_thread
+
+pytestmark = pytest.mark.usefixtures("no_graphs")
 
 
 def plan_of(ranks: int) -> Plan:
@@ -39,24 +42,6 @@ def checkpointed(reentrant: bool, **options: object) -> Callable[..., Tensor]:
         return checkpoint(layer, *arguments, use_reentrant=reentrant, **options)
 
     return run
-
-
-def in_a_thread(backward: Callable[[], None]) -> None:
-    """Run backward in a thread that no plan surrounds."""
-    errors: list[BaseException] = []
-
-    def target() -> None:
-        try:
-            with torch.autograd.set_multithreading_enabled(False):
-                backward()
-        except BaseException as error:
-            errors.append(error)
-
-    thread = threading.Thread(target=target)
-    thread.start()
-    thread.join()
-    for error in errors:
-        raise error
 
 
 WHERE = ("inside", "outside", "thread", "under another plan", "thread under another plan")
@@ -175,24 +160,6 @@ def test_a_layer_that_is_called_with_several_seeds(reentrant) -> None:
     torch.testing.assert_close(grads[1], grads[0], rtol=1e-12, atol=1e-12)
 
 
-class Whole(torch.autograd.Function):
-    """What libraries write to recompute on their own: a checkpoint that is nobody's."""
-
-    @staticmethod
-    def forward(ctx: Any, run: Callable[[Tensor], Tensor], x: Tensor) -> Tensor:
-        ctx.run = run
-        ctx.save_for_backward(x)
-        with torch.no_grad():
-            return run(x)
-
-    @staticmethod
-    def backward(ctx: Any, dout: Tensor) -> tuple[Tensor | None, ...]:
-        (x,) = (x.detach().requires_grad_() for x in ctx.saved_tensors)
-        with torch.enable_grad():
-            ctx.run(x).backward(dout)
-        return None, x.grad
-
-
 @pytest.mark.parametrize("where", WHERE)
 def test_functions_of_others_that_recompute(where) -> None:
     plan = plan_of(1)
@@ -204,21 +171,6 @@ def test_functions_of_others_that_recompute(where) -> None:
 
 
 # --- what cannot be right ---------------------------------------------------------------------------------------------
-
-
-class Unknown(torch.autograd.Function):
-    """A checkpoint whose stack shows no context in forward."""
-
-    @staticmethod
-    def forward(run: Callable[[Tensor], Tensor], x: Tensor) -> Tensor:
-        return run(x)
-
-    @staticmethod
-    def setup_context(ctx: Any, inputs: tuple[Any, ...], output: Tensor) -> None:
-        ctx.run, x = inputs
-        ctx.save_for_backward(x)
-
-    backward = Whole.backward
 
 
 def rows_of(plan: Plan) -> Tensor:
@@ -259,6 +211,93 @@ def test_a_plan_given_anew_is_noticed(reentrant) -> None:
             out.sum().backward()
 
 
+CHANGES: dict[str, Callable[[Attention], object]] = {
+    "seed": lambda layer: 4,
+    "scale": lambda layer: setattr(layer, "scale", 0.3),
+    "softcap": lambda layer: setattr(layer, "softcap", 2.0),
+    "dropout": lambda layer: setattr(layer, "dropout", 0.2),
+    "eval": lambda layer: layer.eval() and None,
+}
+
+
+@pytest.mark.parametrize("given", [True, False])
+@pytest.mark.parametrize("change", CHANGES)
+@pytest.mark.parametrize("reentrant", [False, True])
+def test_what_else_changes_before_it_is_recomputed_is_noticed(reentrant, change, given) -> None:
+    (plan, comm), x, layer, now = (plan_of(1), LocalComm()), rows_of(plan_of(1)), Attention(dropout=0.4), [3]
+    call = (plan, comm) if given else ()
+    with seqpar.parallel(plan, comm):
+        out = checkpoint(lambda x: layer(x, x, x, *call, seed=now[0]), x, use_reentrant=reentrant)
+    now[0] = CHANGES[change](layer) or now[0]
+    with pytest.raises(RuntimeError, match="but in forward"):
+        out.sum().backward()
+
+
+def test_a_seed_that_nothing_uses_may_change() -> None:
+    (plan, comm), x, layer, now = (plan_of(1), LocalComm()), rows_of(plan_of(1)), Attention(), [3]
+    out = checkpoint(lambda x: layer(x, x, x, plan, comm, seed=now[0]), x, use_reentrant=True)
+    now[0] = 4
+    out.sum().backward()
+
+
+def recompute_all() -> Any:
+    """A selective checkpoint that selects nothing: attention is an op then."""
+    return create_selective_checkpoint_contexts([torch.ops.aten.mm.default])
+
+
+@pytest.mark.parametrize("options", [{}, {"context_fn": recompute_all}])
+def test_what_another_checkpoint_recomputes_under_another_plan_is_noticed(options) -> None:
+    (plan, comm), x = (plan_of(1), LocalComm()), rows_of(plan_of(1))
+    now = [plan]
+
+    class Block(nn.Module):
+        def forward(self, x: Tensor) -> Tensor:
+            y = seqpar.attention(x, x, x, now[0], comm)
+            return seqpar.attention(y, y, y, other(plan), comm)
+
+    (expected,) = torch.autograd.grad(Block()(x).sum(), x)
+    block = composable(Block(), **options)
+    (got,) = torch.autograd.grad(block(x).sum(), x)
+    assert torch.equal(got, expected)
+    out = block(x)
+    now[0] = other(plan)
+    with pytest.raises(RuntimeError, match="recomputed under another plan"):
+        out.sum().backward()
+
+
+@pytest.mark.parametrize("reentrant", [False, True])
+def test_calls_that_change_places_are_noticed_where_places_are_known(reentrant) -> None:
+    (plan, comm), x = (plan_of(1), LocalComm()), rows_of(plan_of(1))
+    plans = [plan, other(plan)]
+
+    def region(x: Tensor) -> Tensor:
+        for each in plans:
+            x = seqpar.attention(x, x, x, each, comm)
+        return x
+
+    out = checkpoint(region, x, use_reentrant=reentrant)
+    plans.reverse()
+    with nullcontext() if reentrant else pytest.raises(RuntimeError, match="recomputed under another plan"):
+        out.sum().backward()
+
+
+@pytest.mark.parametrize("name", ["forward", "checkpoint", "backward", "unpack_hook"])
+@pytest.mark.parametrize("reentrant", [False, True])
+def test_a_torch_with_other_names_is_right_or_refused(reentrant, name, monkeypatch) -> None:
+    """Regions that are not seen."""
+    monkeypatch.setitem(regions._FINDERS, name, lambda frame: None)
+    (plan, comm), x, layer = (plan_of(1), LocalComm()), rows_of(plan_of(1)), Attention()
+    with seqpar.parallel(plan, comm):
+        out = checkpoint(lambda x: layer(x, x, x), x, use_reentrant=reentrant)
+    seen = name in (("checkpoint", "unpack_hook") if reentrant else ("forward", "backward"))
+    unknown = pytest.raises(RuntimeError, match="something that recomputes and is not known to seqpar")
+    with nullcontext() if seen else unknown, seqpar.parallel(other(plan), comm):
+        out.sum().backward()
+    if seen:
+        (expected,) = torch.autograd.grad(seqpar.attention(x, x, x, plan, comm).sum(), x)
+        assert torch.equal(x.grad, expected)
+
+
 @pytest.mark.parametrize("reentrant", [False, True])
 def test_one_layer_under_two_plans_in_one_checkpoint(reentrant) -> None:
     (plan, comm), x, layer = (plan_of(1), LocalComm()), rows_of(plan_of(1)), Attention()
@@ -274,13 +313,6 @@ def test_one_layer_under_two_plans_in_one_checkpoint(reentrant) -> None:
 
 
 # --- compiled ---------------------------------------------------------------------------------------------------------
-
-
-@pytest.fixture(autouse=True)
-def fresh() -> Any:
-    torch._dynamo.reset()
-    yield
-    torch._dynamo.reset()
 
 
 @pytest.mark.parametrize("reentrant", [False, True])

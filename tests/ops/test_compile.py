@@ -6,7 +6,7 @@ import copy
 import gc
 import pickle
 import weakref
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 
 import pytest
 import torch
@@ -39,12 +39,7 @@ PLAIN = (
 )  # scale, softcap, dropout_p, seed, deterministic, kernel, return_lse
 
 
-@pytest.fixture(autouse=True)
-def fresh() -> Iterator[None]:
-    """No graph of another test, whose guards and counts would mix with this one's."""
-    torch._dynamo.reset()
-    yield
-    torch._dynamo.reset()
+pytestmark = pytest.mark.usefixtures("no_graphs")
 
 
 def plans(ranks: int, count: int) -> list[Plan]:
