@@ -12,6 +12,9 @@ BIN := $(VENV)/bin
 READY := $(VENV)/.seqpar-ready
 OLDEST_TRITON := $(if $(filter Linux,$(shell uname -s)),$(VENV)/triton-3.6)
 
+# The tests start hundreds of processes, which load bytecode sooner than they compile it.
+unexport PYTHONDONTWRITEBYTECODE
+
 .PHONY: demo test exhaustive bench results gpu sanitize lint setup clean
 
 demo: $(READY)

@@ -7,6 +7,7 @@ import re
 import shlex
 import subprocess
 import sys
+from collections.abc import Iterator
 from dataclasses import fields
 from pathlib import Path
 
@@ -17,6 +18,7 @@ from seqpar.kernels.protocol import DTYPES
 from seqpar.plan import TRANSPORTS
 from tests.cases import LAYOUTS, MASKS
 from tests.ops.test_attention import HEADS, Options, product
+from tests.programs import Programs, programs
 
 ROOT = Path(__file__).parent.parent
 README = (ROOT / "README.md").read_text()
@@ -44,15 +46,21 @@ def test_commands_run(command: str) -> None:
     assert run([sys.executable, "-m", module, *words[1:]]).strip()
 
 
+@pytest.fixture(scope="module")
+def alone() -> Iterator[Programs]:
+    with programs("torch._dynamo") as found:
+        yield found
+
+
 @pytest.mark.parametrize("number", range(len(PYTHON)))
-def test_code_runs(number: int, tmp_path: Path) -> None:
+def test_code_runs(number: int, alone: Programs, tmp_path: Path) -> None:
     script = tmp_path / "block.py"
     script.write_text(PYTHON[number])
     if "init_process_group" in PYTHON[number]:
         printed = run([sys.executable, "-m", "torch.distributed.run", "--nproc-per-node", "2", str(script)])
         assert "rank 0" in printed and "rank 1" in printed
     else:
-        run([sys.executable, str(script)])
+        alone.alone(script, tmp_path)
 
 
 def cells(row: str) -> str:

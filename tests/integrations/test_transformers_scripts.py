@@ -3,13 +3,13 @@
 from __future__ import annotations
 
 import difflib
-import os
 import re
-import subprocess
-import sys
+from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
+
+from tests.programs import Programs, programs
 
 ROOT = Path(__file__).resolve().parents[2]
 SCRIPTS = ROOT / "examples" / "huggingface"
@@ -23,18 +23,10 @@ def changes(name: str) -> list[str]:
     return [line for line in lines if line[0] in "+-" and not line.startswith(("+++", "---"))]
 
 
-def started(*command: object) -> subprocess.Popen[str]:
-    env = {key: value for key, value in os.environ.items() if key not in ("RANK", "WORLD_SIZE", "LOCAL_RANK")}
-    env |= {"PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1", "HF_HUB_OFFLINE": "1"}
-    words = [str(word) for word in (sys.executable, *command)]
-    return subprocess.Popen(words, env=env, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True)
-
-
-def finished(process: subprocess.Popen[str]) -> str:
-    """What a process printed; it must succeed."""
-    out, errors = process.communicate(timeout=600)
-    assert process.returncode == 0, errors[-4000:]
-    return out
+@pytest.fixture(scope="module")
+def run() -> Iterator[Programs]:
+    with programs("torch._dynamo", "transformers.models.llama.modeling_llama", "transformers.trainer") as found:
+        yield found
 
 
 def losses(printed: str) -> dict[str, float]:
@@ -42,16 +34,11 @@ def losses(printed: str) -> dict[str, float]:
 
 
 @pytest.mark.parametrize("name", NAMES)
-def test_a_few_lines_differ_and_no_loss_does(name: str, tmp_path: Path) -> None:
+def test_a_few_lines_differ_and_no_loss_does(name: str, run: Programs, tmp_path: Path) -> None:
     added = [line for line in changes(name) if line.strip() != "+"]
     assert 0 < len(added) <= 5 and all(line.startswith("+") for line in added), added
-    alone = started(SCRIPTS / f"{name}_alone.py")
-    # A file for every rank: torchrun's ranks write their lines unbuffered, into one another.
-    launcher = ("-m", "torch.distributed.run", "--standalone", "--nproc-per-node", 2)
-    together = started(*launcher, "--log-dir", tmp_path, "--redirects", 1, SCRIPTS / f"{name}.py")
-    one = losses(finished(alone))
-    finished(together)
-    ranks = [losses(path.read_text()) for path in sorted(tmp_path.rglob("stdout.log"))]
+    one = losses(run.alone(SCRIPTS / f"{name}_alone.py", tmp_path / "alone"))
+    ranks = [losses(printed) for printed in run.ranks(2, SCRIPTS / f"{name}.py", tmp_path / "together")]
     assert len(one) >= 4 and len(ranks) == 2 and ranks[0].keys() == one.keys()
     for step, expected in one.items():
         for loss in (rank[step] for rank in ranks if rank):  # Trainer and accelerate print on rank 0 alone
