@@ -393,7 +393,7 @@ def missed(comm, absent):
     comm.agree("before", {})
     if comm.rank != absent:
         try:
-            ShmComm(timeout=3.0)
+            ShmComm(timeout=8.0)  # not of the other one that came
         except PeerError as error:
             found = str(error)
     comm.agree("afterwards", {})

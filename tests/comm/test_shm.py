@@ -186,7 +186,7 @@ def test_a_constructor_that_a_rank_missed_does_not_spoil_the_next(absent):
     for rank, (found, bits) in enumerate(run(3, shm_cases.missed, absent)):
         assert len(bits) == 16
         if rank != absent:
-            assert f"rank {rank} waited 3 s for ranks [{absent}] to come to its constructor" in found
+            assert f"rank {rank} waited 8 s for ranks [{absent}] to come to its constructor" in found
 
 
 @pytest.fixture

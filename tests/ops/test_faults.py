@@ -20,7 +20,7 @@ from seqpar.testing import run_processes, run_threads
 from tests.comm.cases import impatient, until
 from tests.ops.test_attention import inputs
 
-TIMEOUT = 2.0
+TIMEOUT = 10.0  # for the rank that never calls, not for those that call a moment later
 LOCAL = threading.local()
 
 
