@@ -4,27 +4,30 @@ from __future__ import annotations
 
 import inspect
 import threading
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
+from contextlib import nullcontext
 from dataclasses import replace
 from fnmatch import fnmatchcase
 from functools import partial
 from math import prod
-from typing import Any
+from typing import Any, NoReturn
 
 import torch
 from torch import Tensor, nn
 
 from seqpar.comm import Comm
+from seqpar.dsp.alike import hashed, leaves, ordered
+from seqpar.dsp.draws import NoDraws
 from seqpar.dsp.form import form_of
 from seqpar.dsp.models import SPECS
 from seqpar.dsp.planner import StagePlan, plan_stages
+from seqpar.dsp.replace import Hook, Later, Replaced
 from seqpar.dsp.run import Run, Step, run_stage
 from seqpar.dsp.space import Space
 from seqpar.dsp.spec import Block, Spec
 from seqpar.dsp.stage import Layout, Stage
 from seqpar.dsp.verbs import GRADS
 from seqpar.ops.agree import agree_once
-from seqpar.ops.handles import uncompiled
 
 Planner = Callable[..., StagePlan]
 MIXING = (nn.modules.batchnorm._NormBase,)  # statistics over rows
@@ -71,75 +74,54 @@ def parallelize(
 
 
 class Parallelized:
-    """A model that was parallelized. plans: of the batch shapes seen so far. `undo` takes everything back."""
+    """A model that was parallelized. plans: of the batch shapes seen so far. `undo` takes everything back.
+
+    A copy of the model is parallelized too, with plans of its own.
+    """
 
     def __init__(
         self, model: nn.Module, comm: Comm, spec: Spec, grad: str, planner: Planner, check_inputs: bool
     ) -> None:
         self.model, self.comm, self.spec, self.grad = model, comm, spec, grad
         self.planner, self.check_inputs = planner, check_inputs
-        if any(hasattr(module.__dict__.get("forward"), "_seqpar_dsp") for module in model.modules()):
+        if any(isinstance(module.__dict__.get("forward"), (Replaced, Later)) for module in model.modules()):
             raise ValueError(f"{type(model).__name__} is parallelized already; undo that first")
         self.stages = spec.stages(model)
         self.names = [name for name, _ in self.stages]
         self.plans: dict[tuple[object, ...], StagePlan] = {}
         self._running, self._forwards = threading.local(), 0
+        self._seen: set[object] = set()  # batch shapes of which a forward was run, in training and not
         _check_modules(model, spec, self.names)
-        self._dropouts = [
-            (name, each) for name, each in model.named_modules() if isinstance(each, nn.modules.dropout._DropoutNd)
-        ]
         for name, block in self.stages:
             _check_block(model.get_submodule(name), name, block)
-        self._undo: list[Callable[[], None]] = []
-        self._replace("", self._forward)
+        self._modules = list(model.modules())
+        self._replaced = [Replaced(model, "", self._forward, again=self._again)]
         for name, block in self.stages:
-            self._replace(name, partial(self._stage, block=block))
+            self._replaced.append(Replaced(model.get_submodule(name), name, partial(self._stage, block=block)))
         if spec.exit is not None:
-            self._replace(spec.exit.module, self._exit)
-        for name, module in model.named_modules():
-            if _matches(name, spec.outside) and any(True for _ in module.parameters(recurse=False)):
-                hook = module.register_forward_pre_hook(partial(self._outside, name=name))
-                self._undo.append(hook.remove)
+            self._replaced.append(Replaced(model.get_submodule(spec.exit.module), spec.exit.module, self._exit))
+        self._hooks = [
+            module.register_forward_pre_hook(Hook(partial(self._outside, name=name)))
+            for name, module in model.named_modules()
+            if _matches(name, spec.outside) and any(True for _ in module.parameters(recurse=False))
+        ]
+
+    def _again(self, model: nn.Module) -> Parallelized:
+        """A copy of the model, parallelized alike."""
+        return Parallelized(model, self.comm, self.spec, self.grad, self.planner, self.check_inputs)
 
     def undo(self) -> None:
         """Give the model its own forwards back."""
-        while self._undo:
-            self._undo.pop()()
+        while self._replaced:
+            self._replaced.pop().undo()
+        while self._hooks:
+            self._hooks.pop().remove()
 
     def describe(self) -> str:
         """The plans of all batch shapes so far."""
         return "\n".join(plan.describe() for plan in self.plans.values())
 
     # --- forwards -----------------------------------------------------------------------------------------------------
-
-    def _replace(self, name: str, forward: Callable[..., Any]) -> None:
-        """Run `forward(module, name, inner, arguments by name)` for a module's own forward."""
-        module = self.model.get_submodule(name)
-        own = module.__dict__.get("forward")
-        inner = module.forward
-        parameters = inspect.signature(inner).parameters.values()
-        order = [p.name for p in parameters if p.kind in (p.POSITIONAL_ONLY, p.POSITIONAL_OR_KEYWORD)]
-        what = name or type(module).__name__
-
-        @uncompiled
-        def call(args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-            if len(args) > len(order):
-                raise ValueError(f"{what} got {len(args)} arguments by position, its forward names {order}")
-            return forward(module, name, inner, dict(zip(order, args)) | kwargs)
-
-        def replaced(*args: Any, **kwargs: Any) -> Any:
-            return call(args, kwargs)
-
-        replaced._seqpar_dsp = True  # type: ignore[attr-defined]
-        module.forward = replaced  # type: ignore[method-assign]
-
-        def restore() -> None:
-            if own is None:
-                del module.forward
-            else:
-                module.forward = own
-
-        self._undo.append(restore)
 
     def _forward(self, model: nn.Module, name: str, inner: Callable[..., Any], given: dict[str, Any]) -> Any:
         self._agree(given)
@@ -152,6 +134,7 @@ class Parallelized:
             out = inner(**given)
         finally:
             stack.pop()
+        self._seen.add((run.key, self.model.training))
         if not run.left:
             missing = self.names[run.count] if run.count < len(self.names) else self.spec.exit and self.spec.exit.module
             raise NotImplementedError(f"a forward of {type(model).__name__} ended without {missing}; its spec has it")
@@ -162,7 +145,8 @@ class Parallelized:
     ) -> Any:
         first = given.get(next(iter(block.stream)))
         step = self._step(module, name, first)
-        return run_stage(module, block, inner, step, given, self.grad)
+        with NoDraws(name, self.comm) if step.first else nullcontext():
+            return run_stage(module, block, inner, step, given, self.grad)
 
     def _exit(self, module: nn.Module, name: str, inner: Callable[..., Any], given: dict[str, Any]) -> Any:
         run, exit = self._current(name), self.spec.exit
@@ -213,7 +197,8 @@ class Parallelized:
             return step  # type: ignore[no-any-return]
         run = self._current(name)
         if run.plan is None:
-            run.follow(self._plan(run.space, x, run.training))
+            run.follow(*self._plan(run.space, x, run.training))
+            run.first = (run.key, self.model.training) not in self._seen
         step = run.next(name, self.spec.exit)
         if not hasattr(storage, "_seqpar_dsp"):
             storage._seqpar_dsp = {}  # type: ignore[attr-defined]
@@ -222,8 +207,8 @@ class Parallelized:
 
     # --- plans --------------------------------------------------------------------------------------------------------
 
-    def _plan(self, space: Space, x: Tensor, training: bool) -> StagePlan:
-        """The plan of a batch shape. x: the first stage's input, whole."""
+    def _plan(self, space: Space, x: Tensor, training: bool) -> tuple[tuple[object, ...], StagePlan]:
+        """What names a batch shape, and its plan. x: the first stage's input, whole."""
         key = (tuple(space.dims.items()), x.numel(), x.dtype, training)
         if key not in self.plans:
             width = x.numel() // _tokens(self.stages[0][1], space)
@@ -235,7 +220,7 @@ class Parallelized:
             chosen = {"grid": (plan.costs.core, plan.costs.held), "choices": choices, "end": plan.end}
             agree_once(self.comm, "planning of stages", chosen, None)
             self.plans[key] = plan
-        return self.plans[key]
+        return key, self.plans[key]
 
     def _stage_of(self, name: str, block: Block, space: Space, width: int, element: int) -> Stage:
         tokens = _tokens(block, space)
@@ -258,16 +243,11 @@ class Parallelized:
         error: Exception | None = None
         facts: dict[str, object] = {}
         try:
-            for name, module in self._dropouts:
-                if module.training and module.p > 0:
-                    raise NotImplementedError(
-                        f"{name or 'the model'} is dropout with p={module.p} in training, which would draw other "
-                        "numbers for a shard than for the whole; set its p to 0"
-                    )
-            for name, value in _leaves(given):
+            self._check_changes()
+            for name, value in leaves(given):
                 facts[name] = self._fact(value) if isinstance(value, Tensor) else value
             if self.check_inputs and not self._forwards:
-                facts["weights"] = sum(map(_bits, self.model.state_dict(keep_vars=True).values()))
+                facts["weights"] = sum(map(hashed, self.model.state_dict(keep_vars=True).values()))
             facts |= {"grad enabled": torch.is_grad_enabled(), "training": self.model.training, "grad": self.grad}
         except Exception as found:
             error = found
@@ -277,26 +257,21 @@ class Parallelized:
             raise error
 
     def _fact(self, x: Tensor) -> tuple[object, ...]:
-        return tuple(x.shape), x.dtype, x.requires_grad, _bits(x) if self.check_inputs else None
+        return tuple(x.shape), x.dtype, x.requires_grad, ordered(x) if self.check_inputs else None
 
-
-def _bits(x: object) -> int:
-    """A number that equal tensors share, and others hardly; of a part of a larger one, such as a DTensor, nothing."""
-    if type(x) not in (Tensor, nn.Parameter) or not x.numel() or x.is_meta:  # type: ignore[attr-defined]
-        return 0
-    return int(torch.hash_tensor(x.detach()).view(torch.int64))  # type: ignore[attr-defined]
-
-
-def _leaves(value: object, name: str = "") -> Iterator[tuple[str, object]]:
-    """Tensors and plain values with their paths."""
-    if isinstance(value, Mapping):
-        for key, each in value.items():
-            yield from _leaves(each, f"{name}.{key}" if name else str(key))
-    elif isinstance(value, (list, tuple)):
-        for n, each in enumerate(value):
-            yield from _leaves(each, f"{name}.{n}")
-    elif isinstance(value, (Tensor, bool, int, float, str)):
-        yield name, value
+    def _check_changes(self) -> None:
+        """Raise for modules that were changed since, and for dropout that is active."""
+        modules = list(self.model.modules())
+        if len(modules) != len(self._modules) or any(a is not b for a, b in zip(modules, self._modules)):
+            _check_replaced(self.model, self.spec, self._replaced, self._modules)
+            self._modules = modules
+        for module in modules:
+            if isinstance(module, nn.modules.dropout._DropoutNd) and module.training and module.p > 0:
+                name = next(name for name, each in self.model.named_modules() if each is module)
+                raise NotImplementedError(
+                    f"{name or 'the model'} is dropout with p={module.p} in training, which would draw other "
+                    "numbers for a shard than for the whole; set its p to 0"
+                )
 
 
 def _tokens(block: Block, space: Space) -> int:
@@ -320,6 +295,36 @@ def _check_block(module: nn.Module, name: str, block: Block) -> None:
         raise ValueError(f"{name} has no {missing}, which its spec lists")
 
 
+def _check_replaced(model: nn.Module, spec: Spec, replaced: Sequence[Replaced], before: Sequence[nn.Module]) -> None:
+    """Raise for a model that lost a module that was parallelized, or got one that its spec does not account for."""
+    names = {id(module): name for name, module in model.named_modules()}
+    for each in replaced:
+        if id(each.module) not in names:
+            raise ValueError(
+                f"a {type(each.module).__name__} of {type(model).__name__} was taken out after the model was "
+                "parallelized; undo that first"
+            )
+    accounted = {id(part) for each in replaced[1:] for part in each.module.modules()}
+    accounted |= {
+        id(module) for name, module in model.named_modules() if _matches(name, (*spec.between, *spec.outside))
+    }
+    known = {id(module) for module in before} | accounted
+    for module in model.modules():
+        if any(True for _ in module.parameters(recurse=False)) and id(module) not in known:
+            raise ValueError(
+                f"{names[id(module)]} of {type(model).__name__} was put in after the model was parallelized; undo that "
+                "first"
+            )
+        if isinstance(module, MIXING) and not _matches(names[id(module)], spec.outside):
+            _refuse_mixing(names[id(module)], model, module)
+
+
+def _refuse_mixing(name: str, model: nn.Module, module: nn.Module) -> NoReturn:
+    raise NotImplementedError(
+        f"{name} of {type(model).__name__} is a {type(module).__name__}, whose statistics mix rows"
+    )
+
+
 def _check_modules(model: nn.Module, spec: Spec, stages: Sequence[str]) -> None:
     """Raise for modules and tensors that the spec does not account for, and for those that mix rows unseen."""
     what = type(model).__name__
@@ -338,4 +343,4 @@ def _check_modules(model: nn.Module, spec: Spec, stages: Sequence[str]) -> None:
                 "spec says nothing of it"
             )
         if isinstance(module, MIXING) and not _matches(name, spec.outside):
-            raise NotImplementedError(f"{name} of {what} is a {type(module).__name__}, whose statistics mix rows")
+            _refuse_mixing(name, model, module)

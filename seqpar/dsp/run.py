@@ -22,6 +22,7 @@ from seqpar.dsp.space import Space
 from seqpar.dsp.spec import Block, Core, Exit
 from seqpar.dsp.stage import Layout
 from seqpar.dsp.verbs import switch, switch_all
+from seqpar.ops.recompute import run_again_inside, under_way
 from seqpar.parallel import parallel
 
 SDPA = ("query", "key", "value", "attn_mask", "dropout_p", "is_causal", "scale", "enable_gqa")
@@ -37,6 +38,7 @@ class Step(NamedTuple):
     after: Place
     mode: str
     last: bool  # what goes out is whole and the end
+    first: bool  # no forward of this shape was run before
     seed: int  # of the forward, for layers that derive theirs
 
 
@@ -48,11 +50,12 @@ class Run:
         self.plan: StagePlan | None = None
         self.grid = Grid(space)
         self.count = 0
-        self.left = False
+        self.key: object = None
+        self.left = self.first = False
 
-    def follow(self, plan: StagePlan) -> None:
-        """Take a plan for this forward."""
-        self.plan, self.grid = plan, Grid(self.space, plan.costs.core, plan.costs.held)
+    def follow(self, key: object, plan: StagePlan) -> None:
+        """Take a plan for this forward; key: what the plan is for."""
+        self.key, self.plan, self.grid = key, plan, Grid(self.space, plan.costs.core, plan.costs.held)
 
     def end(self, exit: Exit) -> Place:
         """Where the input of the module that ends the model lies: groups gather what it does not allow."""
@@ -79,7 +82,9 @@ class Run:
             after = choices[n + 1].before, held
         elif exit is not None:
             after = self.end(exit)
-        return Step(self.grid, name, before, choices[n].layout, after, choices[n].mode, self.left, self.seed)
+        return Step(
+            self.grid, name, before, choices[n].layout, after, choices[n].mode, self.left, self.first, self.seed
+        )
 
 
 def run_stage(module: nn.Module, block: Block, inner: Any, step: Step, given: dict[str, Any], grad: str) -> Any:
@@ -101,7 +106,7 @@ def run_stage(module: nn.Module, block: Block, inner: Any, step: Step, given: di
     if grid.absent(inside) and inside not in _exchanging(block, step):
         outs = skipped(module, streams, given)
     else:
-        with _shared_attention(block, step), _sliced(module, block, step), _shared(module, block, step):
+        with _shared_attention(block, step), _prepared(module, block, step):
             out = inner(**given)
         outs = list(out) if isinstance(out, (tuple, list)) else [out]
     if len(outs) != len(names):
@@ -180,17 +185,38 @@ def _sliced(module: nn.Module, block: Block, step: Step) -> Iterator[None]:
 
 @contextmanager
 def _shared(module: nn.Module, block: Block, step: Step) -> Iterator[None]:
-    """The module with parts that see all rows: outputs that are gathered, and a core that is shared by heads."""
+    """The module with parts that see all rows, also in what a checkpoint inside the module runs again."""
+    parts = _parts(module, block, step)
+    outside, again = under_way() if parts else [], partial(_prepared, module, block, step)
+
+    def noted(call: Callable[..., Any], inner: Callable[..., Any], given: dict[str, Any]) -> Any:
+        run_again_inside(again, step, outside)
+        return call(inner, given)
+
     with ExitStack() as stack:
-        for path, (form, dims) in block.gathers.items():
-            if {step.inside, step.grid.held} & set(dims):
-                stack.enter_context(_around(module.get_submodule(path), partial(_gathered, step, form, dims)))
-        if block.core is not None and step.mode == "ulysses":
-            space, sharded = step.grid.sharing(block.whole, step.inside)
-            over = Space(space.dims | {block.core.over: block.core.count(module)}, space.comm)
-            call = partial(_sharing_sdpa if block.core.sdpa else _over_heads, step.name, block.core, over, sharded)
-            stack.enter_context(_around(module.get_submodule(block.core.module), call))
+        for path, call in parts.items():
+            stack.enter_context(_around(module.get_submodule(path), partial(noted, call)))
         yield
+
+
+@contextmanager
+def _prepared(module: nn.Module, block: Block, step: Step) -> Iterator[None]:
+    with _sliced(module, block, step), _shared(module, block, step):
+        yield
+
+
+def _parts(module: nn.Module, block: Block, step: Step) -> dict[str, Callable[..., Any]]:
+    """Modules inside that run otherwise in this step: outputs that are gathered, and a core that is shared by heads."""
+    grid, found = step.grid, dict[str, Callable[..., Any]]()
+    for path, (form, dims) in block.gathers.items():
+        if {step.inside, grid.held} & set(dims):
+            found[path] = partial(_gathered, step, form, dims)
+    if block.core is not None and step.mode == "ulysses":
+        space, sharded = grid.sharing(block.whole, step.inside)
+        over = Space(space.dims | {block.core.over: block.core.count(module)}, space.comm)
+        how = _sharing_sdpa if block.core.sdpa else _over_heads
+        found[block.core.module] = partial(how, step.name, block.core, over, sharded)
+    return found
 
 
 @contextmanager

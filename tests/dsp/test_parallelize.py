@@ -13,7 +13,7 @@ from torch.utils.checkpoint import checkpoint
 from seqpar.comm import Comm, LocalComm
 from seqpar.dsp import Block, Exit, Space, Spec, attention_plan, parallelize
 from seqpar.testing import run_processes, run_threads
-from tests.dsp.models import PAIRS, SHARDED, WEATHER, PairStack, Weather, compared, gradients, made
+from tests.dsp.models import PAIRS, SHARDED, STREAMS, WEATHER, PairStack, Streams, Weather, compared, gradients, made
 
 
 def rand(*shape: int) -> Tensor:
@@ -95,43 +95,6 @@ def exchanges(comm: Comm) -> tuple[int, int]:
 def test_a_forward_takes_the_exchanges_of_its_plan() -> None:
     for counted, planned in run_threads(4, exchanges):
         assert counted == planned > 0
-
-
-class Streams(nn.Module):
-    """Two kinds of rows that go through every stage together, such as latents and their positions."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.stages = nn.ModuleList(Both() for _ in range(4))
-
-    def forward(self, x: Tensor, y: Tensor) -> tuple[Tensor, Tensor]:
-        for n, stage in enumerate(self.stages):
-            x, y = (
-                stage(x, y) if n % 2 == 0 else (u.transpose(1, 0) for u in stage(x.transpose(1, 0), y.transpose(1, 0)))
-            )
-        return x, y
-
-
-class Both(nn.Module):
-    """Mixes dimension 1."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.left, self.right = nn.Linear(3, 3), nn.Linear(3, 2)
-
-    def forward(self, x: Tensor, y: Tensor) -> tuple[Tensor, Tensor]:
-        return x + self.left(x).cumsum(1), y * self.right(x).tanh().mean(1, keepdim=True)
-
-
-FREELY = ("a", "b", None)
-STREAMS = Spec(
-    "Streams",
-    lambda model, given: {"a": 5, "b": 7},
-    tuple(
-        Block(f"stages.{n}", {name: form for name in "xy"}, (form[2],), rest=FREELY)
-        for n, form in enumerate(["a b c", "b a c"] * 2)
-    ),
-)
 
 
 def streams(comm: Comm) -> tuple[dict[str, Tensor], list[int]]:

@@ -1,0 +1,337 @@
+"""What happens to a model after `parallelize`, around it, or inside its stages: right, or an error by name."""
+
+from __future__ import annotations
+
+import copy
+import pickle
+from collections.abc import Callable
+
+import numpy as np
+import pytest
+import torch
+from torch import Tensor, nn
+from torch.nn import functional as F
+from torch.utils.checkpoint import checkpoint
+
+from seqpar.comm import Comm
+from seqpar.dsp import parallelize
+from seqpar.dsp.alike import leaves, ordered
+from seqpar.testing import run_threads
+from tests.dsp.models import PAIRS, SHARDED, STREAMS, WEATHER, DiT, PairStack, Streams, Weather, compared, dit, made
+
+
+def rand(*shape: int) -> Tensor:
+    return torch.randn(*shape, generator=torch.Generator().manual_seed(sum(shape)), dtype=torch.float64)
+
+
+def weather(comm: Comm) -> nn.Module:
+    model = made(Weather)
+    parallelize(model, comm, WEATHER, planner=SHARDED)
+    return model
+
+
+def numbers(model: nn.Module, *given: Tensor) -> dict[str, Tensor]:
+    x = given[0].clone().requires_grad_()
+    out = model(x, *given[1:])
+    out.square().sum().backward()
+    return {"out": out.detach(), "d x": x.grad} | {n: p.grad for n, p in model.named_parameters() if p.grad is not None}
+
+
+GRID = rand(2, 5, 7, 3)
+
+
+# --- copies -----------------------------------------------------------------------------------------------------------
+
+
+def copies(comm: Comm, which: str) -> dict[str, Tensor]:
+    """A copy has weights of its own, and is parallelized too: its gradients are shares."""
+    model = weather(comm)
+    if which == "used":
+        numbers(model, GRID)
+        model.zero_grad()
+    other = copy.deepcopy(copy.deepcopy(model))
+    with torch.no_grad():
+        for p in model.parameters():
+            p.zero_()
+    found = numbers(other, GRID)
+    assert all(p.grad is None for p in model.parameters())
+    assert not model(GRID).any()
+    return found
+
+
+@pytest.mark.parametrize("which", ["fresh", "used"])
+def test_a_copy_is_parallelized_with_its_own_weights(which) -> None:
+    compared(run_threads(3, copies, which), numbers(made(Weather), GRID))
+
+
+def unhooked(comm: Comm) -> tuple[float, float]:
+    """A model of which no module is outside, so that its copy consists of the forwards alone."""
+    model, x, y = made(Streams), rand(5, 7, 3), rand(5, 7, 2)
+    parallelize(model, comm, STREAMS, planner=SHARDED)
+    other = copy.deepcopy(model)
+    with torch.no_grad():
+        for p in other.parameters():
+            p.zero_()
+        return float(model(x, y)[1].abs().max()), float(other(x, y)[1].abs().max())
+
+
+def test_a_copy_never_runs_the_weights_of_the_original() -> None:
+    for original, other in run_threads(2, unhooked):
+        assert original > 0 and other == 0
+
+
+def pickled(comm: Comm) -> None:
+    model = weather(comm)
+    with pytest.raises(TypeError, match="cannot be pickled, as its comm cannot; save its state_dict"):
+        pickle.dumps(model)
+    with pytest.raises(ValueError, match="parallelized already"):
+        parallelize(copy.deepcopy(model), comm, WEATHER)
+    assert model.state_dict().keys() == made(Weather).state_dict().keys()
+    part = pickle.loads(pickle.dumps(model.mix[0].net))
+    assert torch.equal(part(GRID[..., :1].expand(-1, -1, -1, 8)), model.mix[0].net(GRID[..., :1].expand(-1, -1, -1, 8)))
+
+
+def test_a_parallelized_model_is_saved_by_its_state_dict() -> None:
+    run_threads(1, pickled)
+
+
+# --- modules that were changed ----------------------------------------------------------------------------------------
+
+
+def put_in(model: nn.Module) -> None:
+    model.extra = nn.Linear(8, 8).double()
+
+
+def taken_out(model: nn.Module) -> None:
+    model.mix[0] = made(Weather).mix[0]
+
+
+def dropout(model: nn.Module) -> None:
+    model.mix[0].net.append(nn.Dropout(0.5))
+
+
+def statistics(model: nn.Module) -> None:
+    model.mix[1].net.append(nn.BatchNorm2d(5).double())
+
+
+def functional(model: nn.Module) -> None:
+    model.mix[0].net.append(Function(lambda x: F.dropout(x, 0.5)))
+
+
+def dropped_attention(model: nn.Module) -> None:
+    model.mix[0].net.append(Function(lambda x: F.scaled_dot_product_attention(x, x, x, dropout_p=0.5)))
+
+
+def drawn(model: nn.Module) -> None:
+    model.mix[0].net.append(Function(lambda x: x * torch.rand_like(x)))
+
+
+class Function(nn.Module):
+    def __init__(self, function: Callable[[Tensor], Tensor]) -> None:
+        super().__init__()
+        self.function = function
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.function(x)
+
+
+def changed(comm: Comm, change: Callable[[nn.Module], None], x: Tensor) -> list[str]:
+    """What two forwards after a change say."""
+    model, found = weather(comm), []
+    model(x[:1])
+    change(model)
+    for _ in range(2):
+        try:
+            model(x)
+            found.append("nothing")
+        except Exception as error:
+            found.append(f"{type(error).__name__}: {error}")
+    return found
+
+
+@pytest.mark.parametrize(
+    "change, words",
+    [
+        (put_in, "ValueError: extra of Weather was put in after"),
+        (taken_out, "ValueError: a Transition of Weather was taken out after"),
+        (dropout, "NotImplementedError: mix.0.net.4 is dropout with p=0.5 in training"),
+        (statistics, "NotImplementedError: mix.1.net.4 of Weather is a BatchNorm2d"),
+        (functional, "NotImplementedError: mix.0 calls dropout, which would draw other numbers"),
+        (dropped_attention, "NotImplementedError: mix.0 calls scaled_dot_product_attention"),
+        (drawn, "NotImplementedError: mix.0 calls rand_like"),
+    ],
+)
+def test_changes_that_would_make_other_numbers(change, words) -> None:
+    for found in run_threads(2, changed, change, GRID, timeout=60.0):
+        assert all(each.startswith(words) for each in found), found
+
+
+def test_ranks_without_rows_hear_of_a_refusal() -> None:
+    found = run_threads(8, changed, drawn, GRID, timeout=60.0)
+    assert all("mix.0 calls rand_like" in first for first, _ in found)
+
+
+def inserted(comm: Comm) -> dict[str, Tensor]:
+    """An adapter inside a stage, and dropout in eval, are no harm; nor is another value of a table."""
+    model = made(Weather) if comm.size == 1 else weather(comm)
+    adapter = nn.Linear(8, 8).double()
+    with torch.no_grad():
+        for n, p in enumerate(adapter.parameters()):
+            p.copy_(rand(*p.shape) + n)
+    model.mix[0].net.append(adapter)
+    model.mix[0].net.append(nn.Dropout(0.5))
+    model.north[0].lon = model.north[0].lon * 2
+    return numbers(model.eval(), GRID)
+
+
+def test_changes_that_are_no_harm() -> None:
+    (want,) = run_threads(1, inserted)
+    compared(run_threads(3, inserted), want)
+
+
+# --- checkpoints inside stages ----------------------------------------------------------------------------------------
+
+
+def part_again(comm: Comm, name: str, reentrant: bool) -> dict[str, Tensor]:
+    """A model whose blocks recompute parts of themselves: around what is gathered or shared by heads."""
+    model, spec = (made(DiT), dit(False)) if name == "core" else (made(PairStack), PAIRS)
+    blocks = model.blocks if name == "core" else [layer["starting"] for layer in model.layers]
+    for block in blocks:
+        recomputing(block, name, reentrant)
+    if comm.size > 1:
+        parallelize(model, comm, spec, planner=SHARDED)
+    if name == "core":
+        return numbers(model, rand(1, 5, 7, 3), rand(1, 1))
+    return numbers(model, rand(1, 5, 5, 5), torch.ones(1, 5, 5, 1).double())
+
+
+def recomputing(block: nn.Module, name: str, reentrant: bool) -> None:
+    """Put a checkpoint inside a block's forward, with the arguments that it has."""
+    inner = type(block).forward.__get__(block)
+    if name == "core":
+        block.forward = lambda x, t: checkpoint(inner, x, t, use_reentrant=reentrant)
+    else:
+        block.forward = lambda z: checkpoint(inner, z, use_reentrant=reentrant)
+
+
+@pytest.mark.parametrize("reentrant", [False, True])
+@pytest.mark.parametrize("name", ["core", "pairs"])
+def test_what_is_recomputed_inside_a_stage_is_shared_as_before(name, reentrant) -> None:
+    (want,) = run_threads(1, part_again, name, reentrant)
+    compared(run_threads(3, part_again, name, reentrant), want)
+
+
+# --- backward passes --------------------------------------------------------------------------------------------------
+
+
+def passes(comm: Comm, how: str) -> dict[str, Tensor]:
+    model = made(Weather) if comm.size == 1 else weather(comm)
+    x = GRID.clone().requires_grad_()
+    if how == "toggled":
+        model(x).sum().backward()
+        model.zero_grad()
+        x.grad = None
+        for name, p in model.named_parameters():
+            p.requires_grad_("mix" in name)
+    if how == "after no grad":
+        with torch.no_grad():
+            model(x)
+        with torch.inference_mode():
+            model(x[:1])
+    out = model(x)
+    if how == "part":
+        out[:1, :2].square().sum().backward()
+    elif how == "retained":
+        out.sum().backward(retain_graph=True)
+        out.square().sum().backward()
+    elif how == "double":
+        (d,) = torch.autograd.grad((out * GRID).sum(), x, create_graph=True)
+        d.square().sum().backward()
+    elif how == "accumulated":
+        out.sum().backward()
+        model(2 * x).square().sum().backward()
+    else:
+        out.square().sum().backward()
+    found = {n: p.grad for n, p in model.named_parameters() if p.grad is not None}
+    return {"out": out.detach(), "d x": x.grad} | found
+
+
+@pytest.mark.parametrize("how", ["part", "retained", "double", "accumulated", "toggled", "after no grad"])
+def test_backward_passes_of_every_kind(how) -> None:
+    (want,) = run_threads(1, passes, how)
+    compared(run_threads(3, passes, how), want)
+
+
+def twice(comm: Comm) -> None:
+    x = GRID.clone().requires_grad_()
+    (d,) = torch.autograd.grad(weather(comm)(x).square().sum(), x, create_graph=True)
+    with pytest.raises(RuntimeError, match="once_differentiable"):
+        d.square().sum().backward()
+
+
+def test_a_second_derivative_through_the_end_is_refused() -> None:
+    run_threads(2, twice)
+
+
+def thrown(comm: Comm, name: str) -> dict[str, Tensor]:
+    """An exception in a block, or in its core, leaves nothing behind."""
+    model, spec = (made(DiT), dit(False)) if name == "core" else (made(Weather), WEATHER)
+    part, x = (model.blocks[0].core, [rand(1, 5, 7, 3), rand(1, 1)]) if name == "core" else (model.east[0].qkv, [GRID])
+    if comm.size > 1:
+        parallelize(model, comm, spec, planner=SHARDED)
+    hook = part.register_forward_hook(_throw)
+    with pytest.raises(KeyError):
+        model(*x)
+    hook.remove()
+    return numbers(model, *x)
+
+
+def _throw(*_: object) -> None:
+    raise KeyError("thrown")
+
+
+@pytest.mark.parametrize("name", ["core", "block"])
+def test_a_forward_after_an_exception(name) -> None:
+    (want,) = run_threads(1, thrown, name)
+    compared(run_threads(3, thrown, name), want)
+
+
+# --- what ranks compare -----------------------------------------------------------------------------------------------
+
+
+def test_other_values_are_told_apart() -> None:
+    x = rand(4, 6)
+    for dtype in (
+        torch.float64,
+        torch.float32,
+        torch.bfloat16,
+        torch.float16,
+        torch.int64,
+        torch.uint8,
+        torch.complex64,
+    ):
+        y = (10 * x).abs().to(dtype)
+        assert ordered(y) == ordered(y.clone()) == ordered(y.T.contiguous().T)
+        assert len({ordered(y), ordered(y.flip(0)), ordered(y.flip(1)), ordered(y + 1)}) == 4
+    assert ordered(torch.ones(4, dtype=torch.bool)) != ordered(torch.zeros(4, dtype=torch.bool))
+    found = dict(leaves({"a": [np.arange(3), None], "b": object(), "c": {"d": 1}}))
+    assert found.keys() == {"a.0", "b", "c.d"} and found["b"] == "object" and torch.equal(found["a.0"], torch.arange(3))
+
+
+def differing(comm: Comm, how: str) -> str:
+    model, x = weather(comm), GRID
+    if comm.rank:
+        x = x.flip(0) if how == "order" else torch.ones_like(x)
+    elif how == "masks":
+        x = torch.zeros_like(x)
+    try:
+        model(x)
+    except ValueError as error:
+        return str(error)
+    return "nothing"
+
+
+@pytest.mark.parametrize("how", ["order", "masks"])
+def test_inputs_that_differ_in_order_alone_are_refused(how) -> None:
+    for found in run_threads(2, differing, how, timeout=60.0):
+        assert found.startswith("a forward of Weather: ranks differ in x")
