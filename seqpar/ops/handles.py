@@ -48,7 +48,7 @@ class Name:
 
     def __init__(self, owner: object) -> None:
         self.owner, self.number = weakref.ref(owner), _number()
-        self.handle = torch.tensor(self.number, dtype=torch.int64, device="cpu")
+        self.handle = _element(self.number)
 
     def values(self) -> tuple[Any, ...] | None:
         """The value, alone, while it lives."""
@@ -185,9 +185,14 @@ def carried(handle: Tensor) -> tuple[Any, ...]:
 
 
 def _tensor(carried: Carried) -> Tensor:
-    handle = torch.tensor(carried.number, dtype=torch.int64, device="cpu")
+    handle = _element(carried.number)
     handle.untyped_storage()._seqpar = carried  # type: ignore[attr-defined]
     return handle
+
+
+def _element(number: int) -> Tensor:
+    with torch.inference_mode(False):  # what is bound while a model is evaluated is saved when it is trained
+        return torch.tensor(number, dtype=torch.int64, device="cpu")
 
 
 def _number() -> int:

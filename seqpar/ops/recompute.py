@@ -71,10 +71,11 @@ def settle(late: Late | None, given: Sequence[Any], options: Options) -> Given:
         found = _only(noted, asked)
     note = asked, found if options.dropout_p else found._replace(seed=None)
     if noted is not None and not any(_alike(note, other) for other in noted):
-        raise RuntimeError(
-            f"an attention call is recomputed with {_text(note)}, but in forward none had these: "
-            f"{'; '.join(map(_text, noted))}; give a checkpoint its plan and seed as arguments"
-        )
+        with abort_on_error(noted[0][1].comm, "attention, recomputed"):
+            raise RuntimeError(
+                f"an attention call is recomputed with {_text(note)}, but in forward none had these: "
+                f"{'; '.join(map(_text, noted))}; give a checkpoint its plan and seed as arguments"
+            )
     for notes in first:
         known = notes.setdefault(late, [])
         if note not in known:
@@ -104,17 +105,18 @@ def _only(noted: list[Note] | None, asked: tuple[object, ...]) -> Given:
             "backward(ctx, ...). Give the layer its plan, or seqpar.bind(plan, comm), as an argument"
         )
     found = [made for other, made in noted if other == asked]
-    if not found:
+    if len(found) == 1:
+        return found[0]
+    with abort_on_error(noted[0][1].comm, "attention, recomputed"):
+        if found:
+            raise RuntimeError(
+                "a layer was called under several plans in one checkpointed region, and its recomputation cannot tell "
+                "which is which; give the layer its plan as an argument, or checkpoint the calls apart"
+            )
         raise RuntimeError(
             f"a layer is recomputed with (scale, softcap, dropout, seed) {asked}, but in forward it was called with "
-            f"{[other for other, _ in noted]}; between forward and backward neither may change, nor train and eval"
+            f"{[other for other, _ in noted]}; between forward and backward they stay, and train or eval does too"
         )
-    if len(found) > 1:
-        raise RuntimeError(
-            "a layer was called under several plans in one checkpointed region, and its recomputation cannot tell "
-            "which is which; give the layer its plan as an argument, or checkpoint the calls apart"
-        )
-    return found[0]
 
 
 def _notes() -> tuple[list[Notes], Notes | None]:

@@ -233,6 +233,24 @@ def test_what_else_changes_before_it_is_recomputed_is_noticed(reentrant, change,
         out.sum().backward()
 
 
+@pytest.mark.parametrize("given", [True, False])
+@pytest.mark.parametrize("reentrant", [False, True])
+def test_a_rank_on_which_something_changed_tells_the_others(reentrant, given) -> None:
+    plan = plan_of(2)
+
+    def rank(comm: Comm) -> str:
+        x, layer, now = rows_of(plan_of(1))[: plan.rows(comm.rank)], Attention(dropout=0.4, layer=0), [3]
+        call = (plan, comm) if given else ()
+        with seqpar.parallel(plan, comm):
+            out = checkpoint(lambda x: layer(x, x, x, *call, seed=now[0]), x, use_reentrant=reentrant)
+        now[0] += comm.rank
+        with pytest.raises(RuntimeError) as caught:
+            out.sum().backward()
+        return str(caught.value)
+
+    assert all("but in forward" in said for said in run_threads(2, rank))
+
+
 def test_a_seed_that_nothing_uses_may_change() -> None:
     (plan, comm), x, layer, now = (plan_of(1), LocalComm()), rows_of(plan_of(1)), Attention(), [3]
     out = checkpoint(lambda x: layer(x, x, x, plan, comm, seed=now[0]), x, use_reentrant=True)
@@ -346,6 +364,25 @@ def test_checkpoints_in_a_compiled_model(by, options) -> None:
 
     found = step(LocalComm(), plan, nn.Module.__call__, by, "under another plan", compiled)
     assert_together(plan, [found], one_process(plan, make))
+
+
+@pytest.mark.parametrize("by", ["handle", "objects"])
+def test_what_was_bound_in_inference_mode_is_saved_in_training(by) -> None:
+    (plan, comm), x, layer = (plan_of(1), LocalComm()), rows_of(plan_of(1)), Attention()
+    with torch.inference_mode():
+        handle = seqpar.bind(plan, comm)
+    given = (handle,) if by == "handle" else (plan, comm)
+
+    def region(x: Tensor, *given: object) -> Tensor:
+        return layer(x, x, x, *given)
+
+    def run(x: Tensor, *given: object) -> Tensor:
+        return checkpoint(region, x, *given, use_reentrant=False)
+
+    (expected,) = torch.autograd.grad(region(x, plan, comm).sum(), x)
+    for each in (run, torch.compile(run, backend="aot_eager", fullgraph=True)):
+        (got,) = torch.autograd.grad(each(x, *given).sum(), x)
+        assert torch.equal(got, expected)
 
 
 # --- frozen layers ----------------------------------------------------------------------------------------------------
