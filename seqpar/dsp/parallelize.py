@@ -60,14 +60,15 @@ def parallelize(
     Raises: ValueError for a model that its spec does not describe, or is parallelized already. NotImplementedError for
     a model without a spec, modules that mix rows unseen, and in a forward for dropout that is active.
     """
+    # fully_shard makes a model's class anew, of this one and the model's own
+    kinds = [each.__name__ for each in type(model).__bases__]
+    name = kinds[1] if kinds[0] == "FSDPModule" else type(model).__name__
     if spec is None:
-        spec = SPECS.get(type(model).__name__)
+        spec = SPECS.get(name)
         if spec is None:
-            raise NotImplementedError(
-                f"no spec is known for {type(model).__name__}, only for {sorted(SPECS)}; give one"
-            )
-    if type(model).__name__ != spec.model:
-        raise ValueError(f"the spec is for {spec.model}, the model is a {type(model).__name__}")
+            raise NotImplementedError(f"no spec is known for {name}, only for {sorted(SPECS)}; give one")
+    if name != spec.model:
+        raise ValueError(f"the spec is for {spec.model}, the model is a {name}")
     if grad not in GRADS:
         raise ValueError(f"grad must be one of {GRADS}, got {grad!r}")
     return Parallelized(model, comm, spec, grad, planner, check_inputs)
@@ -247,7 +248,8 @@ class Parallelized:
             for name, value in leaves(given):
                 facts[name] = self._fact(value) if isinstance(value, Tensor) else value
             if self.check_inputs and not self._forwards:
-                facts["weights"] = sum(map(hashed, self.model.state_dict(keep_vars=True).values()))
+                # not the state dict: asking for that makes fully_shard take the weights back that this forward needs
+                facts["weights"] = sum(map(hashed, (*self.model.parameters(), *self.model.buffers())))
             facts |= {"grad enabled": torch.is_grad_enabled(), "training": self.model.training, "grad": self.grad}
         except Exception as found:
             error = found

@@ -10,13 +10,15 @@ import numpy as np
 import pytest
 import torch
 from torch import Tensor, nn
+from torch.distributed.fsdp import fully_shard
+from torch.distributed.tensor import DTensor
 from torch.nn import functional as F
 from torch.utils.checkpoint import checkpoint
 
 from seqpar.comm import Comm
 from seqpar.dsp import parallelize
 from seqpar.dsp.alike import leaves, ordered
-from seqpar.testing import run_threads
+from seqpar.testing import run_processes, run_threads
 from tests.dsp.models import PAIRS, SHARDED, STREAMS, WEATHER, DiT, PairStack, Streams, Weather, compared, dit, made
 
 
@@ -335,3 +337,39 @@ def differing(comm: Comm, how: str) -> str:
 def test_inputs_that_differ_in_order_alone_are_refused(how) -> None:
     for found in run_threads(2, differing, how, timeout=60.0):
         assert found.startswith("a forward of Weather: ranks differ in x")
+
+
+# --- wrappers that reduce gradients -----------------------------------------------------------------------------------
+
+
+def wrapped(comm: Comm, how: str) -> dict[str, Tensor]:
+    """Two steps' gradients, as the wrapper leaves them. It divides by the ranks, unless it is told not to."""
+    model = made(Weather)
+    net: nn.Module = model
+    if how != "fully_shard first":
+        parallelize(model, comm, WEATHER, planner=SHARDED)
+    if how == "ddp":
+        net = nn.parallel.DistributedDataParallel(model)
+    else:
+        sharded = [fully_shard(part) for part in (*model.north, *model.east, *model.mix, model)]
+        for part in sharded:
+            part.set_gradient_divide_factor(1.0)
+    if how == "fully_shard first":
+        parallelize(model, comm, WEATHER, planner=SHARDED)
+    for _ in range(2):
+        model.zero_grad()
+        out = net(GRID)
+        out.square().sum().backward()
+    scale = comm.size if how == "ddp" else 1
+    grads = {
+        name: p.grad.full_tensor() if isinstance(p.grad, DTensor) else p.grad for name, p in net.named_parameters()
+    }
+    return {"out": out.detach()} | {name.removeprefix("module."): scale * grad for name, grad in grads.items()}
+
+
+@pytest.mark.parametrize("how", ["ddp", "fully_shard first", "fully_shard last"])
+def test_under_wrappers_that_reduce_gradients(how) -> None:
+    want = numbers(made(Weather), GRID)
+    for found in run_processes(2, wrapped, how):
+        for name, each in found.items():
+            torch.testing.assert_close(each, want[name], rtol=1e-10, atol=1e-10)

@@ -61,6 +61,19 @@ def test_every_rank_has_the_output_and_gradients_sum(size, frames, count, ranks,
     print(found[0][1:])
 
 
+def oblong(comm: Comm) -> dict[str, Tensor]:
+    model, given = latte(6, 3), batch(6, 3)
+    given["hidden_states"] = torch.cat([given["hidden_states"], given["hidden_states"][..., :4] * 2], -1)
+    if comm.size > 1:
+        parallelize(model, comm, planner=SHARDED)
+    return gradients(model, given)
+
+
+def test_frames_of_other_heights_than_widths() -> None:
+    (want,) = run_threads(1, oblong)
+    compared(run_threads(4, oblong), want)
+
+
 def test_it_is_so_on_processes() -> None:
     want = gradients(latte(), batch())
     compared([rank for rank, *_ in run_processes(3, on_a_rank, 6, 5, 2, "checkpoint")], want)

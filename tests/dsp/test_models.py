@@ -16,26 +16,28 @@ def rand(*shape: int) -> Tensor:
     return torch.randn(*shape, generator=torch.Generator().manual_seed(sum(shape)), dtype=torch.float64)
 
 
-def case(name: str, batch: int) -> tuple[nn.Module, object, dict[str, Tensor]]:
+def case(name: str, batch: int, t: int, s: int) -> tuple[nn.Module, object, dict[str, Tensor]]:
     if name == "pairs":
-        return made(PairStack), PAIRS, {"z": rand(batch, 7, 7, 5), "mask": (rand(batch, 7, 7, 1) > -1).double()}
+        return made(PairStack), PAIRS, {"z": rand(batch, s, s, 5), "mask": (rand(batch, s, s, 1) > -1).double()}
     if name == "weather":
-        return made(Weather), WEATHER, {"x": rand(batch, 5, 7, 3)}
-    return made(DiT, name == "verb"), dit(name == "verb"), {"x": rand(batch, 5, 7, 3), "t": rand(batch, 1)}
+        return made(Weather, (t, s)), WEATHER, {"x": rand(batch, t, s, 3)}
+    return made(DiT, name == "verb"), dit(name == "verb"), {"x": rand(batch, t, s, 3), "t": rand(batch, 1)}
 
 
-def on_a_rank(comm: Comm, name: str, batch: int) -> tuple[dict[str, Tensor], list[tuple[str | None, str]]]:
-    model, spec, given = case(name, batch)
+def on_a_rank(
+    comm: Comm, name: str, batch: int, t: int = 5, s: int = 7
+) -> tuple[dict[str, Tensor], list[tuple[str | None, str]]]:
+    model, spec, given = case(name, batch, t, s)
     handle = parallelize(model, comm, spec, planner=SHARDED)
     found = gradients(model, given)
     (plan,) = handle.plans.values()
     return found, [(c.layout, c.mode) for c in plan.choices]
 
 
-def alone(name: str, batch: int) -> dict[str, Tensor]:
-    model, spec, given = case(name, batch)
+def alone(name: str, batch: int, t: int = 5, s: int = 7) -> dict[str, Tensor]:
+    model, spec, given = case(name, batch, t, s)
     if name == "verb":  # which needs a plan around it also on one rank
-        return run_threads(1, on_a_rank, name, batch)[0][0]
+        return run_threads(1, on_a_rank, name, batch, t, s)[0][0]
     return gradients(model, given)
 
 
@@ -45,6 +47,13 @@ def test_forward_and_all_gradients_are_those_of_one_process(name, ranks, batch) 
     found = run_threads(ranks, on_a_rank, name, batch)
     compared([rank for rank, _ in found], alone(name, batch))
     assert any(layout is not None for layout, _ in found[0][1])
+
+
+@pytest.mark.parametrize("ranks, batch, t, s", [(2, 1, 1, 7), (3, 1, 1, 1), (4, 3, 2, 3), (6, 1, 1, 5), (8, 1, 3, 2)])
+@pytest.mark.parametrize("name", ["pairs", "weather", "core", "verb"])
+def test_it_is_so_where_dimensions_are_shorter_than_the_ranks(name, ranks, batch, t, s) -> None:
+    found = run_threads(ranks, on_a_rank, name, batch, t, s)
+    compared([rank for rank, _ in found], alone(name, batch, t, s))
 
 
 @pytest.mark.parametrize("name", ["pairs", "weather", "core", "verb"])
