@@ -823,3 +823,23 @@ def test_autocast_casts_as_pytorch_does(dtype: torch.dtype) -> None:
             q = call(QKV.float())
     assert got.dtype == expected.dtype and q.dtype == dtype
     torch.testing.assert_close(got, expected, rtol=0, atol=1e-5 if dtype == torch.float32 else 3e-2)
+
+
+@pytest.mark.parametrize("around", [contextlib.nullcontext, torch.inference_mode])
+@pytest.mark.parametrize("amp", [None, torch.bfloat16, torch.float16])
+@pytest.mark.parametrize("dtype", [torch.float64, torch.float32, torch.bfloat16])
+def test_dtypes_under_autocast_and_inference_mode_are_those_of_pytorch(
+    dtype: torch.dtype, amp: Any, around: Any
+) -> None:
+    mask, comm = Mask(DOCUMENTS), LocalComm()
+    plan = PLANS["ring"](mask, 1)
+    x = torch.randn(1, 2, TOKENS, 4, generator=torch.Generator().manual_seed(6)).to(dtype)
+    rows = x[0].transpose(0, 1)
+    with around(), torch.autocast("cpu", amp or torch.bfloat16, enabled=amp is not None):
+        expected = F.scaled_dot_product_attention(x, x, x, seen(mask))
+        with sdpa(plan, comm):
+            got = call(x, is_causal=True)
+        layer = seqpar.nn.Attention()(rows, rows, rows, plan, comm).transpose(0, 1)[None]
+    bound = 8 * torch.finfo(expected.dtype).eps * float(expected.abs().max())
+    for each in (got, layer):
+        torch.testing.assert_close(each, expected, rtol=0, atol=bound)

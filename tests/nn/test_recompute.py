@@ -170,6 +170,33 @@ def test_functions_of_others_that_recompute(where) -> None:
     assert_together(plan, [step(LocalComm(), plan, run, "surrounding", where, dropping)], one_process(plan, dropping))
 
 
+@pytest.mark.parametrize("reentrant", [False, True])
+def test_two_models_whose_forwards_come_between_and_blocks_inside_what_is_recomputed(reentrant) -> None:
+    """Backward runs in the other order, under neither's plan, and its closures lead to the other's by then."""
+    (plan, comm), models = (plan_of(1), LocalComm()), [Attention(dropout=0.3, layer=n) for n in range(2)]
+    shared = Attention(dropout=0.2, layer=2)
+
+    def grads(run: Callable[..., Tensor]) -> list[Tensor]:
+        plans, outs, xs = [plan, other(plan)], [], [rows_of(plan) for _ in range(2)]
+
+        def region(x: Tensor, n: int) -> Tensor:
+            with seqpar.parallel(plans[n], comm, seed=n):
+                x = models[n](x, x, x)
+                with seqpar.parallel(plans[1 - n], comm, seed=7):
+                    return x + shared(x, x, x)
+
+        for n in range(2):
+            outs.append(run(region, xs[n], n))
+        plans.reverse()
+        for n in (1, 0):
+            outs[n].square().sum().backward()
+        return [x.grad for x in xs]
+
+    expected = grads(lambda region, *given: region(*given))
+    got = grads(lambda region, *given: checkpoint(region, *given, use_reentrant=reentrant))
+    assert all(torch.equal(a, b) for a, b in zip(got, expected, strict=True))
+
+
 # --- what cannot be right ---------------------------------------------------------------------------------------------
 
 
