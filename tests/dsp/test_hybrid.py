@@ -11,7 +11,8 @@ import torch
 from torch import Tensor, nn
 
 from seqpar.comm import Comm
-from seqpar.dsp import Spec, StagePlan, parallelize, plan_stages
+from seqpar.dsp import Space, Spec, StagePlan, parallelize, plan_stages
+from seqpar.dsp.grid import Grid
 from seqpar.dsp.planner import Choice
 from seqpar.dsp.stage import Costs
 from seqpar.testing import run_processes, run_threads
@@ -95,7 +96,35 @@ def processed(comm: Comm) -> tuple[dict[str, Tensor], str]:
     return on_a_rank(comm, "core", on_grid(2, "s", 0))
 
 
-def test_a_grid_is_chosen_where_frames_are_few() -> None:
-    found = run_threads(6, on_a_rank, "latte", None)
-    assert "a grid of 2 groups x 3 of the 6 ranks of free (s held in each group)" in found[0][1]
+def planned(comm: Comm) -> tuple[dict[str, Tensor], str]:
+    return on_a_rank(comm, "latte", partial(plan_stages, hardware=FREE, cores=(2, 3)))
+
+
+def test_a_planned_grid() -> None:
+    found = run_threads(6, planned)
+    assert " on a grid of " in found[0][1] and "(s held in each group)" in found[0][1]
     compared([numbers for numbers, _ in found], alone("latte"))
+
+
+def places(comm: Comm) -> None:
+    """Tensors in every place of a grid: the share of a table is the share of rows, and gathers give the whole."""
+    form, grid = "b t s c", Grid(Space({"b": 2, "t": 3, "s": 5}, comm), 2, "s")
+    x = rand(2, 3, 5, 4)
+    at, (here,) = (None, None), [x]
+    for layout in ("t", "s", None, "b", "s", "t"):
+        (here,) = grid.moved([here], [form], at, (layout, "s"))
+        at = layout, "s"
+        grid.check(here, form, at, "x")
+        assert torch.equal(here, grid.rows(x, form, layout, "x"))
+        table = grid.rows(x[:1, :1], "1 1 s c", layout, "a table")
+        assert table.shape[2] == here.shape[2]
+        assert torch.equal(grid.gather(here, form, layout, ("b", "t", "s")), x)
+        assert grid.gather(here, form, layout, ("s",)).shape[2] == 5
+    (back,) = grid.moved([here], [form], at, (None, None))
+    assert torch.equal(back, x)
+    with pytest.raises(ValueError, match="is not of the form|must have"):
+        grid.check(x, form, at, "x")
+
+
+def test_places_of_a_grid() -> None:
+    run_threads(4, places)

@@ -171,7 +171,8 @@ def test_more_ranks_than_frames_share_attention_over_space_in_groups() -> None:
     alone = plan_stages(video(4, s=4096), dims, 64, cores=(1,))
     assert plan.seconds < alone.seconds and alone.costs.core == 1 and not alone.gathers
     assert retold(plan) == pytest.approx(plan.seconds)
-    assert "a grid of 8 groups x 8 of the 64 ranks of h100 (s held in each group)" in plan.describe()
+    grid = f"a grid of {plan.costs.groups} groups x {plan.costs.core} of the 64 ranks of h100 (s held in each group)"
+    assert grid in plan.describe()
     assert plan.gathers and plan.exchanges == len(plan.moves())  # of which the first is a split: the groups gather too
 
 
