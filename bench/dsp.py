@@ -28,7 +28,7 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
-from dsp_grid import Row, grid, table, told, verdict
+from dsp_grid import FASTER, THIRD, Row, grid, table, told, verdict
 from dsp_latte import hardware_of, machine
 from dsp_methods import MEASURED, METHODS, Model, measured, megatron_seconds, slowest, ways
 from rich.console import Console
@@ -142,9 +142,15 @@ def plot(data: Row, path: Path) -> None:
 
     models = list(dict.fromkeys((row["model"], tuple(row["clip"])) for row in data["simulated"]))
     columns = 4
-    lines = -(-len(models) // columns)
+    lines = -(-(len(models) + 1) // columns)
     figure: Any = Figure(figsize=(4 * columns, 3 * lines), layout="constrained")
-    axes = figure.subplots(lines, columns, squeeze=False).flatten()
+    latte, *axes = figure.subplots(lines, columns, squeeze=False).flatten()
+    for over in dict.fromkeys(row["over"] for row in data["latte"]):
+        rows = [row for row in data["latte"] if row["over"] == over]
+        latte.plot([r["share"] for r in rows], [r["ratio"] for r in rows], "o", markersize=3, label=over)
+    latte.plot([0, THIRD, THIRD, 1], [1, 1, FASTER, FASTER], "k:", linewidth=1)
+    latte.set(title="Latte, measured", xlabel="exchanges' part of the Ulysses step", ylabel="Ulysses / planned")
+    latte.legend(fontsize=7)
     for axis, (name, clip) in zip(axes, models):
         rows = [r for r in data["simulated"] if r["model"] == name and tuple(r["clip"]) == clip]
         for method in METHODS:
@@ -165,7 +171,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     parser.add_argument("--repeat", type=int, help="turns (default: 7, with --quick 2)")
     parser.add_argument("--hardware", default="h100", help="a preset, for the simulation")
     parser.add_argument("--json", type=Path, help="file for the figures")
-    parser.add_argument("--plot", type=Path, help="file for the picture of the simulation")
+    parser.add_argument("--plot", type=Path, help="file for the picture of both")
     args = parser.parse_args(arguments)
     console = Console(width=None if os.isatty(1) else 180)
     load, repeat = os.getloadavg()[0], args.repeat or (2 if args.quick else 7)
