@@ -34,7 +34,8 @@ CLIPS = (
     Clip("an image of 720p", 1, *HEIGHTS["720p"]),
 )
 QUICK = CLIPS[:1]
-SHRUNK = 4  # height and width; nothing as large as published fits a core
+TOKENS = 8192  # of a clip at most; published ones have up to 216,000
+SMALL = 1024  # tokens up to which steps are short, and there are more of them
 Row = dict[str, Any]
 THIRD, FASTER = 1 / 3, 1.3
 
@@ -59,15 +60,16 @@ def grid(quick: bool, repeat: int, show: Callable[[Row], None]) -> tuple[list[Ro
     machines["slow"] = slow(machines["shm"])
     rows, worlds = [], [(n, over) for over in ("shm", "slow") for n in ((4,) if quick else (4, 8))]
     for clip in QUICK if quick else CLIPS:
-        clip = clip.smaller(2 * SHRUNK if quick else SHRUNK)
+        clip = clip.fitted(128 if quick else TOKENS)
+        turns = repeat if clip.tokens > SMALL else 3 * repeat
         for over, hardware in machines.items():
             held = hardware.inside if over == "slow" else None
             comm = "gloo" if over == "gloo" else "shm"
-            found = run_processes(2, measured, clip, hardware, repeat, held, comm=comm, timeout=120.0)
+            found = run_processes(2, measured, clip, hardware, turns, held, comm=comm, timeout=120.0)
             rows.append(row_of(clip, 2, over, found))
             show(rows[-1])
         jobs = [(n, replace(machines[over], node=n)) for n, over in worlds]
-        shares = run_processes(2, virtual, clip, jobs, max(1, repeat // 2), timeout=120.0)
+        shares = run_processes(2, virtual, clip, jobs, max(1, turns // 2), timeout=120.0)
         for n, by_rank in sorted({n: each for share in shares for n, each in share.items()}.items()):
             rows.append(row_of(clip, worlds[n][0], f"{worlds[n][1]}, composed", by_rank))
             show(rows[-1])
@@ -103,7 +105,8 @@ def way(ranks: Sequence[Row]) -> Row:
 
 def name(row: Row) -> str:
     """A cell in words."""
-    return f"{row['clip']} on {row['ranks']} over {row['over']}"
+    figures = f"{row['ratio']:.2f} at a share of {row['share']:.0%}, by bytes {row['by_bytes']:.2f}"
+    return f"{row['clip']} on {row['ranks']} over {row['over']} ({figures})"
 
 
 def equal(row: Row) -> bool:

@@ -51,14 +51,20 @@ class Clip:
     batch: int = 1
     shrunk: int = 1
 
-    def smaller(self, times: int) -> Clip:
-        """The clip with height and width divided."""
-        return replace(self, height=self.height // times, width=self.width // times, shrunk=times * self.shrunk)
+    def fitted(self, tokens: int) -> Clip:
+        """The clip with height and width halved, until it has at most so many tokens."""
+        clip = replace(self, height=self.height // 2, width=self.width // 2, shrunk=2 * self.shrunk)
+        return clip if clip.tokens <= tokens else clip.fitted(tokens)
 
     @property
     def space(self) -> int:
         """Tokens of a frame."""
         return (self.height // 2) * (self.width // 2)
+
+    @property
+    def tokens(self) -> int:
+        """Of all samples and frames."""
+        return self.batch * self.frames * self.space
 
     @property
     def text(self) -> int:
@@ -280,11 +286,13 @@ def cores() -> list[int]:
 def machine(comm: Comm, repeat: int) -> dict[str, float]:
     """What a rank achieves while all of them work: operations a second of the model and of attention, and the link."""
     torch.set_num_threads(1)
+    # a rank with a core of its own computes as fast as that; others share one
+    clock = time.thread_time if comm.size <= len(cores()) else time.perf_counter
     with pinned(cores()[comm.rank % len(cores())]):
-        return rates(repeat) | link(comm, repeat)
+        return rates(repeat, clock) | link(comm, repeat)
 
 
-def rates(repeat: int) -> dict[str, float]:
+def rates(repeat: int, clock: Callable[[], float]) -> dict[str, float]:
     """Operations a second of linear layers with all that surrounds them, and of attention both ways."""
     batch, tokens = 8, 256
     q, k, v = (torch.randn(batch, HEADS, tokens, DIM, requires_grad=True) for _ in range(3))
@@ -292,13 +300,13 @@ def rates(repeat: int) -> dict[str, float]:
     clip = Clip("calibration", 16, 16, 16)
     ready, steps = Ready(LocalComm(), clip), []
     for _ in range(repeat + 1):
-        times = [time.perf_counter()]
+        times = [clock()]
         out = F.scaled_dot_product_attention(q, k, v)
-        times.append(time.perf_counter())
+        times.append(clock())
         out.sum().backward()
-        times.append(time.perf_counter())
+        times.append(clock())
         ready.step()
-        times.append(time.perf_counter())
+        times.append(clock())
         for each, (a, b) in zip((forward, backward, steps), pairwise(times), strict=True):
             each.append(b - a)
     rate, backward_rate = flops / median(forward[1:]), BACKWARD * flops / median(backward[1:])

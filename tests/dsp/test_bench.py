@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import subprocess
 import sys
+import time
 from collections.abc import Iterator
 from importlib import import_module
 from pathlib import Path
@@ -78,25 +79,35 @@ def test_grouped_heads_are_the_same_model_and_their_bytes_are_counted(methods, r
 
 
 def test_clips_are_made_smaller_and_their_text_with_them(bench) -> None:
-    clip = bench("dsp_latte").Clip("a clip", 60, 90, 160).smaller(4)
+    clip = bench("dsp_latte").Clip("a clip", 60, 90, 160).fitted(16384)
     assert (clip.height, clip.width, clip.shrunk, clip.space, clip.text) == (22, 40, 4, 220, 8)
 
 
-def switched(comm: Comm, latte: Any, link: Link) -> tuple[torch.Tensor, float]:
+def switched(comm: Comm, latte: Any, link: Link) -> tuple[torch.Tensor, float, float]:
     metered = latte.Metered(comm, link)
+    started = time.perf_counter()
     y = seqpar.switch(torch.full((2, 1), float(comm.rank)), metered, split_dim=0, concat_dim=1)
-    return y, metered.seconds
+    return y, time.perf_counter() - started, metered.seconds
 
 
 def test_a_comm_is_held_back_to_a_link_and_its_seconds_are_counted(bench) -> None:
-    for y, seconds in run_threads(2, switched, bench("dsp_latte"), Link(0.2, 1e9)):
+    for y, took, counted in run_threads(2, switched, bench("dsp_latte"), Link(0.05, 1e9)):
         assert y.tolist() == [[0.0, 1.0]]
-        assert seconds >= 0.2  # of a clock that the sleep is measured by
+        assert took >= 0.049  # never sooner, however busy the machine is
+        assert 0 < counted <= took
 
 
 def cell(share: float, planned: float, ulysses: float, *, same: bool = False) -> dict[str, Any]:
     ways = {n: {"low": 0.9 * s, "high": 1.1 * s} for n, s in (("planned", planned), ("ulysses", ulysses))}
-    return {"clip": "a", "ranks": 2, "over": "b", "same": same, "share": share, "ratio": ulysses / planned} | ways
+    return {
+        "clip": "a",
+        "ranks": 2,
+        "over": "b",
+        "same": same,
+        "share": share,
+        "ratio": ulysses / planned,
+        "by_bytes": 1.0,
+    } | ways
 
 
 @pytest.mark.parametrize(
@@ -110,7 +121,7 @@ def test_the_promise_is_judged_cell_by_cell(bench, row, holds) -> None:
     found = bench("dsp_grid").verdict([row, cell(0.0, 1.0, 2.0)])
     assert found["holds"] == holds
     assert (found["slower"] + found["below"] == []) == holds
-    assert found["same_and_much"] == (["a on 2 over b"] if row["same"] else [])
+    assert len(found["same_and_much"]) == row["same"]
 
 
 def test_its_rehearsal(tmp_path: Path) -> None:
