@@ -30,7 +30,7 @@ CLIPS = (
     *(Clip(f"OpenSora {n} x {p}", t, *hw) for n, t in FRAMES.items() for p, hw in HEIGHTS.items()),
     Clip("short, 17 x 240p", 5, *HEIGHTS["240p"]),
     Clip("short, 17 x 480p", 5, *HEIGHTS["480p"]),
-    Clip("8 images of 256^2", 1, 32, 32, batch=8),
+    Clip("32 images of 256^2", 1, 32, 32, batch=32),
     Clip("an image of 720p", 1, *HEIGHTS["720p"]),
 )
 QUICK = CLIPS[:1]

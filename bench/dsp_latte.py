@@ -132,7 +132,9 @@ class Ready:
 
     def layouts(self) -> str:
         """What is sharded in each stage."""
-        return " ".join(f"{c.layout or 'whole'}:{c.mode}" for c in self.plan.choices)
+        costs = self.plan.costs
+        grid = [f"{costs.groups}x{costs.core}, {costs.held} held:"] if costs.core > 1 else []
+        return " ".join([*grid, *(f"{c.layout or 'whole'}:{c.mode}" for c in self.plan.choices)])
 
 
 # --- a comm that is looked at -----------------------------------------------------------------------------------------
@@ -141,41 +143,20 @@ class Ready:
 Side = Mapping[int, Sequence[Tensor]]
 
 
-class Metered:
-    """A comm, with the seconds that its rank spends in exchanges, and with packing for them: of time and of the CPU.
+@dataclass
+class Meter:
+    """Seconds that a rank spends in exchanges, and with packing for them: of time and of the CPU."""
 
-    link: what every exchange is held back to, as if bytes travelled on that; None: as it is.
-    """
-
-    def __init__(self, comm: Comm, link: Link | None = None) -> None:
-        self._comm, self._link = comm, link
-        self.reset()
-
-    def __getattr__(self, name: str) -> Any:
-        return getattr(self._comm, name)
-
-    def reset(self) -> None:
-        """All counts to zero."""
-        self.seconds = self.cpu = 0.0
-        self._comm.stats.reset()
+    seconds: float = 0.0
+    cpu: float = 0.0
 
     @contextmanager
-    def clock(self) -> Iterator[None]:
+    def running(self) -> Iterator[None]:
         """What runs inside is communication."""
         wall, cpu = time.perf_counter(), time.thread_time()
         yield
         self.seconds += time.perf_counter() - wall
         self.cpu += time.thread_time() - cpu
-
-    def exchange(
-        self, sends: Mapping[int, Sequence[Tensor]], recvs: Mapping[int, Sequence[Tensor]], *, tag: Tag
-    ) -> Work:
-        with self.clock():
-            work, due = self._comm.exchange(sends, recvs, tag=tag), 0.0
-            if self._link is not None:
-                sizes = (sum(x.nbytes for xs in side.values() for x in xs) for side in (sends, recvs))
-                due = time.perf_counter() + self._link.seconds(max(sizes))
-            return _Metered(self, work, due)
 
     @contextmanager
     def packing(self) -> Iterator[None]:
@@ -183,21 +164,44 @@ class Metered:
         copy = parcel.copy
 
         def metered(pairs: Any) -> None:
-            with self.clock():
+            with self.running():
                 copy(pairs)
 
         with mock.patch.object(parcel, "copy", metered):
             yield
 
 
+class Metered:
+    """A comm with a meter. link: what every exchange is held back to, as if bytes travelled on that, or None."""
+
+    def __init__(self, comm: Comm, meter: Meter, link: Link | None = None) -> None:
+        self._comm, self._meter, self._link = comm, meter, link
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._comm, name)
+
+    def sub(self, ranks: Sequence[int]) -> Comm:
+        """As the comm's own, with the same meter."""
+        return Metered(self._comm.sub(ranks), self._meter, self._link)
+
+    def exchange(self, sends: Side, recvs: Side, *, tag: Tag) -> Work:
+        """As the comm's own."""
+        with self._meter.running():
+            work, due = self._comm.exchange(sends, recvs, tag=tag), 0.0
+            if self._link is not None:
+                sizes = (sum(x.nbytes for xs in side.values() for x in xs) for side in (sends, recvs))
+                due = time.perf_counter() + self._link.seconds(max(sizes))
+            return _Metered(self._meter, work, due)
+
+
 class _Metered:
     """`Work` of a `Metered` comm."""
 
-    def __init__(self, comm: Metered, work: Work, due: float) -> None:
-        self._comm, self._work, self._due = comm, work, due
+    def __init__(self, meter: Meter, work: Work, due: float) -> None:
+        self._meter, self._work, self._due = meter, work, due
 
     def wait(self) -> None:
-        with self._comm.clock():
+        with self._meter.running():
             self._work.wait()
             time.sleep(max(0.0, self._due - time.perf_counter()))
 
@@ -209,28 +213,30 @@ def measured(comm: Comm, clip: Clip, hardware: Hardware, repeat: int, link: Link
     """By method: of each turn the seconds of a step, of the CPU outside exchanges, and in exchanges; what was sent."""
     torch.set_num_threads(1)
     with pinned(cores()[comm.rank % len(cores())]):
-        comm = Metered(comm, link)
+        meter = Meter()
+        comm = Metered(comm, meter, link)
         ready = {name: Ready(comm, clip, hardware, name) for name in METHODS}
         found: dict[str, dict[str, Any]] = {name: {"seconds": [], "cpu": [], "exchanging": []} for name in ready}
-        with comm.packing():
+        with meter.packing():
             for turn in range(repeat + 1):
                 # each goes first as often as the other
                 for name in list(ready) if turn % 2 else reversed(ready):
-                    timed(comm, ready[name], found[name], counts=turn > 0)
+                    timed(comm, meter, ready[name], found[name], counts=turn > 0)
     return {name: row | said(ready[name]) for name, row in found.items()}
 
 
-def timed(comm: Metered, ready: Ready, row: dict[str, Any], *, counts: bool) -> None:
+def timed(comm: Comm, meter: Meter, ready: Ready, row: dict[str, Any], *, counts: bool) -> None:
     """One step, noted in the row; a first one, for what is made once, does not count."""
     comm.gather("a turn", 0)
-    comm.reset()
+    comm.stats.reset()
+    meter.seconds = meter.cpu = 0.0
     started, cpu = time.perf_counter(), time.thread_time()
     loss = ready.step()
     took, worked = time.perf_counter() - started, time.thread_time() - cpu
     if counts:
         row["seconds"].append(took)
-        row["cpu"].append(worked - comm.cpu)
-        row["exchanging"].append(comm.seconds)
+        row["cpu"].append(worked - meter.cpu)
+        row["exchanging"].append(meter.seconds)
     sent = comm.stats
     row |= {"bytes": sent.bytes_sent, "messages": sent.messages_sent, "exchanges": sent.exchanges, "loss": loss}
 

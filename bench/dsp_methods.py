@@ -9,7 +9,7 @@ from __future__ import annotations
 import math
 import statistics
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from functools import partial
 from typing import Any
@@ -166,8 +166,10 @@ def share(size: int, comm: Comm) -> tuple[int, int]:
     return comm.rank * size // comm.size, (comm.rank + 1) * size // comm.size
 
 
-def ways(model: Model, dims: dict[str, int], ranks: int, hardware: Hardware, element: int) -> dict[str, StagePlan]:
-    """The plan of every method that has one, from whole to whole; those that cannot run are absent."""
+def ways(
+    model: Model, dims: dict[str, int], ranks: int, hardware: Hardware, element: int, cores: Sequence[int] | None = (1,)
+) -> dict[str, StagePlan]:
+    """The plan of every method that has one, from whole to whole; those that cannot run are absent. cores: of grids."""
     stages = model.stages(dims, element)
     found = rivals(stages, dims, ranks, hardware=hardware)
     found = {name: plan for name, plan in found.items() if name != "dsp"}

@@ -21,7 +21,7 @@ import torch
 from torch import Tensor
 
 from seqpar.comm import Comm, Tag, Work
-from seqpar.comm.protocol import Stats
+from seqpar.comm.protocol import Stats, subset
 from seqpar.planner import Link
 
 NOISE = 1 << 20  # random numbers of which memory for received tensors is made
@@ -98,8 +98,8 @@ class Tape:
         return made
 
     def sub(self, ranks: Sequence[int]) -> Comm:
-        """Nothing: what runs on a tape shares no heads by subs."""
-        raise NotImplementedError(f"sub of ranks {list(ranks)}: a tape is one rank of a whole world")
+        """Some of the ranks, renumbered, whose events are on this tape."""
+        return _Sub(self, subset(self.rank, self.size, ranks))
 
     def warm_up(self, peers: Sequence[int]) -> None:
         """Nothing."""
@@ -123,6 +123,28 @@ class Tape:
 
     def abort(self, reason: str) -> None:
         """Nothing: nobody waits."""
+
+
+class _Sub:
+    """A tape seen by some of its ranks; verbs are numbered as on the whole of it."""
+
+    def __init__(self, tape: Tape, ranks: list[int]) -> None:
+        self._tape, self._ranks = tape, ranks
+        self.rank, self.size = ranks.index(tape.rank), len(ranks)
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._tape, name)
+
+    def exchange(
+        self, sends: Mapping[int, Sequence[Tensor]], recvs: Mapping[int, Sequence[Tensor]], *, tag: Tag
+    ) -> Work:
+        """A note of the exchange."""
+        there, here = ({self._ranks[peer]: xs for peer, xs in side.items()} for side in (sends, recvs))
+        return self._tape.exchange(there, here, tag=tag)
+
+    def sub(self, ranks: Sequence[int]) -> Comm:
+        """Some of these ranks."""
+        return self._tape.sub([self._ranks[rank] for rank in subset(self.rank, self.size, ranks)])
 
 
 class _TapeWork:
