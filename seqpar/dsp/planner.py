@@ -139,8 +139,8 @@ def plan_stages(
     grids = [_Search(stages, grid, start, kinds=kinds) for grid in _grids(stages, costs, start, cores)]
     best: StagePlan | None = None
     # without a grid first, then those that promise most
-    for search in grids[:1] + sorted(grids[1:], key=lambda search: search.least):
-        if best is None or search.least < best.seconds:
+    for search in grids[:1] + sorted(grids[1:], key=lambda search: search.unmoved):
+        if best is None or (search.unmoved < best.seconds and search.least < best.seconds):
             ends, gathers = _ends(stages[-1], search.costs, wanted)
             way = search.best(ends, math.inf, gathers=gathers)
             if way is not None and way.memory > limit:
@@ -244,12 +244,27 @@ class _Search:
     ) -> None:  # fmt: skip
         self.stages, self.costs, self.start, self.modes = tuple(stages), costs, start, modes
         self.layouts = costs.layouts if layouts is None else layouts
-        kinds = _kinds(stages) if kinds is None else kinds
-        self.pairs = list(zip([-1, *kinds], kinds))
-        self.steps: dict[tuple[int, int], dict[Layout, _Steps]] = {}
+        self.kinds = _kinds(stages) if kinds is None else kinds
+        self.pairs = list(zip([-1, *self.kinds], self.kinds))
+
+    @cached_property
+    def steps(self) -> dict[tuple[int, int], dict[Layout, _Steps]]:
+        """Ways to run a stage of one kind after one of another."""
+        found: dict[tuple[int, int], dict[Layout, _Steps]] = {}
         for n, (pair, stage) in enumerate(zip(self.pairs, self.stages, strict=True)):
-            if pair not in self.steps:
-                self.steps[pair] = self._steps(stage, self.stages[max(0, n - 1)].bytes)
+            if pair not in found:
+                found[pair] = self._steps(stage, self.stages[max(0, n - 1)].bytes)
+        return found
+
+    @cached_property
+    def unmoved(self) -> float:
+        """Seconds that no way undercuts: each stage in its best layout, moved for nothing."""
+        least: dict[int, float] = {}
+        for kind, stage in zip(self.kinds, self.stages, strict=True):
+            if kind not in least:
+                options = [took for at in self.layouts for took in self.costs.modes(stage, at).values()]
+                least[kind] = min(options, default=math.inf)
+        return sum(least[kind] for kind in self.kinds)
 
     def _steps(self, stage: Stage, size: float) -> dict[Layout, _Steps]:
         """Every layout in which a stage can be run; size: bytes of what comes out of the stage before."""
@@ -285,7 +300,7 @@ class _Search:
 
     @cached_property
     def least(self) -> float:
-        """Seconds that no way undercuts: each stage's time is halved between the two moves beside it."""
+        """The same, closer: each stage's time is halved between the two moves beside it."""
         known: dict[tuple[int, int], float] = {}
         before: dict[Layout, _Steps] = {}
         total = 0.0
