@@ -199,7 +199,7 @@ class Costs:
         """Of what the groups hold, at the end."""
         return self.exchange(float(self.gathered().max()), 1, inside=True) if self.core > 1 else Move(0.0, 0.0)
 
-    def exchange(self, part: float, times: int, *, inside: bool = False) -> Move:
+    def exchange(self, part: float, times: float, *, inside: bool = False) -> Move:
         """Of so many exchanges that together take a part of every global byte, there and back in training."""
         both, wire = 2 if self.training else 1, self.wires[inside]
         return Move(both * times * wire.fixed, both * part * wire.each)
@@ -222,8 +222,9 @@ class Costs:
         copies = max(1.0, ranks / stage.kv_heads)  # of a key head, on as many ranks
         to_heads = self.exchange(part * (1 - 1 / ranks), 2, inside=inside).seconds(2 * queries + copies * keys)
         heads = common * -(-stage.heads // ranks) / stage.heads * attention
-        passed = common * (1 - 1 / ranks) * (1.5 if self.training else 1)
-        around = self.exchange(passed, ranks - 1, inside=inside).seconds(keys)
+        again = 1.5 if self.training else 1  # keys go round twice on the way back, with their gradients
+        passed = common * (1 - 1 / ranks)
+        around = self.exchange(again * passed, again * (ranks - 1), inside=inside).seconds(keys)
         if ranks == 1:
             to_heads = around = 0.0
         found = {"ulysses": linear + heads + to_heads}

@@ -16,7 +16,7 @@ import pytest
 from seqpar.dsp import Stage, plan_stages, rivals
 from seqpar.dsp.planner import StagePlan
 from seqpar.dsp.stage import Costs
-from seqpar.planner import Hardware
+from seqpar.planner import Hardware, Link
 
 DIMS = ("t", "h", "w", "b")
 
@@ -268,3 +268,12 @@ def test_equal_ways_are_cut_alike_in_every_process() -> None:
 def test_what_is_refused(call, words) -> None:
     with pytest.raises(ValueError, match=words):
         call()
+
+
+@pytest.mark.parametrize("training, exchanges", [(False, 3), (True, 9)])
+def test_a_ring_pays_the_latency_of_each_of_its_exchanges(training, exchanges) -> None:
+    """Attention that takes no time hides none of it; bench/dsp.py counts 9 exchanges in a step of 4 ranks."""
+    wire = Link(1.0, 1e30)
+    machine = replace(Hardware.preset("cpu"), inside=wire, across=wire, linear_rate=1e30)
+    stage = Stage("mixes", "s", heads=4, kv_heads=4, qkv=(1.0, 2.0))
+    assert Costs({"s": 8}, 4, machine, training).modes(stage, "s")["ring"] == pytest.approx(exchanges)
