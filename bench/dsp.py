@@ -169,13 +169,13 @@ def plot(data: Row, path: Path) -> None:
 def main(arguments: Sequence[str] | None = None) -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--quick", action="store_true", help="tiny shapes, to see it run")
-    parser.add_argument("--repeat", type=int, help="turns (default: 7, with --quick 2)")
+    parser.add_argument("--repeat", type=int, help="turns (default: 5, with --quick 2)")
     parser.add_argument("--hardware", default="h100", help="a preset, for the simulation")
     parser.add_argument("--json", type=Path, help="file for the figures")
     parser.add_argument("--plot", type=Path, help="file for the picture of both")
     args = parser.parse_args(arguments)
     console = Console(width=None if os.isatty(1) else 180)
-    load, repeat = os.getloadavg()[0], args.repeat or (2 if args.quick else 7)
+    load, repeat = os.getloadavg()[0], args.repeat or (2 if args.quick else 5)
     with console.status("Latte") as status:
         latte, machines = grid(
             args.quick, repeat, lambda row: status.update(f"Latte: {row['clip']} over {row['over']}")

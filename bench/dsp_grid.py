@@ -34,7 +34,7 @@ CLIPS = (
     Clip("an image of 720p", 1, *HEIGHTS["720p"]),
 )
 QUICK = CLIPS[:1]
-TOKENS = 8192  # of a clip at most; published ones have up to 216,000
+TOKENS = 4096  # of a clip at most; published ones have up to 216,000
 SMALL = 1024  # tokens up to which steps are short, and there are more of them
 Row = dict[str, Any]
 THIRD, FASTER = 1 / 3, 1.3
