@@ -63,6 +63,7 @@ class _Link:
             raise RuntimeError(f"GroupComm: an all-reduce of ones over {self.size} ranks gave {present}")
         twin_store = c10d.PrefixStore(f"seqpar/{number}", store)
         self._groups = [group, c10d.ProcessGroupGloo(twin_store, self.rank, self.size, timedelta(seconds=timeout))]
+        self.twin.barrier().wait()  # a rank that went on could fail and hang up before all others are connected
         # gloo's threads must end before the interpreter does, or C++ may end the process for it
         weakref.finalize(self, self._groups.clear)
         self.root_cause = RootCause(twin_store, "root cause", self.rank)

@@ -214,7 +214,8 @@ class _Attention(torch.autograd.Function):
         # Where nothing is traded a part's results are views of the outputs, which only the outputs may be saved for.
         kept = [(None, None) if p.q.trivial else (i.out, i.lse) for p, i in zip(call.parts(), insides, strict=True)]
         inside = (t for i, pair in zip(insides, kept, strict=True) for t in (i.q, i.k, i.v, *pair))
-        ctx.save_for_backward(torch.tensor(call.stamp, device="cpu"), sinks, out, lse, *inside)
+        ctx.stamp = torch.full((), call.stamp, dtype=torch.int64, device="cpu")
+        ctx.save_for_backward(ctx.stamp, sinks, out, lse, *inside)
         return out, lse
 
     @staticmethod
@@ -223,7 +224,8 @@ class _Attention(torch.autograd.Function):
         call: Call = replace(ctx.call, repeat=ctx.repeat)
         ctx.repeat += 1
         stamp, sinks, out, lse, *saved = ctx.saved_tensors
-        check(call, stamp)
+        if stamp.data_ptr() != ctx.stamp.data_ptr():  # else nothing came between, and nothing is read
+            check(call, stamp)
         insides = [Inside(*saved[i : i + 5]) for i in range(0, len(saved), 5)]
         dq, dk, dv, dsinks = differentiate(call, insides, sinks, out, lse, *grads)
         need = ctx.needs_input_grad
