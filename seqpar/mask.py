@@ -122,10 +122,10 @@ class Memo:
     _memo: dict[Any, Any]
 
     def memo(self, key: Any, make: Callable[[], Any]) -> Any:
-        """``make()``, made at the first call."""
-        if key not in self._memo:
-            self._memo[key] = make()
-        return self._memo[key]
+        """``make()``, made at the first call; threads that make it at the same time all get the one that came first."""
+        if key in self._memo:
+            return self._memo[key]
+        return self._memo.setdefault(key, make())
 
 
 class Fact(Memo):

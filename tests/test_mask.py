@@ -5,6 +5,8 @@ from __future__ import annotations
 import pickle
 import subprocess
 import sys
+import threading
+from concurrent.futures import ThreadPoolExecutor
 
 import numpy as np
 import pytest
@@ -314,3 +316,15 @@ def test_positions_outside_the_batch(positions) -> None:
     for ask in (Mask([2]).bounds, Mask([2]).documents, Mask([2]).key_positions):
         with pytest.raises(ValueError, match="positions"):
             ask(positions)
+
+
+def test_threads_that_make_a_fact_at_once_share_it() -> None:
+    mask, both = Mask([2]), threading.Barrier(2, timeout=60)
+
+    def make() -> object:
+        both.wait()  # neither is kept before the other is being made
+        return object()
+
+    with ThreadPoolExecutor(2) as threads:
+        one, two = threads.map(lambda _: mask.memo("a fact", make), range(2))
+    assert one is two is mask.memo("a fact", make)
