@@ -3,11 +3,14 @@
 from __future__ import annotations
 
 from collections.abc import Collection, Sequence
+from copy import copy
+from itertools import accumulate
 
 from torch import Tensor
 
 from seqpar.comm import Comm
 from seqpar.dsp.flow import moved, rows
+from seqpar.dsp.form import form_of
 from seqpar.dsp.space import Space
 from seqpar.dsp.stage import Layout
 from seqpar.dsp.verbs import gather, once
@@ -37,8 +40,11 @@ def grid(comm: Comm, *, core: int) -> tuple[Comm, Comm]:
 class Grid:
     """The spaces of one forward: `inner` of the groups, which hold shares of `held`, and `outer` of the ranks across.
 
-    With held None there are no groups, and outer is the space of all ranks.
+    With held None there are no groups, and outer is the space of all ranks. cut: of a part of a dimension, that, the
+    first element and the whole space.
     """
+
+    cut: tuple[str, int, Space] | None = None
 
     def __init__(self, space: Space, core: int = 1, held: Layout = None) -> None:
         self.whole, self.held, self.outer = space, held, space
@@ -53,10 +59,28 @@ class Grid:
 
         Raises: ValueError for a tensor that is not of its form in src.
         """
-        if self.inner is not None and src[1] is None:
-            xs = moved(xs, self.inner, forms, None, self.held)
-        xs = moved(xs, self.outer, forms, src[0], dst[0])
-        return moved(xs, self.inner, forms, self.held, None) if self.inner is not None and dst[1] is None else xs
+        xs = moved(self.entered(xs, forms, src), self.outer, forms, src[0], dst[0])
+        return self.left(xs, forms, dst)
+
+    def entered(self, xs: Sequence[Tensor], forms: Sequence[str], src: Place) -> list[Tensor]:
+        """Tensors whose groups had not split what they hold, split."""
+        return list(xs) if self.inner is None or src[1] is not None else moved(xs, self.inner, forms, None, self.held)
+
+    def left(self, xs: Sequence[Tensor], forms: Sequence[str], dst: Place) -> list[Tensor]:
+        """Tensors of which groups hold shares, gathered if they do not in dst."""
+        return list(xs) if self.inner is None or dst[1] is not None else moved(xs, self.inner, forms, self.held, None)
+
+    def parted(self, dim: str, sizes: Sequence[int]) -> list[Grid]:
+        """Grids of consecutive parts of a dimension that the groups do not hold."""
+        found = []
+        for start, size in zip(accumulate(sizes, initial=0), sizes):
+            part = copy(self)
+            part.cut = dim, start, self.whole
+            part.whole, part.outer = (Space(s.dims | {dim: size}, s.comm) for s in (self.whole, self.outer))
+            if self.inner is not None:
+                part.inner = Space(self.inner.dims | {dim: size}, self.inner.comm)
+            found.append(part)
+        return found
 
     def leave(self, xs: Sequence[Tensor], forms: Sequence[str], src: Place, grad: str) -> list[Tensor]:
         """The whole tensors at the end, whose gradients count as `grad` says."""
@@ -72,6 +96,10 @@ class Grid:
 
     def rows(self, x: Tensor, form: str, inside: Layout, what: str) -> Tensor:
         """This rank's share of a tensor that every rank has whole. Raises: ValueError unless it is of the form."""
+        if self.cut is not None and self.cut[0] in form_of(form).names:
+            dim, start, space = self.cut
+            part = space.unfold(x, form, None, what).narrow(form_of(form).index(dim), start, self.whole.dims[dim])
+            x = space.fold(part, form)
         if self.inner is not None:
             x = rows(x, self.inner, form, self.held, what)
         return rows(x, self.outer, form, inside, what)

@@ -217,6 +217,9 @@ class Parallelized:
             stages[0] = replace(stages[0], rest=None)  # what comes in is whole
             end: Sequence[Layout] = (None,) if self.spec.exit is None else self.spec.exit.rest
             plan = self.planner(stages, space.dims, space.comm.size, end=end, training=training)
+            for stage, choice, after in zip(stages, plan.choices, plan.afters, strict=True):
+                if choice.parts > 1:  # or an error that says which it cannot be run in
+                    plan.costs.through(stage, 0.0, choice.before, choice.layout, after, choice.parts)
             choices = [tuple(choice) for choice in plan.choices]
             chosen = {"grid": (plan.costs.core, plan.costs.held), "choices": choices, "end": plan.end}
             agree_once(self.comm, "planning of stages", chosen, None)
@@ -234,7 +237,7 @@ class Parallelized:
             name, frozenset(block.whole), bytes=size, flops=2.0 * matrices * tokens,
             attention=4.0 * tokens * mixed * width if block.whole else 0.0, heads=heads, kv_heads=kv_heads,
             qkv=(size, 2 * size * kv_heads / heads) if heads else (0.0, 0.0), ring=block.attention,
-            filled=bool(block.core and block.core.sdpa),
+            filled=bool(block.core and block.core.sdpa), apart=_apart(block) & space.dims.keys(),
             # code that is not ours cannot work on no rows
             rest=None if block.rest is None else frozenset(block.rest), rest_filled=True,
         )  # fmt: skip
@@ -274,6 +277,16 @@ class Parallelized:
                     f"{name or 'the model'} is dropout with p={module.p} in training, which would draw other "
                     "numbers for a shard than for the whole; set its p to 0"
                 )
+
+
+def _apart(block: Block) -> frozenset[str]:
+    """Dimensions along which a block can be run in parts: none of its rows looks at others along them.
+
+    An attention with a plan draws its dropout by the place of a row in all of them, so it sees them all.
+    """
+    forms = [set(form_of(form).names) for form in block.stream.values()]
+    seen = {dim for _, dims in block.gathers.values() for dim in dims}
+    return frozenset() if block.attention else frozenset(set.intersection(*forms) - set(block.whole) - seen)
 
 
 def _tokens(block: Block, space: Space) -> int:

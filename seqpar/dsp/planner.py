@@ -1,13 +1,13 @@
 """The sharded dimension of every stage, chosen by dynamic programming over the stages in order.
 
-The state after a stage is the layout in which its output lies. Between two stages the output moves to the layout of the
-next one, directly or by way of a layout in which what stands between them can work::
+The state before a stage is the layout in which its input lies, one in which what stands there can work. A stage moves
+its tensors from there to the layout in which it is run, and on to where the next stage's input lies::
 
-    start -> stage 0 -> [rest] -> stage 1 -> ... -> end
+    start -> [stage 0] -> rest -> [stage 1] -> rest -> ... -> end
 
-Seconds add up along the way, so the best way to each layout is found from the best ways to all layouts one stage
-earlier. Where memory binds, ways that are slower but keep less are carried along, and nothing is cut that could be part
-of the best one.
+Seconds add up along the way, so the best way to each state is found from the best ways to all states one stage earlier.
+Where memory binds, ways that are slower but keep less are carried along, and nothing is cut that could be part of the
+best one. A stage that moves its tensors on both sides may be run in parts, so that moves pass beside computing.
 
 So it is for every grid of ranks: each size of groups, holding each dimension whose mixing they can share. A grid whose
 stages alone, moved for nothing, take longer than a plan that is known is left out.
@@ -30,11 +30,12 @@ from seqpar.planner import Hardware
 
 
 class Choice(NamedTuple):
-    """Of one stage: the layout that its input has before (its rest), the layout inside, and how the stage is run."""
+    """Of one stage: the layout that its input has before (its rest), the layout inside, how and in how many parts."""
 
     before: Layout
     layout: Layout
     mode: str
+    parts: int = 1
 
 
 @dataclass(frozen=True)
@@ -66,9 +67,17 @@ class StagePlan:
         return found + ([("end", at, self.end, size)] if at != self.end else [])
 
     @property
+    def afters(self) -> list[Layout]:
+        """The layout in which each stage's output lies."""
+        return [*(choice.before for choice in self.choices[1:]), self.end]
+
+    @property
     def exchanges(self) -> int:
-        """Exchanges of a forward for changes of layout: switches and gathers."""
-        return sum(src is not None for _, src, _, _ in self.moves()) + self.gathers
+        """Exchanges of a forward for changes of layout: switches, one for each part, and gathers."""
+        found = int(self.start not in (None, self.choices[0].before))
+        for (before, layout, _, parts), after in zip(self.choices, self.afters, strict=True):
+            found += parts * sum(src is not None and src != dst for src, dst in ((before, layout), (layout, after)))
+        return found + self.gathers
 
     def bytes(self) -> float:
         """Bytes of a forward that the busiest rank sends, or receives if that is more, for changes of layout."""
@@ -93,8 +102,9 @@ class StagePlan:
         for stage, choice in zip(self.stages, self.choices, strict=True):
             by = f" by way of {choice.before or unsharded}" if stage.rest is not None else ""
             waste = costs.largest[choice.layout] * costs.ranks
+            parts = f" in {choice.parts} parts" if choice.parts > 1 else ""
             lines.append(
-                f"  {stage.name}: {choice.layout or unsharded}{by}, {choice.mode}; the fullest rank has "
+                f"  {stage.name}: {choice.layout or unsharded}{by}, {choice.mode}{parts}; the fullest rank has "
                 f"{waste:.3g} of the mean"
             )
         return "\n".join([*lines, f"  end: {'whole' if self.gathers else self.end or unsharded}"])
@@ -117,12 +127,15 @@ def plan_stages(
     training: bool = True,
     memory: float | None = None,
     cores: Iterable[int] | None = None,
+    parts: Iterable[int] = (1, 2, 4),
 ) -> StagePlan:
     """The fastest way to run stages in order, by the model in `seqpar.dsp.stage`; for one batch shape.
 
     dims: global sizes of the dimensions that may be sharded. start: the layout of what comes in. end: layouts that what
     goes out may have, None for any. memory: bytes that a rank can keep for backward, by default what the hardware has.
     cores: sizes of the groups of a grid that are tried, by default all divisors of the ranks; ``(1,)`` for no grid.
+    parts: how many parts are tried of a stage whose tensors come from elsewhere and go on elsewhere, at most; ``(1,)``
+    for one exchange a switch.
 
     Raises: ValueError for unknown dimensions, stages that no layout serves, or a memory that no way fits.
     """
@@ -136,11 +149,14 @@ def plan_stages(
     if memory is None and training:
         limit = float(hardware.memory - hardware.reserve)
     kinds = _kinds(stages)
-    grids = [_Search(stages, grid, start, kinds=kinds) for grid in _grids(stages, costs, start, cores)]
+    parts = sorted(set(parts))
+    if any(type(n) is not int or n < 1 for n in parts):
+        raise ValueError(f"parts are numbers of at least 1, got {parts}")
+    grids = [_Search(stages, grid, start, kinds=kinds, parts=parts) for grid in _grids(stages, costs, start, cores)]
     best: StagePlan | None = None
     # without a grid first, then those that promise most
     for search in grids[:1] + sorted(grids[1:], key=lambda search: search.unmoved):
-        if best is None or (search.unmoved < best.seconds and search.least < best.seconds):
+        if best is None or search.unmoved < best.seconds:
             ends, gathers = _ends(stages[-1], search.costs, wanted)
             way = search.best(ends, math.inf, gathers=gathers)
             if way is not None and way.memory > limit:
@@ -191,7 +207,7 @@ def _check(stages: Sequence[Stage], costs: Costs, start: Layout) -> None:
         raise ValueError(f"plan_stages takes stages and at least one rank, got {len(stages)} and {costs.ranks}")
     known = set(costs.layouts)
     for stage in stages:
-        if unknown := (stage.whole | (stage.rest or set())) - known:
+        if unknown := (stage.whole | stage.apart | (stage.rest or set())) - known:
             raise ValueError(f"stage {stage.name} names {sorted(map(str, unknown))}, the dims are {dict(costs.dims)}")
     if start not in known:
         raise ValueError(f"start {start!r} is not among the dims {dict(costs.dims)}")
@@ -227,120 +243,98 @@ def _ends(last: Stage, costs: Costs, wanted: Collection[Layout]) -> tuple[list[L
 _Way = tuple[float, float, Choice | None, Any]
 
 
-class _Steps(NamedTuple):
-    """Ways to run a stage in one layout: its seconds, what it keeps, and from each layout before, all with the move."""
+class _Option(NamedTuple):
+    """One way to run a stage, with the moves of what comes in and of what goes out; kept: the memory that it takes."""
 
-    inside: float
+    before: Layout
+    after: Layout
+    seconds: float
     kept: float
-    coming: dict[Layout, tuple[float, Choice]]
+    choice: Choice
 
 
 class _Search:
-    """Ways to run stages from a layout on one grid; modes and layouts: those that may be used; kinds: of the stages."""
+    """Ways to run stages from a layout on one grid.
+
+    modes, layouts, parts: those that may be used. kinds: of the stages.
+    """
 
     def __init__(
         self, stages: Sequence[Stage], costs: Costs, start: Layout, *, modes: Sequence[str] = MODES,
-        layouts: Sequence[Layout] | None = None, kinds: Sequence[int] | None = None,
+        layouts: Sequence[Layout] | None = None, parts: Sequence[int] = (1,), kinds: Sequence[int] | None = None,
     ) -> None:  # fmt: skip
-        self.stages, self.costs, self.start, self.modes = tuple(stages), costs, start, modes
+        self.stages, self.costs, self.start = tuple(stages), costs, start
+        self.modes, self.parts = modes, parts
         self.layouts = costs.layouts if layouts is None else layouts
         self.kinds = _kinds(stages) if kinds is None else kinds
-        self.pairs = list(zip([-1, *self.kinds], self.kinds))
+        self._inside: dict[int, list[tuple[Layout, str, float, float]]] = {}
+        self._options: dict[tuple[object, ...], list[_Option]] = {}
 
-    @cached_property
-    def steps(self) -> dict[tuple[int, int], dict[Layout, _Steps]]:
-        """Ways to run a stage of one kind after one of another."""
-        found: dict[tuple[int, int], dict[Layout, _Steps]] = {}
-        for n, (pair, stage) in enumerate(zip(self.pairs, self.stages, strict=True)):
-            if pair not in found:
-                found[pair] = self._steps(stage, self.stages[max(0, n - 1)].bytes)
-        return found
+    def inside(self, n: int) -> list[tuple[Layout, str, float, float]]:
+        """Layouts in which a stage can be run, with the fastest mode, its seconds, and what it keeps."""
+        kind, stage = self.kinds[n], self.stages[n]
+        if kind not in self._inside:
+            self._inside[kind] = found = []
+            for layout in self.layouts:
+                options = {mode: took for mode, took in self.costs.modes(stage, layout).items() if mode in self.modes}
+                if options:
+                    mode = min(options, key=options.__getitem__)
+                    found.append((layout, mode, options[mode], self.costs.memory(stage, layout)))
+        return self._inside[kind]
 
     @cached_property
     def unmoved(self) -> float:
         """Seconds that no way undercuts: each stage in its best layout, moved for nothing."""
         least: dict[int, float] = {}
-        for kind, stage in zip(self.kinds, self.stages, strict=True):
+        for n, kind in enumerate(self.kinds):
             if kind not in least:
-                options = [took for at in self.layouts for took in self.costs.modes(stage, at).values()]
-                least[kind] = min(options, default=math.inf)
+                least[kind] = min((seconds for _, _, seconds, _ in self.inside(n)), default=math.inf)
         return sum(least[kind] for kind in self.kinds)
 
-    def _steps(self, stage: Stage, size: float) -> dict[Layout, _Steps]:
-        """Every layout in which a stage can be run; size: bytes of what comes out of the stage before."""
-        costs, found = self.costs, {}
-        first = {pair: move.seconds(size) for pair, move in costs.moves.items()}
-        for layout in self.layouts:
-            options = {mode: took for mode, took in costs.modes(stage, layout).items() if mode in self.modes}
-            if options:
-                mode = min(options, key=options.__getitem__)
-                inside = options[mode]
-                choice = Choice(layout, layout, mode)
-                coming = {at: (first[at, layout] + inside, choice) for at in costs.layouts}
-                if stage.rest is not None:
-                    coming = self._by_way_of(stage, first, choice, inside)
-                if coming:
-                    found[layout] = _Steps(inside, costs.memory(stage, layout), coming)
-        return found
-
-    def _by_way_of(
-        self, stage: Stage, first: Mapping[tuple[Layout, Layout], float], choice: Choice, inside: float
-    ) -> dict[Layout, tuple[float, Choice]]:
-        """The best of the layouts that what stands before a stage allows, from each layout before that."""
-        costs, layout = self.costs, choice.layout
+    def befores(self, n: int) -> Sequence[Layout]:
+        """Layouts in which what comes into a stage may lie."""
+        stage = self.stages[n]
+        if stage.rest is None:
+            return self.layouts if n else [self.start]
         # in the order of the layouts: sets differ from process to process, and equal ways are cut alike
-        ways = [
-            (rest, costs.moves[rest, layout].seconds(stage.bytes) + inside, choice._replace(before=rest))
-            for rest in costs.layouts if _rests(rest, stage, costs)
-        ]  # fmt: skip
-        return {
-            at: min([(first[at, rest] + second, choice) for rest, second, choice in ways], key=itemgetter(0))
-            for at in costs.layouts if ways
-        }  # fmt: skip
+        return [at for at in self.costs.layouts if _rests(at, stage, self.costs)]
 
-    @cached_property
-    def least(self) -> float:
-        """The same, closer: each stage's time is halved between the two moves beside it."""
-        known: dict[tuple[int, int], float] = {}
-        before: dict[Layout, _Steps] = {}
-        total = 0.0
-        for pair in self.pairs:
-            steps = self.steps[pair]
-            if pair not in known:
-                halves = {at: each.inside / 2 for at, each in before.items()} or {self.start: 0.0}
-                known[pair] = min(
-                    (
-                        half + each.coming[at][0] - each.inside / 2
-                        for each in steps.values()
-                        for at, half in halves.items()
-                    ),
-                    default=math.inf,
-                )
-            total, before = total + known[pair], steps
-        return total + min((each.inside / 2 for each in before.values()), default=math.inf)
+    def options(self, n: int, afters: Sequence[Layout]) -> list[_Option]:
+        """Ways to run a stage, but for those that another one beats in seconds and memory; the fastest ones first."""
+        befores = self.befores(n)
+        key = self.kinds[n], tuple(befores), tuple(afters)
+        if key not in self._options:
+            pairs = [(before, after) for before in befores for after in afters]
+            self._options[key] = [option for pair in pairs for option in self._between(n, *pair)]
+        return self._options[key]
+
+    def _between(self, n: int, before: Layout, after: Layout) -> list[_Option]:
+        costs, stage, found = self.costs, self.stages[n], []
+        for layout, mode, took, kept in self.inside(n):
+            seconds, parts = costs.through(stage, took, before, layout, after, 1), 1
+            if costs.parted(stage, before, layout, after):
+                for count in self.parts:
+                    faster = costs.through(stage, took, before, layout, after, count)
+                    if faster < seconds:
+                        seconds, parts = faster, count
+            found.append(_Option(before, after, seconds, kept, Choice(before, layout, mode, parts)))
+        found.sort(key=itemgetter(2, 3))
+        return [each for k, each in enumerate(found) if all(each.kept < other.kept for other in found[:k])]
 
     def best(self, ends: Sequence[Layout], limit: float, *, gathers: bool = False) -> StagePlan | None:
         """The fastest way that keeps at most `limit`; gathers: the groups do, at the end."""
-        ways: dict[Layout, list[_Way]] = {self.start: [(0.0, 0.0, None, None)]}
-        for pair in self.pairs:
-            reached: dict[Layout, list[_Way]] = {}
-            for layout, (_, kept, coming) in self.steps[pair].items():
-                arrived = [
-                    (way[0] + coming[at][0], way[1] + kept, coming[at][1], way)
-                    for at, several in ways.items() for way in several if way[1] + kept <= limit
-                ]  # fmt: skip
-                if front := _front(arrived, limit):
-                    reached[layout] = front
-            ways = reached
-        costs, size = self.costs, self.stages[-1].bytes
-        left = costs.gather.seconds(size) if gathers else 0.0
-        last = [
-            (way[0] + costs.moves[at, end].seconds(size) + left, way, end)
-            for at, several in ways.items() for way in several for end in ends
-        ]  # fmt: skip
-        if not last:
+        costs, first, last = self.costs, self.stages[0], self.stages[-1]
+        moved = {at: costs.moves[self.start, at].seconds(first.bytes) for at in self.befores(0)}
+        ways: dict[Layout, list[_Way]] = {at: [(seconds, 0.0, None, None)] for at, seconds in moved.items()}
+        for n in range(len(self.stages)):
+            afters = self.befores(n + 1) if n + 1 < len(self.stages) else ends
+            options = self.options(n, afters)
+            ways = _fastest(ways, options) if limit == math.inf else _fronts(ways, options, limit)
+        left = costs.gather.seconds(last.bytes) if gathers else 0.0
+        done = [(way[0] + left, way, end) for end, several in ways.items() for way in several]
+        if not done:
             return None
-        seconds, way, end = min(last, key=itemgetter(0))
+        seconds, way, end = min(done, key=itemgetter(0))
         choices, memory = [], way[1]
         while (choice := way[2]) is not None:
             choices.append(choice)
@@ -361,12 +355,29 @@ def _rests(at: Layout, stage: Stage, costs: Costs) -> bool:
     return (costs.held if at is None else at) in stage.rest and (at in costs.filled or not stage.rest_filled)
 
 
-def _front(ways: list[_Way], limit: float) -> list[_Way]:
-    """Those that no other one beats, in seconds and, where memory binds, in memory."""
-    if limit == math.inf:
-        return [min(ways, key=itemgetter(0))] if ways else []
-    front: list[_Way] = []
-    for way in sorted(ways, key=itemgetter(0, 1)):
-        if not front or way[1] < front[-1][1]:
-            front.append(way)
-    return front
+def _fastest(ways: dict[Layout, list[_Way]], options: Sequence[_Option]) -> dict[Layout, list[_Way]]:
+    """The fastest way to each layout after a stage, from those before it."""
+    best: dict[Layout, _Way] = {}
+    for before, after, seconds, kept, choice in options:
+        if before in ways:
+            way = ways[before][0]
+            total = way[0] + seconds
+            if after not in best or total < best[after][0]:
+                best[after] = total, way[1] + kept, choice, way
+    return {after: [way] for after, way in best.items()}
+
+
+def _fronts(ways: dict[Layout, list[_Way]], options: Sequence[_Option], limit: float) -> dict[Layout, list[_Way]]:
+    """The ways to each layout that keep at most `limit`, and that no other one beats in seconds and memory."""
+    arrived: dict[Layout, list[_Way]] = {}
+    for before, after, seconds, kept, choice in options:
+        for way in ways.get(before, ()):
+            if way[1] + kept <= limit:
+                arrived.setdefault(after, []).append((way[0] + seconds, way[1] + kept, choice, way))
+    fronts: dict[Layout, list[_Way]] = {}
+    for after, several in arrived.items():
+        fronts[after] = front = []
+        for way in sorted(several, key=itemgetter(0, 1)):
+            if not front or way[1] < front[-1][1]:
+                front.append(way)
+    return fronts

@@ -28,18 +28,14 @@ def plot(plan: StagePlan, path: str | Path) -> None:
     axis = figure.subplots()
     costs = plan.costs
     colours = {dim: COLOURS[n % len(COLOURS)] for n, dim in enumerate(costs.dims)} | {None: WHOLE}
-    at, size = plan.start, plan.stages[0].bytes
-    for n, (stage, choice) in enumerate(zip(plan.stages, plan.choices, strict=True)):
-        moving = costs.moves[at, choice.before].seconds(size) + costs.moves[choice.before, choice.layout].seconds(
-            stage.bytes
-        )
+    for n, (stage, choice, after) in enumerate(zip(plan.stages, plan.choices, plan.afters, strict=True)):
         inside = costs.modes(stage, choice.layout)[choice.mode]
+        shown = costs.through(stage, inside, choice.before, choice.layout, after, choice.parts) - inside
         axis.bar(n, inside * 1e3, color=colours[choice.layout], hatch="" if choice.mode == "local" else "//")
-        axis.bar(n, moving * 1e3, bottom=inside * 1e3, color=MOVES)
-        at, size = choice.layout, stage.bytes
+        axis.bar(n, shown * 1e3, bottom=inside * 1e3, color=MOVES)
     axis.set_xticks(range(len(plan.stages)), [stage.name for stage in plan.stages], rotation=90, fontsize=7)
     axis.set(ylabel="milliseconds", title=plan.describe().splitlines()[0].split(": ")[0])
     keys = [Patch(color=colour, label=f"{dim or 'nothing'} sharded") for dim, colour in colours.items()]
-    axis.legend(handles=[*keys, Patch(color=MOVES, label="change of layout")], fontsize=8, ncols=3)
+    axis.legend(handles=[*keys, Patch(color=MOVES, label="changes of layout, as far as shown")], fontsize=8, ncols=3)
     axis.spines[["top", "right"]].set_visible(False)
     figure.savefig(path)

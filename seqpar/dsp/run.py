@@ -17,6 +17,7 @@ from seqpar.comm import LocalComm
 from seqpar.dsp.attend import attention_plan
 from seqpar.dsp.form import form_of
 from seqpar.dsp.grid import Grid, Place
+from seqpar.dsp.parts import in_parts
 from seqpar.dsp.planner import StagePlan
 from seqpar.dsp.space import Space
 from seqpar.dsp.spec import Block, Core, Exit
@@ -40,6 +41,7 @@ class Step(NamedTuple):
     last: bool  # what goes out is whole and the end
     first: bool  # no forward of this shape was run before
     seed: int  # of the forward, for layers that derive theirs
+    parts: int  # that are computed one after another
 
 
 class Run:
@@ -83,8 +85,9 @@ class Run:
         elif exit is not None:
             after = self.end(exit)
         return Step(
-            self.grid, name, before, choices[n].layout, after, choices[n].mode, self.left, self.first, self.seed
-        )
+            self.grid, name, before, choices[n].layout, after, choices[n].mode, self.left, self.first, self.seed,
+            choices[n].parts,
+        )  # fmt: skip
 
 
 def run_stage(module: nn.Module, block: Block, inner: Any, step: Step, given: dict[str, Any], grad: str) -> Any:
@@ -96,25 +99,38 @@ def run_stage(module: nn.Module, block: Block, inner: Any, step: Step, given: di
     """
     names, forms = list(block.stream), list(block.stream.values())
     _check_arguments(step.name, block, given)
+    grid, xs = step.grid, [given[name] for name in names]
+    here = step.inside, grid.held
+
+    def compute(part: Grid, streams: list[Tensor]) -> list[Tensor]:
+        return _computed(module, block, inner, step._replace(grid=part), given | dict(zip(names, streams, strict=True)))
+
+    if step.parts > 1:
+        assert step.inside is not None
+        found = in_parts(xs, forms, grid, step.before, step.inside, step.after, step.parts, compute)
+    else:
+        outs = compute(grid, grid.moved(xs, forms, step.before, here))
+        found = grid.leave(outs, forms, here, grad) if step.last else grid.moved(outs, forms, here, step.after)
+    return found[0] if len(found) == 1 else tuple(found)
+
+
+def _computed(module: nn.Module, block: Block, inner: Any, step: Step, given: dict[str, Any]) -> list[Tensor]:
+    """What a stage computes of its rows, which are this rank's share; other arguments are whole."""
     grid, inside = step.grid, step.inside
-    here = inside, grid.held
-    streams = grid.moved([given[name] for name in names], forms, step.before, here)
-    given = given | dict(zip(names, streams, strict=True))
     for name, form in block.rows.items():
         if given.get(name) is not None:
             given[name] = grid.rows(given[name], form, inside, f"{name} of {step.name}")
     if grid.absent(inside) and inside not in _exchanging(block, step):
-        outs = skipped(module, streams, given)
+        outs = skipped(module, [given[name] for name in block.stream], given)
     else:
         with _shared_attention(block, step), _prepared(module, block, step):
             out = inner(**given)
         outs = list(out) if isinstance(out, (tuple, list)) else [out]
-    if len(outs) != len(names):
-        raise ValueError(f"{step.name} returned {len(outs)} tensors, its spec has {len(names)} streams")
-    for name, form, out in zip(names, forms, outs, strict=True):
-        grid.check(out, form, here, f"{name} out of {step.name}")
-    found = grid.leave(outs, forms, here, grad) if step.last else grid.moved(outs, forms, here, step.after)
-    return found[0] if len(found) == 1 else tuple(found)
+    if len(outs) != len(block.stream):
+        raise ValueError(f"{step.name} returned {len(outs)} tensors, its spec has {len(block.stream)} streams")
+    for (name, form), out in zip(block.stream.items(), outs, strict=True):
+        grid.check(out, form, (inside, grid.held), f"{name} out of {step.name}")
+    return outs
 
 
 def _exchanging(block: Block, step: Step) -> set[Layout]:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
+from functools import lru_cache
 
 from torch import Tensor
 
@@ -17,6 +18,24 @@ def shares(size: int, ranks: int) -> list[int]:
     """
     edges = [rank * size // ranks for rank in range(ranks + 1)]
     return [stop - start for start, stop in zip(edges, edges[1:])]
+
+
+def sizes_of_parts(size: int, ranks: int, parts: int) -> list[int]:
+    """How many elements of a dimension each of at most so many parts has, all ranks together.
+
+    All but the last have as many for every rank, so that the fullest rank has no more in all parts than in one.
+    """
+    rows = -(-size // ranks)  # of the fullest rank
+    parts = min(parts, rows)
+    edges = [min(size, ranks * (rows * n // parts)) for n in range(parts + 1)]
+    return [stop - start for start, stop in zip(edges, edges[1:])]
+
+
+@lru_cache(maxsize=1024)
+def largest_part(size: int, ranks: int, parts: int) -> float:
+    """The fullest rank's largest part, of all that it has."""
+    rows = [-(-part // ranks) for part in sizes_of_parts(size, ranks, parts)]
+    return max(rows) / sum(rows)
 
 
 class Space:

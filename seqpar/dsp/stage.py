@@ -9,9 +9,10 @@ operations of all ranks together, of which a rank has the share of its elements.
     gather    one exchange; rank r receives 1 - a_r
     local     the stage takes max(a_r) of its work: uneven sizes and idle ranks are in that
     ulysses   queries, keys, values and the output are switched to heads and back, 2 exchanges
-    ring      keys and values go round, ranks - 1 exchanges, of whose time attention hides half at most: as much as
-              bench/timeline.py has measured
+    ring      keys and values go round, ranks - 1 exchanges, of which attention hides as much as the hardware can; and
+              fetched rows and the steps cost what they cost a kernel
     copies    layout None: every rank does all the work
+    parts     of a stage that comes from elsewhere and goes on elsewhere: one is computed while others move
 
 On a grid (`seqpar.dsp.grid`), groups of `core` neighbours hold shares of one dimension throughout, and a layout says
 what the ranks across groups shard. These move it among themselves as above. A stage that mixes what is held has its
@@ -23,6 +24,7 @@ times.
 
 from __future__ import annotations
 
+import math
 from collections.abc import Mapping
 from dataclasses import dataclass
 from functools import cached_property
@@ -30,7 +32,7 @@ from typing import NamedTuple
 
 import numpy as np
 
-from seqpar.dsp.space import shares
+from seqpar.dsp.space import largest_part, shares
 from seqpar.planner import Hardware
 from seqpar.planner.hardware import BACKWARD
 
@@ -63,6 +65,7 @@ class Stage:
     qkv: tuple[float, float] = (0.0, 0.0)
     ring: bool = True
     filled: bool = False
+    apart: frozenset[str] = frozenset()
     rest: frozenset[Layout] | None = None
     rest_filled: bool = False
 
@@ -70,6 +73,7 @@ class Stage:
         """Take any collection for a set, and raise ValueError for what no stage has."""
         object.__setattr__(self, "whole", frozenset([self.whole] if isinstance(self.whole, str) else self.whole))
         object.__setattr__(self, "qkv", tuple(self.qkv))
+        object.__setattr__(self, "apart", frozenset([self.apart] if isinstance(self.apart, str) else self.apart))
         if self.rest is not None:
             object.__setattr__(self, "rest", frozenset(self.rest))
         figures = (self.bytes, self.flops, self.attention, self.memory, self.heads, self.kv_heads, *self.qkv)
@@ -222,13 +226,67 @@ class Costs:
         copies = max(1.0, ranks / stage.kv_heads)  # of a key head, on as many ranks
         to_heads = self.exchange(part * (1 - 1 / ranks), 2, inside=inside).seconds(2 * queries + copies * keys)
         heads = common * -(-stage.heads // ranks) / stage.heads * attention
-        again = 1.5 if self.training else 1  # keys go round twice on the way back, with their gradients
-        passed = common * (1 - 1 / ranks)
-        around = self.exchange(again * passed, again * (ranks - 1), inside=inside).seconds(keys)
         if ranks == 1:
-            to_heads = around = 0.0
+            to_heads = 0.0
         found = {"ulysses": linear + heads + to_heads}
-        return found | ({"ring": linear + beside + max(around - beside, around / 2)} if stage.ring else {})
+        return found | (
+            {"ring": linear + self._ring(stage, ranks, beside, common, inside=inside)} if stage.ring else {}
+        )
+
+    def _ring(self, stage: Stage, ranks: int, attention: float, common: float, *, inside: bool) -> float:
+        """Seconds of an attention in a ring, of which a rank's part takes so long. common: what its ranks have of all.
+
+        Keys and values go round once, and on the way back twice, with their gradients. A row of theirs that was fetched
+        and a step cost a kernel what they cost the core's planner.
+        """
+        if ranks == 1:
+            return attention
+        again = 1.5 if self.training else 1
+        fetched = common * (1 - 1 / ranks)
+        around = self.exchange(again * fetched, again * (ranks - 1), inside=inside).seconds(stage.qkv[1])
+        attention += fetched * self._rows(stage, self.hardware.attention.key_pairs)
+        attention += (ranks - 1) * self.hardware.attention.stage * (2 if self.training else 1)
+        return attention + max(around - attention, around * (1 - self.hardware.hidden))
+
+    def through(self, stage: Stage, inside: float, before: Layout, layout: Layout, after: Layout, parts: int) -> float:
+        """Seconds of a stage that takes so long inside, with the moves of what comes in and of what goes out.
+
+        Raises: ValueError for parts that it cannot be run in.
+        """
+        into, out = self.moves[before, layout], self.moves[layout, after]
+        if parts == 1:
+            return into.seconds(stage.bytes) + inside + out.seconds(stage.bytes)
+        if not self.parted(stage, before, layout, after):
+            raise ValueError(
+                f"stage {stage.name} cannot be run in {parts} parts from {before!r} by {layout!r} to {after!r}: parts "
+                f"are of a dimension in apart, {sorted(stage.apart)}, and moved to another one"
+            )
+        assert layout is not None
+        largest = largest_part(self.dims[layout], self.groups, parts)
+        extra = parts - 1
+        return self.overlapped(
+            into.seconds(stage.bytes) + extra * into.fixed, inside + extra * self.hardware.call,
+            out.seconds(stage.bytes) + extra * out.fixed, largest,
+        )  # fmt: skip
+
+    def parted(self, stage: Stage, before: Layout, layout: Layout, after: Layout) -> bool:
+        """Whether a stage can be run in parts: of what all others have whole before and after."""
+        return layout in stage.apart and layout != self.held and layout not in (before, after) and after is not None
+
+    def overlapped(self, into: float, inside: float, out: float, largest: float) -> float:
+        """Seconds of a stage that is computed in parts while others come in and go out, over one link in order.
+
+        Nothing is faster than the slowest of the three, with a part of the other two before and after it. As much of
+        the moves as the hardware cannot hide comes on top. In training all halves come again on the way back, and
+        backward is two thirds of the work.
+        """
+        hidden, least = self.hardware.hidden, largest
+        shown = (1 - hidden) * (into + out)
+        into, out = hidden * into, hidden * out
+        if not self.training:
+            return shown + _pipeline(into, inside, out, least)
+        there = _pipeline(into / 2, inside / 3, out / 2, least)
+        return shown + there + _pipeline(out / 2, 2 * inside / 3, into / 2, least)
 
     def memory(self, stage: Stage, layout: Layout) -> float:
         """Bytes that the fullest rank keeps for backward."""
@@ -238,8 +296,22 @@ class Costs:
         return stage.flops / self.hardware.linear_rate * (3 if self.training else 1)
 
     def _attention(self, stage: Stage) -> float:
-        rates = self.hardware.attention
-        return stage.attention * (1 / rates.rate + (BACKWARD / rates.backward_rate if self.training else 0.0))
+        """Of its pairs, and of its rows."""
+        pairs = math.prod(self.dims[dim] for dim in stage.whole)
+        return self._rows(stage, pairs + self.hardware.attention.query_pairs)
+
+    def _rows(self, stage: Stage, pairs: float) -> float:
+        """Of so many pairs for every row, each of which takes what one of the stage's own does."""
+        rates, each = self.hardware.attention, stage.attention / math.prod(self.dims[dim] for dim in stage.whole)
+        return pairs * each * (1 / rates.rate + (BACKWARD / rates.backward_rate if self.training else 0.0))
+
+
+def _pipeline(into: float, inside: float, out: float, part: float) -> float:
+    """Seconds of parts, the largest of which is that part of all, through three stations: what goes out waits for all
+    that comes in, as both are on one link."""
+    return max(
+        part * into + inside + part * out, part * (into + inside) + out, into + part * (inside + out), into + out
+    )  # fmt: skip
 
 
 def _busiest(a: np.ndarray, b: np.ndarray, own: np.ndarray) -> np.ndarray:

@@ -116,6 +116,10 @@ class Pending:
         """The switched tensors, in order."""
         return _folded(self._switching.wait(), self._space, self._forms)
 
+    def settle(self) -> None:
+        """Wait for the exchange alone, if nothing did: after an error, when nobody needs the tensors any more."""
+        self._switching.settle()
+
 
 def once(x: Tensor, comm: Comm) -> Tensor:
     """x, which all ranks computed alike, as one that counts once: only rank 0's gradient goes on. Local."""

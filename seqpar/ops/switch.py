@@ -324,6 +324,12 @@ class Switching:
                 self._ys[n] = y
         return self._ys
 
+    def settle(self) -> None:
+        """Wait for the exchange alone, if nothing did: after an error, when nobody needs the tensors any more."""
+        if not self._waited:
+            self._waited = True
+            self._way.finish()
+
 
 class _Start(torch.autograd.Function):
     """Posts the exchange; on the way back waits for the gradients that `_Finish` sent."""

@@ -20,6 +20,8 @@ from pathlib import Path
 from typing import Any
 
 SCHEMA = 1
+HIDDEN = 0.5  # as much as bench/timeline.py has measured
+CALL = 1.5e-3  # a block of diffusers' Latte on tiny tensors, on one core of an AMD EPYC: 0.9 to 1.6 ms
 BACKWARD = 2.5  # forwards that a backward of attention counts: five products instead of two
 
 
@@ -88,7 +90,9 @@ class Hardware:
 
     source: where the figures come from, in words. linear_rate: achieved operations a second of linear layers with all
     that surrounds them. memory: bytes that a rank can use. reserve: those of them that something other than activations
-    and fetched keys holds, such as weights, gradients and optimiser.
+    and fetched keys holds, such as weights, gradients and optimiser. hidden: the part of an exchange's time that passes
+    beside computing where there is any, 0 to 1. call: seconds that one more call of a block of a model takes, there and
+    back, beside its work: what issues its kernels.
 
     Raises ValueError unless sizes are integers and figures positive.
     """
@@ -102,10 +106,14 @@ class Hardware:
     memory: int
     node: int = 8
     reserve: int = 0
+    hidden: float = HIDDEN
+    call: float = CALL
 
     def __post_init__(self) -> None:
         """Raise ValueError for what no machine has."""
-        _check(self, positive=("linear_rate",))
+        _check(self, positive=("linear_rate",), least_zero=("hidden", "call"))
+        if self.hidden > 1:
+            raise ValueError(f"Hardware: hidden must be at most 1, the whole exchange, got {self.hidden!r}")
         for field, least in (("memory", 1), ("node", 1), ("reserve", 0)):
             value = getattr(self, field)
             if type(value) is not int or value < least:
@@ -196,7 +204,7 @@ def _check_keys(cls: type[Any], data: object, what: str) -> None:
         raise ValueError(f"{what} must be a mapping, got {data!r}")
     known = {field.name: field for field in fields(cls)}
     unknown = sorted(set(data) - set(known))
-    optional = {"node", "reserve"}
+    optional = {"node", "reserve", "hidden", "call"}
     missing = sorted(set(known) - set(data) - optional)
     if unknown or missing:
         raise ValueError(

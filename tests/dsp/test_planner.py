@@ -11,6 +11,7 @@ import sys
 from dataclasses import replace
 from pathlib import Path
 
+import numpy as np
 import pytest
 
 from seqpar.dsp import Stage, plan_stages, rivals
@@ -35,7 +36,7 @@ def random_stages(rng: random.Random, dims: dict[str, int], count: int) -> list[
                 f"s{n}", whole, bytes=size, flops=10 ** rng.uniform(9, 13), attention=10 ** rng.uniform(9, 13),
                 memory=rng.choice([0.0, size, 3 * size]), heads=heads, kv_heads=min(heads, rng.choice([1, 2, 8])),
                 qkv=(size, size / rng.choice([1, 2])), rest=rest, filled=rng.random() < 0.3,
-                rest_filled=rng.random() < 0.3,
+                apart=set(dims) - set(whole) if rng.random() < 0.5 else (), rest_filled=rng.random() < 0.3,
             )
         )  # fmt: skip
     return stages
@@ -56,22 +57,32 @@ def on_every_grid(stages: list[Stage], costs: Costs, limit: float) -> float:
 
 
 def exhaustive(stages: list[Stage], costs: Costs, limit: float) -> float:
-    """The least seconds over every layout of every stage and of every rest, the end whole."""
-    best = math.inf
-    for layouts in itertools.product(costs.layouts, repeat=len(stages)):
-        modes = [costs.modes(stage, layout) for stage, layout in zip(stages, layouts)]
-        if not all(modes) or sum(costs.memory(s, at) for s, at in zip(stages, layouts)) > limit:
-            continue
-        total = sum(min(options.values()) for options in modes)
-        at, size = None, stages[0].bytes
-        for stage, layout in zip(stages, layouts):
-            rests = [layout] if stage.rest is None else [r for r in costs.layouts if allowed(r, stage, costs)]
-            moves = costs.moves
-            ways = [moves[at, rest].seconds(size) + moves[rest, layout].seconds(stage.bytes) for rest in rests]
-            total += min(ways, default=math.inf)
-            at, size = layout, stage.bytes
-        best = min(best, total + costs.moves[at, None].seconds(size) + costs.gather.seconds(size))
-    return best
+    """The least seconds over every layout of every stage, and of its input and output, the end whole."""
+    at = costs.layouts
+    seconds, kept = np.full((1, len(at)), math.inf), np.zeros(1)  # by all layouts so far, and the one that comes next
+    seconds[0, [n for n, each in enumerate(at) if fits(each, stages, 0, costs)]] = 0.0
+    for n, stage in enumerate(stages):
+        table = np.full([len(at)] * 3, math.inf)
+        for (k, layout), (b, before), (a, after) in itertools.product(enumerate(at), repeat=3):
+            if fits(after, stages, n + 1, costs):
+                table[k, b, a] = quickest(stage, before, layout, after, costs)
+        seconds = (seconds[:, None, :, None] + table).min(2).reshape(-1, len(at))
+        kept = np.add.outer(kept, [costs.memory(stage, layout) for layout in at]).reshape(-1)
+    return float(seconds[kept <= limit].min(initial=math.inf)) + costs.gather.seconds(stages[-1].bytes)
+
+
+def fits(at: str | None, stages: list[Stage], n: int, costs: Costs) -> bool:
+    """Whether what comes into a stage may lie so; whole before the first, if nothing stands there, and at the end."""
+    if n == len(stages) or (n == 0 and stages[0].rest is None):
+        return at is None
+    return stages[n].rest is None or allowed(at, stages[n], costs)
+
+
+def quickest(stage: Stage, before: str | None, layout: str | None, after: str | None, costs: Costs) -> float:
+    """The least seconds of a stage with its moves, in all modes and numbers of parts."""
+    counts = (1, 2, 4) if costs.parted(stage, before, layout, after) else (1,)
+    ways = itertools.product(costs.modes(stage, layout).values(), counts)
+    return min((costs.through(stage, took, before, layout, after, n) for took, n in ways), default=math.inf)
 
 
 @pytest.mark.parametrize("seed", range(10))
@@ -97,9 +108,15 @@ def test_the_plan_is_that_of_exhaustive_search(seed) -> None:
 
 def retold(plan: StagePlan) -> float:
     """The seconds of a plan from what it says of itself."""
-    inside = sum(plan.costs.modes(s, c.layout)[c.mode] for s, c in zip(plan.stages, plan.choices))
-    inside += plan.costs.gather.seconds(plan.stages[-1].bytes) if plan.gathers else 0.0
-    return inside + sum(plan.costs.moves[src, dst].seconds(size) for _, src, dst, size in plan.moves())
+    costs = plan.costs
+    seconds = costs.moves[plan.start, plan.choices[0].before].seconds(plan.stages[0].bytes)
+    for stage, (before, layout, mode, parts), after in zip(plan.stages, plan.choices, plan.afters):
+        seconds += costs.through(stage, costs.modes(stage, layout)[mode], before, layout, after, parts)
+    if all(choice.parts == 1 for choice in plan.choices):  # then all adds up
+        inside = sum(costs.modes(s, c.layout)[c.mode] for s, c in zip(plan.stages, plan.choices))
+        moves = sum(costs.moves[src, dst].seconds(size) for _, src, dst, size in plan.moves())
+        assert inside + moves == pytest.approx(seconds, rel=1e-12)
+    return seconds + (costs.gather.seconds(plan.stages[-1].bytes) if plan.gathers else 0.0)
 
 
 @pytest.mark.parametrize("seed", range(4))

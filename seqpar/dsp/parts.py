@@ -1,0 +1,96 @@
+"""A stage in parts: one is computed while the one before is on its way out and the one after on its way in.
+
+A part is a range of the dimension that is sharded inside the stage, which the stage does not mix, and what it moves to
+and from has whole. So a part is the stage of a smaller space, of which every rank has its share::
+
+    inside t, of which each of 2 ranks has 2 of 4      in    |0 |1 |
+                                                     stage      |0 |1 |
+                                                      out          |0 |1 |
+
+On the way back the same happens the other way round: autograd runs what was recorded last first.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from typing import Protocol
+
+import torch
+from torch import Tensor
+
+from seqpar.dsp.flow import moved
+from seqpar.dsp.form import form_of
+from seqpar.dsp.grid import Grid, Place
+from seqpar.dsp.space import Space, sizes_of_parts
+from seqpar.dsp.verbs import begin_switch
+
+
+class Moving(Protocol):
+    """Tensors on their way."""
+
+    def wait(self) -> list[Tensor]:
+        """The tensors where they go."""
+
+    def settle(self) -> None:
+        """Wait for nothing but the exchange, after an error."""
+
+
+class _There:
+    """Tensors that had no way to go."""
+
+    def __init__(self, xs: list[Tensor]) -> None:
+        self._xs = xs
+
+    def wait(self) -> list[Tensor]:
+        return self._xs
+
+    def settle(self) -> None:
+        pass
+
+
+def in_parts(
+    xs: Sequence[Tensor], forms: Sequence[str], grid: Grid, src: Place, inside: str, dst: Place, parts: int,
+    compute: Callable[[Grid, list[Tensor]], list[Tensor]],
+) -> list[Tensor]:  # fmt: skip
+    """What a stage returns, moved from src to where it is sharded inside, and on to dst, both of which have that whole.
+
+    compute: the stage's outputs from the grid of a part and its inputs.
+    """
+    xs = grid.entered(xs, forms, src)
+    grids = grid.parted(inside, sizes_of_parts(grid.outer.dims[inside], grid.outer.comm.size, parts))
+    pieces = [_split(x, grid.outer, form, src[0], inside, grids) for x, form in zip(xs, forms, strict=True)]
+    moving: list[Moving] = []
+    try:
+        for part, each in zip(grids, zip(*pieces), strict=True):
+            moving.append(_begin(part, each, forms, src[0], inside))
+        for part, arriving in zip(grids, list(moving), strict=True):
+            moving.append(_begin(part, compute(part, arriving.wait()), forms, inside, dst[0]))
+        found = [leaving.wait() for leaving in moving[len(grids) :]]
+    except Exception:
+        # of a checkpoint too, which runs a stage again as far as it needs
+        for each in moving:
+            each.settle()
+        raise
+    ys = [
+        _joined(several, grids, grid.outer, form, dst[0], inside)
+        for several, form in zip(zip(*found), forms, strict=True)
+    ]
+    return grid.left(ys, forms, dst)
+
+
+def _begin(grid: Grid, xs: Sequence[Tensor], forms: Sequence[str], src: str | None, dst: str | None) -> Moving:
+    if src is not None and dst is not None:
+        return begin_switch(xs, grid.outer, forms, src, dst)
+    return _There(moved(xs, grid.outer, forms, src, dst))
+
+
+def _split(x: Tensor, space: Space, form: str, sharded: str | None, dim: str, grids: Sequence[Grid]) -> list[Tensor]:
+    pieces = space.unfold(x, form, sharded).split([grid.outer.dims[dim] for grid in grids], form_of(form).index(dim))
+    return [space.fold(piece, form) for piece in pieces]
+
+
+def _joined(
+    ys: Sequence[Tensor], grids: Sequence[Grid], space: Space, form: str, sharded: str | None, dim: str
+) -> Tensor:
+    pieces = [grid.outer.unfold(y, form, sharded) for y, grid in zip(ys, grids, strict=True)]
+    return space.fold(torch.cat(pieces, form_of(form).index(dim)), form)
