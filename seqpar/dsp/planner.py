@@ -5,9 +5,8 @@ its tensors from there to the layout in which it is run, and on to where the nex
 
     start -> [stage 0] -> rest -> [stage 1] -> rest -> ... -> end
 
-Seconds add up along the way, so the best way to each state is found from the best ways to all states one stage earlier.
-Where memory binds, ways that are slower but keep less are carried along, and nothing is cut that could be part of the
-best one. A stage that moves its tensors on both sides may be run in parts, so that moves pass beside computing.
+Seconds add up along the way, so the best way is found from the best ways through fewer stages (`seqpar.dsp.search`). A
+stage that moves its tensors on both sides may be run in parts, so that moves pass beside computing.
 
 So it is for every grid of ranks: each size of groups, holding each dimension whose mixing they can share. A grid whose
 stages alone, moved for nothing, take longer than a plan that is known is left out.
@@ -18,24 +17,13 @@ from __future__ import annotations
 import math
 from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
-from functools import cached_property
-from operator import itemgetter
 from pathlib import Path
-from typing import Any, NamedTuple
 
 import numpy as np
 
-from seqpar.dsp.stage import MODES, Costs, Layout, Stage
+from seqpar.dsp.search import Search, kinds_of
+from seqpar.dsp.stage import Choice, Costs, Layout, Stage
 from seqpar.planner import Hardware
-
-
-class Choice(NamedTuple):
-    """Of one stage: the layout that its input has before (its rest), the layout inside, how and in how many parts."""
-
-    before: Layout
-    layout: Layout
-    mode: str
-    parts: int = 1
 
 
 @dataclass(frozen=True)
@@ -148,21 +136,19 @@ def plan_stages(
     limit = memory if memory is not None and training else math.inf
     if memory is None and training:
         limit = float(hardware.memory - hardware.reserve)
-    kinds = _kinds(stages)
+    kinds = kinds_of(stages)
     parts = sorted(set(parts))
     if any(type(n) is not int or n < 1 for n in parts):
         raise ValueError(f"parts are numbers of at least 1, got {parts}")
-    grids = [_Search(stages, grid, start, kinds=kinds, parts=parts) for grid in _grids(stages, costs, start, cores)]
+    grids = [Search(stages, grid, start, kinds=kinds, parts=parts) for grid in _grids(stages, costs, start, cores)]
     best: StagePlan | None = None
     # without a grid first, then those that promise most
     for search in grids[:1] + sorted(grids[1:], key=lambda search: search.unmoved):
         if best is None or search.unmoved < best.seconds:
             ends, gathers = _ends(stages[-1], search.costs, wanted)
-            way = search.best(ends, math.inf, gathers=gathers)
-            if way is not None and way.memory > limit:
-                way = search.best(ends, limit, gathers=gathers)
-            if way is not None and (best is None or way.seconds < best.seconds):
-                best = way
+            plan = _planned(search, ends, limit, gathers=gathers)
+            if plan is not None and (best is None or plan.seconds < best.seconds):
+                best = plan
     if best is None:
         raise ValueError(
             f"no way to run {[stage.name for stage in stages][:8]} on {ranks} ranks from {start!r} to "
@@ -192,14 +178,26 @@ def rivals(
     for dim in dims:
         held = stages[:1] + tuple(replace(stage, rest=frozenset([dim])) for stage in stages[1:])
         if all(stage.rest is None or dim in stage.rest for stage in stages):
-            by_hand = _Search(held, costs, None, modes=("local",))
-            found.setdefault("dsp", []).append(by_hand.best((None,), math.inf))
+            found.setdefault("dsp", []).append(_planned(Search(held, costs, None, modes=("local",)), (None,)))
         for mode in ("ulysses", "ring"):
-            search = _Search(stages, costs, None, modes=("local", mode), layouts=(dim,))
-            found.setdefault(mode, []).append(search.best((None,), math.inf))
-    found["replicate"] = [_Search(stages, costs, None, layouts=(None,)).best((None,), math.inf)]
+            search = Search(stages, costs, None, modes=("local", mode), layouts=(dim,))
+            found.setdefault(mode, []).append(_planned(search, (None,)))
+    found["replicate"] = [_planned(Search(stages, costs, None, layouts=(None,)), (None,))]
     ways = {name: [way for way in several if way is not None] for name, several in found.items()}
     return {name: min(several, key=lambda way: way.seconds) for name, several in ways.items() if several}
+
+
+def _planned(
+    search: Search, ends: Sequence[Layout], limit: float = math.inf, *, gathers: bool = False
+) -> StagePlan | None:
+    """The fastest plan that keeps at most `limit`; gathers: the groups of the grid do, at the end."""
+    found, costs = search.best(ends, limit), search.costs
+    if found is None:
+        return None
+    left = costs.gather.seconds(search.stages[-1].bytes) if gathers else 0.0
+    return StagePlan(
+        search.stages, found.choices, costs, search.start, found.end, found.seconds + left, found.memory, gathers
+    )
 
 
 def _check(stages: Sequence[Stage], costs: Costs, start: Layout) -> None:
@@ -237,147 +235,3 @@ def _ends(last: Stage, costs: Costs, wanted: Collection[Layout]) -> tuple[list[L
         return [None] if None in wanted else [], True
     ends = [at for at in costs.layouts if (costs.held if at is None else at) in wanted]
     return [at for at in ends if at in costs.filled or not last.rest_filled], False
-
-
-# One way up to a layout: seconds, memory, the last choice and the way before it.
-_Way = tuple[float, float, Choice | None, Any]
-
-
-class _Option(NamedTuple):
-    """One way to run a stage, with the moves of what comes in and of what goes out; kept: the memory that it takes."""
-
-    before: Layout
-    after: Layout
-    seconds: float
-    kept: float
-    choice: Choice
-
-
-class _Search:
-    """Ways to run stages from a layout on one grid.
-
-    modes, layouts, parts: those that may be used. kinds: of the stages.
-    """
-
-    def __init__(
-        self, stages: Sequence[Stage], costs: Costs, start: Layout, *, modes: Sequence[str] = MODES,
-        layouts: Sequence[Layout] | None = None, parts: Sequence[int] = (1,), kinds: Sequence[int] | None = None,
-    ) -> None:  # fmt: skip
-        self.stages, self.costs, self.start = tuple(stages), costs, start
-        self.modes, self.parts = modes, parts
-        self.layouts = costs.layouts if layouts is None else layouts
-        self.kinds = _kinds(stages) if kinds is None else kinds
-        self._inside: dict[int, list[tuple[Layout, str, float, float]]] = {}
-        self._options: dict[tuple[object, ...], list[_Option]] = {}
-
-    def inside(self, n: int) -> list[tuple[Layout, str, float, float]]:
-        """Layouts in which a stage can be run, with the fastest mode, its seconds, and what it keeps."""
-        kind, stage = self.kinds[n], self.stages[n]
-        if kind not in self._inside:
-            self._inside[kind] = found = []
-            for layout in self.layouts:
-                options = {mode: took for mode, took in self.costs.modes(stage, layout).items() if mode in self.modes}
-                if options:
-                    mode = min(options, key=options.__getitem__)
-                    found.append((layout, mode, options[mode], self.costs.memory(stage, layout)))
-        return self._inside[kind]
-
-    @cached_property
-    def unmoved(self) -> float:
-        """Seconds that no way undercuts: each stage in its best layout, moved for nothing."""
-        least: dict[int, float] = {}
-        for n, kind in enumerate(self.kinds):
-            if kind not in least:
-                least[kind] = min((seconds for _, _, seconds, _ in self.inside(n)), default=math.inf)
-        return sum(least[kind] for kind in self.kinds)
-
-    def befores(self, n: int) -> Sequence[Layout]:
-        """Layouts in which what comes into a stage may lie."""
-        stage = self.stages[n]
-        if stage.rest is None:
-            return self.layouts if n else [self.start]
-        # in the order of the layouts: sets differ from process to process, and equal ways are cut alike
-        return [at for at in self.costs.layouts if _rests(at, stage, self.costs)]
-
-    def options(self, n: int, afters: Sequence[Layout]) -> list[_Option]:
-        """Ways to run a stage, but for those that another one beats in seconds and memory; the fastest ones first."""
-        befores = self.befores(n)
-        key = self.kinds[n], tuple(befores), tuple(afters)
-        if key not in self._options:
-            pairs = [(before, after) for before in befores for after in afters]
-            self._options[key] = [option for pair in pairs for option in self._between(n, *pair)]
-        return self._options[key]
-
-    def _between(self, n: int, before: Layout, after: Layout) -> list[_Option]:
-        costs, stage, found = self.costs, self.stages[n], []
-        for layout, mode, took, kept in self.inside(n):
-            seconds, parts = costs.through(stage, took, before, layout, after, 1), 1
-            if costs.parted(stage, before, layout, after):
-                for count in self.parts:
-                    faster = costs.through(stage, took, before, layout, after, count)
-                    if faster < seconds:
-                        seconds, parts = faster, count
-            found.append(_Option(before, after, seconds, kept, Choice(before, layout, mode, parts)))
-        found.sort(key=itemgetter(2, 3))
-        return [each for k, each in enumerate(found) if all(each.kept < other.kept for other in found[:k])]
-
-    def best(self, ends: Sequence[Layout], limit: float, *, gathers: bool = False) -> StagePlan | None:
-        """The fastest way that keeps at most `limit`; gathers: the groups do, at the end."""
-        costs, first, last = self.costs, self.stages[0], self.stages[-1]
-        moved = {at: costs.moves[self.start, at].seconds(first.bytes) for at in self.befores(0)}
-        ways: dict[Layout, list[_Way]] = {at: [(seconds, 0.0, None, None)] for at, seconds in moved.items()}
-        for n in range(len(self.stages)):
-            afters = self.befores(n + 1) if n + 1 < len(self.stages) else ends
-            options = self.options(n, afters)
-            ways = _fastest(ways, options) if limit == math.inf else _fronts(ways, options, limit)
-        left = costs.gather.seconds(last.bytes) if gathers else 0.0
-        done = [(way[0] + left, way, end) for end, several in ways.items() for way in several]
-        if not done:
-            return None
-        seconds, way, end = min(done, key=itemgetter(0))
-        choices, memory = [], way[1]
-        while (choice := way[2]) is not None:
-            choices.append(choice)
-            way = way[3]
-        choices.reverse()
-        return StagePlan(self.stages, tuple(choices), costs, self.start, end, seconds, memory, gathers)
-
-
-def _kinds(stages: Sequence[Stage]) -> list[int]:
-    """A number for every stage; those that cost the same, as layers do, have the same one."""
-    numbers: dict[object, int] = {}
-    return [numbers.setdefault(tuple(stage.__dict__.values())[1:], len(numbers)) for stage in stages]
-
-
-def _rests(at: Layout, stage: Stage, costs: Costs) -> bool:
-    """Whether what stands before a stage allows a layout; under None a grid's ranks have what their group holds."""
-    assert stage.rest is not None
-    return (costs.held if at is None else at) in stage.rest and (at in costs.filled or not stage.rest_filled)
-
-
-def _fastest(ways: dict[Layout, list[_Way]], options: Sequence[_Option]) -> dict[Layout, list[_Way]]:
-    """The fastest way to each layout after a stage, from those before it."""
-    best: dict[Layout, _Way] = {}
-    for before, after, seconds, kept, choice in options:
-        if before in ways:
-            way = ways[before][0]
-            total = way[0] + seconds
-            if after not in best or total < best[after][0]:
-                best[after] = total, way[1] + kept, choice, way
-    return {after: [way] for after, way in best.items()}
-
-
-def _fronts(ways: dict[Layout, list[_Way]], options: Sequence[_Option], limit: float) -> dict[Layout, list[_Way]]:
-    """The ways to each layout that keep at most `limit`, and that no other one beats in seconds and memory."""
-    arrived: dict[Layout, list[_Way]] = {}
-    for before, after, seconds, kept, choice in options:
-        for way in ways.get(before, ()):
-            if way[1] + kept <= limit:
-                arrived.setdefault(after, []).append((way[0] + seconds, way[1] + kept, choice, way))
-    fronts: dict[Layout, list[_Way]] = {}
-    for after, several in arrived.items():
-        fronts[after] = front = []
-        for way in sorted(several, key=itemgetter(0, 1)):
-            if not front or way[1] < front[-1][1]:
-                front.append(way)
-    return fronts

@@ -25,10 +25,10 @@ times.
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import numpy as np
 
@@ -81,13 +81,22 @@ class Stage:
             raise ValueError(f"a stage has figures of at least 0, key heads with its heads, and some rest; got {self}")
 
 
+class Choice(NamedTuple):
+    """Of one stage: the layout that its input has before (its rest), the layout inside, how and in how many parts."""
+
+    before: Layout
+    layout: Layout
+    mode: str
+    parts: int = 1
+
+
 class Move(NamedTuple):
-    """Seconds of a change of layout: of any one, and of each global byte."""
+    """Seconds of a change of layout: of any one, and of each global byte; or arrays of these, of several ones."""
 
-    fixed: float
-    each: float
+    fixed: Any
+    each: Any
 
-    def seconds(self, size: float) -> float:
+    def seconds(self, size: float) -> Any:
         """Of tensors of so many global bytes."""
         return self.fixed + self.each * size if size else 0.0
 
@@ -248,6 +257,12 @@ class Costs:
         attention += (ranks - 1) * self.hardware.attention.stage * (2 if self.training else 1)
         return attention + max(around - attention, around * (1 - self.hardware.hidden))
 
+    @cached_property
+    def table(self) -> Move:
+        """All moves, [from, to] in the order of the layouts."""
+        fixed, each = np.array([[self.moves[a, b] for b in self.layouts] for a in self.layouts]).transpose(2, 0, 1)
+        return Move(fixed, each)
+
     def through(self, stage: Stage, inside: float, before: Layout, layout: Layout, after: Layout, parts: int) -> float:
         """Seconds of a stage that takes so long inside, with the moves of what comes in and of what goes out.
 
@@ -262,31 +277,53 @@ class Costs:
                 f"are of a dimension in apart, {sorted(stage.apart)}, and moved to another one"
             )
         assert layout is not None
-        largest = largest_part(self.dims[layout], self.groups, parts)
-        extra = parts - 1
-        return self.overlapped(
-            into.seconds(stage.bytes) + extra * into.fixed, inside + extra * self.hardware.call,
-            out.seconds(stage.bytes) + extra * out.fixed, largest,
-        )  # fmt: skip
+        return float(self._overlapped(stage.bytes, into, inside, out, parts, self._largest_part(layout, parts)))
+
+    def through_all(self, stage: Stage, inside: np.ndarray, parts: Sequence[int]) -> tuple[np.ndarray, np.ndarray]:
+        """The same for all layouts before, inside and after, and in how many of these parts: seconds, parts.
+
+        inside: seconds by layout, infinite where the stage cannot be run.
+        """
+        at, moves, size = self.layouts, self.table, stage.bytes
+        into, out = Move(*(x[:, :, None] for x in moves)), Move(*(x[None] for x in moves))
+        inside = inside[None, :, None]
+        seconds = into.seconds(size) + inside + out.seconds(size)
+        chosen = np.ones(seconds.shape, dtype=int)
+        apart = np.array([dim in stage.apart and dim != self.held for dim in at])
+        if apart.any():
+            other = ~np.eye(len(at), dtype=bool)
+            sharded = np.array([dim is not None for dim in at])
+            may = apart[None, :, None] & other[:, :, None] & (other & sharded)[None]
+            for count in parts:
+                if count > 1:
+                    part = np.array([self._largest_part(dim, count) if dim is not None else 1.0 for dim in at])
+                    took = self._overlapped(size, into, inside, out, count, part[None, :, None])
+                    better = may & (took < seconds)
+                    seconds[better], chosen[better] = took[better], count
+        return seconds, chosen
 
     def parted(self, stage: Stage, before: Layout, layout: Layout, after: Layout) -> bool:
         """Whether a stage can be run in parts: of what all others have whole before and after."""
         return layout in stage.apart and layout != self.held and layout not in (before, after) and after is not None
 
-    def overlapped(self, into: float, inside: float, out: float, largest: float) -> float:
+    def _largest_part(self, layout: str, parts: int) -> float:
+        return largest_part(self.dims[layout], self.groups, parts)
+
+    def _overlapped(self, size: float, into: Move, inside: Any, out: Move, parts: int, largest: Any) -> Any:
         """Seconds of a stage that is computed in parts while others come in and go out, over one link in order.
 
         Nothing is faster than the slowest of the three, with a part of the other two before and after it. As much of
         the moves as the hardware cannot hide comes on top. In training all halves come again on the way back, and
         backward is two thirds of the work.
         """
-        hidden, least = self.hardware.hidden, largest
-        shown = (1 - hidden) * (into + out)
-        into, out = hidden * into, hidden * out
+        extra, hidden = parts - 1, self.hardware.hidden
+        comes, goes = (move.seconds(size) + extra * move.fixed for move in (into, out))
+        inside, shown = inside + extra * self.hardware.call, (1 - hidden) * (comes + goes)
+        comes, goes = hidden * comes, hidden * goes
         if not self.training:
-            return shown + _pipeline(into, inside, out, least)
-        there = _pipeline(into / 2, inside / 3, out / 2, least)
-        return shown + there + _pipeline(out / 2, 2 * inside / 3, into / 2, least)
+            return shown + _pipeline(comes, inside, goes, largest)
+        there = _pipeline(comes / 2, inside / 3, goes / 2, largest)
+        return shown + there + _pipeline(goes / 2, 2 * inside / 3, comes / 2, largest)
 
     def memory(self, stage: Stage, layout: Layout) -> float:
         """Bytes that the fullest rank keeps for backward."""
@@ -306,12 +343,11 @@ class Costs:
         return pairs * each * (1 / rates.rate + (BACKWARD / rates.backward_rate if self.training else 0.0))
 
 
-def _pipeline(into: float, inside: float, out: float, part: float) -> float:
+def _pipeline(into: Any, inside: Any, out: Any, part: Any) -> Any:
     """Seconds of parts, the largest of which is that part of all, through three stations: what goes out waits for all
     that comes in, as both are on one link."""
-    return max(
-        part * into + inside + part * out, part * (into + inside) + out, into + part * (inside + out), into + out
-    )  # fmt: skip
+    first = np.maximum(part * into + inside + part * out, part * (into + inside) + out)
+    return np.maximum(first, np.maximum(into + part * (inside + out), into + out))
 
 
 def _busiest(a: np.ndarray, b: np.ndarray, own: np.ndarray) -> np.ndarray:

@@ -294,3 +294,41 @@ def test_a_ring_pays_the_latency_of_each_of_its_exchanges(training, exchanges) -
     machine = replace(Hardware.preset("cpu"), inside=wire, across=wire, linear_rate=1e30)
     stage = Stage("mixes", "s", heads=4, kv_heads=4, qkv=(1.0, 2.0))
     assert Costs({"s": 8}, 4, machine, training).modes(stage, "s")["ring"] == pytest.approx(exchanges)
+
+
+@pytest.mark.parametrize("seed", range(3))
+def test_all_ways_of_a_stage_take_what_each_takes(seed) -> None:
+    """The tables of the search beside one way at a time, with and without a grid."""
+    rng = random.Random(seed)
+    dims = {"t": 5, "h": 60, "b": 2}
+    grids = [{}, {"core": 2, "held": "h"}]
+    for stage, grid, training in itertools.product(random_stages(rng, dims, 6), grids, (True, False)):
+        costs = Costs(dims, 4, Hardware.of("h100"), training, **grid)
+        inside = np.array([rng.choice([1e-3, 1e-2, math.inf]) for _ in costs.layouts])
+        seconds, parts = costs.through_all(stage, inside, (1, 2, 4))
+        for (b, before), (k, layout), (a, after) in itertools.product(enumerate(costs.layouts), repeat=3):
+            counts = (1, 2, 4) if costs.parted(stage, before, layout, after) else (1,)
+            ways = {n: costs.through(stage, inside[k], before, layout, after, n) for n in counts}
+            assert seconds[b, k, a] == pytest.approx(min(ways.values()), rel=1e-12)
+            assert ways[parts[b, k, a]] == pytest.approx(seconds[b, k, a], rel=1e-12)
+
+
+def test_moves_pass_beside_computing_where_there_is_enough_of_it() -> None:
+    """Blocks of a video model that go from space to frames and back: in parts if moves take long, and calls do not."""
+    dims = {"b": 1, "t": 64, "s": 4096}
+    stages = [
+        replace(stage, apart=set(dims) - stage.whole, rest={"s"} if n else None)
+        for n, stage in enumerate(video(4, t=64, s=4096))
+    ]
+    machine = Hardware.preset("h100")
+    slow = replace(machine, inside=machine.across, hidden=1.0)
+    plan = plan_stages(stages, dims, 8, hardware=slow)
+    assert [c.parts for c in plan.choices] == [1, 1] + [2, 1] * 3  # the first one has nothing that comes in
+    assert "spatial: t by way of s, local in 2 parts" in plan.describe()
+    once = plan_stages(stages, dims, 8, hardware=slow, parts=(1,))
+    assert plan.seconds < once.seconds and once.bytes() == plan.bytes()
+    assert plan.exchanges == sum(c.parts * (2 if n else 1) for n, c in enumerate(plan.choices[::2])) + 1
+    assert all(c.parts == 1 for c in plan_stages(stages, dims, 8, hardware=replace(slow, hidden=0.0)).choices)
+    assert all(c.parts == 1 for c in plan_stages(stages, dims, 8, hardware=replace(slow, call=1.0)).choices)
+    with pytest.raises(ValueError, match="parts are numbers"):
+        plan_stages(stages, dims, 8, parts=(0,))

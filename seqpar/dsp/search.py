@@ -1,0 +1,238 @@
+"""The fastest way through stages on one grid of ranks, from the layout of what comes in to one of what goes out.
+
+A way of a stage leads from the layout in which its input lies to that of its output, which is the next stage's input.
+The least seconds between all pairs of these are a table, and those of two stages in a row the (min, +) product of two
+tables. Equal stages have equal tables, and equal rows of stages equal products, so that layers cost little.
+
+Where memory binds, ways that are slower but keep less are carried along, and nothing is cut that could be part of the
+best one.
+"""
+
+from __future__ import annotations
+
+import math
+from collections import Counter
+from collections.abc import Iterator, Sequence
+from functools import cached_property
+from operator import itemgetter
+from typing import Any, NamedTuple
+
+import numpy as np
+
+from seqpar.dsp.stage import MODES, Choice, Costs, Layout, Stage
+
+
+class Found(NamedTuple):
+    """A way through all stages. memory: bytes that the fullest rank keeps."""
+
+    seconds: float
+    memory: float
+    choices: tuple[Choice, ...]
+    end: Layout
+
+
+class Search:
+    """Ways to run stages from a layout on one grid.
+
+    modes, layouts, parts: those that may be used. kinds: a number for every stage, equal for those that cost the same.
+    """
+
+    def __init__(
+        self, stages: Sequence[Stage], costs: Costs, start: Layout, *, modes: Sequence[str] = MODES,
+        layouts: Sequence[Layout] | None = None, parts: Sequence[int] = (1,), kinds: Sequence[int] | None = None,
+    ) -> None:  # fmt: skip
+        self.stages, self.costs, self.start = tuple(stages), costs, start
+        self.modes, self.parts = modes, parts
+        self.layouts = costs.layouts if layouts is None else layouts
+        self.kinds = kinds_of(stages) if kinds is None else kinds
+        self._ways: dict[int, _Ways] = {}
+
+    def ways(self, n: int) -> _Ways:
+        """Of a stage."""
+        kind = self.kinds[n]
+        if kind not in self._ways:
+            self._ways[kind] = _Ways(self.stages[n], self.costs, self.modes, self.layouts, self.parts)
+        return self._ways[kind]
+
+    @cached_property
+    def unmoved(self) -> float:
+        """Seconds that no way undercuts: each stage in its best layout, moved for nothing."""
+        first = {kind: n for n, kind in reversed(list(enumerate(self.kinds)))}
+        return sum(count * min(self.ways(first[kind]).inside) for kind, count in Counter(self.kinds).items())
+
+    def best(self, ends: Sequence[Layout], limit: float) -> Found | None:
+        """The fastest way to one of the ends that keeps at most `limit`."""
+        found = self._fastest(ends)
+        return found if found is None or found.memory <= limit else self._fitting(ends, limit)
+
+    def _befores(self, n: int) -> Sequence[Layout]:
+        """Layouts in which what comes into a stage may lie."""
+        stage = self.stages[n]
+        if stage.rest is None:
+            return self.layouts if n else [self.start]
+        # in the order of the layouts: sets differ from process to process, and equal ways are cut alike
+        return [at for at in self.costs.layouts if _rests(at, stage, self.costs)]
+
+    def _steps(self, ends: Sequence[Layout]) -> Iterator[tuple[_Ways, Sequence[Layout], Sequence[Layout]]]:
+        """Every stage's ways, with the layouts from which and to which they may lead."""
+        befores = self._befores(0)
+        for n in range(len(self.stages)):
+            afters = self._befores(n + 1) if n + 1 < len(self.stages) else ends
+            yield self.ways(n), befores, afters
+            befores = afters
+
+    def _entry(self) -> dict[Layout, float]:
+        """Seconds to each layout before the first stage."""
+        moves, size = self.costs.moves, self.stages[0].bytes
+        return {at: moves[self.start, at].seconds(size) for at in self._befores(0)}
+
+    # --- the fastest of all -------------------------------------------------------------------------------------------
+
+    def _fastest(self, ends: Sequence[Layout]) -> Found | None:
+        at = {layout: n for n, layout in enumerate(self.costs.layouts)}
+        leaves: dict[object, _Row] = {}
+        rows = []
+        for ways, befores, afters in self._steps(ends):
+            key = id(ways), tuple(befores), tuple(afters)
+            if key not in leaves:
+                table = np.full((len(at), len(at)), math.inf)
+                allowed = np.ix_([at[b] for b in befores], [at[a] for a in afters])
+                table[allowed] = ways.fastest[allowed]
+                leaves[key] = _Row(table, ways=ways)
+            rows.append(leaves[key])
+        whole = _product(rows)
+        entry = np.full(len(at), math.inf)
+        for layout, seconds in self._entry().items():
+            entry[at[layout]] = seconds
+        total = entry[:, None] + whole.table
+        first, last = np.unravel_index(total.argmin(), total.shape)
+        seconds = float(total[first, last])
+        if seconds == math.inf:
+            return None
+        choices, memory = [], 0.0
+        for ways, before, after in whole.steps(int(first), int(last)):
+            n = int(ways.layout[before, after])
+            choices.append(ways.choice(before, n, after))
+            memory += ways.kept[n]
+        return Found(seconds, memory, tuple(choices), self.costs.layouts[last])
+
+    # --- the fastest that fits ----------------------------------------------------------------------------------------
+
+    def _fitting(self, ends: Sequence[Layout], limit: float) -> Found | None:
+        at = {layout: n for n, layout in enumerate(self.costs.layouts)}
+        fronts: dict[Layout, list[_Way]] = {
+            layout: [(seconds, 0.0, None, None)] for layout, seconds in self._entry().items()
+        }
+        for ways, befores, afters in self._steps(ends):
+            arrived: dict[Layout, list[_Way]] = {}
+            for before, after in ((b, a) for b in befores for a in afters):
+                for n, seconds in enumerate(ways.through[0][at[before], :, at[after]].tolist()):
+                    for way in fronts.get(before, ()):
+                        memory = way[1] + ways.kept[n]
+                        if seconds < math.inf and memory <= limit:
+                            choice = ways.choice(at[before], n, at[after])
+                            arrived.setdefault(after, []).append((way[0] + seconds, memory, choice, way))
+            fronts = {after: _front(several) for after, several in arrived.items()}
+        done = [(way, end) for end, several in fronts.items() for way in several]
+        if not done:
+            return None
+        way, end = min(done, key=lambda each: each[0][0])
+        seconds, memory, choices = way[0], way[1], []
+        while way[2] is not None:
+            choices.append(way[2])
+            way = way[3]
+        return Found(seconds, memory, tuple(reversed(choices)), end)
+
+
+# One way up to a layout: seconds, memory, the last choice and the way before it.
+_Way = tuple[float, float, "Choice | None", Any]
+
+
+def _front(ways: list[_Way]) -> list[_Way]:
+    """Those that no other one beats in seconds and memory."""
+    front: list[_Way] = []
+    for way in sorted(ways, key=itemgetter(0, 1)):
+        if not front or way[1] < front[-1][1]:
+            front.append(way)
+    return front
+
+
+class _Ways:
+    """Ways to run a stage: by numbers of layouts before, inside and after it."""
+
+    def __init__(
+        self, stage: Stage, costs: Costs, modes: Sequence[str], layouts: Sequence[Layout], parts: Sequence[int]
+    ) -> None:
+        self.stage, self.costs, self.layouts, self._counts = stage, costs, costs.layouts, parts
+        options = [
+            {mode: took for mode, took in costs.modes(stage, at).items() if mode in modes and at in layouts}
+            for at in self.layouts
+        ]
+        self.modes = [min(found, key=found.__getitem__) if found else "" for found in options]
+        self.inside = [min(found.values(), default=math.inf) for found in options]
+        self.kept = [costs.memory(stage, at) for at in self.layouts]
+
+    @cached_property
+    def through(self) -> tuple[np.ndarray, np.ndarray]:
+        """Seconds with all moves, and the parts, by layouts before, inside and after."""
+        return self.costs.through_all(self.stage, np.array(self.inside), self._counts)
+
+    @cached_property
+    def layout(self) -> np.ndarray:
+        """The best layout inside, by layouts before and after."""
+        return self.through[0].argmin(1)  # type: ignore[no-any-return]
+
+    @cached_property
+    def fastest(self) -> np.ndarray:
+        """Seconds in it."""
+        return self.through[0].min(1)  # type: ignore[no-any-return]
+
+    def choice(self, before: int, inside: int, after: int) -> Choice:
+        """What these numbers stand for."""
+        parts = int(self.through[1][before, inside, after])
+        return Choice(self.layouts[before], self.layouts[inside], self.modes[inside], parts)
+
+
+class _Row:
+    """Stages in a row: the least seconds by numbers of layouts before and after. ways: of the only stage, or None."""
+
+    def __init__(
+        self, table: np.ndarray, *, ways: _Ways | None = None, halves: tuple[_Row, _Row] | None = None,
+        between: np.ndarray | None = None,
+    ) -> None:  # fmt: skip
+        self.table, self._ways, self._halves, self._between = table, ways, halves, between
+
+    def steps(self, before: int, after: int) -> Iterator[tuple[_Ways, int, int]]:
+        """Each stage's ways, with the layouts before and after it that the fastest way takes."""
+        if self._ways is not None:
+            yield self._ways, before, after
+        else:
+            assert self._halves is not None and self._between is not None
+            middle = int(self._between[before, after])
+            yield from self._halves[0].steps(before, middle)
+            yield from self._halves[1].steps(middle, after)
+
+
+def _product(rows: list[_Row]) -> _Row:
+    """All of some rows in a row, those that come again computed once."""
+    known: dict[tuple[int, int], _Row] = {}
+    while len(rows) > 1:
+        pairs = list(zip(rows[::2], rows[1::2]))
+        for a, b in pairs:
+            if (id(a), id(b)) not in known:
+                sums = a.table[:, :, None] + b.table
+                known[id(a), id(b)] = _Row(sums.min(1), halves=(a, b), between=sums.argmin(1))
+        rows = [known[id(a), id(b)] for a, b in pairs] + rows[2 * len(pairs) :]
+    return rows[0]
+
+
+def kinds_of(stages: Sequence[Stage]) -> list[int]:
+    """A number for every stage; those that cost the same, as layers do, have the same one."""
+    numbers: dict[object, int] = {}
+    return [numbers.setdefault(tuple(stage.__dict__.values())[1:], len(numbers)) for stage in stages]
+
+
+def _rests(at: Layout, stage: Stage, costs: Costs) -> bool:
+    """Whether what stands before a stage allows a layout; under None a grid's ranks have what their group holds."""
+    assert stage.rest is not None
+    return (costs.held if at is None else at) in stage.rest and (at in costs.filled or not stage.rest_filled)
