@@ -29,6 +29,7 @@ SIZES = {
     "cpu": ((1 << 12, 1 << 16, 1 << 20, 1 << 22, 1 << 24), (1 << 18, 1 << 23)),
     "cuda": ((1 << 16, 1 << 20, 1 << 23, 1 << 26, 1 << 28), (1 << 22, 1 << 27)),
 }
+HOP = 1 << 22  # bytes of an exchange beside which something is computed
 TOKENS = {"cpu": ((256, 1024), (512,)), "cuda": ((2048, 8192), (4096,))}
 
 
@@ -88,6 +89,7 @@ def measured(model: ModelShape, device: torch.device, *, ranks: int, quick: bool
     from seqpar.cli import measure
     from seqpar.planner import Hardware
     from seqpar.planner.fit import fit_attention
+    from seqpar.testing import run_processes
 
     seconds, each = (4.0, 0.01) if quick else (45.0, 0.05)
     with progress("attention", seconds) as tick:
@@ -97,6 +99,7 @@ def measured(model: ModelShape, device: torch.device, *, ranks: int, quick: bool
     attention = fit_attention(seen, unseen)
     linear, multiplied = _linear(model, device, seconds / 3)
     fits, exchanged = _links(device, ranks, quick)
+    beside = run_processes(ranks, measure.hidden, HOP, 11 if quick else 40, device.type == "cuda", timeout=60.0)
     about = environment(device) | {
         "model": model.name, "device": device.type, "ranks": ranks, "kernel": measure.kernel_for(model, device),
     }  # fmt: skip
@@ -108,6 +111,8 @@ def measured(model: ModelShape, device: torch.device, *, ranks: int, quick: bool
         linear_rate=linear.value,
         inside=fits["inside"].value,
         across=fits.get("across", fits["inside"]).value,
+        hidden=min(beside),
+        call=measure.call(device),
         **_size(device),
     )
     errors = {"attention": attention, "linear": linear} | fits
@@ -208,11 +213,12 @@ def show(data: dict[str, Any]) -> None:
         "attention": f"{a['rate'] / 1e9:,.1f} GFLOP/s, backward {a['backward_rate'] / 1e9:,.1f}; a query row costs "
         f"{a['query_pairs']:.0f} pairs, a fetched key row {a['key_pairs']:.0f}; a piece {a['piece'] * 1e6:.1f} us, "
         f"a step {a['stage'] * 1e6:.1f}",
-        "linear": f"{data['linear_rate'] / 1e9:,.1f} GFLOP/s",
+        "linear": f"{data['linear_rate'] / 1e9:,.1f} GFLOP/s; a call of a block {data['call'] * 1e3:.2f} ms",
     } | {
         name: f"{data[name]['bandwidth'] / 1e9:.2f} GB/s after {data[name]['latency'] * 1e6:.0f} us"
         for name in ("inside", "across")
     }
+    values["inside"] += f"; {data['hidden']:.0%} of it passes beside computing"
     rows: list[Sequence[object]] = []
     for name, value in values.items():
         error = about["errors"].get(name)

@@ -293,14 +293,60 @@ def interleaved(
     return found
 
 
-def exchanges(comm: Comm, sizes: Sequence[int], turns: int, cuda: bool) -> dict[str, list[list[float]]]:
-    """On each process: link -> size -> seconds of every turn of a hop in a ring, over the transports of its device."""
+def call(device: torch.device, turns: int = 30) -> float:
+    """Seconds of one more call of a block, forward and backward, beside its work: of a layer on a few tiny tokens.
+
+    On CUDA what the host takes to issue it.
+    """
+    layer = torch.nn.TransformerEncoderLayer(64, 4, 128, batch_first=True, device=device)
+    x = torch.randn(1, 4, 64, device=device, requires_grad=True)
+    now, took = time.perf_counter if device.type == "cuda" else time.thread_time, []
+    for _ in range(turns + 3):
+        if device.type == "cuda":
+            torch.cuda.synchronize(device)
+        stop = _clock(now)
+        layer(x).sum().backward()
+        took.append(stop())
+    return statistics.median(took[3:])
+
+
+def hidden(comm: Comm, size: int, turns: int, cuda: bool) -> float:
+    """On each process: the part of a hop of so many bytes that passes beside products of matrices that take as long."""
+    link, device = _comms(comm, cuda)["inside"], torch.device("cuda", comm.rank) if cuda else CPU
+    a, x, y = torch.randn(256, 256, device=device), *(link.empty((size,), torch.uint8, device).fill_(1) for _ in "xy")
+    after, before = (comm.rank + 1) % comm.size, (comm.rank - 1) % comm.size
+
+    def timed(number: int, products: int, *, moves: bool) -> float:
+        comm.agree("turn", {})
+        stop = _events() if cuda else _clock(time.perf_counter)
+        work = link.exchange({after: [x]}, {before: [y]}, tag=Tag(0, number, 0, 0)) if moves else None
+        for _ in range(products):
+            torch.mm(a, a)
+        if work is not None:
+            work.wait()
+        return stop()
+
+    first = [[timed(n, 1, moves=False), timed(n, 0, moves=True)] for n in range(5)]
+    product, hop = (statistics.median(each) for each in zip(*first[1:]))
+    products = comm.gather("products", max(1, round(hop / product)))[0]
+    found = []
+    for n in range(5, 5 + 2 * turns, 2):
+        hop, computed = timed(n, 0, moves=True), timed(n, products, moves=False)
+        found.append((hop + computed - timed(n + 1, products, moves=True)) / min(hop, computed))
+    return min(1.0, max(0.0, statistics.median(found)))
+
+
+def _comms(comm: Comm, cuda: bool) -> dict[str, Comm]:
+    """The transports of a device by the link that they stand for."""
     if cuda:
         torch.cuda.set_device(comm.rank)
-        comms = {"inside": GroupComm(dist.new_group(backend="nccl"))}
-    else:
-        comms = {"inside": comm} if shm.missing() else {"inside": ShmComm(timeout=60.0), "across": comm}
-    device = torch.device("cuda", comm.rank) if cuda else CPU
+        return {"inside": GroupComm(dist.new_group(backend="nccl"))}
+    return {"inside": comm} if shm.missing() else {"inside": ShmComm(timeout=60.0), "across": comm}
+
+
+def exchanges(comm: Comm, sizes: Sequence[int], turns: int, cuda: bool) -> dict[str, list[list[float]]]:
+    """On each process: link -> size -> seconds of every turn of a hop in a ring, over the transports of its device."""
+    comms, device = _comms(comm, cuda), torch.device("cuda", comm.rank) if cuda else CPU
     after, before = (comm.rank + 1) % comm.size, (comm.rank - 1) % comm.size
     found: dict[str, list[list[float]]] = {name: [[] for _ in sizes] for name in comms}
     buffers = {
