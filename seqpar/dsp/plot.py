@@ -33,7 +33,11 @@ def plot(plan: StagePlan, path: str | Path) -> None:
         shown = costs.through(stage, inside, choice.before, choice.layout, after, choice.parts) - inside
         axis.bar(n, inside * 1e3, color=colours[choice.layout], hatch="" if choice.mode == "local" else "//")
         axis.bar(n, shown * 1e3, bottom=inside * 1e3, color=MOVES)
-    axis.set_xticks(range(len(plan.stages)), [stage.name for stage in plan.stages], rotation=90, fontsize=7)
+    names = [stage.name for stage in plan.stages]
+    if plan.gathers:
+        axis.bar(len(names), costs.gather.seconds(plan.stages[-1].bytes) * 1e3, color=MOVES)
+        names.append("end")
+    axis.set_xticks(range(len(names)), names, rotation=90, fontsize=7)
     axis.set(ylabel="milliseconds", title=plan.describe().splitlines()[0].split(": ")[0])
     keys = [Patch(color=colour, label=f"{dim or 'nothing'} sharded") for dim, colour in colours.items()]
     axis.legend(handles=[*keys, Patch(color=MOVES, label="changes of layout, as far as shown")], fontsize=8, ncols=3)

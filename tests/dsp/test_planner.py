@@ -178,7 +178,7 @@ def test_attention_over_all_dimensions_is_shared_with_heads() -> None:
         plan_stages([replace(stage, heads=0, memory=1e12)] * 4, {"t": t, "s": s}, 8)
 
 
-def test_more_ranks_than_frames_share_attention_over_space_in_groups() -> None:
+def test_more_ranks_than_frames_share_attention_over_space_in_groups(tmp_path) -> None:
     """16 frames on 64 ranks: alone, three ranks of four would have none in spatial stages."""
     dims = {"b": 1, "t": 16, "s": 4096}
     plan = plan_stages(video(4, s=4096), dims, 64)
@@ -191,6 +191,10 @@ def test_more_ranks_than_frames_share_attention_over_space_in_groups() -> None:
     grid = f"a grid of {plan.costs.groups} groups x {plan.costs.core} of the 64 ranks of h100 (s held in each group)"
     assert grid in plan.describe()
     assert plan.gathers and plan.exchanges == len(plan.moves())  # of which the first is a split: the groups gather too
+    pytest.importorskip("matplotlib")
+    plan.plot(tmp_path / "plan.svg")
+    text = (tmp_path / "plan.svg").read_text()
+    assert text.count("<!-- end -->") == 1 and text.count("<!-- spatial -->") == 4
 
 
 def test_a_grid_is_not_offered_where_it_cannot_be_run() -> None:
