@@ -290,20 +290,28 @@ class Way:
         self.needed = [n for n, grad in enumerate(grads) if grad]
         dims = ([side[n] for n in self.needed] for side in (concat_dims, split_dims))
         self.back = *dims, concat, split
+        self._waits: list[Callable[[], None]] = []
+        self._backs: list[tuple[list[Tensor], Callable[[], None]]] = []
 
     def post(self, xs: Sequence[Tensor]) -> list[Tensor]:
         """The results, which hold nothing before `finish`."""
-        ys, self.finish = _post(xs, self.made.comm, *self.there, self.made.tag)
+        ys, wait = _post(xs, self.made.comm, *self.there, self.made.tag)
+        self._waits.append(wait)
         return ys
+
+    def finish(self) -> None:
+        """Wait for what was posted, and let go of what was sent: the graph keeps the rest until backward."""
+        self._waits.pop()()
 
     def post_back(self, dys: Sequence[Tensor]) -> None:
         """Send gradients; `finish_back` gives those that arrive."""
-        self.dxs, self.arrived = _post(dys, self.made.comm, *self.back, self.made.back())
+        self._backs.append(_post(dys, self.made.comm, *self.back, self.made.back()))
 
     def finish_back(self) -> list[Tensor]:
         """The gradients of what was switched."""
-        self.arrived()
-        return self.dxs
+        dxs, wait = self._backs.pop()
+        wait()
+        return dxs
 
 
 class Switching:

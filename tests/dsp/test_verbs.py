@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import gc
+import weakref
+
 import pytest
 import torch
 from hypothesis import given, settings
@@ -352,3 +355,23 @@ def test_flow_names_an_unknown_dimension() -> None:
     with pytest.raises(ValueError, match='"h" is not a dimension'):
         Flow(Space({"t": 2}, LocalComm()), "h")
     assert repr(Flow(Space({"t": 2}, LocalComm()))) == "Flow(Space({'t': 2}, 1 ranks), sharded=None)"
+
+
+def kept(comm: Comm) -> tuple[bool, Tensor | None]:
+    space = Space({"t": 4, "s": 6}, comm)
+    x = torch.randn(space.local("t")["t"], 6, 3, requires_grad=True)
+    sent = x * 2
+    found = weakref.ref(sent)
+    (y,) = begin_switch([sent], space, ["t s c"], "t", "s").wait()
+    del sent
+    comm.agree("it has arrived everywhere", {})
+    gc.collect()
+    y.sum().backward()
+    return found() is not None, x.grad
+
+
+def test_what_was_sent_is_let_go_when_it_has_arrived() -> None:
+    """A graph that waits for backward keeps nothing of an exchange that is over."""
+    for alive, gradient in run_threads(2, kept):
+        assert not alive
+        assert gradient is not None and bool((gradient == 2).all())
