@@ -23,6 +23,7 @@ from seqpar.dsp.space import Space
 from seqpar.dsp.spec import Block, Core, Exit
 from seqpar.dsp.stage import Layout
 from seqpar.dsp.verbs import switch, switch_all
+from seqpar.ops.handles import in_graph
 from seqpar.ops.recompute import run_again_inside, under_way
 from seqpar.parallel import parallel
 
@@ -105,7 +106,8 @@ def run_stage(module: nn.Module, block: Block, inner: Any, step: Step, given: di
     def compute(part: Grid, streams: list[Tensor]) -> list[Tensor]:
         return _computed(module, block, inner, step._replace(grid=part), given | dict(zip(names, streams, strict=True)))
 
-    if step.parts > 1:
+    # recomputed selectively, calls go through their ops, which are not under way when they return
+    if step.parts > 1 and not in_graph(*xs):
         assert step.inside is not None
         found = in_parts(xs, forms, grid, step.before, step.inside, step.after, step.parts, compute)
     else:
