@@ -217,12 +217,17 @@ class Parallelized:
             stages[0] = replace(stages[0], rest=None)  # what comes in is whole
             end: Sequence[Layout] = (None,) if self.spec.exit is None else self.spec.exit.rest
             plan = self.planner(stages, space.dims, space.comm.size, end=end, training=training)
-            for stage, choice, after in zip(stages, plan.choices, plan.afters, strict=True):
-                if choice.parts > 1:  # or an error that says which it cannot be run in
-                    plan.costs.through(stage, 0.0, choice.before, choice.layout, after, choice.parts)
+            afters = plan.afters if self.spec.exit else [*plan.afters[:-1], None]  # the last one's output is the end
+            error: Exception | None = None
+            try:
+                for stage, choice, after in zip(stages, plan.choices, afters, strict=True):
+                    if choice.parts != 1:  # or an error that says which it cannot be run in
+                        plan.costs.through(stage, 0.0, choice.before, choice.layout, after, choice.parts)
+            except ValueError as found:
+                error = found
             choices = [tuple(choice) for choice in plan.choices]
             chosen = {"grid": (plan.costs.core, plan.costs.held), "choices": choices, "end": plan.end}
-            agree_once(self.comm, "planning of stages", chosen, None)
+            agree_once(self.comm, "planning of stages", chosen, error)
             self.plans[key] = plan
         return key, self.plans[key]
 

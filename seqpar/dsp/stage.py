@@ -271,7 +271,7 @@ class Costs:
         into, out = self.moves[before, layout], self.moves[layout, after]
         if parts == 1:
             return into.seconds(stage.bytes) + inside + out.seconds(stage.bytes)
-        if not self.parted(stage, before, layout, after):
+        if type(parts) is not int or parts < 1 or not self.parted(stage, before, layout, after):
             raise ValueError(
                 f"stage {stage.name} cannot be run in {parts} parts from {before!r} by {layout!r} to {after!r}: parts "
                 f"are of a dimension in apart, {sorted(stage.apart)}, and moved to another one"
