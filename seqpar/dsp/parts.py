@@ -23,6 +23,7 @@ from seqpar.dsp.form import form_of
 from seqpar.dsp.grid import Grid, Place
 from seqpar.dsp.space import Space, sizes_of_parts
 from seqpar.dsp.verbs import begin_switch
+from seqpar.ops.handles import refuse
 
 
 class Moving(Protocol):
@@ -58,7 +59,10 @@ def in_parts(
     """
     xs = grid.entered(xs, forms, src)
     grids = grid.parted(inside, sizes_of_parts(grid.outer.dims[inside], grid.outer.comm.size, parts))
-    pieces = [_split(x, grid.outer, form, src[0], inside, grids) for x, form in zip(xs, forms, strict=True)]
+    try:
+        pieces = [_split(x, grid.outer, form, src[0], inside, grids) for x, form in zip(xs, forms, strict=True)]
+    except Exception as error:
+        refuse("switch", grid.outer.comm, error)
     moving: list[Moving] = []
     try:
         for part, each in zip(grids, zip(*pieces), strict=True):

@@ -22,6 +22,7 @@ from pathlib import Path
 import numpy as np
 
 from seqpar.dsp.search import Search, kinds_of
+from seqpar.dsp.space import sizes_of_parts
 from seqpar.dsp.stage import Choice, Costs, Layout, Stage
 from seqpar.planner import Hardware
 
@@ -64,6 +65,8 @@ class StagePlan:
         """Exchanges of a forward for changes of layout: switches, one for each part, and gathers."""
         found = int(self.start not in (None, self.choices[0].before))
         for (before, layout, _, parts), after in zip(self.choices, self.afters, strict=True):
+            if parts > 1 and layout is not None:  # or fewer, if there are no more elements
+                parts = len(sizes_of_parts(self.costs.dims[layout], self.costs.groups, parts))
             found += parts * sum(src is not None and src != dst for src, dst in ((before, layout), (layout, after)))
         return found + self.gathers
 
