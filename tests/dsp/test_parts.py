@@ -1,0 +1,488 @@
+"""Stages run in parts: the numbers of one process under any plan, the order of what is posted, and errors by name."""
+
+from __future__ import annotations
+
+import itertools
+import random
+from collections.abc import Callable
+from copy import copy
+from dataclasses import replace
+from functools import partial
+
+import pytest
+import torch
+from torch import Tensor, nn
+from torch.utils.checkpoint import checkpoint, create_selective_checkpoint_contexts, set_checkpoint_early_stop
+
+from seqpar.comm import Comm, PeerError, Stats, Work
+from seqpar.dsp import Spec, StagePlan, parallelize
+from seqpar.dsp.planner import Choice
+from seqpar.dsp.space import shares
+from seqpar.dsp.stage import Costs
+from seqpar.testing import run_processes, run_threads
+from tests.dsp.models import FREE, PAIRS, WEATHER, DiT, PairStack, Weather, compared, dit, gradients, made
+from tests.dsp.test_changes import recomputing
+from tests.dsp.test_parallelize import Checkpointed
+
+Planner = Callable[..., StagePlan]
+
+
+def in_parts(seed: int, core: int = 1, held: str | None = None, parts: tuple[int, ...] = (2, 3, 4, 5)) -> Planner:
+    """A planner that takes any way that can be run, mostly one of which stages are run in parts."""
+
+    def planner(stages, dims, ranks, *, end, training):
+        rng, costs = random.Random(seed), Costs(dict(dims), ranks, FREE, training, core, held)
+        filled = [at for at in costs.layouts if at in costs.filled]
+
+        def taken(ways: list, wanted: Callable[..., bool]) -> object:
+            return rng.choice([way for way in ways if wanted(way)] * 9 + ways)
+
+        ways = [[(at, mode) for at in costs.layouts for mode in costs.modes(stage, at)] for stage in stages]
+        inside = [
+            taken(each, lambda way, stage=stage: way[0] in stage.apart)
+            for stage, each in zip(stages, ways, strict=True)
+        ]
+        befores = [
+            costs.layouts if stage.rest is None else [at for at in filled if (held if at is None else at) in stage.rest]
+            for stage in stages
+        ]
+        ends = [at for at in filled if (held if at is None else at) in end] if held is None or held in end else [None]
+        edges = [None]
+        for n, each in enumerate([*befores[1:], ends], 1):
+            beside = {None, *(layout for layout, _ in inside[n - 1 : n + 1])}
+            edges.append(taken(list(each), lambda at, beside=beside: at not in beside))
+        choices = [
+            Choice(at, layout, mode, rng.choice(parts) if costs.parted(stage, at, layout, after) else 1)
+            for stage, at, (layout, mode), after in zip(stages, edges, inside, edges[1:], strict=False)
+        ]
+        return StagePlan(tuple(stages), tuple(choices), costs, None, edges[-1], 0.0, 0.0)
+
+    return planner
+
+
+def rand(*shape: int) -> Tensor:
+    return torch.randn(*shape, generator=torch.Generator().manual_seed(sum(shape)), dtype=torch.float64)
+
+
+def case(name: str) -> tuple[nn.Module, Spec | None, dict[str, Tensor]]:
+    if name == "pairs":
+        return made(PairStack), PAIRS, {"z": rand(3, 5, 5, 5), "mask": (rand(3, 5, 5, 1) > -1).double()}
+    if name == "weather":
+        return made(Weather), WEATHER, {"x": rand(3, 5, 7, 3)}
+    if name.startswith("latte"):
+        from tests.dsp.test_latte import batch, latte
+
+        model = latte(6, 5)
+        if name == "latte checkpointed":
+            model.enable_gradient_checkpointing()
+        return model, None, batch(6, 5, 2)
+    return made(DiT), dit(False), {"x": rand(5, 3, 5, 3), "t": rand(5, 1)}
+
+
+def on_a_rank(comm: Comm, name: str, planner: Planner) -> tuple[dict[str, Tensor], StagePlan]:
+    model, spec, given = case(name)
+    handle = parallelize(model, comm, spec, planner=planner)
+    found = gradients(model, given)
+    (plan,) = handle.plans.values()
+    return found, plan
+
+
+def alone(name: str) -> dict[str, Tensor]:
+    model, _, given = case(name)
+    return gradients(model, given)
+
+
+SHAPES = [
+    ("pairs", 2, 1, None), ("pairs", 4, 1, None), ("pairs", 8, 1, None), ("pairs", 6, 3, "b"),
+    ("weather", 2, 1, None), ("weather", 3, 1, None), ("weather", 4, 1, None), ("weather", 6, 2, "b"),
+    ("latte", 2, 1, None), ("latte", 3, 1, None), ("latte", 8, 2, "s"), ("latte checkpointed", 4, 1, None),
+    ("core", 3, 1, None), ("core", 4, 2, "t"), ("core", 6, 2, "s"),
+]  # fmt: skip
+
+
+@pytest.mark.parametrize("seed", [1, 2])
+@pytest.mark.parametrize("name, ranks, core, held", SHAPES)
+def test_forward_and_all_gradients_are_those_of_one_process(name, ranks, core, held, seed) -> None:
+    found = run_threads(ranks, on_a_rank, name, in_parts(seed, core, held))
+    compared([numbers for numbers, _ in found], alone(name))
+
+
+def processed(comm: Comm, name: str) -> dict[str, Tensor]:
+    return on_a_rank(comm, name, in_parts(1))[0]
+
+
+@pytest.mark.parametrize("comm", ["gloo", "shm"])
+def test_it_is_so_on_processes(comm) -> None:
+    for name in ("weather", "core"):
+        compared(run_processes(3, processed, name, comm=comm), alone(name))
+
+
+# --- one plan, all of whose stages are run in parts -------------------------------------------------------------------
+
+GRID = rand(3, 5, 7, 3)
+
+
+def by_hand(count: int) -> Planner:
+    """Between stages the batch is sharded, inside what they do not mix."""
+
+    def planner(stages, dims, ranks, *, end, training):
+        inside = ["w" if "h" in stage.whole else "h" for stage in stages]
+        choices = [Choice("b" if n else None, layout, "local", count) for n, layout in enumerate(inside)]
+        return StagePlan(tuple(stages), tuple(choices), Costs(dict(dims), ranks, FREE, training), None, "b", 0.0, 0.0)
+
+    return planner
+
+
+def weather(comm: Comm, planner: Planner | None = None) -> nn.Module:
+    model = made(Weather)
+    if comm.size > 1:
+        parallelize(model, comm, WEATHER, planner=planner or by_hand(3))
+    return model
+
+
+def numbers(model: nn.Module, x: Tensor = GRID) -> dict[str, Tensor]:
+    """Output and all gradients there are."""
+    x = x.clone().requires_grad_()
+    model.zero_grad()
+    out = model(x)
+    out.square().sum().backward()
+    grads = {name: p.grad for name, p in model.named_parameters() if p.grad is not None}
+    return {"out": out.detach(), "d x": x.grad} | grads
+
+
+def without(comm: Comm, how: str) -> dict[str, Tensor]:
+    """Passes in which not everything needs a gradient, or nothing."""
+    model, x = weather(comm), GRID.clone()
+    if how == "no grad":
+        with torch.no_grad():
+            return {"out": model(x)}
+    if how == "inference":
+        with torch.inference_mode():
+            out = model(x)
+        return {"out": out.clone()}
+    if how == "frozen":
+        model.requires_grad_(False)
+    elif how == "some":
+        for name, p in model.named_parameters():
+            p.requires_grad_("qkv" in name)
+    if how == "parameters":
+        out = model(x)
+        out.square().sum().backward()
+        return {"out": out.detach()} | {name: p.grad for name, p in model.named_parameters()}
+    return numbers(model)
+
+
+@pytest.mark.parametrize("how", ["no grad", "inference", "frozen", "some", "parameters"])
+def test_passes_in_which_not_everything_needs_a_gradient(how) -> None:
+    (want,) = run_threads(1, without, how)
+    for ranks in (2, 3):
+        compared(run_threads(ranks, without, how, delay=0.001), want)
+
+
+# --- the order of what is posted --------------------------------------------------------------------------------------
+
+
+class Watched:
+    """A comm that notes when exchanges are posted and waited for, by the order in which they were posted."""
+
+    def __init__(self, comm: Comm, events: list[str]) -> None:
+        self._comm, self._events, self._count = comm, events, itertools.count()
+
+    def __getattr__(self, name: str) -> object:
+        return getattr(self._comm, name)
+
+    def exchange(self, sends: object, recvs: object, *, tag: object) -> Watching:
+        number = next(self._count)
+        self._events.append(f"post {number}")
+        return Watching(self._comm.exchange(sends, recvs, tag=tag), self._events, number)
+
+
+class Watching:
+    def __init__(self, work: Work, events: list[str], number: int) -> None:
+        self._work, self._events, self._number = work, events, number
+
+    def wait(self) -> None:
+        self._events.append(f"wait {self._number}")
+        self._work.wait()
+
+
+def one_in_parts(stages, dims, ranks, *, end, training) -> StagePlan:
+    """The second of three stages in three parts."""
+    inside, parts = ["w", "h", "h"], [1, 3, 1]
+    choices = [Choice("b", layout, "local", n) for layout, n in zip(inside, parts, strict=True)]
+    return StagePlan(tuple(stages), tuple(choices), Costs(dict(dims), ranks, FREE, training), None, "b", 0.0, 0.0)
+
+
+def watched(comm: Comm, checkpointed: bool) -> tuple[list[str], list[str]]:
+    """What happens in forward and in backward around the second stage."""
+    events: list[str] = []
+    model = made(Weather, (6, 7), 8, 1)
+    parallelize(model, Watched(comm, events), WEATHER, planner=one_in_parts)
+
+    def note(module: nn.Module, given: object, out: Tensor) -> None:
+        events.append("compute")
+        if out.requires_grad:
+            out.register_hook(lambda g: events.append("back"))
+
+    model.east[0].norm.register_forward_hook(note)
+    if checkpointed:
+        model.east[0] = Checkpointed(model.east[0], False)
+    out = model(rand(2, 6, 7, 3))
+    there, back = list(events), len(events)
+    out.square().sum().backward()
+    return there, events[back:]
+
+
+FORWARD = """
+    post 1, post 2, post 3,
+    wait 1, compute, post 4, wait 2, compute, post 5, wait 3, compute, post 6,
+    wait 4, wait 5, wait 6,
+"""
+BACKWARD = """
+    post 12, post 13, post 14,
+    wait 12, back, post 15, wait 13, back, post 16, wait 14, back, post 17,
+    wait 15, wait 16, wait 17,
+"""
+AGAIN = """
+    post 12, post 13, post 14, wait 12,
+    post 15, post 16, post 17, wait 15, compute, post 18, wait 16, compute, post 19, wait 17, compute, wait 18, wait 19,
+    back, post 20, wait 13, back, post 21, wait 14, back, post 22,
+    wait 20, wait 21, wait 22,
+"""  # what goes out of the last part is not needed, and torch stops before it
+
+
+@pytest.mark.parametrize("checkpointed", [False, True])
+def test_a_part_is_computed_while_others_move(checkpointed) -> None:
+    for there, back in run_threads(2, watched, checkpointed):
+        assert listed(FORWARD) in ", ".join(there)
+        assert listed(AGAIN if checkpointed else BACKWARD) in ", ".join(back)
+
+
+def listed(text: str) -> str:
+    return " ".join(text.split()).removesuffix(",")
+
+
+# --- what moves -------------------------------------------------------------------------------------------------------
+
+
+def counted(comm: Comm, count: int) -> tuple[int, Stats, Stats]:
+    """Exchanges by the plan, and what was counted in the stages of a forward and a backward."""
+    model = made(Weather)
+    handle = parallelize(model, comm, WEATHER, planner=by_hand(count))
+    at_the_end = []
+    model.head.register_forward_pre_hook(lambda *_: at_the_end.append(copy(comm.stats)))
+    comm.stats.reset()
+    out = model(GRID)
+    comm.stats.reset()
+    out.square().sum().backward()
+    (plan,) = handle.plans.values()
+    return plan.exchanges, at_the_end[0], copy(comm.stats)
+
+
+@pytest.mark.parametrize("ranks", [2, 3])
+def test_parts_have_the_bytes_of_one_exchange(ranks) -> None:
+    once, several = run_threads(ranks, counted, 1), run_threads(ranks, counted, 3)
+    b, h, w = (shares(size, ranks) for size in (3, 5, 7))
+    for rank, ((planned, there, back), (plain_planned, plain, plain_back)) in enumerate(
+        zip(several, once, strict=True)
+    ):
+        assert (plain_planned, planned) == (11, {2: 33, 3: 25}[ranks])  # the first input is whole; rows are 3 or 2
+        assert there.exchanges == back.exchanges == planned
+        assert plain.exchanges == plain_back.exchanges == plain_planned
+        assert plain.messages_sent == 11 * (ranks - 1) and there.messages_sent <= planned * (ranks - 1)
+        # b to w, to b: two layers of them; b to h, to b: four; but for the first stage, whose input is whole
+        to_w, to_h = b[rank] * (7 - w[rank]) * 5, b[rank] * (5 - h[rank]) * 7
+        from_w, from_h = w[rank] * (3 - b[rank]) * 5, h[rank] * (3 - b[rank]) * 7
+        assert plain.bytes_sent == there.bytes_sent == 64 * (to_w + 2 * from_w + 4 * to_h + 4 * from_h)
+        assert plain.bytes_received == there.bytes_received == plain_back.bytes_sent == back.bytes_sent
+        assert plain_back.bytes_received == back.bytes_received == there.bytes_sent
+
+
+# --- checkpoints ------------------------------------------------------------------------------------------------------
+
+
+class Selective(nn.Module):
+    """A module of which products are kept and all else is recomputed in backward."""
+
+    def __init__(self, inner: nn.Module) -> None:
+        super().__init__()
+        self.inner = inner
+
+    def forward(self, x: Tensor) -> Tensor:
+        kept = [torch.ops.aten.addmm.default, torch.ops.aten.mm.default]
+        return checkpoint(
+            self.inner, x, use_reentrant=False, context_fn=partial(create_selective_checkpoint_contexts, kept)
+        )
+
+
+def checkpointed(comm: Comm, kind: str) -> dict[str, Tensor]:
+    """Several steps; numbers of the last."""
+    model = weather(comm)
+    for blocks in (model.north, model.east, model.mix):
+        for n, block in enumerate(blocks):
+            blocks[n] = Selective(block) if kind == "selective" else Checkpointed(block, kind == "reentrant")
+    for _ in range(3):
+        found = numbers(model)
+    comm.check()
+    return {name.replace(".inner", ""): x for name, x in found.items()}
+
+
+@pytest.mark.parametrize("kind", ["to the end", "stopped early", "reentrant", "selective"])
+def test_stages_that_are_recomputed(kind) -> None:
+    want = numbers(made(Weather))
+    with set_checkpoint_early_stop(kind != "to the end"):
+        for ranks in (2, 3):
+            compared(run_threads(ranks, checkpointed, kind, delay=0.001), want)
+
+
+def test_processes_recompute_too() -> None:
+    compared(run_processes(3, checkpointed, "stopped early"), numbers(made(Weather)))
+
+
+def part_again(comm: Comm, reentrant: bool, around: bool) -> dict[str, Tensor]:
+    """Blocks that recompute themselves, with a core that a grid's groups share by heads; and again around them."""
+    model = made(DiT)
+    for block in model.blocks:
+        recomputing(block, "core", reentrant)
+    if comm.size > 1:
+        parallelize(model, comm, dit(False), planner=in_parts(0, 2, "t"))
+    for n, block in enumerate(model.blocks):
+        if around:
+            model.blocks[n] = CheckpointedWith(block)
+    found = gradients(model, {"x": rand(5, 3, 5, 3), "t": rand(5, 1)})
+    return {name.replace(".inner", ""): x for name, x in found.items()}
+
+
+class CheckpointedWith(Checkpointed):
+    def __init__(self, inner: nn.Module) -> None:
+        super().__init__(inner, False)
+
+    def forward(self, x: Tensor, t: Tensor) -> Tensor:
+        return checkpoint(self.inner, x, t, use_reentrant=False)
+
+
+@pytest.mark.parametrize("reentrant, around", [(False, False), (True, False), (False, True)])
+def test_what_is_recomputed_inside_a_part(reentrant, around) -> None:
+    (want,) = run_threads(1, part_again, reentrant, around)
+    compared(run_threads(4, part_again, reentrant, around), want)
+
+
+# --- errors -----------------------------------------------------------------------------------------------------------
+
+
+def thrown(comm: Comm, part: int, only: int | None, *, once: bool = False) -> tuple[str, dict[str, Tensor] | str]:
+    """What a forward says whose block raises in one part, on all ranks or one, and what comes after it."""
+    model, calls = weather(comm, by_hand(2)), itertools.count()
+
+    def throw(*_: object) -> None:
+        if next(calls) == part and only in (None, comm.rank):
+            raise ValueError(f"thrown in part {part}")
+
+    hook = model.east[0].qkv.register_forward_hook(throw)
+    said = []
+    for _ in range(1 if once else 2):
+        try:
+            said.append(numbers(model, rand(2, 5, 7, 3)))
+        except (ValueError, PeerError) as error:
+            said.append(f"{type(error).__name__}: {error}")
+        hook.remove()
+    return said[0], said[-1]
+
+
+@pytest.mark.parametrize("part", [0, 1])
+def test_an_error_on_all_ranks_leaves_the_comm_as_it_was(part) -> None:
+    want = numbers(made(Weather), rand(2, 5, 7, 3))
+    found = run_threads(2, thrown, part, None, delay=0.001)
+    assert [said for said, _ in found] == [f"ValueError: thrown in part {part}"] * 2
+    compared([after for _, after in found], want)
+
+
+def test_it_does_on_processes() -> None:
+    found = run_processes(2, thrown, 1, None)
+    assert [said for said, _ in found] == ["ValueError: thrown in part 1"] * 2
+    compared([after for _, after in found], numbers(made(Weather), rand(2, 5, 7, 3)))
+
+
+@pytest.mark.parametrize("part", [0, 1])
+def test_an_error_on_one_rank_is_heard_of(part) -> None:
+    heard: list[str] = []
+
+    def on_one(comm: Comm) -> None:
+        said, _ = thrown(comm, part, 1, once=True)
+        if comm.rank == 1:
+            raise KeyError(said)  # what ends a rank is heard by the others
+        heard.append(said)
+
+    with pytest.raises(KeyError, match=f"ValueError: thrown in part {part}"):
+        run_threads(2, on_one)
+    assert "KeyError" in heard[0] and "the comm is dead" in heard[0]
+
+
+def planned(comm: Comm, change: dict[str, object], end: str | None, only: int | None) -> str:
+    """What a forward says to a plan whose second stage is changed, on all ranks or one."""
+
+    def planner(*args: object, **given: object) -> StagePlan:
+        plan = by_hand(3)(*args, **given)
+        if only not in (None, comm.rank):
+            return plan
+        first, second, *others = plan.choices
+        return replace(plan, choices=(first, second._replace(**change), *others), end=end)
+
+    model = weather(comm, planner)
+    try:
+        model(GRID)
+    except ValueError as error:
+        return str(error)
+    return "nothing"
+
+
+@pytest.mark.parametrize(
+    "change, end, words",
+    [
+        ({"parts": 0}, "b", "stage east.0 cannot be run in 0 parts"),
+        ({"parts": 2.0}, "b", "stage east.0 cannot be run in 2.0 parts"),
+        ({"layout": "w"}, "b", "stage east.0 cannot be run in 3 parts from 'b' by 'w' to 'b'"),
+        ({"layout": None}, "b", "stage east.0 cannot be run in 3 parts from 'b' by None to 'b'"),
+        ({"before": "h"}, "b", "stage east.0 cannot be run in 3 parts from 'h' by 'h' to 'b'"),
+        ({}, None, "stage mix.1 cannot be run in 3 parts from 'b' by 'h' to None"),
+        ({}, "h", "stage mix.1 cannot be run in 3 parts from 'b' by 'h' to 'h'"),
+        ({"parts": 10**9}, "b", "nothing"),
+    ],
+)
+def test_plans_with_parts_that_cannot_be(change, end, words) -> None:
+    assert all(said.startswith(words) for said in run_threads(2, planned, change, end, None, timeout=60.0))
+    if words != "nothing":
+        other, own = run_threads(2, planned, change, end, 1, timeout=60.0)
+        assert own.startswith(words) and "rank 1 refused its arguments" in other and words in other
+
+
+def without_exit(comm: Comm) -> str:
+    """The last stage's output is whole, whatever a plan says of the end."""
+    model = made(Weather)
+    parallelize(model, comm, replace(WEATHER, exit=None, outside=("embed", "head")), planner=by_hand(3))
+    with pytest.raises(ValueError, match="stage mix.1 cannot be run in 3 parts from 'b' by 'h' to None"):
+        model(GRID)
+    return "refused"
+
+
+def test_a_last_stage_in_parts_without_an_exit() -> None:
+    run_threads(2, without_exit, timeout=60.0)
+
+
+def misshapen(comm: Comm, n: int) -> str:
+    """What a forward says if one rank's input of a stage has rows too many."""
+    model = weather(comm)
+    if comm.rank:
+        stage = [model.north[0], model.east[0]][n]
+        stage.register_forward_pre_hook(lambda _, given: (torch.cat([given[0], given[0][:, :1]], 1),))
+    try:
+        model(GRID)
+    except ValueError as error:
+        return str(error)
+    return "nothing"
+
+
+@pytest.mark.parametrize("n", [0, 1])
+def test_one_ranks_rows_too_many(n) -> None:
+    for said in run_threads(2, misshapen, n, timeout=60.0):
+        assert 'axis 1 of "b h w c" must have 5 elements here (h=5), not 6' in said
