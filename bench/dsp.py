@@ -29,8 +29,9 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
-from dsp_grid import FASTER, THIRD, Row, grid, table, told, verdict
-from dsp_latte import hardware_of, machine
+from dsp_grid import FASTER, THIRD, grid, table, told, verdict
+from dsp_latte import Row
+from dsp_machine import machine
 from dsp_methods import MEASURED, METHODS, Model, measured, megatron_seconds, slowest, ways
 from rich.console import Console
 from rich.table import Table
@@ -73,7 +74,7 @@ def dims_of(clip: Sequence[int]) -> dict[str, int]:
 def measure(quick: bool, repeat: int, console: Console) -> list[Row]:
     rows = []
     for ranks in (2,) if quick else (2, 4, 8):
-        hardware = hardware_of(run_processes(ranks, machine, 2 if quick else 5, comm="shm", timeout=120.0), "shm")
+        hardware = machine(ranks, "shm", 2 if quick else 5).hardware
         for model, clips in QUICK if quick else SMALL:
             for clip in clips:
                 found = run_processes(

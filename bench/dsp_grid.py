@@ -11,14 +11,13 @@ import math
 from collections.abc import Callable, Sequence
 from dataclasses import replace
 from statistics import median
-from typing import Any
 
-from dsp_latte import METHODS, PAIRS, PUBLISHED, WIDTH, Clip, hardware_of, machine, measured, virtual
+from dsp_latte import METHODS, PAIRS, WIDTH, Clip, Row, measured, virtual
+from dsp_machine import machines
 from planned import interval
 from rich.console import Console
 from rich.table import Table
 
-from seqpar.planner import Hardware, Link
 from seqpar.testing import run_processes
 
 # Latents of the VAE: an eighth of height and width. OpenSora 1.2 makes 5 of 17 frames, Latte one of each.
@@ -35,56 +34,50 @@ CLIPS = (
 )
 QUICK = CLIPS[:1]
 TOKENS = 4096  # of a clip at most; published ones have up to 216,000
-SMALL = 1024  # tokens up to which steps are short, and there are more of them
-Row = dict[str, Any]
 THIRD, FASTER = 1 / 3, 1.3
-
-
-def slow(fast: Hardware) -> Hardware:
-    """The machine with a link on which switches take the part of a step that they take on H100 nodes.
-
-    As many times slower as a core is than an H100, and faster by what a narrower model moves more for its operations.
-    """
-    h100 = Hardware.preset("h100")
-    scale = fast.linear_rate / h100.linear_rate * (PUBLISHED / WIDTH) * (4 / 2)  # fp32 instead of bf16
-    wire = Link(fast.inside.latency, h100.across.bandwidth * scale)
-    return replace(fast, name=f"{fast.name}, slow link", inside=wire, across=wire)
 
 
 def grid(quick: bool, repeat: int, show: Callable[[Row], None]) -> tuple[list[Row], Row]:
     """A row for every clip, ranks and link; and the machine by link."""
-    machines = {}
-    for comm in ("shm", "gloo"):
-        found = run_processes(2, machine, 2 if quick else 7, comm=comm, timeout=120.0)
-        machines[comm] = hardware_of(found, comm)
-    machines["slow"] = slow(machines["shm"])
-    rows, worlds = [], [(n, over) for over in ("shm", "slow") for n in ((4,) if quick else (4, 8))]
+    over_links = machines(2 if quick else 7)
+    # on one clock, what is under way passes beside computing
+    apart = {
+        over: machine._replace(hardware=replace(machine.hardware, hidden=1.0))
+        for over, machine in over_links.items() if over != "gloo"
+    }  # fmt: skip
+    rows = []
     for clip in QUICK if quick else CLIPS:
         clip = clip.fitted(128 if quick else TOKENS)
-        turns = repeat if clip.tokens > SMALL else 3 * repeat
-        for over, hardware in machines.items():
-            held = hardware.inside if over == "slow" else None
+        turns = repeat * min(3, max(1, TOKENS // clip.tokens))
+        for over, machine in over_links.items():
+            held = machine.link if over == "slow" else None
             comm = "gloo" if over == "gloo" else "shm"
-            found = run_processes(2, measured, clip, hardware, turns, held, comm=comm, timeout=120.0)
+            found = run_processes(2, measured, clip, machine.hardware, turns, held, comm=comm, timeout=120.0)
             rows.append(row_of(clip, 2, over, found))
             show(rows[-1])
-        jobs = [(n, replace(machines[over], node=n)) for n, over in worlds]
-        shares = run_processes(2, virtual, clip, jobs, max(1, turns // 2), timeout=120.0)
-        for n, by_rank in sorted({n: each for share in shares for n, each in share.items()}.items()):
-            rows.append(row_of(clip, worlds[n][0], f"{worlds[n][1]}, composed", by_rank))
-            show(rows[-1])
-    return rows, {name: each.to_dict() for name, each in machines.items()}
+        worlds = [
+            (n, {over: each._replace(hardware=replace(each.hardware, node=n)) for over, each in apart.items()})
+            for n in ((4,) if quick else (4, 8))
+        ]
+        for share in run_processes(2, virtual, clip, worlds, turns, timeout=120.0):
+            for n, by_machine in share.items():
+                for over, by_rank in by_machine.items():
+                    rows.append(row_of(clip, n, f"{over}, composed", by_rank))
+                    show(rows[-1])
+    return rows, {name: each.hardware.to_dict() for name, each in over_links.items()}
 
 
 def row_of(clip: Clip, ranks: int, over: str, found: Sequence[dict[str, Row]]) -> Row:
-    """One cell: both methods, their ratio, and the part of the Ulysses step that exchanges take."""
+    """One cell: both methods, their ratio turn by turn, and the part of the Ulysses step that exchanges take."""
     ways = {name: way([rank[name] for rank in found]) for name in METHODS}
     planned, ulysses = ways["planned"], ways["ulysses"]
     share = ulysses["exchanging"] / ulysses["seconds"]
+    ratios = [b / a for a, b in zip(planned.pop("steps"), ulysses.pop("steps"), strict=True)]
+    low, high = interval(ratios)
     return {
-        "clip": clip.name, "batch": clip.batch, "frames": clip.frames, "space": clip.space, "shrunk": clip.shrunk,
-        "ranks": ranks, "over": over, "same": planned["layouts"] == ulysses["layouts"], "share": share,
-        "ratio": ulysses["seconds"] / planned["seconds"],
+        "clip": clip.name, "batch": clip.batch, "frames": clip.frames, "space": clip.space, "text": clip.text,
+        "shrunk": clip.shrunk, "ranks": ranks, "over": over, "same": planned["layouts"] == ulysses["layouts"],
+        "share": share, "turns": len(ratios), "ratio": median(ratios), "ratio_low": low, "ratio_high": high,
         # what the bytes alone would give
         "by_bytes": 1 / (1 - share * (1 - planned["bytes"] / ulysses["bytes"])),
     } | ways  # fmt: skip
@@ -97,7 +90,7 @@ def way(ranks: Sequence[Row]) -> Row:
     low, high = interval(steps)
     most = {key: max(rank[key] for rank in ranks) for key in ("bytes", "messages", "exchanges")}
     return most | {
-        "seconds": median(steps), "low": low, "high": high, "exchanging": median(exchanging),
+        "steps": steps, "seconds": median(steps), "low": low, "high": high, "exchanging": median(exchanging),
         "cpu": max(median(rank["cpu"]) for rank in ranks), "loss": ranks[0]["loss"], "layouts": ranks[0]["layouts"],
         "predicted": ranks[0]["predicted"],
     }  # fmt: skip
@@ -110,8 +103,8 @@ def name(row: Row) -> str:
 
 
 def equal(row: Row) -> bool:
-    """Faster, or no slower than the intervals say."""
-    return row["same"] or row["ratio"] >= 1 or row["planned"]["low"] <= row["ulysses"]["high"]
+    """Faster, or no slower than the interval of the ratio says."""
+    return bool(row["same"] or row["ratio_high"] >= 1)
 
 
 def verdict(rows: Sequence[Row]) -> Row:
@@ -131,7 +124,7 @@ def table(rows: Sequence[Row]) -> Table:
     """All cells."""
     found = Table(
         "clip", "b t s", "ranks over", "ms planned", "90 %", "ms Ulysses", "90 %", "CPU", "in exchanges", "share",
-        "KiB", "messages", "ratio", "plan", title=f"Latte, {PAIRS} pairs {WIDTH} wide, planned beside Ulysses",
+        "KiB", "messages", "ratio", "90 %", "plan", title=f"Latte, {PAIRS} pairs {WIDTH} wide, planned beside Ulysses",
     )  # fmt: skip
     for row in rows:
         ways = row["planned"], row["ulysses"]
@@ -147,15 +140,16 @@ def table(rows: Sequence[Row]) -> Table:
         found.add_row(
             row["clip"] + shrunk, f"{row['batch']} {row['frames']} {row['space']}", f"{row['ranks']} {row['over']}",
             both[0][0], both[1][0], both[0][1], both[1][1], pairs[0], pairs[1], f"{row['share']:.0%}", pairs[2],
-            pairs[3], f"{row['ratio']:.2f}", "Ulysses" if row["same"] else short(row["planned"]["layouts"]),
+            pairs[3], f"{row['ratio']:.2f}", f"{row['ratio_low']:.2f}-{row['ratio_high']:.2f}",
+            "Ulysses" if row["same"] else short(row["planned"]["layouts"]),
             style="bold" if row["share"] >= THIRD else None,
         )  # fmt: skip
     return found
 
 
 def short(layouts: str) -> str:
-    """Dimensions, with the ways of sharing a stage that are not local."""
-    return " ".join(each.removesuffix(":local") for each in layouts.split())
+    """Dimensions, with the ways of sharing a stage that are not local, and the parts."""
+    return layouts.replace(":local", "")
 
 
 def told(found: Row, console: Console) -> None:
@@ -163,7 +157,7 @@ def told(found: Row, console: Console) -> None:
     slower, below = found["slower"], found["below"]
     console.print(
         f"{found['cells']} cells, in {found['same']} of them the plan is Ulysses itself. Slower than Ulysses beyond "
-        f"the intervals: {len(slower)}" + (f": {'; '.join(slower)}" if slower else "")
+        f"the interval: {len(slower)}" + (f": {'; '.join(slower)}" if slower else "")
     )
     console.print(
         f"Exchanges take a third of the Ulysses step or more, and the plan is another: {found['much']} cells, least "

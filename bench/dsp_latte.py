@@ -6,38 +6,41 @@ throughout, and in spatial blocks queries, keys and values go to heads and what 
 
 from __future__ import annotations
 
+import gc
 import os
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from functools import partial
-from itertools import pairwise
-from statistics import median
-from typing import Any
+from typing import Any, NamedTuple
 from unittest import mock
 
 import torch
 from planned import pinned
 from torch import Tensor, nn
-from torch.nn import functional as F
-from virtual import Post, Run, Tape, compose
+from virtual import Event, Post, Run, Tape, compose
 
-import seqpar
 from seqpar import dsp
-from seqpar.comm import Comm, LocalComm, Tag, Work
+from seqpar.comm import Comm, Tag, Work
 from seqpar.dsp.planner import Choice, StagePlan
 from seqpar.dsp.stage import Costs, Stage
 from seqpar.ops import parcel
 from seqpar.planner import Hardware, Link
-from seqpar.planner.hardware import BACKWARD, Attention
 
 HEADS, DIM = 16, 8  # published: 16 heads of 72
 PAIRS = 2  # of a spatial and a temporal block; published: 14
 PUBLISHED = 1152
 WIDTH = HEADS * DIM
 TEXT, CHANNELS = 120, 1  # tokens of text, latent channels; published: 120, 4
-LARGE = 1 << 20  # elements of a switch that measures bandwidth
+Row = dict[str, Any]
+
+
+class Machine(NamedTuple):
+    """What the planner is told, and the link alone: a switch's latency there is without what its verb computes."""
+
+    hardware: Hardware
+    link: Link
 
 
 @dataclass(frozen=True)
@@ -131,10 +134,12 @@ class Ready:
         return plan
 
     def layouts(self) -> str:
-        """What is sharded in each stage."""
+        """What is sharded in each stage, how, and in how many parts."""
         costs = self.plan.costs
         grid = [f"{costs.groups}x{costs.core}, {costs.held} held:"] if costs.core > 1 else []
-        return " ".join([*grid, *(f"{c.layout or 'whole'}:{c.mode}" for c in self.plan.choices)])
+        parts = ("" if c.parts == 1 else f"/{c.parts}" for c in self.plan.choices)
+        ways = (f"{c.layout or 'whole'}:{c.mode}{n}" for c, n in zip(self.plan.choices, parts, strict=True))
+        return " ".join([*grid, *ways])
 
 
 # --- a comm that is looked at -----------------------------------------------------------------------------------------
@@ -171,26 +176,39 @@ class Meter:
             yield
 
 
-class Metered:
-    """A comm with a meter. link: what every exchange is held back to, as if bytes travelled on that, or None."""
+@dataclass
+class Wire:
+    """A rank's link, which carries one exchange after another. free: when the last one is through."""
 
-    def __init__(self, comm: Comm, meter: Meter, link: Link | None = None) -> None:
-        self._comm, self._meter, self._link = comm, meter, link
+    link: Link
+    free: float = 0.0
+
+    def through(self, size: float) -> float:
+        """When an exchange of so many bytes is, that comes now."""
+        if size:
+            self.free = max(time.perf_counter(), self.free) + self.link.seconds(size)
+        return self.free if size else 0.0
+
+
+class Metered:
+    """A comm with a meter. wire: what every exchange is held back to, as if bytes travelled on that, or None."""
+
+    def __init__(self, comm: Comm, meter: Meter, wire: Wire | None = None) -> None:
+        self._comm, self._meter, self._wire = comm, meter, wire
 
     def __getattr__(self, name: str) -> Any:
         return getattr(self._comm, name)
 
     def sub(self, ranks: Sequence[int]) -> Comm:
-        """As the comm's own, with the same meter."""
-        return Metered(self._comm.sub(ranks), self._meter, self._link)
+        """As the comm's own, with the same meter, over the same wire."""
+        return Metered(self._comm.sub(ranks), self._meter, self._wire)
 
     def exchange(self, sends: Side, recvs: Side, *, tag: Tag) -> Work:
         """As the comm's own."""
         with self._meter.running():
             work, due = self._comm.exchange(sends, recvs, tag=tag), 0.0
-            if self._link is not None:
-                sizes = (sum(x.nbytes for xs in side.values() for x in xs) for side in (sends, recvs))
-                due = time.perf_counter() + self._link.seconds(max(sizes))
+            if self._wire is not None:
+                due = self._wire.through(max(sum(x.nbytes for xs in s.values() for x in xs) for s in (sends, recvs)))
             return _Metered(self._meter, work, due)
 
 
@@ -209,141 +227,118 @@ class _Metered:
 # --- what a rank runs -------------------------------------------------------------------------------------------------
 
 
-def measured(comm: Comm, clip: Clip, hardware: Hardware, repeat: int, link: Link | None) -> dict[str, dict[str, Any]]:
-    """By method: of each turn the seconds of a step, of the CPU outside exchanges, and in exchanges; what was sent."""
+def measured(comm: Comm, clip: Clip, hardware: Hardware, turns: int, link: Link | None) -> dict[str, Row]:
+    """By method: of each turn the seconds of a step, of the CPU outside exchanges, and in exchanges; what was sent.
+
+    Methods with the same plan are run once: twice would only say what the machine's noise is.
+    """
     torch.set_num_threads(1)
     with pinned(cores()[comm.rank % len(cores())]):
         meter = Meter()
-        comm = Metered(comm, meter, link)
+        comm = Metered(comm, meter, None if link is None else Wire(link))
         ready = {name: Ready(comm, clip, hardware, name) for name in METHODS}
-        found: dict[str, dict[str, Any]] = {name: {"seconds": [], "cpu": [], "exchanging": []} for name in ready}
+        rows: dict[str, Row] = {}
         with meter.packing():
-            for turn in range(repeat + 1):
-                # each goes first as often as the other
-                for name in list(ready) if turn % 2 else reversed(ready):
-                    timed(comm, meter, ready[name], found[name], counts=turn > 0)
-    return {name: row | said(ready[name]) for name, row in found.items()}
+            for name, each in ready.items():
+                rows[name] = {"seconds": [], "cpu": [], "exchanging": [], "loss": each.step()} | said(each)
+            once = {rows[name]["layouts"]: name for name in ready}
+            for name in in_turns(list(once.values()), turns):
+                comm.gather("a turn", 0)
+                comm.stats.reset()
+                timed(meter, ready[name], rows[name])
+                sent = comm.stats
+                rows[name] |= {"bytes": sent.bytes_sent, "messages": sent.messages_sent, "exchanges": sent.exchanges}
+    return {name: rows[once[row["layouts"]]] | {"loss": row["loss"]} for name, row in rows.items()}
 
 
-def timed(comm: Comm, meter: Meter, ready: Ready, row: dict[str, Any], *, counts: bool) -> None:
-    """One step, noted in the row; a first one, for what is made once, does not count."""
-    comm.gather("a turn", 0)
-    comm.stats.reset()
+def timed(meter: Meter, ready: Ready, row: Row) -> None:
+    """One step, noted in the row."""
     meter.seconds = meter.cpu = 0.0
     started, cpu = time.perf_counter(), time.thread_time()
-    loss = ready.step()
+    ready.step()
     took, worked = time.perf_counter() - started, time.thread_time() - cpu
-    if counts:
-        row["seconds"].append(took)
-        row["cpu"].append(worked - meter.cpu)
-        row["exchanging"].append(meter.seconds)
-    sent = comm.stats
-    row |= {"bytes": sent.bytes_sent, "messages": sent.messages_sent, "exchanges": sent.exchanges, "loss": loss}
+    row["seconds"].append(took)
+    row["cpu"].append(worked - meter.cpu)
+    row["exchanging"].append(meter.seconds)
 
 
-def said(ready: Ready) -> dict[str, Any]:
+def in_turns(names: Sequence[Any], turns: int) -> Iterator[Any]:
+    """Every name once a turn, each first as often as last; garbage is collected between, and at no other time."""
+    gc.collect()
+    gc.freeze()
+    gc.disable()
+    try:
+        for turn in range(turns):
+            for name in names if turn % 2 else reversed(names):
+                gc.collect()
+                yield name
+    finally:
+        gc.enable()
+        gc.unfreeze()
+
+
+def said(ready: Ready) -> Row:
     """What the plan says."""
     return {"layouts": ready.layouts(), "predicted": ready.plan.seconds}
 
 
-def composed(clip: Clip, ranks: int, hardware: Hardware, repeat: int) -> list[dict[str, dict[str, Any]]]:
-    """What `measured` returns on every rank, of ranks that run one after another: see `virtual`."""
+def composed(clip: Clip, ranks: int, machines: Mapping[str, Machine], turns: int) -> dict[str, list[dict[str, Row]]]:
+    """By machine what `measured` returns on every rank, of ranks that run one after another: see `virtual`.
+
+    A plan is run once a turn, however many machines and methods have it, and composed over the link of each.
+    """
     tapes = [Tape(rank, ranks) for rank in range(ranks)]
-    ready = {name: [Ready(tape, clip, hardware, name) for tape in tapes] for name in METHODS}
-    found = [{name: {"seconds": [], "cpu": [], "exchanging": [], "loss": 0.0} for name in ready} for _ in tapes]
-    for turn in range(repeat + 1):
-        for name in list(ready) if turn % 2 else reversed(ready):
-            events = []
-            for tape, each, rows in zip(tapes, ready[name], found, strict=True):
-                tape.start()
-                each.step()
-                events.append(tape.stop())
-                posts = [event for event in events[-1] if isinstance(event, Post)]
-                sent = [len(post.sent) for post in posts]
-                rows[name] |= {
-                    "bytes": sum(sum(post.sent.values()) for post in posts), "messages": sum(sent),
-                    "exchanges": len(sent),
-                } | said(each)  # fmt: skip
-            for seconds, one, rows in zip(compose(events, hardware.inside), events, found, strict=True):
-                if turn:
-                    cpu = sum(event.seconds for event in one if isinstance(event, Run))
-                    rows[name]["seconds"].append(seconds)
-                    rows[name]["cpu"].append(cpu)
-                    rows[name]["exchanging"].append(seconds - cpu)
-    return found
+    ready = {
+        (over, name): [Ready(tape, clip, machine.hardware, name) for tape in tapes]
+        for over, machine in machines.items() for name in METHODS
+    }  # fmt: skip
+    once: dict[str, tuple[str, str]] = {}
+    rows: dict[str, list[dict[str, Row]]] = {over: [{} for _ in tapes] for over in machines}
+    for (over, name), several in ready.items():
+        for each, row in zip(several, rows[over], strict=True):
+            each.step()
+            row[name] = {"seconds": [], "cpu": [], "exchanging": [], "loss": 0.0} | said(each)
+        once.setdefault(several[0].layouts(), (over, name))
+    for key in in_turns(list(once.values()), turns):
+        tried = [taped(tape, each) for tape, each in zip(tapes, ready[key], strict=True)]
+        for over, machine in machines.items():
+            took = compose(tried, machine.link)
+            for seconds, events, row in zip(took, tried, rows[over], strict=True):
+                for each in row.values():
+                    if once[each["layouts"]] == key:
+                        note(each, seconds, events)
+    return rows
 
 
-def virtual(comm: Comm, clip: Clip, worlds: Sequence[tuple[int, Hardware]], repeat: int) -> dict[int, Any]:
-    """Composed rows by the number of a world. Of the worlds every process takes its share."""
+def taped(tape: Tape, ready: Ready) -> list[Event]:
+    """What one step was."""
+    tape.start()
+    ready.step()
+    return tape.stop()
+
+
+def note(row: Row, seconds: float, events: Sequence[Event]) -> None:
+    """A composed step of a rank, noted in the row."""
+    posts = [event for event in events if isinstance(event, Post)]
+    cpu = sum(event.seconds for event in events if isinstance(event, Run))
+    row["seconds"].append(seconds)
+    row["cpu"].append(cpu)
+    row["exchanging"].append(seconds - cpu)
+    row |= {
+        "bytes": sum(sum(post.sent.values()) for post in posts), "messages": sum(len(post.sent) for post in posts),
+        "exchanges": len(posts),
+    }  # fmt: skip
+
+
+def virtual(
+    comm: Comm, clip: Clip, worlds: Sequence[tuple[int, Mapping[str, Machine]]], turns: int
+) -> dict[int, dict[str, list[dict[str, Row]]]]:
+    """What `composed` returns by the number of ranks of a world. Of the worlds every process takes its share."""
     torch.set_num_threads(1)
-    mine = range(comm.rank, len(worlds), comm.size)
     with pinned(cores()[comm.rank % len(cores())]):
-        return {n: composed(clip, *worlds[n], repeat) for n in mine}
+        return {ranks: composed(clip, ranks, over, turns) for ranks, over in worlds[comm.rank :: comm.size]}
 
 
 def cores() -> list[int]:
     """Those of this machine."""
     return sorted(os.sched_getaffinity(0))
-
-
-# --- the machine ------------------------------------------------------------------------------------------------------
-
-
-def machine(comm: Comm, repeat: int) -> dict[str, float]:
-    """What a rank achieves while all of them work: operations a second of the model and of attention, and the link."""
-    torch.set_num_threads(1)
-    # a rank with a core of its own computes as fast as that; others share one
-    clock = time.thread_time if comm.size <= len(cores()) else time.perf_counter
-    with pinned(cores()[comm.rank % len(cores())]):
-        return rates(repeat, clock) | link(comm, repeat)
-
-
-def rates(repeat: int, clock: Callable[[], float]) -> dict[str, float]:
-    """Operations a second of linear layers with all that surrounds them, and of attention both ways."""
-    batch, tokens = 8, 256
-    q, k, v = (torch.randn(batch, HEADS, tokens, DIM, requires_grad=True) for _ in range(3))
-    flops, (forward, backward) = 4.0 * batch * tokens**2 * WIDTH, ([], [])
-    clip = Clip("calibration", 16, 16, 16)
-    ready, steps = Ready(LocalComm(), clip), []
-    for _ in range(repeat + 1):
-        times = [clock()]
-        out = F.scaled_dot_product_attention(q, k, v)
-        times.append(clock())
-        out.sum().backward()
-        times.append(clock())
-        ready.step()
-        times.append(clock())
-        for each, (a, b) in zip((forward, backward, steps), pairwise(times), strict=True):
-            each.append(b - a)
-    rate, backward_rate = flops / median(forward[1:]), BACKWARD * flops / median(backward[1:])
-    rows = clip.frames * clip.space
-    blocks = (*ready.model.transformer_blocks, *ready.model.temporal_transformer_blocks)
-    linear = 6.0 * rows * sum(p.numel() for block in blocks for p in block.parameters() if p.dim() > 1)
-    mixed = 4.0 * rows * (clip.space + clip.frames) * WIDTH * PAIRS
-    beside = mixed / rate + BACKWARD * mixed / backward_rate
-    return {"linear": linear / max(median(steps[1:]) - beside, 1e-9), "forward": rate, "backward": backward_rate}
-
-
-def link(comm: Comm, repeat: int) -> dict[str, float]:
-    """Seconds of the smallest switch, and bytes a second of a large one beyond that."""
-    took = []
-    for rows in (comm.size, comm.size * -(-LARGE // (comm.size * WIDTH))):
-        x, seconds = torch.randn(1, rows, comm.size, WIDTH), []
-        for _ in range(3 * repeat):
-            comm.gather("a turn", 0)
-            started = time.perf_counter()
-            seqpar.switch(x, comm, split_dim=1, concat_dim=2)
-            seconds.append(time.perf_counter() - started)
-        took.append((x.nbytes * (1 - 1 / comm.size), median(seconds)))
-    (_, latency), (size, seconds) = took
-    return {"latency": latency, "bandwidth": size / max(seconds - latency, 1e-9)}
-
-
-def hardware_of(found: Sequence[Mapping[str, float]], name: str) -> Hardware:
-    """The machine as the planner takes it: the middle of what the ranks say."""
-    middle = {key: median(rank[key] for rank in found) for key in found[0]}
-    attention = Attention(middle["forward"], middle["backward"], 0.0, 0.0, 0.0, 0.0)
-    wire = Link(middle["latency"], middle["bandwidth"])
-    return Hardware(
-        name, "measured by bench/dsp.py", attention, middle["linear"], wire, wire, memory=1 << 34, node=len(found)
-    )
