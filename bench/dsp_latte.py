@@ -56,8 +56,8 @@ class Clip:
 
     def fitted(self, tokens: int) -> Clip:
         """The clip with height and width halved, until it has at most so many tokens."""
-        clip = replace(self, height=self.height // 2, width=self.width // 2, shrunk=2 * self.shrunk)
-        return clip if clip.tokens <= tokens else clip.fitted(tokens)
+        half = replace(self, height=self.height // 2, width=self.width // 2, shrunk=2 * self.shrunk)
+        return self if self.tokens <= tokens else half.fitted(tokens)
 
     @property
     def space(self) -> int:

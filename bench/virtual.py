@@ -17,6 +17,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, NamedTuple
 
+import numpy as np
 import torch
 from torch import Tensor
 
@@ -90,7 +91,8 @@ class Tape:
         """Memory that holds random numbers, as if peers had written it; making it takes no time."""
         self._note()
         if dtype not in self._noise:
-            self._noise[dtype] = torch.randn(NOISE).mul_(0.5).to(dtype)
+            # by numpy: a stage under way refuses PyTorch's draws
+            self._noise[dtype] = torch.from_numpy(np.random.default_rng(0).normal(0.0, 0.5, NOISE)).to(dtype)
         made, noise = torch.empty(tuple(shape), dtype=dtype, device=device), self._noise[dtype]
         for part in made.view(-1).split(NOISE):
             part.copy_(noise[: part.numel()])

@@ -16,9 +16,11 @@ import torch
 
 import seqpar
 from seqpar.comm import Comm, Tag
-from seqpar.dsp import rivals
+from seqpar.dsp import Stage, StagePlan, rivals
+from seqpar.dsp.planner import Choice
 from seqpar.dsp.space import shares
-from seqpar.planner import Link
+from seqpar.dsp.stage import Costs
+from seqpar.planner import Hardware, Link
 from seqpar.testing import run_threads
 from tests.dsp.models import FREE
 
@@ -135,6 +137,29 @@ def test_the_promise_is_judged_cell_by_cell(bench, row, holds) -> None:
     assert found["holds"] == holds
     assert (found["slower"] + found["below"] == []) == holds
     assert len(found["same_and_much"]) == row["same"]
+
+
+def in_parts(stages: list[Stage], dims: dict[str, int], ranks: int, *, hardware: Hardware, **_: Any) -> StagePlan:
+    """Spatial stages on frames, in two parts."""
+    choices = (
+        Choice(None, "t", "local", 2), Choice("s", "s", "local"), Choice("s", "t", "local", 2),
+        Choice("s", "s", "local"),
+    )  # fmt: skip
+    return StagePlan(tuple(stages), choices, Costs(dims, ranks, hardware), None, "s", 1.0, 0.0)
+
+
+def test_ranks_one_after_another_run_stages_in_parts(bench, monkeypatch) -> None:
+    pytest.importorskip("diffusers")
+    latte = bench("dsp_latte")
+    monkeypatch.setitem(latte.METHODS, "planned", in_parts)
+    clip = bench("dsp_grid").CLIPS[0].fitted(64)
+    found = latte.composed(clip, 2, {"a link": latte.Machine(FREE, Link(1e-3, 1e9))}, 2)
+    for row in found["a link"]:
+        assert row["planned"]["layouts"] == "t:local/2 s:local t:local/2 s:local"
+        # six parts there and back, and what is gathered at the end
+        assert row["planned"]["exchanges"] == 13
+        assert len(row["planned"]["seconds"]) == len(row["ulysses"]["seconds"]) == 2
+    assert bench("dsp_grid").short(row["planned"]["layouts"]) == "t/2 s t/2 s"
 
 
 def test_its_rehearsal(tmp_path: Path) -> None:
