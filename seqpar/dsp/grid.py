@@ -131,3 +131,11 @@ class Grid:
     def absent(self, inside: Layout) -> bool:
         """Whether this rank has no rows; nor has any of its group, unless the ranks across shard what that holds."""
         return inside is not None and not self.outer.local(inside)[inside]
+
+    def sparse(self, inside: Layout) -> bool:
+        """Whether there is any rank without rows."""
+        if inside is None:
+            return False
+        shared = self.inner if inside == self.held else None
+        sizes = [self.outer.dims[inside]] if shared is None else shared.shares(inside)
+        return min(sizes) < self.outer.comm.size

@@ -22,7 +22,7 @@ from seqpar.dsp.form import form_of
 from seqpar.dsp.models import SPECS
 from seqpar.dsp.planner import StagePlan, plan_stages
 from seqpar.dsp.replace import Hook, Later, Replaced
-from seqpar.dsp.run import Run, Step, run_stage
+from seqpar.dsp.run import Run, Step, gathered_within, run_stage
 from seqpar.dsp.space import Space
 from seqpar.dsp.spec import Block, Spec
 from seqpar.dsp.stage import Layout, Stage
@@ -242,7 +242,9 @@ class Parallelized:
             name, frozenset(block.whole), bytes=size, flops=2.0 * matrices * tokens,
             attention=4.0 * tokens * mixed * width if block.whole else 0.0, heads=heads, kv_heads=kv_heads,
             qkv=(size, 2 * size * kv_heads / heads) if heads else (0.0, 0.0), ring=block.attention,
-            filled=bool(block.core and block.core.sdpa), apart=_apart(block) & space.dims.keys(),
+            filled=bool(block.core and block.core.sdpa),
+            # a module inside that gathers its weights would do so for each part, and some ranks skip parts
+            apart=frozenset() if gathered_within(module) else _apart(block) & space.dims.keys(),
             # code that is not ours cannot work on no rows
             rest=None if block.rest is None else frozenset(block.rest), rest_filled=True,
         )  # fmt: skip

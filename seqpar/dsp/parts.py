@@ -13,6 +13,7 @@ On the way back the same happens the other way round: autograd runs what was rec
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from itertools import product
 from typing import Protocol
 
 import torch
@@ -50,12 +51,14 @@ class _There:
 
 
 def in_parts(
-    xs: Sequence[Tensor], forms: Sequence[str], grid: Grid, src: Place, inside: str, dst: Place, parts: int,
+    name: str, xs: Sequence[Tensor], forms: Sequence[str], grid: Grid, src: Place, inside: str, dst: Place, parts: int,
     compute: Callable[[Grid, list[Tensor]], list[Tensor]],
 ) -> list[Tensor]:  # fmt: skip
     """What a stage returns, moved from src to where it is sharded inside, and on to dst, both of which have that whole.
 
-    compute: the stage's outputs from the grid of a part and its inputs.
+    name: of the stage. compute: the stage's outputs from the grid of a part and its inputs.
+
+    Raises: RuntimeError for a stage that returns a part in the memory of another one, which is still being sent.
     """
     xs = grid.entered(xs, forms, src)
     grids = grid.parted(inside, sizes_of_parts(grid.outer.dims[inside], grid.outer.comm.size, parts))
@@ -67,19 +70,38 @@ def in_parts(
     try:
         for part, each in zip(grids, zip(*pieces), strict=True):
             moving.append(_begin(part, each, forms, src[0], inside))
+        sent: list[Tensor] = []  # held, so that only what is used again lies where another one lies
         for part, arriving in zip(grids, list(moving), strict=True):
-            moving.append(_begin(part, compute(part, arriving.wait()), forms, inside, dst[0]))
+            ys = compute(part, arriving.wait())
+            _check_memory(name, ys, sent)
+            moving.append(_begin(part, ys, forms, inside, dst[0]))
+            sent += ys
+        del sent
         found = [leaving.wait() for leaving in moving[len(grids) :]]
     except Exception:
         # of a checkpoint too, which runs a stage again as far as it needs
         for each in moving:
             each.settle()
         raise
-    ys = [
+    joined = [
         _joined(several, grids, grid.outer, form, dst[0], inside)
         for several, form in zip(zip(*found), forms, strict=True)
     ]
-    return grid.left(ys, forms, dst)
+    return grid.left(joined, forms, dst)
+
+
+def _check_memory(name: str, ys: Sequence[Tensor], sent: Sequence[Tensor]) -> None:
+    for (start, stop), (first, last) in product(map(_span, ys), map(_span, sent)):
+        if start < last and first < stop:
+            raise RuntimeError(
+                f"{name} is run in parts and returned one in the memory of another, which is still being sent; return "
+                "new memory (no buffer, no CUDA graph's), or plan with parts=(1,)"
+            )
+
+
+def _span(x: Tensor) -> tuple[int, int]:
+    """The addresses of a tensor; of one with gaps, in which others may lie, the first."""
+    return x.data_ptr(), x.data_ptr() + (x.nbytes if x.is_contiguous() else min(1, x.nbytes))
 
 
 def _begin(grid: Grid, xs: Sequence[Tensor], forms: Sequence[str], src: str | None, dst: str | None) -> Moving:

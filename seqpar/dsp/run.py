@@ -109,7 +109,7 @@ def run_stage(module: nn.Module, block: Block, inner: Any, step: Step, given: di
     # recomputed selectively, calls go through their ops, which are not under way when they return
     if step.parts > 1 and not in_graph(*xs):
         assert step.inside is not None
-        found = in_parts(xs, forms, grid, step.before, step.inside, step.after, step.parts, compute)
+        found = in_parts(step.name, xs, forms, grid, step.before, step.inside, step.after, step.parts, compute)
     else:
         outs = compute(grid, grid.moved(xs, forms, step.before, here))
         found = grid.leave(outs, forms, here, grad) if step.last else grid.moved(outs, forms, here, step.after)
@@ -122,7 +122,13 @@ def _computed(module: nn.Module, block: Block, inner: Any, step: Step, given: di
     for name, form in block.rows.items():
         if given.get(name) is not None:
             given[name] = grid.rows(given[name], form, inside, f"{name} of {step.name}")
-    if grid.absent(inside) and inside not in _exchanging(block, step):
+    skips = inside not in _exchanging(block, step)
+    if skips and grid.sparse(inside) and (within := gathered_within(module)):
+        raise NotImplementedError(
+            f"{within} of {step.name} is under fully_shard, and would wait for ranks that have no rows along {inside} "
+            "and skip the stage; use fully_shard on stages as a whole, or give a planner that shards another dimension"
+        )
+    if skips and grid.absent(inside):
         outs = skipped(module, [given[name] for name in block.stream], given)
     else:
         with _shared_attention(block, step), _prepared(module, block, step):
@@ -141,6 +147,15 @@ def _exchanging(block: Block, step: Step) -> set[Layout]:
     if block.attention or step.mode == "ulysses":
         found.add(step.grid.held if step.grid.held in block.whole else step.inside)
     return found
+
+
+def gathered_within(module: nn.Module) -> list[str]:
+    """Modules inside whose forward is a collective, as that makes their weights whole."""
+    return [
+        name
+        for name, part in module.named_modules()
+        if name and {kind.__name__ for kind in type(part).__mro__} & {"FSDPModule", "FullyShardedDataParallel"}
+    ]
 
 
 def skipped(module: nn.Module, streams: Sequence[Tensor], given: Mapping[str, Any]) -> list[Tensor]:

@@ -12,6 +12,7 @@ from functools import partial
 import pytest
 import torch
 from torch import Tensor, nn
+from torch.distributed.fsdp import fully_shard
 from torch.utils.checkpoint import checkpoint, create_selective_checkpoint_contexts, set_checkpoint_early_stop
 
 from seqpar.comm import Comm, PeerError, Stats, Work
@@ -486,3 +487,81 @@ def misshapen(comm: Comm, n: int) -> str:
 def test_one_ranks_rows_too_many(n) -> None:
     for said in run_threads(2, misshapen, n, timeout=60.0):
         assert 'axis 1 of "b h w c" must have 5 elements here (h=5), not 6' in said
+
+
+def in_its_memory(inner: Callable[[Tensor], Tensor], memory: Tensor, z: Tensor) -> Tensor:
+    """What a block returns, in the same memory in every call, as a CUDA graph does."""
+    out = inner(z)
+    return memory[: out.numel()].view_as(out).copy_(out)
+
+
+def in_kept_memory(comm: Comm, count: int) -> dict[str, Tensor]:
+    model = made(Weather)
+    for block in model.mix:
+        block.forward = partial(in_its_memory, block.forward, torch.empty(8 * GRID.numel(), dtype=torch.float64))
+    if comm.size > 1:
+        parallelize(model, comm, WEATHER, planner=by_hand(count))
+    with torch.inference_mode():
+        return {"out": model(GRID).clone()}
+
+
+def test_memory_that_is_returned_again_while_it_is_sent() -> None:
+    (want,) = run_threads(1, in_kept_memory, 1)
+    compared(run_threads(2, in_kept_memory, 1, delay=0.001), want)
+    with pytest.raises(RuntimeError, match="mix.0 is run in parts and returned one in the memory of another"):
+        run_threads(2, in_kept_memory, 3, delay=0.001)
+
+
+# --- wrappers and hooks -----------------------------------------------------------------------------------------------
+
+
+def wrapped(comm: Comm, how: str) -> dict[str, Tensor]:
+    """The second step's gradients, as the wrapper leaves them, times the ranks where it divides by them."""
+    model = weather(comm)
+    net = nn.parallel.DistributedDataParallel(model) if how == "ddp" else model
+    if how == "fully_shard":
+        for part in (*model.north, *model.east, *model.mix, model):
+            fully_shard(part).set_gradient_divide_factor(1.0)
+    for _ in range(2):
+        model.zero_grad()
+        out = net(GRID)
+        out.square().sum().backward()
+    found = {name: p.grad for name, p in model.named_parameters()}
+    if how == "ddp":
+        return {"out": out.detach()} | {name: comm.size * g for name, g in found.items()}
+    return {"out": out.detach()} | {name: g.full_tensor() for name, g in found.items()}
+
+
+@pytest.mark.parametrize("how", ["ddp", "fully_shard"])
+def test_under_wrappers_that_reduce_gradients(how) -> None:
+    want = numbers(made(Weather))
+    for found in run_processes(2, wrapped, how):
+        for name, each in found.items():
+            torch.testing.assert_close(each, want[name], rtol=1e-10, atol=1e-10)
+
+
+def by_batch(stages, dims, ranks, *, end, training) -> StagePlan:
+    """Stages that share the batch, of which a rank may have nothing."""
+    choices = tuple(Choice(None, "b", "local") for _ in stages)
+    return StagePlan(tuple(stages), choices, Costs(dict(dims), ranks, FREE, training), None, None, 0.0, 0.0)
+
+
+def sharded_within(comm: Comm, batch: int) -> list[str]:
+    """What forwards say of a model whose stages hold modules that are gathered for their own forward."""
+    said = []
+    for planner in (by_batch, by_hand(3)):
+        model = weather(comm, planner)
+        fully_shard(model.north[1].qkv)
+        try:
+            torch.testing.assert_close(model(GRID[:batch]), made(Weather)(GRID[:batch]), rtol=0, atol=1e-10)
+            said.append("right")
+        except (ValueError, NotImplementedError) as error:
+            said.append(str(error))
+    return said
+
+
+def test_modules_that_all_ranks_call_are_not_within_what_some_skip() -> None:
+    for filled, parts in run_processes(2, sharded_within, 2):
+        assert filled == "right" and parts.startswith("stage north.1 cannot be run in 3 parts")
+    for skipped, _ in run_processes(2, sharded_within, 1):
+        assert skipped.startswith("['qkv'] of north.1 is under fully_shard, and would wait for ranks that have no rows")
