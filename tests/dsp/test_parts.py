@@ -5,24 +5,27 @@ from __future__ import annotations
 import itertools
 import random
 from collections.abc import Callable
-from copy import copy
+from copy import copy, deepcopy
 from dataclasses import replace
 from functools import partial
 
 import pytest
 import torch
+from hypothesis import given
+from hypothesis import strategies as st
 from torch import Tensor, nn
 from torch.distributed.fsdp import fully_shard
 from torch.utils.checkpoint import checkpoint, create_selective_checkpoint_contexts, set_checkpoint_early_stop
 
 from seqpar.comm import Comm, PeerError, Stats, Work
-from seqpar.dsp import Spec, StagePlan, parallelize
+from seqpar.dsp import Spec, Stage, StagePlan, parallelize, plan_stages
 from seqpar.dsp.planner import Choice
-from seqpar.dsp.space import shares
+from seqpar.dsp.space import shares, sizes_of_parts
 from seqpar.dsp.stage import Costs
+from seqpar.planner.hardware import Link
 from seqpar.testing import run_processes, run_threads
 from tests.dsp.models import FREE, PAIRS, WEATHER, DiT, PairStack, Weather, compared, dit, gradients, made
-from tests.dsp.test_changes import recomputing
+from tests.dsp.test_changes import drawn, dropout, recomputing
 from tests.dsp.test_parallelize import Checkpointed
 
 Planner = Callable[..., StagePlan]
@@ -180,6 +183,88 @@ def test_passes_in_which_not_everything_needs_a_gradient(how) -> None:
         compared(run_threads(ranks, without, how, delay=0.001), want)
 
 
+def passes(comm: Comm, how: str) -> dict[str, Tensor]:
+    """Backward passes of every kind, also of two forwards at once."""
+    model, x = weather(comm), GRID.clone().requires_grad_()
+    out = model(x)
+    if how == "part":
+        out[:1, :2].square().sum().backward()
+    elif how == "retained":
+        out.sum().backward(retain_graph=True)
+        out.square().sum().backward()
+    elif how == "together":
+        (out.square().sum() + model(2 * x).sum()).backward()
+    else:
+        ends = [model.east[1].qkv.weight, model.north[0].out.bias]
+        (dx,) = torch.autograd.grad(out.sum(), [x], retain_graph=True)
+        return {"out": out.detach(), "d x": dx} | dict(zip("ab", torch.autograd.grad(out.square().sum(), ends)))
+    return {"out": out.detach(), "d x": x.grad} | {name: p.grad for name, p in model.named_parameters()}
+
+
+@pytest.mark.parametrize("how", ["part", "retained", "together", "of some"])
+def test_backward_passes_of_every_kind(how) -> None:
+    (want,) = run_threads(1, passes, how)
+    compared(run_threads(3, passes, how, delay=0.001), want)
+
+
+def twice(comm: Comm) -> None:
+    x = GRID.clone().requires_grad_()
+    (d,) = torch.autograd.grad(weather(comm)(x).square().sum(), x, create_graph=True)
+    with pytest.raises(RuntimeError, match="once_differentiable"):
+        d.square().sum().backward()
+
+
+def test_a_second_derivative_is_refused() -> None:
+    run_threads(2, twice)
+
+
+def side_by_side(comm: Comm) -> dict[str, Tensor]:
+    """Two models, and a copy of one, with plans of their own; all forwards before all backwards."""
+    model, pairs = weather(comm), made(PairStack)
+    other = deepcopy(model)
+    if comm.size > 1:
+        parallelize(pairs, comm, PAIRS, planner=in_parts(3))
+    x, z, mask = GRID.clone().requires_grad_(), rand(2, 5, 5, 5).requires_grad_(), torch.ones(2, 5, 5, 1).double()
+    outs = [model(x), pairs(z, mask), other(3 * x)]
+    with torch.no_grad():
+        assert pairs(rand(3, 3, 3, 5), torch.ones(3, 3, 3, 1).double()).shape == (3, 3, 3, 8)
+    for out in outs[1:] + outs[:1]:
+        out.square().sum().backward()
+    found = {"out": outs[0].detach(), "d x": x.grad, "d z": z.grad}
+    for n, each in enumerate((model, pairs, other)):
+        found |= {f"{n} {name}": p.grad for name, p in each.named_parameters()}
+    return found
+
+
+def test_models_and_copies_side_by_side() -> None:
+    (want,) = run_threads(1, side_by_side)
+    compared(run_threads(3, side_by_side, delay=0.001), want)
+
+
+def test_what_can_be_run_in_parts() -> None:
+    """Of what a stage neither mixes nor gathers, and not where an attention draws by the places of all rows."""
+
+    def apart(comm: Comm, name: str) -> dict[str, frozenset[str]]:
+        model, spec, given = case(name)
+        parallelize(model, comm, spec, planner=(seen := Seen()))
+        model(**given)
+        return {stage.name: stage.apart for stage in seen.stages}
+
+    (found,) = run_threads(1, apart, "pairs")
+    assert found["layers.0.outgoing"] == found["layers.0.starting"] == found["layers.0.ending"] == {"b"}
+    assert found["layers.1.transition"] == {"b", "i", "j"}
+    (found,) = run_threads(1, apart, "core")
+    assert found["blocks.0"] == {"b"}
+
+
+class Seen:
+    """A planner that keeps what it was asked."""
+
+    def __call__(self, stages: list[Stage], dims: object, ranks: int, **given: object) -> StagePlan:
+        self.stages = stages
+        return plan_stages(stages, dims, ranks, **given)
+
+
 # --- the order of what is posted --------------------------------------------------------------------------------------
 
 
@@ -297,6 +382,57 @@ def test_parts_have_the_bytes_of_one_exchange(ranks) -> None:
         assert plain.bytes_sent == there.bytes_sent == 64 * (to_w + 2 * from_w + 4 * to_h + 4 * from_h)
         assert plain.bytes_received == there.bytes_received == plain_back.bytes_sent == back.bytes_sent
         assert plain_back.bytes_received == back.bytes_received == there.bytes_sent
+
+
+@given(size=st.integers(1, 60), ranks=st.integers(1, 9), parts=st.integers(1, 6))
+def test_parts_of_a_dimension(size, ranks, parts) -> None:
+    """Every part has an element, and every rank has in all parts together what it has without."""
+    sizes = sizes_of_parts(size, ranks, parts)
+    assert min(sizes) >= 1 and sum(sizes) == size and len(sizes) == min(parts, -(-size // ranks))
+    by_rank = zip(*(shares(each, ranks) for each in sizes), strict=True)
+    assert [sum(each) for each in by_rank] == shares(size, ranks)
+
+
+# --- what parts take --------------------------------------------------------------------------------------------------
+
+
+def on_one_link(into: float, inside: float, out: float, sizes: list[float]) -> float:
+    """Seconds of parts of these sizes, of 1 in all: on one link first all that comes in, then what goes out."""
+    link, ready, arrived, sent = 0.0, 0.0, [], 0.0
+    for size in sizes:
+        link += size * into
+        arrived.append(link)
+    sent = link
+    for size, there in zip(sizes, arrived, strict=True):
+        ready = max(ready, there) + size * inside
+        sent = max(sent, ready) + size * out
+    return sent
+
+
+@given(
+    size=st.integers(2, 60), ranks=st.integers(2, 9), parts=st.integers(2, 6), inside=st.floats(0, 1e-3),
+    wide=st.integers(1, 5), training=st.booleans(),
+)  # fmt: skip
+def test_seconds_of_parts_are_those_of_one_link(size, ranks, parts, inside, wide, training) -> None:
+    """At least those, as many for equal parts, and never more than without parts but for what each part costs."""
+    hardware = replace(FREE, inside=Link(1e-6, 1e9), across=Link(1e-6, 1e9), call=1e-6, hidden=1.0)
+    costs = Costs({"t": wide, "s": size, "u": 7}, ranks, hardware, training)
+    stage = Stage("s", {"t"}, bytes=1e6, apart={"s", "u"})
+    (into, out), extra = (costs.moves[way] for way in (("t", "s"), ("s", "u"))), parts - 1
+    whole = costs.through(stage, inside, "t", "s", "u", 1)
+    found = costs.through(stage, inside, "t", "s", "u", parts)
+    assert found <= whole + extra * (into.fixed + out.fixed + hardware.call) + 1e-12
+    comes, goes = (move.seconds(1e6) + extra * move.fixed for move in (into, out))
+    inside += extra * hardware.call
+    rows = [-(-each // ranks) for each in sizes_of_parts(size, ranks, parts)]
+    of_all = [each / sum(rows) for each in rows]
+    if training:  # the other way round on the way back, where computing takes twice as long
+        want = on_one_link(comes / 2, inside / 3, goes / 2, of_all)
+        want += on_one_link(goes / 2, 2 * inside / 3, comes / 2, of_all[::-1])
+    else:
+        want = on_one_link(comes, inside, goes, of_all)
+    uneven = max(of_all) - min(of_all)
+    assert want - 1e-12 <= found <= want + uneven * (comes + inside + goes) + 1e-12
 
 
 # --- checkpoints ------------------------------------------------------------------------------------------------------
@@ -512,6 +648,23 @@ def test_memory_that_is_returned_again_while_it_is_sent() -> None:
         run_threads(2, in_kept_memory, 3, delay=0.001)
 
 
+@pytest.mark.parametrize(
+    "change, words", [(dropout, "mix.0.net.4 is dropout with p=0.5"), (drawn, "mix.0 calls rand_like")]
+)
+def test_random_numbers_are_refused(change, words) -> None:
+    def say(comm: Comm) -> list[str]:
+        model, said = weather(comm), []
+        model(GRID[:2])
+        change(model)
+        for _ in range(2):
+            with pytest.raises(NotImplementedError) as error:
+                model(GRID)
+            said.append(str(error.value))
+        return said
+
+    assert all(words in each for said in run_threads(2, say, timeout=60.0) for each in said)
+
+
 # --- wrappers and hooks -----------------------------------------------------------------------------------------------
 
 
@@ -565,3 +718,26 @@ def test_modules_that_all_ranks_call_are_not_within_what_some_skip() -> None:
         assert filled == "right" and parts.startswith("stage north.1 cannot be run in 3 parts")
     for skipped, _ in run_processes(2, sharded_within, 1):
         assert skipped.startswith("['qkv'] of north.1 is under fully_shard, and would wait for ranks that have no rows")
+
+
+def hooked(comm: Comm) -> dict[str, Tensor]:
+    """Hooks that change what passes, around a stage and inside it."""
+    model = weather(comm)
+    for part in (model.east[0], model.east[0].qkv):
+        part.register_forward_hook(lambda _, given, out: 2 * out)
+        part.register_full_backward_hook(lambda _, into, out: (3 * into[0],))
+    return numbers(model)
+
+
+def compiled(comm: Comm) -> dict[str, Tensor]:
+    torch._dynamo.reset()
+    model = made(Weather)
+    model.east[0].forward = torch.compile(model.east[0].forward, backend="eager", dynamic=True)
+    parallelize(model, comm, WEATHER, planner=by_hand(3))
+    return numbers(model)
+
+
+def test_hooks_and_compiled_stages() -> None:
+    (want,) = run_threads(1, hooked)
+    compared(run_threads(3, hooked), want)
+    compared(run_processes(2, compiled), numbers(made(Weather)))
