@@ -5,7 +5,6 @@ from __future__ import annotations
 import inspect
 import threading
 from collections.abc import Callable, Mapping, Sequence
-from contextlib import nullcontext
 from dataclasses import replace
 from fnmatch import fnmatchcase
 from functools import partial
@@ -19,10 +18,11 @@ from seqpar.comm import Comm
 from seqpar.dsp.alike import hashed, leaves, ordered
 from seqpar.dsp.draws import NoDraws
 from seqpar.dsp.form import form_of
+from seqpar.dsp.kept import noting_changes
 from seqpar.dsp.models import SPECS
 from seqpar.dsp.planner import StagePlan, plan_stages
 from seqpar.dsp.replace import Hook, Later, Replaced
-from seqpar.dsp.run import Run, Step, gathered_within, run_stage
+from seqpar.dsp.run import Run, Step, gathered_within, run_stage, skipping
 from seqpar.dsp.space import Space
 from seqpar.dsp.spec import Block, Spec
 from seqpar.dsp.stage import Layout, Stage
@@ -135,6 +135,8 @@ class Parallelized:
             out = inner(**given)
         finally:
             stack.pop()
+        if run.first:
+            self._check_changed(run)
         self._seen.add((run.key, self.model.training))
         if not run.left:
             missing = self.names[run.count] if run.count < len(self.names) else self.spec.exit and self.spec.exit.module
@@ -146,8 +148,16 @@ class Parallelized:
     ) -> Any:
         first = given.get(next(iter(block.stream)))
         step = self._step(module, name, first)
-        with NoDraws(name, self.comm) if step.first else nullcontext():
+        if not step.first:
             return run_stage(module, block, inner, step, given, self.grad)
+        changed: dict[str, Tensor] = {}
+        with NoDraws(name, self.comm), noting_changes(module, name, changed):
+            out = run_stage(module, block, inner, step, given, self.grad)
+        if torch._C._current_graph_task_id() == -1:
+            run = self._current(name)
+            run.changed |= changed
+            run.uneven += changed if step.parts > 1 or skipping(block, step) else []
+        return out
 
     def _exit(self, module: nn.Module, name: str, inner: Callable[..., Any], given: dict[str, Any]) -> Any:
         run, exit = self._current(name), self.spec.exit
@@ -270,6 +280,20 @@ class Parallelized:
 
     def _fact(self, x: Tensor) -> tuple[object, ...]:
         return tuple(x.shape), x.dtype, x.requires_grad, ordered(x) if self.check_inputs else None
+
+    def _check_changed(self, run: Run) -> None:
+        """Raise for buffers that a forward changed otherwise than one process does."""
+        error: Exception | None = None
+        if run.uneven:
+            error = NotImplementedError(
+                f"{run.uneven[:4]} change in a forward, which each rank must make once: plan these stages in one part "
+                "(parts=(1,)) and with rows for all ranks, or change them outside of stages"
+            )
+        facts = {"buffers that stages changed": {n: hashed(x) for n, x in run.changed.items() if self.check_inputs}}
+        if self.comm.size > 1:
+            self.comm.agree(f"a forward of {type(self.model).__name__}", facts, error)
+        elif error is not None:
+            raise error
 
     def _check_changes(self) -> None:
         """Raise for modules that were changed since, and for dropout that is active."""

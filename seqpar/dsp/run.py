@@ -55,6 +55,8 @@ class Run:
         self.count = 0
         self.key: object = None
         self.left = self.first = False
+        self.changed: dict[str, Tensor] = {}  # buffers of stages that were written to, if this is the first forward
+        self.uneven: list[str] = []  # those that ranks wrote to more than once, or not at all
 
     def follow(self, key: object, plan: StagePlan) -> None:
         """Take a plan for this forward; key: what the plan is for."""
@@ -122,13 +124,12 @@ def _computed(module: nn.Module, block: Block, inner: Any, step: Step, given: di
     for name, form in block.rows.items():
         if given.get(name) is not None:
             given[name] = grid.rows(given[name], form, inside, f"{name} of {step.name}")
-    skips = inside not in _exchanging(block, step)
-    if skips and grid.sparse(inside) and (within := gathered_within(module)):
+    if skipping(block, step) and (within := gathered_within(module)):
         raise NotImplementedError(
             f"{within} of {step.name} is under fully_shard, and would wait for ranks that have no rows along {inside} "
             "and skip the stage; use fully_shard on stages as a whole, or give a planner that shards another dimension"
         )
-    if skips and grid.absent(inside):
+    if skipping(block, step) and grid.absent(inside):
         outs = skipped(module, [given[name] for name in block.stream], given)
     else:
         with _shared_attention(block, step), _prepared(module, block, step):
@@ -147,6 +148,11 @@ def _exchanging(block: Block, step: Step) -> set[Layout]:
     if block.attention or step.mode == "ulysses":
         found.add(step.grid.held if step.grid.held in block.whole else step.inside)
     return found
+
+
+def skipping(block: Block, step: Step) -> bool:
+    """Whether any rank skips a stage, as it has no rows."""
+    return step.inside not in _exchanging(block, step) and step.grid.sparse(step.inside)
 
 
 def gathered_within(module: nn.Module) -> list[str]:

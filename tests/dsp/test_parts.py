@@ -665,6 +665,43 @@ def test_random_numbers_are_refused(change, words) -> None:
     assert all(words in each for said in run_threads(2, say, timeout=60.0) for each in said)
 
 
+class Counted(nn.Module):
+    """A row-wise module with a buffer that every forward changes, by its rows or not."""
+
+    def __init__(self, by_rows: bool) -> None:
+        super().__init__()
+        self.by_rows = by_rows
+        self.register_buffer("seen", torch.ones((), dtype=torch.float64))
+
+    def forward(self, x: Tensor) -> Tensor:
+        self.seen += x.detach().mean() if self.by_rows else 1
+        return x / self.seen
+
+
+def changing(comm: Comm, planner: Planner, by_rows: bool, batch: int) -> dict[str, Tensor] | str:
+    model = made(Weather)
+    model.mix[0].net.append(Counted(by_rows))
+    if comm.size > 1:
+        parallelize(model, comm, WEATHER, planner=planner)
+    for _ in range(2):
+        try:
+            found = numbers(model, GRID[:batch])
+        except (NotImplementedError, ValueError) as error:
+            found = str(error)
+    return found
+
+
+def test_buffers_that_a_forward_changes() -> None:
+    """All ranks must change them alike, and as often as one process: not for every part, and none may skip it."""
+    (want,) = run_threads(1, changing, by_hand(1), False, 3)
+    compared(run_threads(2, changing, by_hand(1), False, 3), want)
+    words = "mix.0.net.4.seen'] change in a forward, which each rank must make once"
+    for planner, batch in ((by_hand(2), 3), (by_batch, 1)):
+        assert all(words in said for said in run_threads(2, changing, planner, False, batch, timeout=60.0))
+    said = run_threads(2, changing, by_hand(1), True, 3, timeout=60.0)
+    assert all("ranks differ in buffers that stages changed" in each for each in said)
+
+
 # --- wrappers and hooks -----------------------------------------------------------------------------------------------
 
 
