@@ -13,7 +13,7 @@ On the way back the same happens the other way round: autograd runs what was rec
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from itertools import product
+from itertools import accumulate, product
 from typing import Protocol
 
 import torch
@@ -111,7 +111,11 @@ def _begin(grid: Grid, xs: Sequence[Tensor], forms: Sequence[str], src: str | No
 
 
 def _split(x: Tensor, space: Space, form: str, sharded: str | None, dim: str, grids: Sequence[Grid]) -> list[Tensor]:
-    pieces = space.unfold(x, form, sharded).split([grid.outer.dims[dim] for grid in grids], form_of(form).index(dim))
+    x, at, sizes = space.unfold(x, form, sharded), form_of(form).index(dim), [grid.outer.dims[dim] for grid in grids]
+    if sharded is None:  # a stage gets these as they lie and may write to them, as it may to no result of split
+        pieces = [x.narrow(at, start, size) for start, size in zip(accumulate(sizes, initial=0), sizes)]
+    else:
+        pieces = list(x.split(sizes, at))
     return [space.fold(piece, form) for piece in pieces]
 
 

@@ -15,7 +15,12 @@ from hypothesis import given
 from hypothesis import strategies as st
 from torch import Tensor, nn
 from torch.distributed.fsdp import fully_shard
-from torch.utils.checkpoint import checkpoint, create_selective_checkpoint_contexts, set_checkpoint_early_stop
+from torch.utils.checkpoint import (
+    CheckpointError,
+    checkpoint,
+    create_selective_checkpoint_contexts,
+    set_checkpoint_early_stop,
+)
 
 from seqpar.comm import Comm, PeerError, Stats, Work
 from seqpar.dsp import Spec, Stage, StagePlan, parallelize, plan_stages
@@ -665,6 +670,30 @@ def test_random_numbers_are_refused(change, words) -> None:
     assert all(words in each for said in run_threads(2, say, timeout=60.0) for each in said)
 
 
+def in_place(inner: Callable[[Tensor], Tensor], z: Tensor) -> Tensor:
+    return inner(z.mul_(0.7)).add_(1)
+
+
+def writing(comm: Comm, grad: bool) -> dict[str, Tensor]:
+    """Blocks that write to what they are given and to what they return."""
+    model = made(Weather)
+    for block in (*model.north, *model.east, *model.mix):
+        inner = partial(in_place, block.forward)
+        block.forward = inner if block in model.mix else lambda x, inner=inner: inner(x)  # as their specs name it
+    if comm.size > 1:
+        parallelize(model, comm, WEATHER, planner=by_hand(3))
+    if grad:
+        return numbers(model)
+    with torch.no_grad():
+        return {"out": model(GRID)}
+
+
+@pytest.mark.parametrize("grad", [False, True])
+def test_blocks_that_write_in_place(grad) -> None:
+    (want,) = run_threads(1, writing, grad)
+    compared(run_threads(2, writing, grad, delay=0.001), want)
+
+
 class Counted(nn.Module):
     """A row-wise module with a buffer that every forward changes, by its rows or not."""
 
@@ -778,3 +807,19 @@ def test_hooks_and_compiled_stages() -> None:
     (want,) = run_threads(1, hooked)
     compared(run_threads(3, hooked), want)
     compared(run_processes(2, compiled), numbers(made(Weather)))
+
+
+def with_tables(comm: Comm, count: int, reentrant: bool) -> None:
+    """Blocks that recompute themselves with tables that follow rows, which are whole again by then."""
+    model = made(Weather)
+    for block in (*model.north, *model.east):
+        inner = type(block).forward.__get__(block)
+        block.forward = lambda x, inner=inner: checkpoint(inner, x, use_reentrant=reentrant)
+    parallelize(model, comm, WEATHER, planner=by_hand(count))
+    numbers(model)
+
+
+@pytest.mark.parametrize("count, reentrant", [(1, False), (1, True), (3, False), (3, True)])
+def test_checkpoints_inside_stages_with_tables_raise(count, reentrant) -> None:
+    with pytest.raises((CheckpointError, RuntimeError), match="metadata|[Mm]ismatch|must match|shape"):
+        run_threads(2, with_tables, count, reentrant)
