@@ -1,6 +1,6 @@
 """DSP as planned beside Ulysses, ring and Megatron's sequence parallelism: bytes, messages and time of a step.
 
-    python bench/dsp.py                      # about ten minutes on two cores
+    python bench/dsp.py                      # about a quarter of an hour on two cores
     python bench/dsp.py --quick              # a rehearsal
     python bench/dsp.py --json bench/results/dsp.json --plot docs/dsp.png
 
