@@ -39,7 +39,7 @@ def figures(comm: Comm, repeat: int) -> dict[str, float]:
         found |= {"linear": linear(found, repeat)} | ring(comm.size, found, repeat) | called(comm.size, repeat)
         for name in ("forward", "backward", "linear"):
             found[name] /= shared
-        for name in ("step", "verb", "call"):
+        for name in ("step", "call", "verb", "cold"):
             found[name] *= shared
         return found | wire(comm, repeat) | {"hidden": hidden(comm, repeat)}
 
@@ -51,11 +51,12 @@ def behind(comm: Comm, link: Link, repeat: int) -> float:
         return hidden(Metered(comm, Meter(), Wire(link)), repeat)
 
 
-def cpu(run: Callable[[], object], repeat: int) -> float:
-    """Seconds of the CPU; a first time, for what is made once, does not count."""
+def cpu(run: Callable[[], object], repeat: int, between: Callable[[], object] = lambda: None) -> float:
+    """Seconds of the CPU; a first time, for what is made once, does not count. between: what runs before each."""
     run()
     took = []
     for _ in range(repeat):
+        between()
         started = time.thread_time()
         run()
         took.append(time.thread_time() - started)
@@ -121,7 +122,10 @@ def ring(ranks: int, found: Mapping[str, float], repeat: int) -> dict[str, float
 
 
 def called(ranks: int, repeat: int) -> dict[str, float]:
-    """Seconds of a switch's verb, one way, and of one more call of a block with the verbs of its switches."""
+    """Seconds of a switch's verb, one way, and of one more call of a block with the verbs of its switches.
+
+    cold: of a verb that comes after other work, as in a model, and not right after another one, as in parts.
+    """
     tape = Tape(0, ranks)
     space = Space({"t": ranks, "s": ranks}, tape)
     x = torch.randn(1, ranks, WIDTH, requires_grad=True)
@@ -130,15 +134,16 @@ def called(ranks: int, repeat: int) -> dict[str, float]:
         (y,) = begin_switch([x], space, ["t s c"], "t", "s").wait()
         torch.autograd.grad(y.sum(), x)
 
-    block = Ready(LocalComm(), Clip("none", 1, 2, 2)).model.transformer_blocks[0]
+    model = Ready(LocalComm(), Clip("a little", 4, 16, 16))
+    block = model.model.transformer_blocks[0]
     rows, text, timestep = (torch.randn(1, n, WIDTH, requires_grad=True) for n in (2, 1, 6))
 
     def blocked() -> None:
         out = block(rows, encoder_hidden_states=text, timestep=timestep.flatten(1))
         torch.autograd.grad(out.sum(), (rows, *block.parameters()), allow_unused=True)
 
-    verb = cpu(switched, 4 * repeat) / 2
-    return {"verb": verb, "call": cpu(blocked, 4 * repeat) + 4 * verb}
+    verb, cold = cpu(switched, 4 * repeat) / 2, cpu(switched, 2 * repeat, model.step) / 2
+    return {"verb": verb, "cold": cold, "call": cpu(blocked, 4 * repeat) + 4 * verb}
 
 
 # --- exchanges --------------------------------------------------------------------------------------------------------
@@ -201,12 +206,13 @@ def machine(ranks: int, comm: str, repeat: int) -> Machine:
         middle["forward"], middle["backward"], 0.0, query_pairs=middle["pairs"], key_pairs=middle["fetched"],
         stage=middle["step"],
     )  # fmt: skip
-    link = Link(middle["latency"], middle["bandwidth"])
+    link = Link(max(0.0, middle["latency"] - middle["verb"]), middle["bandwidth"])
+    switch = replace(link, latency=link.latency + middle["cold"])
     hardware = Hardware(
-        comm, "measured by bench/dsp.py", attention, middle["linear"], link, link, memory=1 << 34, node=ranks,
+        comm, "measured by bench/dsp.py", attention, middle["linear"], switch, switch, memory=1 << 34, node=ranks,
         hidden=middle["hidden"], call=middle["call"],
     )  # fmt: skip
-    return Machine(hardware, replace(link, latency=max(0.0, link.latency - middle["verb"])))
+    return Machine(hardware, link)
 
 
 def slow(fast: Machine) -> Machine:
