@@ -33,8 +33,8 @@ ROWS = 4096  # of queries
 def figures(comm: Comm, repeat: int) -> dict[str, float]:
     """What a rank achieves while all of them work."""
     torch.set_num_threads(1)
+    shared = max(1.0, comm.size / len(cores()))  # asked before this process is pinned to one
     with pinned(cores()[comm.rank % len(cores())]):
-        shared = max(1.0, comm.size / len(cores()))
         found = attending(repeat)
         found |= {"linear": linear(found, repeat)} | ring(comm.size, found, repeat) | called(comm.size, repeat)
         for name in ("forward", "backward", "linear"):
