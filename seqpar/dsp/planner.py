@@ -128,7 +128,8 @@ def plan_stages(
     parts: how many parts are tried of a stage whose tensors come from elsewhere and go on elsewhere, at most; ``(1,)``
     for one exchange a switch.
 
-    Raises: ValueError for unknown dimensions, stages that no layout serves, or a memory that no way fits.
+    Raises: ValueError for unknown dimensions, parts that are no numbers, stages that no layout serves, or a memory that
+    no way fits.
     """
     stages, hardware = tuple(stages), Hardware.of(hardware)
     costs = Costs(dict(dims), ranks, hardware, training)
@@ -140,9 +141,10 @@ def plan_stages(
     if memory is None and training:
         limit = float(hardware.memory - hardware.reserve)
     kinds = kinds_of(stages)
-    parts = sorted(set(parts))
+    parts = list(parts)
     if any(type(n) is not int or n < 1 for n in parts):
         raise ValueError(f"parts are numbers of at least 1, got {parts}")
+    parts = sorted(set(parts))
     grids = [Search(stages, grid, start, kinds=kinds, parts=parts) for grid in _grids(stages, costs, start, cores)]
     best: StagePlan | None = None
     # without a grid first, then those that promise most

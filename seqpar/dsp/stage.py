@@ -98,7 +98,7 @@ class Move(NamedTuple):
 
     def seconds(self, size: float) -> Any:
         """Of tensors of so many global bytes."""
-        return self.fixed + self.each * size if size else 0.0
+        return self.fixed + self.each * size if size else 0.0 * self.fixed  # of an array: as many
 
 
 @dataclass(frozen=True)

@@ -21,7 +21,7 @@ from typing import Any
 
 SCHEMA = 1
 HIDDEN = 0.5  # as much as bench/timeline.py has measured
-CALL = 1.5e-3  # a block of diffusers' Latte on tiny tensors, on one core of an AMD EPYC: 0.9 to 1.6 ms
+CALL = 1.5e-3  # a block of diffusers' Latte on one core of an AMD EPYC: 1.6 to 1.8 ms in bench/results/dsp.json
 BACKWARD = 2.5  # forwards that a backward of attention counts: five products instead of two
 
 

@@ -222,6 +222,14 @@ def test_tiny_work_is_not_sent_anywhere() -> None:
     assert chosen(plan_stages([tiny] * 3, {"t": 4, "s": 4}, 4)) == [(None, "copies")] * 3
 
 
+def test_tensors_without_bytes_move_for_nothing() -> None:
+    assert plan_stages([Stage("a")], {"t": 4}, 2).seconds == 0.0
+    stages = [Stage("a", "t", flops=1e12, apart="s"), Stage("b", "s", flops=1e12, apart="t")] * 2
+    plan = plan_stages(stages, {"t": 4, "s": 4}, 2)
+    assert [c.layout for c in plan.choices] == ["s", "t"] * 2
+    assert plan.seconds == pytest.approx(4 * 3e12 / 2 / Hardware.of("h100").linear_rate)
+
+
 def test_rest_is_respected_and_shown(tmp_path) -> None:
     stages = [replace(stage, rest={"s"} if n else {None}) for n, stage in enumerate(video(2))]
     plan = plan_stages(stages, {"t": 16, "s": 1024}, 8)
@@ -281,6 +289,7 @@ def test_equal_ways_are_cut_alike_in_every_process() -> None:
         (lambda: plan_stages([Stage("a")], {"t": 2}, 4, cores=()), "no way to run"),
         (lambda: Costs({"t": 2}, 4, Hardware.of("h100"), core=4, held="t"), "one element each"),
         (lambda: Costs({"t": 2}, 4, Hardware.of("h100"), core=2), "cannot hold None"),
+        (lambda: plan_stages([Stage("a")], {"t": 2}, 2, parts=(1, "2")), "parts are numbers"),
         (lambda: Stage("a", bytes=-1), "figures of at least 0"),
         (lambda: Stage("a", heads=4), "key heads"),
         (lambda: Stage("a", rest=()), "some rest"),
