@@ -53,7 +53,7 @@ def grid(quick: bool, repeat: int, show: Callable[[Row], None]) -> tuple[list[Ro
             held = machine.link if over == "slow" else None
             comm = "gloo" if over == "gloo" else "shm"
             found = run_processes(2, measured, clip, machine.hardware, turns, held, comm=comm, timeout=120.0)
-            rows.append(row_of(clip, 2, over, found))
+            rows.append(row_of(clip, 2, over, found, turns))
             show(rows[-1])
         worlds = [
             (n, {over: each._replace(hardware=replace(each.hardware, node=n)) for over, each in apart.items()})
@@ -62,22 +62,22 @@ def grid(quick: bool, repeat: int, show: Callable[[Row], None]) -> tuple[list[Ro
         for share in run_processes(2, virtual, clip, worlds, turns, timeout=120.0):
             for n, by_machine in share.items():
                 for over, by_rank in by_machine.items():
-                    rows.append(row_of(clip, n, f"{over}, composed", by_rank))
+                    rows.append(row_of(clip, n, f"{over}, composed", by_rank, turns))
                     show(rows[-1])
     return rows, {name: each.hardware.to_dict() for name, each in over_links.items()}
 
 
-def row_of(clip: Clip, ranks: int, over: str, found: Sequence[dict[str, Row]]) -> Row:
-    """One cell: both methods, their ratio turn by turn, and the part of the Ulysses step that exchanges take."""
+def row_of(clip: Clip, ranks: int, over: str, found: Sequence[dict[str, Row]], turns: int) -> Row:
+    """One cell: both methods, their ratio by turn or group, and the part of the Ulysses step that exchanges take."""
     ways = {name: way([rank[name] for rank in found]) for name in METHODS}
     planned, ulysses = ways["planned"], ways["ulysses"]
     share = ulysses["exchanging"] / ulysses["seconds"]
     ratios = [b / a for a, b in zip(planned.pop("steps"), ulysses.pop("steps"), strict=True)]
-    low, high = interval(ratios)
+    ratio, low, high = middle(ratios, grouped=found[0]["planned"].get("grouped", False))
     return {
         "clip": clip.name, "batch": clip.batch, "frames": clip.frames, "space": clip.space, "text": clip.text,
         "shrunk": clip.shrunk, "ranks": ranks, "over": over, "same": planned["layouts"] == ulysses["layouts"],
-        "share": share, "turns": len(ratios), "ratio": median(ratios), "ratio_low": low, "ratio_high": high,
+        "share": share, "turns": turns, "ratio": ratio, "ratio_low": low, "ratio_high": high,
         # what the bytes alone would give
         "by_bytes": 1 / (1 - share * (1 - planned["bytes"] / ulysses["bytes"])),
     } | ways  # fmt: skip
@@ -87,13 +87,20 @@ def way(ranks: Sequence[Row]) -> Row:
     """A method over all ranks: the slowest rank's step, what the rank spends in exchanges that waits least in them."""
     steps = [max(turn) for turn in zip(*(rank["seconds"] for rank in ranks), strict=True)]
     exchanging = [min(turn) for turn in zip(*(rank["exchanging"] for rank in ranks), strict=True)]
-    low, high = interval(steps)
+    grouped = ranks[0].get("grouped", False)
+    seconds, low, high = middle(steps, grouped)
     most = {key: max(rank[key] for rank in ranks) for key in ("bytes", "messages", "exchanges")}
-    return most | {
-        "steps": steps, "seconds": median(steps), "low": low, "high": high, "exchanging": median(exchanging),
-        "cpu": max(median(rank["cpu"]) for rank in ranks), "loss": ranks[0]["loss"], "layouts": ranks[0]["layouts"],
-        "predicted": ranks[0]["predicted"],
+    return most | {key: ranks[0][key] for key in ("loss", "layouts", "predicted")} | {
+        "steps": steps, "seconds": seconds, "low": low, "high": high, "exchanging": middle(exchanging, grouped)[0],
+        "cpu": max(middle(rank["cpu"], grouped)[0] for rank in ranks),
     }  # fmt: skip
+
+
+def middle(figures: Sequence[float], grouped: bool) -> tuple[float, float, float]:
+    """Of turns the median and its interval of 90 %; of groups of turns the first, of all, and the range."""
+    if grouped:
+        return figures[0], min(figures), max(figures)
+    return median(figures), *interval(figures)
 
 
 def name(row: Row) -> str:

@@ -19,7 +19,7 @@ from unittest import mock
 import torch
 from planned import pinned
 from torch import Tensor, nn
-from virtual import Event, Post, Run, Tape, compose
+from virtual import Event, Post, Run, Tape, compose, least
 
 from seqpar import dsp
 from seqpar.comm import Comm, Tag, Work
@@ -285,7 +285,8 @@ def said(ready: Ready) -> Row:
 def composed(clip: Clip, ranks: int, machines: Mapping[str, Machine], turns: int) -> dict[str, list[dict[str, Row]]]:
     """By machine what `measured` returns on every rank, of ranks that run one after another: see `virtual`.
 
-    A plan is run once a turn, however many machines and methods have it, and composed over the link of each.
+    A plan is run once a turn, however many machines and methods have it, and composed over the link of each. The first
+    figure of a row is of the least of all turns; the others of halves of them, to say how far chance goes.
     """
     tapes = [Tape(rank, ranks) for rank in range(ranks)]
     ready = {
@@ -297,16 +298,22 @@ def composed(clip: Clip, ranks: int, machines: Mapping[str, Machine], turns: int
     for (over, name), several in ready.items():
         for each, row in zip(several, rows[over], strict=True):
             each.step()
-            row[name] = {"seconds": [], "cpu": [], "exchanging": [], "loss": 0.0} | said(each)
+            row[name] = {"seconds": [], "cpu": [], "exchanging": [], "loss": 0.0, "grouped": True} | said(each)
         once.setdefault(several[0].layouts(), (over, name))
-    for key in in_turns(list(once.values()), turns):
-        tried = [taped(tape, each) for tape, each in zip(tapes, ready[key], strict=True)]
-        for over, machine in machines.items():
-            took = compose(tried, machine.link)
-            for seconds, events, row in zip(took, tried, rows[over], strict=True):
-                for each in row.values():
-                    if once[each["layouts"]] == key:
-                        note(each, seconds, events)
+    tried: dict[str, list[list[list[Event]]]] = {plan: [] for plan in once}  # plan -> turns -> ranks
+    for plan in in_turns(list(once), turns):
+        tried[plan].append([taped(tape, each) for tape, each in zip(tapes, ready[once[plan]], strict=True)])
+    for plan, all_turns in tried.items():
+        half = turns // 2
+        groups = all_turns, all_turns[::2], all_turns[1::2], all_turns[:half], all_turns[half:]
+        for group in filter(None, groups):
+            found = [least(each) for each in zip(*group, strict=True)]
+            for over, machine in machines.items():
+                took = compose(found, machine.link)
+                for seconds, events, row in zip(took, found, rows[over], strict=True):
+                    for each in row.values():
+                        if each["layouts"] == plan:
+                            note(each, seconds, events)
     return rows
 
 

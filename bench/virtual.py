@@ -82,9 +82,11 @@ class Tape:
         self, sends: Mapping[int, Sequence[Tensor]], recvs: Mapping[int, Sequence[Tensor]], *, tag: Tag
     ) -> Work:
         """A note of the exchange."""
-        post = Post(tag, _sizes(sends), _sizes(recvs))
+        self._note()
+        post = Post(tag, _sizes(sends), _sizes(recvs))  # which a comm would not ask for
         moves = bool(post.sent or post.received)
-        self._note(*[post] if moves else [])
+        self.events += [post] if moves else []
+        self._since = time.thread_time()
         return _TapeWork(self, tag, moves=moves)
 
     def empty(self, shape: Sequence[int], dtype: torch.dtype, device: torch.device) -> Tensor:
@@ -165,6 +167,21 @@ def _sizes(side: Mapping[int, Sequence[Tensor]]) -> dict[int, int]:
     """Bytes by peer, without peers that get none."""
     sizes = {peer: sum(x.numel() * x.element_size() for x in tensors) for peer, tensors in side.items()}
     return {peer: size for peer, size in sizes.items() if size}
+
+
+def least(tapes: Sequence[Sequence[Event]]) -> list[Event]:
+    """One tape of several of the same program on one rank: every stretch of computing takes its least time.
+
+    Whoever else uses the machine only makes it longer. As ranks run at different times, a rank that is disturbed would
+    hold up all others, and at every exchange another one.
+    """
+    found: list[Event] = []
+    for events in zip(*tapes, strict=True):
+        runs = [event.seconds for event in events if isinstance(event, Run)]
+        if len(runs) not in (0, len(events)):
+            raise ValueError(f"tapes of different programs: {events}")
+        found.append(Run(min(runs)) if runs else events[0])
+    return found
 
 
 def compose(tapes: Sequence[Sequence[Event]], link: Link) -> list[float]:

@@ -236,6 +236,15 @@ def test_an_exchange_hides_behind_computing_and_no_longer(modules) -> None:
         v.compose([tape(0, 0.0, 1.0), [v.Run(1.0)]], second)
 
 
+def test_the_least_of_tapes_is_that_of_each_stretch(modules) -> None:
+    v = modules("virtual")
+    wait = v.Wait(Tag(0, 1, 0, 0))
+    tapes = [[v.Run(a), wait, v.Run(b)] for a, b in ((1.0, 9.0), (2.0, 1.0), (6.0, 2.0))]
+    assert v.least(tapes) == [v.Run(1.0), wait, v.Run(1.0)]
+    with pytest.raises(ValueError, match="tapes of different programs"):
+        v.least([tapes[0], [wait, v.Run(1.0), wait]])
+
+
 def test_tapes_note_the_bytes_that_plans_predict(modules) -> None:
     planned, v = modules("planned"), modules("virtual")
     shape = replace(planned.SHAPE, hidden=32, heads=4, kv_heads=4, dim=8, ffn=16)

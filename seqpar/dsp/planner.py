@@ -141,11 +141,11 @@ def plan_stages(
     if memory is None and training:
         limit = float(hardware.memory - hardware.reserve)
     kinds = kinds_of(stages)
-    parts = list(parts)
-    if any(type(n) is not int or n < 1 for n in parts):
-        raise ValueError(f"parts are numbers of at least 1, got {parts}")
-    parts = sorted(set(parts))
-    grids = [Search(stages, grid, start, kinds=kinds, parts=parts) for grid in _grids(stages, costs, start, cores)]
+    tried = list(parts) if isinstance(parts, Iterable) else []
+    if not tried or any(type(n) is not int or n < 1 for n in tried):
+        raise ValueError(f"parts are numbers of at least 1, such as (1, 2, 4), got {parts!r}")
+    tried = sorted(set(tried))
+    grids = [Search(stages, grid, start, kinds=kinds, parts=tried) for grid in _grids(stages, costs, start, cores)]
     best: StagePlan | None = None
     # without a grid first, then those that promise most
     for search in grids[:1] + sorted(grids[1:], key=lambda search: search.unmoved):
@@ -219,6 +219,8 @@ def _check(stages: Sequence[Stage], costs: Costs, start: Layout) -> None:
 def _grids(stages: Sequence[Stage], costs: Costs, start: Layout, cores: Iterable[int] | None) -> Iterator[Costs]:
     """Costs without a grid, and on each grid whose held dimension everything between allows, and stages can share."""
     ranks, dims = costs.ranks, costs.dims
+    if not isinstance(cores, Iterable | None):
+        raise ValueError(f"cores are sizes of groups, such as (1, 2), got {cores!r}")
     # one group of all ranks is what Ulysses and ring are without a grid
     tried = [n for n in range(1, ranks + 1) if ranks % n == 0 and n in (1, *range(ranks))] if cores is None else cores
     for core in sorted(set(tried)):

@@ -26,8 +26,10 @@ def agree_once(
     error: Exception | None,
     *,
     values: Mapping[str, object] | None = None,
-) -> None:
-    """Return if all ranks make the same call; they compare when they first see it, or always if the comm says so.
+) -> int:
+    """The signature of a call that all ranks make alike, 0 for one rank.
+
+    They compare when they first see it, or always if the comm says so.
 
     facts: what must be equal on all ranks. error: what this rank found wrong with its own arguments. values: what may
     differ from call to call, small tensors too; compared along with the facts, but no reason to compare again.
@@ -37,10 +39,10 @@ def agree_once(
     if comm.size == 1:
         if error is not None:
             raise error
-        return
+        return 0
     key = signature(facts, what)
     if error is None and comm.check_every == "batch" and key in comm.agreed:
-        return
+        return key
     try:
         comm.agree(what, dict(facts) | _plain(values or {} if error is None else {}), error)
     except PeerError:
@@ -50,6 +52,7 @@ def agree_once(
     comm.agreed[key] = None
     if len(comm.agreed) > REMEMBERED:
         del comm.agreed[next(iter(comm.agreed))]
+    return key
 
 
 def _plain(values: Mapping[str, object]) -> dict[str, object]:

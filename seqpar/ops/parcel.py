@@ -78,7 +78,10 @@ def _tensors(
     comm: Comm, side: Side, empty: Callable[..., Tensor]
 ) -> tuple[dict[int, list[Tensor]], list[tuple[Place, Place]]]:
     """The tensors to exchange, and of those that lie in a buffer which part of it stands for which place."""
-    buffers = _buffers([m for messages in side.values() for m in messages if not _travels(comm, m)], empty)
+    packed = [message for messages in side.values() for message in messages if not _travels(comm, message)]
+    if not packed:
+        return {peer: [message[0].x for message in messages] for peer, messages in side.items()}, []
+    buffers = _buffers(packed, empty)
     tensors: dict[int, list[Tensor]] = {}
     parts: list[tuple[Place, Place]] = []
     for peer, messages in side.items():

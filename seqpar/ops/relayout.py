@@ -15,7 +15,7 @@ from seqpar.kernels import acc_dtype
 from seqpar.kernels.upload import upload
 from seqpar.layout import Layout
 from seqpar.mask import Ints, Memo
-from seqpar.ops.agree import abort_on_error, agree_once, signature
+from seqpar.ops.agree import abort_on_error, agree_once
 from seqpar.ops.call import Uploaded, stream_of
 from seqpar.ops.handles import Made, carried, carry, handles, in_graph, refuse, refuse_tangent, uncompiled, values_of
 from seqpar.ops.parcel import Place, Side, moved, post, rows_of
@@ -245,9 +245,9 @@ def _agreed(
         facts |= {"dtype": x.dtype, "device": x.device.type, "other dims": others, "requires grad": grad}
     except Exception as found:  # whatever it is, the others must hear of it
         error = found
-    agree_once(comm, verb, facts, error)
+    tag = Tag(agree_once(comm, verb, facts, error), number, 0, 0)
     assert moves is not None
-    return comm, Tag(signature(facts, verb), number, 0, 0), moves
+    return comm, tag, moves
 
 
 def _fake_relayout(

@@ -11,7 +11,7 @@ from torch.autograd.function import once_differentiable
 
 from seqpar.comm import Comm, Tag
 from seqpar.kernels.copy import Pair
-from seqpar.ops.agree import abort_on_error, agree_once, signature
+from seqpar.ops.agree import abort_on_error, agree_once
 from seqpar.ops.handles import (
     Made,
     carried,
@@ -68,10 +68,26 @@ def switch_all(
         grads = [torch.is_grad_enabled() and x.requires_grad for x in xs]
     except Exception as error:
         refuse("switch", comm, error)
-    ys, _ = torch.ops.seqpar.switch(
-        list(xs), handles(comm), split_dims, concat_dims, split, concat, comm.rank, False, grads
-    )
-    return ys  # type: ignore[no-any-return]
+    if in_graph(*xs):
+        ys, _ = torch.ops.seqpar.switch(
+            list(xs), handles(comm), split_dims, concat_dims, split, concat, comm.rank, False, grads
+        )
+        return ys  # type: ignore[no-any-return]
+    return _eager(xs, comm, split_dims, concat_dims, split, concat, grads)
+
+
+@uncompiled
+def _eager(
+    xs: Sequence[Tensor], comm: Comm, split_dims: list[int], concat_dims: list[int], split: list[int],
+    concat: list[int], grads: list[bool],
+) -> list[Tensor]:  # fmt: skip
+    """What the op gives, without its handles and tickets."""
+    if not any(grads):
+        for x in xs:
+            refuse_tangent("switch", x)
+    tag = _agreed(xs, comm, split_dims, concat_dims, split, concat, grads)
+    way = Way(Made(comm, tag), split_dims, concat_dims, split, concat, grads)
+    return list(_AtOnce.apply(way, *xs)) if any(grads) else way.at_once(xs)
 
 
 def start_switch(
@@ -157,8 +173,7 @@ def _agreed(
         "concat sizes": list(concat), "other dims": others, "dtype": [x.dtype for x in xs],
         "device": [x.device.type for x in xs], "requires grad": list(grads),
     }  # fmt: skip
-    agree_once(comm, "switch", facts, None)
-    return Tag(signature(facts, "switch"), number, 0, 0)
+    return Tag(agree_once(comm, "switch", facts, None), number, 0, 0)
 
 
 # --- the exchange -----------------------------------------------------------------------------------------------------
@@ -178,7 +193,8 @@ def _post(
         shape = list(x.shape)
         shape[split_dim], shape[concat_dim] = split[comm.rank], sum(concat)
         ys.append(comm.empty(shape, x.dtype, x.device))
-        pieces, parts = x.split(split, split_dim), ys[-1].split(concat, concat_dim)
+        pieces = torch.split_with_sizes(x, split, split_dim)
+        parts = torch.split_with_sizes(ys[-1], concat, concat_dim)
         for peer in peers:
             sends[peer].append([Place(pieces[peer])])
             recvs[peer].append([Place(parts[peer])])
@@ -276,11 +292,11 @@ _LIBRARY.impl("switch", _differentiable, "Autograd")
 torch.library.register_fake("seqpar::switch", _fake_switch, lib=_LIBRARY)
 
 
-# --- a switch under way -----------------------------------------------------------------------------------------------
+# --- without the op ---------------------------------------------------------------------------------------------------
 
 
 class Way:
-    """One switch in both directions, each posted here and finished there."""
+    """One switch in both directions: at once, or each posted here and finished there."""
 
     def __init__(
         self, made: Made, split_dims: Sequence[int], concat_dims: Sequence[int], split: Sequence[int],
@@ -292,6 +308,14 @@ class Way:
         self.back = *dims, concat, split
         self._waits: list[Callable[[], None]] = []
         self._backs: list[tuple[list[Tensor], Callable[[], None]]] = []
+
+    def reversed(self, grads: Sequence[bool]) -> Way:
+        """The way back of what needs it, as a way of its own. grads: whether what goes back needs gradients."""
+        return Way(Made(self.made.comm, self.made.back()), *self.back, grads)
+
+    def at_once(self, xs: Sequence[Tensor]) -> list[Tensor]:
+        """The results."""
+        return _all_to_all(xs, self.made.comm, *self.there, self.made.tag)
 
     def post(self, xs: Sequence[Tensor]) -> list[Tensor]:
         """The results, which hold nothing before `finish`."""
@@ -312,6 +336,24 @@ class Way:
         dxs, wait = self._backs.pop()
         wait()
         return dxs
+
+
+class _AtOnce(torch.autograd.Function):
+    """A switch, and on the way back the same with its roles swapped, for the tensors that need it."""
+
+    @staticmethod
+    def forward(ctx: Any, way: Way, *xs: Tensor) -> tuple[Tensor, ...]:
+        ys = way.at_once(xs)
+        ctx.way, ctx.count = way, len(xs)
+        ctx.mark_non_differentiable(*(y for n, y in enumerate(ys) if n not in way.needed))
+        return tuple(ys)
+
+    @staticmethod
+    def backward(ctx: Any, *dys: Tensor) -> tuple[Tensor | None, ...]:
+        needed = [dys[n] for n in ctx.way.needed]
+        back = ctx.way.reversed([torch.is_grad_enabled() and dy.requires_grad for dy in needed])
+        dxs = dict(zip(ctx.way.needed, _AtOnce.apply(back, *needed), strict=True))
+        return None, *(dxs.get(n) for n in range(ctx.count))
 
 
 class Switching:

@@ -18,7 +18,7 @@ from torch import Tensor
 from torch.autograd.function import once_differentiable
 
 from seqpar.comm import Comm, Tag
-from seqpar.ops.agree import abort_on_error, agree_once, signature
+from seqpar.ops.agree import abort_on_error, agree_once
 from seqpar.ops.handles import refuse
 
 
@@ -68,8 +68,7 @@ class _AllSum(torch.autograd.Function):
         facts: dict[str, object] = {
             "shape": list(x.shape), "dtype": x.dtype, "device": x.device.type, "requires grad": x.requires_grad,
         }  # fmt: skip
-        agree_once(comm, "all_sum", facts, None)
-        ctx.comm, ctx.call = comm, (signature(facts, "all_sum"), comm.next_call())
+        ctx.comm, ctx.call = comm, (agree_once(comm, "all_sum", facts, None), comm.next_call())
         return _summed_alike(x, comm, Tag(*ctx.call, 0, 0))
 
     @staticmethod

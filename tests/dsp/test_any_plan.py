@@ -6,15 +6,15 @@ import random
 from collections.abc import Callable
 
 import pytest
-import torch
-from torch import Tensor, nn
+from torch import Tensor
 
 from seqpar.comm import Comm
-from seqpar.dsp import Spec, StagePlan, parallelize
+from seqpar.dsp import StagePlan, parallelize
 from seqpar.dsp.planner import Choice
 from seqpar.dsp.stage import Costs
 from seqpar.testing import run_threads
-from tests.dsp.models import FREE, PAIRS, WEATHER, DiT, PairStack, Weather, compared, dit, gradients, made
+from tests.dsp.cases import case
+from tests.dsp.models import FREE, compared, gradients
 
 
 def at_random(seed: int) -> Callable[..., StagePlan]:
@@ -33,18 +33,6 @@ def at_random(seed: int) -> Callable[..., StagePlan]:
         )
 
     return planner
-
-
-def rand(*shape: int) -> Tensor:
-    return torch.randn(*shape, generator=torch.Generator().manual_seed(sum(shape)), dtype=torch.float64)
-
-
-def case(name: str) -> tuple[nn.Module, Spec, dict[str, Tensor]]:
-    if name == "pairs":
-        return made(PairStack), PAIRS, {"z": rand(2, 5, 5, 5), "mask": (rand(2, 5, 5, 1) > -1).double()}
-    if name == "weather":
-        return made(Weather), WEATHER, {"x": rand(2, 5, 7, 3)}
-    return made(DiT, name == "verb"), dit(name == "verb"), {"x": rand(2, 3, 5, 3), "t": rand(2, 1)}
 
 
 def on_a_rank(comm: Comm, name: str, seed: int) -> dict[str, Tensor]:

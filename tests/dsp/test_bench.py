@@ -139,6 +139,12 @@ def test_the_promise_is_judged_cell_by_cell(bench, row, holds) -> None:
     assert len(found["same_and_much"]) == row["same"]
 
 
+def test_a_figure_is_a_median_or_of_all_turns(bench) -> None:
+    middle = bench("dsp_grid").middle
+    assert middle([3.0, 1.0, 2.0], grouped=False) == (2.0, 1.0, 3.0)
+    assert middle([3.0, 1.0, 2.0, 5.0, 6.0], grouped=True) == (3.0, 1.0, 6.0)
+
+
 def in_parts(stages: list[Stage], dims: dict[str, int], ranks: int, *, hardware: Hardware, **_: Any) -> StagePlan:
     """Spatial stages on frames, in two parts."""
     choices = (
@@ -158,7 +164,9 @@ def test_ranks_one_after_another_run_stages_in_parts(bench, monkeypatch) -> None
         assert row["planned"]["layouts"] == "t:local/2 s:local t:local/2 s:local"
         # six parts there and back, and what is gathered at the end
         assert row["planned"]["exchanges"] == 13
-        assert len(row["planned"]["seconds"]) == len(row["ulysses"]["seconds"]) == 2
+        # of both turns, and of each one, which is every second and a half
+        assert len(row["planned"]["seconds"]) == len(row["ulysses"]["seconds"]) == 5
+        assert row["planned"]["cpu"][0] <= min(row["planned"]["cpu"][1:])
     assert bench("dsp_grid").short(row["planned"]["layouts"]) == "t/2 s t/2 s"
 
 

@@ -19,11 +19,8 @@ from seqpar.comm import Comm
 from seqpar.dsp import parallelize
 from seqpar.dsp.alike import leaves, ordered
 from seqpar.testing import run_processes, run_threads
+from tests.dsp.cases import rand
 from tests.dsp.models import PAIRS, SHARDED, STREAMS, WEATHER, DiT, PairStack, Streams, Weather, compared, dit, made
-
-
-def rand(*shape: int) -> Tensor:
-    return torch.randn(*shape, generator=torch.Generator().manual_seed(sum(shape)), dtype=torch.float64)
 
 
 def weather(comm: Comm) -> nn.Module:

@@ -4,38 +4,17 @@ from __future__ import annotations
 
 import pytest
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 
 from seqpar.comm import Comm
 from seqpar.dsp import StagePlan, parallelize
 from seqpar.dsp.planner import Choice
 from seqpar.dsp.stage import Costs
 from seqpar.testing import run_processes, run_threads
-from tests.dsp.models import FREE, SHARDED, compared, gradients, made
+from tests.dsp.cases import clip, latte
+from tests.dsp.models import FREE, SHARDED, compared, gradients
 
 diffusers = pytest.importorskip("diffusers")
-
-
-def latte(size: int = 6, frames: int = 5, layers: int = 2, dropout: float = 0.0) -> nn.Module:
-    return made(_latte, size, frames, layers, dropout)
-
-
-def _latte(size: int, frames: int, layers: int, dropout: float) -> nn.Module:
-    return diffusers.LatteTransformer3DModel(
-        num_attention_heads=2, attention_head_dim=8, in_channels=3, out_channels=3, num_layers=layers,
-        cross_attention_dim=16, attention_bias=True, sample_size=size, patch_size=2, activation_fn="gelu-approximate",
-        norm_type="ada_norm_single", norm_elementwise_affine=False, caption_channels=7, video_length=frames,
-        dropout=dropout,
-    )  # fmt: skip
-
-
-def batch(size: int = 6, frames: int = 5, count: int = 2) -> dict[str, Tensor]:
-    g = torch.Generator().manual_seed(1)
-    return {
-        "hidden_states": torch.randn(count, 3, frames, size, size, generator=g, dtype=torch.float64),
-        "timestep": torch.arange(count) * 10 + 3,
-        "encoder_hidden_states": torch.randn(count, 4, 7, generator=g, dtype=torch.float64),
-    }
 
 
 def on_a_rank(comm: Comm, size: int, frames: int, count: int, how: str) -> tuple[dict[str, Tensor], str, int]:
@@ -43,7 +22,7 @@ def on_a_rank(comm: Comm, size: int, frames: int, count: int, how: str) -> tuple
     if how == "checkpoint":
         model.enable_gradient_checkpointing()
     handle = parallelize(model, comm, planner=SHARDED)
-    found = gradients(model, batch(size, frames, count))
+    found = gradients(model, clip(size, frames, count))
     plan = next(iter(handle.plans.values()))
     return found, str([c.layout for c in plan.choices]), plan.exchanges
 
@@ -55,14 +34,14 @@ def on_a_rank(comm: Comm, size: int, frames: int, count: int, how: str) -> tuple
      (10, 7, 1, 4)],
 )  # fmt: skip
 def test_every_rank_has_the_output_and_gradients_sum(size, frames, count, ranks, how) -> None:
-    want = gradients(latte(size, frames), batch(size, frames, count))
+    want = gradients(latte(size, frames), clip(size, frames, count))
     found = run_threads(ranks, on_a_rank, size, frames, count, how)
     compared([rank for rank, *_ in found], want)
     print(found[0][1:])
 
 
 def oblong(comm: Comm) -> dict[str, Tensor]:
-    model, given = latte(6, 3), batch(6, 3)
+    model, given = latte(6, 3), clip(6, 3)
     given["hidden_states"] = torch.cat([given["hidden_states"], given["hidden_states"][..., :4] * 2], -1)
     if comm.size > 1:
         parallelize(model, comm, planner=SHARDED)
@@ -75,14 +54,14 @@ def test_frames_of_other_heights_than_widths() -> None:
 
 
 def test_it_is_so_on_processes() -> None:
-    want = gradients(latte(), batch())
+    want = gradients(latte(), clip())
     compared([rank for rank, *_ in run_processes(3, on_a_rank, 6, 5, 2, "checkpoint")], want)
 
 
 def wrong(comm: Comm, how: str) -> str:
     model = latte(dropout=0.1 if how == "dropout" else 0.0).train()
     parallelize(model, comm, planner=SHARDED)
-    given: dict[str, object] = dict(batch())
+    given: dict[str, object] = dict(clip())
     if how == "frames":  # each rank brings its own, as if they had been sharded before
         given["hidden_states"] = given["hidden_states"].tensor_split(comm.size, 2)[comm.rank]
     elif how == "noise" and comm.rank:
@@ -124,7 +103,7 @@ def masked(comm: Comm) -> Tensor:
     mask = torch.zeros(10, 1, 4, dtype=torch.float64)
     mask[3:, :, 2] = -1e4
     with torch.no_grad():
-        return model(**batch(), encoder_attention_mask=mask).sample
+        return model(**clip(), encoder_attention_mask=mask).sample
 
 
 def test_a_mask_by_rows_is_sliced_with_them() -> None:
@@ -149,13 +128,13 @@ def by_heads(comm: Comm, frames: int, how: str) -> dict[str, Tensor]:
     if how == "checkpoint":
         model.enable_gradient_checkpointing()
     parallelize(model, comm, planner=held)
-    return gradients(model, batch(6, frames))
+    return gradients(model, clip(6, frames))
 
 
 @pytest.mark.parametrize("ranks, frames, how", [(2, 1, "plain"), (3, 2, "checkpoint"), (5, 1, "checkpoint")])
 def test_spatial_attention_is_shared_by_heads(ranks, frames, how) -> None:
     """Two heads; with more ranks some have none."""
-    want = gradients(latte(6, frames), batch(6, frames))
+    want = gradients(latte(6, frames), clip(6, frames))
     compared(run_threads(ranks, by_heads, frames, how), want)
 
 
@@ -170,7 +149,7 @@ def other_attention(comm: Comm) -> str:
         block.attn1.set_processor(diffusers.models.attention_processor.AttnProcessor())
     parallelize(model, comm, planner=held)
     try:
-        model(**batch(6, 1))
+        model(**clip(6, 1))
     except NotImplementedError as error:
         return str(error)
     return "nothing"

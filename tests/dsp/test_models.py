@@ -4,24 +4,13 @@ from __future__ import annotations
 
 import pytest
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 
 from seqpar.comm import Comm
 from seqpar.dsp import parallelize
 from seqpar.testing import run_processes, run_threads
-from tests.dsp.models import PAIRS, SHARDED, WEATHER, DiT, PairStack, Weather, compared, dit, gradients, made
-
-
-def rand(*shape: int) -> Tensor:
-    return torch.randn(*shape, generator=torch.Generator().manual_seed(sum(shape)), dtype=torch.float64)
-
-
-def case(name: str, batch: int, t: int, s: int) -> tuple[nn.Module, object, dict[str, Tensor]]:
-    if name == "pairs":
-        return made(PairStack), PAIRS, {"z": rand(batch, s, s, 5), "mask": (rand(batch, s, s, 1) > -1).double()}
-    if name == "weather":
-        return made(Weather, (t, s)), WEATHER, {"x": rand(batch, t, s, 3)}
-    return made(DiT, name == "verb"), dit(name == "verb"), {"x": rand(batch, t, s, 3), "t": rand(batch, 1)}
+from tests.dsp.cases import case
+from tests.dsp.models import SHARDED, compared, gradients
 
 
 def on_a_rank(

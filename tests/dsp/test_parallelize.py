@@ -13,12 +13,8 @@ from torch.utils.checkpoint import checkpoint
 from seqpar.comm import Comm, LocalComm
 from seqpar.dsp import Block, Exit, Space, Spec, attention_plan, parallelize
 from seqpar.testing import run_processes, run_threads
+from tests.dsp.cases import rand
 from tests.dsp.models import PAIRS, SHARDED, STREAMS, WEATHER, PairStack, Streams, Weather, compared, gradients, made
-
-
-def rand(*shape: int) -> Tensor:
-    return torch.randn(*shape, generator=torch.Generator().manual_seed(sum(shape)), dtype=torch.float64)
-
 
 GRID = {"x": rand(2, 5, 7, 3)}
 

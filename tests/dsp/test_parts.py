@@ -23,12 +23,13 @@ from torch.utils.checkpoint import (
 )
 
 from seqpar.comm import Comm, PeerError, Stats, Work
-from seqpar.dsp import Spec, Stage, StagePlan, parallelize, plan_stages
+from seqpar.dsp import Stage, StagePlan, parallelize, plan_stages
 from seqpar.dsp.planner import Choice
 from seqpar.dsp.space import shares, sizes_of_parts
 from seqpar.dsp.stage import Costs
 from seqpar.planner.hardware import Link
 from seqpar.testing import run_processes, run_threads
+from tests.dsp.cases import Case, case, rand
 from tests.dsp.models import FREE, PAIRS, WEATHER, DiT, PairStack, Weather, compared, dit, gradients, made
 from tests.dsp.test_changes import drawn, dropout, recomputing
 from tests.dsp.test_parallelize import Checkpointed
@@ -69,27 +70,12 @@ def in_parts(seed: int, core: int = 1, held: str | None = None, parts: tuple[int
     return planner
 
 
-def rand(*shape: int) -> Tensor:
-    return torch.randn(*shape, generator=torch.Generator().manual_seed(sum(shape)), dtype=torch.float64)
-
-
-def case(name: str) -> tuple[nn.Module, Spec | None, dict[str, Tensor]]:
-    if name == "pairs":
-        return made(PairStack), PAIRS, {"z": rand(3, 5, 5, 5), "mask": (rand(3, 5, 5, 1) > -1).double()}
-    if name == "weather":
-        return made(Weather), WEATHER, {"x": rand(3, 5, 7, 3)}
-    if name.startswith("latte"):
-        from tests.dsp.test_latte import batch, latte
-
-        model = latte(6, 5)
-        if name == "latte checkpointed":
-            model.enable_gradient_checkpointing()
-        return model, None, batch(6, 5, 2)
-    return made(DiT), dit(False), {"x": rand(5, 3, 5, 3), "t": rand(5, 1)}
+def small(name: str) -> Case:
+    return case(name, {"core": 5}.get(name, 2 if name.startswith("latte") else 3))
 
 
 def on_a_rank(comm: Comm, name: str, planner: Planner) -> tuple[dict[str, Tensor], StagePlan]:
-    model, spec, given = case(name)
+    model, spec, given = small(name)
     handle = parallelize(model, comm, spec, planner=planner)
     found = gradients(model, given)
     (plan,) = handle.plans.values()
@@ -97,7 +83,7 @@ def on_a_rank(comm: Comm, name: str, planner: Planner) -> tuple[dict[str, Tensor
 
 
 def alone(name: str) -> dict[str, Tensor]:
-    model, _, given = case(name)
+    model, _, given = small(name)
     return gradients(model, given)
 
 
@@ -250,7 +236,7 @@ def test_what_can_be_run_in_parts() -> None:
     """Of what a stage neither mixes nor gathers, and not where an attention draws by the places of all rows."""
 
     def apart(comm: Comm, name: str) -> dict[str, frozenset[str]]:
-        model, spec, given = case(name)
+        model, spec, given = small(name)
         parallelize(model, comm, spec, planner=(seen := Seen()))
         model(**given)
         return {stage.name: stage.apart for stage in seen.stages}

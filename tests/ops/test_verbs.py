@@ -17,6 +17,7 @@ import seqpar
 from seqpar.comm import Comm, shm
 from seqpar.layout import Layout
 from seqpar.mask import Mask
+from seqpar.ops.handles import handles
 from seqpar.plan import TRANSPORTS, Plan
 from seqpar.testing import COMMS, dense_attention, run_processes, run_threads
 from tests.cases import LAYOUTS, cases, make_layout
@@ -72,11 +73,19 @@ def test_switch_is_its_specification(s, dtype, direct) -> None:
         assert got.dtype == dtype
 
 
-def switch_products(comm: Comm, s: Switch) -> list[float]:
+def by_op(comm: Comm, x: Tensor, s: Switch) -> Tensor:
+    """The switch as a graph makes it."""
+    a, b = (d % len(s.shape) for d in s.dims)
+    ys, _ = torch.ops.seqpar.switch([x], handles(comm), [a], [b], s.split, s.concat, comm.rank, False, [True])
+    return ys[0]
+
+
+def switch_products(comm: Comm, s: Switch, op: bool) -> list[float]:
     """This rank's <Ax, y>, <x, A^T y> by autograd and by the verb, and the adjoint of the adjoint on x."""
     x = values(list(s.shape), torch.float64, 1).split(s.concat, s.dims[1])[comm.rank].clone().requires_grad_()
     y = values(list(s.shape), torch.float64, 2).split(s.split, s.dims[0])[comm.rank].clone().requires_grad_()
-    ax = seqpar.switch(x, comm, split_dim=s.dims[0], concat_dim=s.dims[1], sizes=(s.split, s.concat))
+    sizes = s.split, s.concat
+    ax = by_op(comm, x, s) if op else seqpar.switch(x, comm, split_dim=s.dims[0], concat_dim=s.dims[1], sizes=sizes)
     (aty,) = torch.autograd.grad(ax, x, y, create_graph=True)
     verb = seqpar.switch(y, comm, split_dim=s.dims[1], concat_dim=s.dims[0], sizes=(s.concat, s.split))
     assert torch.equal(aty, verb)
@@ -86,9 +95,9 @@ def switch_products(comm: Comm, s: Switch) -> list[float]:
 
 
 @settings(max_examples=40)
-@given(switches(), st.booleans())
-def test_switch_has_its_adjoint(s, direct) -> None:
-    ax_y, x_aty = np.sum(run_threads(len(s.split), switch_products, s, direct=direct), axis=0)
+@given(switches(), st.booleans(), st.booleans())
+def test_switch_has_its_adjoint(s, op, direct) -> None:
+    ax_y, x_aty = np.sum(run_threads(len(s.split), switch_products, s, op, direct=direct), axis=0)
     assert ax_y == x_aty
 
 
