@@ -129,7 +129,8 @@ def cell(share: float, ratio: float, layouts: str = "t:local/2 s:local") -> dict
 @pytest.mark.parametrize(
     "row, holds",
     [
-        (cell(0.1, 1.0), True), (cell(0.1, 0.9), True), (cell(0.1, 0.8), False),
+        (cell(0.1, 1.0), True), (cell(0.1, 0.9), True), (cell(0.1, 0.82), False),
+        (cell(0.1, 0.83), True),
         (cell(0.5, 1.31), True), (cell(0.5, 1.29), False), (cell(0.5, 1.0, "s:ulysses s:local"), True),
         (cell(0.5, 1.1, "4x2, s held: t:ulysses s:local"), True), (cell(0.5, 0.7, "s:ring s:local"), False),
         (cell(0.5, 1.1, "4x2, b held: t:local s:local"), False), (cell(0.5, 1.1, "whole:copies s:local"), False),
