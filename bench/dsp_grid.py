@@ -21,6 +21,7 @@ from rich.table import Table
 from seqpar.testing import run_processes
 
 # Latents of the VAE: an eighth of height and width. OpenSora 1.2 makes 5 of 17 frames, Latte one of each.
+# Short ones are one such chunk, shorter than any that OpenSora 1.2 was trained on: few frames for the ranks.
 FRAMES = {"51": 15, "102": 30, "204": 60}
 HEIGHTS = {"144p": (18, 32), "240p": (30, 52), "360p": (44, 80), "480p": (60, 106), "720p": (90, 160)}
 CLIPS = (
