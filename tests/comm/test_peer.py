@@ -486,7 +486,7 @@ def gone(comm, folder, case):
 
 
 def stalled(comm, launched, gave_up, *copied):
-    """Rank 1's stream stops before it posts; its host does not. Rank 0 is let go: NaN till late data, and the reason."""
+    """Rank 1's stream stops before it posts; its host does not. Rank 0 is let go: NaN till late data, and a reason."""
     cuda, link, other, gate = comm._link.cuda, comm._link, 1 - comm.rank, threading.Event()
     x, y = torch.full((4,), 1.0 + comm.rank), comm.empty((4,), torch.float32, cuda.device).fill_(-1.0)
     comm.exchange({other: [x]}, {other: [y]}, tag=tag(0)).wait()
