@@ -338,22 +338,31 @@ class Way:
         return dxs
 
 
+def _switched(ctx: Any, way: Way, ys: Sequence[Tensor]) -> tuple[Tensor, ...]:
+    """What a forward returns, of which only what needs a gradient has one."""
+    ctx.way, ctx.count = way, len(ys)
+    ctx.mark_non_differentiable(*(y for n, y in enumerate(ys) if n not in way.needed))
+    return tuple(ys)
+
+
+def _gradients(ctx: Any, dxs: Sequence[Tensor]) -> tuple[Tensor | None, ...]:
+    """What its backward returns: gradients of those that need one, where they belong."""
+    found = dict(zip(ctx.way.needed, dxs, strict=True))
+    return None, *(found.get(n) for n in range(ctx.count))
+
+
 class _AtOnce(torch.autograd.Function):
     """A switch, and on the way back the same with its roles swapped, for the tensors that need it."""
 
     @staticmethod
     def forward(ctx: Any, way: Way, *xs: Tensor) -> tuple[Tensor, ...]:
-        ys = way.at_once(xs)
-        ctx.way, ctx.count = way, len(xs)
-        ctx.mark_non_differentiable(*(y for n, y in enumerate(ys) if n not in way.needed))
-        return tuple(ys)
+        return _switched(ctx, way, way.at_once(xs))
 
     @staticmethod
     def backward(ctx: Any, *dys: Tensor) -> tuple[Tensor | None, ...]:
         needed = [dys[n] for n in ctx.way.needed]
         back = ctx.way.reversed([torch.is_grad_enabled() and dy.requires_grad for dy in needed])
-        dxs = dict(zip(ctx.way.needed, _AtOnce.apply(back, *needed), strict=True))
-        return None, *(dxs.get(n) for n in range(ctx.count))
+        return _gradients(ctx, _AtOnce.apply(back, *needed))
 
 
 class Switching:
@@ -386,16 +395,12 @@ class _Start(torch.autograd.Function):
 
     @staticmethod
     def forward(ctx: Any, way: Way, *xs: Tensor) -> tuple[Tensor, ...]:
-        ys = way.post(xs)
-        ctx.way, ctx.count = way, len(xs)
-        ctx.mark_non_differentiable(*(y for n, y in enumerate(ys) if n not in way.needed))
-        return tuple(ys)
+        return _switched(ctx, way, way.post(xs))
 
     @staticmethod
     @once_differentiable
     def backward(ctx: Any, *_: Tensor) -> tuple[Tensor | None, ...]:
-        dxs = dict(zip(ctx.way.needed, ctx.way.finish_back(), strict=True))
-        return None, *(dxs.get(n) for n in range(ctx.count))
+        return _gradients(ctx, ctx.way.finish_back())
 
 
 class _Finish(torch.autograd.Function):
