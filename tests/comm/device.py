@@ -83,6 +83,7 @@ class Model:
         self.draw, self.without, self.unreachable = random.Random(f"{seed} {rank}"), without, unreachable
         self._at_once, self._streams, self._size = at_once, threading.local(), size
         self._ops, self._memory, self.base, self._mapped, self._kernels = native.ops(), {}, 0, False, kernels
+        self.blanked = 0  # exchanges that were marked
 
     # memory
 
@@ -208,6 +209,7 @@ class Model:
 
         def mark():
             if self._word(poison).value:
+                self.blanked += 1
                 for tensor in tensors:
                     with torch.inference_mode():
                         # a byte tensor of the same elements: NaN in floating point
