@@ -120,10 +120,11 @@ def test_a_link_carries_one_exchange_after_another(bench) -> None:
         assert took >= 0.098  # never sooner, however busy the machine is
 
 
-def cell(share: float, ratio: float, layouts: str = "t:local/2 s:local") -> dict[str, Any]:
+def cell(share: float, ratio: float, layouts: str = "t:local/2 s:local", frames: int = 5) -> dict[str, Any]:
     figures = {"share": share, "ratio": ratio, "ratio_low": 0.8 * ratio, "ratio_high": 1.2 * ratio, "by_bytes": 1.0}
     same = layouts == "s:ulysses s:local"
-    return {"clip": "a", "ranks": 2, "over": "b", "same": same, "planned": {"layouts": layouts}} | figures
+    where = {"clip": "a", "batch": 1, "frames": frames, "ranks": 4, "over": "b"}
+    return where | {"same": same, "planned": {"layouts": layouts}} | figures
 
 
 @pytest.mark.parametrize(
@@ -133,6 +134,7 @@ def cell(share: float, ratio: float, layouts: str = "t:local/2 s:local") -> dict
         (cell(0.1, 0.83), True),
         (cell(0.5, 1.31), True), (cell(0.5, 1.29), False), (cell(0.5, 1.0, "s:ulysses s:local"), True),
         (cell(0.5, 1.1, "4x2, s held: t:ulysses s:local"), True), (cell(0.5, 0.7, "s:ring s:local"), False),
+        (cell(0.5, 1.1, "s:ulysses s:local t:local", frames=7), False),
         (cell(0.5, 1.1, "4x2, b held: t:local s:local"), False), (cell(0.5, 1.1, "whole:copies s:local"), False),
     ],
 )  # fmt: skip
@@ -140,7 +142,8 @@ def test_the_promise_is_judged_cell_by_cell(bench, row, holds) -> None:
     found = bench("dsp_grid").verdict([row, cell(0.0, 2.0)])
     assert found["holds"] == holds
     assert (found["slower"] + found["below"] == []) == holds
-    assert len(found["sharing"]) == any(mode in row["planned"]["layouts"] for mode in ("ulysses", "ring"))
+    shares = any(mode in row["planned"]["layouts"] for mode in ("ulysses", "ring"))
+    assert len(found["sharing"]) == (shares and row["frames"] == 5)
 
 
 def test_a_figure_is_a_median_or_of_all_turns(bench) -> None:
