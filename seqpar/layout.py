@@ -15,7 +15,22 @@ from typing import Any, NamedTuple
 import numpy as np
 from numpy.typing import ArrayLike, NDArray
 
-from seqpar.mask import Fact, Ints, Memo, digest_of, edges, frozen, lengths_of, progressions, whole
+from seqpar.mask import (
+    MOST,
+    Fact,
+    Ints,
+    Memo,
+    digest_of,
+    edges,
+    frozen,
+    int64_of,
+    is_integer,
+    lengths_of,
+    progressions,
+    whole,
+)
+
+RANKS = 1 << 20  # the most of a layout; squares of twice as many fit into 64 bits
 
 
 class Runs(NamedTuple):
@@ -214,7 +229,7 @@ class Layout(Fact):
 
         Raises: ValueError for pieces that overlap, miss a token, hold a negative one or have no such rank, naming them.
         """
-        ranks = whole("ranks", ranks, 1)
+        ranks = whole("ranks", ranks, 1, RANKS)
         first, length, holder = _checked_pieces(start, count, rank, ranks)
         order = order_of(holder, ranks)
         return cls._make(first[order], length[order], holder[order], ranks, name)
@@ -245,8 +260,8 @@ class Layout(Fact):
     @classmethod
     def contiguous(cls, tokens: int, ranks: int) -> Layout:
         """Rank ``r`` holds tokens ``[r * tokens // ranks, (r + 1) * tokens // ranks)``."""
-        tokens, ranks = whole("tokens", tokens, 1), whole("ranks", ranks, 1)
-        edge = np.arange(ranks + 1) * tokens // ranks
+        tokens, ranks = whole("tokens", tokens, 1, MOST), whole("ranks", ranks, 1, RANKS)
+        edge = _parts(np.int64(tokens), ranks)
         return cls._make(edge[:-1], np.diff(edge), np.arange(ranks), ranks, "contiguous")
 
     @classmethod
@@ -256,10 +271,10 @@ class Layout(Fact):
         Balances the area of causal attention. Chunks differ by at most one token; the rounding turns with the
         document's place in the batch, so that short documents spread over all ranks.
         """
-        docs, ranks = lengths_of("lengths", lengths), whole("ranks", ranks, 1)
+        docs, ranks = lengths_of("lengths", lengths), whole("ranks", ranks, 1, RANKS)
         first = np.cumsum(docs) - docs
         chunks = 2 * ranks
-        edge = (np.arange(chunks + 1) * docs[:, None] + (first % chunks)[:, None]) // chunks + first[:, None]
+        edge = _parts(docs[:, None], chunks, (first % chunks)[:, None]) + first[:, None]
         order = np.stack([np.arange(ranks), chunks - 1 - np.arange(ranks)], axis=1)  # [rank, 2] -> chunk
         start = edge[:, :-1][:, order].transpose(1, 0, 2).reshape(-1)  # rank, document, chunk
         count = np.diff(edge, axis=1)[:, order].transpose(1, 0, 2).reshape(-1)
@@ -268,7 +283,11 @@ class Layout(Fact):
     @classmethod
     def striped(cls, tokens: int, ranks: int, block: int = 1) -> Layout:
         """Block after block of ``block`` tokens dealt to the ranks in turn."""
-        tokens, ranks, block = whole("tokens", tokens, 1), whole("ranks", ranks, 1), whole("block", block, 1)
+        tokens, ranks, block = (
+            whole("tokens", tokens, 1, MOST),
+            whole("ranks", ranks, 1, RANKS),
+            whole("block", block, 1),
+        )
         if block == 1:
             start = np.arange(min(ranks, tokens))
             count = (tokens - start + ranks - 1) // ranks
@@ -296,8 +315,8 @@ class Layout(Fact):
 
     def runs(self, rank: int) -> Runs:
         """A rank's rows as runs, in local row order."""
-        if not 0 <= rank < self.ranks:
-            raise ValueError(f"rank {rank} is not one of the layout's {self.ranks} ranks")
+        if not is_integer(rank) or not 0 <= rank < self.ranks:
+            raise ValueError(f"rank {rank!r} is not one of the layout's {self.ranks} ranks")
         return self._runs.pick(slice(self._bounds[rank], self._bounds[rank + 1]))  # type: ignore[arg-type]
 
     def all_runs(self) -> tuple[Runs, Ints]:
@@ -321,6 +340,12 @@ class Layout(Fact):
         return f"Layout({self._name}, {self.total} tokens over {self.ranks} ranks)"
 
 
+def _parts(tokens: Ints | np.int64, parts: int, more: Ints | int = 0) -> Ints:
+    """``(n * tokens + more) // parts`` for ``0 <= n <= parts``, though the products may be more than 64 bits hold."""
+    n = np.arange(parts + 1)
+    return n * (tokens // parts) + (n * (tokens % parts) + more) // parts
+
+
 def _joined(runs: Runs, rank: Ints) -> tuple[Runs, Ints]:
     """The same rows with runs that continue each other made one, and the rank of each: equal rows have equal runs."""
     follows = (runs.start[1:] == runs.last[:-1] + runs.step[:-1]) & (runs.step[1:] == runs.step[:-1])
@@ -337,7 +362,7 @@ def _checked_pieces(start: ArrayLike, count: ArrayLike, rank: ArrayLike, ranks: 
         array = np.asarray(values)
         if array.ndim != 1 or (array.size and array.dtype.kind not in "iu"):
             raise ValueError(f"{name} must be a sequence of integers, one per piece, got {values!r:.200}")
-        columns.append(array.astype(np.int64))
+        columns.append(int64_of(name, array))
     first, length, holder = columns
     if not first.size == length.size == holder.size:
         raise ValueError(
@@ -379,7 +404,7 @@ def _checked_shard(rank: int, shard: ArrayLike | range) -> Ints:
     array = np.asarray(shard)
     if array.ndim != 1 or (array.size and array.dtype.kind not in "iu"):
         raise ValueError(f"the shard of rank {rank} must be a sequence of integer positions, got {shard!r:.200}")
-    array = array.astype(np.int64)
+    array = int64_of(f"positions of rank {rank}", array)
     if (array < 0).any():
         raise ValueError(f"rank {rank} holds position {int(array.min())}; positions start at 0")
     return array

@@ -77,16 +77,36 @@ def progressions(start: Ints, step: Ints, count: Ints) -> tuple[Ints, Ints]:
     return gap[first], np.add.reduceat(often, first)
 
 
-def whole(name: str, value: object, least: int) -> int:
-    """The value if it is an integer of at least ``least``; 3.0 is not one."""
-    if isinstance(value, (bool, np.bool_)) or not isinstance(value, (int, np.integer)) or value < least:
+MOST = (1 << 62) - 1  # tokens of a batch: positions, and sums of two of them, fit into 64 bits
+
+
+def whole(name: str, value: object, least: int, most: int | None = None) -> int:
+    """The value if it is an integer of at least ``least`` and at most ``most``; 3.0 is not one."""
+    if not is_integer(value) or value < least:  # type: ignore[operator]
         raise ValueError(f"{name} must be an integer of at least {least}, got {value!r}")
-    return int(value)
+    if most is not None and value > most:  # type: ignore[operator]
+        raise ValueError(f"{name} must be an integer of at most {most}, got {value!r}")
+    return int(value)  # type: ignore[call-overload]
+
+
+def is_integer(value: object) -> bool:
+    """Whether a value is an integer of Python or numpy; True is none."""
+    return isinstance(value, (int, np.integer)) and not isinstance(value, bool)
+
+
+def int64_of(name: str, values: NDArray[Any]) -> Ints:
+    """Integers as int64. Raises ValueError for one that is too large."""
+    if values.dtype == np.uint64 and values.size and int(values.max()) >= 1 << 63:
+        raise ValueError(f"{name} must be integers below 2**63, got {int(values.max())}")
+    return values.astype(np.int64)
 
 
 def lengths_of(name: str, values: ArrayLike) -> Ints:
     """A checked, read-only copy of document lengths."""
-    array = np.asarray(values)
+    try:
+        array = np.asarray(values)
+    except ValueError:  # numpy's, for lists of unequal lengths
+        array = np.zeros((0, 0))
     if array.ndim != 1 or array.size == 0 or array.dtype.kind not in "iu":
         raise ValueError(f"{name} must be a non-empty sequence of integers, got {values!r:.200}")
     if (array <= 0).any():
@@ -192,10 +212,12 @@ class Mask(Fact):
         keys = queries if kv_lengths is None else lengths_of("kv_lengths", kv_lengths)
         if len(queries) != len(keys):
             raise ValueError(f"lengths has {len(queries)} documents and kv_lengths {len(keys)}; give one of each each")
+        if np.array_equal(queries, keys):
+            keys = queries  # equal masks are the same in everything
         left, right = _checked_window(window, causal)
         spans = _document_spans(queries, keys, left, right)
         name = ("causal" if causal else "full") + (f", window={window}" if window != (None, None) else "")
-        self._set(queries, keys, spans, within_documents=True, name=name)
+        self._set(queries, keys, spans, within=True, name=name)
 
     @classmethod
     def from_bounds(
@@ -220,9 +242,9 @@ class Mask(Fact):
                 f"lo and hi must be integer arrays of one shape [tokens], got {low.dtype}{list(low.shape)} and "
                 f"{high.dtype}{list(high.shape)}"
             )
-        low, high = low.astype(np.int64), high.astype(np.int64)
+        low, high = int64_of("lo", low), int64_of("hi", high)
         tokens = low.size
-        keys = tokens if kv_tokens is None else whole("kv_tokens", kv_tokens, 1)
+        keys = tokens if kv_tokens is None else whole("kv_tokens", kv_tokens, 1, MOST)
         bad = (low < 0) | (low > high) | (high > keys)
         if bad.any():
             i = int(np.flatnonzero(bad)[0])
@@ -236,19 +258,19 @@ class Mask(Fact):
         if keys != tokens and len(documents) > 1:
             raise ValueError(f"lengths with {tokens} queries and {keys} keys do not say which keys a document has")
         kv_lengths = documents if keys == tokens else lengths_of("kv_tokens", [keys])
-        starts = np.repeat(edges(kv_lengths)[:-1], documents)
-        inside = bool(((low == high) | ((low >= starts) & (high <= starts + np.repeat(kv_lengths, documents)))).all())
         self = cls.__new__(cls)
-        self._set(documents, kv_lengths, linear_spans(low, high), within_documents=inside, name="bounds")
+        self._set(documents, kv_lengths, linear_spans(low, high), within=False, name="bounds")
         return self
 
-    def _set(self, queries: Ints, keys: Ints, spans: Spans, *, within_documents: bool, name: str) -> None:
+    def _set(self, queries: Ints, keys: Ints, spans: Spans, *, within: bool, name: str) -> None:
+        """within: whether it is known that no query sees keys of other documents."""
+        offsets, kv_offsets = edges(queries), edges(keys)
         self._fill(
             lengths=queries,
             kv_lengths=keys,
-            offsets=edges(queries),
-            kv_offsets=edges(keys),
-            within_documents=within_documents,
+            offsets=offsets,
+            kv_offsets=kv_offsets,
+            within_documents=within or _inside(spans, offsets, kv_offsets),
             _spans=Spans(*map(frozen, spans)),
             _name=name,
             _digest=digest_of("mask", queries, keys, *_canonical(spans, int(queries.sum()))),
@@ -313,7 +335,7 @@ class Mask(Fact):
         queries = frozen(self.lengths[chosen])
         keys = queries if self.kv_lengths is self.lengths else frozen(self.kv_lengths[chosen])
         picked: Mask = type(self).__new__(type(self))
-        picked._set(queries, keys, _picked_spans(self, chosen), within_documents=True, name=self._name)
+        picked._set(queries, keys, _picked_spans(self, chosen), within=True, name=self._name)
         return picked
 
     def windowed(self, window: tuple[int | None, int | None]) -> Mask:
@@ -344,7 +366,7 @@ class Mask(Fact):
         narrowed: Mask = type(self).__new__(type(self))
         narrowed._set(
             self.lengths, self.kv_lengths, Spans(start, lo, hi, lo_after - lo, hi_after - hi),
-            within_documents=self.within_documents, name=f"{self._name}, window={(left, right)}",
+            within=self.within_documents, name=f"{self._name}, window={(left, right)}",
         )  # fmt: skip
         return narrowed
 
@@ -361,7 +383,7 @@ class Mask(Fact):
         at = np.asarray(positions)
         if at.size and at.dtype.kind not in "iu":
             raise ValueError(f"positions must be integers, got {at.dtype}")
-        at = at.astype(np.int64, copy=False)
+        at = int64_of("positions", at) if at.dtype == np.uint64 else at.astype(np.int64, copy=False)
         if at.size and (at.max() >= self.tokens or at.min() < -1):
             raise ValueError(f"positions run from {at.min()} to {at.max()}, the mask has {self.tokens} queries")
         return at
@@ -369,6 +391,24 @@ class Mask(Fact):
     def __repr__(self) -> str:
         keys = "" if self.kv_tokens == self.tokens else f" on {self.kv_tokens} keys"
         return f"Mask({self._name}, {len(self.lengths)} documents, {self.tokens} tokens{keys})"
+
+
+def _inside(spans: Spans, offsets: Ints, kv_offsets: Ints) -> bool:
+    """Whether every query that sees any key sees keys of its own document alone."""
+    start = np.union1d(spans.start, offsets[:-1])
+    count = np.diff(np.append(start, offsets[-1]))
+    span = np.searchsorted(spans.start, start, side="right") - 1
+    lo_step, hi_step = spans.lo_step[span], spans.hi_step[span]
+    into = start - spans.start[span]
+    lo, hi = spans.lo[span] + into * lo_step, spans.hi[span] + into * hi_step
+    # the rows of a piece that see any key: its first ones where intervals shrink, its last ones where they grow
+    first = np.where((lo == hi) & (hi_step > lo_step), 1, 0)
+    last = np.where(hi_step < lo_step, np.minimum(count, hi - lo), count) - 1
+    sees = (first <= last) & ((lo < hi) | (hi_step > lo_step))
+    document = np.searchsorted(offsets, start, side="right") - 1
+    inside = lo + first * lo_step >= kv_offsets[document]
+    inside &= hi + last * hi_step <= kv_offsets[document + 1]
+    return bool((inside | ~sees).all())
 
 
 def _picked_spans(mask: Mask, documents: Ints) -> Spans:
@@ -412,9 +452,11 @@ def _canonical(spans: Spans, tokens: int) -> tuple[Ints, ...]:
 
 def _checked_window(window: Sequence[int | None], causal: bool) -> tuple[int | None, int | None]:
     fits = isinstance(window, (tuple, list)) and len(window) == 2
-    if not fits or any(w is not None and (not isinstance(w, (int, np.integer)) or w < 0) for w in window):
+    if not fits or any(w is not None and (not is_integer(w) or w < 0) for w in window):
         raise ValueError(f"window must be (left, right), each None or an integer of at least 0, got {window!r}")
-    left, right = window
+    if any(w is not None and w > MOST for w in window):
+        raise ValueError(f"window must be (left, right), each at most {MOST}, got {window!r}; give None for no limit")
+    left, right = (None if w is None else int(w) for w in window)
     if causal and right not in (None, 0):
         raise ValueError(f"a causal mask sees no key to the right, got window={window!r}; give causal=False or right=0")
     return left, 0 if causal else right
@@ -424,20 +466,20 @@ def _document_spans(queries: Ints, keys: Ints, left: int | None, right: int | No
     """Spans of documents with a window: at most four per document, cut where the window meets its ends."""
     n, m = queries[:, None], keys[:, None]
     shift = m - n  # query i of a document stands at key i + shift
-    far = n + m  # beyond any distance inside the document
+    reach_left = None if left is None else np.minimum(left, m)  # no further than the document
+    reach_right = None if right is None else np.minimum(right, n)
 
     def low(i: Ints) -> Ints:
-        return np.zeros_like(i) if left is None else np.clip(i + shift - left, 0, m)
+        return np.zeros_like(i) if reach_left is None else np.clip(i + shift - reach_left, 0, m)
 
     def high(i: Ints) -> Ints:
-        return np.broadcast_to(m, i.shape) if right is None else np.clip(i + shift + right + 1, 0, m)
+        return np.broadcast_to(m, i.shape) if reach_right is None else np.clip(i + shift + reach_right + 1, 0, m)
 
     cuts = [np.zeros_like(n)]
-    if left is not None:
-        cuts += [np.minimum(left, far) - shift]
-    if right is not None:
-        reach = np.minimum(right, far)
-        cuts += [-(shift + reach + 1), n - 1 - reach]
+    if reach_left is not None:
+        cuts += [reach_left - shift]
+    if reach_right is not None:
+        cuts += [-(shift + reach_right + 1), n - 1 - reach_right]
     start = np.sort(np.clip(np.concatenate(cuts, axis=1), 0, n), axis=1)
     count = np.diff(start, axis=1, append=n)
     lo, hi = low(start), high(start)

@@ -356,3 +356,38 @@ def test_ranks_that_do_not_exist() -> None:
         for ask in (Layout.contiguous(5, 2).tokens, Layout.contiguous(5, 2).positions, Layout.contiguous(5, 2).runs):
             with pytest.raises(ValueError, match=f"rank {rank} is not one of the layout's 2 ranks"):
                 ask(rank)
+
+
+@pytest.mark.parametrize(("tokens", "ranks"), [(2**61, 8), (2**50, 2**14), (2**62 - 1024, 7), (10**18 + 1, 1000)])
+def test_positions_are_right_up_to_2_to_the_62(tokens: int, ranks: int) -> None:
+    even = Layout.contiguous(tokens, ranks)
+    edge = [rank * tokens // ranks for rank in range(ranks + 1)]
+    assert [int(even.runs(rank).start[0]) for rank in (0, 1, ranks - 1)] == [edge[0], edge[1], edge[-2]]
+    assert even.sizes().tolist() == [b - a for a, b in itertools.pairwise(edge)]
+    folded = Layout.zigzag([5, tokens - 5], ranks)
+    sizes = folded.sizes()
+    assert sum(sizes.tolist()) == tokens == folded.total and sizes.max() - sizes.min() <= 4
+    assert (folded.all_runs()[0].start >= 0).all()
+    assert sum(Layout.striped(tokens, ranks).sizes().tolist()) == tokens
+
+
+@pytest.mark.parametrize(
+    ("make", "message"),
+    [
+        (lambda: Layout.contiguous(2**62, 8), f"tokens must be an integer of at most {2**62 - 1}, got {2**62}"),
+        (lambda: Layout.striped(2**80, 8), "tokens must be an integer of at most"),
+        (lambda: Layout.zigzag([2**62], 8), "lengths sum to 4.61e.18 tokens, which 64 bits do not number"),
+        (lambda: Layout.contiguous(8, 2**40), f"ranks must be an integer of at most {2**20}, got {2**40}"),
+        (lambda: Layout([np.array([2**64 - 1], np.uint64)]), f"rank 0 must be integers below 2..63, got {2**64 - 1}"),
+        (lambda: Layout([[2**70]]), "shard of rank 0 must be a sequence of integer positions"),
+        (
+            lambda: Layout.from_pieces(np.array([2**63], np.uint64), [1], [0], 1),
+            f"start must be integers below 2..63, got {2**63}",
+        ),
+        (lambda: Layout.from_pieces([0, 2**62 - 1], [2**62 - 1, 1], [0, 0], 1), "positions are below 2..62"),
+        (lambda: Layout.contiguous(5, 2).runs(1.0), "rank 1.0 is not one of the layout's 2 ranks"),
+    ],
+)
+def test_what_64_bits_do_not_number(make, message) -> None:
+    with pytest.raises(ValueError, match=message):
+        make()

@@ -10,9 +10,10 @@ from concurrent.futures import ThreadPoolExecutor
 
 import numpy as np
 import pytest
-from hypothesis import given
+from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from seqpar import Layout, Plan
 from seqpar.mask import Mask, linear_spans
 
 # Of Mask([3, 1, 4], causal=False, window=(2, 1), kv_lengths=[4, 2, 2]); changes only when the digest's recipe does.
@@ -280,6 +281,9 @@ def test_lengths_that_are_none(arguments, message) -> None:
         ({"window": (1,)}, r"window must be \(left, right\).*got \(1,\)"),
         ({"window": None}, r"window must be \(left, right\).*got None"),
         ({"window": 4}, r"window must be \(left, right\).*got 4"),
+        ({"window": (True, None)}, r"window must be \(left, right\).*integer.*got \(True, None\)"),
+        ({"window": (2**70, None)}, r"window must be \(left, right\), each at most .*; give None for no limit"),
+        ({"window": (None, 2**62), "causal": False}, r"window must be \(left, right\), each at most"),
         (
             {"window": (1, 2)},
             r"causal mask sees no key to the right, got window=\(1, 2\); give causal=False",
@@ -304,6 +308,8 @@ def test_options_that_fit_nothing(options, message) -> None:
         ([0, 0], [1, 2], {"lengths": [1, 1], "kv_tokens": 3}, "do not say which keys a document has"),
         ([0], [1], {"kv_tokens": 0}, "kv_tokens must be an integer of at least 1, got 0"),
         ([0], [1], {"kv_tokens": 3.7}, "kv_tokens must be an integer of at least 1, got 3.7"),
+        ([0], [1], {"kv_tokens": 2**70}, f"kv_tokens must be an integer of at most {2**62 - 1}, got {2**70}"),
+        (np.array([2**63], np.uint64), [1], {}, f"lo must be integers below 2..63, got {2**63}"),
     ],
 )
 def test_bounds_that_fit_nothing(lo, hi, options, message) -> None:
@@ -328,3 +334,44 @@ def test_threads_that_make_a_fact_at_once_share_it() -> None:
     with ThreadPoolExecutor(2) as threads:
         one, two = threads.map(lambda _: mask.memo("a fact", make), range(2))
     assert one is two is mask.memo("a fact", make)
+
+
+def alike(one: Mask, other: Mask) -> None:
+    """Two equal masks say and do the same."""
+    assert one == other and one.digest() == other.digest() and hash(one) == hash(other)
+    assert one.within_documents == other.within_documents
+    assert (one.kv_lengths is one.lengths) == (other.kv_lengths is other.lengths)
+
+
+def test_equal_masks_behave_alike_however_they_were_made() -> None:
+    loose = Mask.from_bounds([0] * 4, [1, 2, 3, 4], lengths=[2, 2])
+    assert not loose.within_documents
+    narrowed, tight = loose.windowed((0, 0)), Mask.from_bounds([0, 1, 2, 3], [1, 2, 3, 4], lengths=[2, 2])
+    alike(narrowed, tight)
+    assert narrowed.within_documents and narrowed.pick([1]) == tight.pick([1])
+    layout = Layout.contiguous(4, 2)
+    assert not Plan(narrowed, layout).merges and Plan(narrowed, layout, ulysses=[1, 2]).ulysses == (1, 2)
+    alike(Mask([2, 5]), Mask([2, 5], kv_lengths=[2, 5]))
+    # rows that see nothing may have their empty interval anywhere
+    assert Mask.from_bounds([4, 0, 2, 3], [4, 1, 2, 4], lengths=[2, 2]).within_documents
+
+
+@settings(max_examples=60)
+@given(st.data())
+def test_a_mask_is_within_documents_if_every_row_is(data) -> None:
+    lengths = data.draw(st.lists(st.integers(1, 6), min_size=1, max_size=4))
+    tokens = sum(lengths)
+    lo = np.array([data.draw(st.integers(0, tokens)) for _ in range(tokens)])
+    hi = np.array([data.draw(st.integers(at, tokens)) for at in lo.tolist()])
+    start = np.repeat(np.cumsum(lengths) - lengths, lengths)
+    if data.draw(st.booleans()):  # seldom inside by chance
+        lo, hi = (np.clip(x, start, start + np.repeat(lengths, lengths)) for x in (lo, hi))
+    if data.draw(st.booleans()):
+        lo, hi = np.maximum.accumulate(lo), np.maximum.accumulate(hi)
+    mask = Mask.from_bounds(lo, hi, lengths=lengths)
+    window = data.draw(st.tuples(*[st.none() | st.integers(0, 4)] * 2))
+    for found in (mask, mask.windowed(window)):
+        low, high = found.bounds(np.arange(tokens))
+        inside = (low >= high) | ((low >= start) & (high <= start + np.repeat(lengths, lengths)))
+        assert found.within_documents == bool(inside.all())
+        alike(found, Mask.from_bounds(low, high, lengths=lengths))

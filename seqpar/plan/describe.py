@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import TYPE_CHECKING
 
 import numpy as np
@@ -78,25 +79,21 @@ def _cuts(plan: Plan, load: Load) -> str:
 
 def _spread(load: Load) -> list[str]:
     """How rows, area and keys are shared among the ranks, a line each."""
-    header = f"{'of a rank':<22}" + "".join(f"{name:>16}" for name in (*QUANTILES, "mean")) + f"{'max/mean':>10}"
     facts: dict[str, Ints | Floats | None] = {"rows": load.rows, "area": load.area, "pieces": load.pieces}
     facts |= {"keys fetched": load.keys, "  from other nodes": load.crossing}
-    lines = [header]
+    lines: list[tuple[str, ...]] = [("of a rank", *QUANTILES, "mean", "max/mean")]
     for name, values in facts.items():
         if values is not None:
             order, mean = np.sort(values), values.mean()
             shown = [order[round(part * (order.size - 1))] for part in (0, 0.1, 0.5, 0.9, 1)]
             ratio = f"{order[-1] / mean:.3f}" if mean else "-"
-            lines.append(f"{name:<22}" + "".join(f"{v:>16,.0f}" for v in (*shown, mean)) + f"{ratio:>10}")
-    return lines
+            lines.append((name, *(f"{v:,.0f}" for v in (*shown, mean)), ratio))
+    return _columns(lines, (-22, *(16,) * 6, 10))
 
 
 def _by_rank(plan: Plan) -> list[str]:
     area = plan.mask.area()
-    lines = [
-        "steps are those for keys and values of 4 KiB a token, more if they are larger",
-        f"{'rank':>5}{'rows':>10}{'tokens':>10}{'area':>18}{'of mean':>9}{'keys in':>10}{'from':>6}{'steps':>7}",
-    ]
+    lines: list[tuple[str, ...]] = [("rank", "rows", "tokens", "area", "of mean", "keys in", "from", "steps")]
     for rank in range(plan.ranks):
         steps = plan.steps(rank)
         # Inside a head trade each member computes its share of the heads of the group's whole area.
@@ -106,11 +103,18 @@ def _by_rank(plan: Plan) -> list[str]:
             m for s in steps for m in s.part.members if m != rank
         }
         ratio = f"{mine * plan.ranks / area:.2f}" if area else "-"
-        lines.append(
-            f"{rank:>5}{plan.rows(rank):>10,}{plan.layout.tokens(rank):>10,}{mine:>18,.0f}{ratio:>9}{keys:>10,}"
-            f"{len(peers):>6}{sum(bool(s.local or s.moves) for s in steps):>7}"
-        )
-    return lines
+        row = (f"{plan.rows(rank):,}", f"{plan.layout.tokens(rank):,}", f"{mine:,.0f}", ratio, f"{keys:,}")
+        lines.append((f"{rank}", *row, f"{len(peers)}", f"{sum(bool(s.local or s.moves) for s in steps)}"))
+    note = "steps are those for keys and values of 4 KiB a token, more if they are larger"
+    return [note, *_columns(lines, (5, 10, 10, 18, 9, 10, 6, 7))]
+
+
+def _columns(lines: Sequence[tuple[str, ...]], widths: Sequence[int]) -> list[str]:
+    """Lines of columns of at least these widths, as much wider as keeps them apart; a negative one is left-aligned."""
+    longest = [max(map(len, column)) for column in zip(*lines, strict=True)]
+    columns = [("<" if w < 0 else ">", max(abs(w), n + 2)) for w, n in zip(widths, longest, strict=True)]
+    each = ((f"{text:{side}{width}}" for text, (side, width) in zip(line, columns, strict=True)) for line in lines)
+    return ["".join(parts) for parts in each]
 
 
 def _crossing(plan: Plan, node: int) -> str:

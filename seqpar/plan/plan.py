@@ -11,7 +11,7 @@ import numpy as np
 from numpy.typing import ArrayLike, NDArray
 
 from seqpar.layout import Holders, Layout, Runs, cut, expand, interval_of, order_of
-from seqpar.mask import Fact, Ints, Mask, digest_of, frozen, whole
+from seqpar.mask import Fact, Ints, Mask, digest_of, frozen, int64_of, is_integer, whole
 from seqpar.plan import routes
 from seqpar.plan.heads import head_share, replicated
 from seqpar.plan.nodes import fetch_by_node
@@ -19,6 +19,7 @@ from seqpar.plan.steps import Entry, Part, Rows, Step, Trade, as_rows, count
 from seqpar.plan.traffic import Shape, traffic
 
 TRANSPORTS = ("fetch", "ring", "double_ring", "gather")
+LIMIT = 1 << 31  # of rows and of tokens: fewer are numbered
 NOMINAL_ROW_BYTES = 4096  # keys and values of 8 heads of 128 in bf16
 
 
@@ -213,11 +214,14 @@ class Plan(Fact):
         """Rows of a rank's tensors, pads included; ``side`` "q" or "kv"."""
         if side not in ("q", "kv"):
             raise ValueError(f'side must be "q" or "kv", got {side!r}')
-        if not 0 <= rank < self.ranks:
-            raise ValueError(f"rank {rank} is not one of the plan's {self.ranks} ranks")
+        self._check_rank(rank)
         if side == "kv" and self.kv_layout is not self.layout:
             return self.kv_layout.tokens(rank)
         return int(self._rows[rank])
+
+    def _check_rank(self, rank: int) -> None:
+        if not is_integer(rank) or not 0 <= rank < self.ranks:
+            raise ValueError(f"rank {rank!r} is not one of the plan's {self.ranks} ranks")
 
     def positions(self, rank: int, side: str = "q") -> Ints:
         """Global positions [rows] of a rank's rows, -1 for pads."""
@@ -270,7 +274,8 @@ class Plan(Fact):
 
     def steps(self, rank: int, *, row_bytes: int = NOMINAL_ROW_BYTES) -> list[Step]:
         """The steps of a rank, part after part; row_bytes: of one token's keys and values in a stage, same on all."""
-        stage_rows = max(1, self.stage_bytes // row_bytes)
+        self._check_rank(rank)
+        stage_rows = max(1, self.stage_bytes // whole("row_bytes", row_bytes, 1))
         if self.transport != "fetch":
             stage_rows = 0  # the other transports have no stages to bound
         return self.memo(("steps", rank, stage_rows), lambda: self._steps(rank, stage_rows))
@@ -455,13 +460,23 @@ def _entry_of(part: Part, entry: Entry | None) -> Entry | None:
     return None if entry is None else Entry(_ranked(part, entry.sends), _ranked(part, entry.recvs), entry.place)
 
 
+def check_positions(tokens: int) -> None:
+    """Raise NotImplementedError for tokens that kernels do not number."""
+    if tokens >= LIMIT:
+        raise NotImplementedError(f"positions of kernels are int32, the mask has {tokens} tokens; split the batch")
+
+
 def _checked_layouts(mask: Mask, layout: Layout, kv_layout: Layout | None) -> Layout:
+    if not isinstance(mask, Mask):
+        raise ValueError(f"mask must be a Mask, got {mask!r:.200}")
+    for name, value in (("layout", layout), ("kv_layout", kv_layout)):
+        if not isinstance(value, Layout) and (name == "layout" or value is not None):
+            raise ValueError(f"{name} must be a Layout, got {value!r:.200}; Layout(shards) makes one of lists")
     if layout.total != mask.tokens:
         raise ValueError(f"the layout holds {layout.total} tokens, the mask {mask.tokens}")
     if kv_layout is None and mask.kv_tokens != mask.tokens:
         raise ValueError(f"{mask.tokens} queries and {mask.kv_tokens} keys need a kv_layout of their own")
-    if max(mask.tokens, mask.kv_tokens) >= 1 << 31:
-        raise NotImplementedError(f"positions of kernels are int32, the mask has {mask.tokens} tokens; split the batch")
+    check_positions(max(mask.tokens, mask.kv_tokens))
     # An equal layout of the keys is the same choice as none: plans that are equal must give every rank the same rows.
     keys = layout if kv_layout is None or kv_layout == layout else kv_layout
     if keys.total != mask.kv_tokens:
@@ -484,12 +499,16 @@ def _checked_rows(layout: Layout, rows: int | Sequence[int] | None) -> ArrayLike
     if rows is None:
         return tokens
     given = np.asarray(rows)
-    if given.dtype.kind not in "iu":
+    if given.dtype.kind not in "iu" or (isinstance(rows, (list, tuple)) and not all(map(is_integer, rows))):
         raise ValueError(f"rows must be integers, got {rows!r:.200}")
+    given = int64_of("rows", given)
     given = np.broadcast_to(given, tokens.shape) if given.ndim == 0 else given
     if given.shape != tokens.shape:
         raise ValueError(f"rows has {given.size} entries for {layout.ranks} ranks")
     if (given < tokens).any():
         rank = int(np.flatnonzero(given < tokens)[0])
         raise ValueError(f"rows gives rank {rank} {given[rank]} rows, it holds {tokens[rank]} tokens")
-    return frozen(given.astype(np.int64))
+    if (given >= LIMIT).any():
+        rank = int(np.flatnonzero(given >= LIMIT)[0])
+        raise ValueError(f"rows gives rank {rank} {given[rank]} rows, kernels number fewer than {LIMIT}")
+    return frozen(given.copy())

@@ -5,6 +5,7 @@ matplotlib is imported by the one function that writes a file; the panels draw o
 
 from __future__ import annotations
 
+import os
 from collections.abc import Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -47,6 +48,7 @@ def plot(plan: Plan, path: str | Path, *, call: dict[str, Any] | None = None) ->
         from matplotlib.figure import Figure
     except ImportError:
         raise ImportError("Plan.plot needs matplotlib, which is not installed: pip install 'seqpar[plot]'") from None
+    path = checked_path(path)
     with rc_context(STYLE):
         figure: Any = Figure(figsize=(16, 9.6), layout="constrained")
         figure.get_layout_engine().set(w_pad=0.1, h_pad=0.1, hspace=0.03, wspace=0.03)
@@ -67,9 +69,30 @@ def plot(plan: Plan, path: str | Path, *, call: dict[str, Any] | None = None) ->
         image, label = traffic(axes["bytes"], plan, call)
         if image is not None:
             figure.colorbar(image, ax=axes["bytes"], label=label, shrink=0.9)
-        path = Path(path)
         path.parent.mkdir(parents=True, exist_ok=True)
         figure.savefig(path, dpi=110)
+
+
+def checked_path(path: str | Path) -> Path:
+    """The file of a picture, which is written under the very name it was given.
+
+    Raises: ValueError for a name whose ending is no format, OSError for a directory and where nothing can be written.
+    """
+    from matplotlib.backend_bases import FigureCanvasBase
+
+    # matplotlib would add an ending of its own
+    formats = sorted(FigureCanvasBase.get_supported_filetypes())
+    if os.path.splitext(path)[1][1:].lower() not in formats:
+        raise ValueError(f"the ending of {str(path)!r} is no format of a picture; end it in .{', .'.join(formats)}")
+    path = Path(path)
+    if path.is_dir():
+        raise IsADirectoryError("it is a directory")
+    above = next(folder for folder in path.absolute().parents if folder.exists())
+    if not above.is_dir():
+        raise NotADirectoryError(f"{above} is no directory")
+    if not os.access(path if path.exists() else above, os.W_OK):
+        raise PermissionError(f"{path if path.exists() else above} is not writable")
+    return path
 
 
 def _subtitle(plan: Plan) -> str:

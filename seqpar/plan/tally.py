@@ -7,13 +7,14 @@ is a rank.
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import NamedTuple
 
 import numpy as np
 from numpy.typing import NDArray
 
 from seqpar.layout import Layout, Runs, cut, expand, interval_of, order_of
-from seqpar.mask import Ints, Mask, distinct, edges, frozen
+from seqpar.mask import Ints, Mask, Spans, distinct, edges, frozen
 from seqpar.plan.routes import Needs, needs_of, union
 
 
@@ -76,17 +77,102 @@ def tally(
     if documents is not None:
         kept = documents[document]
         runs, group, document = runs.pick(kept), group[kept], document[kept]  # type: ignore[arg-type]
+    node_of = np.arange(groups) // node if node < groups else None
+    return _counts(mask, runs, group, document, groups, node_of=node_of, forwarded=forwarded and node > 1)
+
+
+class Placed(NamedTuple):
+    """A candidate for a layout: stretches of tokens, start, count and rank of each, and the width of each document."""
+
+    start: Ints
+    tokens: Ints
+    rank: Ints
+    widths: Ints
+
+
+def tallies(mask: Mask, placed: Sequence[Placed], *, ranks: int, node: int) -> list[dict[int, Tally]]:
+    """The counts of `tally` of several candidates at once, as if each had a copy of the batch: by width, rising.
+
+    node: ranks, of which each width is a divisor.
+    """
+    many = _copies(mask, len(placed))
+    copy = np.repeat(np.arange(len(placed)), [p.start.size for p in placed])
+    start = np.concatenate([p.start for p in placed]) + copy * mask.tokens
+    order = start.argsort(kind="stable")
+    start, copy, rank = start[order], copy[order], np.concatenate([p.rank for p in placed])[order]
+    runs = Runs(start, np.diff(np.append(start, many.tokens)), np.ones_like(start))
+    piece, source = cut(runs, _breaks(many))
+    document = interval_of(piece.start, many.offsets[:-1])
+    widths: Ints = np.stack([p.widths for p in placed])
+    first, groups = np.zeros(widths.shape, np.int64), 0
+    ends: list[dict[int, int]] = []
+    for own, found in zip(first, placed, strict=True):
+        ends.append({int(w): 0 for w in distinct(found.widths)})
+        for width in ends[-1]:
+            own[found.widths == width] = groups
+            groups += ranks // width
+            ends[-1][width] = groups
+    holder: Ints = rank[source]
+    width_of: Ints = widths.ravel()[document]
+    group: Ints = first.ravel()[document] + holder // width_of
+    fresh = np.append(True, group[1:] != group[:-1])
+    breaks = _breaks(many)
+    fresh |= breaks[np.minimum(np.searchsorted(breaks, piece.start), breaks.size - 1)] == piece.start
+    if not fresh.all():
+        at = np.flatnonzero(fresh)
+        piece = Runs(piece.start[at], np.add.reduceat(piece.count, at), piece.step[at])
+        group, document = group[at], document[at]
+    node_of: Ints | None = None
+    if node < ranks:
+        nodes = -(-ranks // node)
+        node_of = np.concatenate(
+            [nth * nodes + np.arange(0, ranks, u) // node for nth, own in enumerate(ends) for u in own]
+        )
+    counts = _counts(many, piece, group, document, groups, node_of=node_of, forwarded=False)
+    return [{u: Tally(*(c[end - ranks // u : end] for c in counts)) for u, end in own.items()} for own in ends]
+
+
+def _copies(mask: Mask, count: int) -> Mask:
+    """A batch so many times over, to count by: it has no digest."""
+    if count == 1:
+        return mask
+    nth = np.arange(count)[:, None]
+    s = mask.spans
+    lengths = np.tile(mask.lengths, count)
+    keys = lengths if mask.kv_lengths is mask.lengths else np.tile(mask.kv_lengths, count)
+    start, lo, hi = (
+        (x + nth * shift).ravel()
+        for x, shift in ((s.start, mask.tokens), (s.lo, mask.kv_tokens), (s.hi, mask.kv_tokens))
+    )
+    many = Mask.__new__(Mask)
+    many._fill(
+        lengths=lengths, kv_lengths=keys, offsets=edges(lengths), kv_offsets=edges(keys),
+        within_documents=mask.within_documents, _name=mask._name, _digest="",
+        _spans=Spans(start, lo, hi, np.tile(s.lo_step, count), np.tile(s.hi_step, count)),
+    )  # fmt: skip
+    return many
+
+
+def _counts(
+    mask: Mask, runs: Runs, group: Ints, document: Ints, groups: int, *, node_of: Ints | None, forwarded: bool
+) -> Tally:
+    """The counts of stretches that one group holds each. node_of: the node of each group, None where nothing crosses
+    from one to another."""
     area = area_of(mask, runs)
-    near = area.copy()
+    rows, pieces = summed(group, runs.count, groups), np.bincount(group, minlength=groups)
+    none = np.zeros(groups, np.int64)
     moving = _moving(mask, group, document)
-    moved = _Moved(mask, runs.pick(moving), group[moving], groups, node)
+    if not moving.size:
+        return Tally(rows, none, pieces, summed(group, area, groups), none, none, none, none, none)
+    near = area.copy()
+    moved = _Moved(mask, runs.pick(moving), group[moving], groups)
     near[moving] = moved.near(mask)
-    entering, leaving = moved.crossing_once() if forwarded and node > 1 else moved.crossing()
+    entering = leaving = none
+    if node_of is not None:
+        entering, leaving = moved.crossing_once(node_of) if forwarded else moved.crossing(node_of)
     keys, sent = moved.keys()
     return Tally(
-        rows=summed(group, runs.count, groups),
-        merging=summed(group, np.where(near < area, runs.count, 0), groups),
-        pieces=np.bincount(group, minlength=groups),
+        rows=rows, merging=summed(group, np.where(near < area, runs.count, 0), groups), pieces=pieces,
         near=summed(group, near, groups), far=summed(group, area - near, groups),
         keys=keys, entering=entering, sent=sent, leaving=leaving,
     )  # fmt: skip
@@ -106,8 +192,8 @@ def _pieces(mask: Mask, layout: Layout, width: int) -> tuple[Runs, Ints, Ints]:
     group = holder // width
     first = np.flatnonzero(np.append(True, group[1:] != group[:-1]))
     lo, group = lo[first], group[first]
-    held = Runs(lo, np.diff(np.append(lo, mask.tokens)), np.ones_like(lo))
-    piece, source = cut(held, _breaks(mask))
+    whole = Runs(lo, np.diff(np.append(lo, mask.tokens)), np.ones_like(lo))
+    piece, source = cut(whole, _breaks(mask))
     return piece, group[source], interval_of(piece.start, mask.offsets[:-1])
 
 
@@ -146,11 +232,11 @@ class _Moved:
     """What groups see and hold of the documents that several of them hold. Lines of positions lie one after the other,
     one for each group or node."""
 
-    def __init__(self, mask: Mask, runs: Runs, group: Ints, groups: int, node: int) -> None:
-        self.runs, self.group, self.groups, self.node = runs, group, groups, node
+    def __init__(self, mask: Mask, runs: Runs, group: Ints, groups: int) -> None:
+        self.runs, self.group, self.groups = runs, group, groups
         self.line = mask.kv_tokens + 1
-        self.needs = needs_of(mask, runs, group, groups)
-        order = order_of(group, groups)
+        self.needs = needs_of(mask, runs, group, self.groups)
+        order = order_of(group, self.groups)
         owner, start = group[order], runs.start[order]
         self.own = Stretches(owner, start, start + runs.count[order])
         self.seen = Measure(self.needs.lo, self.needs.hi).between(self.own.start, self.own.stop)  # by any group
@@ -162,9 +248,9 @@ class _Moved:
         (a, *x), (b, *y) = _intervals(covered), _intervals(asked)
         return Measure(*self._on_line(a, *x)).between(*self._on_line(b, *y))
 
-    def _at_node(self, covered: Stretches | Needs, asked: Stretches | Needs) -> Ints:
+    def _at_node(self, node_of: Ints, covered: Stretches | Needs, asked: Stretches | Needs) -> Ints:
         (a, *x), (b, *y) = _intervals(covered), _intervals(asked)
-        return Measure(*self._on_line(a // self.node, *x)).between(*self._on_line(b // self.node, *y))
+        return Measure(*self._on_line(node_of[a], *x)).between(*self._on_line(node_of[b], *y))
 
     def keys(self) -> tuple[Ints, Ints]:
         """Key rows that each group fetches, and sends."""
@@ -173,22 +259,21 @@ class _Moved:
         asked = self.seen - self._at_group(needs, own)
         return summed(needs.group, fetched, self.groups), summed(own.owner, asked, self.groups)
 
-    def crossing(self) -> tuple[Ints, Ints]:
+    def crossing(self, node_of: Ints) -> tuple[Ints, Ints]:
         """Of these the rows that come from another node, and that go to one."""
         needs, own = self.needs, self.own
-        foreign = needs.hi - needs.lo - self._at_node(own, needs)
-        asked = self.seen - self._at_node(needs, own)
+        foreign = needs.hi - needs.lo - self._at_node(node_of, own, needs)
+        asked = self.seen - self._at_node(node_of, needs, own)
         return summed(needs.group, foreign, self.groups), summed(own.owner, asked, self.groups)
 
-    def crossing_once(self) -> tuple[Ints, Ints]:
-        """The same if a key enters a node once."""
-        node, needs, own = self.node, self.needs, self.own
-        nodes = -(-self.groups // node)
-        once = union(needs.group // node, needs.lo, needs.hi, nodes, self.line - 1)
-        home = own._replace(owner=own.owner // node)
+    def crossing_once(self, at: Ints) -> tuple[Ints, Ints]:
+        """The same if a key enters a node once. at: the node of each group."""
+        needs, own = self.needs, self.own
+        nodes = int(at[-1]) + 1
+        once = union(at[needs.group], needs.lo, needs.hi, nodes, self.line - 1)
+        home = own._replace(owner=at[own.owner])
         border = summed(once.group, once.hi - once.lo - self._at_group(home, once), nodes)
-        entering, _ = self.crossing()
-        at = np.arange(self.groups) // node
+        entering, _ = self.crossing(at)
         wanted = summed(at, entering, nodes)
         asked = Measure(once.lo, once.hi).between(own.start, own.stop) - self._at_group(once, home)
         return -(-entering * border[at] // np.maximum(wanted[at], 1)), summed(own.owner, asked, self.groups)

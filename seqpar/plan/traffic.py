@@ -6,6 +6,7 @@ from dataclasses import dataclass
 from itertools import chain
 from typing import TYPE_CHECKING
 
+from seqpar.mask import whole
 from seqpar.plan.heads import head_share, replicated
 from seqpar.plan.steps import Part, count
 
@@ -29,11 +30,13 @@ class Shape:
     kv_grads: bool = True
 
     def __post_init__(self) -> None:
-        """Raise ValueError for a dtype or heads that attention does not take."""
+        """Raise ValueError for a dtype, heads or dims that attention does not take."""
+        for name in ("heads", "kv_heads", "dim") + ("v_dim",) * (self.v_dim is not None):
+            object.__setattr__(self, name, whole(name, getattr(self, name), 1))
         object.__setattr__(self, "dtype", str(self.dtype).removeprefix("torch."))
         if self.dtype not in DTYPE_BYTES:
             raise ValueError(f"dtype must be one of {', '.join(DTYPE_BYTES)}, got {self.dtype!r}")
-        if self.heads <= 0 or self.kv_heads <= 0 or self.heads % self.kv_heads:
+        if self.heads % self.kv_heads:
             raise ValueError(f"query heads must be a multiple of key heads, got {self.heads} and {self.kv_heads}")
 
     @property

@@ -8,6 +8,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from seqpar import Hardware, Layout, Mask, Plan, plan_batch
+from seqpar.plan.describe import _spread
 from seqpar.plan.load import fetched_between, load_of, node_of
 from seqpar.plan.steps import count
 from tests.cases import Case, cases, node_cases
@@ -83,3 +84,12 @@ def test_many_degrees_are_told_by_powers_of_two() -> None:
     counts = [int(part.split(" on ")[0]) for part in told.split(", ")]
     assert sum(counts) == 39 and len(counts) <= 6
     assert told.endswith(f"to {plan.degrees.max()}")
+
+
+@pytest.mark.parametrize(("length", "ranks"), [(10**7, 64), (2**31 - 1, 4096)])
+def test_columns_of_huge_batches_stay_apart(length: int, ranks: int) -> None:
+    plan = Plan(Mask([length], causal=False), Layout.contiguous(length, ranks))
+    lines = plan.describe().splitlines() if ranks > 64 else _spread(load_of(plan))
+    table = [line for line in lines if line.startswith(("of a rank", "rows", "area   "))]
+    assert len(table) == 3 and len({len(line) for line in table}) == 1 and len(table[0]) <= 170
+    assert [len(line.split()) for line in table[1:]] == [8, 8]

@@ -249,6 +249,16 @@ MASK, LAYOUT = Mask([8, 16]), Layout.contiguous(24, 4)
         (ValueError, (MASK, LAYOUT), {"rows": [6, 6, 5, 6]}, "rows gives rank 2 5 rows, it holds 6 tokens"),
         (ValueError, (MASK, LAYOUT), {"rows": [6, 6, 6]}, "rows has 3 entries for 4 ranks"),
         (ValueError, (MASK, LAYOUT), {"rows": 7.5}, "rows must be integers, got 7.5"),
+        (ValueError, (MASK, LAYOUT), {"rows": True}, "rows must be integers, got True"),
+        (ValueError, (MASK, LAYOUT), {"rows": [True] * LAYOUT.ranks}, "rows must be integers, got"),
+        (ValueError, (MASK, LAYOUT), {"rows": [True, *[50] * (LAYOUT.ranks - 1)]}, "rows must be integers, got"),
+        (ValueError, (MASK, LAYOUT), {"rows": 1 << 63}, f"rows must be integers below 2..63, got {1 << 63}"),
+        (ValueError, (MASK, LAYOUT), {"rows": np.uint64((1 << 64) - 1)}, "rows must be integers below 2..63"),
+        (ValueError, (MASK, LAYOUT), {"rows": 1 << 31}, f"gives rank 0 {1 << 31} rows, kernels number fewer than"),
+        (ValueError, (MASK, LAYOUT), {"rows": 1 << 70}, "rows must be integers, got"),
+        (ValueError, (None, LAYOUT), {}, "mask must be a Mask, got None"),
+        (ValueError, (MASK, [[0]]), {}, r"layout must be a Layout, got \[\[0\]\]; Layout.shards. makes one of lists"),
+        (ValueError, (MASK, LAYOUT), {"kv_layout": [[0]]}, "kv_layout must be a Layout, got"),
         (NotImplementedError, (Mask([2**31]), Layout.contiguous(2**31, 2)), {}, "int32.*2147483648 tokens"),
         (
             NotImplementedError,
@@ -314,3 +324,34 @@ def test_a_padded_plan_has_a_row_on_every_rank():
     apart = Plan(Mask([3], kv_lengths=[2]), Layout([[0, 1, 2], []]), kv_layout=Layout([[0], [1]]))
     with pytest.raises(NotImplementedError, match="no pad rows"):
         apart.padded()
+
+
+@pytest.mark.parametrize("rank", [4, 99, -1, 1.0, "1", None, True])
+def test_ranks_that_a_plan_does_not_have(rank) -> None:
+    plan = Plan(MASK, LAYOUT)
+    sizes = {"heads": 2, "kv_heads": 2, "dim": 4}
+    for ask in (plan.rows, plan.positions, plan.rope_positions, plan.steps, lambda r: plan.bytes(r, **sizes)):
+        with pytest.raises(ValueError, match=f"rank '?{rank}'? is not one of the (plan|layout)'s 4 ranks"):
+            ask(rank)
+    with pytest.raises(ValueError, match="row_bytes must be an integer of at least 1, got 0"):
+        plan.steps(0, row_bytes=0)
+
+
+@pytest.mark.parametrize(
+    ("change", "message"),
+    [
+        ({"dim": -8}, "dim must be an integer of at least 1, got -8"),
+        ({"dim": 4.0}, "dim must be an integer of at least 1, got 4.0"),
+        ({"v_dim": 0}, "v_dim must be an integer of at least 1, got 0"),
+        ({"heads": 0}, "heads must be an integer of at least 1, got 0"),
+        ({"heads": True}, "heads must be an integer of at least 1, got True"),
+        ({"kv_heads": -2}, "kv_heads must be an integer of at least 1, got -2"),
+        ({"kv_heads": "2"}, "kv_heads must be an integer of at least 1, got '2'"),
+        ({"dtype": 3}, "dtype must be one of float64, .*got '3'"),
+    ],
+)
+def test_shapes_of_no_attention_have_no_bytes(change, message) -> None:
+    plan = Plan(MASK, LAYOUT)
+    for ask in (plan.bytes, plan.traffic):
+        with pytest.raises(ValueError, match=message):
+            ask(0, **{"heads": 4, "kv_heads": 2, "dim": 8} | change)
