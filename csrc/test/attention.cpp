@@ -238,15 +238,16 @@ std::vector<int32_t> words_of(const Case& c, int64_t first, int64_t stop) {
   return b;
 }
 
-// Root of the mean square of the differences, relative; infinite where one is NaN or infinite and the other is not.
-double distance(const std::vector<double>& got, const std::vector<double>& want) {
+// Root of the mean square of the differences, relative, to `least` at least; infinite where one is NaN or infinite and
+// the other is not.
+double distance(const std::vector<double>& got, const std::vector<double>& want, double least = 1e-3) {
   double apart = 0, size = 1e-30;
   for (size_t i = 0; i < want.size(); ++i) {
     if (isfinite(want[i]) != isfinite(got[i])) return INFINITY;
     if (!isfinite(want[i])) continue;
     apart += (got[i] - want[i]) * (got[i] - want[i]), size += want[i] * want[i];
   }
-  return sqrt(apart / std::max(size, 1e-6 * (double)want.size()));
+  return sqrt(apart / std::max(size, least * least * (double)want.size()));
 }
 
 std::vector<double> values(const Tensor& x, double less = 0) {
@@ -351,9 +352,10 @@ void test_case(int number, int best, sp_parallel_for parallel_for) {
     double limit = c.bf16 ? 1e-2 : 1e-5;
     check(distance(values(run.out), want.out) < limit, "out", isa, number);
     check(distance(values(run.lse), want.lse) < limit, "lse", isa, number);
-    check(distance(values(run.dq, 0.25), want.dq) < limit, "dq", isa, number);
-    check(distance(values(run.dk, 0.25), want.dk) < limit, "dk", isa, number);
-    check(distance(values(run.dv, 0.25), want.dv) < limit, "dv", isa, number);
+    // where every row sees one key, gradients are zeros but for the rounding of operands of 1
+    check(distance(values(run.dq, 0.25), want.dq, 0.1) < limit, "dq", isa, number);
+    check(distance(values(run.dk, 0.25), want.dk, 0.1) < limit, "dk", isa, number);
+    check(distance(values(run.dv, 0.25), want.dv, 0.1) < limit, "dv", isa, number);
     Operands same = x;
     Run other(c, same, want, isa, tables, bm, cut, number, parallel_for);
     if (!spoiled) check(values(run.out) == values(other.out), "threads change out", isa, number);

@@ -9,6 +9,7 @@ from contextlib import contextmanager
 from torch import Tensor
 
 from seqpar.comm import Comm, PeerError
+from seqpar.comm.entry import entered
 
 REMEMBERED = 4096  # signatures that a comm keeps; all ranks forget the same ones, as they see them in one order
 
@@ -66,11 +67,21 @@ def _plain(values: Mapping[str, object]) -> dict[str, object]:
     return plain
 
 
+def check_comm(what: str, comm: object) -> None:
+    """Return if a verb was given a comm. Without one nobody else can hear of an error.
+
+    Raises: TypeError for anything else.
+    """
+    if not hasattr(comm, "exchange"):
+        raise TypeError(f"{what} got {comm!r:.200} for its comm; give it a seqpar.GroupComm() or seqpar.LocalComm()")
+
+
 @contextmanager
 def abort_on_error(comm: Comm, what: str) -> Iterator[None]:
-    """Tells the other ranks why this one leaves a call, so that they do not wait for it in the dark."""
+    """Inside: a call of a comm. Tells the other ranks why this one leaves it, so that they do not wait in the dark."""
     try:
-        yield
+        with entered(comm, what):
+            yield
     except BaseException as error:
         if comm.size > 1:
             comm.abort(f"{what}: {type(error).__name__}: {error}")

@@ -14,12 +14,12 @@ from torch import Tensor
 
 from seqpar.comm import Comm
 from seqpar.kernels import Score, acc_dtype, ask, choose
-from seqpar.ops.agree import abort_on_error, agree_once, signature
+from seqpar.ops.agree import abort_on_error, agree_once, check_comm, signature
 from seqpar.ops.call import Call, Inside, Options
 from seqpar.ops.handles import handles, in_graph, uncompiled, values_of
 from seqpar.ops.recompute import Late, check, settle
 from seqpar.ops.schedule import backward, forward
-from seqpar.plan import Plan
+from seqpar.plan import Part, Plan
 
 log = logging.getLogger("seqpar.ops")
 
@@ -112,7 +112,11 @@ def _attention(
     values: Sequence[Any], options: Options,
 ) -> tuple[Tensor, Tensor]:  # fmt: skip
     """Output and lse [H, T] in eager mode."""
-    plan, comm, seed = settle(late, values_of(values, Plan) if len(values) == 1 else values, options)
+    if len(values) == 1:
+        if not isinstance(values[0], Tensor):
+            raise ValueError(f"attention takes a plan and a comm, or their handle alone, got {values[0]!r:.200} alone")
+        values = values_of(values, Plan)
+    plan, comm, seed = settle(late, values, options)
     options = options._replace(dropout_seed=seed)
     return _Attention.apply(q, k, v, sinks, agreed_call(q, k, v, sinks, slopes, plan, comm, options))
 
@@ -125,12 +129,14 @@ def agreed_call(
 
     grads: whether q, k or v, the sinks, the slopes require a gradient; by default as the tensors say.
     """
+    check_comm("attention", comm)
     number = comm.next_call()
     error: Exception | None = None
     call: Call | None = None
     facts: dict[str, object] = {}
     seed: int | None = None
     try:
+        _check_kinds(plan, q=q, k=k, v=v, sinks=sinks, alibi_slopes=slopes)
         _check_tensors(q, k, v, plan, comm)
         grads = _requirements(q, k, v, sinks, slopes) if grads is None else grads
         options = _plain(options)
@@ -179,9 +185,16 @@ def _plain(options: Options) -> Options:
     if seed is not None and not isinstance(seed, Integral):
         raise ValueError(f"dropout_seed must be an integer, got {seed!r}")
     return Options(
-        None if scale is None else float(scale), float(softcap), float(p), None if seed is None else int(seed),
-        bool(deterministic), str(kernel), bool(return_lse),
+        None if scale is None else _number("scale", scale), _number("softcap", softcap), _number("dropout_p", p),
+        None if seed is None else int(seed), bool(deterministic), str(kernel), bool(return_lse),
     )  # fmt: skip
+
+
+def _number(name: str, value: Any) -> float:
+    try:
+        return float(value)
+    except (TypeError, ValueError):
+        raise TypeError(f"{name} must be a number, got {value!r:.200}") from None
 
 
 def attend(call: Call, q: Tensor, k: Tensor, v: Tensor, sinks: Tensor | None) -> tuple[Tensor, Tensor, list[Inside]]:
@@ -211,9 +224,7 @@ class _Attention(torch.autograd.Function):
         out, lse, insides = attend(call, q, k, v, sinks)
         ctx.call, ctx.repeat = call, 0
         ctx.set_materialize_grads(False)
-        # Where nothing is traded a part's results are views of the outputs, which only the outputs may be saved for.
-        kept = [(None, None) if p.q.trivial else (i.out, i.lse) for p, i in zip(call.parts(), insides, strict=True)]
-        inside = (t for i, pair in zip(insides, kept, strict=True) for t in (i.q, i.k, i.v, *pair))
+        inside = (t for p, i in zip(call.parts(), insides, strict=True) for t in _saved(p, i, (q, k, v)))
         ctx.stamp = torch.full((), call.stamp, dtype=torch.int64, device="cpu")
         ctx.save_for_backward(ctx.stamp, sinks, out, lse, *inside)
         return out, lse
@@ -226,7 +237,7 @@ class _Attention(torch.autograd.Function):
         stamp, sinks, out, lse, *saved = ctx.saved_tensors
         if stamp.data_ptr() != ctx.stamp.data_ptr():  # else nothing came between, and nothing is read
             check(call, stamp)
-        insides = [Inside(*saved[i : i + 5]) for i in range(0, len(saved), 5)]
+        insides = [_restored(part, saved[5 * n : 5 * n + 5]) for n, part in enumerate(call.parts())]
         dq, dk, dv, dsinks = differentiate(call, insides, sinks, out, lse, *grads)
         need = ctx.needs_input_grad
         return (
@@ -236,6 +247,26 @@ class _Attention(torch.autograd.Function):
             dsinks.to(sinks.dtype) if need[3] and dsinks is not None else None,
             None,
         )
+
+
+def _saved(part: Part, inside: Inside, outside: Sequence[Tensor]) -> list[Tensor | None]:
+    """What is saved of a part, 5 tensors. Where nothing is traded its own are views: of the inputs, which are saved in
+    their place, so that autograd names what is changed later; and of the outputs, which are saved anyway."""
+    own = zip((inside.q, inside.k, inside.v), outside, _views(part), strict=True)
+    results = (None, None) if part.q.trivial else (inside.out, inside.lse)
+    return [*(x if rows is None else y for x, y, rows in own), *results]
+
+
+def _restored(part: Part, saved: Sequence[Any]) -> Inside:
+    """A part's tensors of what was saved; the views of outputs are not among them."""
+    own = (x if rows is None else x[rows] for x, rows in zip(saved, _views(part), strict=False))
+    return Inside(*own, *saved[3:])
+
+
+def _views(part: Part) -> list[slice | None]:
+    """Which rows of q, k and v a part's tensors are views of; None where they have memory of their own."""
+    trades = (part.q, part.kv, part.kv)
+    return [t.mine if part.width == 1 and isinstance(t.mine, slice) else None for t in trades]
 
 
 def refuse_double_backward() -> None:
@@ -249,9 +280,15 @@ def _exact(call: Call) -> torch.autocast:
     return torch.autocast(call.device.type, enabled=False)
 
 
-def _check_tensors(q: Tensor, k: Tensor, v: Tensor, plan: Plan, comm: Comm) -> None:
+def _check_kinds(plan: object, **tensors: object) -> None:
     if not isinstance(plan, Plan):
         raise ValueError(f"attention takes a plan and a comm, or their handle alone, got {plan!r:.200} with a comm")
+    for name, x in tensors.items():
+        if not isinstance(x, Tensor) and not (x is None and name in ("sinks", "alibi_slopes")):
+            raise TypeError(f"{name} must be a tensor, got {type(x).__name__} {x!r:.200}")
+
+
+def _check_tensors(q: Tensor, k: Tensor, v: Tensor, plan: Plan, comm: Comm) -> None:
     shapes = f"q {list(q.shape)}, k {list(k.shape)}, v {list(v.shape)}"
     if any(x.dim() != 3 for x in (q, k, v)):
         raise ValueError(f"q, k, v must be packed [rows, heads, dim], got {shapes}; drop or fold the batch dimension")

@@ -32,6 +32,18 @@ class Phase(IntEnum):
     BACK_LEAVE = 6
 
 
+# for errors
+NAMES = {
+    Phase.ENTER: "attention (forward, sharing out heads)",
+    Phase.KEYS: "attention (forward, keys and values)",
+    Phase.LEAVE: "attention (forward, giving heads back)",
+    Phase.BACK_ENTER: "attention (backward, sharing out heads)",
+    Phase.BACK_KEYS: "attention (backward, keys and values)",
+    Phase.BACK_GRADS: "attention (backward, gradients of keys and values)",
+    Phase.BACK_LEAVE: "attention (backward, giving heads back)",
+}
+
+
 class Options(NamedTuple):
     """The options of a call as given, in the order of the op's arguments."""
 
@@ -88,7 +100,7 @@ class Call:
 
     def tag(self, phase: Phase, stage: int) -> Tag:
         """The number of one of its exchanges."""
-        return Tag(self.digest, self.number, phase + len(Phase) * self.repeat, stage)
+        return Tag(self.digest, self.number, phase + len(Phase) * self.repeat, stage, NAMES[phase])
 
     @property
     def stamp(self) -> int:

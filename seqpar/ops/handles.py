@@ -29,7 +29,7 @@ from torch.utils._python_dispatch import TorchDispatchMode, _get_current_dispatc
 
 from seqpar.comm import Comm, Tag
 from seqpar.mask import Fact
-from seqpar.ops.agree import agree_once
+from seqpar.ops.agree import agree_once, check_comm
 
 
 class Carried:
@@ -210,7 +210,8 @@ class Made:
     def back(self) -> Tag:
         """The name of the next way back: another backward pass has numbers of its own."""
         self.passes += 1
-        return self.tag._replace(phase=self.tag.phase + 1, stage=self.tag.stage + self.passes - 1)
+        name = self.tag.name.replace("forward", "backward")
+        return self.tag._replace(phase=self.tag.phase + 1, stage=self.tag.stage + self.passes - 1, name=name)
 
 
 def refuse_tangent(what: str, x: Tensor) -> None:
@@ -222,6 +223,7 @@ def refuse_tangent(what: str, x: Tensor) -> None:
 def refuse(what: str, comm: Comm, error: Exception) -> NoReturn:
     """Raise the error of arguments that the op of a verb cannot take, in its place: the other ranks hear of it."""
     if not torch.compiler.is_compiling():
+        check_comm(what, comm)
         comm.next_call()
         agree_once(comm, what, {}, error)
     raise error

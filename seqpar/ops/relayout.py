@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
+from numbers import Integral
 from typing import Any
 
 import numpy as np
@@ -15,7 +16,7 @@ from seqpar.kernels import acc_dtype
 from seqpar.kernels.upload import upload
 from seqpar.layout import Layout
 from seqpar.mask import Ints, Memo
-from seqpar.ops.agree import abort_on_error, agree_once
+from seqpar.ops.agree import abort_on_error, agree_once, check_comm
 from seqpar.ops.call import Uploaded, stream_of
 from seqpar.ops.handles import Made, carried, carry, handles, in_graph, refuse, refuse_tangent, uncompiled, values_of
 from seqpar.ops.parcel import Place, Side, moved, post, rows_of
@@ -75,6 +76,7 @@ def relayout(x: Tensor, comm: Comm, *, src: Layout, dst: Layout, rows: int | Non
     """
     try:
         if not torch.compiler.is_compiling():
+            check_comm("relayout", comm)
             _check_layouts(x, comm, src, dst)
         if rows is None:
             rows = _rows_of(comm, dst)
@@ -131,6 +133,7 @@ def shard(x: Tensor, plan: Plan, rank: int, *, dim: int = 0, side: str = "q") ->
     Raises: ValueError for a tensor without the plan's tokens at ``dim``.
     """
     layout = _layout_of(plan, side)
+    _check_tensor("shard", x, dim)
     rows = plan.rows(rank, side)
     if not -x.dim() <= dim < x.dim() or x.shape[dim] != layout.total:
         raise ValueError(f"shard along dim {dim} of {list(x.shape)}, expected {layout.total} tokens there")
@@ -159,6 +162,8 @@ def unshard(x: Tensor, plan: Plan, comm: Comm, *, dim: int = 0, side: str = "q")
     try:
         if torch.compiler.is_compiling():
             raise NotImplementedError("unshard in a compiled model is not built; call it outside")
+        check_comm("unshard", comm)
+        _check_tensor("unshard", x, dim)
         layout = _layout_of(plan, side)
         if plan.ranks != comm.size:
             raise ValueError(f"the plan is for {plan.ranks} ranks, the comm has {comm.size}")
@@ -185,7 +190,16 @@ def _copies(plan: Plan, side: str, comm: Comm) -> Moves:
     )
 
 
+def _check_tensor(what: str, x: object, dim: object) -> None:
+    if not isinstance(x, Tensor):
+        raise TypeError(f"{what} takes a tensor, got {type(x).__name__} {x!r:.200}")
+    if not isinstance(dim, Integral):
+        raise TypeError(f"{what}: dim must be an integer, got {dim!r:.200}")
+
+
 def _layout_of(plan: Plan, side: str) -> Layout:
+    if not isinstance(plan, Plan):
+        raise TypeError(f"expected a plan, got {plan!r:.200}")
     if side not in ("q", "kv"):
         raise ValueError(f'side must be "q" or "kv", got {side!r}')
     return plan.layout if side == "q" else plan.kv_layout
@@ -245,7 +259,7 @@ def _agreed(
         facts |= {"dtype": x.dtype, "device": x.device.type, "other dims": others, "requires grad": grad}
     except Exception as found:  # whatever it is, the others must hear of it
         error = found
-    tag = Tag(agree_once(comm, verb, facts, error), number, 0, 0)
+    tag = Tag(agree_once(comm, verb, facts, error), number, 0, 0, f"{verb} (forward)")
     assert moves is not None
     return comm, tag, moves
 

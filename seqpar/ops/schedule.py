@@ -140,10 +140,14 @@ def _leave(call: Call, part: Part, here: Inside, out: Tensor, lse: Tensor) -> Ca
 
 @dataclass(eq=False)
 class Back:
-    """The gradients of one part inside the head trade. home [N, h_kv, D + D_v]: of the rank's own keys and values."""
+    """The gradients of one part inside the head trade. home [N, h_kv, D + D_v]: of the rank's own keys and values.
+
+    out: the final output where ``delta`` is ``rowsum(dout * out)`` and nothing else.
+    """
 
     dout: Tensor
     delta: Tensor
+    out: Tensor | None
     dq: Tensor
     home: Tensor
 
@@ -162,11 +166,12 @@ def backward(
 
     def start(step: Step) -> Back:
         width = step.part.width
-        return _back(call, step, here[width], entries[width](), sinks, dsinks, dq, home)
+        fused = _fused(call, step.part, dlse)
+        return _back(call, step, here[width], entries[width](), sinks, dsinks, dq, home, fused=fused)
 
     if call.alone:
         tensors, back = here[parts[0].width], start(steps[0])
-        _differentiate(call, steps[0], tensors, back, tensors.k, tensors.v, back.home, fused=dlse is None)
+        _differentiate(call, steps[0], tensors, back, tensors.k, tensors.v, back.home)
         _back_leave(call, parts[0], back, dq, home)()
         return dq, home[..., : call.dim], home[..., call.dim :], dsinks
     leaves: list[Callable[[], None]] = []
@@ -177,7 +182,7 @@ def backward(
             riding = Riding(call, [s for s in steps if s.part is step.part], back.home)
         grads = back.home if step.local else riding.blank(step)
         if len(step.pos):
-            _differentiate(call, step, tensors, back, keys, values, grads, fused=dlse is None)
+            _differentiate(call, step, tensors, back, keys, values, grads)
         riding.arrive(grads)
         if not step.local:
             if step.own is not None:
@@ -200,9 +205,17 @@ def _back_enter(call: Call, part: Part, dout: Tensor, dlse: Tensor | None) -> Ca
     return trade.enter(call, Phase.BACK_ENTER, part, legs)
 
 
+def _fused(call: Call, part: Part, dlse: Tensor | None) -> bool:
+    """Whether a kernel may make delta of the output alone, as no row of a part has a gradient of lse.
+
+    Inside a head trade rows are those of several ranks, and each may have one where lse is returned.
+    """
+    return dlse is None if part.width == 1 else not call.return_lse
+
+
 def _back(
     call: Call, step: Step, here: Inside, incoming: list[Tensor], sinks: Tensor | None, dsinks: Tensor | None,
-    dq: Tensor, home: Tensor,
+    dq: Tensor, home: Tensor, *, fused: bool,
 ) -> Back:  # fmt: skip
     """A part's gradients at its first step, and delta, once for the whole backward, from the output as returned.
 
@@ -226,21 +239,23 @@ def _back(
         home = here.k.new_zeros(*here.k.shape[:2], call.dim + call.v_dim, dtype=call.acc)
     if not (part.q.trivial and call.dtype == call.acc):
         dq = torch.zeros_like(here.q, dtype=call.acc)
-    return Back(dout, delta.contiguous(), dq[: part.q.rows], home[: part.kv.rows])
+    out = here.out if fused else None
+    return Back(dout, delta.contiguous(), out, dq[: part.q.rows], home[: part.kv.rows])
 
 
 def _differentiate(
-    call: Call, step: Step, here: Inside, back: Back, keys: Tensor, values: Tensor, grads: Tensor, *, fused: bool
+    call: Call, step: Step, here: Inside, back: Back, keys: Tensor, values: Tensor, grads: Tensor
 ) -> None:
     """Add the gradients of one step to dq and to ``grads``."""
     facts = call.uploaded.facts[step.number]
     with named("differentiate", step.number):
         for heads, kv, score in call.blocks(step.part):
             operands = Operands(here.q[:, heads], keys[:, kv], values[:, kv], facts, score)
+            out = None if back.out is None else back.out[:, heads]
             call.kernel.backward(
                 operands,
                 Grads(
-                    back.dout[:, heads], here.lse[heads], back.delta[heads], here.out[:, heads] if fused else None,
+                    back.dout[:, heads], here.lse[heads], back.delta[heads], out,
                     dq=back.dq[:, heads], dk=grads[:, kv, : call.dim], dv=grads[:, kv, call.dim :],
                 ),
             )  # fmt: skip

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from numbers import Integral
 from typing import Any
 
 import torch
@@ -11,7 +12,7 @@ from torch.autograd.function import once_differentiable
 
 from seqpar.comm import Comm, Tag
 from seqpar.kernels.copy import Pair
-from seqpar.ops.agree import abort_on_error, agree_once
+from seqpar.ops.agree import abort_on_error, agree_once, check_comm
 from seqpar.ops.handles import (
     Made,
     carried,
@@ -118,6 +119,7 @@ def start_switch(
 def _checked(
     xs: Sequence[Tensor], comm: Comm, split_dims: Sequence[int], concat_dims: Sequence[int], sizes: Sizes | None
 ) -> tuple[list[int], list[int], list[int], list[int]]:
+    check_comm("switch", comm)
     if not xs or not len(xs) == len(split_dims) == len(concat_dims):
         raise ValueError(f"{len(xs)} tensors, {len(split_dims)} split dims and {len(concat_dims)} concat dims")
     found = [_one(*each, comm, sizes) for each in zip(xs, split_dims, concat_dims, strict=True)]
@@ -139,6 +141,8 @@ def _one(
 def _dim(x: Tensor, dim: int, name: str) -> int:
     if not isinstance(x, Tensor):
         raise ValueError(f"switch is of a tensor, got {x!r:.200}")
+    if not isinstance(dim, Integral):
+        raise TypeError(f"{name} must be an integer, got {dim!r:.200}")
     if not -x.dim() <= dim < x.dim():
         raise ValueError(f"{name}={dim} is not a dimension of a tensor of shape {list(x.shape)}")
     return dim % x.dim()
@@ -150,7 +154,10 @@ def _sizes(x: Tensor, comm: Comm, split_dim: int, concat_dim: int, sizes: Sizes 
         if whole % comm.size:
             raise ValueError(f"dim {split_dim} has {whole} elements for {comm.size} ranks; give uneven shares as sizes")
         return [whole // comm.size] * comm.size, [part] * comm.size
-    split, concat = ([int(n) for n in side] for side in sizes)
+    try:
+        split, concat = ([int(n) for n in side] for side in sizes)
+    except (TypeError, ValueError):
+        raise TypeError(f"sizes must be two sequences of {comm.size} integers, got {sizes!r:.200}") from None
     for name, side in (("split", split), ("concat", concat)):
         if len(side) != comm.size or min(side) < 0:
             raise ValueError(f"{name} sizes must be {comm.size} numbers of at least 0, got {side}")
@@ -173,7 +180,7 @@ def _agreed(
         "concat sizes": list(concat), "other dims": others, "dtype": [x.dtype for x in xs],
         "device": [x.device.type for x in xs], "requires grad": list(grads),
     }  # fmt: skip
-    return Tag(agree_once(comm, "switch", facts, None), number, 0, 0)
+    return Tag(agree_once(comm, "switch", facts, None), number, 0, 0, "switch (forward)")
 
 
 # --- the exchange -----------------------------------------------------------------------------------------------------

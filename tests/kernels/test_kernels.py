@@ -62,6 +62,7 @@ class Case:
     alibi: bool = False
     dropout: float = 0.0
     with_lse: bool = False
+    scale: float | None = None
 
     def made(self) -> Mask:
         rng = np.random.default_rng(5)
@@ -77,7 +78,8 @@ class Case:
 
     def score(self) -> Score:
         slopes = torch.logspace(-4, -1, self.heads, base=2, dtype=acc_dtype(self.dtype)) if self.alibi else None
-        return Score(self.dim**-0.5, self.softcap, slopes, self.dropout, 77 if self.dropout else 0, first_head=0)
+        scale = self.dim**-0.5 if self.scale is None else self.scale
+        return Score(scale, self.softcap, slopes, self.dropout, 77 if self.dropout else 0, first_head=0)
 
 
 def small_cases() -> list[Case]:
@@ -95,6 +97,10 @@ def small_cases() -> list[Case]:
     cases += [replace(base, splits=s, mask="bounds", **o) for s in (1, 3) for o in OPTIONS]
     cases += [replace(base, dtype=t, splits=s, dim=32, v_dim=32) for t in (torch.float32, *LOW) for s in (1, 4)]
     cases += [replace(base, dtype=t, splits=3, dim=32, v_dim=32, mask="packed", **OPTIONS[-1]) for t in LOW]
+    for scale in (0.0, -0.2):
+        cases += [replace(base, scale=scale, mask=m, splits=s) for m in ("causal", "full") for s in (1, 2)]
+        cases += [replace(base, scale=scale, mask="packed", dtype=t, dim=32, v_dim=32) for t in (torch.float32, *LOW)]
+        cases += [replace(base, scale=scale, mask="bounds", **OPTIONS[-1])]
     return cases
 
 
@@ -242,7 +248,7 @@ def oracle(case: Case) -> list[Tensor]:
     leaves = [x.requires_grad_() for x in (q, k, v)]
     score = case.score()
     out, lse = dense_attention(
-        *leaves, case.made(), softcap=case.softcap, dropout_p=case.dropout, dropout_seed=77,
+        *leaves, case.made(), scale=score.scale, softcap=case.softcap, dropout_p=case.dropout, dropout_seed=77,
         alibi_slopes=None if score.slopes is None else score.slopes.double(),
     )  # fmt: skip
     loss = (out * dout).sum()

@@ -380,6 +380,17 @@ def test_too_many_small_segments_are_the_position_kernel_s(case) -> None:
     assert not taken.calls
 
 
+@pytest.mark.parametrize("made", [Flash, FlashWithLse, Squares])
+@pytest.mark.parametrize("scale", [0.0, -0.2])
+def test_scales_that_are_not_positive_are_the_position_kernel_s(made, scale) -> None:
+    """A library masks by -inf before it multiplies, and takes the maximum of what is then the minimum."""
+    taken = made()
+    for mask in ("causal", "full"):
+        compare(Segmented(taken), Case(mask, 300, 300, scale=scale))
+    run_forward(Segmented(taken), Case(scale=1e-60))  # zero in float32
+    assert not taken.calls
+
+
 def batches_of(mask: Mask, rows: np.ndarray, keys: np.ndarray, **style: bool) -> tuple[batches.Batch, ...]:
     made = batches.calls(
         step_facts(mask, rows, keys), torch.device("cpu"), **{"varlen": True, "squares": False} | style

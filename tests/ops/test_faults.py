@@ -3,15 +3,18 @@
 from __future__ import annotations
 
 import os
+import re
 import threading
 import time
 from pathlib import Path
 
 import pytest
 import torch
+import torch.nn.functional as F
 
 import seqpar
 from seqpar.comm import Comm, PeerError
+from seqpar.data import prefetch
 from seqpar.kernels import KERNELS
 from seqpar.layout import Layout
 from seqpar.mask import Mask
@@ -238,6 +241,32 @@ def test_a_kernel_that_raises_on_one_device_raises_as_it_is(monkeypatch) -> None
         monkeypatch.setattr(type(kernel), "forward", broken)
     with pytest.raises(FloatingPointError, match="the kernel broke"):
         run_threads(1, call, plan_for(1))
+
+
+def gathers_alone(comm: Comm, how: str) -> str:
+    """What a rank hears if rank 1 gathers where the others agree, through what users call."""
+    plan = plan_for(comm.size)
+    q, k, v = (x.transpose(0, 1) for x in (torch.zeros(plan.rows(comm.rank), 2, 4) for _ in range(3)))
+    batches = prefetch([{"input_ids": torch.ones(1, 6, dtype=torch.int64)}] * 2, comm)
+    with pytest.raises(PeerError) as error:
+        if how == "a mask":
+            mask = torch.ones(q.shape[1], plan.mask.tokens, dtype=torch.bool) if comm.rank == 1 else None
+            with seqpar.sdpa(plan, comm):
+                F.scaled_dot_product_attention(q, k, v, attn_mask=mask)
+        elif comm.rank == 1:
+            next(batches)
+        else:
+            comm.agree("a forward", {})
+    return str(error.value)
+
+
+@pytest.mark.parametrize(
+    ("how", "call"), [("a mask", "gathering of sdpa: attn_mask"), ("a step of prefetch more", "gathering of share")]
+)
+def test_a_rank_that_gathers_where_others_agree_is_named_with_both_calls(how, call) -> None:
+    for text in run_threads(3, gathers_alone, how):
+        assert re.search(rf"do not meet: .*rank 1 (is )?in the {call}", text), text
+        assert "agreement on" in text
 
 
 def leaves_early(comm: Comm, verb: str) -> str:

@@ -28,8 +28,9 @@ MASK = Mask(LENGTHS)
 TOKENS = MASK.tokens
 
 # In float32 a ring's hop is a rounding of the running lse and output like any other (an lse of 6 is known to 2.4e-7,
-# and 16 hops over all rows add up); what has one or few stages does not grow at all.
-GROWTH_OF_A_RING_IN_FLOAT32 = 1.3
+# and 16 hops over all rows add up). What has one or few stages grows little: only keys' gradients are sums of what up
+# to 16 ranks have computed and rounded (dv by 1.078 over 40 seeds on an AMD EPYC, where one rank's is 2.1e-7).
+GROWTH_OF_A_RING_IN_FLOAT32, GROWTH_IN_FLOAT32 = 1.3, 1.1
 
 
 def plans(ranks: int) -> dict[str, Plan]:
@@ -120,7 +121,7 @@ def test_more_ranks_make_no_larger_error(name, ranks, dtype) -> None:
 @pytest.mark.parametrize("ranks", [4, 16])
 @pytest.mark.parametrize("name", list(plans(2)))
 def test_more_ranks_make_no_larger_error_in_float32(name, ranks) -> None:
-    check(plans(ranks)[name], torch.float32, GROWTH_OF_A_RING_IN_FLOAT32 if "ring" in name else ERROR_GROWTH)
+    check(plans(ranks)[name], torch.float32, GROWTH_OF_A_RING_IN_FLOAT32 if "ring" in name else GROWTH_IN_FLOAT32)
 
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16], ids=str)

@@ -1,7 +1,8 @@
 """A kernel made of another library's attention over the segments of a step.
 
 By this kernel's definition, and not as a fallback, a position kernel does what makes no segments or too many small
-ones, backward through lse where the library knows none, and whatever else the library cannot do of a call that it took:
+ones, backward through lse where the library knows none, scales that are not positive, as libraries mask and take maxima
+before they scale, and whatever else the library cannot do of a call that it took:
 `Blockwise` on the CPU, Triton's on CUDA where it is there.
 
 A step whose rows see keys in one call each is the library's output and nothing else. Otherwise parts are merged in the
@@ -21,6 +22,8 @@ from seqpar.kernels.protocol import Ask, Grads, Kernel, Operands, Sums
 from seqpar.kernels.softmax import merge_
 from seqpar.kernels.vendor.batches import Batch, Calls, calls
 from seqpar.kernels.vendor.library import Library, Results
+
+LEAST_SCALE = torch.finfo(torch.float32).tiny  # libraries multiply in float32, in which less may be zero
 
 
 class Segmented:
@@ -134,6 +137,8 @@ class Segmented:
     def _calls(self, x: Operands, *tensors: Tensor) -> Calls | None:
         """The step as calls of the library; None if it is the position kernel's."""
         library = self.library
+        if x.score.scale < LEAST_SCALE:
+            return None
         plan = calls(x.facts, x.q.device, varlen=library.varlen, squares=library.squares)
         if plan is None or (plan.again and library.rounds and not self.merges):
             return None
