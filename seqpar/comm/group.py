@@ -19,7 +19,6 @@ from __future__ import annotations
 
 import logging
 import time
-import weakref
 from collections.abc import Callable, Mapping, Sequence
 from datetime import timedelta
 from typing import Any, NamedTuple, TypeVar
@@ -28,9 +27,13 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
+from seqpar.comm.arguments import check_arguments, check_descriptors
 from seqpar.comm.failure import Monitor, RootCause
-from seqpar.comm.header import WARMING, Header, describe, hash63
-from seqpar.comm.members import Members, check_arguments, process_group
+from seqpar.comm.header import WARMING, Calls, Header, describe, hash63
+from seqpar.comm.interrupt import Interrupt
+from seqpar.comm.meeting import Meeting
+from seqpar.comm.members import Members, process_group, waited
+from seqpar.comm.owner import Owner
 from seqpar.comm.protocol import PeerError, Stats, Tag, Work, nonempty, rounds
 
 log = logging.getLogger("seqpar.comm")
@@ -44,7 +47,7 @@ HEADERS, HANG_UP, FIRST_FREE = 0, 1, 16
 class _Link:
     """What a comm and its subs share: the group, its twin, whether they are alive. Ranks are the group's."""
 
-    def __init__(self, group: dist.ProcessGroup, timeout: float) -> None:
+    def __init__(self, group: dist.ProcessGroup, timeout: float, check: str) -> None:
         self.timeout = timeout
         self.rank, self.size = group.rank(), group.size()
         self.backends = _backends(group)
@@ -52,22 +55,34 @@ class _Link:
         self.orphans: list[object] = []  # what the twin may still write to after a failure
         c10d: Any = dist.distributed_c10d
         store = group.get_group_store()
-        # the all-reduce opens NCCL's communicator, which point-to-point among some ranks needs, and gives the twin a
-        # name that no earlier twin of the group has had
-        device = torch.device("cuda", torch.cuda.current_device()) if self.uses_nccl else torch.device("cpu")
-        number = int(store.add("seqpar/comms", 1)) if self.rank == 0 else 0
-        shared = torch.tensor([number, 1], dtype=torch.int64, device=device)
-        dist.all_reduce(shared, group=group)
-        number, present = shared.tolist()
-        if present != self.size:
-            raise RuntimeError(f"GroupComm: an all-reduce of ones over {self.size} ranks gave {present}")
-        twin_store = c10d.PrefixStore(f"seqpar/{number}", store)
-        self._groups = [group, c10d.ProcessGroupGloo(twin_store, self.rank, self.size, timedelta(seconds=timeout))]
-        self.twin.barrier().wait()  # a rank that went on could fail and hang up before all others are connected
+        meeting = Meeting("GroupComm", store, self.rank, self.size, timeout)
+        # in the meeting, so that no rank waits for one whose arguments are wrong
+        meeting.hear(lambda: self._check(check))
+        twin_store = c10d.PrefixStore(f"seqpar/GroupComm/{meeting.number}", store)
+        device = torch.cuda.current_device() if self.uses_nccl else None
+
+        def connect() -> Any:
+            twin = c10d.ProcessGroupGloo(twin_store, self.rank, self.size, timedelta(seconds=max(0.001, timeout)))
+            if device is not None:
+                # opens NCCL's communicator, which point-to-point among some ranks needs
+                ones = torch.ones(1, dtype=torch.int64, device=torch.device("cuda", device))
+                dist.all_reduce(ones, group=group)
+                ones.item()
+            return twin
+
+        self._groups: list[Any] = [group, meeting.connect(connect), self.orphans]
         # gloo's threads must end before the interpreter does, or C++ may end the process for it
-        weakref.finalize(self, self._groups.clear)
+        self.owner = Owner(self, self.rank, self._groups)
         self.root_cause = RootCause(twin_store, "root cause", self.rank)
         self.monitor = Monitor(timeout, self.fail, self.look)
+        self.interrupt = Interrupt(lambda doing: self.fail(f"{doing}: interrupted by Ctrl-C"))
+        self.calls = Calls()
+
+    def _check(self, check: str) -> None:
+        check_arguments("GroupComm", self.timeout, check)
+        _check_backends(self.backends)
+        # a connection to each rank, what listens for it, and what its threads wait on
+        check_descriptors("GroupComm", 2 * self.size + 8)
 
     @property
     def group(self) -> Any:
@@ -86,7 +101,7 @@ class _Link:
 
     def fail(self, reason: str, *, grace: float = 0.0) -> None:
         """Mark the group dead for `reason`, unless a root cause stands or appears within `grace` seconds."""
-        if self.cause is None:
+        if self.owner.here and self.cause is None:
             standing = self.root_cause.read(grace) if grace else None
             self.cause = standing or self.root_cause.write(reason)
             log.info("rank %d: %s; root cause: rank %d: %s", self.rank, reason, *self.cause)
@@ -108,8 +123,9 @@ class _Link:
         """The error for one of gloo's, met when `doing` something that waits for `peer`."""
         timed_out = _timed_out(error)
         what = f"waited {self.timeout:g} s for" if timed_out else "lost the connection to"
+        reason = waited(doing, self.timeout, peer) if timed_out else f"{doing}: lost the connection to rank {peer}"
         # a lost connection is often another rank's failure, and that rank is about to say so
-        self.fail(f"{doing}: {what} rank {peer}", grace=0.0 if timed_out else 1.0)
+        self.fail(reason, grace=0.0 if timed_out else 1.0)
         return self.error(f"{doing}, {what} rank {peer}")
 
     def _hang_up(self) -> None:
@@ -154,13 +170,14 @@ class _GlooWork:
     """`Work` of an exchange of CPU tensors."""
 
     def __init__(self, link: _Link, tag: Tag, stats: Stats | None) -> None:
-        self._link, self._name, self._stats = link, describe(tag), stats
+        self._link, self._tag, self._stats = link, tag, stats
         self._steps: list[_Step] = []
         self._waited = False
 
     def post(self, scope: int, tag: Tag, sends: Mapping[int, list[Tensor]], recvs: Mapping[int, list[Tensor]]) -> None:
         """Hand all messages to gloo, headers first; peers are the group's ranks."""
         twin = self._link.twin
+        self._link.calls.add(tag)
         incoming, outgoing = [], []
         for peer, tensors in recvs.items():
             header = Header.of(scope, tag, tensors)
@@ -190,20 +207,27 @@ class _GlooWork:
             return
         start = time.monotonic()
         self._waited = True
+        watched = False
         try:
+            watched = self._link.interrupt.begin(f"in {self._name}")
             for step in self._steps:
                 self._wait_for(step, start + self._link.timeout)
             self._steps = []
-        except BaseException:
+        except BaseException as error:
             self._abandon()
+            if not isinstance(error, PeerError):
+                self._link.fail(f"in {self._name}: {type(error).__name__}: {error}")
             raise
         finally:
+            if watched:
+                self._link.interrupt.end()
             if self._stats is not None:
                 self._stats.wait_seconds += time.monotonic() - start
 
     def _wait_for(self, step: _Step, deadline: float) -> None:
         link = self._link
         doing = f"in {self._name}"
+        link.owner.check()
         if link.cause is not None:
             raise link.error(f"{doing}, waiting for rank {step.peer}")
         try:
@@ -213,8 +237,13 @@ class _GlooWork:
         if step.expected is not None:
             given = Header(*step.buffer.tolist())
             if given != step.expected:
-                link.fail(given.unlike(step.expected, step.peer, link.rank))
+                why = link.calls.mismatch(step.peer, given, link.rank, step.expected, self._tag)
+                link.fail(f"{doing}: {why}")
                 raise link.error(f"{doing}, receiving from rank {step.peer}")
+
+    @property
+    def _name(self) -> str:
+        return describe(self._tag)
 
     def _abandon(self) -> None:
         self._waited = True
@@ -252,6 +281,7 @@ class _NcclWork:
             self._link.monitor.watch(works, f"in {self._name} for ranks {peers}")
 
     def wait(self) -> None:
+        self._link.owner.check()
         works, self._works = self._works, []
         try:
             for work in works:
@@ -284,9 +314,7 @@ class GroupComm(Members[_Link]):
     """
 
     def __init__(self, group: Any = None, *, timeout: float = 300.0, check: str = "batch") -> None:
-        check_arguments("GroupComm", timeout, check)
-        link = _Link(_usable(process_group("GroupComm", group)), timeout)
-        self._join(link, (), Stats(), {}, check)
+        self._join(_Link(process_group("GroupComm", group), timeout, check), (), Stats(), {}, check)
 
     def exchange(
         self, sends: Mapping[int, Sequence[Tensor]], recvs: Mapping[int, Sequence[Tensor]], *, tag: Tag
@@ -350,19 +378,18 @@ class GroupComm(Members[_Link]):
 
     def warm_up(self, peers: Sequence[int]) -> None:
         """Open NCCL's connections to peers; gloo's are open since the constructor."""
+        self.check()
         if self._link.uses_nccl:
             device = torch.device("cuda", torch.cuda.current_device())
             sends, recvs = ({p: [torch.zeros(1, device=device)] for p in peers} for _ in range(2))
             self._post_cuda(sends, recvs, Tag(0, self._next("warm-up"), WARMING, 0)).wait()
 
 
-def _usable(group: dist.ProcessGroup) -> dist.ProcessGroup:
-    """A process group, checked."""
+def _check_backends(backends: Mapping[str, str]) -> None:
+    """Raise unless tensors can travel over a group with these backends."""
     if not dist.is_gloo_available():
         raise NotImplementedError("GroupComm: this build of PyTorch has no gloo, which carries the control messages")
-    backends = _backends(group)
     if not {"gloo", "nccl"} & set(backends.values()):
-        raise ValueError(f"GroupComm: the group's backends are {backends}; expected gloo for cpu or nccl for cuda")
+        raise ValueError(f"GroupComm: the group's backends are {backends}, expected gloo for cpu or nccl for cuda")
     if torch.version.hip and "nccl" in backends.values():
-        raise NotImplementedError("GroupComm: CUDA tensors on ROCm (RCCL); only NCCL and gloo are supported")
-    return group
+        raise NotImplementedError("GroupComm: CUDA tensors on ROCm (RCCL), and only NCCL and gloo are supported")

@@ -8,10 +8,12 @@ from typing import NamedTuple
 
 from torch import Tensor
 
-from seqpar.comm.protocol import Tag
+from seqpar.comm.protocol import DEAD, Tag
 
 # phases of tags that are not a verb's
 AGREEING, WARMING = -1, -2
+
+REMEMBERED = 4096  # names of exchanges
 
 
 def hash63(value: object) -> int:
@@ -21,9 +23,9 @@ def hash63(value: object) -> int:
 
 def describe(tag: Tag) -> str:
     """A tag in words."""
-    if tag.phase in (AGREEING, WARMING):
-        return f"{'agreement' if tag.phase == AGREEING else 'warm-up'} {tag.call} stage {tag.stage}"
-    return str(tag)
+    if tag.phase == AGREEING:
+        return tag.name or f"another call's agreement, number {tag.call}"
+    return f"warm-up {tag.call}" if tag.phase == WARMING else str(tag)
 
 
 class Header(NamedTuple):
@@ -42,17 +44,33 @@ class Header(NamedTuple):
     def of(cls, scope: int, tag: Tag, tensors: Sequence[Tensor]) -> Header:
         """The header of a pair's tensors in the exchange `tag` of the ranks that hash to `scope`, 0 for all ranks."""
         size = sum(t.numel() * t.element_size() for t in tensors)
-        return cls(scope, *tag, len(tensors), size, hash63([(t.dtype, tuple(t.shape)) for t in tensors]))
+        return cls(scope, *tag.numbers, len(tensors), size, hash63([(t.dtype, tuple(t.shape)) for t in tensors]))
 
-    def unlike(self, expected: Header, sender: int, receiver: int) -> str:
-        """The reason for an error: `sender` has this header, `receiver` the other one."""
-        note = "" if self[:-1] != expected[:-1] else " (same bytes, other shapes or dtypes)"
+
+class Calls:
+    """What this rank's exchanges belonged to, so that a header of a peer that is in the same verb can be named."""
+
+    def __init__(self) -> None:
+        self._names: dict[tuple[int, int], str] = {}
+
+    def add(self, tag: Tag) -> None:
+        """Remember the name of an exchange."""
+        if tag.name and tag.phase >= 0:
+            self._names[tag.digest, tag.phase] = tag.name
+            if len(self._names) > REMEMBERED:
+                del self._names[next(iter(self._names))]
+
+    def mismatch(self, sender: int, sent: Header, receiver: int, expected: Header, own: Tag) -> str:
+        """The reason for an error: `sender` has one header, `receiver` the other; `own` is this rank's exchange."""
+
+        def words(header: Header) -> str:
+            tag = Tag(header.digest, header.call, header.phase, header.stage)
+            name = own.name if tag.numbers == own.numbers else self._names.get((tag.digest, tag.phase), "")
+            among = f" in sub {header.scope:x}" if header.scope else ""
+            return f"{describe(tag._replace(name=name))}{among}, with {header.tensors} tensors of {header.bytes} bytes"
+
+        note = "" if sent[:-1] != expected[:-1] else " (same bytes, other shapes or dtypes)"
         return (
-            f"ranks {sender} and {receiver} do not meet: rank {sender} sent for {self}, "
-            f"rank {receiver} receives for {expected}{note}"
+            f"ranks {sender} and {receiver} do not meet: rank {sender} sent for {words(sent)}, rank {receiver} "
+            f"receives for {words(expected)}{note}{DEAD}; make the same calls in the same order on all ranks"
         )
-
-    def __str__(self) -> str:
-        tag = describe(Tag(self.digest, self.call, self.phase, self.stage))
-        among = f" in sub {self.scope:x}" if self.scope else ""
-        return f"{tag}{among} with {self.tensors} tensors of {self.bytes} bytes"

@@ -6,6 +6,7 @@ head, and a head is popped when all its messages have moved. What would hang the
 
     both heads hold a message of one pair under different tags       -> tag mismatch
     the heads wait for each other in a circle                        -> cycle, found when its last edge is posted
+    one waits for an exchange that a peer does not post, as the peer waits for it to agree -> cycle, found at once
     a peer posts nothing                                             -> timeout, naming the end of the chain of waits
 
 Bytes are copied from the sender's live memory when a message moves, `delay` seconds after both ends were posted, by
@@ -29,13 +30,15 @@ import pickle
 import threading
 import time
 from collections import deque
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, NoReturn
 
 import torch
 from torch import Tensor
 
+from seqpar.comm.arguments import check_timeout
+from seqpar.comm.entry import Entry, enters
 from seqpar.comm.protocol import Claim, PeerError, Stats, Tag, Work, nonempty, rounds, settle, subset
 
 log = logging.getLogger("seqpar.comm")
@@ -92,6 +95,20 @@ class _Move:
     target: list[Tensor] = field(compare=False)
 
 
+@dataclass(eq=False)
+class _Agreement:
+    """What some ranks agree on or gather. calls: rank -> the call that it is in. claims: what each brought."""
+
+    ranks: Sequence[int]
+    calls: dict[int, str] = field(default_factory=dict)
+    claims: dict[int, Any] = field(default_factory=dict)
+
+    @property
+    def missing(self) -> list[int]:
+        """The ranks that have not come."""
+        return [rank for rank in self.ranks if rank not in self.claims]
+
+
 class _World:
     """The queues of all ranks. One lock guards everything; a rank waits on its own condition."""
 
@@ -103,7 +120,9 @@ class _World:
         self.queues: list[deque[_Round]] = [deque() for _ in range(size)]
         self.moves: list[_Move] = []
         self.numbers = itertools.count()
-        self.claims: dict[tuple[Scope, int], dict[int, Claim]] = {}
+        self.agreements: dict[tuple[Scope, int], _Agreement] = {}
+        self.agreeing: dict[int, _Agreement] = {}  # of ranks that wait for others to agree
+        self.waiting: set[int] = set()  # ranks that wait for an exchange
         self.failure: tuple[int, str] | None = None
         self.held: dict[_Progress, list[Tensor]] = {}  # CUDA tensors of exchanges that nobody has waited for
 
@@ -142,17 +161,12 @@ class _World:
         rank = progress.rank
         with self.lock:
             deadline = time.monotonic() + self.timeout
-            while progress.rounds_left:
-                now = time.monotonic()
-                if self.failure is not None:
-                    self.give_up(rank, f"waiting {self._chain(rank)}")
-                elif self.moves and self.moves[0].due <= now:
-                    self._deliver(now)
-                elif now >= deadline:
-                    self.fail(rank, f"waited {self.timeout:g} s {self._chain(rank)}")
-                else:
-                    until = min(deadline, self.moves[0].due) if self.moves else deadline
-                    self.wakeups[rank].wait(until - now)
+            self.waiting.add(rank)
+            try:
+                while progress.rounds_left:
+                    self._wait_once(rank, deadline)
+            finally:
+                self.waiting.discard(rank)
             if progress.stream is not None:
                 current = torch.cuda.current_stream(progress.stream.device)
                 for event in progress.copied:
@@ -160,26 +174,54 @@ class _World:
                 # later: what comes next on this stream may reuse the memory
                 self.held.pop(progress, None)
 
-    def agree(self, rank: int, ranks: Sequence[int], key: tuple[Scope, int], claim: Any, what: str) -> list[Any]:
-        """The claims of all `ranks`, in that order, once all have come."""
+    def _wait_once(self, rank: int, deadline: float) -> None:
+        """Move what is due, or sleep until something happens; a rank that nothing can help gives up."""
+        now = time.monotonic()
+        if self.failure is not None:
+            self.give_up(rank, f"waiting {self._chain(rank)}")
+        elif self.moves and self.moves[0].due <= now:
+            self._deliver(now)
+        elif now >= deadline:
+            self.fail(rank, f"waited {self.timeout:g} s {self._chain(rank)}")
+        elif not self._fail_of_cycle(rank, self._awaited):
+            until = min(deadline, self.moves[0].due) if self.moves else deadline
+            self.wakeups[rank].wait(until - now)
+
+    def agree(
+        self, rank: int, ranks: Sequence[int], key: tuple[Scope, int], claim: Any, *, kind: str, what: str
+    ) -> list[Any]:
+        """The claims of all `ranks`, in that order, once all have come. kind: of call, the same on all ranks."""
         with self.lock:
-            claims = self.claims.setdefault(key, {})
-            claims[rank] = claim
+            agreement = self.agreements.setdefault(key, _Agreement(ranks))
+            call = f"{kind} {what}"
+            for other, their in agreement.calls.items():
+                if not their.startswith(kind):
+                    pair = f"rank {other} is in the {their}, rank {rank} in the {call}"
+                    self.fail(rank, f"ranks {other} and {rank} do not meet: {pair}")
+                    self.give_up(rank, f"in the {call}")
+            agreement.calls[rank], agreement.claims[rank] = call, claim
             for other in ranks:
                 self.wakeups[other].notify_all()
             deadline = time.monotonic() + self.timeout
-            while len(claims) < len(ranks):
-                missing = [other for other in ranks if other not in claims]
-                if self.failure is not None:
-                    self.give_up(rank, f"agreeing on {what} and waiting for ranks {missing}")
-                if time.monotonic() >= deadline:
-                    self.fail(rank, f"waited {self.timeout:g} s for ranks {missing} to agree on {what}")
-                    continue
-                until = min(deadline, self.moves[0].due) if self.moves else deadline
-                self.wakeups[rank].wait(max(0.0, until - time.monotonic()))
-                self._deliver(time.monotonic())
-            self.claims.pop(key, None)
-            return [claims[other] for other in ranks]
+            self.agreeing[rank] = agreement
+            try:
+                while missing := agreement.missing:
+                    self._agree_once(rank, deadline, missing, what)
+            finally:
+                del self.agreeing[rank]
+            self.agreements.pop(key, None)
+            return [agreement.claims[other] for other in ranks]
+
+    def _agree_once(self, rank: int, deadline: float, missing: list[int], what: str) -> None:
+        """Sleep until something happens and move what is due; a rank that nothing can help gives up."""
+        if self.failure is not None:
+            self.give_up(rank, f"agreeing on {what} and waiting for ranks {missing}")
+        elif time.monotonic() >= deadline:
+            self.fail(rank, f"waited {self.timeout:g} s for ranks {missing} to agree on {what}")
+        elif not self._fail_of_cycle(rank, self._awaited):
+            until = min(deadline, self.moves[0].due) if self.moves else deadline
+            self.wakeups[rank].wait(max(0.0, until - time.monotonic()))
+            self._deliver(time.monotonic())
 
     def _advance(self, changed: list[int]) -> None:
         """Match and move messages from the heads of the `changed` ranks on; then look for cycles through new heads."""
@@ -196,9 +238,8 @@ class _World:
                 self._match(other, head)
             changed += [entry.rank for entry in [head, *met] if self._pop_if_done(entry)]
         for rank in fresh:
-            if self.failure is None and (cycle := self._cycle(rank)):
-                waits = "; ".join(f"rank {a} in {self.queues[a][0]} waits for rank {b}" for a, b in cycle)
-                self.fail(rank, f"the ranks wait for each other in a cycle: {waits}")
+            if self.failure is None:
+                self._fail_of_cycle(rank, self._blockers)
 
     def _match(self, sender: _Round, receiver: _Round) -> None:
         """Move the messages from one head to another if both hold them."""
@@ -257,13 +298,38 @@ class _World:
         head = self.queues[rank][0]
         return sorted(head.sends.keys() | head.recvs.keys())
 
-    def _cycle(self, start: int) -> list[tuple[int, int]]:
+    def _awaited(self, rank: int) -> list[int]:
+        """The ranks without which a rank that waits cannot go on: that have not come to agree, or not posted."""
+        if rank in self.agreeing:
+            return self.agreeing[rank].missing
+        if rank not in self.waiting or not self.queues[rank]:
+            return []
+        key = self.queues[rank][0].key
+
+        def posted(peer: int) -> bool:
+            return any(entry.key == key and entry.needs(rank) for entry in self.queues[peer])
+
+        return [peer for peer in self._blockers(rank) if not posted(peer)]
+
+    def _fail_of_cycle(self, rank: int, awaited: Callable[[int], list[int]]) -> bool:
+        """Whether ranks wait for each other in a circle through this one, which is then the root cause."""
+        cycle = self._cycle(rank, awaited)
+        if cycle:
+            waits = "; ".join(f"rank {a} in {self._place(a)} waits for rank {b}" for a, b in cycle)
+            self.fail(rank, f"the ranks wait for each other in a cycle: {waits}")
+        return bool(cycle)
+
+    def _place(self, rank: int) -> str:
+        """Where a rank is that waits, in words."""
+        return f"the {self.agreeing[rank].calls[rank]}" if rank in self.agreeing else str(self.queues[rank][0])
+
+    def _cycle(self, start: int, awaited: Callable[[int], list[int]]) -> list[tuple[int, int]]:
         """A cycle of waits through `start` as edges (waiting, waited for), [] if there is none."""
         came_from: dict[int, int] = {}
         stack = [start]
         while stack:
             rank = stack.pop()
-            for peer in self._blockers(rank):
+            for peer in awaited(rank):
                 if peer == start:
                     edges = [(rank, start)]
                     while edges[0][0] != start:
@@ -281,7 +347,8 @@ class _World:
         while blockers := self._blockers(rank):
             rank = blockers[0]
             several = f" (and {len(blockers) - 1} more)" if len(blockers) > 1 else ""
-            state = f"is in {self.queues[rank][0]}" if self.queues[rank] else "has posted nothing more"
+            waits = rank in self.agreeing or self.queues[rank]
+            state = f"is in {self._place(rank)}" if waits else "has posted nothing more"
             text += f" for rank {rank}{several}, which {state}"
             if rank in seen:
                 break
@@ -369,6 +436,7 @@ class LocalComm:
         """
         if size < 1:
             raise ValueError(f"LocalComm.world: size {size}, expected at least 1")
+        check_timeout("LocalComm.world", timeout)
         world = _World(size, timeout, delay, direct=direct)
         comms = [cls.__new__(cls) for _ in range(size)]
         for rank, comm in enumerate(comms):
@@ -381,6 +449,7 @@ class LocalComm:
         self._ranks: Sequence[int] = scope or range(world.size)  # this comm's rank -> world rank
         self.rank, self.size, self.stats = self._ranks.index(me), len(self._ranks), stats
         self.agreed: dict[int, None] = counters.setdefault(("agreed", scope), {})
+        self.entry: Entry = counters.setdefault("entry", Entry())
 
     def exchange(
         self, sends: Mapping[int, Sequence[Tensor]], recvs: Mapping[int, Sequence[Tensor]], *, tag: Tag
@@ -454,19 +523,25 @@ class LocalComm:
         # kept by scope, so that a sub made twice goes on counting
         return int(next(self._counters.setdefault((kind, self._scope), itertools.count())))
 
+    @enters
     def agree(self, what: str, facts: Mapping[str, object], error: Exception | None = None) -> None:
         """Compare the facts of all ranks: see `Comm.agree`."""
         self.check()
-        claim = Claim.of(what, facts, error)
-        settle(self._world.agree(self._me, self._ranks, (self._scope, self._next("agree")), claim, what), error)
+        settle(self._together("agreement on", what, Claim.of(what, facts, error)), error)
 
+    @enters
     def gather(self, what: str, value: Any, error: Exception | None = None) -> list[Any]:
         """Every rank's value: see `Comm.gather`."""
         self.check()
         own = (Claim.of(what, {}, error), None if error else pickle.dumps(value))
-        found = self._world.agree(self._me, self._ranks, (self._scope, self._next("agree")), own, what)
+        found = self._together("gathering of", what, own)
         settle([claim for claim, _ in found], error)
         return [pickle.loads(packed) for _, packed in found]
+
+    def _together(self, kind: str, what: str, claim: Any) -> list[Any]:
+        """Every rank's claim, by rank."""
+        key = self._scope, self._next("agree")
+        return self._world.agree(self._me, self._ranks, key, claim, kind=kind, what=what)
 
     def abort(self, reason: str) -> None:
         """Make this rank's reason the root cause unless one stands, and wake every rank with it."""

@@ -11,8 +11,10 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
+from seqpar.comm.entry import Entry, enters
 from seqpar.comm.header import AGREEING, hash63
-from seqpar.comm.protocol import Claim, PeerError, Stats, Tag, Work, settle, subset
+from seqpar.comm.owner import Owner
+from seqpar.comm.protocol import DEAD, Claim, PeerError, Stats, Tag, Work, settle, subset
 
 
 class Link(Protocol):
@@ -20,6 +22,7 @@ class Link(Protocol):
 
     rank: int
     size: int
+    owner: Owner
 
     @property
     def cause(self) -> tuple[int, str] | None:
@@ -34,6 +37,9 @@ class Link(Protocol):
         """The error of a rank that was `doing` something when it found the group dead."""
         ...
 
+
+# what a rank begins a collective with
+AGREES, REFUSES, GATHERS = 0, 1, 2
 
 L = TypeVar("L", bound=Link)
 M = TypeVar("M", bound="Members[Any]")
@@ -52,6 +58,7 @@ class Members(Generic[L]):
         self._ranks: Sequence[int] = scope or range(link.size)  # this comm's rank -> the group's
         self.rank, self.size, self.stats = self._ranks.index(link.rank), len(self._ranks), stats
         self.agreed: dict[int, None] = counters.setdefault(("agreed", scope), {})
+        self.entry: Entry = counters.setdefault("entry", Entry())
 
     def _in_group(self, tensors: Mapping[int, list[Tensor]]) -> dict[int, list[Tensor]]:
         return {self._ranks[peer]: several for peer, several in tensors.items()}
@@ -65,7 +72,8 @@ class Members(Generic[L]):
         return view
 
     def check(self) -> None:
-        """Raise PeerError if this rank knows that the group is dead."""
+        """Raise PeerError if this rank knows that the group is dead, and in a fork of its process."""
+        self._link.owner.check()
         if self._link.cause is not None:
             raise self._link.error("cannot go on")
 
@@ -81,6 +89,7 @@ class Members(Generic[L]):
         # kept by scope, so that a sub made twice goes on counting
         return int(next(self._counters.setdefault((kind, self._scope), itertools.count())))
 
+    @enters
     def agree(self, what: str, facts: Mapping[str, object], error: Exception | None = None) -> None:
         """Compare the facts of all ranks: see `Comm.agree`.
 
@@ -88,28 +97,45 @@ class Members(Generic[L]):
         """
         self.check()
         claim = Claim.of(what, facts, error)
-        call = self._next("agree")
-        own = torch.tensor([hash63(claim), error is not None], dtype=torch.int64)
-        found = self._swap(own, [own] * self.size, Tag(0, call, AGREEING, 0))
-        if all(torch.equal(other, own) for other in found) and error is None:
+        tag = Tag(0, self._next("agree"), AGREEING, 0, f"{what} (comparing arguments)")
+        first = (AGREES if error is None else REFUSES), hash63(claim)
+        found = self._first(first, tag)
+        if all(other == first for other in found) and error is None:
             return
-        settle(self._swap_objects(claim, call, stage=1), error)
+        self._settle(claim, found, tag, error)
 
+    @enters
     def gather(self, what: str, value: Any, error: Exception | None = None) -> list[Any]:
         """Every rank's value: see `Comm.gather`."""
         self.check()
         claim = Claim.of(what, {}, error)
-        found = self._swap_objects((claim, None if error else value), self._next("agree"), stage=0)
-        settle([claim for claim, _ in found], error)
-        return [value for _, value in found]
+        tag = Tag(0, self._next("agree"), AGREEING, 0, f"{what} (gathering)")
+        packed = _packed((claim, None if error else value))
+        found = self._first((GATHERS, packed.numel()), tag)
+        if any(form != GATHERS for form, _ in found):
+            self._settle(claim, found, tag, error)
+        pairs = self._swap_packed(packed, [length for _, length in found], tag._replace(stage=1))
+        settle([claim for claim, _ in pairs], error)
+        return [value for _, value in pairs]
 
-    def _swap_objects(self, own: object, call: int, *, stage: int) -> list[Any]:
-        """Every rank's object, by rank, in two exchanges: sizes, then pickles."""
-        packed = torch.frombuffer(bytearray(pickle.dumps(own)), dtype=torch.uint8)
+    def _first(self, own: tuple[int, int], tag: Tag) -> list[tuple[int, int]]:
+        """What all ranks begin with, by rank: which collective they are in, and a number that it needs."""
+        tensor = torch.tensor(own)
+        return [(int(form), int(number)) for form, number in self._swap(tensor, [tensor] * self.size, tag)]
+
+    def _settle(self, claim: Claim, first: Sequence[tuple[int, int]], tag: Tag, error: Exception | None) -> None:
+        """Raise what ranks say that began with these different words; return if it comes to the same."""
+        gathers = [form == GATHERS for form, _ in first]
+        if len(set(gathers)) > 1:
+            claim = claim._replace(what=tag.name)
+        packed = _packed(claim)
         length = torch.tensor([packed.numel()])
-        lengths = self._swap(length, [length] * self.size, Tag(0, call, AGREEING, stage))
-        buffers = [torch.empty(int(n), dtype=torch.uint8) for n in lengths]
-        found = self._swap(packed, buffers, Tag(0, call, AGREEING, stage + 1))
+        lengths = self._swap(length, [length] * self.size, tag._replace(stage=1))
+        settle(self._swap_packed(packed, [int(n) for n in lengths], tag._replace(stage=2)), error)
+
+    def _swap_packed(self, own: Tensor, lengths: Sequence[int], tag: Tag) -> list[Any]:
+        """Every rank's object, by rank, of pickles with these lengths."""
+        found = self._swap(own, [torch.empty(n, dtype=torch.uint8) for n in lengths], tag)
         return [pickle.loads(each.numpy().tobytes()) for each in found]
 
     def _swap(self, own: Tensor, like: Sequence[Tensor], tag: Tag) -> list[Tensor]:
@@ -129,15 +155,17 @@ class Members(Generic[L]):
         raise NotImplementedError
 
 
-def check_arguments(name: str, timeout: float, check: str) -> None:
-    """The arguments that all constructors have in common.
+def _packed(value: object) -> Tensor:
+    """A pickle, as bytes."""
+    return torch.frombuffer(bytearray(pickle.dumps(value)), dtype=torch.uint8)
 
-    Raises: ValueError for one that is not allowed.
-    """
-    if check not in ("batch", "call"):
-        raise ValueError(f'{name}: check={check!r}, expected "batch" or "call"')
-    if not timeout > 0:
-        raise ValueError(f"{name}: timeout={timeout!r}, expected seconds > 0")
+
+def waited(doing: str, timeout: float, peer: int, more: str = "") -> str:
+    """The reason for an error: a rank was `doing` something that needs `peer`, for longer than the timeout."""
+    return (
+        f"{doing}: waited {timeout:g} s for rank {peer}{more}{DEAD}; make every rank take part in this call, as often "
+        f"as the others, or give the comm a longer timeout if rank {peer} only needs more time"
+    )
 
 
 def process_group(name: str, group: Any) -> dist.ProcessGroup:
@@ -154,5 +182,5 @@ def process_group(name: str, group: Any) -> dist.ProcessGroup:
     if group is None:
         group = dist.group.WORLD
     if not isinstance(group, dist.ProcessGroup):
-        raise ValueError(f"{name}: got {group!r}; expected a group that this process is in, a 1-D mesh, or None")
+        raise ValueError(f"{name}: got {group!r}, expected a group that this process is in, a 1-D mesh, or None")
     return group

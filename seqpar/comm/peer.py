@@ -25,7 +25,6 @@ waits for arrivals are let go and what was received is NaN; see `_Link.poison` f
 from __future__ import annotations
 
 import logging
-import os
 import threading
 import time
 import weakref
@@ -39,12 +38,15 @@ import torch
 from torch import Tensor
 
 from seqpar import native
+from seqpar.comm.arguments import check_pool
 from seqpar.comm.cuda import Cuda
+from seqpar.comm.entry import enters
 from seqpar.comm.failure import Monitor
-from seqpar.comm.header import Header, hash63
+from seqpar.comm.header import Calls, Header, hash63
 from seqpar.comm.local import LocalComm
 from seqpar.comm.mapped import Mapped
 from seqpar.comm.members import process_group
+from seqpar.comm.owner import Owner
 from seqpar.comm.pool import ALIGNMENT, Pool
 from seqpar.comm.protocol import DIMS, Comm, PeerError, Stats, Tag, Work, nonempty, subset
 from seqpar.comm.shm import ShmComm
@@ -61,7 +63,7 @@ _Side = Mapping[int, Sequence[Tensor]]
 class _Exchange:
     """One exchange on its way, and all tensors of it. Peers are the link's ranks."""
 
-    name: str
+    tag: Tag
     ready: Any = None  # event: the tensors to send are written, those to receive may be
     sends: dict[int, deque[tuple[list[int], Tensor]]] = field(default_factory=dict)  # what is still to be pushed
     begun: set[int] = field(default_factory=set)  # peers whose copy stream has waited for its credit
@@ -71,6 +73,11 @@ class _Exchange:
     staged: list[tuple[Tensor, Tensor]] = field(default_factory=list)  # (target, block)
     sources: list[Tensor] = field(default_factory=list)
     targets: list[Tensor] = field(default_factory=list)
+
+    @property
+    def name(self) -> str:
+        """What it is for."""
+        return str(self.tag)
 
 
 class _Flight(NamedTuple):
@@ -90,11 +97,16 @@ class _Link:
     """
 
     def __init__(self, control: Comm, cuda: Any, pool_bytes: int, timeout: float) -> None:
-        wrong = None if pool_bytes >= 1 else ValueError(f"PeerComm: pool_bytes={pool_bytes!r}, expected at least 1")
-        control.agree("PeerComm", {}, wrong)
+        error: Exception | None = None
+        try:
+            check_pool("PeerComm", pool_bytes)
+        except ValueError as wrong:
+            error = wrong
+        control.agree("PeerComm", {}, error)
         self.control, self.cuda, self.timeout = control, cuda, timeout
         self.rank, self.size = control.rank, control.size
-        self.words, self.ops, self.lock, self.process = Words(self.size), native.ops(), threading.RLock(), os.getpid()
+        self.words, self.ops, self.lock = Words(self.size), native.ops(), threading.RLock()
+        self.owner, self.calls = Owner(self, self.rank, [control]), Calls()
         self.mail = self.ops.shm_open(self.rank, self.size, ALIGNMENT)
         self.end = weakref.finalize(self, self.ops.shm_close, self.mail)
         whole, address = self.words.bytes + pool_bytes, list(self.ops.shm_address(self.mail))
@@ -149,8 +161,9 @@ class _Link:
 
     def post(self, scope: int, tag: Tag, sends: _Side, recvs: _Side) -> _Exchange:
         """Let the current stream give its credits, and tell peers; push what they wait for already."""
+        self.calls.add(tag)
         with self.lock:
-            stream, work = self.cuda.current(), _Exchange(str(tag))
+            stream, work = self.cuda.current(), _Exchange(tag)
             places = {p: [self._place(work, x, stream, p) for x in several] for p, several in recvs.items()}
             work.sources = [x for several in sends.values() for x in several]
             work.targets = [x for several in recvs.values() for x in several]
@@ -209,7 +222,8 @@ class _Link:
             words, source = queue.popleft()
             taken, where, strides = offer[: len(words)], offer[len(words)], offer[len(words) + 1 :]
             if taken != words:
-                self.fail(Header(*words[:-1]).unlike(Header(*taken[:-1]), self.rank, peer))
+                sent, offered = Header(*words[:-1]), Header(*taken[:-1])
+                self.fail(f"in {work.name}: {self.calls.mismatch(self.rank, sent, peer, offered, work.tag)}")
                 raise self.error(f"in {work.name}, sending to rank {peer}")
             if peer not in work.begun:
                 work.begun.add(peer)
@@ -315,8 +329,7 @@ class _Link:
 
     def alive(self, doing: str) -> None:
         """Return if the comm lives. Raises: PeerError, also in a process that was forked from the rank's."""
-        if os.getpid() != self.process:
-            raise PeerError(f"the comm of rank {self.rank} belongs to process {self.process}, not to a fork of it")
+        self.owner.check()
         if self.cause is not None:
             self.poison()
             raise self.error(doing)
@@ -327,7 +340,9 @@ class _Link:
         return PeerError.quoting(self.rank, doing, *self.cause)
 
     def fail(self, reason: str) -> None:
-        """Make this rank's reason the root cause unless one stands, and let all ranks know."""
+        """Make this rank's reason the root cause unless one stands, and let all ranks know; in a fork do nothing."""
+        if not self.owner.here:
+            return
         self.ops.shm_fail(self.mail, reason)
         assert self.cause is not None
         first, reason = self.cause
@@ -433,7 +448,7 @@ class _PeerWork:
     def __del__(self) -> None:
         if not self._waited:
             self._link.orphans.append(self._exchange)
-            if self._link.cause is None:
+            if self._link.owner.here and self._link.cause is None:
                 self._link.fail(f"dropped the work of {self._exchange.name} without waiting for it")
 
 
@@ -510,6 +525,7 @@ class PeerComm:
         self._ranks: Sequence[int] = scope or range(link.size)  # this comm's rank -> the link's
         self.rank, self.size = control.rank, control.size
         self.stats, self.check_every, self.agreed = control.stats, control.check_every, control.agreed
+        self.entry = control.entry
 
     def exchange(
         self, sends: Mapping[int, Sequence[Tensor]], recvs: Mapping[int, Sequence[Tensor]], *, tag: Tag
@@ -585,10 +601,12 @@ class PeerComm:
         """The number of the verb that starts now."""
         return self._control.next_call()
 
+    @enters
     def agree(self, what: str, facts: Mapping[str, object], error: Exception | None = None) -> None:
         """Compare the facts of all ranks: see `Comm.agree`."""
         self._together(what, lambda: self._control.agree(what, facts, error))
 
+    @enters
     def gather(self, what: str, value: Any, error: Exception | None = None) -> list[Any]:
         """Every rank's value: see `Comm.gather`."""
         return self._together(what, lambda: self._control.gather(what, value, error))

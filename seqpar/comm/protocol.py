@@ -24,8 +24,13 @@ from typing import Any, NamedTuple, Protocol, runtime_checkable
 import torch
 from torch import Tensor
 
+from seqpar.comm.entry import Entry
+
 DIMS = 6  # of a tensor that is exchanged and not contiguous: kDims in csrc/cpu/mailbox.h
 MESSAGES_PER_EXCHANGE = 64  # sends and receives together; a larger exchange is split by `rounds`
+
+
+DEAD = "; the comm is dead"
 
 
 class PeerError(RuntimeError):
@@ -35,22 +40,32 @@ class PeerError(RuntimeError):
     def quoting(cls, rank: int, doing: str, first: int, reason: str) -> PeerError:
         """The error of `rank`, busy `doing`, that quotes the root cause: `reason`, which rank `first` wrote."""
         own = f" {doing}; root cause: rank {first}" if first != rank else ""
-        return cls(f"rank {rank}{own}: {reason}; the comm is dead")
+        # a reason that says what to do says so last, and that the comm is dead before
+        return cls(f"rank {rank}{own}: {reason}{'' if DEAD in reason else DEAD}")
 
 
 class Tag(NamedTuple):
     """The number of an exchange: equal on every rank that takes part in it.
 
     digest: 63 bits of the plan and of the call's signature; call: the verb's number on this comm (`Comm.next_call`);
-    phase: which part of the verb (forward, backward, ...); stage: the step inside the phase.
+    phase: which part of the verb (forward, backward, ...); stage: the step inside the phase. name: the verb and the
+    phase in words, for errors; it does not travel.
     """
 
     digest: int
     call: int
     phase: int
     stage: int
+    name: str = ""
+
+    @property
+    def numbers(self) -> tuple[int, int, int, int]:
+        """What sender and receiver have in common."""
+        return self[:4]
 
     def __str__(self) -> str:
+        if self.name:
+            return f"{self.name}, call {self.call} stage {self.stage}"
         return f"call {self.call} phase {self.phase} stage {self.stage} with plan {self.digest:x}"
 
 
@@ -103,13 +118,21 @@ class Work(Protocol):
 
 @runtime_checkable
 class Comm(Protocol):
-    """A communicator: this rank's end of a fixed set of ranks."""
+    """A communicator: this rank's end of a fixed set of ranks.
+
+    Ranks match calls by their order, so every rank makes the same calls in one order, and one thread at a time is
+    inside a comm and its subs. What differs between ranks is an error where it can be told apart: another verb, plan,
+    option, shape or dtype, a call that one rank leaves out, and a second thread while a call runs. Calls of one form
+    cannot always be told apart: where one rank computes ``f(x), f(y)`` and another ``f(y), f(x)`` with equal shapes and
+    plans, or two threads of a rank take turns in another order than elsewhere, x meets y and nothing shows it.
+    """
 
     rank: int
     size: int
     stats: Stats
     direct: bool  # whether tensors of any strides travel from where they lie to where they belong in one copy
     check_every: str  # "batch": verbs compare a signature over ranks when they first see it; "call": every time
+    entry: Entry  # of threads, one at a time
     agreed: dict[int, None]  # digests of signatures that all ranks had in common, oldest first
 
     def exchange(
@@ -269,7 +292,9 @@ def settle(claims: Sequence[Claim], own: Exception | None) -> None:
         values[name] = [claim.facts.get(name, "not given") for claim in claims]
     for name, given in values.items():
         if len(set(given)) > 1:
-            raise ValueError(f"{claims[0].what}: ranks differ in {name}: {_by_value(given)}; give all ranks the same")
+            error = ValueError(f"{claims[0].what}: ranks differ in {name}: {_by_value(given)}; give all ranks the same")
+            error.differing = name  # type: ignore[attr-defined]  # for who has a better word on that fact
+            raise error
 
 
 def _by_value(given: Sequence[str]) -> str:

@@ -35,10 +35,12 @@ import torch.distributed as dist
 from torch import Tensor
 
 from seqpar import native
+from seqpar.comm.arguments import check_arguments, check_descriptors, check_pool
 from seqpar.comm.failure import RootCause
-from seqpar.comm.header import Header, describe
+from seqpar.comm.header import Calls, Header, describe
 from seqpar.comm.meeting import Meeting, machine
-from seqpar.comm.members import Members, check_arguments, process_group
+from seqpar.comm.members import Members, process_group, waited
+from seqpar.comm.owner import Owner
 from seqpar.comm.protocol import PeerError, Stats, Tag, Work, nonempty
 
 log = logging.getLogger("seqpar.comm")
@@ -59,8 +61,13 @@ def missing() -> str | None:
 class _Progress:
     """How many messages of an exchange have not moved; shared by them and the exchange's `Work`."""
 
-    name: str
+    tag: Tag
     left: int = 0
+
+    @property
+    def name(self) -> str:
+        """What the exchange is for."""
+        return describe(self.tag)
 
 
 @dataclass(eq=False)
@@ -85,7 +92,7 @@ class _Link:
         meeting = Meeting("ShmComm", store, self.rank, self.size, timeout)
         self.root_cause = RootCause(store, f"seqpar/ShmComm/{meeting.number}/root cause", self.rank)
         self._meet(meeting, check, pool_bytes)
-        self.process, self.pool_bytes = os.getpid(), pool_bytes
+        self.owner, self.pool_bytes = Owner(self, self.rank, [group]), pool_bytes
         # re-entrant: the garbage collector may run a dropped work's __del__ inside a locked section
         self.lock = threading.RLock()
         peers = [rank for rank in range(self.size) if rank != self.rank]
@@ -93,13 +100,15 @@ class _Link:
         self.receiving: dict[int, deque[_Message]] = {peer: deque() for peer in peers}
         self.uncredited: dict[int, deque[_Message]] = {peer: deque() for peer in peers}
         self.arrived = dict.fromkeys(peers, 0)
+        self.calls = Calls()
 
     def _meet(self, meeting: Meeting, check: str, pool_bytes: int) -> None:
         def make() -> tuple[list[str], list[int]]:
             # in the meeting, so that no rank waits for one whose arguments are wrong
             check_arguments("ShmComm", self.timeout, check)
-            if pool_bytes < 1:
-                raise ValueError(f"ShmComm: pool_bytes={pool_bytes!r}, expected at least 1")
+            check_pool("ShmComm", pool_bytes)
+            # of each rank its process, mailbox and pool
+            check_descriptors("ShmComm", 3 * self.size + 8)
             if why := missing():
                 raise NotImplementedError(f"ShmComm: {why}")
             self.ops = native.ops()
@@ -119,8 +128,8 @@ class _Link:
         if elsewhere:
             names = sorted({found[rank][0][2] for rank in elsewhere})
             raise ValueError(
-                f"ShmComm: ranks {elsewhere} run on {names}, rank 0 on {found[0][0][2]}; expected one machine and one "
-                "container, whose processes can map each other's memory: use GroupComm"
+                f"ShmComm: ranks {elsewhere} run on {names}, rank 0 on {found[0][0][2]}, expected one machine and one "
+                "container, whose processes can map each other's memory; use GroupComm"
             )
         meeting.hear(map_all)
         self.ops.shm_ready(self.end)
@@ -131,8 +140,8 @@ class _Link:
             yield
         except RuntimeError as error:
             raise RuntimeError(
-                f"ShmComm: rank {self.rank} of {self.size} with pool_bytes={pool_bytes}: {error}; a smaller pool_bytes "
-                "needs less address space, and ranks must be of one user to map each other's memory: else use GroupComm"
+                f"ShmComm: rank {self.rank} of {self.size} with pool_bytes={pool_bytes}: {error}; give a smaller "
+                "pool_bytes where address space is short, or use GroupComm where ranks are of several users"
             ) from error
 
     @property
@@ -149,7 +158,7 @@ class _Link:
 
     def fail(self, reason: str) -> None:
         """Mark the group dead for `reason`, unless a root cause stands."""
-        if self.cause is None and os.getpid() == self.process:
+        if self.owner.here and self.cause is None:
             log.info("rank %d: %s", self.rank, reason)
             self.ops.shm_fail(self.end, reason)
             standing = self._find_cause()
@@ -201,14 +210,16 @@ class _Link:
 
     def _fail_to_meet(self, peer: int, message: _Message) -> None:
         expected = Header(*self.ops.shm_offered(self.end, peer)[:-1])
-        self.fail(Header(*message.words[:-1]).unlike(expected, self.rank, peer))
-        raise self.error(f"in {message.progress.name}, sending to rank {peer}")
+        sent, doing = Header(*message.words[:-1]), f"in {message.progress.name}"
+        self.fail(f"{doing}: {self.calls.mismatch(self.rank, sent, peer, expected, message.progress.tag)}")
+        raise self.error(f"{doing}, sending to rank {peer}")
 
     def finish(self, progress: _Progress) -> None:
         """Return when all messages of an exchange have moved.
 
         Raises: PeerError after the timeout, or when a peer is lost or the group dead.
         """
+        self.owner.check()
         start = looked = time.monotonic()
         while True:
             # what is written after this line makes the wait below return at once
@@ -227,7 +238,7 @@ class _Link:
                 self._look(progress, now - start)
             self.ops.shm_wait(self.end, bell, SLICE)
 
-    def _look(self, progress: _Progress, waited: float) -> None:
+    def _look(self, progress: _Progress, seconds: float) -> None:
         """Fail if a peer that is waited for is gone, or if it was waited for too long."""
         with self.lock:
             for peer, _ in self._awaited(progress):
@@ -236,8 +247,10 @@ class _Link:
                     self.progress()
                     if progress.left:
                         return self.fail(f"in {progress.name}: lost rank {peer}, {why}")
-            if progress.left and waited >= self.timeout:
-                self.fail(f"in {progress.name}: waited {self.timeout:g} s for {self._first_awaited(progress)}")
+            if progress.left and seconds >= self.timeout:
+                peer, *_ = self._awaited(progress)[0]
+                does = self._first_awaited(progress).removeprefix(f"rank {peer}")
+                self.fail(waited(f"in {progress.name}", self.timeout, peer, does))
 
     def _lost(self, peer: int) -> str:
         """Why nothing more will come from a peer, or ''."""
@@ -252,12 +265,11 @@ class _Link:
         return [(peer, side) for peer, side, queue in found if any(m.progress is progress for m in queue)]
 
     def _first_awaited(self, progress: _Progress) -> str:
-        """The first peer that an exchange waits for, and what was seen of it last."""
+        """The first peer that an exchange waits for, and what for."""
         (peer, sends), *others = self._awaited(progress)
-        slot, expected, seen = self.ops.shm_next(self.end, peer, sends)
         more = f" (and {len(others)} more)" if others else ""
         does = "send" if sends else "receive"
-        return f"rank {peer} to {does}{more}: slot {slot} expects epoch {expected}, shows {seen}"
+        return f"rank {peer} to {does}{more}"
 
 
 class _ShmWork:
@@ -274,6 +286,10 @@ class _ShmWork:
         start = time.perf_counter()
         try:
             self._link.finish(self._progress)
+        except BaseException as error:
+            if not isinstance(error, PeerError):
+                self._link.fail(f"in {self._progress.name}: {type(error).__name__}: {error}")
+            raise
         finally:
             self._stats.wait_seconds += time.perf_counter() - start
         # inference mode may write both to ordinary tensors and to those that were made in inference mode
@@ -283,7 +299,7 @@ class _ShmWork:
         self._staged = []
 
     def __del__(self) -> None:
-        if not self._waited and self._link.cause is None:
+        if not self._waited:
             self._waited = True
             self._link.fail(f"dropped the work of {self._progress.name} without waiting for it")
 
@@ -344,7 +360,8 @@ class ShmComm(Members[_Link]):
         self, sends: Mapping[int, list[Tensor]], recvs: Mapping[int, list[Tensor]], tag: Tag, stats: Stats
     ) -> Work:
         """Post messages; peers are the group's ranks."""
-        link, progress, staged = self._link, _Progress(describe(tag)), []
+        self._link.calls.add(tag)
+        link, progress, staged = self._link, _Progress(tag), []
         targets = {}
         for peer, tensors in recvs.items():
             targets[peer] = [t if link.ops.shm_owns(link.end, t) else self._stand_in(t, tag) for t in tensors]
@@ -382,21 +399,13 @@ class ShmComm(Members[_Link]):
         if device.type != "cpu":
             raise ValueError(f"empty: a tensor on {device}; ShmComm moves CPU tensors: use GroupComm over nccl")
         # a fork has the parent's pool, but not what the parent knows of it
-        pooled = self.size > 1 and os.getpid() == self._link.process
+        pooled = self.size > 1 and self._link.owner.here
         found = self._link.empty(shape, dtype) if pooled else None
         return torch.empty(tuple(shape), dtype=dtype) if found is None else found
 
     def warm_up(self, peers: Sequence[int]) -> None:
-        """Nothing: all memory is mapped since the constructor."""
-        return None
-
-    def check(self) -> None:
-        """Raise PeerError if any rank has failed, or in a process that was forked from a rank."""
-        if os.getpid() != self._link.process:
-            raise PeerError(
-                f"the comm of rank {self.rank} belongs to process {self._link.process}, not to a fork of it"
-            )
-        super().check()
+        """Nothing more than `check`: all memory is mapped since the constructor."""
+        self.check()
 
 
 def _check_device(tensor: Tensor) -> None:

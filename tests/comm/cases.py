@@ -3,7 +3,9 @@
 import os
 import random
 import signal
+import threading
 import time
+from contextlib import suppress
 from unittest import mock
 
 import torch
@@ -161,6 +163,42 @@ def gather(comm, sizes, errors):
     return found, comm.sub(mine).gather("ranks", comm.rank), comm.stats.bytes_sent
 
 
+def agrees_or_gathers(comm):
+    """What `agree` beside `gather` raises, and that the comm lives; then that two calls of one name are told apart."""
+    found = []
+    for what in (("a forward", "a loss"), ("a step", "a step")):
+        try:
+            comm.gather(what[1], [1, 2, 3]) if comm.rank == 1 else comm.agree(what[0], {"heads": 8})
+        except ValueError as error:
+            found.append(str(error))
+    comm.agree("afterwards", {})
+    return found
+
+
+def interrupted(comm):
+    """Ctrl-C reaches rank 0 while it waits for rank 1: what both say."""
+    pids = comm.gather("processes", os.getpid())
+    if comm.rank == 1:
+        time.sleep(0.3)
+        os.kill(pids[0], signal.SIGINT)
+        until(lambda: _is_dead(comm))
+    else:
+        signal.signal(signal.SIGINT, signal.default_int_handler)
+    try:
+        comm.exchange({}, {1 - comm.rank: [torch.zeros(1)]}, tag=tag(4)).wait()
+    except (KeyboardInterrupt, PeerError) as error:
+        first = type(error).__name__
+    try:
+        comm.check()
+    except PeerError as error:
+        return first, str(error)
+
+
+def _is_dead(comm):
+    link = comm._link
+    return link.look() if isinstance(comm, GroupComm) else link.cause
+
+
 def agree(comm, what, by_rank, errors):
     """The message of what `agree` raises, None if it returns; the comm must be alive in either case."""
     error = errors.get(comm.rank)
@@ -168,7 +206,7 @@ def agree(comm, what, by_rank, errors):
         comm.agree(what, {"heads": by_rank[comm.rank], "dim": 64}, None if error is None else TypeError(error))
         found = None
     except (ValueError, TypeError) as raised:
-        found = f"{type(raised).__name__}: {raised}"
+        found = f"{'ValueError' if isinstance(raised, ValueError) else 'TypeError'}: {raised}"
     comm.agree("afterwards", {"alive": True})
     comm.check()
     return found
@@ -293,6 +331,34 @@ def never_agrees(comm, folder, seconds):
         comm = comm.sub([1, 2])  # so that it is not rank 0 that comes too late
         impatient(comm, seconds)
     comm.agree("attention", {"heads": 8})
+
+
+def two_threads(comm, folder):
+    """A second thread of rank 0 gathers while the first waits for the others to agree, who come when it was refused."""
+    if comm.rank != 0:
+        until(lambda: (folder / "0").exists())
+        comm.agree("first", {})
+        return comm.agree("next", {})
+
+    def first():
+        with suppress(PeerError):
+            comm.agree("first", {})
+
+    thread = threading.Thread(target=first, name="loader")
+    thread.start()
+    until(lambda: comm.entry.inside[0] == "first")
+    try:
+        comm.sub([0, 1]).gather("second", 1)
+    finally:
+        thread.join()
+
+
+def gathers_beside(comm):
+    """Rank 0 gathers where the others agree."""
+    if comm.rank == 0:
+        comm.gather("lengths", [3])
+    else:
+        comm.agree("attention", {"heads": 8})
 
 
 def aborts(comm):

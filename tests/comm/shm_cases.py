@@ -1,17 +1,14 @@
 """What a rank does in the tests of shared memory: module-level functions, so that processes find them by name."""
 
-import contextlib
 import os
 import random
 import signal
 import threading
 import time
-from unittest import mock
 
 import torch
 
 from seqpar.comm import PeerError, ShmComm
-from seqpar.comm import shm as module
 from tests.comm import cases
 from tests.comm.cases import tag
 
@@ -379,48 +376,6 @@ def corrupts_nothing(comm):
 
 
 # --- construction -----------------------------------------------------------------------------------------------------
-
-
-def comes_not(comm):
-    """Rank 1 does not come to a constructor that the others are in."""
-    if comm.rank != 1:
-        ShmComm(timeout=1.0)
-
-
-def missed(comm, absent):
-    """A constructor that one rank does not come to, and then one that all come to: what the others say, and that."""
-    found = None
-    comm.agree("before", {})
-    if comm.rank != absent:
-        try:
-            ShmComm(timeout=8.0)  # not of the other one that came
-        except PeerError as error:
-            found = str(error)
-    comm.agree("afterwards", {})
-    return found, cases.bits(ShmComm(timeout=120.0), 0, 2).tolist()
-
-
-def made(comm, how):
-    """The error of a ShmComm that one rank cannot make: (type, message), and whether the next one works."""
-    patches = {
-        "another machine": mock.patch.object(module, "machine", lambda: ["other", "pid:[1]", "elsewhere"]),
-        "no extension": mock.patch.object(module.native, "missing", lambda: "seqpar._C was not built"),
-    }
-    arguments = {
-        "no memory": {"pool_bytes": 1 << 62},
-        "no pool": {"pool_bytes": 0},
-        "no timeout": {"timeout": 0},
-        "no check": {"check": "never"},
-    }
-    bad = comm.rank == 1
-    try:
-        with patches.get(how, contextlib.nullcontext()) if bad else contextlib.nullcontext():
-            ShmComm(**{"timeout": 120.0, **(arguments.get(how, {}) if bad else {})})
-        found = None
-    except Exception as error:
-        found = type(error).__name__, str(error)
-    comm.agree("afterwards", {})
-    return found, cases.bits(ShmComm(timeout=120.0), 0, 2).tolist()
 
 
 def impossible(comm):

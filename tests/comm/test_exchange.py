@@ -149,6 +149,19 @@ class Exchanges:
             assert re.search(r"waited 1 s .*rank(s \[(1, )?| )2", messages[rank])
         assert max(seconds[0], seconds[1]) > 0.9
 
+    def test_a_second_thread_is_refused_while_a_call_runs(self, tmp_path):
+        raised, _, messages = self.errors(tmp_path, "two_threads", tmp_path)
+        assert type(raised) is RuntimeError
+        for message in messages.values():
+            assert re.search("rank 0: second in thread '.*' while thread 'loader' is inside first", message)
+
+    def test_a_gather_beside_an_agreement_names_both_calls(self, tmp_path):
+        raised, _, messages = self.errors(tmp_path, "gathers_beside")
+        assert isinstance(raised, (PeerError, ValueError))
+        for message in messages.values():
+            assert re.search("ranks .*(do not meet|differ in the call)", message)
+            assert "lengths" in message and "attention" in message
+
     def test_the_first_failure_is_the_root_cause_that_all_quote(self, tmp_path):
         with pytest.raises(KeyError, match="no such layer"):
             self.run(3, cases.witness, tmp_path, "aborts")

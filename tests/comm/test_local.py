@@ -119,6 +119,19 @@ def test_the_chain_of_waits_is_followed_to_its_end():
     assert "waited 0.5 s in call" in str(raised.value)
 
 
+def test_an_exchange_and_an_agreement_that_wait_for_each_other_are_a_cycle():
+    def rank_main(comm):
+        if comm.rank == 0:
+            comm.exchange({}, {1: [torch.zeros(2)]}, tag=tag(3)).wait()
+        elif comm.rank == 1:
+            comm.agree("attention", {})
+
+    with pytest.raises(PeerError, match="cycle: ") as raised:
+        run_threads(3, rank_main)
+    assert "rank 0 in call 3 phase 0 stage 0 with plan 5eed waits for rank 1" in str(raised.value)
+    assert "rank 1 in the agreement on attention waits for rank 0" in str(raised.value)
+
+
 def test_a_message_that_one_side_does_not_know_of():
     noticed = threading.Event()
 

@@ -1,0 +1,51 @@
+"""The arguments that constructors of comms have in common."""
+
+from __future__ import annotations
+
+import os
+from numbers import Integral, Real
+from typing import Any
+
+LONGEST = 1e9  # seconds: more than what waits of the system count
+
+
+def check_timeout(name: str, timeout: Any) -> None:
+    """Raise ValueError, beginning with `name`, for a timeout that is no number of seconds."""
+    if not is_timeout(timeout):
+        raise ValueError(f"{name}: timeout={timeout!r}, expected seconds > 0, at most {LONGEST:g}")
+
+
+def is_timeout(timeout: Any) -> bool:
+    """Whether a wait can take so long."""
+    if isinstance(timeout, bool) or not isinstance(timeout, Real):
+        return False
+    return 0 < float(timeout) <= LONGEST
+
+
+def check_arguments(name: str, timeout: Any, check: Any) -> None:
+    """Raise ValueError, beginning with `name`, for a timeout or a check that is not allowed."""
+    if not isinstance(check, str) or check not in ("batch", "call"):
+        raise ValueError(f'{name}: check={check!r}, expected "batch" or "call"')
+    check_timeout(name, timeout)
+
+
+def check_pool(name: str, pool_bytes: Any) -> None:
+    """Raise ValueError, beginning with `name`, for a pool that has no bytes."""
+    if isinstance(pool_bytes, bool) or not isinstance(pool_bytes, Integral) or int(pool_bytes) < 1:
+        raise ValueError(f"{name}: pool_bytes={pool_bytes!r}, expected at least 1, and a whole number")
+
+
+def check_descriptors(name: str, count: int) -> None:
+    """Raise RuntimeError, beginning with `name`, if this process cannot open `count` more files."""
+    opened: list[int] = []
+    try:
+        for _ in range(count):
+            opened.append(os.open(os.devnull, os.O_RDONLY))
+    except OSError as error:
+        raise RuntimeError(
+            f"{name}: this process can open {len(opened)} more files, a comm takes up to {count} "
+            f"({error.strerror}); raise `ulimit -n` or close some"
+        ) from error
+    finally:
+        for file in opened:
+            os.close(file)

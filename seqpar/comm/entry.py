@@ -1,0 +1,61 @@
+"""One thread at a time inside a comm: a second one is refused, as other ranks may take its call for the first one's.
+
+Ranks match calls by their order, and two threads of a rank have none. A thread may follow another, as autograd's
+backward threads do, and a call may make others inside of itself.
+"""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from functools import wraps
+from typing import Any, TypeVar, cast
+
+M = TypeVar("M", bound=Callable[..., Any])
+
+
+class Entry:
+    """Where threads enter a comm and its subs. inside: the innermost call under way and its thread, for messages."""
+
+    def __init__(self) -> None:
+        self.lock = threading.RLock()
+        self.inside = ("no call", "")
+
+
+@contextmanager
+def entered(comm: Any, what: str) -> Iterator[None]:
+    """Inside: a call of a `Comm`, named for messages. A rank by itself meets nobody, and any threads may enter.
+
+    Raises: RuntimeError if another thread is inside one; the comm is dead then, as ranks would no longer meet.
+    """
+    if comm.size == 1:
+        yield
+        return
+    entry: Entry = comm.entry
+    thread = threading.current_thread().name
+    if not entry.lock.acquire(blocking=False):
+        other, where = entry.inside
+        reason = (
+            f"rank {comm.rank}: {what} in thread {thread!r} while thread {where!r} is inside {other}, and ranks match "
+            "calls by their order; make the calls of a comm from one thread at a time, in one order on every rank"
+        )
+        comm.abort(reason)
+        raise RuntimeError(reason)
+    before, entry.inside = entry.inside, (what, thread)
+    try:
+        yield
+    finally:
+        entry.inside = before
+        entry.lock.release()
+
+
+def enters(method: M) -> M:
+    """A method of a comm whose first argument names a call, inside of which it runs."""
+
+    @wraps(method)
+    def call(comm: Any, what: str, *arguments: Any, **named: Any) -> Any:
+        with entered(comm, what):
+            return method(comm, what, *arguments, **named)
+
+    return cast(M, call)

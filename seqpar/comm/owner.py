@@ -1,0 +1,41 @@
+"""Whose a comm is: a fork of a rank's process has its memory and its connections, but is no rank."""
+
+from __future__ import annotations
+
+import ctypes
+import os
+import weakref
+
+from seqpar.comm.protocol import PeerError
+
+
+class Owner:
+    """The process that makes a comm.
+
+    holder: what keeps a comm alive. held: what is let go with it, and at the end of the process at the latest. A fork
+    never lets go of it: destructors of torch.distributed wait for threads, which a fork does not have.
+    """
+
+    def __init__(self, holder: object, rank: int, held: list[object]) -> None:
+        self._process, self._rank = os.getpid(), rank
+        weakref.finalize(holder, _let_go, self._process, held)
+
+    @property
+    def here(self) -> bool:
+        """Whether this is that process, and no fork of it."""
+        return os.getpid() == self._process
+
+    def check(self) -> None:
+        """Raise PeerError in a fork."""
+        if not self.here:
+            raise PeerError(
+                f"the comm of rank {self._rank} belongs to process {self._process}, not to a fork of it; use it in "
+                "that process alone"
+            )
+
+
+def _let_go(process: int, held: list[object]) -> None:
+    if os.getpid() == process:
+        held.clear()
+    else:
+        ctypes.pythonapi.Py_IncRef(ctypes.py_object(held))

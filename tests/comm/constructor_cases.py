@@ -1,0 +1,82 @@
+"""What a rank does in the tests of constructors: module-level functions, so that processes find them by name."""
+
+import contextlib
+import os
+import resource
+from unittest import mock
+
+from seqpar import native
+from seqpar.comm import PeerError, shm
+from seqpar.comm.meeting import Meeting
+from tests.comm import cases
+
+ARGUMENTS = {
+    "no memory": {"pool_bytes": 1 << 62},
+    "no pool": {"pool_bytes": 0},
+    "no timeout": {"timeout": 0},
+    "a text": {"timeout": "5"},
+    "no check": {"check": "never"},
+}
+
+
+@contextlib.contextmanager
+def no_descriptors():
+    """This process can open no more than a few files."""
+    before = resource.getrlimit(resource.RLIMIT_NOFILE)
+    opened = [int(name) for name in os.listdir("/proc/self/fd")]
+    resource.setrlimit(resource.RLIMIT_NOFILE, (max(opened) + 3, before[1]))
+    try:
+        yield
+    finally:
+        resource.setrlimit(resource.RLIMIT_NOFILE, before)
+
+
+def around(how):
+    """What is wrong with the machine of a rank, as a context."""
+    if how == "another machine":
+        return mock.patch.object(shm, "machine", lambda: ["other", "pid:[1]", "elsewhere"])
+    if how == "no extension":
+        return mock.patch.object(native, "missing", lambda: "seqpar._C was not built")
+    return no_descriptors() if how == "no descriptors" else contextlib.nullcontext()
+
+
+def made(comm, how):
+    """The error of a comm that rank 1 cannot make: (type, message), and whether the next one works."""
+    make, bad = type(comm), comm.rank == 1
+    try:
+        with around(how) if bad else contextlib.nullcontext():
+            make(**{"timeout": 120.0, **(ARGUMENTS.get(how, {}) if bad else {})})
+        found = None
+    except Exception as error:
+        found = type(error).__name__, str(error)
+    comm.agree("afterwards", {})
+    return found, cases.bits(make(timeout=120.0), 0, 2).tolist()
+
+
+def comes_not(comm):
+    """Rank 1 does not come to a constructor that the others are in."""
+    if comm.rank != 1:
+        type(comm)(timeout=1.0)
+
+
+def dies(comm):
+    """Rank 1 dies in a constructor, when the ranks have met."""
+
+    def die(*args):
+        os._exit(5)
+
+    with mock.patch.object(Meeting, "connect", die) if comm.rank == 1 else contextlib.nullcontext():
+        type(comm)(timeout=2.0)
+
+
+def missed(comm, absent):
+    """A constructor that one rank does not come to, and then one that all come to: what the others say, and that."""
+    found, make = None, type(comm)
+    comm.agree("before", {})
+    if comm.rank != absent:
+        try:
+            make(timeout=4.0)  # not of the other one that came
+        except PeerError as error:
+            found = str(error)
+    comm.agree("afterwards", {})
+    return found, cases.bits(make(timeout=120.0), 0, 2).tolist()

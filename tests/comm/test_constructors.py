@@ -1,0 +1,101 @@
+"""What constructors of comms between processes promise: every rank comes, or every rank hears who did not and why."""
+
+import re
+
+import pytest
+import torch
+import torch.distributed as dist
+
+from seqpar import native
+from seqpar.comm import GroupComm, LocalComm, PeerError, ShmComm
+from seqpar.comm.meeting import Meeting
+from seqpar.testing import run_processes
+from tests.comm import cases, constructor_cases
+
+needs_native = pytest.mark.skipif(native.missing() is not None, reason=native.missing() or "")
+KINDS = ["gloo", pytest.param("shm", marks=needs_native)]
+
+# how a constructor fails on rank 1, on which comms, with what there and elsewhere
+FAILURES = [
+    ("another machine", "shm", "ValueError", r"ranks \[1\] run on \['elsewhere'\]"),
+    ("no extension", "shm", "NotImplementedError", "seqpar._C was not built"),
+    ("no memory", "shm", "RuntimeError", "pool_bytes=4611686018427387904"),
+    ("no pool", "shm", "ValueError", "pool_bytes=0, expected at least 1"),
+    ("no timeout", "shm gloo", "ValueError", "timeout=0, expected seconds > 0"),
+    ("a text", "shm gloo", "ValueError", "timeout='5', expected seconds > 0"),
+    ("no check", "shm gloo", "ValueError", "check='never'"),
+    ("no descriptors", "shm gloo", "RuntimeError", "this process can open \\d+ more files.*raise `ulimit -n`"),
+]
+
+
+@pytest.mark.parametrize(
+    ("kind", "how", "error", "text"),
+    [
+        pytest.param(kind, how, error, text, marks=needs_native if kind == "shm" else (), id=f"{kind}-{how}")
+        for how, kinds, error, text in FAILURES
+        for kind in kinds.split()
+    ],
+)
+def test_a_rank_that_cannot_take_part_says_so_everywhere(kind, how, error, text):
+    for rank, ((found, message), alive) in enumerate(run_processes(3, constructor_cases.made, how, comm=kind)):
+        quoted = "" if rank == 1 or how == "another machine" else "rank 1 could not take part: .*"
+        assert re.search(quoted + text, message), message
+        assert found == (error if rank == 1 or error == "ValueError" else "RuntimeError")
+        assert len(alive) == 16
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_a_rank_that_does_not_come_is_named(kind):
+    expected = r"Comm: rank 0 waited 1 s for ranks \[1\] to come to its constructor.*; make it on every rank"
+    with pytest.raises(PeerError, match=expected):
+        run_processes(2, constructor_cases.comes_not, comm=kind)
+
+
+@pytest.mark.parametrize(("kind", "absent"), [("gloo", 0), pytest.param("shm", 2, marks=needs_native)])
+def test_a_constructor_that_a_rank_missed_does_not_spoil_the_next(kind, absent):
+    for rank, (found, bits) in enumerate(run_processes(3, constructor_cases.missed, absent, comm=kind)):
+        assert len(bits) == 16
+        if rank != absent:
+            assert f"rank {rank} waited 4 s for ranks [{absent}] to come to its constructor" in found
+
+
+def test_a_rank_that_dies_in_a_constructor_is_named(tmp_path):
+    with pytest.raises(RuntimeError, match="rank 1: its process died with exit code 5"):
+        run_processes(3, cases.witness, tmp_path, constructor_cases.dies)
+    texts = [(tmp_path / name).read_text() for name in ("0", "2")]
+    for text in texts:
+        assert re.search(r"PeerError: GroupComm: rank . waited 2 s for ranks \[1\] to come", text), text
+
+
+class LostStore(dist.HashStore):
+    """A store whose holder ends after the first ranks have written."""
+
+    def check(self, keys):
+        raise dist.DistNetworkError("Failed to send: Broken pipe\nException raised from ...")
+
+
+def test_a_store_that_goes_with_its_holder_is_named():
+    with pytest.raises(
+        PeerError, match=r"GroupComm: rank 1 lost the store of the group .* rank 0 .*\(Failed to send: Bro"
+    ):
+        Meeting("GroupComm", LostStore(), 1, 3, 5.0)
+
+
+@pytest.mark.parametrize("make", [GroupComm, pytest.param(ShmComm, marks=needs_native)])
+def test_arguments_that_say_nothing_are_refused_by_name(make):
+    dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
+    try:
+        for timeout in (float("inf"), float("nan"), 1e300, -1, 0, True, "5", None, torch.tensor([1.0, 2.0])):
+            with pytest.raises(ValueError, match=f"^{make.__name__}: timeout=.*, expected seconds > 0, at most 1e"):
+                make(timeout=timeout)
+        for check in ("never", None, 1, ["batch"]):
+            with pytest.raises(ValueError, match=f'^{make.__name__}: check=.*, expected "batch" or "call"'):
+                make(check=check)
+    finally:
+        dist.destroy_process_group()
+
+
+@pytest.mark.parametrize("timeout", [float("inf"), float("nan"), 0, True, "5", None])
+def test_a_timeout_of_threads_that_says_nothing_is_refused_by_name(timeout):
+    with pytest.raises(ValueError, match="^LocalComm.world: timeout=.*, expected seconds > 0, at most 1e"):
+        LocalComm.world(2, timeout=timeout)
