@@ -15,18 +15,23 @@ from typing import NamedTuple
 import numpy as np
 from numpy.typing import ArrayLike
 
-from seqpar.layout import Layout
+from seqpar.layout import RANKS, Layout
 from seqpar.mask import Ints, Mask, lengths_of, whole
 from seqpar.plan import Plan
+from seqpar.plan.plan import check_positions
+from seqpar.plan.tally import Placed
 from seqpar.planner.bound import document_ticks, lower_bound
-from seqpar.planner.cost import Counted, Layers, Ticks, Weights, counted, layers_in, ticks_of_each
+from seqpar.planner.cost import Counted, Layers, Ticks, Weights, counted, counted_each, layers_in, ticks_of_each
 from seqpar.planner.forecast import Forecast
 from seqpar.planner.hardware import Hardware
 from seqpar.planner.memory import Memory
-from seqpar.planner.place import Batch, Knobs, Placement, in_rows, place
+from seqpar.planner.place import Batch, Knobs, Pieces, Placement, in_rows, placements
+from seqpar.planner.scale import weights_for
 from seqpar.planner.shape import ModelShape
 
 STAGED = 3  # stages in which a rank is taken to fetch, where documents are placed
+ALONE = Knobs(80, 40, 4, 0, 1)  # every document by ranks of their own heads
+FEW = 8  # ranks up to which all candidates are compared
 SMALL = 1 << 11  # ranks times documents up to which placing costs little
 STAGES = (8 << 20, 32 << 20, 128 << 20)  # bytes of the keys of a stage
 
@@ -53,17 +58,23 @@ def plan_batch(
     ``plan.forecast`` has the predicted seconds of every rank, the bound that no plan can beat, and the gap of the two.
 
     Raises: ValueError for lengths that are not positive, a batch that does not fit, saying how many ranks would do, and
-    for masks of other lengths.
+    for masks of other lengths. NotImplementedError for 2**31 tokens and more, which kernels do not number.
     """
-    lengths, ranks = lengths_of("lengths", lengths), whole("ranks", ranks, 1)
+    lengths, ranks = lengths_of("lengths", lengths), whole("ranks", ranks, 1, RANKS)
+    check_positions(int(lengths.sum()))
     machine = Hardware.of(hardware)
     shape, memory = fitting(model, machine, -(-int(lengths.sum()) // ranks))
     layers = layers_of(lengths, masks, shape)
     node = min(ranks, machine.node if node is None else whole("node", node, 1))
     room = room_for(lengths, ranks, memory, token_slack=token_slack, max_tokens_per_rank=max_tokens_per_rank)
-    weights = Weights.of(shape, machine)
-    best = choose(layers, weights, ranks, node=node, room=room)
-    plan = Plan(layers[0][0], best.layout, ulysses=best.ulysses, node=best.node, stage_bytes=best.stage_bytes)
+    weights = weights_for(layers, shape, machine, stage_bytes=STAGES[0])
+    try:
+        best = choose(layers, weights, ranks, node=node, room=room)
+    except OverflowError:  # some candidate merges more than the others compute
+        weights = weights_for(layers, shape, machine, stage_bytes=STAGES[0], rows=int(room.max()) * node)
+        best = choose(layers, weights, ranks, node=node, room=room)
+    layout = Layout.from_pieces(*in_rows(layers[0][0].offsets[:-1], best.pieces), ranks)
+    plan = Plan(layers[0][0], layout, ulysses=best.ulysses, node=best.node, stage_bytes=best.stage_bytes)
     bound = lower_bound(layers, weights, ranks)
     return plan.with_forecast(Forecast(best.ticks, bound, weights.second, best.rows, memory, shape, machine, node))
 
@@ -87,6 +98,8 @@ def layers_of(lengths: Ints, masks: Mask | Sequence[Mask] | None, shape: ModelSh
     elif isinstance(masks, Mask):
         groups = [(masks, shape.layers)]
     else:
+        if not isinstance(masks, Sequence) or not all(isinstance(mask, Mask) for mask in masks):
+            raise ValueError(f"masks must be a Mask, or one for each layer, got {masks!r:.200}")
         if len(masks) != shape.layers:
             raise ValueError(f"masks has {len(masks)} masks for the {shape.layers} layers of {shape.name}")
         counts: dict[Mask, int] = {}
@@ -104,7 +117,7 @@ def room_for(lengths: Ints, ranks: int, memory: Memory, *, token_slack: float, m
 
     Raises: ValueError if the batch does not fit, naming the least number of ranks that would do.
     """
-    if not (isinstance(token_slack, (int, float)) and math.isfinite(token_slack) and token_slack >= 0):
+    if not (isinstance(token_slack, (int, float)) and 0 <= token_slack < math.inf):
         raise ValueError(f"token_slack must be a number of at least 0, got {token_slack!r}")
     tokens = int(lengths.sum())
     most = memory.rows
@@ -112,7 +125,8 @@ def room_for(lengths: Ints, ranks: int, memory: Memory, *, token_slack: float, m
         most = min(most, whole("max_tokens_per_rank", max_tokens_per_rank, 1))
     if -(-tokens // ranks) > most:
         raise ValueError(refusal(tokens, ranks, most, memory))
-    mean = int(tokens * (1 + token_slack)) // ranks
+    # a rank that has the room for all tokens eight times over needs no more
+    mean = int(tokens * (1 + min(token_slack, 8 * ranks))) // ranks
     return np.full(ranks, min(most, mean + 1), np.int64)
 
 
@@ -133,7 +147,7 @@ def refusal(tokens: int, ranks: int, most: int, memory: Memory) -> str:
 class Choice(NamedTuple):
     """A candidate with what it costs. moved: what it moves, by kind, and its pieces; the same for all its variants."""
 
-    layout: Layout
+    pieces: Pieces
     ulysses: int | tuple[int, ...]
     node: int | None
     stage_bytes: int
@@ -151,7 +165,7 @@ def choose(layers: Layers, w: Weights, ranks: int, *, node: int, room: Ints) -> 
     """The candidate whose slowest rank has the fewest ticks; of equal ones that with fewest cuts, then fewest bytes.
 
     A candidate that computes within 0.5 % of another and has more pieces, and moves no less of anything, is left out
-    before links are asked: so faster links never make the answer slower.
+    before links are asked: so faster links never make the answer slower. On few ranks all are compared.
     """
     mask = layers[0][0]
     total = document_ticks(layers, w)
@@ -167,15 +181,24 @@ def choose(layers: Layers, w: Weights, ranks: int, *, node: int, room: Ints) -> 
     # what is not computing may matter more than how evenly ranks compute
     thorough = documents < max(8 * ranks, SMALL // ranks + 1) or batch.key * 32 > batch.row
     knobs = candidates(ranks, node, documents, thorough=thorough, single=single)
-    placed = [(each, place(batch, ranks, room=space, knobs=each)) for space in rooms for each in knobs]
+    # many whole documents, and what they leave filled: others can be better by next to nothing
+    many = ranks <= FEW and documents >= 8 * ranks and not single
+    enough = int(total.sum()) // ranks * 1001 // 1000 if many else 0
+    knobs = [ALONE] * many + knobs
+    placed = [
+        pair for space in rooms for pair in zip(knobs, placements(batch, ranks, room=space, knobs=knobs, enough=enough))
+    ]
     # such a mask takes one width for all documents
     placed = [(k, p) for k, p in placed if not single or p.widths.min() == p.widths.max()]
-    found = [_variants(layers, mask, w, p, ranks, node) for p in shortlist(placed, thorough=thorough)]
+    few = ranks <= FEW and ranks * documents <= SMALL
+    chosen = list({id(p): p for _, p in placed}.values()) if few else shortlist(placed, thorough=thorough)
+    found = _variants(layers, mask, w, chosen, ranks, node)
     computing = [min(int((c.ticks.total - c.ticks.exposed).max()) for c in choices) for choices in found]
     kept = [
         choices
         for own, choices in zip(computing, found, strict=True)
-        if not any(
+        if few
+        or not any(
             other * 200 <= own * 201 and rival[0].moved[0] < choices[0].moved[0] and _less(rival[0], choices[0])
             for other, rival in zip(computing, found, strict=True)
         )
@@ -197,12 +220,23 @@ def candidates(ranks: int, node: int, documents: int, *, thorough: bool, single:
     whole = [Knobs(80, 0, 4, 4, 1)]
     if ranks * documents <= SMALL:
         widths = [w for w in range(1, width + 1) if width % w == 0]
-        parts = itertools.product((64, 160), (16, 40), (1, 4), widths)
-        tiers = [Knobs(most, spread, 4, octaves, w) for most, spread, octaves, w in parts]
-        return whole + shared + [Knobs(80, 40, 4, 0, w) for w in widths] + tiers
+        if ranks > FEW:
+            parts = itertools.product((64, 160), (16, 40), (1, 4), widths)
+            tiers = [Knobs(most, spread, 4, octaves, w) for most, spread, octaves, w in parts]
+            return whole + shared + [Knobs(80, 40, 4, 0, w) for w in widths] + tiers
+        # of all values those without which some batch of a thousand takes longer by 0.3 % or more
+        few = [Knobs(80, 40, 4, 0, 1), Knobs(64, 40, 4, 4, 1), Knobs(64, 16, 4, 4, 1)]
+        few += [Knobs(160, 16, 4, 1, 1), Knobs(160, 40, 4, 1, 1)]
+        for w in widths[1:]:
+            few += [Knobs(80, 40, 4, 0, w, trade=1)]
+        for w in widths[1:-1][-1:]:
+            few += [Knobs(64, 16, 4, 1, w), Knobs(64, 16, 4, 4, w)]
+        for w in widths[1:][-1:]:
+            few += [Knobs(80, 40, 4, 0, w), Knobs(64, 40, 4, 1, w), Knobs(160, 16, 4, 4, w)]
+        return shared + few
     if single:
         return whole + shared + [Knobs(80, 40, 4, 0, 1), Knobs(64, 40, 4, 1, 1)]
-    grouped = [Knobs(80, 40, 4, 0, width), Knobs(80, 40, 4, 0, width, trade=1)]
+    grouped = [Knobs(80, 40, 4, 0, width)] + [Knobs(80, 40, 4, 0, width, trade=1)] * (thorough or ranks > FEW)
     if thorough:
         if ranks * documents > 1 << 22:
             return [*grouped[:1], Knobs(80, 24, 4, 4, width)] + [Knobs(80, 40, 4, 0, 1)] * (width > 1)
@@ -231,18 +265,25 @@ def shortlist(placed: list[tuple[Knobs, Placement]], *, thorough: bool) -> list[
     return list(chosen.values())
 
 
-def _variants(layers: Layers, mask: Mask, w: Weights, placement: Placement, ranks: int, node: int) -> list[Choice]:
-    layout = Layout.from_pieces(*in_rows(mask.offsets[:-1], placement.pieces), ranks)
-    widths = placement.widths
-    ulysses = int(widths[0]) if (widths == widths[0]).all() else tuple(widths.tolist())
-    found = counted(layers, layout, widths=widths, node=node, forwarded=False)
-    moved = (len(placement.pieces.count), found.moved, found.crossing, found.traded)
-    ways: list[tuple[int | None, Counted]] = [(None, found)]
-    # what a few borders of ranks fetch needs no forwarding, which costs steps and planning
-    if node < ranks and ranks % node == 0 and found.crossing * 64 > int(found.rows.sum()) * layers_in(layers):
-        ways.append((node, counted(layers, layout, widths=widths, node=node, forwarded=True)))
-    choices = []
-    for at, counts in ways:
-        for stage_bytes, t in zip(STAGES, ticks_of_each(counts, w, stage_bytes=STAGES), strict=True):
-            choices.append(Choice(layout, ulysses, at, stage_bytes, t, counts.rows, moved))
+def _variants(
+    layers: Layers, mask: Mask, w: Weights, placements: list[Placement], ranks: int, node: int
+) -> list[list[Choice]]:
+    """The choices of each placement: sizes of a stage, and whether keys enter a node once."""
+    placed = [Placed(mask.offsets[p.document] + p.start, p.count, p.rank, widths) for p, widths, _ in placements]
+    found = counted_each(layers, placed, ranks=ranks, node=node)
+    ways: list[tuple[int, int | None, Counted]] = [(nth, None, counts) for nth, counts in enumerate(found)]
+    for nth, counts in enumerate(found):
+        # what a few borders of ranks fetch needs no forwarding, which costs steps and planning
+        if node < ranks and ranks % node == 0 and counts.crossing * 64 > int(counts.rows.sum()) * layers_in(layers):
+            layout = Layout.from_pieces(*in_rows(mask.offsets[:-1], placements[nth].pieces), ranks)
+            once = counted(layers, layout, widths=placements[nth].widths, node=node, forwarded=True)
+            ways.append((nth, node, once))
+    choices: list[list[Choice]] = [[] for _ in placements]
+    ticks = ticks_of_each([counts for *_, counts in ways], w, stage_bytes=STAGES)
+    for (nth, at, counts), times in zip(ways, ticks, strict=True):
+        pieces, widths, _ = placements[nth]
+        ulysses = int(widths[0]) if (widths == widths[0]).all() else tuple(widths.tolist())
+        moved = (len(pieces.count), found[nth].moved, found[nth].crossing, found[nth].traded)
+        for stage_bytes, t in zip(STAGES, times, strict=True):
+            choices[nth].append(Choice(pieces, ulysses, at, stage_bytes, t, counts.rows, moved))
     return choices

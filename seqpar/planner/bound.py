@@ -2,10 +2,8 @@
 
 from __future__ import annotations
 
-import numpy as np
-
-from seqpar.mask import Ints, Mask
-from seqpar.plan.tally import area_of, whole_runs
+from seqpar.mask import Ints, Mask, frozen
+from seqpar.plan.tally import area_of, summed, whole_runs
 from seqpar.planner.cost import Layers, Weights, layers_in
 
 
@@ -17,16 +15,18 @@ def document_ticks(layers: Layers, w: Weights) -> Ints:
     """
     ticks = layers[0][0].lengths * (w.row + w.label)
     for mask, count in layers:
-        ticks = ticks + count * (w.pair * areas(mask) + w.query * mask.lengths + w.piece)
+        ticks = ticks + count * (w.pair * w.areas(areas(mask)) + w.query * mask.lengths + w.piece)
     return ticks
 
 
 def areas(mask: Mask) -> Ints:
-    """Attended pairs of each document's queries, int64 [documents]."""
+    """Attended pairs of each document's queries, int64 [documents]; counted once."""
+    return mask.memo("areas", lambda: frozen(_areas(mask)))
+
+
+def _areas(mask: Mask) -> Ints:
     runs, document = whole_runs(mask)
-    found = np.zeros(mask.lengths.size, np.int64)
-    np.add.at(found, document, area_of(mask, runs))
-    return found
+    return summed(document, area_of(mask, runs), mask.lengths.size)
 
 
 def lower_bound(layers: Layers, w: Weights, ranks: int) -> int:

@@ -6,7 +6,8 @@ computation as the schedule of `seqpar.ops.schedule` lets them: the first stage 
 later one behind the stage before, gradients of a stage behind the next, those of the last behind nothing.
 
 All is counted in ticks, integers of a 1024th of what an attended pair costs, so that every rank, whatever its processor
-and numpy, decides alike.
+and numpy, decides alike. Where a batch has more of them than 64 bits hold, a tick is 2, 4, 8 ... times as long (see
+`scale`).
 """
 
 from __future__ import annotations
@@ -21,11 +22,13 @@ from numpy.typing import NDArray
 from seqpar.layout import Layout
 from seqpar.mask import Ints, Mask
 from seqpar.plan.routes import TAPERED
-from seqpar.plan.tally import Tally, rows_of, tally
+from seqpar.plan.tally import Placed, Tally, rows_of, tallies, tally
 from seqpar.planner.hardware import Hardware, Link
 from seqpar.planner.shape import BYTES, ModelShape
 
-PAIR = 1024  # ticks of an attended pair in a forward
+PAIR = 1024  # ticks of an attended pair in a forward, where they are finest
+LARGEST = 4 * (1 << 63) // 5  # ticks of a batch without merging; `place` takes five quarters of a sum
+LARGEST_AREA = 62  # no document has as many pairs as 2 to this power
 Layers = Sequence[tuple[Mask, int]]  # a mask, and how many layers have it
 
 
@@ -52,7 +55,10 @@ class Wire(NamedTuple):
 
 @dataclass(frozen=True)
 class Weights:
-    """A model on a machine, in ticks. row, label: of all layers, forward and backward. second: seconds of a tick."""
+    """A model on a machine, in ticks. row, label: of all layers, forward and backward. second: seconds of a tick.
+
+    area: attended pairs, as a power of 2, of which `Pass.pair` is the cost.
+    """
 
     forward: Pass
     backward: Pass
@@ -64,18 +70,24 @@ class Weights:
     kv_heads: int
     row_bytes: int
     second: float
+    area: int = 0
 
     @classmethod
-    def of(cls, shape: ModelShape, hardware: Hardware) -> Weights:
-        """The weights of a model on a machine."""
+    def of(cls, shape: ModelShape, hardware: Hardware, *, coarse: int = 0) -> Weights:
+        """The weights of a model on a machine. coarse: a tick is 2 to this power of the finest ones."""
         a = hardware.attention
         pair = shape.pair_flops / a.rate
-        second = pair / PAIR
+        second = pair / PAIR * 2.0**coarse
         again = pair if shape.recompute in ("attention", "full") else 0.0
         back = 2.5 * shape.pair_flops / a.backward_rate + again
+        # so many pairs together that they cost as many ticks as single ones where ticks are finest; or in the dearer
+        # direction, where it is much dearer, some thousand
+        dearer = max(0, round(max(pair, back) / pair).bit_length() - 3)
+        area = min(max(0, coarse - dearer), LARGEST_AREA)
 
         def direction(cost: float, calls: int) -> Pass:
-            seconds = (cost, cost * a.query_pairs, cost * a.key_pairs, calls * a.piece, calls * a.stage)
+            pairs = (2**area, a.query_pairs, a.key_pairs)
+            seconds = (*(cost * each for each in pairs), calls * a.piece, calls * a.stage)
             return Pass(*(round(s / second) for s in seconds))
 
         def wire(link: Link) -> Wire:
@@ -90,7 +102,8 @@ class Weights:
         return cls(
             forward=direction(pair, 1),
             backward=direction(back, 2 if again else 1),
-            row=round(passes * shape.linear_flops / hardware.linear_rate / second),
+            # every row costs something, so that every batch does
+            row=max(1, round(passes * shape.linear_flops / hardware.linear_rate / second)),
             label=round(3 * shape.head_flops / hardware.linear_rate / second),
             inside=wire(hardware.inside),
             across=wire(hardware.across),
@@ -98,11 +111,12 @@ class Weights:
             kv_heads=shape.kv_heads,
             row_bytes=shape.row_bytes,
             second=second,
+            area=area,
         )
 
     @property
     def pair(self) -> int:
-        """Ticks of an attended pair, forward and backward."""
+        """Ticks of ``2**area`` attended pairs, forward and backward."""
         return self.forward.pair + self.backward.pair
 
     @property
@@ -119,6 +133,14 @@ class Weights:
     def piece(self) -> int:
         """Ticks of a piece of a document, forward and backward."""
         return self.forward.piece + self.backward.piece
+
+    def areas(self, pairs: Ints) -> Ints:
+        """How often ``2**area`` attended pairs fit into so many."""
+        return pairs >> self.area if self.area else pairs
+
+    def begun(self, pairs: Ints) -> Ints:
+        """The same, what is left over counted as one more: so that what ranks do is no less than the whole."""
+        return -(-pairs >> self.area) if self.area else pairs
 
 
 PHASES = ("attention", "exposed", "linear", "head")
@@ -146,13 +168,15 @@ class Times(NamedTuple):
     waiting: Ints
 
 
-def timeline(t: Tally, w: Weights, *, width: int, stage_bytes: int | Sequence[int]) -> Times:
-    """Ticks of a layer for documents of one width. stage_bytes: of the keys of a stage; several make a first axis."""
-    heads, kv_heads = -(-w.heads // width), -(-w.kv_heads // width)  # of the member with most
+def timeline(t: Tally, w: Weights, *, width: int | Ints, stage_bytes: int | Sequence[int]) -> Times:
+    """Ticks of a layer for documents of one width, or of each group's width. stage_bytes: of the keys of a stage;
+    several make a first axis."""
+    shared: Ints = np.asarray(width)
+    heads, kv_heads = -(-w.heads // shared), -(-w.kv_heads // shared)  # of the member with most
     both = Pass(*np.array([w.forward, w.backward]).T[:, :, None])
     moving = (t.keys > 0) | (t.sent > 0)
-    rows = np.maximum(1, np.asarray(stage_bytes) * w.kv_heads // (w.row_bytes * kv_heads))
-    stages = -(-t.keys // rows[..., None, None])
+    rows = np.maximum(1, np.asarray(stage_bytes)[..., None, None] // (w.row_bytes // w.kv_heads * kv_heads))
+    stages = -(-t.keys // rows)
     tapered = t.keys >= TAPERED * np.maximum(stages, 1)
     far_off = np.maximum(t.entering, t.leaving)
     latency = np.where(moving, np.where(far_off > 0, w.across.latency, w.inside.latency), 0)
@@ -160,15 +184,29 @@ def timeline(t: Tally, w: Weights, *, width: int, stage_bytes: int | Sequence[in
 
     def wire(kind: str) -> Ints:
         near_by = np.maximum(t.keys - t.entering, t.sent - t.leaving) * getattr(w.inside, kind)
-        return np.maximum(near_by, far_off * getattr(w.across, kind)) * kv_heads // w.kv_heads
+        return _portion(np.maximum(near_by, far_off * getattr(w.across, kind)), kv_heads, w.kv_heads)
 
     launched = stages + 2 * tapered
     # rounded up, so that the members of a group together take no less than the whole
-    near = both.stage - -(both.piece * t.pieces + both.query * t.rows + both.pair * t.near) * heads // w.heads
-    far = both.stage * launched - -(both.pair * t.far + both.key * t.keys) * heads // w.heads
-    far = far + both.query * t.merging * ((launched + 1) // 2) * heads // w.heads
+    own = both.piece * t.pieces + both.query * t.rows + both.pair * w.begun(t.near)
+    near = both.stage - _portion(-own, heads, w.heads)
+    fetched = both.pair * w.begun(t.far) + both.key * t.keys
+    far = both.stage * launched - _portion(-fetched, heads, w.heads)
+    far = far + _portion(both.query * t.merging, (launched + 1) // 2 * heads, w.heads)
     waiting = _exposed(near, far, wire("key"), back * wire("grad"), latency, back * latency, stages, tapered)
     return Times(near + far, waiting)
+
+
+def _most_merged(t: Tally, w: Weights, *, width: int, stage_bytes: Sequence[int]) -> int:
+    """At least what any group has for merging in a layer."""
+    heads, kv_heads = -(-w.heads // width), -(-w.kv_heads // width)
+    rows = max(1, min(stage_bytes) // (w.row_bytes // w.kv_heads * kv_heads))
+    return w.query * int(t.merging.max()) * (int(t.keys.max()) // rows + 4) * heads // (2 * w.heads) + 1
+
+
+def _portion(ticks: Ints, part: int | Ints, whole: int | Ints) -> Ints:
+    """``ticks * part // whole``, also where the product is more than 64 bits hold."""
+    return ticks // whole * part + ticks % whole * part // whole
 
 
 def _exposed(
@@ -181,11 +219,10 @@ def _exposed(
     stages and, if tapered, two that are a quarter and a 16th of what equal ones alone would be.
     """
     k = np.maximum(stages, 1)
-    whole = 16 * k
 
     def each(ticks: Ints, more: Ints | int = 0) -> tuple[Ints, Ints, Ints]:
-        main = ticks * (whole - 5 * tapered) // (whole * k)
-        return main + more, ticks * 4 // whole + more, ticks // whole + more
+        main = (ticks + -5 * tapered * ticks // (16 * k)) // k
+        return main + more, ticks // (4 * k) + more, ticks // (16 * k) + more
 
     (c, c_small, c_last), (x, x_small, x_last) = each(far), each(keys, latency)
     g, g_small, g_last = each(grads, grad_latency)
@@ -194,11 +231,12 @@ def _exposed(
     return result + np.where(tapered, small + g_last, (k > 1) * np.maximum(g - c, 0) + g)
 
 
-def trades(rows: Ints, w: Weights, width: int) -> Ints:
-    """Ticks of trading a group's tokens for heads, [2, groups] each: on the way in, and out."""
+def trades(rows: Ints, w: Weights, width: int | Ints) -> Ints:
+    """Ticks of trading a group's tokens for heads, [2, groups] each: on the way in, and out; none without tokens."""
     each = -(-rows // width)
     sent = each * (width - 1)
-    enter, leave = (w.inside.latency + sent * ticks // width for ticks in (w.inside.enter, w.inside.leave))
+    latency = w.inside.latency * (rows > 0)
+    enter, leave = (latency + sent * ticks // width for ticks in (w.inside.enter, w.inside.leave))
     return np.stack([np.stack([enter, leave]), np.stack([leave, enter])])
 
 
@@ -252,26 +290,64 @@ def counted(layers: Layers, layout: Layout, *, widths: Ints, node: int, forwarde
     return Counted(masks, rows_of(layout))
 
 
+def counted_each(layers: Layers, placed: Sequence[Placed], *, ranks: int, node: int) -> list[Counted]:
+    """The counts of `fetch` of several candidates, without keys that enter a node once; widths divide the node."""
+    masks: list[list[list[Part]]] = [[] for _ in placed]
+    for mask, count in layers:
+        for own, tally_of in zip(masks, tallies(mask, placed, ranks=ranks, node=node), strict=True):
+            own.append([Part(count, width, t, node // width > 1) for width, t in tally_of.items()])
+    return [Counted(own, sum_rows(p, ranks)) for own, p in zip(masks, placed, strict=True)]
+
+
+def sum_rows(placed: Placed, ranks: int) -> Ints:
+    """Rows of each rank."""
+    rows = np.zeros(ranks, np.int64)
+    np.add.at(rows, placed.rank, placed.tokens)
+    return rows
+
+
 def ticks(found: Counted, w: Weights, *, stage_bytes: int) -> Ticks:
     """Ticks of a step by rank.
 
     Tokens are traded for heads on entry while the documents of smaller widths are computed, and back at the end.
     """
-    return ticks_of_each(found, w, stage_bytes=(stage_bytes,))[0]
+    return ticks_of_each([found], w, stage_bytes=(stage_bytes,))[0][0]
 
 
-def ticks_of_each(found: Counted, w: Weights, *, stage_bytes: Sequence[int]) -> list[Ticks]:
-    """The same for several sizes of a stage."""
-    ranks = found.rows.size
-    busy = waiting = np.zeros((len(stage_bytes), ranks), np.int64)
-    for parts in found.masks:
-        spent = exposed = np.zeros((len(stage_bytes), 2, ranks), np.int64)
-        for _, width, t, _ in parts:
-            times = timeline(t, w, width=width, stage_bytes=stage_bytes)
-            if width > 1:
-                enter, leave = trades(t.rows, w, width).repeat(width, axis=2)
-                exposed = exposed + np.maximum(enter - spent, 0) + leave
-            spent, exposed = spent + times.busy.repeat(width, 2), exposed + times.waiting.repeat(width, 2)
-        busy, waiting = busy + parts[0].layers * spent.sum(1), waiting + parts[0].layers * exposed.sum(1)
-    linear, head = found.rows * w.row, found.rows * w.label
-    return [Ticks(*each, linear, head) for each in zip(busy, waiting, strict=True)]
+def ticks_of_each(found: Sequence[Counted], w: Weights, *, stage_bytes: Sequence[int]) -> list[list[Ticks]]:
+    """The same of several layouts, of each for several sizes of a stage.
+
+    Raises: OverflowError for more than 64 bits hold: let a tick be longer.
+    """
+    for counts in found:
+        merged = sum(
+            p.layers * _most_merged(p.tally, w, width=p.width, stage_bytes=stage_bytes)
+            for own in counts.masks
+            for p in own
+        )
+        if merged > LARGEST // 4:
+            raise OverflowError(f"up to {merged} ticks of merging")
+    parts = [part for counts in found for own in counts.masks for part in own]
+    many = Tally(*(np.concatenate(columns) for columns in zip(*(part.tally for part in parts), strict=True)))
+    width = np.repeat([part.width for part in parts], [part.tally.rows.size for part in parts])
+    busy, waiting = timeline(many, w, width=width, stage_bytes=stage_bytes)
+    enter, leave = trades(many.rows, w, width)
+    result, stop = [], 0
+    for counts in found:
+        busy_each = waiting_each = np.zeros((len(stage_bytes), counts.rows.size), np.int64)
+        for own in counts.masks:
+            spent = exposed = np.zeros((len(stage_bytes), 2, counts.rows.size), np.int64)
+            for _, u, t, _ in own:
+                here = slice(stop, stop := stop + t.rows.size)
+                if u > 1:
+                    into, out = enter[:, here].repeat(u, axis=1), leave[:, here].repeat(u, axis=1)
+                    exposed = exposed + np.maximum(into - spent, 0) + out
+                own_busy, own_waiting = busy[..., here], waiting[..., here]
+                if u > 1:
+                    own_busy, own_waiting = own_busy.repeat(u, 2), own_waiting.repeat(u, 2)
+                spent, exposed = spent + own_busy, exposed + own_waiting
+            busy_each = busy_each + own[0].layers * spent.sum(1)
+            waiting_each = waiting_each + own[0].layers * exposed.sum(1)
+        linear, head = counts.rows * w.row, counts.rows * w.label
+        result.append([Ticks(*each, linear, head) for each in zip(busy_each, waiting_each, strict=True)])
+    return result

@@ -23,7 +23,7 @@ from typing import Any, NamedTuple
 import numpy as np
 from numpy.typing import ArrayLike, NDArray
 
-from seqpar.layout import Layout, expand
+from seqpar.layout import RANKS, Layout, expand
 from seqpar.mask import Ints, Mask, lengths_of, whole
 from seqpar.plan import Plan
 from seqpar.planner.batch import STAGES, fitting, layers_of, room_for
@@ -31,6 +31,7 @@ from seqpar.planner.bound import lower_bound
 from seqpar.planner.cost import Layers, Weights, counted, ticks
 from seqpar.planner.forecast import Forecast
 from seqpar.planner.hardware import Hardware
+from seqpar.planner.scale import weights_for
 from seqpar.planner.shape import ModelShape
 
 TOLERANCE = 1e-6  # of what HiGHS calls feasible, relative to the bound
@@ -75,11 +76,12 @@ def optimum(
     Raises: ImportError without scipy; ValueError where `plan_batch` does, and if no plan was found: blocks too long for
     the rows of the ranks, or too little time.
     """
-    lengths, ranks = lengths_of("lengths", lengths), whole("ranks", ranks, 1)
+    lengths, ranks = lengths_of("lengths", lengths), whole("ranks", ranks, 1, RANKS)
     machine = Hardware.of(hardware)
     shape, memory = fitting(model, machine, -(-int(lengths.sum()) // ranks))
-    layers, w = layers_of(lengths, masks, shape), Weights.of(shape, machine)
+    layers = layers_of(lengths, masks, shape)
     room = room_for(lengths, ranks, memory, token_slack=token_slack, max_tokens_per_rank=max_tokens_per_rank)
+    w = weights_for(layers, shape, machine, stage_bytes=STAGES[-1], rows=int(room.max()))
     blocks, bound = blocks_of(lengths, whole("block", block, 1)), lower_bound(layers, w, ranks)
     rank, least = _solved(blocks, layers, w, room, bound, seconds)
     order = np.argsort(rank, kind="stable")
@@ -189,7 +191,7 @@ def _compute(blocks: Blocks, layers: Layers, w: Weights) -> Ints:
     """Ticks of each block's rows and pairs."""
     ticks = blocks.rows * (w.row + w.label)
     for mask, layer in layers:
-        ticks = ticks + layer * (w.query * blocks.rows + w.pair * _pairs(blocks, mask))
+        ticks = ticks + layer * (w.query * blocks.rows + w.pair * w.areas(_pairs(blocks, mask)))
     return ticks
 
 
@@ -219,7 +221,7 @@ def _of_mask(
     kinks = np.union1d(mask.spans.start, mask.offsets[:-1])
     inside = np.searchsorted(kinks, blocks.start + blocks.rows) - np.searchsorted(kinks, blocks.start)
     always = inside + (~np.isin(blocks.start, kinks) & blocks.begins)
-    fixed = layer * (w.query * blocks.rows + w.pair * _pairs(blocks, mask) + w.piece * always)
+    fixed = layer * (w.query * blocks.rows + w.pair * w.areas(_pairs(blocks, mask)) + w.piece * always)
     follows = np.flatnonzero(~np.isin(blocks.start, kinks) & ~blocks.begins)
     starts, merged = program.variables(follows.size, ranks), program.variables(count, ranks)
     if follows.size:

@@ -13,7 +13,6 @@ as there are as many of them as of queries. An exchange of ``b`` bytes takes ``l
 from __future__ import annotations
 
 import json
-import math
 from collections.abc import Callable, Mapping
 from dataclasses import asdict, dataclass, fields
 from pathlib import Path
@@ -22,6 +21,14 @@ from typing import Any
 SCHEMA = 1
 HIDDEN = 0.5  # as much as bench/timeline.py has measured
 CALL = 1.5e-3  # a block of diffusers' Latte on one core of an AMD EPYC: 1.6 to 1.8 ms in bench/results/dsp.json
+COUNT = (1 << 62) - 1  # bytes of memory, and ranks of a node, at most
+_RATE, _SECONDS, _PAIRS = (1.0, 1e30), (0.0, 1e6), (0.0, 1e12)
+# What figures may be: wide enough for any machine, and narrow enough to compute with.
+RANGES = {
+    "rate": _RATE, "backward_rate": _RATE, "linear_rate": _RATE, "bandwidth": _RATE, "latency": _SECONDS,
+    "piece": _SECONDS, "stage": _SECONDS, "call": _SECONDS, "query_pairs": _PAIRS, "key_pairs": _PAIRS,
+    "hidden": (0.0, 1.0),
+}  # fmt: skip
 BACKWARD = 2.5  # forwards that a backward of attention counts: five products instead of two
 
 
@@ -29,7 +36,7 @@ BACKWARD = 2.5  # forwards that a backward of attention counts: five products in
 class Link:
     """One rank's share of a network. latency: seconds before the first byte. bandwidth: bytes a second and direction.
 
-    Both are achieved ones. Raises ValueError unless they are finite, latency is at least 0 and bandwidth positive.
+    Both are achieved ones. Raises ValueError for others than `RANGES` has.
     """
 
     latency: float
@@ -37,7 +44,7 @@ class Link:
 
     def __post_init__(self) -> None:
         """Raise ValueError for what no link has."""
-        _check(self, positive=("bandwidth",), least_zero=("latency",))
+        _check(self, "bandwidth", "latency")
 
     def seconds(self, size: float) -> float:
         """Of an exchange of so many bytes; nothing takes no time."""
@@ -53,7 +60,7 @@ class Attention:
     query_pairs, key_pairs: what a row of queries and a fetched row of keys cost beside their pairs, in pairs.
     stage: seconds of a step beside its pieces: launch and merge.
 
-    Raises ValueError unless all are finite, the rates positive and the rest at least 0.
+    Raises ValueError for others than `RANGES` has.
     """
 
     rate: float
@@ -65,7 +72,7 @@ class Attention:
 
     def __post_init__(self) -> None:
         """Raise ValueError for what no kernel has."""
-        _check(self, positive=("rate", "backward_rate"), least_zero=("piece", "query_pairs", "key_pairs", "stage"))
+        _check(self, "rate", "backward_rate", "piece", "query_pairs", "key_pairs", "stage")
 
     def seconds(
         self,
@@ -94,7 +101,7 @@ class Hardware:
     beside computing where there is any, 0 to 1. call: seconds that one more call of a block of a model takes, there and
     back, beside its work: what issues its kernels.
 
-    Raises ValueError unless sizes are integers and figures positive.
+    Raises ValueError unless sizes are integers and figures as `RANGES` has them.
     """
 
     name: str
@@ -111,13 +118,13 @@ class Hardware:
 
     def __post_init__(self) -> None:
         """Raise ValueError for what no machine has."""
-        _check(self, positive=("linear_rate",), least_zero=("hidden", "call"))
-        if self.hidden > 1:
-            raise ValueError(f"Hardware: hidden must be at most 1, the whole exchange, got {self.hidden!r}")
+        _check(self, "linear_rate", "hidden", "call")
         for field, least in (("memory", 1), ("node", 1), ("reserve", 0)):
             value = getattr(self, field)
-            if type(value) is not int or value < least:
-                raise ValueError(f"Hardware: {field} must be an integer of at least {least}, got {value!r}")
+            if type(value) is not int or not least <= value <= COUNT:
+                raise ValueError(
+                    f"Hardware: {field} must be an integer of at least {least} and at most {COUNT}, got {value!r:.60}"
+                )
         if self.reserve >= self.memory:
             raise ValueError(f"Hardware: reserve {self.reserve} leaves nothing of memory {self.memory}")
         for field, kind in (
@@ -156,10 +163,11 @@ class Hardware:
     @classmethod
     def from_dict(cls, data: Mapping[str, Any]) -> Hardware:
         """The hardware of `to_dict`. Raises ValueError naming keys that are unknown or missing, or another schema."""
-        if not isinstance(data, Mapping) or data.get("schema") != SCHEMA:
-            got = data.get("schema") if isinstance(data, Mapping) else type(data).__name__
+        schema = data.get("schema") if isinstance(data, Mapping) else None
+        if type(schema) is not int or schema != SCHEMA:
+            got = schema if isinstance(data, Mapping) else type(data).__name__
             raise ValueError(
-                f"hardware must be a mapping of schema {SCHEMA}, got {got!r}; measure it: seqpar calibrate"
+                f"hardware must be a mapping of schema {SCHEMA}, got {got!r:.60}; measure it: seqpar calibrate"
             )
         entries = {key: value for key, value in data.items() if key != "schema"}
         parts: dict[str, type[Attention] | type[Link]] = {"attention": Attention, "inside": Link, "across": Link}
@@ -184,18 +192,19 @@ class Hardware:
             if isinstance(data, dict):
                 data.pop("measured", None)
             return cls.from_dict(data)
-        except ValueError as error:
+        except (ValueError, RecursionError) as error:
             raise ValueError(f"{path} is no hardware file: {error}") from None
 
 
-def _check(part: object, *, positive: tuple[str, ...], least_zero: tuple[str, ...] = ()) -> None:
-    """Raise ValueError naming the field, unless figures are finite and in range."""
-    for field in positive + least_zero:
-        value = getattr(part, field)
-        number = isinstance(value, (int, float)) and not isinstance(value, bool) and math.isfinite(value)
-        if not number or value < 0 or (field in positive and value == 0):
-            least = "positive" if field in positive else "at least 0"
-            raise ValueError(f"{type(part).__name__}: {field} must be {least} and finite, got {value!r}")
+def _check(part: object, *names: str) -> None:
+    """Raise ValueError naming the field, unless figures are such as a machine may have."""
+    for field in names:
+        value, (least, most) = getattr(part, field), RANGES[field]
+        number = isinstance(value, (int, float)) and not isinstance(value, bool)
+        if not number or not least <= value <= most:
+            raise ValueError(
+                f"{type(part).__name__}: {field} must be a number from {least:g} to {most:g}, got {value!r:.60}"
+            )
 
 
 def _check_keys(cls: type[Any], data: object, what: str) -> None:

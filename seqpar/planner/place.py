@@ -20,6 +20,7 @@ by index.
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from heapq import heapify, heappop, heappush, heapreplace
 from typing import NamedTuple
 
@@ -81,56 +82,121 @@ class Placement(NamedTuple):
 
 def place(batch: Batch, ranks: int, *, room: Ints, knobs: Knobs) -> Placement:
     """Where the documents live. room: rows that each rank may take, together at least the tokens."""
-    board = _Board(batch, ranks, room, knobs)
-    board.spread()
+    return placements(batch, ranks, room=room, knobs=[knobs])[0]
+
+
+def placements(batch: Batch, ranks: int, *, room: Ints, knobs: Sequence[Knobs], enough: int = 0) -> list[Placement]:
+    """The placement of each of the knobs' values; such as come to the same are made once and are one object.
+
+    enough: the level at which the first one will do, and no other is made.
+    """
+    order = np.argsort(batch.lengths, kind="stable")
+    so_far = np.cumsum(batch.lengths[order])
+    parts: dict[tuple[int, int, int], _Parts] = {}
+    made: dict[tuple[object, ...], Placement] = {}
+    found = []
+    for each in knobs:
+        if each[:3] not in parts:
+            parts[each[:3]] = _parts(batch, ranks, room, order, so_far, each)
+        part = parts[each[:3]]
+        tiers = _tiers(batch.lengths[part.long], each.octaves)
+        borders = (part.filling.size, part.rest.size)  # of one order, so that equal borders are equal parts
+        # without long documents the width counts only for those that no rank has the rows for
+        key: tuple[object, ...] = (*borders, each.width, each.trade, *tiers)
+        if not part.long.size:
+            key = borders if borders in made else (*borders, each.width)
+        if key not in made:
+            board = _Board(batch, ranks, room, each, part)
+            made[key] = _placed(board, tiers)
+            if not part.long.size and not board.crowded:
+                made[borders] = made[key]
+        found.append(made[key])
+        if len(found) == 1 and found[0].level <= enough:
+            break
+    return found
+
+
+class _Parts(NamedTuple):
+    """The documents to fill with, in rising order of lengths; to keep whole and to spread, in falling order of surplus.
+
+    per_row: mean ticks of a row of the filling ones. surplus: of each document. loose: whether rows may differ.
+    """
+
+    filling: Ints
+    rest: Ints
+    long: Ints
+    per_row: int
+    surplus: Ints
+    loose: bool
+
+
+def _parts(batch: Batch, ranks: int, room: Ints, order: Ints, so_far: Ints, knobs: Knobs) -> _Parts:
+    """The documents by what becomes of them. order, so_far: by rising length, and their tokens up to each."""
+    lengths, ticks, most, tokens = batch.lengths, batch.ticks, int(room.max()), int(so_far[-1])
+    fills = int(np.count_nonzero((so_far * 64 <= tokens * knobs.fill) & (lengths[order] * 8 <= most)))
+    filling, rest = order[:fills], order[fills:]
+    filled = int(so_far[fills - 1]) if fills else 0
+    per_row = max(1, int(ticks[filling].sum()) // filled if fills else batch.row)
+    # where rows need not be equal, all that a document costs is to be balanced
+    loose = int(room.sum()) * 16 > tokens * 17 + 16 * ranks
+    surplus = ticks if loose else np.maximum(_beyond(ticks, per_row, lengths), 0)
+    rest = rest[np.argsort(surplus[rest], kind="stable")]
+    extra, kept = surplus[rest], np.cumsum(lengths[rest])
+    brought = np.cumsum(extra) // ranks
+    fair = extra <= brought // 64 * knobs.whole + brought % 64 * knobs.whole // 64
+    fair |= (kept + filled) * 64 <= tokens * (64 - knobs.spread)
+    # a whole document finds the rows that the spread ones leave
+    fair &= lengths[rest] <= most - (tokens - filled - kept) // ranks
+    wholes = int(np.flatnonzero(fair)[-1]) + 1 if fair.any() else 0
+    return _Parts(filling, rest[:wholes][::-1], rest[wholes:][::-1], per_row, surplus, loose)
+
+
+def _tiers(lengths: Ints, octaves: int) -> list[int]:
+    """The tier of each spread document, 0 that of the shortest; none where there are groups instead."""
+    if not octaves:
+        return []
+    level = [int(n).bit_length() // octaves for n in lengths]
+    nth = {each: tier for tier, each in enumerate(sorted(set(level)))}
+    return [nth[each] for each in level]
+
+
+def _placed(board: _Board, tiers: list[int]) -> Placement:
+    board.spread(np.array(tiers, np.int64))
     board.whole()
     board.fill()
-    widths = np.ones(batch.lengths.size, np.int64)
-    widths[board.long] = knobs.width
+    widths = np.ones(board.batch.lengths.size, np.int64)
+    widths[board.long] = board.knobs.width
     pieces = Pieces(*(np.concatenate(parts) for parts in zip(*board.pieces, strict=True)))
-    return Placement(Pieces(*(part[pieces.count > 0] for part in pieces)), widths, int(board.base.max()))
+    held = pieces.count > 0
+    if not held.all():
+        pieces = Pieces(*(part[held] for part in pieces))
+    return Placement(pieces, widths, int(board.base.max()))
 
 
 class _Board:
     """The ranks while documents are placed: their surplus (load) and ticks (base) so far, rows that may come (left)."""
 
-    def __init__(self, batch: Batch, ranks: int, room: Ints, knobs: Knobs) -> None:
+    def __init__(self, batch: Batch, ranks: int, room: Ints, knobs: Knobs, parts: _Parts) -> None:
         self.batch, self.ranks, self.knobs = batch, ranks, knobs
         self.left = room.astype(np.int64)
         self.trade = batch.row * knobs.trade // 64
         self.load, self.base = np.zeros(ranks, np.int64), np.zeros(ranks, np.int64)
         self.dealt = np.zeros(ranks // knobs.width, np.int64)
         self.pieces: list[Pieces] = []
-        lengths, ticks, row = batch.lengths, batch.ticks, batch.row
-        order = np.argsort(lengths, kind="stable")
-        so_far = np.cumsum(lengths[order])
-        short = lengths[order] * 8 <= self.left.max()
-        fills = int(np.count_nonzero((so_far <= so_far[-1] * knobs.fill // 64) & short))
-        self.filling, rest = order[:fills], order[fills:]
-        self.per_row = int(ticks[self.filling].sum()) // int(lengths[self.filling].sum()) if fills else row
-        # where rows need not be equal, all that a document costs is to be balanced
-        self.loose = int(room.sum()) * 16 > int(lengths.sum()) * 17 + 16 * ranks
-        self.surplus = ticks if self.loose else np.maximum(ticks - self.per_row * lengths, 0)
-        rest = rest[np.argsort(self.surplus[rest], kind="stable")]
-        brought = np.cumsum(self.surplus[rest]) // ranks
-        fair = self.surplus[rest] * 64 <= brought * knobs.whole
-        fair |= (np.cumsum(lengths[rest]) + so_far[fills - 1] * (fills > 0)) * 64 <= so_far[-1] * (64 - knobs.spread)
-        # a whole document finds the rows that the spread ones leave
-        spread = so_far[-1] - so_far[fills - 1] * (fills > 0) - np.cumsum(lengths[rest])
-        fair &= lengths[rest] <= self.left.max() - spread // ranks
-        wholes = int(np.flatnonzero(fair)[-1]) + 1 if fair.any() else 0
-        self.rest, self.long = rest[:wholes][::-1], rest[wholes:][::-1]
+        self.filling, self.rest, self.long, self.per_row, self.surplus, self.loose = parts
+        self.crowded = False  # whether no rank had the rows for some document to keep whole
 
     # --- long documents
 
-    def spread(self) -> None:
+    def spread(self, tiers: Ints) -> None:
         """Give the long documents to groups, or lay them along the ranks, every other tier the other way round."""
-        if not self.knobs.octaves:
-            self._deal(self._grouped())
+        if not self.long.size:
             return
-        tier = np.array([int(n).bit_length() for n in self.batch.lengths[self.long]], np.int64) // self.knobs.octaves
-        for turn, level in enumerate(np.unique(tier)[::-1]):
-            self._deal(self._laid(self.long[tier == level], backwards=turn % 2 == 1))
+        if not self.knobs.octaves:
+            self._deal([self._grouped()])
+            return
+        levels = range(int(tiers.max()), -1, -1)
+        self._deal([self._laid(self.long[tiers == n], backwards=turn % 2 == 1) for turn, n in enumerate(levels)])
 
     def _grouped(self) -> Shares:
         """The long documents in groups; what the others bring on average is left out of what is balanced, as they fill
@@ -139,7 +205,7 @@ class _Board:
         others = np.concatenate([self.rest, self.filling])
         rows = 0 if self.loose else int(self.batch.lengths[others].sum())
         mean = int(self.batch.ticks[others].sum()) // rows if rows else 0
-        surplus = np.maximum(ticks - (mean - self.trade) * lengths, 1)
+        surplus = np.maximum(_beyond(ticks, mean - self.trade, lengths), 1)
         groups = self.ranks // self.knobs.width
         part = (2 * int(surplus.sum()) + int(self.surplus[self.rest].sum())) // (2 * groups)
         room = np.maximum(self.left.reshape(groups, -1), 0).sum(1)
@@ -162,9 +228,10 @@ class _Board:
         first, stop = (length * (x - edge[at]) // whole for x in (breaks[:-1], breaks[1:]))
         return Shares(document, first, stop, groups - 1 - group if backwards else group)
 
-    def _deal(self, shares: Shares) -> None:
+    def _deal(self, tiers: Sequence[Shares]) -> None:
         """Give groups their parts, half of the rows from the front of the document, the others from its end."""
-        document, first, stop, group = shares
+        document, first, stop, group = tiers[0] if len(tiers) == 1 else map(np.concatenate, zip(*tiers, strict=True))
+        tier = np.repeat(np.arange(len(tiers)), [shares.group.size for shares in tiers])
         groups, width = self.ranks // self.knobs.width, self.knobs.width
         length, held = self.batch.lengths[document], stop - first
         ends = stop == length  # the last part, whose halves touch
@@ -172,7 +239,11 @@ class _Board:
         front_stop = np.where(ends, front, stop // 2)
         back = np.where(ends, front, length - (stop - stop // 2))
         start, end = np.concatenate([front, back]), np.concatenate([front_stop, back_stop])
-        rows = self._share(np.tile(document, 2), np.tile(group, 2), start, end - start)
+        # tier by tier, of each the fronts before the ends
+        order = np.concatenate([2 * tier, 2 * tier + 1]).argsort(kind="stable")
+        twice = order % document.size
+        rows = np.empty((order.size, width), np.int64)
+        rows[order] = self._share(document[twice], group[twice], start[order], (end - start)[order])
         rows = rows.reshape(2, -1, width).sum(0)
         np.subtract.at(self.left.reshape(groups, width), group, rows)
         cut = held < length
@@ -182,10 +253,10 @@ class _Board:
         np.add.at(self.base.reshape(groups, width), group, ticks)
         ticks += self.trade * rows
         np.add.at(self.load.reshape(groups, width), group, np.maximum(ticks - self.per_row * rows, 0))
-        fetching = np.zeros(groups, bool)
-        fetching[group[cut]] = True
+        fetching = np.zeros((len(tiers), groups), np.int64)
+        fetching[tier[cut], group[cut]] = self.batch.stages
         for total in (self.base, self.load):
-            total += np.repeat(self.batch.stages * fetching, width)
+            total += np.repeat(fetching.sum(0), width)
 
     def _share(self, document: Ints, group: Ints, start: Ints, count: Ints) -> Ints:
         """Deal stretches to the ranks of their groups in equal parts; rows of each, [stretches, width]."""
@@ -243,7 +314,9 @@ class _Board:
         self.pieces.append(Pieces(document, np.zeros_like(document), self.batch.lengths[document], chosen_rank))
         self.left = np.array(left, np.int64)
         np.add.at(self.base, chosen_rank, self.batch.ticks[document])
-        self._share_out(documents[~put])
+        self.crowded = not put.all()
+        if self.crowded:
+            self._share_out(documents[~put])
 
     def _share_out(self, documents: Ints) -> None:
         """Give documents that no rank has the rows for to groups of ranks that have; the rest goes to the filling."""
@@ -325,7 +398,7 @@ class _Board:
         ends = np.concatenate([begin, begin + self.left])
         order = ends.argsort(kind="stable")
         at, ranks = ends[order], np.where(order < self.ranks, 1, -1).cumsum()
-        taken = edges(ranks[:-1] * (at[1:] - at[:-1]))
+        taken = edges(ranks[:-1] * np.minimum(at[1:] - at[:-1], tokens))
         last = int(taken.searchsorted(tokens)) - 1
         level = int(at[last]) - (int(taken[last]) - tokens) // int(ranks[last])
         rows = np.minimum(np.maximum(level - begin, 0), self.left)
@@ -374,6 +447,11 @@ class _Board:
             border.append(last)
         border[-1] = total
         return np.array(border, np.int64)
+
+
+def _beyond(ticks: Ints, per_row: int, lengths: Ints) -> Ints:
+    """What documents cost beyond so much for a row; where that is far less than nothing, any number below 0."""
+    return ticks - np.minimum(per_row, ticks // lengths + 1) * lengths
 
 
 def _borders(edge: Ints, groups: int) -> Ints:

@@ -16,6 +16,7 @@ from typing import Any
 from seqpar.planner import config
 
 BYTES = {"float64": 8, "float32": 4, "bfloat16": 2, "float16": 2}
+MOST = (1 << 31) - 1  # of anything that a model has
 RECOMPUTE = ("none", "attention", "full")
 
 
@@ -73,8 +74,8 @@ class ModelShape:
             (self.recompute not in RECOMPUTE, f"recompute must be one of {RECOMPUTE}, got {self.recompute!r}"),
             (not self.windows, "windows must name at least one layer's window, (None,) for full causal attention"),
             (
-                any(w is not None and (type(w) is not int or w < 0) for w in self.windows),
-                f"windows are integers of at least 0, or None, got {self.windows}",
+                any(w is not None and (type(w) is not int or not 0 <= w <= MOST) for w in self.windows),
+                f"windows are integers of at least 0, or None, at most {MOST}, got {self.windows!r:.200}",
             ),
             (self.active_experts > self.experts, f"{self.active_experts} active of {self.experts} experts"),
             (
@@ -96,13 +97,14 @@ class ModelShape:
 
     def _check(self, field: str, *, least: int) -> None:
         value = getattr(self, field)
-        if type(value) is not int or value < least:
-            raise ValueError(f"ModelShape {self.name!r}: {field} must be an integer of at least {least}, got {value!r}")
+        if type(value) is not int or not least <= value <= MOST:
+            limit = f"at most {MOST}" if type(value) is int and value > MOST else f"at least {least}"
+            raise ValueError(f"ModelShape {self.name!r}: {field} must be an integer of {limit}, got {value!r:.60}")
 
     @classmethod
     def preset(cls, name: str) -> ModelShape:
         """The shape of a published model. Raises ValueError with the known names for any other."""
-        if name not in PRESETS:
+        if not isinstance(name, str) or name not in PRESETS:
             raise ValueError(f"no model is called {name!r}; known: {', '.join(PRESETS)}; or build a ModelShape")
         return PRESETS[name]()
 
@@ -160,11 +162,11 @@ class ModelShape:
 
     def window_groups(self) -> list[tuple[int | None, int]]:
         """(window, layers that have it), in the order in which the windows first occur."""
+        turns, more = divmod(self.layers, len(self.windows))
         groups: dict[int | None, int] = {}
-        for layer in range(self.layers):
-            window = self.windows[layer % len(self.windows)]
-            groups[window] = groups.get(window, 0) + 1
-        return list(groups.items())
+        for nth, window in enumerate(self.windows):
+            groups[window] = groups.get(window, 0) + turns + (nth < more)
+        return [(window, layers) for window, layers in groups.items() if layers]
 
     @property
     def activation_bytes(self) -> int:

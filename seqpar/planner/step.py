@@ -16,14 +16,18 @@ from typing import NamedTuple
 import numpy as np
 from numpy.typing import ArrayLike
 
+from seqpar.layout import RANKS
 from seqpar.mask import Ints, Mask, frozen, lengths_of, whole
 from seqpar.plan import Plan
+from seqpar.plan.plan import check_positions
 from seqpar.planner.batch import fitting, layers_of, plan_batch, refusal
 from seqpar.planner.bound import document_ticks
-from seqpar.planner.cost import Weights
 from seqpar.planner.hardware import Hardware
 from seqpar.planner.memory import Memory
+from seqpar.planner.scale import weights_for
 from seqpar.planner.shape import ModelShape
+
+MOST = (1 << 31) - 1  # tokens that kernels number
 
 
 class MicroBatch(NamedTuple):
@@ -61,15 +65,17 @@ def plan_step(
     number of ranks; for fewer micro-batches than memory allows or more than there are documents; and where
     ``plan_batch`` does.
     """
-    lengths, ranks = lengths_of("lengths", lengths), whole("ranks", ranks, 1)
+    lengths, ranks = lengths_of("lengths", lengths), whole("ranks", ranks, 1, RANKS)
     machine = Hardware.of(hardware)
     needed = int(lengths.max())
+    check_positions(needed)
     if micro_batches is not None:
         needed = max(needed, -(-int(lengths.sum()) // whole("micro_batches", micro_batches, 1)))
     shape, memory = fitting(model, machine, -(-needed // ranks))
-    capacity = ranks * _most(lengths, ranks, memory, max_tokens_per_rank)
-    w = Weights.of(shape, machine)
-    ticks = document_ticks(layers_of(lengths, masks, shape), w)
+    capacity = min(ranks * _most(lengths, ranks, memory, max_tokens_per_rank), MOST)
+    layers = layers_of(lengths, masks, shape)
+    w = weights_for(layers, shape, machine)
+    ticks = document_ticks(layers, w)
     parts = split(lengths, ticks, w.row + w.label, capacity=capacity, count=micro_batches)
     return [
         MicroBatch(

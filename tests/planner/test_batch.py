@@ -84,6 +84,23 @@ def test_what_does_not_fit_says_what_would() -> None:
         plan_batch([100], 4, hardware=3)
     with pytest.raises(ValueError, match="no model is called 3"):
         plan_batch([100], 4, model=3)
+    for unknown, message in (("model", "no model is called {}; known"), ("hardware", "preset or a Hardware, got {}")):
+        with pytest.raises(ValueError, match=message):
+            plan_batch([100], 4, **{unknown: {}})
+    for lengths in ("12", ["1", "2"], [1.0, 2.0], [None], [[1], [1, 2]], None, [1 << 70]):
+        with pytest.raises(ValueError, match="lengths must be a non-empty sequence of integers, got"):
+            plan_batch(lengths, 4)
+    for masks in (3, [3] * 32, {}):
+        with pytest.raises(ValueError, match="masks must be a Mask, or one for each layer, got"):
+            plan_batch([100], 4, masks=masks)
+    with pytest.raises(ValueError, match="ranks must be an integer of at most 1048576, got"):
+        plan_batch([100], 1 << 40)
+
+
+@pytest.mark.parametrize("slack", [8.0, 1e308, 10**400])
+def test_any_slack_is_as_good_as_room_for_all_tokens_everywhere(slack: float) -> None:
+    found = [plan_batch([100, 7, 300], 4, model=SMALL, hardware=VAST, token_slack=s) for s in (8 * 4, slack)]
+    assert found[0].digest() == found[1].digest()
 
 
 @pytest.mark.parametrize("ranks", [8, 16, 32])

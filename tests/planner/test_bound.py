@@ -13,7 +13,7 @@ from seqpar import Mask, Plan
 from seqpar.planner import Hardware, Link, ModelShape, plan_batch, plan_step
 from seqpar.planner.batch import layers_of
 from seqpar.planner.bound import document_ticks, lower_bound
-from seqpar.planner.cost import Weights, counted, ticks
+from seqpar.planner.cost import Weights, counted, ticks, trades
 from tests.cases import LAYOUTS, divisors, make_layout
 
 FREE = Link(latency=0.0, bandwidth=1e30)
@@ -101,3 +101,8 @@ def test_one_rank_reaches_the_bound() -> None:
         plan = plan_batch(lengths, 1, model=model, hardware=H100)
         assert plan.forecast.ticks.total.max() == plan.forecast.bound == lower_bound(layers, w, 1)
         assert document_ticks(layers, w).sum() < plan.forecast.bound
+
+
+def test_a_group_without_tokens_waits_for_no_trade() -> None:
+    found = trades(np.array([0, 1]), Weights.of(LLAMA, H100), 2)
+    assert (found[..., 0] == 0).all() and (found[..., 1] > 0).all()

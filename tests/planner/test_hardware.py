@@ -76,14 +76,14 @@ def test_nothing_sent_takes_no_time() -> None:
     assert link.seconds(8) == 3.0
 
 
-@pytest.mark.parametrize("value", [0.0, -1.0, float("nan"), float("inf"), "fast", True])
+@pytest.mark.parametrize("value", [0.0, -1.0, float("nan"), float("inf"), "fast", True, 1e40, 1e-320, 10**400])
 def test_figures_that_cannot_be_are_refused(value: object) -> None:
     hardware = Hardware.preset("h100")
-    with pytest.raises(ValueError, match="bandwidth must be positive and finite"):
+    with pytest.raises(ValueError, match="bandwidth must be a number from 1 to 1e\\+30, got"):
         replace(hardware.inside, bandwidth=value)
-    with pytest.raises(ValueError, match="backward_rate must be positive and finite"):
+    with pytest.raises(ValueError, match="backward_rate must be a number from 1 to 1e\\+30, got"):
         replace(hardware.attention, backward_rate=value)
-    with pytest.raises(ValueError, match="linear_rate must be positive and finite"):
+    with pytest.raises(ValueError, match="linear_rate must be a number from 1 to 1e\\+30, got"):
         replace(hardware, linear_rate=value)
 
 
@@ -121,7 +121,12 @@ def test_a_file_may_leave_out_defaults_and_carry_measurements(tmp_path: Path) ->
         (lambda d: d["inside"].update(jitter=1.0), "inside has unknown keys jitter"),
         (lambda d: d.update(across=None), "across must be a mapping"),
         (lambda d: d.update(schema=2), "schema 1, got 2"),
-        (lambda d: d["across"].update(bandwidth=-1), "bandwidth must be positive"),
+        (lambda d: d.update(schema=True), "schema 1, got True"),
+        (lambda d: d.update(schema=1.0), "schema 1, got 1.0"),
+        (lambda d: d["attention"].update(piece=1e40), "piece must be a number from 0 to 1e.06, got 1e.40"),
+        (lambda d: d["attention"].update(query_pairs=1e40), "query_pairs must be a number from 0 to 1e.12"),
+        (lambda d: d.update(memory=10**30), "memory must be an integer of at least 1 and at most"),
+        (lambda d: d["across"].update(bandwidth=-1), "bandwidth must be a number from 1 to 1e.30, got -1"),
     ],
 )
 def test_files_that_are_no_hardware_are_refused_by_name(tmp_path: Path, edit: object, message: str) -> None:

@@ -92,6 +92,8 @@ def test_full_recomputation_keeps_inputs_and_one_layer() -> None:
     ("change", "message"),
     [
         ({"layers": 0}, "layers must be an integer of at least 1, got 0"),
+        ({"layers": 1 << 31}, "layers must be an integer of at most 2147483647, got 2147483648"),
+        ({"windows": (1 << 70,)}, "integers of at least 0, or None, at most 2147483647, got"),
         ({"hidden": 4096.0}, "hidden must be an integer"),
         ({"kv_heads": 5}, "heads 32 must be a multiple of kv_heads 5"),
         ({"dtype": "int8"}, "dtype must be one of"),

@@ -1,0 +1,55 @@
+"""The ticks of a batch: the finest in which no sum over it is more than 64 bits hold.
+
+A tick is 2 to some power of the finest ones. The power is that of the batch's largest sum, counted in Python's integers
+from facts that all ranks have, so that all choose the same; it is 0 up to some 10 million tokens in a document.
+"""
+
+from __future__ import annotations
+
+from seqpar.planner.cost import LARGEST, Layers, Weights, layers_in
+from seqpar.planner.hardware import Hardware
+from seqpar.planner.shape import ModelShape
+
+
+def weights_for(
+    layers: Layers, shape: ModelShape, hardware: Hardware, *, stage_bytes: int = 0, rows: int = 0
+) -> Weights:
+    """The weights of a model on a machine, in the finest ticks that a batch can have.
+
+    stage_bytes: of the smallest stage, 0 if documents are only compared. rows: the most that a rank takes, if any
+    layout of so many is to be counted; else one that merges more than can be counted is an OverflowError of `cost`.
+    """
+    finest = Weights.of(shape, hardware)
+    spent = whole_ticks(layers, finest)
+    if stage_bytes:
+        spent += moved_ticks(layers, finest, rows=rows, stage_bytes=stage_bytes)
+    # one layer's are taken five times where its stages are counted
+    most = max(spent, 5 * (spent // layers_in(layers)))
+    if most < LARGEST:
+        return finest
+    # some more than are needed, as weights are rounded
+    return Weights.of(shape, hardware, coarse=(most // LARGEST).bit_length() + 3)
+
+
+def whole_ticks(layers: Layers, w: Weights) -> int:
+    """Ticks of all documents, each whole on one rank."""
+    mask = layers[0][0]
+    ticks = mask.tokens * (w.row + w.label)
+    for mask, count in layers:
+        ticks += count * (w.pair * mask.area() + w.query * mask.tokens + w.piece * len(mask.lengths))
+    return ticks
+
+
+def moved_ticks(layers: Layers, w: Weights, *, rows: int, stage_bytes: int) -> int:
+    """At least what a rank has beside its documents' own ticks: fetched keys, stages, pieces, waiting, merged rows."""
+    tokens = layers[0][0].tokens
+    stages = tokens // max(1, stage_bytes // w.row_bytes) + 3
+    links = (w.inside, w.across)
+    row = w.key + sum(link.key + link.grad for link in links) + 2 * (w.inside.enter + w.inside.leave)
+    stage = w.forward.stage + w.backward.stage + 2 * sum(link.latency for link in links)
+    merged = min(2 * rows, tokens) * w.query * stages
+    ticks = 0
+    for mask, count in layers:
+        pieces = mask.spans.start.size + 2 * len(mask.lengths) + 2
+        ticks += count * (row * tokens + (stages + 2) * stage + w.piece * pieces + merged)
+    return ticks
