@@ -78,7 +78,7 @@ def read(batch: Mapping[str, Any] | None, how: Reading) -> Packed:
     if how.shift not in SHIFTS:
         raise ValueError(f"shift must be one of {', '.join(SHIFTS)}, got {how.shift!r}")
     if meant := sorted({*how.keep} & {*TOKENS, *STARTS, *LONGEST, MASK, POSITIONS}):
-        raise ValueError(f"keep={list(how.keep)} would leave {meant} unread; keep is for entries that are no rows")
+        raise ValueError(f"keep={list(how.keep)} would leave {meant} unread; keep only entries that are no rows")
     if batch is None:
         return EMPTY
     if not isinstance(batch, Mapping):

@@ -56,7 +56,10 @@ def _starts(rows: Rows, kept: NDArray[np.bool_] | None) -> Ints | None:
     given = {name: np.asarray(_host(rows.entries[name])) for name in STARTS if name in rows.entries}
     if not given:
         if said := [name for name in LONGEST if name in rows.entries]:
-            raise ValueError(f"{said[0]} without cu_seqlens says nothing of where documents are; give both or none")
+            raise ValueError(
+                f"{said[0]} without cu_seqlens says nothing of where documents are; give cu_seqlens too, or leave it "
+                "out"
+            )
         return None
     tokens = int(rows.edges[-1])
     name, starts = next(iter(given.items()))
@@ -107,7 +110,7 @@ def labels_of(
     """For every flat row the label that it predicts, or ignore_index."""
     given = [name for name in LABELS if name in rows.entries]
     if len(given) > 1:
-        raise ValueError("labels and shift_labels are both given; give labels, or labels that are shifted already")
+        raise ValueError("labels and shift_labels are both given; leave one of them out")
     if not given:
         return None
     name = given[0]
@@ -118,21 +121,29 @@ def labels_of(
     if kept is not None:
         lost = (labels != ignore_index).cpu().numpy() & ~kept
         if lost.any():
-            where = rows.where(int(np.flatnonzero(lost)[0]))
-            said = (
-                f"attention_mask leaves out {where}, which predicts {name} of the token after it (as after "
-                "padding on the left): set that label to ignore_index, or ask for shift='document', in which a "
-                "document's first token is never predicted"
-                if shift == "row"
-                else f"attention_mask leaves out {where}, which has a label in {name}: set it to ignore_index"
-            )
-            raise ValueError(f"{said} ({ignore_index}); one device would count it")
+            raise _lost(rows, kept, int(np.flatnonzero(lost)[0]), name, shift, ignore_index)
     if shift == "document":
         at = np.flatnonzero(kept) if kept is not None else np.arange(len(first))
         last = np.append(np.flatnonzero(first[at])[1:], at.size)[: at.size] - 1
         index = torch.from_numpy(at).to(labels.device)
         labels = labels.index_copy(0, index, _shifted(labels[index], last, ignore_index))
     return labels
+
+
+def _lost(rows: Rows, kept: NDArray[np.bool_], at: int, name: str, shift: str, ignore_index: int) -> ValueError:
+    """Why the label that the masked-out token `at` would predict must not count."""
+    labelled = at + (shift == "row")
+    if not kept[labelled]:
+        return ValueError(
+            f"{name} of pads must be {ignore_index} (ignore_index), as one device would count them: {name} at "
+            f"{rows.where(labelled)} is another, where attention_mask is 0; set {name}[attention_mask == 0] = "
+            f"{ignore_index}"
+        )
+    return ValueError(
+        f"{name} at {rows.where(labelled)} would be predicted by the token before it, which attention_mask leaves out "
+        "(as after padding on the left), and one device would count it; set the first label after pads to "
+        f"{ignore_index} (ignore_index), or give shift='document' to share, which predicts no document's first token"
+    )
 
 
 def _shifted(labels: Tensor, last: Ints, ignore_index: int) -> Tensor:

@@ -41,7 +41,7 @@ def prefetch(
     """
     depth = whole("depth", depth, 1)
     how = Reading(shift, ignore_index, keep, device)
-    loader = _Loader(batches)
+    loader = Loader(batches)
     with ThreadPoolExecutor(1, thread_name_prefix="seqpar plans ahead") as thread:
         ahead: deque[tuple[Known, Future[Any]] | Exception] = deque()
         going = True
@@ -67,7 +67,7 @@ def prefetch(
                 yield only
 
 
-class _Loader:
+class Loader:
     """Batches one by one, and whether they have ended; what they raise is an answer."""
 
     def __init__(self, batches: Iterable[Mapping[str, Any] | None]) -> None:

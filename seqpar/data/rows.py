@@ -98,7 +98,7 @@ def _rows_of(name: str, value: Any, shape: tuple[int, ...]) -> Tensor:
     if not isinstance(value, Tensor) or tuple(value.shape[: len(shape)]) != shape:
         raise ValueError(
             f"{name} must be a tensor whose first dims are {list(shape)}, as rows move, got {shown(value)}; "
-            f"keep=({name!r},) hands an entry on as it is"
+            f"give such rows, or keep=({name!r},) to hand it on as it is"
         )
     return value.reshape(-1, *value.shape[len(shape) :])
 

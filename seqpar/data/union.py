@@ -13,6 +13,7 @@ from seqpar.comm import Comm
 from seqpar.data.batch import Packed, Reading, read
 from seqpar.layout import Layout, expand
 from seqpar.mask import Ints, frozen
+from seqpar.ops.agree import check_comm
 
 SOURCES = ("sharded", "replicated")
 
@@ -92,6 +93,7 @@ def announce(
 
     Raises: as `share`.
     """
+    check_comm("share", comm)
     own, facts = None, None
     if error is None:
         try:
@@ -131,8 +133,8 @@ def _check_equal(every: Sequence[Facts]) -> None:
         if (each.digest, each.ended) != (every[0].digest, every[0].ended):
             lacks = " (one loader has ended)" if each.ended != every[0].ended else ""
             raise ValueError(
-                f"share: the batch of rank {rank} is not that of rank 0{lacks}; source='replicated' takes the same "
-                "batch on every rank, source='sharded' a batch of each"
+                f"share: the batch of rank {rank} is not that of rank 0{lacks}; bring the same batch on every "
+                "rank, or give source='sharded' for a batch of each"
             )
 
 
@@ -142,7 +144,7 @@ def _union(own: Packed, every: Sequence[Facts], source: str) -> Known:
         every = every[:1]
     lengths = np.concatenate([each.lengths for each in every])
     if not lengths.size:
-        raise ValueError("share: no rank's batch has a token; leave such batches out")
+        raise ValueError("share: no rank's batch has a token; skip this batch on every rank")
     holder = np.repeat(np.arange(len(every)), [each.lengths.size for each in every])
     valid = np.concatenate([each.valid for each in every])
     columns = _common(every)

@@ -75,9 +75,9 @@ def parallelize(
 
 
 class Parallelized:
-    """A model that was parallelized. plans: of the batch shapes seen so far. `undo` takes everything back.
+    """A model that was parallelized; `undo`, or the end of a ``with`` block, takes everything back.
 
-    A copy of the model is parallelized too, with plans of its own.
+    plans: of the batch shapes seen so far. A copy of the model is parallelized too, with plans of its own.
     """
 
     def __init__(
@@ -117,6 +117,12 @@ class Parallelized:
             self._replaced.pop().undo()
         while self._hooks:
             self._hooks.pop().remove()
+
+    def __enter__(self) -> Parallelized:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.undo()
 
     def describe(self) -> str:
         """The plans of all batch shapes so far."""

@@ -8,6 +8,8 @@ from __future__ import annotations
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from seqpar.plan.plot import checked_path
+
 if TYPE_CHECKING:
     from seqpar.dsp.planner import StagePlan
 
@@ -16,7 +18,10 @@ WHOLE, MOVES, MUTED = "#aeb6c2", "#b5443f", "#6b7280"
 
 
 def plot(plan: StagePlan, path: str | Path) -> None:
-    """Write the picture; the file's suffix decides its format. Raises: ImportError without matplotlib."""
+    """Write the picture; the file's suffix decides its format.
+
+    Raises: ImportError without matplotlib, OSError and ValueError for a file that cannot be written.
+    """
     try:
         from matplotlib.figure import Figure
         from matplotlib.patches import Patch
@@ -24,6 +29,7 @@ def plot(plan: StagePlan, path: str | Path) -> None:
         raise ImportError(
             "StagePlan.plot needs matplotlib, which is not installed: pip install 'seqpar[plot]'"
         ) from None
+    path = checked_path(path)
     figure: Any = Figure(figsize=(max(6.0, min(24.0, 2 + 0.35 * len(plan.stages))), 4.5), layout="constrained")
     axis = figure.subplots()
     costs = plan.costs

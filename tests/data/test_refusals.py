@@ -49,10 +49,19 @@ BATCHES: dict[str, tuple[Any, dict[str, Any], str]] = {
     "a 4-D mask": (GOOD | {"attention_mask": torch.ones(2, 1, 6, 6)}, {}, "attention_mask .* only"),
     "positions of three dims": (GOOD | {"position_ids": ROW.expand(3, 2, 6)}, {}, "position_ids .* only"),
     "a mask of documents": (GOOD | {"attention_mask": LEFT + 1}, {}, "attention_mask must hold 0 or 1"),
-    "a label after padding": (GOOD | {"attention_mask": LEFT}, {}, "row 0, token 0, which predicts labels"),
-    "a label in padding": (GOOD | {"attention_mask": LEFT}, {"shift": "document"}, "row 0, token 0, which has a label"),
+    "a label after padding": (
+        GOOD | {"attention_mask": LEFT, "labels": IDS.masked_fill(LEFT == 0, -100)},
+        {},
+        "labels at row 0, token 2 would be predicted by the token before it, .* set the first label after pads to -100",
+    ),
+    "labels on the left of it": (
+        GOOD | {"attention_mask": LEFT}, {}, "labels of pads must be -100 .* labels at row 0, token 1 is another"
+    ),
+    "a label in padding": (
+        GOOD | {"attention_mask": LEFT}, {"shift": "document"}, r"is another.* set labels\[attention_mask == 0\]"
+    ),
     "a shifted label in padding": (
-        {"input_ids": IDS, "shift_labels": IDS, "attention_mask": LEFT}, {}, "row 0, token 0, which has a label"
+        {"input_ids": IDS, "shift_labels": IDS, "attention_mask": LEFT}, {}, "shift_labels at row 0, token 0 is another"
     ),
     "positions that restart under a mask": (
         GOOD | {"attention_mask": torch.ones(2, 6), "position_ids": ROW % 3}, {}, "start anew at row 0, token 3"
@@ -125,7 +134,7 @@ def test_a_replicated_batch_that_differs_names_the_rank() -> None:
 def test_a_union_without_a_token_is_refused() -> None:
     empty = {"input_ids": IDS, "attention_mask": torch.zeros(2, 6)}
     for error in run_threads(2, lambda comm: answer(comm, lambda c: share([empty, None][c.rank], c))):
-        assert str(error) == "share: no rank's batch has a token; leave such batches out"
+        assert str(error) == "share: no rank's batch has a token; skip this batch on every rank"
 
 
 def windowed(lengths: Any, ranks: int) -> Plan:
