@@ -5,6 +5,7 @@ from __future__ import annotations
 import sys
 from typing import Any
 
+import torch.distributed as dist
 from torch import Tensor
 
 
@@ -17,3 +18,18 @@ def is_dtensor(x: Tensor) -> bool:
 def local(x: Any) -> Tensor:
     """What of x lies on this rank."""
     return x.to_local() if is_dtensor(x) else x
+
+
+def version(x: Any) -> int:
+    """The counter that every change in place of what lies here of x advances."""
+    return (x._local_tensor if is_dtensor(x) else x)._version  # type: ignore[no-any-return]
+
+
+def global_rank() -> int:
+    """This process's rank in the default group, by which meshes count; 0 where there is none."""
+    return dist.get_rank() if dist.is_available() and dist.is_initialized() else 0
+
+
+def beside(x: Any, ranks: frozenset[int]) -> bool:
+    """Whether the mesh of a DTensor has no other one of these global ranks: all of them hold the same part of it."""
+    return ranks.isdisjoint({int(rank) for rank in x.device_mesh.mesh.flatten()} - {global_rank()})

@@ -7,6 +7,7 @@ FSDP2 the wrapper reduces them and only the norm is asked for here.
 from __future__ import annotations
 
 import math
+import warnings
 from collections.abc import Iterable, Iterator
 
 import torch
@@ -16,7 +17,9 @@ from torch.distributed.device_mesh import DeviceMesh
 
 from seqpar.comm import Comm, Tag
 from seqpar.ops.agree import signature
-from seqpar.train.dtensor import is_dtensor, local
+from seqpar.train.dtensor import beside, global_rank, is_dtensor, local
+from seqpar.train.loop import loops_of
+from seqpar.train.once import Sum, growing, remark, repeated
 from seqpar.train.sums import flattened, sum_
 
 BUCKET_BYTES = 1 << 26
@@ -31,51 +34,103 @@ def sync_gradients(parameters: Tensor | Iterable[Tensor], comm: Comm, *, bucket_
     bucket_bytes: of gradients that travel together; beside the gradients there are two buckets of memory. Each rank
     sends ``2 (n - 1) / n`` of the gradients' bytes on n ranks.
 
-    After several backward passes (micro-batches) call it once, after the last.
+    After several backward passes (micro-batches) call it once, after the last: a sum that is added to and summed again
+    without an optimizer's step between is a warning.
 
-    Raises: ValueError if ranks differ in the parameters; NotImplementedError for sharded parameters, which FSDP2 has
-    reduced already, and for sparse gradients. Both on every rank and before any gradient moves.
+    Raises: ValueError if ranks differ in the parameters, for gradients that are sums over ranks already, and for those
+    of a model that is parallel with `average_over`; NotImplementedError for sharded parameters, which FSDP2 has reduced
+    already, and for sparse gradients. Both on every rank and before any gradient moves.
     """
     several = _once(parameters)
-    shapes = [(list(p.shape), str(p.dtype), p.device.type) for p in several]
+    shapes = [(list(local(p).shape), str(p.dtype), p.device.type) for p in several]
     digest = signature({"parameters": shapes, "bucket bytes": bucket_bytes}, "sync_gradients")
     # which ranks have which gradients is news of every step, so the agreement on the parameters rides along
-    found = comm.gather("sync_gradients", (digest, [p.grad is not None for p in several]), _refusal(several))
-    for rank, (other, _) in enumerate(found):
+    own = (digest, [p.grad is not None for p in several], repeated(several), growing(several))
+    # whether a mesh shards over the comm's ranks or beside them is known by what ranks these are
+    meshed = any(is_dtensor(p) for p in several)
+    ranks = frozenset(comm.gather("sync_gradients: ranks of meshes", global_rank()) if meshed else ())
+    found = comm.gather("sync_gradients", own, _refusal(several, ranks))
+    for rank, (other, *_) in enumerate(found):
         if other != found[0][0]:
             raise ValueError(
-                f"sync_gradients: rank {rank} has other parameters than rank 0, or another bucket_bytes; give every "
-                f"rank the same ones in the same order; here they are {len(several)}, {shapes!r:.500}"
+                f"sync_gradients: rank {rank} has other parameters than rank 0, or another bucket_bytes (here they are "
+                f"{len(several)}, {shapes!r:.500}); give every rank the same parameters in the "
+                "same order, and one bucket_bytes"
             )
-    present = [any(flags) for flags in zip(*(flags for _, flags in found))]
+    _check_once([again for _, flags, again, _ in found if any(flags)], any(grows for *_, grows in found), comm)
+    present = [any(flags) for flags in zip(*(flags for _, flags, *_ in found))]
     call = comm.next_call()
-    if comm.size == 1:
-        return
-    reduced = [p for p, some in zip(several, present) if some]
-    for index, bucket in enumerate(_buckets(reduced, bucket_bytes)):
-        flat = flattened([torch.zeros_like(p) if p.grad is None else p.grad for p in bucket], comm)
-        sum_(flat, comm, Tag(digest, call, index, 0))
-        pieces = flat.split([p.numel() for p in bucket] + [flat.numel() - sum(p.numel() for p in bucket)])
-        for p, piece in zip(bucket, pieces):
-            if p.grad is None:
-                p.grad = torch.empty_like(p, requires_grad=False)
-            with torch.no_grad():
-                p.grad.copy_(piece.view(p.shape))
+    for loop in loops_of(several):
+        loop.summed()
+    if comm.size > 1:
+        _sum([p for p, some in zip(several, present) if some], comm, Tag(digest, call, 0, 0), bucket_bytes)
 
 
-def _refusal(parameters: list[Tensor]) -> Exception | None:
-    """What is wrong with this rank's parameters."""
+@torch.no_grad()
+def _sum(parameters: list[Tensor], comm: Comm, tag: Tag, bucket_bytes: int) -> None:
+    """Put the sums in place, one bucket after the other; each is a phase of the call."""
+    whole = Sum(parameters)
+    for index, bucket in enumerate(_buckets(parameters, bucket_bytes)):
+        grads = [_grad(p) for p in bucket]
+        flat = flattened(grads, comm)
+        sum_(flat, comm, tag._replace(phase=index, name=f"sync_gradients (bucket {index})"))
+        sizes = [grad.numel() for grad in grads]
+        for grad, piece in zip(grads, flat.split([*sizes, flat.numel() - sum(sizes)])):
+            grad.copy_(piece.view(grad.shape))
+        whole.took(bucket, flat.sum(dtype=torch.float32))
+
+
+def _grad(p: Tensor) -> Tensor:
+    """What lies here of a parameter's gradient, zeros if it had none."""
+    if p.grad is None:
+        p.grad = torch.zeros_like(p, requires_grad=False)
+    return local(p.grad)
+
+
+def _check_once(repeated: list[bool], growing: bool, comm: Comm) -> None:
+    """Raise for gradients that nothing has changed since they were summed, warn of sums that were added to.
+
+    repeated: of each rank that has gradients.
+    """
+    if repeated and all(repeated):
+        raise ValueError(
+            "sync_gradients: these gradients are sums over ranks already, and no backward has added to them since; "
+            "call it once, after the last backward of a step"
+        )
+    if growing and not comm.rank:
+        warnings.warn(
+            "sync_gradients: these gradients hold a sum over ranks to which a backward has added, and no optimizer has "
+            "made a step in between: what was summed is summed once more. Call it once, after the last backward of a "
+            "step, and zero_grad() where a step is left out",
+            stacklevel=3,
+        )
+
+
+def _refusal(parameters: list[Tensor], ranks: frozenset[int]) -> Exception | None:
+    """What is wrong with this rank's parameters. ranks: the global ones of the comm, if there are DTensors."""
+    for loop in loops_of(parameters):
+        if loop.average_over > 1:
+            return ValueError(
+                f"sync_gradients: {type(loop.model).__name__} is parallel with average_over={loop.average_over}, for a "
+                f"wrapper that averages its gradients; their sum would be {loop.average_over} times too large; leave "
+                "sync_gradients out under a wrapper, and average_over without one"
+            )
     for index, p in enumerate(parameters):
         what = f"parameter {index} of shape {list(p.shape)}"
-        if is_dtensor(p):
+        if is_dtensor(p) and not beside(p, ranks):
             return NotImplementedError(
-                f"sync_gradients: {what} is a DTensor with placements {p.placements}; what shards it (fully_shard) has "
-                "reduced its gradient: leave it out"
+                f"sync_gradients: {what} is a DTensor with placements {p.placements} over ranks of this comm, where "
+                "what shards it (fully_shard) has reduced its gradient; leave it out"
+            )
+        if is_dtensor(p) and p.grad is not None and p.grad.placements != p.placements:
+            return NotImplementedError(
+                f"sync_gradients: {what} is a DTensor with placements {p.placements}, and its gradient has "
+                f"{p.grad.placements}; give it p.grad = p.grad.redistribute(placements=p.placements) before"
             )
         if p.grad is not None and (p.grad.layout != torch.strided or p.grad.dtype != p.dtype):
             return NotImplementedError(
-                f"sync_gradients: {what} has a gradient of layout {p.grad.layout} and dtype {p.grad.dtype}; expected a "
-                f"dense one of {p.dtype}"
+                f"sync_gradients: {what} has a gradient of layout {p.grad.layout} and dtype {p.grad.dtype}, expected "
+                f"a dense one of {p.dtype}; give it p.grad = p.grad.to_dense().to(p.dtype) before"
             )
     return None
 
@@ -89,11 +144,11 @@ def _buckets(parameters: list[Tensor], size: int) -> Iterator[list[Tensor]]:
         bucket: list[Tensor] = []
         held = 0
         for p in several:
-            if bucket and held + p.nbytes > size:
+            if bucket and held + local(p).nbytes > size:
                 yield bucket
                 bucket, held = [], 0
             bucket.append(p)
-            held += p.nbytes
+            held += local(p).nbytes
         yield bucket
 
 
@@ -107,7 +162,7 @@ def grad_norm(parameters: Tensor | Iterable[Tensor], *, norm_type: float = 2.0) 
     Raises: ValueError for another norm_type; NotImplementedError for gradients that are still partial sums.
     """
     if not norm_type >= 1:
-        raise ValueError(f"grad_norm: norm_type={norm_type}; expected at least 1, or infinity")
+        raise ValueError(f"grad_norm: norm_type={norm_type}, expected at least 1, or infinity")
     largest = math.isinf(norm_type)
     grads = [p.grad for p in _once(parameters) if p.grad is not None]
     if not grads:
@@ -154,12 +209,13 @@ def clip_grad_norm(
     several = _once(parameters)
     norm = grad_norm(several, norm_type=norm_type)
     if error_if_nonfinite and not norm.isfinite():
-        raise RuntimeError(f"clip_grad_norm: the norm of the gradients is {norm.item()}; nothing was scaled")
+        raise RuntimeError(f"clip_grad_norm: the norm of the gradients is {norm.item()}, and nothing was scaled")
     scale = (max_norm / (norm + 1e-6)).clamp(max=1.0)
     for p in several:
         if p.grad is not None:
             grad = local(p.grad)
-            grad.mul_(scale.to(grad.device))
+            with remark(p.grad):
+                grad.mul_(scale.to(grad.device))
     return norm
 
 

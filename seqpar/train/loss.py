@@ -11,6 +11,7 @@ a 0 that still leads to its logits, so that its backward joins those of the othe
 
 from __future__ import annotations
 
+import math
 from typing import Any, NamedTuple
 
 import torch
@@ -34,15 +35,17 @@ def cross_entropy(
     """This rank's share of the mean loss: the sum over its rows / `valid`, times `average_over`. A scalar.
 
     logits [T, V], labels [T] int64 already shifted; computed in fp32 (fp64 for fp64). valid: the labels that count in
-    the *whole* global batch, over all ranks and all micro-batches, an int or a 0-d tensor. z_loss: the weight of the
-    squared log-normaliser. average_over: the number of ranks that a wrapper averages gradients over, 1 where they are
-    summed; the loss to report is then the sum over ranks of this / average_over.
+    the *whole* global batch, over all ranks and all micro-batches, an int or a 0-d tensor, whose value is not looked at
+    on a device. z_loss: the weight of the squared log-normaliser. average_over: the number of ranks that a wrapper
+    averages gradients over, 1 where they are summed; the loss to report is then the sum over ranks of this /
+    average_over.
 
     The sum over all ranks is ``F.cross_entropy`` of the whole batch; where no label counts at all it is NaN, as there.
 
-    Raises: ValueError for shapes, dtypes or numbers that cannot be.
+    Raises: ValueError for shapes, dtypes or numbers that cannot be; TypeError for what is no tensor.
     """
-    _checked(logits, labels, "logits", valid, label_smoothing, average_over)
+    _check_rows(logits, labels, "logits")
+    _check_numbers(valid, label_smoothing, z_loss, average_over)
     logits = logits.to(_wide(logits.dtype))
     total = F.cross_entropy(logits, labels, ignore_index=ignore_index, label_smoothing=label_smoothing, reduction="sum")
     if z_loss:
@@ -75,20 +78,17 @@ def linear_cross_entropy(
     Under FSDP2 or DDP call it inside the forward of the module that owns the weight: only there it is whole, and its
     gradient is seen.
 
-    Raises: ValueError as `cross_entropy` does; NotImplementedError for a weight that is sharded over ranks.
+    Raises: ValueError and TypeError as `cross_entropy`; NotImplementedError for a weight that is sharded over ranks.
 
     Source: Wijmans et al. 2024 (Cut Your Losses), Hsu et al. 2024 (Liger Kernel), which compute it in one pass too.
     """
-    _checked(hidden, labels, "hidden", valid, label_smoothing, average_over)
-    if is_dtensor(weight):
-        raise NotImplementedError(
-            f"linear_cross_entropy: the weight is a DTensor {list(weight.shape)} with placements {weight.placements}; "
-            "call it inside the forward of the module that fully_shard wraps, where the weight is whole"
-        )
-    if weight.dim() != 2 or weight.shape[1] != hidden.shape[1] or chunk < 1:
+    _check_rows(hidden, labels, "hidden")
+    _check_numbers(valid, label_smoothing, z_loss, average_over)
+    _check_head(hidden, weight, bias)
+    if not 0.0 <= softcap < math.inf or chunk < 1:
         raise ValueError(
-            f"linear_cross_entropy: hidden {list(hidden.shape)}, weight {list(weight.shape)}, chunk={chunk}; expected "
-            "[T, E], [V, E] and at least one row in a chunk"
+            f"linear_cross_entropy: softcap={softcap}, chunk={chunk}, expected a finite cap, 0 for none, and at least "
+            "one row in a chunk"
         )
     options = _Options(ignore_index, label_smoothing, z_loss, softcap, chunk)
     return _LinearCrossEntropy.apply(hidden, weight, bias, labels, valid, average_over, options)
@@ -117,17 +117,54 @@ def _wide(dtype: torch.dtype) -> torch.dtype:
     return torch.float64 if dtype == torch.float64 else torch.float32
 
 
-def _checked(
-    rows: Tensor, labels: Tensor, name: str, valid: int | Tensor, label_smoothing: float, average_over: int
-) -> None:
+def _check_rows(rows: Tensor, labels: Tensor, name: str) -> None:
+    for kind, x in ((name, rows), ("labels", labels)):
+        if not isinstance(x, Tensor):
+            raise TypeError(f"{kind} must be a tensor, got {x!r:.200}")
     if rows.dim() != 2 or labels.shape != rows.shape[:1] or labels.dtype != torch.int64:
         raise ValueError(
-            f"{name} {list(rows.shape)}, labels {list(labels.shape)} of {labels.dtype}; expected [T, n] and [T] int64"
+            f"{name} {list(rows.shape)}, labels {list(labels.shape)} of {labels.dtype}, expected [T, n] and [T] int64"
         )
-    if not (isinstance(valid, Tensor) and valid.dim() == 0) and not (isinstance(valid, int) and valid >= 0):
-        raise ValueError(f"valid={valid!r}; expected how many labels count over all ranks, an int or a 0-d tensor")
+
+
+def _check_numbers(valid: int | Tensor, label_smoothing: float, z_loss: float, average_over: int) -> None:
+    if not _is_count(valid):
+        raise ValueError(
+            f"valid={valid!r}, expected how many labels count over all ranks, an int of at least 0 or such a 0-d tensor"
+        )
     if not 0.0 <= label_smoothing <= 1.0 or average_over < 1:
-        raise ValueError(f"label_smoothing={label_smoothing}, average_over={average_over}; expected [0, 1] and >= 1")
+        raise ValueError(f"label_smoothing={label_smoothing}, average_over={average_over}, expected [0, 1] and >= 1")
+    if not -math.inf < z_loss < math.inf:  # as torch.compile can trace it
+        raise ValueError(f"z_loss={z_loss}, expected a finite weight")
+
+
+def _is_count(valid: object) -> bool:
+    """Whether it can be a number of labels; of a tensor on a device, for which the host would wait, its dtype."""
+    if not isinstance(valid, Tensor):
+        return isinstance(valid, int) and not isinstance(valid, bool) and valid >= 0
+    if valid.dim() or valid.dtype == torch.bool or valid.is_complex():
+        return False
+    return not valid.is_cpu or torch.compiler.is_compiling() or type(valid) is not Tensor or bool(valid >= 0)
+
+
+def _check_head(hidden: Tensor, weight: Tensor, bias: Tensor | None) -> None:
+    for kind, x in (("weight", weight), ("bias", bias)):
+        if not isinstance(x, Tensor) and not (kind == "bias" and x is None):
+            raise TypeError(f"linear_cross_entropy: the {kind} must be a tensor, got {x!r:.200}")
+        if x is not None and is_dtensor(x):
+            raise NotImplementedError(
+                f"linear_cross_entropy: the {kind} is a DTensor {list(x.shape)} with placements {x.placements}; "
+                f"call it inside the forward of the module that fully_shard wraps, where the {kind} is whole"
+            )
+    if weight.dim() != 2 or weight.shape[1] != hidden.shape[1]:
+        raise ValueError(
+            f"linear_cross_entropy: hidden {list(hidden.shape)}, weight {list(weight.shape)}, expected [T, E], [V, E]"
+        )
+    if bias is not None and (bias.shape != weight.shape[:1] or not bias.dtype.is_floating_point):
+        raise ValueError(
+            f"linear_cross_entropy: bias {list(bias.shape)} of {bias.dtype}, expected floating point "
+            f"[{weight.shape[0]}], one for each row of the weight {list(weight.shape)}"
+        )
 
 
 def _summed(

@@ -47,6 +47,7 @@ class Mean:
         counts = [count for _, count in found]
         if len(set(counts)) > 1:
             raise ValueError(
-                f"Mean.result: ranks counted {counts} labels; every rank adds every batch, with the valid of all ranks"
+                f"Mean.result: ranks counted {counts} labels; add every batch on every rank, with the valid of all "
+                "ranks"
             )
         return math.fsum(total for total, _ in found) / counts[0] if counts[0] else math.nan

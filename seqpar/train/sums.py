@@ -33,7 +33,7 @@ def all_sum(x: Tensor, comm: Comm) -> Tensor:
     and before any byte moves.
     """
     if x.dtype == torch.bool:
-        refuse("all_sum", comm, ValueError("the sum of truth values; expected numbers: give x.long()"))
+        refuse("all_sum", comm, ValueError("the sum of truth values, expected numbers; give x.long()"))
     return _AllSum.apply(x, comm)
 
 
@@ -50,7 +50,7 @@ def token_mean(x: Tensor, comm: Comm, *, keep: Tensor | None = None) -> Tensor:
     """
     if x.dim() == 0 or not (keep is None or (keep.dtype == torch.bool and keep.shape == x.shape[:1])):
         rows = None if keep is None else f"{keep.dtype}{list(keep.shape)}"
-        refuse("token_mean", comm, ValueError(f"x {list(x.shape)}, keep {rows}; expected [T, ...] and bool [T]"))
+        refuse("token_mean", comm, ValueError(f"x {list(x.shape)}, keep {rows}, expected [T, ...] and bool [T]"))
     wide = x.to(torch.float64 if x.dtype == torch.float64 else torch.float32)
     if keep is not None:
         wide = wide.masked_fill(~keep.view(-1, *[1] * (x.dim() - 1)), 0.0)
@@ -69,12 +69,12 @@ class _AllSum(torch.autograd.Function):
             "shape": list(x.shape), "dtype": x.dtype, "device": x.device.type, "requires grad": x.requires_grad,
         }  # fmt: skip
         ctx.comm, ctx.call = comm, (agree_once(comm, "all_sum", facts, None), comm.next_call())
-        return _summed_alike(x, comm, Tag(*ctx.call, 0, 0))
+        return _summed_alike(x, comm, Tag(*ctx.call, 0, 0, "all_sum (forward)"))
 
     @staticmethod
     @once_differentiable
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None]:
-        return _summed_alike(grad, ctx.comm, Tag(*ctx.call, 1, 0)), None
+        return _summed_alike(grad, ctx.comm, Tag(*ctx.call, 1, 0, "all_sum (backward)")), None
 
 
 def _summed_alike(x: Tensor, comm: Comm, tag: Tag) -> Tensor:

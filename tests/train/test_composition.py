@@ -16,7 +16,7 @@ from torch import Tensor, nn
 from torch.distributed.checkpoint.state_dict import get_state_dict, set_state_dict
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
-from torch.distributed.tensor import DTensor
+from torch.distributed.tensor import DTensor, Partial
 from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, parallelize_module
 from torch.nn.parallel import DistributedDataParallel
 
@@ -237,6 +237,37 @@ def test_tensor_parallel_beside_it_changes_nothing() -> None:
         assert loss == pytest.approx(losses[0], rel=1e-12)
         assert total == pytest.approx(float(norm), rel=1e-10)
         close(found, grads, 1e-10)
+
+
+def summed_beside_tensor_parallel(comm: Comm) -> tuple[dict[str, Tensor], str]:
+    """sp2 x tp2 without FSDP2: what lies on a rank, of DTensors too, is summed over sp, twice with zeros between."""
+    mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("sp", "tp"))
+    sequence, model = GroupComm(mesh["sp"]), decoder()
+    for layer in model.layers:
+        columns = {name: ColwiseParallel() for name in ("q", "k", "v", "up")}
+        parallelize_module(layer, mesh["tp"], columns | {"out": RowwiseParallel(), "down": RowwiseParallel()})
+    here = Documents.of(0).part(sequence.rank, 2).share(sequence)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.0)
+    for _ in range(2):
+        optimizer.zero_grad(set_to_none=False)
+        loss_of(model, here, valid=here.valid).backward()
+        sync_gradients(model.parameters(), sequence)
+        optimizer.step()
+    found = gradients(model)
+    weight = model.layers[0].down.weight
+    weight.grad = DTensor.from_local(weight.grad.full_tensor() / 2, mesh["tp"], [Partial()])
+    with pytest.raises(NotImplementedError, match="and its gradient has .*Partial") as raised:
+        sync_gradients([weight], sequence)
+    weight.grad = weight.grad.redistribute(placements=weight.placements)  # as the error says
+    sync_gradients([weight], sequence)
+    return found, str(raised.value)
+
+
+def test_gradients_are_summed_beside_tensor_parallel() -> None:
+    _, grads, _ = single(1)
+    for found, text in run_processes(4, summed_beside_tensor_parallel):
+        close(found, grads, 1e-10)
+        assert "; give it p.grad = p.grad.redistribute(placements=p.placements)" in text
 
 
 def mixed(comm: Comm) -> tuple[float, float]:

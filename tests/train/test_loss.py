@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import math
 from itertools import product
 
+import numpy as np
 import pytest
 import torch
 import torch.nn.functional as F
@@ -170,6 +172,8 @@ def test_what_cannot_be_is_refused() -> None:
     logits = hidden @ weight.t()
     for change in (
         {"valid": -1}, {"valid": 2.5}, {"valid": torch.ones(2)}, {"label_smoothing": 1.5}, {"average_over": 0},
+        {"valid": True}, {"valid": torch.tensor(-3)}, {"valid": torch.tensor(True)}, {"valid": torch.tensor(math.nan)},
+        {"valid": torch.ones(1)}, {"valid": "9"}, {"label_smoothing": math.nan}, {"z_loss": math.nan},
     ):  # fmt: skip
         with pytest.raises(ValueError, match=next(iter(change))):
             cross_entropy(logits, labels, **({"valid": 9} | change))
@@ -182,6 +186,24 @@ def test_what_cannot_be_is_refused() -> None:
         linear_cross_entropy(hidden, weight, labels, valid=9, chunk=0)
     with pytest.raises(ValueError, match=r"expected \[T, E\], \[V, E\]"):
         linear_cross_entropy(hidden, weight.t(), labels, valid=9)
+    for bias in (torch.zeros(T, V), torch.zeros(1), torch.zeros(V - 1), torch.zeros(V, 1), torch.zeros(V).long()):
+        with pytest.raises(ValueError, match=r"bias \[.*, expected floating point \[11\]"):
+            linear_cross_entropy(hidden, weight, labels, valid=9, bias=bias)
+    for cap in (-3.0, math.nan, math.inf):
+        with pytest.raises(ValueError, match=f"softcap={cap}"):
+            linear_cross_entropy(hidden, weight, labels, valid=9, softcap=cap)
+
+
+@pytest.mark.parametrize("name", ["logits", "hidden", "labels", "weight", "bias"])
+def test_what_is_no_tensor_is_named(name: str) -> None:
+    hidden, weight, bias, labels = given()
+    for other in (np.zeros((T, E)), [0.0] * V, *([] if name == "bias" else [None])):
+        with pytest.raises(TypeError, match=f"{name} must be a tensor, got"):
+            if name == "logits":
+                cross_entropy(other, labels, valid=9)
+            else:
+                arguments = {"hidden": hidden, "weight": weight, "labels": labels, "bias": bias, name: other}
+                linear_cross_entropy(**arguments, valid=9)
 
 
 def test_a_compiled_loss_has_one_graph_and_the_same_gradients() -> None:

@@ -1,0 +1,198 @@
+"""`Loop`: what a training loop does to a parallel model between forwards, as far as all ranks must do the same.
+
+Each forward compares a hash of some weights in the agreement it makes anyway. When they differ says why:
+
+    at the first forward                       other weights were loaded or drawn: an error
+    after a backward that nobody has summed    the optimizer took a step by each rank's own share: an error
+    else                                       ranks drift apart, by operations that are not deterministic: a warning
+
+A backward is seen by a hook of the parameters that are sampled; `sync_gradients` finds the loop by the same hook.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import warnings
+from collections.abc import Mapping
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.utils.hooks import RemovableHandle
+
+from seqpar.comm import Comm
+from seqpar.comm.protocol import DEAD, PeerError
+from seqpar.mask import Ints
+from seqpar.train.dtensor import global_rank
+from seqpar.train.weights import Sampled, difference, sampled, spread, values, versions
+from seqpar.train.wrappers import Averaging, by_ddp, by_fsdp
+
+WEIGHTS = "weights"
+
+
+class Loop:
+    """What ranks know of the loop around a model. A collective of the comm's ranks.
+
+    average_over: the ranks over which a wrapper is to average the gradients; 1 where they are summed.
+    """
+
+    def __init__(self, model: nn.Module, comm: Comm, *, average_over: int = 1) -> None:
+        self.model, self.comm, self.average_over = model, comm, average_over
+        self._ranks = frozenset(comm.gather("parallelize: ranks of meshes", global_rank()))
+        self._sample: list[Sampled] = []
+        self._hooks: list[RemovableHandle] = []
+        self._versions: list[int] | None = None  # at which the digest was taken
+        self._digest = ""
+        self._unsummed: list[int] | None = None  # the versions at a backward that nobody has summed since
+        self._agreed = False  # whether ranks have had the same weights once
+        self._count = -1  # of parameters, on which they have agreed
+        self._wrapped = False  # whether somebody else reduces gradients
+        self._alike: int | None = 0  # how often all have brought the same batch; None if that is settled
+        self._checked = False  # whether that fits average_over
+        self._fsdp: Averaging | None | tuple[()] = ()  # () while nobody has looked
+        self._quiet = comm.size == 1  # whether there is nothing to compare, or all has been said
+
+    def agree(self, what: str, facts: Mapping[str, object], error: Exception | None) -> None:
+        """Return if every rank gave equal facts and no error, and the weights are alike: `Comm.agree`, at its cost.
+
+        Raises: as that does; ValueError on every rank for weights that differ at the first call, or since gradients
+        were not summed.
+        """
+        more = {} if self._quiet else {WEIGHTS: self._hash()}
+        try:
+            self.comm.agree(what, dict(facts) | more, error)
+        except ValueError as refused:
+            if getattr(refused, "differing", None) != WEIGHTS:
+                raise
+            self._compare(what)
+        except PeerError as lost:
+            happened = f"{what} (comparing arguments): "
+            if any(text in str(lost) for text in (f"{happened}waited", f"{happened}lost", f"to agree on {what}")):
+                raise PeerError(
+                    f"{str(lost).partition(DEAD)[0]}{DEAD}; give every rank as many batches as the others, or run the "
+                    "model on one rank alone inside `with handle.local():`, where handle is what `parallelize` returned"
+                ) from lost
+            raise
+        if not self._agreed:
+            self._agreed = True
+            self._take()
+
+    def note_wrapper(self, what: str, *, averaged: bool) -> None:
+        """Note who else reduces the gradients of the forward under way; warn once if they come out too small or large.
+
+        averaged: whether this loss is for a wrapper that divides by `average_over`, not scaled by its caller.
+        """
+        if self._wrapped and (self._checked or not averaged):
+            return
+        found = by_ddp(self.model)
+        if not self._wrapped and found is None:
+            self._fsdp = by_fsdp(self.model) if self._fsdp == () else self._fsdp
+        found = found or self._fsdp or None
+        if found is None:
+            return
+        self._wrapped, self._checked = True, averaged
+        expected = found.average_over(self.comm.size)
+        if averaged and expected is not None and expected % 1 == 0 and expected != self.average_over:
+            self._warn(
+                f"{what}: {found.who} divides the sum of {found.ranks} ranks' gradients by {found.divisor:g}, so that "
+                f"they are {self.average_over}/{expected:g} of this loss's. Give seqpar.parallelize(..., "
+                f"average_over={expected:g})"
+            )
+
+    def note_batch(self, what: str, lengths: Ints, tokens: Tensor | None) -> None:
+        """Warn once if all ranks bring the same batch, twice in a row, as if each brought its own.
+
+        lengths: of all ranks' documents, one rank's after the other's. tokens: of this rank's batch. At most two small
+        exchanges are made for it in all.
+        """
+        size = self.comm.size
+        if self._alike is None or size == 1:
+            return
+        alike = lengths.size % size == 0 and bool((lengths.reshape(size, -1) == lengths[: lengths.size // size]).all())
+        if not alike or len(set(self.comm.gather(f"{what}: batches", _digest(tokens)))) > 1:
+            self._alike = None
+            return
+        self._alike += 1
+        if self._alike == 2:
+            self._alike = None
+            self._warn(
+                f"{what}: all {size} ranks bring the same batch, and each document is computed {size} times. Give each "
+                "rank its own, or seqpar.parallelize(..., source='replicated') to compute it once on all of them"
+            )
+
+    def summed(self) -> None:
+        """Note that gradients are sums over ranks now."""
+        self._unsummed = None
+
+    def close(self) -> None:
+        """Take the hooks off the parameters."""
+        for hook in self._hooks:
+            hook.remove()
+        self._hooks, self._sample, self._versions, self._unsummed = [], [], None, None
+
+    def _hash(self) -> str:
+        if self._count < 0 or not all(each.stands() for each in self._sample):
+            self._take()
+        if (now := versions(self._sample)) != self._versions:
+            names = "\n".join(each.name for each in self._sample).encode()
+            several = b"".join(x.numpy().tobytes() for x in values(self._sample).values())
+            self._digest = hashlib.blake2b(names + several, digest_size=8).hexdigest()
+            self._versions = now
+        return self._digest
+
+    def _take(self) -> None:
+        """Sample the model: every parameter until ranks have agreed on them, a few from then on."""
+        self.close()
+        every = sampled(self.model, self._ranks)
+        if len(every) != self._count:  # other modules, as adapters, whose weights nobody has compared
+            self._count, self._agreed = len(every), False
+        self._sample = spread(every) if self._agreed else every
+        trained = [each.parameter for each in spread(every) if each.trained]
+        self._hooks = [p.register_post_accumulate_grad_hook(self._accumulated) for p in trained]
+
+    def _accumulated(self, parameter: Tensor) -> None:
+        self._unsummed = versions(self._sample)
+
+    def _compare(self, what: str) -> None:
+        """Say where weights differ that do not hash alike. A collective."""
+        stepped = self._unsummed is not None and self._unsummed != self._versions
+        found = self.comm.gather(f"{what}: weights", (values(self._sample), stepped))
+        worst = difference([several for several, _ in found])
+        if worst is None:
+            return
+        told = f"{what}: {worst.name} differs by up to {worst.largest:.3g} between rank 0 and rank {worst.rank}"
+        if not self._agreed:
+            raise ValueError(
+                f"{told}, and nothing has trained yet; load the same weights on every rank, or call "
+                "torch.manual_seed(0) before the model is made"
+            )
+        if any(stepped for _, stepped in found) and not self._wrapped:
+            raise ValueError(
+                f"{told} since an optimizer stepped with gradients that were not summed over ranks; start again from "
+                "equal weights, and call seqpar.train.sync_gradients(model.parameters(), comm) before every step"
+            )
+        self._quiet = True
+        self._warn(
+            f"{told}, though gradients were summed: ranks drift apart, as by operations that are not deterministic"
+        )
+
+    def _warn(self, text: str) -> None:
+        """Say it, on one rank."""
+        if not self.comm.rank:
+            warnings.warn(text, stacklevel=3)
+
+
+def _digest(tokens: Tensor | None) -> bytes:
+    """Equal for equal tensors, by no more than some thousand values."""
+    if tokens is None or not tokens.numel():
+        return b""
+    flat = tokens.detach().reshape(-1)
+    some = flat[:: -(-len(flat) // 4096)].contiguous().cpu().view(torch.uint8)
+    return hashlib.blake2b(f"{list(tokens.shape)}".encode() + some.numpy().tobytes(), digest_size=8).digest()
+
+
+def loops_of(parameters: list[Tensor]) -> list[Loop]:
+    """The loops that watch some of these parameters."""
+    hooks = (hook for p in parameters for hook in (getattr(p, "_post_accumulate_grad_hooks", None) or {}).values())
+    owners: list[Any] = [getattr(hook, "__self__", None) for hook in hooks]
+    return list({id(owner): owner for owner in owners if isinstance(owner, Loop)}.values())

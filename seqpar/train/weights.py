@@ -1,0 +1,107 @@
+"""Whether ranks hold the same weights: some values of some parameters, and where they differ.
+
+What is sampled is what every rank is to hold alike: plain parameters, and of DTensors those whose mesh has no other
+rank of the comm, as tensor parallelism beside it makes them. What a wrapper shards over the comm's ranks (FSDP) is one
+tensor by construction, and is left out.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from typing import NamedTuple
+
+import torch
+from torch import Tensor, nn
+
+from seqpar.train.dtensor import beside, is_dtensor, local, version
+
+PARAMETERS, VALUES = 4, 64  # of each kind, trained and frozen; of each parameter, evenly spread
+
+
+class Sampled(NamedTuple):
+    """A parameter and where it was found, as long as which the sample is good."""
+
+    name: str
+    module: nn.Module
+    key: str
+    parameter: Tensor
+    trained: bool
+
+    def stands(self) -> bool:
+        """Whether the parameter is still the module's, and still trained or frozen as it was."""
+        now = self.module._parameters.get(self.key)
+        return now is self.parameter and now.requires_grad == self.trained
+
+
+def sampled(model: nn.Module, ranks: frozenset[int]) -> list[Sampled]:
+    """The parameters of a model that all ranks are to hold alike, each once. ranks: the global ones of the comm."""
+    return list({id(each.parameter): each for each in _comparable(model, ranks)}.values())
+
+
+def spread(several: Sequence[Sampled]) -> list[Sampled]:
+    """A few of the trained and of the frozen parameters; matrices rather than vectors."""
+    found = []
+    for trained in (True, False):
+        kind = [each for each in several if each.trained == trained]
+        kind = [each for each in kind if each.parameter.dim() > 1] or kind
+        count = min(PARAMETERS, len(kind))
+        found += [kind[index * (len(kind) - 1) // max(1, count - 1)] for index in range(count)]
+    return found
+
+
+def _comparable(model: nn.Module, ranks: frozenset[int]) -> Iterator[Sampled]:
+    for path, module in model.named_modules():
+        for key, p in module._parameters.items():
+            if p is None or p.is_meta or key == "_flat_param" or getattr(p, "_fsdp_flattened", False):
+                continue
+            whole = beside(p, ranks) if is_dtensor(p) else type(p.data) is Tensor
+            if whole and local(p).numel():
+                yield Sampled(f"{path}.{key}" if path else key, module, key, p, p.requires_grad)
+
+
+def versions(sample: Sequence[Sampled]) -> list[int]:
+    """The counters that every change of a parameter in place advances, an optimizer's step among them."""
+    return [version(each.parameter) for each in sample]
+
+
+@torch.no_grad()
+def values(sample: Sequence[Sampled]) -> dict[str, Tensor]:
+    """The values of a sample by name, fp64 on the CPU; a device is waited for once for each dtype."""
+    kinds: dict[tuple[torch.device, torch.dtype], dict[str, Tensor]] = {}
+    for each in sample:
+        flat = local(each.parameter.detach()).reshape(-1)
+        some = flat[:: -(-len(flat) // VALUES)]
+        some = torch.view_as_real(some).reshape(-1) if some.is_complex() else some
+        kinds.setdefault((some.device, some.dtype), {})[each.name] = some
+    found = {}
+    for several in kinds.values():
+        moved = torch.cat(list(several.values())).cpu().double()
+        found |= dict(zip(several, moved.split([len(x) for x in several.values()])))
+    return found
+
+
+class Difference(NamedTuple):
+    """The largest difference of two ranks' samples: at which parameter, between rank 0 and which."""
+
+    name: str
+    rank: int
+    largest: float
+
+
+def difference(found: Sequence[dict[str, Tensor]]) -> Difference | None:
+    """Where the samples of ranks differ most; None if nowhere."""
+    worst: Difference | None = None
+    for rank, other in enumerate(found):
+        for name in found[0] | other:
+            gap = _gap(found[0].get(name), other.get(name))
+            if gap > (worst.largest if worst else 0.0):
+                worst = Difference(name, rank, gap)
+    return worst
+
+
+def _gap(a: Tensor | None, b: Tensor | None) -> float:
+    """The largest difference; infinite for what is not there, of another size or not finite on one rank alone."""
+    if a is None or b is None or a.shape != b.shape:
+        return float("inf")
+    gap = (a - b).abs().nan_to_num(nan=float("inf"), posinf=float("inf"))
+    return float(gap.masked_fill((a == b) | (a.isnan() & b.isnan()), 0.0).max())
