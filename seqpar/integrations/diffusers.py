@@ -28,6 +28,7 @@ import torch
 from torch import Tensor, nn
 
 from seqpar.comm import Comm
+from seqpar.dsp.models import SPECS
 from seqpar.integrations.sdpa import Rerouting
 from seqpar.integrations.wrapped import Parallelized
 from seqpar.layout import Layout
@@ -65,16 +66,22 @@ def parallelize(model: nn.Module, comm: Comm, *, plan: MakePlan = Plan) -> Paral
     """
     recipe = RECIPES.get(type(model).__name__)
     if recipe is None:
-        raise NotImplementedError(
-            f"diffusers: {type(model).__name__} is not one of {', '.join(RECIPES)}; `seqpar.sdpa` reroutes any model "
-            "whose rows you share out yourself"
-        )
+        raise NotImplementedError(_unknown(type(model).__name__))
     sharing = Sharing(recipe, comm, plan)
     around: list[tuple[nn.Module, Callable[..., Any]]] = [(model, partial(_forward, sharing))]
     around += [(model.get_submodule(name), function) for name, function in recipe.modules.items()]
     around += [(m, _cross if name.split(".")[-1] in recipe.cross else _joint) for name, m in _attentions(model)]
     around.append((model.get_submodule("proj_out"), _gathering))
     return Parallelized(model, around)
+
+
+def _unknown(name: str) -> str:
+    if name in SPECS:
+        return f"diffusers: {name} is parallel by stages; call seqpar.dsp.parallelize(model, comm)"
+    return (
+        f"diffusers: {name} is not one of {', '.join([*RECIPES, *SPECS])}; if nothing but attention mixes its tokens, "
+        "share out its rows yourself and call it inside `seqpar.sdpa`"
+    )
 
 
 # --- a forward --------------------------------------------------------------------------------------------------------
@@ -135,7 +142,8 @@ class Run(Rerouting):
 
     def __init__(self, sharing: Sharing, sizes: Sizes, *, again: bool = False) -> None:
         joint, self.image_plan = sharing.plans_of(sizes)
-        super().__init__(joint, sharing.comm, lambda query, key: self.cross > 0, None, again=again)
+        # its recipe knows the model: no trial of it
+        super().__init__(joint, sharing.comm, lambda query, key: self.cross > 0, None, again=again, tries=False)
         self.sharing, self.sizes, self.cross = sharing, sizes, 0
 
     def __enter__(self) -> Run:
@@ -228,7 +236,7 @@ def _same_on_all(facts: list[dict[str, Any]]) -> None:
             if other.get(name) != facts[0].get(name):
                 raise ValueError(
                     f"diffusers: {name} differs between rank 0 and rank {rank}: {facts[0].get(name)} and "
-                    f"{other.get(name)} (shape, dtype and sums of bits); every rank passes the same whole tensors, "
+                    f"{other.get(name)} (shape, dtype and sums of bits); pass the same whole tensors on every rank, "
                     "drawn with the same seed"
                 )
 
@@ -237,7 +245,9 @@ def _fingerprint(value: Any) -> Any:
     """What is equal for equal arguments: of a tensor its shape, dtype, and sums of its bytes that tell their places."""
     if not isinstance(value, Tensor):
         return repr(value)
-    flat = value.detach().contiguous().reshape(-1).view(torch.uint8)
+    flat = value.detach().resolve_conj().resolve_neg().contiguous().reshape(-1)
+    # of one element alone any stride is contiguous, and only 1 has bytes
+    flat = flat.as_strided(flat.shape, (1,)).view(torch.uint8)
     body, tail = flat[: len(flat) // 1024 * 1024].view(-1, 1024), flat[len(flat) // 1024 * 1024 :]
     sums = [body.sum(0, dtype=torch.int64), body.sum(1, dtype=torch.int64), tail.long()]
     return tuple(value.shape), str(value.dtype), *torch.stack([_weighted(x) for x in sums]).tolist()
@@ -300,7 +310,7 @@ class _Gather(torch.autograd.Function):
             if not (_near(other[0], found[0][0], scale) and _near(other[1], found[0][1], scale**2)):
                 raise ValueError(
                     f"diffusers: the gradient of the output differs between rank 0 and rank {rank}: sum and sum of "
-                    f"squares {found[0]} and {other}; every rank computes the whole loss, from the same target"
+                    f"squares {found[0]} and {other}; compute the whole loss on every rank, from the same target"
                 )
         at = ctx.plan.layout.positions(ctx.comm.rank)
         return grad[:, at[0] : at[0] + at.size] if at.size else grad[:, :0], None, None
@@ -357,9 +367,11 @@ class Recipe:
             if (kind := getattr(backend, "value", backend)) not in BACKENDS:
                 raise NotImplementedError(f"diffusers: the attention backend {kind} of {name}, expected {BACKENDS}")
         if getattr(model, "_parallel_config", None) is not None:
-            raise NotImplementedError("diffusers: the model is under enable_parallelism; use one of the two")
+            raise NotImplementedError("diffusers: the model is under enable_parallelism; leave that out")
         if getattr(model, "is_cache_enabled", False):
-            raise NotImplementedError("diffusers: the model is under enable_cache, which skips attention; disable it")
+            raise NotImplementedError(
+                "diffusers: the model is under enable_cache, which skips attention; call disable_cache()"
+            )
         if getattr(model, "zero_cond_t", False):
             raise NotImplementedError("diffusers: zero_cond_t modulates tokens one by one, which is not shared out")
 

@@ -7,9 +7,14 @@ says, except that an explicit mask says everything and is taken as it is. Any ot
 
 from __future__ import annotations
 
+import contextlib
 import hashlib
+import sys
+import warnings
 from collections.abc import Callable, Iterator
-from contextlib import AbstractContextManager, contextmanager
+from contextlib import AbstractContextManager, contextmanager, nullcontext
+from functools import partial
+from types import FrameType
 from typing import Any
 
 import numpy as np
@@ -19,7 +24,10 @@ from torch import Tensor, nn
 from torch.overrides import TorchFunctionMode
 
 from seqpar.comm import Comm
+from seqpar.integrations.mixing import dropping, mixing
+from seqpar.integrations.probe import under_trial
 from seqpar.integrations.sdpa_mask import bounds_of, compressed, expanded, is_lower_triangle
+from seqpar.integrations.trial import Call, outermost, stand_in, way_of
 from seqpar.integrations.wrapped import Parallelized
 from seqpar.mask import Mask
 from seqpar.ops import attention
@@ -70,7 +78,11 @@ def sdpa(plan: Plan, comm: Comm, *, local: Local | None = None, dropout_seed: in
     started inside the block is outside of it. A compiler breaks its graph at every call: to compile whole models, use
     `seqpar.nn.Attention`.
 
-    Raises: ValueError for rows or a mask that are not the plan's; NotImplementedError for need_weights, padding masks,
+    A module that attends inside the block is tried when the block first ends with it, without gradients: what it does
+    outside its attention must be of each row alone (`seqpar.integrations.probe`). Code between modules is not seen.
+
+    Raises: ValueError for rows or a mask that are not the plan's; NotImplementedError for a module that mixes rows
+    otherwise, by the name of the first module inside where they do not follow, for need_weights, padding masks,
     added keys, biases of scores, masks that differ between heads or have gaps, and other operators of attention,
     such as flash-attn's and flex_attention; RuntimeError on leaving the block if no call was rerouted. All ranks raise,
     none hangs.
@@ -98,19 +110,25 @@ class Rerouting(TorchFunctionMode):
     """The mode of one block. first: the number of its first call, for seeds; again: whether a checkpoint runs again."""
 
     def __init__(
-        self, plan: Plan, comm: Comm, local: Local | None, seed: int | None, *, first: int = 0, again: bool = False
-    ) -> None:
+        self, plan: Plan, comm: Comm, local: Local | None, seed: int | None, *, first: int = 0, again: bool = False,
+        tries: bool = True,
+    ) -> None:  # fmt: skip
         super().__init__()
         self.plan, self.comm, self.local, self.seed, self.again = plan, comm, local, seed, again
         self.first = self.calls = first
         self.outside: list[Region] = []
         self.surroundings: AbstractContextManager[Any] | None = None
         self.triangle, self.masked = Last(), Last()
+        self.tries = tries and not again
+        self.below: FrameType | None = None
+        self.called: dict[nn.Module, tuple[Call, Any, Any] | None] = {}
 
     def __enter__(self) -> Rerouting:
         if self.surroundings is not None:
             raise RuntimeError("sdpa: this block is entered already; make another one to nest them")
-        self.surroundings, self.calls, self.outside = parallel(self.plan, self.comm), self.first, under_way()
+        self.surroundings = nullcontext() if under_trial() else parallel(self.plan, self.comm)
+        self.calls, self.outside = self.first, under_way()
+        self.below = _entering(sys._getframe(1)) if self.tries else None
         self.surroundings.__enter__()
         super().__enter__()
         return self
@@ -119,11 +137,15 @@ class Rerouting(TorchFunctionMode):
         super().__exit__(kind, error, trace)
         surroundings, self.surroundings, self.outside = self.surroundings, None, []
         self.triangle, self.masked = Last(), Last()
+        called, self.called, self.below = self.called, {}, None
         if surroundings is not None:
             surroundings.__exit__(None, None, None)
+        if kind is None:
+            for untried in filter(None, called.values()):
+                self._try(*untried)
         if kind is None and self.calls == self.first and not self.again:
             raise RuntimeError(
-                "sdpa: no attention was rerouted inside the block; the model called neither "
+                "sdpa: no attention was rerouted inside the block, in which the model called neither "
                 "F.scaled_dot_product_attention nor F.multi_head_attention_forward on this thread with the plan's rows"
             )
 
@@ -157,6 +179,8 @@ class Rerouting(TorchFunctionMode):
         try:
             yield
         except Exception as error:
+            if under_trial():
+                raise
             refuse("sdpa", self.comm, error)
 
     def _scaled_dot_product(
@@ -235,14 +259,46 @@ class Rerouting(TorchFunctionMode):
                     f"sdpa: {q.shape[0]} rows attend over {k.shape[0]}, the plan has {rows[0]} and {rows[1]} on rank "
                     f"{self.comm.rank}; give shards, or say by local= which calls stay on their rank"
                 )
+            if under_trial():
+                self.calls += 1
+                return stand_in(*map(_cast, (q, k, v)), self.plan)
             if mask is None:
                 self._check_meaning(is_causal)
+            elif list(mask.shape[-2:]) == rows and rows[1] != self.plan.mask.kv_tokens:
+                raise ValueError(
+                    f"sdpa: attn_mask {list(mask.shape)} is of this rank's rows among themselves, as transformers "
+                    "makes it where positions jump; give the model this rank's rows of one process's mask over all "
+                    "keys, seqpar.shard(mask, plan, rank), for transformers as attention_mask [1, 1, rows, keys]"
+                )
             seed = self._seed_of(dropout_p)
             run_again_inside(self._again(self.calls), self, self.outside)
         plan = self.plan if mask is None else self.masked.of(mask, self._plan_under)
         self.calls += 1
+        if self.tries:
+            self._notice()
         q, k, v = (_dense(_cast(x)) for x in (q, k, v))
         return attention(q, k, v, plan, self.comm, scale=scale, dropout_p=dropout_p, dropout_seed=seed)
+
+    def _notice(self) -> None:
+        """Keep the call of a module that attends inside this block, to be tried when the block ends."""
+        if (found := outermost(self.below)) is not None and found[0] not in self.called:
+            model, args, kwargs = found
+            call = Call(model, self.plan, self.comm, model.training)
+            self.called[model] = (call, args, kwargs) if call.is_new() else None
+
+    @uncompiled
+    def _try(self, call: Call, args: Any, kwargs: Any) -> None:
+        """Raise NotImplementedError on every rank if the rows of a model do not follow on some."""
+        if call.model.training and (found := dropping(call.model)):
+            raise _refused(call.model, found)
+        verdict = call.try_(call.model, args, kwargs, partial(sdpa, self.plan, self.comm, local=self.local))
+        verdict = call.of_all(verdict)
+        if verdict.reason:
+            raise call.refusal(verdict.reason)
+        if verdict.error:
+            _warn_untried(call.model, verdict.error)
+        elif verdict.saw:
+            call.settle()
 
     def _again(self, first: int) -> Callable[[], Rerouting]:
         def again() -> Rerouting:
@@ -298,9 +354,15 @@ def parallelize(
     all forwards derive from, equal on all ranks. Backward may run anywhere, also of checkpoints inside or around the
     model. Parameters, buffers, hooks and the state dict stay as they are; a copy of the model is parallelized too.
 
+    The model is tried before its first forward with such arguments, and before one with a batch or document twice as
+    long as any before: two more forwards without gradients, which leave its buffers as they were.
+
     Raises: as `sdpa`, from the forward; RuntimeError there if neither a plan was given nor one surrounds it;
-    NotImplementedError for layers that mix rows otherwise, see `seqpar.train.check_model`.
+    NotImplementedError for a model that mixes rows outside its attention, here by what its modules and configs say
+    and by `seqpar.train.check_model`, and in the forward by what it did when it was tried.
     """
+    if found := mixing(model):
+        raise _refused(model, found)
     check_model(model)
     return Parallelized(model, [(model, _Forward(comm, plan, local, dropout_seed))])
 
@@ -318,10 +380,33 @@ class _Forward:
                 "forward; checkpoint parts inside the model, or give parallelize its plan and no dropout_seed"
             )
         plan = self._surrounding() if self.plan is None else self.plan
+        error = None
+        if not under_trial():
+            error = self._try(model, forward, plan, args, kwargs)
         seed = None if self.seed is None else _derived(self.seed, self.count)
-        self.count += 1
-        with sdpa(plan, self.comm, local=self.local, dropout_seed=seed):
-            return forward(*args, **kwargs)
+        self.count += not under_trial()
+        with Rerouting(plan, self.comm, self.local, seed, tries=False):
+            out = forward(*args, **kwargs)
+        if error is not None:
+            _warn_untried(model, error)
+        return out
+
+    @uncompiled
+    def _try(self, model: nn.Module, forward: Any, plan: Plan, args: Any, kwargs: Any) -> str | None:
+        """Raise NotImplementedError on every rank if the rows of the model do not follow; why that is not known."""
+        call = Call(model, plan, self.comm, way_of(args, kwargs, model.training))
+        if not call.is_new():
+            return None
+        verdict = call.try_(forward, args, kwargs, partial(sdpa, plan, self.comm, local=self.local))
+        if call.together:
+            verdict = call.of_all(verdict)
+            if verdict.reason:
+                raise call.refusal(verdict.reason)
+        if verdict.reason:
+            refuse("sdpa", self.comm, call.refusal(verdict.reason))
+        if (verdict.saw or call.left_to_others()) and not verdict.error:
+            call.settle()
+        return verdict.error or None
 
     def _surrounding(self) -> Plan:
         found = surrounding()
@@ -338,6 +423,25 @@ def _attends(operator: str) -> bool:
 def _derived(seed: int, number: int) -> int:
     """A seed of its own for every number."""
     return int.from_bytes(hashlib.blake2b(f"{seed} {number}".encode(), digest_size=8).digest(), "little") >> 1
+
+
+def _entering(frame: FrameType | None) -> FrameType | None:
+    """The frame that enters a block, which may do so by an ExitStack."""
+    while frame is not None and frame.f_code.co_filename == contextlib.__file__:
+        frame = frame.f_back
+    return frame
+
+
+def _refused(model: nn.Module, found: list[str]) -> NotImplementedError:
+    return NotImplementedError(f"{type(model).__name__} cannot be computed on several ranks: {', and '.join(found)}")
+
+
+def _warn_untried(model: nn.Module, error: str) -> None:
+    warnings.warn(
+        f"it is not known whether {type(model).__name__} mixes rows outside its attention, as trying it with its rows "
+        f"in another order failed: {error}",
+        stacklevel=3,
+    )
 
 
 def _first_two(query: Tensor, key: Tensor, *_: Any, **__: Any) -> tuple[Tensor, Tensor]:

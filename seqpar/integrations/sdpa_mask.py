@@ -20,7 +20,7 @@ def bounds_of(mask: Tensor, rows: int, keys: int) -> tuple[Ints, Ints]:
     if mask.dim() < 2 or mask.shape[-1] != keys or mask.shape[-2] not in (1, rows):
         raise ValueError(
             f"sdpa: attn_mask must be this rank's {rows} rows over all {keys} keys, got {list(mask.shape)}; "
-            "seqpar.shard(mask, plan, rank) makes it of one process's, and is_causal=True needs none"
+            "give seqpar.shard(mask, plan, rank) of the mask of one process, or is_causal=True and no mask"
         )
     seen = _seen(mask)[None].flatten(0, -3)
     if seen.shape[0] != 1 and not bool((seen == seen[:1]).all()):
@@ -33,7 +33,7 @@ def bounds_of(mask: Tensor, rows: int, keys: int) -> tuple[Ints, Ints]:
     if (gaps := np.flatnonzero(last != hi)).size:
         raise NotImplementedError(
             f"sdpa: row {gaps[0]} of attn_mask sees {count[gaps[0]]} keys between {lo[gaps[0]]} and "
-            f"{last[gaps[0]] - 1}, which are no interval; masks are one interval of keys per query"
+            f"{last[gaps[0]] - 1}, which are no interval, and a row sees one interval of keys"
         )
     return lo, hi
 
@@ -67,5 +67,5 @@ def _seen(mask: Tensor) -> Tensor:
     seen = mask == 0
     hidden = (mask == -torch.inf) | ((mask == torch.finfo(mask.dtype).min) & seen.any(-1, keepdim=True))
     if not bool((seen | hidden).all()):
-        raise NotImplementedError("sdpa: attn_mask adds a bias to scores; only 0 and -inf are expressible as bounds")
+        raise NotImplementedError("sdpa: attn_mask adds a bias to scores, expected 0 and -inf alone")
     return seen

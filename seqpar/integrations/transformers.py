@@ -22,6 +22,7 @@ from transformers import AttentionInterface, PreTrainedConfig, PreTrainedModel
 from transformers.masking_utils import AttentionMaskInterface
 
 from seqpar.comm import Comm
+from seqpar.integrations.transformers_config import mixing_layers, unserved_attention
 from seqpar.integrations.transformers_mask import Rule, rule_of
 from seqpar.ops import attention, bind
 from seqpar.ops.handles import uncompiled
@@ -77,28 +78,41 @@ def mask_of(
     kv_offset: int = 0,
     mask_function: Callable[..., Any] | None = None,
     attention_mask: Tensor | None = None,
+    config: PreTrainedConfig | None = None,
     **unused: Any,
 ) -> Tensor:
     """The handle of the surrounding plan with the mask that `mask_function` stands for: 0-d, what `bind` makes.
 
     The arguments are those that transformers gives to its own; its indices of rows and dtypes are not needed.
 
-    Raises: RuntimeError outside `seqpar.parallel`; NotImplementedError for masks that are no bounds, several rows,
-    keys of a cache, and two-dimensional padding masks, which `seqpar.parallelize` turns into documents.
+    Raises: RuntimeError outside `seqpar.parallel`; NotImplementedError for models whose config says that other layers
+    see rows of other ranks, masks that are no bounds, several rows, keys of a cache, and two-dimensional padding
+    masks, which `seqpar.parallelize` turns into documents.
     """
-    return _mask(batch_size, q_length, kv_length, mask_function, attention_mask)  # type: ignore[no-any-return]
+    return _mask(batch_size, q_length, kv_length, mask_function, attention_mask, config)  # type: ignore[no-any-return]
 
 
 @uncompiled
 def _mask(
-    batch_size: int, q_length: int, kv_length: int, function: Callable[..., Any], attention_mask: Tensor | None
-) -> Tensor:
-    around = surrounding()
+    batch_size: int, q_length: int, kv_length: int, function: Callable[..., Any], attention_mask: Tensor | None,
+    config: PreTrainedConfig | None,
+) -> Tensor:  # fmt: skip
+    if config is not None and (reasons := [*unserved_attention(config), *mixing_layers(config)]):
+        raise NotImplementedError(
+            f"a model of {type(config).__name__} cannot be computed from a rank's rows: {', and '.join(reasons)}"
+        )
+    try:
+        around = surrounding()
+    except RuntimeError as error:
+        raise RuntimeError(
+            f"no plan surrounds this call of a model whose attention is {KEY!r}; give the model to "
+            "seqpar.parallelize(model, comm), or its rows to it inside `with seqpar.parallel(plan, comm):`"
+        ) from error
     state = getattr(_threads, "state", None) or Forward()
     if batch_size != 1 or q_length != kv_length:
         raise NotImplementedError(
             f"{batch_size} rows of {q_length} queries and {kv_length} keys: seqpar takes the plan's rows [1, T], and "
-            "no keys of a cache or of another sequence; seqpar.parallelize(model, comm) takes ordinary batches"
+            "no keys of a cache or of another sequence; give seqpar.parallelize(model, comm) for ordinary batches"
         )
     if attention_mask is not None and not state.padded and not bool(attention_mask.all()):
         raise NotImplementedError(
@@ -226,6 +240,12 @@ def _either(attend: Callable[..., Any], mask: Callable[..., Any]) -> Callable[..
     def function(module: nn.Module, query: Tensor, key: Tensor, value: Tensor, *rest: Any, **named: Any) -> Any:
         made = rest[0] if rest else named.get("attention_mask")
         ours = isinstance(made, Tensor) and not made.dim()
+        if not ours and getattr(module, OCCUPIED, False):
+            raise RuntimeError(
+                f"{type(module).__name__} is called outside the forward of the model that was given to "
+                "seqpar.parallelize(..., in_place=True), and would see one rank's rows: something has replaced that "
+                "forward, or calls what is inside; call the model itself, or work inside handle.local()"
+            )
         return (attention_function if ours else attend)(module, query, key, value, *rest, **named)
 
     return function
@@ -241,17 +261,38 @@ def _either_mask(attend: Callable[..., Any], mask: Callable[..., Any]) -> Callab
     return function
 
 
+OCCUPIED = "_seqpar_occupied"  # of modules whose attention keeps its name: whether it is that of all ranks
+
+
+def occupy(model: PreTrainedModel) -> Callable[[], None]:
+    """Have the attention of a model refuse to be called but by its parallel forward; returns the undo."""
+    modules = [module for module in model.modules() if isinstance(module.__dict__.get("config"), PreTrainedConfig)]
+    for module in modules:
+        module.__dict__[OCCUPIED] = True
+
+    def undo() -> None:
+        for module in modules:
+            module.__dict__.pop(OCCUPIED, None)
+
+    return undo
+
+
 @contextmanager
 def implementation(model: PreTrainedModel, name: str) -> Iterator[None]:
-    """The model with the attention of another implementation, until the block ends."""
+    """The model with the attention of another implementation on one rank, until the block ends."""
+    occupied = [module for module in model.modules() if module.__dict__.get(OCCUPIED)]
     found = {id(m.config): m.config for m in model.modules() if isinstance(m.__dict__.get("config"), PreTrainedConfig)}
     configs = [new for config in found.values() for new, _ in nested(config, config)]
     before = [config._attn_implementation_internal for config in configs]
     for config in configs:
         config._attn_implementation_internal = name
+    for module in occupied:
+        module.__dict__[OCCUPIED] = False
     try:
         yield
     finally:
+        for module in occupied:
+            module.__dict__[OCCUPIED] = True
         for config, own in zip(configs, before):
             config._attn_implementation_internal = own
 

@@ -8,32 +8,39 @@ model and its head are compared along the way, so that neither is taken for what
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Sequence
+import inspect
+import warnings
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from typing import Any, NamedTuple
 
 import numpy as np
 import torch
 from torch import Tensor, nn
-from torch.distributed.tensor import DTensor
 from transformers import PreTrainedModel
 from transformers.loss.loss_utils import ForCausalLMLoss, ForMaskedLMLoss, ForTokenClassification
 
 from seqpar.comm import LocalComm
+from seqpar.integrations.mixing import dropping
+from seqpar.integrations.sdpa import sdpa
 from seqpar.integrations.transformers import Forward, forward, implementation, planned
+from seqpar.integrations.transformers_config import mixing_layers
 from seqpar.integrations.transformers_mask import Rule
+from seqpar.integrations.transformers_weights import NoWeights, check_probed, check_weights
 from seqpar.layout import Layout
 from seqpar.mask import Mask
 from seqpar.parallel import parallel
 from seqpar.plan import Plan
 from seqpar.train import cross_entropy
 
-LAYER_TYPES = {"full_attention", "sliding_attention", "chunked_attention"}
 TOKENS = 13  # of the probe
 ROWS = [9, 2, 3, 12, 4]  # of them in the second run
 # Results that have a row per token; anything else a model returns is not brought home.
 PER_TOKEN = ("logits", "last_hidden_state")
 SHIFTS = {ForCausalLMLoss: "row", ForMaskedLMLoss: "none", ForTokenClassification: "none"}
+POOLED, NO_ROWS = "it also returns pooler_output", "of which none has a row for every token"
+NO_MASK = "no layer asked transformers.masking_utils for a mask"
+NO_INTERFACE = "its attention does not go through transformers' AttentionInterface"
 # Modules that see other tokens, or the batch, by their nature.
 MIXING = (nn.Conv1d, nn.Conv2d, nn.Conv3d, nn.RNNBase, nn.modules.batchnorm._NormBase)
 
@@ -63,22 +70,24 @@ class Fit(NamedTuple):
 def refusals(model: PreTrainedModel) -> list[str]:
     """What a model's class, config and modules say that speaks against computing it row by row."""
     found = []
-    config = model.config.get_text_config()
     if model.main_input_name != "input_ids":
         found.append(f"it computes {model.main_input_name}, not input_ids")
-    if any(p.is_meta or isinstance(p, DTensor) for p in model.parameters()):
-        found.append("its parameters are sharded or hold nothing: parallelize before fully_shard and after loading")
     if not model._can_set_attn_implementation():
-        found.append("its attention does not go through transformers' AttentionInterface")
+        found.append(NO_INTERFACE)
+    found += carries(model)
+    mixing = sorted({type(m).__name__ for m in model.modules() if isinstance(m, MIXING)})
+    if mixing:
+        found.append(f"it has modules that see other tokens or the batch: {', '.join(mixing)}")
+    return found + dropping(model)
+
+
+def carries(model: PreTrainedModel) -> list[str]:
+    """What a model's class and config say that speaks against computing it row by row, whatever attention it calls."""
+    found = []
+    config = model.config.get_text_config()
     if model.config.is_encoder_decoder or getattr(config, "add_cross_attention", False):
         found.append("it has cross-attention (an encoder and a decoder)")
-    if getattr(model, "_is_stateful", False):
-        found.append("it carries a state from token to token (a recurrent or state space model)")
-    if other := set(getattr(config, "layer_types", None) or ()) - LAYER_TYPES:
-        found.append(f"it has layers of types {sorted(other)}")
-    for name, rope in _ropes(config):
-        if name in ("dynamic", "longrope"):
-            found.append(f"its rotary embedding {rope} depends on the longest position of a rank's rows ({name})")
+    found += mixing_layers(config)
     for name in ("layerdrop", "encoder_layerdrop", "decoder_layerdrop"):
         if getattr(config, name, 0):
             found.append(f"{name}={getattr(config, name)} leaves out layers on some ranks and not on others")
@@ -86,41 +95,62 @@ def refusals(model: PreTrainedModel) -> list[str]:
         found.append("output_router_logits=True adds a balance loss of the tokens of one rank; set it to False")
     if getattr(config, "output_attentions", False):
         found.append("output_attentions=True asks for weights that nobody computes")
-    mixing = sorted({type(m).__name__ for m in model.modules() if isinstance(m, MIXING)})
-    if mixing:
-        found.append(f"it has modules that see other tokens or the batch: {', '.join(mixing)}")
-    dropping = (m for m in model.modules() if "DropPath" in type(m).__name__ and getattr(m, "drop_prob", 1))
-    if any(True for _ in dropping):
-        found.append("it drops whole paths of a sequence at random (DropPath)")
     return found
-
-
-def _ropes(config: Any) -> Iterable[tuple[str, str]]:
-    """Rotary types and where the config says them."""
-    said = getattr(config, "rope_parameters", None) or getattr(config, "rope_scaling", None) or {}
-    for name, value in [("", said), *said.items()]:
-        if isinstance(value, dict) and "rope_type" in value:
-            yield value["rope_type"], name or "of all layers"
 
 
 def fitting(model: PreTrainedModel) -> Fit:
     """What a model that already asks for seqpar's attention is like, by `refusals` and the probe.
 
-    Raises: NotImplementedError naming everything that speaks against it.
+    Raises: NotImplementedError naming everything that speaks against it, or that its weights are not there yet.
     """
     found = refusals(model)
     if not found:
+        check_weights(model)
         with _quiet(model), torch.no_grad():
             try:
                 fit = _probed(model, found)
+            except NoWeights:
+                raise
             except Exception as error:
                 found.append(f"trying it on a few tokens failed: {type(error).__name__}: {error}")
         if not found:
             return fit
+    remedy = f"; {way}" if (way := _another_way(model, found)) else ""
     raise NotImplementedError(
-        f"{type(model).__name__} cannot be computed on several ranks: {'; '.join(found)}. For attention by PyTorch's "
-        "scaled_dot_product_attention alone, see seqpar.parallelize(model, comm, sdpa=True)"
+        f"{type(model).__name__} cannot be computed on several ranks: {', and '.join(found)}{remedy}"
     )
+
+
+def _another_way(model: PreTrainedModel, found: list[str]) -> str:
+    """What computes a model for which just one thing speaks against it, or "": each way is tried before it is named."""
+    prefix, base = model.base_model_prefix, model.base_model
+    if found in ([NO_INTERFACE], [NO_MASK]) and _by_sdpa(model):
+        return "give sdpa=True and this rank's rows, as its attention is PyTorch's"
+    if len(found) == 1 and POOLED in found[0] and "add_pooling_layer" in inspect.signature(type(model)).parameters:
+        return "make it with add_pooling_layer=False"
+    if len(found) == 1 and NO_ROWS in found[0] and base is not model:
+        try:
+            fitting(base)
+        except NotImplementedError:
+            return ""
+        return f"give parallelize its .{prefix}, which has a row for every token"
+    return ""
+
+
+def _by_sdpa(model: PreTrainedModel) -> bool:
+    """Whether `seqpar.sdpa` computes it."""
+    at = torch.arange(TOKENS, device=model.device)[None]
+    for causal in (True, False):
+        plan = Plan(Mask([TOKENS], causal=causal), Layout.contiguous(TOKENS, 1))
+        try:
+            with _quiet(model), torch.no_grad(), warnings.catch_warnings():
+                warnings.simplefilter("error")
+                with sdpa(plan, LocalComm()):
+                    model(input_ids=at, position_ids=at, **caching(model))
+        except Exception:
+            continue
+        return True
+    return False
 
 
 def _probed(model: PreTrainedModel, found: list[str]) -> Fit:
@@ -134,16 +164,17 @@ def _probed(model: PreTrainedModel, found: list[str]) -> Fit:
     hidden = probe.hidden
     result = _result(whole, found)
     if not probe.rules:
-        found.append("no layer asked transformers.masking_utils for a mask")
+        found.append(NO_MASK)
     if found:
         return None  # type: ignore[return-value]
     rows = whole[result]
+    one = probe(ids, documents=[TOKENS], position_ids=at[None])[result]
+    check_probed(model, rows, one)
     if not _close(rows[:, few], probe(ids[few], position_ids=few[None])[result]):
         found.append(
             "tokens meet outside its attention, or their positions are not their position_ids (convolution, "
             "recurrence, n-grams of tokens, positions that are counted)"
         )
-    one = probe(ids, documents=[TOKENS], position_ids=at[None])[result]
     if not _close(one[:, order], probe(ids[order], [TOKENS], order.tolist(), position_ids=order[None])[result]):
         found.append("its attention depends on the order in which a rank holds its rows")
     with implementation(model, "eager"):
@@ -217,7 +248,7 @@ def _result(out: Any, found: list[str]) -> str:
     fields = {name: value for name, value in out.items() if value is not None}
     result = next((name for name in PER_TOKEN if name in fields), "")
     if not result or fields[result].dim() != 3 or tuple(fields[result].shape[:2]) != (1, TOKENS):
-        found.append(f"it returns {sorted(fields)}, of which none has a row for every token")
+        found.append(f"it returns {sorted(fields)}, {NO_ROWS}")
     elif other := sorted(fields.keys() - {result}):
         found.append(f"it also returns {', '.join(other)}, which is not a row per token")
     return result

@@ -73,7 +73,7 @@ def rule_of(function: Callable[..., Any]) -> Rule:
         return _READERS[name](made)
     raise NotImplementedError(
         f"the mask function {function.__module__}.{function.__qualname__}: seqpar reads those that transformers "
-        f"composes of {', '.join(sorted(_READERS))}; a mask with other pairs may have no interval of keys per query"
+        f"composes of {', '.join(sorted(_READERS))}, as other pairs may have no interval of keys per query"
     )
 
 

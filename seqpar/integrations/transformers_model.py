@@ -12,7 +12,7 @@ from __future__ import annotations
 
 import copy
 import inspect
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import ExitStack, contextmanager
 from dataclasses import fields, replace
 from functools import partial, wraps
@@ -25,24 +25,46 @@ from transformers import PreTrainedConfig, PreTrainedModel
 
 from seqpar.comm import Comm
 from seqpar.data import Share, back, share
-from seqpar.integrations.transformers import KEY, Forward, enter, forward, implementation, inside, nested, planned
+from seqpar.data.batch import Reading, read
+from seqpar.integrations.ahead import Plans, ahead
+from seqpar.integrations.transformers import (
+    KEY,
+    Forward,
+    enter,
+    forward,
+    implementation,
+    inside,
+    nested,
+    occupy,
+    planned,
+)
 from seqpar.integrations.transformers_fit import PER_TOKEN, caching, fitting, softcap_of
 from seqpar.integrations.transformers_mask import Rule
-from seqpar.mask import Ints, Mask
+from seqpar.integrations.transformers_shape import shape_of
+from seqpar.integrations.worth import Worth
+from seqpar.integrations.wrapped import refuse_twice, unpicklable
+from seqpar.mask import Ints, Mask, whole
 from seqpar.ops.handles import uncompiled
 from seqpar.parallel import parallel
 from seqpar.plan import Plan
-from seqpar.planner import Hardware, ModelShape, plan_batch
+from seqpar.planner import Hardware, plan_batch
 from seqpar.train import all_sum, cross_entropy, linear_cross_entropy
+from seqpar.train.loop import Loop
 
 Planner = Callable[[Ints, int], Plan]
 
 # What a batch may hold for every token, and what says where documents are.
 ROWS = ("input_ids", "inputs_embeds", "attention_mask", "position_ids", "token_type_ids", "labels", "shift_labels")
 DOCUMENTS = ("cu_seq_lens_q", "cu_seq_lens_k", "max_length_q", "max_length_k")
+OF_LOSS = ("labels", "shift_labels", "num_items_in_batch")  # what a base model does not take
 OPTIONS = ("num_items_in_batch", "output_hidden_states", "return_dict")
 # Keywords that may be given with a value that asks for nothing.
-IDLE = {"use_cache": (False,), "output_attentions": (False,), "output_router_logits": (False,), "logits_to_keep": (0,)}
+IDLE = {
+    "use_cache": (False,), "output_attentions": (False,), "output_router_logits": (False,), "logits_to_keep": (0,),
+    "fused_lm_head": (False,),
+}  # fmt: skip
+# Which document a token is in, for convolutions and recurrences: attention on one device does not look at it.
+UNSEEN = ("seq_idx",)
 
 
 def parallelize(
@@ -67,8 +89,8 @@ def parallelize(
     over its tokens / ``num_items_in_batch``, and the caller scales for wrappers, as transformers' Trainer does.
 
     Results for every token (logits, last_hidden_state, hidden_states) come back for the rank's own batch, in its
-    shape. In training with labels that is left out, unless ``logits=True``: the loss is computed in chunks, and no
-    ``[T, vocabulary]`` logits exist.
+    shape. In training with labels ``out.logits`` is None unless ``logits=True``: the loss is computed in chunks, and no
+    ``[T, vocabulary]`` logits exist. Calls of ``model.base_model``, as heads of others make them, are parallel too.
 
     plan: ``(lengths, ranks) -> Plan``; by default `plan_batch` with the model's shape. source: "sharded", every rank
     brings its own batch, or "replicated", all bring the same. in_place: keep the name of the model's implementation,
@@ -82,7 +104,8 @@ def parallelize(
 class Parallel:
     """A model that runs on all ranks, until `undo`. Also a context manager that undoes at its end.
 
-    model, comm: as given to `seqpar.parallelize`. fit: what was found of the model.
+    model, comm: as given to `seqpar.parallelize`. fit: what was found of the model. logits: whether training with
+    labels returns logits too, which are None otherwise; may be set at any time, alike on all ranks.
     """
 
     def __init__(
@@ -90,9 +113,10 @@ class Parallel:
         in_place: bool,
     ) -> None:  # fmt: skip
         self.model, self.comm, self.source, self.average_over, self.logits = model, comm, source, average_over, logits
-        self._plan = plan or self._planned
+        self._plan = Plans(self._planned, self._state) if plan is None else Plans(lambda n, r, _: plan(n, r), None)
+        self._worth = Worth(type(model).__name__)
         self._hidden: list[Tensor] | None = None  # where the base model leaves its last hidden states, if asked to
-        self._asleep = False
+        self._asleep = self._running = False
         self._count = 0
         self._undone = ExitStack()
         self._seed = comm.gather("parallelize: the seed of attention dropout", torch.initial_seed())[0]
@@ -101,8 +125,7 @@ class Parallel:
         self._loss_function = getattr(model, "loss_function", None)
         error: Exception | None = None
         try:
-            if inner := [type(module).__name__ for module in model.modules() if "_seqpar" in module.__dict__]:
-                raise ValueError(f"{', '.join(inner)} in {type(model).__name__} is parallel already; undo that first")
+            refuse_twice(model)
             self._undone.callback(enter(self._before) if in_place else enter(KEY))
             self._undone.callback(_with_own_configs(model, self._name))
             self.fit = fitting(model)
@@ -117,6 +140,10 @@ class Parallel:
         except BaseException:
             self._undone.close()
             raise
+        self._loop = Loop(model, comm, average_over=average_over)
+        self._undone.callback(self._loop.close)
+        if in_place:
+            self._undone.callback(occupy(model))
         self._install()
 
     def undo(self) -> None:
@@ -126,6 +153,24 @@ class Parallel:
         """
         self._asleep = True
         self._undone.close()
+
+    def prefetch(self, batches: Iterable[Any], *, depth: int = 1) -> Iterator[Any]:
+        """A loader's batches, as they are; the plans of the next `depth` are made in a thread while one is computed.
+
+        Every step of the iterator is a collective of the calling thread, in which ranks tell each other the lengths of
+        a batch to come; the thread touches no comm. A batch that is changed on its way to the model is planned when it
+        gets there. It ends with the iterator: at the last batch, at an error, and on ``close``.
+
+        Raises: when the batch's turn comes, what a rank's loader raised, there and as ValueError on the others;
+        ValueError on all ranks where the loaders of some have ended and those of others have not.
+        """
+        how = Reading(self.fit.shift)
+
+        def lengths_in(batch: Mapping[str, Any]) -> Ints:
+            return read({name: batch[name] for name in (*ROWS, *DOCUMENTS) if name in batch}, how).lengths
+
+        depth, replicated = whole("depth", depth, 1), self.source == "replicated"
+        return ahead(batches, self.comm, self._plan, lengths_in, depth=depth, replicated=replicated)
 
     def __enter__(self) -> Parallel:
         return self
@@ -140,9 +185,9 @@ class Parallel:
             "undo(), and make the copy parallel too"
         )
 
-    def __reduce__(self) -> Any:
-        """Raise, likewise."""
-        return self.__deepcopy__({})
+    def _reduce(self, protocol: Any) -> Any:
+        """Raise: what a pickle of the model would hold."""
+        raise unpicklable(type(self.model).__name__)
 
     @contextmanager
     def local(self) -> Iterator[None]:
@@ -158,48 +203,70 @@ class Parallel:
 
     def _install(self) -> None:
         model, undone = self.model, self._undone
-        before = model.forward
-
-        @wraps(before)
-        def forward(*args: Any, **named: Any) -> Any:
-            return before(*args, **named) if self._asleep else self._forward(before, args, named)
-
-        methods: dict[str, Any] = {"forward": forward, "_seqpar": self}
-        if hasattr(model, "generate"):
-            methods["generate"] = self._generate
-        for name, method in methods.items():
-            undone.callback(_restore, model, name, method, model.__dict__.get(name))
-            object.__setattr__(model, name, method)
+        generate = {"generate": partial(self._generate, model.generate)} if hasattr(model, "generate") else {}
+        self._replace(model, generate)
+        if model.base_model is not model:  # heads that others put on it call the base model
+            self._replace(model.base_model, {})
         if self.fit.head is not None:
             self._keeping = model.base_model.register_forward_hook(uncompiled(self._keep_hidden))
             undone.callback(self._keeping.remove)
 
-    def _generate(self, *args: Any, **named: Any) -> Any:
+    def _replace(self, module: PreTrainedModel, more: dict[str, Any]) -> None:
+        """Make calls of a module, the model or its base, calls of all ranks."""
+        before, whole = module.forward, module is self.model
+        headed = "forward" in module.__dict__  # somebody's head is on it already, and calls the base model
+
+        @wraps(before)
+        def forward(*args: Any, **named: Any) -> Any:
+            if self._asleep or (self._running and not whole) or (headed and named.get("fused_lm_head")):
+                return before(*args, **named)
+            return self._forward(module, before, args, named)
+
+        # copies ask the instance for the last two before they look at anything else of it
+        methods: dict[str, Any] = {"forward": forward, "_seqpar": self, **more}
+        methods |= {"__deepcopy__": self.__deepcopy__, "__reduce_ex__": self._reduce}
+        for name, method in methods.items():
+            self._undone.callback(_restore, module, name, method, module.__dict__.get(name))
+            object.__setattr__(module, name, method)
+
+    def _generate(self, before: Callable[..., Any], *args: Any, **named: Any) -> Any:
+        if self._asleep:
+            return before(*args, **named)
         if self.comm.size > 1:
             raise NotImplementedError(
                 f"generate on {self.comm.size} ranks: tokens are made one after another, and their cache is not "
                 "spread; generate with the model of one rank, inside parallelize(...).local() or after undo()"
             )
         with self.local():
-            return type(self.model).generate(self.model, *args, **named)
+            return before(*args, **named)
 
-    def _planned(self, lengths: Ints, ranks: int) -> Plan:
+    def _state(self) -> tuple[bool, str]:
+        """What of the model a plan depends on and may change: whether layers are recomputed, and the device's type."""
+        modules = self.model.modules()
+        return any(getattr(each, "gradient_checkpointing", False) for each in modules), self.model.device.type
+
+    def _planned(self, lengths: Ints, ranks: int, state: Any) -> Plan:
         """The plan of a batch for a model of this shape."""
+        recomputed, device = state
         mask = Mask(lengths, causal=self.fit.causal)
-        recompute = "full" if self.model.is_gradient_checkpointing else "none"
         # what fits is for the device to say: nobody has told its memory, nor what else is in it
-        machine = replace(Hardware.preset("cpu" if self.model.device.type == "cpu" else "h100"), memory=1 << 60)
-        shape = replace(_shape(self.model.config.get_text_config()), recompute=recompute)
+        machine = replace(Hardware.preset("cpu" if device == "cpu" else "h100"), memory=1 << 60)
+        shape = shape_of(self.model.config.get_text_config())
+        if recomputed:
+            shape = replace(shape, recompute="full")
         return plan_batch(lengths, ranks, masks=mask, model=shape, hardware=machine)
 
     # --- a forward pass -----------------------------------------------------------------------------------------------
 
     @partial(torch.compiler.disable, recursive=False)
-    def _forward(self, before: Callable[..., Any], args: tuple[Any, ...], named: dict[str, Any]) -> Any:
-        call, own, rows = self._share(args, named)
+    def _forward(
+        self, module: PreTrainedModel, before: Callable[..., Any], args: tuple[Any, ...], named: dict[str, Any]
+    ) -> Any:
+        call, own, rows = self._share(module, args, named)
         hidden: list[Tensor] | None = [] if call.chunked else None
         self._hidden, kept = hidden, self._hidden
         around = self._surround(own)
+        running, self._running = self._running, True
         try:
             out = before(**rows)
         except Exception as error:
@@ -207,7 +274,7 @@ class Parallel:
             raise
         finally:
             _leave(around)
-            self._hidden = kept
+            self._running, self._hidden = running, kept
         return self._home(call, own, out, hidden)
 
     @uncompiled
@@ -227,9 +294,11 @@ class Parallel:
         return around
 
     @uncompiled
-    def _share(self, args: tuple[Any, ...], named: dict[str, Any]) -> tuple[_Call, Share, dict[str, Any]]:
-        """What is asked for, this rank's share of the batch, and the arguments that make the model compute it."""
-        given, error = self._given(args, named)
+    def _share(
+        self, module: PreTrainedModel, args: tuple[Any, ...], named: dict[str, Any]
+    ) -> tuple[_Call, Share, dict[str, Any]]:
+        """What is asked for, this rank's share of the batch, and the arguments that make a module compute it."""
+        given, error = self._given(module, args, named)
         training = torch.is_grad_enabled() and self.model.training
         labels = any(name in given for name in ("labels", "shift_labels"))
         hidden_states, items = bool(given.get("output_hidden_states")), given.get("num_items_in_batch")
@@ -237,9 +306,14 @@ class Parallel:
             "labels": labels, "training": training, "output_hidden_states": hidden_states,
             "num_items_in_batch": None if items is None else int(items),
         }  # fmt: skip
-        self.comm.agree(f"{type(self.model).__name__}.forward", facts, error)
+        self._loop.agree(f"{type(module).__name__}.forward", facts, error)
+        if training:
+            self._loop.note_wrapper(f"{type(module).__name__}.forward", averaged=labels and items is None)
         batch = {name: given[name] for name in (*ROWS, *DOCUMENTS) if name in given}
         own = share(batch, self.comm, source=self.source, plan=self._plan, shift=self.fit.shift)
+        if training and self.source == "sharded":
+            tokens = given.get("input_ids", given.get("inputs_embeds"))
+            self._loop.note_batch(f"{type(module).__name__}.forward", own.plan.mask.lengths, tokens)
         if items is not None and int(items) < own.valid:
             raise ValueError(
                 f"num_items_in_batch is {int(items)}, but the batches of all ranks have {own.valid} labels that count; "
@@ -248,6 +322,8 @@ class Parallel:
         if own.places is not None and any(rule.chunk for rule in self.fit.rules):
             raise NotImplementedError("attention_mask leaves out tokens between others, and a layer attends in chunks")
         self._count += 1
+        if training:
+            self._worth.note(own)
         logits = self.logits or not (labels and training)
         chunked = not logits and self._has_head()
         call = _Call(labels, items, given.get("return_dict", True), logits, chunked)
@@ -259,27 +335,36 @@ class Parallel:
             rows["logits_to_keep"] = own.positions.new_zeros(0)
         return call, own, rows
 
-    def _given(self, args: tuple[Any, ...], named: Mapping[str, Any]) -> tuple[dict[str, Any], Exception | None]:
+    def _given(
+        self, module: PreTrainedModel, args: tuple[Any, ...], named: Mapping[str, Any]
+    ) -> tuple[dict[str, Any], Exception | None]:
         """The arguments of a call by name, without those that say nothing, and what is wrong with them."""
-        names = inspect.signature(type(self.model).forward).parameters
+        names = inspect.signature(type(module).forward).parameters
         given = {n: x for n, x in (dict(zip(list(names)[1:], args)) | dict(named)).items() if x is not None}
+        given = {n: x for n, x in given.items() if n not in UNSEEN}
         for name, idle in IDLE.items():
             if name in given and not isinstance(given[name], Tensor) and given[name] in idle:
                 del given[name]
-        who = type(self.model).__name__
+        who = type(module).__name__
+        known = [n for n in (*ROWS, *DOCUMENTS, *OPTIONS) if module is self.model or n not in OF_LOSS]
         if inside():
             return given, NotImplementedError(
-                f"{who} is called inside the forward of another parallel model, whose rows are no batch; undo one"
+                f"{who} is called inside the forward of another parallel model, whose rows are no batch; call undo() "
+                "of one of them"
+            )
+        if module is not self.model and torch._C._current_graph_task_id() >= 0:
+            return given, NotImplementedError(
+                f"{who} is computed again in backward as a whole, which is not built; checkpoint its layers instead"
             )
         if (now := self.model.config.get_text_config()._attn_implementation) != self._name:
             return given, NotImplementedError(
-                f"{who} was given the attention {now!r} after parallelize, which sees one rank's rows; undo() first"
+                f"{who} was given the attention {now!r} after parallelize, which sees one rank's rows; call undo() "
+                "first and parallelize again"
             )
-        if unknown := sorted(given.keys() - {*ROWS, *DOCUMENTS, *OPTIONS}):
+        if unknown := sorted(given.keys() - set(known)):
             return given, NotImplementedError(
-                f"{who} on several ranks got {', '.join(unknown)}; built are "
-                f"{', '.join((*ROWS, *DOCUMENTS, *OPTIONS))}. Leave it out, or run the model on one rank, inside "
-                "parallelize(...).local()"
+                f"{who} on several ranks got {', '.join(unknown)}, built are {', '.join(known)}; leave it out, or run "
+                "the model on one rank, inside parallelize(...).local()"
             )
         if not self.fit.columns and "position_ids" not in given:
             return given, NotImplementedError(
@@ -408,20 +493,6 @@ def _maker(own: Share) -> Callable[[Plan, Rule], Plan]:
         return plan.with_mask(own.mask_for(causal=rule.causal, window=window))
 
     return make
-
-
-def _shape(config: PreTrainedConfig) -> ModelShape:
-    """What the planner weighs: of a config it does not know, what all of them have."""
-    try:
-        return ModelShape.from_config(config)
-    except ValueError:
-        heads, hidden = config.num_attention_heads, config.hidden_size
-        return ModelShape(
-            name=config.model_type, hidden=hidden, layers=config.num_hidden_layers, heads=heads,
-            kv_heads=getattr(config, "num_key_value_heads", None) or heads,
-            dim=getattr(config, "head_dim", None) or max(1, hidden // heads),
-            ffn=getattr(config, "intermediate_size", None) or 4 * hidden, vocab=config.vocab_size, gated=False,
-        )  # fmt: skip
 
 
 # --- configs ----------------------------------------------------------------------------------------------------------

@@ -25,6 +25,29 @@ class Wrapped:
         wrapped.forward = copy.deepcopy(self.forward, memo)
         return wrapped
 
+    def __reduce__(self) -> Any:
+        """Raise, as a pickle of what is around a forward would be of no use."""
+        raise unpicklable(type(self.module).__name__)
+
+
+def refuse_twice(model: nn.Module) -> None:
+    """Raise ValueError for a model of which a module is parallel already."""
+    already = [
+        type(module).__name__ for module in model.modules()
+        if "_seqpar" in module.__dict__ or isinstance(module.__dict__.get("forward"), Wrapped)
+    ]  # fmt: skip
+    if already:
+        within = "" if already[0] == type(model).__name__ else f" in {type(model).__name__}"
+        raise ValueError(f"{already[0]}{within} is parallel already; call undo() of that handle first")
+
+
+def unpicklable(name: str) -> NotImplementedError:
+    """What to raise when a parallel model is pickled: its forward holds a comm, which is of this process."""
+    return NotImplementedError(
+        f"a pickle of a parallel {name}, as torch.save(model) makes it: its forward belongs to this process; save "
+        "model.state_dict() or call save_pretrained(), or undo() first"
+    )
+
 
 class Parallelized:
     """A model some of whose modules are wrapped: ``undo()``, or the end of a block, restores them exactly.
@@ -33,8 +56,7 @@ class Parallelized:
     """
 
     def __init__(self, model: nn.Module, around: list[tuple[nn.Module, Callable[..., Any]]]) -> None:
-        if any(isinstance(module.__dict__.get("forward"), Wrapped) for module in model.modules()):
-            raise ValueError(f"this {type(model).__name__} is parallelized already; undo that first")
+        refuse_twice(model)
         self.model = model
         self.before = [module.__dict__.get("forward") for module, _ in around]
         self.wraps = [Wrapped(module, function) for module, function in around]

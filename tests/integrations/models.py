@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import threading
 from collections.abc import Callable
 from typing import Any, NamedTuple
 
@@ -50,8 +51,16 @@ CASES = {
 }  # fmt: skip
 
 
+_building = threading.Lock()  # the generator is one for all threads, and ranks are to draw the same weights
+
+
 def build(name: str, **more: Any) -> transformers.PreTrainedModel:
-    """The model of a case, in training, with the attention that is written out."""
+    """The model of a case, in training, with the attention that is written out. The same whenever it is called."""
+    with _building:
+        return _build(name, **more)
+
+
+def _build(name: str, **more: Any) -> transformers.PreTrainedModel:
     case = CASES[name]
     kind = case.model + ("Text" if case.model == "Gemma3" else "")
     sizes = {key: value for key, value in (SIZES | case.config | more).items() if value is not None or key in SIZES}

@@ -14,9 +14,11 @@ from torch.utils.checkpoint import checkpoint
 
 import seqpar
 from seqpar import Comm, Layout, LocalComm, Mask, Plan
-from seqpar.integrations.diffusers import parallelize
+from seqpar.integrations.diffusers import _fingerprint, parallelize
 from seqpar.testing import run_threads
 from seqpar.train import sync_gradients
+from tests.dsp.cases import clip, latte
+from tests.dsp.models import SHARDED, compared, gradients
 from tests.recompute import in_a_thread
 
 diffusers = pytest.importorskip("diffusers")
@@ -208,6 +210,75 @@ def test_text_may_be_shorter_than_the_ranks(name: str, text: int, samples: int, 
         same(got, expected, 1e-10)
 
 
+def strided(x: Any) -> Any:
+    """The same tensor, of which no two elements are neighbours; one of one element as an expanded scalar."""
+    if not isinstance(x, Tensor):
+        return x
+    return x.reshape(()).expand(x.shape) if x.numel() == 1 else torch.stack([x, x], -1)[..., 0]
+
+
+@pytest.mark.parametrize("name", MODELS)
+def test_tensors_may_lie_in_memory_as_they_like(name: str) -> None:
+    model, inputs = made(name) if name == "qwen masked" else made(name, samples=1)
+    expected = run_threads(2, step, model, inputs)
+    for got, want in zip(run_threads(2, step, model, {k: strided(x) for k, x in inputs.items()}), expected):
+        same(got, want, 1e-12)
+
+
+@pytest.mark.parametrize(
+    "x",
+    [
+        torch.tensor(3.0).expand(1), torch.tensor(3.0), torch.tensor([3.0]).expand(4, 5), torch.tensor(True),
+        torch.tensor([True, False]).expand(3, 2), torch.zeros(0, 4), torch.arange(8192)[::2], torch.ones(2, 600).t(),
+        torch.ones(3, 1, dtype=torch.bfloat16)[:, 0], torch.zeros(1, 0, 3).expand(4, 0, 3), torch.tensor(1j).conj(),
+    ],
+    ids=lambda x: f"{x.dtype} {list(x.shape)} {x.stride()}",
+)  # fmt: skip
+def test_what_ranks_compare_of_a_tensor_is_its_elements(x: Tensor) -> None:
+    plain = torch.empty(x.shape, dtype=x.dtype).copy_(x)
+    assert _fingerprint(x) == _fingerprint(plain)
+    if x.numel():
+        other = plain.clone()
+        other.view(-1)[-1] = other.view(-1)[-1] == 0
+        assert _fingerprint(other) != _fingerprint(x)
+
+
+def test_a_pipeline_makes_the_latents_of_one_process_of_one_prompt() -> None:
+    model, _ = made("wan", torch.float32)
+    text = random(1, TEXT, 8, seed=2).float()
+
+    def rank(comm: Comm) -> Tensor:
+        own = copy.deepcopy(model)
+        if comm.size > 1:
+            parallelize(own, comm)
+        pipeline = diffusers.WanPipeline(
+            tokenizer=None, text_encoder=None, vae=None, transformer=own, scheduler=diffusers.UniPCMultistepScheduler()
+        )
+        pipeline.set_progress_bar_config(disable=True)
+        return pipeline(
+            prompt_embeds=text, negative_prompt_embeds=-text, height=32, width=48, num_frames=9, num_inference_steps=2,
+            output_type="latent", generator=torch.Generator().manual_seed(3),
+        ).frames  # fmt: skip
+
+    (expected,) = run_threads(1, rank)
+    for got in run_threads(2, rank):
+        assert (got - expected).abs().max() <= 1e-5 * expected.abs().max()
+
+
+def test_a_model_of_stages_is_parallelized_as_its_spec_says() -> None:
+    model, given = latte(6, 3), clip(6, 3)
+    want = gradients(latte(6, 3), given)
+
+    def rank(comm: Comm) -> Any:
+        own = copy.deepcopy(model)
+        with seqpar.parallelize(own, comm, planner=SHARDED) as handle:
+            got = gradients(own, given)
+        assert handle.model is own and gradients(own, given).keys() == got.keys()
+        return got
+
+    compared(run_threads(2, rank), want)
+
+
 @pytest.mark.parametrize("grid", [(1, 1), (1, 2)])
 def test_an_image_may_be_smaller_than_the_ranks(grid: tuple[int, int]) -> None:
     torch.manual_seed(0)
@@ -305,7 +376,7 @@ def test_undo_is_exact_and_other_models_are_untouched(name: str) -> None:
             parameter.zero_()
         assert not torch.equal(copied(**inputs, return_dict=False)[0], shared), "the copy runs its own parameters"
         assert torch.equal(model(**inputs).sample, shared) and torch.equal(second(**inputs).sample, plain)
-        with pytest.raises(ValueError, match="parallelized already"):
+        with pytest.raises(ValueError, match="parallel already"):
             parallelize(model, LocalComm())
         handle.undo()
         assert [(id(m), m.__dict__.get("forward"), set(vars(m))) for m in model.modules()] == before
@@ -409,8 +480,10 @@ def test_what_is_not_shared_out_raises_by_name(name: str) -> None:
 
 
 def test_models_and_modules_that_are_not_shared_out_raise_by_name() -> None:
-    with pytest.raises(NotImplementedError, match="Linear is not one of FluxTransformer2DModel, "):
+    with pytest.raises(NotImplementedError, match="Linear is not one of FluxTransformer2DModel, .*; if nothing but"):
         parallelize(nn.Linear(2, 2), LocalComm())
+    with pytest.raises(NotImplementedError, match=r"stages; call seqpar.dsp.parallelize\(model, comm\)"):
+        parallelize(latte(2, 1), LocalComm())
     model, inputs = made("flux")
     parallelize(model, LocalComm())
     with pytest.raises(RuntimeError, match="outside its forward"):

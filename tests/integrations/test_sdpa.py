@@ -578,7 +578,7 @@ def test_undo_restores_the_model_exactly_and_a_copy_is_on_its_own() -> None:
     assert not torch.equal(model(x), plain), "documents are kept apart"
     assert torch.equal(second(x), plain)
     assert list(model.state_dict()) == keys
-    with pytest.raises(ValueError, match="parallelized already"):
+    with pytest.raises(ValueError, match="parallel already"):
         parallelize(model, comm)
     handle.undo()
     handle.undo()

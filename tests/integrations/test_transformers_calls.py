@@ -3,11 +3,12 @@
 from __future__ import annotations
 
 import copy
+from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 from torch._dynamo.testing import CompileCounterWithBackend
 from transformers import AttentionInterface, AutoModel
 
@@ -128,14 +129,17 @@ def test_evaluation_with_labels_and_training_with_logits() -> None:
         own, batch = copy.deepcopy(model), every[comm.rank]
         with seqpar.parallelize(own, comm, logits=True):
             trained = own(**batch)
-        with seqpar.parallelize(own, comm):
+        with seqpar.parallelize(own, comm) as handle:
             short = own(**batch)
+            handle.logits = True
+            assert own(**batch).logits.shape == trained.logits.shape
+            handle.logits = False
             own.eval()
             evaluated = own(**batch)
         return trained, short, evaluated
 
     for (trained, short, evaluated), batch, whole in zip(run_threads(2, rank), every, expected.logits, strict=True):
-        assert short.logits is None
+        assert short.logits is None and list(short) == ["loss"] and len(short.to_tuple()) == 1
         for out in (trained, evaluated):
             torch.testing.assert_close(out.logits[kept(batch)], whole[kept(batch)], rtol=1e-5, atol=1e-5)
         for out in (trained, short, evaluated):
@@ -242,6 +246,25 @@ def test_a_forward_that_somebody_wraps_meanwhile_keeps_working() -> None:
     assert torch.equal(model(**batch).logits, expected)
 
 
+def test_a_pickle_says_what_to_save_instead(tmp_path: Path) -> None:
+    model = build("llama")
+    whole = nn.Sequential(model)
+    with seqpar.parallelize(model, LocalComm()):
+        for each in (model, whole):
+            with pytest.raises(NotImplementedError, match="parallel Llama.*save model.state_dict.*save_pretrained"):
+                torch.save(each, tmp_path / "model.pt")
+        torch.save(model.state_dict(), tmp_path / "state.pt")
+        model.save_pretrained(tmp_path)
+    torch.save(whole, tmp_path / "model.pt")
+
+
+@pytest.mark.filterwarnings("error")
+def test_a_first_batch_warns_of_nothing() -> None:
+    model = build("llama")
+    with seqpar.parallelize(model, LocalComm()):
+        model(**batches("right", 1)[0]).loss.backward()
+
+
 def test_a_copy_does_not_share_weights_by_accident() -> None:
     model = build("llama")
     with seqpar.parallelize(model, LocalComm()), pytest.raises(NotImplementedError, match="a copy of a parallel Llama"):
@@ -259,20 +282,29 @@ def test_a_rank_without_a_row() -> None:
     check(found, expected, every)
 
 
-def test_generate_on_one_rank_and_on_no_more() -> None:
+def test_generate_on_one_rank_and_each_rank_by_itself() -> None:
     model = build("gpt-oss").eval()
-    ids = packed(generator(), [7])["input_ids"]
+    prompts = [packed(generator(seed), [7 + seed])["input_ids"] for seed in range(2)]
     options = {"max_new_tokens": 5, "do_sample": False}
-    expected = model.generate(ids, **options)
+    expected = [model.generate(ids, **options) for ids in prompts]
     with seqpar.parallelize(model, LocalComm()):
-        assert torch.equal(model.generate(ids, **options), expected)
+        assert torch.equal(model.generate(prompts[0], **options), expected[0])
 
-    def rank(comm: Comm) -> None:
-        own = copy.deepcopy(model)
-        with seqpar.parallelize(own, comm), pytest.raises(NotImplementedError, match="generate on 2 ranks"):
-            own.generate(ids)
+    def rank(comm: Comm) -> list[Tensor]:
+        own, ids = copy.deepcopy(model), prompts[comm.rank]
+        with seqpar.parallelize(own, comm) as handle:
+            with pytest.raises(NotImplementedError, match="generate on 2 ranks.* inside .*local.*undo"):
+                own.generate(ids)
+            with handle.local():
+                made = [own.generate(ids, **options)]
+            if comm.rank == 0:  # the other one does not wait for it
+                with handle.local():
+                    own.generate(ids, **options)
+            assert own(input_ids=ids).logits.shape[:2] == ids.shape
+        return [*made, own.generate(ids, **options)]
 
-    run_threads(2, rank)
+    for found, whole in zip(run_threads(2, rank), expected, strict=True):
+        assert all(torch.equal(ids, whole) for ids in found)
 
 
 def test_the_registrations_can_be_undone() -> None:

@@ -67,6 +67,19 @@ def on_meta() -> PreTrainedModel:
     return build("llama").to("meta")
 
 
+def filled(model: PreTrainedModel, value: float, part: str = "") -> PreTrainedModel:
+    """A model whose weights, or some of them, come later."""
+    for name, parameter in model.named_parameters():
+        if part in name:
+            nn.init.constant_(parameter, value)
+    return model
+
+
+def opt() -> PreTrainedModel:
+    sizes = {"vocab_size": 61, "hidden_size": 32, "ffn_dim": 40, "word_embed_proj_dim": 32, "num_hidden_layers": 1}
+    return made("OPTForCausalLM", "OPTConfig", **sizes, num_attention_heads=4, dropout=0.0)()
+
+
 LLAMA = SIZES | {"rope_parameters": {"rope_theta": 1e4, "factor": 2.0}}
 MODELS: dict[str, tuple[Callable[[], PreTrainedModel], str]] = {
     "Mamba": (made("MambaForCausalLM", "MambaConfig", **TINY | {"num_attention_heads": None}), "carries a state"),
@@ -126,7 +139,12 @@ MODELS: dict[str, tuple[Callable[[], PreTrainedModel], str]] = {
     "shifts": (lambda: with_layer(build("llama"), Shifted()), "tokens meet outside its attention"),
     "other arguments": (biased, "hands position_bias to its attention"),
     "both directions": (lambda: build("gemma3", use_bidirectional_attention=True), "the mask function .*or_masks"),
-    "no weights": (on_meta, "parallelize before fully_shard and after loading"),
+    "no weights": (on_meta, "21 of 21 parameters are on the meta device .*; load the weights on every rank"),
+    "zeros": (lambda: filled(build("llama"), 0.0), "embed_tokens.weight is 0 everywhere.*; load or initialise"),
+    "ones": (lambda: filled(build("llama"), 1.0), "it gives the same for different tokens"),
+    "memory of anything": (lambda: filled(build("llama"), float("nan")), "it gives infinities or NaN"),
+    "layers of zeros": (lambda: filled(build("llama"), 0.0, "layers"), "its attention changes nothing"),
+    "positions of zeros": (lambda: filled(opt(), 0.0, "embed_positions"), "embed_positions.weight is 0 everywhere"),
 }  # fmt: skip
 
 
@@ -160,7 +178,11 @@ CALLS: dict[str, tuple[dict[str, Any], type[Exception], str]] = {
     "cross-attention": ({"encoder_hidden_states": torch.ones(2, 9, 32)}, NotImplementedError, "encoder_hidden_states"),
     "position bias": ({"position_bias": torch.ones(1)}, NotImplementedError, "position_bias"),
     "anything else": ({"never_heard_of": 1}, NotImplementedError, "never_heard_of"),
-    "a label on a pad": ({"labels": IDS}, ValueError, "one device would count it"),
+    "a label on a pad": (
+        {"labels": IDS},
+        ValueError,
+        "labels of pads must be -100 (ignore_index), as one device would count them: labels at row 1, token 6",
+    ),
     "positions of three kinds": ({"position_ids": torch.zeros(3, 2, 9).long()}, NotImplementedError, "position_ids"),
     "a count of one rank": ({"num_items_in_batch": 3}, ValueError, "labels that count"),
 }
@@ -198,8 +220,7 @@ def test_who_counts_the_items_scales_for_wrappers_too() -> None:
 
 
 def test_positions_that_a_model_counts_itself_must_be_given() -> None:
-    sizes = {"vocab_size": 61, "hidden_size": 32, "ffn_dim": 40, "word_embed_proj_dim": 32, "num_hidden_layers": 1}
-    model = made("OPTForCausalLM", "OPTConfig", **sizes, num_attention_heads=4, dropout=0.0)()
+    model = opt()
     batch = padded(torch.Generator().manual_seed(3), [9, 5], left=True)
     at = (batch["attention_mask"].cumsum(1) - 1).clamp(min=0)
     expected = float(model(**batch).loss)

@@ -11,7 +11,9 @@ import torch
 from torch import Tensor, nn
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import fully_shard
+from torch.distributed.tensor.parallel import ColwiseParallel, parallelize_module
 from torch.nn.parallel import DistributedDataParallel
+from torch.utils.checkpoint import checkpoint
 
 import seqpar
 from seqpar import Comm, LocalComm
@@ -21,12 +23,27 @@ from tests.integrations.models import batches, build, largest, one_process
 RANKS = 2
 
 
+def sharded_first(comm: Comm) -> None:
+    """Models that are sharded, by layers or by tensors, before they are made parallel."""
+    mesh = init_device_mesh("cpu", (comm.size,))
+    first, second = build("llama"), build("llama")
+    fully_shard(first, mesh=mesh)
+    with pytest.raises(NotImplementedError, match="fully_shard has sharded it; call parallelize first"):
+        seqpar.parallelize(first, comm)
+    parallelize_module(second, mesh, {"model.layers.0.mlp.up_proj": ColwiseParallel()})
+    with pytest.raises(
+        NotImplementedError, match="up_proj.weight is a DTensor.*; load the model whole, call parallelize"
+    ):
+        seqpar.parallelize(second, comm)
+
+
 def wrapped(comm: Comm, how: str) -> tuple[float, dict[str, Tensor]]:
     """The loss, and the averaged gradients, of a model in a wrapper."""
     model = build("llama", tie_word_embeddings=how == "fsdp tied")
     seqpar.parallelize(model, comm, average_over=comm.size)
     if how == "ddp":
         whole: nn.Module = DistributedDataParallel(model)
+        sharded_first(comm)
     else:
         mesh = init_device_mesh("cpu", (comm.size,))
         for layer in model.model.layers:
@@ -124,13 +141,74 @@ def test_a_loss_function_that_is_replaced_later_is_refused_and_not_left_out() ->
             model(**batch)
 
 
+def _fused(model: torch.nn.Module) -> None:
+    """A head that computes the loss itself, from what the base model returns, as TRL puts on models."""
+    before = model.forward
+
+    def forward(*args: Any, fused_lm_head: bool = False, labels: Any = None, **named: Any) -> Any:
+        if not fused_lm_head:
+            return before(*args, labels=labels, **named)
+        hidden = model.base_model(*args, use_cache=False, **named).last_hidden_state[:, :-1]
+        return torch.nn.functional.cross_entropy(
+            model.lm_head(hidden).flatten(0, 1), labels[:, 1:].flatten(), reduction="sum"
+        )
+
+    model.forward = forward
+
+
+@pytest.mark.parametrize("in_place", [False, True])
+@pytest.mark.parametrize("first", ["head", "parallelize"])
+def test_a_head_of_others_finds_its_base_model_parallel(first: str, in_place: bool) -> None:
+    model, every = build("llama"), batches("cu", 2)
+    model.set_attn_implementation("sdpa")
+    for batch in every:
+        batch["seq_idx"] = torch.zeros_like(batch["input_ids"])  # says nothing to attention
+    whole = one_process(model, every, causal=True)
+    valid = sum(int((batch["labels"][:, 1:] != -100).sum()) for batch in every)
+
+    def rank(comm: Comm) -> Any:
+        own, batch = copy.deepcopy(model), every[comm.rank]
+        if first == "head":
+            _fused(own)
+        with seqpar.parallelize(own, comm, in_place=in_place) as handle:
+            if first != "head":
+                _fused(own)
+            before = comm.stats.bytes_sent
+            loss = own(**batch, fused_lm_head=True) / valid
+            loss.backward()
+            sent = comm.stats.bytes_sent - before
+            plain = float(own(**batch, fused_lm_head=False).loss.detach())
+            with pytest.raises(
+                NotImplementedError, match="LlamaModel on several ranks got labels, built are input_ids"
+            ):
+                own.model(**batch)
+            with handle.local():
+                alone = own.model(input_ids=batch["input_ids"]).last_hidden_state
+        assert torch.equal(own.model(input_ids=batch["input_ids"]).last_hidden_state, alone)
+        return float(loss.detach()), plain, sent, {name: p.grad for name, p in own.named_parameters()}
+
+    (loss, plain, sent, grads), (other_loss, other_plain, _, others) = run_threads(2, rank)
+    assert sent > 0 and loss + other_loss == pytest.approx(float(whole.loss), rel=1e-6)
+    assert plain == other_plain == pytest.approx(float(whole.loss), rel=1e-6)
+    for name, grad in whole.grads.items():
+        assert float((grads[name] + others[name] - grad).abs().max()) <= 1e-5 * largest(whole.grads), name
+
+
+def test_a_base_model_that_is_computed_again_as_a_whole_is_refused() -> None:
+    model, batch = build("llama"), batches("right", 1)[0]
+    inputs = {"input_ids": batch["input_ids"], "attention_mask": batch["attention_mask"]}
+    with seqpar.parallelize(model, LocalComm()):
+        out = checkpoint(lambda: model.model(**inputs).last_hidden_state, use_reentrant=False)
+        with pytest.raises(NotImplementedError, match="computed again in backward as a whole.* checkpoint its layers"):
+            out.sum().backward()
+
+
 def test_a_model_in_a_model_is_parallel_once() -> None:
     model, batch, comm = build("llama"), batches("right", 1)[0], LocalComm()
     with seqpar.parallelize(model.model, comm), pytest.raises(ValueError, match="LlamaModel in LlamaForCausalLM"):
         seqpar.parallelize(model, comm)
-    outer, inner = seqpar.parallelize(model, comm), seqpar.parallelize(model.model, comm)
-    with outer, inner, pytest.raises(NotImplementedError, match="inside the forward of another"):
-        model(**batch)
+    with seqpar.parallelize(model, comm), pytest.raises(ValueError, match="LlamaModel is parallel already"):
+        seqpar.parallelize(model.model, comm)
     model(**batch)
 
 

@@ -1,0 +1,120 @@
+"""Plans made before they are asked for: of short batches that come again, and of a loader's next batches, by a thread.
+
+The thread makes plans and nothing else. What ranks tell each other of a batch to come, its lengths, they tell in
+the calling thread between two forwards; so collectives are the same on every rank and in one order.
+"""
+
+from __future__ import annotations
+
+from collections import OrderedDict, deque
+from collections.abc import Callable, Hashable, Iterable, Iterator
+from concurrent.futures import Future, ThreadPoolExecutor
+from typing import Any
+
+import numpy as np
+
+from seqpar.comm import Comm
+from seqpar.data.prefetch import Loader
+from seqpar.mask import Ints, frozen
+from seqpar.plan import Plan
+
+KEPT = 8  # plans of short batches that are kept
+SHORT = 1 << 15  # tokens of one; longer ones take long to compute, and their plans much memory
+
+
+class Plans:
+    """A planner that looks first at what it has made already.
+
+    make: the planner, of lengths, ranks and a state. state: what plans depend on besides; None for planners that one
+    must not ask less often than there are batches.
+    """
+
+    def __init__(self, make: Callable[[Ints, int, Hashable], Plan], state: Callable[[], Hashable] | None) -> None:
+        self._make, self._state = make, state
+        self._coming: OrderedDict[Hashable, Future[Plan]] = OrderedDict()
+        self._kept: OrderedDict[Hashable, Plan] = OrderedDict()
+
+    def __call__(self, lengths: Ints, ranks: int) -> Plan:
+        """The plan of documents of these lengths."""
+        state = None if self._state is None else self._state()
+        key = (lengths.tobytes(), ranks, state)
+        if key in self._coming:
+            return self._coming.pop(key).result()
+        if self._state is None or int(lengths.sum()) > SHORT:
+            return self._make(lengths, ranks, state)
+        if key not in self._kept:
+            self._kept[key] = self._make(lengths, ranks, state)
+        self._kept.move_to_end(key)
+        if len(self._kept) > KEPT:
+            self._kept.popitem(last=False)
+        return self._kept[key]
+
+    def start(self, lengths: Ints, ranks: int, thread: ThreadPoolExecutor) -> None:
+        """Let a thread make the plan of documents that will be asked for, if it is not kept."""
+        state = None if self._state is None else self._state()
+        key = (lengths.tobytes(), ranks, state)
+        if key not in self._kept:
+            self._coming[key] = thread.submit(self._make, lengths, ranks, state)
+        if len(self._coming) > KEPT:  # nobody has asked for the oldest
+            self._coming.popitem(last=False)
+
+    def forget(self) -> None:
+        """Drop what was made ahead and nobody has asked for."""
+        self._coming.clear()
+
+
+def ahead(
+    batches: Iterable[Any], comm: Comm, plans: Plans, lengths_in: Callable[[Any], Ints], *, depth: int, replicated: bool
+) -> Iterator[Any]:
+    """The batches, in their order; while one is computed the plans of the next `depth` are made. A collective.
+
+    lengths_in: tokens of the documents of a batch. replicated: all ranks have the same.
+
+    Raises: in turn, what a rank's loader raised, there and as ValueError on the others; ValueError on all when the
+    loaders of some ranks have ended and those of others have not.
+    """
+    loader = Loader(batches)
+    queue: deque[Any] = deque()
+    going = True
+    with ThreadPoolExecutor(1, thread_name_prefix="seqpar plans ahead") as thread:
+        try:
+            while going or queue:
+                while going and len(queue) <= depth:
+                    try:
+                        batch, union = _told(loader, comm, lengths_in, replicated)
+                    except Exception as failure:
+                        queue.append(failure)
+                        going = False
+                        break
+                    if union is None:
+                        going = False
+                    else:
+                        plans.start(union, comm.size, thread)
+                        queue.append(batch)
+                if queue:
+                    if isinstance(item := queue.popleft(), Exception):
+                        raise item
+                    yield item
+        finally:
+            plans.forget()
+
+
+def _told(loader: Loader, comm: Comm, lengths_in: Callable[[Any], Ints], replicated: bool) -> tuple[Any, Ints | None]:
+    """This rank's next batch and the lengths of all ranks' documents; None for both where all loaders have ended."""
+    batch, error = loader.next()
+    lengths: Ints | None = None
+    if error is None and not loader.ended:
+        try:
+            lengths = lengths_in(batch)
+        except Exception as found:  # whatever it is, the others must hear of it
+            error = found
+    every = comm.gather("prefetch: lengths of the next batches", lengths, error)
+    ended = [rank for rank, each in enumerate(every) if each is None]
+    if len(ended) == comm.size:
+        return None, None
+    if ended:
+        raise ValueError(
+            f"prefetch: the loader of rank {ended[0]} ended before that of rank "
+            f"{next(rank for rank in range(comm.size) if rank not in ended)}, and every forward is one of all ranks"
+        )
+    return batch, frozen(every[0] if replicated else np.concatenate(every))

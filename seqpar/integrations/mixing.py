@@ -1,0 +1,48 @@
+"""What the modules of a model say that speaks against computing it row by row."""
+
+from __future__ import annotations
+
+import sys
+from typing import Any
+
+from torch import nn
+
+# Modules that see other tokens by their nature, in models of tokens.
+OVER_TOKENS = (
+    nn.RNNBase, nn.Conv1d, nn.AvgPool1d, nn.MaxPool1d, nn.LPPool1d, nn.AdaptiveAvgPool1d, nn.AdaptiveMaxPool1d,
+)  # fmt: skip
+
+
+def mixing(model: nn.Module) -> list[str]:
+    """Why a model whose attention is PyTorch's cannot be computed row by row, as far as classes and configs say it."""
+    found = []
+    names = [f"{name or 'the model'} ({type(m).__name__})" for name, m in model.named_modules() if _over_tokens(m)]
+    if names:
+        found.append(f"it has modules that see other tokens: {', '.join(names)}")
+    found += dropping(model)
+    for inner in _of_transformers(model):
+        from seqpar.integrations.transformers_fit import carries
+
+        found += [reason for reason in carries(inner) if reason not in found]
+    return found
+
+
+def _over_tokens(module: nn.Module) -> bool:
+    return isinstance(module, OVER_TOKENS) and getattr(module, "kernel_size", None) not in (1, (1,))
+
+
+def dropping(model: nn.Module) -> list[str]:
+    """Whether it drops whole paths at random, which ranks do each for themselves."""
+    if any("DropPath" in type(m).__name__ and getattr(m, "drop_prob", 1) for m in model.modules()):
+        return ["it drops whole paths of a sequence at random (DropPath)"]
+    return []
+
+
+def _of_transformers(model: nn.Module) -> list[Any]:
+    """The models of transformers in a module, without those inside of others."""
+    base = getattr(sys.modules.get("transformers"), "PreTrainedModel", None)
+    if base is None:
+        return []
+    if isinstance(model, base):
+        return [model]
+    return [found for child in model.children() for found in _of_transformers(child)]

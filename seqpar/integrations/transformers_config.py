@@ -1,0 +1,48 @@
+"""What a config of transformers says of layers that see other rows than their attention does.
+
+It is all that there is to ask when a model was loaded with ``attn_implementation="seqpar"`` and nobody gave it to
+`seqpar.parallelize`, which looks at the modules as well and tries the model on a few tokens.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from typing import Any
+
+from transformers import MODEL_MAPPING, PreTrainedConfig
+
+ATTENTION_LAYERS = {"full_attention", "sliding_attention", "chunked_attention"}
+LONGEST_POSITION = ("dynamic", "longrope")  # rotary types whose angles depend on it
+
+
+def mixing_layers(config: PreTrainedConfig) -> list[str]:
+    """What of the model of a (text) config sees rows of other ranks outside attention; empty if nothing is known."""
+    reasons = []
+    model = MODEL_MAPPING.get(type(config), None)
+    if getattr(model, "_is_stateful", False):
+        reasons.append("it carries a state from token to token (a recurrent or state space model)")
+    if other := set(getattr(config, "layer_types", None) or ()) - ATTENTION_LAYERS:
+        reasons.append(f"it has layers of types {sorted(other)}")
+    for kind, place in _ropes(config):
+        if kind in LONGEST_POSITION:
+            reasons.append(f"its rotary embedding {place} depends on the longest position of a rank's rows ({kind})")
+    return reasons
+
+
+def unserved_attention(config: PreTrainedConfig) -> list[str]:
+    """Why a registered attention function cannot serve a config's model; transformers takes the name all the same."""
+    reasons = []
+    model = MODEL_MAPPING.get(type(config), None)
+    if model is not None and not model._can_set_attn_implementation():
+        reasons.append("its attention does not go through transformers' AttentionInterface")
+    if config.is_encoder_decoder or getattr(config, "add_cross_attention", False):
+        reasons.append("it has cross-attention (an encoder and a decoder)")
+    return reasons
+
+
+def _ropes(config: PreTrainedConfig) -> Iterable[tuple[str, str]]:
+    """Rotary types and where the config says them."""
+    said: dict[str, Any] = getattr(config, "rope_parameters", None) or getattr(config, "rope_scaling", None) or {}
+    for name, value in [("", said), *said.items()]:
+        if isinstance(value, dict) and "rope_type" in value:
+            yield value["rope_type"], name or "of all layers"

@@ -1,0 +1,53 @@
+"""Whether a model's weights are there when it is made parallel: of weights that hold nothing a probe sees nothing."""
+
+from __future__ import annotations
+
+from torch import Tensor, nn
+from torch.distributed.fsdp import FSDPModule
+from torch.distributed.tensor import DTensor
+from transformers import PreTrainedModel
+
+
+class NoWeights(NotImplementedError):
+    """A model that cannot be tried, as its weights are elsewhere, or come later."""
+
+
+def check_weights(model: PreTrainedModel) -> None:
+    """Raise NoWeights for a model whose weights are sharded or hold nothing: what was done too early, and the order."""
+    who = f"parallelize({type(model).__name__})"
+    parameters = dict(model.named_parameters())
+    if any(isinstance(module, FSDPModule) for module in model.modules()):
+        raise NoWeights(
+            f"{who}: fully_shard has sharded it; call parallelize first, and fully_shard on the same model then"
+        )
+    if sharded := [name for name, p in parameters.items() if isinstance(p, DTensor)]:
+        raise NoWeights(
+            f"{who}: {sharded[0]} is a DTensor, as of tp_plan or parallelize_module; load the model whole, call "
+            "parallelize, and shard it then"
+        )
+    if empty := [name for name, p in parameters.items() if p.is_meta]:
+        raise NoWeights(
+            f"{who}: {len(empty)} of {len(parameters)} parameters are on the meta device and hold nothing, {empty[0]} "
+            "first; load the weights on every rank, and call parallelize then"
+        )
+    for name, module in model.named_modules():
+        # two rows or fewer are kinds of tokens, which may be nothing
+        if isinstance(module, nn.Embedding) and len(module.weight) > 2 and not module.weight.any():
+            raise _later(model, f"{name}.weight is 0 everywhere")
+
+
+def check_probed(model: PreTrainedModel, apart: Tensor, together: Tensor) -> None:
+    """Raise NoWeights if a probe has seen nothing: rows [1, T, n] of tokens each for itself, and of one document."""
+    if not (apart.isfinite().all() and together.isfinite().all()):
+        raise _later(model, "it gives infinities or NaN for a few tokens")
+    if (apart == apart[:, :1]).all():
+        raise _later(model, "it gives the same for different tokens")
+    if apart.equal(together):
+        raise _later(model, "its attention changes nothing")
+
+
+def _later(model: PreTrainedModel, what: str) -> NoWeights:
+    return NoWeights(
+        f"parallelize({type(model).__name__}): {what}, as if its weights were not there yet, so a probe sees nothing; "
+        "load or initialise the weights, and call parallelize then"
+    )

@@ -1,0 +1,46 @@
+"""A forward that one rank makes alone: every rank hears so and what to do, and what to do works."""
+
+import pytest
+import torch
+
+import seqpar
+from seqpar.comm import PeerError
+from seqpar.testing import run_processes
+from tests.comm import cases
+
+transformers = pytest.importorskip("transformers")
+
+
+def model():
+    config = transformers.LlamaConfig(
+        vocab_size=32, hidden_size=16, intermediate_size=16, num_hidden_layers=1, num_attention_heads=2,
+        num_key_value_heads=2,
+    )  # fmt: skip
+    torch.manual_seed(0)
+    return transformers.LlamaForCausalLM(config).eval()
+
+
+def evaluates_alone(comm):
+    """Rank 0 evaluates, rank 1 does not: first where rank 0 says that it is alone, then where it does not."""
+    llama, ids = model(), torch.arange(12)[None]
+    with torch.no_grad():
+        expected = llama(input_ids=ids, labels=ids).loss
+        handle = seqpar.parallelize(llama, comm)
+        if comm.rank == 0:
+            with handle.local():
+                torch.testing.assert_close(llama(input_ids=ids, labels=ids).loss, expected)
+        together = llama(input_ids=ids, labels=ids).loss
+        torch.testing.assert_close(together, expected)
+        cases.impatient(comm, 1.0)
+        if comm.rank == 1:
+            cases.until(lambda: cases._is_dead(comm))
+        llama(input_ids=ids, labels=ids)
+
+
+def test_an_evaluation_on_one_rank_alone_is_told_on_all_ranks_with_what_to_do(tmp_path):
+    with pytest.raises(PeerError):
+        run_processes(2, cases.witness, tmp_path, evaluates_alone)
+    for rank in range(2):
+        message = (tmp_path / str(rank)).read_text()
+        assert "in LlamaForCausalLM.forward (comparing arguments): waited 1 s for rank 1; the comm is dead" in message
+        assert "; give every rank as many batches as the others" in message and "`with handle.local():`" in message

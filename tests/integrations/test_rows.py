@@ -1,0 +1,319 @@
+"""Models under PyTorch's attention whose tokens meet outside of it are refused by name; all others are not."""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+from torch.utils.checkpoint import checkpoint
+
+import seqpar
+from seqpar import Comm, Layout, LocalComm, Mask, Plan
+from seqpar.integrations.sdpa import parallelize
+from seqpar.testing import run_threads
+
+E, H, VOCABULARY, TOKENS = 16, 4, 61, 22
+IDS = torch.arange(TOKENS) * 7 % VOCABULARY
+MASK = Mask([TOKENS])
+
+
+class Block(nn.Module):
+    """Causal self-attention and an MLP."""
+
+    def __init__(self, dropout: float = 0.0) -> None:
+        super().__init__()
+        self.norm, self.qkv, self.out = nn.LayerNorm(E), nn.Linear(E, 3 * E), nn.Linear(E, E)
+        self.mlp = nn.Sequential(nn.LayerNorm(E), nn.Linear(E, E), nn.GELU(), nn.Dropout(dropout), nn.Linear(E, E))
+
+    def forward(self, x: Tensor, cos: Tensor | None = None) -> Tensor:
+        q, k, v = self.qkv(self.norm(x)).unflatten(-1, (3, H, -1)).permute(2, 0, 3, 1, 4)
+        if cos is not None:
+            q, k = q * cos, k * cos
+        y = F.scaled_dot_product_attention(q, k, v, is_causal=True)
+        x = x + self.out(y.transpose(1, 2).flatten(2))
+        return x + self.mlp(x)
+
+
+class Model(nn.Module):
+    """Embeddings, what a case does with them and with the positions that it is given, two blocks, and a head."""
+
+    def __init__(self, case: Callable[[Model, Tensor, Tensor], Any], part: nn.Module | None = None) -> None:
+        super().__init__()
+        self.case, self.part = case, part
+        self.tokens, self.places = nn.Embedding(VOCABULARY, E), nn.Embedding(64, E)
+        self.table = nn.Parameter(torch.randn(64, E))
+        self.register_buffer("cos", torch.randn(64, E // H))
+        self.register_buffer("calls", torch.zeros(1))
+        self.blocks = nn.ModuleList(Block() for _ in range(2))
+        self.head = nn.Linear(E, VOCABULARY)
+
+    def forward(self, ids: Tensor, positions: Tensor) -> Any:
+        self.calls += 1
+        x, cos = self.tokens(ids), None
+        out = self.case(self, x, positions)
+        if isinstance(out, tuple):
+            x, cos = out
+        else:
+            x = out
+        for block in self.blocks:
+            x = block(x, cos)
+        return self.head(x)
+
+
+class Mean(nn.Module):
+    """The mean of all rows."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        return x.mean(1, keepdim=True)
+
+
+class Trained(Model):
+    """A model that returns its loss beside logits, as nanoGPT does."""
+
+    def forward(self, ids: Tensor, positions: Tensor) -> Any:
+        logits = super().forward(ids, positions)
+        return logits, F.cross_entropy(logits.flatten(0, 1), ids.flatten())
+
+
+class Pooled(Model):
+    """A model of whole sequences."""
+
+    def forward(self, ids: Tensor, positions: Tensor) -> Any:
+        return super().forward(ids, positions).mean(1)
+
+
+class Experts(nn.Module):
+    """Each row by one of many experts, which get their rows together, if there are any."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.router, self.experts = nn.Linear(E, 9), nn.ModuleList(nn.Linear(E, E) for _ in range(9))
+
+    def forward(self, x: Tensor) -> Tensor:
+        rows, out = x.flatten(0, 1), torch.zeros_like(x.flatten(0, 1))
+        choice = self.router(rows).argmax(-1)
+        for number, expert in enumerate(self.experts):
+            at = torch.where(choice == number)[0]
+            if not len(at):
+                continue
+            out.index_add_(0, at, expert(rows[at]))
+        return out.view_as(x)
+
+
+def recurrence(model: Any, x: Tensor, positions: Tensor) -> Tensor:
+    state, out = torch.zeros(len(x), E, dtype=x.dtype), []
+    for row in x.unbind(1):
+        state = model.part(row, state)
+        out.append(state)
+    return torch.stack(out, 1)
+
+
+def stretched(model: Any, x: Tensor, positions: Tensor) -> Tensor:
+    return x + model.places(positions) * (2.0 if int(positions.max()) >= 16 else 1.0)
+
+
+class DropPath(nn.Module):
+    """A name by which a module is known to drop whole samples."""
+
+    drop_prob = 0.1
+
+    def forward(self, x: Tensor) -> Tensor:
+        return x
+
+
+Case = Callable[[], nn.Module]
+MIXING: dict[str, tuple[Case, str]] = {
+    "positions counted": (
+        lambda: Model(lambda m, x, _: x + m.places(torch.arange(x.shape[1]))), "what Model gives to places (Embedding)",
+    ),
+    "learned positions sliced": (lambda: Model(lambda m, x, _: x + m.table[: x.shape[1]]), "blocks.0 (Block)"),
+    "rotary tables sliced": (lambda: Model(lambda m, x, _: (x, m.cos[: x.shape[1]])), "blocks.0 (Block)"),
+    "sums so far": (lambda: Model(lambda m, x, _: x + x.cumsum(1)), "blocks.0 (Block)"),
+    "shift": (lambda: Model(lambda m, x, _: x + 0.01 * x.roll(1, 1)), "blocks.0 (Block)"),
+    "convolution": (
+        lambda: Model(
+            lambda m, x, _: x + m.part(x[:, None])[:, 0], nn.Conv2d(1, 1, (3, 1), padding=(1, 0))
+        ), "part (Conv2d) returns",
+    ),
+    "mean": (lambda: Model(lambda m, x, _: x + 0.01 * m.part(x), Mean()), "what part (Mean) returns"),
+    "recurrence": (lambda: Model(recurrence, nn.GRUCell(E, E)), "blocks.0 (Block)"),
+    "longest position": (lambda: Model(stretched), "blocks.0 (Block)"),
+    "statistics": (
+        lambda: Model(lambda m, x, _: m.part(x.transpose(1, 2)).transpose(1, 2), nn.BatchNorm1d(E)), "BatchNorm1d",
+    ),
+    "recurrent module": (lambda: Model(lambda m, x, _: m.part(x)[0], nn.GRU(E, E, batch_first=True)), "part (GRU)"),
+    "whole paths": (lambda: Model(lambda m, x, p: m.part(x), DropPath()), "DropPath"),
+    "one result": (lambda: Pooled(lambda m, x, p: x + m.places(p)), "what Pooled returns"),
+}  # fmt: skip
+ALONE: dict[str, Case] = {
+    "positions given": lambda: Model(lambda m, x, p: x + m.places(p)),
+    "no positions": lambda: Model(lambda m, x, p: x),
+    "one-hot over a vocabulary": lambda: Model(lambda m, x, p: x + F.one_hot(p % E, E).double() @ m.table[:E]),
+    "as many classes as rows": lambda: Model(
+        lambda m, x, p: x + (p[..., None] % 11 == torch.arange(11)).double() @ m.table[:11]
+    ),
+    "tables by position": lambda: Model(lambda m, x, p: (x, m.cos[p][:, None])),
+    "complex tables": lambda: Model(
+        lambda m, x, p: (
+            x + torch.view_as_real(m.part(torch.polar(m.cos, m.cos)[p])).flatten(2)[..., :4].repeat(1, 1, 4)
+        ),
+        nn.Identity(),
+    ),
+    "experts": lambda: Model(lambda m, x, p: m.part(x), Experts()),
+    "dropout": lambda: Model(lambda m, x, p: F.dropout(x, 0.5) + torch.rand_like(x) - torch.randn(x.shape), Block(0.5)),
+    "checkpoints": lambda: Model(lambda m, x, p: checkpoint(m.part, x, use_reentrant=False), Block()),
+    "an image of one's own": lambda: Model(
+        lambda m, x, p: x + m.part(torch.ones(1, 3, 4, 4, dtype=x.dtype)).mean(), nn.Conv2d(3, 2, 3)
+    ),
+}
+
+
+def made(case: Case) -> nn.Module:
+    with torch.random.fork_rng():
+        torch.manual_seed(0)
+        return case().double()
+
+
+def logits(comm: Comm, model: nn.Module, way: str) -> Tensor:
+    """What a rank's copy of the model returns for its rows."""
+    own, plan = copy.deepcopy(model), Plan(MASK, Layout.contiguous(TOKENS, comm.size))
+    ids, positions = seqpar.shard(IDS, plan, comm.rank)[None], torch.from_numpy(plan.rope_positions(comm.rank))[None]
+    if way == "block":
+        with seqpar.sdpa(plan, comm):
+            return own(ids, positions)
+    parallelize(own, comm, plan=plan)
+    return own(ids, positions)
+
+
+@pytest.mark.parametrize("way", ["block", "parallelize"])
+@pytest.mark.parametrize("name", MIXING)
+def test_what_mixes_rows_outside_attention_is_refused_on_every_rank(name: str, way: str) -> None:
+    case, said = MIXING[name]
+    model = made(case)
+
+    def rank(comm: Comm) -> str:
+        with pytest.raises((NotImplementedError, ValueError)) as raised:
+            logits(comm, model, way)
+        return str(raised.value)
+
+    for message in run_threads(2, rank):
+        assert said in message or "rank 1" in message, message
+
+
+@pytest.mark.parametrize("way", ["block", "parallelize"])
+@pytest.mark.parametrize("name", ALONE)
+def test_what_computes_every_row_alone_is_exact(name: str, way: str) -> None:
+    model = made(ALONE[name])
+    found = torch.cat(run_threads(2, logits, model, way), 1)
+    if name != "dropout":
+        torch.testing.assert_close(found, model(IDS[None], torch.arange(TOKENS)[None]), rtol=0, atol=1e-10)
+
+
+def test_the_remedy_for_counted_positions_is_right() -> None:
+    counted, given = made(MIXING["positions counted"][0]), made(ALONE["positions given"])
+    with pytest.raises(NotImplementedError, match=r"; let it take positions .*plan.rope_positions\(rank\)"):
+        logits(LocalComm(), counted, "block")
+    expected = counted(IDS[None], torch.arange(TOKENS)[None])
+    found = torch.cat(run_threads(2, logits, given, "block"), 1)
+    torch.testing.assert_close(found, expected, rtol=0, atol=1e-10)
+
+
+class Patches(nn.Module):
+    """A small ViT: patches, positions, blocks that look both ways, a head over the first token."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.patches, self.first = nn.Conv2d(3, E, 4, 4), nn.Parameter(torch.randn(1, 1, E))
+        self.positions = nn.Parameter(torch.randn(1, 17, E))
+        layer = nn.TransformerEncoderLayer(E, H, E, 0.0, batch_first=True, norm_first=True)
+        self.blocks, self.head = nn.ModuleList(copy.deepcopy(layer) for _ in range(2)), nn.Linear(E, 5)
+
+    def embed(self, images: Tensor) -> Tensor:
+        x = self.patches(images).flatten(2).transpose(1, 2)
+        return torch.cat([self.first, x], 1) + self.positions
+
+    def forward(self, images: Tensor) -> Tensor:
+        x = self.embed(images)
+        for block in self.blocks:
+            x = block(x)
+        return self.head(x[:, 0])
+
+
+def test_blocks_of_a_vision_transformer_whose_tokens_are_cut_by_hand() -> None:
+    model, images = made(Patches), torch.randn(1, 3, 16, 16, dtype=torch.float64)
+    plan = Plan(Mask([17], causal=False), Layout.contiguous(17, 2))
+
+    def rank(comm: Comm) -> Tensor:
+        own = copy.deepcopy(model)
+        with seqpar.sdpa(plan, comm):
+            x = seqpar.shard(own.embed(images)[0], plan, comm.rank)[None]
+            for block in own.blocks:
+                x = block(x)
+        return own.head(seqpar.unshard(x[0], plan, comm)[:1])
+
+    expected = model(images)
+    for found in run_threads(2, rank):
+        torch.testing.assert_close(found, expected, rtol=0, atol=1e-10)
+
+
+def test_a_loss_beside_the_rows_is_taken_as_it_is() -> None:
+    plan, comm = Plan(MASK, Layout.contiguous(TOKENS, 1)), LocalComm()
+    given = made(lambda: Trained(lambda m, x, p: x + m.places(p)))
+    counted = made(lambda: Trained(lambda m, x, p: x + m.places(torch.arange(x.shape[1]))))
+    at = torch.arange(TOKENS)[None]
+    with seqpar.sdpa(plan, comm):
+        logits, loss = given(IDS[None], at)
+    assert logits.requires_grad and loss.dim() == 0
+    with pytest.raises(NotImplementedError, match="what Trained gives to places"), seqpar.sdpa(plan, comm):
+        counted(IDS[None], at)
+
+
+def test_a_model_is_tried_once_and_again_when_batches_grow() -> None:
+    model, comm = made(ALONE["positions given"]), LocalComm()
+    handle, runs = parallelize(model, comm), []
+    model.blocks[0].register_forward_hook(lambda *_: runs.append(torch.is_grad_enabled()))
+    random = torch.get_rng_state()
+
+    def call(tokens: int, training: bool = True) -> int:
+        runs.clear()
+        plan, x = Plan(Mask([tokens]), Layout.contiguous(tokens, 1)), torch.arange(tokens)[None]
+        with seqpar.parallel(plan, comm):
+            model.train(training)(x, x)
+        assert runs[-1] and not any(runs[:-1])
+        return len(runs)
+
+    assert [call(n) for n in (9, 9, 12, 16, 17, 20, 33, 8)] == [3, 1, 1, 1, 3, 1, 3, 1]
+    assert call(9, training=False) == 3 and call(9, training=False) == 1
+    assert int(model.calls) == 10, "what is tried leaves no trace in buffers"
+    assert torch.equal(torch.get_rng_state(), random)
+    handle.undo()
+
+
+def test_sizes_that_are_equal_by_accident_are_no_rows() -> None:
+    class Modulated(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.block = Block()
+
+        def forward(self, scale: Tensor, x: Tensor) -> Tensor:
+            return self.block(x * scale[:, None]) * scale
+
+    model = made(Modulated)
+    plan = Plan(Mask([E]), Layout.contiguous(E, 1))
+    with seqpar.sdpa(plan, LocalComm()):
+        found = model(torch.rand(1, E).double(), torch.randn(1, E, E).double())
+    assert found.shape == (1, E, E)
+
+
+def test_rows_that_follow_by_half_precision_too() -> None:
+    model = made(ALONE["experts"]).bfloat16()
+    with seqpar.sdpa(Plan(MASK, Layout.contiguous(TOKENS, 1)), LocalComm()):
+        model(IDS[None], torch.arange(TOKENS)[None])
+    counted = made(MIXING["positions counted"][0]).bfloat16()
+    with pytest.raises(NotImplementedError, match="places"):
+        logits(LocalComm(), counted, "parallelize")

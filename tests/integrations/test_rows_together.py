@@ -1,0 +1,138 @@
+"""Models in whose forward ranks meet, as in FSDP and DDP, are tried by all ranks alike: on processes, or they hang."""
+
+from __future__ import annotations
+
+import contextlib
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.fsdp import fully_shard
+from torch.nn.parallel import DistributedDataParallel
+
+import seqpar
+from seqpar import Comm, Layout, Mask, Plan
+from seqpar.integrations.sdpa import parallelize
+from seqpar.testing import run_processes
+from tests.integrations.test_rows import ALONE, MIXING, VOCABULARY, made
+
+TIMEOUT = 10.0
+
+
+def meeting(model: nn.Module, how: str, ranks: int) -> nn.Module:
+    """The model, in whose own forward ranks meet: its blocks are sharded, or are inside DDP and have buffers."""
+    if how == "ddp":
+        for block in model.blocks:
+            block.register_buffer("steps", torch.zeros(3, dtype=torch.float64))
+        model.blocks = nn.ModuleList(DistributedDataParallel(block) for block in model.blocks)
+        return model
+    mesh = init_device_mesh("cpu", (ranks,))
+    for block in model.blocks:
+        fully_shard(block, mesh=mesh)
+    return fully_shard(model, mesh=mesh)
+
+
+def inputs(rows: list[int], rank: int) -> tuple[Plan, Tensor, Tensor]:
+    """A plan of so many rows on each rank, and a rank's arguments."""
+    tokens = sum(rows)
+    starts = [sum(rows[:r]) for r in range(len(rows))]
+    plan = Plan(Mask([tokens]), Layout.from_pieces(starts, rows, range(len(rows)), len(rows)))
+    ids = seqpar.shard(torch.arange(tokens) * 7 % VOCABULARY, plan, rank)[None]
+    return plan, ids, torch.from_numpy(plan.rope_positions(rank))[None]
+
+
+def call(model: nn.Module, comm: Comm, way: str, rows: list[int]) -> Tensor:
+    """What a rank's rows come to; in a block, or in a parallelized model."""
+    plan, ids, positions = inputs(rows, comm.rank)
+    block = seqpar.sdpa(plan, comm) if way == "block" else seqpar.parallel(plan, comm)
+    with block:
+        return model(ids, positions)
+
+
+def several(comm: Comm, how: str, way: str, batches: list[list[int]]) -> tuple[list[Tensor], int]:
+    """What some batches come to on a rank, one after the other, and how often it ran the model's last module."""
+    model, runs = meeting(made(ALONE["positions given"]), how, comm.size), []
+    model.head.register_forward_hook(lambda *_: runs.append(0))
+    handle = parallelize(model, comm) if way == "parallelize" else contextlib.nullcontext()
+    found = []
+    with handle:
+        for rows in batches:
+            out = call(model, comm, way, rows)
+            out.sum().backward()
+            found.append(out.detach())
+    return found, len(runs)
+
+
+BATCHES = {2: [[5, 1], [5, 0], [1, 6], [9, 12], [1, 40]], 3: [[4, 0, 1], [4, 3, 0], [1, 1, 1], [1, 9, 9]]}
+
+
+@pytest.mark.parametrize(
+    "ranks, way, how",
+    [(2, "parallelize", "fsdp"), (2, "block", "ddp"), (3, "parallelize", "ddp"), (3, "block", "fsdp"),
+     (3, "parallelize", "fsdp")],
+)  # fmt: skip
+def test_ranks_with_few_rows_and_none_run_as_often(ranks: int, way: str, how: str) -> None:
+    every = run_processes(ranks, several, how, way, BATCHES[ranks], timeout=TIMEOUT)
+    assert len({runs for _, runs in every}) == 1 and every[0][1] > len(BATCHES[ranks])
+    model = made(ALONE["positions given"])
+    for number, rows in enumerate(BATCHES[ranks]):
+        found = torch.cat([outs[number] for outs, _ in every], 1)
+        at = torch.arange(sum(rows))[None]
+        torch.testing.assert_close(found, model(at * 7 % VOCABULARY, at), rtol=0, atol=1e-10)
+
+
+def refused(comm: Comm, how: str, way: str, rows: list[int]) -> str:
+    """What is said of a model whose positions are counted."""
+    model = meeting(made(MIXING["positions counted"][0]), how, comm.size)
+    if way == "parallelize":
+        parallelize(model, comm)
+    with pytest.raises(NotImplementedError) as raised:
+        call(model, comm, way, rows)
+    return str(raised.value)
+
+
+@pytest.mark.parametrize("how, way", [("fsdp", "parallelize"), ("ddp", "block")])
+def test_what_one_rank_alone_finds_is_refused_on_all(how: str, way: str) -> None:
+    for said in run_processes(3, refused, how, way, [9, 1, 0], timeout=TIMEOUT):
+        assert "gives to places (Embedding) does not follow" in said
+
+
+def failing(comm: Comm, how: str) -> str:
+    """What is raised where the model fails on the last rank alone, after ranks have met."""
+    model = meeting(made(ALONE["positions given"]), how, comm.size)
+    parallelize(model, comm)
+    if comm.rank == comm.size - 1:
+        model.head.register_forward_hook(fails)
+    with pytest.raises(RuntimeError) as raised:
+        call(model, comm, "parallelize", [4, 5])
+    return str(raised.value)
+
+
+def fails(*_: Any) -> None:
+    raise ArithmeticError("no good")
+
+
+@pytest.mark.parametrize("how", ["fsdp", "ddp"])
+def test_a_failure_of_one_rank_is_told_on_all(how: str) -> None:
+    for said in run_processes(2, failing, how, timeout=TIMEOUT):
+        assert said.endswith("Model failed on rank 1 when it was tried: ArithmeticError: no good"), said
+
+
+def subsets(comm: Comm, batches: list[list[list[int]]]) -> list[Tensor]:
+    """A model that all ranks shard, called under comms of some of them, which have other plans."""
+    model = meeting(made(ALONE["positions given"]), "fsdp", comm.size)
+    own = comm.sub([0, 1] if comm.rank < 2 else [2])
+    parallelize(model, own)
+    return [call(model, own, "parallelize", rows[comm.rank // 2]).detach() for rows in batches]
+
+
+def test_comms_that_share_a_sharded_model_try_it_at_once_or_not_at_all() -> None:
+    batches = [[[2, 1], [30]], [[9, 30], [1]], [[2, 0], [60]]]
+    every = run_processes(3, subsets, batches, timeout=TIMEOUT)
+    model = made(ALONE["positions given"])
+    for number, (rows, _) in enumerate(batches):
+        at = torch.arange(sum(rows))[None]
+        found = torch.cat([every[0][number], every[1][number]], 1)
+        torch.testing.assert_close(found, model(at * 7 % VOCABULARY, at), rtol=0, atol=1e-10)

@@ -1,0 +1,344 @@
+"""Loops that would train the wrong thing in silence: other weights on ranks, gradients not summed, or summed twice."""
+
+from __future__ import annotations
+
+import copy
+import warnings
+from collections.abc import Callable
+from contextlib import contextmanager, nullcontext
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.fsdp import fully_shard
+from torch.nn.parallel import DistributedDataParallel
+
+import seqpar
+from seqpar import Comm
+from seqpar.testing import run_processes, run_threads
+from seqpar.train import clip_grad_norm, sync_gradients
+from tests.integrations.models import batches, build
+
+RANKS = 2
+MODEL, EVERY = build("llama"), batches("right", RANKS)
+
+
+@contextmanager
+def told(count: int | None) -> Any:
+    """A block in which so many warnings are given by this package, or to the caller of it."""
+    with warnings.catch_warnings(record=True) as found:
+        warnings.simplefilter("always")
+        texts: list[str] = []
+        yield texts
+    texts += [str(each.message) for each in found if issubclass(each.category, UserWarning)]
+    texts[:] = [text for text in texts if "ranks" in text or "seqpar" in text]
+    assert count is None or len(texts) == count, texts
+
+
+def redrawn(model: nn.Module, only: str = "") -> None:
+    """Other weights."""
+    g = torch.Generator().manual_seed(99)
+    for name, p in model.named_parameters():
+        if only in name:
+            p.data.copy_(torch.randn(p.shape, generator=g))
+
+
+def adapted(model: nn.Module) -> list[nn.Parameter]:
+    """A frozen model with an adapter of two matrices at each projection of queries: LoRA, by hand."""
+    model.requires_grad_(False)
+    found = []
+    for layer in model.model.layers:
+        q, g = layer.self_attn.q_proj, torch.Generator().manual_seed(3)
+        q.lora_A = nn.Parameter(torch.randn(2, 32, generator=g))
+        q.lora_B = nn.Parameter(torch.zeros(32, 2))
+        q.register_forward_hook(lambda module, args, out: out + args[0] @ module.lora_A.T @ module.lora_B.T)
+        found += [q.lora_A, q.lora_B]
+    return found
+
+
+# --- weights ----------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("other", ["", "lora_A", "mlp.down_proj"])
+def test_other_weights_at_the_first_forward_are_an_error_on_every_rank(other: str) -> None:
+    def rank(comm: Comm) -> tuple[str, float]:
+        own = copy.deepcopy(MODEL)
+        if other:
+            adapted(own)
+        before = copy.deepcopy(own.state_dict())
+        if comm.rank:
+            redrawn(own, other)
+        with seqpar.parallelize(own, comm):
+            with pytest.raises(ValueError, match="and nothing has trained yet; load the same weights") as raised:
+                own(**EVERY[comm.rank])
+            own.load_state_dict(before)  # as the error says
+            return str(raised.value), float(own(**EVERY[comm.rank]).loss.detach())
+
+    results = run_threads(RANKS, rank)
+    assert all(other in text and "between rank 0 and rank 1" in text for text, _ in results)
+    assert results[0] == results[1]
+
+
+def test_ranks_that_drift_apart_are_told_once() -> None:
+    def rank(comm: Comm) -> None:
+        own = copy.deepcopy(MODEL)
+        with seqpar.parallelize(own, comm):
+            for step in range(4):
+                own(**EVERY[comm.rank]).loss.backward()
+                sync_gradients(own.parameters(), comm)
+                with torch.no_grad():
+                    for p in own.parameters():
+                        p -= 0.1 * p.grad + (1e-3 if comm.rank and step == 1 else 0.0)
+                own.zero_grad()
+
+    with told(1) as texts:
+        run_threads(RANKS, rank)
+    assert "differs by up to 0.001 between rank 0 and rank 1, though gradients were summed" in texts[0]
+
+
+# --- gradients --------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("lora", [False, True], ids=["whole", "adapter"])
+def test_a_step_by_gradients_that_nobody_summed_is_an_error(lora: bool) -> None:
+    def rank(comm: Comm) -> str:
+        own = copy.deepcopy(MODEL)
+        with seqpar.parallelize(own, comm):
+            optimizer = torch.optim.AdamW(adapted(own) if lora else own.parameters(), lr=1e-2)
+            before = copy.deepcopy(own.state_dict())
+            own(**EVERY[comm.rank]).loss.backward()
+            optimizer.step()
+            optimizer.zero_grad()
+            with pytest.raises(ValueError, match="not summed over ranks; start again from equal weights") as raised:
+                own(**EVERY[comm.rank])
+            own.load_state_dict(before)  # as the error says
+            optimizer = torch.optim.AdamW(own.parameters(), lr=1e-2)
+            for _ in range(2):
+                plain(own, comm, optimizer, 0)
+        assert not any(p._post_accumulate_grad_hooks for p in own.parameters()), "undo leaves no hook"
+        return str(raised.value)
+
+    assert len(set(run_threads(RANKS, rank))) == 1
+
+
+def test_a_second_sum_of_the_same_gradients_is_an_error() -> None:
+    def rank(comm: Comm) -> None:
+        own = copy.deepcopy(MODEL)
+        with seqpar.parallelize(own, comm):
+            own(**EVERY[comm.rank]).loss.backward()
+            sync_gradients(own.parameters(), comm)
+            clip_grad_norm(own.parameters(), 0.1)
+            before = own.lm_head.weight.grad.clone()
+            with pytest.raises(ValueError, match="are sums over ranks already.*; call it once"):
+                sync_gradients(own.parameters(), comm)
+            assert torch.equal(own.lm_head.weight.grad, before)
+
+    run_threads(RANKS, rank)
+
+
+def test_a_sum_for_each_micro_batch_is_a_warning() -> None:
+    def rank(comm: Comm) -> None:
+        own = copy.deepcopy(MODEL)
+        with seqpar.parallelize(own, comm):
+            for _ in range(2):
+                own(**EVERY[comm.rank]).loss.backward()
+                sync_gradients(own.parameters(), comm)
+
+    with told(1) as texts:
+        run_threads(RANKS, rank)
+    assert "what was summed is summed once more" in texts[0]
+
+
+def test_what_averages_is_not_summed_too() -> None:
+    def rank(comm: Comm) -> None:
+        own = copy.deepcopy(MODEL)
+        with seqpar.parallelize(own, comm, average_over=RANKS):
+            own(**EVERY[comm.rank]).loss.backward()
+            with pytest.raises(ValueError, match="average_over=2, for a wrapper.*; leave sync_gradients out"):
+                sync_gradients(own.parameters(), comm)
+
+    run_threads(RANKS, rank)
+
+
+# --- what moves nothing -----------------------------------------------------------------------------------------------
+
+
+def test_a_model_in_place_refuses_to_be_run_behind_its_forward() -> None:
+    model, batch = copy.deepcopy(MODEL), {"input_ids": EVERY[0]["input_ids"]}
+    model.set_attn_implementation("sdpa")
+    expected = model.model(**batch).last_hidden_state
+
+    def rank(comm: Comm) -> Tensor:
+        own = copy.deepcopy(model)
+        with seqpar.parallelize(own, comm, in_place=True) as handle:
+            with pytest.raises(RuntimeError, match="outside the forward.*; call the model itself, or work inside"):
+                type(own.model).forward(own.model, **batch)
+            own(**EVERY[comm.rank])
+            with handle.local():
+                return type(own.model).forward(own.model, **batch).last_hidden_state
+
+    for found in run_threads(RANKS, rank):
+        assert torch.equal(found, expected)
+
+
+@pytest.mark.parametrize("same", [True, False])
+def test_the_same_batch_on_every_rank_twice_in_a_row_is_a_warning_that_names_the_source(same: bool) -> None:
+    def rank(comm: Comm) -> None:
+        own, batch = copy.deepcopy(MODEL), dict(EVERY[0])
+        if comm.rank and not same:
+            batch["input_ids"] = batch["input_ids"].clone()
+            batch["input_ids"][0, 0] += 1
+        for source in ("sharded", "replicated")[: 2 if same else 1]:
+            with seqpar.parallelize(own, comm, source=source):
+                for _ in range(3):
+                    own(**batch)
+
+    with told(same) as texts:
+        run_threads(RANKS, rank)
+    assert all("source='replicated'" in text for text in texts)
+
+
+# --- who averages -----------------------------------------------------------------------------------------------------
+
+
+def wrapped(comm: Comm, how: str, average_over: int, group: str) -> list[str]:
+    """What is said of two steps in a wrapper over all ranks, whose comm has all of them or each rank alone."""
+    mesh = init_device_mesh("cpu", (1, comm.size) if group == "sp" else (comm.size, 1), mesh_dim_names=("dp", "sp"))
+    model = build("llama", num_hidden_layers=1)
+    seqpar.parallelize(model, seqpar.GroupComm(mesh["sp"]), average_over=average_over)
+    if how.startswith("ddp"):
+        whole: nn.Module = DistributedDataParallel(model)
+    else:
+        whole = fully_shard(model, mesh=mesh["dp", "sp"]._flatten("dp_sp"))
+        if how == "fsdp summing":
+            whole.set_gradient_divide_factor(1.0)
+            whole.set_force_sum_reduction_for_comms(True)  # gloo has no other
+    more = {"num_items_in_batch": torch.tensor(1000)} if "items" in how else {}
+    with told(None) as texts:
+        for _ in range(2):
+            with whole.no_sync() if "no_sync" in how else nullcontext():
+                whole(**EVERY[comm.rank], **more).loss.backward()
+    return texts
+
+
+# what wraps, average_over, whether the comm is of all ranks or of one, and the average_over that is to be given instead
+WRAPPED = (
+    ("ddp", 1, "sp", 2), ("ddp", 2, "sp", None), ("ddp no_sync", 1, "sp", None), ("ddp items", 1, "sp", None),
+    ("fsdp", 1, "sp", 2), ("fsdp", 2, "sp", None), ("fsdp summing", 1, "sp", None), ("fsdp items", 1, "sp", None),
+    ("ddp", 2, "dp", 1), ("fsdp", 2, "dp", 1), ("fsdp", 1, "dp", None),
+)  # fmt: skip
+
+
+def every_wrapper(comm: Comm) -> list[list[str]]:
+    return [wrapped(comm, *case[:3]) for case in WRAPPED]
+
+
+def test_a_wrapper_that_averages_otherwise_than_the_loss_says_is_a_warning_with_the_line_to_give() -> None:
+    for (*case, expected), first, other in zip(WRAPPED, *run_processes(RANKS, every_wrapper)):
+        assert len(first) == (expected is not None), (case, first)
+        assert all(f"average_over={expected})" in text for text in first), (case, first)
+        assert "dp" in case or not other, "one rank of a comm says it"
+
+
+# --- no false alarm ---------------------------------------------------------------------------------------------------
+
+
+def plain(own: Any, comm: Comm, optimizer: torch.optim.Optimizer, step: int) -> None:
+    own(**EVERY[comm.rank]).loss.backward()
+    sync_gradients(own.parameters(), comm)
+    clip_grad_norm(own.parameters(), 1.0)
+    optimizer.step()
+    optimizer.zero_grad(set_to_none=step % 2 == 0)
+
+
+def accumulating(own: Any, comm: Comm, optimizer: torch.optim.Optimizer, step: int) -> None:
+    for _ in range(3):
+        (own(**EVERY[comm.rank]).loss / 3).backward()
+    sync_gradients(own.parameters(), comm)
+    optimizer.step()
+    optimizer.zero_grad()
+
+
+def skipping(own: Any, comm: Comm, optimizer: torch.optim.Optimizer, step: int) -> None:
+    """As GradScaler does with gradients that overflow."""
+    (own(**EVERY[comm.rank]).loss * (float("inf") if step < 2 else 1.0)).backward()
+    sync_gradients(own.parameters(), comm)
+    if step >= 2:
+        optimizer.step()
+    optimizer.zero_grad(set_to_none=False)
+
+
+def with_a_frozen_tower(own: Any, comm: Comm, optimizer: torch.optim.Optimizer, step: int) -> None:
+    own.model.requires_grad_(step % 2 == 1)
+    plain(own, comm, optimizer, step)
+
+
+def with_an_adapter(own: Any, comm: Comm, optimizer: torch.optim.Optimizer, step: int) -> None:
+    if step == 1:  # after a step of the whole model
+        optimizer.param_groups[0]["params"] = adapted(own)
+    plain(own, comm, optimizer, step)
+
+
+def with_evaluation_between(own: Any, comm: Comm, optimizer: torch.optim.Optimizer, step: int) -> None:
+    own(**EVERY[comm.rank]).loss  # noqa: B018  nobody asks for its gradient
+    plain(own, comm, optimizer, step)
+    own.eval()
+    with torch.no_grad():
+        own(**EVERY[comm.rank])
+    torch.autograd.grad(own(**EVERY[comm.rank]).loss, own.lm_head.weight)
+    own.train()
+
+
+def dropping_what_was_not_summed(own: Any, comm: Comm, optimizer: torch.optim.Optimizer, step: int) -> None:
+    own(**EVERY[comm.rank]).loss.backward()
+    optimizer.zero_grad()
+    plain(own, comm, optimizer, step)
+
+
+def summing_by_hand(own: Any, comm: Comm, optimizer: torch.optim.Optimizer, step: int) -> None:
+    own(**EVERY[comm.rank]).loss.backward()
+    for p in own.parameters():
+        p.grad = seqpar.train.all_sum(p.grad, comm)
+    optimizer.step()
+    optimizer.zero_grad()
+
+
+def without_an_optimizer(own: Any, comm: Comm, optimizer: torch.optim.Optimizer, step: int) -> None:
+    """By data and zeros, of which no version tells."""
+    own(**EVERY[comm.rank]).loss.backward()
+    sync_gradients(own.parameters(), comm)
+    for p in own.parameters():
+        p.data -= 0.1 * p.grad
+        p.grad.zero_()
+
+
+def without_gradients_on_a_rank(own: Any, comm: Comm, optimizer: torch.optim.Optimizer, step: int) -> None:
+    own(**EVERY[comm.rank]).loss.backward()
+    if comm.rank == step % RANKS:
+        own.zero_grad()
+    sync_gradients(own.parameters(), comm)
+    optimizer.step()
+    optimizer.zero_grad()
+
+
+RIGHT = (
+    plain, accumulating, skipping, with_a_frozen_tower, with_an_adapter, with_evaluation_between,
+    dropping_what_was_not_summed, summing_by_hand, without_an_optimizer, without_gradients_on_a_rank,
+)  # fmt: skip
+
+
+@pytest.mark.parametrize("step", RIGHT, ids=lambda step: step.__name__)
+def test_loops_that_are_right_hear_nothing(step: Callable[..., None]) -> None:
+    def rank(comm: Comm) -> list[Tensor]:
+        own = copy.deepcopy(MODEL)
+        optimizer = torch.optim.AdamW(own.parameters(), lr=1e-2)
+        with seqpar.parallelize(own, comm):
+            for number in range(3):
+                step(own, comm, optimizer, number)
+        return [p.detach() for p in own.parameters()]
+
+    with told(0):
+        one, other = run_threads(RANKS, rank)
+    assert all(torch.equal(a, b) for a, b in zip(one, other))
