@@ -42,8 +42,9 @@ from decoder import START, Attend, Config, Decoder
 from torch import Tensor
 
 import seqpar
+from seqpar.cli.flags import integer
 from seqpar.cli.output import CommandError, print_table
-from seqpar.cli.plan import hardware
+from seqpar.cli.plan import hardware, picture
 from seqpar.cli.run import launch
 from seqpar.comm import shm
 from seqpar.comm.protocol import Stats
@@ -470,22 +471,22 @@ def verdict(rows: Sequence[Row], dtype: str) -> tuple[bool, str]:
     )
 
 
-def arguments(argv: Sequence[str] | None = None) -> argparse.Namespace:
+def arguments(argv: Sequence[str] | None = None, prog: str = "demo") -> argparse.Namespace:
     """The command line. Under torchrun, WORLD_SIZE is the number of ranks, and --ranks may only agree with it."""
     parser = argparse.ArgumentParser(
-        prog="demo", description="Train on real documents over several ranks and in one process, and compare."
+        prog=prog, description="Train on real documents over several ranks and in one process, and compare."
     )
-    parser.add_argument("--ranks", type=int, help="processes (default 4; torchrun's own number under torchrun)")
-    parser.add_argument("--tokens", type=int, default=8192, help="tokens per batch (default %(default)s)")
-    parser.add_argument("--steps", type=int, default=30, help="training steps (default %(default)s)")
+    parser.add_argument("--ranks", type=integer, help="processes (default 4; torchrun's own number under torchrun)")
+    parser.add_argument("--tokens", type=integer, default=8192, help="tokens per batch (default %(default)s)")
+    parser.add_argument("--steps", type=integer, default=30, help="training steps (default %(default)s)")
     parser.add_argument("--layout", choices=LAYOUTS, default="planned", help="who holds which tokens (%(default)s)")
     parser.add_argument("--hardware", help="a preset or a file of seqpar calibrate, for --layout planned (cpu)")
     parser.add_argument("--transport", choices=TRANSPORTS, help="how keys travel, for the other layouts (fetch)")
     parser.add_argument("--comm", choices=COMMS, help="what carries the bytes (default shm where it can be used)")
-    parser.add_argument("--ulysses", type=int, help="ranks that trade tokens for heads, for the other layouts (1)")
+    parser.add_argument("--ulysses", type=integer, help="ranks that trade tokens for heads, for the other layouts (1)")
     parser.add_argument("--dtype", choices=DTYPES, default="float32", help="of activations (%(default)s)")
-    parser.add_argument("--seed", type=int, default=0, help="of weights and batches (%(default)s)")
-    parser.add_argument("--out", type=Path, default=Path("out/demo.png"), help="the picture (%(default)s)")
+    parser.add_argument("--seed", type=integer, default=0, help="of weights and batches (%(default)s)")
+    parser.add_argument("--out", default="out/demo.png", help="the picture (%(default)s)")
     args = parser.parse_args(argv)
     world = os.environ.get("WORLD_SIZE")
     if world is not None and args.ranks not in (None, int(world)):
@@ -499,16 +500,19 @@ def arguments(argv: Sequence[str] | None = None) -> argparse.Namespace:
     if args.hardware is not None and args.layout != "planned":
         parser.error("--hardware is for --layout planned")
     args.transport, args.ulysses = args.transport or "fetch", 1 if args.ulysses is None else args.ulysses
-    for name, least in (("ranks", 1), ("tokens", 2), ("steps", 1), ("ulysses", 1)):
+    for name, least in (("ranks", 1), ("tokens", 2), ("steps", 1), ("ulysses", 1), ("seed", 0)):
         if getattr(args, name) < least:
-            parser.error(f"--{name} {getattr(args, name)} is too few; it must be at least {least}")
+            parser.error(f"--{name} {getattr(args, name)} is too small; it must be at least {least}")
     if args.ranks % args.ulysses:
         parser.error(f"--ulysses {args.ulysses} does not divide the {args.ranks} ranks")
-    if args.layout == "planned":
-        try:
-            args.machine = hardware(args.hardware or "cpu")
-        except CommandError as error:
-            parser.error(str(error))
+    try:
+        if args.layout == "planned":
+            args.machine = hardware("cpu" if args.hardware is None else args.hardware)
+        if os.environ.get("RANK", "0") == "0":  # who draws
+            picture(args.out)
+    except CommandError as error:
+        parser.error(str(error))
+    args.out = Path(args.out)
     return args
 
 
@@ -581,11 +585,11 @@ def train(args: argparse.Namespace, comm: seqpar.Comm) -> bool:
     return passed
 
 
-def main() -> int:
+def main(argv: Sequence[str] | None = None, prog: str = "demo") -> int:
     """The launcher, or one rank's work."""
-    args = arguments()
+    args = arguments(argv, prog)
     if "RANK" not in os.environ:
-        return launch(args.ranks, Path(__file__).resolve(), sys.argv[1:])
+        return launch(args.ranks, Path(__file__).resolve(), sys.argv[1:] if argv is None else argv)
     # a rank blocked in gloo runs no Python handler: let Ctrl-C end it as it ends any other program
     signal.signal(signal.SIGINT, signal.SIG_DFL)
     dist.init_process_group("gloo")

@@ -18,6 +18,7 @@ import sys
 import threading
 import time
 import traceback
+import warnings
 from collections.abc import Iterator
 from contextlib import contextmanager
 from datetime import timedelta
@@ -102,6 +103,8 @@ def become(script: str, folder: Path, rank: int, env: dict[str, str]) -> None:
     os.chdir(folder)
     os.environ.update(env)
     sys.argv[:], sys.path[0] = [script], str(Path(script).parent)
+    # what this package has to say of a loop is not to be said of those that it shows
+    warnings.filterwarnings("error", message=r"(?s).*(seqpar|sync_gradients|between rank)")
 
 
 def ended(ranks: list[int]) -> list[int]:

@@ -6,6 +6,7 @@ import dataclasses
 import io
 import json
 import os
+import re
 import signal
 import subprocess
 import sys
@@ -17,7 +18,7 @@ import pytest
 import torch
 
 import seqpar
-from seqpar.cli import demo, doctor, main, output
+from seqpar.cli import calibrate, demo, doctor, main, output, plan, run
 from seqpar.cli.output import CommandError, print_table
 from seqpar.comm import shm
 from seqpar.planner import Hardware, plan_batch
@@ -120,7 +121,13 @@ def test_lengths_come_from_files_and_standard_input(
     assert planned(capsys, "--lengths", str(path), "--model", "tiny")["lengths"] == [30, 5, 12, 8, 9]
     monkeypatch.setattr(sys, "stdin", io.StringIO("7,\n8\n"))
     assert planned(capsys, "--lengths", "-", "--model", "tiny")["lengths"] == [7, 8]
-    for text, message in (("3\n4.5\n", "lengths.txt, line 2: expected integers, got '4.5'"), ("\n", "no lengths")):
+    monkeypatch.setattr(sys, "stdin", io.TextIOWrapper(io.BytesIO(b"7\n\xff"), encoding="utf-8"))
+    assert main(["plan", "--lengths", "-"]) == 2
+    assert "standard input is no text: 'utf-8' codec can't decode byte 0xff" in capsys.readouterr().err
+    for text, message in (
+        ("3\n4.5\n", "lengths.txt, line 2: expected integers of at most 18 digits, got '4.5'"),
+        ("\n", "no lengths"),
+    ):
         path.write_text(text, encoding="utf-8")
         assert main(["plan", "--lengths", str(path)]) == 2
         assert message in capsys.readouterr().err
@@ -134,6 +141,9 @@ def test_hardware_comes_from_a_file(tmp_path: Path, capsys: pytest.CaptureFixtur
     path.write_text("{}", encoding="utf-8")
     assert main(["plan", "--lengths", "5", "--hardware", str(path)]) == 2
     assert f"{path} is no hardware file" in capsys.readouterr().err
+    path.write_text("[" * 100_000, encoding="utf-8")
+    assert main(["plan", "--lengths", "5", "--hardware", str(path)]) == 2
+    assert f"{path} is no hardware file: maximum recursion depth" in capsys.readouterr().err
 
 
 def test_a_plan_of_many_ranks_is_told_in_few_lines(capsys: pytest.CaptureFixture[str]) -> None:
@@ -169,7 +179,23 @@ FIXED = ("--lengths", "5", "--layout", "zigzag")
         (("--lengths", "5", "--hardware", "nope"), "--hardware nope is neither a preset (h100, "),
         (("--lengths", "5", "--window", "1,2,3"), "--window is W or LEFT,RIGHT, got 1,2,3"),
         (("--lengths", "5", "--ranks", "0"), "ranks"),
-        (("--random", "0"), "--random must be at least 1, got 0"),
+        (("--lengths", "5", "--ranks", "65537"), "--ranks must be 1 to 65,536, got 65537"),
+        (("--lengths", "5", "--token-slack", "nan"), "token_slack must be a number of at least 0, got nan"),
+        (("--lengths", "5", "--hardware", ""), "--hardware '' is neither a preset (h100, "),
+        (("--lengths", "5", "--hardware", "/dev/zero"), "--hardware /dev/zero is neither a preset"),
+        (("--lengths", "5", "--model", ""), "no model is called ''"),
+        (("--random", "0"), "--random must be at least 1 and below 134,217,728, got 0"),
+        (("--random", "99999999999"), "--random must be at least 1 and below 134,217,728, got 99999999999"),
+        (("--random", "3", "--seed", "-1"), "--seed must be at least 0, got -1"),
+        (("--lengths", "x,y"), "--lengths x,y is neither integers separated by commas nor a file of them"),
+        (("--lengths", "1.5"), "--lengths 1.5 is neither integers separated by commas nor a file of them"),
+        (("--lengths", "+"), "--lengths + is neither integers separated by commas nor a file of them"),
+        (("--lengths", ""), "--lengths '' is neither integers"),
+        (("--lengths", "5,-"), "--lengths, line 1: expected integers of at most 18 digits, got '-'"),
+        (("--lengths", "1" * 30), "expected integers of at most 18 digits, got '1111"),
+        (("--lengths", "1," * 50_000 + "x"), "1,1,1,1,1,... is neither integers"),
+        (("--lengths", "/"), "cannot read /: Is a directory"),
+        (("--lengths", "/dev/zero"), "/dev/zero is longer than 64 MiB"),
     ],
 )
 def test_plan_refuses_in_one_line(capsys: pytest.CaptureFixture[str], flags: tuple[str, ...], message: str) -> None:
@@ -181,13 +207,29 @@ def test_plan_refuses_in_one_line(capsys: pytest.CaptureFixture[str], flags: tup
 
 @pytest.mark.parametrize(
     "argv",
-    [[], ["nonsense"], ["plan"], ["plan", "--lengths", "1", "--window", "x"], ["doctor", "--wrong"], ["run", "x.py"]],
+    [
+        [],
+        ["nonsense"],
+        ["plan"],
+        ["plan", "--lengths", "1", "--window", "x"],
+        ["doctor", "--wrong"],
+        ["run", "x.py"],
+        ["plan", "--lengths", "1", "--window", "9" * 30],
+        ["plan", "--lengths", "1", "--ranks", "1e3"],
+    ],
 )
 def test_a_wrong_call_shows_the_usage(capsys: pytest.CaptureFixture[str], argv: list[str]) -> None:
     with pytest.raises(SystemExit) as stopped:
         main(argv)
     assert stopped.value.code == 2
     assert "usage: seqpar" in capsys.readouterr().err
+
+
+def test_unknown_words_are_said_in_one_line(capsys: pytest.CaptureFixture[str]) -> None:
+    with pytest.raises(SystemExit):
+        main(["doctor", "\n", "--wrong", ""])
+    said = capsys.readouterr().err.splitlines()[-1]
+    assert said == r"seqpar: error: seqpar doctor does not know '\n' --wrong ''; see seqpar doctor --help"
 
 
 def test_version(capsys: pytest.CaptureFixture[str]) -> None:
@@ -203,8 +245,38 @@ def test_plot_writes_a_picture(tmp_path: Path, capsys: pytest.CaptureFixture[str
     assert main(["plan", "--random", "30", "--ranks", "5", "--layout", "striped", "--plot", str(target)]) == 0
     assert target.read_bytes().startswith(b"\x89PNG")
     assert f"picture: {target}" in capsys.readouterr().out
-    assert main(["plan", "--lengths", "3", "--ranks", "5", "--plot", str(tmp_path / "plan.nonsense")]) == 2
-    assert "cannot write" in capsys.readouterr().err
+    upper = tmp_path / "PLAN.SVG"
+    assert main(["plan", "--lengths", "3", "--ranks", "2", "--plot", str(upper)]) == 0
+    assert b"<svg" in upper.read_bytes()
+
+
+@pytest.mark.parametrize(
+    "where", ["noending", "", ".", "x.", ".png", "a.nonsense", "/dev/full", "file/x.png", "no.png"]
+)
+def test_a_picture_that_cannot_be_written_is_refused_before_planning(
+    where: str, tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    pytest.importorskip("matplotlib")
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setattr(plan, "planned", None)
+    Path("file").touch()
+    Path("no.png").mkdir()
+    assert main(["plan", "--lengths", "3", "--plot", where]) == 2
+    assert re.match(rf"seqpar plan: cannot write {re.escape(where or repr(where))}: ", capsys.readouterr().err)
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["file", "no.png"]
+    with pytest.raises((ValueError, OSError)):
+        plan_batch([3], 1, model="tiny").plot(where)
+
+
+def test_what_calibrate_cannot_write_is_refused_before_measuring(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(calibrate, "measured", lambda *args, **options: {})
+    for where, message in (("", "is a directory"), (str(tmp_path), "is a directory"), ("no/x", "no is no directory")):
+        assert main(["calibrate", "--device", "cpu", "--out", where]) == 2
+        assert message in capsys.readouterr().err
+    assert main(["calibrate", "--device", "cpu", "--out", "/dev/full"]) == 2
+    assert "cannot write /dev/full: No space left" in capsys.readouterr().err
 
 
 def missing(monkeypatch: pytest.MonkeyPatch, *names: str) -> None:
@@ -269,6 +341,21 @@ def test_doctor_fails_where_attention_does(capsys: pytest.CaptureFixture[str], m
     monkeypatch.setattr(doctor, "attention_runs", lambda: "RuntimeError: no such instruction")
     assert main(["doctor"]) == 1
     assert "RuntimeError: no such instruction" in capsys.readouterr().out
+
+
+def test_doctor_names_a_folder_that_hides_the_package(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    assert doctor.hidden(ROOT) is None
+    folder = tmp_path / "seqpar"
+    folder.mkdir()
+    # the installed package is found along the path, also behind a folder without an __init__.py
+    monkeypatch.setattr(sys, "path", ["", str(ROOT)])
+    assert doctor.hidden(tmp_path) is None
+    monkeypatch.setattr(sys, "path", [""])  # by a finder of an editable install
+    assert doctor.hidden(tmp_path).startswith(f"Python takes the folder {folder} for a namespace package")
+    (folder / "__init__.py").touch()
+    assert doctor.hidden(tmp_path).startswith(f"it would import {folder / '__init__.py'}, and this is ")
+    folder.rename(tmp_path / "other")
+    assert doctor.hidden(tmp_path) is None
 
 
 def test_doctor_refuses_rocm_by_name(capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch) -> None:
@@ -404,21 +491,56 @@ def test_run_refuses_what_is_not_there(capsys: pytest.CaptureFixture[str], tmp_p
     assert main(["run", "-n", "0", __file__]) == 2
     assert capsys.readouterr().err.splitlines() == [
         f"seqpar run: no such file: {tmp_path / 'nothing.py'}",
-        "seqpar run: -n must be at least 1, got 0",
+        "seqpar run: -n must be 1 to 1,024, got 0",
     ]
 
 
-def test_the_demo_gets_its_flags_and_its_ranks(monkeypatch: pytest.MonkeyPatch) -> None:
-    calls = []
+@pytest.fixture
+def launched(monkeypatch: pytest.MonkeyPatch) -> list[tuple[object, ...]]:
+    """What would have been launched, with exit code 5."""
+    calls: list[tuple[object, ...]] = []
+    monkeypatch.setattr(run, "launch", lambda *args: calls.append(args) or 5)
+    return calls
+
+
+def test_the_demo_gets_its_flags_and_its_ranks(
+    monkeypatch: pytest.MonkeyPatch, launched: list[tuple[object, ...]]
+) -> None:
     monkeypatch.setattr(demo, "need", lambda *names: None)
-    monkeypatch.setattr(demo, "launch", lambda *args: calls.append(args) or 5)
     assert main(["demo", "--ranks", "3", "--layout", "striped", "--steps", "2"]) == 5
     assert main(["demo"]) == 5
     script = ROOT / "examples" / "demo.py"
-    assert calls == [
-        (3, script, ["--ranks", "3", "--layout", "striped", "--steps", "2"]),
-        (4, script, ["--ranks", "4"]),
-    ]
+    assert launched == [(3, script, ["--ranks", "3", "--layout", "striped", "--steps", "2"]), (4, script, [])]
+
+
+@pytest.mark.parametrize(
+    ("flags", "message"),
+    [
+        (("--layout", "x"), "invalid choice: 'x'"),
+        (("--steps", "-1"), "--steps -1 is too small; it must be at least 1"),
+        (("--seed", "-1"), "--seed -1 is too small; it must be at least 0"),
+        (("--ranks", "1" * 90), "expected an integer of at most 18 digits"),
+        (("--hardware", ""), "--hardware '' is neither a preset"),
+        (("--hardware", __file__), "test_cli.py is no hardware file"),
+        (("--out", "picture"), "the ending of 'picture' is no format"),
+        (("--unknown",), "unrecognized arguments: --unknown"),
+    ],
+)
+def test_the_demo_refuses_before_a_rank_starts(
+    capsys: pytest.CaptureFixture[str], launched: list[tuple[object, ...]], flags: tuple[str, ...], message: str
+) -> None:
+    pytest.importorskip("matplotlib")
+    with pytest.raises(SystemExit) as stopped:
+        main(["demo", *flags])
+    assert stopped.value.code == 2 and not launched
+    assert message in capsys.readouterr().err.splitlines()[-1]
+
+
+def test_the_demo_says_its_flags(capsys: pytest.CaptureFixture[str], launched: list[tuple[object, ...]]) -> None:
+    with pytest.raises(SystemExit) as stopped:
+        main(["demo", "--help"])
+    assert stopped.value.code == 0 and not launched
+    assert capsys.readouterr().out.startswith("usage: seqpar demo [-h] [--ranks RANKS]")
 
 
 def test_an_installed_package_has_the_examples_inside(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

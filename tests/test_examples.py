@@ -227,8 +227,8 @@ def test_the_verdict_fails_where_it_should(demo: ModuleType) -> None:
     [
         (["--ranks", "3"], "--ranks 3 contradicts torchrun, which started 2 processes"),
         (["--layout", "zigzag", "--ulysses", "3"], "--ulysses 3 does not divide the 2 ranks"),
-        (["--steps", "0"], "--steps 0 is too few; it must be at least 1"),
-        (["--tokens", "1"], "--tokens 1 is too few; it must be at least 2"),
+        (["--steps", "0"], "--steps 0 is too small; it must be at least 1"),
+        (["--tokens", "1"], "--tokens 1 is too small; it must be at least 2"),
         (["--transport", "ring"], "--transport is the planner's choice; it goes with another --layout"),
         (["--layout", "striped", "--hardware", "h100"], "--hardware is for --layout planned"),
         (["--hardware", "nothing"], "--hardware nothing is neither a preset (h100, "),

@@ -13,6 +13,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import seqpar
+from seqpar.cli.flags import check_writable, integer
 from seqpar.cli.output import CommandError, print_table, progress
 
 if TYPE_CHECKING:
@@ -42,7 +43,7 @@ def add_command(commands: Any) -> None:
         "write it to a file. The error of each fit is that on shapes which it has not seen. Without --quick about a "
         "minute and a half.",
     )
-    parser.add_argument("--ranks", type=int, default=2, help="processes that measure the links (default: 2)")
+    parser.add_argument("--ranks", type=integer, default=2, help="processes that measure the links (default: 2)")
     parser.add_argument("--device", choices=("cpu", "cuda"), help="default: cuda where there is one")
     parser.add_argument("--model", help="a preset of ModelShape (default: llama-8b on cuda, tiny on cpu)")
     parser.add_argument("--out", type=Path, default=Path("hardware.json"), help="default: hardware.json")
@@ -60,14 +61,16 @@ def calibrate(args: Any) -> int:
     device = torch.device(args.device or ("cuda" if torch.cuda.is_available() else "cpu"))
     if device.type == "cuda" and not torch.cuda.is_available():
         raise CommandError("--device cuda, but torch sees none; seqpar doctor says why")
-    most = torch.cuda.device_count() if device.type == "cuda" else None
-    if args.ranks < 2 or (most is not None and args.ranks > most):
-        raise CommandError(f"--ranks must be at least 2{f' and at most {most}' if most else ''}, got {args.ranks}")
-    if not args.out.resolve().parent.is_dir():
-        raise CommandError(f"--out {args.out}: {args.out.resolve().parent} is no directory")
+    # a rank has a core, or a device
+    most = torch.cuda.device_count() if device.type == "cuda" else max(2, os.cpu_count() or 1)
+    if not 2 <= args.ranks <= most:
+        raise CommandError(f"--ranks must be at least 2 and at most {most}, got {args.ranks}")
+    check_writable("--out", args.out)
     threads = torch.get_num_threads()
     try:
-        model = ModelShape.preset(args.model or {"cpu": "tiny", "cuda": "llama-8b"}[device.type])
+        model = ModelShape.preset(
+            {"cpu": "tiny", "cuda": "llama-8b"}[device.type] if args.model is None else args.model
+        )
         if device.type == "cpu":
             torch.set_num_threads(1)  # a rank has a core
         data = measured(model, device, ranks=args.ranks, quick=args.quick)
@@ -75,7 +78,10 @@ def calibrate(args: Any) -> int:
         raise CommandError(str(error)) from None
     finally:
         torch.set_num_threads(threads)
-    args.out.write_text(json.dumps(data, indent=1) + "\n", encoding="utf-8")
+    try:
+        args.out.write_text(json.dumps(data, indent=1) + "\n", encoding="utf-8")
+    except OSError as error:
+        raise CommandError(f"cannot write {args.out}: {error.strerror}") from None
     if args.json:
         print(json.dumps(data, indent=1))
     else:

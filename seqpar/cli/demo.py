@@ -2,28 +2,26 @@
 
 from __future__ import annotations
 
-import subprocess
+import importlib.util
 import sys
 from pathlib import Path
+from types import ModuleType
 from typing import Any
 
 import seqpar
 from seqpar.cli.output import CommandError, need
-from seqpar.cli.run import launch
 
 PACKAGE = Path(seqpar.__file__).parent
 
 
 def add_command(commands: Any) -> None:
-    """Declare the command; flags it does not know are the script's, and so is --help."""
+    """Declare the command, whose flags are all the script's, --help among them."""
     parser = commands.add_parser(
         "demo",
         add_help=False,
         allow_abbrev=False,
         help="train a small decoder on real documents over local ranks",
     )
-    parser.add_argument("--ranks", type=int, default=4)
-    parser.add_argument("-h", "--help", action="store_true")
     parser.set_defaults(call=demo)
 
 
@@ -39,11 +37,25 @@ def find_example(name: str) -> Path:
     raise CommandError(f"{name} is neither at {places[0]} nor at {places[1]}; reinstall seqpar")
 
 
+def load(script: Path) -> ModuleType:
+    """An example as a module, which imports the examples beside it."""
+    name = f"seqpar_example_{script.stem}"
+    spec = importlib.util.spec_from_file_location(name, script)
+    assert spec is not None and spec.loader is not None
+    module = importlib.util.module_from_spec(spec)
+    sys.modules[name] = module  # where dataclasses look for their annotations
+    sys.path.insert(0, str(script.parent))
+    try:
+        spec.loader.exec_module(module)
+    finally:
+        sys.path.remove(str(script.parent))
+    return module
+
+
 def demo(args: Any) -> int:
-    """The exit code of examples/demo.py over `args.ranks` processes."""
+    """The exit code of examples/demo.py, which checks its flags before it starts its ranks."""
     script = find_example("demo.py")
-    if args.help:
-        return subprocess.call([sys.executable, str(script), "--help"])
-    need("rich", "cli", "the demo's output")
-    need("matplotlib", "plot", "the demo's picture")
-    return launch(args.ranks, script, ["--ranks", str(args.ranks), *args.rest])
+    if not {"-h", "--help"} & set(args.rest):
+        need("rich", "cli", "the demo's output")
+        need("matplotlib", "plot", "the demo's picture")
+    return int(load(script).main(args.rest, prog="seqpar demo"))

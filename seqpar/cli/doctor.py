@@ -5,7 +5,10 @@ from __future__ import annotations
 import json
 import os
 import platform
+import sys
+from importlib.machinery import PathFinder
 from importlib.metadata import PackageNotFoundError, version
+from pathlib import Path
 from typing import Any
 
 from seqpar import __version__
@@ -54,7 +57,7 @@ def doctor(args: Any) -> int:
 
 def examine() -> dict[str, Any]:
     """Everything doctor knows, as plain data; None in place of a reason means usable."""
-    checks = {"attention on this CPU": attention_runs()}
+    attention = attention_runs()
     return {
         "versions": {"seqpar": __version__, "python": platform.python_version()} | {p: installed(p) for p in PACKAGES},
         "system": {
@@ -67,8 +70,8 @@ def examine() -> dict[str, Any]:
         "extension": extension(),
         "kernels": kernels(),
         "transports": transports(),
-        "checks": checks,
-        "ok": not any(checks.values()),
+        "checks": {"attention on this CPU": attention, "import seqpar in this directory": hidden(Path.cwd())},
+        "ok": attention is None,
     }
 
 
@@ -143,6 +146,22 @@ def transports() -> dict[str, str | None]:
     else:
         found[nccl] = None if torch.cuda.is_available() else "no CUDA device"
     return found | {peer: unusable()}
+
+
+def hidden(directory: Path) -> str | None:
+    """Why a script of a directory would not import this seqpar, None if it would."""
+    spec = PathFinder.find_spec("seqpar", [str(directory), *sys.path[1:]])
+    package = Path(__file__).parent.parent
+    if spec is None or spec.origin is None and not (directory / "seqpar").is_dir():
+        return None
+    if spec.origin is None:
+        return (
+            f"Python takes the folder {directory / 'seqpar'} for a namespace package and does not look further; start "
+            f"elsewhere, or install anew: pip install --no-build-isolation -e {package.parent}"
+        )
+    if not package.samefile(Path(spec.origin).parent):
+        return f"it would import {spec.origin}, and this is {package}; start elsewhere"
+    return None
 
 
 def attention_runs() -> str | None:

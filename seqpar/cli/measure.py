@@ -17,6 +17,7 @@ from torch import Tensor
 
 import seqpar
 from seqpar.comm import Comm, GroupComm, ShmComm, Tag, Work, shm
+from seqpar.comm.entry import Entry
 from seqpar.comm.protocol import Stats
 from seqpar.kernels import Score, ask, choose
 from seqpar.plan.steps import count
@@ -73,7 +74,7 @@ class Alone:
     direct, check_every = True, "batch"
 
     def __init__(self, size: int) -> None:
-        self.rank, self.size, self.stats = 0, size, Stats()
+        self.rank, self.size, self.stats, self.entry = 0, size, Stats(), Entry()
         self.agreed: dict[int, None] = {}
         self._made: dict[object, tuple[Tensor, Tensor]] = {}
 

@@ -15,7 +15,7 @@ class CommandError(Exception):
 def print_table(title: str, header: Sequence[str], rows: Sequence[Sequence[object]]) -> None:
     """Print a table: with rich on a terminal if it is installed, otherwise as plain aligned text without colour."""
     cells = [[str(cell) for cell in row] for row in rows]
-    if sys.stdout.isatty() and importlib.util.find_spec("rich"):
+    if sys.stdout is not None and sys.stdout.isatty() and importlib.util.find_spec("rich"):
         from rich.console import Console
         from rich.table import Table
 

@@ -2,13 +2,13 @@
 
 from __future__ import annotations
 
-import argparse
 import json
+import os
 import re
-import sys
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from seqpar.cli.flags import DIGITS, content, integer, integers, shown
 from seqpar.cli.output import CommandError, need, print_table, size
 
 if TYPE_CHECKING:
@@ -16,6 +16,9 @@ if TYPE_CHECKING:
     from seqpar.plan import Plan
 
 DTYPES = ("bfloat16", "float16", "float32", "float64")
+RANKS = 1 << 16  # at most: what is told of each is made one by one
+TOKENS = 1 << 31  # of a batch, below
+LEAST, MOST = 16, 1 << 20  # tokens of a document of --random
 TABLE = 64  # ranks up to which bytes are counted rank by rank
 # Flags that say what the planner chooses, and flags that only the planner reads.
 CHOSEN = ("transport", "ulysses", "heads", "kv_heads", "dim", "dtype")
@@ -37,8 +40,8 @@ def add_command(commands: Any) -> None:
         help="tokens of each packed document: integers, or a file or standard input of integers, apart by blanks, "
         "commas or lines",
     )
-    documents.add_argument("--random", type=int, metavar="N", help="N documents of heavy-tailed random lengths")
-    parser.add_argument("--seed", type=int, default=0, help="of --random (default: 0)")
+    documents.add_argument("--random", type=integer, metavar="N", help="N documents of heavy-tailed random lengths")
+    parser.add_argument("--seed", type=integer, default=0, help="of --random (default: 0)")
     parser.add_argument("--full", action="store_true", help="every key of the document, not only the causal ones")
     parser.add_argument(
         "--window",
@@ -47,15 +50,15 @@ def add_command(commands: Any) -> None:
         help="keys seen besides one's own in all layers: W to the left, and as many to the right with --full; or "
         "LEFT,RIGHT (default: the model's windows)",
     )
-    parser.add_argument("--ranks", type=int, default=8, help="default: 8")
-    parser.add_argument("--node", type=int, metavar="G", help="ranks per node (default: the hardware's)")
+    parser.add_argument("--ranks", type=integer, default=8, help="default: 8")
+    parser.add_argument("--node", type=integer, metavar="G", help="ranks per node (default: the hardware's)")
     parser.add_argument(
         "--layout",
         choices=("planned", "contiguous", "zigzag", "striped"),
         default="planned",
         help="planned: by plan_batch (default)",
     )
-    parser.add_argument("--plot", type=Path, metavar="PNG", help="draw the plan")
+    parser.add_argument("--plot", metavar="PNG", help="draw the plan")
     parser.add_argument("--json", action="store_true", help="for machines")
     planner = parser.add_argument_group("with --layout planned")
     planner.add_argument("--model", help="a preset of ModelShape (default: llama-8b)")
@@ -66,23 +69,15 @@ def add_command(commands: Any) -> None:
         "--recompute", choices=("none", "attention", "full"), help="in backward (default: as little as fits)"
     )
     planner.add_argument("--token-slack", type=float, metavar="X", help="rows of a rank above the mean (default: 0)")
-    planner.add_argument("--max-tokens-per-rank", type=int, metavar="N", help="besides what memory allows")
+    planner.add_argument("--max-tokens-per-rank", type=integer, metavar="N", help="besides what memory allows")
     fixed = parser.add_argument_group("with another layout")
     fixed.add_argument("--transport", choices=("fetch", "ring", "double_ring", "gather"), help="default: fetch")
     fixed.add_argument("--ulysses", type=integers, metavar="U", help="width, or one per document (default: 1)")
-    fixed.add_argument("--heads", type=int, help="of a layer, whose bytes are counted (default: 32)")
-    fixed.add_argument("--kv-heads", type=int, help="default: 8")
-    fixed.add_argument("--dim", type=int, help="of a head (default: 128)")
+    fixed.add_argument("--heads", type=integer, help="of a layer, whose bytes are counted (default: 32)")
+    fixed.add_argument("--kv-heads", type=integer, help="default: 8")
+    fixed.add_argument("--dim", type=integer, help="of a head (default: 128)")
     fixed.add_argument("--dtype", choices=DTYPES, help="default: bfloat16")
     parser.set_defaults(call=show)
-
-
-def integers(text: str) -> list[int]:
-    """The integers of a comma-separated list."""
-    try:
-        return [int(part) for part in text.split(",")]
-    except ValueError:
-        raise argparse.ArgumentTypeError(f"expected integers separated by commas, got {text!r}") from None
 
 
 def lengths_of(source: str) -> list[int]:
@@ -90,33 +85,42 @@ def lengths_of(source: str) -> list[int]:
 
     Raises: CommandError naming the file, and the line that holds something else.
     """
-    if re.fullmatch(r"[\s,\d+-]*\d[\s,\d]*", source):
+    if re.fullmatch(r"[\s,\d+-]+", source) and re.search(r"\d", source):
         where, text = "--lengths", source
     elif source == "-":
-        where, text = "standard input", sys.stdin.read()
+        where, text = "standard input", content(source)
+    elif not _exists(source):
+        raise CommandError(f"--lengths {shown(source)} is neither integers separated by commas nor a file of them")
     else:
-        try:
-            where, text = source, Path(source).read_text(encoding="utf-8")
-        except (OSError, UnicodeDecodeError) as error:
-            raise CommandError(
-                f"--lengths {source} is neither integers separated by commas nor a file of them: {error}"
-            ) from None
-    found = []
+        where, text = source, content(source)
+    lengths = []
     for number, line in enumerate(text.splitlines(), 1):
-        for word in re.split(r"[\s,]+", line.strip()):
-            if not re.fullmatch(r"[+-]?\d*", word):
-                raise CommandError(f"{where}, line {number}: expected integers, got {word!r}")
-            if word:
-                found.append(int(word))
-    if not found:
+        for word in filter(None, re.split(r"[\s,]+", line)):
+            if not re.fullmatch(rf"[+-]?\d{{1,{DIGITS}}}", word):
+                raise CommandError(
+                    f"{where}, line {number}: expected integers of at most {DIGITS} digits, got {shown(word)!r}"
+                )
+            lengths.append(int(word))
+    if not lengths:
         raise CommandError(f"{where} holds no lengths")
-    return found
+    return lengths
+
+
+def _exists(source: str) -> bool:
+    """Whether there is a file of that name; a name that no file can have has none."""
+    try:
+        return os.path.lexists(source)
+    except ValueError:
+        return False
 
 
 def show(args: Any) -> int:
     """0 after printing the plan; what the facts refuse ends the command with their own message."""
-    if args.plot:
+    if args.plot is not None:
         need("matplotlib", "plot", "--plot")
+        picture(args.plot)
+    if not 1 <= args.ranks <= RANKS:
+        raise CommandError(f"--ranks must be 1 to {RANKS:,}, got {args.ranks}")
     try:
         plan, call = planned(args) if args.layout == "planned" else fixed(args)
     except (ValueError, NotImplementedError) as error:
@@ -128,14 +132,24 @@ def show(args: Any) -> int:
         print(plan.describe(), end="\n\n")
         if plan.ranks <= TABLE:
             print_bytes(facts)
-    if args.plot:
+    if args.plot is not None:
         try:
             plan.plot(args.plot, call=call)
-        except (OSError, ValueError) as error:
+        except (OSError, ValueError, RuntimeError) as error:
             raise CommandError(f"cannot write {args.plot}: {error}") from None
         if not args.json:
             print(f"picture: {args.plot}")
     return 0
+
+
+def picture(path: str) -> Path:
+    """Where a picture is to be written, checked before the work. Raises: CommandError."""
+    from seqpar.plan.plot import checked_path
+
+    try:
+        return checked_path(path)
+    except (OSError, ValueError) as error:
+        raise CommandError(f"cannot write {shown(path)}: {error}") from None
 
 
 def refuse(args: Any, names: tuple[str, ...], why: str) -> None:
@@ -152,14 +166,14 @@ def planned(args: Any) -> tuple[Plan, dict[str, Any]]:
     from seqpar.planner import ModelShape, plan_batch
 
     refuse(args, CHOSEN, "is chosen by the planner or given by --model; take another --layout to set it")
-    model: str | ModelShape = args.model or "llama-8b"
+    model: str | ModelShape = "llama-8b" if args.model is None else args.model
     if args.recompute:
         model = replace(ModelShape.preset(model), recompute=args.recompute)
     mask = make_mask(args)
     plan = plan_batch(
         mask.lengths, args.ranks, masks=mask if args.full or args.window else None, model=model,
-        hardware=hardware(args.hardware or "h100"), node=args.node, token_slack=args.token_slack or 0.0,
-        max_tokens_per_rank=args.max_tokens_per_rank,
+        hardware=hardware("h100" if args.hardware is None else args.hardware), node=args.node,
+        token_slack=args.token_slack or 0.0, max_tokens_per_rank=args.max_tokens_per_rank,
     )  # fmt: skip
     return plan, plan.forecast.call
 
@@ -171,11 +185,14 @@ def hardware(name: str) -> Any:
 
     if name in PRESETS:
         return Hardware.preset(name)
+    if not os.path.isfile(name):
+        raise CommandError(f"--hardware {shown(name)} is neither a preset ({', '.join(PRESETS)}) nor a file")
     try:
         return Hardware.load(name)
     except OSError as error:
-        known = ", ".join(PRESETS)
-        raise CommandError(f"--hardware {name} is neither a preset ({known}) nor a file: {error}") from None
+        raise CommandError(f"cannot read {name}: {error.strerror}") from None
+    except ValueError as error:
+        raise CommandError(str(error)) from None
 
 
 def fixed(args: Any) -> tuple[Plan, dict[str, Any]]:
@@ -208,11 +225,13 @@ def make_mask(args: Any) -> Mask:
     if args.lengths is not None:
         lengths = np.array(lengths_of(args.lengths))
     else:
-        if args.random < 1:
-            raise CommandError(f"--random must be at least 1, got {args.random}")
+        if not 1 <= args.random < TOKENS // LEAST:
+            raise CommandError(f"--random must be at least 1 and below {TOKENS // LEAST:,}, got {args.random}")
+        if args.seed < 0:
+            raise CommandError(f"--seed must be at least 0, got {args.seed}")
         # The shape of real corpora: most documents short, most tokens in few long ones.
         drawn = np.random.default_rng(args.seed).lognormal(np.log(1024), 1.3, args.random)
-        lengths = np.clip(drawn, 16, 1 << 20).astype(np.int64)
+        lengths = np.clip(drawn, LEAST, MOST).astype(np.int64)
     if args.window is None:
         window = (None, None)
     elif len(args.window) == 1:

@@ -10,7 +10,10 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
+from seqpar.cli.flags import integer
 from seqpar.cli.output import CommandError
+
+MOST = 1024  # processes of a machine; who asks for more has slipped
 
 
 def add_command(commands: Any) -> None:
@@ -21,7 +24,7 @@ def add_command(commands: Any) -> None:
         description="Run a script on N ranks of this machine, as torchrun --standalone --nproc-per-node N does. The "
         "exit code is that of the rank that failed first.",
     )
-    parser.add_argument("-n", "--ranks", type=int, required=True, metavar="N", help="processes to start")
+    parser.add_argument("-n", "--ranks", type=integer, required=True, metavar="N", help="processes to start")
     parser.add_argument("script", help="a Python file")
     parser.add_argument("args", nargs=argparse.REMAINDER, help="its arguments")
     parser.set_defaults(call=lambda args: launch(args.ranks, args.script, args.args))
@@ -33,10 +36,10 @@ def launch(ranks: int, script: str | Path, args: Sequence[str]) -> int:
     OMP_NUM_THREADS becomes the machine's cores divided among the ranks, unless it is set. Ctrl-C ends every rank at
     once and returns 130.
 
-    Raises: CommandError for a script that is not there or fewer than one rank.
+    Raises: CommandError for a script that is not there or a number of ranks that no machine has.
     """
-    if ranks < 1:
-        raise CommandError(f"-n must be at least 1, got {ranks}")
+    if not 1 <= ranks <= MOST:
+        raise CommandError(f"-n must be 1 to {MOST:,}, got {ranks}")
     if not Path(script).is_file():
         raise CommandError(f"no such file: {script}")
     from torch.distributed.elastic.multiprocessing.api import SignalException

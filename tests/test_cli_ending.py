@@ -1,0 +1,109 @@
+"""How a command ends where nobody reads it, where the disk is full and after Ctrl-C: exit codes and what it says."""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+
+from seqpar.cli import failed, main, plan
+
+ROOT = Path(__file__).parent.parent
+pytestmark = pytest.mark.skipif(os.name != "posix", reason="pipes and /dev/full are POSIX")
+
+# Commands in forks of one process, each with an output of its own and the end that a process of its own has.
+SCRIPT = """
+import json, os, signal, sys
+import seqpar.cli, seqpar.plan.plot
+from matplotlib.figure import Figure
+
+def closed():
+    reading, writing = os.pipe()
+    os.close(reading)
+    return writing
+
+def interrupted(*args, **options):
+    os.kill(os.getpid(), signal.SIGINT)
+
+def code_and_errors(into, argv):
+    file = open(sys.argv[1], "w+")
+    if not (pid := os.fork()):
+        os.dup2(closed() if into == "closed" else os.open(into, os.O_WRONLY), 1)
+        os.dup2(file.fileno(), 2)
+        Figure.savefig = interrupted
+        sys.exit(seqpar.cli.main(argv))
+    code = os.waitstatus_to_exitcode(os.waitpid(pid, 0)[1])
+    file.seek(0)
+    return code, file.read()
+
+print(json.dumps([code_and_errors(*case) for case in json.loads(sys.argv[2])]))
+"""
+SMALL = ["plan", "--lengths", "9,9", "--model", "tiny"]
+PRINTING = [SMALL, ["plan", "--random", "600", "--ranks", "64", "--model", "tiny", "--json"], ["plan", "--help"]]
+FULL = "cannot write to standard output: No space left on device\n"
+
+
+def test_no_end_of_a_command_is_a_traceback(tmp_path: Path) -> None:
+    pytest.importorskip("matplotlib")
+    drawing = [*SMALL, "--plot", str(tmp_path / "x.png")]
+    cases = [(into, argv) for into in ("closed", "/dev/full") for argv in PRINTING] + [("/dev/null", drawing)]
+    done = subprocess.run(
+        [sys.executable, "-c", SCRIPT, str(tmp_path / "errors"), json.dumps(cases)],
+        env=os.environ | {"PYTHONPATH": str(ROOT)}, capture_output=True, text=True, timeout=600,
+    )  # fmt: skip
+    assert done.returncode == 0, done.stderr
+    *closed, small, large, usage, drawn = json.loads(done.stdout)
+    assert closed[:2] == [[141, ""]] * 2
+    assert drawn == [130, ""]
+    assert small == large == [1, f"seqpar plan: {FULL}"]
+    # argparse passes over what it cannot write
+    assert closed[2] in ([0, ""], [141, ""]) and usage in ([0, ""], [1, f"seqpar: {FULL}"])
+
+
+@pytest.mark.parametrize(
+    ("error", "code", "said"),
+    [
+        (KeyboardInterrupt(), 130, ""),
+        (MemoryError("Unable to allocate 9 TiB"), 1, "this takes more memory than there is: Unable to allocate 9 TiB"),
+        (OSError(11, "Resource temporarily unavailable"), 1, "[Errno 11] Resource temporarily unavailable"),
+        (OSError(28, "No space left on device"), 1, FULL.strip()),
+        (ValueError("two\nlines"), 2, "two lines"),
+    ],
+    ids=lambda value: type(value).__name__,
+)
+def test_what_ends_a_command_is_one_line_and_a_code(
+    error: BaseException, code: int, said: str, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def raising(*args: object) -> None:
+        raise error
+
+    monkeypatch.setattr(plan, "planned", raising)
+    assert main(SMALL) == code
+    assert capsys.readouterr().err == (f"seqpar plan: {said}\n" if said else "")
+
+
+def test_a_bug_keeps_its_traceback(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(plan, "planned", lambda args: [].missing)
+    with pytest.raises(AttributeError):
+        main(SMALL)
+
+
+def test_without_any_output_a_command_still_ends(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(sys, "stdout", None)
+    assert main(SMALL) == 0
+    assert failed("seqpar", MemoryError()) == 1
+
+
+def test_a_name_that_is_no_text_is_printed(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    pytest.importorskip("matplotlib")
+    show: Callable[..., None] = lambda *args, **options: None  # noqa: E731
+    monkeypatch.setattr("seqpar.plan.plan.Plan.plot", show)
+    with open(tmp_path / "out", "w", encoding="ascii") as out:
+        monkeypatch.setattr(sys, "stdout", out)
+        assert main([*SMALL, "--plot", str(tmp_path / "\udcff.png")]) == 0
+    assert (tmp_path / "out").read_text().endswith("\\udcff.png\n")
