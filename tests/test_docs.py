@@ -13,7 +13,9 @@ from tests.programs import Programs, programs
 ROOT = Path(__file__).parent.parent
 PAGES = sorted((ROOT / "docs").glob("*.md"))
 TABLES = {"migration"}  # pages of facts, without a program
+NEEDS = {"trl": "trl"}  # libraries that a page is about, which may be missing
 PROGRAM = re.compile(r"^```python program\n(.*?)^```", re.MULTILINE | re.DOTALL)
+MESHED = re.compile(r"^```python program of 4 ranks\n(.*?)^```", re.MULTILINE | re.DOTALL)
 CLOSE = 1e-5
 
 
@@ -35,9 +37,21 @@ def test_a_page_has_one_program(page: Path) -> None:
 
 @pytest.mark.parametrize("page", [p for p in PAGES if p.stem not in TABLES], ids=lambda page: page.stem)
 def test_its_program_trains_on_two_ranks_as_on_one(page: Path, run: Programs, tmp_path: Path) -> None:
-    script = tmp_path / "program.py"
-    script.write_text(PROGRAM.findall(page.read_text())[0])
-    one, two = (losses(run.ranks(count, script, tmp_path / str(count))[0]) for count in (1, 2))
+    if page.stem in NEEDS:
+        pytest.importorskip(NEEDS[page.stem])
+    check_trains_alike(PROGRAM.findall(page.read_text())[0], 2, run, tmp_path)
+
+
+def test_the_program_of_a_mesh_trains_on_four_ranks_as_on_one(run: Programs, tmp_path: Path) -> None:
+    (program,) = MESHED.findall((ROOT / "docs" / "transformers.md").read_text())
+    check_trains_alike(program, 4, run, tmp_path)
+    assert len(list((tmp_path / "4" / "checkpoint").glob("*.distcp"))) == 4
+
+
+def check_trains_alike(program: str, ranks: int, run: Programs, folder: Path) -> None:
+    script = folder / "program.py"
+    script.write_text(program)
+    one, two = (losses(run.ranks(count, script, folder / str(count))[0]) for count in (1, ranks))
     assert len(one) >= 3 and [step for step, _ in one] == list(range(len(one)))
     assert len({loss for _, loss in one}) == len(one), "it trains"
     for (step, expected), (same_step, loss) in zip(one, two, strict=True):

@@ -96,6 +96,20 @@ def test_without_a_compiler_the_sdist_installs_and_works_in_python(source: Path,
     assert found["kernel"] == "aten"
 
 
+def test_a_clone_in_the_working_directory_does_not_hide_an_editable_install(source: Path, tmp_path: Path) -> None:
+    clone = tmp_path / "work" / "seqpar"  # a folder of the package's name, which Python takes for a namespace
+    shutil.copytree(source, clone)
+    wheel = built("editable", clone, tmp_path, CXX="no-such-compiler")
+    python = installed(wheel, tmp_path / "env")
+    script = tmp_path / "work" / "train.py"
+    script.write_text("import seqpar; print(seqpar.__file__, callable(seqpar.parallelize))", encoding="utf-8")
+    printed = subprocess.check_output([python, script], cwd=script.parent, env=OUTSIDE, text=True, timeout=TIMEOUT)
+    assert printed.split() == [str(clone / "seqpar" / "__init__.py"), "True"]
+    example = "from seqpar.cli.demo import find_example; print(find_example('demo.py'))"
+    printed = subprocess.check_output([python, "-c", example], cwd=tmp_path, env=OUTSIDE, text=True, timeout=TIMEOUT)
+    assert printed.strip() == str(clone / "examples" / "demo.py")
+
+
 def test_here_the_extension_is_built(source: Path) -> None:
     """Else what tests the compiled kernels would test nothing."""
     assert native.missing() is None

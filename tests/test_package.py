@@ -199,13 +199,15 @@ def test_the_metadata_asks_for_no_second_torch_and_pins_what_ci_runs() -> None:
     extras = project["project"]["optional-dependencies"]
     direct = {
         requirement(r)
-        for extra in ("cli", "plot", "planner", "transformers", "diffusers", "test", "dev")
+        for extra in ("cli", "plot", "planner", "ecosystem", "loops", "transformers", "diffusers", "test", "dev")
         for r in extras[extra]
     } - {"seqpar"}
     direct |= {requirement(r) for r in project["project"]["dependencies"]}
     lines = (ROOT / "constraints.txt").read_text(encoding="utf-8").splitlines()
     pinned = {requirement(line) for line in lines if "==" in line and not line.startswith("#")}
-    assert direct <= pinned
+    assert direct | {"torchvision"} <= pinned
+    # beside a torch of another build torchvision breaks what imports it, so that CI must not have it by an extra
+    assert not any(requirement(r) == "timm" for extra in ("loops", "test", "dev") for r in extras[extra])
 
 
 def test_ci_runs_the_command_that_readers_run() -> None:

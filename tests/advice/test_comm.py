@@ -1,0 +1,128 @@
+"""What errors of the comms' constructors say to do, done: the comm then moves what it is given."""
+
+from __future__ import annotations
+
+import contextlib
+import os
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch.distributed.device_mesh import DeviceMesh
+
+from seqpar import Comm, GroupComm, ShmComm
+from seqpar.comm import PeerError
+from seqpar.testing import run_processes
+from seqpar.train import all_sum
+from tests.advice.remedies import advised
+from tests.comm.constructor_cases import around
+
+
+@contextlib.contextmanager
+def default_group() -> Iterator[None]:
+    """A default group of this process alone."""
+    dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
+    try:
+        yield
+    finally:
+        dist.destroy_process_group()
+
+
+def works(comm: Comm) -> bool:
+    """Whether the comm sums over its ranks."""
+    return float(all_sum(torch.tensor([comm.rank + 1.0]), comm)) == comm.size * (comm.size + 1) / 2
+
+
+def test_the_default_group_comes_first() -> None:
+    with advised(ValueError, "call init_process_group first"):
+        GroupComm()
+    with default_group():
+        assert works(GroupComm())
+
+
+def test_of_a_mesh_one_dimension_is_given() -> None:
+    with default_group():
+        mesh = DeviceMesh("cpu", [[0]], mesh_dim_names=("data", "sequence"))
+        with advised(ValueError, "give one, mesh[name]"):
+            GroupComm(mesh)
+        assert works(GroupComm(mesh["sequence"]))
+
+
+def absent(comm: Comm) -> bool:
+    """Rank 1 makes no comm, then it does."""
+    if comm.rank == 0:
+        with advised(PeerError, "make it on every rank of the group"):
+            type(comm)(timeout=1.0)
+    comm.agree("between", {})
+    return works(type(comm)(timeout=60.0))
+
+
+def without_descriptors(comm: Comm) -> bool:
+    """Rank 1 can open no file, then it can."""
+    if comm.rank == 1:
+        with advised(RuntimeError, "raise `ulimit -n` or close some"), around("no descriptors"):
+            type(comm)(timeout=60.0)
+    else:
+        with contextlib.suppress(RuntimeError):  # quotes rank 1
+            type(comm)(timeout=60.0)
+    return works(type(comm)(timeout=60.0))
+
+
+@pytest.mark.parametrize("kind", ["gloo", "shm"])
+def test_every_rank_makes_the_comm(kind: str) -> None:
+    assert run_processes(2, absent, comm=kind) == [True, True]
+
+
+@pytest.mark.parametrize("kind", ["gloo", "shm"])
+def test_files_are_closed_or_allowed(kind: str) -> None:
+    assert run_processes(2, without_descriptors, comm=kind) == [True, True]
+
+
+def elsewhere(comm: Comm) -> bool:
+    """Rank 1 is on another machine."""
+    with (
+        around("another machine") if comm.rank == 1 else contextlib.nullcontext(),
+        advised(ValueError, "use GroupComm"),
+    ):
+        ShmComm(timeout=60.0)
+    return works(GroupComm(timeout=60.0))
+
+
+def without_memory(comm: Comm) -> bool:
+    """No rank has the address space for the pool that it asks for."""
+    with advised(
+        RuntimeError,
+        "give a smaller pool_bytes where address space is short, or use GroupComm where ranks are of several users",
+    ):
+        ShmComm(timeout=60.0, pool_bytes=1 << 62)
+    return works(ShmComm(timeout=60.0, pool_bytes=1 << 20)) and works(GroupComm(timeout=60.0))
+
+
+def test_ranks_on_several_machines_use_a_group() -> None:
+    assert run_processes(2, elsewhere, comm="gloo") == [True, True]
+
+
+def test_a_pool_that_does_not_fit_is_smaller() -> None:
+    assert run_processes(2, without_memory, comm="gloo") == [True, True]
+
+
+def forked(comm: Comm, file: str) -> bool:
+    """A fork uses the comm; its process goes on."""
+    child = os.fork()
+    if not child:
+        try:
+            with advised(PeerError, "use it in that process alone"):
+                comm.check()
+            Path(f"{file}{comm.rank}").write_text("refused")
+        finally:
+            os._exit(0)
+    os.waitpid(child, 0)
+    return works(comm)
+
+
+@pytest.mark.parametrize("kind", ["gloo", "shm"])
+def test_a_comm_is_used_in_its_own_process(kind: str, tmp_path: Path) -> None:
+    assert run_processes(2, forked, f"{tmp_path}/rank", comm=kind) == [True, True]
+    assert [(tmp_path / f"rank{rank}").read_text() for rank in range(2)] == ["refused"] * 2

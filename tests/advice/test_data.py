@@ -1,0 +1,184 @@
+"""What errors of `seqpar.data` say to do, done: the shares are then those of the documents that were meant."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from seqpar import Layout, Mask, Plan
+from seqpar.comm import Comm, LocalComm
+from seqpar.data import back, share
+from seqpar.testing import run_threads
+from tests.advice.remedies import advised
+from tests.data.cases import IGNORE, ring
+
+IDS = torch.arange(1, 13).reshape(2, 6)
+PACKED = IDS.reshape(1, 12)
+TWO = torch.tensor([[1, 1, 1, 1, 2, 2], [1, 1, 2, 2, 2, 2]])  # which document of its row a token is of
+
+
+def shared(batch: Any, **options: Any) -> tuple[list[int], Tensor]:
+    """The lengths of the documents that one rank finds in a batch, and the tokens that come home."""
+    s = share(batch, LocalComm(), **{"plan": ring} | options)
+    return s.plan.mask.lengths.tolist(), back(s, s.tensors["input_ids"])
+
+
+def test_documents_that_a_mask_numbers_are_given_as_positions() -> None:
+    with advised(ValueError, "give documents by cu_seqlens or position_ids"):
+        shared({"input_ids": IDS, "attention_mask": TWO})
+    at = torch.tensor([[0, 1, 2, 3, 0, 1], [0, 1, 0, 1, 2, 3]])
+    lengths, home = shared({"input_ids": IDS, "position_ids": at})
+    assert lengths == [4, 2, 2, 4] and torch.equal(home, IDS)
+    lengths, home = shared({"input_ids": PACKED, "cu_seqlens": [0, 4, 6, 8, 12]})
+    assert lengths == [4, 2, 2, 4] and torch.equal(home, PACKED)
+
+
+def test_positions_that_restart_go_without_a_mask_or_with_cu_seqlens() -> None:
+    at = torch.tensor([[0, 1, 2, 3, 0, 1, 2, 0, 1, 2, 3, 4]])
+    packed = {"input_ids": PACKED, "position_ids": at}
+    with advised(ValueError, "leave attention_mask out if nothing is padded, or give cu_seqlens"):
+        shared(packed | {"attention_mask": torch.ones_like(PACKED)})
+    for batch in (packed, packed | {"cu_seqlens": [0, 4, 7, 12], "attention_mask": torch.ones_like(PACKED)}):
+        lengths, home = shared(batch)
+        assert lengths == [4, 3, 5] and torch.equal(home, PACKED)
+
+
+def test_a_longest_document_goes_with_the_documents_or_not_at_all() -> None:
+    with advised(ValueError, "give cu_seqlens too, or leave it out"):
+        shared({"input_ids": PACKED, "max_seqlen": 8})
+    assert shared({"input_ids": PACKED, "max_seqlen": 8, "cu_seqlens": [0, 4, 12]})[0] == [4, 8]
+    assert shared({"input_ids": PACKED})[0] == [12]
+
+
+def test_documents_that_were_given_twice_are_given_once() -> None:
+    mask = torch.ones_like(PACKED)
+    mask[:, -2:] = 0
+    batch = {"input_ids": PACKED, "cu_seqlens": [0, 4, 12]}
+    with advised(ValueError, "give only {}"):
+        shared(batch | {"attention_mask": mask})
+    assert shared(batch)[0] == [4, 8]
+
+
+def test_one_kind_of_labels_is_left_out() -> None:
+    shifted = torch.cat([IDS[:, 1:], torch.full((2, 1), IGNORE)], 1)
+    with advised(ValueError, "leave one of them out"):
+        shared({"input_ids": IDS, "labels": IDS, "shift_labels": shifted})
+    one, other = (
+        share({"input_ids": IDS, name: x}, LocalComm(), plan=ring).tensors["labels"]
+        for name, x in (("labels", IDS), ("shift_labels", shifted))
+    )
+    assert torch.equal(one, other) and (one != IGNORE).sum() == 10
+
+
+def test_entries_that_are_kept_are_no_rows() -> None:
+    batch = {"input_ids": IDS, "attention_mask": torch.ones_like(IDS), "epoch": 3}
+    with advised(ValueError, "keep only entries that are no rows"):
+        shared(batch, keep=["attention_mask", "epoch"])
+    assert shared(batch, keep=["epoch"])[0] == [6, 6]
+
+
+def test_an_entry_without_rows_is_kept_or_given_as_rows() -> None:
+    with advised(ValueError, "give such rows, or keep=({},) to hand it on as it is"):
+        shared({"input_ids": IDS, "weight": torch.ones(2)})
+    s = share({"input_ids": IDS, "weight": torch.ones(2)}, LocalComm(), plan=ring, keep=("weight",))
+    assert torch.equal(s.others["weight"], torch.ones(2))
+    rows = share({"input_ids": IDS, "weight": torch.ones(2, 6)}, LocalComm(), plan=ring).tensors["weight"]
+    assert torch.equal(rows, torch.ones(12))
+
+
+def test_a_mask_of_four_dims_becomes_documents_and_a_window_of_the_plan() -> None:
+    with advised(NotImplementedError, "give documents by cu_seqlens or position_ids, and windows to the plan's mask"):
+        shared({"input_ids": PACKED, "attention_mask": torch.ones(1, 1, 12, 12).tril()})
+
+    def windowed(lengths: Any, ranks: int) -> Plan:
+        return Plan(Mask(lengths, window=(2, None)), Layout.zigzag(lengths, ranks))
+
+    s = share({"input_ids": PACKED, "cu_seqlens": [0, 4, 12]}, LocalComm(), plan=windowed)
+    assert s.plan.mask == Mask([4, 8], window=(2, None))
+
+
+def test_a_list_of_documents_goes_without_a_mask() -> None:
+    documents = [IDS[0], IDS[1, :4]]
+    with advised(ValueError, "leave it out"):
+        shared({"input_ids": documents, "attention_mask": [torch.ones(6), torch.ones(4)]})
+    lengths, home = shared({"input_ids": documents})
+    assert lengths == [6, 4] and all(map(torch.equal, home, documents))
+
+
+def test_a_plan_over_holes_has_the_plain_mask_and_layers_their_own() -> None:
+    mask = torch.tensor([[1, 0, 1, 1, 1, 1], [1, 1, 1, 1, 1, 1]])
+    batch = {"input_ids": IDS, "attention_mask": mask}
+
+    def windowed(lengths: Any, ranks: int) -> Plan:
+        return Plan(Mask(lengths, window=(2, None)), Layout.zigzag(lengths, ranks))
+
+    with advised(ValueError, "return plan.with_mask(Mask(lengths)), and make the masks of layers by Share.mask_for"):
+        share(batch, LocalComm(), plan=windowed)
+    s = share(batch, LocalComm(), plan=lambda lengths, ranks: windowed(lengths, ranks).with_mask(Mask(lengths)))
+    lo, hi = s.mask_for(window=(2, None)).bounds(s.plan.layout.positions(0))
+    assert (hi - lo).tolist() == [1, 2, 2, 3, 3, 1, 2, 3, 3, 3, 3]  # token 2 of row 0 is two columns from token 0
+
+
+def test_a_batch_without_a_token_is_skipped_on_every_rank() -> None:
+    empty = {"input_ids": IDS, "attention_mask": torch.zeros(2, 6)}
+    loader = [empty, {"input_ids": IDS}]
+
+    def rank(comm: Comm) -> list[int]:
+        with advised(ValueError, "skip this batch on every rank"):
+            share(loader[0], comm, plan=ring)
+        return share(loader[1], comm, plan=ring).plan.mask.lengths.tolist()  # type: ignore[no-any-return]
+
+    for lengths in run_threads(2, rank):
+        assert lengths == [6] * 4
+
+
+def test_ranks_with_batches_of_their_own_are_sharded_and_others_bring_one() -> None:
+    def rank(comm: Comm) -> tuple[list[int], list[int]]:
+        with advised(ValueError, "bring the same batch on every rank, or give source='sharded' for a batch of each"):
+            share({"input_ids": IDS + comm.rank}, comm, plan=ring, source="replicated")
+        one = share({"input_ids": IDS}, comm, plan=ring, source="replicated")
+        own = share({"input_ids": IDS + comm.rank}, comm, plan=ring, source="sharded")
+        assert torch.equal(back(own, own.tensors["input_ids"]), IDS + comm.rank)
+        return one.plan.mask.lengths.tolist(), own.plan.mask.lengths.tolist()
+
+    for lengths in run_threads(2, rank):
+        assert lengths == ([6] * 2, [6] * 4)
+
+
+def test_ranks_give_the_same_entries() -> None:
+    def rank(comm: Comm) -> int:
+        extra = {"weight": torch.ones(2, 6)}
+        with advised(ValueError, "rows of all ranks' batches go together: give them the same entries"):
+            share({"input_ids": IDS} | (extra if comm.rank else {}), comm, plan=ring)
+        return len(share({"input_ids": IDS} | extra, comm, plan=ring).plan.mask.lengths)
+
+    for documents in run_threads(2, rank):
+        assert documents == 4
+
+
+def test_labels_of_pads_do_not_count() -> None:
+    mask = torch.tensor([[1, 1, 1, 0, 0, 0], [1, 1, 1, 1, 1, 1]])
+    labels = IDS.clone()
+    batch = {"input_ids": IDS, "attention_mask": mask, "labels": labels}
+    with advised(ValueError, "set {}[attention_mask == 0] = {}"):
+        shared(batch)
+    labels[mask == 0] = -100
+    assert share(batch, LocalComm(), plan=ring).tensors["labels"].tolist() == [2, 3, -100, 8, 9, 10, 11, 12, -100]
+
+
+def test_the_first_label_after_pads_does_not_count() -> None:
+    mask = torch.tensor([[0, 0, 1, 1, 1, 1], [1, 1, 1, 1, 1, 1]])
+    batch = {"input_ids": IDS, "attention_mask": mask, "labels": IDS.masked_fill(mask == 0, -100)}
+    with advised(
+        ValueError,
+        "set the first label after pads to {} (ignore_index), or give shift='document' to share, which predicts no "
+        "document's first token",
+    ):
+        shared(batch)
+    first = batch["labels"].clone()
+    first[0, 2] = -100
+    for more in ({"labels": first}, {}):
+        found = share(batch | more, LocalComm(), plan=ring, shift="row" if more else "document").tensors["labels"]
+        assert found.tolist() == [4, 5, 6, -100, 8, 9, 10, 11, 12, -100]

@@ -1,0 +1,172 @@
+"""What errors of `seqpar.sdpa` and ``parallelize(sdpa=True)`` say to do, done: attention is that of one process."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+from torch.utils.checkpoint import checkpoint
+
+import seqpar
+from seqpar import Comm, Layout, LocalComm, Mask, Plan
+from seqpar.testing import dense_attention, run_threads
+from tests.advice.remedies import advised
+
+TOKENS, HEADS, DIM = 8, 2, 4
+MASK = Mask([TOKENS])
+PLAN = Plan(MASK, Layout.zigzag([TOKENS], 2))
+ALONE = Plan(MASK, Layout.contiguous(TOKENS, 1))
+TRIANGLE = torch.ones(TOKENS, TOKENS).tril().bool()
+WHOLE = torch.randn(3, TOKENS, HEADS, DIM, dtype=torch.float64, generator=torch.Generator().manual_seed(0))
+
+
+def attended(x: Tensor, **given: Any) -> Tensor:
+    """PyTorch's attention of q, k and v in one [3, T, H, D], as [T, H, D]."""
+    return F.scaled_dot_product_attention(*x.transpose(1, 2), **given).transpose(0, 1)
+
+
+def on_two_ranks(call: Callable[[Comm, Tensor], Tensor], plan: Plan = PLAN) -> Tensor:
+    """What ranks make of their rows [3, rows, H, D] inside `seqpar.sdpa`, put together."""
+
+    def rank(comm: Comm) -> Tensor:
+        rows = seqpar.shard(WHOLE, plan, comm.rank, dim=1)
+        with seqpar.sdpa(plan, comm):
+            out = call(comm, rows)
+        return seqpar.unshard(out, plan, comm)
+
+    return run_threads(2, rank)[0]  # type: ignore[no-any-return]
+
+
+def expected(mask: Mask = MASK) -> Tensor:
+    """One process's."""
+    return dense_attention(*WHOLE, mask)[0]
+
+
+def sharded(mask: Tensor, comm: Comm) -> Tensor:
+    return seqpar.shard(mask, PLAN, comm.rank)
+
+
+def test_a_block_that_is_entered_is_made_anew_to_nest() -> None:
+    comm = LocalComm()
+    block = seqpar.sdpa(ALONE, comm)
+    with block:
+        with advised(RuntimeError, "make another one to nest them"):
+            block.__enter__()
+        with seqpar.sdpa(ALONE, comm):
+            inner = attended(WHOLE, is_causal=True)
+        outer = attended(WHOLE, is_causal=True)
+    assert torch.allclose(inner, expected()) and torch.allclose(outer, expected())
+
+
+def test_a_fused_operator_is_called_by_the_function_in_front_of_it() -> None:
+    with advised(NotImplementedError, "call F.scaled_dot_product_attention"), seqpar.sdpa(ALONE, LocalComm()):
+        torch._scaled_dot_product_flash_attention_for_cpu(*WHOLE.transpose(1, 2)[:, None], 0.0, True)
+    with seqpar.sdpa(ALONE, LocalComm()):
+        assert torch.allclose(attended(WHOLE, is_causal=True), expected())
+
+
+def test_attention_over_other_rows_is_given_shards_or_stays_local() -> None:
+    with advised(ValueError, "give shards, or say by local= which calls stay on their rank"):
+        on_two_ranks(lambda comm, rows: attended(WHOLE, is_causal=True))
+    assert torch.allclose(on_two_ranks(lambda comm, rows: attended(rows, is_causal=True)), expected())
+
+    def rank(comm: Comm) -> Tensor:
+        with seqpar.sdpa(PLAN, comm, local=lambda q, k: q.shape[-2] == TOKENS):
+            attended(seqpar.shard(WHOLE, PLAN, comm.rank, dim=1), is_causal=True)
+            return attended(WHOLE, is_causal=True)
+
+    assert all(torch.allclose(out, expected()) for out in run_threads(2, rank))
+
+
+def test_causal_attention_over_longer_keys_is_given_a_mask() -> None:
+    mask = Mask([4], kv_lengths=[TOKENS])
+    plan = Plan(mask, Layout.contiguous(4, 1), kv_layout=Layout.contiguous(TOKENS, 1))
+    q, k, v = (x.transpose(0, 1) for x in WHOLE)
+    with advised(NotImplementedError, "give attn_mask"), seqpar.sdpa(plan, LocalComm()):
+        F.scaled_dot_product_attention(q[:, :4], k, v, is_causal=True)
+    aligned = torch.ones(4, TOKENS).tril().bool()  # the first query with the first key, as PyTorch means it
+    with seqpar.sdpa(plan, LocalComm()):
+        out = F.scaled_dot_product_attention(q[:, :4], k, v, attn_mask=aligned)
+    assert torch.allclose(out, F.scaled_dot_product_attention(q[:, :4], k, v, is_causal=True))
+
+
+def test_a_call_and_its_plan_mean_one_mask() -> None:
+    with advised(ValueError, "give the plan that mask, or the call its attn_mask"):
+        on_two_ranks(lambda comm, rows: attended(rows))
+    full = Mask([TOKENS], causal=False)
+    assert torch.allclose(on_two_ranks(lambda comm, rows: attended(rows), PLAN.with_mask(full)), expected(full))
+    ones = torch.ones_like(TRIANGLE)
+    assert torch.allclose(
+        on_two_ranks(lambda comm, rows: attended(rows, attn_mask=sharded(ones, comm))), expected(full)
+    )
+
+
+def test_a_mask_is_a_shard_of_that_of_one_process_or_left_to_is_causal() -> None:
+    with advised(
+        ValueError, "give seqpar.shard(mask, plan, rank) of the mask of one process, or is_causal=True and no mask"
+    ):
+        on_two_ranks(lambda comm, rows: attended(rows, attn_mask=TRIANGLE[:4, :4]))
+    sharing = on_two_ranks(lambda comm, rows: attended(rows, attn_mask=sharded(TRIANGLE, comm)))
+    assert torch.allclose(sharing, expected())
+    assert torch.allclose(on_two_ranks(lambda comm, rows: attended(rows, is_causal=True)), expected())
+
+
+def test_a_mask_for_every_head_is_one_for_all_of_them() -> None:
+    every = torch.stack([TRIANGLE, torch.ones_like(TRIANGLE)])
+    with advised(NotImplementedError, "give one for all of them"), seqpar.sdpa(ALONE, LocalComm()):
+        attended(WHOLE, attn_mask=every)
+    with seqpar.sdpa(ALONE, LocalComm()):
+        assert torch.allclose(attended(WHOLE, attn_mask=every[:1]), expected())
+
+
+def test_a_mask_with_a_gradient_is_detached() -> None:
+    mask = torch.zeros(TOKENS, TOKENS, dtype=torch.float64).masked_fill(~TRIANGLE, -torch.inf).requires_grad_()
+    with advised(NotImplementedError, "detach it"), seqpar.sdpa(ALONE, LocalComm()):
+        attended(WHOLE, attn_mask=mask)
+    with seqpar.sdpa(ALONE, LocalComm()):
+        assert torch.allclose(attended(WHOLE, attn_mask=mask.detach()), expected())
+
+
+class Model(nn.Module):
+    """Attention over rows [1, T, H * D] and a checkpoint inside, where asked for."""
+
+    def __init__(self, inside: bool = False) -> None:
+        super().__init__()
+        self.linear, self.inside = nn.Linear(HEADS * DIM, HEADS * DIM, dtype=torch.float64), inside
+
+    def attend(self, x: Tensor) -> Tensor:
+        q = self.linear(x).unflatten(-1, (HEADS, DIM)).transpose(1, 2)
+        return F.scaled_dot_product_attention(q, q, q, is_causal=True).transpose(1, 2).flatten(2)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return checkpoint(self.attend, x, use_reentrant=False) if self.inside else self.attend(x)
+
+
+@pytest.mark.parametrize("way", ["inside", "plan"])
+def test_a_checkpoint_around_a_model_goes_inside_or_the_plan_is_given(way: str) -> None:
+    torch.manual_seed(1)
+    x = WHOLE[0].flatten(1)[None]
+    model = Model(way == "inside")
+    (out,) = torch.autograd.grad(model(x).square().sum(), model.linear.weight)
+
+    def rank(comm: Comm, given: Plan | None, around: bool) -> Tensor:
+        rows = seqpar.shard(x[0], PLAN, comm.rank)[None]
+        own = Model(way == "inside")
+        own.load_state_dict(model.state_dict())
+        with seqpar.parallelize(own, comm, sdpa=True, plan=given), seqpar.parallel(PLAN, comm):
+            y = checkpoint(own, rows, use_reentrant=False) if around else own(rows)
+            return torch.autograd.grad(y.square().sum(), own.linear.weight)[0]
+
+    def refused(comm: Comm) -> None:
+        with advised(
+            NotImplementedError, "checkpoint parts inside the model, or give parallelize its plan and no dropout_seed"
+        ):
+            rank(comm, None, True)
+
+    run_threads(2, refused)
+    grads = run_threads(2, rank, PLAN if way == "plan" else None, way == "plan")
+    assert torch.allclose(sum(grads), out)

@@ -1,0 +1,109 @@
+"""What errors of seqpar.train say to do, done: sums, norms and means are those of one process."""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor, nn
+from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.tensor import DTensor, Partial, Replicate
+
+from seqpar import Comm, LocalComm
+from seqpar.testing import run_threads
+from seqpar.train import Mean, all_sum, check_model, grad_norm, sync_gradients
+from tests.advice.remedies import advised
+from tests.advice.test_comm import default_group
+
+
+def parameter(shape: tuple[int, ...], grad: float = 1.0) -> nn.Parameter:
+    p = nn.Parameter(torch.zeros(shape))
+    p.grad = torch.full(shape, grad)
+    return p
+
+
+def test_norms_over_tokens_are_frozen_or_over_channels() -> None:
+    x = torch.randn(8, 4)
+    model = nn.BatchNorm1d(4)
+    with advised(
+        NotImplementedError, "freeze them with .eval(), or use LayerNorm, RMSNorm or GroupNorm over a token's channels"
+    ):
+        check_model(model)
+    for norm in (model.eval(), nn.LayerNorm(4), nn.RMSNorm(4), nn.GroupNorm(2, 4)):
+        check_model(norm)
+        assert torch.allclose(torch.cat([norm(x[:3]), norm(x[3:])]), norm(x), atol=1e-6)
+
+
+def test_ranks_give_the_same_parameters() -> None:
+    def rank(comm: Comm) -> list[Tensor]:
+        several = [parameter((2,), 1.0 + comm.rank), parameter((3,), 3.0)]
+        with advised(ValueError, "give every rank the same parameters in the same order, and one bucket_bytes"):
+            sync_gradients(several[:: 1 if comm.rank else -1], comm)
+        sync_gradients(several, comm)
+        return [p.grad for p in several]
+
+    for grads in run_threads(2, rank):
+        assert grads[0].tolist() == [3.0] * 2 and grads[1].tolist() == [6.0] * 3
+
+
+def test_gradients_are_summed_once_a_step() -> None:
+    def rank(comm: Comm) -> list[float]:
+        p = parameter((2,), 1.0 + comm.rank)
+        sync_gradients(p, comm)
+        with advised(ValueError, "call it once, after the last backward of a step"):
+            sync_gradients(p, comm)
+        p.grad = torch.zeros(2)
+        for _ in range(2):
+            (p.sum() * (1.0 + comm.rank)).backward()
+        sync_gradients(p, comm)
+        return p.grad.tolist()  # type: ignore[no-any-return]
+
+    assert run_threads(2, rank) == [[6.0, 6.0]] * 2
+
+
+def test_sparse_gradients_are_made_dense() -> None:
+    def rank(comm: Comm) -> list[float]:
+        p = parameter((2,))
+        p.grad = (p.grad * (1.0 + comm.rank)).to_sparse()
+        with advised(NotImplementedError, "give it p.grad = p.grad.to_dense().to(p.dtype) before"):
+            sync_gradients(p, comm)
+        p.grad = p.grad.to_dense().to(p.dtype)
+        sync_gradients(p, comm)
+        return p.grad.tolist()  # type: ignore[no-any-return]
+
+    assert run_threads(2, rank) == [[3.0, 3.0]] * 2
+
+
+def test_gradients_of_dtensors_lie_as_their_parameters_do() -> None:
+    with default_group():
+        mesh = DeviceMesh("cpu", [0])
+        p = nn.Parameter(DTensor.from_local(torch.zeros(2), mesh, [Replicate()]))
+        p.grad = DTensor.from_local(torch.tensor([3.0, 4.0]), mesh, [Partial()])
+        with advised(NotImplementedError, "redistribute it to Shard or Replicate"):
+            grad_norm(p)
+        with advised(NotImplementedError, "give it p.grad = p.grad.redistribute(placements=p.placements) before"):
+            sync_gradients(p, LocalComm())
+        p.grad = p.grad.redistribute(placements=p.placements)
+        sync_gradients(p, LocalComm())
+        assert float(grad_norm(p)) == 5.0 and p.grad.to_local().tolist() == [3.0, 4.0]
+
+
+def test_a_mean_is_of_every_batch_on_every_rank() -> None:
+    def rank(comm: Comm) -> float:
+        part = Mean()
+        part.add(torch.tensor(1.0), 3 + comm.rank)
+        with advised(ValueError, "add every batch on every rank, with the valid of all ranks"):
+            part.result(comm)
+        mean = Mean()
+        mean.add(torch.tensor((3.0 + comm.rank) / 7, dtype=torch.float64), 7)
+        return mean.result(comm)
+
+    assert run_threads(2, rank) == [1.0] * 2
+
+
+def test_truth_values_are_summed_as_numbers() -> None:
+    def rank(comm: Comm) -> list[int]:
+        x = torch.tensor([True, comm.rank == 0])
+        with advised(ValueError, "give x.long()"):
+            all_sum(x, comm)
+        return all_sum(x.long(), comm).tolist()  # type: ignore[no-any-return]
+
+    assert run_threads(2, rank) == [[2, 1]] * 2

@@ -1,0 +1,362 @@
+"""What errors of transformers models say to do, done: losses are those of one process."""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+from torch.utils.checkpoint import checkpoint
+
+import seqpar
+from seqpar import Comm, Layout, LocalComm, Mask, Plan
+from seqpar.testing import run_threads
+from tests.advice.remedies import advised
+
+pytest.importorskip("transformers")
+
+import transformers  # noqa: E402
+
+import seqpar.integrations.transformers  # noqa: E402, F401  registers attn_implementation="seqpar"
+from tests.integrations.models import SIZES, VOCABULARY, batches, build  # noqa: E402
+
+Build = Callable[[], nn.Module]
+BATCH = batches("right", 1)[0]
+ROW = {"input_ids": torch.arange(1, 13)[None], "position_ids": torch.arange(12)[None]}
+PLAN = Plan(Mask([12]), Layout.contiguous(12, 1))
+
+
+def llama(attention: str = "eager") -> nn.Module:
+    """A Llama with the weights of every other one."""
+    model = build("llama")
+    model.set_attn_implementation(attention)
+    return model
+
+
+def loss_of(model: nn.Module, **more: Any) -> float:
+    return float(model(**BATCH, **more).loss)
+
+
+LOSS = loss_of(llama())
+
+
+def is_right(model: nn.Module, **more: Any) -> bool:
+    """Whether the loss of the batch is that of one process."""
+    return loss_of(model, **more) == pytest.approx(LOSS, rel=1e-5)
+
+
+def test_a_registered_model_is_made_parallel_or_given_rows_and_a_plan() -> None:
+    model = llama("seqpar")
+    with advised(
+        RuntimeError,
+        "give the model to seqpar.parallelize(model, comm), or its rows to it inside "
+        "`with seqpar.parallel(plan, comm):`",
+    ):
+        model(**BATCH)
+    with seqpar.parallel(PLAN, LocalComm()):
+        rows = model(**ROW).logits
+    assert torch.allclose(rows, llama()(**ROW).logits, atol=1e-4)
+    with seqpar.parallelize(model, LocalComm()):
+        assert is_right(model)
+
+
+def test_ordinary_batches_are_for_a_parallel_model() -> None:
+    model = llama("seqpar")
+    batch = {"input_ids": BATCH["input_ids"], "position_ids": torch.arange(12).expand(3, -1)}
+    with (
+        advised(NotImplementedError, "give seqpar.parallelize(model, comm) for ordinary batches"),
+        seqpar.parallel(PLAN, LocalComm()),
+    ):
+        model(**batch)
+    with seqpar.parallelize(model, LocalComm()):
+        assert is_right(model)
+
+
+def test_a_padding_mask_is_left_out_or_made_documents() -> None:
+    model = llama("seqpar")
+    mask = torch.ones(1, 12, dtype=torch.int64)
+    mask[:, 9:] = 0
+    with (
+        advised(
+            NotImplementedError,
+            "leave it out, or let seqpar.parallelize(model, comm) turn a padding mask into documents",
+        ),
+        seqpar.parallel(PLAN, LocalComm()),
+    ):
+        model(**ROW, attention_mask=mask)
+    with seqpar.parallel(PLAN, LocalComm()):
+        assert torch.allclose(model(**ROW).logits, llama()(**ROW).logits, atol=1e-4)
+    with seqpar.parallelize(model, LocalComm()), torch.no_grad():
+        out = model.eval()(**ROW, attention_mask=mask).logits
+    expected = llama().eval()(**ROW, attention_mask=mask).logits
+    assert torch.allclose(out[:, :9], expected[:, :9], atol=1e-4)
+
+
+def test_attention_without_a_layer_index_has_no_dropout() -> None:
+    model = llama("seqpar")
+    for layer in model.model.layers:
+        layer.self_attn.attention_dropout = 0.5
+        del layer.self_attn.layer_idx
+    with (
+        advised(NotImplementedError, "set the dropout of attention probabilities to 0"),
+        seqpar.parallel(PLAN, LocalComm()),
+    ):
+        model(**ROW, use_cache=False)
+    for layer in model.model.layers:
+        layer.self_attn.attention_dropout = 0.0
+    with seqpar.parallel(PLAN, LocalComm()):
+        assert torch.allclose(model(**ROW, use_cache=False).logits, llama()(**ROW).logits, atol=1e-4)
+
+
+def test_layers_of_a_model_in_place_are_called_by_it_or_locally() -> None:
+    model = llama("sdpa")
+    hidden = torch.randn(1, 12, SIZES["hidden_size"])
+    rotary = model.model.rotary_emb(hidden, ROW["position_ids"])
+    layer = model.model.layers[0]
+    expected = layer(hidden, position_embeddings=rotary)
+    with seqpar.parallelize(model, LocalComm(), in_place=True) as handle:
+        with advised(RuntimeError, "call the model itself, or work inside handle.local()"):
+            layer(hidden, position_embeddings=rotary)
+        assert is_right(model)
+        with handle.local():
+            assert torch.equal(layer(hidden, position_embeddings=rotary), expected)
+
+
+def test_eager_models_are_loaded_with_sdpa_to_be_parallel_in_place() -> None:
+    with advised(ValueError, "load with 'sdpa'"):
+        seqpar.parallelize(llama("eager"), LocalComm(), in_place=True)
+    model = llama("sdpa")
+    with seqpar.parallelize(model, LocalComm(), in_place=True):
+        assert is_right(model)
+
+
+@pytest.mark.parametrize("way", ["local", "undo"])
+def test_generate_runs_locally(way: str) -> None:
+    expected = llama().generate(ROW["input_ids"], max_new_tokens=4, do_sample=False)
+
+    def rank(comm: Comm) -> Tensor:
+        model = llama()
+        handle = seqpar.parallelize(model, comm)
+        with advised(
+            NotImplementedError, "generate with the model of one rank, inside parallelize(...).local() or after undo()"
+        ):
+            model.generate(ROW["input_ids"], max_new_tokens=4, do_sample=False)
+        if way == "undo":
+            handle.undo()
+            return model.generate(ROW["input_ids"], max_new_tokens=4, do_sample=False)  # type: ignore[no-any-return]
+        with handle.local():
+            return model.generate(ROW["input_ids"], max_new_tokens=4, do_sample=False)  # type: ignore[no-any-return]
+
+    assert all(torch.equal(out, expected) for out in run_threads(2, rank))
+
+
+def test_items_are_counted_over_all_ranks() -> None:
+    every = batches("right", 2)
+    counts = [int((batch["labels"][:, 1:] != -100).sum()) for batch in every]
+    whole = llama()
+    sums = [float(whole(**batch).loss) * count for batch, count in zip(every, counts)]
+
+    def rank(comm: Comm) -> float:
+        model = llama()
+        with seqpar.parallelize(model, comm):
+            with advised(
+                ValueError, "count those of all ranks, as Trainer does with average_tokens_across_devices=True"
+            ):
+                model(**every[comm.rank], num_items_in_batch=min(counts))
+            return float(model(**every[comm.rank], num_items_in_batch=sum(counts)).loss)
+
+    assert sum(run_threads(2, rank)) == pytest.approx(sum(sums) / sum(counts), rel=1e-5)
+
+
+def test_of_two_parallel_models_one_inside_the_other_one_is_undone() -> None:
+    outer, inner = llama(), llama()
+    expected = inner(**ROW).logits
+    outside = seqpar.parallelize(outer, LocalComm())
+    inside = seqpar.parallelize(inner, LocalComm())
+    results = []
+    outer.model.layers[0].register_forward_pre_hook(lambda *_: results.append(inner(**ROW).logits))
+    with advised(NotImplementedError, "call undo() of one of them"):
+        outer(**ROW)
+    inside.undo()
+    outer(**ROW)
+    assert torch.allclose(results[-1], expected, atol=1e-4)
+    outside.undo()
+
+
+def test_checkpoints_are_around_layers() -> None:
+    plain = llama()
+    plain(**BATCH).loss.backward()
+    model = llama()
+    inputs = {name: BATCH[name] for name in ("input_ids", "attention_mask")}
+    with seqpar.parallelize(model, LocalComm()), advised(NotImplementedError, "checkpoint its layers instead"):
+        checkpoint(lambda: model.model(**inputs).last_hidden_state, use_reentrant=False).sum().backward()
+    model = llama()
+    model.gradient_checkpointing_enable({"use_reentrant": False})
+    with seqpar.parallelize(model, LocalComm()):
+        model(**BATCH).loss.backward()
+    assert torch.allclose(model.lm_head.weight.grad, plain.lm_head.weight.grad, atol=1e-5)
+
+
+def test_attention_is_set_before_a_model_is_made_parallel() -> None:
+    model = llama()
+    handle = seqpar.parallelize(model, LocalComm())
+    model.set_attn_implementation("sdpa")
+    with advised(NotImplementedError, "call undo() first and parallelize again"):
+        model(**BATCH)
+    handle.undo()
+    model.set_attn_implementation("sdpa")
+    with seqpar.parallelize(model, LocalComm()):
+        assert is_right(model)
+
+
+def test_unknown_keywords_are_left_out_or_for_one_rank() -> None:
+    model = llama()
+    with seqpar.parallelize(model, LocalComm()) as handle:
+        with advised(
+            NotImplementedError, "leave it out, or run the model on one rank, inside parallelize(...).local()"
+        ):
+            model(**BATCH, output_attentions=True)
+        assert is_right(model)
+        with handle.local():
+            assert is_right(model, output_attentions=True)
+
+
+def test_models_that_count_positions_are_given_them() -> None:
+    config = transformers.OPTConfig(
+        vocab_size=VOCABULARY, hidden_size=32, ffn_dim=48, num_hidden_layers=2, num_attention_heads=4, dropout=0.0,
+        max_position_embeddings=64, word_embed_proj_dim=32, pad_token_id=0,
+    )  # fmt: skip
+    torch.manual_seed(3)
+    model = transformers.OPTForCausalLM._from_config(config, attn_implementation="eager")
+    for parameter in model.parameters():
+        nn.init.normal_(parameter, 0.0, 0.2)
+    expected = loss_of(model)
+    with seqpar.parallelize(model, LocalComm()):
+        with advised(NotImplementedError, "give position_ids"):
+            model(**BATCH)
+        assert loss_of(model, position_ids=torch.arange(12).expand(3, -1)) == pytest.approx(expected, rel=1e-5)
+
+
+def _own_loss(model: nn.Module) -> Tensor:
+    """The loss of the batch, of the logits that the model returns."""
+    logits = model(**{name: x for name, x in BATCH.items() if name != "labels"}).logits
+    return F.cross_entropy(logits[:, :-1].flatten(0, 1), BATCH["labels"][:, 1:].flatten())
+
+
+def test_a_loss_that_was_replaced_is_computed_outside() -> None:
+    model = llama()
+    with seqpar.parallelize(model, LocalComm()):
+        model.loss_function = lambda **named: named["logits"].square().mean()
+        with advised(NotImplementedError, "leave labels out and compute the loss from what it returns"):
+            model(**BATCH)
+        assert float(_own_loss(model)) == pytest.approx(LOSS, rel=1e-5)
+
+
+def test_a_loss_of_the_models_own_is_computed_outside() -> None:
+    model = llama()
+    model.loss_function = lambda **named: named["logits"].square().mean()
+    with seqpar.parallelize(model, LocalComm()):
+        with advised(NotImplementedError, "leave them out and compute the loss from what it returns"):
+            model(**BATCH)
+        assert float(_own_loss(model)) == pytest.approx(LOSS, rel=1e-5)
+
+
+def test_who_counts_items_gives_no_average_over() -> None:
+    items = int((BATCH["labels"][:, 1:] != -100).sum())
+    model = llama()
+    with (
+        seqpar.parallelize(model, LocalComm(), average_over=2),
+        advised(ValueError, "give parallelize no average_over"),
+    ):
+        model(**BATCH, num_items_in_batch=items)
+    with seqpar.parallelize(model, LocalComm()):
+        assert is_right(model, num_items_in_batch=items)
+
+
+# --- what `seqpar.parallelize` takes ----------------------------------------------------------------------------------
+
+
+class Plain(nn.Module):
+    """Attention by PyTorch's function over rows [1, T, 8]."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        q = x.unflatten(-1, (2, 4)).transpose(1, 2)
+        return F.scaled_dot_product_attention(q, q, q, is_causal=True)
+
+
+def test_a_model_of_plain_pytorch_says_sdpa() -> None:
+    model, x = Plain(), torch.randn(1, 12, 8)
+    expected = model(x)
+    with advised(NotImplementedError, "for attention by PyTorch's scaled_dot_product_attention give sdpa=True"):
+        seqpar.parallelize(model, LocalComm())
+    with seqpar.parallelize(model, LocalComm(), sdpa=True, plan=PLAN):
+        assert torch.allclose(model(x), expected, atol=1e-6)
+
+
+def test_a_comm_is_given() -> None:
+    model = llama()
+    with advised(TypeError, "give seqpar.GroupComm(), or seqpar.LocalComm() for one rank"):
+        seqpar.parallelize(model, None)
+    with seqpar.parallelize(model, seqpar.LocalComm()):
+        assert is_right(model)
+
+
+def test_a_model_is_made_parallel_before_it_is_compiled() -> None:
+    with advised(
+        ValueError, "call parallelize(model, comm), with average_over where gradients are averaged, and then {}(model)"
+    ):
+        seqpar.parallelize(torch.compile(llama(), backend="eager"), LocalComm())
+    model = llama()
+    with seqpar.parallelize(model, LocalComm()):
+        assert is_right(torch.compile(model, backend="eager"))
+
+
+def test_a_parallel_model_is_undone_before_it_is_made_parallel_again() -> None:
+    model = llama()
+    handle = seqpar.parallelize(model, LocalComm())
+    with advised(ValueError, "call undo() of that handle first"):
+        seqpar.parallelize(model, LocalComm())
+    handle.undo()
+    with seqpar.parallelize(model, LocalComm()):
+        assert is_right(model)
+
+
+def test_a_forward_that_was_replaced_is_put_back_first() -> None:
+    model, x = Plain(), torch.randn(1, 12, 8)
+    expected = model(x)
+    handle = seqpar.parallelize(model, LocalComm(), sdpa=True, plan=PLAN)
+    ours = model.forward
+    model.forward = lambda *args: ours(*args)  # type: ignore[method-assign]
+    with advised(RuntimeError, "undo that first"):
+        handle.undo()
+    model.forward = ours  # type: ignore[method-assign]
+    handle.undo()
+    assert torch.equal(model(x), expected) and "forward" not in model.__dict__
+
+
+@pytest.mark.parametrize("way", ["state_dict", "save_pretrained", "undo"])
+def test_what_is_saved_is_no_pickle_of_a_parallel_model(way: str, tmp_path: Path) -> None:
+    model = llama()
+    file = tmp_path / "model.pt"
+    handle = seqpar.parallelize(model, LocalComm())
+    with advised(NotImplementedError, "save model.state_dict() or call save_pretrained(), or undo() first"):
+        torch.save(model, file)
+    again = llama()
+    for parameter in again.parameters():
+        nn.init.zeros_(parameter)
+    if way == "state_dict":
+        torch.save(model.state_dict(), file)
+        again.load_state_dict(torch.load(file))
+    elif way == "save_pretrained":
+        model.save_pretrained(tmp_path)
+        again = transformers.LlamaForCausalLM.from_pretrained(tmp_path, attn_implementation="eager")
+    handle.undo()
+    if way == "undo":
+        torch.save(model, file)
+        again = torch.load(file, weights_only=False)
+    assert is_right(copy.deepcopy(again))

@@ -1,0 +1,53 @@
+"""A LightningModule under DDP, which averages: losses and norms as JSON."""
+
+import json
+import logging
+import os
+
+os.environ |= {"TORCHELASTIC_RUN_ID": "0", "GROUP_RANK": "0"}  # as torchrun says them
+import lightning
+import torch
+
+import seqpar
+from tests.ecosystem.models import RANKS, document, llama
+
+
+class Training(lightning.LightningModule):
+    def __init__(self):
+        super().__init__()
+        self.model, self.steps = llama(), []
+
+    def configure_model(self):  # ranks know each other by now, and DDP comes later
+        if RANKS > 1 and "forward" not in self.model.__dict__:
+            seqpar.parallelize(self.model, seqpar.GroupComm(), average_over=RANKS)
+
+    def configure_optimizers(self):
+        return torch.optim.SGD(self.model.parameters(), lr=0.1)
+
+    def training_step(self, rows, number):
+        loss = self.model(**rows).loss
+        self.steps.append({"loss": float(loss.detach())})
+        return loss
+
+    def on_before_optimizer_step(self, optimizer):
+        norm = torch.stack([p.grad.norm() for p in self.model.parameters()]).norm()
+        self.steps[-1]["grad_norm"] = float(norm)
+
+
+def batch(documents):
+    ids = torch.nn.utils.rnn.pad_sequence([torch.tensor(document) for document in documents], batch_first=True)
+    return {"input_ids": ids, "attention_mask": (ids > 0).long(), "labels": ids.masked_fill(ids == 0, -100)}
+
+
+logging.getLogger("lightning.pytorch").setLevel(logging.ERROR)
+documents = [document(n, 5 + 7 * n % 31) for n in range(24)]
+rank, each = int(os.environ.get("RANK", 0)), 4 // RANKS
+own = [4 * step + each * rank + n for step in range(6) for n in range(each)]  # the same four documents in every step
+loader = torch.utils.data.DataLoader(documents, batch_size=each, sampler=own, collate_fn=batch)
+training = Training()
+trainer = lightning.Trainer(
+    accelerator="cpu", devices=RANKS, strategy="ddp" if RANKS > 1 else "auto", max_steps=4, logger=False,
+    use_distributed_sampler=False, enable_checkpointing=False, enable_progress_bar=False, enable_model_summary=False,
+)  # fmt: skip
+trainer.fit(training, loader)
+print(json.dumps({"case": "ddp", "steps": training.steps}))

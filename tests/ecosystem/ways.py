@@ -1,0 +1,237 @@
+"""What becomes of an architecture on two ranks, by every documented way in: exact, or refused; anything else is a bug.
+
+All of it in fp64. Models have islands of fp32 (norms, rotary tables, softmax, routers) that would hide an error of
+1e-8; inside `Wide` they are fp64 too, on one process and on the ranks.
+"""
+
+from __future__ import annotations
+
+import copy
+from typing import Any, NamedTuple
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+from torch.overrides import TorchFunctionMode
+
+import seqpar
+from seqpar import Layout, Mask, Plan
+from seqpar.comm import Comm
+from seqpar.testing import run_threads
+from tests.ecosystem.architectures import VOCABULARY, Architecture, build
+
+RANKS, TOKENS = 2, 24
+TOLERANCE = 1e-8  # of the loss, and of gradients beside the largest of the model
+
+
+class Wide(TorchFunctionMode):
+    """A block in which whoever asks for fp32 gets fp64."""
+
+    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        if func is Tensor.float:
+            func = Tensor.double
+        args = tuple(torch.float64 if x is torch.float32 else x for x in args)
+        kwargs = {name: torch.float64 if x is torch.float32 else x for name, x in (kwargs or {}).items()}
+        return func(*args, **kwargs)
+
+
+class Outcome(NamedTuple):
+    """The loss of one process or of a rank, and its gradients by name. called: whether the comm's ranks ever met."""
+
+    loss: float
+    grads: dict[str, Tensor]
+    called: bool = True
+
+
+def outcome(model: nn.Module, loss: Tensor, comm: Comm | None = None) -> Outcome:
+    """The loss, and the gradients that its backward leaves; the model is left without."""
+    loss.backward()
+    grads = {name: p.grad for name, p in model.named_parameters() if p.grad is not None}
+    model.zero_grad(set_to_none=True)
+    return Outcome(float(loss), grads, comm is None or bool(comm.agreed))
+
+
+# --- ways in ----------------------------------------------------------------------------------------------------------
+
+
+def batches(row: Architecture, kind: str) -> list[dict[str, Tensor]]:
+    """What each rank's loader brings: padded on the right, or documents packed into one row."""
+    g = torch.Generator().manual_seed(3)
+    every = []
+    for rank in range(RANKS):
+        if kind == "padded":
+            lengths = torch.tensor([9 + 2 * rank, 4])
+            ids = torch.randint(1, VOCABULARY, (2, int(lengths.max())), generator=g)
+            keep = torch.arange(ids.shape[1]) < lengths[:, None]
+            batch = {"input_ids": ids * keep, "attention_mask": keep.long(), "labels": ids.masked_fill(~keep, -100)}
+            at = torch.arange(ids.shape[1]).expand(2, -1)
+        else:
+            lengths = torch.tensor([5 + rank, 8])
+            ids = torch.randint(1, VOCABULARY, (1, int(lengths.sum())), generator=g)
+            at = torch.cat([torch.arange(n) for n in lengths])[None]
+            batch = {"input_ids": ids, "labels": ids.masked_fill(at == 0, -100), "position_ids": at}
+        if row.positions is not None:
+            batch["position_ids"] = at + row.positions
+        if "TokenClassification" in row.head:
+            batch["labels"] = batch["labels"].where(batch["labels"] < 0, batch["labels"] % 2)
+        every.append(batch)
+    return every
+
+
+def of_one_process(row: Architecture, model: nn.Module, every: list[dict[str, Tensor]]) -> Outcome:
+    """The loss of all ranks' batches on one process, each document by itself where they are packed."""
+    total, count = torch.zeros((), dtype=torch.float64), 0
+    for batch in every:
+        for given in _documents(batch) if "attention_mask" not in batch else [dict(batch)]:
+            labels = given.pop("labels")
+            rows = _rows(model(**given, **_uncached(model)))
+            if row.head == "ForCausalLM" or row.head == "ForConditionalGeneration":
+                rows, labels = rows[:, :-1], labels[:, 1:]
+            if row.head == "Model":  # no loss: any function of the rows that are tokens
+                total = total + _of_rows(rows)[given.get("attention_mask", torch.ones(rows.shape[:2])).bool()].sum()
+                count = 1
+            else:
+                total = total + F.cross_entropy(rows.flatten(0, 1), labels.flatten(), reduction="sum")
+                count += int((labels != -100).sum())
+    return outcome(model, total / count)
+
+
+def _documents(batch: dict[str, Tensor]) -> list[dict[str, Tensor]]:
+    at = batch["position_ids"][0]
+    edges = [*torch.where(at == at.min())[0].tolist(), len(at)]
+    return [{name: x[:, a:b] for name, x in batch.items()} for a, b in zip(edges, edges[1:])]
+
+
+def _rows(out: Any) -> Tensor:
+    return out.logits if getattr(out, "logits", None) is not None else out.last_hidden_state
+
+
+def _of_rows(rows: Tensor) -> Tensor:
+    weight = torch.linspace(-1.0, 1.0, rows.shape[-1], dtype=rows.dtype)
+    return (rows * weight).sum(-1)
+
+
+def _uncached(model: nn.Module) -> dict[str, Any]:
+    return {"use_cache": False} if hasattr(model.config.get_text_config(), "use_cache") else {}
+
+
+def parallelized(comm: Comm, row: Architecture, model: nn.Module, every: list[Any], **options: Any) -> Outcome:
+    """By `seqpar.parallelize`, as a trainer would."""
+    own, batch = copy.deepcopy(model), dict(every[comm.rank])
+    with seqpar.parallelize(own, comm, **options):
+        if row.head != "Model":
+            return outcome(own, own(**batch).loss)
+        batch.pop("labels")
+        rows = _of_rows(_rows(own(**batch)))
+        return outcome(own, rows[batch.get("attention_mask", torch.ones(rows.shape)).bool()].sum())
+
+
+IDS = torch.randint(1, VOCABULARY, (1, TOKENS), generator=torch.Generator().manual_seed(5))
+
+
+def of_one_document(row: Architecture, model: nn.Module) -> Outcome:
+    """The reference of the ways that share out rows themselves."""
+    at = torch.arange(TOKENS)[None] + (row.positions or 0)
+    return outcome(model, _loss(_rows(model(input_ids=IDS, position_ids=at, **_uncached(model)))[0], IDS[0]))
+
+
+def _loss(rows: Tensor, ids: Tensor) -> Tensor:
+    """A sum over rows that needs no neighbour."""
+    return F.cross_entropy(rows, ids % rows.shape[-1], reduction="sum") / TOKENS
+
+
+def by_rows(comm: Comm, row: Architecture, model: nn.Module, layout: str, *, sdpa: bool) -> Outcome:
+    """By ``parallelize(sdpa=True)`` or ``attn_implementation="seqpar"``: this rank's rows with their positions."""
+    own = copy.deepcopy(model)
+    causal = row.group != "encoder" or row.kind in ("llama", "qwen3")
+    mask = Mask([TOKENS], causal=causal)
+    plan = Plan(mask, Layout.zigzag([TOKENS], RANKS) if layout == "zigzag" else Layout.contiguous(TOKENS, RANKS))
+    at = torch.from_numpy(plan.layout.positions(comm.rank))
+    given = {"input_ids": IDS[:, at], "position_ids": at[None] + (row.positions or 0)} | _uncached(own)
+    if sdpa:
+        with seqpar.parallelize(own, comm, sdpa=True, plan=plan):
+            return outcome(own, _loss(_rows(own(**given))[0], IDS[0, at]), comm)
+    with seqpar.parallel(plan, comm):
+        return outcome(own, _loss(_rows(own(**given))[0], IDS[0, at]), comm)
+
+
+BATCHES = ("padded", "packed", "in place")
+ROWS = ("sdpa", "sdpa zigzag", "registered", "registered zigzag")
+LOADED = {
+    "padded": "eager",
+    "packed": "eager",
+    "in place": "sdpa",
+    "registered": "seqpar",
+    "registered zigzag": "seqpar",
+}
+# who takes no tokens, or returns no row for each, has no rows to share out
+BATCHES_ONLY = {"audio", "vision", "encoder-decoder"}
+
+
+def ways(row: Architecture) -> tuple[str, ...]:
+    """The ways in that mean something for an architecture."""
+    only = row.group in BATCHES_ONLY or row.head == "ForSequenceClassification"
+    return BATCHES if only else BATCHES + ROWS
+
+
+def verdict(row: Architecture, way: str) -> str:
+    """What becomes of an architecture by one way in.
+
+    "exact"; "refused: ...", by an error of the package; "unknown to transformers: ...", which does not load or run the
+    model that way; "not called", where transformers takes the name of the registered attention and never asks for it,
+    so that nothing of the package runs. Anything else is a bug: "WRONG ..." or "CRASHED ...".
+    """
+    try:
+        with Wide():
+            model = build(row, LOADED.get(way, "sdpa"))
+    except (ValueError, KeyError) as error:
+        return f"unknown to transformers: {_short(error)}"
+    every = batches(row, "packed" if way == "packed" else "padded")
+    layout = "zigzag" if way.endswith("zigzag") else "contiguous"
+
+    def call(comm: Comm) -> Outcome:
+        with Wide():
+            if way in BATCHES:
+                return parallelized(comm, row, model, every, in_place=way == "in place")
+            return by_rows(comm, row, model, layout, sdpa=way.startswith("sdpa"))
+
+    try:
+        outcomes = run_threads(RANKS, call)
+    except Exception as error:
+        return _raised(error)
+    if not any(each.called for each in outcomes):
+        return "not called"
+    with Wide():
+        reference = build(row)
+        expected = of_one_process(row, reference, every) if way in BATCHES else of_one_document(row, reference)
+        return _judged(outcomes, expected, reported=way in BATCHES and row.head != "Model")
+
+
+def _judged(found: list[Outcome], expected: Outcome, *, reported: bool) -> str:
+    loss = found[0].loss if reported else sum(each.loss for each in found)
+    apart = abs(loss - expected.loss) / abs(expected.loss)
+    most = max(float(g.abs().max()) for g in expected.grads.values())
+    names = expected.grads.keys() | {name for each in found for name in each.grads}
+    for name in names:
+        parts = [each.grads[name] for each in found if name in each.grads]
+        total = sum(parts) if parts else torch.zeros(())
+        whole = expected.grads.get(name, torch.zeros(()))
+        apart = max(apart, float((total - whole).abs().max()) / most)
+    return "exact" if apart <= TOLERANCE else f"WRONG by {apart:.1e}"
+
+
+def _raised(error: Exception) -> str:
+    """An error as a verdict, by who raised it: the package on purpose, transformers, or neither of them."""
+    trace = error.__traceback__
+    while trace is not None and trace.tb_next is not None:
+        trace = trace.tb_next
+    where = "" if trace is None else trace.tb_frame.f_code.co_filename
+    if "/seqpar/" in where and isinstance(error, (TypeError, ValueError, RuntimeError)):
+        return f"refused: {_short(error)}"
+    if "/transformers/" in where:
+        return f"unknown to transformers: {type(error).__name__}: {_short(error)}"
+    return f"CRASHED: {type(error).__name__}: {_short(error)}"
+
+
+def _short(error: BaseException) -> str:
+    return " ".join(str(error).split())[:300]
