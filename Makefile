@@ -10,21 +10,26 @@ WORKERS ?= 3
 
 BIN := $(VENV)/bin
 READY := $(VENV)/.seqpar-ready
+TIMM := $(VENV)/timm
 OLDEST_TRITON := $(if $(filter Linux,$(shell uname -s)),$(VENV)/triton-3.6)
 
 # The tests start hundreds of processes, which load bytecode sooner than they compile it.
 unexport PYTHONDONTWRITEBYTECODE
 
-.PHONY: demo test exhaustive bench results gpu sanitize lint setup clean
+.PHONY: demo test exhaustive soak bench results gpu sanitize lint setup clean
 
 demo: $(READY)
 	$(BIN)/seqpar demo $(ARGS)
 
-test: $(READY) $(OLDEST_TRITON)
+test: $(READY) $(OLDEST_TRITON) $(TIMM)
 	$(BIN)/python -m pytest -q -n $(WORKERS) --dist loadfile --no-loadscope-reorder $(ARGS)
 
-exhaustive: $(READY)
+exhaustive: $(READY) $(TIMM)
 	$(BIN)/python -m pytest -q -m exhaustive --timeout 0 --hypothesis-profile=search $(ARGS)
+
+# ten minutes of random verbs over processes; ARGS="--minutes 2" takes less
+soak: $(READY)
+	$(BIN)/python bench/soak.py $(ARGS)
 
 bench: $(READY)
 	$(BIN)/python -m pytest -q bench --benchmark-enable --benchmark-only $(ARGS)
@@ -48,7 +53,7 @@ lint: $(READY)
 	$(BIN)/mypy
 	$(BIN)/clang-format --dry-run --Werror $(wildcard csrc/*/*)
 
-setup: $(READY) $(OLDEST_TRITON)
+setup: $(READY) $(OLDEST_TRITON) $(TIMM)
 
 # One stamp: a second call is instant, and a change of what is installed sets up again. torch comes first and pinned,
 # and the build is not isolated, so nothing can pull a second torch.
@@ -62,6 +67,11 @@ $(READY): pyproject.toml setup.py constraints.txt $(wildcard csrc/*/*)
 # The oldest supported Triton, beside the installed one: the tests compile the GPU kernels with both.
 $(VENV)/triton-3.6: | $(READY)
 	$(BIN)/python -m pip install --quiet --no-deps --target $@ triton==3.6.0
+
+# timm and the torchvision that it needs, beside what is installed: pyproject.toml says why.
+$(TIMM): constraints.txt | $(READY)
+	$(BIN)/python -m pip install --quiet --no-deps --upgrade -c constraints.txt --target $@ timm torchvision
+	@touch $@
 
 clean:
 	rm -rf $(VENV) seqpar/_C.abi3.so build dist out *.egg-info .hypothesis .pytest_cache .mypy_cache .ruff_cache .benchmarks

@@ -210,12 +210,16 @@ class BuildWheel(bdist_wheel):
         super().finalize_options()
 
 
+# An editable install is then a path to this folder, which the interpreter searches in full before it takes a folder
+# called seqpar in the working directory, as a clone is, for a namespace. With examples setuptools would add a finder,
+# which is asked after such folders.
+EDITABLE = "editable_wheel" in sys.argv
 why_not = obstacle()
 if why_not:
     print(f"seqpar: installing without seqpar._C, PyTorch kernels serve: {why_not}", file=sys.stderr)
 setup(
-    packages=[*find_packages(include=["seqpar", "seqpar.*"]), "seqpar.examples"],
-    package_dir={"seqpar.examples": "examples"},
+    packages=[*find_packages(include=["seqpar", "seqpar.*"]), *([] if EDITABLE else ["seqpar.examples"])],
+    package_dir={"": "."} if EDITABLE else {"seqpar.examples": "examples"},
     ext_modules=[] if why_not else [Extension("seqpar._C", [], optional=not STRICT)],
     cmdclass={"build_ext": BuildExtension, "bdist_wheel": BuildWheel, "sanitize": Sanitize},
 )
