@@ -94,6 +94,8 @@ def soak(first: Any, seconds: float, samples: int) -> dict[str, Any]:
         # rank 0 has the clock
         passed = first.gather("seconds", time.monotonic() - begun)[0]
         if passed >= len(found) * seconds / samples:
+            # the comms made on the way are gone, so that samples are alike
+            comm = first
             found.append({"seconds": round(passed, 1), **counts()})
         if passed >= seconds:
             return {"ran": ran, "samples": found}

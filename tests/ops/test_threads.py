@@ -52,17 +52,17 @@ def test_a_call_of_another_thread_is_refused_while_one_runs(second) -> None:
 
 def test_a_call_of_another_thread_is_refused_while_a_kernel_computes(monkeypatch) -> None:
     """The agreement may be over by then, or not needed any more."""
-    inside, done = threading.Event(), threading.Event()
+    inside, done = threading.Semaphore(0), threading.Event()
 
     def slow(*_: object) -> None:
-        inside.set()
+        inside.release()
         assert done.wait(60)
 
     monkeypatch.setattr("seqpar.kernels.blockwise.Blockwise.forward", slow)
     with ThreadPoolExecutor(2) as threads:
         comms = LocalComm.world(2)
         calls = [threads.submit(lambda c: seqpar.attention(*shards(c), PLAN, c, kernel="blockwise"), c) for c in comms]
-        assert inside.wait(60)
+        assert all(inside.acquire(timeout=60) for _ in comms)
         with pytest.raises(RuntimeError, match="while thread .* is inside attention, call 0"):
             CALLS["switch"](comms[0])
         done.set()
