@@ -88,8 +88,8 @@ class Rows:
             if not second:
                 at = self.taken[x.shape[dim]][at]
             picked = x.index_select(dim, torch.from_numpy(at).to(x.device)).movedim(dim, 0)
-            found[dim] = _thin(picked.reshape(len(at), -1))
-        return found or {-1: _thin(x.reshape(1, -1))}
+            found[dim] = _thin(_real(picked).reshape(len(at), -1))
+        return found or {-1: _thin(_real(x).reshape(1, -1))}
 
 
 class Event(NamedTuple):

@@ -87,6 +87,14 @@ class Pooled(Model):
         return super().forward(ids, positions).mean(1)
 
 
+class Wave(Model):
+    """A model that returns complex numbers, of which the imaginary parts are sums over rows."""
+
+    def forward(self, ids: Tensor, positions: Tensor) -> Any:
+        out = super().forward(ids, positions)
+        return torch.complex(out, out.cumsum(1))
+
+
 class Experts(nn.Module):
     """Each row by one of many experts, which get their rows together, if there are any."""
 
@@ -148,6 +156,7 @@ MIXING: dict[str, tuple[Case, str]] = {
     ),
     "recurrent module": (lambda: Model(lambda m, x, _: m.part(x)[0], nn.GRU(E, E, batch_first=True)), "part (GRU)"),
     "whole paths": (lambda: Model(lambda m, x, p: m.part(x), DropPath()), "DropPath"),
+    "imaginary parts": (lambda: Wave(lambda m, x, p: x + m.places(p)), "what Wave returns"),
     "one result": (lambda: Pooled(lambda m, x, p: x + m.places(p)), "what Pooled returns"),
 }  # fmt: skip
 ALONE: dict[str, Case] = {
