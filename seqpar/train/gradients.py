@@ -78,6 +78,7 @@ def _sum(parameters: list[Tensor], comm: Comm, tag: Tag, bucket_bytes: int) -> N
         for grad, piece in zip(grads, flat.split([*sizes, flat.numel() - sum(sizes)])):
             grad.copy_(piece.view(grad.shape))
         whole.took(bucket, flat.sum(dtype=torch.float32))
+    whole.watch()
 
 
 def _grad(p: Tensor) -> Tensor:

@@ -1,20 +1,29 @@
 """Whether gradients hold a sum over ranks already, which a second sum would multiply.
 
-A gradient that was summed says so itself, by the version of its memory: what backward, clipping or zeroing change
-afterwards has another one, and a new tensor, as after ``zero_grad()``, has none.
+A gradient that was summed is known with the version of its memory: what backward, clipping or zeroing change afterwards
+has another one, and a new tensor, as after ``zero_grad()``, is not known. The next backward sees whether it adds to the
+sum as it was left, or to zeros in its place.
 """
 
 from __future__ import annotations
 
+import weakref
 from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
+from typing import Any
 
 import torch
 from torch import Tensor
+from torch.utils.hooks import RemovableHandle
+from torch.utils.weak import TensorWeakRef, WeakTensorKeyDictionary
 
 from seqpar.train.dtensor import local, version
 
 WATCHED, VALUES = 4, 64  # parameters that tell of an optimizer's step, and their values
+
+# The sum that a gradient is, and its version then. Not an attribute of the gradient, which a pickle and a deep copy of
+# it would take along.
+_sums: Any = WeakTensorKeyDictionary()
 
 
 class Sum:
@@ -22,9 +31,13 @@ class Sum:
 
     @torch.no_grad()
     def __init__(self, parameters: list[Tensor]) -> None:
-        self._watched = parameters[:: -(-len(parameters) // WATCHED)] if parameters else []
-        self._versions = [version(p) for p in self._watched]
-        self._values = [_some(p).clone() for p in self._watched]
+        self._hooks: list[RemovableHandle] = []
+        self._added = False  # whether a backward has added to the sum
+        watched = parameters[:: -(-len(parameters) // WATCHED)] if parameters else []
+        # a parameter keeps its gradient, which would keep the sum
+        self._watched = [TensorWeakRef(p) for p in watched]
+        self._versions = [version(p) for p in watched]
+        self._values = [_some(p).clone() for p in watched]
         self._totals: list[Tensor] = []
 
     def took(self, parameters: Iterable[Tensor], total: Tensor) -> None:
@@ -32,35 +45,65 @@ class Sum:
         self._totals.append(total)
         for p in parameters:
             assert p.grad is not None
-            p.grad._seqpar_sum = (self, version(p.grad))  # type: ignore[attr-defined]
+            _sums[p.grad] = self, version(p.grad)
 
-    def stepped(self) -> bool:
+    def watch(self) -> None:
+        """See from here on what the next backward adds to, by hooks that go with it or with the gradients."""
+        found = weakref.ref(self)
+
+        def added(parameter: Tensor) -> None:
+            if (this := found()) is not None:
+                this._accumulated(parameter)
+
+        watched = [p for each in self._watched if (p := each()) is not None]
+        self._hooks = [p.register_post_accumulate_grad_hook(added) for p in watched if p.requires_grad and p.is_leaf]
+
+    def _accumulated(self, parameter: Tensor) -> None:
+        # one version more is this backward's; zeros in place of the sum are another one
+        self._added |= parameter.grad is not None and _sums.get(parameter.grad) == (self, version(parameter.grad) - 1)
+        self._unhook()
+
+    def _unhook(self) -> None:
+        for hook in self._hooks:
+            hook.remove()
+        self._hooks = []
+
+    def __del__(self) -> None:
+        self._unhook()
+
+    def growing(self) -> bool:
+        """Whether a backward has added to the sum, and no optimizer has made a step of it."""
+        return self._added and not self._stepped()
+
+    def _stepped(self) -> bool:
         """Whether an optimizer has changed the parameters since, or would not, as the sum is not finite."""
-        changed = any(version(p) != before for p, before in zip(self._watched, self._versions))
-        changed = changed or not all(torch.equal(_some(p), x) for p, x in zip(self._watched, self._values))
-        return changed or not all(bool(total.isfinite()) for total in self._totals)
+        watched = [each() for each in self._watched]
+        same = all(
+            p is not None and version(p) == before and torch.equal(_some(p), x)
+            for p, before, x in zip(watched, self._versions, self._values)
+        )
+        return not same or not all(bool(total.isfinite()) for total in self._totals)
 
 
 @contextmanager
 def remark(grad: Tensor) -> Iterator[None]:
     """A block that changes a gradient and leaves it as much of a sum as it was, as clipping does."""
-    last, before = getattr(grad, "_seqpar_sum", None), version(grad)
+    last, before = _sums.get(grad), version(grad)
     yield
     if last is not None and last[1] == before:
-        grad._seqpar_sum = (last[0], version(grad))  # type: ignore[attr-defined]
+        _sums[grad] = last[0], version(grad)
 
 
 def repeated(parameters: Iterable[Tensor]) -> bool:
     """Whether all gradients are sums over ranks, and nothing has changed them since."""
-    marks = [(getattr(p.grad, "_seqpar_sum", None), version(p.grad)) for p in parameters if p.grad is not None]
+    marks = [(_sums.get(p.grad), version(p.grad)) for p in parameters if p.grad is not None]
     return bool(marks) and all(found is not None and found[1] == now for found, now in marks)
 
 
 def growing(parameters: Iterable[Tensor]) -> bool:
-    """Whether some gradients hold a sum of which no optimizer has made a step."""
-    marks = (getattr(p.grad, "_seqpar_sum", None) for p in parameters if p.grad is not None)
-    sums = {id(found[0]): found[0] for found in marks if found is not None}
-    return any(not each.stepped() for each in sums.values())
+    """Whether some gradients hold a sum of which no optimizer has made a step, and a backward has added to it."""
+    marks = [_sums.get(p.grad) for p in parameters if p.grad is not None]
+    return any(each.growing() for each in {found[0] for found in marks if found is not None})
 
 
 def _some(p: Tensor) -> Tensor:

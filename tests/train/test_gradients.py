@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
+import gc
 import math
+import weakref
+from pathlib import Path
 
 import pytest
 import torch
@@ -79,6 +82,30 @@ def test_gradients_are_summed_over_threads(ranks: int, bucket_bytes: int) -> Non
 @pytest.mark.parametrize("comm", ["gloo", pytest.param("shm", marks=SHARED)])
 def test_gradients_are_summed_over_processes(comm: str) -> None:
     check_synced(run_processes(3, synced, 300, comm=comm))
+
+
+def test_gradients_are_plain_tensors_afterwards_and_parameters_have_no_hook(tmp_path: Path) -> None:
+    """Of a sum nothing is saved or kept: neither with a gradient, nor when all is gone."""
+
+    def rank(comm: Comm) -> None:
+        p = nn.Parameter(torch.ones(3))
+        (2 * p).sum().backward()
+        sync_gradients(p, comm)
+        file = tmp_path / str(comm.rank)
+        torch.save(p.grad, file)
+        assert torch.load(file, weights_only=True).tolist() == [4.0] * 3 and not vars(p.grad)
+        p.grad = None
+        assert not p._post_accumulate_grad_hooks
+        p.sum().backward()
+        sync_gradients(p, comm)
+        p.sum().backward()
+        assert not p._post_accumulate_grad_hooks
+        gone = weakref.ref(p)
+        del p
+        gc.collect()
+        assert gone() is None
+
+    run_threads(2, rank)
 
 
 def rounded(comm: Comm) -> Tensor:
