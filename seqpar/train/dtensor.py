@@ -33,3 +33,13 @@ def global_rank() -> int:
 def beside(x: Any, ranks: frozenset[int]) -> bool:
     """Whether the mesh of a DTensor has no other one of these global ranks: all of them hold the same part of it."""
     return ranks.isdisjoint({int(rank) for rank in x.device_mesh.mesh.flatten()} - {global_rank()})
+
+
+def alike(x: Any, ranks: frozenset[int]) -> bool:
+    """Whether those of these global ranks that are in a DTensor's mesh hold the same part of it, as its replicas do."""
+    mesh = x.device_mesh.mesh
+    where = x.device_mesh.get_coordinate()
+    if where is None:
+        return False
+    place = [slice(None) if p.is_replicate() else at for p, at in zip(x.placements, where)]
+    return ranks.intersection(mesh.flatten().tolist()) <= set(mesh[tuple(place)].flatten().tolist())

@@ -1,8 +1,8 @@
 """Whether ranks hold the same weights: some values of some parameters, and where they differ.
 
-What is sampled is what every rank is to hold alike: plain parameters, and of DTensors those whose mesh has no other
-rank of the comm, as tensor parallelism beside it makes them. What a wrapper shards over the comm's ranks (FSDP) is one
-tensor by construction, and is left out.
+What is sampled is what every rank is to hold alike: plain parameters, and of DTensors those of which the comm's ranks
+hold the same part, as tensor parallelism beside it makes them, or HSDP whose replicas they are. What a wrapper shards
+over the comm's ranks (FSDP) is one tensor by construction, and is left out.
 """
 
 from __future__ import annotations
@@ -13,7 +13,7 @@ from typing import NamedTuple
 import torch
 from torch import Tensor, nn
 
-from seqpar.train.dtensor import beside, is_dtensor, local, version
+from seqpar.train.dtensor import alike, is_dtensor, local, version
 
 PARAMETERS, VALUES = 4, 64  # of each kind, trained and frozen; of each parameter, evenly spread
 
@@ -54,7 +54,7 @@ def _comparable(model: nn.Module, ranks: frozenset[int]) -> Iterator[Sampled]:
         for key, p in module._parameters.items():
             if p is None or p.is_meta or key == "_flat_param" or getattr(p, "_fsdp_flattened", False):
                 continue
-            whole = beside(p, ranks) if is_dtensor(p) else type(p.data) is Tensor
+            whole = alike(p, ranks) if is_dtensor(p) else type(p.data) is Tensor
             if whole and local(p).numel():
                 yield Sampled(f"{path}.{key}" if path else key, module, key, p, p.requires_grad)
 

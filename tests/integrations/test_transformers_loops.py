@@ -242,6 +242,35 @@ def test_a_wrapper_that_averages_otherwise_than_the_loss_says_is_a_warning_with_
         assert "dp" in case or not other, "one rank of a comm says it"
 
 
+def replicated(comm: Comm, layer: str) -> list[str]:
+    """What HSDP, whose replicas are the comm's ranks, hears of other weights in one layer, and then of equal ones."""
+    mesh = init_device_mesh("cpu", (comm.size, 1), mesh_dim_names=("sp", "dp"))
+    found = []
+    for other in (layer, "nothing"):
+        model = build("llama")
+        if comm.rank:
+            redrawn(model, other)
+        seqpar.parallelize(model, seqpar.GroupComm(mesh["sp"]), average_over=comm.size)
+        for each in (*model.model.layers, model):
+            fully_shard(each, mesh=mesh)
+        optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2)
+        with told(0):
+            try:
+                for _ in range(3):
+                    model(**EVERY[comm.rank]).loss.backward()
+                    optimizer.step()
+                    optimizer.zero_grad()
+            except ValueError as error:
+                found.append(str(error))
+    return found
+
+
+def test_replicas_of_what_is_sharded_are_compared() -> None:
+    for said in run_processes(RANKS, replicated, "layers.1.mlp.down_proj"):
+        assert len(said) == 1, said
+        assert "layers.1.mlp.down_proj.weight differs" in said[0] and "nothing has trained yet" in said[0]
+
+
 # --- no false alarm ---------------------------------------------------------------------------------------------------
 
 
