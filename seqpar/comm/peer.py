@@ -45,10 +45,10 @@ from seqpar.comm.failure import Monitor
 from seqpar.comm.header import Calls, Header, hash63
 from seqpar.comm.local import LocalComm
 from seqpar.comm.mapped import Mapped
-from seqpar.comm.members import process_group
+from seqpar.comm.members import process_group, waited
 from seqpar.comm.owner import Owner
 from seqpar.comm.pool import ALIGNMENT, Pool
-from seqpar.comm.protocol import DIMS, Comm, PeerError, Stats, Tag, Work, nonempty, subset
+from seqpar.comm.protocol import DEAD, DIMS, Comm, PeerError, Stats, Tag, Work, nonempty, subset
 from seqpar.comm.shm import ShmComm
 from seqpar.comm.words import AHEAD, FIRST, Words, epoch, reached
 
@@ -81,10 +81,11 @@ class _Exchange:
 
 
 class _Flight(NamedTuple):
-    """Waits that a stream was given, address of a word -> epoch: they are over when `event` is."""
+    """Waits that a stream was given, address of a word -> epoch, for a call: they are over when `event` is."""
 
     event: Any
     words: dict[int, int]
+    call: str = ""
 
     def is_completed(self) -> bool:
         return bool(self.event.query())
@@ -261,7 +262,7 @@ class _Link:
             if gone := [peer for peer in late if lost.get(peer)]:
                 self.fail(f"in {work.name}: lost rank {gone[0]}, {lost[gone[0]]}")
             elif left <= 0:
-                self.fail(f"waited {self.timeout:g} s in {work.name} for rank {late[0]}, {self._slot(work, late[0])}")
+                self.fail(waited(f"in {work.name}", self.timeout, late[0]))
             else:
                 lost = {peer: self._lost(peer) for peer in late}
                 # the control comm has no bell here
@@ -274,10 +275,6 @@ class _Link:
         if self.ops.shm_ended(self.mail, peer):
             return "whose process has ended"
         return "which closed its comm" if self.ops.shm_has_left(self.mail, peer) else ""
-
-    def _slot(self, work: _Exchange, peer: int) -> str:
-        slot, expected, seen = self.ops.shm_next(self.mail, peer, peer in work.arrivals)
-        return f"slot {slot}: expected epoch {expected}, saw {seen}"
 
     def follow(self, work: _Exchange) -> None:
         """Let the current stream wait for an exchange whose hosts have met, and mark what a dead comm received."""
@@ -294,7 +291,7 @@ class _Link:
         self._used(stream, [*work.sources, *work.targets, *work.blocks])
         while self.flying and self.flying[0].is_completed():
             self.flying.popleft()
-        self.flying.append(_Flight(self.cuda.record(stream), arrivals | sent))
+        self.flying.append(_Flight(self.cuda.record(stream), arrivals | sent, work.name))
         self.monitor.watch([self.flying[-1]], f"in {work.name} for ranks {sorted({*work.arrivals, *work.sent})}")
 
     def _wait(self, stream: Any, words: Mapping[int, int], *, heeds_poison: bool) -> None:
@@ -399,24 +396,29 @@ class _Link:
         """Whether the comm is dead, as it is if the process of a rank has ended that a stream waits for."""
         if self.cause is None:
             ended = [peer for peer in self.copies if self.ops.shm_ended(self.mail, peer)]
-            if ended and (missing := [name for name, peer in self._missing() if peer in ended]):
-                self.fail(f"{missing[0]} does not come: the process has ended")
+            if ended and (missing := [found for found in self._missing() if found[1] in ended]):
+                what, _, call = missing[0]
+                self.fail(f"in {call}: {what} does not come, as its process has ended")
         if self.cause is not None:
             self.poison()
         return self.poisoned.is_set()
 
     def _stuck(self, reason: str) -> None:
         """A stream does not go on."""
-        self.fail(f"{reason}: {', '.join(name for name, _ in self._missing()) or 'a stream'} did not come")
+        missing = ", ".join(what for what, *_ in self._missing()) or "a stream"
+        self.fail(
+            f"{reason}: {missing} did not come{DEAD}; give the comm a longer timeout if what devices compute before "
+            "takes that long"
+        )
 
-    def _missing(self) -> list[tuple[str, int]]:
-        """(name, peer) of the words that the first stream to wait waits for."""
+    def _missing(self) -> list[tuple[str, int, str]]:
+        """(what, peer, call) of the words that the first stream to wait waits for."""
         flight = next((item for item in list(self.flying) if not item.is_completed()), None)
         if flight is None:
             return []
         seen = self.cuda.read(self.base, self.words.count, self.private)
         words = [(at - self.base, expected) for at, expected in flight.words.items()]
-        return [self.words.name(at, e, seen[at // 4]) for at, e in words if not reached(seen[at // 4], e)]
+        return [(*self.words.name(at), flight.call) for at, e in words if not reached(seen[at // 4], e)]
 
 
 class _PeerWork:

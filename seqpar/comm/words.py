@@ -40,8 +40,8 @@ class Words:
         """Written by the rank itself: its bytes are at the peer."""
         return (2 * self.size + peer) * LINE
 
-    def name(self, word: int, expected: int, seen: int) -> tuple[str, int]:
-        """A word that was waited for, as an error says it, and the peer."""
+    def name(self, word: int) -> tuple[str, int]:
+        """What a word tells of, as an error says it, and the peer."""
         kind, peer = divmod(word // LINE, self.size)
-        what = ("arrival from", "credit of", "copy to")[kind]
-        return f"the {what} rank {peer} (slot {peer}: expected epoch {expected}, saw {seen})", peer
+        what = ("what rank {} sends", "room at rank {}", "the copy to rank {}")[kind]
+        return what.format(peer), peer
