@@ -30,10 +30,10 @@ class Cuda:
         if signals not in ("auto", "driver", "kernel"):
             raise ValueError(f'PeerComm: signals={signals!r}, expected "auto", "driver" or "kernel"')
         if why := unusable():
-            raise NotImplementedError(f"PeerComm: {why}; GroupComm moves tensors with torch.distributed")
+            raise NotImplementedError(f"PeerComm: {why}; use GroupComm, which moves tensors with torch.distributed")
         self._ops = native.ops()
         if signals == "driver" and not self._ops.peer_driver_signals():
-            raise NotImplementedError('PeerComm: the driver has no cuStreamBatchMemOp; expected signals="kernel"')
+            raise NotImplementedError('PeerComm: the driver has no cuStreamBatchMemOp; give signals="kernel"')
         self._by_kernel = signals == "kernel" or not self._ops.peer_driver_signals()
         given = torch.device("cuda" if device is None else device)
         if given.type != "cuda":

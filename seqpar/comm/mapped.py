@@ -51,7 +51,7 @@ class Mapped:
         if obstacles:
             self._unmap(2)
             cuda.free(made)
-            raise NotImplementedError(f"PeerComm: {obstacles[0]}; GroupComm over NCCL needs no mapping")
+            raise NotImplementedError(f"PeerComm: {obstacles[0]}; use GroupComm, which over NCCL needs no mapping")
         control.stats.reset()  # what was said here is nobody's payload
 
     def close(self) -> None:

@@ -53,7 +53,7 @@ NOTHING_OFFERED, OTHER_HEADER = 0, 2  # answers of shm_push; 1: the bytes moved
 def missing() -> str | None:
     """Why `ShmComm` cannot be used here, or None."""
     if sys.platform != "linux":
-        return f"it needs memory files and futexes, which Linux has; this is {sys.platform}"
+        return f"it needs memory files and futexes, which Linux has and {sys.platform} has not; use GroupComm"
     return native.missing()
 
 

@@ -17,6 +17,7 @@ and once their weights, since different noise on different ranks would be an err
 
 from __future__ import annotations
 
+import sys
 import threading
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
@@ -67,6 +68,7 @@ def parallelize(model: nn.Module, comm: Comm, *, plan: MakePlan = Plan) -> Paral
     recipe = RECIPES.get(type(model).__name__)
     if recipe is None:
         raise NotImplementedError(_unknown(type(model).__name__))
+    _check_alone(model)
     sharing = Sharing(recipe, comm, plan)
     around: list[tuple[nn.Module, Callable[..., Any]]] = [(model, partial(_forward, sharing))]
     around += [(model.get_submodule(name), function) for name, function in recipe.modules.items()]
@@ -82,6 +84,19 @@ def _unknown(name: str) -> str:
         f"diffusers: {name} is not one of {', '.join([*RECIPES, *SPECS])}; if nothing but attention mixes its tokens, "
         "share out its rows yourself and call it inside `seqpar.sdpa`"
     )
+
+
+def _check_alone(model: nn.Module) -> None:
+    """Raise NotImplementedError for a model under something else of diffusers, whose hooks would be around ours."""
+    name = type(model).__name__
+    if getattr(model, "_parallel_config", None) is not None:
+        raise NotImplementedError(
+            f"diffusers: {name} is under enable_parallelism, which shares out its tokens too; make it anew without that"
+        )
+    if getattr(model, "is_cache_enabled", False):
+        raise NotImplementedError(
+            f"diffusers: {name} is under enable_cache, which skips attention; call its disable_cache() first"
+        )
 
 
 # --- a forward --------------------------------------------------------------------------------------------------------
@@ -169,12 +184,19 @@ class Run(Rerouting):
         out = super()._attend(q[at], k[at], v[at], mask, dropout_p, is_causal, scale)
         return out.new_zeros(len(kept), *out.shape[1:]).index_copy(0, at, out)
 
+    def _scaled_dot_product(
+        self, query: Tensor, key: Tensor, value: Tensor, attn_mask: Tensor | None = None, *rest: Any, **named: Any
+    ) -> Tensor:
+        with self._refusals():
+            if attn_mask is not None:
+                raise NotImplementedError(
+                    f"diffusers: attention was given a mask of its own, {list(attn_mask.shape)}; leave it out"
+                )
+        return super()._scaled_dot_product(query, key, value, attn_mask, *rest, **named)
+
     def _check_meaning(self, is_causal: bool) -> None:
         if is_causal:
             raise NotImplementedError("diffusers: causal attention is not shared out")
-
-    def _plan_under(self, mask: Tensor) -> Plan:
-        raise NotImplementedError("diffusers: this attention was given a mask of its own; leave it out")
 
     def rows(self, x: Tensor, dim: int, stream: str = "image") -> Tensor:
         """This rank's rows of a whole tensor; one that is not attended to where it has none, as models expect some."""
@@ -271,7 +293,7 @@ def _joint(module: nn.Module, forward: Callable[..., Any], *args: Any, **kwargs:
     if run.calls != before + 1:
         raise NotImplementedError(
             f"diffusers: {type(module.processor).__name__} made {run.calls - before} calls of "  # type: ignore[union-attr]
-            "F.scaled_dot_product_attention, expected one; use the attention backend `native`"
+            "F.scaled_dot_product_attention, expected one; give it a processor of diffusers as it is"
         )
     return out
 
@@ -363,15 +385,12 @@ class Recipe:
         for name, module in _attentions(model):
             if (kind := type(module.processor).__name__) not in self.processors:
                 raise NotImplementedError(f"diffusers: the processor {kind} of {name}, expected {self.processors}")
-            backend = getattr(module.processor, "_attention_backend", None)
-            if (kind := getattr(backend, "value", backend)) not in BACKENDS:
-                raise NotImplementedError(f"diffusers: the attention backend {kind} of {name}, expected {BACKENDS}")
-        if getattr(model, "_parallel_config", None) is not None:
-            raise NotImplementedError("diffusers: the model is under enable_parallelism; leave that out")
-        if getattr(model, "is_cache_enabled", False):
-            raise NotImplementedError(
-                "diffusers: the model is under enable_cache, which skips attention; call disable_cache()"
-            )
+            if (kind := _backend(module.processor)) not in BACKENDS:
+                raise NotImplementedError(
+                    f"diffusers: the attention backend {kind} of {name}, expected {BACKENDS}; call "
+                    "set_attention_backend('native')"
+                )
+        _check_alone(model)
         if getattr(model, "zero_cond_t", False):
             raise NotImplementedError("diffusers: zero_cond_t modulates tokens one by one, which is not shared out")
 
@@ -426,7 +445,16 @@ def _patches(model: nn.Module, x: Tensor) -> int:
     return int(np.prod(counts))
 
 
-# None: that of diffusers; what it calls is counted.
+def _backend(processor: Any) -> str | None:
+    """The attention backend of a processor, or else the one in force; None if diffusers does not say which that is."""
+    backend = getattr(processor, "_attention_backend", None)
+    if backend is None:
+        module = sys.modules.get("diffusers.models.attention_dispatch")
+        backend = getattr(getattr(module, "_AttentionBackendRegistry", None), "_active_backend", None)
+    return getattr(backend, "value", backend)
+
+
+# None: unknown, and what it calls is counted.
 BACKENDS = (None, "native", "_native_cudnn", "_native_efficient", "_native_flash", "_native_math")
 
 _TEXT_AND_IMAGE = {"hidden_states": (1, "image"), "encoder_hidden_states": (1, "text")}

@@ -159,7 +159,7 @@ def attention_function(
     if unknown:
         raise NotImplementedError(
             f"{type(module).__name__} hands {', '.join(unknown)} to its attention, which seqpar does not know; "
-            "leave it out"
+            "leave it out of the call and of the config"
         )
     seed = _seed(module, attention_mask) if dropout else None
     q, k, v = (_autocast(x[0].transpose(0, 1)) for x in (query, key, value))

@@ -115,25 +115,24 @@ def fitting(model: PreTrainedModel) -> Fit:
                 found.append(f"trying it on a few tokens failed: {type(error).__name__}: {error}")
         if not found:
             return fit
-    remedy = f"; {way}" if (way := _another_way(model, found)) else ""
     raise NotImplementedError(
-        f"{type(model).__name__} cannot be computed on several ranks: {', and '.join(found)}{remedy}"
+        f"{type(model).__name__} cannot be computed on several ranks: {', and '.join(found)}{_remedy(model, found)}"
     )
 
 
-def _another_way(model: PreTrainedModel, found: list[str]) -> str:
+def _remedy(model: PreTrainedModel, found: list[str]) -> str:
     """What computes a model for which just one thing speaks against it, or "": each way is tried before it is named."""
     prefix, base = model.base_model_prefix, model.base_model
     if found in ([NO_INTERFACE], [NO_MASK]) and _by_sdpa(model):
-        return "give sdpa=True and this rank's rows, as its attention is PyTorch's"
+        return "; give sdpa=True and this rank's rows, as its attention is PyTorch's"
     if len(found) == 1 and POOLED in found[0] and "add_pooling_layer" in inspect.signature(type(model)).parameters:
-        return "make it with add_pooling_layer=False"
+        return "; make it with add_pooling_layer=False"
     if len(found) == 1 and NO_ROWS in found[0] and base is not model:
         try:
             fitting(base)
         except NotImplementedError:
             return ""
-        return f"give parallelize its .{prefix}, which has a row for every token"
+        return f"; give parallelize its .{prefix}, which has a row for every token"
     return ""
 
 

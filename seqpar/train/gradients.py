@@ -101,7 +101,7 @@ def _check_once(repeated: list[bool], growing: bool, comm: Comm) -> None:
     if growing and not comm.rank:
         warnings.warn(
             "sync_gradients: these gradients hold a sum over ranks to which a backward has added, and no optimizer has "
-            "made a step in between: what was summed is summed once more. Call it once, after the last backward of a "
+            "made a step in between: what was summed is summed once more; call it once, after the last backward of a "
             "step, and zero_grad() where a step is left out",
             stacklevel=3,
         )

@@ -95,7 +95,7 @@ class Loop:
         if averaged and expected is not None and expected % 1 == 0 and expected != self.average_over:
             self._warn(
                 f"{what}: {found.who} divides the sum of {found.ranks} ranks' gradients by {found.divisor:g}, so that "
-                f"they are {self.average_over}/{expected:g} of this loss's. Give seqpar.parallelize(..., "
+                f"they are {self.average_over}/{expected:g} of this loss's; give seqpar.parallelize(..., "
                 f"average_over={expected:g})"
             )
 
@@ -116,7 +116,7 @@ class Loop:
         if self._alike == 2:
             self._alike = None
             self._warn(
-                f"{what}: all {size} ranks bring the same batch, and each document is computed {size} times. Give each "
+                f"{what}: all {size} ranks bring the same batch, and each document is computed {size} times; give each "
                 "rank its own, or seqpar.parallelize(..., source='replicated') to compute it once on all of them"
             )
 

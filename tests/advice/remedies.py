@@ -1,15 +1,16 @@
-"""The remedies that errors give, read from the source, and `advised`, which a case uses to follow one.
+"""The remedies that messages give, read from the source, and `advised`, which a case uses to follow one.
 
-A remedy is what stands after the last semicolon of an error's message: the error says what was given and what was
-expected, and then what to do. A test that follows a remedy makes the mistake inside `advised`, then does what the
-remedy says and asserts that the result is right::
+A remedy is what stands after the last semicolon of a message: the message says what was given and what was expected,
+and then what to do. A test that follows a remedy makes the mistake inside `advised`, then does what the remedy says and
+asserts that the result is right::
 
     with advised(ValueError, "drop the batch dimension"):
         module(x[None])
     assert torch.equal(module(x), expected)
 
-`test_every_remedy.py` reads all remedies from the raises of the package, reads all followed ones from the files of
-this folder, and fails for the difference.
+`test_every_remedy.py` reads all remedies from the strings of the package, reads all followed ones from the files of
+this folder, and fails for the difference. So a semicolon in a string, docstrings aside, is for a remedy alone, be the
+string raised, warned of, kept or returned; and what stands after it is written out, not put together elsewhere.
 """
 
 from __future__ import annotations
@@ -23,33 +24,30 @@ from pathlib import Path
 import pytest
 
 PACKAGE = Path(__file__).parents[2] / "seqpar"
-ERRORS = {"TypeError", "ValueError", "NotImplementedError", "RuntimeError", "PeerError"}
 HOLE = "{}"  # what an f-string fills in
 
 
-def remedies(paths: Iterable[Path], functions: frozenset[str] = frozenset()) -> dict[str, list[str]]:
-    """Every remedy of the errors made in these files, with the places; of these functions alone, if any are named."""
+def remedies(paths: Iterable[Path], skipped: frozenset[str] = frozenset()) -> dict[str, list[str]]:
+    """Every remedy in the strings of these files, with the places; strings of the skipped functions aside."""
     places: dict[str, list[str]] = {}
     for path in paths:
-        tree = ast.parse(path.read_text())
-        scopes = [tree] if not functions else [n for n in ast.walk(tree) if getattr(n, "name", None) in functions]
-        for call in (node for scope in scopes for node in ast.walk(scope) if _makes_an_error(node)):
-            if remedy := remedy_of(_template(call.args[0])):
-                places.setdefault(remedy, []).append(f"{path.relative_to(PACKAGE.parent)}:{call.lineno}")
+        for line, message in _messages(ast.parse(path.read_text()), skipped):
+            if remedy := remedy_of(message):
+                places.setdefault(remedy, []).append(f"{path.parent.name}/{path.name}:{line}")
     return places
 
 
 def remedy_of(message: str) -> str:
-    """What stands after the last semicolon of a message, or nothing."""
-    return " ".join(message.rpartition(";")[2].split()) if ";" in message else ""
+    """What stands after the last semicolon of a message; a hole if that is put together elsewhere, or nothing."""
+    return " ".join(message.rpartition(";")[2].split()) or HOLE if ";" in message else ""
 
 
-def followed() -> dict[str, str]:
-    """The remedies that the tests of this folder follow, with the function that does it.
+def followed() -> dict[str, list[str]]:
+    """The remedies that the tests of this folder follow, with the places that do it.
 
     What a rank does in a process of its own returns whether it ended right, for the test to assert.
     """
-    functions: dict[str, str] = {}
+    places: dict[str, list[str]] = {}
     for path in sorted(Path(__file__).parent.glob("test_*.py")):
         for function in ast.parse(path.read_text()).body:
             for block in (node for node in ast.walk(function) if isinstance(node, ast.With)):
@@ -58,33 +56,59 @@ def followed() -> dict[str, str]:
                     assert max(judged, default=0) > (block.end_lineno or 0), (
                         f"{path.name}: nothing judges how following {remedy!r} at line {block.lineno} ends"
                     )
-                    functions[remedy] = f"{path.name}:{block.lineno}"
-    return functions
+                    places.setdefault(remedy, []).append(f"{path.name}:{block.lineno}")
+    return places
 
 
 @contextmanager
-def advised(error: type[Exception] | tuple[type[Exception], ...], remedy: str) -> Iterator[None]:
-    """A block that must end in that error, whose message ends in that remedy; ``{}`` stands for what varies."""
-    with pytest.raises(error) as raised:
+def advised(kind: type[Exception] | tuple[type[Exception], ...], remedy: str) -> Iterator[None]:
+    """A block that must end in that error, or give that warning, and the message in that remedy; ``{}`` is any text."""
+    pattern = rf"; {'.*'.join(re.escape(part) for part in remedy.split(HOLE))}(?:$|: |\. )"
+    if isinstance(kind, type) and issubclass(kind, Warning):
+        with pytest.warns(kind, match=pattern):
+            yield
+        return
+    with pytest.raises(kind) as raised:
         yield
-    pattern = ".*".join(re.escape(part) for part in remedy.split(HOLE))
     said = " ".join(str(raised.value).split())
-    assert re.search(rf"; {pattern}(?:$|: |\. )", said), f"the message does not end in {remedy!r}: {said}"
+    assert re.search(pattern, said), f"the message does not end in {remedy!r}: {said}"
 
 
-def _makes_an_error(node: ast.AST) -> bool:
-    return isinstance(node, ast.Call) and isinstance(node.func, ast.Name) and node.func.id in ERRORS and bool(node.args)
+def _messages(node: ast.AST, skipped: frozenset[str]) -> Iterator[tuple[int, str]]:
+    """The strings below a node, docstrings aside, with their lines."""
+    for child in ast.iter_child_nodes(node):
+        if isinstance(child, (ast.FunctionDef, ast.ClassDef)) and child.name in skipped:
+            continue
+        if isinstance(child, ast.Expr) and isinstance(child.value, ast.Constant):
+            continue
+        if isinstance(child, ast.expr) and (text := _template(child)) is not None:
+            yield child.lineno, text
+            for part in _holes(child):
+                yield from _messages(part, skipped)
+        else:
+            yield from _messages(child, skipped)
 
 
-def _template(node: ast.expr) -> str:
-    """The text of a string expression, with a hole for everything that is computed."""
+def _template(node: ast.expr) -> str | None:
+    """The text of a string expression, with a hole for everything that is computed; None of another expression."""
     if isinstance(node, ast.Constant):
-        return node.value if isinstance(node.value, str) else HOLE
+        return node.value if isinstance(node.value, str) else None
     if isinstance(node, ast.JoinedStr):
-        return "".join(_template(part) for part in node.values)
-    if isinstance(node, ast.BinOp):
-        return _template(node.left) + _template(node.right)
-    return HOLE
+        return "".join(HOLE if (text := _template(part)) is None else text for part in node.values)
+    if isinstance(node, ast.BinOp) and isinstance(node.op, ast.Add):
+        both = [_template(part) for part in (node.left, node.right)]
+        return None if both == [None, None] else "".join(HOLE if text is None else text for text in both)
+    return None
+
+
+def _holes(node: ast.expr) -> Iterator[ast.expr]:
+    """What is computed in a string expression."""
+    for part in ast.iter_child_nodes(node):
+        if isinstance(part, ast.expr):
+            if _template(part) is None:
+                yield part
+            else:
+                yield from _holes(part)
 
 
 def _advised(item: ast.withitem) -> str | None:

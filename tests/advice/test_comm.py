@@ -6,18 +6,21 @@ import contextlib
 import os
 from collections.abc import Iterator
 from pathlib import Path
+from types import SimpleNamespace
+from unittest import mock
 
 import pytest
 import torch
 import torch.distributed as dist
 from torch.distributed.device_mesh import DeviceMesh
 
-from seqpar import Comm, GroupComm, ShmComm
-from seqpar.comm import PeerError
-from seqpar.testing import run_processes
+from seqpar import Comm, GroupComm, PeerComm, ShmComm, native
+from seqpar.comm import PeerError, cuda
+from seqpar.testing import run_processes, run_threads
 from seqpar.train import all_sum
 from tests.advice.remedies import advised
 from tests.comm.constructor_cases import around
+from tests.comm.device import Model, on_model
 
 
 @contextlib.contextmanager
@@ -126,3 +129,44 @@ def forked(comm: Comm, file: str) -> bool:
 def test_a_comm_is_used_in_its_own_process(kind: str, tmp_path: Path) -> None:
     assert run_processes(2, forked, f"{tmp_path}/rank", comm=kind) == [True, True]
     assert [(tmp_path / f"rank{rank}").read_text() for rank in range(2)] == ["refused"] * 2
+
+
+# --- of shared memory and of devices that are not there ---------------------------------------------------------------
+
+
+def test_a_system_without_shared_memory_uses_a_group() -> None:
+    with default_group():
+        with advised(NotImplementedError, "use GroupComm"), mock.patch("sys.platform", "darwin"):
+            ShmComm()
+        assert works(GroupComm())
+
+
+def test_a_machine_without_a_device_uses_a_group(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(cuda, "unusable", lambda: "no CUDA device")
+    with default_group():
+        with advised(NotImplementedError, "use GroupComm, which moves tensors with torch.distributed"):
+            PeerComm()
+        assert works(GroupComm())
+
+
+def test_a_driver_that_cannot_signal_leaves_it_to_kernels(monkeypatch: pytest.MonkeyPatch) -> None:
+    with monkeypatch.context() as old:
+        old.setattr(cuda, "unusable", lambda: None)
+        old.setattr(native, "ops", lambda: SimpleNamespace(peer_driver_signals=lambda: False))
+        old.setattr(torch.cuda, "get_device_name", lambda index: "an old one")
+        with advised(NotImplementedError, 'give signals="kernel"'):
+            cuda.Cuda("cuda:0", signals="driver")
+        assert cuda.Cuda("cuda:0", signals="kernel")._by_kernel
+    assert run_threads(2, on_model, works, (), 60.0, {"kernels": True}) == [True, True]
+
+
+def unreachable(comm: Comm) -> bool:
+    """The device of rank 0 cannot map that of rank 1."""
+    model = Model(comm.rank, comm.size, unreachable=() if comm.rank else (1,))
+    with advised(NotImplementedError, "use GroupComm, which over NCCL needs no mapping"):
+        PeerComm.over(comm, model, 1 << 20, 60.0)
+    return works(GroupComm(timeout=60.0))
+
+
+def test_devices_that_do_not_reach_each_other_use_a_group() -> None:
+    assert run_processes(2, unreachable, comm="shm") == [True, True]

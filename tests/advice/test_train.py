@@ -3,13 +3,15 @@
 from __future__ import annotations
 
 import torch
+import torch.nn.functional as F
 from torch import Tensor, nn
-from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
+from torch.distributed.fsdp import fully_shard
 from torch.distributed.tensor import DTensor, Partial, Replicate
 
 from seqpar import Comm, LocalComm
-from seqpar.testing import run_threads
-from seqpar.train import Mean, all_sum, check_model, grad_norm, sync_gradients
+from seqpar.testing import run_processes, run_threads
+from seqpar.train import Mean, all_sum, check_model, grad_norm, linear_cross_entropy, sync_gradients
 from tests.advice.remedies import advised
 from tests.advice.test_comm import default_group
 
@@ -57,6 +59,25 @@ def test_gradients_are_summed_once_a_step() -> None:
         return p.grad.tolist()  # type: ignore[no-any-return]
 
     assert run_threads(2, rank) == [[6.0, 6.0]] * 2
+
+
+def test_micro_batches_are_summed_once_and_left_out_steps_start_from_zero() -> None:
+    def rank(comm: Comm, last: bool, zero: bool) -> list[float]:
+        p = nn.Parameter(torch.zeros(2))
+        for step in range(2):
+            (p.sum() * (1.0 + comm.rank)).backward()
+            if step or not last:
+                sync_gradients(p, comm)
+            if zero and not step:
+                p.grad = None
+        return p.grad.tolist()  # type: ignore[union-attr, no-any-return]
+
+    with advised(
+        UserWarning, "call it once, after the last backward of a step, and zero_grad() where a step is left out"
+    ):
+        run_threads(2, rank, False, False)
+    assert run_threads(2, rank, True, False) == [[6.0, 6.0]] * 2
+    assert run_threads(2, rank, False, True) == [[3.0, 3.0]] * 2
 
 
 def test_sparse_gradients_are_made_dense() -> None:
@@ -107,3 +128,48 @@ def test_truth_values_are_summed_as_numbers() -> None:
         return all_sum(x.long(), comm).tolist()  # type: ignore[no-any-return]
 
     assert run_threads(2, rank) == [[2, 1]] * 2
+
+
+def sharded(comm: Comm) -> bool:
+    """A weight that fully_shard has sharded over the comm's ranks, and a scale beside it."""
+    torch.manual_seed(0)
+    plain, scale = nn.Linear(3, 2, bias=False), nn.Parameter(torch.tensor(2.0))
+    x = torch.arange(3.0 * comm.size).reshape(comm.size, 3)
+    (plain(x).sum() * scale).backward()
+    expected, total = plain.weight.grad.clone(), scale.grad  # type: ignore[union-attr]
+    plain.weight.grad = scale.grad = None
+    model = fully_shard(plain, mesh=init_device_mesh("cpu", (comm.size,)))
+    (model(x[comm.rank]).sum() * scale).backward()
+    with advised(NotImplementedError, "leave it out"):
+        sync_gradients([*model.parameters(), scale], comm)
+    sync_gradients(scale, comm)
+    mean = model.weight.grad.full_tensor()
+    return torch.allclose(mean * comm.size, expected) and torch.allclose(scale.grad, total)  # type: ignore[arg-type]
+
+
+def test_what_is_sharded_over_the_ranks_is_left_out_of_the_sum() -> None:
+    assert run_processes(2, sharded) == [True, True]
+
+
+class Head(nn.Module):
+    """Computes a loss of its weight in its forward."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.weight = nn.Parameter(torch.arange(12.0).reshape(4, 3) / 10)
+
+    def forward(self, hidden: Tensor, labels: Tensor) -> Tensor:
+        return linear_cross_entropy(hidden, self.weight, labels, valid=len(labels))
+
+
+def test_a_loss_of_a_sharded_weight_is_computed_in_the_forward_that_gathers_it() -> None:
+    hidden, labels = torch.eye(3), torch.tensor([0, 2, 3])
+    expected = F.cross_entropy(hidden @ Head().weight.T, labels)
+    with default_group():
+        model = fully_shard(Head(), mesh=init_device_mesh("cpu", (1,)))
+        with advised(
+            NotImplementedError,
+            "call it inside the forward of the module that fully_shard wraps, where the {} is whole",
+        ):
+            linear_cross_entropy(hidden, model.weight, labels, valid=3)
+        assert torch.allclose(model(hidden, labels), expected)

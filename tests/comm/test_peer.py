@@ -395,7 +395,7 @@ def opened(control, unreachable):
 def test_peers_that_cannot_map_each_other_are_named_on_every_rank(run):
     (message,) = {*run(3, opened, (2,))}
     assert "model:0 of rank 0 cannot map model:2 of rank 2: cuda" in message
-    assert "CUDA error 217, peer access is not supported; GroupComm over NCCL" in message
+    assert "CUDA error 217, peer access is not supported; use GroupComm, which over NCCL" in message
 
 
 def refusals(control):
@@ -417,7 +417,7 @@ def test_without_a_device_the_constructor_says_so():
 
 def test_rocm_is_refused_by_name(monkeypatch):
     monkeypatch.setattr(torch.version, "hip", "6.4")
-    with pytest.raises(NotImplementedError, match="PeerComm: ROCm is not supported; GroupComm"):
+    with pytest.raises(NotImplementedError, match="PeerComm: ROCm is not supported; use GroupComm"):
         Cuda()
 
 

@@ -15,7 +15,7 @@ from transformers.modeling_outputs import CausalLMOutput
 import seqpar
 from seqpar import Comm, Layout, LocalComm, Mask, Plan
 from seqpar.testing import run_threads
-from tests.integrations.models import VOCABULARY, padded
+from tests.integrations.models import VOCABULARY
 
 TOKENS = 40
 SIZES: dict[str, Any] = {
@@ -120,26 +120,7 @@ def test_what_computes_every_token_alone_is_exact(name: str, way: str) -> None:
     torch.testing.assert_close(found, expected, rtol=0, atol=2e-5 * float(expected.abs().max()))
 
 
-@pytest.mark.parametrize("way", ["block", "parallelize"])
-def test_a_mask_that_transformers_makes_of_one_ranks_rows_is_named_on_every_rank(way: str) -> None:
-    """Positions of a zigzag layout jump on the first rank alone; the remedy is walked."""
-    model, plan = build("Llama", {}), zigzag(2)
-
-    def rank(comm: Comm) -> str:
-        with pytest.raises(ValueError, match="among themselves.*; give the model") as raised:
-            logits(comm, model, way, plan)
-        return str(raised.value)
-
-    assert "rank 0" in run_threads(2, rank)[1]
-    with torch.no_grad():
-        expected = model(torch.arange(TOKENS)[None] * 7 % VOCABULARY, use_cache=False).logits
-    mask = torch.ones(TOKENS, TOKENS, dtype=torch.bool).tril()
-    for number, found in enumerate(run_threads(2, logits, model, way, plan, mask)):
-        whole = seqpar.shard(expected[0], plan, number)
-        torch.testing.assert_close(found[0], whole, rtol=0, atol=2e-5 * float(expected.abs().max()))
-
-
-# --- what a refusal recommends is right -------------------------------------------------------------------------------
+# --- what a refusal recommends: where it is right, see `tests.advice` -------------------------------------------------
 
 
 class Own(transformers.PreTrainedModel):
@@ -164,46 +145,11 @@ class Own(transformers.PreTrainedModel):
         return CausalLMOutput(logits=self.head(x + y.transpose(1, 2).flatten(2)))
 
 
-def refusal(model: nn.Module) -> str:
-    with pytest.raises(NotImplementedError) as raised:
-        seqpar.parallelize(model, LocalComm())
-    return str(raised.value)
-
-
-def test_sdpa_is_recommended_where_it_is_right_and_nowhere_else() -> None:
-    model = Own(transformers.LlamaConfig(**SIZES))
-    assert refusal(model).endswith("; give sdpa=True and this rank's rows, as its attention is PyTorch's")
-    at = torch.arange(TOKENS)[None]
-    with torch.no_grad():
-        expected = model(at * 7 % VOCABULARY, at).logits
-    found = torch.cat(run_threads(2, logits, model, "parallelize"), 1)
-    torch.testing.assert_close(found, expected, rtol=0, atol=1e-5)
+def test_sdpa_is_recommended_nowhere_else() -> None:
     counted = Own(transformers.LlamaConfig(**SIZES))
     counted.places.register_forward_pre_hook(lambda _, given: (torch.arange(given[0].shape[1])[None],))
     bloom = transformers.BloomForCausalLM(transformers.BloomConfig(vocab_size=61, hidden_size=32, n_layer=1, n_head=4))
     for other in (counted, bloom, build("Qwen3Next", MIXING["qwen3-next"][1])):
-        assert "sdpa" not in refusal(other)
-
-
-def test_a_classifier_is_told_to_give_its_base() -> None:
-    torch.manual_seed(6)
-    config = transformers.LlamaConfig(**SIZES, num_labels=3)
-    model = transformers.LlamaForSequenceClassification._from_config(config, attn_implementation="sdpa").eval()
-    assert refusal(model).endswith("; give parallelize its .model, which has a row for every token")
-
-    def rank(comm: Comm) -> float:
-        own = copy.deepcopy(model)
-        batch = padded(torch.Generator().manual_seed(comm.rank), [9 + comm.rank, 5], left=False)
-        batch.pop("labels")
-        with torch.no_grad():
-            expected = own(**batch).logits
-            with seqpar.parallelize(own.model, comm):
-                return float((own(**batch).logits - expected).abs().max())
-
-    assert max(run_threads(2, rank)) < 1e-5
-
-
-def test_a_pooler_is_told_to_be_left_out() -> None:
-    config = transformers.BertConfig(vocab_size=61, hidden_size=32, num_hidden_layers=1, num_attention_heads=4)
-    assert refusal(transformers.BertModel(config)).endswith("; make it with add_pooling_layer=False")
-    seqpar.parallelize(transformers.BertModel(config, add_pooling_layer=False), LocalComm()).undo()
+        with pytest.raises(NotImplementedError) as raised:
+            seqpar.parallelize(other, LocalComm())
+        assert "sdpa" not in str(raised.value)

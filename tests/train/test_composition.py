@@ -292,23 +292,6 @@ def test_mixed_precision_is_close_to_full() -> None:
         assert norm == pytest.approx(float(torch.nn.utils.get_total_norm(grads.values())), rel=3e-2)
 
 
-def test_sharded_parameters_are_not_summed_again() -> None:
-    for text in run_processes(2, refused):
-        assert "is a DTensor" in text
-
-
-def refused(comm: Comm) -> str:
-    model = wrapped("fsdp", meshes(1, comm.size)[1], decoder())
-    with pytest.raises(NotImplementedError) as raised:
-        sync_gradients(model.parameters(), comm)
-    with pytest.raises(NotImplementedError, match="the weight is a DTensor"):
-        seqpar.train.linear_cross_entropy(
-            torch.zeros(1, 16), model.head.weight, torch.zeros(1, dtype=torch.int64), valid=1
-        )
-    dist.barrier()
-    return str(raised.value)
-
-
 def piped(comm: Comm) -> tuple[float, dict[str, Tensor]]:
     """pp2 x sp2: each stage a layer, a comm for each stage, two micro-batches one forward and one backward in turn."""
     mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("pp", "sp"))

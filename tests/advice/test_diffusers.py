@@ -1,0 +1,251 @@
+"""What errors of diffusers models say to do, done: outputs and gradients are those of one process."""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Callable
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+from torch.utils.checkpoint import checkpoint
+
+import seqpar
+from seqpar import Comm, Layout, LocalComm, Mask, Plan
+from seqpar.integrations.diffusers import parallelize
+from seqpar.testing import run_threads
+from seqpar.train import sync_gradients
+from tests.advice.remedies import advised
+from tests.dsp.cases import clip, latte
+from tests.dsp.models import SHARDED
+
+diffusers = pytest.importorskip("diffusers")
+transformer_flux = pytest.importorskip("diffusers.models.transformers.transformer_flux")
+
+from diffusers.models.attention_dispatch import attention_backend  # noqa: E402
+
+from tests.integrations.test_diffusers import ids, made, random  # noqa: E402
+
+MODEL, INPUTS = made("flux", samples=1)
+with torch.no_grad():
+    OUT = MODEL(**INPUTS).sample
+TARGET = random(*OUT.shape, seed=9)
+
+
+def is_right(model: nn.Module) -> bool:
+    """Whether the output is that of one process."""
+    with torch.no_grad():
+        return torch.allclose(model(**INPUTS).sample, OUT, atol=1e-10)
+
+
+def right_after(mistake: Callable[[Comm, nn.Module], None]) -> bool:
+    """Whether the parallel model is right on two ranks after each has made a mistake with it."""
+
+    def rank(comm: Comm) -> bool:
+        model = copy.deepcopy(MODEL)
+        seqpar.parallelize(model, comm)
+        mistake(comm, model)
+        return is_right(model)
+
+    return run_threads(2, rank) == [True, True]
+
+
+def test_a_model_of_stages_is_made_parallel_by_stages() -> None:
+    model, given = latte(4, 2, 1), clip(4, 2, 1)
+    with advised(NotImplementedError, "call seqpar.dsp.parallelize(model, comm)"):
+        parallelize(model, LocalComm())
+    with torch.no_grad():
+        expected = model(**given).sample
+
+    def rank(comm: Comm) -> Tensor:
+        own = copy.deepcopy(model)
+        seqpar.dsp.parallelize(own, comm, planner=SHARDED)
+        with torch.no_grad():
+            return own(**given).sample  # type: ignore[no-any-return]
+
+    assert all(torch.allclose(out, expected, atol=1e-10) for out in run_threads(2, rank))
+
+
+def chroma(image: int, text: int) -> tuple[nn.Module, dict[str, Tensor]]:
+    torch.manual_seed(0)
+    model = diffusers.ChromaTransformer2DModel(
+        patch_size=1, in_channels=4, num_layers=1, num_single_layers=1, attention_head_dim=12, num_attention_heads=3,
+        joint_attention_dim=8, axes_dims_rope=(4, 4, 4), approximator_num_channels=8, approximator_hidden_dim=8,
+        approximator_layers=1,
+    )  # fmt: skip
+    for parameter in model.parameters():
+        nn.init.normal_(parameter, std=0.2)
+    return model.double(), {
+        "hidden_states": random(1, image, 4, seed=1), "encoder_hidden_states": random(1, text, 8, seed=2),
+        "timestep": torch.tensor([0.5]).double(), "img_ids": ids(1, image, 3), "txt_ids": torch.zeros(text, 3).double(),
+    }  # fmt: skip
+
+
+def test_rows_of_a_model_without_a_recipe_are_shared_out_by_hand() -> None:
+    image, text = 10, 4
+    model, given = chroma(image, text)
+    with advised(
+        NotImplementedError,
+        "if nothing but attention mixes its tokens, share out its rows yourself and call it inside `seqpar.sdpa`",
+    ):
+        seqpar.parallelize(model, LocalComm())
+    images, texts = np.arange(image).reshape(2, -1), np.arange(text).reshape(2, -1)
+    layout = Layout([np.concatenate([t, text + i]) for t, i in zip(texts, images)])
+    plan = Plan(Mask([text + image], causal=False), layout)
+
+    def rank(comm: Comm) -> Tensor:
+        i, t = images[comm.rank], texts[comm.rank]
+        with torch.no_grad(), seqpar.sdpa(plan, comm):
+            return model(  # type: ignore[no-any-return]
+                hidden_states=given["hidden_states"][:, i], encoder_hidden_states=given["encoder_hidden_states"][:, t],
+                timestep=given["timestep"], img_ids=given["img_ids"][i], txt_ids=given["txt_ids"][t],
+            ).sample  # fmt: skip
+
+    with torch.no_grad():
+        expected = model(**given).sample
+    assert torch.allclose(torch.cat(run_threads(2, rank), 1), expected, atol=1e-10)
+
+
+# --- what is around a model -------------------------------------------------------------------------------------------
+
+
+def test_a_model_under_parallelism_of_diffusers_is_made_anew(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(torch.accelerator, "device_count", lambda: 1)
+    model = copy.deepcopy(MODEL)
+    dist.init_process_group("fake", store=dist.HashStore(), rank=0, world_size=2)
+    try:
+        model.enable_parallelism(config=diffusers.ContextParallelConfig(ulysses_degree=2))
+    finally:
+        dist.destroy_process_group()
+    with advised(NotImplementedError, "make it anew without that"):
+        seqpar.parallelize(model, LocalComm())
+    assert right_after(lambda comm, model: None)
+
+
+@pytest.mark.parametrize("when", ["before", "after"])
+def test_a_cache_is_disabled(when: str) -> None:
+    """Its hooks take the place of a module's forward, and put back what was there."""
+    cache = diffusers.PyramidAttentionBroadcastConfig(
+        spatial_attention_block_skip_range=2, current_timestep_callback=lambda: 500
+    )
+
+    def rank(comm: Comm) -> bool:
+        model = copy.deepcopy(MODEL)
+        if when == "before":
+            model.enable_cache(cache)
+            with advised(NotImplementedError, "call its disable_cache() first"):
+                seqpar.parallelize(model, comm)
+            model.disable_cache()
+        handle = seqpar.parallelize(model, comm)
+        if when == "after":
+            model.enable_cache(cache)
+            with advised((NotImplementedError, ValueError), "call its disable_cache() first"):
+                is_right(model)
+            model.disable_cache()
+        right = is_right(model)
+        handle.undo()
+        return right and is_right(model)
+
+    assert run_threads(2, rank) == [True, True]
+
+
+@pytest.mark.parametrize("way", ["its own", "in force"])
+def test_attention_is_that_of_pytorch(way: str) -> None:
+    def mistake(comm: Comm, model: nn.Module) -> None:
+        if way == "its own":
+            model.set_attention_backend("flex")  # type: ignore[operator]
+        with advised((NotImplementedError, ValueError), "call set_attention_backend('native')"):
+            is_right(model)
+        model.set_attention_backend("native")  # type: ignore[operator]
+
+    with attention_backend("native" if way == "its own" else "flex"):
+        assert right_after(mistake)
+
+
+def test_processors_are_those_of_diffusers() -> None:
+    other = type("FluxAttnProcessor", (), {"__call__": lambda self, attn, x, *_, **__: (x, x)})
+
+    def rank(comm: Comm) -> bool:
+        model = copy.deepcopy(MODEL)
+        attention = model.transformer_blocks[0].attn
+        with seqpar.parallelize(model, comm):
+            attention.set_processor(other())
+            with advised(NotImplementedError, "give it a processor of diffusers as it is"):
+                is_right(model)
+            attention.set_processor(transformer_flux.FluxAttnProcessor())
+            return is_right(model)
+
+    assert run_threads(2, rank) == [True, True]
+
+
+def test_attention_is_given_no_mask() -> None:
+    def masked(module: nn.Module, args: Any, given: dict[str, Any]) -> Any:
+        return args, given | {"attention_mask": torch.ones(1, 1, 20, 20).bool()}
+
+    def mistake(comm: Comm, model: nn.Module) -> None:
+        attention = model.transformer_blocks[0].attn  # type: ignore[union-attr, index]
+        hook = attention.register_forward_pre_hook(masked, with_kwargs=True)  # type: ignore[union-attr, operator]
+        with advised(NotImplementedError, "leave it out"):
+            is_right(model)
+        hook.remove()
+
+    assert right_after(mistake)
+
+
+def test_parts_of_a_model_run_inside_it_also_when_they_are_recomputed() -> None:
+    def mistake(comm: Comm, model: nn.Module) -> None:
+        with advised(RuntimeError, "call the model, and checkpoint with torch.utils.checkpoint"):
+            model.transformer_blocks[0].attn(INPUTS["hidden_states"])  # type: ignore[union-attr, index, operator]
+
+    assert right_after(mistake)
+    plain = copy.deepcopy(MODEL)
+    (plain(**INPUTS).sample - TARGET).square().mean().backward()
+
+    def rank(comm: Comm) -> bool:
+        model = copy.deepcopy(MODEL)
+        seqpar.parallelize(model, comm)
+        model.enable_gradient_checkpointing(lambda block, *args: checkpoint(block, *args, use_reentrant=False))
+        (model(**INPUTS).sample - TARGET).square().mean().backward()
+        sync_gradients(model.parameters(), comm)
+        return torch.allclose(model.x_embedder.weight.grad, plain.x_embedder.weight.grad, atol=1e-10)
+
+    assert run_threads(2, rank) == [True, True]
+
+
+# --- what ranks pass --------------------------------------------------------------------------------------------------
+
+
+def test_noise_is_drawn_with_one_seed() -> None:
+    def drawn(seed: int) -> dict[str, Any]:
+        return INPUTS | {"hidden_states": random(1, 15, 4, seed=seed)}
+
+    def mistake(comm: Comm, model: nn.Module) -> None:
+        with (
+            torch.no_grad(),
+            advised(ValueError, "pass the same whole tensors on every rank, drawn with the same seed"),
+        ):
+            model(**drawn(comm.rank))
+        with torch.no_grad():
+            assert torch.allclose(model(**drawn(3)).sample, MODEL(**drawn(3)).sample, atol=1e-10)
+
+    assert right_after(mistake)
+
+
+def test_the_loss_is_computed_alike() -> None:
+    plain = copy.deepcopy(MODEL)
+    (plain(**INPUTS).sample - TARGET).square().mean().backward()
+
+    def rank(comm: Comm) -> bool:
+        model = copy.deepcopy(MODEL)
+        seqpar.parallelize(model, comm)
+        with advised(ValueError, "compute the whole loss on every rank, from the same target"):
+            (model(**INPUTS).sample - TARGET * comm.rank).square().mean().backward()
+        model.zero_grad()
+        (model(**INPUTS).sample - TARGET).square().mean().backward()
+        sync_gradients(model.parameters(), comm)
+        return torch.allclose(model.x_embedder.weight.grad, plain.x_embedder.weight.grad, atol=1e-10)
+
+    assert run_threads(2, rank) == [True, True]

@@ -1,0 +1,202 @@
+"""What a parallel model says of the loop around it, done: losses and gradients are those of one process."""
+
+from __future__ import annotations
+
+import copy
+import threading
+from collections.abc import Callable
+
+import pytest
+import torch
+from torch import Tensor, nn
+from torch.nn.parallel import DistributedDataParallel
+
+import seqpar
+from seqpar import Comm
+from seqpar.comm import LocalComm, PeerError
+from seqpar.testing import run_threads
+from seqpar.train import all_sum, sync_gradients
+from tests.advice.remedies import advised
+from tests.advice.test_comm import default_group
+
+pytest.importorskip("transformers")
+
+from tests.integrations.models import batches, build  # noqa: E402
+
+EVERY = batches("right", 2)
+MODEL = build("llama", num_hidden_layers=1)
+
+
+def union() -> tuple[float, Tensor]:
+    """The loss of both ranks' batches in one process, and the gradient of the head."""
+    model = copy.deepcopy(MODEL)
+    counts = [int((batch["labels"][:, 1:] != -100).sum()) for batch in EVERY]
+    loss = sum(model(**batch).loss * n for batch, n in zip(EVERY, counts)) / sum(counts)
+    loss.backward()  # type: ignore[union-attr]
+    return float(loss.detach()), model.lm_head.weight.grad  # type: ignore[union-attr]
+
+
+LOSS, GRADIENT = union()
+ALONE = float(MODEL(**EVERY[0]).loss.detach())  # of the first rank's batch
+
+
+def head(model: nn.Module) -> Tensor:
+    return model.lm_head.weight.grad  # type: ignore[union-attr, return-value]
+
+
+def is_right(loss: Tensor | float, gradient: Tensor | None = None) -> bool:
+    """Whether that is the loss of the union, and its gradient."""
+    near = gradient is None or torch.allclose(gradient, GRADIENT, atol=1e-5)
+    return near and float(loss) == pytest.approx(LOSS, rel=1e-5)
+
+
+def loaded(rank: int, given: nn.Module) -> nn.Module:
+    given.load_state_dict(MODEL.state_dict())
+    return given
+
+
+def seeded(rank: int, given: nn.Module) -> nn.Module:
+    return made[rank]
+
+
+made = []
+for _ in range(2):  # ranks that are threads share one generator
+    torch.manual_seed(0)
+    made.append(type(MODEL)(MODEL.config))
+
+
+@pytest.mark.parametrize("way", [loaded, seeded])
+def test_ranks_load_or_draw_the_same_weights(way: Callable[[int, nn.Module], nn.Module]) -> None:
+    torch.manual_seed(1)
+    others = [type(MODEL)(MODEL.config) for _ in range(2)]
+
+    def rank(comm: Comm) -> float:
+        with (
+            seqpar.parallelize(others[comm.rank], comm),
+            advised(
+                ValueError,
+                "load the same weights on every rank, or call torch.manual_seed(0) before the model is made",
+            ),
+        ):
+            others[comm.rank](**EVERY[comm.rank])
+        model = way(comm.rank, others[comm.rank])
+        with seqpar.parallelize(model, comm):
+            return float(model(**EVERY[comm.rank]).loss.detach())
+
+    losses = run_threads(2, rank)
+    assert losses[0] == losses[1] and (way is seeded or is_right(losses[0]))
+
+
+def test_a_run_starts_again_and_sums_gradients_before_every_step() -> None:
+    def rank(comm: Comm) -> bool:
+        model = copy.deepcopy(MODEL)
+        with seqpar.parallelize(model, comm):
+            model(**EVERY[comm.rank]).loss.backward()
+            torch.optim.SGD(model.parameters(), lr=0.1).step()
+            model.zero_grad()
+            with advised(
+                ValueError,
+                "start again from equal weights, and call seqpar.train.sync_gradients(model.parameters(), comm) before "
+                "every step",
+            ):
+                model(**EVERY[comm.rank])
+            model.load_state_dict(MODEL.state_dict())
+            optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+            for step in range(2):
+                loss = model(**EVERY[comm.rank]).loss
+                loss.backward()
+                sync_gradients(model.parameters(), comm)
+                assert step or is_right(loss, head(model))
+                optimizer.step()
+                optimizer.zero_grad()
+            return float(model(**EVERY[comm.rank]).loss.detach()) < LOSS
+
+    assert run_threads(2, rank) == [True, True]
+
+
+def test_every_rank_has_as_many_batches_or_a_model_of_its_own() -> None:
+    ended = threading.Event()
+
+    def uneven(comm: Comm) -> None:
+        model = copy.deepcopy(MODEL)
+        seqpar.parallelize(model, comm)
+        with torch.no_grad():
+            model(**EVERY[comm.rank])
+        if not comm.rank:  # whose loader has ended
+            assert ended.wait(60.0)
+            return
+        with advised(
+            PeerError,
+            "give every rank as many batches as the others, or run the model on one rank alone inside "
+            "`with handle.local():`, where handle is what `parallelize` returned",
+        ):
+            model(**EVERY[comm.rank])
+        ended.set()
+
+    run_threads(2, uneven, timeout=0.5)
+
+    def even(comm: Comm) -> bool:
+        model = copy.deepcopy(MODEL)
+        handle = seqpar.parallelize(model, comm)
+        found = [float(model(**EVERY[comm.rank]).loss.detach()) for _ in range(2)]
+        if comm.rank:
+            with handle.local():
+                found.append(float(model(**EVERY[0]).loss.detach()))
+        return all(map(is_right, found[:2])) and found[2:] == [pytest.approx(ALONE, rel=1e-5)] * comm.rank
+
+    assert run_threads(2, even) == [True, True]
+
+
+@pytest.mark.parametrize("averaged", [True, False])
+def test_gradients_are_summed_or_averaged_by_a_wrapper(averaged: bool) -> None:
+    def rank(comm: Comm) -> bool:
+        model = copy.deepcopy(MODEL)
+        with seqpar.parallelize(model, comm, average_over=2):
+            loss = model(**EVERY[comm.rank]).loss
+            loss.backward()
+            with advised(ValueError, "leave sync_gradients out under a wrapper, and average_over without one"):
+                sync_gradients(model.parameters(), comm)
+            if averaged:  # as a wrapper does
+                return is_right(loss, all_sum(head(model), comm) / 2)
+        model.zero_grad()
+        with seqpar.parallelize(model, comm):
+            loss = model(**EVERY[comm.rank]).loss
+            loss.backward()
+            sync_gradients(model.parameters(), comm)
+            return is_right(loss, head(model))
+
+    assert run_threads(2, rank) == [True, True]
+
+
+def test_a_wrapper_is_told_to_the_model() -> None:
+    def step(average_over: int) -> Tensor:
+        model = copy.deepcopy(MODEL)
+        with seqpar.parallelize(model, LocalComm(), average_over=average_over):
+            DistributedDataParallel(model)(**EVERY[0]).loss.backward()
+        return head(model)
+
+    plain = copy.deepcopy(MODEL)
+    plain(**EVERY[0]).loss.backward()
+    with default_group():
+        with advised(UserWarning, "give seqpar.parallelize(..., average_over={})"):
+            step(2)
+        assert torch.allclose(step(1), head(plain), atol=1e-5)
+
+
+@pytest.mark.parametrize("way", ["own", "replicated"])
+def test_ranks_bring_batches_of_their_own_or_say_that_they_do_not(way: str) -> None:
+    def rank(comm: Comm, source: str, own: bool) -> float:
+        model = copy.deepcopy(MODEL)
+        with seqpar.parallelize(model, comm, source=source):
+            found = [float(model(**EVERY[comm.rank if own else 0]).loss.detach()) for _ in range(3)]
+        return found[-1]
+
+    with advised(
+        UserWarning,
+        "give each rank its own, or seqpar.parallelize(..., source='replicated') to compute it once on all of them",
+    ):
+        run_threads(2, rank, "sharded", False)
+    if way == "own":
+        assert all(map(is_right, run_threads(2, rank, "sharded", True)))
+    else:
+        assert run_threads(2, rank, "replicated", False) == pytest.approx([ALONE] * 2, rel=1e-5)

@@ -1,0 +1,229 @@
+"""What errors say to do for models of transformers that are refused, done: results are those of one process."""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.fsdp import fully_shard
+from torch.distributed.tensor.parallel import ColwiseParallel, parallelize_module
+
+import seqpar
+from seqpar import Comm, Layout, LocalComm, Mask, Plan
+from seqpar.testing import run_threads
+from tests.advice.remedies import advised
+from tests.advice.test_comm import default_group
+
+transformers = pytest.importorskip("transformers")
+
+from tests.integrations.models import batches, build, padded  # noqa: E402
+from tests.integrations.test_transformers_sdpa import SIZES, TOKENS, Own, logits, zigzag  # noqa: E402
+from tests.integrations.test_transformers_sdpa import build as built  # noqa: E402
+
+BATCH = batches("right", 1)[0]
+ROW = {"input_ids": torch.arange(1, 13)[None], "position_ids": torch.arange(12)[None]}
+MODEL = build("llama", num_hidden_layers=1)
+with torch.no_grad():
+    LOSS = float(MODEL(**BATCH).loss)
+
+
+def is_right(model: nn.Module) -> bool:
+    """Whether the loss of the batch is that of one process."""
+    with torch.no_grad():
+        return float(model(**BATCH).loss) == pytest.approx(LOSS, rel=1e-5)
+
+
+# --- weights that are not there ---------------------------------------------------------------------------------------
+
+
+def test_a_model_is_made_parallel_before_it_is_sharded() -> None:
+    with default_group():
+        mesh = init_device_mesh("cpu", (1,))
+        with advised(NotImplementedError, "call parallelize first, and fully_shard on the same model then"):
+            seqpar.parallelize(fully_shard(copy.deepcopy(MODEL), mesh=mesh), LocalComm())
+        model = copy.deepcopy(MODEL)
+        seqpar.parallelize(model, LocalComm())
+        assert is_right(fully_shard(model, mesh=mesh))
+
+
+def test_a_model_is_made_parallel_before_its_layers_are() -> None:
+    def split(model: nn.Module) -> nn.Module:
+        return parallelize_module(
+            model, init_device_mesh("cpu", (1,)), {"model.layers.0.mlp.up_proj": ColwiseParallel()}
+        )
+
+    with default_group():
+        with advised(NotImplementedError, "load the model whole, call parallelize, and shard it then"):
+            seqpar.parallelize(split(copy.deepcopy(MODEL)), LocalComm())
+        model = copy.deepcopy(MODEL)
+        seqpar.parallelize(model, LocalComm())
+        assert is_right(split(model))
+
+
+def test_a_model_on_meta_is_loaded_first() -> None:
+    model = copy.deepcopy(MODEL).to("meta")
+    with advised(NotImplementedError, "load the weights on every rank, and call parallelize then"):
+        seqpar.parallelize(model, LocalComm())
+    model.load_state_dict(MODEL.state_dict(), assign=True)
+    model.model.rotary_emb = copy.deepcopy(MODEL.model.rotary_emb)  # buffers that no state dict has
+    with seqpar.parallelize(model, LocalComm()):
+        assert is_right(model)
+
+
+@pytest.mark.parametrize("way", ["load", "initialise"])
+def test_a_model_of_zeros_is_loaded_or_initialised_first(way: str) -> None:
+    model = copy.deepcopy(MODEL)
+    for parameter in model.parameters():
+        nn.init.zeros_(parameter)
+    with advised(NotImplementedError, "load or initialise the weights, and call parallelize then"):
+        seqpar.parallelize(model, LocalComm())
+    if way == "load":
+        model.load_state_dict(MODEL.state_dict())
+    else:
+        for parameter in model.parameters():
+            nn.init.normal_(parameter)
+    with torch.no_grad():
+        expected = float(model(**BATCH).loss)
+    with seqpar.parallelize(model, LocalComm()), torch.no_grad():
+        assert float(model(**BATCH).loss) == pytest.approx(expected, rel=1e-5)
+
+
+# --- another way ------------------------------------------------------------------------------------------------------
+
+
+def test_a_balance_loss_of_one_rank_is_not_asked_for() -> None:
+    model = built("Mixtral", {"num_local_experts": 4, "sliding_window": None, "output_router_logits": True})
+    with advised(NotImplementedError, "set it to False"):
+        seqpar.parallelize(model, LocalComm())
+    model.config.output_router_logits = False
+    with torch.no_grad():
+        expected = float(model(**BATCH).loss)
+        with seqpar.parallelize(model, LocalComm()):
+            assert float(model(**BATCH).loss) == pytest.approx(expected, rel=1e-5)
+
+
+@pytest.mark.parametrize("given", ["call", "config"])
+def test_keywords_that_attention_does_not_know_are_left_out(given: str) -> None:
+    model = built(
+        "Mixtral", {"num_local_experts": 4, "sliding_window": None, "output_router_logits": given == "config"}
+    )
+    model.set_attn_implementation("seqpar")
+    more: dict[str, Any] = {"scores_added": torch.ones(1)} if given == "call" else {}
+    plan = Plan(Mask([12]), Layout.contiguous(12, 1))
+    with (
+        advised(NotImplementedError, "leave it out of the call and of the config"),
+        seqpar.parallel(plan, LocalComm()),
+    ):
+        model(**ROW, **more, use_cache=False)
+    model.config.output_router_logits = False
+    with seqpar.parallel(plan, LocalComm()), torch.no_grad():
+        out = model(**ROW, use_cache=False).logits
+    model.set_attn_implementation("sdpa")
+    with torch.no_grad():
+        assert torch.allclose(out, model(**ROW, use_cache=False).logits, atol=1e-4)
+
+
+def test_a_model_that_calls_pytorchs_attention_is_given_rows() -> None:
+    model = Own(transformers.LlamaConfig(**SIZES))
+    with advised(NotImplementedError, "give sdpa=True and this rank's rows, as its attention is PyTorch's"):
+        seqpar.parallelize(model, LocalComm())
+    at = torch.arange(TOKENS)[None]
+    with torch.no_grad():
+        expected = model(at * 7 % SIZES["vocab_size"], at).logits
+        found = torch.cat(run_threads(2, logits, model, "parallelize"), 1)
+    assert torch.allclose(found, expected, atol=1e-5)
+
+
+def test_of_a_classifier_the_model_inside_is_parallel() -> None:
+    torch.manual_seed(6)
+    config = transformers.LlamaConfig(**SIZES, num_labels=3)
+    model = transformers.LlamaForSequenceClassification._from_config(config, attn_implementation="sdpa").eval()
+    with advised(NotImplementedError, "give parallelize its .{}, which has a row for every token"):
+        seqpar.parallelize(model, LocalComm())
+
+    def rank(comm: Comm) -> float:
+        own = copy.deepcopy(model)
+        batch = padded(torch.Generator().manual_seed(comm.rank), [9 + comm.rank, 5], left=False)
+        batch.pop("labels")
+        with torch.no_grad():
+            expected = own(**batch).logits
+            with seqpar.parallelize(own.model, comm):
+                return float((own(**batch).logits - expected).abs().max())
+
+    assert max(run_threads(2, rank)) < 1e-5
+
+
+def test_a_model_is_made_without_its_pooler() -> None:
+    config = transformers.BertConfig(vocab_size=61, hidden_size=32, num_hidden_layers=1, num_attention_heads=4)
+    with advised(NotImplementedError, "make it with add_pooling_layer=False"):
+        seqpar.parallelize(transformers.BertModel(config), LocalComm())
+    model = transformers.BertModel(config, add_pooling_layer=False).eval()
+    with torch.no_grad():
+        expected = model(ROW["input_ids"]).last_hidden_state
+        with seqpar.parallelize(model, LocalComm()):
+            assert torch.allclose(model(ROW["input_ids"]).last_hidden_state, expected, atol=1e-5)
+
+
+# --- models that see PyTorch's attention ------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("way", ["block", "parallelize"])
+def test_a_mask_of_one_process_is_given_as_rows_over_all_keys(way: str) -> None:
+    """Positions of a zigzag layout jump on the first rank alone."""
+    model, plan = built("Llama", {}), zigzag(2)
+
+    def refused(comm: Comm) -> None:
+        with advised(
+            ValueError,
+            "give the model this rank's rows of one process's mask over all keys, seqpar.shard(mask, plan, rank), for "
+            "transformers as attention_mask [1, 1, rows, keys]",
+        ):
+            logits(comm, model, way, plan)
+
+    run_threads(2, refused)
+    mask = torch.ones(TOKENS, TOKENS, dtype=torch.bool).tril()
+    with torch.no_grad():
+        expected = model(torch.arange(TOKENS)[None] * 7 % SIZES["vocab_size"], use_cache=False).logits
+        for number, found in enumerate(run_threads(2, logits, model, way, plan, mask)):
+            whole = seqpar.shard(expected[0], plan, number)
+            assert torch.allclose(found[0], whole, atol=2e-5 * float(expected.abs().max()))
+
+
+class Counted(nn.Module):
+    """A learned position for each of the rows [T] that it gets, counted as nanoGPT does, or told."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        torch.manual_seed(2)
+        self.tokens, self.places = nn.Embedding(TOKENS, 16), nn.Embedding(TOKENS, 16)
+
+    def forward(self, ids: Tensor, at: Tensor | None = None) -> Tensor:
+        x = self.tokens(ids) + self.places(torch.arange(len(ids)) if at is None else at)
+        q = x.unflatten(-1, (2, 8)).transpose(0, 1)
+        return F.scaled_dot_product_attention(q, q, q, is_causal=True).transpose(0, 1)
+
+
+def test_a_model_that_counts_positions_takes_them_as_an_argument() -> None:
+    model, ids = Counted(), torch.arange(TOKENS)
+    plan = zigzag(2)
+
+    def rank(comm: Comm, positions: Callable[[int], Any]) -> Tensor:
+        own, rows = copy.deepcopy(model), seqpar.shard(ids, plan, comm.rank)
+        with seqpar.parallelize(own, comm, sdpa=True, plan=plan), torch.no_grad():
+            return seqpar.unshard(own(rows, *positions(comm.rank)), plan, comm)
+
+    def refused(comm: Comm) -> None:
+        with advised(NotImplementedError, "let it take positions as an argument, plan.rope_positions(rank)"):
+            rank(comm, lambda _: ())
+
+    run_threads(2, refused)
+    with torch.no_grad():
+        expected = model(ids)
+    for found in run_threads(2, rank, lambda number: (torch.from_numpy(plan.rope_positions(number)),)):
+        assert torch.allclose(found, expected, atol=1e-6)
