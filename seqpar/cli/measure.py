@@ -18,7 +18,7 @@ from torch import Tensor
 import seqpar
 from seqpar.comm import Comm, GroupComm, ShmComm, Tag, Work, shm
 from seqpar.comm.entry import Entry
-from seqpar.comm.protocol import Stats
+from seqpar.comm.protocol import NO_FACTS, Stats
 from seqpar.kernels import Score, ask, choose
 from seqpar.plan.steps import count
 from seqpar.planner import ModelShape
@@ -115,9 +115,11 @@ class Alone:
         if error is not None:
             raise error
 
-    def gather(self, what: str, value: Any, error: Exception | None = None) -> list[Any]:
+    def gather(
+        self, what: str, value: Any, error: Exception | None = None, *, facts: Mapping[str, object] = NO_FACTS
+    ) -> list[Any]:
         """This rank's value for every rank's; raise the error if there is one."""
-        self.agree(what, {}, error)
+        self.agree(what, facts, error)
         return [value] * self.size
 
     def abort(self, reason: str) -> None:

@@ -4,11 +4,13 @@ Both use point-to-point only. Beside the group stands a private gloo twin, which
 so that nothing here meets messages of the group's other users:
 
     CUDA tensors   batched isend/irecv on the group, one batch a round (`protocol.rounds`)
-    CPU tensors    isend/irecv on the twin; before the tensors of a pair goes a header of int64
+    CPU tensors    isend/irecv on the twin; before the tensors of a pair goes a header of int64, and small ones in it
 
 gloo matches messages by (pair, number), first in, first out, and ends the process when a message is longer than the
-buffer it meets. Hence two numbers: headers share one, so that a pair whose ranks are in different exchanges finds out
-from the first header; tensors go by a hash of their header, so that they never meet a buffer of another exchange.
+buffer it meets; a shorter one fills its beginning. Hence two numbers: headers share one, in buffers for the longest, so
+that a pair whose ranks are in different exchanges finds out from the first header; tensors go by a hash of their
+header, so that they never meet a buffer of another exchange. A message costs far more than its bytes where they are
+few, so tensors of a pair that are small together travel behind their header.
 
 The first rank to fail writes the root cause to the group's store and hangs up the twin; a rank that waits for it sees
 its connection close, reads the cause, raises and hangs up in turn, so that a failure reaches every rank at once.
@@ -17,6 +19,7 @@ Rarely gloo does not end a send that is under way as its connection closes; its 
 
 from __future__ import annotations
 
+import ctypes
 import logging
 import time
 from collections.abc import Callable, Mapping, Sequence
@@ -29,10 +32,10 @@ from torch import Tensor
 
 from seqpar.comm.arguments import check_arguments, check_descriptors
 from seqpar.comm.failure import Monitor, RootCause
-from seqpar.comm.header import WARMING, Calls, Header, describe, hash63
+from seqpar.comm.header import HEADER_BYTES, WARMING, Calls, Header, describe, hash63, packed, unpacked
 from seqpar.comm.interrupt import Interrupt
 from seqpar.comm.meeting import Meeting
-from seqpar.comm.members import Members, process_group, waited
+from seqpar.comm.members import ALONG, Members, process_group, waited
 from seqpar.comm.owner import Owner
 from seqpar.comm.protocol import PeerError, Stats, Tag, Work, nonempty, rounds
 
@@ -42,6 +45,8 @@ T = TypeVar("T")
 
 # gloo numbers that are not hashes of a header
 HEADERS, HANG_UP, FIRST_FREE = 0, 1, 16
+
+BESIDE = ALONG + 64  # bytes of a pair's tensors up to which they travel behind their header
 
 
 class _Link:
@@ -158,12 +163,45 @@ def _number(header: Header, index: int) -> int:
 
 
 class _Step(NamedTuple):
-    """One message of a gloo exchange that `wait` waits for; with an expectation, a header to compare with it."""
+    """One message of a gloo exchange that `wait` waits for; with an expectation, a header to compare with it.
+
+    beside: the tensors whose bytes are behind that header.
+    """
 
     work: dist.Work
     peer: int
     buffer: Tensor
     expected: Header | None
+    beside: Sequence[Tensor] = ()
+
+
+def _announced(scope: int, tag: Tag, tensors: Sequence[Tensor], mutual: bool) -> tuple[Header, Sequence[Tensor]]:
+    """The header of a pair's tensors, and those that travel in one message with it: all or none."""
+    header = Header.of(scope, tag, tensors)
+    if not mutual or header.bytes > BESIDE:
+        return header, ()
+    # another one, as the tensors would be waited for in vain by who expects them apart
+    return header._replace(signature=header.signature ^ 1), tensors
+
+
+def _headed(header: Header, beside: Sequence[Tensor]) -> Tensor:
+    """A header and the bytes of tensors, as one message."""
+    message = torch.empty(HEADER_BYTES + sum(x.nbytes for x in beside), dtype=torch.uint8)
+    at = message.data_ptr()
+    ctypes.memmove(at, packed(header), HEADER_BYTES)
+    at += HEADER_BYTES
+    for x in beside:
+        ctypes.memmove(at, x.data_ptr(), x.nbytes)
+        at += x.nbytes
+    return message
+
+
+def _land(message: Tensor, tensors: Sequence[Tensor]) -> None:
+    """Copy what is behind a header to where it belongs: as gloo does, whoever reads these tensors, in whatever mode."""
+    at = message.data_ptr() + HEADER_BYTES
+    for x in tensors:
+        ctypes.memmove(x.data_ptr(), at, x.nbytes)
+        at += x.nbytes
 
 
 class _GlooWork:
@@ -179,18 +217,20 @@ class _GlooWork:
         twin = self._link.twin
         self._link.calls.add(tag)
         incoming, outgoing = [], []
+        # a rank that only sends learns from its tensors that nobody takes them, and headers are taken by anybody
+        mutual = sends.keys() & recvs.keys()
         for peer, tensors in recvs.items():
-            header = Header.of(scope, tag, tensors)
-            buffer = torch.empty(len(header), dtype=torch.int64)
-            self._steps.append(_Step(self._posted(twin.recv, buffer, peer, HEADERS), peer, buffer, header))
-            for index, tensor in enumerate(tensors):
+            header, beside = _announced(scope, tag, tensors, peer in mutual)
+            buffer = torch.empty(HEADER_BYTES + BESIDE, dtype=torch.uint8)
+            self._steps.append(_Step(self._posted(twin.recv, buffer, peer, HEADERS), peer, buffer, header, beside))
+            for index, tensor in enumerate(() if beside else tensors):
                 number = _number(header, index)
                 incoming.append(_Step(self._posted(twin.recv, tensor, peer, number), peer, tensor, None))
         for peer, tensors in sends.items():
-            header = Header.of(scope, tag, tensors)
-            buffer = torch.tensor(header, dtype=torch.int64)
+            header, beside = _announced(scope, tag, tensors, peer in mutual)
+            buffer = _headed(header, beside)
             outgoing.append(_Step(self._posted(twin.send, buffer, peer, HEADERS), peer, buffer, None))
-            for index, tensor in enumerate(tensors):
+            for index, tensor in enumerate(() if beside else tensors):
                 number = _number(header, index)
                 outgoing.append(_Step(self._posted(twin.send, tensor, peer, number), peer, tensor, None))
         self._steps += incoming + outgoing
@@ -235,11 +275,12 @@ class _GlooWork:
         except RuntimeError as error:
             raise link.failed(doing, step.peer, error) from error
         if step.expected is not None:
-            given = Header(*step.buffer.tolist())
+            given = unpacked(step.buffer)
             if given != step.expected:
                 why = link.calls.mismatch(step.peer, given, link.rank, step.expected, self._tag)
                 link.fail(f"{doing}: {why}")
                 raise link.error(f"{doing}, receiving from rank {step.peer}")
+            _land(step.buffer, step.beside)
 
     @property
     def _name(self) -> str:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import hashlib
+import struct
 from collections.abc import Sequence
 from typing import NamedTuple
 
@@ -28,6 +29,10 @@ def describe(tag: Tag) -> str:
     return f"warm-up {tag.call}" if tag.phase == WARMING else str(tag)
 
 
+_WORDS = struct.Struct("8q")
+HEADER_BYTES = _WORDS.size
+
+
 class Header(NamedTuple):
     """What one rank sends to another in an exchange, or expects from it there. All of it fits int64."""
 
@@ -45,6 +50,16 @@ class Header(NamedTuple):
         """The header of a pair's tensors in the exchange `tag` of the ranks that hash to `scope`, 0 for all ranks."""
         size = sum(t.numel() * t.element_size() for t in tensors)
         return cls(scope, *tag.numbers, len(tensors), size, hash63([(t.dtype, tuple(t.shape)) for t in tensors]))
+
+
+def packed(header: Header) -> bytes:
+    """A header as it travels, `HEADER_BYTES` of it."""
+    return _WORDS.pack(*header)
+
+
+def unpacked(message: Tensor) -> Header:
+    """The header at the beginning of a message, a uint8 CPU tensor."""
+    return Header(*_WORDS.unpack(message[:HEADER_BYTES].numpy().tobytes()))
 
 
 class Calls:

@@ -39,7 +39,7 @@ from torch import Tensor
 
 from seqpar.comm.arguments import check_timeout
 from seqpar.comm.entry import Entry, enters
-from seqpar.comm.protocol import Claim, PeerError, Stats, Tag, Work, nonempty, rounds, settle, subset
+from seqpar.comm.protocol import NO_FACTS, Claim, PeerError, Stats, Tag, Work, nonempty, rounds, settle, subset
 
 log = logging.getLogger("seqpar.comm")
 
@@ -530,10 +530,12 @@ class LocalComm:
         settle(self._together("agreement on", what, Claim.of(what, facts, error)), error)
 
     @enters
-    def gather(self, what: str, value: Any, error: Exception | None = None) -> list[Any]:
+    def gather(
+        self, what: str, value: Any, error: Exception | None = None, *, facts: Mapping[str, object] = NO_FACTS
+    ) -> list[Any]:
         """Every rank's value: see `Comm.gather`."""
         self.check()
-        own = (Claim.of(what, {}, error), None if error else pickle.dumps(value))
+        own = (Claim.of(what, facts, error), None if error else pickle.dumps(value))
         found = self._together("gathering of", what, own)
         settle([claim for claim, _ in found], error)
         return [pickle.loads(packed) for _, packed in found]

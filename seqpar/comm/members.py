@@ -4,8 +4,9 @@ from __future__ import annotations
 
 import itertools
 import pickle
+import struct
 from collections.abc import Mapping, Sequence
-from typing import Any, Generic, Protocol, TypeVar
+from typing import Any, Generic, NamedTuple, Protocol, TypeVar
 
 import torch
 import torch.distributed as dist
@@ -14,7 +15,7 @@ from torch import Tensor
 from seqpar.comm.entry import Entry, enters
 from seqpar.comm.header import AGREEING, hash63
 from seqpar.comm.owner import Owner
-from seqpar.comm.protocol import DEAD, Claim, PeerError, Stats, Tag, Work, settle, subset
+from seqpar.comm.protocol import DEAD, NO_FACTS, Claim, PeerError, Stats, Tag, Work, settle, subset
 
 
 class Link(Protocol):
@@ -40,6 +41,34 @@ class Link(Protocol):
 
 # what a rank begins a collective with
 AGREES, REFUSES, GATHERS = 0, 1, 2
+
+ALONG = 2048  # bytes of a gathered value, up to which it travels along with that
+
+_NUMBERS = struct.Struct("2q")
+
+
+class _First(NamedTuple):
+    """What a rank begins a collective with; all are equally long, as ranks may be in different collectives.
+
+    form: which one it is in. number: what it needs: a hash of the claim, or the length of a pickle. along: that pickle,
+    if it is no longer than `ALONG`.
+    """
+
+    form: int
+    number: int
+    along: bytes = b""
+
+    def packed(self) -> bytes:
+        """As it travels."""
+        return _NUMBERS.pack(self.form, self.number) + self.along.ljust(ALONG, b"\0")
+
+    @classmethod
+    def read(cls, message: bytes) -> _First:
+        """What `packed` made."""
+        form, number = _NUMBERS.unpack_from(message)
+        along = message[_NUMBERS.size :][:number] if form == GATHERS and number <= ALONG else b""
+        return cls(form, number, along)
+
 
 L = TypeVar("L", bound=Link)
 M = TypeVar("M", bound="Members[Any]")
@@ -93,42 +122,48 @@ class Members(Generic[L]):
     def agree(self, what: str, facts: Mapping[str, object], error: Exception | None = None) -> None:
         """Compare the facts of all ranks: see `Comm.agree`.
 
-        Each rank sends 16 bytes to each other one; the facts themselves travel only where ranks differ.
+        Each rank sends one small message to each other one; the facts themselves travel only where ranks differ.
         """
         self.check()
         claim = Claim.of(what, facts, error)
         tag = Tag(0, self._next("agree"), AGREEING, 0, f"{what} (comparing arguments)")
-        first = (AGREES if error is None else REFUSES), hash63(claim)
+        first = _First(AGREES if error is None else REFUSES, hash63(claim))
         found = self._first(first, tag)
         if all(other == first for other in found) and error is None:
             return
         self._settle(claim, found, tag, error)
 
     @enters
-    def gather(self, what: str, value: Any, error: Exception | None = None) -> list[Any]:
-        """Every rank's value: see `Comm.gather`."""
+    def gather(
+        self, what: str, value: Any, error: Exception | None = None, *, facts: Mapping[str, object] = NO_FACTS
+    ) -> list[Any]:
+        """Every rank's value: see `Comm.gather`. In one message to each other rank if all values are small."""
         self.check()
-        claim = Claim.of(what, {}, error)
+        claim = Claim.of(what, facts, error)
         tag = Tag(0, self._next("agree"), AGREEING, 0, f"{what} (gathering)")
-        packed = _packed((claim, None if error else value))
-        found = self._first((GATHERS, packed.numel()), tag)
-        if any(form != GATHERS for form, _ in found):
+        packed = pickle.dumps((claim, None if error else value))
+        found = self._first(_First(GATHERS, len(packed), packed if len(packed) <= ALONG else b""), tag)
+        if any(each.form != GATHERS for each in found):
             self._settle(claim, found, tag, error)
-        pairs = self._swap_packed(packed, [length for _, length in found], tag._replace(stage=1))
+        lengths = [each.number for each in found]
+        if max(lengths) <= ALONG:
+            pairs = [pickle.loads(each.along) for each in found]
+        else:
+            pairs = self._swap_packed(_bytes(packed), lengths, tag._replace(stage=1))
         settle([claim for claim, _ in pairs], error)
         return [value for _, value in pairs]
 
-    def _first(self, own: tuple[int, int], tag: Tag) -> list[tuple[int, int]]:
-        """What all ranks begin with, by rank: which collective they are in, and a number that it needs."""
-        tensor = torch.tensor(own)
-        return [(int(form), int(number)) for form, number in self._swap(tensor, [tensor] * self.size, tag)]
+    def _first(self, own: _First, tag: Tag) -> list[_First]:
+        """What all ranks begin with, by rank."""
+        tensor = _bytes(own.packed())
+        return [_First.read(each.numpy().tobytes()) for each in self._swap(tensor, [tensor] * self.size, tag)]
 
-    def _settle(self, claim: Claim, first: Sequence[tuple[int, int]], tag: Tag, error: Exception | None) -> None:
+    def _settle(self, claim: Claim, first: Sequence[_First], tag: Tag, error: Exception | None) -> None:
         """Raise what ranks say that began with these different words; return if it comes to the same."""
-        gathers = [form == GATHERS for form, _ in first]
+        gathers = [each.form == GATHERS for each in first]
         if len(set(gathers)) > 1:
             claim = claim._replace(what=tag.name)
-        packed = _packed(claim)
+        packed = _bytes(pickle.dumps(claim))
         length = torch.tensor([packed.numel()])
         lengths = self._swap(length, [length] * self.size, tag._replace(stage=1))
         settle(self._swap_packed(packed, [int(n) for n in lengths], tag._replace(stage=2)), error)
@@ -155,9 +190,9 @@ class Members(Generic[L]):
         raise NotImplementedError
 
 
-def _packed(value: object) -> Tensor:
-    """A pickle, as bytes."""
-    return torch.frombuffer(bytearray(pickle.dumps(value)), dtype=torch.uint8)
+def _bytes(packed: bytes) -> Tensor:
+    """Bytes as a tensor."""
+    return torch.frombuffer(bytearray(packed), dtype=torch.uint8)
 
 
 def waited(doing: str, timeout: float, peer: int, more: str = "") -> str:

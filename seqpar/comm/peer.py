@@ -48,7 +48,7 @@ from seqpar.comm.mapped import Mapped
 from seqpar.comm.members import process_group, waited
 from seqpar.comm.owner import Owner
 from seqpar.comm.pool import ALIGNMENT, Pool
-from seqpar.comm.protocol import DEAD, DIMS, Comm, PeerError, Stats, Tag, Work, nonempty, subset
+from seqpar.comm.protocol import DEAD, DIMS, NO_FACTS, Comm, PeerError, Stats, Tag, Work, nonempty, subset
 from seqpar.comm.shm import ShmComm
 from seqpar.comm.words import AHEAD, FIRST, Words, epoch, reached
 
@@ -609,9 +609,11 @@ class PeerComm:
         self._together(what, lambda: self._control.agree(what, facts, error))
 
     @enters
-    def gather(self, what: str, value: Any, error: Exception | None = None) -> list[Any]:
+    def gather(
+        self, what: str, value: Any, error: Exception | None = None, *, facts: Mapping[str, object] = NO_FACTS
+    ) -> list[Any]:
         """Every rank's value: see `Comm.gather`."""
-        return self._together(what, lambda: self._control.gather(what, value, error))
+        return self._together(what, lambda: self._control.gather(what, value, error, facts=facts))
 
     def _together(self, what: str, over_hosts: Callable[[], T]) -> T:
         """What the hosts' comm makes of a collective of theirs, after this rank has pushed what it can."""

@@ -19,6 +19,7 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
+from types import MappingProxyType
 from typing import Any, NamedTuple, Protocol, runtime_checkable
 
 import torch
@@ -31,6 +32,7 @@ MESSAGES_PER_EXCHANGE = 64  # sends and receives together; a larger exchange is 
 
 
 DEAD = "; the comm is dead"
+NO_FACTS: Mapping[str, object] = MappingProxyType({})
 
 
 class PeerError(RuntimeError):
@@ -181,13 +183,16 @@ class Comm(Protocol):
         """
         ...
 
-    def gather(self, what: str, value: Any, error: Exception | None = None) -> list[Any]:
+    def gather(
+        self, what: str, value: Any, error: Exception | None = None, *, facts: Mapping[str, object] = NO_FACTS
+    ) -> list[Any]:
         """Every rank's value, by rank, on every rank. A collective over the CPU channel, for facts and not for tensors.
 
         what: the call, for messages. value: anything small that pickles. error: what this rank found wrong instead.
+        facts: what must be equal besides, as of `agree`, which this is at once.
 
         Raises: the error here, and ValueError quoting it on every other rank; ValueError if ranks are in different
-        calls; PeerError after the timeout.
+        calls or differ in a fact; PeerError after the timeout.
         """
         ...
 

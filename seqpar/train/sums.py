@@ -6,6 +6,9 @@ its bytes on n ranks::
     rank 0   a0 a1 a2         a0+b0+c0
     rank 1   b0 b1 b2    ->            a1+b1+c1            ->   all three pieces, on every rank
     rank 2   c0 c1 c2                           a2+b2+c2
+
+A sum of few bytes is made of whole copies: every rank sends its own to all others and sums them all, in the same
+order, so the bits are the same and there is one exchange.
 """
 
 from __future__ import annotations
@@ -20,6 +23,8 @@ from torch.autograd.function import once_differentiable
 from seqpar.comm import Comm, Tag
 from seqpar.ops.agree import abort_on_error, agree_once
 from seqpar.ops.handles import refuse
+
+FEW = 1024  # bytes that `all_sum` sends whole
 
 
 def all_sum(x: Tensor, comm: Comm) -> Tensor:
@@ -79,7 +84,7 @@ class _AllSum(torch.autograd.Function):
 
 def _summed_alike(x: Tensor, comm: Comm, tag: Tag) -> Tensor:
     flat = flattened([x], comm)
-    sum_(flat, comm, tag)
+    sum_(flat, comm, tag, whole=flat.nbytes <= FEW)
     return flat[: x.numel()].view(x.shape)
 
 
@@ -95,11 +100,14 @@ def flattened(tensors: Sequence[Tensor], comm: Comm) -> Tensor:
     return flat
 
 
-def sum_(flat: Tensor, comm: Comm, tag: Tag) -> None:
-    """Put the sum over ranks in place of `flattened` tensors. Takes the two stages from the tag's own on."""
+def sum_(flat: Tensor, comm: Comm, tag: Tag, *, whole: bool = False) -> None:
+    """Put the sum over ranks in place of `flattened` tensors. Takes the two stages from the tag's own on.
+
+    whole: in one exchange, in which each rank sends ``n - 1`` times their bytes on n ranks.
+    """
     if comm.size == 1 or not flat.numel():
         return
-    pieces = flat.view(comm.size, -1)
+    pieces = flat.expand(comm.size, -1) if whole else flat.view(comm.size, -1)
     peers = [peer for peer in range(comm.size) if peer != comm.rank]
     arrived = comm.empty(pieces.shape, flat.dtype, flat.device)
     with abort_on_error(comm, f"a sum over ranks, call {tag.call}"):
@@ -110,5 +118,6 @@ def sum_(flat: Tensor, comm: Comm, tag: Tag) -> None:
         for piece in arrived[1:]:
             total += piece
         pieces[comm.rank].copy_(total)
-        tag = tag._replace(stage=tag.stage + 1)
-        comm.exchange({p: [pieces[comm.rank]] for p in peers}, {p: [pieces[p]] for p in peers}, tag=tag).wait()
+        if not whole:
+            tag = tag._replace(stage=tag.stage + 1)
+            comm.exchange({p: [pieces[comm.rank]] for p in peers}, {p: [pieces[p]] for p in peers}, tag=tag).wait()

@@ -163,6 +163,45 @@ def gather(comm, sizes, errors):
     return found, comm.sub(mine).gather("ranks", comm.rank), comm.stats.bytes_sent
 
 
+def gather_with_facts(comm):
+    """What is gathered beside facts that all ranks have in common, and the message where the last rank has another."""
+    found = comm.gather("a forward", comm.rank, facts={"heads": 8})
+    try:
+        comm.gather("a forward", comm.rank, facts={"heads": 4 if comm.rank == comm.size - 1 else 8})
+    except ValueError as error:
+        return found, str(error)
+
+
+def messages_of_small_calls(comm):
+    """Messages that gloo is given for an agreement, a gathering, and exchanges of few bytes and of more."""
+    twin = comm._link.twin
+
+    class Counting:
+        def __init__(self):
+            self.count = 0
+
+        def __getattr__(self, name):
+            self.count += name in ("send", "recv")
+            return getattr(twin, name)
+
+    other = 1 - comm.rank
+    few, many = [torch.full((8,), comm.rank + 0.5), torch.zeros(2, dtype=torch.int8)], [torch.zeros(4096)]
+    arrived = [torch.empty_like(x) for x in few]
+    calls = (
+        lambda: comm.agree("x", {"heads": 8}),
+        lambda: comm.gather("x", [comm.rank]),
+        lambda: comm.exchange({other: few}, {other: arrived}, tag=tag(1)).wait(),
+        lambda: comm.exchange({other: many}, {other: [torch.empty(4096)]}, tag=tag(2)).wait(),
+    )
+    counts = []
+    for call in calls:
+        counting = comm._link._groups[1] = Counting()
+        call()
+        counts.append(counting.count)
+    comm._link._groups[1] = twin
+    return counts, [x.tolist() for x in arrived]
+
+
 def agrees_or_gathers(comm):
     """What `agree` beside `gather` raises, and that the comm lives; then that two calls of one name are told apart."""
     found = []

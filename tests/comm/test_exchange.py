@@ -69,8 +69,9 @@ class Exchanges:
         for rank in {*range(self.size)} - {1}:
             assert messages[rank] == "ValueError: attention: rank 1 refused its arguments: TypeError: q is a list"
 
-    def test_gather_returns_every_ranks_value(self):
-        sizes = [3 * rank for rank in range(self.size)]
+    @pytest.mark.parametrize("most", [3, 3000])  # what goes along with the first message, and what does not
+    def test_gather_returns_every_ranks_value(self, most):
+        sizes = [most * rank for rank in range(self.size)]
         for rank, (found, of_sub, sent) in enumerate(self.run(self.size, cases.gather, sizes, {})):
             assert found == [list(range(n)) for n in sizes]
             assert of_sub == [r for r in reversed(range(self.size)) if r % 2 == rank % 2]
@@ -80,6 +81,12 @@ class Exchanges:
         for rank, (found, _, _) in enumerate(self.run(self.size, cases.gather, [1] * self.size, {1: "no lengths"})):
             quoted = "" if rank == 1 else "ValueError: lengths: rank 1 refused its arguments: "
             assert found == quoted + "TypeError: no lengths"
+
+    def test_gather_compares_facts_as_agree_does(self):
+        for found, message in self.run(self.size, cases.gather_with_facts):
+            assert found == [*range(self.size)]
+            assert message.startswith("a forward: ranks differ in heads: 8 on rank")
+            assert f"4 on rank {self.size - 1}" in message
 
     def test_arguments_are_refused_before_anything_moves(self):
         for rank, (found, exchanges) in enumerate(self.run(self.size, cases.refused)):

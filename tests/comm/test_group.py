@@ -38,6 +38,12 @@ class Fake:
         return self.completed
 
 
+def test_few_bytes_are_one_message_each_way():
+    for rank, (counts, arrived) in enumerate(run_processes(2, cases.messages_of_small_calls)):
+        assert counts == [2, 2, 2, 4]
+        assert arrived == [[1.5 - rank] * 8, [0, 0]]
+
+
 # --- a rank dies ------------------------------------------------------------------------------------------------------
 
 

@@ -224,6 +224,25 @@ def test_a_sum_over_ranks_and_its_adjoint(ranks: int) -> None:
         assert count.dtype == torch.int64 and count.item() == ones
 
 
+def few_and_many(comm: Comm, dtype: torch.dtype) -> tuple[list[Tensor], list[int]]:
+    """The sum of a few numbers by itself, and of the same ones among many; the exchanges of both."""
+    x = torch.randn(7, generator=torch.Generator().manual_seed(comm.rank)).to(dtype)
+    found, counts = [], []
+    for padded in (x, torch.cat([x, x.new_zeros(4096)])):
+        comm.stats.reset()
+        found.append(all_sum(padded, comm)[:7])
+        counts.append(comm.stats.exchanges)
+    return found, counts
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_a_sum_of_few_numbers_is_one_exchange_with_the_same_bits(dtype: torch.dtype) -> None:
+    results = run_threads(5, few_and_many, dtype)
+    for (few, many), counts in results:
+        assert torch.equal(few, many) and torch.equal(few, results[0][0][0])
+        assert counts == [1, 2]
+
+
 EXPERTS = 4
 
 
