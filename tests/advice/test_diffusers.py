@@ -11,6 +11,7 @@ import pytest
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
+from torch.testing._internal.distributed import fake_pg  # noqa: F401  registers the backend "fake"
 from torch.utils.checkpoint import checkpoint
 
 import seqpar
