@@ -2,9 +2,12 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass
+from typing import Any
 
 import numpy as np
+import pytest
 from hypothesis import strategies as st
 
 from seqpar.layout import Layout
@@ -13,6 +16,13 @@ from seqpar.plan import TRANSPORTS, Plan
 
 MASKS = ("causal", "full", "window", "band", "packed", "cross", "cross_full", "bounds", "prefix")
 LAYOUTS = ("contiguous", "zigzag", "striped", "blocks", "arbitrary", "lopsided")
+
+
+def some(values: Sequence[Any], every: int) -> list[Any]:
+    """Parameters of a test: each value so many places apart runs in CI, the ones between in `make exhaustive`."""
+    marks = ([], [pytest.mark.exhaustive])
+    plain = [x if isinstance(x, type(pytest.param())) else pytest.param(x) for x in values]
+    return [pytest.param(*x.values, id=x.id, marks=[*x.marks, *marks[n % every > 0]]) for n, x in enumerate(plain)]
 
 
 def divisors(n: int) -> list[int]:

@@ -199,6 +199,7 @@ def test_a_trace_of_a_call_shows_what_lies_under_computation(tmp_path: Path) -> 
     assert "%" in done.stdout
 
 
+@pytest.mark.exhaustive
 def test_plans_are_measured_beside_fixed_ones(tmp_path: Path) -> None:
     if native.missing() is not None or len(os.sched_getaffinity(0)) < 2:
         pytest.skip("it needs the compiled extension and two cores")

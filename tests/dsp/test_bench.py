@@ -177,6 +177,7 @@ def test_ranks_one_after_another_run_stages_in_parts(bench, monkeypatch) -> None
     assert bench("dsp_grid").short(row["planned"]["layouts"]) == "t/2 s t/2 s"
 
 
+@pytest.mark.exhaustive
 def test_its_rehearsal(tmp_path: Path) -> None:
     pytest.importorskip("diffusers")
     command = [sys.executable, BENCH / "dsp.py", "--quick", "--repeat", "1", "--json", tmp_path / "dsp.json"]

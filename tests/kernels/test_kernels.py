@@ -37,6 +37,7 @@ from seqpar.kernels.vendor import Aten, batches
 from seqpar.mask import Mask
 from seqpar.plan.tiles import Kind, segments, tile_tables
 from seqpar.testing import dense_attention, relative_rms
+from tests.cases import some
 
 # the compiled kernel also as processors with fewer instructions run it
 OLDER = [Native(isa=isa) for isa in range(0 if native.missing() else native.ops().isa())]
@@ -281,8 +282,11 @@ def fitted(kernel: Kernel, case: Case) -> Case | None:
 
 def pairs(cases: list[Case]) -> list[object]:
     """Each kernel with each case that it can do."""
-    found = [(kernel, fitted(kernel, case)) for case in cases for kernel in (*KERNELS, *OLDER)]
-    return [pytest.param(k, case, id=f"{k.name}-{named(case)}") for k, case in dict.fromkeys(found) if case]
+    found = dict.fromkeys((kernel, fitted(kernel, case)) for kernel in (*KERNELS, *OLDER) for case in cases)
+    made = [(k, pytest.param(k, case, id=f"{k.name}-{named(case)}")) for k, case in found if case]
+    # Triton's interpreter takes a second for what others do in some milliseconds
+    slow, quick = ([p for k, p in made if (k.name == "triton") == interpreted] for interpreted in (True, False))
+    return quick + some(slow, 3)
 
 
 @pytest.mark.parametrize(("kernel", "case"), pairs(small_cases() + LARGE))

@@ -149,7 +149,7 @@ options_strategy = st.builds(
 )
 
 
-@settings(max_examples=300)
+@settings(max_examples=150)
 @given(
     cases(),
     st.sampled_from(HEADS),

@@ -119,6 +119,7 @@ def test_one_graph_serves_all_plans(by, dynamic) -> None:
     assert counter.frame_count == (1 if dynamic else 2)
 
 
+@pytest.mark.exhaustive  # CI compiles a layer of seqpar.nn
 def test_inductor_compiles_a_layer() -> None:
     comm, net, counter = LocalComm(), model(1), CompileCounterWithBackend("inductor")
     compiled = torch.compile(net, backend=counter, fullgraph=True)

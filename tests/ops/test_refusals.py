@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import math
 import re
 from collections.abc import Callable
@@ -19,7 +20,7 @@ from seqpar.layout import Layout
 from seqpar.mask import Mask
 from seqpar.plan import TRANSPORTS, Plan
 from seqpar.testing import run_processes, run_threads
-from tests.cases import LAYOUTS, Case
+from tests.cases import LAYOUTS, Case, some
 from tests.ops.test_attention import Options, check, inputs
 from tests.ops.test_guarantees import assert_same_bits, step
 
@@ -46,9 +47,10 @@ OPTIONS = (
 )
 
 
-@pytest.mark.parametrize("transport", TRANSPORTS)
-@pytest.mark.parametrize("layout", LAYOUTS)
-@pytest.mark.parametrize("ulysses", [1, 2, 4])
+WAYS = [pytest.param(*way) for way in itertools.product(LAYOUTS, TRANSPORTS, (1, 2, 4))]
+
+
+@pytest.mark.parametrize(("layout", "transport", "ulysses"), some(WAYS, 2))
 def test_every_option_under_every_layout_transport_and_width(layout, transport, ulysses) -> None:
     """An option that a layout, transport or width ignored would give another answer than one device."""
     for n, options in enumerate(OPTIONS):
