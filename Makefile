@@ -25,7 +25,7 @@ test: $(READY) $(OLDEST_TRITON) $(TIMM)
 	$(BIN)/python -m pytest -q -n $(WORKERS) --dist loadfile --no-loadscope-reorder $(ARGS)
 
 exhaustive: $(READY) $(TIMM)
-	$(BIN)/python -m pytest -q -m exhaustive --timeout 0 --hypothesis-profile=search $(ARGS)
+	$(BIN)/python -m pytest -q -n $(WORKERS) -m exhaustive --timeout 0 --hypothesis-profile=search $(ARGS)
 
 # ten minutes of random verbs over processes; ARGS="--minutes 2" takes less
 soak: $(READY)

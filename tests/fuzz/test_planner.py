@@ -17,7 +17,7 @@ from seqpar.planner.hardware import PRESETS as MACHINES
 from seqpar.planner.shape import PRESETS as MODELS
 from tests.fuzz.planned import assert_planned, refused
 
-CASES, ALL, BLOCK = 40, 2000, 50
+CASES, ALL, BLOCK = 40, 400, 50
 CHEAP, LARGE = 1 << 12, 1 << 22  # ranks times documents, at most
 
 MISTAKES: dict[str, tuple[Any, ...]] = {
