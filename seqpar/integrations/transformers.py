@@ -1,7 +1,8 @@
 """``attn_implementation="seqpar"``: attention and masks of transformers models, by the plan that surrounds them.
 
-Importing this module registers the key. A model then runs inside ``with seqpar.parallel(plan, comm):`` on this rank's
-rows ``[1, plan.rows(rank)]`` with explicit ``position_ids``; `seqpar.parallelize` does both for ordinary batches.
+Importing this module registers the key, and has `PreTrainedModel` look whether models of that name ask for it. Such a
+model runs inside ``with seqpar.parallel(plan, comm):`` on this rank's rows ``[1, plan.rows(rank)]`` with explicit
+``position_ids``; `seqpar.parallelize` does both for ordinary batches.
 
 transformers asks a *mask function* for the mask of every kind of layer, and hands what it returns to the layers. Here
 that is the handle of a plan with that kind's mask, a 0-d tensor: it reaches the attention function as an argument of
@@ -13,7 +14,7 @@ from __future__ import annotations
 import threading
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from functools import wraps
+from functools import partial, wraps
 from typing import Any, NamedTuple
 
 import torch
@@ -22,9 +23,10 @@ from transformers import AttentionInterface, PreTrainedConfig, PreTrainedModel
 from transformers.masking_utils import AttentionMaskInterface
 
 from seqpar.comm import Comm
-from seqpar.integrations.transformers_config import mixing_layers, unserved_attention
+from seqpar.integrations.transformers_config import NO_INTERFACE, mixing_layers, unserved_attention
 from seqpar.integrations.transformers_mask import Rule, rule_of
 from seqpar.ops import attention, bind
+from seqpar.ops.attention import calls
 from seqpar.ops.handles import uncompiled
 from seqpar.parallel import surrounding
 from seqpar.plan import Plan
@@ -149,6 +151,8 @@ def attention_function(
     Raises: NotImplementedError for a layer whose mask was not made by `mask_of`, and for keywords that would
     change the result, by name; what `seqpar.attention` raises.
     """
+    if not torch.compiler.is_compiling():
+        calls.begun += 1  # also where only shapes are computed, or what a checkpoint saved of the call is taken
     if not isinstance(attention_mask, Tensor) or attention_mask.dim() or attention_mask.dtype != torch.int64:
         got = list(attention_mask.shape) if isinstance(attention_mask, Tensor) else attention_mask
         raise NotImplementedError(
@@ -193,6 +197,59 @@ def _seed(module: nn.Module, mask: Tensor) -> int:
             "layer_idx, or its mask is a copy; set the dropout of attention probabilities to 0"
         )
     return int((seed + (layer + 1) * 0x9E3779B97F4A7C15) % 2**63)
+
+
+# --- models that never ask for it -------------------------------------------------------------------------------------
+
+
+def called(model: PreTrainedModel, *args: Any, **named: Any) -> Any:
+    """A call of any model: `nn.Module.__call__`, and for those that were loaded with `KEY` that under `asking`.
+
+    It stands on `PreTrainedModel`, where other modules do not pass. torch's hooks for all modules would slow down every
+    one of them, and be part of each graph that is compiled meanwhile.
+    """
+    if getattr(model.__dict__.get("config"), "_attn_implementation", None) != KEY:
+        return nn.Module.__call__(model, *args, **named)
+    return asking(model, *args, **named)
+
+
+@partial(torch.compiler.disable, recursive=False)
+def asking(model: PreTrainedModel, *args: Any, **named: Any) -> Any:
+    """A call of a model that was loaded with `KEY`, which must ask for that attention inside `seqpar.parallel`.
+
+    The outermost model is asked, as parts need not attend; one of images or sound takes what is a rank's own.
+
+    Raises: NotImplementedError if it did not: transformers takes the name for every model, also for those that attend
+    by code of their own or carry a state, and each rank would compute such a model on its rows alone.
+    """
+    if getattr(_threads, "watching", False) or not _rows_of_a_plan(model):
+        return nn.Module.__call__(model, *args, **named)
+    before = calls.begun
+    _threads.watching = True
+    try:
+        out = nn.Module.__call__(model, *args, **named)
+    finally:
+        _threads.watching = False
+    if calls.begun == before:
+        config = model.config.get_text_config()
+        reasons = [*unserved_attention(config), *mixing_layers(config)] or [NO_INTERFACE]
+        raise NotImplementedError(
+            f"{type(model).__name__}, loaded with attn_implementation={KEY!r}, never called it inside seqpar.parallel "
+            f"and saw this rank's rows alone: {', and '.join(reasons)}; load it with attn_implementation='eager' and "
+            "give each rank whole documents of its own"
+        )
+    return out
+
+
+def _rows_of_a_plan(model: PreTrainedModel) -> bool:
+    """Whether a model gets a rank's rows from its user: `seqpar.parallelize` has tried the models that it calls."""
+    if inside() or model.main_input_name != "input_ids":
+        return False
+    try:
+        surrounding()
+    except RuntimeError:
+        return False
+    return True
 
 
 # --- the registries of transformers, which are global to the process --------------------------------------------------
@@ -306,15 +363,19 @@ def nested(old: PreTrainedConfig, new: PreTrainedConfig) -> Iterator[tuple[PreTr
 
 
 def register() -> None:
-    """Enter the key in the registries. Importing this module does."""
+    """Enter the key in the registries, and `called` in `PreTrainedModel`. Importing this module does."""
     AttentionInterface.register(KEY, attention_function)
     AttentionMaskInterface.register(KEY, mask_of)
+    if "__call__" not in PreTrainedModel.__dict__:  # else it is there, maybe inside of somebody's own
+        PreTrainedModel.__call__ = called
 
 
 def unregister() -> None:
-    """Take the key out of the registries again; models that still name it then fail by name."""
+    """Take both out again; models that still name the key then fail by name."""
     for registry in REGISTRIES:
         registry._global_mapping.pop(KEY, None)
+    if PreTrainedModel.__dict__.get("__call__") is called:
+        del PreTrainedModel.__call__
 
 
 register()

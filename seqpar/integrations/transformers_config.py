@@ -12,6 +12,7 @@ from typing import Any
 from transformers import MODEL_MAPPING, PreTrainedConfig
 
 ATTENTION_LAYERS = {"full_attention", "sliding_attention", "chunked_attention"}
+NO_INTERFACE = "its attention does not go through transformers' AttentionInterface"
 LONGEST_POSITION = ("dynamic", "longrope")  # rotary types whose angles depend on it
 
 
@@ -34,7 +35,7 @@ def unserved_attention(config: PreTrainedConfig) -> list[str]:
     reasons = []
     model = MODEL_MAPPING.get(type(config), None)
     if model is not None and not model._can_set_attn_implementation():
-        reasons.append("its attention does not go through transformers' AttentionInterface")
+        reasons.append(NO_INTERFACE)
     if config.is_encoder_decoder or getattr(config, "add_cross_attention", False):
         reasons.append("it has cross-attention (an encoder and a decoder)")
     return reasons

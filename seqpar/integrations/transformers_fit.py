@@ -24,7 +24,7 @@ from seqpar.comm import LocalComm
 from seqpar.integrations.mixing import dropping
 from seqpar.integrations.sdpa import sdpa
 from seqpar.integrations.transformers import Forward, forward, implementation, planned
-from seqpar.integrations.transformers_config import mixing_layers
+from seqpar.integrations.transformers_config import NO_INTERFACE, mixing_layers
 from seqpar.integrations.transformers_mask import Rule
 from seqpar.integrations.transformers_weights import NoWeights, check_probed, check_weights
 from seqpar.layout import Layout
@@ -40,7 +40,6 @@ PER_TOKEN = ("logits", "last_hidden_state")
 SHIFTS = {ForCausalLMLoss: "row", ForMaskedLMLoss: "none", ForTokenClassification: "none"}
 POOLED, NO_ROWS = "it also returns pooler_output", "of which none has a row for every token"
 NO_MASK = "no layer asked transformers.masking_utils for a mask"
-NO_INTERFACE = "its attention does not go through transformers' AttentionInterface"
 # Modules that see other tokens, or the batch, by their nature.
 MIXING = (nn.Conv1d, nn.Conv2d, nn.Conv3d, nn.RNNBase, nn.modules.batchnorm._NormBase)
 

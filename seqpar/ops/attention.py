@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import logging
 import math
+import threading
 from collections.abc import Sequence
 from dataclasses import replace
 from numbers import Integral
@@ -22,6 +23,15 @@ from seqpar.ops.schedule import backward, forward
 from seqpar.plan import Part, Plan
 
 log = logging.getLogger("seqpar.ops")
+
+
+class Calls(threading.local):
+    """How many calls of attention this thread has begun, in graphs too."""
+
+    begun = 0
+
+
+calls = Calls()
 
 
 @overload
@@ -129,6 +139,7 @@ def agreed_call(
 
     grads: whether q, k or v, the sinks, the slopes require a gradient; by default as the tensors say.
     """
+    calls.begun += 1
     check_comm("attention", comm)
     number = comm.next_call()
     error: Exception | None = None

@@ -97,6 +97,38 @@ def test_a_padding_mask_is_left_out_or_made_documents() -> None:
     assert torch.allclose(out[:, :9], expected[:, :9], atol=1e-4)
 
 
+def test_a_model_that_never_asks_for_the_registered_attention_gets_whole_documents() -> None:
+    config = transformers.MambaConfig(vocab_size=VOCABULARY, hidden_size=16, num_hidden_layers=1, state_size=4)
+    plan = Plan(Mask([12]), Layout.contiguous(12, 2))
+
+    def loaded(attention: str) -> nn.Module:
+        return transformers.MambaForCausalLM._from_config(copy.deepcopy(config), attn_implementation=attention).eval()
+
+    model = loaded("seqpar")
+
+    def refused(comm: Comm) -> bool:
+        with (
+            advised(
+                NotImplementedError,
+                "load it with attn_implementation='eager' and give each rank whole documents of its own",
+            ),
+            seqpar.parallel(plan, comm),
+        ):
+            copy.deepcopy(model)(input_ids=seqpar.shard(ROW["input_ids"], plan, comm.rank, dim=1))
+        return True
+
+    assert all(run_threads(2, refused))
+    eager = loaded("eager")
+    eager.load_state_dict(model.state_dict())
+    expected = model(ROW["input_ids"]).logits
+
+    def whole(comm: Comm) -> bool:
+        with seqpar.parallel(plan, comm):
+            return torch.equal(copy.deepcopy(eager)(input_ids=ROW["input_ids"]).logits, expected)
+
+    assert all(run_threads(2, whole))
+
+
 def test_attention_without_a_layer_index_has_no_dropout() -> None:
     model = llama("seqpar")
     for layer in model.model.layers:

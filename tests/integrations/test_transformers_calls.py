@@ -10,7 +10,7 @@ import pytest
 import torch
 from torch import Tensor, nn
 from torch._dynamo.testing import CompileCounterWithBackend
-from transformers import AttentionInterface, AutoModel
+from transformers import AttentionInterface, AutoModel, PreTrainedModel
 
 import seqpar
 from seqpar import Comm, Layout, LocalComm, Mask, Plan
@@ -311,6 +311,7 @@ def test_the_registrations_can_be_undone() -> None:
     keys.unregister()
     try:
         assert keys.KEY not in AttentionInterface()
+        assert PreTrainedModel.__call__ is nn.Module.__call__
         with pytest.raises(ValueError, match="seqpar"):
             AutoModel.from_config(build("llama").config, attn_implementation=keys.KEY)
     finally:
