@@ -1,4 +1,4 @@
-"""What becomes of the architectures of transformers on two ranks, by every documented way in; writes the table.
+"""What becomes of the architectures of transformers on two ranks, by every documented way in, in fp64 and in fp32.
 
 python bench/architectures.py                 # all of them, to bench/results/architectures.json
 python bench/architectures.py llama lfm2      # some of them, to the terminal alone
@@ -11,7 +11,9 @@ import json
 import sys
 import warnings
 from collections import Counter
+from itertools import product
 from pathlib import Path
+from typing import Any
 
 import torch
 import transformers
@@ -20,6 +22,8 @@ sys.path.insert(0, str(Path(__file__).parents[1]))  # the table lies with the te
 
 from tests.ecosystem.architectures import TABLE
 from tests.ecosystem.ways import RANKS, TOLERANCE, verdict, ways
+
+DTYPES = {"float64": torch.float64, "float32": torch.float32}
 
 RESULTS = Path(__file__).parent / "results/architectures.json"
 
@@ -33,17 +37,20 @@ def main() -> None:
     warnings.filterwarnings("ignore")
     transformers.logging.set_verbosity_error()
     torch.set_num_threads(1)
-    rows, counts = {}, Counter[str]()
+    rows: dict[str, Any] = {}
+    counts = {each: Counter[str]() for each in DTYPES}
     for name in names:
-        said = {way: verdict(TABLE[name], way) for way in ways(TABLE[name])}
-        rows[name] = {"group": TABLE[name].group, "ways": said}
-        counts.update(each.partition(":")[0].partition(" by ")[0] for each in said.values())
-        for way, each in said.items():
-            print(f"{name:24}{way:20}{each:.160}", flush=True)
-    print(", ".join(f"{count} {kind}" for kind, count in counts.most_common()))
+        rows[name] = {"group": TABLE[name].group, **{each: {} for each in DTYPES}}
+        for way, (each, dtype) in product(ways(TABLE[name]), DTYPES.items()):
+            said = rows[name][each][way] = verdict(TABLE[name], way, dtype)
+            counts[each][said.partition(":")[0].partition(" by ")[0]] += 1
+            print(f"{name:24}{way:20}{each:10}{said:.150}", flush=True)
+    for each, count in counts.items():
+        print(f"{each}: {', '.join(f'{number} {kind}' for kind, number in count.most_common())}")
     if set(names) == TABLE.keys():
         versions = {"torch": torch.__version__, "transformers": transformers.__version__}
-        result = {"ranks": RANKS, "dtype": "float64", "tolerance": TOLERANCE, "versions": versions, "rows": rows}
+        tolerance = {each: TOLERANCE[dtype] for each, dtype in DTYPES.items()}
+        result = {"ranks": RANKS, "tolerance": tolerance, "versions": versions, "rows": rows}
         RESULTS.write_text(json.dumps(result, indent=1) + "\n")
 
 

@@ -258,11 +258,13 @@ def class_of(row: Architecture) -> type[Any]:
     raise KeyError(f"{row.kind}{row.head}")
 
 
-def build(row: Architecture, attention: str = "eager") -> transformers.PreTrainedModel:
-    """The model of a row in fp64, in training, with weights at which attention matters."""
+def build(
+    row: Architecture, attention: str = "eager", dtype: torch.dtype = torch.float64
+) -> transformers.PreTrainedModel:
+    """The model of a row, in training, with weights at which attention matters."""
     torch.manual_seed(7)
     model = class_of(row)._from_config(config_of(row), attn_implementation=attention)
     for name, parameter in model.named_parameters():
         norm = "norm" in name.lower() and name.endswith("weight")
         torch.nn.init.normal_(parameter, 1.0 if norm and "gemma" not in row.kind else 0.0, 0.2)
-    return model.double().train(row.training)
+    return (model.double() if dtype is torch.float64 else model.float()).train(row.training)

@@ -1,47 +1,66 @@
 """No architecture is silently wrong by any documented way in: it is exact, or an error says why not.
 
-CI runs one architecture of each group by every way in, and the ways in that mix tokens of ranks where they should not:
-recurrent layers, rotary embeddings of the longest position, attention that does not use transformers' interface.
-`make exhaustive` runs the whole table and compares it with the committed one, which ``python bench/architectures.py``
-writes.
+CI runs one architecture of each group by every way in, in fp32 by two, and the ways in that mix tokens of ranks where
+they should not: recurrent layers, rotary embeddings of the longest position, attention that does not use transformers'
+interface. `make exhaustive` runs the whole table and compares it with the committed one, which ``python
+bench/architectures.py`` writes.
 """
 
 from __future__ import annotations
 
 import json
+from itertools import product
 from pathlib import Path
 
 import pytest
+import torch
 
 pytest.importorskip("transformers", reason="the table is of transformers' architectures: pip install '.[transformers]'")
+
+from transformers import PreTrainedModel  # noqa: E402
 
 from tests.ecosystem.architectures import TABLE  # noqa: E402
 from tests.ecosystem.ways import verdict, ways  # noqa: E402
 
 COMMITTED = Path(__file__).parents[2] / "bench/results/architectures.json"
-FIT = ("exact", "refused: ", "unknown to transformers: ", "not called")
+FIT = ("exact", "refused: ", "unknown to transformers: ")
+DTYPES = {"float64": torch.float64, "float32": torch.float32}
 
 OF_EACH_GROUP = ("qwen3", "mixtral", "modernbert", "qwen3_next", "llava", "bart", "wav2vec2", "vit")
 MIXING = tuple(name for name, row in TABLE.items() if row.group == "hybrid")
-OUTSIDE = ("llama-dynamic", "phi3-longrope", "bloom", "mpt", "codegen", "deepseek_v32", "longformer")
-SOME = {(name, way) for name in OF_EACH_GROUP for way in ways(TABLE[name])}
-SOME |= {(name, way) for name in (*MIXING, *OUTSIDE) for way in ("sdpa", "registered")}
-# attention by recurrence, or by code of its own, loaded under a name that nothing asks for
-NOT_CALLED = {"deberta-v2", "mamba", "mamba2", "rwkv", "xlstm"}
+OUTSIDE = ("llama-dynamic", "phi3-longrope", "bloom", "mpt", "codegen", "deberta-v2", "deepseek_v32", "longformer")
+SOME = {(name, way, "float64") for name in OF_EACH_GROUP for way in ways(TABLE[name])}
+SOME |= {(name, way, "float64") for name in (*MIXING, *OUTSIDE) for way in ("sdpa", "registered")}
+SOME |= {
+    (name, way, "float32") for name in OF_EACH_GROUP for way in ways(TABLE[name]) if way in ("packed", "registered")
+}
 
 
-@pytest.mark.parametrize(("name", "way"), sorted(SOME))
-def test_an_architecture_is_exact_or_refused_by_name(name: str, way: str) -> None:
-    said = verdict(TABLE[name], way)
+@pytest.mark.parametrize(("name", "way", "dtype"), sorted(SOME))
+def test_an_architecture_is_exact_or_refused_by_name(name: str, way: str, dtype: str) -> None:
+    said = verdict(TABLE[name], way, DTYPES[dtype])
     assert said.startswith(FIT), said
-    assert (said == "not called") <= (name in NOT_CALLED), said
+
+
+@pytest.mark.parametrize("name", ["mamba", "mamba2", "rwkv", "xlstm", "deberta-v2"])
+def test_who_never_asks_for_the_registered_attention_is_told_so(name: str) -> None:
+    """Recurrences, and attention by code of its own: transformers loads them by any name."""
+    said = verdict(TABLE[name], "registered zigzag")
+    assert said.startswith("refused: ") and "never called it inside seqpar.parallel" in said, said
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+def test_what_nobody_refuses_would_be_seen(dtype: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The table's measure, on a model that nothing keeps from computing each rank's rows alone."""
+    monkeypatch.delattr(PreTrainedModel, "__call__")
+    assert verdict(TABLE["rwkv"], "registered zigzag", DTYPES[dtype]).startswith("WRONG by ")
 
 
 @pytest.mark.exhaustive
 @pytest.mark.parametrize("name", TABLE)
 def test_the_table_is_the_committed_one(name: str) -> None:
-    committed = json.loads(COMMITTED.read_text())["rows"][name]["ways"]
-    for way in ways(TABLE[name]):
-        said = verdict(TABLE[name], way)
-        assert said.startswith(FIT), f"{way}: {said}"
-        assert said.partition(":")[0] == committed[way].partition(":")[0], f"{way}: {said}"
+    committed = json.loads(COMMITTED.read_text())["rows"][name]
+    for way, (dtype, kind) in product(ways(TABLE[name]), DTYPES.items()):
+        said = verdict(TABLE[name], way, kind)
+        assert said.startswith(FIT), f"{way}, {dtype}: {said}"
+        assert said.partition(":")[0] == committed[dtype][way].partition(":")[0], f"{way}, {dtype}: {said}"

@@ -1,12 +1,14 @@
 """What becomes of an architecture on two ranks, by every documented way in: exact, or refused; anything else is a bug.
 
-All of it in fp64. Models have islands of fp32 (norms, rotary tables, softmax, routers) that would hide an error of
-1e-8; inside `Wide` they are fp64 too, on one process and on the ranks.
+In fp64 models have islands of fp32 (norms, rotary tables, softmax, routers) that would hide an error of 1e-8; inside
+`Wide` they are fp64 too, on one process and on the ranks. In fp32 a model may round more than 2e-6 by itself, which
+another order of its rows shows; the ranks are then to be as near to fp64 as one process is.
 """
 
 from __future__ import annotations
 
 import copy
+from contextlib import AbstractContextManager, nullcontext
 from typing import Any, NamedTuple
 
 import torch
@@ -21,7 +23,9 @@ from seqpar.testing import run_threads
 from tests.ecosystem.architectures import VOCABULARY, Architecture, build
 
 RANKS, TOKENS = 2, 24
-TOLERANCE = 1e-8  # of the loss, and of gradients beside the largest of the model
+TOLERANCE = {torch.float64: 1e-8, torch.float32: 2e-6}  # of the loss, and of gradients beside the model's largest
+MOST = 1e-4  # that fp32 may round in a small model; tokens that meet where they must not make 1e-2 and more
+ALIKE = 2.0  # what one seed makes of two RMS errors of one kind: 0.74 to 1.79 in the table, 1.01 in the median
 
 
 class Wide(TorchFunctionMode):
@@ -35,20 +39,24 @@ class Wide(TorchFunctionMode):
         return func(*args, **kwargs)
 
 
+def islands(dtype: torch.dtype) -> AbstractContextManager[Any]:
+    """A block in which a model of a dtype has no islands of a narrower one."""
+    return Wide() if dtype is torch.float64 else nullcontext()
+
+
 class Outcome(NamedTuple):
-    """The loss of one process or of a rank, and its gradients by name. called: whether the comm's ranks ever met."""
+    """The loss of one process or of a rank, and its gradients by name."""
 
     loss: float
     grads: dict[str, Tensor]
-    called: bool = True
 
 
-def outcome(model: nn.Module, loss: Tensor, comm: Comm | None = None) -> Outcome:
+def outcome(model: nn.Module, loss: Tensor) -> Outcome:
     """The loss, and the gradients that its backward leaves; the model is left without."""
     loss.backward()
     grads = {name: p.grad for name, p in model.named_parameters() if p.grad is not None}
     model.zero_grad(set_to_none=True)
-    return Outcome(float(loss), grads, comm is None or bool(comm.agreed))
+    return Outcome(float(loss), grads)
 
 
 # --- ways in ----------------------------------------------------------------------------------------------------------
@@ -150,9 +158,9 @@ def by_rows(comm: Comm, row: Architecture, model: nn.Module, layout: str, *, sdp
     given = {"input_ids": IDS[:, at], "position_ids": at[None] + (row.positions or 0)} | _uncached(own)
     if sdpa:
         with seqpar.parallelize(own, comm, sdpa=True, plan=plan):
-            return outcome(own, _loss(_rows(own(**given))[0], IDS[0, at]), comm)
+            return outcome(own, _loss(_rows(own(**given))[0], IDS[0, at]))
     with seqpar.parallel(plan, comm):
-        return outcome(own, _loss(_rows(own(**given))[0], IDS[0, at]), comm)
+        return outcome(own, _loss(_rows(own(**given))[0], IDS[0, at]))
 
 
 BATCHES = ("padded", "packed", "in place")
@@ -174,50 +182,73 @@ def ways(row: Architecture) -> tuple[str, ...]:
     return BATCHES if only else BATCHES + ROWS
 
 
-def verdict(row: Architecture, way: str) -> str:
-    """What becomes of an architecture by one way in.
+def verdict(row: Architecture, way: str, dtype: torch.dtype = torch.float64) -> str:
+    """What becomes of an architecture in fp64 or fp32 by one way in.
 
-    "exact"; "refused: ...", by an error of the package; "unknown to transformers: ...", which does not load or run the
-    model that way; "not called", where transformers takes the name of the registered attention and never asks for it,
-    so that nothing of the package runs. Anything else is a bug: "WRONG ..." or "CRASHED ...".
+    "exact", with a word on it where fp32 rounds more than its tolerance; "refused: ...", by an error of the package;
+    "unknown to transformers: ...", which does not load or run the model that way. Anything else is a bug: "WRONG ..."
+    or "CRASHED ...".
     """
     try:
-        with Wide():
-            model = build(row, LOADED.get(way, "sdpa"))
+        with islands(dtype):
+            model = build(row, LOADED.get(way, "sdpa"), dtype)
     except (ValueError, KeyError) as error:
         return f"unknown to transformers: {_short(error)}"
     every = batches(row, "packed" if way == "packed" else "padded")
     layout = "zigzag" if way.endswith("zigzag") else "contiguous"
 
     def call(comm: Comm) -> Outcome:
-        with Wide():
+        with islands(dtype):
             if way in BATCHES:
                 return parallelized(comm, row, model, every, in_place=way == "in place")
             return by_rows(comm, row, model, layout, sdpa=way.startswith("sdpa"))
+
+    def whole(dtype: torch.dtype) -> Outcome:
+        with islands(dtype):
+            one = build(row, dtype=dtype)
+            one.load_state_dict(model.state_dict())  # in fp64 others may be drawn
+            return of_one_process(row, one, every) if way in BATCHES else of_one_document(row, one)
 
     try:
         outcomes = run_threads(RANKS, call)
     except Exception as error:
         return _raised(error)
-    if not any(each.called for each in outcomes):
-        return "not called"
-    with Wide():
-        reference = build(row)
-        expected = of_one_process(row, reference, every) if way in BATCHES else of_one_document(row, reference)
-        return _judged(outcomes, expected, reported=way in BATCHES and row.head != "Model")
+    found, one = _together(outcomes, reported=way in BATCHES and row.head != "Model"), whole(dtype)
+    if (apart := _apart(found, one)) <= TOLERANCE[dtype]:
+        return "exact"
+    if dtype is torch.float32 and apart <= MOST:
+        truth = whole(torch.float64)
+        errors = _error(found, truth), _error(one, truth)
+        if errors[0] <= ALIKE * errors[1]:
+            return "exact: {:.1e} apart, {:.1e} from fp64 (RMS), where one process is {:.1e}".format(apart, *errors)
+    return f"WRONG by {apart:.1e}"
 
 
-def _judged(found: list[Outcome], expected: Outcome, *, reported: bool) -> str:
-    loss = found[0].loss if reported else sum(each.loss for each in found)
-    apart = abs(loss - expected.loss) / abs(expected.loss)
+def _together(ranks: list[Outcome], *, reported: bool) -> Outcome:
+    """Losses and gradients of ranks added up; reported: each rank's loss is that of all of them."""
+    grads: dict[str, Tensor] = {}
+    for name, grad in (item for each in ranks for item in each.grads.items()):
+        grads[name] = grads[name] + grad if name in grads else grad
+    return Outcome(ranks[0].loss if reported else sum(each.loss for each in ranks), grads)
+
+
+def _apart(found: Outcome, expected: Outcome) -> float:
+    """The larger difference, of losses or beside the model's largest gradient."""
     most = max(float(g.abs().max()) for g in expected.grads.values())
-    names = expected.grads.keys() | {name for each in found for name in each.grads}
-    for name in names:
-        parts = [each.grads[name] for each in found if name in each.grads]
-        total = sum(parts) if parts else torch.zeros(())
-        whole = expected.grads.get(name, torch.zeros(()))
-        apart = max(apart, float((total - whole).abs().max()) / most)
-    return "exact" if apart <= TOLERANCE else f"WRONG by {apart:.1e}"
+    return max([abs(found.loss - expected.loss) / abs(expected.loss), float(_off(found, expected).abs().max()) / most])
+
+
+def _error(found: Outcome, truth: Outcome) -> float:
+    """The RMS error of all gradients, beside the RMS of all gradients."""
+    return float(_off(found, truth).norm() / torch.cat([g.flatten() for g in truth.grads.values()]).norm())
+
+
+def _off(found: Outcome, expected: Outcome) -> Tensor:
+    """What gradients differ by, all in one row; one that is not there is 0."""
+    pairs = [(found.grads.get(n), expected.grads.get(n)) for n in {**found.grads, **expected.grads}]
+    return torch.cat(
+        [((0 if a is None else a.double()) - (0 if b is None else b.double())).flatten() for a, b in pairs]
+    )
 
 
 def _raised(error: Exception) -> str:
