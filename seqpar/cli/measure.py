@@ -75,7 +75,7 @@ class Alone:
 
     def __init__(self, size: int) -> None:
         self.rank, self.size, self.stats, self.entry = 0, size, Stats(), Entry()
-        self.agreed: dict[int, None] = {}
+        self.agreed: dict[int, tuple[str, Mapping[str, object]]] = {}
         self._made: dict[object, tuple[Tensor, Tensor]] = {}
 
     def exchange(

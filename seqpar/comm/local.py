@@ -448,7 +448,7 @@ class LocalComm:
         self.direct = world.direct
         self._ranks: Sequence[int] = scope or range(world.size)  # this comm's rank -> world rank
         self.rank, self.size, self.stats = self._ranks.index(me), len(self._ranks), stats
-        self.agreed: dict[int, None] = counters.setdefault(("agreed", scope), {})
+        self.agreed: dict[int, tuple[str, Mapping[str, object]]] = counters.setdefault(("agreed", scope), {})
         self.entry: Entry = counters.setdefault("entry", Entry())
 
     def exchange(

@@ -86,7 +86,7 @@ class Members(Generic[L]):
         self._scope_id = hash63(scope) if scope else 0
         self._ranks: Sequence[int] = scope or range(link.size)  # this comm's rank -> the group's
         self.rank, self.size, self.stats = self._ranks.index(link.rank), len(self._ranks), stats
-        self.agreed: dict[int, None] = counters.setdefault(("agreed", scope), {})
+        self.agreed: dict[int, tuple[str, Mapping[str, object]]] = counters.setdefault(("agreed", scope), {})
         self.entry: Entry = counters.setdefault("entry", Entry())
 
     def _in_group(self, tensors: Mapping[int, list[Tensor]]) -> dict[int, list[Tensor]]:

@@ -22,7 +22,9 @@ from seqpar.data.union import Known, announce
 from seqpar.layout import Layout
 from seqpar.mask import Ints, Mask, Memo, digest_of
 from seqpar.ops import relayout, unshard
+from seqpar.ops.agree import agree_once
 from seqpar.ops.handles import refuse
+from seqpar.ops.relayout import expect_relayout
 from seqpar.plan import Plan
 from seqpar.planner import Hardware, MicroBatch, plan_batch, plan_step
 
@@ -235,13 +237,22 @@ def _served(plan: Plan, lengths: Ints, ranks: int, places: Ints | None) -> Plan:
 # --- take -------------------------------------------------------------------------------------------------------------
 
 
-def take(known: Known, comm: Comm, how: Reading, chosen: list[MicroBatch] | Exception) -> list[Share]:
-    """This rank's shares under plans that all ranks have made alike. A collective."""
+def take(
+    known: Known, comm: Comm, how: Reading, chosen: list[MicroBatch] | Exception, *, alike: bool = False
+) -> list[Share]:
+    """This rank's shares under plans that all ranks have made alike. A collective.
+
+    alike: whether the same documents are sure to have the same plans again, which ranks need not compare twice.
+    """
     what = "share: the plan of the batch"
     if isinstance(chosen, Exception):
-        comm.agree(what, {}, chosen)
+        agree_once(comm, what, {}, chosen)
         raise chosen
-    comm.agree(what, {"plan": [(digest_of(part.documents), part.plan.digest()) for part in chosen]})
+    facts = {"plan": [(digest_of(part.documents), part.plan.digest()) for part in chosen]}
+    if alike:
+        agree_once(comm, what, facts, None)
+    else:
+        comm.agree(what, facts)
     if len(chosen) == 1:
         return [_taken(known, comm, how, chosen[0].plan)]
     return [_taken(known.pick(part.documents, comm.rank), comm, how, part.plan) for part in chosen]
@@ -271,7 +282,9 @@ def _moved(known: Known, comm: Comm, source: Layout | None, target: Layout) -> d
     for names in kinds.values():
         sizes = [math.prod(known.columns[name].dims) for name in names]
         flat = [own[name].reshape(len(own[name]), size) for name, size in zip(names, sizes)]
-        moved = relayout(torch.cat(flat, 1), comm, src=source, dst=target)
+        rows = torch.cat(flat, 1)
+        expect_relayout(rows, comm, src=source, dst=target)
+        moved = relayout(rows, comm, src=source, dst=target)
         for name, part in zip(names, torch.split(moved, sizes, 1)):
             found[name] = part.reshape(len(part), *known.columns[name].dims)
     return found

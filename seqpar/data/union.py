@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -16,6 +16,8 @@ from seqpar.mask import Ints, frozen
 from seqpar.ops.agree import check_comm
 
 SOURCES = ("sharded", "replicated")
+
+Gather = Callable[[Any, Exception | None], list[Any]]  # every rank's value, of this one's or why there is none
 
 
 class Column(NamedTuple):
@@ -88,8 +90,11 @@ def announce(
     *,
     error: Exception | None = None,
     ended: bool = False,
+    gather: Gather | None = None,
 ) -> Known | None:
-    """What all ranks bring together; None if all have ended. A collective. error: why this rank has no batch.
+    """What all ranks bring together; None if all have ended. A collective.
+
+    error: why this rank has no batch. gather: how ranks tell each other, where more is told along with it.
 
     Raises: as `share`.
     """
@@ -105,7 +110,7 @@ def announce(
         except Exception as found:  # whatever it is, the others must hear of it
             error = found
     what = f"share(source={source!r}, shift={how.shift!r}, ignore_index={how.ignore_index})"
-    every = comm.gather(what, facts, error)
+    every = comm.gather(what, facts, error) if gather is None else gather(facts, error)
     assert own is not None
     if source == "replicated":
         _check_equal(every)

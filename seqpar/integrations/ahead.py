@@ -34,6 +34,11 @@ class Plans:
         self._coming: OrderedDict[Hashable, Future[Plan]] = OrderedDict()
         self._kept: OrderedDict[Hashable, Plan] = OrderedDict()
 
+    @property
+    def repeats(self) -> bool:
+        """Whether equal documents and states have equal plans, each time."""
+        return self._state is not None
+
     def __call__(self, lengths: Ints, ranks: int) -> Plan:
         """The plan of documents of these lengths."""
         state = None if self._state is None else self._state()

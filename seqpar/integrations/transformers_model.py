@@ -24,8 +24,10 @@ from torch.distributed.tensor import DTensor
 from transformers import PreTrainedConfig, PreTrainedModel
 
 from seqpar.comm import Comm
-from seqpar.data import Share, back, share
+from seqpar.data import Share, back
 from seqpar.data.batch import Reading, read
+from seqpar.data.share import choose, take
+from seqpar.data.union import announce
 from seqpar.integrations.ahead import Plans, ahead
 from seqpar.integrations.transformers import (
     KEY,
@@ -44,6 +46,7 @@ from seqpar.integrations.transformers_shape import shape_of
 from seqpar.integrations.worth import Worth
 from seqpar.integrations.wrapped import refuse_twice, unpicklable
 from seqpar.mask import Ints, Mask, whole
+from seqpar.ops.agree import agree_alike, agreed_under
 from seqpar.ops.handles import uncompiled
 from seqpar.parallel import parallel
 from seqpar.plan import Plan
@@ -118,6 +121,8 @@ class Parallel:
         self._hidden: list[Tensor] | None = None  # where the base model leaves its last hidden states, if asked to
         self._asleep = self._running = False
         self._count = 0
+        self._agreed: dict[Rule, dict[int, None]] = {}  # calls of attention that ranks agreed on when last asked for
+        self._rules: list[Rule] = []  # of the masks that the last forward asked for
         self._undone = ExitStack()
         self._seed = comm.gather("parallelize: the seed of attention dropout", torch.initial_seed())[0]
         self._before = model.config._attn_implementation
@@ -240,10 +245,9 @@ class Parallel:
         with self.local():
             return before(*args, **named)
 
-    def _state(self) -> tuple[bool, str]:
-        """What of the model a plan depends on and may change: whether layers are recomputed, and the device's type."""
+    def _state(self) -> _State:
         modules = self.model.modules()
-        return any(getattr(each, "gradient_checkpointing", False) for each in modules), self.model.device.type
+        return _State(any(getattr(each, "gradient_checkpointing", False) for each in modules), self.model.device.type)
 
     def _planned(self, lengths: Ints, ranks: int, state: Any) -> Plan:
         """The plan of a batch for a model of this shape."""
@@ -290,8 +294,29 @@ class Parallel:
             self.model.base_model._forward_hooks.move_to_end(self._keeping.id)
         around = ExitStack()
         around.enter_context(parallel(own.plan, self.comm, seed=self._seed + self._count * 0x632BE59BD9B4E019))
-        around.enter_context(forward(Forward(_maker(own))))
+        around.enter_context(forward(Forward(self._maker(own))))
         return around
+
+    def _maker(self, own: Share) -> Callable[[Plan, Rule], Plan]:
+        """The plan of a layer's rule for a share, which knows of masked-out tokens between others.
+
+        All ranks have the plan of the share, and had the same rules before; so what they agreed on under the plan of a
+        rule they need not compare again under that of the next batch.
+        """
+        self._rules = []
+
+        def make(plan: Plan, rule: Rule) -> Plan:
+            if own.places is None or not rule.local:
+                made = planned(plan, rule)
+            else:
+                window = (rule.left, None if rule.causal else rule.right)
+                made = plan.with_mask(own.mask_for(causal=rule.causal, window=window))
+            agree_alike(self._agreed.get(rule, {}), made, self.comm)
+            self._agreed[rule] = agreed_under(made, self.comm)
+            self._rules.append(rule)
+            return made
+
+        return make
 
     @uncompiled
     def _share(
@@ -302,18 +327,27 @@ class Parallel:
         training = torch.is_grad_enabled() and self.model.training
         labels = any(name in given for name in ("labels", "shift_labels"))
         hidden_states, items = bool(given.get("output_hidden_states")), given.get("num_items_in_batch")
+        state = self._state()
         facts = {
             "labels": labels, "training": training, "output_hidden_states": hidden_states,
-            "num_items_in_batch": None if items is None else int(items),
+            "num_items_in_batch": None if items is None else int(items), "autocast": _autocast(state.device),
+            "gradient checkpointing": state.recomputed, "the masks of the forward before": self._rules,
         }  # fmt: skip
-        self._loop.agree(f"{type(module).__name__}.forward", facts, error)
-        if training:
-            self._loop.note_wrapper(f"{type(module).__name__}.forward", averaged=labels and items is None)
+        what = f"{type(module).__name__}.forward"
         batch = {name: given[name] for name in (*ROWS, *DOCUMENTS) if name in given}
-        own = share(batch, self.comm, source=self.source, plan=self._plan, shift=self.fit.shift)
+        how = Reading(self.fit.shift)
+        # one round for all that ranks are to tell each other before they know the documents of all
+        known = announce(
+            batch, self.comm, self.source, how, error=error, gather=partial(self._loop.gather, what, facts=facts)
+        )
+        assert known is not None
+        if training:
+            self._loop.note_wrapper(what, averaged=labels and items is None)
+        chosen = choose(known, self.comm.size, self._plan)
+        (own,) = take(known, self.comm, how, chosen, alike=self._plan.repeats)
         if training and self.source == "sharded":
             tokens = given.get("input_ids", given.get("inputs_embeds"))
-            self._loop.note_batch(f"{type(module).__name__}.forward", own.plan.mask.lengths, tokens)
+            self._loop.note_batch(what, own.plan.mask.lengths, tokens)
         if items is not None and int(items) < own.valid:
             raise ValueError(
                 f"num_items_in_batch is {int(items)}, but the batches of all ranks have {own.valid} labels that count; "
@@ -451,6 +485,18 @@ def _leave(around: ExitStack) -> None:
     around.close()
 
 
+class _State(NamedTuple):
+    """What of a model a plan depends on and may change: whether layers are recomputed, and the device's type."""
+
+    recomputed: bool
+    device: str
+
+
+def _autocast(device: str) -> torch.dtype | None:
+    """The dtype of autocast, where it is on."""
+    return torch.get_autocast_dtype(device) if torch.is_autocast_enabled(device) else None
+
+
 class _Call(NamedTuple):
     """What a forward pass is asked for. items: num_items_in_batch. chunked: the loss without logits."""
 
@@ -481,18 +527,6 @@ def _restore(model: nn.Module, name: str, ours: Any, before: Any) -> None:
         object.__delattr__(model, name)
     else:
         object.__setattr__(model, name, before)
-
-
-def _maker(own: Share) -> Callable[[Plan, Rule], Plan]:
-    """The plan of a layer's rule for a share, which knows of masked-out tokens between others."""
-
-    def make(plan: Plan, rule: Rule) -> Plan:
-        if own.places is None or not rule.local:
-            return planned(plan, rule)
-        window = (rule.left, None if rule.causal else rule.right)
-        return plan.with_mask(own.mask_for(causal=rule.causal, window=window))
-
-    return make
 
 
 # --- configs ----------------------------------------------------------------------------------------------------------

@@ -10,8 +10,10 @@ from torch import Tensor
 
 from seqpar.comm import Comm, PeerError
 from seqpar.comm.entry import entered
+from seqpar.plan import Plan
 
 REMEMBERED = 4096  # signatures that a comm keeps; all ranks forget the same ones, as they see them in one order
+KINDS = 64  # of calls that are carried over to another plan
 
 
 def signature(facts: Mapping[str, object], *more: object) -> int:
@@ -50,10 +52,46 @@ def agree_once(
         if error is None:
             raise
         raise error from None  # the others went on with what they remember; here stands why this rank did not
-    comm.agreed[key] = None
+    _remember(comm, key, what, facts)
+    return key
+
+
+def note_agreed(comm: Comm, what: str, facts: Mapping[str, object]) -> int:
+    """Have a call count as one that ranks agreed on, where that follows from what they told each other: on all of them.
+
+    Returns its signature.
+    """
+    if comm.size == 1:
+        return 0
+    key = signature(facts, what)
+    _remember(comm, key, what, facts)
+    return key
+
+
+def _remember(comm: Comm, key: int, what: str, facts: Mapping[str, object]) -> None:
+    comm.agreed[key] = what, facts
     if len(comm.agreed) > REMEMBERED:
         del comm.agreed[next(iter(comm.agreed))]
-    return key
+
+
+def agreed_under(plan: Plan, comm: Comm) -> dict[int, None]:
+    """The signatures of the calls under a plan that ranks agreed on."""
+    # signatures are looked up in the comm, so that the number of one that is gone does no harm
+    return plan.memo(("agreed", id(comm.agreed)), dict)  # type: ignore[no-any-return]
+
+
+def agree_alike(before: Mapping[int, None], plan: Plan, comm: Comm) -> None:
+    """Have calls under a plan count as agreed that ranks agreed on under another; on both plans they must agree.
+
+    before: `agreed_under` that one.
+    """
+    now = agreed_under(plan, comm)
+    if before is now:
+        return
+    for key in list(before)[-KINDS:]:
+        if (known := comm.agreed.get(key)) is not None:
+            what, facts = known
+            now[note_agreed(comm, what, {**facts, "plan": plan.digest()})] = None
 
 
 def _plain(values: Mapping[str, object]) -> dict[str, object]:

@@ -15,7 +15,7 @@ from torch import Tensor
 
 from seqpar.comm import Comm
 from seqpar.kernels import Score, acc_dtype, ask, choose
-from seqpar.ops.agree import abort_on_error, agree_once, check_comm, signature
+from seqpar.ops.agree import abort_on_error, agree_once, agreed_under, check_comm, signature
 from seqpar.ops.call import Call, Inside, Options
 from seqpar.ops.handles import handles, in_graph, uncompiled, values_of
 from seqpar.ops.recompute import Late, check, settle
@@ -176,8 +176,10 @@ def agreed_call(
     except Exception as found:  # whatever it is, the others must hear of it
         error = found
     values = {"dropout_seed": seed, "alibi_slopes": slopes, "sinks": sinks}
-    agree_once(comm, "attention", facts, error, values=values)
+    key = agree_once(comm, "attention", facts, error, values=values)
     assert call is not None
+    if comm.size > 1:
+        agreed_under(plan, comm)[key] = None
     log.debug("rank %d: attention, call %d, plan %s, kernel %s", comm.rank, number, plan.digest(), call.kernel.name)
     return call
 

@@ -16,7 +16,7 @@ from seqpar.kernels import acc_dtype
 from seqpar.kernels.upload import upload
 from seqpar.layout import Layout
 from seqpar.mask import Ints, Memo
-from seqpar.ops.agree import abort_on_error, agree_once, check_comm
+from seqpar.ops.agree import abort_on_error, agree_once, check_comm, note_agreed
 from seqpar.ops.call import Uploaded, stream_of
 from seqpar.ops.handles import Made, carried, carry, handles, in_graph, refuse, refuse_tangent, uncompiled, values_of
 from seqpar.ops.parcel import Place, Side, moved, post, rows_of
@@ -85,6 +85,23 @@ def relayout(x: Tensor, comm: Comm, *, src: Layout, dst: Layout, rows: int | Non
         refuse("relayout", comm, error)
     y, _ = torch.ops.seqpar.relayout(x, handles(src, dst, comm), "relayout", 0, rows, grad)
     return y  # type: ignore[no-any-return]
+
+
+def expect_relayout(x: Tensor, comm: Comm, *, src: Layout, dst: Layout) -> None:
+    """Have ranks not compare the `relayout` that they make next, as they have told each other of x and the layouts.
+
+    Whether gradients are enabled they have not: an x that requires one is compared.
+    """
+    if not x.requires_grad:
+        note_agreed(comm, "relayout", _facts_of(x, src, dst, grad=False))
+
+
+def _facts_of(x: Tensor, src: Layout, dst: Layout, *, grad: bool) -> dict[str, object]:
+    return {"src": src.digest(), "dst": dst.digest()} | _facts(x, grad)
+
+
+def _facts(x: Tensor, grad: bool) -> dict[str, object]:
+    return {"dtype": x.dtype, "device": x.device.type, "other dims": list(x.shape[1:]), "requires grad": grad}
 
 
 def _rows_of(comm: Comm, dst: Layout) -> int:
@@ -248,15 +265,13 @@ def _agreed(
             _check_layouts(x, comm, src, dst)
             # by its digest: two layouts that keep each other are freed only when Python looks for cycles
             moves = src.memo(("to", dst.digest(), comm.rank), lambda: _moves(src, dst, comm))
-            facts = {"src": src.digest(), "dst": dst.digest()}
+            facts = _facts_of(x, src, dst, grad=grad)
         else:
             (plan,) = given
             moves = plan.memo(("unshard", what, comm.rank), lambda: _copies(plan, what, comm))
-            facts = {"plan": plan.digest(), "dim": dim, "side": what}
+            facts = {"plan": plan.digest(), "dim": dim, "side": what} | _facts(x, grad)
         if rows != moves.rows_out:
             raise ValueError(f"rows={rows}, but rank {comm.rank} gets {moves.rows_out}")
-        others = list(x.shape[1:])
-        facts |= {"dtype": x.dtype, "device": x.device.type, "other dims": others, "requires grad": grad}
     except Exception as found:  # whatever it is, the others must hear of it
         error = found
     tag = Tag(agree_once(comm, verb, facts, error), number, 0, 0, f"{verb} (forward)")

@@ -1,6 +1,6 @@
 """`Loop`: what a training loop does to a parallel model between forwards, as far as all ranks must do the same.
 
-Each forward compares a hash of some weights in the agreement it makes anyway. When they differ says why:
+Each forward compares a hash of some weights when ranks tell each other of their batches. When they differ says why:
 
     at the first forward                       other weights were loaded or drawn: an error
     after a backward that nobody has summed    the optimizer took a step by each rank's own share: an error
@@ -52,30 +52,36 @@ class Loop:
         self._fsdp: Averaging | None | tuple[()] = ()  # () while nobody has looked
         self._quiet = comm.size == 1  # whether there is nothing to compare, or all has been said
 
-    def agree(self, what: str, facts: Mapping[str, object], error: Exception | None) -> None:
-        """Return if every rank gave equal facts and no error, and the weights are alike: `Comm.agree`, at its cost.
+    def gather(self, what: str, value: Any, error: Exception | None, *, facts: Mapping[str, object]) -> list[Any]:
+        """Every rank's value if all gave equal facts and no error, and weights are alike: `Comm.gather`, at its cost.
 
         Raises: as that does; ValueError on every rank for weights that differ at the first call, or since gradients
         were not summed.
         """
         more = {} if self._quiet else {WEIGHTS: self._hash()}
         try:
-            self.comm.agree(what, dict(facts) | more, error)
+            found = self._gather(what, value, error, dict(facts) | more)
         except ValueError as refused:
             if getattr(refused, "differing", None) != WEIGHTS:
                 raise
             self._compare(what)
+            found = self._gather(what, value, error, facts)
+        if not self._agreed:
+            self._agreed = True
+            self._take()
+        return found
+
+    def _gather(self, what: str, value: Any, error: Exception | None, facts: Mapping[str, object]) -> list[Any]:
+        try:
+            return self.comm.gather(what, value, error, facts=facts)
         except PeerError as lost:
-            happened = f"{what} (comparing arguments): "
+            happened = f"{what} (gathering): "
             if any(text in str(lost) for text in (f"{happened}waited", f"{happened}lost", f"to agree on {what}")):
                 raise PeerError(
                     f"{str(lost).partition(DEAD)[0]}{DEAD}; give every rank as many batches as the others, or run the "
                     "model on one rank alone inside `with handle.local():`, where handle is what `parallelize` returned"
                 ) from lost
             raise
-        if not self._agreed:
-            self._agreed = True
-            self._take()
 
     def note_wrapper(self, what: str, *, averaged: bool) -> None:
         """Note who else reduces the gradients of the forward under way; warn once if they come out too small or large.

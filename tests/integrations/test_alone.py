@@ -42,5 +42,5 @@ def test_an_evaluation_on_one_rank_alone_is_told_on_all_ranks_with_what_to_do(tm
         run_processes(2, cases.witness, tmp_path, evaluates_alone)
     for rank in range(2):
         message = (tmp_path / str(rank)).read_text()
-        assert "in LlamaForCausalLM.forward (comparing arguments): waited 1 s for rank 1; the comm is dead" in message
+        assert "in LlamaForCausalLM.forward (gathering): waited 1 s for rank 1; the comm is dead" in message
         assert "; give every rank as many batches as the others" in message and "`with handle.local():`" in message

@@ -1,0 +1,130 @@
+"""How often ranks of a parallel model ask each other before anything moves, and that what they leave out is safe."""
+
+from __future__ import annotations
+
+import copy
+from collections import Counter
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+
+import seqpar
+from seqpar import Comm, Plan
+from seqpar.comm import PeerError
+from seqpar.mask import Ints
+from seqpar.testing import run_threads
+from seqpar.train import sync_gradients
+from tests.integrations.models import build
+
+MODELS = {name: build(name) for name in ("llama", "gemma3", "mistral")}
+
+
+def asking(comm: Comm) -> Counter[str]:
+    """A comm that compares as those of processes do, once, and what it is asked to compare from here on."""
+    counts: Counter[str] = Counter()
+    comm.check_every = "batch"
+
+    def counted(call: Any) -> Any:
+        def asked(what: str, *rest: Any, **named: Any) -> Any:
+            counts[what] += 1
+            return call(what, *rest, **named)
+
+        return asked
+
+    comm.agree, comm.gather = counted(comm.agree), counted(comm.gather)
+    return counts
+
+
+def batch(rank: int, *lengths: int) -> dict[str, torch.Tensor]:
+    """A rank's documents of these lengths, packed."""
+    g = torch.Generator().manual_seed(rank)
+    ids = torch.randint(1, 61, (1, sum(lengths)), generator=g)
+    positions = torch.cat([torch.arange(n) for n in lengths])[None]
+    return {"input_ids": ids, "position_ids": positions, "labels": ids}
+
+
+@pytest.mark.parametrize("name", ["llama", "gemma3"])
+def test_a_step_of_new_documents_asks_three_times_and_one_of_known_ones_twice(name: str) -> None:
+    def rank(comm: Comm) -> list[dict[str, int]]:
+        counts, model, found = asking(comm), copy.deepcopy(MODELS[name]), []
+        with seqpar.parallelize(model, comm):
+            # the third and the fifth have lengths that were there before
+            for n in (7, 8, 7, 9, 9):
+                counts.clear()
+                model(**batch(comm.rank, n, 6 + comm.rank)).loss.backward()
+                sync_gradients(model.parameters(), comm)
+                model.zero_grad()
+                found.append(dict(counts))
+        return found
+
+    for first, second, *others in run_threads(2, rank):
+        ask = f"{type(MODELS[name]).__name__}.forward"
+        again = {ask: 1, "sync_gradients": 1}
+        new = again | {"share: the plan of the batch": 1}
+        kinds = 2 if name == "gemma3" else 1  # of masks
+        assert first == new | {"all_sum": 1, "attention": kinds}
+        assert [second, *others] == [new, again, new, again]
+
+
+def test_a_planner_of_ones_own_is_compared_each_time() -> None:
+    def rank(comm: Comm) -> list[str]:
+        counts, model, count = asking(comm), copy.deepcopy(MODELS["llama"]), [0]
+
+        def plan(lengths: Ints, ranks: int) -> Plan:
+            count[0] += 1
+            kind = seqpar.Layout.contiguous if count[0] == 3 and comm.rank else seqpar.Layout.striped
+            return Plan(seqpar.Mask(lengths), kind(int(lengths.sum()), ranks))
+
+        with seqpar.parallelize(model, comm, plan=plan):
+            model(**batch(comm.rank, 8))
+            model(**batch(comm.rank, 8))
+            with pytest.raises(ValueError, match="share: the plan of the batch: ranks differ in plan") as raised:
+                model(**batch(comm.rank, 8))
+        assert counts["share: the plan of the batch"] == 3
+        return [str(raised.value)]
+
+    run_threads(2, rank)
+
+
+def rescaled(model: nn.Module) -> None:
+    model.model.layers[0].self_attn.scaling = 0.125
+
+
+def widened(model: nn.Module) -> None:
+    model.config.sliding_window = 7
+
+
+@pytest.mark.parametrize(("name", "change"), [("llama", rescaled), ("mistral", widened)])
+def test_a_model_that_changes_on_one_rank_between_batches_is_an_error_on_all(name: str, change: Any) -> None:
+    def rank(comm: Comm) -> None:
+        asking(comm)
+        model = copy.deepcopy(MODELS[name])
+        with seqpar.parallelize(model, comm):
+            for n in (8, 9):
+                model(**batch(comm.rank, n, n))
+            if comm.rank:
+                change(model)
+            with pytest.raises((ValueError, PeerError), match="attention"):
+                model(**batch(comm.rank, 10, 10))
+                comm.agree("the next call", {})
+
+    run_threads(2, rank)
+
+
+def test_autocast_and_recomputation_on_one_rank_are_named() -> None:
+    def rank(comm: Comm) -> None:
+        asking(comm)
+        model = copy.deepcopy(MODELS["llama"])
+        with seqpar.parallelize(model, comm):
+            model(**batch(comm.rank, 8))
+            named = pytest.raises(ValueError, match="forward: ranks differ in autocast: None on rank 0; torch.bfloat16")
+            with named, torch.autocast("cpu", torch.bfloat16, enabled=bool(comm.rank)):
+                model(**batch(comm.rank, 9))
+            if comm.rank:
+                model.gradient_checkpointing_enable()
+            with pytest.raises(ValueError, match="ranks differ in gradient checkpointing"):
+                model(**batch(comm.rank, 9))
+
+    run_threads(2, rank)
