@@ -135,7 +135,7 @@ def main() -> None:
         row = {name: getattr(args, name) for name in ("ranks", "documents", "tokens", "hidden", "layers", "same")}
         row |= {"pairs": len(pairs), "ddp_ms": round(ddp, 2), "parallel_ms": round(parallel, 2), "part": round(part, 3)}
         rows = json.loads(args.json.read_text())["rows"] if args.json.exists() else []
-        args.json.write_text(json.dumps(environment() | {"rows": [*rows, row]}, indent=1) + "\n")
+        args.json.write_text(json.dumps({"rows": [*rows, environment() | row]}, indent=1) + "\n")
 
 
 if __name__ == "__main__":

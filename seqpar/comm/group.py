@@ -35,7 +35,7 @@ from seqpar.comm.failure import Monitor, RootCause
 from seqpar.comm.header import HEADER_BYTES, WARMING, Calls, Header, describe, hash63, packed, unpacked
 from seqpar.comm.interrupt import Interrupt
 from seqpar.comm.meeting import Meeting
-from seqpar.comm.members import ALONG, Members, process_group, waited
+from seqpar.comm.members import Members, process_group, waited
 from seqpar.comm.owner import Owner
 from seqpar.comm.protocol import PeerError, Stats, Tag, Work, nonempty, rounds
 
@@ -46,7 +46,7 @@ T = TypeVar("T")
 # gloo numbers that are not hashes of a header
 HEADERS, HANG_UP, FIRST_FREE = 0, 1, 16
 
-BESIDE = ALONG + 64  # bytes of a pair's tensors up to which they travel behind their header
+BESIDE = 1 << 14  # bytes of a pair's tensors up to which they travel behind their header
 
 
 class _Link:

@@ -50,7 +50,7 @@ from seqpar.ops.agree import agree_alike, agreed_under
 from seqpar.ops.handles import uncompiled
 from seqpar.parallel import parallel
 from seqpar.plan import Plan
-from seqpar.planner import Hardware, plan_batch
+from seqpar.planner import Hardware, ModelShape, plan_batch
 from seqpar.train import all_sum, cross_entropy, linear_cross_entropy
 from seqpar.train.loop import Loop
 
@@ -117,6 +117,7 @@ class Parallel:
     ) -> None:  # fmt: skip
         self.model, self.comm, self.source, self.average_over, self.logits = model, comm, source, average_over, logits
         self._plan = Plans(self._planned, self._state) if plan is None else Plans(lambda n, r, _: plan(n, r), None)
+        self._weighed: dict[Any, tuple[ModelShape, Hardware]] = {}  # by what of the model a plan depends on
         self._worth = Worth(type(model).__name__)
         self._hidden: list[Tensor] | None = None  # where the base model leaves its last hidden states, if asked to
         self._asleep = self._running = False
@@ -251,13 +252,14 @@ class Parallel:
 
     def _planned(self, lengths: Ints, ranks: int, state: Any) -> Plan:
         """The plan of a batch for a model of this shape."""
-        recomputed, device = state
         mask = Mask(lengths, causal=self.fit.causal)
-        # what fits is for the device to say: nobody has told its memory, nor what else is in it
-        machine = replace(Hardware.preset("cpu" if device == "cpu" else "h100"), memory=1 << 60)
-        shape = shape_of(self.model.config.get_text_config())
-        if recomputed:
-            shape = replace(shape, recompute="full")
+        if state not in self._weighed:
+            recomputed, device = state
+            # what fits is for the device to say: nobody has told its memory, nor what else is in it
+            machine = replace(Hardware.preset("cpu" if device == "cpu" else "h100"), memory=1 << 60)
+            shape = shape_of(self.model.config.get_text_config())
+            self._weighed[state] = replace(shape, recompute="full") if recomputed else shape, machine
+        shape, machine = self._weighed[state]
         return plan_batch(lengths, ranks, masks=mask, model=shape, hardware=machine)
 
     # --- a forward pass -----------------------------------------------------------------------------------------------

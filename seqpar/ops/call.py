@@ -85,17 +85,26 @@ class Call:
 
     def steps(self) -> list[Step]:
         """This rank's steps."""
+        return self._steps
+
+    @cached_property
+    def _steps(self) -> list[Step]:
         size = self.dtype.itemsize
         row_bytes = self.plan.row_bytes(self.heads, self.kv_heads, self.dim, self.v_dim, size)
         return self.plan.steps(self.comm.rank, row_bytes=row_bytes)
 
-    @property
+    @cached_property
     def alone(self) -> bool:
-        """Whether one rank computes all of it in one step: no schedule, no exchange."""
-        return self.comm.size == 1 and self.steps()[0].part.trivial
+        """Whether this rank computes its rows in one step from its own keys: no schedule, no exchange."""
+        step, *more = self.steps()
+        return (self.comm.size == 1 or step.local and not more and not step.moves) and step.part.trivial
 
     def parts(self) -> list[Part]:
         """The parts of this rank's steps, in order."""
+        return self._parts
+
+    @cached_property
+    def _parts(self) -> list[Part]:
         return [s.part for s in self.steps() if s.first]
 
     def tag(self, phase: Phase, stage: int) -> Tag:

@@ -185,13 +185,13 @@ def messages_of_small_calls(comm):
             return getattr(twin, name)
 
     other = 1 - comm.rank
-    few, many = [torch.full((8,), comm.rank + 0.5), torch.zeros(2, dtype=torch.int8)], [torch.zeros(4096)]
+    few, many = [torch.full((8,), comm.rank + 0.5), torch.zeros(2, dtype=torch.int8)], [torch.zeros(8192)]
     arrived = [torch.empty_like(x) for x in few]
     calls = (
         lambda: comm.agree("x", {"heads": 8}),
         lambda: comm.gather("x", [comm.rank]),
         lambda: comm.exchange({other: few}, {other: arrived}, tag=tag(1)).wait(),
-        lambda: comm.exchange({other: many}, {other: [torch.empty(4096)]}, tag=tag(2)).wait(),
+        lambda: comm.exchange({other: many}, {other: [torch.empty(8192)]}, tag=tag(2)).wait(),
     )
     counts = []
     for call in calls:
