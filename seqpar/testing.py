@@ -7,6 +7,7 @@ import multiprocessing
 import os
 import pickle
 import queue
+import signal
 import sys
 import threading
 import time
@@ -185,9 +186,12 @@ def _serve_forks(context: Any) -> None:
     before = os.environ.get("PYTHONPATH")
     # before Python 3.12 the server does not get this process's sys.path
     os.environ["PYTHONPATH"] = os.pathsep.join(path for path in sys.path if path)
+    # Ctrl-C at a terminal reaches all processes: this one takes it, and ends the others
+    mask = signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGINT})
     try:
         forkserver.ensure_running()
     finally:
+        signal.pthread_sigmask(signal.SIG_SETMASK, mask)
         if before is None:
             del os.environ["PYTHONPATH"]
         else:
@@ -202,6 +206,9 @@ def _close_pools() -> None:
 
 def _worker(rank: int, size: int, port: int, pipe: Connection) -> None:
     """One rank: joins the default group, then runs functions until the pipe closes."""
+    signal.signal(signal.SIGINT, signal.SIG_IGN)
+    if hasattr(signal, "pthread_sigmask"):  # which `_serve_forks` has set
+        signal.pthread_sigmask(signal.SIG_UNBLOCK, {signal.SIGINT})
     torch.set_num_threads(1)
     store = dist.TCPStore("127.0.0.1", port, None, False, timedelta(seconds=300))
     dist.init_process_group("gloo", store=store, rank=rank, world_size=size, timeout=timedelta(seconds=300))

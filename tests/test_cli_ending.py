@@ -21,6 +21,8 @@ SCRIPT = """
 import json, os, signal, sys
 import seqpar.cli, seqpar.plan.plot
 from matplotlib.figure import Figure
+from seqpar import testing
+from seqpar.cli import calibrate
 
 def closed():
     reading, writing = os.pipe()
@@ -30,12 +32,18 @@ def closed():
 def interrupted(*args, **options):
     os.kill(os.getpid(), signal.SIGINT)
 
+def interrupted_at_a_terminal(*args, **options):
+    os.killpg(0, signal.SIGINT)  # the ranks that measure links get it too
+
 def code_and_errors(into, argv):
     file = open(sys.argv[1], "w+")
     if not (pid := os.fork()):
         os.dup2(closed() if into == "closed" else os.open(into, os.O_WRONLY), 1)
         os.dup2(file.fileno(), 2)
+        os.setsid()
         Figure.savefig = interrupted
+        testing._Pool.run = interrupted_at_a_terminal
+        calibrate.measured = lambda model, device, ranks, quick: calibrate._links(device, ranks, quick)
         sys.exit(seqpar.cli.main(argv))
     code = os.waitstatus_to_exitcode(os.waitpid(pid, 0)[1])
     file.seek(0)
@@ -51,15 +59,17 @@ FULL = "cannot write to standard output: No space left on device\n"
 def test_no_end_of_a_command_is_a_traceback(tmp_path: Path) -> None:
     pytest.importorskip("matplotlib")
     drawing = [*SMALL, "--plot", str(tmp_path / "x.png")]
-    cases = [(into, argv) for into in ("closed", "/dev/full") for argv in PRINTING] + [("/dev/null", drawing)]
+    measuring = ["calibrate", "--device", "cpu", "--out", str(tmp_path / "hardware.json")]
+    cases = [(into, argv) for into in ("closed", "/dev/full") for argv in PRINTING]
+    cases += [("/dev/null", argv) for argv in (drawing, measuring)]
     done = subprocess.run(
         [sys.executable, "-c", SCRIPT, str(tmp_path / "errors"), json.dumps(cases)],
         env=os.environ | {"PYTHONPATH": str(ROOT)}, capture_output=True, text=True, timeout=600,
     )  # fmt: skip
     assert done.returncode == 0, done.stderr
-    *closed, small, large, usage, drawn = json.loads(done.stdout)
+    *closed, small, large, usage, drawn, measured = json.loads(done.stdout)
     assert closed[:2] == [[141, ""]] * 2
-    assert drawn == [130, ""]
+    assert drawn == measured == [130, ""] and not (tmp_path / "hardware.json").exists()
     assert small == large == [1, f"seqpar plan: {FULL}"]
     # argparse passes over what it cannot write
     assert closed[2] in ([0, ""], [141, ""]) and usage in ([0, ""], [1, f"seqpar: {FULL}"])

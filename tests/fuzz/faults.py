@@ -147,6 +147,7 @@ def rank_main(rank: int, size: int, port: int, schedule: Schedule, pipe) -> None
     """One rank's process: sends ("right", tensors) or (type of the error, its text)."""
     torch.set_num_threads(1)
     signal.signal(signal.SIGINT, signal.default_int_handler)
+    signal.pthread_sigmask(signal.SIG_UNBLOCK, {signal.SIGINT})  # see `testing._serve_forks`
     kind, _, what, victim, event = schedule.parts
     store = dist.TCPStore("127.0.0.1", port, None, False, timedelta(seconds=60))
     dist.init_process_group("gloo", store=store, rank=rank, world_size=size, timeout=timedelta(seconds=60))
