@@ -232,6 +232,16 @@ def test_unknown_words_are_said_in_one_line(capsys: pytest.CaptureFixture[str]) 
     assert said == r"seqpar: error: seqpar doctor does not know '\n' --wrong ''; see seqpar doctor --help"
 
 
+def test_the_longest_documents_are_planned_at_once(capsys: pytest.CaptureFixture[str]) -> None:
+    longest = str(2**31 - 1)
+    for layout in ("contiguous", "zigzag"):
+        facts = planned(capsys, "--lengths", longest, "--layout", layout)
+        assert "sends_to" not in facts["ranks"][0] and sum(rank["rows"] for rank in facts["ranks"]) == 2**31 - 1
+    assert main(["plan", "--lengths", longest, "--layout", "striped"]) == 2
+    said = "--layout striped deals tokens out one by one, here at most 16,777,216, got 2,147,483,647; take zigzag"
+    assert capsys.readouterr().err == f"seqpar plan: {said}\n"
+
+
 def test_version(capsys: pytest.CaptureFixture[str]) -> None:
     with pytest.raises(SystemExit) as stopped:
         main(["--version"])

@@ -19,7 +19,7 @@ DTYPES = ("bfloat16", "float16", "float32", "float64")
 RANKS = 1 << 16  # at most: what is told of each is made one by one
 TOKENS = 1 << 31  # of a batch, below
 LEAST, MOST = 16, 1 << 20  # tokens of a document of --random
-TABLE = 64  # ranks up to which bytes are counted rank by rank
+STRIPED = 1 << 24  # tokens that are dealt out one by one
 # Flags that say what the planner chooses, and flags that only the planner reads.
 CHOSEN = ("transport", "ulysses", "heads", "kv_heads", "dim", "dtype")
 PLANNERS = ("hardware", "token_slack", "max_tokens_per_rank", "recompute")
@@ -130,7 +130,7 @@ def show(args: Any) -> int:
         print(json.dumps(facts, indent=2))
     else:
         print(plan.describe(), end="\n\n")
-        if plan.ranks <= TABLE:
+        if "forward_bytes" in facts["ranks"][0]:
             print_bytes(facts)
     if args.plot is not None:
         try:
@@ -207,6 +207,10 @@ def fixed(args: Any) -> tuple[Plan, dict[str, Any]]:
     if min(call["heads"], call["kv_heads"], call["dim"]) < 1 or call["heads"] % call["kv_heads"]:
         raise CommandError(f"--kv-heads {call['kv_heads']} must divide --heads {call['heads']}, and --dim be positive")
     mask = make_mask(args)
+    if args.layout == "striped" and mask.tokens > STRIPED:
+        raise CommandError(
+            f"--layout striped deals tokens out one by one, here at most {STRIPED:,}, got {mask.tokens:,}; take zigzag"
+        )
     if args.layout == "zigzag":
         layout = Layout.zigzag(mask.lengths, args.ranks)
     else:
@@ -244,17 +248,18 @@ def make_mask(args: Any) -> Mask:
 
 
 def measure(plan: Plan, layout: str, call: dict[str, Any]) -> dict[str, Any]:
-    """The plan's figures as plain data; up to 64 ranks with the bytes of a layer, `sends_to` both ways together."""
+    """The plan's figures as plain data; of few ranks with the bytes of a layer, `sends_to` both ways together."""
+    from seqpar.plan.describe import told_by_rank
     from seqpar.plan.load import load_of
 
-    load = load_of(plan)
+    load, by_rank = load_of(plan), told_by_rank(plan)
     ranks: list[dict[str, Any]] = []
     for rank in range(plan.ranks):
         facts: dict[str, Any] = {"rank": rank, "rows": plan.rows(rank), "area": round(float(load.area[rank]))}
         for name, values in (("pieces", load.pieces), ("keys", load.keys), ("crossing_keys", load.crossing)):
             if values is not None:
                 facts[name] = int(values[rank])
-        if plan.ranks <= TABLE:
+        if by_rank:
             forward, backward = (plan.traffic(rank, **call, backward=b) for b in (False, True))
             facts["forward_bytes"], facts["backward_bytes"] = sum(forward.values()), sum(backward.values())
             peers = sorted({*forward, *backward})

@@ -16,24 +16,33 @@ if TYPE_CHECKING:
     from seqpar.plan.plan import Plan
 
 RANKS = 64  # of a plan, up to which each has a line
+ROWS, ALONE = 1 << 28, 32  # that are looked at for these lines, and what one costs whose neighbours are elsewhere
 DEGREES = 12  # that are listed one by one
 QUANTILES = ("min", "10 %", "median", "90 %", "max")
+
+
+def told_by_rank(plan: Plan) -> bool:
+    """Whether each rank has a line, for which all rows are looked at once for each rank."""
+    runs, _ = plan.layout.all_runs()
+    rows = plan.mask.tokens + ALONE * int(runs.count[runs.step > 1].sum())
+    return plan.ranks <= RANKS and plan.ranks * rows <= ROWS
 
 
 def describe(plan: Plan) -> str:
     """What the plan was given, its degrees and cuts, how evenly rows, area and keys are shared, and the forecast.
 
-    Up to 64 ranks have a line each: rows, area, keys received, peers, steps.
+    Up to 64 ranks have a line each: rows, area, keys received, peers, steps. Not those of hundreds of millions of rows
+    or millions of striped ones, which would take minutes.
     """
     widths = ", ".join(str(w) for w in np.unique(plan.widths))
-    area, shown = plan.mask.area(), plan.ranks <= RANKS
+    area, shown = plan.mask.area(), told_by_rank(plan)
     lines = [
         f"{plan.mask!r}",
         f"{plan.layout!r}" + ("" if plan.kv_layout is plan.layout else f", keys in {plan.kv_layout!r}"),
         f"transport {plan.transport}, Ulysses width {widths}, digest {plan.digest()[:12]}",
         f"documents by degree: {_degrees(plan)}",
         *_by_width(plan),
-        f"area {area:,} pairs, {area / plan.ranks:,.0f} per rank; partial results: {_merging(plan)}",
+        f"area {area:,} pairs, {area / plan.ranks:,.0f} per rank; partial results: {_merging(plan, shown)}",
     ]
     if shown and plan.transport == "fetch" and plan.node is not None:
         lines.append(_crossing(plan, plan.node))
@@ -128,13 +137,16 @@ def _crossing(plan: Plan, node: int) -> str:
     return f"nodes of {node} ranks: {entered:,} keys cross between them, {entered + passed:,} would without nodes"
 
 
-def _merging(plan: Plan) -> str:
-    """Over how many steps the keys of a row come, and what that costs kernels that round their results."""
+def _merging(plan: Plan, shown: bool) -> str:
+    """Over how many steps the keys of a row come, and what that costs kernels that round their results.
+
+    shown: whether ranks are looked at one by one.
+    """
     if not plan.merges:
         summed = "; key gradients are summed over ranks" if plan.transport == "gather" and plan.ranks > 1 else ""
         return f"none merged, every row has one step{summed}"
     most = 0
-    for rank in range(plan.ranks if plan.ranks <= RANKS else 0):
+    for rank in range(plan.ranks if shown else 0):
         for part in (s.part for s in plan.steps(rank) if s.first):
             met = [_met(s, part) for s in plan.steps(rank) if s.part is part]
             most = max(most, int(np.sum(met, axis=0).max(initial=0)))

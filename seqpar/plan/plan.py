@@ -428,7 +428,7 @@ class Plan(Fact):
     def describe(self) -> str:
         """The plan as text: what it was given, how evenly it shares rows, area and keys, and the forecast if any.
 
-        Up to 64 ranks have a line each.
+        Up to 64 ranks have a line each, unless it takes too long to look at all their rows.
         """
         from seqpar.plan.describe import describe
 

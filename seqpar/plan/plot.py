@@ -14,6 +14,7 @@ import numpy as np
 
 from seqpar.layout import cut
 from seqpar.mask import Ints
+from seqpar.plan.describe import told_by_rank
 from seqpar.plan.load import Floats, fetched_between, load_of, node_of
 
 if TYPE_CHECKING:
@@ -29,7 +30,7 @@ STYLE: Any = {
     "text.color": INK, "xtick.color": MUTED, "ytick.color": MUTED, "legend.frameon": False,
 }  # fmt: skip
 COLUMNS, LINES = 1600, 512  # of the raster that stands for all rows of all ranks
-BLOCKS = 64  # of ranks in the heat map; above it ranks are taken together
+BLOCKS = 64  # of ranks in the heat map, at most
 # What a heat map counts where no model is known.
 CALL = {"heads": 32, "kv_heads": 8, "dim": 128, "dtype": "bfloat16"}
 
@@ -234,18 +235,18 @@ def traffic(axis: Any, plan: Plan, call: dict[str, Any] | None) -> tuple[Any, st
     from matplotlib.colors import PowerNorm
 
     call = call or (plan.forecast.call if plan.forecast is not None else CALL)
-    node, block = node_of(plan), 1
-    if plan.ranks > BLOCKS:
+    node, block, exact = node_of(plan), 1, told_by_rank(plan)
+    if not exact:
         unit = int(np.lcm.reduce([node or 1, *np.unique(plan.widths).tolist()]))
         block = unit * -(-plan.ranks // (unit * BLOCKS))
     who = "rank" if block == 1 else f"{block} ranks each"
     axis.set(title="Who sends to whom", xlabel=f"sender, {who}", ylabel=f"receiver, {who}")
-    if block > 1 and plan.transport != "fetch":
-        words = f'above {BLOCKS} ranks drawn for transport "fetch"'
+    if not exact and plan.transport != "fetch":
+        words = 'of so many ranks or rows drawn for transport "fetch"'
         axis.text(0.5, 0.5, words, ha="center", va="center", transform=axis.transAxes, color=MUTED)
         axis.set(xticks=[], yticks=[])
         return None, ""
-    moved = _bytes(plan, call, block) / 2**20
+    moved = (_bytes(plan, call) if exact else _blocks(plan, call, block)) / 2**20
     image = axis.imshow(
         moved, cmap="Blues", norm=PowerNorm(0.5, 0, max(moved.max(), 1e-9)), interpolation="nearest", aspect="auto"
     )
@@ -256,16 +257,19 @@ def traffic(axis: Any, plan: Plan, call: dict[str, Any] | None) -> tuple[Any, st
         ticks.get_major_locator().set_params(integer=True)
     axis.spines[["left", "bottom"]].set_visible(False)
     both = "MiB in one layer, forward and backward"
-    return image, both if block == 1 else "MiB of keys and values in one layer, forward"
+    return image, both if exact else "MiB of keys and values in one layer, forward"
 
 
-def _bytes(plan: Plan, call: dict[str, Any], block: int) -> Floats:
-    """Bytes by receiver and sender: all of one layer between ranks, keys and values of a forward between blocks."""
+def _blocks(plan: Plan, call: dict[str, Any], block: int) -> Floats:
+    """Bytes of keys and values in one layer's forward, by receiving and sending block of ranks."""
     from seqpar.plan.traffic import Shape
 
-    if block > 1:
-        shape = Shape(**call)
-        return fetched_between(plan, block) * shape.kv_heads * (shape.dim + shape.values) * shape.size
+    shape = Shape(**call)
+    return fetched_between(plan, block) * shape.kv_heads * (shape.dim + shape.values) * shape.size
+
+
+def _bytes(plan: Plan, call: dict[str, Any]) -> Floats:
+    """Bytes of one layer, by receiving and sending rank."""
     moved = np.zeros((plan.ranks, plan.ranks))
     for rank in range(plan.ranks):
         for backward in (False, True):

@@ -8,7 +8,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from seqpar import Hardware, Layout, Mask, Plan, plan_batch
-from seqpar.plan.describe import _spread
+from seqpar.plan.describe import _spread, told_by_rank
 from seqpar.plan.load import fetched_between, load_of, node_of
 from seqpar.plan.steps import count
 from tests.cases import Case, cases, node_cases
@@ -84,6 +84,18 @@ def test_many_degrees_are_told_by_powers_of_two() -> None:
     counts = [int(part.split(" on ")[0]) for part in told.split(", ")]
     assert sum(counts) == 39 and len(counts) <= 6
     assert told.endswith(f"to {plan.degrees.max()}")
+
+
+@pytest.mark.parametrize("transport", ["fetch", "ring", "gather"])
+def test_ranks_of_huge_batches_have_no_line_each(transport: str) -> None:
+    """For which gigabytes of rows would be looked at one by one, for minutes."""
+    tokens = 2**31 - 1
+    for layout in (Layout.contiguous(tokens, 8), Layout.zigzag([tokens], 8)):
+        plan = Plan(Mask([tokens]), layout, transport=transport)
+        assert not told_by_rank(plan) and "steps are those for" not in plan.describe()
+    for tokens, layout in ((10**6, Layout.striped(10**6, 8)), (10**7, Layout.contiguous(10**7, 8))):
+        assert told_by_rank(Plan(Mask([tokens]), layout))
+    assert not told_by_rank(Plan(Mask([10**7]), Layout.striped(10**7, 8)))
 
 
 @pytest.mark.parametrize(("length", "ranks"), [(10**7, 64), (2**31 - 1, 4096)])

@@ -40,7 +40,7 @@ def test_the_raster_of_thousands_of_ranks_is_a_sample() -> None:
 def test_bytes_between_ranks_are_those_that_the_plan_predicts() -> None:
     plan = plan_batch([9000, 700, 50, 4000, 20], 4, model="tiny", hardware="cpu")
     call = plan.forecast.call
-    moved = _bytes(plan, call, 1)
+    moved = _bytes(plan, call)
     for rank in range(4):
         assert moved[:, rank].sum() == sum(plan.bytes(rank, **call, backward=b) for b in (False, True))
     assert moved.trace() == 0 < moved.sum()
@@ -55,8 +55,10 @@ def test_bytes_between_ranks_are_those_that_the_plan_predicts() -> None:
         Plan(Mask([500, 90]), Layout.contiguous(590, 70), transport="gather"),
         Plan(Mask([3]), Layout.contiguous(3, 5), rows=2),
         Plan(Mask([40, 300], window=(3, None)), Layout.zigzag([40, 300], 68), node=2),
+        Plan(Mask([2**31 - 1]), Layout.zigzag([2**31 - 1], 8)),
+        Plan(Mask([2**31 - 1]), Layout.contiguous(2**31 - 1, 8), transport="ring"),
     ],
-    ids=["planned", "planned-nodes", "ring", "gather", "empty-ranks", "nodes"],
+    ids=["planned", "planned-nodes", "ring", "gather", "empty-ranks", "nodes", "huge", "huge-ring"],
 )
 @pytest.mark.parametrize("suffix", ["png", "svg"])
 def test_every_plan_can_be_drawn(plan: Plan, suffix: str, tmp_path: Path) -> None:
