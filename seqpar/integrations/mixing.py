@@ -19,7 +19,7 @@ def mixing(model: nn.Module) -> list[str]:
     names = [f"{name or 'the model'} ({type(m).__name__})" for name, m in model.named_modules() if _over_tokens(m)]
     if names:
         found.append(f"it has modules that see other tokens: {', '.join(names)}")
-    found += dropping(model)
+    found += dropping(model) + renorming(model)
     for inner in _of_transformers(model):
         from seqpar.integrations.transformers_fit import carries
 
@@ -36,6 +36,16 @@ def dropping(model: nn.Module) -> list[str]:
     if any("DropPath" in type(m).__name__ and getattr(m, "drop_prob", 1) for m in model.modules()):
         return ["it drops whole paths of a sequence at random (DropPath)"]
     return []
+
+
+def renorming(model: nn.Module) -> list[str]:
+    """Whether a forward changes weights that training goes on from, by the tokens that a rank has."""
+    names = [name or "the model" for name, m in model.named_modules()
+             if getattr(m, "max_norm", None) is not None and isinstance(m, (nn.Embedding, nn.EmbeddingBag))
+             and m.weight.requires_grad]  # fmt: skip
+    return (
+        [f"its forward rescales weights of the tokens that a rank has: max_norm of {', '.join(names)}"] if names else []
+    )
 
 
 def _of_transformers(model: nn.Module) -> list[Any]:

@@ -12,12 +12,15 @@ sum, or where something depends on the longest position.
 
 Looked at are the queries, keys and values of every attention and what the model returns, at some places; what its
 modules get and return on the way tells which of them is the first that does not follow.
+
+Each run begins with the buffers and attributes that the model had. Two things show in further runs: with fewer rows
+what depends on their number, as ``x * log(len(x))``, and after other rows, where these have left something in a buffer,
+what a next forward makes of it, as of a running mean.
 """
 
 from __future__ import annotations
 
 import itertools
-import sys
 import threading
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import AbstractContextManager, ExitStack, contextmanager
@@ -27,9 +30,10 @@ from typing import Any, NamedTuple
 import numpy as np
 import torch
 from torch import Tensor, nn
-from torch.utils._pytree import tree_flatten, tree_leaves, tree_unflatten
 
 from seqpar.comm import PeerError
+from seqpar.integrations.kept import Buffers, State, eager, state_of
+from seqpar.integrations.nests import leaves, replaced
 from seqpar.mask import Ints
 
 PLACES, ELEMENTS = 64, 128  # of a tensor that are compared: rows, and elements of each
@@ -59,7 +63,8 @@ class Rows:
         self.positions, self.unit, count = positions, unit, len(positions[0].own)
         random, samples = np.random.default_rng(0), count // unit
         low = np.argsort(positions[0].own[:unit], kind="stable")[: (unit + 1) // 2]
-        taken = low[random.integers(len(low), size=unit)]
+        few = random.permutation(low)[:PLACES]  # so few that the largest of all rows is hardly among them
+        taken = few[random.integers(len(few), size=unit)]
         self.taken = {unit: taken}
         if samples > 1:
             self.taken[count] = (np.arange(samples)[:, None] * unit + taken).ravel()
@@ -87,9 +92,36 @@ class Rows:
             at = self.places[x.shape[dim]]
             if not second:
                 at = self.taken[x.shape[dim]][at]
-            picked = x.index_select(dim, torch.from_numpy(at).to(x.device)).movedim(dim, 0)
-            found[dim] = _thin(_real(picked).reshape(len(at), -1))
+            found[dim] = _picked(x, dim, at)
         return found or {-1: _thin(_real(x).reshape(1, -1))}
+
+
+class Fewer:
+    """The rows of a first run without some of which it holds no sample.
+
+    avoid: sizes of which their number is to be none, so that no other dim is taken for theirs.
+    """
+
+    def __init__(self, rows: Rows, avoid: set[int]) -> None:
+        needed, half = np.unique(rows.taken[rows.unit]), rows.unit // 2
+        sizes = range(max(2, len(needed), half), min(rows.unit, half + 64))
+        self.size = next((n for n in sizes if n not in avoid), 0)
+        more = np.setdiff1d(np.arange(rows.unit), needed)[: self.size - len(needed)]
+        left = np.sort(np.concatenate([needed, more]))
+        self._left, self._places = {}, {}
+        for size, taken in rows.taken.items() if self.size else ():
+            several = (np.arange(size // rows.unit)[:, None] * rows.unit + left).ravel()
+            self._left[size] = several
+            self._places[len(several)] = np.searchsorted(several, taken[rows.places[size]])
+
+    def replaced(self, x: Tensor, dim: int) -> Tensor:
+        """The tensor of fewer rows."""
+        return x.index_select(dim, torch.from_numpy(self._left[x.shape[dim]]).to(x.device))
+
+    def sample(self, x: Tensor, *, second: bool) -> Sample:
+        """What `Rows.sample` takes from a tensor of the first run, from one of this run; nothing without rows."""
+        dims = {dim: self._places[size] for dim, size in enumerate(x.shape) if size in self._places}
+        return {dim: _picked(x.detach(), dim, at) for dim, at in dims.items()}
 
 
 class Event(NamedTuple):
@@ -119,8 +151,10 @@ class Record:
     What goes wrong in looking on is a failure to tell of, and ends no run: other ranks may be in the same one.
     """
 
-    def __init__(self, model: nn.Module, rows: Rows | None, *, second: bool) -> None:
+    def __init__(self, model: nn.Module, rows: Rows | Fewer | None, *, second: bool) -> None:
         self.model, self.rows, self.second, self.failure = model, rows, second, ""
+        self.fewer = isinstance(rows, Fewer)
+        self.left: Buffers = {}  # buffers that the run has changed
         self.events: list[Event] = []
         self.inside: list[str] = []
 
@@ -138,7 +172,7 @@ class Record:
         except Exception as error:
             self.failure = _text(error)
 
-    def _event(self, rows: Rows, kind: str, name: str, tensors: Iterable[Any], by: str) -> Event:
+    def _event(self, rows: Rows | Fewer, kind: str, name: str, tensors: Iterable[Any], by: str) -> Event:
         plain = [x for x in tensors if type(x) in (Tensor, nn.Parameter) and x.layout is torch.strided and x.numel()]
         samples = [rows.sample(x, second=self.second) for x in plain]
         there = [] if self.second else [rows.sample(x, second=True) for x in plain]
@@ -162,13 +196,13 @@ class Record:
 
     def _gets(self, name: str, _: nn.Module, args: Any, kwargs: Any) -> None:
         if under_trial() is self:  # other threads may share the model
-            self.note("gets", name, tree_leaves((args, kwargs)), self.here())
+            self.note("gets", name, leaves((args, kwargs)), self.here())
             self.inside.append(name)
 
     def _returns(self, name: str, _: nn.Module, args: Any, out: Any) -> None:
         if under_trial() is self:
             self.inside.pop()
-            self.note("returns", name, tree_leaves(out))
+            self.note("returns", name, leaves(out))
 
 
 _threads = threading.local()
@@ -192,33 +226,30 @@ def tried(
     *,
     told: Callable[[Any], list[Any]] = lambda value: [value],
     readings: int = READINGS,
+    alone: bool = True,
 ) -> Verdict:
     """What two runs of ``run(*args, **kwargs)``, the forward of a model, show.
 
     positions: of this rank's rows, in their documents first. stand_in: the context in which attention notes what it
     gets in `under_trial` and returns a function of each row alone. told: a value of each rank that runs the model
-    together with this one. readings: how many readings of the arguments are tried at most.
+    together with this one. readings: how many readings of the arguments are tried at most. alone: whether no other
+    rank meets this one in the model's forward, so that there may be further runs.
 
     A rank with too few rows runs the model as well, twice as it is, and as often as the ranks that it runs with.
-    The model is left as it was: buffers, the state of random numbers, what is compiled.
+    The model is left as it was: buffers, attributes, the state of random numbers, what is compiled.
 
     Raises: RuntimeError, on all ranks that run together, if the first run fails on some of them alone.
     """
-    leaves, spec = tree_flatten((args, kwargs))
-    count = len(positions[0].own)
-    tensors = {i: x for i, x in enumerate(leaves) if _is_plain(x) and not _is_mask(x, count)}
+    count, given = len(positions[0].own), leaves((args, kwargs))
+    tensors = {i: x for i, x in enumerate(given) if _is_plain(x) and not _is_mask(x, count)}
     if any(x.is_meta for x in tensors.values()):
         return Verdict(saw=False)
-
-    def runs(given: list[Any], record: Record) -> Any:
-        return _run(record, run, *tree_unflatten(given, spec), stand_in)
-
-    rough = _rough(model, tensors.values())
-    with torch.no_grad(), _kept(model), _eager(model):
+    with torch.no_grad(), eager(model), state_of(model) as state:
+        trial = _Trial(model, run, args, kwargs, stand_in, state, tensors, told, alone)
         waiting = itertools.islice(_readings(tensors, positions) if count > 1 else iter(()), readings)
         reading, found = next(waiting, None), None
         while True:
-            verdict = _twice(model, leaves, tensors, reading, runs, rough, told)
+            verdict = trial.of(reading)
             if found is None or (reading is not None and not verdict.reason and not verdict.error):
                 found = verdict if reading or verdict.error else Verdict(saw=count > 1)
             reading = next(waiting, None) if found.reason and not verdict.error else None
@@ -226,55 +257,100 @@ def tried(
                 return found
 
 
-def _twice(
-    model: nn.Module,
-    leaves: list[Any],
-    tensors: dict[int, Tensor],
-    reading: Reading | None,
-    runs: Callable[[list[Any], Record], Any],
-    rough: bool,
-    told: Callable[[Any], list[Any]],
-) -> Verdict:
-    """The verdict on a reading, by two runs; without a reading, or where rows are equal, both are of what is there."""
-    rows, dims = reading or (None, {})
-    changed = list(leaves)
-    for i, dim in dims.items():
-        changed[i] = rows.replaced(tensors[i], dim)  # type: ignore[union-attr]
-    saw = any(not torch.equal(changed[i], tensors[i]) for i in dims)
-    first, second = (Record(model, rows if saw else None, second=again) for again in (False, True))
-    error = runs(leaves, first)
-    errors = told(_text(error))
-    if any(errors):
-        if not all(errors):
-            rank = next(rank for rank, text in enumerate(errors) if text)
-            raise RuntimeError(f"{type(model).__name__} failed on rank {rank} when it was tried: {errors[rank]}")
-        return Verdict(error=_text(error))
-    error = runs(changed, second)
-    if isinstance(error, torch.OutOfMemoryError) or (error is not None and not saw):
-        return Verdict(error=_text(error))
-    if failure := first.failure or second.failure:
-        return Verdict(error=failure)
-    return _compared((first, None), (second, error), rough) if saw else Verdict(saw=False)
+class _Trial(NamedTuple):
+    """Runs of a model, each of which begins with the state that it had. The fields: as in `tried`."""
+
+    model: nn.Module
+    run: Callable[..., Any]
+    args: Any
+    kwargs: Any
+    stand_in: Callable[[], AbstractContextManager[Any]]
+    state: State
+    tensors: dict[int, Tensor]
+    told: Callable[[Any], list[Any]]
+    alone: bool
+
+    def of(self, reading: Reading | None) -> Verdict:
+        """The verdict on a reading; without a reading, or where rows are equal, runs are of what is there."""
+        rows, dims = reading or (None, {})
+        tensors = {i: self.tensors[i] for i in dims}
+        others = {id(x): rows.replaced(x, dims[i]) for i, x in tensors.items()}  # type: ignore[union-attr]
+        saw = any(not torch.equal(others[id(x)], x) for x in tensors.values())
+        first, second = (Record(self.model, rows if saw else None, second=again) for again in (False, True))
+        error = self._run(first, {})
+        errors = self.told(_text(error))
+        if any(errors):
+            if not all(errors):
+                rank = next(rank for rank, text in enumerate(errors) if text)
+                who = type(self.model).__name__
+                raise RuntimeError(f"{who} failed on rank {rank} when it was tried: {errors[rank]}")
+            return Verdict(error=_text(error))
+        error = self._run(second, others)
+        if isinstance(error, torch.OutOfMemoryError) or (error is not None and not saw):
+            return Verdict(error=_text(error))
+        if failure := first.failure or second.failure:
+            return Verdict(error=failure)
+        if not saw or rows is None:
+            return Verdict(saw=False)
+        verdict = _compared(
+            first, second, error, self._rough(), "with its rows in another order", "does not follow them"
+        )
+        if self.alone and not verdict.reason:
+            verdict = self._with_fewer(first, rows, dims)
+        if self.alone and not verdict.reason and _unlike(first.left, second.left):
+            verdict = self._afterwards(rows, first.left, second.left)
+        return verdict
+
+    def _with_fewer(self, first: Record, rows: Rows, dims: dict[int, int]) -> Verdict:
+        """The verdict on fewer rows, which is none where the model does not take them."""
+        sizes = {n for x in (*self.tensors.values(), *self.model.parameters()) for n in x.shape}
+        fewer = Fewer(rows, sizes)
+        record = Record(self.model, fewer, second=True)
+        others = {id(self.tensors[i]): fewer.replaced(self.tensors[i], dim) for i, dim in dims.items() if fewer.size}
+        if not others or self._run(record, others) is not None or record.failure:
+            return Verdict()
+        if [e[:3] for e in _judged(record)] != [e[:3] for e in _judged(first)]:
+            return Verdict()
+        return _compared(first, record, None, self._rough(), "with fewer rows", "is another for the same ones")
+
+    def _afterwards(self, rows: Rows, one: Buffers, other: Buffers) -> Verdict:
+        """The verdict on what is made of that which either run has left in buffers."""
+        records = []
+        for buffers in (one, other):
+            records.append(Record(self.model, rows, second=False))
+            if self._run(records[-1], {}, buffers) is not None or records[-1].failure:
+                return Verdict()
+        unlike, modules = _unlike(one, other), self.model.named_modules()
+        names = [f"{path}.{key}".lstrip(".") for path, m in modules for key in m._buffers if (m, key) in unlike]
+        tried = f"after other rows, which have changed {', '.join(names)}"
+        return _compared(*records, None, self._rough(), tried, "is another")
+
+    def _rough(self) -> bool:
+        return _rough(self.model, self.tensors.values())
+
+    def _run(self, record: Record, others: dict[int, Tensor], buffers: Buffers | None = None) -> Exception | None:
+        """The error of a run. others: tensors in place of arguments. buffers: what some of them hold before."""
+        args, kwargs = replaced((self.args, self.kwargs), others) if others else (self.args, self.kwargs)
+        if buffers is not None:
+            self.state.restore(buffers)
+        _threads.record = record
+        try:
+            with self.stand_in(), record.hooked():
+                out = self.run(*args, **kwargs)
+            record.note("returns", _named("", self.model), leaves(out), RESULT)
+        except PeerError:
+            raise
+        except Exception as error:
+            return error
+        finally:
+            _threads.record = None
+            record.left = self.state.changed()
+            self.state.restore()
+        return None
 
 
 def _text(error: Exception | None) -> str:
     return "" if error is None else f"{type(error).__name__}: {error}"
-
-
-def _run(record: Record, run: Callable[..., Any], args: Any, kwargs: Any, stand_in: Callable[[], Any]) -> Any:
-    """The error of a run."""
-    _threads.record = record
-    try:
-        with stand_in(), record.hooked():
-            out = run(*args, **kwargs)
-        record.note("returns", _named("", record.model), tree_leaves(out), RESULT)
-    except PeerError:
-        raise
-    except Exception as error:
-        return error
-    finally:
-        _threads.record = None
-    return None
 
 
 def _readings(tensors: dict[int, Tensor], positions: list[Positions]) -> Iterator[Reading]:
@@ -295,24 +371,36 @@ def _readings(tensors: dict[int, Tensor], positions: list[Positions]) -> Iterato
     yield from likely + others
 
 
-def _compared(one: tuple[Record, Any], two: tuple[Record, Any], rough: bool) -> Verdict:
-    """The verdict on two runs."""
-    (first, _), (second, error) = one, two
+def _judged(run: Record) -> list[Event]:
+    """What decides."""
+    return [e for e in run.events if e.kind == "attends over" or e.by == RESULT]
+
+
+def _compared(first: Record, second: Record, error: Exception | None, rough: bool, tried: str, found: str) -> Verdict:
+    """The verdict on two runs. error: of the second. tried, found: what it was like, and what is said of the model."""
     # what is cast back to single precision is rough too
     rough = rough or any(x.dtype in _LOW for event in first.events for sample in event.samples for x in sample.values())
-    last = first.events[-1]
-    judged = [[e for e in run.events if e.kind == "attends over" or e.by == RESULT] for run in (first, second)]
-    if error is None and len(judged[0]) == len(judged[1]) and all(_follows(a, b, rough) for a, b in zip(*judged)):
+    last, fewer, judged = first.events[-1], second.fewer, list(zip(_judged(first), _judged(second)))
+    as_often = error is None and len(_judged(first)) == len(_judged(second))
+    if as_often and all(_follows(a, b, rough, fewer=fewer) for a, b in judged):
         return Verdict()
     for a, b in _pairs(first.events, second.events):
-        if not _follows(a, b, rough, way=None if a is last else first.events):
+        if not _follows(a, b, rough, way=None if a is last else first.events, fewer=fewer):
             break
     else:
-        return Verdict(f"it fails: {type(error).__name__}: {error}" if error else "it calls attention another time")
+        why = f"it fails: {type(error).__name__}: {error}" if error else "it calls attention another time"
+        return Verdict(f"tried {tried}, {why}")
     stays = a.kind == "gets" and bool(a.there) and all(_all_close(x, y, rough) for x, y in zip(a.there, b.samples))
     remedy = "; let it take positions as an argument, plan.rope_positions(rank)" if stays else ""
     what = f"what {a.by} gives to {a.name}" if a.kind == "gets" else f"what {a.name} {a.kind}"
-    return Verdict(f"{what} does not follow them{remedy}")
+    return Verdict(f"tried {tried}, {what} {found}{remedy}")
+
+
+def _unlike(one: Buffers, other: Buffers) -> set[tuple[nn.Module, str]]:
+    """The buffers in which two runs have left something else."""
+    both = one.keys() & other.keys()
+    apart = {at for at in both if not _close(_flat(one[at]), _flat(other[at]), rough=False)}
+    return (one.keys() ^ other.keys()) | apart
 
 
 def _pairs(first: list[Event], second: list[Event]) -> Iterator[tuple[Event, Event]]:
@@ -325,17 +413,19 @@ def _pairs(first: list[Event], second: list[Event]) -> Iterator[tuple[Event, Eve
             yield event, waiting[event[:2]].pop()
 
 
-def _follows(a: Event, b: Event, rough: bool, way: list[Event] | None = None) -> bool:
+def _follows(a: Event, b: Event, rough: bool, *, way: list[Event] | None = None, fewer: bool = False) -> bool:
     """Whether the tensors of an event are those of the rows that lie in their places.
 
     way: the events of the run, for one that does not decide; tensors without rows then matter only where a module that
-    got rows returns none.
+    got rows returns none. fewer: whether what has rows in one run alone is none, as sizes are equal by accident.
     """
     if len(a.samples) != len(b.samples):
         return False
     pairs = list(zip(a.samples, b.samples))
     if way is not None and (a.kind != "returns" or _has_rows(a) or not _got_rows(a, way)):
         pairs = [(x, y) for x, y in pairs if -1 not in x]
+    if fewer:
+        pairs = [(x, y) for x, y in pairs if x.keys() & y.keys()]
     return all(
         any(_close(x[dim], y[dim], rough) for dim in x.keys() & y.keys()) or (-1 in x and x[-1].numel() == 1)
         for x, y in pairs
@@ -385,6 +475,16 @@ def _is_plain(x: Any) -> bool:
     return x.dtype.itemsize > 1 or not x.is_floating_point()
 
 
+def _flat(x: Tensor) -> Tensor:
+    return _real(x).reshape(1, -1)
+
+
+def _picked(x: Tensor, dim: int, at: Ints) -> Tensor:
+    """Elements [places, ...] of rows, which are along a dim."""
+    rows = x.index_select(dim, torch.from_numpy(at).to(x.device)).movedim(dim, 0)
+    return _thin(_real(rows).reshape(len(at), -1))
+
+
 def _real(x: Tensor) -> Tensor:
     return torch.view_as_real(x.resolve_conj()) if x.is_complex() else x
 
@@ -414,42 +514,3 @@ def _thin(x: Tensor) -> Tensor:
 
 def _named(name: str, module: nn.Module) -> str:
     return f"{name} ({type(module).__name__})" if name else type(module).__name__
-
-
-@contextmanager
-def _kept(model: nn.Module) -> Iterator[None]:
-    """Afterwards the model has the buffers that it had, and random numbers go on as if nothing had been drawn."""
-    held = [(module, name, x, None if x is None else x.clone())
-            for module in model.modules() for name, x in module._buffers.items()]  # fmt: skip
-    random = torch.get_rng_state()
-    devices = {x.device for _, _, x, _ in held if x is not None} | {p.device for p in model.parameters()}
-    states = [(i, torch.cuda.get_rng_state(i)) for i in devices if i.type == "cuda"]
-    try:
-        yield
-    finally:
-        for module, name, x, copy in held:
-            module._buffers[name] = x
-            if x is not None and not torch.equal(x, copy):
-                x.copy_(copy)
-        if not torch.equal(random, torch.get_rng_state()):
-            torch.set_rng_state(random)
-        for device, state in states:
-            torch.cuda.set_rng_state(state, device)
-
-
-@contextmanager
-def _eager(model: nn.Module) -> Iterator[None]:
-    """Nothing of the model is compiled, which would be done anew for two runs."""
-    compiled: list[tuple[dict[str, Any], str, Any]] = []
-    for module in model.modules():
-        if module._compiled_call_impl is not None:
-            compiled.append((module.__dict__, "_compiled_call_impl", module._compiled_call_impl))
-            module._compiled_call_impl = None
-        if "torch._dynamo" in sys.modules and isinstance(module, torch._dynamo.OptimizedModule):
-            compiled.append((module.__dict__, "forward", module.__dict__["forward"]))
-            module.__dict__["forward"] = module._orig_mod.__call__
-    try:
-        yield
-    finally:
-        for attributes, name, value in compiled:
-            attributes[name] = value

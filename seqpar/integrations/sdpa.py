@@ -24,7 +24,7 @@ from torch import Tensor, nn
 from torch.overrides import TorchFunctionMode
 
 from seqpar.comm import Comm
-from seqpar.integrations.mixing import dropping, mixing
+from seqpar.integrations.mixing import dropping, mixing, renorming
 from seqpar.integrations.probe import under_trial
 from seqpar.integrations.sdpa_mask import bounds_of, compressed, expanded, is_lower_triangle
 from seqpar.integrations.trial import Call, outermost, stand_in, way_of
@@ -253,13 +253,16 @@ class Rerouting(TorchFunctionMode):
     ) -> Tensor:  # fmt: skip
         """Attention over packed q [T, H, D], k [T_kv, H_kv, D], v [T_kv, H_kv, D_v]."""
         with self._refusals():
+            record = under_trial()
             rows = [self.plan.rows(self.comm.rank, side) for side in ("q", "kv")]
+            if record is not None and record.fewer:
+                rows = [q.shape[0], k.shape[0]]
             if [q.shape[0], k.shape[0]] != rows or v.shape[0] != rows[1]:
                 raise ValueError(
                     f"sdpa: {q.shape[0]} rows attend over {k.shape[0]}, the plan has {rows[0]} and {rows[1]} on rank "
                     f"{self.comm.rank}; give shards, or say by local= which calls stay on their rank"
                 )
-            if under_trial():
+            if record is not None:
                 self.calls += 1
                 return stand_in(*map(_cast, (q, k, v)), self.plan)
             if mask is None:
@@ -284,12 +287,12 @@ class Rerouting(TorchFunctionMode):
         if (found := outermost(self.below)) is not None and found[0] not in self.called:
             model, args, kwargs = found
             call = Call(model, self.plan, self.comm, model.training)
-            self.called[model] = (call, args, kwargs) if call.is_new() else None
+            self.called[model] = (call, args, kwargs) if call.is_due() else None
 
     @uncompiled
     def _try(self, call: Call, args: Any, kwargs: Any) -> None:
         """Raise NotImplementedError on every rank if the rows of a model do not follow on some."""
-        if call.model.training and (found := dropping(call.model)):
+        if call.model.training and (found := dropping(call.model) + renorming(call.model)):
             raise _refused(call.model, found)
         verdict = call.try_(call.model, args, kwargs, partial(sdpa, self.plan, self.comm, local=self.local))
         verdict = call.of_all(verdict)
@@ -354,8 +357,8 @@ def parallelize(
     all forwards derive from, equal on all ranks. Backward may run anywhere, also of checkpoints inside or around the
     model. Parameters, buffers, hooks and the state dict stay as they are; a copy of the model is parallelized too.
 
-    The model is tried before its first forward with such arguments, and before one with a batch or document twice as
-    long as any before: two more forwards without gradients, which leave its buffers as they were.
+    The model is tried before its first forward with such arguments, before one with a batch or document twice or half
+    as long as those before, and before the 16th: some more forwards without gradients, which leave it as it was.
 
     Raises: as `sdpa`, from the forward; RuntimeError there if neither a plan was given nor one surrounds it;
     NotImplementedError for a model that mixes rows outside its attention, here by what its modules and configs say
@@ -395,7 +398,7 @@ class _Forward:
     def _try(self, model: nn.Module, forward: Any, plan: Plan, args: Any, kwargs: Any) -> str | None:
         """Raise NotImplementedError on every rank if the rows of the model do not follow; why that is not known."""
         call = Call(model, plan, self.comm, way_of(args, kwargs, model.training))
-        if not call.is_new():
+        if not call.is_due():
             return None
         verdict = call.try_(forward, args, kwargs, partial(sdpa, plan, self.comm, local=self.local))
         if call.together:

@@ -1,7 +1,11 @@
 """When a model is tried, and what stands in for its attention meanwhile: what `seqpar.integrations.probe` leaves open.
 
 A model is tried when a comm first sees it called in some way, and again when a batch or a document is twice as long as
-any before, as something may begin to depend on the longest position.
+any before or half as long, as something may depend on the longest position, or on how many rows there are.
+
+Weights that are zero or nearly so may hide what a model does: gates, adapters, tables of positions before a first step.
+In tried runs others take their place, for this thread's calls alone: the model is not touched. What shows only after
+some steps, or where ranks meet, is for another time: the 16th such call.
 
 Where ranks meet in the forward of a model, in FSDP's gathers or DDP's buffers, each of them must run it as often. So
 whether such a model is tried, and how often it is run, follows from what all of them know: whether it is in training,
@@ -15,21 +19,33 @@ import weakref
 from collections.abc import Callable, Hashable, Mapping
 from contextlib import AbstractContextManager, ExitStack
 from types import FrameType
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 import torch.distributed as dist
 import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.overrides import TorchFunctionMode
+from torch.utils._pytree import tree_map
 
 from seqpar.comm import Comm
 from seqpar.integrations.probe import READINGS, Positions, Verdict, tried, under_trial
 from seqpar.plan import Plan
 
+ASLEEP = 1e-3  # the largest element of a parameter that may hide what is done with it
+AGAIN = 16  # the call at which a model that was found right is tried once more
 KEPT = 64  # ways of calling a model that are kept, oldest first
-Sizes = tuple[int, int]
-_seen: weakref.WeakKeyDictionary[Comm, weakref.WeakKeyDictionary[nn.Module, dict[Hashable, Sizes]]]
+Sizes = frozenset[tuple[str, int]]  # of batches and documents, in powers of 2
+
+
+class Found(NamedTuple):
+    """What is known of a way of calling a model: the sizes with which it was found right, and how often it came."""
+
+    sizes: Sizes = frozenset()
+    calls: int = 0
+
+
+_seen: weakref.WeakKeyDictionary[Comm, weakref.WeakKeyDictionary[nn.Module, dict[Hashable, Found]]]
 _seen = weakref.WeakKeyDictionary()
 _together: weakref.WeakSet[nn.Module] = weakref.WeakSet()  # models in whose forward ranks have been found to meet
 
@@ -47,14 +63,53 @@ def stand_in(q: Tensor, k: Tensor, v: Tensor, plan: Plan) -> Tensor:
 
 
 class Steady(TorchFunctionMode):
-    """A mode in which nothing is drawn: dropout drops nothing, and random numbers are all alike."""
+    """A mode in which nothing is drawn: dropout drops nothing, and random numbers are all alike.
+
+    awake: by their ids, what takes the place of parameters.
+    """
+
+    def __init__(self, awake: Mapping[int, Tensor]) -> None:
+        super().__init__()
+        self.awake = awake
 
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         kwargs = kwargs or {}
+        if self.awake:
+            args, kwargs = (tree_map(self._woken, each) for each in (args, kwargs))
         if func in _DROPOUTS:
             return kwargs["input"] if "input" in kwargs else args[0]
         out = func(*args, **kwargs)
         return out.fill_(_RANDOM[func]) if func in _RANDOM and isinstance(out, Tensor) else out
+
+    def _woken(self, x: Any) -> Any:
+        return self.awake.get(id(x), x) if isinstance(x, nn.Parameter) else x
+
+
+def awakened(model: nn.Module) -> dict[int, Tensor]:
+    """Random weights by the ids of the parameters whose place they take: of those that are nearly zero.
+
+    Biases of PyTorch's own modules are nobody's gates, and stay.
+    """
+    found: dict[int, Tensor] = {}
+    generator = torch.Generator().manual_seed(0)
+    for module in model.modules():
+        for name, p in module._parameters.items():
+            bias = name.endswith("bias") and type(module).__module__.startswith("torch.nn.")
+            if p is None or id(p) in found or bias or not _is_asleep(p):
+                continue
+            drawn = torch.rand(p.shape, generator=generator)
+            # vectors may be of what must be positive, sums over rows of a matrix are to stay as large as its input
+            drawn = (drawn * 2 - 1) * p.shape[-1] ** -0.5 if p.dim() > 1 else drawn / 2 + 0.5
+            found[id(p)] = drawn.to(p)
+    return found
+
+
+def _is_asleep(p: nn.Parameter) -> bool:
+    """Whether a parameter is nearly zero, and may be drawn."""
+    plain = type(p) is nn.Parameter and type(p.data) is Tensor and p.layout is torch.strided
+    if not plain or p.is_meta or not p.numel() or not p.is_floating_point() or p.dtype.itemsize < 2:
+        return False
+    return bool(torch.linalg.vector_norm(p.detach(), torch.inf) <= ASLEEP)
 
 
 _DROPOUTS = {
@@ -74,7 +129,8 @@ class Call:
     def __init__(self, model: nn.Module, plan: Plan, comm: Comm, key: Hashable) -> None:
         self.model, self.plan, self.comm, self.key = model, plan, comm, key
         self.longest = plan.memo("longest", lambda: int(plan.mask.lengths.max(initial=0)))
-        self.sizes = tuple(max(0, n - 1).bit_length() for n in (plan.mask.tokens, self.longest))
+        sizes = {"batch": plan.mask.tokens, "document": self.longest}
+        self.sizes: Sizes = frozenset((what, max(0, n - 1).bit_length()) for what, n in sizes.items())
         self.known = _seen.setdefault(comm, weakref.WeakKeyDictionary()).setdefault(model, {})
         if model not in _together and self.is_new() and ranks_meet(model):
             _together.add(model)
@@ -83,12 +139,19 @@ class Call:
         if self.together:
             self.key = model.training
         if self.once:  # ranks of other comms, which have other plans, may be in the same forward
-            self.sizes = 0, 0
+            self.sizes = frozenset({("any", 0)})
 
     def is_new(self) -> bool:
         """Whether none like it has been tried."""
-        before = self.known.get(self.key, (-1, -1))
-        return any(now > then for now, then in zip(self.sizes, before))
+        return not self.sizes <= self.known.get(self.key, Found()).sizes
+
+    def is_due(self) -> bool:
+        """Whether it is to be tried; counts the calls of a kind that was found right."""
+        if self.is_new():
+            return True
+        found = self.known[self.key]
+        self.known[self.key] = found = found._replace(calls=found.calls + 1)
+        return found.calls == AGAIN
 
     def try_(
         self, run: Callable[..., Any], args: Any, kwargs: Any, block: Callable[[], AbstractContextManager[Any]]
@@ -98,18 +161,25 @@ class Call:
         own, every = plan.rope_positions(rank), plan.positions(rank)
         positions = [Positions(own, self.longest - 1), Positions(every, plan.mask.tokens - 1)]
 
+        # what is asleep in a shard is that rank's affair, and who fails with others would run again alone
+        awake = {} if self.together else awakened(self.model)
+
         def around() -> AbstractContextManager[Any]:
             stack = ExitStack()
-            stack.enter_context(Steady())
+            stack.enter_context(Steady(awake))
             stack.enter_context(block())
             return stack
 
         if not self.together:
-            return tried(self.model, run, args, kwargs, positions, around)
+            verdict = tried(self.model, run, args, kwargs, positions, around)
+            if verdict.error and awake:
+                awake.clear()
+                verdict = tried(self.model, run, args, kwargs, positions, around)
+            return verdict
         if self.once:
             self.settle()
         readings = 1 if self.once else READINGS
-        return tried(self.model, run, args, kwargs, positions, around, told=self._told, readings=readings)
+        return tried(self.model, run, args, kwargs, positions, around, told=self._told, readings=readings, alone=False)
 
     def of_all(self, verdict: Verdict) -> Verdict:
         """What all ranks found, the same on each. A collective."""
@@ -128,17 +198,14 @@ class Call:
 
     def settle(self) -> None:
         """Remember a call that was found right."""
-        before = self.known.pop(self.key, (-1, -1))
-        self.known[self.key] = max(self.sizes[0], before[0]), max(self.sizes[1], before[1])
+        before = self.known.pop(self.key, Found(calls=1))
+        self.known[self.key] = before._replace(sizes=before.sizes | self.sizes)
         if len(self.known) > KEPT:
             del self.known[next(iter(self.known))]
 
     def refusal(self, reason: str) -> NotImplementedError:
         """The error of a model that cannot be computed row by row."""
-        return NotImplementedError(
-            f"{type(self.model).__name__} cannot be computed on several ranks: tried with its rows in another order, "
-            f"{reason}"
-        )
+        return NotImplementedError(f"{type(self.model).__name__} cannot be computed on several ranks: {reason}")
 
 
 def ranks_meet(model: nn.Module) -> bool:

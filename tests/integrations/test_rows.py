@@ -3,13 +3,19 @@
 from __future__ import annotations
 
 import copy
+import math
+import warnings
+from collections import UserDict
 from collections.abc import Callable
+from dataclasses import dataclass
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
+from torch.nn.utils.parametrizations import spectral_norm
 from torch.utils.checkpoint import checkpoint
 
 import seqpar
@@ -95,6 +101,85 @@ class Wave(Model):
         return torch.complex(out, out.cumsum(1))
 
 
+@dataclass
+class Output:
+    """What a model returns in a class of its own."""
+
+    logits: Tensor
+
+
+@dataclass(frozen=True)
+class Batch:
+    """A batch in a class of its own."""
+
+    ids: Tensor
+    positions: Tensor
+
+
+class Rather(UserDict):  # type: ignore[type-arg]
+    """A dict of its own, as tokenizers return."""
+
+    def __getattr__(self, name: str) -> Any:
+        return self.data[name]
+
+
+class Summed(Model):
+    """A model whose rows meet behind its last attention, in what PyTorch does not look into."""
+
+    def forward(self, ids: Tensor, positions: Tensor) -> Any:
+        return Output(super().forward(ids, positions).cumsum(1))
+
+
+class Gate(nn.Module):
+    """The sums so far, through a gate that is shut before the first step."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.gate = nn.Parameter(torch.zeros(1))
+
+    def forward(self, x: Tensor) -> Tensor:
+        return x + self.gate * x.cumsum(1)
+
+
+class Centred(nn.Module):
+    """Rows less the mean of those that came in forwards before."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.register_buffer("mean", torch.zeros(E))
+
+    def forward(self, x: Tensor) -> Tensor:
+        before = self.mean.clone()
+        self.mean += 0.1 * x.detach().mean((0, 1))
+        return x - before
+
+
+class Table(nn.Module):
+    """A table by position that grows when it is too short, and knows how long it is."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.rows = 0
+        self.register_buffer("table", torch.zeros(0, E))
+
+    def forward(self, x: Tensor, positions: Tensor) -> Tensor:
+        if (rows := int(positions.max()) + 1) > self.rows:
+            self.rows = rows
+            self.register_buffer("table", torch.arange(rows * E, dtype=x.dtype).view(rows, E).cos())
+        return x + self.table[positions]
+
+
+class Adapted(nn.Module):
+    """A layer with an adapter that adds nothing before the first step."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.layer, self.a, self.b = nn.Linear(E, E), nn.Linear(E, 2), nn.Parameter(torch.zeros(E, 2))
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.layer(x) + self.a(x) @ self.b.T
+
+
 class Experts(nn.Module):
     """Each row by one of many experts, which get their rows together, if there are any."""
 
@@ -134,6 +219,11 @@ class DropPath(nn.Module):
         return x
 
 
+def zeros(module: nn.Module) -> nn.Module:
+    nn.init.zeros_(module.weight)
+    return module
+
+
 Case = Callable[[], nn.Module]
 MIXING: dict[str, tuple[Case, str]] = {
     "positions counted": (
@@ -156,6 +246,17 @@ MIXING: dict[str, tuple[Case, str]] = {
     ),
     "recurrent module": (lambda: Model(lambda m, x, _: m.part(x)[0], nn.GRU(E, E, batch_first=True)), "part (GRU)"),
     "whole paths": (lambda: Model(lambda m, x, p: m.part(x), DropPath()), "DropPath"),
+    "sums so far through a shut gate": (lambda: Model(lambda m, x, _: m.part(x), Gate()), "what part (Gate) returns"),
+    "positions that are zeros": (
+        lambda: Model(lambda m, x, _: x + m.part(torch.arange(x.shape[1])), zeros(nn.Embedding(64, E))),
+        "what Model gives to part (Embedding)",
+    ),
+    "number of rows": (lambda: Model(lambda m, x, _: x * math.log(x.shape[1])), "tried with fewer rows"),
+    "mean so far": (
+        lambda: Model(lambda m, x, _: m.part(x), Centred()), "tried after other rows, which have changed part.mean",
+    ),
+    "a result of one's own": (lambda: Summed(lambda m, x, p: x), "what Summed returns"),
+    "weights rescaled": (lambda: Model(lambda m, x, p: x + m.part(p), nn.Embedding(64, E, max_norm=1.0)), "max_norm"),
     "imaginary parts": (lambda: Wave(lambda m, x, p: x + m.places(p)), "what Wave returns"),
     "one result": (lambda: Pooled(lambda m, x, p: x + m.places(p)), "what Pooled returns"),
 }  # fmt: skip
@@ -176,6 +277,10 @@ ALONE: dict[str, Case] = {
     "experts": lambda: Model(lambda m, x, p: m.part(x), Experts()),
     "dropout": lambda: Model(lambda m, x, p: F.dropout(x, 0.5) + torch.rand_like(x) - torch.randn(x.shape), Block(0.5)),
     "checkpoints": lambda: Model(lambda m, x, p: checkpoint(m.part, x, use_reentrant=False), Block()),
+    "a table that grows": lambda: Model(lambda m, x, p: m.part(x, p), Table()),
+    "iterations in training": lambda: Model(lambda m, x, p: m.part(x), spectral_norm(nn.Linear(E, E))),
+    "calls counted": lambda: Model(lambda m, x, p: x * (1 + m.calls)),
+    "an adapter of zeros": lambda: Model(lambda m, x, p: m.part(x), Adapted()),
     "an image of one's own": lambda: Model(
         lambda m, x, p: x + m.part(torch.ones(1, 3, 4, 4, dtype=x.dtype)).mean(), nn.Conv2d(3, 2, 3)
     ),
@@ -221,6 +326,65 @@ def test_what_computes_every_row_alone_is_exact(name: str, way: str) -> None:
     found = torch.cat(run_threads(2, logits, model, way), 1)
     if name != "dropout":
         torch.testing.assert_close(found, model(IDS[None], torch.arange(TOKENS)[None]), rtol=0, atol=1e-10)
+
+
+class Boxed(nn.Module):
+    """A model that takes its arguments in a box."""
+
+    def __init__(self, model: nn.Module) -> None:
+        super().__init__()
+        self.model = model
+
+    def forward(self, box: Any) -> Any:
+        return self.model(box.ids, box.positions)
+
+
+@pytest.mark.parametrize("box", [SimpleNamespace, Batch, Rather])
+def test_rows_in_a_batch_of_ones_own_are_tried_too(box: Any) -> None:
+    plan, comm = Plan(MASK, Layout.contiguous(TOKENS, 1)), LocalComm()
+    given, counted = (Boxed(made(case)) for case in (ALONE["positions given"], MIXING["positions counted"][0]))
+    batch = box(ids=IDS[None], positions=torch.arange(TOKENS)[None])
+    with seqpar.sdpa(plan, comm):
+        found = given(batch)
+    assert found.shape == (1, TOKENS, VOCABULARY) and torch.equal(batch.ids, IDS[None])
+    with (
+        pytest.raises(NotImplementedError, match=r"gives to model.places \(Embedding\) does not"),
+        seqpar.sdpa(plan, comm),
+    ):
+        counted(batch)
+
+
+def test_what_begins_after_some_steps_is_found_at_the_16th_call() -> None:
+    model, comm = made(lambda: Model(lambda m, x, p: x + x.cumsum(1) if m.calls > 9 else x)), LocalComm()
+    plan, x = Plan(Mask([9]), Layout.contiguous(9, 1)), torch.arange(9)[None]
+    parallelize(model, comm, plan=plan)
+    for _ in range(15):
+        model(x, x)
+    with pytest.raises(NotImplementedError, match=r"blocks.0 \(Block\) does not follow"):
+        model(x, x)
+
+
+def test_weights_in_place_of_zeros_are_no_affair_of_the_model() -> None:
+    model, comm = made(ALONE["an adapter of zeros"]), LocalComm()
+    plan, at = Plan(MASK, Layout.contiguous(TOKENS, 1)), torch.arange(TOKENS)[None]
+    before = {name: (x, x._version) for name, x in model.state_dict(keep_vars=True).items() if name != "calls"}
+    with seqpar.sdpa(plan, comm):
+        model(IDS[None], at).sum().backward()
+    assert model.part.b.grad is not None and not model.part.b.any()
+    now = {name: (x, x._version) for name, x in model.state_dict(keep_vars=True).items() if name != "calls"}
+    assert all(now[name][0] is x and now[name][1] == version for name, (x, version) in before.items())
+
+
+def test_a_model_that_fails_with_other_weights_is_tried_with_its_own() -> None:
+    def only_zeros(model: Any, x: Tensor, positions: Tensor) -> Tensor:
+        assert not model.part.gate.any()
+        return x + model.places(positions)
+
+    model = made(lambda: Model(only_zeros, Gate()))
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        found = logits(LocalComm(), model, "parallelize")
+    torch.testing.assert_close(found, model(IDS[None], torch.arange(TOKENS)[None]), rtol=0, atol=1e-10)
 
 
 def test_the_remedy_for_counted_positions_is_right() -> None:
@@ -282,7 +446,7 @@ def test_a_loss_beside_the_rows_is_taken_as_it_is() -> None:
         counted(IDS[None], at)
 
 
-def test_a_model_is_tried_once_and_again_when_batches_grow() -> None:
+def test_a_model_is_tried_once_and_again_when_batches_grow_or_shrink() -> None:
     model, comm = made(ALONE["positions given"]), LocalComm()
     handle, runs = parallelize(model, comm), []
     model.blocks[0].register_forward_hook(lambda *_: runs.append(torch.is_grad_enabled()))
@@ -296,8 +460,8 @@ def test_a_model_is_tried_once_and_again_when_batches_grow() -> None:
         assert runs[-1] and not any(runs[:-1])
         return len(runs)
 
-    assert [call(n) for n in (9, 9, 12, 16, 17, 20, 33, 8)] == [3, 1, 1, 1, 3, 1, 3, 1]
-    assert call(9, training=False) == 3 and call(9, training=False) == 1
+    assert [call(n) for n in (9, 9, 12, 16, 17, 20, 33, 8)] == [4, 1, 1, 1, 4, 1, 4, 4]
+    assert call(9, training=False) == 4 and call(9, training=False) == 1
     assert int(model.calls) == 10, "what is tried leaves no trace in buffers"
     assert torch.equal(torch.get_rng_state(), random)
     handle.undo()

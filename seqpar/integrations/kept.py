@@ -1,0 +1,96 @@
+"""What a run that is tried leaves as it was: a model's buffers and attributes, what is compiled, random numbers."""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Iterator
+from contextlib import contextmanager
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+Buffers = dict[tuple[nn.Module, str], Tensor]
+_WRAPPERS = ("torch.nn.parallel", "torch.distributed", "torch._dynamo")  # set up at a first forward, once
+
+
+class State:
+    """What a model holds beside its parameters: buffers, and attributes such as how long a table of it is.
+
+    Objects in attributes are not looked into: a list that a model appends to has grown.
+    """
+
+    def __init__(self, model: nn.Module) -> None:
+        self._modules = [m for m in model.modules() if not isinstance(m, torch.jit.ScriptModule)]
+        self._types = [type(m) for m in self._modules]
+        self._buffers = [dict(m._buffers) for m in self._modules]
+        self._attributes = [{} if _is_wrapper(m) else dict(m.__dict__) for m in self._modules]
+        self._copies: Buffers = {
+            (m, name): x.clone()
+            for m, several in zip(self._modules, self._buffers) for name, x in several.items() if x is not None
+        }  # fmt: skip
+
+    def changed(self) -> Buffers:
+        """Copies of the buffers that have other values now, in the shape that they had."""
+        found = {}
+        for (module, name), copy in self._copies.items():
+            now = module._buffers.get(name)
+            if now is not None and now.shape == copy.shape and not torch.equal(now, copy):
+                found[module, name] = now.clone()
+        return found
+
+    def restore(self, others: Buffers | None = None) -> None:
+        """Put everything back. others: values of some buffers in place of those that were there."""
+        for module, kind, several, before in zip(self._modules, self._types, self._buffers, self._attributes):
+            for name in module._buffers.keys() - several.keys():
+                del module._buffers[name]
+            for name, x in several.items():
+                module._buffers[name] = x
+                if x is not None:
+                    value = (others or {}).get((module, name), self._copies[module, name])
+                    if not torch.equal(x, value):
+                        x.copy_(value)
+            if before and type(module) is kind:  # a lazy one that knows its sizes by now is of another
+                for name in module.__dict__.keys() - before.keys():
+                    del module.__dict__[name]
+                for name, attribute in before.items():
+                    if name not in module.__dict__ or module.__dict__[name] is not attribute:
+                        module.__dict__[name] = attribute
+
+
+def _is_wrapper(module: nn.Module) -> bool:
+    return type(module).__module__.startswith(_WRAPPERS)
+
+
+@contextmanager
+def state_of(model: nn.Module) -> Iterator[State]:
+    """Afterwards the model holds what it held, and random numbers go on as if nothing had been drawn."""
+    state, random = State(model), torch.get_rng_state()
+    devices = {x.device for x in (*model.buffers(), *model.parameters())}
+    states = [(i, torch.cuda.get_rng_state(i)) for i in devices if i.type == "cuda"]
+    try:
+        yield state
+    finally:
+        state.restore()
+        if not torch.equal(random, torch.get_rng_state()):
+            torch.set_rng_state(random)
+        for device, each in states:
+            torch.cuda.set_rng_state(each, device)
+
+
+@contextmanager
+def eager(model: nn.Module) -> Iterator[None]:
+    """Nothing of the model is compiled, which would be done anew for two runs."""
+    compiled: list[tuple[dict[str, Any], str, Any]] = []
+    for module in model.modules():
+        if module._compiled_call_impl is not None:
+            compiled.append((module.__dict__, "_compiled_call_impl", module._compiled_call_impl))
+            module._compiled_call_impl = None
+        if "torch._dynamo" in sys.modules and isinstance(module, torch._dynamo.OptimizedModule):
+            compiled.append((module.__dict__, "forward", module.__dict__["forward"]))
+            module.__dict__["forward"] = module._orig_mod.__call__
+    try:
+        yield
+    finally:
+        for attributes, name, value in compiled:
+            attributes[name] = value
