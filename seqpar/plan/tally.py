@@ -24,7 +24,8 @@ class Tally(NamedTuple):
     rows: query rows; merging: those of them that see fetched keys. pieces: stretches of documents. near, far: attended
     pairs with the group's own keys and with fetched ones. keys: fetched key rows. entering: those that come from
     another node, counted once a node if they are forwarded inside it, and charged to the node's groups in proportion to
-    what each of them fetches. sent, leaving: the same of what the group sends.
+    what each of them fetches. sent, leaving: the same of what the group sends. most: query rows of the member that
+    holds most, which the others wait for where tokens are traded for heads.
     """
 
     rows: Ints
@@ -36,6 +37,7 @@ class Tally(NamedTuple):
     entering: Ints
     sent: Ints
     leaving: Ints
+    most: Ints
 
 
 class Stretches(NamedTuple):
@@ -78,7 +80,8 @@ def tally(
         kept = documents[document]
         runs, group, document = runs.pick(kept), group[kept], document[kept]  # type: ignore[arg-type]
     node_of = np.arange(groups) // node if node < groups else None
-    return _counts(mask, runs, group, document, groups, node_of=node_of, forwarded=forwarded and node > 1)
+    most = _most(mask, layout, width, documents) if width > 1 else None
+    return _counts(mask, runs, group, document, groups, node_of=node_of, forwarded=forwarded and node > 1, most=most)
 
 
 class Placed(NamedTuple):
@@ -115,6 +118,11 @@ def tallies(mask: Mask, placed: Sequence[Placed], *, ranks: int, node: int) -> l
     holder: Ints = rank[source]
     width_of: Ints = widths.ravel()[document]
     group: Ints = first.ravel()[document] + holder // width_of
+    widest = int(widths.max())
+    most = None
+    if widest > 1:
+        member = group * widest + holder % width_of
+        most = summed(member, piece.count, groups * widest).reshape(groups, widest).max(1)
     fresh = np.append(True, group[1:] != group[:-1])
     breaks = _breaks(many)
     fresh |= breaks[np.minimum(np.searchsorted(breaks, piece.start), breaks.size - 1)] == piece.start
@@ -128,7 +136,7 @@ def tallies(mask: Mask, placed: Sequence[Placed], *, ranks: int, node: int) -> l
         node_of = np.concatenate(
             [nth * nodes + np.arange(0, ranks, u) // node for nth, own in enumerate(ends) for u in own]
         )
-    counts = _counts(many, piece, group, document, groups, node_of=node_of, forwarded=False)
+    counts = _counts(many, piece, group, document, groups, node_of=node_of, forwarded=False, most=most)
     return [{u: Tally(*(c[end - ranks // u : end] for c in counts)) for u, end in own.items()} for own in ends]
 
 
@@ -154,16 +162,18 @@ def _copies(mask: Mask, count: int) -> Mask:
 
 
 def _counts(
-    mask: Mask, runs: Runs, group: Ints, document: Ints, groups: int, *, node_of: Ints | None, forwarded: bool
-) -> Tally:
+    mask: Mask, runs: Runs, group: Ints, document: Ints, groups: int, *, node_of: Ints | None, forwarded: bool,
+    most: Ints | None,
+) -> Tally:  # fmt: skip
     """The counts of stretches that one group holds each. node_of: the node of each group, None where nothing crosses
-    from one to another."""
+    from one to another. most: `Tally.most`, None where each group is a rank."""
     area = area_of(mask, runs)
     rows, pieces = summed(group, runs.count, groups), np.bincount(group, minlength=groups)
+    most = rows if most is None else most
     none = np.zeros(groups, np.int64)
     moving = _moving(mask, group, document)
     if not moving.size:
-        return Tally(rows, none, pieces, summed(group, area, groups), none, none, none, none, none)
+        return Tally(rows, none, pieces, summed(group, area, groups), none, none, none, none, none, most)
     near = area.copy()
     moved = _Moved(mask, runs.pick(moving), group[moving], groups)
     near[moving] = moved.near(mask)
@@ -174,7 +184,7 @@ def _counts(
     return Tally(
         rows=rows, merging=summed(group, np.where(near < area, runs.count, 0), groups), pieces=pieces,
         near=summed(group, near, groups), far=summed(group, area - near, groups),
-        keys=keys, entering=entering, sent=sent, leaving=leaving,
+        keys=keys, entering=entering, sent=sent, leaving=leaving, most=most,
     )  # fmt: skip
 
 
@@ -195,6 +205,13 @@ def _pieces(mask: Mask, layout: Layout, width: int) -> tuple[Runs, Ints, Ints]:
     whole = Runs(lo, np.diff(np.append(lo, mask.tokens)), np.ones_like(lo))
     piece, source = cut(whole, _breaks(mask))
     return piece, group[source], interval_of(piece.start, mask.offsets[:-1])
+
+
+def _most(mask: Mask, layout: Layout, width: int, documents: NDArray[np.bool_] | None) -> Ints:
+    """`Tally.most` of groups of ``width`` ranks."""
+    runs, rank, document = _pieces(mask, layout, 1)
+    rows = runs.count if documents is None else runs.count * documents[document]
+    return summed(rank, rows, layout.ranks).reshape(-1, width).max(1)
 
 
 def _stretches(layout: Layout) -> tuple[Ints, Ints]:

@@ -25,6 +25,7 @@ from seqpar.planner.cost import Counted, Layers, Ticks, Weights, counted, counte
 from seqpar.planner.forecast import Forecast
 from seqpar.planner.hardware import Hardware
 from seqpar.planner.memory import Memory
+from seqpar.planner.nested import Nest, nested
 from seqpar.planner.place import Batch, Knobs, Pieces, Placement, in_rows, placements
 from seqpar.planner.scale import weights_for
 from seqpar.planner.shape import ModelShape
@@ -33,6 +34,12 @@ STAGED = 3  # stages in which a rank is taken to fetch, where documents are plac
 ALONE = Knobs(80, 40, 4, 0, 1)  # every document by ranks of their own heads
 FEW = 8  # ranks up to which all candidates are compared
 SMALL = 1 << 11  # ranks times documents up to which placing costs little
+# of some hundred values those that together come closest to the bound with 8,192 tokens on each of 8 ranks, where a
+# rank has less than 4 documents on average and where it has more
+NESTS_OF_FEW = [
+    Nest(*counts) for counts in ((2, 6, 4, 12), (1, 6, 4, 3), (1, 4, 4, 3), (1, 0, 2, 3), (3, 3, 0, 12), (1, 3, 0, 3))
+]
+NESTS_OF_MANY = [Nest(*counts) for counts in ((2, 6, 0, 6), (1, 6, 0, 3), (2, 2, 0, 3), (3, 2, 0, 3))]
 STAGES = (8 << 20, 32 << 20, 128 << 20)  # bytes of the keys of a stage
 
 
@@ -180,7 +187,13 @@ def choose(layers: Layers, w: Weights, ranks: int, *, node: int, room: Ints) -> 
     documents = len(mask.lengths)
     # what is not computing may matter more than how evenly ranks compute
     thorough = documents < max(8 * ranks, SMALL // ranks + 1) or batch.key * 32 > batch.row
-    knobs = candidates(ranks, node, documents, thorough=thorough, single=single)
+    few = ranks <= FEW and ranks * documents <= SMALL
+    if few:
+        attention = int(total.sum()) - batch.row * mask.tokens
+        closely = documents < 4 * ranks or 4 * attention > int(total.sum())
+        knobs = candidates_of_few(ranks, math.gcd(ranks, node), closely=closely)
+    else:
+        knobs = candidates(ranks, node, documents, thorough=thorough, single=single)
     # many whole documents, and what they leave filled: others can be better by next to nothing
     many = ranks <= FEW and documents >= 8 * ranks and not single
     enough = int(total.sum()) // ranks * 1001 // 1000 if many else 0
@@ -190,20 +203,25 @@ def choose(layers: Layers, w: Weights, ranks: int, *, node: int, room: Ints) -> 
     ]
     # such a mask takes one width for all documents
     placed = [(k, p) for k, p in placed if not single or p.widths.min() == p.widths.max()]
-    few = ranks <= FEW and ranks * documents <= SMALL
     chosen = list({id(p): p for _, p in placed}.values()) if few else shortlist(placed, thorough=thorough)
+    if few and 1 < ranks <= node and not single and len(placed) > 1:
+        chosen += nested(batch, ranks, room=even, nests=NESTS_OF_FEW if documents < 4 * ranks else NESTS_OF_MANY)
     found = _variants(layers, mask, w, chosen, ranks, node)
+    kept = found if few else _rivals(found)
+    return min((choice for choices in kept for choice in choices), key=lambda choice: choice.order)
+
+
+def _rivals(found: list[list[Choice]]) -> list[list[Choice]]:
+    """Without what computes about as long as another, in more pieces, and moves no less of anything."""
     computing = [min(int((c.ticks.total - c.ticks.exposed).max()) for c in choices) for choices in found]
-    kept = [
+    return [
         choices
         for own, choices in zip(computing, found, strict=True)
-        if few
-        or not any(
+        if not any(
             other * 200 <= own * 201 and rival[0].moved[0] < choices[0].moved[0] and _less(rival[0], choices[0])
             for other, rival in zip(computing, found, strict=True)
         )
     ]
-    return min((choice for choices in kept for choice in choices), key=lambda choice: choice.order)
 
 
 def _less(one: Choice, other: Choice) -> bool:
@@ -220,20 +238,9 @@ def candidates(ranks: int, node: int, documents: int, *, thorough: bool, single:
     whole = [Knobs(80, 0, 4, 4, 1)]
     if ranks * documents <= SMALL:
         widths = [w for w in range(1, width + 1) if width % w == 0]
-        if ranks > FEW:
-            parts = itertools.product((64, 160), (16, 40), (1, 4), widths)
-            tiers = [Knobs(most, spread, 4, octaves, w) for most, spread, octaves, w in parts]
-            return whole + shared + [Knobs(80, 40, 4, 0, w) for w in widths] + tiers
-        # of all values those without which some batch of a thousand takes longer by 0.3 % or more
-        few = [Knobs(80, 40, 4, 0, 1), Knobs(64, 40, 4, 4, 1), Knobs(64, 16, 4, 4, 1)]
-        few += [Knobs(160, 16, 4, 1, 1), Knobs(160, 40, 4, 1, 1)]
-        for w in widths[1:]:
-            few += [Knobs(80, 40, 4, 0, w, trade=1)]
-        for w in widths[1:-1][-1:]:
-            few += [Knobs(64, 16, 4, 1, w), Knobs(64, 16, 4, 4, w)]
-        for w in widths[1:][-1:]:
-            few += [Knobs(80, 40, 4, 0, w), Knobs(64, 40, 4, 1, w), Knobs(160, 16, 4, 4, w)]
-        return shared + few
+        parts = itertools.product((64, 160), (16, 40), (1, 4), widths)
+        tiers = [Knobs(most, spread, 4, octaves, w) for most, spread, octaves, w in parts]
+        return whole + shared + [Knobs(80, 40, 4, 0, w) for w in widths] + tiers
     if single:
         return whole + shared + [Knobs(80, 40, 4, 0, 1), Knobs(64, 40, 4, 1, 1)]
     grouped = [Knobs(80, 40, 4, 0, width)] + [Knobs(80, 40, 4, 0, width, trade=1)] * (thorough or ranks > FEW)
@@ -243,6 +250,28 @@ def candidates(ranks: int, node: int, documents: int, *, thorough: bool, single:
         tiers = [Knobs(64, 40, 4, 1, width), Knobs(80, 40, 4, 2, width), Knobs(80, 24, 4, 4, width)]
         return whole + shared + grouped + tiers + [Knobs(80, 40, 4, 0, 1), Knobs(64, 40, 4, 1, 1)] * (width > 1)
     return grouped + [Knobs(64, 40, 4, 1, width)] + [Knobs(80, 40, 4, 0, 1)] * (width > 1)
+
+
+def candidates_of_few(ranks: int, width: int, *, closely: bool) -> list[Knobs]:
+    """Values of the knobs for few ranks: of all those without which some batch of five thousand takes longer by 0.4 %.
+
+    width: the largest. closely: also those that only batches of few documents or of much attention need.
+    """
+    widths = [w for w in range(1, width + 1) if width % w == 0]
+    found = [ALONE, Knobs(160, 16, 4, 1, 1)]
+    if width == 1:
+        return found + [Knobs(160, 40, 4, 4, 1), Knobs(64, 40, 4, 4, 1), Knobs(64, 16, 4, 4, 1)]
+    half = widths[-2]
+    if width < ranks:
+        found += [Knobs(64, 16, 4, 4, 1), Knobs(80, 40, 4, 0, half), Knobs(160, 16, 4, 4, half)]
+        found += [Knobs(64, 40, 4, 1, width), Knobs(64, 40, 4, 4, width), Knobs(64, 16, 4, 4, width)]
+        return found + [Knobs(80, 40, 4, 0, width), Knobs(160, 40, 4, 4, width)]
+    found += [Knobs(80, 40, 4, 0, widths[1])]
+    if closely:
+        found += [Knobs(0, 64, 0, 16, ranks), Knobs(64, 40, 4, 4, 1), Knobs(64, 40, 4, 4, half)]
+        found += [Knobs(80, 40, 4, 0, half), Knobs(80, 40, 4, 0, width), Knobs(64, 40, 4, 1, width)]
+        found += [Knobs(160, 16, 4, 1, w) for w in widths[1:-1]]
+    return found
 
 
 def shortlist(placed: list[tuple[Knobs, Placement]], *, thorough: bool) -> list[Placement]:

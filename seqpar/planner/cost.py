@@ -231,12 +231,13 @@ def _exposed(
     return result + np.where(tapered, small + g_last, (k > 1) * np.maximum(g - c, 0) + g)
 
 
-def trades(rows: Ints, w: Weights, width: int | Ints) -> Ints:
-    """Ticks of trading a group's tokens for heads, [2, groups] each: on the way in, and out; none without tokens."""
-    each = -(-rows // width)
-    sent = each * (width - 1)
-    latency = w.inside.latency * (rows > 0)
-    enter, leave = (latency + sent * ticks // width for ticks in (w.inside.enter, w.inside.leave))
+def trades(most: Ints, w: Weights, width: int | Ints) -> Ints:
+    """Ticks of trading a group's tokens for heads, [2, groups] each: on the way in, and out; none without tokens.
+
+    most: rows of the member with most, which sends most and no other receives more.
+    """
+    latency = w.inside.latency * (most > 0)
+    enter, leave = (latency + _portion(most * ticks, width - 1, width) for ticks in (w.inside.enter, w.inside.leave))
     return np.stack([np.stack([enter, leave]), np.stack([leave, enter])])
 
 
@@ -309,7 +310,8 @@ def sum_rows(placed: Placed, ranks: int) -> Ints:
 def ticks(found: Counted, w: Weights, *, stage_bytes: int) -> Ticks:
     """Ticks of a step by rank.
 
-    Tokens are traded for heads on entry while the documents of smaller widths are computed, and back at the end.
+    Tokens are traded for heads on entry while the documents of smaller widths are computed, and back while those of
+    larger ones are; after the last there is nothing that hides it.
     """
     return ticks_of_each([found], w, stage_bytes=(stage_bytes,))[0][0]
 
@@ -331,23 +333,23 @@ def ticks_of_each(found: Sequence[Counted], w: Weights, *, stage_bytes: Sequence
     many = Tally(*(np.concatenate(columns) for columns in zip(*(part.tally for part in parts), strict=True)))
     width = np.repeat([part.width for part in parts], [part.tally.rows.size for part in parts])
     busy, waiting = timeline(many, w, width=width, stage_bytes=stage_bytes)
-    enter, leave = trades(many.rows, w, width)
+    enter, leave = trades(many.most, w, width)
     result, stop = [], 0
     for counts in found:
         busy_each = waiting_each = np.zeros((len(stage_bytes), counts.rows.size), np.int64)
         for own in counts.masks:
-            spent = exposed = np.zeros((len(stage_bytes), 2, counts.rows.size), np.int64)
+            spent = exposed = late = np.zeros((len(stage_bytes), 2, counts.rows.size), np.int64)
             for _, u, t, _ in own:
                 here = slice(stop, stop := stop + t.rows.size)
-                if u > 1:
-                    into, out = enter[:, here].repeat(u, axis=1), leave[:, here].repeat(u, axis=1)
-                    exposed = exposed + np.maximum(into - spent, 0) + out
                 own_busy, own_waiting = busy[..., here], waiting[..., here]
                 if u > 1:
+                    into, out = enter[:, here].repeat(u, axis=1), leave[:, here].repeat(u, axis=1)
                     own_busy, own_waiting = own_busy.repeat(u, 2), own_waiting.repeat(u, 2)
+                    exposed = exposed + np.maximum(into - spent, 0)
+                    late = np.maximum(late - own_busy, 0) + out
                 spent, exposed = spent + own_busy, exposed + own_waiting
             busy_each = busy_each + own[0].layers * spent.sum(1)
-            waiting_each = waiting_each + own[0].layers * exposed.sum(1)
+            waiting_each = waiting_each + own[0].layers * (exposed + late).sum(1)
         linear, head = counts.rows * w.row, counts.rows * w.label
         result.append([Ticks(*each, linear, head) for each in zip(busy_each, waiting_each, strict=True)])
     return result

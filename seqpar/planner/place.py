@@ -101,8 +101,10 @@ def placements(batch: Batch, ranks: int, *, room: Ints, knobs: Sequence[Knobs], 
         part = parts[each[:3]]
         tiers = _tiers(batch.lengths[part.long], each.octaves)
         borders = (part.filling.size, part.rest.size)  # of one order, so that equal borders are equal parts
-        # without long documents the width counts only for those that no rank has the rows for
         key: tuple[object, ...] = (*borders, each.width, each.trade, *tiers)
+        if each.width == ranks:  # one group gets all long documents, however they are dealt
+            key = (*borders, ranks)
+        # without long documents the width counts only for those that no rank has the rows for
         if not part.long.size:
             key = borders if borders in made else (*borders, each.width)
         if key not in made:
@@ -288,27 +290,8 @@ class _Board:
     def whole(self) -> None:
         """Place whole documents; those that no rank has the rows for are shared or go to the filling."""
         documents = self.rest
-        lengths, surplus = self.batch.lengths[documents].tolist(), self.surplus[documents].tolist()
         left = self.left.tolist()
-        ranks = self.ranks  # of a heap of load * ranks + rank: one number is compared faster than two
-        heap = [load * ranks + rank for rank, load in enumerate(self.load.tolist()) if left[rank] > 0]
-        heapify(heap)
-        full: list[tuple[int, int]] = []  # ranks without the rows for the last document: -left, and as in the heap
-        chosen = []
-        for length, extra in zip(lengths, surplus, strict=True):
-            while full and -full[0][0] >= length:
-                heappush(heap, heappop(full)[1])
-            rank = -1
-            while heap:
-                rank = heap[0] % ranks
-                if left[rank] >= length:
-                    heapreplace(heap, heap[0] + extra * ranks)
-                    left[rank] -= length
-                    break
-                heappush(full, (-left[rank], heappop(heap)))
-                rank = -1
-            chosen.append(rank)
-        target = np.array(chosen, np.int64)
+        target = least_loaded(self.batch.lengths[documents], self.surplus[documents], self.load.tolist(), left)
         put = target >= 0
         document, chosen_rank = documents[put], target[put]
         self.pieces.append(Pieces(document, np.zeros_like(document), self.batch.lengths[document], chosen_rank))
@@ -447,6 +430,32 @@ class _Board:
             border.append(last)
         border[-1] = total
         return np.array(border, np.int64)
+
+
+def least_loaded(lengths: Ints, extra: Ints, load: list[int], left: list[int]) -> Ints:
+    """The rank of each document in turn: that with least load so far of those with the rows, -1 if there is none.
+
+    extra: what it adds to the load. left: rows of the ranks; what documents take is subtracted.
+    """
+    ranks = len(load)  # of a heap of load * ranks + rank: one number is compared faster than two
+    heap = [each * ranks + rank for rank, each in enumerate(load) if left[rank] > 0]
+    heapify(heap)
+    full: list[tuple[int, int]] = []  # ranks without the rows for the last document: -left, and as in the heap
+    chosen = []
+    for length, more in zip(lengths.tolist(), extra.tolist(), strict=True):
+        while full and -full[0][0] >= length:
+            heappush(heap, heappop(full)[1])
+        rank = -1
+        while heap:
+            rank = heap[0] % ranks
+            if left[rank] >= length:
+                heapreplace(heap, heap[0] + more * ranks)
+                left[rank] -= length
+                break
+            heappush(full, (-left[rank], heappop(heap)))
+            rank = -1
+        chosen.append(rank)
+    return np.array(chosen, np.int64)
 
 
 def _beyond(ticks: Ints, per_row: int, lengths: Ints) -> Ints:

@@ -60,6 +60,7 @@ def test_counts_are_those_of_the_steps(case: tuple[Mask, Layout, int, int]) -> N
         np.testing.assert_array_equal(getattr(found, name), values, err_msg=name)
     np.testing.assert_array_equal(rows_of(layout), [layout.tokens(r) for r in range(layout.ranks)])
     np.testing.assert_array_equal(found.rows, rows_of(layout).reshape(-1, width).sum(1))
+    np.testing.assert_array_equal(found.most, rows_of(layout).reshape(-1, width).max(1))
 
 
 @given(cases())

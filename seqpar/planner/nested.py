@@ -1,0 +1,111 @@
+"""Documents that nobody cuts: each on as many ranks that share its heads as it is given, those of all ranks last.
+
+Attention and rows are balanced apart. A document brings the same attention to each rank of its width, so the largest go
+first to the ranks with least so far (Graham 1969, Bounds on multiprocessing timing anomalies). Those of all ranks bring
+the same to every rank, however uneven its rows of them are: they fill what the others leave::
+
+    rank 0   A A A D Z          A by two ranks, B, C and D by one, Z by all
+    rank 1   A A A Z Z
+    rank 2   B B B B Z
+    rank 3   C C Z Z Z
+
+No key is fetched. Tokens of Z are traded for heads while the others are computed, and theirs are traded back while Z
+is; what nothing hides is the way back of Z. So Z is to be short, and to be computed for as long as the others travel.
+All decisions are made on integers, ties by index.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import NamedTuple
+
+import numpy as np
+
+from seqpar.mask import Ints
+from seqpar.planner.place import Batch, Pieces, Placement, least_loaded
+
+
+class Nest(NamedTuple):
+    """A candidate. all, more, some: how many documents, those of most attention first, have the largest width, the next
+    and the third: of eight ranks 8, 4 and 2. rows: what a row counts beside attention, in 64ths of its ticks."""
+
+    all: int
+    more: int
+    some: int
+    rows: int
+
+
+def nested(batch: Batch, ranks: int, *, room: Ints, nests: Sequence[Nest]) -> list[Placement]:
+    """The placements of candidates, without such as come to the same; all ranks may share heads."""
+    attention = batch.ticks - batch.row * batch.lengths
+    order = (-attention).argsort(kind="stable")
+    widths = [width for width in range(ranks, 1, -1) if ranks % width == 0][:3]
+    made: dict[tuple[int, ...], Placement] = {}
+    for nest in nests:
+        edge = [min(sum(nest[:nth]), order.size) for nth in range(len(widths) + 1)]
+        key = (nest.rows, *edge)
+        if key not in made:
+            nesting = _Nesting(batch, attention, room, batch.row * nest.rows // 64)
+            for width, first, stop in zip(widths, edge[:-1], edge[1:], strict=True):
+                nesting.share(order[first:stop], width)
+            made[key] = nesting.filled(order[edge[-1] :])
+    return list(made.values())
+
+
+class _Nesting:
+    """The ranks while documents are placed: attention and rows so far (load), rows that may come (left).
+
+    row: ticks that a row counts.
+    """
+
+    def __init__(self, batch: Batch, attention: Ints, room: Ints, row: int) -> None:
+        self.batch, self.attention, self.room = batch, attention, room
+        self.extra = attention + row * batch.lengths
+        self.left, self.load = room.tolist(), [0] * room.size
+        self.widths = np.ones(batch.lengths.size, np.int64)
+        self.last: list[int] = []
+        self.pieces: list[tuple[int, int, int, int]] = []
+
+    def share(self, documents: Ints, width: int) -> None:
+        """Give documents to groups of ranks, or to all ranks where that is the width or no group has the rows."""
+        self.widths[documents] = width
+        ranks = len(self.left)
+        groups = [range(at, at + width) for at in range(0, ranks, width)] if width < ranks else []
+        for document in documents.tolist():
+            length = int(self.batch.lengths[document])
+            fits = [group for group in groups if min(self.left[rank] for rank in group) * width >= length]
+            if not fits:
+                self.last.append(document)
+                continue
+            group = min(fits, key=lambda group: sum(self.load[rank] for rank in group))
+            self._cut(document, [1] * width, group)
+            for rank in group:
+                self.load[rank] += int(self.extra[document]) // width
+
+    def _cut(self, document: int, parts: list[int], group: range) -> None:
+        """Give a document's rows to a group in proportion to parts."""
+        length, total = int(self.batch.lengths[document]), sum(parts)
+        so_far = start = 0
+        for part, rank in zip(parts, group, strict=True):
+            so_far += part
+            stop = length * so_far // total
+            if stop > start:
+                self.pieces.append((document, start, stop - start, rank))
+                self.left[rank] -= stop - start
+            start = stop
+
+    def filled(self, documents: Ints) -> Placement:
+        """The placement, after these documents of one rank each and those of all ranks."""
+        lengths = self.batch.lengths[documents]
+        chosen = least_loaded(lengths, self.extra[documents], self.load, self.left)
+        whole = chosen >= 0
+        self.last += documents[~whole].tolist()
+        self.widths[self.last] = len(self.left)
+        for document in self.last:
+            self._cut(document, self.left.copy(), range(len(self.left)))
+        cut = Pieces(*np.array(self.pieces, np.int64).reshape(-1, 4).T)
+        own = Pieces(documents[whole], np.zeros_like(documents[whole]), lengths[whole], chosen[whole])
+        pieces = Pieces(*(np.concatenate(parts) for parts in zip(own, cut, strict=True)))
+        busy = np.zeros(len(self.left), np.int64)
+        np.add.at(busy, pieces.rank, (self.attention // self.widths)[pieces.document])
+        return Placement(pieces, self.widths, int(busy.max()) + self.batch.row * int(self.room.max()))
