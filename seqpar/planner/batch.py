@@ -265,7 +265,7 @@ def candidates_of_few(ranks: int, width: int, *, closely: bool) -> list[Knobs]:
     if width < ranks:
         found += [Knobs(64, 16, 4, 4, 1), Knobs(80, 40, 4, 0, half), Knobs(160, 16, 4, 4, half)]
         found += [Knobs(64, 40, 4, 1, width), Knobs(64, 40, 4, 4, width), Knobs(64, 16, 4, 4, width)]
-        return found + [Knobs(80, 40, 4, 0, width), Knobs(160, 40, 4, 4, width)]
+        return found + [Knobs(80, 40, 4, 0, width), Knobs(160, 40, 4, 4, width), Knobs(160, 16, 4, 1, width)]
     found += [Knobs(80, 40, 4, 0, widths[1])]
     if closely:
         found += [Knobs(0, 64, 0, 16, ranks), Knobs(64, 40, 4, 4, 1), Knobs(64, 40, 4, 4, half)]
