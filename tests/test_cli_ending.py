@@ -52,7 +52,8 @@ def code_and_errors(into, argv):
 print(json.dumps([code_and_errors(*case) for case in json.loads(sys.argv[2])]))
 """
 SMALL = ["plan", "--lengths", "9,9", "--model", "tiny"]
-PRINTING = [SMALL, ["plan", "--random", "600", "--ranks", "64", "--model", "tiny", "--json"], ["plan", "--help"]]
+PRINTING = [SMALL, ["plan", "--random", "600", "--ranks", "64", "--model", "tiny", "--json"], ["doctor"]]
+USAGE = ["plan", "--help"]
 FULL = "cannot write to standard output: No space left on device\n"
 
 
@@ -60,19 +61,19 @@ def test_no_end_of_a_command_is_a_traceback(tmp_path: Path) -> None:
     pytest.importorskip("matplotlib")
     drawing = [*SMALL, "--plot", str(tmp_path / "x.png")]
     measuring = ["calibrate", "--device", "cpu", "--out", str(tmp_path / "hardware.json")]
-    cases = [(into, argv) for into in ("closed", "/dev/full") for argv in PRINTING]
+    cases = [(into, argv) for into in ("closed", "/dev/full") for argv in (*PRINTING, USAGE)]
     cases += [("/dev/null", argv) for argv in (drawing, measuring)]
     done = subprocess.run(
         [sys.executable, "-c", SCRIPT, str(tmp_path / "errors"), json.dumps(cases)],
         env=os.environ | {"PYTHONPATH": str(ROOT)}, capture_output=True, text=True, timeout=600,
     )  # fmt: skip
     assert done.returncode == 0, done.stderr
-    *closed, small, large, usage, drawn, measured = json.loads(done.stdout)
-    assert closed[:2] == [[141, ""]] * 2
+    *closed, small, large, doctor, usage, drawn, measured = json.loads(done.stdout)
+    assert closed[:3] == [[141, ""]] * 3
     assert drawn == measured == [130, ""] and not (tmp_path / "hardware.json").exists()
-    assert small == large == [1, f"seqpar plan: {FULL}"]
+    assert small == large == [1, f"seqpar plan: {FULL}"] and doctor == [1, f"seqpar doctor: {FULL}"]
     # argparse passes over what it cannot write
-    assert closed[2] in ([0, ""], [141, ""]) and usage in ([0, ""], [1, f"seqpar: {FULL}"])
+    assert closed[3] in ([0, ""], [141, ""]) and usage in ([0, ""], [1, f"seqpar: {FULL}"])
 
 
 @pytest.mark.parametrize(

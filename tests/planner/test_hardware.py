@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 
-from seqpar.planner import Attention, Hardware, Link, ModelShape
+from seqpar.planner import Attention, Hardware, Link, ModelShape, plan_batch
 from seqpar.planner.hardware import PRESETS
 
 RESULTS = Path(__file__).parents[2] / "bench" / "results"
@@ -136,6 +136,25 @@ def test_files_that_are_no_hardware_are_refused_by_name(tmp_path: Path, edit: ob
     path.write_text(json.dumps(data))
     with pytest.raises(ValueError, match=f"machine.json is no hardware file: .*{message}"):
         Hardware.load(path)
+
+
+@pytest.mark.parametrize("value", [1e40, 1e-320, -1.0])
+@pytest.mark.parametrize("part", ["attention", "inside", "across", None])
+def test_no_figure_of_a_file_overflows_the_planner(part: str | None, value: float) -> None:
+    """Each figure by itself: refused by name, or a machine for which batches are planned in finite time."""
+    whole = Hardware.preset("h100").to_dict()
+    named = [name for name, figure in (whole[part] if part else whole).items() if isinstance(figure, float)]
+    assert len(named) >= (2 if part else 3)
+    for name in named:
+        data = Hardware.preset("h100").to_dict()
+        (data[part] if part else data)[name] = value
+        try:
+            machine = Hardware.from_dict(data)
+        except ValueError as error:
+            assert f"{name} must be a number from" in str(error)
+        else:
+            assert value == 1e-320
+            assert 0 < plan_batch([9000, 700, 50], 3, model="tiny", hardware=machine).forecast.seconds < 1e9
 
 
 def test_text_that_is_no_json_is_refused_by_name(tmp_path: Path) -> None:
