@@ -1,5 +1,8 @@
 """A forward that one rank makes alone: every rank hears so and what to do, and what to do works."""
 
+import os
+import re
+
 import pytest
 import torch
 
@@ -35,6 +38,25 @@ def evaluates_alone(comm):
         if comm.rank == 1:
             cases.until(lambda: cases._is_dead(comm))
         llama(input_ids=ids, labels=ids)
+
+
+def ends_first(comm):
+    """The loader of rank 1 has one batch less, and its process ends then."""
+    llama, ids = model(), torch.arange(12)[None]
+    seqpar.parallelize(llama, comm)
+    with torch.no_grad():
+        for _ in range(2 - comm.rank):
+            llama(input_ids=ids)
+    if comm.rank == 1:
+        os._exit(0)
+
+
+def test_a_loader_that_ends_first_is_told_with_what_to_do(tmp_path):
+    with pytest.raises(RuntimeError, match="rank 1: its process died"):
+        run_processes(2, cases.witness, tmp_path, ends_first)
+    message = (tmp_path / "0").read_text()
+    assert re.search(r"in LlamaForCausalLM.forward \(.*\): lost the connection to rank 1; the comm is dead", message)
+    assert "; give every rank as many batches as the others, or run the model on one rank alone" in message
 
 
 def test_an_evaluation_on_one_rank_alone_is_told_on_all_ranks_with_what_to_do(tmp_path):
