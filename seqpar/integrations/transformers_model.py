@@ -275,7 +275,7 @@ class Parallel:
         running, self._running = self._running, True
         try:
             out = before(**rows)
-        except Exception as error:
+        except BaseException as error:  # Ctrl-C too
             self._fail(error)
             raise
         finally:
@@ -284,7 +284,7 @@ class Parallel:
         return self._home(call, own, out, hidden)
 
     @uncompiled
-    def _fail(self, error: Exception) -> None:
+    def _fail(self, error: BaseException) -> None:
         """Tell the other ranks why this one leaves, so that they do not wait for it in the dark."""
         if self.comm.size > 1:
             self.comm.abort(f"{type(self.model).__name__}.forward: {type(error).__name__}: {error}")

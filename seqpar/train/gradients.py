@@ -61,7 +61,7 @@ def sync_gradients(parameters: Tensor | Iterable[Tensor], comm: Comm, *, bucket_
     present = [any(flags) for flags in zip(*(flags for _, flags, *_ in found))]
     call = comm.next_call()
     for loop in loops_of(several):
-        loop.summed()
+        loop.summed(several)
     if comm.size > 1:
         _sum([p for p, some in zip(several, present) if some], comm, Tag(digest, call, 0, 0), bucket_bytes)
 

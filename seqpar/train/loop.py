@@ -2,9 +2,9 @@
 
 Each forward compares a hash of some weights when ranks tell each other of their batches. When they differ says why:
 
-    at the first forward                       other weights were loaded or drawn: an error
-    after a backward that nobody has summed    the optimizer took a step by each rank's own share: an error
-    else                                       ranks drift apart, by operations that are not deterministic: a warning
+    at the first forward, or of new parameters  other weights were loaded or drawn: an error
+    after a backward that nobody has summed     the optimizer took a step by each rank's own share: an error
+    else                                        ranks drift apart, by operations that are not deterministic: a warning
 
 A backward is seen by a hook of the parameters that are sampled; `sync_gradients` finds the loop by the same hook.
 """
@@ -13,7 +13,7 @@ from __future__ import annotations
 
 import hashlib
 import warnings
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 import torch
@@ -43,8 +43,11 @@ class Loop:
         self._hooks: list[RemovableHandle] = []
         self._versions: list[int] | None = None  # at which the digest was taken
         self._digest = ""
-        self._unsummed: list[int] | None = None  # the versions at a backward that nobody has summed since
+        self._unsummed: set[int] = set()  # by their ids, parameters with a backward that nobody has summed since
+        self._known: set[int] = set()  # those that were there when the sample was taken
+        self._grown = False  # whether others have come
         self._agreed = False  # whether ranks have had the same weights once
+        self._trains = False  # whether a backward has come
         self._count = -1  # of parameters, on which they have agreed
         self._wrapped = False  # whether somebody else reduces gradients
         self._alike: int | None = 0  # how often all have brought the same batch; None if that is settled
@@ -126,18 +129,20 @@ class Loop:
                 "rank its own, or seqpar.parallelize(..., source='replicated') to compute it once on all of them"
             )
 
-    def summed(self) -> None:
-        """Note that gradients are sums over ranks now."""
-        self._unsummed = None
+    def summed(self, parameters: Sequence[Tensor]) -> None:
+        """Note that the gradients of parameters are sums over ranks now."""
+        ids = {id(p) for p in parameters}
+        self._unsummed -= ids
+        self._grown |= not ids <= self._known
 
     def close(self) -> None:
         """Take the hooks off the parameters."""
         for hook in self._hooks:
             hook.remove()
-        self._hooks, self._sample, self._versions, self._unsummed = [], [], None, None
+        self._hooks, self._sample, self._versions, self._unsummed = [], [], None, set()
 
     def _hash(self) -> str:
-        if self._count < 0 or not all(each.stands() for each in self._sample):
+        if self._count < 0 or self._grown or not all(each.stands() for each in self._sample):
             self._take()
         if (now := versions(self._sample)) != self._versions:
             names = "\n".join(each.name for each in self._sample).encode()
@@ -149,7 +154,8 @@ class Loop:
     def _take(self) -> None:
         """Sample the model: every parameter until ranks have agreed on them, a few from then on."""
         self.close()
-        every = sampled(self.model, self._ranks)
+        every, self._grown = sampled(self.model, self._ranks), False
+        self._known |= {id(each.parameter) for each in every}
         if len(every) != self._count:  # other modules, as adapters, whose weights nobody has compared
             self._count, self._agreed = len(every), False
         self._sample = spread(every) if self._agreed else every
@@ -157,22 +163,24 @@ class Loop:
         self._hooks = [p.register_post_accumulate_grad_hook(self._accumulated) for p in trained]
 
     def _accumulated(self, parameter: Tensor) -> None:
-        self._unsummed = versions(self._sample)
+        self._trains = True
+        self._unsummed.add(id(parameter))
 
     def _compare(self, what: str) -> None:
         """Say where weights differ that do not hash alike. A collective."""
-        stepped = self._unsummed is not None and self._unsummed != self._versions
+        stepped = {each.name for each in self._sample if id(each.parameter) in self._unsummed}
         found = self.comm.gather(f"{what}: weights", (values(self._sample), stepped))
         worst = difference([several for several, _ in found])
         if worst is None:
             return
         told = f"{what}: {worst.name} differs by up to {worst.largest:.3g} between rank 0 and rank {worst.rank}"
         if not self._agreed:
+            since = "parameters are new" if self._trains else "nothing has trained yet"
             raise ValueError(
-                f"{told}, and nothing has trained yet; load the same weights on every rank, or call "
+                f"{told}, and {since}; load the same weights on every rank, or call "
                 "torch.manual_seed(0) before the model is made"
             )
-        if any(stepped for _, stepped in found) and not self._wrapped:
+        if any(worst.name in names for _, names in found) and not self._wrapped:
             raise ValueError(
                 f"{told} since an optimizer stepped with gradients that were not summed over ranks; start again from "
                 "equal weights, and call seqpar.train.sync_gradients(model.parameters(), comm) before every step"

@@ -7,6 +7,7 @@ over the comm's ranks (FSDP) is one tensor by construction, and is left out.
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Iterator, Sequence
 from typing import NamedTuple
 
@@ -15,7 +16,8 @@ from torch import Tensor, nn
 
 from seqpar.train.dtensor import alike, is_dtensor, local, version
 
-PARAMETERS, VALUES = 4, 64  # of each kind, trained and frozen; of each parameter, evenly spread
+PARAMETERS, VECTORS = 4, 2  # matrices and vectors of each kind, trained and frozen
+VALUES = 64  # of each parameter, evenly spread
 
 
 class Sampled(NamedTuple):
@@ -39,12 +41,11 @@ def sampled(model: nn.Module, ranks: frozenset[int]) -> list[Sampled]:
 
 
 def spread(several: Sequence[Sampled]) -> list[Sampled]:
-    """A few of the trained and of the frozen parameters; matrices rather than vectors."""
+    """A few of the trained and of the frozen parameters, which optimizers may treat apart: matrices, and vectors."""
     found = []
-    for trained in (True, False):
-        kind = [each for each in several if each.trained == trained]
-        kind = [each for each in kind if each.parameter.dim() > 1] or kind
-        count = min(PARAMETERS, len(kind))
+    for trained, matrices in itertools.product((True, False), repeat=2):
+        kind = [each for each in several if (each.trained, each.parameter.dim() > 1) == (trained, matrices)]
+        count = min(PARAMETERS if matrices else VECTORS, len(kind))
         found += [kind[index * (len(kind) - 1) // max(1, count - 1)] for index in range(count)]
     return found
 

@@ -123,6 +123,61 @@ def test_a_step_by_gradients_that_nobody_summed_is_an_error(lora: bool) -> None:
     assert len(set(run_threads(RANKS, rank))) == 1
 
 
+def summing_matrices(own: Any, comm: Comm) -> None:
+    """As of one of an optimizer's groups."""
+    optimizer = torch.optim.AdamW(own.parameters(), lr=1e-2)
+    for _ in range(2):
+        own(**EVERY[comm.rank]).loss.backward()
+        sync_gradients([p for p in own.parameters() if p.dim() > 1], comm)
+        optimizer.step()
+        optimizer.zero_grad()
+
+
+def stepping_in_backward(own: Any, comm: Comm) -> None:
+    def step(parameter: Tensor) -> None:
+        torch.optim.SGD([parameter], lr=1e-2).step()
+        parameter.grad = None
+
+    for parameter in own.parameters():
+        parameter.register_post_accumulate_grad_hook(step)
+    for _ in range(2):
+        own(**EVERY[comm.rank]).loss.backward()
+
+
+def replacing_data(own: Any, comm: Comm) -> None:
+    """By new data, of which no version tells."""
+    for _ in range(2):
+        own(**EVERY[comm.rank]).loss.backward()
+        for parameter in own.parameters():
+            parameter.data = parameter.data - 0.1 * parameter.grad
+            parameter.grad = None
+
+
+@pytest.mark.parametrize("steps", [summing_matrices, stepping_in_backward, replacing_data])
+def test_steps_by_gradients_of_which_some_were_not_summed_are_an_error(steps: Callable[..., None]) -> None:
+    def rank(comm: Comm) -> None:
+        own = copy.deepcopy(MODEL)
+        seqpar.parallelize(own, comm)
+        with pytest.raises(ValueError, match="stepped with gradients that were not summed over ranks"):
+            steps(own, comm)
+
+    run_threads(RANKS, rank)
+
+
+def test_other_weights_in_a_parameter_that_is_new_are_an_error() -> None:
+    def rank(comm: Comm) -> None:
+        own = copy.deepcopy(MODEL)
+        seqpar.parallelize(own, comm)
+        optimizer = torch.optim.AdamW(own.parameters(), lr=1e-2)
+        plain(own, comm, optimizer, 0)
+        own.lm_head.bias = nn.Parameter(torch.full((own.lm_head.out_features,), float(comm.rank)))
+        plain(own, comm, optimizer, 1)
+        with pytest.raises(ValueError, match="lm_head.bias differs by up to 1 .* parameters are new; load the same"):
+            plain(own, comm, optimizer, 2)
+
+    run_threads(RANKS, rank)
+
+
 def test_a_second_sum_of_the_same_gradients_is_an_error() -> None:
     def rank(comm: Comm) -> None:
         own = copy.deepcopy(MODEL)
@@ -290,6 +345,30 @@ def accumulating(own: Any, comm: Comm, optimizer: torch.optim.Optimizer, step: i
     optimizer.zero_grad()
 
 
+def summing_in_groups(own: Any, comm: Comm, optimizer: torch.optim.Optimizer, step: int) -> None:
+    own(**EVERY[comm.rank]).loss.backward()
+    sync_gradients(own.model.parameters(), comm)
+    sync_gradients(own.lm_head.parameters(), comm)
+    optimizer.step()
+    optimizer.zero_grad()
+
+
+def sharpness_aware(own: Any, comm: Comm, optimizer: torch.optim.Optimizer, step: int) -> None:
+    """SAM: two forwards for each step, weights apart from where they were in the second."""
+    own(**EVERY[comm.rank]).loss.backward()
+    sync_gradients(own.parameters(), comm)
+    away = [0.01 * p.grad for p in own.parameters()]
+    with torch.no_grad():
+        torch._foreach_add_(list(own.parameters()), away)
+    optimizer.zero_grad()
+    own(**EVERY[comm.rank]).loss.backward()
+    with torch.no_grad():
+        torch._foreach_sub_(list(own.parameters()), away)
+    sync_gradients(own.parameters(), comm)
+    optimizer.step()
+    optimizer.zero_grad()
+
+
 def skipping(own: Any, comm: Comm, optimizer: torch.optim.Optimizer, step: int) -> None:
     """As GradScaler does with gradients that overflow."""
     (own(**EVERY[comm.rank]).loss * (float("inf") if step < 2 else 1.0)).backward()
@@ -362,7 +441,8 @@ def without_gradients_on_a_rank(own: Any, comm: Comm, optimizer: torch.optim.Opt
 
 
 RIGHT = (
-    plain, accumulating, skipping, leaving_steps_out, with_a_frozen_tower, with_an_adapter, with_evaluation_between,
+    plain, accumulating, summing_in_groups, sharpness_aware, skipping,
+    leaving_steps_out, with_a_frozen_tower, with_an_adapter, with_evaluation_between,
     dropping_what_was_not_summed, summing_by_hand, without_an_optimizer, without_gradients_on_a_rank,
 )  # fmt: skip
 

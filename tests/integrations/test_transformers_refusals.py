@@ -265,23 +265,28 @@ def test_rows_of_ones_own_without_a_plan_or_in_several_rows() -> None:
 class Failing(nn.Module):
     """Fails in training."""
 
+    def __init__(self, error: type[BaseException]) -> None:
+        super().__init__()
+        self.error = error
+
     def forward(self, x: Tensor) -> Tensor:
         if self.training:
-            raise MemoryError("nothing left")
+            raise self.error("nothing left")
         return x
 
 
-def test_a_rank_that_fails_inside_the_model_does_not_let_the_others_wait() -> None:
+@pytest.mark.parametrize("error", [MemoryError, KeyboardInterrupt])
+def test_a_rank_that_fails_inside_the_model_does_not_let_the_others_wait(error: type[BaseException]) -> None:
     def rank(comm: Comm) -> str:
         model = build("llama")
         if comm.rank:
-            model = with_layer(model, Failing())
-        with seqpar.parallelize(model, comm), pytest.raises((MemoryError, seqpar.PeerError)) as raised:
+            model = with_layer(model, Failing(error))
+        with seqpar.parallelize(model, comm), pytest.raises((error, seqpar.PeerError)) as raised:
             model(**BATCH)
         return str(raised.value)
 
     waited, failed = run_threads(2, rank)
-    assert failed == "nothing left" and "MemoryError: nothing left" in waited
+    assert failed == "nothing left" and f"{error.__name__}: nothing left" in waited
 
 
 def test_ranks_with_other_models_or_options_are_told_and_left_as_they_were() -> None:
