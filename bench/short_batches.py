@@ -69,7 +69,7 @@ def run(rank: int, args: argparse.Namespace, port: int, results: Any) -> None:
     dist.init_process_group("gloo", rank=rank, world_size=args.ranks)
     model = build(args.hidden, args.layers)
     plain, parallel = DistributedDataParallel(copy.deepcopy(model)), copy.deepcopy(model)
-    comm = seqpar.GroupComm()
+    comm = seqpar.ShmComm() if args.comm == "shm" else seqpar.GroupComm()
     handle = seqpar.parallelize(parallel, comm)
     optimizers = [torch.optim.SGD(x.parameters(), lr=1e-3) for x in (plain, parallel)]
 
@@ -115,6 +115,7 @@ def main() -> None:
     parser.add_argument("--steps", type=int, default=40)
     parser.add_argument("--hidden", type=int, default=256)
     parser.add_argument("--layers", type=int, default=4)
+    parser.add_argument("--comm", choices=("gloo", "shm"), default="gloo", help="of the parallel model; DDP has gloo")
     parser.add_argument("--same", action="store_true", help="documents of the same lengths at every step")
     parser.add_argument("--profile", action="store_true", help="then 20 steps of the parallel model on rank 0")
     parser.add_argument("--json", type=Path, help="file for the figures")
@@ -132,7 +133,8 @@ def main() -> None:
         f"DDP {ddp:.1f} ms, parallelize {parallel:.1f} ms of processor time, median quotient {part:.2f}"
     )
     if args.json:
-        row = {name: getattr(args, name) for name in ("ranks", "documents", "tokens", "hidden", "layers", "same")}
+        given = ("ranks", "comm", "documents", "tokens", "hidden", "layers", "same")
+        row = {name: getattr(args, name) for name in given}
         row |= {"pairs": len(pairs), "ddp_ms": round(ddp, 2), "parallel_ms": round(parallel, 2), "part": round(part, 3)}
         rows = json.loads(args.json.read_text())["rows"] if args.json.exists() else []
         args.json.write_text(json.dumps({"rows": [*rows, environment() | row]}, indent=1) + "\n")
