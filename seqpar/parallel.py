@@ -24,8 +24,10 @@ class Surrounding(NamedTuple):
     seed: int
 
 
+AFTER = "a block of seqpar.parallel after one that ended with an error"
 _stacks = threading.local()
 _blocks: weakref.WeakKeyDictionary[Comm, int] = weakref.WeakKeyDictionary()
+_left: weakref.WeakSet[Comm] = weakref.WeakSet()  # whose last block was left by an error, maybe on this rank alone
 
 
 @contextmanager
@@ -37,16 +39,27 @@ def parallel(plan: Plan, comm: Comm, *, seed: int | None = None) -> Iterator[Sur
 
     The backward pass may run anywhere, checkpoints included: what is recomputed takes the plan that forward had.
 
-    Raises: ValueError for a plan of another number of ranks than the comm's.
+    A block after one that was left by an error begins with an agreement of all ranks: a rank that goes on alone, as in
+    a loop that catches what a batch raises, would else meet the others in the middle of their forward.
+
+    Raises: ValueError for a plan of another number of ranks than the comm's, and on all ranks where some go on after an
+    error that the others did not have.
     """
     if not isinstance(plan, Plan) or plan.ranks != comm.size:
         raise ValueError(f"parallel takes a plan for the comm's {comm.size} ranks, got {plan!r:.200}")
     before = _blocks.get(comm, 0)
     _blocks[comm] = before + 1
+    if comm in _left:
+        if comm.size > 1:  # as many blocks on all ranks, so that none is a batch ahead from here on
+            comm.agree(AFTER, {"blocks before": before})
+        _left.discard(comm)
     stack = _stack()
     stack.append(Surrounding(plan, comm, bind(plan, comm), before if seed is None else seed))
     try:
         yield stack[-1]
+    except BaseException:
+        _left.add(comm)
+        raise
     finally:
         stack.pop()
 

@@ -139,7 +139,7 @@ class Rerouting(TorchFunctionMode):
         self.triangle, self.masked = Last(), Last()
         called, self.called, self.below = self.called, {}, None
         if surroundings is not None:
-            surroundings.__exit__(None, None, None)
+            surroundings.__exit__(kind, error, trace)
         if kind is None:
             for untried in filter(None, called.values()):
                 self._try(*untried)

@@ -758,6 +758,48 @@ def test_a_rank_that_refuses_tells_the_others() -> None:
     assert all("dropout_seed=" in text for text in said)
 
 
+@pytest.mark.parametrize("way", ["sdpa", "parallelize", "parallel"])
+@pytest.mark.parametrize("together", [True, False], ids=["all ranks", "one rank"])
+def test_a_rank_that_goes_on_after_an_error_of_its_own_meets_nobody_in_the_middle(way: str, together: bool) -> None:
+    class Two(nn.Module):
+        fails = False
+
+        def forward(self, x: Tensor) -> Tensor:
+            for _ in range(2):
+                q = x[0] if way == "parallel" else x.transpose(1, 2)
+                x = seqpar.nn.Attention()(q, q, q)[None] if way == "parallel" else attend(q).transpose(1, 2)
+                if self.fails:
+                    raise MemoryError("too long")
+            return x
+
+    def attend(q: Tensor) -> Tensor:
+        return F.scaled_dot_product_attention(q, q, q, is_causal=True)
+
+    def rank(comm: Comm) -> list[str]:
+        model, plan = Two(), Plan(Mask([8]), Layout.contiguous(8, 2))
+        if way == "parallelize":
+            parallelize(model, comm)
+        block = sdpa if way == "sdpa" else seqpar.parallel
+        found = []
+        for batch in range(5):
+            model.fails = batch == 1 and (together or comm.rank == 1)
+            x = torch.full((1, 4, 2, 4), float(batch))
+            try:
+                with block(plan, comm):
+                    found.append("right" if torch.equal(model(x), x) else "wrong")
+            except (ValueError, MemoryError, seqpar.PeerError) as error:
+                found.append(type(error).__name__)
+                if not together and comm.rank == 0:
+                    assert "after one that ended with an error" in str(error)
+        return found
+
+    zero, one = run_threads(2, rank, timeout=1)
+    if together:
+        assert zero == one == ["right", "MemoryError", "right", "right", "right"]
+    else:
+        assert "wrong" not in zero + one and zero.count("right") == one.count("right") == 1
+
+
 def test_a_mask_that_one_rank_refuses_raises_on_all() -> None:
     plan = Plan(Mask([TOKENS]), Layout.contiguous(TOKENS, 2))
 
