@@ -97,6 +97,14 @@ def test_every_result_has_a_command_that_exists() -> None:
             assert any((ROOT / word).exists() for word in words), command
 
 
+def test_every_extra_is_named() -> None:
+    section = (ROOT / "pyproject.toml").read_text().split("[project.optional-dependencies]")[1].split("\n[")[0]
+    extras = set(re.findall(r"^(\w+) = \[", section, re.MULTILINE)) - {"all", "dev", "test"}
+    assert len(extras) > 5
+    for extra in extras:
+        assert re.search(rf"`{extra}`|\[[\w,]*\b{extra}\b[\w,]*\]'", README), extra
+
+
 def test_every_picture_and_link_exists() -> None:
     targets = [t for t in re.findall(r"\]\(([^)]+)\)", README) if "://" not in t]
     assert targets
