@@ -190,12 +190,12 @@ def choose(layers: Layers, w: Weights, ranks: int, *, node: int, room: Ints) -> 
     few = ranks <= FEW and ranks * documents <= SMALL
     if few:
         attention = int(total.sum()) - batch.row * mask.tokens
-        closely = documents < 4 * ranks or 4 * attention > int(total.sum())
-        knobs = candidates_of_few(ranks, math.gcd(ranks, node), closely=closely)
+        knobs = candidates_of_few(ranks, math.gcd(ranks, node), documents, 4 * attention // int(total.sum()))
     else:
         knobs = candidates(ranks, node, documents, thorough=thorough, single=single)
-    # many whole documents, and what they leave filled: others can be better by next to nothing
-    many = ranks <= FEW and documents >= 8 * ranks and not single
+    # many whole documents, and what they leave filled: others can be better by next to nothing, unless a cut costs much
+    cheap = node >= ranks and 64 * ranks * batch.stages < int(total.sum())
+    many = ranks <= FEW and documents >= 8 * ranks and cheap and not single
     enough = int(total.sum()) // ranks * 1001 // 1000 if many else 0
     knobs = [ALONE] * many + knobs
     placed = [
@@ -252,25 +252,35 @@ def candidates(ranks: int, node: int, documents: int, *, thorough: bool, single:
     return grouped + [Knobs(64, 40, 4, 1, width)] + [Knobs(80, 40, 4, 0, 1)] * (width > 1)
 
 
-def candidates_of_few(ranks: int, width: int, *, closely: bool) -> list[Knobs]:
+def candidates_of_few(ranks: int, width: int, documents: int, quarters: int) -> list[Knobs]:
     """Values of the knobs for few ranks: of all those without which some batch of five thousand takes longer by 0.4 %.
 
-    width: the largest. closely: also those that only batches of few documents or of much attention need.
+    width: the largest. quarters: of what all documents cost that are attention. Nesting does the rest where all ranks
+    may share heads.
     """
     widths = [w for w in range(1, width + 1) if width % w == 0]
     found = [ALONE, Knobs(160, 16, 4, 1, 1)]
+    if quarters >= 2:
+        found += [Knobs(80, 0, 4, 4, 1), Knobs(64, 16, 4, 4, 1)] + [Knobs(64, 40, 4, 4, w) for w in widths]
     if width == 1:
         return found + [Knobs(160, 40, 4, 4, 1), Knobs(64, 40, 4, 4, 1), Knobs(64, 16, 4, 4, 1)]
     half = widths[-2]
     if width < ranks:
-        found += [Knobs(64, 16, 4, 4, 1), Knobs(80, 40, 4, 0, half), Knobs(160, 16, 4, 4, half)]
-        found += [Knobs(64, 40, 4, 1, width), Knobs(64, 40, 4, 4, width), Knobs(64, 16, 4, 4, width)]
-        return found + [Knobs(80, 40, 4, 0, width), Knobs(160, 40, 4, 4, width), Knobs(160, 16, 4, 1, width)]
-    found += [Knobs(80, 40, 4, 0, widths[1])]
-    if closely:
-        found += [Knobs(0, 64, 0, 16, ranks), Knobs(64, 40, 4, 4, 1), Knobs(64, 40, 4, 4, half)]
         found += [Knobs(80, 40, 4, 0, half), Knobs(80, 40, 4, 0, width), Knobs(64, 40, 4, 1, width)]
+        found += [Knobs(160, 16, 4, 4, half), Knobs(160, 16, 4, 1, width), Knobs(160, 40, 4, 4, width)]
+        return found + [Knobs(64, 16, 4, 4, 1), Knobs(64, 40, 4, 4, width), Knobs(64, 16, 4, 4, width)]
+    scarce = documents < 4 * ranks
+    if scarce or quarters:
+        found += [Knobs(0, 64, 0, 16, ranks), Knobs(64, 40, 4, 1, ranks)]  # first every document by all ranks
+    if ranks <= 4:
+        few = [Knobs(160, 16, 4, 4, 1), Knobs(64, 40, 4, 4, 1), Knobs(80, 40, 4, 0, half)]
+        return found + few * (scarce or (quarters > 0 and ranks == 3))
+    found += [Knobs(80, 40, 4, 0, w) for w in (widths[1], half)]
+    if scarce or quarters:
+        found += [Knobs(80, 40, 4, 0, width), Knobs(64, 40, 4, 4, 1), Knobs(64, 40, 4, 4, half)]
         found += [Knobs(160, 16, 4, 1, w) for w in widths[1:-1]]
+    if quarters >= 2:
+        found += [Knobs(160, 16, 4, 4, half)]
     return found
 
 
