@@ -268,7 +268,7 @@ def candidates_of_few(ranks: int, width: int, documents: int, quarters: int) -> 
     if width < ranks:
         found += [Knobs(80, 40, 4, 0, half), Knobs(80, 40, 4, 0, width), Knobs(64, 40, 4, 1, width)]
         found += [Knobs(160, 16, 4, 4, half), Knobs(160, 16, 4, 1, width), Knobs(160, 40, 4, 4, width)]
-        return found + [Knobs(64, 16, 4, 4, 1), Knobs(64, 40, 4, 4, width), Knobs(64, 16, 4, 4, width)]
+        return found + [Knobs(64, n, 4, 4, w) for n in (16, 40) for w in (1, width)]
     scarce = documents < 4 * ranks
     if scarce or quarters:
         found += [Knobs(0, 64, 0, 16, ranks), Knobs(64, 40, 4, 1, ranks)]  # first every document by all ranks
