@@ -204,7 +204,7 @@ def choose(layers: Layers, w: Weights, ranks: int, *, node: int, room: Ints) -> 
     # such a mask takes one width for all documents
     placed = [(k, p) for k, p in placed if not single or p.widths.min() == p.widths.max()]
     chosen = list({id(p): p for _, p in placed}.values()) if few else shortlist(placed, thorough=thorough)
-    if few and 1 < ranks <= node and not single and len(placed) > 1:
+    if few and 1 < ranks <= node and not single and len(placed) > 1 < documents:
         chosen += nested(batch, ranks, room=even, nests=NESTS_OF_FEW if documents < 4 * ranks else NESTS_OF_MANY)
     found = _variants(layers, mask, w, chosen, ranks, node)
     kept = found if few else _rivals(found)
@@ -253,7 +253,7 @@ def candidates(ranks: int, node: int, documents: int, *, thorough: bool, single:
 
 
 def candidates_of_few(ranks: int, width: int, documents: int, quarters: int) -> list[Knobs]:
-    """Values of the knobs for few ranks: of all those without which some batch of five thousand takes longer by 0.4 %.
+    """Values of the knobs for few ranks: those without which some batch of eight thousand takes longer by 0.4 %.
 
     width: the largest. quarters: of what all documents cost that are attention. Nesting does the rest where all ranks
     may share heads.
@@ -263,24 +263,29 @@ def candidates_of_few(ranks: int, width: int, documents: int, quarters: int) -> 
     if quarters >= 2:
         found += [Knobs(80, 0, 4, 4, 1), Knobs(64, 16, 4, 4, 1)] + [Knobs(64, 40, 4, 4, w) for w in widths]
     if width == 1:
-        return found + [Knobs(160, 40, 4, 4, 1), Knobs(64, 40, 4, 4, 1), Knobs(64, 16, 4, 4, 1)]
+        return found + [Knobs(160, 40, 4, 4, 1), Knobs(64, 40, 4, 4, 1), Knobs(64, 16, 4, 4, 1), Knobs(64, 16, 4, 1, 1)]
     half = widths[-2]
     if width < ranks:
         found += [Knobs(80, 40, 4, 0, half), Knobs(80, 40, 4, 0, width), Knobs(64, 40, 4, 1, width)]
         found += [Knobs(160, 16, 4, 4, half), Knobs(160, 16, 4, 1, width), Knobs(160, 40, 4, 4, width)]
         return found + [Knobs(64, n, 4, 4, w) for n in (16, 40) for w in (1, width)]
-    scarce = documents < 4 * ranks
-    if scarce or quarters:
-        found += [Knobs(0, 64, 0, 16, ranks), Knobs(64, 40, 4, 1, ranks)]  # first every document by all ranks
-    if ranks <= 4:
-        few = [Knobs(160, 16, 4, 4, 1), Knobs(64, 40, 4, 4, 1), Knobs(80, 40, 4, 0, half)]
-        return found + few * (scarce or (quarters > 0 and ranks == 3))
-    found += [Knobs(80, 40, 4, 0, w) for w in (widths[1], half)]
-    if scarce or quarters:
-        found += [Knobs(80, 40, 4, 0, width), Knobs(64, 40, 4, 4, 1), Knobs(64, 40, 4, 4, half)]
-        found += [Knobs(160, 16, 4, 1, w) for w in widths[1:-1]]
-    if quarters >= 2:
-        found += [Knobs(160, 16, 4, 4, half)]
+    shared = Knobs(0, 64, 0, 16, ranks)  # every document, by all ranks
+    between = [Knobs(160, 16, 4, 1, w) for w in widths[1:-1]]
+    if ranks > 4:
+        found += [Knobs(80, 40, 4, 0, half)]
+    if documents < 4 * ranks:
+        found += [shared, Knobs(160, 16, 4, 4, 1), *between]
+        if quarters:
+            found += [Knobs(64, 40, 4, 4, 1), Knobs(80, 40, 4, 0, widths[1]), Knobs(160, 16, 4, 4, half)]
+        return found
+    if ranks > 4:
+        found += [Knobs(80, 40, 4, 0, widths[1])]
+    if quarters:
+        found += [shared, Knobs(64, 40, 4, 1, ranks)]
+        if ranks == 3:
+            found += [Knobs(64, 40, 4, 4, 1), Knobs(160, 16, 4, 4, 1)]
+        if ranks > 4:
+            found += [Knobs(80, 40, 4, 0, ranks), Knobs(64, 40, 4, 4, 1), Knobs(64, 40, 4, 4, half), *between]
     return found
 
 
