@@ -159,13 +159,14 @@ class Choice(NamedTuple):
     node: int | None
     stage_bytes: int
     ticks: Ticks
+    slowest: int
     rows: Ints
     moved: tuple[int, ...]
 
     @property
     def order(self) -> tuple[int, ...]:
         """Fewest ticks of the slowest rank first, then fewest pieces, then what moves least."""
-        return int(self.ticks.total.max()), *self.moved, self.stage_bytes
+        return self.slowest, *self.moved, self.stage_bytes
 
 
 def choose(layers: Layers, w: Weights, ranks: int, *, node: int, room: Ints) -> Choice:
@@ -260,7 +261,7 @@ def candidates_of_few(ranks: int, width: int, documents: int, quarters: int) -> 
     """
     widths = [w for w in range(1, width + 1) if width % w == 0]
     found = [ALONE, Knobs(160, 16, 4, 1, 1)]
-    if quarters >= 2:
+    if quarters >= 2 and documents < 64 * ranks:
         found += [Knobs(80, 0, 4, 4, 1), Knobs(64, 16, 4, 4, 1)] + [Knobs(64, 40, 4, 4, w) for w in widths]
     if width == 1:
         return found + [Knobs(160, 40, 4, 4, 1), Knobs(64, 40, 4, 4, 1), Knobs(64, 16, 4, 4, 1), Knobs(64, 16, 4, 1, 1)]
@@ -328,6 +329,6 @@ def _variants(
         pieces, widths, _ = placements[nth]
         ulysses = int(widths[0]) if (widths == widths[0]).all() else tuple(widths.tolist())
         moved = (len(pieces.count), found[nth].moved, found[nth].crossing, found[nth].traded)
-        for stage_bytes, t in zip(STAGES, times, strict=True):
-            choices[nth].append(Choice(pieces, ulysses, at, stage_bytes, t, counts.rows, moved))
+        for stage, (stage_bytes, slowest) in enumerate(zip(STAGES, times.total.max(1).tolist(), strict=True)):
+            choices[nth].append(Choice(pieces, ulysses, at, stage_bytes, times.of(stage), slowest, counts.rows, moved))
     return choices

@@ -158,7 +158,11 @@ class Ticks(NamedTuple):
     @property
     def total(self) -> Ints:
         """Ticks of each rank."""
-        return self.attention + self.exposed + self.linear + self.head
+        return self.attention + self.exposed + (self.linear + self.head)
+
+    def of(self, stage: int) -> Ticks:
+        """Those with one of several sizes of a stage."""
+        return self._replace(attention=self.attention[stage], exposed=self.exposed[stage])
 
 
 class Times(NamedTuple):
@@ -313,11 +317,11 @@ def ticks(found: Counted, w: Weights, *, stage_bytes: int) -> Ticks:
     Tokens are traded for heads on entry while the documents of smaller widths are computed, and back while those of
     larger ones are; after the last there is nothing that hides it.
     """
-    return ticks_of_each([found], w, stage_bytes=(stage_bytes,))[0][0]
+    return ticks_of_each([found], w, stage_bytes=(stage_bytes,))[0].of(0)
 
 
-def ticks_of_each(found: Sequence[Counted], w: Weights, *, stage_bytes: Sequence[int]) -> list[list[Ticks]]:
-    """The same of several layouts, of each for several sizes of a stage.
+def ticks_of_each(found: Sequence[Counted], w: Weights, *, stage_bytes: Sequence[int]) -> list[Ticks]:
+    """The same of several layouts, of each for several sizes of a stage, which are a first axis.
 
     Raises: OverflowError for more than 64 bits hold: let a tick be longer.
     """
@@ -350,6 +354,5 @@ def ticks_of_each(found: Sequence[Counted], w: Weights, *, stage_bytes: Sequence
                 spent, exposed = spent + own_busy, exposed + own_waiting
             busy_each = busy_each + own[0].layers * spent.sum(1)
             waiting_each = waiting_each + own[0].layers * (exposed + late).sum(1)
-        linear, head = counts.rows * w.row, counts.rows * w.label
-        result.append([Ticks(*each, linear, head) for each in zip(busy_each, waiting_each, strict=True)])
+        result.append(Ticks(busy_each, waiting_each, counts.rows * w.row, counts.rows * w.label))
     return result
