@@ -181,8 +181,7 @@ def backward(
             back = start(step)
             riding = Riding(call, [s for s in steps if s.part is step.part], back.home)
         grads = back.home if step.local else riding.blank(step)
-        if len(step.pos):
-            _differentiate(call, step, tensors, back, keys, values, grads)
+        _differentiate(call, step, tensors, back, keys, values, grads)
         riding.arrive(grads)
         if not step.local:
             if step.own is not None:
@@ -246,7 +245,9 @@ def _back(
 def _differentiate(
     call: Call, step: Step, here: Inside, back: Back, keys: Tensor, values: Tensor, grads: Tensor
 ) -> None:
-    """Add the gradients of one step to dq and to ``grads``."""
+    """Add the gradients of one step to dq and to ``grads``: nothing without keys, as of a rank without rows."""
+    if not len(step.pos):
+        return
     facts = call.uploaded.facts[step.number]
     with named("differentiate", step.number):
         for heads, kv, score in call.blocks(step.part):
