@@ -23,9 +23,11 @@ from hypothesis import strategies as st
 from torch import Tensor
 
 import seqpar
-from seqpar import Hardware, Mask, MicroBatch, ModelShape, Plan, plan_batch, plan_step
+from seqpar import Hardware, Layout, Mask, MicroBatch, ModelShape, Plan, plan_batch, plan_step
 from seqpar.comm import Comm, shm
 from seqpar.planner import Attention, Link
+from seqpar.planner.nested import Nest, nested
+from seqpar.planner.place import Batch, in_rows
 from seqpar.testing import dense_attention, run_processes, run_threads
 from tests.ops.test_attention import HEADS, TOLERANCE, Options, check, options_strategy
 
@@ -81,6 +83,20 @@ def sample(seed: int, ranks: int | None = None) -> Plan:
     hardware = machine(float(rng.choice(BANDWIDTHS)))
     plan = plan_batch(lengths, ranks, model=MODEL, hardware=hardware, node=int(rng.choice([1, 2, 4, 8])))
     return staged(plan, int(rng.choice([1, 5 * 4096])))
+
+
+@pytest.mark.parametrize("nest", [Nest(1, 2, 2, 3), Nest(2, 1, 0, 12)], ids=str)
+def test_documents_that_nobody_cuts_equal_one_device(nest: Nest) -> None:
+    lengths = np.array([41, 30, 22, 9, 17, 13, 5, 5, 3, 2])
+    mask = Mask(lengths)
+    batch = Batch(lengths, lengths * (lengths + 9), row=9, key=0, merge=0, stages=0)
+    ((pieces, widths, _),) = nested(batch, 8, room=np.full(8, int(lengths.sum()) // 8 + 1), nests=[nest])
+    plan = Plan(mask, Layout.from_pieces(*in_rows(mask.offsets[:-1], pieces), 8), ulysses=widths.tolist())
+    of_all = pieces.rank[widths[pieces.document] == 8]
+    rows = np.bincount(of_all, pieces.count[widths[pieces.document] == 8], 8)
+    assert rows.max() > rows.min() and {8, 4, 1} <= set(plan.widths.tolist())
+    check(plan, (8, 2))
+    check(plan, (6, 1), with_lse=False)
 
 
 def test_plans_that_spread_cut_and_share_heads_equal_one_device() -> None:
