@@ -70,7 +70,10 @@ def test_a_method_agrees_with_dense_attention(name: str, ranks: int, forked: Pro
     [
         (),
         ("--layout", "striped", "--transport", "ring", "--dtype", "bfloat16", "--comm", "gloo"),
-        ("--layout", "contiguous", "--transport", "gather", "--ulysses", "2", "--dtype", "float64"),
+        pytest.param(
+            ("--layout", "contiguous", "--transport", "gather", "--ulysses", "2", "--dtype", "float64"),
+            marks=pytest.mark.exhaustive,
+        ),
     ],
     ids=" ".join,
 )
