@@ -12,7 +12,6 @@ import argparse
 import gc
 import json
 import os
-import platform
 import random
 import sys
 import threading
@@ -21,6 +20,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
+from run import environment
 
 import seqpar
 from seqpar.comm import GroupComm, ShmComm
@@ -130,8 +130,7 @@ def main(arguments: list[str] | None = None) -> int:
         print(f"rank {rank}: first {found['samples'][0]}, last {found['samples'][-1]}, grown {more}")
     print(f"ran {ranks[0]['ran']}")
     if not options.rehearse or options.json != RESULTS:
-        machine = {"python": platform.python_version(), "torch": torch.__version__, "machine": platform.platform()}
-        report = {"seconds": seconds, "on": machine, "ranks": ranks, "grown": grown}
+        report = {**environment(), "seconds": seconds, "ranks": ranks, "grown": grown}
         options.json.write_text(json.dumps(report, indent=1) + "\n")
     counted = ("descriptors", "threads", "tasks", "shared_maps")
     return int(any(more[name] > 2 for more in grown for name in counted))
