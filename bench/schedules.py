@@ -24,12 +24,13 @@ import numpy as np
 from seqpar.layout import Layout
 from seqpar.mask import Ints
 from seqpar.plan.tally import Tally
-from seqpar.planner.batch import STAGES, layers_of
+from seqpar.plan.traffic import DTYPE_BYTES
+from seqpar.planner.batch import STAGE_BYTES, layers_of
 from seqpar.planner.bound import areas, document_ticks, lower_bound
 from seqpar.planner.cost import Weights, counted, ticks, timeline
 from seqpar.planner.hardware import Hardware
 from seqpar.planner.memory import Memory
-from seqpar.planner.shape import BYTES, ModelShape
+from seqpar.planner.shape import ModelShape
 
 ONE_STAGE = 1 << 62
 STATE = 16  # bytes of a parameter with gradient and optimiser in mixed precision, sharded over all ranks
@@ -89,7 +90,7 @@ class Case:
     ) -> Case:  # fmt: skip
         """A case. micro: seconds; room: by default what memory allows beside the sharded state of the model."""
         machine = with_state(machine, shape, ranks)
-        rows = Memory.of(shape, machine, STAGES[-1]).rows if room is None else room
+        rows = Memory.of(shape, machine, STAGE_BYTES[-1]).rows if room is None else room
         w = Weights.of(shape, machine)
         return cls(np.asarray(lengths, np.int64), ranks, shape, machine, rows, round(micro / w.second), w)
 
@@ -232,7 +233,7 @@ def trade(case: Case, rows: Ints, width: int, w: Weights) -> tuple[Ints, Ints]:
     inside, across = min(width, node) - 1, max(0, width - node)
     copies = max(1, width // w.kv_heads)
     kv = case.shape.row_bytes
-    queries = case.shape.heads * case.shape.dim * BYTES[case.shape.dtype]
+    queries = case.shape.heads * case.shape.dim * DTYPE_BYTES[case.shape.dtype]
     parts = []
     for kind in ("enter", "leave"):
         scale = queries + kv * copies if kind == "enter" else 1
@@ -273,7 +274,7 @@ def _fetch(case: Case, sums: Sums, width: int, w: Weights, ranks: Ints) -> Cost:
     leaving = sent - chunk * (stop - start - 1 + rank - start)
     t = _tally(2 * chunk, keys=keys, sent=sent, entering=entering, leaving=leaving, **counts)
     found = []
-    for stage_bytes in STAGES:
+    for stage_bytes in STAGE_BYTES:
         times = timeline(t, w, width=1, stage_bytes=stage_bytes)
         found.append(_slowest(_cost(case, 2 * chunk, times.busy, times.waiting, w), ranks.size))
     best = np.argmin(np.stack([cost.total for cost in found]), axis=0)
@@ -310,7 +311,7 @@ def laid_out(case: Case, micro: Micro) -> Cost:
     options = []
     for forwarded in micro.forwarded:
         found = counted(layers, micro.layout, widths=widths, node=case.machine.node, forwarded=forwarded)
-        options += [ticks(found, w, stage_bytes=size) for size in STAGES]
+        options += [ticks(found, w, stage_bytes=size) for size in STAGE_BYTES]
     best = min(options, key=lambda t: int(t.total.max()))
     return Cost(best.total, best.total - best.exposed, best.head)
 

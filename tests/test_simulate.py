@@ -18,7 +18,7 @@ from hypothesis import strategies as st
 
 from seqpar import Layout, plan_batch
 from seqpar.planner import Hardware, ModelShape
-from seqpar.planner.batch import STAGES
+from seqpar.planner.batch import STAGE_BYTES
 from seqpar.planner.cost import counted, ticks
 
 BENCH = Path(__file__).resolve().parent.parent / "bench"
@@ -45,7 +45,7 @@ def case(lengths: list[int], ranks: int, hardware: str = "h100", **options):
 
 
 def slowest(found, w) -> int:
-    return min(int(ticks(found, w, stage_bytes=size).total.max()) for size in STAGES)
+    return min(int(ticks(found, w, stage_bytes=size).total.max()) for size in STAGE_BYTES)
 
 
 @pytest.mark.parametrize(("width", "node"), [(2, 8), (8, 8), (16, 8), (8, 4), (32, 8)])

@@ -26,11 +26,11 @@ from seqpar.planner.forecast import Forecast
 from seqpar.planner.hardware import Hardware
 from seqpar.planner.memory import Memory
 from seqpar.planner.nested import Nest, nested
-from seqpar.planner.place import Batch, Knobs, Pieces, Placement, in_rows, placements
+from seqpar.planner.place import Documents, Knobs, Pieces, Placement, in_rows, placements
 from seqpar.planner.scale import weights_for
 from seqpar.planner.shape import ModelShape
 
-STAGED = 3  # stages in which a rank is taken to fetch, where documents are placed
+TYPICAL_STAGES = 3  # stages in which a rank is taken to fetch, where documents are placed
 ALONE = Knobs(80, 40, 4, 0, 1)  # every document by ranks of their own heads
 FEW = 8  # ranks up to which all candidates are compared
 SMALL = 1 << 11  # ranks times documents up to which placing costs little
@@ -40,7 +40,7 @@ NESTS_OF_FEW = [
     Nest(*counts) for counts in ((2, 6, 4, 12), (1, 6, 4, 3), (1, 4, 4, 3), (1, 0, 2, 3), (3, 3, 0, 12), (1, 3, 0, 3))
 ]
 NESTS_OF_MANY = [Nest(*counts) for counts in ((2, 6, 0, 6), (1, 6, 0, 3), (2, 2, 0, 3), (3, 2, 0, 3))]
-STAGES = (8 << 20, 32 << 20, 128 << 20)  # bytes of the keys of a stage
+STAGE_BYTES = (8 << 20, 32 << 20, 128 << 20)  # bytes of the keys of a stage
 
 
 def plan_batch(
@@ -74,11 +74,11 @@ def plan_batch(
     layers = layers_of(lengths, masks, shape)
     node = min(ranks, machine.node if node is None else whole("node", node, 1))
     room = room_for(lengths, ranks, memory, token_slack=token_slack, max_tokens_per_rank=max_tokens_per_rank)
-    weights = weights_for(layers, shape, machine, stage_bytes=STAGES[0])
+    weights = weights_for(layers, shape, machine, stage_bytes=STAGE_BYTES[0])
     try:
         best = choose(layers, weights, ranks, node=node, room=room)
     except OverflowError:  # some candidate merges more than the others compute
-        weights = weights_for(layers, shape, machine, stage_bytes=STAGES[0], rows=int(room.max()) * node)
+        weights = weights_for(layers, shape, machine, stage_bytes=STAGE_BYTES[0], rows=int(room.max()) * node)
         best = choose(layers, weights, ranks, node=node, room=room)
     layout = Layout.from_pieces(*in_rows(layers[0][0].offsets[:-1], best.pieces), ranks)
     plan = Plan(layers[0][0], layout, ulysses=best.ulysses, node=best.node, stage_bytes=best.stage_bytes)
@@ -89,10 +89,10 @@ def plan_batch(
 def fitting(model: str | ModelShape, machine: Hardware, rows: int) -> tuple[ModelShape, Memory]:
     """A model and its memory; one given by name with the least recomputation with which so many rows fit, if any do."""
     if isinstance(model, ModelShape):
-        return model, Memory.of(model, machine, STAGES[-1])
+        return model, Memory.of(model, machine, STAGE_BYTES[-1])
     for recompute in ("none", "attention", "full"):
         shape = replace(ModelShape.preset(model), recompute=recompute)
-        memory = Memory.of(shape, machine, STAGES[-1])
+        memory = Memory.of(shape, machine, STAGE_BYTES[-1])
         if rows <= memory.rows:
             break
     return shape, memory
@@ -151,7 +151,7 @@ def refusal(tokens: int, ranks: int, most: int, memory: Memory) -> str:
     )
 
 
-class Choice(NamedTuple):
+class Candidate(NamedTuple):
     """A candidate with what it costs. moved: what it moves, by kind, and its pieces; the same for all its variants."""
 
     pieces: Pieces
@@ -169,7 +169,7 @@ class Choice(NamedTuple):
         return self.slowest, *self.moved, self.stage_bytes
 
 
-def choose(layers: Layers, w: Weights, ranks: int, *, node: int, room: Ints) -> Choice:
+def choose(layers: Layers, w: Weights, ranks: int, *, node: int, room: Ints) -> Candidate:
     """The candidate whose slowest rank has the fewest ticks; of equal ones that with fewest cuts, then fewest bytes.
 
     A candidate that computes within 0.5 % of another and has more pieces, and moves no less of anything, is left out
@@ -179,8 +179,8 @@ def choose(layers: Layers, w: Weights, ranks: int, *, node: int, room: Ints) -> 
     total = document_ticks(layers, w)
     every = layers_in(layers)
     stage = every * (w.forward.stage + w.backward.stage)
-    batch = Batch(
-        mask.lengths, total, w.row + w.label + every * w.query, every * w.key, every * w.query, STAGED * stage
+    batch = Documents(
+        mask.lengths, total, w.row + w.label + every * w.query, every * w.key, every * w.query, TYPICAL_STAGES * stage
     )
     even = np.minimum(room, mask.tokens // ranks + 1)
     rooms = [even] if (even == room).all() else [even, room]  # rows to spare must not make a plan worse
@@ -212,7 +212,7 @@ def choose(layers: Layers, w: Weights, ranks: int, *, node: int, room: Ints) -> 
     return min((choice for choices in kept for choice in choices), key=lambda choice: choice.order)
 
 
-def _rivals(found: list[list[Choice]]) -> list[list[Choice]]:
+def _rivals(found: list[list[Candidate]]) -> list[list[Candidate]]:
     """Without what computes about as long as another, in more pieces, and moves no less of anything."""
     computing = [min(int((c.ticks.total - c.ticks.exposed).max()) for c in choices) for choices in found]
     return [
@@ -225,7 +225,7 @@ def _rivals(found: list[list[Choice]]) -> list[list[Choice]]:
     ]
 
 
-def _less(one: Choice, other: Choice) -> bool:
+def _less(one: Candidate, other: Candidate) -> bool:
     return all(a <= b for a, b in zip(one.moved, other.moved, strict=True))
 
 
@@ -312,7 +312,7 @@ def shortlist(placed: list[tuple[Knobs, Placement]], *, thorough: bool) -> list[
 
 def _variants(
     layers: Layers, mask: Mask, w: Weights, placements: list[Placement], ranks: int, node: int
-) -> list[list[Choice]]:
+) -> list[list[Candidate]]:
     """The choices of each placement: sizes of a stage, and whether keys enter a node once."""
     placed = [Placed(mask.offsets[p.document] + p.start, p.count, p.rank, widths) for p, widths, _ in placements]
     found = counted_each(layers, placed, ranks=ranks, node=node)
@@ -323,12 +323,14 @@ def _variants(
             layout = Layout.from_pieces(*in_rows(mask.offsets[:-1], placements[nth].pieces), ranks)
             once = counted(layers, layout, widths=placements[nth].widths, node=node, forwarded=True)
             ways.append((nth, node, once))
-    choices: list[list[Choice]] = [[] for _ in placements]
-    ticks = ticks_of_each([counts for *_, counts in ways], w, stage_bytes=STAGES)
+    choices: list[list[Candidate]] = [[] for _ in placements]
+    ticks = ticks_of_each([counts for *_, counts in ways], w, stage_bytes=STAGE_BYTES)
     for (nth, at, counts), times in zip(ways, ticks, strict=True):
         pieces, widths, _ = placements[nth]
         ulysses = int(widths[0]) if (widths == widths[0]).all() else tuple(widths.tolist())
         moved = (len(pieces.count), found[nth].moved, found[nth].crossing, found[nth].traded)
-        for stage, (stage_bytes, slowest) in enumerate(zip(STAGES, times.total.max(1).tolist(), strict=True)):
-            choices[nth].append(Choice(pieces, ulysses, at, stage_bytes, times.of(stage), slowest, counts.rows, moved))
+        for stage, (stage_bytes, slowest) in enumerate(zip(STAGE_BYTES, times.total.max(1).tolist(), strict=True)):
+            choices[nth].append(
+                Candidate(pieces, ulysses, at, stage_bytes, times.of(stage), slowest, counts.rows, moved)
+            )
     return choices

@@ -23,8 +23,9 @@ from seqpar.layout import Layout
 from seqpar.mask import Ints, Mask
 from seqpar.plan.routes import TAPERED
 from seqpar.plan.tally import Placed, Tally, rows_of, tallies, tally
+from seqpar.plan.traffic import DTYPE_BYTES
 from seqpar.planner.hardware import Hardware, Link
-from seqpar.planner.shape import BYTES, ModelShape
+from seqpar.planner.shape import ModelShape
 
 PAIR = 1024  # ticks of an attended pair in a forward, where they are finest
 LARGEST = 4 * (1 << 63) // 5  # ticks of a batch without merging; `place` takes five quarters of a sum
@@ -91,7 +92,7 @@ class Weights:
             return Pass(*(round(s / second) for s in seconds))
 
         def wire(link: Link) -> Wire:
-            size = BYTES[shape.dtype]
+            size = DTYPE_BYTES[shape.dtype]
             row = shape.row_bytes / link.bandwidth
             queries, outputs = (shape.heads * dim * size for dim in (shape.dim, shape.values))
             bytes_ = (queries + shape.row_bytes, outputs)
@@ -245,7 +246,7 @@ def trades(most: Ints, w: Weights, width: int | Ints) -> Ints:
     return np.stack([np.stack([enter, leave]), np.stack([leave, enter])])
 
 
-class Part(NamedTuple):
+class WidthGroup(NamedTuple):
     """The documents of one width in so many layers of one mask."""
 
     layers: int
@@ -257,7 +258,7 @@ class Part(NamedTuple):
 class Counted(NamedTuple):
     """What a layout has every rank compute and move: layers of one mask together, their parts by rising width."""
 
-    masks: list[list[Part]]
+    masks: list[list[WidthGroup]]
     rows: Ints
 
     @property
@@ -290,17 +291,17 @@ def counted(layers: Layers, layout: Layout, *, widths: Ints, node: int, forwarde
             chosen = None if (widths == width).all() else widths == width
             near_by = max(1, node // width)
             t = tally(mask, layout, width=width, node=near_by, forwarded=forwarded, documents=chosen)
-            parts.append(Part(count, width, t, near_by > 1))
+            parts.append(WidthGroup(count, width, t, near_by > 1))
         masks.append(parts)
     return Counted(masks, rows_of(layout))
 
 
 def counted_each(layers: Layers, placed: Sequence[Placed], *, ranks: int, node: int) -> list[Counted]:
     """The counts of `fetch` of several candidates, without keys that enter a node once; widths divide the node."""
-    masks: list[list[list[Part]]] = [[] for _ in placed]
+    masks: list[list[list[WidthGroup]]] = [[] for _ in placed]
     for mask, count in layers:
         for own, tally_of in zip(masks, tallies(mask, placed, ranks=ranks, node=node), strict=True):
-            own.append([Part(count, width, t, node // width > 1) for width, t in tally_of.items()])
+            own.append([WidthGroup(count, width, t, node // width > 1) for width, t in tally_of.items()])
     return [Counted(own, sum_rows(p, ranks)) for own, p in zip(masks, placed, strict=True)]
 
 

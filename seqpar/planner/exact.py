@@ -26,7 +26,7 @@ from numpy.typing import ArrayLike, NDArray
 from seqpar.layout import RANKS, Layout, expand
 from seqpar.mask import Ints, Mask, lengths_of, whole
 from seqpar.plan import Plan
-from seqpar.planner.batch import STAGES, fitting, layers_of, room_for
+from seqpar.planner.batch import STAGE_BYTES, fitting, layers_of, room_for
 from seqpar.planner.bound import lower_bound
 from seqpar.planner.cost import Layers, Weights, counted, ticks
 from seqpar.planner.forecast import Forecast
@@ -81,14 +81,14 @@ def optimum(
     shape, memory = fitting(model, machine, -(-int(lengths.sum()) // ranks))
     layers = layers_of(lengths, masks, shape)
     room = room_for(lengths, ranks, memory, token_slack=token_slack, max_tokens_per_rank=max_tokens_per_rank)
-    w = weights_for(layers, shape, machine, stage_bytes=STAGES[-1], rows=int(room.max()))
+    w = weights_for(layers, shape, machine, stage_bytes=STAGE_BYTES[-1], rows=int(room.max()))
     blocks, bound = blocks_of(lengths, whole("block", block, 1)), lower_bound(layers, w, ranks)
     rank, least = _solved(blocks, layers, w, room, bound, seconds)
     order = np.argsort(rank, kind="stable")
     layout = Layout.from_pieces(blocks.start[order], blocks.rows[order], rank[order], ranks, name="optimal")
     found = counted(layers, layout, widths=np.ones_like(lengths), node=1, forwarded=False)
-    plan = Plan(layers[0][0], layout, stage_bytes=STAGES[-1])
-    t = ticks(found, w, stage_bytes=STAGES[-1])
+    plan = Plan(layers[0][0], layout, stage_bytes=STAGE_BYTES[-1])
+    t = ticks(found, w, stage_bytes=STAGE_BYTES[-1])
     forecast = Forecast(t, bound, w.second, found.rows, memory, shape, machine, min(ranks, machine.node))
     return Optimum(plan.with_forecast(forecast), least)
 

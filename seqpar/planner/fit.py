@@ -67,12 +67,14 @@ class Fit(Generic[T]):
 
 
 def fit_attention(rows: Sequence[Computed], unseen: Sequence[Computed]) -> Fit[Attention]:
-    """Attention's coefficients from calls forward and backward. Raises ValueError as `refuse` and `nonnegative` do.
+    """Attention's coefficients from calls forward and backward.
+
+    Raises ValueError as `require_observations` and `nonnegative` do.
 
     What a row costs in pairs is shared by forward and backward; the ratio of their rates is searched for, as given the
     ratio the rest is linear.
     """
-    refuse("attention", rows, unseen, unknowns=6)
+    require_observations("attention", rows, unseen, unknowns=6)
     if {row.backward for row in rows} != {False, True}:
         raise ValueError("attention: measure forward and backward, got calls of one direction alone")
     terms = np.array([[r.steps, r.pieces, *(r.flops * np.array([r.area, r.queries, r.keys]))] for r in rows], float)
@@ -96,16 +98,16 @@ def fit_attention(rows: Sequence[Computed], unseen: Sequence[Computed]) -> Fit[A
 
 
 def fit_linear(rows: Sequence[Multiplied], unseen: Sequence[Multiplied]) -> Fit[float]:
-    """Operations a second of linear layers. Raises ValueError as `refuse` does."""
-    refuse("linear layers", rows, unseen, unknowns=1)
+    """Operations a second of linear layers. Raises ValueError as `require_observations` does."""
+    require_observations("linear layers", rows, unseen, unknowns=1)
     terms = np.array([[row.flops / row.seconds] for row in rows])
     rate = 1 / float(nonnegative(terms, np.ones(len(rows)), "linear layers")[0][0])
     return judged("linear layers", rate, [row.flops / rate for row in unseen], unseen)
 
 
 def fit_link(rows: Sequence[Exchanged], unseen: Sequence[Exchanged], *, what: str = "link") -> Fit[Link]:
-    """A link from exchanges of several sizes. Raises ValueError as `refuse` and `nonnegative` do."""
-    refuse(what, rows, unseen, unknowns=2)
+    """A link from exchanges of several sizes. Raises ValueError as `require_observations` and `nonnegative` do."""
+    require_observations(what, rows, unseen, unknowns=2)
     terms = np.array([[1 / row.seconds, row.size / row.seconds] for row in rows])
     latency, byte = (float(x) for x in nonnegative(terms, np.ones(len(rows)), what)[0])
     if byte <= 0:
@@ -114,7 +116,7 @@ def fit_link(rows: Sequence[Exchanged], unseen: Sequence[Exchanged], *, what: st
     return judged(what, value, [value.seconds(row.size) for row in unseen], unseen)
 
 
-def refuse(what: str, rows: Sequence[Any], unseen: Sequence[Any], *, unknowns: int) -> None:
+def require_observations(what: str, rows: Sequence[Any], unseen: Sequence[Any], *, unknowns: int) -> None:
     """Raise ValueError for too few rows, or facts that are negative or not finite, or seconds that are not positive."""
     if len(rows) < unknowns or not unseen:
         raise ValueError(

@@ -14,7 +14,7 @@ import numpy as np
 from seqpar.mask import Ints
 
 
-class Shares(NamedTuple):
+class RankShares(NamedTuple):
     """Parts of documents: which document, its rows from first to stop, the group that takes them."""
 
     document: Ints
@@ -23,7 +23,7 @@ class Shares(NamedTuple):
     group: Ints
 
 
-def grouped(lengths: Ints, ticks: Ints, *, fetch: int, room: Ints, part: int) -> Shares:
+def grouped(lengths: Ints, ticks: Ints, *, fetch: int, room: Ints, part: int) -> RankShares:
     """The parts of documents that groups take, the documents in falling order of their ticks, which are to be balanced.
 
     fetch: ticks of a key row that a group does not hold. room: rows that each group may take. part: ticks that a group
@@ -57,7 +57,7 @@ def grouped(lengths: Ints, ticks: Ints, *, fetch: int, room: Ints, part: int) ->
                 left[group] -= edge - first
                 load += extra * share // sum(shares)
             heappush(heap, (load, group))
-    return Shares(*np.array(found, np.int64).reshape(-1, 4).T)
+    return RankShares(*np.array(found, np.int64).reshape(-1, 4).T)
 
 
 def _levelled(heap: list[tuple[int, int]], extra: int, toll: int, part: int) -> tuple[list[tuple[int, int]], list[int]]:

@@ -4,8 +4,9 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
+from seqpar.plan.traffic import DTYPE_BYTES
 from seqpar.planner.hardware import Hardware
-from seqpar.planner.shape import BYTES, ModelShape
+from seqpar.planner.shape import ModelShape
 
 LOGITS = 1024  # rows of a chunk of the head
 SLACK = 32  # one part in so many of the memory is left to fragments of the allocator
@@ -27,7 +28,7 @@ class Memory:
         query gradient. The rest: two stages of keys with their gradients, two layers' weights as FSDP gathers them, and
         a chunk of logits with its gradient.
         """
-        size = BYTES[shape.dtype]
+        size = DTYPE_BYTES[shape.dtype]
         acc = max(4, size)
         row = shape.activation_bytes + acc * shape.heads * (shape.dim + shape.values)
         stages = 2 * stage_bytes * (size + acc) // size

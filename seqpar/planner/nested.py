@@ -22,7 +22,7 @@ from typing import NamedTuple
 import numpy as np
 
 from seqpar.mask import Ints
-from seqpar.planner.place import Batch, Pieces, Placement, least_loaded
+from seqpar.planner.place import Documents, Pieces, Placement, least_loaded
 
 
 class Nest(NamedTuple):
@@ -35,7 +35,7 @@ class Nest(NamedTuple):
     rows: int
 
 
-def nested(batch: Batch, ranks: int, *, room: Ints, nests: Sequence[Nest]) -> list[Placement]:
+def nested(batch: Documents, ranks: int, *, room: Ints, nests: Sequence[Nest]) -> list[Placement]:
     """The placements of candidates, without such as come to the same; all ranks may share heads."""
     attention = batch.ticks - batch.row * batch.lengths
     order = (-attention).argsort(kind="stable")
@@ -58,7 +58,7 @@ class _Nesting:
     row: ticks that a row counts.
     """
 
-    def __init__(self, batch: Batch, attention: Ints, room: Ints, row: int) -> None:
+    def __init__(self, batch: Documents, attention: Ints, room: Ints, row: int) -> None:
         self.batch, self.attention, self.room = batch, attention, room
         self.extra = attention + row * batch.lengths
         self.left, self.load = room.tolist(), [0] * room.size

@@ -28,12 +28,12 @@ import numpy as np
 from numpy.typing import NDArray
 
 from seqpar.mask import Ints, distinct, edges
-from seqpar.planner.groups import Shares, grouped
+from seqpar.planner.groups import RankShares, grouped
 
 FEW = 64  # rows that are not worth what they fetch
 
 
-class Batch(NamedTuple):
+class Documents(NamedTuple):
     """Documents to place: tokens, and ticks of everything they cost whole on one rank, int64 [documents].
 
     row: ticks of a row beside its attended pairs; key: of a fetched key row; merge: of a row that sees fetched keys;
@@ -80,12 +80,12 @@ class Placement(NamedTuple):
     level: int
 
 
-def place(batch: Batch, ranks: int, *, room: Ints, knobs: Knobs) -> Placement:
+def place(batch: Documents, ranks: int, *, room: Ints, knobs: Knobs) -> Placement:
     """Where the documents live. room: rows that each rank may take, together at least the tokens."""
     return placements(batch, ranks, room=room, knobs=[knobs])[0]
 
 
-def placements(batch: Batch, ranks: int, *, room: Ints, knobs: Sequence[Knobs], enough: int = 0) -> list[Placement]:
+def placements(batch: Documents, ranks: int, *, room: Ints, knobs: Sequence[Knobs], enough: int = 0) -> list[Placement]:
     """The placement of each of the knobs' values; such as come to the same are made once and are one object.
 
     enough: the level at which the first one will do, and no other is made.
@@ -132,7 +132,7 @@ class _Parts(NamedTuple):
     loose: bool
 
 
-def _parts(batch: Batch, ranks: int, room: Ints, order: Ints, so_far: Ints, knobs: Knobs) -> _Parts:
+def _parts(batch: Documents, ranks: int, room: Ints, order: Ints, so_far: Ints, knobs: Knobs) -> _Parts:
     """The documents by what becomes of them. order, so_far: by rising length, and their tokens up to each."""
     lengths, ticks, most, tokens = batch.lengths, batch.ticks, int(room.max()), int(so_far[-1])
     fills = int(np.count_nonzero((so_far * 64 <= tokens * knobs.fill) & (lengths[order] * 8 <= most)))
@@ -178,7 +178,7 @@ def _placed(board: _Board, tiers: list[int]) -> Placement:
 class _Board:
     """The ranks while documents are placed: their surplus (load) and ticks (base) so far, rows that may come (left)."""
 
-    def __init__(self, batch: Batch, ranks: int, room: Ints, knobs: Knobs, parts: _Parts) -> None:
+    def __init__(self, batch: Documents, ranks: int, room: Ints, knobs: Knobs, parts: _Parts) -> None:
         self.batch, self.ranks, self.knobs = batch, ranks, knobs
         self.left = room.astype(np.int64)
         self.trade = batch.row * knobs.trade // 64
@@ -200,7 +200,7 @@ class _Board:
         levels = range(int(tiers.max()), -1, -1)
         self._deal([self._laid(self.long[tiers == n], backwards=turn % 2 == 1) for turn, n in enumerate(levels)])
 
-    def _grouped(self) -> Shares:
+    def _grouped(self) -> RankShares:
         """The long documents in groups; what the others bring on average is left out of what is balanced, as they fill
         the rows, and half of what is beside their least can even out what the groups have."""
         lengths, ticks = self.batch.lengths[self.long], self.batch.ticks[self.long]
@@ -214,7 +214,7 @@ class _Board:
         shares = grouped(lengths, surplus, fetch=self.batch.key, room=room, part=part)
         return shares._replace(document=self.long[shares.document])
 
-    def _laid(self, documents: Ints, *, backwards: bool) -> Shares:
+    def _laid(self, documents: Ints, *, backwards: bool) -> RankShares:
         """Documents one after the other along a line of which every group of ranks has an equal part, in surplus."""
         groups = self.ranks // self.knobs.width
         surplus = np.maximum(self.surplus[documents], 1)
@@ -228,9 +228,9 @@ class _Board:
         document = documents[at]
         length, whole = self.batch.lengths[document], surplus[at]
         first, stop = (length * (x - edge[at]) // whole for x in (breaks[:-1], breaks[1:]))
-        return Shares(document, first, stop, groups - 1 - group if backwards else group)
+        return RankShares(document, first, stop, groups - 1 - group if backwards else group)
 
-    def _deal(self, tiers: Sequence[Shares]) -> None:
+    def _deal(self, tiers: Sequence[RankShares]) -> None:
         """Give groups their parts, half of the rows from the front of the document, the others from its end."""
         document, first, stop, group = tiers[0] if len(tiers) == 1 else map(np.concatenate, zip(*tiers, strict=True))
         tier = np.repeat(np.arange(len(tiers)), [shares.group.size for shares in tiers])

@@ -13,9 +13,9 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass, replace
 from typing import Any
 
+from seqpar.plan.traffic import DTYPE_BYTES
 from seqpar.planner import config
 
-BYTES = {"float64": 8, "float32": 4, "bfloat16": 2, "float16": 2}
 MOST = (1 << 31) - 1  # of anything that a model has
 RECOMPUTE = ("none", "attention", "full")
 
@@ -70,7 +70,7 @@ class ModelShape:
                 self._check(field, least=1)
         wrong = [
             (self.heads % self.kv_heads != 0, f"heads {self.heads} must be a multiple of kv_heads {self.kv_heads}"),
-            (self.dtype not in BYTES, f"dtype must be one of {', '.join(BYTES)}, got {self.dtype!r}"),
+            (self.dtype not in DTYPE_BYTES, f"dtype must be one of {', '.join(DTYPE_BYTES)}, got {self.dtype!r}"),
             (self.recompute not in RECOMPUTE, f"recompute must be one of {RECOMPUTE}, got {self.recompute!r}"),
             (not self.windows, "windows must name at least one layer's window, (None,) for full causal attention"),
             (
@@ -158,7 +158,7 @@ class ModelShape:
     @property
     def row_bytes(self) -> int:
         """Bytes of one token's keys and values in one layer."""
-        return self.kv_heads * (self.dim + self.values) * BYTES[self.dtype]
+        return self.kv_heads * (self.dim + self.values) * DTYPE_BYTES[self.dtype]
 
     def window_groups(self) -> list[tuple[int | None, int]]:
         """(window, layers that have it), in the order in which the windows first occur."""
@@ -177,7 +177,7 @@ class ModelShape:
         scores are not kept, as in FlashAttention, but one float32 logarithm a head is. Recomputing keeps a block's
         input, and while one layer's backward runs that layer's other activations too. Logits are not counted.
         """
-        size = BYTES[self.dtype]
+        size = DTYPE_BYTES[self.dtype]
         attention = size * self._attention_elements() + 4 * self.heads
         dense, sparse = (size * self._ffn_elements(sparse=s) for s in (False, True))
         block = size * self.hidden

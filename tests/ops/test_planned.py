@@ -27,7 +27,7 @@ from seqpar import Hardware, Layout, Mask, MicroBatch, ModelShape, Plan, plan_ba
 from seqpar.comm import Comm, shm
 from seqpar.planner import Attention, Link
 from seqpar.planner.nested import Nest, nested
-from seqpar.planner.place import Batch, in_rows
+from seqpar.planner.place import Documents, in_rows
 from seqpar.testing import dense_attention, run_processes, run_threads
 from tests.ops.test_attention import HEADS, TOLERANCE, Options, check, options_strategy
 
@@ -89,7 +89,7 @@ def sample(seed: int, ranks: int | None = None) -> Plan:
 def test_documents_that_nobody_cuts_equal_one_device(nest: Nest) -> None:
     lengths = np.array([41, 30, 22, 9, 17, 13, 5, 5, 3, 2])
     mask = Mask(lengths)
-    batch = Batch(lengths, lengths * (lengths + 9), row=9, key=0, merge=0, stages=0)
+    batch = Documents(lengths, lengths * (lengths + 9), row=9, key=0, merge=0, stages=0)
     ((pieces, widths, _),) = nested(batch, 8, room=np.full(8, int(lengths.sum()) // 8 + 1), nests=[nest])
     plan = Plan(mask, Layout.from_pieces(*in_rows(mask.offsets[:-1], pieces), 8), ulysses=widths.tolist())
     of_all = pieces.rank[widths[pieces.document] == 8]

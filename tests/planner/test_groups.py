@@ -6,12 +6,12 @@ import numpy as np
 from hypothesis import given
 from hypothesis import strategies as st
 
-from seqpar.planner.groups import Shares, grouped
+from seqpar.planner.groups import RankShares, grouped
 
 LENGTHS = st.lists(st.integers(1, 5000), min_size=1, max_size=30)
 
 
-def shared(lengths: list[int], groups: int, *, fetch: int = 0, room: int | None = None, part: int = 0) -> Shares:
+def shared(lengths: list[int], groups: int, *, fetch: int = 0, room: int | None = None, part: int = 0) -> RankShares:
     """Documents that cost as many ticks as rows, longest first."""
     rows = np.sort(np.array(lengths, np.int64))[::-1]
     room = int(rows.sum()) if room is None else room
@@ -29,7 +29,7 @@ def test_every_row_is_in_one_group(lengths: list[int], groups: int, fetch: int, 
         assert len(set(shares.group[of])) == of.sum()
 
 
-def load(shares: Shares, groups: int) -> list[int]:
+def load(shares: RankShares, groups: int) -> list[int]:
     """Rows of each group."""
     return np.bincount(shares.group, shares.stop - shares.first, groups).astype(int).tolist()
 

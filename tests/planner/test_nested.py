@@ -15,7 +15,7 @@ from seqpar.planner import Hardware, ModelShape, plan_batch
 from seqpar.planner.bound import document_ticks
 from seqpar.planner.cost import Weights, counted, ticks, trades
 from seqpar.planner.nested import Nest, nested
-from seqpar.planner.place import Batch
+from seqpar.planner.place import Documents
 
 LLAMA = ModelShape.preset("llama-8b")
 VAST = dataclasses.replace(Hardware.preset("h100"), memory=1 << 50)
@@ -23,11 +23,11 @@ W = Weights.of(LLAMA, VAST)
 NESTS = st.lists(st.builds(Nest, *[st.integers(0, 9)] * 3, st.sampled_from([0, 3, 12, 64])), min_size=1, max_size=4)
 
 
-def batch_of(lengths: list[int]) -> Batch:
+def batch_of(lengths: list[int]) -> Documents:
     """Of causal documents."""
     rows, layers = np.array(lengths), LLAMA.layers
     ticks = document_ticks([(Mask(rows), layers)], W)
-    return Batch(rows, ticks, W.row + W.label + layers * W.query, layers * W.key, layers * W.query, 0)
+    return Documents(rows, ticks, W.row + W.label + layers * W.query, layers * W.key, layers * W.query, 0)
 
 
 @given(st.lists(st.integers(1, 5000), min_size=1, max_size=40), st.sampled_from([2, 3, 4, 6, 7, 8]), NESTS)
