@@ -30,7 +30,7 @@ from torch import Tensor, nn
 
 from seqpar.comm import Comm
 from seqpar.dsp.models import SPECS
-from seqpar.integrations.sdpa import Rerouting
+from seqpar.integrations.sdpa.reroute import Rerouting
 from seqpar.integrations.wrapped import Parallelized
 from seqpar.layout import Layout
 from seqpar.mask import Mask

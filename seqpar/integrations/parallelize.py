@@ -18,7 +18,7 @@ def parallelize(model: nn.Module, comm: Comm, *, sdpa: bool = False, **options: 
     optimizers and wrappers hold; ``handle.undo()`` restores it exactly, and so does the end of
     ``with parallelize(...):``.
 
-    Options, by the kind of model: see `seqpar.integrations.transformers_model.parallelize`,
+    Options, by the kind of model: see `seqpar.integrations.hf.model.parallelize`,
     `seqpar.integrations.diffusers.parallelize` (`seqpar.dsp.parallelize` where that has a spec of the model's class)
     and `seqpar.integrations.sdpa.parallelize`.
 
@@ -36,7 +36,7 @@ def parallelize(model: nn.Module, comm: Comm, *, sdpa: bool = False, **options: 
 
         return of_sdpa(model, comm, **options)
     if _is(model, "transformers", "PreTrainedModel"):
-        from seqpar.integrations.transformers_model import parallelize as of_transformers
+        from seqpar.integrations.hf.model import parallelize as of_transformers
 
         return of_transformers(model, comm, **options)
     if _is(model, "diffusers", "ModelMixin"):

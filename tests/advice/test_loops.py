@@ -21,7 +21,7 @@ from tests.advice.test_comm import default_group
 
 pytest.importorskip("transformers")
 
-from tests.integrations.models import batches, build  # noqa: E402
+from tests.integrations.hf.models import batches, build  # noqa: E402
 
 EVERY = batches("right", 2)
 MODEL = build("llama", num_hidden_layers=1)

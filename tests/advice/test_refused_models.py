@@ -22,9 +22,9 @@ from tests.advice.test_comm import default_group
 
 transformers = pytest.importorskip("transformers")
 
-from tests.integrations.models import batches, build, padded  # noqa: E402
-from tests.integrations.test_transformers_sdpa import SIZES, TOKENS, Own, logits, zigzag  # noqa: E402
-from tests.integrations.test_transformers_sdpa import build as built  # noqa: E402
+from tests.integrations.hf.models import batches, build, padded  # noqa: E402
+from tests.integrations.hf.test_sdpa import SIZES, TOKENS, Own, logits, zigzag  # noqa: E402
+from tests.integrations.hf.test_sdpa import build as built  # noqa: E402
 
 BATCH = batches("right", 1)[0]
 ROW = {"input_ids": torch.arange(1, 13)[None], "position_ids": torch.arange(12)[None]}

@@ -23,7 +23,7 @@ pytest.importorskip("transformers")
 import transformers  # noqa: E402
 
 import seqpar.integrations.transformers  # noqa: E402, F401  registers attn_implementation="seqpar"
-from tests.integrations.models import SIZES, VOCABULARY, batches, build  # noqa: E402
+from tests.integrations.hf.models import SIZES, VOCABULARY, batches, build  # noqa: E402
 
 Build = Callable[[], nn.Module]
 BATCH = batches("right", 1)[0]

@@ -10,7 +10,7 @@ import transformers
 from tokenizers import Tokenizer, pre_tokenizers
 from tokenizers.models import WordLevel
 
-from tests.integrations.models import VOCABULARY, build
+from tests.integrations.hf.models import VOCABULARY, build
 
 RANKS = int(os.environ.get("WORLD_SIZE", 1))
 

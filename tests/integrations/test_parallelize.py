@@ -16,8 +16,8 @@ from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_N
 
 import seqpar
 from seqpar import LocalComm
-from seqpar.integrations.transformers_shape import shape_of
-from tests.integrations.models import SIZES, batches, build
+from seqpar.integrations.hf.shape import shape_of
+from tests.integrations.hf.models import SIZES, batches, build
 
 
 @pytest.mark.parametrize("around", [DistributedDataParallel, FullyShardedDataParallel, nn.DataParallel, torch.compile])

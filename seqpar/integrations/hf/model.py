@@ -28,8 +28,8 @@ from seqpar.data import Share, back
 from seqpar.data.batch import Reading, read
 from seqpar.data.share import choose, take
 from seqpar.data.union import announce
-from seqpar.integrations.ahead import Plans, ahead
-from seqpar.integrations.transformers import (
+from seqpar.integrations.hf.ahead import Plans, ahead
+from seqpar.integrations.hf.attention import (
     KEY,
     Forward,
     enter,
@@ -40,10 +40,10 @@ from seqpar.integrations.transformers import (
     occupy,
     planned,
 )
-from seqpar.integrations.transformers_fit import PER_TOKEN, caching, fitting, softcap_of
-from seqpar.integrations.transformers_mask import Rule
-from seqpar.integrations.transformers_shape import shape_of
-from seqpar.integrations.worth import Worth
+from seqpar.integrations.hf.fit import PER_TOKEN, caching, fitting, softcap_of
+from seqpar.integrations.hf.mask import Rule
+from seqpar.integrations.hf.shape import shape_of
+from seqpar.integrations.hf.worth import Worth
 from seqpar.integrations.wrapped import refuse_twice, unpicklable
 from seqpar.mask import Ints, Mask, whole
 from seqpar.ops.agree import agree_alike, agreed_under

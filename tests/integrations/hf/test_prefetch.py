@@ -14,9 +14,9 @@ from torch import Tensor
 
 import seqpar
 from seqpar import Comm, Mask, Plan, plan_batch
-from seqpar.integrations import ahead
+from seqpar.integrations.hf import ahead
 from seqpar.testing import run_threads
-from tests.integrations.models import build
+from tests.integrations.hf.models import build
 
 
 def loader(rank: int, steps: int) -> Iterator[dict[str, Tensor]]:

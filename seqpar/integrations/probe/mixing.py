@@ -21,7 +21,7 @@ def mixing(model: nn.Module) -> list[str]:
         found.append(f"it has modules that see other tokens: {', '.join(names)}")
     found += dropping(model) + renorming(model)
     for inner in _of_transformers(model):
-        from seqpar.integrations.transformers_fit import carries
+        from seqpar.integrations.hf.fit import carries
 
         found += [reason for reason in carries(inner) if reason not in found]
     return found

@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 
 from seqpar.testing import run_threads
-from tests.integrations.models import CASES, PLANS, batches, build, check, on_ranks, one_process
+from tests.integrations.hf.models import CASES, PLANS, batches, build, check, on_ranks, one_process
 
 KINDS = ["left", "right", "packed", "cu", "long", "mixed"]
 # Every pair of a batch and a plan with some number of ranks; each model takes a part of them, and all take every plan.

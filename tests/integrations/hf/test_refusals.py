@@ -14,9 +14,9 @@ from transformers import PreTrainedModel
 
 import seqpar
 from seqpar import Comm, Layout, LocalComm, Mask, Plan
-from seqpar.integrations import transformers as keys
+from seqpar.integrations.hf import attention as keys
 from seqpar.testing import run_threads
-from tests.integrations.models import SIZES, build, holes, padded
+from tests.integrations.hf.models import SIZES, build, holes, padded
 
 TINY = {"vocab_size": 61, "hidden_size": 32, "num_hidden_layers": 2, "num_attention_heads": 4}
 SMALL = {"d_model": 32, "encoder_layers": 1, "decoder_layers": 1, "encoder_ffn_dim": 32, "decoder_ffn_dim": 32}

@@ -29,7 +29,7 @@ from torch.overrides import TorchFunctionMode
 from torch.utils._pytree import tree_map
 
 from seqpar.comm import Comm
-from seqpar.integrations.probe import READINGS, Positions, Verdict, tried, under_trial
+from seqpar.integrations.probe.runs import READINGS, Positions, Verdict, tried, under_trial
 from seqpar.plan import Plan
 
 ASLEEP = 1e-3  # the largest element of a parameter that may hide what is done with it

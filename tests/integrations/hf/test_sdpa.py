@@ -15,7 +15,7 @@ from transformers.modeling_outputs import CausalLMOutput
 import seqpar
 from seqpar import Comm, Layout, LocalComm, Mask, Plan
 from seqpar.testing import run_threads
-from tests.integrations.models import VOCABULARY
+from tests.integrations.hf.models import VOCABULARY
 
 TOKENS = 40
 SIZES: dict[str, Any] = {

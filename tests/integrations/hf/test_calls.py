@@ -14,9 +14,9 @@ from transformers import AttentionInterface, AutoModel, PreTrainedModel
 
 import seqpar
 from seqpar import Comm, Layout, LocalComm, Mask, Plan
-from seqpar.integrations import transformers as keys
+from seqpar.integrations.hf import attention as keys
 from seqpar.testing import run_threads
-from tests.integrations.models import (
+from tests.integrations.hf.models import (
     PLANS,
     batches,
     build,

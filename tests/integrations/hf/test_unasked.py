@@ -19,9 +19,9 @@ from transformers.masking_utils import create_causal_mask
 
 import seqpar
 from seqpar import Comm, Layout, LocalComm, Mask, Plan
-from seqpar.integrations import transformers as keys
+from seqpar.integrations.hf import attention as keys
 from seqpar.testing import run_threads
-from tests.integrations.models import SIZES, VOCABULARY, build
+from tests.integrations.hf.models import SIZES, VOCABULARY, build
 
 TOKENS = 12
 PLAN = Plan(Mask([TOKENS]), Layout.contiguous(TOKENS, 1))

@@ -24,10 +24,10 @@ from torch import Tensor, nn
 from torch.overrides import TorchFunctionMode
 
 from seqpar.comm import Comm
-from seqpar.integrations.mixing import dropping, mixing, renorming
-from seqpar.integrations.probe import under_trial
-from seqpar.integrations.sdpa_mask import bounds_of, compressed, expanded, is_lower_triangle
-from seqpar.integrations.trial import Call, outermost, stand_in, way_of
+from seqpar.integrations.probe.mixing import dropping, mixing, renorming
+from seqpar.integrations.probe.runs import under_trial
+from seqpar.integrations.probe.trial import Call, outermost, stand_in, way_of
+from seqpar.integrations.sdpa.mask import bounds_of, compressed, expanded, is_lower_triangle
 from seqpar.integrations.wrapped import Parallelized
 from seqpar.mask import Mask
 from seqpar.ops import attention

@@ -18,7 +18,7 @@ from torch.utils.checkpoint import checkpoint
 import seqpar
 from seqpar import Comm, LocalComm
 from seqpar.testing import run_processes, run_threads
-from tests.integrations.models import batches, build, largest, one_process
+from tests.integrations.hf.models import batches, build, largest, one_process
 
 RANKS = 2
 

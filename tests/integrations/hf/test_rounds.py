@@ -16,7 +16,7 @@ from seqpar.comm import PeerError
 from seqpar.mask import Ints
 from seqpar.testing import run_threads
 from seqpar.train import sync_gradients
-from tests.integrations.models import build
+from tests.integrations.hf.models import build
 
 MODELS = {name: build(name) for name in ("llama", "gemma3", "mistral")}
 

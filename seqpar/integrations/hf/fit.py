@@ -21,12 +21,12 @@ from transformers import PreTrainedModel
 from transformers.loss.loss_utils import ForCausalLMLoss, ForMaskedLMLoss, ForTokenClassification
 
 from seqpar.comm import LocalComm
-from seqpar.integrations.mixing import dropping
-from seqpar.integrations.sdpa import sdpa
-from seqpar.integrations.transformers import Forward, forward, implementation, planned
-from seqpar.integrations.transformers_config import NO_INTERFACE, mixing_layers
-from seqpar.integrations.transformers_mask import Rule
-from seqpar.integrations.transformers_weights import NoWeights, check_probed, check_weights
+from seqpar.integrations.hf.attention import Forward, forward, implementation, planned
+from seqpar.integrations.hf.config import NO_INTERFACE, mixing_layers
+from seqpar.integrations.hf.mask import Rule
+from seqpar.integrations.hf.weights import NoWeights, check_probed, check_weights
+from seqpar.integrations.probe.mixing import dropping
+from seqpar.integrations.sdpa.reroute import sdpa
 from seqpar.layout import Layout
 from seqpar.mask import Mask
 from seqpar.parallel import parallel

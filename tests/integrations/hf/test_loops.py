@@ -19,7 +19,7 @@ import seqpar
 from seqpar import Comm
 from seqpar.testing import run_processes, run_threads
 from seqpar.train import clip_grad_norm, sync_gradients
-from tests.integrations.models import batches, build
+from tests.integrations.hf.models import batches, build
 
 RANKS = 2
 MODEL, EVERY = build("llama"), batches("right", RANKS)

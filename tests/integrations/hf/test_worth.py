@@ -10,10 +10,10 @@ import torch
 
 import seqpar
 from seqpar import Comm, Layout, LocalComm, Mask, plan_batch
-from seqpar.integrations.worth import TRIED, Worth, seconds_apart
+from seqpar.integrations.hf.worth import TRIED, Worth, seconds_apart
 from seqpar.planner import Forecast
 from seqpar.testing import run_threads
-from tests.integrations.models import build
+from tests.integrations.hf.models import build
 
 
 def test_ranks_apart_take_what_plans_of_their_documents_take() -> None:

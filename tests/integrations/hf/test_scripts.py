@@ -11,7 +11,7 @@ import pytest
 
 from tests.programs import Programs, programs
 
-ROOT = Path(__file__).resolve().parents[2]
+ROOT = Path(__file__).resolve().parents[3]
 SCRIPTS = ROOT / "examples" / "huggingface"
 NAMES = ("loop", "with_accelerate", "with_trainer")
 

@@ -1,0 +1,381 @@
+"""``attn_implementation="seqpar"``: attention and masks of transformers models, by the plan that surrounds them.
+
+Importing this module registers the key, and has `PreTrainedModel` look whether models of that name ask for it. Such a
+model runs inside ``with seqpar.parallel(plan, comm):`` on this rank's rows ``[1, plan.rows(rank)]`` with explicit
+``position_ids``; `seqpar.parallelize` does both for ordinary batches.
+
+transformers asks a *mask function* for the mask of every kind of layer, and hands what it returns to the layers. Here
+that is the handle of a plan with that kind's mask, a 0-d tensor: it reaches the attention function as an argument of
+the layer, so recomputation, other threads and compiled layers find their plan without a context.
+"""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from functools import partial, wraps
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor, nn
+from transformers import AttentionInterface, PreTrainedConfig, PreTrainedModel
+from transformers.masking_utils import AttentionMaskInterface
+
+from seqpar.comm import Comm
+from seqpar.integrations.hf.config import NO_INTERFACE, mixing_layers, unserved_attention
+from seqpar.integrations.hf.mask import Rule, rule_of
+from seqpar.ops import attention, bind
+from seqpar.ops.attention import calls
+from seqpar.ops.handles import uncompiled
+from seqpar.parallel import surrounding
+from seqpar.plan import Plan
+
+KEY = "seqpar"
+
+# Keywords that layers hand to attention functions and that say nothing of what is attended to; the mask says it all.
+UNUSED = {
+    "position_ids", "use_cache", "cache_position", "is_causal", "sliding_window", "return_dict", "output_hidden_states",
+    "layer_idx", "deterministic",
+}  # fmt: skip
+
+
+class Forward(NamedTuple):
+    """What a forward pass knows besides the plan. make: the plan of a layer's rule."""
+
+    make: Callable[[Plan, Rule], Plan] = lambda plan, rule: planned(plan, rule)
+    padded: bool = False  # whether a two-dimensional mask is known to be dealt with
+
+
+_threads = threading.local()
+_entering = threading.Lock()
+
+
+@contextmanager
+def forward(state: Forward) -> Iterator[None]:
+    """Give the mask functions of this thread that state, until the block ends."""
+    before = getattr(_threads, "state", None)
+    _threads.state = state
+    try:
+        yield
+    finally:
+        _threads.state = before
+
+
+def inside() -> bool:
+    """Whether this thread is in a forward pass of a parallel model."""
+    return getattr(_threads, "state", None) is not None
+
+
+def planned(plan: Plan, rule: Rule) -> Plan:
+    """The plan with a rule for its mask, made once."""
+    return plan.memo(("rule", rule), lambda: plan.with_mask(rule.mask(plan.mask.lengths)))  # type: ignore[no-any-return]
+
+
+def mask_of(
+    batch_size: int,
+    q_length: int,
+    kv_length: int,
+    q_offset: int = 0,
+    kv_offset: int = 0,
+    mask_function: Callable[..., Any] | None = None,
+    attention_mask: Tensor | None = None,
+    config: PreTrainedConfig | None = None,
+    **unused: Any,
+) -> Tensor:
+    """The handle of the surrounding plan with the mask that `mask_function` stands for: 0-d, what `bind` makes.
+
+    The arguments are those that transformers gives to its own; its indices of rows and dtypes are not needed.
+
+    Raises: RuntimeError outside `seqpar.parallel`; NotImplementedError for models whose config says that other layers
+    see rows of other ranks, masks that are no bounds, several rows, keys of a cache, and two-dimensional padding
+    masks, which `seqpar.parallelize` turns into documents.
+    """
+    return _mask(batch_size, q_length, kv_length, mask_function, attention_mask, config)  # type: ignore[no-any-return]
+
+
+@uncompiled
+def _mask(
+    batch_size: int, q_length: int, kv_length: int, function: Callable[..., Any], attention_mask: Tensor | None,
+    config: PreTrainedConfig | None,
+) -> Tensor:  # fmt: skip
+    if config is not None and (reasons := [*unserved_attention(config), *mixing_layers(config)]):
+        raise NotImplementedError(
+            f"a model of {type(config).__name__} cannot be computed from a rank's rows: {', and '.join(reasons)}"
+        )
+    try:
+        around = surrounding()
+    except RuntimeError as error:
+        raise RuntimeError(
+            f"no plan surrounds this call of a model whose attention is {KEY!r}; give the model to "
+            "seqpar.parallelize(model, comm), or its rows to it inside `with seqpar.parallel(plan, comm):`"
+        ) from error
+    state = getattr(_threads, "state", None) or Forward()
+    if batch_size != 1 or q_length != kv_length:
+        raise NotImplementedError(
+            f"{batch_size} rows of {q_length} queries and {kv_length} keys: seqpar takes the plan's rows [1, T], and "
+            "no keys of a cache or of another sequence; give seqpar.parallelize(model, comm) for ordinary batches"
+        )
+    if attention_mask is not None and not state.padded and not bool(attention_mask.all()):
+        raise NotImplementedError(
+            f"attention_mask {list(attention_mask.shape)} with zeros inside seqpar.parallel: the plan says what is "
+            "seen; leave it out, or let seqpar.parallelize(model, comm) turn a padding mask into documents"
+        )
+    return handle(state.make(around.plan, rule_of(function)), around.comm, around.seed)
+
+
+def handle(plan: Plan, comm: Comm, seed: int) -> Tensor:
+    """The handle of a plan and a comm, with the seed of attention dropout beside them in its storage."""
+    made = bind(plan, comm)
+    made.untyped_storage()._seqpar_seed = seed  # type: ignore[attr-defined]
+    return made
+
+
+def attention_function(
+    module: nn.Module,
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    attention_mask: Tensor | None,
+    dropout: float = 0.0,
+    scaling: float | None = None,
+    softcap: float | None = None,
+    s_aux: Tensor | None = None,
+    **rest: Any,
+) -> tuple[Tensor, None]:
+    """Attention of a layer over this rank's rows: out [1, T, H, D_v], and no weights.
+
+    query [1, H, T, D], key [1, H_kv, T, D], value [1, H_kv, T, D_v]; attention_mask: what `mask_of` returned. It
+    alone says what is seen (windows, causality, documents), as for transformers' own "sdpa" and "eager". s_aux: sinks.
+
+    Raises: NotImplementedError for a layer whose mask was not made by `mask_of`, and for keywords that would
+    change the result, by name; what `seqpar.attention` raises.
+    """
+    if not torch.compiler.is_compiling():
+        calls.begun += 1  # also where only shapes are computed, or what a checkpoint saved of the call is taken
+    if not isinstance(attention_mask, Tensor) or attention_mask.dim() or attention_mask.dtype != torch.int64:
+        got = list(attention_mask.shape) if isinstance(attention_mask, Tensor) else attention_mask
+        raise NotImplementedError(
+            f"{type(module).__name__} got attention_mask={got!r:.200}, which is not seqpar's: it must be made by "
+            f"transformers.masking_utils for {KEY!r}, inside seqpar.parallel or by a model given to seqpar.parallelize"
+        )
+    unknown = sorted(name for name, given in rest.items() if name not in UNUSED and _says(given))
+    if unknown:
+        raise NotImplementedError(
+            f"{type(module).__name__} hands {', '.join(unknown)} to its attention, which seqpar does not know; "
+            "leave it out of the call and of the config"
+        )
+    seed = _seed(module, attention_mask) if dropout else None
+    q, k, v = (_autocast(x[0].transpose(0, 1)) for x in (query, key, value))
+    out = attention(
+        q, k, v, attention_mask, scale=scaling, softcap=softcap or 0.0, sinks=s_aux, dropout_p=dropout,
+        dropout_seed=seed,
+    )  # fmt: skip
+    return out[None], None
+
+
+def _autocast(x: Tensor) -> Tensor:
+    """As attention on one device takes it: rotary embeddings leave queries and keys wider than values."""
+    kind = x.device.type
+    if torch.is_autocast_enabled(kind) and x.dtype != torch.float64:
+        return x.to(torch.get_autocast_dtype(kind))
+    return x
+
+
+def _says(given: object) -> bool:
+    """Whether a keyword's value says anything: None, False and 0 do not."""
+    return given is not None and (isinstance(given, Tensor) or bool(given))
+
+
+@uncompiled
+def _seed(module: nn.Module, mask: Tensor) -> int:
+    """The seed of a layer's dropout: the same on all ranks and when recomputed, another for every layer and batch."""
+    seed, layer = getattr(mask.untyped_storage(), "_seqpar_seed", None), getattr(module, "layer_idx", None)
+    if seed is None or layer is None:
+        raise NotImplementedError(
+            f"attention dropout in {type(module).__name__} needs a seed for every batch and layer, and there is no "
+            "layer_idx, or its mask is a copy; set the dropout of attention probabilities to 0"
+        )
+    return int((seed + (layer + 1) * 0x9E3779B97F4A7C15) % 2**63)
+
+
+# --- models that never ask for it -------------------------------------------------------------------------------------
+
+
+def called(model: PreTrainedModel, *args: Any, **named: Any) -> Any:
+    """A call of any model: `nn.Module.__call__`, and for those that were loaded with `KEY` that under `asking`.
+
+    It stands on `PreTrainedModel`, where other modules do not pass. torch's hooks for all modules would slow down every
+    one of them, and be part of each graph that is compiled meanwhile.
+    """
+    if getattr(model.__dict__.get("config"), "_attn_implementation", None) != KEY:
+        return nn.Module.__call__(model, *args, **named)
+    return asking(model, *args, **named)
+
+
+@partial(torch.compiler.disable, recursive=False)
+def asking(model: PreTrainedModel, *args: Any, **named: Any) -> Any:
+    """A call of a model that was loaded with `KEY`, which must ask for that attention inside `seqpar.parallel`.
+
+    The outermost model is asked, as parts need not attend; one of images or sound takes what is a rank's own.
+
+    Raises: NotImplementedError if it did not: transformers takes the name for every model, also for those that attend
+    by code of their own or carry a state, and each rank would compute such a model on its rows alone.
+    """
+    if getattr(_threads, "watching", False) or not _rows_of_a_plan(model):
+        return nn.Module.__call__(model, *args, **named)
+    before = calls.begun
+    _threads.watching = True
+    try:
+        out = nn.Module.__call__(model, *args, **named)
+    finally:
+        _threads.watching = False
+    if calls.begun == before:
+        config = model.config.get_text_config()
+        reasons = [*unserved_attention(config), *mixing_layers(config)] or [NO_INTERFACE]
+        raise NotImplementedError(
+            f"{type(model).__name__}, loaded with attn_implementation={KEY!r}, never called it inside seqpar.parallel "
+            f"and saw this rank's rows alone: {', and '.join(reasons)}; load it with attn_implementation='eager' and "
+            "give each rank whole documents of its own"
+        )
+    return out
+
+
+def _rows_of_a_plan(model: PreTrainedModel) -> bool:
+    """Whether a model gets a rank's rows from its user: `seqpar.parallelize` has tried the models that it calls."""
+    if inside() or model.main_input_name != "input_ids":
+        return False
+    try:
+        surrounding()
+    except RuntimeError:
+        return False
+    return True
+
+
+# --- the registries of transformers, which are global to the process --------------------------------------------------
+
+REGISTRIES = (AttentionInterface, AttentionMaskInterface)
+_entered: dict[str, tuple[int, list[Any]]] = {}  # key -> how many models want it, and what the registries had there
+
+
+def enter(key: str) -> Callable[[], None]:
+    """Have the entries of a key serve parallel models, and all others as before; returns the undo.
+
+    `KEY` needs nothing of it: it is entered when this module is imported, and stays for models that others load.
+
+    Raises: ValueError for a key without entries in both registries.
+    """
+    register()
+    if key == KEY:
+        return lambda: None
+    with _entering:
+        count, before = _entered.get(key, (0, []))
+        if not count:
+            before = [registry._global_mapping.get(key) for registry in REGISTRIES]
+            if None in before:
+                raise ValueError(f"in place of {key!r}: transformers has no functions of that name; load with 'sdpa'")
+            for registry, function in zip(REGISTRIES, (_either(*before), _either_mask(*before))):
+                registry.register(key, function)
+        _entered[key] = count + 1, before
+
+    def leave() -> None:
+        with _entering:
+            count, before = _entered.pop(key)
+            if count > 1:
+                _entered[key] = count - 1, before
+                return
+            for registry, function in zip(REGISTRIES, before):
+                registry.register(key, function)
+
+    return leave
+
+
+def _either(attend: Callable[..., Any], mask: Callable[..., Any]) -> Callable[..., Any]:
+    """An attention function for masks of either kind."""
+
+    @wraps(attend)
+    def function(module: nn.Module, query: Tensor, key: Tensor, value: Tensor, *rest: Any, **named: Any) -> Any:
+        made = rest[0] if rest else named.get("attention_mask")
+        ours = isinstance(made, Tensor) and not made.dim()
+        if not ours and getattr(module, OCCUPIED, False):
+            raise RuntimeError(
+                f"{type(module).__name__} is called outside the forward of the model that was given to "
+                "seqpar.parallelize(..., in_place=True), and would see one rank's rows: something has replaced that "
+                "forward, or calls what is inside; call the model itself, or work inside handle.local()"
+            )
+        return (attention_function if ours else attend)(module, query, key, value, *rest, **named)
+
+    return function
+
+
+def _either_mask(attend: Callable[..., Any], mask: Callable[..., Any]) -> Callable[..., Any]:
+    """A mask function that makes handles inside forward passes of parallel models."""
+
+    @wraps(mask)
+    def function(*args: Any, **named: Any) -> Any:
+        return (mask_of if inside() else mask)(*args, **named)
+
+    return function
+
+
+OCCUPIED = "_seqpar_occupied"  # of modules whose attention keeps its name: whether it is that of all ranks
+
+
+def occupy(model: PreTrainedModel) -> Callable[[], None]:
+    """Have the attention of a model refuse to be called but by its parallel forward; returns the undo."""
+    modules = [module for module in model.modules() if isinstance(module.__dict__.get("config"), PreTrainedConfig)]
+    for module in modules:
+        module.__dict__[OCCUPIED] = True
+
+    def undo() -> None:
+        for module in modules:
+            module.__dict__.pop(OCCUPIED, None)
+
+    return undo
+
+
+@contextmanager
+def implementation(model: PreTrainedModel, name: str) -> Iterator[None]:
+    """The model with the attention of another implementation on one rank, until the block ends."""
+    occupied = [module for module in model.modules() if module.__dict__.get(OCCUPIED)]
+    found = {id(m.config): m.config for m in model.modules() if isinstance(m.__dict__.get("config"), PreTrainedConfig)}
+    configs = [new for config in found.values() for new, _ in nested(config, config)]
+    before = [config._attn_implementation_internal for config in configs]
+    for config in configs:
+        config._attn_implementation_internal = name
+    for module in occupied:
+        module.__dict__[OCCUPIED] = False
+    try:
+        yield
+    finally:
+        for module in occupied:
+            module.__dict__[OCCUPIED] = True
+        for config, own in zip(configs, before):
+            config._attn_implementation_internal = own
+
+
+def nested(old: PreTrainedConfig, new: PreTrainedConfig) -> Iterator[tuple[PreTrainedConfig, PreTrainedConfig]]:
+    """A config and those inside it, each with the one at its place in another."""
+    yield old, new
+    for name, value in old.__dict__.items():
+        if isinstance(value, PreTrainedConfig):
+            yield from nested(value, new.__dict__[name])
+
+
+def register() -> None:
+    """Enter the key in the registries, and `called` in `PreTrainedModel`. Importing this module does."""
+    AttentionInterface.register(KEY, attention_function)
+    AttentionMaskInterface.register(KEY, mask_of)
+    if "__call__" not in PreTrainedModel.__dict__:  # else it is there, maybe inside of somebody's own
+        PreTrainedModel.__call__ = called
+
+
+def unregister() -> None:
+    """Take both out again; models that still name the key then fail by name."""
+    for registry in REGISTRIES:
+        registry._global_mapping.pop(KEY, None)
+    if PreTrainedModel.__dict__.get("__call__") is called:
+        del PreTrainedModel.__call__
+
+
+register()

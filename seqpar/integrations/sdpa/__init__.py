@@ -1,0 +1,5 @@
+"""PyTorch's own attention functions under a plan: ``with sdpa(plan, comm):``, and `parallelize` for a whole model."""
+
+from seqpar.integrations.sdpa.reroute import parallelize, sdpa
+
+__all__ = ["parallelize", "sdpa"]
