@@ -27,8 +27,8 @@ from rich.table import Table
 from run import environment
 from torch import Tensor
 
-from seqpar.kernels import copy as copies
-from seqpar.kernels.copy import Pair, copy
+from seqpar.kernels.memory import copy as copies
+from seqpar.kernels.memory.copy import Pair, copy
 
 LEAST = 0.8  # of the contiguous copy
 TENSORS = {"x": (1,), "q k v": (4, 1, 1)}  # heads of a piece

@@ -17,9 +17,9 @@ from torch import Tensor
 
 import seqpar.kernels
 from seqpar.kernels import Ask, Facts, Grads, Kernel, Operands, Score, Sums, acc_dtype
+from seqpar.kernels.memory.upload import upload
 from seqpar.kernels.reference import Reference
 from seqpar.kernels.triton import Triton
-from seqpar.kernels.upload import upload
 from seqpar.kernels.vendor import Segmented
 from seqpar.mask import Ints, Mask
 from seqpar.plan.tiles import segments, tile_tables

@@ -150,7 +150,7 @@ def _ran(command: list[str], counted: str | None = None) -> Row:
 def _device(machine: Machine, rank: int = 0, size: int = 1) -> Any:
     """What `PeerComm` drives: the device, or the model of one in its tests."""
     if not machine.rehearsal:
-        from seqpar.comm.cuda import Cuda
+        from seqpar.comm.peer.cuda import Cuda
 
         return Cuda()
     sys.path.insert(0, str(ROOT))

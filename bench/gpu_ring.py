@@ -35,7 +35,7 @@ from torch import Tensor
 
 import seqpar
 from seqpar.kernels import Facts, Grads, Kernel, Operands, Sums, acc_dtype, choose
-from seqpar.kernels.upload import upload
+from seqpar.kernels.memory.upload import upload
 from seqpar.plan import TRANSPORTS, Step
 
 TOKENS = 65536

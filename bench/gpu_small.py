@@ -70,7 +70,7 @@ def _count(rows: slice | Tensor) -> int:
 
 
 def _pack(machine: Machine, rows: int) -> dict[str, Run]:
-    from seqpar.kernels.rows import pack
+    from seqpar.kernels.memory.rows import pack
 
     k, v = (_random(machine, rows, 8, 128, dtype=torch.bfloat16) for _ in range(2))
     runs: dict[str, Run] = {}
@@ -81,7 +81,7 @@ def _pack(machine: Machine, rows: int) -> dict[str, Run]:
 
 
 def _place(machine: Machine, rows: int) -> dict[str, Run]:
-    from seqpar.kernels.rows import place
+    from seqpar.kernels.memory.rows import place
 
     out = _random(machine, rows, 8, 256, dtype=torch.bfloat16)
     runs: dict[str, Run] = {}
@@ -92,7 +92,7 @@ def _place(machine: Machine, rows: int) -> dict[str, Run]:
 
 
 def _add(machine: Machine, rows: int) -> dict[str, Run]:
-    from seqpar.kernels.rows import add_
+    from seqpar.kernels.memory.rows import add_
 
     sums = _random(machine, rows, 8, 256)
     runs: dict[str, Run] = {}
@@ -103,7 +103,7 @@ def _add(machine: Machine, rows: int) -> dict[str, Run]:
 
 
 def _rotary(machine: Machine, rows: int) -> dict[str, Run]:
-    from seqpar.kernels.rotary import rotate
+    from seqpar.kernels.memory.rotary import rotate
 
     x = _random(machine, rows, 32, 128, dtype=torch.bfloat16)
     positions = torch.arange(rows, device=machine.device)

@@ -129,7 +129,7 @@ def transports() -> dict[str, str | None]:
     import torch.distributed as dist
 
     from seqpar.comm import shm
-    from seqpar.comm.cuda import unusable
+    from seqpar.comm.peer.cuda import unusable
 
     found: dict[str, str | None] = {"LocalComm (threads)": None}
     shared = "ShmComm (processes of this machine)"

@@ -31,13 +31,13 @@ import torch.distributed as dist
 from torch import Tensor
 
 from seqpar.comm.arguments import check_arguments, check_descriptors
+from seqpar.comm.base import Members, process_group, waited
 from seqpar.comm.failure import Monitor, RootCause
 from seqpar.comm.header import HEADER_BYTES, WARMING, Calls, Header, describe, hash63, packed, unpacked
 from seqpar.comm.interrupt import Interrupt
-from seqpar.comm.meeting import Meeting
-from seqpar.comm.members import Members, process_group, waited
 from seqpar.comm.owner import Owner
 from seqpar.comm.protocol import PeerError, Stats, Tag, Work, nonempty, rounds
+from seqpar.comm.rendezvous import Meeting
 
 log = logging.getLogger("seqpar.comm")
 

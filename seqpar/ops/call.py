@@ -15,7 +15,7 @@ from torch.autograd import profiler
 
 from seqpar.comm import Comm, Tag
 from seqpar.kernels import Facts, Kernel, Score, acc_dtype
-from seqpar.kernels.upload import upload
+from seqpar.kernels.memory.upload import upload
 from seqpar.ops.rows import numbers
 from seqpar.plan import Part, Plan, Rows, Step, head_blocks, head_share
 

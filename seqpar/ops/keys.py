@@ -8,7 +8,7 @@ from math import prod
 from torch import Tensor
 
 from seqpar.comm import Work
-from seqpar.kernels.rows import pack, place
+from seqpar.kernels.memory.rows import pack, place
 from seqpar.ops.call import Call, Phase, named
 from seqpar.ops.rows import Parcels, entering_keys, received_keys, relays, sent_keys, take
 from seqpar.plan import Part, Step, head_share

@@ -19,7 +19,7 @@ from torch import Tensor
 
 from seqpar.comm import Comm, Tag
 from seqpar.comm.protocol import DIMS
-from seqpar.kernels.copy import Pair, copy
+from seqpar.kernels.memory.copy import Pair, copy
 
 ALIGNMENT = 64  # bytes at which messages start in a buffer: lines of a CPU's cache, vectors of a GPU
 

@@ -13,7 +13,7 @@ from torch import Tensor
 
 from seqpar.comm import Comm, Tag
 from seqpar.kernels import acc_dtype
-from seqpar.kernels.upload import upload
+from seqpar.kernels.memory.upload import upload
 from seqpar.layout import Layout
 from seqpar.mask import Ints, Memo
 from seqpar.ops.agree import abort_on_error, agree_once, check_comm, note_agreed

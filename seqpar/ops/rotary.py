@@ -8,8 +8,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from seqpar.kernels.memory.rotary import rotate
 from seqpar.kernels.protocol import DTYPES
-from seqpar.kernels.rotary import rotate
 
 _LIBRARY = torch.library.Library("seqpar", "FRAGMENT")
 _LIBRARY.define(

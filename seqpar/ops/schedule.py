@@ -29,7 +29,7 @@ from torch import Tensor
 
 from seqpar.comm import Work
 from seqpar.kernels import Grads, Operands, Sums
-from seqpar.kernels.rows import add_
+from seqpar.kernels.memory.rows import add_
 from seqpar.ops import trade
 from seqpar.ops.call import Call, Inside, Phase, named
 from seqpar.ops.keys import Keys, Messages, Slots

@@ -11,7 +11,7 @@ from torch import Tensor
 from torch.autograd.function import once_differentiable
 
 from seqpar.comm import Comm, Tag
-from seqpar.kernels.copy import Pair
+from seqpar.kernels.memory.copy import Pair
 from seqpar.ops.agree import abort_on_error, agree_once, check_comm
 from seqpar.ops.handles import (
     Made,

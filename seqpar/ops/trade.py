@@ -24,8 +24,8 @@ from math import prod
 import numpy as np
 from torch import Tensor
 
-from seqpar.kernels.copy import Pair
-from seqpar.kernels.rows import add_, place
+from seqpar.kernels.memory.copy import Pair
+from seqpar.kernels.memory.rows import add_, place
 from seqpar.ops.call import Call, Phase, named
 from seqpar.ops.parcel import Message, Place, moved, post, rows_of
 from seqpar.ops.rows import take

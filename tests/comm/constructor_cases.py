@@ -8,7 +8,7 @@ from unittest import mock
 
 from seqpar import native
 from seqpar.comm import PeerError, shm
-from seqpar.comm.meeting import Meeting
+from seqpar.comm.rendezvous import Meeting
 from tests.comm import cases
 
 ARGUMENTS = {

@@ -1,4 +1,4 @@
-"""A model of a CUDA device on the CPU, for `PeerComm`: its methods are those of `seqpar.comm.cuda.Cuda`.
+"""A model of a CUDA device on the CPU, for `PeerComm`: its methods are those of `seqpar.comm.peer.cuda.Cuda`.
 
 A stream is a thread that does one thing after the other, each after a random delay; different streams know nothing of
 each other but by events and words. Memory is memory of this process, or a file that processes map.
@@ -25,9 +25,9 @@ import torch
 import torch.distributed as dist
 
 from seqpar import native
-from seqpar.comm.cuda import copy_all
 from seqpar.comm.peer import PeerComm
-from seqpar.comm.words import LINE, reached
+from seqpar.comm.peer.cuda import copy_all
+from seqpar.comm.peer.signals import LINE, reached
 
 LIMIT = 120.0  # seconds after which a stream gives up, so that a test ends
 

@@ -9,7 +9,7 @@ from typing import Any, NamedTuple
 import torch
 
 from seqpar.comm import PeerComm, PeerError
-from seqpar.comm.cuda import Cuda
+from seqpar.comm.peer.cuda import Cuda
 from tests.comm import cases
 from tests.comm.cases import tag
 

@@ -8,7 +8,7 @@ import torch.distributed as dist
 
 from seqpar import native
 from seqpar.comm import GroupComm, LocalComm, PeerError, ShmComm
-from seqpar.comm.meeting import Meeting
+from seqpar.comm.rendezvous import Meeting
 from seqpar.testing import run_processes
 from tests.comm import cases, constructor_cases
 

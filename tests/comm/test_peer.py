@@ -16,9 +16,9 @@ import torch
 
 from seqpar import native
 from seqpar.comm import Comm, LocalComm, PeerComm, PeerError
-from seqpar.comm.cuda import Cuda
-from seqpar.comm.pool import Pool
-from seqpar.comm.words import FIRST, LINE, WRAP, epoch, reached
+from seqpar.comm.peer.cuda import Cuda
+from seqpar.comm.peer.pool import Pool
+from seqpar.comm.peer.signals import FIRST, LINE, WRAP, epoch, reached
 from seqpar.testing import run_processes, run_threads
 from tests.comm.cases import tag, until
 from tests.comm.device import LIMIT, Model, Stream, on_model

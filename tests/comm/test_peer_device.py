@@ -7,7 +7,7 @@ import time
 import pytest
 import torch
 
-from seqpar.comm.cuda import Cuda, unusable
+from seqpar.comm.peer.cuda import Cuda, unusable
 from seqpar.testing import run_processes, run_threads
 from tests.comm.peer_cases import CHECKS, on_device, stalled, strided, was_let_go
 from tests.comm.test_exchange import Exchanges

@@ -9,8 +9,8 @@ from hypothesis import strategies as st
 from torch import Tensor
 
 from seqpar import native
-from seqpar.kernels import copy as copies
-from seqpar.kernels.copy import Pair, copy
+from seqpar.kernels.memory import copy as copies
+from seqpar.kernels.memory.copy import Pair, copy
 
 DTYPES = (torch.bool, torch.uint8, torch.float16, torch.bfloat16, torch.float32, torch.int64, torch.complex128)
 VERSIONS = (

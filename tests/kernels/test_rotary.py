@@ -8,7 +8,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import Tensor
 
-from seqpar.kernels import rotary as dispatched
+from seqpar.kernels.memory import rotary as dispatched
 from tests.kernels.versions import VERSIONS, version
 
 TOLERANCE = {torch.float64: 1e-14, torch.float32: 1e-6, torch.bfloat16: 2**-7, torch.float16: 2**-10}

@@ -10,7 +10,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import Tensor
 
-from seqpar.kernels import rows as dispatched
+from seqpar.kernels.memory import rows as dispatched
 from tests.kernels.versions import VERSIONS, version
 
 FLOATS = [torch.float64, torch.float32, torch.bfloat16, torch.float16]

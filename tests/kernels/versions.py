@@ -17,6 +17,7 @@ VERSIONS = [
 def version(name: str, module: str) -> tuple[ModuleType, str]:
     """The version's module, and a device on which it is taken; Triton is its interpreter here."""
     if name == "torch":
-        return importlib.import_module(f"seqpar.kernels.{module}"), "cpu"
-    fused = {"softmax": "merge"}.get(module, module)
+        plain = module if module == "softmax" else f"memory.{module}"
+        return importlib.import_module(f"seqpar.kernels.{plain}"), "cpu"
+    fused = "merge" if module == "softmax" else module
     return importlib.import_module(f"seqpar.kernels.triton.{fused}"), "cpu"

@@ -1,4 +1,4 @@
-"""Rotary embedding and the gathering of rows in one pass, see `seqpar.kernels.rotary`."""
+"""Rotary embedding and the gathering of rows in one pass, see `seqpar.kernels.memory.rotary`."""
 
 from __future__ import annotations
 

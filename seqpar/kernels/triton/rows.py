@@ -1,4 +1,4 @@
-"""Rows of tensors into and out of buffers, see `seqpar.kernels.rows`: one kernel moves rows of several tensors.
+"""Rows of tensors into and out of buffers, see `seqpar.kernels.memory.rows`: one kernel moves rows of several tensors.
 
 A tensor ``[N, A, B]`` is moved in tiles of BN rows by BD elements of one of its A slices; rows that are dense have one
 slice. Offsets are int64: a buffer of keys may hold more than 2**31 elements. Pairs of tensors and their shapes come as

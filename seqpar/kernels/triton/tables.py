@@ -8,9 +8,9 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from seqpar.kernels.memory.upload import upload
 from seqpar.kernels.protocol import Facts
 from seqpar.kernels.triton.config import Config
-from seqpar.kernels.upload import upload
 
 
 def query_table(facts: Facts, config: Config) -> Tensor:

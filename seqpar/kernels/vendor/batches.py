@@ -14,8 +14,8 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from seqpar.kernels.memory.upload import upload
 from seqpar.kernels.protocol import Facts
-from seqpar.kernels.upload import upload
 
 FULL, CAUSAL, WINDOW = range(3)  # seqpar.plan.Kind, which kernels may not import
 

@@ -39,18 +39,18 @@ from torch import Tensor
 
 from seqpar import native
 from seqpar.comm.arguments import check_pool
-from seqpar.comm.cuda import Cuda
+from seqpar.comm.base import process_group, waited
 from seqpar.comm.entry import enters
 from seqpar.comm.failure import Monitor
 from seqpar.comm.header import Calls, Header, hash63
 from seqpar.comm.local import LocalComm
-from seqpar.comm.mapped import Mapped
-from seqpar.comm.members import process_group, waited
 from seqpar.comm.owner import Owner
-from seqpar.comm.pool import ALIGNMENT, Pool
+from seqpar.comm.peer.cuda import Cuda
+from seqpar.comm.peer.memory import Mapped
+from seqpar.comm.peer.pool import ALIGNMENT, Pool
+from seqpar.comm.peer.signals import AHEAD, FIRST, Words, epoch, reached
 from seqpar.comm.protocol import DEAD, DIMS, NO_FACTS, Comm, PeerError, Stats, Tag, Work, nonempty, subset
 from seqpar.comm.shm import ShmComm
-from seqpar.comm.words import AHEAD, FIRST, Words, epoch, reached
 
 log = logging.getLogger("seqpar.comm")
 

@@ -11,8 +11,8 @@ from math import prod
 
 from torch import Tensor
 
-from seqpar.kernels.copy import Pair, copy
 from seqpar.kernels.dispatch import on_triton
+from seqpar.kernels.memory.copy import Pair, copy
 
 
 def pack(tensors: Sequence[Tensor], rows: slice | Tensor, out: Tensor) -> None:

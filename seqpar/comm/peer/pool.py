@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 from seqpar import native
-from seqpar.comm.cuda import row_major
+from seqpar.comm.peer.cuda import row_major
 
 ALIGNMENT = 256  # bytes: what copies and kernels like best
 SPARE = 8  # one part in so many is not for those who can do without

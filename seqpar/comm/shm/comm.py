@@ -36,12 +36,12 @@ from torch import Tensor
 
 from seqpar import native
 from seqpar.comm.arguments import check_arguments, check_descriptors, check_pool
+from seqpar.comm.base import Members, process_group, waited
 from seqpar.comm.failure import RootCause
 from seqpar.comm.header import Calls, Header, describe
-from seqpar.comm.meeting import Meeting, machine
-from seqpar.comm.members import Members, process_group, waited
 from seqpar.comm.owner import Owner
 from seqpar.comm.protocol import PeerError, Stats, Tag, Work, nonempty
+from seqpar.comm.rendezvous import Meeting, machine
 
 log = logging.getLogger("seqpar.comm")
 

@@ -30,7 +30,7 @@ def rotate(
 ) -> Tensor:
     """``out[i] = turned(x[rows[i]], positions[rows[i]])``, written to ``out`` if given, e.g. a part of a send buffer.
 
-    x [N, H, D]; positions [N], integers; frequencies [R/2]; rows as in `seqpar.kernels.rows`; out [n, H, D] in x's
+    x [N, H, D]; positions [N], integers; frequencies [R/2]; rows as in `memory.rows`; out [n, H, D] in x's
     dtype; any strides. inverse: the adjoint, which turns back and scales alike.
     """
     if isinstance(rows, slice):
