@@ -15,7 +15,8 @@ import torch.distributed as dist
 from torch.distributed.device_mesh import DeviceMesh
 
 from seqpar import Comm, GroupComm, PeerComm, ShmComm, native
-from seqpar.comm import PeerError, cuda
+from seqpar.comm import PeerError
+from seqpar.comm.peer import cuda
 from seqpar.testing import run_processes, run_threads
 from seqpar.train import all_sum
 from tests.advice.remedies import advised

@@ -7,8 +7,9 @@ import resource
 from unittest import mock
 
 from seqpar import native
-from seqpar.comm import PeerError, shm
+from seqpar.comm import PeerError
 from seqpar.comm.rendezvous import Meeting
+from seqpar.comm.shm import comm as shm
 from tests.comm import cases
 
 ARGUMENTS = {
