@@ -38,7 +38,7 @@ from rich.table import Table
 from run import environment
 
 from seqpar.dsp import plan_stages
-from seqpar.dsp.stage import Costs
+from seqpar.dsp.costs import Costs
 from seqpar.planner import Hardware
 from seqpar.testing import run_processes
 

@@ -23,8 +23,8 @@ from virtual import Event, Post, Run, Tape, compose, least
 
 from seqpar import dsp
 from seqpar.comm import Comm, Tag, Work
-from seqpar.dsp.planner import Choice, StagePlan
-from seqpar.dsp.stage import Costs, Stage
+from seqpar.dsp.costs import Costs, Stage
+from seqpar.dsp.plan import Choice, StagePlan
 from seqpar.ops import parcel
 from seqpar.planner import Hardware, Link
 

@@ -21,7 +21,7 @@ from torch.nn import functional as F
 import seqpar
 from seqpar.comm import Comm
 from seqpar.dsp import Flow, Space, Stage, StagePlan, attention_plan, plan_stages, rivals, split, switch, switch_all
-from seqpar.dsp.stage import Costs
+from seqpar.dsp.costs import Costs
 from seqpar.plan import Plan
 from seqpar.planner import Hardware
 

@@ -41,7 +41,8 @@ FLOORS: dict[str, tuple[set[str], set[str] | None]] = {
     "kernels": ({"native"}, TENSORS | {"triton", "flash_attn"}),
     "ops": (FLOOR_2, TENSORS),
     "parallel": (FLOOR_2, TENSORS),
-    **{unit: (FLOOR_2 | {"parallel"}, TENSORS) for unit in ("nn", "data", "train", "dsp")},
+    **{unit: (FLOOR_2 | {"parallel"}, TENSORS) for unit in ("nn", "data", "train")},
+    "dsp": (FLOOR_2 | {"parallel", "nn"}, TENSORS),
     "integrations": (FLOOR_3, TENSORS | {"transformers", "diffusers"}),
     "cli": (FLOOR_3 | {"testing", ""}, ANY),
     "testing": (FLOOR_3, ANY),
@@ -49,7 +50,7 @@ FLOORS: dict[str, tuple[set[str], set[str] | None]] = {
     "__init__": (FLOOR_3, TENSORS),
 }
 # Files with third parties of their own, which they import where they are called.
-OPTIONAL = {"plan/plot.py": {"matplotlib"}, "dsp/plot.py": {"matplotlib"}, "planner/exact.py": {"scipy"}}
+OPTIONAL = {"plan/plot.py": {"matplotlib"}, "dsp/plan.py": {"matplotlib"}, "planner/exact.py": {"scipy"}}
 HEAVY = {
     "triton", "transformers", "diffusers", "accelerate", "flash_attn", "matplotlib", "rich", "scipy", "pandas",
     "hypothesis", "pytest", "torch._dynamo", "torch._inductor",

@@ -7,16 +7,14 @@
 Source: Zhao et al. 2024 (DSP).
 """
 
-from seqpar.dsp.attend import attention_plan
-from seqpar.dsp.flow import Flow
-from seqpar.dsp.grid import grid
-from seqpar.dsp.models import LATTE
-from seqpar.dsp.parallelize import Parallelized, parallelize
-from seqpar.dsp.planner import StagePlan, plan_stages, rivals
+from seqpar.dsp.apply import Parallelized, parallelize
+from seqpar.dsp.costs import Stage
+from seqpar.dsp.grid import attention_plan, grid
+from seqpar.dsp.moves import Flow, begin_switch, gather, split, switch, switch_all
+from seqpar.dsp.plan import StagePlan, plan_stages, rivals
 from seqpar.dsp.space import Space
 from seqpar.dsp.spec import Block, Core, Exit, Spec
-from seqpar.dsp.stage import Stage
-from seqpar.dsp.verbs import begin_switch, gather, split, switch, switch_all
+from seqpar.dsp.specs import LATTE
 
 __all__ = [
     "LATTE", "Block", "Core", "Exit", "Flow", "Parallelized", "Space", "Spec", "Stage", "StagePlan", "attention_plan",

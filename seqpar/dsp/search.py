@@ -19,7 +19,7 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
-from seqpar.dsp.stage import MODES, Choice, Costs, Layout, Stage
+from seqpar.dsp.costs import MODES, Choice, Costs, Layout, Stage
 
 
 class Found(NamedTuple):

@@ -10,8 +10,8 @@ from typing import Any
 
 from torch import nn
 
+from seqpar.dsp.costs import Layout
 from seqpar.dsp.form import form_of
-from seqpar.dsp.stage import Layout
 
 
 @dataclass(frozen=True)

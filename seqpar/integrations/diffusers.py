@@ -29,7 +29,7 @@ import torch
 from torch import Tensor, nn
 
 from seqpar.comm import Comm
-from seqpar.dsp.models import SPECS
+from seqpar.dsp.specs import SPECS
 from seqpar.integrations.sdpa.reroute import Rerouting
 from seqpar.integrations.wrapped import Parallelized
 from seqpar.layout import Layout

@@ -40,7 +40,7 @@ def parallelize(model: nn.Module, comm: Comm, *, sdpa: bool = False, **options: 
 
         return of_transformers(model, comm, **options)
     if _is(model, "diffusers", "ModelMixin"):
-        from seqpar.dsp.models import SPECS
+        from seqpar.dsp.specs import SPECS
 
         if type(model).__name__ in SPECS:
             from seqpar.dsp import parallelize as by_stages

@@ -10,8 +10,8 @@ from torch import Tensor
 
 from seqpar.comm import Comm
 from seqpar.dsp import StagePlan, parallelize
-from seqpar.dsp.planner import Choice
-from seqpar.dsp.stage import Costs
+from seqpar.dsp.costs import Costs
+from seqpar.dsp.plan import Choice
 from seqpar.testing import run_threads
 from tests.dsp.cases import case
 from tests.dsp.models import FREE, compared, gradients

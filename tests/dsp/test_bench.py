@@ -17,9 +17,9 @@ import torch
 import seqpar
 from seqpar.comm import Comm, Tag
 from seqpar.dsp import Stage, StagePlan, rivals
-from seqpar.dsp.planner import Choice
+from seqpar.dsp.costs import Costs
+from seqpar.dsp.plan import Choice
 from seqpar.dsp.space import shares
-from seqpar.dsp.stage import Costs
 from seqpar.planner import Hardware, Link
 from seqpar.testing import run_threads
 from tests.dsp.models import FREE

@@ -17,7 +17,7 @@ from torch.utils.checkpoint import checkpoint
 
 from seqpar.comm import Comm
 from seqpar.dsp import parallelize
-from seqpar.dsp.alike import leaves, ordered
+from seqpar.nn.fingerprint import leaves, ordered
 from seqpar.testing import run_processes, run_threads
 from tests.dsp.cases import rand
 from tests.dsp.models import PAIRS, SHARDED, STREAMS, WEATHER, DiT, PairStack, Streams, Weather, compared, dit, made

@@ -12,9 +12,9 @@ from torch import Tensor
 
 from seqpar.comm import Comm
 from seqpar.dsp import Space, StagePlan, parallelize, plan_stages
+from seqpar.dsp.costs import Costs
 from seqpar.dsp.grid import Grid
-from seqpar.dsp.planner import Choice
-from seqpar.dsp.stage import Costs
+from seqpar.dsp.plan import Choice
 from seqpar.testing import run_processes, run_threads
 from tests.dsp.cases import Case, case, rand
 from tests.dsp.models import FREE, compared, gradients

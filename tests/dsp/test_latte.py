@@ -8,8 +8,8 @@ from torch import Tensor
 
 from seqpar.comm import Comm
 from seqpar.dsp import StagePlan, parallelize
-from seqpar.dsp.planner import Choice
-from seqpar.dsp.stage import Costs
+from seqpar.dsp.costs import Costs
+from seqpar.dsp.plan import Choice
 from seqpar.testing import run_processes, run_threads
 from tests.dsp.cases import clip, latte
 from tests.dsp.models import FREE, SHARDED, compared, gradients

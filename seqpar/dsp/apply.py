@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import inspect
 import threading
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from dataclasses import replace
 from fnmatch import fnmatchcase
 from functools import partial
@@ -13,21 +14,22 @@ from typing import Any, NoReturn
 
 import torch
 from torch import Tensor, nn
+from torch.nn import functional as F
+from torch.overrides import TorchFunctionMode
 
 from seqpar.comm import Comm
-from seqpar.dsp.alike import hashed, leaves, ordered
-from seqpar.dsp.draws import NoDraws
+from seqpar.dsp.costs import Layout, Stage
 from seqpar.dsp.form import form_of
-from seqpar.dsp.kept import noting_changes
-from seqpar.dsp.models import SPECS
-from seqpar.dsp.planner import StagePlan, plan_stages
+from seqpar.dsp.moves import GRADS
+from seqpar.dsp.plan import StagePlan, plan_stages
 from seqpar.dsp.replace import Hook, Later, Replaced
-from seqpar.dsp.run import Run, Step, gathered_within, run_stage, skipping
+from seqpar.dsp.runner import Run, Step, gathered_within, run_stage, skipping
 from seqpar.dsp.space import Space
 from seqpar.dsp.spec import Block, Spec
-from seqpar.dsp.stage import Layout, Stage
-from seqpar.dsp.verbs import GRADS
+from seqpar.dsp.specs import SPECS
+from seqpar.nn.fingerprint import hashed, leaves, ordered
 from seqpar.ops.agree import agree_once
+from seqpar.ops.handles import refuse
 
 Planner = Callable[..., StagePlan]
 MIXING = (nn.modules.batchnorm._NormBase,)  # statistics over rows
@@ -396,3 +398,49 @@ def _check_modules(model: nn.Module, spec: Spec, stages: Sequence[str]) -> None:
             )
         if isinstance(module, MIXING) and not _matches(name, spec.outside):
             _refuse_mixing(name, model, module)
+
+
+# by their arguments these may be without dropout
+_DROPOUT = {
+    F.dropout, F.alpha_dropout, F.feature_alpha_dropout, F.dropout1d, F.dropout2d, F.dropout3d,
+    F.multi_head_attention_forward, F.scaled_dot_product_attention, F.rrelu,
+}  # fmt: skip
+_DRAWS = {
+    torch.rand, torch.randn, torch.randint, torch.randperm, torch.normal, torch.bernoulli, torch.multinomial,
+    torch.poisson, torch.rand_like, torch.randn_like, torch.randint_like, Tensor.bernoulli, Tensor.bernoulli_,
+    Tensor.multinomial, Tensor.uniform_, Tensor.normal_, Tensor.random_, Tensor.exponential_, Tensor.geometric_,
+    Tensor.log_normal_, Tensor.cauchy_,
+}  # fmt: skip
+
+
+class NoDraws(TorchFunctionMode):
+    """A block in which functions that draw random numbers are refused, on all ranks. name: of what is inside."""
+
+    def __init__(self, name: str, comm: Comm) -> None:
+        super().__init__()
+        self.name, self.comm = name, comm
+
+    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        kwargs = kwargs or {}
+        if func in _DRAWS or (func in _DROPOUT and _active(func, args, kwargs)):
+            what = f"{self.name} calls {func.__name__}, which would draw other numbers for a shard than for the whole"
+            refuse(what, self.comm, NotImplementedError(f"{what}; do without, or draw outside of the stages"))
+        return func(*args, **kwargs)
+
+
+def _active(func: Any, args: Any, kwargs: Any) -> bool:
+    if func is F.scaled_dot_product_attention:  # which has no signature
+        return bool(kwargs.get("dropout_p", args[4] if len(args) > 4 else 0.0))
+    bound = inspect.signature(func).bind(*args, **kwargs)
+    bound.apply_defaults()
+    given = bound.arguments
+    return bool(given["training"] and given.get("p", given.get("dropout_p", 1.0)))
+
+
+@contextmanager
+def noting_changes(module: nn.Module, name: str, found: dict[str, Tensor]) -> Iterator[None]:
+    """A block after which `found` has the module's buffers that were written to in it, by their names in the model."""
+    buffers = {path: x for path, x in module.named_buffers() if not x.is_inference()}  # those count no versions
+    before = {path: x._version for path, x in buffers.items()}
+    yield
+    found |= {f"{name}.{path}": x for path, x in buffers.items() if x._version != before[path]}

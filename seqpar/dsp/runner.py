@@ -14,15 +14,14 @@ from torch.nn import functional as F
 from torch.overrides import TorchFunctionMode
 
 from seqpar.comm import LocalComm
-from seqpar.dsp.attend import attention_plan
+from seqpar.dsp.costs import Layout
 from seqpar.dsp.form import form_of
-from seqpar.dsp.grid import Grid, Place
-from seqpar.dsp.parts import in_parts
-from seqpar.dsp.planner import StagePlan
+from seqpar.dsp.grid import Grid, Place, attention_plan
+from seqpar.dsp.moves import switch, switch_all
+from seqpar.dsp.overlap import in_parts
+from seqpar.dsp.plan import StagePlan
 from seqpar.dsp.space import Space
 from seqpar.dsp.spec import Block, Core, Exit
-from seqpar.dsp.stage import Layout
-from seqpar.dsp.verbs import switch, switch_all
 from seqpar.ops.handles import in_graph
 from seqpar.ops.recompute import run_again_inside, under_way
 from seqpar.parallel import parallel

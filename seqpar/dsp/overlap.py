@@ -19,11 +19,10 @@ from typing import Protocol
 import torch
 from torch import Tensor
 
-from seqpar.dsp.flow import moved
 from seqpar.dsp.form import form_of
 from seqpar.dsp.grid import Grid, Place
+from seqpar.dsp.moves import begin_switch, moved
 from seqpar.dsp.space import Space, sizes_of_parts
-from seqpar.dsp.verbs import begin_switch
 from seqpar.ops.handles import refuse
 
 

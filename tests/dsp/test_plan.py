@@ -15,8 +15,8 @@ import numpy as np
 import pytest
 
 from seqpar.dsp import Stage, plan_stages, rivals
-from seqpar.dsp.planner import StagePlan
-from seqpar.dsp.stage import Costs
+from seqpar.dsp.costs import Costs
+from seqpar.dsp.plan import StagePlan
 from seqpar.planner import Hardware, Link
 
 DIMS = ("t", "h", "w", "b")

@@ -24,15 +24,15 @@ from torch.utils.checkpoint import (
 
 from seqpar.comm import Comm, PeerError, Stats, Work
 from seqpar.dsp import Stage, StagePlan, parallelize, plan_stages
-from seqpar.dsp.planner import Choice
+from seqpar.dsp.costs import Costs
+from seqpar.dsp.plan import Choice
 from seqpar.dsp.space import shares, sizes_of_parts
-from seqpar.dsp.stage import Costs
 from seqpar.planner.hardware import Link
 from seqpar.testing import run_processes, run_threads
 from tests.dsp.cases import Case, case, rand
 from tests.dsp.models import FREE, PAIRS, WEATHER, DiT, PairStack, Weather, compared, dit, gradients, made
+from tests.dsp.test_apply import Checkpointed
 from tests.dsp.test_changes import drawn, dropout, recomputing
-from tests.dsp.test_parallelize import Checkpointed
 
 Planner = Callable[..., StagePlan]
 

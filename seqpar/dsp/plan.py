@@ -18,12 +18,14 @@ import math
 from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 
+from seqpar.dsp.costs import Choice, Costs, Layout, Stage
 from seqpar.dsp.search import Search, kinds_of
 from seqpar.dsp.space import sizes_of_parts
-from seqpar.dsp.stage import Choice, Costs, Layout, Stage
+from seqpar.plan.plot import checked_path
 from seqpar.planner import Hardware
 
 
@@ -102,9 +104,7 @@ class StagePlan:
 
     def plot(self, path: str | Path) -> None:
         """Write the picture; the file's suffix decides its format. Raises: ImportError without matplotlib."""
-        from seqpar.dsp.plot import plot
-
-        plot(self, path)
+        _plot(self, path)
 
 
 def plan_stages(
@@ -120,7 +120,7 @@ def plan_stages(
     cores: Iterable[int] | None = None,
     parts: Iterable[int] = (1, 2, 4),
 ) -> StagePlan:
-    """The fastest way to run stages in order, by the model in `seqpar.dsp.stage`; for one batch shape.
+    """The fastest way to run stages in order, by the model in `seqpar.dsp.costs`; for one batch shape.
 
     dims: global sizes of the dimensions that may be sharded. start: the layout of what comes in. end: layouts that what
     goes out may have, None for any. memory: bytes that a rank can keep for backward, by default what the hardware has.
@@ -242,3 +242,41 @@ def _ends(last: Stage, costs: Costs, wanted: Collection[Layout]) -> tuple[list[L
         return [None] if None in wanted else [], True
     ends = [at for at in costs.layouts if (costs.held if at is None else at) in wanted]
     return [at for at in ends if at in costs.filled or not last.rest_filled], False
+
+
+COLOURS = ("#2563a8", "#e07b28", "#3a8f4f", "#7d5ba6", "#8c6248", "#1f9aa8", "#a3962b", "#cf6fa5")
+WHOLE, MOVES, MUTED = "#aeb6c2", "#b5443f", "#6b7280"
+
+
+def _plot(plan: StagePlan, path: str | Path) -> None:
+    """Write the picture; the file's suffix decides its format.
+
+    Raises: ImportError without matplotlib, OSError and ValueError for a file that cannot be written.
+    """
+    try:
+        from matplotlib.figure import Figure
+        from matplotlib.patches import Patch
+    except ImportError:
+        raise ImportError(
+            "StagePlan.plot needs matplotlib, which is not installed: pip install 'seqpar[plot]'"
+        ) from None
+    path = checked_path(path)
+    figure: Any = Figure(figsize=(max(6.0, min(24.0, 2 + 0.35 * len(plan.stages))), 4.5), layout="constrained")
+    axis = figure.subplots()
+    costs = plan.costs
+    colours = {dim: COLOURS[n % len(COLOURS)] for n, dim in enumerate(costs.dims)} | {None: WHOLE}
+    for n, (stage, choice, after) in enumerate(zip(plan.stages, plan.choices, plan.afters, strict=True)):
+        inside = costs.modes(stage, choice.layout)[choice.mode]
+        shown = costs.through(stage, inside, choice.before, choice.layout, after, choice.parts) - inside
+        axis.bar(n, inside * 1e3, color=colours[choice.layout], hatch="" if choice.mode == "local" else "//")
+        axis.bar(n, shown * 1e3, bottom=inside * 1e3, color=MOVES)
+    names = [stage.name for stage in plan.stages]
+    if plan.gathers:
+        axis.bar(len(names), costs.gather.seconds(plan.stages[-1].bytes) * 1e3, color=MOVES)
+        names.append("end")
+    axis.set_xticks(range(len(names)), names, rotation=90, fontsize=7)
+    axis.set(ylabel="milliseconds", title=plan.describe().splitlines()[0].split(": ")[0])
+    keys = [Patch(color=colour, label=f"{dim or 'nothing'} sharded") for dim, colour in colours.items()]
+    axis.legend(handles=[*keys, Patch(color=MOVES, label="changes of layout, as far as shown")], fontsize=8, ncols=3)
+    axis.spines[["top", "right"]].set_visible(False)
+    figure.savefig(path)
