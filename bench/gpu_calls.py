@@ -16,13 +16,14 @@ from gpu_rows import Row
 from torch import Tensor
 
 import seqpar.kernels
+from seqpar.facts.mask import Mask
+from seqpar.facts.tiles import segments, tile_tables
+from seqpar.facts.value import Ints
 from seqpar.kernels import Ask, Facts, Grads, Kernel, Operands, Score, Sums, acc_dtype
 from seqpar.kernels.memory.upload import upload
 from seqpar.kernels.reference import Reference
 from seqpar.kernels.triton import Triton
 from seqpar.kernels.vendor import Segmented
-from seqpar.mask import Ints, Mask
-from seqpar.plan.tiles import segments, tile_tables
 from seqpar.testing import relative_rms
 
 # relative root mean square error that any kernel may show against float64, by the rounding unit of its inputs

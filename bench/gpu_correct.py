@@ -41,10 +41,10 @@ from gpu_rows import Case, Row
 from torch import Tensor
 
 import seqpar
+from seqpar.facts.value import Ints
 from seqpar.kernels import Ask, Grads, Kernel, Operands, Score, Sums, acc_dtype, ask
 from seqpar.kernels.reference import Reference
 from seqpar.kernels.vendor import Segmented
-from seqpar.mask import Ints
 from seqpar.plan import TRANSPORTS
 from seqpar.testing import dense_attention, run_threads
 

@@ -15,8 +15,8 @@ import numpy as np
 from schedules import Case, Micro
 
 from seqpar import plan_batch
-from seqpar.layout import Layout
-from seqpar.mask import Ints
+from seqpar.facts.layout import Layout
+from seqpar.facts.value import Ints
 
 Schedule = list[Micro] | None
 

@@ -21,8 +21,8 @@ from typing import NamedTuple
 
 import numpy as np
 
-from seqpar.layout import Layout
-from seqpar.mask import Ints
+from seqpar.facts.layout import Layout
+from seqpar.facts.value import Ints
 from seqpar.plan.tally import Tally
 from seqpar.plan.traffic import DTYPE_BYTES
 from seqpar.planner.batch import STAGE_BYTES, layers_of

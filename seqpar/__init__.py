@@ -11,8 +11,8 @@ from typing import TYPE_CHECKING, Any
 
 from seqpar import nn
 from seqpar.comm import Comm, GroupComm, LocalComm, PeerComm, PeerError, ShmComm
-from seqpar.layout import Layout
-from seqpar.mask import Mask
+from seqpar.facts.layout import Layout
+from seqpar.facts.mask import Mask
 from seqpar.ops import attention, bind, merge, relayout, rotary, shard, switch, unshard
 from seqpar.parallel import parallel
 from seqpar.plan import Plan

@@ -23,8 +23,8 @@ import torch.distributed as dist
 from torch import Tensor
 
 from seqpar.comm import GroupComm, LocalComm, PeerError, ShmComm
+from seqpar.facts.mask import Mask
 from seqpar.kernels import dropout
-from seqpar.mask import Mask
 
 # --- ranks as threads -------------------------------------------------------------------------------------------------
 

@@ -10,8 +10,8 @@ import numpy as np
 import pytest
 from hypothesis import strategies as st
 
-from seqpar.layout import Layout
-from seqpar.mask import Mask
+from seqpar.facts.layout import Layout
+from seqpar.facts.mask import Mask
 from seqpar.plan import TRANSPORTS, Plan
 
 MASKS = ("causal", "full", "window", "band", "packed", "cross", "cross_full", "bounds", "prefix")

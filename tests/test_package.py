@@ -25,20 +25,19 @@ else:
 ROOT = Path(__file__).parent.parent
 PACKAGE = ROOT / "seqpar"
 
-FACTS = {"mask", "layout"}
+FACTS = {"facts"}
 # unit -> (units of seqpar it may import besides itself, third parties it may import): lower never imports higher
 FLOOR_2 = FACTS | {"plan", "planner", "comm", "kernels", "native", "ops"}
 FLOOR_3 = FLOOR_2 | {"parallel", "nn", "dsp", "data", "train", "integrations"}
 ANY = None  # floor 4 may use any third party
 TENSORS = {"numpy", "torch"}
 FLOORS: dict[str, tuple[set[str], set[str] | None]] = {
-    "mask": (set(), {"numpy"}),
-    "layout": ({"mask"}, {"numpy"}),
+    "facts": (set(), {"numpy"}),
     "plan": (FACTS, {"numpy"}),
     "planner": (FACTS | {"plan"}, {"numpy"}),
     "native": ({"_C"}, TENSORS),
-    "comm": ({"native"}, TENSORS),
-    "kernels": ({"native"}, TENSORS | {"triton", "flash_attn"}),
+    "comm": (FACTS | {"native"}, TENSORS),
+    "kernels": (FACTS | {"native"}, TENSORS | {"triton", "flash_attn"}),
     "ops": (FLOOR_2, TENSORS),
     "parallel": (FLOOR_2, TENSORS),
     **{unit: (FLOOR_2 | {"parallel"}, TENSORS) for unit in ("nn", "data", "train")},
@@ -107,7 +106,7 @@ def test_a_file_imports_only_lower_floors(path: Path) -> None:
 
 
 def test_the_floor_test_sees_every_kind_of_import(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    source = tmp_path / "seqpar" / "mask" / "deep.py"
+    source = tmp_path / "seqpar" / "facts" / "deep.py"
     source.parent.mkdir(parents=True)
     source.write_text(
         "from __future__ import annotations\nimport os.path, torch.nn\nfrom ..ops import attention\n"

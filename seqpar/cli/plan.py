@@ -12,7 +12,7 @@ from seqpar.cli.flags import DIGITS, content, integer, integers, shown
 from seqpar.cli.output import CommandError, need, print_table, size
 
 if TYPE_CHECKING:
-    from seqpar.mask import Mask
+    from seqpar.facts.mask import Mask
     from seqpar.plan import Plan
 
 DTYPES = ("bfloat16", "float16", "float32", "float64")
@@ -197,7 +197,7 @@ def hardware(name: str) -> Any:
 
 def fixed(args: Any) -> tuple[Plan, dict[str, Any]]:
     """The plan of a fixed layout, and the layer whose bytes are counted."""
-    from seqpar.layout import Layout
+    from seqpar.facts.layout import Layout
     from seqpar.plan import Plan
 
     refuse(args, ("model", *PLANNERS), "is for the planner; leave --layout out")
@@ -224,7 +224,7 @@ def make_mask(args: Any) -> Mask:
     """The mask that the flags describe."""
     import numpy as np
 
-    from seqpar.mask import Mask
+    from seqpar.facts.mask import Mask
 
     if args.lengths is not None:
         lengths = np.array(lengths_of(args.lengths))

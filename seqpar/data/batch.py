@@ -12,8 +12,8 @@ from torch import Tensor
 
 from seqpar.data.documents import first_of, kept_of, labels_of, places_of, positions_of
 from seqpar.data.rows import LABELS, LONGEST, MASK, POSITIONS, STARTS, TOKENS, Home, flat
-from seqpar.layout import expand
-from seqpar.mask import Ints
+from seqpar.facts.intervals import expand
+from seqpar.facts.value import Ints
 
 SHIFTS = ("row", "document", "none")
 

@@ -10,7 +10,7 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from seqpar.data.rows import LABELS, LONGEST, POSITIONS, STARTS, TOKENS, Rows, shown
-from seqpar.mask import Ints
+from seqpar.facts.value import Ints
 
 
 def kept_of(mask: Tensor | None) -> NDArray[np.bool_] | None:

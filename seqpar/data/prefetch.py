@@ -13,7 +13,7 @@ from seqpar.comm import Comm
 from seqpar.data.batch import Reading
 from seqpar.data.share import Planner, Share, choose, take
 from seqpar.data.union import Known, announce
-from seqpar.mask import whole
+from seqpar.facts.value import whole
 
 
 def prefetch(

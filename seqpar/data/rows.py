@@ -10,7 +10,8 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from seqpar.mask import Ints, edges
+from seqpar.facts.intervals import edges
+from seqpar.facts.value import Ints
 
 TOKENS = ("input_ids", "inputs_embeds")
 LABELS = ("labels", "shift_labels")

@@ -19,8 +19,9 @@ from seqpar.comm import Comm
 from seqpar.data.batch import Reading, taken
 from seqpar.data.rows import POSITIONS, Home
 from seqpar.data.union import Known, announce
-from seqpar.layout import Layout
-from seqpar.mask import Ints, Mask, Memo, digest_of
+from seqpar.facts.layout import Layout
+from seqpar.facts.mask import Mask
+from seqpar.facts.value import Ints, Memo, digest_of
 from seqpar.ops import relayout, unshard
 from seqpar.ops.agree import agree_once
 from seqpar.ops.handles import refuse

@@ -11,8 +11,9 @@ from torch import Tensor
 
 from seqpar.comm import Comm
 from seqpar.data.batch import Packed, Reading, read
-from seqpar.layout import Layout, expand
-from seqpar.mask import Ints, frozen
+from seqpar.facts.intervals import expand
+from seqpar.facts.layout import Layout
+from seqpar.facts.value import Ints, frozen
 from seqpar.ops.agree import check_comm
 
 SOURCES = ("sharded", "replicated")

@@ -16,8 +16,8 @@ from seqpar.dsp.costs import Layout
 from seqpar.dsp.form import form_of
 from seqpar.dsp.moves import gather, moved, once, rows
 from seqpar.dsp.space import Space
-from seqpar.layout import Layout as Holders
-from seqpar.mask import Mask
+from seqpar.facts.layout import Layout as Holders
+from seqpar.facts.mask import Mask
 from seqpar.plan import Plan
 
 Place = tuple[Layout, Layout]  # what is sharded over outer, and over inner

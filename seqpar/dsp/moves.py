@@ -29,8 +29,8 @@ from torch.autograd.function import once_differentiable
 from seqpar.comm import Comm
 from seqpar.dsp.form import form_of
 from seqpar.dsp.space import Space
-from seqpar.layout import Layout
-from seqpar.mask import Mask
+from seqpar.facts.layout import Layout
+from seqpar.facts.mask import Mask
 from seqpar.ops import switch_all as exchange
 from seqpar.ops import unshard
 from seqpar.ops.handles import refuse

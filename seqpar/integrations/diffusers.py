@@ -30,10 +30,10 @@ from torch import Tensor, nn
 
 from seqpar.comm import Comm
 from seqpar.dsp.specs import SPECS
+from seqpar.facts.layout import Layout
+from seqpar.facts.mask import Mask
 from seqpar.integrations.sdpa.reroute import Rerouting
 from seqpar.integrations.wrapped import Parallelized
-from seqpar.layout import Layout
-from seqpar.mask import Mask
 from seqpar.ops import unshard
 from seqpar.ops.agree import signature
 from seqpar.plan import Plan

@@ -28,7 +28,7 @@ from torch.nn import Parameter
 from torch.utils._python_dispatch import TorchDispatchMode, _get_current_dispatch_mode_stack
 
 from seqpar.comm import Comm, Tag
-from seqpar.mask import Fact
+from seqpar.facts.value import Fact
 from seqpar.ops.agree import agree_once, check_comm
 
 

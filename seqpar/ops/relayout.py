@@ -12,10 +12,10 @@ import torch
 from torch import Tensor
 
 from seqpar.comm import Comm, Tag
+from seqpar.facts.layout import Layout
+from seqpar.facts.value import Ints, Memo
 from seqpar.kernels import acc_dtype
 from seqpar.kernels.memory.upload import upload
-from seqpar.layout import Layout
-from seqpar.mask import Ints, Memo
 from seqpar.ops.agree import abort_on_error, agree_once, check_comm, note_agreed
 from seqpar.ops.call import Uploaded, stream_of
 from seqpar.ops.handles import Made, carried, carry, handles, in_graph, refuse, refuse_tangent, uncompiled, values_of

@@ -8,7 +8,7 @@ from dataclasses import dataclass
 import numpy as np
 from torch import Tensor
 
-from seqpar.mask import Ints
+from seqpar.facts.value import Ints
 from seqpar.plan import Rows, Step
 from seqpar.plan.steps import count
 

@@ -1,9 +1,9 @@
 """The choice: how a batch is computed, and what every rank derives from it."""
 
+from seqpar.facts.tiles import Kind, Segments, Tiles
 from seqpar.plan.heads import head_blocks, head_share, replicated
 from seqpar.plan.plan import TRANSPORTS, Plan
 from seqpar.plan.steps import Part, Rows, Step, Trade
-from seqpar.plan.tiles import Kind, Segments, Tiles
 
 __all__ = [
     "TRANSPORTS", "Kind", "Part", "Plan", "Rows", "Segments", "Step", "Tiles", "Trade", "head_blocks", "head_share",

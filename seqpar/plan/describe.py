@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING
 import numpy as np
 from numpy.typing import NDArray
 
-from seqpar.mask import Ints
+from seqpar.facts.value import Ints
 from seqpar.plan.load import Floats, Load, load_of, node_of
 from seqpar.plan.steps import Part, Step, count
 

@@ -8,8 +8,8 @@ from typing import TYPE_CHECKING, NamedTuple
 import numpy as np
 from numpy.typing import NDArray
 
-from seqpar.layout import Holders, cut
-from seqpar.mask import Ints
+from seqpar.facts.intervals import Holders, cut
+from seqpar.facts.value import Ints
 from seqpar.plan.routes import Demand, union
 from seqpar.plan.tally import Measure, Stretches, area_of, expanded
 

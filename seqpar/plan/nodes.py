@@ -24,8 +24,8 @@ from functools import partial
 
 import numpy as np
 
-from seqpar.layout import expand, order_of
-from seqpar.mask import Ints
+from seqpar.facts.intervals import expand, order_of
+from seqpar.facts.value import Ints
 from seqpar.plan.routes import Demand, Needs, Route, Stages, by_owner, fetch, sends_of, slices_of
 from seqpar.plan.steps import Entry, Rows, as_rows
 

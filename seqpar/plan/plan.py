@@ -10,8 +10,10 @@ from typing import Any, Protocol
 import numpy as np
 from numpy.typing import ArrayLike, NDArray
 
-from seqpar.layout import Holders, Layout, Runs, cut, expand, interval_of, order_of
-from seqpar.mask import Fact, Ints, Mask, digest_of, frozen, int64_of, is_integer, whole
+from seqpar.facts.intervals import Holders, Runs, cut, expand, interval_of, order_of
+from seqpar.facts.layout import Layout
+from seqpar.facts.mask import Mask
+from seqpar.facts.value import Fact, Ints, digest_of, frozen, int64_of, is_integer, whole
 from seqpar.plan import routes
 from seqpar.plan.heads import head_share, replicated
 from seqpar.plan.nodes import fetch_by_node

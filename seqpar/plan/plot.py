@@ -12,8 +12,8 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
-from seqpar.layout import cut
-from seqpar.mask import Ints
+from seqpar.facts.intervals import cut
+from seqpar.facts.value import Ints
 from seqpar.plan.describe import told_by_rank
 from seqpar.plan.load import Floats, fetched_between, load_of, node_of
 

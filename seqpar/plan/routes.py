@@ -17,8 +17,9 @@ from typing import Any, NamedTuple, TypeVar
 import numpy as np
 from numpy.typing import NDArray
 
-from seqpar.layout import Holders, Runs, cut, expand, interval_of, order_of
-from seqpar.mask import Ints, Mask, Memo, edges
+from seqpar.facts.intervals import Holders, Runs, cut, edges, expand, interval_of, order_of
+from seqpar.facts.mask import Mask
+from seqpar.facts.value import Ints, Memo
 from seqpar.plan.steps import Entry, Rows, as_rows
 
 

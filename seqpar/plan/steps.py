@@ -8,8 +8,8 @@ from typing import Any
 
 import numpy as np
 
-from seqpar.mask import Ints, Memo
-from seqpar.plan.tiles import Segments, Tiles, segments, tile_tables
+from seqpar.facts.tiles import Segments, Tiles, segments, tile_tables
+from seqpar.facts.value import Ints, Memo
 
 Rows = slice | Ints  # rows of a tensor: a slice where they are consecutive, so that taking them copies nothing
 

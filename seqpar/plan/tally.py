@@ -13,8 +13,10 @@ from typing import NamedTuple
 import numpy as np
 from numpy.typing import NDArray
 
-from seqpar.layout import Layout, Runs, cut, expand, interval_of, order_of
-from seqpar.mask import Ints, Mask, Spans, distinct, edges, frozen
+from seqpar.facts.intervals import Runs, Spans, cut, distinct, edges, expand, interval_of, order_of
+from seqpar.facts.layout import Layout
+from seqpar.facts.mask import Mask
+from seqpar.facts.value import Ints, frozen
 from seqpar.plan.routes import Needs, needs_of, union
 
 

@@ -6,7 +6,7 @@ from dataclasses import dataclass
 from itertools import chain
 from typing import TYPE_CHECKING
 
-from seqpar.mask import whole
+from seqpar.facts.value import whole
 from seqpar.plan.heads import head_share, replicated
 from seqpar.plan.steps import Part, count
 

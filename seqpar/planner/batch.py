@@ -15,8 +15,9 @@ from typing import NamedTuple
 import numpy as np
 from numpy.typing import ArrayLike
 
-from seqpar.layout import RANKS, Layout
-from seqpar.mask import Ints, Mask, lengths_of, whole
+from seqpar.facts.layout import RANKS, Layout
+from seqpar.facts.mask import Mask
+from seqpar.facts.value import Ints, lengths_of, whole
 from seqpar.plan import Plan
 from seqpar.plan.plan import check_positions
 from seqpar.plan.tally import Placed

@@ -19,8 +19,9 @@ from typing import NamedTuple
 import numpy as np
 from numpy.typing import NDArray
 
-from seqpar.layout import Layout
-from seqpar.mask import Ints, Mask
+from seqpar.facts.layout import Layout
+from seqpar.facts.mask import Mask
+from seqpar.facts.value import Ints
 from seqpar.plan.routes import TAPERED
 from seqpar.plan.tally import Placed, Tally, rows_of, tallies, tally
 from seqpar.plan.traffic import DTYPE_BYTES

@@ -23,8 +23,10 @@ from typing import Any, NamedTuple
 import numpy as np
 from numpy.typing import ArrayLike, NDArray
 
-from seqpar.layout import RANKS, Layout, expand
-from seqpar.mask import Ints, Mask, lengths_of, whole
+from seqpar.facts.intervals import expand
+from seqpar.facts.layout import RANKS, Layout
+from seqpar.facts.mask import Mask
+from seqpar.facts.value import Ints, lengths_of, whole
 from seqpar.plan import Plan
 from seqpar.planner.batch import STAGE_BYTES, fitting, layers_of, room_for
 from seqpar.planner.bound import lower_bound

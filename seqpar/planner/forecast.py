@@ -8,7 +8,7 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from seqpar.mask import Ints
+from seqpar.facts.value import Ints
 from seqpar.planner.cost import PHASES, Ticks
 from seqpar.planner.hardware import Hardware
 from seqpar.planner.memory import Memory

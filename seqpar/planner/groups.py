@@ -11,7 +11,7 @@ from typing import NamedTuple
 
 import numpy as np
 
-from seqpar.mask import Ints
+from seqpar.facts.value import Ints
 
 
 class RankShares(NamedTuple):

@@ -21,7 +21,7 @@ from typing import NamedTuple
 
 import numpy as np
 
-from seqpar.mask import Ints
+from seqpar.facts.value import Ints
 from seqpar.planner.place import Documents, Pieces, Placement, least_loaded
 
 

@@ -27,7 +27,8 @@ from typing import NamedTuple
 import numpy as np
 from numpy.typing import NDArray
 
-from seqpar.mask import Ints, distinct, edges
+from seqpar.facts.intervals import distinct, edges
+from seqpar.facts.value import Ints
 from seqpar.planner.groups import RankShares, grouped
 
 FEW = 64  # rows that are not worth what they fetch

@@ -16,8 +16,9 @@ from typing import NamedTuple
 import numpy as np
 from numpy.typing import ArrayLike
 
-from seqpar.layout import RANKS
-from seqpar.mask import Ints, Mask, frozen, lengths_of, whole
+from seqpar.facts.layout import RANKS
+from seqpar.facts.mask import Mask
+from seqpar.facts.value import Ints, frozen, lengths_of, whole
 from seqpar.plan import Plan
 from seqpar.plan.plan import check_positions
 from seqpar.planner.batch import fitting, layers_of, plan_batch, refusal

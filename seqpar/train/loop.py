@@ -22,7 +22,7 @@ from torch.utils.hooks import RemovableHandle
 
 from seqpar.comm import Comm
 from seqpar.comm.protocol import DEAD, PeerError
-from seqpar.mask import Ints
+from seqpar.facts.value import Ints
 from seqpar.train.dtensor import global_rank
 from seqpar.train.weights import Sampled, difference, sampled, spread, values, versions
 from seqpar.train.wrappers import Averaging, by_ddp, by_fsdp

@@ -17,7 +17,7 @@ from seqpar.comm import Comm, LocalComm
 from seqpar.dsp import Flow, Space, begin_switch, gather, split, switch, switch_all
 from seqpar.dsp.form import form_of
 from seqpar.dsp.space import shares
-from seqpar.layout import Layout
+from seqpar.facts.layout import Layout
 from seqpar.ops import bind
 from seqpar.testing import run_processes, run_threads
 

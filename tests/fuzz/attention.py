@@ -14,8 +14,8 @@ from torch import Tensor
 
 import seqpar
 from seqpar.comm import Comm
-from seqpar.layout import Layout
-from seqpar.mask import Mask
+from seqpar.facts.layout import Layout
+from seqpar.facts.mask import Mask
 from seqpar.plan import TRANSPORTS, Plan
 from seqpar.testing import dense_attention
 from tests.cases import LAYOUTS, MASKS, Case, divisors

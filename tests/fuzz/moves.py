@@ -13,8 +13,8 @@ from torch import Tensor
 
 import seqpar
 from seqpar.comm import Comm
-from seqpar.layout import Layout
-from seqpar.mask import Mask
+from seqpar.facts.layout import Layout
+from seqpar.facts.mask import Mask
 from seqpar.plan import Plan
 from tests.cases import LAYOUTS, make_layout
 from tests.fuzz.outcome import Left, World, compare, ends, refused

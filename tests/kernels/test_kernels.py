@@ -15,6 +15,8 @@ import torch
 from torch import Tensor
 
 from seqpar import native
+from seqpar.facts.mask import Mask
+from seqpar.facts.tiles import Kind, segments, tile_tables
 from seqpar.kernels import (
     KERNELS,
     Ask,
@@ -34,8 +36,6 @@ from seqpar.kernels.native import ISAS, Native
 from seqpar.kernels.protocol import DTYPES
 from seqpar.kernels.reference import Reference
 from seqpar.kernels.vendor import Aten, batches
-from seqpar.mask import Mask
-from seqpar.plan.tiles import Kind, segments, tile_tables
 from seqpar.testing import dense_attention, relative_rms
 from tests.cases import some
 

@@ -15,9 +15,9 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 import seqpar
+from seqpar.facts.layout import Layout
+from seqpar.facts.mask import Mask
 from seqpar.kernels import Grads, Operands, Sums
-from seqpar.layout import Layout
-from seqpar.mask import Mask
 from seqpar.ops.call import uploaded
 from seqpar.plan import Plan
 from seqpar.testing import dense_attention, relative_rms, run_processes

@@ -16,7 +16,7 @@ import numpy as np
 import pytest
 import torch
 
-from seqpar.mask import Mask
+from seqpar.facts.mask import Mask
 
 pytest.importorskip("triton", reason="triton has wheels for Linux only")
 

@@ -21,6 +21,8 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 import seqpar
 from seqpar import kernels
+from seqpar.facts.mask import Mask
+from seqpar.facts.tiles import segments, tile_tables
 from seqpar.kernels import (
     KERNELS,
     VENDORS,
@@ -39,8 +41,6 @@ from seqpar.kernels import (
 from seqpar.kernels.blockwise import Blockwise
 from seqpar.kernels.triton import Triton
 from seqpar.kernels.vendor import Aten, AtenFlash, CuDNN, Flash2, Flash3, Flash4, Library, Segmented, batches, library
-from seqpar.mask import Mask
-from seqpar.plan.tiles import segments, tile_tables
 from seqpar.testing import relative_rms
 from tests.cases import Case as PlanCase
 from tests.kernels.test_kernels import (

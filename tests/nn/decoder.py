@@ -11,7 +11,7 @@ from torch.nn import functional as F
 
 import seqpar
 from seqpar.comm import Comm, LocalComm
-from seqpar.layout import Layout
+from seqpar.facts.layout import Layout
 from seqpar.plan import Plan
 
 VOCABULARY = 11

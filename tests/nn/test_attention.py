@@ -14,8 +14,8 @@ from torch import Tensor, nn
 
 import seqpar
 from seqpar.comm import Comm, LocalComm
-from seqpar.layout import Layout
-from seqpar.mask import Mask
+from seqpar.facts.layout import Layout
+from seqpar.facts.mask import Mask
 from seqpar.nn import Attention
 from seqpar.plan import Plan
 from seqpar.planner import plan_batch

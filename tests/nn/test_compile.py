@@ -10,8 +10,8 @@ from torch._dynamo.testing import CompileCounterWithBackend
 
 import seqpar
 from seqpar.comm import Comm, LocalComm
-from seqpar.layout import Layout
-from seqpar.mask import Mask
+from seqpar.facts.layout import Layout
+from seqpar.facts.mask import Mask
 from seqpar.nn import Attention, MultiheadAttention
 from seqpar.plan import Plan
 from seqpar.testing import run_processes

@@ -12,8 +12,8 @@ from torch import Tensor, nn
 
 import seqpar
 from seqpar.comm import Comm, LocalComm
-from seqpar.layout import Layout
-from seqpar.mask import Mask
+from seqpar.facts.layout import Layout
+from seqpar.facts.mask import Mask
 from seqpar.nn import MultiheadAttention
 from seqpar.plan import Plan
 from seqpar.testing import run_threads

@@ -14,8 +14,8 @@ from torch.utils.checkpoint import checkpoint, create_selective_checkpoint_conte
 
 import seqpar
 from seqpar.comm import Comm, LocalComm
-from seqpar.layout import Layout
-from seqpar.mask import Mask
+from seqpar.facts.layout import Layout
+from seqpar.facts.mask import Mask
 from seqpar.nn import Attention, save_attention
 from seqpar.ops import regions
 from seqpar.plan import Plan

@@ -19,8 +19,8 @@ from torch.utils.checkpoint import CheckpointPolicy, checkpoint, create_selectiv
 
 import seqpar
 from seqpar.comm import Comm, LocalComm
-from seqpar.layout import Layout
-from seqpar.mask import Mask
+from seqpar.facts.layout import Layout
+from seqpar.facts.mask import Mask
 from seqpar.ops import graph
 from seqpar.ops.handles import bind, carried, carry
 from seqpar.plan import Plan

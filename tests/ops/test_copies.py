@@ -13,8 +13,8 @@ import torch
 import seqpar
 from seqpar import native
 from seqpar.comm import Comm
-from seqpar.layout import Layout
-from seqpar.mask import Mask
+from seqpar.facts.layout import Layout
+from seqpar.facts.mask import Mask
 from seqpar.ops import parcel
 from seqpar.ops.call import Phase
 from seqpar.plan import Plan

@@ -16,8 +16,8 @@ from torch import Tensor
 
 import seqpar
 from seqpar.comm import Comm
-from seqpar.layout import Layout
-from seqpar.mask import Mask
+from seqpar.facts.layout import Layout
+from seqpar.facts.mask import Mask
 from seqpar.ops.call import Phase
 from seqpar.plan import TRANSPORTS, Plan
 from seqpar.testing import dense_attention, run_processes, run_threads

@@ -8,8 +8,8 @@ from torch import Tensor
 
 import seqpar
 from seqpar.comm import Comm, shm
-from seqpar.layout import Layout
-from seqpar.mask import Mask
+from seqpar.facts.layout import Layout
+from seqpar.facts.mask import Mask
 from seqpar.plan import TRANSPORTS, Plan
 from seqpar.testing import dense_attention, run_processes, run_threads
 from tests.ops.test_attention import inputs

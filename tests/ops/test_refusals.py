@@ -15,9 +15,9 @@ from torch import Tensor
 
 import seqpar
 from seqpar.comm import Comm, LocalComm, PeerError
+from seqpar.facts.layout import Layout
+from seqpar.facts.mask import Mask
 from seqpar.kernels import KERNELS
-from seqpar.layout import Layout
-from seqpar.mask import Mask
 from seqpar.plan import TRANSPORTS, Plan
 from seqpar.testing import run_processes, run_threads
 from tests.cases import LAYOUTS, Case, some

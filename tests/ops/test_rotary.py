@@ -6,7 +6,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from seqpar.layout import Layout
+from seqpar.facts.layout import Layout
 from seqpar.ops.rotary import rotary
 
 

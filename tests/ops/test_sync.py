@@ -37,11 +37,11 @@ import seqpar
 from seqpar.comm import Comm
 from seqpar.comm.entry import Entry
 from seqpar.comm.protocol import Stats, Tag
+from seqpar.facts.layout import Layout
 from seqpar.kernels import Score, softmax
 from seqpar.kernels.blockwise import Blockwise
 from seqpar.kernels.memory import rows
 from seqpar.kernels.memory.upload import upload
-from seqpar.layout import Layout
 from seqpar.ops import agree, schedule
 from seqpar.ops import call as calls
 from seqpar.plan import Plan

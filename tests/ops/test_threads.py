@@ -13,8 +13,8 @@ from torch import Tensor
 
 import seqpar
 from seqpar.comm import Comm, LocalComm, PeerError
-from seqpar.layout import Layout
-from seqpar.mask import Mask
+from seqpar.facts.layout import Layout
+from seqpar.facts.mask import Mask
 from seqpar.plan import Plan
 from seqpar.testing import dense_attention, run_threads
 from seqpar.train import sync_gradients

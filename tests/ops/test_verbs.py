@@ -15,8 +15,8 @@ from torch.autograd import forward_ad
 
 import seqpar
 from seqpar.comm import Comm, shm
-from seqpar.layout import Layout
-from seqpar.mask import Mask
+from seqpar.facts.layout import Layout
+from seqpar.facts.mask import Mask
 from seqpar.ops.handles import handles
 from seqpar.plan import TRANSPORTS, Plan
 from seqpar.testing import COMMS, dense_attention, run_processes, run_threads

@@ -8,12 +8,12 @@ import numpy as np
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from seqpar.layout import Layout
-from seqpar.mask import Mask
+from seqpar.facts.layout import Layout
+from seqpar.facts.mask import Mask
 from seqpar.plan import Plan, Step
 from seqpar.plan.plan import NOMINAL_ROW_BYTES
 from tests.cases import Case, cases, divisors
-from tests.plan.test_tiles import check_tiles
+from tests.facts.test_tiles import check_tiles
 
 
 def rounds(plan: Plan) -> list[list[Step | None]]:

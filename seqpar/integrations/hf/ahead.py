@@ -15,7 +15,7 @@ import numpy as np
 
 from seqpar.comm import Comm
 from seqpar.data.prefetch import Loader
-from seqpar.mask import Ints, frozen
+from seqpar.facts.value import Ints, frozen
 from seqpar.plan import Plan
 
 KEPT = 8  # plans of short batches that are kept

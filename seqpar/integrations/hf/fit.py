@@ -21,14 +21,14 @@ from transformers import PreTrainedModel
 from transformers.loss.loss_utils import ForCausalLMLoss, ForMaskedLMLoss, ForTokenClassification
 
 from seqpar.comm import LocalComm
+from seqpar.facts.layout import Layout
+from seqpar.facts.mask import Mask
 from seqpar.integrations.hf.attention import Forward, forward, implementation, planned
 from seqpar.integrations.hf.config import NO_INTERFACE, mixing_layers
 from seqpar.integrations.hf.mask import Rule
 from seqpar.integrations.hf.weights import NoWeights, check_probed, check_weights
 from seqpar.integrations.probe.mixing import dropping
 from seqpar.integrations.sdpa.reroute import sdpa
-from seqpar.layout import Layout
-from seqpar.mask import Mask
 from seqpar.parallel import parallel
 from seqpar.plan import Plan
 from seqpar.train import cross_entropy

@@ -13,7 +13,8 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
-from seqpar.mask import Ints, Mask
+from seqpar.facts.mask import Mask
+from seqpar.facts.value import Ints
 
 MODULE = "transformers.masking_utils"
 

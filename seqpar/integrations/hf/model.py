@@ -28,6 +28,8 @@ from seqpar.data import Share, back
 from seqpar.data.batch import Reading, read
 from seqpar.data.share import choose, take
 from seqpar.data.union import announce
+from seqpar.facts.mask import Mask
+from seqpar.facts.value import Ints, whole
 from seqpar.integrations.hf.ahead import Plans, ahead
 from seqpar.integrations.hf.attention import (
     KEY,
@@ -45,7 +47,6 @@ from seqpar.integrations.hf.mask import Rule
 from seqpar.integrations.hf.shape import shape_of
 from seqpar.integrations.hf.worth import Worth
 from seqpar.integrations.wrapped import refuse_twice, unpicklable
-from seqpar.mask import Ints, Mask, whole
 from seqpar.ops.agree import agree_alike, agreed_under
 from seqpar.ops.handles import uncompiled
 from seqpar.parallel import parallel

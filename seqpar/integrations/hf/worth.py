@@ -7,8 +7,8 @@ import logging
 import numpy as np
 
 from seqpar.data import Share
-from seqpar.layout import Layout
-from seqpar.mask import Mask
+from seqpar.facts.layout import Layout
+from seqpar.facts.mask import Mask
 from seqpar.planner import Forecast
 from seqpar.planner.bound import document_ticks
 from seqpar.planner.scale import weights_for

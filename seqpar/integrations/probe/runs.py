@@ -32,9 +32,9 @@ import torch
 from torch import Tensor, nn
 
 from seqpar.comm import PeerError
+from seqpar.facts.value import Ints
 from seqpar.integrations.probe.nested import leaves, replaced
 from seqpar.integrations.probe.saved_state import Buffers, State, eager, state_of
-from seqpar.mask import Ints
 
 PLACES, ELEMENTS = 64, 128  # of a tensor that are compared: rows, and elements of each
 READINGS = 12

@@ -6,8 +6,8 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from seqpar.layout import expand
-from seqpar.mask import Ints, Spans, linear_spans
+from seqpar.facts.intervals import Spans, expand, linear_spans
+from seqpar.facts.value import Ints
 
 
 def bounds_of(mask: Tensor, rows: int, keys: int) -> tuple[Ints, Ints]:

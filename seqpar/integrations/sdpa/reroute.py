@@ -24,12 +24,12 @@ from torch import Tensor, nn
 from torch.overrides import TorchFunctionMode
 
 from seqpar.comm import Comm
+from seqpar.facts.mask import Mask
 from seqpar.integrations.probe.mixing import dropping, mixing, renorming
 from seqpar.integrations.probe.runs import under_trial
 from seqpar.integrations.probe.trial import Call, outermost, stand_in, way_of
 from seqpar.integrations.sdpa.mask import bounds_of, compressed, expanded, is_lower_triangle
 from seqpar.integrations.wrapped import Parallelized
-from seqpar.mask import Mask
 from seqpar.ops import attention
 from seqpar.ops.handles import refuse, uncompiled
 from seqpar.ops.recompute import run_again_inside, under_way

@@ -13,7 +13,7 @@ from torch import nn
 import seqpar
 from seqpar import Comm, Plan
 from seqpar.comm import PeerError
-from seqpar.mask import Ints
+from seqpar.facts.value import Ints
 from seqpar.testing import run_threads
 from seqpar.train import sync_gradients
 from tests.integrations.hf.models import build

@@ -14,7 +14,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from seqpar import Layout, Plan
-from seqpar.mask import Mask, linear_spans
+from seqpar.facts.intervals import linear_spans
+from seqpar.facts.mask import Mask
 
 # Of Mask([3, 1, 4], causal=False, window=(2, 1), kv_lengths=[4, 2, 2]); changes only when the digest's recipe does.
 DIGEST = "930e067ebdd037b0482c7165d5d5a675"

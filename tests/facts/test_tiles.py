@@ -8,7 +8,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from seqpar import Layout, Mask, Plan
-from seqpar.plan.tiles import Tiles, tile_tables
+from seqpar.facts.tiles import Tiles, tile_tables
 from tests.cases import LAYOUTS, MASKS, make_layout, make_mask
 
 

@@ -12,7 +12,8 @@ from typing import NamedTuple
 
 import numpy as np
 
-from seqpar.mask import Ints, linear_spans
+from seqpar.facts.intervals import linear_spans
+from seqpar.facts.value import Ints
 
 
 @dataclass(frozen=True, eq=False)

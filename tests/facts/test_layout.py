@@ -12,8 +12,9 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from seqpar.layout import Holders, Layout, cut, expand, interval_of, order_of, runs_of
-from seqpar.mask import Mask
+from seqpar.facts.intervals import Holders, cut, expand, interval_of, order_of, runs_of
+from seqpar.facts.layout import Layout
+from seqpar.facts.mask import Mask
 
 # Of Layout.zigzag([5, 9, 1], 3); changes only when the digest's recipe does.
 DIGEST = "7d135267347ec9d680c08381b1824447"

@@ -1,0 +1,230 @@
+"""Integers in stretches: runs of positions, spans of bounds, the edges of intervals, and who holds which of them."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+from typing import Any, NamedTuple
+
+import numpy as np
+from numpy.typing import NDArray
+
+from seqpar.facts.value import Ints, Memo, frozen
+
+
+class Spans(NamedTuple):
+    """Maximal groups of consecutive rows whose bounds are linear: row ``start + t`` has ``[lo + t * lo_step, ...)``."""
+
+    start: Ints  # first row of each span
+    lo: Ints
+    hi: Ints
+    lo_step: Ints  # 0 or 1
+    hi_step: Ints  # 0 or 1
+
+
+def linear_spans(lo: Ints, hi: Ints) -> Spans:
+    """The spans of two arrays of bounds: as few as the slopes 0 and 1 allow, found without a loop over rows."""
+    rows = len(lo)
+    if rows == 0:
+        none = np.zeros(0, np.int64)
+        return Spans(none, none, none, none, none)
+    dlo, dhi = np.diff(lo), np.diff(hi)
+    jump = (dlo < 0) | (dlo > 1) | (dhi < 0) | (dhi > 1)
+    first = np.zeros(rows, bool)
+    first[0] = True
+    first[1:] |= jump
+    # A row where the slope changes starts a span, unless a jump follows it: then it ends the span before.
+    first[1:-1] |= ~jump[1:] & ((dlo[1:] != dlo[:-1]) | (dhi[1:] != dhi[:-1]))
+    start = np.flatnonzero(first)
+    single = np.diff(np.append(start, rows)) == 1
+    at = np.minimum(start, max(rows - 2, 0))
+    lo_step = np.where(single, 0, dlo[at]) if rows > 1 else np.zeros(1, np.int64)
+    hi_step = np.where(single, 0, dhi[at]) if rows > 1 else np.zeros(1, np.int64)
+    return Spans(start, lo[start], hi[start], lo_step, hi_step)
+
+
+def progressions(start: Ints, step: Ints, count: Ints) -> tuple[Ints, Ints]:
+    """Differences between neighbours of the progressions' elements, one after the other: (difference, how often).
+
+    Adjacent differences differ, so that equal sequences give equal answers however they are cut into progressions.
+    """
+    gap = np.stack([step, np.append(start[1:] - (start + step * (count - 1))[:-1], 0)], axis=1).ravel()
+    often = np.stack([count - 1, np.append(np.ones(max(len(start) - 1, 0), np.int64), 0)], axis=1).ravel()
+    gap, often = gap[often > 0], often[often > 0]
+    if gap.size == 0:
+        return gap, often
+    first = np.flatnonzero(np.append(True, gap[1:] != gap[:-1]))
+    return gap[first], np.add.reduceat(often, first)
+
+
+def edges(counts: Ints) -> Ints:
+    """Where each of consecutive stretches begins, and where the last ends; read-only."""
+    found = np.zeros(counts.size + 1, np.int64)
+    counts.cumsum(out=found[1:])
+    return frozen(found)
+
+
+def distinct(values: Ints) -> Ints:
+    """The values without repetition, ascending; sorted, as a hash table of a few thousand takes longer."""
+    values = np.sort(values)
+    return values[np.concatenate([[True], values[1:] != values[:-1]])] if values.size else values
+
+
+class Runs(NamedTuple):
+    """Arithmetic progressions ``start + step * [0, count)``, in row order; all counts and steps at least 1."""
+
+    start: Ints
+    count: Ints  # type: ignore[assignment]  # tuple.count is not missed
+    step: Ints
+
+    @property
+    def last(self) -> Ints:
+        """The last position of each run."""
+        return self.start + self.step * (self.count - 1)
+
+    def pick(self, index: Ints) -> Runs:
+        """The runs at an index or mask."""
+        return Runs(self.start[index], self.count[index], self.step[index])
+
+
+def expand(start: Ints, count: Ints, step: Ints | int = 1) -> Ints:
+    """All elements of arithmetic progressions, one after the other."""
+    steps = np.broadcast_to(np.asarray(step, np.int64), start.shape)
+    if not count.all():
+        start, steps, count = start[count > 0], steps[count > 0], count[count > 0]
+    if count.size == 0:
+        return np.zeros(0, np.int64)
+    # Differences summed in place: large arrays cost what their pages do, so there is one.
+    stop = np.cumsum(count)
+    rows = np.full(stop[-1], steps[0]) if (steps == steps[0]).all() else np.repeat(steps, count)
+    rows[0] = start[0]
+    rows[stop[:-1]] = start[1:] - (start + steps * (count - 1))[:-1]
+    return np.cumsum(rows, out=rows)
+
+
+def cut(runs: Runs, breaks: Ints) -> tuple[Runs, Ints]:
+    """Runs cut so that none has a break strictly inside it; and for each piece the index of its run.
+
+    breaks: sorted positions at which a new piece begins.
+    """
+    if (runs.step == 1).all() and (runs.start[1:] > runs.last[:-1]).all():
+        return _cut_ascending(runs, breaks)
+    lower = np.searchsorted(breaks, runs.start, side="right")
+    pieces = np.searchsorted(breaks, runs.last, side="right") - lower + 1
+    source = np.repeat(np.arange(len(pieces)), pieces)
+    nth = np.arange(len(source)) - np.repeat(np.cumsum(pieces) - pieces, pieces)
+    start, step = runs.start[source], runs.step[source]
+    row = np.zeros_like(source)
+    later = nth > 0
+    at = breaks[(lower[source] + nth - 1)[later]]
+    row[later] = -((start[later] - at) // step[later])  # first row at or after the break
+    end = np.append(row[1:], 0)
+    final = np.append(source[1:] != source[:-1], True)[: source.size]
+    end[final] = runs.count[source][final]
+    kept = end > row
+    piece = Runs((start + step * row)[kept], (end - row)[kept], step[kept])
+    return piece, source[kept]
+
+
+def _cut_ascending(runs: Runs, breaks: Ints) -> tuple[Runs, Ints]:
+    """As `cut`, for disjoint runs of consecutive positions in their order; the fewer of runs and breaks are sought."""
+    if runs.start.size < breaks.size:
+        lower = np.searchsorted(breaks, runs.start, side="right")
+        count = np.searchsorted(breaks, runs.last, side="right") - lower
+        run, at = np.repeat(np.arange(count.size), count), breaks[expand(lower, count)]
+    else:
+        run = np.searchsorted(runs.start, breaks) - 1
+        inside = np.flatnonzero((run >= 0) & (breaks <= runs.last[run]))
+        run, at = run[inside], breaks[inside]
+        count = np.bincount(run, minlength=runs.start.size)
+    source = np.repeat(np.arange(count.size), count + 1)
+    start, stop = runs.start[source], (runs.start + runs.count)[source]
+    place = run + np.arange(run.size)
+    start[place + 1], stop[place] = at, at
+    if (stop == start).any():  # breaks that are equal
+        kept = stop > start
+        start, stop, source = start[kept], stop[kept], source[kept]
+    return Runs(start, stop - start, np.ones_like(start)), source
+
+
+def interval_of(positions: Ints, starts: Ints) -> Ints:
+    """The last interval that starts at or before each position, -1 if none does; quick where positions ascend.
+
+    starts: where the intervals start, ascending.
+    """
+    if positions.size < starts.size or (positions[1:] < positions[:-1]).any():
+        return np.searchsorted(starts, positions, side="right") - 1
+    begun = np.bincount(np.searchsorted(positions, starts), minlength=positions.size + 1)
+    return np.cumsum(begun[: positions.size]) - 1
+
+
+def runs_of(positions: Ints) -> Runs:
+    """Runs of the most common distance between neighbours; found without a loop over rows."""
+    if positions.size == 0:
+        return Runs(positions, positions, positions)
+    gaps = np.diff(positions)
+    ahead = gaps[gaps > 0]
+    values, counts = np.unique(ahead, return_counts=True)
+    step = int(values[np.argmax(counts)]) if values.size else 1
+    first = np.flatnonzero(np.append(True, gaps != step))
+    count = np.diff(np.append(first, positions.size))
+    return Runs(positions[first], count, np.full(first.size, step, np.int64))
+
+
+def order_of(keys: Ints | NDArray[np.int32], bound: int) -> Ints:
+    """The stable order of integers ``0 <= key < bound``, in linear time: numpy sorts 16 bits by their radix."""
+    order = np.argsort(keys.astype(np.uint16), kind="stable")  # the low 16 bits
+    shift = 16
+    while bound > 1 << shift:
+        order = order[np.argsort((keys[order] >> shift).astype(np.uint16), kind="stable")]
+        shift += 16
+    return order
+
+
+@dataclass(frozen=True, eq=False)
+class Holders(Memo):
+    """Who holds each position: disjoint runs in the order of their starts, and the holder of each; -1 elsewhere."""
+
+    runs: Runs
+    holder: NDArray[np.int32]
+    total: int
+    _memo: dict[Any, Any] = field(default_factory=dict, repr=False)
+
+    @property
+    def strided(self) -> bool:
+        """Whether some run leaves gaps, in which others lie."""
+        return self.memo("strided", lambda: bool(((self.runs.step > 1) & (self.runs.count > 1)).any()))
+
+    def of(self, positions: Ints) -> NDArray[np.int32]:
+        """The holder of each position; O(total) memory only if runs are strided."""
+        if self.strided or self.holder.size == 0:
+            return self.all()[positions]
+        at = np.searchsorted(self.runs.start, positions, side="right") - 1
+        held = (at >= 0) & (positions - self.runs.start[at] < self.runs.count[at])
+        return np.where(held, self.holder[at], np.int32(-1))
+
+    def pieces(self, lo: Ints, hi: Ints) -> tuple[Ints, Ints, NDArray[np.int32], Ints]:
+        """Ascending intervals of held positions cut where the holder changes: lo, hi, holder and interval of each."""
+        if self.strided:
+            at, source = expand(lo, hi - lo), np.repeat(np.arange(lo.size), hi - lo)
+            holder = self.all()[at]
+            first = np.flatnonzero(np.append(True, (np.diff(holder) != 0) | (np.diff(source) != 0))[: at.size])
+            stop = at[np.append(first[1:], at.size)[: first.size] - 1] + 1
+            return at[first], stop, holder[first], source[first]
+        piece, source = cut(Runs(lo, hi - lo, np.ones_like(lo)), self.runs.start)
+        return piece.start, piece.start + piece.count, self.of(piece.start), source
+
+    def all(self) -> NDArray[np.int32]:
+        """The holder of every position, int32 [total]; made once."""
+        return self.memo("all", self._all)
+
+    def _all(self) -> NDArray[np.int32]:
+        runs = self.runs
+        if not self.strided and int(runs.count.sum()) == self.total:
+            return frozen(np.repeat(self.holder, runs.count))
+        owner = np.full(self.total, -1, np.int32)
+        if len(self.holder) <= 4096:  # few long runs: strided writes beat making every position
+            for holder, first, last, step in zip(self.holder, runs.start, runs.last, runs.step, strict=True):
+                owner[first : last + 1 : step] = holder
+        else:
+            owner[expand(*runs)] = np.repeat(self.holder, runs.count)
+        return frozen(owner)

@@ -1,0 +1,114 @@
+"""What facts are made of: values that are immutable and equal by a digest, and checks of what they are given."""
+
+from __future__ import annotations
+
+import hashlib
+from collections.abc import Callable
+from typing import Any
+
+import numpy as np
+from numpy.typing import ArrayLike, NDArray
+
+Ints = NDArray[np.int64]
+
+MOST = (1 << 62) - 1  # tokens of a batch: positions, and sums of two of them, fit into 64 bits
+
+
+def digest_of(*parts: object) -> str:
+    """A hash of values and arrays, equal in every process and on every platform."""
+    h = hashlib.blake2b(digest_size=16)
+    for part in parts:
+        if isinstance(part, np.ndarray):
+            h.update(str(part.shape).encode())
+            h.update(np.ascontiguousarray(part, dtype="<i8").tobytes())
+        else:
+            h.update(repr(part).encode())
+        h.update(b"|")
+    return h.hexdigest()
+
+
+def whole(name: str, value: object, least: int, most: int | None = None) -> int:
+    """The value if it is an integer of at least ``least`` and at most ``most``; 3.0 is not one."""
+    if not is_integer(value) or value < least:  # type: ignore[operator]
+        raise ValueError(f"{name} must be an integer of at least {least}, got {value!r}")
+    if most is not None and value > most:  # type: ignore[operator]
+        raise ValueError(f"{name} must be an integer of at most {most}, got {value!r}")
+    return int(value)  # type: ignore[call-overload]
+
+
+def is_integer(value: object) -> bool:
+    """Whether a value is an integer of Python or numpy; True is none."""
+    return isinstance(value, (int, np.integer)) and not isinstance(value, bool)
+
+
+def int64_of(name: str, values: NDArray[Any]) -> Ints:
+    """Integers as int64. Raises ValueError for one that is too large."""
+    if values.dtype == np.uint64 and values.size and int(values.max()) >= 1 << 63:
+        raise ValueError(f"{name} must be integers below 2**63, got {int(values.max())}")
+    return values.astype(np.int64)
+
+
+def lengths_of(name: str, values: ArrayLike) -> Ints:
+    """A checked, read-only copy of document lengths."""
+    try:
+        array = np.asarray(values)
+    except ValueError:  # numpy's, for lists of unequal lengths
+        array = np.zeros((0, 0))
+    if array.ndim != 1 or array.size == 0 or array.dtype.kind not in "iu":
+        raise ValueError(f"{name} must be a non-empty sequence of integers, got {values!r:.200}")
+    if (array <= 0).any():
+        at = int(np.flatnonzero(array <= 0)[0])
+        raise ValueError(f"{name} must be positive, got {int(array[at])} for document {at}; leave empty documents out")
+    if float(array.sum(dtype=np.float64)) >= 2.0**62:
+        raise ValueError(f"{name} sum to {float(array.sum(dtype=np.float64)):.3g} tokens, which 64 bits do not number")
+    return frozen(array.astype(np.int64))
+
+
+def frozen(array: NDArray[Any]) -> Any:
+    """The array, read-only: facts are shared by every layer and rank of a batch."""
+    array.flags.writeable = False
+    return array
+
+
+class Memo:
+    """Keeps what is derived from a value, once per batch and for as long as the value lives."""
+
+    _memo: dict[Any, Any]
+
+    def memo(self, key: Any, make: Callable[[], Any]) -> Any:
+        """``make()``, made at the first call; threads that make it at the same time all get the one that came first."""
+        if key in self._memo:
+            return self._memo[key]
+        return self._memo.setdefault(key, make())
+
+
+class Fact(Memo):
+    """A value: immutable, equal by its digest, pickled without what is derived from it."""
+
+    _digest: str
+
+    def _fill(self, **values: object) -> None:
+        self.__dict__.update(values, _memo={})
+
+    def digest(self) -> str:
+        """Equal for equal values, on every rank."""
+        return self._digest
+
+    def __setattr__(self, name: str, value: object) -> None:
+        raise AttributeError(f"{type(self).__name__} is immutable; make a new one instead of setting {name}")
+
+    def __getstate__(self) -> dict[str, object]:
+        return {name: value for name, value in self.__dict__.items() if name != "_memo"}
+
+    def __setstate__(self, state: dict[str, object]) -> None:
+        for value in state.values():
+            for array in value if isinstance(value, tuple) else (value,):
+                if isinstance(array, np.ndarray):
+                    frozen(array)  # pickle does not keep it
+        self._fill(**state)
+
+    def __eq__(self, other: object) -> bool:
+        return type(other) is type(self) and self._digest == other._digest
+
+    def __hash__(self) -> int:
+        return hash(self._digest)
