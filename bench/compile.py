@@ -35,7 +35,7 @@ from seqpar.kernels import Grads, Operands, Score, Sums
 from seqpar.kernels import triton as kernels
 from seqpar.kernels.triton import Triton
 from seqpar.kernels.triton.config import CLASSES, GENERATIONS, Config, Descriptor, configure
-from seqpar.ops.call import uploaded
+from seqpar.ops.attention.call import uploaded
 
 SHARED = {80: 166_912, 86: 101_376, 90: 232_448, 100: 232_448}  # bytes a block may have, CUDA programming guide
 DTYPES = {"bf16": torch.bfloat16, "fp16": torch.float16, "fp32": torch.float32}

@@ -33,7 +33,7 @@ import seqpar
 from seqpar import native
 from seqpar.kernels import Grads, Operands, Score, Sums
 from seqpar.kernels.native import ISAS, Native
-from seqpar.ops.call import uploaded
+from seqpar.ops.attention.call import uploaded
 
 HEADS = {
     1024: 8,

@@ -25,7 +25,7 @@ from seqpar import dsp
 from seqpar.comm import Comm, Tag, Work
 from seqpar.dsp.costs import Costs, Stage
 from seqpar.dsp.plan import Choice, StagePlan
-from seqpar.ops import parcel
+from seqpar.ops.move import pack as parcel
 from seqpar.planner import Hardware, Link
 
 HEADS, DIM = 16, 8  # published: 16 heads of 72

@@ -114,7 +114,7 @@ class Virtual:
         self.grads = problem.q.new_zeros(keys, s.kv_heads, s.dim + s.v_dim, dtype=self.acc)
 
     def forward(self) -> None:
-        """Every step of every rank, as `seqpar.ops.schedule` calls them."""
+        """Every step of every rank, as `seqpar.ops.attention.schedule` calls them."""
         for rank in self.ranks:
             for step, facts, k, v in rank.steps:
                 if not (len(k) or step.first or step.last):

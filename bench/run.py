@@ -30,7 +30,7 @@ from rich.table import Table
 import seqpar
 from seqpar.comm import Comm
 from seqpar.kernels import Operands, Score, Sums, ask, choose
-from seqpar.ops.call import uploaded
+from seqpar.ops.attention.call import uploaded
 from seqpar.testing import run_processes
 
 HEADS, DIM = 8, 64

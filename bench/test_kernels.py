@@ -10,7 +10,7 @@ import torch
 
 from seqpar import Layout, Mask, Plan
 from seqpar.kernels import KERNELS, Ask, Grads, Kernel, Operands, Score, Sums, acc_dtype
-from seqpar.ops.call import uploaded
+from seqpar.ops.attention.call import uploaded
 
 TOKENS, HEADS, DIM = 4096, 4, 64
 DTYPES = (torch.float32, torch.bfloat16)

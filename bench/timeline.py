@@ -31,7 +31,7 @@ from torch.profiler import ProfilerActivity, profile
 
 import seqpar
 from seqpar.comm import Comm, GroupComm, Tag, Work
-from seqpar.ops.call import Phase
+from seqpar.ops.attention.call import Phase
 from seqpar.testing import run_processes, run_threads
 
 Event = dict[str, Any]

@@ -23,9 +23,9 @@ from seqpar.facts.layout import Layout
 from seqpar.facts.mask import Mask
 from seqpar.facts.value import Ints, Memo, digest_of
 from seqpar.ops import relayout, unshard
-from seqpar.ops.agree import agree_once
-from seqpar.ops.handles import refuse
-from seqpar.ops.relayout import expect_relayout
+from seqpar.ops.core.agreement import agree_once
+from seqpar.ops.core.handles import refuse
+from seqpar.ops.move.relayout import expect_relayout
 from seqpar.plan import Plan
 from seqpar.planner import Hardware, MicroBatch, plan_batch, plan_step
 

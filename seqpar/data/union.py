@@ -14,7 +14,7 @@ from seqpar.data.batch import Packed, Reading, read
 from seqpar.facts.intervals import expand
 from seqpar.facts.layout import Layout
 from seqpar.facts.value import Ints, frozen
-from seqpar.ops.agree import check_comm
+from seqpar.ops.core.agreement import check_comm
 
 SOURCES = ("sharded", "replicated")
 

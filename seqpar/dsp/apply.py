@@ -28,8 +28,8 @@ from seqpar.dsp.space import Space
 from seqpar.dsp.spec import Block, Spec
 from seqpar.dsp.specs import SPECS
 from seqpar.nn.fingerprint import hashed, leaves, ordered
-from seqpar.ops.agree import agree_once
-from seqpar.ops.handles import refuse
+from seqpar.ops.core.agreement import agree_once
+from seqpar.ops.core.handles import refuse
 
 Planner = Callable[..., StagePlan]
 MIXING = (nn.modules.batchnorm._NormBase,)  # statistics over rows

@@ -33,8 +33,8 @@ from seqpar.facts.layout import Layout
 from seqpar.facts.mask import Mask
 from seqpar.ops import switch_all as exchange
 from seqpar.ops import unshard
-from seqpar.ops.handles import refuse
-from seqpar.ops.switch import Switching, start_switch
+from seqpar.ops.core.handles import refuse
+from seqpar.ops.move.switch import Switching, start_switch
 from seqpar.plan import Plan
 
 GRADS = ("sum", "replicated")

@@ -23,7 +23,7 @@ from seqpar.dsp.form import form_of
 from seqpar.dsp.grid import Grid, Place
 from seqpar.dsp.moves import begin_switch, moved
 from seqpar.dsp.space import Space, sizes_of_parts
-from seqpar.ops.handles import refuse
+from seqpar.ops.core.handles import refuse
 
 
 class Moving(Protocol):

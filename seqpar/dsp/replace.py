@@ -10,7 +10,7 @@ from typing import Any, NoReturn
 
 from torch import nn
 
-from seqpar.ops.handles import uncompiled
+from seqpar.ops.core.handles import uncompiled
 
 Around = Callable[[nn.Module, str, Callable[..., Any], dict[str, Any]], Any]
 

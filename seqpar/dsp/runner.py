@@ -22,8 +22,8 @@ from seqpar.dsp.overlap import in_parts
 from seqpar.dsp.plan import StagePlan
 from seqpar.dsp.space import Space
 from seqpar.dsp.spec import Block, Core, Exit
-from seqpar.ops.handles import in_graph
-from seqpar.ops.recompute import run_again_inside, under_way
+from seqpar.ops.attention.recompute import run_again_inside, under_way
+from seqpar.ops.core.handles import in_graph
 from seqpar.parallel import parallel
 
 SDPA = ("query", "key", "value", "attn_mask", "dropout_p", "is_causal", "scale", "enable_gqa")

@@ -35,7 +35,7 @@ from seqpar.facts.mask import Mask
 from seqpar.integrations.sdpa.reroute import Rerouting
 from seqpar.integrations.wrapped import Parallelized
 from seqpar.ops import unshard
-from seqpar.ops.agree import signature
+from seqpar.ops.core.agreement import signature
 from seqpar.plan import Plan
 
 MakePlan = Callable[[Mask, Layout], Plan]

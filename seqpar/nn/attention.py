@@ -8,8 +8,8 @@ import torch
 from torch import Tensor, nn
 
 from seqpar.nn.choice import Choice
-from seqpar.ops.attention import attention_of
-from seqpar.ops.call import Options
+from seqpar.ops.attention.api import attention_of
+from seqpar.ops.attention.call import Options
 
 if TYPE_CHECKING:
     from seqpar.comm import Comm

@@ -9,7 +9,7 @@ from typing import Any
 
 from seqpar.comm import Comm
 from seqpar.ops import bind
-from seqpar.ops.recompute import Given, Late
+from seqpar.ops.attention.recompute import Given, Late
 from seqpar.parallel import surrounding
 from seqpar.plan import Plan
 
@@ -29,7 +29,7 @@ class Choice(Late):
         bind(self)  # names it for compiled code
 
     def now(self, given: Sequence[Any], seed: int | None) -> Given:
-        """What a call is made with: see `seqpar.ops.recompute`."""
+        """What a call is made with: see `seqpar.ops.attention.recompute`."""
         if given:
             plan, comm = given
         elif self.bound is not None:

@@ -1,12 +1,12 @@
 """The verbs: differentiable, local tensors in, local tensors out."""
 
 from seqpar.kernels import merge
-from seqpar.ops import graph  # noqa: F401 registers the ops
-from seqpar.ops.attention import attention
-from seqpar.ops.handles import bind
-from seqpar.ops.relayout import relayout, shard, unshard
-from seqpar.ops.rotary import rotary
-from seqpar.ops.switch import start_switch, switch, switch_all
+from seqpar.ops.attention import graph  # noqa: F401 registers the ops
+from seqpar.ops.attention.api import attention
+from seqpar.ops.attention.rotary import rotary
+from seqpar.ops.core.handles import bind
+from seqpar.ops.move.relayout import relayout, shard, unshard
+from seqpar.ops.move.switch import start_switch, switch, switch_all
 
 __all__ = [
     "attention",

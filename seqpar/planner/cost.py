@@ -2,7 +2,7 @@
 
 A piece of a document on a rank costs ``piece + pair * area + query * rows + key * fetched rows``, no term negative; so
 the sum of the least of them over the ranks bounds every layout from below (see `bound`). Transfers hide behind
-computation as the schedule of `seqpar.ops.schedule` lets them: the first stage of keys behind the rank's own keys, each
+computation as `seqpar.ops.attention.schedule` lets them: the first stage of keys behind the rank's own keys, each
 later one behind the stage before, gradients of a stage behind the next, those of the last behind nothing.
 
 All is counted in ticks, integers of a 1024th of what an attended pair costs, so that every rank, whatever its processor

@@ -16,7 +16,7 @@ from torch import Tensor
 from torch.distributed.device_mesh import DeviceMesh
 
 from seqpar.comm import Comm, Tag
-from seqpar.ops.agree import signature
+from seqpar.ops.core.agreement import signature
 from seqpar.train.dtensor import beside, global_rank, is_dtensor, local
 from seqpar.train.loop import loops_of
 from seqpar.train.once import Sum, growing, remark, repeated

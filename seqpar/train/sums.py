@@ -21,8 +21,8 @@ from torch import Tensor
 from torch.autograd.function import once_differentiable
 
 from seqpar.comm import Comm, Tag
-from seqpar.ops.agree import abort_on_error, agree_once
-from seqpar.ops.handles import refuse
+from seqpar.ops.core.agreement import abort_on_error, agree_once
+from seqpar.ops.core.handles import refuse
 
 FEW = 1024  # bytes that `all_sum` sends whole
 

@@ -18,7 +18,7 @@ import seqpar
 from seqpar.facts.layout import Layout
 from seqpar.facts.mask import Mask
 from seqpar.kernels import Grads, Operands, Sums
-from seqpar.ops.call import uploaded
+from seqpar.ops.attention.call import uploaded
 from seqpar.plan import Plan
 from seqpar.testing import dense_attention, relative_rms, run_processes
 from tests.cases import some

@@ -17,7 +17,7 @@ from seqpar.comm import Comm, LocalComm
 from seqpar.facts.layout import Layout
 from seqpar.facts.mask import Mask
 from seqpar.nn import Attention, save_attention
-from seqpar.ops import regions
+from seqpar.ops.core import regions
 from seqpar.plan import Plan
 from seqpar.testing import run_processes, run_threads
 from tests.nn.decoder import Decoder, assert_together, decoder, loss_of, one_process, result, rows

@@ -21,8 +21,8 @@ import seqpar
 from seqpar.comm import Comm, LocalComm
 from seqpar.facts.layout import Layout
 from seqpar.facts.mask import Mask
-from seqpar.ops import graph
-from seqpar.ops.handles import bind, carried, carry
+from seqpar.ops.attention import graph
+from seqpar.ops.core.handles import bind, carried, carry
 from seqpar.plan import Plan
 from seqpar.testing import run_processes
 from tests.cases import Case

@@ -15,8 +15,8 @@ from seqpar import native
 from seqpar.comm import Comm
 from seqpar.facts.layout import Layout
 from seqpar.facts.mask import Mask
-from seqpar.ops import parcel
-from seqpar.ops.call import Phase
+from seqpar.ops.attention.call import Phase
+from seqpar.ops.move import pack as parcel
 from seqpar.plan import Plan
 from seqpar.testing import run_processes, run_threads
 from tests.ops.test_guarantees import Recorder, step

@@ -18,7 +18,7 @@ import seqpar
 from seqpar.comm import Comm
 from seqpar.facts.layout import Layout
 from seqpar.facts.mask import Mask
-from seqpar.ops.call import Phase
+from seqpar.ops.attention.call import Phase
 from seqpar.plan import TRANSPORTS, Plan
 from seqpar.testing import dense_attention, run_processes, run_threads
 from tests.cases import Case, cases

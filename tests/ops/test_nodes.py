@@ -12,7 +12,7 @@ from hypothesis import strategies as st
 
 from seqpar import Layout, Mask, Plan
 from seqpar.comm import Comm, shm
-from seqpar.ops.call import Phase
+from seqpar.ops.attention.call import Phase
 from seqpar.testing import run_processes, run_threads
 from tests.cases import Case, node_cases
 from tests.ops.test_attention import HEADS, LENGTHS, Options, check, options_strategy

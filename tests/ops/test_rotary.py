@@ -7,7 +7,7 @@ import torch
 from torch import Tensor
 
 from seqpar.facts.layout import Layout
-from seqpar.ops.rotary import rotary
+from seqpar.ops.attention.rotary import rotary
 
 
 def inputs(dtype: torch.dtype = torch.float64, dim: int = 6) -> tuple[Tensor, Tensor, Tensor]:

@@ -42,15 +42,16 @@ from seqpar.kernels import Score, softmax
 from seqpar.kernels.blockwise import Blockwise
 from seqpar.kernels.memory import rows
 from seqpar.kernels.memory.upload import upload
-from seqpar.ops import agree, schedule
-from seqpar.ops import call as calls
+from seqpar.ops.attention import call as calls
+from seqpar.ops.attention import schedule
+from seqpar.ops.core import agreement as agree
 from seqpar.plan import Plan
 from seqpar.testing import run_threads
 from tests.cases import Case, some
 from tests.ops.test_attention import inputs, poisoned
 
 # the names of these modules in their package are the verbs
-relayouts, switches = sys.modules["seqpar.ops.relayout"], sys.modules["seqpar.ops.switch"]
+relayouts, switches = sys.modules["seqpar.ops.move.relayout"], sys.modules["seqpar.ops.move.switch"]
 
 # operators whose result, or its shape, the host must read
 READ = {

@@ -17,7 +17,7 @@ import seqpar
 from seqpar.comm import Comm, shm
 from seqpar.facts.layout import Layout
 from seqpar.facts.mask import Mask
-from seqpar.ops.handles import handles
+from seqpar.ops.core.handles import handles
 from seqpar.plan import TRANSPORTS, Plan
 from seqpar.testing import COMMS, dense_attention, run_processes, run_threads
 from tests.cases import LAYOUTS, cases, make_layout

@@ -26,8 +26,8 @@ from seqpar.comm import Comm
 from seqpar.integrations.hf.config import NO_INTERFACE, mixing_layers, unserved_attention
 from seqpar.integrations.hf.mask import Rule, rule_of
 from seqpar.ops import attention, bind
-from seqpar.ops.attention import calls
-from seqpar.ops.handles import uncompiled
+from seqpar.ops.attention.api import calls
+from seqpar.ops.core.handles import uncompiled
 from seqpar.parallel import surrounding
 from seqpar.plan import Plan
 

@@ -47,8 +47,8 @@ from seqpar.integrations.hf.mask import Rule
 from seqpar.integrations.hf.shape import shape_of
 from seqpar.integrations.hf.worth import Worth
 from seqpar.integrations.wrapped import refuse_twice, unpicklable
-from seqpar.ops.agree import agree_alike, agreed_under
-from seqpar.ops.handles import uncompiled
+from seqpar.ops.core.agreement import agree_alike, agreed_under
+from seqpar.ops.core.handles import uncompiled
 from seqpar.parallel import parallel
 from seqpar.plan import Plan
 from seqpar.planner import Hardware, ModelShape, plan_batch

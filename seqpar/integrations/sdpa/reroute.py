@@ -31,9 +31,9 @@ from seqpar.integrations.probe.trial import Call, outermost, stand_in, way_of
 from seqpar.integrations.sdpa.mask import bounds_of, compressed, expanded, is_lower_triangle
 from seqpar.integrations.wrapped import Parallelized
 from seqpar.ops import attention
-from seqpar.ops.handles import refuse, uncompiled
-from seqpar.ops.recompute import run_again_inside, under_way
-from seqpar.ops.regions import Region
+from seqpar.ops.attention.recompute import run_again_inside, under_way
+from seqpar.ops.core.handles import refuse, uncompiled
+from seqpar.ops.core.regions import Region
 from seqpar.parallel import parallel, surrounding
 from seqpar.plan import Plan
 from seqpar.train import check_model

@@ -21,7 +21,7 @@ from torch.utils.checkpoint import CheckpointError, checkpoint
 import seqpar
 from seqpar import Comm, Layout, LocalComm, Mask, Plan
 from seqpar.integrations.sdpa import parallelize, sdpa
-from seqpar.ops import regions
+from seqpar.ops.core import regions
 from seqpar.testing import run_threads
 from tests.recompute import Unknown, Whole, in_a_thread
 

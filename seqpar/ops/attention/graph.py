@@ -20,10 +20,10 @@ import torch
 from torch import Tensor
 
 from seqpar.kernels import acc_dtype
-from seqpar.ops.attention import agreed_call, attend, differentiate, refuse_double_backward
-from seqpar.ops.call import Call, Inside, Options
-from seqpar.ops.handles import carried, carry, uncompiled, values_of
-from seqpar.ops.recompute import check, late_of, settle
+from seqpar.ops.attention.api import agreed_call, attend, differentiate, refuse_double_backward
+from seqpar.ops.attention.call import Call, Inside, Options
+from seqpar.ops.attention.recompute import check, late_of, settle
+from seqpar.ops.core.handles import carried, carry, uncompiled, values_of
 from seqpar.plan import Part, Plan
 
 Kept = tuple[Tensor | None, ...]  # q, k, v, out, lse of one part inside the head trade; None: as outside

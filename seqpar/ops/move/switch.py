@@ -12,8 +12,8 @@ from torch.autograd.function import once_differentiable
 
 from seqpar.comm import Comm, Tag
 from seqpar.kernels.memory.copy import Pair
-from seqpar.ops.agree import abort_on_error, agree_once, check_comm
-from seqpar.ops.handles import (
+from seqpar.ops.core.agreement import abort_on_error, agree_once, check_comm
+from seqpar.ops.core.handles import (
     Made,
     carried,
     carry,
@@ -24,7 +24,7 @@ from seqpar.ops.handles import (
     uncompiled,
     values_of,
 )
-from seqpar.ops.parcel import Message, Place, post
+from seqpar.ops.move.pack import Message, Place, post
 
 Sizes = tuple[Sequence[int], Sequence[int]]
 

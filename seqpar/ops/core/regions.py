@@ -9,7 +9,7 @@ Each has an owner, an object that its forward and its backward have in common::
                                          holds a frame object
 
 The names are private to torch: here is all that knows them, and 2.11, 2.12 and 2.13 have the same ones. Where a later
-torch has others, a region is not seen or not known to be torch's, and `seqpar.ops.recompute` refuses what needs it.
+torch has others, a region is not seen or not known to be torch's, and `attention.recompute` refuses what needs it.
 """
 
 from __future__ import annotations

@@ -21,21 +21,20 @@ exchange is posted before the kernels that hide it, since on CUDA it starts when
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 
 import torch
 from torch import Tensor
 
-from seqpar.comm import Work
 from seqpar.kernels import Grads, Operands, Sums
-from seqpar.kernels.memory.rows import add_
-from seqpar.ops import trade
-from seqpar.ops.call import Call, Inside, Phase, named
-from seqpar.ops.keys import Keys, Messages, Slots
-from seqpar.ops.rows import sent_grads, take
+from seqpar.ops.attention import heads as trade
+from seqpar.ops.attention.call import Call, Inside, Phase
+from seqpar.ops.attention.grads import Riding
+from seqpar.ops.attention.keys import Keys
+from seqpar.ops.attention.rows import take
+from seqpar.ops.core.device import profile_range
 from seqpar.plan import Part, Step, replicated
-from seqpar.plan.steps import Entry, Rows, count
 
 
 def forward(call: Call, q: Tensor, k: Tensor, v: Tensor, sinks: Tensor | None) -> tuple[Tensor, Tensor, list[Inside]]:
@@ -117,7 +116,7 @@ def _compute(call: Call, step: Step, here: Inside, keys: Tensor, values: Tensor)
         elif here.acc is None and not (first and step.last):
             here.acc = (torch.empty_like if first else torch.zeros_like)(here.out, dtype=call.acc)
         facts = call.uploaded.facts[step.number]
-        with named("compute", step.number):
+        with profile_range("compute", step.number):
             for heads, kv, score in call.blocks(step.part):
                 acc = None if here.acc is None else here.acc[:, heads]
                 out = here.out[:, heads] if step.last and not wide else None
@@ -249,7 +248,7 @@ def _differentiate(
     if not len(step.pos):
         return
     facts = call.uploaded.facts[step.number]
-    with named("differentiate", step.number):
+    with profile_range("differentiate", step.number):
         for heads, kv, score in call.blocks(step.part):
             operands = Operands(here.q[:, heads], keys[:, kv], values[:, kv], facts, score)
             out = None if back.out is None else back.out[:, heads]
@@ -260,108 +259,6 @@ def _differentiate(
                     dq=back.dq[:, heads], dk=grads[:, kv, : call.dim], dv=grads[:, kv, call.dim :],
                 ),
             )  # fmt: skip
-
-
-# what arrives from a peer and the rows of a tensor to which it is added; None: those of the step at hand
-Landing = tuple[int, Tensor | None, Rows]
-
-
-class Riding:
-    """Gradients of a part's received keys on their way, one exchange at a time.
-
-    A step's are summed in one of two buffers while those of the step before leave from the other. So are those of keys
-    that entered the node through this rank: they leave when the gradients of their step have arrived. What arrives is
-    added before the next exchange is posted, so that one buffer serves to receive.
-    """
-
-    def __init__(self, call: Call, steps: list[Step], home: Tensor) -> None:
-        self.call, self.home = call, home
-        self.work: Work | None = None
-        self.stage = 0
-        self.landed: list[tuple[Landing, Tensor]] = []
-        self.entered: tuple[Entry, Tensor] | None = None  # sums that leave with the next exchange
-        self.sums = self._slots(len(s.pos) for s in steps if not s.local)
-        self.entry_sums = self._slots(s.spread.rows for s in steps if s.spread)
-        entries = [None, *(s.spread for s in steps)]
-        self.space = max(map(self._received, [*steps, None], entries))
-        self.received: Tensor | None = None
-
-    def _slots(self, rows: Iterable[int]) -> Slots:
-        home, most = self.home, max(rows, default=0)
-        return Slots(lambda: home.new_empty(most, *home.shape[1:]))
-
-    @staticmethod
-    def _received(step: Step | None, entered: Entry | None) -> int:
-        """Rows that arrive with the gradients of a step and the sums of keys that entered for the one before."""
-        own = 0 if step is None else sum(map(count, step.grad_recvs.values())) + step.carry_rows
-        return own + (0 if entered is None else sum(map(count, entered.sends.values())))
-
-    def blank(self, step: Step) -> Tensor:
-        """Zeros to which a step's gradients are added."""
-        return self.sums.next(len(step.pos), *self.home.shape[1:]).zero_()
-
-    def depart(self, step: Step, grads: Tensor) -> None:
-        """Post the gradients of a step's keys, and what arrives for own keys and, in a ring, for the next step's."""
-        if not self.call.kv_grads:
-            return
-        with named("post grads", step.number):
-            before, self.entered, target = self.entered, None, self.home
-            if step.spread is not None:
-                target = self.entry_sums.next(step.spread.rows, *self.home.shape[1:])
-                target.copy_(take(grads, self.call.uploaded.rows(step.spread.place)))
-                self.entered = step.spread, target
-            landings: list[Landing] = [(peer, target, rows) for peer, rows in step.grad_recvs.items()]
-            if step.carry is not None and step.carry_rows:
-                landings.append((step.carry, None, slice(0, step.carry_rows)))
-            self._post(step.number, self._leaving(step, grads), landings, before)
-
-    def _leaving(self, step: Step, grads: Tensor) -> Messages:
-        if not step.grad_sends:
-            return {}
-        leaving = sent_grads(step)
-        source = grads if leaving.rows is None else take(grads, self.call.uploaded.rows(leaving.rows))
-        return {peer: [source[rows]] for peer, rows in leaving.of.items()}
-
-    def _post(self, stage: int, sends: Messages, landings: list[Landing], entered: tuple[Entry, Tensor] | None) -> None:
-        """Post one exchange; in it the sums of keys that entered leave for their owners, and others' arrive here."""
-        if entered is not None:
-            entry, sums = entered
-            for peer, rows in entry.recvs.items():
-                sends.setdefault(peer, []).append(sums[rows])
-            landings = landings + [(peer, self.home, rows) for peer, rows in entry.sends.items()]
-        if not (sends or landings):
-            return
-        if self.received is None:
-            self.received = self.call.comm.empty((self.space, *self.home.shape[1:]), self.call.acc, self.call.device)
-        sizes = [count(rows) for *_, rows in landings]
-        self.landed = list(zip(landings, self.received[: sum(sizes)].split(sizes), strict=True))
-        recvs: Messages = {}
-        for (peer, *_), values in self.landed:
-            recvs.setdefault(peer, []).append(values)
-        self.work = self.call.comm.exchange(sends, recvs, tag=self.call.tag(Phase.BACK_GRADS, stage))
-        self.stage = stage
-
-    def arrive(self, grads: Tensor | None) -> None:
-        """Wait for what is on its way and add it: to own keys in the order of ranks, and to the gradients at hand."""
-        if self.work is None:
-            return
-        with named("wait grads", self.stage):
-            self.work.wait()
-        for (_, target, rows), values in self.landed:
-            if target is not None:
-                add_(target, self.call.uploaded.rows(rows), values)
-            elif grads is not None:
-                grads += values
-        self.work = None
-        self.landed = []
-
-    def finish(self, stage: int) -> None:
-        """Take in what is on its way, and send what entered last home; ``stage`` is one that no step uses."""
-        self.arrive(None)
-        if self.entered is not None:
-            with named("post grads", stage):
-                self._post(stage, {}, [], self.entered)
-            self.arrive(None)
 
 
 def _back_leave(call: Call, part: Part, back: Back, dq: Tensor, home: Tensor) -> Callable[[], None]:

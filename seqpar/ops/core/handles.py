@@ -29,7 +29,7 @@ from torch.utils._python_dispatch import TorchDispatchMode, _get_current_dispatc
 
 from seqpar.comm import Comm, Tag
 from seqpar.facts.value import Fact
-from seqpar.ops.agree import agree_once, check_comm
+from seqpar.ops.core.agreement import agree_once, check_comm
 
 
 class Carried:

@@ -2,8 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Hashable, Iterator, Mapping, Sequence
-from contextlib import AbstractContextManager, nullcontext
+from collections.abc import Hashable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from enum import IntEnum
 from functools import cached_property
@@ -11,13 +10,13 @@ from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
-from torch.autograd import profiler
 
 from seqpar.comm import Comm, Tag
 from seqpar.kernels import Facts, Kernel, Score, acc_dtype
 from seqpar.kernels.memory.upload import upload
-from seqpar.ops.rows import numbers
-from seqpar.plan import Part, Plan, Rows, Step, head_blocks, head_share
+from seqpar.ops.attention.rows import numbers
+from seqpar.ops.core.device import Uploaded, stream_of
+from seqpar.plan import Part, Plan, Step, head_blocks, head_share
 
 
 class Phase(IntEnum):
@@ -150,18 +149,6 @@ class Inside:
     acc: Tensor | None = None  # out in the accumulation dtype, while there is more than one step
 
 
-@dataclass(frozen=True, eq=False)
-class Uploaded:
-    """What a rank's steps need on its device: facts by the step's number, row numbers by their array's identity."""
-
-    facts: Mapping[int, Facts]
-    numbers: Mapping[int, Tensor]
-
-    def rows(self, rows: Rows) -> slice | Tensor:
-        """Rows of the plan as what indexes a tensor."""
-        return rows if isinstance(rows, slice) else self.numbers[id(rows)]
-
-
 def uploaded(plan: Plan, steps: Sequence[Step], device: torch.device) -> Uploaded:
     """All that a rank's steps need on a device, in one transfer; made when the first layer of a batch asks for it, and
     freed with the plan.
@@ -172,11 +159,6 @@ def uploaded(plan: Plan, steps: Sequence[Step], device: torch.device) -> Uploade
     where = stream_of(device)
     # not with the steps, to which it refers: a cycle would keep the device's memory until Python looks for cycles
     return plan.memo(("uploaded", id(steps), where), lambda: _uploaded(steps, device, where))  # type: ignore[no-any-return]
-
-
-def stream_of(device: torch.device) -> Hashable:
-    """A device, and on CUDA the stream that work now goes to."""
-    return (device, torch.cuda.current_stream(device).cuda_stream) if device.type == "cuda" else device
 
 
 def _uploaded(steps: Sequence[Step], device: torch.device, where: Hashable) -> Uploaded:
@@ -195,12 +177,3 @@ def _uploaded(steps: Sequence[Step], device: torch.device, where: Hashable) -> U
         return Facts(pos, lo, hi, key_pos, step.tiles, lambda: step.segments, memo)
 
     return Uploaded({step.number: facts(step) for step in steps}, there)
-
-
-_NOTHING = nullcontext()
-
-
-def named(what: str, number: int) -> AbstractContextManager[Any]:
-    """A range in the trace of a profiler, if one runs: what is done there, and for which step (or Ulysses width)."""
-    # a record_function costs microseconds also where nothing records; the flag holds for all threads
-    return profiler.record_function(f"seqpar {what} {number}") if profiler._is_profiler_enabled else _NOTHING

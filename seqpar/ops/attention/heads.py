@@ -26,9 +26,10 @@ from torch import Tensor
 
 from seqpar.kernels.memory.copy import Pair
 from seqpar.kernels.memory.rows import add_, place
-from seqpar.ops.call import Call, Phase, named
-from seqpar.ops.parcel import Message, Place, moved, post, rows_of
-from seqpar.ops.rows import take
+from seqpar.ops.attention.call import Call, Phase
+from seqpar.ops.attention.rows import take
+from seqpar.ops.core.device import profile_range
+from seqpar.ops.move.pack import Message, Place, moved, post, rows_of
 from seqpar.plan import Part, Rows, Trade
 from seqpar.plan.steps import count
 
@@ -74,7 +75,7 @@ def enter(call: Call, phase: Phase, part: Part, legs: Sequence[Leg]) -> Callable
     sends, recvs = _sides(part), _sides(part)
     own: list[Pair] = []
     inside: dict[Leg, Tensor] = {}
-    with named("post trade in", part.width):
+    with profile_range("post trade in", part.width):
         for group in _groups(call, part, legs):
             whole, tensors = _side_by_side(call, group, part.share)
             inside |= zip(group, tensors, strict=True)
@@ -88,7 +89,7 @@ def enter(call: Call, phase: Phase, part: Part, legs: Sequence[Leg]) -> Callable
         finish = post(call.comm, sends, recvs, own, call.tag(phase, part.width))
 
     def arrived() -> list[Tensor]:
-        with named("wait trade in", part.width):
+        with profile_range("wait trade in", part.width):
             finish()
         return [inside[leg] for leg in legs]
 
@@ -102,7 +103,7 @@ def leave(call: Call, phase: Phase, part: Part, legs: Sequence[Leg]) -> Callable
     sends, recvs = _sides(part), _sides(part)
     own: list[Pair] = []
     parts: dict[tuple[Leg, int], Tensor] = {}  # what members send to be added or cast
-    with named("post trade out", part.width):
+    with profile_range("post trade out", part.width):
         for group in _groups(call, part, legs):
             for share, member in enumerate(part.members):
                 if member == me:
@@ -125,7 +126,7 @@ def leave(call: Call, phase: Phase, part: Part, legs: Sequence[Leg]) -> Callable
         finish = post(call.comm, sends, recvs, own, call.tag(phase, part.width))
 
     def written() -> None:
-        with named("wait trade out", part.width):
+        with profile_range("wait trade out", part.width):
             finish()
         for leg in legs:
             for share, member in enumerate(part.members) if not leg.kept else ():

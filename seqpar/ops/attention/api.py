@@ -1,4 +1,4 @@
-"""`attention`: the verb, its checks, and its place in autograd; in graphs it is an op, see `seqpar.ops.graph`."""
+"""`attention`: the verb, its checks, and its place in autograd; its op in graphs is in `seqpar.ops.attention.graph`."""
 
 from __future__ import annotations
 
@@ -15,11 +15,11 @@ from torch import Tensor
 
 from seqpar.comm import Comm
 from seqpar.kernels import Score, acc_dtype, ask, choose
-from seqpar.ops.agree import abort_on_error, agree_once, agreed_under, check_comm, signature
-from seqpar.ops.call import Call, Inside, Options
-from seqpar.ops.handles import handles, in_graph, uncompiled, values_of
-from seqpar.ops.recompute import Late, check, settle
-from seqpar.ops.schedule import backward, forward
+from seqpar.ops.attention.call import Call, Inside, Options
+from seqpar.ops.attention.recompute import Late, check, settle
+from seqpar.ops.attention.schedule import backward, forward
+from seqpar.ops.core.agreement import abort_on_error, agree_once, agreed_under, check_comm, signature
+from seqpar.ops.core.handles import handles, in_graph, uncompiled, values_of
 from seqpar.plan import Part, Plan
 
 log = logging.getLogger("seqpar.ops")

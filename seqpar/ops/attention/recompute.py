@@ -21,10 +21,10 @@ import torch
 from torch import Tensor
 
 from seqpar.comm import Comm
-from seqpar.ops.agree import abort_on_error
-from seqpar.ops.call import Call, Options
-from seqpar.ops.handles import carried
-from seqpar.ops.regions import Region, around
+from seqpar.ops.attention.call import Call, Options
+from seqpar.ops.core.agreement import abort_on_error
+from seqpar.ops.core.handles import carried
+from seqpar.ops.core.regions import Region, around
 from seqpar.plan import Plan
 
 

@@ -16,10 +16,20 @@ from seqpar.facts.layout import Layout
 from seqpar.facts.value import Ints, Memo
 from seqpar.kernels import acc_dtype
 from seqpar.kernels.memory.upload import upload
-from seqpar.ops.agree import abort_on_error, agree_once, check_comm, note_agreed
-from seqpar.ops.call import Uploaded, stream_of
-from seqpar.ops.handles import Made, carried, carry, handles, in_graph, refuse, refuse_tangent, uncompiled, values_of
-from seqpar.ops.parcel import Place, Side, moved, post, rows_of
+from seqpar.ops.core.agreement import abort_on_error, agree_once, check_comm, note_agreed
+from seqpar.ops.core.device import Uploaded, stream_of
+from seqpar.ops.core.handles import (
+    Made,
+    carried,
+    carry,
+    handles,
+    in_graph,
+    refuse,
+    refuse_tangent,
+    uncompiled,
+    values_of,
+)
+from seqpar.ops.move.pack import Place, Side, moved, post, rows_of
 from seqpar.plan import Plan, Rows
 from seqpar.plan.steps import as_rows, count
 
@@ -44,7 +54,7 @@ class Moves(Memo):
         return Moves(self.recvs, self.sends, self.rows_out, self.rows_in, self.summed, self.copied, self._memo)
 
     def on(self, device: torch.device) -> Uploaded:
-        """The row numbers on a device, uploaded once for each stream: see `seqpar.ops.call.uploaded`."""
+        """The row numbers on a device, uploaded once for each stream: see `seqpar.ops.attention.call.uploaded`."""
         arrays = [x for side in (self.sends, self.recvs) for x in side.values() if isinstance(x, np.ndarray)]
 
         def make() -> Uploaded:

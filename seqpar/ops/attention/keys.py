@@ -9,8 +9,9 @@ from torch import Tensor
 
 from seqpar.comm import Work
 from seqpar.kernels.memory.rows import pack, place
-from seqpar.ops.call import Call, Phase, named
-from seqpar.ops.rows import Parcels, entering_keys, received_keys, relays, sent_keys, take
+from seqpar.ops.attention.call import Call, Phase
+from seqpar.ops.attention.rows import Parcels, entering_keys, received_keys, relays, sent_keys, take
+from seqpar.ops.core.device import profile_range
 from seqpar.plan import Part, Step, head_share
 from seqpar.plan.steps import count
 
@@ -69,7 +70,7 @@ class Keys:
         if not step.moves or not self._row(step.part):
             self.works[n] = None
             return
-        with named("post keys", step.number):
+        with profile_range("post keys", step.number):
             sends, recvs = self._step_keys(n, k, v)
             if step.entry is not None:
                 self._add_entry(n, k, v, sends, recvs)
@@ -123,7 +124,7 @@ class Keys:
         work = self.works.pop(n, None)
         step = self.steps[n]
         if work is not None:
-            with named("wait keys", step.number):
+            with profile_range("wait keys", step.number):
                 work.wait()
         self.buffers.pop(n - 2, None)
         if self._is_own(step):
