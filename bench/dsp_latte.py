@@ -24,7 +24,7 @@ from virtual import Event, Post, Run, Tape, compose, least
 from seqpar import dsp
 from seqpar.comm import Comm, Tag, Work
 from seqpar.dsp.costs import Costs, Stage
-from seqpar.dsp.plan import Choice, StagePlan
+from seqpar.dsp.plan import StageChoice, StagePlan
 from seqpar.ops.move import pack as parcel
 from seqpar.planner import Hardware, Link
 
@@ -97,7 +97,7 @@ def ulysses(
     """The plan that holds space throughout, and shares heads where it is mixed."""
     costs = Costs(dict(dims), ranks, hardware, training)
     modes = ["ulysses" if "s" in stage.whole else "local" for stage in stages]
-    choices = [Choice("s" if n else None, "s", mode) for n, mode in enumerate(modes)]
+    choices = [StageChoice("s" if n else None, "s", mode) for n, mode in enumerate(modes)]
     seconds = sum(costs.modes(stage, "s")[mode] for stage, mode in zip(stages, modes, strict=True))
     return StagePlan(tuple(stages), tuple(choices), costs, None, "s", seconds, 0.0)
 

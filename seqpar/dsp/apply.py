@@ -18,20 +18,20 @@ from torch.nn import functional as F
 from torch.overrides import TorchFunctionMode
 
 from seqpar.comm import Comm
-from seqpar.dsp.costs import Layout, Stage
+from seqpar.dsp.costs import Stage
 from seqpar.dsp.form import form_of
 from seqpar.dsp.moves import GRADS
 from seqpar.dsp.plan import StagePlan, plan_stages
 from seqpar.dsp.replace import Hook, Later, Replaced
-from seqpar.dsp.runner import Run, Step, gathered_within, run_stage, skipping
-from seqpar.dsp.space import Space
+from seqpar.dsp.runner import ForwardState, StageRun, gathered_within, run_stage, skipping
+from seqpar.dsp.space import Sharding, Space
 from seqpar.dsp.spec import Block, Spec
 from seqpar.dsp.specs import SPECS
 from seqpar.nn.fingerprint import hashed, leaves, ordered
 from seqpar.ops.core.agreement import agree_once
 from seqpar.ops.core.handles import refuse
 
-Planner = Callable[..., StagePlan]
+MakeStagePlan = Callable[..., StagePlan]
 MIXING = (nn.modules.batchnorm._NormBase,)  # statistics over rows
 
 
@@ -41,7 +41,7 @@ def parallelize(
     spec: Spec | None = None,
     *,
     grad: str = "replicated",
-    planner: Planner = plan_stages,
+    planner: MakeStagePlan = plan_stages,
     check_inputs: bool = True,
 ) -> Parallelized:
     """Make a model's blocks compute their share of the rows; what it is given and returns stays whole on every rank.
@@ -83,7 +83,7 @@ class Parallelized:
     """
 
     def __init__(
-        self, model: nn.Module, comm: Comm, spec: Spec, grad: str, planner: Planner, check_inputs: bool
+        self, model: nn.Module, comm: Comm, spec: Spec, grad: str, planner: MakeStagePlan, check_inputs: bool
     ) -> None:
         self.model, self.comm, self.spec, self.grad = model, comm, spec, grad
         self.planner, self.check_inputs = planner, check_inputs
@@ -135,7 +135,7 @@ class Parallelized:
     def _forward(self, model: nn.Module, name: str, inner: Callable[..., Any], given: dict[str, Any]) -> Any:
         self._agree(given)
         space = Space(self.spec.dims(model, given), self.comm)
-        run = Run(space, self.names, torch.is_grad_enabled(), self._forwards)
+        run = ForwardState(space, self.names, torch.is_grad_enabled(), self._forwards)
         self._forwards += 1
         stack = self._stack()
         stack.append(run)
@@ -189,19 +189,19 @@ class Parallelized:
 
     # --- where a forward is -------------------------------------------------------------------------------------------
 
-    def _stack(self) -> list[Run]:
-        found: list[Run] | None = getattr(self._running, "stack", None)
+    def _stack(self) -> list[ForwardState]:
+        found: list[ForwardState] | None = getattr(self._running, "stack", None)
         if found is None:
             found = self._running.stack = []
         return found
 
-    def _current(self, name: str) -> Run:
+    def _current(self, name: str) -> ForwardState:
         stack = self._stack()
         if not stack or torch._C._current_graph_task_id() != -1:
             raise RuntimeError(f"{name} is called outside a forward of its {type(self.model).__name__}")
         return stack[-1]
 
-    def _step(self, module: nn.Module, name: str, x: object) -> Step:
+    def _step(self, module: nn.Module, name: str, x: object) -> StageRun:
         """How a stage is run now; where it is recomputed in backward, as it was run then."""
         if not isinstance(x, Tensor):
             raise ValueError(f"{name} got {x!r:.100} where its spec says the rows are")
@@ -233,7 +233,7 @@ class Parallelized:
             width = x.numel() // _tokens(self.stages[0][1], space)
             stages = [self._stage_of(name, block, space, width, x.element_size()) for name, block in self.stages]
             stages[0] = replace(stages[0], rest=None)  # what comes in is whole
-            end: Sequence[Layout] = (None,) if self.spec.exit is None else self.spec.exit.rest
+            end: Sequence[Sharding] = (None,) if self.spec.exit is None else self.spec.exit.rest
             plan = self.planner(stages, space.dims, space.comm.size, end=end, training=training)
             afters = plan.afters if self.spec.exit else [*plan.afters[:-1], None]  # the last one's output is the end
             error: Exception | None = None
@@ -289,7 +289,7 @@ class Parallelized:
     def _fact(self, x: Tensor) -> tuple[object, ...]:
         return tuple(x.shape), x.dtype, x.requires_grad, ordered(x) if self.check_inputs else None
 
-    def _check_changed(self, run: Run) -> None:
+    def _check_changed(self, run: ForwardState) -> None:
         """Raise for buffers that a forward changed otherwise than one process does."""
         error: Exception | None = None
         if run.uneven:

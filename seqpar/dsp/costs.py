@@ -32,11 +32,10 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
-from seqpar.dsp.space import largest_part, shares
+from seqpar.dsp.space import Sharding, largest_part, shares
 from seqpar.planner import Hardware
 from seqpar.planner.hardware import BACKWARD
 
-Layout = str | None
 MODES = ("local", "ulysses", "ring", "copies")
 
 
@@ -66,7 +65,7 @@ class Stage:
     ring: bool = True
     filled: bool = False
     apart: frozenset[str] = frozenset()
-    rest: frozenset[Layout] | None = None
+    rest: frozenset[Sharding] | None = None
     rest_filled: bool = False
 
     def __post_init__(self) -> None:
@@ -81,16 +80,16 @@ class Stage:
             raise ValueError(f"a stage has figures of at least 0, key heads with its heads, and some rest; got {self}")
 
 
-class Choice(NamedTuple):
+class StageChoice(NamedTuple):
     """Of one stage: the layout that its input has before (its rest), the layout inside, how and in how many parts."""
 
-    before: Layout
-    layout: Layout
+    before: Sharding
+    layout: Sharding
     mode: str
     parts: int = 1
 
 
-class Move(NamedTuple):
+class MoveCost(NamedTuple):
     """Seconds of a change of layout: of any one, and of each global byte; or arrays of these, of several ones."""
 
     fixed: Any
@@ -115,7 +114,7 @@ class Costs:
     hardware: Hardware
     training: bool = True
     core: int = 1
-    held: Layout = None
+    held: Sharding = None
 
     def __post_init__(self) -> None:
         """Raise ValueError unless every rank of a group has a share of what it holds."""
@@ -130,12 +129,12 @@ class Costs:
         return self.ranks // self.core
 
     @cached_property
-    def layouts(self) -> tuple[Layout, ...]:
+    def layouts(self) -> tuple[Sharding, ...]:
         """All layouts: a dimension of one element too, which one rank then has."""
         return (*self.dims, None)
 
     @cached_property
-    def parts(self) -> dict[Layout, np.ndarray]:
+    def parts(self) -> dict[Sharding, np.ndarray]:
         """Each rank's share under every layout, of 1."""
         held = [1] if self.held is None else shares(self.dims[self.held], self.core)
         mine = np.array(held) / sum(held)
@@ -149,52 +148,52 @@ class Costs:
         return found
 
     @cached_property
-    def largest(self) -> dict[Layout, float]:
+    def largest(self) -> dict[Sharding, float]:
         """The largest share of any rank."""
         held = 1 if self.held is None else self.dims[self.held]
         own = -(-held // self.core)
-        found: dict[Layout, float] = {None: own / held}
+        found: dict[Sharding, float] = {None: own / held}
         for dim, size in self.dims.items():
             mine = own if dim == self.held else size
             found[dim] = -(-mine // self.groups) / size * (1.0 if dim == self.held else own / held)
         return found
 
     @cached_property
-    def filled(self) -> frozenset[Layout]:
+    def filled(self) -> frozenset[Sharding]:
         """Layouts in which every rank has a share."""
         return frozenset(layout for layout, parts in self.parts.items() if parts.all())
 
-    def wire(self, inside: bool) -> Move:
+    def wire(self, inside: bool) -> MoveCost:
         """Of one exchange inside the groups, or across them: nodes are full, and both networks work at once."""
         machine, ranks = self.hardware, self.core if inside else self.groups
         node = machine.node if inside else max(1, machine.node // self.core)
         if ranks <= node:
-            return Move(machine.inside.latency, 1 / machine.inside.bandwidth)
+            return MoveCost(machine.inside.latency, 1 / machine.inside.bandwidth)
         near = (node - 1) / (ranks - 1)
         each = max(near / machine.inside.bandwidth, (1 - near) / machine.across.bandwidth)
-        return Move(max(machine.inside.latency, machine.across.latency), each)
+        return MoveCost(max(machine.inside.latency, machine.across.latency), each)
 
     @cached_property
-    def wires(self) -> tuple[Move, Move]:
+    def wires(self) -> tuple[MoveCost, MoveCost]:
         """Across groups, and inside them."""
         return self.wire(False), self.wire(True)
 
     @cached_property
-    def moves(self) -> dict[tuple[Layout, Layout], Move]:
+    def moves(self) -> dict[tuple[Sharding, Sharding], MoveCost]:
         """Of every pair of layouts."""
         own, a = self.parts[None], np.stack([self.parts[dim] for dim in self.dims] or [self.parts[None]])
         switches = _busiest(a[:, None], a, own).max(-1)
         gathers = np.maximum((self.groups - 1) * a, own - a).max(-1)
-        found = {(at, at): Move(0.0, 0.0) for at in self.layouts}
+        found = {(at, at): MoveCost(0.0, 0.0) for at in self.layouts}
         for n, src in enumerate(self.dims):
-            found[None, src] = Move(0.0, 0.0)
+            found[None, src] = MoveCost(0.0, 0.0)
             parts = {**dict(zip(self.dims, switches[n], strict=True)), None: gathers[n]}
             for dst, part in parts.items():
                 if src != dst:
-                    found[src, dst] = self.exchange(float(part), 1) if self.groups > 1 else Move(0.0, 0.0)
+                    found[src, dst] = self.exchange(float(part), 1) if self.groups > 1 else MoveCost(0.0, 0.0)
         return found
 
-    def sent(self, src: Layout, dst: Layout) -> np.ndarray:
+    def sent(self, src: Sharding, dst: Sharding) -> np.ndarray:
         """What each rank sends, or receives if that is more, of each global byte."""
         a, b, own = (self.parts[layout] for layout in (src, dst, None))
         if src == dst or src is None:
@@ -208,16 +207,16 @@ class Costs:
         return np.maximum((self.core - 1) * self.parts[None], 1 - self.parts[None])
 
     @cached_property
-    def gather(self) -> Move:
+    def gather(self) -> MoveCost:
         """Of what the groups hold, at the end."""
-        return self.exchange(float(self.gathered().max()), 1, inside=True) if self.core > 1 else Move(0.0, 0.0)
+        return self.exchange(float(self.gathered().max()), 1, inside=True) if self.core > 1 else MoveCost(0.0, 0.0)
 
-    def exchange(self, part: float, times: float, *, inside: bool = False) -> Move:
+    def exchange(self, part: float, times: float, *, inside: bool = False) -> MoveCost:
         """Of so many exchanges that together take a part of every global byte, there and back in training."""
         both, wire = 2 if self.training else 1, self.wires[inside]
-        return Move(both * times * wire.fixed, both * part * wire.each)
+        return MoveCost(both * times * wire.fixed, both * part * wire.each)
 
-    def modes(self, stage: Stage, layout: Layout) -> dict[str, float]:
+    def modes(self, stage: Stage, layout: Sharding) -> dict[str, float]:
         """Seconds of a stage in each way that it can be run where a layout comes in; none where it cannot."""
         part, inside = self.largest[layout], self.held in stage.whole
         attention = self._attention(stage)
@@ -258,12 +257,14 @@ class Costs:
         return attention + max(around - attention, around * (1 - self.hardware.hidden))
 
     @cached_property
-    def table(self) -> Move:
+    def table(self) -> MoveCost:
         """All moves, [from, to] in the order of the layouts."""
         fixed, each = np.array([[self.moves[a, b] for b in self.layouts] for a in self.layouts]).transpose(2, 0, 1)
-        return Move(fixed, each)
+        return MoveCost(fixed, each)
 
-    def through(self, stage: Stage, inside: float, before: Layout, layout: Layout, after: Layout, parts: int) -> float:
+    def through(
+        self, stage: Stage, inside: float, before: Sharding, layout: Sharding, after: Sharding, parts: int
+    ) -> float:
         """Seconds of a stage that takes so long inside, with the moves of what comes in and of what goes out.
 
         Raises: ValueError for parts that it cannot be run in.
@@ -285,7 +286,7 @@ class Costs:
         inside: seconds by layout, infinite where the stage cannot be run.
         """
         at, moves, size = self.layouts, self.table, stage.bytes
-        into, out = Move(*(x[:, :, None] for x in moves)), Move(*(x[None] for x in moves))
+        into, out = MoveCost(*(x[:, :, None] for x in moves)), MoveCost(*(x[None] for x in moves))
         inside = inside[None, :, None]
         seconds = into.seconds(size) + inside + out.seconds(size)
         chosen = np.ones(seconds.shape, dtype=int)
@@ -302,14 +303,14 @@ class Costs:
                     seconds[better], chosen[better] = took[better], count
         return seconds, chosen
 
-    def parted(self, stage: Stage, before: Layout, layout: Layout, after: Layout) -> bool:
+    def parted(self, stage: Stage, before: Sharding, layout: Sharding, after: Sharding) -> bool:
         """Whether a stage can be run in parts: of what all others have whole before and after."""
         return layout in stage.apart and layout != self.held and layout not in (before, after) and after is not None
 
     def _largest_part(self, layout: str, parts: int) -> float:
         return largest_part(self.dims[layout], self.groups, parts)
 
-    def _overlapped(self, size: float, into: Move, inside: Any, out: Move, parts: int, largest: Any) -> Any:
+    def _overlapped(self, size: float, into: MoveCost, inside: Any, out: MoveCost, parts: int, largest: Any) -> Any:
         """Seconds of a stage that is computed in parts while others come in and go out, over one link in order.
 
         Nothing is faster than the slowest of the three, with a part of the other two before and after it. As much of
@@ -325,7 +326,7 @@ class Costs:
         there = _pipeline(comes / 2, inside / 3, goes / 2, largest)
         return shown + there + _pipeline(goes / 2, 2 * inside / 3, comes / 2, largest)
 
-    def memory(self, stage: Stage, layout: Layout) -> float:
+    def memory(self, stage: Stage, layout: Sharding) -> float:
         """Bytes that the fullest rank keeps for backward."""
         return self.largest[layout] * stage.memory
 

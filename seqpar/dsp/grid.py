@@ -12,15 +12,14 @@ import numpy as np
 from torch import Tensor
 
 from seqpar.comm import Comm
-from seqpar.dsp.costs import Layout
 from seqpar.dsp.form import form_of
 from seqpar.dsp.moves import gather, moved, once, rows
-from seqpar.dsp.space import Space
-from seqpar.facts.layout import Layout as Holders
+from seqpar.dsp.space import Sharding, Space
+from seqpar.facts.layout import Layout
 from seqpar.facts.mask import Mask
 from seqpar.plan import Plan
 
-Place = tuple[Layout, Layout]  # what is sharded over outer, and over inner
+GridPosition = tuple[Sharding, Sharding]  # what is sharded over outer, and over inner
 
 
 def grid(comm: Comm, *, core: int) -> tuple[Comm, Comm]:
@@ -51,7 +50,7 @@ class Grid:
 
     cut: tuple[str, int, Space] | None = None
 
-    def __init__(self, space: Space, core: int = 1, held: Layout = None) -> None:
+    def __init__(self, space: Space, core: int = 1, held: Sharding = None) -> None:
         self.whole, self.held, self.outer = space, held, space
         self.inner: Space | None = None
         if held is not None:
@@ -59,7 +58,7 @@ class Grid:
             self.inner = Space(space.dims, inner)
             self.outer = Space(self.inner.local(held), outer)
 
-    def moved(self, xs: Sequence[Tensor], forms: Sequence[str], src: Place, dst: Place) -> list[Tensor]:
+    def moved(self, xs: Sequence[Tensor], forms: Sequence[str], src: GridPosition, dst: GridPosition) -> list[Tensor]:
         """Tensors that lie in one place, now in another. Groups split before all others move, and gather after them.
 
         Raises: ValueError for a tensor that is not of its form in src.
@@ -67,11 +66,11 @@ class Grid:
         xs = moved(self.entered(xs, forms, src), self.outer, forms, src[0], dst[0])
         return self.left(xs, forms, dst)
 
-    def entered(self, xs: Sequence[Tensor], forms: Sequence[str], src: Place) -> list[Tensor]:
+    def entered(self, xs: Sequence[Tensor], forms: Sequence[str], src: GridPosition) -> list[Tensor]:
         """Tensors whose groups had not split what they hold, split."""
         return list(xs) if self.inner is None or src[1] is not None else moved(xs, self.inner, forms, None, self.held)
 
-    def left(self, xs: Sequence[Tensor], forms: Sequence[str], dst: Place) -> list[Tensor]:
+    def left(self, xs: Sequence[Tensor], forms: Sequence[str], dst: GridPosition) -> list[Tensor]:
         """Tensors of which groups hold shares, gathered if they do not in dst."""
         return list(xs) if self.inner is None or dst[1] is not None else moved(xs, self.inner, forms, self.held, None)
 
@@ -87,7 +86,7 @@ class Grid:
             found.append(part)
         return found
 
-    def leave(self, xs: Sequence[Tensor], forms: Sequence[str], src: Place, grad: str) -> list[Tensor]:
+    def leave(self, xs: Sequence[Tensor], forms: Sequence[str], src: GridPosition, grad: str) -> list[Tensor]:
         """The whole tensors at the end, whose gradients count as `grad` says."""
         xs = list(xs)
         if src[1] != self.held:
@@ -99,7 +98,7 @@ class Grid:
                 xs = moved(xs, space, forms, layout, None, grad=grad)
         return xs
 
-    def rows(self, x: Tensor, form: str, inside: Layout, what: str) -> Tensor:
+    def rows(self, x: Tensor, form: str, inside: Sharding, what: str) -> Tensor:
         """This rank's share of a tensor that every rank has whole. Raises: ValueError unless it is of the form."""
         if self.cut is not None and self.cut[0] in form_of(form).names:
             dim, start, space = self.cut
@@ -109,11 +108,11 @@ class Grid:
             x = rows(x, self.inner, form, self.held, what)
         return rows(x, self.outer, form, inside, what)
 
-    def check(self, x: Tensor, form: str, place: Place, what: str) -> None:
+    def check(self, x: Tensor, form: str, place: GridPosition, what: str) -> None:
         """Return if a tensor can be of this form in a place. Raises: ValueError naming the axis."""
         (self.outer if place[1] == self.held else self.whole).check(x, form, place[0], what)
 
-    def gather(self, x: Tensor, form: str, inside: Layout, dims: Collection[str]) -> Tensor:
+    def gather(self, x: Tensor, form: str, inside: Sharding, dims: Collection[str]) -> Tensor:
         """A tensor made whole along those of the dims that are sharded."""
         if inside in dims:
             assert inside is not None
@@ -123,21 +122,21 @@ class Grid:
             x = gather(x, self.beside(inside), form, self.held)
         return x
 
-    def sharing(self, whole: Collection[str], inside: Layout) -> tuple[Space, Layout]:
+    def sharing(self, whole: Collection[str], inside: Sharding) -> tuple[Space, Sharding]:
         """The ranks that share what mixes the dims in whole, and what they have shares of."""
         return (self.beside(inside), self.held) if self.held in whole else (self.outer, inside)
 
-    def beside(self, inside: Layout) -> Space:
+    def beside(self, inside: Sharding) -> Space:
         """What a group's ranks have together, while the ranks across shard inside."""
         assert self.inner is not None
         part = {} if inside in (None, self.held) else {inside: self.outer.local(inside)[inside]}
         return Space(self.inner.dims | part, self.inner.comm)
 
-    def absent(self, inside: Layout) -> bool:
+    def absent(self, inside: Sharding) -> bool:
         """Whether this rank has no rows; nor has any of its group, unless the ranks across shard what that holds."""
         return inside is not None and not self.outer.local(inside)[inside]
 
-    def sparse(self, inside: Layout) -> bool:
+    def sparse(self, inside: Sharding) -> bool:
         """Whether there is any rank without rows."""
         if inside is None:
             return False
@@ -168,7 +167,7 @@ def _plan(sizes: tuple[int, ...], mixed: tuple[bool, ...], at: int | None, ranks
     documents = prod(sizes) // length
     # positions, document by document, seen in the order of the rows
     positions = np.arange(prod(sizes)).reshape([sizes[n] for n in order]).transpose(np.argsort(order))
-    held = [None] if at is None else [Holders.contiguous(sizes[at], ranks).positions(rank) for rank in range(ranks)]
+    held = [None] if at is None else [Layout.contiguous(sizes[at], ranks).positions(rank) for rank in range(ranks)]
     shards = [(positions if own is None else positions.take(own, axis=at)).reshape(-1) for own in held]
     width = ranks if ulysses else 1
-    return Plan(Mask([length] * documents, causal=False), Holders(shards), ulysses=width)
+    return Plan(Mask([length] * documents, causal=False), Layout(shards), ulysses=width)

@@ -20,7 +20,7 @@ import torch
 from torch import Tensor
 
 from seqpar.dsp.form import form_of
-from seqpar.dsp.grid import Grid, Place
+from seqpar.dsp.grid import Grid, GridPosition
 from seqpar.dsp.moves import begin_switch, moved
 from seqpar.dsp.space import Space, sizes_of_parts
 from seqpar.ops.core.handles import refuse
@@ -50,7 +50,7 @@ class _There:
 
 
 def in_parts(
-    name: str, xs: Sequence[Tensor], forms: Sequence[str], grid: Grid, src: Place, inside: str, dst: Place, parts: int,
+    name: str, xs: Sequence[Tensor], forms: Sequence[str], grid: Grid, src: GridPosition, inside: str, dst: GridPosition, parts: int,
     compute: Callable[[Grid, list[Tensor]], list[Tensor]],
 ) -> list[Tensor]:  # fmt: skip
     """What a stage returns, moved from src to where it is sharded inside, and on to dst, both of which have that whole.

@@ -22,9 +22,9 @@ from typing import Any
 
 import numpy as np
 
-from seqpar.dsp.costs import Choice, Costs, Layout, Stage
+from seqpar.dsp.costs import Costs, Stage, StageChoice
 from seqpar.dsp.search import Search, kinds_of
-from seqpar.dsp.space import sizes_of_parts
+from seqpar.dsp.space import Sharding, sizes_of_parts
 from seqpar.plan.plot import checked_path
 from seqpar.planner import Hardware
 
@@ -39,15 +39,15 @@ class StagePlan:
     """
 
     stages: tuple[Stage, ...]
-    choices: tuple[Choice, ...]
+    choices: tuple[StageChoice, ...]
     costs: Costs
-    start: Layout
-    end: Layout
+    start: Sharding
+    end: Sharding
     seconds: float
     memory: float
     gathers: bool = False
 
-    def moves(self) -> list[tuple[str, Layout, Layout, float]]:
+    def moves(self) -> list[tuple[str, Sharding, Sharding, float]]:
         """Changes of layout in order: before which stage, from, to, global bytes; but for what the groups gather."""
         found, at, size = [], self.start, self.stages[0].bytes
         for stage, choice in zip(self.stages, self.choices, strict=True):
@@ -58,7 +58,7 @@ class StagePlan:
         return found + ([("end", at, self.end, size)] if at != self.end else [])
 
     @property
-    def afters(self) -> list[Layout]:
+    def afters(self) -> list[Sharding]:
         """The layout in which each stage's output lies."""
         return [*(choice.before for choice in self.choices[1:]), self.end]
 
@@ -113,8 +113,8 @@ def plan_stages(
     ranks: int,
     *,
     hardware: str | Hardware = "h100",
-    start: Layout = None,
-    end: Iterable[Layout] | None = (None,),
+    start: Sharding = None,
+    end: Iterable[Sharding] | None = (None,),
     training: bool = True,
     memory: float | None = None,
     cores: Iterable[int] | None = None,
@@ -193,7 +193,7 @@ def rivals(
 
 
 def _planned(
-    search: Search, ends: Sequence[Layout], limit: float = math.inf, *, gathers: bool = False
+    search: Search, ends: Sequence[Sharding], limit: float = math.inf, *, gathers: bool = False
 ) -> StagePlan | None:
     """The fastest plan that keeps at most `limit`; gathers: the groups of the grid do, at the end."""
     found, costs = search.best(ends, limit), search.costs
@@ -205,7 +205,7 @@ def _planned(
     )
 
 
-def _check(stages: Sequence[Stage], costs: Costs, start: Layout) -> None:
+def _check(stages: Sequence[Stage], costs: Costs, start: Sharding) -> None:
     if not stages or costs.ranks < 1:
         raise ValueError(f"plan_stages takes stages and at least one rank, got {len(stages)} and {costs.ranks}")
     known = set(costs.layouts)
@@ -216,7 +216,7 @@ def _check(stages: Sequence[Stage], costs: Costs, start: Layout) -> None:
         raise ValueError(f"start {start!r} is not among the dims {dict(costs.dims)}")
 
 
-def _grids(stages: Sequence[Stage], costs: Costs, start: Layout, cores: Iterable[int] | None) -> Iterator[Costs]:
+def _grids(stages: Sequence[Stage], costs: Costs, start: Sharding, cores: Iterable[int] | None) -> Iterator[Costs]:
     """Costs without a grid, and on each grid whose held dimension everything between allows, and stages can share."""
     ranks, dims = costs.ranks, costs.dims
     if not isinstance(cores, Iterable | None):
@@ -235,7 +235,7 @@ def _grids(stages: Sequence[Stage], costs: Costs, start: Layout, cores: Iterable
                     yield replace(costs, core=core, held=dim)
 
 
-def _ends(last: Stage, costs: Costs, wanted: Collection[Layout]) -> tuple[list[Layout], bool]:
+def _ends(last: Stage, costs: Costs, wanted: Collection[Sharding]) -> tuple[list[Sharding], bool]:
     """Layouts in which the last stage may leave off, and whether the groups of a grid gather after it."""
     gathers = costs.held is not None and costs.held not in wanted
     if gathers:

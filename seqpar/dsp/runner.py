@@ -14,13 +14,12 @@ from torch.nn import functional as F
 from torch.overrides import TorchFunctionMode
 
 from seqpar.comm import LocalComm
-from seqpar.dsp.costs import Layout
 from seqpar.dsp.form import form_of
-from seqpar.dsp.grid import Grid, Place, attention_plan
+from seqpar.dsp.grid import Grid, GridPosition, attention_plan
 from seqpar.dsp.moves import switch, switch_all
 from seqpar.dsp.overlap import in_parts
 from seqpar.dsp.plan import StagePlan
-from seqpar.dsp.space import Space
+from seqpar.dsp.space import Sharding, Space
 from seqpar.dsp.spec import Block, Core, Exit
 from seqpar.ops.attention.recompute import run_again_inside, under_way
 from seqpar.ops.core.handles import in_graph
@@ -29,14 +28,14 @@ from seqpar.parallel import parallel
 SDPA = ("query", "key", "value", "attn_mask", "dropout_p", "is_causal", "scale", "enable_gqa")
 
 
-class Step(NamedTuple):
+class StageRun(NamedTuple):
     """How one stage is run in one forward: where its input lies, the layout inside, and where its output goes."""
 
     grid: Grid
     name: str
-    before: Place
-    inside: Layout
-    after: Place
+    before: GridPosition
+    inside: Sharding
+    after: GridPosition
     mode: str
     last: bool  # what goes out is whole and the end
     first: bool  # no forward of this shape was run before
@@ -44,7 +43,7 @@ class Step(NamedTuple):
     parts: int  # that are computed one after another
 
 
-class Run:
+class ForwardState:
     """The runner of one forward. Stages come in the order of the plan, and any other order raises."""
 
     def __init__(self, space: Space, names: Sequence[str], training: bool, seed: int) -> None:
@@ -61,12 +60,12 @@ class Run:
         """Take a plan for this forward; key: what the plan is for."""
         self.key, self.plan, self.grid = key, plan, Grid(self.space, plan.costs.core, plan.costs.held)
 
-    def end(self, exit: Exit) -> Place:
+    def end(self, exit: Exit) -> GridPosition:
         """Where the input of the module that ends the model lies: groups gather what it does not allow."""
         assert self.plan is not None
         return self.plan.end, self.grid.held if self.grid.held in exit.rest else None
 
-    def next(self, name: str, exit: Exit | None) -> Step:
+    def next(self, name: str, exit: Exit | None) -> StageRun:
         """The step of the stage that is called now. exit: the module that ends the model, if one does."""
         expected = self.names[self.count] if self.count < len(self.names) else "the end"
         if name != expected:
@@ -86,13 +85,13 @@ class Run:
             after = choices[n + 1].before, held
         elif exit is not None:
             after = self.end(exit)
-        return Step(
+        return StageRun(
             self.grid, name, before, choices[n].layout, after, choices[n].mode, self.left, self.first, self.seed,
             choices[n].parts,
         )  # fmt: skip
 
 
-def run_stage(module: nn.Module, block: Block, inner: Any, step: Step, given: dict[str, Any], grad: str) -> Any:
+def run_stage(module: nn.Module, block: Block, inner: Any, step: StageRun, given: dict[str, Any], grad: str) -> Any:
     """What a stage returns, in the layout in which the model goes on.
 
     inner: the module's own forward. given: its arguments by name. grad: how the end's gradient counts.
@@ -117,7 +116,7 @@ def run_stage(module: nn.Module, block: Block, inner: Any, step: Step, given: di
     return found[0] if len(found) == 1 else tuple(found)
 
 
-def _computed(module: nn.Module, block: Block, inner: Any, step: Step, given: dict[str, Any]) -> list[Tensor]:
+def _computed(module: nn.Module, block: Block, inner: Any, step: StageRun, given: dict[str, Any]) -> list[Tensor]:
     """What a stage computes of its rows, which are this rank's share; other arguments are whole."""
     grid, inside = step.grid, step.inside
     for name, form in block.rows.items():
@@ -141,15 +140,15 @@ def _computed(module: nn.Module, block: Block, inner: Any, step: Step, given: di
     return outs
 
 
-def _exchanging(block: Block, step: Step) -> set[Layout]:
+def _exchanging(block: Block, step: StageRun) -> set[Sharding]:
     """The dimensions among whose ranks a block exchanges inside, so that none of them stays away."""
-    found: set[Layout] = {dim for _, dims in block.gathers.values() for dim in dims}
+    found: set[Sharding] = {dim for _, dims in block.gathers.values() for dim in dims}
     if block.attention or step.mode == "ulysses":
         found.add(step.grid.held if step.grid.held in block.whole else step.inside)
     return found
 
 
-def skipping(block: Block, step: Step) -> bool:
+def skipping(block: Block, step: StageRun) -> bool:
     """Whether any rank skips a stage, as it has no rows."""
     return step.inside not in _exchanging(block, step) and step.grid.sparse(step.inside)
 
@@ -193,7 +192,7 @@ def _check_arguments(name: str, block: Block, given: Mapping[str, Any]) -> None:
         raise ValueError(f"{name} got no {missing}, which its spec says hold the rows")
 
 
-def _shared_attention(block: Block, step: Step) -> Any:
+def _shared_attention(block: Block, step: StageRun) -> Any:
     """What surrounds a block whose attention asks for a plan."""
     if not block.attention:
         return nullcontext()
@@ -204,7 +203,7 @@ def _shared_attention(block: Block, step: Step) -> Any:
 
 
 @contextmanager
-def _sliced(module: nn.Module, block: Block, step: Step) -> Iterator[None]:
+def _sliced(module: nn.Module, block: Block, step: StageRun) -> Iterator[None]:
     """The module with its tables of rows cut to this rank's share."""
     kept: list[tuple[dict[str, Any], str, Any]] = []
     try:
@@ -222,7 +221,7 @@ def _sliced(module: nn.Module, block: Block, step: Step) -> Iterator[None]:
 
 
 @contextmanager
-def _shared(module: nn.Module, block: Block, step: Step) -> Iterator[None]:
+def _shared(module: nn.Module, block: Block, step: StageRun) -> Iterator[None]:
     """The module with parts that see all rows, also in what a checkpoint inside the module runs again."""
     parts = _parts(module, block, step)
     outside, again = under_way() if parts else [], partial(_prepared, module, block, step)
@@ -238,12 +237,12 @@ def _shared(module: nn.Module, block: Block, step: Step) -> Iterator[None]:
 
 
 @contextmanager
-def _prepared(module: nn.Module, block: Block, step: Step) -> Iterator[None]:
+def _prepared(module: nn.Module, block: Block, step: StageRun) -> Iterator[None]:
     with _sliced(module, block, step), _shared(module, block, step):
         yield
 
 
-def _parts(module: nn.Module, block: Block, step: Step) -> dict[str, Callable[..., Any]]:
+def _parts(module: nn.Module, block: Block, step: StageRun) -> dict[str, Callable[..., Any]]:
     """Modules inside that run otherwise in this step: outputs that are gathered, and a core that is shared by heads."""
     grid, found = step.grid, dict[str, Callable[..., Any]]()
     for path, (form, dims) in block.gathers.items():
@@ -273,7 +272,7 @@ def _around(module: nn.Module, call: Callable[..., Any]) -> Iterator[None]:
 
 
 def _gathered(
-    step: Step, form: str, dims: Sequence[str], inner: Callable[..., Tensor], given: dict[str, Any]
+    step: StageRun, form: str, dims: Sequence[str], inner: Callable[..., Tensor], given: dict[str, Any]
 ) -> Tensor:
     return step.grid.gather(inner(**given), form, step.inside, dims)
 

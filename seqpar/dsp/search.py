@@ -19,16 +19,17 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
-from seqpar.dsp.costs import MODES, Choice, Costs, Layout, Stage
+from seqpar.dsp.costs import MODES, Costs, Stage, StageChoice
+from seqpar.dsp.space import Sharding
 
 
-class Found(NamedTuple):
+class Route(NamedTuple):
     """A way through all stages. memory: bytes that the fullest rank keeps."""
 
     seconds: float
     memory: float
-    choices: tuple[Choice, ...]
-    end: Layout
+    choices: tuple[StageChoice, ...]
+    end: Sharding
 
 
 class Search:
@@ -38,8 +39,8 @@ class Search:
     """
 
     def __init__(
-        self, stages: Sequence[Stage], costs: Costs, start: Layout, *, modes: Sequence[str] = MODES,
-        layouts: Sequence[Layout] | None = None, parts: Sequence[int] = (1,), kinds: Sequence[int] | None = None,
+        self, stages: Sequence[Stage], costs: Costs, start: Sharding, *, modes: Sequence[str] = MODES,
+        layouts: Sequence[Sharding] | None = None, parts: Sequence[int] = (1,), kinds: Sequence[int] | None = None,
     ) -> None:  # fmt: skip
         self.stages, self.costs, self.start = tuple(stages), costs, start
         self.modes, self.parts = modes, parts
@@ -60,12 +61,12 @@ class Search:
         first = {kind: n for n, kind in reversed(list(enumerate(self.kinds)))}
         return sum(count * min(self.ways(first[kind]).inside) for kind, count in Counter(self.kinds).items())
 
-    def best(self, ends: Sequence[Layout], limit: float) -> Found | None:
+    def best(self, ends: Sequence[Sharding], limit: float) -> Route | None:
         """The fastest way to one of the ends that keeps at most `limit`."""
         found = self._fastest(ends)
         return found if found is None or found.memory <= limit else self._fitting(ends, limit)
 
-    def _befores(self, n: int) -> Sequence[Layout]:
+    def _befores(self, n: int) -> Sequence[Sharding]:
         """Layouts in which what comes into a stage may lie."""
         stage = self.stages[n]
         if stage.rest is None:
@@ -73,7 +74,7 @@ class Search:
         # in the order of the layouts: sets differ from process to process, and equal ways are cut alike
         return [at for at in self.costs.layouts if _rests(at, stage, self.costs)]
 
-    def _steps(self, ends: Sequence[Layout]) -> Iterator[tuple[_Ways, Sequence[Layout], Sequence[Layout]]]:
+    def _steps(self, ends: Sequence[Sharding]) -> Iterator[tuple[_Ways, Sequence[Sharding], Sequence[Sharding]]]:
         """Every stage's ways, with the layouts from which and to which they may lead."""
         befores = self._befores(0)
         for n in range(len(self.stages)):
@@ -81,14 +82,14 @@ class Search:
             yield self.ways(n), befores, afters
             befores = afters
 
-    def _entry(self) -> dict[Layout, float]:
+    def _entry(self) -> dict[Sharding, float]:
         """Seconds to each layout before the first stage."""
         moves, size = self.costs.moves, self.stages[0].bytes
         return {at: moves[self.start, at].seconds(size) for at in self._befores(0)}
 
     # --- the fastest of all -------------------------------------------------------------------------------------------
 
-    def _fastest(self, ends: Sequence[Layout]) -> Found | None:
+    def _fastest(self, ends: Sequence[Sharding]) -> Route | None:
         at = {layout: n for n, layout in enumerate(self.costs.layouts)}
         leaves: dict[object, _Row] = {}
         rows = []
@@ -114,17 +115,17 @@ class Search:
             n = int(ways.layout[before, after])
             choices.append(ways.choice(before, n, after))
             memory += ways.kept[n]
-        return Found(seconds, memory, tuple(choices), self.costs.layouts[last])
+        return Route(seconds, memory, tuple(choices), self.costs.layouts[last])
 
     # --- the fastest that fits ----------------------------------------------------------------------------------------
 
-    def _fitting(self, ends: Sequence[Layout], limit: float) -> Found | None:
+    def _fitting(self, ends: Sequence[Sharding], limit: float) -> Route | None:
         at = {layout: n for n, layout in enumerate(self.costs.layouts)}
-        fronts: dict[Layout, list[_Way]] = {
+        fronts: dict[Sharding, list[_Way]] = {
             layout: [(seconds, 0.0, None, None)] for layout, seconds in self._entry().items()
         }
         for ways, befores, afters in self._steps(ends):
-            arrived: dict[Layout, list[_Way]] = {}
+            arrived: dict[Sharding, list[_Way]] = {}
             for before, after in ((b, a) for b in befores for a in afters):
                 for n, seconds in enumerate(ways.through[0][at[before], :, at[after]].tolist()):
                     for way in fronts.get(before, ()):
@@ -141,11 +142,11 @@ class Search:
         while way[2] is not None:
             choices.append(way[2])
             way = way[3]
-        return Found(seconds, memory, tuple(reversed(choices)), end)
+        return Route(seconds, memory, tuple(reversed(choices)), end)
 
 
 # One way up to a layout: seconds, memory, the last choice and the way before it.
-_Way = tuple[float, float, "Choice | None", Any]
+_Way = tuple[float, float, "StageChoice | None", Any]
 
 
 def _front(ways: list[_Way]) -> list[_Way]:
@@ -161,7 +162,7 @@ class _Ways:
     """Ways to run a stage: by numbers of layouts before, inside and after it."""
 
     def __init__(
-        self, stage: Stage, costs: Costs, modes: Sequence[str], layouts: Sequence[Layout], parts: Sequence[int]
+        self, stage: Stage, costs: Costs, modes: Sequence[str], layouts: Sequence[Sharding], parts: Sequence[int]
     ) -> None:
         self.stage, self.costs, self.layouts, self._counts = stage, costs, costs.layouts, parts
         options = [
@@ -187,10 +188,10 @@ class _Ways:
         """Seconds in it."""
         return self.through[0].min(1)  # type: ignore[no-any-return]
 
-    def choice(self, before: int, inside: int, after: int) -> Choice:
+    def choice(self, before: int, inside: int, after: int) -> StageChoice:
         """What these numbers stand for."""
         parts = int(self.through[1][before, inside, after])
-        return Choice(self.layouts[before], self.layouts[inside], self.modes[inside], parts)
+        return StageChoice(self.layouts[before], self.layouts[inside], self.modes[inside], parts)
 
 
 class _Row:
@@ -232,7 +233,7 @@ def kinds_of(stages: Sequence[Stage]) -> list[int]:
     return [numbers.setdefault(tuple(stage.__dict__.values())[1:], len(numbers)) for stage in stages]
 
 
-def _rests(at: Layout, stage: Stage, costs: Costs) -> bool:
+def _rests(at: Sharding, stage: Stage, costs: Costs) -> bool:
     """Whether what stands before a stage allows a layout; under None a grid's ranks have what their group holds."""
     assert stage.rest is not None
     return (costs.held if at is None else at) in stage.rest and (at in costs.filled or not stage.rest_filled)

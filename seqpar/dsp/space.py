@@ -10,6 +10,8 @@ from torch import Tensor
 from seqpar.comm import Comm
 from seqpar.dsp.form import form_of
 
+Sharding = str | None  # the dimension of which every rank has its share; None: all have the whole
+
 
 def shares(size: int, ranks: int) -> list[int]:
     """How many of `size` elements each rank holds: consecutive ones, as many as on others or one more, any of them 0.
@@ -62,7 +64,7 @@ class Space:
             raise ValueError(f'"{dim}" is not a dimension of {self}')
         return shares(self.dims[dim], self.comm.size)
 
-    def local(self, sharded: str | None) -> dict[str, int]:
+    def local(self, sharded: Sharding) -> dict[str, int]:
         """The sizes on this rank; sharded: the dimension of which it has its share, or None."""
         return self.dims if sharded is None else self.dims | {sharded: self.shares(sharded)[self.comm.rank]}
 
@@ -70,7 +72,7 @@ class Space:
         """The first element of this rank's share."""
         return sum(self.shares(dim)[: self.comm.rank])
 
-    def check(self, x: Tensor, form: str, sharded: str | None, what: str = "x") -> None:
+    def check(self, x: Tensor, form: str, sharded: Sharding, what: str = "x") -> None:
         """Return if a tensor on this rank can be of this form under this sharding.
 
         A shape is all that can be seen: dimensions with equal local sizes are told apart by the order of stages alone.
@@ -79,7 +81,7 @@ class Space:
         """
         self._sizes(x, form, sharded, what)
 
-    def unfold(self, x: Tensor, form: str, sharded: str | None, what: str = "x") -> Tensor:
+    def unfold(self, x: Tensor, form: str, sharded: Sharding, what: str = "x") -> Tensor:
         """The tensor with every named dimension an axis of its own. Raises as `check`."""
         return x.reshape(self._sizes(x, form, sharded, what))
 
@@ -87,7 +89,7 @@ class Space:
         """The inverse of `unfold`."""
         return x.reshape(form_of(form).folded(x.shape))
 
-    def _sizes(self, x: Tensor, form: str, sharded: str | None, what: str) -> list[int]:
+    def _sizes(self, x: Tensor, form: str, sharded: Sharding, what: str) -> list[int]:
         if not isinstance(x, Tensor):
             raise ValueError(f"{what} must be a tensor, got {x!r:.200}")
         where = "whole" if sharded is None else f'"{sharded}" sharded over {self.comm.size} ranks'

@@ -10,8 +10,8 @@ from typing import Any
 
 from torch import nn
 
-from seqpar.dsp.costs import Layout
 from seqpar.dsp.form import form_of
+from seqpar.dsp.space import Sharding
 
 
 @dataclass(frozen=True)
@@ -71,7 +71,7 @@ class Block:
     rows: Mapping[str, str] = field(default_factory=dict)
     shared: tuple[str, ...] = ()
     buffers: Mapping[str, str] = field(default_factory=dict)
-    rest: tuple[Layout, ...] | None = None
+    rest: tuple[Sharding, ...] | None = None
     gathers: Mapping[str, tuple[str, tuple[str, ...]]] = field(default_factory=dict)
     core: Core | None = None
     attention: bool = False
@@ -99,7 +99,7 @@ class Exit:
 
     module: str
     form: str
-    rest: tuple[Layout, ...]
+    rest: tuple[Sharding, ...]
 
 
 @dataclass(frozen=True)

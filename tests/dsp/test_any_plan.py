@@ -11,7 +11,7 @@ from torch import Tensor
 from seqpar.comm import Comm
 from seqpar.dsp import StagePlan, parallelize
 from seqpar.dsp.costs import Costs
-from seqpar.dsp.plan import Choice
+from seqpar.dsp.plan import StageChoice
 from seqpar.testing import run_threads
 from tests.dsp.cases import case
 from tests.dsp.models import FREE, compared, gradients
@@ -27,7 +27,7 @@ def at_random(seed: int) -> Callable[..., StagePlan]:
             ways = [(layout, mode) for layout in costs.layouts for mode in costs.modes(stage, layout)]
             layout, mode = rng.choice(ways)
             rests = [layout] if stage.rest is None else [at for at in filled if at in stage.rest]
-            choices.append(Choice(rng.choice(rests), layout, mode))
+            choices.append(StageChoice(rng.choice(rests), layout, mode))
         return StagePlan(
             tuple(stages), tuple(choices), costs, None, rng.choice([at for at in filled if at in end]), 0.0, 0.0
         )

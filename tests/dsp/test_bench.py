@@ -18,7 +18,7 @@ import seqpar
 from seqpar.comm import Comm, Tag
 from seqpar.dsp import Stage, StagePlan, rivals
 from seqpar.dsp.costs import Costs
-from seqpar.dsp.plan import Choice
+from seqpar.dsp.plan import StageChoice
 from seqpar.dsp.space import shares
 from seqpar.planner import Hardware, Link
 from seqpar.testing import run_threads
@@ -155,8 +155,8 @@ def test_a_figure_is_a_median_or_of_all_turns(bench) -> None:
 def in_parts(stages: list[Stage], dims: dict[str, int], ranks: int, *, hardware: Hardware, **_: Any) -> StagePlan:
     """Spatial stages on frames, in two parts."""
     choices = (
-        Choice(None, "t", "local", 2), Choice("s", "s", "local"), Choice("s", "t", "local", 2),
-        Choice("s", "s", "local"),
+        StageChoice(None, "t", "local", 2), StageChoice("s", "s", "local"), StageChoice("s", "t", "local", 2),
+        StageChoice("s", "s", "local"),
     )  # fmt: skip
     return StagePlan(tuple(stages), choices, Costs(dims, ranks, hardware), None, "s", 1.0, 0.0)
 

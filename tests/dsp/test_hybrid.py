@@ -14,7 +14,7 @@ from seqpar.comm import Comm
 from seqpar.dsp import Space, StagePlan, parallelize, plan_stages
 from seqpar.dsp.costs import Costs
 from seqpar.dsp.grid import Grid
-from seqpar.dsp.plan import Choice
+from seqpar.dsp.plan import StageChoice
 from seqpar.testing import run_processes, run_threads
 from tests.dsp.cases import Case, case, rand
 from tests.dsp.models import FREE, compared, gradients
@@ -30,7 +30,7 @@ def on_grid(core: int, held: str, seed: int) -> Callable[..., StagePlan]:
             ways = [(layout, mode) for layout in costs.layouts for mode in costs.modes(stage, layout)]
             layout, mode = rng.choice(ways)
             rests = [layout] if stage.rest is None else [at for at in filled(costs) if (at or held) in stage.rest]
-            choices.append(Choice(rng.choice(rests), layout, mode))
+            choices.append(StageChoice(rng.choice(rests), layout, mode))
         ends = [at for at in filled(costs) if (at or held) in end] if held in end else [None]
         return StagePlan(tuple(stages), tuple(choices), costs, None, rng.choice(ends), 0.0, 0.0)
 

@@ -9,7 +9,7 @@ from torch import Tensor
 from seqpar.comm import Comm
 from seqpar.dsp import StagePlan, parallelize
 from seqpar.dsp.costs import Costs
-from seqpar.dsp.plan import Choice
+from seqpar.dsp.plan import StageChoice
 from seqpar.testing import run_processes, run_threads
 from tests.dsp.cases import clip, latte
 from tests.dsp.models import FREE, SHARDED, compared, gradients
@@ -120,7 +120,7 @@ def held(stages, dims, ranks, *, end, training) -> StagePlan:
     costs = Costs(dict(dims), ranks, FREE, training)
     modes = ["ulysses" if "s" in stage.whole else "local" for stage in stages]
     assert all(mode in costs.modes(stage, "s") for stage, mode in zip(stages, modes))
-    return StagePlan(tuple(stages), tuple(Choice("s", "s", mode) for mode in modes), costs, None, "s", 0.0, 0.0)
+    return StagePlan(tuple(stages), tuple(StageChoice("s", "s", mode) for mode in modes), costs, None, "s", 0.0, 0.0)
 
 
 def by_heads(comm: Comm, frames: int, how: str) -> dict[str, Tensor]:

@@ -25,7 +25,7 @@ from torch.utils.checkpoint import (
 from seqpar.comm import Comm, PeerError, Stats, Work
 from seqpar.dsp import Stage, StagePlan, parallelize, plan_stages
 from seqpar.dsp.costs import Costs
-from seqpar.dsp.plan import Choice
+from seqpar.dsp.plan import StageChoice
 from seqpar.dsp.space import shares, sizes_of_parts
 from seqpar.planner.hardware import Link
 from seqpar.testing import run_processes, run_threads
@@ -62,7 +62,7 @@ def in_parts(seed: int, core: int = 1, held: str | None = None, parts: tuple[int
             beside = {None, *(layout for layout, _ in inside[n - 1 : n + 1])}
             edges.append(taken(list(each), lambda at, beside=beside: at not in beside))
         choices = [
-            Choice(at, layout, mode, rng.choice(parts) if costs.parted(stage, at, layout, after) else 1)
+            StageChoice(at, layout, mode, rng.choice(parts) if costs.parted(stage, at, layout, after) else 1)
             for stage, at, (layout, mode), after in zip(stages, edges, inside, edges[1:], strict=False)
         ]
         return StagePlan(tuple(stages), tuple(choices), costs, None, edges[-1], 0.0, 0.0)
@@ -122,7 +122,7 @@ def by_hand(count: int) -> Planner:
 
     def planner(stages, dims, ranks, *, end, training):
         inside = ["w" if "h" in stage.whole else "h" for stage in stages]
-        choices = [Choice("b" if n else None, layout, "local", count) for n, layout in enumerate(inside)]
+        choices = [StageChoice("b" if n else None, layout, "local", count) for n, layout in enumerate(inside)]
         return StagePlan(tuple(stages), tuple(choices), Costs(dict(dims), ranks, FREE, training), None, "b", 0.0, 0.0)
 
     return planner
@@ -286,7 +286,7 @@ class Watching:
 def one_in_parts(stages, dims, ranks, *, end, training) -> StagePlan:
     """The second of three stages in three parts."""
     inside, parts = ["w", "h", "h"], [1, 3, 1]
-    choices = [Choice("b", layout, "local", n) for layout, n in zip(inside, parts, strict=True)]
+    choices = [StageChoice("b", layout, "local", n) for layout, n in zip(inside, parts, strict=True)]
     return StagePlan(tuple(stages), tuple(choices), Costs(dict(dims), ranks, FREE, training), None, "b", 0.0, 0.0)
 
 
@@ -747,7 +747,7 @@ def test_under_wrappers_that_reduce_gradients(how) -> None:
 
 def by_batch(stages, dims, ranks, *, end, training) -> StagePlan:
     """Stages that share the batch, of which a rank may have nothing."""
-    choices = tuple(Choice(None, "b", "local") for _ in stages)
+    choices = tuple(StageChoice(None, "b", "local") for _ in stages)
     return StagePlan(tuple(stages), choices, Costs(dict(dims), ranks, FREE, training), None, None, 0.0, 0.0)
 
 
