@@ -50,8 +50,8 @@ class _There:
 
 
 def in_parts(
-    name: str, xs: Sequence[Tensor], forms: Sequence[str], grid: Grid, src: GridPosition, inside: str, dst: GridPosition, parts: int,
-    compute: Callable[[Grid, list[Tensor]], list[Tensor]],
+    name: str, xs: Sequence[Tensor], forms: Sequence[str], grid: Grid, src: GridPosition, inside: str,
+    dst: GridPosition, parts: int, compute: Callable[[Grid, list[Tensor]], list[Tensor]],
 ) -> list[Tensor]:  # fmt: skip
     """What a stage returns, moved from src to where it is sharded inside, and on to dst, both of which have that whole.
 
