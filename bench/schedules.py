@@ -23,7 +23,7 @@ import numpy as np
 
 from seqpar.facts.layout import Layout
 from seqpar.facts.value import Ints
-from seqpar.plan.tally import Tally
+from seqpar.plan.counts import Tally
 from seqpar.plan.traffic import DTYPE_BYTES
 from seqpar.planner.batch import STAGE_BYTES, layers_of
 from seqpar.planner.bound import areas, document_ticks, lower_bound

@@ -10,8 +10,8 @@ from numpy.typing import NDArray
 
 from seqpar.facts.intervals import Holders, cut
 from seqpar.facts.value import Ints
+from seqpar.plan.counts import Measure, Stretches, area_of, expanded
 from seqpar.plan.routes import Demand, union
-from seqpar.plan.tally import Measure, Stretches, area_of, expanded
 
 if TYPE_CHECKING:
     from seqpar.plan.plan import Plan

@@ -16,9 +16,9 @@ from seqpar.facts.mask import Mask
 from seqpar.facts.value import Fact, Ints, digest_of, frozen, int64_of, is_integer, whole
 from seqpar.plan import routes
 from seqpar.plan.heads import head_share, replicated
-from seqpar.plan.nodes import fetch_by_node
+from seqpar.plan.hierarchy import fetch_by_node
 from seqpar.plan.steps import Entry, Part, Rows, Step, Trade, as_rows, count
-from seqpar.plan.traffic import Shape, traffic
+from seqpar.plan.traffic import HeadShape, traffic
 
 TRANSPORTS = ("fetch", "ring", "double_ring", "gather")
 LIMIT = 1 << 31  # of rows and of tokens: fewer are numbered
@@ -395,7 +395,7 @@ class Plan(Fact):
 
     def traffic(self, rank: int, **shape: Any) -> dict[int, int]:
         """Bytes that a rank sends to each peer in one attention call; arguments as in `bytes`."""
-        return traffic(self, rank, Shape(**shape))
+        return traffic(self, rank, HeadShape(**shape))
 
     def row_bytes(self, heads: int, kv_heads: int, dim: int, v_dim: int, size: int) -> int:
         """Bytes of one token's keys and values on the rank with most key heads: what bounds the stages of all ranks."""
@@ -424,7 +424,7 @@ class Plan(Fact):
         Counted are tensors' contents, as `Comm.stats` counts them. dtype: "float64", "float32", "bfloat16", "float16".
         kv_grads: whether keys or values require a gradient.
         """
-        shape = Shape(heads, kv_heads, dim, v_dim, dtype, backward, return_lse, kv_grads)
+        shape = HeadShape(heads, kv_heads, dim, v_dim, dtype, backward, return_lse, kv_grads)
         return sum(traffic(self, rank, shape).values())
 
     def describe(self) -> str:
@@ -432,7 +432,7 @@ class Plan(Fact):
 
         Up to 64 ranks have a line each, unless it takes too long to look at all their rows.
         """
-        from seqpar.plan.describe import describe
+        from seqpar.plan.report import describe
 
         return describe(self)
 

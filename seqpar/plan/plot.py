@@ -14,8 +14,8 @@ import numpy as np
 
 from seqpar.facts.intervals import cut
 from seqpar.facts.value import Ints
-from seqpar.plan.describe import told_by_rank
 from seqpar.plan.load import Floats, fetched_between, load_of, node_of
+from seqpar.plan.report import told_by_rank
 
 if TYPE_CHECKING:
     from seqpar.plan.plan import Plan, Prediction
@@ -262,9 +262,9 @@ def traffic(axis: Any, plan: Plan, call: dict[str, Any] | None) -> tuple[Any, st
 
 def _blocks(plan: Plan, call: dict[str, Any], block: int) -> Floats:
     """Bytes of keys and values in one layer's forward, by receiving and sending block of ranks."""
-    from seqpar.plan.traffic import Shape
+    from seqpar.plan.traffic import HeadShape
 
-    shape = Shape(**call)
+    shape = HeadShape(**call)
     return fetched_between(plan, block) * shape.kv_heads * (shape.dim + shape.values) * shape.size
 
 

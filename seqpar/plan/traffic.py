@@ -17,7 +17,7 @@ DTYPE_BYTES = {"float64": 8, "float32": 4, "bfloat16": 2, "float16": 2}
 
 
 @dataclass(frozen=True)
-class Shape:
+class HeadShape:
     """The tensors of one attention call, as in `Plan.bytes`."""
 
     heads: int
@@ -60,7 +60,7 @@ class Shape:
         return q.stop - q.start, kv.stop - kv.start
 
 
-def traffic(plan: Plan, rank: int, shape: Shape) -> dict[int, int]:
+def traffic(plan: Plan, rank: int, shape: HeadShape) -> dict[int, int]:
     """Bytes that a rank sends to each peer in one call, forward or backward."""
     sent: dict[int, int] = {}
     row_bytes = plan.row_bytes(shape.heads, shape.kv_heads, shape.dim, shape.values, shape.size)
@@ -78,7 +78,7 @@ def traffic(plan: Plan, rank: int, shape: Shape) -> dict[int, int]:
     return {peer: size for peer, size in sorted(sent.items()) if size}
 
 
-def _trade(part: Part, rank: int, shape: Shape) -> dict[int, int]:
+def _trade(part: Part, rank: int, shape: HeadShape) -> dict[int, int]:
     """Bytes that a rank sends to the other members of a part on the way in and out of the head trade."""
     rows, kv_rows = count(part.q.mine), count(part.kv.mine)
     heads_here, kv_here = shape.share(part, part.share)

@@ -19,8 +19,8 @@ from seqpar.facts.layout import RANKS, Layout
 from seqpar.facts.mask import Mask
 from seqpar.facts.value import Ints, lengths_of, whole
 from seqpar.plan import Plan
+from seqpar.plan.counts import Placed
 from seqpar.plan.plan import check_positions
-from seqpar.plan.tally import Placed
 from seqpar.planner.bound import document_ticks, lower_bound
 from seqpar.planner.cost import Counted, Layers, Ticks, Weights, counted, counted_each, layers_in, ticks_of_each
 from seqpar.planner.forecast import Forecast

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from seqpar.facts.mask import Mask
 from seqpar.facts.value import Ints, frozen
-from seqpar.plan.tally import area_of, summed, whole_runs
+from seqpar.plan.counts import area_of, summed, whole_runs
 from seqpar.planner.cost import Layers, Weights, layers_in
 
 

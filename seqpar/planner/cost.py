@@ -22,8 +22,8 @@ from numpy.typing import NDArray
 from seqpar.facts.layout import Layout
 from seqpar.facts.mask import Mask
 from seqpar.facts.value import Ints
+from seqpar.plan.counts import Placed, Tally, rows_of, tallies, tally
 from seqpar.plan.routes import TAPERED
-from seqpar.plan.tally import Placed, Tally, rows_of, tallies, tally
 from seqpar.plan.traffic import DTYPE_BYTES
 from seqpar.planner.hardware import Hardware, Link
 from seqpar.planner.shape import ModelShape

@@ -10,7 +10,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from seqpar import Layout, Mask
-from seqpar.plan.tally import Placed, tallies
+from seqpar.plan.counts import Placed, tallies
 from seqpar.planner import Hardware, ModelShape, plan_batch
 from seqpar.planner.bound import document_ticks
 from seqpar.planner.cost import Weights, counted, ticks, trades

@@ -31,7 +31,7 @@ from seqpar.plan.steps import Entry, Rows, as_rows
 
 
 @dataclass(frozen=True, eq=False)
-class Shares:
+class NodeShares:
     """Keys that enter nodes, in pieces that one set of groups sees; each is cut into a share for each of these groups.
 
     A share is a row: gateway, the group that it enters at; lo, hi, its key positions, maybe none; piece, to which it
@@ -71,7 +71,7 @@ def fetch_by_node(demand: Demand, me: int, mine: Ints, stage_rows: int, inner: i
     yield from others
 
 
-def _shares(demand: Demand, inner: int, stage_rows: int) -> Shares | None:
+def _shares(demand: Demand, inner: int, stage_rows: int) -> NodeShares | None:
     """The shares of all nodes; None if nothing is to be passed on."""
     nodes = demand.groups // inner
     entering = _entering(demand, inner)
@@ -84,7 +84,7 @@ def _shares(demand: Demand, inner: int, stage_rows: int) -> Shares | None:
     start, stop = _cut_evenly(piece, lo, hi)
     edge = np.searchsorted(node[piece], np.arange(nodes + 1))
     rest = _without(demand.needs, gateway, lo[piece], hi[piece])
-    return Shares(
+    return NodeShares(
         gateway, start, stop, piece, turn[piece], edge, int(stages.count.max()), replace(demand, needs=rest, _memo={})
     )
 
@@ -148,7 +148,7 @@ def _without(needs: Needs, group: Ints, lo: Ints, hi: Ints) -> Needs:
     return Needs(owner, first - owner * span, stop - owner * span, edge)
 
 
-def _turns(demand: Demand, shares: Shares, me: int, mine: Ints, inner: int) -> Iterator[tuple[Entry, Route]]:
+def _turns(demand: Demand, shares: NodeShares, me: int, mine: Ints, inner: int) -> Iterator[tuple[Entry, Route]]:
     """For each turn what enters an exchange before it, and what is spread in it."""
     entering = sends_of(shares.gateway, shares.turn, shares.lo, shares.hi, mine, me, shares.turns)
     here = slice(*shares.node_edge[me // inner :][:2])

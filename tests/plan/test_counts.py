@@ -8,8 +8,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from seqpar import Layout, Mask, Plan
+from seqpar.plan.counts import Placed, rows_of, tallies, tally
 from seqpar.plan.steps import count
-from seqpar.plan.tally import Placed, rows_of, tallies, tally
 
 MASKS = {
     "causal": lambda lengths: Mask(lengths),
