@@ -1,8 +1,9 @@
 """What pyproject.toml cannot say: the examples ship inside the package, and `seqpar._C` is built where it can be.
 
-Three parts of csrc make one extension: ``api/`` on the LibTorch Stable ABI and Python's limited API, so that one wheel
-serves every Python and torch from the oldest supported on; ``cpu/``, C++ without torch, some files of it compiled for
-one generation of processors and chosen at run time; ``cuda/``, likewise without torch, where nvcc is found.
+csrc makes one extension. ``api/`` stands on the LibTorch Stable ABI and Python's limited API, so that one wheel serves
+every Python and torch from the oldest supported on. Every other folder is a subject and knows no torch: its .cpp files
+need a compiler alone, some of them are compiled for one generation of processors and chosen at run time; its .cu files
+are compiled where nvcc is found. ``test/`` is no part of the extension.
 
     SEQPAR_CUDA=0                          leaves out the CUDA part
     SEQPAR_CUDA_ARCHS="80;90a;100a+PTX"    the generations it is compiled for
@@ -33,10 +34,11 @@ CXX = os.environ.get("CXX", "c++").split()
 # the tests build so, and warnings are mended; users have other compilers than we do
 STRICT = ["-Werror"] if os.environ.get("SEQPAR_STRICT") == "1" else []
 WARNINGS = ["-Wall", "-Wextra", *STRICT]
+SUBJECTS = ("base", "attention", "copy", "shm", "peer")
 ISA = {
-    "attention_avx2.cpp": ["-mavx2", "-mfma"],
-    "attention_avx512.cpp": ["-mavx512f", "-mavx512bw", "-mavx512dq", "-mavx512vl", "-mfma"],
-    "attention_avx512_bf16.cpp": ["-mavx512f", "-mavx512bw", "-mavx512dq", "-mavx512vl", "-mfma", "-mavx512bf16"],
+    "avx2.cpp": ["-mavx2", "-mfma"],
+    "avx512.cpp": ["-mavx512f", "-mavx512bw", "-mavx512dq", "-mavx512vl", "-mfma"],
+    "avx512_bf16.cpp": ["-mavx512f", "-mavx512bw", "-mavx512dq", "-mavx512vl", "-mfma", "-mavx512bf16"],
 }  # fmt: skip
 
 
@@ -114,7 +116,7 @@ def kernels(nvcc: str) -> list[Job]:
     strict = ["-Werror", "all-warnings", "-Xptxas", "-Werror"] if STRICT else []
     host = ",".join(["-fPIC", "-fvisibility=hidden", *WARNINGS])
     checked = ["-Xptxas", "-warn-spills,-warn-lmem-usage", "-lineinfo", "-Xcompiler", host, *strict]
-    paths = sorted((ROOT / "csrc/cuda").glob("*.cu"))
+    paths = sorted(path for folder in SUBJECTS for path in (ROOT / "csrc" / folder).glob("*.cu"))
     return [(path, [nvcc, *OPTIMISED, *checked, *gencode(nvcc)]) for path in paths]
 
 
@@ -168,7 +170,7 @@ class BuildExtension(build_ext):
         folder = Path(self.build_temp)
         for path in (folder, target.parent):
             path.mkdir(parents=True, exist_ok=True)
-        jobs = [*bindings(nvcc), *plain(["cpu"]), *(kernels(nvcc) if nvcc else [])]
+        jobs = [*bindings(nvcc), *plain(SUBJECTS), *(kernels(nvcc) if nvcc else [])]
         objects = made(jobs, folder)
         # no libtorch_cuda: what is linked with it does not load beside a torch without CUDA
         libraries = [f"-L{find_torch()}/lib", "-ltorch_cpu", "-lc10"]
@@ -177,9 +179,9 @@ class BuildExtension(build_ext):
 
 
 class Sanitize(Command):
-    """Builds csrc/cpu with its own tests, once for each set of sanitizers, and runs it."""
+    """Builds what knows no torch with its own tests, once for each set of sanitizers, and runs it."""
 
-    description = "run the tests of csrc/cpu under address, undefined-behaviour and thread sanitizers"
+    description = "run the tests of csrc under address, undefined-behaviour and thread sanitizers"
     user_options = [("build-temp=", None, "where the binaries go")]
     SANITIZERS = ("address,undefined", "thread")
 
@@ -194,7 +196,7 @@ class Sanitize(Command):
             flags = [f"-fsanitize={sanitizers}", "-fno-sanitize-recover=all", "-O1", "-g1", "-pthread"]
             folder = self.folder / sanitizers
             folder.mkdir(parents=True, exist_ok=True)
-            objects = made([(path, [*command, *flags]) for path, command in plain(("cpu", "test"))], folder)
+            objects = made([(path, [*command, *flags]) for path, command in plain([*SUBJECTS, "test"])], folder)
             binary = folder / "test"
             subprocess.run([*CXX, *flags, *objects, "-o", str(binary)], check=True)
             subprocess.run([binary], check=True)

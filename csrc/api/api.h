@@ -12,7 +12,7 @@
 #include <mutex>
 #include <utility>
 
-#include "cpu/parallel.h"
+#include "base/parallel.h"
 
 namespace seqpar {
 

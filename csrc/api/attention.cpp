@@ -1,11 +1,12 @@
-// Attention on the CPU: tensors as the C interface of cpu/attention.h takes them. The Python side has checked shapes.
-#include "cpu/attention.h"
+// Attention on the CPU: tensors as the C interface of attention/attention.h takes them. The Python side has checked
+// shapes.
+#include "attention/attention.h"
 
 #include <optional>
 #include <vector>
 
 #include "api/api.h"
-#include "cpu/isa.h"
+#include "base/isa.h"
 
 namespace seqpar {
 namespace {
@@ -56,7 +57,7 @@ sp_attention described(const Tensor& q, const Tensor& k, const Tensor& v, const 
   return a;
 }
 
-// The instruction sets by name, best first, for this machine: see cpu/isa.h.
+// The best instruction set of this machine, as base/isa.h counts them.
 int64_t isa() { return sp_isa(); }
 
 std::tuple<int64_t, int64_t> tile(int64_t isa, bool bf16) {

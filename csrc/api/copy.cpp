@@ -1,5 +1,5 @@
 // copy_: many strided copies in one launch.
-#include "cpu/copy.h"
+#include "copy/copy.h"
 
 #include <optional>
 #include <vector>
@@ -8,7 +8,7 @@
 #ifdef SEQPAR_WITH_CUDA
 #include <torch/csrc/stable/accelerator.h>
 
-#include "cuda/copy.h"
+#include "copy/cuda.h"
 #endif
 
 namespace seqpar {

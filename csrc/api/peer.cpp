@@ -1,4 +1,4 @@
-// Memory that peers write, as operators: blocks of a pool on any device, and what `cuda/peer.h` does.
+// Memory that peers write, as operators: blocks of a pool on any device, and what `peer/peer.h` does.
 #include <algorithm>
 #include <memory>
 #include <mutex>
@@ -6,9 +6,9 @@
 #include <vector>
 
 #include "api/api.h"
-#include "cpu/pool.h"
+#include "shm/pool.h"
 #ifdef SEQPAR_WITH_CUDA
-#include "cuda/peer.h"
+#include "peer/peer.h"
 #endif
 
 namespace seqpar {

@@ -1,12 +1,11 @@
 // `ShmEnd` as operators. An end is a number here; its tensors outlive it.
-#include "cpu/shm.h"
-
 #include <algorithm>
 #include <optional>
 #include <string>
 #include <vector>
 
 #include "api/api.h"
+#include "shm/end.h"
 
 namespace seqpar {
 

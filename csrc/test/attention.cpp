@@ -1,7 +1,8 @@
 // Attention on the CPU against double loops over pairs: every ISA that the machine has, random cases of all options,
 // odd sizes and strides. What lies between and around the rows of a tensor is NaN where it is read, and watched where
-// it is written. Alone: g++ -std=c++17 -DSP_TEST_MAIN -Icsrc csrc/test/attention.cpp <objects of csrc/cpu> -lpthread
-#include "cpu/attention.h"
+// it is written. Alone: g++ -std=c++17 -DSP_TEST_MAIN -Icsrc csrc/test/attention.cpp <objects of csrc/{base,attention}>
+// -lpthread
+#include "attention/attention.h"
 
 #include <math.h>
 #include <stdio.h>
@@ -13,7 +14,7 @@
 #include <random>
 #include <vector>
 
-#include "cpu/isa.h"
+#include "base/isa.h"
 #include "test/often.h"
 
 namespace {

@@ -1,5 +1,5 @@
 // Copies of random strided tensors against a loop over elements, between guard zones.
-#include "cpu/copy.h"
+#include "copy/copy.h"
 
 #include <string.h>
 

@@ -1,10 +1,10 @@
-// Runs the tests of csrc/cpu without Python and torch, so that sanitizers see nothing but this code: make sanitize.
+// Runs the tests of csrc without Python and torch, so that sanitizers see nothing but this code: make sanitize.
 #include <algorithm>
 #include <cstdio>
 #include <thread>
 #include <vector>
 
-#include "cpu/parallel.h"
+#include "base/parallel.h"
 
 void test_attention(sp_parallel_for parallel_for);
 void test_copy(sp_parallel_for parallel_for);

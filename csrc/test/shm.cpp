@@ -35,7 +35,7 @@ void delay() {
 // A mailbox of this file's own, with delays at all its points. What it includes was included before it is renamed.
 #define SP_POINT(name) delay()
 #define seqpar delayed
-#include "cpu/mailbox.cpp"
+#include "shm/mailbox.cpp"
 #undef seqpar
 
 void test_shm_end();

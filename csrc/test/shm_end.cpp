@@ -11,7 +11,7 @@
 #include <thread>
 #include <vector>
 
-#include "cpu/shm.h"
+#include "shm/end.h"
 #include "test/check.h"
 
 using namespace seqpar;

@@ -27,7 +27,7 @@ from torch import Tensor
 
 from seqpar.comm.entry import Entry
 
-DIMS = 6  # of a tensor that is exchanged and not contiguous: kDims in csrc/cpu/mailbox.h
+DIMS = 6  # of a tensor that is exchanged and not contiguous: kDims in csrc/shm/mailbox.h
 MESSAGES_PER_EXCHANGE = 64  # sends and receives together; a larger exchange is split by `rounds`
 
 

@@ -1,4 +1,4 @@
-"""Attention on the CPU in C++ (``csrc/cpu``), for the widest vectors of the processor, on torch's own threads.
+"""Attention on the CPU in C++ (``csrc/attention``), for the widest vectors of the processor, on torch's own threads.
 
 Queries lie along the lanes of a vector, so that softmax needs no sum across lanes and neither keys nor values are
 transposed. Sums are float32; in bf16 the probabilities are rounded to bf16 before they meet the values, as on GPUs.
@@ -18,9 +18,9 @@ from seqpar import native
 from seqpar.kernels import dropout
 from seqpar.kernels.protocol import Ask, Facts, Grads, Operands, Sums
 
-ISAS = ("portable", "avx2", "avx512", "avx512_bf16")  # as csrc/cpu/isa.h counts them
+ISAS = ("portable", "avx2", "avx512", "avx512_bf16")  # as csrc/base/isa.h counts them
 DTYPES = (torch.float32, torch.bfloat16)
-MAX_DIM = 1024  # SP_MAX_DIM of csrc/cpu/attention.h
+MAX_DIM = 1024  # SP_MAX_DIM of csrc/attention/attention.h
 
 
 class Native:

@@ -5,7 +5,7 @@ takes one copy, made by its sender, from where it lies to where it belongs, what
 
     receiver   posts: tells the sender where message n of this pair belongs, if a slot is free      credit  n
     sender     posted it too: compares the headers, copies, tells the receiver that it is there     arrival n
-    receiver   waits: sees it, and may use the slot again                        csrc/cpu/mailbox.h says the rest
+    receiver   waits: sees it, and may use the slot again                        csrc/shm/mailbox.h says the rest
 
 Nothing waits but `wait`, which sleeps on this rank's own memory. Credits are written and bytes move whenever this rank
 is inside the comm: posting, waiting or agreeing. A receive buffer from elsewhere than `empty` gets a stand-in in the

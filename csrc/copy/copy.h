@@ -3,7 +3,7 @@
 
 #include <stdint.h>
 
-#include "cpu/parallel.h"
+#include "base/parallel.h"
 
 #ifdef __cplusplus
 extern "C" {

@@ -4,7 +4,7 @@
 
 #include <algorithm>
 
-#include "cuda/peer.h"
+#include "peer/peer.h"
 
 namespace {
 

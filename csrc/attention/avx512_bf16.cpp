@@ -1,7 +1,7 @@
 // Attention of bf16 operands by products of pairs, AVX512_BF16.
 #if defined(__x86_64__)
 #define SP_PAIRS
-#include "cpu/attention_kernels.h"
+#include "attention/kernels.h"
 
 const sp_kernels sp_attention_avx512_bf16 = {BM, BN, forward, backward, peak};
 #endif

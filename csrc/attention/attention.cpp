@@ -1,9 +1,9 @@
-#include "cpu/attention.h"
+#include "attention/attention.h"
 
 #include <stdlib.h>
 
-#include "cpu/attention_isa.h"
-#include "cpu/isa.h"
+#include "attention/dispatch.h"
+#include "base/isa.h"
 
 namespace {
 

@@ -7,8 +7,8 @@
 #include <algorithm>
 #include <vector>
 
-#include "cpu/copy_dims.h"
-#include "cuda/copy.h"
+#include "copy/cuda.h"
+#include "copy/dims.h"
 
 namespace seqpar {
 namespace {

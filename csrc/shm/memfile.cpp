@@ -1,4 +1,4 @@
-#include "cpu/memfile.h"
+#include "shm/memfile.h"
 
 #include <errno.h>
 #include <fcntl.h>

@@ -5,7 +5,7 @@
 // pairs along the rows, so that there are half as many rows of words.
 #pragma once
 
-#include "cpu/attention_vector.h"
+#include "attention/vector.h"
 
 namespace {
 

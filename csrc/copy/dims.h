@@ -4,7 +4,7 @@
 #include <algorithm>
 #include <vector>
 
-#include "cpu/copy.h"
+#include "copy/copy.h"
 
 namespace seqpar {
 

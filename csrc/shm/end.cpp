@@ -1,4 +1,4 @@
-#include "cpu/shm.h"
+#include "shm/end.h"
 
 #include <string.h>
 #include <sys/random.h>
@@ -7,7 +7,7 @@
 #include <algorithm>
 #include <stdexcept>
 
-#include "cpu/copy.h"
+#include "copy/copy.h"
 
 namespace seqpar {
 

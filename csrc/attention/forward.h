@@ -3,7 +3,7 @@
 
 #include <stdlib.h>
 
-#include "cpu/attention_walk.h"
+#include "attention/walk.h"
 
 namespace {
 

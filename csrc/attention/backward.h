@@ -7,7 +7,7 @@
 #include <sched.h>
 #include <stdlib.h>
 
-#include "cpu/attention_forward.h"
+#include "attention/forward.h"
 
 namespace {
 

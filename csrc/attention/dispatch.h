@@ -3,7 +3,7 @@
 
 #include <stddef.h>
 
-#include "cpu/attention.h"
+#include "attention/attention.h"
 
 // Query row i sees the key rows [begin[i], end[i]), none if they are equal.
 struct sp_ranges {

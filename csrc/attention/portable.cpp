@@ -2,6 +2,6 @@
 #if defined(__GNUC__) && !defined(__clang__)
 #pragma GCC optimize("fp-contract=fast")  // ISO C++ forbids it, and a * b + c would not be one instruction
 #endif
-#include "cpu/attention_kernels.h"
+#include "attention/kernels.h"
 
 const sp_kernels sp_attention_portable = {BM, BN, forward, backward, peak};

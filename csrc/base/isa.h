@@ -1,4 +1,4 @@
-// Which vector instructions this machine has, of those that csrc/cpu has kernels for.
+// Which vector instructions this machine has, of those that csrc has kernels for.
 #pragma once
 
 #ifdef __cplusplus

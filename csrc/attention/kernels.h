@@ -3,8 +3,8 @@
 
 #include <time.h>
 
-#include "cpu/attention_backward.h"
-#include "cpu/attention_forward.h"
+#include "attention/backward.h"
+#include "attention/forward.h"
 
 namespace {
 

@@ -1,8 +1,8 @@
 // What a query tile sees, in blocks of keys; and how a score is made of a product.
 #pragma once
 
-#include "cpu/attention_isa.h"
-#include "cpu/attention_panel.h"
+#include "attention/dispatch.h"
+#include "attention/panel.h"
 
 namespace {
 

@@ -1,4 +1,4 @@
-#include "cpu/mailbox.h"
+#include "shm/mailbox.h"
 
 #include <errno.h>
 #include <linux/futex.h>
@@ -13,7 +13,7 @@
 #include <stdexcept>
 #include <thread>
 
-#include "cpu/pause.h"
+#include "shm/pause.h"
 
 namespace seqpar {
 

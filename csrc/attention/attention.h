@@ -4,7 +4,7 @@
 // to the bit.
 #pragma once
 
-#include "cpu/parallel.h"
+#include "base/parallel.h"
 
 #ifdef __cplusplus
 extern "C" {

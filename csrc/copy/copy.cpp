@@ -10,15 +10,15 @@
 // Work is cut into units of about as many bytes each, whatever the number of threads. Large copies are written past the
 // caches, a line at a time: that saves reading what is to be overwritten, and leaves the cache to what computes.
 
-#include "cpu/copy.h"
+#include "copy/copy.h"
 
 #include <string.h>
 
 #include <algorithm>
 #include <vector>
 
-#include "cpu/copy_dims.h"
-#include "cpu/isa.h"
+#include "base/isa.h"
+#include "copy/dims.h"
 
 #ifdef __x86_64__
 #include <immintrin.h>

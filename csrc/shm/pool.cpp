@@ -1,4 +1,4 @@
-#include "cpu/pool.h"
+#include "shm/pool.h"
 
 #include <algorithm>
 #include <iterator>

@@ -1,4 +1,4 @@
-#include "cpu/isa.h"
+#include "base/isa.h"
 
 int sp_isa(void) {
 #if defined(__x86_64__)

@@ -7,10 +7,10 @@
 #include <string>
 #include <vector>
 
-#include "cpu/mailbox.h"
-#include "cpu/memfile.h"
-#include "cpu/parallel.h"
-#include "cpu/pool.h"
+#include "base/parallel.h"
+#include "shm/mailbox.h"
+#include "shm/memfile.h"
+#include "shm/pool.h"
 
 namespace seqpar {
 

@@ -2,7 +2,7 @@
 // launch pushes what all peers get straight to where it belongs.
 #pragma once
 
-#include "cpu/copy.h"
+#include "copy/copy.h"
 
 #ifdef __cplusplus
 extern "C" {
