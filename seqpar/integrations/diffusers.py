@@ -33,7 +33,7 @@ from seqpar.dsp.specs import SPECS
 from seqpar.facts.layout import Layout
 from seqpar.facts.mask import Mask
 from seqpar.integrations.sdpa.reroute import Rerouting
-from seqpar.integrations.wrapped import Parallelized
+from seqpar.nn.wrap import ParallelModel, refuse_twice
 from seqpar.ops import unshard
 from seqpar.ops.core.agreement import signature
 from seqpar.plan import Plan
@@ -51,7 +51,7 @@ class Sizes:
     valid: bytes | None = None
 
 
-def parallelize(model: nn.Module, comm: Comm, *, plan: MakePlan = Plan) -> Parallelized:
+def parallelize(model: nn.Module, comm: Comm, *, plan: MakePlan = Plan) -> ParallelModel:
     """Share the tokens of every forward of a diffusers transformer among the ranks; what is returned has ``undo()``.
 
     model: one of `RECIPES`. Its calls stay as they are, by keyword but for the first argument: all ranks pass the same
@@ -69,12 +69,15 @@ def parallelize(model: nn.Module, comm: Comm, *, plan: MakePlan = Plan) -> Paral
     if recipe is None:
         raise NotImplementedError(_unknown(type(model).__name__))
     _check_alone(model)
-    sharing = Sharing(recipe, comm, plan)
-    around: list[tuple[nn.Module, Callable[..., Any]]] = [(model, partial(_forward, sharing))]
-    around += [(model.get_submodule(name), function) for name, function in recipe.modules.items()]
-    around += [(m, _cross if name.split(".")[-1] in recipe.cross else _joint) for name, m in _attentions(model)]
-    around.append((model.get_submodule("proj_out"), _gathering))
-    return Parallelized(model, around)
+    refuse_twice(model)
+    handle = ParallelModel(model, comm)
+    handle.put_around(model, partial(_forward, Sharing(recipe, comm, plan)))
+    for name, function in recipe.modules.items():
+        handle.put_around(model.get_submodule(name), function)
+    for name, module in _attentions(model):
+        handle.put_around(module, _cross if name.split(".")[-1] in recipe.cross else _joint)
+    handle.put_around(model.get_submodule("proj_out"), _gathering)
+    return handle
 
 
 def _unknown(name: str) -> str:

@@ -13,7 +13,7 @@ from __future__ import annotations
 
 import threading
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager
 from functools import partial, wraps
 from typing import Any, NamedTuple
 
@@ -25,6 +25,7 @@ from transformers.masking_utils import AttentionMaskInterface
 from seqpar.comm import Comm
 from seqpar.integrations.hf.config import NO_INTERFACE, mixing_layers, unserved_attention
 from seqpar.integrations.hf.mask import Rule, rule_of
+from seqpar.nn.wrap import replaced
 from seqpar.ops import attention, bind
 from seqpar.ops.attention.api import calls
 from seqpar.ops.core.handles import uncompiled
@@ -321,35 +322,32 @@ def _either_mask(attend: Callable[..., Any], mask: Callable[..., Any]) -> Callab
 OCCUPIED = "_seqpar_occupied"  # of modules whose attention keeps its name: whether it is that of all ranks
 
 
-def occupy(model: PreTrainedModel) -> Callable[[], None]:
-    """Have the attention of a model refuse to be called but by its parallel forward; returns the undo."""
-    modules = [module for module in model.modules() if isinstance(module.__dict__.get("config"), PreTrainedConfig)]
-    for module in modules:
-        module.__dict__[OCCUPIED] = True
-
-    def undo() -> None:
-        for module in modules:
-            module.__dict__.pop(OCCUPIED, None)
-
-    return undo
+@contextmanager
+def occupied(model: PreTrainedModel) -> Iterator[None]:
+    """The attention of a model refuses to be called but by its parallel forward, until the block ends."""
+    with ExitStack() as stack:
+        for module in model.modules():
+            if isinstance(module.__dict__.get("config"), PreTrainedConfig):
+                stack.enter_context(replaced(module, {OCCUPIED: True}))
+        yield
 
 
 @contextmanager
 def implementation(model: PreTrainedModel, name: str) -> Iterator[None]:
     """The model with the attention of another implementation on one rank, until the block ends."""
-    occupied = [module for module in model.modules() if module.__dict__.get(OCCUPIED)]
     found = {id(m.config): m.config for m in model.modules() if isinstance(m.__dict__.get("config"), PreTrainedConfig)}
     configs = [new for config in found.values() for new, _ in nested(config, config)]
     before = [config._attn_implementation_internal for config in configs]
     for config in configs:
         config._attn_implementation_internal = name
-    for module in occupied:
-        module.__dict__[OCCUPIED] = False
+    free = ExitStack()
+    for module in model.modules():
+        if module.__dict__.get(OCCUPIED):
+            free.enter_context(replaced(module, {OCCUPIED: False}))
     try:
-        yield
+        with free:
+            yield
     finally:
-        for module in occupied:
-            module.__dict__[OCCUPIED] = True
         for config, own in zip(configs, before):
             config._attn_implementation_internal = own
 

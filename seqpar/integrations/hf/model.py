@@ -39,14 +39,14 @@ from seqpar.integrations.hf.attention import (
     implementation,
     inside,
     nested,
-    occupy,
+    occupied,
     planned,
 )
 from seqpar.integrations.hf.fit import PER_TOKEN, caching, fitting, softcap_of
 from seqpar.integrations.hf.mask import Rule
 from seqpar.integrations.hf.shape import shape_of
 from seqpar.integrations.hf.worth import Worth
-from seqpar.integrations.wrapped import refuse_twice, unpicklable
+from seqpar.nn.wrap import PARALLEL, ParallelModel, refuse_twice, replaced, unpicklable
 from seqpar.ops.core.agreement import agree_alike, agreed_under
 from seqpar.ops.core.handles import uncompiled
 from seqpar.parallel import parallel
@@ -80,7 +80,7 @@ def parallelize(
     average_over: int = 1,
     logits: bool = False,
     in_place: bool = False,
-) -> Parallel:
+) -> ParallelTransformer:
     """The handle of a transformers model that takes ordinary batches and computes them on all ranks. A collective.
 
     A forward pass is a collective too, and computes the union of the batches that the ranks give: ``input_ids`` [B, S]
@@ -102,11 +102,13 @@ def parallelize(
 
     Raises: NotImplementedError naming everything of the model, or of a batch, that cannot be computed on several ranks.
     """
-    return Parallel(model, comm, plan=plan, source=source, average_over=average_over, logits=logits, in_place=in_place)
+    return ParallelTransformer(
+        model, comm, plan=plan, source=source, average_over=average_over, logits=logits, in_place=in_place
+    )
 
 
-class Parallel:
-    """A model that runs on all ranks, until `undo`. Also a context manager that undoes at its end.
+class ParallelTransformer(ParallelModel):
+    """A transformers model whose forwards are computed on all ranks.
 
     model, comm: as given to `seqpar.parallelize`. fit: what was found of the model. logits: whether training with
     labels returns logits too, which are None otherwise; may be set at any time, alike on all ranks.
@@ -116,16 +118,17 @@ class Parallel:
         self, model: PreTrainedModel, comm: Comm, *, plan: Planner | None, source: str, average_over: int, logits: bool,
         in_place: bool,
     ) -> None:  # fmt: skip
-        self.model, self.comm, self.source, self.average_over, self.logits = model, comm, source, average_over, logits
+        super().__init__(model, comm)
+        self.model: PreTrainedModel = model
+        self.source, self.average_over, self.logits = source, average_over, logits
         self._plan = Plans(self._planned, self._state) if plan is None else Plans(lambda n, r, _: plan(n, r), None)
         self._weighed: dict[Any, tuple[ModelShape, Hardware]] = {}  # by what of the model a plan depends on
         self._worth = Worth(type(model).__name__)
         self._hidden: list[Tensor] | None = None  # where the base model leaves its last hidden states, if asked to
-        self._asleep = self._running = False
+        self._running = False
         self._count = 0
         self._agreed: dict[Rule, dict[int, None]] = {}  # calls of attention that ranks agreed on when last asked for
         self._rules: list[Rule] = []  # of the masks that the last forward asked for
-        self._undone = ExitStack()
         self._seed = comm.gather("parallelize: the seed of attention dropout", torch.initial_seed())[0]
         self._before = model.config._attn_implementation
         self._name = self._before if in_place else KEY
@@ -150,16 +153,8 @@ class Parallel:
         self._loop = Loop(model, comm, average_over=average_over)
         self._undone.callback(self._loop.close)
         if in_place:
-            self._undone.callback(occupy(model))
+            self._undone.enter_context(occupied(model))
         self._install()
-
-    def undo(self) -> None:
-        """Leave the model as it was: its config objects, its attention and its methods. A second time does nothing.
-
-        Where something else has wrapped the model's forward meanwhile, that stays, and calls what was there before.
-        """
-        self._asleep = True
-        self._undone.close()
 
     def prefetch(self, batches: Iterable[Any], *, depth: int = 1) -> Iterator[Any]:
         """A loader's batches, as they are; the plans of the next `depth` are made in a thread while one is computed.
@@ -179,13 +174,7 @@ class Parallel:
         depth, replicated = whole("depth", depth, 1), self.source == "replicated"
         return ahead(batches, self.comm, self._plan, lengths_in, depth=depth, replicated=replicated)
 
-    def __enter__(self) -> Parallel:
-        return self
-
-    def __exit__(self, *_: object) -> None:
-        self.undo()
-
-    def __deepcopy__(self, memo: dict[int, Any]) -> Parallel:
+    def __deepcopy__(self, memo: dict[int, Any]) -> ParallelTransformer:
         """Raise: a copy's forward would be the model's own, weights and all."""
         raise NotImplementedError(
             f"a copy of a parallel {type(self.model).__name__}: copy the model before seqpar.parallelize or after "
@@ -199,12 +188,8 @@ class Parallel:
     @contextmanager
     def local(self) -> Iterator[None]:
         """Inside, the model is as before, on this rank alone."""
-        asleep, self._asleep = self._asleep, True
-        try:
-            with implementation(self.model, self._before if self._before != KEY else "eager"):
-                yield
-        finally:
-            self._asleep = asleep
+        with super().local(), implementation(self.model, self._before if self._before != KEY else "eager"):
+            yield
 
     # --- installation -------------------------------------------------------------------------------------------------
 
@@ -225,19 +210,16 @@ class Parallel:
 
         @wraps(before)
         def forward(*args: Any, **named: Any) -> Any:
-            if self._asleep or (self._running and not whole) or (headed and named.get("fused_lm_head")):
+            if self.asleep or (self._running and not whole) or (headed and named.get("fused_lm_head")):
                 return before(*args, **named)
             return self._forward(module, before, args, named)
 
         # copies ask the instance for the last two before they look at anything else of it
-        methods: dict[str, Any] = {"forward": forward, "_seqpar": self, **more}
-        methods |= {"__deepcopy__": self.__deepcopy__, "__reduce_ex__": self._reduce}
-        for name, method in methods.items():
-            self._undone.callback(_restore, module, name, method, module.__dict__.get(name))
-            object.__setattr__(module, name, method)
+        copies = {"__deepcopy__": self.__deepcopy__, "__reduce_ex__": self._reduce}
+        self._undone.enter_context(replaced(module, {"forward": forward, PARALLEL: self, **more, **copies}))
 
     def _generate(self, before: Callable[..., Any], *args: Any, **named: Any) -> Any:
-        if self._asleep:
+        if self.asleep:
             return before(*args, **named)
         if self.comm.size > 1:
             raise NotImplementedError(
@@ -520,16 +502,6 @@ class _Reported(torch.autograd.Function):
     @staticmethod
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None]:
         return grad, None
-
-
-def _restore(model: nn.Module, name: str, ours: Any, before: Any) -> None:
-    """Put back what an attribute of the instance was, if it is still ours."""
-    if model.__dict__.get(name) is not ours:
-        return
-    if before is None:
-        object.__delattr__(model, name)
-    else:
-        object.__setattr__(model, name, before)
 
 
 # --- configs ----------------------------------------------------------------------------------------------------------

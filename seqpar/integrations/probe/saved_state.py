@@ -4,11 +4,12 @@ from __future__ import annotations
 
 import sys
 from collections.abc import Iterator
-from contextlib import contextmanager
-from typing import Any
+from contextlib import ExitStack, contextmanager
 
 import torch
 from torch import Tensor, nn
+
+from seqpar.nn.wrap import replaced
 
 Buffers = dict[tuple[nn.Module, str], Tensor]
 _WRAPPERS = ("torch.nn.parallel", "torch.distributed", "torch._dynamo")  # set up at a first forward, once
@@ -81,16 +82,10 @@ def state_of(model: nn.Module) -> Iterator[State]:
 @contextmanager
 def eager(model: nn.Module) -> Iterator[None]:
     """Nothing of the model is compiled, which would be done anew for two runs."""
-    compiled: list[tuple[dict[str, Any], str, Any]] = []
-    for module in model.modules():
-        if module._compiled_call_impl is not None:
-            compiled.append((module.__dict__, "_compiled_call_impl", module._compiled_call_impl))
-            module._compiled_call_impl = None
-        if "torch._dynamo" in sys.modules and isinstance(module, torch._dynamo.OptimizedModule):
-            compiled.append((module.__dict__, "forward", module.__dict__["forward"]))
-            module.__dict__["forward"] = module._orig_mod.__call__
-    try:
+    with ExitStack() as stack:
+        for module in model.modules():
+            if module._compiled_call_impl is not None:
+                stack.enter_context(replaced(module, {"_compiled_call_impl": None}))
+            if "torch._dynamo" in sys.modules and isinstance(module, torch._dynamo.OptimizedModule):
+                stack.enter_context(replaced(module, {"forward": module._orig_mod.__call__}))
         yield
-    finally:
-        for attributes, name, value in compiled:
-            attributes[name] = value

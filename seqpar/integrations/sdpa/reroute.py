@@ -29,7 +29,7 @@ from seqpar.integrations.probe.mixing import dropping, mixing, renorming
 from seqpar.integrations.probe.runs import under_trial
 from seqpar.integrations.probe.trial import Call, outermost, stand_in, way_of
 from seqpar.integrations.sdpa.mask import bounds_of, compressed, expanded, is_lower_triangle
-from seqpar.integrations.wrapped import Parallelized
+from seqpar.nn.wrap import ParallelModel, refuse_twice
 from seqpar.ops import attention
 from seqpar.ops.attention.recompute import run_again_inside, under_way
 from seqpar.ops.core.handles import refuse, uncompiled
@@ -349,7 +349,7 @@ class Rerouting(TorchFunctionMode):
 def parallelize(
     model: nn.Module, comm: Comm, *, plan: Plan | None = None, local: Local | None = None,
     dropout_seed: int | None = None,
-) -> Parallelized:  # fmt: skip
+) -> ParallelModel:  # fmt: skip
     """Run every forward of a model of plain PyTorch inside `sdpa`; what is returned has ``undo()``.
 
     model: takes this rank's rows and calls PyTorch's attention functions on them. plan: of every forward, by default
@@ -367,7 +367,10 @@ def parallelize(
     if found := mixing(model):
         raise _refused(model, found)
     check_model(model)
-    return Parallelized(model, [(model, _Forward(comm, plan, local, dropout_seed))])
+    refuse_twice(model)
+    handle = ParallelModel(model, comm)
+    handle.put_around(model, _Forward(comm, plan, local, dropout_seed))
+    return handle
 
 
 class _Forward:

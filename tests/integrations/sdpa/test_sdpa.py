@@ -584,10 +584,18 @@ def test_undo_restores_the_model_exactly_and_a_copy_is_on_its_own() -> None:
     handle.undo()
     assert set(vars(model)) == attributes and torch.equal(model(x), plain)
 
-    handle = parallelize(model, comm, plan=plan)
-    model.forward = lambda x: x  # type: ignore[method-assign]
-    with pytest.raises(RuntimeError, match="replaced"):
-        handle.undo()
+
+def test_a_forward_that_somebody_wraps_meanwhile_stays_and_is_the_models_own_again() -> None:
+    model, x = made(), inputs()[0][None]
+    plain = model(x)
+    with parallelize(model, LocalComm(), plan=PLANS["ring"](Mask(DOCUMENTS), 1)) as handle:
+        parallel = model.forward
+        wrapper = model.forward = lambda *args: parallel(*args)  # type: ignore[method-assign, assignment]
+        assert not torch.equal(model(x), plain), "documents are kept apart"
+        with handle.local():
+            assert torch.equal(model(x), plain)
+        assert not torch.equal(model(x), plain)
+    assert model.forward is wrapper and torch.equal(model(x), plain)
 
 
 def test_a_model_that_had_a_forward_of_its_own_gets_it_back() -> None:

@@ -1,0 +1,127 @@
+"""One way to put another forward in place of a module's own and to undo it, and the handle of a model made parallel.
+
+    model(x)   as it was       forward(x)
+               parallel        Around -> around(module, forward, x)
+               inside local()  Around -> forward(x)
+               undone          forward(x); who wrapped the Around meanwhile keeps it, and it calls forward(x)
+
+Parameters, buffers, hooks and the state dict stay where they are, so optimizers and wrappers hold the same model.
+"""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import ExitStack, contextmanager
+from functools import update_wrapper
+from typing import Any, TypeVar
+
+from torch import nn
+
+from seqpar.comm import Comm
+
+PARALLEL = "_seqpar"  # an attribute of modules whose forward is parallel, but is no `Around`
+_ABSENT = object()
+Model = TypeVar("Model", bound="ParallelModel")
+
+
+@contextmanager
+def replaced(module: nn.Module, attributes: Mapping[str, Any]) -> Iterator[None]:
+    """A module with other attributes of the instance, until the block ends; what others have put there since stays."""
+    own = {name: module.__dict__.get(name, _ABSENT) for name in attributes}
+    module.__dict__.update(attributes)
+    try:
+        yield
+    finally:
+        for name, value in attributes.items():
+            if module.__dict__.get(name, _ABSENT) is not value:
+                continue
+            if own[name] is _ABSENT:
+                del module.__dict__[name]
+            else:
+                module.__dict__[name] = own[name]
+
+
+class Around:
+    """A module's forward with something around it: ``around(module, forward, *args, **kwargs)``.
+
+    handle: while that is asleep, calls go to the forward alone. A copy of the module has the same around its own
+    forward, and no handle.
+    """
+
+    def __init__(
+        self, module: nn.Module, forward: Callable[..., Any], around: Callable[..., Any],
+        handle: ParallelModel | None = None,
+    ) -> None:  # fmt: skip
+        self.module, self.forward, self.around, self.handle = module, forward, around, handle
+        update_wrapper(self, forward, updated=())  # for who asks which arguments it takes
+
+    def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        """What the module returns."""
+        if self.handle is not None and self.handle.asleep:
+            return self.forward(*args, **kwargs)
+        return self.around(self.module, self.forward, *args, **kwargs)
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> Around:
+        return Around(copy.deepcopy(self.module, memo), copy.deepcopy(self.forward, memo), self.around)
+
+    def __reduce__(self) -> Any:
+        """Raise, as a pickle of what is around a forward would be of no use."""
+        raise unpicklable(type(self.module).__name__)
+
+
+class ParallelModel:
+    """A model whose forwards are computed on all ranks of a comm, until `undo`, or the end of a ``with`` block.
+
+    model, comm: as given to `seqpar.parallelize`. asleep: whether forwards are those of the model alone.
+    """
+
+    def __init__(self, model: nn.Module, comm: Comm) -> None:
+        self.model, self.comm, self.asleep = model, comm, False
+        self._undone = ExitStack()
+
+    def put_around(self, module: nn.Module, around: Callable[..., Any]) -> None:
+        """Put something around the forward of a module of the model: see `Around`."""
+        self._undone.enter_context(replaced(module, {"forward": Around(module, module.forward, around, self)}))
+
+    def undo(self) -> None:
+        """Leave the model as it was. A second time does nothing.
+
+        Where something else has wrapped a forward meanwhile, that stays, and calls what was there before.
+        """
+        self.asleep = True
+        self._undone.close()
+
+    @contextmanager
+    def local(self) -> Iterator[None]:
+        """Inside, the model is as before, on this rank alone."""
+        before, self.asleep = self.asleep, True
+        try:
+            yield
+        finally:
+            self.asleep = before
+
+    def __enter__(self: Model) -> Model:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.undo()
+
+
+def refuse_twice(model: nn.Module) -> None:
+    """Raise ValueError for a model of which a module is parallel already."""
+    already = [
+        type(module).__name__ for module in model.modules()
+        if PARALLEL in module.__dict__ or isinstance(module.__dict__.get("forward"), Around)
+    ]  # fmt: skip
+    if already:
+        within = "" if already[0] == type(model).__name__ else f" in {type(model).__name__}"
+        raise ValueError(f"{already[0]}{within} is parallel already; call undo() of that handle first")
+
+
+def unpicklable(name: str) -> NotImplementedError:
+    """What to raise when a parallel model is pickled: its forward holds a comm, which is of this process."""
+    return NotImplementedError(
+        f"a pickle of a parallel {name}, as torch.save(model) makes it: its forward belongs to this process; save "
+        "model.state_dict() or call save_pretrained(), or undo() first"
+    )
