@@ -85,7 +85,7 @@ def facts_of(mask: Mask, keys: Ints, device: torch.device) -> Facts:
     kept: dict[Hashable, Any] = {}
     return Facts(
         *upload([pos, lo, hi, keys], device),
-        tiles=functools.lru_cache(None)(lambda bm, bn: tile_tables(lo, hi, pos, keys, bm, bn)),
+        tiles=functools.lru_cache(None)(lambda bm, bn: tile_tables(lo, hi, keys, bm, bn)),
         segments=functools.cache(lambda: segments(lo, hi, keys)),
         memo=lambda key, make: kept[key] if key in kept else kept.setdefault(key, make()),
     )

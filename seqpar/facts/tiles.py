@@ -74,7 +74,7 @@ class _KeyTiles(NamedTuple):
         return begin, np.maximum(np.searchsorted(self.low, np.maximum.reduceat(hi, first)), begin)
 
 
-def tile_tables(lo: Ints, hi: Ints, query_pos: Ints, key_pos: Ints, bm: int, bn: int) -> Tiles:
+def tile_tables(lo: Ints, hi: Ints, key_pos: Ints, bm: int, bn: int) -> Tiles:
     """Tile tables of queries with bounds ``lo, hi`` over keys at ascending ``key_pos``."""
     starts = np.arange(0, key_pos.size, bn)
     keys = _KeyTiles(key_pos[starts], key_pos[np.minimum(starts + bn, key_pos.size) - 1])

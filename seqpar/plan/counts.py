@@ -345,9 +345,3 @@ def _clamped(x: Ints, step: Ints, n: Ints, low: Ints, high: Ints) -> Ints:
     inner = n - under - over
     rising = low * under + high * over + inner * (x + under) + inner * (inner - 1) // 2
     return np.where(step == 1, rising, n * np.clip(x, low, high))
-
-
-def rows_of(layout: Layout) -> Ints:
-    """Rows that each rank holds, int64 [ranks]."""
-    runs, rank = layout.all_runs()
-    return summed(rank, runs.count, layout.ranks)

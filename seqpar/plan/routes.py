@@ -104,14 +104,9 @@ def needs_of(mask: Mask, runs: Runs, group: Ints, groups: int) -> Needs:
     if torn.size:
         whole, rows = np.delete(np.arange(lo.size), torn), piece.count[torn]
         lo = np.concatenate([lo[whole], expand(lo[torn], rows, lo_step[torn])])
-        stop = np.concatenate([stop[whole], _progression(hi[torn], rows, hi_step[torn])])
+        stop = np.concatenate([stop[whole], expand(hi[torn], rows, hi_step[torn])])
         owner = np.concatenate([owner[whole], np.repeat(owner[torn], rows)])
     return union(owner, lo, stop, groups, mask.kv_tokens)
-
-
-def _progression(start: Ints, count: Ints, step: Ints) -> Ints:
-    nth = np.arange(count.sum()) - np.repeat(np.cumsum(count) - count, count)
-    return np.repeat(start, count) + np.repeat(step, count) * nth
 
 
 def union(group: Ints, lo: Ints, hi: Ints, groups: int, tokens: int) -> Needs:

@@ -42,7 +42,7 @@ class Trade:
     @property
     def trivial(self) -> bool:
         """Whether the inside rows are the first local rows as they lie, so that nothing is copied or sent."""
-        return len(self.dest) == 1 and self.mine == slice(0, self.rows) if isinstance(self.mine, slice) else False
+        return isinstance(self.mine, slice) and self.mine == slice(0, self.rows) and len(self.dest) == 1
 
 
 @dataclass(frozen=True, eq=False)
@@ -134,7 +134,7 @@ class Step(Memo):
     def tiles(self, bm: int, bn: int) -> Tiles:
         """Tile tables of this step for tiles of ``bm`` query rows and ``bn`` key rows; made once."""
         p = self.part
-        return self.memo(("tiles", bm, bn), lambda: tile_tables(p.lo, p.hi, p.pos, self.pos, bm, bn))
+        return self.memo(("tiles", bm, bn), lambda: tile_tables(p.lo, p.hi, self.pos, bm, bn))
 
     @property
     def moves(self) -> bool:

@@ -22,7 +22,7 @@ from numpy.typing import NDArray
 from seqpar.facts.layout import Layout
 from seqpar.facts.mask import Mask
 from seqpar.facts.value import Ints
-from seqpar.plan.counts import Placed, Tally, rows_of, tallies, tally
+from seqpar.plan.counts import Placed, Tally, tallies, tally
 from seqpar.plan.routes import TAPERED
 from seqpar.plan.traffic import DTYPE_BYTES
 from seqpar.planner.hardware import Hardware, Link
@@ -294,7 +294,7 @@ def counted(layers: Layers, layout: Layout, *, widths: Ints, node: int, forwarde
             t = tally(mask, layout, width=width, node=near_by, forwarded=forwarded, documents=chosen)
             parts.append(WidthGroup(count, width, t, near_by > 1))
         masks.append(parts)
-    return Counted(masks, rows_of(layout))
+    return Counted(masks, layout.sizes())
 
 
 def counted_each(layers: Layers, placed: Sequence[Placed], *, ranks: int, node: int) -> list[Counted]:

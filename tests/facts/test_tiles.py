@@ -52,7 +52,7 @@ def check_transposed(t: Tiles, visited: np.ndarray, full: np.ndarray) -> None:
 def tables(lo: np.ndarray, hi: np.ndarray, keys: np.ndarray, bm: int, bn: int) -> Tiles:
     """The tables, checked."""
     lo, hi, keys = (np.asarray(x, np.int64) for x in (lo, hi, keys))
-    t = tile_tables(lo, hi, np.arange(lo.size), keys, bm, bn)
+    t = tile_tables(lo, hi, keys, bm, bn)
     check_tiles(t, (keys >= lo[:, None]) & (keys < hi[:, None]))
     return t
 

@@ -330,7 +330,7 @@ def test_no_rows_and_no_keys(kernel, dtype) -> None:
     assert torch.equal(sums, held[1]) and torch.equal(total, held[0])
     assert torch.equal(total if dtype == acc else out, held[0].to(dtype))
     nobody = Facts(*(torch.zeros(0, dtype=torch.int32) for _ in range(3)), torch.arange(70, dtype=torch.int32),
-                   lambda bm, bn: tile_tables(none, none, none, np.arange(70), bm, bn),
+                   lambda bm, bn: tile_tables(none, none, np.arange(70), bm, bn),
                    lambda: segments(none, none, np.arange(70)), memo())  # fmt: skip
     grads = [torch.zeros_like(x, dtype=acc) for x in (q[:0], k, v)]
     empty = Operands(q[:0], k, v, nobody, score)

@@ -8,7 +8,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from seqpar import Layout, Mask, Plan
-from seqpar.plan.counts import Placed, rows_of, tallies, tally
+from seqpar.plan.counts import Placed, tallies, tally
 from seqpar.plan.steps import count
 
 MASKS = {
@@ -58,9 +58,9 @@ def test_counts_are_those_of_the_steps(case: tuple[Mask, Layout, int, int]) -> N
     found = tally(mask, layout, width=width, node=node)
     for name, values in expected.items():
         np.testing.assert_array_equal(getattr(found, name), values, err_msg=name)
-    np.testing.assert_array_equal(rows_of(layout), [layout.tokens(r) for r in range(layout.ranks)])
-    np.testing.assert_array_equal(found.rows, rows_of(layout).reshape(-1, width).sum(1))
-    np.testing.assert_array_equal(found.most, rows_of(layout).reshape(-1, width).max(1))
+    np.testing.assert_array_equal(layout.sizes(), [layout.tokens(r) for r in range(layout.ranks)])
+    np.testing.assert_array_equal(found.rows, layout.sizes().reshape(-1, width).sum(1))
+    np.testing.assert_array_equal(found.most, layout.sizes().reshape(-1, width).max(1))
 
 
 @given(cases())
