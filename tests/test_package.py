@@ -11,6 +11,7 @@ import subprocess
 import sys
 import sysconfig
 import zipfile
+from graphlib import CycleError, TopologicalSorter
 from pathlib import Path
 
 import pytest
@@ -50,6 +51,26 @@ FLOORS: dict[str, tuple[set[str], set[str] | None]] = {
 }
 # Files with third parties of their own, which they import where they are called.
 OPTIONAL = {"plan/plot.py": {"matplotlib"}, "dsp/plan.py": {"matplotlib"}, "planner/exact.py": {"scipy"}}
+# sub-package -> its files in an order in which each imports only files before it; "a" is a.py or a/__init__.py
+ORDER = {
+    "comm": """
+        entry protocol arguments header owner failure interrupt rendezvous base local group
+        shm/comm shm
+        peer/signals peer/cuda peer/memory peer/pool peer/comm peer
+        __init__
+    """,
+    "kernels": """
+        protocol dispatch dropout rates
+        memory memory/upload
+        triton/config triton/tile triton/tables triton/arguments triton/forward triton/backward triton
+        triton/merge triton/rows triton/rotary
+        memory/copy memory/rows memory/rotary
+        softmax reference blockwise native
+        vendor/batches vendor/library vendor/segmented
+        vendor/aten vendor/aten_flash vendor/cudnn vendor/flash2 vendor/flash3 vendor/flash4 vendor
+        __init__
+    """,
+}
 HEAVY = {
     "triton", "transformers", "diffusers", "accelerate", "flash_attn", "matplotlib", "rich", "scipy", "pandas",
     "hypothesis", "pytest", "torch._dynamo", "torch._inductor",
@@ -118,6 +139,58 @@ def test_the_floor_test_sees_every_kind_of_import(tmp_path: Path, monkeypatch: p
     monkeypatch.setitem(globals(), "ROOT", tmp_path)
     monkeypatch.setitem(globals(), "PACKAGE", tmp_path / "seqpar")
     assert edges(source) == ({"ops", "comm", ""}, {"torch"})
+
+
+def siblings(folder: Path) -> dict[str, set[str]]:
+    """The files of a sub-package by name, each with those of them that it imports itself."""
+    files = {
+        path.relative_to(folder).as_posix().removesuffix(".py").removesuffix("/__init__"): path
+        for path in folder.rglob("*.py")
+    }
+
+    def imported(name: str) -> str | None:
+        top, unit, *rest = [*name.split("."), ""]
+        if (top, unit) != ("seqpar", folder.name):
+            return None
+        # of a.b.c that is a function c of a.b, or another name of the package itself
+        prefixes = ("/".join(rest[:end]) for end in range(len(rest), 0, -1))
+        return next((prefix for prefix in prefixes if prefix in files), "__init__")
+
+    return {name: {imported(other) for other in imports(path)} - {None, name} for name, path in files.items()}
+
+
+@pytest.mark.parametrize("unit", ORDER)
+def test_a_file_imports_only_files_before_it(unit: str) -> None:
+    order, files = ORDER[unit].split(), siblings(PACKAGE / unit)
+    possible = " ".join(TopologicalSorter(files).static_order())  # raises with the circle if there is one
+    assert sorted(order) == sorted(files), f"ORDER of {unit} lists other files than there are; one order: {possible}"
+    late = {name: sorted(files[name] - set(order[:place])) for place, name in enumerate(order)}
+    late = {name: others for name, others in late.items() if others}
+    assert not late, f"imports of files of {unit} that stand later in ORDER: {late}; one order: {possible}"
+
+
+def test_the_order_test_sees_every_kind_of_import(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    room = tmp_path / "seqpar" / "room"
+    (room / "inner").mkdir(parents=True)
+    sources = {
+        "__init__.py": "from seqpar.room.a import f\n",
+        "a.py": "def f():\n    from seqpar.room.inner import b\n",
+        "b.py": "import seqpar.room.a, seqpar.roomy\nfrom . import inner\n",
+        "inner/__init__.py": "from seqpar.other.a import g\n",
+        "inner/b.py": "from typing import TYPE_CHECKING\nif TYPE_CHECKING:\n    from seqpar.room import f\n",
+    }
+    for name, text in sources.items():
+        (room / name).write_text(text, encoding="utf-8")
+    monkeypatch.setitem(globals(), "ROOT", tmp_path)
+    found = {"__init__": {"a"}, "a": {"inner/b"}, "b": {"a", "inner"}, "inner": set(), "inner/b": {"__init__"}}
+    assert siblings(room) == found
+    monkeypatch.setitem(globals(), "PACKAGE", tmp_path / "seqpar")
+    monkeypatch.setitem(ORDER, "room", "inner a inner/b b __init__")
+    with pytest.raises(CycleError, match="inner/b"):
+        test_a_file_imports_only_files_before_it("room")
+    (room / "inner/b.py").write_text("", encoding="utf-8")
+    with pytest.raises(AssertionError, match=r"'a': \['inner/b'\]"):
+        test_a_file_imports_only_files_before_it("room")
 
 
 def test_nobody_is_called_utils() -> None:
