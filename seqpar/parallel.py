@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import hashlib
 import threading
 import weakref
 from collections.abc import Iterator
@@ -73,6 +74,11 @@ def surrounding() -> Surrounding:
     if not stack:
         raise RuntimeError("no plan surrounds this call; call it inside `with seqpar.parallel(plan, comm):`")
     return stack[-1]
+
+
+def derived_seed(seed: int, number: int) -> int:
+    """63 bits of a seed and a number: of a step and its layers, of a training and its forwards."""
+    return int.from_bytes(hashlib.blake2b(f"{seed} {number}".encode(), digest_size=8).digest(), "little") >> 1
 
 
 def _stack() -> list[Surrounding]:

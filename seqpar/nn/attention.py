@@ -4,12 +4,12 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
-import torch
 from torch import Tensor, nn
 
 from seqpar.nn.choice import Choice
 from seqpar.ops.attention.api import attention_of
 from seqpar.ops.attention.call import Options
+from seqpar.ops.core.autocast import autocast
 
 if TYPE_CHECKING:
     from seqpar.comm import Comm
@@ -92,9 +92,7 @@ class Attention(nn.Module):
         self, q: Tensor, k: Tensor, v: Tensor, sinks: Tensor | None, slopes: Tensor | None, plan: Plan | Tensor | None,
         comm: Comm | None, seed: int | None,
     ) -> Tensor:  # fmt: skip
-        if torch.is_autocast_enabled(q.device.type):
-            dtype = torch.get_autocast_dtype(q.device.type)
-            q, k, v = (x if x.dtype == torch.float64 else x.to(dtype) for x in (q, k, v))
+        q, k, v = autocast(q), autocast(k), autocast(v)
         dropout = self.dropout if self.training else 0.0
         options = Options(self.scale, self.softcap, dropout, seed, self.deterministic, self.kernel, False)
         return attention_of(q, k, v, sinks, slopes, self.choice, plan, comm, options)[0]

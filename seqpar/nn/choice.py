@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import hashlib
 from collections.abc import Sequence
 from itertools import count
 from typing import Any
@@ -10,7 +9,7 @@ from typing import Any
 from seqpar.comm import Comm
 from seqpar.ops import bind
 from seqpar.ops.attention.recompute import Given, Late
-from seqpar.parallel import surrounding
+from seqpar.parallel import derived_seed, surrounding
 from seqpar.plan import Plan
 
 _layers = count()
@@ -40,12 +39,7 @@ class Choice(Late):
             plan, comm, seed = around.plan, around.comm, around.seed if seed is None else seed
         if self.window is not None and isinstance(plan, Plan):  # the call refuses what is none, on every rank
             plan = plan.memo(("window", self.window), lambda: plan.with_mask(plan.mask.windowed(self.window)))
-        return Given(plan, comm, None if seed is None else self._seed(seed))
-
-    def _seed(self, step: int) -> int:
-        """63 bits of a step's seed and this layer."""
-        word = hashlib.blake2b(f"{step} {self.number}".encode(), digest_size=8).digest()
-        return int.from_bytes(word, "little") >> 1
+        return Given(plan, comm, None if seed is None else derived_seed(seed, self.number))
 
     def __deepcopy__(self, memo: object) -> Choice:
         return Choice(self.window, self.layer)

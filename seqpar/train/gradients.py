@@ -16,6 +16,7 @@ from torch import Tensor
 from torch.distributed.device_mesh import DeviceMesh
 
 from seqpar.comm import Comm, Tag
+from seqpar.kernels import acc_dtype
 from seqpar.ops.core.agreement import signature
 from seqpar.train.dtensor import beside, global_rank, is_dtensor, local
 from seqpar.train.loop import loops_of
@@ -172,7 +173,7 @@ def grad_norm(parameters: Tensor | Iterable[Tensor], *, norm_type: float = 2.0) 
     parts: dict[tuple[DeviceMesh, tuple[int, ...]] | None, list[Tensor]] = {}
     for grad in grads:
         x = local(grad)
-        wide = torch.float64 if x.dtype == torch.float64 else torch.float32
+        wide = acc_dtype(x.dtype)
         part = torch.linalg.vector_norm(x, norm_type, dtype=wide) if x.numel() else torch.zeros((), dtype=wide)
         parts.setdefault(_sharding(grad), []).append(part.to(device))
     totals = []

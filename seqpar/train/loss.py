@@ -19,6 +19,8 @@ import torch.nn.functional as F
 from torch import Tensor
 from torch.autograd.function import once_differentiable
 
+from seqpar.kernels import acc_dtype
+from seqpar.ops.core.autocast import autocast_dtype
 from seqpar.train.dtensor import is_dtensor
 
 
@@ -46,7 +48,7 @@ def cross_entropy(
     """
     _check_rows(logits, labels, "logits")
     _check_numbers(valid, label_smoothing, z_loss, average_over)
-    logits = logits.to(_wide(logits.dtype))
+    logits = logits.to(acc_dtype(logits.dtype))
     total = F.cross_entropy(logits, labels, ignore_index=ignore_index, label_smoothing=label_smoothing, reduction="sum")
     if z_loss:
         squares = logits.logsumexp(-1).square()
@@ -113,10 +115,6 @@ class _Sums(NamedTuple):
     bias: Tensor | None
 
 
-def _wide(dtype: torch.dtype) -> torch.dtype:
-    return torch.float64 if dtype == torch.float64 else torch.float32
-
-
 def _check_rows(rows: Tensor, labels: Tensor, name: str) -> None:
     for kind, x in ((name, rows), ("labels", labels)):
         if not isinstance(x, Tensor):
@@ -172,8 +170,8 @@ def _summed(
 ) -> _Sums:
     """The sums of a rank's rows, chunk after chunk. needs: which gradients to make."""
     kind = hidden.device.type
-    dtype = torch.get_autocast_dtype(kind) if torch.is_autocast_enabled(kind) else hidden.dtype
-    wide = _wide(dtype)
+    dtype = autocast_dtype(kind) or hidden.dtype
+    wide = acc_dtype(dtype)
     h, w = hidden.to(dtype), weight.to(dtype)
     loss = torch.zeros((), dtype=wide, device=h.device)
     d_hidden = torch.empty_like(h) if needs[0] else None

@@ -21,6 +21,7 @@ from torch import Tensor
 from torch.autograd.function import once_differentiable
 
 from seqpar.comm import Comm, Tag
+from seqpar.kernels import acc_dtype
 from seqpar.ops.core.agreement import abort_on_error, agree_once
 from seqpar.ops.core.handles import refuse
 
@@ -56,7 +57,7 @@ def token_mean(x: Tensor, comm: Comm, *, keep: Tensor | None = None) -> Tensor:
     if x.dim() == 0 or not (keep is None or (keep.dtype == torch.bool and keep.shape == x.shape[:1])):
         rows = None if keep is None else f"{keep.dtype}{list(keep.shape)}"
         refuse("token_mean", comm, ValueError(f"x {list(x.shape)}, keep {rows}, expected [T, ...] and bool [T]"))
-    wide = x.to(torch.float64 if x.dtype == torch.float64 else torch.float32)
+    wide = x.to(acc_dtype(x.dtype))
     if keep is not None:
         wide = wide.masked_fill(~keep.view(-1, *[1] * (x.dim() - 1)), 0.0)
     count = wide.new_full((1,), len(x)) if keep is None else keep.sum().to(wide.dtype)[None]

@@ -28,8 +28,9 @@ from seqpar.integrations.hf.mask import Rule, rule_of
 from seqpar.nn.wrap import replaced
 from seqpar.ops import attention, bind
 from seqpar.ops.attention.api import calls
+from seqpar.ops.core.autocast import autocast
 from seqpar.ops.core.handles import uncompiled
-from seqpar.parallel import surrounding
+from seqpar.parallel import derived_seed, surrounding
 from seqpar.plan import Plan
 
 KEY = "seqpar"
@@ -167,20 +168,13 @@ def attention_function(
             "leave it out of the call and of the config"
         )
     seed = _seed(module, attention_mask) if dropout else None
-    q, k, v = (_autocast(x[0].transpose(0, 1)) for x in (query, key, value))
+    # rotary embeddings leave queries and keys wider than values
+    q, k, v = (autocast(x[0].transpose(0, 1)) for x in (query, key, value))
     out = attention(
         q, k, v, attention_mask, scale=scaling, softcap=softcap or 0.0, sinks=s_aux, dropout_p=dropout,
         dropout_seed=seed,
     )  # fmt: skip
     return out[None], None
-
-
-def _autocast(x: Tensor) -> Tensor:
-    """As attention on one device takes it: rotary embeddings leave queries and keys wider than values."""
-    kind = x.device.type
-    if torch.is_autocast_enabled(kind) and x.dtype != torch.float64:
-        return x.to(torch.get_autocast_dtype(kind))
-    return x
 
 
 def _says(given: object) -> bool:
@@ -197,7 +191,7 @@ def _seed(module: nn.Module, mask: Tensor) -> int:
             f"attention dropout in {type(module).__name__} needs a seed for every batch and layer, and there is no "
             "layer_idx, or its mask is a copy; set the dropout of attention probabilities to 0"
         )
-    return int((seed + (layer + 1) * 0x9E3779B97F4A7C15) % 2**63)
+    return derived_seed(seed, layer)
 
 
 # --- models that never ask for it -------------------------------------------------------------------------------------

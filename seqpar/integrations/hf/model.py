@@ -48,8 +48,9 @@ from seqpar.integrations.hf.shape import shape_of
 from seqpar.integrations.hf.worth import Worth
 from seqpar.nn.wrap import PARALLEL, ParallelModel, refuse_twice, replaced, unpicklable
 from seqpar.ops.core.agreement import agree_alike, agreed_under
+from seqpar.ops.core.autocast import autocast_dtype
 from seqpar.ops.core.handles import uncompiled
-from seqpar.parallel import parallel
+from seqpar.parallel import derived_seed, parallel
 from seqpar.plan import Plan
 from seqpar.planner import Hardware, ModelShape, plan_batch
 from seqpar.train import all_sum, cross_entropy, linear_cross_entropy
@@ -278,7 +279,7 @@ class ParallelTransformer(ParallelModel):
         if self.fit.head is not None:  # after hooks of others, which may return something else than the base model does
             self.model.base_model._forward_hooks.move_to_end(self._keeping.id)
         around = ExitStack()
-        around.enter_context(parallel(own.plan, self.comm, seed=self._seed + self._count * 0x632BE59BD9B4E019))
+        around.enter_context(parallel(own.plan, self.comm, seed=derived_seed(self._seed, self._count)))
         around.enter_context(forward(Forward(self._maker(own))))
         return around
 
@@ -315,7 +316,7 @@ class ParallelTransformer(ParallelModel):
         state = self._state()
         facts = {
             "labels": labels, "training": training, "output_hidden_states": hidden_states,
-            "num_items_in_batch": None if items is None else int(items), "autocast": _autocast(state.device),
+            "num_items_in_batch": None if items is None else int(items), "autocast": autocast_dtype(state.device),
             "gradient checkpointing": state.recomputed, "the masks of the forward before": self._rules,
         }  # fmt: skip
         what = f"{type(module).__name__}.forward"
@@ -475,11 +476,6 @@ class _State(NamedTuple):
 
     recomputed: bool
     device: str
-
-
-def _autocast(device: str) -> torch.dtype | None:
-    """The dtype of autocast, where it is on."""
-    return torch.get_autocast_dtype(device) if torch.is_autocast_enabled(device) else None
 
 
 class _Call(NamedTuple):

@@ -8,7 +8,6 @@ says, except that an explicit mask says everything and is taken as it is. Any ot
 from __future__ import annotations
 
 import contextlib
-import hashlib
 import sys
 import warnings
 from collections.abc import Callable, Iterator
@@ -32,9 +31,10 @@ from seqpar.integrations.sdpa.mask import bounds_of, compressed, expanded, is_lo
 from seqpar.nn.wrap import ParallelModel, refuse_twice
 from seqpar.ops import attention
 from seqpar.ops.attention.recompute import run_again_inside, under_way
+from seqpar.ops.core.autocast import autocast
 from seqpar.ops.core.handles import refuse, uncompiled
 from seqpar.ops.core.regions import Region
-from seqpar.parallel import parallel, surrounding
+from seqpar.parallel import derived_seed, parallel, surrounding
 from seqpar.plan import Plan
 from seqpar.train import check_model
 
@@ -264,7 +264,7 @@ class Rerouting(TorchFunctionMode):
                 )
             if record is not None:
                 self.calls += 1
-                return stand_in(*map(_cast, (q, k, v)), self.plan)
+                return stand_in(*map(autocast, (q, k, v)), self.plan)
             if mask is None:
                 self._check_meaning(is_causal)
             elif list(mask.shape[-2:]) == rows and rows[1] != self.plan.mask.kv_tokens:
@@ -279,7 +279,7 @@ class Rerouting(TorchFunctionMode):
         self.calls += 1
         if self.tries:
             self._notice()
-        q, k, v = (_dense(_cast(x)) for x in (q, k, v))
+        q, k, v = (_dense(autocast(x)) for x in (q, k, v))
         return attention(q, k, v, plan, self.comm, scale=scale, dropout_p=dropout_p, dropout_seed=seed)
 
     def _notice(self) -> None:
@@ -328,7 +328,7 @@ class Rerouting(TorchFunctionMode):
             return None
         if self.seed is None:
             raise ValueError(f"sdpa: dropout_p={dropout_p} needs sdpa(..., dropout_seed=), another one for every step")
-        return _derived(self.seed, self.calls)
+        return derived_seed(self.seed, self.calls)
 
     def _plan_under(self, mask: Tensor) -> Plan:
         """The plan under the mask of which every rank gives its rows. A collective."""
@@ -389,7 +389,7 @@ class _Forward:
         error = None
         if not under_trial():
             error = self._try(model, forward, plan, args, kwargs)
-        seed = None if self.seed is None else _derived(self.seed, self.count)
+        seed = None if self.seed is None else derived_seed(self.seed, self.count)
         self.count += not under_trial()
         with Rerouting(plan, self.comm, self.local, seed, tries=False):
             out = forward(*args, **kwargs)
@@ -426,11 +426,6 @@ def _attends(operator: str) -> bool:
     return not operator.startswith("seqpar.") and ("attention" in operator or "attn" in operator)
 
 
-def _derived(seed: int, number: int) -> int:
-    """A seed of its own for every number."""
-    return int.from_bytes(hashlib.blake2b(f"{seed} {number}".encode(), digest_size=8).digest(), "little") >> 1
-
-
 def _entering(frame: FrameType | None) -> FrameType | None:
     """The frame that enters a block, which may do so by an ExitStack."""
     while frame is not None and frame.f_code.co_filename == contextlib.__file__:
@@ -456,11 +451,3 @@ def _first_two(query: Tensor, key: Tensor, *_: Any, **__: Any) -> tuple[Tensor, 
 
 def _dense(x: Tensor) -> Tensor:
     return x if x.stride(-1) == 1 or x.shape[-1] == 1 else x.contiguous()
-
-
-def _cast(x: Tensor) -> Tensor:
-    """x as autocast casts what PyTorch's attention takes."""
-    kind = x.device.type
-    if x.dtype == torch.float64 or not x.is_floating_point() or not torch.is_autocast_enabled(kind):
-        return x
-    return x.to(torch.get_autocast_dtype(kind))
