@@ -23,8 +23,7 @@ from seqpar.facts.layout import Layout
 from seqpar.facts.mask import Mask
 from seqpar.facts.value import Ints, Memo, digest_of
 from seqpar.ops import relayout, unshard
-from seqpar.ops.core.agreement import agree_once
-from seqpar.ops.core.handles import refuse
+from seqpar.ops.core.agreement import agreement, raise_on_all_ranks
 from seqpar.ops.move.relayout import expect_relayout
 from seqpar.plan import Plan
 from seqpar.planner import Hardware, MicroBatch, plan_batch, plan_step
@@ -175,7 +174,9 @@ def back(share: Share, x: Tensor) -> Tensor | list[Tensor]:
     rows = plan.rows(comm.rank)
     if not isinstance(x, Tensor) or x.dim() == 0 or x.shape[0] != rows:
         shown = str(list(x.shape)) if isinstance(x, Tensor) else repr(x)
-        refuse("back", comm, ValueError(f"x on rank {comm.rank} must have the share's {rows} rows, got {shown:.200}"))
+        raise_on_all_ranks(
+            "back", comm, ValueError(f"x on rank {comm.rank} must have the share's {rows} rows, got {shown:.200}")
+        )
     if share.source is None:
         return share.home.fill(unshard(x, plan, comm))
     tokens = plan.layout.tokens(comm.rank)
@@ -246,14 +247,10 @@ def take(
     alike: whether the same documents are sure to have the same plans again, which ranks need not compare twice.
     """
     what = "share: the plan of the batch"
-    if isinstance(chosen, Exception):
-        agree_once(comm, what, {}, chosen)
-        raise chosen
-    facts = {"plan": [(digest_of(part.documents), part.plan.digest()) for part in chosen]}
-    if alike:
-        agree_once(comm, what, facts, None)
-    else:
-        comm.agree(what, facts)
+    with agreement(what, comm, every=not alike) as call:
+        if isinstance(chosen, Exception):
+            raise chosen
+        call.facts = {"plan": [(digest_of(part.documents), part.plan.digest()) for part in chosen]}
     if len(chosen) == 1:
         return [_taken(known, comm, how, chosen[0].plan)]
     return [_taken(known.pick(part.documents, comm.rank), comm, how, part.plan) for part in chosen]

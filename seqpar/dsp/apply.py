@@ -28,8 +28,7 @@ from seqpar.dsp.space import Sharding, Space
 from seqpar.dsp.spec import Block, Spec
 from seqpar.dsp.specs import SPECS
 from seqpar.nn.fingerprint import hashed, leaves, ordered
-from seqpar.ops.core.agreement import agree_once
-from seqpar.ops.core.handles import refuse
+from seqpar.ops.core.agreement import agreement, raise_on_all_ranks
 
 MakeStagePlan = Callable[..., StagePlan]
 MIXING = (nn.modules.batchnorm._NormBase,)  # statistics over rows
@@ -236,16 +235,12 @@ class Parallelized:
             end: Sequence[Sharding] = (None,) if self.spec.exit is None else self.spec.exit.rest
             plan = self.planner(stages, space.dims, space.comm.size, end=end, training=training)
             afters = plan.afters if self.spec.exit else [*plan.afters[:-1], None]  # the last one's output is the end
-            error: Exception | None = None
-            try:
+            with agreement("planning of stages", self.comm) as call:
                 for stage, choice, after in zip(stages, plan.choices, afters, strict=True):
                     if choice.parts != 1:  # or an error that says which it cannot be run in
                         plan.costs.through(stage, 0.0, choice.before, choice.layout, after, choice.parts)
-            except ValueError as found:
-                error = found
-            choices = [tuple(choice) for choice in plan.choices]
-            chosen = {"grid": (plan.costs.core, plan.costs.held), "choices": choices, "end": plan.end}
-            agree_once(self.comm, "planning of stages", chosen, error)
+                choices = [tuple(choice) for choice in plan.choices]
+                call.facts = {"grid": (plan.costs.core, plan.costs.held), "choices": choices, "end": plan.end}
             self.plans[key] = plan
         return key, self.plans[key]
 
@@ -424,7 +419,9 @@ class NoDraws(TorchFunctionMode):
         kwargs = kwargs or {}
         if func in _DRAWS or (func in _DROPOUT and _active(func, args, kwargs)):
             what = f"{self.name} calls {func.__name__}, which would draw other numbers for a shard than for the whole"
-            refuse(what, self.comm, NotImplementedError(f"{what}; do without, or draw outside of the stages"))
+            raise_on_all_ranks(
+                what, self.comm, NotImplementedError(f"{what}; do without, or draw outside of the stages")
+            )
         return func(*args, **kwargs)
 
 

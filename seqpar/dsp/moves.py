@@ -33,7 +33,7 @@ from seqpar.facts.layout import Layout
 from seqpar.facts.mask import Mask
 from seqpar.ops import switch_all as exchange
 from seqpar.ops import unshard
-from seqpar.ops.core.handles import refuse
+from seqpar.ops.core.agreement import raise_on_all_ranks
 from seqpar.ops.move.switch import Switching, start_switch
 from seqpar.plan import Plan
 
@@ -71,7 +71,7 @@ def gather(x: Tensor, space: Space, form: str, dim: str, *, grad: str = "sum") -
         local = space.unfold(x, form, dim)
         plan = _plan(space.dims[dim], space.comm.size)
     except Exception as error:
-        refuse("unshard", space.comm, error)
+        raise_on_all_ranks("unshard", space.comm, error)
     if grad == "sum":
         return space.fold(unshard(local, plan, space.comm, dim=at), form)
     return space.fold(_Alike.apply(local, plan, space.comm, at, space.start(dim)), form)
@@ -93,7 +93,7 @@ def switch_all(xs: Sequence[Tensor], space: Space, forms: Sequence[str], src: st
     try:
         local, arguments = _arguments(xs, space, forms, src, dst)
     except Exception as error:
-        refuse("switch", space.comm, error)
+        raise_on_all_ranks("switch", space.comm, error)
     return _folded(exchange(local, space.comm, **arguments), space, forms)
 
 
@@ -102,7 +102,7 @@ def begin_switch(xs: Sequence[Tensor], space: Space, forms: Sequence[str], src: 
     try:
         local, arguments = _arguments(xs, space, forms, src, dst)
     except Exception as error:
-        refuse("switch", space.comm, error)
+        raise_on_all_ranks("switch", space.comm, error)
     return Pending(start_switch(local, space.comm, **arguments), space, forms)
 
 

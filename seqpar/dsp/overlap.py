@@ -23,7 +23,7 @@ from seqpar.dsp.form import form_of
 from seqpar.dsp.grid import Grid, GridPosition
 from seqpar.dsp.moves import begin_switch, moved
 from seqpar.dsp.space import Space, sizes_of_parts
-from seqpar.ops.core.handles import refuse
+from seqpar.ops.core.agreement import raise_on_all_ranks
 
 
 class Moving(Protocol):
@@ -64,7 +64,7 @@ def in_parts(
     try:
         pieces = [_split(x, grid.outer, form, src[0], inside, grids) for x, form in zip(xs, forms, strict=True)]
     except Exception as error:
-        refuse("switch", grid.outer.comm, error)
+        raise_on_all_ranks("switch", grid.outer.comm, error)
     moving: list[Moving] = []
     try:
         for part, each in zip(grids, zip(*pieces), strict=True):

@@ -35,7 +35,7 @@ from seqpar.facts.mask import Mask
 from seqpar.integrations.sdpa.reroute import Rerouting
 from seqpar.nn.wrap import ParallelModel, refuse_twice
 from seqpar.ops import unshard
-from seqpar.ops.core.agreement import signature
+from seqpar.ops.core.agreement import digest_of_call
 from seqpar.plan import Plan
 
 MakePlan = Callable[[Mask, Layout], Plan]
@@ -281,7 +281,7 @@ def _fingerprint(value: Any) -> Any:
 def _weights(model: nn.Module) -> int:
     """A number that is equal for equal weights, those aside that a wrapper has sharded."""
     whole = [(name, p.data) for name, p in model.named_parameters() if type(p.data) is Tensor]
-    return signature({name: _fingerprint(data) for name, data in whole})
+    return digest_of_call("weights", {name: _fingerprint(data) for name, data in whole})
 
 
 def _weighted(x: Tensor) -> Tensor:

@@ -17,7 +17,7 @@ from torch.distributed.device_mesh import DeviceMesh
 
 from seqpar.comm import Comm, Tag
 from seqpar.kernels import acc_dtype
-from seqpar.ops.core.agreement import signature
+from seqpar.ops.core.agreement import digest_of_call
 from seqpar.train.dtensor import beside, global_rank, is_dtensor, local
 from seqpar.train.loop import loops_of
 from seqpar.train.once import Sum, growing, remark, repeated
@@ -44,7 +44,7 @@ def sync_gradients(parameters: Tensor | Iterable[Tensor], comm: Comm, *, bucket_
     """
     several = _once(parameters)
     shapes = [(list(local(p).shape), str(p.dtype), p.device.type) for p in several]
-    digest = signature({"parameters": shapes, "bucket bytes": bucket_bytes}, "sync_gradients")
+    digest = digest_of_call("sync_gradients", {"parameters": shapes, "bucket bytes": bucket_bytes})
     # which ranks have which gradients is news of every step, so the agreement on the parameters rides along
     own = (digest, [p.grad is not None for p in several], repeated(several), growing(several))
     # whether a mesh shards over the comm's ranks or beside them is known by what ranks these are

@@ -22,8 +22,7 @@ from torch.autograd.function import once_differentiable
 
 from seqpar.comm import Comm, Tag
 from seqpar.kernels import acc_dtype
-from seqpar.ops.core.agreement import abort_on_error, agree_once
-from seqpar.ops.core.handles import refuse
+from seqpar.ops.core.agreement import abort_on_error, agreement, raise_on_all_ranks
 
 FEW = 1024  # bytes that `all_sum` sends whole
 
@@ -39,7 +38,7 @@ def all_sum(x: Tensor, comm: Comm) -> Tensor:
     and before any byte moves.
     """
     if x.dtype == torch.bool:
-        refuse("all_sum", comm, ValueError("the sum of truth values, expected numbers; give x.long()"))
+        raise_on_all_ranks("all_sum", comm, ValueError("the sum of truth values, expected numbers; give x.long()"))
     return _AllSum.apply(x, comm)
 
 
@@ -56,7 +55,9 @@ def token_mean(x: Tensor, comm: Comm, *, keep: Tensor | None = None) -> Tensor:
     """
     if x.dim() == 0 or not (keep is None or (keep.dtype == torch.bool and keep.shape == x.shape[:1])):
         rows = None if keep is None else f"{keep.dtype}{list(keep.shape)}"
-        refuse("token_mean", comm, ValueError(f"x {list(x.shape)}, keep {rows}, expected [T, ...] and bool [T]"))
+        raise_on_all_ranks(
+            "token_mean", comm, ValueError(f"x {list(x.shape)}, keep {rows}, expected [T, ...] and bool [T]")
+        )
     wide = x.to(acc_dtype(x.dtype))
     if keep is not None:
         wide = wide.masked_fill(~keep.view(-1, *[1] * (x.dim() - 1)), 0.0)
@@ -71,10 +72,11 @@ class _AllSum(torch.autograd.Function):
 
     @staticmethod
     def forward(ctx: Any, x: Tensor, comm: Comm) -> Tensor:
-        facts: dict[str, object] = {
-            "shape": list(x.shape), "dtype": x.dtype, "device": x.device.type, "requires grad": x.requires_grad,
-        }  # fmt: skip
-        ctx.comm, ctx.call = comm, (agree_once(comm, "all_sum", facts, None), comm.next_call())
+        with agreement("all_sum", comm) as call:
+            call.facts = {
+                "shape": list(x.shape), "dtype": x.dtype, "device": x.device.type, "requires grad": x.requires_grad,
+            }  # fmt: skip
+        ctx.comm, ctx.call = comm, (call.digest, comm.next_call())
         return _summed_alike(x, comm, Tag(*ctx.call, 0, 0, "all_sum (forward)"))
 
     @staticmethod

@@ -31,8 +31,9 @@ from seqpar.integrations.sdpa.mask import bounds_of, compressed, expanded, is_lo
 from seqpar.nn.wrap import ParallelModel, refuse_twice
 from seqpar.ops import attention
 from seqpar.ops.attention.recompute import run_again_inside, under_way
+from seqpar.ops.core.agreement import raise_on_all_ranks
 from seqpar.ops.core.autocast import autocast
-from seqpar.ops.core.handles import refuse, uncompiled
+from seqpar.ops.core.handles import uncompiled
 from seqpar.ops.core.regions import Region
 from seqpar.parallel import derived_seed, parallel, surrounding
 from seqpar.plan import Plan
@@ -181,7 +182,7 @@ class Rerouting(TorchFunctionMode):
         except Exception as error:
             if under_trial():
                 raise
-            refuse("sdpa", self.comm, error)
+            raise_on_all_ranks("sdpa", self.comm, error)
 
     def _scaled_dot_product(
         self, query: Tensor, key: Tensor, value: Tensor, attn_mask: Tensor | None = None, dropout_p: float = 0.0,
@@ -409,7 +410,7 @@ class _Forward:
             if verdict.reason:
                 raise call.refusal(verdict.reason)
         if verdict.reason:
-            refuse("sdpa", self.comm, call.refusal(verdict.reason))
+            raise_on_all_ranks("sdpa", self.comm, call.refusal(verdict.reason))
         if (verdict.saw or call.left_to_others()) and not verdict.error:
             call.settle()
         return verdict.error or None

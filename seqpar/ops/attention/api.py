@@ -18,7 +18,7 @@ from seqpar.kernels import Score, acc_dtype, ask, choose
 from seqpar.ops.attention.call import Call, Inside, Options
 from seqpar.ops.attention.recompute import Late, check, settle
 from seqpar.ops.attention.schedule import backward, forward
-from seqpar.ops.core.agreement import abort_on_error, agree_once, agreed_under, check_comm, signature
+from seqpar.ops.core.agreement import abort_on_error, agreed_under, agreement, check_comm, digest_of_call
 from seqpar.ops.core.handles import handles, in_graph, uncompiled, values_of
 from seqpar.plan import Part, Plan
 
@@ -142,11 +142,7 @@ def agreed_call(
     calls.begun += 1
     check_comm("attention", comm)
     number = comm.next_call()
-    error: Exception | None = None
-    call: Call | None = None
-    facts: dict[str, object] = {}
-    seed: int | None = None
-    try:
+    with agreement("attention", comm) as agreed:
         _check_kinds(plan, q=q, k=k, v=v, sinks=sinks, alibi_slopes=slopes)
         _check_tensors(q, k, v, plan, comm)
         grads = _requirements(q, k, v, sinks, slopes) if grads is None else grads
@@ -161,25 +157,22 @@ def agreed_call(
         merges = plan.merges or sinks is not None or (grads[1] and plan.sums_key_gradients(q.shape[1], k.shape[1]))
         asked = ask(q, k, v, score, grads=any(grads), deterministic=options.deterministic, merges=merges)
         chosen = choose(options.kernel, asked)
-        facts = {
+        agreed.facts = {
             "plan": plan.digest(), "dtype": q.dtype, "heads": q.shape[1], "kv_heads": k.shape[1], "dim": q.shape[2],
             "v_dim": v.shape[2], "scale": score.scale, "softcap": score.softcap, "dropout_p": score.dropout_p,
             "sinks": sinks is not None, "alibi_slopes": slopes is not None, "return_lse": options.return_lse,
             "deterministic": options.deterministic, "kernel": chosen.name, "q requires grad": grads[0],
             "k or v requires grad": grads[1], "sinks require grad": grads[2], "device": q.device.type,
         }  # fmt: skip
+        digest = digest_of_call("attention", agreed.facts, score.dropout_seed) if comm.size > 1 else 0
         call = Call(
             plan=plan, comm=comm, kernel=chosen, score=score, heads=q.shape[1], kv_heads=k.shape[1], dim=q.shape[2],
             v_dim=v.shape[2], dtype=q.dtype, device=q.device, sinks=sinks is not None, return_lse=options.return_lse,
-            kv_grads=grads[1], number=number, digest=signature(facts, score.dropout_seed) if comm.size > 1 else 0,
+            kv_grads=grads[1], number=number, digest=digest,
         )  # fmt: skip
-    except Exception as found:  # whatever it is, the others must hear of it
-        error = found
-    values = {"dropout_seed": seed, "alibi_slopes": slopes, "sinks": sinks}
-    key = agree_once(comm, "attention", facts, error, values=values)
-    assert call is not None
+        agreed.values = {"dropout_seed": seed, "alibi_slopes": slopes, "sinks": sinks}
     if comm.size > 1:
-        agreed_under(plan, comm)[key] = None
+        agreed_under(plan, comm)[agreed.digest] = None
     log.debug("rank %d: attention, call %d, plan %s, kernel %s", comm.rank, number, plan.digest(), call.kernel.name)
     return call
 

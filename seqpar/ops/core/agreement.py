@@ -5,7 +5,9 @@ from __future__ import annotations
 import hashlib
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
+from typing import NoReturn
 
+import torch
 from torch import Tensor
 
 from seqpar.comm import Comm, PeerError
@@ -16,44 +18,66 @@ REMEMBERED = 4096  # signatures that a comm keeps; all ranks forget the same one
 KINDS = 64  # of calls that are carried over to another plan
 
 
-def signature(facts: Mapping[str, object], *more: object) -> int:
-    """63 bits that name a call's plan and arguments in every message."""
-    text = repr((sorted((name, str(value)) for name, value in facts.items()), more))
+def digest_of_call(what: str, facts: Mapping[str, object], *more: object) -> int:
+    """63 bits that name a call and its arguments in every message."""
+    text = repr((what, sorted((name, str(value)) for name, value in facts.items()), more))
     return int.from_bytes(hashlib.blake2b(text.encode(), digest_size=8).digest(), "little") >> 1
 
 
-def agree_once(
-    comm: Comm,
-    what: str,
-    facts: Mapping[str, object],
-    error: Exception | None,
-    *,
-    values: Mapping[str, object] | None = None,
-) -> int:
-    """The signature of a call that all ranks make alike, 0 for one rank.
+class agreement:
+    """``with agreement(what, comm) as call:`` what a rank checks inside, all ranks agree on when the block ends.
 
-    They compare when they first see it, or always if the comm says so.
+    Inside, set ``call.facts`` to what must be equal on all ranks. An error inside is raised here, and on every other
+    rank a ValueError that quotes it: all before anything is sent. A rank by itself only checks.
 
-    facts: what must be equal on all ranks. error: what this rank found wrong with its own arguments. values: what may
-    differ from call to call, small tensors too; compared along with the facts, but no reason to compare again.
-
-    Raises: error here, and ValueError elsewhere; ValueError for facts that differ.
+    Ranks compare a call when they first see its facts, with ``check="call"`` always, and so they do with ``every``.
     """
-    if comm.size == 1:
-        if error is not None:
-            raise error
-        return 0
-    key = signature(facts, what)
-    if error is None and comm.check_every == "batch" and key in comm.agreed:
-        return key
-    try:
-        comm.agree(what, dict(facts) | _plain(values or {} if error is None else {}), error)
-    except PeerError:
+
+    # facts: name -> value. values: what may differ from call to call, small tensors too; compared along with the facts,
+    # but no reason to compare again. digest: of the facts, after the block, or before it ends by who knows it; 0 for a
+    # rank by itself.
+    facts: Mapping[str, object] = {}
+    values: Mapping[str, object] = {}
+    digest = 0
+
+    def __init__(self, what: str, comm: Comm, *, every: bool = False) -> None:
+        self.what, self.comm, self.every = what, comm, every
+
+    def __enter__(self) -> agreement:
+        return self
+
+    def __exit__(self, kind: object, error: BaseException | None, trace: object) -> None:
+        if self.comm.size == 1 or not isinstance(error, (Exception, type(None))):
+            return
         if error is None:
-            raise
-        raise error from None  # the others went on with what they remember; here stands why this rank did not
-    _remember(comm, key, what, facts)
-    return key
+            self.digest = self.digest or digest_of_call(self.what, self.facts)
+            if not self.every and self.comm.check_every == "batch" and self.digest in self.comm.agreed:
+                return
+        self._compare(error)
+
+    def _compare(self, error: Exception | None) -> None:
+        facts = self.facts if error is not None else {**self.facts, **_plain(self.values)}
+        try:
+            self.comm.agree(self.what, facts, error)
+        except PeerError:
+            if error is None:
+                raise
+            return  # the others went on with what they remember; what is wrong with this rank's call stands in error
+        if not self.every:
+            _remember(self.comm, self.digest, self.what, self.facts)
+
+
+def raise_on_all_ranks(what: str, comm: Comm, error: Exception) -> NoReturn:
+    """Raise the error of arguments with which a verb does not get as far as its agreement; the other ranks hear of it.
+
+    Raises: error, also where the comm is none; while a graph is traced on this rank alone.
+    """
+    if not torch.compiler.is_compiling():
+        check_comm(what, comm)
+        comm.next_call()
+        with agreement(what, comm):
+            raise error
+    raise error
 
 
 def note_agreed(comm: Comm, what: str, facts: Mapping[str, object]) -> int:
@@ -63,7 +87,7 @@ def note_agreed(comm: Comm, what: str, facts: Mapping[str, object]) -> int:
     """
     if comm.size == 1:
         return 0
-    key = signature(facts, what)
+    key = digest_of_call(what, facts)
     _remember(comm, key, what, facts)
     return key
 

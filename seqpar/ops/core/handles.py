@@ -19,7 +19,7 @@ import weakref
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from functools import wraps
-from typing import Any, NoReturn
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -29,7 +29,6 @@ from torch.utils._python_dispatch import TorchDispatchMode, _get_current_dispatc
 
 from seqpar.comm import Comm, Tag
 from seqpar.facts.value import Fact
-from seqpar.ops.core.agreement import agree_once, check_comm
 
 
 class Carried:
@@ -218,12 +217,3 @@ def refuse_tangent(what: str, x: Tensor) -> None:
     """Raises: NotImplementedError if x has a tangent, which a verb that asks for no gradient would lose."""
     if forward_ad._current_level >= 0 and forward_ad.unpack_dual(x).tangent is not None:  # type: ignore[attr-defined]
         raise NotImplementedError(f"{what} has no forward-mode derivative; use reverse mode")
-
-
-def refuse(what: str, comm: Comm, error: Exception) -> NoReturn:
-    """Raise the error of arguments that the op of a verb cannot take, in its place: the other ranks hear of it."""
-    if not torch.compiler.is_compiling():
-        check_comm(what, comm)
-        comm.next_call()
-        agree_once(comm, what, {}, error)
-    raise error

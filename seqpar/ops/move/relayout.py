@@ -16,7 +16,7 @@ from seqpar.facts.layout import Layout
 from seqpar.facts.value import Ints, Memo
 from seqpar.kernels import acc_dtype
 from seqpar.kernels.memory.upload import upload
-from seqpar.ops.core.agreement import abort_on_error, agree_once, check_comm, note_agreed
+from seqpar.ops.core.agreement import abort_on_error, agreement, check_comm, note_agreed, raise_on_all_ranks
 from seqpar.ops.core.device import Uploaded, stream_of
 from seqpar.ops.core.handles import (
     Made,
@@ -24,7 +24,6 @@ from seqpar.ops.core.handles import (
     carry,
     handles,
     in_graph,
-    refuse,
     refuse_tangent,
     uncompiled,
     values_of,
@@ -92,7 +91,7 @@ def relayout(x: Tensor, comm: Comm, *, src: Layout, dst: Layout, rows: int | Non
             rows = _rows_of(comm, dst)
         grad = torch.is_grad_enabled() and x.requires_grad
     except Exception as error:
-        refuse("relayout", comm, error)
+        raise_on_all_ranks("relayout", comm, error)
     y, _ = torch.ops.seqpar.relayout(x, handles(src, dst, comm), "relayout", 0, rows, grad)
     return y  # type: ignore[no-any-return]
 
@@ -200,7 +199,7 @@ def unshard(x: Tensor, plan: Plan, comm: Comm, *, dim: int = 0, side: str = "q")
         dim %= x.dim()
         grad = torch.is_grad_enabled() and x.requires_grad
     except Exception as error:
-        refuse("unshard", comm, error)
+        raise_on_all_ranks("unshard", comm, error)
     y, _ = torch.ops.seqpar.relayout(x.movedim(dim, 0), handles(plan, comm), side, dim, layout.total, grad)
     return y.movedim(0, dim)  # type: ignore[no-any-return]
 
@@ -266,27 +265,20 @@ def _agreed(
     verb = what if what == "relayout" else "unshard"
     *given, comm = values_of(handles, *((Layout, Layout) if what == "relayout" else (Plan,)))
     number = comm.next_call()
-    error: Exception | None = None
-    facts: dict[str, object] = {}
-    moves: Moves | None = None
-    try:
+    with agreement(verb, comm) as call:
         if what == "relayout":
             src, dst = given
             _check_layouts(x, comm, src, dst)
             # by its digest: two layouts that keep each other are freed only when Python looks for cycles
             moves = src.memo(("to", dst.digest(), comm.rank), lambda: _moves(src, dst, comm))
-            facts = _facts_of(x, src, dst, grad=grad)
+            call.facts = _facts_of(x, src, dst, grad=grad)
         else:
             (plan,) = given
             moves = plan.memo(("unshard", what, comm.rank), lambda: _copies(plan, what, comm))
-            facts = {"plan": plan.digest(), "dim": dim, "side": what} | _facts(x, grad)
+            call.facts = {"plan": plan.digest(), "dim": dim, "side": what} | _facts(x, grad)
         if rows != moves.rows_out:
             raise ValueError(f"rows={rows}, but rank {comm.rank} gets {moves.rows_out}")
-    except Exception as found:  # whatever it is, the others must hear of it
-        error = found
-    tag = Tag(agree_once(comm, verb, facts, error), number, 0, 0, f"{verb} (forward)")
-    assert moves is not None
-    return comm, tag, moves
+    return comm, Tag(call.digest, number, 0, 0, f"{verb} (forward)"), moves
 
 
 def _fake_relayout(

@@ -12,14 +12,13 @@ from torch.autograd.function import once_differentiable
 
 from seqpar.comm import Comm, Tag
 from seqpar.kernels.memory.copy import Pair
-from seqpar.ops.core.agreement import abort_on_error, agree_once, check_comm
+from seqpar.ops.core.agreement import abort_on_error, agreement, check_comm, raise_on_all_ranks
 from seqpar.ops.core.handles import (
     Made,
     carried,
     carry,
     handles,
     in_graph,
-    refuse,
     refuse_tangent,
     uncompiled,
     values_of,
@@ -68,7 +67,7 @@ def switch_all(
         split_dims, concat_dims, split, concat = _checked(xs, comm, split_dims, concat_dims, sizes)
         grads = [torch.is_grad_enabled() and x.requires_grad for x in xs]
     except Exception as error:
-        refuse("switch", comm, error)
+        raise_on_all_ranks("switch", comm, error)
     if in_graph(*xs):
         ys, _ = torch.ops.seqpar.switch(
             list(xs), handles(comm), split_dims, concat_dims, split, concat, comm.rank, False, grads
@@ -110,7 +109,7 @@ def start_switch(
             refuse_tangent("start_switch", x)
         grads = [torch.is_grad_enabled() and x.requires_grad for x in xs]
     except Exception as error:
-        refuse("switch", comm, error)
+        raise_on_all_ranks("switch", comm, error)
     tag = _agreed(xs, comm, split_dims, concat_dims, split, concat, grads)
     way = Way(Made(comm, tag), split_dims, concat_dims, split, concat, grads)
     return Switching(way, list(_Start.apply(way, *xs)) if any(grads) else way.post(xs))
@@ -175,12 +174,13 @@ def _agreed(
     """The name of a call that all ranks make alike."""
     number = comm.next_call()
     others = [[n for d, n in enumerate(x.shape) if d not in dims] for x, *dims in zip(xs, split_dims, concat_dims)]
-    facts: dict[str, object] = {
-        "split_dim": list(split_dims), "concat_dim": list(concat_dims), "split sizes": list(split),
-        "concat sizes": list(concat), "other dims": others, "dtype": [x.dtype for x in xs],
-        "device": [x.device.type for x in xs], "requires grad": list(grads),
-    }  # fmt: skip
-    return Tag(agree_once(comm, "switch", facts, None), number, 0, 0, "switch (forward)")
+    with agreement("switch", comm) as call:
+        call.facts = {
+            "split_dim": list(split_dims), "concat_dim": list(concat_dims), "split sizes": list(split),
+            "concat sizes": list(concat), "other dims": others, "dtype": [x.dtype for x in xs],
+            "device": [x.device.type for x in xs], "requires grad": list(grads),
+        }  # fmt: skip
+    return Tag(call.digest, number, 0, 0, "switch (forward)")
 
 
 # --- the exchange -----------------------------------------------------------------------------------------------------
