@@ -16,7 +16,7 @@ OLDEST_TRITON := $(if $(filter Linux,$(shell uname -s)),$(VENV)/triton-3.6)
 # The tests start hundreds of processes, which load bytecode sooner than they compile it.
 unexport PYTHONDONTWRITEBYTECODE
 
-.PHONY: demo test exhaustive soak bench results gpu sanitize lint setup clean
+.PHONY: demo test exhaustive soak bits bench results gpu sanitize lint setup clean
 
 demo: $(READY)
 	$(BIN)/seqpar demo $(ARGS)
@@ -30,6 +30,10 @@ exhaustive: $(READY) $(TIMM)
 # ten minutes of random verbs over processes; ARGS="--minutes 2" takes less
 soak: $(READY)
 	$(BIN)/python bench/soak.py $(ARGS)
+
+# whether a change alters bits; ARGS="--before COMMIT --only attention"
+bits: $(READY)
+	$(BIN)/python bench/bits.py $(ARGS)
 
 bench: $(READY)
 	$(BIN)/python -m pytest -q bench --benchmark-enable --benchmark-only $(ARGS)
