@@ -12,13 +12,13 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from seqpar.comm.entry import Entry, enters
+from seqpar.comm.entry import ThreadEntry, enters
 from seqpar.comm.header import AGREEING, hash63
 from seqpar.comm.owner import Owner
-from seqpar.comm.protocol import DEAD, NO_FACTS, Claim, PeerError, Stats, Tag, Work, settle, subset
+from seqpar.comm.protocol import DEAD, NO_FACTS, Claim, PeerError, Stats, Tag, Work, raise_first, subset
 
 
-class Link(Protocol):
+class Channel(Protocol):
     """What a comm and its subs share: the connection of a group's ranks, and whether it is alive."""
 
     rank: int
@@ -70,24 +70,24 @@ class _First(NamedTuple):
         return cls(form, number, along)
 
 
-L = TypeVar("L", bound=Link)
-M = TypeVar("M", bound="Members[Any]")
+C = TypeVar("C", bound=Channel)
+M = TypeVar("M", bound="CommBase[Any]")
 
 
-class Members(Generic[L]):
+class CommBase(Generic[C]):
     """Some ranks of a group, renumbered. A comm adds how bytes move: `exchange`, `empty` and `_post_control`."""
 
     direct = False
 
     def _join(
-        self, link: L, scope: tuple[int, ...], stats: Stats, counters: dict[object, Any], check_every: str
+        self, channel: C, scope: tuple[int, ...], stats: Stats, counters: dict[object, Any], check_every: str
     ) -> None:
-        self._link, self._scope, self._counters, self.check_every = link, scope, counters, check_every
+        self._channel, self._scope, self._counters, self.check_every = channel, scope, counters, check_every
         self._scope_id = hash63(scope) if scope else 0
-        self._ranks: Sequence[int] = scope or range(link.size)  # this comm's rank -> the group's
-        self.rank, self.size, self.stats = self._ranks.index(link.rank), len(self._ranks), stats
+        self._ranks: Sequence[int] = scope or range(channel.size)  # this comm's rank -> the group's
+        self.rank, self.size, self.stats = self._ranks.index(channel.rank), len(self._ranks), stats
         self.agreed: dict[int, tuple[str, Mapping[str, object]]] = counters.setdefault(("agreed", scope), {})
-        self.entry: Entry = counters.setdefault("entry", Entry())
+        self.entry: ThreadEntry = counters.setdefault("entry", ThreadEntry())
 
     def _in_group(self, tensors: Mapping[int, list[Tensor]]) -> dict[int, list[Tensor]]:
         return {self._ranks[peer]: several for peer, several in tensors.items()}
@@ -97,18 +97,18 @@ class Members(Generic[L]):
         ranks = subset(self.rank, self.size, ranks)
         view = type(self).__new__(type(self))
         scope = tuple(self._ranks[r] for r in ranks)
-        view._join(self._link, scope, self.stats, self._counters, self.check_every)
+        view._join(self._channel, scope, self.stats, self._counters, self.check_every)
         return view
 
     def check(self) -> None:
         """Raise PeerError if this rank knows that the group is dead, and in a fork of its process."""
-        self._link.owner.check()
-        if self._link.cause is not None:
-            raise self._link.error("cannot go on")
+        self._channel.owner.check()
+        if self._channel.cause is not None:
+            raise self._channel.error("cannot go on")
 
     def abort(self, reason: str) -> None:
         """Make this rank's reason the root cause unless one stands, and wake every rank that waits for it."""
-        self._link.fail(reason)
+        self._channel.fail(reason)
 
     def next_call(self) -> int:
         """The number of the verb that starts now."""
@@ -131,7 +131,7 @@ class Members(Generic[L]):
         found = self._first(first, tag)
         if all(other == first for other in found) and error is None:
             return
-        self._settle(claim, found, tag, error)
+        self._raise_first(claim, found, tag, error)
 
     @enters
     def gather(
@@ -144,13 +144,13 @@ class Members(Generic[L]):
         packed = pickle.dumps((claim, None if error else value))
         found = self._first(_First(GATHERS, len(packed), packed if len(packed) <= ALONG else b""), tag)
         if any(each.form != GATHERS for each in found):
-            self._settle(claim, found, tag, error)
+            self._raise_first(claim, found, tag, error)
         lengths = [each.number for each in found]
         if max(lengths) <= ALONG:
             pairs = [pickle.loads(each.along) for each in found]
         else:
             pairs = self._swap_packed(_bytes(packed), lengths, tag._replace(stage=1))
-        settle([claim for claim, _ in pairs], error)
+        raise_first([claim for claim, _ in pairs], error)
         return [value for _, value in pairs]
 
     def _first(self, own: _First, tag: Tag) -> list[_First]:
@@ -158,7 +158,7 @@ class Members(Generic[L]):
         tensor = _bytes(own.packed())
         return [_First.read(each.numpy().tobytes()) for each in self._swap(tensor, [tensor] * self.size, tag)]
 
-    def _settle(self, claim: Claim, first: Sequence[_First], tag: Tag, error: Exception | None) -> None:
+    def _raise_first(self, claim: Claim, first: Sequence[_First], tag: Tag, error: Exception | None) -> None:
         """Raise what ranks say that began with these different words; return if it comes to the same."""
         gathers = [each.form == GATHERS for each in first]
         if len(set(gathers)) > 1:
@@ -166,7 +166,7 @@ class Members(Generic[L]):
         packed = _bytes(pickle.dumps(claim))
         length = torch.tensor([packed.numel()])
         lengths = self._swap(length, [length] * self.size, tag._replace(stage=1))
-        settle(self._swap_packed(packed, [int(n) for n in lengths], tag._replace(stage=2)), error)
+        raise_first(self._swap_packed(packed, [int(n) for n in lengths], tag._replace(stage=2)), error)
 
     def _swap_packed(self, own: Tensor, lengths: Sequence[int], tag: Tag) -> list[Any]:
         """Every rank's object, by rank, of pickles with these lengths."""
@@ -188,6 +188,13 @@ class Members(Generic[L]):
     def _post_control(self, sends: Mapping[int, list[Tensor]], recvs: Mapping[int, list[Tensor]], tag: Tag) -> Work:
         """An exchange of CPU tensors that the stats do not count; peers are this comm's ranks."""
         raise NotImplementedError
+
+
+class Done:
+    """`Work` of an exchange without messages."""
+
+    def wait(self) -> None:
+        """Return."""
 
 
 def _bytes(packed: bytes) -> Tensor:

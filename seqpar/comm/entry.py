@@ -15,7 +15,7 @@ from typing import Any, TypeVar, cast
 M = TypeVar("M", bound=Callable[..., Any])
 
 
-class Entry:
+class ThreadEntry:
     """Where threads enter a comm and its subs. inside: the innermost call under way and its thread, for messages."""
 
     def __init__(self) -> None:
@@ -32,7 +32,7 @@ def entered(comm: Any, what: str) -> Iterator[None]:
     if comm.size == 1:
         yield
         return
-    entry: Entry = comm.entry
+    entry: ThreadEntry = comm.entry
     thread = threading.current_thread().name
     if not entry.lock.acquire(blocking=False):
         other, where = entry.inside

@@ -31,13 +31,13 @@ import torch.distributed as dist
 from torch import Tensor
 
 from seqpar.comm.arguments import check_arguments, check_descriptors
-from seqpar.comm.base import Members, process_group, waited
+from seqpar.comm.base import CommBase, process_group, waited
 from seqpar.comm.failure import Monitor, RootCause
-from seqpar.comm.header import HEADER_BYTES, WARMING, Calls, Header, describe, hash63, packed, unpacked
+from seqpar.comm.header import HEADER_BYTES, WARMING, CallNames, Header, describe, hash63, packed, unpacked
 from seqpar.comm.interrupt import Interrupt
 from seqpar.comm.owner import Owner
-from seqpar.comm.protocol import PeerError, Stats, Tag, Work, nonempty, rounds
-from seqpar.comm.rendezvous import Meeting
+from seqpar.comm.protocol import PeerError, Stats, Tag, Work, checked_side, rounds
+from seqpar.comm.rendezvous import Rendezvous
 
 log = logging.getLogger("seqpar.comm")
 
@@ -49,7 +49,7 @@ HEADERS, HANG_UP, FIRST_FREE = 0, 1, 16
 BESIDE = 1 << 14  # bytes of a pair's tensors up to which they travel behind their header
 
 
-class _Link:
+class GroupChannel:
     """What a comm and its subs share: the group, its twin, whether they are alive. Ranks are the group's."""
 
     def __init__(self, group: dist.ProcessGroup, timeout: float, check: str) -> None:
@@ -60,10 +60,10 @@ class _Link:
         self.orphans: list[object] = []  # what the twin may still write to after a failure
         c10d: Any = dist.distributed_c10d
         store = group.get_group_store()
-        meeting = Meeting("GroupComm", store, self.rank, self.size, timeout)
-        # in the meeting, so that no rank waits for one whose arguments are wrong
-        meeting.hear(lambda: self._check(check))
-        twin_store = c10d.PrefixStore(f"seqpar/GroupComm/{meeting.number}", store)
+        rendezvous = Rendezvous("GroupComm", store, self.rank, self.size, timeout)
+        # in the rendezvous, so that no rank waits for one whose arguments are wrong
+        rendezvous.hear(lambda: self._check(check))
+        twin_store = c10d.PrefixStore(f"seqpar/GroupComm/{rendezvous.number}", store)
         device = torch.cuda.current_device() if self.uses_nccl else None
 
         def connect() -> Any:
@@ -75,13 +75,13 @@ class _Link:
                 ones.item()
             return twin
 
-        self._groups: list[Any] = [group, meeting.connect(connect), self.orphans]
+        self._groups: list[Any] = [group, rendezvous.connect(connect), self.orphans]
         # gloo's threads must end before the interpreter does, or C++ may end the process for it
         self.owner = Owner(self, self.rank, self._groups)
         self.root_cause = RootCause(twin_store, "root cause", self.rank)
         self.monitor = Monitor(timeout, self.fail, self.look)
         self.interrupt = Interrupt(lambda doing: self.fail(f"{doing}: interrupted by Ctrl-C"))
-        self.calls = Calls()
+        self.calls = CallNames()
 
     def _check(self, check: str) -> None:
         check_arguments("GroupComm", self.timeout, check)
@@ -162,7 +162,7 @@ def _number(header: Header, index: int) -> int:
     return FIRST_FREE + (hash63(tuple(header)) + index) % (2**31 - FIRST_FREE)
 
 
-class _Step(NamedTuple):
+class _GlooMessage(NamedTuple):
     """One message of a gloo exchange that `wait` waits for; with an expectation, a header to compare with it.
 
     beside: the tensors whose bytes are behind that header.
@@ -207,80 +207,81 @@ def _land(message: Tensor, tensors: Sequence[Tensor]) -> None:
 class _GlooWork:
     """`Work` of an exchange of CPU tensors."""
 
-    def __init__(self, link: _Link, tag: Tag, stats: Stats | None) -> None:
-        self._link, self._tag, self._stats = link, tag, stats
-        self._steps: list[_Step] = []
+    def __init__(self, channel: GroupChannel, tag: Tag, stats: Stats | None) -> None:
+        self._channel, self._tag, self._stats = channel, tag, stats
+        self._messages: list[_GlooMessage] = []
         self._waited = False
 
     def post(self, scope: int, tag: Tag, sends: Mapping[int, list[Tensor]], recvs: Mapping[int, list[Tensor]]) -> None:
         """Hand all messages to gloo, headers first; peers are the group's ranks."""
-        twin = self._link.twin
-        self._link.calls.add(tag)
+        twin = self._channel.twin
+        self._channel.calls.add(tag)
         incoming, outgoing = [], []
         # a rank that only sends learns from its tensors that nobody takes them, and headers are taken by anybody
         mutual = sends.keys() & recvs.keys()
         for peer, tensors in recvs.items():
             header, beside = _announced(scope, tag, tensors, peer in mutual)
             buffer = torch.empty(HEADER_BYTES + BESIDE, dtype=torch.uint8)
-            self._steps.append(_Step(self._posted(twin.recv, buffer, peer, HEADERS), peer, buffer, header, beside))
+            work = self._posted(twin.recv, buffer, peer, HEADERS)
+            self._messages.append(_GlooMessage(work, peer, buffer, header, beside))
             for index, tensor in enumerate(() if beside else tensors):
                 number = _number(header, index)
-                incoming.append(_Step(self._posted(twin.recv, tensor, peer, number), peer, tensor, None))
+                incoming.append(_GlooMessage(self._posted(twin.recv, tensor, peer, number), peer, tensor, None))
         for peer, tensors in sends.items():
             header, beside = _announced(scope, tag, tensors, peer in mutual)
             buffer = _headed(header, beside)
-            outgoing.append(_Step(self._posted(twin.send, buffer, peer, HEADERS), peer, buffer, None))
+            outgoing.append(_GlooMessage(self._posted(twin.send, buffer, peer, HEADERS), peer, buffer, None))
             for index, tensor in enumerate(() if beside else tensors):
                 number = _number(header, index)
-                outgoing.append(_Step(self._posted(twin.send, tensor, peer, number), peer, tensor, None))
-        self._steps += incoming + outgoing
+                outgoing.append(_GlooMessage(self._posted(twin.send, tensor, peer, number), peer, tensor, None))
+        self._messages += incoming + outgoing
 
     def _posted(self, post: Callable[..., dist.Work], tensor: Tensor, peer: int, number: int) -> dist.Work:
         try:
             return post([tensor], peer, number)
         except RuntimeError as error:
             self._abandon()
-            raise self._link.failed(f"posting {self._name}", peer, error) from error
+            raise self._channel.failed(f"posting {self._name}", peer, error) from error
 
     def wait(self) -> None:
-        if not self._steps:
+        if not self._messages:
             return
         start = time.monotonic()
         self._waited = True
         watched = False
         try:
-            watched = self._link.interrupt.begin(f"in {self._name}")
-            for step in self._steps:
-                self._wait_for(step, start + self._link.timeout)
-            self._steps = []
+            watched = self._channel.interrupt.begin(f"in {self._name}")
+            for message in self._messages:
+                self._wait_for(message, start + self._channel.timeout)
+            self._messages = []
         except BaseException as error:
             self._abandon()
             if not isinstance(error, PeerError):
-                self._link.fail(f"in {self._name}: {type(error).__name__}: {error}")
+                self._channel.fail(f"in {self._name}: {type(error).__name__}: {error}")
             raise
         finally:
             if watched:
-                self._link.interrupt.end()
+                self._channel.interrupt.end()
             if self._stats is not None:
                 self._stats.wait_seconds += time.monotonic() - start
 
-    def _wait_for(self, step: _Step, deadline: float) -> None:
-        link = self._link
+    def _wait_for(self, message: _GlooMessage, deadline: float) -> None:
+        channel = self._channel
         doing = f"in {self._name}"
-        link.owner.check()
-        if link.cause is not None:
-            raise link.error(f"{doing}, waiting for rank {step.peer}")
+        channel.owner.check()
+        if channel.cause is not None:
+            raise channel.error(f"{doing}, waiting for rank {message.peer}")
         try:
-            step.work.wait(timedelta(seconds=max(0.001, deadline - time.monotonic())))
+            message.work.wait(timedelta(seconds=max(0.001, deadline - time.monotonic())))
         except RuntimeError as error:
-            raise link.failed(doing, step.peer, error) from error
-        if step.expected is not None:
-            given = unpacked(step.buffer)
-            if given != step.expected:
-                why = link.calls.mismatch(step.peer, given, link.rank, step.expected, self._tag)
-                link.fail(f"{doing}: {why}")
-                raise link.error(f"{doing}, receiving from rank {step.peer}")
-            _land(step.buffer, step.beside)
+            raise channel.failed(doing, message.peer, error) from error
+        if message.expected is not None:
+            given = unpacked(message.buffer)
+            if given != message.expected:
+                why = channel.calls.mismatch(message.peer, given, channel.rank, message.expected, self._tag)
+                channel.fail(f"{doing}: {why}")
+                raise channel.error(f"{doing}, receiving from rank {message.peer}")
+            _land(message.buffer, message.beside)
 
     @property
     def _name(self) -> str:
@@ -288,14 +289,14 @@ class _GlooWork:
 
     def _abandon(self) -> None:
         self._waited = True
-        self._link.orphans += self._steps
-        self._steps = []
+        self._channel.orphans += self._messages
+        self._messages = []
 
     def __del__(self) -> None:
-        if not self._waited and self._steps:
+        if not self._waited and self._messages:
             self._abandon()
-            if self._link.cause is None:
-                self._link.fail(f"dropped the work of {self._name} without waiting for it")
+            if self._channel.cause is None:
+                self._channel.fail(f"dropped the work of {self._name} without waiting for it")
 
 
 class _NcclWork:
@@ -307,8 +308,8 @@ class _NcclWork:
     in the order of the stream that waited, which must be the one that allocated.
     """
 
-    def __init__(self, link: _Link, tag: Tag) -> None:
-        self._link, self._name = link, describe(tag)
+    def __init__(self, channel: GroupChannel, tag: Tag) -> None:
+        self._channel, self._name = channel, describe(tag)
         self._works: list[Any] = []
         self._tensors: list[Tensor] = []
 
@@ -319,28 +320,28 @@ class _NcclWork:
             self._tensors += [op.tensor for op in batch]
             works = dist.batch_isend_irecv(list(batch))
             self._works += works
-            self._link.monitor.watch(works, f"in {self._name} for ranks {peers}")
+            self._channel.monitor.watch(works, f"in {self._name} for ranks {peers}")
 
     def wait(self) -> None:
-        self._link.owner.check()
+        self._channel.owner.check()
         works, self._works = self._works, []
         try:
             for work in works:
                 work.wait()
         except RuntimeError as error:
-            self._link.fail(f"in {self._name}: {error}")
-        if works and self._link.cause is not None:
-            raise self._link.error(f"in {self._name}")
+            self._channel.fail(f"in {self._name}: {error}")
+        if works and self._channel.cause is not None:
+            raise self._channel.error(f"in {self._name}")
         self._tensors = []
 
     def __del__(self) -> None:
         if self._works:
-            self._link.orphans += [*self._works, *self._tensors]
-            if self._link.cause is None:
-                self._link.fail(f"dropped the work of {self._name} without waiting for it")
+            self._channel.orphans += [*self._works, *self._tensors]
+            if self._channel.cause is None:
+                self._channel.fail(f"dropped the work of {self._name} without waiting for it")
 
 
-class GroupComm(Members[_Link]):
+class GroupComm(CommBase[GroupChannel]):
     """The ranks of a process group. See `Comm` for the methods and the module for how it works.
 
     group: a `ProcessGroup`, a 1-D `DeviceMesh` (of a larger mesh: ``mesh["cp"]``), or None for the default group.
@@ -355,18 +356,18 @@ class GroupComm(Members[_Link]):
     """
 
     def __init__(self, group: Any = None, *, timeout: float = 300.0, check: str = "batch") -> None:
-        self._join(_Link(process_group("GroupComm", group), timeout, check), (), Stats(), {}, check)
+        self._join(GroupChannel(process_group("GroupComm", group), timeout, check), (), Stats(), {}, check)
 
     def exchange(
         self, sends: Mapping[int, Sequence[Tensor]], recvs: Mapping[int, Sequence[Tensor]], *, tag: Tag
     ) -> Work:
         """Post one exchange: see `Comm.exchange`. All its tensors are CUDA or all are CPU tensors."""
-        sends = nonempty(self.rank, self.size, sends, sending=True)
-        recvs = nonempty(self.rank, self.size, recvs, sending=False)
+        sends = checked_side(self.rank, self.size, sends, sending=True)
+        recvs = checked_side(self.rank, self.size, recvs, sending=False)
         device = self._device_type(sends, recvs)
         self.check()
         if device is None:
-            return _NcclWork(self._link, tag)
+            return _NcclWork(self._channel, tag)
         self.stats.count(self._in_group(sends), self._in_group(recvs))
         if device == "cpu":
             return self._post_cpu(sends, recvs, tag, self.stats)
@@ -380,7 +381,7 @@ class GroupComm(Members[_Link]):
             )
         needed = {"cpu": "gloo", "cuda": "nccl"}
         for device in found:
-            backend = self._link.backends.get(device, "none")
+            backend = self._channel.backends.get(device, "none")
             if backend != needed.get(device):
                 raise ValueError(
                     f"exchange: tensors on device {device} in a group whose backend for it is {backend}; expected "
@@ -391,7 +392,7 @@ class GroupComm(Members[_Link]):
     def _post_cpu(
         self, sends: Mapping[int, list[Tensor]], recvs: Mapping[int, list[Tensor]], tag: Tag, stats: Stats | None
     ) -> _GlooWork:
-        work = _GlooWork(self._link, tag, stats)
+        work = _GlooWork(self._channel, tag, stats)
         work.post(self._scope_id, tag, self._in_group(sends), self._in_group(recvs))
         return work
 
@@ -403,13 +404,13 @@ class GroupComm(Members[_Link]):
             sides = ((dist.isend, outgoing.get(key, {})), (dist.irecv, incoming.get(key, {})))
             batches.append(
                 [
-                    dist.P2POp(op, tensor, group=self._link.group, group_peer=peer)
+                    dist.P2POp(op, tensor, group=self._channel.group, group_peer=peer)
                     for op, side in sides
                     for peer, several in self._in_group(side).items()
                     for tensor in several
                 ]
             )
-        work = _NcclWork(self._link, tag)
+        work = _NcclWork(self._channel, tag)
         work.post(batches)
         return work
 
@@ -420,7 +421,7 @@ class GroupComm(Members[_Link]):
     def warm_up(self, peers: Sequence[int]) -> None:
         """Open NCCL's connections to peers; gloo's are open since the constructor."""
         self.check()
-        if self._link.uses_nccl:
+        if self._channel.uses_nccl:
             device = torch.device("cuda", torch.cuda.current_device())
             sends, recvs = ({p: [torch.zeros(1, device=device)] for p in peers} for _ in range(2))
             self._post_cuda(sends, recvs, Tag(0, self._next("warm-up"), WARMING, 0)).wait()

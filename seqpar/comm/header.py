@@ -62,7 +62,7 @@ def unpacked(message: Tensor) -> Header:
     return Header(*_WORDS.unpack(message[:HEADER_BYTES].numpy().tobytes()))
 
 
-class Calls:
+class CallNames:
     """What this rank's exchanges belonged to, so that a header of a peer that is in the same verb can be named."""
 
     def __init__(self) -> None:

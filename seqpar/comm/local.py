@@ -38,8 +38,9 @@ import torch
 from torch import Tensor
 
 from seqpar.comm.arguments import check_timeout
-from seqpar.comm.entry import Entry, enters
-from seqpar.comm.protocol import NO_FACTS, Claim, PeerError, Stats, Tag, Work, nonempty, rounds, settle, subset
+from seqpar.comm.base import Done
+from seqpar.comm.entry import ThreadEntry, enters
+from seqpar.comm.protocol import NO_FACTS, Claim, PeerError, Stats, Tag, Work, checked_side, raise_first, rounds, subset
 
 log = logging.getLogger("seqpar.comm")
 
@@ -49,7 +50,7 @@ Scope = tuple[int, ...]
 
 
 @dataclass(eq=False)
-class _Progress:
+class _RoundsLeft:
     """How much of one rank's exchange is still to be done; shared by its rounds and its `Work`."""
 
     rank: int
@@ -69,7 +70,7 @@ class _Round:
     key: tuple[Scope, Tag, tuple[int, int]]
     sends: dict[int, list[Tensor]]
     recvs: dict[int, list[Tensor]]
-    progress: _Progress
+    progress: _RoundsLeft
     posted: float
     moving: int = 0  # messages matched but not yet copied
 
@@ -124,7 +125,7 @@ class _World:
         self.agreeing: dict[int, _Agreement] = {}  # of ranks that wait for others to agree
         self.waiting: set[int] = set()  # ranks that wait for an exchange
         self.failure: tuple[int, str] | None = None
-        self.held: dict[_Progress, list[Tensor]] = {}  # CUDA tensors of exchanges that nobody has waited for
+        self.held: dict[_RoundsLeft, list[Tensor]] = {}  # CUDA tensors of exchanges that nobody has waited for
 
     def fail(self, rank: int, reason: str) -> None:
         """Make (rank, reason) the root cause unless one stands, and wake every rank."""
@@ -156,7 +157,7 @@ class _World:
                 if self.failure is not None:
                     self.give_up(rank, f"posted {entries[0]}")
 
-    def wait(self, progress: _Progress) -> None:
+    def wait(self, progress: _RoundsLeft) -> None:
         """Return when the exchange is complete, moving any rank's due messages meanwhile."""
         rank = progress.rank
         with self.lock:
@@ -356,7 +357,7 @@ class _World:
         return text
 
 
-def _move(sender: _Progress, receiver: _Progress, source: Sequence[Tensor], target: Sequence[Tensor]) -> None:
+def _move(sender: _RoundsLeft, receiver: _RoundsLeft, source: Sequence[Tensor], target: Sequence[Tensor]) -> None:
     """Copy now, or on CUDA when the receiver's stream gets there, whichever thread this is."""
     stream = sender.stream if receiver.stream is None else receiver.stream
     if stream is None:
@@ -391,7 +392,7 @@ def _stream(tensors: Iterable[Tensor]) -> Any:
 class _LocalWork:
     """`Work` of a `LocalComm`."""
 
-    def __init__(self, world: _World, progress: _Progress, stats: Stats) -> None:
+    def __init__(self, world: _World, progress: _RoundsLeft, stats: Stats) -> None:
         self._world, self._progress, self._stats = world, progress, stats
         self._waited = False
 
@@ -406,13 +407,6 @@ class _LocalWork:
     def __del__(self) -> None:
         if not self._waited and self._world.failure is None:
             self._world.fail(self._progress.rank, f"dropped the work of {self._progress.name} without waiting for it")
-
-
-class _Done:
-    """`Work` of an exchange without messages."""
-
-    def wait(self) -> None:
-        return None
 
 
 class LocalComm:
@@ -449,17 +443,17 @@ class LocalComm:
         self._ranks: Sequence[int] = scope or range(world.size)  # this comm's rank -> world rank
         self.rank, self.size, self.stats = self._ranks.index(me), len(self._ranks), stats
         self.agreed: dict[int, tuple[str, Mapping[str, object]]] = counters.setdefault(("agreed", scope), {})
-        self.entry: Entry = counters.setdefault("entry", Entry())
+        self.entry: ThreadEntry = counters.setdefault("entry", ThreadEntry())
 
     def exchange(
         self, sends: Mapping[int, Sequence[Tensor]], recvs: Mapping[int, Sequence[Tensor]], *, tag: Tag
     ) -> Work:
         """Post one exchange: see `Comm.exchange`. A mismatch or a cycle that it completes raises PeerError here."""
-        sends = nonempty(self.rank, self.size, sends, sending=True, direct=self.direct)
-        recvs = nonempty(self.rank, self.size, recvs, sending=False, direct=self.direct)
+        sends = checked_side(self.rank, self.size, sends, sending=True, direct=self.direct)
+        recvs = checked_side(self.rank, self.size, recvs, sending=False, direct=self.direct)
         self.check()
         if not sends and not recvs:
-            return _Done()
+            return Done()
         with torch.inference_mode():
             for tensor in _all(recvs):
                 if tensor.is_floating_point():
@@ -470,7 +464,7 @@ class LocalComm:
         keys = sorted(outgoing.keys() | incoming.keys())
         stream = _stream(itertools.chain(_all(sends), _all(recvs)))
         ready = None if stream is None else stream.record_event()
-        progress = _Progress(self._me, str(tag), len(keys), stream, ready)
+        progress = _RoundsLeft(self._me, str(tag), len(keys), stream, ready)
         work = _LocalWork(self._world, progress, self.stats)
         now = time.monotonic()
         entries = [
@@ -527,7 +521,7 @@ class LocalComm:
     def agree(self, what: str, facts: Mapping[str, object], error: Exception | None = None) -> None:
         """Compare the facts of all ranks: see `Comm.agree`."""
         self.check()
-        settle(self._together("agreement on", what, Claim.of(what, facts, error)), error)
+        raise_first(self._together("agreement on", what, Claim.of(what, facts, error)), error)
 
     @enters
     def gather(
@@ -537,7 +531,7 @@ class LocalComm:
         self.check()
         own = (Claim.of(what, facts, error), None if error else pickle.dumps(value))
         found = self._together("gathering of", what, own)
-        settle([claim for claim, _ in found], error)
+        raise_first([claim for claim, _ in found], error)
         return [pickle.loads(packed) for _, packed in found]
 
     def _together(self, kind: str, what: str, claim: Any) -> list[Any]:

@@ -25,7 +25,7 @@ from typing import Any, NamedTuple, Protocol, runtime_checkable
 import torch
 from torch import Tensor
 
-from seqpar.comm.entry import Entry
+from seqpar.comm.entry import ThreadEntry
 
 DIMS = 6  # of a tensor that is exchanged and not contiguous: kDims in csrc/shm/mailbox.h
 MESSAGES_PER_EXCHANGE = 64  # sends and receives together; a larger exchange is split by `rounds`
@@ -134,7 +134,7 @@ class Comm(Protocol):
     stats: Stats
     direct: bool  # whether tensors of any strides travel from where they lie to where they belong in one copy
     check_every: str  # "batch": verbs compare a signature over ranks when they first see it; "call": every time
-    entry: Entry  # of threads, one at a time
+    entry: ThreadEntry  # of threads, one at a time
     agreed: dict[int, tuple[str, Mapping[str, object]]]  # signatures of calls that all ranks had in common -> the calls
 
     def exchange(
@@ -221,7 +221,7 @@ def rounds(
     return found
 
 
-def nonempty(
+def checked_side(
     rank: int, size: int, tensors: Mapping[int, Sequence[Tensor]], *, sending: bool, direct: bool = False
 ) -> dict[int, list[Tensor]]:
     """The tensors of one side of an exchange that hold something, peer -> tensors, without peers left with none.
@@ -282,7 +282,7 @@ class Claim(NamedTuple):
         return cls(what, {name: repr(value) for name, value in facts.items()}, text)
 
 
-def settle(claims: Sequence[Claim], own: Exception | None) -> None:
+def raise_first(claims: Sequence[Claim], own: Exception | None) -> None:
     """Return if the claims of all ranks, in rank order, are equal and free of errors; else raise as `agree` promises.
 
     own: this rank's error, raised here as it is. Every rank reaches the same verdict from the same claims.

@@ -36,7 +36,7 @@ def machine() -> list[str]:
     return [boot, processes, platform.node()]
 
 
-class Meeting:
+class Rendezvous:
     """The ranks of a group while they make something together: each says what it has, and hears what all have.
 
     name: of what is made, for errors; store: the group's; timeout: seconds to wait for a rank. Each rank writes a token

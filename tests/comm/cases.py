@@ -174,7 +174,7 @@ def gather_with_facts(comm):
 
 def messages_of_small_calls(comm):
     """Messages that gloo is given for an agreement, a gathering, and exchanges of few bytes and of more."""
-    twin = comm._link.twin
+    twin = comm._channel.twin
 
     class Counting:
         def __init__(self):
@@ -195,10 +195,10 @@ def messages_of_small_calls(comm):
     )
     counts = []
     for call in calls:
-        counting = comm._link._groups[1] = Counting()
+        counting = comm._channel._groups[1] = Counting()
         call()
         counts.append(counting.count)
-    comm._link._groups[1] = twin
+    comm._channel._groups[1] = twin
     return counts, [x.tolist() for x in arrived]
 
 
@@ -234,8 +234,8 @@ def interrupted(comm):
 
 
 def _is_dead(comm):
-    link = comm._link
-    return link.look() if isinstance(comm, GroupComm) else link.cause
+    channel = comm._channel
+    return channel.look() if isinstance(comm, GroupComm) else channel.cause
 
 
 def agree(comm, what, by_rank, errors):
@@ -280,7 +280,7 @@ def impatient(comm, seconds):
     """Let waits of this rank fail after so many seconds from now on; the constructor had all the time it needed."""
     for each in (comm, getattr(comm, "_control", None)):
         if each is not None:
-            (each._world if isinstance(each, LocalComm) else each._link).timeout = seconds
+            (each._world if isinstance(each, LocalComm) else each._channel).timeout = seconds
 
 
 def until(condition, seconds=120.0):
@@ -445,7 +445,7 @@ def stuck_stream(comm, limit):
     """Every rank's batch never completes; only rank 0 is late enough to time out. Returns the error."""
     start = time.monotonic()
     if comm.rank == 0:
-        comm._link.monitor._timeout = 1.0
+        comm._channel.monitor._timeout = 1.0
     with mock.patch("torch.distributed.batch_isend_irecv", lambda ops: [NeverCompletes()]):
         work = comm._post_cuda({}, {(comm.rank + 1) % comm.size: [torch.zeros(1)]}, tag(6, 2, 1))
         work.wait()  # orders the stream, as on CUDA

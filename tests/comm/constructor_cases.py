@@ -8,7 +8,7 @@ from unittest import mock
 
 from seqpar import native
 from seqpar.comm import PeerError
-from seqpar.comm.rendezvous import Meeting
+from seqpar.comm.rendezvous import Rendezvous
 from seqpar.comm.shm import comm as shm
 from tests.comm import cases
 
@@ -68,7 +68,7 @@ def dies(comm):
     def die(*args):
         os._exit(5)
 
-    with mock.patch.object(Meeting, "connect", die) if comm.rank == 1 else contextlib.nullcontext():
+    with mock.patch.object(Rendezvous, "connect", die) if comm.rank == 1 else contextlib.nullcontext():
         type(comm)(timeout=2.0)
 
 

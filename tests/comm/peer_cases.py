@@ -27,7 +27,7 @@ class Carried:
         return Carried(self._comm.sub(ranks))
 
     def exchange(self, sends, recvs, *, tag):
-        device = self._comm._link.cuda.device
+        device = self._comm._channel.cuda.device
         sent = {peer: [x.to(device) for x in several] for peer, several in sends.items()}
         got = {peer: [self._memory(x, i, device) for i, x in enumerate(several)] for peer, several in recvs.items()}
         return CarriedWork(self._comm.exchange(sent, got, tag=tag), got, recvs)
@@ -58,7 +58,7 @@ def on_device(control, fn, args, timeout, signals, carried=True):
 
 def strided(comm):
     """Transposed and sliced tensors into others, in the pool and elsewhere."""
-    device, other = comm._link.cuda.device, comm.rank ^ 1
+    device, other = comm._channel.cuda.device, comm.rank ^ 1
     x = torch.arange(24.0, device=device).reshape(2, 3, 4) + 100 * comm.rank
     deep = torch.full((2,) * 8, comm.rank, dtype=torch.int16, device=device)
     sends = [x.permute(2, 1, 0), x[:, ::2, 1:3], x.permute(2, 1, 0), deep]
@@ -76,7 +76,7 @@ def strided(comm):
 def rotate(comm):
     """A ring on streams that are late by turns, in two slots that are overwritten as soon as they may be."""
     after, before, found = (comm.rank + 1) % comm.size, (comm.rank - 1) % comm.size, []
-    device = comm._link.cuda.device
+    device = comm._channel.cuda.device
     slots = [comm.empty((1 << 18,), torch.float32, device) for _ in range(2)]
     sent = torch.empty(1 << 18, device=device)
     for n in range(20):
@@ -95,7 +95,7 @@ def stalled(comm):
 
     Seconds that the host took, what was received, the error that says so.
     """
-    device, other = comm._link.cuda.device, 1 - comm.rank
+    device, other = comm._channel.cuda.device, 1 - comm.rank
     for stream in [torch.cuda.Stream() for _ in range(32)]:
         with torch.cuda.stream(stream):
             torch.zeros(1, device=device)
@@ -103,7 +103,7 @@ def stalled(comm):
     comm.exchange({other: [x]}, {other: [y]}, tag=tag(0)).wait()
     torch.cuda.current_stream().synchronize()
     if comm.rank == 1:
-        comm._link.monitor._timeout = 20.0
+        comm._channel.monitor._timeout = 20.0
         for _ in range(4):
             torch.cuda._sleep(1 << 31)
     start = time.monotonic()

@@ -71,7 +71,7 @@ def model(comm, seed, steps, delayed):
     in another's place shows. Returns what was wrong, the messages received and the bytes that were staged.
     """
     if delayed:
-        comm._link.ops = Before(comm._link.ops, delays(seed * 8 + comm.rank))
+        comm._channel.ops = Before(comm._channel.ops, delays(seed * 8 + comm.rank))
     draw, shared = random.Random(f"{seed} {comm.rank}"), random.Random(seed)
     buffers = {(peer, turn): comm.empty((4, 65), torch.int64, CPU) for peer in range(comm.size) for turn in range(4)}
     numbers = {(a, b): 0 for a in range(comm.size) for b in range(comm.size)}
@@ -117,8 +117,9 @@ def model(comm, seed, steps, delayed):
             taken += land()
     while flying:
         taken += land()
-    link = comm._link
-    return wrong, taken, comm.stats.staged_bytes, link.ops.shm_next(link.end, (comm.rank + 1) % comm.size, True)[1]
+    channel = comm._channel
+    expected = channel.ops.shm_next(channel.end, (comm.rank + 1) % comm.size, True)[1]
+    return wrong, taken, comm.stats.staged_bytes, expected
 
 
 def strided(comm, seed):
@@ -170,7 +171,7 @@ def full_pool(comm):
     Returns which tensors lie in the pool, what worked, the bytes staged, and the error where nothing is left.
     """
     small = ShmComm(timeout=120.0, pool_bytes=1 << 16)
-    link, peer = small._link, 1 - comm.rank
+    channel, peer = small._channel, 1 - comm.rank
 
     def swap(y, number):
         small.exchange({peer: [torch.full(y.shape, peer + 5, dtype=y.dtype)]}, {peer: [y]}, tag=tag(number)).wait()
@@ -178,7 +179,7 @@ def full_pool(comm):
 
     kept = small.empty((1 << 16,), torch.uint8, CPU)
     outside = small.empty((40_000,), torch.uint8, CPU)
-    inside = [link.ops.shm_owns(link.end, x) for x in (kept, outside)]
+    inside = [channel.ops.shm_owns(channel.end, x) for x in (kept, outside)]
     worked = [swap(kept, 0), swap(outside, 1)]
     small.agree("with a full pool", {"of": 1 << 16})
     try:
@@ -272,7 +273,7 @@ def forked(comm):
             text = "nothing"
         except PeerError as error:
             text = str(error)
-        comm._link.ops.shm_close(comm._link.end)
+        comm._channel.ops.shm_close(comm._channel.end)
         os.write(writing, text.encode())
         os._exit(0)
     os.waitpid(child, 0)
@@ -280,7 +281,7 @@ def forked(comm):
     y = comm.empty((1,), torch.float32, CPU)
     comm.exchange({peer: [torch.ones(1)]}, {peer: [y]}, tag=tag(0)).wait()
     comm.agree("both forks have ended", {})
-    left = comm._link.ops.shm_has_left(comm._link.end, peer)
+    left = comm._channel.ops.shm_has_left(comm._channel.end, peer)
     comm.agree("afterwards", {})
     return text, float(y), left
 
@@ -291,7 +292,7 @@ def forked(comm):
 def killed(comm, name, times):
     """Rank 1 is killed around the n-th call of an operator, in a ring that goes on for ever."""
     if comm.rank == 1:
-        comm._link.ops = Before(comm._link.ops, ends_at(name, times))
+        comm._channel.ops = Before(comm._channel.ops, ends_at(name, times))
     for call in range(1000):
         ring(comm, 20, 100)
         comm.agree("round", {"call": call})
@@ -320,7 +321,7 @@ def killed_while_moving(comm, seed):
 def killed_while_failing(comm):
     """Rank 1 is killed while it writes why it fails."""
     if comm.rank == 1:
-        comm._link.ops = Before(comm._link.ops, ends_at("shm_fail", 2))
+        comm._channel.ops = Before(comm._channel.ops, ends_at("shm_fail", 2))
         comm.abort("for a reason")
     ring(comm, 1000, 100)
 

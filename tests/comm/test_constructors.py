@@ -8,7 +8,7 @@ import torch.distributed as dist
 
 from seqpar import native
 from seqpar.comm import GroupComm, LocalComm, PeerError, ShmComm
-from seqpar.comm.rendezvous import Meeting
+from seqpar.comm.rendezvous import Rendezvous
 from seqpar.testing import run_processes
 from tests.comm import cases, constructor_cases
 
@@ -78,7 +78,7 @@ def test_a_store_that_goes_with_its_holder_is_named():
     with pytest.raises(
         PeerError, match=r"GroupComm: rank 1 lost the store of the group .* rank 0 .*\(Failed to send: Bro"
     ):
-        Meeting("GroupComm", LostStore(), 1, 3, 5.0)
+        Rendezvous("GroupComm", LostStore(), 1, 3, 5.0)
 
 
 @pytest.mark.parametrize("make", [GroupComm, pytest.param(ShmComm, marks=needs_native)])

@@ -211,11 +211,11 @@ def test_devices_need_their_backend(alone):
     with pytest.raises(ValueError, match=r"devices \['cpu', 'meta'\]"):
         comm._device_type(meta, {0: [torch.empty(1)]})
     assert comm._device_type({0: [torch.empty(1)]}) == "cpu"
-    comm._link.backends = {"cuda": "nccl"}
+    comm._channel.backends = {"cuda": "nccl"}
     with pytest.raises(ValueError, match="device cpu in a group whose backend for it is none"):
         comm._device_type({0: [torch.empty(1)]})
     if torch.cuda.is_available():
-        comm._link.backends = {"cpu": "gloo", "cuda": "gloo"}
+        comm._channel.backends = {"cpu": "gloo", "cuda": "gloo"}
         with pytest.raises(ValueError, match="device cuda in a group whose backend for it is gloo"):
             comm._device_type({0: [torch.empty(1, device="cuda")]})
 

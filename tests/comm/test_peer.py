@@ -17,7 +17,6 @@ import torch
 from seqpar import native
 from seqpar.comm import Comm, LocalComm, PeerComm, PeerError
 from seqpar.comm.peer.cuda import Cuda
-from seqpar.comm.peer.pool import Pool
 from seqpar.comm.peer.signals import FIRST, LINE, WRAP, epoch, reached
 from seqpar.testing import run_processes, run_threads
 from tests.comm.cases import tag, until
@@ -58,7 +57,7 @@ class TestProcesses(Exchanges):
 
 def schedule(comm, seed, steps=12):
     """All to all, one exchange ahead, on two streams of the rank, the host far ahead of both; what was received."""
-    cuda = comm._link.cuda
+    cuda = comm._channel.cuda
     draw, streams = random.Random(f"{seed} {comm.rank}"), [Stream(cuda), Stream(cuda)]
     peers = [peer for peer in range(comm.size) if peer != comm.rank]
     sent = [comm.empty((8, 3), torch.float64, cuda.device) for _ in range(2)]
@@ -102,8 +101,8 @@ def out_of_order(comm, gate, what):
     What ought to wait for that opens the gate itself: it waits for ever, or has not waited. Without `what`, the host
     opens it. Returns what rank 1 had before and has afterwards.
     """
-    cuda, other, found = comm._link.cuda, 1 - comm.rank, []
-    stream, copies = Stream(cuda), comm._link.copies[other]
+    cuda, other, found = comm._channel.cuda, 1 - comm.rank, []
+    stream, copies = Stream(cuda), comm._channel.copies[other]
     cuda.switch(stream)
     x, y = (comm.empty((2,), torch.float32, cuda.device).fill_(-1.0) for _ in range(2))
     if comm.rank == 0:
@@ -169,9 +168,9 @@ def test_epochs_wrap():
             x.fill_(n + 0.5 * comm.rank)
             comm.exchange({1 - comm.rank: [x]}, {1 - comm.rank: [y]}, tag=tag(n)).wait()
             wrong += [n] if y.tolist() != [n + 0.5 * (1 - comm.rank)] * 2 else []
-        link = comm._link
-        words = link.cuda.read(link.base, link.words.count, link.private)
-        return wrong, words[link.words.arrival(1 - comm.rank) // 4]
+        channel = comm._channel
+        words = channel.cuda.read(channel.base, channel.words.count, channel.private)
+        return wrong, words[channel.words.arrival(1 - comm.rank) // 4]
 
     assert threads(2, many) == [([], epoch(119))] * 2
     assert epoch(119) < 100
@@ -198,7 +197,7 @@ def test_any_strides_and_the_bytes_that_were_staged():
 
 def test_a_block_goes_to_another_stream_after_those_that_had_it():
     cuda = Model(at_once=False)
-    pool = Pool(cuda, cuda.allocate(4096, 0, 0), 4096)
+    pool = DevicePool(cuda, cuda.allocate(4096, 0, 0), 4096)
     first, second, third = (Stream(cuda) for _ in range(3))
     gate = threading.Event()
     x = pool.take((3, 5), torch.float32, first)
@@ -228,7 +227,7 @@ def test_a_block_goes_to_another_stream_after_those_that_had_it():
 
 def test_ranges_that_were_given_back_become_one_again():
     cuda = Model()
-    pool, stream = Pool(cuda, cuda.allocate(1 << 16, 0, 0), 1 << 16), Stream(cuda)
+    pool, stream = DevicePool(cuda, cuda.allocate(1 << 16, 0, 0), 1 << 16), Stream(cuda)
     blocks = [pool.take((256,), torch.uint8, stream) for _ in range(64)]
     assert pool.taken() == 1 << 14
     for parity in (0, 1):
@@ -240,8 +239,8 @@ def test_ranges_that_were_given_back_become_one_again():
 
 def test_some_of_a_pool_is_left_for_what_can_lie_nowhere_else():
     def rank_main(comm):
-        cuda, other = comm._link.cuda, 1 - comm.rank
-        pool, kept = comm._link.pool, []
+        cuda, other = comm._channel.cuda, 1 - comm.rank
+        pool, kept = comm._channel.pool, []
         while not kept or pool.owns(kept[-1]):
             kept.append(comm.empty((1 << 16,), torch.uint8, cuda.device))
         assert pool.taken() == pool.size * 7 // 8
@@ -289,7 +288,7 @@ def test_a_thread_that_waits_for_a_peer_does_not_hold_up_others():
 
 def test_a_stream_that_waited_is_done_before_its_memory_is_used_again():
     def rank_main(comm):
-        cuda, other, gate, begun = comm._link.cuda, 1 - comm.rank, threading.Event(), threading.Event()
+        cuda, other, gate, begun = comm._channel.cuda, 1 - comm.rank, threading.Event(), threading.Event()
         first, second = Stream(cuda), Stream(cuda)
         cuda.switch(first)
         x, y = torch.ones(4), comm.empty((4,), torch.float32, cuda.device)
@@ -315,7 +314,7 @@ def test_a_stream_that_waited_is_done_before_its_memory_is_used_again():
 @pytest.mark.parametrize("pooled", [True, False])
 def test_a_source_goes_to_nobody_before_it_was_copied(pooled):
     def rank_main(comm):
-        cuda, other, gate = comm._link.cuda, 1 - comm.rank, threading.Event()
+        cuda, other, gate = comm._channel.cuda, 1 - comm.rank, threading.Event()
         first, second = Stream(cuda), Stream(cuda)
         cuda.switch(first)
         memory, y = (ctypes.c_float * 4)(), torch.empty(4)
@@ -323,7 +322,7 @@ def test_a_source_goes_to_nobody_before_it_was_copied(pooled):
         x = comm.empty((4,), y.dtype, cuda.device) if pooled else torch.frombuffer(memory, dtype=y.dtype)
         x.fill_(comm.rank)
         at = x.data_ptr()
-        comm._link.copies[other].put(gate.wait)
+        comm._channel.copies[other].put(gate.wait)
         work = comm.exchange({other: [x]}, {other: [y]}, tag=tag(0))
         cuda.switch(second)
         work.wait()
@@ -348,7 +347,7 @@ def test_a_source_goes_to_nobody_before_it_was_copied(pooled):
 def test_a_full_pool_is_an_error_that_says_what_to_do():
     def rank_main(comm):
         x = torch.zeros(1 << 22)
-        assert not comm._link.pool.owns(comm.empty((1 << 22,), torch.float32, x.device))
+        assert not comm._channel.pool.owns(comm.empty((1 << 22,), torch.float32, x.device))
         comm.exchange({1 - comm.rank: [x]}, {1 - comm.rank: [x.clone()]}, tag=tag(0)).wait()
 
     with pytest.raises(
@@ -365,7 +364,7 @@ def test_tensors_elsewhere_and_graphs_are_refused():
             comm.exchange({1 - comm.rank: [x]}, {}, tag=tag(0))
         except ValueError as error:
             found.append(str(error))
-        comm._link.cuda.capturing = lambda: True
+        comm._channel.cuda.capturing = lambda: True
         try:
             comm.exchange({1 - comm.rank: [torch.zeros(2)]}, {}, tag=tag(0))
         except NotImplementedError as error:
@@ -425,12 +424,12 @@ def test_one_rank_by_itself():
     def rank_main(comm):
         comm.exchange({}, {}, tag=tag(0)).wait()
         comm.agree("alone", {})
-        x = comm.empty((3,), torch.float32, comm._link.cuda.device)
-        assert comm._link.pool.owns(x) and comm.sub([0]).size == 1
+        x = comm.empty((3,), torch.float32, comm._channel.cuda.device)
+        assert comm._channel.pool.owns(x) and comm.sub([0]).size == 1
         comm.abort("for a reason")
         with pytest.raises(PeerError, match="for a reason"):
             comm.check()
-        assert not comm._link.pool.owns(comm.empty((3,), torch.float32, x.device))
+        assert not comm._channel.pool.owns(comm.empty((3,), torch.float32, x.device))
 
     threads(1, rank_main)
     with pytest.raises(ValueError, match="pool_bytes=0, expected at least 1"):
@@ -477,7 +476,7 @@ def gone(comm, folder, case):
         if comm.rank == 1 and case == "dies":
             os._exit(3)
         if comm.rank == 1:
-            comm._link.end()
+            comm._channel.end()
             return until(lambda: all((folder / other).exists() and (folder / other).read_text() for other in "02"))
         comm.exchange({}, {1: [torch.zeros(4)]}, tag=tag(9)).wait()
     except PeerError as error:
@@ -487,7 +486,7 @@ def gone(comm, folder, case):
 
 def stalled(comm, launched, gave_up, *copied):
     """Rank 1's stream stops before it posts; its host does not. Rank 0 is let go: NaN till late data, and a reason."""
-    cuda, link, other, gate = comm._link.cuda, comm._link, 1 - comm.rank, threading.Event()
+    cuda, channel, other, gate = comm._channel.cuda, comm._channel, 1 - comm.rank, threading.Event()
     x, y = torch.full((4,), 1.0 + comm.rank), comm.empty((4,), torch.float32, cuda.device).fill_(-1.0)
     comm.exchange({other: [x]}, {other: [y]}, tag=tag(0)).wait()
     cuda.current().synchronize()
@@ -500,17 +499,17 @@ def stalled(comm, launched, gave_up, *copied):
     if comm.rank == 1:
         assert not event.query(), "the host waited for a stream"
         launched.set()
-        assert gave_up.wait(LIMIT) and link.cause is not None
+        assert gave_up.wait(LIMIT) and channel.cause is not None
         assert y.tolist() == [1.0] * 4, "rank 0 wrote where this stream had not been"
         gate.set()
     else:
         assert launched.wait(LIMIT)
-        link.monitor._timeout = 0.3
+        channel.monitor._timeout = 0.3
         stream = Stream(cuda)
-        until(lambda: all(cuda.read(base + link.words.poison, 1, stream) == [1] for base in link.bases))
+        until(lambda: all(cuda.read(base + channel.words.poison, 1, stream) == [1] for base in channel.bases))
         gave_up.set()
     cuda.current().synchronize()
-    link.copies[other].synchronize()
+    channel.copies[other].synchronize()
     copied[comm.rank].set()
     assert copied[other].wait(LIMIT)
     # the other rank's copy came before the mark, or after it and brought what it should
@@ -551,7 +550,7 @@ def test_a_copy_without_credit_is_let_go_after_another_timeout():
     gate, launched = threading.Event(), threading.Event()
 
     def rank_main(comm):
-        cuda, link, other, opened = comm._link.cuda, comm._link, 1 - comm.rank, []
+        cuda, channel, other, opened = comm._channel.cuda, comm._channel, 1 - comm.rank, []
         x, y = torch.ones(4), comm.empty((4,), torch.float32, cuda.device)
         if comm.rank == 1:
             cuda.current().put(lambda: opened.append(gate.wait(LIMIT)))
@@ -561,8 +560,8 @@ def test_a_copy_without_credit_is_let_go_after_another_timeout():
             cuda.current().synchronize()
             return opened
         assert launched.wait(LIMIT)
-        link.timeout = link.monitor._timeout = 0.3
-        link.copies[1].synchronize()
+        channel.timeout = channel.monitor._timeout = 0.3
+        channel.copies[1].synchronize()
         gate.set()
 
     assert threads(2, rank_main, at_once=False)[1] == [True]

@@ -6,7 +6,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from seqpar.comm import Stats, Tag
-from seqpar.comm.protocol import MESSAGES_PER_EXCHANGE, Claim, rounds, settle
+from seqpar.comm.protocol import MESSAGES_PER_EXCHANGE, Claim, raise_first, rounds
 
 
 @settings(max_examples=60, deadline=None)
@@ -34,7 +34,7 @@ def test_sender_and_receiver_cut_an_exchange_alike(size, most, seed):
 
 
 def test_settle_returns_on_equal_claims():
-    settle([Claim.of("attention", {"heads": 8}, None)] * 3, None)
+    raise_first([Claim.of("attention", {"heads": 8}, None)] * 3, None)
 
 
 @pytest.mark.parametrize(
@@ -48,7 +48,7 @@ def test_settle_returns_on_equal_claims():
 )
 def test_settle_says_who_gave_what(claims, expected):
     with pytest.raises(ValueError) as raised:
-        settle([Claim.of(what, facts, None) for what, facts in claims], None)
+        raise_first([Claim.of(what, facts, None) for what, facts in claims], None)
     assert expected in str(raised.value)
 
 

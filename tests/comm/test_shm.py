@@ -177,7 +177,7 @@ def test_one_rank_shares_nothing(alone):
         with pytest.raises(TypeError, match="mine"):
             comm.agree("attention", {}, TypeError("mine"))
         x = comm.empty((4,), torch.float32, torch.device("cpu"))
-        assert comm._link.ops.shm_used(comm._link.end) == 0 and x.shape == (4,)
+        assert comm._channel.ops.shm_used(comm._channel.end) == 0 and x.shape == (4,)
         with pytest.raises(ValueError, match="ShmComm moves CPU tensors"):
             comm.empty((4,), torch.float32, torch.device("meta"))
 

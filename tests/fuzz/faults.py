@@ -19,7 +19,7 @@ import torch.distributed as dist
 import seqpar
 from seqpar import testing
 from seqpar.comm import PeerError
-from seqpar.comm.rendezvous import Meeting
+from seqpar.comm.rendezvous import Rendezvous
 from seqpar.data import share
 from seqpar.train import sync_gradients
 
@@ -155,7 +155,7 @@ def rank_main(rank: int, size: int, port: int, schedule: Schedule, pipe) -> None
     if rank == victim:
         fault = Fault(what, event)
         works = {"gloo": seqpar.comm.group._GlooWork, "shm": seqpar.comm.shm.comm._ShmWork}
-        dealings = (Meeting, "_gather"), (Meeting, "_swap"), (make, "exchange"), (make, "_post_control")
+        dealings = (Rendezvous, "_gather"), (Rendezvous, "_swap"), (make, "exchange"), (make, "_post_control")
         for owner, name in (*dealings, (works[kind], "wait")):
             fault.around(owner, name).start()
     comm = None

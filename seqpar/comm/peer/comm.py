@@ -19,7 +19,7 @@ launched their part. So the write that ends a wait is always launched before the
 such as freeing memory, and no two streams that share a queue of the hardware can keep a device from going on.
 
 A comm dies by a cause that is written for all ranks, then by a word `poison` in every rank's memory. From there on
-waits for arrivals are let go and what was received is NaN; see `_Link.poison` for the order of these steps.
+waits for arrivals are let go and what was received is NaN; see `PeerChannel.poison` for the order of these steps.
 """
 
 from __future__ import annotations
@@ -42,14 +42,14 @@ from seqpar.comm.arguments import check_pool
 from seqpar.comm.base import process_group, waited
 from seqpar.comm.entry import enters
 from seqpar.comm.failure import Monitor
-from seqpar.comm.header import Calls, Header, hash63
+from seqpar.comm.header import CallNames, Header, hash63
 from seqpar.comm.local import LocalComm
 from seqpar.comm.owner import Owner
 from seqpar.comm.peer.cuda import Cuda
-from seqpar.comm.peer.memory import Mapped
-from seqpar.comm.peer.pool import ALIGNMENT, Pool
-from seqpar.comm.peer.signals import AHEAD, FIRST, Words, epoch, reached
-from seqpar.comm.protocol import DEAD, DIMS, NO_FACTS, Comm, PeerError, Stats, Tag, Work, nonempty, subset
+from seqpar.comm.peer.memory import PeerMemory
+from seqpar.comm.peer.pool import ALIGNMENT, DevicePool
+from seqpar.comm.peer.signals import AHEAD, FIRST, SignalWords, epoch, reached
+from seqpar.comm.protocol import DEAD, DIMS, NO_FACTS, Comm, PeerError, Stats, Tag, Work, checked_side, subset
 from seqpar.comm.shm import ShmComm
 
 log = logging.getLogger("seqpar.comm")
@@ -61,7 +61,7 @@ _Side = Mapping[int, Sequence[Tensor]]
 
 @dataclass(eq=False)
 class _Exchange:
-    """One exchange on its way, and all tensors of it. Peers are the link's ranks."""
+    """One exchange on its way, and all tensors of it. Peers are the channel's ranks."""
 
     tag: Tag
     ready: Any = None  # event: the tensors to send are written, those to receive may be
@@ -91,7 +91,7 @@ class _Flight(NamedTuple):
         return bool(self.event.query())
 
 
-class _Link:
+class PeerChannel:
     """What a comm and its subs share. Ranks are the control comm's.
 
     One thread at a time uses it, under `lock`; the monitor and what it starts touch words and the cause alone.
@@ -106,15 +106,15 @@ class _Link:
         control.agree("PeerComm", {}, error)
         self.control, self.cuda, self.timeout = control, cuda, timeout
         self.rank, self.size = control.rank, control.size
-        self.words, self.ops, self.lock = Words(self.size), native.ops(), threading.RLock()
-        self.owner, self.calls = Owner(self, self.rank, [control]), Calls()
+        self.words, self.ops, self.lock = SignalWords(self.size), native.ops(), threading.RLock()
+        self.owner, self.calls = Owner(self, self.rank, [control]), CallNames()
         self.mail = self.ops.shm_open(self.rank, self.size, ALIGNMENT)
         self.end = weakref.finalize(self, self.ops.shm_close, self.mail)
         whole, address = self.words.bytes + pool_bytes, list(self.ops.shm_address(self.mail))
-        self.memory = Mapped(control, cuda, whole, self.words.count, FIRST, address)
+        self.memory = PeerMemory(control, cuda, whole, self.words.count, FIRST, address)
         self.bases, self.base = self.memory.bases, self.memory.bases[self.rank]
         self._open_mail(self.memory.mails)
-        self.pool = Pool(cuda, self.base + self.words.bytes, pool_bytes)
+        self.pool = DevicePool(cuda, self.base + self.words.bytes, pool_bytes)
         peers = [peer for peer in range(self.size) if peer != self.rank]
         # streams of one priority may share a queue of the hardware: what waits for peers must not hold up compute, and
         # what lets waits go not wait behind them
@@ -241,7 +241,7 @@ class _Link:
             self.ops.shm_arrive(self.mail, peer)
 
     def meet(self, work: _Exchange) -> None:
-        """Return when all hosts have launched their part of an exchange. Others may use the link while this sleeps.
+        """Return when all hosts have launched their part of an exchange. Others may use the channel while this sleeps.
 
         Raises: PeerError, after the timeout naming a rank that has not.
         """
@@ -424,23 +424,23 @@ class _Link:
 class _PeerWork:
     """`Work` of an exchange of this device's tensors."""
 
-    def __init__(self, link: _Link, exchange: _Exchange, stats: Stats) -> None:
-        self._link, self._exchange, self._stats = link, exchange, stats
+    def __init__(self, channel: PeerChannel, exchange: _Exchange, stats: Stats) -> None:
+        self._channel, self._exchange, self._stats = channel, exchange, stats
         self._waited = False
 
     def wait(self) -> None:
         if self._waited:
             return
         self._waited = True
-        link, start = self._link, time.perf_counter()
+        channel, start = self._channel, time.perf_counter()
         try:
-            link.meet(self._exchange)
-            with link.lock:
-                link.follow(self._exchange)
+            channel.meet(self._exchange)
+            with channel.lock:
+                channel.follow(self._exchange)
         except BaseException as error:
-            link.orphans.append(self._exchange)
+            channel.orphans.append(self._exchange)
             if not isinstance(error, PeerError):
-                link.fail(f"in {self._exchange.name}: {type(error).__name__}: {error}")
+                channel.fail(f"in {self._exchange.name}: {type(error).__name__}: {error}")
             raise
         finally:
             self._stats.wait_seconds += time.perf_counter() - start
@@ -449,9 +449,9 @@ class _PeerWork:
 
     def __del__(self) -> None:
         if not self._waited:
-            self._link.orphans.append(self._exchange)
-            if self._link.owner.here and self._link.cause is None:
-                self._link.fail(f"dropped the work of {self._exchange.name} without waiting for it")
+            self._channel.orphans.append(self._exchange)
+            if self._channel.owner.here and self._channel.cause is None:
+                self._channel.fail(f"dropped the work of {self._exchange.name} without waiting for it")
 
 
 class PeerComm:
@@ -489,7 +489,7 @@ class PeerComm:
         except (NotImplementedError, ValueError) as raised:
             error = raised
         control.agree("PeerComm", {}, error)
-        self._join(_Link(control, cuda, pool_bytes, timeout), control, ())
+        self._join(PeerChannel(control, cuda, pool_bytes, timeout), control, ())
 
     @classmethod
     def world(
@@ -518,13 +518,13 @@ class PeerComm:
     def over(cls, control: Comm, cuda: Any, pool_bytes: int, timeout: float) -> PeerComm:
         """The comm of a rank whose host talks to the others' over `control`, which nobody else uses. A collective."""
         comm = cls.__new__(cls)
-        comm._join(_Link(control, cuda, pool_bytes, timeout), control, ())
+        comm._join(PeerChannel(control, cuda, pool_bytes, timeout), control, ())
         return comm
 
-    def _join(self, link: _Link, control: Comm, scope: tuple[int, ...]) -> None:
-        self._link, self._control, self._scope = link, control, scope
+    def _join(self, channel: PeerChannel, control: Comm, scope: tuple[int, ...]) -> None:
+        self._channel, self._control, self._scope = channel, control, scope
         self._scope_id = hash63(scope) if scope else 0
-        self._ranks: Sequence[int] = scope or range(link.size)  # this comm's rank -> the link's
+        self._ranks: Sequence[int] = scope or range(channel.size)  # this comm's rank -> the channel's
         self.rank, self.size = control.rank, control.size
         self.stats, self.check_every, self.agreed = control.stats, control.check_every, control.agreed
         self.entry = control.entry
@@ -536,31 +536,31 @@ class PeerComm:
 
         Raises: NotImplementedError while a graph is captured, beside what `Comm.exchange` raises.
         """
-        link = self._link
-        sends = nonempty(self.rank, self.size, sends, sending=True, direct=True)
-        recvs = nonempty(self.rank, self.size, recvs, sending=False, direct=True)
+        channel = self._channel
+        sends = checked_side(self.rank, self.size, sends, sending=True, direct=True)
+        recvs = checked_side(self.rank, self.size, recvs, sending=False, direct=True)
         on_device = self._on_device(sends, recvs)
-        link.alive("cannot go on")
+        channel.alive("cannot go on")
         if not on_device:
             return self._control.exchange(sends, recvs, tag=tag)
-        if link.cuda.capturing():
+        if channel.cuda.capturing():
             raise NotImplementedError(
                 f"exchange: {tag} in a CUDA graph under capture: its hosts take part in every exchange of PeerComm; "
                 "capture the compute between exchanges"
             )
-        in_link = [{self._ranks[peer]: several for peer, several in side.items()} for side in (sends, recvs)]
+        in_channel = [{self._ranks[peer]: several for peer, several in side.items()} for side in (sends, recvs)]
         try:
-            posted = link.post(self._scope_id, tag, *in_link)
+            posted = channel.post(self._scope_id, tag, *in_channel)
         except RuntimeError as error:
             if not isinstance(error, PeerError):
-                link.fail(f"posting {tag}: {error}")
+                channel.fail(f"posting {tag}: {error}")
             raise
-        self.stats.count(*in_link)
+        self.stats.count(*in_channel)
         self.stats.staged_bytes += sum(target.nbytes for target, _ in posted.staged)
-        return _PeerWork(link, posted, self.stats)
+        return _PeerWork(channel, posted, self.stats)
 
     def _on_device(self, *sides: Mapping[int, Sequence[Tensor]]) -> bool:
-        own, tensors = self._link.cuda.device, [x for side in sides for several in side.values() for x in several]
+        own, tensors = self._channel.cuda.device, [x for side in sides for several in side.values() for x in several]
         found = {tensor.device for tensor in tensors}
         if found <= {own}:
             return bool(found)
@@ -576,19 +576,21 @@ class PeerComm:
 
         An eighth of the pool is left for what is received into such memory.
 
-        It is free when the last tensor on it is gone and then given to others in stream order: see `Pool`.
+        It is free when the last tensor on it is gone and then given to others in stream order: see `DevicePool`.
         """
-        link = self._link
-        if torch.device(device) != link.cuda.device:
+        channel = self._channel
+        if torch.device(device) != channel.cuda.device:
             return self._control.empty(shape, dtype, device)
-        found = None if link.poisoned.is_set() else link.pool.take(tuple(shape), dtype, link.cuda.current(), spare=True)
-        return torch.empty(tuple(shape), dtype=dtype, device=device) if found is None else found
+        block = None
+        if not channel.poisoned.is_set():
+            block = channel.pool.take(tuple(shape), dtype, channel.cuda.current(), spare=True)
+        return torch.empty(tuple(shape), dtype=dtype, device=device) if block is None else block
 
     def sub(self, ranks: Sequence[int]) -> PeerComm:
         """The same memory seen by some of the ranks, renumbered."""
         ranks = subset(self.rank, self.size, ranks)
         view = PeerComm.__new__(PeerComm)
-        view._join(self._link, self._control.sub(ranks), tuple(self._ranks[r] for r in ranks))
+        view._join(self._channel, self._control.sub(ranks), tuple(self._ranks[r] for r in ranks))
         return view
 
     def warm_up(self, peers: Sequence[int]) -> None:
@@ -597,7 +599,7 @@ class PeerComm:
 
     def check(self) -> None:
         """Raise PeerError if this rank knows that the comm is dead."""
-        self._link.alive("cannot go on")
+        self._channel.alive("cannot go on")
 
     def next_call(self) -> int:
         """The number of the verb that starts now."""
@@ -617,20 +619,20 @@ class PeerComm:
 
     def _together(self, what: str, over_hosts: Callable[[], T]) -> T:
         """What the hosts' comm makes of a collective of theirs, after this rank has pushed what it can."""
-        link = self._link
-        link.alive(f"cannot agree on {what}")
-        with link.lock:
-            link.progress()
+        channel = self._channel
+        channel.alive(f"cannot agree on {what}")
+        with channel.lock:
+            channel.progress()
         try:
             return over_hosts()
         except PeerError:
-            link.alive(f"agreeing on {what}")
+            channel.alive(f"agreeing on {what}")
             raise
 
     def abort(self, reason: str) -> None:
         """Make this rank's reason the root cause unless one stands, and let all ranks know."""
-        self._link.fail(reason)
+        self._channel.fail(reason)
 
     def close(self) -> None:
         """Give the pool back, of which no tensor may be in use any more. A collective, after which the comm is dead."""
-        self._link.close()
+        self._channel.close()

@@ -17,7 +17,7 @@ HELLO_BYTES = 4096
 PROCESS = secrets.token_hex(8)  # a number of a process may be another one's elsewhere
 
 
-class Mapped:
+class PeerMemory:
     """`size` bytes of each rank's device, mapped by all ranks: `bases` are their addresses here, by rank.
 
     words, value: the first words of the own memory and what they hold. mail: where the rank's mailbox is found, which

@@ -16,7 +16,7 @@ ALIGNMENT = 256  # bytes: what copies and kernels like best
 SPARE = 8  # one part in so many is not for those who can do without
 
 
-class Pool:
+class DevicePool:
     """Blocks of `size` bytes at address `at` of a device; from any thread.
 
     A block is free when the storage of its tensor is, and goes at once to whoever asks on the stream that had it. To

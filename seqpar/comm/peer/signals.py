@@ -17,7 +17,7 @@ def reached(seen: int, expected: int) -> bool:
     return (seen - expected) % WRAP < WRAP // 2
 
 
-class Words:
+class SignalWords:
     """Where the words of one of `size` ranks lie, in bytes from the beginning of its memory; `bytes` of it are taken.
 
     All but the poison, which is 0, begin just before the epoch of message 0.

@@ -36,12 +36,12 @@ from torch import Tensor
 
 from seqpar import native
 from seqpar.comm.arguments import check_arguments, check_descriptors, check_pool
-from seqpar.comm.base import Members, process_group, waited
+from seqpar.comm.base import CommBase, Done, process_group, waited
 from seqpar.comm.failure import RootCause
-from seqpar.comm.header import Calls, Header, describe
+from seqpar.comm.header import CallNames, Header, describe
 from seqpar.comm.owner import Owner
-from seqpar.comm.protocol import PeerError, Stats, Tag, Work, nonempty
-from seqpar.comm.rendezvous import Meeting, machine
+from seqpar.comm.protocol import PeerError, Stats, Tag, Work, checked_side
+from seqpar.comm.rendezvous import Rendezvous, machine
 
 log = logging.getLogger("seqpar.comm")
 
@@ -58,7 +58,7 @@ def missing() -> str | None:
 
 
 @dataclass(eq=False)
-class _Progress:
+class _MessagesLeft:
     """How many messages of an exchange have not moved; shared by them and the exchange's `Work`."""
 
     tag: Tag
@@ -71,15 +71,15 @@ class _Progress:
 
 
 @dataclass(eq=False)
-class _Message:
+class _ShmMessage:
     """One tensor on its way, with the words that both ends must have in common."""
 
     words: list[int]
     tensor: Tensor
-    progress: _Progress
+    progress: _MessagesLeft
 
 
-class _Link:
+class ShmChannel:
     """What a comm and its subs share: this rank's end of the shared memory, and the messages on their way.
 
     Ranks are the group's. The queues of a dead group keep their tensors: peers may still write to them.
@@ -89,22 +89,22 @@ class _Link:
         self.rank, self.size, self.timeout = group.rank(), group.size(), timeout
         self._cause: tuple[int, str] | None = None
         store = group.get_group_store()
-        meeting = Meeting("ShmComm", store, self.rank, self.size, timeout)
-        self.root_cause = RootCause(store, f"seqpar/ShmComm/{meeting.number}/root cause", self.rank)
-        self._meet(meeting, check, pool_bytes)
+        rendezvous = Rendezvous("ShmComm", store, self.rank, self.size, timeout)
+        self.root_cause = RootCause(store, f"seqpar/ShmComm/{rendezvous.number}/root cause", self.rank)
+        self._meet(rendezvous, check, pool_bytes)
         self.owner, self.pool_bytes = Owner(self, self.rank, [group]), pool_bytes
         # re-entrant: the garbage collector may run a dropped work's __del__ inside a locked section
         self.lock = threading.RLock()
         peers = [rank for rank in range(self.size) if rank != self.rank]
-        self.sending: dict[int, deque[_Message]] = {peer: deque() for peer in peers}
-        self.receiving: dict[int, deque[_Message]] = {peer: deque() for peer in peers}
-        self.uncredited: dict[int, deque[_Message]] = {peer: deque() for peer in peers}
+        self.sending: dict[int, deque[_ShmMessage]] = {peer: deque() for peer in peers}
+        self.receiving: dict[int, deque[_ShmMessage]] = {peer: deque() for peer in peers}
+        self.uncredited: dict[int, deque[_ShmMessage]] = {peer: deque() for peer in peers}
         self.arrived = dict.fromkeys(peers, 0)
-        self.calls = Calls()
+        self.calls = CallNames()
 
-    def _meet(self, meeting: Meeting, check: str, pool_bytes: int) -> None:
+    def _meet(self, rendezvous: Rendezvous, check: str, pool_bytes: int) -> None:
         def make() -> tuple[list[str], list[int]]:
-            # in the meeting, so that no rank waits for one whose arguments are wrong
+            # in the rendezvous, so that no rank waits for one whose arguments are wrong
             check_arguments("ShmComm", self.timeout, check)
             check_pool("ShmComm", pool_bytes)
             # of each rank its process, mailbox and pool
@@ -123,7 +123,7 @@ class _Link:
                     with self._explained(pool_bytes):
                         self.ops.shm_map(self.end, rank, address)
 
-        found = meeting.hear(make)
+        found = rendezvous.hear(make)
         elsewhere = [rank for rank, (where, _) in enumerate(found) if where[:2] != found[0][0][:2]]
         if elsewhere:
             names = sorted({found[rank][0][2] for rank in elsewhere})
@@ -131,7 +131,7 @@ class _Link:
                 f"ShmComm: ranks {elsewhere} run on {names}, rank 0 on {found[0][0][2]}, expected one machine and one "
                 "container, whose processes can map each other's memory; use GroupComm"
             )
-        meeting.hear(map_all)
+        rendezvous.hear(map_all)
         self.ops.shm_ready(self.end)
 
     @contextlib.contextmanager
@@ -174,7 +174,7 @@ class _Link:
         """Memory of the pool, or None if it is full; `spare`: also of what is kept for messages beside it."""
         return self.ops.shm_empty(self.end, list(shape), dtype, dtype.itemsize, spare)
 
-    def post(self, sends: Iterator[tuple[int, _Message]], recvs: Iterator[tuple[int, _Message]]) -> None:
+    def post(self, sends: Iterator[tuple[int, _ShmMessage]], recvs: Iterator[tuple[int, _ShmMessage]]) -> None:
         """Queue messages, (peer, message), and move what can move."""
         with self.lock:
             for queues, messages in (((self.receiving, self.uncredited), recvs), ((self.sending,), sends)):
@@ -208,13 +208,13 @@ class _Link:
                     self._fail_to_meet(peer, queue[0])
                 queue.popleft().progress.left -= 1
 
-    def _fail_to_meet(self, peer: int, message: _Message) -> None:
+    def _fail_to_meet(self, peer: int, message: _ShmMessage) -> None:
         expected = Header(*self.ops.shm_offered(self.end, peer)[:-1])
         sent, doing = Header(*message.words[:-1]), f"in {message.progress.name}"
         self.fail(f"{doing}: {self.calls.mismatch(self.rank, sent, peer, expected, message.progress.tag)}")
         raise self.error(f"{doing}, sending to rank {peer}")
 
-    def finish(self, progress: _Progress) -> None:
+    def finish(self, progress: _MessagesLeft) -> None:
         """Return when all messages of an exchange have moved.
 
         Raises: PeerError after the timeout, or when a peer is lost or the group dead.
@@ -238,7 +238,7 @@ class _Link:
                 self._look(progress, now - start)
             self.ops.shm_wait(self.end, bell, SLICE)
 
-    def _look(self, progress: _Progress, seconds: float) -> None:
+    def _look(self, progress: _MessagesLeft, seconds: float) -> None:
         """Fail if a peer that is waited for is gone, or if it was waited for too long."""
         with self.lock:
             for peer, _ in self._awaited(progress):
@@ -258,13 +258,13 @@ class _Link:
             return "whose process has ended"
         return "which closed its comm" if self.ops.shm_has_left(self.end, peer) else ""
 
-    def _awaited(self, progress: _Progress) -> list[tuple[int, bool]]:
+    def _awaited(self, progress: _MessagesLeft) -> list[tuple[int, bool]]:
         """The peers that an exchange waits for, each with whether it is to send."""
         sides = ((self.receiving, True), (self.sending, False))
         found = [(peer, side, queue) for queues, side in sides for peer, queue in queues.items()]
         return [(peer, side) for peer, side, queue in found if any(m.progress is progress for m in queue)]
 
-    def _first_awaited(self, progress: _Progress) -> str:
+    def _first_awaited(self, progress: _MessagesLeft) -> str:
         """The first peer that an exchange waits for, and what for."""
         (peer, sends), *others = self._awaited(progress)
         more = f" (and {len(others)} more)" if others else ""
@@ -275,8 +275,10 @@ class _Link:
 class _ShmWork:
     """`Work` of an exchange; `staged` are pairs of a tensor to receive and its stand-in in the pool."""
 
-    def __init__(self, link: _Link, progress: _Progress, staged: list[tuple[Tensor, Tensor]], stats: Stats) -> None:
-        self._link, self._progress, self._staged, self._stats = link, progress, staged, stats
+    def __init__(
+        self, channel: ShmChannel, progress: _MessagesLeft, staged: list[tuple[Tensor, Tensor]], stats: Stats
+    ) -> None:
+        self._channel, self._progress, self._staged, self._stats = channel, progress, staged, stats
         self._waited = False
 
     def wait(self) -> None:
@@ -285,10 +287,10 @@ class _ShmWork:
         self._waited = True
         start = time.perf_counter()
         try:
-            self._link.finish(self._progress)
+            self._channel.finish(self._progress)
         except BaseException as error:
             if not isinstance(error, PeerError):
-                self._link.fail(f"in {self._progress.name}: {type(error).__name__}: {error}")
+                self._channel.fail(f"in {self._progress.name}: {type(error).__name__}: {error}")
             raise
         finally:
             self._stats.wait_seconds += time.perf_counter() - start
@@ -301,17 +303,10 @@ class _ShmWork:
     def __del__(self) -> None:
         if not self._waited:
             self._waited = True
-            self._link.fail(f"dropped the work of {self._progress.name} without waiting for it")
+            self._channel.fail(f"dropped the work of {self._progress.name} without waiting for it")
 
 
-class _Done:
-    """`Work` of an exchange without messages."""
-
-    def wait(self) -> None:
-        return None
-
-
-class ShmComm(Members[_Link]):
+class ShmComm(CommBase[ShmChannel]):
     """Ranks that are processes of one machine, for CPU tensors. See `Comm` for the methods.
 
     group: a `ProcessGroup`, a 1-D `DeviceMesh` (of a larger mesh: ``mesh["cp"]``), or None for the default group; of it
@@ -338,21 +333,21 @@ class ShmComm(Members[_Link]):
     ) -> None:
         if pool_bytes is None:
             pool_bytes = min(os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE"), POOL_BYTES)
-        self._join(_Link(process_group("ShmComm", group), timeout, check, pool_bytes), (), Stats(), {}, check)
+        self._join(ShmChannel(process_group("ShmComm", group), timeout, check, pool_bytes), (), Stats(), {}, check)
 
     def exchange(
         self, sends: Mapping[int, Sequence[Tensor]], recvs: Mapping[int, Sequence[Tensor]], *, tag: Tag
     ) -> Work:
         """Post one exchange: see `Comm.exchange`. A mismatch that it completes raises PeerError here."""
-        sends = nonempty(self.rank, self.size, sends, sending=True, direct=True)
-        recvs = nonempty(self.rank, self.size, recvs, sending=False, direct=True)
+        sends = checked_side(self.rank, self.size, sends, sending=True, direct=True)
+        recvs = checked_side(self.rank, self.size, recvs, sending=False, direct=True)
         for side in (sends, recvs):
             for tensor in itertools.chain.from_iterable(side.values()):
                 _check_device(tensor)
         self.check()
         sends, recvs = self._in_group(sends), self._in_group(recvs)
         if not sends and not recvs:
-            return _Done()
+            return Done()
         self.stats.count(sends, recvs)
         return self._post(sends, recvs, tag, self.stats)
 
@@ -360,35 +355,35 @@ class ShmComm(Members[_Link]):
         self, sends: Mapping[int, list[Tensor]], recvs: Mapping[int, list[Tensor]], tag: Tag, stats: Stats
     ) -> Work:
         """Post messages; peers are the group's ranks."""
-        self._link.calls.add(tag)
-        link, progress, staged = self._link, _Progress(tag), []
+        self._channel.calls.add(tag)
+        channel, progress, staged = self._channel, _MessagesLeft(tag), []
         targets = {}
         for peer, tensors in recvs.items():
-            targets[peer] = [t if link.ops.shm_owns(link.end, t) else self._stand_in(t, tag) for t in tensors]
+            targets[peer] = [t if channel.ops.shm_owns(channel.end, t) else self._stand_in(t, tag) for t in tensors]
             staged += [(t, own) for t, own in zip(tensors, targets[peer]) if own is not t]
         stats.staged_bytes += sum(t.numel() * t.element_size() for t, _ in staged)
-        link.post(self._messages(sends, tag, progress), self._messages(targets, tag, progress))
-        return _ShmWork(link, progress, staged, stats)
+        channel.post(self._messages(sends, tag, progress), self._messages(targets, tag, progress))
+        return _ShmWork(channel, progress, staged, stats)
 
     def _messages(
-        self, side: Mapping[int, list[Tensor]], tag: Tag, progress: _Progress
-    ) -> Iterator[tuple[int, _Message]]:
+        self, side: Mapping[int, list[Tensor]], tag: Tag, progress: _MessagesLeft
+    ) -> Iterator[tuple[int, _ShmMessage]]:
         for peer, tensors in side.items():
             header = Header.of(self._scope_id, tag, tensors)
             for index, tensor in enumerate(tensors):
-                yield peer, _Message([*header, index], tensor, progress)
+                yield peer, _ShmMessage([*header, index], tensor, progress)
 
     def _stand_in(self, tensor: Tensor, tag: Tag) -> Tensor:
-        link = self._link
-        found = link.empty(tensor.shape, tensor.dtype, spare=True)
+        channel = self._channel
+        found = channel.empty(tensor.shape, tensor.dtype, spare=True)
         if found is None:
             # the peers of this exchange wait already
-            link.fail(
+            channel.fail(
                 f"in {describe(tag)}: a tensor of {tensor.numel() * tensor.element_size()} bytes to receive is not in "
                 "the pool of shared memory, and the pool is full; give ShmComm a larger pool_bytes than "
-                f"{link.pool_bytes}"
+                f"{channel.pool_bytes}"
             )
-            raise link.error(f"in {describe(tag)}")
+            raise channel.error(f"in {describe(tag)}")
         return found
 
     def _post_control(self, sends: Mapping[int, list[Tensor]], recvs: Mapping[int, list[Tensor]], tag: Tag) -> Work:
@@ -399,8 +394,8 @@ class ShmComm(Members[_Link]):
         if device.type != "cpu":
             raise ValueError(f"empty: a tensor on {device}; ShmComm moves CPU tensors: use GroupComm over nccl")
         # a fork has the parent's pool, but not what the parent knows of it
-        pooled = self.size > 1 and self._link.owner.here
-        found = self._link.empty(shape, dtype) if pooled else None
+        pooled = self.size > 1 and self._channel.owner.here
+        found = self._channel.empty(shape, dtype) if pooled else None
         return torch.empty(tuple(shape), dtype=dtype) if found is None else found
 
     def warm_up(self, peers: Sequence[int]) -> None:
