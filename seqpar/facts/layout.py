@@ -71,16 +71,18 @@ class Layout(Fact):
     def _set(self, runs: Runs, rank: Ints, ranks: int, name: str) -> None:
         runs, rank = _joined(runs, rank)
         bounds = np.searchsorted(rank, np.arange(ranks + 1))
-        rows = np.diff(edges(runs.count)[bounds])
-        gaps = progressions(runs.start, runs.step, runs.count)
         self._fill(
             ranks=ranks,
             total=int(runs.count.sum()),
             _runs=Runs(*(frozen(column.astype(np.int64)) for column in runs)),
             _bounds=frozen(bounds),
             _name=name,
-            _digest=digest_of("layout", rows, runs.start[:1], *gaps),
         )
+
+    def _made_digest(self) -> str:
+        runs = self._runs
+        gaps = progressions(runs.start, runs.step, runs.count)
+        return digest_of("layout", self.sizes(), runs.start[:1], *gaps)
 
     @classmethod
     def contiguous(cls, tokens: int, ranks: int) -> Layout:

@@ -111,8 +111,10 @@ class Mask(Fact):
             within_documents=within or _inside(spans, offsets, kv_offsets),
             _spans=Spans(*map(frozen, spans)),
             _name=name,
-            _digest=digest_of("mask", queries, keys, *_canonical(spans, int(queries.sum()))),
         )
+
+    def _made_digest(self) -> str:
+        return digest_of("mask", self.lengths, self.kv_lengths, *_canonical(self._spans, self.tokens))
 
     @property
     def tokens(self) -> int:
@@ -301,7 +303,7 @@ def _checked_window(window: Sequence[int | None], causal: bool) -> tuple[int | N
 
 
 def _document_spans(queries: Ints, keys: Ints, left: int | None, right: int | None) -> Spans:
-    """Spans of documents with a window: at most four per document, cut where the window meets its ends."""
+    """Spans of documents with a window: one of each, and more where the window meets its ends."""
     n, m = queries[:, None], keys[:, None]
     shift = m - n  # query i of a document stands at key i + shift
     reach_left = None if left is None else np.minimum(left, m)  # no further than the document
@@ -317,7 +319,7 @@ def _document_spans(queries: Ints, keys: Ints, left: int | None, right: int | No
     if reach_left is not None:
         cuts += [reach_left - shift]
     if reach_right is not None:
-        cuts += [-(shift + reach_right + 1), n - 1 - reach_right]
+        cuts += [-(shift + reach_right + 1), n - reach_right]
     start = np.sort(np.clip(np.concatenate(cuts, axis=1), 0, n), axis=1)
     count = np.diff(start, axis=1, append=n)
     lo, hi = low(start), high(start)

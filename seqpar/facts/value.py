@@ -85,14 +85,15 @@ class Memo:
 class Fact(Memo):
     """A value: immutable, equal by its digest, pickled without what is derived from it."""
 
-    _digest: str
-
     def _fill(self, **values: object) -> None:
         self.__dict__.update(values, _memo={})
 
     def digest(self) -> str:
-        """Equal for equal values, on every rank."""
-        return self._digest
+        """Equal for equal values, on every rank; made once."""
+        return self.memo("digest", self._made_digest)
+
+    def _made_digest(self) -> str:
+        raise NotImplementedError
 
     def __setattr__(self, name: str, value: object) -> None:
         raise AttributeError(f"{type(self).__name__} is immutable; make a new one instead of setting {name}")
@@ -108,7 +109,7 @@ class Fact(Memo):
         self._fill(**state)
 
     def __eq__(self, other: object) -> bool:
-        return type(other) is type(self) and self._digest == other._digest
+        return type(other) is type(self) and self.digest() == other.digest()
 
     def __hash__(self) -> int:
-        return hash(self._digest)
+        return hash(self.digest())

@@ -157,7 +157,7 @@ def _copies(mask: Mask, count: int) -> Mask:
     many = Mask.__new__(Mask)
     many._fill(
         lengths=lengths, kv_lengths=keys, offsets=edges(lengths), kv_offsets=edges(keys),
-        within_documents=mask.within_documents, _name=mask._name, _digest="",
+        within_documents=mask.within_documents, _name=mask._name,
         _spans=Spans(start, lo, hi, np.tile(s.lo_step, count), np.tile(s.hi_step, count)),
     )  # fmt: skip
     return many

@@ -114,8 +114,10 @@ class Plan(Fact):
             _rows=_checked_rows(layout, rows),
         )
         self.__dict__["_widths"] = self._checked_widths(width, per_document)
+
+    def _made_digest(self) -> str:
         facts = (self.mask.digest(), self.layout.digest(), self.kv_layout.digest(), self._widths, self._rows)
-        self.__dict__["_digest"] = digest_of("plan", *facts, transport, node, stage_bytes)
+        return digest_of("plan", *facts, self.transport, self.node, self.stage_bytes)
 
     def _checked_widths(self, width: tuple[int, ...], per_document: bool) -> Ints:
         documents = len(self.mask.lengths)
