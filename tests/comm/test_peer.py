@@ -17,6 +17,7 @@ import torch
 from seqpar import native
 from seqpar.comm import Comm, LocalComm, PeerComm, PeerError
 from seqpar.comm.peer.cuda import Cuda
+from seqpar.comm.peer.pool import DevicePool
 from seqpar.comm.peer.signals import FIRST, LINE, WRAP, epoch, reached
 from seqpar.testing import run_processes, run_threads
 from tests.comm.cases import tag, until
