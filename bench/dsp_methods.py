@@ -20,7 +20,7 @@ from torch.nn import functional as F
 
 import seqpar
 from seqpar.comm import Comm
-from seqpar.dsp import Flow, Space, Stage, StagePlan, attention_plan, plan_stages, rivals, split, switch, switch_all
+from seqpar.dsp import Space, Stage, StagePlan, attention_plan, move, plan_stages, rivals, split, switch, switch_all
 from seqpar.dsp.costs import Costs
 from seqpar.plan import Plan
 from seqpar.planner import Hardware
@@ -115,9 +115,10 @@ def planned(
     x: Tensor, model: Model, weights: list[dict[str, Tensor]], space: Space, plan: StagePlan
 ) -> tuple[Any, Any]:
     """The output in the plan's last layout, and that."""
-    flow = Flow(space)
+    sharded = None
     for stage, choice, w in zip(plan.stages, plan.choices, weights, strict=True):
-        (x,) = flow.move([x], [FORM], choice.layout)
+        (x,) = move([x], space, [FORM], sharded, choice.layout)
+        sharded = choice.layout
         axes, held = stage.name, choice.layout
         attention = partial(attend, axes=axes)
         if choice.mode == "ulysses":
@@ -126,20 +127,20 @@ def planned(
             rows = attention_plan(space, FORM, axes, held)
             attention = partial(by_plan, plan=Plan(rows.mask, rows.layout, transport="ring"), comm=space.comm)
         x = block(x, w, model, attention)
-    return x, flow.sharded
+    return x, sharded
 
 
 def megatron(x: Tensor, model: Model, weights: list[dict[str, Tensor]], space: Space, held: str) -> tuple[Any, Any]:
     """Sequence parallelism beside tensor parallelism: rows gathered before each half, summed and scattered after it."""
-    flow, comm, dim = Flow(space), space.comm, model.width // model.heads
+    comm, dim = space.comm, model.width // model.heads
     groups = share(model.heads // model.groups, comm)
     kv = slice(*(n * dim for n in groups))
     inner = slice(*(n * dim * model.groups for n in groups))
     hidden = slice(*share(model.ffn * model.width, comm))
-    (x,) = flow.move([x], [FORM], held)
+    (x,) = move([x], space, [FORM], None, held)
 
     def half(x: Tensor, run: Callable[[Tensor], Tensor]) -> Tensor:
-        (whole,) = Flow(space, held).move([x], [FORM], None)
+        (whole,) = move([x], space, [FORM], held, None)
         at = FORM.split().index(held) + 1
         parts = seqpar.switch(
             run(whole)[None], comm, split_dim=at, concat_dim=0, sizes=(space.shares(held), [1] * comm.size)

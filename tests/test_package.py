@@ -42,7 +42,7 @@ FLOORS: dict[str, tuple[set[str], set[str] | None]] = {
     "ops": (FLOOR_2, TENSORS),
     "parallel": (FLOOR_2, TENSORS),
     **{unit: (FLOOR_2 | {"parallel"}, TENSORS) for unit in ("nn", "data", "train")},
-    "dsp": (FLOOR_2 | {"parallel", "nn"}, TENSORS),
+    "dsp": (FLOOR_2 | {"parallel", "nn"}, TENSORS | {"einops"}),
     "integrations": (FLOOR_3, TENSORS | {"transformers", "diffusers"}),
     "cli": (FLOOR_3 | {"testing", ""}, ANY),
     "testing": (FLOOR_3, ANY),
@@ -53,6 +53,7 @@ FLOORS: dict[str, tuple[set[str], set[str] | None]] = {
 OPTIONAL = {"plan/plot.py": {"matplotlib"}, "dsp/plan.py": {"matplotlib"}, "planner/exact.py": {"scipy"}}
 # sub-package -> its files in an order in which each imports only files before it; "a" is a.py or a/__init__.py
 ORDER = {
+    "dsp": "form space costs search plan spec specs moves grid overlap replace runner apply __init__",
     "comm": """
         entry protocol arguments header owner failure interrupt rendezvous base local group
         shm/comm shm
@@ -73,7 +74,7 @@ ORDER = {
 }
 HEAVY = {
     "triton", "transformers", "diffusers", "accelerate", "flash_attn", "matplotlib", "rich", "scipy", "pandas",
-    "hypothesis", "pytest", "torch._dynamo", "torch._inductor",
+    "hypothesis", "pytest", "einops", "torch._dynamo", "torch._inductor",
 }  # fmt: skip
 
 

@@ -1,7 +1,7 @@
 """Dynamic sequence parallelism: each stage of a multi-dimensional transformer shards a dimension that it does not mix.
 
-`Space` says the sizes, forms such as ``"(b t) s c"`` say what the axes of a tensor are, verbs (`split`, `switch`,
-`gather`) move it, and `Flow` keeps track during one forward. `plan_stages` chooses what each stage shards, and
+`Space` says the sizes, forms such as ``"(b t) s c"`` say what the axes of a tensor are, and verbs (`split`, `switch`,
+`gather`, or `move` for any of them) move it. `plan_stages` chooses what each stage shards, and
 `parallelize` applies it to a model that knows nothing of this, by a `Spec` of its class.
 
 Source: Zhao et al. 2024 (DSP).
@@ -10,13 +10,13 @@ Source: Zhao et al. 2024 (DSP).
 from seqpar.dsp.apply import Parallelized, parallelize
 from seqpar.dsp.costs import Stage
 from seqpar.dsp.grid import attention_plan, grid
-from seqpar.dsp.moves import Flow, begin_switch, gather, split, switch, switch_all
+from seqpar.dsp.moves import begin_switch, gather, move, split, switch, switch_all
 from seqpar.dsp.plan import StagePlan, plan_stages, rivals
 from seqpar.dsp.space import Space
 from seqpar.dsp.spec import Block, Core, Exit, Spec
 from seqpar.dsp.specs import LATTE
 
 __all__ = [
-    "LATTE", "Block", "Core", "Exit", "Flow", "Parallelized", "Space", "Spec", "Stage", "StagePlan", "attention_plan",
-    "begin_switch", "gather", "grid", "parallelize", "plan_stages", "rivals", "split", "switch", "switch_all",
+    "LATTE", "Block", "Core", "Exit", "Parallelized", "Space", "Spec", "Stage", "StagePlan", "attention_plan",
+    "begin_switch", "gather", "grid", "move", "parallelize", "plan_stages", "rivals", "split", "switch", "switch_all",
 ]  # fmt: skip

@@ -175,7 +175,7 @@ class Parallelized:
         (x,) = given.values()
         end = run.end(exit)
         run.grid.check(x, exit.form, end, f"the input of {name}")
-        return run.grid.leave([inner(**given)], [exit.form], end, self.grad)[0]
+        return run.grid.end([inner(**given)], [exit.form], end, self.grad)[0]
 
     def _outside(self, module: nn.Module, _: object, *, name: str) -> None:
         stack = self._stack()

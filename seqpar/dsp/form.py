@@ -1,25 +1,35 @@
-"""How the axes of a tensor are made of named dimensions: ``"(b t) s c"``, in the notation of einops."""
+"""How the axes of a tensor are made of named dimensions: ``"(b t) s c"``, in the notation of einops.
+
+einops parses the forms, takes grouped axes apart and puts them together again. What is said here is what it does not
+know: which sizes a rank's tensor must have, where one of the dimensions is sharded.
+"""
 
 from __future__ import annotations
 
-import re
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from functools import lru_cache
+from math import prod
 
-TOKEN = re.compile(r"\(([^()]*)\)|(\.\.\.)|([A-Za-z_]\w*)|(1)(?!\w)|(\S)")
+from einops import EinopsError, rearrange
+from einops.parsing import ParsedExpression
+from torch import Tensor
+
+REMEDY = 'write names, groups in parentheses, 1, and ... at the end, as in "(b t) s c ..."'
 
 
 @dataclass(frozen=True)
 class Form:
-    """The axes of a tensor, each the product of its names from slow to fast; () is an axis of one element.
+    """The axes of a tensor, each the product of its names from slow to fast; an axis without names has one element.
 
-    open: more axes of any size may follow, written "...".
+    open: more axes of any size may follow, written "...". apart: the form with an axis for every name, ``"b t s c"`` of
+    ``"(b t) s c"``.
     """
 
     text: str
     axes: tuple[tuple[str, ...], ...]
     open: bool
+    apart: str
 
     @property
     def names(self) -> tuple[str, ...]:
@@ -27,14 +37,13 @@ class Form:
         return tuple(name for axis in self.axes for name in axis)
 
     def index(self, name: str) -> int:
-        """Where a name lies when every axis is taken apart. Raises ValueError for a name that is not there."""
-        flat = [name for axis in self.axes for name in (axis or ("1",))]
-        if name not in flat:
+        """The axis of a name when every axis is taken apart. Raises ValueError for a name that is not in the form."""
+        if name not in self.names:
             raise ValueError(f'dimension "{name}" is not in "{self.text}"')
-        return flat.index(name)
+        return self.apart.split().index(name)
 
-    def sizes(self, shape: Sequence[int], dims: Mapping[str, int], what: str) -> list[int]:
-        """The size of every name when the axes of a tensor of this shape are taken apart.
+    def check(self, shape: Sequence[int], dims: Mapping[str, int], what: str) -> None:
+        """Return if a tensor of this shape is of the form.
 
         dims: sizes that are known; an axis of one name that is not among them may have any size.
 
@@ -43,56 +52,48 @@ class Form:
         count = len(self.axes)
         if len(shape) < count or (len(shape) > count and not self.open):
             raise ValueError(f'{what} has shape {list(shape)}, which is not of the form "{self.text}"')
-        found: list[int] = []
-        for n, axis in enumerate(self.axes):
-            if len(axis) == 1 and axis[0] not in dims:
-                found.append(shape[n])
-                continue
+        for n, (axis, size) in enumerate(zip(self.axes, shape)):
             unknown = [name for name in axis if name not in dims]
-            if unknown:
+            if unknown and len(axis) > 1:
                 raise ValueError(
                     f'"{self.text}" has {unknown} beside other dimensions; give their sizes among the dims'
                 )
-            parts = [dims[name] for name in axis] or [1]
-            expected = 1
-            for size in parts:
-                expected *= size
-            if shape[n] != expected:
-                made = " x ".join(f"{name}={dims[name]}" for name in axis) or "1"
+            expected = size if unknown else prod(dims[name] for name in axis)
+            if size != expected:
+                factors = " x ".join(f"{name}={dims[name]}" for name in axis) or "1"
                 raise ValueError(
                     f'{what} has shape {list(shape)}; axis {n} of "{self.text}" must have {expected} elements here '
-                    f"({made}), not {shape[n]}"
+                    f"({factors}), not {size}"
                 )
-            found += parts
-        return found + list(shape[count:])
 
-    def folded(self, sizes: Sequence[int]) -> list[int]:
-        """The shape whose axes taken apart have these sizes."""
-        shape, at = [], 0
-        for axis in self.axes:
-            size = 1
-            for _ in axis or ("1",):
-                size *= sizes[at]
-                at += 1
-            shape.append(size)
-        return shape + list(sizes[at:])
+    def unfold(self, x: Tensor, dims: Mapping[str, int]) -> Tensor:
+        """A tensor of the form with an axis for every name. dims: the sizes of those that share an axis."""
+        if self.apart == self.text:
+            return x
+        sizes = {name: dims[name] for axis in self.axes if len(axis) > 1 for name in axis}
+        return rearrange(x, f"{self.text} -> {self.apart}", **sizes)
+
+    def fold(self, x: Tensor) -> Tensor:
+        """The inverse of `unfold`."""
+        return x if self.apart == self.text else rearrange(x, f"{self.apart} -> {self.text}")
 
 
 @lru_cache(maxsize=1024)
 def form_of(text: str) -> Form:
     """The form that a text says.
 
-    Raises: ValueError for what is not one, a name twice, or "..." elsewhere than at the end.
+    Raises: ValueError for what is not one, a name twice, a number, or "..." elsewhere than at the end.
     """
-    axes: list[tuple[str, ...]] = []
-    for group, dots, name, one, other in TOKEN.findall(text):
-        if other or (axes and axes[-1] == ("...",)):
-            raise ValueError(f'"{text}" is no form; write names, groups in parentheses, 1, and ... at the end')
-        if group and not all(part.isidentifier() for part in group.split()):
-            raise ValueError(f'"{text}" is no form: "({group})" must hold names')
-        axes.append(("...",) if dots else (name,) if name else () if one else tuple(group.split()))
-    dotted = bool(axes) and axes[-1] == ("...",)
-    form = Form(text, tuple(axes[:-1] if dotted else axes), dotted)
-    if len(set(form.names)) < len(form.names) or not axes:
-        raise ValueError(f'"{text}" is no form: it is empty or has a name twice')
-    return form
+    try:
+        parsed = ParsedExpression(text)
+    except EinopsError as error:
+        raise ValueError(f'"{text}" is no form: {error}; {REMEDY}') from None
+    open = (
+        parsed.has_ellipsis and not parsed.has_ellipsis_parenthesized and not isinstance(parsed.composition[-1], list)
+    )
+    axes = parsed.composition[:-1] if open else parsed.composition
+    if not axes or open != parsed.has_ellipsis or parsed.has_non_unitary_anonymous_axes:
+        raise ValueError(f'"{text}" is no form; {REMEDY}')
+    names = tuple(tuple(axis) for axis in axes)
+    apart = [name for axis in names for name in (axis or ("1",))]
+    return Form(text, names, open, " ".join([*apart, "..."] if open else apart))

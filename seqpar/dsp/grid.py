@@ -9,11 +9,12 @@ from itertools import accumulate
 from math import prod
 
 import numpy as np
+from einops import rearrange
 from torch import Tensor
 
 from seqpar.comm import Comm
 from seqpar.dsp.form import form_of
-from seqpar.dsp.moves import gather, moved, once, rows
+from seqpar.dsp.moves import count_once, gather, move, share_of, split
 from seqpar.dsp.space import Sharding, Space
 from seqpar.facts.layout import Layout
 from seqpar.facts.mask import Mask
@@ -44,8 +45,8 @@ def grid(comm: Comm, *, core: int) -> tuple[Comm, Comm]:
 class Grid:
     """The spaces of one forward: `inner` of the groups, which hold shares of `held`, and `outer` of the ranks across.
 
-    With held None there are no groups, and outer is the space of all ranks. cut: of a part of a dimension, that, the
-    first element and the whole space.
+    With held None there are no groups, and outer is the space of all ranks. cut: where this grid covers a part of one
+    dimension, that dimension, the first element and the space of the whole.
     """
 
     cut: tuple[str, int, Space] | None = None
@@ -58,55 +59,59 @@ class Grid:
             self.inner = Space(space.dims, inner)
             self.outer = Space(self.inner.local(held), outer)
 
-    def moved(self, xs: Sequence[Tensor], forms: Sequence[str], src: GridPosition, dst: GridPosition) -> list[Tensor]:
+    def move(self, xs: Sequence[Tensor], forms: Sequence[str], src: GridPosition, dst: GridPosition) -> list[Tensor]:
         """Tensors that lie in one place, now in another. Groups split before all others move, and gather after them.
 
         Raises: ValueError for a tensor that is not of its form in src.
         """
-        xs = moved(self.entered(xs, forms, src), self.outer, forms, src[0], dst[0])
-        return self.left(xs, forms, dst)
+        ys = move(self.enter(xs, forms, src), self.outer, forms, src[0], dst[0])
+        return self.leave(ys, forms, dst)
 
-    def entered(self, xs: Sequence[Tensor], forms: Sequence[str], src: GridPosition) -> list[Tensor]:
+    def enter(self, xs: Sequence[Tensor], forms: Sequence[str], src: GridPosition) -> Sequence[Tensor]:
         """Tensors whose groups had not split what they hold, split."""
-        return list(xs) if self.inner is None or src[1] is not None else moved(xs, self.inner, forms, None, self.held)
+        if self.inner is None or self.held is None or src[1] is not None:
+            return xs
+        return [split(x, self.inner, form, self.held) for x, form in zip(xs, forms, strict=True)]
 
-    def left(self, xs: Sequence[Tensor], forms: Sequence[str], dst: GridPosition) -> list[Tensor]:
+    def leave(self, xs: list[Tensor], forms: Sequence[str], dst: GridPosition) -> list[Tensor]:
         """Tensors of which groups hold shares, gathered if they do not in dst."""
-        return list(xs) if self.inner is None or dst[1] is not None else moved(xs, self.inner, forms, self.held, None)
+        if self.inner is None or self.held is None or dst[1] is not None:
+            return xs
+        return [gather(x, self.inner, form, self.held) for x, form in zip(xs, forms, strict=True)]
 
-    def parted(self, dim: str, sizes: Sequence[int]) -> list[Grid]:
+    def parts(self, dim: str, sizes: Sequence[int]) -> list[Grid]:
         """Grids of consecutive parts of a dimension that the groups do not hold."""
-        found = []
+        grids = []
         for start, size in zip(accumulate(sizes, initial=0), sizes):
             part = copy(self)
             part.cut = dim, start, self.whole
             part.whole, part.outer = (Space(s.dims | {dim: size}, s.comm) for s in (self.whole, self.outer))
             if self.inner is not None:
                 part.inner = Space(self.inner.dims | {dim: size}, self.inner.comm)
-            found.append(part)
-        return found
+            grids.append(part)
+        return grids
 
-    def leave(self, xs: Sequence[Tensor], forms: Sequence[str], src: GridPosition, grad: str) -> list[Tensor]:
+    def end(self, xs: Sequence[Tensor], forms: Sequence[str], src: GridPosition, grad: str) -> list[Tensor]:
         """The whole tensors at the end, whose gradients count as `grad` says."""
         xs = list(xs)
         if src[1] != self.held:
-            return [once(x, self.whole.comm) for x in xs] if grad == "replicated" else xs
-        for space, layout in ((self.outer, src[0]), (self.inner, src[1])):
-            if space is not None and layout is None and grad == "replicated":
-                xs = [once(x, space.comm) for x in xs]
+            return [count_once(x, self.whole.comm) for x in xs] if grad == "replicated" else xs
+        for space, sharded in ((self.outer, src[0]), (self.inner, src[1])):
+            if space is not None and sharded is None and grad == "replicated":
+                xs = [count_once(x, space.comm) for x in xs]
             elif space is not None:
-                xs = moved(xs, space, forms, layout, None, grad=grad)
+                xs = move(xs, space, forms, sharded, None, grad=grad)
         return xs
 
-    def rows(self, x: Tensor, form: str, inside: Sharding, what: str) -> Tensor:
+    def share_of(self, x: Tensor, form: str, inside: Sharding, what: str) -> Tensor:
         """This rank's share of a tensor that every rank has whole. Raises: ValueError unless it is of the form."""
         if self.cut is not None and self.cut[0] in form_of(form).names:
             dim, start, space = self.cut
             part = space.unfold(x, form, None, what).narrow(form_of(form).index(dim), start, self.whole.dims[dim])
-            x = space.fold(part, form)
+            x = form_of(form).fold(part)
         if self.inner is not None:
-            x = rows(x, self.inner, form, self.held, what)
-        return rows(x, self.outer, form, inside, what)
+            x = share_of(x, self.inner, form, self.held, what)
+        return share_of(x, self.outer, form, inside, what)
 
     def check(self, x: Tensor, form: str, place: GridPosition, what: str) -> None:
         """Return if a tensor can be of this form in a place. Raises: ValueError naming the axis."""
@@ -146,28 +151,32 @@ class Grid:
 
 
 def attention_plan(
-    space: Space, form: str, whole: Collection[str], sharded: str | None, *, ulysses: bool = False
+    space: Space, form: str, whole: Collection[str], sharded: Sharding, *, ulysses: bool = False
 ) -> Plan:
     """The plan of full attention over the dimensions in `whole`, for rows of a form, in their order.
 
     A document is one element of all other dimensions. sharded: the dimension of which every rank has its share; with
     None the plan is for one rank. ulysses: all ranks trade tokens for heads; otherwise keys are fetched.
     """
-    names = tuple(name for name in form_of(form).names if name in space.dims)
-    sizes = tuple(space.dims[name] for name in names)
-    mixed = tuple(name in whole for name in names)
-    at = None if sharded is None else names.index(sharded)
-    return _plan(sizes, mixed, at, 1 if at is None else space.comm.size, ulysses)
+    sizes = tuple((name, space.dims[name]) for name in form_of(form).names if name in space.dims)
+    return _plan(sizes, frozenset(whole), sharded, 1 if sharded is None else space.comm.size, ulysses)
 
 
 @lru_cache(maxsize=256)
-def _plan(sizes: tuple[int, ...], mixed: tuple[bool, ...], at: int | None, ranks: int, ulysses: bool) -> Plan:
-    order = [n for n, inside in enumerate(mixed) if not inside] + [n for n, inside in enumerate(mixed) if inside]
-    length = prod(size for size, inside in zip(sizes, mixed, strict=True) if inside)
-    documents = prod(sizes) // length
-    # positions, document by document, seen in the order of the rows
-    positions = np.arange(prod(sizes)).reshape([sizes[n] for n in order]).transpose(np.argsort(order))
-    held = [None] if at is None else [Layout.contiguous(sizes[at], ranks).positions(rank) for rank in range(ranks)]
-    shards = [(positions if own is None else positions.take(own, axis=at)).reshape(-1) for own in held]
-    width = ranks if ulysses else 1
-    return Plan(Mask([length] * documents, causal=False), Layout(shards), ulysses=width)
+def _plan(
+    sizes: tuple[tuple[str, int], ...], whole: frozenset[str], sharded: Sharding, ranks: int, ulysses: bool
+) -> Plan:
+    names = [name for name, _ in sizes]
+    documents = [name for name in names if name not in whole]
+    tokens = [name for name in names if name in whole]
+    # positions count document by document, and lie here in the order of the rows
+    pattern = f"({' '.join(documents + tokens)}) -> {' '.join(names)}"
+    positions = rearrange(np.arange(prod(size for _, size in sizes)), pattern, **dict(sizes))
+    shards = [positions]
+    if sharded is not None:
+        at = names.index(sharded)
+        holders = Layout.contiguous(dict(sizes)[sharded], ranks)
+        shards = [positions.take(holders.positions(rank), axis=at) for rank in range(ranks)]
+    length = prod(size for name, size in sizes if name in whole)
+    mask = Mask([length] * (positions.size // length), causal=False)
+    return Plan(mask, Layout([shard.reshape(-1) for shard in shards]), ulysses=ranks if ulysses else 1)

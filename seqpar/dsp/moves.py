@@ -1,4 +1,4 @@
-"""The four moves of DSP: keep, which is nothing, `split`, `switch` and `gather`; the space says all about the sizes.
+"""The moves of DSP: keep, which is nothing, `split`, `switch` and `gather`; the space says all about the sizes.
 
 ::
 
@@ -27,8 +27,8 @@ from torch import Tensor
 from torch.autograd.function import once_differentiable
 
 from seqpar.comm import Comm
-from seqpar.dsp.form import form_of
-from seqpar.dsp.space import Space
+from seqpar.dsp.form import Form, form_of
+from seqpar.dsp.space import Sharding, Space
 from seqpar.facts.layout import Layout
 from seqpar.facts.mask import Mask
 from seqpar.ops import switch_all as exchange
@@ -48,12 +48,13 @@ def split(x: Tensor, space: Space, form: str, dim: str, *, grad: str = "sum") ->
 
     Raises: ValueError for a tensor that is not of the form or whole.
     """
-    _known(grad)
-    at, own = form_of(form).index(dim), space.shares(dim)[space.comm.rank]
-    y = space.unfold(x, form, None).narrow(at, space.start(dim), own)
+    _check_grad(grad)
+    at, share = form_of(form).index(dim), space.shares(dim)[space.comm.rank]
+    whole = space.unfold(x, form, None)
+    y = whole.narrow(at, space.start(dim), share)
     if grad == "replicated":
-        y = _Whole.apply(y, space.unfold(x, form, None), space, dim, at)
-    return space.fold(y, form)
+        y = _SplitReplicated.apply(y, whole, _plan(space.dims[dim], space.comm.size), space.comm, at)
+    return form_of(form).fold(y)
 
 
 def gather(x: Tensor, space: Space, form: str, dim: str, *, grad: str = "sum") -> Tensor:
@@ -66,15 +67,17 @@ def gather(x: Tensor, space: Space, form: str, dim: str, *, grad: str = "sum") -
     Raises: ValueError for a tensor that is not this rank's share of the form, or ranks that differ.
     """
     try:
-        _known(grad)
+        _check_grad(grad)
         at = form_of(form).index(dim)
-        local = space.unfold(x, form, dim)
+        share = space.unfold(x, form, dim)
         plan = _plan(space.dims[dim], space.comm.size)
     except Exception as error:
         raise_on_all_ranks("unshard", space.comm, error)
     if grad == "sum":
-        return space.fold(unshard(local, plan, space.comm, dim=at), form)
-    return space.fold(_Alike.apply(local, plan, space.comm, at, space.start(dim)), form)
+        whole = unshard(share, plan, space.comm, dim=at)
+    else:
+        whole = _GatherReplicated.apply(share, plan, space.comm, at, space.start(dim))
+    return form_of(form).fold(whole)
 
 
 def switch(x: Tensor, space: Space, form: str, src: str, dst: str) -> Tensor:
@@ -90,61 +93,87 @@ def switch(x: Tensor, space: Space, form: str, src: str, dst: str) -> Tensor:
 
 def switch_all(xs: Sequence[Tensor], space: Space, forms: Sequence[str], src: str, dst: str) -> list[Tensor]:
     """`switch` of several tensors in one exchange, and one backward."""
-    try:
-        local, arguments = _arguments(xs, space, forms, src, dst)
-    except Exception as error:
-        raise_on_all_ranks("switch", space.comm, error)
-    return _folded(exchange(local, space.comm, **arguments), space, forms)
+    parsed, unfolded, sides = _prepared(xs, space, forms, src, dst)
+    ys = exchange(unfolded, space.comm, **sides)
+    return [form.fold(y) for form, y in zip(parsed, ys, strict=True)]
 
 
 def begin_switch(xs: Sequence[Tensor], space: Space, forms: Sequence[str], src: str, dst: str) -> Pending:
     """`switch_all` under way: what is computed before `wait` runs beside the exchange, forward and backward."""
-    try:
-        local, arguments = _arguments(xs, space, forms, src, dst)
-    except Exception as error:
-        raise_on_all_ranks("switch", space.comm, error)
-    return Pending(start_switch(local, space.comm, **arguments), space, forms)
+    parsed, unfolded, sides = _prepared(xs, space, forms, src, dst)
+    return Pending(start_switch(unfolded, space.comm, **sides), parsed)
 
 
 class Pending:
     """A switch under way."""
 
-    def __init__(self, switching: Switching, space: Space, forms: Sequence[str]) -> None:
-        self._switching, self._space, self._forms = switching, space, forms
+    def __init__(self, switching: Switching, forms: Sequence[Form]) -> None:
+        self._switching, self._forms = switching, forms
 
     def wait(self) -> list[Tensor]:
         """The switched tensors, in order."""
-        return _folded(self._switching.wait(), self._space, self._forms)
+        return [form.fold(y) for form, y in zip(self._forms, self._switching.wait(), strict=True)]
 
     def settle(self) -> None:
         """Wait for the exchange alone, if nothing did: after an error, when nobody needs the tensors any more."""
         self._switching.settle()
 
 
-def once(x: Tensor, comm: Comm) -> Tensor:
+def move(
+    xs: Sequence[Tensor], space: Space, forms: Sequence[str], src: Sharding, dst: Sharding, *, grad: str = "sum"
+) -> list[Tensor]:
+    """Tensors sharded along src, now along dst: kept, split, switched in one exchange, or gathered. None is whole.
+
+    grad: as `split` and `gather` take it. A collective where src is a dimension, and not dst.
+
+    Raises: ValueError for a tensor that is not of its form under src, also where nothing moves.
+    """
+    if src is not None and dst is not None and src != dst:
+        return switch_all(xs, space, forms, src, dst)
+    if src is None and dst is not None:
+        return [split(x, space, form, dst, grad=grad) for x, form in zip(xs, forms, strict=True)]
+    if src is not None and dst is None:
+        return [gather(x, space, form, src, grad=grad) for x, form in zip(xs, forms, strict=True)]
+    for n, (x, form) in enumerate(zip(xs, forms, strict=True)):
+        space.check(x, form, src, f"tensor {n}")
+    return list(xs)
+
+
+def share_of(x: Tensor, space: Space, form: str, sharded: Sharding, what: str = "x") -> Tensor:
+    """This rank's share of a tensor that every rank has whole, such as a table; all of it where the form lacks the
+    dimension.
+
+    Raises: ValueError unless it is of the form, and whole.
+    """
+    names = space.check(x, form, None, what).names
+    return split(x, space, form, sharded) if sharded is not None and sharded in names else x
+
+
+def count_once(x: Tensor, comm: Comm) -> Tensor:
     """x, which all ranks computed alike, as one that counts once: only rank 0's gradient goes on. Local."""
-    return x if comm.size == 1 else _Once.apply(x, comm.rank)
+    return x if comm.size == 1 else _CountOnce.apply(x, comm.rank)
 
 
-def _arguments(
+def _prepared(
     xs: Sequence[Tensor], space: Space, forms: Sequence[str], src: str, dst: str
-) -> tuple[list[Tensor], dict[str, Any]]:
-    if not xs or len(xs) != len(forms):
-        raise ValueError(f"a switch of {len(xs)} tensors with {len(forms)} forms; give each a form")
-    local = [space.unfold(x, form, src, f"tensor {n}") for n, (x, form) in enumerate(zip(xs, forms, strict=True))]
-    index = [form_of(form).index for form in forms]
-    return local, {
-        "split_dims": [at(dst) for at in index],
-        "concat_dims": [at(src) for at in index],
-        "sizes": (space.shares(dst), space.shares(src)),
-    }
+) -> tuple[list[Form], list[Tensor], dict[str, Any]]:
+    """Forms, tensors with an axis for every name, and which axes to exchange. Raises on every rank if one cannot."""
+    try:
+        if not xs or len(xs) != len(forms):
+            raise ValueError(f"a switch of {len(xs)} tensors with {len(forms)} forms; give each a form")
+        parsed = [space.check(x, form, src, f"tensor {n}") for n, (x, form) in enumerate(zip(xs, forms, strict=True))]
+        sides = {
+            "split_dims": [form.index(dst) for form in parsed],
+            "concat_dims": [form.index(src) for form in parsed],
+            "sizes": (space.shares(dst), space.shares(src)),
+        }
+        local = space.local(src)
+        return parsed, [form.unfold(x, local) for form, x in zip(parsed, xs, strict=True)], sides
+    except Exception as error:
+        raise_on_all_ranks("switch", space.comm, error)
 
 
-def _folded(ys: Sequence[Tensor], space: Space, forms: Sequence[str]) -> list[Tensor]:
-    return [space.fold(y, form) for y, form in zip(ys, forms, strict=True)]
-
-
-def _known(grad: str) -> None:
+def _check_grad(grad: str) -> None:
     if grad not in GRADS:
         raise ValueError(f"grad must be one of {GRADS}, got {grad!r}")
 
@@ -155,12 +184,12 @@ def _plan(size: int, ranks: int) -> Plan:
     return Plan(Mask([size]), Layout.contiguous(size, ranks))
 
 
-class _Whole(torch.autograd.Function):
-    """A slice whose gradient is gathered, so that every rank has that of the whole."""
+class _SplitReplicated(torch.autograd.Function):
+    """A slice of a whole tensor, whose gradient is gathered, so that every rank has that of the whole."""
 
     @staticmethod
-    def forward(ctx: Any, y: Tensor, x: Tensor, space: Space, dim: str, at: int) -> Tensor:
-        ctx.back = _plan(space.dims[dim], space.comm.size), space.comm, at
+    def forward(ctx: Any, y: Tensor, whole: Tensor, plan: Plan, comm: Comm, at: int) -> Tensor:
+        ctx.back = plan, comm, at
         return y.detach()
 
     @staticmethod
@@ -170,7 +199,7 @@ class _Whole(torch.autograd.Function):
         return None, unshard(dy, plan, comm, dim=at), None, None, None
 
 
-class _Alike(torch.autograd.Function):
+class _GatherReplicated(torch.autograd.Function):
     """A gather whose result every rank uses alike: the gradient is the slice of its own."""
 
     @staticmethod
@@ -184,7 +213,7 @@ class _Alike(torch.autograd.Function):
         return dy.narrow(*ctx.mine), None, None, None, None
 
 
-class _Once(torch.autograd.Function):
+class _CountOnce(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, x: Tensor, rank: int) -> Tensor:
         ctx.rank = rank
@@ -193,87 +222,3 @@ class _Once(torch.autograd.Function):
     @staticmethod
     def backward(ctx: Any, dy: Tensor) -> tuple[Tensor, None]:
         return dy if ctx.rank == 0 else torch.zeros_like(dy), None
-
-
-def moved(
-    xs: Sequence[Tensor], space: Space, forms: Sequence[str], src: str | None, dst: str | None, *, grad: str = "sum"
-) -> list[Tensor]:
-    """Tensors sharded along src, now along dst: kept, split, switched in one exchange, or gathered. None is whole.
-
-    grad: as `split` and `gather` take it.
-
-    Raises: ValueError for a tensor that is not of its form under src, also where nothing moves.
-    """
-    if src is not None and dst is not None and src != dst:
-        return switch_all(xs, space, forms, src, dst)
-    found = []
-    for n, (x, form) in enumerate(zip(xs, forms, strict=True)):
-        if src == dst:
-            space.check(x, form, src, f"tensor {n}")
-            found.append(x)
-        elif src is None and dst is not None:
-            found.append(split(x, space, form, dst, grad=grad))
-        elif src is not None:
-            found.append(gather(x, space, form, src, grad=grad))
-    return found
-
-
-class Flow:
-    """What is sharded at this point of one forward. Stages are run in order::
-
-        flow = Flow(Space({"b": 1, "t": 5, "s": 12}, comm))
-        (x,) = flow.move([x], ["b t s c"], "t")        # split: x was whole
-        x = spatial(x)
-        (x,) = flow.move([x], ["b t s c"], "s")        # one exchange
-        x = temporal(x)
-        (x,) = flow.move([x], ["b t s c"], None)       # gather
-
-    Every tensor that comes in is checked against its form under what is sharded now. Where two dimensions have equal
-    local sizes a shape does not tell them apart: then only the order of the stages does. A flow is of one forward: two
-    models, or two shapes, have a flow each. Where a region is recomputed in backward, the flow would be elsewhere
-    already, so it is refused there: call the verbs, or make a flow inside the region.
-    """
-
-    def __init__(self, space: Space, sharded: str | None = None) -> None:
-        if sharded is not None:
-            space.shares(sharded)
-        self.space, self.sharded = space, sharded
-
-    def __repr__(self) -> str:
-        return f"Flow({self.space}, sharded={self.sharded!r})"
-
-    def move(self, xs: Sequence[Tensor], forms: Sequence[str], to: str | None, *, grad: str = "sum") -> list[Tensor]:
-        """The tensors sharded along `to`, or whole. Raises: ValueError as `moved`; RuntimeError in a recomputation."""
-        self._forward()
-        found = moved(xs, self.space, forms, self.sharded, to, grad=grad)
-        self.sharded = to
-        return found
-
-    def rows(self, x: Tensor, form: str) -> Tensor:
-        """This rank's share of a tensor that every rank has whole, such as a timestep by row or a position table.
-
-        Raises: ValueError unless it is of the form, and whole; RuntimeError in a recomputation.
-        """
-        self._forward()
-        return rows(x, self.space, form, self.sharded)
-
-    def check(self, x: Tensor, form: str, what: str = "x") -> None:
-        """Return if x is of the form under what is sharded now. Raises as `move`."""
-        self._forward()
-        self.space.check(x, form, self.sharded, what)
-
-    def _forward(self) -> None:
-        if torch._C._current_graph_task_id() != -1:
-            raise RuntimeError(
-                f"{self} is asked while a backward recomputes a region, when it stands elsewhere than it stood in that "
-                "region; make the flow inside the region, or call split, switch and gather there"
-            )
-
-
-def rows(x: Tensor, space: Space, form: str, sharded: str | None, what: str = "x") -> Tensor:
-    """The share, along what is sharded, of a tensor that every rank has whole; all of it where the form lacks that.
-
-    Raises: ValueError unless it is of the form, and whole.
-    """
-    space.check(x, form, None, what)
-    return split(x, space, form, sharded) if sharded in form_of(form).names else x

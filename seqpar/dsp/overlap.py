@@ -14,30 +14,19 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from itertools import accumulate, product
-from typing import Protocol
 
 import torch
 from torch import Tensor
 
 from seqpar.dsp.form import form_of
 from seqpar.dsp.grid import Grid, GridPosition
-from seqpar.dsp.moves import begin_switch, moved
-from seqpar.dsp.space import Space, sizes_of_parts
+from seqpar.dsp.moves import Pending, begin_switch, move
+from seqpar.dsp.space import Sharding, Space, sizes_of_parts
 from seqpar.ops.core.agreement import raise_on_all_ranks
 
 
-class Moving(Protocol):
-    """Tensors on their way."""
-
-    def wait(self) -> list[Tensor]:
-        """The tensors where they go."""
-
-    def settle(self) -> None:
-        """Wait for nothing but the exchange, after an error."""
-
-
-class _There:
-    """Tensors that had no way to go."""
+class _Arrived:
+    """Tensors that had no way to go, beside `Pending` ones."""
 
     def __init__(self, xs: list[Tensor]) -> None:
         self._xs = xs
@@ -59,38 +48,39 @@ def in_parts(
 
     Raises: RuntimeError for a stage that returns a part in the memory of another one, which is still being sent.
     """
-    xs = grid.entered(xs, forms, src)
-    grids = grid.parted(inside, sizes_of_parts(grid.outer.dims[inside], grid.outer.comm.size, parts))
+    xs = grid.enter(xs, forms, src)
+    grids = grid.parts(inside, sizes_of_parts(grid.outer.dims[inside], grid.outer.comm.size, parts))
     try:
         pieces = [_split(x, grid.outer, form, src[0], inside, grids) for x, form in zip(xs, forms, strict=True)]
     except Exception as error:
         raise_on_all_ranks("switch", grid.outer.comm, error)
-    moving: list[Moving] = []
+    arriving: list[Pending | _Arrived] = []
+    leaving: list[Pending | _Arrived] = []
     try:
-        for part, each in zip(grids, zip(*pieces), strict=True):
-            moving.append(_begin(part, each, forms, src[0], inside))
+        for part, inputs in zip(grids, zip(*pieces), strict=True):
+            arriving.append(_begin(part, inputs, forms, src[0], inside))
         sent: list[Tensor] = []  # held, so that only what is used again lies where another one lies
-        for part, arriving in zip(grids, list(moving), strict=True):
-            ys = compute(part, arriving.wait())
-            _check_memory(name, ys, sent)
-            moving.append(_begin(part, ys, forms, inside, dst[0]))
-            sent += ys
+        for part, pending in zip(grids, arriving, strict=True):
+            outputs = compute(part, pending.wait())
+            _check_memory(name, outputs, sent)
+            leaving.append(_begin(part, outputs, forms, inside, dst[0]))
+            sent += outputs
         del sent
-        found = [leaving.wait() for leaving in moving[len(grids) :]]
+        moved = [pending.wait() for pending in leaving]
     except Exception:
         # of a checkpoint too, which runs a stage again as far as it needs
-        for each in moving:
-            each.settle()
+        for pending in (*arriving, *leaving):
+            pending.settle()
         raise
     joined = [
         _joined(several, grids, grid.outer, form, dst[0], inside)
-        for several, form in zip(zip(*found), forms, strict=True)
+        for several, form in zip(zip(*moved), forms, strict=True)
     ]
-    return grid.left(joined, forms, dst)
+    return grid.leave(joined, forms, dst)
 
 
-def _check_memory(name: str, ys: Sequence[Tensor], sent: Sequence[Tensor]) -> None:
-    for (start, stop), (first, last) in product(map(_span, ys), map(_span, sent)):
+def _check_memory(name: str, outputs: Sequence[Tensor], sent: Sequence[Tensor]) -> None:
+    for (start, stop), (first, last) in product(map(_span, outputs), map(_span, sent)):
         if start < last and first < stop:
             raise RuntimeError(
                 f"{name} is run in parts and returned one in the memory of another, which is still being sent; return "
@@ -103,23 +93,24 @@ def _span(x: Tensor) -> tuple[int, int]:
     return x.data_ptr(), x.data_ptr() + (x.nbytes if x.is_contiguous() else min(1, x.nbytes))
 
 
-def _begin(grid: Grid, xs: Sequence[Tensor], forms: Sequence[str], src: str | None, dst: str | None) -> Moving:
+def _begin(grid: Grid, xs: Sequence[Tensor], forms: Sequence[str], src: Sharding, dst: Sharding) -> Pending | _Arrived:
     if src is not None and dst is not None:
         return begin_switch(xs, grid.outer, forms, src, dst)
-    return _There(moved(xs, grid.outer, forms, src, dst))
+    return _Arrived(move(xs, grid.outer, forms, src, dst))
 
 
-def _split(x: Tensor, space: Space, form: str, sharded: str | None, dim: str, grids: Sequence[Grid]) -> list[Tensor]:
-    x, at, sizes = space.unfold(x, form, sharded), form_of(form).index(dim), [grid.outer.dims[dim] for grid in grids]
+def _split(x: Tensor, space: Space, form: str, sharded: Sharding, dim: str, grids: Sequence[Grid]) -> list[Tensor]:
+    whole, at = space.unfold(x, form, sharded), form_of(form).index(dim)
+    sizes = [grid.outer.dims[dim] for grid in grids]
     if sharded is None:  # a stage gets these as they lie and may write to them, as it may to no result of split
-        pieces = [x.narrow(at, start, size) for start, size in zip(accumulate(sizes, initial=0), sizes)]
+        pieces = [whole.narrow(at, start, size) for start, size in zip(accumulate(sizes, initial=0), sizes)]
     else:
-        pieces = list(x.split(sizes, at))
-    return [space.fold(piece, form) for piece in pieces]
+        pieces = list(whole.split(sizes, at))
+    return [form_of(form).fold(piece) for piece in pieces]
 
 
 def _joined(
-    ys: Sequence[Tensor], grids: Sequence[Grid], space: Space, form: str, sharded: str | None, dim: str
+    ys: Sequence[Tensor], grids: Sequence[Grid], space: Space, form: str, sharded: Sharding, dim: str
 ) -> Tensor:
     pieces = [grid.outer.unfold(y, form, sharded) for y, grid in zip(ys, grids, strict=True)]
-    return space.fold(torch.cat(pieces, form_of(form).index(dim)), form)
+    return form_of(form).fold(torch.cat(pieces, form_of(form).index(dim)))

@@ -111,8 +111,8 @@ def run_stage(module: nn.Module, block: Block, inner: Any, step: StageRun, given
         assert step.inside is not None
         found = in_parts(step.name, xs, forms, grid, step.before, step.inside, step.after, step.parts, compute)
     else:
-        outs = compute(grid, grid.moved(xs, forms, step.before, here))
-        found = grid.leave(outs, forms, here, grad) if step.last else grid.moved(outs, forms, here, step.after)
+        outs = compute(grid, grid.move(xs, forms, step.before, here))
+        found = grid.end(outs, forms, here, grad) if step.last else grid.move(outs, forms, here, step.after)
     return found[0] if len(found) == 1 else tuple(found)
 
 
@@ -121,7 +121,7 @@ def _computed(module: nn.Module, block: Block, inner: Any, step: StageRun, given
     grid, inside = step.grid, step.inside
     for name, form in block.rows.items():
         if given.get(name) is not None:
-            given[name] = grid.rows(given[name], form, inside, f"{name} of {step.name}")
+            given[name] = grid.share_of(given[name], form, inside, f"{name} of {step.name}")
     if skipping(block, step) and (within := gathered_within(module)):
         raise NotImplementedError(
             f"{within} of {step.name} is under fully_shard, and would wait for ranks that have no rows along {inside} "
@@ -213,7 +213,7 @@ def _sliced(module: nn.Module, block: Block, step: StageRun) -> Iterator[None]:
             table = held._parameters if name in held._parameters else held._buffers
             whole = table[name]
             kept.append((table, name, whole))
-            table[name] = step.grid.rows(whole, form, step.inside, f"{path} of {step.name}")
+            table[name] = step.grid.share_of(whole, form, step.inside, f"{path} of {step.name}")
         yield
     finally:
         for table, name, whole in kept:
@@ -288,9 +288,12 @@ def _over_heads(
     if space.local(core.over)[core.over]:
         out = inner(**dict(zip(core.stream, xs, strict=True)))
     else:
-        sizes = {n: size for x, form in zip(xs, forms) for n, size in _named(space, x, form, core.over)}
-        shape = form_of(core.out).folded([sizes[name] for name in form_of(core.out).names])
-        out = xs[0].new_zeros(shape) + sum(x.sum() for x in xs)  # nothing, with all that came in the graph
+        sizes = {"1": 1}
+        for x, form in zip(xs, forms, strict=True):
+            sizes |= zip(form_of(form).apart.split(), space.unfold(x, form, core.over).shape)
+        form = form_of(core.out)
+        empty = form.fold(xs[0].new_zeros([sizes[name] for name in form.apart.split()]))
+        out = empty + sum(x.sum() for x in xs)  # nothing, with all that came in the graph
     return switch(out, space, core.out, core.over, sharded)
 
 
@@ -323,8 +326,3 @@ class _Sdpa(TorchFunctionMode):
         scale = given.pop("scale", None)
         given = {name: value for name, value in given.items() if isinstance(value, Tensor) or value}
         return self.share(partial(func, scale=scale), given)
-
-
-def _named(space: Space, x: Tensor, form: str, sharded: str) -> Iterator[tuple[str, int]]:
-    """The names of a tensor's axes with their sizes here."""
-    yield from zip(form_of(form).names, space.unfold(x, form, sharded).shape)

@@ -2,13 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from functools import lru_cache
 
 from torch import Tensor
 
 from seqpar.comm import Comm
-from seqpar.dsp.form import form_of
+from seqpar.dsp.form import Form, form_of
 
 Sharding = str | None  # the dimension of which every rank has its share; None: all have the whole
 
@@ -46,7 +46,7 @@ class Space:
     dims: name -> global size, at least 1, equal on all ranks. Names in forms that are not among them, such as channels,
     are whole, of any size, and are never sharded.
 
-    Raises: ValueError for sizes that are none.
+    Raises: ValueError for sizes that are no integers of at least 1, and names that are no identifiers.
     """
 
     def __init__(self, dims: Mapping[str, int], comm: Comm) -> None:
@@ -54,6 +54,7 @@ class Space:
             if not isinstance(name, str) or not name.isidentifier() or type(size) is not int or size < 1:
                 raise ValueError(f"dims must be names with sizes of at least 1, got {name!r}: {size!r}")
         self.dims, self.comm = dict(dims), comm
+        self._key = tuple(self.dims.items()), comm.size, comm.rank
 
     def __repr__(self) -> str:
         return f"Space({self.dims}, {self.comm.size} ranks)"
@@ -72,25 +73,38 @@ class Space:
         """The first element of this rank's share."""
         return sum(self.shares(dim)[: self.comm.rank])
 
-    def check(self, x: Tensor, form: str, sharded: Sharding, what: str = "x") -> None:
-        """Return if a tensor on this rank can be of this form under this sharding.
+    def check(self, x: Tensor, form: str, sharded: Sharding, what: str = "x") -> Form:
+        """The form, if a tensor on this rank can be of it under this sharding.
 
         A shape is all that can be seen: dimensions with equal local sizes are told apart by the order of stages alone.
 
         Raises: ValueError naming the axis, what it must be here, and what it is.
         """
-        self._sizes(x, form, sharded, what)
+        if not isinstance(x, Tensor):
+            raise ValueError(f"{what} must be a tensor, got {x!r:.200}")
+        return _fitting(form, tuple(x.shape), *self._key, sharded, what)
 
     def unfold(self, x: Tensor, form: str, sharded: Sharding, what: str = "x") -> Tensor:
         """The tensor with every named dimension an axis of its own. Raises as `check`."""
-        return x.reshape(self._sizes(x, form, sharded, what))
+        return self.check(x, form, sharded, what).unfold(x, self.local(sharded))
 
-    def fold(self, x: Tensor, form: str) -> Tensor:
-        """The inverse of `unfold`."""
-        return x.reshape(form_of(form).folded(x.shape))
 
-    def _sizes(self, x: Tensor, form: str, sharded: Sharding, what: str) -> list[int]:
-        if not isinstance(x, Tensor):
-            raise ValueError(f"{what} must be a tensor, got {x!r:.200}")
-        where = "whole" if sharded is None else f'"{sharded}" sharded over {self.comm.size} ranks'
-        return form_of(form).sizes(x.shape, self.local(sharded), f"{what}, with {where} of {self.dims},")
+@lru_cache(maxsize=4096)
+def _fitting(
+    text: str,
+    shape: Sequence[int],
+    dims: Sequence[tuple[str, int]],
+    ranks: int,
+    rank: int,
+    sharded: Sharding,
+    what: str,
+) -> Form:  # fmt: skip
+    """`Space.check`, once for each shape."""
+    form, sizes = form_of(text), dict(dims)
+    where = f"whole of {sizes}" if sharded is None else f'"{sharded}" sharded over {ranks} ranks of {sizes}'
+    if sharded is not None:
+        if sharded not in sizes:
+            raise ValueError(f'"{sharded}" is not a dimension of {sizes}')
+        sizes[sharded] = shares(sizes[sharded], ranks)[rank]
+    form.check(shape, sizes, f"{what}, with {where},")
+    return form

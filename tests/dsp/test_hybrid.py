@@ -98,15 +98,15 @@ def places(comm: Comm) -> None:
     x = rand(2, 3, 5, 4)
     at, (here,) = (None, None), [x]
     for layout in ("t", "s", None, "b", "s", "t"):
-        (here,) = grid.moved([here], [form], at, (layout, "s"))
+        (here,) = grid.move([here], [form], at, (layout, "s"))
         at = layout, "s"
         grid.check(here, form, at, "x")
-        assert torch.equal(here, grid.rows(x, form, layout, "x"))
-        table = grid.rows(x[:1, :1], "1 1 s c", layout, "a table")
+        assert torch.equal(here, grid.share_of(x, form, layout, "x"))
+        table = grid.share_of(x[:1, :1], "1 1 s c", layout, "a table")
         assert table.shape[2] == here.shape[2]
         assert torch.equal(grid.gather(here, form, layout, ("b", "t", "s")), x)
         assert grid.gather(here, form, layout, ("s",)).shape[2] == 5
-    (back,) = grid.moved([here], [form], at, (None, None))
+    (back,) = grid.move([here], [form], at, (None, None))
     assert torch.equal(back, x)
     with pytest.raises(ValueError, match="is not of the form|must have"):
         grid.check(x, form, at, "x")

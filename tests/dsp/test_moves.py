@@ -14,8 +14,9 @@ from torch.library import opcheck
 from torch.utils.checkpoint import checkpoint
 
 from seqpar.comm import Comm, LocalComm
-from seqpar.dsp import Flow, Space, begin_switch, gather, split, switch, switch_all
+from seqpar.dsp import Space, begin_switch, gather, move, split, switch, switch_all
 from seqpar.dsp.form import form_of
+from seqpar.dsp.moves import share_of
 from seqpar.dsp.space import shares
 from seqpar.facts.layout import Layout
 from seqpar.ops import bind
@@ -30,7 +31,7 @@ def tensor(form: str, dims: dict[str, int], seed: int = 0, dtype: torch.dtype = 
     names = form_of(form).names
     x = torch.randn([dims[n] for n in sorted(dims)], generator=torch.Generator().manual_seed(seed), dtype=torch.float64)
     x = (x.permute([sorted(dims).index(n) for n in names]) * 100).to(dtype)
-    return Space({n: dims[n] for n in names}, LocalComm()).fold(_with_ones(x, form), form)
+    return form_of(form).fold(_with_ones(x, form))
 
 
 def _with_ones(x: Tensor, form: str) -> Tensor:
@@ -49,7 +50,7 @@ def part(x: Tensor, form: str, dims: dict[str, int], dim: str, ranks: int, rank:
     index = space.unfold(numbers, form, None)
     at = form_of(form).index(dim)
     held = torch.from_numpy(Layout.contiguous(dims[dim], ranks).positions(rank))
-    return x.flatten()[space.fold(index.index_select(at, held), form)]
+    return x.flatten()[form_of(form).fold(index.index_select(at, held))]
 
 
 def known(dims: dict[str, int]) -> dict[str, int]:
@@ -144,9 +145,7 @@ def test_a_switch_has_its_adjoint(form) -> None:
 
 def several(comm: Comm, way: str) -> tuple[list[int], list[Tensor]]:
     """Three tensors of other shapes and dtypes, one without a gradient: exchanges and bytes there and back."""
-    space, forms = Space(known(SIZES), comm), ["(b t) s c", "b s (t c)", "t s"]
-    dims = SIZES | {"c": 3}
-    space.dims["c"] = 3
+    space, forms, dims = Space(SIZES, comm), ["(b t) s c", "b s (t c)", "t s"], SIZES
     xs = [tensor(form, {n: dims[n] for n in form_of(form).names}, n) for n, form in enumerate(forms)]
     xs[2] = xs[2].long()
     mine = [part(x, f, dims, "t", comm.size, comm.rank) for x, f in zip(xs, forms)]
@@ -247,7 +246,7 @@ def test_work_between_begin_and_wait_runs_beside_the_exchange_in_both_directions
 
 
 @pytest.mark.parametrize(
-    "text", ["", "b b", "(b t) (t s)", "b ... s", "b, t", "(b (t s))", "2 b", "(b 1)", "b-t", "(b t"]
+    "text", ["", "b b", "(b t) (t s)", "b ... s", "b, t", "(b (t s))", "2 b", "(b ...)", "b t)", "b-t", "(b t"]
 )
 def test_forms_that_are_none(text) -> None:
     with pytest.raises(ValueError, match="is no form"):
@@ -303,31 +302,28 @@ def test_the_op_of_several_is_a_proper_op() -> None:
     opcheck(torch.ops.seqpar.switch, (xs, [bind(LocalComm())], [0, 0], [1, 2], [4], [6], 0, False, [True, False]))
 
 
-# --- the runner -------------------------------------------------------------------------------------------------------
+# --- any move ---------------------------------------------------------------------------------------------------------
 
 
 def staged(comm: Comm, dims: dict[str, int]) -> None:
     space, form = Space(known(dims), comm), "(b t) s c"
-    x = tensor(form, dims)
-    flow, other = Flow(space), Flow(Space({"b": 2, "t": 3, "s": 4}, comm))
-    (y,) = flow.move([x], [form], "t")
-    flow.check(y, form)
-    emb = flow.rows(tensor("t c", {"t": dims["t"], "c": 3}), "t c")
-    assert torch.equal(emb, part(tensor("t c", {"t": dims["t"], "c": 3}), "t c", dims, "t", comm.size, comm.rank))
-    table = torch.ones(4, 2)
-    assert flow.rows(table, "k c") is table
-    (z,) = other.move([torch.zeros(6, 4, 1)], [form], "s")  # another model in between
-    (y,) = flow.move([y], [form], "s")
+    x, table = tensor(form, dims), tensor("t c", {"t": dims["t"], "c": 3})
+    (y,) = move([x], space, [form], None, "t")
+    own = part(table, "t c", dims, "t", comm.size, comm.rank)
+    assert torch.equal(share_of(table, space, "t c", "t"), own)
+    assert share_of(table, space, "k c", "t") is table
+    (y,) = move([y], space, [form], "t", "s")
     assert torch.equal(y, part(x, form, dims, "s", comm.size, comm.rank))
-    (y,) = flow.move([y], [form], "s")
-    with pytest.raises(ValueError, match='with "s" sharded'):
-        flow.move([z[:0]], [form], "t")
-    assert flow.sharded == "s" and other.sharded == "s"
-    (y,) = flow.move([y], [form], None)
+    (same,) = move([y], space, [form], "s", "s")
+    assert same is y
+    for dst in ("s", "t"):
+        with pytest.raises(ValueError, match='with "s" sharded'):
+            move([x[:0]], space, [form], "s", dst)
+    (y,) = move([y], space, [form], "s", None)
     assert torch.equal(y, x)
 
 
-def test_a_flow_follows_the_stages_and_checks_each() -> None:
+def test_tensors_are_kept_split_switched_and_gathered_by_one_verb() -> None:
     run_threads(3, staged, SIZES)
     run_threads(4, staged, SIZES | {"t": 1})
 
@@ -341,20 +337,10 @@ def recomputed(comm: Comm) -> None:
         y = checkpoint(function, x, use_reentrant=False) if keep else function(x)
         grads += torch.autograd.grad(y.sum(), x)
     assert torch.equal(*grads)
-    flow = Flow(space, "t")
-    y = checkpoint(lambda x: flow.move([x.sin()], [form], "s")[0].cos(), x, use_reentrant=False)
-    with pytest.raises(RuntimeError, match="while a backward recomputes"):
-        y.sum().backward()
 
 
-def test_verbs_are_recomputed_and_a_flow_refuses() -> None:
+def test_verbs_are_recomputed() -> None:
     run_threads(3, recomputed)
-
-
-def test_flow_names_an_unknown_dimension() -> None:
-    with pytest.raises(ValueError, match='"h" is not a dimension'):
-        Flow(Space({"t": 2}, LocalComm()), "h")
-    assert repr(Flow(Space({"t": 2}, LocalComm()))) == "Flow(Space({'t': 2}, 1 ranks), sharded=None)"
 
 
 def kept(comm: Comm) -> tuple[bool, Tensor | None]:
