@@ -17,7 +17,7 @@ from seqpar.kernels import KERNELS, VENDORS
 from seqpar.kernels.protocol import DTYPES
 from seqpar.plan import TRANSPORTS
 from tests.cases import LAYOUTS, MASKS
-from tests.ops.test_attention import HEADS, Options, product
+from tests.ops.cases import HEADS, Options, product
 from tests.programs import Programs, programs
 
 ROOT = Path(__file__).parent.parent

@@ -22,6 +22,7 @@ from contextlib import contextmanager
 from pathlib import Path
 
 import pytest
+import torch.distributed as dist
 
 PACKAGE = Path(__file__).parents[2] / "seqpar"
 HOLE = "{}"  # what an f-string fills in
@@ -116,3 +117,13 @@ def _advised(item: ast.withitem) -> str | None:
     if isinstance(call, ast.Call) and isinstance(call.func, ast.Name) and call.func.id == "advised":
         return ast.literal_eval(call.args[1])  # type: ignore[no-any-return]
     return None
+
+
+@contextmanager
+def default_group() -> Iterator[None]:
+    """A default group of this process alone."""
+    dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
+    try:
+        yield
+    finally:
+        dist.destroy_process_group()

@@ -4,14 +4,12 @@ from __future__ import annotations
 
 import contextlib
 import os
-from collections.abc import Iterator
 from pathlib import Path
 from types import SimpleNamespace
 from unittest import mock
 
 import pytest
 import torch
-import torch.distributed as dist
 from torch.distributed.device_mesh import DeviceMesh
 
 from seqpar import Comm, GroupComm, PeerComm, ShmComm, native
@@ -19,19 +17,9 @@ from seqpar.comm import PeerError
 from seqpar.comm.peer import cuda
 from seqpar.testing import run_processes, run_threads
 from seqpar.train import all_sum
-from tests.advice.remedies import advised
+from tests.advice.remedies import advised, default_group
 from tests.comm.constructor_cases import around
 from tests.comm.device import Model, on_model
-
-
-@contextlib.contextmanager
-def default_group() -> Iterator[None]:
-    """A default group of this process alone."""
-    dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
-    try:
-        yield
-    finally:
-        dist.destroy_process_group()
 
 
 def works(comm: Comm) -> bool:

@@ -28,7 +28,7 @@ transformer_flux = pytest.importorskip("diffusers.models.transformers.transforme
 
 from diffusers.models.attention_dispatch import attention_backend  # noqa: E402
 
-from tests.integrations.test_diffusers import ids, made, random  # noqa: E402
+from tests.integrations.diffusers_models import ids, made, random  # noqa: E402
 
 MODEL, INPUTS = made("flux", samples=1)
 with torch.no_grad():

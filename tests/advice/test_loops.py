@@ -16,8 +16,7 @@ from seqpar import Comm
 from seqpar.comm import LocalComm, PeerError
 from seqpar.testing import run_threads
 from seqpar.train import all_sum, sync_gradients
-from tests.advice.remedies import advised
-from tests.advice.test_comm import default_group
+from tests.advice.remedies import advised, default_group
 
 pytest.importorskip("transformers")
 

@@ -17,8 +17,7 @@ from torch.distributed.tensor.parallel import ColwiseParallel, parallelize_modul
 import seqpar
 from seqpar import Comm, Layout, LocalComm, Mask, Plan
 from seqpar.testing import run_threads
-from tests.advice.remedies import advised
-from tests.advice.test_comm import default_group
+from tests.advice.remedies import advised, default_group
 
 transformers = pytest.importorskip("transformers")
 

@@ -12,8 +12,7 @@ from torch.distributed.tensor import DTensor, Partial, Replicate
 from seqpar import Comm, LocalComm
 from seqpar.testing import run_processes, run_threads
 from seqpar.train import Mean, all_sum, check_model, grad_norm, linear_cross_entropy, sync_gradients
-from tests.advice.remedies import advised
-from tests.advice.test_comm import default_group
+from tests.advice.remedies import advised, default_group
 
 
 def parameter(shape: tuple[int, ...], grad: float = 1.0) -> nn.Parameter:

@@ -24,7 +24,7 @@ from tests.comm.cases import tag, until
 from tests.comm.device import LIMIT, Model, Stream, on_model
 from tests.comm.peer_cases import CHECKS, strided
 from tests.comm.test_exchange import Exchanges
-from tests.ops.test_attention import PROCESS_CASES, Options, check
+from tests.ops.cases import PROCESS_CASES, Options, check
 
 pytestmark = pytest.mark.skipif(native.missing() is not None, reason=native.missing() or "")
 

@@ -17,7 +17,7 @@ from seqpar.comm import Comm
 from seqpar.data import Share, back, micro_batches, share
 from seqpar.testing import run_threads
 from tests.data.cases import Case, batches, make, ring
-from tests.data.test_share import check_home, check_rows
+from tests.data.checks import check_home, check_rows
 
 
 def dealt(count: int, lengths: Any, ranks: int) -> list[MicroBatch]:

@@ -20,7 +20,7 @@ from seqpar.plan import TRANSPORTS, Plan
 from seqpar.testing import dense_attention
 from tests.cases import LAYOUTS, MASKS, Case, divisors
 from tests.fuzz.outcome import Left, World, Wrong, compare, ends, is_ours, refused
-from tests.ops.test_attention import inputs, poisoned
+from tests.ops.cases import inputs, poisoned
 
 HEADS = ((4, 4), (4, 2), (6, 1), (5, 5), (3, 1), (7, 7), (6, 3), (1, 1))
 DIMS = ((8, 8), (4, 4), (6, 4), (1, 3), (16, 16), (5, 5), (8, 8))

@@ -12,7 +12,7 @@ import torch
 from seqpar.comm import Comm
 from seqpar.data import back, share
 from tests.data import cases as batches
-from tests.data.test_share import check
+from tests.data.checks import check
 from tests.fuzz.outcome import Left, World, Wrong, ends, refused
 
 PLANNERS = ("ring", "ulysses", "2-D", "default")

@@ -12,7 +12,7 @@ from torch.nn.parallel import DistributedDataParallel
 import seqpar
 from seqpar import Comm
 from seqpar.testing import run_processes
-from tests.integrations.test_diffusers import loss_of, made
+from tests.integrations.diffusers_models import loss_of, made
 
 RANKS = 2
 

@@ -57,7 +57,7 @@ from tests.kernels.test_kernels import (
     run_backward,
     run_forward,
 )  # fmt: skip
-from tests.ops.test_attention import Options, check
+from tests.ops.cases import Options, check
 
 LIBRARIES = (AtenFlash, CuDNN, Flash2, Flash3, Flash4)
 

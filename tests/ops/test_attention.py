@@ -7,145 +7,25 @@ from __future__ import annotations
 
 import functools
 import itertools
-from dataclasses import dataclass
 from functools import partial
 
 import numpy as np
 import pytest
-import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from torch import Tensor
 
-import seqpar
-from seqpar.comm import Comm, shm
+from seqpar.comm import shm
 from seqpar.plan import TRANSPORTS, Plan
-from seqpar.testing import dense_attention, run_processes, run_threads
+from seqpar.testing import run_processes, run_threads
 from tests.cases import LAYOUTS, MASKS, Case, cases, divisors
-
-HEADS = ((8, 8), (8, 2), (6, 1), (5, 5), (7, 7), (28, 7))
-TOLERANCE = 1e-10
-
-
-@dataclass(frozen=True)
-class Options:
-    """The options of a call; a value, so that processes get it too."""
-
-    softcap: float = 0.0
-    sinks: bool = False
-    alibi: bool = False
-    dropout: float = 0.0
-    kernel: str = "auto"
-
-    def arguments(self, heads: int) -> dict[str, object]:
-        """Keyword arguments that the oracle takes too."""
-        made: dict[str, object] = {"softcap": self.softcap, "dropout_p": self.dropout}
-        if self.dropout:
-            made["dropout_seed"] = 1234567890123
-        if self.sinks:
-            made["sinks"] = torch.linspace(-1, 2, heads, dtype=torch.float64)
-        if self.alibi:
-            made["alibi_slopes"] = torch.logspace(-3, 0, heads, base=2, dtype=torch.float64)
-        return made
-
-
-def inputs(plan: Plan, heads: tuple[int, int], dims: tuple[int, int], seed: int) -> list[Tensor]:
-    """Global q, k, v and the gradients of out and lse, the same on every rank."""
-    g = torch.Generator().manual_seed(seed)
-
-    def normal(*shape: int) -> Tensor:
-        return torch.randn(*shape, dtype=torch.float64, generator=g)
-
-    (h, kv), (d, dv) = heads, dims
-    n, m = plan.mask.tokens, plan.mask.kv_tokens
-    return [normal(n, h, d), normal(m, kv, d), normal(m, kv, dv), normal(n, h, dv), normal(n, h)]
-
-
-def poisoned(x: Tensor, plan: Plan, rank: int, side: str) -> Tensor:
-    """A rank's shard with NaN in its pad rows."""
-    y = seqpar.shard(x, plan, rank, side=side)
-    at = plan.positions(rank, side)
-    y[torch.from_numpy(at) < 0] = torch.nan
-    return y
-
-
-def run_rank(
-    comm: Comm, plan: Plan, heads: tuple[int, int], dims: tuple[int, int], options: Options, with_lse: bool, seed: int
-) -> list[Tensor]:
-    """One rank's out, lse, dq, dk, dv, dsinks."""
-    q, k, v, dout, dlse = inputs(plan, heads, dims, seed)
-    arguments = options.arguments(heads[0])
-    sinks = arguments.get("sinks")
-    if isinstance(sinks, Tensor):
-        sinks.requires_grad_()
-    mine = [poisoned(x, plan, comm.rank, s).requires_grad_() for x, s in ((q, "q"), (k, "kv"), (v, "kv"))]
-    out, lse = seqpar.attention(*mine, plan, comm, kernel=options.kernel, return_lse=True, **arguments)
-    gout, glse = poisoned(dout, plan, comm.rank, "q"), poisoned(dlse, plan, comm.rank, "q")
-    finite = lse.masked_fill(lse == -torch.inf, 0.0)
-    pads = torch.from_numpy(plan.positions(comm.rank)) < 0
-    (out * gout).masked_fill(pads[:, None, None], 0.0).sum().backward(retain_graph=with_lse)
-    if with_lse:
-        (finite * glse).masked_fill(pads[:, None], 0.0).sum().backward()
-    assert not out[pads].any() and not mine[0].grad[pads].any()
-    assert comm.stats.staged_bytes == 0, "what a verb receives is memory that peers can write"
-    grads = [x.grad for x in mine] + ([] if sinks is None else [sinks.grad])
-    return [out.detach(), lse.detach(), *grads]
-
-
-def expected(
-    plan: Plan, heads: tuple[int, int], dims: tuple[int, int], options: Options, with_lse: bool, seed: int
-) -> list[Tensor]:
-    """The oracle's out, lse, dq, dk, dv, dsinks, global."""
-    q, k, v, dout, dlse = inputs(plan, heads, dims, seed)
-    arguments = options.arguments(heads[0])
-    leaves = [x.requires_grad_() for x in (q, k, v)]
-    if "sinks" in arguments:
-        leaves.append(arguments["sinks"].requires_grad_())
-    out, lse = dense_attention(q, k, v, plan.mask, **arguments)
-    loss = (out * dout).sum()
-    if with_lse:
-        loss = loss + (lse.masked_fill(lse == -torch.inf, 0.0) * dlse).sum()
-    return [out.detach(), lse.detach(), *torch.autograd.grad(loss, leaves)]
-
-
-def collect(results: list[list[Tensor]], plan: Plan) -> list[Tensor]:
-    """Ranks' shards put together; what every rank has a share of, summed."""
-    whole = []
-    for n, side in enumerate(("q", "q", "q", "kv", "kv")):
-        layout = plan.layout if side == "q" else plan.kv_layout
-        full = results[0][n].new_full((layout.total, *results[0][n].shape[1:]), torch.nan)
-        for rank, result in enumerate(results):
-            full[layout.positions(rank)] = result[n][: layout.tokens(rank)]
-        whole.append(full)
-    if len(results[0]) > 5:
-        whole.append(torch.stack([r[5] for r in results]).sum(0))
-    return whole
-
-
-def check(
-    plan: Plan,
-    heads: tuple[int, int] = (4, 2),
-    dims: tuple[int, int] = (8, 8),
-    options: Options = Options(),  # noqa: B008 frozen
-    with_lse: bool = True,
-    seed: int = 0,
-    run=run_threads,
-) -> None:
-    """Sharded equals dense."""
-    arguments = (plan, heads, dims, options, with_lse, seed)
-    got = collect(run(plan.ranks, run_rank, *arguments), plan)
-    for name, a, b in zip(("out", "lse", "dq", "dk", "dv", "dsinks"), got, expected(*arguments), strict=False):
-        same = (a == b) | ((a - b).abs() <= TOLERANCE)
-        assert bool(same.all()), f"{name} is off by {float((a - b).abs().max())} in {plan!r}, {heads}, {options}"
-
-
-options_strategy = st.builds(
+from tests.ops.cases import (
+    HEADS,
+    LENGTHS,
+    PROCESS_CASES,
     Options,
-    softcap=st.sampled_from([0.0, 0.0, 1.5]),
-    sinks=st.booleans(),
-    alibi=st.sampled_from([False, False, True]),
-    dropout=st.sampled_from([0.0, 0.0, 0.3]),
-    kernel=st.sampled_from(["auto", "blockwise", "reference"]),
+    check,
+    options_strategy,
+    product,
 )
 
 
@@ -161,22 +41,6 @@ options_strategy = st.builds(
 )
 def test_any_plan_and_option_equals_one_device(case, heads, dims, options, with_lse, seed, direct) -> None:
     check(case.plan(), heads, dims, options, with_lse, seed, run=partial(run_threads, direct=direct))
-
-
-LENGTHS = ((37,), (1, 13, 2, 22, 5), (3, 2, 1, 1, 4))
-
-
-def product() -> list[tuple[Case, tuple[int, int]]]:
-    """layouts x transports x ranks x widths x masks x heads, with lengths that divide nothing."""
-    result = []
-    for n, (layout, transport, ranks, mask, heads) in enumerate(
-        itertools.product(LAYOUTS, TRANSPORTS, (1, 2, 3, 4, 6, 8), MASKS, HEADS)
-    ):
-        for ulysses in divisors(ranks):
-            stage = (64 << 20, 5 * 4096)[n % 2]
-            case = Case(mask, layout, transport, ranks, ulysses, LENGTHS[n % 3], n, stage_bytes=stage, pads=n % 5 == 0)
-            result.append((case, heads))
-    return result
 
 
 def pairwise(points: list[tuple[Case, tuple[int, int]]]) -> list[tuple[Case, tuple[int, int]]]:
@@ -225,16 +89,6 @@ def test_full_product_equals_one_device(layout, transport, mask) -> None:
     assert len(points) == len(HEADS) * sum(len(divisors(r)) for r in (1, 2, 3, 4, 6, 8))
     for case, heads in points:
         check(case.plan(), heads, with_lse=case.seed % 2 == 0)
-
-
-PROCESS_CASES = (
-    Case("packed", "zigzag", "fetch", 2, 1, LENGTHS[1], stage_bytes=4096),
-    Case("packed", "contiguous", "ring", 4, 1, LENGTHS[1]),
-    Case("window", "striped", "double_ring", 4, 1, LENGTHS[2], pads=True),
-    Case("cross", "zigzag", "gather", 4, 2, LENGTHS[1]),
-    Case("packed", "zigzag", "fetch", 4, 4, LENGTHS[1], mixed=True),
-    Case("bounds", "lopsided", "fetch", 2, 2, LENGTHS[0]),
-)
 
 
 @pytest.mark.parametrize("case", PROCESS_CASES, ids=lambda c: f"{c.mask}-{c.layout}-{c.transport}-P{c.ranks}")

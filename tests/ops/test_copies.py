@@ -19,7 +19,7 @@ from seqpar.ops.attention.call import Phase
 from seqpar.ops.move import pack as parcel
 from seqpar.plan import Plan
 from seqpar.testing import run_processes, run_threads
-from tests.ops.test_guarantees import Recorder, step
+from tests.ops.recorded import Recorder, step
 
 
 @dataclass

@@ -21,7 +21,7 @@ from seqpar.kernels import KERNELS
 from seqpar.plan import TRANSPORTS, Plan
 from seqpar.testing import run_processes, run_threads
 from tests.comm.cases import impatient, until
-from tests.ops.test_attention import inputs
+from tests.ops.cases import inputs
 
 TIMEOUT = 10.0  # for the rank that never calls, not for those that call a moment later
 LOCAL = threading.local()

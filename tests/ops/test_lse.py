@@ -12,7 +12,7 @@ from seqpar.facts.layout import Layout
 from seqpar.facts.mask import Mask
 from seqpar.plan import TRANSPORTS, Plan
 from seqpar.testing import dense_attention, run_processes, run_threads
-from tests.ops.test_attention import inputs
+from tests.ops.cases import inputs
 
 FORMS = ("out", "lse", "both")  # of a rank's loss, by rank in turn
 MASK = Mask([64, 40, 3])  # two documents whose segments a library takes, and a short one

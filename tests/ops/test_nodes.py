@@ -15,8 +15,8 @@ from seqpar.comm import Comm, shm
 from seqpar.ops.attention.call import Phase
 from seqpar.testing import run_processes, run_threads
 from tests.cases import Case, node_cases
-from tests.ops.test_attention import HEADS, LENGTHS, Options, check, options_strategy
-from tests.ops.test_guarantees import DTYPES, assert_same_bits, counted, recorded, step
+from tests.ops.cases import HEADS, LENGTHS, Options, check, options_strategy
+from tests.ops.recorded import DTYPES, assert_same_bits, counted, recorded, step
 
 
 @settings(max_examples=40)

@@ -29,7 +29,7 @@ from seqpar.planner import Attention, Link
 from seqpar.planner.nested import Nest, nested
 from seqpar.planner.place import Documents, in_rows
 from seqpar.testing import dense_attention, run_processes, run_threads
-from tests.ops.test_attention import HEADS, TOLERANCE, Options, check, options_strategy
+from tests.ops.cases import HEADS, TOLERANCE, Options, check, options_strategy
 
 MODEL = dataclasses.replace(ModelShape.preset("tiny"), windows=(None, 5))
 BANDWIDTHS = (1e6, 1e9, 1e12)  # of links that are too slow to use where that can be helped, and that cost nothing

@@ -21,8 +21,8 @@ from seqpar.kernels import KERNELS
 from seqpar.plan import TRANSPORTS, Plan
 from seqpar.testing import run_processes, run_threads
 from tests.cases import LAYOUTS, Case, some
-from tests.ops.test_attention import Options, check, inputs
-from tests.ops.test_guarantees import assert_same_bits, step
+from tests.ops.cases import Options, check, inputs
+from tests.ops.recorded import assert_same_bits, step
 
 # --- honoured or refused ----------------------------------------------------------------------------------------------
 

@@ -48,7 +48,7 @@ from seqpar.ops.core import agreement as agree
 from seqpar.plan import Plan
 from seqpar.testing import run_threads
 from tests.cases import Case, some
-from tests.ops.test_attention import inputs, poisoned
+from tests.ops.cases import inputs, poisoned
 
 # the names of these modules in their package are the verbs
 relayouts, switches = sys.modules["seqpar.ops.move.relayout"], sys.modules["seqpar.ops.move.switch"]

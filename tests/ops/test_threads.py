@@ -18,7 +18,7 @@ from seqpar.facts.mask import Mask
 from seqpar.plan import Plan
 from seqpar.testing import dense_attention, run_threads
 from seqpar.train import sync_gradients
-from tests.ops.test_attention import inputs
+from tests.ops.cases import inputs
 
 PLAN = Plan(Mask([9, 5]), Layout.striped(14, 2))
 

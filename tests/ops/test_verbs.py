@@ -21,7 +21,7 @@ from seqpar.ops.core.handles import handles
 from seqpar.plan import TRANSPORTS, Plan
 from seqpar.testing import COMMS, dense_attention, run_processes, run_threads
 from tests.cases import LAYOUTS, cases, make_layout
-from tests.ops.test_attention import inputs
+from tests.ops.cases import inputs
 
 DTYPES = (torch.float64, torch.bfloat16, torch.int64, torch.uint8, torch.bool, torch.complex64)
 

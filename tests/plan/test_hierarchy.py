@@ -13,9 +13,9 @@ from seqpar import Layout, Mask, Plan
 from seqpar.plan import Step
 from seqpar.plan.steps import count
 from tests.cases import Case, cases, make_layout, node_cases
-from tests.plan.test_cost import heavy_tailed, lines_of
-from tests.plan.test_plan import compare
-from tests.plan.test_steps import act_out, check_gradients, dense, inside_queries
+from tests.plan.acted import act_out, check_gradients, dense, inside_queries
+from tests.plan.compared import compare
+from tests.plan.lines import heavy_tailed, lines_of
 
 
 def entering(plan: Plan, rank: int, step: Step, *, outside: bool) -> list[int]:

@@ -13,12 +13,12 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from seqpar import Layout, Mask, Plan
-from seqpar.plan import TRANSPORTS, Step, head_blocks, head_share, replicated
-from tests.cases import Case, cases
+from seqpar.plan import TRANSPORTS, head_blocks, head_share, replicated
+from tests.cases import cases
+from tests.plan.compared import CASE, compare
 
 # Of CASE.plan(); changes only when the digest's recipe does.
 DIGEST = "1dfb0f893aaae4e34923478364937b06"
-CASE = Case("packed", "zigzag", "ring", 4, 2, (5, 9, 1, 14), seed=3, pads=True)
 
 
 @given(cases())
@@ -103,7 +103,7 @@ def test_digest_differs_in_every_argument_and_only_then() -> None:
 
 
 def test_digest_is_the_same_in_every_process() -> None:
-    code = "from tests.plan.test_plan import CASE; print(CASE.plan().digest())"
+    code = "from tests.plan.compared import CASE; print(CASE.plan().digest())"
     done = subprocess.run([sys.executable, "-c", code], check=True, capture_output=True, text=True)
     assert done.stdout.strip() == CASE.plan().digest() == DIGEST
 
@@ -116,22 +116,6 @@ def test_equal_layouts_of_queries_and_keys_are_one_layout() -> None:
     assert one == other and [p.rows(0, "kv") for p in (one, other)] == [4, 4]
     copy = pickle.loads(pickle.dumps(one))
     assert copy.rows(0, "kv") == 4
-
-
-def plain(value: object) -> object:
-    """A step as something that compares."""
-    if isinstance(value, np.ndarray):
-        return value.tolist()
-    if isinstance(value, dict):
-        return [(k, plain(v)) for k, v in value.items()]  # the order of peers counts
-    if hasattr(value, "__dataclass_fields__"):
-        return [(f, plain(getattr(value, f))) for f in value.__dataclass_fields__ if f != "_memo"]
-    return value
-
-
-def compare(a: Step, b: Step) -> None:
-    assert plain(a) == plain(b)
-    assert plain(a.tiles(4, 4)) == plain(b.tiles(4, 4)) and plain(a.segments) == plain(b.segments)
 
 
 @settings(max_examples=50)

@@ -16,7 +16,7 @@ import seqpar
 from seqpar import Comm, Layout, Mask, Plan
 from seqpar.integrations.sdpa import parallelize
 from seqpar.testing import run_processes
-from tests.integrations.probe.test_rows import ALONE, MIXING, VOCABULARY, made
+from tests.integrations.probe.models import ALONE, MIXING, VOCABULARY, made
 
 TIMEOUT = 10.0
 

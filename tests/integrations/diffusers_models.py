@@ -1,0 +1,130 @@
+"""Small models of diffusers and the inputs of one call."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from functools import partial
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+diffusers = pytest.importorskip("diffusers")
+
+
+transformer_flux = pytest.importorskip("diffusers.models.transformers.transformer_flux")
+
+
+TEXT, SAMPLES = 5, 2
+
+
+GRID = (3, 5)  # of an image: 15 tokens, which 2 and 4 do not divide
+
+
+VIDEO = (3, 2, 5)
+
+
+def random(*shape: int, seed: int) -> Tensor:
+    return torch.randn(*shape, dtype=torch.float64, generator=torch.Generator().manual_seed(seed))
+
+
+def ids(height: int, width: int, axes: int) -> Tensor:
+    grid = torch.zeros(height, width, axes)
+    grid[..., 1], grid[..., 2] = torch.arange(height)[:, None], torch.arange(width)
+    return grid.reshape(height * width, axes).double()
+
+
+def flux(text: int = TEXT, samples: int = SAMPLES, grid: tuple[int, int] = GRID) -> tuple[nn.Module, dict[str, Any]]:
+    model = diffusers.FluxTransformer2DModel(
+        patch_size=1, in_channels=4, num_layers=1, num_single_layers=2, attention_head_dim=12, num_attention_heads=3,
+        joint_attention_dim=8, pooled_projection_dim=8, axes_dims_rope=(4, 4, 4), guidance_embeds=True,
+    )  # fmt: skip
+    return model, {
+        "hidden_states": random(samples, grid[0] * grid[1], 4, seed=1),
+        "encoder_hidden_states": random(samples, text, 8, seed=2), "pooled_projections": random(samples, 8, seed=3),
+        "timestep": torch.linspace(0.3, 0.7, samples).double(), "guidance": torch.full((samples,), 3.5).double(),
+        "img_ids": ids(*grid, 3), "txt_ids": torch.zeros(text, 3).double(),
+    }  # fmt: skip
+
+
+def flux2(text: int = TEXT, samples: int = SAMPLES) -> tuple[nn.Module, dict[str, Any]]:
+    model = diffusers.Flux2Transformer2DModel(
+        patch_size=1, in_channels=4, num_layers=1, num_single_layers=1, attention_head_dim=16, num_attention_heads=2,
+        joint_attention_dim=8, timestep_guidance_channels=8, axes_dims_rope=(4, 4, 4, 4), mlp_ratio=2.0,
+    )  # fmt: skip
+    return model, {
+        "hidden_states": random(samples, 15, 4, seed=1), "encoder_hidden_states": random(samples, text, 8, seed=2),
+        "timestep": torch.linspace(0.3, 0.7, samples).double(), "guidance": torch.full((samples,), 3.5).double(),
+        "img_ids": ids(*GRID, 4).expand(samples, -1, -1), "txt_ids": torch.zeros(samples, text, 4).double(),
+    }  # fmt: skip
+
+
+def qwen(text: int = TEXT, samples: int = SAMPLES, masked: bool = False) -> tuple[nn.Module, dict[str, Any]]:
+    model = diffusers.QwenImageTransformer2DModel(
+        patch_size=1, in_channels=4, out_channels=4, num_layers=2, attention_head_dim=16, num_attention_heads=3,
+        joint_attention_dim=8, axes_dims_rope=(4, 6, 6),
+    )  # fmt: skip
+    valid = torch.ones(samples, text)
+    if masked:
+        valid[0, -2:], valid[1, 1] = 0, 0
+    return model, {
+        "hidden_states": random(samples, 15, 4, seed=1), "encoder_hidden_states": random(samples, text, 8, seed=2),
+        "encoder_hidden_states_mask": valid, "timestep": torch.linspace(0.3, 0.7, samples).double(),
+        "img_shapes": [(1, *GRID)] * samples,
+    }  # fmt: skip
+
+
+def wan(
+    text: int = TEXT, samples: int = SAMPLES, tokenwise: bool = False, image: int = 0
+) -> tuple[nn.Module, dict[str, Any]]:
+    model = diffusers.WanTransformer3DModel(
+        patch_size=(1, 2, 2), num_attention_heads=2, attention_head_dim=12, in_channels=4, out_channels=4, text_dim=8,
+        freq_dim=8, ffn_dim=16, num_layers=2, cross_attn_norm=True, rope_max_seq_len=32,
+        image_dim=8 if image else None, added_kv_proj_dim=24 if image else None,
+    )  # fmt: skip
+    # beside embeddings of an image, text has the length that the model takes for granted
+    more = {"encoder_hidden_states_image": random(samples, image, 8, seed=5)} if image else {}
+    text = 512 if image else text
+    f, h, w = VIDEO
+    shape = (samples, f * h * w) if tokenwise else (samples,)
+    return model, {
+        "hidden_states": random(samples, 4, f, 2 * h, 2 * w, seed=1),
+        "encoder_hidden_states": random(samples, text, 8, seed=2), "timestep": random(*shape, seed=4).abs() * 500,
+    } | more  # fmt: skip
+
+
+def ltx(text: int = TEXT, samples: int = SAMPLES) -> tuple[nn.Module, dict[str, Any]]:
+    model = diffusers.LTXVideoTransformer3DModel(
+        in_channels=4, out_channels=4, num_attention_heads=2, attention_head_dim=8, cross_attention_dim=16,
+        num_layers=2, caption_channels=8,
+    )  # fmt: skip
+    valid = torch.ones(samples, text)
+    valid[0, -1] = 0 if text > 1 else 1
+    f, h, w = VIDEO
+    return model, {
+        "hidden_states": random(samples, f * h * w, 4, seed=1), "timestep": random(samples, seed=4).abs() * 500,
+        "encoder_hidden_states": random(samples, text, 8, seed=2), "encoder_attention_mask": valid,
+        "num_frames": f, "height": h, "width": w,
+    }  # fmt: skip
+
+
+MODELS: dict[str, Callable[..., tuple[nn.Module, dict[str, Any]]]] = {
+    "flux": flux, "flux2": flux2, "qwen": qwen, "qwen masked": partial(qwen, masked=True), "wan": wan,
+    "wan tokenwise": partial(wan, tokenwise=True), "wan image": partial(wan, image=3), "ltx": ltx,
+}  # fmt: skip
+
+
+def made(name: str, dtype: torch.dtype = torch.float64, **sizes: int) -> tuple[nn.Module, dict[str, Any]]:
+    torch.manual_seed(0)
+    model, inputs = MODELS[name](**sizes)
+    for parameter in model.parameters():  # some start at zero, and with them the gradients of the others
+        nn.init.normal_(parameter, std=0.2)
+    cast = {k: v.to(dtype) if isinstance(v, Tensor) and v.is_floating_point() else v for k, v in inputs.items()}
+    return model.to(dtype), cast
+
+
+def loss_of(model: nn.Module, inputs: dict[str, Any]) -> tuple[Tensor, Tensor]:
+    out = model(**inputs, return_dict=False)[0]
+    target = random(*out.shape, seed=9).to(out.dtype)
+    return out.detach(), (out - target).square().mean()
