@@ -7,13 +7,12 @@ is a rank.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from typing import NamedTuple
 
 import numpy as np
 from numpy.typing import NDArray
 
-from seqpar.facts.intervals import Runs, Spans, cut, distinct, edges, expand, interval_of, order_of
+from seqpar.facts.intervals import Runs, cut, distinct, edges, expand, interval_of, order_of
 from seqpar.facts.layout import Layout
 from seqpar.facts.mask import Mask
 from seqpar.facts.value import Ints, frozen
@@ -83,87 +82,10 @@ def tally(
         runs, group, document = runs.pick(kept), group[kept], document[kept]  # type: ignore[arg-type]
     node_of = np.arange(groups) // node if node < groups else None
     most = _most(mask, layout, width, documents) if width > 1 else None
-    return _counts(mask, runs, group, document, groups, node_of=node_of, forwarded=forwarded and node > 1, most=most)
+    return counts_of(mask, runs, group, document, groups, node_of=node_of, forwarded=forwarded and node > 1, most=most)
 
 
-class Placed(NamedTuple):
-    """A candidate for a layout: stretches of tokens, start, count and rank of each, and the width of each document."""
-
-    start: Ints
-    tokens: Ints
-    rank: Ints
-    widths: Ints
-
-
-def tallies(mask: Mask, placed: Sequence[Placed], *, ranks: int, node: int) -> list[dict[int, Tally]]:
-    """The counts of `tally` of several candidates at once, as if each had a copy of the batch: by width, rising.
-
-    node: ranks, of which each width is a divisor.
-    """
-    many = _copies(mask, len(placed))
-    copy = np.repeat(np.arange(len(placed)), [p.start.size for p in placed])
-    start = np.concatenate([p.start for p in placed]) + copy * mask.tokens
-    order = start.argsort(kind="stable")
-    start, copy, rank = start[order], copy[order], np.concatenate([p.rank for p in placed])[order]
-    runs = Runs(start, np.diff(np.append(start, many.tokens)), np.ones_like(start))
-    piece, source = cut(runs, _breaks(many))
-    document = interval_of(piece.start, many.offsets[:-1])
-    widths: Ints = np.stack([p.widths for p in placed])
-    first, groups = np.zeros(widths.shape, np.int64), 0
-    ends: list[dict[int, int]] = []
-    for own, found in zip(first, placed, strict=True):
-        ends.append({int(w): 0 for w in distinct(found.widths)})
-        for width in ends[-1]:
-            own[found.widths == width] = groups
-            groups += ranks // width
-            ends[-1][width] = groups
-    holder: Ints = rank[source]
-    width_of: Ints = widths.ravel()[document]
-    group: Ints = first.ravel()[document] + holder // width_of
-    widest = int(widths.max())
-    most = None
-    if widest > 1:
-        member = group * widest + holder % width_of
-        most = summed(member, piece.count, groups * widest).reshape(groups, widest).max(1)
-    fresh = np.append(True, group[1:] != group[:-1])
-    breaks = _breaks(many)
-    fresh |= breaks[np.minimum(np.searchsorted(breaks, piece.start), breaks.size - 1)] == piece.start
-    if not fresh.all():
-        at = np.flatnonzero(fresh)
-        piece = Runs(piece.start[at], np.add.reduceat(piece.count, at), piece.step[at])
-        group, document = group[at], document[at]
-    node_of: Ints | None = None
-    if node < ranks:
-        nodes = -(-ranks // node)
-        node_of = np.concatenate(
-            [nth * nodes + np.arange(0, ranks, u) // node for nth, own in enumerate(ends) for u in own]
-        )
-    counts = _counts(many, piece, group, document, groups, node_of=node_of, forwarded=False, most=most)
-    return [{u: Tally(*(c[end - ranks // u : end] for c in counts)) for u, end in own.items()} for own in ends]
-
-
-def _copies(mask: Mask, count: int) -> Mask:
-    """A batch so many times over, to count by: it has no digest."""
-    if count == 1:
-        return mask
-    nth = np.arange(count)[:, None]
-    s = mask.spans
-    lengths = np.tile(mask.lengths, count)
-    keys = lengths if mask.kv_lengths is mask.lengths else np.tile(mask.kv_lengths, count)
-    start, lo, hi = (
-        (x + nth * shift).ravel()
-        for x, shift in ((s.start, mask.tokens), (s.lo, mask.kv_tokens), (s.hi, mask.kv_tokens))
-    )
-    many = Mask.__new__(Mask)
-    many._fill(
-        lengths=lengths, kv_lengths=keys, offsets=edges(lengths), kv_offsets=edges(keys),
-        within_documents=mask.within_documents, _name=mask._name,
-        _spans=Spans(start, lo, hi, np.tile(s.lo_step, count), np.tile(s.hi_step, count)),
-    )  # fmt: skip
-    return many
-
-
-def _counts(
+def counts_of(
     mask: Mask, runs: Runs, group: Ints, document: Ints, groups: int, *, node_of: Ints | None, forwarded: bool,
     most: Ints | None,
 ) -> Tally:  # fmt: skip
@@ -205,7 +127,7 @@ def _pieces(mask: Mask, layout: Layout, width: int) -> tuple[Runs, Ints, Ints]:
     first = np.flatnonzero(np.append(True, group[1:] != group[:-1]))
     lo, group = lo[first], group[first]
     whole = Runs(lo, np.diff(np.append(lo, mask.tokens)), np.ones_like(lo))
-    piece, source = cut(whole, _breaks(mask))
+    piece, source = cut(whole, breaks_of(mask))
     return piece, group[source], interval_of(piece.start, mask.offsets[:-1])
 
 
@@ -232,7 +154,7 @@ def expanded(runs: Runs, owner: Ints) -> tuple[Runs, Ints]:
     return Runs(start[first], np.diff(np.append(first, start.size)), np.ones_like(first)), owner[first]
 
 
-def _breaks(mask: Mask) -> Ints:
+def breaks_of(mask: Mask) -> Ints:
     """Where documents and spans of the mask start, ascending."""
     return mask.memo("breaks", lambda: frozen(distinct(np.concatenate([mask.spans.start, mask.offsets[:-1]]))))
 
@@ -319,7 +241,7 @@ def _intervals(x: Stretches | Needs) -> tuple[Ints, Ints, Ints]:
 
 def whole_runs(mask: Mask) -> tuple[Runs, Ints]:
     """All queries as runs that neither a document's border nor a kink of the bounds cuts, and their documents."""
-    start = _breaks(mask)
+    start = breaks_of(mask)
     runs = Runs(start, np.diff(np.append(start, mask.tokens)), np.ones_like(start))
     return runs, np.searchsorted(mask.offsets, start, side="right") - 1
 

@@ -10,16 +10,16 @@ import itertools
 import math
 from collections.abc import Sequence
 from dataclasses import replace
+from functools import lru_cache
 from typing import NamedTuple
 
 import numpy as np
 from numpy.typing import ArrayLike
 
-from seqpar.facts.layout import RANKS, Layout
+from seqpar.facts.layout import RANKS
 from seqpar.facts.mask import Mask
 from seqpar.facts.value import Ints, lengths_of, whole
 from seqpar.plan import Plan
-from seqpar.plan.counts import Placed
 from seqpar.plan.plan import check_positions
 from seqpar.planner.bound import document_ticks, lower_bound
 from seqpar.planner.cost import Counted, Layers, Ticks, Weights, counted, counted_each, layers_in, ticks_of_each
@@ -27,9 +27,9 @@ from seqpar.planner.forecast import Forecast
 from seqpar.planner.hardware import Hardware
 from seqpar.planner.memory import Memory
 from seqpar.planner.nested import Nest, nested
-from seqpar.planner.place import Documents, Knobs, Pieces, Placement, in_rows, placements
+from seqpar.planner.place import Documents, Knobs, Pieces, Placement, layout_of, placements
 from seqpar.planner.scale import weights_for
-from seqpar.planner.shape import ModelShape
+from seqpar.planner.shape import RECOMPUTE, ModelShape
 
 TYPICAL_STAGES = 3  # stages in which a rank is taken to fetch, where documents are placed
 ALONE = Knobs(80, 40, 4, 0, 1)  # every document by ranks of their own heads
@@ -81,8 +81,14 @@ def plan_batch(
     except OverflowError:  # some candidate merges more than the others compute
         weights = weights_for(layers, shape, machine, stage_bytes=STAGE_BYTES[0], rows=int(room.max()) * node)
         best = choose(layers, weights, ranks, node=node, room=room)
-    layout = Layout.from_pieces(*in_rows(layers[0][0].offsets[:-1], best.pieces), ranks)
-    plan = Plan(layers[0][0], layout, ulysses=best.ulysses, node=best.node, stage_bytes=best.stage_bytes)
+    width = int(best.widths[0])
+    plan = Plan(
+        layers[0][0],
+        layout_of(layers[0][0], best.pieces, ranks),
+        ulysses=width if (best.widths == width).all() else best.widths.tolist(),
+        node=best.node,
+        stage_bytes=best.stage_bytes,
+    )
     bound = lower_bound(layers, weights, ranks)
     return plan.with_forecast(Forecast(best.ticks, bound, weights.second, best.rows, memory, shape, machine, node))
 
@@ -90,13 +96,23 @@ def plan_batch(
 def fitting(model: str | ModelShape, machine: Hardware, rows: int) -> tuple[ModelShape, Memory]:
     """A model and its memory; one given by name with the least recomputation with which so many rows fit, if any do."""
     if isinstance(model, ModelShape):
-        return model, Memory.of(model, machine, STAGE_BYTES[-1])
-    for recompute in ("none", "attention", "full"):
-        shape = replace(ModelShape.preset(model), recompute=recompute)
-        memory = Memory.of(shape, machine, STAGE_BYTES[-1])
+        return model, _memory(model, machine)
+    for recompute in RECOMPUTE:
+        shape = _preset(model, recompute) if isinstance(model, str) else ModelShape.preset(model)
+        memory = _memory(shape, machine)
         if rows <= memory.rows:
             break
     return shape, memory
+
+
+@lru_cache(maxsize=64)
+def _preset(model: str, recompute: str) -> ModelShape:
+    return replace(ModelShape.preset(model), recompute=recompute)
+
+
+@lru_cache(maxsize=64)
+def _memory(shape: ModelShape, machine: Hardware) -> Memory:
+    return Memory.of(shape, machine, STAGE_BYTES[-1])
 
 
 def layers_of(lengths: Ints, masks: Mask | Sequence[Mask] | None, shape: ModelShape) -> Layers:
@@ -153,24 +169,31 @@ def refusal(tokens: int, ranks: int, most: int, memory: Memory) -> str:
 
 
 class Candidate(NamedTuple):
-    """A candidate with what it costs. moved: what it moves, by kind, and its pieces; the same for all its variants."""
+    """A placement and what it has ranks compute and move, where keys that cross nodes travel as they are and, if that
+    is a candidate too, where they enter a node once."""
+
+    placement: Placement
+    plain: Counted
+    once: Counted | None
+
+    @property
+    def moved(self) -> tuple[int, ...]:
+        """Pieces, and what it moves, by kind; the same for all its variants."""
+        return len(self.placement.pieces.count), self.plain.moved, self.plain.crossing, self.plain.traded
+
+
+class Decision(NamedTuple):
+    """What is made a plan."""
 
     pieces: Pieces
-    ulysses: int | tuple[int, ...]
+    widths: Ints
     node: int | None
     stage_bytes: int
     ticks: Ticks
-    slowest: int
     rows: Ints
-    moved: tuple[int, ...]
-
-    @property
-    def order(self) -> tuple[int, ...]:
-        """Fewest ticks of the slowest rank first, then fewest pieces, then what moves least."""
-        return self.slowest, *self.moved, self.stage_bytes
 
 
-def choose(layers: Layers, w: Weights, ranks: int, *, node: int, room: Ints) -> Candidate:
+def choose(layers: Layers, w: Weights, ranks: int, *, node: int, room: Ints) -> Decision:
     """The candidate whose slowest rank has the fewest ticks; of equal ones that with fewest cuts, then fewest bytes.
 
     A candidate that computes within 0.5 % of another and has more pieces, and moves no less of anything, is left out
@@ -208,26 +231,44 @@ def choose(layers: Layers, w: Weights, ranks: int, *, node: int, room: Ints) -> 
     chosen = list({id(p): p for _, p in placed}.values()) if few else shortlist(placed, thorough=thorough)
     if few and 1 < ranks <= node and not single and len(placed) > 1 < documents:
         chosen += nested(batch, ranks, room=even, nests=NESTS_OF_FEW if documents < 4 * ranks else NESTS_OF_MANY)
-    found = _variants(layers, mask, w, chosen, ranks, node)
-    kept = found if few else _rivals(found)
-    return min((choice for choices in kept for choice in choices), key=lambda choice: choice.order)
+    return _decided(_counted(layers, chosen, ranks, node), w, node, all_rivals=few)
 
 
-def _rivals(found: list[list[Candidate]]) -> list[list[Candidate]]:
-    """Without what computes about as long as another, in more pieces, and moves no less of anything."""
-    computing = [min(int((c.ticks.total - c.ticks.exposed).max()) for c in choices) for choices in found]
-    return [
-        choices
-        for own, choices in zip(computing, found, strict=True)
-        if not any(
-            other * 200 <= own * 201 and rival[0].moved[0] < choices[0].moved[0] and _less(rival[0], choices[0])
-            for other, rival in zip(computing, found, strict=True)
-        )
-    ]
+def _decided(found: list[Candidate], w: Weights, node: int, *, all_rivals: bool) -> Decision:
+    """Fewest ticks of the slowest rank first, then fewest pieces, then what moves least, then the smallest stage."""
+    ways = [(nth, counts) for nth, candidate in enumerate(found) for counts in candidate[1:] if counts is not None]
+    ticks = ticks_of_each([counts for _, counts in ways], w, stage_bytes=STAGE_BYTES)
+    slowest = ticks.total.max(-1)
+    if not all_rivals:
+        of_way = (ticks.total - ticks.exposed).max(-1).min(-1).tolist()
+        computing = [
+            min(t for (other, _), t in zip(ways, of_way, strict=True) if other == nth) for nth in range(len(found))
+        ]
+        outdone = _outdone(found, computing)
+        slowest[[nth in outdone for nth, _ in ways]] = np.iinfo(np.int64).max
+    equal = np.argwhere(slowest == slowest.min()).tolist()
+    if len(equal) > 1:
+        equal.sort(key=lambda at: (found[ways[at[0]][0]].moved, at[1]))
+    way, stage = equal[0]
+    nth, counts = ways[way]
+    pieces, widths, _ = found[nth].placement
+    once = node if counts is found[nth].once else None
+    return Decision(pieces, widths, once, STAGE_BYTES[stage], ticks.of(way, stage), counts.rows)
 
 
-def _less(one: Candidate, other: Candidate) -> bool:
-    return all(a <= b for a, b in zip(one.moved, other.moved, strict=True))
+def _outdone(found: list[Candidate], computing: list[int]) -> set[int]:
+    """Those that compute about as long as another, in more pieces, and move no less of anything."""
+    moved = [candidate.moved for candidate in found]
+    return {
+        nth
+        for nth, own in enumerate(computing)
+        for rival, other in enumerate(computing)
+        if other * 200 <= own * 201 and moved[rival][0] < moved[nth][0] and _less(moved[rival], moved[nth])
+    }
+
+
+def _less(one: tuple[int, ...], other: tuple[int, ...]) -> bool:
+    return all(a <= b for a, b in zip(one, other, strict=True))
 
 
 def candidates(ranks: int, node: int, documents: int, *, thorough: bool, single: bool) -> list[Knobs]:
@@ -311,27 +352,14 @@ def shortlist(placed: list[tuple[Knobs, Placement]], *, thorough: bool) -> list[
     return list(chosen.values())
 
 
-def _variants(
-    layers: Layers, mask: Mask, w: Weights, placements: list[Placement], ranks: int, node: int
-) -> list[list[Candidate]]:
-    """The choices of each placement: sizes of a stage, and whether keys enter a node once."""
-    placed = [Placed(mask.offsets[p.document] + p.start, p.count, p.rank, widths) for p, widths, _ in placements]
-    found = counted_each(layers, placed, ranks=ranks, node=node)
-    ways: list[tuple[int, int | None, Counted]] = [(nth, None, counts) for nth, counts in enumerate(found)]
-    for nth, counts in enumerate(found):
+def _counted(layers: Layers, placed: list[Placement], ranks: int, node: int) -> list[Candidate]:
+    """What placements have ranks compute and move, also with keys that enter a node once where that may be less."""
+    found = []
+    for placement, plain in zip(placed, counted_each(layers, placed, ranks=ranks, node=node), strict=True):
+        once = None
         # what a few borders of ranks fetch needs no forwarding, which costs steps and planning
-        if node < ranks and ranks % node == 0 and counts.crossing * 64 > int(counts.rows.sum()) * layers_in(layers):
-            layout = Layout.from_pieces(*in_rows(mask.offsets[:-1], placements[nth].pieces), ranks)
-            once = counted(layers, layout, widths=placements[nth].widths, node=node, forwarded=True)
-            ways.append((nth, node, once))
-    choices: list[list[Candidate]] = [[] for _ in placements]
-    ticks = ticks_of_each([counts for *_, counts in ways], w, stage_bytes=STAGE_BYTES)
-    for (nth, at, counts), times in zip(ways, ticks, strict=True):
-        pieces, widths, _ = placements[nth]
-        ulysses = int(widths[0]) if (widths == widths[0]).all() else tuple(widths.tolist())
-        moved = (len(pieces.count), found[nth].moved, found[nth].crossing, found[nth].traded)
-        for stage, (stage_bytes, slowest) in enumerate(zip(STAGE_BYTES, times.total.max(1).tolist(), strict=True)):
-            choices[nth].append(
-                Candidate(pieces, ulysses, at, stage_bytes, times.of(stage), slowest, counts.rows, moved)
-            )
-    return choices
+        if node < ranks and ranks % node == 0 and plain.crossing * 64 > int(plain.rows.sum()) * layers_in(layers):
+            layout = layout_of(layers[0][0], placement.pieces, ranks)
+            once = counted(layers, layout, widths=placement.widths, node=node, forwarded=True)
+        found.append(Candidate(placement, plain, once))
+    return found

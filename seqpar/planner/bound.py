@@ -2,10 +2,9 @@
 
 from __future__ import annotations
 
-from seqpar.facts.mask import Mask
-from seqpar.facts.value import Ints, frozen
-from seqpar.plan.counts import area_of, summed, whole_runs
+from seqpar.facts.value import Ints
 from seqpar.planner.cost import Layers, Weights, layers_in
+from seqpar.planner.count import areas
 
 
 def document_ticks(layers: Layers, w: Weights) -> Ints:
@@ -18,16 +17,6 @@ def document_ticks(layers: Layers, w: Weights) -> Ints:
     for mask, count in layers:
         ticks = ticks + count * (w.pair * w.areas(areas(mask)) + w.query * mask.lengths + w.piece)
     return ticks
-
-
-def areas(mask: Mask) -> Ints:
-    """Attended pairs of each document's queries, int64 [documents]; counted once."""
-    return mask.memo("areas", lambda: frozen(_areas(mask)))
-
-
-def _areas(mask: Mask) -> Ints:
-    runs, document = whole_runs(mask)
-    return summed(document, area_of(mask, runs), mask.lengths.size)
 
 
 def lower_bound(layers: Layers, w: Weights, ranks: int) -> int:

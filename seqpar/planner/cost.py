@@ -14,6 +14,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
+from functools import lru_cache
 from typing import NamedTuple
 
 import numpy as np
@@ -22,10 +23,12 @@ from numpy.typing import NDArray
 from seqpar.facts.layout import Layout
 from seqpar.facts.mask import Mask
 from seqpar.facts.value import Ints
-from seqpar.plan.counts import Placed, Tally, tallies, tally
+from seqpar.plan.counts import Tally, summed, tally
 from seqpar.plan.routes import TAPERED
 from seqpar.plan.traffic import DTYPE_BYTES
+from seqpar.planner.count import tallies
 from seqpar.planner.hardware import Hardware, Link
+from seqpar.planner.place import Placement, layout_of
 from seqpar.planner.shape import ModelShape
 
 PAIR = 1024  # ticks of an attended pair in a forward, where they are finest
@@ -75,6 +78,7 @@ class Weights:
     area: int = 0
 
     @classmethod
+    @lru_cache(maxsize=16)
     def of(cls, shape: ModelShape, hardware: Hardware, *, coarse: int = 0) -> Weights:
         """The weights of a model on a machine. coarse: a tick is 2 to this power of the finest ones."""
         a = hardware.attention
@@ -149,8 +153,8 @@ PHASES = ("attention", "exposed", "linear", "head")
 
 
 class Ticks(NamedTuple):
-    """Ticks of a training step by rank, int64 [ranks]: computing attention, waiting for transfers that nothing hides,
-    linear layers, and the head."""
+    """Ticks of a training step by rank, int64 [..., ranks]: computing attention, waiting for transfers that nothing
+    hides, linear layers, and the head."""
 
     attention: Ints
     exposed: Ints
@@ -162,9 +166,12 @@ class Ticks(NamedTuple):
         """Ticks of each rank."""
         return self.attention + self.exposed + (self.linear + self.head)
 
-    def of(self, stage: int) -> Ticks:
-        """Those with one of several sizes of a stage."""
-        return self._replace(attention=self.attention[stage], exposed=self.exposed[stage])
+    def of(self, candidate: int, stage: int) -> Ticks:
+        """Those of one of several candidates, with one of several sizes of a stage."""
+        return Ticks(
+            self.attention[candidate, stage], self.exposed[candidate, stage], self.linear[candidate, 0],
+            self.head[candidate, 0],
+        )  # fmt: skip
 
 
 class Times(NamedTuple):
@@ -180,7 +187,13 @@ def timeline(t: Tally, w: Weights, *, width: int | Ints, stage_bytes: int | Sequ
     shared: Ints = np.asarray(width)
     heads, kv_heads = -(-w.heads // shared), -(-w.kv_heads // shared)  # of the member with most
     both = Pass(*np.array([w.forward, w.backward]).T[:, :, None])
+    # rounded up, so that the members of a group together take no less than the whole
+    own = both.piece * t.pieces + both.query * t.rows + both.pair * w.begun(t.near)
+    near = both.stage - _portion(-own, heads, w.heads)
     moving = (t.keys > 0) | (t.sent > 0)
+    if not moving.any():
+        shape = (*np.shape(stage_bytes), *near.shape)
+        return Times(np.broadcast_to(near, shape), np.zeros(shape, np.int64))
     rows = np.maximum(1, np.asarray(stage_bytes)[..., None, None] // (w.row_bytes // w.kv_heads * kv_heads))
     stages = -(-t.keys // rows)
     tapered = t.keys >= TAPERED * np.maximum(stages, 1)
@@ -193,21 +206,11 @@ def timeline(t: Tally, w: Weights, *, width: int | Ints, stage_bytes: int | Sequ
         return _portion(np.maximum(near_by, far_off * getattr(w.across, kind)), kv_heads, w.kv_heads)
 
     launched = stages + 2 * tapered
-    # rounded up, so that the members of a group together take no less than the whole
-    own = both.piece * t.pieces + both.query * t.rows + both.pair * w.begun(t.near)
-    near = both.stage - _portion(-own, heads, w.heads)
     fetched = both.pair * w.begun(t.far) + both.key * t.keys
     far = both.stage * launched - _portion(-fetched, heads, w.heads)
     far = far + _portion(both.query * t.merging, (launched + 1) // 2 * heads, w.heads)
     waiting = _exposed(near, far, wire("key"), back * wire("grad"), latency, back * latency, stages, tapered)
     return Times(near + far, waiting)
-
-
-def _most_merged(t: Tally, w: Weights, *, width: int, stage_bytes: Sequence[int]) -> int:
-    """At least what any group has for merging in a layer."""
-    heads, kv_heads = -(-w.heads // width), -(-w.kv_heads // width)
-    rows = max(1, min(stage_bytes) // (w.row_bytes // w.kv_heads * kv_heads))
-    return w.query * int(t.merging.max()) * (int(t.keys.max()) // rows + 4) * heads // (2 * w.heads) + 1
 
 
 def _portion(ticks: Ints, part: int | Ints, whole: int | Ints) -> Ints:
@@ -297,64 +300,86 @@ def counted(layers: Layers, layout: Layout, *, widths: Ints, node: int, forwarde
     return Counted(masks, layout.sizes())
 
 
-def counted_each(layers: Layers, placed: Sequence[Placed], *, ranks: int, node: int) -> list[Counted]:
+def counted_each(layers: Layers, placed: Sequence[Placement], *, ranks: int, node: int) -> list[Counted]:
     """The counts of `fetch` of several candidates, without keys that enter a node once; widths divide the node."""
+    first = layers[0][0]
+    if not all(mask.within_documents for mask, _ in layers):
+        layouts = [layout_of(first, p.pieces, ranks) for p in placed]
+        return [
+            counted(layers, layout, widths=p.widths, node=node, forwarded=False)
+            for layout, p in zip(layouts, placed, strict=True)
+        ]
     masks: list[list[list[WidthGroup]]] = [[] for _ in placed]
     for mask, count in layers:
         for own, tally_of in zip(masks, tallies(mask, placed, ranks=ranks, node=node), strict=True):
             own.append([WidthGroup(count, width, t, node // width > 1) for width, t in tally_of.items()])
-    return [Counted(own, sum_rows(p, ranks)) for own, p in zip(masks, placed, strict=True)]
+    rows = [summed(p.pieces.rank, p.pieces.count, ranks) for p in placed]
+    return [Counted(own, of_rank) for own, of_rank in zip(masks, rows, strict=True)]
 
 
-def sum_rows(placed: Placed, ranks: int) -> Ints:
-    """Rows of each rank."""
-    rows = np.zeros(ranks, np.int64)
-    np.add.at(rows, placed.rank, placed.tokens)
-    return rows
-
-
-def ticks(found: Counted, w: Weights, *, stage_bytes: int) -> Ticks:
+def ticks(counts: Counted, w: Weights, *, stage_bytes: int) -> Ticks:
     """Ticks of a step by rank.
 
     Tokens are traded for heads on entry while the documents of smaller widths are computed, and back while those of
     larger ones are; after the last there is nothing that hides it.
     """
-    return ticks_of_each([found], w, stage_bytes=(stage_bytes,))[0].of(0)
+    return ticks_of_each([counts], w, stage_bytes=(stage_bytes,)).of(0, 0)
 
 
-def ticks_of_each(found: Sequence[Counted], w: Weights, *, stage_bytes: Sequence[int]) -> list[Ticks]:
-    """The same of several layouts, of each for several sizes of a stage, which are a first axis.
+def ticks_of_each(candidates: Sequence[Counted], w: Weights, *, stage_bytes: Sequence[int]) -> Ticks:
+    """The same of several layouts of as many ranks, [candidates, stages, ranks]: of each for several sizes of a stage.
 
     Raises: OverflowError for more than 64 bits hold: let a tick be longer.
     """
-    for counts in found:
-        merged = sum(
-            p.layers * _most_merged(p.tally, w, width=p.width, stage_bytes=stage_bytes)
-            for own in counts.masks
-            for p in own
-        )
-        if merged > LARGEST // 4:
-            raise OverflowError(f"up to {merged} ticks of merging")
-    parts = [part for counts in found for own in counts.masks for part in own]
-    many = Tally(*(np.concatenate(columns) for columns in zip(*(part.tally for part in parts), strict=True)))
+    layers = [own for counts in candidates for own in counts.masks]
+    parts = [part for own in layers for part in own]
+    many = Tally(*map(np.concatenate, zip(*(part.tally for part in parts), strict=True)))
+    _check_merged(candidates, many, w, stage_bytes)
     width = np.repeat([part.width for part in parts], [part.tally.rows.size for part in parts])
     busy, waiting = timeline(many, w, width=width, stage_bytes=stage_bytes)
     enter, leave = trades(many.most, w, width)
-    result, stop = [], 0
-    for counts in found:
-        busy_each = waiting_each = np.zeros((len(stage_bytes), counts.rows.size), np.int64)
-        for own in counts.masks:
-            spent = exposed = late = np.zeros((len(stage_bytes), 2, counts.rows.size), np.int64)
-            for _, u, t, _ in own:
-                here = slice(stop, stop := stop + t.rows.size)
-                own_busy, own_waiting = busy[..., here], waiting[..., here]
-                if u > 1:
-                    into, out = enter[:, here].repeat(u, axis=1), leave[:, here].repeat(u, axis=1)
-                    own_busy, own_waiting = own_busy.repeat(u, 2), own_waiting.repeat(u, 2)
-                    exposed = exposed + np.maximum(into - spent, 0)
-                    late = np.maximum(late - own_busy, 0) + out
-                spent, exposed = spent + own_busy, exposed + own_waiting
-            busy_each = busy_each + own[0].layers * spent.sum(1)
-            waiting_each = waiting_each + own[0].layers * (exposed + late).sum(1)
-        result.append(Ticks(busy_each, waiting_each, counts.rows * w.row, counts.rows * w.label))
-    return result
+    at = _groups_of_ranks(layers, candidates[0].rows.size)
+    busy, waiting, enter, leave = (np.append(x, np.zeros((*x.shape[:-1], 1), np.int64), -1)[..., at]
+                                   for x in (busy, waiting, enter * (width > 1), leave * (width > 1)))  # fmt: skip
+    spent = exposed = late = np.zeros((*busy.shape[:2], *at.shape[1:]), np.int64)
+    for turn in range(len(at)):
+        exposed = exposed + np.maximum(enter[:, turn] - spent, 0) + waiting[:, :, turn]
+        late = np.maximum(late - busy[:, :, turn], 0) + leave[:, turn]
+        spent = spent + busy[:, :, turn]
+    count = np.array([own[0].layers for own in layers])[:, None]
+    shape = (len(stage_bytes), len(candidates), -1, at.shape[-1])
+    attention, waited = ((count * x.sum(1)).reshape(shape).sum(2).swapaxes(0, 1) for x in (spent, exposed + late))
+    rows = np.array([counts.rows for counts in candidates])[:, None]
+    return Ticks(attention, waited, rows * w.row, rows * w.label)
+
+
+def _groups_of_ranks(layers: Sequence[Sequence[WidthGroup]], ranks: int) -> Ints:
+    """The group of each rank, width after width: [turns, layers, ranks] of all groups one after the other; after the
+    last width of a layer one more, which has nothing to do."""
+    groups = sum(ranks // part.width for own in layers for part in own)
+    at = np.full((max(map(len, layers)), len(layers), ranks), groups)
+    member, first = np.arange(ranks), 0
+    for nth, own in enumerate(layers):
+        for turn, part in enumerate(own):
+            at[turn, nth] = first + member // part.width
+            first += ranks // part.width
+    return at
+
+
+def _check_merged(candidates: Sequence[Counted], many: Tally, w: Weights, stage_bytes: Sequence[int]) -> None:
+    """Raise OverflowError if the merging of some candidate could be more than is left of 64 bits."""
+    most = max(sum(part.layers for own in counts.masks for part in own) for counts in candidates)
+    if most * _most_merged(many, w, width=1, stage_bytes=stage_bytes) <= LARGEST // 4:
+        return
+    for counts in candidates:
+        parts = [part for own in counts.masks for part in own]
+        merged = sum(p.layers * _most_merged(p.tally, w, width=p.width, stage_bytes=stage_bytes) for p in parts)
+        if merged > LARGEST // 4:
+            raise OverflowError(f"up to {merged} ticks of merging")
+
+
+def _most_merged(t: Tally, w: Weights, *, width: int, stage_bytes: Sequence[int]) -> int:
+    """At least what any group has for merging in a layer."""
+    heads, kv_heads = -(-w.heads // width), -(-w.kv_heads // width)
+    rows = max(1, min(stage_bytes) // (w.row_bytes // w.kv_heads * kv_heads))
+    return w.query * int(t.merging.max()) * (int(t.keys.max()) // rows + 4) * heads // (2 * w.heads) + 1

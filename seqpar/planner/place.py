@@ -25,9 +25,10 @@ from heapq import heapify, heappop, heappush, heapreplace
 from typing import NamedTuple
 
 import numpy as np
-from numpy.typing import NDArray
 
 from seqpar.facts.intervals import distinct, edges
+from seqpar.facts.layout import Layout
+from seqpar.facts.mask import Mask
 from seqpar.facts.value import Ints
 from seqpar.planner.groups import RankShares, grouped
 
@@ -475,8 +476,8 @@ def _borders(edge: Ints, groups: int) -> Ints:
     return np.maximum.accumulate(border)
 
 
-def in_rows(mask_offsets: Ints, pieces: Pieces) -> tuple[NDArray[np.int64], Ints, Ints]:
-    """Start, count and rank of pieces as a layout takes them: rank by rank in position order."""
-    start = mask_offsets[pieces.document] + pieces.start
+def layout_of(mask: Mask, pieces: Pieces, ranks: int) -> Layout:
+    """The layout in which each rank has its pieces in position order."""
+    start = mask.offsets[pieces.document] + pieces.start
     order = np.lexsort((start, pieces.rank))
-    return start[order], pieces.count[order], pieces.rank[order]
+    return Layout.from_pieces(start[order], pieces.count[order], pieces.rank[order], ranks)

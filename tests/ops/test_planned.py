@@ -23,11 +23,11 @@ from hypothesis import strategies as st
 from torch import Tensor
 
 import seqpar
-from seqpar import Hardware, Layout, Mask, MicroBatch, ModelShape, Plan, plan_batch, plan_step
+from seqpar import Hardware, Mask, MicroBatch, ModelShape, Plan, plan_batch, plan_step
 from seqpar.comm import Comm, shm
 from seqpar.planner import Attention, Link
 from seqpar.planner.nested import Nest, nested
-from seqpar.planner.place import Documents, in_rows
+from seqpar.planner.place import Documents, layout_of
 from seqpar.testing import dense_attention, run_processes, run_threads
 from tests.ops.cases import HEADS, TOLERANCE, Options, check, options_strategy
 
@@ -91,7 +91,7 @@ def test_documents_that_nobody_cuts_equal_one_device(nest: Nest) -> None:
     mask = Mask(lengths)
     batch = Documents(lengths, lengths * (lengths + 9), row=9, key=0, merge=0, stages=0)
     ((pieces, widths, _),) = nested(batch, 8, room=np.full(8, int(lengths.sum()) // 8 + 1), nests=[nest])
-    plan = Plan(mask, Layout.from_pieces(*in_rows(mask.offsets[:-1], pieces), 8), ulysses=widths.tolist())
+    plan = Plan(mask, layout_of(mask, pieces, 8), ulysses=widths.tolist())
     of_all = pieces.rank[widths[pieces.document] == 8]
     rows = np.bincount(of_all, pieces.count[widths[pieces.document] == 8], 8)
     assert rows.max() > rows.min() and {8, 4, 1} <= set(plan.widths.tolist())

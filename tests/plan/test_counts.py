@@ -8,7 +8,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from seqpar import Layout, Mask, Plan
-from seqpar.plan.counts import Placed, tallies, tally
+from seqpar.plan.counts import tally
 from seqpar.plan.steps import count
 
 MASKS = {
@@ -100,24 +100,3 @@ def test_equal_layouts_count_alike_however_their_runs_are_stored(case: tuple[Mas
     one, other = (tally(mask, x, width=width, node=node) for x in (layout, single))
     for name, a, b in zip(one._fields, one, other, strict=True):
         np.testing.assert_array_equal(a, b, err_msg=name)
-
-
-@given(st.data())
-def test_candidates_counted_together_are_those_counted_alone(data: st.DataObject) -> None:
-    ranks, node = data.draw(st.sampled_from([(4, 4), (8, 4), (6, 2), (6, 6)]))
-    lengths = np.array(data.draw(st.lists(st.integers(1, 40), min_size=1, max_size=8)))
-    mask = Mask(lengths, window=(data.draw(st.sampled_from([None, 3])), None))
-    rng = np.random.default_rng(data.draw(st.integers(0, 1 << 30)))
-    candidates, layouts = [], []
-    for _ in range(data.draw(st.integers(1, 4))):
-        at = np.unique(np.concatenate([mask.offsets, rng.integers(0, mask.tokens, 6)]))
-        count, rank = np.diff(at), rng.integers(0, ranks, at.size - 1)
-        widths = rng.choice([w for w in (1, 2, 4) if node % w == 0], len(lengths))
-        candidates.append(Placed(at[:-1], count, rank, widths))
-        layouts.append(Layout.from_pieces(at[:-1], count, rank, ranks))
-    for one, layout, counts in zip(candidates, layouts, tallies(mask, candidates, ranks=ranks, node=node), strict=True):
-        assert list(counts) == sorted(set(one.widths.tolist()))
-        for width, found in counts.items():
-            alone = tally(mask, layout, width=width, node=node // width, documents=one.widths == width)
-            for name, values in alone._asdict().items():
-                np.testing.assert_array_equal(getattr(found, name), values, err_msg=name)

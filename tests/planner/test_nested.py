@@ -10,12 +10,12 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from seqpar import Layout, Mask
-from seqpar.plan.counts import Placed, tallies
 from seqpar.planner import Hardware, ModelShape, plan_batch
 from seqpar.planner.bound import document_ticks
 from seqpar.planner.cost import Weights, counted, ticks, trades
+from seqpar.planner.count import tallies
 from seqpar.planner.nested import Nest, nested
-from seqpar.planner.place import Documents
+from seqpar.planner.place import Documents, Placement
 
 LLAMA = ModelShape.preset("llama-8b")
 VAST = dataclasses.replace(Hardware.preset("h100"), memory=1 << 50)
@@ -41,7 +41,7 @@ def test_every_row_has_a_rank_and_no_key_travels(lengths: list[int], ranks: int,
         start = mask.offsets[pieces.document] + pieces.start
         order = np.argsort(start)
         np.testing.assert_array_equal(np.cumsum(pieces.count[order]), [*start[order][1:], mask.tokens])
-        (own,) = tallies(mask, [Placed(start, pieces.count, pieces.rank, widths)], ranks=ranks, node=ranks)
+        (own,) = tallies(mask, [Placement(pieces, widths, level)], ranks=ranks, node=ranks)
         for width, counts in own.items():
             assert ranks % width == 0 and not counts.keys.any() and not counts.sent.any()
             if width == ranks:  # whatever its rows are, a rank computes a share of all heads

@@ -1,0 +1,127 @@
+"""What several candidates have every rank compute and move, counted together: as if each had a copy of the batch.
+
+A document that one group holds moves no key: its group computes all of its pairs. Only documents that are cut, mostly
+few, are looked at piece by piece.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import NamedTuple
+
+import numpy as np
+from numpy.typing import NDArray
+
+from seqpar.facts.intervals import Runs, cut, interval_of
+from seqpar.facts.mask import Mask
+from seqpar.facts.value import Ints, frozen
+from seqpar.plan.counts import Tally, area_of, breaks_of, counts_of, summed, whole_runs
+from seqpar.planner.place import Placement
+
+
+def tallies(mask: Mask, placed: Sequence[Placement], *, ranks: int, node: int) -> list[dict[int, Tally]]:
+    """The counts of `tally` of several candidates: by width, rising.
+
+    node: ranks, of which each width is a divisor. No query may see keys of another document than its own.
+    """
+    pieces = _pieces(placed, ranks)
+    moving = _moving(mask, pieces, node_of=_node_of(pieces, ranks, node) if node < ranks else None)
+    counts = moving if pieces.torn.all() else _with_whole(mask, moving, pieces)
+    return [{u: Tally(*(c[end - ranks // u : end] for c in counts)) for u, end in own.items()} for own in pieces.ends]
+
+
+def areas(mask: Mask) -> Ints:
+    """Attended pairs of each document's queries, int64 [documents]; counted once."""
+    return mask.memo("areas", lambda: frozen(_areas(mask)))
+
+
+def _areas(mask: Mask) -> Ints:
+    runs, document = whole_runs(mask)
+    return summed(document, area_of(mask, runs), mask.lengths.size)
+
+
+def _stretches(mask: Mask) -> Ints:
+    """Stretches of each document on which its bounds are linear."""
+    return mask.memo("stretches", lambda: np.bincount(interval_of(breaks_of(mask), mask.offsets[:-1])))
+
+
+class _Pieces(NamedTuple):
+    """Pieces of the documents of all copies, which are numbered copy after copy, as groups are: width after width.
+
+    document, start, count, group: of each piece. home: a group that holds rows of the document; torn: whether others do
+    too. most: rows of the member with most, of each group. ends: of each copy the last group of each width, and one.
+    """
+
+    document: Ints
+    start: Ints
+    count: Ints  # type: ignore[assignment]  # tuple.count is not missed
+    group: Ints
+    home: Ints
+    torn: NDArray[np.bool_]
+    most: Ints
+    ends: list[dict[int, int]]
+
+
+def _pieces(placed: Sequence[Placement], ranks: int) -> _Pieces:
+    """The pieces of several candidates."""
+    widths: Ints = np.array([p.widths for p in placed])
+    columns: list[Ints] = [np.concatenate(column) for column in zip(*(p.pieces for p in placed), strict=True)]
+    document, start, count, rank = columns
+    copies = np.arange(0, widths.size, widths.shape[1])
+    document += copies.repeat([p.pieces.count.size for p in placed])
+    first, groups = np.zeros(widths.shape, np.int64), 0
+    ends: list[dict[int, int]] = []
+    for own, p in zip(first, placed, strict=True):
+        ends.append({})
+        for width in sorted(set(p.widths.tolist())):
+            own[p.widths == width] = groups
+            groups += ranks // width
+            ends[-1][width] = groups
+    width_of: Ints = widths.ravel()[document]
+    group: Ints = first.ravel()[document] + rank // width_of
+    widest = int(widths.max())
+    most = summed(group * widest + rank % width_of, count, groups * widest).reshape(groups, widest).max(1)
+    home = np.zeros(widths.size, np.int64)
+    home[document] = group
+    torn = np.zeros(widths.size, np.bool_)
+    torn[document[home[document] != group]] = True
+    return _Pieces(document, start, count, group, home, torn, most, ends)
+
+
+def _node_of(pieces: _Pieces, ranks: int, node: int) -> Ints:
+    """The node of each group; copies share none."""
+    nodes = -(-ranks // node)
+    return np.concatenate(
+        [copy * nodes + np.arange(0, ranks, u) // node for copy, own in enumerate(pieces.ends) for u in own]
+    )
+
+
+def _moving(mask: Mask, pieces: _Pieces, *, node_of: Ints | None) -> Tally:
+    """The counts of documents that are cut."""
+    groups = pieces.most.size
+    numbers = np.flatnonzero(pieces.torn)
+    if not numbers.size:
+        none = np.zeros(groups, np.int64)
+        return Tally(none, none, none, none, none, none, none, none, none, pieces.most)
+    batch = mask.pick(numbers % mask.lengths.size)
+    chosen = np.flatnonzero(pieces.torn[pieces.document])
+    nth = numbers.searchsorted(pieces.document[chosen])
+    start = batch.offsets[nth] + pieces.start[chosen]
+    order = start.argsort(kind="stable")
+    start, group = start[order], pieces.group[chosen[order]]
+    fresh = np.flatnonzero(np.concatenate([[True], group[1:] != group[:-1]]))
+    start, group = start[fresh], group[fresh]
+    runs = Runs(start, np.diff(start, append=batch.tokens), np.ones_like(start))
+    piece, source = cut(runs, breaks_of(batch))
+    document = interval_of(piece.start, batch.offsets[:-1])
+    return counts_of(batch, piece, group[source], document, groups, node_of=node_of, forwarded=False, most=pieces.most)
+
+
+def _with_whole(mask: Mask, counts: Tally, pieces: _Pieces) -> Tally:
+    """The same with the documents that one group holds each."""
+    numbers = np.flatnonzero(~pieces.torn)
+    own, home = numbers % mask.lengths.size, pieces.home[numbers]
+    rows, near, stretches = (
+        summed(home, values[own], counts.rows.size) for values in (mask.lengths, areas(mask), _stretches(mask))
+    )
+    return counts._replace(rows=counts.rows + rows, near=counts.near + near, pieces=counts.pieces + stretches)
