@@ -18,7 +18,7 @@ AFTERWARDS = frozenset(
 def written() -> dict[str, list[str]]:
     """The remedies of the rooms and of the comms' constructors, with their places."""
     places = remedies(path for room in ROOMS for path in sorted((PACKAGE / room).rglob("*.py")))
-    constructors = sorted(path for path in (PACKAGE / "comm").glob("*.py") if path.stem != "protocol")
+    constructors = sorted(path for path in (PACKAGE / "comm").rglob("*.py") if path.stem != "protocol")
     for remedy, lines in remedies(constructors, AFTERWARDS).items():
         places.setdefault(remedy, []).extend(lines)
     return places

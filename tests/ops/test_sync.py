@@ -35,7 +35,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 import seqpar
 from seqpar.comm import Comm
-from seqpar.comm.entry import Entry
+from seqpar.comm.entry import ThreadEntry
 from seqpar.comm.protocol import Stats, Tag
 from seqpar.facts.layout import Layout
 from seqpar.kernels import Score, softmax
@@ -160,7 +160,7 @@ class Silent:
     """A comm by which nothing arrives, which fake tensors do not mind."""
 
     def __init__(self, rank: int, size: int, direct: bool = False) -> None:
-        self.rank, self.size, self.stats, self.entry = rank, size, Stats(), Entry()
+        self.rank, self.size, self.stats, self.entry = rank, size, Stats(), ThreadEntry()
         self.posted, self.direct = 0, direct
 
     def exchange(self, sends, recvs, *, tag):
