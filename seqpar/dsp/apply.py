@@ -27,7 +27,7 @@ from seqpar.dsp.runner import ForwardState, StageRun, gathered_within, run_stage
 from seqpar.dsp.space import Sharding, Space
 from seqpar.dsp.spec import Block, Spec
 from seqpar.dsp.specs import SPECS
-from seqpar.nn.fingerprint import hashed, leaves, ordered
+from seqpar.nn.fingerprint import hashed, leaves, ordered, weights_of
 from seqpar.ops.core.agreement import agreement, raise_on_all_ranks
 
 MakeStagePlan = Callable[..., StagePlan]
@@ -271,8 +271,7 @@ class Parallelized:
             for name, value in leaves(given):
                 facts[name] = self._fact(value) if isinstance(value, Tensor) else value
             if self.check_inputs and not self._forwards:
-                # not the state dict: asking for that makes fully_shard take the weights back that this forward needs
-                facts["weights"] = sum(map(hashed, (*self.model.parameters(), *self.model.buffers())))
+                facts["weights"] = weights_of(self.model)
             facts |= {"grad enabled": torch.is_grad_enabled(), "training": self.model.training, "grad": self.grad}
         except Exception as found:
             error = found

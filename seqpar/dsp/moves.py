@@ -76,7 +76,7 @@ def gather(x: Tensor, space: Space, form: str, dim: str, *, grad: str = "sum") -
     if grad == "sum":
         whole = unshard(share, plan, space.comm, dim=at)
     else:
-        whole = _GatherReplicated.apply(share, plan, space.comm, at, space.start(dim))
+        whole = unshard_alike(share, plan, space.comm, dim=at, start=space.start(dim))
     return form_of(form).fold(whole)
 
 
@@ -199,9 +199,12 @@ class _SplitReplicated(torch.autograd.Function):
         return None, unshard(dy, plan, comm, dim=at), None, None, None
 
 
-class _GatherReplicated(torch.autograd.Function):
-    """A gather whose result every rank uses alike: the gradient is the slice of its own."""
+def unshard_alike(x: Tensor, plan: Plan, comm: Comm, *, dim: int, start: int) -> Tensor:
+    """`unshard` whose result every rank uses alike: the gradient of x is the slice from start on of its own, unsent."""
+    return _UnshardAlike.apply(x, plan, comm, dim, start)  # type: ignore[no-any-return, no-untyped-call]
 
+
+class _UnshardAlike(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, x: Tensor, plan: Plan, comm: Comm, at: int, start: int) -> Tensor:
         ctx.mine = at, start, x.shape[at]

@@ -29,13 +29,13 @@ import torch
 from torch import Tensor, nn
 
 from seqpar.comm import Comm
+from seqpar.dsp.moves import unshard_alike
 from seqpar.dsp.specs import SPECS
 from seqpar.facts.layout import Layout
 from seqpar.facts.mask import Mask
 from seqpar.integrations.sdpa.reroute import Rerouting
+from seqpar.nn.fingerprint import fingerprint, leaves, weights_of
 from seqpar.nn.wrap import ParallelModel, refuse_twice
-from seqpar.ops import unshard
-from seqpar.ops.core.agreement import digest_of_call
 from seqpar.plan import Plan
 
 MakePlan = Callable[[Mask, Layout], Plan]
@@ -239,9 +239,9 @@ def _forward(sharing: Sharing, model: nn.Module, forward: Callable[..., Any], *a
         if args:
             given["hidden_states"] = args[0]
         recipe.check(model, given)
-        facts = {name: _fingerprint(value) for name, value in sorted(given.items())}
+        facts = {name: fingerprint(value) for name, value in leaves(given)}
         if not sharing.plans:
-            facts["weights"] = _weights(model)
+            facts["weights"] = weights_of(model)
         valid = given.pop(recipe.mask, None) if recipe.mask else None
         sizes = recipe.sizes(model, given, valid)
     except Exception as found:
@@ -261,31 +261,9 @@ def _same_on_all(facts: list[dict[str, Any]]) -> None:
             if other.get(name) != facts[0].get(name):
                 raise ValueError(
                     f"diffusers: {name} differs between rank 0 and rank {rank}: {facts[0].get(name)} and "
-                    f"{other.get(name)} (shape, dtype and sums of bits); pass the same whole tensors on every rank, "
-                    "drawn with the same seed"
+                    f"{other.get(name)} (shape, dtype, a number of all bits); pass the same whole tensors on every "
+                    "rank, drawn with the same seed"
                 )
-
-
-def _fingerprint(value: Any) -> Any:
-    """What is equal for equal arguments: of a tensor its shape, dtype, and sums of its bytes that tell their places."""
-    if not isinstance(value, Tensor):
-        return repr(value)
-    flat = value.detach().resolve_conj().resolve_neg().contiguous().reshape(-1)
-    # of one element alone any stride is contiguous, and only 1 has bytes
-    flat = flat.as_strided(flat.shape, (1,)).view(torch.uint8)
-    body, tail = flat[: len(flat) // 1024 * 1024].view(-1, 1024), flat[len(flat) // 1024 * 1024 :]
-    sums = [body.sum(0, dtype=torch.int64), body.sum(1, dtype=torch.int64), tail.long()]
-    return tuple(value.shape), str(value.dtype), *torch.stack([_weighted(x) for x in sums]).tolist()
-
-
-def _weights(model: nn.Module) -> int:
-    """A number that is equal for equal weights, those aside that a wrapper has sharded."""
-    whole = [(name, p.data) for name, p in model.named_parameters() if type(p.data) is Tensor]
-    return digest_of_call("weights", {name: _fingerprint(data) for name, data in whole})
-
-
-def _weighted(x: Tensor) -> Tensor:
-    return (x * torch.arange(1, len(x) + 1, device=x.device)).sum()
 
 
 def _joint(module: nn.Module, forward: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
@@ -315,30 +293,24 @@ def _gathering(module: nn.Module, forward: Callable[..., Any], *args: Any, **kwa
     """The whole output, of which the module makes this rank's rows."""
     run = _run()
     rows = forward(*args, **kwargs).narrow(1, 0, run.image_plan.rows(run.comm.rank))
-    return _Gather.apply(rows, run.image_plan, run.comm)  # type: ignore[no-untyped-call, no-any-return]
+    part = run.sharing.part(run.sizes.image, run.comm.rank)
+    out = unshard_alike(rows, run.image_plan, run.comm, dim=1, start=part.start)
+    if out.requires_grad:
+        out.register_hook(partial(_compare_gradient, run.comm))
+    return out
 
 
-class _Gather(torch.autograd.Function):
-    """Whole tensors of rows, dim 1. A gradient is that of one loss which all ranks compute, so rows take theirs."""
-
-    @staticmethod
-    def forward(ctx: Any, x: Tensor, plan: Plan, comm: Comm) -> Tensor:
-        ctx.plan, ctx.comm = plan, comm
-        return unshard(x.detach(), plan, comm, dim=1)
-
-    @staticmethod
-    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None, None]:
-        wide = grad.double()
-        sums = torch.stack([wide.sum(), wide.square().sum()]).tolist()
-        for rank, other in enumerate(found := ctx.comm.gather("diffusers: backward", sums)):
-            scale = (grad.numel() * max(found[0][1], other[1])) ** 0.5
-            if not (_near(other[0], found[0][0], scale) and _near(other[1], found[0][1], scale**2)):
-                raise ValueError(
-                    f"diffusers: the gradient of the output differs between rank 0 and rank {rank}: sum and sum of "
-                    f"squares {found[0]} and {other}; compute the whole loss on every rank, from the same target"
-                )
-        at = ctx.plan.layout.positions(ctx.comm.rank)
-        return grad[:, at[0] : at[0] + at.size] if at.size else grad[:, :0], None, None
+def _compare_gradient(comm: Comm, grad: Tensor) -> None:
+    """Raise ValueError on every rank for a gradient of the whole output that differs between ranks. A collective."""
+    wide = grad.double()
+    sums = torch.stack([wide.sum(), wide.square().sum()]).tolist()
+    for rank, other in enumerate(every := comm.gather("diffusers: backward", sums)):
+        scale = (grad.numel() * max(every[0][1], other[1])) ** 0.5
+        if not (_near(other[0], every[0][0], scale) and _near(other[1], every[0][1], scale**2)):
+            raise ValueError(
+                f"diffusers: the gradient of the output differs between rank 0 and rank {rank}: sum and sum of "
+                f"squares {every[0]} and {other}; compute the whole loss on every rank, from the same target"
+            )
 
 
 def _near(a: float, b: float, scale: float) -> bool:

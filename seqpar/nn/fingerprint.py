@@ -31,6 +31,19 @@ def leaves(value: object, name: str = "") -> Iterator[tuple[str, object]]:
         yield name, type(value).__qualname__
 
 
+def fingerprint(value: object) -> object:
+    """What equal values share, and others hardly: of a tensor shape, dtype and `ordered`, of others what they print."""
+    return (tuple(value.shape), value.dtype, ordered(value)) if isinstance(value, Tensor) else repr(value)
+
+
+def weights_of(model: nn.Module) -> int:
+    """A number that models of equal parameters and buffers share; those that a wrapper has sharded are left out.
+
+    Not of the state dict: asking for that makes fully_shard take the weights back that a forward needs.
+    """
+    return sum(map(hashed, (*model.parameters(), *model.buffers())))
+
+
 def hashed(x: object) -> int:
     """A number that equal tensors share, and others hardly; of a part of a larger one, such as a DTensor, nothing."""
     if type(x) not in (Tensor, nn.Parameter) or not x.numel() or x.is_meta:  # type: ignore[attr-defined]
@@ -42,7 +55,8 @@ def ordered(x: Tensor) -> int:
     """`hashed`, with every element's place in it: the same elements in another order have another number."""
     if type(x) not in (Tensor, nn.Parameter) or not x.numel() or x.is_meta:
         return 0
-    x = torch.view_as_real(x.detach().resolve_conj()) if x.is_complex() else x.detach()
+    x = x.detach().resolve_conj().resolve_neg()
+    x = torch.view_as_real(x) if x.is_complex() else x
     bits = x.contiguous().reshape(-1).view(_WHOLE[x.element_size()]).long()
     places = torch.arange(1, 2 * bits.numel(), 2, device=x.device)
     # odd factors, spread over all bits; the sum wraps

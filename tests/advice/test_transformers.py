@@ -358,19 +358,6 @@ def test_a_parallel_model_is_undone_before_it_is_made_parallel_again() -> None:
         assert is_right(model)
 
 
-def test_a_forward_that_was_replaced_is_put_back_first() -> None:
-    model, x = Plain(), torch.randn(1, 12, 8)
-    expected = model(x)
-    handle = seqpar.parallelize(model, LocalComm(), sdpa=True, plan=PLAN)
-    ours = model.forward
-    model.forward = lambda *args: ours(*args)  # type: ignore[method-assign]
-    with advised(RuntimeError, "undo that first"):
-        handle.undo()
-    model.forward = ours  # type: ignore[method-assign]
-    handle.undo()
-    assert torch.equal(model(x), expected) and "forward" not in model.__dict__
-
-
 @pytest.mark.parametrize("way", ["state_dict", "save_pretrained", "undo"])
 def test_what_is_saved_is_no_pickle_of_a_parallel_model(way: str, tmp_path: Path) -> None:
     model = llama()

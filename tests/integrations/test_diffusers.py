@@ -14,7 +14,8 @@ from torch.utils.checkpoint import checkpoint
 
 import seqpar
 from seqpar import Comm, Layout, LocalComm, Mask, Plan
-from seqpar.integrations.diffusers import _fingerprint, parallelize
+from seqpar.integrations.diffusers import parallelize
+from seqpar.nn.fingerprint import fingerprint
 from seqpar.testing import run_threads
 from seqpar.train import sync_gradients
 from tests.dsp.cases import clip, latte
@@ -135,11 +136,11 @@ def test_tensors_may_lie_in_memory_as_they_like(name: str) -> None:
 )  # fmt: skip
 def test_what_ranks_compare_of_a_tensor_is_its_elements(x: Tensor) -> None:
     plain = torch.empty(x.shape, dtype=x.dtype).copy_(x)
-    assert _fingerprint(x) == _fingerprint(plain)
+    assert fingerprint(x) == fingerprint(plain)
     if x.numel():
         other = plain.clone()
         other.view(-1)[-1] = other.view(-1)[-1] == 0
-        assert _fingerprint(other) != _fingerprint(x)
+        assert fingerprint(other) != fingerprint(x)
 
 
 def test_a_pipeline_makes_the_latents_of_one_process_of_one_prompt() -> None:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import hashlib
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from typing import NoReturn
@@ -12,6 +11,7 @@ from torch import Tensor
 
 from seqpar.comm import Comm, PeerError
 from seqpar.comm.entry import entered
+from seqpar.comm.header import hash63
 from seqpar.plan import Plan
 
 REMEMBERED = 4096  # signatures that a comm keeps; all ranks forget the same ones, as they see them in one order
@@ -20,8 +20,7 @@ KINDS = 64  # of calls that are carried over to another plan
 
 def digest_of_call(what: str, facts: Mapping[str, object], *more: object) -> int:
     """63 bits that name a call and its arguments in every message."""
-    text = repr((what, sorted((name, str(value)) for name, value in facts.items()), more))
-    return int.from_bytes(hashlib.blake2b(text.encode(), digest_size=8).digest(), "little") >> 1
+    return hash63((what, sorted((name, str(value)) for name, value in facts.items()), more))
 
 
 class agreement:
