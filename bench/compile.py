@@ -34,7 +34,7 @@ from seqpar import Layout, Mask, Plan
 from seqpar.kernels import Grads, Operands, Score, Sums
 from seqpar.kernels import triton as kernels
 from seqpar.kernels.triton import Triton
-from seqpar.kernels.triton.config import CLASSES, GENERATIONS, Config, Descriptor, configure
+from seqpar.kernels.triton.config import CLASSES, GENERATIONS, Descriptor, LaunchConfig, configure
 from seqpar.ops.attention.call import uploaded
 
 SHARED = {80: 166_912, 86: 101_376, 90: 232_448, 100: 232_448}  # bytes a block may have, CUDA programming guide
@@ -42,7 +42,7 @@ DTYPES = {"bf16": torch.bfloat16, "fp16": torch.float16, "fp32": torch.float32}
 DIRECTIONS = ("forward", "dq", "dkdv")
 ROWS = 256
 CANDIDATES = [
-    Config(bm, bn, warps, stages, tma)
+    LaunchConfig(bm, bn, warps, stages, tma)
     for (bm, bn), warps, stages, tma in itertools.product(
         ((128, 128), (128, 64), (64, 128), (64, 64), (128, 32), (32, 128), (64, 32), (32, 64), (32, 32), (16, 16)),
         (8, 4),
@@ -62,7 +62,7 @@ class Case:
     v_dim: int
     dtype: str
     generation: int
-    config: Config | None = None
+    config: LaunchConfig | None = None
     accumulates: bool = False
 
 
@@ -158,7 +158,7 @@ def recorded(capability: int) -> Iterator[dict[str, Any]]:
         JITFunction.run = run
 
 
-def _binary(case: Case, config: Config) -> Any:
+def _binary(case: Case, config: LaunchConfig) -> Any:
     """The product's launch of one attention kernel."""
     kernel = Triton(configure=lambda d: config)
     x, sums, grads = _call(case)
@@ -231,7 +231,7 @@ def main() -> int:
 
 def line(row: dict[str, Any]) -> str:
     """A row as text."""
-    c = Config(**row["config"])
+    c = LaunchConfig(**row["config"])
     what = f"sm_{row['generation']} {row['direction']} {row['dim']}/{row['v_dim']} {row['dtype']}"
     used = row.get("error") or (
         f"{row['registers']} registers, {row['spilled']} spilled, {row['shared']:,} shared, "

@@ -19,7 +19,7 @@ import seqpar.kernels
 from seqpar.facts.mask import Mask
 from seqpar.facts.tiles import segments, tile_tables
 from seqpar.facts.value import Ints
-from seqpar.kernels import Ask, Facts, Grads, Kernel, Operands, Score, Sums, acc_dtype
+from seqpar.kernels import CallSpec, Grads, Kernel, Operands, Score, StepFacts, Sums, acc_dtype
 from seqpar.kernels.memory.upload import upload
 from seqpar.kernels.reference import Reference
 from seqpar.kernels.triton import Triton
@@ -78,12 +78,12 @@ class Setup:
         return f"{self.name} {self.tokens}, {heads} heads of {dim}, {short(self.dtype)}"
 
 
-def facts_of(mask: Mask, keys: Ints, device: torch.device) -> Facts:
+def facts_of(mask: Mask, keys: Ints, device: torch.device) -> StepFacts:
     """All queries of a mask over a buffer of keys at ascending positions."""
     at = np.arange(mask.tokens)
     pos, (lo, hi) = mask.key_positions(at), mask.bounds(at)
     kept: dict[Hashable, Any] = {}
-    return Facts(
+    return StepFacts(
         *upload([pos, lo, hi, keys], device),
         tiles=functools.lru_cache(None)(lambda bm, bn: tile_tables(lo, hi, keys, bm, bn)),
         segments=functools.cache(lambda: segments(lo, hi, keys)),
@@ -105,7 +105,7 @@ class Problem:
         )
 
     @cached_property
-    def facts(self) -> Facts:
+    def facts(self) -> StepFacts:
         """Of the call as one step."""
         return facts_of(self.made, np.arange(self.made.kv_tokens), self.device)
 
@@ -243,10 +243,10 @@ def kernels() -> dict[str, Kernel]:
     return {"triton": Triton(), "triton_tf32": Triton(tf32=True)} | found
 
 
-def asked(setup: Setup, machine: Machine, *, grads: bool, deterministic: bool, merges: bool = False) -> Ask:
+def asked(setup: Setup, machine: Machine, *, grads: bool, deterministic: bool, merges: bool = False) -> CallSpec:
     """What a call asks of a kernel."""
     major, minor = (0, 0) if machine.rehearsal else torch.cuda.get_device_capability()
-    return Ask(
+    return CallSpec(
         machine.device.type, 10 * major + minor, setup.dtype, setup.heads, setup.kv_heads, setup.dim, setup.v_dim,
         grads=grads, deterministic=deterministic, merges=merges,
     )  # fmt: skip
@@ -300,16 +300,16 @@ def field(machine: Machine, setup: Setup, *, backward: bool) -> tuple[dict[Label
     return found, rows
 
 
-def _of_kernel(kernel: Kernel, call: Ask, problem: Problem, alone: bool) -> OfKernel:
+def _of_kernel(kernel: Kernel, call: CallSpec, problem: Problem, alone: bool) -> OfKernel:
     if alone and isinstance(kernel, Segmented):
         options = {"deterministic": call.deterministic, "merges": call.merges}
         return OfKernel(Segmented(kernel.library, rest=Nobody(), **options), problem)  # type: ignore[arg-type]
     return OfKernel(fitted(kernel, call), problem)
 
 
-def fitted(kernel: Kernel, call: Ask) -> Kernel:
+def fitted(kernel: Kernel, call: CallSpec) -> Kernel:
     """The kernel as the package would take it for a call."""
-    return kernel.at(call) if isinstance(kernel, Segmented) else kernel
+    return kernel.specialised_for(call) if isinstance(kernel, Segmented) else kernel
 
 
 def plainly(kernel: Kernel) -> Make:

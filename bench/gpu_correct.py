@@ -42,7 +42,7 @@ from torch import Tensor
 
 import seqpar
 from seqpar.facts.value import Ints
-from seqpar.kernels import Ask, Grads, Kernel, Operands, Score, Sums, acc_dtype, ask
+from seqpar.kernels import CallSpec, Grads, Kernel, Operands, Score, Sums, acc_dtype, call_spec
 from seqpar.kernels.reference import Reference
 from seqpar.kernels.vendor import Segmented
 from seqpar.plan import TRANSPORTS
@@ -227,16 +227,16 @@ def _flash_errors(check: Check, tensors: list[Tensor], expected: Tensors) -> dic
     return {name: beside[name] for name in ("out", "dq", "dk", "dv")}
 
 
-def _kernel(check: Check, tensors: list[Tensor]) -> tuple[Kernel, Ask]:
+def _kernel(check: Check, tensors: list[Tensor]) -> tuple[Kernel, CallSpec]:
     """The kernel as the package takes it, deterministic if it can be."""
     kernel = kernels()[check.kernel]
     reason = None
     for deterministic in (True, False):
         score, merges = check.score(tensors[0].device), check.splits > 1 or check.sinks
-        call = ask(*tensors[:3], score, grads=True, deterministic=deterministic, merges=merges)
+        call = call_spec(*tensors[:3], score, grads=True, deterministic=deterministic, merges=merges)
         reason = kernel.refuses(call)
         if reason is None:
-            return (kernel.at(call) if isinstance(kernel, Segmented) else kernel), call
+            return (kernel.specialised_for(call) if isinstance(kernel, Segmented) else kernel), call
     raise NotImplementedError(reason)
 
 
@@ -358,7 +358,7 @@ def _far(tokens: int, machine: Machine) -> Iterator[Row]:
     """A window over so many tokens that elements have numbers beyond 32 bits; the last ones against the oracle."""
     kernel = kernels().get("triton")
     row = {"kernel": "triton", "mode": "check", "what": f"window over {tokens} tokens", "baseline": "float64"}
-    call = Ask(machine.device.type, 90, torch.bfloat16, 16, 16, 128, 128)
+    call = CallSpec(machine.device.type, 90, torch.bfloat16, 16, 16, 128, 128)
     reason = "triton is not installed" if kernel is None else kernel.refuses(call)
     if kernel is None or reason or machine.rehearsal:
         yield row | {"skipped": reason or "a rehearsal has no room for it"}

@@ -34,7 +34,7 @@ from gpu_speed import fastest, rate
 from torch import Tensor
 
 import seqpar
-from seqpar.kernels import Facts, Grads, Kernel, Operands, Sums, acc_dtype, choose
+from seqpar.kernels import Grads, Kernel, Operands, StepFacts, Sums, acc_dtype, choose
 from seqpar.kernels.memory.upload import upload
 from seqpar.plan import TRANSPORTS, Step
 
@@ -67,11 +67,11 @@ def ring(tiny: bool) -> list[Case]:
     return cases
 
 
-def facts_of_step(step: Step, device: torch.device) -> Facts:
+def facts_of_step(step: Step, device: torch.device) -> StepFacts:
     """What the schedule tells a kernel of a step."""
     part = step.part
     there = upload([part.pos, part.lo, part.hi, step.pos], device)
-    return Facts(*there, step.tiles, lambda: step.segments, lambda key, make: step.memo((device, key), make))
+    return StepFacts(*there, step.tiles, lambda: step.segments, lambda key, make: step.memo((device, key), make))
 
 
 class Rank:
@@ -86,7 +86,7 @@ class Rank:
         self.out = torch.full_like(self.dout, torch.nan)
         self.lse = self.out.new_full((s.heads, len(self.q)), torch.nan, dtype=acc_dtype(s.dtype))
         self.delta = self.dq = torch.empty(0)
-        self.steps: list[tuple[Step, Facts, Tensor, Tensor]] = []
+        self.steps: list[tuple[Step, StepFacts, Tensor, Tensor]] = []
         for step in steps:
             facts = facts_of_step(step, problem.device)
             at = facts.key_pos.long()
@@ -132,7 +132,7 @@ class Virtual:
                 if len(k):
                     self._differentiate(rank, facts, k, v)
 
-    def _differentiate(self, rank: Rank, facts: Facts, k: Tensor, v: Tensor) -> None:
+    def _differentiate(self, rank: Rank, facts: StepFacts, k: Tensor, v: Tensor) -> None:
         x = Operands(rank.q, k, v, facts, self.problem.score)
         dk, dv = self.grads[: len(k)].split([k.shape[2], v.shape[2]], -1)
         self.kernel.backward(x, Grads(rank.dout, rank.lse, rank.delta, rank.out, rank.dq, dk, dv))

@@ -20,7 +20,7 @@ from gpu_rows import Case, Row
 from gpu_speed import rate
 
 from seqpar.kernels.triton import Triton
-from seqpar.kernels.triton.config import Config, Descriptor, configure, generation
+from seqpar.kernels.triton.config import Descriptor, LaunchConfig, configure, generation
 
 DIRECTIONS = ("forward", "dq", "dkdv")
 LEAST_PAIRS = 64 * 64  # of a tile worth timing
@@ -34,7 +34,7 @@ class Candidate:
 
     direction: str
     dim: int
-    config: Config
+    config: LaunchConfig
     tiny: bool
 
     def setup(self, tokens: int | None = None) -> Setup:
@@ -47,7 +47,7 @@ class Candidate:
     def kernel(self) -> Triton:
         """Triton's with it in one place."""
 
-        def chosen(d: Descriptor) -> Config:
+        def chosen(d: Descriptor) -> LaunchConfig:
             return self.config if d.direction == self.direction else configure(d)
 
         return Triton(configure=chosen)
@@ -60,7 +60,7 @@ class Candidate:
 def tune(tiny: bool) -> list[Case]:
     """Candidates with tiles of one shape go together, beside what is shipped."""
     if tiny:
-        pairs = [Candidate("forward", 16, Config(bm, 32, 4, 1), True) for bm in (32, 64)]
+        pairs = [Candidate("forward", 16, LaunchConfig(bm, 32, 4, 1), True) for bm in (32, 64)]
         return [Case("tune", "forward 16", partial(_tune, pairs))]
     from compile import CANDIDATES
 

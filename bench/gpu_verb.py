@@ -74,7 +74,7 @@ def _auto(setup: Setup, deterministic: bool, machine: Machine) -> Iterator[Row]:
         for name, kernel in kernels().items():
             if (
                 kernel.refuses(call)
-                or kernel.costs(call)
+                or kernel.accuracy_loss(call)
                 or (name in PLAIN and name != chosen and not machine.rehearsal)
             ):
                 continue

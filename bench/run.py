@@ -29,7 +29,7 @@ from rich.table import Table
 
 import seqpar
 from seqpar.comm import Comm
-from seqpar.kernels import Operands, Score, Sums, ask, choose
+from seqpar.kernels import Operands, Score, Sums, call_spec, choose
 from seqpar.ops.attention.call import uploaded
 from seqpar.testing import run_processes
 
@@ -107,7 +107,7 @@ def size_one(repeat: int) -> dict[str, list[float]]:
     plan = seqpar.Plan(seqpar.Mask([tokens]), seqpar.Layout.contiguous(tokens, 1))
     comm = seqpar.LocalComm()
     score = Score(DIM**-0.5)
-    kernel = choose("auto", ask(q, k, v, score, grads=False, deterministic=True, merges=False))
+    kernel = choose("auto", call_spec(q, k, v, score, grads=False, deterministic=True, merges=False))
     facts = uploaded(plan, plan.steps(0), q.device).facts[0]
     operands = Operands(q, k, v, facts, score)
     out, lse = torch.empty_like(q), torch.empty(HEADS, tokens)

@@ -9,7 +9,7 @@ import pytest
 import torch
 
 from seqpar import Layout, Mask, Plan
-from seqpar.kernels import KERNELS, Ask, Grads, Kernel, Operands, Score, Sums, acc_dtype
+from seqpar.kernels import KERNELS, CallSpec, Grads, Kernel, Operands, Score, Sums, acc_dtype
 from seqpar.ops.attention.call import uploaded
 
 TOKENS, HEADS, DIM = 4096, 4, 64
@@ -29,7 +29,7 @@ def cases() -> list[object]:
         pytest.param(kernel, dtype, id=f"{kernel.name}-{str(dtype).removeprefix('torch.')}")
         for kernel in KERNELS
         for dtype in DTYPES
-        if kernel.name != "reference" and kernel.refuses(Ask("cpu", 0, dtype, HEADS, HEADS, DIM, DIM)) is None
+        if kernel.name != "reference" and kernel.refuses(CallSpec("cpu", 0, dtype, HEADS, HEADS, DIM, DIM)) is None
     ]
 
 

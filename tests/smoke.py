@@ -11,7 +11,7 @@ import torch
 
 import seqpar
 from seqpar import native
-from seqpar.kernels import ask, choose
+from seqpar.kernels import call_spec, choose
 from seqpar.kernels.protocol import Score
 from seqpar.testing import dense_attention, relative_rms
 
@@ -27,7 +27,7 @@ def main() -> None:
     exact = [x.detach().double().requires_grad_() for x in (q, k, v)]
     out, _ = dense_attention(*exact, mask)
     wanted = [out, *torch.autograd.grad((out * dout.detach().double()).sum(), exact)]
-    call = ask(q, k, v, Score(0.25), grads=True, deterministic=True, merges=False)
+    call = call_spec(q, k, v, Score(0.25), grads=True, deterministic=True, merges=False)
     found = {
         "python": sys.version.split()[0],
         "torch": torch.__version__,

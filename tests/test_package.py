@@ -61,15 +61,15 @@ ORDER = {
         __init__
     """,
     "kernels": """
-        protocol dispatch dropout rates
+        protocol dispatch dropout
         memory memory/upload
         triton/config triton/tile triton/tables triton/arguments triton/forward triton/backward triton
         triton/merge triton/rows triton/rotary
         memory/copy memory/rows memory/rotary
         softmax reference blockwise native
-        vendor/batches vendor/library vendor/segmented
+        vendor/varlen vendor/library vendor/segmented
         vendor/aten vendor/aten_flash vendor/cudnn vendor/flash2 vendor/flash3 vendor/flash4 vendor
-        __init__
+        preference __init__
     """,
 }
 HEAVY = {

@@ -19,7 +19,7 @@ import seqpar
 from seqpar.comm import Comm, GroupComm, ShmComm, Tag, Work, shm
 from seqpar.comm.entry import Entry
 from seqpar.comm.protocol import NO_FACTS, Stats
-from seqpar.kernels import Score, ask, choose
+from seqpar.kernels import Score, call_spec, choose
 from seqpar.plan.steps import count
 from seqpar.planner import ModelShape
 from seqpar.planner.fit import Computed, Exchanged, Multiplied
@@ -155,7 +155,7 @@ def _events() -> Callable[[], float]:
 def kernel_for(model: ModelShape, device: torch.device) -> str:
     """The kernel that "auto" takes where keys of a row come in several steps, as it does for all of a sharded batch."""
     q, k, v = (torch.empty(1, *shape, dtype=getattr(torch, model.dtype), device=device) for shape in shapes(model))
-    return choose("auto", ask(q, k, v, Score(1.0), grads=True, deterministic=True, merges=True)).name
+    return choose("auto", call_spec(q, k, v, Score(1.0), grads=True, deterministic=True, merges=True)).name
 
 
 def shapes(model: ModelShape) -> list[tuple[int, int]]:

@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 from seqpar.kernels import dropout
-from seqpar.kernels.protocol import DTYPES, Ask, Grads, Operands, Sums, acc_dtype
+from seqpar.kernels.protocol import DTYPES, CallSpec, Grads, Operands, Sums, acc_dtype
 from seqpar.kernels.softmax import masked_product, merge
 
 QUERY_ROWS = 512  # of all query heads that share a key head; with KEY_ROWS a tile of scores stays in the cache
@@ -26,11 +26,11 @@ class Blockwise:
         """Nothing."""
         return None
 
-    def refuses(self, ask: Ask) -> str | None:
+    def refuses(self, spec: CallSpec) -> str | None:
         """Why not, or None."""
-        return None if ask.dtype in DTYPES else f"blockwise has no {ask.dtype}"
+        return None if spec.dtype in DTYPES else f"blockwise has no {spec.dtype}"
 
-    def costs(self, ask: Ask) -> str | None:
+    def accuracy_loss(self, spec: CallSpec) -> str | None:
         """Nothing: sums are kept in the accumulation dtype."""
         return None
 

@@ -11,7 +11,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from seqpar.kernels.protocol import Facts
+from seqpar.kernels.protocol import StepFacts
 
 _MULTIPLIERS = (0xD2511F53, 0xCD9E8D57)
 _WEYL = (0x9E3779B9, 0xBB67AE85)
@@ -39,7 +39,7 @@ def words(positions: Tensor, heads: range, seed: int, *, side: int) -> Tensor:
     return _signed(word).to(torch.int32)
 
 
-def step_words(facts: Facts, heads: range, seed: int) -> tuple[Tensor, Tensor]:
+def step_words(facts: StepFacts, heads: range, seed: int) -> tuple[Tensor, Tensor]:
     """``a`` of a step's queries and ``b`` of its keys.
 
     They are kept with the step until another seed comes, since layers have seeds of their own: backward finds those of

@@ -16,7 +16,7 @@ from torch import Tensor
 
 from seqpar import native
 from seqpar.kernels import dropout
-from seqpar.kernels.protocol import Ask, Facts, Grads, Operands, Sums
+from seqpar.kernels.protocol import CallSpec, Grads, Operands, StepFacts, Sums
 
 ISAS = ("portable", "avx2", "avx512", "avx512_bf16")  # as csrc/base/isa.h counts them
 DTYPES = (torch.float32, torch.bfloat16)
@@ -34,17 +34,17 @@ class Native:
         """The compiled extension, if it was not built."""
         return native.missing()
 
-    def refuses(self, ask: Ask) -> str | None:
+    def refuses(self, spec: CallSpec) -> str | None:
         """Why not, or None."""
-        if ask.device != "cpu":
-            return f"native runs on the CPU, q is on {ask.device}"
-        if ask.dtype not in DTYPES:
-            return f"native has float32 and bfloat16, no {ask.dtype}"
-        if max(ask.dim, ask.v_dim) > MAX_DIM:
-            return f"native has head dims up to {MAX_DIM}, got {ask.dim} and {ask.v_dim}"
+        if spec.device != "cpu":
+            return f"native runs on the CPU, q is on {spec.device}"
+        if spec.dtype not in DTYPES:
+            return f"native has float32 and bfloat16, no {spec.dtype}"
+        if max(spec.dim, spec.v_dim) > MAX_DIM:
+            return f"native has head dims up to {MAX_DIM}, got {spec.dim} and {spec.v_dim}"
         return native.missing()
 
-    def costs(self, ask: Ask) -> str | None:
+    def accuracy_loss(self, spec: CallSpec) -> str | None:
         """Nothing: sums are kept in float32."""
         return None
 
@@ -76,7 +76,7 @@ class Native:
         )  # fmt: skip
 
 
-def _tables(facts: Facts, bm: int, bn: int) -> list[Tensor]:
+def _tables(facts: StepFacts, bm: int, bn: int) -> list[Tensor]:
     """Positions, bounds and the query tiles, as the operators take them."""
     t = facts.tiles(bm, bn)
     rows, order = (torch.from_numpy(x.astype(np.int64)) for x in (t.rows, t.order))

@@ -45,7 +45,7 @@ class Score:
 
 
 @dataclass(frozen=True)
-class Facts:
+class StepFacts:
     """One step's positions and bounds on the device, int32: pos, lo, hi [M] of the queries, key_pos [N].
 
     tiles(bm, bn): the step's tile tables (`seqpar.plan.Tiles`). segments(): the step as contiguous rectangles.
@@ -68,7 +68,7 @@ class Operands:
     q: Tensor
     k: Tensor
     v: Tensor
-    facts: Facts
+    facts: StepFacts
     score: Score
 
 
@@ -103,7 +103,7 @@ class Grads:
 
 
 @dataclass(frozen=True)
-class Ask:
+class CallSpec:
     """A call as a kernel is asked whether it can do it: plain values, so that it prints and compares.
 
     device: "cpu", "cuda". capability: of a CUDA device, as 90 for 9.0; else 0. plain: scores are just scaled products.
@@ -132,10 +132,12 @@ class Ask:
         return not (self.softcap or self.alibi or self.dropout)
 
 
-def ask(q: Tensor, k: Tensor, v: Tensor, score: Score, *, grads: bool, deterministic: bool, merges: bool) -> Ask:
+def call_spec(
+    q: Tensor, k: Tensor, v: Tensor, score: Score, *, grads: bool, deterministic: bool, merges: bool
+) -> CallSpec:
     """What a call with these tensors asks."""
     major, minor = torch.cuda.get_device_capability(q.device) if q.is_cuda else (0, 0)
-    return Ask(
+    return CallSpec(
         q.device.type, 10 * major + minor, q.dtype, q.shape[1], k.shape[1], q.shape[2], v.shape[2],
         softcap=score.softcap != 0.0, alibi=score.slopes is not None, dropout=score.dropout_p != 0.0,
         grads=grads, deterministic=deterministic, merges=merges,
@@ -151,11 +153,11 @@ class Kernel(Protocol):
         """What this machine lacks to run the kernel at all; None if nothing."""
         ...
 
-    def refuses(self, ask: Ask) -> str | None:
+    def refuses(self, spec: CallSpec) -> str | None:
         """Why this kernel cannot do a call, naming dtype, device or option; None if it can."""
         ...
 
-    def costs(self, ask: Ask) -> str | None:
+    def accuracy_loss(self, spec: CallSpec) -> str | None:
         """What accuracy a call loses with this kernel, for which "auto" leaves it out; None if nothing."""
         ...
 

@@ -19,23 +19,23 @@ from seqpar.facts.mask import Mask
 from seqpar.facts.tiles import Kind, segments, tile_tables
 from seqpar.kernels import (
     KERNELS,
-    Ask,
-    Facts,
+    CallSpec,
     Grads,
     Kernel,
     Operands,
     Score,
+    StepFacts,
     Sums,
     acc_dtype,
-    ask,
     blockwise,
+    call_spec,
     choose,
     dropout,
 )  # fmt: skip
 from seqpar.kernels.native import ISAS, Native
 from seqpar.kernels.protocol import DTYPES
 from seqpar.kernels.reference import Reference
-from seqpar.kernels.vendor import Aten, batches
+from seqpar.kernels.vendor import Aten, varlen
 from seqpar.testing import dense_attention, relative_rms
 from tests.cases import some
 
@@ -135,13 +135,13 @@ def named(case: Case) -> str:
     return ",".join(fields).replace("torch.", "") or "base"
 
 
-def facts_of(mask: Mask, key_pos: np.ndarray) -> Facts:
+def facts_of(mask: Mask, key_pos: np.ndarray) -> StepFacts:
     """All queries of a mask over a buffer of some keys."""
     lo, hi = mask.bounds(np.arange(mask.tokens))
     pos = mask.key_positions(np.arange(mask.tokens))
     put = [torch.from_numpy(x).to(torch.int32) for x in (pos, lo, hi, key_pos)]
     tables, cut = partial(tile_tables, lo, hi, pos, key_pos), partial(segments, lo, hi, key_pos)
-    return Facts(*put, tables, cut, memo())
+    return StepFacts(*put, tables, cut, memo())
 
 
 def memo() -> Callable[[Hashable, Callable[[], object]], object]:
@@ -262,9 +262,9 @@ def able(kernel: Kernel, case: Case) -> bool:
     return kernel.refuses(asked(case)) is None
 
 
-def asked(case: Case) -> Ask:
+def asked(case: Case) -> CallSpec:
     q, k, v = inputs(case)[:3]
-    return ask(q, k, v, case.score(), grads=True, deterministic=True, merges=case.splits > 1)
+    return call_spec(q, k, v, case.score(), grads=True, deterministic=True, merges=case.splits > 1)
 
 
 def fitted(kernel: Kernel, case: Case) -> Case | None:
@@ -329,7 +329,7 @@ def test_no_rows_and_no_keys(kernel, dtype) -> None:
     kernel.forward(nothing, Sums(total, sums, None if wide else out, first=False))
     assert torch.equal(sums, held[1]) and torch.equal(total, held[0])
     assert torch.equal(total if dtype == acc else out, held[0].to(dtype))
-    nobody = Facts(*(torch.zeros(0, dtype=torch.int32) for _ in range(3)), torch.arange(70, dtype=torch.int32),
+    nobody = StepFacts(*(torch.zeros(0, dtype=torch.int32) for _ in range(3)), torch.arange(70, dtype=torch.int32),
                    lambda bm, bn: tile_tables(none, none, np.arange(70), bm, bn),
                    lambda: segments(none, none, np.arange(70)), memo())  # fmt: skip
     grads = [torch.zeros_like(x, dtype=acc) for x in (q[:0], k, v)]
@@ -467,7 +467,7 @@ def test_aten_computes_the_attended_pairs_and_nothing_else(case, monkeypatch) ->
     def counting(method):
         def counted(self, q, k, *others):
             n, m = q.shape[0], k.shape[0]
-            causal = next(x for x in others if isinstance(x, batches.Batch)).causal
+            causal = next(x for x in others if isinstance(x, varlen.VarlenCall)).causal
             assert not causal or n == m
             area.append(n * (n + 1) // 2 if causal else n * m)
             return method(self, q, k, *others)
@@ -504,7 +504,7 @@ def test_heads_far_into_a_model_drop_their_own_pairs() -> None:
     assert dropout.words(torch.arange(3), range(2, 4), 1, side=0).shape == (2, 3)
 
 
-CALL = Ask("cpu", 0, torch.float32, heads=2, kv_heads=2, dim=8, v_dim=8)
+CALL = CallSpec("cpu", 0, torch.float32, heads=2, kv_heads=2, dim=8, v_dim=8)
 
 
 def test_kernels_are_chosen_by_name_or_by_what_they_can() -> None:
@@ -544,4 +544,4 @@ def test_what_a_kernel_lacks_is_named() -> None:
 
 def test_kinds_of_segments_are_the_plan_s() -> None:
     """Kernels may not import the plan, so they spell its numbers out."""
-    assert (batches.FULL, batches.CAUSAL, batches.WINDOW) == (Kind.FULL, Kind.CAUSAL, Kind.WINDOW)
+    assert (varlen.FULL, varlen.CAUSAL, varlen.WINDOW) == (Kind.FULL, Kind.CAUSAL, Kind.WINDOW)

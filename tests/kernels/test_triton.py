@@ -221,17 +221,17 @@ def test_strides_that_a_tile_cannot_span_are_refused() -> None:
 
 
 def test_refusals_say_why() -> None:
-    ask = suite.asked(replace(BASE, dim=32))
+    spec = suite.asked(replace(BASE, dim=32))
     tf32 = Triton(tf32=True)
-    assert Triton().refuses(ask) is None and Triton().costs(ask) is None
-    assert "no torch.float64" in str(Triton().refuses(replace(ask, dtype=torch.float64)))
-    assert "head dims up to 256, got 320" in str(Triton().refuses(replace(ask, dim=320)))
+    assert Triton().refuses(spec) is None and Triton().accuracy_loss(spec) is None
+    assert "no torch.float64" in str(Triton().refuses(replace(spec, dtype=torch.float64)))
+    assert "head dims up to 256, got 320" in str(Triton().refuses(replace(spec, dim=320)))
     assert "capability 8.0 or newer, this one has 7.5" in str(
-        Triton().refuses(replace(ask, device="cuda", capability=75))
+        Triton().refuses(replace(spec, device="cuda", capability=75))
     )
-    assert "q is on xpu" in str(Triton().refuses(replace(ask, device="xpu")))
-    assert "for float32, got torch.float16" in str(tf32.refuses(replace(ask, dtype=torch.float16)))
-    assert "10 bits" in str(tf32.costs(ask))
+    assert "q is on xpu" in str(Triton().refuses(replace(spec, device="xpu")))
+    assert "for float32, got torch.float16" in str(tf32.refuses(replace(spec, dtype=torch.float16)))
+    assert "10 bits" in str(tf32.accuracy_loss(spec))
 
 
 def one_rank(comm, plan, tensors, sinks) -> list[torch.Tensor]:

@@ -20,27 +20,26 @@ from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 
 import seqpar
-from seqpar import kernels
 from seqpar.facts.mask import Mask
 from seqpar.facts.tiles import segments, tile_tables
 from seqpar.kernels import (
     KERNELS,
     VENDORS,
-    Ask,
-    Facts,
+    CallSpec,
     Grads,
     Operands,
+    StepFacts,
     Sums,
     available,
     choose,
     dispatch,
     explain,
     order,
-    rates,
+    preference,
 )  # fmt: skip
 from seqpar.kernels.blockwise import Blockwise
 from seqpar.kernels.triton import Triton
-from seqpar.kernels.vendor import Aten, AtenFlash, CuDNN, Flash2, Flash3, Flash4, Library, Segmented, batches, library
+from seqpar.kernels.vendor import Aten, AtenFlash, CuDNN, Flash2, Flash3, Flash4, Library, Segmented, library, varlen
 from seqpar.testing import relative_rms
 from tests.cases import Case as PlanCase
 from tests.kernels.test_kernels import (
@@ -153,10 +152,10 @@ class Flash(Library):
 
     def __init__(self, empty: float = torch.inf) -> None:
         self.empty = empty
-        self.calls: list[batches.Batch] = []
+        self.calls: list[varlen.VarlenCall] = []
 
-    def refuses(self, ask: Ask) -> str | None:
-        return None if ask.plain else "flash has no softcap, ALiBi or dropout"
+    def refuses(self, spec: CallSpec) -> str | None:
+        return None if spec.plain else "flash has no softcap, ALiBi or dropout"
 
     def attend(self, q, k, v, batch, scale):
         self.calls.append(batch)
@@ -189,7 +188,7 @@ class Squares(Flash):
     squares = True
     shortest = 2
 
-    def _lengths(self, q: Tensor, k: Tensor, batch: batches.Batch):
+    def _lengths(self, q: Tensor, k: Tensor, batch: varlen.VarlenCall):
         assert batch.cu_q is None and batch.cu_k is None and batch.left < 0
         assert not batch.causal or q.shape[0] == k.shape[0]
         assert (batch.max_q, batch.max_k) == (q.shape[0], k.shape[0]) and min(q.shape[0], k.shape[0]) > 1
@@ -302,11 +301,11 @@ def test_any_mask_over_any_buffers(seed) -> None:
         torch.testing.assert_close(a, b, rtol=0, atol=1e-11)
 
 
-def step_facts(mask: Mask, rows: np.ndarray, key_pos: np.ndarray) -> Facts:
+def step_facts(mask: Mask, rows: np.ndarray, key_pos: np.ndarray) -> StepFacts:
     """Some queries of a mask over a buffer of some keys."""
     lo, hi = mask.bounds(rows)
     put = [torch.from_numpy(np.asarray(x)).to(torch.int32) for x in (rows, lo, hi, key_pos)]
-    return Facts(*put, partial(tile_tables, lo, hi, rows, key_pos), partial(segments, lo, hi, key_pos), memo())
+    return StepFacts(*put, partial(tile_tables, lo, hi, rows, key_pos), partial(segments, lo, hi, key_pos), memo())
 
 
 PLANS = [
@@ -326,7 +325,7 @@ PLANS = [
 @pytest.mark.parametrize("sinks", [False, True], ids=["", "sinks"])
 @pytest.mark.parametrize("case", PLANS, ids=str)
 def test_a_plan_over_ranks_equals_one_device(case, sinks, monkeypatch) -> None:
-    monkeypatch.setattr(kernels, "KERNELS", (*KERNELS, Segmented(FlashWithLse())))
+    monkeypatch.setattr(preference, "KERNELS", (*KERNELS, Segmented(FlashWithLse())))
     check(case.plan(), (4, 2), (8, 8), Options(kernel="flash_lse", sinks=sinks), with_lse=not sinks)
 
 
@@ -391,12 +390,12 @@ def test_scales_that_are_not_positive_are_the_position_kernel_s(made, scale) -> 
     assert not taken.calls
 
 
-def batches_of(mask: Mask, rows: np.ndarray, keys: np.ndarray, **style: bool) -> tuple[batches.Batch, ...]:
-    made = batches.calls(
+def batches_of(mask: Mask, rows: np.ndarray, keys: np.ndarray, **style: bool) -> tuple[varlen.VarlenCall, ...]:
+    made = varlen.calls_of(
         step_facts(mask, rows, keys), torch.device("cpu"), **{"varlen": True, "squares": False} | style
     )
     assert made is not None
-    return made.batches
+    return made.calls
 
 
 def test_documents_go_in_one_call_and_gaps_are_sequences_too() -> None:
@@ -429,8 +428,8 @@ def test_chunks_that_see_the_same_keys_go_in_different_calls() -> None:
 
 def test_a_step_is_cut_and_uploaded_once(monkeypatch) -> None:
     uploads = []
-    upload = batches.upload
-    monkeypatch.setattr(batches, "upload", lambda arrays, device: uploads.append(1) or upload(arrays, device))
+    upload = varlen.upload
+    monkeypatch.setattr(varlen, "upload", lambda arrays, device: uploads.append(1) or upload(arrays, device))
     case = Case("packed", 70, 70)
     q, k, v, dout, _ = inputs(case)
     x = Operands(q, k, v, facts_of(case.made(), np.arange(70)), case.score())
@@ -563,9 +562,9 @@ def test_operators_of_torch_take_their_arguments_and_no_value_is_read(made, case
     assert all(y.is_meta and y.numel() for results in used for y in results)
 
 
-def on_meta(facts: Facts) -> Facts:
+def on_meta(facts: StepFacts) -> StepFacts:
     moved = (getattr(facts, name).to("meta") for name in ("pos", "lo", "hi", "key_pos"))
-    return Facts(*moved, facts.tiles, facts.segments, facts.memo)
+    return StepFacts(*moved, facts.tiles, facts.segments, facts.memo)
 
 
 def misplaced(x: Tensor) -> Tensor:
@@ -749,7 +748,7 @@ def test_flash4_is_given_delta_where_lse_has_a_gradient(flash4) -> None:
 
 # --- who can do what, and who is chosen -------------------------------------------------------------------------------
 
-HOPPER = Ask("cuda", 90, torch.bfloat16, heads=32, kv_heads=8, dim=128, v_dim=128, merges=False)
+HOPPER = CallSpec("cuda", 90, torch.bfloat16, heads=32, kv_heads=8, dim=128, v_dim=128, merges=False)
 
 
 @pytest.fixture
@@ -761,13 +760,13 @@ def all_here(monkeypatch) -> None:
         monkeypatch.setattr(sys.modules[f"seqpar.kernels.vendor.{module}"], "no_cuda", lambda: None)
     monkeypatch.setattr(torch.backends.cuda, "is_flash_attention_available", lambda: True)
     monkeypatch.setattr(torch.backends.cudnn, "version", lambda: 91900)
-    monkeypatch.setattr(kernels, "KERNELS", (KERNELS[0], FakeTriton(), *KERNELS[2:]))
+    monkeypatch.setattr(preference, "KERNELS", (KERNELS[0], FakeTriton(), *KERNELS[2:]))
 
 
 class FakeTriton(Triton):
     """Triton as if it were on CUDA."""
 
-    def refuses(self, ask: Ask) -> str | None:
+    def refuses(self, spec: CallSpec) -> str | None:
         return None
 
 
@@ -775,7 +774,7 @@ FREE = replace(HOPPER, deterministic=False)
 
 
 @pytest.mark.parametrize(
-    ("name", "ask", "reason"),
+    ("name", "spec", "reason"),
     [
         *((made.name, replace(FREE, device="cpu"), "CUDA devices, q is on cpu") for made in LIBRARIES),
         *((made.name, replace(FREE, dtype=torch.float32), "has no torch.float32") for made in LIBRARIES),
@@ -796,13 +795,13 @@ FREE = replace(HOPPER, deterministic=False)
         ("aten_flash", replace(FREE, capability=89, dim=200, v_dim=200), "no backward for head dim 200"),
     ],
 )  # fmt: skip
-def test_a_call_that_cannot_be_done_is_refused_with_the_reason(name, ask, reason, all_here) -> None:
+def test_a_call_that_cannot_be_done_is_refused_with_the_reason(name, spec, reason, all_here) -> None:
     with pytest.raises(NotImplementedError, match=f"{name}.*{reason}"):
-        choose(name, ask)
+        choose(name, spec)
 
 
 @pytest.mark.parametrize(
-    ("name", "ask"),
+    ("name", "spec"),
     [
         *((name, HOPPER) for name in ("flash2", "flash3", "flash4")),
         *((made.name, FREE) for made in LIBRARIES),
@@ -813,15 +812,15 @@ def test_a_call_that_cannot_be_done_is_refused_with_the_reason(name, ask, reason
         ("flash2", replace(HOPPER, capability=80)),
     ],
 )  # fmt: skip
-def test_a_call_that_can_be_done_is_taken_by_name_also_where_it_rounds(name, ask, all_here) -> None:
-    kernel = choose(name, ask)
-    assert kernel.name == name and kernel.costs(ask) is None
+def test_a_call_that_can_be_done_is_taken_by_name_also_where_it_rounds(name, spec, all_here) -> None:
+    kernel = choose(name, spec)
+    assert kernel.name == name and kernel.accuracy_loss(spec) is None
     assert isinstance(kernel, Segmented) and isinstance(kernel.rest, (Triton, Blockwise))
-    assert (kernel.deterministic, kernel.merges) == (ask.deterministic, ask.merges)
-    several = replace(ask, merges=True)
+    assert (kernel.deterministic, kernel.merges) == (spec.deterministic, spec.merges)
+    several = replace(spec, merges=True)
     rounding = "rounds each step's result to bfloat16 before they are merged"
-    assert choose(name, several).costs(several).startswith(f"{name} {rounding}")
-    assert ("gradients" in kernel.costs(several)) == ask.grads
+    assert choose(name, several).accuracy_loss(several).startswith(f"{name} {rounding}")
+    assert ("gradients" in kernel.accuracy_loss(several)) == spec.grads
 
 
 def test_auto_takes_the_fastest_that_rounds_nothing_and_is_deterministic_if_asked(all_here) -> None:
@@ -839,26 +838,23 @@ def test_auto_without_flash_attention_3(all_here, monkeypatch) -> None:
     assert choose("auto", replace(HOPPER, grads=False)).name == "cudnn"
 
 
-def test_order_is_that_of_the_rates_where_there_are_rates(monkeypatch) -> None:
+def test_the_order_on_cuda_is_that_of_published_figures_where_there_are_some() -> None:
     assert order(HOPPER) == ("flash3", "cudnn", "triton", "flash2", "aten_flash", "flash4", "blockwise", "reference")
     for capability in (80, 89, 100, 120):
         assert order(replace(HOPPER, capability=capability))[0] == "triton"
-    assert order(replace(HOPPER, dim=256))[0] == "triton", "no row for that head dim"
+    assert order(replace(HOPPER, dim=256))[0] == "triton", "no figure for that head dim"
     assert order(replace(HOPPER, device="cpu")) == ("native", "aten", "blockwise", "reference")
-    monkeypatch.setattr(rates, "RATES", (rates.Rate("flash4", 100, 128, True, 1000, 900, "made up"),))
-    assert order.__wrapped__(replace(HOPPER, capability=100))[:2] == ("triton", "flash4"), "its own rate is not known"
 
 
-def test_rates_and_orders_name_kernels_that_exist() -> None:
+def test_every_kernel_has_a_place_in_an_order() -> None:
     names = {k.name for k in (*KERNELS, *VENDORS)} - {"triton_tf32"}  # by name only
-    assert {r.kernel for r in rates.RATES} <= names
-    assert {*order(HOPPER), *order(replace(HOPPER, device="cpu"))} == names
-    assert all(r.source and r.forward > 0 for r in rates.RATES)
+    for spec in (HOPPER, replace(HOPPER, capability=80)):
+        assert {*order(spec), *order(replace(spec, device="cpu"))} == names
 
 
 def test_explain_has_a_line_for_every_kernel(all_here) -> None:
     lines = dict(line.split(maxsplit=1) for line in explain(HOPPER).splitlines())
-    assert set(lines) == {k.name for k in (*kernels.KERNELS, *VENDORS)}
+    assert set(lines) == {k.name for k in (*preference.KERNELS, *VENDORS)}
     assert lines["flash3"] == "chosen by auto" and lines["triton"] == "yes"
     assert lines["cudnn"].startswith("no: cudnn has no deterministic backward")
     lines = dict(line.split(maxsplit=1) for line in explain(replace(HOPPER, merges=True)).splitlines())

@@ -13,9 +13,18 @@ from typing import Any
 import torch
 
 from seqpar.kernels.dispatch import no_cuda, triton_installed
-from seqpar.kernels.protocol import Ask, Grads, Operands, Sums
-from seqpar.kernels.triton.arguments import Bounds, describable, descriptors, packed, per_head, scalars, seed, shape
-from seqpar.kernels.triton.config import MAX_DIM, Config, Descriptor, configure, generation, parts
+from seqpar.kernels.protocol import CallSpec, Grads, Operands, Sums
+from seqpar.kernels.triton.arguments import (
+    Bounds,
+    describable,
+    descriptors,
+    launch_shape,
+    per_head,
+    per_row,
+    scalars,
+    seed,
+)
+from seqpar.kernels.triton.config import MAX_DIM, Descriptor, LaunchConfig, configure, generation, parts
 from seqpar.kernels.triton.tables import key_table, query_table
 
 DTYPES = (torch.bfloat16, torch.float16, torch.float32)
@@ -24,7 +33,7 @@ DTYPES = (torch.bfloat16, torch.float16, torch.float32)
 class Triton:
     """See `seqpar.kernels.protocol.Kernel`. tf32: products of float32 inputs in TF32, only ever by name."""
 
-    def __init__(self, *, tf32: bool = False, configure: Callable[[Descriptor], Config] = configure) -> None:
+    def __init__(self, *, tf32: bool = False, configure: Callable[[Descriptor], LaunchConfig] = configure) -> None:
         self.name = "triton_tf32" if tf32 else "triton"
         self.precision = "tf32" if tf32 else "ieee"
         self.configure = configure
@@ -35,23 +44,23 @@ class Triton:
             return "triton is not installed"
         return None if interpreted() else no_cuda()
 
-    def refuses(self, ask: Ask) -> str | None:
+    def refuses(self, spec: CallSpec) -> str | None:
         """Why not, or None."""
         if not triton_installed():
             return f"{self.name} needs triton, which is not installed"
-        if ask.device != "cuda" and not (ask.device == "cpu" and interpreted()):
-            return f"{self.name} runs on CUDA devices, q is on {ask.device}"
-        if ask.device == "cuda" and generation(ask.capability) == 0:
-            return f"{self.name} needs a device of capability 8.0 or newer, this one has {ask.capability / 10}"
-        if ask.dtype not in DTYPES:
-            return f"{self.name} has no {ask.dtype}"
-        if self.precision == "tf32" and ask.dtype != torch.float32:
-            return f"{self.name} is for float32, got {ask.dtype}"
-        if max(ask.dim, ask.v_dim) > MAX_DIM:
-            return f"{self.name} has head dims up to {MAX_DIM}, got {ask.dim} and {ask.v_dim}"
+        if spec.device != "cuda" and not (spec.device == "cpu" and interpreted()):
+            return f"{self.name} runs on CUDA devices, q is on {spec.device}"
+        if spec.device == "cuda" and generation(spec.capability) == 0:
+            return f"{self.name} needs a device of capability 8.0 or newer, this one has {spec.capability / 10}"
+        if spec.dtype not in DTYPES:
+            return f"{self.name} has no {spec.dtype}"
+        if self.precision == "tf32" and spec.dtype != torch.float32:
+            return f"{self.name} is for float32, got {spec.dtype}"
+        if max(spec.dim, spec.v_dim) > MAX_DIM:
+            return f"{self.name} has head dims up to {MAX_DIM}, got {spec.dim} and {spec.v_dim}"
         return None
 
-    def costs(self, ask: Ask) -> str | None:
+    def accuracy_loss(self, spec: CallSpec) -> str | None:
         """Nothing, but for TF32."""
         return "triton_tf32 rounds float32 inputs to 10 bits" if self.precision == "tf32" else None
 
@@ -69,9 +78,9 @@ class Triton:
         assert target is not None and prior is not None
         with torch.cuda.device_of(x.q):
             forward[(table.shape[0] * x.q.shape[1],)](
-                packed(x.q), packed(x.k), *descriptors(x.k, config.bn, tma), packed(x.v),
+                per_row(x.q), per_row(x.k), *descriptors(x.k, config.bn, tma), per_row(x.v),
                 *descriptors(x.v, config.bn, tma), _bounds(x), table,
-                packed(prior), packed(target), per_head(into.lse), scalars(x), seed(x),
+                per_row(prior), per_row(target), per_head(into.lse), scalars(x), seed(x),
                 table.shape[0], x.q.shape[1] // x.k.shape[1], x.k.shape[0],
                 FIRST=into.first, IN_PLACE=into.out is None, **self._compiled(x, config, tma),
             )  # fmt: skip
@@ -90,9 +99,9 @@ class Triton:
         tma = config.tma and describable(x.k, x.v)
         table = query_table(x.facts, config)
         dq[(table.shape[0] * x.q.shape[1],)](
-            packed(x.q), packed(x.k), *descriptors(x.k, config.bn, tma), packed(x.v), *descriptors(x.v, config.bn, tma),
-            packed(grads.dout),
-            per_head(grads.lse), per_head(grads.delta), _bounds(x), table, packed(grads.dq), scalars(x), seed(x),
+            per_row(x.q), per_row(x.k), *descriptors(x.k, config.bn, tma), per_row(x.v),
+            *descriptors(x.v, config.bn, tma), per_row(grads.dout),
+            per_head(grads.lse), per_head(grads.delta), _bounds(x), table, per_row(grads.dq), scalars(x), seed(x),
             table.shape[0], x.q.shape[1] // x.k.shape[1], x.k.shape[0], **self._compiled(x, config, tma),
         )  # fmt: skip
 
@@ -109,9 +118,9 @@ class Triton:
         if split > 1:
             dk, dv = (g.new_empty(split, *g.shape) for g in (grads.dk, grads.dv))
         dkdv[(table.shape[0] * kv_heads * split,)](
-            packed(x.q), *descriptors(x.q, config.bm, tma), packed(x.k), packed(x.v),
-            packed(grads.dout), *descriptors(grads.dout, config.bm, tma),
-            per_head(grads.lse), per_head(grads.delta), _bounds(x), table, query_tiles, packed(dk[0]), packed(dv[0]),
+            per_row(x.q), *descriptors(x.q, config.bm, tma), per_row(x.k), per_row(x.v),
+            per_row(grads.dout), *descriptors(grads.dout, config.bm, tma),
+            per_head(grads.lse), per_head(grads.delta), _bounds(x), table, query_tiles, per_row(dk[0]), per_row(dv[0]),
             dk.stride(0), dv.stride(0), scalars(x), seed(x), table.shape[0], split, heads // kv_heads, rows, keys,
             UNIFORM=uniform, EXACT=exact, ADD=split == 1, **self._compiled(x, config, tma),
         )  # fmt: skip
@@ -119,15 +128,15 @@ class Triton:
             grads.dk.add_(dk.sum(0))
             grads.dv.add_(dv.sum(0))
 
-    def _config(self, direction: str, x: Operands) -> Config:
-        made_for = generation(_capability(x.q.device)) if x.q.is_cuda else 0
-        return self.configure(Descriptor(direction, x.q.shape[2], x.v.shape[2], x.q.dtype.itemsize, made_for))
+    def _config(self, direction: str, x: Operands) -> LaunchConfig:
+        device = generation(_capability(x.q.device)) if x.q.is_cuda else 0
+        return self.configure(Descriptor(direction, x.q.shape[2], x.v.shape[2], x.q.dtype.itemsize, device))
 
-    def _compiled(self, x: Operands, config: Config, tma: bool) -> dict[str, Any]:
+    def _compiled(self, x: Operands, config: LaunchConfig, tma: bool) -> dict[str, Any]:
         """What a kernel is compiled for, and how."""
         upcast = x.q.dtype == torch.bfloat16 and interpreted()
-        made = shape(x, config, tma=tma, upcast=upcast, precision=self.precision)
-        return {"S": made, "num_warps": config.warps, "num_stages": config.stages, "enable_fp_fusion": True}
+        shape = launch_shape(x, config, tma=tma, upcast=upcast, precision=self.precision)
+        return {"S": shape, "num_warps": config.warps, "num_stages": config.stages, "enable_fp_fusion": True}
 
 
 def interpreted() -> bool:

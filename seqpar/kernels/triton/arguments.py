@@ -8,10 +8,10 @@ from typing import Any, NamedTuple
 from torch import Tensor
 
 from seqpar.kernels.protocol import Operands
-from seqpar.kernels.triton.config import Config, pieces
+from seqpar.kernels.triton.config import LaunchConfig, pieces
 
 
-class Packed(NamedTuple):
+class PerRow(NamedTuple):
     """A tensor [rows, heads, dim] and its strides of rows and heads."""
 
     data: Tensor
@@ -48,7 +48,7 @@ class Scalars(NamedTuple):
     first_head: int
 
 
-class Shape(NamedTuple):
+class LaunchShape(NamedTuple):
     """What a kernel is compiled for: head dims D and V of keys and values with their pieces, tile sizes, options."""
 
     D: int
@@ -67,9 +67,9 @@ class Shape(NamedTuple):
     PRECISION: str  # of float32 products
 
 
-def packed(x: Tensor) -> Packed:
+def per_row(x: Tensor) -> PerRow:
     """A tensor as kernels reach it by pointers."""
-    return Packed(x, *_strides(x))
+    return PerRow(x, *_strides(x))
 
 
 def descriptors(x: Tensor, rows: int, tma: bool) -> tuple[Any, Any]:
@@ -132,11 +132,11 @@ def _signed(word: int, bits: int) -> int:
     return word - (1 << bits) if word >> (bits - 1) else word
 
 
-def shape(x: Operands, config: Config, *, tma: bool, upcast: bool, precision: str) -> Shape:
+def launch_shape(x: Operands, config: LaunchConfig, *, tma: bool, upcast: bool, precision: str) -> LaunchShape:
     """What a call's kernels are compiled for."""
     (d1, d2), (v1, v2) = (pieces(y.shape[2], y.itemsize) for y in (x.q, x.v))
     score = x.score
-    return Shape(
+    return LaunchShape(
         x.q.shape[2], d1, d2, x.v.shape[2], v1, v2, config.bm, config.bn, tma, score.softcap != 0.0,
         score.slopes is not None, score.dropout_p != 0.0, upcast, precision,
     )  # fmt: skip

@@ -24,7 +24,7 @@ class Descriptor:
 
 
 @dataclass(frozen=True)
-class Config:
+class LaunchConfig:
     """bm, bn: query and key rows of a tile. warps, stages: of Triton's launch. tma: tiles are loaded through tensor
     descriptors where strides allow, which also takes fewer registers."""
 
@@ -86,19 +86,19 @@ def pieces(dim: int, itemsize: int = 2) -> tuple[int, int]:
     return (one // 2, one // 2) if itemsize == 4 and one >= 128 and not two else (one, two)
 
 
-def configure(d: Descriptor) -> Config:
+def configure(d: Descriptor) -> LaunchConfig:
     """The configuration for a descriptor.
 
     They are the largest tiles whose binaries fit shared memory and spill no register, of a backward a few, on all
     supported versions of Triton (`bench/compile.py`). No GPU has timed them yet (`bench/gpu.py --slice tune`).
     """
     if d.generation == 0:
-        return Config(64, 64, 4, 1)
+        return LaunchConfig(64, 64, 4, 1)
     classes = CLASSES[d.itemsize]
     n = next(n for n, end in enumerate(classes) if max(d.dim, d.v_dim) <= end)
     table = _TABLES[32 if d.itemsize == 4 else d.generation]
     bm, bn, warps, stages = table[d.direction][n]
-    return Config(bm, bn, warps, stages, tma=d.itemsize == 2 and d.generation in (90, 100))
+    return LaunchConfig(bm, bn, warps, stages, tma=d.itemsize == 2 and d.generation in (90, 100))
 
 
 def parts(programs: int, work: int, processors: int) -> int:

@@ -9,11 +9,11 @@ import torch
 from torch import Tensor
 
 from seqpar.kernels.memory.upload import upload
-from seqpar.kernels.protocol import Facts
-from seqpar.kernels.triton.config import Config
+from seqpar.kernels.protocol import StepFacts
+from seqpar.kernels.triton.config import LaunchConfig
 
 
-def query_table(facts: Facts, config: Config) -> Tensor:
+def query_table(facts: StepFacts, config: LaunchConfig) -> Tensor:
     """[tiles, 8] of forward and dq, heavy tiles first."""
 
     def make() -> Tensor:
@@ -26,7 +26,7 @@ def query_table(facts: Facts, config: Config) -> Tensor:
     return facts.memo(("query tiles", config.bm, config.bn), make)
 
 
-def key_table(facts: Facts, config: Config) -> tuple[Tensor, Tensor, bool, bool, int]:
+def key_table(facts: StepFacts, config: LaunchConfig) -> tuple[Tensor, Tensor, bool, bool, int]:
     """[key tiles, 8] of dk and dv, heavy tiles first; the query tiles; uniform, exact; most query tiles of one."""
 
     def make() -> tuple[Tensor, Tensor, bool, bool, int]:

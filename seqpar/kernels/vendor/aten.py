@@ -1,6 +1,6 @@
 """torch's fused CPU operator, in float32 and float64.
 
-It takes one batch of heads at a time, has no windows, and aligns a causal mask at the first row, hence squares. A row
+It takes one call of heads at a time, has no windows, and aligns a causal mask at the first row, hence squares. A row
 that sees nothing has lse 0 there, which no piece here has. In a square it multiplies unseen values by zero, so that
 inputs that are not finite are not for it.
 """
@@ -10,9 +10,9 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from seqpar.kernels.protocol import Ask, acc_dtype
-from seqpar.kernels.vendor.batches import Batch
+from seqpar.kernels.protocol import CallSpec, acc_dtype
 from seqpar.kernels.vendor.library import Library, Results
+from seqpar.kernels.vendor.varlen import VarlenCall
 
 
 class Aten(Library):
@@ -26,36 +26,36 @@ class Aten(Library):
     rows_per_segment = 16  # with fewer rows in a segment a call of the operator costs more than the tiles it saves
     rows_per_call = 0
 
-    def refuses(self, ask: Ask) -> str | None:
+    def refuses(self, spec: CallSpec) -> str | None:
         """Why not, or None."""
-        if ask.device != "cpu":
-            return f"aten runs on the CPU, q is on {ask.device}"
-        if ask.dtype != acc_dtype(ask.dtype):
-            return f"aten rounds partial results of {ask.dtype}"
-        if not ask.plain:
+        if spec.device != "cpu":
+            return f"aten runs on the CPU, q is on {spec.device}"
+        if spec.dtype != acc_dtype(spec.dtype):
+            return f"aten rounds partial results of {spec.dtype}"
+        if not spec.plain:
             return "aten has no softcap, ALiBi or counter-based dropout"
-        if ask.dim != ask.v_dim:
-            return f"aten needs values as wide as keys, got {ask.v_dim} and {ask.dim}"
+        if spec.dim != spec.v_dim:
+            return f"aten needs values as wide as keys, got {spec.v_dim} and {spec.dim}"
         return None
 
     def accepts(self, *tensors: Tensor) -> bool:
         """Whether all elements are finite; a sum that overflows says no, which costs time and no accuracy."""
         return all(bool(torch.isfinite(x.sum())) for x in tensors)
 
-    def attend(self, q: Tensor, k: Tensor, v: Tensor, batch: Batch, scale: float) -> tuple[Tensor, Tensor]:
+    def attend(self, q: Tensor, k: Tensor, v: Tensor, call: VarlenCall, scale: float) -> tuple[Tensor, Tensor]:
         """See `Library`."""
         out, lse = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu(
-            *heads_first(q, k, v), 0.0, batch.causal, scale=scale
+            *heads_first(q, k, v), 0.0, call.causal, scale=scale
         )
         return out[0].transpose(0, 1), lse[0]
 
     def differentiate(
-        self, q: Tensor, k: Tensor, v: Tensor, given: Results, batch: Batch, scale: float, deterministic: bool
+        self, q: Tensor, k: Tensor, v: Tensor, results: Results, call: VarlenCall, scale: float, deterministic: bool
     ) -> tuple[Tensor, Tensor, Tensor]:
         """See `Library`. The operator is deterministic."""
-        assert given.out is not None
+        assert results.out is not None
         dq, dk, dv = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu_backward(
-            *heads_first(given.dout, q, k, v, given.out), given.lse[None], 0.0, batch.causal, scale=scale
+            *heads_first(results.dout, q, k, v, results.out), results.lse[None], 0.0, call.causal, scale=scale
         )
         return dq[0].transpose(0, 1), dk[0].transpose(0, 1), dv[0].transpose(0, 1)
 

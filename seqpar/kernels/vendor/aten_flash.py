@@ -11,9 +11,9 @@ import torch
 from torch import Tensor
 
 from seqpar.kernels.dispatch import no_cuda
-from seqpar.kernels.protocol import Ask
-from seqpar.kernels.vendor.batches import Batch
+from seqpar.kernels.protocol import CallSpec
 from seqpar.kernels.vendor.library import Library, Results, refuses_on_cuda
+from seqpar.kernels.vendor.varlen import VarlenCall
 
 
 class AtenFlash(Library):
@@ -27,31 +27,31 @@ class AtenFlash(Library):
             None if torch.backends.cuda.is_flash_attention_available() else "this torch is built without FlashAttention"
         )
 
-    def refuses(self, ask: Ask) -> str | None:
+    def refuses(self, spec: CallSpec) -> str | None:
         """Why not, or None."""
-        if ask.dim != ask.v_dim or ask.dim > 256:
-            return f"aten_flash needs values as wide as keys, 256 at most, got {ask.v_dim} and {ask.dim}"
-        if ask.grads and ask.deterministic:
+        if spec.dim != spec.v_dim or spec.dim > 256:
+            return f"aten_flash needs values as wide as keys, 256 at most, got {spec.v_dim} and {spec.dim}"
+        if spec.grads and spec.deterministic:
             return "aten_flash has a deterministic backward only for a whole process, not for a call"
-        consumer = 86 <= ask.capability <= 89 or ask.capability >= 120
-        if ask.grads and consumer and 192 < ask.dim <= 224:
-            return f"aten_flash has no backward for head dim {ask.dim} on capability {ask.capability / 10}"
-        return refuses_on_cuda(self, ask)
+        consumer = 86 <= spec.capability <= 89 or spec.capability >= 120
+        if spec.grads and consumer and 192 < spec.dim <= 224:
+            return f"aten_flash has no backward for head dim {spec.dim} on capability {spec.capability / 10}"
+        return refuses_on_cuda(self, spec)
 
-    def attend(self, q: Tensor, k: Tensor, v: Tensor, batch: Batch, scale: float) -> tuple[Tensor, Tensor]:
+    def attend(self, q: Tensor, k: Tensor, v: Tensor, call: VarlenCall, scale: float) -> tuple[Tensor, Tensor]:
         """See `Library`."""
         out, lse, *_ = torch.ops.aten._flash_attention_forward(
-            q, k, v, batch.cu_q, batch.cu_k, batch.max_q, batch.max_k, 0.0, batch.causal, False,
-            scale=scale, window_size_left=batch.left, window_size_right=batch.right,
+            q, k, v, call.cu_q, call.cu_k, call.max_q, call.max_k, 0.0, call.causal, False,
+            scale=scale, window_size_left=call.left, window_size_right=call.right,
         )  # fmt: skip
         return out, lse
 
     def differentiate(
-        self, q: Tensor, k: Tensor, v: Tensor, given: Results, batch: Batch, scale: float, deterministic: bool
+        self, q: Tensor, k: Tensor, v: Tensor, results: Results, call: VarlenCall, scale: float, deterministic: bool
     ) -> tuple[Tensor, Tensor, Tensor]:
         """See `Library`. The state of a generator is asked for and without dropout not read."""
         state, unused = q.new_empty(2, dtype=torch.uint64), q.new_empty((), dtype=torch.uint64)
         return torch.ops.aten._flash_attention_backward(
-            given.dout, q, k, v, given.out, given.lse, batch.cu_q, batch.cu_k, batch.max_q, batch.max_k, 0.0,
-            batch.causal, state, unused, scale=scale, window_size_left=batch.left, window_size_right=batch.right,
+            results.dout, q, k, v, results.out, results.lse, call.cu_q, call.cu_k, call.max_q, call.max_k, 0.0,
+            call.causal, state, unused, scale=scale, window_size_left=call.left, window_size_right=call.right,
         )  # fmt: skip

@@ -11,10 +11,10 @@ import torch
 from torch import Tensor
 
 from seqpar.kernels.dispatch import no_cuda
-from seqpar.kernels.protocol import Ask
+from seqpar.kernels.protocol import CallSpec
 from seqpar.kernels.vendor.aten import heads_first
-from seqpar.kernels.vendor.batches import Batch
 from seqpar.kernels.vendor.library import Library, Results, refuses_on_cuda
+from seqpar.kernels.vendor.varlen import VarlenCall
 
 LEAST = 91501  # older ones are wrong for lengths that 128 does not divide (pytorch#169849)
 
@@ -38,30 +38,30 @@ class CuDNN(Library):
             return "this torch has no cuDNN"
         return None if found >= LEAST else f"it takes cuDNN {LEAST} or later, this torch has {found}"
 
-    def refuses(self, ask: Ask) -> str | None:
+    def refuses(self, spec: CallSpec) -> str | None:
         """Why not, or None."""
-        if max(ask.dim, ask.v_dim) > 128:
-            return f"cudnn has head dims up to 128, got {ask.dim} and {ask.v_dim}"
-        if ask.grads and ask.deterministic:
+        if max(spec.dim, spec.v_dim) > 128:
+            return f"cudnn has head dims up to 128, got {spec.dim} and {spec.v_dim}"
+        if spec.grads and spec.deterministic:
             return "cudnn has no deterministic backward"
-        return refuses_on_cuda(self, ask, least=90, most=109)
+        return refuses_on_cuda(self, spec, least=90, most=109)
 
-    def attend(self, q: Tensor, k: Tensor, v: Tensor, batch: Batch, scale: float) -> tuple[Tensor, Tensor]:
+    def attend(self, q: Tensor, k: Tensor, v: Tensor, call: VarlenCall, scale: float) -> tuple[Tensor, Tensor]:
         """See `Library`."""
         out, lse, *_ = torch.ops.aten._scaled_dot_product_cudnn_attention(
-            *heads_first(q, k, v), None, True, 0.0, batch.causal, False, scale=scale
+            *heads_first(q, k, v), None, True, 0.0, call.causal, False, scale=scale
         )
         return out[0].transpose(0, 1), lse.reshape(q.shape[1], q.shape[0])
 
     def differentiate(
-        self, q: Tensor, k: Tensor, v: Tensor, given: Results, batch: Batch, scale: float, deterministic: bool
+        self, q: Tensor, k: Tensor, v: Tensor, results: Results, call: VarlenCall, scale: float, deterministic: bool
     ) -> tuple[Tensor, Tensor, Tensor]:
         """See `Library`. The state of a generator is asked for and without dropout not read."""
-        assert given.out is not None
-        dout, *tensors = heads_first(given.dout, q, k, v, given.out)
+        assert results.out is not None
+        dout, *tensors = heads_first(results.dout, q, k, v, results.out)
         state = q.new_empty((), dtype=torch.int64)
         dq, dk, dv = torch.ops.aten._scaled_dot_product_cudnn_attention_backward(
-            dout, *tensors, given.lse[None, ..., None], state, state, None, None, None, batch.max_q, batch.max_k, 0.0,
-            batch.causal, scale=scale,
+            dout, *tensors, results.lse[None, ..., None], state, state, None, None, None, call.max_q, call.max_k, 0.0,
+            call.causal, scale=scale,
         )  # fmt: skip
         return dq[0].transpose(0, 1), dk[0].transpose(0, 1), dv[0].transpose(0, 1)

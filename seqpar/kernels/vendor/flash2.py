@@ -13,9 +13,9 @@ import torch
 from torch import Tensor
 
 from seqpar.kernels.dispatch import no_cuda
-from seqpar.kernels.protocol import Ask
-from seqpar.kernels.vendor.batches import Batch
+from seqpar.kernels.protocol import CallSpec
 from seqpar.kernels.vendor.library import Library, Results, outdated, refuses_on_cuda
+from seqpar.kernels.vendor.varlen import VarlenCall
 
 
 class Flash2(Library):
@@ -27,29 +27,29 @@ class Flash2(Library):
         """Why it cannot run on this machine, or None."""
         return outdated("flash-attn", (2, 8), (3,)) or no_cuda()
 
-    def refuses(self, ask: Ask) -> str | None:
+    def refuses(self, spec: CallSpec) -> str | None:
         """Why not, or None."""
-        if ask.dim != ask.v_dim or ask.dim > 256:
-            return f"flash2 needs values as wide as keys, 256 at most, got {ask.v_dim} and {ask.dim}"
-        return refuses_on_cuda(self, ask)
+        if spec.dim != spec.v_dim or spec.dim > 256:
+            return f"flash2 needs values as wide as keys, 256 at most, got {spec.v_dim} and {spec.dim}"
+        return refuses_on_cuda(self, spec)
 
-    def attend(self, q: Tensor, k: Tensor, v: Tensor, batch: Batch, scale: float) -> tuple[Tensor, Tensor]:
+    def attend(self, q: Tensor, k: Tensor, v: Tensor, call: VarlenCall, scale: float) -> tuple[Tensor, Tensor]:
         """See `Library`."""
         out, lse, *_ = _interface()._flash_attn_varlen_forward(
-            q, k, v, batch.cu_q, batch.cu_k, batch.max_q, batch.max_k, dropout_p=0.0, softmax_scale=scale,
-            causal=batch.causal, window_size_left=batch.left, window_size_right=batch.right,
+            q, k, v, call.cu_q, call.cu_k, call.max_q, call.max_k, dropout_p=0.0, softmax_scale=scale,
+            causal=call.causal, window_size_left=call.left, window_size_right=call.right,
         )  # fmt: skip
         return out, lse
 
     def differentiate(
-        self, q: Tensor, k: Tensor, v: Tensor, given: Results, batch: Batch, scale: float, deterministic: bool
+        self, q: Tensor, k: Tensor, v: Tensor, results: Results, call: VarlenCall, scale: float, deterministic: bool
     ) -> tuple[Tensor, Tensor, Tensor]:
         """See `Library`."""
         dq, dk, dv = (torch.empty_like(x, memory_format=torch.contiguous_format) for x in (q, k, v))
         _interface()._flash_attn_varlen_backward(
-            given.dout, q, k, v, given.out, given.lse, dq, dk, dv, batch.cu_q, batch.cu_k, batch.max_q, batch.max_k,
-            dropout_p=0.0, softmax_scale=scale, causal=batch.causal, window_size_left=batch.left,
-            window_size_right=batch.right, softcap=0.0, alibi_slopes=None, deterministic=deterministic,
+            results.dout, q, k, v, results.out, results.lse, dq, dk, dv, call.cu_q, call.cu_k, call.max_q, call.max_k,
+            dropout_p=0.0, softmax_scale=scale, causal=call.causal, window_size_left=call.left,
+            window_size_right=call.right, softcap=0.0, alibi_slopes=None, deterministic=deterministic,
         )  # fmt: skip
         return dq, dk, dv
 

@@ -13,9 +13,9 @@ import torch
 from torch import Tensor
 
 from seqpar.kernels.dispatch import no_cuda
-from seqpar.kernels.protocol import Ask
-from seqpar.kernels.vendor.batches import Batch
+from seqpar.kernels.protocol import CallSpec
 from seqpar.kernels.vendor.library import Library, Results, outdated, refuses_on_cuda
+from seqpar.kernels.vendor.varlen import VarlenCall
 
 
 class Flash3(Library):
@@ -27,33 +27,33 @@ class Flash3(Library):
         """Why it cannot run on this machine, or None."""
         return outdated("flash-attn-3", (3, 0)) or no_cuda()
 
-    def refuses(self, ask: Ask) -> str | None:
+    def refuses(self, spec: CallSpec) -> str | None:
         """Why not, or None."""
-        fits = ask.dim == ask.v_dim <= 256 or (128 < ask.dim <= 192 and 96 < ask.v_dim <= 128)
+        fits = spec.dim == spec.v_dim <= 256 or (128 < spec.dim <= 192 and 96 < spec.v_dim <= 128)
         if not fits:
-            return f"flash3 has head dims up to 256, or 192 with values of 128, got {ask.dim} and {ask.v_dim}"
-        if ask.grads and ask.deterministic and ask.dim > 192:
-            return f"flash3 has a deterministic backward for head dims up to 192, got {ask.dim}"
-        return refuses_on_cuda(self, ask, least=90, most=90)
+            return f"flash3 has head dims up to 256, or 192 with values of 128, got {spec.dim} and {spec.v_dim}"
+        if spec.grads and spec.deterministic and spec.dim > 192:
+            return f"flash3 has a deterministic backward for head dims up to 192, got {spec.dim}"
+        return refuses_on_cuda(self, spec, least=90, most=90)
 
-    def attend(self, q: Tensor, k: Tensor, v: Tensor, batch: Batch, scale: float) -> tuple[Tensor, Tensor]:
+    def attend(self, q: Tensor, k: Tensor, v: Tensor, call: VarlenCall, scale: float) -> tuple[Tensor, Tensor]:
         """See `Library`. num_splits 1: splits are merged by another kernel."""
         out, lse, *_ = _operators().fwd(
-            q, k, v, cu_seqlens_q=batch.cu_q, cu_seqlens_k=batch.cu_k, max_seqlen_q=batch.max_q,
-            max_seqlen_k=batch.max_k, softmax_scale=scale, is_causal=batch.causal, window_size_left=batch.left,
-            window_size_right=batch.right, num_splits=1,
+            q, k, v, cu_seqlens_q=call.cu_q, cu_seqlens_k=call.cu_k, max_seqlen_q=call.max_q,
+            max_seqlen_k=call.max_k, softmax_scale=scale, is_causal=call.causal, window_size_left=call.left,
+            window_size_right=call.right, num_splits=1,
         )  # fmt: skip
         return out, lse
 
     def differentiate(
-        self, q: Tensor, k: Tensor, v: Tensor, given: Results, batch: Batch, scale: float, deterministic: bool
+        self, q: Tensor, k: Tensor, v: Tensor, results: Results, call: VarlenCall, scale: float, deterministic: bool
     ) -> tuple[Tensor, Tensor, Tensor]:
         """See `Library`."""
         dq, dk, dv = (torch.empty_like(x, memory_format=torch.contiguous_format) for x in (q, k, v))
         _operators().bwd(
-            given.dout, q, k, v, given.out, given.lse, dq=dq, dk=dk, dv=dv, cu_seqlens_q=batch.cu_q,
-            cu_seqlens_k=batch.cu_k, max_seqlen_q=batch.max_q, max_seqlen_k=batch.max_k, softmax_scale=scale,
-            is_causal=batch.causal, window_size_left=batch.left, window_size_right=batch.right,
+            results.dout, q, k, v, results.out, results.lse, dq=dq, dk=dk, dv=dv, cu_seqlens_q=call.cu_q,
+            cu_seqlens_k=call.cu_k, max_seqlen_q=call.max_q, max_seqlen_k=call.max_k, softmax_scale=scale,
+            is_causal=call.causal, window_size_left=call.left, window_size_right=call.right,
             deterministic=deterministic,
         )  # fmt: skip
         return dq, dk, dv

@@ -13,9 +13,9 @@ import torch
 from torch import Tensor
 
 from seqpar.kernels.dispatch import no_cuda
-from seqpar.kernels.protocol import Ask
-from seqpar.kernels.vendor.batches import Batch
+from seqpar.kernels.protocol import CallSpec
 from seqpar.kernels.vendor.library import Library, Results, outdated, refuses_on_cuda
+from seqpar.kernels.vendor.varlen import VarlenCall
 
 
 class Flash4(Library):
@@ -28,40 +28,40 @@ class Flash4(Library):
         """Why it cannot run on this machine, or None."""
         return outdated("flash-attn-4", (4, 0, 0, 12)) or no_cuda()
 
-    def refuses(self, ask: Ask) -> str | None:
+    def refuses(self, spec: CallSpec) -> str | None:
         """Why not, or None. Capability 12 has no deterministic backward, and 8 none at all: left out."""
-        most = 256 if ask.capability < 100 else 128
-        if max(ask.dim, ask.v_dim) > most and (ask.dim, ask.v_dim) != (192, 128):
-            return f"flash4 has head dims up to {most}, or 192 with values of 128, got {ask.dim} and {ask.v_dim}"
-        return refuses_on_cuda(self, ask, least=90, most=119)
+        most = 256 if spec.capability < 100 else 128
+        if max(spec.dim, spec.v_dim) > most and (spec.dim, spec.v_dim) != (192, 128):
+            return f"flash4 has head dims up to {most}, or 192 with values of 128, got {spec.dim} and {spec.v_dim}"
+        return refuses_on_cuda(self, spec, least=90, most=119)
 
-    def attend(self, q: Tensor, k: Tensor, v: Tensor, batch: Batch, scale: float) -> tuple[Tensor, Tensor]:
+    def attend(self, q: Tensor, k: Tensor, v: Tensor, call: VarlenCall, scale: float) -> tuple[Tensor, Tensor]:
         """See `Library`."""
         with torch.cuda.device_of(q):  # type: ignore[no-untyped-call]
-            out, lse, *_ = _interface()._flash_attn_fwd(q, k, v, return_lse=True, **_options(batch, scale))
+            out, lse, *_ = _interface()._flash_attn_fwd(q, k, v, return_lse=True, **_options(call, scale))
         return out, lse
 
     def differentiate(
-        self, q: Tensor, k: Tensor, v: Tensor, given: Results, batch: Batch, scale: float, deterministic: bool
+        self, q: Tensor, k: Tensor, v: Tensor, results: Results, call: VarlenCall, scale: float, deterministic: bool
     ) -> tuple[Tensor, Tensor, Tensor]:
         """See `Library`."""
-        out, dlse = given.out, None
+        out, dlse = results.out, None
         if out is None:
-            out, dlse = torch.zeros_like(given.dout), -given.delta
+            out, dlse = torch.zeros_like(results.dout), -results.delta
         with torch.cuda.device_of(q):  # type: ignore[no-untyped-call]
             dq, dk, dv, *_ = _interface()._flash_attn_bwd(
-                q, k, v, out, given.dout, given.lse, deterministic=deterministic, dlse=dlse, **_options(batch, scale)
+                q, k, v, out, results.dout, results.lse, deterministic=deterministic, dlse=dlse, **_options(call, scale)
             )
         return dq, dk, dv
 
 
-def _options(batch: Batch, scale: float) -> dict[str, Any]:
+def _options(call: VarlenCall, scale: float) -> dict[str, Any]:
     """What forward and backward are both told. No limit of a window is None there."""
     return {
-        "cu_seqlens_q": batch.cu_q, "cu_seqlens_k": batch.cu_k, "max_seqlen_q": batch.max_q,
-        "max_seqlen_k": batch.max_k, "softmax_scale": scale, "causal": batch.causal,
-        "window_size_left": None if batch.left < 0 else batch.left,
-        "window_size_right": None if batch.right < 0 else batch.right,
+        "cu_seqlens_q": call.cu_q, "cu_seqlens_k": call.cu_k, "max_seqlen_q": call.max_q,
+        "max_seqlen_k": call.max_k, "softmax_scale": scale, "causal": call.causal,
+        "window_size_left": None if call.left < 0 else call.left,
+        "window_size_right": None if call.right < 0 else call.right,
     }  # fmt: skip
 
 

@@ -17,8 +17,8 @@ from re import match
 import torch
 from torch import Tensor
 
-from seqpar.kernels.protocol import Ask
-from seqpar.kernels.vendor.batches import Batch
+from seqpar.kernels.protocol import CallSpec
+from seqpar.kernels.vendor.varlen import VarlenCall
 
 LOW = (torch.bfloat16, torch.float16)
 
@@ -63,7 +63,7 @@ class Library(ABC):
         return None
 
     @abstractmethod
-    def refuses(self, ask: Ask) -> str | None:
+    def refuses(self, spec: CallSpec) -> str | None:
         """Why it cannot do a call, or None."""
 
     def accepts(self, *tensors: Tensor) -> bool:
@@ -71,12 +71,12 @@ class Library(ABC):
         return True
 
     @abstractmethod
-    def attend(self, q: Tensor, k: Tensor, v: Tensor, batch: Batch, scale: float) -> tuple[Tensor, Tensor]:
+    def attend(self, q: Tensor, k: Tensor, v: Tensor, call: VarlenCall, scale: float) -> tuple[Tensor, Tensor]:
         """Normalised output [rows, H, D_v] and natural-log lse [H, rows] of one call."""
 
     @abstractmethod
     def differentiate(
-        self, q: Tensor, k: Tensor, v: Tensor, given: Results, batch: Batch, scale: float, deterministic: bool
+        self, q: Tensor, k: Tensor, v: Tensor, results: Results, call: VarlenCall, scale: float, deterministic: bool
     ) -> tuple[Tensor, Tensor, Tensor]:
         """dq, dk, dv of one call. Rows and keys of no segment get zeros."""
 
@@ -104,20 +104,20 @@ def outdated(package: str, least: tuple[int, ...], below: tuple[int, ...] = (1 <
     return f"{package} {version(package)} is installed, it takes {wanted} or later{limit}"
 
 
-def refuses_on_cuda(library: Library, ask: Ask, *, least: int = 80, most: int = 129) -> str | None:
+def refuses_on_cuda(library: Library, spec: CallSpec, *, least: int = 80, most: int = 129) -> str | None:
     """What all libraries for CUDA refuse: other devices and dtypes, and scores that are not just scaled products."""
     name = library.name
-    if ask.device != "cuda":
-        return f"{name} runs on CUDA devices, q is on {ask.device}"
+    if spec.device != "cuda":
+        return f"{name} runs on CUDA devices, q is on {spec.device}"
     missing = library.missing()
     if missing:
         return f"{name}: {missing}"
-    if not least <= ask.capability <= most:
-        return f"{name} is for capability {least / 10} to {most / 10}, the device has {ask.capability / 10}"
-    if ask.dtype not in LOW:
-        return f"{name} has no {ask.dtype}"
-    if not ask.plain:
+    if not least <= spec.capability <= most:
+        return f"{name} is for capability {least / 10} to {most / 10}, the device has {spec.capability / 10}"
+    if spec.dtype not in LOW:
+        return f"{name} has no {spec.dtype}"
+    if not spec.plain:
         return f"{name} has no softcap, ALiBi or counter-based dropout here"
-    if ask.dim % 8 or ask.v_dim % 8:
-        return f"{name} needs head dims that are multiples of 8, got {ask.dim} and {ask.v_dim}"
+    if spec.dim % 8 or spec.v_dim % 8:
+        return f"{name} needs head dims that are multiples of 8, got {spec.dim} and {spec.v_dim}"
     return None

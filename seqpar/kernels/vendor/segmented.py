@@ -6,10 +6,10 @@ before they scale, and whatever else the library cannot do of a call that it too
 `Blockwise` on the CPU, Triton's on CUDA where it is there.
 
 A step whose rows see keys in one call each is the library's output and nothing else. Otherwise parts are merged in the
-accumulation dtype; a library that rounds its results has then rounded each part, which `costs` says of several steps,
-and for one step does not happen: a library of squares leaves causal rectangles of such a call to the position kernel.
-A value that is not finite makes every row of its tile NaN, also rows that do not see it, as in all fused kernels; on
-the CPU such inputs go to the position kernel.
+accumulation dtype; a library that rounds its results has then rounded each part. `accuracy_loss` says so where there
+are several steps; for one step it does not happen, as a library of squares leaves causal rectangles of such a call to
+the position kernel. A value that is not finite makes every row of its tile NaN, also rows that do not see it, as in all
+fused kernels; on the CPU such inputs go to the position kernel.
 """
 
 from __future__ import annotations
@@ -18,16 +18,16 @@ import torch
 from torch import Tensor
 
 from seqpar.kernels.blockwise import Blockwise
-from seqpar.kernels.protocol import Ask, Grads, Kernel, Operands, Sums
+from seqpar.kernels.protocol import CallSpec, Grads, Kernel, Operands, Sums
 from seqpar.kernels.softmax import merge_
-from seqpar.kernels.vendor.batches import Batch, Calls, calls
 from seqpar.kernels.vendor.library import Library, Results
+from seqpar.kernels.vendor.varlen import VarlenCall, VarlenCalls, calls_of
 
 LEAST_SCALE = torch.finfo(torch.float32).tiny  # libraries multiply in float32, in which less may be zero
 
 
 class Segmented:
-    """See `seqpar.kernels.protocol.Kernel`. deterministic, merges: as in `Ask`. rest: the position kernel."""
+    """See `seqpar.kernels.protocol.Kernel`. deterministic, merges: as in `CallSpec`. rest: the position kernel."""
 
     def __init__(
         self, library: Library, *, rest: Kernel | None = None, deterministic: bool = True, merges: bool = True
@@ -37,117 +37,117 @@ class Segmented:
         self.rest = Blockwise() if rest is None else rest
         self.deterministic, self.merges = deterministic, merges
 
-    def at(self, ask: Ask) -> Segmented:
+    def specialised_for(self, spec: CallSpec) -> Segmented:
         """This kernel for one call: on CUDA it depends on what is asked."""
-        if ask.device != "cuda":
+        if spec.device != "cuda":
             return self
         from seqpar.kernels.triton import Triton
 
         triton = Triton()
-        rest = triton if triton.refuses(ask) is None else Blockwise()
-        return Segmented(self.library, rest=rest, deterministic=ask.deterministic, merges=ask.merges)
+        rest = triton if triton.refuses(spec) is None else Blockwise()
+        return Segmented(self.library, rest=rest, deterministic=spec.deterministic, merges=spec.merges)
 
     def missing(self) -> str | None:
         """Why it cannot run on this machine, or None."""
         return self.library.missing()
 
-    def refuses(self, ask: Ask) -> str | None:
+    def refuses(self, spec: CallSpec) -> str | None:
         """Why not, or None."""
-        return self.library.refuses(ask)
+        return self.library.refuses(spec)
 
-    def costs(self, ask: Ask) -> str | None:
+    def accuracy_loss(self, spec: CallSpec) -> str | None:
         """Rounding, where there are several results of a row to add."""
-        if not (self.library.rounds and ask.merges):
+        if not (self.library.rounds and spec.merges):
             return None
-        dtype = str(ask.dtype).removeprefix("torch.")
-        gradients = ", and each step's gradients before they are added" if ask.grads else ""
+        dtype = str(spec.dtype).removeprefix("torch.")
+        gradients = ", and each step's gradients before they are added" if spec.grads else ""
         return f"{self.name} rounds each step's result to {dtype} before they are merged{gradients}"
 
     def forward(self, x: Operands, into: Sums) -> None:
         """Add the keys of one buffer; see the protocol."""
-        plan = self._calls(x, x.q, x.k, x.v)
-        if plan is None:
+        calls = self._calls(x, x.q, x.k, x.v)
+        if calls is None:
             self.rest.forward(x, into)
         elif into.first:
-            self._first(x, into, plan)
+            self._first(x, into, calls)
         else:
-            self._later(x, into, plan)
+            self._later(x, into, calls)
 
-    def _first(self, x: Operands, into: Sums, plan: Calls) -> None:
+    def _first(self, x: Operands, into: Sums, calls: VarlenCalls) -> None:
         """Write all rows: a part as it is where it is the first of its rows, whatever dtype the output has."""
         output, lse = into.acc if into.out is None else into.out, into.lse
         assert output is not None
-        total = output if output.dtype == lse.dtype or not plan.again else torch.empty_like(output, dtype=lse.dtype)
-        if plan.again or not plan.covers:
+        total = output if output.dtype == lse.dtype or not calls.again else torch.empty_like(output, dtype=lse.dtype)
+        if calls.again or not calls.covers:
             total.zero_()
             lse.fill_(-torch.inf)
-        for batch in plan.batches:
-            part, part_lse = self._attend(x, batch)
-            here, here_lse = total[batch.rows], lse[:, batch.rows]
-            if batch.again:
-                merge_(here, here_lse, part, part_lse)
-            elif batch.seen is None:
-                here.copy_(part)
-                here_lse.copy_(part_lse)
+        for call in calls.calls:
+            part, part_lse = self._attend(x, call)
+            rows, rows_lse = total[call.rows], lse[:, call.rows]
+            if call.again:
+                merge_(rows, rows_lse, part, part_lse)
+            elif call.seen is None:
+                rows.copy_(part)
+                rows_lse.copy_(part_lse)
             else:
-                here.copy_(torch.where(batch.seen[:, None, None], part, here))
-                here_lse.copy_(torch.where(batch.seen, part_lse, here_lse))
+                rows.copy_(torch.where(call.seen[:, None, None], part, rows))
+                rows_lse.copy_(torch.where(call.seen, part_lse, rows_lse))
         if total is not output:
             output.copy_(total)
 
-    def _later(self, x: Operands, into: Sums, plan: Calls) -> None:
+    def _later(self, x: Operands, into: Sums, calls: VarlenCalls) -> None:
         """Merge with what is there; with one call for all rows straight into the output."""
         acc, lse, out = into.acc, into.lse, into.out
         assert acc is not None
-        if out is not None and plan.covers and len(plan.batches) == 1:
-            merge_(acc, lse, *self._attend(x, plan.batches[0]), out=out)
+        if out is not None and calls.covers and len(calls.calls) == 1:
+            merge_(acc, lse, *self._attend(x, calls.calls[0]), out=out)
             return
-        for batch in plan.batches:
-            merge_(acc[batch.rows], lse[:, batch.rows], *self._attend(x, batch))
+        for call in calls.calls:
+            merge_(acc[call.rows], lse[:, call.rows], *self._attend(x, call))
         if out is not None and out is not acc:
             out.copy_(acc)
 
-    def _attend(self, x: Operands, batch: Batch) -> tuple[Tensor, Tensor]:
+    def _attend(self, x: Operands, call: VarlenCall) -> tuple[Tensor, Tensor]:
         """One call's part, with lse -inf where a row sees no key in it."""
-        q, k, v = self._aligned(x.q[batch.rows], x.k[batch.keys], x.v[batch.keys])
-        part, lse = self.library.attend(q, k, v, batch, x.score.scale)
-        return part, lse if batch.seen is None else torch.where(batch.seen, lse, -torch.inf)
+        q, k, v = self._aligned(x.q[call.rows], x.k[call.keys], x.v[call.keys])
+        part, lse = self.library.attend(q, k, v, call, x.score.scale)
+        return part, lse if call.seen is None else torch.where(call.seen, lse, -torch.inf)
 
     def backward(self, x: Operands, grads: Grads) -> None:
         """Add the gradients of one buffer's keys; see the protocol."""
         out = grads.out
         able = out is not None or self.library.from_delta
-        plan = self._calls(x, grads.dout, x.q, x.k, x.v, *(() if out is None else (out,))) if able else None
-        if plan is None or (plan.keys_again and self.library.rounds and not self.merges):
+        calls = self._calls(x, grads.dout, x.q, x.k, x.v, *(() if out is None else (out,))) if able else None
+        if calls is None or (calls.keys_again and self.library.rounds and not self.merges):
             self.rest.backward(x, grads)
             return
-        for batch in plan.batches:
-            rows, keys = batch.rows, batch.keys
+        for call in calls.calls:
+            rows, keys = call.rows, call.keys
             q, k, v, dout = self._aligned(x.q[rows], x.k[keys], x.v[keys], grads.dout[rows])
             final = None if out is None else self._aligned(out[rows])[0]
             lse = grads.lse[:, rows]
-            if batch.seen is not None:  # -inf less -inf is NaN; with +inf a row that sees no key has probabilities zero
+            if call.seen is not None:  # -inf less -inf is NaN; with +inf a row that sees no key has probabilities zero
                 lse = torch.where(lse == -torch.inf, torch.inf, lse)
-            given = Results(dout, final, lse.contiguous(), grads.delta[:, rows].contiguous())
-            dq, dk, dv = self.library.differentiate(q, k, v, given, batch, x.score.scale, self.deterministic)
+            results = Results(dout, final, lse.contiguous(), grads.delta[:, rows].contiguous())
+            dq, dk, dv = self.library.differentiate(q, k, v, results, call, x.score.scale, self.deterministic)
             grads.dq[rows] += dq
             grads.dk[keys] += dk
             grads.dv[keys] += dv
 
-    def _calls(self, x: Operands, *tensors: Tensor) -> Calls | None:
+    def _calls(self, x: Operands, *tensors: Tensor) -> VarlenCalls | None:
         """The step as calls of the library; None if it is the position kernel's."""
         library = self.library
         if x.score.scale < LEAST_SCALE:
             return None
-        plan = calls(x.facts, x.q.device, varlen=library.varlen, squares=library.squares)
-        if plan is None or (plan.again and library.rounds and not self.merges):
+        calls = calls_of(x.facts, x.q.device, varlen=library.varlen, squares=library.squares)
+        if calls is None or (calls.again and library.rounds and not self.merges):
             return None
-        for count, rows in (plan.segments, library.rows_per_segment), (len(plan.batches), library.rows_per_call):
+        for count, rows in (calls.segments, library.rows_per_segment), (len(calls.calls), library.rows_per_call):
             if count > 1 and count * rows > len(x.facts.pos):
                 return None
-        if any(min(b.max_q, b.max_k) < library.shortest for b in plan.batches):
+        if any(min(call.max_q, call.max_k) < library.shortest for call in calls.calls):
             return None
-        return plan if library.accepts(*tensors) else None
+        return calls if library.accepts(*tensors) else None
 
     def _aligned(self, *tensors: Tensor) -> list[Tensor]:
         """The tensors, or copies of those whose rows start where the library cannot load them."""

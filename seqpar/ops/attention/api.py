@@ -14,7 +14,7 @@ import torch
 from torch import Tensor
 
 from seqpar.comm import Comm
-from seqpar.kernels import Score, acc_dtype, ask, choose
+from seqpar.kernels import Score, acc_dtype, call_spec, choose
 from seqpar.ops.attention.call import Call, Inside, Options
 from seqpar.ops.attention.recompute import Late, check, settle
 from seqpar.ops.attention.schedule import backward, forward
@@ -155,7 +155,7 @@ def agreed_call(
             0 if seed is None else seed,
         )  # fmt: skip
         merges = plan.merges or sinks is not None or (grads[1] and plan.sums_key_gradients(q.shape[1], k.shape[1]))
-        asked = ask(q, k, v, score, grads=any(grads), deterministic=options.deterministic, merges=merges)
+        asked = call_spec(q, k, v, score, grads=any(grads), deterministic=options.deterministic, merges=merges)
         chosen = choose(options.kernel, asked)
         agreed.facts = {
             "plan": plan.digest(), "dtype": q.dtype, "heads": q.shape[1], "kv_heads": k.shape[1], "dim": q.shape[2],

@@ -12,7 +12,7 @@ import torch
 from torch import Tensor
 
 from seqpar.comm import Comm, Tag
-from seqpar.kernels import Facts, Kernel, Score, acc_dtype
+from seqpar.kernels import Kernel, Score, StepFacts, acc_dtype
 from seqpar.kernels.memory.upload import upload
 from seqpar.ops.attention.rows import numbers
 from seqpar.ops.core.device import Uploaded, stream_of
@@ -167,13 +167,13 @@ def _uploaded(steps: Sequence[Step], device: torch.device, where: Hashable) -> U
         arrays |= {id(x): x for x in (step.part.pos, step.part.lo, step.part.hi, step.pos)}
     there = dict(zip(arrays, upload(list(arrays.values()), device), strict=True))
 
-    def facts(step: Step) -> Facts:
+    def facts(step: Step) -> StepFacts:
         p = step.part
         pos, lo, hi, key_pos = (there[id(x)] for x in (p.pos, p.lo, p.hi, step.pos))
 
         def memo(key: Hashable, make: Any) -> Any:
             return step.memo((where, key), make)
 
-        return Facts(pos, lo, hi, key_pos, step.tiles, lambda: step.segments, memo)
+        return StepFacts(pos, lo, hi, key_pos, step.tiles, lambda: step.segments, memo)
 
     return Uploaded({step.number: facts(step) for step in steps}, there)

@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 from torch.autograd import profiler
 
-from seqpar.kernels import Facts
+from seqpar.kernels import StepFacts
 from seqpar.plan import Rows
 
 
@@ -19,7 +19,7 @@ from seqpar.plan import Rows
 class Uploaded:
     """What a rank's steps need on its device: facts by the step's number, row numbers by their array's identity."""
 
-    facts: Mapping[int, Facts]
+    facts: Mapping[int, StepFacts]
     numbers: Mapping[int, Tensor]
 
     def rows(self, rows: Rows) -> slice | Tensor:

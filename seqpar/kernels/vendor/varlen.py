@@ -15,7 +15,7 @@ import torch
 from torch import Tensor
 
 from seqpar.kernels.memory.upload import upload
-from seqpar.kernels.protocol import Facts
+from seqpar.kernels.protocol import StepFacts
 
 FULL, CAUSAL, WINDOW = range(3)  # seqpar.plan.Kind, which kernels may not import
 
@@ -44,7 +44,7 @@ class Piece(NamedTuple):
 
 
 @dataclass(frozen=True, eq=False)
-class Batch:
+class VarlenCall:
     """One call: ``cu_q, cu_k`` int32 [sequences + 1] of the query rows and key rows that the slices take from a step.
 
     cu_q and cu_k are None for libraries that take one segment at a time. max_q, max_k: bounds of the lengths. left,
@@ -70,11 +70,11 @@ class Batch:
 
 
 @dataclass(frozen=True, eq=False)
-class Calls:
+class VarlenCalls:
     """The calls of a step. segments: how many there are. covers: every query row sees a key. keys_again: some key is in
     two segments, so that its gradients are a sum over calls, or cannot be made in one."""
 
-    batches: tuple[Batch, ...]
+    calls: tuple[VarlenCall, ...]
     segments: int
     covers: bool
     keys_again: bool
@@ -82,16 +82,16 @@ class Calls:
     @property
     def again(self) -> bool:
         """Whether some row has keys in several calls."""
-        return any(b.again for b in self.batches)
+        return any(call.again for call in self.calls)
 
 
-def calls(facts: Facts, device: torch.device, *, varlen: bool, squares: bool) -> Calls | None:
+def calls_of(facts: StepFacts, device: torch.device, *, varlen: bool, squares: bool) -> VarlenCalls | None:
     """A step as calls, made once; None if its bounds make no segments, or windows and the library has only squares."""
-    key = ("calls", device, varlen, squares)
+    key = ("varlen calls", device, varlen, squares)
     return facts.memo(key, lambda: _calls(facts, device, varlen, squares))
 
 
-def _calls(facts: Facts, device: torch.device, varlen: bool, squares: bool) -> Calls | None:
+def _calls(facts: StepFacts, device: torch.device, varlen: bool, squares: bool) -> VarlenCalls | None:
     s = facts.segments()
     if len(s.remainder) or (squares and (s.kind == WINDOW).any()):
         return None
@@ -99,7 +99,7 @@ def _calls(facts: Facts, device: torch.device, varlen: bool, squares: bool) -> C
     groups = _grouped(pieces) if varlen else [[p] for p in pieces]
     rows = len(facts.pos)
     taken = np.zeros(rows, bool)
-    slices, arrays, given = [], [], []
+    slices, arrays, masked = [], [], []
     for group in groups:
         q, k, lengths = _sequences(group)
         seen = np.zeros(q.stop - q.start, bool)
@@ -107,22 +107,21 @@ def _calls(facts: Facts, device: torch.device, varlen: bool, squares: bool) -> C
             seen[p.q - q.start :][: p.n] = p.seen()
         again = bool((taken[q] & seen).any())
         taken[q] |= seen
-        masked = not seen.all()
+        masked.append(not seen.all())
         max_q, max_k = lengths.max(1).tolist()
         if varlen:
             max_q = max(max_q, 2)  # all of one row is a special case of FlashAttention-2, which gaps do not fit
         slices.append((q, k, max_q, max_k, *group[0].mask, again))
-        given.append(masked)
-        arrays += [seen] if masked else []
+        arrays += [seen] if masked[-1] else []
         arrays += list(np.cumsum(np.pad(lengths, ((0, 0), (1, 0))), 1)) if varlen else []
     tensors = iter(upload(arrays, device) if arrays else [])
-    batches = []
-    for one, masked in zip(slices, given, strict=True):
-        seen_rows = next(tensors).bool() if masked else None
-        batches.append(Batch(*one, seen_rows, *((next(tensors), next(tensors)) if varlen else (None, None))))
+    calls = []
+    for bounds, some_see_none in zip(slices, masked, strict=True):
+        seen_rows = next(tensors).bool() if some_see_none else None
+        calls.append(VarlenCall(*bounds, seen_rows, *((next(tensors), next(tensors)) if varlen else (None, None))))
     starts = np.sort(s.k_row)
     keys_again = bool((np.sort(s.k_row + s.k_len)[:-1] > starts[1:]).any()) if len(starts) else False
-    return Calls(tuple(batches), len(s.q_row), bool(taken.all()), keys_again)
+    return VarlenCalls(tuple(calls), len(s.q_row), bool(taken.all()), keys_again)
 
 
 def _pieces(s: object, squares: bool) -> Iterator[Piece]:

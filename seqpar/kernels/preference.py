@@ -1,0 +1,71 @@
+"""Which kernel computes a call: by name, or the first of an order that can do it and loses no accuracy."""
+
+from __future__ import annotations
+
+from seqpar.kernels.blockwise import Blockwise
+from seqpar.kernels.native import Native
+from seqpar.kernels.protocol import CallSpec, Kernel
+from seqpar.kernels.reference import Reference
+from seqpar.kernels.triton import Triton
+from seqpar.kernels.vendor import Aten, AtenFlash, CuDNN, Flash2, Flash3, Flash4, Segmented
+
+# this package's own, and torch's operator for the CPU
+KERNELS: tuple[Kernel, ...] = (Native(), Segmented(Aten()), Triton(), Triton(tf32=True), Blockwise(), Reference())
+# of other libraries, on CUDA devices
+VENDORS: tuple[Kernel, ...] = tuple(Segmented(library()) for library in (AtenFlash, CuDNN, Flash2, Flash3, Flash4))
+
+# Best first. On Hopper by what others published for the H100 at head dims 64 and 128: TFLOP/s of a forward of 16k
+# tokens 497 and 648 (flash3), 413 and 595 (cudnn), 403 and 395 (triton's tutorial), 324 and 370 (flash2, which torch
+# has inside), in Shah et al. 2024, FlashAttention-3, figures 5 and 6; causal and backward come in the same order.
+# Nothing is published for what "auto" would take elsewhere, so Triton's comes first there. None of it was measured
+# with this package's kernels.
+ON_HOPPER = ("flash3", "cudnn", "triton", "flash2", "aten_flash", "flash4")
+ON_CUDA = ("triton", "flash4", "flash3", "cudnn", "flash2", "aten_flash")
+ON_CPU = ("native", "aten")  # Triton runs there too, through its interpreter: by name
+PLAIN_TORCH = ("blockwise", "reference")
+HOPPER, HOPPER_DIM = 90, 128  # the capability, and the largest head dim that figures are published for
+
+
+def order(call: CallSpec) -> tuple[str, ...]:
+    """Names of all kernels for a call's device, best first, whatever they refuse."""
+    if call.device != "cuda":
+        return ON_CPU + PLAIN_TORCH
+    published = call.capability == HOPPER and max(call.dim, call.v_dim) <= HOPPER_DIM
+    return (ON_HOPPER if published else ON_CUDA) + PLAIN_TORCH
+
+
+def choose(name: str, call: CallSpec) -> Kernel:
+    """The kernel of that name, or with "auto" the best that can do the call and loses no accuracy.
+
+    Raises: ValueError for an unknown name; NotImplementedError with the reason if the kernel cannot do the call.
+    """
+    known = {kernel.name: kernel for kernel in (*KERNELS, *VENDORS)}
+    if name != "auto" and name not in known:
+        raise ValueError(f"kernel must be auto or one of {', '.join(known)}, got {name!r}")
+    for kernel in [known[n] for n in order(call) if n in known] if name == "auto" else [known[name]]:
+        if kernel.refuses(call) is None and (name != "auto" or kernel.accuracy_loss(call) is None):
+            return kernel.specialised_for(call) if isinstance(kernel, Segmented) else kernel
+    why = "\n" + explain(call) if name == "auto" else f" {known[name].refuses(call)}"
+    raise NotImplementedError(f"no kernel for {call}:{why}")
+
+
+def explain(call: CallSpec) -> str:
+    """A line for each kernel, in the order in which "auto" tries them: chosen, or why not, or what it costs by name."""
+    known = {kernel.name: kernel for kernel in (*KERNELS, *VENDORS)}
+    names = [n for n in order(call) if n in known]
+    lines, chosen = [], False
+    for name in (*names, *(n for n in known if n not in names)):
+        refused, loss = known[name].refuses(call), known[name].accuracy_loss(call)
+        if refused or loss:
+            told = f"no: {refused}" if refused else f"by name only: {loss}"
+        elif name in names and not chosen:
+            told, chosen = "chosen by auto", True
+        else:
+            told = "yes"
+        lines.append(f"{name:<12}{told}")
+    return "\n".join(lines)
+
+
+def available() -> dict[str, str | None]:
+    """Kernel name -> None if it can run on this machine, else why not."""
+    return {k.name: k.missing() for k in (*KERNELS, *VENDORS)}
