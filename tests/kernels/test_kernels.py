@@ -140,7 +140,7 @@ def facts_of(mask: Mask, key_pos: np.ndarray) -> StepFacts:
     lo, hi = mask.bounds(np.arange(mask.tokens))
     pos = mask.key_positions(np.arange(mask.tokens))
     put = [torch.from_numpy(x).to(torch.int32) for x in (pos, lo, hi, key_pos)]
-    tables, cut = partial(tile_tables, lo, hi, pos, key_pos), partial(segments, lo, hi, key_pos)
+    tables, cut = partial(tile_tables, lo, hi, key_pos), partial(segments, lo, hi, key_pos)
     return StepFacts(*put, tables, cut, memo())
 
 

@@ -305,7 +305,7 @@ def step_facts(mask: Mask, rows: np.ndarray, key_pos: np.ndarray) -> StepFacts:
     """Some queries of a mask over a buffer of some keys."""
     lo, hi = mask.bounds(rows)
     put = [torch.from_numpy(np.asarray(x)).to(torch.int32) for x in (rows, lo, hi, key_pos)]
-    return StepFacts(*put, partial(tile_tables, lo, hi, rows, key_pos), partial(segments, lo, hi, key_pos), memo())
+    return StepFacts(*put, partial(tile_tables, lo, hi, key_pos), partial(segments, lo, hi, key_pos), memo())
 
 
 PLANS = [
