@@ -53,7 +53,7 @@ FLOORS: dict[str, tuple[set[str], set[str] | None]] = {
 OPTIONAL = {"plan/plot.py": {"matplotlib"}, "dsp/plan.py": {"matplotlib"}, "planner/exact.py": {"scipy"}}
 # sub-package -> its files in an order in which each imports only files before it; "a" is a.py or a/__init__.py
 ORDER = {
-    "dsp": "form space costs search plan spec specs moves grid overlap replace runner apply __init__",
+    "dsp": "form space costs search plan spec specs moves grid overlap runner apply __init__",
     "comm": """
         entry protocol arguments header owner failure interrupt rendezvous base local group
         shm/comm shm

@@ -10,7 +10,7 @@ from dataclasses import replace
 from fnmatch import fnmatchcase
 from functools import partial
 from math import prod
-from typing import Any, NoReturn
+from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -22,15 +22,25 @@ from seqpar.dsp.costs import Stage
 from seqpar.dsp.form import form_of
 from seqpar.dsp.moves import GRADS
 from seqpar.dsp.plan import StagePlan, plan_stages
-from seqpar.dsp.replace import Hook, Later, Replaced
-from seqpar.dsp.runner import ForwardState, StageRun, gathered_within, run_stage, skipping
+from seqpar.dsp.runner import (
+    Arguments,
+    ForwardState,
+    StageRun,
+    by_name,
+    collective_modules,
+    run_stage,
+    some_rank_skips,
+)
 from seqpar.dsp.space import Sharding, Space
 from seqpar.dsp.spec import Block, Spec
 from seqpar.dsp.specs import SPECS
 from seqpar.nn.fingerprint import hashed, leaves, ordered, weights_of
+from seqpar.nn.wrap import ParallelModel, refuse_twice, replaced
 from seqpar.ops.core.agreement import agreement, raise_on_all_ranks
+from seqpar.ops.core.handles import uncompiled
 
 MakeStagePlan = Callable[..., StagePlan]
+SEEN = "_seqpar_dsp"  # the attribute of a model, and of the memory of stages' inputs, in which this file notes things
 MIXING = (nn.modules.batchnorm._NormBase,)  # statistics over rows
 
 
@@ -56,13 +66,13 @@ def parallelize(
 
     check_inputs: ranks compare what the model is given, also its values, in every forward (of a GPU's tensors this
     waits for one number), and in the first one its weights, DTensors apart; otherwise only shapes are compared.
-    Different noise, seeds, or frames that were sharded before, would otherwise give an answer to no question.
+    Different noise, seeds, or frames that were sharded before, would otherwise give wrong numbers without an error.
 
     Raises: ValueError for a model that its spec does not describe, or is parallelized already. NotImplementedError for
     a model without a spec, modules that mix rows unseen, and in a forward for dropout that is active.
     """
     # fully_shard makes a model's class anew, of this one and the model's own
-    kinds = [each.__name__ for each in type(model).__bases__]
+    kinds = [kind.__name__ for kind in type(model).__bases__]
     name = kinds[1] if kinds[0] == "FSDPModule" else type(model).__name__
     if spec is None:
         spec = SPECS.get(name)
@@ -75,55 +85,45 @@ def parallelize(
     return Parallelized(model, comm, spec, grad, planner, check_inputs)
 
 
-class Parallelized:
+class Parallelized(ParallelModel):
     """A model that was parallelized; `undo`, or the end of a ``with`` block, takes everything back.
 
-    plans: of the batch shapes seen so far. A copy of the model is parallelized too, with plans of its own.
+    plans: of the batch shapes seen so far. A copy of the model is parallelized too, by the same plans.
     """
 
     def __init__(
         self, model: nn.Module, comm: Comm, spec: Spec, grad: str, planner: MakeStagePlan, check_inputs: bool
     ) -> None:
-        self.model, self.comm, self.spec, self.grad = model, comm, spec, grad
-        self.planner, self.check_inputs = planner, check_inputs
-        if any(isinstance(module.__dict__.get("forward"), (Replaced, Later)) for module in model.modules()):
-            raise ValueError(f"{type(model).__name__} is parallelized already; undo that first")
+        refuse_twice(model)
+        super().__init__(model, comm)
+        self.spec, self.grad, self.planner, self.check_inputs = spec, grad, planner, check_inputs
         self.stages = spec.stages(model)
         self.names = [name for name, _ in self.stages]
         self.plans: dict[tuple[object, ...], StagePlan] = {}
         self._running, self._forwards = threading.local(), 0
-        self._seen: set[object] = set()  # batch shapes of which a forward was run, in training and not
         _check_modules(model, spec, self.names)
         for name, block in self.stages:
             _check_block(model.get_submodule(name), name, block)
-        self._modules = list(model.modules())
-        self._replaced = [Replaced(model, "", self._forward, again=self._again)]
+        self._undone.enter_context(replaced(model, {SEEN: _Seen()}))
+        self._put("", self._forward)
         for name, block in self.stages:
-            self._replaced.append(Replaced(model.get_submodule(name), name, partial(self._stage, block=block)))
+            self._put(name, partial(self._stage, name=name, block=block))
         if spec.exit is not None:
-            self._replaced.append(Replaced(model.get_submodule(spec.exit.module), spec.exit.module, self._exit))
-        self._hooks = [
-            module.register_forward_pre_hook(Hook(partial(self._outside, name=name)))
-            for name, module in model.named_modules()
-            if _matches(name, spec.outside) and any(True for _ in module.parameters(recurse=False))
-        ]
+            self._put(spec.exit.module, self._exit)
+        for name, module in model.named_modules():
+            if _matches(name, spec.outside) and any(True for _ in module.parameters(recurse=False)):
+                self._put(name, partial(self._outside, name=name))
 
-    def _again(self, model: nn.Module) -> Parallelized:
-        """A copy of the model, parallelized alike."""
-        return Parallelized(model, self.comm, self.spec, self.grad, self.planner, self.check_inputs)
+    def _put(self, name: str, around: Callable[[nn.Module, Callable[..., Any], Arguments], Any]) -> None:
+        """Put something around a forward, which gets its arguments by name. Compilers leave it alone."""
+        module = self.model.get_submodule(name)
+        named = by_name(module.forward, name or type(module).__name__)
 
-    def undo(self) -> None:
-        """Give the model its own forwards back."""
-        while self._replaced:
-            self._replaced.pop().undo()
-        while self._hooks:
-            self._hooks.pop().remove()
+        @uncompiled
+        def call(module: nn.Module, forward: Callable[..., Any], args: tuple[Any, ...], kwargs: Arguments) -> Any:
+            return around(module, forward, named(args, kwargs))
 
-    def __enter__(self) -> Parallelized:
-        return self
-
-    def __exit__(self, *_: object) -> None:
-        self.undo()
+        self.put_around(module, lambda module, forward, *args, **kwargs: call(module, forward, args, kwargs))
 
     def describe(self) -> str:
         """The plans of all batch shapes so far."""
@@ -131,109 +131,117 @@ class Parallelized:
 
     # --- forwards -----------------------------------------------------------------------------------------------------
 
-    def _forward(self, model: nn.Module, name: str, inner: Callable[..., Any], given: dict[str, Any]) -> Any:
-        self._agree(given)
-        space = Space(self.spec.dims(model, given), self.comm)
-        run = ForwardState(space, self.names, torch.is_grad_enabled(), self._forwards)
+    def _forward(self, model: nn.Module, forward: Callable[..., Any], arguments: Arguments) -> Any:
+        seen: _Seen = getattr(model, SEEN)
+        self._agree(model, seen, arguments)
+        space = Space(self.spec.dims(model, arguments), self.comm)
+        state = ForwardState(model, space, self.names, torch.is_grad_enabled(), self._forwards)
         self._forwards += 1
         stack = self._stack()
-        stack.append(run)
+        stack.append(state)
         try:
-            out = inner(**given)
+            out = forward(**arguments)
         finally:
             stack.pop()
-        if run.first:
-            self._check_changed(run)
-        self._seen.add((run.key, self.model.training))
-        if not run.left:
-            missing = self.names[run.count] if run.count < len(self.names) else self.spec.exit and self.spec.exit.module
+        if state.first:
+            self._check_buffers(state)
+        seen.shapes.add((state.shape, model.training))
+        if not state.ended:
+            missing = [*self.names, self.spec.exit and self.spec.exit.module][state.count]
             raise NotImplementedError(f"a forward of {type(model).__name__} ended without {missing}; its spec has it")
         return out
 
     def _stage(
-        self, module: nn.Module, name: str, inner: Callable[..., Any], given: dict[str, Any], *, block: Block
+        self, module: nn.Module, forward: Callable[..., Any], arguments: Arguments, *, name: str, block: Block
     ) -> Any:
-        first = given.get(next(iter(block.stream)))
-        step = self._step(module, name, first)
-        if not step.first:
-            return run_stage(module, block, inner, step, given, self.grad)
+        run = self._run_of(module, name, arguments.get(next(iter(block.stream))))
+        if not run.first:
+            return run_stage(module, block, forward, run, arguments, self.grad)
         changed: dict[str, Tensor] = {}
-        with NoDraws(name, self.comm), noting_changes(module, name, changed):
-            out = run_stage(module, block, inner, step, given, self.grad)
-        if torch._C._current_graph_task_id() == -1:
-            run = self._current(name)
-            run.changed |= changed
-            run.uneven += changed if step.parts > 1 or skipping(block, step) else []
+        with NoDraws(name, self.comm), _noting_changes(module, name, changed):
+            out = run_stage(module, block, forward, run, arguments, self.grad)
+        if not _in_backward():
+            state = self._current(name)
+            state.changed |= changed
+            state.uneven += changed if run.parts > 1 or some_rank_skips(block, run) else []
         return out
 
-    def _exit(self, module: nn.Module, name: str, inner: Callable[..., Any], given: dict[str, Any]) -> Any:
-        run, exit = self._current(name), self.spec.exit
+    def _exit(self, module: nn.Module, forward: Callable[..., Any], arguments: Arguments) -> Any:
+        exit = self.spec.exit
         assert exit is not None
-        if run.count < len(self.names) or run.left or run.plan is None:
-            raise NotImplementedError(f"{name} is called after {run.count} of {len(self.names)} stages, or twice")
-        run.left = True
-        (x,) = given.values()
-        end = run.end(exit)
-        run.grid.check(x, exit.form, end, f"the input of {name}")
-        return run.grid.end([inner(**given)], [exit.form], end, self.grad)[0]
+        state = self._current(exit.module)
+        if state.count < len(self.names) or state.ended or state.plan is None:
+            raise NotImplementedError(
+                f"{exit.module} is called after {state.count} of {len(self.names)} stages, or twice"
+            )
+        state.ended = True
+        (x,) = arguments.values()
+        end = state.end(exit)
+        state.grid.check(x, exit.form, end, f"the input of {exit.module}")
+        return state.grid.end([forward(**arguments)], [exit.form], end, self.grad)[0]
 
-    def _outside(self, module: nn.Module, _: object, *, name: str) -> None:
+    def _outside(self, module: nn.Module, forward: Callable[..., Any], arguments: Arguments, *, name: str) -> Any:
         stack = self._stack()
-        counted = stack and stack[-1].count and not (stack[-1].left and self.grad == "sum")
+        counted = stack and stack[-1].count and not (stack[-1].ended and self.grad == "sum")
         if counted and torch.is_grad_enabled():
             raise NotImplementedError(
                 f"{name} is called after the first stage, where its parameters' gradients would count once for each "
                 'rank; list it under between if it works row by row, or use grad="sum" if it comes after the exit'
             )
+        return forward(**arguments)
 
     # --- where a forward is -------------------------------------------------------------------------------------------
 
     def _stack(self) -> list[ForwardState]:
-        found: list[ForwardState] | None = getattr(self._running, "stack", None)
-        if found is None:
-            found = self._running.stack = []
-        return found
+        """The forwards that run in this thread, the innermost last."""
+        if not hasattr(self._running, "stack"):
+            self._running.stack = []
+        return self._running.stack  # type: ignore[no-any-return]
 
     def _current(self, name: str) -> ForwardState:
         stack = self._stack()
-        if not stack or torch._C._current_graph_task_id() != -1:
-            raise RuntimeError(f"{name} is called outside a forward of its {type(self.model).__name__}")
+        if not stack or _in_backward():
+            raise RuntimeError(f"{name} is called outside a forward of its {self.spec.model}")
         return stack[-1]
 
-    def _step(self, module: nn.Module, name: str, x: object) -> StageRun:
+    def _run_of(self, module: nn.Module, name: str, x: object) -> StageRun:
         """How a stage is run now; where it is recomputed in backward, as it was run then."""
         if not isinstance(x, Tensor):
             raise ValueError(f"{name} got {x!r:.100} where its spec says the rows are")
         storage = x.untyped_storage()
-        if torch._C._current_graph_task_id() != -1:
-            step = getattr(storage, "_seqpar_dsp", {}).get((id(self), name))
-            if step is None:
+        if _in_backward():
+            run = getattr(storage, SEEN, {}).get((id(self), id(module)))
+            if run is None:
                 raise RuntimeError(
                     f"{name} is recomputed from an input that is not the memory of the first time; checkpoint each "
                     "stage by itself, and without moving its input elsewhere"
                 )
-            return step  # type: ignore[no-any-return]
-        run = self._current(name)
-        if run.plan is None:
-            run.follow(*self._plan(run.space, x, run.training))
-            run.first = (run.key, self.model.training) not in self._seen
-        step = run.next(name, self.spec.exit)
-        if not hasattr(storage, "_seqpar_dsp"):
-            storage._seqpar_dsp = {}  # type: ignore[attr-defined]
-        storage._seqpar_dsp[id(self), name] = step  # type: ignore[attr-defined]
-        return step
+            return run  # type: ignore[no-any-return]
+        state = self._current(name)
+        if state.plan is None:
+            shape, plan = self._plan(state, x)
+            seen: _Seen = getattr(state.model, SEEN)
+            state.follow(shape, plan, first=(shape, state.model.training) not in seen.shapes)
+        run = state.next(name, self.spec.exit)
+        if not hasattr(storage, SEEN):
+            setattr(storage, SEEN, {})
+        getattr(storage, SEEN)[id(self), id(module)] = run
+        return run
 
     # --- plans --------------------------------------------------------------------------------------------------------
 
-    def _plan(self, space: Space, x: Tensor, training: bool) -> tuple[tuple[object, ...], StagePlan]:
+    def _plan(self, state: ForwardState, x: Tensor) -> tuple[tuple[object, ...], StagePlan]:
         """What names a batch shape, and its plan. x: the first stage's input, whole."""
-        key = (tuple(space.dims.items()), x.numel(), x.dtype, training)
-        if key not in self.plans:
+        space = state.space
+        shape = (tuple(space.dims.items()), x.numel(), x.dtype, state.training)
+        if shape not in self.plans:
             width = x.numel() // _tokens(self.stages[0][1], space)
-            stages = [self._stage_of(name, block, space, width, x.element_size()) for name, block in self.stages]
+            stages = [
+                self._stage_of(state.model, name, block, space, width, x.element_size()) for name, block in self.stages
+            ]
             stages[0] = replace(stages[0], rest=None)  # what comes in is whole
             end: Sequence[Sharding] = (None,) if self.spec.exit is None else self.spec.exit.rest
-            plan = self.planner(stages, space.dims, space.comm.size, end=end, training=training)
+            plan = self.planner(stages, space.dims, space.comm.size, end=end, training=state.training)
             afters = plan.afters if self.spec.exit else [*plan.afters[:-1], None]  # the last one's output is the end
             with agreement("planning of stages", self.comm) as call:
                 for stage, choice, after in zip(stages, plan.choices, afters, strict=True):
@@ -241,13 +249,13 @@ class Parallelized:
                         plan.costs.through(stage, 0.0, choice.before, choice.layout, after, choice.parts)
                 choices = [tuple(choice) for choice in plan.choices]
                 call.facts = {"grid": (plan.costs.core, plan.costs.held), "choices": choices, "end": plan.end}
-            self.plans[key] = plan
-        return key, self.plans[key]
+            self.plans[shape] = plan
+        return shape, self.plans[shape]
 
-    def _stage_of(self, name: str, block: Block, space: Space, width: int, element: int) -> Stage:
-        tokens = _tokens(block, space)
+    def _stage_of(self, model: nn.Module, name: str, block: Block, space: Space, width: int, element: int) -> Stage:
+        """What the planner is told of a stage."""
+        module, tokens = model.get_submodule(name), _tokens(block, space)
         size = tokens * width * element * len(block.stream)
-        module = self.model.get_submodule(name)
         matrices = sum(p.numel() for p in module.parameters() if p.dim() > 1)
         mixed = prod(space.dims[dim] for dim in block.whole)
         heads, kv_heads = (block.core.count(module),) * 2 if block.core else (block.heads, block.kv_heads)
@@ -257,59 +265,73 @@ class Parallelized:
             qkv=(size, 2 * size * kv_heads / heads) if heads else (0.0, 0.0), ring=block.attention,
             filled=bool(block.core and block.core.sdpa),
             # a module inside that gathers its weights would do so for each part, and some ranks skip parts
-            apart=frozenset() if gathered_within(module) else _apart(block) & space.dims.keys(),
+            apart=frozenset() if collective_modules(module) else _apart(block) & space.dims.keys(),
             # code that is not ours cannot work on no rows
             rest=None if block.rest is None else frozenset(block.rest), rest_filled=True,
         )  # fmt: skip
 
-    def _agree(self, given: Mapping[str, Any]) -> None:
+    # --- what ranks compare -------------------------------------------------------------------------------------------
+
+    def _agree(self, model: nn.Module, seen: _Seen, arguments: Mapping[str, Any]) -> None:
         """Ranks make the same call, and nothing in it is active that must not be."""
-        error: Exception | None = None
-        facts: dict[str, object] = {}
-        try:
-            self._check_changes()
-            for name, value in leaves(given):
-                facts[name] = self._fact(value) if isinstance(value, Tensor) else value
-            if self.check_inputs and not self._forwards:
-                facts["weights"] = weights_of(self.model)
-            facts |= {"grad enabled": torch.is_grad_enabled(), "training": self.model.training, "grad": self.grad}
-        except Exception as found:
-            error = found
-        if self.comm.size > 1:
-            self.comm.agree(f"a forward of {type(self.model).__name__}", facts, error)
-        elif error is not None:
-            raise error
+        with agreement(f"a forward of {type(model).__name__}", self.comm, every=True) as call:
+            self._check_changes(model, seen)
+            facts = {
+                name: self._fact(value) if isinstance(value, Tensor) else value for name, value in leaves(arguments)
+            }
+            if self.check_inputs and not seen.weights:
+                facts["weights"] = weights_of(model)
+            facts |= {"grad enabled": torch.is_grad_enabled(), "training": model.training, "grad": self.grad}
+            call.facts = facts
+        seen.weights = True
 
     def _fact(self, x: Tensor) -> tuple[object, ...]:
         return tuple(x.shape), x.dtype, x.requires_grad, ordered(x) if self.check_inputs else None
 
-    def _check_changed(self, run: ForwardState) -> None:
-        """Raise for buffers that a forward changed otherwise than one process does."""
-        error: Exception | None = None
-        if run.uneven:
-            error = NotImplementedError(
-                f"{run.uneven[:4]} change in a forward, which each rank must make once: plan these stages in one part "
-                "(parts=(1,)) and with rows for all ranks, or change them outside of stages"
-            )
-        facts = {"buffers that stages changed": {n: hashed(x) for n, x in run.changed.items() if self.check_inputs}}
-        if self.comm.size > 1:
-            self.comm.agree(f"a forward of {type(self.model).__name__}", facts, error)
-        elif error is not None:
-            raise error
-
-    def _check_changes(self) -> None:
+    def _check_changes(self, model: nn.Module, seen: _Seen) -> None:
         """Raise for modules that were changed since, and for dropout that is active."""
-        modules = list(self.model.modules())
-        if len(modules) != len(self._modules) or any(a is not b for a, b in zip(modules, self._modules)):
-            _check_replaced(self.model, self.spec, self._replaced, self._modules)
-            self._modules = modules
+        modules = list(model.modules())
+        if len(modules) != len(seen.modules) or any(a is not b for a, b in zip(modules, seen.modules)):
+            _check_modules(model, self.spec, self.names)
+            seen.modules = modules
         for module in modules:
             if isinstance(module, nn.modules.dropout._DropoutNd) and module.training and module.p > 0:
-                name = next(name for name, each in self.model.named_modules() if each is module)
+                name = next(name for name, other in model.named_modules() if other is module)
                 raise NotImplementedError(
                     f"{name or 'the model'} is dropout with p={module.p} in training, which would draw other "
                     "numbers for a shard than for the whole; set its p to 0"
                 )
+
+    def _check_buffers(self, state: ForwardState) -> None:
+        """Raise for buffers that a forward changed otherwise than one process does."""
+        with agreement(f"a forward of {type(state.model).__name__}", self.comm, every=True) as call:
+            if state.uneven:
+                raise NotImplementedError(
+                    f"{state.uneven[:4]} change in a forward, which each rank must make once: plan these stages in one "
+                    "part (parts=(1,)) and with rows for all ranks, or change them outside of stages"
+                )
+            values = {name: hashed(x) for name, x in state.changed.items() if self.check_inputs}
+            call.facts = {"buffers that stages changed": values}
+
+
+class _Seen:
+    """What was looked at of a model: its modules, its weights, and the batch shapes of which a forward was run.
+
+    A copy of the model begins with nothing.
+    """
+
+    def __init__(self) -> None:
+        self.weights = False
+        self.modules: list[nn.Module] = []
+        self.shapes: set[object] = set()  # in training and not
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> _Seen:
+        return _Seen()
+
+
+def _in_backward() -> bool:
+    """Whether autograd runs here, which a forward inside a checkpoint sees when it is recomputed."""
+    return torch._C._current_graph_task_id() != -1
 
 
 def _apart(block: Block) -> frozenset[str]:
@@ -318,13 +340,16 @@ def _apart(block: Block) -> frozenset[str]:
     An attention with a plan draws its dropout by the place of a row in all of them, so it sees them all.
     """
     forms = [set(form_of(form).names) for form in block.stream.values()]
-    seen = {dim for _, dims in block.gathers.values() for dim in dims}
-    return frozenset() if block.attention else frozenset(set.intersection(*forms) - set(block.whole) - seen)
+    gathered = {dim for _, dims in block.gathers.values() for dim in dims}
+    return frozenset() if block.attention else frozenset(set.intersection(*forms) - set(block.whole) - gathered)
 
 
 def _tokens(block: Block, space: Space) -> int:
     form = form_of(next(iter(block.stream.values())))
     return prod(space.dims[name] for name in form.names if name in space.dims)
+
+
+# --- what a model must be ---------------------------------------------------------------------------------------------
 
 
 def _matches(name: str, patterns: Sequence[str]) -> bool:
@@ -333,44 +358,15 @@ def _matches(name: str, patterns: Sequence[str]) -> bool:
 
 def _check_block(module: nn.Module, name: str, block: Block) -> None:
     """Raise for arguments, tables and modules of a block that the module does not have."""
-    has = list(inspect.signature(module.forward).parameters)
-    if missing := [each for each in (*block.stream, *block.rows, *block.shared) if each not in has]:
-        raise ValueError(f"{name} takes {has}, and not {missing}, which its spec lists")
+    parameters = list(inspect.signature(module.forward).parameters)
+    listed = (*block.stream, *block.rows, *block.shared)
+    if missing := [argument for argument in listed if argument not in parameters]:
+        raise ValueError(f"{name} takes {parameters}, and not {missing}, which its spec lists")
     tables = {path for path, _ in (*module.named_parameters(), *module.named_buffers())}
     parts = {path for path, _ in module.named_modules()}
     inside = {*block.gathers, *([block.core.module] if block.core else [])}
     if missing := sorted((set(block.buffers) - tables) | (inside - parts)):
         raise ValueError(f"{name} has no {missing}, which its spec lists")
-
-
-def _check_replaced(model: nn.Module, spec: Spec, replaced: Sequence[Replaced], before: Sequence[nn.Module]) -> None:
-    """Raise for a model that lost a module that was parallelized, or got one that its spec does not account for."""
-    names = {id(module): name for name, module in model.named_modules()}
-    for each in replaced:
-        if id(each.module) not in names:
-            raise ValueError(
-                f"a {type(each.module).__name__} of {type(model).__name__} was taken out after the model was "
-                "parallelized; undo that first"
-            )
-    accounted = {id(part) for each in replaced[1:] for part in each.module.modules()}
-    accounted |= {
-        id(module) for name, module in model.named_modules() if _matches(name, (*spec.between, *spec.outside))
-    }
-    known = {id(module) for module in before} | accounted
-    for module in model.modules():
-        if any(True for _ in module.parameters(recurse=False)) and id(module) not in known:
-            raise ValueError(
-                f"{names[id(module)]} of {type(model).__name__} was put in after the model was parallelized; undo that "
-                "first"
-            )
-        if isinstance(module, MIXING) and not _matches(names[id(module)], spec.outside):
-            _refuse_mixing(names[id(module)], model, module)
-
-
-def _refuse_mixing(name: str, model: nn.Module, module: nn.Module) -> NoReturn:
-    raise NotImplementedError(
-        f"{name} of {type(model).__name__} is a {type(module).__name__}, whose statistics mix rows"
-    )
 
 
 def _check_modules(model: nn.Module, spec: Spec, stages: Sequence[str]) -> None:
@@ -391,7 +387,22 @@ def _check_modules(model: nn.Module, spec: Spec, stages: Sequence[str]) -> None:
                 "spec says nothing of it"
             )
         if isinstance(module, MIXING) and not _matches(name, spec.outside):
-            _refuse_mixing(name, model, module)
+            raise NotImplementedError(f"{name} of {what} is a {type(module).__name__}, whose statistics mix rows")
+
+
+# --- what happens inside a stage --------------------------------------------------------------------------------------
+
+
+@contextmanager
+def _noting_changes(module: nn.Module, name: str, changed: dict[str, Tensor]) -> Iterator[None]:
+    """A block after which `changed` has the module's buffers that were written to in it, by their names in the model.
+
+    What stages keep from forward to forward, such as running statistics, each rank must change once, and alike.
+    """
+    buffers = {path: x for path, x in module.named_buffers() if not x.is_inference()}  # those count no versions
+    before = {path: x._version for path, x in buffers.items()}
+    yield
+    changed |= {f"{name}.{path}": x for path, x in buffers.items() if x._version != before[path]}
 
 
 # by their arguments these may be without dropout
@@ -429,14 +440,5 @@ def _active(func: Any, args: Any, kwargs: Any) -> bool:
         return bool(kwargs.get("dropout_p", args[4] if len(args) > 4 else 0.0))
     bound = inspect.signature(func).bind(*args, **kwargs)
     bound.apply_defaults()
-    given = bound.arguments
-    return bool(given["training"] and given.get("p", given.get("dropout_p", 1.0)))
-
-
-@contextmanager
-def noting_changes(module: nn.Module, name: str, found: dict[str, Tensor]) -> Iterator[None]:
-    """A block after which `found` has the module's buffers that were written to in it, by their names in the model."""
-    buffers = {path: x for path, x in module.named_buffers() if not x.is_inference()}  # those count no versions
-    before = {path: x._version for path, x in buffers.items()}
-    yield
-    found |= {f"{name}.{path}": x for path, x in buffers.items() if x._version != before[path]}
+    named = bound.arguments
+    return bool(named["training"] and named.get("p", named.get("dropout_p", 1.0)))

@@ -1,4 +1,4 @@
-"""One forward of a parallelized model: where it is, and how one stage of it is run."""
+"""One forward of a parallelized model: how far it is, and how one stage of it is run."""
 
 from __future__ import annotations
 
@@ -21,15 +21,17 @@ from seqpar.dsp.overlap import in_parts
 from seqpar.dsp.plan import StagePlan
 from seqpar.dsp.space import Sharding, Space
 from seqpar.dsp.spec import Block, Core, Exit
+from seqpar.nn.wrap import replaced
 from seqpar.ops.attention.recompute import run_again_inside, under_way
 from seqpar.ops.core.handles import in_graph
 from seqpar.parallel import parallel
 
 SDPA = ("query", "key", "value", "attn_mask", "dropout_p", "is_causal", "scale", "enable_gqa")
+Arguments = dict[str, Any]  # of a forward, by name
 
 
 class StageRun(NamedTuple):
-    """How one stage is run in one forward: where its input lies, the layout inside, and where its output goes."""
+    """How one stage is run in one forward: where its input lies, the sharding inside, and where its output goes."""
 
     grid: Grid
     name: str
@@ -44,21 +46,26 @@ class StageRun(NamedTuple):
 
 
 class ForwardState:
-    """The runner of one forward. Stages come in the order of the plan, and any other order raises."""
+    """How far one forward is. Stages come in the order of the plan, and any other order raises.
 
-    def __init__(self, space: Space, names: Sequence[str], training: bool, seed: int) -> None:
-        self.space, self.names, self.training, self.seed = space, names, training, seed
+    names: of all stages. seed: of this forward. changed: buffers of stages that were written to, if this is the first
+    forward of its shape; uneven: those of them that some rank wrote to more than once, or not at all.
+    """
+
+    def __init__(self, model: nn.Module, space: Space, names: Sequence[str], training: bool, seed: int) -> None:
+        self.model, self.space, self.names, self.training, self.seed = model, space, names, training, seed
         self.plan: StagePlan | None = None
+        self.shape: object = None  # what the plan is for
         self.grid = Grid(space)
-        self.count = 0
-        self.key: object = None
-        self.left = self.first = False
-        self.changed: dict[str, Tensor] = {}  # buffers of stages that were written to, if this is the first forward
-        self.uneven: list[str] = []  # those that ranks wrote to more than once, or not at all
+        self.count = 0  # of stages that were called
+        self.ended = self.first = False
+        self.changed: dict[str, Tensor] = {}
+        self.uneven: list[str] = []
 
-    def follow(self, key: object, plan: StagePlan) -> None:
-        """Take a plan for this forward; key: what the plan is for."""
-        self.key, self.plan, self.grid = key, plan, Grid(self.space, plan.costs.core, plan.costs.held)
+    def follow(self, shape: object, plan: StagePlan, *, first: bool) -> None:
+        """Take a plan for this forward."""
+        self.shape, self.plan, self.first = shape, plan, first
+        self.grid = Grid(self.space, plan.costs.core, plan.costs.held)
 
     def end(self, exit: Exit) -> GridPosition:
         """Where the input of the module that ends the model lies: groups gather what it does not allow."""
@@ -66,7 +73,7 @@ class ForwardState:
         return self.plan.end, self.grid.held if self.grid.held in exit.rest else None
 
     def next(self, name: str, exit: Exit | None) -> StageRun:
-        """The step of the stage that is called now. exit: the module that ends the model, if one does."""
+        """The run of the stage that is called now. exit: the module that ends the model, if one does."""
         expected = self.names[self.count] if self.count < len(self.names) else "the end"
         if name != expected:
             raise NotImplementedError(
@@ -74,86 +81,108 @@ class ForwardState:
                 f"order of the spec: {list(self.names)[:8]}"
             )
         assert self.plan is not None
-        n, choices = self.count, self.plan.choices
+        choice, held = self.plan.choices[self.count], self.grid.held
+        before: GridPosition = (choice.before, held) if self.count else (None, None)
         self.count += 1
         last = self.count == len(self.names)
-        self.left = last and exit is None
-        held = self.grid.held
-        before = (None, None) if n == 0 else (choices[n].before, held)
-        after = (None, None)
+        self.ended = last and exit is None
+        after: GridPosition = (None, None)
         if not last:
-            after = choices[n + 1].before, held
+            after = self.plan.choices[self.count].before, held
         elif exit is not None:
             after = self.end(exit)
         return StageRun(
-            self.grid, name, before, choices[n].layout, after, choices[n].mode, self.left, self.first, self.seed,
-            choices[n].parts,
-        )  # fmt: skip
+            self.grid, name, before, choice.layout, after, choice.mode, self.ended, self.first, self.seed, choice.parts
+        )
 
 
-def run_stage(module: nn.Module, block: Block, inner: Any, step: StageRun, given: dict[str, Any], grad: str) -> Any:
-    """What a stage returns, in the layout in which the model goes on.
+def by_name(forward: Callable[..., Any], what: str) -> Callable[[Sequence[Any], Arguments], Arguments]:
+    """What names the arguments of a forward: (those by position, those by name) -> all by name. what: whose it is."""
+    parameters = inspect.signature(forward).parameters.values()
+    order = [p.name for p in parameters if p.kind in (p.POSITIONAL_ONLY, p.POSITIONAL_OR_KEYWORD)]
 
-    inner: the module's own forward. given: its arguments by name. grad: how the end's gradient counts.
+    def named(args: Sequence[Any], kwargs: Arguments) -> Arguments:
+        if len(args) > len(order):
+            raise ValueError(f"{what} got {len(args)} arguments by position, its forward names {order}")
+        return dict(zip(order, args)) | kwargs
+
+    return named
+
+
+def run_stage(module: nn.Module, block: Block, forward: Any, run: StageRun, arguments: Arguments, grad: str) -> Any:
+    """What a stage returns, in the sharding in which the model goes on.
+
+    forward: the module's own. grad: how the end's gradient counts.
 
     Raises: ValueError for an argument that is not in the spec, or not of its form under what is sharded.
     """
     names, forms = list(block.stream), list(block.stream.values())
-    _check_arguments(step.name, block, given)
-    grid, xs = step.grid, [given[name] for name in names]
-    here = step.inside, grid.held
+    _check_arguments(run.name, block, arguments)
+    grid, xs = run.grid, [arguments[name] for name in names]
+    inside = run.inside, grid.held
 
     def compute(part: Grid, streams: list[Tensor]) -> list[Tensor]:
-        return _computed(module, block, inner, step._replace(grid=part), given | dict(zip(names, streams, strict=True)))
+        return _compute(module, block, forward, run._replace(grid=part), arguments | dict(zip(names, streams)))
 
     # recomputed selectively, calls go through their ops, which are not under way when they return
-    if step.parts > 1 and not in_graph(*xs):
-        assert step.inside is not None
-        found = in_parts(step.name, xs, forms, grid, step.before, step.inside, step.after, step.parts, compute)
+    if run.parts > 1 and not in_graph(*xs):
+        assert run.inside is not None
+        ys = in_parts(run.name, xs, forms, grid, run.before, run.inside, run.after, run.parts, compute)
     else:
-        outs = compute(grid, grid.move(xs, forms, step.before, here))
-        found = grid.end(outs, forms, here, grad) if step.last else grid.move(outs, forms, here, step.after)
-    return found[0] if len(found) == 1 else tuple(found)
+        ys = compute(grid, grid.move(xs, forms, run.before, inside))
+        ys = grid.end(ys, forms, inside, grad) if run.last else grid.move(ys, forms, inside, run.after)
+    return ys[0] if len(ys) == 1 else tuple(ys)
 
 
-def _computed(module: nn.Module, block: Block, inner: Any, step: StageRun, given: dict[str, Any]) -> list[Tensor]:
+def _compute(module: nn.Module, block: Block, forward: Any, run: StageRun, arguments: Arguments) -> list[Tensor]:
     """What a stage computes of its rows, which are this rank's share; other arguments are whole."""
-    grid, inside = step.grid, step.inside
+    grid, skips = run.grid, some_rank_skips(block, run)
     for name, form in block.rows.items():
-        if given.get(name) is not None:
-            given[name] = grid.share_of(given[name], form, inside, f"{name} of {step.name}")
-    if skipping(block, step) and (within := gathered_within(module)):
+        if arguments.get(name) is not None:
+            arguments[name] = grid.share_of(arguments[name], form, run.inside, f"{name} of {run.name}")
+    if skips and (collective := collective_modules(module)):
         raise NotImplementedError(
-            f"{within} of {step.name} is under fully_shard, and would wait for ranks that have no rows along {inside} "
-            "and skip the stage; use fully_shard on stages as a whole, or give a planner that shards another dimension"
+            f"{collective} of {run.name} is under fully_shard, and would wait for ranks that have no rows along "
+            f"{run.inside} and skip the stage; use fully_shard on stages as a whole, or give a planner that shards "
+            "another dimension"
         )
-    if skipping(block, step) and grid.absent(inside):
-        outs = skipped(module, [given[name] for name in block.stream], given)
+    if skips and grid.absent(run.inside):
+        outs = _skip(module, [arguments[name] for name in block.stream], arguments)
     else:
-        with _shared_attention(block, step), _prepared(module, block, step):
-            out = inner(**given)
+        with _shared_attention(block, run), _adapted(module, block, run):
+            out = forward(**arguments)
         outs = list(out) if isinstance(out, (tuple, list)) else [out]
     if len(outs) != len(block.stream):
-        raise ValueError(f"{step.name} returned {len(outs)} tensors, its spec has {len(block.stream)} streams")
+        raise ValueError(f"{run.name} returned {len(outs)} tensors, its spec has {len(block.stream)} streams")
     for (name, form), out in zip(block.stream.items(), outs, strict=True):
-        grid.check(out, form, (inside, grid.held), f"{name} out of {step.name}")
+        grid.check(out, form, (run.inside, grid.held), f"{name} out of {run.name}")
     return outs
 
 
-def _exchanging(block: Block, step: StageRun) -> set[Sharding]:
-    """The dimensions among whose ranks a block exchanges inside, so that none of them stays away."""
-    found: set[Sharding] = {dim for _, dims in block.gathers.values() for dim in dims}
-    if block.attention or step.mode == "ulysses":
-        found.add(step.grid.held if step.grid.held in block.whole else step.inside)
-    return found
+def _check_arguments(name: str, block: Block, arguments: Mapping[str, Any]) -> None:
+    known = {*block.stream, *block.rows, *block.shared}
+    for argument, value in arguments.items():
+        if argument not in known and value is not None:
+            raise ValueError(
+                f"{name} got {argument}={value!r:.100}, of which its spec says nothing: list it under rows with its "
+                "form, or under shared if all rows use it alike"
+            )
+    if missing := [argument for argument in block.stream if argument not in arguments]:
+        raise ValueError(f"{name} got no {missing}, which its spec says hold the rows")
 
 
-def skipping(block: Block, step: StageRun) -> bool:
-    """Whether any rank skips a stage, as it has no rows."""
-    return step.inside not in _exchanging(block, step) and step.grid.sparse(step.inside)
+# --- ranks without rows -----------------------------------------------------------------------------------------------
 
 
-def gathered_within(module: nn.Module) -> list[str]:
+def some_rank_skips(block: Block, run: StageRun) -> bool:
+    """Whether any rank skips a stage: it has no rows, and nobody waits for it in an exchange inside the stage."""
+    exchanging: set[Sharding] = {dim for _, dims in block.gathers.values() for dim in dims}
+    if block.attention or run.mode == "ulysses":
+        exchanging.add(run.grid.held if run.grid.held in block.whole else run.inside)
+    return run.inside not in exchanging and run.grid.sparse(run.inside)
+
+
+def collective_modules(module: nn.Module) -> list[str]:
     """Modules inside whose forward is a collective, as that makes their weights whole."""
     return [
         name
@@ -162,13 +191,13 @@ def gathered_within(module: nn.Module) -> list[str]:
     ]
 
 
-def skipped(module: nn.Module, streams: Sequence[Tensor], given: Mapping[str, Any]) -> list[Tensor]:
+def _skip(module: nn.Module, streams: Sequence[Tensor], arguments: Mapping[str, Any]) -> list[Tensor]:
     """Empty streams, as if the module had computed them: every parameter and argument is in the graph."""
-    inputs = [x for x in given.values() if isinstance(x, Tensor) and not any(x is y for y in streams)]
-    return list(_Skipped.apply(len(streams), *streams, *inputs, *module.parameters()))
+    inputs = [x for x in arguments.values() if isinstance(x, Tensor) and not any(x is y for y in streams)]
+    return list(_Skip.apply(len(streams), *streams, *inputs, *module.parameters()))
 
 
-class _Skipped(torch.autograd.Function):
+class _Skip(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, count: int, *inputs: Tensor) -> tuple[Tensor, ...]:
         ctx.save_for_backward(*inputs)
@@ -180,129 +209,109 @@ class _Skipped(torch.autograd.Function):
         return None, *(torch.zeros_like(x) if n else None for x, n in zip(ctx.saved_tensors, needed, strict=True))
 
 
-def _check_arguments(name: str, block: Block, given: Mapping[str, Any]) -> None:
-    known = {*block.stream, *block.rows, *block.shared}
-    for argument, value in given.items():
-        if argument not in known and value is not None:
-            raise ValueError(
-                f"{name} got {argument}={value!r:.100}, of which its spec says nothing: list it under rows with its "
-                "form, or under shared if all rows use it alike"
-            )
-    if missing := [argument for argument in block.stream if argument not in given]:
-        raise ValueError(f"{name} got no {missing}, which its spec says hold the rows")
+# --- what is other inside a stage -------------------------------------------------------------------------------------
 
 
-def _shared_attention(block: Block, step: StageRun) -> Any:
+def _shared_attention(block: Block, run: StageRun) -> Any:
     """What surrounds a block whose attention asks for a plan."""
     if not block.attention:
         return nullcontext()
     form = next(iter(block.stream.values()))
-    space, sharded = step.grid.sharing(block.whole, step.inside)
-    plan = attention_plan(space, form, block.whole, sharded, ulysses=step.mode == "ulysses")
-    return parallel(plan, LocalComm() if sharded is None else space.comm, seed=step.seed)
+    space, sharded = run.grid.sharing(block.whole, run.inside)
+    plan = attention_plan(space, form, block.whole, sharded, ulysses=run.mode == "ulysses")
+    return parallel(plan, LocalComm() if sharded is None else space.comm, seed=run.seed)
 
 
 @contextmanager
-def _sliced(module: nn.Module, block: Block, step: StageRun) -> Iterator[None]:
-    """The module with its tables of rows cut to this rank's share."""
-    kept: list[tuple[dict[str, Any], str, Any]] = []
+def _adapted(module: nn.Module, block: Block, run: StageRun) -> Iterator[None]:
+    """The module with its tables cut to this rank's rows, and with the modules inside that must see all rows.
+
+    A checkpoint inside the module runs those again inside the same.
+    """
+    adapters = _adapters(module, block, run)
+    outside, again = under_way() if adapters else [], partial(_adapted, module, block, run)
+
+    def adapted(part: nn.Module, adapter: Callable[..., Any]) -> Callable[..., Any]:
+        forward = part.forward
+        named = by_name(forward, f"a module of {run.name}")
+
+        def call(*args: Any, **kwargs: Any) -> Any:
+            run_again_inside(again, run, outside)
+            return adapter(forward, named(args, kwargs))
+
+        return call
+
+    with ExitStack() as stack, _cut_tables(module, block, run):
+        for path, adapter in adapters.items():
+            part = module.get_submodule(path)
+            stack.enter_context(replaced(part, {"forward": adapted(part, adapter)}))
+        yield
+
+
+@contextmanager
+def _cut_tables(module: nn.Module, block: Block, run: StageRun) -> Iterator[None]:
+    """The module with its buffers and parameters that follow rows cut to this rank's share."""
+    whole: list[tuple[dict[str, Any], str, Any]] = []
     try:
         for path, form in block.buffers.items():
             owner, _, name = path.rpartition(".")
-            held = module.get_submodule(owner)
-            table = held._parameters if name in held._parameters else held._buffers
-            whole = table[name]
-            kept.append((table, name, whole))
-            table[name] = step.grid.share_of(whole, form, step.inside, f"{path} of {step.name}")
+            part = module.get_submodule(owner)
+            tables = part._parameters if name in part._parameters else part._buffers
+            whole.append((tables, name, tables[name]))
+            tables[name] = run.grid.share_of(tables[name], form, run.inside, f"{path} of {run.name}")
         yield
     finally:
-        for table, name, whole in kept:
-            table[name] = whole
+        for tables, name, table in whole:
+            tables[name] = table
 
 
-@contextmanager
-def _shared(module: nn.Module, block: Block, step: StageRun) -> Iterator[None]:
-    """The module with parts that see all rows, also in what a checkpoint inside the module runs again."""
-    parts = _parts(module, block, step)
-    outside, again = under_way() if parts else [], partial(_prepared, module, block, step)
-
-    def noted(call: Callable[..., Any], inner: Callable[..., Any], given: dict[str, Any]) -> Any:
-        run_again_inside(again, step, outside)
-        return call(inner, given)
-
-    with ExitStack() as stack:
-        for path, call in parts.items():
-            stack.enter_context(_around(module.get_submodule(path), partial(noted, call)))
-        yield
-
-
-@contextmanager
-def _prepared(module: nn.Module, block: Block, step: StageRun) -> Iterator[None]:
-    with _sliced(module, block, step), _shared(module, block, step):
-        yield
-
-
-def _parts(module: nn.Module, block: Block, step: StageRun) -> dict[str, Callable[..., Any]]:
-    """Modules inside that run otherwise in this step: outputs that are gathered, and a core that is shared by heads."""
-    grid, found = step.grid, dict[str, Callable[..., Any]]()
+def _adapters(module: nn.Module, block: Block, run: StageRun) -> dict[str, Callable[..., Any]]:
+    """Modules inside whose outputs are gathered, and the core that ranks share by heads, each with what runs it:
+    ``adapter(its forward, arguments)``."""
+    grid, adapters = run.grid, dict[str, Callable[..., Any]]()
     for path, (form, dims) in block.gathers.items():
-        if {step.inside, grid.held} & set(dims):
-            found[path] = partial(_gathered, step, form, dims)
-    if block.core is not None and step.mode == "ulysses":
-        space, sharded = grid.sharing(block.whole, step.inside)
-        over = Space(space.dims | {block.core.over: block.core.count(module)}, space.comm)
-        how = _sharing_sdpa if block.core.sdpa else _over_heads
-        found[block.core.module] = partial(how, step.name, block.core, over, sharded)
-    return found
-
-
-@contextmanager
-def _around(module: nn.Module, call: Callable[..., Any]) -> Iterator[None]:
-    """The module with `call(its own forward, arguments by name)` for a forward."""
-    own, inner = module.__dict__.get("forward"), module.forward
-    order = list(inspect.signature(inner).parameters)
-    module.forward = lambda *args, **kwargs: call(inner, dict(zip(order, args)) | kwargs)
-    try:
-        yield
-    finally:
-        if own is None:
-            del module.forward
-        else:
-            module.forward = own
+        if {run.inside, grid.held} & set(dims):
+            adapters[path] = partial(_gathered, run, form, dims)
+    if block.core is not None and run.mode == "ulysses":
+        space, sharded = grid.sharing(block.whole, run.inside)
+        by_heads = Space(space.dims | {block.core.over: block.core.count(module)}, space.comm)
+        share = _share_sdpa if block.core.sdpa else _share_core
+        adapters[block.core.module] = partial(share, run.name, block.core, by_heads, sharded)
+    return adapters
 
 
 def _gathered(
-    step: StageRun, form: str, dims: Sequence[str], inner: Callable[..., Tensor], given: dict[str, Any]
+    run: StageRun, form: str, dims: Sequence[str], forward: Callable[..., Tensor], arguments: Arguments
 ) -> Tensor:
-    return step.grid.gather(inner(**given), form, step.inside, dims)
+    return run.grid.gather(forward(**arguments), form, run.inside, dims)
 
 
-def _over_heads(
-    name: str, core: Core, space: Space, sharded: str, inner: Callable[..., Tensor], given: dict[str, Any]
+def _share_core(
+    name: str, core: Core, space: Space, sharded: str, forward: Callable[..., Tensor], arguments: Arguments
 ) -> Tensor:
     """What a core returns, computed for this rank's heads of all rows, of which ranks have shares along `sharded`."""
-    if extra := [name for name, value in given.items() if name not in core.stream and value is not None]:
+    if extra := [argument for argument, x in arguments.items() if argument not in core.stream and x is not None]:
         raise ValueError(f"{core.module} of {name} got {extra}, of which its spec says nothing")
     forms = list(core.stream.values())
-    xs = switch_all([given[name] for name in core.stream], space, forms, sharded, core.over)
+    xs = switch_all([arguments[argument] for argument in core.stream], space, forms, sharded, core.over)
     if space.local(core.over)[core.over]:
-        out = inner(**dict(zip(core.stream, xs, strict=True)))
+        out = forward(**dict(zip(core.stream, xs, strict=True)))
     else:
         sizes = {"1": 1}
         for x, form in zip(xs, forms, strict=True):
             sizes |= zip(form_of(form).apart.split(), space.unfold(x, form, core.over).shape)
         form = form_of(core.out)
-        empty = form.fold(xs[0].new_zeros([sizes[name] for name in form.apart.split()]))
+        empty = form.fold(xs[0].new_zeros([sizes[axis] for axis in form.apart.split()]))
         out = empty + sum(x.sum() for x in xs)  # nothing, with all that came in the graph
     return switch(out, space, core.out, core.over, sharded)
 
 
-def _sharing_sdpa(
-    name: str, core: Core, space: Space, sharded: str, inner: Callable[..., Any], given: dict[str, Any]
+def _share_sdpa(
+    name: str, core: Core, space: Space, sharded: str, forward: Callable[..., Any], arguments: Arguments
 ) -> Any:
     """What a module returns whose one call of PyTorch's attention is shared by heads."""
-    with _Sdpa(partial(_over_heads, name, core, space, sharded)) as mode:
-        out = inner(**given)
+    with _Sdpa(partial(_share_core, name, core, space, sharded)) as mode:
+        out = forward(**arguments)
     if mode.calls != 1:
         raise NotImplementedError(
             f"{core.module} of {name} called F.scaled_dot_product_attention {mode.calls} times, its spec shares "
@@ -322,7 +331,7 @@ class _Sdpa(TorchFunctionMode):
         if func is not F.scaled_dot_product_attention:
             return func(*args, **(kwargs or {}))
         self.calls += 1
-        given = dict(zip(SDPA, args)) | (kwargs or {})
-        scale = given.pop("scale", None)
-        given = {name: value for name, value in given.items() if isinstance(value, Tensor) or value}
-        return self.share(partial(func, scale=scale), given)
+        arguments = dict(zip(SDPA, args)) | (kwargs or {})
+        scale = arguments.pop("scale", None)
+        arguments = {name: value for name, value in arguments.items() if isinstance(value, Tensor) or value}
+        return self.share(partial(func, scale=scale), arguments)

@@ -123,20 +123,24 @@ def undone(comm: Comm) -> None:
     model = made(Weather)
     before = {name: dict(module.__dict__) for name, module in model.named_modules()}
     handle = parallelize(model, comm, WEATHER)
-    with pytest.raises(ValueError, match="parallelized already"):
+    with pytest.raises(ValueError, match="Weather is parallel already; call undo"):
         parallelize(model, comm, WEATHER)
     model(GRID["x"])
+    comm.stats.reset()
+    with handle.local():
+        alone = gradients(model, GRID)
+    assert comm.stats.exchanges == 0
+    model.zero_grad()
     handle.undo()
     handle.undo()
     for name, module in model.named_modules():
         assert "forward" not in module.__dict__ and module.__dict__.keys() == before[name].keys()
-    comm.stats.reset()
     want = gradients(made(Weather), GRID)
-    compared([gradients(model, GRID)], want)
+    compared([alone, gradients(model, GRID)], want)
     assert comm.stats.exchanges == 0
 
 
-def test_undo_gives_the_model_back() -> None:
+def test_undo_gives_the_model_back_and_local_for_a_while() -> None:
     run_threads(2, undone)
 
 
