@@ -22,7 +22,7 @@ import torch
 from torch import Tensor
 
 from seqpar.comm import Comm, Tag, Work
-from seqpar.comm.entry import Entry
+from seqpar.comm.entry import ThreadEntry
 from seqpar.comm.protocol import Stats, subset
 from seqpar.planner import Link
 
@@ -58,7 +58,7 @@ class Tape:
     direct, check_every = True, "batch"  # as `ShmComm`
 
     def __init__(self, rank: int, size: int) -> None:
-        self.rank, self.size, self.stats, self.entry = rank, size, Stats(), Entry()
+        self.rank, self.size, self.stats, self.entry = rank, size, Stats(), ThreadEntry()
         self.agreed: dict[int, None] = {}
         self.events: list[Event] = []
         self._noise: dict[torch.dtype, Tensor] = {}
