@@ -16,13 +16,17 @@ OLDEST_TRITON := $(if $(filter Linux,$(shell uname -s)),$(VENV)/triton-3.6)
 # The tests start hundreds of processes, which load bytecode sooner than they compile it.
 unexport PYTHONDONTWRITEBYTECODE
 
-.PHONY: demo test exhaustive soak bits bench results gpu sanitize lint setup clean
+.PHONY: demo test quick exhaustive soak bits bench results gpu sanitize lint setup clean
 
 demo: $(READY)
 	$(BIN)/seqpar demo $(ARGS)
 
 test: $(READY) $(OLDEST_TRITON) $(TIMM)
 	$(BIN)/python -m pytest -q -n $(WORKERS) --dist loadfile --no-loadscope-reorder $(ARGS)
+
+# the geometry, and a case of every op and comm: a minute, for who changes something
+quick: $(READY)
+	$(BIN)/python -m pytest -q -n 2 --dist worksteal -m "quick and not exhaustive" $(ARGS)
 
 exhaustive: $(READY) $(TIMM)
 	$(BIN)/python -m pytest -q -n $(WORKERS) -m exhaustive --timeout 0 --hypothesis-profile=search $(ARGS)

@@ -33,10 +33,33 @@ LONGEST = (
 )  # fmt: skip
 
 
+# `make quick`: the geometry whole, and a case or two of every op, comm, kernel and way in. Beginnings of test names.
+QUICK = (
+    "facts/", "plan/", "planner/test_batch.py::test_equal_documents", "kernels/test_merge.py::test_merging",
+    "kernels/test_kernels.py::test_no_rows_and_no_keys", "kernels/test_kernels.py::test_large_scores_lose_no_row",
+    "ops/test_attention.py::test_widths_per_document", "ops/test_attention.py::test_shares_without_heads",
+    "ops/test_attention.py::test_real_processes", "ops/test_verbs.py::test_switch_takes_equal_shares",
+    "ops/test_verbs.py::test_unshard_sums_gradients", "ops/test_verbs.py::test_every_verb_over_processes",
+    "ops/test_rotary.py::test_a_rank_turns", "ops/test_lse.py::test_under_every_transport",
+    "comm/test_exchange.py::TestThreads", "comm/test_exchange.py::TestProcesses::test_adjoint",
+    "comm/test_exchange.py::TestProcesses::test_agree", "comm/test_exchange.py::TestSharedMemory::test_adjoint",
+    "comm/test_exchange.py::TestSharedMemory::test_agree", "nn/test_attention.py::test_options",
+    "data/test_share.py::test_processes", "train/test_gradients.py::test_gradients_are_summed_over_processes",
+    "train/test_loss.py::test_shares_add_up", "dsp/test_moves.py::test_moves_on_processes",
+    "dsp/test_latte.py::test_it_is_so_on_processes", "integrations/hf/test_model.py::test_a_model_on_ranks[Llama",
+    "integrations/hf/test_sdpa.py::test_what_computes_every_token_alone", "test_package.py",
+)  # fmt: skip
+
+
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
-    """Longest files first, each in its own order."""
-    places = {Path(__file__).parent / name: place for place, name in enumerate(LONGEST)}
+    """Longest files first, each in its own order; the tests of `QUICK` marked."""
+    top = Path(__file__).parent
+    places = {top / name: place for place, name in enumerate(LONGEST)}
     items.sort(key=lambda item: places.get(item.path, len(places)))
+    quick = tuple(f"{top.name}/{name}" for name in QUICK)
+    for item in items:
+        if item.nodeid.startswith(quick):
+            item.add_marker(pytest.mark.quick)
 
 
 def pytest_runtest_setup() -> None:
