@@ -17,7 +17,7 @@ from torch import Tensor
 
 import seqpar
 from seqpar.comm import Comm, GroupComm, ShmComm, Tag, Work, shm
-from seqpar.comm.entry import Entry
+from seqpar.comm.entry import ThreadEntry
 from seqpar.comm.protocol import NO_FACTS, Stats
 from seqpar.kernels import Score, call_spec, choose
 from seqpar.plan.steps import count
@@ -74,7 +74,7 @@ class Alone:
     direct, check_every = True, "batch"
 
     def __init__(self, size: int) -> None:
-        self.rank, self.size, self.stats, self.entry = 0, size, Stats(), Entry()
+        self.rank, self.size, self.stats, self.entry = 0, size, Stats(), ThreadEntry()
         self.agreed: dict[int, tuple[str, Mapping[str, object]]] = {}
         self._made: dict[object, tuple[Tensor, Tensor]] = {}
 

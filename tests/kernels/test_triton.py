@@ -31,8 +31,8 @@ from seqpar.kernels.triton import Triton  # noqa: E402
 from seqpar.kernels.triton.config import (  # noqa: E402
     GENERATIONS,
     MAX_DIM,
-    Config,
     Descriptor,
+    LaunchConfig,
     configure,
     generation,
     parts,
@@ -40,7 +40,7 @@ from seqpar.kernels.triton.config import (  # noqa: E402
 )  # fmt: skip
 
 BASE = Case(queries=45, keys=45, dtype=torch.float32)
-SMALL = Triton(configure=lambda d: Config(16, 16, 4, 1))
+SMALL = Triton(configure=lambda d: LaunchConfig(16, 16, 4, 1))
 
 
 @given(st.integers(1, MAX_DIM))
@@ -107,7 +107,7 @@ def test_descriptors_load_what_pointers_do(mask, monkeypatch) -> None:
     monkeypatch.setattr(package, "describable", lambda *tensors: used.append(described(*tensors)) or used[-1])
     results = []
     for tma in (False, True):
-        kernel = Triton(configure=lambda d, tma=tma: Config(32, 16, 4, 1, tma))
+        kernel = Triton(configure=lambda d, tma=tma: LaunchConfig(32, 16, 4, 1, tma))
         monkeypatch.setattr(suite, "viewed", lambda x, fill=torch.nan: x.clone())  # aligned, as descriptors need
         out, lse = suite.run_forward(kernel, case)
         results.append([out, lse, *suite.run_backward(kernel, case, out, lse)])
@@ -117,7 +117,7 @@ def test_descriptors_load_what_pointers_do(mask, monkeypatch) -> None:
 
 
 def test_tensors_that_descriptors_refuse_are_loaded_by_pointers() -> None:
-    kernel = Triton(configure=lambda d: Config(32, 16, 4, 1, True))
+    kernel = Triton(configure=lambda d: LaunchConfig(32, 16, 4, 1, True))
     suite.test_forward_and_backward_equal_the_oracle(kernel, replace(BASE, dim=24, v_dim=20, splits=2))
 
 

@@ -90,7 +90,7 @@ def steps(
     """Forward, dq, and dk and dv."""
     from seqpar.kernels import Grads, Operands, Score, Sums
     from seqpar.kernels import triton as package
-    from seqpar.kernels.triton.config import Config
+    from seqpar.kernels.triton.config import LaunchConfig
     from tests.kernels.test_kernels import facts_of
 
     def made(n: int, heads: int, dim: int, dtype: torch.dtype = dtype) -> torch.Tensor:
@@ -101,7 +101,7 @@ def steps(
         return torch.zeros(1 if stored == "expanded" else n, heads, dim, dtype=dtype).expand(n, heads, dim)
 
     package._processors = lambda device: processors
-    kernel = package.Triton(configure=lambda d: Config(16, 16, 4, 1, tma=True))
+    kernel = package.Triton(configure=lambda d: LaunchConfig(16, 16, 4, 1, tma=True))
     lo = np.random.default_rng(0).integers(0, keys, rows)
     mask = Mask.from_bounds(lo, np.minimum(lo + 9, keys), kv_tokens=keys) if bounds else Mask([rows], kv_lengths=[keys])
     slopes = torch.zeros(heads) if alibi else None
