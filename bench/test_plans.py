@@ -105,7 +105,7 @@ def planned(width: str) -> Plan:
 def ranks_by_keys() -> dict[str, int]:
     """A rank that fetches nothing, one that fetches as many keys as half of the sharing ones do, and the greediest."""
     plan = planned("width 1")
-    demand = plan._demand(1)
+    demand = plan.demand(1)
     keys = np.bincount(demand.needs.group, demand.needs.hi - demand.needs.lo, MANY_RANKS)
     sharing = MANY_RANKS // 2 + np.argsort(keys[MANY_RANKS // 2 :])
     return {"whole": 0, "shared": int(sharing[len(sharing) // 2]), "most": int(sharing[-1])}

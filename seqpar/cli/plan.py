@@ -249,7 +249,7 @@ def make_mask(args: Any) -> Mask:
 
 def measure(plan: Plan, layout: str, call: dict[str, Any]) -> dict[str, Any]:
     """The plan's figures as plain data; of few ranks with the bytes of a layer, `sends_to` both ways together."""
-    from seqpar.plan.load import load_of
+    from seqpar.plan.counts import load_of
     from seqpar.plan.report import told_by_rank
 
     load, by_rank = load_of(plan), told_by_rank(plan)

@@ -86,6 +86,38 @@ class Runs(NamedTuple):
         return Runs(self.start[index], self.count[index], self.step[index])
 
 
+class Intervals(NamedTuple):
+    """Intervals ``[lo, hi)`` of positions, each of a group."""
+
+    group: Ints
+    lo: Ints
+    hi: Ints
+
+    def by(self, owner: Ints) -> Intervals:
+        """The same intervals, each of the owner of its group."""
+        return Intervals(owner[self.group], self.lo, self.hi)
+
+
+def union(group: Ints, lo: Ints, hi: Ints, groups: int, tokens: int) -> Intervals:
+    """Intervals of each group, merged where they touch and sorted by group, then start; positions below ``tokens``."""
+    kept = hi > lo
+    if not kept.all():
+        group, lo, hi = group[kept], lo[kept], hi[kept]
+    order = order_of(group, groups)
+    base = group[order] * (tokens + 1)  # one line for all groups, on which two groups' intervals never touch
+    lo, hi = lo[order] + base, hi[order] + base
+    if (lo[1:] < lo[:-1]).any():
+        order = np.argsort(lo, kind="stable")
+        lo, hi = lo[order], hi[order]
+    if lo.size:
+        reach = np.maximum.accumulate(hi)
+        first = np.flatnonzero(np.append(True, lo[1:] > reach[:-1]))
+        lo, hi = lo[first], np.append(reach[first[1:] - 1], reach[-1])
+    group = lo // (tokens + 1)
+    base = group * (tokens + 1)
+    return Intervals(group, lo - base, hi - base)
+
+
 def expand(start: Ints, count: Ints, step: Ints | int = 1) -> Ints:
     """All elements of arithmetic progressions, one after the other."""
     steps = np.broadcast_to(np.asarray(step, np.int64), start.shape)

@@ -1,22 +1,36 @@
 """What every rank computes and moves under a mask and a layout: counted from runs, for all ranks at once.
 
-The counts are those of `Plan.steps` under "fetch" (a test compares them), made without a rank's steps: a layout over
+The counts are those of `Plan.steps` under "fetch" (a test compares them), but need no rank's steps: a layout over
 thousands of ranks is counted in a few passes over its pieces. Groups are ranks that share heads; with width 1 a group
 is a rank.
+
+The one tool is `Measure`: from sorted ends of intervals it tells how many positions below a point they cover. What
+groups have and what they need are put on one line, a stretch of all positions for each group, so that two sorted arrays
+answer for every group at once::
+
+    line          |----- group 0 -----|----- group 1 -----|
+    own           |#####              |     ##########    |
+    needs         |=============      |=============      |
+    fetched       |     --------      |-----              |      needs without what own covers
+
+Planners count by `tally` and `counts_of`; reports ask `load_of` and `fetched_between` of a plan.
 """
 
 from __future__ import annotations
 
+from collections.abc import Iterator
+from functools import cached_property
 from typing import NamedTuple
 
 import numpy as np
 from numpy.typing import NDArray
 
-from seqpar.facts.intervals import Runs, cut, distinct, edges, expand, interval_of, order_of
+from seqpar.facts.intervals import Holders, Intervals, Runs, cut, distinct, edges, expand, interval_of, order_of, union
 from seqpar.facts.layout import Layout
 from seqpar.facts.mask import Mask
 from seqpar.facts.value import Ints, frozen
-from seqpar.plan.routes import Needs, needs_of, union
+from seqpar.plan.derive import Derived
+from seqpar.plan.routes import Needs, needs_of
 
 
 class Tally(NamedTuple):
@@ -39,14 +53,6 @@ class Tally(NamedTuple):
     sent: Ints
     leaving: Ints
     most: Ints
-
-
-class Stretches(NamedTuple):
-    """Consecutive positions by owner: sorted by owner, then start; those of no owner overlap."""
-
-    owner: Ints
-    start: Ints
-    stop: Ints
 
 
 class Measure:
@@ -98,17 +104,27 @@ def counts_of(
     moving = _moving(mask, group, document)
     if not moving.size:
         return Tally(rows, none, pieces, summed(group, area, groups), none, none, none, none, none, most)
+    # what the groups of cut documents have, and what they see
+    part, holder = runs.pick(moving), group[moving]
+    order = order_of(holder, groups)
+    own = Intervals(holder[order], part.start[order], (part.start + part.count)[order])
+    moved = Moved(needs_of(mask, part, holder, groups), own, groups, mask.kv_tokens)
     near = area.copy()
-    moved = _Moved(mask, runs.pick(moving), group[moving], groups)
-    near[moving] = moved.near(mask)
+    near[moving] = _near(mask, part, holder, own)
     entering = leaving = none
     if node_of is not None:
-        entering, leaving = moved.crossing_once(node_of) if forwarded else moved.crossing(node_of)
-    keys, sent = moved.keys()
+        entering = moved.entering(node_of)
+        if not forwarded:
+            leaving = moved.leaving(node_of)
+        else:  # what enters a node is charged to its groups in proportion to what each of them takes
+            once = moved.needed_by(node_of)
+            wanted = summed(node_of, entering, int(node_of[-1]) + 1)
+            entering = -(-entering * moved.entering_once(node_of, once)[node_of] // np.maximum(wanted[node_of], 1))
+            leaving = moved.leaving_once(node_of, once)
     return Tally(
         rows=rows, merging=summed(group, np.where(near < area, runs.count, 0), groups), pieces=pieces,
         near=summed(group, near, groups), far=summed(group, area - near, groups),
-        keys=keys, entering=entering, sent=sent, leaving=leaving, most=most,
+        keys=moved.fetched(), entering=entering, sent=moved.sent(), leaving=leaving, most=most,
     )  # fmt: skip
 
 
@@ -144,16 +160,6 @@ def _stretches(layout: Layout) -> tuple[Ints, Ints]:
     return frozen(lo), frozen(holder.astype(np.int64))
 
 
-def expanded(runs: Runs, owner: Ints) -> tuple[Runs, Ints]:
-    """The same positions as runs of step 1, and the owner of each."""
-    if (runs.step == 1).all():
-        return runs, owner
-    start, owner = expand(*runs), np.repeat(owner, runs.count)
-    # neighbours are one run, as they are where no run strides
-    first = np.flatnonzero(np.append(True, (np.diff(start) != 1) | (np.diff(owner) != 0)))
-    return Runs(start[first], np.diff(np.append(first, start.size)), np.ones_like(first)), owner[first]
-
-
 def breaks_of(mask: Mask) -> Ints:
     """Where documents and spans of the mask start, ascending."""
     return mask.memo("breaks", lambda: frozen(distinct(np.concatenate([mask.spans.start, mask.offsets[:-1]]))))
@@ -169,74 +175,73 @@ def _moving(mask: Mask, group: Ints, document: Ints) -> Ints:
     return np.flatnonzero(cut_up[document])
 
 
-class _Moved:
-    """What groups see and hold of the documents that several of them hold. Lines of positions lie one after the other,
-    one for each group or node."""
+class Moved:
+    """The keys that groups fetch from each other, from what each needs and what it has of its own; rows of keys.
 
-    def __init__(self, mask: Mask, runs: Runs, group: Ints, groups: int) -> None:
-        self.runs, self.group, self.groups = runs, group, groups
-        self.line = mask.kv_tokens + 1
-        self.needs = needs_of(mask, runs, group, self.groups)
-        order = order_of(group, self.groups)
-        owner, start = group[order], runs.start[order]
-        self.own = Stretches(owner, start, start + runs.count[order])
-        self.seen = Measure(self.needs.lo, self.needs.hi).between(self.own.start, self.own.stop)  # by any group
+    Lines of positions lie one after the other, one for each group or node, so that one sorted array counts for all.
+    """
 
-    def _on_line(self, which: Ints, lo: Ints, hi: Ints) -> tuple[Ints, Ints]:
-        return lo + which * self.line, hi + which * self.line
+    def __init__(self, needs: Needs, own: Intervals, groups: int, tokens: int) -> None:
+        self.needs, self.own, self.groups, self.line = needs.intervals, own, groups, tokens + 1
 
-    def _at_group(self, covered: Stretches | Needs, asked: Stretches | Needs) -> Ints:
-        (a, *x), (b, *y) = _intervals(covered), _intervals(asked)
-        return Measure(*self._on_line(a, *x)).between(*self._on_line(b, *y))
+    def _overlap(self, covered: Intervals, asked: Intervals) -> Ints:
+        """Positions of each asked interval that intervals of the same group cover, each as often as they do."""
+        a, b = covered.group * self.line, asked.group * self.line
+        return Measure(covered.lo + a, covered.hi + a).between(asked.lo + b, asked.hi + b)
 
-    def _at_node(self, node_of: Ints, covered: Stretches | Needs, asked: Stretches | Needs) -> Ints:
-        (a, *x), (b, *y) = _intervals(covered), _intervals(asked)
-        return Measure(*self._on_line(node_of[a], *x)).between(*self._on_line(node_of[b], *y))
+    @cached_property
+    def _seen(self) -> Ints:
+        """Positions of each own interval that any group needs, each as often as one does."""
+        return Measure(self.needs.lo, self.needs.hi).between(self.own.lo, self.own.hi)
 
-    def keys(self) -> tuple[Ints, Ints]:
-        """Key rows that each group fetches, and sends."""
-        needs, own = self.needs, self.own
-        fetched = needs.hi - needs.lo - self._at_group(own, needs)
-        asked = self.seen - self._at_group(needs, own)
-        return summed(needs.group, fetched, self.groups), summed(own.owner, asked, self.groups)
+    def fetched(self) -> Ints:
+        """Rows that each group fetches."""
+        needs = self.needs
+        return summed(needs.group, needs.hi - needs.lo - self._overlap(self.own, needs), self.groups)
 
-    def crossing(self, node_of: Ints) -> tuple[Ints, Ints]:
-        """Of these the rows that come from another node, and that go to one."""
-        needs, own = self.needs, self.own
-        foreign = needs.hi - needs.lo - self._at_node(node_of, own, needs)
-        asked = self.seen - self._at_node(node_of, needs, own)
-        return summed(needs.group, foreign, self.groups), summed(own.owner, asked, self.groups)
+    def sent(self) -> Ints:
+        """Rows that each group sends."""
+        return summed(self.own.group, self._seen - self._overlap(self.needs, self.own), self.groups)
 
-    def crossing_once(self, at: Ints) -> tuple[Ints, Ints]:
-        """The same if a key enters a node once. at: the node of each group."""
-        needs, own = self.needs, self.own
-        nodes = int(at[-1]) + 1
-        once = union(at[needs.group], needs.lo, needs.hi, nodes, self.line - 1)
-        home = own._replace(owner=at[own.owner])
-        border = summed(once.group, once.hi - once.lo - self._at_group(home, once), nodes)
-        entering, _ = self.crossing(at)
-        wanted = summed(at, entering, nodes)
-        asked = Measure(once.lo, once.hi).between(own.start, own.stop) - self._at_group(once, home)
-        return -(-entering * border[at] // np.maximum(wanted[at], 1)), summed(own.owner, asked, self.groups)
+    def entering(self, node_of: Ints) -> Ints:
+        """Rows that each group fetches from another node; node_of: the node of each group."""
+        needs = self.needs
+        foreign = needs.hi - needs.lo - self._overlap(self.own.by(node_of), needs.by(node_of))
+        return summed(needs.group, foreign, self.groups)
 
-    def near(self, mask: Mask) -> Ints:
-        """Attended pairs of each stretch with the keys of its own group."""
-        lo, hi, lo_step, hi_step = _linear(mask, self.runs)
-        n, base = self.runs.count, self.group * self.line
-        start, stop = self._on_line(self.own.owner, self.own.start, self.own.stop)
-        first = np.searchsorted(stop, lo + base, side="right")
-        last = np.maximum(hi + hi_step * (n - 1), lo)
-        met = np.maximum(np.searchsorted(start, last + base) - first, 0)
-        run = np.repeat(np.arange(n.size), met)
-        at = expand(first, met)
-        low, high = self.own.start[at], self.own.stop[at]
-        seen = _clamped(hi[run], hi_step[run], n[run], low, high) - _clamped(lo[run], lo_step[run], n[run], low, high)
-        return summed(run, seen, n.size)
+    def leaving(self, node_of: Ints) -> Ints:
+        """Rows that each group sends to another node."""
+        stays = self._overlap(self.needs.by(node_of), self.own.by(node_of))
+        return summed(self.own.group, self._seen - stays, self.groups)
+
+    def needed_by(self, node_of: Ints) -> Intervals:
+        """What the groups of each node need together."""
+        return union(node_of[self.needs.group], self.needs.lo, self.needs.hi, int(node_of[-1]) + 1, self.line - 1)
+
+    def entering_once(self, node_of: Ints, once: Intervals) -> Ints:
+        """Rows that enter each node, [nodes], if a key enters it once and is passed on inside; once: `needed_by`."""
+        return summed(once.group, once.hi - once.lo - self._overlap(self.own.by(node_of), once), int(node_of[-1]) + 1)
+
+    def leaving_once(self, node_of: Ints, once: Intervals) -> Ints:
+        """Rows that each group sends to other nodes, if a key enters a node once."""
+        asked = Measure(once.lo, once.hi).between(self.own.lo, self.own.hi)
+        return summed(self.own.group, asked - self._overlap(once, self.own.by(node_of)), self.groups)
 
 
-def _intervals(x: Stretches | Needs) -> tuple[Ints, Ints, Ints]:
-    """The owner or group of intervals, their starts and stops."""
-    return (x.group, x.lo, x.hi) if isinstance(x, Needs) else (x.owner, x.start, x.stop)
+def _near(mask: Mask, runs: Runs, group: Ints, own: Intervals) -> Ints:
+    """Attended pairs of each run with the keys that its own group has; runs lie in one span of the mask each."""
+    line = mask.kv_tokens + 1
+    lo, hi, lo_step, hi_step = _linear(mask, runs)
+    n, base = runs.count, group * line
+    start, stop = own.lo + own.group * line, own.hi + own.group * line
+    first = np.searchsorted(stop, lo + base, side="right")
+    last = np.maximum(hi + hi_step * (n - 1), lo)
+    met = np.maximum(np.searchsorted(start, last + base) - first, 0)
+    run = np.repeat(np.arange(n.size), met)
+    at = expand(first, met)
+    low, high = own.lo[at], own.hi[at]
+    seen = _clamped(hi[run], hi_step[run], n[run], low, high) - _clamped(lo[run], lo_step[run], n[run], low, high)
+    return summed(run, seen, n.size)
 
 
 def whole_runs(mask: Mask) -> tuple[Runs, Ints]:
@@ -267,3 +272,100 @@ def _clamped(x: Ints, step: Ints, n: Ints, low: Ints, high: Ints) -> Ints:
     inner = n - under - over
     rising = low * under + high * over + inner * (x + under) + inner * (inner - 1) // 2
     return np.where(step == 1, rising, n * np.clip(x, low, high))
+
+
+Floats = NDArray[np.float64]
+
+
+class Load(NamedTuple):
+    """By rank. rows: query rows without pads; area: attended pairs, of all heads; pieces: stretches of documents.
+
+    keys: rows of keys received in one forward; crossing: those of them that come from another node. Both are None
+    unless the transport is "fetch", and crossing where no node is known.
+    """
+
+    rows: Ints
+    area: Floats
+    pieces: Ints
+    keys: Ints | None
+    crossing: Ints | None
+
+
+def load_of(plan: Derived) -> Load:
+    """What every rank of a plan computes and fetches."""
+    runs, rank, document = plan.placement.pieces("q")
+    width = plan.widths[document]
+    inner, source = cut(runs, plan.mask.spans.start)
+    area = area_of(plan.mask, inner)
+    by_rank, node = np.zeros(plan.ranks), node_of(plan)
+    for w in np.unique(plan.widths).tolist():
+        # inside a head trade each member computes its share of the heads of the whole group's area
+        chosen = width[source] == w
+        groups = np.bincount(rank[source][chosen] // w, weights=area[chosen], minlength=plan.ranks // w)
+        by_rank += np.repeat(groups / w, w)
+    rows, pieces = plan.layout.sizes(), np.bincount(rank, minlength=plan.ranks)
+    if plan.transport != "fetch":
+        return Load(rows, by_rank, pieces, None, None)
+    keys, crossing = np.zeros(plan.ranks, np.int64), np.zeros(plan.ranks, np.int64)
+    for w, moved in _moved_by_width(plan):
+        keys += np.repeat(moved.fetched(), w)
+        if node is not None:
+            crossing += np.repeat(_entering(moved, max(1, node // w), once=plan.node is not None), w)
+    return Load(rows, by_rank, pieces, keys, None if node is None else crossing)
+
+
+def _entering(moved: Moved, inner: int, *, once: bool) -> Ints:
+    """Rows that come to each group from another node of ``inner`` groups; once: they all come to the node's first."""
+    at = np.arange(moved.groups) // inner
+    if not once:
+        return moved.entering(at)
+    entering = np.zeros(moved.groups, np.int64)
+    entering[::inner] = moved.entering_once(at, moved.needed_by(at))
+    return entering
+
+
+def node_of(plan: Derived) -> int | None:
+    """Consecutive ranks of a node, as the plan has them or else the machine that it was made for."""
+    return plan.node if plan.node is not None or plan.forecast is None else plan.forecast.node
+
+
+def _moved_by_width(plan: Derived) -> Iterator[tuple[int, Moved]]:
+    """The keys that the groups of each width fetch."""
+    for width in np.unique(plan.widths).tolist():
+        demand = plan.demand(width)
+        yield width, Moved(demand.needs, _held(demand.holders), demand.groups, demand.holders.total)
+
+
+def _held(holders: Holders) -> Intervals:
+    """Who holds which keys, as intervals."""
+    runs, group = holders.runs, holders.holder.astype(np.int64)
+    if (runs.step == 1).all():
+        return Intervals(group, runs.start, runs.start + runs.count)
+    start, group = expand(*runs), np.repeat(group, runs.count)
+    # neighbours are one run, as they are where no run strides
+    first = np.flatnonzero(np.append(True, (np.diff(start) != 1) | (np.diff(group) != 0)))
+    return Intervals(group[first], start[first], start[first] + np.diff(np.append(first, start.size)))
+
+
+def fetched_between(plan: Derived, block: int) -> Floats:
+    """Rows of keys, with all their heads, that blocks of ranks fetch: [receiver, sender]; for the transport "fetch".
+
+    block: consecutive ranks, a multiple of the plan's node and of every width. Ranks of a block fetch from each other
+    what the diagonal says, forwarded rows included.
+    """
+    blocks = -(-plan.ranks // block)
+    rows_between = np.zeros((blocks, blocks))
+    for width, moved in _moved_by_width(plan):
+        inner, node = block // width, (plan.node or width) // width
+        own, at = moved.own, np.arange(moved.groups)
+        once = moved.needed_by(at // node)
+        part = np.zeros((blocks, blocks))
+        for sender in range(blocks):
+            mine = own.group // inner == sender
+            rows = Measure(own.lo[mine], own.hi[mine]).between(once.lo, once.hi)
+            part[:, sender] = np.bincount(once.group * node // inner, weights=rows, minlength=blocks)
+        np.fill_diagonal(part, 0)
+        inside = np.bincount(at // inner, weights=moved.fetched(), minlength=blocks)
+        np.fill_diagonal(part, inside - part.sum(1))
+        rows_between += part
+    return rows_between

@@ -24,7 +24,7 @@ from functools import partial
 
 import numpy as np
 
-from seqpar.facts.intervals import expand, order_of
+from seqpar.facts.intervals import Intervals, expand, order_of
 from seqpar.facts.value import Ints
 from seqpar.plan.routes import Demand, Needs, Route, Stages, by_owner, fetch, sends_of, slices_of
 from seqpar.plan.steps import Entry, Rows, as_rows
@@ -102,7 +102,7 @@ def _entering(demand: Demand, inner: int) -> Needs:
     several = np.flatnonzero(seen >= 2)
     node = edges[several] // span
     lo, hi = edges[several] - node * span, edges[several + 1] - node * span
-    return Needs(node, lo, hi, np.searchsorted(node, np.arange(nodes + 1)))
+    return Needs.of_groups(Intervals(node, lo, hi), nodes)
 
 
 def _held(demand: Demand, inner: int) -> tuple[Ints, Ints, Ints]:
@@ -144,8 +144,7 @@ def _without(needs: Needs, group: Ints, lo: Ints, hi: Ints) -> Needs:
     stop = np.sort(np.concatenate([needs.group * span + needs.hi, group * span + lo]))
     first, stop = first[stop > first], stop[stop > first]
     owner = first // span
-    edge = np.searchsorted(owner, np.arange(needs.edge.size))
-    return Needs(owner, first - owner * span, stop - owner * span, edge)
+    return Needs.of_groups(Intervals(owner, first - owner * span, stop - owner * span), needs.edge.size - 1)
 
 
 def _turns(demand: Demand, shares: NodeShares, me: int, mine: Ints, inner: int) -> Iterator[tuple[Entry, Route]]:

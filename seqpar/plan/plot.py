@@ -8,17 +8,17 @@ from __future__ import annotations
 import os
 from collections.abc import Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import numpy as np
 
 from seqpar.facts.intervals import cut
 from seqpar.facts.value import Ints
-from seqpar.plan.load import Floats, fetched_between, load_of, node_of
+from seqpar.plan.counts import Floats, fetched_between, load_of, node_of
+from seqpar.plan.derive import Derived
+from seqpar.plan.prediction import Prediction
 from seqpar.plan.report import told_by_rank
-
-if TYPE_CHECKING:
-    from seqpar.plan.plan import Plan, Prediction
+from seqpar.plan.traffic import HeadShape
 
 INK, MUTED, EDGE = "#1f2430", "#6b7280", "#d1d5db"
 LONG = ("#2563a8", "#e07b28", "#3a8f4f", "#b5443f", "#7d5ba6", "#8c6248", "#cf6fa5", "#1f9aa8", "#a3962b")
@@ -35,7 +35,7 @@ BLOCKS = 64  # of ranks in the heat map, at most
 CALL = {"heads": 32, "kv_heads": 8, "dim": 128, "dtype": "bfloat16"}
 
 
-def plot(plan: Plan, path: str | Path, *, call: dict[str, Any] | None = None) -> None:
+def plot(plan: Derived, path: str | Path, *, call: dict[str, Any] | None = None) -> None:
     """Write the picture of a plan; the file's suffix decides its format.
 
     call: heads, kv_heads, dim and dtype of attention, as `Plan.bytes` takes them; the forecast's by default.
@@ -96,7 +96,7 @@ def checked_path(path: str | Path) -> Path:
     return path
 
 
-def _subtitle(plan: Plan) -> str:
+def _subtitle(plan: Derived) -> str:
     node, widths = node_of(plan), np.unique(plan.widths).tolist()
     parts = [f"transport {plan.transport}", "Ulysses width " + ", ".join(map(str, widths))]
     parts += [] if node is None else [f"nodes of {node} ranks"]
@@ -104,7 +104,7 @@ def _subtitle(plan: Plan) -> str:
     return "  ·  ".join(parts)
 
 
-def holders(axis: Any, plan: Plan, *, names: Sequence[str] | None = None) -> None:
+def holders(axis: Any, plan: Derived, *, names: Sequence[str] | None = None) -> None:
     """Rows of every rank in local order, coloured by document, darker where later in it; the longest are named."""
     from matplotlib.colors import to_rgb
     from matplotlib.patches import Patch
@@ -146,7 +146,7 @@ def holders(axis: Any, plan: Plan, *, names: Sequence[str] | None = None) -> Non
     axis.legend(handles=keys, loc="upper center", bbox_to_anchor=(0.5, -0.13), ncols=columns, fontsize=8.5)
 
 
-def raster(plan: Plan) -> tuple[Ints, Floats]:
+def raster(plan: Derived) -> tuple[Ints, Floats]:
     """Document and relative place in it of sampled rows of sampled ranks, [lines, columns]; document -1 for no row."""
     most = max(1, int(plan.layout.sizes().max()))
     runs, owner = plan.layout.all_runs()
@@ -167,7 +167,7 @@ def raster(plan: Plan) -> tuple[Ints, Floats]:
     return np.where(held, document, -1), depth
 
 
-def degrees(axis: Any, plan: Plan) -> None:
+def degrees(axis: Any, plan: Derived) -> None:
     """How many ranks hold each document, against its length."""
     for width, colour in zip(np.unique(plan.widths).tolist(), LONG * 3):
         chosen = plan.widths == width
@@ -187,7 +187,7 @@ def degrees(axis: Any, plan: Plan) -> None:
     axis.legend(loc="upper center", bbox_to_anchor=(0.5, -0.13), ncols=2, fontsize=8.5)
 
 
-def loads(axis: Any, plan: Plan) -> None:
+def loads(axis: Any, plan: Derived) -> None:
     """Rows and attended pairs of every rank, as parts of their means."""
     load, edges = load_of(plan), np.arange(plan.ranks + 1) - 0.5
     both: tuple[tuple[str, Any, str], ...] = (("area", load.area, "#2563a8"), ("rows", load.rows, "#e07b28"))
@@ -211,7 +211,7 @@ def loads(axis: Any, plan: Plan) -> None:
     axis.legend(loc="upper center", bbox_to_anchor=(0.5, -0.16), ncols=2, fontsize=8.5)
 
 
-def timeline(axis: Any, plan: Plan, forecast: Prediction) -> None:
+def timeline(axis: Any, plan: Derived, forecast: Prediction) -> None:
     """Predicted seconds of every rank by what it does, and the bound that no plan beats as a line."""
     axis.set(title="Predicted step", xlabel="rank", ylabel="seconds")
     edges, phases = np.arange(plan.ranks + 1) - 0.5, forecast.phases
@@ -230,7 +230,7 @@ def timeline(axis: Any, plan: Plan, forecast: Prediction) -> None:
     axis.legend(loc="upper center", bbox_to_anchor=(0.5, -0.16), ncols=3, fontsize=8.5)
 
 
-def traffic(axis: Any, plan: Plan, call: dict[str, Any] | None) -> tuple[Any, str]:
+def traffic(axis: Any, plan: Derived, call: dict[str, Any] | None) -> tuple[Any, str]:
     """A heat map of the bytes between ranks, or blocks of them, and its label; None where there is none to draw."""
     from matplotlib.colors import PowerNorm
 
@@ -260,15 +260,13 @@ def traffic(axis: Any, plan: Plan, call: dict[str, Any] | None) -> tuple[Any, st
     return image, both if exact else "MiB of keys and values in one layer, forward"
 
 
-def _blocks(plan: Plan, call: dict[str, Any], block: int) -> Floats:
+def _blocks(plan: Derived, call: dict[str, Any], block: int) -> Floats:
     """Bytes of keys and values in one layer's forward, by receiving and sending block of ranks."""
-    from seqpar.plan.traffic import HeadShape
-
     shape = HeadShape(**call)
     return fetched_between(plan, block) * shape.kv_heads * (shape.dim + shape.values) * shape.size
 
 
-def _bytes(plan: Plan, call: dict[str, Any]) -> Floats:
+def _bytes(plan: Derived, call: dict[str, Any]) -> Floats:
     """Bytes of one layer, by receiving and sending rank."""
     moved = np.zeros((plan.ranks, plan.ranks))
     for rank in range(plan.ranks):

@@ -3,17 +3,14 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import TYPE_CHECKING
 
 import numpy as np
 from numpy.typing import NDArray
 
 from seqpar.facts.value import Ints
-from seqpar.plan.load import Floats, Load, load_of, node_of
+from seqpar.plan.counts import Floats, Load, load_of, node_of
+from seqpar.plan.derive import Derived
 from seqpar.plan.steps import Part, Step, count
-
-if TYPE_CHECKING:
-    from seqpar.plan.plan import Plan
 
 RANKS = 64  # of a plan, up to which each has a line
 ROWS, ALONE = 1 << 28, 32  # that are looked at for these lines, and what one costs whose neighbours are elsewhere
@@ -21,14 +18,14 @@ DEGREES = 12  # that are listed one by one
 QUANTILES = ("min", "10 %", "median", "90 %", "max")
 
 
-def told_by_rank(plan: Plan) -> bool:
+def told_by_rank(plan: Derived) -> bool:
     """Whether each rank has a line, for which all rows are looked at once for each rank."""
     runs, _ = plan.layout.all_runs()
     rows = plan.mask.tokens + ALONE * int(runs.count[runs.step > 1].sum())
     return plan.ranks <= RANKS and plan.ranks * rows <= ROWS
 
 
-def describe(plan: Plan) -> str:
+def describe(plan: Derived) -> str:
     """What the plan was given, its degrees and cuts, how evenly rows, area and keys are shared, and the forecast.
 
     Up to 64 ranks have a line each: rows, area, keys received, peers, steps. Not those of hundreds of millions of rows
@@ -53,7 +50,7 @@ def describe(plan: Plan) -> str:
     return "\n".join(lines + ([] if plan.forecast is None else [str(plan.forecast)]))
 
 
-def _degrees(plan: Plan) -> str:
+def _degrees(plan: Derived) -> str:
     """How many documents are on how many ranks; many different degrees by powers of two."""
     degrees, documents = np.unique(plan.degrees, return_counts=True)
     if degrees.size <= DEGREES:
@@ -66,20 +63,20 @@ def _degrees(plan: Plan) -> str:
     return ", ".join(parts)
 
 
-def _by_width(plan: Plan) -> list[str]:
+def _by_width(plan: Derived) -> list[str]:
     widths, documents = np.unique(plan.widths, return_counts=True)
     if widths.size == 1:
         return []
     return ["documents by width: " + ", ".join(f"{n} of {w}" for w, n in zip(widths, documents, strict=True))]
 
 
-def _cuts(plan: Plan, load: Load) -> str:
+def _cuts(plan: Derived, load: Load) -> str:
     """How many documents are on several ranks and nodes, in how many pieces all lie."""
     several = int(np.count_nonzero(plan.degrees > 1))
     node, beyond = node_of(plan), ""
     if node is not None:
-        document, rank = np.divmod(plan._holding("q"), plan.ranks)
-        nodes = np.bincount(np.unique(document * plan.ranks + rank // node) // plan.ranks)
+        on_nodes = plan.placement.groups("q", np.full(plan.mask.lengths.size, node))
+        nodes = np.bincount(on_nodes // plan.ranks)
         beyond = f", {np.count_nonzero(nodes > 1)} of them on several nodes of {node} ranks"
     return (
         f"cuts: {several} of {len(plan.degrees)} documents are on several ranks{beyond}; {load.pieces.sum():,} pieces"
@@ -100,7 +97,7 @@ def _spread(load: Load) -> list[str]:
     return _columns(lines, (-22, *(16,) * 6, 10))
 
 
-def _by_rank(plan: Plan) -> list[str]:
+def _by_rank(plan: Derived) -> list[str]:
     area = plan.mask.area()
     lines: list[tuple[str, ...]] = [("rank", "rows", "tokens", "area", "of mean", "keys in", "from", "steps")]
     for rank in range(plan.ranks):
@@ -126,7 +123,7 @@ def _columns(lines: Sequence[tuple[str, ...]], widths: Sequence[int]) -> list[st
     return ["".join(parts) for parts in each]
 
 
-def _crossing(plan: Plan, node: int) -> str:
+def _crossing(plan: Derived, node: int) -> str:
     """How many keys cross between nodes, and how many of those that entered are passed on."""
     entered = passed = 0
     for rank in range(plan.ranks):
@@ -137,7 +134,7 @@ def _crossing(plan: Plan, node: int) -> str:
     return f"nodes of {node} ranks: {entered:,} keys cross between them, {entered + passed:,} would without nodes"
 
 
-def _merging(plan: Plan, shown: bool) -> str:
+def _merging(plan: Derived, shown: bool) -> str:
     """Over how many steps the keys of a row come, and what that costs kernels that round their results.
 
     shown: whether ranks are looked at one by one.

@@ -17,7 +17,7 @@ from typing import Any, NamedTuple, TypeVar
 import numpy as np
 from numpy.typing import NDArray
 
-from seqpar.facts.intervals import Holders, Runs, cut, edges, expand, interval_of, order_of
+from seqpar.facts.intervals import Holders, Intervals, Runs, cut, edges, expand, interval_of, order_of, union
 from seqpar.facts.mask import Mask
 from seqpar.facts.value import Ints, Memo
 from seqpar.plan.steps import Entry, Rows, as_rows
@@ -30,6 +30,16 @@ class Needs(NamedTuple):
     lo: Ints
     hi: Ints
     edge: Ints
+
+    @classmethod
+    def of_groups(cls, intervals: Intervals, groups: int) -> Needs:
+        """Intervals of groups that are numbered below ``groups``, of which some may see nothing."""
+        return cls(*intervals, np.searchsorted(intervals.group, np.arange(groups + 1)))
+
+    @property
+    def intervals(self) -> Intervals:
+        """The same without edges."""
+        return Intervals(self.group, self.lo, self.hi)
 
     def positions(self, group: int) -> Ints:
         """Key positions that a group sees, ascending."""
@@ -106,27 +116,7 @@ def needs_of(mask: Mask, runs: Runs, group: Ints, groups: int) -> Needs:
         lo = np.concatenate([lo[whole], expand(lo[torn], rows, lo_step[torn])])
         stop = np.concatenate([stop[whole], expand(hi[torn], rows, hi_step[torn])])
         owner = np.concatenate([owner[whole], np.repeat(owner[torn], rows)])
-    return union(owner, lo, stop, groups, mask.kv_tokens)
-
-
-def union(group: Ints, lo: Ints, hi: Ints, groups: int, tokens: int) -> Needs:
-    """Intervals of each group merged where they touch."""
-    kept = hi > lo
-    if not kept.all():
-        group, lo, hi = group[kept], lo[kept], hi[kept]
-    order = order_of(group, groups)
-    base = group[order] * (tokens + 1)
-    lo, hi = lo[order] + base, hi[order] + base
-    if (lo[1:] < lo[:-1]).any():
-        order = np.argsort(lo, kind="stable")
-        lo, hi = lo[order], hi[order]
-    if lo.size:
-        reach = np.maximum.accumulate(hi)
-        first = np.flatnonzero(np.append(True, lo[1:] > reach[:-1]))
-        lo, hi = lo[first], np.append(reach[first[1:] - 1], reach[-1])
-    owner = lo // (tokens + 1)
-    base = owner * (tokens + 1)
-    return Needs(owner, lo - base, hi - base, np.searchsorted(owner, np.arange(groups + 1)))
+    return Needs.of_groups(union(owner, lo, stop, groups, mask.kv_tokens), groups)
 
 
 def _split(keys: NDArray[np.int32], values: Ints, groups: int) -> list[Ints]:

@@ -1,17 +1,14 @@
-"""What a plan sends, predicted: it must equal what `Comm.stats` counts."""
+"""The bytes that a rank sends in one attention call, predicted from its steps: what `Comm.stats` counts."""
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 from itertools import chain
-from typing import TYPE_CHECKING
 
 from seqpar.facts.value import whole
 from seqpar.plan.heads import head_share, replicated
-from seqpar.plan.steps import Part, count
-
-if TYPE_CHECKING:
-    from seqpar.plan.plan import Plan
+from seqpar.plan.steps import Part, Step, count
 
 DTYPE_BYTES = {"float64": 8, "float32": 4, "bfloat16": 2, "float16": 2}
 
@@ -60,11 +57,10 @@ class HeadShape:
         return q.stop - q.start, kv.stop - kv.start
 
 
-def traffic(plan: Plan, rank: int, shape: HeadShape) -> dict[int, int]:
-    """Bytes that a rank sends to each peer in one call, forward or backward."""
+def traffic(steps: Sequence[Step], rank: int, shape: HeadShape) -> dict[int, int]:
+    """Bytes that a rank sends to each peer in the steps of one call, forward or backward."""
     sent: dict[int, int] = {}
-    row_bytes = plan.row_bytes(shape.heads, shape.kv_heads, shape.dim, shape.values, shape.size)
-    for step in plan.steps(rank, row_bytes=row_bytes):
+    for step in steps:
         if step.first:
             for peer, size in _trade(step.part, rank, shape).items():
                 sent[peer] = sent.get(peer, 0) + size

@@ -10,7 +10,7 @@ import numpy as np
 
 import seqpar
 from seqpar import Plan
-from seqpar.plan.load import load_of
+from seqpar.plan.counts import load_of
 
 PACKAGE = Path(seqpar.__file__).parent
 

@@ -11,7 +11,7 @@ from hypothesis import strategies as st
 from seqpar.facts.layout import Layout
 from seqpar.facts.mask import Mask
 from seqpar.plan import Plan, Step
-from seqpar.plan.plan import NOMINAL_ROW_BYTES
+from seqpar.plan.derive import NOMINAL_ROW_BYTES
 from tests.cases import Case, cases, divisors
 from tests.facts.tables import check_tiles
 from tests.plan.acted import act_out, check_gradients, dense, inside_queries

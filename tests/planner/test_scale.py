@@ -11,7 +11,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from seqpar import Mask
-from seqpar.plan.load import load_of
+from seqpar.plan.counts import load_of
 from seqpar.planner import Hardware, Link, ModelShape, plan_batch, plan_step
 from seqpar.planner.batch import layers_of
 from seqpar.planner.cost import Weights

@@ -8,7 +8,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from seqpar import Hardware, Layout, Mask, Plan, plan_batch
-from seqpar.plan.load import fetched_between, load_of, node_of
+from seqpar.plan.counts import fetched_between, load_of, node_of
 from seqpar.plan.report import _spread, told_by_rank
 from seqpar.plan.steps import count
 from tests.cases import Case, cases, node_cases

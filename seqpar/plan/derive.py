@@ -1,0 +1,234 @@
+"""What every rank derives from a plan, alike and without a message: rows, degrees, steps, and the bytes they send.
+
+A call is made of parts, one for each Ulysses width among the documents; a part is made of steps, in each of which keys
+arrive and queries meet them. `placement` knows where documents live, `parts` the head trade, `routes` and `hierarchy`
+how keys travel inside a part; here they become the numbered steps of one rank::
+
+    widths 1 and 4, "fetch"    |        part of width 1         |        part of width 4         |
+    step                       |  0 own keys  | 1 | 2 | ...     |  n own keys  | n + 1 | ...     |
+
+Ranks and groups: inside a part of width w the routes number groups of w ranks; group ``g`` stands for the rank
+``g * w + share`` that has the same share of the heads as this one.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from functools import partial
+from typing import Any
+
+import numpy as np
+
+from seqpar.facts.intervals import Holders
+from seqpar.facts.layout import Layout
+from seqpar.facts.mask import Mask
+from seqpar.facts.value import Fact, Ints, is_integer, whole
+from seqpar.plan.heads import head_share, replicated
+from seqpar.plan.hierarchy import fetch_by_node
+from seqpar.plan.parts import part_of
+from seqpar.plan.placement import Placement
+from seqpar.plan.prediction import Prediction
+from seqpar.plan.routes import LOCAL, Demand, Route, gather, needs_of, ring
+from seqpar.plan.steps import Entry, Part, Rows, Step, count
+from seqpar.plan.traffic import HeadShape, traffic
+
+NOMINAL_ROW_BYTES = 4096  # keys and values of 8 heads of 128 in bf16
+
+
+class Derived(Fact):
+    """A plan's facts and all that follows from them; `Plan` makes and checks them.
+
+    widths: the Ulysses width of each document. forecast: what planners predict, no part of the plan's identity.
+    """
+
+    mask: Mask
+    layout: Layout
+    kv_layout: Layout
+    ranks: int
+    ulysses: int | tuple[int, ...]
+    widths: Ints
+    transport: str
+    node: int | None
+    stage_bytes: int
+    forecast: Prediction | None
+    _rows: Ints
+
+    @property
+    def placement(self) -> Placement:
+        """Where the documents live, and which ranks hold some of each; made once."""
+        return self.memo("placement", lambda: Placement(self.mask, self.layout, self.kv_layout))
+
+    @property
+    def degrees(self) -> Ints:
+        """Ranks that hold tokens of each document, [documents]."""
+        return self.placement.degrees
+
+    @property
+    def merges(self) -> bool:
+        """Whether keys of some row come in several steps, so that partial results are merged. The same on all ranks."""
+        return self.memo("merges", self._merges)
+
+    def _merges(self) -> bool:
+        if self.transport == "gather" or (self.widths == self.ranks).all():
+            return False
+        if not self.mask.within_documents:
+            return True
+        queries, keys = (self.placement.groups(side, self.widths) for side in ("q", "kv"))
+        return len(queries) != len(self.mask.lengths) or not np.array_equal(queries, keys)
+
+    def sums_key_gradients(self, heads: int, kv_heads: int) -> bool:
+        """Whether gradients of some key may be sums over ranks: of keys that several hold or that share a key head."""
+        if self.merges or any(replicated(heads, kv_heads, w) for w in set(self.widths.tolist())):
+            return True
+        return self.transport == "gather" and bool((self.widths < self.ranks).any())
+
+    def rows(self, rank: int, side: str = "q") -> int:
+        """Rows of a rank's tensors, pads included; ``side`` "q" or "kv"."""
+        if side not in ("q", "kv"):
+            raise ValueError(f'side must be "q" or "kv", got {side!r}')
+        self._check_rank(rank)
+        if side == "kv" and self.kv_layout is not self.layout:
+            return self.kv_layout.tokens(rank)
+        return int(self._rows[rank])
+
+    def _check_rank(self, rank: int) -> None:
+        if not is_integer(rank) or not 0 <= rank < self.ranks:
+            raise ValueError(f"rank {rank!r} is not one of the plan's {self.ranks} ranks")
+
+    def positions(self, rank: int, side: str = "q") -> Ints:
+        """Global positions [rows] of a rank's rows, -1 for pads."""
+        at = self.placement.layout_of(side).positions(rank)
+        return np.append(at, np.full(self.rows(rank, side) - at.size, -1, np.int64))
+
+    def rope_positions(self, rank: int) -> Ints:
+        """Positions [rows] inside the document of a rank's query rows, 0 for pads."""
+        at = self.positions(rank)
+        start = self.mask.offsets[np.maximum(self.mask.documents(at), 0)]
+        return np.where(at < 0, 0, at - start)
+
+    def steps(self, rank: int, *, row_bytes: int = NOMINAL_ROW_BYTES) -> list[Step]:
+        """The steps of a rank, part after part; row_bytes: of one token's keys and values in a stage, same on all."""
+        self._check_rank(rank)
+        stage_rows = max(1, self.stage_bytes // whole("row_bytes", row_bytes, 1))
+        if self.transport != "fetch":
+            stage_rows = 0  # the other transports have no stages to bound
+        return self.memo(("steps", rank, stage_rows), lambda: self._steps(rank, stage_rows))
+
+    def _steps(self, rank: int, stage_rows: int) -> list[Step]:
+        steps: list[Step] = []
+        for width in np.flatnonzero(np.bincount(self.widths)).tolist():
+            part = self.memo(("part", rank, width), partial(part_of, self.placement, self.widths, rank, width))
+            routes = self._routes(part, rank // width, stage_rows)
+            steps += _numbered(part, len(steps), routes, relay="ring" in self.transport)
+        return steps
+
+    def _routes(self, part: Part, group: int, stage_rows: int) -> list[Route]:
+        """How the keys of one part come to a group of ranks, step after step."""
+        demand = self.demand(part.width)
+        if self.transport == "gather":
+            return list(gather(demand, group, part.keys))
+        inner = demand.groups if self.node is None else self.node // part.width
+        if self.transport == "fetch":
+            return [LOCAL, *fetch_by_node(demand, group, part.keys, stage_rows, inner)]
+        if self.transport == "ring":
+            inner = demand.groups
+        elif self.node is None:
+            inner = max(d for d in range(1, int(demand.groups**0.5) + 1) if demand.groups % d == 0)
+        return [LOCAL, *ring(demand, group, inner)]
+
+    def demand(self, width: int) -> Demand:
+        """Who needs and who has the keys of the documents of one width; made once."""
+        return self.memo(("demand", width), lambda: self._demand(width))
+
+    def _demand(self, width: int) -> Demand:
+        groups = self.ranks // width
+        queries, keys = self._holders(width, "q"), self._holders(width, "kv")
+        needs = needs_of(self.mask, queries.runs, queries.holder.astype(np.int64), groups)
+        anchor = np.full(groups, self.mask.kv_tokens, np.int64)
+        np.minimum.at(anchor, keys.holder, keys.runs.start)
+        return Demand(needs, keys, anchor, groups)
+
+    def _holders(self, width: int, side: str) -> Holders:
+        """The groups that hold the rows of the documents of one width."""
+        layout = self.placement.layout_of(side)
+        if (self.widths == width).all():
+            held = layout.holders()
+            return held if width == 1 else Holders(held.runs, held.holder // np.int32(width), held.total)
+        piece, rank, document = self.placement.pieces(side)
+        kept = self.widths[document] == width
+        return Holders(piece.pick(kept), (rank[kept] // width).astype(np.int32), layout.total)
+
+    def row_bytes(self, heads: int, kv_heads: int, dim: int, v_dim: int, size: int) -> int:
+        """Bytes of one token's keys and values on the rank with most key heads: what bounds the stages of all ranks."""
+
+        def most() -> int:
+            shares = (head_share(heads, kv_heads, w, s)[1] for w in set(self.widths.tolist()) for s in range(w))
+            return max(s.stop - s.start for s in shares)
+
+        return max(1, int(self.memo(("key heads", heads, kv_heads), most)) * (dim + v_dim) * size)
+
+    def traffic(self, rank: int, **shape: Any) -> dict[int, int]:
+        """Bytes that a rank sends to each peer in one attention call; arguments as in `bytes`."""
+        s = HeadShape(**shape)
+        steps = self.steps(rank, row_bytes=self.row_bytes(s.heads, s.kv_heads, s.dim, s.values, s.size))
+        return traffic(steps, rank, s)
+
+    def bytes(
+        self,
+        rank: int,
+        *,
+        heads: int,
+        kv_heads: int,
+        dim: int,
+        v_dim: int | None = None,
+        dtype: str = "bfloat16",
+        backward: bool = False,
+        return_lse: bool = False,
+        kv_grads: bool = True,
+    ) -> int:
+        """Bytes that a rank sends in one attention call: forward, or with ``backward`` in its backward.
+
+        Counted are tensors' contents, as `Comm.stats` counts them. dtype: "float64", "float32", "bfloat16", "float16".
+        kv_grads: whether keys or values require a gradient.
+        """
+        sent = self.traffic(
+            rank, heads=heads, kv_heads=kv_heads, dim=dim, v_dim=v_dim, dtype=dtype, backward=backward,
+            return_lse=return_lse, kv_grads=kv_grads,
+        )  # fmt: skip
+        return sum(sent.values())
+
+
+def _numbered(part: Part, number: int, routes: list[Route], *, relay: bool) -> list[Step]:
+    """The steps of one part, from ``number`` on.
+
+    Every rank has every number, also where it has nothing to move: exchanges are posted in the order of the numbers,
+    and that must be one order on all ranks.
+    """
+    last = max((n for n, route in enumerate(routes) if route.pos.size), default=0)
+    steps: list[Step] = []
+    for n, route in enumerate(routes):
+        local = route is LOCAL
+        onward = routes[n + 1].pos.size if route.carry is not None else 0
+        sends, recvs = _by_rank(part, route.sends), _by_rank(part, route.recvs)
+        # Gradients mostly go the way that keys came: thousands of messages are renamed once.
+        grad_sends = recvs if route.grad_sends is route.recvs else _by_rank(part, route.grad_sends)
+        grad_recvs = sends if route.grad_recvs is route.sends else _by_rank(part, route.grad_recvs)
+        steps.append(
+            Step(
+                part, number + n, part.keys if local else route.pos, local=local, own=route.own, relay=relay,
+                entry=_entry_by_rank(part, route.entry), spread=steps[-1].entry if steps else None, sends=sends,
+                recvs=recvs, grad_sends=grad_sends, grad_recvs=grad_recvs,
+                carry=None if route.carry is None else route.carry * part.width + part.share, carry_rows=onward,
+                first=n == 0, last=n == last, ends=n == len(routes) - 1,
+            )
+        )  # fmt: skip
+    return steps
+
+
+def _by_rank(part: Part, by_group: Mapping[int, Rows]) -> dict[int, Rows]:
+    """What goes to a group goes to its rank with the same share of the heads."""
+    return {g * part.width + part.share: rows for g, rows in sorted(by_group.items()) if count(rows)}
+
+
+def _entry_by_rank(part: Part, entry: Entry | None) -> Entry | None:
+    return None if entry is None else Entry(_by_rank(part, entry.sends), _by_rank(part, entry.recvs), entry.place)

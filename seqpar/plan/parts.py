@@ -1,0 +1,66 @@
+"""The head trade: each ``width`` consecutive ranks trade tokens for heads on the way in, and back on the way out.
+
+Inside, a rank has the rows of all members in position order, for its own share of the heads; the members of share
+``s`` of all groups then exchange keys with each other. Two ranks that trade, with positions 0 to 6 and 8 heads::
+
+    outside                             inside
+    rank 0   0 1 3 5   heads 0-7        0 1 2 3 4 5 6   heads 0-3    share 0
+    rank 1   2 4 6     heads 0-7        0 1 2 3 4 5 6   heads 4-7    share 1
+
+    dest of member 0: inside rows 0 1 3 5; of member 1: inside rows 2 4 6
+
+The documents of one width are one part of the call, with a trade of its own.
+"""
+
+from __future__ import annotations
+
+import numpy as np
+
+from seqpar.facts.intervals import cut, expand
+from seqpar.facts.value import Ints
+from seqpar.plan.placement import Placement
+from seqpar.plan.steps import Part, Trade, as_rows
+
+
+def part_of(placement: Placement, widths: Ints, rank: int, width: int) -> Part:
+    """The part of one width as a rank sees it. widths: of each document."""
+    share = rank % width
+    members = range(rank - share, rank - share + width)
+    q, at = _trade(placement, widths, rank, members, "q")
+    kv, keys = (q, at) if placement.one_side else _trade(placement, widths, rank, members, "kv")
+    mask = placement.mask
+    lo, hi = mask.bounds(at)
+    return Part(width, share, members, q, kv, mask.key_positions(at), lo, hi, keys)
+
+
+def _trade(placement: Placement, widths: Ints, rank: int, members: range, side: str) -> tuple[Trade, Ints]:
+    """One side of the head trade, and the positions of the inside rows."""
+    held = {m: _rows_of_width(placement, widths, m, len(members), side) for m in members}
+    mine = held[rank][1]
+    inside = np.concatenate([at for at, _ in held.values()])
+    place = np.arange(inside.size)
+    if len(members) > 1:
+        order = np.argsort(inside, kind="stable")
+        inside, place[order] = inside[order], np.arange(inside.size)
+    ends = np.cumsum([at.size for at, _ in held.values()])
+    dest = dict(zip(members, map(as_rows, np.split(place, ends[:-1])), strict=True))
+    return Trade(as_rows(mine) if (np.diff(mine) > 0).all() else mine, dest, inside.size), inside
+
+
+def _rows_of_width(placement: Placement, widths: Ints, rank: int, width: int, side: str) -> tuple[Ints, Ints]:
+    """A rank's positions in the documents of one width, ascending, and its local row of each."""
+    starts = placement.offsets_of(side)[:-1]
+    piece = placement.layout_of(side).runs(rank)
+    row = np.cumsum(piece.count) - piece.count
+    if (widths != width).any():
+        parts, source = cut(piece, starts)
+        row = row[source] + (parts.start - piece.start[source]) // parts.step
+        kept = widths[np.searchsorted(starts, parts.start, side="right") - 1] == width
+        piece, row = parts.pick(kept), row[kept]
+    order = np.argsort(piece.start, kind="stable")
+    piece, row = piece.pick(order), row[order]
+    at, rows = expand(*piece), expand(row, piece.count)
+    if (piece.start[1:] < piece.last[:-1]).any():  # strided runs lie between each other
+        order = np.argsort(at, kind="stable")
+        at, rows = at[order], rows[order]
+    return at, rows

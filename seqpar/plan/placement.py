@@ -1,0 +1,92 @@
+"""Where every document lives: the rows of all ranks cut at documents, and which ranks hold some of each.
+
+Queries are side "q" and keys side "kv". Both sides are one where keys live with their queries, as they mostly do::
+
+    positions    0         5         9             16
+    documents    |    0    |    1    |      2      |
+    ranks        | 0  | 1  |   1     |  1  |   0   |
+    pieces        0-2  3-4    5-8     9-11   12-15       rank and document of each
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+from typing import Any
+
+import numpy as np
+from numpy.typing import NDArray
+
+from seqpar.facts.intervals import Runs, cut, interval_of, order_of
+from seqpar.facts.layout import Layout
+from seqpar.facts.mask import Mask
+from seqpar.facts.value import Ints, Memo, frozen
+
+
+@dataclass(frozen=True, eq=False)
+class Placement(Memo):
+    """The documents of a mask, their queries in one layout and their keys in the same or another one."""
+
+    mask: Mask
+    layout: Layout
+    kv_layout: Layout
+    _memo: dict[Any, Any] = field(default_factory=dict, repr=False)
+
+    @property
+    def one_side(self) -> bool:
+        """Whether keys live with the queries, document by document."""
+        return self.kv_layout is self.layout and np.array_equal(self.mask.offsets, self.mask.kv_offsets)
+
+    def layout_of(self, side: str) -> Layout:
+        """Where the rows of a side live."""
+        return self.layout if side == "q" else self.kv_layout
+
+    def offsets_of(self, side: str) -> Ints:
+        """Where the documents of a side start, and where the last one ends."""
+        return self.mask.offsets if side == "q" else self.mask.kv_offsets
+
+    def pieces(self, side: str) -> tuple[Runs, Ints, Ints]:
+        """The rows of all ranks in the order of their starts, cut at documents: runs, rank and document; made once."""
+        if side == "kv" and self.one_side:
+            side = "q"
+        return self.memo(("pieces", side), lambda: self._pieces(side))
+
+    def _pieces(self, side: str) -> tuple[Runs, Ints, Ints]:
+        layout, starts = self.layout_of(side), self.offsets_of(side)[:-1]
+        holders = layout.holders()
+        piece, source = cut(holders.runs, starts)
+        if (piece.start[1:] < piece.start[:-1]).any():
+            order = order_of(piece.start, layout.total)
+            piece, source = piece.pick(order), source[order]
+        return piece, holders.holder[source].astype(np.int64), interval_of(piece.start, starts)
+
+    def pairs(self, side: str) -> Ints:
+        """Every (document, rank that holds some of it) as ``document * ranks + rank``, ascending; made once."""
+        if side == "kv" and self.one_side:
+            side = "q"
+        return self.memo(("pairs", side), lambda: self._pairs(side))
+
+    def _pairs(self, side: str) -> Ints:
+        _, rank, document = self.pieces(side)
+        pairs = document * self.layout.ranks + rank
+        pairs = pairs[order_of(pairs, len(self.mask.lengths) * self.layout.ranks)]
+        return pairs[np.append(True, np.diff(pairs) > 0)]
+
+    @property
+    def degrees(self) -> Ints:
+        """Ranks that hold queries of each document, [documents]; made once."""
+        return self.memo("degrees", lambda: frozen(np.bincount(self.pairs("q") // self.layout.ranks)))
+
+    @property
+    def alone(self) -> NDArray[np.bool_]:
+        """Whether one rank holds all queries and all keys of a document, [documents]."""
+        ranks = self.layout.ranks
+        sides = [self.pairs(side) for side in ("q", "kv")]
+        first = [pairs[np.append(True, np.diff(pairs // ranks) > 0)] for pairs in sides]
+        degree = [np.bincount(pairs // ranks) for pairs in sides]
+        return (degree[0] == 1) & (degree[1] == 1) & (first[0] == first[1])
+
+    def groups(self, side: str, size: Ints) -> Ints:
+        """As `pairs`, of documents and groups of ``size`` ranks each, which has an entry for every document."""
+        document, rank = np.divmod(self.pairs(side), self.layout.ranks)
+        pairs = document * self.layout.ranks + rank // size[document]
+        return pairs[np.append(True, np.diff(pairs) > 0)]

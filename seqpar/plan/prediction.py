@@ -1,0 +1,36 @@
+"""What a plan shows of a forecast; planners make forecasts, and plans only carry them."""
+
+from __future__ import annotations
+
+from typing import Any, Protocol
+
+import numpy as np
+from numpy.typing import NDArray
+
+
+class Prediction(Protocol):
+    """What a step under a plan is predicted to take."""
+
+    @property
+    def node(self) -> int:
+        """Ranks of a node of the machine."""
+
+    @property
+    def call(self) -> dict[str, Any]:
+        """A layer's heads, key heads, dims and dtype, as `Plan.bytes` takes them."""
+
+    @property
+    def phases(self) -> dict[str, NDArray[np.float64]]:
+        """Seconds of every rank in a step, by what it does."""
+
+    @property
+    def least(self) -> float:
+        """Seconds that no plan can beat."""
+
+    @property
+    def what(self) -> str:
+        """The model and the machine, in a few words."""
+
+    @property
+    def headline(self) -> str:
+        """Seconds of the slowest rank and the gap to the bound, in a few words."""
