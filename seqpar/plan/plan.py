@@ -69,12 +69,12 @@ class Plan(Derived):
             kv_layout=keys,
             ranks=layout.ranks,
             ulysses=width if per_document else width[0],
-            widths=_checked_widths(placement, width, per_document, node),
             transport=transport,
             node=node,
             stage_bytes=stage_bytes,
             forecast=None,
             _rows=_checked_rows(layout, rows),
+            widths=_checked_widths(placement, width, per_document, node),
         )
         self.memo("placement", lambda: placement)  # the checks have looked at where documents live
 

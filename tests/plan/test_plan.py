@@ -12,10 +12,10 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from seqpar import Layout, Mask, Plan
+from seqpar import Layout, Mask, Plan, plan_batch
 from seqpar.plan import TRANSPORTS, head_blocks, head_share, replicated
 from tests.cases import cases
-from tests.plan.compared import CASE, compare
+from tests.plan.compared import CASE, compare, plain
 
 # Of CASE.plan(); changes only when the digest's recipe does.
 DIGEST = "1dfb0f893aaae4e34923478364937b06"
@@ -116,6 +116,18 @@ def test_equal_layouts_of_queries_and_keys_are_one_layout() -> None:
     assert one == other and [p.rows(0, "kv") for p in (one, other)] == [4, 4]
     copy = pickle.loads(pickle.dumps(one))
     assert copy.rows(0, "kv") == 4
+
+
+def test_a_forecast_comes_with_a_copy() -> None:
+    """A plan may be shared, so that one reader's forecast must not appear under another."""
+    plan = CASE.plan()
+    steps = plan.steps(0)
+    forecast = plan_batch([40, 2], 2, model="tiny", hardware="cpu").forecast
+    assert forecast is not None
+    predicted = plan.with_forecast(forecast)
+    assert plan.forecast is None and predicted.forecast is forecast
+    assert predicted == plan and predicted.digest() == plan.digest() and predicted.placement is plan.placement
+    assert plan.steps(0) is steps and list(map(plain, predicted.steps(0))) == list(map(plain, steps))
 
 
 @settings(max_examples=50)
