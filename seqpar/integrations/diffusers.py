@@ -35,7 +35,7 @@ from seqpar.facts.layout import Layout
 from seqpar.facts.mask import Mask
 from seqpar.integrations.sdpa.reroute import Rerouting
 from seqpar.nn.fingerprint import fingerprint, leaves, weights_of
-from seqpar.nn.wrap import ParallelModel, refuse_twice
+from seqpar.nn.wrap import ParallelModel, check_makes_plans, refuse_twice
 from seqpar.plan import Plan
 
 MakePlan = Callable[[Mask, Layout], Plan]
@@ -62,12 +62,13 @@ def parallelize(model: nn.Module, comm: Comm, *, plan: MakePlan = Plan) -> Paral
 
     Raises: NotImplementedError, naming it, for another model, an attention processor or backend that is not the
     default, a model under diffusers' own parallelism or cache, and for arguments without a share, such as controlnet
-    residuals. ValueError on every rank for inputs, gradients, or weights at the first
-    forward, that differ between ranks.
+    residuals. TypeError for a plan that is no function. ValueError on every rank for inputs, gradients, or weights at
+    the first forward, that differ between ranks.
     """
     recipe = RECIPES.get(type(model).__name__)
     if recipe is None:
         raise NotImplementedError(_unknown(type(model).__name__))
+    check_makes_plans(model, plan, "(mask, layout)")
     _check_alone(model)
     refuse_twice(model)
     handle = ParallelModel(model, comm)

@@ -3,52 +3,69 @@
 from __future__ import annotations
 
 import sys
-from typing import Any
+from collections.abc import Callable
+from typing import TYPE_CHECKING, Any
 
 from torch import nn
 
 from seqpar.comm import Comm
 
+if TYPE_CHECKING:
+    from seqpar.nn.wrap import ParallelModel
 
-def parallelize(model: nn.Module, comm: Comm, *, sdpa: bool = False, **options: Any) -> Any:
+
+def parallelize(model: nn.Module, comm: Comm, *, sdpa: bool = False, plan: Any = None, **options: Any) -> ParallelModel:
     """A handle of the model, which from now on computes every batch on all ranks of comm. A collective.
 
-    model: a transformers model (of a PeftModel the model inside is meant), a diffusers model, or with ``sdpa=True`` any
-    module whose attention is PyTorch's scaled_dot_product_attention. It is changed in place, and stays the object that
-    optimizers and wrappers hold; ``handle.undo()`` restores it exactly, and so does the end of
-    ``with parallelize(...):``.
+    model: one of the kinds below; of a PeftModel the model inside is meant. It is changed in place, and stays the
+    object that optimizers and wrappers hold. ``handle.undo()`` restores it exactly, and so does the end of
+    ``with parallelize(...):``; inside ``with handle.local():`` it runs as before, on this rank alone.
 
-    Options, by the kind of model: see `seqpar.integrations.hf.model.parallelize`,
-    `seqpar.integrations.diffusers.parallelize` (`seqpar.dsp.parallelize` where that has a spec of the model's class)
+    plan: what plans its forwards, by default a plan that suits the model. What is given depends on who knows the batch:
+
+        kind of model         plan                                      asked for           by default
+        transformers          (lengths, ranks) -> Plan                  every batch         plan_batch of its shape
+        diffusers, by tokens  (mask, layout) -> Plan                    new sizes           seqpar.Plan
+        diffusers, by stages  (stages, dims, ranks, **how) -> StagePlan  new batch shapes    seqpar.dsp.plan_stages
+        sdpa=True             a Plan of every forward                   -                   seqpar.parallel's
+
+    sdpa: the model is any module whose attention is PyTorch's scaled_dot_product_attention, and takes this rank's rows.
+    By stages go the models of which `seqpar.dsp` has a spec. Other options are those of the kind of model: see
+    `seqpar.integrations.hf.model.parallelize`, `seqpar.integrations.diffusers.parallelize`, `seqpar.dsp.parallelize`
     and `seqpar.integrations.sdpa.parallelize`.
 
     Raises: NotImplementedError naming what of the model cannot be computed on several ranks; ValueError on every rank
-    if ranks give other models or options, and for a model that is wrapped already; TypeError for an unknown option, or
-    for what is no model or no comm.
+    if ranks give other models or options, and for a model that is wrapped already; TypeError for an unknown option, a
+    plan of another form, or for what is no model or no comm.
     """
     _check(model, comm)
     if not sdpa:
         _check_order(model)
-    if not sdpa and _is(model, "peft", "PeftModel"):
-        model = model.get_base_model()  # type: ignore[operator]
+        model = model.get_base_model() if _is(model, "peft", "PeftModel") else model  # type: ignore[operator]
+    if plan is not None:
+        options["plan"] = plan
+    return _parallelize_of(model, sdpa)(model, comm, **options)
+
+
+def _parallelize_of(model: nn.Module, sdpa: bool) -> Callable[..., ParallelModel]:
+    """What makes a model of this kind parallel; nothing of other kinds is imported.
+
+    Raises: NotImplementedError for a model of no kind.
+    """
     if sdpa:
         from seqpar.integrations.sdpa import parallelize as of_sdpa
 
-        return of_sdpa(model, comm, **options)
+        return of_sdpa
     if _is(model, "transformers", "PreTrainedModel"):
         from seqpar.integrations.hf.model import parallelize as of_transformers
 
-        return of_transformers(model, comm, **options)
+        return of_transformers
     if _is(model, "diffusers", "ModelMixin"):
+        from seqpar.dsp import parallelize as by_stages
         from seqpar.dsp.specs import SPECS
+        from seqpar.integrations.diffusers import parallelize as by_tokens
 
-        if type(model).__name__ in SPECS:
-            from seqpar.dsp import parallelize as by_stages
-
-            return by_stages(model, comm, **options)
-        from seqpar.integrations.diffusers import parallelize as of_diffusers
-
-        return of_diffusers(model, comm, **options)
+        return by_stages if type(model).__name__ in SPECS else by_tokens
     raise NotImplementedError(
         f"parallelize({type(model).__name__}): it is neither a transformers nor a diffusers model; for attention by "
         "PyTorch's scaled_dot_product_attention give sdpa=True"
@@ -77,8 +94,8 @@ def _check(model: object, comm: object) -> None:
 def _check_order(model: nn.Module) -> None:
     """Raise ValueError for a model that has something around it too early."""
     name = type(model).__name__
-    for package, names in AROUND.items():
-        if any(_is(model, package, each) for each in names):
+    for package, wrappers in AROUND.items():
+        if any(_is(model, package, wrapper) for wrapper in wrappers):
             raise ValueError(
                 f"parallelize({name}): a model is made parallel before {name} goes around it; call "
                 f"parallelize(model, comm), with average_over where gradients are averaged, and then {name}(model)"

@@ -119,6 +119,15 @@ def refuse_twice(model: nn.Module) -> None:
         raise ValueError(f"{already[0]}{within} is parallel already; call undo() of that handle first")
 
 
+def check_makes_plans(model: nn.Module, plan: object, takes: str) -> None:
+    """Raise TypeError for a ``plan=`` that cannot plan the forwards of a model as they come."""
+    if not callable(plan):
+        raise TypeError(
+            f"parallelize({type(model).__name__}, plan={plan!r:.200}): each batch may be another, so plans are made as "
+            f"they come; give a function of {takes}"
+        )
+
+
 def unpicklable(name: str) -> NotImplementedError:
     """What to raise when a parallel model is pickled: its forward holds a comm, which is of this process."""
     return NotImplementedError(

@@ -330,6 +330,26 @@ def test_a_model_of_plain_pytorch_says_sdpa() -> None:
         assert torch.allclose(model(x), expected, atol=1e-6)
 
 
+def test_a_plan_of_every_forward_is_given_to_a_model_of_plain_pytorch() -> None:
+    model, x = Plain(), torch.randn(1, 12, 8)
+    expected = model(x)
+    with advised(TypeError, "give a Plan, or none and enter seqpar.parallel(plan, comm) around each forward"):
+        seqpar.parallelize(model, LocalComm(), sdpa=True, plan=Plan)
+    with seqpar.parallelize(model, LocalComm(), sdpa=True, plan=PLAN):
+        assert torch.allclose(model(x), expected, atol=1e-6)
+    with seqpar.parallelize(model, comm := LocalComm(), sdpa=True), seqpar.parallel(PLAN, comm):
+        assert torch.allclose(model(x), expected, atol=1e-6)
+
+
+def test_a_function_makes_the_plans_of_batches() -> None:
+    model = llama()
+    with advised(TypeError, "give a function of {}"):
+        seqpar.parallelize(model, LocalComm(), plan=PLAN)
+    own = lambda lengths, ranks: Plan(Mask(lengths), Layout.zigzag(lengths, ranks))  # noqa: E731
+    with seqpar.parallelize(model, LocalComm(), plan=own):
+        assert is_right(model)
+
+
 def test_a_comm_is_given() -> None:
     model = llama()
     with advised(TypeError, "give seqpar.GroupComm(), or seqpar.LocalComm() for one rank"):

@@ -3,20 +3,24 @@
 from __future__ import annotations
 
 import warnings
+from collections.abc import Callable
+from typing import Any
 
 import pytest
 import torch
 import transformers
 from diffusers import LTXVideoTransformer3DModel
-from torch import nn
+from torch import Tensor, nn
 from torch.distributed.fsdp import FullyShardedDataParallel
 from torch.nn.parallel import DistributedDataParallel
 from transformers.models.auto.configuration_auto import CONFIG_MAPPING
 from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_NAMES
 
 import seqpar
-from seqpar import LocalComm
+from seqpar import Layout, LocalComm, Mask, Plan
+from seqpar.dsp import plan_stages
 from seqpar.integrations.hf.shape import shape_of
+from tests.dsp.cases import clip, latte
 from tests.integrations.hf.models import SIZES, batches, build
 
 
@@ -41,8 +45,10 @@ def test_what_is_no_model_and_no_comm_is_said() -> None:
         seqpar.parallelize("meta-llama/Llama-3.1-8B", LocalComm())
 
 
-def small_video() -> nn.Module:
-    return LTXVideoTransformer3DModel(num_layers=1, num_attention_heads=2, attention_head_dim=8, cross_attention_dim=16)
+def small_video(**sizes: int) -> nn.Module:
+    return LTXVideoTransformer3DModel(
+        num_layers=1, num_attention_heads=2, attention_head_dim=8, cross_attention_dim=16, **sizes
+    )
 
 
 @pytest.mark.parametrize("kind", ["transformers", "diffusers", "sdpa", "both"])
@@ -54,6 +60,50 @@ def test_a_model_is_parallel_once(kind: str) -> None:
         seqpar.parallelize(model, LocalComm(), **{"sdpa": True} if kind == "both" else options)
     handle.undo()
     seqpar.parallelize(model, LocalComm(), **options).undo()
+
+
+def of_kind(kind: str, planned: list[str]) -> tuple[nn.Module, dict[str, Tensor], dict[str, Any]]:
+    """A model, a batch of it, and options with a plan, or a function that notes when it plans."""
+
+    def noting(make: Callable[..., Any]) -> Callable[..., Any]:
+        return lambda *args, **how: planned.append(kind) or make(*args, **how)
+
+    ids = torch.arange(12)[None]
+    if kind == "transformers":
+        by_lengths = noting(lambda lengths, ranks: Plan(Mask(lengths), Layout.zigzag(lengths, ranks)))
+        return build("llama"), {"input_ids": ids}, {"plan": by_lengths}
+    if kind == "tokens":
+        video = {"hidden_states": torch.randn(1, 6, 128), "num_frames": 1, "height": 2, "width": 3}
+        text = {"encoder_hidden_states": torch.randn(1, 3, 16), "encoder_attention_mask": torch.ones(1, 3)}
+        model = small_video(caption_channels=16)
+        return model, video | text | {"timestep": torch.ones(1), "return_dict": False}, {"plan": noting(Plan)}
+    if kind == "stages":
+        return latte(4, 2, 1), clip(4, 2, 1), {"plan": noting(plan_stages)}
+    plan = Plan(Mask([12], causal=False), Layout.contiguous(12, 1))
+    return nn.TransformerEncoderLayer(16, 2, 24), {"src": torch.randn(12, 1, 16)}, {"sdpa": True, "plan": plan}
+
+
+@pytest.mark.parametrize("kind", ["transformers", "tokens", "stages", "sdpa"])
+def test_every_kind_of_model_takes_a_plan_and_has_the_same_handle(kind: str) -> None:
+    planned: list[str] = []
+    model, batch, options = of_kind(kind, planned)
+    model.eval()
+
+    def run() -> Tensor:
+        out = model(**batch)
+        return out if isinstance(out, Tensor) else out[0]
+
+    with torch.no_grad():
+        expected = run()
+        with seqpar.parallelize(model, comm := LocalComm(), **options) as handle:
+            assert (handle.model, handle.comm) == (model, comm)
+            with handle.local():
+                assert torch.equal(run(), expected) and not planned
+            assert torch.allclose(run(), expected, atol=1e-4)
+            assert planned[:1] == [kind][: kind != "sdpa"]
+        planned.clear()
+        handle.undo()
+        assert torch.equal(run(), expected) and not planned
 
 
 @pytest.mark.parametrize("kind", ["diffusers", "sdpa"])

@@ -46,7 +46,7 @@ from seqpar.integrations.hf.fit import PER_TOKEN, caching, fitting, softcap_of
 from seqpar.integrations.hf.mask import Rule
 from seqpar.integrations.hf.shape import shape_of
 from seqpar.integrations.hf.worth import Worth
-from seqpar.nn.wrap import PARALLEL, ParallelModel, refuse_twice, replaced, unpicklable
+from seqpar.nn.wrap import PARALLEL, ParallelModel, check_makes_plans, refuse_twice, replaced, unpicklable
 from seqpar.ops.core.agreement import agree_alike, agreed_under
 from seqpar.ops.core.autocast import autocast_dtype
 from seqpar.ops.core.handles import uncompiled
@@ -101,7 +101,8 @@ def parallelize(
     brings its own batch, or "replicated", all bring the same. in_place: keep the name of the model's implementation,
     for models that compare names: transformers' functions of that name then serve parallel models as well as others.
 
-    Raises: NotImplementedError naming everything of the model, or of a batch, that cannot be computed on several ranks.
+    Raises: NotImplementedError naming everything of the model, or of a batch, that cannot be computed on several ranks;
+    TypeError for a plan that is no function.
     """
     return ParallelTransformer(
         model, comm, plan=plan, source=source, average_over=average_over, logits=logits, in_place=in_place
@@ -137,6 +138,8 @@ class ParallelTransformer(ParallelModel):
         error: Exception | None = None
         try:
             refuse_twice(model)
+            if plan is not None:
+                check_makes_plans(model, plan, "(lengths, ranks)")
             self._undone.callback(enter(self._before) if in_place else enter(KEY))
             self._undone.callback(_with_own_configs(model, self._name))
             self.fit = fitting(model)

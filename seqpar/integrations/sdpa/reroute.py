@@ -351,7 +351,7 @@ def parallelize(
     model: nn.Module, comm: Comm, *, plan: Plan | None = None, local: Local | None = None,
     dropout_seed: int | None = None,
 ) -> ParallelModel:  # fmt: skip
-    """Run every forward of a model of plain PyTorch inside `sdpa`; what is returned has ``undo()``.
+    """The handle of a model of plain PyTorch, every forward of which runs inside `sdpa`.
 
     model: takes this rank's rows and calls PyTorch's attention functions on them. plan: of every forward, by default
     the plan that `seqpar.parallel` gives when the forward begins. local: as in `sdpa`. dropout_seed: what the seeds of
@@ -361,10 +361,15 @@ def parallelize(
     The model is tried before its first forward with such arguments, before one with a batch or document twice or half
     as long as those before, and before the 16th: some more forwards without gradients, which leave it as it was.
 
-    Raises: as `sdpa`, from the forward; RuntimeError there if neither a plan was given nor one surrounds it;
-    NotImplementedError for a model that mixes rows outside its attention, here by what its modules and configs say
-    and by `seqpar.train.check_model`, and in the forward by what it did when it was tried.
+    Raises: TypeError for a plan that is none; as `sdpa`, from the forward; RuntimeError there if neither a plan was
+    given nor one surrounds it; NotImplementedError for a model that mixes rows outside its attention, here by what its
+    modules and configs say and by `seqpar.train.check_model`, and in the forward by what it did when it was tried.
     """
+    if not isinstance(plan, (Plan, type(None))):
+        raise TypeError(
+            f"parallelize({type(model).__name__}, sdpa=True, plan={plan!r:.200}): expected the Plan of every forward; "
+            "give a Plan, or none and enter seqpar.parallel(plan, comm) around each forward"
+        )
     if found := mixing(model):
         raise _refused(model, found)
     check_model(model)
