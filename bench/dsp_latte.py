@@ -112,7 +112,7 @@ class Ready:
         self.model = latte(clip.frames)
         if method is not None:
             planner = partial(METHODS[method], hardware=hardware)
-            self.handle = dsp.parallelize(self.model, comm, planner=planner)
+            self.handle = dsp.parallelize(self.model, comm, plan=planner)
         g = torch.Generator().manual_seed(1)
         height, width = (size // 2 * 2 for size in (clip.height, clip.width))
         self.x = torch.randn(clip.batch, CHANNELS, clip.frames, height, width, generator=g)

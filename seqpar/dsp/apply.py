@@ -35,7 +35,7 @@ from seqpar.dsp.space import Sharding, Space
 from seqpar.dsp.spec import Block, Spec
 from seqpar.dsp.specs import SPECS
 from seqpar.nn.fingerprint import hashed, leaves, ordered, weights_of
-from seqpar.nn.wrap import ParallelModel, refuse_twice, replaced
+from seqpar.nn.wrap import ParallelModel, check_makes_plans, refuse_twice, replaced
 from seqpar.ops.core.agreement import agreement, raise_on_all_ranks
 from seqpar.ops.core.handles import uncompiled
 
@@ -50,16 +50,16 @@ def parallelize(
     spec: Spec | None = None,
     *,
     grad: str = "replicated",
-    planner: MakeStagePlan = plan_stages,
+    plan: MakeStagePlan = plan_stages,
     check_inputs: bool = True,
 ) -> Parallelized:
     """Make a model's blocks compute their share of the rows; what it is given and returns stays whole on every rank.
 
-    spec: what is known of the model's class, by default the one shipped for it. planner: called for each batch shape,
-    ``planner(stages, dims, ranks, end=..., training=...)``; ``partial(plan_stages, hardware=...)`` for another machine
-    than an H100 node. Blocks move what comes in before their own forward and what goes out
-    after it, so that hooks, wrappers and recomputation see them as before. A rank whose share is empty skips the block,
-    with its parameters still in the graph.
+    spec: what is known of the model's class, by default the one shipped for it. plan: makes the plan of each batch
+    shape, ``plan(stages, dims, ranks, end=..., training=...)``; ``partial(plan_stages, hardware=...)`` for another
+    machine than an H100 node. Blocks move what comes in before their own forward and what goes out after it, so that
+    hooks, wrappers and recomputation see them as before. A rank whose share is empty skips the block, with its
+    parameters still in the graph.
 
     Gradients of parameters are shares: sum them over the ranks. grad: how the loss counts. "replicated": every rank
     computes the same loss from the whole output. "sum": the loss is the sum of all ranks' losses.
@@ -82,7 +82,7 @@ def parallelize(
         raise ValueError(f"the spec is for {spec.model}, the model is a {name}")
     if grad not in GRADS:
         raise ValueError(f"grad must be one of {GRADS}, got {grad!r}")
-    return Parallelized(model, comm, spec, grad, planner, check_inputs)
+    return Parallelized(model, comm, spec, grad, plan, check_inputs)
 
 
 class Parallelized(ParallelModel):
@@ -92,11 +92,12 @@ class Parallelized(ParallelModel):
     """
 
     def __init__(
-        self, model: nn.Module, comm: Comm, spec: Spec, grad: str, planner: MakeStagePlan, check_inputs: bool
+        self, model: nn.Module, comm: Comm, spec: Spec, grad: str, make_plan: MakeStagePlan, check_inputs: bool
     ) -> None:
         refuse_twice(model)
+        check_makes_plans(model, make_plan, "(stages, dims, ranks, end=, training=)")
         super().__init__(model, comm)
-        self.spec, self.grad, self.planner, self.check_inputs = spec, grad, planner, check_inputs
+        self.spec, self.grad, self.make_plan, self.check_inputs = spec, grad, make_plan, check_inputs
         self.stages = spec.stages(model)
         self.names = [name for name, _ in self.stages]
         self.plans: dict[tuple[object, ...], StagePlan] = {}
@@ -241,7 +242,7 @@ class Parallelized(ParallelModel):
             ]
             stages[0] = replace(stages[0], rest=None)  # what comes in is whole
             end: Sequence[Sharding] = (None,) if self.spec.exit is None else self.spec.exit.rest
-            plan = self.planner(stages, space.dims, space.comm.size, end=end, training=state.training)
+            plan = self.make_plan(stages, space.dims, space.comm.size, end=end, training=state.training)
             afters = plan.afters if self.spec.exit else [*plan.afters[:-1], None]  # the last one's output is the end
             with agreement("planning of stages", self.comm) as call:
                 for stage, choice, after in zip(stages, plan.choices, afters, strict=True):

@@ -63,7 +63,7 @@ def test_a_model_of_stages_is_made_parallel_by_stages() -> None:
 
     def rank(comm: Comm) -> Tensor:
         own = copy.deepcopy(model)
-        seqpar.dsp.parallelize(own, comm, planner=SHARDED)
+        seqpar.dsp.parallelize(own, comm, plan=SHARDED)
         with torch.no_grad():
             return own(**given).sample  # type: ignore[no-any-return]
 

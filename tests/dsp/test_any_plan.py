@@ -37,7 +37,7 @@ def at_random(seed: int) -> Callable[..., StagePlan]:
 
 def on_a_rank(comm: Comm, name: str, seed: int) -> dict[str, Tensor]:
     model, spec, given = case(name)
-    parallelize(model, comm, spec, planner=at_random(seed))
+    parallelize(model, comm, spec, plan=at_random(seed))
     return gradients(model, given)
 
 

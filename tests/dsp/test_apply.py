@@ -36,8 +36,8 @@ class Checkpointed(nn.Module):
 def side_by_side(comm: Comm, kind: str) -> list[dict[str, Tensor]]:
     """Two models and three shapes in one process; all forwards before all backwards, the last one first or last."""
     pairs, weather = made(PairStack), made(Weather)
-    parallelize(pairs, comm, PAIRS, planner=SHARDED)
-    parallelize(weather, comm, WEATHER, planner=SHARDED)
+    parallelize(pairs, comm, PAIRS, plan=SHARDED)
+    parallelize(weather, comm, WEATHER, plan=SHARDED)
     if kind != "plain":
         for blocks in (weather.north, weather.east, weather.mix):
             for n, block in enumerate(blocks):
@@ -64,7 +64,7 @@ def compiled(comm: Comm, how: str) -> dict[str, Tensor]:
     model = made(Weather, (5, 7), 8, 1)
     if how == "before":
         model.north[0].forward = torch.compile(model.north[0].forward, backend="eager", dynamic=True)
-    parallelize(model, comm, WEATHER, planner=SHARDED)
+    parallelize(model, comm, WEATHER, plan=SHARDED)
     if how == "after":
         model.north[0].compile(backend="eager")
     return gradients(model, GRID)
@@ -79,7 +79,7 @@ def test_a_compiled_stage_gives_the_same_numbers() -> None:
 def exchanges(comm: Comm) -> tuple[int, int]:
     """Exchanges of a forward, and those that its plan says."""
     model = made(Weather)
-    handle = parallelize(model, comm, replace(WEATHER, exit=None, outside=("embed", "head")), planner=SHARDED)
+    handle = parallelize(model, comm, replace(WEATHER, exit=None, outside=("embed", "head")), plan=SHARDED)
     comm.stats.reset()
     with torch.no_grad():
         model(GRID["x"])
@@ -96,7 +96,7 @@ def test_a_forward_takes_the_exchanges_of_its_plan() -> None:
 def streams(comm: Comm) -> tuple[dict[str, Tensor], list[int]]:
     """Numbers, and exchanges: forward and backward, as counted and of the plan."""
     model = made(Streams)
-    handle = parallelize(model, comm, STREAMS, planner=SHARDED)
+    handle = parallelize(model, comm, STREAMS, plan=SHARDED)
     x, y = rand(5, 7, 3).requires_grad_(), rand(5, 7, 2).requires_grad_()
     comm.stats.reset()
     x1, y1 = model(x, y)
@@ -148,7 +148,7 @@ def test_undo_gives_the_model_back_and_local_for_a_while() -> None:
 def summed(comm: Comm) -> dict[str, Tensor]:
     """The loss is the sum of what ranks say: each looks at its part of the output."""
     model, x = made(Weather), GRID["x"].clone().requires_grad_()
-    parallelize(model, comm, WEATHER, grad="sum", planner=SHARDED)
+    parallelize(model, comm, WEATHER, grad="sum", plan=SHARDED)
     out = model(x)
     own = out.tensor_split(comm.size, 2)[comm.rank]
     own.square().sum().backward()
@@ -165,7 +165,7 @@ def frozen(comm: Comm) -> None:
     model = made(Weather)
     for name, p in model.named_parameters():
         p.requires_grad_("qkv" in name)
-    parallelize(model, comm, WEATHER, planner=SHARDED)
+    parallelize(model, comm, WEATHER, plan=SHARDED)
     model(GRID["x"][:1]).sum().backward()
     for name, p in model.named_parameters():
         assert (p.grad is not None) == ("qkv" in name), name
@@ -262,7 +262,7 @@ ODD = Spec(
 
 def odd(comm: Comm, wrong: str) -> str:
     model = made(Odd)
-    parallelize(model, comm, ODD, planner=SHARDED)
+    parallelize(model, comm, ODD, plan=SHARDED)
     model.wrong = wrong
     try:
         model(rand(4, 6, 3), rand(4, 6))

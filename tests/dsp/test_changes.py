@@ -25,7 +25,7 @@ from tests.dsp.models import PAIRS, SHARDED, STREAMS, WEATHER, DiT, PairStack, S
 
 def weather(comm: Comm) -> nn.Module:
     model = made(Weather)
-    parallelize(model, comm, WEATHER, planner=SHARDED)
+    parallelize(model, comm, WEATHER, plan=SHARDED)
     return model
 
 
@@ -66,7 +66,7 @@ def test_a_copy_is_parallelized_with_its_own_weights(which) -> None:
 def unhooked(comm: Comm) -> tuple[float, float]:
     """A model of which no module is outside, so that its copy consists of the forwards alone."""
     model, x, y = made(Streams), rand(5, 7, 3), rand(5, 7, 2)
-    parallelize(model, comm, STREAMS, planner=SHARDED)
+    parallelize(model, comm, STREAMS, plan=SHARDED)
     other = copy.deepcopy(model)
     with torch.no_grad():
         for p in other.parameters():
@@ -198,7 +198,7 @@ def part_again(comm: Comm, name: str, reentrant: bool) -> dict[str, Tensor]:
     for block in blocks:
         recomputing(block, name, reentrant)
     if comm.size > 1:
-        parallelize(model, comm, spec, planner=SHARDED)
+        parallelize(model, comm, spec, plan=SHARDED)
     if name == "core":
         return numbers(model, rand(1, 5, 7, 3), rand(1, 1))
     return numbers(model, rand(1, 5, 5, 5), torch.ones(1, 5, 5, 1).double())
@@ -277,7 +277,7 @@ def thrown(comm: Comm, name: str) -> dict[str, Tensor]:
     model, spec = (made(DiT), dit(False)) if name == "core" else (made(Weather), WEATHER)
     part, x = (model.blocks[0].core, [rand(1, 5, 7, 3), rand(1, 1)]) if name == "core" else (model.east[0].qkv, [GRID])
     if comm.size > 1:
-        parallelize(model, comm, spec, planner=SHARDED)
+        parallelize(model, comm, spec, plan=SHARDED)
     hook = part.register_forward_hook(_throw)
     with pytest.raises(KeyError):
         model(*x)
@@ -344,7 +344,7 @@ def wrapped(comm: Comm, how: str) -> dict[str, Tensor]:
     model = made(Weather)
     net: nn.Module = model
     if how != "fully_shard first":
-        parallelize(model, comm, WEATHER, planner=SHARDED)
+        parallelize(model, comm, WEATHER, plan=SHARDED)
     if how == "ddp":
         net = nn.parallel.DistributedDataParallel(model)
     else:
@@ -352,7 +352,7 @@ def wrapped(comm: Comm, how: str) -> dict[str, Tensor]:
         for part in sharded:
             part.set_gradient_divide_factor(1.0)
     if how == "fully_shard first":
-        parallelize(model, comm, WEATHER, planner=SHARDED)
+        parallelize(model, comm, WEATHER, plan=SHARDED)
     for _ in range(2):
         model.zero_grad()
         out = net(GRID)

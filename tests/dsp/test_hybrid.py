@@ -48,7 +48,7 @@ def small(name: str) -> Case:
 
 def on_a_rank(comm: Comm, name: str, planner: Callable[..., StagePlan] | None) -> tuple[dict[str, Tensor], str]:
     model, spec, given = small(name)
-    handle = parallelize(model, comm, spec, planner=planner or partial(plan_stages, hardware=FREE))
+    handle = parallelize(model, comm, spec, plan=planner or partial(plan_stages, hardware=FREE))
     return gradients(model, given), handle.describe()
 
 

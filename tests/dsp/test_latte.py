@@ -21,7 +21,7 @@ def on_a_rank(comm: Comm, size: int, frames: int, count: int, how: str) -> tuple
     model = latte(size, frames)
     if how == "checkpoint":
         model.enable_gradient_checkpointing()
-    handle = parallelize(model, comm, planner=SHARDED)
+    handle = parallelize(model, comm, plan=SHARDED)
     found = gradients(model, clip(size, frames, count))
     plan = next(iter(handle.plans.values()))
     return found, str([c.layout for c in plan.choices]), plan.exchanges
@@ -44,7 +44,7 @@ def oblong(comm: Comm) -> dict[str, Tensor]:
     model, given = latte(6, 3), clip(6, 3)
     given["hidden_states"] = torch.cat([given["hidden_states"], given["hidden_states"][..., :4] * 2], -1)
     if comm.size > 1:
-        parallelize(model, comm, planner=SHARDED)
+        parallelize(model, comm, plan=SHARDED)
     return gradients(model, given)
 
 
@@ -60,7 +60,7 @@ def test_it_is_so_on_processes() -> None:
 
 def wrong(comm: Comm, how: str) -> str:
     model = latte(dropout=0.1 if how == "dropout" else 0.0).train()
-    parallelize(model, comm, planner=SHARDED)
+    parallelize(model, comm, plan=SHARDED)
     given: dict[str, object] = dict(clip())
     if how == "frames":  # each rank brings its own, as if they had been sharded before
         given["hidden_states"] = given["hidden_states"].tensor_split(comm.size, 2)[comm.rank]
@@ -99,7 +99,7 @@ def test_what_would_be_another_answer_is_refused(how, words) -> None:
 def masked(comm: Comm) -> Tensor:
     model = latte().eval()
     if comm.size > 1:
-        parallelize(model, comm, planner=SHARDED)
+        parallelize(model, comm, plan=SHARDED)
     mask = torch.zeros(10, 1, 4, dtype=torch.float64)
     mask[3:, :, 2] = -1e4
     with torch.no_grad():
@@ -127,7 +127,7 @@ def by_heads(comm: Comm, frames: int, how: str) -> dict[str, Tensor]:
     model = latte(6, frames)
     if how == "checkpoint":
         model.enable_gradient_checkpointing()
-    parallelize(model, comm, planner=held)
+    parallelize(model, comm, plan=held)
     return gradients(model, clip(6, frames))
 
 
@@ -147,7 +147,7 @@ def other_attention(comm: Comm) -> str:
     model = latte(6, 1)
     for block in model.transformer_blocks:
         block.attn1.set_processor(diffusers.models.attention_processor.AttnProcessor())
-    parallelize(model, comm, planner=held)
+    parallelize(model, comm, plan=held)
     try:
         model(**clip(6, 1))
     except NotImplementedError as error:

@@ -76,7 +76,7 @@ def small(name: str) -> Case:
 
 def on_a_rank(comm: Comm, name: str, planner: Planner) -> tuple[dict[str, Tensor], StagePlan]:
     model, spec, given = small(name)
-    handle = parallelize(model, comm, spec, planner=planner)
+    handle = parallelize(model, comm, spec, plan=planner)
     found = gradients(model, given)
     (plan,) = handle.plans.values()
     return found, plan
@@ -131,7 +131,7 @@ def by_hand(count: int) -> Planner:
 def weather(comm: Comm, planner: Planner | None = None) -> nn.Module:
     model = made(Weather)
     if comm.size > 1:
-        parallelize(model, comm, WEATHER, planner=planner or by_hand(3))
+        parallelize(model, comm, WEATHER, plan=planner or by_hand(3))
     return model
 
 
@@ -214,7 +214,7 @@ def side_by_side(comm: Comm) -> dict[str, Tensor]:
     model, pairs = weather(comm), made(PairStack)
     other = deepcopy(model)
     if comm.size > 1:
-        parallelize(pairs, comm, PAIRS, planner=in_parts(3))
+        parallelize(pairs, comm, PAIRS, plan=in_parts(3))
     x, z, mask = GRID.clone().requires_grad_(), rand(2, 5, 5, 5).requires_grad_(), torch.ones(2, 5, 5, 1).double()
     outs = [model(x), pairs(z, mask), other(3 * x)]
     with torch.no_grad():
@@ -237,7 +237,7 @@ def test_what_can_be_run_in_parts() -> None:
 
     def apart(comm: Comm, name: str) -> dict[str, frozenset[str]]:
         model, spec, given = small(name)
-        parallelize(model, comm, spec, planner=(seen := Seen()))
+        parallelize(model, comm, spec, plan=(seen := Seen()))
         model(**given)
         return {stage.name: stage.apart for stage in seen.stages}
 
@@ -294,7 +294,7 @@ def watched(comm: Comm, checkpointed: bool) -> tuple[list[str], list[str]]:
     """What happens in forward and in backward around the second stage."""
     events: list[str] = []
     model = made(Weather, (6, 7), 8, 1)
-    parallelize(model, Watched(comm, events), WEATHER, planner=one_in_parts)
+    parallelize(model, Watched(comm, events), WEATHER, plan=one_in_parts)
 
     def note(module: nn.Module, given: object, out: Tensor) -> None:
         events.append("compute")
@@ -345,7 +345,7 @@ def listed(text: str) -> str:
 def counted(comm: Comm, count: int) -> tuple[int, Stats, Stats]:
     """Exchanges by the plan, and what was counted in the stages of a forward and a backward."""
     model = made(Weather)
-    handle = parallelize(model, comm, WEATHER, planner=by_hand(count))
+    handle = parallelize(model, comm, WEATHER, plan=by_hand(count))
     at_the_end = []
     model.head.register_forward_pre_hook(lambda *_: at_the_end.append(copy(comm.stats)))
     comm.stats.reset()
@@ -473,7 +473,7 @@ def part_again(comm: Comm, reentrant: bool, around: bool) -> dict[str, Tensor]:
     for block in model.blocks:
         recomputing(block, "core", reentrant)
     if comm.size > 1:
-        parallelize(model, comm, dit(False), planner=in_parts(0, 2, "t"))
+        parallelize(model, comm, dit(False), plan=in_parts(0, 2, "t"))
     for n, block in enumerate(model.blocks):
         if around:
             model.blocks[n] = CheckpointedWith(block)
@@ -587,7 +587,7 @@ def test_plans_with_parts_that_cannot_be(change, end, words) -> None:
 def without_exit(comm: Comm) -> str:
     """The last stage's output is whole, whatever a plan says of the end."""
     model = made(Weather)
-    parallelize(model, comm, replace(WEATHER, exit=None, outside=("embed", "head")), planner=by_hand(3))
+    parallelize(model, comm, replace(WEATHER, exit=None, outside=("embed", "head")), plan=by_hand(3))
     with pytest.raises(ValueError, match="stage mix.1 cannot be run in 3 parts from 'b' by 'h' to None"):
         model(GRID)
     return "refused"
@@ -627,7 +627,7 @@ def in_kept_memory(comm: Comm, count: int) -> dict[str, Tensor]:
     for block in model.mix:
         block.forward = partial(in_its_memory, block.forward, torch.empty(8 * GRID.numel(), dtype=torch.float64))
     if comm.size > 1:
-        parallelize(model, comm, WEATHER, planner=by_hand(count))
+        parallelize(model, comm, WEATHER, plan=by_hand(count))
     with torch.inference_mode():
         return {"out": model(GRID).clone()}
 
@@ -667,7 +667,7 @@ def writing(comm: Comm, grad: bool) -> dict[str, Tensor]:
         inner = partial(in_place, block.forward)
         block.forward = inner if block in model.mix else lambda x, inner=inner: inner(x)  # as their specs name it
     if comm.size > 1:
-        parallelize(model, comm, WEATHER, planner=by_hand(3))
+        parallelize(model, comm, WEATHER, plan=by_hand(3))
     if grad:
         return numbers(model)
     with torch.no_grad():
@@ -697,7 +697,7 @@ def changing(comm: Comm, planner: Planner, by_rows: bool, batch: int) -> dict[st
     model = made(Weather)
     model.mix[0].net.append(Counted(by_rows))
     if comm.size > 1:
-        parallelize(model, comm, WEATHER, planner=planner)
+        parallelize(model, comm, WEATHER, plan=planner)
     for _ in range(2):
         try:
             found = numbers(model, GRID[:batch])
@@ -785,7 +785,7 @@ def compiled(comm: Comm) -> dict[str, Tensor]:
     torch._dynamo.reset()
     model = made(Weather)
     model.east[0].forward = torch.compile(model.east[0].forward, backend="eager", dynamic=True)
-    parallelize(model, comm, WEATHER, planner=by_hand(3))
+    parallelize(model, comm, WEATHER, plan=by_hand(3))
     return numbers(model)
 
 
@@ -801,7 +801,7 @@ def with_tables(comm: Comm, count: int, reentrant: bool) -> None:
     for block in (*model.north, *model.east):
         inner = type(block).forward.__get__(block)
         block.forward = lambda x, inner=inner: checkpoint(inner, x, use_reentrant=reentrant)
-    parallelize(model, comm, WEATHER, planner=by_hand(count))
+    parallelize(model, comm, WEATHER, plan=by_hand(count))
     numbers(model)
 
 

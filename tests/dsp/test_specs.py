@@ -17,7 +17,7 @@ def on_a_rank(
     comm: Comm, name: str, batch: int, t: int = 5, s: int = 7
 ) -> tuple[dict[str, Tensor], list[tuple[str | None, str]]]:
     model, spec, given = case(name, batch, t, s)
-    handle = parallelize(model, comm, spec, planner=SHARDED)
+    handle = parallelize(model, comm, spec, plan=SHARDED)
     found = gradients(model, given)
     (plan,) = handle.plans.values()
     return found, [(c.layout, c.mode) for c in plan.choices]

@@ -171,7 +171,7 @@ def test_a_model_of_stages_is_parallelized_as_its_spec_says() -> None:
 
     def rank(comm: Comm) -> Any:
         own = copy.deepcopy(model)
-        with seqpar.parallelize(own, comm, planner=SHARDED) as handle:
+        with seqpar.parallelize(own, comm, plan=SHARDED) as handle:
             got = gradients(own, given)
         assert handle.model is own and gradients(own, given).keys() == got.keys()
         return got
