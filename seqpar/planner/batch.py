@@ -296,40 +296,48 @@ def candidates(ranks: int, node: int, documents: int, *, thorough: bool, single:
 
 
 def candidates_of_few(ranks: int, width: int, documents: int, quarters: int) -> list[Knobs]:
-    """Values of the knobs for few ranks: those without which some batch of eight thousand takes longer by 0.4 %.
+    """Values of the knobs for few ranks: those without which some batch of thousands takes longer by 0.4 %.
 
     width: the largest. quarters: of what all documents cost that are attention. Nesting does the rest where all ranks
     may share heads.
     """
     widths = [w for w in range(1, width + 1) if width % w == 0]
+    if width < ranks or width == 1:
+        return _apart(ranks, widths, documents, quarters)
+    shared = Knobs(0, 64, 0, 16, ranks)  # every document, by all ranks
+    if documents == 1:
+        return [ALONE, shared] + [Knobs(160, 16, 4, 4, 1)] * (ranks > 2)
+    half = widths[-2]
+    attentive = quarters >= 2
+    if documents < 4 * ranks:
+        found = [ALONE, shared, Knobs(160, 16, 4, 1, 1), Knobs(160, 16, 4, 4, 1)]
+        found += [Knobs(80, 40, 4, 0, half)] * (ranks > 2)
+        if ranks > 4:
+            found += [Knobs(160, 16, 4, 1, w) for w in widths[1:-1]]
+            found += [Knobs(80, 0, 4, 4, 1), Knobs(64, 40, 4, 4, half)] * attentive
+        return found
+    found = [ALONE, Knobs(160, 16, 4, 1, 1)] + [shared, Knobs(64, 40, 4, 1, ranks)] * (quarters >= 1)
+    if ranks == 2:
+        return found + [Knobs(64, 40, 4, 4, 1)] * attentive
+    if ranks == 3:
+        return found + [Knobs(64, 40, 4, 4, 1), Knobs(160, 16, 4, 4, 1)] * (quarters >= 1)
+    if ranks > 4:
+        found += [Knobs(80, 40, 4, 0, half)] + [Knobs(64, 40, 4, 4, 1)] * (quarters >= 1)
+        found += [Knobs(80, 0, 4, 4, 1)] * (attentive and documents < 64 * ranks)
+    return found + [Knobs(80, 40, 4, 0, 2)] * (ranks == 6)
+
+
+def _apart(ranks: int, widths: list[int], documents: int, quarters: int) -> list[Knobs]:
+    """The same where not all ranks may share heads."""
     found = [ALONE, Knobs(160, 16, 4, 1, 1)]
     if quarters >= 2 and documents < 64 * ranks:
         found += [Knobs(80, 0, 4, 4, 1), Knobs(64, 16, 4, 4, 1)] + [Knobs(64, 40, 4, 4, w) for w in widths]
-    if width == 1:
+    if len(widths) == 1:
         return found + [Knobs(160, 40, 4, 4, 1), Knobs(64, 40, 4, 4, 1), Knobs(64, 16, 4, 4, 1), Knobs(64, 16, 4, 1, 1)]
-    half = widths[-2]
-    if width < ranks:
-        found += [Knobs(80, 40, 4, 0, half), Knobs(80, 40, 4, 0, width), Knobs(64, 40, 4, 1, width)]
-        found += [Knobs(160, 16, 4, 4, half), Knobs(160, 16, 4, 1, width), Knobs(160, 40, 4, 4, width)]
-        return found + [Knobs(64, n, 4, 4, w) for n in (16, 40) for w in (1, width)]
-    shared = Knobs(0, 64, 0, 16, ranks)  # every document, by all ranks
-    between = [Knobs(160, 16, 4, 1, w) for w in widths[1:-1]]
-    if ranks > 4:
-        found += [Knobs(80, 40, 4, 0, half)]
-    if documents < 4 * ranks:
-        found += [shared, Knobs(160, 16, 4, 4, 1), *between]
-        if quarters:
-            found += [Knobs(64, 40, 4, 4, 1), Knobs(80, 40, 4, 0, widths[1]), Knobs(160, 16, 4, 4, half)]
-        return found
-    if ranks > 4:
-        found += [Knobs(80, 40, 4, 0, widths[1])]
-    if quarters:
-        found += [shared, Knobs(64, 40, 4, 1, ranks)]
-        if ranks == 3:
-            found += [Knobs(64, 40, 4, 4, 1), Knobs(160, 16, 4, 4, 1)]
-        if ranks > 4:
-            found += [Knobs(80, 40, 4, 0, ranks), Knobs(64, 40, 4, 4, 1), Knobs(64, 40, 4, 4, half), *between]
-    return found
+    half, width = widths[-2:]
+    found += [Knobs(80, 40, 4, 0, half), Knobs(80, 40, 4, 0, width), Knobs(64, 40, 4, 1, width)]
+    found += [Knobs(160, 16, 4, 4, half), Knobs(160, 16, 4, 1, width), Knobs(160, 40, 4, 4, width)]
+    return found + [Knobs(64, n, 4, 4, w) for n in (16, 40) for w in (1, width)]
 
 
 def shortlist(placed: list[tuple[Knobs, Placement]], *, thorough: bool) -> list[Placement]:

@@ -92,8 +92,8 @@ def placements(batch: Documents, ranks: int, *, room: Ints, knobs: Sequence[Knob
 
     enough: the level at which the first one will do, and no other is made.
     """
-    order = np.argsort(batch.lengths, kind="stable")
-    so_far = np.cumsum(batch.lengths[order])
+    order = batch.lengths.argsort(kind="stable")
+    so_far = batch.lengths[order].cumsum()
     parts: dict[tuple[int, int, int], _Parts] = {}
     made: dict[tuple[object, ...], Placement] = {}
     found = []
@@ -144,14 +144,15 @@ def _parts(batch: Documents, ranks: int, room: Ints, order: Ints, so_far: Ints, 
     # where rows need not be equal, all that a document costs is to be balanced
     loose = int(room.sum()) * 16 > tokens * 17 + 16 * ranks
     surplus = ticks if loose else np.maximum(_beyond(ticks, per_row, lengths), 0)
-    rest = rest[np.argsort(surplus[rest], kind="stable")]
-    extra, kept = surplus[rest], np.cumsum(lengths[rest])
-    brought = np.cumsum(extra) // ranks
+    rest = rest[surplus[rest].argsort(kind="stable")]
+    extra, rows = surplus[rest], lengths[rest]
+    kept, brought = rows.cumsum(), extra.cumsum() // ranks
     fair = extra <= brought // 64 * knobs.whole + brought % 64 * knobs.whole // 64
     fair |= (kept + filled) * 64 <= tokens * (64 - knobs.spread)
     # a whole document finds the rows that the spread ones leave
-    fair &= lengths[rest] <= most - (tokens - filled - kept) // ranks
-    wholes = int(np.flatnonzero(fair)[-1]) + 1 if fair.any() else 0
+    fair &= rows <= most - (tokens - filled - kept) // ranks
+    last = fair[::-1].argmax() if fair.size else 0  # from the end
+    wholes = int(fair.size - last) if fair.size and fair[-1 - last] else 0
     return _Parts(filling, rest[:wholes][::-1], rest[wholes:][::-1], per_row, surplus, loose)
 
 
@@ -225,8 +226,8 @@ class _Board:
         edge = edges(surplus)
         border = _borders(edge, groups)
         breaks = distinct(np.concatenate([edge, border]))
-        at = np.searchsorted(edge, breaks[:-1], side="right") - 1
-        group = np.searchsorted(border[1:], breaks[:-1], side="right")
+        at = edge.searchsorted(breaks[:-1], side="right") - 1
+        group = border[1:].searchsorted(breaks[:-1], side="right")
         document = documents[at]
         length, whole = self.batch.lengths[document], surplus[at]
         first, stop = (length * (x - edge[at]) // whole for x in (breaks[:-1], breaks[1:]))
@@ -235,19 +236,20 @@ class _Board:
     def _deal(self, tiers: Sequence[RankShares]) -> None:
         """Give groups their parts, half of the rows from the front of the document, the others from its end."""
         document, first, stop, group = tiers[0] if len(tiers) == 1 else map(np.concatenate, zip(*tiers, strict=True))
-        tier = np.repeat(np.arange(len(tiers)), [shares.group.size for shares in tiers])
         groups, width = self.ranks // self.knobs.width, self.knobs.width
         length, held = self.batch.lengths[document], stop - first
-        ends = stop == length  # the last part, whose halves touch
-        front, back_stop = first // 2, length - (first - first // 2)
-        front_stop = np.where(ends, front, stop // 2)
-        back = np.where(ends, front, length - (stop - stop // 2))
-        start, end = np.concatenate([front, back]), np.concatenate([front_stop, back_stop])
-        # tier by tier, of each the fronts before the ends
-        order = np.concatenate([2 * tier, 2 * tier + 1]).argsort(kind="stable")
-        twice = order % document.size
-        rows = np.empty((order.size, width), np.int64)
-        rows[order] = self._share(document[twice], group[twice], start[order], (end - start)[order])
+        # the last part of a document is in the middle, where its halves touch
+        front, ends = first // 2, stop == length
+        back_stop = length - first + front
+        front_stop, back = np.where(ends, front, stop // 2), np.where(ends, front, length - stop + stop // 2)
+        start, count = np.concatenate([front, back]), np.concatenate([front_stop - front, back_stop - back])
+        both: Ints = np.arange(start.size)
+        if len(tiers) > 1:  # tier by tier, of each the fronts before the ends
+            tier = np.arange(len(tiers)).repeat([shares.group.size for shares in tiers])
+            both = np.concatenate([2 * tier, 2 * tier + 1]).argsort(kind="stable")
+        twice = both % document.size
+        rows = np.empty((both.size, width), np.int64)
+        rows[both] = self._share(document[twice], group[twice], start[both], count[both])
         rows = rows.reshape(2, -1, width).sum(0)
         np.subtract.at(self.left.reshape(groups, width), group, rows)
         cut = held < length
@@ -257,10 +259,13 @@ class _Board:
         np.add.at(self.base.reshape(groups, width), group, ticks)
         ticks += self.trade * rows
         np.add.at(self.load.reshape(groups, width), group, np.maximum(ticks - self.per_row * rows, 0))
-        fetching = np.zeros((len(tiers), groups), np.int64)
-        fetching[tier[cut], group[cut]] = self.batch.stages
-        for total in (self.base, self.load):
-            total += np.repeat(fetching.sum(0), width)
+        if cut.any():
+            tier = np.arange(len(tiers)).repeat([shares.group.size for shares in tiers])
+            fetching = np.zeros((len(tiers), groups), np.int64)
+            fetching[tier[cut], group[cut]] = self.batch.stages
+            stages = fetching.sum(0).repeat(width)
+            self.base += stages
+            self.load += stages
 
     def _share(self, document: Ints, group: Ints, start: Ints, count: Ints) -> Ints:
         """Deal stretches to the ranks of their groups in equal parts; rows of each, [stretches, width]."""
@@ -270,20 +275,20 @@ class _Board:
         member = np.arange(width + 1)
         edge = member * (before + count[:, None]) // width - member * before // width
         edge = np.minimum(np.maximum.accumulate(edge, axis=1), count[:, None])
-        rows = np.diff(edge, axis=1)
-        rank = group[:, None] * width + np.arange(width)
+        rows = edge[:, 1:] - edge[:, :-1]
+        rank = group[:, None] * width + member[:-1]
         self.pieces.append(
-            Pieces(np.repeat(document, width), (start[:, None] + edge[:, :-1]).ravel(), rows.ravel(), rank.ravel())
+            Pieces(document.repeat(width), (start[:, None] + edge[:, :-1]).ravel(), rows.ravel(), rank.ravel())
         )
         return rows
 
     def _dealt(self, group: Ints, count: Ints) -> Ints:
         """Rows dealt to each stretch's group before it."""
-        order = np.argsort(group, kind="stable")
+        order = group.argsort(kind="stable")
+        ordered = group[order]
         so_far = edges(count[order])
-        first = np.searchsorted(group[order], group[order])
         before = np.empty_like(count)
-        before[order] = so_far[:-1] - so_far[first] + self.dealt[group[order]]
+        before[order] = so_far[:-1] - so_far[ordered.searchsorted(ordered)] + self.dealt[ordered]
         np.add.at(self.dealt, group, count)
         return before
 
@@ -292,14 +297,16 @@ class _Board:
     def whole(self) -> None:
         """Place whole documents; those that no rank has the rows for are shared or go to the filling."""
         documents = self.rest
+        if not documents.size:
+            return
         left = self.left.tolist()
         target = least_loaded(self.batch.lengths[documents], self.surplus[documents], self.load.tolist(), left)
         put = target >= 0
-        document, chosen_rank = documents[put], target[put]
+        self.crowded = not put.all()
+        document, chosen_rank = (documents[put], target[put]) if self.crowded else (documents, target)
         self.pieces.append(Pieces(document, np.zeros_like(document), self.batch.lengths[document], chosen_rank))
         self.left = np.array(left, np.int64)
         np.add.at(self.base, chosen_rank, self.batch.ticks[document])
-        self.crowded = not put.all()
         if self.crowded:
             self._share_out(documents[~put])
 
@@ -333,21 +340,25 @@ class _Board:
     def fill(self) -> None:
         """Lay the remaining documents one after the other over the ranks, cut where a rank is done."""
         laid = self._mixed(self.filling)
-        trimmed = self._trimmed()
-        document = np.concatenate([laid, trimmed.document])
+        document, offset, count = laid, np.zeros_like(laid), self.batch.lengths[laid]
+        per_row = np.full(laid.size, self.per_row)
+        if (self.left < 0).any():
+            trimmed = self._trimmed()
+            columns = (trimmed.document, trimmed.start, trimmed.count, self._each(trimmed.document))
+            document, offset, count, per_row = (
+                np.concatenate(pair) for pair in zip((document, offset, count, per_row), columns, strict=True)
+            )
         if not document.size:
             return
-        offset = np.concatenate([np.zeros_like(laid), trimmed.start])
-        edge = edges(np.concatenate([self.batch.lengths[laid], trimmed.count]))
+        edge = edges(count)
         rows, level = self._level(int(edge[-1]))
         border = self._snapped(rows, edge, level)
         breaks = distinct(np.concatenate([edge, border]))
-        start, count = breaks[:-1], np.diff(breaks)
-        at = np.searchsorted(edge, start, side="right") - 1
-        rank = np.searchsorted(border[1:], start, side="right")
+        start, count = breaks[:-1], breaks[1:] - breaks[:-1]
+        at = edge.searchsorted(start, side="right") - 1
+        rank = border[1:].searchsorted(start, side="right")
         self.pieces.append(Pieces(document[at], offset[at] + start - edge[at], count, rank))
-        ticks = np.concatenate([np.full(laid.size, self.per_row), self._each(trimmed.document)])
-        np.add.at(self.base, rank, ticks[at] * count)
+        np.add.at(self.base, rank, per_row[at] * count)
 
     def _each(self, document: Ints) -> Ints:
         """Ticks of a row of documents, on average."""
@@ -355,8 +366,6 @@ class _Board:
 
     def _trimmed(self) -> Pieces:
         """What spreading gave ranks beyond their rows, taken back from their last stretches."""
-        if (self.left >= 0).all():
-            return Pieces(*np.zeros((4, 0), np.int64))
         document, start, count, rank = (np.concatenate(parts) for parts in zip(*self.pieces, strict=True))
         order = np.argsort(-rank, kind="stable")[::-1]  # by rank, the last first
         held = np.cumsum(count[order])
@@ -372,9 +381,11 @@ class _Board:
 
     def _mixed(self, documents: Ints) -> Ints:
         """The documents in an order in which every stretch holds long and short ones alike."""
+        if not documents.size:
+            return documents
         order = documents[np.lexsort((documents, -self.batch.lengths[documents]))]
         turn = np.arange(order.size) % self.ranks
-        return order[np.argsort(turn, kind="stable")]
+        return order[turn.argsort(kind="stable")]
 
     def _level(self, tokens: int) -> tuple[Ints, int]:
         """Rows that each rank takes of so many, and the ticks at which all are done that have the room."""
@@ -398,13 +409,15 @@ class _Board:
         A few rows of a document cost the fetch of all that they see.
         """
         few = np.flatnonzero((rows > 0) & (rows < FEW))
-        few = few[np.argsort(rows[few], kind="stable")]
+        if not few.size:
+            return rows
+        few = few[rows[few].argsort(kind="stable")]
         spare = np.where(rows >= FEW, self.left - rows, 0)
-        moved = np.cumsum(rows[few])
+        moved = rows[few].cumsum()
         few = few[moved <= int(spare.sum())]
         many = int(rows[few].sum())
-        before = np.cumsum(spare) - spare
-        rows = rows + np.clip(many - before, 0, spare)
+        before = spare.cumsum() - spare
+        rows = rows + np.minimum(np.maximum(many - before, 0), spare)
         rows[few] = 0
         return rows
 
@@ -470,7 +483,7 @@ def _borders(edge: Ints, groups: int) -> Ints:
     total = int(edge[-1])
     border = np.array([total * group // groups for group in range(groups + 1)])
     sliver = max(1, total // (32 * groups))
-    near_by = np.searchsorted(edge, border)
+    near_by = edge.searchsorted(border)
     for side in (np.maximum(near_by - 1, 0), np.minimum(near_by, edge.size - 1)):
         border = np.where(np.abs(edge[side] - border) < sliver, edge[side], border)
     return np.maximum.accumulate(border)
