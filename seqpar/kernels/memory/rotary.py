@@ -22,31 +22,21 @@ def rotate(
     positions: Tensor,
     frequencies: Tensor,
     *,
-    rows: slice | Tensor = slice(None),
-    out: Tensor | None = None,
     interleaved: bool = False,
     scaling: float = 1.0,
     inverse: bool = False,
 ) -> Tensor:
-    """``out[i] = turned(x[rows[i]], positions[rows[i]])``, written to ``out`` if given, e.g. a part of a send buffer.
+    """``out[i] = turned(x[i], positions[i])``, a tensor of its own in x's dtype.
 
-    x [N, H, D]; positions [N], integers; frequencies [R/2]; rows as in `memory.rows`; out [n, H, D] in x's
-    dtype; any strides. inverse: the adjoint, which turns back and scales alike.
+    x [N, H, D], any strides; positions [N], integers; frequencies [R/2]. inverse: the adjoint, which turns back and
+    scales alike.
     """
-    if isinstance(rows, slice):
-        x, positions = x[rows], positions[rows]
-        at = None
-    else:
-        at = rows
-    if out is None:
-        out = x.new_empty(len(x) if at is None else len(at), *x.shape[1:])
+    out = x.new_empty(x.shape)
     if on_triton(x):
         from seqpar.kernels.triton import rotary as fused
 
-        fused.rotate(x, positions, frequencies, at, out, interleaved, scaling, inverse)
+        fused.rotate(x, positions, frequencies, out, interleaved, scaling, inverse)
         return out
-    if at is not None:
-        x, positions = x.index_select(0, at), positions.index_select(0, at)
     wide = acc_dtype(x.dtype)
     angle = positions.to(wide)[:, None, None] * frequencies.to(wide)
     cos, sin = angle.cos() * scaling, angle.sin() * (-scaling if inverse else scaling)

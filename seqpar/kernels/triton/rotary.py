@@ -1,4 +1,4 @@
-"""Rotary embedding and the gathering of rows in one pass, see `seqpar.kernels.memory.rotary`."""
+"""Rotary embedding in one pass, see `seqpar.kernels.memory.rotary`."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ HEADS = 8  # of a program at most, which share its sines and cosines
 
 @triton.jit
 def rotate_rows(
-    p_x, p_y, p_pos, p_freq, p_rows, n, D, half, x_strides, y_strides, SCALING: tl.constexpr,
+    p_x, p_y, p_pos, p_freq, n, D, half, x_strides, y_strides, SCALING: tl.constexpr,
     INTERLEAVED: tl.constexpr, INVERSE: tl.constexpr, HEADS: tl.constexpr, BN: tl.constexpr, BJ: tl.constexpr,
     BT: tl.constexpr,
 ):  # fmt: skip
@@ -22,12 +22,11 @@ def rotate_rows(
     o_n = tl.program_id(0).to(tl.int64) * BN + tl.arange(0, BN)
     o_j = tl.arange(0, BJ)
     m_n = o_n < n
-    o_x = o_n if p_rows is None else tl.load(p_rows + o_n, mask=m_n, other=0).to(tl.int64)
-    b_pos = tl.load(p_pos + o_x, mask=m_n, other=0).to(wide)
+    b_pos = tl.load(p_pos + o_n, mask=m_n, other=0).to(wide)
     b_freq = tl.load(p_freq + o_j, mask=o_j < half, other=0.0).to(wide)
     b_angle = b_pos[:, None] * b_freq[None, :]
     b_cos, b_sin = tl.cos(b_angle) * SCALING, tl.sin(b_angle) * (-SCALING if INVERSE else SCALING)
-    p_x += (o_x * x_strides[0])[:, None]
+    p_x += (o_n * x_strides[0])[:, None]
     p_y += (o_n * y_strides[0])[:, None]
 
     for i in tl.static_range(HEADS):
@@ -57,21 +56,19 @@ def rotate_rows(
 
 
 def rotate(
-    x: Tensor, positions: Tensor, frequencies: Tensor, rows: Tensor | None, out: Tensor, interleaved: bool,
-    scaling: float, inverse: bool,
-) -> None:  # fmt: skip
-    """Turned rows of x into ``out``; no rows for all of them."""
+    x: Tensor, positions: Tensor, frequencies: Tensor, out: Tensor, interleaved: bool, scaling: float, inverse: bool
+) -> None:
+    """x turned, into ``out``."""
     if not out.numel():
         return
     n, heads, dim = out.shape
     half = len(frequencies)
-    rows = None if rows is None else rows.contiguous()
     bj = triton.next_power_of_2(max(half, 1))
     bn = min(triton.next_power_of_2(n), max(PAIRS // bj, 1))
     per_program = max(count for count in range(1, HEADS + 1) if heads % count == 0)
     with torch.cuda.device_of(x):
         rotate_rows[triton.cdiv(n, bn), heads // per_program](
-            x, out, positions.contiguous(), frequencies.contiguous(), rows, n, dim, half, x.stride(),
-            out.stride(), SCALING=scaling, INTERLEAVED=interleaved, INVERSE=inverse, HEADS=per_program, BN=bn, BJ=bj,
+            x, out, positions.contiguous(), frequencies.contiguous(), n, dim, half, x.stride(), out.stride(),
+            SCALING=scaling, INTERLEAVED=interleaved, INVERSE=inverse, HEADS=per_program, BN=bn, BJ=bj,
             BT=triton.next_power_of_2(dim - 2 * half) if dim > 2 * half else 0, enable_fp_fusion=True,
         )  # fmt: skip
