@@ -21,7 +21,7 @@ SCRIPT = """
 import json, os, signal, sys
 import seqpar.cli, seqpar.plan.plot
 from matplotlib.figure import Figure
-from seqpar import testing
+from seqpar import launch
 from seqpar.cli import calibrate
 
 def closed():
@@ -42,7 +42,7 @@ def code_and_errors(into, argv):
         os.dup2(file.fileno(), 2)
         os.setsid()
         Figure.savefig = interrupted
-        testing._Pool.run = interrupted_at_a_terminal
+        launch._Pool.run = interrupted_at_a_terminal
         calibrate.measured = lambda model, device, ranks, quick: calibrate._links(device, ranks, quick)
         sys.exit(seqpar.cli.main(argv))
     code = os.waitstatus_to_exitcode(os.waitpid(pid, 0)[1])

@@ -44,8 +44,9 @@ FLOORS: dict[str, tuple[set[str], set[str] | None]] = {
     **{unit: (FLOOR_2 | {"parallel"}, TENSORS) for unit in ("nn", "data", "train")},
     "dsp": (FLOOR_2 | {"parallel", "nn"}, TENSORS | {"einops"}),
     "integrations": (FLOOR_3, TENSORS | {"transformers", "diffusers"}),
-    "cli": (FLOOR_3 | {"testing", ""}, ANY),
-    "testing": (FLOOR_3, ANY),
+    "launch": (FLOOR_3, ANY),
+    "testing": (FLOOR_3 | {"launch"}, ANY),
+    "cli": (FLOOR_3 | {"launch", ""}, ANY),
     "__main__": (FLOOR_3 | {"cli"}, ANY),
     "__init__": (FLOOR_3, TENSORS),
 }
@@ -53,6 +54,10 @@ FLOORS: dict[str, tuple[set[str], set[str] | None]] = {
 OPTIONAL = {"plan/plot.py": {"matplotlib"}, "dsp/plan.py": {"matplotlib"}, "planner/exact.py": {"scipy"}}
 # sub-package -> its files in an order in which each imports only files before it; "a" is a.py or a/__init__.py
 ORDER = {
+    "facts": "value intervals mask layout tiles __init__",
+    "plan": """
+        heads steps traffic routes hierarchy placement parts prediction derive counts report plot plan __init__
+    """,
     "dsp": "form space costs search plan spec specs moves grid overlap runner apply __init__",
     "comm": """
         entry protocol arguments header owner failure interrupt rendezvous base local group

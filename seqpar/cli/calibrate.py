@@ -93,9 +93,9 @@ def calibrate(args: Any) -> int:
 def measured(model: ModelShape, device: torch.device, *, ranks: int, quick: bool) -> dict[str, Any]:
     """The hardware as `Hardware.to_dict` gives it, and under "measured" where and from what it was fitted."""
     from seqpar.cli import measure
+    from seqpar.launch import run_processes
     from seqpar.planner import Hardware
     from seqpar.planner.fit import fit_attention
-    from seqpar.testing import run_processes
 
     seconds, each = (4.0, 0.01) if quick else (45.0, 0.05)
     with progress("attention", seconds) as tick:
@@ -147,8 +147,8 @@ def _links(device: torch.device, ranks: int, quick: bool) -> tuple[dict[str, Fit
     A busy machine takes a core away for longer than a small exchange takes: turns are added while a fit says nothing.
     """
     from seqpar.cli import measure
+    from seqpar.launch import run_processes
     from seqpar.planner.fit import fit_link
-    from seqpar.testing import run_processes
 
     seen, unseen = SIZES[device.type]
     sizes = seen + unseen

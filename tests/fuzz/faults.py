@@ -17,7 +17,7 @@ import torch
 import torch.distributed as dist
 
 import seqpar
-from seqpar import testing
+from seqpar import launch
 from seqpar.comm import PeerError
 from seqpar.comm.rendezvous import Rendezvous
 from seqpar.data import share
@@ -147,11 +147,11 @@ def rank_main(rank: int, size: int, port: int, schedule: Schedule, pipe) -> None
     """One rank's process: sends ("right", tensors) or (type of the error, its text)."""
     torch.set_num_threads(1)
     signal.signal(signal.SIGINT, signal.default_int_handler)
-    signal.pthread_sigmask(signal.SIG_UNBLOCK, {signal.SIGINT})  # see `testing._serve_forks`
+    signal.pthread_sigmask(signal.SIG_UNBLOCK, {signal.SIGINT})  # see `launch.serve_forks`
     kind, _, what, victim, event = schedule.parts
     store = dist.TCPStore("127.0.0.1", port, None, False, timedelta(seconds=60))
     dist.init_process_group("gloo", store=store, rank=rank, world_size=size, timeout=timedelta(seconds=60))
-    make = testing.COMMS[kind]
+    make = launch.COMMS[kind]
     if rank == victim:
         fault = Fault(what, event)
         works = {"gloo": seqpar.comm.group._GlooWork, "shm": seqpar.comm.shm.comm._ShmWork}
@@ -177,7 +177,7 @@ def outcomes(schedule: Schedule) -> tuple[dict[int, tuple], float]:
     """What each rank sent, without those that sent nothing, and the seconds that the last one took."""
     _, size, what, victim, _ = schedule.parts
     context = multiprocessing.get_context("forkserver")
-    testing._serve_forks(context)
+    launch.serve_forks(context)
     store = dist.TCPStore("127.0.0.1", 0, None, True, timedelta(seconds=60), wait_for_workers=False)
     ranks, pipes = [], []
     for rank in range(size):
@@ -223,7 +223,7 @@ def complaints(schedule: Schedule) -> list[str]:
     """What ranks did that they must not: hang, be wrong, or fail with an error that is not ours or names nobody."""
     _, size, what, victim, _ = schedule.parts
     found, seconds = outcomes(schedule)
-    expected = testing.run_threads(size, verbs)
+    expected = launch.run_threads(size, verbs)
     wrong = []
     for rank in range(size):
         own = rank == victim

@@ -1,0 +1,232 @@
+"""Ranks on this machine: a function run on threads of this process, or on processes of a gloo group.
+
+What `seqpar calibrate` measures with, and what tests use; for training, launch ranks with torchrun.
+"""
+
+from __future__ import annotations
+
+import atexit
+import multiprocessing
+import os
+import pickle
+import queue
+import signal
+import sys
+import threading
+import time
+import traceback
+from collections.abc import Callable
+from datetime import timedelta
+from multiprocessing.connection import Connection, wait
+from typing import Any
+
+import torch
+import torch.distributed as dist
+
+from seqpar.comm import GroupComm, LocalComm, PeerError, ShmComm
+
+COMMS: dict[str, Callable[..., Any]] = {"gloo": GroupComm, "shm": ShmComm}
+_pools: dict[int, _Pool] = {}  # world size -> the processes that wait for the next call
+
+
+def run_threads(
+    size: int, fn: Callable[..., Any], *args: Any, delay: float = 0.0, timeout: float = 60.0, direct: bool = True
+) -> list[Any]:
+    """The results of ``fn(comm, *args)`` by rank, on `size` threads that are the ranks of one `LocalComm.world`.
+
+    delay, timeout, direct: as in `LocalComm.world`. Threads share the global random generator: pass generators.
+
+    Raises: the exception of the rank that failed first; the others are aborted and joined before.
+    """
+    comms = LocalComm.world(size, timeout=timeout, delay=delay, direct=direct)
+    finished: queue.Queue[tuple[int, Any, BaseException | None]] = queue.Queue()
+
+    def rank_main(comm: LocalComm) -> None:
+        # otherwise the backward passes of all ranks share one engine thread, and a rank that waits blocks its peer
+        with torch.autograd.set_multithreading_enabled(False):
+            try:
+                finished.put((comm.rank, fn(comm, *args), None))
+            except BaseException as error:
+                # queued before the abort, so that the first failure is the first in the queue
+                finished.put((comm.rank, None, error))
+                comm.abort(f"{type(error).__name__}: {error}")
+
+    threads = [
+        threading.Thread(target=rank_main, args=(comm,), name=f"rank {comm.rank}", daemon=True) for comm in comms
+    ]
+    for thread in threads:
+        thread.start()
+    results: dict[int, Any] = {}
+    first: BaseException | None = None
+    try:
+        for _ in comms:
+            rank, result, error = finished.get(timeout=timeout + 10 if first else None)
+            results[rank] = result
+            first = first or error
+    except queue.Empty:
+        pass  # a rank hangs outside the comm: the first failure says more than that
+    except BaseException:
+        comms[0].abort("the caller was interrupted")
+        raise
+    if first is not None:
+        raise first
+    return [results[rank] for rank in range(size)]
+
+
+def run_processes(
+    size: int, fn: Callable[..., Any], *args: Any, comm: str = "gloo", timeout: float = 60.0
+) -> list[Any]:
+    """The results of ``fn(comm, *args)`` by rank, on `size` processes of a gloo group.
+
+    fn: a function of an importable module; it, args and results are pickled. comm: "gloo", a `GroupComm` of them all,
+    or "shm", a `ShmComm`. timeout: seconds after which a wait of the comm fails; the whole call has four times as long,
+    and at least two minutes. The processes stay for the next call with the same size, unless one of them died or
+    failed.
+
+    Raises: ValueError for another comm; the exception of the rank that failed first, with its remote traceback as the
+    cause; RuntimeError naming a rank whose process died; TimeoutError naming the ranks that did not come back.
+    """
+    if comm not in COMMS:
+        raise ValueError(f"run_processes: comm={comm!r}, expected one of {list(COMMS)}")
+    pool = _pools.pop(size, None)
+    if pool is None or not pool.alive():
+        if pool is not None:
+            pool.close()
+        pool = _Pool(size)
+    try:
+        results = pool.run(fn, args, comm, timeout)
+    except BaseException:
+        pool.close()
+        raise
+    _pools[size] = pool
+    return results
+
+
+class _Pool:
+    """Processes that are the ranks of one default group. The store lives here, so that no rank takes it along."""
+
+    def __init__(self, size: int) -> None:
+        method = "forkserver" if sys.platform == "linux" else "spawn"
+        context: Any = multiprocessing.get_context(method)
+        if method == "forkserver":
+            serve_forks(context)
+        self.store = dist.TCPStore("127.0.0.1", 0, None, True, timedelta(seconds=300), wait_for_workers=False)
+        self.processes, self.pipes = [], []
+        for rank in range(size):
+            ours, theirs = context.Pipe()
+            process = context.Process(target=_worker, args=(rank, size, self.store.port, theirs), daemon=True)
+            process.start()
+            theirs.close()
+            self.processes.append(process)
+            self.pipes.append(ours)
+
+    def alive(self) -> bool:
+        return all(process.is_alive() for process in self.processes)
+
+    def run(self, fn: Callable[..., Any], args: tuple[Any, ...], comm: str, timeout: float) -> list[Any]:
+        message = pickle.dumps((sys.path, comm, timeout, pickle.dumps((fn, args))))
+        for pipe in self.pipes:
+            pipe.send_bytes(message)
+        results: dict[int, Any] = {}
+        errors: list[BaseException] = []
+        waiting = dict(enumerate(self.pipes))
+        deadline = time.monotonic() + max(120.0, 4 * timeout)
+        while waiting:
+            ready = wait(list(waiting.values()), max(0.0, deadline - time.monotonic()))
+            if not ready:
+                errors.append(TimeoutError(f"ranks {sorted(waiting)} did not come back"))
+                break
+            for rank in [rank for rank, pipe in waiting.items() if pipe in ready]:
+                result, error = self._answer(rank, waiting.pop(rank))
+                results[rank] = result
+                if error is not None:
+                    # the others have one timeout to notice it
+                    deadline = min(deadline, time.monotonic() + timeout + 5.0)
+                    errors.append(error)
+        if errors:
+            # a PeerError is mostly another rank's failure, seen from here
+            raise next((error for error in errors if not isinstance(error, PeerError)), errors[0])
+        return [results[rank] for rank in range(len(self.pipes))]
+
+    def _answer(self, rank: int, pipe: Connection) -> tuple[Any, BaseException | None]:
+        """What a rank sent back: its result or its error."""
+        try:
+            result, error, trace = pickle.loads(pipe.recv_bytes())
+        except (EOFError, ConnectionError):
+            process = self.processes[rank]
+            process.join(5.0)
+            return None, RuntimeError(f"rank {rank}: its process died with exit code {process.exitcode}")
+        if error is not None:
+            error.__cause__ = RuntimeError(f"on rank {rank}:\n{trace}")
+        return result, error
+
+    def close(self) -> None:
+        for pipe in self.pipes:
+            pipe.close()
+        for process in self.processes:
+            process.join(0.2)
+            process.kill()
+            process.join(5.0)
+
+
+def serve_forks(context: Any) -> None:
+    """Start the server that ranks are forked from, unless it runs: with all that a rank imports, and from here."""
+    from multiprocessing import forkserver  # which not every system has
+
+    # the last is what torch loads in the first call of a verb
+    context.set_forkserver_preload(["torch.distributed", "seqpar.launch", "torch.fx.experimental.symbolic_shapes"])
+    before = os.environ.get("PYTHONPATH")
+    # before Python 3.12 the server does not get this process's sys.path
+    os.environ["PYTHONPATH"] = os.pathsep.join(path for path in sys.path if path)
+    # Ctrl-C at a terminal reaches all processes: this one takes it, and ends the others
+    mask = signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGINT})
+    try:
+        forkserver.ensure_running()
+    finally:
+        signal.pthread_sigmask(signal.SIG_SETMASK, mask)
+        if before is None:
+            del os.environ["PYTHONPATH"]
+        else:
+            os.environ["PYTHONPATH"] = before
+
+
+@atexit.register
+def _close_pools() -> None:
+    while _pools:
+        _pools.popitem()[1].close()
+
+
+def _worker(rank: int, size: int, port: int, pipe: Connection) -> None:
+    """One rank: joins the default group, then runs functions until the pipe closes."""
+    signal.signal(signal.SIGINT, signal.SIG_IGN)
+    if hasattr(signal, "pthread_sigmask"):  # which `serve_forks` has set
+        signal.pthread_sigmask(signal.SIG_UNBLOCK, {signal.SIGINT})
+    torch.set_num_threads(1)
+    store = dist.TCPStore("127.0.0.1", port, None, False, timedelta(seconds=300))
+    dist.init_process_group("gloo", store=store, rank=rank, world_size=size, timeout=timedelta(seconds=300))
+    while True:
+        try:
+            path, name, timeout, call = pickle.loads(pipe.recv_bytes())
+        except (EOFError, ConnectionError):
+            os._exit(0)
+        sys.path[:] = path
+        pipe.send_bytes(_outcome(name, timeout, call))
+
+
+def _outcome(name: str, timeout: float, call: bytes) -> bytes:
+    """The pickled (result, error, traceback) of one call on a comm of its own."""
+    comm = None
+    try:
+        comm = COMMS[name](timeout=timeout, check="call")
+        fn, args = pickle.loads(call)
+        return pickle.dumps((fn(comm, *args), None, ""))
+    except BaseException as error:
+        if comm is not None:
+            comm.abort(f"{type(error).__name__}: {error}")
+        trace = traceback.format_exc()
+        try:
+            answer = pickle.dumps((None, error, trace))
+            pickle.loads(answer)
+        except Exception:
+            answer = pickle.dumps((None, RuntimeError(f"{type(error).__name__}: {error}"), trace))
+        return answer
