@@ -254,6 +254,11 @@ def _inside(spans: Spans, offsets: Ints, kv_offsets: Ints) -> bool:
 def _picked_spans(mask: Mask, documents: Ints) -> Spans:
     """The spans of some documents, cut at their borders and moved to where they lie in the packed choice."""
     s = mask.spans
+    whole = s.start.size == len(mask.lengths) and (s.start == mask.offsets[:-1]).all()
+    if whole and (s.lo < s.hi).all():  # a span for each document, and none that sees nothing
+        rows, keys = (edges(lengths[documents])[:-1] for lengths in (mask.lengths, mask.kv_lengths))
+        shift = keys - mask.kv_offsets[documents]
+        return Spans(rows, s.lo[documents] + shift, s.hi[documents] + shift, s.lo_step[documents], s.hi_step[documents])
     start = np.union1d(s.start, mask.offsets[:-1])
     first = np.searchsorted(start, mask.offsets)
     count = np.diff(first)[documents]
@@ -304,6 +309,11 @@ def _checked_window(window: Sequence[int | None], causal: bool) -> tuple[int | N
 
 def _document_spans(queries: Ints, keys: Ints, left: int | None, right: int | None) -> Spans:
     """Spans of documents with a window: one of each, and more where the window meets its ends."""
+    if left is None and right in (None, 0) and keys is queries:
+        start, constant = edges(queries)[:-1], np.zeros_like(queries)
+        if right is None:
+            return Spans(start, start, start + queries, constant, constant)
+        return Spans(start, start, start + 1, constant, (queries > 1).astype(np.int64))
     n, m = queries[:, None], keys[:, None]
     shift = m - n  # query i of a document stands at key i + shift
     reach_left = None if left is None else np.minimum(left, m)  # no further than the document

@@ -65,7 +65,7 @@ class Measure:
 
     def below(self, point: Ints) -> Ints:
         """For each point, the covered positions below it, each as often as it is covered."""
-        begun, ended = np.searchsorted(self._lo, point), np.searchsorted(self._hi, point)
+        begun, ended = self._lo.searchsorted(point), self._hi.searchsorted(point)
         return (begun * point - self._below_lo[begun]) - (ended * point - self._below_hi[ended])
 
     def between(self, lo: Ints, hi: Ints) -> Ints:
@@ -234,9 +234,9 @@ def _near(mask: Mask, runs: Runs, group: Ints, own: Intervals) -> Ints:
     lo, hi, lo_step, hi_step = _linear(mask, runs)
     n, base = runs.count, group * line
     start, stop = own.lo + own.group * line, own.hi + own.group * line
-    first = np.searchsorted(stop, lo + base, side="right")
+    first = stop.searchsorted(lo + base, side="right")
     last = np.maximum(hi + hi_step * (n - 1), lo)
-    met = np.maximum(np.searchsorted(start, last + base) - first, 0)
+    met = np.maximum(start.searchsorted(last + base) - first, 0)
     run = np.repeat(np.arange(n.size), met)
     at = expand(first, met)
     low, high = own.lo[at], own.hi[at]
@@ -254,7 +254,7 @@ def whole_runs(mask: Mask) -> tuple[Runs, Ints]:
 def _linear(mask: Mask, runs: Runs) -> tuple[Ints, Ints, Ints, Ints]:
     """First bounds of runs that lie in one span each, and how they rise: lo, hi, lo_step, hi_step."""
     s = mask.spans
-    span = np.searchsorted(s.start, runs.start, side="right") - 1
+    span = s.start.searchsorted(runs.start, side="right") - 1
     t = runs.start - s.start[span]
     return s.lo[span] + t * s.lo_step[span], s.hi[span] + t * s.hi_step[span], s.lo_step[span], s.hi_step[span]
 
@@ -268,10 +268,10 @@ def area_of(mask: Mask, runs: Runs) -> Ints:
 
 def _clamped(x: Ints, step: Ints, n: Ints, low: Ints, high: Ints) -> Ints:
     """Sum of ``clip(x + step * t, low, high)`` over ``0 <= t < n``, for steps of 0 and 1."""
-    under, over = np.clip(low - x, 0, n), np.clip(x + n - high, 0, n)
+    under, over = np.minimum(np.maximum(low - x, 0), n), np.minimum(np.maximum(x + n - high, 0), n)
     inner = n - under - over
     rising = low * under + high * over + inner * (x + under) + inner * (inner - 1) // 2
-    return np.where(step == 1, rising, n * np.clip(x, low, high))
+    return np.where(step == 1, rising, n * np.minimum(np.maximum(x, low), high))
 
 
 Floats = NDArray[np.float64]
