@@ -8,6 +8,8 @@ from typing import Any
 
 import torch
 
+DIMS = 6  # of a tensor that the operators move and that is not contiguous: SP_DIMS of csrc/base/dims.h
+
 
 @cache
 def missing() -> str | None:

@@ -17,6 +17,8 @@ from pathlib import Path
 import pytest
 
 import seqpar
+from seqpar import native
+from seqpar.kernels import native as cpu_kernel
 
 if sys.version_info >= (3, 11):
     import tomllib
@@ -204,6 +206,15 @@ def test_nobody_is_called_utils() -> None:
         p.name for p in PACKAGE.rglob("*.py") if p.stem in {"utils", "util", "helpers", "misc", "common", "manager"}
     ]
     assert named == []
+
+
+def test_what_two_languages_say_is_equal() -> None:
+    """Numbers that Python and C++ both have, each in one place of its own language."""
+    text = "".join(path.read_text(encoding="utf-8") for path in (ROOT / "csrc").rglob("*.h"))
+    numbers = {name: [int(n) for n in re.findall(rf"\b{name} = (\d+)", text)] for name in ("SP_DIMS", "SP_MAX_DIM")}
+    assert numbers == {"SP_DIMS": [native.DIMS], "SP_MAX_DIM": [cpu_kernel.MAX_DIM]}
+    isas = re.findall(r"SP_(\w+) = (\d+)", text[text.index("enum { SP_PORTABLE") :].partition("}")[0])
+    assert [(name.lower(), int(number)) for name, number in isas] == [(isa, n) for n, isa in enumerate(cpu_kernel.ISAS)]
 
 
 def fresh(code: str) -> str:

@@ -42,7 +42,8 @@ sp_copy_item item_of(const Tensor& dst, const Tensor& src, const Rows& dst_rows,
   STD_TORCH_CHECK(dst.device() == src.device(), "copy_: pair ", i, ": dst and src are on different devices");
   const auto to = dst.sizes(), from = src.sizes(), dst_strides = dst.strides(), src_strides = src.strides();
   STD_TORCH_CHECK(to.size() == from.size(), "copy_: pair ", i, ": dst has ", to.size(), " dims, src ", from.size());
-  STD_TORCH_CHECK(to.size() <= SP_COPY_DIMS, "copy_: pair ", i, ": ", to.size(), " dims, at most 6 are supported");
+  STD_TORCH_CHECK(to.size() <= SP_DIMS, "copy_: pair ", i, ": ", to.size(), " dims, at most ", SP_DIMS,
+                  " are supported");
   item.ndim = static_cast<int32_t>(to.size());
   item.size = static_cast<int32_t>(dst.element_size());
   int64_t given = item.ndim ? to[0] : 1, taken = item.ndim ? from[0] : 1;

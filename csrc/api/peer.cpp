@@ -136,14 +136,14 @@ void copy(int64_t device, int64_t stream, int64_t to, Tensor from) {
 void blank(int64_t device, int64_t stream, int64_t poison, std::vector<Tensor> tensors) {
   std::vector<sp_peer_view> views;
   for (const Tensor& x : tensors) {
-    sp_peer_view found{x.mutable_data_ptr(), {}, {}, 0, static_cast<int32_t>(x.element_size())};
-    std::fill(found.sizes, found.sizes + SP_PEER_DIMS, 1);
+    sp_peer_view found{x.mutable_data_ptr(), {}, {}, static_cast<int32_t>(x.element_size())};
+    std::fill(found.sizes, found.sizes + SP_DIMS, 1);
     // a contiguous tensor may have any number of dims
     if (x.is_contiguous()) {
       found.sizes[0] = x.numel();
       found.strides[0] = 1;
     } else {
-      STD_TORCH_CHECK(x.dim() <= SP_PEER_DIMS, "peer_blank: ", x.dim(), " dims, at most ", SP_PEER_DIMS);
+      STD_TORCH_CHECK(x.dim() <= SP_DIMS, "peer_blank: ", x.dim(), " dims, at most ", SP_DIMS);
       for (int64_t dim = 0; dim < x.dim(); ++dim) {
         found.sizes[dim] = x.size(dim);
         found.strides[dim] = x.stride(dim);

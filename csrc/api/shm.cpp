@@ -24,7 +24,7 @@ std::shared_ptr<ShmEnd> end(int64_t number) { return ends().at(number); }
 View view(const Tensor& x) {
   View result{static_cast<char*>(x.data_ptr()), static_cast<int64_t>(x.element_size()), {}, {}};
   // more dims than an offer holds: the caller gives such a tensor only if it is contiguous
-  if (x.dim() > kDims) return {result.data, result.item, {x.numel()}, {1}};
+  if (x.dim() > SP_DIMS) return {result.data, result.item, {x.numel()}, {1}};
   for (int64_t i = 0; i < x.dim(); ++i) {
     result.sizes.push_back(x.size(i));
     result.strides.push_back(x.stride(i));
@@ -92,7 +92,7 @@ Ints offered(int64_t number, int64_t peer) {
 
 // For memory that is not an end's own: that the message belongs there is the caller's word.
 bool offer(int64_t number, int64_t peer, Ints words, int64_t where, Ints strides) {
-  STD_TORCH_CHECK(strides.size() <= kDims, "seqpar: an offer of ", strides.size(), " dims, at most ", kDims);
+  STD_TORCH_CHECK(strides.size() <= SP_DIMS, "seqpar: an offer of ", strides.size(), " dims, at most ", SP_DIMS);
   Offer made{};
   std::copy_n(header(words), kHeader, made.header);
   made.where = where;
@@ -106,7 +106,7 @@ Ints offer_of(int64_t number, int64_t peer) {
   if (!found) return {};
   Ints words(found->header, found->header + kHeader);
   words.push_back(found->where);
-  words.insert(words.end(), found->strides, found->strides + kDims);
+  words.insert(words.end(), found->strides, found->strides + SP_DIMS);
   return words;
 }
 

@@ -12,8 +12,8 @@ extern "C" {
 
 enum { SP_F32 = 0, SP_BF16 = 1 };
 
-// Query tiles, as seqpar.facts.tiles.Tiles has them: rows [count + 1], the first row of each; order, heavy ones first. A
-// tile has at most bm rows. Which keys a tile sees, kernels find from the bounds, to the row.
+// Query tiles, as seqpar.facts.tiles.Tiles has them: rows [count + 1], the first row of each; order, heavy ones first.
+// A tile has at most bm rows. Which keys a tile sees, kernels find from the bounds, to the row.
 typedef struct {
   int64_t count, bm;
   const int64_t *rows, *order;

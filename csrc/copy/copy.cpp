@@ -42,7 +42,7 @@ struct Member {
   char* dst;
   int64_t run;
   bool stream;
-  int64_t src_step[SP_COPY_DIMS], dst_step[SP_COPY_DIMS];
+  int64_t src_step[SP_DIMS], dst_step[SP_DIMS];
 };
 
 enum class Kind { RUNS, LONG, TILES };
@@ -51,7 +51,7 @@ struct Group {
   Kind kind;
   int ndim, rows_dim;  // rows_dim: which dim has row numbers, -1 for none
   int32_t row_bits;
-  int64_t count[SP_COPY_DIMS];
+  int64_t count[SP_DIMS];
   const void *src_rows, *dst_rows;
   bool dense;                   // of RUNS: the source is read from front to back by one member alone
   std::vector<Member> members;  // of RUNS any number, else one
@@ -119,7 +119,7 @@ void streamed() {}
 // Where each member stands at an index of the outer dims, and the loop over the last of them.
 struct Cursor {
   const Group& g;
-  int64_t index[SP_COPY_DIMS] = {};
+  int64_t index[SP_DIMS] = {};
 
   Cursor(const Group& group, int64_t at) : g(group) {
     for (int d = g.ndim - 1; d >= 0; d--) index[d] = at % g.count[d], at /= g.count[d];

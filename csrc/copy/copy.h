@@ -3,13 +3,12 @@
 
 #include <stdint.h>
 
+#include "base/dims.h"
 #include "base/parallel.h"
 
 #ifdef __cplusplus
 extern "C" {
 #endif
-
-enum { SP_COPY_DIMS = 6 };
 
 // One copy of `shape` elements of `size` bytes (1, 2, 4, 8 or 16). Strides are in elements. Where there are row
 // numbers, int32 or int64 by `row_bits`, index i of dim 0 is row number[i] of that side's memory.
@@ -18,7 +17,7 @@ typedef struct {
   void* dst;
   const void *src_rows, *dst_rows;
   int32_t row_bits, ndim, size;
-  int64_t shape[SP_COPY_DIMS], src_strides[SP_COPY_DIMS], dst_strides[SP_COPY_DIMS];
+  int64_t shape[SP_DIMS], src_strides[SP_DIMS], dst_strides[SP_DIMS];
 } sp_copy_item;
 
 // Makes n copies, in any order: no destination may overlap another one, itself, or a source. Neither that nor row

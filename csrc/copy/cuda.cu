@@ -35,9 +35,9 @@ struct Item {
   const char* src;
   char* dst;
   const void *src_rows, *dst_rows;
-  int64_t src_step[SP_COPY_DIMS], dst_step[SP_COPY_DIMS];
-  Divisor run, count[SP_COPY_DIMS];  // run: in vectors
-  uint32_t vectors, end;             // end: of its blocks among those of all items
+  int64_t src_step[SP_DIMS], dst_step[SP_DIMS];
+  Divisor run, count[SP_DIMS];  // run: in vectors
+  uint32_t vectors, end;        // end: of its blocks among those of all items
   int16_t width, ndim, rows_dim, row_bits;
 };
 

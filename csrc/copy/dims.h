@@ -15,7 +15,7 @@ struct CopyDim {
 };
 
 inline bool valid(const sp_copy_item& item) {
-  bool ok = 0 <= item.ndim && item.ndim <= SP_COPY_DIMS;
+  bool ok = 0 <= item.ndim && item.ndim <= SP_DIMS;
   ok = ok && 0 < item.size && item.size <= 16 && !(item.size & (item.size - 1));
   if (ok && (item.src_rows || item.dst_rows)) ok = item.ndim > 0 && (item.row_bits == 32 || item.row_bits == 64);
   for (int d = 0; ok && d < item.ndim; d++) ok = item.shape[d] >= 0;

@@ -97,7 +97,7 @@ struct Views {
 __device__ __forceinline__ char* element(const sp_peer_view& view, int64_t index) {
   int64_t offset = 0;
 #pragma unroll
-  for (int dim = SP_PEER_DIMS - 1; dim >= 0; --dim) {
+  for (int dim = SP_DIMS - 1; dim >= 0; --dim) {
     // sizes past the last dim are 1
     offset += index % view.sizes[dim] * view.strides[dim];
     index /= view.sizes[dim];
@@ -110,7 +110,7 @@ __global__ void __launch_bounds__(kThreads) blank_views(const __grid_constant__ 
   const sp_peer_view& view = views.view[blockIdx.y];
   int64_t elements = 1;
 #pragma unroll
-  for (int dim = 0; dim < SP_PEER_DIMS; ++dim) elements *= view.sizes[dim];
+  for (int dim = 0; dim < SP_DIMS; ++dim) elements *= view.sizes[dim];
   const int64_t first = static_cast<int64_t>(blockIdx.x) * kThreads + threadIdx.x;
   for (int64_t index = first; index < elements; index += static_cast<int64_t>(gridDim.x) * kThreads) {
     char* at = element(view, index);

@@ -8,17 +8,19 @@
 
 #include <stdint.h>
 
+#include "base/dims.h"
+
 #ifdef __cplusplus
 extern "C" {
 #endif
 
-enum { SP_PEER_HANDLE_BYTES = 64, SP_PEER_DIMS = 6 };
+enum { SP_PEER_HANDLE_BYTES = 64 };
 
 // Elements of a tensor; sizes and strides in elements.
 typedef struct {
   void* at;
-  int64_t sizes[SP_PEER_DIMS], strides[SP_PEER_DIMS];
-  int32_t dims, item;
+  int64_t sizes[SP_DIMS], strides[SP_DIMS];
+  int32_t item;
 } sp_peer_view;
 
 const char* sp_peer_error(int code);

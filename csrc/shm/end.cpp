@@ -11,8 +11,6 @@
 
 namespace seqpar {
 
-static_assert(kDims == SP_COPY_DIMS, "an offer has the strides that a copy takes");
-
 namespace {
 
 constexpr size_t kAligned = Pool::kAlignment;
@@ -106,7 +104,7 @@ Pushed ShmEnd::push(int peer, const int64_t* header, const View& source, sp_para
   item.size = static_cast<int32_t>(source.item);
   std::copy(source.sizes.begin(), source.sizes.end(), item.shape);
   std::copy(source.strides.begin(), source.strides.end(), item.src_strides);
-  std::copy(offer->strides, offer->strides + kDims, item.dst_strides);
+  std::copy(offer->strides, offer->strides + SP_DIMS, item.dst_strides);
   if (sp_copy(&item, 1, parallel_for) != 0)
     throw std::runtime_error("a copy of elements of " + std::to_string(source.item) + " bytes");
   mailbox_->arrive(peer);

@@ -24,18 +24,19 @@
 #include <string>
 #include <vector>
 
+#include "base/dims.h"
+
 namespace seqpar {
 
 constexpr int kSlots = 32;
 constexpr int kHeader = 9;
-constexpr int kDims = 6;
 constexpr uint32_t kFirstEpoch = 0u - 48;
 
 // What a receiver expects and where it belongs: `where` bytes into its memory, with strides in elements.
 struct Offer {
   int64_t header[kHeader];
   int64_t where;
-  int64_t strides[kDims];
+  int64_t strides[SP_DIMS];
 };
 
 // A message as an error names it: the slot, the epoch that was waited for, the one that stood there.

@@ -90,7 +90,7 @@ void compare(int seed, bool large, sp_parallel_for parallel_for) {
     sp_copy_item& item = items[i];
     item.row_bits = random.one_in(2) ? 32 : 64;
     item.size = 1 << random.below(5);
-    item.ndim = static_cast<int>(random.below(SP_COPY_DIMS + 1));
+    item.ndim = static_cast<int>(random.below(SP_DIMS + 1));
     for (int d = 0; d < item.ndim; d++) item.shape[d] = 1 + random.below(d < 2 ? 40 : 2);
     if (item.ndim && random.one_in(20)) item.shape[0] = 0;
     if (large) {
@@ -99,9 +99,9 @@ void compare(int seed, bool large, sp_parallel_for parallel_for) {
       item.shape[1] = ((9 << 20) >> 4) / item.shape[0];
     }
     if (alike && i) item = items[0];
-    int64_t src_counts[SP_COPY_DIMS], dst_counts[SP_COPY_DIMS];
-    std::copy_n(item.shape, SP_COPY_DIMS, src_counts);
-    std::copy_n(item.shape, SP_COPY_DIMS, dst_counts);
+    int64_t src_counts[SP_DIMS], dst_counts[SP_DIMS];
+    std::copy_n(item.shape, SP_DIMS, src_counts);
+    std::copy_n(item.shape, SP_DIMS, dst_counts);
     if (alike && i) {
       for (int d = 0; d < item.ndim; d++) src_counts[d] += 4, dst_counts[d] += 4;
     } else if (item.ndim) {

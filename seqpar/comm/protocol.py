@@ -25,9 +25,10 @@ from typing import Any, NamedTuple, Protocol, runtime_checkable
 import torch
 from torch import Tensor
 
+from seqpar import native
 from seqpar.comm.entry import ThreadEntry
 
-DIMS = 6  # of a tensor that is exchanged and not contiguous: kDims in csrc/shm/mailbox.h
+DIMS = native.DIMS  # of a tensor that is exchanged and not contiguous
 MESSAGES_PER_EXCHANGE = 64  # sends and receives together; a larger exchange is split by `rounds`
 
 

@@ -15,8 +15,6 @@ from torch import Tensor
 
 from seqpar import native
 
-DIMS = 6  # that one launch takes
-
 
 class Pair(NamedTuple):
     """``dst[dst_rows] = src[src_rows]``, of equal dtypes and, with the rows chosen, equal shapes; any strides.
@@ -55,7 +53,7 @@ def _compiled(pairs: Sequence[Pair]) -> bool:
     missing = {"cpu": native.missing, "cuda": native.without_cuda}.get(pairs[0].dst.device.type)
     if missing is None or missing() is not None or any(pair.src.device != pair.dst.device for pair in pairs):
         return False
-    return all(pair.dst.dim() <= DIMS for pair in pairs) and _known_to_fake_tensors()
+    return all(pair.dst.dim() <= native.DIMS for pair in pairs) and _known_to_fake_tensors()
 
 
 @cache
