@@ -33,7 +33,7 @@ exhaustive: $(READY) $(TIMM)
 
 # ten minutes of random verbs over processes; ARGS="--minutes 2" takes less
 soak: $(READY)
-	$(BIN)/python bench/soak.py $(ARGS)
+	$(BIN)/python -m bench.cpu.soak $(ARGS)
 
 # whether a change alters bits; ARGS="--before COMMIT --only attention"
 bits: $(READY)
@@ -44,12 +44,12 @@ bench: $(READY)
 
 # the table of the README; nothing else should run meanwhile
 results: $(READY)
-	$(BIN)/python bench/run.py --json bench/results/cpu.json
-	$(BIN)/python bench/import_time.py
+	$(BIN)/python -m bench.cpu.step --json bench/results/cpu.json
+	$(BIN)/python -m bench.cpu.import_time
 
 # on one NVIDIA GPU; ARGS="--minutes 8" stops in time and goes on at the next call, ARGS=--rehearse needs no GPU
 gpu: $(READY)
-	$(BIN)/python bench/gpu.py $(ARGS)
+	$(BIN)/python -m bench.gpu.run $(ARGS)
 
 # the compiled CPU code under address, undefined-behaviour and thread sanitizers, without Python
 sanitize: $(READY)

@@ -24,10 +24,10 @@ import torch
 from rich.table import Table
 
 sys.path.insert(0, str(Path(__file__).parents[1]))
-from bench.corpus.groups import FREE, GROUPS  # noqa: E402
 from bench.lib import before  # noqa: E402
+from bench.lib.corpus.groups import FREE, GROUPS  # noqa: E402
 
-BENCH = Path(__file__).parent
+LIB = Path(__file__).parent / "lib"  # which has the corpus
 Digests = dict[str, dict[str, str]]
 
 
@@ -41,14 +41,14 @@ def digests(tree: Path, groups: Sequence[str]) -> Digests:
     with tempfile.TemporaryDirectory() as folder:
         path = Path(folder) / "digests.json"
         command = [sys.executable, "-c", code, str(tree), str(path), *groups]
-        subprocess.run(command, check=True, cwd=tree, env=before.environment(tree, BENCH))
+        subprocess.run(command, check=True, cwd=tree, env=before.environment(tree, LIB))
         return json.loads(path.read_text())  # type: ignore[no-any-return]
 
 
 def kept(commit: str, groups: Sequence[str]) -> Digests:
     """The digests of a commit: those of an earlier call, and new ones of groups that it did not have."""
     tree = before.tree(commit)
-    sources = b"".join(path.read_bytes() for path in sorted((BENCH / "corpus").glob("*.py")))
+    sources = b"".join(path.read_bytes() for path in sorted((LIB / "corpus").glob("*.py")))
     machine = f"{platform.processor()} {platform.release()} {torch.__version__}".encode()
     key = hashlib.sha1(sources + machine).hexdigest()[:12]
     path = before.cache() / f"{tree.name}-{key}.json"

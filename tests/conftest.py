@@ -11,7 +11,7 @@ import torch
 from hypothesis import HealthCheck, settings
 
 # Triton decides when a kernel is defined whether it will be interpreted: before the first import of one. The tests run
-# on the CPU wherever they run; what a GPU must show is in bench/gpu.py.
+# on the CPU wherever they run; what a GPU must show is in bench/gpu/run.py.
 os.environ.setdefault("TRITON_INTERPRET", "1")
 
 # Ranks as threads share the machine's cores: a time limit for each example would only measure who else runs.

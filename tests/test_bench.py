@@ -1,4 +1,4 @@
-"""`bench/gpu.py` where there is no GPU: its rehearsal runs every slice, resumes, times nothing wrong."""
+"""`bench/gpu/run.py` where there is no GPU: its rehearsal runs every slice, resumes, times nothing wrong."""
 
 from __future__ import annotations
 
@@ -6,7 +6,6 @@ import json
 import os
 import subprocess
 import sys
-from collections.abc import Iterator
 from dataclasses import replace
 from importlib import import_module
 from importlib.util import find_spec
@@ -23,7 +22,6 @@ from seqpar.kernels import Blockwise
 from seqpar.planner import Hardware
 
 ROOT = Path(__file__).resolve().parent.parent
-SCRIPT = ROOT / "bench" / "gpu.py"
 INTERPRETED = find_spec("triton") is not None and not torch.cuda.is_available()  # as conftest.py asks for
 SLICES = {"correct", "ceilings", "forward", "backward", "accumulate", "ring", "small", "auto", "comm", "host", "tune"}
 ORIGIN = {"device", "versions", "commit", "sources"}
@@ -32,15 +30,13 @@ Row = dict[str, Any]
 
 
 @pytest.fixture(scope="module")
-def modules() -> Iterator[Any]:
+def modules() -> Any:
     """Import of a module of bench."""
-    sys.path.insert(0, str(SCRIPT.parent))
-    yield import_module
-    sys.path.remove(str(SCRIPT.parent))
+    return import_module
 
 
 def call(*arguments: object) -> subprocess.CompletedProcess[str]:
-    command = [sys.executable, str(SCRIPT), *map(str, arguments)]
+    command = [sys.executable, "-m", "bench.gpu.run", *map(str, arguments)]
     return subprocess.run(command, capture_output=True, text=True, timeout=600, cwd=ROOT)
 
 
@@ -53,7 +49,7 @@ def test_the_comms_are_timed_beside_each_other(tmp_path: Path) -> None:
     path = tmp_path / "comm.json"
     flags = ["--ranks", "2", "--bytes", "65536", "--repeat", "2", "--hops", "3", "--json", path]
     done = subprocess.run(
-        [sys.executable, SCRIPT.with_name("comm.py"), *flags], capture_output=True, text=True, timeout=600, cwd=ROOT
+        [sys.executable, "-m", "bench.cpu.comm", *flags], capture_output=True, text=True, timeout=600, cwd=ROOT
     )
     assert done.returncode in (0, 1), done.stderr
     found = json.loads(path.read_text())
@@ -117,7 +113,7 @@ def test_a_line_that_was_cut_off_is_measured_again_and_no_other(rehearsed, tmp_p
 
 
 def test_rows_of_other_sources_do_not_count(rehearsed, modules, tmp_path) -> None:
-    rows = modules("gpu_rows")
+    rows = modules("bench.gpu.rows")
     path = tmp_path / "rows.jsonl"
     path.write_text(rehearsed.read_text())
     origin = {name: read(path)[0][name] for name in ORIGIN}
@@ -155,14 +151,14 @@ def test_what_is_wrong_is_not_timed(slices, modules, monkeypatch, tmp_path) -> N
     monkeypatch.setattr(Blockwise, "forward", slightly_off(Blockwise.forward))
     path = tmp_path / "rows.jsonl"
     arguments = ["--rehearse", "--json", str(path), *(word for name in slices for word in ("--slice", name))]
-    assert modules("gpu").main(arguments) == 1
+    assert modules("bench.gpu.run").main(arguments) == 1
     rows = [row for row in read(path) if row["slice"] == "forward" and row["kernel"] == "blockwise"]
     assert rows and all(row["ok"] is False and "off by" in row["refused"] and "ms" not in row for row in rows)
     assert any("ms" in row for row in read(path) if row["kernel"] == "reference")
 
 
 def test_operations_are_counted_over_attended_pairs(rehearsed, modules) -> None:
-    calls, speed = modules("gpu_calls"), modules("gpu_speed")
+    calls, speed = modules("bench.gpu.calls"), modules("bench.gpu.speed")
     assert calls.flops(10, 3, 128, 64) == 2 * 10 * 3 * (128 + 64)
     assert calls.flops(10, 3, 128, 64, backward=True) == 2.5 * calls.flops(10, 3, 128, 64)
     for setup, _ in speed.setups(True):
@@ -177,11 +173,11 @@ def test_operations_are_counted_over_attended_pairs(rehearsed, modules) -> None:
 
 
 def test_the_full_run_has_the_cases_that_are_promised(modules) -> None:
-    speed, ring = modules("gpu_speed"), modules("gpu_ring")
+    speed, ring = modules("bench.gpu.speed"), modules("bench.gpu.ring")
     setups = [setup for setup, _ in speed.setups(False)]
     assert {s.dim for s in setups} == {64, 128} and {s.heads for s in setups} == {16, 32}
     assert {s.tokens for s in setups if len(s.lengths) == 1} == {1 << n for n in range(12, 18)}
-    assert {s.name for s in setups} == {"causal", "full", "window", *modules("lengths").NAMES}
+    assert {s.name for s in setups} == {"causal", "full", "window", *modules("bench.lib.lengths").NAMES}
     names = {tuple(case.name.split(", ")) for case in ring.ring(False)}
     assert {n[0] for n in names} == {"contiguous", "zigzag", "striped"}
     assert {n[2] for n in names} == {f"{p} ranks" for p in (2, 4, 8, 16)}
@@ -189,8 +185,7 @@ def test_the_full_run_has_the_cases_that_are_promised(modules) -> None:
 
 def test_a_trace_of_a_call_shows_what_lies_under_computation(tmp_path: Path) -> None:
     out = tmp_path / "trace.json"
-    script = ROOT / "bench" / "timeline.py"
-    command = [sys.executable, str(script), "--tokens", "256", "--calls", "1", "--out", str(out)]
+    command = [sys.executable, "-m", "bench.cpu.timeline", "--tokens", "256", "--calls", "1", "--out", str(out)]
     done = subprocess.run(command, capture_output=True, text=True, timeout=600, cwd=ROOT)
     assert done.returncode == 0, done.stderr[-2000:]
     names = {event.get("name", "") for event in json.loads(out.read_text())["traceEvents"]}
@@ -206,7 +201,7 @@ def test_plans_are_measured_beside_fixed_ones(tmp_path: Path) -> None:
     path = tmp_path / "planned.json"
     flags = ["--quick", "--tokens", "1024", "--repeat", "1", "--hardware", "cpu", "--json", path]
     done = subprocess.run(
-        [sys.executable, SCRIPT.with_name("planned.py"), *flags], capture_output=True, text=True, timeout=600, cwd=ROOT
+        [sys.executable, "-m", "bench.planner.planned", *flags], capture_output=True, text=True, timeout=600, cwd=ROOT
     )
     assert done.returncode in (0, 1), done.stderr[-2000:]
     found = json.loads(path.read_text())
@@ -221,7 +216,7 @@ def test_plans_are_measured_beside_fixed_ones(tmp_path: Path) -> None:
 
 
 def test_an_exchange_hides_behind_computing_and_no_longer(modules) -> None:
-    v, second = modules("virtual"), modules("seqpar.planner").Link(latency=0.5, bandwidth=2.0)
+    v, second = modules("bench.lib.virtual"), modules("seqpar.planner").Link(latency=0.5, bandwidth=2.0)
     tag = Tag(1, 1, 1, 1)
 
     def tape(me: int, before: float, meanwhile: float, size: int = 3) -> Any:
@@ -238,7 +233,7 @@ def test_an_exchange_hides_behind_computing_and_no_longer(modules) -> None:
 
 
 def test_the_least_of_tapes_is_that_of_each_stretch(modules) -> None:
-    v = modules("virtual")
+    v = modules("bench.lib.virtual")
     wait = v.Wait(Tag(0, 1, 0, 0))
     tapes = [[v.Run(a), wait, v.Run(b)] for a, b in ((1.0, 9.0), (2.0, 1.0), (6.0, 2.0))]
     assert v.least(tapes) == [v.Run(1.0), wait, v.Run(1.0)]
@@ -247,7 +242,7 @@ def test_the_least_of_tapes_is_that_of_each_stretch(modules) -> None:
 
 
 def test_tapes_note_the_bytes_that_plans_predict(modules) -> None:
-    planned, v = modules("planned"), modules("virtual")
+    planned, v = modules("bench.planner.planned"), modules("bench.lib.virtual")
     shape = replace(planned.SHAPE, hidden=32, heads=4, kv_heads=4, dim=8, ffn=16)
     blocks, machine = planned.blocks_of(shape), Hardware.preset("cpu")
     for name, plan in planned.plans([300, 20, 5, 41], 4, shape, machine).items():
@@ -264,14 +259,14 @@ def test_tapes_note_the_bytes_that_plans_predict(modules) -> None:
 
 
 def test_intervals_are_as_wide_as_few_runs_ask_for(modules) -> None:
-    interval = modules("planned").interval
+    interval = modules("bench.planner.planned").interval
     assert interval([3.0, 1.0, 2.0]) == (1.0, 3.0)
     assert interval([5.0, 1.0, 4.0, 2.0, 3.0]) == (1.0, 5.0)
     assert interval([float(x) for x in range(8)]) == (1.0, 6.0)
 
 
 def test_a_verdict_counts_overlaps_as_equal_and_sums_over_batches(modules) -> None:
-    cell, verdict = modules("planned").Cell, modules("planned").verdict
+    cell, verdict = modules("bench.planner.planned").Cell, modules("bench.planner.planned").verdict
     fast, slow = cell(1.0, 0.9, 1.1, 1.0), cell(4.0, 3.9, 4.1, 4.0)
     near, behind = cell(1.08, 1.05, 1.2, 1.0), cell(1.2, 1.15, 1.3, 1.2)
     assert verdict({"a": {"auto": near, "ring": fast, "gather": slow}})["holds"]

@@ -7,8 +7,8 @@ import torch
 
 import seqpar
 from bench import bits
-from bench.corpus.digest import digest
-from bench.corpus.groups import GROUPS, cases, outcome
+from bench.lib.corpus.digest import digest
+from bench.lib.corpus.groups import GROUPS, cases, outcome
 
 
 @pytest.mark.parametrize("group", ["attention", "steps"])

@@ -241,7 +241,7 @@ def test_a_cold_import_loads_nothing_heavy(loaded: list[str]) -> None:
 
 
 def test_a_cold_import_loads_few_modules_beyond_torch(loaded: list[str]) -> None:
-    # What bench/import_time.py measures in seconds, in modules: torch itself loads over a thousand.
+    # What bench/cpu/import_time.py measures in seconds, in modules: torch itself loads over a thousand.
     others = [name for name in loaded if name.split(".")[0] != "seqpar"]
     assert len(others) <= 60, others
 

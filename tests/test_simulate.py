@@ -3,8 +3,6 @@
 from __future__ import annotations
 
 import json
-import sys
-from collections.abc import Iterator
 from dataclasses import replace
 from importlib import import_module
 from importlib.util import find_spec
@@ -21,18 +19,10 @@ from seqpar.planner import Hardware, ModelShape
 from seqpar.planner.batch import STAGE_BYTES
 from seqpar.planner.cost import counted, ticks
 
-BENCH = Path(__file__).resolve().parent.parent / "bench"
 SHAPE = replace(ModelShape.preset("llama-8b"), layers=2)
 LENGTHS = st.lists(st.sampled_from([1, 7, 100, 900, 3000, 40_000, 90_000]), min_size=24, max_size=60)
 NAMES = ["seqpar", "static ring", "static ulysses", "homogeneous", "megatron", "megatron hybrid", "wlb", "bytescale",
          "laminar", "dispatch", "bytes first", "flexsp"]  # fmt: skip
-
-
-@pytest.fixture(scope="module", autouse=True)
-def importable() -> Iterator[None]:
-    sys.path.insert(0, str(BENCH))
-    yield
-    sys.path.remove(str(BENCH))
 
 
 def module(name: str) -> ModuleType:
@@ -41,7 +31,7 @@ def module(name: str) -> ModuleType:
 
 def case(lengths: list[int], ranks: int, hardware: str = "h100", **options):
     machine = replace(Hardware.preset(hardware), memory=1 << 50)
-    return module("schedules").Case.of(lengths, ranks, SHAPE, machine, **options)
+    return module("bench.planner.schedules").Case.of(lengths, ranks, SHAPE, machine, **options)
 
 
 def slowest(found, w) -> int:
@@ -53,16 +43,16 @@ def slowest(found, w) -> int:
 def test_a_group_that_shares_documents_costs_what_its_layout_does(lengths: list[int], width: int, node: int) -> None:
     c = case(lengths, width)
     c = replace(c, machine=replace(c.machine, node=node))
-    sums = module("schedules").Sums(
+    sums = module("bench.planner.schedules").Sums(
         np.array([sum(lengths)]), np.array([sum(x * x for x in lengths)]), np.array([c.areas.sum()]),
         np.array([len(lengths)]), np.array([0]),
     )  # fmt: skip
-    found = module("schedules").shared(c, sums, width, ("fetch",), c.weights)
+    found = module("bench.planner.schedules").shared(c, sums, width, ("fetch",), c.weights)
     layout = Layout.zigzag(lengths, width)
     one = np.ones(len(lengths), np.int64)
     assert found.total[0] == slowest(counted(c.layers, layout, widths=one, node=node, forwarded=False), c.weights)
     if width <= min(node, 8):
-        found = module("schedules").shared(c, sums, width, ("ulysses",), c.weights)
+        found = module("bench.planner.schedules").shared(c, sums, width, ("ulysses",), c.weights)
         layout = Layout.contiguous(sum(lengths), width)
         laid = counted(c.layers, layout, widths=one * width, node=node, forwarded=False)
         assert found.total[0] == pytest.approx(slowest(laid, c.weights), rel=1e-9)
@@ -76,7 +66,7 @@ def test_every_policy_places_every_document_and_none_beats_the_bound(
 ) -> None:
     if name == "flexsp" and find_spec("scipy") is None:
         pytest.skip("needs scipy")
-    policy, schedules = module("policies").POLICIES[name], module("schedules")
+    policy, schedules = module("bench.planner.policies").POLICIES[name], module("bench.planner.schedules")
     c = case(lengths, ranks, hardware, micro=0.001, room=max(-(-2 * sum(lengths) // ranks), 8192))
     found = []
     for knob in policy.knobs(c)[:3]:
@@ -90,7 +80,7 @@ def test_every_policy_places_every_document_and_none_beats_the_bound(
 
 
 def test_what_is_no_schedule_is_refused() -> None:
-    schedules = module("schedules")
+    schedules = module("bench.planner.schedules")
     c = case([100, 200], 2, room=150)
     both = np.arange(2)
     assert schedules.run(c, [schedules.Micro(0, 2, both)]).rows == 150
@@ -105,13 +95,13 @@ def test_what_is_no_schedule_is_refused() -> None:
 def test_the_plan_costs_what_it_predicts() -> None:
     lengths = [90_000, 30_000, *[700] * 100]
     c = case(lengths, 16)
-    found = module("schedules").run(c, module("policies").POLICIES["seqpar"].place(c, None))
+    found = module("bench.planner.schedules").run(c, module("bench.planner.policies").POLICIES["seqpar"].place(c, None))
     forecast = plan_batch(lengths, 16, model=SHAPE, hardware=c.machine).forecast
     assert found.free == forecast.ticks.total.max() and c.bound == forecast.bound
 
 
 def test_ranks_wait_for_their_groups_only() -> None:
-    schedules = module("schedules")
+    schedules = module("bench.planner.schedules")
     c = case([8000, 4000, 4000, 1000], 4, micro=0.0)
     micro = schedules.Micro
     order = [
@@ -129,8 +119,10 @@ def test_ranks_wait_for_their_groups_only() -> None:
 def test_the_command_writes_what_it_shows_and_resumes(tmp_path: Path, capsys) -> None:
     path, picture = tmp_path / "simulate.json", tmp_path / "simulate.png"
     flags = ["--ranks", "8", "--hardware", "h100", "--distributions", "wlb", "--batches", "2", "--json", str(path)]
-    module("simulate").main([*flags, "--policies", "seqpar,laminar"])
-    module("simulate").main([*flags, "--policies", "seqpar,laminar,wlb", "--resume", "--plot", str(picture)])
+    module("bench.planner.simulate").main([*flags, "--policies", "seqpar,laminar"])
+    module("bench.planner.simulate").main(
+        [*flags, "--policies", "seqpar,laminar,wlb", "--resume", "--plot", str(picture)]
+    )
     data = json.loads(path.read_text())
     assert data.keys() >= {"machine", "versions", "commit", "settings"} and picture.stat().st_size > 1000
     assert [row["policy"] for row in data["rows"]] == ["seqpar", "laminar", "wlb"]
@@ -141,12 +133,12 @@ def test_the_command_writes_what_it_shows_and_resumes(tmp_path: Path, capsys) ->
 
 
 def test_published_experiments_are_those_of_their_sources() -> None:
-    published = module("simulate_published")
+    published = module("bench.planner.published")
     c = published.flexsp_case(0)
     assert c.ranks == 64 and c.lengths.size == 512 and c.lengths.max() <= 196_608
     # alpha2 = 0.18396 ms a token, and 4.87 GiB a second for 2 MiB of a token on 64 ranks
     assert c.weights.row * c.weights.second == pytest.approx(0.18396e-3, rel=1e-3)
-    enter, leave = module("schedules").trade(c, np.array([1000]), 64, c.weights)
+    enter, leave = module("bench.planner.schedules").trade(c, np.array([1000]), 64, c.weights)
     seconds = float((enter + leave)[0]) * c.weights.second * 2 * 32
     assert seconds == pytest.approx(1000 * 2 / 4.87e3, rel=0.01)
     lines = published.megatron_lines(2, lambda: None)
@@ -155,8 +147,8 @@ def test_published_experiments_are_those_of_their_sources() -> None:
 
 
 def test_packs_in_order_hold_what_fits() -> None:
-    published = module("simulate_published")
+    published = module("bench.planner.published")
     c = published.megatron_case(8, 0, 0.0)
     packs = published.in_order(c, 4)
-    assert module("schedules").check(c, packs) <= 2048 and len(packs) % 2 == 0
+    assert module("bench.planner.schedules").check(c, packs) <= 2048 and len(packs) % 2 == 0
     assert sorted(np.concatenate([m.documents for m in packs]).tolist()) == list(range(16))

@@ -1,4 +1,4 @@
-"""What ranks of a `PeerComm` do on a device, and whether it was right; without pytest, for `bench/gpu.py` as well."""
+"""What ranks of a `PeerComm` do on a device, and whether it was right; without pytest, for `bench/gpu` as well."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""bench/dsp.py: its rehearsal, and what its methods count under one model."""
+"""bench/dsp/step.py: its rehearsal, and what its methods count under one model."""
 
 from __future__ import annotations
 
@@ -6,7 +6,6 @@ import json
 import subprocess
 import sys
 import time
-from collections.abc import Iterator
 from importlib import import_module
 from pathlib import Path
 from typing import Any
@@ -24,20 +23,16 @@ from seqpar.planner import Hardware, Link
 from seqpar.testing import run_threads
 from tests.dsp.models import FREE
 
-BENCH = Path(__file__).resolve().parent.parent.parent / "bench"
-
 
 @pytest.fixture(scope="module")
-def bench() -> Iterator[Any]:
+def bench() -> Any:
     """Modules of bench by name."""
-    sys.path.insert(0, str(BENCH))
-    yield import_module
-    sys.path.remove(str(BENCH))
+    return import_module
 
 
 @pytest.fixture(scope="module")
 def methods(bench: Any) -> Any:
-    return bench("dsp_methods")
+    return bench("bench.dsp.methods")
 
 
 @pytest.mark.parametrize("ranks, p, q", [(2, 4, 6), (4, 5, 7), (8, 3, 9)])
@@ -81,7 +76,7 @@ def test_grouped_heads_are_the_same_model_and_their_bytes_are_counted(methods, r
 
 
 def test_clips_are_made_smaller_and_their_text_with_them(bench) -> None:
-    clip = bench("dsp_latte").Clip("a clip", 60, 90, 160).fitted(16384)
+    clip = bench("bench.dsp.latte").Clip("a clip", 60, 90, 160).fitted(16384)
     assert (clip.height, clip.width, clip.shrunk, clip.space, clip.text) == (22, 40, 4, 220, 8)
 
 
@@ -94,7 +89,7 @@ def switched(comm: Comm, latte: Any, link: Link) -> tuple[torch.Tensor, float, f
 
 
 def test_a_comm_is_held_back_to_a_link_and_its_seconds_are_counted(bench) -> None:
-    for y, took, counted in run_threads(2, switched, bench("dsp_latte"), Link(0.05, 1e9)):
+    for y, took, counted in run_threads(2, switched, bench("bench.dsp.latte"), Link(0.05, 1e9)):
         assert y.tolist() == [[0.0, 1.0]]
         assert took >= 0.049  # never sooner, however busy the machine is
         assert 0 < counted <= took
@@ -116,7 +111,7 @@ def two(comm: Comm, latte: Any, link: Link) -> float:
 
 
 def test_a_link_carries_one_exchange_after_another(bench) -> None:
-    for took in run_threads(2, two, bench("dsp_latte"), Link(0.05, 1e9)):
+    for took in run_threads(2, two, bench("bench.dsp.latte"), Link(0.05, 1e9)):
         assert took >= 0.098  # never sooner, however busy the machine is
 
 
@@ -139,7 +134,7 @@ def cell(share: float, ratio: float, layouts: str = "t:local/2 s:local", frames:
     ],
 )  # fmt: skip
 def test_the_promise_is_judged_cell_by_cell(bench, row, holds) -> None:
-    found = bench("dsp_grid").verdict([row, cell(0.0, 2.0)])
+    found = bench("bench.dsp.grid").verdict([row, cell(0.0, 2.0)])
     assert found["holds"] == holds
     assert (found["slower"] + found["below"] == []) == holds
     shares = any(mode in row["planned"]["layouts"] for mode in ("ulysses", "ring"))
@@ -147,7 +142,7 @@ def test_the_promise_is_judged_cell_by_cell(bench, row, holds) -> None:
 
 
 def test_a_figure_is_a_median_or_of_all_turns(bench) -> None:
-    middle = bench("dsp_grid").middle
+    middle = bench("bench.dsp.grid").middle
     assert middle([3.0, 1.0, 2.0], grouped=False) == (2.0, 1.0, 3.0)
     assert middle([3.0, 1.0, 2.0, 5.0, 6.0], grouped=True) == (3.0, 1.0, 6.0)
 
@@ -163,9 +158,9 @@ def in_parts(stages: list[Stage], dims: dict[str, int], ranks: int, *, hardware:
 
 def test_ranks_one_after_another_run_stages_in_parts(bench, monkeypatch) -> None:
     pytest.importorskip("diffusers")
-    latte = bench("dsp_latte")
+    latte = bench("bench.dsp.latte")
     monkeypatch.setitem(latte.METHODS, "planned", in_parts)
-    clip = bench("dsp_grid").CLIPS[0].fitted(64)
+    clip = bench("bench.dsp.grid").CLIPS[0].fitted(64)
     found = latte.composed(clip, 2, {"a link": latte.Machine(FREE, Link(1e-3, 1e9))}, 2)
     for row in found["a link"]:
         assert row["planned"]["layouts"] == "t:local/2 s:local t:local/2 s:local"
@@ -174,13 +169,13 @@ def test_ranks_one_after_another_run_stages_in_parts(bench, monkeypatch) -> None
         # of both turns, and of each one, which is every second and a half
         assert len(row["planned"]["seconds"]) == len(row["ulysses"]["seconds"]) == 5
         assert row["planned"]["cpu"][0] <= min(row["planned"]["cpu"][1:])
-    assert bench("dsp_grid").short(row["planned"]["layouts"]) == "t/2 s t/2 s"
+    assert bench("bench.dsp.grid").short(row["planned"]["layouts"]) == "t/2 s t/2 s"
 
 
 @pytest.mark.exhaustive
 def test_its_rehearsal(tmp_path: Path) -> None:
     pytest.importorskip("diffusers")
-    command = [sys.executable, BENCH / "dsp.py", "--quick", "--repeat", "1", "--json", tmp_path / "dsp.json"]
+    command = [sys.executable, "-m", "bench.dsp.step", "--quick", "--repeat", "1", "--json", tmp_path / "dsp.json"]
     done = subprocess.run(command, capture_output=True, text=True, timeout=600)
     assert done.returncode == 0, done.stdout + done.stderr
     data = json.loads((tmp_path / "dsp.json").read_text())

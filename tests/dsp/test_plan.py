@@ -251,7 +251,7 @@ def test_bytes_are_the_formula() -> None:
 
 
 def test_a_hundred_stages_of_four_dimensions() -> None:
-    """How long this takes, bench/dsp.py says; a clock is no test."""
+    """How long this takes, bench/dsp/step.py says; a clock is no test."""
     rng = random.Random(0)
     dims = {"t": 16, "h": 60, "w": 104, "b": 2}
     stages = [replace(stage, rest=None) for stage in random_stages(rng, dims, 100)]
@@ -305,7 +305,7 @@ def test_what_is_refused(call, words) -> None:
 
 @pytest.mark.parametrize("training, exchanges", [(False, 3), (True, 9)])
 def test_a_ring_pays_the_latency_of_each_of_its_exchanges(training, exchanges) -> None:
-    """Attention that takes no time hides none of it; bench/dsp.py counts 9 exchanges in a step of 4 ranks."""
+    """Attention that takes no time hides none of it; bench/dsp/step.py counts 9 exchanges in a step of 4 ranks."""
     wire = Link(1.0, 1e30)
     machine = replace(Hardware.preset("cpu"), inside=wire, across=wire, linear_rate=1e30)
     stage = Stage("mixes", "s", heads=4, kv_heads=4, qkv=(1.0, 2.0))

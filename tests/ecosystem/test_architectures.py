@@ -3,7 +3,7 @@
 CI runs one architecture of each group by every way in, in fp32 by two, and the ways in that mix tokens of ranks where
 they should not: recurrent layers, rotary embeddings of the longest position, attention that does not use transformers'
 interface. `make exhaustive` runs the whole table and compares it with the committed one, which ``python
-bench/architectures.py`` writes.
+bench/cpu/architectures.py`` writes.
 """
 
 from __future__ import annotations

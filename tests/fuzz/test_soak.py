@@ -1,4 +1,4 @@
-"""The soak of bench/soak.py, for a few seconds: it runs every verb and nothing that it counts grows."""
+"""The soak of bench/cpu/soak.py, for a few seconds: it runs every verb and nothing that it counts grows."""
 
 import json
 import subprocess
@@ -10,7 +10,7 @@ ROOT = Path(__file__).parents[2]
 
 def test_a_few_seconds_of_every_verb_leave_nothing_behind(tmp_path):
     path = tmp_path / "soak.json"
-    command = [sys.executable, ROOT / "bench" / "soak.py", "--rehearse", "--ranks", "2", "--json", path]
+    command = [sys.executable, "-m", "bench.cpu.soak", "--rehearse", "--ranks", "2", "--json", path]
     done = subprocess.run(command, capture_output=True, text=True, timeout=600, cwd=ROOT)
     assert done.returncode == 0, done.stdout + done.stderr
     ranks = json.loads(path.read_text())["ranks"]

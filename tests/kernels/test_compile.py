@@ -36,13 +36,13 @@ def versions() -> list[object]:
 
 def committed(name: str, where: str) -> list[Row]:
     """The rows of bench/results for a Triton, made from the kernels as they are."""
-    from bench.compile import sources
+    from bench.gpu.binaries import sources
 
     made = "3.6.0" if where else version("triton")
     path = RESULTS / f"{name}.jsonl"
     rows = [row for row in map(json.loads, path.read_text().splitlines()) if row["triton"] == made]
     assert rows and {row["sources"] for row in rows} == {sources()}, (
-        f"the kernels have changed: run `python -m bench.{name} --json {path.relative_to(ROOT)}` with Triton {made}"
+        f"the kernels have changed: run `python -m bench.gpu.{name} --json {path.relative_to(ROOT)}` with Triton {made}"
     )
     return rows
 
@@ -53,7 +53,7 @@ def compiled(name: str, where: str, out: Path, *flags: object) -> list[Row]:
     env = os.environ | {"PYTHONPATH": os.pathsep.join(filter(None, (where, str(ROOT))))}
     env |= {"TRITON_CACHE_DIR": str(ROOT / ".pytest_cache" / "triton")}
     env.pop("TRITON_INTERPRET", None)
-    command = [sys.executable, "-m", f"bench.{name}", "--json", str(out), *map(str, flags)]
+    command = [sys.executable, "-m", f"bench.gpu.{name}", "--json", str(out), *map(str, flags)]
     done = subprocess.run(command, cwd=ROOT, env=env, capture_output=True, text=True)
     assert out.exists(), done.stdout[-2000:] + done.stderr[-4000:]
     return [json.loads(line) for line in out.read_text().splitlines()]
@@ -61,10 +61,10 @@ def compiled(name: str, where: str, out: Path, *flags: object) -> list[Row]:
 
 @pytest.mark.parametrize("where", versions())
 def test_attention_kernels_compile_for_every_generation(where) -> None:
-    from bench.compile import DTYPES, SHARED, shipped
+    from bench.gpu.binaries import DTYPES, SHARED, shipped
     from seqpar.kernels.triton.config import GENERATIONS, Descriptor, configure
 
-    rows, wrong = committed("compile", where), []
+    rows, wrong = committed("binaries", where), []
     cases = [case for generation in GENERATIONS for case in shipped(generation)]
     assert [{name: row[name] for name in asdict(cases[0]) if name != "config"} for row in rows] == [
         {name: value for name, value in asdict(case).items() if name != "config"} for case in cases
@@ -84,9 +84,9 @@ def test_attention_kernels_compile_for_every_generation(where) -> None:
 
 @pytest.mark.parametrize("where", versions())
 def test_small_kernels_compile_for_every_generation(where) -> None:
-    from bench.compile_small import GENERATIONS, launches
+    from bench.gpu.small_binaries import GENERATIONS, launches
 
-    rows = committed("compile_small", where)
+    rows = committed("small_binaries", where)
     names = [name for name, _ in launches()]
     assert [(row["generation"], row["launch"]) for row in rows] == [(g, name) for g in GENERATIONS for name in names]
     wrong = [row for row in rows if "error" in row]
@@ -98,10 +98,10 @@ def test_small_kernels_compile_for_every_generation(where) -> None:
 
 # capability 9.0 has all that launches differ by: tensor descriptors and asynchronous products
 SAMPLES = [
-    pytest.param("compile", ["--dim", 64, "--generation", 90], id="attention"),
-    pytest.param("compile_small", ["--generation", 90, "--dtype", "torch.bfloat16"], id="small"),
-    pytest.param("compile", [], id="all attention", marks=pytest.mark.exhaustive),
-    pytest.param("compile_small", [], id="all small", marks=pytest.mark.exhaustive),
+    pytest.param("binaries", ["--dim", 64, "--generation", 90], id="attention"),
+    pytest.param("small_binaries", ["--generation", 90, "--dtype", "torch.bfloat16"], id="small"),
+    pytest.param("binaries", [], id="all attention", marks=pytest.mark.exhaustive),
+    pytest.param("small_binaries", [], id="all small", marks=pytest.mark.exhaustive),
 ]
 
 

@@ -57,7 +57,7 @@ def compile_all(every: str) -> int:
     import triton
     from triton.runtime import JITFunction
 
-    from bench.compile import Offline
+    from bench.gpu.binaries import Offline
 
     launches, failed, run = 0, 0, JITFunction.run
 

@@ -1,7 +1,7 @@
 """What planning costs, counted in lines of Python executed: loops run over messages and stages, not over tokens,
 documents or runs.
 
-Times are printed by ``bench/test_plans.py``; a count says the same on a loaded machine.
+Times are printed by ``bench/planner/test_plans.py``; a count says the same on a loaded machine.
 """
 
 from __future__ import annotations

@@ -10,7 +10,7 @@ from functools import cache
 import numpy as np
 import pytest
 
-from bench.lengths import NAMES, packed
+from bench.lib.lengths import NAMES, packed
 from seqpar import Layout, Mask, Plan
 
 TOKENS, SIDE, PACKS = 32768, 128, 8

@@ -100,7 +100,7 @@ def test_scipy_missing_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
 
 def test_the_benchmark_writes_its_table(tmp_path: Path) -> None:
     root, target = Path(__file__).resolve().parents[2], tmp_path / "new" / "exact.json"
-    command = [sys.executable, root / "bench" / "exact.py", "--ranks", 2, 3, "--documents", 4, "--seeds", 1]
+    command = [sys.executable, "-m", "bench.planner.exact", "--ranks", 2, 3, "--documents", 4, "--seeds", 1]
     env = os.environ | {"PYTHONPATH": os.pathsep.join(filter(None, (str(root), os.environ.get("PYTHONPATH"))))}
     done = subprocess.run(
         [str(word) for word in [*command, "--seconds", 2, "--json", target]],

@@ -81,7 +81,7 @@ def test_all_wait_for_the_member_with_most_rows() -> None:
     np.testing.assert_array_equal(uneven, int(trades(np.array([900]), W, 2).sum()))
 
 
-# Batches of 65,536 tokens of published distributions (bench/lengths.py) that were 0.025 to 0.046 above the bound.
+# Batches of 65,536 tokens of published distributions (bench/lib/lengths.py) that were 0.025 to 0.046 above the bound.
 PACKED = {
     "wlb": [7657, 3297, 5403, 635, 2173, 3488, 8033, 1401, 6229, 2661, 5459, 2886, 3402, 6340, 6472],
     "prolong": [3994, 1291, 1273, 1561, 13472, 3556, 3267, 1154, 2705, 522, 657, 7539, 695, 10863, 4273, 3238, 588,

@@ -1,11 +1,10 @@
-"""`bench/sequence.py`: its search, its budget, and a rehearsal."""
+"""`bench/cpu/sequence.py`: its search, its budget, and a rehearsal."""
 
 from __future__ import annotations
 
 import json
 import subprocess
 import sys
-from collections.abc import Iterator
 from pathlib import Path
 from types import ModuleType, SimpleNamespace
 
@@ -16,12 +15,10 @@ LINUX = pytest.mark.skipif(not Path("/proc/self/clear_refs").exists(), reason="t
 
 
 @pytest.fixture(scope="module")
-def bench() -> Iterator[ModuleType]:
-    sys.path.insert(0, str(ROOT / "bench"))
-    import sequence
+def bench() -> ModuleType:
+    from bench.cpu import sequence
 
-    yield sequence
-    sys.path.remove(str(ROOT / "bench"))
+    return sequence
 
 
 @pytest.mark.parametrize(
@@ -65,7 +62,7 @@ def test_a_rehearsal(tmp_path: Path) -> None:
     path = tmp_path / "sequence.json"
     flags = "--lengths 64 128 --tokens 64 --ranks 1 2 --memory 1000000 --granule 64 --budget 0 --json"
     done = subprocess.run(
-        [sys.executable, ROOT / "bench" / "sequence.py", *flags.split(), path],
+        [sys.executable, "-m", "bench.cpu.sequence", *flags.split(), path],
         capture_output=True, text=True, timeout=600, cwd=ROOT,
     )  # fmt: skip
     assert done.returncode == 0, done.stderr

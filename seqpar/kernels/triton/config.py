@@ -90,7 +90,7 @@ def configure(d: Descriptor) -> LaunchConfig:
     """The configuration for a descriptor.
 
     They are the largest tiles whose binaries fit shared memory and spill no register, of a backward a few, on all
-    supported versions of Triton (`bench/compile.py`). No GPU has timed them yet (`bench/gpu.py --slice tune`).
+    supported versions of Triton (`bench/gpu/binaries.py`). No GPU has timed them yet (`bench/gpu/run.py --slice tune`).
     """
     if d.generation == 0:
         return LaunchConfig(64, 64, 4, 1)

@@ -1,0 +1,1 @@
+"""What seqpar promises, measured: see README.md."""

@@ -1,0 +1,55 @@
+"""What becomes of the architectures of transformers on two ranks, by every documented way in, in fp64 and in fp32.
+
+python -m bench.cpu.architectures                 # all of them, to bench/results/architectures.json
+python -m bench.cpu.architectures llama lfm2      # some of them, to the terminal alone
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import warnings
+from collections import Counter
+from itertools import product
+from pathlib import Path
+from typing import Any
+
+import torch
+import transformers
+
+from tests.ecosystem.architectures import TABLE
+from tests.ecosystem.ways import RANKS, TOLERANCE, verdict, ways
+
+DTYPES = {"float64": torch.float64, "float32": torch.float32}
+
+RESULTS = Path(__file__).parents[1] / "results/architectures.json"
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("names", nargs="*", metavar="name", help=f"some of {', '.join(TABLE)}")
+    names = parser.parse_args().names or list(TABLE)
+    if unknown := sorted(set(names) - TABLE.keys()):
+        parser.error(f"unknown: {', '.join(unknown)}")
+    warnings.filterwarnings("ignore")
+    transformers.logging.set_verbosity_error()
+    torch.set_num_threads(1)
+    rows: dict[str, Any] = {}
+    counts = {each: Counter[str]() for each in DTYPES}
+    for name in names:
+        rows[name] = {"group": TABLE[name].group, **{each: {} for each in DTYPES}}
+        for way, (each, dtype) in product(ways(TABLE[name]), DTYPES.items()):
+            said = rows[name][each][way] = verdict(TABLE[name], way, dtype)
+            counts[each][said.partition(":")[0].partition(" by ")[0]] += 1
+            print(f"{name:24}{way:20}{each:10}{said:.150}", flush=True)
+    for each, count in counts.items():
+        print(f"{each}: {', '.join(f'{number} {kind}' for kind, number in count.most_common())}")
+    if set(names) == TABLE.keys():
+        versions = {"torch": torch.__version__, "transformers": transformers.__version__}
+        tolerance = {each: TOLERANCE[dtype] for each, dtype in DTYPES.items()}
+        result = {"ranks": RANKS, "tolerance": tolerance, "versions": versions, "rows": rows}
+        RESULTS.write_text(json.dumps(result, indent=1) + "\n")
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,186 @@
+"""GFLOP/s of attention on this CPU: seqpar's kernel beside torch's fused operator, its matmul and the measured peak.
+
+    python -m bench.cpu.attention                              # everything, about ten minutes on two cores
+    python -m bench.cpu.attention --tokens 1024 --threads 1 --repeat 3
+
+Only attended pairs count: 4 x dim operations each forward, 10 x dim backward. The peak is what one thread reaches with
+multiply-adds between registers (fp32), or with bf16 dot products where the processor has them, times the threads. The
+fused operator knows no packed documents: it is called for each of them. Timings of a case are interleaved; medians are
+compared. Exit code 1 if the fused operator was faster anywhere.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import statistics
+import sys
+import time
+from collections.abc import Callable, Iterator
+from itertools import product
+from pathlib import Path
+from typing import NamedTuple
+
+import numpy as np
+import torch
+from rich.console import Console
+from rich.progress import Progress
+from rich.table import Table
+from torch import Tensor
+
+import seqpar
+from bench.cpu.step import environment
+from seqpar import native
+from seqpar.kernels import Grads, Operands, Score, Sums
+from seqpar.kernels.native import ISAS, Native
+from seqpar.ops.attention.call import uploaded
+
+HEADS = {
+    1024: 8,
+    2048: 8,
+    4096: 4,
+    8192: 2,
+    16384: 2,
+}  # fewer for more tokens: no case takes minutes
+MASKS = ("causal", "packed", "full")
+DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16}
+
+
+class Case(NamedTuple):
+    """One row of the table."""
+
+    threads: int
+    dtype: str
+    mask: str
+    tokens: int
+    dim: int
+    direction: str
+
+    @property
+    def lengths(self) -> list[int]:
+        """Documents: one, or some of 100 to 2,000 tokens."""
+        if self.mask != "packed":
+            return [self.tokens]
+        rng, lengths = np.random.default_rng(0), []
+        while sum(lengths) < self.tokens:
+            lengths.append(min(int(rng.integers(100, 2000)), self.tokens - sum(lengths)))
+        return lengths
+
+
+def seqpar_call(case: Case, q: Tensor, k: Tensor, v: Tensor, dout: Tensor) -> tuple[Callable[[], object], int]:
+    """The kernel alone, as the schedule calls it; and how many pairs are attended."""
+    mask = seqpar.Mask(case.lengths, causal=case.mask != "full")
+    plan = seqpar.Plan(mask, seqpar.Layout.contiguous(mask.tokens, 1))
+    facts = uploaded(plan, plan.steps(0), q.device).facts[0]
+    kernel, x = Native(), Operands(q, k, v, facts, Score(case.dim**-0.5))
+    out, lse = torch.empty_like(q), torch.empty(q.shape[1], q.shape[0])
+    forward = Sums(
+        out if q.dtype == torch.float32 else None, lse, None if q.dtype == torch.float32 else out, first=True
+    )
+    kernel.forward(x, forward)
+    if case.direction == "forward":
+        return lambda: kernel.forward(x, forward), mask.area()
+    delta = (out.float() * dout.float()).sum(-1).t().contiguous()
+    grads = Grads(dout, lse, delta, out, *(torch.zeros(y.shape) for y in (q, k, v)))
+    return lambda: kernel.backward(x, grads), mask.area()
+
+
+def torch_call(case: Case, *tensors: Tensor) -> Callable[[], object]:
+    """torch's operator for the same, document by document."""
+    op, causal = torch.ops.aten, case.mask != "full"
+    documents = [
+        [y.contiguous() for y in split]
+        for split in zip(*(x.transpose(0, 1)[None].split(case.lengths, 2) for x in tensors))
+    ]
+    attend = op._scaled_dot_product_flash_attention_for_cpu
+    if case.direction == "forward":
+        return lambda: [attend(q, k, v, 0.0, causal) for q, k, v, _ in documents]
+    differentiate = op._scaled_dot_product_flash_attention_for_cpu_backward
+    done = [(d, attend(*d[:3], 0.0, causal)) for d in documents]
+    return lambda: [differentiate(d, q, k, v, out, lse, 0.0, causal) for (q, k, v, d), (out, lse) in done]
+
+
+def timed(call: Callable[[], object]) -> float:
+    """Seconds of one call."""
+    start = time.perf_counter()
+    call()
+    return time.perf_counter() - start
+
+
+def measured(case: Case, repeat: int) -> dict[str, object]:
+    """One row: GFLOP/s of both, interleaved."""
+    torch.set_num_threads(case.threads)
+    g = torch.Generator().manual_seed(0)
+    shape = (case.tokens, HEADS[case.tokens], case.dim)
+    tensors = [torch.randn(shape, generator=g).to(DTYPES[case.dtype]) for _ in range(4)]
+    ours, area = seqpar_call(case, *tensors)
+    calls = {"seqpar": ours, "torch": torch_call(case, *tensors)}
+    times: dict[str, list[float]] = {name: [] for name in calls}
+    for turn in range(repeat + 1):
+        for name, call in calls.items():
+            seconds = timed(call)
+            if turn:  # the first turn warms up
+                times[name].append(seconds)
+    flops = area * shape[1] * case.dim * (4 if case.direction == "forward" else 10)
+    rates = {name: flops / statistics.median(t) / 1e9 for name, t in times.items()}
+    return case._asdict() | {"heads": shape[1]} | rates | {"ratio": rates["seqpar"] / rates["torch"]}
+
+
+def ceilings(threads: int, dtype: str) -> dict[str, float]:
+    """GFLOP/s of torch's matmul of 2,048 x 2,048, and of the processor, measured in turns."""
+    torch.set_num_threads(threads)
+    a, b = (torch.randn(2048, 2048).to(DTYPES[dtype]) for _ in range(2))
+    isa = native.ops().isa()
+    matmul, peak = [], []
+    for _ in range(4):
+        matmul.append(timed(lambda: a @ b))
+        peak.append(native.ops().peak(isa, dtype == "bfloat16", 0.2))
+    return {"matmul": 2 * 2048**3 / statistics.median(matmul[1:]) / 1e9, "peak": threads * statistics.median(peak)}
+
+
+def cases(args: argparse.Namespace) -> Iterator[Case]:
+    """All that was asked for."""
+    for row in product(args.threads, args.dtypes, MASKS, args.tokens, args.dims, ("forward", "backward")):
+        yield Case(*row)
+
+
+def table(rows: list[dict[str, object]]) -> Table:
+    """The rows for a reader."""
+    result = Table(title="attention on this CPU, GFLOP/s", title_justify="left", box=None)
+    names = ("threads", "dtype", "mask", "tokens", "dim", "direction", "seqpar", "torch", "matmul", "peak")
+    for name in (*names, "seqpar / torch", "seqpar / peak"):
+        result.add_column(name, justify="right")
+    for row in rows:
+        cells = [f"{row[n]:,.0f}" if isinstance(row[n], float) else str(row[n]) for n in names]
+        result.add_row(*cells, f"{row['ratio']:.2f}", f"{row['seqpar'] / row['peak']:.2f}")  # type: ignore[operator]
+    return result
+
+
+def main() -> int:
+    """Runs all cases."""
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--threads", type=int, nargs="+", default=[1, 2])
+    parser.add_argument("--tokens", type=int, nargs="+", default=[1024, 4096, 16384], choices=list(HEADS))
+    parser.add_argument("--dims", type=int, nargs="+", default=[64, 128])
+    parser.add_argument("--dtypes", nargs="+", default=list(DTYPES), choices=list(DTYPES))
+    parser.add_argument("--repeat", type=int, default=3, help="timings of each variant")
+    parser.add_argument("--json", type=Path, help="file for the figures")
+    args = parser.parse_args()
+    console, todo, rows = Console(width=120), list(cases(args)), []
+    above = {(t, d): ceilings(t, d) for t, d in product(args.threads, args.dtypes)}
+    with Progress(console=console, transient=True, disable=not console.is_terminal) as progress:
+        for case in progress.track(todo, description="attention"):
+            rows.append(measured(case, args.repeat) | above[case.threads, case.dtype])
+    console.print(table(rows))
+    slower = [row for row in rows if row["ratio"] < 1.0]  # type: ignore[operator]
+    if args.json:
+        result = environment() | {"vectors": ISAS[native.ops().isa()], "rows": rows}
+        args.json.parent.mkdir(parents=True, exist_ok=True)
+        args.json.write_text(json.dumps(result, indent=1) + "\n")
+        console.print(f"written to {args.json}")
+    console.print(f"slower than torch in {len(slower)} of {len(rows)} cases")
+    return 1 if slower else 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,1 @@
+"""Stages that shard other dimensions, beside other methods."""

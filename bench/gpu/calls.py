@@ -1,0 +1,352 @@
+"""Calls of attention on one device: their inputs, what they cost, who can do them, and whether the answer is right."""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Callable, Hashable
+from dataclasses import dataclass, replace
+from functools import cached_property
+from typing import Any, NamedTuple, Protocol
+
+import numpy as np
+import torch
+from torch import Tensor
+
+import seqpar.kernels
+from bench.gpu import rivals
+from bench.gpu.machine import Machine, unable
+from bench.gpu.rows import Row
+from seqpar.facts.mask import Mask
+from seqpar.facts.tiles import segments, tile_tables
+from seqpar.facts.value import Ints
+from seqpar.kernels import CallSpec, Grads, Kernel, Operands, Score, StepFacts, Sums, acc_dtype
+from seqpar.kernels.memory.upload import upload
+from seqpar.kernels.reference import Reference
+from seqpar.kernels.triton import Triton
+from seqpar.kernels.vendor import Segmented
+from seqpar.testing import relative_rms
+
+# relative root mean square error that any kernel may show against float64, by the rounding unit of its inputs
+TOLERANCE = {torch.float64: 1e-12, torch.float32: 3e-6, torch.float16: 3e-3, torch.bfloat16: 2e-2}
+PLAIN = {"blockwise", "reference"}  # in plain torch: timed up to so many pairs of a query, a key and a head
+PLAIN_PAIRS = 1 << 28
+FORWARD, BACKWARD, DETERMINISTIC = "forward", "backward", "backward, deterministic"
+Tensors = dict[str, Tensor]
+
+
+def flops(area: int, heads: int, dim: int, v_dim: int, *, backward: bool = False) -> float:
+    """Operations of the products over attended pairs: two forward; backward counts 2.5 forwards, its five products."""
+    return 2.0 * area * heads * (dim + v_dim) * (2.5 if backward else 1.0)
+
+
+def short(dtype: torch.dtype) -> str:
+    """bf16, fp16, fp32."""
+    return {torch.bfloat16: "bf16"}.get(dtype, f"fp{8 * dtype.itemsize}")
+
+
+@dataclass(frozen=True)
+class Setup:
+    """One call without its tensors. name: of the mask. lengths: documents; window: keys to the left, None for all."""
+
+    name: str
+    lengths: tuple[int, ...]
+    heads: int
+    kv_heads: int
+    dim: int
+    v_dim: int
+    dtype: torch.dtype = torch.bfloat16
+    causal: bool = True
+    window: int | None = None
+
+    def mask(self) -> Mask:
+        """Which keys a query sees."""
+        return Mask(self.lengths, causal=self.causal, window=(self.window, None))
+
+    @property
+    def tokens(self) -> int:
+        """Of all documents."""
+        return sum(self.lengths)
+
+    def small(self, tokens: int) -> Setup:
+        """A call for the same kernels that the oracle can do: uneven documents, a window that cuts."""
+        lengths = (tokens,) if len(self.lengths) == 1 else (tokens, 3, tokens // 2, tokens - 1)
+        return replace(self, lengths=lengths, window=None if self.window is None else tokens // 5)
+
+    def __str__(self) -> str:
+        heads = self.heads if self.heads == self.kv_heads else f"{self.heads}/{self.kv_heads}"
+        dim = self.dim if self.dim == self.v_dim else f"{self.dim}/{self.v_dim}"
+        return f"{self.name} {self.tokens}, {heads} heads of {dim}, {short(self.dtype)}"
+
+
+def facts_of(mask: Mask, keys: Ints, device: torch.device) -> StepFacts:
+    """All queries of a mask over a buffer of keys at ascending positions."""
+    at = np.arange(mask.tokens)
+    pos, (lo, hi) = mask.key_positions(at), mask.bounds(at)
+    kept: dict[Hashable, Any] = {}
+    return StepFacts(
+        *upload([pos, lo, hi, keys], device),
+        tiles=functools.lru_cache(None)(lambda bm, bn: tile_tables(lo, hi, keys, bm, bn)),
+        segments=functools.cache(lambda: segments(lo, hi, keys)),
+        memo=lambda key, make: kept[key] if key in kept else kept.setdefault(key, make()),
+    )
+
+
+class Problem:
+    """A call with tensors: q, k, v, dout [rows, heads, width] of normal numbers on the device."""
+
+    def __init__(self, setup: Setup, device: torch.device, *, seed: int = 0) -> None:
+        self.setup, self.device, self.made = setup, device, setup.mask()
+        self.score = Score(setup.dim**-0.5)
+        draw = torch.Generator(device).manual_seed(seed)
+        shapes = ((setup.heads, setup.dim), (setup.kv_heads, setup.dim), (setup.kv_heads, setup.v_dim),
+                  (setup.heads, setup.v_dim))  # fmt: skip
+        self.q, self.k, self.v, self.dout = (
+            torch.randn(setup.tokens, *shape, dtype=setup.dtype, device=device, generator=draw) for shape in shapes
+        )
+
+    @cached_property
+    def facts(self) -> StepFacts:
+        """Of the call as one step."""
+        return facts_of(self.made, np.arange(self.made.kv_tokens), self.device)
+
+    def flops(self, *, backward: bool = False) -> float:
+        """See `flops`."""
+        s = self.setup
+        return flops(self.made.area(), s.heads, s.dim, s.v_dim, backward=backward)
+
+    def wide(self) -> Problem:
+        """The same values in float64."""
+        other = Problem.__new__(Problem)
+        other.__dict__.update(self.__dict__)
+        for name in ("q", "k", "v", "dout"):
+            setattr(other, name, getattr(self, name).double())
+        return other
+
+
+class Contestant(Protocol):
+    """Something that computes a problem's attention."""
+
+    def forward(self) -> object:
+        """Its forward."""
+        ...
+
+    def backward(self) -> object:
+        """Its backward, after a forward that is not timed."""
+        ...
+
+    def results(self, backward: bool) -> Tensors:
+        """out, and with backward dq, dk, dv."""
+        ...
+
+
+class OfKernel:
+    """A kernel of the package through its protocol, as one step. Backward is given delta, and adds to its sums."""
+
+    def __init__(self, kernel: Kernel, problem: Problem) -> None:
+        self.kernel, self.problem = kernel, problem
+        q = problem.q
+        self.x = Operands(q, problem.k, problem.v, problem.facts, problem.score)
+        self.acc = acc_dtype(q.dtype)
+        self.out = q.new_empty(*q.shape[:2], problem.v.shape[2])
+        self.lse = q.new_empty(q.shape[1], q.shape[0], dtype=self.acc)
+        wide = q.dtype == self.acc
+        self.sums = Sums(self.out if wide else None, self.lse, None if wide else self.out, first=True)
+
+    def forward(self) -> None:
+        """One launch."""
+        self.kernel.forward(self.x, self.sums)
+
+    @cached_property
+    def grads(self) -> Grads:
+        """What backward is given, after a forward."""
+        self.forward()
+        return self._grads()
+
+    def _grads(self) -> Grads:
+        p = self.problem
+        delta = (p.dout.to(self.acc) * self.out.to(self.acc)).sum(-1).t().contiguous()
+        sums = (torch.zeros_like(x, dtype=self.acc) for x in (p.q, p.k, p.v))
+        return Grads(p.dout, self.lse, delta, self.out, *sums)
+
+    def backward(self) -> None:
+        """The launches of a backward."""
+        self.kernel.backward(self.x, self.grads)
+
+    def step(self) -> None:
+        """Forward and backward with all that belongs to them."""
+        self.forward()
+        self.kernel.backward(self.x, self._grads())
+
+    def results(self, backward: bool) -> Tensors:
+        """From memory that holds NaN."""
+        self.out.fill_(torch.nan)
+        self.lse.fill_(torch.nan)
+        self.forward()
+        got = {"out": self.out.clone(), "lse": self.lse.clone()}
+        if backward:
+            grads = self._grads()
+            self.kernel.backward(self.x, grads)
+            got |= {"dq": grads.dq, "dk": grads.dk, "dv": grads.dv}
+        return got
+
+
+def errors(got: Tensors, expected: Tensors) -> dict[str, float]:
+    """Relative root mean square error of each tensor; of a row that sees nothing only whether both say so."""
+    result = {}
+    for name, x in got.items():
+        want = expected[name]
+        if name == "lse":
+            unseen = want == -torch.inf
+            if not torch.equal(x == -torch.inf, unseen):
+                result["lse"] = torch.inf
+                continue
+            x, want = x.masked_fill(unseen, 0.0), want.masked_fill(unseen, 0.0)
+        result[name] = relative_rms(x, want)
+    return result
+
+
+def verdict(found: dict[str, float], limit: float) -> str | None:
+    """What is off, None if nothing is; NaN is."""
+    off = {name: error for name, error in found.items() if not error <= limit}
+    return (
+        ", ".join(f"{name} off by {error:.1e}" for name, error in off.items()) + f", limit {limit:.1e}" if off else None
+    )
+
+
+# --- who computes -----------------------------------------------------------------------------------------------------
+
+
+class Label(NamedTuple):
+    """A contestant and what it does."""
+
+    kernel: str
+    mode: str
+
+
+class Nobody:
+    """In place of the position kernel behind a library, so that a time under the library's name is the library's."""
+
+    name = "nobody"
+
+    def forward(self, x: Operands, into: Sums) -> None:
+        """Refuses."""
+        raise NotImplementedError("all or some of this call falls to the position kernel")
+
+    def backward(self, x: Operands, grads: Grads) -> None:
+        """Refuses."""
+        raise NotImplementedError("all or some of this call falls to the position kernel")
+
+
+def kernels() -> dict[str, Kernel]:
+    """The package's kernels by name, and those that only a name reaches."""
+    found = {kernel.name: kernel for kernel in (*seqpar.kernels.KERNELS, *seqpar.kernels.VENDORS)}
+    return {"triton": Triton(), "triton_tf32": Triton(tf32=True)} | found
+
+
+def asked(setup: Setup, machine: Machine, *, grads: bool, deterministic: bool, merges: bool = False) -> CallSpec:
+    """What a call asks of a kernel."""
+    major, minor = (0, 0) if machine.rehearsal else torch.cuda.get_device_capability()
+    return CallSpec(
+        machine.device.type, 10 * major + minor, setup.dtype, setup.heads, setup.kv_heads, setup.dim, setup.v_dim,
+        grads=grads, deterministic=deterministic, merges=merges,
+    )  # fmt: skip
+
+
+def absent(kernel: Kernel, machine: Machine) -> str | None:
+    """Why a kernel can do no call on this machine, None if it can do some."""
+    for dtype in (torch.bfloat16, torch.float32):
+        call = asked(Setup("causal", (64,), 1, 1, 64, 64, dtype), machine, grads=False, deterministic=True)
+        reason = kernel.refuses(call)
+        if reason is None:
+            return None
+    return reason
+
+
+Make = Callable[[Problem, bool], Contestant]  # of a problem; alone: a library without the position kernel behind it
+
+
+def field(machine: Machine, setup: Setup, *, backward: bool) -> tuple[dict[Label, Make], list[Row]]:
+    """Who computes a setup, and rows for those of this machine that cannot.
+
+    A kernel that can be deterministic is asked to be; of other libraries both ways are taken.
+    """
+    found: dict[Label, Make] = {}
+    rows: list[Row] = []
+    pairs = setup.mask().area() * setup.heads
+    for name, kernel in kernels().items():
+        if (name in PLAIN and pairs > PLAIN_PAIRS) or name == "triton_tf32" or absent(kernel, machine):
+            continue
+        library = isinstance(kernel, Segmented)
+        refused = {}
+        for deterministic in (True, False) if backward else (True,):
+            call = asked(setup, machine, grads=backward, deterministic=deterministic)
+            label = Label(name, FORWARD if not backward else DETERMINISTIC if deterministic else BACKWARD)
+            reason = kernel.refuses(call)
+            if reason:
+                refused[label] = reason
+            elif deterministic or library:
+                found[label] = functools.partial(_of_kernel, kernel, call)
+        if not any(label.kernel == name for label in found):
+            rows += [{**label._asdict(), "skipped": reason} for label, reason in refused.items()]
+    for peer in rivals.PEERS:
+        if peer.missing(machine.device):
+            continue
+        reason = peer.refuses(setup, backward)
+        label = Label(peer.name, peer.mode if backward else FORWARD)
+        if reason:
+            rows += [] if peer.rare else [{**label._asdict(), "skipped": reason}]
+        elif backward or peer.mode == BACKWARD:
+            found[label] = lambda problem, alone, peer=peer: peer.make(problem)
+    return found, rows
+
+
+def _of_kernel(kernel: Kernel, call: CallSpec, problem: Problem, alone: bool) -> OfKernel:
+    if alone and isinstance(kernel, Segmented):
+        options = {"deterministic": call.deterministic, "merges": call.merges}
+        return OfKernel(Segmented(kernel.library, rest=Nobody(), **options), problem)  # type: ignore[arg-type]
+    return OfKernel(fitted(kernel, call), problem)
+
+
+def fitted(kernel: Kernel, call: CallSpec) -> Kernel:
+    """The kernel as the package would take it for a call."""
+    return kernel.specialised_for(call) if isinstance(kernel, Segmented) else kernel
+
+
+def plainly(kernel: Kernel) -> Make:
+    """A kernel as it is."""
+    return lambda problem, alone: OfKernel(kernel, problem)
+
+
+# --- whether it is right ----------------------------------------------------------------------------------------------
+
+
+def oracle(problem: Problem, backward: bool) -> Tensors:
+    """In float64 on the problem's device, with the whole matrix of scores."""
+    return OfKernel(Reference(), problem.wide()).results(backward)
+
+
+def refused(machine: Machine, label: Label, setup: Setup, make: Make, *, backward: bool) -> Row | None:
+    """Why a contestant is not timed, as a row; None if it is right on a small call of the same kind."""
+    known = machine.doubt(label.kernel, short(setup.dtype), setup.dim, setup.v_dim)
+    if known:
+        return {**label._asdict(), "ok": False, "refused": known}
+    small = setup.small(24 if machine.rehearsal else 1300)
+    key = (label, small, backward)
+    if key not in machine.known:
+        try:
+            machine.known[key] = _judged(machine, small, make, backward)
+        except Exception as error:
+            machine.known[key] = unable(error)
+            machine.wait()
+    return {**label._asdict(), **machine.known[key]} if machine.known[key] else None
+
+
+def _judged(machine: Machine, small: Setup, make: Make, backward: bool) -> Row | None:
+    key = ("oracle", small, backward)
+    if key not in machine.known:
+        problem = Problem(small, machine.device, seed=1)
+        machine.known[key] = problem, oracle(problem, backward)
+    problem, expected = machine.known[key]
+    found = errors(make(problem, False).results(backward), expected)
+    off = verdict(found, TOLERANCE[small.dtype])
+    return {"ok": False, "refused": off, "errors": found} if off else None

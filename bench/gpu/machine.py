@@ -1,0 +1,212 @@
+"""The device that `bench/gpu/run.py` runs on, or the CPU in a rehearsal: its name, its clocks, and times on it."""
+
+from __future__ import annotations
+
+import hashlib
+import os
+import platform
+import statistics
+import subprocess
+import time
+from collections.abc import Callable, Hashable, Mapping, Sequence
+from concurrent.futures import Future, ProcessPoolExecutor, ThreadPoolExecutor, wait
+from dataclasses import dataclass
+from importlib.metadata import PackageNotFoundError, version
+from multiprocessing import get_context
+from pathlib import Path
+from typing import Any
+
+import torch
+
+import seqpar
+
+SOURCES = Path(__file__).resolve().parents[2] / "seqpar"
+PACKAGES = ("triton", "numpy", "flash-attn", "flash-attn-3", "flash-attn-4", "fa3-fwd")
+PROCESSES = min(12, os.cpu_count() or 1)
+LEAD_CYCLES = 2_000_000  # about a millisecond, in which the host gets ahead of the device
+
+
+class DeviceLost(RuntimeError):
+    """The device answers with errors from now on, in this process."""
+
+
+@dataclass(frozen=True)
+class Timing:
+    """Milliseconds of several runs."""
+
+    ms: float  # median
+    fastest: float
+    slowest: float
+    runs: int
+
+
+class Machine:
+    """Where things run. minutes: after which nothing new is started. cold: the L2 cache is overwritten before a run."""
+
+    def __init__(self, *, rehearsal: bool = False, minutes: float = 1e9, cold: bool = False) -> None:
+        self.rehearsal, self.cold = rehearsal, cold
+        self.device = torch.device("cpu" if rehearsal else "cuda")
+        self.deadline = time.monotonic() + 60 * minutes
+        self.known: dict[Hashable, Any] = {}  # what cases derive once
+        self.doubt: Callable[[str, str, int, int], str | None] = lambda kernel, dtype, dim, v_dim: None
+        self._pool: ProcessPoolExecutor | None = None
+        self._cache = torch.empty(0 if rehearsal or not cold else 1 << 28, dtype=torch.int8, device=self.device)
+
+    def origin(self, commit: str | None) -> dict[str, Any]:
+        """Where rows come from. sources: of the package's files, as a commit says nothing of what was edited since."""
+        versions = {"seqpar": seqpar.__version__, "python": platform.python_version(), "torch": torch.__version__}
+        versions |= {name: at for name in PACKAGES if (at := _version(name))}
+        if not self.rehearsal:
+            versions |= {"cuda": torch.version.cuda, "cudnn": torch.backends.cudnn.version()}
+            versions["driver"] = _said("nvidia-smi", "--query-gpu=driver_version", "--format=csv,noheader", "--id=0")
+        digest = hashlib.sha256()
+        for path in sorted(SOURCES.rglob("*.py")):
+            digest.update(str(path.relative_to(SOURCES)).encode() + path.read_bytes())
+        return {
+            "device": "rehearsal" if self.rehearsal else torch.cuda.get_device_name(),
+            "versions": versions,
+            "commit": commit or _said("git", "-C", str(SOURCES), "rev-parse", "HEAD") or "unknown",
+            "sources": digest.hexdigest()[:12],
+        }
+
+    def left(self) -> float:
+        """Seconds until nothing new is started."""
+        return self.deadline - time.monotonic()
+
+    def clocks(self) -> str | None:
+        """Of the multiprocessors and the memory in MHz, temperature and power, as nvidia-smi says."""
+        fields = "clocks.sm,clocks.mem,temperature.gpu,power.draw"
+        return (
+            None if self.rehearsal else _said("nvidia-smi", f"--query-gpu={fields}", "--format=csv,noheader", "--id=0")
+        )
+
+    def wait(self) -> None:
+        """Wait for the device. Raises: DeviceLost."""
+        if not self.rehearsal:
+            try:
+                torch.cuda.synchronize()
+            except RuntimeError as error:
+                raise DeviceLost(str(error)) from error
+
+    def times(
+        self, runs: Mapping[Hashable, Callable[[], object]], *, ahead: bool = True, seconds: float = 0.6, most: int = 20
+    ) -> tuple[dict[Any, Timing], dict[Any, dict[str, str]]]:
+        """Times of the runs, interleaved: one of each in turn. And for those that have none what a row says of it.
+
+        ahead: the time on the device alone, without the host's. seconds: of all runs together, with at least three of
+        each, two if one takes long, and at most ``most``.
+        """
+        rough, missing = {}, {}
+        for name, run in runs.items():
+            try:
+                self.once(run, ahead=False)
+                rough[name] = self.once(run, ahead=False)
+            except Exception as error:
+                missing[name] = unable(error)
+                self.wait()
+        total = sum(rough.values()) / 1e3
+        least = 2 if total > 1 or self.rehearsal else 3
+        turns = least if self.rehearsal else max(least, min(most, int(seconds / max(total, 1e-9))))
+        taken: dict[Any, list[float]] = {name: [] for name in rough}
+        for _ in range(turns):
+            for name, times in taken.items():
+                times.append(self.once(runs[name], ahead=ahead))
+        return {n: Timing(statistics.median(t), min(t), max(t), len(t)) for n, t in taken.items()}, missing
+
+    def once(self, run: Callable[[], object], *, ahead: bool) -> float:
+        """Milliseconds of one run."""
+        if self.rehearsal:
+            began = time.perf_counter()
+            run()
+            return (time.perf_counter() - began) * 1e3
+        start, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
+        self._cache.zero_()
+        if ahead:
+            torch.cuda._sleep(LEAD_CYCLES)
+        else:
+            torch.cuda.synchronize()
+        start.record()
+        run()
+        end.record()
+        end.synchronize()
+        return start.elapsed_time(end)
+
+    def spread(self, work: Callable[[Any], Any], items: Sequence[Any]) -> list[Any]:
+        """``work(item)`` of every item, or its exception, in processes, so that kernels compile side by side.
+
+        What failed has a second try in a process of its own: another item may have broken the one it was in. A
+        rehearsal does all of it here.
+        """
+        if self.rehearsal:
+            return [_outcome(work, item) for item in items]
+        if self._pool is None:
+            self._pool = _processes(PROCESSES)
+        results = self._gathered([self._pool.submit(work, item) for item in items])
+        failed = [n for n, result in enumerate(results) if isinstance(result, Exception)]
+        if failed:
+            self.close()
+            with ThreadPoolExecutor(PROCESSES) as threads:
+                again = list(threads.map(lambda n: self._alone(work, items[n]), failed))
+            results = [again[failed.index(n)] if n in failed else result for n, result in enumerate(results)]
+        return results
+
+    def _gathered(self, futures: Sequence[Future[Any]]) -> list[Any]:
+        wait(futures, timeout=max(self.left(), 1.0))
+        late = TimeoutError("the time was up")
+        return [late if not f.done() else f.exception() or f.result() for f in futures]
+
+    def _alone(self, work: Callable[[Any], Any], item: Any) -> Any:
+        if self.left() < 20:
+            return TimeoutError("the time was up")
+        pool = _processes(1)
+        try:
+            return self._gathered([pool.submit(work, item)])[0]
+        finally:
+            _end(pool)
+
+    def close(self) -> None:
+        """End the processes."""
+        if self._pool is not None:
+            _end(self._pool)
+            self._pool = None
+
+
+def _processes(count: int) -> ProcessPoolExecutor:
+    return ProcessPoolExecutor(count, mp_context=get_context("spawn"))
+
+
+def _end(pool: ProcessPoolExecutor) -> None:
+    """Without waiting for what hangs."""
+    processes = list((pool._processes or {}).values())
+    pool.shutdown(wait=False, cancel_futures=True)
+    for process in processes:
+        process.kill()
+
+
+def unable(error: Exception) -> dict[str, str]:
+    """What a row says of something that did not run: skipped if it cannot, error if it might."""
+    name = type(error).__name__
+    never = isinstance(error, (NotImplementedError, ImportError)) or name in ("OutOfResources", "CompilationError")
+    return {"skipped" if never else "error": f"{name}: {str(error).strip() or 'without a word'}"[:300]}
+
+
+def _outcome(work: Callable[[Any], Any], item: Any) -> Any:
+    try:
+        return work(item)
+    except Exception as error:
+        return error
+
+
+def _version(package: str) -> str | None:
+    try:
+        return version(package)
+    except PackageNotFoundError:
+        return None
+
+
+def _said(*command: str) -> str | None:
+    """What a command says, None if it does not answer."""
+    try:
+        return subprocess.run(command, capture_output=True, text=True, timeout=10, check=True).stdout.strip()
+    except (OSError, subprocess.SubprocessError):
+        return None

@@ -1,0 +1,89 @@
+"""Rows of `bench/gpu/run.py`: what is measured together, what is kept of it, and what need not be measured again."""
+
+from __future__ import annotations
+
+import json
+import os
+from collections.abc import Callable, Iterable
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+Row = dict[str, Any]
+
+
+@dataclass(frozen=True)
+class Case:
+    """What is measured together, one variant in turn after the other. run(machine) gives its rows.
+
+    later: worth less than the first cases of other slices.
+    """
+
+    slice: str
+    name: str
+    run: Callable[[Any], Iterable[Row]]
+    later: bool = False
+
+
+class Results:
+    """Rows in a file, one JSON object a line, appended case by case: a run that is killed loses the case at hand.
+
+    origin: device, versions, commit and sources, which every row carries; rows of another origin are kept and unread.
+    """
+
+    def __init__(self, path: Path, origin: Row) -> None:
+        self.path, self.origin = path, origin
+        self.rows = [row for row in read(path) if all(row.get(name) == value for name, value in origin.items())]
+
+    def done(self, case: Case) -> bool:
+        """Whether the case was measured, or cost the device; what was wrong or failed is tried twice."""
+        tries: dict[tuple[str, str, str | None], list[Row]] = {}
+        for row in self.rows:
+            if (row["slice"], row["case"]) == (case.slice, case.name):
+                if "lost" in row:
+                    return True
+                tries.setdefault((row["kernel"], row["mode"], row.get("what")), []).append(row)
+        return bool(tries) and all(len(rows) > 1 or not failed(rows[-1]) for rows in tries.values())
+
+    def add(self, case: Case, rows: Iterable[Row]) -> list[Row]:
+        """Append the rows of a case."""
+        full = [{"slice": case.slice, "case": case.name, **row, **self.origin} for row in rows]
+        self.path.parent.mkdir(parents=True, exist_ok=True)
+        with self.path.open("ab") as file:
+            if file.tell() and self.path.read_bytes()[-1:] != b"\n":
+                file.write(b"\n")  # the last line was cut off
+            file.write("".join(json.dumps(row) + "\n" for row in full).encode())
+            file.flush()
+            os.fsync(file.fileno())
+        self.rows += full
+        return full
+
+
+def read(path: Path) -> list[Row]:
+    """All rows of a file; lines that were cut off are left out."""
+    rows = []
+    for line in path.read_text().splitlines() if path.exists() else ():
+        try:
+            rows.append(json.loads(line))
+        except json.JSONDecodeError:
+            continue
+    return rows
+
+
+def wrong(row: Row) -> bool:
+    """Whether a check says that what ran is not right."""
+    return row.get("ok") is False
+
+
+def doubt(rows: list[Row], kernel: str, dtype: str, dim: int, v_dim: int) -> str | None:
+    """What a check found wrong with a kernel in a dtype at a head dim, None if nothing."""
+    last = {(row["case"], row["what"]): row for row in rows if row["slice"] == "correct" and row["kernel"] == kernel}
+    for row in last.values():
+        if "refused" in row and row.get("covers") in (None, [dtype, dim, v_dim]):
+            return f"{row['what']}: {row['refused']}"
+    return None
+
+
+def failed(row: Row) -> bool:
+    """Whether there is no figure for a reason that may pass."""
+    return "error" in row or wrong(row)

@@ -1,0 +1,147 @@
+"""Checks the package on one NVIDIA GPU and then times it, row by row into a file; what is wrong is not timed.
+
+    python -m bench.gpu.run                                # everything, most valuable first
+    python -m bench.gpu.run --minutes 8                    # stops then; the next call goes on where this one ended
+    python -m bench.gpu.run --slice correct --slice ring   # these alone; --list names them and their cases
+    python -m bench.gpu.run --rehearse                     # every slice in tiny shapes on the CPU, to a temporary file
+
+A row is one JSON object a line: slice, case, kernel, mode; ``tflops`` (2 · area · H · (D + D_v) operations forward,
+2.5 times that backward) or ``gbps`` (bytes read and written); milliseconds, the median of interleaved runs, with the
+fastest and slowest; what it is compared with, and ``ratio``, above 1 if faster; device, versions and commit. Rows of
+checks have ``ok`` and errors, rows without a figure say why under ``skipped``, ``error`` or ``refused``. A case whose
+rows are there for this device, versions, commit and sources is not measured again.
+
+Times are of the device alone unless the slice is `auto` or `host`. Exit code 1: something was wrong.
+"""
+
+from __future__ import annotations
+
+import argparse
+import os
+import tempfile
+import time
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+import torch
+
+if TYPE_CHECKING:
+    from bench.gpu.machine import Machine
+    from bench.gpu.rows import Case, Row
+
+RESULTS = Path(__file__).resolve().parents[1] / "results" / "gpu.jsonl"
+RESERVE = 15  # seconds before the end in which nothing is started
+
+
+def slices() -> dict[str, Callable[[bool], list[Case]]]:
+    """Slice -> its cases, in the order in which they run; imported late, as Triton reads its environment then."""
+    from bench.gpu.correct import correct
+    from bench.gpu.peer_comm import comm
+    from bench.gpu.ring import ring
+    from bench.gpu.small import small
+    from bench.gpu.speed import accumulate, backward, ceilings, forward
+    from bench.gpu.tune import tune
+    from bench.gpu.verb import auto, host
+
+    return {
+        "correct": correct, "ceilings": ceilings, "forward": forward, "backward": backward, "ring": ring,
+        "accumulate": accumulate, "auto": auto, "small": small, "comm": comm, "host": host, "tune": tune,
+    }  # fmt: skip
+
+
+def main(arguments: list[str] | None = None) -> int:
+    """0 if nothing that ran is wrong."""
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--slice", action="append", help="one of --list; may be given several times")
+    parser.add_argument("--list", action="store_true", help="name slices and cases, and run nothing")
+    parser.add_argument("--minutes", type=float, default=1e6, help="after which nothing is started")
+    parser.add_argument("--json", type=Path, help=f"file of the rows, default {RESULTS}")
+    parser.add_argument("--commit", help="what rows say where git cannot be asked")
+    parser.add_argument("--cold", action="store_true", help="overwrite the L2 cache before every run")
+    parser.add_argument("--rehearse", action="store_true", help="tiny shapes on the CPU")
+    args = parser.parse_args(arguments)
+    if not (args.rehearse or args.list) and (not torch.cuda.is_available() or torch.version.hip):
+        parser.error("this script needs one CUDA device; see `seqpar doctor`, or --rehearse")
+    if args.rehearse:
+        torch.set_num_threads(1)
+        if not torch.cuda.is_available():
+            os.environ.setdefault("TRITON_INTERPRET", "1")
+    known = slices()
+    if unknown := set(args.slice or ()) - set(known):
+        parser.error(f"unknown slice {', '.join(sorted(unknown))}; there are {', '.join(known)}")
+    cases = [case for name in known if name in (args.slice or known) for case in known[name](args.rehearse)]
+    cases.sort(key=lambda case: case.later)
+    if args.list:
+        for case in cases:
+            print(f"{case.slice:12}{case.name}{'  (later)' if case.later else ''}")
+        return 0
+    return _measure(args, cases)
+
+
+def _measure(args: argparse.Namespace, cases: list[Case]) -> int:
+    from bench.gpu.machine import Machine
+    from bench.gpu.plot import plot
+    from bench.gpu.rows import Results, doubt, wrong
+    from bench.gpu.tune import ranking
+
+    machine = Machine(rehearsal=args.rehearse, minutes=args.minutes, cold=args.cold)
+    path = args.json or (Path(tempfile.mkdtemp()) / "rehearsal.jsonl" if args.rehearse else RESULTS)
+    results = Results(path, machine.origin(args.commit))
+    machine.doubt = lambda *of: doubt(results.rows, *of)
+    todo = [case for case in cases if not results.done(case)]
+    print(f"{results.origin['device']}: {len(cases) - len(todo)} of {len(cases)} cases are in {path}", flush=True)
+    longest: dict[str, float] = {}  # seconds of a case, by slice
+    clocks = machine.clocks()
+    for n, case in enumerate(todo):
+        if machine.left() < max(RESERVE, 1.2 * longest.get(case.slice, 0.0)):
+            print(f"stopped before the time is up, {len(todo) - n} cases left")
+            break
+        began = time.monotonic()
+        rows, before, clocks = list(_rows(machine, case)), clocks, machine.clocks()
+        longest[case.slice] = max(longest.get(case.slice, 0.0), time.monotonic() - began)
+        rows = results.add(case, ({**row, "clocks": [before, clocks]} if clocks else row for row in rows))
+        for row in rows:
+            print(f"{row['slice']:11}{row['case']:45} {said(row)}", flush=True)
+        if any("lost" in row for row in rows):
+            print("the device answers with errors only; the next call leaves this case out")
+            break
+    machine.close()
+    for made in (plot(results.rows, path.with_suffix(".png")), ranking(results.rows, path.with_suffix(".tuning.json"))):
+        if made:
+            print(f"written to {made}")
+    bad = [row for row in results.rows if wrong(row)]
+    print(f"written to {path}; {len(bad)} of {len(results.rows)} rows are wrong")
+    return 1 if bad else 0
+
+
+def _rows(machine: Machine, case: Case) -> Iterator[Row]:
+    """Those of a case, and of what ended it."""
+    from bench.gpu.machine import DeviceLost, unable
+
+    try:
+        try:
+            yield from case.run(machine)
+        except Exception as error:
+            machine.wait()
+            yield {"kernel": "", "mode": "", **unable(error)}
+    except DeviceLost as error:
+        yield {"kernel": "", "mode": "", "ok": False, "lost": str(error)[:300]}
+
+
+def said(row: Row) -> str:
+    """A row as a line."""
+    what = f"{row['kernel']:12}{row['mode']:24}{row.get('what') or ''} "
+    for name in ("lost", "refused", "missed", "error", "skipped"):
+        if name in row:
+            return f"{what}{name}: {row[name]}"
+    if "ok" in row:
+        return f"{what}ok, {row['ratio']:.2f} of what is allowed" if row.get("ratio") is not None else f"{what}ok"
+    unit = ("tflops", "TFLOP/s") if row.get("tflops") is not None else ("gbps", "GB/s")
+    value = f"{row[unit[0]]:8.1f} {unit[1]}" if row.get(unit[0]) is not None else ""
+    ratio = f" {row['ratio']:.2f} of {row['baseline']}" if row.get("ratio") is not None else ""
+    return f"{what}{value} {row['ms']:9.3f} ms{ratio}"
+
+
+if __name__ == "__main__":
+    raise SystemExit(main())

@@ -1,0 +1,78 @@
+"""Compiles the small Triton kernels (rows, merge, rotary) for GPUs that need not be there; see bench/gpu/binaries.py.
+
+python -m bench.gpu.small_binaries --json bench/results/small_binaries.jsonl
+"""
+
+from __future__ import annotations
+
+import argparse
+import itertools
+import re
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from bench.gpu.binaries import recorded, sources, write
+
+GENERATIONS = (80, 90, 100)
+HEADS, DIM, ROWS = 8, 128, 64
+DTYPES = (torch.bfloat16, torch.float32, torch.float64)
+
+
+def launches() -> Iterator[tuple[str, Callable[[], None]]]:
+    """What the product launches, in every dtype and with and without row numbers, named."""
+    from seqpar.kernels.triton import merge, rotary, rows
+
+    numbers = torch.arange(ROWS)
+    for dtype in DTYPES:
+        wide = torch.float64 if dtype == torch.float64 else torch.float32
+        x, y = torch.zeros(ROWS, HEADS, DIM, dtype=dtype), torch.zeros(ROWS, 2 * HEADS * DIM, dtype=dtype)
+        acc, lse = torch.zeros(ROWS, HEADS, DIM, dtype=wide), torch.zeros(HEADS, ROWS, dtype=wide)
+        yield f"merge_ {dtype}", lambda x=x, a=acc, lse=lse: merge.merge_(a, lse, x, lse)
+        yield f"merge_ and cast {dtype}", lambda x=x, a=acc, lse=lse: merge.merge_(a, lse, a, lse, x)
+        for at in (slice(0, ROWS), numbers, numbers.int()):
+            kind = "slice" if isinstance(at, slice) else at.dtype
+            yield f"pack {dtype} {kind}", lambda x=x, y=y, at=at: rows.pack([x, x[..., :DIM]], at, y)
+            yield f"place {dtype} {kind}", lambda x=x, a=acc, at=at: rows.place(x, at, a)
+            yield f"add_ {dtype} {kind}", lambda x=x, a=acc, at=at: rows.add_(a, at, x)
+        for interleaved, inverse in itertools.product((False, True), repeat=2):
+            for part in (DIM // 2, DIM // 4):
+                yield (
+                    f"rotate {dtype} {interleaved=} {inverse=} {part=}",
+                    lambda x=x, part=part, i=interleaved, v=inverse: rotary.rotate(
+                        x, numbers, torch.ones(part), torch.empty_like(x), i, 1.25, v
+                    ),
+                )
+
+
+def main() -> int:
+    """A row for each launch and generation."""
+    import triton
+
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--json", type=Path, required=True)
+    parser.add_argument("--dtype", choices=[str(dtype) for dtype in DTYPES], help="only this one")
+    parser.add_argument("--generation", type=int, choices=GENERATIONS, help="only this one")
+    args, rows = parser.parse_args(), []
+    for generation, (name, launch) in itertools.product(GENERATIONS, launches()):
+        if args.generation not in (None, generation) or (args.dtype or "") not in name:
+            continue
+        row: dict[str, Any] = {"launch": name, "generation": generation}
+        row |= {"triton": triton.__version__, "sources": sources()}
+        try:
+            with recorded(generation) as found:
+                launch()
+            ((kernel, made),) = found.items()
+            widths = {int(w) for w in re.findall(r"(?:ld|st)\.global\S*\.v(\d+)", made.asm["ptx"])}
+            row |= {"kernel": kernel, "widest": max(widths, default=1)}
+        except Exception as error:
+            row |= {"error": f"{type(error).__name__}: {error}"[-300:]}
+        rows.append(row)
+    write(args.json, rows)
+    return int(any("error" in row for row in rows))
+
+
+if __name__ == "__main__":
+    raise SystemExit(main())
