@@ -22,19 +22,16 @@ REMEDY = 'write names, groups in parentheses, 1, and ... at the end, as in "(b t
 class Form:
     """The axes of a tensor, each the product of its names from slow to fast; an axis without names has one element.
 
-    open: more axes of any size may follow, written "...". apart: the form with an axis for every name, ``"b t s c"`` of
-    ``"(b t) s c"``.
+    open: more axes of any size may follow, written "...". names: all of them, in order. grouped: those that share an
+    axis. apart: the form with an axis for every name, ``"b t s c"`` of ``"(b t) s c"``.
     """
 
     text: str
     axes: tuple[tuple[str, ...], ...]
     open: bool
+    names: tuple[str, ...]
+    grouped: tuple[str, ...]
     apart: str
-
-    @property
-    def names(self) -> tuple[str, ...]:
-        """All names, in order."""
-        return tuple(name for axis in self.axes for name in axis)
 
     def index(self, name: str) -> int:
         """The axis of a name when every axis is taken apart. Raises ValueError for a name that is not in the form."""
@@ -58,7 +55,7 @@ class Form:
                 raise ValueError(
                     f'"{self.text}" has {unknown} beside other dimensions; give their sizes among the dims'
                 )
-            expected = size if unknown else prod(dims[name] for name in axis)
+            expected = size if unknown else prod([dims[name] for name in axis])
             if size != expected:
                 factors = " x ".join(f"{name}={dims[name]}" for name in axis) or "1"
                 raise ValueError(
@@ -68,14 +65,13 @@ class Form:
 
     def unfold(self, x: Tensor, dims: Mapping[str, int]) -> Tensor:
         """A tensor of the form with an axis for every name. dims: the sizes of those that share an axis."""
-        if self.apart == self.text:
+        if not self.grouped:
             return x
-        sizes = {name: dims[name] for axis in self.axes if len(axis) > 1 for name in axis}
-        return rearrange(x, f"{self.text} -> {self.apart}", **sizes)
+        return rearrange(x, f"{self.text} -> {self.apart}", **{name: dims[name] for name in self.grouped})
 
     def fold(self, x: Tensor) -> Tensor:
         """The inverse of `unfold`."""
-        return x if self.apart == self.text else rearrange(x, f"{self.apart} -> {self.text}")
+        return rearrange(x, f"{self.apart} -> {self.text}") if self.grouped else x
 
 
 @lru_cache(maxsize=1024)
@@ -94,6 +90,8 @@ def form_of(text: str) -> Form:
     axes = parsed.composition[:-1] if open else parsed.composition
     if not axes or open != parsed.has_ellipsis or parsed.has_non_unitary_anonymous_axes:
         raise ValueError(f'"{text}" is no form; {REMEDY}')
-    names = tuple(tuple(axis) for axis in axes)
-    apart = [name for axis in names for name in (axis or ("1",))]
-    return Form(text, names, open, " ".join([*apart, "..."] if open else apart))
+    named = tuple(tuple(axis) for axis in axes)
+    names = tuple(name for axis in named for name in axis)
+    grouped = tuple(name for axis in named for name in axis if len(axis) > 1)
+    apart = [name for axis in named for name in (axis or ("1",))]
+    return Form(text, named, open, names, grouped, " ".join([*apart, "..."] if open else apart))

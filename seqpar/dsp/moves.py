@@ -20,7 +20,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from functools import lru_cache
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
@@ -28,7 +28,7 @@ from torch.autograd.function import once_differentiable
 
 from seqpar.comm import Comm
 from seqpar.dsp.form import Form, form_of
-from seqpar.dsp.space import Sharding, Space
+from seqpar.dsp.space import Sharding, Space, fitting_form, shape_of, shares
 from seqpar.facts.layout import Layout
 from seqpar.facts.mask import Mask
 from seqpar.ops import switch_all as exchange
@@ -93,26 +93,26 @@ def switch(x: Tensor, space: Space, form: str, src: str, dst: str) -> Tensor:
 
 def switch_all(xs: Sequence[Tensor], space: Space, forms: Sequence[str], src: str, dst: str) -> list[Tensor]:
     """`switch` of several tensors in one exchange, and one backward."""
-    parsed, unfolded, sides = _prepared(xs, space, forms, src, dst)
-    ys = exchange(unfolded, space.comm, **sides)
-    return [form.fold(y) for form, y in zip(parsed, ys, strict=True)]
+    recipe = _recipe_of(xs, space, forms, src, dst)
+    ys = exchange(recipe.unfold(xs), space.comm, **recipe.arguments)
+    return recipe.fold(ys)
 
 
 def begin_switch(xs: Sequence[Tensor], space: Space, forms: Sequence[str], src: str, dst: str) -> Pending:
     """`switch_all` under way: what is computed before `wait` runs beside the exchange, forward and backward."""
-    parsed, unfolded, sides = _prepared(xs, space, forms, src, dst)
-    return Pending(start_switch(unfolded, space.comm, **sides), parsed)
+    recipe = _recipe_of(xs, space, forms, src, dst)
+    return Pending(start_switch(recipe.unfold(xs), space.comm, **recipe.arguments), recipe)
 
 
 class Pending:
     """A switch under way."""
 
-    def __init__(self, switching: Switching, forms: Sequence[Form]) -> None:
-        self._switching, self._forms = switching, forms
+    def __init__(self, switching: Switching, recipe: _Recipe) -> None:
+        self._switching, self._recipe = switching, recipe
 
     def wait(self) -> list[Tensor]:
         """The switched tensors, in order."""
-        return [form.fold(y) for form, y in zip(self._forms, self._switching.wait(), strict=True)]
+        return self._recipe.fold(self._switching.wait())
 
     def settle(self) -> None:
         """Wait for the exchange alone, if nothing did: after an error, when nobody needs the tensors any more."""
@@ -154,23 +154,46 @@ def count_once(x: Tensor, comm: Comm) -> Tensor:
     return x if comm.size == 1 else _CountOnce.apply(x, comm.rank)
 
 
-def _prepared(
-    xs: Sequence[Tensor], space: Space, forms: Sequence[str], src: str, dst: str
-) -> tuple[list[Form], list[Tensor], dict[str, Any]]:
-    """Forms, tensors with an axis for every name, and which axes to exchange. Raises on every rank if one cannot."""
+class _Recipe(NamedTuple):
+    """How tensors of some shapes are switched: their forms, sizes on this rank, and what `seqpar.switch` is told."""
+
+    forms: tuple[Form, ...]
+    sizes: dict[str, int]
+    arguments: dict[str, Any]
+
+    def unfold(self, xs: Sequence[Tensor]) -> list[Tensor]:
+        return [form.unfold(x, self.sizes) for form, x in zip(self.forms, xs)]
+
+    def fold(self, ys: Sequence[Tensor]) -> list[Tensor]:
+        return [form.fold(y) for form, y in zip(self.forms, ys)]
+
+
+def _recipe_of(xs: Sequence[Tensor], space: Space, forms: Sequence[str], src: str, dst: str) -> _Recipe:
+    """Raises on every rank if tensors cannot be switched."""
     try:
         if not xs or len(xs) != len(forms):
             raise ValueError(f"a switch of {len(xs)} tensors with {len(forms)} forms; give each a form")
-        parsed = [space.check(x, form, src, f"tensor {n}") for n, (x, form) in enumerate(zip(xs, forms, strict=True))]
-        sides = {
-            "split_dims": [form.index(dst) for form in parsed],
-            "concat_dims": [form.index(src) for form in parsed],
-            "sizes": (space.shares(dst), space.shares(src)),
-        }
-        local = space.local(src)
-        return parsed, [form.unfold(x, local) for form, x in zip(parsed, xs, strict=True)], sides
+        shapes = tuple([shape_of(x, f"tensor {n}") for n, x in enumerate(xs)])
+        return _recipe(tuple(forms), shapes, *space.key, src, dst)
     except Exception as error:
         raise_on_all_ranks("switch", space.comm, error)
+
+
+@lru_cache(maxsize=4096)
+def _recipe(
+    texts: tuple[str, ...], shapes: tuple[tuple[int, ...], ...], dims: tuple[tuple[str, int], ...], ranks: int,
+    rank: int, src: str, dst: str,
+) -> _Recipe:  # fmt: skip
+    forms = tuple(
+        fitting_form(text, shape, dims, ranks, rank, src, f"tensor {n}")
+        for n, (text, shape) in enumerate(zip(texts, shapes, strict=True))
+    )
+    axes = {"split_dims": [form.index(dst) for form in forms], "concat_dims": [form.index(src) for form in forms]}
+    sizes = dict(dims)
+    if dst not in sizes:
+        raise ValueError(f'"{dst}" is not a dimension of {sizes}')
+    sides = shares(sizes[dst], ranks), shares(sizes[src], ranks)
+    return _Recipe(forms, sizes | {src: sides[1][rank]}, axes | {"sizes": sides})
 
 
 def _check_grad(grad: str) -> None:

@@ -44,7 +44,7 @@ class Space:
     """Global sizes of named dimensions and the comm over which one of them is sharded. A value, made for each forward.
 
     dims: name -> global size, at least 1, equal on all ranks. Names in forms that are not among them, such as channels,
-    are whole, of any size, and are never sharded.
+    are whole, of any size, and are never sharded. key: dims, ranks and this rank, as a value.
 
     Raises: ValueError for sizes that are no integers of at least 1, and names that are no identifiers.
     """
@@ -54,7 +54,7 @@ class Space:
             if not isinstance(name, str) or not name.isidentifier() or type(size) is not int or size < 1:
                 raise ValueError(f"dims must be names with sizes of at least 1, got {name!r}: {size!r}")
         self.dims, self.comm = dict(dims), comm
-        self._key = tuple(self.dims.items()), comm.size, comm.rank
+        self.key = tuple(self.dims.items()), comm.size, comm.rank
 
     def __repr__(self) -> str:
         return f"Space({self.dims}, {self.comm.size} ranks)"
@@ -80,17 +80,22 @@ class Space:
 
         Raises: ValueError naming the axis, what it must be here, and what it is.
         """
-        if not isinstance(x, Tensor):
-            raise ValueError(f"{what} must be a tensor, got {x!r:.200}")
-        return _fitting(form, tuple(x.shape), *self._key, sharded, what)
+        return fitting_form(form, shape_of(x, what), *self.key, sharded, what)
 
     def unfold(self, x: Tensor, form: str, sharded: Sharding, what: str = "x") -> Tensor:
         """The tensor with every named dimension an axis of its own. Raises as `check`."""
         return self.check(x, form, sharded, what).unfold(x, self.local(sharded))
 
 
+def shape_of(x: object, what: str) -> tuple[int, ...]:
+    """The shape of a tensor. Raises: ValueError for anything else."""
+    if not isinstance(x, Tensor):
+        raise ValueError(f"{what} must be a tensor, got {x!r:.200}")
+    return tuple(x.shape)
+
+
 @lru_cache(maxsize=4096)
-def _fitting(
+def fitting_form(
     text: str,
     shape: Sequence[int],
     dims: Sequence[tuple[str, int]],
@@ -99,7 +104,7 @@ def _fitting(
     sharded: Sharding,
     what: str,
 ) -> Form:  # fmt: skip
-    """`Space.check`, once for each shape."""
+    """`Space.check` of a shape, in the space whose key has these dims, ranks and rank."""
     form, sizes = form_of(text), dict(dims)
     where = f"whole of {sizes}" if sharded is None else f'"{sharded}" sharded over {ranks} ranks of {sizes}'
     if sharded is not None:

@@ -343,6 +343,20 @@ def test_verbs_are_recomputed() -> None:
     run_threads(3, recomputed)
 
 
+@pytest.mark.filterwarnings("ignore:Dynamo detected a call")
+@pytest.mark.parametrize("dynamic", [False, True])
+def test_a_switch_is_compiled_without_a_break(dynamic) -> None:
+    comm, form = LocalComm(), "(b t) s c"
+    bind(comm)
+
+    def function(x: Tensor) -> Tensor:
+        return switch(x.sin(), Space({"b": 2, "t": 5, "s": 7}, comm), form, "t", "s").cos()
+
+    torch._dynamo.reset()
+    x = tensor(form, SIZES)
+    assert torch.equal(torch.compile(function, backend="eager", fullgraph=True, dynamic=dynamic)(x), x.sin().cos())
+
+
 def kept(comm: Comm) -> tuple[bool, Tensor | None]:
     space = Space({"t": 4, "s": 6}, comm)
     x = torch.randn(space.local("t")["t"], 6, 3, requires_grad=True)
