@@ -15,7 +15,7 @@ import pytest
 import torch
 
 import seqpar
-import seqpar.testing
+import seqpar.launch
 from seqpar.cli import calibrate, main, measure
 from seqpar.comm import Comm
 from seqpar.planner import Hardware, ModelShape
@@ -138,7 +138,7 @@ def test_a_link_gets_more_turns_while_its_fit_says_nothing(monkeypatch: pytest.M
         turns = 1 if len(calls) == 1 else 4
         return [{"inside": [[s * (1e-4 + size / 1e9)] * turns for size, s in zip(sizes, slow)]}] * ranks
 
-    monkeypatch.setattr(seqpar.testing, "run_processes", fake)
+    monkeypatch.setattr(seqpar.launch, "run_processes", fake)
     fits, rows = calibrate._links(CPU, 3, quick=True)
     assert calls == [3, 3]
     assert fits["inside"].value.bandwidth == pytest.approx(1e9)
@@ -148,7 +148,7 @@ def test_a_link_gets_more_turns_while_its_fit_says_nothing(monkeypatch: pytest.M
         calls.append(ranks)
         return [{"inside": [[1 / size] for size in sizes]}]
 
-    monkeypatch.setattr(seqpar.testing, "run_processes", hopeless)
+    monkeypatch.setattr(seqpar.launch, "run_processes", hopeless)
     with pytest.raises(ValueError, match="inside: the measured exchanges take no longer for more bytes"):
         calibrate._links(CPU, 2, quick=True)
     assert len(calls) == 2 + calibrate.ROUNDS
