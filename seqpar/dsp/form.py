@@ -6,7 +6,7 @@ know: which sizes a rank's tensor must have, where one of the dimensions is shar
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import lru_cache
 from math import prod
@@ -39,16 +39,17 @@ class Form:
             raise ValueError(f'dimension "{name}" is not in "{self.text}"')
         return self.apart.split().index(name)
 
-    def check(self, shape: Sequence[int], dims: Mapping[str, int], what: str) -> None:
+    def check(self, shape: Sequence[int], dims: Mapping[str, int], what: Callable[[], str]) -> None:
         """Return if a tensor of this shape is of the form.
 
-        dims: sizes that are known; an axis of one name that is not among them may have any size.
+        dims: sizes that are known; an axis of one name that is not among them may have any size. what: names the
+        tensor in an error, and is called for nothing else, as compiled graphs could not.
 
         Raises: ValueError naming the axis that does not fit.
         """
         count = len(self.axes)
         if len(shape) < count or (len(shape) > count and not self.open):
-            raise ValueError(f'{what} has shape {list(shape)}, which is not of the form "{self.text}"')
+            raise ValueError(f'{what()} has shape {list(shape)}, which is not of the form "{self.text}"')
         for n, (axis, size) in enumerate(zip(self.axes, shape)):
             unknown = [name for name in axis if name not in dims]
             if unknown and len(axis) > 1:
@@ -59,7 +60,7 @@ class Form:
             if size != expected:
                 factors = " x ".join(f"{name}={dims[name]}" for name in axis) or "1"
                 raise ValueError(
-                    f'{what} has shape {list(shape)}; axis {n} of "{self.text}" must have {expected} elements here '
+                    f'{what()} has shape {list(shape)}; axis {n} of "{self.text}" must have {expected} elements here '
                     f"({factors}), not {size}"
                 )
 

@@ -106,10 +106,14 @@ def fitting_form(
 ) -> Form:  # fmt: skip
     """`Space.check` of a shape, in the space whose key has these dims, ranks and rank."""
     form, sizes = form_of(text), dict(dims)
-    where = f"whole of {sizes}" if sharded is None else f'"{sharded}" sharded over {ranks} ranks of {sizes}'
     if sharded is not None:
         if sharded not in sizes:
             raise ValueError(f'"{sharded}" is not a dimension of {sizes}')
         sizes[sharded] = shares(sizes[sharded], ranks)[rank]
-    form.check(shape, sizes, f"{what}, with {where},")
+
+    def described() -> str:
+        where = "whole" if sharded is None else f'"{sharded}" sharded over {ranks} ranks'
+        return f"{what}, with {where} of {dict(dims)},"
+
+    form.check(shape, sizes, described)
     return form
