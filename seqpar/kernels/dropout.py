@@ -46,7 +46,7 @@ def step_words(facts: StepFacts, heads: range, seed: int) -> tuple[Tensor, Tenso
     forward if no other layer ran in between, as when activations are recomputed.
     """
     kept = facts.memo("dropout", dict)
-    if any(seed != other for other, _ in kept):
+    if any(seed != earlier for earlier, _ in kept):
         kept.clear()
     if (seed, heads) not in kept:
         sides = enumerate((facts.pos, facts.key_pos))

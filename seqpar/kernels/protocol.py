@@ -24,6 +24,8 @@ from typing import Any, Protocol
 import torch
 from torch import Tensor
 
+from seqpar.facts.tiles import Segments, Tiles
+
 DTYPES = (torch.float64, torch.float32, torch.bfloat16, torch.float16)  # of queries, keys and values
 
 
@@ -48,7 +50,7 @@ class Score:
 class StepFacts:
     """One step's positions and bounds on the device, int32: pos, lo, hi [M] of the queries, key_pos [N].
 
-    tiles(bm, bn): the step's tile tables (`seqpar.plan.Tiles`). segments(): the step as contiguous rectangles.
+    tiles(bm, bn): the step's tile tables. segments(): the step as contiguous rectangles.
     memo(key, make): what a kernel derives from them, made once and kept as long as the step.
     """
 
@@ -56,8 +58,8 @@ class StepFacts:
     lo: Tensor
     hi: Tensor
     key_pos: Tensor
-    tiles: Callable[[int, int], Any]
-    segments: Callable[[], Any]
+    tiles: Callable[[int, int], Tiles]
+    segments: Callable[[], Segments]
     memo: Callable[[Hashable, Callable[[], Any]], Any]
 
 

@@ -16,7 +16,7 @@ from torch import Tensor
 
 from seqpar import native
 from seqpar.facts.mask import Mask
-from seqpar.facts.tiles import Kind, segments, tile_tables
+from seqpar.facts.tiles import segments, tile_tables
 from seqpar.kernels import (
     KERNELS,
     CallSpec,
@@ -540,8 +540,3 @@ def test_what_a_kernel_lacks_is_named() -> None:
         choose("blockwise", replace(CALL, dtype=torch.int32))
     with pytest.raises(NotImplementedError, match="aten has no softcap"):
         choose("aten", replace(CALL, softcap=True))
-
-
-def test_kinds_of_segments_are_the_plan_s() -> None:
-    """Kernels may not import the plan, so they spell its numbers out."""
-    assert (varlen.FULL, varlen.CAUSAL, varlen.WINDOW) == (Kind.FULL, Kind.CAUSAL, Kind.WINDOW)

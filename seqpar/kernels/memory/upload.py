@@ -36,5 +36,5 @@ def upload(arrays: Sequence[np.ndarray], device: torch.device) -> list[Tensor]:
     flat = host.numpy()
     for start, array in zip(starts, arrays, strict=True):
         flat[start : start + array.size] = array.reshape(-1)
-    there = host.to(device, non_blocking=True)
-    return [there[s : s + a.size].view(a.shape) for s, a in zip(starts, arrays, strict=True)]
+    uploaded = host.to(device, non_blocking=True)
+    return [uploaded[s : s + a.size].view(a.shape) for s, a in zip(starts, arrays, strict=True)]

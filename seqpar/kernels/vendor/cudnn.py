@@ -33,10 +33,10 @@ class CuDNN(Library):
         """Why it cannot run on this machine, or None."""
         if no_cuda():
             return no_cuda()
-        found = torch.backends.cudnn.version()  # type: ignore[no-untyped-call]
-        if found is None:
+        release = torch.backends.cudnn.version()  # type: ignore[no-untyped-call]
+        if release is None:
             return "this torch has no cuDNN"
-        return None if found >= LEAST else f"it takes cuDNN {LEAST} or later, this torch has {found}"
+        return None if release >= LEAST else f"it takes cuDNN {LEAST} or later, this torch has {release}"
 
     def refuses(self, spec: CallSpec) -> str | None:
         """Why not, or None."""

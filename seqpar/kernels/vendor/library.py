@@ -85,19 +85,19 @@ class Library(ABC):
 def installed(package: str) -> tuple[int, ...] | None:
     """The version of an installed distribution as numbers, the number of a beta last; None if there is none."""
     try:
-        found = match(r"(\d+)\.(\d+)(?:\.(\d+))?(?:\.?b(?:eta)?\.?(\d+))?", version(package))
+        numbers = match(r"(\d+)\.(\d+)(?:\.(\d+))?(?:\.?b(?:eta)?\.?(\d+))?", version(package))
     except PackageNotFoundError:
         return None
     final = 1 << 30  # a release comes after its betas
-    return tuple(int(x) if x else (0, 0, 0, final)[i] for i, x in enumerate(found.groups())) if found else ()
+    return tuple(int(x) if x else (0, 0, 0, final)[i] for i, x in enumerate(numbers.groups())) if numbers else ()
 
 
 def outdated(package: str, least: tuple[int, ...], below: tuple[int, ...] = (1 << 30,)) -> str | None:
     """Why an installed distribution is not one of the versions that are known to fit, or None."""
-    found = installed(package)
-    if found is None:
+    numbers = installed(package)
+    if numbers is None:
         return f"{package} is not installed"
-    if least <= found < below:
+    if least <= numbers < below:
         return None
     wanted = ".".join(str(x) for x in least[:3]) + (f"b{least[3]}" if least[3:] else "")
     limit = f" and below {below[0]}" if below[0] < 1 << 30 else ""

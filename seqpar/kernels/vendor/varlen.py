@@ -14,10 +14,9 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from seqpar.facts.tiles import Kind, Segments
 from seqpar.kernels.memory.upload import upload
 from seqpar.kernels.protocol import StepFacts
-
-FULL, CAUSAL, WINDOW = range(3)  # seqpar.plan.Kind, which kernels may not import
 
 
 class Piece(NamedTuple):
@@ -93,7 +92,7 @@ def calls_of(facts: StepFacts, device: torch.device, *, varlen: bool, squares: b
 
 def _calls(facts: StepFacts, device: torch.device, varlen: bool, squares: bool) -> VarlenCalls | None:
     s = facts.segments()
-    if len(s.remainder) or (squares and (s.kind == WINDOW).any()):
+    if len(s.remainder) or (squares and (s.kind == Kind.WINDOW).any()):
         return None
     pieces = list(_pieces(s, squares))
     groups = _grouped(pieces) if varlen else [[p] for p in pieces]
@@ -124,13 +123,13 @@ def _calls(facts: StepFacts, device: torch.device, varlen: bool, squares: bool) 
     return VarlenCalls(tuple(calls), len(s.q_row), bool(taken.all()), keys_again)
 
 
-def _pieces(s: object, squares: bool) -> Iterator[Piece]:
+def _pieces(s: Segments, squares: bool) -> Iterator[Piece]:
     """Segments as pieces; for a library of squares a causal one is a rectangle and a square of rows that see a key."""
-    columns = (getattr(s, x).tolist() for x in ("q_row", "q_len", "k_row", "k_len", "kind", "left", "right"))
+    columns = (x.tolist() for x in (s.q_row, s.q_len, s.k_row, s.k_len, s.kind, s.left, s.right))
     for q, n, k, m, kind, left, right in zip(*columns, strict=True):
-        if kind == WINDOW:
+        if kind == Kind.WINDOW:
             yield Piece(q, n, k, m, left, right)
-        elif kind == FULL:
+        elif kind == Kind.FULL:
             yield Piece(q, n, k, m)
         elif not squares:
             yield Piece(q, n, k, m, -1, 0)
