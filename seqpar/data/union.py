@@ -61,6 +61,10 @@ class Known(NamedTuple):
             return None
         return Layout.from_pieces(np.cumsum(self.lengths) - self.lengths, self.lengths, self.holder, ranks)
 
+    def brought(self, ranks: int) -> tuple[int, ...] | None:
+        """How many of the documents each rank brought; None if every rank has them all."""
+        return None if self.holder is None else tuple(np.bincount(self.holder, minlength=ranks).tolist())
+
     def pick(self, documents: Ints, rank: int) -> Known:
         """What rank `rank` knows of some of the documents, ascending."""
         first = np.cumsum(self.lengths) - self.lengths

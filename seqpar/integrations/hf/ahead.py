@@ -16,6 +16,7 @@ import numpy as np
 from seqpar.comm import Comm
 from seqpar.data.prefetch import Loader
 from seqpar.facts.value import Ints, frozen
+from seqpar.integrations.hf.planning import Brought
 from seqpar.plan import Plan
 
 KEPT = 8  # plans of short batches that are kept
@@ -25,11 +26,13 @@ SHORT = 1 << 15  # tokens of one; longer ones take long to compute, and their pl
 class Plans:
     """A planner that looks first at what it has made already.
 
-    make: the planner, of lengths, ranks and a state. state: what plans depend on besides; None for planners that one
-    must not ask less often than there are batches.
+    make: the planner, of lengths, ranks, a state, and how many of the documents each rank brings. state: what plans
+    depend on besides; None for planners that one must not ask less often than there are batches.
     """
 
-    def __init__(self, make: Callable[[Ints, int, Hashable], Plan], state: Callable[[], Hashable] | None) -> None:
+    def __init__(
+        self, make: Callable[[Ints, int, Hashable, Brought | None], Plan], state: Callable[[], Hashable] | None
+    ) -> None:
         self._make, self._state = make, state
         self._coming: OrderedDict[Hashable, Future[Plan]] = OrderedDict()
         self._kept: OrderedDict[Hashable, Plan] = OrderedDict()
@@ -39,27 +42,27 @@ class Plans:
         """Whether equal documents and states have equal plans, each time."""
         return self._state is not None
 
-    def __call__(self, lengths: Ints, ranks: int) -> Plan:
+    def __call__(self, lengths: Ints, ranks: int, *, brought: Brought | None) -> Plan:
         """The plan of documents of these lengths."""
         state = None if self._state is None else self._state()
-        key = (lengths.tobytes(), ranks, state)
+        key = (lengths.tobytes(), ranks, state, brought)
         if key in self._coming:
             return self._coming.pop(key).result()
         if self._state is None or int(lengths.sum()) > SHORT:
-            return self._make(lengths, ranks, state)
+            return self._make(lengths, ranks, state, brought)
         if key not in self._kept:
-            self._kept[key] = self._make(lengths, ranks, state)
+            self._kept[key] = self._make(lengths, ranks, state, brought)
         self._kept.move_to_end(key)
         if len(self._kept) > KEPT:
             self._kept.popitem(last=False)
         return self._kept[key]
 
-    def start(self, lengths: Ints, ranks: int, thread: ThreadPoolExecutor) -> None:
+    def start(self, lengths: Ints, ranks: int, thread: ThreadPoolExecutor, *, brought: Brought | None) -> None:
         """Let a thread make the plan of documents that will be asked for, if it is not kept."""
         state = None if self._state is None else self._state()
-        key = (lengths.tobytes(), ranks, state)
+        key = (lengths.tobytes(), ranks, state, brought)
         if key not in self._kept:
-            self._coming[key] = thread.submit(self._make, lengths, ranks, state)
+            self._coming[key] = thread.submit(self._make, lengths, ranks, state, brought)
         if len(self._coming) > KEPT:  # nobody has asked for the oldest
             self._coming.popitem(last=False)
 
@@ -86,7 +89,7 @@ def ahead(
             while going or queue:
                 while going and len(queue) <= depth:
                     try:
-                        batch, union = _told(loader, comm, lengths_in, replicated)
+                        batch, union, brought = _told(loader, comm, lengths_in, replicated)
                     except Exception as failure:
                         queue.append(failure)
                         going = False
@@ -94,7 +97,7 @@ def ahead(
                     if union is None:
                         going = False
                     else:
-                        plans.start(union, comm.size, thread)
+                        plans.start(union, comm.size, thread, brought=brought)
                         queue.append(batch)
                 if queue:
                     if isinstance(item := queue.popleft(), Exception):
@@ -104,8 +107,11 @@ def ahead(
             plans.forget()
 
 
-def _told(loader: Loader, comm: Comm, lengths_in: Callable[[Any], Ints], replicated: bool) -> tuple[Any, Ints | None]:
-    """This rank's next batch and the lengths of all ranks' documents; None for both where all loaders have ended."""
+def _told(
+    loader: Loader, comm: Comm, lengths_in: Callable[[Any], Ints], replicated: bool
+) -> tuple[Any, Ints | None, Brought | None]:
+    """This rank's next batch, the lengths of all ranks' documents, None where all loaders have ended, and how many of
+    them each rank brings, None of a replicated batch."""
     batch, error = loader.next()
     lengths: Ints | None = None
     if error is None and not loader.ended:
@@ -116,10 +122,12 @@ def _told(loader: Loader, comm: Comm, lengths_in: Callable[[Any], Ints], replica
     every = comm.gather("prefetch: lengths of the next batches", lengths, error)
     ended = [rank for rank, each in enumerate(every) if each is None]
     if len(ended) == comm.size:
-        return None, None
+        return None, None, None
     if ended:
         raise ValueError(
             f"prefetch: the loader of rank {ended[0]} ended before that of rank "
             f"{next(rank for rank in range(comm.size) if rank not in ended)}, and every forward is one of all ranks"
         )
-    return batch, frozen(every[0] if replicated else np.concatenate(every))
+    if replicated:
+        return batch, frozen(every[0]), None
+    return batch, frozen(np.concatenate(every)), tuple(each.size for each in every)

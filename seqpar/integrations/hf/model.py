@@ -14,7 +14,7 @@ import copy
 import inspect
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import ExitStack, contextmanager
-from dataclasses import fields, replace
+from dataclasses import fields
 from functools import partial, wraps
 from typing import Any, NamedTuple
 
@@ -28,7 +28,6 @@ from seqpar.data import Share, back
 from seqpar.data.batch import Reading, read
 from seqpar.data.share import choose, take
 from seqpar.data.union import announce
-from seqpar.facts.mask import Mask
 from seqpar.facts.value import Ints, whole
 from seqpar.integrations.hf.ahead import Plans, ahead
 from seqpar.integrations.hf.attention import (
@@ -44,7 +43,7 @@ from seqpar.integrations.hf.attention import (
 )
 from seqpar.integrations.hf.fit import PER_TOKEN, caching, fitting, softcap_of
 from seqpar.integrations.hf.mask import Rule
-from seqpar.integrations.hf.shape import shape_of
+from seqpar.integrations.hf.planning import ModelPlanner
 from seqpar.integrations.hf.worth import Worth
 from seqpar.nn.wrap import PARALLEL, ParallelModel, check_makes_plans, refuse_twice, replaced, unpicklable
 from seqpar.ops.core.agreement import agree_alike, agreed_under
@@ -52,7 +51,6 @@ from seqpar.ops.core.autocast import autocast_dtype
 from seqpar.ops.core.handles import uncompiled
 from seqpar.parallel import derived_seed, parallel
 from seqpar.plan import Plan
-from seqpar.planner import Hardware, ModelShape, plan_batch
 from seqpar.train import all_sum, cross_entropy, linear_cross_entropy
 from seqpar.train.loop import Loop
 
@@ -97,7 +95,8 @@ def parallelize(
     shape. In training with labels ``out.logits`` is None unless ``logits=True``: the loss is computed in chunks, and no
     ``[T, vocabulary]`` logits exist. Calls of ``model.base_model``, as heads of others make them, are parallel too.
 
-    plan: ``(lengths, ranks) -> Plan``; by default `plan_batch` with the model's shape. source: "sharded", every rank
+    plan: ``(lengths, ranks) -> Plan``; by default `plan_batch` with the model's shape, and where spreading documents
+    over ranks gains less time than it takes, each is computed by the rank that brings it. source: "sharded", every rank
     brings its own batch, or "replicated", all bring the same. in_place: keep the name of the model's implementation,
     for models that compare names: transformers' functions of that name then serve parallel models as well as others.
 
@@ -123,8 +122,6 @@ class ParallelTransformer(ParallelModel):
         super().__init__(model, comm)
         self.model: PreTrainedModel = model
         self.source, self.average_over, self.logits = source, average_over, logits
-        self._plan = Plans(self._planned, self._state) if plan is None else Plans(lambda n, r, _: plan(n, r), None)
-        self._weighed: dict[Any, tuple[ModelShape, Hardware]] = {}  # by what of the model a plan depends on
         self._worth = Worth(type(model).__name__)
         self._hidden: list[Tensor] | None = None  # where the base model leaves its last hidden states, if asked to
         self._running = False
@@ -154,6 +151,10 @@ class ParallelTransformer(ParallelModel):
         except BaseException:
             self._undone.close()
             raise
+        self._planner = ModelPlanner(model, causal=self.fit.causal)
+        self._plans = Plans(self._planner, self._planner.state)
+        if plan is not None:
+            self._plans = Plans(lambda lengths, ranks, *_: plan(lengths, ranks), None)
         self._loop = Loop(model, comm, average_over=average_over)
         self._undone.callback(self._loop.close)
         if in_place:
@@ -176,7 +177,7 @@ class ParallelTransformer(ParallelModel):
             return read({name: batch[name] for name in (*ROWS, *DOCUMENTS) if name in batch}, how).lengths
 
         depth, replicated = whole("depth", depth, 1), self.source == "replicated"
-        return ahead(batches, self.comm, self._plan, lengths_in, depth=depth, replicated=replicated)
+        return ahead(batches, self.comm, self._plans, lengths_in, depth=depth, replicated=replicated)
 
     def __deepcopy__(self, memo: dict[int, Any]) -> ParallelTransformer:
         """Raise: a copy's forward would be the model's own, weights and all."""
@@ -232,22 +233,6 @@ class ParallelTransformer(ParallelModel):
             )
         with self.local():
             return before(*args, **named)
-
-    def _state(self) -> _State:
-        modules = self.model.modules()
-        return _State(any(getattr(each, "gradient_checkpointing", False) for each in modules), self.model.device.type)
-
-    def _planned(self, lengths: Ints, ranks: int, state: Any) -> Plan:
-        """The plan of a batch for a model of this shape."""
-        mask = Mask(lengths, causal=self.fit.causal)
-        if state not in self._weighed:
-            recomputed, device = state
-            # what fits is for the device to say: nobody has told its memory, nor what else is in it
-            machine = replace(Hardware.preset("cpu" if device == "cpu" else "h100"), memory=1 << 60)
-            shape = shape_of(self.model.config.get_text_config())
-            self._weighed[state] = replace(shape, recompute="full") if recomputed else shape, machine
-        shape, machine = self._weighed[state]
-        return plan_batch(lengths, ranks, masks=mask, model=shape, hardware=machine)
 
     # --- a forward pass -----------------------------------------------------------------------------------------------
 
@@ -316,7 +301,7 @@ class ParallelTransformer(ParallelModel):
         training = torch.is_grad_enabled() and self.model.training
         labels = any(name in given for name in ("labels", "shift_labels"))
         hidden_states, items = bool(given.get("output_hidden_states")), given.get("num_items_in_batch")
-        state = self._state()
+        state = self._planner.state()
         facts = {
             "labels": labels, "training": training, "output_hidden_states": hidden_states,
             "num_items_in_batch": None if items is None else int(items), "autocast": autocast_dtype(state.device),
@@ -332,8 +317,8 @@ class ParallelTransformer(ParallelModel):
         assert known is not None
         if training:
             self._loop.note_wrapper(what, averaged=labels and items is None)
-        chosen = choose(known, self.comm.size, self._plan)
-        (own,) = take(known, self.comm, how, chosen, alike=self._plan.repeats)
+        chosen = choose(known, self.comm.size, partial(self._plans, brought=known.brought(self.comm.size)))
+        (own,) = take(known, self.comm, how, chosen, alike=self._plans.repeats)
         if training and self.source == "sharded":
             tokens = given.get("input_ids", given.get("inputs_embeds"))
             self._loop.note_batch(what, own.plan.mask.lengths, tokens)
@@ -472,13 +457,6 @@ class ParallelTransformer(ParallelModel):
 @uncompiled
 def _leave(around: ExitStack) -> None:
     around.close()
-
-
-class _State(NamedTuple):
-    """What of a model a plan depends on and may change: whether layers are recomputed, and the device's type."""
-
-    recomputed: bool
-    device: str
 
 
 class _Call(NamedTuple):

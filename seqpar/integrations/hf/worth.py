@@ -4,14 +4,9 @@ from __future__ import annotations
 
 import logging
 
-import numpy as np
-
 from seqpar.data import Share
-from seqpar.facts.layout import Layout
-from seqpar.facts.mask import Mask
+from seqpar.integrations.hf.planning import forecast_apart
 from seqpar.planner import Forecast
-from seqpar.planner.bound import document_ticks
-from seqpar.planner.scale import weights_for
 
 log = logging.getLogger("seqpar.integrations")
 
@@ -34,7 +29,8 @@ class Worth:
         if not self._left or share.source is None or not isinstance(forecast, Forecast):
             return
         self._left -= 1
-        part = seconds_apart(share.plan.mask, share.source, forecast) / forecast.seconds
+        apart = forecast_apart(share.plan.mask, share.source, forecast.model, forecast.hardware)
+        part = apart.seconds / forecast.seconds
         self._most = max(self._most, part)
         if self._most > AS_FAST:
             self._left = 0
@@ -45,12 +41,3 @@ class Worth:
                 "memory of the longest batch of a rank",
                 self._who, TRIED, self._most, forecast.what,
             )  # fmt: skip
-
-
-def seconds_apart(mask: Mask, source: Layout, forecast: Forecast) -> float:
-    """Seconds of the slowest rank if each computes the documents that `source` gives it, alone."""
-    layers = [(mask, forecast.model.layers)]
-    w = weights_for(layers, forecast.model, forecast.hardware)
-    ticks = np.zeros(source.ranks, np.int64)
-    np.add.at(ticks, source.holders().of(mask.offsets[:-1]), document_ticks(layers, w))
-    return (int(ticks.max()) + (w.forward.stage + w.backward.stage) * forecast.model.layers) * w.second

@@ -10,7 +10,8 @@ import torch
 
 import seqpar
 from seqpar import Comm, Layout, LocalComm, Mask, plan_batch
-from seqpar.integrations.hf.worth import TRIED, Worth, seconds_apart
+from seqpar.integrations.hf.planning import forecast_apart
+from seqpar.integrations.hf.worth import TRIED, Worth
 from seqpar.planner import Forecast
 from seqpar.testing import run_threads
 from tests.integrations.hf.models import build
@@ -23,7 +24,8 @@ def test_ranks_apart_take_what_plans_of_their_documents_take() -> None:
     assert isinstance(forecast, Forecast)
     source = Layout.from_pieces([0, 3000, 3100, 3300], lengths, [0, 0, 1, 1], 2)
     alone = [plan_batch(own, 1, model=forecast.model).forecast for own in (lengths[:2], lengths[2:])]
-    assert seconds_apart(Mask(lengths), source, forecast) == pytest.approx(max(x.seconds for x in alone), rel=1e-6)
+    apart = forecast_apart(Mask(lengths), source, forecast.model, forecast.hardware)
+    assert apart.seconds == pytest.approx(max(x.seconds for x in alone), rel=1e-6)
 
 
 def test_plain_data_parallelism_is_named_once(caplog: pytest.LogCaptureFixture) -> None:
