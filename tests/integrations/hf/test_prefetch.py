@@ -107,8 +107,8 @@ def test_a_short_batch_that_comes_again_is_planned_once() -> None:
     def rank(comm: Comm) -> int:
         own = copy.deepcopy(model)
         with seqpar.parallelize(own, comm) as handle:
-            made, planned = [], handle._planned
-            handle._plan = ahead.Plans(lambda *given: made.append(given) or planned(*given), handle._state)
+            made, planner = [], handle._planner
+            handle._plans = ahead.Plans(lambda *given: made.append(given) or planner(*given), planner.state)
             for size in (8, 8, 12, 8):
                 own(input_ids=torch.full((1, size), 1 + comm.rank))
             own.gradient_checkpointing_enable()  # of which the plan depends
@@ -117,7 +117,7 @@ def test_a_short_batch_that_comes_again_is_planned_once() -> None:
 
     counts = run_threads(2, rank)
     assert counts == [3, 3]
-    kept = ahead.Plans(lambda lengths, ranks, _: plan_batch(lengths, ranks), lambda: 0)
+    kept = ahead.Plans(lambda lengths, ranks, *_: plan_batch(lengths, ranks), lambda: 0)
     for n in range(1, 3 * ahead.KEPT):
-        assert kept(np.array([n]), 2).mask.tokens == n
+        assert kept(np.array([n]), 2, brought=None).mask.tokens == n
     assert len(kept._kept) == ahead.KEPT
