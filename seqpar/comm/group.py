@@ -22,8 +22,10 @@ from __future__ import annotations
 import ctypes
 import logging
 import time
+from bisect import bisect_right
 from collections.abc import Callable, Mapping, Sequence
 from datetime import timedelta
+from itertools import accumulate
 from typing import Any, NamedTuple, TypeVar
 
 import torch
@@ -176,12 +178,13 @@ class _GlooMessage(NamedTuple):
 
 
 def _announced(scope: int, tag: Tag, tensors: Sequence[Tensor], mutual: bool) -> tuple[Header, Sequence[Tensor]]:
-    """The header of a pair's tensors, and those that travel in one message with it: all or none."""
+    """The header of a pair's tensors, and those that travel in one message with it: the first ones, as many as fit."""
     header = Header.of(scope, tag, tensors)
-    if not mutual or header.bytes > BESIDE:
+    count = bisect_right(list(accumulate(x.nbytes for x in tensors)), BESIDE) if mutual else 0
+    if not count:
         return header, ()
     # another one, as the tensors would be waited for in vain by who expects them apart
-    return header._replace(signature=header.signature ^ 1), tensors
+    return header._replace(signature=header.signature ^ 1), tensors[:count]
 
 
 def _headed(header: Header, beside: Sequence[Tensor]) -> Tensor:
@@ -224,14 +227,14 @@ class _GlooWork:
             buffer = torch.empty(HEADER_BYTES + BESIDE, dtype=torch.uint8)
             work = self._posted(twin.recv, buffer, peer, HEADERS)
             self._messages.append(_GlooMessage(work, peer, buffer, header, beside))
-            for index, tensor in enumerate(() if beside else tensors):
+            for index, tensor in enumerate(tensors[len(beside) :]):
                 number = _number(header, index)
                 incoming.append(_GlooMessage(self._posted(twin.recv, tensor, peer, number), peer, tensor, None))
         for peer, tensors in sends.items():
             header, beside = _announced(scope, tag, tensors, peer in mutual)
             buffer = _headed(header, beside)
             outgoing.append(_GlooMessage(self._posted(twin.send, buffer, peer, HEADERS), peer, buffer, None))
-            for index, tensor in enumerate(() if beside else tensors):
+            for index, tensor in enumerate(tensors[len(beside) :]):
                 number = _number(header, index)
                 outgoing.append(_GlooMessage(self._posted(twin.send, tensor, peer, number), peer, tensor, None))
         self._messages += incoming + outgoing

@@ -244,13 +244,15 @@ def take(
 ) -> list[Share]:
     """This rank's shares under plans that all ranks have made alike. A collective.
 
-    alike: whether the same documents are sure to have the same plans again, which ranks need not compare twice.
+    alike: whether plans follow from what ranks have told each other, so that they need not compare them: the digests
+    ride in the messages of what is computed.
     """
     what = "share: the plan of the batch"
     with agreement(what, comm, every=not alike) as call:
         if isinstance(chosen, Exception):
             raise chosen
-        call.facts = {"plan": [(digest_of(part.documents), part.plan.digest()) for part in chosen]}
+        if not alike or comm.check_every == "call":
+            call.facts = {"plan": [(digest_of(part.documents), part.plan.digest()) for part in chosen]}
     if len(chosen) == 1:
         return [_taken(known, comm, how, chosen[0].plan)]
     return [_taken(known.pick(part.documents, comm.rank), comm, how, part.plan) for part in chosen]

@@ -9,6 +9,7 @@ from __future__ import annotations
 import math
 import warnings
 from collections.abc import Iterable, Iterator
+from typing import Any, NamedTuple
 
 import torch
 import torch.distributed as dist
@@ -17,13 +18,14 @@ from torch.distributed.device_mesh import DeviceMesh
 
 from seqpar.comm import Comm, Tag
 from seqpar.kernels import acc_dtype
-from seqpar.ops.core.agreement import digest_of_call
+from seqpar.ops.core.agreement import digest_of_call, remember
 from seqpar.train.dtensor import beside, global_rank, is_dtensor, local
 from seqpar.train.loop import loops_of
 from seqpar.train.once import Sum, growing, remark, repeated
 from seqpar.train.sums import flattened, sum_
 
 BUCKET_BYTES = 1 << 26
+WHOLE_BYTES = 1 << 20  # that two ranks sum in one exchange
 
 
 def sync_gradients(parameters: Tensor | Iterable[Tensor], comm: Comm, *, bucket_bytes: int = BUCKET_BYTES) -> None:
@@ -43,43 +45,96 @@ def sync_gradients(parameters: Tensor | Iterable[Tensor], comm: Comm, *, bucket_
     already, and for sparse gradients. Both on every rank and before any gradient moves.
     """
     several = _once(parameters)
-    shapes = [(list(local(p).shape), str(p.dtype), p.device.type) for p in several]
-    digest = digest_of_call("sync_gradients", {"parameters": shapes, "bucket bytes": bucket_bytes})
-    # which ranks have which gradients is news of every step, so the agreement on the parameters rides along
-    own = (digest, [p.grad is not None for p in several], repeated(several), growing(several))
+    claim = _Claim.of(several, bucket_bytes)
+    if not _sum_as_before(several, claim, comm, bucket_bytes):
+        present = _agreed(several, claim, comm)
+        call = comm.next_call()
+        _sum([p for p, some in zip(several, present) if some], comm, Tag(claim.digest, call, 0, 0), bucket_bytes)
+    for loop in loops_of(several):
+        loop.summed(several)
+
+
+class _Claim(NamedTuple):
+    """What a rank says of its parameters. digest: of their shapes. flags: which have a gradient.
+
+    repeated, growing: whether gradients are sums over ranks already, and whether a backward has added to such.
+    """
+
+    digest: int
+    flags: list[bool]
+    repeated: bool
+    growing: bool
+
+    @classmethod
+    def of(cls, parameters: list[Tensor], bucket_bytes: int) -> _Claim:
+        """What this rank says."""
+        shapes = [(list(local(p).shape), str(p.dtype), p.device.type) for p in parameters]
+        digest = digest_of_call("sync_gradients", {"parameters": shapes, "bucket bytes": bucket_bytes})
+        return cls(digest, [p.grad is not None for p in parameters], repeated(parameters), growing(parameters))
+
+
+def _agreed(several: list[Tensor], claim: _Claim, comm: Comm) -> list[bool]:
+    """Which parameters have a gradient on some rank, where ranks say nothing that is wrong. A collective."""
     # whether a mesh shards over the comm's ranks or beside them is known by what ranks these are
     meshed = any(is_dtensor(p) for p in several)
     ranks = frozenset(comm.gather("sync_gradients: ranks of meshes", global_rank()) if meshed else ())
-    found = comm.gather("sync_gradients", own, _refusal(several, ranks))
-    for rank, (other, *_) in enumerate(found):
-        if other != found[0][0]:
+    # which ranks have which gradients is news of every step, so the agreement on the parameters rides along
+    found = comm.gather("sync_gradients", claim, _refusal(several, ranks))
+    for rank, other in enumerate(found):
+        if other.digest != found[0].digest:
+            shapes = [list(local(p).shape) for p in several]
             raise ValueError(
                 f"sync_gradients: rank {rank} has other parameters than rank 0, or another bucket_bytes (here they are "
                 f"{len(several)}, {shapes!r:.500}); give every rank the same parameters in the "
                 "same order, and one bucket_bytes"
             )
-    _check_once([again for _, flags, again, _ in found if any(flags)], any(grows for *_, grows in found), comm)
-    present = [any(flags) for flags in zip(*(flags for _, flags, *_ in found))]
-    call = comm.next_call()
-    for loop in loops_of(several):
-        loop.summed(several)
-    if comm.size > 1:
-        _sum([p for p, some in zip(several, present) if some], comm, Tag(digest, call, 0, 0), bucket_bytes)
+    _check_once([other.repeated for other in found if any(other.flags)], any(other.growing for other in found), comm)
+    present = [any(flags) for flags in zip(*(other.flags for other in found))]
+    plain = not meshed and all(p.device.type == "cpu" and p.numel() for p in several)
+    if plain and any(present) and comm.size > 1 and comm.check_every == "batch":
+        remember(comm, claim.digest, "sync_gradients", {"flags": claim.flags, "present": present})
+    return present
+
+
+def _sum_as_before(several: list[Tensor], claim: _Claim, comm: Comm, bucket_bytes: int) -> bool:
+    """Sum gradients that are on every rank those of the last sum, without a round to say so. A collective.
+
+    A rank whose gradients are others, or wrong, says so in the first message; then nothing is summed. Returns whether
+    it is done. On the CPU only: elsewhere the host would wait for the device to hear it.
+    """
+    if (known := comm.agreed.get(claim.digest)) is None:
+        return False
+    facts: Any = known[1]
+    changed = claim.flags != facts["flags"] or claim.repeated or claim.growing
+    changed = changed or _refusal(several, frozenset()) is not None
+    chosen = [p for p, some in zip(several, facts["present"]) if some]
+    return _sum(chosen, comm, Tag(claim.digest, comm.next_call(), 0, 0), bucket_bytes, changed=changed)
 
 
 @torch.no_grad()
-def _sum(parameters: list[Tensor], comm: Comm, tag: Tag, bucket_bytes: int) -> None:
-    """Put the sums in place, one bucket after the other; each is a phase of the call."""
+def _sum(parameters: list[Tensor], comm: Comm, tag: Tag, bucket_bytes: int, *, changed: bool | None = None) -> bool:
+    """Put the sums in place, one bucket after the other; each is a phase of the call.
+
+    changed: as of `sum_`, with the first bucket. Returns whether it is done.
+    """
+    if comm.size == 1:
+        return True
     whole = Sum(parameters)
     for index, bucket in enumerate(_buckets(parameters, bucket_bytes)):
-        grads = [_grad(p) for p in bucket]
+        # others that are to hear of a change do not hear gradients
+        grads = [torch.zeros_like(local(p)) if changed or p.grad is None else local(p.grad) for p in bucket]
         flat = flattened(grads, comm)
-        sum_(flat, comm, tag._replace(phase=index, name=f"sync_gradients (bucket {index})"))
+        few = comm.size == 2 and flat.nbytes <= WHOLE_BYTES  # to one other rank all of it is no more than twice a half
+        name = f"sync_gradients (bucket {index})"
+        if sum_(flat, comm, tag._replace(phase=index, name=name), whole=few, changed=None if index else changed):
+            return False
         sizes = [grad.numel() for grad in grads]
-        for grad, piece in zip(grads, flat.split([*sizes, flat.numel() - sum(sizes)])):
+        for p, piece in zip(bucket, flat.split([*sizes, flat.numel() - sum(sizes)])):
+            grad = _grad(p)
             grad.copy_(piece.view(grad.shape))
         whole.took(bucket, flat.sum(dtype=torch.float32))
     whole.watch()
+    return True
 
 
 def _grad(p: Tensor) -> Tensor:

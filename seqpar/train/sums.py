@@ -13,7 +13,7 @@ order, so the bits are the same and there is one exchange.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 import torch
@@ -22,7 +22,7 @@ from torch.autograd.function import once_differentiable
 
 from seqpar.comm import Comm, Tag
 from seqpar.kernels import acc_dtype
-from seqpar.ops.core.agreement import abort_on_error, agreement, raise_on_all_ranks
+from seqpar.ops.core.agreement import abort_on_error, agreement, digest_of_call, raise_on_all_ranks
 
 FEW = 1024  # bytes that `all_sum` sends whole
 
@@ -40,6 +40,15 @@ def all_sum(x: Tensor, comm: Comm) -> Tensor:
     if x.dtype == torch.bool:
         raise_on_all_ranks("all_sum", comm, ValueError("the sum of truth values, expected numbers; give x.long()"))
     return _AllSum.apply(x, comm)
+
+
+def sum_under(x: Tensor, comm: Comm, what: str, facts: Mapping[str, object]) -> Tensor:
+    """`all_sum` without a gradient, of what ranks have alike by what they told each other: they do not compare it.
+
+    facts: what it follows from besides; they ride in the message, and ranks that differ there do not meet.
+    """
+    digest = digest_of_call(what, facts) if comm.size > 1 else 0
+    return _summed(x.detach(), comm, Tag(digest, comm.next_call(), 0, 0, what))
 
 
 def token_mean(x: Tensor, comm: Comm, *, keep: Tensor | None = None) -> Tensor:
@@ -77,15 +86,15 @@ class _AllSum(torch.autograd.Function):
                 "shape": list(x.shape), "dtype": x.dtype, "device": x.device.type, "requires grad": x.requires_grad,
             }  # fmt: skip
         ctx.comm, ctx.call = comm, (call.digest, comm.next_call())
-        return _summed_alike(x, comm, Tag(*ctx.call, 0, 0, "all_sum (forward)"))
+        return _summed(x, comm, Tag(*ctx.call, 0, 0, "all_sum (forward)"))
 
     @staticmethod
     @once_differentiable
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None]:
-        return _summed_alike(grad, ctx.comm, Tag(*ctx.call, 1, 0, "all_sum (backward)")), None
+        return _summed(grad, ctx.comm, Tag(*ctx.call, 1, 0, "all_sum (backward)")), None
 
 
-def _summed_alike(x: Tensor, comm: Comm, tag: Tag) -> Tensor:
+def _summed(x: Tensor, comm: Comm, tag: Tag) -> Tensor:
     flat = flattened([x], comm)
     sum_(flat, comm, tag, whole=flat.nbytes <= FEW)
     return flat[: x.numel()].view(x.shape)
@@ -103,18 +112,24 @@ def flattened(tensors: Sequence[Tensor], comm: Comm) -> Tensor:
     return flat
 
 
-def sum_(flat: Tensor, comm: Comm, tag: Tag, *, whole: bool = False) -> None:
+def sum_(flat: Tensor, comm: Comm, tag: Tag, *, whole: bool = False, changed: bool | None = None) -> bool:
     """Put the sum over ranks in place of `flattened` tensors. Takes the two stages from the tag's own on.
 
-    whole: in one exchange, in which each rank sends ``n - 1`` times their bytes on n ranks.
+    whole: in one exchange, in which each rank sends ``n - 1`` times their bytes on n ranks. changed: a word to all
+    ranks that rides along. Returns whether any rank said it: then nothing is summed.
     """
     if comm.size == 1 or not flat.numel():
-        return
+        return bool(changed)
     pieces = flat.expand(comm.size, -1) if whole else flat.view(comm.size, -1)
     peers = [peer for peer in range(comm.size) if peer != comm.rank]
     arrived = comm.empty(pieces.shape, flat.dtype, flat.device)
+    said = [] if changed is None else [torch.tensor([changed], dtype=torch.int64)]
+    heard = {peer: [comm.empty(word.shape, word.dtype, word.device) for word in said] for peer in peers}
     with abort_on_error(comm, f"a sum over ranks, call {tag.call}"):
-        comm.exchange({p: [pieces[p]] for p in peers}, {p: [arrived[p]] for p in peers}, tag=tag).wait()
+        sends = {p: [*said, pieces[p]] for p in peers}
+        comm.exchange(sends, {p: [*heard[p], arrived[p]] for p in peers}, tag=tag).wait()
+        if changed or any(word.item() for words in heard.values() for word in words):
+            return True
         arrived[comm.rank].copy_(pieces[comm.rank])
         wide = torch.float32 if flat.dtype in (torch.float16, torch.bfloat16) else flat.dtype
         total = arrived[0].to(wide, copy=True)
@@ -124,3 +139,4 @@ def sum_(flat: Tensor, comm: Comm, tag: Tag, *, whole: bool = False) -> None:
         if not whole:
             tag = tag._replace(stage=tag.stage + 1)
             comm.exchange({p: [pieces[comm.rank]] for p in peers}, {p: [pieces[p]] for p in peers}, tag=tag).wait()
+    return False

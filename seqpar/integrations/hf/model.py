@@ -51,8 +51,9 @@ from seqpar.ops.core.autocast import autocast_dtype
 from seqpar.ops.core.handles import uncompiled
 from seqpar.parallel import derived_seed, parallel
 from seqpar.plan import Plan
-from seqpar.train import all_sum, cross_entropy, linear_cross_entropy
+from seqpar.train import cross_entropy, linear_cross_entropy
 from seqpar.train.loop import Loop
+from seqpar.train.sums import sum_under
 
 Planner = Callable[[Ints, int], Plan]
 
@@ -451,7 +452,10 @@ class ParallelTransformer(ParallelModel):
             part = cross_entropy(logits[0], labels, **scale)
         if call.items is not None:
             return part
-        return _Reported.apply(part, all_sum(part.detach(), self.comm) / self.average_over)  # type: ignore[no-any-return]
+        whole = sum_under(
+            part, self.comm, f"{type(self.model).__name__}.forward: the loss", {"plan": own.plan.digest()}
+        )
+        return _Reported.apply(part, whole / self.average_over)  # type: ignore[no-any-return]
 
 
 @uncompiled

@@ -63,7 +63,7 @@ class agreement:
                 raise
             return  # the others went on with what they remember; what is wrong with this rank's call stands in error
         if not self.every:
-            _remember(self.comm, self.digest, self.what, self.facts)
+            remember(self.comm, self.digest, self.what, self.facts)
 
 
 def raise_on_all_ranks(what: str, comm: Comm, error: Exception) -> NoReturn:
@@ -87,11 +87,12 @@ def note_agreed(comm: Comm, what: str, facts: Mapping[str, object]) -> int:
     if comm.size == 1:
         return 0
     key = digest_of_call(what, facts)
-    _remember(comm, key, what, facts)
+    remember(comm, key, what, facts)
     return key
 
 
-def _remember(comm: Comm, key: int, what: str, facts: Mapping[str, object]) -> None:
+def remember(comm: Comm, key: int, what: str, facts: Mapping[str, object]) -> None:
+    """Keep what ranks agreed on under its signature; all of them keep the same number, in one order."""
     comm.agreed[key] = what, facts
     if len(comm.agreed) > REMEMBERED:
         del comm.agreed[next(iter(comm.agreed))]

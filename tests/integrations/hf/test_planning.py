@@ -75,7 +75,7 @@ def test_results_and_gradients_are_those_of_one_process_either_way(
     monkeypatch.setattr(planning, "SPREADING", spreading)
     model = llama()
     ids = torch.randint(1, 61, (5, 24))
-    kept = torch.arange(24) < torch.tensor([24, 3, 9, 17, 1])[:, None]
+    kept = torch.arange(24) < torch.tensor([24, 3, 1, 2, 1])[:, None]
     batch = {"input_ids": ids, "attention_mask": kept.long(), "labels": ids.masked_fill(~kept, -100)}
     expected = copy.deepcopy(model)
     loss = expected(**batch).loss
@@ -96,7 +96,7 @@ def test_results_and_gradients_are_those_of_one_process_either_way(
         return out.loss.item(), sent
 
     for got, sent in run_threads(2, rank):
-        assert got == pytest.approx(loss.item(), abs=1e-7)
+        assert got == pytest.approx(loss.item(), abs=1e-6)
         assert (sent > 100) == (spreading < 0)  # else no row moves, and only the loss is summed
 
 
