@@ -68,7 +68,7 @@ class _Claim(NamedTuple):
     @classmethod
     def of(cls, parameters: list[Tensor], bucket_bytes: int) -> _Claim:
         """What this rank says."""
-        shapes = [(list(local(p).shape), str(p.dtype), p.device.type) for p in parameters]
+        shapes = [(list(local(p).shape), str(p.dtype), p.device.type, is_dtensor(p)) for p in parameters]
         digest = digest_of_call("sync_gradients", {"parameters": shapes, "bucket bytes": bucket_bytes})
         return cls(digest, [p.grad is not None for p in parameters], repeated(parameters), growing(parameters))
 

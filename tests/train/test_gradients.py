@@ -133,6 +133,57 @@ def test_half_precision_is_summed_in_fp32() -> None:
     assert run_threads(4, half)[0].tolist() == [258.0, 4.0]
 
 
+def test_gradients_that_are_as_before_are_summed_without_a_round_and_news_is_heard() -> None:
+    """One rank may have others at any time, or what cannot be summed; parameters that have none keep none."""
+
+    def rank(comm: Comm) -> list[int]:
+        comm.check_every, gather, asked, counts = "batch", comm.gather, [], []
+        comm.gather = lambda *given, **named: asked.append(given) or gather(*given, **named)
+        several = [nn.Parameter(torch.zeros(n)) for n in (3, 4, 5)]
+        # which have a gradient, on rank 0 and on others; the last two are known by then
+        for own, others in (([0, 1], [0, 1]), ([0, 1], [0, 1]), ([0, 1], [0, 2]), ([0], [0]), ([0], [0]), ([0], [1])):
+            asked.clear()
+            for index, p in enumerate(several):
+                p.grad = torch.full_like(p, 1.0 + comm.rank) if index in (others if comm.rank else own) else None
+            sync_gradients(several, comm)
+            counts.append(len(asked))
+            for index, p in enumerate(several):
+                whole = (index in own) + 2 * (index in others)
+                assert p.grad is None if not whole else torch.equal(p.grad, torch.full_like(p, whole))
+        with pytest.raises(ValueError, match="these gradients are sums over ranks already"):
+            sync_gradients(several, comm)
+        for p in several:
+            p.grad = torch.ones_like(p)
+        sync_gradients(several, comm)
+        if comm.rank:
+            several[2].grad = torch.ones(5).to_sparse()
+        with pytest.raises((NotImplementedError, ValueError), match="has a gradient of layout"):
+            sync_gradients(several, comm)
+        comm.agree("afterwards", {})
+        return counts
+
+    assert run_threads(2, rank) == [[1, 0, 1, 1, 0, 1]] * 2
+
+
+@pytest.mark.parametrize("kind", ["gloo", pytest.param("shm", marks=SHARED)])
+def test_other_parameters_on_one_rank_after_a_sum_are_named(kind: str) -> None:
+    for text in run_processes(2, differing_later, comm=kind):
+        assert "PeerError" in text and "sync_gradients" in text and "make the same calls in the same order" in text
+
+
+def differing_later(comm: Comm) -> str:
+    comm.check_every = "batch"
+    for sizes in ([3, 4], [3, 4], [3, 4 + comm.rank]):
+        several = [nn.Parameter(torch.zeros(n)) for n in sizes]
+        for p in several:
+            p.grad = torch.ones_like(p)
+        try:
+            sync_gradients(several, comm)
+        except Exception as error:
+            return f"{type(error).__name__}: {error}"
+    return "nothing"
+
+
 def mismatched(comm: Comm, what: str) -> str:
     p = nn.Parameter(torch.zeros(4))
     p.grad = torch.ones(4)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import math
 from collections import Counter
 from typing import Any
 
@@ -14,6 +15,7 @@ import seqpar
 from seqpar import Comm, Plan
 from seqpar.comm import PeerError
 from seqpar.facts.value import Ints
+from seqpar.integrations.hf import planning
 from seqpar.testing import run_threads
 from seqpar.train import sync_gradients
 from tests.integrations.hf.models import build
@@ -46,7 +48,7 @@ def batch(rank: int, *lengths: int) -> dict[str, torch.Tensor]:
 
 
 @pytest.mark.parametrize("name", ["llama", "gemma3"])
-def test_a_step_asks_once_in_forward_and_once_for_its_gradients(name: str) -> None:
+def test_a_step_asks_once_and_the_first_one_for_its_attention_and_gradients_too(name: str) -> None:
     def rank(comm: Comm) -> list[dict[str, int]]:
         counts, model, found = asking(comm), copy.deepcopy(MODELS[name]), []
         with seqpar.parallelize(model, comm):
@@ -60,10 +62,9 @@ def test_a_step_asks_once_in_forward_and_once_for_its_gradients(name: str) -> No
 
     for first, second, *others in run_threads(2, rank):
         ask = f"{type(MODELS[name]).__name__}.forward"
-        each = {ask: 1, "sync_gradients": 1}
         kinds = 2 if name == "gemma3" else 1  # of masks
-        assert first == each | {"attention": kinds}
-        assert [second, *others] == [each] * 4
+        assert first == {ask: 1, "attention": kinds, "sync_gradients": 1}
+        assert [second, *others] == [{ask: 1}] * 4
 
 
 def test_a_planner_of_ones_own_is_compared_each_time() -> None:
@@ -82,6 +83,28 @@ def test_a_planner_of_ones_own_is_compared_each_time() -> None:
                 model(**batch(comm.rank, 8))
         assert counts["share: the plan of the batch"] == 3
         return [str(raised.value)]
+
+    run_threads(2, rank)
+
+
+@pytest.mark.parametrize("stays", [False, True])
+def test_a_plan_that_comes_out_otherwise_on_one_rank_is_an_error_on_all(
+    stays: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    if stays:
+        monkeypatch.setattr(planning, "SPREADING", math.inf)
+
+    def rank(comm: Comm) -> None:
+        asking(comm)
+        model = copy.deepcopy(MODELS["llama"])
+        with seqpar.parallelize(model, comm) as handle:
+            model(**batch(comm.rank, 8))
+            if comm.rank:
+                handle._plans._make = lambda lengths, ranks, *_: Plan(
+                    seqpar.Mask(lengths), seqpar.Layout.striped(int(lengths.sum()), ranks)
+                )
+            with pytest.raises((ValueError, PeerError), match="forward|relayout|attention"):
+                model(**batch(comm.rank, 9))
 
     run_threads(2, rank)
 
