@@ -63,7 +63,7 @@ def test_a_step_asks_once_and_the_first_one_for_its_attention_and_gradients_too(
     for first, second, *others in run_threads(2, rank):
         ask = f"{type(MODELS[name]).__name__}.forward"
         kinds = 2 if name == "gemma3" else 1  # of masks
-        assert first == {ask: 1, "attention": kinds, "sync_gradients": 1}
+        assert first == {ask: 1, "share: the plan of the batch": 1, "attention": kinds, "sync_gradients": 1}
         assert [second, *others] == [{ask: 1}] * 4
 
 
