@@ -67,6 +67,14 @@ ORDER = {
         peer/signals peer/cuda peer/memory peer/pool peer/comm peer
         __init__
     """,
+    "integrations": """
+        hf hf/config probe
+        probe/nested probe/saved_state probe/rows probe/record probe/compare probe/stand_ins probe/trial probe/calls
+        probe/inspection
+        sdpa/mask sdpa/reroute sdpa/model sdpa
+        hf/mask hf/shape hf/weights hf/ahead hf/worth hf/attention hf/fit hf/model
+        diffusers parallelize transformers __init__
+    """,
     "kernels": """
         protocol dispatch dropout
         memory memory/upload

@@ -9,7 +9,7 @@ from __future__ import annotations
 from collections.abc import Iterable
 from typing import Any
 
-from transformers import MODEL_MAPPING, PreTrainedConfig
+from transformers import MODEL_MAPPING, PreTrainedConfig, PreTrainedModel
 
 ATTENTION_LAYERS = {"full_attention", "sliding_attention", "chunked_attention"}
 NO_INTERFACE = "its attention does not go through transformers' AttentionInterface"
@@ -38,6 +38,23 @@ def unserved_attention(config: PreTrainedConfig) -> list[str]:
         reasons.append(NO_INTERFACE)
     if config.is_encoder_decoder or getattr(config, "add_cross_attention", False):
         reasons.append("it has cross-attention (an encoder and a decoder)")
+    return reasons
+
+
+def config_refusals(model: PreTrainedModel) -> list[str]:
+    """What a model's class and config say that speaks against computing it row by row, whatever attention it calls."""
+    reasons = []
+    config = model.config.get_text_config()
+    if model.config.is_encoder_decoder or getattr(config, "add_cross_attention", False):
+        reasons.append("it has cross-attention (an encoder and a decoder)")
+    reasons += mixing_layers(config)
+    for name in ("layerdrop", "encoder_layerdrop", "decoder_layerdrop"):
+        if getattr(config, name, 0):
+            reasons.append(f"{name}={getattr(config, name)} leaves out layers on some ranks and not on others")
+    if getattr(config, "output_router_logits", False):
+        reasons.append("output_router_logits=True adds a balance loss of the tokens of one rank; set it to False")
+    if getattr(config, "output_attentions", False):
+        reasons.append("output_attentions=True asks for weights that nobody computes")
     return reasons
 
 

@@ -24,10 +24,10 @@ from seqpar.comm import LocalComm
 from seqpar.facts.layout import Layout
 from seqpar.facts.mask import Mask
 from seqpar.integrations.hf.attention import Forward, forward, implementation, planned
-from seqpar.integrations.hf.config import NO_INTERFACE, mixing_layers
+from seqpar.integrations.hf.config import NO_INTERFACE, config_refusals
 from seqpar.integrations.hf.mask import Rule
 from seqpar.integrations.hf.weights import NoWeights, check_probed, check_weights
-from seqpar.integrations.probe.mixing import dropping
+from seqpar.integrations.probe.inspection import dropping
 from seqpar.integrations.sdpa.reroute import sdpa
 from seqpar.parallel import parallel
 from seqpar.plan import Plan
@@ -73,28 +73,11 @@ def refusals(model: PreTrainedModel) -> list[str]:
         found.append(f"it computes {model.main_input_name}, not input_ids")
     if not model._can_set_attn_implementation():
         found.append(NO_INTERFACE)
-    found += carries(model)
+    found += config_refusals(model)
     mixing = sorted({type(m).__name__ for m in model.modules() if isinstance(m, MIXING)})
     if mixing:
         found.append(f"it has modules that see other tokens or the batch: {', '.join(mixing)}")
     return found + dropping(model)
-
-
-def carries(model: PreTrainedModel) -> list[str]:
-    """What a model's class and config say that speaks against computing it row by row, whatever attention it calls."""
-    found = []
-    config = model.config.get_text_config()
-    if model.config.is_encoder_decoder or getattr(config, "add_cross_attention", False):
-        found.append("it has cross-attention (an encoder and a decoder)")
-    found += mixing_layers(config)
-    for name in ("layerdrop", "encoder_layerdrop", "decoder_layerdrop"):
-        if getattr(config, name, 0):
-            found.append(f"{name}={getattr(config, name)} leaves out layers on some ranks and not on others")
-    if getattr(config, "output_router_logits", False):
-        found.append("output_router_logits=True adds a balance loss of the tokens of one rank; set it to False")
-    if getattr(config, "output_attentions", False):
-        found.append("output_attentions=True asks for weights that nobody computes")
-    return found
 
 
 def fitting(model: PreTrainedModel) -> Fit:

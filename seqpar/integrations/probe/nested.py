@@ -17,32 +17,32 @@ DEPTH = 4  # of objects in objects that are opened
 
 def leaves(value: Any, depth: int = DEPTH) -> list[Any]:
     """What a value holds, in order: also of data classes, namespaces and dicts of a class of its own."""
-    found = []
+    flat = []
     for leaf in tree_leaves(value):
-        names = _names(leaf) if depth else ()
-        found += leaves([getattr(leaf, name) for name in names], depth - 1) if names else [leaf]
-    return found
+        names = _attributes(leaf) if depth else ()
+        flat += leaves([getattr(leaf, name) for name in names], depth - 1) if names else [leaf]
+    return flat
 
 
-def replaced(value: Any, others: Mapping[int, Tensor], depth: int = DEPTH) -> Any:
-    """The value with other tensors in place of some, by their ids; what holds one is copied."""
+def substituted(value: Any, others: Mapping[int, Tensor], depth: int = DEPTH) -> Any:
+    """The value with other tensors in place of some, by their ids; objects that hold one are copied."""
 
     def other(leaf: Any) -> Any:
         if id(leaf) in others:
             return others[id(leaf)]
-        names = _names(leaf) if depth else ()
+        names = _attributes(leaf) if depth else ()
         if not names or not any(id(x) in others for x in leaves(leaf, depth)):
             return leaf
-        made = copy.copy(leaf)
+        duplicate = copy.copy(leaf)
         for name in names:
-            object.__setattr__(made, name, replaced(getattr(leaf, name), others, depth - 1))
-        return made
+            object.__setattr__(duplicate, name, substituted(getattr(leaf, name), others, depth - 1))
+        return duplicate
 
     return tree_map(other, value)
 
 
-def _names(leaf: Any) -> tuple[str, ...]:
-    """The attributes that hold what an object holds; none of an object that is not opened."""
+def _attributes(leaf: Any) -> tuple[str, ...]:
+    """The attributes with the contents of an object; none of an object that is not opened."""
     if is_dataclass(leaf) and not isinstance(leaf, type):
         return tuple(field.name for field in fields(leaf) if hasattr(leaf, field.name))
     if isinstance(leaf, SimpleNamespace):

@@ -1,4 +1,4 @@
-"""What a run that is tried leaves as it was: a model's buffers and attributes, what is compiled, random numbers."""
+"""What a trial leaves as it was: a model's buffers and attributes, what is compiled, random numbers."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ Buffers = dict[tuple[nn.Module, str], Tensor]
 _WRAPPERS = ("torch.nn.parallel", "torch.distributed", "torch._dynamo")  # set up at a first forward, once
 
 
-class State:
+class SavedState:
     """What a model holds beside its parameters: buffers, and attributes such as how long a table of it is.
 
     Objects in attributes are not looked into: a list that a model appends to has grown.
@@ -33,12 +33,12 @@ class State:
 
     def changed(self) -> Buffers:
         """Copies of the buffers that have other values now, in the shape that they had."""
-        found = {}
+        changed = {}
         for (module, name), copy in self._copies.items():
             now = module._buffers.get(name)
             if now is not None and now.shape == copy.shape and not torch.equal(now, copy):
-                found[module, name] = now.clone()
-        return found
+                changed[module, name] = now.clone()
+        return changed
 
     def restore(self, others: Buffers | None = None) -> None:
         """Put everything back. others: values of some buffers in place of those that were there."""
@@ -64,9 +64,9 @@ def _is_wrapper(module: nn.Module) -> bool:
 
 
 @contextmanager
-def state_of(model: nn.Module) -> Iterator[State]:
+def saved(model: nn.Module) -> Iterator[SavedState]:
     """Afterwards the model holds what it held, and random numbers go on as if nothing had been drawn."""
-    state, random = State(model), torch.get_rng_state()
+    state, random = SavedState(model), torch.get_rng_state()
     devices = {x.device for x in (*model.buffers(), *model.parameters())}
     states = [(i, torch.cuda.get_rng_state(i)) for i in devices if i.type == "cuda"]
     try:
@@ -75,8 +75,8 @@ def state_of(model: nn.Module) -> Iterator[State]:
         state.restore()
         if not torch.equal(random, torch.get_rng_state()):
             torch.set_rng_state(random)
-        for device, each in states:
-            torch.cuda.set_rng_state(each, device)
+        for device, of_device in states:
+            torch.cuda.set_rng_state(of_device, device)
 
 
 @contextmanager

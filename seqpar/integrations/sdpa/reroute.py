@@ -24,20 +24,19 @@ from torch.overrides import TorchFunctionMode
 
 from seqpar.comm import Comm
 from seqpar.facts.mask import Mask
-from seqpar.integrations.probe.mixing import dropping, mixing, renorming
-from seqpar.integrations.probe.runs import under_trial
-from seqpar.integrations.probe.trial import Call, outermost, stand_in, way_of
+from seqpar.integrations.probe.calls import ModelCall, outermost
+from seqpar.integrations.probe.inspection import dropping, renorming
+from seqpar.integrations.probe.record import under_trial
+from seqpar.integrations.probe.stand_ins import stand_in
 from seqpar.integrations.sdpa.mask import bounds_of, compressed, expanded, is_lower_triangle
-from seqpar.nn.wrap import ParallelModel, refuse_twice
 from seqpar.ops import attention
 from seqpar.ops.attention.recompute import run_again_inside, under_way
 from seqpar.ops.core.agreement import raise_on_all_ranks
 from seqpar.ops.core.autocast import autocast
 from seqpar.ops.core.handles import uncompiled
 from seqpar.ops.core.regions import Region
-from seqpar.parallel import derived_seed, parallel, surrounding
+from seqpar.parallel import derived_seed, parallel
 from seqpar.plan import Plan
-from seqpar.train import check_model
 
 Local = Callable[[Tensor, Tensor], bool]
 
@@ -91,20 +90,20 @@ def sdpa(plan: Plan, comm: Comm, *, local: Local | None = None, dropout_seed: in
     return Rerouting(plan, comm, local, dropout_seed)
 
 
-class Last:
-    """What was found of a mask, for as long as the same one comes unchanged: layers of a model share theirs."""
+class KnownMask:
+    """What is known of a mask for as long as the same one comes unchanged: layers of a model share theirs."""
 
     def __init__(self) -> None:
         self.mask: Tensor | None = None
-        self.version, self.found = -1, None
+        self.version, self.known = -1, None
 
     def of(self, mask: Tensor, find: Callable[[Tensor], Any]) -> Any:
         """``find(mask)``, kept from the last time. The same on all ranks, as all run the same program."""
         version = -1 if mask.is_inference() else mask._version
         if self.mask is not mask or self.version != version or version < 0:
-            self.found = find(mask)
+            self.known = find(mask)
             self.mask, self.version = mask, version
-        return self.found
+        return self.known
 
 
 class Rerouting(TorchFunctionMode):
@@ -119,10 +118,10 @@ class Rerouting(TorchFunctionMode):
         self.first = self.calls = first
         self.outside: list[Region] = []
         self.surroundings: AbstractContextManager[Any] | None = None
-        self.triangle, self.masked = Last(), Last()
+        self.triangle, self.masked = KnownMask(), KnownMask()
         self.tries = tries and not again
         self.below: FrameType | None = None
-        self.called: dict[nn.Module, tuple[Call, Any, Any] | None] = {}
+        self.called: dict[nn.Module, tuple[ModelCall, Any, Any] | None] = {}
 
     def __enter__(self) -> Rerouting:
         if self.surroundings is not None:
@@ -137,7 +136,7 @@ class Rerouting(TorchFunctionMode):
     def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, trace: Any) -> None:
         super().__exit__(kind, error, trace)
         surroundings, self.surroundings, self.outside = self.surroundings, None, []
-        self.triangle, self.masked = Last(), Last()
+        self.triangle, self.masked = KnownMask(), KnownMask()
         called, self.called, self.below = self.called, {}, None
         if surroundings is not None:
             surroundings.__exit__(kind, error, trace)
@@ -287,20 +286,20 @@ class Rerouting(TorchFunctionMode):
         """Keep the call of a module that attends inside this block, to be tried when the block ends."""
         if (found := outermost(self.below)) is not None and found[0] not in self.called:
             model, args, kwargs = found
-            call = Call(model, self.plan, self.comm, model.training)
+            call = ModelCall(model, self.plan, self.comm, model.training)
             self.called[model] = (call, args, kwargs) if call.is_due() else None
 
     @uncompiled
-    def _try(self, call: Call, args: Any, kwargs: Any) -> None:
+    def _try(self, call: ModelCall, args: Any, kwargs: Any) -> None:
         """Raise NotImplementedError on every rank if the rows of a model do not follow on some."""
         if call.model.training and (found := dropping(call.model) + renorming(call.model)):
-            raise _refused(call.model, found)
+            raise refused(call.model, found)
         verdict = call.try_(call.model, args, kwargs, partial(sdpa, self.plan, self.comm, local=self.local))
         verdict = call.of_all(verdict)
         if verdict.reason:
             raise call.refusal(verdict.reason)
         if verdict.error:
-            _warn_untried(call.model, verdict.error)
+            warn_untried(call.model, verdict.error)
         elif verdict.saw:
             call.settle()
 
@@ -347,86 +346,6 @@ class Rerouting(TorchFunctionMode):
         return plan.with_mask(Mask.from_bounds(lo, hi, kv_tokens=plan.mask.kv_tokens, lengths=lengths))
 
 
-def parallelize(
-    model: nn.Module, comm: Comm, *, plan: Plan | None = None, local: Local | None = None,
-    dropout_seed: int | None = None,
-) -> ParallelModel:  # fmt: skip
-    """The handle of a model of plain PyTorch, every forward of which runs inside `sdpa`.
-
-    model: takes this rank's rows and calls PyTorch's attention functions on them. plan: of every forward, by default
-    the plan that `seqpar.parallel` gives when the forward begins. local: as in `sdpa`. dropout_seed: what the seeds of
-    all forwards derive from, equal on all ranks. Backward may run anywhere, also of checkpoints inside or around the
-    model. Parameters, buffers, hooks and the state dict stay as they are; a copy of the model is parallelized too.
-
-    The model is tried before its first forward with such arguments, before one with a batch or document twice or half
-    as long as those before, and before the 16th: some more forwards without gradients, which leave it as it was.
-
-    Raises: TypeError for a plan that is none; as `sdpa`, from the forward; RuntimeError there if neither a plan was
-    given nor one surrounds it; NotImplementedError for a model that mixes rows outside its attention, here by what its
-    modules and configs say and by `seqpar.train.check_model`, and in the forward by what it did when it was tried.
-    """
-    if not isinstance(plan, (Plan, type(None))):
-        raise TypeError(
-            f"parallelize({type(model).__name__}, sdpa=True, plan={plan!r:.200}): expected the Plan of every forward; "
-            "give a Plan, or none and enter seqpar.parallel(plan, comm) around each forward"
-        )
-    if found := mixing(model):
-        raise _refused(model, found)
-    check_model(model)
-    refuse_twice(model)
-    handle = ParallelModel(model, comm)
-    handle.put_around(model, _Forward(comm, plan, local, dropout_seed))
-    return handle
-
-
-class _Forward:
-    """What goes around a model's forward: `sdpa`, with a seed for every forward."""
-
-    def __init__(self, comm: Comm, plan: Plan | None, local: Local | None, seed: int | None) -> None:
-        self.comm, self.plan, self.local, self.seed, self.count = comm, plan, local, seed, 0
-
-    def __call__(self, model: nn.Module, forward: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
-        if under_way() and (self.plan is None or self.seed is not None):
-            raise NotImplementedError(
-                "a checkpoint around a parallelized model would lose the plan that surrounds it and the number of its "
-                "forward; checkpoint parts inside the model, or give parallelize its plan and no dropout_seed"
-            )
-        plan = self._surrounding() if self.plan is None else self.plan
-        error = None
-        if not under_trial():
-            error = self._try(model, forward, plan, args, kwargs)
-        seed = None if self.seed is None else derived_seed(self.seed, self.count)
-        self.count += not under_trial()
-        with Rerouting(plan, self.comm, self.local, seed, tries=False):
-            out = forward(*args, **kwargs)
-        if error is not None:
-            _warn_untried(model, error)
-        return out
-
-    @uncompiled
-    def _try(self, model: nn.Module, forward: Any, plan: Plan, args: Any, kwargs: Any) -> str | None:
-        """Raise NotImplementedError on every rank if the rows of the model do not follow; why that is not known."""
-        call = Call(model, plan, self.comm, way_of(args, kwargs, model.training))
-        if not call.is_due():
-            return None
-        verdict = call.try_(forward, args, kwargs, partial(sdpa, plan, self.comm, local=self.local))
-        if call.together:
-            verdict = call.of_all(verdict)
-            if verdict.reason:
-                raise call.refusal(verdict.reason)
-        if verdict.reason:
-            raise_on_all_ranks("sdpa", self.comm, call.refusal(verdict.reason))
-        if (verdict.saw or call.left_to_others()) and not verdict.error:
-            call.settle()
-        return verdict.error or None
-
-    def _surrounding(self) -> Plan:
-        found = surrounding()
-        if found.comm is not self.comm:
-            raise ValueError("the plan that surrounds this forward is for another comm than its model's")
-        return found.plan
-
-
 def _attends(operator: str) -> bool:
     """Whether an operator is attention by its name, and not this package's own."""
     return not operator.startswith("seqpar.") and ("attention" in operator or "attn" in operator)
@@ -439,11 +358,13 @@ def _entering(frame: FrameType | None) -> FrameType | None:
     return frame
 
 
-def _refused(model: nn.Module, found: list[str]) -> NotImplementedError:
-    return NotImplementedError(f"{type(model).__name__} cannot be computed on several ranks: {', and '.join(found)}")
+def refused(model: nn.Module, reasons: list[str]) -> NotImplementedError:
+    """The error of a model that cannot be computed row by row."""
+    return NotImplementedError(f"{type(model).__name__} cannot be computed on several ranks: {', and '.join(reasons)}")
 
 
-def _warn_untried(model: nn.Module, error: str) -> None:
+def warn_untried(model: nn.Module, error: str) -> None:
+    """Warn of a model whose trial failed."""
     warnings.warn(
         f"it is not known whether {type(model).__name__} mixes rows outside its attention, as trying it with its rows "
         f"in another order failed: {error}",

@@ -1,4 +1,4 @@
-"""What the modules of a model say that speaks against computing it row by row."""
+"""What the modules and configs of a model say that speaks against computing it row by row, before it is tried."""
 
 from __future__ import annotations
 
@@ -15,16 +15,16 @@ OVER_TOKENS = (
 
 def mixing(model: nn.Module) -> list[str]:
     """Why a model whose attention is PyTorch's cannot be computed row by row, as far as classes and configs say it."""
-    found = []
+    reasons = []
     names = [f"{name or 'the model'} ({type(m).__name__})" for name, m in model.named_modules() if _over_tokens(m)]
     if names:
-        found.append(f"it has modules that see other tokens: {', '.join(names)}")
-    found += dropping(model) + renorming(model)
+        reasons.append(f"it has modules that see other tokens: {', '.join(names)}")
+    reasons += dropping(model) + renorming(model)
     for inner in _of_transformers(model):
-        from seqpar.integrations.hf.fit import carries
+        from seqpar.integrations.hf.config import config_refusals
 
-        found += [reason for reason in carries(inner) if reason not in found]
-    return found
+        reasons += [reason for reason in config_refusals(inner) if reason not in reasons]
+    return reasons
 
 
 def _over_tokens(module: nn.Module) -> bool:
@@ -55,4 +55,4 @@ def _of_transformers(model: nn.Module) -> list[Any]:
         return []
     if isinstance(model, base):
         return [model]
-    return [found for child in model.children() for found in _of_transformers(child)]
+    return [inner for child in model.children() for inner in _of_transformers(child)]

@@ -1,0 +1,172 @@
+"""When a model is tried, and by which ranks.
+
+A model is tried when a comm first sees it called in some way, and again when a batch or a document is twice as long as
+any before or half as long, as something may depend on the longest position, or on how many rows there are. What shows
+only after some steps is for another time: the 16th such call.
+
+Where ranks meet in the forward of a model, in FSDP's gathers or DDP's buffers, each of them must run it as often. So
+whether such a model is tried, and how often it is run, follows from what all of them know: whether it is in training,
+and the plan, if no others than its ranks meet; arguments, which may differ between ranks, do not decide.
+"""
+
+from __future__ import annotations
+
+import sys
+import weakref
+from collections.abc import Callable, Hashable, Mapping
+from contextlib import AbstractContextManager, ExitStack
+from types import FrameType
+from typing import Any, NamedTuple
+
+import torch.distributed as dist
+from torch import Tensor, nn
+
+from seqpar.comm import Comm
+from seqpar.integrations.probe.compare import Verdict
+from seqpar.integrations.probe.rows import Positions
+from seqpar.integrations.probe.stand_ins import Deterministic, awakened
+from seqpar.integrations.probe.trial import READINGS, try_model
+from seqpar.plan import Plan
+
+AGAIN = 16  # the call at which a model that was found right is tried once more
+KEPT = 64  # ways of calling a model that are kept, oldest first
+Sizes = frozenset[tuple[str, int]]  # of batches and documents, in powers of 2
+
+
+class CallHistory(NamedTuple):
+    """What is known of a way of calling a model: the sizes with which it was found right, and how often it came."""
+
+    sizes: Sizes = frozenset()
+    calls: int = 0
+
+
+_histories: weakref.WeakKeyDictionary[Comm, weakref.WeakKeyDictionary[nn.Module, dict[Hashable, CallHistory]]]
+_histories = weakref.WeakKeyDictionary()
+_together: weakref.WeakSet[nn.Module] = weakref.WeakSet()  # models in whose forward ranks have been found to meet
+
+
+class ModelCall:
+    """A call of a model that is to be tried, unless one like it has been. key: how the model is called."""
+
+    def __init__(self, model: nn.Module, plan: Plan, comm: Comm, key: Hashable) -> None:
+        self.model, self.plan, self.comm, self.key = model, plan, comm, key
+        self.longest = plan.memo("longest", lambda: int(plan.mask.lengths.max(initial=0)))
+        sizes = {"batch": plan.mask.tokens, "document": self.longest}
+        self.sizes: Sizes = frozenset((what, max(0, n - 1).bit_length()) for what, n in sizes.items())
+        self.known = _histories.setdefault(comm, weakref.WeakKeyDictionary()).setdefault(model, {})
+        if model not in _together and self.is_new() and ranks_meet(model):
+            _together.add(model)
+        self.together = model in _together
+        self.once = self.together and comm.size != dist.get_world_size()
+        if self.together:
+            self.key = model.training
+        if self.once:  # ranks of other comms, which have other plans, may be in the same forward
+            self.sizes = frozenset({("any", 0)})
+
+    def is_new(self) -> bool:
+        """Whether none like it has been tried."""
+        return not self.sizes <= self.known.get(self.key, CallHistory()).sizes
+
+    def is_due(self) -> bool:
+        """Whether it is to be tried; counts the calls of a kind that was found right."""
+        if self.is_new():
+            return True
+        history = self.known[self.key]
+        self.known[self.key] = history = history._replace(calls=history.calls + 1)
+        return history.calls == AGAIN
+
+    def try_(
+        self, run: Callable[..., Any], args: Any, kwargs: Any, block: Callable[[], AbstractContextManager[Any]]
+    ) -> Verdict:
+        """What runs of it show. block: reroutes attention. A collective if ranks meet in the model's forward."""
+        plan, rank = self.plan, self.comm.rank
+        own, every = plan.rope_positions(rank), plan.positions(rank)
+        positions = [Positions(own, self.longest - 1), Positions(every, plan.mask.tokens - 1)]
+
+        # what is asleep in a shard is that rank's affair, and who fails with others would run again alone
+        awake = {} if self.together else awakened(self.model)
+
+        def replacing() -> AbstractContextManager[Any]:
+            stack = ExitStack()
+            stack.enter_context(Deterministic(awake))
+            stack.enter_context(block())
+            return stack
+
+        if not self.together:
+            verdict = try_model(self.model, run, args, kwargs, positions, replacing)
+            if verdict.error and awake:
+                awake.clear()
+                verdict = try_model(self.model, run, args, kwargs, positions, replacing)
+            return verdict
+        if self.once:
+            self.settle()
+        readings = 1 if self.once else READINGS
+        return try_model(
+            self.model, run, args, kwargs, positions, replacing, gather=self._gather, readings=readings, alone=False
+        )
+
+    def of_all(self, verdict: Verdict) -> Verdict:
+        """What all ranks found, the same on each. A collective."""
+        verdicts = self._gather(verdict)
+        reason = next((other.reason for other in verdicts if other.reason), "")
+        error = next((other.error for other in verdicts if other.error), "")
+        return Verdict(reason, error, any(other.saw for other in verdicts))
+
+    def _gather(self, value: Any) -> list[Any]:
+        return self.comm.gather(f"sdpa: whether {type(self.model).__name__} mixes rows", value)
+
+    def left_to_others(self) -> bool:
+        """Whether this rank has too few rows to show anything, and another one has enough."""
+        rows = [self.plan.rows(rank) for rank in range(self.plan.ranks)]
+        return rows[self.comm.rank] < 2 <= max(rows)
+
+    def settle(self) -> None:
+        """Remember a call that was found right."""
+        before = self.known.pop(self.key, CallHistory(calls=1))
+        self.known[self.key] = before._replace(sizes=before.sizes | self.sizes)
+        if len(self.known) > KEPT:
+            del self.known[next(iter(self.known))]
+
+    def refusal(self, reason: str) -> NotImplementedError:
+        """The error of a model that cannot be computed row by row."""
+        return NotImplementedError(f"{type(self.model).__name__} cannot be computed on several ranks: {reason}")
+
+
+def ranks_meet(model: nn.Module) -> bool:
+    """Whether ranks meet in the forward of a model: in a wrapper of PyTorch's, or because its parameters are shards."""
+    if not (dist.is_available() and dist.is_initialized()):
+        return False
+    fsdp: Any = sys.modules.get("torch.distributed.fsdp")
+    kinds: tuple[Any, ...] = (nn.parallel.DistributedDataParallel, nn.SyncBatchNorm)
+    if fsdp is not None:
+        kinds += fsdp.FSDPModule, fsdp.FullyShardedDataParallel
+    tensor: Any = sys.modules.get("torch.distributed.tensor")
+    sharded = tensor is not None and any(isinstance(x, tensor.DTensor) for x in model.parameters())
+    return sharded or any(isinstance(module, kinds) for module in model.modules())
+
+
+def way_of(args: tuple[Any, ...], kwargs: Mapping[str, Any], training: bool) -> Hashable:
+    """How a model is called: the names and kinds of its arguments."""
+    return tuple(map(_kind, args)), tuple((n, _kind(x)) for n, x in sorted(kwargs.items()) if x is not None), training
+
+
+def _kind(x: Any) -> Hashable:
+    if isinstance(x, Tensor):
+        return x.dim(), x.dtype
+    return x if x is None or isinstance(x, (bool, str)) else type(x)
+
+
+def outermost(below: FrameType | None) -> tuple[nn.Module, tuple[Any, ...], dict[str, Any]] | None:
+    """The call of a module that this thread is in and that is in no other, among those made from a frame on."""
+    frame: FrameType | None = sys._getframe(1)
+    call = None
+    while frame is not None and frame is not below:
+        if frame.f_code is _CALL:
+            call = frame
+        frame = frame.f_back
+    if call is None:
+        return None
+    return tuple(call.f_locals[name] for name in ("self", "args", "kwargs"))  # type: ignore[return-value]
+
+
+_CALL = nn.Module._wrapped_call_impl.__code__

@@ -1,0 +1,131 @@
+"""Whether the rows of one run follow those of another: the verdict, and the first module where they do not."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator
+from typing import NamedTuple
+
+import torch
+from torch import Tensor, nn
+
+from seqpar.integrations.probe.record import Event, Record
+from seqpar.integrations.probe.rows import Sample, real
+from seqpar.integrations.probe.saved_state import Buffers
+
+CLOSE = {torch.float64: 1e-6, torch.float32: 1e-4}
+ROUGH = 0.05
+_LOW = {torch.bfloat16, torch.float16}
+
+
+class Verdict(NamedTuple):
+    """What runs showed.
+
+    reason: why the model is refused, or "". error: why that is not known, or "". saw: whether rows were other ones.
+    """
+
+    reason: str = ""
+    error: str = ""
+    saw: bool = True
+
+
+def compare(
+    first: Record, second: Record, *, error: Exception | None = None, rough: bool, how: str, fault: str
+) -> Verdict:
+    """The verdict on two runs.
+
+    error: of the second. rough: whether products are. how: what the second run was like. fault: what is said of tensors
+    that are other ones.
+    """
+    # what is cast back to single precision is rough too
+    rough = rough or any(x.dtype in _LOW for event in first.events for sample in event.samples for x in sample.values())
+    last, fewer, judged = first.events[-1], second.fewer, list(zip(first.judged(), second.judged()))
+    as_often = error is None and len(first.judged()) == len(second.judged())
+    if as_often and all(_follows(a, b, rough, fewer=fewer) for a, b in judged):
+        return Verdict()
+    for a, b in _pairs(first.events, second.events):
+        if not _follows(a, b, rough, way=None if a is last else first.events, fewer=fewer):
+            break
+    else:
+        why = f"it fails: {type(error).__name__}: {error}" if error else "it calls attention another time"
+        return Verdict(f"tried {how}, {why}")
+    stays = a.kind == "gets" and bool(a.unmoved) and all(_all_close(x, y, rough) for x, y in zip(a.unmoved, b.samples))
+    remedy = "; let it take positions as an argument, plan.rope_positions(rank)" if stays else ""
+    what = f"what {a.by} gives to {a.name}" if a.kind == "gets" else f"what {a.name} {a.kind}"
+    return Verdict(f"tried {how}, {what} {fault}{remedy}")
+
+
+def unlike(one: Buffers, other: Buffers) -> set[tuple[nn.Module, str]]:
+    """The buffers in which two runs have left something else."""
+    both = one.keys() & other.keys()
+    apart = {at for at in both if not _close(_flat(one[at]), _flat(other[at]), rough=False)}
+    return (one.keys() ^ other.keys()) | apart
+
+
+def is_rough(model: nn.Module, tensors: Iterable[Tensor]) -> bool:
+    """Whether equal rows may be computed apart by more than single precision rounds."""
+    kinds = {x.device.type for x in tensors} | {p.device.type for p in model.parameters()}
+    return (
+        any(torch.is_autocast_enabled(kind) for kind in kinds)
+        or any(x.dtype in _LOW for x in (*model.parameters(), *tensors))
+        or torch.get_float32_matmul_precision() != "highest"
+    )
+
+
+def _pairs(first: list[Event], second: list[Event]) -> Iterator[tuple[Event, Event]]:
+    """Events of both runs, call by call; experts, for example, that get no rows are not called."""
+    waiting: dict[tuple[str, str], list[Event]] = {}
+    for event in reversed(second):
+        waiting.setdefault(event[:2], []).append(event)
+    for event in first:
+        if waiting.get(event[:2]):
+            yield event, waiting[event[:2]].pop()
+
+
+def _follows(a: Event, b: Event, rough: bool, *, way: list[Event] | None = None, fewer: bool = False) -> bool:
+    """Whether the tensors of an event are those of the rows that lie in their places.
+
+    way: the events of the run, for one that does not decide; tensors without rows then matter only where a module that
+    got rows returns none. fewer: whether what has rows in one run alone is none, as sizes are equal by accident.
+    """
+    if len(a.samples) != len(b.samples):
+        return False
+    pairs = list(zip(a.samples, b.samples))
+    if way is not None and (a.kind != "returns" or _has_rows(a) or not _got_rows(a, way)):
+        pairs = [(x, y) for x, y in pairs if -1 not in x]
+    if fewer:
+        pairs = [(x, y) for x, y in pairs if x.keys() & y.keys()]
+    return all(
+        any(_close(x[dim], y[dim], rough) for dim in x.keys() & y.keys()) or (-1 in x and x[-1].numel() == 1)
+        for x, y in pairs
+    )
+
+
+def _has_rows(event: Event) -> bool:
+    return any(-1 not in x for x in event.samples)
+
+
+def _got_rows(event: Event, way: list[Event]) -> bool:
+    """Whether the module of what is returned got rows in its last call before."""
+    earlier = way[: next(i for i, other in enumerate(way) if other is event)]
+    calls = [other for other in earlier if other[:2] == ("gets", event.name)]
+    return bool(calls) and _has_rows(calls[-1])
+
+
+def _all_close(x: Sample, y: Sample, rough: bool) -> bool:
+    return x.keys() == y.keys() and all(_close(x[dim], y[dim], rough) for dim in x)
+
+
+def _close(a: Tensor, b: Tensor, rough: bool) -> bool:
+    """Equal up to rounding, row by row; where products are rough, which may send a row to other experts, most rows."""
+    if a.shape != b.shape:
+        return False
+    bound = ROUGH if rough else CLOSE.get(a.dtype, ROUGH if a.is_floating_point() else 0.0)
+    a, b = a.double(), b.double()
+    apart = (a - b).abs().masked_fill((a == b) | (a.isnan() & b.isnan()), 0.0).nan_to_num(torch.inf, posinf=torch.inf)
+    scale = a.masked_fill(~a.isfinite(), 0.0).abs().max().clamp(min=1e-30)
+    worst = apart.amax(1) / scale
+    return bool((worst.median() if bound == ROUGH else worst.max()) <= bound)
+
+
+def _flat(x: Tensor) -> Tensor:
+    return real(x).reshape(1, -1)

@@ -1,0 +1,131 @@
+"""What is seen in a run of a model that is tried: what its modules get and return, and what its attention attends over.
+
+Modules nest, so that what one gets comes from another, the one that is being computed (``by``):
+
+    Decoder gets tokens      by the model
+      Layer gets x             by Decoder
+        ... attends over q, k, v
+      Layer returns y
+    Decoder returns y        ...     the result of the whole model is by `RESULT`
+"""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Iterable, Iterator
+from contextlib import ExitStack, contextmanager
+from functools import partial
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor, nn
+
+from seqpar.integrations.probe.nested import leaves
+from seqpar.integrations.probe.rows import FewerRows, Sample, ShuffledRows
+from seqpar.integrations.probe.saved_state import Buffers
+
+RESULT = "result"
+
+
+class Event(NamedTuple):
+    """What a module gets, and from which one (``by``), or returns, or what it attends over: a sample of each tensor.
+
+    unmoved: samples of the first run at the very places of the second, equal to its samples where something stays.
+    """
+
+    kind: str
+    name: str
+    by: str
+    samples: list[Sample]
+    unmoved: list[Sample]
+
+
+class Record:
+    """What was seen in one run, in order; nothing where no rows are compared.
+
+    changed: buffers that the run has changed. failure: what went wrong in looking on, which ends no run, as other ranks
+    may be in the same one.
+    """
+
+    def __init__(self, model: nn.Module, rows: ShuffledRows | FewerRows | None, *, second: bool) -> None:
+        self.model, self.rows, self.second, self.failure = model, rows, second, ""
+        self.fewer = isinstance(rows, FewerRows)
+        self.changed: Buffers = {}
+        self.events: list[Event] = []
+        self._modules: list[str] = []  # that are being computed
+
+    def note(self, kind: str, name: str, tensors: Iterable[Any], by: str = "") -> None:
+        """Note tensors, of which some are rows."""
+        if self.rows is None or self.failure:
+            return
+        try:
+            with torch._C.DisableTorchFunction(), torch.no_grad():
+                self.events.append(self._event(self.rows, kind, name, tensors, by))
+        except Exception as error:
+            self.failure = f"{type(error).__name__}: {error}"
+
+    def _event(self, rows: ShuffledRows | FewerRows, kind: str, name: str, tensors: Iterable[Any], by: str) -> Event:
+        plain = [x for x in tensors if type(x) in (Tensor, nn.Parameter) and x.layout is torch.strided and x.numel()]
+        samples = [rows.sample(x, second=self.second) for x in plain]
+        unmoved = [] if self.second else [rows.sample(x, second=True) for x in plain]
+        return Event(kind, name, by, samples, unmoved)
+
+    def note_attention(self, *tensors: Tensor) -> None:
+        """Note queries, keys and values."""
+        self.note("attends over", self._current(), tensors)
+
+    def note_result(self, out: Any) -> None:
+        """Note what the model returns."""
+        self.note("returns", named("", self.model), leaves(out), RESULT)
+
+    @contextmanager
+    def hooked(self) -> Iterator[None]:
+        """Note what the modules of the model get and return."""
+        with ExitStack() as hooks:
+            for name, module in self.model.named_modules():
+                if name and not isinstance(module, torch.jit.ScriptModule):
+                    full = named(name, module)
+                    gets = module.register_forward_pre_hook(partial(self._gets, full), with_kwargs=True)
+                    hooks.callback(gets.remove)
+                    hooks.callback(module.register_forward_hook(partial(self._returns, full)).remove)
+            yield
+
+    def _current(self) -> str:
+        return self._modules[-1] if self._modules else named("", self.model)
+
+    def _gets(self, name: str, _: nn.Module, args: Any, kwargs: Any) -> None:
+        if under_trial() is self:  # other threads may share the model
+            self.note("gets", name, leaves((args, kwargs)), self._current())
+            self._modules.append(name)
+
+    def _returns(self, name: str, _: nn.Module, args: Any, out: Any) -> None:
+        if under_trial() is self:
+            self._modules.pop()
+            self.note("returns", name, leaves(out))
+
+    def judged(self) -> list[Event]:
+        """The events that decide whether rows follow; all others only tell where it begins."""
+        return [event for event in self.events if event.kind == "attends over" or event.by == RESULT]
+
+
+_threads = threading.local()
+
+
+def under_trial() -> Record | None:
+    """The run that this thread is in, if it is in one."""
+    return getattr(_threads, "record", None)
+
+
+@contextmanager
+def recording(record: Record) -> Iterator[None]:
+    """This thread is in that run, until the block ends."""
+    _threads.record = record
+    try:
+        yield
+    finally:
+        _threads.record = None
+
+
+def named(name: str, module: nn.Module) -> str:
+    """A module as messages call it."""
+    return f"{name} ({type(module).__name__})" if name else type(module).__name__

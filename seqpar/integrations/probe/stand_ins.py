@@ -1,0 +1,97 @@
+"""What takes another's place in runs of a model that is tried: of attention, of weights that hide, of what is drawn.
+
+    attention        a function of each row, (sum(q) + sum(k)) / sqrt(D) + v: not q . k, in which equal rotations cancel
+    weights near 0   drawn ones: gates, adapters and tables of positions hide what a model does before a first step
+    random numbers   always the same one; dropout drops nothing
+
+By a mode, for this thread's calls alone: the model is not touched.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+from torch.overrides import TorchFunctionMode
+from torch.utils._pytree import tree_map
+
+from seqpar.integrations.probe.record import under_trial
+from seqpar.plan import Plan
+
+ASLEEP = 1e-3  # the largest element of a parameter that may hide what is done with it
+
+
+def stand_in(q: Tensor, k: Tensor, v: Tensor, plan: Plan) -> Tensor:
+    """What takes the place of attention, [T, H, D_v]: a function of each row of q, k and v alone, which are noted."""
+    k, v = (x.repeat_interleave(q.shape[1] // max(1, x.shape[1]), 1) for x in (k, v))
+    if plan.mask.tokens == plan.mask.kv_tokens and plan.kv_layout is plan.layout:
+        out = (q.sum(-1, keepdim=True) + k.sum(-1, keepdim=True)) * q.shape[-1] ** -0.5 + v
+    else:  # keys are other rows
+        out, k, v = q.sum(-1, keepdim=True).expand(-1, -1, v.shape[-1]), k[:0], v[:0]
+    if (record := under_trial()) is not None:
+        record.note_attention(q, k, v)
+    return out
+
+
+class Deterministic(TorchFunctionMode):
+    """A mode in which nothing is drawn: dropout drops nothing, and random numbers are all alike.
+
+    awake: by their ids, what takes the place of parameters.
+    """
+
+    def __init__(self, awake: Mapping[int, Tensor]) -> None:
+        super().__init__()
+        self.awake = awake
+
+    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        kwargs = kwargs or {}
+        if self.awake:
+            args, kwargs = (tree_map(self._substitute, value) for value in (args, kwargs))
+        if func in _DROPOUTS:
+            return kwargs["input"] if "input" in kwargs else args[0]
+        out = func(*args, **kwargs)
+        return out.fill_(_RANDOM[func]) if func in _RANDOM and isinstance(out, Tensor) else out
+
+    def _substitute(self, x: Any) -> Any:
+        return self.awake.get(id(x), x) if isinstance(x, nn.Parameter) else x
+
+
+def awakened(model: nn.Module) -> dict[int, Tensor]:
+    """Random weights by the ids of the parameters whose place they take: of those that are nearly zero.
+
+    Biases of PyTorch's own modules are nobody's gates, and stay.
+    """
+    weights: dict[int, Tensor] = {}
+    generator = torch.Generator().manual_seed(0)
+    for module in model.modules():
+        for name, p in module._parameters.items():
+            bias = name.endswith("bias") and type(module).__module__.startswith("torch.nn.")
+            if p is None or id(p) in weights or bias or not _is_asleep(p):
+                continue
+            drawn = torch.rand(p.shape, generator=generator)
+            # vectors may be of what must be positive, sums over rows of a matrix are to stay as large as its input
+            drawn = (drawn * 2 - 1) * p.shape[-1] ** -0.5 if p.dim() > 1 else drawn / 2 + 0.5
+            weights[id(p)] = drawn.to(p)
+    return weights
+
+
+def _is_asleep(p: nn.Parameter) -> bool:
+    """Whether a parameter is nearly zero, and may be drawn."""
+    plain = type(p) is nn.Parameter and type(p.data) is Tensor and p.layout is torch.strided
+    if not plain or p.is_meta or not p.numel() or not p.is_floating_point() or p.dtype.itemsize < 2:
+        return False
+    return bool(torch.linalg.vector_norm(p.detach(), torch.inf) <= ASLEEP)
+
+
+_DROPOUTS = {
+    F.dropout, F.dropout1d, F.dropout2d, F.dropout3d, F.alpha_dropout, F.feature_alpha_dropout, torch.dropout,
+    torch.dropout_, torch.alpha_dropout, torch.feature_dropout,
+}  # fmt: skip
+_RANDOM: dict[Any, float] = {
+    torch.rand: 0.5, torch.rand_like: 0.5, Tensor.uniform_: 0.5, Tensor.random_: 0, torch.randint: 0,
+    torch.randint_like: 0, torch.randn: 0.0, torch.randn_like: 0.0, torch.normal: 0.0, Tensor.normal_: 0.0,
+    torch.bernoulli: 1, Tensor.bernoulli: 1, Tensor.bernoulli_: 1, Tensor.exponential_: 1.0,
+}  # fmt: skip

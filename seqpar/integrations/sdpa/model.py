@@ -1,0 +1,102 @@
+"""`parallelize` of a model of plain PyTorch: every forward inside `sdpa`, and tried before the first ones."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from functools import partial
+from typing import Any
+
+from torch import nn
+
+from seqpar.comm import Comm
+from seqpar.integrations.probe.calls import ModelCall, way_of
+from seqpar.integrations.probe.inspection import mixing
+from seqpar.integrations.probe.record import under_trial
+from seqpar.integrations.sdpa.reroute import Local, Rerouting, refused, sdpa, warn_untried
+from seqpar.nn.wrap import ParallelModel, refuse_twice
+from seqpar.ops.attention.recompute import under_way
+from seqpar.ops.core.agreement import raise_on_all_ranks
+from seqpar.ops.core.handles import uncompiled
+from seqpar.parallel import derived_seed, surrounding
+from seqpar.plan import Plan
+from seqpar.train import check_model
+
+
+def parallelize(
+    model: nn.Module, comm: Comm, *, plan: Plan | None = None, local: Local | None = None,
+    dropout_seed: int | None = None,
+) -> ParallelModel:  # fmt: skip
+    """The handle of a model of plain PyTorch, every forward of which runs inside `sdpa`.
+
+    model: takes this rank's rows and calls PyTorch's attention functions on them. plan: of every forward, by default
+    the plan that `seqpar.parallel` gives when the forward begins. local: as in `sdpa`. dropout_seed: what the seeds of
+    all forwards derive from, equal on all ranks. Backward may run anywhere, also of checkpoints inside or around the
+    model. Parameters, buffers, hooks and the state dict stay as they are; a copy of the model is parallelized too.
+
+    The model is tried before its first forward with such arguments, before one with a batch or document twice or half
+    as long as those before, and before the 16th: some more forwards without gradients, which leave it as it was.
+
+    Raises: TypeError for a plan that is none; as `sdpa`, from the forward; RuntimeError there if neither a plan was
+    given nor one surrounds it; NotImplementedError for a model that mixes rows outside its attention, here by what its
+    modules and configs say and by `seqpar.train.check_model`, and in the forward by what it did when it was tried.
+    """
+    if not isinstance(plan, (Plan, type(None))):
+        raise TypeError(
+            f"parallelize({type(model).__name__}, sdpa=True, plan={plan!r:.200}): expected the Plan of every forward; "
+            "give a Plan, or none and enter seqpar.parallel(plan, comm) around each forward"
+        )
+    if found := mixing(model):
+        raise refused(model, found)
+    check_model(model)
+    refuse_twice(model)
+    handle = ParallelModel(model, comm)
+    handle.put_around(model, _Forward(comm, plan, local, dropout_seed))
+    return handle
+
+
+class _Forward:
+    """What goes around a model's forward: `sdpa`, with a seed for every forward."""
+
+    def __init__(self, comm: Comm, plan: Plan | None, local: Local | None, seed: int | None) -> None:
+        self.comm, self.plan, self.local, self.seed, self.count = comm, plan, local, seed, 0
+
+    def __call__(self, model: nn.Module, forward: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
+        if under_way() and (self.plan is None or self.seed is not None):
+            raise NotImplementedError(
+                "a checkpoint around a parallelized model would lose the plan that surrounds it and the number of its "
+                "forward; checkpoint parts inside the model, or give parallelize its plan and no dropout_seed"
+            )
+        plan = self._surrounding() if self.plan is None else self.plan
+        error = None
+        if not under_trial():
+            error = self._try(model, forward, plan, args, kwargs)
+        seed = None if self.seed is None else derived_seed(self.seed, self.count)
+        self.count += not under_trial()
+        with Rerouting(plan, self.comm, self.local, seed, tries=False):
+            out = forward(*args, **kwargs)
+        if error is not None:
+            warn_untried(model, error)
+        return out
+
+    @uncompiled
+    def _try(self, model: nn.Module, forward: Any, plan: Plan, args: Any, kwargs: Any) -> str | None:
+        """Raise NotImplementedError on every rank if the rows of the model do not follow; why that is not known."""
+        call = ModelCall(model, plan, self.comm, way_of(args, kwargs, model.training))
+        if not call.is_due():
+            return None
+        verdict = call.try_(forward, args, kwargs, partial(sdpa, plan, self.comm, local=self.local))
+        if call.together:
+            verdict = call.of_all(verdict)
+            if verdict.reason:
+                raise call.refusal(verdict.reason)
+        if verdict.reason:
+            raise_on_all_ranks("sdpa", self.comm, call.refusal(verdict.reason))
+        if (verdict.saw or call.left_to_others()) and not verdict.error:
+            call.settle()
+        return verdict.error or None
+
+    def _surrounding(self) -> Plan:
+        found = surrounding()
+        if found.comm is not self.comm:
+            raise ValueError("the plan that surrounds this forward is for another comm than its model's")
+        return found.plan
