@@ -1,4 +1,4 @@
-"""What comms between processes share: which ranks they are of, how they count, and how ranks agree by messages."""
+"""What comms share: which ranks they are of and how they count; between processes also how ranks agree by messages."""
 
 from __future__ import annotations
 
@@ -23,7 +23,6 @@ class Channel(Protocol):
 
     rank: int
     size: int
-    owner: Owner
 
     @property
     def cause(self) -> tuple[int, str] | None:
@@ -37,6 +36,12 @@ class Channel(Protocol):
     def error(self, doing: str) -> PeerError:
         """The error of a rank that was `doing` something when it found the group dead."""
         ...
+
+
+class ProcessChannel(Channel, Protocol):
+    """A channel of processes."""
+
+    owner: Owner
 
 
 # what a rank begins a collective with
@@ -71,11 +76,12 @@ class _First(NamedTuple):
 
 
 C = TypeVar("C", bound=Channel)
-M = TypeVar("M", bound="CommBase[Any]")
+P = TypeVar("P", bound=ProcessChannel)
+B = TypeVar("B", bound="CommBase[Any]")
 
 
 class CommBase(Generic[C]):
-    """Some ranks of a group, renumbered. A comm adds how bytes move: `exchange`, `empty` and `_post_control`."""
+    """Some ranks of a group, renumbered. A comm adds how bytes move, and how ranks agree."""
 
     direct = False
 
@@ -83,7 +89,6 @@ class CommBase(Generic[C]):
         self, channel: C, scope: tuple[int, ...], stats: Stats, counters: dict[object, Any], check_every: str
     ) -> None:
         self._channel, self._scope, self._counters, self.check_every = channel, scope, counters, check_every
-        self._scope_id = hash63(scope) if scope else 0
         self._ranks: Sequence[int] = scope or range(channel.size)  # this comm's rank -> the group's
         self.rank, self.size, self.stats = self._ranks.index(channel.rank), len(self._ranks), stats
         self.agreed: dict[int, tuple[str, Mapping[str, object]]] = counters.setdefault(("agreed", scope), {})
@@ -92,7 +97,7 @@ class CommBase(Generic[C]):
     def _in_group(self, tensors: Mapping[int, list[Tensor]]) -> dict[int, list[Tensor]]:
         return {self._ranks[peer]: several for peer, several in tensors.items()}
 
-    def sub(self: M, ranks: Sequence[int]) -> M:
+    def sub(self: B, ranks: Sequence[int]) -> B:
         """The same connection seen by some of the ranks, renumbered."""
         ranks = subset(self.rank, self.size, ranks)
         view = type(self).__new__(type(self))
@@ -101,8 +106,7 @@ class CommBase(Generic[C]):
         return view
 
     def check(self) -> None:
-        """Raise PeerError if this rank knows that the group is dead, and in a fork of its process."""
-        self._channel.owner.check()
+        """Raise PeerError if this rank knows that the group is dead."""
         if self._channel.cause is not None:
             raise self._channel.error("cannot go on")
 
@@ -117,6 +121,25 @@ class CommBase(Generic[C]):
     def _next(self, kind: str) -> int:
         # kept by scope, so that a sub made twice goes on counting
         return int(next(self._counters.setdefault((kind, self._scope), itertools.count())))
+
+    def empty(self, shape: Sequence[int], dtype: torch.dtype, device: torch.device) -> Tensor:
+        """Uninitialised memory of this process."""
+        return torch.empty(tuple(shape), dtype=dtype, device=device)
+
+
+class ProcessComm(CommBase[P]):
+    """Ranks that are processes, and agree by messages. A comm adds `exchange` and `_post_control`."""
+
+    def _join(
+        self, channel: P, scope: tuple[int, ...], stats: Stats, counters: dict[object, Any], check_every: str
+    ) -> None:
+        super()._join(channel, scope, stats, counters, check_every)
+        self._scope_id = hash63(scope) if scope else 0
+
+    def check(self) -> None:
+        """Raise PeerError if this rank knows that the group is dead, and in a fork of its process."""
+        self._channel.owner.check()
+        super().check()
 
     @enters
     def agree(self, what: str, facts: Mapping[str, object], error: Exception | None = None) -> None:
@@ -180,10 +203,6 @@ class CommBase(Generic[C]):
         found[self.rank] = own
         self._post_control({p: [own] for p in peers}, {p: [found[p]] for p in peers}, tag).wait()
         return found
-
-    def empty(self, shape: Sequence[int], dtype: torch.dtype, device: torch.device) -> Tensor:
-        """Uninitialised memory of this process."""
-        return torch.empty(tuple(shape), dtype=dtype, device=device)
 
     def _post_control(self, sends: Mapping[int, list[Tensor]], recvs: Mapping[int, list[Tensor]], tag: Tag) -> Work:
         """An exchange of CPU tensors that the stats do not count; peers are this comm's ranks."""

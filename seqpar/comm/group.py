@@ -33,7 +33,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from seqpar.comm.arguments import check_arguments, check_descriptors
-from seqpar.comm.base import CommBase, process_group, waited
+from seqpar.comm.base import ProcessComm, process_group, waited
 from seqpar.comm.failure import Monitor, RootCause
 from seqpar.comm.header import HEADER_BYTES, WARMING, CallNames, Header, describe, hash63, packed, unpacked
 from seqpar.comm.interrupt import Interrupt
@@ -344,7 +344,7 @@ class _NcclWork:
                 self._channel.fail(f"dropped the work of {self._name} without waiting for it")
 
 
-class GroupComm(CommBase[GroupChannel]):
+class GroupComm(ProcessComm[GroupChannel]):
     """The ranks of a process group. See `Comm` for the methods and the module for how it works.
 
     group: a `ProcessGroup`, a 1-D `DeviceMesh` (of a larger mesh: ``mesh["cp"]``), or None for the default group.

@@ -38,9 +38,9 @@ import torch
 from torch import Tensor
 
 from seqpar.comm.arguments import check_timeout
-from seqpar.comm.base import Done
-from seqpar.comm.entry import ThreadEntry, enters
-from seqpar.comm.protocol import NO_FACTS, Claim, PeerError, Stats, Tag, Work, checked_side, raise_first, rounds, subset
+from seqpar.comm.base import CommBase, Done
+from seqpar.comm.entry import enters
+from seqpar.comm.protocol import NO_FACTS, Claim, PeerError, Stats, Tag, Work, checked_side, raise_first, rounds
 
 log = logging.getLogger("seqpar.comm")
 
@@ -136,10 +136,14 @@ class _World:
                 for wakeup in self.wakeups:
                     wakeup.notify_all()
 
+    def error(self, rank: int, doing: str) -> PeerError:
+        """The error of a rank that was `doing` something when it found the world dead."""
+        assert self.failure is not None
+        return PeerError.quoting(rank, doing, *self.failure)
+
     def give_up(self, rank: int, doing: str) -> NoReturn:
         """Raise the error of a rank that cannot go on because a root cause stands."""
-        assert self.failure is not None
-        raise PeerError.quoting(rank, doing, *self.failure)
+        raise self.error(rank, doing)
 
     def post(self, entries: Sequence[_Round]) -> None:
         """Append the rounds of one exchange to their rank's queue and move what can move."""
@@ -409,17 +413,35 @@ class _LocalWork:
             self._world.fail(self._progress.rank, f"dropped the work of {self._progress.name} without waiting for it")
 
 
-class LocalComm:
+class _LocalChannel:
+    """One rank's end of a world."""
+
+    def __init__(self, world: _World, rank: int) -> None:
+        self.world, self.rank, self.size = world, rank, world.size
+
+    @property
+    def cause(self) -> tuple[int, str] | None:
+        """The (rank, reason) for which the world is dead."""
+        return self.world.failure
+
+    def fail(self, reason: str) -> None:
+        """Make this rank's reason the root cause unless one stands."""
+        self.world.fail(self.rank, reason)
+
+    def error(self, doing: str) -> PeerError:
+        """The error of this rank, which was `doing` something when it found the world dead."""
+        return self.world.error(self.rank, doing)
+
+
+class LocalComm(CommBase[_LocalChannel]):
     """A rank that is a thread, or the only rank there is. See `Comm` for the methods and the module for the rules.
 
     `LocalComm()` is one rank by itself; `LocalComm.world(size)` makes the ranks of a world. A sub shares its parent's
     `stats`, whose `sent_to` counts by the parent's ranks.
     """
 
-    check_every = "call"
-
     def __init__(self) -> None:
-        self._join(_World(1, 60.0, 0.0, direct=True), (), 0, Stats(), {})
+        self._join(_LocalChannel(_World(1, 60.0, 0.0, direct=True), 0), (), Stats(), {}, "call")
 
     @classmethod
     def world(cls, size: int, *, timeout: float = 60.0, delay: float = 0.0, direct: bool = True) -> list[LocalComm]:
@@ -434,16 +456,14 @@ class LocalComm:
         world = _World(size, timeout, delay, direct=direct)
         comms = [cls.__new__(cls) for _ in range(size)]
         for rank, comm in enumerate(comms):
-            comm._join(world, (), rank, Stats(), {})
+            comm._join(_LocalChannel(world, rank), (), Stats(), {}, "call")
         return comms
 
-    def _join(self, world: _World, scope: Scope, me: int, stats: Stats, counters: dict[object, Any]) -> None:
-        self._world, self._scope, self._me, self._counters = world, scope, me, counters
-        self.direct = world.direct
-        self._ranks: Sequence[int] = scope or range(world.size)  # this comm's rank -> world rank
-        self.rank, self.size, self.stats = self._ranks.index(me), len(self._ranks), stats
-        self.agreed: dict[int, tuple[str, Mapping[str, object]]] = counters.setdefault(("agreed", scope), {})
-        self.entry: ThreadEntry = counters.setdefault("entry", ThreadEntry())
+    def _join(
+        self, channel: _LocalChannel, scope: Scope, stats: Stats, counters: dict[object, Any], check_every: str
+    ) -> None:
+        super()._join(channel, scope, stats, counters, check_every)
+        self._world, self.direct = channel.world, channel.world.direct
 
     def exchange(
         self, sends: Mapping[int, Sequence[Tensor]], recvs: Mapping[int, Sequence[Tensor]], *, tag: Tag
@@ -458,21 +478,21 @@ class LocalComm:
             for tensor in _all(recvs):
                 if tensor.is_floating_point():
                     tensor.fill_(torch.nan)
-        self.stats.count(self._global(sends), self._global(recvs))
+        self.stats.count(self._in_group(sends), self._in_group(recvs))
         outgoing = rounds(self.rank, self.size, sends, sending=True)
         incoming = rounds(self.rank, self.size, recvs, sending=False)
         keys = sorted(outgoing.keys() | incoming.keys())
-        stream = _stream(itertools.chain(_all(sends), _all(recvs)))
+        me, stream = self._channel.rank, _stream(itertools.chain(_all(sends), _all(recvs)))
         ready = None if stream is None else stream.record_event()
-        progress = _RoundsLeft(self._me, str(tag), len(keys), stream, ready)
+        progress = _RoundsLeft(me, str(tag), len(keys), stream, ready)
         work = _LocalWork(self._world, progress, self.stats)
         now = time.monotonic()
         entries = [
             _Round(
-                self._me,
+                me,
                 (self._scope, tag, key),
-                self._global(outgoing.get(key, {})),
-                self._global(incoming.get(key, {})),
+                self._in_group(outgoing.get(key, {})),
+                self._in_group(incoming.get(key, {})),
                 progress,
                 now,
             )
@@ -481,41 +501,9 @@ class LocalComm:
         self._world.post(entries)
         return work
 
-    def _global(self, tensors: Mapping[int, list[Tensor]]) -> dict[int, list[Tensor]]:
-        return {self._ranks[peer]: several for peer, several in tensors.items()}
-
-    def empty(self, shape: Sequence[int], dtype: torch.dtype, device: torch.device) -> Tensor:
-        """Uninitialised memory of this process."""
-        return torch.empty(tuple(shape), dtype=dtype, device=device)
-
-    def sub(self, ranks: Sequence[int]) -> LocalComm:
-        """The same queues seen by some of the ranks, renumbered."""
-        view = LocalComm.__new__(LocalComm)
-        view._join(
-            self._world,
-            tuple(self._ranks[r] for r in subset(self.rank, self.size, ranks)),
-            self._me,
-            self.stats,
-            self._counters,
-        )
-        return view
-
     def warm_up(self, peers: Sequence[int]) -> None:
         """Nothing: threads need no connection."""
         return None
-
-    def check(self) -> None:
-        """Raise PeerError if any rank has failed."""
-        if self._world.failure is not None:
-            self._world.give_up(self._me, "cannot go on")
-
-    def next_call(self) -> int:
-        """The number of the verb that starts now."""
-        return self._next("call")
-
-    def _next(self, kind: str) -> int:
-        # kept by scope, so that a sub made twice goes on counting
-        return int(next(self._counters.setdefault((kind, self._scope), itertools.count())))
 
     @enters
     def agree(self, what: str, facts: Mapping[str, object], error: Exception | None = None) -> None:
@@ -537,8 +525,4 @@ class LocalComm:
     def _together(self, kind: str, what: str, claim: Any) -> list[Any]:
         """Every rank's claim, by rank."""
         key = self._scope, self._next("agree")
-        return self._world.agree(self._me, self._ranks, key, claim, kind=kind, what=what)
-
-    def abort(self, reason: str) -> None:
-        """Make this rank's reason the root cause unless one stands, and wake every rank with it."""
-        self._world.fail(self._me, reason)
+        return self._world.agree(self._channel.rank, self._ranks, key, claim, kind=kind, what=what)

@@ -36,7 +36,7 @@ from torch import Tensor
 
 from seqpar import native
 from seqpar.comm.arguments import check_arguments, check_descriptors, check_pool
-from seqpar.comm.base import CommBase, Done, process_group, waited
+from seqpar.comm.base import Done, ProcessComm, process_group, waited
 from seqpar.comm.failure import RootCause
 from seqpar.comm.header import CallNames, Header, describe
 from seqpar.comm.owner import Owner
@@ -306,7 +306,7 @@ class _ShmWork:
             self._channel.fail(f"dropped the work of {self._progress.name} without waiting for it")
 
 
-class ShmComm(CommBase[ShmChannel]):
+class ShmComm(ProcessComm[ShmChannel]):
     """Ranks that are processes of one machine, for CPU tensors. See `Comm` for the methods.
 
     group: a `ProcessGroup`, a 1-D `DeviceMesh` (of a larger mesh: ``mesh["cp"]``), or None for the default group; of it
