@@ -131,6 +131,12 @@ class Mask(Fact):
         """The bounds of all queries, as spans of rows on which they are linear."""
         return self._spans
 
+    @property
+    def spans_are_documents(self) -> bool:
+        """Whether each document is one span, as under causal and full masks."""
+        starts = self.offsets[:-1]
+        return self.memo("spans are documents", lambda: np.array_equal(self._spans.start, starts))
+
     def bounds(self, positions: ArrayLike) -> tuple[Ints, Ints]:
         """``lo, hi`` int64 of the queries at these global positions; a pad row, position -1, gets an empty interval.
 
@@ -254,8 +260,7 @@ def _inside(spans: Spans, offsets: Ints, kv_offsets: Ints) -> bool:
 def _picked_spans(mask: Mask, documents: Ints) -> Spans:
     """The spans of some documents, cut at their borders and moved to where they lie in the packed choice."""
     s = mask.spans
-    whole = s.start.size == len(mask.lengths) and (s.start == mask.offsets[:-1]).all()
-    if whole and (s.lo < s.hi).all():  # a span for each document, and none that sees nothing
+    if mask.spans_are_documents and (s.lo < s.hi).all():  # none sees nothing
         rows, keys = (edges(lengths[documents])[:-1] for lengths in (mask.lengths, mask.kv_lengths))
         shift = keys - mask.kv_offsets[documents]
         return Spans(rows, s.lo[documents] + shift, s.hi[documents] + shift, s.lo_step[documents], s.hi_step[documents])

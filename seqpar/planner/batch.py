@@ -40,7 +40,10 @@ SMALL = 1 << 11  # ranks times documents up to which placing costs little
 NESTS_OF_FEW = [
     Nest(*counts) for counts in ((2, 6, 4, 12), (1, 6, 4, 3), (1, 4, 4, 3), (1, 0, 2, 3), (3, 3, 0, 12), (1, 3, 0, 3))
 ]
-NESTS_OF_MANY = [Nest(*counts) for counts in ((2, 6, 0, 6), (1, 6, 0, 3), (2, 2, 0, 3), (3, 2, 0, 3))]
+NESTS_OF_MANY = [
+    Nest(*counts) for counts in ((2, 8, 4, 3), (1, 8, 4, 3), (2, 6, 0, 6), (1, 6, 0, 3), (2, 2, 0, 3), (3, 2, 0, 3))
+]
+NEAR = 200  # one part in so many above the mean of all ranks: no plan is better by more
 STAGE_BYTES = (8 << 20, 32 << 20, 128 << 20)  # bytes of the keys of a stage
 
 
@@ -201,7 +204,7 @@ def choose(layers: Layers, w: Weights, ranks: int, *, node: int, room: Ints) -> 
     """
     mask = layers[0][0]
     total = document_ticks(layers, w)
-    every = layers_in(layers)
+    every, documents = layers_in(layers), len(mask.lengths)
     stage = every * (w.forward.stage + w.backward.stage)
     batch = Documents(
         mask.lengths, total, w.row + w.label + every * w.query, every * w.key, every * w.query, TYPICAL_STAGES * stage
@@ -209,7 +212,11 @@ def choose(layers: Layers, w: Weights, ranks: int, *, node: int, room: Ints) -> 
     even = np.minimum(room, mask.tokens // ranks + 1)
     rooms = [even] if (even == room).all() else [even, room]  # rows to spare must not make a plan worse
     single = not all(each.within_documents for each, _ in layers)
-    documents = len(mask.lengths)
+    cheap = node >= ranks and 64 * ranks * batch.stages < int(total.sum())
+    if 1 < ranks <= FEW and documents >= 8 * ranks and cheap and not single:
+        near = _near_the_bound(layers, w, batch, ranks, node=node, room=even)
+        if near is not None:
+            return near
     # what is not computing may matter more than how evenly ranks compute
     thorough = documents < max(8 * ranks, SMALL // ranks + 1) or batch.key * 32 > batch.row
     few = ranks <= FEW and ranks * documents <= SMALL
@@ -218,20 +225,34 @@ def choose(layers: Layers, w: Weights, ranks: int, *, node: int, room: Ints) -> 
         knobs = candidates_of_few(ranks, math.gcd(ranks, node), documents, 4 * attention // int(total.sum()))
     else:
         knobs = candidates(ranks, node, documents, thorough=thorough, single=single)
-    # many whole documents, and what they leave filled: others can be better by next to nothing, unless a cut costs much
-    cheap = node >= ranks and 64 * ranks * batch.stages < int(total.sum())
-    many = ranks <= FEW and documents >= 8 * ranks and cheap and not single
-    enough = int(total.sum()) // ranks * 1001 // 1000 if many else 0
-    knobs = [ALONE] * many + knobs
-    placed = [
-        pair for space in rooms for pair in zip(knobs, placements(batch, ranks, room=space, knobs=knobs, enough=enough))
-    ]
+    placed = [pair for space in rooms for pair in zip(knobs, placements(batch, ranks, room=space, knobs=knobs))]
     # such a mask takes one width for all documents
     placed = [(k, p) for k, p in placed if not single or p.widths.min() == p.widths.max()]
     chosen = list({id(p): p for _, p in placed}.values()) if few else shortlist(placed, thorough=thorough)
-    if few and 1 < ranks <= node and not single and len(placed) > 1 < documents:
+    if few and 1 < ranks <= node and not single and documents > 1:
         chosen += nested(batch, ranks, room=even, nests=NESTS_OF_FEW if documents < 4 * ranks else NESTS_OF_MANY)
     return _decided(_counted(layers, chosen, ranks, node), w, node, all_rivals=few)
+
+
+def _near_the_bound(
+    layers: Layers, w: Weights, batch: Documents, ranks: int, *, node: int, room: Ints
+) -> Decision | None:
+    """A plan of many documents that others can beat by next to nothing, if there is one that is found at once.
+
+    Whole documents, and what they leave filled, if no document has more attention than a rank's share; else a nest, if
+    exchanges alone do not take too long.
+    """
+    attention, mean = batch.ticks - batch.row * batch.lengths, int(batch.ticks.sum()) // ranks
+    if int(attention.max()) * ranks <= int(attention.sum()):
+        placed = placements(batch, ranks, room=room, knobs=[ALONE])
+        if placed[0].level * 1000 > mean * 1001:
+            return None
+        return _decided(_counted(layers, placed, ranks, node), w, node, all_rivals=True)
+    if layers_in(layers) * 4 * w.inside.latency * NEAR > mean:
+        return None
+    placed = nested(batch, ranks, room=room, nests=NESTS_OF_MANY[: 2 if ranks * batch.lengths.size <= SMALL else 1])
+    nest = _decided(_counted(layers, placed, ranks, node), w, node, all_rivals=True)
+    return nest if int(nest.ticks.total.max()) * NEAR <= mean * (NEAR + 1) else None
 
 
 def _decided(found: list[Candidate], w: Weights, node: int, *, all_rivals: bool) -> Decision:

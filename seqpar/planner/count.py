@@ -36,12 +36,17 @@ def areas(mask: Mask) -> Ints:
 
 
 def _areas(mask: Mask) -> Ints:
+    if mask.spans_are_documents:
+        s, n = mask.spans, mask.lengths
+        return n * (s.hi - s.lo) + (s.hi_step - s.lo_step) * (n * (n - 1) // 2)
     runs, document = whole_runs(mask)
     return summed(document, area_of(mask, runs), mask.lengths.size)
 
 
 def _stretches(mask: Mask) -> Ints:
     """Stretches of each document on which its bounds are linear."""
+    if mask.spans_are_documents:
+        return np.ones_like(mask.lengths)
     return mask.memo("stretches", lambda: np.bincount(interval_of(breaks_of(mask), mask.offsets[:-1])))
 
 

@@ -87,11 +87,8 @@ def place(batch: Documents, ranks: int, *, room: Ints, knobs: Knobs) -> Placemen
     return placements(batch, ranks, room=room, knobs=[knobs])[0]
 
 
-def placements(batch: Documents, ranks: int, *, room: Ints, knobs: Sequence[Knobs], enough: int = 0) -> list[Placement]:
-    """The placement of each of the knobs' values; such as come to the same are made once and are one object.
-
-    enough: the level at which the first one will do, and no other is made.
-    """
+def placements(batch: Documents, ranks: int, *, room: Ints, knobs: Sequence[Knobs]) -> list[Placement]:
+    """The placement of each of the knobs' values; such as come to the same are made once and are one object."""
     order = batch.lengths.argsort(kind="stable")
     so_far = batch.lengths[order].cumsum()
     parts: dict[tuple[int, int, int], _Parts] = {}
@@ -115,8 +112,6 @@ def placements(batch: Documents, ranks: int, *, room: Ints, knobs: Sequence[Knob
             if not part.long.size and not board.crowded:
                 made[borders] = made[key]
         found.append(made[key])
-        if len(found) == 1 and found[0].level <= enough:
-            break
     return found
 
 
@@ -453,22 +448,24 @@ def least_loaded(lengths: Ints, extra: Ints, load: list[int], left: list[int]) -
     extra: what it adds to the load. left: rows of the ranks; what documents take is subtracted.
     """
     ranks = len(load)  # of a heap of load * ranks + rank: one number is compared faster than two
-    heap = [each * ranks + rank for rank, each in enumerate(load) if left[rank] > 0]
+    heap = [ticks * ranks + rank for rank, ticks in enumerate(load) if left[rank] > 0]
     heapify(heap)
     full: list[tuple[int, int]] = []  # ranks without the rows for the last document: -left, and as in the heap
     chosen = []
-    for length, more in zip(lengths.tolist(), extra.tolist(), strict=True):
+    # beyond int64, perhaps
+    for length, more in zip(lengths.tolist(), [ranks * more for more in extra.tolist()], strict=True):
         while full and -full[0][0] >= length:
             heappush(heap, heappop(full)[1])
-        rank = -1
-        while heap:
+        while heap and left[heap[0] % ranks] < length:
             rank = heap[0] % ranks
-            if left[rank] >= length:
-                heapreplace(heap, heap[0] + more * ranks)
-                left[rank] -= length
-                break
             heappush(full, (-left[rank], heappop(heap)))
-            rank = -1
+        if not heap:
+            chosen.append(-1)
+            continue
+        least = heap[0]
+        rank = least % ranks
+        heapreplace(heap, least + more)
+        left[rank] -= length
         chosen.append(rank)
     return np.array(chosen, np.int64)
 
