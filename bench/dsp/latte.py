@@ -138,7 +138,7 @@ class Ready:
         costs = self.plan.costs
         grid = [f"{costs.groups}x{costs.core}, {costs.held} held:"] if costs.core > 1 else []
         parts = ("" if c.parts == 1 else f"/{c.parts}" for c in self.plan.choices)
-        ways = (f"{c.layout or 'whole'}:{c.mode}{n}" for c, n in zip(self.plan.choices, parts, strict=True))
+        ways = (f"{c.sharding or 'whole'}:{c.mode}{n}" for c, n in zip(self.plan.choices, parts, strict=True))
         return " ".join([*grid, *ways])
 
 

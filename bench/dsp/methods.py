@@ -117,9 +117,9 @@ def planned(
     """The output in the plan's last layout, and that."""
     sharded = None
     for stage, choice, w in zip(plan.stages, plan.choices, weights, strict=True):
-        (x,) = move([x], space, [FORM], sharded, choice.layout)
-        sharded = choice.layout
-        axes, held = stage.name, choice.layout
+        (x,) = move([x], space, [FORM], sharded, choice.sharding)
+        sharded = choice.sharding
+        axes, held = stage.name, choice.sharding
         attention = partial(attend, axes=axes)
         if choice.mode == "ulysses":
             attention = partial(by_heads, axes=axes, space=space, held=held)
@@ -183,7 +183,11 @@ def megatron_seconds(model: Model, costs: Costs, element: int) -> float:
     total = 0.0
     for stage in model.stages(dict(costs.dims), element):
         heads = -(-model.heads // costs.ranks) / model.heads
-        total += 4 * wire.seconds(stage.bytes) + costs._linear(stage) / costs.ranks + heads * costs._attention(stage)
+        total += (
+            4 * wire.seconds(stage.bytes)
+            + costs.linear_seconds(stage) / costs.ranks
+            + heads * costs.attention_seconds(stage)
+        )
     return total
 
 
@@ -229,7 +233,7 @@ def measured(
             row["loss"] = loss
     for name, plan in plans.items():
         if name in found:
-            found[name]["layouts"] = " ".join(f"{c.layout or 'whole'}:{c.mode}" for c in plan.choices)
+            found[name]["layouts"] = " ".join(f"{c.sharding or 'whole'}:{c.mode}" for c in plan.choices)
     return found | {name: found["dsp"] for name in same if name in methods}
 
 

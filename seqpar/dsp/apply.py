@@ -247,7 +247,7 @@ class Parallelized(ParallelModel):
             with agreement("planning of stages", self.comm) as call:
                 for stage, choice, after in zip(stages, plan.choices, afters, strict=True):
                     if choice.parts != 1:  # or an error that says which it cannot be run in
-                        plan.costs.through(stage, 0.0, choice.before, choice.layout, after, choice.parts)
+                        plan.costs.through(stage, 0.0, choice.before, choice.sharding, after, choice.parts)
                 choices = [tuple(choice) for choice in plan.choices]
                 call.facts = {"grid": (plan.costs.core, plan.costs.held), "choices": choices, "end": plan.end}
             self.plans[shape] = plan

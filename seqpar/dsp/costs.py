@@ -1,6 +1,6 @@
-"""What a stage of a model is to the planner, and what a move between layouts and a stage under a layout cost.
+"""What a stage of a model is to the planner, and what a move between shardings and a stage under a sharding cost.
 
-A layout is the name of the dimension that is sharded, or None where every rank has all. Sizes are global: bytes and
+A sharding is the name of the dimension that is sharded, or None where every rank has all. Sizes are global: bytes and
 operations of all ranks together, of which a rank has the share of its elements. The slowest rank counts:
 
     keep      nothing
@@ -11,10 +11,10 @@ operations of all ranks together, of which a rank has the share of its elements.
     ulysses   queries, keys, values and the output are switched to heads and back, 2 exchanges
     ring      keys and values go round, ranks - 1 exchanges, of which attention hides as much as the hardware can; and
               fetched rows and the steps cost what they cost a kernel
-    copies    layout None: every rank does all the work
+    copies    sharding None: every rank does all the work
     parts     of a stage that comes from elsewhere and goes on elsewhere: one is computed while others move
 
-On a grid (`seqpar.dsp.grid`), groups of `core` neighbours hold shares of one dimension throughout, and a layout says
+On a grid (`seqpar.dsp.grid`), groups of `core` neighbours hold shares of one dimension throughout, and a sharding says
 what the ranks across groups shard. These move it among themselves as above. A stage that mixes what is held has its
 attention shared inside the groups, and nothing else that it mixes is sharded.
 
@@ -47,10 +47,11 @@ class Stage:
     way in, and again on the way out. flops, attention: operations of a forward, in linear layers and in attended pairs.
     memory: bytes kept for backward. heads, kv_heads: of an attention over `whole` that ranks can share by heads, and if
     `ring` also in a ring; 0: they cannot. filled: only where every rank has a share. qkv: bytes of its queries, and of
-    its keys and values together. rest: layouts that what stands before the stage allows, or None where nothing does, so
+    its keys and values together. rest: shardings that the code before the stage allows, or None without such code, so
     that any will do. rest_filled: only those in which every rank has a share; so at the end, if this is the last stage.
+    apart: dimensions along which the stage can be run in parts, as none of its rows looks at others along them.
 
-    Raises: ValueError for figures that are none.
+    Raises: ValueError for a figure below 0, heads without key heads, and an empty rest.
     """
 
     name: str
@@ -69,7 +70,7 @@ class Stage:
     rest_filled: bool = False
 
     def __post_init__(self) -> None:
-        """Take any collection for a set, and raise ValueError for what no stage has."""
+        """Take any collection for a set, and check the figures."""
         object.__setattr__(self, "whole", frozenset([self.whole] if isinstance(self.whole, str) else self.whole))
         object.__setattr__(self, "qkv", tuple(self.qkv))
         object.__setattr__(self, "apart", frozenset([self.apart] if isinstance(self.apart, str) else self.apart))
@@ -81,23 +82,23 @@ class Stage:
 
 
 class StageChoice(NamedTuple):
-    """Of one stage: the layout that its input has before (its rest), the layout inside, how and in how many parts."""
+    """How one stage is run: what is sharded before it (in its rest) and inside, in which mode, in how many parts."""
 
     before: Sharding
-    layout: Sharding
+    sharding: Sharding
     mode: str
     parts: int = 1
 
 
 class MoveCost(NamedTuple):
-    """Seconds of a change of layout: of any one, and of each global byte; or arrays of these, of several ones."""
+    """Seconds of a change of sharding, fixed ones and those of a global byte; or arrays of both, of several changes."""
 
     fixed: Any
-    each: Any
+    per_byte: Any
 
     def seconds(self, size: float) -> Any:
-        """Of tensors of so many global bytes."""
-        return self.fixed + self.each * size if size else 0.0 * self.fixed  # of an array: as many
+        """Seconds for tensors of so many global bytes."""
+        return self.fixed + self.per_byte * size if size else 0.0 * self.fixed  # of an array: as many
 
 
 @dataclass(frozen=True)
@@ -106,7 +107,7 @@ class Costs:
 
     core, held: the size of the groups of a grid, and the dimension that they hold; 1 and None: there is none.
 
-    Raises: ValueError for a grid that is none.
+    Raises: ValueError for groups that do not divide the ranks, or hold fewer elements than they have ranks.
     """
 
     dims: Mapping[str, int]
@@ -125,77 +126,77 @@ class Costs:
 
     @property
     def groups(self) -> int:
-        """How many there are: the ranks that move layouts among themselves."""
+        """The number of groups, and so of the ranks that move tensors among themselves."""
         return self.ranks // self.core
 
     @cached_property
-    def layouts(self) -> tuple[Sharding, ...]:
-        """All layouts: a dimension of one element too, which one rank then has."""
+    def shardings(self) -> tuple[Sharding, ...]:
+        """All that there may be: a dimension of one element too, which one rank then has."""
         return (*self.dims, None)
 
     @cached_property
-    def parts(self) -> dict[Sharding, np.ndarray]:
-        """Each rank's share under every layout, of 1."""
+    def fractions(self) -> dict[Sharding, np.ndarray]:
+        """Each rank's share under every sharding, of 1."""
         held = [1] if self.held is None else shares(self.dims[self.held], self.core)
-        mine = np.array(held) / sum(held)
-        found = {None: np.tile(mine, self.groups)}
+        of_group = np.array(held) / sum(held)
+        fractions: dict[Sharding, np.ndarray] = {None: np.tile(of_group, self.groups)}
         for dim, size in self.dims.items():
             if dim == self.held:
                 split = np.array([shares(n, self.groups) for n in held])
-                found[dim] = split.T.reshape(-1) / size
+                fractions[dim] = split.T.reshape(-1) / size
             else:
-                found[dim] = np.outer(shares(size, self.groups), mine).reshape(-1) / size
-        return found
+                fractions[dim] = np.outer(shares(size, self.groups), of_group).reshape(-1) / size
+        return fractions
 
     @cached_property
     def largest(self) -> dict[Sharding, float]:
         """The largest share of any rank."""
         held = 1 if self.held is None else self.dims[self.held]
         own = -(-held // self.core)
-        found: dict[Sharding, float] = {None: own / held}
+        largest: dict[Sharding, float] = {None: own / held}
         for dim, size in self.dims.items():
-            mine = own if dim == self.held else size
-            found[dim] = -(-mine // self.groups) / size * (1.0 if dim == self.held else own / held)
-        return found
+            split = own if dim == self.held else size
+            largest[dim] = -(-split // self.groups) / size * (1.0 if dim == self.held else own / held)
+        return largest
 
     @cached_property
     def filled(self) -> frozenset[Sharding]:
         """Layouts in which every rank has a share."""
-        return frozenset(layout for layout, parts in self.parts.items() if parts.all())
+        return frozenset(sharding for sharding, parts in self.fractions.items() if parts.all())
 
     def wire(self, inside: bool) -> MoveCost:
-        """Of one exchange inside the groups, or across them: nodes are full, and both networks work at once."""
+        """What one exchange costs inside the groups, or across them: nodes are full, and both networks work at once."""
         machine, ranks = self.hardware, self.core if inside else self.groups
         node = machine.node if inside else max(1, machine.node // self.core)
         if ranks <= node:
             return MoveCost(machine.inside.latency, 1 / machine.inside.bandwidth)
         near = (node - 1) / (ranks - 1)
-        each = max(near / machine.inside.bandwidth, (1 - near) / machine.across.bandwidth)
-        return MoveCost(max(machine.inside.latency, machine.across.latency), each)
+        per_byte = max(near / machine.inside.bandwidth, (1 - near) / machine.across.bandwidth)
+        return MoveCost(max(machine.inside.latency, machine.across.latency), per_byte)
 
     @cached_property
     def wires(self) -> tuple[MoveCost, MoveCost]:
-        """Across groups, and inside them."""
+        """What one exchange costs across groups, and inside them."""
         return self.wire(False), self.wire(True)
 
     @cached_property
     def moves(self) -> dict[tuple[Sharding, Sharding], MoveCost]:
-        """Of every pair of layouts."""
-        own, a = self.parts[None], np.stack([self.parts[dim] for dim in self.dims] or [self.parts[None]])
+        """What the change from one sharding to another costs, for every pair."""
+        own, a = self.fractions[None], np.stack([self.fractions[dim] for dim in self.dims] or [self.fractions[None]])
         switches = _busiest(a[:, None], a, own).max(-1)
         gathers = np.maximum((self.groups - 1) * a, own - a).max(-1)
-        found = {(at, at): MoveCost(0.0, 0.0) for at in self.layouts}
+        moves = {(at, at): MoveCost(0.0, 0.0) for at in self.shardings}
         for n, src in enumerate(self.dims):
-            found[None, src] = MoveCost(0.0, 0.0)
+            moves[None, src] = MoveCost(0.0, 0.0)
             parts = {**dict(zip(self.dims, switches[n], strict=True)), None: gathers[n]}
             for dst, part in parts.items():
                 if src != dst:
-                    found[src, dst] = self.exchange(float(part), 1) if self.groups > 1 else MoveCost(0.0, 0.0)
-        return found
+                    moves[src, dst] = self.exchange(float(part), 1) if self.groups > 1 else MoveCost(0.0, 0.0)
+        return moves
 
     def sent(self, src: Sharding, dst: Sharding) -> np.ndarray:
         """What each rank sends, or receives if that is more, of each global byte."""
-        a, b, own = (self.parts[layout] for layout in (src, dst, None))
+        a, b, own = (self.fractions[sharding] for sharding in (src, dst, None))
         if src == dst or src is None:
             return np.zeros(self.ranks)
         if dst is None:
@@ -204,29 +205,29 @@ class Costs:
 
     def gathered(self) -> np.ndarray:
         """What each rank sends, or receives if that is more, of each global byte, where groups gather at the end."""
-        return np.maximum((self.core - 1) * self.parts[None], 1 - self.parts[None])
+        return np.maximum((self.core - 1) * self.fractions[None], 1 - self.fractions[None])
 
     @cached_property
     def gather(self) -> MoveCost:
-        """Of what the groups hold, at the end."""
+        """What it costs to gather what the groups hold, at the end."""
         return self.exchange(float(self.gathered().max()), 1, inside=True) if self.core > 1 else MoveCost(0.0, 0.0)
 
     def exchange(self, part: float, times: float, *, inside: bool = False) -> MoveCost:
-        """Of so many exchanges that together take a part of every global byte, there and back in training."""
-        both, wire = 2 if self.training else 1, self.wires[inside]
-        return MoveCost(both * times * wire.fixed, both * part * wire.each)
+        """What so many exchanges cost that together take a part of every global byte, with backward in training."""
+        passes, wire = 2 if self.training else 1, self.wires[inside]
+        return MoveCost(passes * times * wire.fixed, passes * part * wire.per_byte)
 
-    def modes(self, stage: Stage, layout: Sharding) -> dict[str, float]:
-        """Seconds of a stage in each way that it can be run where a layout comes in; none where it cannot."""
-        part, inside = self.largest[layout], self.held in stage.whole
-        attention = self._attention(stage)
-        linear, beside = part * self._linear(stage), part * attention
-        if not inside and layout not in stage.whole:
-            return {"copies" if layout is None else "local": linear + beside}
+    def modes(self, stage: Stage, sharding: Sharding) -> dict[str, float]:
+        """Seconds of a stage in each way that it can be run where a sharding comes in; none where it cannot."""
+        part, inside = self.largest[sharding], self.held in stage.whole
+        attention = self.attention_seconds(stage)
+        linear, beside = part * self.linear_seconds(stage), part * attention
+        if not inside and sharding not in stage.whole:
+            return {"copies" if sharding is None else "local": linear + beside}
         ranks = self.core if inside else self.groups
-        if not stage.heads or (inside and layout in stage.whole):
+        if not stage.heads or (inside and sharding in stage.whole):
             return {}
-        if stage.filled and layout is not None and not inside and self.dims[layout] < ranks:
+        if stage.filled and sharding is not None and not inside and self.dims[sharding] < ranks:
             return {}
         # of everything, what the ranks that share have together
         common = part / self.largest[None] if inside else self.largest[None]
@@ -236,10 +237,10 @@ class Costs:
         heads = common * -(-stage.heads // ranks) / stage.heads * attention
         if ranks == 1:
             to_heads = 0.0
-        found = {"ulysses": linear + heads + to_heads}
-        return found | (
-            {"ring": linear + self._ring(stage, ranks, beside, common, inside=inside)} if stage.ring else {}
-        )
+        seconds = {"ulysses": linear + heads + to_heads}
+        if stage.ring:
+            seconds["ring"] = linear + self._ring(stage, ranks, beside, common, inside=inside)
+        return seconds
 
     def _ring(self, stage: Stage, ranks: int, attention: float, common: float, *, inside: bool) -> float:
         """Seconds of an attention in a ring, of which a rank's part takes so long. common: what its ranks have of all.
@@ -249,66 +250,68 @@ class Costs:
         """
         if ranks == 1:
             return attention
-        again = 1.5 if self.training else 1
+        rounds = 1.5 if self.training else 1  # of exchanges forward and backward
         fetched = common * (1 - 1 / ranks)
-        around = self.exchange(again * fetched, again * (ranks - 1), inside=inside).seconds(stage.qkv[1])
-        attention += fetched * self._rows(stage, self.hardware.attention.key_pairs)
+        around = self.exchange(rounds * fetched, rounds * (ranks - 1), inside=inside).seconds(stage.qkv[1])
+        attention += fetched * self._pair_seconds(stage, self.hardware.attention.key_pairs)
         attention += (ranks - 1) * self.hardware.attention.stage * (2 if self.training else 1)
         return attention + max(around - attention, around * (1 - self.hardware.hidden))
 
     @cached_property
     def table(self) -> MoveCost:
-        """All moves, [from, to] in the order of the layouts."""
-        fixed, each = np.array([[self.moves[a, b] for b in self.layouts] for a in self.layouts]).transpose(2, 0, 1)
-        return MoveCost(fixed, each)
+        """All moves, [from, to] in the order of the shardings."""
+        pairs = [[self.moves[src, dst] for dst in self.shardings] for src in self.shardings]
+        return MoveCost(*np.array(pairs).transpose(2, 0, 1))
 
     def through(
-        self, stage: Stage, inside: float, before: Sharding, layout: Sharding, after: Sharding, parts: int
+        self, stage: Stage, inside: float, before: Sharding, sharding: Sharding, after: Sharding, parts: int
     ) -> float:
         """Seconds of a stage that takes so long inside, with the moves of what comes in and of what goes out.
 
         Raises: ValueError for parts that it cannot be run in.
         """
-        into, out = self.moves[before, layout], self.moves[layout, after]
+        into, out = self.moves[before, sharding], self.moves[sharding, after]
         if parts == 1:
             return into.seconds(stage.bytes) + inside + out.seconds(stage.bytes)
-        if type(parts) is not int or parts < 1 or not self.parted(stage, before, layout, after):
+        if type(parts) is not int or parts < 1 or not self.parted(stage, before, sharding, after):
             raise ValueError(
-                f"stage {stage.name} cannot be run in {parts} parts from {before!r} by {layout!r} to {after!r}: parts "
-                f"are of a dimension in apart, {sorted(stage.apart)}, and moved to another one"
+                f"stage {stage.name} cannot be run in {parts} parts from {before!r} by {sharding!r} to {after!r}: "
+                f"parts are of a dimension in apart, {sorted(stage.apart)}, and moved to another one"
             )
-        assert layout is not None
-        return float(self._overlapped(stage.bytes, into, inside, out, parts, self._largest_part(layout, parts)))
+        assert sharding is not None
+        return float(self._overlapped(stage.bytes, into, inside, out, parts, self._largest_part(sharding, parts)))
 
     def through_all(self, stage: Stage, inside: np.ndarray, parts: Sequence[int]) -> tuple[np.ndarray, np.ndarray]:
-        """The same for all layouts before, inside and after, and in how many of these parts: seconds, parts.
+        """The same for all shardings before, inside and after, and in how many of these parts: seconds, parts.
 
-        inside: seconds by layout, infinite where the stage cannot be run.
+        inside: seconds by sharding, infinite where the stage cannot be run.
         """
-        at, moves, size = self.layouts, self.table, stage.bytes
+        shardings, moves, size = self.shardings, self.table, stage.bytes
         into, out = MoveCost(*(x[:, :, None] for x in moves)), MoveCost(*(x[None] for x in moves))
         inside = inside[None, :, None]
         seconds = into.seconds(size) + inside + out.seconds(size)
         chosen = np.ones(seconds.shape, dtype=int)
-        apart = np.array([dim in stage.apart and dim != self.held for dim in at])
+        apart = np.array([dim in stage.apart and dim != self.held for dim in shardings])
         if apart.any():
-            other = ~np.eye(len(at), dtype=bool)
-            sharded = np.array([dim is not None for dim in at])
-            may = apart[None, :, None] & other[:, :, None] & (other & sharded)[None]
+            moved = ~np.eye(len(shardings), dtype=bool)
+            sharded = np.array([dim is not None for dim in shardings])
+            possible = apart[None, :, None] & moved[:, :, None] & (moved & sharded)[None]
             for count in parts:
                 if count > 1:
-                    part = np.array([self._largest_part(dim, count) if dim is not None else 1.0 for dim in at])
+                    part = np.array([self._largest_part(dim, count) if dim is not None else 1.0 for dim in shardings])
                     took = self._overlapped(size, into, inside, out, count, part[None, :, None])
-                    better = may & (took < seconds)
+                    better = possible & (took < seconds)
                     seconds[better], chosen[better] = took[better], count
         return seconds, chosen
 
-    def parted(self, stage: Stage, before: Sharding, layout: Sharding, after: Sharding) -> bool:
+    def parted(self, stage: Stage, before: Sharding, sharding: Sharding, after: Sharding) -> bool:
         """Whether a stage can be run in parts: of what all others have whole before and after."""
-        return layout in stage.apart and layout != self.held and layout not in (before, after) and after is not None
+        return (
+            sharding in stage.apart and sharding != self.held and sharding not in (before, after) and after is not None
+        )
 
-    def _largest_part(self, layout: str, parts: int) -> float:
-        return largest_part(self.dims[layout], self.groups, parts)
+    def _largest_part(self, sharding: str, parts: int) -> float:
+        return largest_part(self.dims[sharding], self.groups, parts)
 
     def _overlapped(self, size: float, into: MoveCost, inside: Any, out: MoveCost, parts: int, largest: Any) -> Any:
         """Seconds of a stage that is computed in parts while others come in and go out, over one link in order.
@@ -326,22 +329,23 @@ class Costs:
         there = _pipeline(comes / 2, inside / 3, goes / 2, largest)
         return shown + there + _pipeline(goes / 2, 2 * inside / 3, comes / 2, largest)
 
-    def memory(self, stage: Stage, layout: Sharding) -> float:
+    def memory(self, stage: Stage, sharding: Sharding) -> float:
         """Bytes that the fullest rank keeps for backward."""
-        return self.largest[layout] * stage.memory
+        return self.largest[sharding] * stage.memory
 
-    def _linear(self, stage: Stage) -> float:
+    def linear_seconds(self, stage: Stage) -> float:
+        """Seconds of a stage's linear layers, on one rank."""
         return stage.flops / self.hardware.linear_rate * (3 if self.training else 1)
 
-    def _attention(self, stage: Stage) -> float:
-        """Of its pairs, and of its rows."""
+    def attention_seconds(self, stage: Stage) -> float:
+        """Seconds of a stage's attention for its attended pairs, and for its rows."""
         pairs = math.prod(self.dims[dim] for dim in stage.whole)
-        return self._rows(stage, pairs + self.hardware.attention.query_pairs)
+        return self._pair_seconds(stage, pairs + self.hardware.attention.query_pairs)
 
-    def _rows(self, stage: Stage, pairs: float) -> float:
-        """Of so many pairs for every row, each of which takes what one of the stage's own does."""
-        rates, each = self.hardware.attention, stage.attention / math.prod(self.dims[dim] for dim in stage.whole)
-        return pairs * each * (1 / rates.rate + (BACKWARD / rates.backward_rate if self.training else 0.0))
+    def _pair_seconds(self, stage: Stage, pairs: float) -> float:
+        """Seconds of so many pairs for every row, each of which takes what one of the stage's own does."""
+        rates, per_pair = self.hardware.attention, stage.attention / math.prod(self.dims[dim] for dim in stage.whole)
+        return pairs * per_pair * (1 / rates.rate + (BACKWARD / rates.backward_rate if self.training else 0.0))
 
 
 def _pipeline(into: Any, inside: Any, out: Any, part: Any) -> Any:

@@ -1,7 +1,7 @@
 """The sharded dimension of every stage, chosen by dynamic programming over the stages in order.
 
-The state before a stage is the layout in which its input lies, one in which what stands there can work. A stage moves
-its tensors from there to the layout in which it is run, and on to where the next stage's input lies::
+The state before a stage is the sharding in which its input lies, one in which what stands there can work. A stage moves
+its tensors from there to the sharding in which it is run, and on to where the next stage's input lies::
 
     start -> [stage 0] -> rest -> [stage 1] -> rest -> ... -> end
 
@@ -31,9 +31,9 @@ from seqpar.planner import Hardware
 
 @dataclass(frozen=True)
 class StagePlan:
-    """How every stage is run, and what it takes.
+    """How every stage is run, and what that takes.
 
-    start, end: layouts that the model begins and ends in. seconds: modelled, of a step in training, else of a forward.
+    start, end: shardings that the model begins and ends in. seconds: as modelled, of a step in training or a forward.
     memory: bytes that the fullest rank keeps for backward. gathers: the groups of a grid gather what they hold at the
     end. The grid is that of the costs.
     """
@@ -48,29 +48,29 @@ class StagePlan:
     gathers: bool = False
 
     def moves(self) -> list[tuple[str, Sharding, Sharding, float]]:
-        """Changes of layout in order: before which stage, from, to, global bytes; but for what the groups gather."""
-        found, at, size = [], self.start, self.stages[0].bytes
+        """Changes of sharding in order: before which stage, from, to, global bytes; but for what the groups gather."""
+        moves, at, size = [], self.start, self.stages[0].bytes
         for stage, choice in zip(self.stages, self.choices, strict=True):
-            for src, dst, moved in ((at, choice.before, size), (choice.before, choice.layout, stage.bytes)):
+            for src, dst, moved in ((at, choice.before, size), (choice.before, choice.sharding, stage.bytes)):
                 if src != dst:
-                    found.append((stage.name, src, dst, moved))
-            at, size = choice.layout, stage.bytes
-        return found + ([("end", at, self.end, size)] if at != self.end else [])
+                    moves.append((stage.name, src, dst, moved))
+            at, size = choice.sharding, stage.bytes
+        return moves + ([("end", at, self.end, size)] if at != self.end else [])
 
     @property
     def afters(self) -> list[Sharding]:
-        """The layout in which each stage's output lies."""
+        """The sharding in which each stage's output lies."""
         return [*(choice.before for choice in self.choices[1:]), self.end]
 
     @property
     def exchanges(self) -> int:
         """Exchanges of a forward for changes of layout: switches, one for each part, and gathers."""
-        found = int(self.start not in (None, self.choices[0].before))
-        for (before, layout, _, parts), after in zip(self.choices, self.afters, strict=True):
-            if parts > 1 and layout is not None:  # or fewer, if there are no more elements
-                parts = len(sizes_of_parts(self.costs.dims[layout], self.costs.groups, parts))
-            found += parts * sum(src is not None and src != dst for src, dst in ((before, layout), (layout, after)))
-        return found + self.gathers
+        count = int(self.start not in (None, self.choices[0].before))
+        for (before, sharding, _, parts), after in zip(self.choices, self.afters, strict=True):
+            if parts > 1 and sharding is not None:  # or fewer, if there are no more elements
+                parts = len(sizes_of_parts(self.costs.dims[sharding], self.costs.groups, parts))
+            count += parts * sum(src is not None and src != dst for src, dst in ((before, sharding), (sharding, after)))
+        return count + self.gathers
 
     def bytes(self) -> float:
         """Bytes of a forward that the busiest rank sends, or receives if that is more, for changes of layout."""
@@ -89,15 +89,15 @@ class StagePlan:
             f"{len(self.stages)} stages of {dict(costs.dims)} on {grid}{costs.ranks} ranks of {costs.hardware.name}"
             f"{holding}: "
             f"{self.seconds * 1e3:.3g} ms {kind}, {self.exchanges} exchanges and {self.bytes() / 2**20:.3g} MiB for "
-            f"changes of layout in a forward, {self.memory / 2**20:.3g} MiB kept"
+            f"for changes of layout in a forward, {self.memory / 2**20:.3g} MiB kept"
         ]
         unsharded = "whole" if costs.held is None else f"{costs.held} alone"
         for stage, choice in zip(self.stages, self.choices, strict=True):
             by = f" by way of {choice.before or unsharded}" if stage.rest is not None else ""
-            waste = costs.largest[choice.layout] * costs.ranks
+            waste = costs.largest[choice.sharding] * costs.ranks
             parts = f" in {choice.parts} parts" if choice.parts > 1 else ""
             lines.append(
-                f"  {stage.name}: {choice.layout or unsharded}{by}, {choice.mode}{parts}; the fullest rank has "
+                f"  {stage.name}: {choice.sharding or unsharded}{by}, {choice.mode}{parts}; the fullest rank has "
                 f"{waste:.3g} of the mean"
             )
         return "\n".join([*lines, f"  end: {'whole' if self.gathers else self.end or unsharded}"])
@@ -122,20 +122,20 @@ def plan_stages(
 ) -> StagePlan:
     """The fastest way to run stages in order, by the model in `seqpar.dsp.costs`; for one batch shape.
 
-    dims: global sizes of the dimensions that may be sharded. start: the layout of what comes in. end: layouts that what
-    goes out may have, None for any. memory: bytes that a rank can keep for backward, by default what the hardware has.
+    dims: global sizes of the dimensions that may be sharded. start: the sharding of the input. end: shardings that the
+    output may have, None for any. memory: bytes that a rank can keep for backward, by default what the hardware has.
     cores: sizes of the groups of a grid that are tried, by default all divisors of the ranks; ``(1,)`` for no grid.
     parts: how many parts are tried of a stage whose tensors come from elsewhere and go on elsewhere, at most; ``(1,)``
     for one exchange a switch.
 
-    Raises: ValueError for unknown dimensions, parts that are no numbers, stages that no layout serves, or a memory that
-    no way fits.
+    Raises: ValueError for unknown dimensions, parts that are no numbers, stages that no sharding serves, or a memory
+    that no way fits.
     """
     stages, hardware = tuple(stages), Hardware.of(hardware)
     costs = Costs(dict(dims), ranks, hardware, training)
     _check(stages, costs, start)
-    wanted = set(costs.layouts if end is None else end)
-    if not wanted <= set(costs.layouts):
+    wanted = set(costs.shardings if end is None else end)
+    if not wanted <= set(costs.shardings):
         raise ValueError(f"end {end!r} is not among the dims {dict(dims)}")
     limit = memory if memory is not None and training else math.inf
     if memory is None and training:
@@ -157,8 +157,8 @@ def plan_stages(
     if best is None:
         raise ValueError(
             f"no way to run {[stage.name for stage in stages][:8]} on {ranks} ranks from {start!r} to "
-            f"{[at for at in costs.layouts if at in wanted]} fits {limit:.4g} bytes; a stage that needs all dimensions "
-            "whole needs heads, or the memory of a copy"
+            f"{[at for at in costs.shardings if at in wanted]} fits {limit:.4g} bytes; a stage that needs all "
+            "dimensions whole needs heads, or the memory of a copy"
         )
     return best
 
@@ -179,16 +179,16 @@ def rivals(
     costs = Costs(dict(dims), ranks, Hardware.of(hardware), training)
     stages = tuple(stages)
     _check(stages, costs, None)
-    found: dict[str, list[StagePlan | None]] = {}
+    tried: dict[str, list[StagePlan | None]] = {}
     for dim in dims:
         held = stages[:1] + tuple(replace(stage, rest=frozenset([dim])) for stage in stages[1:])
         if all(stage.rest is None or dim in stage.rest for stage in stages):
-            found.setdefault("dsp", []).append(_planned(Search(held, costs, None, modes=("local",)), (None,)))
+            tried.setdefault("dsp", []).append(_planned(Search(held, costs, None, modes=("local",)), (None,)))
         for mode in ("ulysses", "ring"):
-            search = Search(stages, costs, None, modes=("local", mode), layouts=(dim,))
-            found.setdefault(mode, []).append(_planned(search, (None,)))
-    found["replicate"] = [_planned(Search(stages, costs, None, layouts=(None,)), (None,))]
-    ways = {name: [way for way in several if way is not None] for name, several in found.items()}
+            search = Search(stages, costs, None, modes=("local", mode), shardings=(dim,))
+            tried.setdefault(mode, []).append(_planned(search, (None,)))
+    tried["replicate"] = [_planned(Search(stages, costs, None, shardings=(None,)), (None,))]
+    ways = {name: [way for way in several if way is not None] for name, several in tried.items()}
     return {name: min(several, key=lambda way: way.seconds) for name, several in ways.items() if several}
 
 
@@ -196,19 +196,19 @@ def _planned(
     search: Search, ends: Sequence[Sharding], limit: float = math.inf, *, gathers: bool = False
 ) -> StagePlan | None:
     """The fastest plan that keeps at most `limit`; gathers: the groups of the grid do, at the end."""
-    found, costs = search.best(ends, limit), search.costs
-    if found is None:
+    route, costs = search.best(ends, limit), search.costs
+    if route is None:
         return None
-    left = costs.gather.seconds(search.stages[-1].bytes) if gathers else 0.0
+    gathering = costs.gather.seconds(search.stages[-1].bytes) if gathers else 0.0
     return StagePlan(
-        search.stages, found.choices, costs, search.start, found.end, found.seconds + left, found.memory, gathers
+        search.stages, route.choices, costs, search.start, route.end, route.seconds + gathering, route.memory, gathers
     )
 
 
 def _check(stages: Sequence[Stage], costs: Costs, start: Sharding) -> None:
     if not stages or costs.ranks < 1:
         raise ValueError(f"plan_stages takes stages and at least one rank, got {len(stages)} and {costs.ranks}")
-    known = set(costs.layouts)
+    known = set(costs.shardings)
     for stage in stages:
         if unknown := (stage.whole | stage.apart | (stage.rest or set())) - known:
             raise ValueError(f"stage {stage.name} names {sorted(map(str, unknown))}, the dims are {dict(costs.dims)}")
@@ -222,7 +222,7 @@ def _grids(stages: Sequence[Stage], costs: Costs, start: Sharding, cores: Iterab
     if not isinstance(cores, Iterable | None):
         raise ValueError(f"cores are sizes of groups, such as (1, 2), got {cores!r}")
     # one group of all ranks is what Ulysses and ring are without a grid
-    tried = [n for n in range(1, ranks + 1) if ranks % n == 0 and n in (1, *range(ranks))] if cores is None else cores
+    tried = [n for n in range(1, ranks + 1) if ranks % n == 0 and (n == 1 or n < ranks)] if cores is None else cores
     for core in sorted(set(tried)):
         if core == 1:
             yield costs
@@ -240,7 +240,7 @@ def _ends(last: Stage, costs: Costs, wanted: Collection[Sharding]) -> tuple[list
     gathers = costs.held is not None and costs.held not in wanted
     if gathers:
         return [None] if None in wanted else [], True
-    ends = [at for at in costs.layouts if (costs.held if at is None else at) in wanted]
+    ends = [at for at in costs.shardings if (costs.held if at is None else at) in wanted]
     return [at for at in ends if at in costs.filled or not last.rest_filled], False
 
 
@@ -266,9 +266,9 @@ def _plot(plan: StagePlan, path: str | Path) -> None:
     costs = plan.costs
     colours = {dim: COLOURS[n % len(COLOURS)] for n, dim in enumerate(costs.dims)} | {None: WHOLE}
     for n, (stage, choice, after) in enumerate(zip(plan.stages, plan.choices, plan.afters, strict=True)):
-        inside = costs.modes(stage, choice.layout)[choice.mode]
-        shown = costs.through(stage, inside, choice.before, choice.layout, after, choice.parts) - inside
-        axis.bar(n, inside * 1e3, color=colours[choice.layout], hatch="" if choice.mode == "local" else "//")
+        inside = costs.modes(stage, choice.sharding)[choice.mode]
+        shown = costs.through(stage, inside, choice.before, choice.sharding, after, choice.parts) - inside
+        axis.bar(n, inside * 1e3, color=colours[choice.sharding], hatch="" if choice.mode == "local" else "//")
         axis.bar(n, shown * 1e3, bottom=inside * 1e3, color=MOVES)
     names = [stage.name for stage in plan.stages]
     if plan.gathers:

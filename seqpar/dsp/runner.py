@@ -92,7 +92,16 @@ class ForwardState:
         elif exit is not None:
             after = self.end(exit)
         return StageRun(
-            self.grid, name, before, choice.layout, after, choice.mode, self.ended, self.first, self.seed, choice.parts
+            self.grid,
+            name,
+            before,
+            choice.sharding,
+            after,
+            choice.mode,
+            self.ended,
+            self.first,
+            self.seed,
+            choice.parts,
         )
 
 

@@ -1,6 +1,6 @@
-"""The fastest way through stages on one grid of ranks, from the layout of what comes in to one of what goes out.
+"""The fastest way through stages on one grid of ranks, from the sharding of what comes in to one of what goes out.
 
-A way of a stage leads from the layout in which its input lies to that of its output, which is the next stage's input.
+A way of a stage leads from the sharding in which its input lies to that of its output, which is the next stage's input.
 The least seconds between all pairs of these are a table, and those of two stages in a row the (min, +) product of two
 tables. Equal stages have equal tables, and equal rows of stages equal products, so that layers cost little.
 
@@ -33,49 +33,49 @@ class Route(NamedTuple):
 
 
 class Search:
-    """Ways to run stages from a layout on one grid.
+    """Ways to run stages from a sharding on one grid.
 
-    modes, layouts, parts: those that may be used. kinds: a number for every stage, equal for those that cost the same.
+    modes, shardings, parts: those that may be used. kinds: a number for every stage, equal for those of equal cost.
     """
 
     def __init__(
         self, stages: Sequence[Stage], costs: Costs, start: Sharding, *, modes: Sequence[str] = MODES,
-        layouts: Sequence[Sharding] | None = None, parts: Sequence[int] = (1,), kinds: Sequence[int] | None = None,
+        shardings: Sequence[Sharding] | None = None, parts: Sequence[int] = (1,), kinds: Sequence[int] | None = None,
     ) -> None:  # fmt: skip
         self.stages, self.costs, self.start = tuple(stages), costs, start
         self.modes, self.parts = modes, parts
-        self.layouts = costs.layouts if layouts is None else layouts
+        self.shardings = costs.shardings if shardings is None else shardings
         self.kinds = kinds_of(stages) if kinds is None else kinds
-        self._ways: dict[int, _Ways] = {}
+        self._ways: dict[int, _StageWays] = {}
 
-    def ways(self, n: int) -> _Ways:
-        """Of a stage."""
+    def ways(self, n: int) -> _StageWays:
+        """The ways to run a stage, by its number."""
         kind = self.kinds[n]
         if kind not in self._ways:
-            self._ways[kind] = _Ways(self.stages[n], self.costs, self.modes, self.layouts, self.parts)
+            self._ways[kind] = _StageWays(self.stages[n], self.costs, self.modes, self.shardings, self.parts)
         return self._ways[kind]
 
     @cached_property
     def unmoved(self) -> float:
-        """Seconds that no way undercuts: each stage in its best layout, moved for nothing."""
+        """Seconds that no way undercuts: each stage in its best sharding, moved for nothing."""
         first = {kind: n for n, kind in reversed(list(enumerate(self.kinds)))}
         return sum(count * min(self.ways(first[kind]).inside) for kind, count in Counter(self.kinds).items())
 
     def best(self, ends: Sequence[Sharding], limit: float) -> Route | None:
         """The fastest way to one of the ends that keeps at most `limit`."""
-        found = self._fastest(ends)
-        return found if found is None or found.memory <= limit else self._fitting(ends, limit)
+        route = self._fastest(ends)
+        return route if route is None or route.memory <= limit else self._fitting(ends, limit)
 
     def _befores(self, n: int) -> Sequence[Sharding]:
         """Layouts in which what comes into a stage may lie."""
         stage = self.stages[n]
         if stage.rest is None:
-            return self.layouts if n else [self.start]
-        # in the order of the layouts: sets differ from process to process, and equal ways are cut alike
-        return [at for at in self.costs.layouts if _rests(at, stage, self.costs)]
+            return self.shardings if n else [self.start]
+        # in the order of the shardings: sets differ from process to process, and equal ways are cut alike
+        return [at for at in self.costs.shardings if _rests(at, stage, self.costs)]
 
-    def _steps(self, ends: Sequence[Sharding]) -> Iterator[tuple[_Ways, Sequence[Sharding], Sequence[Sharding]]]:
-        """Every stage's ways, with the layouts from which and to which they may lead."""
+    def _steps(self, ends: Sequence[Sharding]) -> Iterator[tuple[_StageWays, Sequence[Sharding], Sequence[Sharding]]]:
+        """Every stage's ways, with the shardings from which and to which they may lead."""
         befores = self._befores(0)
         for n in range(len(self.stages)):
             afters = self._befores(n + 1) if n + 1 < len(self.stages) else ends
@@ -83,15 +83,15 @@ class Search:
             befores = afters
 
     def _entry(self) -> dict[Sharding, float]:
-        """Seconds to each layout before the first stage."""
+        """Seconds to each sharding before the first stage."""
         moves, size = self.costs.moves, self.stages[0].bytes
         return {at: moves[self.start, at].seconds(size) for at in self._befores(0)}
 
     # --- the fastest of all -------------------------------------------------------------------------------------------
 
     def _fastest(self, ends: Sequence[Sharding]) -> Route | None:
-        at = {layout: n for n, layout in enumerate(self.costs.layouts)}
-        leaves: dict[object, _Row] = {}
+        at = {sharding: n for n, sharding in enumerate(self.costs.shardings)}
+        leaves: dict[object, _Stretch] = {}
         rows = []
         for ways, befores, afters in self._steps(ends):
             key = id(ways), tuple(befores), tuple(afters)
@@ -99,12 +99,12 @@ class Search:
                 table = np.full((len(at), len(at)), math.inf)
                 allowed = np.ix_([at[b] for b in befores], [at[a] for a in afters])
                 table[allowed] = ways.fastest[allowed]
-                leaves[key] = _Row(table, ways=ways)
+                leaves[key] = _Stretch(table, ways=ways)
             rows.append(leaves[key])
         whole = _product(rows)
         entry = np.full(len(at), math.inf)
-        for layout, seconds in self._entry().items():
-            entry[at[layout]] = seconds
+        for sharding, seconds in self._entry().items():
+            entry[at[sharding]] = seconds
         total = entry[:, None] + whole.table
         first, last = np.unravel_index(total.argmin(), total.shape)
         seconds = float(total[first, last])
@@ -112,17 +112,17 @@ class Search:
             return None
         choices, memory = [], 0.0
         for ways, before, after in whole.steps(int(first), int(last)):
-            n = int(ways.layout[before, after])
+            n = int(ways.sharding[before, after])
             choices.append(ways.choice(before, n, after))
             memory += ways.kept[n]
-        return Route(seconds, memory, tuple(choices), self.costs.layouts[last])
+        return Route(seconds, memory, tuple(choices), self.costs.shardings[last])
 
     # --- the fastest that fits ----------------------------------------------------------------------------------------
 
     def _fitting(self, ends: Sequence[Sharding], limit: float) -> Route | None:
-        at = {layout: n for n, layout in enumerate(self.costs.layouts)}
+        at = {sharding: n for n, sharding in enumerate(self.costs.shardings)}
         fronts: dict[Sharding, list[_Way]] = {
-            layout: [(seconds, 0.0, None, None)] for layout, seconds in self._entry().items()
+            sharding: [(seconds, 0.0, None, None)] for sharding, seconds in self._entry().items()
         }
         for ways, befores, afters in self._steps(ends):
             arrived: dict[Sharding, list[_Way]] = {}
@@ -137,7 +137,7 @@ class Search:
         done = [(way, end) for end, several in fronts.items() for way in several]
         if not done:
             return None
-        way, end = min(done, key=lambda each: each[0][0])
+        way, end = min(done, key=lambda route: route[0][0])
         seconds, memory, choices = way[0], way[1], []
         while way[2] is not None:
             choices.append(way[2])
@@ -145,12 +145,12 @@ class Search:
         return Route(seconds, memory, tuple(reversed(choices)), end)
 
 
-# One way up to a layout: seconds, memory, the last choice and the way before it.
+# One way up to a sharding: seconds, memory, the last choice and the way before it.
 _Way = tuple[float, float, "StageChoice | None", Any]
 
 
 def _front(ways: list[_Way]) -> list[_Way]:
-    """Those that no other one beats in seconds and memory."""
+    """The ways that no other one beats in both seconds and memory."""
     front: list[_Way] = []
     for way in sorted(ways, key=itemgetter(0, 1)):
         if not front or way[1] < front[-1][1]:
@@ -158,53 +158,53 @@ def _front(ways: list[_Way]) -> list[_Way]:
     return front
 
 
-class _Ways:
-    """Ways to run a stage: by numbers of layouts before, inside and after it."""
+class _StageWays:
+    """Ways to run a stage: by numbers of shardings before, inside and after it."""
 
     def __init__(
-        self, stage: Stage, costs: Costs, modes: Sequence[str], layouts: Sequence[Sharding], parts: Sequence[int]
+        self, stage: Stage, costs: Costs, modes: Sequence[str], shardings: Sequence[Sharding], parts: Sequence[int]
     ) -> None:
-        self.stage, self.costs, self.layouts, self._counts = stage, costs, costs.layouts, parts
+        self.stage, self.costs, self.shardings, self._counts = stage, costs, costs.shardings, parts
         options = [
-            {mode: took for mode, took in costs.modes(stage, at).items() if mode in modes and at in layouts}
-            for at in self.layouts
+            {mode: took for mode, took in costs.modes(stage, at).items() if mode in modes and at in shardings}
+            for at in self.shardings
         ]
-        self.modes = [min(found, key=found.__getitem__) if found else "" for found in options]
-        self.inside = [min(found.values(), default=math.inf) for found in options]
-        self.kept = [costs.memory(stage, at) for at in self.layouts]
+        self.modes = [min(seconds, key=seconds.__getitem__) if seconds else "" for seconds in options]
+        self.inside = [min(seconds.values(), default=math.inf) for seconds in options]
+        self.kept = [costs.memory(stage, at) for at in self.shardings]
 
     @cached_property
     def through(self) -> tuple[np.ndarray, np.ndarray]:
-        """Seconds with all moves, and the parts, by layouts before, inside and after."""
+        """Seconds with all moves, and the parts, by shardings before, inside and after."""
         return self.costs.through_all(self.stage, np.array(self.inside), self._counts)
 
     @cached_property
-    def layout(self) -> np.ndarray:
-        """The best layout inside, by layouts before and after."""
+    def sharding(self) -> np.ndarray:
+        """The best sharding inside, by shardings before and after."""
         return self.through[0].argmin(1)  # type: ignore[no-any-return]
 
     @cached_property
     def fastest(self) -> np.ndarray:
-        """Seconds in it."""
+        """Seconds in that, by shardings before and after."""
         return self.through[0].min(1)  # type: ignore[no-any-return]
 
     def choice(self, before: int, inside: int, after: int) -> StageChoice:
-        """What these numbers stand for."""
+        """The choice that these numbers of shardings stand for."""
         parts = int(self.through[1][before, inside, after])
-        return StageChoice(self.layouts[before], self.layouts[inside], self.modes[inside], parts)
+        return StageChoice(self.shardings[before], self.shardings[inside], self.modes[inside], parts)
 
 
-class _Row:
-    """Stages in a row: the least seconds by numbers of layouts before and after. ways: of the only stage, or None."""
+class _Stretch:
+    """Stages in a row: the least seconds by numbers of shardings before and after. ways: of the only stage, or None."""
 
     def __init__(
-        self, table: np.ndarray, *, ways: _Ways | None = None, halves: tuple[_Row, _Row] | None = None,
+        self, table: np.ndarray, *, ways: _StageWays | None = None, halves: tuple[_Stretch, _Stretch] | None = None,
         between: np.ndarray | None = None,
     ) -> None:  # fmt: skip
         self.table, self._ways, self._halves, self._between = table, ways, halves, between
 
-    def steps(self, before: int, after: int) -> Iterator[tuple[_Ways, int, int]]:
-        """Each stage's ways, with the layouts before and after it that the fastest way takes."""
+    def steps(self, before: int, after: int) -> Iterator[tuple[_StageWays, int, int]]:
+        """Each stage's ways, with the shardings before and after it that the fastest way takes."""
         if self._ways is not None:
             yield self._ways, before, after
         else:
@@ -214,15 +214,15 @@ class _Row:
             yield from self._halves[1].steps(middle, after)
 
 
-def _product(rows: list[_Row]) -> _Row:
+def _product(rows: list[_Stretch]) -> _Stretch:
     """All of some rows in a row, those that come again computed once."""
-    known: dict[tuple[int, int], _Row] = {}
+    known: dict[tuple[int, int], _Stretch] = {}
     while len(rows) > 1:
         pairs = list(zip(rows[::2], rows[1::2]))
         for a, b in pairs:
             if (id(a), id(b)) not in known:
                 sums = a.table[:, :, None] + b.table
-                known[id(a), id(b)] = _Row(sums.min(1), halves=(a, b), between=sums.argmin(1))
+                known[id(a), id(b)] = _Stretch(sums.min(1), halves=(a, b), between=sums.argmin(1))
         rows = [known[id(a), id(b)] for a, b in pairs] + rows[2 * len(pairs) :]
     return rows[0]
 
@@ -234,6 +234,6 @@ def kinds_of(stages: Sequence[Stage]) -> list[int]:
 
 
 def _rests(at: Sharding, stage: Stage, costs: Costs) -> bool:
-    """Whether what stands before a stage allows a layout; under None a grid's ranks have what their group holds."""
+    """Whether what stands before a stage allows a sharding; under None a grid's ranks have what their group holds."""
     assert stage.rest is not None
     return (costs.held if at is None else at) in stage.rest and (at in costs.filled or not stage.rest_filled)

@@ -60,7 +60,10 @@ class Space:
         return f"Space({self.dims}, {self.comm.size} ranks)"
 
     def shares(self, dim: str) -> list[int]:
-        """How many elements of a dimension each rank holds where it is sharded. Raises: ValueError if there is none."""
+        """How many elements of a dimension each rank holds where it is sharded.
+
+        Raises: ValueError for an unknown dimension.
+        """
         if dim not in self.dims:
             raise ValueError(f'"{dim}" is not a dimension of {self}')
         return shares(self.dims[dim], self.comm.size)

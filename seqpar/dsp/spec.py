@@ -36,14 +36,14 @@ class Core:
     sdpa: bool = False
 
     def count(self, block: nn.Module) -> int:
-        """How many there are in a block. Raises: ValueError for a path that leads to no number."""
+        """How many heads, or channels, a block has. Raises: ValueError for a path that leads to no number."""
         try:
-            found = attrgetter(self.size)(block) if isinstance(self.size, str) else self.size
+            count = attrgetter(self.size)(block) if isinstance(self.size, str) else self.size
         except AttributeError:
-            found = None
-        if type(found) is not int or found < 1:
-            raise ValueError(f"the core {self.module} has {found!r} for its size {self.size!r}, expected at least 1")
-        return found
+            count = None
+        if type(count) is not int or count < 1:
+            raise ValueError(f"the core {self.module} has {count!r} for its size {self.size!r}, expected at least 1")
+        return count
 
 
 @dataclass(frozen=True)
@@ -55,7 +55,7 @@ class Block:
     the same forms and order. whole: dimensions that the module mixes. rows: other arguments with an entry for each row,
     with their forms; every rank is given them whole, and hands on its share. shared: arguments that all rows use alike.
     buffers: buffers and parameters inside the module that follow rows, such as tables of positions, with their forms.
-    rest: layouts that what the model does before this module allows (None is whole), or None where it does nothing.
+    rest: shardings that what the model does before this module allows (None is whole), or None where it does nothing.
     gathers: modules inside whose output other rows look at, such as a bias of pairs, each with its form and the
     dimensions along which they do: where one of these is sharded, the output is made whole.
     core: where the mixing is done, if ranks may share it by heads or channels. Without it the module mixes elsewhere.
@@ -79,7 +79,7 @@ class Block:
     kv_heads: int = 0
 
     def __post_init__(self) -> None:
-        """Raise ValueError for what is no block."""
+        """Check the fields."""
         for forms in (self.stream, self.rows, self.buffers, self.core.stream if self.core else {}):
             for text in forms.values():
                 form_of(text)
@@ -95,7 +95,7 @@ class Block:
 
 @dataclass(frozen=True)
 class Exit:
-    """The module whose output is whole again. It works row by row, and its input has one of the layouts in rest."""
+    """The module whose output is whole again. It works row by row, and its input has one of the shardings in rest."""
 
     module: str
     form: str
@@ -128,7 +128,7 @@ class Spec:
         Raises: ValueError for a block that no module matches, or layers that lack one.
         """
         names = [name for name, _ in model.named_modules()]
-        found: list[tuple[str, Block]] = []
+        stages: list[tuple[str, Block]] = []
         at = 0
         while at < len(self.blocks):
             group = [self.blocks[at]]
@@ -139,11 +139,11 @@ class Spec:
                 group.append(following)
             at += len(group)
             numbers = [_numbers(block.modules, names) for block in group]
-            if not numbers[0] or any(other != numbers[0] for other in numbers):
-                counts = {block.modules: len(each) for block, each in zip(group, numbers, strict=True)}
+            if not numbers[0] or any(own != numbers[0] for own in numbers):
+                counts = {block.modules: len(own) for block, own in zip(group, numbers, strict=True)}
                 raise ValueError(f"{type(model).__name__} does not match its spec: modules by pattern {counts}")
-            found += [(block.modules.replace("{i}", number), block) for number in numbers[0] for block in group]
-        return found
+            stages += [(block.modules.replace("{i}", number), block) for number in numbers[0] for block in group]
+        return stages
 
 
 def _numbers(pattern: str, names: list[str]) -> list[str]:
@@ -151,5 +151,4 @@ def _numbers(pattern: str, names: list[str]) -> list[str]:
     if "{i}" not in pattern:
         return [""] if pattern in names else []
     matcher = re.compile(re.escape(pattern).replace(r"\{i\}", r"(\d+)"))
-    found = [match[1] for name in names if (match := matcher.fullmatch(name))]
-    return sorted(found, key=int)
+    return sorted([match[1] for name in names if (match := matcher.fullmatch(name))], key=int)

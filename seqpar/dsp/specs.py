@@ -10,14 +10,14 @@ from torch import nn
 from seqpar.dsp.spec import Block, Core, Exit, Spec
 
 
-def _latte_dims(model: nn.Module, given: Mapping[str, Any]) -> dict[str, int]:
-    x, patch = given["hidden_states"], model.config.patch_size
+def _latte_dims(model: nn.Module, arguments: Mapping[str, Any]) -> dict[str, int]:
+    x, patch = arguments["hidden_states"], model.config.patch_size
     batch, _, frames, height, width = x.shape
     return {"b": batch, "t": frames, "s": (height // patch) * (width // patch)}  # type: ignore[operator]
 
 
 # Between its blocks the model adds the temporal embedding, [1, all frames, channels], and reshapes by the whole batch:
-# there only space may be sharded. Sharded frames would get no embedding, or the wrong one, without an error.
+# in between only space may be sharded. Sharded frames would get no embedding, or the wrong one, without an error.
 _LATTE_REST = ("s", None)
 
 

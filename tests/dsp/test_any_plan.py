@@ -22,9 +22,9 @@ def at_random(seed: int) -> Callable[..., StagePlan]:
 
     def planner(stages, dims, ranks, *, end, training):
         rng, costs = random.Random(seed), Costs(dict(dims), ranks, FREE, training)
-        choices, filled = [], [at for at in costs.layouts if at in costs.filled]
+        choices, filled = [], [at for at in costs.shardings if at in costs.filled]
         for stage in stages:
-            ways = [(layout, mode) for layout in costs.layouts for mode in costs.modes(stage, layout)]
+            ways = [(layout, mode) for layout in costs.shardings for mode in costs.modes(stage, layout)]
             layout, mode = rng.choice(ways)
             rests = [layout] if stage.rest is None else [at for at in filled if at in stage.rest]
             choices.append(StageChoice(rng.choice(rests), layout, mode))

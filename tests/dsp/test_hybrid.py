@@ -27,7 +27,7 @@ def on_grid(core: int, held: str, seed: int) -> Callable[..., StagePlan]:
         rng, costs = random.Random(seed), Costs(dict(dims), ranks, FREE, training, core, held)
         choices = []
         for stage in stages:
-            ways = [(layout, mode) for layout in costs.layouts for mode in costs.modes(stage, layout)]
+            ways = [(layout, mode) for layout in costs.shardings for mode in costs.modes(stage, layout)]
             layout, mode = rng.choice(ways)
             rests = [layout] if stage.rest is None else [at for at in filled(costs) if (at or held) in stage.rest]
             choices.append(StageChoice(rng.choice(rests), layout, mode))
@@ -39,7 +39,7 @@ def on_grid(core: int, held: str, seed: int) -> Callable[..., StagePlan]:
 
 def filled(costs: Costs) -> list[str | None]:
     """Layouts in which every rank has rows, in an order that every process has."""
-    return [at for at in costs.layouts if at in costs.filled]
+    return [at for at in costs.shardings if at in costs.filled]
 
 
 def small(name: str) -> Case:

@@ -24,7 +24,7 @@ def on_a_rank(comm: Comm, size: int, frames: int, count: int, how: str) -> tuple
     handle = parallelize(model, comm, plan=SHARDED)
     found = gradients(model, clip(size, frames, count))
     plan = next(iter(handle.plans.values()))
-    return found, str([c.layout for c in plan.choices]), plan.exchanges
+    return found, str([c.sharding for c in plan.choices]), plan.exchanges
 
 
 @pytest.mark.parametrize("how", ["plain", "checkpoint"])

@@ -42,18 +42,20 @@ def in_parts(seed: int, core: int = 1, held: str | None = None, parts: tuple[int
 
     def planner(stages, dims, ranks, *, end, training):
         rng, costs = random.Random(seed), Costs(dict(dims), ranks, FREE, training, core, held)
-        filled = [at for at in costs.layouts if at in costs.filled]
+        filled = [at for at in costs.shardings if at in costs.filled]
 
         def taken(ways: list, wanted: Callable[..., bool]) -> object:
             return rng.choice([way for way in ways if wanted(way)] * 9 + ways)
 
-        ways = [[(at, mode) for at in costs.layouts for mode in costs.modes(stage, at)] for stage in stages]
+        ways = [[(at, mode) for at in costs.shardings for mode in costs.modes(stage, at)] for stage in stages]
         inside = [
             taken(each, lambda way, stage=stage: way[0] in stage.apart)
             for stage, each in zip(stages, ways, strict=True)
         ]
         befores = [
-            costs.layouts if stage.rest is None else [at for at in filled if (held if at is None else at) in stage.rest]
+            costs.shardings
+            if stage.rest is None
+            else [at for at in filled if (held if at is None else at) in stage.rest]
             for stage in stages
         ]
         ends = [at for at in filled if (held if at is None else at) in end] if held is None or held in end else [None]
@@ -569,8 +571,8 @@ def planned(comm: Comm, change: dict[str, object], end: str | None, only: int | 
     [
         ({"parts": 0}, "b", "stage east.0 cannot be run in 0 parts"),
         ({"parts": 2.0}, "b", "stage east.0 cannot be run in 2.0 parts"),
-        ({"layout": "w"}, "b", "stage east.0 cannot be run in 3 parts from 'b' by 'w' to 'b'"),
-        ({"layout": None}, "b", "stage east.0 cannot be run in 3 parts from 'b' by None to 'b'"),
+        ({"sharding": "w"}, "b", "stage east.0 cannot be run in 3 parts from 'b' by 'w' to 'b'"),
+        ({"sharding": None}, "b", "stage east.0 cannot be run in 3 parts from 'b' by None to 'b'"),
         ({"before": "h"}, "b", "stage east.0 cannot be run in 3 parts from 'h' by 'h' to 'b'"),
         ({}, None, "stage mix.1 cannot be run in 3 parts from 'b' by 'h' to None"),
         ({}, "h", "stage mix.1 cannot be run in 3 parts from 'b' by 'h' to 'h'"),

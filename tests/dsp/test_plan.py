@@ -43,7 +43,7 @@ def random_stages(rng: random.Random, dims: dict[str, int], count: int) -> list[
 
 
 def allowed(at: str | None, stage: Stage, costs: Costs) -> bool:
-    return (costs.held if at is None else at) in stage.rest and not (stage.rest_filled and 0 in costs.parts[at])
+    return (costs.held if at is None else at) in stage.rest and not (stage.rest_filled and 0 in costs.fractions[at])
 
 
 def on_every_grid(stages: list[Stage], costs: Costs, limit: float) -> float:
@@ -58,7 +58,7 @@ def on_every_grid(stages: list[Stage], costs: Costs, limit: float) -> float:
 
 def exhaustive(stages: list[Stage], costs: Costs, limit: float) -> float:
     """The least seconds over every layout of every stage, and of its input and output, the end whole."""
-    at = costs.layouts
+    at = costs.shardings
     seconds, kept = np.full((1, len(at)), math.inf), np.zeros(1)  # by all layouts so far, and the one that comes next
     seconds[0, [n for n, each in enumerate(at) if fits(each, stages, 0, costs)]] = 0.0
     for n, stage in enumerate(stages):
@@ -113,7 +113,7 @@ def retold(plan: StagePlan) -> float:
     for stage, (before, layout, mode, parts), after in zip(plan.stages, plan.choices, plan.afters):
         seconds += costs.through(stage, costs.modes(stage, layout)[mode], before, layout, after, parts)
     if all(choice.parts == 1 for choice in plan.choices):  # then all adds up
-        inside = sum(costs.modes(s, c.layout)[c.mode] for s, c in zip(plan.stages, plan.choices))
+        inside = sum(costs.modes(s, c.sharding)[c.mode] for s, c in zip(plan.stages, plan.choices))
         moves = sum(costs.moves[src, dst].seconds(size) for _, src, dst, size in plan.moves())
         assert inside + moves == pytest.approx(seconds, rel=1e-12)
     return seconds + (costs.gather.seconds(plan.stages[-1].bytes) if plan.gathers else 0.0)
@@ -146,7 +146,7 @@ def video(layers: int, *, dim: int = 1152, heads: int = 16, t: int = 16, s: int 
 
 
 def chosen(plan: StagePlan) -> list[tuple[str | None, str]]:
-    return [(c.layout, c.mode) for c in plan.choices]
+    return [(c.sharding, c.mode) for c in plan.choices]
 
 
 def test_a_long_clip_switches_once_between_blocks() -> None:
@@ -226,7 +226,7 @@ def test_tensors_without_bytes_move_for_nothing() -> None:
     assert plan_stages([Stage("a")], {"t": 4}, 2).seconds == 0.0
     stages = [Stage("a", "t", flops=1e12, apart="s"), Stage("b", "s", flops=1e12, apart="t")] * 2
     plan = plan_stages(stages, {"t": 4, "s": 4}, 2)
-    assert [c.layout for c in plan.choices] == ["s", "t"] * 2
+    assert [c.sharding for c in plan.choices] == ["s", "t"] * 2
     assert plan.seconds == pytest.approx(4 * 3e12 / 2 / Hardware.of("h100").linear_rate)
 
 
@@ -320,9 +320,9 @@ def test_all_ways_of_a_stage_take_what_each_takes(seed) -> None:
     grids = [{}, {"core": 2, "held": "h"}]
     for stage, grid, training in itertools.product(random_stages(rng, dims, 6), grids, (True, False)):
         costs = Costs(dims, 4, Hardware.of("h100"), training, **grid)
-        inside = np.array([rng.choice([1e-3, 1e-2, math.inf]) for _ in costs.layouts])
+        inside = np.array([rng.choice([1e-3, 1e-2, math.inf]) for _ in costs.shardings])
         seconds, parts = costs.through_all(stage, inside, (1, 2, 4))
-        for (b, before), (k, layout), (a, after) in itertools.product(enumerate(costs.layouts), repeat=3):
+        for (b, before), (k, layout), (a, after) in itertools.product(enumerate(costs.shardings), repeat=3):
             counts = (1, 2, 4) if costs.parted(stage, before, layout, after) else (1,)
             ways = {n: costs.through(stage, inside[k], before, layout, after, n) for n in counts}
             assert seconds[b, k, a] == pytest.approx(min(ways.values()), rel=1e-12)

@@ -20,7 +20,7 @@ def on_a_rank(
     handle = parallelize(model, comm, spec, plan=SHARDED)
     found = gradients(model, given)
     (plan,) = handle.plans.values()
-    return found, [(c.layout, c.mode) for c in plan.choices]
+    return found, [(c.sharding, c.mode) for c in plan.choices]
 
 
 def alone(name: str, batch: int, t: int = 5, s: int = 7) -> dict[str, Tensor]:
