@@ -156,7 +156,7 @@ class Sharing:
         return Mask.from_bounds(lo, hi, lengths=[length] * s.samples), layout
 
 
-class Run(Rerouting):
+class SharedForward(Rerouting):
     """A forward under way, or what a checkpoint runs again of it."""
 
     def __init__(self, sharing: Sharing, sizes: Sizes, *, again: bool = False) -> None:
@@ -165,17 +165,17 @@ class Run(Rerouting):
         super().__init__(joint, sharing.comm, lambda query, key: self.cross > 0, None, again=again, tries=False)
         self.sharing, self.sizes, self.cross = sharing, sizes, 0
 
-    def __enter__(self) -> Run:
+    def __enter__(self) -> SharedForward:
         super().__enter__()
-        _runs().append(self)
+        _forwards().append(self)
         return self
 
     def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, trace: Any) -> None:
-        _runs().pop()
+        _forwards().pop()
         super().__exit__(kind, error, trace)
 
-    def _again(self, first: int) -> Callable[[], Run]:
-        return lambda: Run(self.sharing, self.sizes, again=True)
+    def _again(self, first: int) -> Callable[[], SharedForward]:
+        return lambda: SharedForward(self.sharing, self.sizes, again=True)
 
     def _attend(
         self, q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None, dropout_p: float, is_causal: bool,
@@ -214,22 +214,22 @@ class Run(Rerouting):
 _local = threading.local()
 
 
-def _runs() -> list[Run]:
+def _forwards() -> list[SharedForward]:
     if not hasattr(_local, "runs"):
         _local.runs = []
     return _local.runs  # type: ignore[no-any-return]
 
 
-def _run() -> Run:
-    if not _runs():
+def _current() -> SharedForward:
+    if not _forwards():
         raise RuntimeError(
             "diffusers: a part of a parallelized model runs outside its forward, where nothing says which tokens it "
             "has; call the model, and checkpoint with torch.utils.checkpoint"
         )
-    return _runs()[-1]
+    return _forwards()[-1]
 
 
-def _forward(sharing: Sharing, model: nn.Module, forward: Callable[..., Any], *args: Any, **given: Any) -> Any:
+def _forward(sharing: Sharing, model: nn.Module, forward: Callable[..., Any], *args: Any, **arguments: Any) -> Any:
     """The model's forward: compare what all ranks pass, share it out, run."""
     recipe, comm = sharing.recipe, sharing.comm
     error: Exception | None = None
@@ -238,22 +238,22 @@ def _forward(sharing: Sharing, model: nn.Module, forward: Callable[..., Any], *a
         if len(args) > 1:
             raise TypeError(f"a parallelized {type(model).__name__} takes one positional argument, got {len(args)}")
         if args:
-            given["hidden_states"] = args[0]
-        recipe.check(model, given)
-        facts = {name: fingerprint(value) for name, value in leaves(given)}
+            arguments["hidden_states"] = args[0]
+        recipe.check(model, arguments)
+        facts = {name: fingerprint(value) for name, value in leaves(arguments)}
         if not sharing.plans:
             facts["weights"] = weights_of(model)
-        valid = given.pop(recipe.mask, None) if recipe.mask else None
-        sizes = recipe.sizes(model, given, valid)
-    except Exception as found:
-        error = found
+        valid = arguments.pop(recipe.mask, None) if recipe.mask else None
+        sizes = recipe.sizes(model, arguments, valid)
+    except Exception as caught:
+        error = caught
     _same_on_all(comm.gather("diffusers: forward", facts, error))
-    with Run(sharing, sizes) as run:
+    with SharedForward(sharing, sizes) as run:
         for name, (dim, stream) in recipe.shared.items():
-            if given.get(name) is not None:
-                given[name] = run.rows(given[name], dim, stream)
-        given.update(recipe.change(run, given))
-        return forward(**given)
+            if arguments.get(name) is not None:
+                arguments[name] = run.rows(arguments[name], dim, stream)
+        arguments.update(recipe.change(run, arguments))
+        return forward(**arguments)
 
 
 def _same_on_all(facts: list[dict[str, Any]]) -> None:
@@ -269,7 +269,7 @@ def _same_on_all(facts: list[dict[str, Any]]) -> None:
 
 def _joint(module: nn.Module, forward: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
     """Attention over the tokens of all ranks."""
-    run = _run()
+    run = _current()
     before = run.calls
     out = forward(*args, **kwargs)
     if run.calls != before + 1:
@@ -282,7 +282,7 @@ def _joint(module: nn.Module, forward: Callable[..., Any], *args: Any, **kwargs:
 
 def _cross(module: nn.Module, forward: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
     """Attention over what every rank holds whole."""
-    run = _run()
+    run = _current()
     run.cross += 1
     try:
         return forward(*args, **kwargs)
@@ -292,7 +292,7 @@ def _cross(module: nn.Module, forward: Callable[..., Any], *args: Any, **kwargs:
 
 def _gathering(module: nn.Module, forward: Callable[..., Any], *args: Any, **kwargs: Any) -> Tensor:
     """The whole output, of which the module makes this rank's rows."""
-    run = _run()
+    run = _current()
     rows = forward(*args, **kwargs).narrow(1, 0, run.image_plan.rows(run.comm.rank))
     part = run.sharing.part(run.sizes.image, run.comm.rank)
     out = unshard_alike(rows, run.image_plan, run.comm, dim=1, start=part.start)
@@ -326,7 +326,7 @@ def _attentions(model: nn.Module) -> list[tuple[str, nn.Module]]:
     return [(name, module) for name, module in model.named_modules() if hasattr(module, "processor")]
 
 
-def _unchanged(run: Run, given: dict[str, Any]) -> dict[str, Any]:
+def _unchanged(run: SharedForward, arguments: dict[str, Any]) -> dict[str, Any]:
     return {}
 
 
@@ -348,15 +348,15 @@ class Recipe:
     cross: tuple[str, ...] = ()
     modules: Mapping[str, Callable[..., Any]] = field(default_factory=dict)
     count: Callable[[nn.Module, Tensor], int] = lambda model, x: x.shape[1]
-    change: Callable[[Run, dict[str, Any]], dict[str, Any]] = _unchanged
+    change: Callable[[SharedForward, dict[str, Any]], dict[str, Any]] = _unchanged
 
-    def check(self, model: nn.Module, given: Mapping[str, Any]) -> None:
+    def check(self, model: nn.Module, arguments: Mapping[str, Any]) -> None:
         """Raise NotImplementedError for what has no share."""
         known = {"hidden_states", "return_dict", *self.shared, *self.whole, *filter(None, [self.mask])}
-        if missing := sorted(name for name, value in given.items() if name not in known and value is not None):
+        if missing := sorted(name for name, value in arguments.items() if name not in known and value is not None):
             raise NotImplementedError(f"diffusers: {type(model).__name__} with {', '.join(missing)} is not shared out")
         for name in ("joint_attention_kwargs", "attention_kwargs"):
-            if others := sorted(set(given.get(name) or {}) - {"scale"}):
+            if others := sorted(set(arguments.get(name) or {}) - {"scale"}):
                 raise NotImplementedError(f"diffusers: {name} with {', '.join(others)} is not shared out")
         for name, module in _attentions(model):
             if (kind := type(module.processor).__name__) not in self.processors:
@@ -370,15 +370,15 @@ class Recipe:
         if getattr(model, "zero_cond_t", False):
             raise NotImplementedError("diffusers: zero_cond_t modulates tokens one by one, which is not shared out")
 
-    def sizes(self, model: nn.Module, given: Mapping[str, Any], valid: Tensor | None) -> Sizes:
+    def sizes(self, model: nn.Module, arguments: Mapping[str, Any], valid: Tensor | None) -> Sizes:
         """The tokens of a call.
 
         Raises: ValueError for inputs of another number of dimensions, or a mask of another shape than the text's.
         """
-        x = given["hidden_states"]
+        x = arguments["hidden_states"]
         text = 0
         if self.text is not None:
-            encoded = given[self.text]
+            encoded = arguments[self.text]
             if encoded.dim() != 3 or encoded.shape[0] != x.shape[0]:
                 raise ValueError(
                     f"diffusers: {self.text} {list(encoded.shape)} beside hidden_states {list(x.shape)}, expected "
@@ -395,24 +395,24 @@ class Recipe:
 
 
 def _sharing_tuple(dim: int, module: nn.Module, forward: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
-    run = _run()
+    run = _current()
     return tuple(run.rows(x, dim) for x in forward(*args, **kwargs))
 
 
 def _sharing_patches(module: nn.Module, forward: Callable[..., Any], x: Tensor) -> Tensor:
-    return _run().rows(forward(x).flatten(2), 2)
+    return _current().rows(forward(x).flatten(2), 2)
 
 
 def _sharing_rope(module: nn.Module, forward: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
-    run = _run()
+    run = _current()
     # the model has seen this rank's text only
     image, text = forward(*args, **kwargs | {"max_txt_seq_len": run.sizes.text})
     return run.rows(image, 0), run.rows(text, 0, "text")
 
 
-def _timesteps(run: Run, given: dict[str, Any]) -> dict[str, Any]:
+def _timesteps(run: SharedForward, arguments: dict[str, Any]) -> dict[str, Any]:
     """A timestep for each sample, or for each of its tokens."""
-    timestep = given["timestep"]
+    timestep = arguments["timestep"]
     return {"timestep": run.rows(timestep, 1)} if timestep.dim() == 2 and timestep.shape[1] != 1 else {}
 
 

@@ -117,8 +117,8 @@ def _told(
     if error is None and not loader.ended:
         try:
             lengths = lengths_in(batch)
-        except Exception as found:  # whatever it is, the others must hear of it
-            error = found
+        except Exception as caught:  # whatever it is, the others must hear of it
+            error = caught
     every = comm.gather("prefetch: lengths of the next batches", lengths, error)
     ended = [rank for rank, each in enumerate(every) if each is None]
     if len(ended) == comm.size:

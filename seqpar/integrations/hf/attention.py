@@ -128,9 +128,9 @@ def _mask(
 
 def handle(plan: Plan, comm: Comm, seed: int) -> Tensor:
     """The handle of a plan and a comm, with the seed of attention dropout beside them in its storage."""
-    made = bind(plan, comm)
-    made.untyped_storage()._seqpar_seed = seed  # type: ignore[attr-defined]
-    return made
+    bound = bind(plan, comm)
+    bound.untyped_storage()._seqpar_seed = seed  # type: ignore[attr-defined]
+    return bound
 
 
 def attention_function(
@@ -161,7 +161,7 @@ def attention_function(
             f"{type(module).__name__} got attention_mask={got!r:.200}, which is not seqpar's: it must be made by "
             f"transformers.masking_utils for {KEY!r}, inside seqpar.parallel or by a model given to seqpar.parallelize"
         )
-    unknown = sorted(name for name, given in rest.items() if name not in UNUSED and _says(given))
+    unknown = sorted(name for name, value in rest.items() if name not in UNUSED and _says(value))
     if unknown:
         raise NotImplementedError(
             f"{type(module).__name__} hands {', '.join(unknown)} to its attention, which seqpar does not know; "
@@ -177,9 +177,9 @@ def attention_function(
     return out[None], None
 
 
-def _says(given: object) -> bool:
+def _says(value: object) -> bool:
     """Whether a keyword's value says anything: None, False and 0 do not."""
-    return given is not None and (isinstance(given, Tensor) or bool(given))
+    return value is not None and (isinstance(value, Tensor) or bool(value))
 
 
 @uncompiled
@@ -269,7 +269,7 @@ def enter(key: str) -> Callable[[], None]:
             before = [registry._global_mapping.get(key) for registry in REGISTRIES]
             if None in before:
                 raise ValueError(f"in place of {key!r}: transformers has no functions of that name; load with 'sdpa'")
-            for registry, function in zip(REGISTRIES, (_either(*before), _either_mask(*before))):
+            for registry, function in zip(REGISTRIES, (_either(before[0]), _either_mask(before[1]))):
                 registry.register(key, function)
         _entered[key] = count + 1, before
 
@@ -285,13 +285,13 @@ def enter(key: str) -> Callable[[], None]:
     return leave
 
 
-def _either(attend: Callable[..., Any], mask: Callable[..., Any]) -> Callable[..., Any]:
+def _either(attend: Callable[..., Any]) -> Callable[..., Any]:
     """An attention function for masks of either kind."""
 
     @wraps(attend)
     def function(module: nn.Module, query: Tensor, key: Tensor, value: Tensor, *rest: Any, **named: Any) -> Any:
-        made = rest[0] if rest else named.get("attention_mask")
-        ours = isinstance(made, Tensor) and not made.dim()
+        mask = rest[0] if rest else named.get("attention_mask")
+        ours = isinstance(mask, Tensor) and not mask.dim()
         if not ours and getattr(module, OCCUPIED, False):
             raise RuntimeError(
                 f"{type(module).__name__} is called outside the forward of the model that was given to "
@@ -303,7 +303,7 @@ def _either(attend: Callable[..., Any], mask: Callable[..., Any]) -> Callable[..
     return function
 
 
-def _either_mask(attend: Callable[..., Any], mask: Callable[..., Any]) -> Callable[..., Any]:
+def _either_mask(mask: Callable[..., Any]) -> Callable[..., Any]:
     """A mask function that makes handles inside forward passes of parallel models."""
 
     @wraps(mask)
@@ -329,21 +329,15 @@ def occupied(model: PreTrainedModel) -> Iterator[None]:
 @contextmanager
 def implementation(model: PreTrainedModel, name: str) -> Iterator[None]:
     """The model with the attention of another implementation on one rank, until the block ends."""
-    found = {id(m.config): m.config for m in model.modules() if isinstance(m.__dict__.get("config"), PreTrainedConfig)}
-    configs = [new for config in found.values() for new, _ in nested(config, config)]
-    before = [config._attn_implementation_internal for config in configs]
-    for config in configs:
-        config._attn_implementation_internal = name
-    free = ExitStack()
-    for module in model.modules():
-        if module.__dict__.get(OCCUPIED):
-            free.enter_context(replaced(module, {OCCUPIED: False}))
-    try:
-        with free:
-            yield
-    finally:
-        for config, own in zip(configs, before):
-            config._attn_implementation_internal = own
+    own = {id(m.config): m.config for m in model.modules() if isinstance(m.__dict__.get("config"), PreTrainedConfig)}
+    with ExitStack() as stack:
+        for module in model.modules():
+            if module.__dict__.get(OCCUPIED):
+                stack.enter_context(replaced(module, {OCCUPIED: False}))
+        for config in [inner for outer in own.values() for inner, _ in nested(outer, outer)]:
+            stack.callback(setattr, config, "_attn_implementation_internal", config._attn_implementation_internal)
+            config._attn_implementation_internal = name
+        yield
 
 
 def nested(old: PreTrainedConfig, new: PreTrainedConfig) -> Iterator[tuple[PreTrainedConfig, PreTrainedConfig]]:

@@ -44,8 +44,8 @@ NO_MASK = "no layer asked transformers.masking_utils for a mask"
 MIXING = (nn.Conv1d, nn.Conv2d, nn.Conv3d, nn.RNNBase, nn.modules.batchnorm._NormBase)
 
 
-class Fit(NamedTuple):
-    """What was found of a model that fits.
+class ModelFit(NamedTuple):
+    """What is known of a model that fits.
 
     rules: the masks it asks for. columns: whether, without position_ids, a token's position is its place in the row.
     result: the field that has a row per token. shift: what labels belong to, as `seqpar.data.share` takes it. loss: why
@@ -68,48 +68,48 @@ class Fit(NamedTuple):
 
 def refusals(model: PreTrainedModel) -> list[str]:
     """What a model's class, config and modules say that speaks against computing it row by row."""
-    found = []
+    reasons = []
     if model.main_input_name != "input_ids":
-        found.append(f"it computes {model.main_input_name}, not input_ids")
+        reasons.append(f"it computes {model.main_input_name}, not input_ids")
     if not model._can_set_attn_implementation():
-        found.append(NO_INTERFACE)
-    found += config_refusals(model)
+        reasons.append(NO_INTERFACE)
+    reasons += config_refusals(model)
     mixing = sorted({type(m).__name__ for m in model.modules() if isinstance(m, MIXING)})
     if mixing:
-        found.append(f"it has modules that see other tokens or the batch: {', '.join(mixing)}")
-    return found + dropping(model)
+        reasons.append(f"it has modules that see other tokens or the batch: {', '.join(mixing)}")
+    return reasons + dropping(model)
 
 
-def fitting(model: PreTrainedModel) -> Fit:
+def fitting(model: PreTrainedModel) -> ModelFit:
     """What a model that already asks for seqpar's attention is like, by `refusals` and the probe.
 
     Raises: NotImplementedError naming everything that speaks against it, or that its weights are not there yet.
     """
-    found = refusals(model)
-    if not found:
+    reasons = refusals(model)
+    if not reasons:
         check_weights(model)
         with _quiet(model), torch.no_grad():
             try:
-                fit = _probed(model, found)
+                fit = _probed(model, reasons)
             except NoWeights:
                 raise
             except Exception as error:
-                found.append(f"trying it on a few tokens failed: {type(error).__name__}: {error}")
-        if not found:
+                reasons.append(f"trying it on a few tokens failed: {type(error).__name__}: {error}")
+        if not reasons:
             return fit
     raise NotImplementedError(
-        f"{type(model).__name__} cannot be computed on several ranks: {', and '.join(found)}{_remedy(model, found)}"
+        f"{type(model).__name__} cannot be computed on several ranks: {', and '.join(reasons)}{_remedy(model, reasons)}"
     )
 
 
-def _remedy(model: PreTrainedModel, found: list[str]) -> str:
+def _remedy(model: PreTrainedModel, reasons: list[str]) -> str:
     """What computes a model for which just one thing speaks against it, or "": each way is tried before it is named."""
     prefix, base = model.base_model_prefix, model.base_model
-    if found in ([NO_INTERFACE], [NO_MASK]) and _by_sdpa(model):
+    if reasons in ([NO_INTERFACE], [NO_MASK]) and _by_sdpa(model):
         return "; give sdpa=True and this rank's rows, as its attention is PyTorch's"
-    if len(found) == 1 and POOLED in found[0] and "add_pooling_layer" in inspect.signature(type(model)).parameters:
+    if len(reasons) == 1 and POOLED in reasons[0] and "add_pooling_layer" in inspect.signature(type(model)).parameters:
         return "; make it with add_pooling_layer=False"
-    if len(found) == 1 and NO_ROWS in found[0] and base is not model:
+    if len(reasons) == 1 and NO_ROWS in reasons[0] and base is not model:
         try:
             fitting(base)
         except NotImplementedError:
@@ -134,7 +134,7 @@ def _by_sdpa(model: PreTrainedModel) -> bool:
     return False
 
 
-def _probed(model: PreTrainedModel, found: list[str]) -> Fit:
+def _probed(model: PreTrainedModel, reasons: list[str]) -> ModelFit:
     embedding = model.get_input_embeddings().weight
     vocabulary = len(embedding)
     at = torch.arange(TOKENS, device=embedding.device)
@@ -143,32 +143,32 @@ def _probed(model: PreTrainedModel, found: list[str]) -> Fit:
     probe = _Probe(model)
     whole = probe(ids, position_ids=at[None])
     hidden = probe.hidden
-    result = _result(whole, found)
+    result = _result(whole, reasons)
     if not probe.rules:
-        found.append(NO_MASK)
-    if found:
+        reasons.append(NO_MASK)
+    if reasons:
         return None  # type: ignore[return-value]
     rows = whole[result]
     one = probe(ids, documents=[TOKENS], position_ids=at[None])[result]
     check_probed(model, rows, one)
     if not _close(rows[:, few], probe(ids[few], position_ids=few[None])[result]):
-        found.append(
+        reasons.append(
             "tokens meet outside its attention, or their positions are not their position_ids (convolution, "
             "recurrence, n-grams of tokens, positions that are counted)"
         )
     if not _close(one[:, order], probe(ids[order], [TOKENS], order.tolist(), position_ids=order[None])[result]):
-        found.append("its attention depends on the order in which a rank holds its rows")
+        reasons.append("its attention depends on the order in which a rank holds its rows")
     with implementation(model, "eager"):
         written_out = model.forward(input_ids=ids[None], position_ids=at[None], return_dict=True, **caching(model))
         written_out = written_out[result]
     if not _close(one, written_out):
-        found.append("its attention is not the function of q, k, v and mask that it hands over (a bias, for example)")
-    if found:
+        reasons.append("its attention is not the function of q, k, v and mask that it hands over (a bias, for example)")
+    if reasons:
         return None  # type: ignore[return-value]
     counted = probe(ids, attention_mask=(at >= 3).long()[None])[result]
     shift, loss = _loss(probe, whole, ids, (ids * 3 + 1) % vocabulary, at)
     head, softcap = _head(model, whole, hidden)
-    return Fit(frozenset(probe.rules), _close(rows[:, 3:], counted[:, 3:]), result, shift, loss, head, softcap)
+    return ModelFit(frozenset(probe.rules), _close(rows[:, 3:], counted[:, 3:]), result, shift, loss, head, softcap)
 
 
 @contextmanager
@@ -197,7 +197,7 @@ class _Probe:
         self.hidden: Tensor | None = None
 
     def __call__(
-        self, ids: Tensor, documents: Sequence[int] = (), order: Sequence[int] = (), **given: Any
+        self, ids: Tensor, documents: Sequence[int] = (), order: Sequence[int] = (), **options: Any
     ) -> Any:  # fmt: skip
         """What the model returns for tokens in documents of these lengths, by default one each, held in this order."""
         mask = Mask(documents or [1] * len(ids))
@@ -206,7 +206,7 @@ class _Probe:
         hook = None if base is self.model else base.register_forward_hook(self._keep)
         try:
             with parallel(plan, LocalComm()), forward(Forward(self._note, padded=True)):
-                return self.model.forward(input_ids=ids[None], return_dict=True, **caching(self.model), **given)
+                return self.model.forward(input_ids=ids[None], return_dict=True, **caching(self.model), **options)
         finally:
             if hook is not None:
                 hook.remove()
@@ -224,14 +224,14 @@ def caching(model: PreTrainedModel) -> dict[str, Any]:
     return {"use_cache": False} if hasattr(model.config.get_text_config(), "use_cache") else {}
 
 
-def _result(out: Any, found: list[str]) -> str:
+def _result(out: Any, reasons: list[str]) -> str:
     """The field with a row per token; others that are there speak against the model."""
     fields = {name: value for name, value in out.items() if value is not None}
     result = next((name for name in PER_TOKEN if name in fields), "")
     if not result or fields[result].dim() != 3 or tuple(fields[result].shape[:2]) != (1, TOKENS):
-        found.append(f"it returns {sorted(fields)}, {NO_ROWS}")
+        reasons.append(f"it returns {sorted(fields)}, {NO_ROWS}")
     elif other := sorted(fields.keys() - {result}):
-        found.append(f"it also returns {', '.join(other)}, which is not a row per token")
+        reasons.append(f"it also returns {', '.join(other)}, which is not a row per token")
     return result
 
 

@@ -69,30 +69,30 @@ def rule_of(function: Callable[..., Any]) -> Rule:
     Raises: NotImplementedError naming a function that is not one of transformers' own, or not expressible as bounds.
     """
     name = function.__qualname__.split(".<locals>")[0]
-    made = {} if "<locals>" not in function.__qualname__ else inspect.getclosurevars(function).nonlocals
+    closure = {} if "<locals>" not in function.__qualname__ else inspect.getclosurevars(function).nonlocals
     if function.__module__ == MODULE and name in _READERS:
-        return _READERS[name](made)
+        return _READERS[name](closure)
     raise NotImplementedError(
         f"the mask function {function.__module__}.{function.__qualname__}: seqpar reads those that transformers "
         f"composes of {', '.join(sorted(_READERS))}, as other pairs may have no interval of keys per query"
     )
 
 
-def _all(made: dict[str, Any]) -> Rule:
+def _all(closure: dict[str, Any]) -> Rule:
     rule = Rule()
-    for part in made["mask_functions"]:
+    for part in closure["mask_functions"]:
         rule = rule & rule_of(part)
     return rule
 
 
 _READERS: dict[str, Callable[[dict[str, Any]], Rule]] = {
     "and_masks": _all,
-    "causal_mask_function": lambda made: Rule(causal=True),
-    "bidirectional_mask_function": lambda made: Rule(),
-    "sliding_window_overlay": lambda made: Rule(left=made["sliding_window"] - 1),
-    "sliding_window_bidirectional_overlay": lambda made: Rule(False, made["sliding_window"], made["sliding_window"]),
-    "chunked_overlay": lambda made: Rule(chunk=made["chunk_size"]),
+    "causal_mask_function": lambda closure: Rule(causal=True),
+    "bidirectional_mask_function": lambda closure: Rule(),
+    "sliding_window_overlay": lambda closure: Rule(left=closure["sliding_window"] - 1),
+    "sliding_window_bidirectional_overlay": lambda closure: Rule(False, *[closure["sliding_window"]] * 2),
+    "chunked_overlay": lambda closure: Rule(chunk=closure["chunk_size"]),
     # documents are the plan's: these two keep them apart on one device, by row numbers that mean nothing on ranks
-    "packed_sequence_mask_function": lambda made: Rule(),
-    "remap_positions_for_packed_sequence": lambda made: rule_of(made["mask_function"]),
+    "packed_sequence_mask_function": lambda closure: Rule(),
+    "remap_positions_for_packed_sequence": lambda closure: rule_of(closure["mask_function"]),
 }

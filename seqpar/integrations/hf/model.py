@@ -46,7 +46,7 @@ from seqpar.integrations.hf.mask import Rule
 from seqpar.integrations.hf.planning import ModelPlanner
 from seqpar.integrations.hf.worth import Worth
 from seqpar.nn.wrap import PARALLEL, ParallelModel, check_makes_plans, refuse_twice, replaced, unpicklable
-from seqpar.ops.core.agreement import agree_alike, agreed_under
+from seqpar.ops.core.agreement import agree_alike, agreed_under, agreement
 from seqpar.ops.core.autocast import autocast_dtype
 from seqpar.ops.core.handles import uncompiled
 from seqpar.parallel import derived_seed, parallel
@@ -133,22 +133,18 @@ class ParallelTransformer(ParallelModel):
         self._before = model.config._attn_implementation
         self._name = self._before if in_place else KEY
         self._loss_function = getattr(model, "loss_function", None)
-        error: Exception | None = None
         try:
-            refuse_twice(model)
-            if plan is not None:
-                check_makes_plans(model, plan, "(lengths, ranks)")
-            self._undone.callback(enter(self._before) if in_place else enter(KEY))
-            self._undone.callback(_with_own_configs(model, self._name))
-            self.fit = fitting(model)
-        except Exception as found:  # whatever it is, the others must hear of it
-            error = found
-        facts = {
-            "model": type(model).__name__, "source": source, "average_over": average_over, "logits": logits,
-            "in_place": in_place,
-        }  # fmt: skip
-        try:
-            comm.agree("parallelize", facts, error)
+            with agreement("parallelize", comm, every=True) as call:
+                refuse_twice(model)
+                if plan is not None:
+                    check_makes_plans(model, plan, "(lengths, ranks)")
+                self._undone.callback(enter(self._before) if in_place else enter(KEY))
+                self._undone.callback(_with_own_configs(model, self._name))
+                self.fit = fitting(model)
+                call.facts = {
+                    "model": type(model).__name__, "source": source, "average_over": average_over, "logits": logits,
+                    "in_place": in_place,
+                }  # fmt: skip
         except BaseException:
             self._undone.close()
             raise

@@ -8,7 +8,7 @@ from typing import NamedTuple
 import torch
 from torch import Tensor, nn
 
-from seqpar.integrations.probe.record import Event, Record
+from seqpar.integrations.probe.record import Event, RunRecord
 from seqpar.integrations.probe.rows import Sample, real
 from seqpar.integrations.probe.saved_state import Buffers
 
@@ -29,7 +29,7 @@ class Verdict(NamedTuple):
 
 
 def compare(
-    first: Record, second: Record, *, error: Exception | None = None, rough: bool, how: str, fault: str
+    first: RunRecord, second: RunRecord, *, error: Exception | None = None, rough: bool, how: str, fault: str
 ) -> Verdict:
     """The verdict on two runs.
 

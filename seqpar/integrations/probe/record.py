@@ -40,7 +40,7 @@ class Event(NamedTuple):
     unmoved: list[Sample]
 
 
-class Record:
+class RunRecord:
     """What was seen in one run, in order; nothing where no rows are compared.
 
     changed: buffers that the run has changed. failure: what went wrong in looking on, which ends no run, as other ranks
@@ -111,13 +111,13 @@ class Record:
 _threads = threading.local()
 
 
-def under_trial() -> Record | None:
+def under_trial() -> RunRecord | None:
     """The run that this thread is in, if it is in one."""
     return getattr(_threads, "record", None)
 
 
 @contextmanager
-def recording(record: Record) -> Iterator[None]:
+def recording(record: RunRecord) -> Iterator[None]:
     """This thread is in that run, until the block ends."""
     _threads.record = record
     try:

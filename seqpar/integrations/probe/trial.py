@@ -22,7 +22,7 @@ from torch import Tensor, nn
 from seqpar.comm import PeerError
 from seqpar.integrations.probe.compare import Verdict, compare, is_rough, unlike
 from seqpar.integrations.probe.nested import leaves, substituted
-from seqpar.integrations.probe.record import Record, recording
+from seqpar.integrations.probe.record import RunRecord, recording
 from seqpar.integrations.probe.rows import ArgumentRows, FewerRows, Positions, has_rows, is_mask, readings_of
 from seqpar.integrations.probe.saved_state import Buffers, SavedState, eager, saved
 
@@ -90,7 +90,7 @@ class _Trial(NamedTuple):
         tensors = {i: self.tensors[i] for i in dims}
         others = {id(x): rows.shuffled(x, dims[i]) for i, x in tensors.items()}  # type: ignore[union-attr]
         saw = any(not torch.equal(others[id(x)], x) for x in tensors.values())
-        first, second = (Record(self.model, rows if saw else None, second=again) for again in (False, True))
+        first, second = (RunRecord(self.model, rows if saw else None, second=again) for again in (False, True))
         error = self._run(first, {})
         errors = self.gather(_text(error))
         if any(errors):
@@ -114,11 +114,11 @@ class _Trial(NamedTuple):
             verdict = self._afterwards(reading, first.changed, second.changed)
         return verdict
 
-    def _with_fewer(self, first: Record, reading: ArgumentRows) -> Verdict:
+    def _with_fewer(self, first: RunRecord, reading: ArgumentRows) -> Verdict:
         """The verdict on fewer rows, which is none where the model does not take them."""
         sizes = {n for x in (*self.tensors.values(), *self.model.parameters()) for n in x.shape}
         fewer = FewerRows(reading.rows, sizes)
-        record = Record(self.model, fewer, second=True)
+        record = RunRecord(self.model, fewer, second=True)
         dims = reading.dims if fewer.size else {}
         others = {id(self.tensors[i]): fewer.shortened(self.tensors[i], dim) for i, dim in dims.items()}
         if not others or self._run(record, others) is not None or record.failure:
@@ -132,7 +132,7 @@ class _Trial(NamedTuple):
         """The verdict on what is made of that which either run has left in buffers."""
         records = []
         for buffers in (one, other):
-            records.append(Record(self.model, reading.rows, second=False))
+            records.append(RunRecord(self.model, reading.rows, second=False))
             if self._run(records[-1], {}, buffers) is not None or records[-1].failure:
                 return Verdict()
         apart, modules = unlike(one, other), self.model.named_modules()
@@ -143,7 +143,7 @@ class _Trial(NamedTuple):
     def _rough(self) -> bool:
         return is_rough(self.model, self.tensors.values())
 
-    def _run(self, record: Record, others: dict[int, Tensor], buffers: Buffers | None = None) -> Exception | None:
+    def _run(self, record: RunRecord, others: dict[int, Tensor], buffers: Buffers | None = None) -> Exception | None:
         """The error of a run. others: tensors in place of arguments. buffers: what some of them hold before."""
         args, kwargs = substituted((self.args, self.kwargs), others) if others else (self.args, self.kwargs)
         if buffers is not None:

@@ -45,8 +45,8 @@ def parallelize(
             f"parallelize({type(model).__name__}, sdpa=True, plan={plan!r:.200}): expected the Plan of every forward; "
             "give a Plan, or none and enter seqpar.parallel(plan, comm) around each forward"
         )
-    if found := mixing(model):
-        raise refused(model, found)
+    if reasons := mixing(model):
+        raise refused(model, reasons)
     check_model(model)
     refuse_twice(model)
     handle = ParallelModel(model, comm)
@@ -96,7 +96,7 @@ class _Forward:
         return verdict.error or None
 
     def _surrounding(self) -> Plan:
-        found = surrounding()
-        if found.comm is not self.comm:
+        around = surrounding()
+        if around.comm is not self.comm:
             raise ValueError("the plan that surrounds this forward is for another comm than its model's")
-        return found.plan
+        return around.plan

@@ -223,7 +223,7 @@ class Rerouting(TorchFunctionMode):
                 "add_zero_attn": add_zero_attn, "bias_k and bias_v": bias_k is not None or bias_v is not None,
                 "static_k and static_v": static_k is not None or static_v is not None,
             }  # fmt: skip
-            if named := [name for name, given in missing.items() if given]:
+            if named := [name for name, is_given in missing.items() if is_given]:
                 raise NotImplementedError(f"sdpa does not reroute multi-head attention with {', '.join(named)}")
             shapes = f"query {list(query.shape)}, key {list(key.shape)}, value {list(value.shape)}"
             single = query.dim() == 2 or (query.dim() == 3 and query.shape[1] == key.shape[1] == value.shape[1] == 1)
@@ -284,16 +284,16 @@ class Rerouting(TorchFunctionMode):
 
     def _notice(self) -> None:
         """Keep the call of a module that attends inside this block, to be tried when the block ends."""
-        if (found := outermost(self.below)) is not None and found[0] not in self.called:
-            model, args, kwargs = found
+        if (outer := outermost(self.below)) is not None and outer[0] not in self.called:
+            model, args, kwargs = outer
             call = ModelCall(model, self.plan, self.comm, model.training)
             self.called[model] = (call, args, kwargs) if call.is_due() else None
 
     @uncompiled
     def _try(self, call: ModelCall, args: Any, kwargs: Any) -> None:
         """Raise NotImplementedError on every rank if the rows of a model do not follow on some."""
-        if call.model.training and (found := dropping(call.model) + renorming(call.model)):
-            raise refused(call.model, found)
+        if call.model.training and (reasons := dropping(call.model) + renorming(call.model)):
+            raise refused(call.model, reasons)
         verdict = call.try_(call.model, args, kwargs, partial(sdpa, self.plan, self.comm, local=self.local))
         verdict = call.of_all(verdict)
         if verdict.reason:
@@ -336,8 +336,8 @@ class Rerouting(TorchFunctionMode):
         mine, error = None, None
         try:
             mine = compressed(*bounds_of(mask, plan.rows(rank), plan.mask.kv_tokens), plan.layout.tokens(rank))
-        except Exception as found:
-            error = found
+        except Exception as caught:
+            error = caught
         lo, hi = np.zeros((2, plan.mask.tokens), np.int64)
         for peer, spans in enumerate(self.comm.gather("sdpa: attn_mask", mine, error)):
             at = plan.layout.positions(peer)
