@@ -91,7 +91,7 @@ class CommBase(Generic[C]):
         self._channel, self._scope, self._counters, self.check_every = channel, scope, counters, check_every
         self._ranks: Sequence[int] = scope or range(channel.size)  # this comm's rank -> the group's
         self.rank, self.size, self.stats = self._ranks.index(channel.rank), len(self._ranks), stats
-        self.agreed: dict[int, tuple[str, Mapping[str, object]]] = counters.setdefault(("agreed", scope), {})
+        self.agreed: dict[int, object] = counters.setdefault(("agreed", scope), {})
         self.entry: ThreadEntry = counters.setdefault("entry", ThreadEntry())
 
     def _in_group(self, tensors: Mapping[int, list[Tensor]]) -> dict[int, list[Tensor]]:

@@ -136,7 +136,7 @@ class Comm(Protocol):
     direct: bool  # whether tensors of any strides travel from where they lie to where they belong in one copy
     check_every: str  # "batch": verbs compare a signature over ranks when they first see it; "call": every time
     entry: ThreadEntry  # of threads, one at a time
-    agreed: dict[int, tuple[str, Mapping[str, object]]]  # signatures of calls that all ranks had in common -> the calls
+    agreed: dict[int, object]  # what ranks agreed on, by keys of 63 bits -> what a verb keeps with it
 
     def exchange(
         self, sends: Mapping[int, Sequence[Tensor]], recvs: Mapping[int, Sequence[Tensor]], *, tag: Tag

@@ -8,7 +8,7 @@ from torch import Tensor, nn
 
 from seqpar.nn.choice import Choice
 from seqpar.ops.attention.api import attention_of
-from seqpar.ops.attention.call import Options
+from seqpar.ops.attention.signature import Options
 from seqpar.ops.core.autocast import autocast
 
 if TYPE_CHECKING:
@@ -95,7 +95,8 @@ class Attention(nn.Module):
         q, k, v = autocast(q), autocast(k), autocast(v)
         dropout = self.dropout if self.training else 0.0
         options = Options(self.scale, self.softcap, dropout, seed, self.deterministic, self.kernel, False)
-        return attention_of(q, k, v, sinks, slopes, self.choice, plan, comm, options)[0]
+        given = [] if plan is None else [plan] if comm is None else [plan, comm]
+        return attention_of(q, k, v, sinks, slopes, [self.choice, *given], options)[0]
 
     def extra_repr(self) -> str:
         """The options that are not the default ones."""

@@ -1,7 +1,6 @@
 """The verbs: differentiable, local tensors in, local tensors out."""
 
 from seqpar.kernels import merge
-from seqpar.ops.attention import graph  # noqa: F401 registers the ops
 from seqpar.ops.attention.api import attention
 from seqpar.ops.attention.rotary import rotary
 from seqpar.ops.core.handles import bind

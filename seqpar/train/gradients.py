@@ -92,7 +92,7 @@ def _agreed(several: list[Tensor], claim: _Claim, comm: Comm) -> list[bool]:
     present = [any(flags) for flags in zip(*(other.flags for other in found))]
     plain = not meshed and all(p.device.type == "cpu" and p.numel() for p in several)
     if plain and any(present) and comm.size > 1 and comm.check_every == "batch":
-        remember(comm, claim.digest, "sync_gradients", {"flags": claim.flags, "present": present})
+        remember(comm, claim.digest, known={"flags": claim.flags, "present": present})
     return present
 
 
@@ -104,7 +104,7 @@ def _sum_as_before(several: list[Tensor], claim: _Claim, comm: Comm, bucket_byte
     """
     if (known := comm.agreed.get(claim.digest)) is None:
         return False
-    facts: Any = known[1]
+    facts: Any = known
     changed = claim.flags != facts["flags"] or claim.repeated or claim.growing
     changed = changed or _refusal(several, frozenset()) is not None
     chosen = [p for p, some in zip(several, facts["present"]) if some]

@@ -299,7 +299,7 @@ def test_dims_that_are_none() -> None:
 
 def test_the_op_of_several_is_a_proper_op() -> None:
     xs = [torch.randn(4, 6, dtype=torch.float64, requires_grad=True), torch.randn(4, 2, 6)]
-    opcheck(torch.ops.seqpar.switch, (xs, [bind(LocalComm())], [0, 0], [1, 2], [4], [6], 0, False, [True, False]))
+    opcheck(torch.ops.seqpar.switch, (xs, [bind(LocalComm())], [0, 0], [1, 2], [4], [6], 0, [True, False]))
 
 
 # --- any move ---------------------------------------------------------------------------------------------------------

@@ -21,7 +21,7 @@ import seqpar
 from seqpar.comm import Comm, LocalComm
 from seqpar.facts.layout import Layout
 from seqpar.facts.mask import Mask
-from seqpar.ops.attention import graph
+from seqpar.ops.core import collective_op
 from seqpar.ops.core.handles import bind, carried, carry
 from seqpar.plan import Plan
 from seqpar.testing import run_processes
@@ -340,7 +340,7 @@ def test_switch_is_a_proper_op() -> None:
     comm = LocalComm()
     x = torch.randn(4, 6, dtype=torch.float64, requires_grad=True)
     handle = bind(comm)
-    opcheck(OPS.switch, ([x], [handle], [0], [1], [4], [6], 0, False, [True]))
+    opcheck(OPS.switch, ([x], [handle], [0], [1], [4], [6], 0, [True]))
 
 
 def test_relayout_is_a_proper_op() -> None:
@@ -348,8 +348,8 @@ def test_relayout_is_a_proper_op() -> None:
     plan = Plan(Mask([5, 9]), dst)
     x = torch.randn(14, 3, dtype=torch.float64, requires_grad=True)
     there, whole = bind(src, dst, comm), bind(plan, comm)
-    opcheck(OPS.relayout, (x, [there], "relayout", 0, 14, True))
-    opcheck(OPS.relayout, (x, [whole], "q", 0, 14, True))
+    opcheck(OPS.relayout, (x, [there], 14, True))
+    opcheck(OPS.unshard, (x, [whole], "q", 0, 14, True))
 
 
 # --- the other verbs --------------------------------------------------------------------------------------------------
@@ -398,16 +398,16 @@ def test_the_other_verbs_say_what_a_graph_needs() -> None:
 
 
 @pytest.fixture
-def records(monkeypatch: pytest.MonkeyPatch) -> weakref.WeakSet[graph.Record]:
-    """The records that are alive."""
-    alive: weakref.WeakSet[graph.Record] = weakref.WeakSet()
-    made = graph.carry
+def tickets(monkeypatch: pytest.MonkeyPatch) -> weakref.WeakSet[collective_op.Ticket]:
+    """What of the tickets that were made is alive."""
+    alive: weakref.WeakSet[collective_op.Ticket] = weakref.WeakSet()
+    made = collective_op.carry
 
-    def noting(*values: object) -> Tensor:
-        alive.update(values)
-        return made(*values)
+    def noting(ticket: collective_op.Ticket) -> Tensor:
+        alive.add(ticket)
+        return made(ticket)
 
-    monkeypatch.setattr(graph, "carry", noting)
+    monkeypatch.setattr(collective_op, "carry", noting)
     return alive
 
 
@@ -446,7 +446,7 @@ ROUTES: dict[str, Callable[..., Tensor]] = {
 
 @pytest.mark.parametrize("route", ROUTES)
 @pytest.mark.parametrize("layout", LAYOUTS)
-def test_backward_finds_its_record_and_frees_it(route, layout, records) -> None:
+def test_backward_finds_its_ticket_and_frees_it(route, layout, tickets) -> None:
     plan, comm = Plan(Mask([5, 9]), LAYOUTS[layout]), LocalComm()
     handle = bind(plan, comm)
     expected = gradients(seqpar.attention, handle)
@@ -455,26 +455,26 @@ def test_backward_finds_its_record_and_frees_it(route, layout, records) -> None:
         with torch._functorch.config.patch(donated_buffer=False):  # which a graph that is retained cannot have
             assert_equal(gradients(ROUTES[route], handle, passes=3), expected)
     loss = ROUTES[route](*tensors(), handle).sum()  # no backward of this one
-    assert len(records) == (0 if "reentrant" in route else 1)
+    assert len(tickets) == (0 if "reentrant" in route else 1)
     del loss
     gc.collect()
-    assert not records
+    assert not tickets
 
 
 @pytest.mark.parametrize("layout", LAYOUTS)
-def test_a_recomputed_region_compiles(layout, records) -> None:
+def test_a_recomputed_region_compiles(layout, tickets) -> None:
     plan, comm = Plan(Mask([5, 9]), LAYOUTS[layout]), LocalComm()
     handle = bind(plan, comm)
     expected = gradients(recomputed, handle)
     start = comm.next_call()
     assert_equal(gradients(compiled(recomputed), handle), expected)
     assert comm.next_call() - start == 3  # forward, and again in backward
-    assert not records
+    assert not tickets
 
 
 @pytest.mark.parametrize("layout", LAYOUTS)
 @pytest.mark.parametrize(("policy", "calls"), [(CheckpointPolicy.MUST_SAVE, 1), (CheckpointPolicy.MUST_RECOMPUTE, 2)])
-def test_selective_recomputation_sees_the_op(layout, policy, calls, records) -> None:
+def test_selective_recomputation_sees_the_op(layout, policy, calls, tickets) -> None:
     plan, comm = Plan(Mask([5, 9]), LAYOUTS[layout]), LocalComm()
     handle = bind(plan, comm)
     expected = gradients(seqpar.attention, handle)
@@ -491,7 +491,7 @@ def test_selective_recomputation_sees_the_op(layout, policy, calls, records) -> 
     start = comm.next_call()
     assert_equal(gradients(selective, handle), expected)
     assert comm.next_call() - start == 1 + calls
-    assert not records
+    assert not tickets
 
 
 @pytest.mark.parametrize("function", [by_op, seqpar.attention])

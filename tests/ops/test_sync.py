@@ -38,12 +38,13 @@ from seqpar.comm import Comm
 from seqpar.comm.entry import ThreadEntry
 from seqpar.comm.protocol import Stats, Tag
 from seqpar.facts.layout import Layout
-from seqpar.kernels import Score, softmax
+from seqpar.kernels import softmax
 from seqpar.kernels.blockwise import Blockwise
 from seqpar.kernels.memory import rows
 from seqpar.kernels.memory.upload import upload
 from seqpar.ops.attention import call as calls
 from seqpar.ops.attention import schedule
+from seqpar.ops.attention.signature import Signature
 from seqpar.ops.core import agreement as agree
 from seqpar.plan import Plan
 from seqpar.testing import run_threads
@@ -211,6 +212,8 @@ def test_no_value_of_a_cuda_tensor_is_read(case, options, monkeypatch) -> None:
     plan, fake, cuda = case.plan(), FakeTensorMode(), torch.device("cuda", 0)
     monkeypatch.setattr(calls, "stream_of", lambda device: device)
     monkeypatch.setattr(calls, "upload", unread)
+    monkeypatch.setattr(Signature, "spec", lambda self, plan: None)
+    monkeypatch.setattr(calls, "choose", lambda name, spec: Blockwise())
     for module in (rows, softmax):
         monkeypatch.setattr(module, "on_triton", lambda x: False, raising=False)
     heads, kv_heads, dim, v_dim, posted = 6, 2, 8, 4, 0
@@ -223,19 +226,18 @@ def test_no_value_of_a_cuda_tensor_is_read(case, options, monkeypatch) -> None:
 
             slopes = made(heads, dtype=torch.float32) if options.get("alibi") else None
             sinks = made(heads, dtype=torch.float32) if options.get("sinks") else None
-            score = Score(1.0, options.get("softcap", 0.0), slopes, options.get("dropout_p", 0.0), 7)
-            call = calls.Call(
-                plan=plan, comm=comm, kernel=Blockwise(), score=score, heads=heads, kv_heads=kv_heads, dim=dim,
-                v_dim=v_dim, dtype=torch.bfloat16, device=cuda, sinks=sinks is not None, return_lse=True,
-                kv_grads=True, number=0, digest=0,
+            signature = Signature(
+                cuda, torch.bfloat16, heads, kv_heads, dim, v_dim, 1.0, options.get("softcap", 0.0),
+                options.get("dropout_p", 0.0), slopes is not None, sinks is not None, return_lse=True,
+                deterministic=True, kernel="blockwise", q_grads=True, kv_grads=True, sink_grads=False,
             )  # fmt: skip
+            call = calls.Call(comm, Tag(0, 0, 0, 0), plan, signature, calls.recipe_of(plan, rank, signature), 7)
             n, m = plan.rows(rank), plan.rows(rank, "kv")
             q, k, v = made(n, heads, dim), made(m, kv_heads, dim), made(m, kv_heads, v_dim)
             with watched():
-                out, lse, insides = schedule.forward(call, q, k, v, sinks)
-                grads = schedule.backward(
-                    call, insides, sinks, made(*out.shape), made(*lse.shape, dtype=lse.dtype), (n, m)
-                )
+                out, lse, insides = schedule.forward(call, q, k, v, sinks, slopes)
+                incoming = made(*out.shape), made(*lse.shape, dtype=lse.dtype)
+                grads = schedule.backward(call, insides, sinks, slopes, *incoming)
             assert all(x is None or x.device == cuda for x in (out, lse, *grads))
             posted += comm.posted
     assert posted
@@ -261,7 +263,7 @@ def test_no_row_of_a_cuda_tensor_is_read(case, monkeypatch) -> None:
                 assert y.shape == (moves.rows_out, 6, 8) and y.device == cuda
             x = torch.empty(5, 2 * plan.ranks, dtype=torch.bfloat16, device=cuda)
             shares = [2] * plan.ranks, [5] * plan.ranks
-            assert switches._all_to_all([x], comm, [1], [0], *shares, tag)[0].shape == (5 * plan.ranks, 2)
+            assert switches._all_to_all([x], comm, ([1], [0], *shares), tag)[0].shape == (5 * plan.ranks, 2)
         assert comm.posted == (5 if there.sends.keys() - {rank} else 3)
 
 

@@ -76,7 +76,7 @@ def test_switch_is_its_specification(s, dtype, direct) -> None:
 def by_op(comm: Comm, x: Tensor, s: Switch) -> Tensor:
     """The switch as a graph makes it."""
     a, b = (d % len(s.shape) for d in s.dims)
-    ys, _ = torch.ops.seqpar.switch([x], handles(comm), [a], [b], s.split, s.concat, comm.rank, False, [True])
+    ys, _ = torch.ops.seqpar.switch([x], handles(comm), [a], [b], s.split, s.concat, comm.rank, [True])
     return ys[0]
 
 

@@ -27,7 +27,7 @@ from seqpar.integrations.hf.config import NO_INTERFACE, mixing_layers, unserved_
 from seqpar.integrations.hf.mask import Rule, rule_of
 from seqpar.nn.wrap import replaced
 from seqpar.ops import attention, bind
-from seqpar.ops.attention.api import calls
+from seqpar.ops.attention.op import calls
 from seqpar.ops.core.autocast import autocast
 from seqpar.ops.core.handles import uncompiled
 from seqpar.parallel import derived_seed, surrounding

@@ -46,7 +46,7 @@ from seqpar.integrations.hf.mask import Rule
 from seqpar.integrations.hf.planning import ModelPlanner
 from seqpar.integrations.hf.worth import Worth
 from seqpar.nn.wrap import PARALLEL, ParallelModel, check_makes_plans, refuse_twice, replaced, unpicklable
-from seqpar.ops.core.agreement import agree_alike, agreed_under, agreement
+from seqpar.ops.core.agreement import agreement, plan_key, remember
 from seqpar.ops.core.autocast import autocast_dtype
 from seqpar.ops.core.handles import uncompiled
 from seqpar.parallel import derived_seed, parallel
@@ -127,7 +127,7 @@ class ParallelTransformer(ParallelModel):
         self._hidden: list[Tensor] | None = None  # where the base model leaves its last hidden states, if asked to
         self._running = False
         self._count = 0
-        self._agreed: dict[Rule, dict[int, None]] = {}  # calls of attention that ranks agreed on when last asked for
+        self._known: set[Rule] = set()  # of the masks that all ranks asked for in some forward
         self._rules: list[Rule] = []  # of the masks that the last forward asked for
         self._seed = comm.gather("parallelize: the seed of attention dropout", torch.initial_seed())[0]
         self._before = model.config._attn_implementation
@@ -271,8 +271,8 @@ class ParallelTransformer(ParallelModel):
     def _maker(self, own: Share) -> Callable[[Plan, Rule], Plan]:
         """The plan of a layer's rule for a share, which knows of masked-out tokens between others.
 
-        All ranks have the plan of the share, and had the same rules before; so what they agreed on under the plan of a
-        rule they need not compare again under that of the next batch.
+        All ranks have the plan of the share, and had the same rules before; so the plan of such a rule is the same on
+        all of them, and they need not compare it.
         """
         self._rules = []
 
@@ -282,8 +282,9 @@ class ParallelTransformer(ParallelModel):
             else:
                 window = (rule.left, None if rule.causal else rule.right)
                 made = plan.with_mask(own.mask_for(causal=rule.causal, window=window))
-            agree_alike(self._agreed.get(rule, {}), made, self.comm)
-            self._agreed[rule] = agreed_under(made, self.comm)
+            if rule in self._known:
+                remember(self.comm, plan_key(made))
+            self._known.add(rule)
             self._rules.append(rule)
             return made
 

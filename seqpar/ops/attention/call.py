@@ -1,20 +1,23 @@
-"""One attention call: what it is named in messages, and its share of heads, tensors and facts."""
+"""One attention call: what it is named in messages, and this rank's steps, shares of heads and facts."""
 
 from __future__ import annotations
 
-from collections.abc import Hashable, Iterator, Sequence
-from dataclasses import dataclass, replace
+from collections.abc import Hashable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
 from enum import IntEnum
 from functools import cached_property
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
 from torch import Tensor
 
-from seqpar.comm import Comm, Tag
-from seqpar.kernels import Kernel, Score, StepFacts, acc_dtype
+from seqpar.comm import Tag
+from seqpar.kernels import Kernel, Score, StepFacts, acc_dtype, choose
 from seqpar.kernels.memory.upload import upload
 from seqpar.ops.attention.rows import numbers
+from seqpar.ops.attention.signature import Signature
+from seqpar.ops.core.agreement import digest_of_call, plan_key
+from seqpar.ops.core.collective_op import Record
 from seqpar.ops.core.device import Uploaded, stream_of
 from seqpar.plan import Part, Plan, Step, head_blocks, head_share
 
@@ -42,103 +45,106 @@ NAMES = {
     Phase.BACK_LEAVE: "attention (backward, giving heads back)",
 }
 
-
-class Options(NamedTuple):
-    """The options of a call as given, in the order of the op's arguments."""
-
-    scale: float | None
-    softcap: float
-    dropout_p: float
-    dropout_seed: int | None
-    deterministic: bool
-    kernel: str
-    return_lse: bool
+Shares = tuple[list[slice], list[slice]]  # query heads and key heads of every member of a part
+Block = tuple[slice, slice, slice]  # query heads and key heads inside, and the query heads outside
 
 
 @dataclass(frozen=True, eq=False)
-class Call:
-    """One attention call: everything but the tensors. number, digest: its name in every message; repeat: which of the
-    backward passes through it this is, as a graph that is retained has several."""
+class Recipe:
+    """What a plan and a signature make of a call on one rank: derived once, for all layers and both directions.
+
+    keys: under which ranks remember that they agreed, on the plan and on the signature. shares, blocks: by a part's
+    Ulysses width; blocks are this rank's heads cut so that every key head serves as many query heads. alone: whether
+    the rank computes its rows in one step from its own keys: no schedule, no exchange.
+    """
+
+    kernel: Kernel
+    facts: Mapping[str, object]
+    keys: tuple[int, int]
+    digest: int
+    steps: list[Step]
+    parts: list[Part]
+    shares: Mapping[int, Shares]
+    blocks: Mapping[int, list[Block]]
+    alone: bool
+    trades: bool
+
+
+def recipe_of(plan: Plan, rank: int, signature: Signature) -> Recipe:
+    """The recipe of a call, kept with the plan.
+
+    Raises: ValueError for an unknown kernel; NotImplementedError if no kernel can do the call.
+    """
+    return plan.memo((rank, signature), lambda: _recipe(plan, rank, signature))  # type: ignore[no-any-return]
+
+
+def _recipe(plan: Plan, rank: int, signature: Signature) -> Recipe:
+    s = signature
+    kernel = choose(s.kernel, s.spec(plan))
+    facts = s.facts(kernel.name)
+    whole = {"plan": plan.digest(), **facts}
+    row_bytes = plan.row_bytes(s.heads, s.kv_heads, s.dim, s.v_dim, s.dtype.itemsize)
+    steps = plan.steps(rank, row_bytes=row_bytes)
+    parts = [step.part for step in steps if step.first]
+    shares: dict[int, Shares] = {}
+    blocks: dict[int, list[Block]] = {}
+    for part in parts:
+        pairs = [head_share(s.heads, s.kv_heads, part.width, share) for share in range(part.width)]
+        shares[part.width] = [heads for heads, _ in pairs], [kv for _, kv in pairs]
+        heads, kv = pairs[part.share]
+        cut = head_blocks(heads, kv, s.heads // s.kv_heads) if heads.stop > heads.start else []
+        blocks[part.width] = [(q, k, slice(heads.start + q.start, heads.start + q.stop)) for q, k in cut]
+    step, *more = steps
+    return Recipe(
+        kernel, whole, (plan_key(plan), digest_of_call("attention", facts)), digest_of_call("attention", whole),
+        steps, parts, shares, blocks,
+        alone=(plan.ranks == 1 or step.local and not more and not step.moves) and step.part.trivial,
+        trades=any(part.width > 1 for part in parts),
+    )  # fmt: skip
+
+
+@dataclass(eq=False)
+class Call(Record):
+    """One attention call: everything but the tensors. The tag's digest and number are in every message of it."""
 
     plan: Plan
-    comm: Comm
-    kernel: Kernel
-    score: Score
-    heads: int
-    kv_heads: int
-    dim: int
-    v_dim: int
-    dtype: torch.dtype
-    device: torch.device
-    sinks: bool
-    return_lse: bool
-    kv_grads: bool
-    number: int
-    digest: int
-    repeat: int = 0
+    signature: Signature
+    recipe: Recipe
+    seed: int  # of dropout, 0 if there is none
 
     @property
     def acc(self) -> torch.dtype:
         """The accumulation dtype."""
-        return acc_dtype(self.dtype)
+        return acc_dtype(self.signature.dtype)
 
-    def steps(self) -> list[Step]:
-        """This rank's steps."""
-        return self._steps
-
-    @cached_property
-    def _steps(self) -> list[Step]:
-        size = self.dtype.itemsize
-        row_bytes = self.plan.row_bytes(self.heads, self.kv_heads, self.dim, self.v_dim, size)
-        return self.plan.steps(self.comm.rank, row_bytes=row_bytes)
-
-    @cached_property
-    def alone(self) -> bool:
-        """Whether this rank computes its rows in one step from its own keys: no schedule, no exchange."""
-        step, *more = self.steps()
-        return (self.comm.size == 1 or step.local and not more and not step.moves) and step.part.trivial
-
-    def parts(self) -> list[Part]:
-        """The parts of this rank's steps, in order."""
-        return self._parts
-
-    @cached_property
-    def _parts(self) -> list[Part]:
-        return [s.part for s in self.steps() if s.first]
-
-    def tag(self, phase: Phase, stage: int) -> Tag:
-        """The number of one of its exchanges."""
-        return Tag(self.digest, self.number, phase + len(Phase) * self.repeat, stage, NAMES[phase])
+    def message(self, phase: Phase, stage: int) -> Tag:
+        """The name of one of its exchanges; other backward passes have numbers of their own."""
+        repeat = max(0, self.passes - 1)
+        return Tag(self.tag.digest, self.tag.call, phase + len(Phase) * repeat, stage, NAMES[phase])
 
     @property
     def stamp(self) -> int:
         """A number that tells calls of other plans, comms, scores or dtypes apart in this process."""
-        s = self.score
-        score = (s.scale, s.softcap, s.dropout_p, s.dropout_seed)
+        s = self.signature
         # a comm and what its `sub` makes count together
-        return hash((self.plan.digest(), id(self.comm.stats), self.comm.rank, self.dtype, score))
+        comm = id(self.comm.stats), self.comm.rank
+        return hash((self.plan.digest(), comm, s.dtype, s.scale, s.softcap, s.dropout_p, self.seed))
 
     @cached_property
     def uploaded(self) -> Uploaded:
         """What the steps need on the device."""
-        return uploaded(self.plan, self.steps(), self.device)
+        return uploaded(self.plan, self.recipe.steps, self.signature.device)
 
-    def shares(self, part: Part) -> tuple[list[slice], list[slice]]:
-        """Query heads and key heads of every member of a part."""
-        pairs = [head_share(self.heads, self.kv_heads, part.width, s) for s in range(part.width)]
-        return [q for q, _ in pairs], [kv for _, kv in pairs]
-
-    def blocks(self, part: Part) -> Iterator[tuple[slice, slice, Score]]:
-        """The share of this rank in blocks of uniform grouping: inside query heads, inside key heads, their score."""
-        q, kv = head_share(self.heads, self.kv_heads, part.width, part.share)
-        for heads, keys in head_blocks(q, kv, self.heads // self.kv_heads) if q.stop > q.start else ():
-            first = q.start + heads.start
-            slopes = None if self.score.slopes is None else self.score.slopes[first : q.start + heads.stop]
-            yield heads, keys, replace(self.score, slopes=slopes, first_head=first)
+    def blocks(self, part: Part, slopes: Tensor | None) -> Iterator[tuple[slice, slice, Score]]:
+        """Blocks of this rank's heads: inside query heads, inside key heads, their score. slopes: of all heads."""
+        s = self.signature
+        for heads, kv, outside in self.recipe.blocks[part.width]:
+            own = None if slopes is None else slopes[outside]
+            yield heads, kv, Score(s.scale, s.softcap, own, s.dropout_p, self.seed, outside.start)
 
 
 @dataclass(eq=False)
-class Inside:
+class PartTensors:
     """The tensors of one part inside the head trade: what backward needs, and the sum under way."""
 
     q: Tensor
@@ -165,15 +171,15 @@ def _uploaded(steps: Sequence[Step], device: torch.device, where: Hashable) -> U
     arrays = {id(x): x for x in numbers(steps)}  # kept alive by the steps, so that identities are keys
     for step in steps:
         arrays |= {id(x): x for x in (step.part.pos, step.part.lo, step.part.hi, step.pos)}
-    there = dict(zip(arrays, upload(list(arrays.values()), device), strict=True))
+    on_device = dict(zip(arrays, upload(list(arrays.values()), device), strict=True))
 
     def facts(step: Step) -> StepFacts:
         p = step.part
-        pos, lo, hi, key_pos = (there[id(x)] for x in (p.pos, p.lo, p.hi, step.pos))
+        pos, lo, hi, key_pos = (on_device[id(x)] for x in (p.pos, p.lo, p.hi, step.pos))
 
         def memo(key: Hashable, make: Any) -> Any:
             return step.memo((where, key), make)
 
         return StepFacts(pos, lo, hi, key_pos, step.tiles, lambda: step.segments, memo)
 
-    return Uploaded({step.number: facts(step) for step in steps}, there)
+    return Uploaded({step.number: facts(step) for step in steps}, on_device)

@@ -19,7 +19,7 @@ from seqpar.plan.steps import Entry, Rows, count
 Landing = tuple[int, Tensor | None, Rows]
 
 
-class Riding:
+class GradientExchange:
     """Gradients of a part's received keys on their way, one exchange at a time.
 
     A step's are summed in one of two buffers while those of the step before leave from the other. So are those of keys
@@ -55,7 +55,7 @@ class Riding:
 
     def depart(self, step: Step, grads: Tensor) -> None:
         """Post the gradients of a step's keys, and what arrives for own keys and, in a ring, for the next step's."""
-        if not self.call.kv_grads:
+        if not self.call.signature.kv_grads:
             return
         with profile_range("post grads", step.number):
             before, self.entered, target = self.entered, None, self.home
@@ -85,13 +85,15 @@ class Riding:
         if not (sends or landings):
             return
         if self.received is None:
-            self.received = self.call.comm.empty((self.space, *self.home.shape[1:]), self.call.acc, self.call.device)
+            self.received = self.call.comm.empty(
+                (self.space, *self.home.shape[1:]), self.call.acc, self.call.signature.device
+            )
         sizes = [count(rows) for *_, rows in landings]
         self.landed = list(zip(landings, self.received[: sum(sizes)].split(sizes), strict=True))
         recvs: Messages = {}
         for (peer, *_), values in self.landed:
             recvs.setdefault(peer, []).append(values)
-        self.work = self.call.comm.exchange(sends, recvs, tag=self.call.tag(Phase.BACK_GRADS, stage))
+        self.work = self.call.comm.exchange(sends, recvs, tag=self.call.message(Phase.BACK_GRADS, stage))
         self.stage = stage
 
     def arrive(self, grads: Tensor | None) -> None:

@@ -62,7 +62,7 @@ class Leg:
     def empty(self, call: Call, rows: int, share: int) -> Tensor:
         """Memory for rows of one share's heads."""
         heads = self.shares[share]
-        return call.comm.empty((rows, heads.stop - heads.start, *self.x.shape[2:]), self.x.dtype, call.device)
+        return call.comm.empty((rows, heads.stop - heads.start, *self.x.shape[2:]), self.x.dtype, call.signature.device)
 
 
 def enter(call: Call, phase: Phase, part: Part, legs: Sequence[Leg]) -> Callable[[], list[Tensor]]:
@@ -86,7 +86,7 @@ def enter(call: Call, phase: Phase, part: Part, legs: Sequence[Leg]) -> Callable
                     recvs[member] += [[rows_of(whole, at(rows))] for _, rows in _pieces(call, part, group, member)]
             for leg in group:
                 own.append(moved(rows_of(inside[leg], at(leg.trade.dest[me])), _outside(call, leg, part.share)))
-        finish = post(call.comm, sends, recvs, own, call.tag(phase, part.width))
+        finish = post(call.comm, sends, recvs, own, call.message(phase, part.width))
 
     def arrived() -> list[Tensor]:
         with profile_range("wait trade in", part.width):
@@ -123,7 +123,7 @@ def leave(call: Call, phase: Phase, part: Part, legs: Sequence[Leg]) -> Callable
                 if leg.kept:
                     source = rows_of(leg.x, at(leg.trade.dest[me]))
                     own.append(moved(_outside(call, leg, part.share), source))
-        finish = post(call.comm, sends, recvs, own, call.tag(phase, part.width))
+        finish = post(call.comm, sends, recvs, own, call.message(phase, part.width))
 
     def written() -> None:
         with profile_range("wait trade out", part.width):
@@ -171,7 +171,7 @@ def _side_by_side(call: Call, group: Sequence[Leg], share: int) -> tuple[Tensor,
         return whole, [whole]
     shapes = [(heads.stop - heads.start, *leg.x.shape[2:]) for leg in group for heads in [leg.shares[share]]]
     ends = list(accumulate(map(prod, shapes), initial=0))
-    whole = call.comm.empty((rows, ends[-1]), group[0].x.dtype, call.device)
+    whole = call.comm.empty((rows, ends[-1]), group[0].x.dtype, call.signature.device)
     columns = zip(pairwise(ends), shapes, strict=True)
     return whole, [whole[:, a:b].view(rows, *shape) for (a, b), shape in columns]
 

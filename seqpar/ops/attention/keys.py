@@ -1,4 +1,4 @@
-"""The keys of a call on their way."""
+"""The keys of each step: packed, exchanged one step ahead, and put in position order into one of two buffers."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from seqpar.kernels.memory.rows import pack, place
 from seqpar.ops.attention.call import Call, Phase
 from seqpar.ops.attention.rows import Parcels, entering_keys, received_keys, relays, sent_keys, take
 from seqpar.ops.core.device import profile_range
-from seqpar.plan import Part, Step, head_share
+from seqpar.plan import Part, Step
 from seqpar.plan.steps import count
 
 Messages = dict[int, list[Tensor]]
@@ -29,13 +29,13 @@ class Slots:
     def next(self, *shape: int) -> Tensor:
         """The next of the two, as a tensor of this shape."""
         self.turn = 1 - self.turn
-        found = self.memory[self.turn]
-        if found is None:
-            found = self.memory[self.turn] = self.make()
-        return found.view(-1)[: prod(shape)].view(shape)
+        memory = self.memory[self.turn]
+        if memory is None:
+            memory = self.memory[self.turn] = self.make()
+        return memory.view(-1)[: prod(shape)].view(shape)
 
 
-class Keys:
+class KeyExchange:
     """The keys of a call's steps: posted ahead, received into two slots of memory that the whole call reuses, and two
     more for what enters a node before it is spread.
 
@@ -53,11 +53,11 @@ class Keys:
 
     def _slots(self, sizes: Iterable[int]) -> Slots:
         call, most = self.call, max(sizes, default=0)
-        return Slots(lambda: call.comm.empty((most,), call.dtype, call.device))
+        return Slots(lambda: call.comm.empty((most,), call.signature.dtype, call.signature.device))
 
     def _row(self, part: Part) -> int:
-        _, kv = head_share(self.call.heads, self.call.kv_heads, part.width, part.share)
-        return (kv.stop - kv.start) * (self.call.dim + self.call.v_dim)
+        kv, signature = self.call.recipe.shares[part.width][1][part.share], self.call.signature
+        return (kv.stop - kv.start) * (signature.dim + signature.v_dim)
 
     @staticmethod
     def _is_own(step: Step) -> bool:
@@ -74,7 +74,7 @@ class Keys:
             sends, recvs = self._step_keys(n, k, v)
             if step.entry is not None:
                 self._add_entry(n, k, v, sends, recvs)
-            self.works[n] = self.call.comm.exchange(sends, recvs, tag=self.call.tag(self.phase, step.number))
+            self.works[n] = self.call.comm.exchange(sends, recvs, tag=self.call.message(self.phase, step.number))
 
     def _step_keys(self, n: int, k: Tensor, v: Tensor) -> tuple[Messages, Messages]:
         """What is sent and received for step n."""

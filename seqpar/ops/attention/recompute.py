@@ -6,9 +6,7 @@ another plan of equal shapes may surround the layers or be bound to them, or non
 - what a call was made with is noted with the owners of the regions around it, and the call made again takes it from
   there (`settle`); in a backward pass whose region is unknown a call takes nothing from what surrounds it;
 - what is to become a call, as PyTorch's attention inside `seqpar.sdpa`, is run again inside the context of its forward
-  (`run_again_inside`), and is refused in regions of others, which would run it again as it is;
-- every call saves a stamp beside its tensors, and its backward raises if something else saved them anew (`check`). That
-  needs to know nothing of what recomputes, unless it hides the first forward from autograd.
+  (`run_again_inside`), and is refused in regions of others, which would run it again as it is.
 """
 
 from __future__ import annotations
@@ -21,9 +19,9 @@ import torch
 from torch import Tensor
 
 from seqpar.comm import Comm
-from seqpar.ops.attention.call import Call, Options
+from seqpar.ops.attention.signature import Options
 from seqpar.ops.core.agreement import abort_on_error
-from seqpar.ops.core.handles import carried
+from seqpar.ops.core.handles import carried, checked_values
 from seqpar.ops.core.regions import Region, around
 from seqpar.plan import Plan
 
@@ -44,21 +42,23 @@ class Late:
         raise NotImplementedError
 
 
-def late_of(handles: Sequence[Tensor]) -> tuple[Late | None, Sequence[Tensor]]:
-    """What looks the values up, if the first handle is of such, and the handles of values that were given."""
-    head, *_ = carried(handles[0])
-    return (head, handles[1:]) if isinstance(head, Late) else (None, handles)
-
-
 # --- what calls were made with ----------------------------------------------------------------------------------------
 
 
-def settle(late: Late | None, given: Sequence[Any], options: Options) -> Given:
-    """What a call is made with; if it is made again, what it was made with in forward.
+def settle(values: Sequence[Any], options: Options) -> tuple[Plan, Comm, Options]:
+    """The plan, comm and options of a call; if it is made again, those that it was made with in forward.
+
+    values: plan and comm, or their handle; before them, or alone, a `Late`.
 
     Raises: RuntimeError for a call made again with other values than in forward, or in a backward pass that is not
     known to recompute anything, without values of its own.
     """
+    late, *given = values if isinstance(values[0], Late) else (None, *values)
+    by_handle = bool(given) and isinstance(given[-1], Tensor)
+    if by_handle:
+        given = [*given[:-1], *carried(given[-1])]
+    if by_handle or len(given) not in (0, 2):
+        given = checked_values(given, Plan)
     seed = options.dropout_seed
     asked = (options.scale, options.softcap, options.dropout_p, seed if options.dropout_p else None)
     first, again = _notes()
@@ -80,7 +80,7 @@ def settle(late: Late | None, given: Sequence[Any], options: Options) -> Given:
         known = notes.setdefault(late, [])
         if note not in known:
             known.append(note)
-    return found
+    return found.plan, found.comm, options._replace(dropout_seed=found.seed)
 
 
 Note = tuple["tuple[object, ...]", Given]  # scale, softcap, dropout, seed as given; what the call was made with
@@ -169,24 +169,3 @@ class Again:
         """What the function returns, inside the context."""
         with self.context():
             return self.function(*args, **kwargs)
-
-
-# --- whether it was the same ------------------------------------------------------------------------------------------
-
-
-def check(call: Call, again: Call | Tensor) -> None:
-    """Raise RuntimeError unless a call is the one whose tensors its backward got, as a checkpoint may save them anew.
-
-    again: that one, or what was saved of its stamp.
-    """
-    if isinstance(again, Tensor):
-        stamp = int(again) if again.dtype == torch.int64 and again.numel() == 1 else None
-    else:
-        stamp = again.stamp
-    with abort_on_error(call.comm, f"attention, call {call.number}"):
-        if stamp != call.stamp:
-            raise RuntimeError(
-                "attention was recomputed under another plan, dropout seed or scale than in forward, or under none; "
-                "checkpoint with torch.utils.checkpoint.checkpoint, run the backward inside the block of its forward, "
-                "or give what is recomputed its plan as an argument"
-            )

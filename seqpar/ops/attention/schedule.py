@@ -29,42 +29,44 @@ from torch import Tensor
 
 from seqpar.kernels import Grads, Operands, Sums
 from seqpar.ops.attention import heads as trade
-from seqpar.ops.attention.call import Call, Inside, Phase
-from seqpar.ops.attention.grads import Riding
-from seqpar.ops.attention.keys import Keys
+from seqpar.ops.attention.call import Call, PartTensors, Phase
+from seqpar.ops.attention.grads import GradientExchange
+from seqpar.ops.attention.keys import KeyExchange
 from seqpar.ops.attention.rows import take
 from seqpar.ops.core.device import profile_range
 from seqpar.plan import Part, Step, replicated
 
 
-def forward(call: Call, q: Tensor, k: Tensor, v: Tensor, sinks: Tensor | None) -> tuple[Tensor, Tensor, list[Inside]]:
-    """Output [T, H, D_v], lse [H, T], and the inside tensors of every part."""
-    steps = call.steps()
-    out = _outside(call, (q.shape[0], call.heads, call.v_dim), q.dtype).zero_()
-    lse = _outside(call, (call.heads, q.shape[0]), call.acc).fill_(-torch.inf)
-    if call.alone:
-        part = steps[0].part
-        here = _inside(call, part, [q[: part.q.rows], k[: part.kv.rows], v[: part.kv.rows]], out, lse, sinks)
-        _compute(call, steps[0], here, here.k, here.v)
-        return out, lse, [here]
+def forward(
+    call: Call, q: Tensor, k: Tensor, v: Tensor, sinks: Tensor | None, slopes: Tensor | None
+) -> tuple[Tensor, Tensor, list[PartTensors]]:
+    """Output [T, H, D_v], lse [H, T], and the inside tensors of every part. slopes: in the accumulation dtype."""
+    recipe, heads = call.recipe, call.signature.heads
+    out = _outside(call, (q.shape[0], heads, call.signature.v_dim), q.dtype).zero_()
+    lse = _outside(call, (heads, q.shape[0]), call.acc).fill_(-torch.inf)
+    if recipe.alone:
+        (part,) = recipe.parts
+        tensors = _inside(call, part, [q[: part.q.rows], k[: part.kv.rows], v[: part.kv.rows]], out, lse, sinks)
+        _compute(call, recipe.steps[0], tensors, tensors.k, tensors.v, slopes)
+        return out, lse, [tensors]
     entries = {}
-    for part in call.parts():
-        heads, kv = call.shares(part)
-        legs = [trade.Leg(q, part.q, heads), trade.Leg(k, part.kv, kv), trade.Leg(v, part.kv, kv)]
+    for part in recipe.parts:
+        q_shares, kv_shares = recipe.shares[part.width]
+        legs = [trade.Leg(q, part.q, q_shares), trade.Leg(k, part.kv, kv_shares), trade.Leg(v, part.kv, kv_shares)]
         entries[part.width] = trade.enter(call, Phase.ENTER, part, legs)
-    insides: dict[int, Inside] = {}
+    insides: dict[int, PartTensors] = {}
 
-    def inside(part: Part) -> Inside:
+    def inside(part: Part) -> PartTensors:
         if part.width not in insides:
             insides[part.width] = _inside(call, part, entries[part.width](), out, lse, sinks)
         return insides[part.width]
 
     leaves: list[Callable[[], None]] = []
-    arriving = Keys(call, steps, Phase.KEYS)
-    for step, here, keys, values in walk(arriving, inside):
-        _compute(call, step, here, keys, values)
+    arriving = KeyExchange(call, recipe.steps, Phase.KEYS)
+    for step, tensors, keys, values in walk(arriving, inside):
+        _compute(call, step, tensors, keys, values, slopes)
         if step.ends:
-            leaves.append(_leave(call, step.part, here, out, lse))
+            leaves.append(_leave(call, step.part, tensors, out, lse))
     for finish in leaves:
         finish()
     return out, lse, list(insides.values())
@@ -72,73 +74,78 @@ def forward(call: Call, q: Tensor, k: Tensor, v: Tensor, sinks: Tensor | None) -
 
 def _outside(call: Call, shape: tuple[int, ...], dtype: torch.dtype) -> Tensor:
     """Memory for local rows; that which peers write directly if some come out of a head trade."""
-    empty = call.comm.empty if any(part.width > 1 for part in call.parts()) else torch.empty
-    return empty(shape, dtype=dtype, device=call.device)
+    empty = call.comm.empty if call.recipe.trades else torch.empty
+    return empty(shape, dtype=dtype, device=call.signature.device)
 
 
-def walk(buffers: Keys, inside: Callable[[Part], Inside]) -> Iterator[tuple[Step, Inside, Tensor, Tensor]]:
+def walk(
+    exchange: KeyExchange, inside: Callable[[Part], PartTensors]
+) -> Iterator[tuple[Step, PartTensors, Tensor, Tensor]]:
     """Each step with its part's tensors and its keys and values; the next step's are on their way meanwhile.
 
-    The caller holds the buffers: what is on its way when a step fails must outlive the step until peers know why.
+    The caller holds the exchange: what is on its way when a step fails must outlive the step until peers know why.
     """
-    steps = buffers.steps
+    steps = exchange.steps
     for n, step in enumerate(steps):
-        here = inside(step.part)
+        tensors = inside(step.part)
         if n == 0:
-            buffers.post(n, here.k, here.v)
-        keys, values = buffers.wait(n, here.k, here.v)
+            exchange.post(n, tensors.k, tensors.v)
+        keys, values = exchange.wait(n, tensors.k, tensors.v)
         if n + 1 < len(steps):
             ahead = inside(steps[n + 1].part)
-            buffers.post(n + 1, ahead.k, ahead.v)
-        yield step, here, keys, values
+            exchange.post(n + 1, ahead.k, ahead.v)
+        yield step, tensors, keys, values
 
 
-def _inside(call: Call, part: Part, tensors: list[Tensor], out: Tensor, lse: Tensor, sinks: Tensor | None) -> Inside:
+def _inside(
+    call: Call, part: Part, traded: list[Tensor], out: Tensor, lse: Tensor, sinks: Tensor | None
+) -> PartTensors:
     """A part's tensors; where nothing is traded its results are views of the call's."""
-    q, k, v = tensors
+    q, k, v = traded
     if part.q.trivial:
-        here = Inside(q, k, v, out[: part.q.rows], lse[:, : part.q.rows])
+        tensors = PartTensors(q, k, v, out[: part.q.rows], lse[:, : part.q.rows])
     else:
         rows, heads = q.shape[:2]
-        here = Inside(q, k, v, out.new_zeros(rows, heads, call.v_dim), lse.new_full((heads, rows), -torch.inf))
+        own = out.new_zeros(rows, heads, call.signature.v_dim), lse.new_full((heads, rows), -torch.inf)
+        tensors = PartTensors(q, k, v, *own)
     if sinks is not None:
-        mine = call.shares(part)[0][part.share]
-        here.lse.copy_(sinks.to(call.acc)[mine, None].expand_as(here.lse))
-    return here
+        mine = call.recipe.shares[part.width][0][part.share]
+        tensors.lse.copy_(sinks.to(call.acc)[mine, None].expand_as(tensors.lse))
+    return tensors
 
 
-def _compute(call: Call, step: Step, here: Inside, keys: Tensor, values: Tensor) -> None:
+def _compute(call: Call, step: Step, tensors: PartTensors, keys: Tensor, values: Tensor, slopes: Tensor | None) -> None:
     """Add one step's keys to the part's output. A sink is a sum that was there before the first key."""
-    first, wide = step.first and not call.sinks, call.dtype == call.acc
+    first, wide = step.first and not call.signature.sinks, call.signature.dtype == call.acc
     if len(step.pos) or step.first or step.last:
         if wide:
-            here.acc = here.out
-        elif here.acc is None and not (first and step.last):
-            here.acc = (torch.empty_like if first else torch.zeros_like)(here.out, dtype=call.acc)
+            tensors.acc = tensors.out
+        elif tensors.acc is None and not (first and step.last):
+            tensors.acc = (torch.empty_like if first else torch.zeros_like)(tensors.out, dtype=call.acc)
         facts = call.uploaded.facts[step.number]
         with profile_range("compute", step.number):
-            for heads, kv, score in call.blocks(step.part):
-                acc = None if here.acc is None else here.acc[:, heads]
-                out = here.out[:, heads] if step.last and not wide else None
-                operands = Operands(here.q[:, heads], keys[:, kv], values[:, kv], facts, score)
-                call.kernel.forward(operands, Sums(acc, here.lse[heads], out, first))
+            for heads, kv, score in call.blocks(step.part, slopes):
+                acc = None if tensors.acc is None else tensors.acc[:, heads]
+                out = tensors.out[:, heads] if step.last and not wide else None
+                operands = Operands(tensors.q[:, heads], keys[:, kv], values[:, kv], facts, score)
+                call.recipe.kernel.forward(operands, Sums(acc, tensors.lse[heads], out, first))
     if step.last:
-        here.acc = None
+        tensors.acc = None
 
 
-def _leave(call: Call, part: Part, here: Inside, out: Tensor, lse: Tensor) -> Callable[[], None]:
+def _leave(call: Call, part: Part, tensors: PartTensors, out: Tensor, lse: Tensor) -> Callable[[], None]:
     """Output and, if it is returned, lse on their way out of the head trade."""
     if part.q.trivial:
         return lambda: None
-    heads, _ = call.shares(part)
-    legs = [trade.Leg(here.out, part.q, heads, target=out)]
-    if call.return_lse:
-        legs.append(trade.Leg(here.lse.t(), part.q, heads, target=lse.t()))
+    heads, _ = call.recipe.shares[part.width]
+    legs = [trade.Leg(tensors.out, part.q, heads, target=out)]
+    if call.signature.return_lse:
+        legs.append(trade.Leg(tensors.lse.t(), part.q, heads, target=lse.t()))
     return trade.leave(call, Phase.LEAVE, part, legs)
 
 
 @dataclass(eq=False)
-class Back:
+class PartGradients:
     """The gradients of one part inside the head trade. home [N, h_kv, D + D_v]: of the rank's own keys and values.
 
     out: the final output where ``delta`` is ``rowsum(dout * out)`` and nothing else.
@@ -152,52 +159,53 @@ class Back:
 
 
 def backward(
-    call: Call, insides: list[Inside], sinks: Tensor | None, dout: Tensor, dlse: Tensor | None, shapes: tuple[int, int]
-) -> tuple[Tensor, Tensor, Tensor, Tensor | None]:
-    """dq, dk, dv and this rank's share of dsinks, all in the accumulation dtype but dq. shapes: query and key rows."""
-    steps = call.steps()
-    parts = call.parts()
-    here = {p.width: inside for p, inside in zip(parts, insides, strict=True)}
-    entries = {p.width: _back_enter(call, p, dout, dlse) for p in parts}
-    dsinks = None if sinks is None else torch.zeros(call.heads, dtype=call.acc, device=call.device)
-    dq = _outside(call, (shapes[0], call.heads, call.dim), call.dtype).zero_()
-    home = _outside(call, (shapes[1], call.kv_heads, call.dim + call.v_dim), call.acc).zero_()
+    call: Call, insides: list[PartTensors], sinks: Tensor | None, slopes: Tensor | None, dout: Tensor,
+    dlse: Tensor | None,
+) -> tuple[Tensor, Tensor, Tensor, Tensor | None]:  # fmt: skip
+    """dq, dk, dv and this rank's share of dsinks, all in the accumulation dtype but dq."""
+    recipe, signature = call.recipe, call.signature
+    by_width = {p.width: tensors for p, tensors in zip(recipe.parts, insides, strict=True)}
+    entries = {p.width: _enter_back(call, p, dout, dlse) for p in recipe.parts}
+    dsinks = None if sinks is None else torch.zeros(signature.heads, dtype=call.acc, device=signature.device)
+    dq = _outside(call, (dout.shape[0], signature.heads, signature.dim), signature.dtype).zero_()
+    rows = call.plan.rows(call.comm.rank, "kv")
+    home = _outside(call, (rows, signature.kv_heads, signature.dim + signature.v_dim), call.acc).zero_()
 
-    def start(step: Step) -> Back:
+    def start(step: Step) -> PartGradients:
         width = step.part.width
         fused = _fused(call, step.part, dlse)
-        return _back(call, step, here[width], entries[width](), sinks, dsinks, dq, home, fused=fused)
+        return _part_gradients(call, step, by_width[width], entries[width](), sinks, dsinks, dq, home, fused=fused)
 
-    if call.alone:
-        tensors, back = here[parts[0].width], start(steps[0])
-        _differentiate(call, steps[0], tensors, back, tensors.k, tensors.v, back.home)
-        _back_leave(call, parts[0], back, dq, home)()
-        return dq, home[..., : call.dim], home[..., call.dim :], dsinks
+    if recipe.alone:
+        (tensors,), grads = insides, start(recipe.steps[0])
+        _differentiate(call, recipe.steps[0], tensors, grads, tensors.k, tensors.v, slopes, grads.home)
+        _leave_back(call, recipe.parts[0], grads, dq, home)()
+        return dq, home[..., : signature.dim], home[..., signature.dim :], dsinks
     leaves: list[Callable[[], None]] = []
-    arriving = Keys(call, steps, Phase.BACK_KEYS)
-    for step, tensors, keys, values in walk(arriving, lambda part: here[part.width]):
+    arriving = KeyExchange(call, recipe.steps, Phase.BACK_KEYS)
+    for step, tensors, keys, values in walk(arriving, lambda part: by_width[part.width]):
         if step.first:
-            back = start(step)
-            riding = Riding(call, [s for s in steps if s.part is step.part], back.home)
-        grads = back.home if step.local else riding.blank(step)
-        _differentiate(call, step, tensors, back, keys, values, grads)
-        riding.arrive(grads)
+            grads = start(step)
+            leaving = GradientExchange(call, [s for s in recipe.steps if s.part is step.part], grads.home)
+        of_step = grads.home if step.local else leaving.blank(step)
+        _differentiate(call, step, tensors, grads, keys, values, slopes, of_step)
+        leaving.arrive(of_step)
         if not step.local:
             if step.own is not None:
-                back.home += take(grads, call.uploaded.rows(step.own))
-            riding.depart(step, grads)
+                grads.home += take(of_step, call.uploaded.rows(step.own))
+            leaving.depart(step, of_step)
         if step.ends:
-            riding.finish(step.number + 1)  # no gradients leave with the local step that follows
-            leaves.append(_back_leave(call, step.part, back, dq, home))
+            leaving.finish(step.number + 1)  # no gradients leave with the local step that follows
+            leaves.append(_leave_back(call, step.part, grads, dq, home))
     for finish in leaves:
         finish()
-    return dq, home[..., : call.dim], home[..., call.dim :], dsinks
+    return dq, home[..., : signature.dim], home[..., signature.dim :], dsinks
 
 
-def _back_enter(call: Call, part: Part, dout: Tensor, dlse: Tensor | None) -> Callable[[], list[Tensor]]:
-    heads, _ = call.shares(part)
+def _enter_back(call: Call, part: Part, dout: Tensor, dlse: Tensor | None) -> Callable[[], list[Tensor]]:
+    heads, _ = call.recipe.shares[part.width]
     legs = [trade.Leg(dout, part.q, heads)]
-    if call.return_lse:
+    if call.signature.return_lse:
         dlse = dout.new_zeros(dout.shape[:2], dtype=call.acc) if dlse is None else dlse.t()
         legs.append(trade.Leg(dlse, part.q, heads))
     return trade.enter(call, Phase.BACK_ENTER, part, legs)
@@ -208,69 +216,70 @@ def _fused(call: Call, part: Part, dlse: Tensor | None) -> bool:
 
     Inside a head trade rows are those of several ranks, and each may have one where lse is returned.
     """
-    return dlse is None if part.width == 1 else not call.return_lse
+    return dlse is None if part.width == 1 else not call.signature.return_lse
 
 
-def _back(
-    call: Call, step: Step, here: Inside, incoming: list[Tensor], sinks: Tensor | None, dsinks: Tensor | None,
+def _part_gradients(
+    call: Call, step: Step, tensors: PartTensors, incoming: list[Tensor], sinks: Tensor | None, dsinks: Tensor | None,
     dq: Tensor, home: Tensor, *, fused: bool,
-) -> Back:  # fmt: skip
+) -> PartGradients:  # fmt: skip
     """A part's gradients at its first step, and delta, once for the whole backward, from the output as returned.
 
     Where nothing is traded the gradients are views of the call's.
     """
-    part, dout = step.part, incoming[0]
+    part, dout, signature = step.part, incoming[0], call.signature
     if dout.numel() and (dout.stride(2) != 1 or 0 in dout.stride()):  # autograd expands the gradient of a sum
         dout = dout.contiguous()
     if part.blind.size:  # what they hold must not reach a key through 0 * NaN
         facts = call.uploaded.facts[step.number]
         dout = dout.masked_fill((facts.lo >= facts.hi)[:, None, None], 0.0)
-    delta = (dout.to(call.acc) * here.out.to(call.acc)).sum(-1).t()
+    delta = (dout.to(call.acc) * tensors.out.to(call.acc)).sum(-1).t()
     if len(incoming) > 1:
-        delta = delta - torch.where(here.lse == -torch.inf, 0.0, incoming[1].t())
+        delta = delta - torch.where(tensors.lse == -torch.inf, 0.0, incoming[1].t())
     if dsinks is not None and sinks is not None:
-        mine = call.shares(part)[0][part.share]
-        weight = torch.exp(sinks.to(call.acc)[mine, None] - here.lse)
-        weight = torch.where(here.lse == -torch.inf, 0.0, weight)  # no key, and a sink of -inf
+        mine = call.recipe.shares[part.width][0][part.share]
+        weight = torch.exp(sinks.to(call.acc)[mine, None] - tensors.lse)
+        weight = torch.where(tensors.lse == -torch.inf, 0.0, weight)  # no key, and a sink of -inf
         dsinks[mine] -= (torch.where(weight == 0, 0.0, weight * delta)).sum(-1)
     if not part.kv.trivial:
-        home = here.k.new_zeros(*here.k.shape[:2], call.dim + call.v_dim, dtype=call.acc)
-    if not (part.q.trivial and call.dtype == call.acc):
-        dq = torch.zeros_like(here.q, dtype=call.acc)
-    out = here.out if fused else None
-    return Back(dout, delta.contiguous(), out, dq[: part.q.rows], home[: part.kv.rows])
+        home = tensors.k.new_zeros(*tensors.k.shape[:2], signature.dim + signature.v_dim, dtype=call.acc)
+    if not (part.q.trivial and signature.dtype == call.acc):
+        dq = torch.zeros_like(tensors.q, dtype=call.acc)
+    out = tensors.out if fused else None
+    return PartGradients(dout, delta.contiguous(), out, dq[: part.q.rows], home[: part.kv.rows])
 
 
 def _differentiate(
-    call: Call, step: Step, here: Inside, back: Back, keys: Tensor, values: Tensor, grads: Tensor
-) -> None:
+    call: Call, step: Step, tensors: PartTensors, part: PartGradients, keys: Tensor, values: Tensor,
+    slopes: Tensor | None, grads: Tensor,
+) -> None:  # fmt: skip
     """Add the gradients of one step to dq and to ``grads``: nothing without keys, as of a rank without rows."""
     if not len(step.pos):
         return
-    facts = call.uploaded.facts[step.number]
+    facts, dim = call.uploaded.facts[step.number], call.signature.dim
     with profile_range("differentiate", step.number):
-        for heads, kv, score in call.blocks(step.part):
-            operands = Operands(here.q[:, heads], keys[:, kv], values[:, kv], facts, score)
-            out = None if back.out is None else back.out[:, heads]
-            call.kernel.backward(
+        for heads, kv, score in call.blocks(step.part, slopes):
+            operands = Operands(tensors.q[:, heads], keys[:, kv], values[:, kv], facts, score)
+            out = None if part.out is None else part.out[:, heads]
+            call.recipe.kernel.backward(
                 operands,
                 Grads(
-                    back.dout[:, heads], here.lse[heads], back.delta[heads], out,
-                    dq=back.dq[:, heads], dk=grads[:, kv, : call.dim], dv=grads[:, kv, call.dim :],
+                    part.dout[:, heads], tensors.lse[heads], part.delta[heads], out,
+                    dq=part.dq[:, heads], dk=grads[:, kv, :dim], dv=grads[:, kv, dim:],
                 ),
             )  # fmt: skip
 
 
-def _back_leave(call: Call, part: Part, back: Back, dq: Tensor, home: Tensor) -> Callable[[], None]:
+def _leave_back(call: Call, part: Part, grads: PartGradients, dq: Tensor, home: Tensor) -> Callable[[], None]:
     """Gradients on their way out of the head trade; key heads that several shares read are summed."""
-    heads, kv = call.shares(part)
-    several = replicated(call.heads, call.kv_heads, part.width)
+    (heads, kv), s = call.recipe.shares[part.width], call.signature
+    several = replicated(s.heads, s.kv_heads, part.width)
     legs = []
-    if not (part.q.trivial and call.dtype == call.acc):
-        legs.append(trade.Leg(back.dq.to(call.dtype), part.q, heads, target=dq))
-    if call.kv_grads and not part.kv.trivial:
-        grads = back.home if several or part.width == 1 else back.home.to(call.dtype)
-        legs.append(trade.Leg(grads, part.kv, kv, target=home, summed=several))
+    if not (part.q.trivial and s.dtype == call.acc):
+        legs.append(trade.Leg(grads.dq.to(s.dtype), part.q, heads, target=dq))
+    if s.kv_grads and not part.kv.trivial:
+        of_keys = grads.home if several or part.width == 1 else grads.home.to(s.dtype)
+        legs.append(trade.Leg(of_keys, part.kv, kv, target=home, summed=several))
     if not legs:
         return lambda: None
     return trade.leave(call, Phase.BACK_LEAVE, part, legs)

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from typing import NoReturn
 
@@ -15,7 +15,6 @@ from seqpar.comm.header import hash63
 from seqpar.plan import Plan
 
 REMEMBERED = 4096  # signatures that a comm keeps; all ranks forget the same ones, as they see them in one order
-KINDS = 64  # of calls that are carried over to another plan
 
 
 def digest_of_call(what: str, facts: Mapping[str, object], *more: object) -> int:
@@ -33,11 +32,13 @@ class agreement:
     """
 
     # facts: name -> value. values: what may differ from call to call, small tensors too; compared along with the facts,
-    # but no reason to compare again. digest: of the facts, after the block, or before it ends by who knows it; 0 for a
-    # rank by itself.
+    # but no reason to compare again. digest: what names the call in messages, by default that of the facts; 0 for a
+    # rank by itself. keys: under which the facts are remembered, by default the digest; ranks that remember all do not
+    # compare again.
     facts: Mapping[str, object] = {}
     values: Mapping[str, object] = {}
     digest = 0
+    keys: Sequence[int] = ()
 
     def __init__(self, what: str, comm: Comm, *, every: bool = False) -> None:
         self.what, self.comm, self.every = what, comm, every
@@ -50,7 +51,8 @@ class agreement:
             return
         if error is None:
             self.digest = self.digest or digest_of_call(self.what, self.facts)
-            if not self.every and self.comm.check_every == "batch" and self.digest in self.comm.agreed:
+            self.keys = self.keys or (self.digest,)
+            if not self.every and self.comm.check_every == "batch" and self.comm.agreed.keys() >= set(self.keys):
                 return
         self._compare(error)
 
@@ -63,7 +65,7 @@ class agreement:
                 raise
             return  # the others went on with what they remember; what is wrong with this rank's call stands in error
         if not self.every:
-            remember(self.comm, self.digest, self.what, self.facts)
+            remember(self.comm, *self.keys)
 
 
 def raise_on_all_ranks(what: str, comm: Comm, error: Exception) -> NoReturn:
@@ -79,43 +81,21 @@ def raise_on_all_ranks(what: str, comm: Comm, error: Exception) -> NoReturn:
     raise error
 
 
-def note_agreed(comm: Comm, what: str, facts: Mapping[str, object]) -> int:
-    """Have a call count as one that ranks agreed on, where that follows from what they told each other: on all of them.
+def remember(comm: Comm, *keys: int, known: object = True) -> None:
+    """Have what these keys stand for count as agreed: on all ranks, which told each other what it follows from.
 
-    Returns its signature.
+    known: what to find in ``comm.agreed`` under the keys.
     """
-    if comm.size == 1:
-        return 0
-    key = digest_of_call(what, facts)
-    remember(comm, key, what, facts)
-    return key
+    if comm.size > 1:
+        for key in keys:
+            comm.agreed[key] = known
+        while len(comm.agreed) > REMEMBERED:
+            del comm.agreed[next(iter(comm.agreed))]
 
 
-def remember(comm: Comm, key: int, what: str, facts: Mapping[str, object]) -> None:
-    """Keep what ranks agreed on under its signature; all of them keep the same number, in one order."""
-    comm.agreed[key] = what, facts
-    if len(comm.agreed) > REMEMBERED:
-        del comm.agreed[next(iter(comm.agreed))]
-
-
-def agreed_under(plan: Plan, comm: Comm) -> dict[int, None]:
-    """The signatures of the calls under a plan that ranks agreed on."""
-    # signatures are looked up in the comm, so that the number of one that is gone does no harm
-    return plan.memo(("agreed", id(comm.agreed)), dict)  # type: ignore[no-any-return]
-
-
-def agree_alike(before: Mapping[int, None], plan: Plan, comm: Comm) -> None:
-    """Have calls under a plan count as agreed that ranks agreed on under another; on both plans they must agree.
-
-    before: `agreed_under` that one.
-    """
-    now = agreed_under(plan, comm)
-    if before is now:
-        return
-    for key in list(before)[-KINDS:]:
-        if (known := comm.agreed.get(key)) is not None:
-            what, facts = known
-            now[note_agreed(comm, what, {**facts, "plan": plan.digest()})] = None
+def plan_key(plan: Plan) -> int:
+    """The key under which ranks remember that all have a plan, whatever they call under it."""
+    return digest_of_call("plan", {"plan": plan.digest()})
 
 
 def _plain(values: Mapping[str, object]) -> dict[str, object]:

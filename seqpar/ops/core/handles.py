@@ -17,17 +17,14 @@ import sys
 import threading
 import weakref
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
 from functools import wraps
 from typing import Any
 
 import torch
 from torch import Tensor
-from torch.autograd import forward_ad
 from torch.nn import Parameter
 from torch.utils._python_dispatch import TorchDispatchMode, _get_current_dispatch_mode_stack
 
-from seqpar.comm import Comm, Tag
 from seqpar.facts.value import Fact
 
 
@@ -128,13 +125,14 @@ def handles(*values: object) -> list[Tensor]:
 
     Raises: ValueError for a handle among other values, and while a graph is compiled for values unknown to `bind`.
     """
-    if isinstance(values[0], Tensor):
-        if len(values) > 1:
-            raise ValueError(f"a handle stands for its comm too, got {values!r:.200}; leave the comm out")
-        return [values[0]]
-    if not torch.compiler.is_compiling():
-        return [carry(*values)]
-    return [_handle(value) for value in values]
+    if any(isinstance(value, Tensor) for value in values[:-1]):
+        raise ValueError(f"a handle stands for its comm too, got {values!r:.200}; leave the comm out")
+    if torch.compiler.is_compiling():
+        return [value if isinstance(value, Tensor) else _handle(value) for value in values]
+    *others, last = values
+    if isinstance(last, Tensor):
+        return [carry(*others), last] if others else [last]
+    return [carry(*values)]
 
 
 def _handle(value: Any) -> Tensor:
@@ -145,12 +143,11 @@ def _handle(value: Any) -> Tensor:
     return name.handle  # type: ignore[no-any-return]
 
 
-def values_of(handles: Sequence[Tensor], *kinds: type) -> tuple[Any, ...]:
-    """The values that handles stand for, which begin with these kinds and end with a comm.
+def checked_values(values: Sequence[Any], *kinds: type) -> tuple[Any, ...]:
+    """The values that an op was given, which begin with these kinds and end with a comm.
 
-    Raises: ValueError for a handle that is none, stands for nothing, or for other values.
+    Raises: ValueError for other values.
     """
-    values = [value for handle in handles for value in carried(handle)]
     fit = len(values) == len(kinds) + 1 and hasattr(values[-1], "exchange")
     if not fit or not all(isinstance(v, kind) for v, kind in zip(values, kinds)):
         expected = ", ".join([*(kind.__name__.lower() for kind in kinds), "comm"])
@@ -196,24 +193,3 @@ def _element(number: int) -> Tensor:
 
 def _number() -> int:
     return int.from_bytes(os.urandom(8), "little") >> 1 or 1
-
-
-@dataclass(eq=False)
-class Made:
-    """A call that was made, for the way back: another call of the same op, which takes this one's ticket as handle."""
-
-    comm: Comm
-    tag: Tag
-    passes: int = 0
-
-    def back(self) -> Tag:
-        """The name of the next way back: another backward pass has numbers of its own."""
-        self.passes += 1
-        name = self.tag.name.replace("forward", "backward")
-        return self.tag._replace(phase=self.tag.phase + 1, stage=self.tag.stage + self.passes - 1, name=name)
-
-
-def refuse_tangent(what: str, x: Tensor) -> None:
-    """Raises: NotImplementedError if x has a tangent, which a verb that asks for no gradient would lose."""
-    if forward_ad._current_level >= 0 and forward_ad.unpack_dual(x).tangent is not None:  # type: ignore[attr-defined]
-        raise NotImplementedError(f"{what} has no forward-mode derivative; use reverse mode")

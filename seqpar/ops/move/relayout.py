@@ -16,18 +16,17 @@ from seqpar.facts.layout import Layout
 from seqpar.facts.value import Ints, Memo
 from seqpar.kernels import acc_dtype
 from seqpar.kernels.memory.upload import upload
-from seqpar.ops.core.agreement import abort_on_error, agreement, check_comm, note_agreed, raise_on_all_ranks
-from seqpar.ops.core.device import Uploaded, stream_of
-from seqpar.ops.core.handles import (
-    Made,
-    carried,
-    carry,
-    handles,
-    in_graph,
-    refuse_tangent,
-    uncompiled,
-    values_of,
+from seqpar.ops.core.agreement import (
+    abort_on_error,
+    agreement,
+    check_comm,
+    digest_of_call,
+    raise_on_all_ranks,
+    remember,
 )
+from seqpar.ops.core.collective_op import CollectiveOp, Record
+from seqpar.ops.core.device import Uploaded, stream_of
+from seqpar.ops.core.handles import checked_values, in_graph, uncompiled
 from seqpar.ops.move.pack import Place, Side, moved, post, rows_of
 from seqpar.plan import Plan, Rows
 from seqpar.plan.steps import as_rows, count
@@ -89,11 +88,9 @@ def relayout(x: Tensor, comm: Comm, *, src: Layout, dst: Layout, rows: int | Non
             _check_layouts(x, comm, src, dst)
         if rows is None:
             rows = _rows_of(comm, dst)
-        grad = torch.is_grad_enabled() and x.requires_grad
     except Exception as error:
         raise_on_all_ranks("relayout", comm, error)
-    y, _ = torch.ops.seqpar.relayout(x, handles(src, dst, comm), "relayout", 0, rows, grad)
-    return y  # type: ignore[no-any-return]
+    return RELAYOUT([x], [src, dst, comm], rows, torch.is_grad_enabled() and x.requires_grad)[0]
 
 
 def expect_relayout(x: Tensor, comm: Comm, *, src: Layout, dst: Layout) -> None:
@@ -102,7 +99,7 @@ def expect_relayout(x: Tensor, comm: Comm, *, src: Layout, dst: Layout) -> None:
     Whether gradients are enabled they have not: an x that requires one is compared.
     """
     if not x.requires_grad:
-        note_agreed(comm, "relayout", _facts_of(x, src, dst, grad=False))
+        remember(comm, digest_of_call("relayout", _facts_of(x, src, dst, grad=False)))
 
 
 def _facts_of(x: Tensor, src: Layout, dst: Layout, *, grad: bool) -> dict[str, object]:
@@ -197,11 +194,10 @@ def unshard(x: Tensor, plan: Plan, comm: Comm, *, dim: int = 0, side: str = "q")
         if not -x.dim() <= dim < x.dim() or x.shape[dim] != rows:
             raise ValueError(f"x on rank {comm.rank} must have {rows} rows at dim {dim}, got {list(x.shape)}")
         dim %= x.dim()
-        grad = torch.is_grad_enabled() and x.requires_grad
     except Exception as error:
         raise_on_all_ranks("unshard", comm, error)
-    y, _ = torch.ops.seqpar.relayout(x.movedim(dim, 0), handles(plan, comm), side, dim, layout.total, grad)
-    return y.movedim(0, dim)  # type: ignore[no-any-return]
+    x, grad = x.movedim(dim, 0), torch.is_grad_enabled() and x.requires_grad
+    return UNSHARD([x], [plan, comm], side, dim, layout.total, grad)[0].movedim(0, dim)
 
 
 def _copies(plan: Plan, side: str, comm: Comm) -> Moves:
@@ -231,60 +227,7 @@ def _layout_of(plan: Plan, side: str) -> Layout:
     return plan.layout if side == "q" else plan.kv_layout
 
 
-# --- the op -----------------------------------------------------------------------------------------------------------
-
-
-@dataclass(eq=False)
-class Moved(Made):
-    """A move that was made, for the way back."""
-
-    moves: Moves | None = None
-
-
-@uncompiled
-def _relayout(
-    x: Tensor, handles: Sequence[Tensor], what: str, dim: int, rows: int, grad: bool
-) -> tuple[Tensor, Tensor]:
-    """The result, and the ticket of the way back.
-
-    what: "relayout", with the handle of src, dst and comm; "q" or "kv", `unshard` with that of plan and comm; "back",
-    with the ticket of the move that this is the way back of. dim: where the rows were in what the verb got.
-    """
-    if what == "back":
-        (made,) = carried(handles[0])
-        comm, tag, moves = made.comm, made.back(), made.moves.transposed()
-    else:
-        comm, tag, moves = _agreed(x, handles, what, dim, rows, grad)
-    return _move(x, comm, moves, tag), carry(Moved(comm, tag, moves=moves))
-
-
-def _agreed(
-    x: Tensor, handles: Sequence[Tensor], what: str, dim: int, rows: int, grad: bool
-) -> tuple[Comm, Tag, Moves]:
-    """The comm, the name and the rows of a new move; all ranks agree on it."""
-    verb = what if what == "relayout" else "unshard"
-    *given, comm = values_of(handles, *((Layout, Layout) if what == "relayout" else (Plan,)))
-    number = comm.next_call()
-    with agreement(verb, comm) as call:
-        if what == "relayout":
-            src, dst = given
-            _check_layouts(x, comm, src, dst)
-            # by its digest: two layouts that keep each other are freed only when Python looks for cycles
-            moves = src.memo(("to", dst.digest(), comm.rank), lambda: _moves(src, dst, comm))
-            call.facts = _facts_of(x, src, dst, grad=grad)
-        else:
-            (plan,) = given
-            moves = plan.memo(("unshard", what, comm.rank), lambda: _copies(plan, what, comm))
-            call.facts = {"plan": plan.digest(), "dim": dim, "side": what} | _facts(x, grad)
-        if rows != moves.rows_out:
-            raise ValueError(f"rows={rows}, but rank {comm.rank} gets {moves.rows_out}")
-    return comm, Tag(call.digest, number, 0, 0, f"{verb} (forward)"), moves
-
-
-def _fake_relayout(
-    x: Tensor, handles: Sequence[Tensor], what: str, dim: int, rows: int, grad: bool
-) -> tuple[Tensor, Tensor]:
-    return x.new_empty(rows, *x.shape[1:]), torch.empty((), dtype=torch.int64, device="cpu")
+# --- rows on their way ------------------------------------------------------------------------------------------------
 
 
 def _move(x: Tensor, comm: Comm, moves: Moves, tag: Tag) -> Tensor:
@@ -317,37 +260,75 @@ def _summed(
     return y.to(x.dtype)
 
 
-class _Relayout(torch.autograd.Function):
-    """The op in autograd; backward is the way back, summed where a row was sent to several ranks."""
-
-    @staticmethod
-    def forward(ctx: Any, x: Tensor, *arguments: Any) -> tuple[Tensor, Tensor]:
-        with torch._C._AutoDispatchBelowAutograd():
-            y, ticket = torch.ops.seqpar.relayout(x, *arguments)
-        ctx.mark_non_differentiable(ticket)
-        ctx.back = [ticket], "back", 0, x.shape[0], False
-        return y, ticket
-
-    @staticmethod
-    def backward(ctx: Any, dy: Tensor, _: Tensor) -> tuple[Tensor | None, ...]:
-        dx, _ = torch.ops.seqpar.relayout(dy, *ctx.back)
-        return (dx, *[None] * 5)
+# --- the ops ----------------------------------------------------------------------------------------------------------
 
 
-@uncompiled
-def _differentiable(x: Tensor, *arguments: Any) -> tuple[Tensor, Tensor]:
-    if torch.is_grad_enabled() and x.requires_grad:
-        return _Relayout.apply(x, *arguments)  # type: ignore[no-any-return]
-    refuse_tangent("relayout", x)
-    with torch._C._AutoDispatchBelowAutograd():
-        return torch.ops.seqpar.relayout(x, *arguments)  # type: ignore[no-any-return]
+@dataclass(eq=False)
+class MoveRecord(Record):
+    """A move that was made."""
+
+    moves: Moves
 
 
-_LIBRARY = torch.library.Library("seqpar", "FRAGMENT")
-_LIBRARY.define(
-    "relayout(Tensor x, Tensor[] handles, str what, int dim, SymInt rows, bool grad) -> (Tensor y, Tensor ticket)",
-    tags=torch.Tag.pt2_compliant_tag,
+def _relayout(
+    tensors: Sequence[Tensor], values: Sequence[Any], rows: int, grad: bool
+) -> tuple[list[Tensor], tuple[()], MoveRecord]:
+    """The result and the record of the move. values: src, dst and comm, or the record of the move that this undoes."""
+    if isinstance(values[0], MoveRecord):
+        record = values[0]
+        return _moved(tensors[0], record.comm, record.moves.transposed(), record.way_back())
+    (x,), (src, dst, comm) = tensors, checked_values(values, Layout, Layout)
+    number = comm.next_call()
+    with agreement("relayout", comm) as call:
+        _check_layouts(x, comm, src, dst)
+        # by its digest: two layouts that keep each other are freed only when Python looks for cycles
+        moves = src.memo(("to", dst.digest(), comm.rank), lambda: _moves(src, dst, comm))
+        _check_rows(rows, moves, comm)
+        call.facts = _facts_of(x, src, dst, grad=grad)
+    return _moved(x, comm, moves, Tag(call.digest, number, 0, 0, "relayout (forward)"))
+
+
+def _unshard(
+    tensors: Sequence[Tensor], values: Sequence[Any], side: str, dim: int, rows: int, grad: bool
+) -> tuple[list[Tensor], tuple[()], MoveRecord]:
+    """The result and the record of the move. values: plan and comm. dim: where the rows were in what the verb got."""
+    (x,), (plan, comm) = tensors, checked_values(values, Plan)
+    number = comm.next_call()
+    with agreement("unshard", comm) as call:
+        moves = plan.memo(("unshard", side, comm.rank), lambda: _copies(plan, side, comm))
+        _check_rows(rows, moves, comm)
+        call.facts = {"plan": plan.digest(), "dim": dim, "side": side} | _facts(x, grad)
+    return _moved(x, comm, moves, Tag(call.digest, number, 0, 0, "unshard (forward)"))
+
+
+def _check_rows(rows: int, moves: Moves, comm: Comm) -> None:
+    if rows != moves.rows_out:
+        raise ValueError(f"rows={rows}, but rank {comm.rank} gets {moves.rows_out}")
+
+
+def _moved(x: Tensor, comm: Comm, moves: Moves, tag: Tag) -> tuple[list[Tensor], tuple[()], MoveRecord]:
+    return [_move(x, comm, moves, tag)], (), MoveRecord(comm, tag, moves)
+
+
+def _way_back(tensors: Sequence[Tensor], _: object, needed: Sequence[int]) -> tuple[CollectiveOp, tuple[Any, ...]]:
+    return RELAYOUT, (tensors[0].shape[0], False)
+
+
+def _fake_relayout(x: Tensor, handles: Sequence[Tensor], rows: int, grad: bool) -> tuple[Tensor, Tensor]:
+    return x.new_empty(rows, *x.shape[1:]), torch.empty((), dtype=torch.int64, device="cpu")
+
+
+def _fake_unshard(
+    x: Tensor, handles: Sequence[Tensor], side: str, dim: int, rows: int, grad: bool
+) -> tuple[Tensor, Tensor]:
+    return _fake_relayout(x, handles, rows, grad)
+
+
+RELAYOUT = CollectiveOp("relayout", _relayout, adjoint=_way_back)
+RELAYOUT.define(1, "(Tensor x, Tensor[] handles, SymInt rows, bool grad) -> (Tensor y, Tensor ticket)", _fake_relayout)
+UNSHARD = CollectiveOp("unshard", _unshard, adjoint=_way_back)
+UNSHARD.define(
+    1,
+    "(Tensor x, Tensor[] handles, str side, int dim, SymInt rows, bool grad) -> (Tensor y, Tensor ticket)",
+    _fake_unshard,
 )
-_LIBRARY.impl("relayout", _relayout, "CompositeExplicitAutograd")
-_LIBRARY.impl("relayout", _differentiable, "Autograd")
-torch.library.register_fake("seqpar::relayout", _fake_relayout, lib=_LIBRARY)

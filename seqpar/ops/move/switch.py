@@ -13,16 +13,8 @@ from torch.autograd.function import once_differentiable
 from seqpar.comm import Comm, Tag
 from seqpar.kernels.memory.copy import Pair
 from seqpar.ops.core.agreement import abort_on_error, agreement, check_comm, raise_on_all_ranks
-from seqpar.ops.core.handles import (
-    Made,
-    carried,
-    carry,
-    handles,
-    in_graph,
-    refuse_tangent,
-    uncompiled,
-    values_of,
-)
+from seqpar.ops.core.collective_op import CollectiveOp, Record, needs_gradient
+from seqpar.ops.core.handles import checked_values, in_graph
 from seqpar.ops.move.pack import Message, Place, post
 
 Sizes = tuple[Sequence[int], Sequence[int]]
@@ -64,30 +56,14 @@ def switch_all(
     Raises: as `switch`.
     """
     try:
-        split_dims, concat_dims, split, concat = _checked(xs, comm, split_dims, concat_dims, sizes)
-        grads = [torch.is_grad_enabled() and x.requires_grad for x in xs]
+        sides = _checked(xs, comm, split_dims, concat_dims, sizes)
     except Exception as error:
         raise_on_all_ranks("switch", comm, error)
-    if in_graph(*xs):
-        ys, _ = torch.ops.seqpar.switch(
-            list(xs), handles(comm), split_dims, concat_dims, split, concat, comm.rank, False, grads
-        )
-        return ys  # type: ignore[no-any-return]
-    return _eager(xs, comm, split_dims, concat_dims, split, concat, grads)
+    return list(SWITCH(xs, [comm], *sides, comm.rank, _grads(xs)))
 
 
-@uncompiled
-def _eager(
-    xs: Sequence[Tensor], comm: Comm, split_dims: list[int], concat_dims: list[int], split: list[int],
-    concat: list[int], grads: list[bool],
-) -> list[Tensor]:  # fmt: skip
-    """What the op gives, without its handles and tickets."""
-    if not any(grads):
-        for x in xs:
-            refuse_tangent("switch", x)
-    tag = _agreed(xs, comm, split_dims, concat_dims, split, concat, grads)
-    way = Way(Made(comm, tag), split_dims, concat_dims, split, concat, grads)
-    return list(_AtOnce.apply(way, *xs)) if any(grads) else way.at_once(xs)
+def _grads(xs: Sequence[Tensor]) -> list[bool]:
+    return [torch.is_grad_enabled() and x.requires_grad for x in xs]
 
 
 def start_switch(
@@ -104,15 +80,12 @@ def start_switch(
     try:
         if in_graph(*xs):
             raise NotImplementedError("start_switch in a compiled model is not built; use switch_all there")
-        split_dims, concat_dims, split, concat = _checked(xs, comm, split_dims, concat_dims, sizes)
-        for x in xs:
-            refuse_tangent("start_switch", x)
-        grads = [torch.is_grad_enabled() and x.requires_grad for x in xs]
+        needs_gradient("start_switch", xs)
+        sides = _checked(xs, comm, split_dims, concat_dims, sizes)
     except Exception as error:
         raise_on_all_ranks("switch", comm, error)
-    tag = _agreed(xs, comm, split_dims, concat_dims, split, concat, grads)
-    way = Way(Made(comm, tag), split_dims, concat_dims, split, concat, grads)
-    return Switching(way, list(_Start.apply(way, *xs)) if any(grads) else way.post(xs))
+    way = Way(comm, _agreed(xs, comm, *sides, _grads(xs)), sides, [n for n, grad in enumerate(_grads(xs)) if grad])
+    return Switching(way, list(_Start.apply(way, *xs)) if way.needed else way.post(xs))
 
 
 def _checked(
@@ -217,11 +190,8 @@ def _post(
     return ys, wait
 
 
-def _all_to_all(
-    xs: Sequence[Tensor], comm: Comm, split_dims: Sequence[int], concat_dims: Sequence[int], split: Sequence[int],
-    concat: Sequence[int], tag: Tag,
-) -> list[Tensor]:  # fmt: skip
-    ys, wait = _post(xs, comm, split_dims, concat_dims, split, concat, tag)
+def _all_to_all(xs: Sequence[Tensor], comm: Comm, sides: tuple[Sequence[int], ...], tag: Tag) -> list[Tensor]:
+    ys, wait = _post(xs, comm, *sides, tag)
     wait()
     return ys
 
@@ -229,24 +199,28 @@ def _all_to_all(
 # --- the op -----------------------------------------------------------------------------------------------------------
 
 
-@uncompiled
-def _switch(
-    xs: Sequence[Tensor], handles: Sequence[Tensor], split_dims: Sequence[int], concat_dims: Sequence[int],
-    split: Sequence[int], concat: Sequence[int], rank: int, back: bool, grads: Sequence[bool],
-) -> tuple[list[Tensor], Tensor]:  # fmt: skip
-    """The results, and the ticket of the way back. back: this is one; handles: of the comm, or else that ticket."""
-    if back:
-        (made,) = carried(handles[0])
-        comm, tag = made.comm, made.back()
+def _run(
+    xs: Sequence[Tensor], values: Sequence[Any], split_dims: Sequence[int], concat_dims: Sequence[int],
+    split: Sequence[int], concat: Sequence[int], rank: int, grads: Sequence[bool],
+) -> tuple[list[Tensor], tuple[()], Record]:  # fmt: skip
+    """The results, and the record of the call. values: the comm, or the record of the switch that this undoes."""
+    if isinstance(values[0], Record):
+        comm, tag = values[0].comm, values[0].way_back()
     else:
-        (comm,) = values_of(handles)
+        (comm,) = checked_values(values)
         tag = _agreed(xs, comm, split_dims, concat_dims, split, concat, grads)
-    return _all_to_all(xs, comm, split_dims, concat_dims, split, concat, tag), carry(Made(comm, tag))
+    return _all_to_all(xs, comm, (split_dims, concat_dims, split, concat), tag), (), Record(comm, tag)
 
 
-def _fake_switch(
+def _adjoint(_: object, options: tuple[Any, ...], needed: Sequence[int]) -> tuple[CollectiveOp, tuple[Any, ...]]:
+    split_dims, concat_dims, split, concat, rank, _ = options
+    dims = ([side[n] for n in needed] for side in (concat_dims, split_dims))
+    return SWITCH, (*dims, concat, split, rank, [False] * len(needed))
+
+
+def _fake(
     xs: Sequence[Tensor], handles: Sequence[Tensor], split_dims: Sequence[int], concat_dims: Sequence[int],
-    split: Sequence[int], concat: Sequence[int], rank: int, back: bool, grads: Sequence[bool],
+    split: Sequence[int], concat: Sequence[int], rank: int, grads: Sequence[bool],
 ) -> tuple[list[Tensor], Tensor]:  # fmt: skip
     ys = []
     for x, split_dim, concat_dim in zip(xs, split_dims, concat_dims, strict=True):
@@ -256,77 +230,32 @@ def _fake_switch(
     return ys, torch.empty((), dtype=torch.int64, device="cpu")
 
 
-class _Switch(torch.autograd.Function):
-    """The op in autograd; backward is the op with the roles swapped, for the tensors that need it."""
-
-    @staticmethod
-    def forward(ctx: Any, arguments: tuple[Any, ...], *xs: Tensor) -> tuple[Tensor, ...]:
-        with torch._C._AutoDispatchBelowAutograd():
-            ys, ticket = torch.ops.seqpar.switch(list(xs), *arguments)
-        _, split_dims, concat_dims, split, concat, rank, *_ = arguments
-        ctx.needed = [n for n, x in enumerate(xs) if x.requires_grad]
-        ctx.mark_non_differentiable(ticket, *(y for x, y in zip(xs, ys) if not x.requires_grad))
-        dims = ([side[n] for n in ctx.needed] for side in (concat_dims, split_dims))
-        ctx.back = [ticket], *dims, concat, split, rank, True, [False] * len(ctx.needed)
-        return *ys, ticket
-
-    @staticmethod
-    def backward(ctx: Any, *dys: Tensor) -> tuple[Tensor | None, ...]:
-        found, _ = torch.ops.seqpar.switch([dys[n] for n in ctx.needed], *ctx.back)
-        dxs = dict(zip(ctx.needed, found, strict=True))
-        return None, *(dxs.get(n) for n in range(len(dys) - 1))
-
-
-@uncompiled
-def _differentiable(xs: Sequence[Tensor], *arguments: Any) -> tuple[list[Tensor], Tensor]:
-    if torch.is_grad_enabled() and any(x.requires_grad for x in xs):
-        *ys, ticket = _Switch.apply(arguments, *xs)
-        return ys, ticket
-    for x in xs:
-        refuse_tangent("switch", x)
-    with torch._C._AutoDispatchBelowAutograd():
-        return torch.ops.seqpar.switch(xs, *arguments)  # type: ignore[no-any-return]
-
-
-_LIBRARY = torch.library.Library("seqpar", "FRAGMENT")
-_LIBRARY.define(
-    "switch(Tensor[] xs, Tensor[] handles, int[] split_dims, int[] concat_dims, SymInt[] split, SymInt[] concat, "
-    "int rank, bool back, bool[] grads) -> (Tensor[] ys, Tensor ticket)",
-    tags=torch.Tag.pt2_compliant_tag,
+SWITCH = CollectiveOp("switch", _run, adjoint=_adjoint)
+SWITCH.define(
+    None,
+    "(Tensor[] xs, Tensor[] handles, int[] split_dims, int[] concat_dims, SymInt[] split, SymInt[] concat, int rank, "
+    "bool[] grads) -> (Tensor[] ys, Tensor ticket)",
+    _fake,
 )
-_LIBRARY.impl("switch", _switch, "CompositeExplicitAutograd")
-_LIBRARY.impl("switch", _differentiable, "Autograd")
-torch.library.register_fake("seqpar::switch", _fake_switch, lib=_LIBRARY)
 
 
-# --- without the op ---------------------------------------------------------------------------------------------------
+# --- under way --------------------------------------------------------------------------------------------------------
 
 
-class Way:
-    """One switch in both directions: at once, or each posted here and finished there."""
+class Way(Record):
+    """A switch whose exchanges are posted here and finished there, on the way back too. needed: what has gradients."""
 
-    def __init__(
-        self, made: Made, split_dims: Sequence[int], concat_dims: Sequence[int], split: Sequence[int],
-        concat: Sequence[int], grads: Sequence[bool],
-    ) -> None:  # fmt: skip
-        self.made, self.there = made, (split_dims, concat_dims, split, concat)
-        self.needed = [n for n, grad in enumerate(grads) if grad]
-        dims = ([side[n] for n in self.needed] for side in (concat_dims, split_dims))
-        self.back = *dims, concat, split
+    def __init__(self, comm: Comm, tag: Tag, sides: tuple[list[int], ...], needed: list[int]) -> None:
+        super().__init__(comm, tag)
+        self.sides, self.needed = sides, needed
+        split_dims, concat_dims, split, concat = sides
+        self.back = [concat_dims[n] for n in needed], [split_dims[n] for n in needed], concat, split
         self._waits: list[Callable[[], None]] = []
         self._backs: list[tuple[list[Tensor], Callable[[], None]]] = []
 
-    def reversed(self, grads: Sequence[bool]) -> Way:
-        """The way back of what needs it, as a way of its own. grads: whether what goes back needs gradients."""
-        return Way(Made(self.made.comm, self.made.back()), *self.back, grads)
-
-    def at_once(self, xs: Sequence[Tensor]) -> list[Tensor]:
-        """The results."""
-        return _all_to_all(xs, self.made.comm, *self.there, self.made.tag)
-
     def post(self, xs: Sequence[Tensor]) -> list[Tensor]:
         """The results, which hold nothing before `finish`."""
-        ys, wait = _post(xs, self.made.comm, *self.there, self.made.tag)
+        ys, wait = _post(xs, self.comm, *self.sides, self.tag)
         self._waits.append(wait)
         return ys
 
@@ -336,40 +265,13 @@ class Way:
 
     def post_back(self, dys: Sequence[Tensor]) -> None:
         """Send gradients; `finish_back` gives those that arrive."""
-        self._backs.append(_post(dys, self.made.comm, *self.back, self.made.back()))
+        self._backs.append(_post(dys, self.comm, *self.back, self.way_back()))
 
     def finish_back(self) -> list[Tensor]:
         """The gradients of what was switched."""
         dxs, wait = self._backs.pop()
         wait()
         return dxs
-
-
-def _switched(ctx: Any, way: Way, ys: Sequence[Tensor]) -> tuple[Tensor, ...]:
-    """What a forward returns, of which only what needs a gradient has one."""
-    ctx.way, ctx.count = way, len(ys)
-    ctx.mark_non_differentiable(*(y for n, y in enumerate(ys) if n not in way.needed))
-    return tuple(ys)
-
-
-def _gradients(ctx: Any, dxs: Sequence[Tensor]) -> tuple[Tensor | None, ...]:
-    """What its backward returns: gradients of those that need one, where they belong."""
-    found = dict(zip(ctx.way.needed, dxs, strict=True))
-    return None, *(found.get(n) for n in range(ctx.count))
-
-
-class _AtOnce(torch.autograd.Function):
-    """A switch, and on the way back the same with its roles swapped, for the tensors that need it."""
-
-    @staticmethod
-    def forward(ctx: Any, way: Way, *xs: Tensor) -> tuple[Tensor, ...]:
-        return _switched(ctx, way, way.at_once(xs))
-
-    @staticmethod
-    def backward(ctx: Any, *dys: Tensor) -> tuple[Tensor | None, ...]:
-        needed = [dys[n] for n in ctx.way.needed]
-        back = ctx.way.reversed([torch.is_grad_enabled() and dy.requires_grad for dy in needed])
-        return _gradients(ctx, _AtOnce.apply(back, *needed))
 
 
 class Switching:
@@ -385,8 +287,8 @@ class Switching:
             if not self._way.needed:
                 self._way.finish()
                 return self._ys
-            found = _Finish.apply(self._way, *(self._ys[n] for n in self._way.needed))
-            for n, y in zip(self._way.needed, found, strict=True):
+            finished = _Finish.apply(self._way, *(self._ys[n] for n in self._way.needed))
+            for n, y in zip(self._way.needed, finished, strict=True):
                 self._ys[n] = y
         return self._ys
 
@@ -402,12 +304,16 @@ class _Start(torch.autograd.Function):
 
     @staticmethod
     def forward(ctx: Any, way: Way, *xs: Tensor) -> tuple[Tensor, ...]:
-        return _switched(ctx, way, way.post(xs))
+        ys = way.post(xs)
+        ctx.way, ctx.count = way, len(ys)
+        ctx.mark_non_differentiable(*(y for n, y in enumerate(ys) if n not in way.needed))
+        return tuple(ys)
 
     @staticmethod
     @once_differentiable
     def backward(ctx: Any, *_: Tensor) -> tuple[Tensor | None, ...]:
-        return _gradients(ctx, ctx.way.finish_back())
+        by_number = dict(zip(ctx.way.needed, ctx.way.finish_back(), strict=True))
+        return None, *(by_number.get(n) for n in range(ctx.count))
 
 
 class _Finish(torch.autograd.Function):

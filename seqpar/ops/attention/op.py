@@ -1,0 +1,170 @@
+"""Attention as a collective op: ``seqpar::attention`` in graphs, and the same functions in eager mode.
+
+::
+
+    seqpar::attention           q k v sinks slopes, handles, options   ->  out lse ticket
+    seqpar::attention_backward  gradients, q k v sinks slopes out lse, ticket   ->  dq dk dv dsinks
+
+Plan and comm come through handles and are looked up when the op runs. While a graph is traced nobody knows them, so
+fake results depend on q and v alone. Saved are the tensors inside the head trade, so that backward trades only
+gradients; where a part's own tensors are views, the inputs and results that they view are saved in their place, so that
+autograd names what is changed later.
+"""
+
+from __future__ import annotations
+
+import logging
+import threading
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from seqpar.comm import Comm, Tag
+from seqpar.comm.header import hash63
+from seqpar.kernels import acc_dtype
+from seqpar.ops.attention.call import Call, PartTensors, recipe_of
+from seqpar.ops.attention.recompute import settle
+from seqpar.ops.attention.schedule import backward, forward
+from seqpar.ops.attention.signature import Options, check_tensors, signature_of
+from seqpar.ops.core.agreement import abort_on_error, agreement, check_comm
+from seqpar.ops.core.collective_op import CollectiveOp, Tensors
+from seqpar.plan import Part, Plan
+
+log = logging.getLogger("seqpar.ops")
+
+
+class Calls(threading.local):
+    """How many calls of attention this thread has begun, in graphs too."""
+
+    begun = 0
+
+
+calls = Calls()
+
+
+def _run(
+    tensors: Sequence[Any], values: Sequence[Any], *options_and_grads: Any
+) -> tuple[Sequence[Tensor], Tensors, Call]:
+    """Output and lse [H, T], what backward needs of them and of the parts, and the call."""
+    *given, grads = options_and_grads
+    q, k, v, sinks, slopes = tensors
+    plan, comm, options = settle(values, Options(*given))
+    call = _agreed(q, k, v, sinks, slopes, plan, comm, options, grads)
+    with abort_on_error(comm, f"attention, call {call.tag.call}"), _exact(call):
+        out, lse, parts = forward(call, q, k, v, sinks, _wide(slopes, call))
+    saved: list[Tensor | None] = []
+    if any(grads):
+        saved = [sinks, slopes, out, lse]
+        for part, own in zip(call.recipe.parts, parts, strict=True):
+            saved += _saved(part, own, (q, k, v))
+    return [out, lse], saved, call
+
+
+def _agreed(
+    q: Tensor, k: Tensor, v: Tensor, sinks: Tensor | None, slopes: Tensor | None, plan: Plan, comm: Comm,
+    options: Options, grads: Sequence[bool],
+) -> Call:  # fmt: skip
+    """The call that these arguments make. A collective; raises what `attention` says, on every rank."""
+    calls.begun += 1
+    check_comm("attention", comm)
+    number = comm.next_call()
+    with agreement("attention", comm) as agreed:
+        check_tensors(q, k, v, sinks, slopes, plan, comm)
+        signature = signature_of(q, k, v, sinks, slopes, options, grads)
+        recipe = recipe_of(plan, comm.rank, signature)
+        seed = int(options.dropout_seed) if signature.dropout_p and options.dropout_seed is not None else None
+        agreed.facts, agreed.keys = recipe.facts, recipe.keys
+        agreed.digest = recipe.digest if seed is None else hash63((recipe.digest, seed))
+        agreed.values = {"dropout_seed": seed, "alibi_slopes": slopes, "sinks": sinks}  # what is not used may differ
+    log.debug("rank %d: attention, call %d, plan %s, %s", comm.rank, number, plan.digest(), recipe.kernel.name)
+    return Call(comm, Tag(agreed.digest, number, 0, 0, "attention"), plan, signature, recipe, seed or 0)
+
+
+def _back(call: Call, saved: Sequence[Any], grads: Tensors, needs: Sequence[bool]) -> Tensors:
+    """dq, dk, dv, dsinks; None for what needs none."""
+    call.passes += 1
+    dout, dlse = grads
+    sinks, slopes, out, lse, *inside = saved
+    parts = [_restored(part, inside[5 * n : 5 * n + 5], out, lse) for n, part in enumerate(call.recipe.parts)]
+    with abort_on_error(call.comm, f"attention, call {call.tag.call}"), _exact(call):
+        dout = torch.zeros_like(out) if dout is None else dout
+        dq, dk, dv, dsinks = backward(call, parts, sinks, _wide(slopes, call), dout, dlse)
+    dtype = call.signature.dtype
+    return (
+        dq if needs[0] else None,
+        dk.to(dtype) if needs[1] else None,
+        dv.to(dtype) if needs[2] else None,
+        dsinks.to(sinks.dtype) if needs[3] and dsinks is not None else None,
+    )
+
+
+def _wide(slopes: Tensor | None, call: Call) -> Tensor | None:
+    return None if slopes is None else slopes.detach().to(call.acc).contiguous()
+
+
+def _exact(call: Call) -> torch.autocast:
+    """No autocast inside: it would round the products of the accumulation dtype."""
+    return torch.autocast(call.signature.device.type, enabled=False)
+
+
+def _saved(part: Part, own: PartTensors, inputs: Sequence[Tensor]) -> list[Tensor | None]:
+    """What is saved of a part, 5 tensors: its own, or the inputs that they view; None for views of results."""
+    results = (None, None) if part.q.trivial else (own.out, own.lse)
+    q, kv = _viewed(part)
+    chosen = own.q if q is None else inputs[0], own.k if kv is None else inputs[1], own.v if kv is None else inputs[2]
+    return [*chosen, *results]
+
+
+def _restored(part: Part, saved: Sequence[Any], out: Tensor, lse: Tensor) -> PartTensors:
+    """A part's tensors of what was saved."""
+    q, k, v, own_out, own_lse = saved
+    q_rows, kv_rows = _viewed(part)
+    if q_rows is not None:
+        q = q[q_rows]
+    if kv_rows is not None:
+        k, v = k[kv_rows], v[kv_rows]
+    if part.q.trivial:
+        own_out, own_lse = out[: part.q.rows], lse[:, : part.q.rows]
+    return PartTensors(q, k, v, own_out, own_lse)
+
+
+def _viewed(part: Part) -> tuple[slice | None, slice | None]:
+    """Which rows of q, and of k and v, a part's tensors are views of; None where they have memory of their own."""
+    q, kv = part.q.mine, part.kv.mine
+    alone = part.width == 1
+    return q if alone and isinstance(q, slice) else None, kv if alone and isinstance(kv, slice) else None
+
+
+ATTENTION = CollectiveOp("attention", _run, back=_back)
+
+
+def _fake(q: Tensor, k: Tensor, v: Tensor, *_: object) -> tuple[Tensor, Tensor, Tensor]:
+    if any(x.dim() != 3 for x in (q, k, v)):
+        raise ValueError(f"q, k, v must be packed [rows, heads, dim], got {[list(x.shape) for x in (q, k, v)]}")
+    rows, heads, _ = q.shape
+    ticket = torch.empty((), dtype=torch.int64, device="cpu")
+    return q.new_empty(rows, heads, v.shape[2]), q.new_empty(heads, rows, dtype=acc_dtype(q.dtype)), ticket
+
+
+def _fake_back(
+    dout: Tensor | None, dlse: Tensor | None, q: Tensor, k: Tensor, v: Tensor, sinks: Tensor | None,
+    slopes: Tensor | None, out: Tensor, lse: Tensor, ticket: Tensor, needs: Sequence[bool],
+) -> tuple[Tensor, ...]:  # fmt: skip
+    pairs = zip((q, k, v, sinks), needs, strict=False)
+    return tuple(x.new_empty(x.shape) if x is not None and need else lse.new_empty(0) for x, need in pairs)
+
+
+ATTENTION.define(
+    5,
+    "(Tensor q, Tensor k, Tensor v, Tensor? sinks, Tensor? alibi_slopes, Tensor[] handles, float? scale, "
+    "float softcap, float dropout_p, SymInt? dropout_seed, bool deterministic, str kernel, bool return_lse, "
+    "bool[] grads) -> (Tensor out, Tensor lse, Tensor ticket)",
+    _fake,
+)
+ATTENTION.define_back(
+    "(Tensor? dout, Tensor? dlse, Tensor q, Tensor k, Tensor v, Tensor? sinks, Tensor? alibi_slopes, Tensor out, "
+    "Tensor lse, Tensor ticket, bool[] needs) -> (Tensor dq, Tensor dk, Tensor dv, Tensor dsinks)",
+    _fake_back,
+)

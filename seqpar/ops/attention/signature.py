@@ -1,0 +1,166 @@
+"""What a call of attention is, as plain values: as asked for, and as ranks agree on it and a kernel is chosen by it."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from numbers import Integral
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor
+
+from seqpar.comm import Comm
+from seqpar.kernels import CallSpec
+from seqpar.plan import Plan
+
+
+class Options(NamedTuple):
+    """The options of a call as given, in the order of the op's arguments."""
+
+    scale: float | None
+    softcap: float
+    dropout_p: float
+    dropout_seed: int | None
+    deterministic: bool
+    kernel: str
+    return_lse: bool
+
+
+class Signature(NamedTuple):
+    """A call without its plan, its tensors' values and its dropout seed. Calls of one signature are made alike.
+
+    kernel: the one asked for. kv_grads: whether k or v require a gradient.
+    """
+
+    device: torch.device
+    dtype: torch.dtype
+    heads: int
+    kv_heads: int
+    dim: int
+    v_dim: int
+    scale: float
+    softcap: float
+    dropout_p: float
+    slopes: bool
+    sinks: bool
+    return_lse: bool
+    deterministic: bool
+    kernel: str
+    q_grads: bool
+    kv_grads: bool
+    sink_grads: bool
+
+    def facts(self, kernel: str) -> dict[str, object]:
+        """What must be equal on all ranks, by the words of messages. kernel: the one chosen."""
+        return {
+            "dtype": self.dtype, "heads": self.heads, "kv_heads": self.kv_heads, "dim": self.dim, "v_dim": self.v_dim,
+            "scale": self.scale, "softcap": self.softcap, "dropout_p": self.dropout_p, "sinks": self.sinks,
+            "alibi_slopes": self.slopes, "return_lse": self.return_lse, "deterministic": self.deterministic,
+            "kernel": kernel, "q requires grad": self.q_grads, "k or v requires grad": self.kv_grads,
+            "sinks require grad": self.sink_grads, "device": self.device.type,
+        }  # fmt: skip
+
+    def spec(self, plan: Plan) -> CallSpec:
+        """What a kernel is asked for under a plan."""
+        on_cuda = self.device.type == "cuda"
+        major, minor = torch.cuda.get_device_capability(self.device) if on_cuda else (0, 0)
+        sums = self.kv_grads and plan.sums_key_gradients(self.heads, self.kv_heads)
+        return CallSpec(
+            self.device.type, 10 * major + minor, self.dtype, self.heads, self.kv_heads, self.dim, self.v_dim,
+            softcap=self.softcap != 0.0, alibi=self.slopes, dropout=self.dropout_p != 0.0,
+            grads=self.q_grads or self.kv_grads or self.sink_grads, deterministic=self.deterministic,
+            merges=plan.merges or self.sinks or sums,
+        )  # fmt: skip
+
+
+def requirements(tensors: Sequence[object]) -> list[bool]:
+    """Whether q, k or v, the sinks, the slopes require a gradient; what is none of torch's tensors does not."""
+    if not torch.is_grad_enabled():
+        return [False] * 4
+    q, k, v, sinks, slopes = [getattr(x, "requires_grad", False) for x in tensors]
+    return [q, k or v, sinks, slopes]
+
+
+def signature_of(
+    q: Tensor, k: Tensor, v: Tensor, sinks: Tensor | None, slopes: Tensor | None, options: Options,
+    grads: Sequence[bool],
+) -> Signature:  # fmt: skip
+    """The signature of a call of tensors that `check_tensors` has seen.
+
+    Raises: TypeError, ValueError or NotImplementedError for options that have no meaning.
+    """
+    heads, dim = q.shape[1:]
+    for name, x in (("sinks", sinks), ("alibi_slopes", slopes)):
+        if x is not None and (x.shape != (heads,) or x.device != q.device or not x.dtype.is_floating_point):
+            raise ValueError(
+                f"{name} must be floating point [{heads}], one per query head, on {q.device}, got "
+                f"{x.dtype}{list(x.shape)} on {x.device}"
+            )
+    if grads[3]:
+        raise NotImplementedError("alibi_slopes have no gradient; detach them")
+    if options.dropout_seed is not None and not isinstance(options.dropout_seed, Integral):
+        raise ValueError(f"dropout_seed must be an integer, got {options.dropout_seed!r}")
+    scale, softcap, dropout_p = options.scale, options.softcap, options.dropout_p
+    scale = dim**-0.5 if scale is None else _number("scale", scale)
+    softcap, dropout_p = _number("softcap", softcap), _number("dropout_p", dropout_p)
+    if not math.isfinite(scale):
+        raise ValueError(f"scale must be finite, got {scale}")
+    if not (math.isfinite(softcap) and softcap >= 0):
+        raise ValueError(f"softcap must be finite and at least 0, got {softcap}")
+    if not 0 <= dropout_p < 1:
+        raise ValueError(f"dropout_p must be in [0, 1), got {dropout_p}")
+    if dropout_p and options.dropout_seed is None:
+        raise ValueError(f"dropout_p={dropout_p} needs a dropout_seed, equal on all ranks and different for each layer")
+    return Signature(
+        q.device, q.dtype, heads, k.shape[1], dim, v.shape[2], scale, softcap, dropout_p, slopes is not None,
+        sinks is not None, bool(options.return_lse), bool(options.deterministic), str(options.kernel), *grads[:3],
+    )  # fmt: skip
+
+
+def _number(name: str, value: Any) -> float:
+    try:
+        return float(value)
+    except (TypeError, ValueError):
+        raise TypeError(f"{name} must be a number, got {value!r:.200}") from None
+
+
+def check_tensors(
+    q: Tensor, k: Tensor, v: Tensor, sinks: Tensor | None, slopes: Tensor | None, plan: Plan, comm: Comm
+) -> None:
+    """Raise TypeError, ValueError or NotImplementedError for a plan or tensors that are none or do not fit."""
+    if not isinstance(plan, Plan):
+        raise ValueError(f"attention takes a plan and a comm, or their handle alone, got {plan!r:.200} with a comm")
+    for name, x in (("q", q), ("k", k), ("v", v), ("sinks", sinks), ("alibi_slopes", slopes)):
+        if not isinstance(x, Tensor) and not (x is None and name in ("sinks", "alibi_slopes")):
+            raise TypeError(f"{name} must be a tensor, got {type(x).__name__} {x!r:.200}")
+    if not q.dim() == k.dim() == v.dim() == 3:
+        shapes = _shapes(q, k, v)
+        raise ValueError(f"q, k, v must be packed [rows, heads, dim], got {shapes}; drop or fold the batch dimension")
+    if not q.dtype == k.dtype == v.dtype:
+        raise ValueError(f"q, k, v must have one dtype, got {q.dtype}, {k.dtype}, {v.dtype}")
+    if not q.device == k.device == v.device:
+        raise ValueError(f"q, k, v must be on one device, got {q.device}, {k.device}, {v.device}")
+    if q.is_meta:
+        raise NotImplementedError("q, k, v are on the meta device, which holds no values to attend to")
+    (_, heads, dim), (_, kv_heads, v_dim) = q.shape, v.shape
+    if k.shape[:2] != v.shape[:2] or k.shape[2] != dim or 0 in (heads, kv_heads, dim, v_dim):
+        raise ValueError(f"expected q [T, H, D], k [T_kv, H_kv, D], v [T_kv, H_kv, D_v], got {_shapes(q, k, v)}")
+    if heads % kv_heads:
+        raise ValueError(f"query heads must be a multiple of key heads, got {heads} and {kv_heads}")
+    for x in (q, k, v):
+        if x.stride(2) != 1 and x.shape[2] > 1 and x.numel():
+            raise ValueError("the last dimension of q, k, v must be dense (stride 1); call .contiguous()")
+    if plan.ranks != comm.size:
+        raise ValueError(f"the plan is for {plan.ranks} ranks, the comm has {comm.size}")
+    for name, x, side in (("q", q, "q"), ("k and v", k, "kv")):
+        rows = plan.rows(comm.rank, side)
+        if x.shape[0] != rows:
+            raise ValueError(
+                f"{name} on rank {comm.rank} must have {rows} rows, as the plan's layout says, got {x.shape[0]}; "
+                "seqpar.shard makes them"
+            )
+
+
+def _shapes(q: Tensor, k: Tensor, v: Tensor) -> str:
+    return f"q {list(q.shape)}, k {list(k.shape)}, v {list(v.shape)}"

@@ -1,0 +1,276 @@
+"""Collectives in autograd: one function in eager mode, and in graphs an op of the dispatcher that runs the same one.
+
+::
+
+    eager    tensors, values,  options  ->  results           autograd's node keeps the record
+    graph    tensors, handles, options  ->  results, ticket   the ticket keeps it, and goes where autograd takes it
+
+A *record* is what a call leaves for its way back: its comm and its numbers. A linear collective goes back as another
+one, whose only value is that record, so it has derivatives of any order. Any other one has a function for it, which
+takes the tensors that forward saved; where autograd saves tensors anew, as a checkpoint does, a *stamp* among them
+tells whether they are those of the same call. Neither kind has a forward-mode derivative.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.autograd import forward_ad
+
+from seqpar.comm import Comm, Tag
+from seqpar.ops.core.agreement import abort_on_error
+from seqpar.ops.core.handles import carried, carry, handles, in_graph, uncompiled
+
+Tensors = Sequence[Tensor | None]
+LIBRARY = torch.library.Library("seqpar", "FRAGMENT")
+
+
+@dataclass(eq=False)
+class Record:
+    """A call that was made, for its ways back. passes: those so far; a graph that is retained has several."""
+
+    comm: Comm
+    tag: Tag
+    passes: int = field(default=0, kw_only=True)
+
+    @property
+    def stamp(self) -> int:
+        """A number that tells apart what calls compute with besides tensors."""
+        return 0
+
+    def way_back(self) -> Tag:
+        """The name of the next way back: another backward pass has numbers of its own."""
+        self.passes += 1
+        name = self.tag.name.replace("forward", "backward")
+        return self.tag._replace(phase=self.tag.phase + 1, stage=self.tag.stage + self.passes - 1, name=name)
+
+
+@dataclass(frozen=True, eq=False)
+class Ticket:
+    """What the ticket of an op carries. kept: saved tensors, or their numbers among the op's tensors and results, to
+    which it must not refer: the graph may write over their memory."""
+
+    record: Record
+    kept: Sequence[Tensor | int | None]
+
+
+class CollectiveOp:
+    """A collective of a list of tensors, any of which may be None.
+
+    run(tensors, values, *options): its results, the tensors to save, and its record. values: a comm, and before it what
+    the op is given besides; or the record of the call that this is the way back of.
+    adjoint(tensors, options, needed): of a linear one, the op of its way back for the tensors numbered `needed`, and
+    the options of that. back(record, saved, grads, needs): of any other one, the gradients of the first tensors; the
+    rest have none.
+    """
+
+    def __init__(
+        self,
+        name: str,
+        run: Callable[..., tuple[Sequence[Tensor], Tensors, Any]],
+        *,
+        adjoint: Callable[..., tuple[CollectiveOp, tuple[Any, ...]]] | None = None,
+        back: Callable[..., Tensors] | None = None,
+    ) -> None:
+        self.name, self.run, self.adjoint, self.back = name, run, adjoint, back
+        self._eager = uncompiled(self._eagerly)
+
+    def __call__(self, tensors: Tensors, values: Sequence[Any], *options: Any) -> Sequence[Tensor]:
+        """The results."""
+        if in_graph(*tensors):
+            named = handles(*values)
+            op = getattr(torch.ops.seqpar, self.name)
+            if self._tensors is None:
+                return op(list(tensors), named, *options)[0]
+            return op(*tensors, named, *options)[:-1]
+        return self._eager(tensors, values, *options)  # type: ignore[no-any-return]
+
+    def _eagerly(self, tensors: Tensors, values: Sequence[Any], *options: Any) -> Sequence[Tensor]:
+        if needs_gradient(self.name, tensors):
+            return _Eager.apply(self, values, options, *tensors)  # type: ignore[no-any-return]
+        return self.run(tensors, values, *options)[0]
+
+    # --- in graphs ----------------------------------------------------------------------------------------------------
+
+    def define(self, tensors: int | None, schema: str, fake: Callable[..., Any]) -> None:
+        """Register the op ``seqpar::name``. tensors: how many arguments come before the handles, None for one list."""
+        self._tensors = tensors
+        LIBRARY.define(f"{self.name}{schema}", tags=torch.Tag.pt2_compliant_tag)
+        LIBRARY.impl(self.name, uncompiled(self._run_in_graph), "CompositeExplicitAutograd")
+        LIBRARY.impl(self.name, uncompiled(self._differentiable), "Autograd")
+        torch.library.register_fake(f"seqpar::{self.name}", fake, lib=LIBRARY)
+
+    def define_back(self, schema: str, fake: Callable[..., Any]) -> None:
+        """Register the op ``seqpar::name_backward`` of gradients, tensors, results, ticket and needs."""
+        name = f"{self.name}_backward"
+        LIBRARY.define(f"{name}{schema}", tags=torch.Tag.pt2_compliant_tag)
+        LIBRARY.impl(name, uncompiled(self._run_back_in_graph), "CompositeExplicitAutograd")
+        torch.library.register_fake(f"seqpar::{name}", fake, lib=LIBRARY)
+
+    def dispatch(self, tensors: Tensors, handles: Sequence[Tensor], *options: Any) -> tuple[Sequence[Tensor], Tensor]:
+        """The results and the ticket, through the dispatcher."""
+        op = getattr(torch.ops.seqpar, self.name)
+        if self._tensors is None:
+            return op(list(tensors), handles, *options)  # type: ignore[no-any-return]
+        *results, ticket = op(*tensors, handles, *options)
+        return results, ticket
+
+    def _parted(self, arguments: Sequence[Any]) -> tuple[Tensors, Sequence[Tensor], Sequence[Any]]:
+        """An op's arguments as tensors, handles and options."""
+        count = 1 if self._tensors is None else self._tensors
+        tensors = arguments[0] if self._tensors is None else arguments[:count]
+        return tensors, arguments[count], arguments[count + 1 :]
+
+    def _run_in_graph(self, *arguments: Any) -> Any:
+        tensors, handles, options = self._parted(arguments)
+        values = [value for handle in handles for value in carried(handle)]
+        if isinstance(values[0], Ticket):
+            values = [values[0].record]
+        results, saved, record = self.run(tensors, values, *options)
+        places = {id(x): n for n, x in reversed(list(enumerate([*tensors, *results]))) if x is not None}
+        ticket = carry(Ticket(record, [places.get(id(x), x) for x in saved]))
+        return (list(results), ticket) if self._tensors is None else (*results, ticket)
+
+    def _run_back_in_graph(self, *arguments: Any) -> tuple[Tensor, ...]:
+        assert self.back is not None and self._tensors is not None
+        *given, ticket, needs = arguments
+        results = (len(given) - self._tensors) // 2
+        grads, tensors = given[:results], given[results:]
+        (left,) = carried(ticket)
+        saved = [tensors[x] if isinstance(x, int) else x for x in left.kept]
+        found = self.back(left.record, saved, grads, needs)
+        return tuple(tensors[-1].new_empty(0) if x is None else _apart(x) for x in found)
+
+    def _differentiable(self, *arguments: Any) -> Any:
+        tensors, handles, options = self._parted(arguments)
+        if needs_gradient(self.name, tensors):
+            *results, ticket = _InGraph.apply(self, handles, options, *tensors)
+            return (results, ticket) if self._tensors is None else (*results, ticket)
+        with torch._C._AutoDispatchBelowAutograd():
+            return getattr(torch.ops.seqpar, self.name)(*arguments)
+
+
+def needs_gradient(what: str, tensors: Tensors) -> bool:
+    """Whether autograd records a call of these tensors.
+
+    Raises: NotImplementedError for a tangent, which would be lost.
+    """
+    if forward_ad._current_level >= 0:  # type: ignore[attr-defined]
+        for x in tensors:
+            if isinstance(x, Tensor) and forward_ad.unpack_dual(x).tangent is not None:
+                raise NotImplementedError(f"{what} has no forward-mode derivative; use reverse mode")
+    if torch.is_grad_enabled():
+        for x in tensors:
+            if getattr(x, "requires_grad", False):
+                return True
+    return False
+
+
+class _Eager(torch.autograd.Function):
+    """A collective and its way back."""
+
+    @staticmethod
+    def forward(ctx: Any, op: CollectiveOp, values: Any, options: Any, *tensors: Tensor | None) -> tuple[Tensor, ...]:
+        ctx.recomputes = False
+        results, saved, ctx.record = op.run(tensors, values, *options)
+        ctx.op = op
+        if op.adjoint is not None:
+            _note_way_back(ctx, tensors, options, results)
+        else:
+            ctx.set_materialize_grads(False)
+            ctx.stamp = torch.full((), ctx.record.stamp, dtype=torch.int64, device="cpu")
+            ctx.save_for_backward(ctx.stamp, *saved)
+        return tuple(results)
+
+    @staticmethod
+    def backward(ctx: Any, *grads: Tensor | None) -> tuple[Tensor | None, ...]:
+        if ctx.op.adjoint is not None:
+            op, options = ctx.way_back
+            return (None, None, None, *_placed(ctx, op([grads[n] for n in ctx.needed], [ctx.record], *options)))
+        refuse_double_backward(ctx.op.name)
+        stamp, *saved = ctx.saved_tensors
+        if stamp.data_ptr() != ctx.stamp.data_ptr():  # else nothing came between, and nothing is read
+            check_stamp(ctx.op.name, ctx.record.comm, int(ctx.stamp), stamp)
+        needs = ctx.needs_input_grad[3:]
+        found = ctx.op.back(ctx.record, saved, grads, needs)
+        return (None, None, None, *found, *[None] * (len(needs) - len(found)))
+
+
+class _InGraph(torch.autograd.Function):
+    """The same of ops. All tensors and results are saved, as nobody knows what will be needed."""
+
+    @staticmethod
+    def forward(ctx: Any, op: CollectiveOp, handles: Any, options: Any, *tensors: Tensor | None) -> tuple[Tensor, ...]:
+        ctx.recomputes = False
+        with torch._C._AutoDispatchBelowAutograd():
+            results, ticket = op.dispatch(tensors, handles, *options)
+        ctx.op = op
+        if op.adjoint is not None:
+            ctx.ticket = ticket
+            _note_way_back(ctx, tensors, options, [*results, ticket])
+        else:
+            ctx.mark_non_differentiable(ticket)
+            ctx.set_materialize_grads(False)
+            # a graph that is traced has none
+            ctx.record = carried(ticket)[0].record if type(ticket) is Tensor else None
+            ctx.save_for_backward(*tensors, *results, ticket)
+        return (*results, ticket)
+
+    @staticmethod
+    def backward(ctx: Any, *grads: Tensor | None) -> tuple[Tensor | None, ...]:
+        if ctx.op.adjoint is not None:
+            op, options = ctx.way_back
+            found, _ = op.dispatch([grads[n] for n in ctx.needed], [ctx.ticket], *options)
+            return (None, None, None, *_placed(ctx, found))
+        refuse_double_backward(ctx.op.name)
+        *saved, ticket = ctx.saved_tensors
+        if ctx.record is not None and type(ticket) is Tensor:
+            again = carried(ticket)[0].record
+            if again is not ctx.record:
+                check_stamp(ctx.op.name, ctx.record.comm, ctx.record.stamp, again.stamp)
+        needs = list(ctx.needs_input_grad[3:])
+        found = getattr(torch.ops.seqpar, f"{ctx.op.name}_backward")(*grads[:-1], *saved, ticket, needs)
+        last = [None] * (len(needs) - len(found))  # of tensors without gradients
+        return (None, None, None, *(x if need else None for x, need in zip(found, needs, strict=False)), *last)
+
+
+def _note_way_back(ctx: Any, tensors: Tensors, options: Any, results: Sequence[Tensor]) -> None:
+    """Note the op of a linear collective's way back, and that what needs no gradient has none."""
+    ctx.needed = [n for n, x in enumerate(tensors) if x is not None and x.requires_grad]
+    ctx.count = len(tensors)
+    ctx.mark_non_differentiable(*(y for n, y in enumerate(results) if n not in ctx.needed))
+    ctx.way_back = ctx.op.adjoint(tensors, options, ctx.needed)
+
+
+def _placed(ctx: Any, grads: Sequence[Tensor]) -> list[Tensor | None]:
+    """Gradients of what needs them, at the places of all tensors."""
+    by_number = dict(zip(ctx.needed, grads, strict=True))
+    return [by_number.get(n) for n in range(ctx.count)]
+
+
+def refuse_double_backward(what: str) -> None:
+    """Raise inside a backward that is itself to be differentiated."""
+    if torch.is_grad_enabled():
+        raise NotImplementedError(f"{what} has no double backward; call backward without create_graph=True")
+
+
+def check_stamp(what: str, comm: Comm, stamp: int, saved: Tensor | int) -> None:
+    """Raise RuntimeError, and tell the other ranks, if backward got the tensors of another call than was made."""
+    if isinstance(saved, Tensor):
+        saved = int(saved) if saved.dtype == torch.int64 and saved.numel() == 1 else -1
+    if saved != stamp:
+        with abort_on_error(comm, what):
+            raise RuntimeError(
+                f"{what} was recomputed under another plan, dropout seed or scale than in forward, or under none; "
+                "checkpoint with torch.utils.checkpoint.checkpoint, run the backward inside the block of its forward, "
+                "or give what is recomputed its plan as an argument"
+            )
+
+
+def _apart(x: Tensor) -> Tensor:
+    """A gradient in memory of its own, as results of an op may not share any."""
+    return x if x.untyped_storage().nbytes() == x.nbytes else x.clone(memory_format=torch.contiguous_format)
