@@ -72,7 +72,7 @@ ORDER = {
         probe/nested probe/saved_state probe/rows probe/record probe/compare probe/stand_ins probe/trial probe/calls
         probe/inspection
         sdpa/mask sdpa/reroute sdpa/model sdpa
-        hf/mask hf/shape hf/weights hf/worth hf/planning hf/ahead hf/attention hf/fit hf/model
+        hf/mask hf/shape hf/weights hf/planning hf/worth hf/ahead hf/attention hf/fit hf/model
         diffusers parallelize transformers __init__
     """,
     "kernels": """
