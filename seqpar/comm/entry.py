@@ -35,10 +35,10 @@ def entered(comm: Any, what: str) -> Iterator[None]:
     entry: ThreadEntry = comm.entry
     thread = threading.current_thread().name
     if not entry.lock.acquire(blocking=False):
-        other, where = entry.inside
+        running, holder = entry.inside
         reason = (
-            f"rank {comm.rank}: {what} in thread {thread!r} while thread {where!r} is inside {other}, and ranks match "
-            "calls by their order; make the calls of a comm from one thread at a time, in one order on every rank"
+            f"rank {comm.rank}: {what} in thread {thread!r} while thread {holder!r} is inside {running}, and ranks "
+            "match calls by their order; make the calls of a comm from one thread at a time, in one order on every rank"
         )
         comm.abort(reason)
         raise RuntimeError(reason)

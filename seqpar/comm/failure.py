@@ -32,8 +32,8 @@ class RootCause:
     def read(self, grace: float = 0.0) -> tuple[int, str] | None:
         """The (rank, reason) that stands, waiting up to `grace` seconds for one to be written."""
         deadline = time.monotonic() + min(grace, self._patience)
-        found = self._patiently(lambda: self._poll(deadline))
-        return self._parse(found) if found else None
+        text = self._patiently(lambda: self._poll(deadline))
+        return self._parse(text) if text else None
 
     def _poll(self, deadline: float) -> bytes | None:
         while not self._store.check([self._key]):
@@ -43,8 +43,8 @@ class RootCause:
         return bytes(self._store.get(self._key))
 
     @staticmethod
-    def _parse(found: bytes) -> tuple[int, str]:
-        rank, _, reason = found.decode().partition(" ")
+    def _parse(text: bytes) -> tuple[int, str]:
+        rank, _, reason = text.decode().partition(" ")
         return int(rank), reason
 
     def _patiently(self, access: Callable[[], T]) -> T | None:

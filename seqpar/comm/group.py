@@ -108,7 +108,7 @@ class GroupChannel:
 
     def fail(self, reason: str, *, grace: float = 0.0) -> None:
         """Mark the group dead for `reason`, unless a root cause stands or appears within `grace` seconds."""
-        if self.owner.here and self.cause is None:
+        if self.owner.in_own_process and self.cause is None:
             standing = self.root_cause.read(grace) if grace else None
             self.cause = standing or self.root_cause.write(reason)
             log.info("rank %d: %s; root cause: rank %d: %s", self.rank, reason, *self.cause)
@@ -279,9 +279,9 @@ class _GlooWork:
         except RuntimeError as error:
             raise channel.failed(doing, message.peer, error) from error
         if message.expected is not None:
-            given = unpacked(message.buffer)
-            if given != message.expected:
-                why = channel.calls.mismatch(message.peer, given, channel.rank, message.expected, self._tag)
+            received = unpacked(message.buffer)
+            if received != message.expected:
+                why = channel.calls.mismatch(message.peer, received, channel.rank, message.expected, self._tag)
                 channel.fail(f"{doing}: {why}")
                 raise channel.error(f"{doing}, receiving from rank {message.peer}")
             _land(message.buffer, message.beside)
@@ -377,20 +377,20 @@ class GroupComm(ProcessComm[GroupChannel]):
         return self._post_cuda(sends, recvs, tag)
 
     def _device_type(self, *sides: Mapping[int, Sequence[Tensor]]) -> str | None:
-        found = {tensor.device.type for side in sides for several in side.values() for tensor in several}
-        if len(found) > 1:
+        types = {tensor.device.type for side in sides for several in side.values() for tensor in several}
+        if len(types) > 1:
             raise ValueError(
-                f"exchange: tensors on devices {sorted(found)}; expected all of them on one type of device"
+                f"exchange: tensors on devices {sorted(types)}; expected all of them on one type of device"
             )
         needed = {"cpu": "gloo", "cuda": "nccl"}
-        for device in found:
+        for device in types:
             backend = self._channel.backends.get(device, "none")
             if backend != needed.get(device):
                 raise ValueError(
                     f"exchange: tensors on device {device} in a group whose backend for it is {backend}; expected "
                     "CPU tensors on gloo or CUDA tensors on nccl: init_process_group('cpu:gloo,cuda:nccl') has both"
                 )
-        return found.pop() if found else None
+        return types.pop() if types else None
 
     def _post_cpu(
         self, sends: Mapping[int, list[Tensor]], recvs: Mapping[int, list[Tensor]], tag: Tag, stats: Stats | None

@@ -199,14 +199,14 @@ class _World:
         with self.lock:
             agreement = self.agreements.setdefault(key, _Agreement(ranks))
             call = f"{kind} {what}"
-            for other, their in agreement.calls.items():
-                if not their.startswith(kind):
-                    pair = f"rank {other} is in the {their}, rank {rank} in the {call}"
-                    self.fail(rank, f"ranks {other} and {rank} do not meet: {pair}")
+            for peer, its_call in agreement.calls.items():
+                if not its_call.startswith(kind):
+                    pair = f"rank {peer} is in the {its_call}, rank {rank} in the {call}"
+                    self.fail(rank, f"ranks {peer} and {rank} do not meet: {pair}")
                     self.give_up(rank, f"in the {call}")
             agreement.calls[rank], agreement.claims[rank] = call, claim
-            for other in ranks:
-                self.wakeups[other].notify_all()
+            for peer in ranks:
+                self.wakeups[peer].notify_all()
             deadline = time.monotonic() + self.timeout
             self.agreeing[rank] = agreement
             try:
@@ -215,7 +215,7 @@ class _World:
             finally:
                 del self.agreeing[rank]
             self.agreements.pop(key, None)
-            return [agreement.claims[other] for other in ranks]
+            return [agreement.claims[peer] for peer in ranks]
 
     def _agree_once(self, rank: int, deadline: float, missing: list[int], what: str) -> None:
         """Sleep until something happens and move what is due; a rank that nothing can help gives up."""
@@ -238,9 +238,9 @@ class _World:
             fresh.add(rank)
             head = self.queues[rank][0]
             met = [queue[0] for queue in self.queues if queue and (head.needs(queue[0].rank) or queue[0].needs(rank))]
-            for other in met:
-                self._match(head, other)
-                self._match(other, head)
+            for peer in met:
+                self._match(head, peer)
+                self._match(peer, head)
             changed += [entry.rank for entry in [head, *met] if self._pop_if_done(entry)]
         for rank in fresh:
             if self.failure is None:
@@ -256,9 +256,9 @@ class _World:
             self.fail(sender.rank, f"ranks {sender.rank} and {receiver.rank} do not meet: {pair}")
             return
         source, target = sender.sends.get(receiver.rank, []), receiver.recvs.get(sender.rank, [])
-        given, expected = ([f"{str(t.dtype)[6:]}{list(t.shape)}" for t in several] for several in (source, target))
-        if given != expected:
-            what = f"rank {sender.rank} sends {given} to rank {receiver.rank}, which receives {expected}"
+        sent, expected = ([f"{str(t.dtype)[6:]}{list(t.shape)}" for t in several] for several in (source, target))
+        if sent != expected:
+            what = f"rank {sender.rank} sends {sent} to rank {receiver.rank}, which receives {expected}"
             self.fail(sender.rank, f"{what}; {pair}")
             return
         del sender.sends[receiver.rank], receiver.recvs[sender.rank]
@@ -518,9 +518,9 @@ class LocalComm(CommBase[_LocalChannel]):
         """Every rank's value: see `Comm.gather`."""
         self.check()
         own = (Claim.of(what, facts, error), None if error else pickle.dumps(value))
-        found = self._together("gathering of", what, own)
-        raise_first([claim for claim, _ in found], error)
-        return [pickle.loads(packed) for _, packed in found]
+        claims = self._together("gathering of", what, own)
+        raise_first([claim for claim, _ in claims], error)
+        return [pickle.loads(packed) for _, packed in claims]
 
     def _together(self, kind: str, what: str, claim: Any) -> list[Any]:
         """Every rank's claim, by rank."""

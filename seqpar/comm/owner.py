@@ -21,13 +21,13 @@ class Owner:
         weakref.finalize(holder, _let_go, self._process, held)
 
     @property
-    def here(self) -> bool:
+    def in_own_process(self) -> bool:
         """Whether this is that process, and no fork of it."""
         return os.getpid() == self._process
 
     def check(self) -> None:
         """Raise PeerError in a fork."""
-        if not self.here:
+        if not self.in_own_process:
             raise PeerError(
                 f"the comm of rank {self._rank} belongs to process {self._process}, not to a fork of it; use it in "
                 "that process alone"

@@ -212,14 +212,14 @@ def rounds(
     """
     half = MESSAGES_PER_EXCHANGE // 2
     per_peer = max(1, half // max(1, min(size - 1, half)))
-    found: dict[tuple[int, int], dict[int, list[Tensor]]] = {}
+    by_round: dict[tuple[int, int], dict[int, list[Tensor]]] = {}
     for peer in sorted(tensors):
         offset = (peer - rank if sending else rank - peer) % size
         for index, tensor in enumerate(tensors[peer]):
             if tensor.numel():
                 key = ((offset - 1) // half, index // per_peer)
-                found.setdefault(key, {}).setdefault(peer, []).append(tensor)
-    return found
+                by_round.setdefault(key, {}).setdefault(peer, []).append(tensor)
+    return by_round
 
 
 def checked_side(
@@ -231,7 +231,7 @@ def checked_side(
     comm is direct, has more than `DIMS` dims.
     """
     side = "send to" if sending else "receive from"
-    found: dict[int, list[Tensor]] = {}
+    checked: dict[int, list[Tensor]] = {}
     for peer, several in tensors.items():
         if not 0 <= peer < size or peer == rank:
             raise ValueError(f"exchange: rank {rank} of {size} cannot {side} rank {peer}: peers are the other ranks")
@@ -254,8 +254,8 @@ def checked_side(
                     "memory; expected plain memory: call .resolve_conj().resolve_neg()"
                 )
         if kept := [tensor.detach() for tensor in several if tensor.numel()]:
-            found[peer] = kept
-    return found
+            checked[peer] = kept
+    return checked
 
 
 def subset(rank: int, size: int, ranks: Sequence[int]) -> list[int]:
@@ -296,18 +296,20 @@ def raise_first(claims: Sequence[Claim], own: Exception | None) -> None:
     values = {"the call": [claim.what for claim in claims]}
     for name in dict.fromkeys(name for claim in claims for name in claim.facts):
         values[name] = [claim.facts.get(name, "not given") for claim in claims]
-    for name, given in values.items():
-        if len(set(given)) > 1:
-            error = ValueError(f"{claims[0].what}: ranks differ in {name}: {_by_value(given)}; give all ranks the same")
+    for name, by_rank in values.items():
+        if len(set(by_rank)) > 1:
+            error = ValueError(
+                f"{claims[0].what}: ranks differ in {name}: {_by_value(by_rank)}; give all ranks the same"
+            )
             error.differing = name  # type: ignore[attr-defined]  # for who has a better word on that fact
             raise error
 
 
-def _by_value(given: Sequence[str]) -> str:
+def _by_value(by_rank: Sequence[str]) -> str:
     """Values with the ranks that gave them, the most common one first: '8 on ranks 0, 1, 3; 16 on rank 2'."""
     parts = []
-    for value, count in Counter(given).most_common():
-        ranks = [rank for rank, other in enumerate(given) if other == value]
+    for value, count in Counter(by_rank).most_common():
+        ranks = [rank for rank, said in enumerate(by_rank) if said == value]
         shown = ", ".join(map(str, ranks[:8])) + (f" and {count - 8} more" if count > 8 else "")
         parts.append(f"{value} on rank{'s' if count > 1 else ''} {shown}")
     return "; ".join(parts)

@@ -1,4 +1,4 @@
-"""How the ranks of one machine find each other's memory: over the group's store, before there is anything faster."""
+"""How the ranks of a group make a comm together: over the group's store, before there is anything faster."""
 
 from __future__ import annotations
 
@@ -59,20 +59,20 @@ class Rendezvous:
         keys = [f"seqpar/{self._name}/present/{rank}" for rank in range(self._size)]
         own, written = secrets.token_hex(8), None
         for left in self._polls():
-            found = [
+            lists = [
                 json.loads(self._store.get(key)) if rank != self._rank and self._store.check([key]) else None
                 for rank, key in enumerate(keys)
             ]
-            tokens = [each[rank] if each else "" for rank, each in enumerate(found)]
+            tokens = [tokens_seen[rank] if tokens_seen else "" for rank, tokens_seen in enumerate(lists)]
             tokens[self._rank] = own
             if tokens != written:
                 self._store.set(keys[self._rank], json.dumps(tokens))
                 written = tokens
-            if all(each == tokens for rank, each in enumerate(found) if rank != self._rank):
+            if all(tokens_seen == tokens for rank, tokens_seen in enumerate(lists) if rank != self._rank):
                 return tokens
             if not left:
                 # who has written this token has been here
-                raise self._missed([r for r, x in enumerate(found) if r != self._rank and (not x or own not in x)])
+                raise self._missed([r for r, x in enumerate(lists) if r != self._rank and (not x or own not in x)])
         raise AssertionError("polls end with a raise")
 
     def _polls(self, seconds: float | None = None) -> Iterator[bool]:
@@ -133,26 +133,26 @@ class Rendezvous:
 
         Raises: RuntimeError quoting the rank where it failed first, PeerError naming the ranks that left.
         """
-        start, made, failed = time.monotonic(), queue.SimpleQueue[T](), queue.SimpleQueue[tuple[float, str]]()
+        start, results, failures = time.monotonic(), queue.SimpleQueue[T](), queue.SimpleQueue[tuple[float, str]]()
 
         def run() -> None:
             try:
-                made.put(make())
+                results.put(make())
             except RuntimeError as error:
-                failed.put((time.monotonic() - start, str(error).splitlines()[0]))
+                failures.put((time.monotonic() - start, str(error).splitlines()[0]))
 
         thread = threading.Thread(target=run, name=f"seqpar {self._name} connects", daemon=True)
         thread.start()
         thread.join(self._timeout + GRACE)
-        done = not made.empty()
-        lost = (self._timeout, "the connection was not made in time") if failed.empty() else failed.get()
+        done = not results.empty()
+        lost = (self._timeout, "the connection was not made in time") if failures.empty() else failures.get()
         with self._held():
             # who is at it longer than this has left
             answers = self._swap({} if done else {"lost": lost}, min(self._timeout, GRACE))
         if losses := [(*answer["lost"], rank) for rank, answer in enumerate(answers) if "lost" in answer]:
             _, why, rank = min(losses)
             raise RuntimeError(f"{self._name}: rank {rank} could not connect to the others: {why}")
-        return made.get()
+        return results.get()
 
     def _swap(self, own: dict[str, Any], seconds: float | None = None) -> list[dict[str, Any]]:
         """What every rank wrote in this round, by rank; waits for `seconds`, else for the timeout."""

@@ -120,8 +120,8 @@ class Model:
     def unmap(self, at):
         del at
 
-    def reach(self, other):
-        if other in self.unreachable:
+    def reach(self, device):
+        if device in self.unreachable:
             raise RuntimeError("cudaDeviceEnablePeerAccess: CUDA error 217, peer access is not supported\nmore")
 
     def read(self, at, words, stream):

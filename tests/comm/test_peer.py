@@ -234,7 +234,7 @@ def test_ranges_that_were_given_back_become_one_again():
     for parity in (0, 1):
         blocks[parity::2] = [None] * 32
         assert pool.taken() == (1 - parity) * (1 << 13)
-    assert [(begin, end) for begin, end, _ in pool._given] == [(0, 1 << 14)]
+    assert [(begin, end) for begin, end, _ in pool._returned] == [(0, 1 << 14)]
     pool.close()
 
 

@@ -338,7 +338,7 @@ class PeerChannel:
 
     def fail(self, reason: str) -> None:
         """Make this rank's reason the root cause unless one stands, and let all ranks know; in a fork do nothing."""
-        if not self.owner.here:
+        if not self.owner.in_own_process:
             return
         self.ops.shm_fail(self.mail, reason)
         assert self.cause is not None
@@ -396,7 +396,7 @@ class PeerChannel:
         """Whether the comm is dead, as it is if the process of a rank has ended that a stream waits for."""
         if self.cause is None:
             ended = [peer for peer in self.copies if self.ops.shm_ended(self.mail, peer)]
-            if ended and (missing := [found for found in self._missing() if found[1] in ended]):
+            if ended and (missing := [word for word in self._missing() if word[1] in ended]):
                 what, _, call = missing[0]
                 self.fail(f"in {call}: {what} does not come, as its process has ended")
         if self.cause is not None:
@@ -450,7 +450,7 @@ class _PeerWork:
     def __del__(self) -> None:
         if not self._waited:
             self._channel.orphans.append(self._exchange)
-            if self._channel.owner.here and self._channel.cause is None:
+            if self._channel.owner.in_own_process and self._channel.cause is None:
                 self._channel.fail(f"dropped the work of {self._exchange.name} without waiting for it")
 
 
@@ -561,13 +561,13 @@ class PeerComm:
 
     def _on_device(self, *sides: Mapping[int, Sequence[Tensor]]) -> bool:
         own, tensors = self._channel.cuda.device, [x for side in sides for several in side.values() for x in several]
-        found = {tensor.device for tensor in tensors}
-        if found <= {own}:
-            return bool(found)
-        if found == {torch.device("cpu")}:
+        devices = {tensor.device for tensor in tensors}
+        if devices <= {own}:
+            return bool(devices)
+        if devices == {torch.device("cpu")}:
             return False
         raise ValueError(
-            f"exchange: tensors on {sorted(map(str, found))}; expected all of them on {own}, the device of rank "
+            f"exchange: tensors on {sorted(map(str, devices))}; expected all of them on {own}, the device of rank "
             f"{self.rank}'s PeerComm, or all on the CPU"
         )
 

@@ -35,10 +35,10 @@ class Cuda:
         if signals == "driver" and not self._ops.peer_driver_signals():
             raise NotImplementedError('PeerComm: the driver has no cuStreamBatchMemOp; give signals="kernel"')
         self._by_kernel = signals == "kernel" or not self._ops.peer_driver_signals()
-        given = torch.device("cuda" if device is None else device)
-        if given.type != "cuda":
+        wanted = torch.device("cuda" if device is None else device)
+        if wanted.type != "cuda":
             raise ValueError(f"PeerComm: device={device!r}, expected a CUDA device")
-        self.index = torch.cuda.current_device() if given.index is None else given.index
+        self.index = torch.cuda.current_device() if wanted.index is None else wanted.index
         self.device = torch.device("cuda", self.index)
         self.name = f"{self.device} ({torch.cuda.get_device_name(self.index)})"
 
@@ -64,9 +64,9 @@ class Cuda:
         """Forget another process's memory."""
         self._ops.peer_close(self.index, at)
 
-    def reach(self, other: int) -> None:
+    def reach(self, device: int) -> None:
         """Make all memory of another device of this process accessible from this one."""
-        self._ops.peer_reach(self.index, other)
+        self._ops.peer_reach(self.index, device)
 
     def read(self, at: int, words: int, stream: Any) -> list[int]:
         """Words of this device as they are now; nothing else waits in `stream`."""
@@ -76,8 +76,8 @@ class Cuda:
 
     def stream(self, priority: int) -> Any:
         """A stream that nobody else has: torch's own are handed out again and again. priority: below 0 comes first."""
-        made = self._ops.peer_stream(self.index, priority)
-        return torch.cuda.ExternalStream(made, device=self.device)  # type: ignore[no-untyped-call]
+        handle = self._ops.peer_stream(self.index, priority)
+        return torch.cuda.ExternalStream(handle, device=self.device)  # type: ignore[no-untyped-call]
 
     def end(self, stream: Any) -> None:
         """Give back a stream of `stream`, once it has done what it has to."""

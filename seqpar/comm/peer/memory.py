@@ -29,18 +29,18 @@ class PeerMemory:
 
     def __init__(self, control: Comm, cuda: Any, size: int, words: int, value: int, mail: list[int]) -> None:
         self._control, self._cuda, self._others = control, cuda, dict[int, int]()
-        own, made = self._made(size, words, value)
+        own, address = self._allocate(size, words, value)
         own |= {
             "process": f"{os.getpid()} {PROCESS}",
             "device": cuda.index,
             "name": cuda.name,
-            "at": made,
+            "at": address,
             "mail": mail,
         }
-        found: list[dict[str, Any]] = [json.loads(text) for text in self._tell(json.dumps(own), 0)]
-        self.mails = [hello["mail"] for hello in found]
-        self.bases, why = [made] * control.size, ""
-        for peer, hello in enumerate(found):
+        hellos: list[dict[str, Any]] = [json.loads(text) for text in self._tell(json.dumps(own), 0)]
+        self.mails = [hello["mail"] for hello in hellos]
+        self.bases, why = [address] * control.size, ""
+        for peer, hello in enumerate(hellos):
             if peer != control.rank and not why:
                 try:
                     self.bases[peer] = self._map(peer, hello, own["process"])
@@ -50,7 +50,7 @@ class PeerMemory:
         obstacles = [text for text in self._tell(why, 1) if text]
         if obstacles:
             self._unmap(2)
-            cuda.free(made)
+            cuda.free(address)
             raise NotImplementedError(f"PeerComm: {obstacles[0]}; use GroupComm, which over NCCL needs no mapping")
         control.stats.reset()  # what was said here is nobody's payload
 
@@ -59,21 +59,21 @@ class PeerMemory:
         self._unmap(3)
         self._cuda.free(self.bases[self._control.rank])
 
-    def _made(self, size: int, words: int, value: int) -> tuple[dict[str, Any], int]:
-        made, error = 0, None
+    def _allocate(self, size: int, words: int, value: int) -> tuple[dict[str, Any], int]:
+        address, error = 0, None
         hello: dict[str, Any] = {}
         try:
-            made = self._cuda.allocate(size, words, value)
-            hello["handle"] = self._cuda.export(made)
+            address = self._cuda.allocate(size, words, value)
+            hello["handle"] = self._cuda.export(address)
         except RuntimeError as raised:
             error = raised
         try:
             self._control.agree("PeerComm", {}, error)
         except (RuntimeError, ValueError):
-            if made:
-                self._cuda.free(made)
+            if address:
+                self._cuda.free(address)
             raise
-        return hello, made
+        return hello, address
 
     def _map(self, peer: int, hello: Mapping[str, Any], process: str) -> int:
         if hello["process"] == process:
@@ -92,8 +92,8 @@ class PeerMemory:
         said = text.encode()[:HELLO_BYTES].ljust(HELLO_BYTES, b"\0")
         own = torch.frombuffer(bytearray(said), dtype=torch.uint8)
         control = self._control
-        found = {peer: torch.empty_like(own) for peer in range(control.size) if peer != control.rank}
-        sends, recvs = {peer: [own] for peer in found}, {peer: [x] for peer, x in found.items()}
+        heard = {peer: torch.empty_like(own) for peer in range(control.size) if peer != control.rank}
+        sends, recvs = {peer: [own] for peer in heard}, {peer: [x] for peer, x in heard.items()}
         control.exchange(sends, recvs, tag=Tag(0, 0, OPENING, stage)).wait()
-        everyone = [found.get(rank, own) for rank in range(control.size)]
+        everyone = [heard.get(rank, own) for rank in range(control.size)]
         return [bytes(x.tolist()).rstrip(b"\0").decode(errors="replace") for x in everyone]

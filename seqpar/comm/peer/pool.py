@@ -31,7 +31,7 @@ class DevicePool:
         self._lock = threading.RLock()
         self._taken: dict[int, tuple[int, list[Any]]] = {}  # offset -> its end, and the streams that use it
         # what is free and streams may still use: begin, end, streams
-        self._given: list[tuple[int, int, list[Any]]] = []
+        self._returned: list[tuple[int, int, list[Any]]] = []
 
     def take(self, shape: Sequence[int], dtype: torch.dtype, stream: Any, *, spare: bool = False) -> Tensor | None:
         """Memory for what `stream` does next, not initialised; None if there is no free range of that size.
@@ -84,30 +84,30 @@ class DevicePool:
         """Take back the blocks whose tensors are gone."""
         for offset in self._ops.peer_dropped(self._number):
             end, streams = self._taken.pop(offset)
-            self._given.append((offset, end, streams))
+            self._returned.append((offset, end, streams))
             self._ops.peer_give(self._number, offset)
             self._merge()
 
     def _merge(self) -> None:
         """Make one range of neighbours that the same streams may use."""
         merged: list[tuple[int, int, list[Any]]] = []
-        for begin, end, streams in sorted(self._given, key=lambda given: given[0]):
+        for begin, end, streams in sorted(self._returned, key=lambda block: block[0]):
             low, high, others = merged[-1] if merged else (0, -1, [])
             if high == begin and len(others) == len(streams) and all(stream in others for stream in streams):
                 merged[-1] = low, end, others
             else:
                 merged.append((begin, end, streams))
-        self._given = merged
+        self._returned = merged
 
     def _reuse(self, begin: int, end: int, stream: Any) -> None:
         """Let a stream come after all that others do with a range; what is left of the ranges stays noted."""
-        kept, others = [], []
-        for low, high, streams in self._given:
+        kept, before = [], []
+        for low, high, streams in self._returned:
             if high <= begin or end <= low:
                 kept.append((low, high, streams))
                 continue
-            others += [other for other in streams if other != stream and other not in others]
+            before += [user for user in streams if user != stream and user not in before]
             kept += [(a, b, streams) for a, b in ((low, begin), (end, high)) if a < b]
-        self._given = kept
-        for other in others:
-            self._cuda.follow(stream, self._cuda.record(other))
+        self._returned = kept
+        for user in before:
+            self._cuda.follow(stream, self._cuda.record(user))

@@ -118,17 +118,17 @@ class ShmChannel:
             return machine(), self.ops.shm_address(self.end)
 
         def map_all() -> None:
-            for rank, (_, address) in enumerate(found):
+            for rank, (_, address) in enumerate(ends):
                 if rank != self.rank:
                     with self._explained(pool_bytes):
                         self.ops.shm_map(self.end, rank, address)
 
-        found = rendezvous.hear(make)
-        elsewhere = [rank for rank, (where, _) in enumerate(found) if where[:2] != found[0][0][:2]]
+        ends = rendezvous.hear(make)
+        elsewhere = [rank for rank, (where, _) in enumerate(ends) if where[:2] != ends[0][0][:2]]
         if elsewhere:
-            names = sorted({found[rank][0][2] for rank in elsewhere})
+            names = sorted({ends[rank][0][2] for rank in elsewhere})
             raise ValueError(
-                f"ShmComm: ranks {elsewhere} run on {names}, rank 0 on {found[0][0][2]}, expected one machine and one "
+                f"ShmComm: ranks {elsewhere} run on {names}, rank 0 on {ends[0][0][2]}, expected one machine and one "
                 "container, whose processes can map each other's memory; use GroupComm"
             )
         rendezvous.hear(map_all)
@@ -150,15 +150,15 @@ class ShmChannel:
         return self._find_cause()
 
     def _find_cause(self) -> tuple[int, str] | None:
-        if self._cause is None and (found := self.ops.shm_cause(self.end)):
-            rank, _, reason = found.partition(" ")
+        if self._cause is None and (text := self.ops.shm_cause(self.end)):
+            rank, _, reason = text.partition(" ")
             self._cause = int(rank), reason
             log.info("rank %d: root cause: rank %d: %s", self.rank, *self._cause)
         return self._cause
 
     def fail(self, reason: str) -> None:
         """Mark the group dead for `reason`, unless a root cause stands."""
-        if self.owner.here and self.cause is None:
+        if self.owner.in_own_process and self.cause is None:
             log.info("rank %d: %s", self.rank, reason)
             self.ops.shm_fail(self.end, reason)
             standing = self._find_cause()
@@ -261,8 +261,8 @@ class ShmChannel:
     def _awaited(self, progress: _MessagesLeft) -> list[tuple[int, bool]]:
         """The peers that an exchange waits for, each with whether it is to send."""
         sides = ((self.receiving, True), (self.sending, False))
-        found = [(peer, side, queue) for queues, side in sides for peer, queue in queues.items()]
-        return [(peer, side) for peer, side, queue in found if any(m.progress is progress for m in queue)]
+        waiting = [(peer, side, queue) for queues, side in sides for peer, queue in queues.items()]
+        return [(peer, side) for peer, side, queue in waiting if any(m.progress is progress for m in queue)]
 
     def _first_awaited(self, progress: _MessagesLeft) -> str:
         """The first peer that an exchange waits for, and what for."""
@@ -375,8 +375,8 @@ class ShmComm(ProcessComm[ShmChannel]):
 
     def _stand_in(self, tensor: Tensor, tag: Tag) -> Tensor:
         channel = self._channel
-        found = channel.empty(tensor.shape, tensor.dtype, spare=True)
-        if found is None:
+        stand_in = channel.empty(tensor.shape, tensor.dtype, spare=True)
+        if stand_in is None:
             # the peers of this exchange wait already
             channel.fail(
                 f"in {describe(tag)}: a tensor of {tensor.numel() * tensor.element_size()} bytes to receive is not in "
@@ -384,7 +384,7 @@ class ShmComm(ProcessComm[ShmChannel]):
                 f"{channel.pool_bytes}"
             )
             raise channel.error(f"in {describe(tag)}")
-        return found
+        return stand_in
 
     def _post_control(self, sends: Mapping[int, list[Tensor]], recvs: Mapping[int, list[Tensor]], tag: Tag) -> Work:
         return self._post(self._in_group(sends), self._in_group(recvs), tag, Stats())
@@ -394,9 +394,9 @@ class ShmComm(ProcessComm[ShmChannel]):
         if device.type != "cpu":
             raise ValueError(f"empty: a tensor on {device}; ShmComm moves CPU tensors: use GroupComm over nccl")
         # a fork has the parent's pool, but not what the parent knows of it
-        pooled = self.size > 1 and self._channel.owner.here
-        found = self._channel.empty(shape, dtype) if pooled else None
-        return torch.empty(tuple(shape), dtype=dtype) if found is None else found
+        pooled = self.size > 1 and self._channel.owner.in_own_process
+        tensor = self._channel.empty(shape, dtype) if pooled else None
+        return torch.empty(tuple(shape), dtype=dtype) if tensor is None else tensor
 
     def warm_up(self, peers: Sequence[int]) -> None:
         """Nothing more than `check`: all memory is mapped since the constructor."""
