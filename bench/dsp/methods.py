@@ -15,6 +15,7 @@ from functools import partial
 from typing import Any
 
 import torch
+from einops import rearrange
 from torch import Tensor
 from torch.nn import functional as F
 
@@ -74,16 +75,12 @@ def project(x: Tensor, weights: list[Tensor], dim: int) -> list[Tensor]:
 
 def attend(q: Tensor, k: Tensor, v: Tensor, axes: str) -> Tensor:
     """Attention along axes of [b, p, q, heads, dim], all of whose rows are here."""
-    shape = q.shape
-    if axes == "p":
-        return attend(*(x.transpose(1, 2) for x in (q, k, v)), "q").transpose(1, 2)
-    if axes == "pq":
-        q, k, v = (x.flatten(1, 2)[:, None] for x in (q, k, v))
     if not q.numel():
-        return (q + 0 * (k.sum() + v.sum())).reshape(shape)
+        return q + 0 * (k.sum() + v.sum())
+    form = {"q": "(b p) h q d", "p": "(b q) h p d", "pq": "b h (p q) d"}[axes]
     grouped = q.shape[-2] != k.shape[-2]
-    y = F.scaled_dot_product_attention(*(x.flatten(0, 1).transpose(1, 2) for x in (q, k, v)), enable_gqa=grouped)
-    return y.transpose(1, 2).reshape(shape)
+    y = F.scaled_dot_product_attention(*(rearrange(x, f"b p q h d -> {form}") for x in (q, k, v)), enable_gqa=grouped)
+    return rearrange(y, f"{form} -> b p q h d", **dict(zip("bpq", q.shape)))
 
 
 def block(x: Tensor, w: dict[str, Tensor], model: Model, attention: Callable[..., Tensor]) -> Tensor:

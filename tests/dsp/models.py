@@ -8,6 +8,7 @@ from collections.abc import Callable
 from functools import partial
 
 import torch
+from einops import rearrange
 from torch import Tensor, nn
 from torch.nn import functional as F
 
@@ -97,14 +98,11 @@ class TriangleAttention(nn.Module):
         self.bias = nn.Linear(dim, heads)
 
     def forward(self, z: Tensor) -> Tensor:
-        y = self.norm(z)
-        bias = self.bias(y)  # b j k h
-        if not self.starting:
-            y, bias = y.transpose(1, 2), bias.transpose(1, 2)
-        q, k, v = (x.unflatten(-1, (self.heads, -1)).transpose(2, 3) for x in self.qkv(y).chunk(3, -1))
-        s = q @ k.transpose(-1, -2) / q.shape[-1] ** 0.5 + bias.permute(0, 3, 1, 2)[:, None]
-        y = self.out((s.softmax(-1) @ v).transpose(2, 3).flatten(3))
-        return z + (y if self.starting else y.transpose(1, 2))
+        y, pair, key = self.norm(z), "i j" if self.starting else "j i", "j k" if self.starting else "k j"
+        bias = rearrange(self.bias(y), f"b {key} h -> b 1 h j k")
+        q, k, v = rearrange(self.qkv(y), f"b {pair} (qkv h d) -> qkv b i h j d", qkv=3, h=self.heads)
+        s = torch.einsum("bihjd,bihkd->bihjk", q, k) / q.shape[-1] ** 0.5 + bias
+        return z + self.out(rearrange(s.softmax(-1) @ v, f"b i h j d -> b {pair} (h d)"))
 
 
 class Transition(nn.Module):
@@ -172,9 +170,10 @@ class Axial(nn.Module):
         self.register_buffer("lon", torch.randn(1, grid[1], dim))
 
     def forward(self, x: Tensor) -> Tensor:
-        y = self.norm(x + self.lat + self.lon).transpose(self.axis, 2)
-        q, k, v = (u.unflatten(-1, (self.heads, -1)).transpose(2, 3) for u in self.qkv(y).chunk(3, -1))
-        return x + self.out(F.scaled_dot_product_attention(q, k, v).transpose(2, 3).flatten(3).transpose(self.axis, 2))
+        rows = "b mixed other" if self.axis == 1 else "b other mixed"
+        y = self.qkv(self.norm(x + self.lat + self.lon))
+        q, k, v = rearrange(y, f"{rows} (qkv h d) -> qkv b other h mixed d", qkv=3, h=self.heads)
+        return x + self.out(rearrange(F.scaled_dot_product_attention(q, k, v), f"b other h mixed d -> {rows} (h d)"))
 
 
 class Weather(nn.Module):
@@ -212,8 +211,8 @@ WEATHER = Spec(
 
 class Attend(nn.Module):
     def forward(self, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
-        q, k, v = (x.transpose(1, 2) for x in (q, k, v))
-        return F.scaled_dot_product_attention(q, k, v).transpose(1, 2)
+        q, k, v = (rearrange(x, "b rows h d -> b h rows d") for x in (q, k, v))
+        return rearrange(F.scaled_dot_product_attention(q, k, v), "b h rows d -> b rows h d")
 
 
 class Shared(nn.Module):
@@ -236,8 +235,8 @@ class Full(nn.Module):
     def forward(self, x: Tensor, t: Tensor) -> Tensor:
         shift, scale = self.modulate(t)[:, None].chunk(2, -1)
         y = self.norm(x) * (1 + scale) + shift
-        q, k, v = self.qkv(y).unflatten(-1, (3, self.heads, -1)).unbind(2)
-        return self.mlp(x + self.out(self.core(q, k, v).flatten(2)))
+        q, k, v = rearrange(self.qkv(y), "b rows (qkv h d) -> qkv b rows h d", qkv=3, h=self.heads)
+        return self.mlp(x + self.out(rearrange(self.core(q, k, v), "b rows h d -> b rows (h d)")))
 
 
 class DiT(nn.Module):
