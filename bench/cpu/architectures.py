@@ -7,7 +7,6 @@ python -m bench.cpu.architectures llama lfm2      # some of them, to the termina
 from __future__ import annotations
 
 import argparse
-import json
 import warnings
 from collections import Counter
 from itertools import product
@@ -17,6 +16,7 @@ from typing import Any
 import torch
 import transformers
 
+from bench.lib import records
 from tests.ecosystem.architectures import TABLE
 from tests.ecosystem.ways import RANKS, TOLERANCE, verdict, ways
 
@@ -48,7 +48,7 @@ def main() -> None:
         versions = {"torch": torch.__version__, "transformers": transformers.__version__}
         tolerance = {each: TOLERANCE[dtype] for each, dtype in DTYPES.items()}
         result = {"ranks": RANKS, "tolerance": tolerance, "versions": versions, "rows": rows}
-        RESULTS.write_text(json.dumps(result, indent=1) + "\n")
+        records.write(RESULTS, result)
 
 
 if __name__ == "__main__":

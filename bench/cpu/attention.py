@@ -12,7 +12,6 @@ compared. Exit code 1 if the fused operator was faster anywhere.
 from __future__ import annotations
 
 import argparse
-import json
 import statistics
 import sys
 import time
@@ -29,7 +28,7 @@ from rich.table import Table
 from torch import Tensor
 
 import seqpar
-from bench.cpu.step import environment
+from bench.lib import records
 from seqpar import native
 from seqpar.kernels import Grads, Operands, Score, Sums
 from seqpar.kernels.native import ISAS, Native
@@ -174,9 +173,8 @@ def main() -> int:
     console.print(table(rows))
     slower = [row for row in rows if row["ratio"] < 1.0]  # type: ignore[operator]
     if args.json:
-        result = environment() | {"vectors": ISAS[native.ops().isa()], "rows": rows}
-        args.json.parent.mkdir(parents=True, exist_ok=True)
-        args.json.write_text(json.dumps(result, indent=1) + "\n")
+        result = records.environment() | {"vectors": ISAS[native.ops().isa()], "rows": rows}
+        records.write(args.json, result)
         console.print(f"written to {args.json}")
     console.print(f"slower than torch in {len(slower)} of {len(rows)} cases")
     return 1 if slower else 0

@@ -12,7 +12,6 @@ received over the time of the slowest; medians are compared. Exit code 1 if ShmC
 from __future__ import annotations
 
 import argparse
-import json
 import statistics
 import sys
 import time
@@ -22,7 +21,7 @@ import torch
 from rich.console import Console
 from rich.table import Table
 
-from bench.cpu.step import environment
+from bench.lib import records
 from seqpar import native
 from seqpar.comm import Comm, ShmComm, Tag
 from seqpar.testing import run_processes
@@ -114,9 +113,7 @@ def main() -> int:
     if args.json:
         settings = {"ranks": args.ranks, "bytes": args.bytes, "repeat": args.repeat, "hops": args.hops}
         figures = {f"{pattern}, {carrier}": rate for (pattern, carrier), rate in medians.items()}
-        args.json.write_text(
-            json.dumps(environment() | settings | {"gb_per_second": figures, "over_gloo": ratios}, indent=2) + "\n"
-        )
+        records.write(args.json, records.environment() | settings | {"gb_per_second": figures, "over_gloo": ratios})
     return 0 if min(ratios.values()) >= LEAST else 1
 
 

@@ -13,7 +13,6 @@ Exit code 1 if anything was below 0.8 of the contiguous copy.
 from __future__ import annotations
 
 import argparse
-import json
 import sys
 import time
 from itertools import product
@@ -26,7 +25,7 @@ from rich.progress import Progress
 from rich.table import Table
 from torch import Tensor
 
-from bench.cpu.step import environment
+from bench.lib import records
 from seqpar.kernels.memory import copy as copies
 from seqpar.kernels.memory.copy import Pair, copy
 
@@ -126,8 +125,7 @@ def main() -> int:
     below = [row for row in rows if row["ratio"] < LEAST]  # type: ignore[operator]
     if args.json:
         compiled = copies.native.missing() is None
-        args.json.parent.mkdir(parents=True, exist_ok=True)
-        args.json.write_text(json.dumps(environment() | {"compiled": compiled, "rows": rows}, indent=1) + "\n")
+        records.write(args.json, records.environment() | {"compiled": compiled, "rows": rows})
         console.print(f"written to {args.json}")
     console.print(f"below {LEAST} of a contiguous copy in {len(below)} of {len(rows)} cases")
     return 1 if below else 0

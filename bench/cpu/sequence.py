@@ -18,7 +18,6 @@ from __future__ import annotations
 
 import argparse
 import ctypes
-import json
 import re
 import sys
 import time
@@ -32,7 +31,7 @@ from rich.console import Console
 from rich.table import Table
 
 import seqpar
-from bench.cpu.step import environment
+from bench.lib import records
 from seqpar.comm import Comm
 from seqpar.testing import run_processes
 from seqpar.train import cross_entropy, sync_gradients
@@ -228,9 +227,8 @@ def main() -> None:
     if args.json:
         plain = [row | {k: row[k] and asdict(row[k]) for k in ("sharded", "whole")} for row in grown]
         figures = {"model": asdict(MODEL), "memory_mib": args.memory, "granule": args.granule}
-        result = environment() | figures | {"growing": plain, "fitting": fits}
-        args.json.parent.mkdir(parents=True, exist_ok=True)
-        args.json.write_text(json.dumps(result, indent=2) + "\n")
+        result = records.environment() | figures | {"growing": plain, "fitting": fits}
+        records.write(args.json, result)
         console.print(f"written to {args.json}")
     pairs = [(row["sharded"], row["whole"]) for row in grown if row["sharded"] and row["whole"]]
     sys.exit(any(abs(a.loss - b.loss) > 1e-5 * b.loss for a, b in pairs))

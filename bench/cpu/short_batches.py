@@ -27,7 +27,7 @@ from torch.nn.parallel import DistributedDataParallel
 from transformers import LlamaConfig, LlamaForCausalLM
 
 import seqpar
-from bench.cpu.step import environment
+from bench.lib import records
 from seqpar.train import sync_gradients
 
 
@@ -137,7 +137,7 @@ def main() -> None:
         row = {name: getattr(args, name) for name in given}
         row |= {"pairs": len(pairs), "ddp_ms": round(ddp, 2), "parallel_ms": round(parallel, 2), "part": round(part, 3)}
         rows = json.loads(args.json.read_text())["rows"] if args.json.exists() else []
-        args.json.write_text(json.dumps({"rows": [*rows, environment() | row]}, indent=1) + "\n")
+        records.write(args.json, {"rows": [*rows, records.environment() | row]})
 
 
 if __name__ == "__main__":

@@ -10,7 +10,6 @@ from __future__ import annotations
 
 import argparse
 import gc
-import json
 import os
 import random
 import sys
@@ -22,7 +21,7 @@ from typing import Any
 import torch
 
 import seqpar
-from bench.cpu.step import environment
+from bench.lib import records
 from seqpar.comm import GroupComm, ShmComm
 from seqpar.testing import run_processes
 from seqpar.train import sync_gradients
@@ -130,8 +129,8 @@ def main(arguments: list[str] | None = None) -> int:
         print(f"rank {rank}: first {found['samples'][0]}, last {found['samples'][-1]}, grown {more}")
     print(f"ran {ranks[0]['ran']}")
     if not options.rehearse or options.json != RESULTS:
-        report = {**environment(), "seconds": seconds, "ranks": ranks, "grown": grown}
-        options.json.write_text(json.dumps(report, indent=1) + "\n")
+        report = {**records.environment(), "seconds": seconds, "ranks": ranks, "grown": grown}
+        records.write(options.json, report)
     counted = ("descriptors", "threads", "tasks", "shared_maps")
     return int(any(more[name] > 2 for more in grown for name in counted))
 

@@ -10,12 +10,7 @@ for all of them; medians are compared. Only ratios within one run mean anything.
 from __future__ import annotations
 
 import argparse
-import json
-import os
-import platform
 import statistics
-import subprocess
-import sys
 import time
 from collections.abc import Callable
 from functools import partial
@@ -28,6 +23,7 @@ from rich.progress import Progress
 from rich.table import Table
 
 import seqpar
+from bench.lib import records
 from seqpar.comm import Comm
 from seqpar.kernels import Operands, Score, Sums, call_spec, choose
 from seqpar.ops.attention.call import uploaded
@@ -147,23 +143,6 @@ def planning(repeat: int) -> dict[str, list[float]]:
     return times
 
 
-def environment() -> dict[str, object]:
-    """Where the figures come from."""
-    git = subprocess.run(["git", "rev-parse", "HEAD"], capture_output=True, text=True, cwd=Path(__file__).parent)
-    cpu = next((x.split(":")[1].strip() for x in _cpuinfo() if x.startswith("model name")), platform.processor())
-    return {
-        "machine": f"{cpu}, {os.cpu_count()} cores, {platform.system()}",
-        "versions": {"seqpar": seqpar.__version__, "torch": torch.__version__, "python": sys.version.split()[0]},
-        "commit": git.stdout.strip(),
-        "time": time.strftime("%Y-%m-%dT%H:%M:%SZ", time.gmtime()),
-    }
-
-
-def _cpuinfo() -> list[str]:
-    path = Path("/proc/cpuinfo")
-    return path.read_text().splitlines() if path.exists() else []
-
-
 def table(title: str, times: dict[str, list[float]], base: str | None = None) -> Table:
     """Medians and spread; with a base also its speed as 1."""
     result = Table(title=title, title_justify="left")
@@ -202,8 +181,8 @@ def main() -> None:
         medians = {k: {n: statistics.median(t) for n, t in v.items()} for k, v in figures.items() if k != "tokens"}
         args.json.parent.mkdir(parents=True, exist_ok=True)
         speeds = {n: statistics.median(steps[base]) / statistics.median(t) for n, t in steps.items()}
-        result = environment() | {"tokens": args.tokens, "baseline": base, "speed": speeds, "median_seconds": medians}
-        args.json.write_text(json.dumps(result, indent=2) + "\n")
+        result = {"tokens": args.tokens, "baseline": base, "speed": speeds, "median_seconds": medians}
+        records.write(args.json, records.environment() | result)
         console.print(f"written to {args.json}")
 
 

@@ -21,7 +21,6 @@ does not hold.
 from __future__ import annotations
 
 import argparse
-import json
 import math
 import os
 import time
@@ -32,11 +31,11 @@ from typing import Any
 from rich.console import Console
 from rich.table import Table
 
-from bench.cpu.step import environment
 from bench.dsp.grid import FASTER, THIRD, grid, table, told, verdict
 from bench.dsp.latte import Row
 from bench.dsp.machine import machine
 from bench.dsp.methods import MEASURED, METHODS, Model, measured, megatron_seconds, slowest, ways
+from bench.lib import records
 from seqpar.dsp import plan_stages
 from seqpar.dsp.costs import Costs
 from seqpar.planner import Hardware
@@ -189,12 +188,12 @@ def main(arguments: Sequence[str] | None = None) -> int:
     show_simulated(simulated, console)
     milliseconds = planning()
     console.print(f"planning 100 stages x 4 dimensions: {milliseconds:.2f} ms of CPU; load at the start {load:.1f}")
-    data = environment() | {
+    data = records.environment() | {
         "latte": latte, "verdict": found, "machines": machines,
         "load": load, "planning_ms": milliseconds, "measured": rows, "hardware": args.hardware, "simulated": simulated,
     }  # fmt: skip
     if args.json:
-        args.json.write_text(json.dumps(data, indent=1) + "\n")
+        records.write(args.json, data)
     if args.plot:
         plot(data, args.plot)
     wrong = [f"of {row['method']}: {row}" for row in rows if not same(row, rows)]

@@ -7,7 +7,6 @@ of the whole backward.
 
 from __future__ import annotations
 
-import json
 from collections.abc import Iterator
 from dataclasses import asdict, dataclass
 from functools import partial
@@ -19,6 +18,7 @@ from bench.gpu.calls import TOLERANCE, OfKernel, Problem, Setup, asked, errors, 
 from bench.gpu.machine import Machine, unable
 from bench.gpu.rows import Case, Row
 from bench.gpu.speed import rate
+from bench.lib import records
 from seqpar.kernels.triton import Triton
 from seqpar.kernels.triton.config import Descriptor, LaunchConfig, configure, generation
 
@@ -152,5 +152,5 @@ def ranking(rows: list[Row], path: Path) -> Path | None:
     if not found:
         return None
     best = {name: sorted(each, key=lambda row: -row["ratio"]) for name, each in found.items()}
-    path.write_text(json.dumps(best, indent=1) + "\n")
+    records.write(path, best)
     return path

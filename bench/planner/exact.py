@@ -12,7 +12,6 @@ from __future__ import annotations
 
 import argparse
 import dataclasses
-import json
 import time
 from pathlib import Path
 from typing import Any
@@ -21,7 +20,7 @@ import numpy as np
 from rich.console import Console
 from rich.table import Table
 
-from bench.cpu.step import environment
+from bench.lib import records
 from seqpar.planner import Hardware, Link, ModelShape, plan_batch
 from seqpar.planner.exact import optimum
 
@@ -78,8 +77,7 @@ def main() -> None:
     means = {name: float(np.mean([row[name] for row in rows])) for name in ("least", "exact", "plan")}
     console.print("mean above the bound: " + ", ".join(f"{name} {mean:.2%}" for name, mean in means.items()))
     if args.json:
-        args.json.parent.mkdir(parents=True, exist_ok=True)
-        args.json.write_text(json.dumps(environment() | {"mean": means, "rows": rows}, indent=1) + "\n")
+        records.write(args.json, records.environment() | {"mean": means, "rows": rows})
         console.print(f"written to {args.json}")
 
 

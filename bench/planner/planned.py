@@ -24,7 +24,6 @@ from __future__ import annotations
 
 import argparse
 import heapq
-import json
 import math
 import os
 import statistics
@@ -44,7 +43,7 @@ from rich.progress import Progress
 from rich.table import Table
 
 import seqpar
-from bench.cpu.step import environment
+from bench.lib import records
 from bench.lib.virtual import Event, Tape, compose
 from seqpar.cli.calibrate import measured as calibrated
 from seqpar.comm import Comm, ShmComm
@@ -477,12 +476,12 @@ def report(console: Console, path: Path | None, figures: Figures) -> int:
         )
     if path:
         path.parent.mkdir(parents=True, exist_ok=True)
-        result = environment() | {
+        result = records.environment() | {
             "tokens": figures.tokens, "model": asdict(SHAPE), "batches": figures.batches, "ranks": rows,
             "composition_error": errors, "hardware": figures.hardware.to_dict(), "fit_errors": figures.fits,
             "load": figures.load, "seconds": figures.seconds, "composed": figures.composed, "holds": holds,
         }  # fmt: skip
-        path.write_text(json.dumps(result, indent=1) + "\n")
+        records.write(path, result)
         console.print(f"written to {path}")
     return 0 if holds else 1
 

@@ -27,6 +27,7 @@ from rich.console import Console
 from rich.table import Table
 
 from bench.lib import lengths as published
+from bench.lib import records
 from bench.planner.planning import drawn
 
 RANKS, DOCUMENTS = (2, 4, 8), (1, 8, 32, 128, 512)
@@ -142,8 +143,7 @@ def keep(path: Path, run: dict[str, Any]) -> None:
     """Put a run into a file of runs, in the place of that of the same machine."""
     runs = json.loads(path.read_text())["runs"] if path.exists() else []
     runs = [other for other in runs if other["machine"] != run["machine"]] + [run]
-    path.parent.mkdir(parents=True, exist_ok=True)
-    path.write_text(json.dumps({"runs": runs}, indent=1) + "\n")
+    records.write(path, {"runs": runs})
 
 
 def main() -> int:
@@ -178,9 +178,7 @@ def main() -> int:
     console = Console()
     console.print(table, gaps)
     if args.json:
-        from bench.cpu.step import environment
-
-        keep(args.json, environment() | {"rows": rows, "random": drawn_at_random, "filled": filled})
+        keep(args.json, records.environment() | {"rows": rows, "random": drawn_at_random, "filled": filled})
     return int(max(row["most_worse"] for row in (*rows, drawn_at_random, *filled)) > WORSE)
 
 

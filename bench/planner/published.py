@@ -17,7 +17,6 @@ kernels: what a micro-batch costs beside its work decides, which the README does
 from __future__ import annotations
 
 import argparse
-import json
 from collections.abc import Callable, Sequence
 from dataclasses import replace
 from pathlib import Path
@@ -29,9 +28,9 @@ from rich.progress import Progress
 from rich.table import Table
 
 from bench.lib import lengths as published
+from bench.lib import records
 from bench.planner.policies import Schedule, flexsp, megatron, static
 from bench.planner.schedules import Case, Micro, run
-from bench.planner.simulate import environment
 from seqpar.planner import Hardware, ModelShape
 
 TOLERANCE = 0.1
@@ -162,7 +161,7 @@ def main(given: Sequence[str] | None = None) -> None:
     console.print(table(lines))
     if args.json:
         rows: list[dict[str, Any]] = [line._asdict() | {"off": line.off} for line in lines]
-        args.json.write_text(json.dumps(environment() | {"rows": rows}, indent=2) + "\n")
+        records.write(args.json, records.environment() | {"rows": rows})
 
 
 if __name__ == "__main__":

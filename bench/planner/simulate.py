@@ -18,9 +18,6 @@ from __future__ import annotations
 
 import argparse
 import json
-import os
-import platform
-import subprocess
 import sys
 import time
 from collections.abc import Callable, Iterator, Sequence
@@ -35,8 +32,8 @@ from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
 from rich.table import Table
 
-import seqpar
 from bench.lib import lengths as published
+from bench.lib import records
 from bench.planner.policies import POLICIES
 from bench.planner.schedules import Case, run
 from seqpar.planner import Hardware, ModelShape
@@ -281,18 +278,6 @@ def plot(rows: list[dict[str, Any]], path: Path) -> None:
     figure.savefig(path, dpi=130)
 
 
-def environment() -> dict[str, Any]:
-    """What the figures were made with."""
-    git = subprocess.run(["git", "rev-parse", "HEAD"], capture_output=True, text=True, cwd=Path(__file__).parent)
-    versions = {"seqpar": seqpar.__version__, "numpy": np.__version__, "python": platform.python_version()}
-    if find_spec("scipy"):
-        from importlib.metadata import version
-
-        versions["scipy"] = version("scipy")
-    machine = f"{platform.processor() or platform.machine()}, {os.cpu_count()} cores, {platform.system()}"
-    return {"machine": machine, "versions": versions, "commit": git.stdout.strip()}
-
-
 def settings() -> dict[str, Any]:
     """What all cells share."""
     return {"model": "llama-8b, recompute full", "micro_seconds": MICRO, "distributions": DISTRIBUTIONS}
@@ -355,10 +340,7 @@ def kept(args: argparse.Namespace) -> list[dict[str, Any]]:
 def written(path: Path | None, rows: list[dict[str, Any]]) -> None:
     """Write the figures."""
     if path:
-        path.parent.mkdir(parents=True, exist_ok=True)
-        head = environment() | {"settings": settings()}
-        lines = ",\n".join("    " + json.dumps(row) for row in rows)
-        path.write_text(json.dumps(head, indent=2)[:-2] + ',\n  "rows": [\n' + lines + "\n  ]\n}\n")
+        records.write(path, records.environment() | {"settings": settings(), "rows": rows})
 
 
 def simulate(args: argparse.Namespace, console: Console) -> list[dict[str, Any]]:
