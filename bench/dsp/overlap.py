@@ -23,12 +23,12 @@ from statistics import median
 from typing import Any
 from unittest import mock
 
-from bench.cpu.step import environment
 from bench.dsp import latte
 from bench.dsp.grid import CLIPS, TOKENS
 from bench.dsp.latte import Clip, Row, composed, measured
 from bench.dsp.machine import machines
 from bench.dsp.step import PUBLISHED, dims_of
+from bench.lib import records
 from seqpar.comm import Comm
 from seqpar.dsp import plan_stages
 from seqpar.planner import Hardware
@@ -117,7 +117,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     if not args.modelled:
         found += rows(args.turns, show)
     if args.json:
-        args.json.write_text("".join(json.dumps(row) + "\n" for row in [environment(), *found]))
+        args.json.write_text("".join(json.dumps(row) + "\n" for row in [records.environment(), *found]))
     return 0
 
 
