@@ -35,6 +35,21 @@ class RootCause:
         text = self._patiently(lambda: self._poll(deadline))
         return self._parse(text) if text else None
 
+    def roll_call(self, name: str, ranks: Sequence[int], grace: float = 1.0) -> set[int]:
+        """Which of some ranks say within `grace` seconds that they are there, this one among them."""
+        keys = {rank: f"{self._key}/{name}/{rank}" for rank in ranks}
+        deadline = time.monotonic() + grace
+        self._patiently(lambda: self._store.set(keys[self._rank], "here"))
+
+        def listen() -> set[int]:
+            here: set[int] = set()
+            while len(here) < len(keys) and time.monotonic() < deadline:
+                here |= {rank for rank, key in keys.items() if rank not in here and self._store.check([key])}
+                time.sleep(0.02)
+            return here
+
+        return self._patiently(listen) or {self._rank}
+
     def _poll(self, deadline: float) -> bytes | None:
         while not self._store.check([self._key]):
             if time.monotonic() >= deadline:

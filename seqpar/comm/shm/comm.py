@@ -250,7 +250,7 @@ class ShmChannel:
             if progress.left and seconds >= self.timeout:
                 peer, *_ = self._awaited(progress)[0]
                 does = self._first_awaited(progress).removeprefix(f"rank {peer}")
-                self.fail(waited(f"in {progress.name}", self.timeout, peer, does))
+                self.fail(waited(f"in {progress.name}", self.timeout, peer, more=does))
 
     def _lost(self, peer: int) -> str:
         """Why nothing more will come from a peer, or ''."""
