@@ -1,0 +1,106 @@
+"""What ranks send to agree and to gather: counted for 2 to 1,024 ranks, and timed between processes over gloo.
+
+    python -m bench.cpu.agreement --json bench/results/agreement.jsonl
+
+Counted are the messages, bytes and rounds of the rank with most, of one agreement on equal facts and one gathering of
+64 bytes, each in one round to all and in rounds that double. Timed are both ways in turn, in one run, in processes.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import os
+import statistics
+import time
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.distributed as dist
+import torch.multiprocessing as mp
+from rich.console import Console
+
+import seqpar
+from bench.cpu.step import environment
+from bench.lib.counting import CountingComm, CountingWorld
+from seqpar.comm import base
+
+WAYS = {"to all": 1 << 30, "doubling": 1}
+KINDS = {
+    "agree": lambda comm: comm.agree("attention", {"heads": 8}),
+    "gather": lambda comm: comm.gather("lengths", bytes(64)),
+}  # fmt: skip
+
+
+def counted(size: int, way: str, kind: str) -> dict[str, Any]:
+    """Of the rank with most."""
+    base.DIRECT = WAYS[way]
+    world = CountingWorld(size)
+    call: Any = KINDS[kind]
+
+    def rank(comm: CountingComm) -> None:
+        call(comm)
+
+    world.run(rank)
+    most = {name: max(getattr(world, name).values()) for name in ("messages", "bytes", "rounds")}
+    return {"ranks": size, "way": way, "kind": kind} | most | {"all messages": sum(world.messages.values())}
+
+
+def timed(rank: int, size: int, port: int, repeats: int, results: Any) -> None:
+    """Milliseconds of wall time and of processor time of all ranks, by way and kind: medians."""
+    torch.set_num_threads(1)
+    os.environ.update(MASTER_ADDR="127.0.0.1", MASTER_PORT=str(port))
+    dist.init_process_group("gloo", rank=rank, world_size=size)
+    comm = seqpar.GroupComm()
+    found: dict[tuple[str, str], list[tuple[float, float]]] = {(w, k): [] for w in WAYS for k in KINDS}
+    for repeat in range(repeats + 3):
+        for (way, kind), times in found.items():
+            base.DIRECT = WAYS[way]
+            dist.barrier()
+            wall, spent = time.perf_counter(), time.process_time()
+            KINDS[kind](comm)  # type: ignore[no-untyped-call]
+            wall, spent = time.perf_counter() - wall, time.process_time() - spent
+            total = torch.tensor([spent])
+            dist.all_reduce(total)
+            if repeat >= 3:
+                times.append((wall * 1e3, float(total) * 1e3))
+    if rank == 0:
+        results.put([
+            {"ranks": size, "way": way, "kind": kind, "repeats": repeats,
+             "wall_ms": round(statistics.median(wall for wall, _ in times), 3),
+             "cpu_ms_of_all": round(statistics.median(spent for _, spent in times), 3)}
+            for (way, kind), times in found.items()
+        ])  # fmt: skip
+    dist.barrier()
+    dist.destroy_process_group()
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--ranks", type=int, nargs="+", default=[2, 3, 4, 8, 9, 16, 64, 100, 256, 1024])
+    parser.add_argument("--processes", type=int, nargs="*", default=[2, 4, 8])
+    parser.add_argument("--repeats", type=int, default=30)
+    parser.add_argument("--json", type=Path, help="file to which one record a line is added")
+    args = parser.parse_args()
+    rows = [
+        counted(size, way, kind)
+        for size in args.ranks for way in WAYS for kind in KINDS if way == "doubling" or size <= 64
+    ]  # fmt: skip
+    context = mp.get_context("spawn")
+    for size in args.processes:
+        results = context.Queue()
+        ranks = mp.spawn(timed, (size, 29500 + os.getpid() % 2000, args.repeats, results), nprocs=size, join=False)
+        rows += results.get(timeout=600)
+        while not ranks.join():
+            pass
+    for row in rows:
+        Console().print(row)
+    if args.json:
+        where = environment()
+        with args.json.open("a") as file:
+            file.writelines(json.dumps(where | row) + "\n" for row in rows)
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,105 @@
+"""Ranks that are threads and agree as processes do, by messages that are counted: for more ranks than a machine has."""
+
+from __future__ import annotations
+
+import threading
+from collections import Counter, defaultdict
+from collections.abc import Callable, Mapping
+from queue import Empty, SimpleQueue
+from types import SimpleNamespace
+from typing import Any, TypeVar
+
+from torch import Tensor
+
+from seqpar.comm import PeerError
+from seqpar.comm.base import ProcessComm
+from seqpar.comm.protocol import Stats, Tag, Work
+
+T = TypeVar("T")
+TIMEOUT = 60.0
+STACK = 1 << 18  # bytes of a thread's
+
+
+class CountingWorld:
+    """What ranks share. messages, bytes: that each rank has sent. rounds: exchanges that it has waited for."""
+
+    def __init__(self, size: int, timeout: float = TIMEOUT) -> None:
+        self.size, self.timeout = size, timeout
+        self.messages: Counter[int] = Counter()
+        self.bytes: Counter[int] = Counter()
+        self.rounds: Counter[int] = Counter()
+        self.queues: dict[tuple[int, int], SimpleQueue[Any]] = defaultdict(SimpleQueue)
+        self.cause: tuple[int, str] | None = None
+        self.said: set[str] = set()
+
+    def comm(self, rank: int) -> CountingComm:
+        """The comm of a rank."""
+        comm = CountingComm.__new__(CountingComm)
+        comm._join(_Channel(self, rank), (), Stats(), {}, "batch")
+        return comm
+
+    def run(self, call: Callable[[CountingComm], T]) -> list[T]:
+        """What a call returns on every rank, each in a thread."""
+        results: dict[int, Any] = {}
+
+        def one(rank: int) -> None:
+            results[rank] = call(self.comm(rank))
+
+        before = threading.stack_size(STACK)
+        threads = [threading.Thread(target=one, args=(rank,)) for rank in range(self.size)]
+        for thread in threads:
+            thread.start()
+        threading.stack_size(before)
+        for thread in threads:
+            thread.join()
+        return [results[rank] for rank in range(self.size)]
+
+
+class _Channel:
+    """One rank's end of a world."""
+
+    def __init__(self, world: CountingWorld, rank: int) -> None:
+        self.world, self.rank, self.size, self.timeout = world, rank, world.size, world.timeout
+        self.owner: Any = SimpleNamespace(check=lambda: None)
+        self.root_cause: Any = self
+
+    @property
+    def cause(self) -> tuple[int, str] | None:
+        return self.world.cause
+
+    def fail(self, reason: str) -> None:
+        self.world.cause = self.world.cause or (self.rank, reason)
+
+    def error(self, doing: str) -> PeerError:
+        assert self.world.cause is not None
+        return PeerError.quoting(self.rank, doing, *self.world.cause)
+
+
+class CountingComm(ProcessComm[_Channel]):
+    """A rank of a `CountingWorld`."""
+
+    def _post_control(self, sends: Mapping[int, list[Tensor]], recvs: Mapping[int, list[Tensor]], tag: Tag) -> Work:
+        world, me = self._channel.world, self._channel.rank
+        for peer, several in self._in_group(sends).items():
+            world.messages[me] += 1
+            world.bytes[me] += sum(x.nbytes for x in several)
+            world.queues[me, peer].put((tag.numbers, [x.clone() for x in several]))
+        return _CountingWork(world, me, self._in_group(recvs), tag)
+
+
+class _CountingWork:
+    """What a rank waits for."""
+
+    def __init__(self, world: CountingWorld, me: int, recvs: Mapping[int, list[Tensor]], tag: Tag) -> None:
+        self._world, self._me, self._recvs, self._tag = world, me, recvs, tag
+
+    def wait(self) -> None:
+        self._world.rounds[self._me] += 1
+        for peer, several in self._recvs.items():
+            try:
+                numbers, sent = self._world.queues[peer, self._me].get(timeout=self._world.timeout)
+            except Empty:
+                raise PeerError(f"waited for rank {peer}") from None
+            assert numbers == self._tag.numbers, (numbers, self._tag)
+            for x, y in zip(several, sent, strict=True):
+                x.copy_(y)
