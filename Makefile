@@ -37,7 +37,7 @@ soak: $(READY)
 
 # whether a change alters bits; ARGS="--before COMMIT --only attention"
 bits: $(READY)
-	$(BIN)/python bench/bits.py $(ARGS)
+	$(BIN)/python -m bench.bits $(ARGS)
 
 bench: $(READY)
 	$(BIN)/python -m pytest -q bench --benchmark-enable --benchmark-only $(ARGS)

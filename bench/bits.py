@@ -1,7 +1,7 @@
 """Whether a change alters bits: one corpus through the code of another commit and through this one.
 
     make bits
-    python bench/bits.py --before COMMIT [--only GROUP ...]
+    python -m bench.bits --before COMMIT [--only GROUP ...]
 
 The other commit is built in a folder of its own, native extension included, which is kept with its digests for the next
 call. Exits with 1 if a digest differs that must not.
