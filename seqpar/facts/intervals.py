@@ -1,4 +1,19 @@
-"""Integers in stretches: runs of positions, spans of bounds, the edges of intervals, and who holds which of them."""
+"""Integers in stretches, as arrays with an entry for each stretch, so that no loop visits a row.
+
+Spans cut rows where the slope of a mask's bounds changes; here two causal documents of 4 and 3 tokens::
+
+    row     0 1 2 3 4 5 6         start  lo  hi  lo_step  hi_step
+    lo      0 0 0 0 4 4 4             0   0   1        0        1
+    hi      1 2 3 4 5 6 7             4   4   5        0        1
+
+Runs are arithmetic progressions of positions; `cut` cuts them at breaks and says of each piece which run it is from::
+
+    runs      |-------------|          |---------|
+    breaks            |         |             |
+    pieces    |-------|-----|          |------|--|        source 0 0 1 1
+
+Intervals are ``[lo, hi)`` of several groups; Holders tell who holds which position.
+"""
 
 from __future__ import annotations
 
@@ -58,9 +73,9 @@ def progressions(start: Ints, step: Ints, count: Ints) -> tuple[Ints, Ints]:
 
 def edges(counts: Ints) -> Ints:
     """Where each of consecutive stretches begins, and where the last ends; read-only."""
-    found = np.zeros(counts.size + 1, np.int64)
-    counts.cumsum(out=found[1:])
-    return frozen(found)
+    edge = np.zeros(counts.size + 1, np.int64)
+    counts.cumsum(out=edge[1:])
+    return frozen(edge)
 
 
 def distinct(values: Ints) -> Ints:

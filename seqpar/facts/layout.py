@@ -1,7 +1,15 @@
 """Where tokens live: a partition of the global positions over ranks, stored as runs.
 
 A run is a stretch of one rank's rows whose positions are an arithmetic progression. Contiguous, zigzag and striped
-layouts have few runs however long the sequence is; an arbitrary one has at most a run per token.
+layouts have few runs however long the sequence is; an arbitrary one has at most a run per token. The rank that holds
+each of 12 tokens, on 3 ranks::
+
+    position            0  1  2  3  4  5  6  7  8  9 10 11
+    contiguous          0  0  0  0  1  1  1  1  2  2  2  2
+    zigzag              0  0  1  1  2  2  2  2  1  1  0  0      one document
+    zigzag              0  1  2  2  1  0  0  1  2  2  1  0      two of 6 tokens
+    striped             0  1  2  0  1  2  0  1  2  0  1  2
+    striped, block=2    0  0  1  1  2  2  0  0  1  1  2  2
 
 Sources: zigzag, Zhu 2024 (ring-flash-attention) and Llama 3 (section 3.3.2); striped, Brandon et al. 2023.
 """

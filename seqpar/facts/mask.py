@@ -2,7 +2,18 @@
 
 Queries and keys of a packed batch are numbered globally, document after document. Query ``i`` sees key ``j`` iff
 ``lo[i] <= j < hi[i]``. Causal, windowed, packed and cross-length masks all have bounds that are constant or rise by
-one from row to row, so a mask costs O(documents) memory however long the documents are.
+one from row to row, so a mask costs O(documents) memory however long the documents are. Documents of 5 and 3 tokens,
+causal, with at most 2 keys to the left::
+
+    query   keys 0 1 2 3 4 5 6 7      lo  hi
+      0          #                     0   1     a span: lo stays, hi rises
+      1          # #                   0   2
+      2          # # #                 0   3     a span: both rise
+      3            # # #               1   4
+      4              # # #             2   5
+      5                    #           5   6     the next document
+      6                    # #         5   7
+      7                    # # #       5   8
 
 Source: the window and the end alignment of unequal lengths are FlashAttention's (Dao 2023, FlashAttention-2).
 """
@@ -49,7 +60,9 @@ class Mask(Fact):
         queries = lengths_of("lengths", lengths)
         keys = queries if kv_lengths is None else lengths_of("kv_lengths", kv_lengths)
         if len(queries) != len(keys):
-            raise ValueError(f"lengths has {len(queries)} documents and kv_lengths {len(keys)}; give one of each each")
+            raise ValueError(
+                f"lengths has {len(queries)} documents and kv_lengths {len(keys)}; pass one length per document in both"
+            )
         if np.array_equal(queries, keys):
             keys = queries  # equal masks are the same in everything
         left, right = _checked_window(window, causal)

@@ -1,7 +1,25 @@
 """What one step asks of a kernel: tile tables and segments, derived from bounds and positions.
 
 Keys of a step lie in position order, so the keys that a query sees are consecutive rows, and so are the key tiles
-that a query tile visits.
+that a query tile visits. Of a causal document, with tiles that are full (F) or need a look at the bounds (P)::
+
+    query tile   key tile 0 1 2 3     begin  full_begin  full_end  end
+        0                 P             0         0          0      1
+        1                 F P           0         0          1      2
+        2                 F F P         0         0          2      3
+        3                 F F F P       0         0          3      4
+
+    transposed   q_begin        0 1 2 3
+                 q_full_begin   1 2 3 3
+                 q_full_end     4 4 4 3
+                 q_end          4 4 4 4
+
+Segments are the same pairs as rectangles, contiguous on both sides. Of the second half of a causal document, on the
+keys of its first half and on its own::
+
+    FULL       # # #     CAUSAL     #
+               # # #                # #
+               # # #                # # #
 """
 
 from __future__ import annotations
@@ -84,11 +102,11 @@ def tile_tables(lo: Ints, hi: Ints, key_pos: Ints, bm: int, bn: int) -> Tiles:
     begin, end = keys.visited(low, high, rows[:-1])
     jumps = _jumps(lo, hi, key_pos, bm, bn)
     if jumps.size:
-        # A query tile more costs about a visit, and equal tiles allow simpler addresses: worth a hundredth.
-        other = _restarted(jumps, lo.size, bm)
-        b, e = keys.visited(low, high, other[:-1])
-        if ((e - b).sum() + other.size) * 100 < ((end - begin).sum() + rows.size) * 99:
-            rows, begin, end = other, b, e
+        # One more query tile costs about as much as one more visit; equal tiles allow simpler addresses, worth 1 %.
+        anew = _tiles_from(jumps, lo.size, bm)
+        b, e = keys.visited(low, high, anew[:-1])
+        if ((e - b).sum() + anew.size) * 100 < ((end - begin).sum() + rows.size) * 99:
+            rows, begin, end = anew, b, e
     max_lo = np.maximum.reduceat(low, rows[:-1])  # a row that sees nothing has no full tile
     min_hi = np.minimum.reduceat(high, rows[:-1])
     full_begin = np.clip(np.searchsorted(keys.low, max_lo), begin, end)
@@ -105,8 +123,10 @@ def tile_tables(lo: Ints, hi: Ints, key_pos: Ints, bm: int, bn: int) -> Tiles:
 
 
 def _jumps(lo: Ints, hi: Ints, key_pos: Ints, bm: int, bn: int) -> Ints:
-    """Rows whose keys begin or end two key tiles or more from those of the row before: where query tiles that start
-    anew may visit fewer tiles than ones of ``bm`` rows throughout. None if there are so many that they cannot pay."""
+    """Rows whose keys begin or end two key tiles or more from those of the row before.
+
+    Query tiles that start anew there may visit fewer key tiles. No row, if there are so many that it cannot pay.
+    """
     far = 2 * bn
     # Positions lie at least as far apart as their rows.
     at = np.flatnonzero((np.abs(lo[1:] - lo[:-1]) >= far) | (np.abs(hi[1:] - hi[:-1]) >= far)) + 1
@@ -116,7 +136,7 @@ def _jumps(lo: Ints, hi: Ints, key_pos: Ints, bm: int, bn: int) -> Ints:
     return at[(np.abs(low) >= far) | (np.abs(high) >= far)]
 
 
-def _restarted(at: Ints, rows: int, bm: int) -> Ints:
+def _tiles_from(at: Ints, rows: int, bm: int) -> Ints:
     """First rows of query tiles that start anew at the rows ``at``, and the number of rows."""
     edge = np.concatenate([[0], at, [rows]])
     tiles = -(-np.diff(edge) // bm)
@@ -129,12 +149,12 @@ def _holders(begin: Ints, end: Ints, key_tiles: int) -> tuple[Ints, Ints, Ints] 
 
     None if the intervals' ends do not ascend: those that hold a tile then need not be consecutive.
     """
-    some = np.flatnonzero(begin < end)
-    b, e = begin[some], end[some]
+    filled = np.flatnonzero(begin < end)
+    b, e = begin[filled], end[filled]
     if (b[1:] < b[:-1]).any() or (e[1:] < e[:-1]).any():
         return None
     tile = np.arange(key_tiles)
-    return some, np.searchsorted(e, tile, side="right"), np.searchsorted(b, tile, side="right")
+    return filled, np.searchsorted(e, tile, side="right"), np.searchsorted(b, tile, side="right")
 
 
 def _transposed(begin: Ints, end: Ints, key_tiles: int) -> tuple[Ints, Ints]:
@@ -143,9 +163,9 @@ def _transposed(begin: Ints, end: Ints, key_tiles: int) -> tuple[Ints, Ints]:
     q_end = np.zeros(key_tiles, np.int64)
     holders = _holders(begin, end, key_tiles)
     if holders:
-        some, first, stop = holders
+        filled, first, stop = holders
         seen = first < stop
-        q_begin[seen], q_end[seen] = some[first[seen]], some[stop[seen] - 1] + 1
+        q_begin[seen], q_end[seen] = filled[first[seen]], filled[stop[seen] - 1] + 1
         return np.minimum(q_begin, q_end), q_end
     visiting = np.flatnonzero(begin < end)
     for i in visiting[::-1]:
@@ -156,21 +176,24 @@ def _transposed(begin: Ints, end: Ints, key_tiles: int) -> tuple[Ints, Ints]:
 
 
 def _transposed_full(begin: Ints, end: Ints, q_begin: Ints) -> tuple[Ints, Ints]:
-    """For each key tile consecutive query tiles that have it in ``[begin, end)``, empty at ``q_begin`` if there are
-    none. If others lie between them, the first run or the last, whichever is longer; none if the ends do not ascend."""
+    """For each key tile consecutive query tiles that have it in ``[begin, end)``, empty at ``q_begin`` if none has.
+
+    Where other query tiles lie between them, the first or the last stretch of them, whichever is longer. None if the
+    ends do not ascend.
+    """
     holders = _holders(begin, end, q_begin.size)
     if not holders:
         return q_begin, q_begin
-    some, first, stop = holders
+    filled, first, stop = holders
     full = first < stop
     first, stop = first[full], stop[full]
-    run = some - np.arange(some.size)  # equal for consecutive query tiles
+    run = filled - np.arange(filled.size)  # equal for consecutive query tiles
     head = np.minimum(np.searchsorted(run, run[first], side="right"), stop)
     tail = np.maximum(np.searchsorted(run, run[stop - 1]), first)
     longer = head - first >= stop - tail
     full_begin, full_end = q_begin.copy(), q_begin.copy()
-    full_begin[full] = some[np.where(longer, first, tail)]
-    full_end[full] = some[np.where(longer, head, stop) - 1] + 1
+    full_begin[full] = filled[np.where(longer, first, tail)]
+    full_end[full] = filled[np.where(longer, head, stop) - 1] + 1
     return full_begin, full_end
 
 

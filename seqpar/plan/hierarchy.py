@@ -1,8 +1,8 @@
 """Fetch over nodes: a key that several groups of a node see, and none of them has, enters the node once.
 
 One of the groups that see it is its gateway: it receives the key an exchange earlier, in its entry, keeps it for its
-own step and passes it on to the others. So no key crosses to a node twice, and none goes to a group without use for
-it; every group receives each key that it sees and lacks exactly once, as it does without nodes::
+own step and passes it on to the rest. So no key crosses to a node twice, and none goes to a group that has no use for
+it; as without nodes, every group receives each key that it sees and lacks exactly once::
 
     exchange n        owner ->          entry of the gateway
     exchange n + 1                      entry of the gateway  ->  step n + 1 of the others    (and the next keys enter)
@@ -49,7 +49,7 @@ class NodeShares:
     rest: Demand
 
 
-def fetch_by_node(demand: Demand, me: int, mine: Ints, stage_rows: int, inner: int) -> Iterator[Route]:
+def fetch_by_node(demand: Demand, home: int, own_keys: Ints, stage_rows: int, inner: int) -> Iterator[Route]:
     """`fetch`, where ``inner`` consecutive groups are a node; equal to it if no two groups of a node see a key of
     another node.
 
@@ -60,15 +60,15 @@ def fetch_by_node(demand: Demand, me: int, mine: Ints, stage_rows: int, inner: i
     if 1 < inner < demand.groups:
         shares = demand.memo(("shares", inner, stage_rows), partial(_shares, demand, inner, stage_rows))
     if shares is None:
-        yield from fetch(demand, me, mine, stage_rows)
+        yield from fetch(demand, home, own_keys, stage_rows)
         return
-    first, *others = fetch(shares.rest, me, mine, stage_rows)
-    turns = list(_turns(demand, shares, me, mine, inner))
+    first, *rest = fetch(shares.rest, home, own_keys, stage_rows)
+    turns = list(_turns(demand, shares, home, own_keys, inner))
     # The first keys enter while fetched ones are computed, and the last gradients leave beside those of fetched ones.
     yield first._replace(entry=turns[0][0])
     for n, (_, route) in enumerate(turns):
         yield route._replace(entry=turns[n + 1][0] if n + 1 < len(turns) else None)
-    yield from others
+    yield from rest
 
 
 def _shares(demand: Demand, inner: int, stage_rows: int) -> NodeShares | None:
@@ -147,14 +147,14 @@ def _without(needs: Needs, group: Ints, lo: Ints, hi: Ints) -> Needs:
     return Needs.of_groups(Intervals(owner, first - owner * span, stop - owner * span), needs.edge.size - 1)
 
 
-def _turns(demand: Demand, shares: NodeShares, me: int, mine: Ints, inner: int) -> Iterator[tuple[Entry, Route]]:
+def _turns(demand: Demand, shares: NodeShares, home: int, own_keys: Ints, inner: int) -> Iterator[tuple[Entry, Route]]:
     """For each turn what enters an exchange before it, and what is spread in it."""
-    entering = sends_of(shares.gateway, shares.turn, shares.lo, shares.hi, mine, me, shares.turns)
-    here = slice(*shares.node_edge[me // inner :][:2])
-    gateway, lo, hi, piece, turn = (x[here] for x in (shares.gateway, shares.lo, shares.hi, shares.piece, shares.turn))
+    entering = sends_of(shares.gateway, shares.turn, shares.lo, shares.hi, own_keys, home, shares.turns)
+    span = slice(*shares.node_edge[home // inner :][:2])
+    gateway, lo, hi, piece, turn = (x[span] for x in (shares.gateway, shares.lo, shares.hi, shares.piece, shares.turn))
     piece, length = piece - piece[:1], hi - lo
-    own = np.full(piece.max(initial=-1) + 1, -1)  # my share of each piece that I see
-    own[piece[gateway == me]] = np.flatnonzero(gateway == me)
+    own = np.full(piece.max(initial=-1) + 1, -1)  # home's share of each piece that it sees
+    own[piece[gateway == home]] = np.flatnonzero(gateway == home)
     seen = np.flatnonzero(own[piece] >= 0)
     seen = seen[order_of(turn[seen], shares.turns)]
     edge = np.searchsorted(turn[seen], np.arange(shares.turns + 1))
@@ -162,28 +162,28 @@ def _turns(demand: Demand, shares: NodeShares, me: int, mine: Ints, inner: int) 
         rows = seen[edge[t] : edge[t + 1]]
         pos, via = expand(lo[rows], length[rows]), np.repeat(gateway[rows], length[rows])
         recvs = by_owner(via, demand.groups)
-        recvs.pop(me, None)
-        kept = np.flatnonzero(via == me)
+        recvs.pop(home, None)
+        kept = np.flatnonzero(via == home)
         owner = demand.owner_of(pos[kept])
         order = order_of(owner, demand.groups)
         owner = owner[order]
         entry = Entry(entering[t], by_owner(owner, demand.groups), _rows(kept[order]))
-        sends = _passed_on(gateway[rows], own[piece[rows]], length, order, me, demand.groups)
+        sends = _passed_on(gateway[rows], own[piece[rows]], length, order, home, demand.groups)
         yield entry, Route(pos, sends, recvs, recvs, sends)
 
 
-def _passed_on(group: Ints, share: Ints, length: Ints, order: Ints, me: int, groups: int) -> dict[int, Rows]:
-    """Rows of my entry that each group gets: all of ``share``, my share of a piece that it sees.
+def _passed_on(group: Ints, share: Ints, length: Ints, order: Ints, home: int, groups: int) -> dict[int, Rows]:
+    """Rows of home's entry that each group gets: all of ``share``, home's share of a piece that the group sees.
 
     order: which key, in position order, each row of the entry has.
     """
     row = np.empty_like(order)
     row[order] = np.arange(order.size)
-    own = share[group == me]
+    own = share[group == home]
     first = np.zeros_like(length)
     first[own] = np.cumsum(length[own]) - length[own]
-    others = group != me
-    group, share = group[others], share[others]
+    foreign = group != home
+    group, share = group[foreign], share[foreign]
     rows = row[expand(first[share], length[share])]
     takers = by_owner(np.repeat(group, length[share]), groups)
     return {g: _rows(rows[at]) for g, at in takers.items()}

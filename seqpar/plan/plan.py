@@ -168,9 +168,9 @@ def _checked_layouts(mask: Mask, layout: Layout, kv_layout: Layout | None) -> La
     return keys
 
 
-def _whole_widths(given: Any) -> tuple[int, ...]:
+def _whole_widths(widths: Any) -> tuple[int, ...]:
     """Widths as integers of at least 1; in one go where all are Python's own."""
-    values = given.tolist() if isinstance(given, np.ndarray) else given
+    values = widths.tolist() if isinstance(widths, np.ndarray) else widths
     if set(map(type, values)) <= {int} and min(values, default=1) >= 1:
         return tuple(values)
     return tuple(whole("the Ulysses width", u, 1) for u in values)
@@ -197,17 +197,17 @@ def _checked_rows(layout: Layout, rows: int | Sequence[int] | None) -> ArrayLike
     tokens = layout.sizes()
     if rows is None:
         return tokens
-    given = np.asarray(rows)
-    if given.dtype.kind not in "iu" or (isinstance(rows, (list, tuple)) and not all(map(is_integer, rows))):
+    counts = np.asarray(rows)
+    if counts.dtype.kind not in "iu" or (isinstance(rows, (list, tuple)) and not all(map(is_integer, rows))):
         raise ValueError(f"rows must be integers, got {rows!r:.200}")
-    given = int64_of("rows", given)
-    given = np.broadcast_to(given, tokens.shape) if given.ndim == 0 else given
-    if given.shape != tokens.shape:
-        raise ValueError(f"rows has {given.size} entries for {layout.ranks} ranks")
-    if (given < tokens).any():
-        rank = int(np.flatnonzero(given < tokens)[0])
-        raise ValueError(f"rows gives rank {rank} {given[rank]} rows, it holds {tokens[rank]} tokens")
-    if (given >= LIMIT).any():
-        rank = int(np.flatnonzero(given >= LIMIT)[0])
-        raise ValueError(f"rows gives rank {rank} {given[rank]} rows, kernels number fewer than {LIMIT}")
-    return frozen(given.copy())
+    counts = int64_of("rows", counts)
+    counts = np.broadcast_to(counts, tokens.shape) if counts.ndim == 0 else counts
+    if counts.shape != tokens.shape:
+        raise ValueError(f"rows has {counts.size} entries for {layout.ranks} ranks")
+    if (counts < tokens).any():
+        rank = int(np.flatnonzero(counts < tokens)[0])
+        raise ValueError(f"rows gives rank {rank} {counts[rank]} rows, it holds {tokens[rank]} tokens")
+    if (counts >= LIMIT).any():
+        rank = int(np.flatnonzero(counts >= LIMIT)[0])
+        raise ValueError(f"rows gives rank {rank} {counts[rank]} rows, kernels number fewer than {LIMIT}")
+    return frozen(counts.copy())

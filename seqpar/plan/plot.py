@@ -112,7 +112,7 @@ def holders(axis: Any, plan: Derived, *, names: Sequence[str] | None = None) -> 
     lengths, degree = plan.mask.lengths, plan.degrees
     order = np.argsort(-lengths, kind="stable")
     named = order if order.size <= len(LONG) else order[: len(LONG) - 1]
-    clear, grey = (np.array([to_rgb(c) for c in some]) for some in (LONG, SHORT))
+    clear, grey = (np.array([to_rgb(c) for c in palette]) for palette in (LONG, SHORT))
     nth = np.arange(lengths.size)
     spread = (degree > 2)[:, None]
     colours = np.where(spread, 1 - 0.4 * (1 - clear[nth % len(LONG)]), grey[nth % len(SHORT)])

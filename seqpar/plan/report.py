@@ -119,8 +119,8 @@ def _columns(lines: Sequence[tuple[str, ...]], widths: Sequence[int]) -> list[st
     """Lines of columns of at least these widths, as much wider as keeps them apart; a negative one is left-aligned."""
     longest = [max(map(len, column)) for column in zip(*lines, strict=True)]
     columns = [("<" if w < 0 else ">", max(abs(w), n + 2)) for w, n in zip(widths, longest, strict=True)]
-    each = ((f"{text:{side}{width}}" for text, (side, width) in zip(line, columns, strict=True)) for line in lines)
-    return ["".join(parts) for parts in each]
+    cells = ((f"{text:{side}{width}}" for text, (side, width) in zip(line, columns, strict=True)) for line in lines)
+    return ["".join(parts) for parts in cells]
 
 
 def _crossing(plan: Derived, node: int) -> str:

@@ -1,7 +1,24 @@
 """How keys travel among the ranks that hold different tokens of one part: fetch, ring, double ring, gather.
 
 Everything here is derived from `Needs`, the key positions that each group of ranks must see, by every rank alike and
-without a message. A group is the ranks that share heads; with width 1 it is one rank.
+without a message. A group is the ranks that share heads; with width 1 it is one rank. ``home`` is the group of the rank
+that derives, ``own_keys`` the positions of its keys.
+
+fetch: an owner sends each group the keys that it sees, in stages. Stages of one group go down from its own keys and
+round, so that at any time the owners serve different groups::
+
+    keys that group 1 sees    |  2  |  1  | own keys |  4  |  3  |      numbers: the stage in which they come
+
+ring: keys go round hop by hop. double_ring, here 4 groups in nodes of 2: one hop inside the node, then one to the next
+node, which keeps the place inside the node::
+
+    keys of     0  1  2  3         0  1  2  3
+    hop 1       1  2  3  0         1  0  3  2      who holds them after the hop
+    hop 2       2  3  0  1         3  2  1  0
+    hop 3       3  0  1  2         2  3  0  1
+                ring               double_ring
+
+gather: all keys of every owner of which the group sees any, in one step.
 
 Sources: ring, Liu et al. 2023 (Ring Attention, section 3); double ring, Gu et al. 2024 (LoongTrain, section 4.4), here
 as one path of inner hops with an outer hop after every round, so that two buffers suffice; gather, Llama 3 (section
@@ -43,8 +60,8 @@ class Needs(NamedTuple):
 
     def positions(self, group: int) -> Ints:
         """Key positions that a group sees, ascending."""
-        mine = slice(self.edge[group], self.edge[group + 1])
-        return expand(self.lo[mine], self.hi[mine] - self.lo[mine])
+        part = slice(self.edge[group], self.edge[group + 1])
+        return expand(self.lo[part], self.hi[part] - self.lo[part])
 
     def of(self, groups: Ints) -> Needs:
         """The needs of these groups alone, renumbered in the order given."""
@@ -107,15 +124,16 @@ def needs_of(mask: Mask, runs: Runs, group: Ints, groups: int) -> Needs:
     lo, hi = mask.spans.lo[span] + t * lo_step, mask.spans.hi[span] + t * hi_step
     lo_step, hi_step, last = piece.step * lo_step, piece.step * hi_step, piece.count - 1
     stop = hi + last * hi_step
-    # The rows of a piece see one interval together unless the lower end leaps over what the row before saw.
-    torn = np.flatnonzero((last > 0) & (lo_step > 0))
-    width = (hi - lo)[torn] + np.minimum(0, (last[torn] - 1) * (hi_step - lo_step)[torn])
-    torn = torn[width < lo_step[torn]]
-    if torn.size:
-        whole, rows = np.delete(np.arange(lo.size), torn), piece.count[torn]
-        lo = np.concatenate([lo[whole], expand(lo[torn], rows, lo_step[torn])])
-        stop = np.concatenate([stop[whole], expand(hi[torn], rows, hi_step[torn])])
-        owner = np.concatenate([owner[whole], np.repeat(owner[torn], rows)])
+    # The rows of a piece see one interval together, unless the lower end leaps over what the row before saw: then each
+    # row has an interval.
+    leaps = np.flatnonzero((last > 0) & (lo_step > 0))
+    width = (hi - lo)[leaps] + np.minimum(0, (last[leaps] - 1) * (hi_step - lo_step)[leaps])
+    leaps = leaps[width < lo_step[leaps]]
+    if leaps.size:
+        rest, rows = np.delete(np.arange(lo.size), leaps), piece.count[leaps]
+        lo = np.concatenate([lo[rest], expand(lo[leaps], rows, lo_step[leaps])])
+        stop = np.concatenate([stop[rest], expand(hi[leaps], rows, hi_step[leaps])])
+        owner = np.concatenate([owner[rest], np.repeat(owner[leaps], rows)])
     return Needs.of_groups(union(owner, lo, stop, groups, mask.kv_tokens), groups)
 
 
@@ -127,8 +145,11 @@ def _split(keys: NDArray[np.int32], values: Ints, groups: int) -> list[Ints]:
 
 
 class Stages(NamedTuple):
-    """How each group's need is cut: its keys in all, those before its own first one, the number of its stages, and
-    whether two small ones are the last of them."""
+    """How the keys that each group sees are cut into stages.
+
+    total: how many keys they are; before: those of them before the group's own first key; count: stages; tapered:
+    whether the last two of them are small.
+    """
 
     total: Ints
     before: Ints
@@ -158,47 +179,45 @@ class Stages(NamedTuple):
         return np.where(nth <= equal[group], main[group] * nth // equal[group], (self.total - last)[group])
 
 
-def fetch(demand: Demand, me: int, mine: Ints, stage_rows: int) -> Iterator[Route]:
+def fetch(demand: Demand, home: int, own_keys: Ints, stage_rows: int) -> Iterator[Route]:
     """Each owner sends each group just the keys that it sees, in stages of at most ``stage_rows`` rows.
 
-    A stage is a slice of the receiver's need in position order. The first ends before its own first token, and the next
-    go down from there in a cycle, so that at any time the owners serve different groups. There are as few as the limit
-    allows and, where they are large, two small ones at the end: nothing hides the gradients of the last.
+    A stage is a slice of what the receiver sees, in position order. There are as few stages as the limit allows and,
+    where they are large, two small ones at the end: nothing hides the gradients of the last.
     """
     if demand.groups == 1:
         return
     stages = demand.memo(("stages", stage_rows), lambda: Stages.of(demand, stage_rows))
     turns = int(stages.count.max())
-    groups = _concerned(demand, me, mine)
-    some = Stages(*(facts[groups] for facts in stages))
-    group, turn, lo, hi = slices_of(demand.needs.of(groups), some)
+    groups = _takers(demand, home, own_keys)
+    group, turn, lo, hi = slices_of(demand.needs.of(groups), Stages(*(facts[groups] for facts in stages)))
     group = groups[group]
-    sends = sends_of(group, turn, lo, hi, mine, me, turns)
-    own = group == me
-    buffers, recvs = _recvs(demand, me, turn[own], lo[own], hi[own], turns)
+    sends = sends_of(group, turn, lo, hi, own_keys, home, turns)
+    own = group == home
+    buffers, recvs = _recvs(demand, home, turn[own], lo[own], hi[own], turns)
     for t in range(turns):
         yield Route(buffers[t], sends[t], recvs[t], recvs[t], sends[t])
 
 
-def _concerned(demand: Demand, me: int, mine: Ints) -> Ints:
-    """The groups that see any of my keys, and mine: the others' needs do not matter to me."""
+def _takers(demand: Demand, home: int, own_keys: Ints) -> Ints:
+    """The groups that see any of the own keys, and home: what the rest of them see does not matter to home."""
     needs = demand.needs
-    found = np.zeros(demand.groups, bool)
-    if mine.size:
-        edge = np.flatnonzero(np.diff(mine) != 1) + 1
-        start, stop = mine[np.append(0, edge)], mine[np.append(edge, mine.size) - 1] + 1
+    takes = np.zeros(demand.groups, bool)
+    if own_keys.size:
+        edge = np.flatnonzero(np.diff(own_keys) != 1) + 1
+        start, stop = own_keys[np.append(0, edge)], own_keys[np.append(edge, own_keys.size) - 1] + 1
         begun, ended = np.searchsorted(start, needs.hi), np.searchsorted(stop, needs.lo, side="right")
-        found[needs.group[begun > ended]] = True
-    found[me] = True
-    return np.flatnonzero(found)
+        takes[needs.group[begun > ended]] = True
+    takes[home] = True
+    return np.flatnonzero(takes)
 
 
 def _recvs(
-    demand: Demand, me: int, turn: Ints, lo: Ints, hi: Ints, turns: int
+    demand: Demand, home: int, turn: Ints, lo: Ints, hi: Ints, turns: int
 ) -> tuple[list[Ints], list[dict[int, Rows]]]:
-    """For each turn the positions of the keys that come, and who sends which of them; from the slices of my need."""
+    """For each turn the positions of the keys that come, and who sends which; from the slices of home's need."""
     lo, hi, owner, source = demand.holders.pieces(lo, hi)
-    foreign = np.flatnonzero(owner != me)
+    foreign = np.flatnonzero(owner != home)
     piece = foreign[order_of(turn[source[foreign]], turns)]
     turn, lo, owner, length = turn[source[piece]], lo[piece], owner[piece], (hi - lo)[piece]
     row = edges(length)
@@ -223,19 +242,20 @@ def _rows_by(turn: Ints, peer: Ints | NDArray[np.int32], first: Ints, stop: Ints
     turn_of, peer_of = (x.tolist() for x in np.divmod(key[message], span))
     for t, p, a, b in zip(turn_of, peer_of, first[message].tolist(), stop[message].tolist(), strict=True):
         result[t][p] = slice(a, b)
+    # messages of several pieces are no slice: their rows are listed
     count = np.diff(np.append(message, key.size))
-    torn = np.flatnonzero(count > 1)
-    piece = expand(message[torn], count[torn])
+    several = np.flatnonzero(count > 1)
+    piece = expand(message[several], count[several])
     length = (stop - first)[piece]
-    edge = edges(length)[edges(count[torn])]
+    edge = edges(length)[edges(count[several])]
     rows = expand(first[piece], length)
-    for i, a, b in zip(torn.tolist(), edge[:-1].tolist(), edge[1:].tolist(), strict=True):
+    for i, a, b in zip(several.tolist(), edge[:-1].tolist(), edge[1:].tolist(), strict=True):
         result[turn_of[i]][peer_of[i]] = rows[a:b]
     return result
 
 
 def by_owner(owner: Ints | NDArray[np.int32], groups: int) -> dict[int, Rows]:
-    """The places at which each owner stands."""
+    """The indices at which each owner stands in ``owner``, as rows."""
     count = np.bincount(owner, minlength=groups)
     owners = np.flatnonzero(count)
     split = np.split(order_of(owner, groups), np.cumsum(count[owners])[:-1])  # one empty part if there is no owner
@@ -251,7 +271,7 @@ def slices_of(needs: Needs, stages: Stages) -> tuple[Ints, Ints, Ints, Ints]:
     base, first = np.cumsum(stages.total) - stages.total, np.cumsum(stages.count) - stages.count
     group = np.repeat(np.arange(stages.count.size), stages.count)
     edges, modulus = stages.edges, np.maximum(stages.total, 1)
-    # a stage starts so many keys down from the group's own first one, in a cycle
+    # a stage starts so many keys down from the group's own first one, and round
     breaks = base[group] + (stages.before[group] - edges) % modulus[group]
     piece, source = cut(Runs(rank, length, np.ones_like(rank)), np.sort(np.concatenate([breaks, base])))
     lo, owner = needs.lo[source] + piece.start - rank[source], needs.group[source]
@@ -260,53 +280,60 @@ def slices_of(needs: Needs, stages: Stages) -> tuple[Ints, Ints, Ints, Ints]:
     return owner, stage, lo, lo + piece.count
 
 
-def sends_of(group: Ints, turn: Ints, lo: Ints, hi: Ints, mine: Ints, me: int, turns: int) -> list[dict[int, Rows]]:
-    """Which of my keys each group gets at each turn, from the pieces ``[lo, hi)`` of what it sees then."""
-    first, stop = np.searchsorted(mine, lo), np.searchsorted(mine, hi)
-    kept = np.flatnonzero((stop > first) & (group != me))
+def sends_of(
+    group: Ints, turn: Ints, lo: Ints, hi: Ints, own_keys: Ints, home: int, turns: int
+) -> list[dict[int, Rows]]:
+    """Which of the own keys each group gets at each turn, from the pieces ``[lo, hi)`` of what it sees then."""
+    first, stop = np.searchsorted(own_keys, lo), np.searchsorted(own_keys, hi)
+    kept = np.flatnonzero((stop > first) & (group != home))
     return _rows_by(turn[kept], group[kept], first[kept], stop[kept], turns)
 
 
-def gather(demand: Demand, me: int, mine: Ints) -> Iterator[Route]:
+def gather(demand: Demand, home: int, own_keys: Ints) -> Iterator[Route]:
     """All keys of every owner of which a group sees any, in one stage, own keys among them."""
     needs, groups = demand.needs, demand.groups
-    first, stop = np.searchsorted(mine, needs.lo), np.searchsorted(mine, needs.hi)
-    takers = np.unique(needs.group[(stop > first) & (needs.group != me)])
-    sends: dict[int, Rows] = {int(g): slice(0, mine.size) for g in takers}
+    first, stop = np.searchsorted(own_keys, needs.lo), np.searchsorted(own_keys, needs.hi)
+    takers = np.unique(needs.group[(stop > first) & (needs.group != home)])
+    sends: dict[int, Rows] = {int(g): slice(0, own_keys.size) for g in takers}
     sources = np.zeros(groups + 1, bool)  # the last entry stands for keys of other parts
-    sources[demand.owner[needs.positions(me)]] = True
-    sources[me], sources[groups] = True, False
+    sources[demand.owner[needs.positions(home)]] = True
+    sources[home], sources[groups] = True, False
     pos = np.flatnonzero(sources[demand.owner])
     recvs = by_owner(demand.owner[pos], groups)
-    own = recvs.pop(me, slice(0, 0))
+    own = recvs.pop(home, slice(0, 0))
     yield Route(pos, sends, recvs, recvs, sends, own=own)
 
 
-def ring(demand: Demand, me: int, inner: int) -> Iterator[Route]:
+def ring(demand: Demand, home: int, inner: int) -> Iterator[Route]:
     """Keys go round hop by hop, and on only as far as somebody downstream sees them.
 
-    Hop ``t`` brings the keys of `_owner_at` (me, t). A row stays in the block up to the last hop at which its holder
-    sees it. Its gradient is summed along the way and goes home from there.
+    A row stays in the block up to the last hop at which its holder sees it. Its gradient is summed along the way, and
+    returns to its owner from there.
     """
     groups = demand.groups
-    reach, last, by_owner = demand.memo(("ring", inner), lambda: _ring_facts(demand, inner))
-    mine = by_owner[me]
-    block = mine
+    reach, last, keys_of = demand.memo(("ring", inner), lambda: _ring_facts(demand, inner))
+
+    def owner(hop: int) -> int:
+        """Whose keys home has after so many hops."""
+        return _owner_at(home, hop, groups, inner)
+
+    def holder(group: int, hop: int) -> int:
+        return _holder_at(group, hop, groups, inner)
+
+    block = own_keys = keys_of[home]
     for t in range(1, last + 1):
-        here = by_owner[_owner_at(me, t, groups, inner)]
-        pos = here[reach[here] >= t]
+        arriving = keys_of[owner(t)]
+        pos = arriving[reach[arriving] >= t]
         onward = as_rows(np.flatnonzero(reach[block] >= t))
         leave = reach[pos]
-        sends = {_holder_at(_owner_at(me, t - 1, groups, inner), t, groups, inner): onward}
-        recvs: dict[int, Rows] = {_holder_at(_owner_at(me, t, groups, inner), t - 1, groups, inner): slice(0, pos.size)}
-        grad_sends = {_owner_at(me, t, groups, inner): as_rows(np.flatnonzero(leave == t))}
+        sends = {holder(owner(t - 1), t): onward}
+        recvs: dict[int, Rows] = {holder(owner(t), t - 1): slice(0, pos.size)}
+        grad_sends = {owner(t): as_rows(np.flatnonzero(leave == t))}
         carry = None
         if t < last:
-            grad_sends[_holder_at(_owner_at(me, t, groups, inner), t + 1, groups, inner)] = as_rows(
-                np.flatnonzero(leave > t)
-            )
-            carry = _holder_at(_owner_at(me, t + 1, groups, inner), t, groups, inner)
-        grad_recvs = {_holder_at(me, t, groups, inner): as_rows(np.flatnonzero(reach[mine] == t))}
+            grad_sends[holder(owner(t), t + 1)] = as_rows(np.flatnonzero(leave > t))
+            carry = holder(owner(t + 1), t)
+        grad_recvs = {holder(home, t): as_rows(np.flatnonzero(reach[own_keys] == t))}
         yield Route(pos, sends, recvs, grad_sends, grad_recvs, carry)
         block = pos
 

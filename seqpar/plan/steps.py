@@ -1,4 +1,13 @@
-"""The facts of one rank: its part of every head trade, and the steps in which keys arrive and queries meet them."""
+"""The facts of one rank: its part of every head trade, and the steps in which keys arrive and queries meet them.
+
+The rows of each tensor are numbered from 0::
+
+    local rows      of this rank's q, k and v
+        |           Trade: tokens are traded for heads
+    inside rows     of all members of the trade, in position order, for this rank's share of the heads
+        |           Step: sends and recvs
+    buffer rows     the keys of all senders, in position order; a kernel reads them by tiles or segments
+"""
 
 from __future__ import annotations
 
