@@ -58,7 +58,7 @@ OPTIONAL = {"plan/plot.py": {"matplotlib"}, "dsp/plan.py": {"matplotlib"}, "plan
 ORDER = {
     "facts": "value intervals mask layout tiles __init__",
     "plan": """
-        heads steps traffic routes hierarchy placement parts prediction derive counts report plot plan __init__
+        heads steps traffic routes hierarchy residence parts prediction derive counts report plot plan __init__
     """,
     "dsp": "form space costs search plan spec specs moves grid overlap runner apply __init__",
     "comm": """

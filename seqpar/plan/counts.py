@@ -293,7 +293,7 @@ class Load(NamedTuple):
 
 def load_of(plan: Derived) -> Load:
     """What every rank of a plan computes and fetches."""
-    runs, rank, document = plan.placement.pieces("q")
+    runs, rank, document = plan.residence.pieces("q")
     width = plan.widths[document]
     inner, source = cut(runs, plan.mask.spans.start)
     area = area_of(plan.mask, inner)
@@ -361,8 +361,8 @@ def fetched_between(plan: Derived, block: int) -> Floats:
         once = moved.needed_by(at // node)
         part = np.zeros((blocks, blocks))
         for sender in range(blocks):
-            mine = own.group // inner == sender
-            rows = Measure(own.lo[mine], own.hi[mine]).between(once.lo, once.hi)
+            held = own.group // inner == sender
+            rows = Measure(own.lo[held], own.hi[held]).between(once.lo, once.hi)
             part[:, sender] = np.bincount(once.group * node // inner, weights=rows, minlength=blocks)
         np.fill_diagonal(part, 0)
         inside = np.bincount(at // inner, weights=moved.fetched(), minlength=blocks)

@@ -1,7 +1,7 @@
 """What every rank derives from a plan, alike and without a message: rows, degrees, steps, and the bytes they send.
 
 A call is made of parts, one for each Ulysses width among the documents; a part is made of steps, in each of which keys
-arrive and queries meet them. `placement` knows where documents live, `parts` the head trade, `routes` and `hierarchy`
+arrive and queries meet them. `residence` knows where documents live, `parts` the head trade, `routes` and `hierarchy`
 how keys travel inside a part; here they become the numbered steps of one rank::
 
     widths 1 and 4, "fetch"    |        part of width 1         |        part of width 4         |
@@ -26,9 +26,9 @@ from seqpar.facts.value import Fact, Ints, is_integer, whole
 from seqpar.plan.heads import head_share, replicated
 from seqpar.plan.hierarchy import fetch_by_node
 from seqpar.plan.parts import part_of
-from seqpar.plan.placement import Placement
 from seqpar.plan.prediction import Prediction
-from seqpar.plan.routes import LOCAL, Demand, Route, gather, needs_of, ring
+from seqpar.plan.residence import Residence
+from seqpar.plan.routes import LOCAL, Demand, StepRoute, gather, needs_of, ring
 from seqpar.plan.steps import Entry, Part, Rows, Step, count
 from seqpar.plan.traffic import HeadShape, traffic
 
@@ -54,14 +54,14 @@ class Derived(Fact):
     _rows: Ints
 
     @property
-    def placement(self) -> Placement:
+    def residence(self) -> Residence:
         """Where the documents live, and which ranks hold some of each; made once."""
-        return self.memo("placement", lambda: Placement(self.mask, self.layout, self.kv_layout))
+        return self.memo("residence", lambda: Residence(self.mask, self.layout, self.kv_layout))
 
     @property
     def degrees(self) -> Ints:
         """Ranks that hold tokens of each document, [documents]."""
-        return self.placement.degrees
+        return self.residence.degrees
 
     @property
     def merges(self) -> bool:
@@ -73,7 +73,7 @@ class Derived(Fact):
             return False
         if not self.mask.within_documents:
             return True
-        queries, keys = (self.placement.groups(side, self.widths) for side in ("q", "kv"))
+        queries, keys = (self.residence.groups(side, self.widths) for side in ("q", "kv"))
         return len(queries) != len(self.mask.lengths) or not np.array_equal(queries, keys)
 
     def sums_key_gradients(self, heads: int, kv_heads: int) -> bool:
@@ -97,7 +97,7 @@ class Derived(Fact):
 
     def positions(self, rank: int, side: str = "q") -> Ints:
         """Global positions [rows] of a rank's rows, -1 for pads."""
-        at = self.placement.layout_of(side).positions(rank)
+        at = self.residence.layout_of(side).positions(rank)
         return np.append(at, np.full(self.rows(rank, side) - at.size, -1, np.int64))
 
     def rope_positions(self, rank: int) -> Ints:
@@ -117,12 +117,12 @@ class Derived(Fact):
     def _steps(self, rank: int, stage_rows: int) -> list[Step]:
         steps: list[Step] = []
         for width in np.flatnonzero(np.bincount(self.widths)).tolist():
-            part = self.memo(("part", rank, width), partial(part_of, self.placement, self.widths, rank, width))
+            part = self.memo(("part", rank, width), partial(part_of, self.residence, self.widths, rank, width))
             routes = self._routes(part, rank // width, stage_rows)
             steps += _numbered(part, len(steps), routes, relay="ring" in self.transport)
         return steps
 
-    def _routes(self, part: Part, group: int, stage_rows: int) -> list[Route]:
+    def _routes(self, part: Part, group: int, stage_rows: int) -> list[StepRoute]:
         """How the keys of one part come to a group of ranks, step after step."""
         demand = self.demand(part.width)
         if self.transport == "gather":
@@ -150,11 +150,11 @@ class Derived(Fact):
 
     def _holders(self, width: int, side: str) -> Holders:
         """The groups that hold the rows of the documents of one width."""
-        layout = self.placement.layout_of(side)
+        layout = self.residence.layout_of(side)
         if (self.widths == width).all():
             held = layout.holders()
             return held if width == 1 else Holders(held.runs, held.holder // np.int32(width), held.total)
-        piece, rank, document = self.placement.pieces(side)
+        piece, rank, document = self.residence.pieces(side)
         kept = self.widths[document] == width
         return Holders(piece.pick(kept), (rank[kept] // width).astype(np.int32), layout.total)
 
@@ -198,7 +198,7 @@ class Derived(Fact):
         return sum(sent.values())
 
 
-def _numbered(part: Part, number: int, routes: list[Route], *, relay: bool) -> list[Step]:
+def _numbered(part: Part, number: int, routes: list[StepRoute], *, relay: bool) -> list[Step]:
     """The steps of one part, from ``number`` on.
 
     Every rank has every number, also where it has nothing to move: exchanges are posted in the order of the numbers,

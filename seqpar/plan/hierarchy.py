@@ -26,7 +26,7 @@ import numpy as np
 
 from seqpar.facts.intervals import Intervals, expand, order_of
 from seqpar.facts.value import Ints
-from seqpar.plan.routes import Demand, Needs, Route, Stages, by_owner, fetch, sends_of, slices_of
+from seqpar.plan.routes import Demand, Needs, Stages, StepRoute, by_owner, fetch, sends_of, slices_of
 from seqpar.plan.steps import Entry, Rows, as_rows
 
 
@@ -49,7 +49,7 @@ class NodeShares:
     rest: Demand
 
 
-def fetch_by_node(demand: Demand, home: int, own_keys: Ints, stage_rows: int, inner: int) -> Iterator[Route]:
+def fetch_by_node(demand: Demand, home: int, own_keys: Ints, stage_rows: int, inner: int) -> Iterator[StepRoute]:
     """`fetch`, where ``inner`` consecutive groups are a node; equal to it if no two groups of a node see a key of
     another node.
 
@@ -147,7 +147,9 @@ def _without(needs: Needs, group: Ints, lo: Ints, hi: Ints) -> Needs:
     return Needs.of_groups(Intervals(owner, first - owner * span, stop - owner * span), needs.edge.size - 1)
 
 
-def _turns(demand: Demand, shares: NodeShares, home: int, own_keys: Ints, inner: int) -> Iterator[tuple[Entry, Route]]:
+def _turns(
+    demand: Demand, shares: NodeShares, home: int, own_keys: Ints, inner: int
+) -> Iterator[tuple[Entry, StepRoute]]:
     """For each turn what enters an exchange before it, and what is spread in it."""
     entering = sends_of(shares.gateway, shares.turn, shares.lo, shares.hi, own_keys, home, shares.turns)
     span = slice(*shares.node_edge[home // inner :][:2])
@@ -169,7 +171,7 @@ def _turns(demand: Demand, shares: NodeShares, home: int, own_keys: Ints, inner:
         owner = owner[order]
         entry = Entry(entering[t], by_owner(owner, demand.groups), _rows(kept[order]))
         sends = _passed_on(gateway[rows], own[piece[rows]], length, order, home, demand.groups)
-        yield entry, Route(pos, sends, recvs, recvs, sends)
+        yield entry, StepRoute(pos, sends, recvs, recvs, sends)
 
 
 def _passed_on(group: Ints, share: Ints, length: Ints, order: Ints, home: int, groups: int) -> dict[int, Rows]:

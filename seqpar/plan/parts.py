@@ -18,25 +18,25 @@ import numpy as np
 
 from seqpar.facts.intervals import cut, expand
 from seqpar.facts.value import Ints
-from seqpar.plan.placement import Placement
+from seqpar.plan.residence import Residence
 from seqpar.plan.steps import Part, Trade, as_rows
 
 
-def part_of(placement: Placement, widths: Ints, rank: int, width: int) -> Part:
+def part_of(residence: Residence, widths: Ints, rank: int, width: int) -> Part:
     """The part of one width as a rank sees it. widths: of each document."""
     share = rank % width
     members = range(rank - share, rank - share + width)
-    q, at = _trade(placement, widths, rank, members, "q")
-    kv, keys = (q, at) if placement.one_side else _trade(placement, widths, rank, members, "kv")
-    mask = placement.mask
+    q, at = _trade(residence, widths, rank, members, "q")
+    kv, keys = (q, at) if residence.one_side else _trade(residence, widths, rank, members, "kv")
+    mask = residence.mask
     lo, hi = mask.bounds(at)
     return Part(width, share, members, q, kv, mask.key_positions(at), lo, hi, keys)
 
 
-def _trade(placement: Placement, widths: Ints, rank: int, members: range, side: str) -> tuple[Trade, Ints]:
+def _trade(residence: Residence, widths: Ints, rank: int, members: range, side: str) -> tuple[Trade, Ints]:
     """One side of the head trade, and the positions of the inside rows."""
-    held = {m: _rows_of_width(placement, widths, m, len(members), side) for m in members}
-    mine = held[rank][1]
+    held = {m: _rows_of_width(residence, widths, m, len(members), side) for m in members}
+    local = held[rank][1]
     inside = np.concatenate([at for at, _ in held.values()])
     place = np.arange(inside.size)
     if len(members) > 1:
@@ -44,13 +44,13 @@ def _trade(placement: Placement, widths: Ints, rank: int, members: range, side: 
         inside, place[order] = inside[order], np.arange(inside.size)
     ends = np.cumsum([at.size for at, _ in held.values()])
     dest = dict(zip(members, map(as_rows, np.split(place, ends[:-1])), strict=True))
-    return Trade(as_rows(mine) if (np.diff(mine) > 0).all() else mine, dest, inside.size), inside
+    return Trade(as_rows(local) if (np.diff(local) > 0).all() else local, dest, inside.size), inside
 
 
-def _rows_of_width(placement: Placement, widths: Ints, rank: int, width: int, side: str) -> tuple[Ints, Ints]:
+def _rows_of_width(residence: Residence, widths: Ints, rank: int, width: int, side: str) -> tuple[Ints, Ints]:
     """A rank's positions in the documents of one width, ascending, and its local row of each."""
-    starts = placement.offsets_of(side)[:-1]
-    piece = placement.layout_of(side).runs(rank)
+    starts = residence.offsets_of(side)[:-1]
+    piece = residence.layout_of(side).runs(rank)
     row = np.cumsum(piece.count) - piece.count
     if (widths != width).any():
         parts, source = cut(piece, starts)

@@ -17,10 +17,10 @@ from seqpar.facts.layout import Layout
 from seqpar.facts.mask import Mask
 from seqpar.facts.value import Ints, digest_of, frozen, int64_of, is_integer, whole
 from seqpar.plan.derive import Derived
-from seqpar.plan.placement import Placement
 from seqpar.plan.plot import plot
 from seqpar.plan.prediction import Prediction
 from seqpar.plan.report import describe
+from seqpar.plan.residence import Residence
 
 TRANSPORTS = ("fetch", "ring", "double_ring", "gather")
 LIMIT = 1 << 31  # of rows and of tokens: fewer are numbered
@@ -62,7 +62,7 @@ class Plan(Derived):
             raise ValueError(f"node must divide the {layout.ranks} ranks, got {node}")
         per_document = np.ndim(ulysses) == 1
         width = _whole_widths(ulysses if per_document else [ulysses])
-        placement = Placement(mask, layout, keys)
+        residence = Residence(mask, layout, keys)
         self._fill(
             mask=mask,
             layout=layout,
@@ -74,9 +74,9 @@ class Plan(Derived):
             stage_bytes=stage_bytes,
             forecast=None,
             _rows=_checked_rows(layout, rows),
-            widths=_checked_widths(placement, width, per_document, node),
+            widths=_checked_widths(residence, width, per_document, node),
         )
-        self.memo("placement", lambda: placement)  # the checks have looked at where documents live
+        self.memo("residence", lambda: residence)  # the checks have looked at where documents live
 
     def _made_digest(self) -> str:
         layouts = (self.mask.digest(), self.layout.digest(), self.kv_layout.digest())
@@ -118,7 +118,7 @@ class Plan(Derived):
         """A copy with what a step under it is predicted to take, which has no part in the plan's identity."""
         plan: Plan = type(self).__new__(type(self))
         plan._fill(**{**self.__getstate__(), "forecast": forecast})
-        plan.memo("placement", lambda: self.placement)
+        plan.memo("residence", lambda: self.residence)
         return plan
 
     def describe(self) -> str:
@@ -176,9 +176,9 @@ def _whole_widths(widths: Any) -> tuple[int, ...]:
     return tuple(whole("the Ulysses width", u, 1) for u in values)
 
 
-def _checked_widths(placement: Placement, width: tuple[int, ...], per_document: bool, node: int | None) -> Ints:
+def _checked_widths(residence: Residence, width: tuple[int, ...], per_document: bool, node: int | None) -> Ints:
     """The width of each document: the one width for all, or one each where documents of one rank keep width 1."""
-    documents, ranks = len(placement.mask.lengths), placement.layout.ranks
+    documents, ranks = len(residence.mask.lengths), residence.layout.ranks
     if per_document and len(width) != documents:
         raise ValueError(f"ulysses has {len(width)} widths for {documents} documents")
     for u in set(width):
@@ -188,9 +188,9 @@ def _checked_widths(placement: Placement, width: tuple[int, ...], per_document: 
             raise ValueError(f"the Ulysses width must divide node={node}, got {u}")
     if not per_document or set(width) == {1}:
         return frozen(np.full(documents, width[0], np.int64))
-    if not placement.mask.within_documents:
+    if not residence.mask.within_documents:
         raise NotImplementedError("a Ulysses width per document needs bounds inside documents; give one width")
-    return frozen(np.where(placement.alone, 1, np.asarray(width, np.int64)))
+    return frozen(np.where(residence.alone, 1, np.asarray(width, np.int64)))
 
 
 def _checked_rows(layout: Layout, rows: int | Sequence[int] | None) -> ArrayLike:

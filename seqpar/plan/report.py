@@ -12,16 +12,17 @@ from seqpar.plan.counts import Floats, Load, load_of, node_of
 from seqpar.plan.derive import Derived
 from seqpar.plan.steps import Part, Step, count
 
-RANKS = 64  # of a plan, up to which each has a line
-ROWS, ALONE = 1 << 28, 32  # that are looked at for these lines, and what one costs whose neighbours are elsewhere
-DEGREES = 12  # that are listed one by one
+RANKS = 64  # plans of more ranks get no line per rank
+ROWS = 1 << 28  # nor do plans for which these lines would look at more rows
+STRIDED = 32  # rows that one counts for if its neighbours are on other ranks
+DEGREES = 12  # more different degrees are counted by powers of two
 QUANTILES = ("min", "10 %", "median", "90 %", "max")
 
 
 def told_by_rank(plan: Derived) -> bool:
     """Whether each rank has a line, for which all rows are looked at once for each rank."""
     runs, _ = plan.layout.all_runs()
-    rows = plan.mask.tokens + ALONE * int(runs.count[runs.step > 1].sum())
+    rows = plan.mask.tokens + STRIDED * int(runs.count[runs.step > 1].sum())
     return plan.ranks <= RANKS and plan.ranks * rows <= ROWS
 
 
@@ -75,7 +76,7 @@ def _cuts(plan: Derived, load: Load) -> str:
     several = int(np.count_nonzero(plan.degrees > 1))
     node, beyond = node_of(plan), ""
     if node is not None:
-        on_nodes = plan.placement.groups("q", np.full(plan.mask.lengths.size, node))
+        on_nodes = plan.residence.groups("q", np.full(plan.mask.lengths.size, node))
         nodes = np.bincount(on_nodes // plan.ranks)
         beyond = f", {np.count_nonzero(nodes > 1)} of them on several nodes of {node} ranks"
     return (
@@ -103,13 +104,13 @@ def _by_rank(plan: Derived) -> list[str]:
     for rank in range(plan.ranks):
         steps = plan.steps(rank)
         # Inside a head trade each member computes its share of the heads of the group's whole area.
-        mine = sum(s.area / s.part.width for s in steps)
+        computed = sum(s.area / s.part.width for s in steps)
         keys = sum(count(r) for s in steps for r in s.recvs.values()) + sum(s.entry.rows for s in steps if s.entry)
         peers = {p for s in steps for p in (*s.recvs, *(s.entry.recvs if s.entry else ()))} | {
             m for s in steps for m in s.part.members if m != rank
         }
-        ratio = f"{mine * plan.ranks / area:.2f}" if area else "-"
-        row = (f"{plan.rows(rank):,}", f"{plan.layout.tokens(rank):,}", f"{mine:,.0f}", ratio, f"{keys:,}")
+        ratio = f"{computed * plan.ranks / area:.2f}" if area else "-"
+        row = (f"{plan.rows(rank):,}", f"{plan.layout.tokens(rank):,}", f"{computed:,.0f}", ratio, f"{keys:,}")
         lines.append((f"{rank}", *row, f"{len(peers)}", f"{sum(bool(s.local or s.moves) for s in steps)}"))
     note = "steps are those for keys and values of 4 KiB a token, more if they are larger"
     return [note, *_columns(lines, (5, 10, 10, 18, 9, 10, 6, 7))]

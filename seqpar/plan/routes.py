@@ -70,7 +70,7 @@ class Needs(NamedTuple):
         return Needs(np.repeat(np.arange(groups.size), count), self.lo[at], self.hi[at], edges(count))
 
 
-class Route(NamedTuple):
+class StepRoute(NamedTuple):
     """What one step moves, in rows of the inside keys (sends, grad_recvs) and of the step's buffer (the others).
 
     entry: keys that come along for the next step, which sends rows of it; `Step` says how.
@@ -91,7 +91,7 @@ TAPERED = 8192  # keys of a stage from which on two small ones at the end are wo
 Group = TypeVar("Group", int, Ints)
 
 # the step in which a rank's queries meet its own keys
-LOCAL = Route(np.zeros(0, np.int64), {}, {}, {}, {})
+LOCAL = StepRoute(np.zeros(0, np.int64), {}, {}, {}, {})
 
 
 @dataclass(frozen=True, eq=False)
@@ -179,7 +179,7 @@ class Stages(NamedTuple):
         return np.where(nth <= equal[group], main[group] * nth // equal[group], (self.total - last)[group])
 
 
-def fetch(demand: Demand, home: int, own_keys: Ints, stage_rows: int) -> Iterator[Route]:
+def fetch(demand: Demand, home: int, own_keys: Ints, stage_rows: int) -> Iterator[StepRoute]:
     """Each owner sends each group just the keys that it sees, in stages of at most ``stage_rows`` rows.
 
     A stage is a slice of what the receiver sees, in position order. There are as few stages as the limit allows and,
@@ -196,7 +196,7 @@ def fetch(demand: Demand, home: int, own_keys: Ints, stage_rows: int) -> Iterato
     own = group == home
     buffers, recvs = _recvs(demand, home, turn[own], lo[own], hi[own], turns)
     for t in range(turns):
-        yield Route(buffers[t], sends[t], recvs[t], recvs[t], sends[t])
+        yield StepRoute(buffers[t], sends[t], recvs[t], recvs[t], sends[t])
 
 
 def _takers(demand: Demand, home: int, own_keys: Ints) -> Ints:
@@ -289,7 +289,7 @@ def sends_of(
     return _rows_by(turn[kept], group[kept], first[kept], stop[kept], turns)
 
 
-def gather(demand: Demand, home: int, own_keys: Ints) -> Iterator[Route]:
+def gather(demand: Demand, home: int, own_keys: Ints) -> Iterator[StepRoute]:
     """All keys of every owner of which a group sees any, in one stage, own keys among them."""
     needs, groups = demand.needs, demand.groups
     first, stop = np.searchsorted(own_keys, needs.lo), np.searchsorted(own_keys, needs.hi)
@@ -301,10 +301,10 @@ def gather(demand: Demand, home: int, own_keys: Ints) -> Iterator[Route]:
     pos = np.flatnonzero(sources[demand.owner])
     recvs = by_owner(demand.owner[pos], groups)
     own = recvs.pop(home, slice(0, 0))
-    yield Route(pos, sends, recvs, recvs, sends, own=own)
+    yield StepRoute(pos, sends, recvs, recvs, sends, own=own)
 
 
-def ring(demand: Demand, home: int, inner: int) -> Iterator[Route]:
+def ring(demand: Demand, home: int, inner: int) -> Iterator[StepRoute]:
     """Keys go round hop by hop, and on only as far as somebody downstream sees them.
 
     A row stays in the block up to the last hop at which its holder sees it. Its gradient is summed along the way, and
@@ -334,7 +334,7 @@ def ring(demand: Demand, home: int, inner: int) -> Iterator[Route]:
             grad_sends[holder(owner(t), t + 1)] = as_rows(np.flatnonzero(leave > t))
             carry = holder(owner(t + 1), t)
         grad_recvs = {holder(home, t): as_rows(np.flatnonzero(reach[own_keys] == t))}
-        yield Route(pos, sends, recvs, grad_sends, grad_recvs, carry)
+        yield StepRoute(pos, sends, recvs, grad_sends, grad_recvs, carry)
         block = pos
 
 

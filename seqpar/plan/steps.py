@@ -40,18 +40,18 @@ def count(rows: Rows) -> int:
 class Trade:
     """One side (queries or keys) of trading tokens for heads among the ranks that share heads.
 
-    mine: this rank's local rows of the part, in position order. dest: member -> the rows that its tokens take inside,
+    local: this rank's local rows of the part, in position order. dest: member -> the rows that its tokens take inside,
     where all members' rows lie in position order. rows: how many there are inside.
     """
 
-    mine: Rows
+    local: Rows
     dest: Mapping[int, Rows]
     rows: int
 
     @property
     def trivial(self) -> bool:
         """Whether the inside rows are the first local rows as they lie, so that nothing is copied or sent."""
-        return isinstance(self.mine, slice) and self.mine == slice(0, self.rows) and len(self.dest) == 1
+        return isinstance(self.local, slice) and self.local == slice(0, self.rows) and len(self.dest) == 1
 
 
 @dataclass(frozen=True, eq=False)

@@ -76,7 +76,7 @@ def traffic(steps: Sequence[Step], rank: int, shape: HeadShape) -> dict[int, int
 
 def _trade(part: Part, rank: int, shape: HeadShape) -> dict[int, int]:
     """Bytes that a rank sends to the other members of a part on the way in and out of the head trade."""
-    rows, kv_rows = count(part.q.mine), count(part.kv.mine)
+    rows, kv_rows = count(part.q.local), count(part.kv.local)
     heads_here, kv_here = shape.share(part, part.share)
     width = shape.dim + shape.values
     lse = shape.acc if shape.return_lse else 0

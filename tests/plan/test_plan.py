@@ -126,7 +126,7 @@ def test_a_forecast_comes_with_a_copy() -> None:
     assert forecast is not None
     predicted = plan.with_forecast(forecast)
     assert plan.forecast is None and predicted.forecast is forecast
-    assert predicted == plan and predicted.digest() == plan.digest() and predicted.placement is plan.placement
+    assert predicted == plan and predicted.digest() == plan.digest() and predicted.residence is plan.residence
     assert plan.steps(0) is steps and list(map(plain, predicted.steps(0))) == list(map(plain, steps))
 
 

@@ -69,7 +69,7 @@ def enter(call: Call, phase: Phase, part: Part, legs: Sequence[Leg]) -> Callable
     """Posts the way in; what it returns waits and gives the inside tensors, in the order of the legs."""
     at = call.uploaded.rows
     if part.width == 1:
-        local = [take(leg.x, at(leg.trade.mine)) for leg in legs]
+        local = [take(leg.x, at(leg.trade.local)) for leg in legs]
         return lambda: local
     me = part.members[part.share]
     sends, recvs = _sides(part), _sides(part)
@@ -112,7 +112,7 @@ def leave(call: Call, phase: Phase, part: Part, legs: Sequence[Leg]) -> Callable
                     sends[member].append([rows_of(leg.x, at(rows)) for leg in group])
                 for leg in group:
                     if not leg.kept:
-                        parts[leg, member] = leg.empty(call, count(leg.trade.mine), share)
+                        parts[leg, member] = leg.empty(call, count(leg.trade.local), share)
                 for piece, _ in _pieces(call, part, group, me):
                     landing = (
                         _outside(call, leg, share, piece) if leg.kept else Place(parts[leg, member][piece])
@@ -131,7 +131,7 @@ def leave(call: Call, phase: Phase, part: Part, legs: Sequence[Leg]) -> Callable
         for leg in legs:
             for share, member in enumerate(part.members) if not leg.kept else ():
                 values = take(leg.x, at(leg.trade.dest[me])) if member == me else parts[leg, member]
-                target, rows = leg.outside[:, leg.shares[share]], at(leg.trade.mine)
+                target, rows = leg.outside[:, leg.shares[share]], at(leg.trade.local)
                 if leg.summed:
                     add_(target, rows, values)
                 else:
@@ -193,8 +193,8 @@ def _cut(rows: Rows, direct: bool) -> list[tuple[slice, Rows]]:
 
 def _outside(call: Call, leg: Leg, share: int, piece: slice = slice(None)) -> Place:
     """A share's heads of this rank's rows of a part, or of a piece of them."""
-    x, mine = leg.outside[:, leg.shares[share]], leg.trade.mine
-    if isinstance(mine, slice):
-        first, last, _ = piece.indices(count(mine))
-        return Place(x[mine.start + first : mine.start + last])
-    return Place(x, call.uploaded.rows(mine)[piece])
+    x, local = leg.outside[:, leg.shares[share]], leg.trade.local
+    if isinstance(local, slice):
+        first, last, _ = piece.indices(count(local))
+        return Place(x[local.start + first : local.start + last])
+    return Place(x, call.uploaded.rows(local)[piece])

@@ -132,7 +132,7 @@ def _restored(part: Part, saved: Sequence[Any], out: Tensor, lse: Tensor) -> Par
 
 def _viewed(part: Part) -> tuple[slice | None, slice | None]:
     """Which rows of q, and of k and v, a part's tensors are views of; None where they have memory of their own."""
-    q, kv = part.q.mine, part.kv.mine
+    q, kv = part.q.local, part.kv.local
     alone = part.width == 1
     return q if alone and isinstance(q, slice) else None, kv if alone and isinstance(kv, slice) else None
 

@@ -85,7 +85,7 @@ def numbers(steps: Sequence[Step]) -> Iterator[Ints]:
             rows += [step.entry.place, entering_keys(step).rows, *step.entry.sends.values()]
         if step.first:
             for trade in (step.part.q, step.part.kv):
-                rows += [trade.mine, *trade.dest.values()]
+                rows += [trade.local, *trade.dest.values()]
         yield from (x for x in rows if isinstance(x, np.ndarray))
 
 

@@ -23,7 +23,7 @@ from seqpar.facts.value import Ints, Memo, frozen
 
 
 @dataclass(frozen=True, eq=False)
-class Placement(Memo):
+class Residence(Memo):
     """The documents of a mask, their queries in one layout and their keys in the same or another one."""
 
     mask: Mask
