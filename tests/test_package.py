@@ -53,7 +53,7 @@ FLOORS: dict[str, tuple[set[str], set[str] | None]] = {
     "__init__": (FLOOR_3, TENSORS),
 }
 # Files with third parties of their own, which they import where they are called.
-OPTIONAL = {"plan/plot.py": {"matplotlib"}, "dsp/plan.py": {"matplotlib"}, "planner/exact.py": {"scipy"}}
+OPTIONAL = {"plan/plot.py": {"matplotlib"}, "dsp/plan.py": {"matplotlib"}}
 # sub-package -> its files in an order in which each imports only files before it; "a" is a.py or a/__init__.py
 ORDER = {
     "facts": "value intervals mask layout tiles __init__",
@@ -61,6 +61,10 @@ ORDER = {
         heads steps traffic routes hierarchy residence parts prediction derive counts report plot plan __init__
     """,
     "dsp": "form space costs search plan spec specs moves grid overlap runner apply __init__",
+    "planner": """
+        config shape hardware memory groups place nested count cost scale bound forecast problem batch step
+        fit __init__
+    """,
     "comm": """
         entry protocol arguments header owner failure interrupt rendezvous base local group
         shm/comm shm
@@ -297,7 +301,7 @@ def test_the_metadata_asks_for_no_second_torch_and_pins_what_ci_runs() -> None:
     extras = project["project"]["optional-dependencies"]
     direct = {
         requirement(r)
-        for extra in ("cli", "plot", "planner", "ecosystem", "loops", "transformers", "diffusers", "test", "dev")
+        for extra in ("cli", "plot", "ecosystem", "loops", "transformers", "diffusers", "test", "dev")
         for r in extras[extra]
     } - {"seqpar"}
     direct |= {requirement(r) for r in project["project"]["dependencies"]}

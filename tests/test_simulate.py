@@ -16,8 +16,8 @@ from hypothesis import strategies as st
 
 from seqpar import Layout, plan_batch
 from seqpar.planner import Hardware, ModelShape
-from seqpar.planner.batch import STAGE_BYTES
 from seqpar.planner.cost import counted, ticks
+from seqpar.planner.problem import STAGE_BYTES
 
 SHAPE = replace(ModelShape.preset("llama-8b"), layers=2)
 LENGTHS = st.lists(st.sampled_from([1, 7, 100, 900, 3000, 40_000, 90_000]), min_size=24, max_size=60)

@@ -21,8 +21,9 @@ from rich.console import Console
 from rich.table import Table
 
 from bench.lib import records
+from bench.planner.optimum import optimum
 from seqpar.planner import Hardware, Link, ModelShape, plan_batch
-from seqpar.planner.exact import optimum
+from seqpar.planner.problem import Problem
 
 BLOCK = 4096
 MODEL = ModelShape.preset("llama-8b")
@@ -43,7 +44,7 @@ def case(ranks: int, documents: int, seed: int, seconds: float) -> dict[str, Any
     lengths = np.minimum(rng.lognormal(0.5, 1.0, documents).astype(int) + 1, 12)
     options: dict[str, Any] = {"model": MODEL, "hardware": coarse()}
     began = time.perf_counter()
-    best = optimum(lengths, ranks, seconds=seconds, **options)
+    best = optimum(Problem.of(lengths, ranks, **options), seconds=seconds)
     spent = time.perf_counter() - began
     bound, found = best.plan.forecast.bound, int(best.plan.forecast.ticks.total.max())
     planned = int(plan_batch(lengths, ranks, node=1, **options).forecast.ticks.total.max())

@@ -25,11 +25,12 @@ from seqpar.facts.layout import Layout
 from seqpar.facts.value import Ints
 from seqpar.plan.counts import Tally
 from seqpar.plan.traffic import DTYPE_BYTES
-from seqpar.planner.batch import STAGE_BYTES, layers_of
-from seqpar.planner.bound import areas, document_ticks, lower_bound
+from seqpar.planner.bound import document_ticks, lower_bound
 from seqpar.planner.cost import Weights, counted, ticks, timeline
+from seqpar.planner.count import areas
 from seqpar.planner.hardware import Hardware
 from seqpar.planner.memory import Memory
+from seqpar.planner.problem import STAGE_BYTES, layers_of
 from seqpar.planner.shape import ModelShape
 
 ONE_STAGE = 1 << 62

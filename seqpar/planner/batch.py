@@ -9,27 +9,24 @@ from __future__ import annotations
 import itertools
 import math
 from collections.abc import Sequence
-from dataclasses import replace
-from functools import lru_cache
 from typing import NamedTuple
 
 import numpy as np
 from numpy.typing import ArrayLike
 
-from seqpar.facts.layout import RANKS
 from seqpar.facts.mask import Mask
-from seqpar.facts.value import Ints, lengths_of, whole
+from seqpar.facts.value import Ints
 from seqpar.plan import Plan
 from seqpar.plan.plan import check_positions
 from seqpar.planner.bound import document_ticks, lower_bound
 from seqpar.planner.cost import Counted, Layers, Ticks, Weights, counted, counted_each, layers_in, ticks_of_each
 from seqpar.planner.forecast import Forecast
 from seqpar.planner.hardware import Hardware
-from seqpar.planner.memory import Memory
 from seqpar.planner.nested import Nest, nested
 from seqpar.planner.place import Documents, Knobs, Pieces, Placement, layout_of, placements
+from seqpar.planner.problem import STAGE_BYTES, Problem
 from seqpar.planner.scale import weights_for
-from seqpar.planner.shape import RECOMPUTE, ModelShape
+from seqpar.planner.shape import ModelShape
 
 TYPICAL_STAGES = 3  # stages in which a rank is taken to fetch, where documents are placed
 ALONE = Knobs(80, 40, 4, 0, 1)  # every document by ranks of their own heads
@@ -44,7 +41,6 @@ NESTS_OF_MANY = [
     Nest(*counts) for counts in ((2, 8, 4, 3), (1, 8, 4, 3), (2, 6, 0, 6), (1, 6, 0, 3), (2, 2, 0, 3), (3, 2, 0, 3))
 ]
 NEAR = 200  # one part in so many above the mean of all ranks: no plan is better by more
-STAGE_BYTES = (8 << 20, 32 << 20, 128 << 20)  # bytes of the keys of a stage
 
 
 def plan_batch(
@@ -71,104 +67,35 @@ def plan_batch(
     Raises: ValueError for lengths that are not positive, a batch that does not fit, saying how many ranks would do, and
     for masks of other lengths. NotImplementedError for 2**31 tokens and more, which kernels do not number.
     """
-    lengths, ranks = lengths_of("lengths", lengths), whole("ranks", ranks, 1, RANKS)
-    check_positions(int(lengths.sum()))
-    machine = Hardware.of(hardware)
-    shape, memory = fitting(model, machine, -(-int(lengths.sum()) // ranks))
-    layers = layers_of(lengths, masks, shape)
-    node = min(ranks, machine.node if node is None else whole("node", node, 1))
-    room = room_for(lengths, ranks, memory, token_slack=token_slack, max_tokens_per_rank=max_tokens_per_rank)
+    problem = Problem.of(
+        lengths, ranks, masks=masks, model=model, hardware=hardware, node=node, token_slack=token_slack,
+        max_tokens_per_rank=max_tokens_per_rank,
+    )  # fmt: skip
+    return plan_of(problem)
+
+
+def plan_of(problem: Problem) -> Plan:
+    """The plan of a batch, with its forecast. Raises as `plan_batch`."""
+    check_positions(problem.tokens)
+    layers, room, node = problem.layers, problem.room, problem.node
+    shape, machine = problem.model, problem.hardware
     weights = weights_for(layers, shape, machine, stage_bytes=STAGE_BYTES[0])
     try:
-        best = choose(layers, weights, ranks, node=node, room=room)
+        best = choose(layers, weights, problem.ranks, node=node, room=room)
     except OverflowError:  # some candidate merges more than the others compute
         weights = weights_for(layers, shape, machine, stage_bytes=STAGE_BYTES[0], rows=int(room.max()) * node)
-        best = choose(layers, weights, ranks, node=node, room=room)
-    width = int(best.widths[0])
+        best = choose(layers, weights, problem.ranks, node=node, room=room)
+    mask, width = layers[0][0], int(best.widths[0])
     plan = Plan(
-        layers[0][0],
-        layout_of(layers[0][0], best.pieces, ranks),
+        mask,
+        layout_of(mask, best.pieces, problem.ranks),
         ulysses=width if (best.widths == width).all() else best.widths.tolist(),
         node=best.node,
         stage_bytes=best.stage_bytes,
     )
-    bound = lower_bound(layers, weights, ranks)
-    return plan.with_forecast(Forecast(best.ticks, bound, weights.second, best.rows, memory, shape, machine, node))
-
-
-def fitting(model: str | ModelShape, machine: Hardware, rows: int) -> tuple[ModelShape, Memory]:
-    """A model and its memory; one given by name with the least recomputation with which so many rows fit, if any do."""
-    if isinstance(model, ModelShape):
-        return model, _memory(model, machine)
-    for recompute in RECOMPUTE:
-        shape = _preset(model, recompute) if isinstance(model, str) else ModelShape.preset(model)
-        memory = _memory(shape, machine)
-        if rows <= memory.rows:
-            break
-    return shape, memory
-
-
-@lru_cache(maxsize=64)
-def _preset(model: str, recompute: str) -> ModelShape:
-    return replace(ModelShape.preset(model), recompute=recompute)
-
-
-@lru_cache(maxsize=64)
-def _memory(shape: ModelShape, machine: Hardware) -> Memory:
-    return Memory.of(shape, machine, STAGE_BYTES[-1])
-
-
-def layers_of(lengths: Ints, masks: Mask | Sequence[Mask] | None, shape: ModelShape) -> Layers:
-    """The masks of a model's layers with their numbers, that of most layers first."""
-    if masks is None:
-        groups = [(Mask(lengths, window=(window, None)), count) for window, count in shape.window_groups()]
-    elif isinstance(masks, Mask):
-        groups = [(masks, shape.layers)]
-    else:
-        if not isinstance(masks, Sequence) or not all(isinstance(mask, Mask) for mask in masks):
-            raise ValueError(f"masks must be a Mask, or one for each layer, got {masks!r:.200}")
-        if len(masks) != shape.layers:
-            raise ValueError(f"masks has {len(masks)} masks for the {shape.layers} layers of {shape.name}")
-        counts: dict[Mask, int] = {}
-        for mask in masks:
-            counts[mask] = counts.get(mask, 0) + 1
-        groups = list(counts.items())
-    for mask, _ in groups:
-        if not np.array_equal(mask.lengths, lengths) or mask.kv_lengths is not mask.lengths:
-            raise ValueError(f"every mask must have the batch's documents, queries and keys alike, got {mask!r}")
-    return sorted(groups, key=lambda group: -group[1])
-
-
-def room_for(lengths: Ints, ranks: int, memory: Memory, *, token_slack: float, max_tokens_per_rank: int | None) -> Ints:
-    """Rows that each rank may take, int64 [ranks].
-
-    Raises: ValueError if the batch does not fit, naming the least number of ranks that would do.
-    """
-    if not (isinstance(token_slack, (int, float)) and 0 <= token_slack < math.inf):
-        raise ValueError(f"token_slack must be a number of at least 0, got {token_slack!r}")
-    tokens = int(lengths.sum())
-    most = memory.rows
-    if max_tokens_per_rank is not None:
-        most = min(most, whole("max_tokens_per_rank", max_tokens_per_rank, 1))
-    if -(-tokens // ranks) > most:
-        raise ValueError(refusal(tokens, ranks, most, memory))
-    # a rank that has the room for all tokens eight times over needs no more
-    mean = int(tokens * (1 + min(token_slack, 8 * ranks))) // ranks
-    return np.full(ranks, min(most, mean + 1), np.int64)
-
-
-def refusal(tokens: int, ranks: int, most: int, memory: Memory) -> str:
-    """Why a batch does not fit, and what would."""
-    if not most:
-        return (
-            f"no row fits: {memory.fixed / 1e9:.1f} GB of buffers and gathered weights leave nothing of "
-            f"{memory.usable / 1e9:.1f} GB a rank; give a machine with more memory or a smaller reserve"
-        )
-    return (
-        f"{tokens:,} tokens on {ranks} ranks are {-(-tokens // ranks):,} a rank, and a rank holds at most {most:,}; "
-        f"give at least {-(-tokens // most)} ranks, a batch (or one document) of at most {most * ranks:,} tokens, "
-        'several micro-batches (plan_step), or recompute more (ModelShape recompute="full")'
-    )
+    bound = lower_bound(layers, weights, problem.ranks)
+    forecast = Forecast(best.ticks, bound, weights.second, best.rows, problem.memory, shape, machine, node)
+    return plan.with_forecast(forecast)
 
 
 class Candidate(NamedTuple):

@@ -16,15 +16,14 @@ from typing import NamedTuple
 import numpy as np
 from numpy.typing import ArrayLike
 
-from seqpar.facts.layout import RANKS
 from seqpar.facts.mask import Mask
 from seqpar.facts.value import Ints, frozen, lengths_of, whole
 from seqpar.plan import Plan
 from seqpar.plan.plan import check_positions
-from seqpar.planner.batch import fitting, layers_of, plan_batch, refusal
+from seqpar.planner.batch import plan_of
 from seqpar.planner.bound import document_ticks
 from seqpar.planner.hardware import Hardware
-from seqpar.planner.memory import Memory
+from seqpar.planner.problem import Problem
 from seqpar.planner.scale import weights_for
 from seqpar.planner.shape import ModelShape
 
@@ -66,39 +65,29 @@ def plan_step(
     number of ranks; for fewer micro-batches than memory allows or more than there are documents; and where
     ``plan_batch`` does.
     """
-    lengths, ranks = lengths_of("lengths", lengths), whole("ranks", ranks, 1, RANKS)
-    machine = Hardware.of(hardware)
+    lengths = lengths_of("lengths", lengths)
     needed = int(lengths.max())
     check_positions(needed)
     if micro_batches is not None:
         needed = max(needed, -(-int(lengths.sum()) // whole("micro_batches", micro_batches, 1)))
-    shape, memory = fitting(model, machine, -(-needed // ranks))
-    capacity = min(ranks * _most(lengths, ranks, memory, max_tokens_per_rank), MOST)
-    layers = layers_of(lengths, masks, shape)
-    w = weights_for(layers, shape, machine)
-    ticks = document_ticks(layers, w)
+    problem = Problem.of(
+        lengths, ranks, masks=masks, model=model, hardware=hardware, node=node, token_slack=token_slack,
+        max_tokens_per_rank=max_tokens_per_rank, at_once=needed,
+    )  # fmt: skip
+    capacity = min(problem.ranks * _most(problem), MOST)
+    w = weights_for(problem.layers, problem.model, problem.hardware)
+    ticks = document_ticks(problem.layers, w)
     parts = split(lengths, ticks, w.row + w.label, capacity=capacity, count=micro_batches)
-    return [
-        MicroBatch(
-            part,
-            plan_batch(
-                lengths[part], ranks, masks=masks if len(parts) == 1 else _picked(masks, part), model=shape,
-                hardware=machine, node=node, token_slack=token_slack, max_tokens_per_rank=max_tokens_per_rank,
-            ),
-        )
-        for part in parts
-    ]  # fmt: skip
+    return [MicroBatch(part, plan_of(problem.pick(part))) for part in parts]
 
 
-def _most(lengths: Ints, ranks: int, memory: Memory, max_tokens_per_rank: int | None) -> int:
+def _most(problem: Problem) -> int:
     """Rows of a rank in a micro-batch, at most. Raises ValueError if the longest document needs more."""
-    most = memory.rows
-    if max_tokens_per_rank is not None:
-        most = min(most, whole("max_tokens_per_rank", max_tokens_per_rank, 1))
-    longest = int(lengths.argmax())
-    tokens = int(lengths[longest])
+    most, ranks = problem.most, problem.ranks
+    longest = int(problem.lengths.argmax())
+    tokens = int(problem.lengths[longest])
     if not most:
-        raise ValueError(refusal(tokens, ranks, most, memory))
+        raise ValueError(problem.refusal(tokens))
     if tokens > most * ranks:
         raise ValueError(
             f"document {longest} has {tokens:,} tokens, and a micro-batch holds at most {most * ranks:,}, {most:,} on "
@@ -106,14 +95,6 @@ def _most(lengths: Ints, ranks: int, memory: Memory, max_tokens_per_rank: int | 
             'tokens, or recompute more (ModelShape recompute="full")'
         )
     return most
-
-
-def _picked(masks: Mask | Sequence[Mask] | None, documents: Ints) -> Mask | list[Mask] | None:
-    """The masks of some documents."""
-    if masks is None or isinstance(masks, Mask):
-        return None if masks is None else masks.pick(documents)
-    picked = {mask: mask.pick(documents) for mask in dict.fromkeys(masks)}
-    return [picked[mask] for mask in masks]
 
 
 def split(lengths: Ints, ticks: Ints, row: int, *, capacity: int, count: int | None = None) -> list[Ints]:

@@ -11,9 +11,9 @@ from hypothesis import strategies as st
 
 from seqpar import Mask, Plan
 from seqpar.planner import Hardware, Link, ModelShape, plan_batch, plan_step
-from seqpar.planner.batch import layers_of
 from seqpar.planner.bound import document_ticks, lower_bound
 from seqpar.planner.cost import Weights, counted, ticks, trades
+from seqpar.planner.problem import layers_of
 from tests.cases import LAYOUTS, divisors, make_layout
 
 FREE = Link(latency=0.0, bandwidth=1e30)

@@ -13,8 +13,8 @@ from hypothesis import strategies as st
 from seqpar import Mask
 from seqpar.plan.counts import load_of
 from seqpar.planner import Hardware, Link, ModelShape, plan_batch, plan_step
-from seqpar.planner.batch import layers_of
 from seqpar.planner.cost import Weights
+from seqpar.planner.problem import layers_of
 from seqpar.planner.scale import weights_for, whole_ticks
 
 VAST = dataclasses.replace(Hardware.preset("h100"), memory=1 << 60)

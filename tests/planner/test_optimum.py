@@ -10,6 +10,7 @@ import subprocess
 import sys
 from collections.abc import Sequence
 from pathlib import Path
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 import pytest
@@ -17,9 +18,12 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from seqpar import Layout, Mask
-from seqpar.planner import Attention, Hardware, Link, ModelShape, exact, plan_batch
-from seqpar.planner.batch import layers_of
+from seqpar.planner import Attention, Hardware, Link, ModelShape, plan_batch
 from seqpar.planner.cost import Weights, counted, ticks
+from seqpar.planner.problem import Problem, layers_of
+
+if TYPE_CHECKING:
+    from bench.planner.optimum import Optimum
 
 MODEL = dataclasses.replace(ModelShape.preset("llama-8b"), layers=2)
 WINDOWS = dataclasses.replace(MODEL, layers=3, windows=(2, None))
@@ -32,10 +36,14 @@ COARSE = dataclasses.replace(
 LENGTHS = st.lists(st.integers(1, 5), min_size=1, max_size=6)
 
 
-@pytest.fixture(autouse=True)
-def scipy(request: pytest.FixtureRequest) -> None:
-    if "missing" not in request.node.name:
-        pytest.importorskip("scipy")
+pytest.importorskip("scipy")
+
+
+def optimum(lengths: Sequence[int], ranks: int, *, block: int = 1, seconds: float = 60.0, **options: Any) -> Optimum:
+    """The best plan on this machine."""
+    from bench.planner.optimum import optimum
+
+    return optimum(Problem.of(lengths, ranks, hardware=COARSE, **options), block=block, seconds=seconds)
 
 
 def computed(masks: list[Mask] | None, model: ModelShape, layout: Layout, lengths: Sequence[int]) -> int:
@@ -61,7 +69,7 @@ def test_the_optimum_is_the_best_of_all_layouts(lengths: tuple[int, ...], ranks:
         for rank in itertools.product(range(ranks), repeat=tokens)
         if np.bincount(rank).max() <= tokens // ranks + 1
     )
-    found = exact.optimum(lengths, ranks, masks=masks, model=MODEL, hardware=COARSE)
+    found = optimum(lengths, ranks, masks=masks, model=MODEL)
     assert best == computed(masks, MODEL, found.plan.layout, lengths) == found.plan.forecast.ticks.total.max()
     assert best - 2 - 3e-6 * best <= found.least <= best
 
@@ -69,7 +77,7 @@ def test_the_optimum_is_the_best_of_all_layouts(lengths: tuple[int, ...], ranks:
 @settings(max_examples=25)
 @given(LENGTHS, st.integers(1, 4), st.sampled_from([MODEL, WINDOWS]))
 def test_the_optimum_lies_between_the_bound_and_a_plan(lengths: list[int], ranks: int, model: ModelShape) -> None:
-    found = exact.optimum(lengths, ranks, model=model, hardware=COARSE, seconds=2)
+    found = optimum(lengths, ranks, model=model, seconds=2)
     plan = plan_batch(lengths, ranks, model=model, hardware=COARSE, node=1)
     assert plan.forecast.bound == found.plan.forecast.bound <= found.least
     assert found.least <= found.plan.forecast.ticks.total.max()
@@ -79,7 +87,7 @@ def test_the_optimum_lies_between_the_bound_and_a_plan(lengths: list[int], ranks
 
 
 def test_blocks_stay_whole() -> None:
-    found = exact.optimum([10, 7, 4], 3, model=MODEL, hardware=COARSE, block=4, token_slack=0.3)
+    found = optimum([10, 7, 4], 3, model=MODEL, block=4, token_slack=0.3)
     owner = found.plan.layout.owner()
     for start, stop in ((0, 4), (4, 8), (8, 10), (10, 14), (14, 17), (17, 21)):
         assert len(set(owner[start:stop].tolist())) == 1
@@ -87,15 +95,9 @@ def test_blocks_stay_whole() -> None:
 
 def test_blocks_that_no_rank_can_take_say_what_helps() -> None:
     with pytest.raises(ValueError, match="no plan of 1 blocks on 2 ranks of at most 6 rows.* smaller blocks"):
-        exact.optimum([10], 2, model=MODEL, hardware=COARSE, block=10)
+        optimum([10], 2, model=MODEL, block=10)
     with pytest.raises(ValueError, match="at least 4 ranks"):
-        exact.optimum([10, 5], 3, model=MODEL, hardware=COARSE, max_tokens_per_rank=4)
-
-
-def test_scipy_missing_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setitem(sys.modules, "scipy", None)
-    with pytest.raises(ImportError, match=r"need scipy.*seqpar\[planner\]"):
-        exact.optimum([2, 3], 2, model=MODEL, hardware=COARSE)
+        optimum([10, 5], 3, model=MODEL, max_tokens_per_rank=4)
 
 
 def test_the_benchmark_writes_its_table(tmp_path: Path) -> None:

@@ -16,25 +16,22 @@ under any other. Ranks are alike, so the blocks in order of their cost may be ta
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from types import ModuleType
 from typing import Any, NamedTuple
 
 import numpy as np
-from numpy.typing import ArrayLike, NDArray
+from numpy.typing import NDArray
+from scipy import optimize, sparse
 
 from seqpar.facts.intervals import expand
-from seqpar.facts.layout import RANKS, Layout
+from seqpar.facts.layout import Layout
 from seqpar.facts.mask import Mask
-from seqpar.facts.value import Ints, lengths_of, whole
+from seqpar.facts.value import Ints, whole
 from seqpar.plan import Plan
-from seqpar.planner.batch import STAGE_BYTES, fitting, layers_of, room_for
 from seqpar.planner.bound import lower_bound
 from seqpar.planner.cost import Layers, Weights, counted, ticks
 from seqpar.planner.forecast import Forecast
-from seqpar.planner.hardware import Hardware
+from seqpar.planner.problem import STAGE_BYTES, Problem
 from seqpar.planner.scale import weights_for
-from seqpar.planner.shape import ModelShape
 
 TOLERANCE = 1e-6  # of what HiGHS calls feasible, relative to the bound
 
@@ -57,41 +54,26 @@ class Blocks(NamedTuple):
     begins: NDArray[np.bool_]
 
 
-def optimum(
-    lengths: ArrayLike,
-    ranks: int,
-    *,
-    masks: Mask | Sequence[Mask] | None = None,
-    model: str | ModelShape = "llama-8b",
-    hardware: str | Hardware = "h100",
-    token_slack: float = 0.0,
-    max_tokens_per_rank: int | None = None,
-    block: int = 1,
-    seconds: float = 60.0,
-) -> Optimum:
+def optimum(problem: Problem, *, block: int = 1, seconds: float = 60.0) -> Optimum:
     """The plan of whole blocks and width 1 whose slowest rank computes least, as far as HiGHS gets.
 
     block: tokens of a block; a document's last may have fewer. seconds: for HiGHS; ``least`` is valid whenever it
-    stops, and equals the ticks of the plan where it finished. The other arguments are those of `plan_batch`. Meant for
-    some tens of blocks on a few ranks.
+    stops, and equals the ticks of the plan where it finished. Meant for some tens of blocks on a few ranks.
 
-    Raises: ImportError without scipy; ValueError where `plan_batch` does, and if no plan was found: blocks too long for
-    the rows of the ranks, or too little time.
+    Raises: ValueError where `plan_batch` does, and if no plan was found: blocks too long for the rows of the ranks, or
+    too little time.
     """
-    lengths, ranks = lengths_of("lengths", lengths), whole("ranks", ranks, 1, RANKS)
-    machine = Hardware.of(hardware)
-    shape, memory = fitting(model, machine, -(-int(lengths.sum()) // ranks))
-    layers = layers_of(lengths, masks, shape)
-    room = room_for(lengths, ranks, memory, token_slack=token_slack, max_tokens_per_rank=max_tokens_per_rank)
+    lengths, ranks, layers, room = problem.lengths, problem.ranks, problem.layers, problem.room
+    shape, machine = problem.model, problem.hardware
     w = weights_for(layers, shape, machine, stage_bytes=STAGE_BYTES[-1], rows=int(room.max()))
     blocks, bound = blocks_of(lengths, whole("block", block, 1)), lower_bound(layers, w, ranks)
     rank, least = _solved(blocks, layers, w, room, bound, seconds)
     order = np.argsort(rank, kind="stable")
     layout = Layout.from_pieces(blocks.start[order], blocks.rows[order], rank[order], ranks, name="optimal")
-    found = counted(layers, layout, widths=np.ones_like(lengths), node=1, forwarded=False)
+    counts = counted(layers, layout, widths=np.ones_like(lengths), node=1, forwarded=False)
     plan = Plan(layers[0][0], layout, stage_bytes=STAGE_BYTES[-1])
-    t = ticks(found, w, stage_bytes=STAGE_BYTES[-1])
-    forecast = Forecast(t, bound, w.second, found.rows, memory, shape, machine, min(ranks, machine.node))
+    t = ticks(counts, w, stage_bytes=STAGE_BYTES[-1])
+    forecast = Forecast(t, bound, w.second, counts.rows, problem.memory, shape, machine, problem.node)
     return Optimum(plan.with_forecast(forecast), least)
 
 
@@ -136,7 +118,6 @@ class _Program:
 
     def solve(self, cost: int, seconds: float) -> Any:
         """HiGHS' answer: the variable ``cost`` minimised."""
-        optimize, sparse = _scipy()
         value, row, column = (np.concatenate(part) for part in zip(*self.entries, strict=True))
         matrix = sparse.csr_array((value, (row, column)), shape=(self.rows, self.size))
         low, high = (np.concatenate(part) for part in zip(*self.sides, strict=True))
@@ -149,14 +130,6 @@ class _Program:
             constraints=optimize.LinearConstraint(matrix, low, high),
             options={"time_limit": seconds, "mip_rel_gap": TOLERANCE},
         )
-
-
-def _scipy() -> tuple[ModuleType, ModuleType]:
-    try:
-        from scipy import optimize, sparse
-    except ImportError:
-        raise ImportError("exact plans need scipy, which is not installed: pip install 'seqpar[planner]'") from None
-    return optimize, sparse
 
 
 def _solved(blocks: Blocks, layers: Layers, w: Weights, room: Ints, bound: int, seconds: float) -> tuple[Ints, int]:

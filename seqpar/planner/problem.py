@@ -1,0 +1,171 @@
+"""What is to be planned, checked once: a batch, the model and the machine that compute it, and limits of its ranks."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+from functools import cached_property, lru_cache
+
+import numpy as np
+from numpy.typing import ArrayLike
+
+from seqpar.facts.layout import RANKS
+from seqpar.facts.mask import Mask
+from seqpar.facts.value import Ints, lengths_of, whole
+from seqpar.planner.cost import Layers
+from seqpar.planner.hardware import Hardware
+from seqpar.planner.memory import Memory
+from seqpar.planner.shape import RECOMPUTE, ModelShape
+
+STAGE_BYTES = (8 << 20, 32 << 20, 128 << 20)  # bytes of the keys of a stage
+
+
+@dataclass(frozen=True, eq=False)
+class Problem:
+    """A batch to plan, as `plan_batch` is given it.
+
+    lengths: int64 [documents]. masks: one for all layers, one for each, or None for the model's own. memory: of a rank.
+    node: consecutive ranks that share fast links, at most all. The limits are checked when `room` or `most` is asked.
+    """
+
+    lengths: Ints
+    ranks: int
+    masks: Mask | Sequence[Mask] | None
+    model: ModelShape
+    hardware: Hardware
+    memory: Memory
+    node: int
+    token_slack: float
+    max_tokens_per_rank: int | None
+
+    @classmethod
+    def of(
+        cls,
+        lengths: ArrayLike,
+        ranks: int,
+        *,
+        masks: Mask | Sequence[Mask] | None = None,
+        model: str | ModelShape = "llama-8b",
+        hardware: str | Hardware = "h100",
+        node: int | None = None,
+        token_slack: float = 0.0,
+        max_tokens_per_rank: int | None = None,
+        at_once: int | None = None,
+    ) -> Problem:
+        """The problem of `plan_batch`'s arguments. at_once: tokens that are to fit together, by default all.
+
+        Raises: ValueError for arguments that make no sense.
+        """
+        tokens, ranks = lengths_of("lengths", lengths), whole("ranks", ranks, 1, RANKS)
+        machine = Hardware.of(hardware)
+        together = int(tokens.sum()) if at_once is None else at_once
+        shape, memory = _fitting(model, machine, -(-together // ranks))
+        node = min(ranks, machine.node if node is None else whole("node", node, 1))
+        return cls(tokens, ranks, masks, shape, machine, memory, node, token_slack, max_tokens_per_rank)
+
+    def pick(self, documents: Ints) -> Problem:
+        """The same for some of the documents."""
+        masks = self.masks
+        if documents.size == self.lengths.size or masks is None:
+            picked = masks
+        elif isinstance(masks, Mask):
+            picked = masks.pick(documents)
+        else:
+            each = {mask: mask.pick(documents) for mask in dict.fromkeys(masks)}
+            picked = [each[mask] for mask in masks]
+        return replace(self, lengths=self.lengths[documents], masks=picked)
+
+    @property
+    def tokens(self) -> int:
+        """Tokens of the batch."""
+        return int(self.lengths.sum())
+
+    @cached_property
+    def layers(self) -> Layers:
+        """The masks of the model's layers with their numbers, that of most layers first.
+
+        Raises: ValueError for masks of other documents, or of another number of layers.
+        """
+        return layers_of(self.lengths, self.masks, self.model)
+
+    @property
+    def most(self) -> int:
+        """Rows that a rank can hold."""
+        if self.max_tokens_per_rank is None:
+            return self.memory.rows
+        return min(self.memory.rows, whole("max_tokens_per_rank", self.max_tokens_per_rank, 1))
+
+    @property
+    def room(self) -> Ints:
+        """Rows that each rank may take, int64 [ranks].
+
+        Raises: ValueError if the batch does not fit, naming the least number of ranks that would do.
+        """
+        slack, tokens, ranks = self.token_slack, self.tokens, self.ranks
+        if not (isinstance(slack, (int, float)) and 0 <= slack < math.inf):
+            raise ValueError(f"token_slack must be a number of at least 0, got {slack!r}")
+        most = self.most
+        if -(-tokens // ranks) > most:
+            raise ValueError(self.refusal(tokens))
+        # a rank that has the room for all tokens eight times over needs no more
+        mean = int(tokens * (1 + min(slack, 8 * ranks))) // ranks
+        return np.full(ranks, min(most, mean + 1), np.int64)
+
+    def refusal(self, tokens: int) -> str:
+        """Why so many tokens do not fit, and what would."""
+        memory, ranks, most = self.memory, self.ranks, self.most
+        if not most:
+            return (
+                f"no row fits: {memory.fixed / 1e9:.1f} GB of buffers and gathered weights leave nothing of "
+                f"{memory.usable / 1e9:.1f} GB a rank; give a machine with more memory or a smaller reserve"
+            )
+        return (
+            f"{tokens:,} tokens on {ranks} ranks are {-(-tokens // ranks):,} a rank, and a rank holds at most "
+            f"{most:,}; give at least {-(-tokens // most)} ranks, a batch (or one document) of at most "
+            f"{most * ranks:,} tokens, several micro-batches (plan_step), or recompute more (ModelShape "
+            'recompute="full")'
+        )
+
+
+def _fitting(model: str | ModelShape, machine: Hardware, rows: int) -> tuple[ModelShape, Memory]:
+    """A model and its memory; one given by name with the least recomputation with which so many rows fit, if any do."""
+    if isinstance(model, ModelShape):
+        return model, _memory(model, machine)
+    for recompute in RECOMPUTE:
+        shape = _preset(model, recompute) if isinstance(model, str) else ModelShape.preset(model)
+        memory = _memory(shape, machine)
+        if rows <= memory.rows:
+            break
+    return shape, memory
+
+
+@lru_cache(maxsize=64)
+def _preset(model: str, recompute: str) -> ModelShape:
+    return replace(ModelShape.preset(model), recompute=recompute)
+
+
+@lru_cache(maxsize=64)
+def _memory(shape: ModelShape, machine: Hardware) -> Memory:
+    return Memory.of(shape, machine, STAGE_BYTES[-1])
+
+
+def layers_of(lengths: Ints, masks: Mask | Sequence[Mask] | None, shape: ModelShape) -> Layers:
+    """The masks of a model's layers with their numbers, that of most layers first."""
+    if masks is None:
+        groups = [(Mask(lengths, window=(window, None)), count) for window, count in shape.window_groups()]
+    elif isinstance(masks, Mask):
+        groups = [(masks, shape.layers)]
+    else:
+        if not isinstance(masks, Sequence) or not all(isinstance(mask, Mask) for mask in masks):
+            raise ValueError(f"masks must be a Mask, or one for each layer, got {masks!r:.200}")
+        if len(masks) != shape.layers:
+            raise ValueError(f"masks has {len(masks)} masks for the {shape.layers} layers of {shape.name}")
+        counts: dict[Mask, int] = {}
+        for mask in masks:
+            counts[mask] = counts.get(mask, 0) + 1
+        groups = list(counts.items())
+    for mask, _ in groups:
+        if not np.array_equal(mask.lengths, lengths) or mask.kv_lengths is not mask.lengths:
+            raise ValueError(f"every mask must have the batch's documents, queries and keys alike, got {mask!r}")
+    return sorted(groups, key=lambda group: -group[1])
