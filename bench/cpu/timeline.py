@@ -19,17 +19,17 @@ import os
 import tempfile
 import threading
 import time
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable
 from pathlib import Path
 from typing import Any
 
 import torch
 import torch.distributed as dist
-from torch import Tensor
 from torch._C._profiler import _ExperimentalConfig
 from torch.profiler import ProfilerActivity, profile
 
 import seqpar
+from bench.lib.watched import Side, Watched
 from seqpar.comm import Comm, GroupComm, Tag, Work
 from seqpar.ops.attention.call import Phase
 from seqpar.testing import run_processes, run_threads
@@ -41,25 +41,19 @@ COMPUTING = ("seqpar compute", "seqpar differentiate")
 WAITING = "seqpar wait"
 ON_GPU = ("kernel", "gpu_memcpy", "gpu_memset")
 
-# --- comms that can be watched ----------------------------------------------------------------------------------------
+# --- what watches exchanges ------------------------------------------------------------------------------------------
 
 
 class Timed:
-    """A comm of CPU tensors that notes when each exchange is posted and when it is complete."""
+    """Notes when each exchange of CPU tensors is posted and when it is complete."""
 
-    def __init__(self, comm: Comm) -> None:
-        self.comm = comm
+    def __init__(self) -> None:
         self.found: list[Event] = []
 
-    def __getattr__(self, name: str) -> Any:
-        return getattr(self.comm, name)
-
-    def exchange(
-        self, sends: Mapping[int, Sequence[Tensor]], recvs: Mapping[int, Sequence[Tensor]], *, tag: Tag
-    ) -> Work:
+    def exchange(self, post: Callable[[], Work], sends: Side, recvs: Side, tag: Tag) -> Work:
         name, start = f"{Phase(tag.phase).name.lower()} {tag.stage}", time.time_ns() / 1e3
         peers = sorted({peer for side in (sends, recvs) for peer, tensors in side.items() if any(map(len, tensors))})
-        work = self.comm.exchange(sends, recvs, tag=tag)
+        work = post()
 
         def note() -> None:
             event = {"ph": "X", "cat": "exchange", "name": name, "ts": start, "dur": time.time_ns() / 1e3 - start}
@@ -91,20 +85,15 @@ class TimedWork:
 
 
 class OnStream:
-    """A `LocalComm` whose copies go to a stream of their own, as NCCL's do: an exchange belongs to what posts it."""
+    """Puts the copies of a `LocalComm` on a stream of their own, as NCCL's are: they belong to what posts them."""
 
-    def __init__(self, comm: Comm, stream: torch.cuda.Stream) -> None:
-        self.comm, self.stream = comm, stream
+    def __init__(self, stream: torch.cuda.Stream) -> None:
+        self.stream = stream
 
-    def __getattr__(self, name: str) -> Any:
-        return getattr(self.comm, name)
-
-    def exchange(
-        self, sends: Mapping[int, Sequence[Tensor]], recvs: Mapping[int, Sequence[Tensor]], *, tag: Tag
-    ) -> Work:
+    def exchange(self, post: Callable[[], Work], sends: Side, recvs: Side, tag: Tag) -> Work:
         self.stream.wait_stream(torch.cuda.current_stream())
         with torch.cuda.stream(self.stream):
-            return self.comm.exchange(sends, recvs, tag=tag)
+            return post()
 
 
 # --- one rank ---------------------------------------------------------------------------------------------------------
@@ -157,8 +146,8 @@ def profiled(device: torch.device, run: Callable[[], None], threads: bool = Fals
 def cpu_rank(comm: Comm, args: argparse.Namespace) -> list[Event]:
     """A process of a gloo group: its events, exchanges among them."""
     comm.check_every = "batch"  # testing's default compares every call, and the ranks would start together
-    timed, device = Timed(comm), torch.device("cpu")
-    run = layer(timed, args, device)
+    timed, device = Timed(), torch.device("cpu")
+    run = layer(Watched(comm, timed), args, device)
     run()
     timed.found.clear()
     comm.agree("start", {})
@@ -190,7 +179,7 @@ def sharing_gpu(args: argparse.Namespace) -> list[Event]:
     def rank_main(comm: Comm) -> None:
         comm.check_every = "batch"
         with torch.cuda.stream(streams[comm.rank]):
-            run = layer(OnStream(comm, copies), args, device)
+            run = layer(Watched(comm, OnStream(copies)), args, device)
             run()
             torch.cuda.synchronize()
             barrier.wait()  # all are warm

@@ -17,9 +17,10 @@ from typing import Any, NamedTuple
 from unittest import mock
 
 import torch
-from torch import Tensor, nn
+from torch import nn
 
 from bench.lib.virtual import Event, Post, Run, Tape, compose, least
+from bench.lib.watched import Side, Watched
 from bench.planner.planned import pinned
 from seqpar import dsp
 from seqpar.comm import Comm, Tag, Work
@@ -145,9 +146,6 @@ class Ready:
 # --- a comm that is looked at -----------------------------------------------------------------------------------------
 
 
-Side = Mapping[int, Sequence[Tensor]]
-
-
 @dataclass
 class Meter:
     """Seconds that a rank spends in exchanges, and with packing for them: of time and of the CPU."""
@@ -190,30 +188,24 @@ class Wire:
         return self.free if size else 0.0
 
 
+@dataclass
 class Metered:
-    """A comm with a meter. wire: what every exchange is held back to, as if bytes travelled on that, or None."""
+    """Watches exchanges with a meter. wire: what they are held back to, as if bytes travelled on that, or None."""
 
-    def __init__(self, comm: Comm, meter: Meter, wire: Wire | None = None) -> None:
-        self._comm, self._meter, self._wire = comm, meter, wire
+    meter: Meter
+    wire: Wire | None = None
 
-    def __getattr__(self, name: str) -> Any:
-        return getattr(self._comm, name)
-
-    def sub(self, ranks: Sequence[int]) -> Comm:
-        """As the comm's own, with the same meter, over the same wire."""
-        return Metered(self._comm.sub(ranks), self._meter, self._wire)
-
-    def exchange(self, sends: Side, recvs: Side, *, tag: Tag) -> Work:
-        """As the comm's own."""
-        with self._meter.running():
-            work, due = self._comm.exchange(sends, recvs, tag=tag), 0.0
-            if self._wire is not None:
-                due = self._wire.through(max(sum(x.nbytes for xs in s.values() for x in xs) for s in (sends, recvs)))
-            return _Metered(self._meter, work, due)
+    def exchange(self, post: Callable[[], Work], sends: Side, recvs: Side, tag: Tag) -> Work:
+        """As the comm's own, and not through sooner than the wire."""
+        with self.meter.running():
+            work, due = post(), 0.0
+            if self.wire is not None:
+                due = self.wire.through(max(sum(x.nbytes for xs in s.values() for x in xs) for s in (sends, recvs)))
+            return _MeteredWork(self.meter, work, due)
 
 
-class _Metered:
-    """`Work` of a `Metered` comm."""
+class _MeteredWork:
+    """`Work` under a meter."""
 
     def __init__(self, meter: Meter, work: Work, due: float) -> None:
         self._meter, self._work, self._due = meter, work, due
@@ -235,7 +227,7 @@ def measured(comm: Comm, clip: Clip, hardware: Hardware, turns: int, link: Link 
     torch.set_num_threads(1)
     with pinned(cores()[comm.rank % len(cores())]):
         meter = Meter()
-        comm = Metered(comm, meter, None if link is None else Wire(link))
+        comm = Watched(comm, Metered(meter, None if link is None else Wire(link)))
         ready = {name: Ready(comm, clip, hardware, name) for name in METHODS}
         rows: dict[str, Row] = {}
         with meter.packing():

@@ -18,6 +18,7 @@ from torch.nn import functional as F
 import seqpar
 from bench.dsp.latte import DIM, HEADS, PAIRS, PUBLISHED, WIDTH, Clip, Machine, Meter, Metered, Ready, Wire, cores
 from bench.lib.virtual import Run, Tape
+from bench.lib.watched import Watched
 from bench.planner.planned import pinned
 from seqpar.comm import Comm, LocalComm
 from seqpar.dsp import Space, attention_plan, begin_switch
@@ -49,7 +50,7 @@ def behind(comm: Comm, link: Link, repeat: int) -> float:
     """`hidden` of exchanges that are held back to a link."""
     torch.set_num_threads(1)
     with pinned(cores()[comm.rank % len(cores())]):
-        return hidden(Metered(comm, Meter(), Wire(link)), repeat)
+        return hidden(Watched(comm, Metered(Meter(), Wire(link))), repeat)
 
 
 def cpu(run: Callable[[], object], repeat: int, between: Callable[[], object] = lambda: None) -> float:

@@ -14,6 +14,7 @@ import pytest
 import torch
 
 import seqpar
+from bench.lib.watched import Watched
 from seqpar.comm import Comm, Tag
 from seqpar.dsp import Stage, StagePlan, rivals
 from seqpar.dsp.costs import Costs
@@ -82,7 +83,7 @@ def test_clips_are_made_smaller_and_their_text_with_them(bench) -> None:
 
 def switched(comm: Comm, latte: Any, link: Link) -> tuple[torch.Tensor, float, float]:
     meter = latte.Meter()
-    metered = latte.Metered(comm, meter, latte.Wire(link)).sub(range(comm.size))
+    metered = Watched(comm, latte.Metered(meter, latte.Wire(link))).sub(range(comm.size))
     started = time.perf_counter()
     y = seqpar.switch(torch.full((2, 1), float(comm.rank)), metered, split_dim=0, concat_dim=1)
     return y, time.perf_counter() - started, meter.seconds
@@ -97,7 +98,7 @@ def test_a_comm_is_held_back_to_a_link_and_its_seconds_are_counted(bench) -> Non
 
 def two(comm: Comm, latte: Any, link: Link) -> float:
     """Seconds of two exchanges that are under way at once."""
-    metered = latte.Metered(comm, latte.Meter(), latte.Wire(link))
+    metered = Watched(comm, latte.Metered(latte.Meter(), latte.Wire(link)))
     started = time.perf_counter()
     xs = [torch.zeros(4) for _ in range(4)]
     tags = [Tag(0, metered.next_call(), 0, 0) for _ in range(2)]
