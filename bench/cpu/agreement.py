@@ -1,6 +1,6 @@
 """What ranks send to agree and to gather: counted for 2 to 1,024 ranks, and timed between processes over gloo.
 
-    python -m bench.cpu.agreement --json bench/results/agreement.jsonl
+    python -m bench.cpu.agreement --json bench/results/agreement.json
 
 Counted are the messages, bytes and rounds of the rank with most, of one agreement on equal facts and one gathering of
 64 bytes, each in one round to all and in rounds that double. Timed are both ways in turn, in one run, in processes.
@@ -9,7 +9,6 @@ Counted are the messages, bytes and rounds of the rank with most, of one agreeme
 from __future__ import annotations
 
 import argparse
-import json
 import os
 import statistics
 import time
@@ -22,7 +21,7 @@ import torch.multiprocessing as mp
 from rich.console import Console
 
 import seqpar
-from bench.cpu.step import environment
+from bench.lib import records
 from bench.lib.counting import CountingComm, CountingWorld
 from seqpar.comm import base
 
@@ -81,7 +80,7 @@ def main() -> None:
     parser.add_argument("--ranks", type=int, nargs="+", default=[2, 3, 4, 8, 9, 16, 64, 100, 256, 1024])
     parser.add_argument("--processes", type=int, nargs="*", default=[2, 4, 8])
     parser.add_argument("--repeats", type=int, default=30)
-    parser.add_argument("--json", type=Path, help="file to which one record a line is added")
+    parser.add_argument("--json", type=Path, help="file for the figures")
     args = parser.parse_args()
     rows = [
         counted(size, way, kind)
@@ -97,9 +96,7 @@ def main() -> None:
     for row in rows:
         Console().print(row)
     if args.json:
-        where = environment()
-        with args.json.open("a") as file:
-            file.writelines(json.dumps(where | row) + "\n" for row in rows)
+        records.write(args.json, records.environment() | {"rows": rows})
 
 
 if __name__ == "__main__":
