@@ -64,6 +64,8 @@ class Grid:
 
         Raises: ValueError for a tensor that is not of its form in src.
         """
+        if self.inner is None:
+            return move(xs, self.outer, forms, src[0], dst[0])
         ys = move(self.enter(xs, forms, src), self.outer, forms, src[0], dst[0])
         return self.leave(ys, forms, dst)
 

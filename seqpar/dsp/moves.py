@@ -94,25 +94,27 @@ def switch(x: Tensor, space: Space, form: str, src: str, dst: str) -> Tensor:
 def switch_all(xs: Sequence[Tensor], space: Space, forms: Sequence[str], src: str, dst: str) -> list[Tensor]:
     """`switch` of several tensors in one exchange, and one backward."""
     recipe = _recipe_of(xs, space, forms, src, dst)
-    ys = exchange(recipe.unfold(xs), space.comm, **recipe.arguments)
-    return recipe.fold(ys)
+    unfolded = [form.unfold(x, recipe.sizes) for form, x in zip(recipe.forms, xs)]
+    ys = exchange(unfolded, space.comm, **recipe.arguments)
+    return [form.fold(y) for form, y in zip(recipe.forms, ys)]
 
 
 def begin_switch(xs: Sequence[Tensor], space: Space, forms: Sequence[str], src: str, dst: str) -> Pending:
     """`switch_all` under way: what is computed before `wait` runs beside the exchange, forward and backward."""
     recipe = _recipe_of(xs, space, forms, src, dst)
-    return Pending(start_switch(recipe.unfold(xs), space.comm, **recipe.arguments), recipe)
+    unfolded = [form.unfold(x, recipe.sizes) for form, x in zip(recipe.forms, xs)]
+    return Pending(start_switch(unfolded, space.comm, **recipe.arguments), recipe.forms)
 
 
 class Pending:
     """A switch under way."""
 
-    def __init__(self, switching: Switching, recipe: _Recipe) -> None:
-        self._switching, self._recipe = switching, recipe
+    def __init__(self, switching: Switching, forms: Sequence[Form]) -> None:
+        self._switching, self._forms = switching, forms
 
     def wait(self) -> list[Tensor]:
         """The switched tensors, in order."""
-        return self._recipe.fold(self._switching.wait())
+        return [form.fold(y) for form, y in zip(self._forms, self._switching.wait())]
 
     def settle(self) -> None:
         """Wait for the exchange alone, if nothing did: after an error, when nobody needs the tensors any more."""
@@ -160,12 +162,6 @@ class _Recipe(NamedTuple):
     forms: tuple[Form, ...]
     sizes: dict[str, int]
     arguments: dict[str, Any]
-
-    def unfold(self, xs: Sequence[Tensor]) -> list[Tensor]:
-        return [form.unfold(x, self.sizes) for form, x in zip(self.forms, xs)]
-
-    def fold(self, ys: Sequence[Tensor]) -> list[Tensor]:
-        return [form.fold(y) for form, y in zip(self.forms, ys)]
 
 
 def _recipe_of(xs: Sequence[Tensor], space: Space, forms: Sequence[str], src: str, dst: str) -> _Recipe:
