@@ -67,7 +67,7 @@ class Search:
         return route if route is None or route.memory <= limit else self._fitting(ends, limit)
 
     def _befores(self, n: int) -> Sequence[Sharding]:
-        """Layouts in which what comes into a stage may lie."""
+        """Shardings in which what comes into a stage may lie."""
         stage = self.stages[n]
         if stage.rest is None:
             return self.shardings if n else [self.start]

@@ -15,22 +15,12 @@ from seqpar.dsp import Block, Exit, Space, Spec, attention_plan, parallelize
 from seqpar.testing import run_processes, run_threads
 from tests.dsp.cases import rand
 from tests.dsp.models import PAIRS, SHARDED, STREAMS, WEATHER, PairStack, Streams, Weather, compared, gradients, made
+from tests.dsp.passes import Checkpointed
 
 GRID = {"x": rand(2, 5, 7, 3)}
 
 
 # --- several forwards, models and backwards ---------------------------------------------------------------------------
-
-
-class Checkpointed(nn.Module):
-    """A module that is recomputed in backward."""
-
-    def __init__(self, inner: nn.Module, reentrant: bool) -> None:
-        super().__init__()
-        self.inner, self.reentrant = inner, reentrant
-
-    def forward(self, x: Tensor) -> Tensor:
-        return checkpoint(self.inner, x, use_reentrant=self.reentrant)
 
 
 def side_by_side(comm: Comm, kind: str) -> list[dict[str, Tensor]]:

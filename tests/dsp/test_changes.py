@@ -12,8 +12,6 @@ import torch
 from torch import Tensor, nn
 from torch.distributed.fsdp import fully_shard
 from torch.distributed.tensor import DTensor
-from torch.nn import functional as F
-from torch.utils.checkpoint import checkpoint
 
 from seqpar.comm import Comm
 from seqpar.dsp import parallelize
@@ -21,6 +19,7 @@ from seqpar.nn.fingerprint import leaves, ordered
 from seqpar.testing import run_processes, run_threads
 from tests.dsp.cases import rand
 from tests.dsp.models import PAIRS, SHARDED, STREAMS, WEATHER, DiT, PairStack, Streams, Weather, compared, dit, made
+from tests.dsp.passes import drawn, dropout, dropped_attention, functional, passes, recomputing
 
 
 def weather(comm: Comm) -> nn.Module:
@@ -105,33 +104,8 @@ def taken_out(model: nn.Module) -> None:
     model.mix[0] = made(Weather).mix[0]
 
 
-def dropout(model: nn.Module) -> None:
-    model.mix[0].net.append(nn.Dropout(0.5))
-
-
 def statistics(model: nn.Module) -> None:
     model.mix[1].net.append(nn.BatchNorm2d(5).double())
-
-
-def functional(model: nn.Module) -> None:
-    model.mix[0].net.append(Function(lambda x: F.dropout(x, 0.5)))
-
-
-def dropped_attention(model: nn.Module) -> None:
-    model.mix[0].net.append(Function(lambda x: F.scaled_dot_product_attention(x, x, x, dropout_p=0.5)))
-
-
-def drawn(model: nn.Module) -> None:
-    model.mix[0].net.append(Function(lambda x: x * torch.rand_like(x)))
-
-
-class Function(nn.Module):
-    def __init__(self, function: Callable[[Tensor], Tensor]) -> None:
-        super().__init__()
-        self.function = function
-
-    def forward(self, x: Tensor) -> Tensor:
-        return self.function(x)
 
 
 def changed(comm: Comm, change: Callable[[nn.Module], None], x: Tensor) -> list[str]:
@@ -204,15 +178,6 @@ def part_again(comm: Comm, name: str, reentrant: bool) -> dict[str, Tensor]:
     return numbers(model, rand(1, 5, 5, 5), torch.ones(1, 5, 5, 1).double())
 
 
-def recomputing(block: nn.Module, name: str, reentrant: bool) -> None:
-    """Put a checkpoint inside a block's forward, with the arguments that it has."""
-    inner = type(block).forward.__get__(block)
-    if name == "core":
-        block.forward = lambda x, t: checkpoint(inner, x, t, use_reentrant=reentrant)
-    else:
-        block.forward = lambda z: checkpoint(inner, z, use_reentrant=reentrant)
-
-
 @pytest.mark.parametrize("reentrant", [False, True])
 @pytest.mark.parametrize("name", ["core", "pairs"])
 def test_what_is_recomputed_inside_a_stage_is_shared_as_before(name, reentrant) -> None:
@@ -223,42 +188,14 @@ def test_what_is_recomputed_inside_a_stage_is_shared_as_before(name, reentrant) 
 # --- backward passes --------------------------------------------------------------------------------------------------
 
 
-def passes(comm: Comm, how: str) -> dict[str, Tensor]:
-    model = made(Weather) if comm.size == 1 else weather(comm)
-    x = GRID.clone().requires_grad_()
-    if how == "toggled":
-        model(x).sum().backward()
-        model.zero_grad()
-        x.grad = None
-        for name, p in model.named_parameters():
-            p.requires_grad_("mix" in name)
-    if how == "after no grad":
-        with torch.no_grad():
-            model(x)
-        with torch.inference_mode():
-            model(x[:1])
-    out = model(x)
-    if how == "part":
-        out[:1, :2].square().sum().backward()
-    elif how == "retained":
-        out.sum().backward(retain_graph=True)
-        out.square().sum().backward()
-    elif how == "double":
-        (d,) = torch.autograd.grad((out * GRID).sum(), x, create_graph=True)
-        d.square().sum().backward()
-    elif how == "accumulated":
-        out.sum().backward()
-        model(2 * x).square().sum().backward()
-    else:
-        out.square().sum().backward()
-    found = {n: p.grad for n, p in model.named_parameters() if p.grad is not None}
-    return {"out": out.detach(), "d x": x.grad} | found
+def passed(comm: Comm, how: str) -> dict[str, Tensor]:
+    return passes(made(Weather) if comm.size == 1 else weather(comm), GRID, how)
 
 
 @pytest.mark.parametrize("how", ["part", "retained", "double", "accumulated", "toggled", "after no grad"])
 def test_backward_passes_of_every_kind(how) -> None:
-    (want,) = run_threads(1, passes, how)
-    compared(run_threads(3, passes, how), want)
+    (want,) = run_threads(1, passed, how)
+    compared(run_threads(3, passed, how), want)
 
 
 def twice(comm: Comm) -> None:

@@ -31,8 +31,7 @@ from seqpar.planner.hardware import Link
 from seqpar.testing import run_processes, run_threads
 from tests.dsp.cases import Case, case, rand
 from tests.dsp.models import FREE, PAIRS, WEATHER, DiT, PairStack, Weather, compared, dit, gradients, made
-from tests.dsp.test_apply import Checkpointed
-from tests.dsp.test_changes import drawn, dropout, recomputing
+from tests.dsp.passes import Checkpointed, drawn, dropout, passes, recomputing
 
 Planner = Callable[..., StagePlan]
 
@@ -176,28 +175,14 @@ def test_passes_in_which_not_everything_needs_a_gradient(how) -> None:
         compared(run_threads(ranks, without, how, delay=0.001), want)
 
 
-def passes(comm: Comm, how: str) -> dict[str, Tensor]:
-    """Backward passes of every kind, also of two forwards at once."""
-    model, x = weather(comm), GRID.clone().requires_grad_()
-    out = model(x)
-    if how == "part":
-        out[:1, :2].square().sum().backward()
-    elif how == "retained":
-        out.sum().backward(retain_graph=True)
-        out.square().sum().backward()
-    elif how == "together":
-        (out.square().sum() + model(2 * x).sum()).backward()
-    else:
-        ends = [model.east[1].qkv.weight, model.north[0].out.bias]
-        (dx,) = torch.autograd.grad(out.sum(), [x], retain_graph=True)
-        return {"out": out.detach(), "d x": dx} | dict(zip("ab", torch.autograd.grad(out.square().sum(), ends)))
-    return {"out": out.detach(), "d x": x.grad} | {name: p.grad for name, p in model.named_parameters()}
+def passed(comm: Comm, how: str) -> dict[str, Tensor]:
+    return passes(weather(comm), GRID, how)
 
 
 @pytest.mark.parametrize("how", ["part", "retained", "together", "of some"])
 def test_backward_passes_of_every_kind(how) -> None:
-    (want,) = run_threads(1, passes, how)
-    compared(run_threads(3, passes, how, delay=0.001), want)
+    (want,) = run_threads(1, passed, how)
+    compared(run_threads(3, passed, how, delay=0.001), want)
 
 
 def twice(comm: Comm) -> None:
