@@ -284,7 +284,7 @@ def _bytes(packed: bytes) -> Tensor:
 def pairs(rank: int, size: int) -> list[tuple[int, int]]:
     """(stage, peer) of the rounds after which a rank knows what all do, if in each both tell what they know.
 
-    Ranks that differ in one bit meet, up to the largest power of 2; each one beyond meets another rank before and after.
+    Ranks that differ in one bit meet, up to the largest power of 2; each one beyond meets another before and after.
     """
     bits = size.bit_length() - 1
     beyond = rank ^ 1 << bits

@@ -21,8 +21,8 @@ from seqpar.dsp.overlap import in_parts
 from seqpar.dsp.plan import StagePlan
 from seqpar.dsp.space import Sharding, Space
 from seqpar.dsp.spec import Block, Core, Exit
+from seqpar.nn.regions import run_again_inside, under_way
 from seqpar.nn.wrap import replaced
-from seqpar.ops.attention.recompute import run_again_inside, under_way
 from seqpar.ops.core.handles import in_graph
 from seqpar.parallel import parallel
 

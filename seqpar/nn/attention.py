@@ -6,7 +6,7 @@ from typing import TYPE_CHECKING
 
 from torch import Tensor, nn
 
-from seqpar.nn.choice import Choice
+from seqpar.nn.source import LayerPlan
 from seqpar.ops.attention.api import attention_of
 from seqpar.ops.attention.signature import Options
 from seqpar.ops.core.autocast import autocast
@@ -29,8 +29,9 @@ class Attention(nn.Module):
     number, equal on all ranks; by default layers count up as they are made, copies included. A layer that is called
     several times in a step drops the same pairs each time, unless calls give seeds.
 
-    Under activation checkpoints of either kind, wherever backward runs, a call made again takes the plan, comm and
-    seed it had in forward. Under autocast q, k and v are cast as for torch's own attention.
+    A call that an activation checkpoint makes again takes plan, comm and seed anew: what it is given, or what its
+    forward was bound to or surrounded by if that is still so, else it raises RuntimeError. Under autocast q, k and v
+    are cast as for torch's own attention.
     """
 
     def __init__(
@@ -47,18 +48,18 @@ class Attention(nn.Module):
         super().__init__()
         self.scale, self.softcap, self.dropout = scale, softcap, dropout
         self.deterministic, self.kernel = deterministic, kernel
-        self.choice = Choice(window, layer)
+        self.source = LayerPlan(window, layer)
 
     def bind(self, plan: Plan, comm: Comm, *, seed: int | None = None) -> None:
         """Run calls that are given no plan under this one, until `unbind` or another `bind`. Copies are not bound.
 
         seed: of the step, needed with dropout.
         """
-        self.choice.bound = plan, comm, seed
+        self.source.bind((plan, comm, seed))
 
     def unbind(self) -> None:
         """Run calls that are given no plan under the surrounding one again."""
-        self.choice.bound = None
+        self.source.bind(None)
 
     def forward(
         self,
@@ -96,12 +97,12 @@ class Attention(nn.Module):
         dropout = self.dropout if self.training else 0.0
         options = Options(self.scale, self.softcap, dropout, seed, self.deterministic, self.kernel, False)
         given = [] if plan is None else [plan] if comm is None else [plan, comm]
-        return attention_of(q, k, v, sinks, slopes, [self.choice, *given], options)[0]
+        return attention_of(q, k, v, sinks, slopes, [self.source, *given], options)[0]
 
     def extra_repr(self) -> str:
         """The options that are not the default ones."""
         shown = {
-            "scale": self.scale, "softcap": self.softcap or None, "window": self.choice.window,
+            "scale": self.scale, "softcap": self.softcap or None, "window": self.source.window,
             "dropout": self.dropout or None, "kernel": None if self.kernel == "auto" else self.kernel,
         }  # fmt: skip
         return ", ".join(f"{name}={value}" for name, value in shown.items() if value is not None)

@@ -29,12 +29,11 @@ from seqpar.integrations.probe.inspection import dropping, renorming
 from seqpar.integrations.probe.record import under_trial
 from seqpar.integrations.probe.stand_ins import stand_in
 from seqpar.integrations.sdpa.mask import bounds_of, compressed, expanded, is_lower_triangle
+from seqpar.nn.regions import CheckpointRegion, run_again_inside, under_way
 from seqpar.ops import attention
-from seqpar.ops.attention.recompute import run_again_inside, under_way
 from seqpar.ops.core.agreement import raise_on_all_ranks
 from seqpar.ops.core.autocast import autocast
 from seqpar.ops.core.handles import uncompiled
-from seqpar.ops.core.regions import Region
 from seqpar.parallel import derived_seed, parallel
 from seqpar.plan import Plan
 
@@ -116,7 +115,7 @@ class Rerouting(TorchFunctionMode):
         super().__init__()
         self.plan, self.comm, self.local, self.seed, self.again = plan, comm, local, seed, again
         self.first = self.calls = first
-        self.outside: list[Region] = []
+        self.outside: list[CheckpointRegion] = []
         self.surroundings: AbstractContextManager[Any] | None = None
         self.triangle, self.masked = KnownMask(), KnownMask()
         self.tries = tries and not again

@@ -9,8 +9,8 @@ from torch import Tensor
 
 from seqpar.comm import Comm
 from seqpar.ops.attention.op import ATTENTION
-from seqpar.ops.attention.recompute import Late
 from seqpar.ops.attention.signature import Options, requirements
+from seqpar.ops.attention.source import PlanSource
 from seqpar.plan import Plan
 
 
@@ -84,8 +84,8 @@ def attention_of(
     q: Tensor, k: Tensor, v: Tensor, sinks: Tensor | None, slopes: Tensor | None, values: Sequence[Any],
     options: Options,
 ) -> Sequence[Tensor]:  # fmt: skip
-    """Output and lse [H, T] of a call. values: plan and comm, or their handle; before them, or alone, a `Late`."""
-    if len(values) == 1 and not isinstance(values[0], (Tensor, Late)):
+    """Output and lse [H, T] of a call. values: plan and comm, or their handle; a `PlanSource` before them or alone."""
+    if len(values) == 1 and not isinstance(values[0], (Tensor, PlanSource)):
         raise ValueError(f"attention takes a plan and a comm, or their handle alone, got {values[0]!r:.200} alone")
     tensors = (q, k, v, sinks, slopes)
     return ATTENTION(tensors, values, *options, requirements(tensors))

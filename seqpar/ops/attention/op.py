@@ -25,9 +25,9 @@ from seqpar.comm import Comm, Tag
 from seqpar.comm.header import hash63
 from seqpar.kernels import acc_dtype
 from seqpar.ops.attention.call import Call, PartTensors, recipe_of
-from seqpar.ops.attention.recompute import settle
 from seqpar.ops.attention.schedule import backward, forward
 from seqpar.ops.attention.signature import Options, check_tensors, signature_of
+from seqpar.ops.attention.source import resolved
 from seqpar.ops.core.agreement import abort_on_error, agreement, check_comm
 from seqpar.ops.core.collective_op import CollectiveOp, Tensors
 from seqpar.plan import Part, Plan
@@ -50,7 +50,7 @@ def _run(
     """Output and lse [H, T], what backward needs of them and of the parts, and the call."""
     *given, grads = options_and_grads
     q, k, v, sinks, slopes = tensors
-    plan, comm, options = settle(values, Options(*given))
+    plan, comm, options = resolved(values, Options(*given))
     call = _agreed(q, k, v, sinks, slopes, plan, comm, options, grads)
     with abort_on_error(comm, f"attention, call {call.tag.call}"), _exact(call):
         out, lse, parts = forward(call, q, k, v, sinks, _wide(slopes, call))

@@ -175,7 +175,6 @@ class _Eager(torch.autograd.Function):
 
     @staticmethod
     def forward(ctx: Any, op: CollectiveOp, values: Any, options: Any, *tensors: Tensor | None) -> tuple[Tensor, ...]:
-        ctx.recomputes = False
         results, saved, ctx.record = op.run(tensors, values, *options)
         ctx.op = op
         if op.adjoint is not None:
@@ -205,7 +204,6 @@ class _InGraph(torch.autograd.Function):
 
     @staticmethod
     def forward(ctx: Any, op: CollectiveOp, handles: Any, options: Any, *tensors: Tensor | None) -> tuple[Tensor, ...]:
-        ctx.recomputes = False
         with torch._C._AutoDispatchBelowAutograd():
             results, ticket = op.dispatch(tensors, handles, *options)
         ctx.op = op

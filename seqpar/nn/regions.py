@@ -1,0 +1,110 @@
+"""Regions of a model that backward runs again, for what must surround them then too.
+
+A checkpoint runs a region in forward and again in backward, when what surrounded it may have ended. Layers that are
+given their plan need nothing. A block that changes what the region *does*, as `seqpar.sdpa` does with PyTorch's
+attention, is entered again around it (`run_again_inside`); autograd functions of others are refused, as nobody knows
+how they run something again.
+
+The stack shows the regions, as nobody hands them to the calls inside::
+
+    region                             in forward                       runs again
+    torch's reentrant checkpoint       forward(ctx, ...)                ctx.run_function
+    checkpoint that is not reentrant   checkpoint, whose generator      frame.recompute_fn
+                                         holds a frame object
+    autograd function of others        apply, without gradients         what it likes
+
+The names are private to torch: here is all that knows them, and 2.11, 2.12 and 2.13 have the same ones. Where a later
+torch has others, a reentrant checkpoint is refused as an autograd function of others is, and of the other kind torch
+itself says that what it recomputed was not what it saved.
+"""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Callable
+from contextlib import AbstractContextManager
+from types import FrameType
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor
+from torch.autograd.function import Function
+from torch.utils.checkpoint import CheckpointFunction
+
+
+class CheckpointRegion(NamedTuple):
+    """What backward will run again. owner: an object that its forward and its backward have in common. function: the
+    attribute of it that torch runs; None for an autograd function of others, whose frame is the owner then."""
+
+    owner: Any
+    function: str | None
+
+
+def under_way() -> list[CheckpointRegion]:
+    """The regions around the caller that backward will run again, innermost first."""
+    regions = []
+    frame: FrameType | None = sys._getframe(1)
+    while frame is not None:
+        find = _FINDERS.get(frame.f_code.co_name)
+        if find is not None and (region := find(frame)) is not None:
+            regions.append(region)
+        frame = frame.f_back
+    return regions
+
+
+def run_again_inside(
+    context: Callable[[], AbstractContextManager[Any]], by: object, outside: list[CheckpointRegion]
+) -> None:
+    """Put the regions under way, but for those outside, under a context when they run again; once for each `by`.
+
+    Raises: NotImplementedError for an autograd function of others.
+    """
+    for region in under_way():
+        if any(region.owner is other.owner for other in outside):
+            continue
+        if region.function is None:
+            raise NotImplementedError(
+                f"attention is called inside {region.owner.f_locals['cls'].__name__}, an autograd function whose "
+                "backward may run it again, outside of the block that reroutes it; checkpoint with "
+                "torch.utils.checkpoint.checkpoint, or enter the block inside what that function runs"
+            )
+        function = getattr(region.owner, region.function)
+        if not (isinstance(function, Again) and function.by is by):
+            setattr(region.owner, region.function, Again(function, by, context))
+
+
+class Again:
+    """A function that a checkpoint runs again, inside a context that belongs to the first forward."""
+
+    def __init__(self, function: Callable[..., Any], by: object, context: Callable[[], AbstractContextManager[Any]]):
+        self.function, self.by, self.context = function, by, context
+
+    def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        """What the function returns, inside the context."""
+        with self.context():
+            return self.function(*args, **kwargs)
+
+
+def _forward(frame: FrameType) -> CheckpointRegion | None:
+    own = _REENTRANT is not None and frame.f_code is _REENTRANT.forward.__code__
+    return CheckpointRegion(frame.f_locals["ctx"], "run_function") if own else None
+
+
+def _checkpoint(frame: FrameType) -> CheckpointRegion | None:
+    if frame.f_globals.get("__name__") != "torch.utils.checkpoint":
+        return None
+    inside = getattr(frame.f_locals.get("gen"), "gi_frame", None)
+    owner = None if inside is None else inside.f_locals.get("new_frame")
+    return CheckpointRegion(owner, "recompute_fn") if hasattr(owner, "recompute_fn") else None
+
+
+def _apply(frame: FrameType) -> CheckpointRegion | None:
+    """An autograd function whose backward has to run again what is called here, as nothing records it."""
+    if frame.f_code is not Function.apply.__func__.__code__ or torch.is_grad_enabled():
+        return None
+    differentiable = any(isinstance(x, Tensor) and x.requires_grad for x in frame.f_locals["args"])
+    return CheckpointRegion(frame, None) if differentiable and frame.f_locals["cls"] is not _REENTRANT else None
+
+
+_FINDERS = {"forward": _forward, "checkpoint": _checkpoint, "apply": _apply}
+_REENTRANT = CheckpointFunction if "run_function" in CheckpointFunction.backward.__code__.co_names else None
