@@ -23,16 +23,17 @@ def parallelize(model: nn.Module, comm: Comm, *, sdpa: bool = False, plan: Any =
 
     plan: what plans its forwards, by default a plan that suits the model. What is given depends on who knows the batch:
 
-        kind of model         plan                                      asked for           by default
-        transformers          (lengths, ranks) -> Plan                  every batch         plan_batch of its shape
-        diffusers, by tokens  (mask, layout) -> Plan                    new sizes           seqpar.Plan
-        diffusers, by stages  (stages, dims, ranks, **how) -> StagePlan  new batch shapes    seqpar.dsp.plan_stages
-        sdpa=True             a Plan of every forward                   -                   seqpar.parallel's
+        kind of model         plan                                        asked for    by default
+        transformers          (lengths, ranks) -> Plan                    every batch  plan_batch of its shape
+        diffusers, by tokens  (mask, layout) -> Plan                      new sizes    seqpar.Plan
+        by stages             (stages, dims, ranks, *, end, training)     new shapes   seqpar.dsp.plan_stages
+                                                           -> StagePlan
+        sdpa=True             a Plan, of every forward                    -            seqpar.parallel's around it
 
     sdpa: the model is any module whose attention is PyTorch's scaled_dot_product_attention, and takes this rank's rows.
-    By stages go the models of which `seqpar.dsp` has a spec. Other options are those of the kind of model: see
-    `seqpar.integrations.hf.model.parallelize`, `seqpar.integrations.diffusers.parallelize`, `seqpar.dsp.parallelize`
-    and `seqpar.integrations.sdpa.parallelize`.
+    By stages go the models of diffusers of which `seqpar.dsp` has a spec (Latte), and any with ``spec=``. Other options
+    are those of the kind of model: see `seqpar.integrations.hf.model.parallelize`,
+    `seqpar.integrations.diffusers.parallelize`, `seqpar.dsp.parallelize` and `seqpar.integrations.sdpa.parallelize`.
 
     Raises: NotImplementedError naming what of the model cannot be computed on several ranks; ValueError on every rank
     if ranks give other models or options, and for a model that is wrapped already; TypeError for an unknown option, a
@@ -44,10 +45,10 @@ def parallelize(model: nn.Module, comm: Comm, *, sdpa: bool = False, plan: Any =
         model = model.get_base_model() if _is(model, "peft", "PeftModel") else model  # type: ignore[operator]
     if plan is not None:
         options["plan"] = plan
-    return _parallelize_of(model, sdpa)(model, comm, **options)
+    return _parallelize_of(model, sdpa, staged="spec" in options)(model, comm, **options)
 
 
-def _parallelize_of(model: nn.Module, sdpa: bool) -> Callable[..., ParallelModel]:
+def _parallelize_of(model: nn.Module, sdpa: bool, staged: bool) -> Callable[..., ParallelModel]:
     """What makes a model of this kind parallel; nothing of other kinds is imported.
 
     Raises: NotImplementedError for a model of no kind.
@@ -56,20 +57,28 @@ def _parallelize_of(model: nn.Module, sdpa: bool) -> Callable[..., ParallelModel
         from seqpar.integrations.sdpa import parallelize as of_sdpa
 
         return of_sdpa
+    if staged or (_is(model, "diffusers", "ModelMixin") and _has_spec(model)):
+        from seqpar.dsp import parallelize as by_stages
+
+        return by_stages
     if _is(model, "transformers", "PreTrainedModel"):
         from seqpar.integrations.hf.model import parallelize as of_transformers
 
         return of_transformers
     if _is(model, "diffusers", "ModelMixin"):
-        from seqpar.dsp import parallelize as by_stages
-        from seqpar.dsp.specs import SPECS
         from seqpar.integrations.diffusers import parallelize as by_tokens
 
-        return by_stages if type(model).__name__ in SPECS else by_tokens
+        return by_tokens
     raise NotImplementedError(
         f"parallelize({type(model).__name__}): it is neither a transformers nor a diffusers model; for attention by "
         "PyTorch's scaled_dot_product_attention give sdpa=True"
     )
+
+
+def _has_spec(model: nn.Module) -> bool:
+    from seqpar.dsp.specs import SPECS
+
+    return type(model).__name__ in SPECS
 
 
 # What goes around a parallel model, by where its class is: what to do first is said by name.

@@ -67,7 +67,8 @@ class Around:
 
     def __reduce__(self) -> Any:
         """Raise, as a pickle of what is around a forward would be of no use."""
-        raise unpicklable(type(self.module).__name__)
+        whole = self.module if self.handle is None else self.handle.model
+        raise unpicklable(type(whole).__name__)
 
 
 class ParallelModel:

@@ -20,6 +20,7 @@ import seqpar
 from seqpar import Layout, LocalComm, Mask, Plan
 from seqpar.dsp import plan_stages
 from seqpar.integrations.hf.shape import shape_of
+from tests.dsp import models as dsp_models
 from tests.dsp.cases import clip, latte
 from tests.integrations.hf.models import SIZES, batches, build
 
@@ -77,13 +78,17 @@ def of_kind(kind: str, planned: list[str]) -> tuple[nn.Module, dict[str, Tensor]
         text = {"encoder_hidden_states": torch.randn(1, 3, 16), "encoder_attention_mask": torch.ones(1, 3)}
         model = small_video(caption_channels=16)
         return model, video | text | {"timestep": torch.ones(1), "return_dict": False}, {"plan": noting(Plan)}
+    if kind == "spec":
+        return dsp_models.made(dsp_models.Weather), {"x": torch.randn(2, 5, 7, 3).double()}, {
+            "spec": dsp_models.WEATHER, "plan": noting(plan_stages)
+        }  # fmt: skip
     if kind == "stages":
         return latte(4, 2, 1), clip(4, 2, 1), {"plan": noting(plan_stages)}
     plan = Plan(Mask([12], causal=False), Layout.contiguous(12, 1))
     return nn.TransformerEncoderLayer(16, 2, 24), {"src": torch.randn(12, 1, 16)}, {"sdpa": True, "plan": plan}
 
 
-@pytest.mark.parametrize("kind", ["transformers", "tokens", "stages", "sdpa"])
+@pytest.mark.parametrize("kind", ["transformers", "tokens", "stages", "spec", "sdpa"])
 def test_every_kind_of_model_takes_a_plan_and_has_the_same_handle(kind: str) -> None:
     planned: list[str] = []
     model, batch, options = of_kind(kind, planned)
