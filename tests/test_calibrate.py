@@ -102,7 +102,7 @@ def test_a_block_counts_the_matrices_that_it_multiplies(model: str) -> None:
     )  # fmt: skip
     if shape.experts:
         shape = replace(shape, expert_ffn=16)
-    block = measure.Block(shape)
+    block = measure.DecoderBlock(shape)
     x = torch.randn(5, 64)
     assert block(x).shape == (5, 64)
     if not shape.experts:

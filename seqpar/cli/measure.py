@@ -230,7 +230,7 @@ def attention(
     return rows
 
 
-class Block(torch.nn.Module):
+class DecoderBlock(torch.nn.Module):
     """A layer without attention: norms, projections, ffn and residuals; experts as one ffn of their joint width."""
 
     def __init__(self, model: ModelShape) -> None:
@@ -267,7 +267,7 @@ def linear(
 ) -> list[Multiplied]:
     """Medians of a layer's forward and backward at so many tokens."""
     dtype = getattr(torch, model.dtype)
-    block = Block(model).to(device, dtype)
+    block = DecoderBlock(model).to(device, dtype)
 
     def run(x: Tensor, dout: Tensor) -> tuple[float]:
         stop = stopwatch(device)()

@@ -9,7 +9,7 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
-from seqpar.data.rows import LABELS, LONGEST, POSITIONS, STARTS, TOKENS, Rows, shown
+from seqpar.data.rows import LABELS, LONGEST, POSITIONS, STARTS, TOKENS, PackedRows, shown
 from seqpar.facts.value import Ints
 
 
@@ -27,7 +27,7 @@ def kept_of(mask: Tensor | None) -> NDArray[np.bool_] | None:
     return kept
 
 
-def first_of(rows: Rows, kept: NDArray[np.bool_] | None) -> NDArray[np.bool_]:
+def first_of(rows: PackedRows, kept: NDArray[np.bool_] | None) -> NDArray[np.bool_]:
     """Which flat rows begin a document, by what says it best: cu_seqlens, else position_ids, else the rows."""
     first = np.zeros(int(rows.edges[-1]), bool)
     starts = _starts(rows, kept)
@@ -51,7 +51,7 @@ def first_of(rows: Rows, kept: NDArray[np.bool_] | None) -> NDArray[np.bool_]:
     return first
 
 
-def _starts(rows: Rows, kept: NDArray[np.bool_] | None) -> Ints | None:
+def _starts(rows: PackedRows, kept: NDArray[np.bool_] | None) -> Ints | None:
     """Where documents start, [documents + 1], if the batch says it; empty documents may be among them."""
     given = {name: np.asarray(_host(rows.entries[name])) for name in STARTS if name in rows.entries}
     if not given:
@@ -84,7 +84,7 @@ def _host(value: Any) -> Any:
     return value.detach().cpu().numpy() if isinstance(value, Tensor) else value
 
 
-def positions_of(rows: Rows, first: NDArray[np.bool_]) -> Tensor:
+def positions_of(rows: PackedRows, first: NDArray[np.bool_]) -> Tensor:
     """The given position ids; else the place in the row, or in the document where cu_seqlens says where it starts."""
     if POSITIONS in rows.entries:
         given: Tensor = rows.entries[POSITIONS]
@@ -96,7 +96,7 @@ def positions_of(rows: Rows, first: NDArray[np.bool_]) -> Tensor:
     return torch.from_numpy(at).to(lead.device)
 
 
-def places_of(rows: Rows, at: Ints, starts: Ints, lengths: Ints) -> Ints | None:
+def places_of(rows: PackedRows, at: Ints, starts: Ints, lengths: Ints) -> Ints | None:
     """Distance of each token from the first of its document in the row as given; None if none is left out between."""
     column = rows.column[at]
     places = column - np.repeat(column[starts], lengths)
@@ -105,7 +105,7 @@ def places_of(rows: Rows, at: Ints, starts: Ints, lengths: Ints) -> Ints | None:
 
 
 def labels_of(
-    rows: Rows, kept: NDArray[np.bool_] | None, first: NDArray[np.bool_], shift: str, ignore_index: int
+    rows: PackedRows, kept: NDArray[np.bool_] | None, first: NDArray[np.bool_], shift: str, ignore_index: int
 ) -> Tensor | None:
     """For every flat row the label that it predicts, or ignore_index."""
     given = [name for name in LABELS if name in rows.entries]
@@ -130,7 +130,7 @@ def labels_of(
     return labels
 
 
-def _lost(rows: Rows, kept: NDArray[np.bool_], at: int, name: str, shift: str, ignore_index: int) -> ValueError:
+def _lost(rows: PackedRows, kept: NDArray[np.bool_], at: int, name: str, shift: str, ignore_index: int) -> ValueError:
     """Why the label that the masked-out token `at` would predict must not count."""
     labelled = at + (shift == "row")
     if not kept[labelled]:

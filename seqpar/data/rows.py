@@ -47,7 +47,7 @@ class Home(NamedTuple):
         return x.reshape(*self.shape, *x.shape[1:])
 
 
-class Rows(NamedTuple):
+class PackedRows(NamedTuple):
     """The rows of a batch laid out flat: entries by name, and where rows start and end, [rows + 1]."""
 
     entries: dict[str, Any]
@@ -65,7 +65,7 @@ class Rows(NamedTuple):
         return f"row {row}, token {at - int(self.edges[row])}"
 
 
-def flat(given: Mapping[str, Any]) -> Rows:
+def flat(given: Mapping[str, Any]) -> PackedRows:
     """Every tensor of rows as [rows, ...], and the facts about documents as they were given."""
     names = [name for name in TOKENS if name in given]
     if not names:
@@ -82,7 +82,7 @@ def flat(given: Mapping[str, Any]) -> Rows:
         entries[name] = value if name in (*STARTS, *LONGEST) else _rows_of(name, value, shape)
     count, width = (1, shape[0]) if dims == 1 else shape
     _check_types(entries)
-    return Rows(entries, np.arange(count + 1) * width, Home(shape))
+    return PackedRows(entries, np.arange(count + 1) * width, Home(shape))
 
 
 def _rows_of(name: str, value: Any, shape: tuple[int, ...]) -> Tensor:
@@ -104,7 +104,7 @@ def _rows_of(name: str, value: Any, shape: tuple[int, ...]) -> Tensor:
     return value.reshape(-1, *value.shape[len(shape) :])
 
 
-def _of_list(given: Mapping[str, Any], lead: str) -> Rows:
+def _of_list(given: Mapping[str, Any], lead: str) -> PackedRows:
     """Documents in a list, each of them a row."""
     entries: dict[str, Any] = {}
     if not all(isinstance(x, Tensor) and x.dim() for x in given[lead]):
@@ -120,7 +120,7 @@ def _of_list(given: Mapping[str, Any], lead: str) -> Rows:
             )
         entries[name] = torch.cat(list(value)) if value else torch.zeros(0, dtype=torch.int64)
     _check_types(entries)
-    return Rows(entries, edges(np.array(lengths, np.int64)), Home(None, tuple(lengths)))
+    return PackedRows(entries, edges(np.array(lengths, np.int64)), Home(None, tuple(lengths)))
 
 
 def _check_types(entries: Mapping[str, Any]) -> None:

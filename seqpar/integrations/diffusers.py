@@ -42,7 +42,7 @@ MakePlan = Callable[[Mask, Layout], Plan]
 
 
 @dataclass(frozen=True)
-class Sizes:
+class TokenCounts:
     """Samples of a forward, and the tokens of each: text in joint attention, and image. valid: which text is seen."""
 
     samples: int
@@ -110,12 +110,12 @@ def _check_alone(model: nn.Module) -> None:
 class Sharing:
     """How the forwards of a model are shared out, and the plans of the last sizes."""
 
-    recipe: Recipe
+    recipe: ModelRecipe
     comm: Comm
     make: MakePlan
-    plans: dict[Sizes, tuple[Plan, Plan]] = field(default_factory=dict)
+    plans: dict[TokenCounts, tuple[Plan, Plan]] = field(default_factory=dict)
 
-    def plans_of(self, sizes: Sizes) -> tuple[Plan, Plan]:
+    def plans_of(self, sizes: TokenCounts) -> tuple[Plan, Plan]:
         """The plan of joint attention over all samples, and that of one sample's image, for the gather."""
         if sizes not in self.plans:
             if len(self.plans) >= 16:
@@ -129,7 +129,7 @@ class Sharing:
         """Which of so many tokens a rank has."""
         return range(count * rank // self.comm.size, count * (rank + 1) // self.comm.size)
 
-    def kept(self, s: Sizes) -> Tensor | None:
+    def kept(self, s: TokenCounts) -> Tensor | None:
         """Which rows of joint attention are tokens, where some are not."""
         counts = [(len(self.part(n, self.comm.rank)), n) for n in (s.text, s.image)]
         if all(own or not n for own, n in counts):
@@ -137,7 +137,7 @@ class Sharing:
         flags = [flag for own, n in counts for flag in ([True] * own or [False] * bool(n))]
         return torch.tensor(flags * s.samples)
 
-    def _joint(self, s: Sizes) -> tuple[Mask, Layout]:
+    def _joint(self, s: TokenCounts) -> tuple[Mask, Layout]:
         length = s.text + s.image
         valid = np.ones((s.samples, s.text), bool)
         if s.valid is not None:
@@ -159,7 +159,7 @@ class Sharing:
 class SharedForward(Rerouting):
     """A forward under way, or what a checkpoint runs again of it."""
 
-    def __init__(self, sharing: Sharing, sizes: Sizes, *, again: bool = False) -> None:
+    def __init__(self, sharing: Sharing, sizes: TokenCounts, *, again: bool = False) -> None:
         joint, self.image_plan = sharing.plans_of(sizes)
         # its recipe knows the model: no trial of it
         super().__init__(joint, sharing.comm, lambda query, key: self.cross > 0, None, again=again, tries=False)
@@ -331,7 +331,7 @@ def _unchanged(run: SharedForward, arguments: dict[str, Any]) -> dict[str, Any]:
 
 
 @dataclass(frozen=True)
-class Recipe:
+class ModelRecipe:
     """Which arguments of a model have tokens and where, and which modules see them.
 
     processors: of its attention, by class. shared: argument -> (dim of the tokens, their stream). whole: other
@@ -370,7 +370,7 @@ class Recipe:
         if getattr(model, "zero_cond_t", False):
             raise NotImplementedError("diffusers: zero_cond_t modulates tokens one by one, which is not shared out")
 
-    def sizes(self, model: nn.Module, arguments: Mapping[str, Any], valid: Tensor | None) -> Sizes:
+    def sizes(self, model: nn.Module, arguments: Mapping[str, Any], valid: Tensor | None) -> TokenCounts:
         """The tokens of a call.
 
         Raises: ValueError for inputs of another number of dimensions, or a mask of another shape than the text's.
@@ -391,7 +391,7 @@ class Recipe:
                 raise ValueError(f"diffusers: {self.mask} {list(valid.shape)}, expected {[x.shape[0], text]}")
             array = valid.detach().bool().cpu().numpy()
             seen = None if array.all() else array.tobytes()
-        return Sizes(x.shape[0], text, self.count(model, x), seen)
+        return TokenCounts(x.shape[0], text, self.count(model, x), seen)
 
 
 def _sharing_tuple(dim: int, module: nn.Module, forward: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
@@ -437,25 +437,25 @@ _TEXT_AND_IMAGE = {"hidden_states": (1, "image"), "encoder_hidden_states": (1, "
 _IDS = {"img_ids": (-2, "image"), "txt_ids": (-2, "text")}
 
 RECIPES = {
-    "FluxTransformer2DModel": Recipe(
+    "FluxTransformer2DModel": ModelRecipe(
         processors=("FluxAttnProcessor",), shared=_TEXT_AND_IMAGE | _IDS, text="encoder_hidden_states",
         whole=("pooled_projections", "timestep", "guidance", "joint_attention_kwargs"),
     ),
-    "Flux2Transformer2DModel": Recipe(
+    "Flux2Transformer2DModel": ModelRecipe(
         processors=("Flux2AttnProcessor", "Flux2ParallelSelfAttnProcessor"), shared=_TEXT_AND_IMAGE | _IDS,
         text="encoder_hidden_states", whole=("timestep", "guidance", "joint_attention_kwargs"),
     ),
-    "QwenImageTransformer2DModel": Recipe(
+    "QwenImageTransformer2DModel": ModelRecipe(
         processors=("QwenDoubleStreamAttnProcessor2_0",), shared=_TEXT_AND_IMAGE, text="encoder_hidden_states",
         mask="encoder_hidden_states_mask", modules={"pos_embed": _sharing_rope},
         whole=("timestep", "img_shapes", "guidance", "attention_kwargs", "additional_t_cond"),
     ),
-    "WanTransformer3DModel": Recipe(
+    "WanTransformer3DModel": ModelRecipe(
         processors=("WanAttnProcessor",), shared={}, cross=("attn2",), count=_patches, change=_timesteps,
         modules={"rope": partial(_sharing_tuple, 1), "patch_embedding": _sharing_patches},
         whole=("timestep", "encoder_hidden_states", "encoder_hidden_states_image", "attention_kwargs"),
     ),
-    "LTXVideoTransformer3DModel": Recipe(
+    "LTXVideoTransformer3DModel": ModelRecipe(
         processors=("LTXVideoAttnProcessor",), shared={"hidden_states": (1, "image")}, cross=("attn2",),
         modules={"rope": partial(_sharing_tuple, 1)}, change=_timesteps,
         whole=(

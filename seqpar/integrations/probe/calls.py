@@ -30,13 +30,13 @@ from seqpar.plan import Plan
 
 AGAIN = 16  # the call at which a model that was found right is tried once more
 KEPT = 64  # ways of calling a model that are kept, oldest first
-Sizes = frozenset[tuple[str, int]]  # of batches and documents, in powers of 2
+BatchSizes = frozenset[tuple[str, int]]  # of batches and documents, in powers of 2
 
 
 class CallHistory(NamedTuple):
     """What is known of a way of calling a model: the sizes with which it was found right, and how often it came."""
 
-    sizes: Sizes = frozenset()
+    sizes: BatchSizes = frozenset()
     calls: int = 0
 
 
@@ -52,7 +52,7 @@ class ModelCall:
         self.model, self.plan, self.comm, self.key = model, plan, comm, key
         self.longest = plan.memo("longest", lambda: int(plan.mask.lengths.max(initial=0)))
         sizes = {"batch": plan.mask.tokens, "document": self.longest}
-        self.sizes: Sizes = frozenset((what, max(0, n - 1).bit_length()) for what, n in sizes.items())
+        self.sizes: BatchSizes = frozenset((what, max(0, n - 1).bit_length()) for what, n in sizes.items())
         self.known = _histories.setdefault(comm, weakref.WeakKeyDictionary()).setdefault(model, {})
         if model not in _together and self.is_new() and ranks_meet(model):
             _together.add(model)

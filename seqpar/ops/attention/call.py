@@ -46,7 +46,7 @@ NAMES = {
 }
 
 Shares = tuple[list[slice], list[slice]]  # query heads and key heads of every member of a part
-Block = tuple[slice, slice, slice]  # query heads and key heads inside, and the query heads outside
+HeadBlock = tuple[slice, slice, slice]  # query heads and key heads inside, and the query heads outside
 
 
 @dataclass(frozen=True, eq=False)
@@ -65,7 +65,7 @@ class Recipe:
     steps: list[Step]
     parts: list[Part]
     shares: Mapping[int, Shares]
-    blocks: Mapping[int, list[Block]]
+    blocks: Mapping[int, list[HeadBlock]]
     alone: bool
     trades: bool
 
@@ -87,7 +87,7 @@ def _recipe(plan: Plan, rank: int, signature: Signature) -> Recipe:
     steps = plan.steps(rank, row_bytes=row_bytes)
     parts = [step.part for step in steps if step.first]
     shares: dict[int, Shares] = {}
-    blocks: dict[int, list[Block]] = {}
+    blocks: dict[int, list[HeadBlock]] = {}
     for part in parts:
         pairs = [head_share(s.heads, s.kv_heads, part.width, share) for share in range(part.width)]
         shares[part.width] = [heads for heads, _ in pairs], [kv for _, kv in pairs]
