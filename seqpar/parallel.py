@@ -26,7 +26,7 @@ class Surrounding(NamedTuple):
     seed: int
 
 
-class Block:
+class OpenBlock:
     """A block that is open. first: the first node that was recorded under it, and after the last block inside of it.
     within: the backward pass in which it was entered, -1 outside of all. used: whether a forward asked for it."""
 
@@ -38,13 +38,13 @@ class Blocks(threading.local):
     """Those of a thread, the innermost last."""
 
     def __init__(self) -> None:
-        self.open: list[Block] = []
+        self.open: list[OpenBlock] = []
 
 
 AFTER = "a block of seqpar.parallel after one that ended with an error"
 _own = Blocks()
 # open blocks by the thread that recorded under some
-_open: weakref.WeakKeyDictionary[threading.Thread, list[Block]] = weakref.WeakKeyDictionary()
+_open: weakref.WeakKeyDictionary[threading.Thread, list[OpenBlock]] = weakref.WeakKeyDictionary()
 _blocks: weakref.WeakKeyDictionary[Comm, int] = weakref.WeakKeyDictionary()
 _left: weakref.WeakSet[Comm] = weakref.WeakSet()  # whose last block was left by an error, maybe on this rank alone
 
@@ -75,7 +75,7 @@ def parallel(plan: Plan, comm: Comm, *, seed: int | None = None) -> Iterator[Sur
             comm.agree(AFTER, {"blocks before": before})
         _left.discard(comm)
     around = Surrounding(plan, comm, bind(plan, comm), before if seed is None else seed)
-    block = Block(around)
+    block = OpenBlock(around)
     _own.open.append(block)
     if block.within < 0:
         _open[threading.current_thread()] = _own.open
