@@ -135,7 +135,7 @@ def union(group: Ints, lo: Ints, hi: Ints, groups: int, tokens: int) -> Interval
 
 def expand(start: Ints, count: Ints, step: Ints | int = 1) -> Ints:
     """All elements of arithmetic progressions, one after the other."""
-    steps = np.broadcast_to(np.asarray(step, np.int64), start.shape)
+    steps = np.full_like(start, step) if isinstance(step, int) else np.broadcast_to(step, start.shape)
     if not count.all():
         start, steps, count = start[count > 0], steps[count > 0], count[count > 0]
     if count.size == 0:

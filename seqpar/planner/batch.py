@@ -156,8 +156,9 @@ def choose(layers: Layers, w: Weights, ranks: int, *, node: int, room: Ints) -> 
     # such a mask takes one width for all documents
     placed = [(k, p) for k, p in placed if not single or p.widths.min() == p.widths.max()]
     chosen = list({id(p): p for _, p in placed}.values()) if few else shortlist(placed, thorough=thorough)
-    if few and 1 < ranks <= node and not single and documents > 1:
-        chosen += nested(batch, ranks, room=even, nests=NESTS_OF_FEW if documents < 4 * ranks else NESTS_OF_MANY)
+    if few and 1 < ranks <= node and not single:
+        nests = NESTS_OF_FEW if documents < 4 * ranks else NESTS_OF_MANY
+        chosen += nested(batch, ranks, room=even, nests=nests if documents > 1 else nests[:1])
     return _decided(_counted(layers, chosen, ranks, node), w, node, all_rivals=few)
 
 
@@ -194,7 +195,7 @@ def _decided(found: list[Candidate], w: Weights, node: int, *, all_rivals: bool)
         ]
         outdone = _outdone(found, computing)
         slowest[[nth in outdone for nth, _ in ways]] = np.iinfo(np.int64).max
-    equal = np.argwhere(slowest == slowest.min()).tolist()
+    equal = list(zip(*(at.tolist() for at in (slowest == slowest.min()).nonzero()), strict=True))
     if len(equal) > 1:
         equal.sort(key=lambda at: (found[ways[at[0]][0]].moved, at[1]))
     way, stage = equal[0]
@@ -254,7 +255,7 @@ def candidates_of_few(ranks: int, width: int, documents: int, quarters: int) -> 
         return _apart(ranks, widths, documents, quarters)
     shared = Knobs(0, 64, 0, 16, ranks)  # every document, by all ranks
     if documents == 1:
-        return [ALONE, shared] + [Knobs(160, 16, 4, 4, 1)] * (ranks > 2)
+        return [ALONE] + [Knobs(160, 16, 4, 4, 1)] * (ranks > 2)
     half = widths[-2]
     attentive = quarters >= 2
     if documents < 4 * ranks:

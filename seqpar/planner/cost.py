@@ -247,7 +247,7 @@ def trades(most: Ints, w: Weights, width: int | Ints) -> Ints:
     """
     latency = w.inside.latency * (most > 0)
     enter, leave = (latency + _portion(most * ticks, width - 1, width) for ticks in (w.inside.enter, w.inside.leave))
-    return np.stack([np.stack([enter, leave]), np.stack([leave, enter])])
+    return np.array([[enter, leave], [leave, enter]])
 
 
 class WidthGroup(NamedTuple):
@@ -338,9 +338,11 @@ def ticks_of_each(candidates: Sequence[Counted], w: Weights, *, stage_bytes: Seq
     width = np.repeat([part.width for part in parts], [part.tally.rows.size for part in parts])
     busy, waiting = timeline(many, w, width=width, stage_bytes=stage_bytes)
     enter, leave = trades(many.most, w, width)
-    at = _groups_of_ranks(layers, candidates[0].rows.size)
-    busy, waiting, enter, leave = (np.append(x, np.zeros((*x.shape[:-1], 1), np.int64), -1)[..., at]
-                                   for x in (busy, waiting, enter * (width > 1), leave * (width > 1)))  # fmt: skip
+    groups, at = width.size, _groups_of_ranks(layers, candidates[0].rows.size)
+    columns: list[Ints] = [busy, waiting, enter * (width > 1), leave * (width > 1)]
+    if int(at.max()) == groups:
+        columns = [np.concatenate([x, np.zeros((*x.shape[:-1], 1), np.int64)], -1) for x in columns]
+    busy, waiting, enter, leave = (x[..., at] for x in columns)
     spent = exposed = late = np.zeros((*busy.shape[:2], *at.shape[1:]), np.int64)
     for turn in range(len(at)):
         exposed = exposed + np.maximum(enter[:, turn] - spent, 0) + waiting[:, :, turn]

@@ -116,7 +116,7 @@ def _moving(mask: Mask, pieces: _Pieces, *, node_of: Ints | None) -> Tally:
     start, group = start[order], pieces.group[chosen[order]]
     fresh = np.flatnonzero(np.concatenate([[True], group[1:] != group[:-1]]))
     start, group = start[fresh], group[fresh]
-    runs = Runs(start, np.diff(start, append=batch.tokens), np.ones_like(start))
+    runs = Runs(start, np.concatenate([start[1:], [batch.tokens]]) - start, np.ones_like(start))
     piece, source = cut(runs, breaks_of(batch))
     document = interval_of(piece.start, batch.offsets[:-1])
     return counts_of(batch, piece, group[source], document, groups, node_of=node_of, forwarded=False, most=pieces.most)
