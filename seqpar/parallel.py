@@ -27,11 +27,16 @@ class Surrounding(NamedTuple):
 
 
 class OpenBlock:
-    """A block that is open. first: the first node that was recorded under it, and after the last block inside of it.
-    within: the backward pass in which it was entered, -1 outside of all. used: whether a forward asked for it."""
+    """A block that is open.
+
+    first: the first node that was recorded under it, and after the last block inside of it that a forward used. within:
+    the backward pass in which it was entered, -1 outside of all. used: whether a forward asked for it. above: whether
+    one asked for a block inside of it.
+    """
 
     def __init__(self, surrounding: Surrounding) -> None:
-        self.surrounding, self.first, self.within, self.used = surrounding, next_node(), backward_pass(), False
+        self.surrounding, self.first, self.within = surrounding, next_node(), backward_pass()
+        self.used = self.above = False
 
 
 class Blocks(threading.local):
@@ -86,8 +91,8 @@ def parallel(plan: Plan, comm: Comm, *, seed: int | None = None) -> Iterator[Sur
         raise
     finally:
         _own.open.remove(block)
-        if _own.open:
-            _own.open[-1].first = next_node()
+        if _own.open and (block.used or block.above):
+            _own.open[-1].first, _own.open[-1].above = next_node(), True
 
 
 def surrounding() -> Surrounding:

@@ -438,26 +438,28 @@ def test_what_another_kind_of_checkpoint_recomputes_under_another_plan_raises() 
     mask, (x, target) = Mask(DOCUMENTS), inputs()
     plan = PLANS["ring"](mask, 1)
 
-    def forward() -> tuple[Comm, nn.Module, Tensor]:
-        comm, model = LocalComm(), made()
+    def forward(comm: Comm) -> tuple[nn.Module, Tensor]:
+        model = made()
         for block in model.blocks:  # type: ignore[union-attr]
             composable_checkpoint(block)
             parallelize(block, comm)
-        with seqpar.parallel(plan, comm):
-            return comm, model, model(x[None])[0]
+        return model, model(x[None])[0]
 
-    comm, model, y = forward()
+    comm = LocalComm()
     with seqpar.parallel(plan, comm):
+        model, y = forward(comm)
         backward(y, target)
     same((y.detach(), gradients(model)), one(made(), mask))
 
-    comm, _, y = forward()
+    with seqpar.parallel(plan, comm):
+        _, y = forward(comm)
     with (
         pytest.raises(RuntimeError, match="called again in a backward pass"),
         seqpar.parallel(plan.with_mask(Mask([TOKENS])), comm),
     ):
         backward(y, target)
-    _, _, y = forward()
+    with seqpar.parallel(plan, comm):
+        _, y = forward(comm)
     with pytest.raises(RuntimeError, match="called again in a backward pass"):
         backward(y, target)
 
