@@ -154,7 +154,8 @@ class ProcessComm(CommBase[P]):
     def agree(self, what: str, facts: Mapping[str, object], error: Exception | None = None) -> None:
         """Compare the facts of all ranks: see `Comm.agree`.
 
-        Each rank sends one small message to each other one; the facts themselves travel only where ranks differ.
+        Up to 8 ranks each sends one small message to each other one, more send 24 bytes to few others one after another;
+        the facts themselves travel only where ranks differ.
         """
         self.check()
         claim = Claim.of(what, facts, error)
@@ -172,7 +173,7 @@ class ProcessComm(CommBase[P]):
     def gather(
         self, what: str, value: Any, error: Exception | None = None, *, facts: Mapping[str, object] = NO_FACTS
     ) -> list[Any]:
-        """Every rank's value: see `Comm.gather`. In one message to each other rank if all values are small."""
+        """Every rank's value: see `Comm.gather`. Up to 8 ranks in one message to each other one if values are small."""
         self.check()
         claim = Claim.of(what, facts, error)
         tag = Tag(0, self._next("agree"), AGREEING, 0, f"{what} (gathering)")
