@@ -154,8 +154,8 @@ class ProcessComm(CommBase[P]):
     def agree(self, what: str, facts: Mapping[str, object], error: Exception | None = None) -> None:
         """Compare the facts of all ranks: see `Comm.agree`.
 
-        Up to 8 ranks each sends one small message to each other one, more send 24 bytes to few others one after another;
-        the facts themselves travel only where ranks differ.
+        Up to 8 ranks each sends one small message to each other one, more send 24 bytes to few others in turn; the
+        facts themselves travel only where ranks differ.
         """
         self.check()
         claim = Claim.of(what, facts, error)
