@@ -145,7 +145,7 @@ SOURCES = sorted(path for path in PACKAGE.rglob("*.py") if "examples" not in pat
 @pytest.mark.parametrize("path", SOURCES, ids=lambda path: path.relative_to(PACKAGE).as_posix())
 def test_a_file_imports_only_lower_floors(path: Path) -> None:
     unit = unit_of(path)
-    assert unit in FLOORS, f"{path} is in no floor: put it on one in DESIGN and here"
+    assert unit in FLOORS, f"{path} is in no floor: put it on one in FLOORS"
     allowed, third_parties = FLOORS[unit]
     units, others = edges(path)
     assert units <= allowed | {unit}, f"{path} imports {sorted(units - allowed - {unit})} of seqpar"

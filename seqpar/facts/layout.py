@@ -203,10 +203,10 @@ def _checked_pieces(start: ArrayLike, count: ArrayLike, rank: ArrayLike, ranks: 
         raise ValueError(
             f"start, count and rank must have one entry per piece, got {first.size}, {length.size} and {holder.size}"
         )
-    _check_each(np.flatnonzero((holder < 0) | (holder >= ranks)), columns, f"ranks are 0 to {ranks - 1}")
-    _check_each(np.flatnonzero(length < 0), columns, "a piece has at least 0 tokens")
-    _check_each(np.flatnonzero((first < 0) & (length > 0)), columns, "positions start at 0")
-    _check_each(np.flatnonzero(first >= (1 << 62) - length), columns, "positions are below 2**62")
+    _refuse_first(np.flatnonzero((holder < 0) | (holder >= ranks)), columns, f"ranks are 0 to {ranks - 1}")
+    _refuse_first(np.flatnonzero(length < 0), columns, "a piece has at least 0 tokens")
+    _refuse_first(np.flatnonzero((first < 0) & (length > 0)), columns, "positions start at 0")
+    _refuse_first(np.flatnonzero(first >= (1 << 62) - length), columns, "positions are below 2**62")
     if not length.all():
         first, length, holder = (column[length > 0] for column in columns)
     if first.size == 0:
@@ -215,7 +215,8 @@ def _checked_pieces(start: ArrayLike, count: ArrayLike, rank: ArrayLike, ranks: 
     return first, length, holder
 
 
-def _check_each(wrong: Ints, columns: list[Ints], expected: str) -> None:
+def _refuse_first(wrong: Ints, columns: list[Ints], expected: str) -> None:
+    """Raise ValueError for the first of the wrong pieces, if there are any."""
     if wrong.size:
         start, count, rank = (int(column[wrong[0]]) for column in columns)
         raise ValueError(f"piece {wrong[0]} gives rank {rank} {count} tokens from position {start}; {expected}")

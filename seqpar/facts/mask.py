@@ -193,9 +193,9 @@ class Mask(Fact):
             )
         queries = frozen(self.lengths[chosen])
         keys = queries if self.kv_lengths is self.lengths else frozen(self.kv_lengths[chosen])
-        picked: Mask = type(self).__new__(type(self))
-        picked._set(queries, keys, _picked_spans(self, chosen), within=True, name=self._name)
-        return picked
+        mask: Mask = type(self).__new__(type(self))
+        mask._set(queries, keys, _picked_spans(self, chosen), within=True, name=self._name)
+        return mask
 
     def windowed(self, window: tuple[int | None, int | None]) -> Mask:
         """The same mask where also no key further off than a window is seen, (left, right), None for no limit; cached.
@@ -222,12 +222,12 @@ class Mask(Fact):
         start = _cut(start, [np.abs(high(start) - low(start))], self.tokens)
         after = np.minimum(start + 1, np.append(start[1:], self.tokens) - 1)
         (lo, hi), (lo_after, hi_after) = ((low(x), np.maximum(low(x), high(x))) for x in (start, after))
-        narrowed: Mask = type(self).__new__(type(self))
-        narrowed._set(
+        mask: Mask = type(self).__new__(type(self))
+        mask._set(
             self.lengths, self.kv_lengths, Spans(start, lo, hi, lo_after - lo, hi_after - hi),
             within=self.within_documents, name=f"{self._name}, window={(left, right)}",
         )  # fmt: skip
-        return narrowed
+        return mask
 
     def area(self) -> int:
         """Attended pairs of a query and a key."""

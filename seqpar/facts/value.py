@@ -37,7 +37,7 @@ def whole(name: str, value: object, least: int, most: int | None = None) -> int:
 
 
 def is_integer(value: object) -> bool:
-    """Whether a value is an integer of Python or numpy; True is none."""
+    """Whether a value is an integer of Python or numpy; bools are not."""
     return isinstance(value, (int, np.integer)) and not isinstance(value, bool)
 
 
@@ -76,7 +76,7 @@ class Memo:
     _memo: dict[Any, Any]
 
     def memo(self, key: Any, make: Callable[[], Any]) -> Any:
-        """``make()``, made at the first call; threads that make it at the same time all get the one that came first."""
+        """``make()``, called once; threads that call it at the same time all get the result that was stored first."""
         if key in self._memo:
             return self._memo[key]
         return self._memo.setdefault(key, make())

@@ -180,7 +180,7 @@ def degrees(axis: Any, plan: Derived) -> None:
     axis.set_ylim(0.8, 1.3 * max(2, int(plan.degrees.max())))
     for ticks in (axis.xaxis, axis.yaxis):
         ticks.set_major_formatter(lambda value, _: _round(value))
-        ticks.set_minor_locator(_none())
+        ticks.set_minor_locator(_no_ticks())
     axis.grid(color=EDGE, linewidth=0.6)
     axis.set_axisbelow(True)
     axis.set(title="Degree of every document", xlabel="tokens of the document", ylabel="ranks that hold some of it")
@@ -276,7 +276,7 @@ def _bytes(plan: Derived, call: dict[str, Any]) -> Floats:
     return moved
 
 
-def _none() -> Any:
+def _no_ticks() -> Any:
     from matplotlib.ticker import NullLocator
 
     return NullLocator()
