@@ -72,9 +72,9 @@ def trained(comm: Comm, plan: str, dtype: torch.dtype, reentrant: bool | None) -
         optimizer.zero_grad()
         with seqpar.parallel(mine.plan, mine.comm):
             hidden = model(mine.tensors["input_ids"], mine.positions, reentrant)
-        labels = mine.tensors["labels"]
-        loss = linear_cross_entropy(hidden, model.head.weight, labels, valid=mine.valid, chunk=16)
-        loss.backward()
+            labels = mine.tensors["labels"]
+            loss = linear_cross_entropy(hidden, model.head.weight, labels, valid=mine.valid, chunk=16)
+            loss.backward()  # inside the block: checkpoints call layers again
         results += [mine.plan.digest(), mine.valid, loss.detach(), all_sum(loss.detach(), comm)]
         results.append([None if g is None else g.clone() for g in gradients(model)])
         sync_gradients(model.parameters(), comm)
