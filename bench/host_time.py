@@ -1,6 +1,7 @@
 """CPU time of small calls, of planning and of the import, beside that of another commit: pairs of processes in turn.
 
     python -m bench.host_time --before COMMIT                                    # 24 pairs, about ten minutes
+    python -m bench.host_time --before COMMIT --comms                            # one rank alone, two minutes
     python -m bench.host_time --before COMMIT --json bench/results/host_time.jsonl
 
 Calls have 128 tokens, so that what is timed is the host's work. A process times every case; its figure is the least of
@@ -16,7 +17,7 @@ import json
 import subprocess
 import sys
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -26,6 +27,7 @@ import numpy as np
 BENCH = Path(__file__).resolve().parent
 BEGINS, MOST = 1.02, 1.05
 TOKENS = 128
+COMMS = ("gloo", "shm")
 
 
 # --- in a process of one of the trees ---------------------------------------------------------------------------------
@@ -90,8 +92,8 @@ def planning() -> dict[str, list[float]]:
     }
 
 
-def process() -> dict[str, float]:
-    """Milliseconds by case, all that a process is asked for."""
+def process(kinds: Sequence[str]) -> dict[str, float]:
+    """Milliseconds by case; kinds: the comms of two ranks that are tried."""
     import torch
 
     start = time.process_time()
@@ -103,7 +105,7 @@ def process() -> dict[str, float]:
     torch.set_num_threads(1)
     figures |= {name: min(found) for name, found in planning().items()}
     figures |= {f"{name}, 1 rank": min(found) for name, found in verbs(seqpar.LocalComm(), 150).items()}
-    for kind in ("gloo", "shm"):
+    for kind in kinds:
         one, two = run_processes(2, of_rank, kind)
         figures |= {f"{name}, 2 ranks, {kind}": min(map(sum, zip(one[name], two[name]))) for name in one}
     return figures
@@ -112,13 +114,15 @@ def process() -> dict[str, float]:
 # --- pairs ------------------------------------------------------------------------------------------------------------
 
 
-def figures_of(tree: Path) -> dict[str, float]:
+def figures_of(tree: Path, kinds: Sequence[str]) -> dict[str, float]:
     """`process`, by the seqpar of a tree."""
     from bench.lib import before
 
-    code = "import json, host_time; print(json.dumps(host_time.process()))"
+    code = "import json, sys, host_time; print(json.dumps(host_time.process(sys.argv[1:])))"
     environment = before.environment(tree, BENCH) | {"OMP_NUM_THREADS": "1"}
-    done = subprocess.run([sys.executable, "-c", code], cwd=tree, env=environment, check=True, stdout=subprocess.PIPE)
+    done = subprocess.run(
+        [sys.executable, "-c", code, *kinds], cwd=tree, env=environment, check=True, stdout=subprocess.PIPE
+    )
     return json.loads(done.stdout.splitlines()[-1])  # type: ignore[no-any-return]
 
 
@@ -139,6 +143,7 @@ def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--before", default="46b7fc0", help="the commit to compare with (default: %(default)s)")
     parser.add_argument("--pairs", type=int, default=24)
+    parser.add_argument("--comms", nargs="*", choices=COMMS, default=COMMS, help="of two ranks; none is one rank alone")
     parser.add_argument("--json", type=Path, help="file for the record, one line, added at its end")
     options = parser.parse_args()
     before.build(before.ROOT)
@@ -146,7 +151,7 @@ def main() -> int:
     pairs = []
     for number in range(options.pairs + 1):
         order = (0, 1) if number % 2 else (1, 0)
-        found = {side: figures_of(trees[side]) for side in order}
+        found = {side: figures_of(trees[side], options.comms) for side in order}
         if number:  # the first compiles bytecode and fills caches
             pairs.append([found[0], found[1]])
         print(f"\rpair {number} of {options.pairs}", end="", file=sys.stderr, flush=True)
