@@ -171,16 +171,17 @@ def _near_the_bound(
     exchanges alone do not take too long.
     """
     attention, mean = batch.ticks - batch.row * batch.lengths, int(batch.ticks.sum()) // ranks
+    enough = 0
     if int(attention.max()) * ranks <= int(attention.sum()):
         placed = placements(batch, ranks, room=room, knobs=[ALONE])
-        if placed[0].level * 1000 > mean * 1001:
-            return None
-        return _decided(_counted(layers, placed, ranks, node), w, node, all_rivals=True)
-    if layers_in(layers) * 4 * w.inside.latency * NEAR > mean:
+        enough = mean * 1001 // 1000  # beside it exchanges could be less, by next to nothing
+    elif layers_in(layers) * 4 * w.inside.latency * NEAR > mean:
         return None
-    placed = nested(batch, ranks, room=room, nests=NESTS_OF_MANY[: 2 if ranks * batch.lengths.size <= SMALL else 1])
-    nest = _decided(_counted(layers, placed, ranks, node), w, node, all_rivals=True)
-    return nest if int(nest.ticks.total.max()) * NEAR <= mean * (NEAR + 1) else None
+    else:
+        placed = nested(batch, ranks, room=room, nests=NESTS_OF_MANY[: 2 if ranks * batch.lengths.size <= SMALL else 1])
+    decision = _decided(_counted(layers, placed, ranks, node), w, node, all_rivals=True)
+    near = int(decision.ticks.total.max()) * NEAR <= mean * (NEAR + 1)
+    return decision if near or placed[0].level <= enough else None
 
 
 def _decided(found: list[Candidate], w: Weights, node: int, *, all_rivals: bool) -> Decision:
