@@ -46,8 +46,12 @@ def both_ways(comm: Comm | None, run: Callable[..., Any], *arguments: Any) -> An
 
 
 def row_of(clip: Clip, ranks: int, over: str, found: Sequence[dict[str, Row]], turns: int) -> Row:
-    """Seconds of the slowest rank one by the other: the median of the turns, and those a quarter from either end."""
-    steps = {way: [max(turn) for turn in zip(*(rank[way]["seconds"][:turns] for rank in found))] for way in WAYS}
+    """Seconds of the slowest rank one by the other: the median of the turns, and those a quarter from either end.
+
+    Composed steps are one figure, of the least of all turns.
+    """
+    count = 1 if over.endswith("composed") else turns
+    steps = {way: [max(turn) for turn in zip(*(rank[way]["seconds"][:count] for rank in found))] for way in WAYS}
     ratios = sorted(one / parts for one, parts in zip(steps["one part"], steps["planned"], strict=True))
     one, planned = (found[0][way] for way in ("one part", "planned"))
     return {
@@ -69,7 +73,7 @@ def rows(turns: int, show: Callable[[Row], None]) -> list[Row]:
     for clip in (clip.fitted(TOKENS) for clip in CLIPS if clip.name in NAMES):
         for ranks in (4, 8):
             (several,) = both_ways(None, composed, clip, ranks, composing, turns).values()
-            found.append(row_of(clip, ranks, "slow, composed", several, 1))
+            found.append(row_of(clip, ranks, "slow, composed", several, turns))
             show(found[-1])
         for over, machine in over_links.items():
             comm, link = ("gloo" if over == "gloo" else "shm"), (machine.link if over == "slow" else None)

@@ -93,7 +93,7 @@ def switch(x: Tensor, space: Space, form: str, src: str, dst: str) -> Tensor:
 
 def switch_all(xs: Sequence[Tensor], space: Space, forms: Sequence[str], src: str, dst: str) -> list[Tensor]:
     """`switch` of several tensors in one exchange, and one backward."""
-    recipe = _recipe_of(xs, space, forms, src, dst)
+    recipe = _switch_recipe(xs, space, forms, src, dst)
     unfolded = [form.unfold(x, recipe.sizes) for form, x in zip(recipe.forms, xs)]
     ys = exchange(unfolded, space.comm, **recipe.arguments)
     return [form.fold(y) for form, y in zip(recipe.forms, ys)]
@@ -101,7 +101,7 @@ def switch_all(xs: Sequence[Tensor], space: Space, forms: Sequence[str], src: st
 
 def begin_switch(xs: Sequence[Tensor], space: Space, forms: Sequence[str], src: str, dst: str) -> Pending:
     """`switch_all` under way: what is computed before `wait` runs beside the exchange, forward and backward."""
-    recipe = _recipe_of(xs, space, forms, src, dst)
+    recipe = _switch_recipe(xs, space, forms, src, dst)
     unfolded = [form.unfold(x, recipe.sizes) for form, x in zip(recipe.forms, xs)]
     return Pending(start_switch(unfolded, space.comm, **recipe.arguments), recipe.forms)
 
@@ -156,7 +156,7 @@ def count_once(x: Tensor, comm: Comm) -> Tensor:
     return x if comm.size == 1 else _CountOnce.apply(x, comm.rank)
 
 
-class _Recipe(NamedTuple):
+class _SwitchRecipe(NamedTuple):
     """How tensors of some shapes are switched: their forms, sizes on this rank, and what `seqpar.switch` is told."""
 
     forms: tuple[Form, ...]
@@ -164,22 +164,22 @@ class _Recipe(NamedTuple):
     arguments: dict[str, Any]
 
 
-def _recipe_of(xs: Sequence[Tensor], space: Space, forms: Sequence[str], src: str, dst: str) -> _Recipe:
+def _switch_recipe(xs: Sequence[Tensor], space: Space, forms: Sequence[str], src: str, dst: str) -> _SwitchRecipe:
     """Raises on every rank if tensors cannot be switched."""
     try:
         if not xs or len(xs) != len(forms):
             raise ValueError(f"a switch of {len(xs)} tensors with {len(forms)} forms; give each a form")
         shapes = tuple([shape_of(x, f"tensor {n}") for n, x in enumerate(xs)])
-        return _recipe(tuple(forms), shapes, *space.key, src, dst)
+        return _recipe_of_shapes(tuple(forms), shapes, *space.key, src, dst)
     except Exception as error:
         raise_on_all_ranks("switch", space.comm, error)
 
 
 @lru_cache(maxsize=4096)
-def _recipe(
+def _recipe_of_shapes(
     texts: tuple[str, ...], shapes: tuple[tuple[int, ...], ...], dims: tuple[tuple[str, int], ...], ranks: int,
     rank: int, src: str, dst: str,
-) -> _Recipe:  # fmt: skip
+) -> _SwitchRecipe:  # fmt: skip
     forms = tuple(
         fitting_form(text, shape, dims, ranks, rank, src, f"tensor {n}")
         for n, (text, shape) in enumerate(zip(texts, shapes, strict=True))
@@ -189,7 +189,7 @@ def _recipe(
     if dst not in sizes:
         raise ValueError(f'"{dst}" is not a dimension of {sizes}')
     sides = shares(sizes[dst], ranks), shares(sizes[src], ranks)
-    return _Recipe(forms, sizes | {src: sides[1][rank]}, axes | {"sizes": sides})
+    return _SwitchRecipe(forms, sizes | {src: sides[1][rank]}, axes | {"sizes": sides})
 
 
 def _check_grad(grad: str) -> None:
