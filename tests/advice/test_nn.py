@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import torch
 from torch import Tensor
+from torch.utils.checkpoint import checkpoint
 
 import seqpar
 from seqpar import Layout, Mask, Plan
@@ -27,6 +28,29 @@ def test_a_layer_is_given_a_plan_and_a_comm_their_handle_or_neither() -> None:
     assert torch.equal(layer(q, k, v, bind(PLAN, comm)), expected)
     with seqpar.parallel(PLAN, comm):
         assert torch.equal(layer(q, k, v), expected)
+
+
+def test_a_layer_is_bound_anew_after_the_backward_or_given_its_plan() -> None:
+    comm, layer = LocalComm(), Attention()
+    x = torch.randn(3, 9, 2, 8, requires_grad=True)
+
+    def run(*given: object) -> Tensor:
+        return checkpoint(lambda x: layer(*x.unbind(), *given), x, use_reentrant=False)
+
+    def gradient(out: Tensor) -> Tensor:
+        return torch.autograd.grad(out.square().sum(), x)[0]
+
+    expected = gradient(seqpar.attention(*x.unbind(), PLAN, comm))
+    layer.bind(PLAN, comm)
+    out = run()
+    layer.bind(PLAN.with_mask(Mask([9], causal=False)), comm)
+    with advised(RuntimeError, "bind it after the backward, or give the layer its plan, or seqpar.bind(plan, comm)"):
+        gradient(out)
+    for given in ((PLAN, comm), (bind(PLAN, comm),)):
+        out = run(*given)
+        layer.bind(PLAN, comm)
+        assert torch.allclose(gradient(out), expected)
+    assert torch.allclose(gradient(run()), expected)
 
 
 def attended(layer: MultiheadAttention, x: Tensor, **given: object) -> Tensor:

@@ -176,3 +176,44 @@ def test_a_checkpoint_around_a_model_goes_inside_or_the_plan_is_given(way: str) 
     run_threads(2, refused)
     grads = run_threads(2, rank, PLAN if way == "plan" else None, way == "plan")
     assert torch.allclose(sum(grads), out)
+
+
+class RunAgain(torch.autograd.Function):
+    """A checkpoint of somebody's own, which torch knows nothing of."""
+
+    @staticmethod
+    def forward(ctx: Any, run: Callable[[Tensor], Tensor], x: Tensor) -> Tensor:
+        ctx.run = run
+        ctx.save_for_backward(x)
+        return run(x)
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor) -> tuple[None, Tensor]:
+        x = ctx.saved_tensors[0].detach().requires_grad_()
+        with torch.enable_grad():
+            return None, torch.autograd.grad(ctx.run(x), x, grad)[0]
+
+
+def test_a_checkpoint_of_somebodys_own_is_torchs_or_enters_the_block_inside() -> None:
+    x = WHOLE.clone().requires_grad_()
+    (expected_grad,) = torch.autograd.grad(attended(x, is_causal=True).square().sum(), x)
+
+    def causal(x: Tensor) -> Tensor:
+        return attended(x, is_causal=True)
+
+    def inside(x: Tensor) -> Tensor:
+        with seqpar.sdpa(ALONE, LocalComm()):
+            return causal(x)
+
+    with (
+        advised(
+            NotImplementedError,
+            "checkpoint with torch.utils.checkpoint.checkpoint, or enter the block inside what that function runs",
+        ),
+        seqpar.sdpa(ALONE, LocalComm()),
+    ):
+        RunAgain.apply(causal, x)
+    with seqpar.sdpa(ALONE, LocalComm()):
+        by_torch = checkpoint(causal, x, use_reentrant=False)
+    for out in (by_torch, RunAgain.apply(inside, x)):
+        assert torch.allclose(torch.autograd.grad(out.square().sum(), x)[0], expected_grad)
