@@ -26,3 +26,8 @@ def calls(documents: int, ranks: int) -> float:
 @pytest.mark.parametrize("documents", [8, 64, 512])
 def test_few_documents_on_few_ranks_are_no_more_work_than_many_on_many(documents: int) -> None:
     assert calls(documents, 8) < 1.5 * calls(512, 64)
+
+
+def test_a_document_alone_and_many_whole_ones_are_planned_at_once() -> None:
+    many = calls(512, 64)
+    assert calls(1, 8) < many / 4 and calls(512, 8) < many / 2
