@@ -59,7 +59,7 @@ lint: $(READY)
 	$(BIN)/ruff check
 	$(BIN)/ruff format --check
 	$(BIN)/mypy
-	$(BIN)/clang-format --dry-run --Werror $(wildcard csrc/*/*)
+	$(BIN)/clang-format --dry-run --Werror $(wildcard csrc/*/* bench/cpu/*.cpp)
 
 setup: $(READY) $(OLDEST_TRITON) $(TIMM)
 

@@ -12,10 +12,14 @@ compared. Exit code 1 if the fused operator was faster anywhere.
 from __future__ import annotations
 
 import argparse
+import ctypes
 import statistics
+import subprocess
 import sys
+import tempfile
 import time
 from collections.abc import Callable, Iterator
+from functools import cache
 from itertools import product
 from pathlib import Path
 from typing import NamedTuple
@@ -34,6 +38,7 @@ from seqpar.kernels import Grads, Operands, Score, Sums
 from seqpar.kernels.native import ISAS, Native
 from seqpar.ops.attention.call import uploaded
 
+ROOT = Path(__file__).parents[2]
 HEADS = {
     1024: 8,
     2048: 8,
@@ -125,15 +130,28 @@ def measured(case: Case, repeat: int) -> dict[str, object]:
     return case._asdict() | {"heads": shape[1]} | rates | {"ratio": rates["seqpar"] / rates["torch"]}
 
 
+@cache
+def multiply_adds(dtype: str) -> Callable[[float], float]:
+    """Measures so many seconds: GFLOP/s of one thread that multiplies and adds registers, as the dtype's kernels do."""
+    pairs = dtype == "bfloat16" and ISAS[native.ops().isa()] == "avx512_bf16"
+    flags = ["-O3", "-std=c++17", "-march=native", "-ffp-contract=fast", "-shared", "-fPIC", f"-I{ROOT / 'csrc'}"]
+    with tempfile.TemporaryDirectory() as folder:
+        library = Path(folder) / "peak.so"
+        command = ["c++", *flags, *(["-DSP_PAIRS"] if pairs else []), ROOT / "bench/cpu/peak.cpp", "-o", library]
+        subprocess.run(command, check=True)
+        measure = ctypes.CDLL(str(library)).peak
+    measure.argtypes, measure.restype = [ctypes.c_double], ctypes.c_double
+    return measure
+
+
 def ceilings(threads: int, dtype: str) -> dict[str, float]:
     """GFLOP/s of torch's matmul of 2,048 x 2,048, and of the processor, measured in turns."""
     torch.set_num_threads(threads)
     a, b = (torch.randn(2048, 2048).to(DTYPES[dtype]) for _ in range(2))
-    isa = native.ops().isa()
     matmul, peak = [], []
     for _ in range(4):
         matmul.append(timed(lambda: a @ b))
-        peak.append(native.ops().peak(isa, dtype == "bfloat16", 0.2))
+        peak.append(multiply_adds(dtype)(0.2))
     return {"matmul": 2 * 2048**3 / statistics.median(matmul[1:]) / 1e9, "peak": threads * statistics.median(peak)}
 
 

@@ -66,8 +66,6 @@ std::tuple<int64_t, int64_t> tile(int64_t isa, bool bf16) {
   return {bm, bn};
 }
 
-double peak(int64_t isa, bool bf16, double seconds) { return sp_peak(isa, bf16 ? SP_BF16 : SP_F32, seconds); }
-
 void done(int status, const sp_attention& a) {
   STD_TORCH_CHECK(status != SP_NO_MEMORY, "seqpar: attention found no memory to work in");
   STD_TORCH_CHECK(status == 0, "seqpar: attention does not support ", a.heads, " query and ", a.kv_heads,
@@ -117,7 +115,6 @@ void backward(Tensor q, Tensor k, Tensor v, Tables facts, double scale, double s
 // facts: pos, lo, hi, key_pos int32; rows and order of the query tiles int64.
 STABLE_TORCH_LIBRARY_FRAGMENT(seqpar_native, m) {
   m.def("isa() -> int");
-  m.def("peak(int isa, bool bf16, float seconds) -> float");
   m.def("attention_tile(int isa, bool bf16) -> (int, int)");
   m.def(
       "attention_forward(Tensor q, Tensor k, Tensor v, Tensor[] facts, float scale, float softcap, Tensor? slopes, "
@@ -131,7 +128,6 @@ STABLE_TORCH_LIBRARY_FRAGMENT(seqpar_native, m) {
 
 STABLE_TORCH_LIBRARY_IMPL(seqpar_native, CompositeExplicitAutograd, m) {
   m.impl("isa", TORCH_BOX(&seqpar::isa));
-  m.impl("peak", TORCH_BOX(&seqpar::peak));
   m.impl("attention_tile", TORCH_BOX(&seqpar::tile));
 }
 

@@ -136,5 +136,3 @@ int sp_attention_backward(const sp_attention* x, const sp_grads* grads, int isa,
   if (x->m == 0 || x->n == 0 || x->heads == 0) return 0;
   return with_ranges(x, [=](const sp_ranges* ranges) { return with->backward(x, grads, ranges, parallel_for); });
 }
-
-double sp_peak(int isa, int dtype, double seconds) { return kernels(isa, dtype)->peak(seconds); }

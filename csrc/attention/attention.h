@@ -64,9 +64,6 @@ enum { SP_UNSUPPORTED = 1, SP_NO_MEMORY = 2 };
 int sp_attention_forward(const sp_attention* x, const sp_sums* sums, int isa, sp_parallel_for parallel_for);
 int sp_attention_backward(const sp_attention* x, const sp_grads* grads, int isa, sp_parallel_for parallel_for);
 
-// GFLOP/s of one thread that multiplies and adds registers, as the kernels for the dtype do; for benchmarks.
-double sp_peak(int isa, int dtype, double seconds);
-
 #ifdef __cplusplus
 }
 #endif

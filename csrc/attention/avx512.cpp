@@ -2,5 +2,5 @@
 #if defined(__x86_64__)
 #include "attention/kernels.h"
 
-const sp_kernels sp_attention_avx512 = {BM, BN, forward, backward, peak};
+const sp_kernels sp_attention_avx512 = {BM, BN, forward, backward};
 #endif

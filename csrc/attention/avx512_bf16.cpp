@@ -3,5 +3,5 @@
 #define SP_PAIRS
 #include "attention/kernels.h"
 
-const sp_kernels sp_attention_avx512_bf16 = {BM, BN, forward, backward, peak};
+const sp_kernels sp_attention_avx512_bf16 = {BM, BN, forward, backward};
 #endif

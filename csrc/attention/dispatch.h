@@ -14,7 +14,6 @@ struct sp_kernels {
   int64_t bm, bn;
   int (*forward)(const sp_attention*, const sp_sums*, const sp_ranges*, sp_parallel_for);
   int (*backward)(const sp_attention*, const sp_grads*, const sp_ranges*, sp_parallel_for);
-  double (*peak)(double seconds);
 };
 
 extern const sp_kernels sp_attention_portable, sp_attention_avx2, sp_attention_avx512, sp_attention_avx512_bf16;

@@ -1,7 +1,5 @@
-// The kernels of one ISA; each attention_<isa>.cpp includes this once.
+// The kernels of one ISA; the .cpp of each includes this once.
 #pragma once
-
-#include <time.h>
 
 #include "attention/backward.h"
 #include "attention/forward.h"
@@ -9,37 +7,5 @@
 namespace {
 
 constexpr int64_t BN = 32;  // only how finely tables see where query tiles should start
-
-// The best of short windows, since others may want the processor too.
-double peak(double seconds) {
-  auto now = [] {
-    timespec t;
-    clock_gettime(CLOCK_MONOTONIC, &t);
-    return (double)t.tv_sec + 1e-9 * (double)t.tv_nsec;
-  };
-  constexpr int CHAINS = MR * NV, STEPS = 50000;
-  V sum[CHAINS], a = splat(1e-9f), b = splat(1e-9f);
-#pragma GCC unroll 32
-  for (int i = 0; i < CHAINS; ++i) sum[i] = splat((float)i);
-  double best = 0, begin = now(), last = begin;
-  do {
-    for (int s = 0; s < STEPS; ++s) {
-#if defined(__x86_64__)
-      asm volatile("" : "+x"(a), "+x"(b));
-#else
-      asm volatile("" : "+w"(a), "+w"(b));
-#endif
-#pragma GCC unroll 32
-      for (int i = 0; i < CHAINS; ++i) sum[i] = dot(a, b, sum[i]);
-    }
-    double at = now(), rate = (double)STEPS * CHAINS * W * PAIR * 2 / (at - last) * 1e-9;
-    best = rate > best ? rate : best;
-    last = at;
-  } while (last - begin < seconds);
-  // they end in a result, or none would be computed
-#pragma GCC unroll 32
-  for (int i = 1; i < CHAINS; ++i) sum[0] += sum[i];
-  return any(sum[0] < splat(0.0f)) ? 0.0 : best;
-}
 
 }  // namespace

@@ -1,7 +1,7 @@
 // Vectors of the ISA that the including file is compiled for.
 //
-// Everything in the attention_*.h that this is part of has internal linkage and uses nothing of the C++ library: code
-// compiled for one ISA must not be what the linker keeps for the others.
+// Everything in the headers of a kernel, of which this is one, has internal linkage and uses nothing of the C++
+// library: code compiled for one ISA must not be what the linker keeps for the others.
 #pragma once
 
 #include <math.h>
