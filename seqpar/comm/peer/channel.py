@@ -1,0 +1,413 @@
+"""What the ranks of a `PeerComm` share: how streams of GPUs write straight into each other's memory.
+
+Every rank has a pool of device memory that all ranks map, and in front of it words of 32 bits. Messages of an ordered
+pair are numbered, an epoch is a message's number, and a rank's streams wait on words of its own memory only:
+
+    credit     written by the receiver's stream where it posted: from here on the buffer may be written
+    arrival    written by the sender's copy stream after the bytes
+    sent       likewise, for the sender itself: from here on the source may be written
+
+               rank 0, the sender                                  rank 1, the receiver
+    exchange   event: the source is written         <- offer --    credit stream: event, write(credit of rank 0)
+    copy       copy stream: event, wait(credit),
+               copy, write(arrival of rank 1, sent) -- arrive ->
+    wait       wait(sent)                                          wait(arrival), mark if poisoned
+
+What belongs where goes from host to host (`offer`, `arrive`: the mailbox of shared memory that `ShmComm` uses too).
+Hosts talk in `exchange` and `wait` alone, in the order of exchanges, and `wait` returns once all hosts concerned have
+launched their part. So the write that ends a wait is always launched before the wait is: nothing that blocks a host,
+such as freeing memory, and no two streams that share a queue of the hardware can keep a device from going on.
+
+A comm dies by a cause that is written for all ranks, then by a word `poison` in every rank's memory. From there on
+waits for arrivals are let go and what was received is NaN; see `PeerChannel.poison` for the order of these steps.
+"""
+
+from __future__ import annotations
+
+import logging
+import threading
+import time
+import weakref
+from collections import deque
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any, NamedTuple
+
+from torch import Tensor
+
+from seqpar import native
+from seqpar.comm.arguments import check_pool
+from seqpar.comm.base import waited
+from seqpar.comm.failure import Monitor
+from seqpar.comm.header import CallNames, Header
+from seqpar.comm.owner import Owner
+from seqpar.comm.peer.memory import PeerMemory
+from seqpar.comm.peer.pool import ALIGNMENT, DevicePool
+from seqpar.comm.peer.signals import AHEAD, FIRST, SignalWords, epoch, reached
+from seqpar.comm.protocol import DEAD, DIMS, Comm, PeerError, Tag
+
+log = logging.getLogger("seqpar.comm")
+
+_Side = Mapping[int, Sequence[Tensor]]
+
+
+@dataclass(eq=False)
+class PeerExchange:
+    """One exchange on its way, and all tensors of it. Peers are the channel's ranks."""
+
+    tag: Tag
+    ready: Any = None  # event: the tensors to send are written, those to receive may be
+    sends: dict[int, deque[tuple[list[int], Tensor]]] = field(default_factory=dict)  # what is still to be pushed
+    begun: set[int] = field(default_factory=set)  # peers whose copy stream has waited for its credit
+    arrivals: dict[int, int] = field(default_factory=dict)  # peer -> messages from it that have arrived then
+    sent: dict[int, int] = field(default_factory=dict)
+    blocks: list[Tensor] = field(default_factory=list)  # of the pool, received into
+    staged: list[tuple[Tensor, Tensor]] = field(default_factory=list)  # (target, block)
+    sources: list[Tensor] = field(default_factory=list)
+    targets: list[Tensor] = field(default_factory=list)
+
+    @property
+    def name(self) -> str:
+        """What it is for."""
+        return str(self.tag)
+
+
+class _Flight(NamedTuple):
+    """Waits that a stream was given, address of a word -> epoch, for a call: they are over when `event` is."""
+
+    event: Any
+    words: dict[int, int]
+    call: str = ""
+
+    def is_completed(self) -> bool:
+        return bool(self.event.query())
+
+
+class PeerChannel:
+    """What a comm and its subs share. Ranks are the control comm's.
+
+    One thread at a time uses it, under `lock`; the monitor and what it starts touch words and the cause alone.
+    """
+
+    def __init__(self, control: Comm, cuda: Any, pool_bytes: int, timeout: float) -> None:
+        error: Exception | None = None
+        try:
+            check_pool("PeerComm", pool_bytes)
+        except ValueError as wrong:
+            error = wrong
+        control.agree("PeerComm", {}, error)
+        self.control, self.cuda, self.timeout = control, cuda, timeout
+        self.rank, self.size = control.rank, control.size
+        self.words, self.ops, self.lock = SignalWords(self.size), native.ops(), threading.RLock()
+        self.owner, self.calls = Owner(self, self.rank, [control]), CallNames()
+        self.mail = self.ops.shm_open(self.rank, self.size, ALIGNMENT)
+        self.end = weakref.finalize(self, self.ops.shm_close, self.mail)
+        whole, address = self.words.bytes + pool_bytes, list(self.ops.shm_address(self.mail))
+        self.memory = PeerMemory(control, cuda, whole, self.words.count, FIRST, address)
+        self.bases, self.base = self.memory.bases, self.memory.bases[self.rank]
+        self._open_mail(self.memory.mails)
+        self.pool = DevicePool(cuda, self.base + self.words.bytes, pool_bytes)
+        peers = [peer for peer in range(self.size) if peer != self.rank]
+        # streams of one priority may share a queue of the hardware: what waits for peers must not hold up compute, and
+        # what lets waits go not wait behind them
+        self.copies = {peer: cuda.stream(-1) for peer in peers}
+        self.credits, self.private = cuda.stream(-1), cuda.stream(-5)
+        self.posted, self.pushed = dict.fromkeys(peers, 0), dict.fromkeys(peers, 0)  # messages so far
+        self.offers: dict[int, deque[tuple[list[int], int, list[int]]]] = {peer: deque() for peer in peers}
+        self.pushing: deque[PeerExchange] = deque()
+        self.flying: deque[_Flight] = deque()
+        self.orphans: list[object] = []  # what streams may still use after a failure
+        self.poisoned = threading.Event()
+        self.closing, self.closed = threading.Lock(), False  # held by who gives streams orders to let go
+        self.monitor = Monitor(timeout, self._stuck, self._look)
+
+    def _open_mail(self, addresses: Sequence[list[int]]) -> None:
+        error = None
+        try:
+            for peer, address in enumerate(addresses):
+                if peer != self.rank:
+                    self.ops.shm_map(self.mail, peer, address)
+        except RuntimeError as raised:
+            error = raised
+        self.control.agree("PeerComm", {}, error)
+        self.ops.shm_ready(self.mail)
+
+    def close(self) -> None:
+        """Give the memory back. Every rank calls it, after its last wait."""
+        self.alive("closing")
+        streams = (*self.copies.values(), self.credits, self.private)
+        for stream in (*streams, self.cuda.current()):
+            self.cuda.record(stream).synchronize()
+        self.control.agree("PeerComm.close", {})
+        # nothing is left that would have to be let go
+        self.poisoned.set()
+        self.ops.shm_fail(self.mail, "the comm is closed")
+        with self.closing:
+            self.closed = True
+        self.cuda.record(self.private).synchronize()
+        self.pool.close()
+        self.memory.close()
+        for stream in streams:
+            self.cuda.end(stream)
+
+    # --- exchanges
+
+    def post(self, scope: int, tag: Tag, sends: _Side, recvs: _Side) -> PeerExchange:
+        """Let the current stream give its credits, and tell peers; push what they wait for already."""
+        self.calls.add(tag)
+        with self.lock:
+            stream, work = self.cuda.current(), PeerExchange(tag)
+            places = {p: [self._place(work, x, stream, p) for x in several] for p, several in recvs.items()}
+            work.sources = [x for several in sends.values() for x in several]
+            work.targets = [x for several in recvs.values() for x in several]
+            credits = {}
+            for peer, blocks in places.items():
+                header = Header.of(scope, tag, recvs[peer])
+                self.posted[peer] += len(blocks)
+                work.arrivals[peer] = self.posted[peer]
+                credits[self.bases[peer] + self.words.credit(self.rank)] = epoch(self.posted[peer] - 1)
+                for index, x in enumerate(blocks):
+                    where, strides = x.data_ptr() - self.pool.at, list(x.stride()) if x.dim() <= DIMS else []
+                    self.offers[peer].append(([*header, index], where, strides))
+            for peer, several in sends.items():
+                header = Header.of(scope, tag, several)
+                self.pushed[peer] += len(several)
+                work.sent[peer] = self.pushed[peer]
+                work.sends[peer] = deque(([*header, index], x) for index, x in enumerate(several))
+            work.ready = self.cuda.record(stream)
+            if credits:
+                self.cuda.follow(self.credits, work.ready)
+                self.cuda.write(self.credits, credits)
+            self.pushing.append(work)
+            self.progress()
+            return work
+
+    def _place(self, work: PeerExchange, target: Tensor, stream: Any, peer: int) -> Tensor:
+        """Where a message is to be written: the tensor itself, or a block if peers cannot write there."""
+        place = target if self.pool.owns(target) else self.pool.take(target.shape, target.dtype, stream)
+        if place is None:
+            self.fail(
+                f"the pool of {self.pool.size} bytes has no room for the {target.nbytes} that {work.name} receives "
+                f"from rank {peer}, beside {self.pool.taken()} in use: raise pool_bytes by at least {target.nbytes}"
+            )
+            raise self.error(f"posting {work.name}")
+        if place is not target:
+            work.staged.append((target, place))
+        work.blocks.append(place)
+        return place
+
+    def progress(self) -> None:
+        """Make the offers that the mailbox has room for, and push in the order of exchanges what peers offered."""
+        for peer, offers in self.offers.items():
+            while offers and self.ops.shm_offer(self.mail, peer, *offers[0]):
+                offers.popleft()
+        while self.pushing:
+            work = self.pushing[0]
+            for peer in list(work.sends):
+                self._push(work, peer)
+            if work.sends:
+                return
+            self.pushing.popleft()
+
+    def _push(self, work: PeerExchange, peer: int) -> None:
+        queue, stream, at = work.sends[peer], self.copies[peer], epoch(work.sent[peer] - 1)
+        while queue and (offer := self.ops.shm_offer_of(self.mail, peer)):
+            words, source = queue.popleft()
+            taken, where, strides = offer[: len(words)], offer[len(words)], offer[len(words) + 1 :]
+            if taken != words:
+                sent, offered = Header(*words[:-1]), Header(*taken[:-1])
+                self.fail(f"in {work.name}: {self.calls.mismatch(self.rank, sent, peer, offered, work.tag)}")
+                raise self.error(f"in {work.name}, sending to rank {peer}")
+            if peer not in work.begun:
+                work.begun.add(peer)
+                self.cuda.follow(stream, work.ready)
+                self._wait(stream, {self.base + self.words.credit(peer): at}, heeds_poison=False)
+            if source.dim() > DIMS:
+                source, strides = source.view(-1), [1]
+            at_peer = self.bases[peer] + self.words.bytes + where
+            self.cuda.push(stream, at_peer, strides[: source.dim()], source)
+            if not queue:
+                theirs, own_word = self.bases[peer] + self.words.arrival(self.rank), self.base + self.words.sent(peer)
+                self.cuda.write(stream, {theirs: at, own_word: at})
+                del work.sends[peer]
+            self.ops.shm_arrive(self.mail, peer)
+
+    def meet(self, work: PeerExchange) -> None:
+        """Return when all hosts have launched their part of an exchange. Others may use the channel while this sleeps.
+
+        Raises: PeerError, after the timeout naming a rank that has not.
+        """
+        deadline = time.monotonic() + self.timeout
+        lost: dict[int, str] = {}
+        while True:
+            with self.lock:
+                seen = self.ops.shm_bell(self.mail)
+                self.progress()
+                late = [peer for peer, count in work.arrivals.items() if self.ops.shm_arrived(self.mail, peer) < count]
+                late += [peer for peer in work.sends if peer not in late]
+            if not late:
+                return
+            doing = f"in {work.name}, waiting for rank {late[0]}"
+            self.alive(doing)
+            left = deadline - time.monotonic()
+            # who is lost may have done its part before: looked at once more since
+            if gone := [peer for peer in late if lost.get(peer)]:
+                self.fail(f"in {work.name}: lost rank {gone[0]}, {lost[gone[0]]}")
+            elif left <= 0:
+                self.fail(waited(f"in {work.name}", self.timeout, late[0]))
+            else:
+                lost = {peer: self._lost(peer) for peer in late}
+                # the control comm has no bell here
+                self.ops.shm_wait(self.mail, seen, min(left, 0.1))
+                continue
+            raise self.error(doing)
+
+    def _lost(self, peer: int) -> str:
+        """Why nothing more will come from a peer, or ''."""
+        if self.ops.shm_ended(self.mail, peer):
+            return "whose process has ended"
+        return "which closed its comm" if self.ops.shm_has_left(self.mail, peer) else ""
+
+    def follow(self, work: PeerExchange) -> None:
+        """Let the current stream wait for an exchange whose hosts have met, and mark what a dead comm received."""
+        stream, base, words = self.cuda.current(), self.base, self.words
+        arrivals = {base + words.arrival(peer): epoch(count - 1) for peer, count in work.arrivals.items()}
+        sent = {base + words.sent(peer): epoch(count - 1) for peer, count in work.sent.items()}
+        if sent:
+            self._wait(stream, sent, heeds_poison=False)
+        if arrivals:
+            self._wait(stream, arrivals, heeds_poison=True)
+            if work.staged:
+                self.cuda.copy(stream, [target for target, _ in work.staged], [block for _, block in work.staged])
+            self.cuda.blank(stream, base + words.poison, work.targets)
+        self._used(stream, [*work.sources, *work.targets, *work.blocks])
+        while self.flying and self.flying[0].is_completed():
+            self.flying.popleft()
+        self.flying.append(_Flight(self.cuda.record(stream), arrivals | sent, work.name))
+        self.monitor.watch([self.flying[-1]], f"in {work.name} for ranks {sorted({*work.arrivals, *work.sent})}")
+
+    def _wait(self, stream: Any, words: Mapping[int, int], *, heeds_poison: bool) -> None:
+        self.cuda.wait(stream, words, 2 * self.timeout, self.base + self.words.poison, heeds_poison)
+
+    def _used(self, stream: Any, tensors: Sequence[Tensor]) -> None:
+        """Say that memory which other streams were given may be theirs again once `stream` is here.
+
+        It has waited for the copies, so that to name it covers the streams of those as well.
+        """
+        owned = [self.pool.owns(x) for x in tensors]
+        self.pool.used([x for x, own in zip(tensors, owned, strict=True) if own], stream)
+        self.cuda.used([x for x, own in zip(tensors, owned, strict=True) if not own], stream)
+
+    # --- failure
+
+    @property
+    def cause(self) -> tuple[int, str] | None:
+        """The (rank, reason) for which the comm is dead, None while it lives."""
+        if not self.end.alive:
+            return self.rank, "nobody holds the comm any more"
+        text = self.ops.shm_cause(self.mail)
+        if not text:
+            try:
+                self.control.check()
+                return None
+            except PeerError as error:
+                self.ops.shm_fail(self.mail, str(error))
+                text = self.ops.shm_cause(self.mail)
+        rank, _, reason = text.partition(" ")
+        return int(rank), reason
+
+    def alive(self, doing: str) -> None:
+        """Return if the comm lives. Raises: PeerError, also in a process that was forked from the rank's."""
+        self.owner.check()
+        if self.cause is not None:
+            self.poison()
+            raise self.error(doing)
+
+    def error(self, doing: str) -> PeerError:
+        """The error of a rank that was `doing` something when it found the comm dead."""
+        assert self.cause is not None
+        return PeerError.quoting(self.rank, doing, *self.cause)
+
+    def fail(self, reason: str) -> None:
+        """Make this rank's reason the root cause unless one stands, and let all ranks know; in a fork do nothing."""
+        if not self.owner.in_own_process:
+            return
+        self.ops.shm_fail(self.mail, reason)
+        assert self.cause is not None
+        first, reason = self.cause
+        self.poison()
+        self.control.abort(reason if first == self.rank else f"rank {first}: {reason}")
+
+    def poison(self) -> None:
+        """Mark the memory of all ranks, then let this rank's streams go. Needs no lock and waits for nothing.
+
+        Waits for arrivals end at once, after the mark that makes what they brought NaN. A copy whose credit has not
+        come stays where it is, as its target may be in use: the peer's stream, let go in the same way, gives the
+        credit. If it does not for another timeout, or the peer's process is gone, the copy is let go as well. Until
+        then its source is not written either, since `sent` comes from the copy alone: what arrives late is right.
+        A kernel that waits, see `Cuda`, lets go by itself after two timeouts, poisoned: a copy goes on then too, as
+        one of a copy engine cannot look at a word.
+        """
+        if self.poisoned.is_set():
+            return
+        self.poisoned.set()
+        log.info("rank %d: the comm is dead: %s", self.rank, self.cause)
+        threading.Thread(target=self._let_go, name="seqpar comm release", daemon=True).start()
+
+    def _let_go(self) -> None:
+        begun, waited = time.monotonic(), 0.0
+        try:
+            ended = [peer for peer in self.copies if self.ops.shm_ended(self.mail, peer)]
+            bases = [base for rank, base in enumerate(self.bases) if rank not in ended]
+            if not self._order({base + self.words.poison: 1 for base in bases}):
+                return
+            ends = [_Flight(self.cuda.record(stream), {}) for stream in (*self.copies.values(), self.credits)]
+            while not all(item.is_completed() for item in (*self.flying, *ends)):
+                words = {self.base + self.words.arrival(p): epoch(n + AHEAD) for p, n in self.posted.items()}
+                for peer, number in self.pushed.items():
+                    if waited > self.timeout or self.ops.shm_ended(self.mail, peer):
+                        words[self.base + self.words.credit(peer)] = epoch(number + AHEAD)
+                # again and again: a peer that is late writes a smaller epoch over it
+                if not self._order(words) or waited >= 2 * self.timeout:
+                    return
+                time.sleep(0.02)
+                waited = time.monotonic() - begun
+        except RuntimeError as error:
+            log.warning("rank %d: the device does not take orders any more: %s", self.rank, error)
+
+    def _order(self, words: Mapping[int, int]) -> bool:
+        """Write words past all that waits, unless the memory is given back."""
+        with self.closing:
+            if not self.closed:
+                self.cuda.write(self.private, words)
+            return not self.closed
+
+    # --- what the monitor's thread calls
+
+    def _look(self) -> bool:
+        """Whether the comm is dead, as it is if the process of a rank has ended that a stream waits for."""
+        if self.cause is None:
+            ended = [peer for peer in self.copies if self.ops.shm_ended(self.mail, peer)]
+            if ended and (missing := [word for word in self._missing() if word[1] in ended]):
+                what, _, call = missing[0]
+                self.fail(f"in {call}: {what} does not come, as its process has ended")
+        if self.cause is not None:
+            self.poison()
+        return self.poisoned.is_set()
+
+    def _stuck(self, reason: str) -> None:
+        """A stream does not go on."""
+        missing = ", ".join(what for what, *_ in self._missing()) or "a stream"
+        self.fail(
+            f"{reason}: {missing} did not come{DEAD}; give the comm a longer timeout if what devices compute before "
+            "takes that long"
+        )
+
+    def _missing(self) -> list[tuple[str, int, str]]:
+        """(what, peer, call) of the words that the first stream to wait waits for."""
+        flight = next((item for item in list(self.flying) if not item.is_completed()), None)
+        if flight is None:
+            return []
+        seen = self.cuda.read(self.base, self.words.count, self.private)
+        words = [(at - self.base, expected) for at, expected in flight.words.items()]
+        return [(*self.words.name(at), flight.call) for at, e in words if not reached(seen[at // 4], e)]
