@@ -79,6 +79,7 @@ ORDER = {
         attention/heads attention/schedule attention/op attention/api attention/rotary
         move/switch move/relayout __init__
     """,
+    "nn": "checkpoint wrap fingerprint regions source attention multihead __init__",
     "integrations": """
         hf hf/config probe
         probe/nested probe/saved_state probe/rows probe/record probe/compare probe/stand_ins probe/trial probe/calls

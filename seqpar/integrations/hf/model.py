@@ -278,15 +278,15 @@ class ParallelTransformer(ParallelModel):
 
         def make(plan: Plan, rule: Rule) -> Plan:
             if own.places is None or not rule.local:
-                made = planned(plan, rule)
+                layer_plan = planned(plan, rule)
             else:
                 window = (rule.left, None if rule.causal else rule.right)
-                made = plan.with_mask(own.mask_for(causal=rule.causal, window=window))
+                layer_plan = plan.with_mask(own.mask_for(causal=rule.causal, window=window))
             if rule in self._known:
-                remember(self.comm, plan_key(made))
+                remember(self.comm, plan_key(layer_plan))
             self._known.add(rule)
             self._rules.append(rule)
-            return made
+            return layer_plan
 
         return make
 
@@ -295,10 +295,10 @@ class ParallelTransformer(ParallelModel):
         self, module: PreTrainedModel, args: tuple[Any, ...], named: dict[str, Any]
     ) -> tuple[_Call, Share, dict[str, Any]]:
         """What is asked for, this rank's share of the batch, and the arguments that make a module compute it."""
-        given, error = self._given(module, args, named)
+        arguments, error = self._arguments(module, args, named)
         training = torch.is_grad_enabled() and self.model.training
-        labels = any(name in given for name in ("labels", "shift_labels"))
-        hidden_states, items = bool(given.get("output_hidden_states")), given.get("num_items_in_batch")
+        labels = any(name in arguments for name in ("labels", "shift_labels"))
+        hidden_states, items = bool(arguments.get("output_hidden_states")), arguments.get("num_items_in_batch")
         state = self._planner.state()
         facts = {
             "labels": labels, "training": training, "output_hidden_states": hidden_states,
@@ -306,7 +306,7 @@ class ParallelTransformer(ParallelModel):
             "gradient checkpointing": state.recomputed, "the masks of the forward before": self._rules,
         }  # fmt: skip
         what = f"{type(module).__name__}.forward"
-        batch = {name: given[name] for name in (*ROWS, *DOCUMENTS) if name in given}
+        batch = {name: arguments[name] for name in (*ROWS, *DOCUMENTS) if name in arguments}
         how = Reading(self.fit.shift)
         # one round for all that ranks are to tell each other before they know the documents of all
         known = announce(
@@ -318,7 +318,7 @@ class ParallelTransformer(ParallelModel):
         chosen = choose(known, self.comm.size, partial(self._plans, brought=known.brought(self.comm.size)))
         (own,) = take(known, self.comm, how, chosen, alike=self._plans.repeats)
         if training and self.source == "sharded":
-            tokens = given.get("input_ids", given.get("inputs_embeds"))
+            tokens = arguments.get("input_ids", arguments.get("inputs_embeds"))
             self._loop.note_batch(what, own.plan.mask.lengths, tokens)
         if items is not None and int(items) < own.valid:
             raise ValueError(
@@ -332,7 +332,7 @@ class ParallelTransformer(ParallelModel):
             self._worth.note(own)
         logits = self.logits or not (labels and training)
         chunked = not logits and self._has_head()
-        call = _Call(labels, items, given.get("return_dict", True), logits, chunked)
+        call = _Call(labels, items, arguments.get("return_dict", True), logits, chunked)
         rows: dict[str, Any] = {name: x[None] for name, x in own.tensors.items() if name != "labels"}
         rows |= {"position_ids": own.positions[None], "return_dict": True} | caching(self.model)
         if hidden_states:
@@ -341,58 +341,58 @@ class ParallelTransformer(ParallelModel):
             rows["logits_to_keep"] = own.positions.new_zeros(0)
         return call, own, rows
 
-    def _given(
+    def _arguments(
         self, module: PreTrainedModel, args: tuple[Any, ...], named: Mapping[str, Any]
     ) -> tuple[dict[str, Any], Exception | None]:
         """The arguments of a call by name, without those that say nothing, and what is wrong with them."""
         names = inspect.signature(type(module).forward).parameters
-        given = {n: x for n, x in (dict(zip(list(names)[1:], args)) | dict(named)).items() if x is not None}
-        given = {n: x for n, x in given.items() if n not in UNSEEN}
+        arguments = {n: x for n, x in (dict(zip(list(names)[1:], args)) | dict(named)).items() if x is not None}
+        arguments = {n: x for n, x in arguments.items() if n not in UNSEEN}
         for name, idle in IDLE.items():
-            if name in given and not isinstance(given[name], Tensor) and given[name] in idle:
-                del given[name]
+            if name in arguments and not isinstance(arguments[name], Tensor) and arguments[name] in idle:
+                del arguments[name]
         who = type(module).__name__
         known = [n for n in (*ROWS, *DOCUMENTS, *OPTIONS) if module is self.model or n not in OF_LOSS]
         if inside():
-            return given, NotImplementedError(
+            return arguments, NotImplementedError(
                 f"{who} is called inside the forward of another parallel model, whose rows are no batch; call undo() "
                 "of one of them"
             )
         if module is not self.model and torch._C._current_graph_task_id() >= 0:
-            return given, NotImplementedError(
+            return arguments, NotImplementedError(
                 f"{who} is computed again in backward as a whole, which is not built; checkpoint its layers instead"
             )
         if (now := self.model.config.get_text_config()._attn_implementation) != self._name:
-            return given, NotImplementedError(
+            return arguments, NotImplementedError(
                 f"{who} was given the attention {now!r} after parallelize, which sees one rank's rows; call undo() "
                 "first and parallelize again"
             )
-        if unknown := sorted(given.keys() - set(known)):
-            return given, NotImplementedError(
+        if unknown := sorted(arguments.keys() - set(known)):
+            return arguments, NotImplementedError(
                 f"{who} on several ranks got {', '.join(unknown)}, built are {', '.join(known)}; leave it out, or run "
                 "the model on one rank, inside parallelize(...).local()"
             )
-        if not self.fit.columns and "position_ids" not in given:
-            return given, NotImplementedError(
+        if not self.fit.columns and "position_ids" not in arguments:
+            return arguments, NotImplementedError(
                 f"{who} counts its positions itself (from attention_mask or input_ids), which ranks cannot; give "
                 "position_ids"
             )
-        labels = "labels" in given or "shift_labels" in given
+        labels = "labels" in arguments or "shift_labels" in arguments
         if labels and self.model.loss_function is not self._loss_function:
-            return given, NotImplementedError(
+            return arguments, NotImplementedError(
                 f"labels for {who}, whose loss_function was replaced after parallelize: the loss is computed here; "
                 "leave labels out and compute the loss from what it returns"
             )
         if self.fit.loss and labels:
-            return given, NotImplementedError(
+            return arguments, NotImplementedError(
                 f"labels for {who}: {self.fit.loss}; leave them out and compute the loss from what it returns"
             )
-        if self.average_over != 1 and "num_items_in_batch" in given:
-            return given, ValueError(
+        if self.average_over != 1 and "num_items_in_batch" in arguments:
+            return arguments, ValueError(
                 f"num_items_in_batch and average_over={self.average_over}: who counts the items scales the loss for "
                 "wrappers too, as Trainer does; give parallelize no average_over"
             )
-        return given, None
+        return arguments, None
 
     def _has_head(self) -> bool:
         """Whether the loss can be computed from hidden states here: not if somebody else shards or wraps the head."""
@@ -416,20 +416,20 @@ class ParallelTransformer(ParallelModel):
     @uncompiled
     def _home(self, call: _Call, own: Share, out: Any, hidden: list[Tensor] | None) -> Any:
         """What the model returned, of this rank's own batch, and the loss of all."""
-        found = {field.name: getattr(out, field.name) for field in fields(out)}
-        if other := [n for n, x in found.items() if x is not None and n not in (*PER_TOKEN, "hidden_states")]:
+        results = {field.name: getattr(out, field.name) for field in fields(out)}
+        if other := [n for n, x in results.items() if x is not None and n not in (*PER_TOKEN, "hidden_states")]:
             raise NotImplementedError(
                 f"{type(self.model).__name__} returned {', '.join(other)}, which has no row per token and does not go "
                 "home"
             )
         if call.labels:
-            found["loss"] = self._loss(call, own, found.get("logits"), hidden)
+            results["loss"] = self._loss(call, own, results.get("logits"), hidden)
         for name in PER_TOKEN:
-            if found.get(name) is not None:
-                found[name] = back(own, found[name][0]) if call.logits else None
-        if found.get("hidden_states") is not None:
-            found["hidden_states"] = tuple(back(own, x[0]) for x in found["hidden_states"])
-        whole = type(out)(**found)
+            if results.get(name) is not None:
+                results[name] = back(own, results[name][0]) if call.logits else None
+        if results.get("hidden_states") is not None:
+            results["hidden_states"] = tuple(back(own, x[0]) for x in results["hidden_states"])
+        whole = type(out)(**results)
         return whole if call.return_dict else whole.to_tuple()
 
     def _loss(self, call: _Call, own: Share, logits: Tensor | None, hidden: list[Tensor] | None) -> Tensor:
