@@ -79,6 +79,8 @@ class Residence(Memo):
     @property
     def alone(self) -> NDArray[np.bool_]:
         """Whether one rank holds all queries and all keys of a document, [documents]."""
+        if self.one_side:
+            return self.degrees == 1
         ranks = self.layout.ranks
         sides = [self.pairs(side) for side in ("q", "kv")]
         first = [pairs[np.append(True, np.diff(pairs // ranks) > 0)] for pairs in sides]

@@ -138,7 +138,7 @@ def choose(layers: Layers, w: Weights, ranks: int, *, node: int, room: Ints) -> 
     )
     even = np.minimum(room, mask.tokens // ranks + 1)
     rooms = [even] if (even == room).all() else [even, room]  # rows to spare must not make a plan worse
-    single = not all(each.within_documents for each, _ in layers)
+    single = not all(m.within_documents for m, _ in layers)
     cheap = node >= ranks and 64 * ranks * batch.stages < int(total.sum())
     if 1 < ranks <= FEW and documents >= 8 * ranks and cheap and not single:
         near = _near_the_bound(layers, w, batch, ranks, node=node, room=even)
@@ -184,31 +184,31 @@ def _near_the_bound(
     return decision if near or placed[0].level <= enough else None
 
 
-def _decided(found: list[Candidate], w: Weights, node: int, *, all_rivals: bool) -> Decision:
+def _decided(rivals: list[Candidate], w: Weights, node: int, *, all_rivals: bool) -> Decision:
     """Fewest ticks of the slowest rank first, then fewest pieces, then what moves least, then the smallest stage."""
-    ways = [(nth, counts) for nth, candidate in enumerate(found) for counts in candidate[1:] if counts is not None]
+    ways = [(nth, counts) for nth, candidate in enumerate(rivals) for counts in candidate[1:] if counts is not None]
     ticks = ticks_of_each([counts for _, counts in ways], w, stage_bytes=STAGE_BYTES)
     slowest = ticks.total.max(-1)
     if not all_rivals:
         of_way = (ticks.total - ticks.exposed).max(-1).min(-1).tolist()
         computing = [
-            min(t for (other, _), t in zip(ways, of_way, strict=True) if other == nth) for nth in range(len(found))
+            min(t for (other, _), t in zip(ways, of_way, strict=True) if other == nth) for nth in range(len(rivals))
         ]
-        outdone = _outdone(found, computing)
+        outdone = _outdone(rivals, computing)
         slowest[[nth in outdone for nth, _ in ways]] = np.iinfo(np.int64).max
     equal = list(zip(*(at.tolist() for at in (slowest == slowest.min()).nonzero()), strict=True))
     if len(equal) > 1:
-        equal.sort(key=lambda at: (found[ways[at[0]][0]].moved, at[1]))
+        equal.sort(key=lambda at: (rivals[ways[at[0]][0]].moved, at[1]))
     way, stage = equal[0]
     nth, counts = ways[way]
-    pieces, widths, _ = found[nth].placement
-    once = node if counts is found[nth].once else None
+    pieces, widths, _ = rivals[nth].placement
+    once = node if counts is rivals[nth].once else None
     return Decision(pieces, widths, once, STAGE_BYTES[stage], ticks.of(way, stage), counts.rows)
 
 
-def _outdone(found: list[Candidate], computing: list[int]) -> set[int]:
+def _outdone(rivals: list[Candidate], computing: list[int]) -> set[int]:
     """Those that compute about as long as another, in more pieces, and move no less of anything."""
-    moved = [candidate.moved for candidate in found]
+    moved = [candidate.moved for candidate in rivals]
     return {
         nth
         for nth, own in enumerate(computing)
@@ -260,34 +260,34 @@ def candidates_of_few(ranks: int, width: int, documents: int, quarters: int) -> 
     half = widths[-2]
     attentive = quarters >= 2
     if documents < 4 * ranks:
-        found = [ALONE, shared, Knobs(160, 16, 4, 1, 1), Knobs(160, 16, 4, 4, 1)]
-        found += [Knobs(80, 40, 4, 0, half)] * (ranks > 2)
+        knobs = [ALONE, shared, Knobs(160, 16, 4, 1, 1), Knobs(160, 16, 4, 4, 1)]
+        knobs += [Knobs(80, 40, 4, 0, half)] * (ranks > 2)
         if ranks > 4:
-            found += [Knobs(160, 16, 4, 1, w) for w in widths[1:-1]]
-            found += [Knobs(80, 0, 4, 4, 1), Knobs(64, 40, 4, 4, half)] * attentive
-        return found
-    found = [ALONE, Knobs(160, 16, 4, 1, 1)] + [shared, Knobs(64, 40, 4, 1, ranks)] * (quarters >= 1)
+            knobs += [Knobs(160, 16, 4, 1, w) for w in widths[1:-1]]
+            knobs += [Knobs(80, 0, 4, 4, 1), Knobs(64, 40, 4, 4, half)] * attentive
+        return knobs
+    knobs = [ALONE, Knobs(160, 16, 4, 1, 1)] + [shared, Knobs(64, 40, 4, 1, ranks)] * (quarters >= 1)
     if ranks == 2:
-        return found + [Knobs(64, 40, 4, 4, 1)] * attentive
+        return knobs + [Knobs(64, 40, 4, 4, 1)] * attentive
     if ranks == 3:
-        return found + [Knobs(64, 40, 4, 4, 1), Knobs(160, 16, 4, 4, 1)] * (quarters >= 1)
+        return knobs + [Knobs(64, 40, 4, 4, 1), Knobs(160, 16, 4, 4, 1)] * (quarters >= 1)
     if ranks > 4:
-        found += [Knobs(80, 40, 4, 0, half)] + [Knobs(64, 40, 4, 4, 1)] * (quarters >= 1)
-        found += [Knobs(80, 0, 4, 4, 1)] * (attentive and documents < 64 * ranks)
-    return found + [Knobs(80, 40, 4, 0, 2)] * (ranks == 6)
+        knobs += [Knobs(80, 40, 4, 0, half)] + [Knobs(64, 40, 4, 4, 1)] * (quarters >= 1)
+        knobs += [Knobs(80, 0, 4, 4, 1)] * (attentive and documents < 64 * ranks)
+    return knobs + [Knobs(80, 40, 4, 0, 2)] * (ranks == 6)
 
 
 def _apart(ranks: int, widths: list[int], documents: int, quarters: int) -> list[Knobs]:
     """The same where not all ranks may share heads."""
-    found = [ALONE, Knobs(160, 16, 4, 1, 1)]
+    knobs = [ALONE, Knobs(160, 16, 4, 1, 1)]
     if quarters >= 2 and documents < 64 * ranks:
-        found += [Knobs(80, 0, 4, 4, 1), Knobs(64, 16, 4, 4, 1)] + [Knobs(64, 40, 4, 4, w) for w in widths]
+        knobs += [Knobs(80, 0, 4, 4, 1), Knobs(64, 16, 4, 4, 1)] + [Knobs(64, 40, 4, 4, w) for w in widths]
     if len(widths) == 1:
-        return found + [Knobs(160, 40, 4, 4, 1), Knobs(64, 40, 4, 4, 1), Knobs(64, 16, 4, 4, 1), Knobs(64, 16, 4, 1, 1)]
+        return knobs + [Knobs(160, 40, 4, 4, 1), Knobs(64, 40, 4, 4, 1), Knobs(64, 16, 4, 4, 1), Knobs(64, 16, 4, 1, 1)]
     half, width = widths[-2:]
-    found += [Knobs(80, 40, 4, 0, half), Knobs(80, 40, 4, 0, width), Knobs(64, 40, 4, 1, width)]
-    found += [Knobs(160, 16, 4, 4, half), Knobs(160, 16, 4, 1, width), Knobs(160, 40, 4, 4, width)]
-    return found + [Knobs(64, n, 4, 4, w) for n in (16, 40) for w in (1, width)]
+    knobs += [Knobs(80, 40, 4, 0, half), Knobs(80, 40, 4, 0, width), Knobs(64, 40, 4, 1, width)]
+    knobs += [Knobs(160, 16, 4, 4, half), Knobs(160, 16, 4, 1, width), Knobs(160, 40, 4, 4, width)]
+    return knobs + [Knobs(64, n, 4, 4, w) for n in (16, 40) for w in (1, width)]
 
 
 def shortlist(placed: list[tuple[Knobs, Placement]], *, thorough: bool) -> list[Placement]:
@@ -299,25 +299,25 @@ def shortlist(placed: list[tuple[Knobs, Placement]], *, thorough: bool) -> list[
     for knobs, p in placed:
         kind = (int(p.widths.max()), *knobs[3:])
         kinds.setdefault(kind, {}).setdefault((p.level, len(p.pieces.count)), p)
-    best = min(level for found in kinds.values() for level, _ in found)
+    best = min(level for of_kind in kinds.values() for level, _ in of_kind)
     chosen: dict[tuple[int, int], Placement] = {}
-    for found in kinds.values():
-        least = min(found)
+    for of_kind in kinds.values():
+        least = min(of_kind)
         if thorough or (least[0] - best) * 200 <= best:
-            close = [key for key in found if (key[0] - least[0]) * 200 <= least[0]]
+            close = [key for key in of_kind if (key[0] - least[0]) * 200 <= least[0]]
             for key in (least, min(close, key=lambda key: key[::-1])):
-                chosen.setdefault(key, found[key])
+                chosen.setdefault(key, of_kind[key])
     return list(chosen.values())
 
 
 def _counted(layers: Layers, placed: list[Placement], ranks: int, node: int) -> list[Candidate]:
     """What placements have ranks compute and move, also with keys that enter a node once where that may be less."""
-    found = []
+    rivals = []
     for placement, plain in zip(placed, counted_each(layers, placed, ranks=ranks, node=node), strict=True):
         once = None
         # what a few borders of ranks fetch needs no forwarding, which costs steps and planning
         if node < ranks and ranks % node == 0 and plain.crossing * 64 > int(plain.rows.sum()) * layers_in(layers):
             layout = layout_of(layers[0][0], placement.pieces, ranks)
             once = counted(layers, layout, widths=placement.widths, node=node, forwarded=True)
-        found.append(Candidate(placement, plain, once))
-    return found
+        rivals.append(Candidate(placement, plain, once))
+    return rivals

@@ -52,7 +52,7 @@ def fields(config: object) -> dict[str, Any]:
         known = ", ".join(sorted(DENSE + SPARSE))
         raise ValueError(f"model_type {kind!r} is not known; known: {known}; or build a ModelShape")
     c = _Config(entries, kind)
-    found: dict[str, Any] = {
+    values: dict[str, Any] = {
         "name": str(name),
         "hidden": c.need("hidden_size"),
         "layers": c.need("num_hidden_layers"),
@@ -61,10 +61,10 @@ def fields(config: object) -> dict[str, Any]:
         "dtype": str(c.get("dtype", "torch_dtype", default="bfloat16")).removeprefix("torch."),
         "tied": bool(c.get("tie_word_embeddings", default=kind in TIED)),
     }
-    found |= _heads(c, found) | (_experts(c, found) if kind in SPARSE else {"ffn": c.need("intermediate_size")})
-    found["windows"] = _windows(c, found["layers"])
+    values |= _heads(c, values) | (_experts(c, values) if kind in SPARSE else {"ffn": c.need("intermediate_size")})
+    values["windows"] = _windows(c, values["layers"])
     c.check()
-    return found
+    return values
 
 
 def _entries(config: object) -> Mapping[str, Any]:
@@ -76,12 +76,12 @@ def _entries(config: object) -> Mapping[str, Any]:
     return dict(to_dict())
 
 
-def _heads(c: _Config, found: Mapping[str, Any]) -> dict[str, Any]:
+def _heads(c: _Config, values: Mapping[str, Any]) -> dict[str, Any]:
     """Heads of keys, and dims; in models with low-rank projections every query head has keys of its own."""
     if c.kind.startswith("deepseek"):
         rope = c.need("qk_rope_head_dim")
         return {
-            "kv_heads": found["heads"],
+            "kv_heads": values["heads"],
             "dim": c.need("qk_nope_head_dim") + rope,
             "v_dim": c.need("v_head_dim"),
             "rope_dim": rope,
@@ -89,12 +89,12 @@ def _heads(c: _Config, found: Mapping[str, Any]) -> dict[str, Any]:
             "q_rank": c.get("q_lora_rank"),
         }
     return {
-        "kv_heads": c.get("num_key_value_heads", default=found["heads"]),
-        "dim": c.get("head_dim", default=found["hidden"] // found["heads"]),
+        "kv_heads": c.get("num_key_value_heads", default=values["heads"]),
+        "dim": c.get("head_dim", default=values["hidden"] // values["heads"]),
     }
 
 
-def _experts(c: _Config, found: Mapping[str, Any]) -> dict[str, Any]:
+def _experts(c: _Config, values: Mapping[str, Any]) -> dict[str, Any]:
     """Experts of a sparse model; the layers that have none must be the first ones."""
     separate = c.kind not in ("gpt_oss", "mixtral")
     experts = {

@@ -32,7 +32,7 @@ def grouped(lengths: Ints, ticks: Ints, *, fetch: int, room: Ints, part: int) ->
     left = room.tolist()
     heap = [(0, group) for group in range(len(left))]  # load, group
     full: list[tuple[int, int, int]] = []  # groups without the rows for a whole document: -left, load, group
-    found = []
+    parts = []
     for document, (length, extra) in enumerate(zip(lengths.tolist(), ticks.tolist(), strict=True)):
         while full and -full[0][0] >= length:
             heappush(heap, heappop(full)[1:])
@@ -45,7 +45,7 @@ def grouped(lengths: Ints, ticks: Ints, *, fetch: int, room: Ints, part: int) ->
             load, group = heap[0]
             heapreplace(heap, (load + extra, group))
             left[group] -= length
-            found.append((document, 0, length, group))
+            parts.append((document, 0, length, group))
             continue
         taken, shares = _levelled(heap, extra, toll, part) if heap else _roomiest(full, length)
         edge = so_far = 0
@@ -53,11 +53,11 @@ def grouped(lengths: Ints, ticks: Ints, *, fetch: int, room: Ints, part: int) ->
             so_far += share
             first, edge = edge, length * so_far // sum(shares)
             if edge > first:
-                found.append((document, first, edge, group))
+                parts.append((document, first, edge, group))
                 left[group] -= edge - first
                 load += extra * share // sum(shares)
             heappush(heap, (load, group))
-    return RankShares(*np.array(found, np.int64).reshape(-1, 4).T)
+    return RankShares(*np.array(parts, np.int64).reshape(-1, 4).T)
 
 
 def _levelled(heap: list[tuple[int, int]], extra: int, toll: int, part: int) -> tuple[list[tuple[int, int]], list[int]]:

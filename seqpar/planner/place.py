@@ -92,27 +92,27 @@ def placements(batch: Documents, ranks: int, *, room: Ints, knobs: Sequence[Knob
     order = batch.lengths.argsort(kind="stable")
     so_far = batch.lengths[order].cumsum()
     parts: dict[tuple[int, int, int], _Parts] = {}
-    made: dict[tuple[object, ...], Placement] = {}
-    found = []
-    for each in knobs:
-        if each[:3] not in parts:
-            parts[each[:3]] = _parts(batch, ranks, room, order, so_far, each)
-        part = parts[each[:3]]
-        tiers = _tiers(batch.lengths[part.long], each.octaves)
+    by_key: dict[tuple[object, ...], Placement] = {}
+    result = []
+    for knob in knobs:
+        if knob[:3] not in parts:
+            parts[knob[:3]] = _parts(batch, ranks, room, order, so_far, knob)
+        part = parts[knob[:3]]
+        tiers = _tiers(batch.lengths[part.long], knob.octaves)
         borders = (part.filling.size, part.rest.size)  # of one order, so that equal borders are equal parts
-        key: tuple[object, ...] = (*borders, each.width, each.trade, *tiers)
-        if each.width == ranks:  # one group gets all long documents, however they are dealt
+        key: tuple[object, ...] = (*borders, knob.width, knob.trade, *tiers)
+        if knob.width == ranks:  # one group gets all long documents, however they are dealt
             key = (*borders, ranks)
         # without long documents the width counts only for those that no rank has the rows for
         if not part.long.size:
-            key = borders if borders in made else (*borders, each.width)
-        if key not in made:
-            board = _Board(batch, ranks, room, each, part)
-            made[key] = _placed(board, tiers)
+            key = borders if borders in by_key else (*borders, knob.width)
+        if key not in by_key:
+            board = _Board(batch, ranks, room, knob, part)
+            by_key[key] = _placed(board, tiers)
             if not part.long.size and not board.crowded:
-                made[borders] = made[key]
-        found.append(made[key])
-    return found
+                by_key[borders] = by_key[key]
+        result.append(by_key[key])
+    return result
 
 
 class _Parts(NamedTuple):
@@ -156,8 +156,8 @@ def _tiers(lengths: Ints, octaves: int) -> list[int]:
     if not octaves:
         return []
     level = [int(n).bit_length() // octaves for n in lengths]
-    nth = {each: tier for tier, each in enumerate(sorted(set(level)))}
-    return [nth[each] for each in level]
+    nth = {key: tier for tier, key in enumerate(sorted(set(level)))}
+    return [nth[key] for key in level]
 
 
 def _placed(board: _Board, tiers: list[int]) -> Placement:

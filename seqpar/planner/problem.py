@@ -72,8 +72,8 @@ class Problem:
         elif isinstance(masks, Mask):
             picked = masks.pick(documents)
         else:
-            each = {mask: mask.pick(documents) for mask in dict.fromkeys(masks)}
-            picked = [each[mask] for mask in masks]
+            part_of = {mask: mask.pick(documents) for mask in dict.fromkeys(masks)}
+            picked = [part_of[mask] for mask in masks]
         return replace(self, lengths=self.lengths[documents], masks=picked)
 
     @property

@@ -109,14 +109,14 @@ def split(lengths: Ints, ticks: Ints, row: int, *, capacity: int, count: int | N
     if count is not None and count > documents:
         raise ValueError(f"micro_batches={count} for {documents} documents; give at most {documents}")
     parts = fewest if count is None else max(count, fewest)
-    while not (found := _placed(lengths, ticks, row, capacity, parts)):
+    while not (ways := _placed(lengths, ticks, row, capacity, parts)):
         parts += 1
     if count is not None and parts > count:
         raise ValueError(
             f"micro_batches={count} of at most {capacity:,} tokens do not hold {documents} documents of "
             f"{int(lengths.sum()):,}; give at least {parts}"
         )
-    evened = [_evened(target, lengths, ticks, capacity, parts) for target in found]
+    evened = [_evened(target, lengths, ticks, capacity, parts) for target in ways]
     target = min(evened, key=lambda target: int(_sums(target, ticks, parts).max()))
     return [frozen(np.flatnonzero(target == part)) for part in range(parts)]
 
@@ -124,10 +124,10 @@ def split(lengths: Ints, ticks: Ints, row: int, *, capacity: int, count: int | N
 def _placed(lengths: Ints, ticks: Ints, row: int, capacity: int, parts: int) -> list[Ints]:
     """The micro-batch of each document, in each of a few ways that find the room; as many as documents always do."""
     tried = [_least_loaded(lengths, cost, capacity, parts) for cost in (ticks, ticks - row * lengths, lengths)]
-    found = [target for target in tried if target is not None]
-    if not found and (target := _best_fit(lengths, capacity, parts)) is not None:
-        found = [target]
-    return found
+    targets = [target for target in tried if target is not None]
+    if not targets and (target := _best_fit(lengths, capacity, parts)) is not None:
+        targets = [target]
+    return targets
 
 
 def _sums(target: Ints, values: Ints, parts: int) -> Ints:
