@@ -20,6 +20,7 @@ from seqpar.ops.core.agreement import digest_of_call, plan_key
 from seqpar.ops.core.collective_op import Record
 from seqpar.ops.core.device import Uploaded, stream_of
 from seqpar.plan import Part, Plan, Step, head_blocks, head_share
+from seqpar.plan.steps import count
 
 
 class Phase(IntEnum):
@@ -53,9 +54,11 @@ HeadBlock = tuple[slice, slice, slice]  # query heads and key heads inside, and 
 class Recipe:
     """What a plan and a signature make of a call on one rank: derived once, for all layers and both directions.
 
-    keys: under which ranks remember that they agreed, on the plan and on the signature. shares, blocks: by a part's
-    Ulysses width; blocks are this rank's heads cut so that every key head serves as many query heads. alone: whether
-    the rank computes its rows in one step from its own keys: no schedule, no exchange.
+    keys: under which ranks remember that they agreed, on the plan and on the signature. rows: of this rank's queries
+    and keys. By a part's Ulysses width: shares, blocks of this rank's heads in which every key head serves as many
+    query heads, and key_size, the elements of a row of keys and values. slot, entry_slot: the elements of the largest
+    buffer of received keys, and of keys that enter a node. alone: whether the rank computes its rows in one step from
+    its own keys: no schedule, no exchange. trades: whether some heads are traded.
     """
 
     kernel: Kernel
@@ -64,8 +67,12 @@ class Recipe:
     digest: int
     steps: list[Step]
     parts: list[Part]
+    rows: tuple[int, int]
     shares: Mapping[int, Shares]
     blocks: Mapping[int, list[HeadBlock]]
+    key_size: Mapping[int, int]
+    slot: int
+    entry_slot: int
     alone: bool
     trades: bool
 
@@ -88,19 +95,28 @@ def _recipe(plan: Plan, rank: int, signature: Signature) -> Recipe:
     parts = [step.part for step in steps if step.first]
     shares: dict[int, Shares] = {}
     blocks: dict[int, list[HeadBlock]] = {}
+    key_size: dict[int, int] = {}
     for part in parts:
         pairs = [head_share(s.heads, s.kv_heads, part.width, share) for share in range(part.width)]
         shares[part.width] = [heads for heads, _ in pairs], [kv for _, kv in pairs]
         heads, kv = pairs[part.share]
+        key_size[part.width] = (kv.stop - kv.start) * (s.dim + s.v_dim)
         cut = head_blocks(heads, kv, s.heads // s.kv_heads) if heads.stop > heads.start else []
         blocks[part.width] = [(q, k, slice(heads.start + q.start, heads.start + q.stop)) for q, k in cut]
     step, *more = steps
     return Recipe(
         kernel, whole, (plan_key(plan), digest_of_call("attention", facts)), digest_of_call("attention", whole),
-        steps, parts, shares, blocks,
+        steps, parts, (plan.rows(rank), plan.rows(rank, "kv")), shares, blocks, key_size,
+        max((len(step.pos) * key_size[step.part.width] for step in steps if not is_own(step)), default=0),
+        max((step.entry.rows * key_size[step.part.width] for step in steps if step.entry is not None), default=0),
         alone=(plan.ranks == 1 or step.local and not more and not step.moves) and step.part.trivial,
         trades=any(part.width > 1 for part in parts),
     )  # fmt: skip
+
+
+def is_own(step: Step) -> bool:
+    """Whether the buffer of a step's keys is the rank's own keys as they lie."""
+    return step.local or (step.own is not None and count(step.own) == len(step.pos))
 
 
 @dataclass(eq=False)

@@ -2,18 +2,16 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable
+from collections.abc import Callable
 from math import prod
 
 from torch import Tensor
 
 from seqpar.comm import Work
 from seqpar.kernels.memory.rows import pack, place
-from seqpar.ops.attention.call import Call, Phase
+from seqpar.ops.attention.call import Call, Phase, is_own
 from seqpar.ops.attention.rows import Parcels, entering_keys, received_keys, relays, sent_keys, take
 from seqpar.ops.core.device import profile_range
-from seqpar.plan import Part, Step
-from seqpar.plan.steps import count
 
 Messages = dict[int, list[Tensor]]
 
@@ -43,31 +41,19 @@ class KeyExchange:
     is after the last reader of its slot, and before the kernels that it is to hide behind.
     """
 
-    def __init__(self, call: Call, steps: list[Step], phase: Phase) -> None:
-        self.call, self.steps, self.phase = call, steps, phase
+    def __init__(self, call: Call, phase: Phase) -> None:
+        recipe, signature = call.recipe, call.signature
+        self.call, self.steps, self.phase, self.size = call, recipe.steps, phase, recipe.key_size
         self.works: dict[int, Work | None] = {}
         self.buffers: dict[int, Tensor] = {}
         self.entries: dict[int, Tensor] = {}
-        self.slots = self._slots(len(s.pos) * self._row(s.part) for s in steps if not self._is_own(s))
-        self.entry_slots = self._slots(s.entry.rows * self._row(s.part) for s in steps if s.entry is not None)
-
-    def _slots(self, sizes: Iterable[int]) -> Slots:
-        call, most = self.call, max(sizes, default=0)
-        return Slots(lambda: call.comm.empty((most,), call.signature.dtype, call.signature.device))
-
-    def _row(self, part: Part) -> int:
-        kv, signature = self.call.recipe.shares[part.width][1][part.share], self.call.signature
-        return (kv.stop - kv.start) * (signature.dim + signature.v_dim)
-
-    @staticmethod
-    def _is_own(step: Step) -> bool:
-        """Whether the buffer is the rank's own keys as they lie."""
-        return step.local or (step.own is not None and count(step.own) == len(step.pos))
+        self.slots = Slots(lambda: call.comm.empty((recipe.slot,), signature.dtype, signature.device))
+        self.entry_slots = Slots(lambda: call.comm.empty((recipe.entry_slot,), signature.dtype, signature.device))
 
     def post(self, n: int, k: Tensor, v: Tensor) -> None:
         """Post the exchange that brings the keys of step n; k, v are the inside keys of its part."""
         step = self.steps[n]
-        if not step.moves or not self._row(step.part):
+        if not step.moves or not self.size[step.part.width]:
             self.works[n] = None
             return
         with profile_range("post keys", step.number):
@@ -81,8 +67,8 @@ class KeyExchange:
         step, sends, recvs = self.steps[n], {}, {}
         if step.recvs:
             arriving = received_keys(step)
-            # last read by the step before the one now computed
-            flat = self.slots.next(len(step.pos) if arriving.rows is None else arriving.count, self._row(step.part))
+            count = len(step.pos) if arriving.rows is None else arriving.count
+            flat = self.slots.next(count, self.size[step.part.width])  # last read by the step before the one computed
             recvs = {peer: [flat[rows]] for peer, rows in arriving.of.items()}
             self.buffers[n] = flat
         if step.sends:
@@ -98,7 +84,7 @@ class KeyExchange:
         entry = step.entry
         assert entry is not None
         if entry.recvs:
-            flat = self.entries[n] = self.entry_slots.next(entry.rows, self._row(step.part))
+            flat = self.entries[n] = self.entry_slots.next(entry.rows, self.size[step.part.width])
             for peer, rows in entry.recvs.items():
                 recvs.setdefault(peer, []).append(flat[rows])
         if entry.sends:
@@ -127,12 +113,12 @@ class KeyExchange:
             with profile_range("wait keys", step.number):
                 work.wait()
         self.buffers.pop(n - 2, None)
-        if self._is_own(step):
+        if is_own(step):
             return k, v
         flat = self.buffers.get(n)
         if flat is None:
-            empty = self.slots.next if len(step.pos) and self._row(step.part) else k.new_empty
-            flat = self.buffers[n] = empty(len(step.pos), self._row(step.part))
+            empty = self.slots.next if len(step.pos) and self.size[step.part.width] else k.new_empty
+            flat = self.buffers[n] = empty(len(step.pos), self.size[step.part.width])
         rows = received_keys(step).rows if step.recvs else None
         if rows is not None and flat.numel():
             # into the other slot: the first is then free to receive

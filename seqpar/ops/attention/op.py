@@ -24,7 +24,7 @@ from torch import Tensor
 from seqpar.comm import Comm, Tag
 from seqpar.comm.header import hash63
 from seqpar.kernels import acc_dtype
-from seqpar.ops.attention.call import Call, PartTensors, recipe_of
+from seqpar.ops.attention.call import Call, PartTensors, Recipe, recipe_of
 from seqpar.ops.attention.schedule import backward, forward
 from seqpar.ops.attention.signature import Options, check_tensors, signature_of
 from seqpar.ops.attention.source import resolved
@@ -74,12 +74,22 @@ def _agreed(
         check_tensors(q, k, v, sinks, slopes, plan, comm)
         signature = signature_of(q, k, v, sinks, slopes, options, grads)
         recipe = recipe_of(plan, comm.rank, signature)
+        if (q.shape[0], k.shape[0]) != recipe.rows:
+            raise ValueError(_wrong_rows(q, k, comm, recipe))
         seed = int(options.dropout_seed) if signature.dropout_p and options.dropout_seed is not None else None
         agreed.facts, agreed.keys = recipe.facts, recipe.keys
         agreed.digest = recipe.digest if seed is None else hash63((recipe.digest, seed))
         agreed.values = {"dropout_seed": seed, "alibi_slopes": slopes, "sinks": sinks}  # what is not used may differ
     log.debug("rank %d: attention, call %d, plan %s, %s", comm.rank, number, plan.digest(), recipe.kernel.name)
     return Call(comm, Tag(agreed.digest, number, 0, 0, "attention"), plan, signature, recipe, seed or 0)
+
+
+def _wrong_rows(q: Tensor, k: Tensor, comm: Comm, recipe: Recipe) -> str:
+    name, x, rows = ("q", q, recipe.rows[0]) if q.shape[0] != recipe.rows[0] else ("k and v", k, recipe.rows[1])
+    return (
+        f"{name} on rank {comm.rank} must have {rows} rows, as the plan's layout says, got {x.shape[0]}; seqpar.shard "
+        "makes them"
+    )
 
 
 def _back(call: Call, saved: Sequence[Any], grads: Tensors, needs: Sequence[bool]) -> Tensors:

@@ -62,7 +62,7 @@ def forward(
         return insides[part.width]
 
     leaves: list[Callable[[], None]] = []
-    arriving = KeyExchange(call, recipe.steps, Phase.KEYS)
+    arriving = KeyExchange(call, Phase.KEYS)
     for step, tensors, keys, values in walk(arriving, inside):
         _compute(call, step, tensors, keys, values, slopes)
         if step.ends:
@@ -168,8 +168,7 @@ def backward(
     entries = {p.width: _enter_back(call, p, dout, dlse) for p in recipe.parts}
     dsinks = None if sinks is None else torch.zeros(signature.heads, dtype=call.acc, device=signature.device)
     dq = _outside(call, (dout.shape[0], signature.heads, signature.dim), signature.dtype).zero_()
-    rows = call.plan.rows(call.comm.rank, "kv")
-    home = _outside(call, (rows, signature.kv_heads, signature.dim + signature.v_dim), call.acc).zero_()
+    home = _outside(call, (recipe.rows[1], signature.kv_heads, signature.dim + signature.v_dim), call.acc).zero_()
 
     def start(step: Step) -> PartGradients:
         width = step.part.width
@@ -182,7 +181,7 @@ def backward(
         _leave_back(call, recipe.parts[0], grads, dq, home)()
         return dq, home[..., : signature.dim], home[..., signature.dim :], dsinks
     leaves: list[Callable[[], None]] = []
-    arriving = KeyExchange(call, recipe.steps, Phase.BACK_KEYS)
+    arriving = KeyExchange(call, Phase.BACK_KEYS)
     for step, tensors, keys, values in walk(arriving, lambda part: by_width[part.width]):
         if step.first:
             grads = start(step)

@@ -94,11 +94,11 @@ def in_graph(*tensors: object) -> bool:
 
     Modes that only look on see what the op does inside, as without it.
     """
-    return (
-        torch.compiler.is_compiling()
-        or (torch._C._len_torch_dispatch_stack() > 0 and any(map(_wants_ops, _get_current_dispatch_mode_stack())))
-        or any(type(x) is not Tensor and isinstance(x, Tensor) and type(x) is not Parameter for x in tensors)
-    )
+    if torch.compiler.is_compiling():
+        return True
+    if torch._C._len_torch_dispatch_stack() > 0 and any(map(_wants_ops, _get_current_dispatch_mode_stack())):
+        return True
+    return any([type(x) is not Tensor and isinstance(x, Tensor) and type(x) is not Parameter for x in tensors])
 
 
 def _wants_ops(mode: TorchDispatchMode) -> bool:
