@@ -5,6 +5,7 @@ from __future__ import annotations
 import hashlib
 import threading
 import weakref
+from collections import deque
 from collections.abc import Iterator
 from contextlib import contextmanager
 from typing import NamedTuple
@@ -39,17 +40,45 @@ class OpenBlock:
         self.used = self.above = False
 
 
-class Blocks(threading.local):
-    """Those of a thread, the innermost last."""
+class EndedBlock:
+    """A block that has ended, under which the nodes from first to before end were recorded. Keeps no plan alive."""
+
+    def __init__(self, block: OpenBlock) -> None:
+        plan, comm, _, self.seed = block.surrounding
+        self.plan, self.comm, self.first, self.end = weakref.ref(plan), weakref.ref(comm), block.first, next_node()
+
+    def surrounding(self) -> Surrounding | None:
+        """What surrounded its layers, if that is still there."""
+        plan, comm = self.plan(), self.comm()
+        return None if plan is None or comm is None else Surrounding(plan, comm, bind(plan, comm), self.seed)
+
+
+class ThreadBlocks:
+    """Those of a thread: open ones, the innermost last, and the last that ended and that a forward used."""
 
     def __init__(self) -> None:
         self.open: list[OpenBlock] = []
+        self.ended: deque[EndedBlock] = deque(maxlen=ENDED)
+
+    def of_node(self, node: int) -> Surrounding | None:
+        """What surrounded the call that the backward of a node makes again: a block inside of what it makes again, or
+        the one in which the node was recorded."""
+        for block in reversed(self.open):
+            if block.within == backward_pass() or (block.used and node >= block.first):
+                return block.surrounding
+        return next((each.surrounding() for each in self.ended if each.first <= node < each.end), None)
+
+
+class _Own(threading.local):
+    def __init__(self) -> None:
+        self.blocks = ThreadBlocks()
 
 
 AFTER = "a block of seqpar.parallel after one that ended with an error"
-_own = Blocks()
-# open blocks by the thread that recorded under some
-_open: weakref.WeakKeyDictionary[threading.Thread, list[OpenBlock]] = weakref.WeakKeyDictionary()
+ENDED = 16  # blocks that a backward pass may come after
+_own = _Own()
+# of the threads that recorded under some
+_threads: weakref.WeakKeyDictionary[threading.Thread, ThreadBlocks] = weakref.WeakKeyDictionary()
 _blocks: weakref.WeakKeyDictionary[Comm, int] = weakref.WeakKeyDictionary()
 _left: weakref.WeakSet[Comm] = weakref.WeakSet()  # whose last block was left by an error, maybe on this rank alone
 
@@ -61,9 +90,9 @@ def parallel(plan: Plan, comm: Comm, *, seed: int | None = None) -> Iterator[Sur
     seed: what the layers of `seqpar.nn` derive the seeds of their dropout from, equal on all ranks and different for
     each step; by default the number of blocks that this comm object had before.
 
-    The backward pass may run anywhere if it calls no layer again. Where it does, as with checkpoints, run it inside the
-    block of its forward, or give the layers their plan, or ``seqpar.bind(plan, comm)``, as an argument: a layer that is
-    given none raises RuntimeError if the innermost block is not that of its forward.
+    The backward pass may run anywhere if it calls no layer again. Where it does, as with checkpoints, a layer that is
+    given no plan takes the one that surrounded its forward: the block may have ended, if the plan is still there and
+    the thread is the same. Else it raises RuntimeError: give it its plan, or ``seqpar.bind(plan, comm)``.
 
     A block after one that was left by an error begins with an agreement of all ranks: a rank that goes on alone, as in
     a loop that catches what a batch raises, would else meet the others in the middle of their forward.
@@ -81,50 +110,46 @@ def parallel(plan: Plan, comm: Comm, *, seed: int | None = None) -> Iterator[Sur
         _left.discard(comm)
     around = Surrounding(plan, comm, bind(plan, comm), before if seed is None else seed)
     block = OpenBlock(around)
-    _own.open.append(block)
+    own = _own.blocks
+    own.open.append(block)
     if block.within < 0:
-        _open[threading.current_thread()] = _own.open
+        _threads[threading.current_thread()] = own
     try:
         yield around
     except BaseException:
         _left.add(comm)
         raise
     finally:
-        _own.open.remove(block)
-        if _own.open and (block.used or block.above):
-            _own.open[-1].first, _own.open[-1].above = next_node(), True
+        own.open.remove(block)
+        if block.used:
+            own.ended.append(EndedBlock(block))
+        if own.open and (block.used or block.above):
+            own.open[-1].first, own.open[-1].above = next_node(), True
 
 
 def surrounding() -> Surrounding:
     """The innermost plan and comm of this thread; in a thread of autograd's, of the one thread that ever had any.
 
-    Raises: RuntimeError outside every block, and in a backward pass that calls a layer again whose forward was not in
-    that block.
+    In a backward pass that calls a layer again, those that surrounded its forward.
+
+    Raises: RuntimeError outside every block, and where it is not known what surrounded the forward.
     """
-    node = node_under_way()
-    if node >= 0:
-        return _recorded_around(node)
-    if not _own.open:
-        raise RuntimeError("no plan surrounds this call; call it inside `with seqpar.parallel(plan, comm):`")
-    _own.open[-1].used = True
-    return _own.open[-1].surrounding
-
-
-def _recorded_around(node: int) -> Surrounding:
-    """What surrounds a call that the backward of a node makes again: a block inside of what it makes again, or the
-    one in which the node was recorded."""
-    if _own.open or threading.current_thread() in _open:
-        block = _own.open[-1] if _own.open else None
-    else:
-        threads = list(_open.values())
-        block = threads[0][-1] if len(threads) == 1 and threads[0] else None
-    if block is not None and (block.within == backward_pass() or (block.used and node >= block.first)):
-        return block.surrounding
-    raise RuntimeError(
-        "a layer without a plan of its own is called again in a backward pass, as a checkpoint does, and the block of "
-        "seqpar.parallel around its forward is not the innermost one by then; run the backward inside the block of its "
-        "forward, or give the layer its plan, or seqpar.bind(plan, comm), as an argument"
-    )
+    node, own = node_under_way(), _own.blocks
+    if node < 0:
+        if not own.open:
+            raise RuntimeError("no plan surrounds this call; call it inside `with seqpar.parallel(plan, comm):`")
+        own.open[-1].used = True
+        return own.open[-1].surrounding
+    if not own.open and threading.current_thread() not in _threads:  # autograd's own
+        own = next(iter(_threads.values())) if len(_threads) == 1 else own
+    around = own.of_node(node)
+    if around is None:
+        raise RuntimeError(
+            "a layer without a plan of its own is called again in a backward pass, as a checkpoint does, and it is not "
+            "known which block of seqpar.parallel was around its forward; run the backward inside that block, or give "
+            "the layer its plan, or seqpar.bind(plan, comm), as an argument"
+        )
+    return around
 
 
 def derived_seed(seed: int, number: int) -> int:

@@ -30,8 +30,8 @@ class Attention(nn.Module):
     several times in a step drops the same pairs each time, unless calls give seeds.
 
     A call that an activation checkpoint makes again takes plan, comm and seed anew: what it is given, or what its
-    forward was bound to or surrounded by if that is still so, else it raises RuntimeError. Under autocast q, k and v
-    are cast as for torch's own attention.
+    forward was bound to if it still is, or surrounded by as `seqpar.parallel` says; else it raises RuntimeError. Under
+    autocast q, k and v are cast as for torch's own attention.
     """
 
     def __init__(

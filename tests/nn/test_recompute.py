@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 from collections.abc import Callable
 from contextlib import nullcontext
 from typing import Any
@@ -82,7 +83,9 @@ def dropping() -> Decoder:
 
 def is_known(by: str, where: str) -> bool:
     """Whether what is recomputed knows the plan of its forward: it is given, or what was looked up is still there."""
-    return by in ("handle", "objects") or where == "inside" or (by == "bound" and "another" not in where)
+    if by == "surrounding":
+        return "thread" not in where
+    return by in ("handle", "objects") or "another" not in where
 
 
 UNKNOWN = "called again in a backward pass"
@@ -199,7 +202,8 @@ def test_functions_of_others_that_recompute(where) -> None:
     def run(layer: nn.Module, x: Tensor, *rest: Tensor) -> Tensor:
         return Whole.apply(lambda x: layer(x, *rest), x)
 
-    if where != "inside":
+    gc.collect()  # threads of other tests, whose blocks might be meant
+    if where == "thread under another plan":
         with pytest.raises(RuntimeError, match=UNKNOWN):
             step(LocalComm(), plan, run, "surrounding", where, dropping)
         return
@@ -254,26 +258,40 @@ def test_a_recomputation_that_nobody_knows_of() -> None:
             (got,) = torch.autograd.grad(run(x).sum(), x)
             assert torch.equal(got, expected)
             out = run(x)
-        with pytest.raises(RuntimeError, match=UNKNOWN), seqpar.parallel(other(plan), comm):
-            out.sum().backward()
+        with seqpar.parallel(other(plan), comm):
+            (got,) = torch.autograd.grad(out.sum(), x)
+        assert torch.equal(got, expected)
 
 
 def test_blocks_around_a_forward_and_around_its_backward() -> None:
-    """The innermost block must be the one of the forward, though others were open inside of it or are now."""
+    """Each backward finds the block of its forward, though others were open inside of it or are now."""
     (plan, comm), layer, x = (plan_of(1), LocalComm()), Attention(), rows_of(plan_of(1))
+    others = other(plan)
 
     def forward() -> Tensor:
         return checkpoint(lambda x: layer(x, x, x), x, use_reentrant=True).sum()
 
+    def grad(out: Tensor) -> Tensor:
+        x.grad = None
+        out.backward(retain_graph=True)
+        return x.grad
+
+    def expected(plan: Plan) -> Tensor:
+        return torch.autograd.grad(seqpar.attention(x, x, x, plan, comm).sum(), x)[0]
+
     with seqpar.parallel(plan, comm):
-        with seqpar.parallel(other(plan), comm):
+        with seqpar.parallel(others, comm):
             inner = forward()
         outer = forward()
-        outer.backward(retain_graph=True)
-        with pytest.raises(RuntimeError, match=UNKNOWN), seqpar.parallel(other(plan), comm):
-            outer.backward(retain_graph=True)
-        with pytest.raises(RuntimeError, match=UNKNOWN):
-            inner.backward()
+        assert torch.equal(grad(outer), expected(plan))
+        assert torch.equal(grad(inner), expected(others))
+    with seqpar.parallel(others, comm):
+        assert torch.equal(grad(outer), expected(plan))
+    with seqpar.parallel(Plan(plan.mask, plan.layout), comm):
+        out = forward()
+    gc.collect()
+    with pytest.raises(RuntimeError, match=UNKNOWN):
+        out.backward()
 
 
 @pytest.mark.parametrize("reentrant", [False, True])
@@ -480,8 +498,7 @@ def test_attention_that_needs_no_gradient_is_recomputed_under_its_plan(reentrant
         return checkpoint(region, *x, use_reentrant=reentrant)
 
     torch.testing.assert_close(grad(checkpointed), grad(region), rtol=1e-12, atol=1e-12)
-    with pytest.raises(RuntimeError, match=UNKNOWN):
-        grad(checkpointed, other(plan))
+    torch.testing.assert_close(grad(checkpointed, other(plan)), grad(region), rtol=1e-12, atol=1e-12)
 
 
 # --- save_attention ---------------------------------------------------------------------------------------------------
