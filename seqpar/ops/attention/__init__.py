@@ -1,1 +1,1 @@
-"""Attention: the verb in `api`, one call in `call`, who computes when in `schedule`, the op of graphs in `graph`."""
+"""Attention: the verb in `api`, its op in `op`, one call in `signature` and `call`, who computes when in `schedule`."""

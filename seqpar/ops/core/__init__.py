@@ -1,1 +1,1 @@
-"""What every collective op shares: agreement of ranks, handles for plans and comms, row numbers on a device."""
+"""What collective ops share: agreement of ranks, handles of plans and comms, one helper for ops, a device's facts."""
