@@ -1,6 +1,7 @@
 """Trainers of TRL, one after the other: a line of JSON for each, with what it logged at every step."""
 
 import json
+import math
 import sys
 from itertools import product
 
@@ -11,7 +12,10 @@ from transformers import LlamaForSequenceClassification
 from trl import DPOConfig, DPOTrainer, RewardConfig, RewardTrainer, SFTConfig, SFTTrainer
 
 import seqpar
+from seqpar.integrations.hf import planning
 from tests.ecosystem.models import RANKS, document, llama, lora, text, tokenizer
+
+planning.SPREADING = -math.inf  # documents as short as these would stay where they are
 
 PartialState(cpu=True)  # ranks know each other from here on
 comm = seqpar.GroupComm() if RANKS > 1 else None
