@@ -22,8 +22,8 @@ from tests.advice.remedies import advised, default_group
 transformers = pytest.importorskip("transformers")
 
 from tests.integrations.hf.models import batches, build, padded  # noqa: E402
-from tests.integrations.hf.test_sdpa import SIZES, TOKENS, Own, logits, zigzag  # noqa: E402
-from tests.integrations.hf.test_sdpa import build as built  # noqa: E402
+from tests.integrations.hf.sdpa_models import SIZES, TOKENS, Own, logits, zigzag  # noqa: E402
+from tests.integrations.hf.sdpa_models import build as built  # noqa: E402
 
 BATCH = batches("right", 1)[0]
 ROW = {"input_ids": torch.arange(1, 13)[None], "position_ids": torch.arange(12)[None]}

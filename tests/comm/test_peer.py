@@ -23,7 +23,7 @@ from seqpar.testing import run_processes, run_threads
 from tests.comm.cases import tag, until
 from tests.comm.device import LIMIT, Model, Stream, on_model
 from tests.comm.peer_cases import CHECKS, strided
-from tests.comm.test_exchange import Exchanges
+from tests.comm.suite import Exchanges
 from tests.ops.cases import PROCESS_CASES, Options, check
 
 pytestmark = pytest.mark.skipif(native.missing() is not None, reason=native.missing() or "")

@@ -10,7 +10,7 @@ import torch
 from seqpar.comm.peer.cuda import Cuda, unusable
 from seqpar.testing import run_processes, run_threads
 from tests.comm.peer_cases import CHECKS, on_device, stalled, strided, was_let_go
-from tests.comm.test_exchange import Exchanges
+from tests.comm.suite import Exchanges
 
 pytestmark = pytest.mark.skipif(unusable() is not None, reason=unusable() or "")
 

@@ -17,11 +17,7 @@ transformer_flux = pytest.importorskip("diffusers.models.transformers.transforme
 
 
 TEXT, SAMPLES = 5, 2
-
-
 GRID = (3, 5)  # of an image: 15 tokens, which 2 and 4 do not divide
-
-
 VIDEO = (3, 2, 5)
 
 

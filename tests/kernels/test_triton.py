@@ -22,8 +22,8 @@ from seqpar.ops.attention.call import uploaded
 from seqpar.plan import Plan
 from seqpar.testing import dense_attention, relative_rms, run_processes
 from tests.cases import some
-from tests.kernels import test_kernels as suite
-from tests.kernels.test_kernels import Case
+from tests.kernels import cases as suite
+from tests.kernels.cases import Case
 
 pytest.importorskip("triton", reason="triton has wheels for Linux only")
 from seqpar.kernels import triton as package  # noqa: E402
@@ -78,9 +78,7 @@ CAST = [pytest.param(d, t) for n, d in enumerate(DIMS) for t in (torch.float32, 
 
 @pytest.mark.parametrize(("dims", "dtype"), some(CAST, 2))
 def test_head_dims(dims, dtype) -> None:
-    suite.test_forward_and_backward_equal_the_oracle(
-        Triton(), replace(BASE, dim=dims[0], v_dim=dims[1], dtype=dtype, splits=2, mask="packed")
-    )
+    suite.equals_oracle(Triton(), replace(BASE, dim=dims[0], v_dim=dims[1], dtype=dtype, splits=2, mask="packed"))
 
 
 @pytest.mark.parametrize("mask", some(["causal", "packed", "window", "bounds"], 2))
@@ -89,14 +87,14 @@ def test_bf16_with_operands_cast_for_the_interpreter(mask, options, monkeypatch)
     # The interpreter truncates where a GPU rounds to nearest even.
     monkeypatch.setitem(suite.LIMIT, torch.bfloat16, 6e-3)
     case = replace(BASE, mask=mask, dtype=torch.bfloat16, splits=2, dim=32, v_dim=32, **options)
-    suite.test_forward_and_backward_equal_the_oracle(Triton(), case)
+    suite.equals_oracle(Triton(), case)
 
 
 @pytest.mark.parametrize("mask", some(["bounds", "causal", "packed", "window"], 2))
 @pytest.mark.parametrize("processors", [1, 1000])
 def test_split_gradients_of_keys_are_joined(mask, processors, monkeypatch) -> None:
     monkeypatch.setattr(package, "_processors", lambda device: processors)
-    suite.test_forward_and_backward_equal_the_oracle(SMALL, replace(BASE, mask=mask, heads=6, kv_heads=2))
+    suite.equals_oracle(SMALL, replace(BASE, mask=mask, heads=6, kv_heads=2))
 
 
 @pytest.mark.parametrize("mask", some(["causal", "packed", "bounds", "window"], 2))
@@ -118,7 +116,7 @@ def test_descriptors_load_what_pointers_do(mask, monkeypatch) -> None:
 
 def test_tensors_that_descriptors_refuse_are_loaded_by_pointers() -> None:
     kernel = Triton(configure=lambda d: LaunchConfig(32, 16, 4, 1, True))
-    suite.test_forward_and_backward_equal_the_oracle(kernel, replace(BASE, dim=24, v_dim=20, splits=2))
+    suite.equals_oracle(kernel, replace(BASE, dim=24, v_dim=20, splits=2))
 
 
 def test_the_same_call_gives_the_same_bits() -> None:

@@ -91,7 +91,7 @@ def steps(
     from seqpar.kernels import Grads, Operands, Score, Sums
     from seqpar.kernels import triton as package
     from seqpar.kernels.triton.config import LaunchConfig
-    from tests.kernels.test_kernels import facts_of
+    from tests.kernels.cases import facts_of
 
     def made(n: int, heads: int, dim: int, dtype: torch.dtype = dtype) -> torch.Tensor:
         if stored == "heads":

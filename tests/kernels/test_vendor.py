@@ -42,7 +42,7 @@ from seqpar.kernels.triton import Triton
 from seqpar.kernels.vendor import Aten, AtenFlash, CuDNN, Flash2, Flash3, Flash4, Library, Segmented, library, varlen
 from seqpar.testing import relative_rms
 from tests.cases import Case as PlanCase
-from tests.kernels.test_kernels import (
+from tests.kernels.cases import (
     LARGE,
     LIMIT,
     LOW,

@@ -16,8 +16,6 @@ from seqpar.testing import dense_attention, run_threads
 from tests.cases import LAYOUTS, MASKS, Case, divisors
 
 HEADS = ((8, 8), (8, 2), (6, 1), (5, 5), (7, 7), (28, 7))
-
-
 TOLERANCE = 1e-10
 
 

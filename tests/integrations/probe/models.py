@@ -17,11 +17,7 @@ from torch.utils.checkpoint import checkpoint
 from seqpar import Mask
 
 E, H, VOCABULARY, TOKENS = 16, 4, 61, 22
-
-
 IDS = torch.arange(TOKENS) * 7 % VOCABULARY
-
-
 MASK = Mask([TOKENS])
 
 
