@@ -1,4 +1,4 @@
-// What all bindings share: the LibTorch Stable ABI, and torch's threads and streams as the kernels take them.
+// Shared by all bindings: the LibTorch Stable ABI, and torch's threads and streams in the form the kernels take.
 #pragma once
 
 #include <torch/csrc/stable/library.h>
@@ -22,10 +22,10 @@ using torch::stable::Tensor;
 // torch's threads
 void parallel_for(int64_t begin, int64_t end, int64_t grain, sp_task task, void* context);
 
-// The stream on which torch now works on a CUDA device.
+// torch's current stream of a CUDA device.
 void* current_stream(int32_t device);
 
-// Objects that operators know by number; from any thread. What is removed lives while others still hold it.
+// Objects that operators know by number; thread-safe. A removed object lives while someone still holds it.
 template <typename T>
 class Numbered {
  public:
@@ -42,7 +42,7 @@ class Numbered {
     STD_TORCH_CHECK(found != all_.end(), "seqpar: no ", what_, " has the number ", number);
     return found->second;
   }
-  // The object, so that it ends outside the lock.
+  // Returns the object, so that it is destroyed outside the lock.
   std::shared_ptr<T> remove(int64_t number) {
     std::lock_guard<std::mutex> lock(mutex_);
     auto node = all_.extract(number);

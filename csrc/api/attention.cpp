@@ -1,5 +1,4 @@
-// Attention on the CPU: tensors as the C interface of attention/attention.h takes them. The Python side has checked
-// shapes.
+// Attention on the CPU: tensors to the C interface of attention/attention.h. Python has checked the shapes.
 #include "attention/attention.h"
 
 #include <optional>
@@ -57,7 +56,7 @@ sp_attention described(const Tensor& q, const Tensor& k, const Tensor& v, const 
   return a;
 }
 
-// The best instruction set of this machine, as base/isa.h counts them.
+// The best instruction set of this machine, numbered as in base/isa.h.
 int64_t isa() { return sp_isa(); }
 
 std::tuple<int64_t, int64_t> tile(int64_t isa, bool bf16) {
@@ -67,7 +66,7 @@ std::tuple<int64_t, int64_t> tile(int64_t isa, bool bf16) {
 }
 
 void done(int status, const sp_attention& a) {
-  STD_TORCH_CHECK(status != SP_NO_MEMORY, "seqpar: attention found no memory to work in");
+  STD_TORCH_CHECK(status != SP_NO_MEMORY, "seqpar: attention has no memory left for its scratch");
   STD_TORCH_CHECK(status == 0, "seqpar: attention does not support ", a.heads, " query and ", a.kv_heads,
                   " key heads of dims ", a.dim, " and ", a.v_dim, " in tiles of ", a.tiles.bm, " rows");
 }

@@ -17,7 +17,7 @@ namespace {
 
 using Rows = std::optional<Tensor>;
 
-// Row numbers of one side of pair i; how many rows they make of the tensor's.
+// The row numbers of one side of pair i; returns how many rows they select.
 const void* numbers(const Rows& rows, const Tensor& x, size_t i, const char* side, sp_copy_item& item, int64_t& count) {
   if (!rows) return nullptr;
   const ScalarType dtype = rows->scalar_type();
@@ -66,7 +66,7 @@ std::vector<sp_copy_item> items_of(const std::vector<Tensor>& dst, const std::ve
                                    const std::vector<Rows>& dst_rows, const std::vector<Rows>& src_rows) {
   STD_TORCH_CHECK(dst.size() == src.size() && dst.size() == dst_rows.size() && dst.size() == src_rows.size(),
                   "copy_: ", dst.size(), " dst, ", src.size(), " src, ", dst_rows.size(), " dst_rows, ",
-                  src_rows.size(), " src_rows; expected as many of each");
+                  src_rows.size(), " src_rows; expected the same number of each");
   std::vector<sp_copy_item> items;
   items.reserve(dst.size());
   for (size_t i = 0; i < dst.size(); i++) items.push_back(item_of(dst[i], src[i], dst_rows[i], src_rows[i], i));
@@ -79,7 +79,7 @@ void copy_cpu(std::vector<Tensor> dst, std::vector<Tensor> src, std::vector<Rows
               std::vector<Rows> src_rows) {
   const std::vector<sp_copy_item> items = items_of(dst, src, dst_rows, src_rows);
   const int wrong = sp_copy(items.data(), static_cast<int64_t>(items.size()), parallel_for);
-  STD_TORCH_CHECK(!wrong, "copy_: pair ", wrong - 1, ": elements of ", items[wrong - 1].size, " bytes");
+  STD_TORCH_CHECK(!wrong, "copy_: pair ", wrong - 1, ": unsupported elements of ", items[wrong - 1].size, " bytes");
 }
 
 #ifdef SEQPAR_WITH_CUDA
@@ -92,16 +92,17 @@ void copy_cuda(std::vector<Tensor> dst, std::vector<Tensor> src, std::vector<Row
   const torch::stable::accelerator::DeviceGuard guard(dst[0].get_device_index());
   const int wrong =
       sp_cuda_copy(items.data(), static_cast<int64_t>(items.size()), current_stream(dst[0].get_device_index()));
-  STD_TORCH_CHECK(wrong >= 0, "copy_: pair ", -1 - wrong, ": elements of ", items[-1 - wrong].size, " bytes");
+  STD_TORCH_CHECK(wrong >= 0, "copy_: pair ", -1 - wrong, ": unsupported elements of ", items[-1 - wrong].size,
+                  " bytes");
   STD_TORCH_CHECK(wrong == 0, "copy_: CUDA error ", wrong);
 }
 #endif
 
 }  // namespace seqpar
 
-// dst[i][dst_rows[i]] = src[i][src_rows[i]], without row numbers the whole tensors; equal shapes and dtypes, any
-// strides.
-// No destination may overlap another one, itself or a source, and row numbers must exist: neither is checked.
+// dst[i][dst_rows[i]] = src[i][src_rows[i]], or the whole tensors without row numbers. Equal shapes and dtypes, any
+// strides. No destination may overlap another, itself or a source, and row numbers must be in range: neither is
+// checked.
 STABLE_TORCH_LIBRARY_FRAGMENT(seqpar_native, m) {
   m.def("copy_(Tensor(a!)[] dst, Tensor[] src, Tensor?[] dst_rows, Tensor?[] src_rows) -> ()");
 }

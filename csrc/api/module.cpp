@@ -10,7 +10,7 @@ void parallel_for(int64_t begin, int64_t end, int64_t grain, sp_task task, void*
   if (begin < end) STABLE_TORCH_ERROR_CODE_CHECK(torch_parallel_for(begin, end, grain, task, context));
 }
 
-// Found by name: a library that is linked with libtorch_cuda does not load beside a torch without CUDA.
+// Looked up by name: a library linked with libtorch_cuda does not load beside a CPU-only torch.
 void* current_stream(int32_t device) {
   using Shim = int32_t (*)(int32_t, void**);
   static Shim shim = [] {
@@ -19,7 +19,7 @@ void* current_stream(int32_t device) {
   }();
   STD_TORCH_CHECK(shim != nullptr, "seqpar: this torch has no CUDA streams");
   void* stream = nullptr;
-  STD_TORCH_CHECK(shim(device, &stream) == 0, "seqpar: torch gave no stream of device ", device);
+  STD_TORCH_CHECK(shim(device, &stream) == 0, "seqpar: torch has no stream for device ", device);
   return stream;
 }
 

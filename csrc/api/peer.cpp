@@ -1,4 +1,4 @@
-// Memory that peers write, as operators: blocks of a pool on any device, and what `peer/peer.h` does.
+// Memory that peers write, as operators: blocks of a pool on any device, and the functions of peer/peer.h.
 #include <algorithm>
 #include <memory>
 #include <mutex>
@@ -18,8 +18,8 @@ namespace {
 using Ints = std::vector<int64_t>;
 using torch::stable::Device;
 
-// A pool of offsets, and the blocks whose last tensor is gone. They are not given back at once: streams may still use
-// them, which the owner of the pool knows and a destructor on any thread does not.
+// A pool of offsets, and the blocks whose last tensor is gone. Streams may still use these blocks: the pool's owner
+// knows when they are done, a destructor on some thread does not.
 struct Blocks {
   explicit Blocks(int64_t bytes) : pool(bytes) {}
 
@@ -28,7 +28,7 @@ struct Blocks {
   Ints dropped;
 };
 
-// never destroyed: tensors may be freed while the interpreter ends
+// never destroyed: tensors may outlive the interpreter
 Numbered<Blocks>& pools() {
   static auto& all = *new Numbered<Blocks>("pool");
   return all;
@@ -85,7 +85,8 @@ Ints exported(int64_t device, int64_t at) {
 }
 
 int64_t open(int64_t device, Ints handle) {
-  STD_TORCH_CHECK(handle.size() * sizeof(int64_t) == SP_PEER_HANDLE_BYTES, "peer_open: not a handle");
+  STD_TORCH_CHECK(handle.size() * sizeof(int64_t) == SP_PEER_HANDLE_BYTES,
+                  "peer_open: the handle has the wrong length");
   void* mapped = nullptr;
   checked(sp_peer_open(static_cast<int>(device), handle.data(), &mapped), "cudaIpcOpenMemHandle");
   return number(mapped);
@@ -153,7 +154,7 @@ void blank(int64_t device, int64_t stream, int64_t poison, std::vector<Tensor> t
   }
   checked(sp_peer_blank(static_cast<int>(device), pointer(stream), pointer(poison), static_cast<int>(views.size()),
                         views.data()),
-          "the kernel that marks what a dead comm received");
+          "the kernel that blanks what a dead comm received");
 }
 
 Ints read(int64_t device, int64_t stream, int64_t at, int64_t words) {

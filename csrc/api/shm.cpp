@@ -1,4 +1,4 @@
-// `ShmEnd` as operators. An end is a number here; its tensors outlive it.
+// `ShmEnd` as operators. Python knows an end by its number; the end's tensors outlive it.
 #include <algorithm>
 #include <optional>
 #include <string>
@@ -13,7 +13,7 @@ namespace {
 
 using Ints = std::vector<int64_t>;
 
-// never destroyed: tensors and ends may be freed while the interpreter ends
+// never destroyed: tensors and ends may outlive the interpreter
 Numbered<ShmEnd>& ends() {
   static auto& all = *new Numbered<ShmEnd>("shared memory");
   return all;
@@ -23,7 +23,7 @@ std::shared_ptr<ShmEnd> end(int64_t number) { return ends().at(number); }
 
 View view(const Tensor& x) {
   View result{static_cast<char*>(x.data_ptr()), static_cast<int64_t>(x.element_size()), {}, {}};
-  // more dims than an offer holds: the caller gives such a tensor only if it is contiguous
+  // an offer holds fewer dims: the caller only passes such a tensor if it is contiguous
   if (x.dim() > SP_DIMS) return {result.data, result.item, {x.numel()}, {1}};
   for (int64_t i = 0; i < x.dim(); ++i) {
     result.sizes.push_back(x.size(i));
@@ -61,7 +61,7 @@ std::optional<Tensor> empty(int64_t number, Ints sizes, ScalarType dtype, int64_
   for (size_t i = sizes.size(); i-- > 0;) {
     STD_TORCH_CHECK(sizes[i] >= 0, "empty: dim ", i, " has ", sizes[i], " elements");
     strides[i] = stride;
-    const int64_t most = std::max<int64_t>(sizes[i], 1);  // as torch has it for empty tensors
+    const int64_t most = std::max<int64_t>(sizes[i], 1);  // as torch computes strides of empty tensors
     STD_TORCH_CHECK(!__builtin_mul_overflow(stride, most, &stride), "empty: more elements than 64 bits count");
     count *= sizes[i];
   }
@@ -90,7 +90,7 @@ Ints offered(int64_t number, int64_t peer) {
   return offer ? Ints(offer->header, offer->header + kHeader) : Ints();
 }
 
-// For memory that is not an end's own: that the message belongs there is the caller's word.
+// For memory outside this end's pool: the caller vouches that the message belongs there.
 bool offer(int64_t number, int64_t peer, Ints words, int64_t where, Ints strides) {
   STD_TORCH_CHECK(strides.size() <= SP_DIMS, "seqpar: an offer of ", strides.size(), " dims, at most ", SP_DIMS);
   Offer made{};
@@ -100,7 +100,7 @@ bool offer(int64_t number, int64_t peer, Ints words, int64_t where, Ints strides
   return end(number)->mailbox().credit(static_cast<int>(peer), made);
 }
 
-// The header of the next message to `peer`, where it belongs, and its strides; nothing if it was not offered.
+// The header, destination and strides of the message that `peer` expects next; empty if it expects none yet.
 Ints offer_of(int64_t number, int64_t peer) {
   const Offer* found = end(number)->mailbox().offered(static_cast<int>(peer));
   if (!found) return {};
@@ -131,7 +131,7 @@ bool ended(int64_t number, int64_t peer) { return end(number)->ended(static_cast
 
 void fail(int64_t number, std::string reason) { end(number)->mailbox().fail(reason); }
 
-// "" while the group lives, else the rank and the reason
+// "" while the group lives, else the rank that failed and its reason
 std::string cause(int64_t number) {
   int rank = 0;
   std::string reason;

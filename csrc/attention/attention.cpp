@@ -18,7 +18,7 @@ const sp_kernels* kernels(int isa, int dtype) {
   return &sp_attention_portable;
 }
 
-// The first j with at[j] >= x, looked for from `near` on: bounds of neighbouring rows lie close together.
+// The first j with at[j] >= x, searched outward from `near`: neighbouring rows have nearby bounds.
 int64_t lower_bound(const int32_t* at, int64_t n, int64_t near, int32_t x) {
   int64_t low = near, high = near, step = 1;
   if (near < n && at[near] < x) {
@@ -73,7 +73,7 @@ struct Queue {
   int failed;
 };
 
-// A thread's part in a queue, whatever range it was given: threads that are slower take fewer tasks.
+// A thread takes tasks until the queue is empty, whatever range it was given: slower threads take fewer.
 void drain(int64_t, int64_t, void* context) {
   Queue* queue = static_cast<Queue*>(context);
   char* scratch = static_cast<char*>(sp_allocate(queue->scratch));
@@ -89,7 +89,7 @@ void drain(int64_t, int64_t, void* context) {
   free(scratch);
 }
 
-// Runs a direction with the rows of keys that each query row sees.
+// Runs forward or backward with the range of key rows that each query row sees.
 template <class Direction>
 int with_ranges(const sp_attention* x, Direction direction) {
   int32_t* rows = static_cast<int32_t*>(sp_allocate(2 * sizeof(int32_t) * (size_t)x->m));
@@ -111,7 +111,7 @@ void* sp_allocate(size_t bytes) {
 int sp_run(sp_job run, void* job, int64_t count, size_t scratch, double work, sp_parallel_for parallel_for) {
   if (count == 0) return 0;
   Queue queue = {run, job, 0, count, scratch, 0};
-  // To wake a thread takes microseconds, in which one computes about a million operations.
+  // Waking a thread takes microseconds: enough for about a million operations on this one.
   double grain = 1e6 * (double)count / (work > 1e6 ? work : 1e6);
   parallel_for(0, count, grain > 1 ? (int64_t)grain : 1, drain, &queue);
   return queue.failed ? SP_NO_MEMORY : 0;

@@ -1,4 +1,4 @@
-// Attention of bf16 operands by products of pairs, AVX512_BF16.
+// Attention on bf16 operands by AVX512_BF16's products of pairs.
 #if defined(__x86_64__)
 #define SP_PAIRS
 #include "attention/kernels.h"

@@ -1,7 +1,7 @@
-// Backward: a task is a chunk of keys of one head of keys, and walks along the query tiles that see it.
+// Backward: a task takes a chunk of keys of one key head and walks along the query tiles that see it.
 //
-// Gradients of keys stay in the task. Those of queries are sums over chunks: each tile takes them in the order of the
-// chunks, so that a task may have to wait for one that was started before it.
+// Gradients of keys and values stay in the task. A tile's dq is a sum over chunks and is added in the order of the
+// chunks, so a task may have to wait for one that was started before it.
 #pragma once
 
 #include <sched.h>
@@ -11,21 +11,21 @@
 
 namespace {
 
-constexpr int64_t BACKWARD_KEYS = 64;         // of a block
-constexpr int64_t CHUNK_BYTES = 1024 * 1024;  // of a chunk's keys, values and gradients as floats: the second cache
-constexpr int64_t TASKS = 16;                 // so many that threads can share them, if chunks need not be tiny for it
+constexpr int64_t BACKWARD_KEYS = 64;         // keys of a block
+constexpr int64_t CHUNK_BYTES = 1024 * 1024;  // a chunk's keys, values and gradients as floats: the second-level cache
+constexpr int64_t TASKS = 16;                 // at least, to share among threads, unless chunks would become tiny
 
 struct Backward {
   const sp_attention* x;
   const sp_grads* grads;
   const sp_ranges* ranges;
-  int64_t chunk, chunks;          // keys of a chunk, and how many
-  int64_t k_words, v_words;       // of a flat row, padded to vectors
-  int64_t k_cols, v_cols;         // of a zipped row or a gradient's, likewise
-  int32_t *first, *stop, *turns;  // of each tile, the chunks that it sees; of each head and tile, those that added dq
+  int64_t chunk, chunks;          // keys of a chunk; number of chunks
+  int64_t k_words, v_words;       // words of a flat row, padded to whole vectors
+  int64_t k_cols, v_cols;         // columns of a zipped row or of a gradient's row, padded too
+  int32_t *first, *stop, *turns;  // by tile: the chunks it sees; by head and tile: chunks whose dq was added
 };
 
-// Where a task's panels lie in its scratch.
+// The panels of a task within its scratch.
 struct Chunk {
   float *k, *v, *k_zipped, *dk, *dv;
   float *q_turned, *dout_turned, *q, *dout, *dq, *staged;
@@ -36,7 +36,7 @@ struct Chunk {
   bool k_finite, q_finite, dout_finite;
 };
 
-// Lays out a task's scratch; returns its bytes. k_zipped, q and so on are the flat panels unless there are pairs.
+// Lays out a task's scratch; returns its bytes. Without bf16 pairs the zipped panels are the flat ones.
 inline size_t lay_out(const Backward* job, char* scratch, Chunk* c) {
   float* base = reinterpret_cast<float*>(scratch);
   size_t words = 0;
@@ -92,7 +92,7 @@ inline void load_queries(const Backward* job, int64_t head, const Score* score, 
   const char* q = (const char*)x->q + (lanes->row * x->q_row + head * x->q_head) * width;
   const char* dout = (const char*)g->dout + (lanes->row * g->dout_row + head * g->dout_head) * width;
   for (int64_t i = 0; i < padded; ++i) {
-    // rows that saw nothing anywhere have a weight of 0, and what else they hold is never looked at
+    // a row that sees no key at all has weight 0, so its other values are never read
     float lse = i < lanes->rows ? g->lse[head * g->lse_head + lanes->row + i] : -INFINITY;
     c->lse[i] = lse == -INFINITY ? INFINITY : lse;
     c->delta[i] = lse == -INFINITY ? 0.0f : g->delta[head * g->delta_head + lanes->row + i];
@@ -117,7 +117,7 @@ inline void load_queries(const Backward* job, int64_t head, const Score* score, 
   zip(flat, job->v_words, padded, c->dout, job->v_cols);
 #endif
   fetch(g->dq + lanes->row * g->dq_row + head * g->dq_head, g->dq_row * 4, lanes->rows, x->dim * 4);
-  // the tile that comes next lies before this one
+  // the next tile reads rows before this one's
   int64_t next = most(lanes->row - BM, 0);
   q = (const char*)x->q + (next * x->q_row + head * x->q_head) * width;
   dout = (const char*)g->dout + (next * g->dout_row + head * g->dout_head) * width;
@@ -128,7 +128,7 @@ inline void load_queries(const Backward* job, int64_t head, const Score* score, 
   memset(c->dq, 0, (size_t)(job->k_cols * BM) * 4);
 }
 
-// Products into the weights and the gradients of scores, as panels.
+// Turns products into weights and score gradients, as panels.
 template <bool FULL, bool PLAIN>
 inline void differentiate(const Block* block, const Score* score, Chunk* c) {
   int64_t n = score->x->n;
@@ -211,7 +211,7 @@ inline void walk_block(const Backward* job, const Block* block, const Score* sco
     add_seen_keys(c->lanes, block, k, job->k_cols, true, x->dim, c->ds_zipped, c->dq);
 }
 
-// Adds a tile's dq when it is this chunk's turn.
+// Adds a tile's dq once it is this chunk's turn.
 inline void add_dq(const Backward* job, int64_t head, int64_t tile, int64_t nth, Chunk* c) {
   const sp_attention* x = job->x;
   const sp_grads* g = job->grads;
@@ -276,7 +276,7 @@ inline int backward(const sp_attention* x, const sp_grads* grads, const sp_range
   job.x = x, job.grads = grads, job.ranges = ranges;
   job.k_words = up((x->dim + PAIR - 1) / PAIR, W), job.v_words = up((x->v_dim + PAIR - 1) / PAIR, W);
   job.k_cols = up(x->dim, W), job.v_cols = up(x->v_dim, W);
-  // depends on the shape alone, so that the order of sums does
+  // depends on the shape alone, so that the order of summation does too
   job.chunk = most(64, CHUNK_BYTES / (8 * (job.k_cols + job.v_cols)) / 64 * 64);
   while (job.chunk >= 256 && x->kv_heads * ((x->n + job.chunk - 1) / job.chunk) < TASKS)
     job.chunk = up(job.chunk / 2, 64);

@@ -1,4 +1,4 @@
-// Forward: a task is a query tile of one head. Queries lie along lanes, so that a softmax needs no sum across lanes.
+// Forward: a task is a query tile of one head. Queries lie along the lanes, so a softmax needs no sum across lanes.
 #pragma once
 
 #include <stdlib.h>
@@ -7,11 +7,11 @@
 
 namespace {
 
-constexpr int64_t FORWARD_KEYS = 128;  // of a block: its weights stay in the first cache
+constexpr int64_t FORWARD_KEYS = 128;  // keys of a block: its weights stay in the first-level cache
 constexpr int64_t PACK_KEYS = 128;
-constexpr float SLACK = 8.0f;  // a weight grows to 2^8 before the maximum it is relative to is renewed
+constexpr float SLACK = 8.0f;  // the running maximum is renewed when a weight would exceed 2^8
 
-// Keys and values as flat and zipped panels; heads and rows of words lie k_head, k_row apart.
+// Keys and values as flat and zipped panels, with the strides of their heads and rows.
 struct Panels {
   const float *k, *v;
   int64_t k_row, k_head, v_row, v_head;
@@ -22,16 +22,16 @@ struct Forward {
   const sp_sums* sums;
   const sp_ranges* ranges;
   Panels panels;
-  int64_t q_words, v_cols;  // of a staged query and of a transposed output, padded to vectors
+  int64_t q_words, v_cols;  // words of a staged query; columns of a transposed output, padded to whole vectors
 };
 
-// What a tile keeps while it walks along the keys.
+// A tile's running values while it walks along the keys.
 struct State {
   float top[BM], base[BM], total[BM];
   int32_t pos[BM], drop[BM];
 };
 
-// Products into scores, unseen ones -inf, and the largest of each lane.
+// Turns products into scores, -inf where a key is not seen, and finds each lane's maximum.
 template <bool FULL>
 inline void mask_scores(const Lanes* lanes, const Block* block, const Score* score, const State* state, float* s,
                         float* peak) {
@@ -50,7 +50,7 @@ inline void mask_scores(const Lanes* lanes, const Block* block, const Score* sco
   }
 }
 
-// Lets the running maximum follow if it fell behind, and the sums with it.
+// Renews the running maximum where it fell behind, and rescales the sums.
 inline void renew(const Block* block, const Score* score, const float* peak, State* state, float* out, int64_t cols) {
   V slack = splat(SLACK / score->exponent);
   I late = {};
@@ -59,7 +59,7 @@ inline void renew(const Block* block, const Score* score, const float* peak, Sta
   if (!any(late)) return;
   for (int64_t v = block->vector; v < block->vector + block->vectors; ++v) {
     V old = load(state->top + v * W), now = larger(load(peak + v * W), old);
-    // -inf less -inf is NaN: a lane that has seen nothing is relative to 0
+    // -inf - -inf is NaN, so a lane that has seen nothing is relative to 0
     V base = now == splat(-INFINITY) ? splat(0.0f) : now;
     V shrink = exp2((old - base) * splat(score->exponent));
     store(state->top + v * W, now);
@@ -69,7 +69,7 @@ inline void renew(const Block* block, const Score* score, const float* peak, Sta
   }
 }
 
-// Scores into weights, a zipped panel in their place, and their sums.
+// Turns scores into weights in place, as a zipped panel, and adds them up.
 template <int N, bool DROP>
 inline void weigh(const Block* block, const Score* score, State* state, float* s) {
   s += block->vector * W;
@@ -119,7 +119,7 @@ inline void weigh_block(const Block* block, const Score* score, State* state, fl
   }
 }
 
-// out[col][lane] += the values that a block's weights ask for.
+// out[col][lane] += weights times values of one block.
 inline void add_values(const Forward* job, const Lanes* lanes, const Block* block, int64_t kv_head,
                        const float* weights, float* out) {
   const Panels* p = &job->panels;
@@ -135,7 +135,7 @@ inline void add_values(const Forward* job, const Lanes* lanes, const Block* bloc
   }
 }
 
-// Writes a row, or merges it with what was there. top: what the sum is relative to.
+// Writes a row, or merges it with earlier sums. top: the maximum that the sum is relative to.
 inline void finish_row(const sp_sums* sums, int dtype, int64_t cols, int64_t row, int64_t head, float total, float top,
                        float* x) {
   float* lse = sums->lse + head * sums->lse_head + row;
@@ -208,7 +208,7 @@ inline void forward_task(void* context, int64_t task, char* scratch) {
   Block block;
   for (int64_t from = 0; next_block(lanes, from, INT64_MAX, FORWARD_KEYS, &block); from = block.end) {
     const float* k = p->k + kv_head * p->k_head + block.begin * p->k_row;
-    // the keys that come next, and the values that this block will ask for
+    // prefetch the next keys, and the values that this block is about to read
     Ahead ahead = {k + MR * p->k_row, p->v + kv_head * p->v_head + block.begin / PAIR * p->v_row, p->k_row, p->v_row};
     multiply<false, true>(block.vectors, k, p->k_row, 1, queries + block.vector * W, BM, s + block.vector * W, BM,
                           least(block.end, x->n) - block.begin, (x->dim + PAIR - 1) / PAIR, &ahead);
@@ -270,7 +270,7 @@ inline int forward(const sp_attention* x, const sp_sums* sums, const sp_ranges* 
   double pairs = attended(x, ranges);
   if (x->n > 0 && x->dtype == SP_BF16) {
     Packing pack = {x, nullptr, nullptr, (x->dim + PAIR - 1) / PAIR, (x->n + PACK_KEYS - 1) / PACK_KEYS, up(x->n, 2)};
-    // whole pairs are read as they lie
+    // whole pairs can be read in place
     bool lies = PAIR == 2 && x->dim % 2 == 0 && x->k_row % 2 == 0 && x->k_head % 2 == 0;
     int64_t k_words = lies ? 0 : x->kv_heads * pack.rows * pack.k_words;
     packed = static_cast<float*>(sp_allocate((size_t)(k_words + x->kv_heads * pack.rows / PAIR * x->v_dim) * 4));

@@ -1,4 +1,4 @@
-// The kernels of one ISA; the .cpp of each includes this once.
+// The kernels of one ISA; the .cpp file of each ISA includes this once.
 #pragma once
 
 #include "attention/backward.h"
@@ -6,6 +6,6 @@
 
 namespace {
 
-constexpr int64_t BN = 32;  // only how finely tables see where query tiles should start
+constexpr int64_t BN = 32;  // the granularity, in keys, at which tables say where query tiles start
 
 }  // namespace

@@ -1,8 +1,9 @@
-// Panels, which are operands as products read them, and the product.
+// Panels, the operands in the order in which the matrix product reads them, and the product.
 //
-// A panel consists of words of 4 bytes: one float, or with SP_PAIRS two bf16 that are neighbours along the summed
-// index. Two layouts of a matrix [rows][cols]: `flat`, words of a row side by side, pairs along the columns; `zipped`,
-// pairs along the rows, so that there are half as many rows of words.
+// A panel consists of 4-byte words: one float, or with SP_PAIRS two bf16 that are neighbours along the summed index.
+// A matrix [rows][cols] has two layouts. For 2 x 4 values a b c d / e f g h in pairs:
+//     flat     ab cd / ef gh      pairs along the columns
+//     zipped   ae bf cg dh        pairs along the rows: half as many rows of words
 #pragma once
 
 #include "attention/vector.h"
@@ -45,8 +46,8 @@ inline float value(const float* panel, int64_t row, int64_t words, int64_t col, 
 #endif
 }
 
-// What a product fetches into the first and the second cache meanwhile: rows as many and as long as its own. Rows of a
-// head may lie a page apart, where the processor foresees nothing. An address beyond the tensors does no harm.
+// Rows to prefetch into the first- and second-level cache during a product, as many and as long as its own. Rows of a
+// head may lie a page apart, where the hardware prefetcher gives up. Addresses beyond the tensors do no harm.
 struct Ahead {
   const float *near, *far;
   int64_t near_row, far_row;
@@ -57,7 +58,7 @@ template <int N, bool ADD, bool FETCH>
 inline void product(const float* a, int64_t a_row, int64_t a_step, const float* b, int64_t b_step, float* c,
                     int64_t c_row, int64_t rows, int64_t steps, const Ahead* ahead) {
   for (int64_t first = 0; first < rows; first += MR) {
-    const float* at[MR];  // beyond the last row it once more, computed and not stored
+    const float* at[MR];  // past the end the last row again: computed, not stored
 #pragma GCC unroll 16
     for (int r = 0; r < MR; ++r) at[r] = a + least(first + r, rows - 1) * a_row;
     V sum[MR][N];
@@ -108,7 +109,7 @@ inline void product(const float* a, int64_t a_row, int64_t a_step, const float* 
   }
 }
 
-// The same over any number of vectors.
+// The same product over any number of vectors.
 template <bool ADD, bool FETCH = false>
 __attribute__((noinline)) void multiply(int64_t vectors, const float* a, int64_t a_row, int64_t a_step, const float* b,
                                         int64_t b_step, float* c, int64_t c_row, int64_t rows, int64_t steps,
@@ -134,15 +135,15 @@ __attribute__((noinline)) void multiply(int64_t vectors, const float* a, int64_t
   }
 }
 
-// Asks for rows that will be needed soon, `row` and `bytes` in bytes.
+// Prefetches rows that will be read soon; `row` and `bytes` are in bytes.
 inline void fetch(const void* at, int64_t row, int64_t rows, int64_t bytes) {
   for (int64_t r = 0; r < rows; ++r)
     for (int64_t b = 0; b < bytes; b += 64) __builtin_prefetch(static_cast<const char*>(at) + r * row + b, 0, 2);
 }
 
-constexpr int64_t FETCHED_ROWS = 6;  // before those that are now read one after the other
+constexpr int64_t FETCHED_ROWS = 6;  // how many rows to prefetch ahead of a sequential read
 
-// Rows of a tensor as a flat panel of `words` words a row, zeros beyond them.
+// Copies rows of a tensor into a flat panel of `words` words a row, padded with zeros.
 inline void stage(int dtype, const void* x, int64_t row, int64_t cols, int64_t rows, float* panel, int64_t words,
                   int64_t panel_rows) {
   for (int64_t r = 0; r < rows; ++r) {
@@ -165,14 +166,14 @@ inline void stage(int dtype, const void* x, int64_t row, int64_t cols, int64_t r
   memset(panel + rows * words, 0, (size_t)((panel_rows - rows) * words) * 4);
 }
 
-// A flat panel's rows as columns: out[w][r], for multiples of W.
+// Transposes a flat panel: out[w][r], for multiples of W.
 inline void turn(const float* panel, int64_t words, int64_t rows, float* out, int64_t out_row) {
   for (int64_t w = 0; w < words; w += W)
     for (int64_t r = 0; r < rows; r += W) transpose(panel + r * words + w, words, out + w * out_row + r, out_row);
 }
 
 #if defined(SP_PAIRS)
-// A flat panel of an even number of rows, zipped: `cols` words a row.
+// Zips a flat panel with an even number of rows: `cols` words a row.
 inline void zip(const float* panel, int64_t words, int64_t rows, float* __restrict out, int64_t cols) {
   for (int64_t r = 0; r < rows; r += 2) {
     const LooseHalf *a = (const LooseHalf*)(panel + r * words), *b = (const LooseHalf*)(panel + (r + 1) * words);
@@ -183,7 +184,7 @@ inline void zip(const float* panel, int64_t words, int64_t rows, float* __restri
 #endif
 
 #if defined(SP_PAIRS)
-// Two rows rounded to bf16: as words of pairs, or as two flat rows of half a vector each.
+// Rounds two rows to bf16: as words of pairs, or as two flat rows of half a vector each.
 inline V zipped(const V* rows) {
   const __m512i order = _mm512_set_epi16(31, 15, 30, 14, 29, 13, 28, 12, 27, 11, 26, 10, 25, 9, 24, 8, 23, 7, 22, 6, 21,
                                          5, 20, 4, 19, 3, 18, 2, 17, 1, 16, 0);
@@ -195,7 +196,7 @@ inline V halves(const V* rows) { return (V)_mm512_cvtne2ps_pbh(rows[1], rows[0])
 inline V zipped(const V* rows) { return rows[0]; }
 #endif
 
-// Whether all values of some words are finite.
+// Whether all values of these words are finite.
 inline bool finite(const float* panel, int64_t words) {
   const LooseWord* bits = (const LooseWord*)panel;
   uint32_t bad = 0;
@@ -206,7 +207,7 @@ inline bool finite(const float* panel, int64_t words) {
   return bad == 0;
 }
 
-// Floats as bf16, to the nearest, ties to even.
+// Rounds floats to the nearest bf16, ties to even.
 inline void round_row(const float* __restrict x, uint16_t* __restrict out, int64_t cols) {
   const LooseWord* bits = (const LooseWord*)x;
   LooseHalf* to = (LooseHalf*)out;

@@ -1,6 +1,6 @@
 // Attention with vectors of 16 bytes, which every processor has.
 #if defined(__GNUC__) && !defined(__clang__)
-#pragma GCC optimize("fp-contract=fast")  // ISO C++ forbids it, and a * b + c would not be one instruction
+#pragma GCC optimize("fp-contract=fast")  // ISO C++ forbids contraction, and a * b + c would take two instructions
 #endif
 #include "attention/kernels.h"
 

@@ -1,7 +1,7 @@
 // Vectors of the ISA that the including file is compiled for.
 //
-// Everything in the headers of a kernel, of which this is one, has internal linkage and uses nothing of the C++
-// library: code compiled for one ISA must not be what the linker keeps for the others.
+// Everything in a kernel's headers, this one too, has internal linkage and uses no C++ library: otherwise the linker
+// might keep a function compiled for one ISA and use it in the others.
 #pragma once
 
 #include <math.h>
@@ -9,7 +9,7 @@
 #include <stdint.h>
 #include <string.h>
 #if defined(__x86_64__)
-// GCC 12 warns of the vectors that its own header leaves undefined on purpose (its bug 105593).
+// GCC 12 warns about vectors that its own header leaves undefined on purpose (GCC bug 105593).
 #if !defined(__clang__)
 #pragma GCC diagnostic push
 #pragma GCC diagnostic ignored "-Wuninitialized"
@@ -91,7 +91,7 @@ inline bool any(I mask) {
 #endif
 }
 
-// 2^x: NaN of NaN, 0 below -150 or so. Relative error 1e-7; 3e-6 if the result goes to bf16 anyway.
+// 2^x: NaN for NaN, 0 below about -150. Relative error 1e-7; 3e-6 where the result is rounded to bf16 anyway.
 inline V exp2(V x) {
 #if defined(__AVX512F__)
   x = larger(splat(-200.0f), x);
@@ -139,7 +139,7 @@ inline V tanh(V x) {
   return size < splat(0.625f) ? small : large;
 }
 
-// Rows of W words each as columns: out[c][r] = in[r][c].
+// Transposes rows of W words: out[c][r] = in[r][c].
 inline void transpose(const void* in, ptrdiff_t in_row, void* out, ptrdiff_t out_row) {
   const LooseFloat* from = static_cast<const LooseFloat*>(in);
   LooseFloat* to = static_cast<LooseFloat*>(out);

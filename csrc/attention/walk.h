@@ -1,4 +1,4 @@
-// What a query tile sees, in blocks of keys; and how a score is made of a product.
+// Which keys a query tile sees, block by block, and how a score is computed from a product.
 #pragma once
 
 #include "attention/dispatch.h"
@@ -9,14 +9,14 @@ namespace {
 constexpr int BM = NV * W;
 constexpr float LOG2E = 1.4426950408889634f, LN2 = 0.6931471805599453f;
 
-// A query tile: the keys [begin, end) of each lane, and for each vector those that any lane sees and those that all do.
+// A query tile: each lane's keys [begin, end), and for each vector the keys that any lane sees and that all lanes see.
 struct Lanes {
   int32_t begin[BM], end[BM];
   int64_t first[NV], stop[NV], all_first[NV], all_stop[NV];
   int64_t row, rows, vectors;
 };
 
-// Keys [begin, end) with the vectors [vector, vector + vectors) that see any of them; full: all see all.
+// Keys [begin, end) and the vectors [vector, vector + vectors) that see any of them; full: all lanes see all keys.
 struct Block {
   int64_t begin, end;
   int vector, vectors;
@@ -36,14 +36,14 @@ inline void find_lanes(const sp_attention* x, const sp_ranges* ranges, int64_t t
       if (begin < end) first = least(first, begin), stop = most(stop, end);
       all_first = most(all_first, begin), all_stop = least(all_stop, end);
     }
-    // pairs of keys are never split
+    // never split a pair of keys
     lanes->first[v] = first == INT64_MAX ? first : first / PAIR * PAIR;
     lanes->stop[v] = up(stop, PAIR);
     lanes->all_first[v] = all_first, lanes->all_stop[v] = all_stop;
   }
 }
 
-// The next block of at most `keys` keys within [from, limit); false if none is left.
+// The next block of at most `keys` keys within [from, limit); false if there is none.
 inline bool next_block(const Lanes* lanes, int64_t from, int64_t limit, int64_t keys, Block* block) {
   int64_t begin = limit;
   for (int64_t v = 0; v < lanes->vectors; ++v)
@@ -69,19 +69,19 @@ inline bool sees(const Lanes* lanes, int64_t lane, int64_t key) {
   return lanes->begin[lane] <= key && key < lanes->end[lane];
 }
 
-// Lanes of a vector that see a key, all bits set.
+// The lanes of a vector that see a key, as a mask of all ones.
 inline I seen(const Lanes* lanes, int64_t lane, int64_t key) {
   I at = (I){} + (int32_t)key;
   return (load_ints(lanes->begin + lane) <= at) & (at < load_ints(lanes->end + lane));
 }
 
-// How scores and weights are made of the products of queries and keys, for one head.
+// How scores and weights follow from the products of queries and keys, for one head.
 struct Score {
   const sp_attention* x;
-  bool plain;  // nothing but a positive scale
+  bool plain;  // a positive scale and nothing else
   float slope;
-  float exponent;  // of 2 per unit of what is kept as a score: products if plain, else scores
-  float natural;   // score per unit of that
+  float exponent;  // powers of 2 per unit of the kept value: a product if plain, else a score
+  float natural;   // score per unit of the kept value
   uint32_t threshold;
   float kept;  // 1 / (1 - p)
   const int32_t *a, *b;
@@ -103,7 +103,7 @@ inline Score make_score(const sp_attention* x, int64_t head) {
   return score;
 }
 
-// Scores of W queries with one key, of the products; fall: what softcap's derivative multiplies gradients with.
+// Scores of W queries with one key, from their products. fall: the factor of the gradients under softcap.
 inline V scored(const Score* score, V s, I pos, int32_t key_pos, V* fall) {
   s = s * splat(score->x->scale);
   *fall = splat(1.0f);
@@ -120,7 +120,7 @@ inline V scored(const Score* score, V s, I pos, int32_t key_pos, V* fall) {
   return s;
 }
 
-// Dropout's factors of W queries with one key.
+// Dropout's factors for W queries and one key.
 inline V kept(const Score* score, I a, int32_t b) {
   N x = (N)(a ^ b);
   x = (x ^ (x >> 16)) * 0x7feb352du;
@@ -129,13 +129,13 @@ inline V kept(const Score* score, I a, int32_t b) {
   return x >= score->threshold ? splat(score->kept) : splat(0.0f);
 }
 
-// Rows [row, row + rows) of 32-bit facts as lanes, zeros beyond.
+// Rows [row, row + rows) of 32-bit facts as lanes, padded with zeros.
 inline void load_lanes(const int32_t* facts, const Lanes* lanes, int32_t* out) {
   memset(out, 0, BM * sizeof(int32_t));
   if (facts != nullptr) memcpy(out, facts + lanes->row, (size_t)lanes->rows * sizeof(int32_t));
 }
 
-// c[col][lane] += a[key][col] * b[key][lane] over the pairs that are seen and no others, where values are not finite.
+// c[col][lane] += a[key][col] * b[key][lane] over seen pairs only: for values that are not finite.
 inline void add_seen_keys(const Lanes* lanes, const Block* block, const float* a, int64_t a_words, bool a_zipped,
                           int64_t cols, const float* b, float* c) {
   for (int64_t lane = block->vector * W; lane < (block->vector + block->vectors) * W; ++lane)
@@ -147,7 +147,7 @@ inline void add_seen_keys(const Lanes* lanes, const Block* block, const float* a
     }
 }
 
-// c[key][col] += a[key][lane] * b[lane][col], likewise. a is flat with `words` words a row, b zipped.
+// c[key][col] += a[key][lane] * b[lane][col], over seen pairs only. a is flat with `words` words a row, b zipped.
 inline void add_seen_queries(const Lanes* lanes, const Block* block, const float* a, int64_t a_words, const float* b,
                              int64_t b_words, int64_t cols, float* c, int64_t c_row) {
   for (int64_t key = block->begin; key < block->end; ++key)

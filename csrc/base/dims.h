@@ -1,4 +1,4 @@
-// How many dims a tensor may have, in every interface here, where it is not contiguous.
+// The most dims a non-contiguous tensor may have, in every interface of csrc.
 #pragma once
 
-enum { SP_DIMS = 6 };  // as native.DIMS in Python
+enum { SP_DIMS = 6 };  // native.DIMS in Python

@@ -2,7 +2,7 @@
 
 int sp_isa(void) {
 #if defined(__x86_64__)
-  // These ask the operating system too: a feature whose registers it does not save is not reported.
+  // These builtins ask the operating system too: it must save the wider registers for a feature to count.
   if (!__builtin_cpu_supports("avx2") || !__builtin_cpu_supports("fma")) return SP_PORTABLE;
   bool wide = __builtin_cpu_supports("avx512f") && __builtin_cpu_supports("avx512bw") &&
               __builtin_cpu_supports("avx512dq") && __builtin_cpu_supports("avx512vl");

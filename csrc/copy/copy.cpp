@@ -1,14 +1,14 @@
-// How copies are ordered, which is what decides their speed once they exceed the caches:
+// The order of copies, which decides their speed once they exceed the caches:
 //
-//   runs    what is contiguous on both sides is one run, and the dims around it go in the order of the source. Copies
-//           with equal dims, such as the pieces of one tensor for all peers, are made together, run by run, so that
-//           the source is read from front to back whatever it is cut into. Sources that are dense, and streamed, have
-//           their turns one after another: many at a time are more than the processor foresees.
-//   long    runs too long for that are cut into blocks.
-//   tiles   without runs, as in a transposition, tiles of both sides stay in the cache.
+//   runs    Elements contiguous on both sides are one run; the dims around it go in the order of the source. Copies
+//           with equal dims, such as the pieces of one tensor for all peers, go together, run by run, so that the
+//           source is read from front to back however it is cut. Dense sources that are streamed take turns: the
+//           hardware prefetcher cannot follow many at a time.
+//   long    Longer runs are cut into blocks.
+//   tiles   Without runs, as in a transposition, tiles of both sides stay in the cache.
 //
-// Work is cut into units of about as many bytes each, whatever the number of threads. Large copies are written past the
-// caches, a line at a time: that saves reading what is to be overwritten, and leaves the cache to what computes.
+// Work is cut into units of similar size, whatever the number of threads. Large copies bypass the caches, one line at a
+// time: memory that will be overwritten is not read, and the caches are left to computation.
 
 #include "copy/copy.h"
 
@@ -28,12 +28,12 @@ namespace seqpar {
 namespace {
 
 constexpr int64_t LINE = 64;
-// bytes above which copies are streamed; asking for the size of the caches is no use, as machines that share one lie
+// bytes above which copies are streamed; a constant, since virtual machines report a cache that they share
 constexpr int64_t LARGE = 16 << 20;
 constexpr int64_t UNIT = 64 << 10;     // bytes of a unit of work, and of a block of a long run
-constexpr int64_t GRAIN = 4;           // units that are worth waking a thread for
-constexpr int64_t AHEAD = 8 << 10;     // bytes between what is copied and what is prefetched
-constexpr int64_t SHORT_STREAM = 512;  // shortest run that is streamed though it neither starts nor ends with a line
+constexpr int64_t GRAIN = 4;           // units worth waking a thread for
+constexpr int64_t AHEAD = 8 << 10;     // bytes that the prefetch is ahead of the copy
+constexpr int64_t SHORT_STREAM = 512;  // bytes of the shortest run that is streamed without being aligned to lines
 constexpr int64_t TILE = 32;           // elements of a side of a tile
 constexpr int64_t TILES = 64;          // tiles of a unit, along the innermost dim
 
@@ -49,12 +49,12 @@ enum class Kind { RUNS, LONG, TILES };
 
 struct Group {
   Kind kind;
-  int ndim, rows_dim;  // rows_dim: which dim has row numbers, -1 for none
+  int ndim, rows_dim;  // rows_dim: the dim with row numbers, or -1
   int32_t row_bits;
   int64_t count[SP_DIMS];
   const void *src_rows, *dst_rows;
-  bool dense;                   // of RUNS: the source is read from front to back by one member alone
-  std::vector<Member> members;  // of RUNS any number, else one
+  bool dense;                   // RUNS only: one member alone reads the source from front to back
+  std::vector<Member> members;  // any number for RUNS, else one
   int64_t first, units, per_unit;
 };
 
@@ -71,7 +71,7 @@ int64_t outer(const Group& g) {
   return n;
 }
 
-// One run.
+// A run.
 
 using Run = void (*)(char* dst, const char* src, int64_t bytes);
 
@@ -79,7 +79,7 @@ void plain_run(char* dst, const char* src, int64_t bytes) { memcpy(dst, src, byt
 
 #ifdef __x86_64__
 
-// Copies up to the first line of dst; what is left of the bytes.
+// Copies up to the first line boundary of dst; returns the bytes left.
 inline int64_t to_line(char*& dst, const char*& src, int64_t bytes) {
   int64_t head = std::min<int64_t>(-reinterpret_cast<intptr_t>(dst) & (LINE - 1), bytes);
   if (head) memcpy(dst, src, head);
@@ -116,7 +116,7 @@ void streamed() {}
 
 // Units of work.
 
-// Where each member stands at an index of the outer dims, and the loop over the last of them.
+// Each member's pointers at an index of the outer dims, and a loop over the last of these dims.
 struct Cursor {
   const Group& g;
   int64_t index[SP_DIMS] = {};
@@ -125,7 +125,7 @@ struct Cursor {
     for (int d = g.ndim - 1; d >= 0; d--) index[d] = at % g.count[d], at /= g.count[d];
   }
 
-  // Goes on to the next index of the dims before the last one.
+  // Advances the index of all dims but the last.
   void carry() {
     for (int d = g.ndim - 1; d >= 0; d--) {
       if (d < g.ndim - 1 && ++index[d] < g.count[d]) return;
@@ -136,7 +136,7 @@ struct Cursor {
   int64_t src(int d, int64_t i) const { return d == g.rows_dim ? row(g.src_rows, g.row_bits, i) : i; }
   int64_t dst(int d, int64_t i) const { return d == g.rows_dim ? row(g.dst_rows, g.row_bits, i) : i; }
 
-  // A member's pointers at the index, without the last `dims` dims.
+  // A member's pointers at the index, the last `dims` dims left out.
   const char* src(const Member& m, int dims) const {
     const char* at = m.src;
     for (int d = 0; d < g.ndim - dims; d++) at += src(d, index[d]) * m.src_step[d];
@@ -193,7 +193,7 @@ void copy_tile(const int64_t* src_a, const int64_t* dst_a, int64_t na, const cha
   for (int64_t a = 0; a < na; a++) memcpy(dst + dst_a[a], src + src_a[a], SIZE);
 }
 
-// The last two dims in tiles: a, the innermost, goes along the destination, b along the source.
+// The last two dims in tiles: a, the innermost, runs along the destination, b along the source.
 template <int SIZE>
 void copy_tiles(const Group& g, int64_t begin, int64_t end) {
   const Member& m = g.members[0];
@@ -254,13 +254,13 @@ void copy_units(int64_t begin, int64_t end, void* context) {
         }
     }
   }
-  // what was streamed is then seen by whoever sees that this task has ended
+  // after this, whoever sees the task finished sees its streamed stores
   streamed();
 }
 
 // From items to groups.
 
-// Whether lines of the destination are written whole, or runs so long that their ends do not matter.
+// Whether the destination is written in whole lines, or in runs so long that their ends do not matter.
 bool whole_lines(const char* dst, const std::vector<CopyDim>& dims, int64_t run) {
   if (run >= SHORT_STREAM) return true;
   int64_t bits = reinterpret_cast<intptr_t>(dst) | run;
@@ -274,7 +274,7 @@ Group group_of(const sp_copy_item& item, bool large) {
   Group g = {};
   g.kind = run > UNIT ? Kind::LONG : Kind::RUNS;
   if (run <= 16 && !(run & (run - 1)) && !dims.empty()) {
-    // a, the innermost, is nearest in the destination, b in the source, where it is first in order already
+    // a is the dim with the smallest stride in the destination, b in the source, where it is innermost already
     g.kind = Kind::TILES;
     auto nearer = [](const CopyDim& x, const CopyDim& y) { return x.dst < y.dst; };
     auto a = std::min_element(dims.begin(), dims.end(), nearer);

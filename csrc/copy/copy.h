@@ -1,4 +1,4 @@
-// Copies of many strided tensors at once: what a rank packs, unpacks, or moves straight to where it belongs.
+// Copies many strided tensors at once: packs, unpacks, or moves them straight to their destination.
 #pragma once
 
 #include <stdint.h>
@@ -10,8 +10,8 @@
 extern "C" {
 #endif
 
-// One copy of `shape` elements of `size` bytes (1, 2, 4, 8 or 16). Strides are in elements. Where there are row
-// numbers, int32 or int64 by `row_bits`, index i of dim 0 is row number[i] of that side's memory.
+// Copies `shape` elements of `size` bytes (1, 2, 4, 8 or 16). Strides are in elements. With row numbers, int32 or int64
+// by `row_bits`, index i of dim 0 stands for row number[i] of that side.
 typedef struct {
   const void* src;
   void* dst;
@@ -20,9 +20,9 @@ typedef struct {
   int64_t shape[SP_DIMS], src_strides[SP_DIMS], dst_strides[SP_DIMS];
 } sp_copy_item;
 
-// Makes n copies, in any order: no destination may overlap another one, itself, or a source. Neither that nor row
-// numbers are checked. `parallel_for` NULL: on the calling thread alone.
-// Returns 0, or 1 + the number of the first item that is none, in which case nothing was written.
+// Makes n copies in any order. No destination may overlap another, itself or a source, and row numbers must be in
+// range: neither is checked. `parallel_for` NULL: on the calling thread. Returns 0, or 1 + the number of the first
+// invalid item, and then nothing was written.
 int sp_copy(const sp_copy_item* items, int64_t n, sp_parallel_for parallel_for);
 
 #ifdef __cplusplus

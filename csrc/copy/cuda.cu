@@ -1,6 +1,6 @@
-// One launch for many copies. The items lie in the kernel's parameters, which are constant memory, so that nothing is
-// uploaded for them. A thread moves UNROLL vectors, all loaded before one is stored, and blocks are dealt out so that
-// those which start first belong to different items: the links to all peers are busy from the beginning.
+// Many copies in one launch. The items are kernel parameters, which live in constant memory, so nothing is uploaded.
+// Each thread loads UNROLL vectors before it stores one. The first blocks belong to different items, so that the links
+// to all peers are busy from the start.
 
 #include <cuda_runtime.h>
 
@@ -13,12 +13,12 @@
 namespace seqpar {
 namespace {
 
-constexpr int ITEMS = 64;  // of a launch
+constexpr int ITEMS = 64;  // items per launch
 constexpr int THREADS = 256;
-constexpr int UNROLL = 4;                      // vectors of a thread
-constexpr int64_t LARGEST = int64_t{1} << 31;  // vectors of an item, so that 32 bits number them
+constexpr int UNROLL = 4;                      // vectors per thread
+constexpr int64_t LARGEST = int64_t{1} << 31;  // vectors per item, so that 32 bits can number them
 
-// Division of numbers below 2^31 by a constant.
+// Divides numbers below 2^31 by a constant.
 struct Divisor {
   uint32_t value, factor, shift;
 
@@ -37,7 +37,7 @@ struct Item {
   const void *src_rows, *dst_rows;
   int64_t src_step[SP_DIMS], dst_step[SP_DIMS];
   Divisor run, count[SP_DIMS];  // run: in vectors
-  uint32_t vectors, end;        // end: of its blocks among those of all items
+  uint32_t vectors, end;        // end: of the item's blocks, among the blocks of all items
   int16_t width, ndim, rows_dim, row_bits;
 };
 
@@ -59,7 +59,7 @@ __device__ void move(const Item& item, uint32_t first) {
   int64_t src[UNROLL], dst[UNROLL];
 #pragma unroll
   for (int u = 0; u < UNROLL; u++) {
-    // what there is not is read again, as that needs no branch, and not stored
+    // past the end the last vector is read again, which avoids a branch, and not stored
     const uint32_t at = min(first + u * THREADS, item.vectors - 1);
     rest[u] = item.run.divide(at);
     src[u] = dst[u] = static_cast<int64_t>(at - rest[u] * item.run.value) * sizeof(Vector);
@@ -83,7 +83,7 @@ __device__ void move(const Item& item, uint32_t first) {
 }
 
 __global__ void __launch_bounds__(THREADS) copy_kernel(const __grid_constant__ Items items) {
-  // The blocks of all items in a row are cut into as many segments as there are items; the next of each comes in turn.
+  // The blocks of all items, laid end to end, are cut into one segment per item and dealt out in turns.
   const uint32_t turn = blockIdx.x / items.n, block = (blockIdx.x - turn * items.n) * items.segment + turn;
   if (block >= items.blocks) return;
   uint32_t low = 0, high = items.n - 1;
@@ -110,14 +110,14 @@ __global__ void __launch_bounds__(THREADS) copy_kernel(const __grid_constant__ I
   }
 }
 
-// Bytes of the largest vectors into which an item falls.
+// Bytes of the widest vectors that divide the item.
 int64_t width_of(const sp_copy_item& item, const std::vector<CopyDim>& dims, int64_t run) {
   int64_t bits = reinterpret_cast<intptr_t>(item.src) | reinterpret_cast<intptr_t>(item.dst) | run | 16;
   for (const CopyDim& d : dims) bits |= d.src | d.dst;
   return bits & -bits;
 }
 
-// The item, or if it has too many vectors, parts of it.
+// The item, or parts of it if it has too many vectors.
 void add(std::vector<Item>& items, const sp_copy_item& whole) {
   std::vector<CopyDim> dims;
   const int64_t run = simplify(whole, dims, true), width = width_of(whole, dims, run);

@@ -1,4 +1,4 @@
-// What a copy is once dims that need not be told apart are one; the same for every kernel.
+// A copy with adjacent dims merged where possible; shared by all kernels.
 #pragma once
 
 #include <algorithm>
@@ -28,8 +28,8 @@ inline int64_t elements(const sp_copy_item& item) {
   return n;
 }
 
-// The bytes of a run, which is contiguous on both sides, and the dims around it, merged where one continues the other:
-// in the order of the source, or of the destination.
+// The bytes of a run, which is contiguous on both sides, and the dims around it, merged where one continues the other
+// and ordered as in the source or in the destination.
 inline int64_t simplify(const sp_copy_item& item, std::vector<CopyDim>& dims, bool by_dst) {
   for (int d = 0; d < item.ndim; d++) {
     const CopyDim dim = {item.shape[d], item.src_strides[d] * item.size, item.dst_strides[d] * item.size,

@@ -10,9 +10,9 @@ namespace {
 
 static_assert(sizeof(cudaIpcMemHandle_t) == SP_PEER_HANDLE_BYTES, "a handle has as many bytes as peer.h says");
 
-constexpr int64_t kGranule = 2 << 20;  // what CUDA shares with other processes, and nothing else may lie in
-constexpr int kBatch = 64;             // words of one call of the driver, or of one kernel
-constexpr int kViews = 16;             // tensors of one kernel: what fits its parameters
+constexpr int64_t kGranule = 2 << 20;  // the unit that CUDA shares with other processes: an allocation fills whole ones
+constexpr int kBatch = 64;             // words per driver call or kernel
+constexpr int kViews = 16;             // tensors per kernel: as many as fit its parameters
 constexpr int kBlocks = 16, kThreads = 256;
 
 class OnDevice {
@@ -36,7 +36,7 @@ class OnDevice {
   bool changed_;
 };
 
-// Found by name, so that the library loads where there is no driver.
+// Looked up by name, so that the library loads on machines without a driver.
 using BatchMemOp = CUresult (*)(CUstream, unsigned, CUstreamBatchMemOpParams*, unsigned);
 
 BatchMemOp batch_mem_op() {
@@ -84,7 +84,7 @@ __global__ void __launch_bounds__(kBatch)
   const int64_t end = now() + nanoseconds;
   while (static_cast<int32_t>(load(at) - value) < 0) {
     if (heeds && load(poison) != 0) return;
-    // what comes after must not take what lies there for what was waited for
+    // without poison, later operations would mistake stale memory for the awaited data
     if (now() >= end) return store(poison, 1);
     __nanosleep(200);
   }
@@ -98,7 +98,7 @@ __device__ __forceinline__ char* element(const sp_peer_view& view, int64_t index
   int64_t offset = 0;
 #pragma unroll
   for (int dim = SP_DIMS - 1; dim >= 0; --dim) {
-    // sizes past the last dim are 1
+    // sizes beyond the last dim are 1
     offset += index % view.sizes[dim] * view.strides[dim];
     index /= view.sizes[dim];
   }
@@ -138,18 +138,18 @@ int by_driver(cudaStream_t stream, bool waiting, int count, const int64_t* words
       operations[i].waitValue.operation = CU_STREAM_MEM_OP_WAIT_VALUE_32;
       operations[i].waitValue.address = at;
       operations[i].waitValue.value = value;
-      operations[i].waitValue.flags = CU_STREAM_WAIT_VALUE_GEQ;  // cyclic, as peer.h says
+      operations[i].waitValue.flags = CU_STREAM_WAIT_VALUE_GEQ;  // cyclic comparison, as peer.h says
     } else {
       operations[i].writeValue.operation = CU_STREAM_MEM_OP_WRITE_VALUE_32;
       operations[i].writeValue.address = at;
       operations[i].writeValue.value = value;
-      operations[i].writeValue.flags = CU_STREAM_WRITE_VALUE_DEFAULT;  // after a fence for the system
+      operations[i].writeValue.flags = CU_STREAM_WRITE_VALUE_DEFAULT;  // after a system-wide fence
     }
   }
   return call(stream, count, operations, 0);
 }
 
-// The driver's operations, or `launch(stream, words, count)`, for as many words at a time as one of them holds.
+// Runs the driver's operations, or `launch(stream, words, count)`, on as many words at a time as one call takes.
 template <typename Launch>
 int in_batches(int device, void* stream, bool by_kernel, bool waiting, int count, const int64_t* words,
                const int64_t* values, Launch launch) {
@@ -182,7 +182,7 @@ int sp_peer_alloc(int device, int64_t bytes, int64_t words, uint32_t value, void
   if (!code) code = cudaMemset(*made, 0, bytes);
   for (int64_t i = 0; !code && i < words; ++i)
     code = cudaMemcpy(static_cast<uint32_t*>(*made) + i, &value, sizeof value, cudaMemcpyHostToDevice);
-  // the copies of pageable memory may return before they are done
+  // copies from pageable memory may return before they are done
   return code ? code : cudaDeviceSynchronize();
 }
 
@@ -216,7 +216,7 @@ int sp_peer_reach(int device, int other) {
   if (!can) return cudaErrorPeerAccessUnsupported;
   const cudaError_t code = cudaDeviceEnablePeerAccess(other, 0);
   if (code != cudaErrorPeerAccessAlreadyEnabled) return code;
-  cudaGetLastError();  // another user of this device was first, which is as good
+  cudaGetLastError();  // someone else in this process enabled access first
   return cudaSuccess;
 }
 

@@ -1,9 +1,9 @@
-// Memory that the GPUs of one node write for each other, and words in it by which their streams wait for each other.
+// Memory that the GPUs of one node write for each other, and words in it on which their streams wait.
 //
-// A word holds an epoch, a number of 32 bits that only grows and wraps. A wait ends when the word is at or past the
-// epoch, by a signed difference; before a write come all earlier operations of its stream, for the whole system.
+// A word holds an epoch: a 32-bit number that only grows, and wraps. A wait ends when the word is at or past its epoch,
+// by signed difference. A write is ordered after all earlier operations of its stream, system-wide.
 //
-// All return 0 or an error of CUDA, and leave the current device as it was. `stream` is one of `device`.
+// All functions return 0 or a CUDA error and leave the current device unchanged. `stream` is one of `device`.
 #pragma once
 
 #include <stdint.h>
@@ -25,40 +25,39 @@ typedef struct {
 
 const char* sp_peer_error(int code);
 
-// Memory that other processes can map; its first `words` words hold `value`, all else is zero.
+// Memory that other processes can map. The first `words` words hold `value`; the rest is zero.
 int sp_peer_alloc(int device, int64_t bytes, int64_t words, uint32_t value, void** made);
 int sp_peer_free(int device, void* memory);
 int sp_peer_export(int device, void* memory, void* handle);
-// Maps what another process exported.
+// Maps memory that another process exported.
 int sp_peer_open(int device, const void* handle, void** mapped);
 int sp_peer_close(int device, void* mapped);
-// Lets kernels and copies of `device` reach all memory of another device of this process.
+// Lets kernels and copies of `device` reach all memory of another device in this process.
 int sp_peer_reach(int device, int other);
 
-// A stream that no other library has, and which does not wait for the default stream. priority: 0 as most streams have,
-// negative comes first; what the device does not have becomes the nearest that it has.
+// A stream of our own that does not wait for the default stream. priority: 0 is the usual one, lower runs first; values
+// out of the device's range become the nearest in it.
 int sp_peer_stream(int device, int priority, void** made);
 int sp_peer_stream_end(int device, void* stream);
 
-// Whether the driver has the operations that `by_kernel` stands in for.
+// Whether the driver has the stream operations that `by_kernel` replaces.
 int sp_peer_driver_signals(void);
 
-// Writes words, in no order among themselves, or waits for them, in the order of a stream. by_kernel: with a kernel
-// instead of the driver's operations. A waiting kernel ends too after `nanoseconds`, when it sets the word `poison`,
-// and if `heeds_poison`, when that is set: the words of such a wait say nothing then, and what comes after looks at the
-// poison.
+// Writes words, or waits for them, in stream order; the words of one call are unordered. by_kernel: by a kernel instead
+// of the driver's operations. A waiting kernel also ends after `nanoseconds`, when it sets the word `poison`, and, if
+// `heeds_poison`, once that word is set. Its awaited words then mean nothing, and later operations check the poison.
 int sp_peer_write(int device, void* stream, int by_kernel, int count, const int64_t* words, const int64_t* values);
 int sp_peer_wait(int device, void* stream, int by_kernel, int count, const int64_t* words, const int64_t* values,
                  void* poison, int heeds_poison, int64_t nanoseconds);
 
-// Copies bytes by a copy engine.
+// Copies bytes with a copy engine.
 int sp_peer_copy(int device, void* stream, void* to, const void* from, int64_t bytes);
 
-// If the word `poison` is not 0, sets every bit of the elements of tensors: NaN in every floating-point format. Where
-// the word is set while this runs, elements may be left as they are; what a poison let go sees it before.
+// If the word `poison` is set, sets every bit of the tensors' elements: NaN in every floating-point format. If it
+// becomes set meanwhile, elements may keep their values; operations released by a poison see it beforehand.
 int sp_peer_blank(int device, void* stream, const void* poison, int count, const sp_peer_view* views);
 
-// Reads memory of the device into the host's and waits for that; `stream` is one that nothing else waits in.
+// Reads device memory into host memory and waits for it; nothing else may wait in `stream`.
 int sp_peer_read(int device, void* stream, const void* from, void* to, int64_t bytes);
 
 #ifdef __cplusplus

@@ -15,7 +15,7 @@ namespace {
 
 constexpr size_t kAligned = Pool::kAlignment;
 
-// A sixteenth, within limits.
+// The spare pool: a sixteenth of the pool, within limits.
 size_t spare_bytes(size_t bytes) { return std::clamp<size_t>(bytes / 16, 64 << 10, 64 << 20) / kAligned * kAligned; }
 
 }  // namespace
@@ -51,7 +51,7 @@ ShmEnd::ShmEnd(int rank, int size, int64_t pool_bytes)
 }
 
 ShmEnd::~ShmEnd() {
-  // a fork of the rank does not speak for it
+  // a forked child of the rank must not leave in its name
   if (mailbox_ && getpid() == process_) mailbox_->leave();
 }
 
@@ -64,8 +64,8 @@ void ShmEnd::map(int peer, const Address& at) {
   processes_[peer] = std::make_unique<Process>(at.process);
   segments_[peer] = std::make_unique<Memfile>(at.process, static_cast<int>(at.mailbox_file), own_->bytes());
   if (!Mailbox::is(segments_[peer]->data(), size, at.nonce))
-    throw std::runtime_error("process " + std::to_string(at.process) + " here is another one than rank " +
-                             std::to_string(peer) + "'s");
+    throw std::runtime_error("process " + std::to_string(at.process) + " is not the one that started as rank " +
+                             std::to_string(peer));
   pools_[peer] = std::make_unique<Memfile>(at.process, static_cast<int>(at.pool_file), at.pool_bytes);
 }
 
@@ -106,7 +106,7 @@ Pushed ShmEnd::push(int peer, const int64_t* header, const View& source, sp_para
   std::copy(source.strides.begin(), source.strides.end(), item.src_strides);
   std::copy(offer->strides, offer->strides + SP_DIMS, item.dst_strides);
   if (sp_copy(&item, 1, parallel_for) != 0)
-    throw std::runtime_error("a copy of elements of " + std::to_string(source.item) + " bytes");
+    throw std::runtime_error("cannot copy elements of " + std::to_string(source.item) + " bytes");
   mailbox_->arrive(peer);
   return Pushed::kMoved;
 }

@@ -14,27 +14,28 @@
 
 namespace seqpar {
 
-// A pool and the memory it is about; tensors keep it. After the pool lies a spare one, for what must not fail when the
-// pool is full.
+// A pool and its memory; tensors keep it alive. Behind the pool lies a spare one, for allocations that must succeed
+// when
+// the pool is full.
 struct SharedPool {
   explicit SharedPool(size_t bytes);
 
-  // The offset of a free block, or -1; with `spare`, of the spare pool if need be.
+  // The offset of a free block, or -1. spare: take it from the spare pool if the pool is full.
   int64_t take(int64_t bytes, bool spare);
   void give(int64_t offset);
   int64_t used() { return pool.used() + rest.used(); }
 
-  size_t begin;  // of the spare pool
+  size_t begin;  // where the spare pool begins
   Memfile memory;
   Pool pool, rest;
 };
 
-// How other processes find an end.
+// What another process needs to map an end.
 struct Address {
   int64_t process, mailbox_file, pool_file, pool_bytes, nonce;
 };
 
-// Elements of a tensor and where they lie.
+// Elements of a tensor and their addresses.
 struct View {
   char* data;
   int64_t item;  // bytes of an element
@@ -43,26 +44,27 @@ struct View {
 
 enum class Pushed { kNothingOffered, kMoved, kOtherHeader };
 
-// One thread at a time uses an end, but for `wait`, `fail` and `cause`. Failures throw std::runtime_error.
+// Only one thread at a time may use an end, except for `wait`, `fail` and `cause`. Failures throw std::runtime_error.
 class ShmEnd {
  public:
   ShmEnd(int rank, int size, int64_t pool_bytes);
   ~ShmEnd();
 
   Address address() const;
-  void map(int peer, const Address& address);  // every other rank's, once
-  void open();                                 // when all have mapped all
+  void map(int peer, const Address& address);  // once per other rank
+  void open();                                 // once all ranks have mapped each other
   Mailbox& mailbox() { return *mailbox_; }
 
   const std::shared_ptr<SharedPool>& pool() const { return pool_; }
   bool owns(const View& view) const;
 
-  // Tells `peer` that its next message is this one and belongs to `target`, which lies in the pool; false while all
+  // Tells `peer` that its next message has this header and belongs in `target`, a tensor of the pool. False while all
   // slots are taken.
   bool credit(int peer, const int64_t* header, const View& target);
 
-  // If `peer` expects its next message and that is this one, moves the elements of `source` where they belong, on the
-  // threads of `parallel_for` or, if it is null, on this one.
+  // If `peer` expects a message with this header, moves the elements of `source` to their destination, on the threads
+  // of
+  // `parallel_for`, or on this one if it is null.
   Pushed push(int peer, const int64_t* header, const View& source, sp_parallel_for parallel_for);
 
   bool ended(int peer) const { return processes_[peer] && processes_[peer]->ended(); }
@@ -72,7 +74,7 @@ class ShmEnd {
   int64_t process_, nonce_;
   std::unique_ptr<Memfile> own_;
   std::shared_ptr<SharedPool> pool_;
-  std::vector<std::unique_ptr<Memfile>> segments_, pools_;  // of the others
+  std::vector<std::unique_ptr<Memfile>> segments_, pools_;  // of the other ranks
   std::vector<std::unique_ptr<Process>> processes_;
   std::unique_ptr<Mailbox> mailbox_;
 };

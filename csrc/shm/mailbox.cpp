@@ -27,7 +27,7 @@ enum Cause : uint32_t { kNone, kWriting, kWritten, kStates };  // plus kStates *
 using Epoch = std::atomic<uint32_t>;
 static_assert(Epoch::is_always_lock_free, "an epoch is shared between processes");
 
-// How much of a UTF-8 text fits, in whole characters.
+// The bytes of a UTF-8 text that fit, in whole characters.
 size_t fitting(const std::string& text) {
   if (text.size() <= kText) return text.size();
   size_t end = kText;
@@ -48,7 +48,7 @@ struct alignas(kLine) Mailbox::Slot {
   Offer offer;
 };
 
-// After it: what others write here, by writer: slots[size][kSlots], arrivals[size][kSlots], left[size].
+// Behind the segment, by writer: slots[size][kSlots], arrivals[size][kSlots], left[size].
 struct alignas(kLine) Mailbox::Segment {
   int64_t nonce;
   uint32_t first_epoch;
@@ -106,7 +106,7 @@ Epoch& Mailbox::left(int owner, int writer) const {
   return *reinterpret_cast<Epoch*>(all + writer * kLine);
 }
 
-// The epoch of a pair's message: it differs from that of the slot's last one, and from the first.
+// The epoch of a message of a pair: never equal to that of the slot's previous message, nor to the first epoch.
 uint32_t Mailbox::epoch(int64_t number) const { return segment(rank_).first_epoch + 1 + static_cast<uint32_t>(number); }
 
 bool Mailbox::credit(int peer, const Offer& offer) {
@@ -152,14 +152,14 @@ uint32_t Mailbox::bell() const { return segment(rank_).bell.load(std::memory_ord
 
 bool Mailbox::wait(uint32_t seen, int64_t nanoseconds) {
   Segment& own = segment(rank_);
-  // a peer on another core answers sooner than the kernel puts this thread to sleep; on this core it has to
+  // a peer on another core answers before this thread could fall asleep; a peer on this core needs it to sleep
   for (int i = 0; i < kSpins; ++i) {
     if (own.bell.load(std::memory_order_acquire) != seen) return true;
     pause();
   }
   own.sleepers.fetch_add(1);
   SP_POINT("before sleep");
-  // who rings before this line has changed the word that the kernel compares, and who rings after it sees a sleeper
+  // a ring before this line changes the word that the kernel compares; a ring after it sees a sleeper
   timespec limit{static_cast<time_t>(nanoseconds / 1000000000), static_cast<long>(nanoseconds % 1000000000)};
   futex(&own.bell, FUTEX_WAIT, seen, &limit);
   own.sleepers.fetch_sub(1);
@@ -197,7 +197,7 @@ bool Mailbox::cause(int* rank, std::string* reason) const {
   const Segment& first = segment(0);
   uint32_t state = first.cause.load(std::memory_order_acquire);
   if (state == kNone) return false;
-  // who writes it needs microseconds, unless it was killed there
+  // writing the cause takes microseconds, unless the writer was killed meanwhile
   for (int i = 0; state % kStates == kWriting && i < 1000; ++i) {
     std::this_thread::sleep_for(std::chrono::milliseconds(1));
     state = first.cause.load(std::memory_order_acquire);
@@ -206,7 +206,7 @@ bool Mailbox::cause(int* rank, std::string* reason) const {
   if (state % kStates == kWritten)
     reason->assign(first.cause_text, first.cause_length);
   else
-    *reason = "was lost while it wrote why";
+    *reason = "was lost while it wrote its reason";
   return true;
 }
 

@@ -1,20 +1,23 @@
-// The protocol between ranks that share memory, without the bytes it is about: who may write where, and what has come.
+// The protocol between ranks that share memory, without the payload: who may write where, and which messages arrived.
 //
-// Every rank has a segment, which all ranks map and on which only its owner waits. Messages of an ordered pair of ranks
-// are numbered, and number n uses slot n % kSlots on both sides:
+// Every rank has a segment. All ranks map it; only its owner waits on it. The messages of an ordered pair of ranks are
+// numbered, and message n uses slot n % kSlots on both sides:
 //
-//     receiver   writes the credit n into the SENDER's segment: what it expects, and where that belongs
-//     sender     moves the bytes, then writes the arrival n into the RECEIVER's segment
-//     receiver   sees it, and may use the slot for n + kSlots
+//     receiver   writes credit n into the SENDER's segment: the message it expects, and where it belongs
+//     sender     moves the bytes, then writes arrival n into the RECEIVER's segment
+//     receiver   sees the arrival, and may reuse the slot for n + kSlots
 //
-// A slot's epoch says which message it speaks of: n plus a first epoch just below the wrap of 32 bits, so that every
-// run of more than a few messages has crossed it. An epoch is stored last (release) and read first (acquire). Nothing
-// is ever cleared and nobody waits for everybody.
+// A slot's epoch tells which message it holds: n plus a first epoch just below the wrap of 32 bits, so that every run
+// of
+// more than a few messages crosses the wrap. An epoch is stored last (release) and read first (acquire). Nothing is
+// ever
+// cleared, and there is no barrier.
 //
-// Who wrote into a segment rings its bell, a counter on which the owner sleeps (a futex). The first failure of the
-// group is written once, into the segment of rank 0, whoever of the ranks still lives.
+// A writer rings the bell of the segment it wrote into: a counter on which the owner sleeps (a futex). The group's
+// first
+// failure is written once, into the segment of rank 0, even if rank 0 is dead.
 //
-// One thread at a time uses a mailbox; `wait`, `fail` and `cause` may run beside it.
+// Only one thread at a time may use a mailbox, except for `wait`, `fail` and `cause`.
 #pragma once
 
 #include <stddef.h>
@@ -39,7 +42,7 @@ struct Offer {
   int64_t strides[SP_DIMS];
 };
 
-// A message as an error names it: the slot, the epoch that was waited for, the one that stood there.
+// A message as errors show it: its slot, the awaited epoch, and the epoch found there.
 struct Place {
   int slot;
   uint32_t expected, seen;
@@ -49,38 +52,38 @@ class Mailbox {
  public:
   static size_t bytes(int ranks);
 
-  // Makes a segment, in memory that is zero, before anyone else maps it. `nonce` tells segments apart.
+  // Formats a segment in zeroed memory, before anyone else maps it. `nonce` tells segments apart.
   static void format(void* segment, int ranks, int64_t nonce, uint32_t first_epoch = kFirstEpoch);
 
-  // Whether memory holds a formatted segment with that nonce.
+  // Whether the memory holds a segment formatted with that nonce.
   static bool is(const void* segment, int ranks, int64_t nonce);
 
-  // segments: of all ranks, by rank; they outlive the mailbox.
+  // segments: those of all ranks, by rank; they must outlive the mailbox.
   Mailbox(int rank, std::vector<void*> segments);
 
-  // Receiving: tells `peer` where its next message belongs; false while all slots hold messages that have not arrived.
+  // Receiving: tells `peer` where its next message belongs; false while every slot waits for a message.
   bool credit(int peer, const Offer& offer);
-  // Messages from `peer` that have arrived, in order. What they brought may be read.
+  // The number of messages from `peer` that have arrived, in order, and may be read.
   int64_t arrived(int peer);
 
-  // Sending: what `peer` expects next, null if it has not said so yet; it stands until `arrive`.
+  // Sending: the message that `peer` expects next, or null if it has not said so; valid until `arrive`.
   const Offer* offered(int peer);
-  // Tells `peer` that the message lies where it belongs.
+  // Tells `peer` that its message is in place.
   void arrive(int peer);
 
-  // The next message from (receiving) or to `peer`.
+  // The next message from `peer` (receiving) or to it.
   Place next(int peer, bool receiving);
 
-  // A counter of what was written here. `wait` returns when it is no longer `seen`, and whether that is so: also after
-  // so many nanoseconds, or earlier, when it was woken for what was written before.
+  // The bell counts writes to this segment. `wait` returns whether it has moved on from `seen`. It returns false after
+  // `nanoseconds`, or earlier on a stale wake-up.
   uint32_t bell() const;
   bool wait(uint32_t seen, int64_t nanoseconds);
 
-  // Tells all that this rank will not write any more, and whether `peer` has said so.
+  // Tells all ranks that this one will write no more; whether `peer` has said so.
   void leave();
   bool has_left(int peer) const;
 
-  // Makes this rank's reason the cause of the group's death unless one stands, and wakes all ranks.
+  // Makes this rank's reason the cause of the group's death, unless there is one already, and wakes all ranks.
   void fail(const std::string& reason);
   // Whether the group is dead; if so, its cause.
   bool cause(int* rank, std::string* reason) const;
@@ -98,7 +101,7 @@ class Mailbox {
 
   int rank_, size_;
   std::vector<void*> segments_;
-  std::vector<int64_t> credited_, received_, sent_;  // messages of each pair so far
+  std::vector<int64_t> credited_, received_, sent_;  // messages per pair so far
 };
 
 }  // namespace seqpar

@@ -28,7 +28,7 @@ Memfile::Memfile(size_t bytes) : bytes_(bytes) {
     int error = errno;
     close(file_);
     errno = error;
-    fail("a shared memory of " + std::to_string(bytes) + " bytes");
+    fail("allocating " + std::to_string(bytes) + " bytes of shared memory");
   }
   map("its own");
 }

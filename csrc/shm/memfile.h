@@ -1,4 +1,4 @@
-// Memory that processes of one machine share without a name in any file system, and whether such a process still runs.
+// Anonymous memory shared by processes of one machine, and whether such a process still runs.
 #pragma once
 
 #include <stddef.h>
@@ -7,12 +7,12 @@
 
 namespace seqpar {
 
-// A mapping of memory that others can map too; it lives until the last of them is gone, and pages that nobody has
-// touched take no room. Failures throw std::runtime_error.
+// A mapping of memory that other processes can map too. It lives until the last mapping is gone; untouched pages take
+// no space. Failures throw std::runtime_error.
 class Memfile {
  public:
-  explicit Memfile(size_t bytes);                    // makes it
-  Memfile(int64_t process, int file, size_t bytes);  // maps that of another process, by its number for it there
+  explicit Memfile(size_t bytes);                    // allocates it
+  Memfile(int64_t process, int file, size_t bytes);  // maps the memory behind another process's file descriptor
   ~Memfile();
   Memfile(const Memfile&) = delete;
   Memfile& operator=(const Memfile&) = delete;
@@ -20,7 +20,7 @@ class Memfile {
   char* data() const { return data_; }
   size_t bytes() const { return bytes_; }
   int file() const { return file_; }
-  // When everyone has mapped it: nobody else can find it any more.
+  // Once everyone has mapped the memory: no one else can map it any more.
   void seal();
 
  private:
@@ -43,7 +43,7 @@ class Process {
 
  private:
   pid_t id_;
-  int handle_;  // -1 where the kernel has none (before Linux 5.3): a dead process then seems alive until it is reaped
+  int handle_;  // -1 before Linux 5.3, which has no pidfd: a dead process then seems alive until it is reaped
 };
 
 }  // namespace seqpar

@@ -1,11 +1,11 @@
-// What a loop does between two looks at memory that another thread writes.
+// The pause of a spinning loop between two reads of memory that another thread writes.
 #pragma once
 
 #if defined(__x86_64__)
 #include <immintrin.h>
 #endif
 
-// Points at which the tests of the protocol let other threads in; nothing in the product.
+// Where the tests of the protocol let other threads run; empty in the product.
 #ifndef SP_POINT
 #define SP_POINT(name)
 #endif

@@ -1,4 +1,4 @@
-// Which parts of a range of memory are in use. Offsets only: the memory itself is the caller's, on any device.
+// A memory allocator on offsets alone: the memory is the caller's, on any device.
 #pragma once
 
 #include <stdint.h>
@@ -16,11 +16,11 @@ class Pool {
 
   explicit Pool(int64_t bytes);
 
-  // The offset of a free block of at least `bytes`, or -1. The smallest free range that holds it, and of equal ones the
-  // first: low addresses, whose pages exist already, are used again before new ones.
+  // The offset of a free block of at least `bytes`, or -1. Best fit, then lowest address: pages that exist already are
+  // reused before new ones.
   int64_t take(int64_t bytes);
 
-  // Returns a block; from any thread.
+  // Frees a block; any thread may call it.
   void give(int64_t offset);
 
   int64_t used();
@@ -30,8 +30,8 @@ class Pool {
   void drop_free(std::map<int64_t, int64_t>::iterator range);
 
   std::mutex mutex_;
-  std::map<int64_t, int64_t> free_, taken_;        // offset -> bytes; two free ranges never touch
-  std::set<std::pair<int64_t, int64_t>> by_size_;  // (bytes, offset) of the free ones
+  std::map<int64_t, int64_t> free_, taken_;        // offset -> bytes; free ranges never touch each other
+  std::set<std::pair<int64_t, int64_t>> by_size_;  // (bytes, offset) of the free ranges
   int64_t used_ = 0;
 };
 

@@ -1,7 +1,6 @@
-// Attention on the CPU against double loops over pairs: every ISA that the machine has, random cases of all options,
-// odd sizes and strides. What lies between and around the rows of a tensor is NaN where it is read, and watched where
-// it is written. Alone: g++ -std=c++17 -DSP_TEST_MAIN -Icsrc csrc/test/attention.cpp <objects of csrc/{base,attention}>
-// -lpthread
+// Attention on the CPU against double loops over pairs: every ISA of this machine, random cases of all options, odd
+// sizes and strides. Memory between and around rows is NaN where it is read, and checked where it is written. Alone:
+// g++ -std=c++17 -DSP_TEST_MAIN -Icsrc csrc/test/attention.cpp <objects of csrc/{base,attention}> -lpthread
 #include "attention/attention.h"
 
 #include <math.h>
@@ -31,7 +30,7 @@ void check(bool good, const char* what, int isa, int number) {
   exit(1);
 }
 
-// A tensor [rows][heads][cols] somewhere in memory that is as long as it needs to be.
+// A tensor [rows][heads][cols] with random strides, in memory just long enough.
 struct Tensor {
   int64_t rows, heads, cols, row, head;
   bool bf16;
@@ -74,7 +73,7 @@ struct Tensor {
         for (int64_t c = 0; c < cols; ++c) put(index(i, h, c), value());
   }
 
-  // Whether all that lies between the rows is as it was.
+  // Whether the memory between rows is unchanged.
   bool whole() const {
     std::vector<bool> ours(memory.size());
     for (int64_t i = 0; i < rows; ++i)
@@ -113,7 +112,7 @@ Case draw_case(int number) {
   c.m = draw(1, number % 4 ? 70 : 200), c.n = draw(1, number % 4 ? 90 : 400);
   c.kv_heads = draw(1, 3), c.heads = c.kv_heads * draw(1, 3);
   c.dim = dims[draw(0, 16)], c.v_dim = draw(0, 1) ? c.dim : dims[draw(0, 16)];
-  if (number >= 40) {  // several chunks of keys, whose turns order the gradients of queries
+  if (number >= 40) {  // several chunks of keys, which add dq in turns
     c.m = 60, c.n = 600, c.kv_heads = 1, c.heads = 2, c.dim = c.v_dim = 128;
   }
   c.bf16 = number % 2;
@@ -151,10 +150,10 @@ struct Operands {
 };
 
 struct Results {
-  std::vector<double> out, lse, delta, dq, dk, dv;  // [m][heads][v_dim], [heads][m] twice, as q, k and v
+  std::vector<double> out, lse, delta, dq, dk, dv;  // [m][heads][v_dim]; [heads][m] twice; as q, k and v
 };
 
-// By the definition, over the pairs that are seen.
+// By definition: a loop over the pairs that are seen.
 Results reference(const Case& c, const Operands& x) {
   Results r;
   r.out.resize((size_t)(c.m * c.heads * c.v_dim)), r.lse.resize((size_t)(c.heads * c.m)), r.delta = r.lse;
@@ -203,7 +202,7 @@ Results reference(const Case& c, const Operands& x) {
   return r;
 }
 
-// Query tiles of any sizes up to bm, in any order.
+// Query tiles of random sizes up to bm, in random order.
 struct Tables {
   std::vector<int64_t> rows = {0}, order;
 
@@ -217,7 +216,7 @@ struct Tables {
   sp_tiles view(int64_t bm) const { return {(int64_t)order.size(), bm, rows.data(), order.data()}; }
 };
 
-// The call over the keys [first, stop).
+// The call over keys [first, stop).
 sp_attention call(const Case& c, Operands& x, const Tables& tables, int64_t bm, int64_t first, int64_t stop,
                   const std::vector<int32_t>& b) {
   sp_attention y = {};
@@ -240,8 +239,8 @@ std::vector<int32_t> words_of(const Case& c, int64_t first, int64_t stop) {
   return b;
 }
 
-// Root of the mean square of the differences, relative, to `least` at least; infinite where one is NaN or infinite and
-// the other is not.
+// Root mean square of the differences, relative to the expected values or `least`; infinite where only one side is NaN
+// or infinite.
 double distance(const std::vector<double>& got, const std::vector<double>& want, double least = 1e-3) {
   double apart = 0, size = 1e-30;
   for (size_t i = 0; i < want.size(); ++i) {
@@ -262,7 +261,7 @@ std::vector<double> values(const Tensor& x, double less = 0) {
 
 void serial(int64_t begin, int64_t end, int64_t, sp_task task, void* context) { task(begin, end, context); }
 
-// out, lse, dq, dk, dv of a case whose keys come in one or two buffers.
+// out, lse, dq, dk, dv of a case with its keys in one or two buffers.
 struct Run {
   Tensor out, acc, lse, dq, dk, dv;
 
@@ -354,7 +353,7 @@ void test_case(int number, int best, sp_parallel_for parallel_for) {
     double limit = c.bf16 ? 1e-2 : 1e-5;
     check(distance(values(run.out), want.out) < limit, "out", isa, number);
     check(distance(values(run.lse), want.lse) < limit, "lse", isa, number);
-    // where every row sees one key, gradients are zeros but for the rounding of operands of 1
+    // where every row sees one key, gradients are zero up to rounding, relative to operands of about 1
     check(distance(values(run.dq, 0.25), want.dq, 0.1) < limit, "dq", isa, number);
     check(distance(values(run.dk, 0.25), want.dk, 0.1) < limit, "dk", isa, number);
     check(distance(values(run.dv, 0.25), want.dv, 0.1) < limit, "dv", isa, number);

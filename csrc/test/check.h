@@ -1,4 +1,4 @@
-// What the tests of csrc say when something does not hold.
+// What a test of csrc prints when a check fails.
 #pragma once
 
 #include <cstdio>

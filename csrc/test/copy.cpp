@@ -20,7 +20,7 @@ struct Random {
   bool one_in(int64_t n) { return below(n) == 0; }
 };
 
-// Strides of a tensor whose dims lie in memory in some order, with gaps; returns the elements it spans.
+// Random strides with gaps for a tensor whose dims lie in memory in random order; returns the elements it spans.
 int64_t lay_out(Random& random, int ndim, const int64_t* counts, int64_t* strides, bool dense) {
   std::vector<int> order(ndim);
   std::iota(order.begin(), order.end(), 0);
@@ -33,7 +33,7 @@ int64_t lay_out(Random& random, int ndim, const int64_t* counts, int64_t* stride
   return span;
 }
 
-// Row numbers below `total`, none of them twice.
+// Distinct row numbers below `total`.
 template <class T>
 std::vector<T> some_rows(Random& random, int64_t total, int64_t n) {
   std::vector<T> rows(total);
@@ -60,7 +60,7 @@ int64_t number(const void* rows, int bits, int64_t i) {
   return bits == 32 ? static_cast<const int32_t*>(rows)[i] : static_cast<const int64_t*>(rows)[i];
 }
 
-// The specification; dst of the item is replaced by another copy of its memory.
+// The specification: a loop over elements, into a copy of the destination's memory.
 void one_by_one(const sp_copy_item& item, char* dst) {
   int64_t n = 1;
   for (int d = 0; d < item.ndim; d++) n *= item.shape[d];
@@ -76,7 +76,7 @@ void one_by_one(const sp_copy_item& item, char* dst) {
   }
 }
 
-// Copies of one call: equal dims or not, with rows or not, into disjoint parts of one memory with guards between them.
+// Copies of one call, with equal dims or not, with rows or not, into disjoint parts of one memory with guards between.
 void compare(int seed, bool large, sp_parallel_for parallel_for) {
   Random random{std::mt19937_64(seed)};
   const int n = large ? 2 : 1 + static_cast<int>(random.below(6));
@@ -119,7 +119,7 @@ void compare(int seed, bool large, sp_parallel_for parallel_for) {
     to[i] = (dst_bytes + (random.one_in(2) ? 63 : 15)) & ~int64_t{random.one_in(2) ? 63 : 15};
     dst_bytes = to[i] + lay_out(random, item.ndim, dst_counts, item.dst_strides, dense) * item.size + 64;
   }
-  // of 8 bytes, so that generating them takes no time
+  // 8 bytes each, so that generating them takes no time
   std::vector<uint64_t> source(src_bytes / 8 + 1), target(dst_bytes / 8 + 1);
   for (uint64_t& x : source) x = random.bits();
   for (uint64_t& x : target) x = random.bits();
@@ -130,8 +130,8 @@ void compare(int seed, bool large, sp_parallel_for parallel_for) {
     one_by_one(items[i], reinterpret_cast<char*>(expected.data()) + to[i]);
   }
   const std::string of = "copy, seed " + std::to_string(seed) + ": ";
-  check(sp_copy(items.data(), n, parallel_for) == 0, (of + "items are taken").c_str());
-  check(target == expected, (of + "what is written is what a loop over the elements writes").c_str());
+  check(sp_copy(items.data(), n, parallel_for) == 0, (of + "valid items are accepted").c_str());
+  check(target == expected, (of + "the copies equal a loop over the elements").c_str());
 }
 
 void refuses() {
@@ -145,7 +145,7 @@ void refuses() {
     if (kind == 1) bad.ndim = 7;
     if (kind == 2) bad.ndim = 1, bad.shape[0] = -1;
     if (kind == 3) bad.src_rows = y;
-    check(sp_copy(items, 2, nullptr) == 2 && x[0] == 0, "copy: an item that is none is refused, and nothing written");
+    check(sp_copy(items, 2, nullptr) == 2 && x[0] == 0, "copy: an invalid item is refused, and nothing is written");
   }
 }
 

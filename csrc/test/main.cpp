@@ -1,4 +1,4 @@
-// Runs the tests of csrc without Python and torch, so that sanitizers see nothing but this code: make sanitize.
+// Runs the tests of csrc without Python and torch, so that sanitizers see this code alone: make sanitize.
 #include <algorithm>
 #include <cstdio>
 #include <thread>
@@ -12,7 +12,7 @@ void test_shm();
 
 namespace {
 
-// Three threads whatever the machine has, with ranges of unequal length.
+// Three threads on any machine, with ranges of unequal length.
 void threads(int64_t begin, int64_t end, int64_t grain, sp_task task, void* context) {
   const int64_t step = std::max((end - begin + 2) / 3, std::max<int64_t>(grain, 1));
   std::vector<std::thread> running;
@@ -22,7 +22,7 @@ void threads(int64_t begin, int64_t end, int64_t grain, sp_task task, void* cont
   for (std::thread& thread : running) thread.join();
 }
 
-// At once: a test that forks would print what is buffered once more.
+// Flushed at once: a test that forks would print buffered text again.
 void say(const char* name) {
   std::puts(name);
   std::fflush(stdout);

@@ -1,7 +1,7 @@
-// How many of the random cases run.
+// The fraction of random cases that run.
 #pragma once
 
-// Races do not depend on numbers, and looking for them is slow: then one case of so many will do.
+// Races do not depend on the numbers, and sanitizers are slow: one case in so many is enough.
 #ifdef __SANITIZE_THREAD__
 constexpr int kEvery = 5;
 #else

@@ -1,4 +1,4 @@
-// The protocol of shared memory between threads on one mapping, where a thread sanitizer sees both ends.
+// The protocol of shared memory between threads of one mapping, so that a thread sanitizer sees both ends.
 #include <errno.h>
 #include <linux/futex.h>
 #include <stdint.h>
@@ -23,7 +23,7 @@ namespace {
 
 thread_local std::minstd_rand dice;
 
-// Between any two steps of the protocol: mostly nothing, often another thread's turn, sometimes a long one.
+// Between two steps of the protocol: mostly nothing, often another thread's turn, sometimes a long one.
 void delay() {
   unsigned n = dice() % 128;
   if (n == 0) std::this_thread::sleep_for(std::chrono::microseconds(dice() % 100));
@@ -32,7 +32,8 @@ void delay() {
 
 }  // namespace
 
-// A mailbox of this file's own, with delays at all its points. What it includes was included before it is renamed.
+// A mailbox of this file's own, with a delay at every SP_POINT. Its headers are included before the namespace is
+// renamed.
 #define SP_POINT(name) delay()
 #define seqpar delayed
 #include "shm/mailbox.cpp"
@@ -50,14 +51,14 @@ using delayed::Offer;
 
 constexpr int kWords = 48;
 
-// Sleeps until the bell rings, which takes long only if a wake-up was lost.
+// Sleeps until the bell rings; slow only if a wake-up was lost.
 void sleep(Mailbox& box, uint32_t bell) {
   auto start = std::chrono::steady_clock::now();
   while (!box.wait(bell, 20'000'000'000))
-    check(std::chrono::steady_clock::now() - start < std::chrono::seconds(15), "nobody woke a rank that waited");
+    check(std::chrono::steady_clock::now() - start < std::chrono::seconds(15), "a waiting rank was not woken");
 }
 
-// The ranks of one process: their segments, and for every pair a ring of buffers that is the receiver's memory.
+// The ranks of one process: their segments, and a ring of buffers in the receiver's memory for every pair.
 struct World {
   World(int size, int buffers, uint32_t first_epoch)
       : size(size), buffers(buffers), memory(size * size * buffers * kWords) {
@@ -81,12 +82,11 @@ struct World {
   std::vector<int64_t> memory;
 };
 
-// What message `number` from one rank to another says: how long it is and every word, as a function of these alone.
+// The content of message `number` of a pair: its length and every word follow from these numbers alone.
 int length(int from, int to, int64_t number) { return static_cast<int>((number * 7 + from * 3 + to) % kWords) + 1; }
 int64_t word(int from, int to, int64_t number, int at) { return ((number * 64 + from) * 64 + to) * 64 + at; }
 
-// One rank: sends `messages` to every other one and takes as many, each once, in order, in buffers used again and
-// again.
+// One rank: sends `messages` to every other rank and receives as many, each once and in order, in reused buffers.
 void rank_main(World& world, int rank, int64_t messages, unsigned seed, std::atomic<int64_t>& full) {
   dice.seed(seed * 64 + rank + 1);
   Mailbox box(rank, world.segments);
@@ -98,7 +98,7 @@ void rank_main(World& world, int rank, int64_t messages, unsigned seed, std::ato
     for (int peer = 0; peer < world.size; ++peer) {
       if (peer == rank) continue;
       if (dice() % 4 == 0) {
-        moved = true;  // later: not asleep, but not now
+        moved = true;  // skips this peer for now, and must not sleep before it tries again
         continue;
       }
       while (credited[peer] < messages && credited[peer] - taken[peer] < world.buffers) {
@@ -116,8 +116,8 @@ void rank_main(World& world, int rank, int64_t messages, unsigned seed, std::ato
       for (const Offer* offer; sent[peer] < messages && (offer = box.offered(peer)); --left, moved = true) {
         int64_t number = sent[peer]++;
         int words = length(rank, peer, number);
-        check(offer->header[0] == number && offer->header[kHeader - 1] == words, "a credit of another message");
-        check(offer->where == world.where(peer, rank, number), "a credit for another place");
+        check(offer->header[0] == number && offer->header[kHeader - 1] == words, "a credit for another message");
+        check(offer->where == world.where(peer, rank, number), "a credit with another destination");
         for (int i = 0; i < words; ++i) world.memory[offer->where + i] = word(rank, peer, number, i);
         box.arrive(peer);
       }
@@ -144,7 +144,7 @@ void test_messages(int size, int buffers, int64_t messages, uint32_t first_epoch
   check(!fills || full > 0, "the slots were never full");
 }
 
-// All ranks but the last sleep; two fail at once; everyone learns the same cause.
+// All ranks but the last sleep; two fail at once; all learn the same cause.
 void test_failure(unsigned seed) {
   constexpr int size = 4;
   World world(size, 1, delayed::kFirstEpoch);
@@ -165,28 +165,30 @@ void test_failure(unsigned seed) {
   for (std::thread& rank : ranks) rank.join();
   for (int rank = 0; rank < size; ++rank) {
     check(culprits[rank] == culprits[0] && reasons[rank] == reasons[0], "ranks know different causes");
-    check(reasons[rank] == "rank " + std::to_string(culprits[rank]) + " gave up", "the cause is nobody's");
+    check(reasons[rank] == "rank " + std::to_string(culprits[rank]) + " gave up", "the cause is no rank's reason");
   }
 }
 
 void test_state() {
   World world(2, 1, delayed::kFirstEpoch);
   Mailbox a(0, world.segments), b(1, world.segments);
-  check(Mailbox::is(world.segments[1], 2, 1) && !Mailbox::is(world.segments[1], 2, 0), "segments look alike");
+  check(Mailbox::is(world.segments[1], 2, 1) && !Mailbox::is(world.segments[1], 2, 0),
+        "a nonce does not tell segments apart");
   Offer offer{};
-  check(!b.offered(0) && a.arrived(1) == 0, "something is there before anything was written");
-  for (int i = 0; i < kSlots; ++i) check(a.credit(1, offer), "a slot was not free");
+  check(!b.offered(0) && a.arrived(1) == 0, "a message before any was written");
+  for (int i = 0; i < kSlots; ++i) check(a.credit(1, offer), "a slot is not free");
   check(!a.credit(1, offer), "more credits than slots");
-  check(b.offered(0) && a.next(1, true).slot == 0, "the first credit is not there");
+  check(b.offered(0) && a.next(1, true).slot == 0, "the first credit is missing");
   b.arrive(0);
   check(a.arrived(1) == 1 && a.credit(1, offer), "an arrival does not free its slot");
   delayed::Place next = a.next(1, true);
-  check(next.slot == 1 && next.expected == delayed::kFirstEpoch + 2 && next.seen == delayed::kFirstEpoch, "its place");
+  check(next.slot == 1 && next.expected == delayed::kFirstEpoch + 2 && next.seen == delayed::kFirstEpoch,
+        "the slot and epochs of the next message");
   uint32_t bell = a.bell();
-  check(!a.wait(bell, 1000), "woken by nothing");
+  check(!a.wait(bell, 1000), "woken without a ring");
   check(!a.has_left(1), "left before leaving");
   b.leave();
-  check(a.has_left(1) && a.bell() != bell, "left without a word");
+  check(a.has_left(1) && a.bell() != bell, "left without ringing the bell");
   b.fail(std::string(5000, 'x'));
   int rank = -1;
   std::string reason;

@@ -1,4 +1,4 @@
-// The pool against a model, and the ends that processes have of each other's memory, here all of one process.
+// The pool against a model, and the ends of several ranks in one process.
 #include <string.h>
 #include <sys/wait.h>
 #include <unistd.h>
@@ -22,7 +22,7 @@ constexpr int64_t kPool = 1 << 20;
 
 using Blocks = std::map<int64_t, int64_t>;  // offset -> bytes
 
-// Whether a block lies inside the pool and touches no other.
+// Whether a block lies inside the pool and overlaps no other.
 bool apart(const Blocks& blocks, int64_t offset, int64_t bytes) {
   auto after = blocks.lower_bound(offset);
   if (offset % Pool::kAlignment || offset < 0 || offset + bytes > kPool) return false;
@@ -42,9 +42,9 @@ void random_blocks(Pool& pool, unsigned seed, int steps, bool alone) {
     }
     int64_t bytes = 1 + dice() % (1 << dice() % 17), offset = pool.take(bytes);
     if (offset < 0) continue;
-    check(apart(mine, offset, bytes), "a block of the pool overlaps another one");
+    check(apart(mine, offset, bytes), "a block of the pool overlaps another");
     mine[offset] = bytes;
-    if (alone) check(pool.used() >= bytes, "the pool does not count");
+    if (alone) check(pool.used() >= bytes, "the pool undercounts its used bytes");
   }
   for (auto& [offset, bytes] : mine) pool.give(offset);
 }
@@ -62,9 +62,9 @@ void test_ends() {
   try {
     ShmEnd(1, size, kPool).map(0, other);
   } catch (const std::runtime_error& error) {
-    refused = strstr(error.what(), "another one than rank 0's");
+    refused = strstr(error.what(), "not the one that started as rank 0");
   }
-  check(refused, "took another process for rank 0");
+  check(refused, "mistook another process for rank 0");
   for (auto& end : ends) end->open();
 
   // a 3 x 4 matrix into the transpose of a 4 x 3 one
@@ -75,21 +75,22 @@ void test_ends() {
   auto* target = reinterpret_cast<int32_t*>(pool.memory.data() + offset);
   View from{reinterpret_cast<char*>(source.data()), 4, {3, 4}, {4, 1}};
   View to{reinterpret_cast<char*>(target), 4, {3, 4}, {1, 3}};
-  check(ends[1]->owns(to) && !ends[1]->owns(from) && !ends[0]->owns(to), "whose memory it is");
+  check(ends[1]->owns(to) && !ends[1]->owns(from) && !ends[0]->owns(to), "owns() names the wrong memory");
   int64_t words[kHeader] = {1, 2, 3}, others[kHeader] = {1, 2, 4};
   check(ends[0]->push(1, words, from, nullptr) == Pushed::kNothingOffered, "pushed without credit");
-  check(ends[1]->credit(0, words, to), "a credit");
-  check(ends[0]->push(1, others, from, nullptr) == Pushed::kOtherHeader, "pushed another message");
-  check(ends[0]->push(1, words, from, nullptr) == Pushed::kMoved && ends[1]->mailbox().arrived(0) == 1, "a message");
-  for (int i = 0; i < 12; ++i) check(target[i % 4 * 3 + i / 4] == i, "an element is not where it belongs");
+  check(ends[1]->credit(0, words, to), "no credit");
+  check(ends[0]->push(1, others, from, nullptr) == Pushed::kOtherHeader, "pushed a message with another header");
+  check(ends[0]->push(1, words, from, nullptr) == Pushed::kMoved && ends[1]->mailbox().arrived(0) == 1,
+        "a message did not arrive");
+  for (int i = 0; i < 12; ++i) check(target[i % 4 * 3 + i / 4] == i, "an element is in the wrong place");
 
   View outside = to;
   outside.sizes[0] = static_cast<int64_t>(kPool);
-  check(!ends[1]->owns(outside), "owns what lies beyond its pool");
-  check(!ends[0]->ended(1) && !ends[0]->mailbox().has_left(1), "gone too early");
+  check(!ends[1]->owns(outside), "owns memory beyond its pool");
+  check(!ends[0]->ended(1) && !ends[0]->mailbox().has_left(1), "left too early");
   std::shared_ptr<SharedPool> kept = ends[1]->pool();
   ends[1].reset();
-  check(ends[0]->mailbox().has_left(1) && target[1] == 4, "an end leaves and its tensors stay");
+  check(ends[0]->mailbox().has_left(1) && target[1] == 4, "leaving loses the end's tensors");
 }
 
 void test_processes() {
@@ -99,10 +100,10 @@ void test_processes() {
   {
     Process process(child);
     for (int i = 0; i < 10000 && !process.ended(); ++i) usleep(1000);
-    check(process.ended(), "a process that nobody has waited for has ended all the same");
+    check(process.ended(), "an ended process that was not reaped counts as running");
   }
   waitpid(child, nullptr, 0);
-  check(Process(child).ended(), "a process that is no more");
+  check(Process(child).ended(), "a reaped process counts as running");
 }
 
 }  // namespace
@@ -110,20 +111,20 @@ void test_processes() {
 void test_pool() {
   Pool pool(kPool);
   random_blocks(pool, 7, 20000, true);
-  check(pool.used() == 0 && pool.take(kPool + 1) < 0, "the pool kept something");
+  check(pool.used() == 0 && pool.take(kPool + 1) < 0, "the pool kept a block");
   std::vector<std::thread> threads;
   for (unsigned seed = 0; seed < 3; ++seed)
     threads.emplace_back([&pool, seed] { random_blocks(pool, seed, 5000, false); });
   for (std::thread& thread : threads) thread.join();
   int64_t all = pool.take(kPool);
-  check(all == 0, "free blocks did not grow together again");
+  check(all == 0, "free blocks did not merge again");
   pool.give(all);
   pool.give(all);
-  check(pool.used() == 0, "a block that was given twice counts once");
+  check(pool.used() == 0, "a block freed twice is counted twice");
   int64_t first = pool.take(100);
   pool.take(100);
   pool.give(first);
-  check(pool.take(64) == first, "the smallest free range that holds it, and the first");
+  check(pool.take(64) == first, "not the first of the smallest free ranges that fit");
 }
 
 void test_shm_end() {
