@@ -1,6 +1,6 @@
 """What becomes of the architectures of transformers on two ranks, by every documented way in, in fp64 and in fp32.
 
-python -m bench.cpu.architectures                 # all of them, to bench/results/architectures.json
+python -m bench.cpu.architectures                 # all of them, to bench/results/architectures.json and docs/
 python -m bench.cpu.architectures llama lfm2      # some of them, to the terminal alone
 """
 
@@ -16,6 +16,7 @@ from typing import Any
 import torch
 import transformers
 
+from bench.cpu.architectures_page import page
 from bench.lib import records
 from tests.ecosystem.architectures import TABLE
 from tests.ecosystem.ways import RANKS, TOLERANCE, verdict, ways
@@ -23,6 +24,7 @@ from tests.ecosystem.ways import RANKS, TOLERANCE, verdict, ways
 DTYPES = {"float64": torch.float64, "float32": torch.float32}
 
 RESULTS = Path(__file__).parents[1] / "results/architectures.json"
+PAGE = Path(__file__).parents[2] / "docs/architectures.md"
 
 
 def main() -> None:
@@ -49,6 +51,7 @@ def main() -> None:
         tolerance = {each: TOLERANCE[dtype] for each, dtype in DTYPES.items()}
         result = {"ranks": RANKS, "tolerance": tolerance, "versions": versions, "rows": rows}
         records.write(RESULTS, result)
+        PAGE.write_text(page(result))
 
 
 if __name__ == "__main__":

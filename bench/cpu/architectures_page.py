@@ -1,0 +1,90 @@
+"""The page `docs/architectures.md`, made of the record of `bench.cpu.architectures`."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
+
+HEAD = """\
+# The architectures of transformers
+
+{total} architectures of transformers {transformers}, tiny and with random weights, were trained for one step on {ranks}
+ranks by every documented way in, in fp64 and in fp32. By `seqpar.parallelize(model, comm)` {parallel} of them are
+exact, {packed} more are exact with packed batches, and {refused} are refused by name, before anything is sent. None is
+silently wrong.
+
+*Exact* means that loss and gradients are those of one process: within {float64:g} in fp64 and {float32:g} in fp32, of
+the loss and of the model's largest gradient. A model that rounds more than that by itself in fp32 must come as near to
+fp64 as one process does.
+
+| column | the way in |
+|---|---|
+| `parallelize` | `seqpar.parallelize(model, comm)`, with padded and with packed batches |
+| in place | the same with `in_place=True`, which keeps the model's own `attn_implementation` |
+| `sdpa` | `sdpa=True`, or a `with seqpar.sdpa(plan, comm):` block: [plain PyTorch](pytorch.md) |
+| registered | `attn_implementation="seqpar"` and [rows of your own](transformers.md#your-own-rows) |
+
+*packed* means packed batches only: the model makes the positions of a padded batch itself, so give it `position_ids`.
+*whole runs* means layouts that give a rank consecutive rows, such as `Layout.contiguous`: transformers builds a mask of
+its own where positions jump. A dash means that transformers does not offer this way for the model. *refused* under
+`sdpa` mostly stands beside *exact* under `parallelize`, which is the way in for these models.
+
+The figures are `bench/results/architectures.json`, made with torch {torch}. `python -m bench.cpu.architectures` tries
+all models again and rewrites this page; `python -m bench.cpu.architectures llama lfm2` tries some.
+"""
+NAMES = {
+    "dense": "Dense decoders",
+    "experts": "Mixtures of experts",
+    "encoder": "Encoders, and heads for tokens or sequences",
+    "hybrid": "Hybrids with recurrent, state space or convolutional layers",
+    "vision-language": "Vision-language models",
+    "encoder-decoder": "Encoder-decoders",
+    "vision": "Vision",
+    "audio": "Audio",
+}
+
+
+def page(record: Mapping[str, Any]) -> str:
+    """The page of a record."""
+    rows = record["rows"]
+    kinds = [_parallel(row["float64"]) for row in rows.values()]
+    text = HEAD.format(
+        total=len(rows), parallel=kinds.count("exact"), packed=kinds.count("packed"), refused=kinds.count("refused"),
+        ranks=record["ranks"], **record["versions"], **record["tolerance"],
+    )  # fmt: skip
+    for group in dict.fromkeys(row["group"] for row in rows.values()):
+        text += f"\n## {NAMES[group]}\n\n"
+        text += "| model | `parallelize` | in place | `sdpa` | registered | why `parallelize` refuses |\n"
+        text += "|---|---|---|---|---|---|\n"
+        for name, row in rows.items():
+            if row["group"] == group:
+                text += f"| {name} | {' | '.join(_cells(row['float64']))} |\n"
+    return text
+
+
+def _cells(said: Mapping[str, str]) -> list[str]:
+    ways = [_parallel(said), _kind(said.get("in place")), _laid_out(said, "sdpa"), _laid_out(said, "registered")]
+    return [*ways, _why(said["padded"])]
+
+
+def _parallel(said: Mapping[str, str]) -> str:
+    both = _kind(said["padded"]), _kind(said["packed"])
+    return both[0] if both[0] == both[1] else "packed"
+
+
+def _laid_out(said: Mapping[str, str], way: str) -> str:
+    whole, jumping = _kind(said.get(way)), _kind(said.get(f"{way} zigzag"))
+    return whole if whole == jumping else "whole runs"
+
+
+def _kind(said: str | None) -> str:
+    return "-" if said is None or said.startswith("unknown") else said.partition(":")[0]
+
+
+def _why(said: str) -> str:
+    """The reason of a refusal, without the model's class before it and the remedy after it."""
+    if not said.startswith("refused: "):
+        return ""
+    reason = said.removeprefix("refused: ").split("several ranks: ")[-1].partition("; ")[0]
+    model, counts, rest = reason.partition(" counts ")
+    return f"it counts {rest}" if counts else model
