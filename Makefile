@@ -16,7 +16,7 @@ OLDEST_TRITON := $(if $(filter Linux,$(shell uname -s)),$(VENV)/triton-3.6)
 # The tests start hundreds of processes, which load bytecode sooner than they compile it.
 unexport PYTHONDONTWRITEBYTECODE
 
-.PHONY: demo test quick exhaustive soak bits bench results gpu sanitize lint setup clean
+.PHONY: demo test quick exhaustive soak bits bench results docs gpu sanitize lint setup clean
 
 demo: $(READY)
 	$(BIN)/seqpar demo $(ARGS)
@@ -46,6 +46,10 @@ bench: $(READY)
 results: $(READY)
 	$(BIN)/python -m bench.cpu.step --json bench/results/cpu.json
 	$(BIN)/python -m bench.cpu.import_time
+
+# the site of docs/, into out/site; a broken link or anchor is an error
+docs: $(READY)
+	NO_MKDOCS_2_WARNING=1 $(BIN)/python -m mkdocs build --strict $(ARGS)
 
 # on one NVIDIA GPU; ARGS="--minutes 8" stops in time and goes on at the next call, ARGS=--rehearse needs no GPU
 gpu: $(READY)

@@ -320,7 +320,7 @@ def test_the_metadata_asks_for_no_second_torch_and_pins_what_ci_runs() -> None:
     extras = project["project"]["optional-dependencies"]
     direct = {
         requirement(r)
-        for extra in ("cli", "plot", "ecosystem", "loops", "transformers", "diffusers", "test", "dev")
+        for extra in ("cli", "docs", "plot", "ecosystem", "loops", "transformers", "diffusers", "test", "dev")
         for r in extras[extra]
     } - {"seqpar"}
     direct |= {requirement(r) for r in project["project"]["dependencies"]}
