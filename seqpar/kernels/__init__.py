@@ -1,4 +1,4 @@
-"""How a tile is computed: the implementations, and which of them can do a call."""
+"""Kernels: attention of query rows over one buffer of keys, and the choice of the one that fits a call."""
 
 from __future__ import annotations
 

@@ -1,7 +1,7 @@
 """Attention tile by tile in PyTorch, for real sizes on any device.
 
-Tile tables say which key tiles a query tile visits, so empty tiles cost nothing, and tiles in which every pair is seen
-need no mask. Sums are float32 whatever the inputs are: products of bf16 and fp16 are exact there.
+Tile tables list the key tiles that each query tile visits: empty tiles cost nothing, and full tiles need no mask. Sums
+are float32 for every input dtype: products of bf16 and fp16 are exact there.
 """
 
 from __future__ import annotations
@@ -13,7 +13,7 @@ from seqpar.kernels import dropout
 from seqpar.kernels.protocol import DTYPES, CallSpec, Grads, Operands, Sums, acc_dtype
 from seqpar.kernels.softmax import masked_product, merge
 
-QUERY_ROWS = 512  # of all query heads that share a key head; with KEY_ROWS a tile of scores stays in the cache
+QUERY_ROWS = 512  # rows of all query heads that share a key head; with KEY_ROWS a tile of scores fits the cache
 KEY_ROWS = 512
 
 
@@ -27,11 +27,11 @@ class Blockwise:
         return None
 
     def refuses(self, spec: CallSpec) -> str | None:
-        """Why not, or None."""
+        """Why the call is refused, or None."""
         return None if spec.dtype in DTYPES else f"blockwise has no {spec.dtype}"
 
     def accuracy_loss(self, spec: CallSpec) -> str | None:
-        """Nothing: sums are kept in the accumulation dtype."""
+        """None: sums are kept in the accumulation dtype."""
         return None
 
     def forward(self, x: Operands, into: Sums) -> None:
@@ -75,7 +75,7 @@ class Blockwise:
 
 
 class _Walk:
-    """The tiles of one call. Grouped tensors are [H_kv, G * rows, ...]: the query heads of a key head are more rows."""
+    """The tiles of one call. Grouped tensors [H_kv, G * rows, ...] stack the G query heads of a key head as rows."""
 
     def __init__(self, x: Operands) -> None:
         self.q, self.k, self.v, self.facts, self.score = q, k, _, facts, score = x.q, x.k, x.v, x.facts, x.score
@@ -95,7 +95,7 @@ class _Walk:
         return bool(self.table.begin[i] == self.table.end[i])
 
     def spans(self, i: int) -> list[tuple[int, int, bool]]:
-        """Key rows that a tile visits: (first, last, whether every pair is seen), in position order."""
+        """Key rows that a tile visits, in position order: (first, last, whether every pair is seen)."""
         t, n = self.table, self.k.shape[0]
         edges = [int(e) * t.bn for e in (t.begin[i], t.full_begin[i], t.full_end[i], t.end[i])]
         edges = [min(e, n) for e in edges]
@@ -113,7 +113,7 @@ class _Walk:
         return x.view(self.kv_heads, self.group, rows, last).permute(2, 0, 1, 3).reshape(rows, self.heads, last)
 
     def attend(self, i: int) -> tuple[Tensor | None, Tensor]:
-        """Normalised output and lse, grouped, of a query tile over all its keys; None if it has none."""
+        """Normalised output and lse, grouped, of a query tile over all its keys; (None, lse) if it sees no key."""
         top: Tensor | None = None
         total = acc = self.q.new_zeros(0)
         scaled = None
@@ -201,7 +201,7 @@ class _Walk:
 def _accumulate(
     top: Tensor | None, total: Tensor, acc: Tensor, peak: Tensor, size: Tensor, part: Tensor
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """Running (maximum, sum, unnormalised output) with one more part given relative to ``peak``."""
+    """Add one more part, relative to ``peak``, to the running (maximum, sum, unnormalised output)."""
     if top is None:
         return peak, size, part
     base = torch.maximum(top, peak)
@@ -210,5 +210,5 @@ def _accumulate(
 
 
 def _finite(top: Tensor) -> Tensor:
-    """A maximum to subtract: 0 where no key was seen yet, since -inf less -inf is NaN."""
+    """The maximum to subtract: 0 where no key was seen yet, since -inf - -inf is NaN."""
     return torch.where(top == -torch.inf, 0.0, top)

@@ -1,4 +1,4 @@
-"""What this machine has to run kernels on, and which version of a function a tensor takes."""
+"""Which devices and libraries this machine has, and whether Triton's version of a function takes a tensor."""
 
 from __future__ import annotations
 
@@ -10,13 +10,13 @@ from torch import Tensor
 
 
 def on_triton(x: Tensor) -> bool:
-    """Whether x lies on a CUDA device and Triton is installed, so that Triton's version of a function takes it."""
+    """Whether x is on a CUDA device and Triton is installed, so that Triton's version of a function takes it."""
     return x.is_cuda and triton_installed()
 
 
 @cache
 def triton_installed() -> bool:
-    """Whether Triton can be imported. Who uses it imports it."""
+    """Whether Triton can be imported. The modules that use it import it on first use."""
     return find_spec("triton") is not None
 
 
@@ -25,5 +25,5 @@ def no_cuda() -> str | None:
     """Why no CUDA device can be used, or None."""
     hip = getattr(torch.version, "hip", None)
     if hip is not None:
-        return f"it is for CUDA, this torch is built for ROCm {hip}"
+        return f"it needs CUDA, this torch is built for ROCm {hip}"
     return None if torch.cuda.is_available() else "there is no CUDA device"

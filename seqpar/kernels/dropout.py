@@ -1,7 +1,7 @@
-"""Dropout that drops the same pairs at any number of ranks: a hash of the pair's positions, head and seed.
+"""Dropout that drops the same pairs on any number of ranks: a hash of the pair's positions, head and seed.
 
 Pair (i, j) of head h is kept iff ``mix(a[h, i] ^ b[h, j]) >= floor(p * 2**32)`` in uint32, where ``a[h, i]`` is word
-0 of Philox4x32-10 with the seed as key and counter ``(i, h, 0, 0)``, and ``b[h, j]`` that with ``(j, h, 1, 0)``.
+0 of Philox4x32-10 with key = seed and counter ``(i, h, 0, 0)``, and ``b[h, j]`` the same with ``(j, h, 1, 0)``.
 
 Source: Salmon et al. 2011 (Philox); the mixing constants are Wellons' lowbias32.
 """
@@ -19,7 +19,7 @@ _WORD = 0xFFFFFFFF
 
 
 def philox(counter: tuple[Tensor, Tensor, Tensor, Tensor], key: tuple[int, int]) -> Tensor:
-    """Word 0 of Philox4x32-10. Words are int64 tensors holding 32 bits; products wrap, which keeps their bits."""
+    """Word 0 of Philox4x32-10. Words are int64 tensors that hold 32 bits; a wrapped product keeps these bits."""
     c0, c1, c2, c3 = counter
     k0, k1 = key
     for _ in range(10):
@@ -42,8 +42,8 @@ def words(positions: Tensor, heads: range, seed: int, *, side: int) -> Tensor:
 def step_words(facts: StepFacts, heads: range, seed: int) -> tuple[Tensor, Tensor]:
     """``a`` of a step's queries and ``b`` of its keys.
 
-    They are kept with the step until another seed comes, since layers have seeds of their own: backward finds those of
-    forward if no other layer ran in between, as when activations are recomputed.
+    Cached with the step for one seed, and layers have seeds of their own: backward reuses forward's words only if no
+    other layer ran in between, as when activations are recomputed.
     """
     kept = facts.memo("dropout", dict)
     if any(seed != earlier for earlier, _ in kept):
@@ -57,7 +57,7 @@ def step_words(facts: StepFacts, heads: range, seed: int) -> tuple[Tensor, Tenso
 def keep(a: Tensor, b: Tensor, p: float) -> Tensor:
     """Which pairs are kept, bool [..., M, N], from words ``a [..., M, 1]`` and ``b [..., 1, N]``."""
     x = a ^ b
-    # int32 shifts are arithmetic: the mask takes away the copies of the sign.
+    # int32 shifts are arithmetic: the mask clears the copies of the sign bit.
     x = x ^ ((x >> 16) & 0xFFFF)
     x = x * 0x7FEB352D
     x = x ^ ((x >> 15) & 0x1FFFF)

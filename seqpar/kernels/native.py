@@ -1,8 +1,9 @@
-"""Attention on the CPU in C++ (``csrc/attention``), for the widest vectors of the processor, on torch's own threads.
+"""Attention on the CPU in C++ (``csrc/attention``), with the widest vectors of the processor, on torch's threads.
 
-Queries lie along the lanes of a vector, so that softmax needs no sum across lanes and neither keys nor values are
-transposed. Sums are float32; in bf16 the probabilities are rounded to bf16 before they meet the values, as on GPUs.
-Results are the same bits on any number of threads.
+Queries lie along the lanes of a vector: a softmax needs no sum across lanes, and neither keys nor values are
+transposed.
+Sums are float32; in bf16, probabilities are rounded to bf16 before they multiply the values, as on GPUs. Results have
+the same bits on any number of threads.
 """
 
 from __future__ import annotations
@@ -18,24 +19,24 @@ from seqpar import native
 from seqpar.kernels import dropout
 from seqpar.kernels.protocol import CallSpec, Grads, Operands, StepFacts, Sums
 
-ISAS = ("portable", "avx2", "avx512", "avx512_bf16")  # as csrc/base/isa.h counts them
+ISAS = ("portable", "avx2", "avx512", "avx512_bf16")  # numbered as in csrc/base/isa.h
 DTYPES = (torch.float32, torch.bfloat16)
 MAX_DIM = 1024  # SP_MAX_DIM of csrc/attention/attention.h
 
 
 class Native:
-    """See `seqpar.kernels.protocol.Kernel`. isa: an index of `ISAS`, at most this machine's, or None for the best."""
+    """See `seqpar.kernels.protocol.Kernel`. isa: an index of `ISAS` that this machine has, or None for its best."""
 
     def __init__(self, *, isa: int | None = None) -> None:
         self.name = "native" if isa is None else f"native_{ISAS[isa]}"
         self._isa = isa
 
     def missing(self) -> str | None:
-        """The compiled extension, if it was not built."""
+        """Why the compiled extension cannot be used, or None."""
         return native.missing()
 
     def refuses(self, spec: CallSpec) -> str | None:
-        """Why not, or None."""
+        """Why the call is refused, or None."""
         if spec.device != "cpu":
             return f"native runs on the CPU, q is on {spec.device}"
         if spec.dtype not in DTYPES:
@@ -45,7 +46,7 @@ class Native:
         return native.missing()
 
     def accuracy_loss(self, spec: CallSpec) -> str | None:
-        """Nothing: sums are kept in float32."""
+        """None: sums are kept in float32."""
         return None
 
     def forward(self, x: Operands, into: Sums) -> None:
@@ -77,7 +78,7 @@ class Native:
 
 
 def _tables(facts: StepFacts, bm: int, bn: int) -> list[Tensor]:
-    """Positions, bounds and the query tiles, as the operators take them."""
+    """Positions, bounds and query tiles in the form that the operators take."""
     t = facts.tiles(bm, bn)
     rows, order = (torch.from_numpy(x.astype(np.int64)) for x in (t.rows, t.order))
     return [facts.pos, facts.lo, facts.hi, facts.key_pos, rows, order]

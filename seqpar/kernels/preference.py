@@ -1,4 +1,4 @@
-"""Which kernel computes a call: by name, or the first of an order that can do it and loses no accuracy."""
+"""Choose a call's kernel: by name, or the first of an order that can compute it and loses no accuracy."""
 
 from __future__ import annotations
 
@@ -9,25 +9,25 @@ from seqpar.kernels.reference import Reference
 from seqpar.kernels.triton import Triton
 from seqpar.kernels.vendor import Aten, AtenFlash, CuDNN, Flash2, Flash3, Flash4, Segmented
 
-# this package's own, and torch's operator for the CPU
+# seqpar's own kernels, and torch's operator for the CPU
 KERNELS: tuple[Kernel, ...] = (Native(), Segmented(Aten()), Triton(), Triton(tf32=True), Blockwise(), Reference())
-# of other libraries, on CUDA devices
+# kernels of other libraries, on CUDA devices
 VENDORS: tuple[Kernel, ...] = tuple(Segmented(library()) for library in (AtenFlash, CuDNN, Flash2, Flash3, Flash4))
 
-# Best first. On Hopper by what others published for the H100 at head dims 64 and 128: TFLOP/s of a forward of 16k
-# tokens 497 and 648 (flash3), 413 and 595 (cudnn), 403 and 395 (triton's tutorial), 324 and 370 (flash2, which torch
-# has inside), in Shah et al. 2024, FlashAttention-3, figures 5 and 6; causal and backward come in the same order.
-# Nothing is published for what "auto" would take elsewhere, so Triton's comes first there. None of it was measured
-# with this package's kernels.
+# Best first. The order on Hopper follows published figures for the H100 at head dims 64 and 128, in TFLOP/s of a
+# forward over 16k tokens: 497 and 648 (flash3), 413 and 595 (cudnn), 403 and 395 (triton's tutorial), 324 and 370
+# (flash2, which torch contains). Source: Shah et al. 2024, FlashAttention-3, figures 5 and 6; causal and backward rank
+# alike. For other devices nothing comparable is published, so Triton comes first. None of this was measured with
+# seqpar's kernels.
 ON_HOPPER = ("flash3", "cudnn", "triton", "flash2", "aten_flash", "flash4")
 ON_CUDA = ("triton", "flash4", "flash3", "cudnn", "flash2", "aten_flash")
-ON_CPU = ("native", "aten")  # Triton runs there too, through its interpreter: by name
+ON_CPU = ("native", "aten")  # Triton runs there too, through its interpreter, if asked for by name
 PLAIN_TORCH = ("blockwise", "reference")
-HOPPER, HOPPER_DIM = 90, 128  # the capability, and the largest head dim that figures are published for
+HOPPER, HOPPER_DIM = 90, 128  # the capability, and the largest head dim with published figures
 
 
 def order(call: CallSpec) -> tuple[str, ...]:
-    """Names of all kernels for a call's device, best first, whatever they refuse."""
+    """The names of all kernels for a call's device, best first, including those that refuse it."""
     if call.device != "cuda":
         return ON_CPU + PLAIN_TORCH
     published = call.capability == HOPPER and max(call.dim, call.v_dim) <= HOPPER_DIM
@@ -35,7 +35,7 @@ def order(call: CallSpec) -> tuple[str, ...]:
 
 
 def choose(name: str, call: CallSpec) -> Kernel:
-    """The kernel of that name, or with "auto" the best that can do the call and loses no accuracy.
+    """The kernel of that name; with "auto", the best one that can compute the call and loses no accuracy.
 
     Raises: ValueError for an unknown name; NotImplementedError with the reason if the kernel cannot do the call.
     """
@@ -50,7 +50,7 @@ def choose(name: str, call: CallSpec) -> Kernel:
 
 
 def explain(call: CallSpec) -> str:
-    """A line for each kernel, in the order in which "auto" tries them: chosen, or why not, or what it costs by name."""
+    """A line for each kernel in the order of "auto": chosen, why not, or the accuracy it would lose."""
     known = {kernel.name: kernel for kernel in (*KERNELS, *VENDORS)}
     names = [n for n in order(call) if n in known]
     lines, chosen = [], False

@@ -1,12 +1,12 @@
-"""What a kernel computes: attention of query rows over one buffer of keys, added to what earlier buffers gave.
+"""The kernel protocol: attention of query rows over one buffer of keys, merged with the result of earlier buffers.
 
 A kernel gets positions and bounds and never learns of ranks, layouts or masks. Query row ``i`` sees key row ``j`` iff
 ``lo[i] <= key_pos[j] < hi[i]``; both are sorted by position. Shapes: ``q [M, H, D]``, ``k [N, H_kv, D]``,
 ``v [N, H_kv, D_v]``, any strides with a dense last dim, ``H % H_kv == 0``; ``acc [M, H, D_v]``, ``lse [H, M]`` in the
 accumulation dtype, which is float64 for float64 inputs and float32 for all others.
 
-Forward keeps its own running maximum and unnormalised sum from -inf and merges once with the normalised ``(acc, lse)``
-of the keys seen before. Rows that see no key of the buffer keep what they had.
+Forward starts its own running maximum at -inf and merges its normalised sum once with the normalised ``(acc, lse)`` of
+earlier keys. Rows that see no key of the buffer stay as they are.
 
 Backward, from the final ``lse`` and ``delta = rowsum(dout * out) - dlse``::
 
@@ -31,11 +31,11 @@ DTYPES = (torch.float64, torch.float32, torch.bfloat16, torch.float16)  # of que
 
 @dataclass(frozen=True)
 class Score:
-    """How a score and a probability are made.
+    """How scores and probabilities follow from q and k.
 
     scale: of q·k. softcap: ``cap * tanh(s / cap)``, 0 for none. slopes [H]: ALiBi, ``-slope * |pos_q - pos_k|``, in
     the accumulation dtype. dropout_p, dropout_seed: see `seqpar.kernels.dropout`. first_head: the model's number of
-    the first query head, by which dropout counts.
+    the first query head, which enters dropout's hash.
     """
 
     scale: float
@@ -51,7 +51,7 @@ class StepFacts:
     """One step's positions and bounds on the device, int32: pos, lo, hi [M] of the queries, key_pos [N].
 
     tiles(bm, bn): the step's tile tables. segments(): the step as contiguous rectangles.
-    memo(key, make): what a kernel derives from them, made once and kept as long as the step.
+    memo(key, make): the cached result of ``make()``, kept as long as the step.
     """
 
     pos: Tensor
@@ -65,7 +65,7 @@ class StepFacts:
 
 @dataclass(frozen=True, eq=False)
 class Operands:
-    """What both directions read: queries, the keys and values of one buffer, which pairs are seen and how scored."""
+    """Inputs of both directions: queries, keys and values of one buffer, the pairs that are seen, and their scores."""
 
     q: Tensor
     k: Tensor
@@ -76,10 +76,10 @@ class Operands:
 
 @dataclass(frozen=True, eq=False)
 class Sums:
-    """What forward writes.
+    """Outputs of forward.
 
-    first: ``acc`` and ``lse`` hold nothing yet; every row is written, ``0`` and ``-inf`` where it sees no key.
-    out: given at the last step, in q's dtype; every row of it is written. acc: None if first and last.
+    first: ``acc`` and ``lse`` hold no earlier result; every row is written, ``0`` and ``-inf`` where it sees no key.
+    out: the final output in q's dtype, at the last step; every row is written. acc: None if first and last.
     """
 
     acc: Tensor | None
@@ -90,9 +90,9 @@ class Sums:
 
 @dataclass(frozen=True, eq=False)
 class Grads:
-    """What backward reads besides, and what it adds to: ``dq [M, H, D]``, ``dk``, ``dv`` in the accumulation dtype.
+    """Further inputs of backward, and the sums it adds to: ``dq [M, H, D]``, ``dk``, ``dv`` in the accumulation dtype.
 
-    out: the final output where ``delta`` is ``rowsum(dout * out)`` and nothing else, for kernels that want it.
+    out: the final output, for kernels that need it; None where ``delta`` is not exactly ``rowsum(dout * out)``.
     """
 
     dout: Tensor
@@ -106,12 +106,12 @@ class Grads:
 
 @dataclass(frozen=True)
 class CallSpec:
-    """A call as a kernel is asked whether it can do it: plain values, so that it prints and compares.
+    """The properties of a call by which kernels accept or refuse it: plain values that print and compare.
 
     device: "cpu", "cuda". capability: of a CUDA device, as 90 for 9.0; else 0. plain: scores are just scaled products.
-    grads: a backward may follow. merges: results may be partial, so that a kernel that rounds them to the inputs' dtype
-    rounds each of them: keys of a row come in several steps, a sink was there before the first, or gradients of a key
-    are sums over ranks.
+    grads: a backward may follow. merges: results may be partial (keys of a row come in several steps, a sink precedes
+    the first, or gradients of a key are sums over ranks), so a kernel that rounds results to the inputs' dtype rounds
+    each part.
     """
 
     device: str
@@ -130,14 +130,14 @@ class CallSpec:
 
     @property
     def plain(self) -> bool:
-        """Whether scores are just scaled products, as kernels of other libraries compute them."""
+        """Whether scores are just scaled products, the only ones that other libraries' kernels compute."""
         return not (self.softcap or self.alibi or self.dropout)
 
 
 def call_spec(
     q: Tensor, k: Tensor, v: Tensor, score: Score, *, grads: bool, deterministic: bool, merges: bool
 ) -> CallSpec:
-    """What a call with these tensors asks."""
+    """The `CallSpec` of a call with these tensors."""
     major, minor = torch.cuda.get_device_capability(q.device) if q.is_cuda else (0, 0)
     return CallSpec(
         q.device.type, 10 * major + minor, q.dtype, q.shape[1], k.shape[1], q.shape[2], v.shape[2],
@@ -147,20 +147,20 @@ def call_spec(
 
 
 class Kernel(Protocol):
-    """An implementation. Its functions are pure but for the tensors they are told to write."""
+    """An implementation. Functions are pure, except for the tensors that they are given to write."""
 
     name: str
 
     def missing(self) -> str | None:
-        """What this machine lacks to run the kernel at all; None if nothing."""
+        """What this machine lacks to run the kernel at all; None if it can run."""
         ...
 
     def refuses(self, spec: CallSpec) -> str | None:
-        """Why this kernel cannot do a call, naming dtype, device or option; None if it can."""
+        """Why this kernel cannot compute the call, naming dtype, device or option; None if it can."""
         ...
 
     def accuracy_loss(self, spec: CallSpec) -> str | None:
-        """What accuracy a call loses with this kernel, for which "auto" leaves it out; None if nothing."""
+        """Why "auto" must not pick this kernel (it rounds partial results); None if it is exact."""
         ...
 
     def forward(self, x: Operands, into: Sums) -> None:

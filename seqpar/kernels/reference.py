@@ -1,4 +1,4 @@
-"""Dense attention by the formulas, one step at a time: slow, short, and what the other kernels are compared with."""
+"""Dense attention by the formulas, one step at a time: slow, short, and the judge of the other kernels."""
 
 from __future__ import annotations
 
@@ -20,11 +20,11 @@ class Reference:
         return None
 
     def refuses(self, spec: CallSpec) -> str | None:
-        """Why not, or None."""
+        """Why the call is refused, or None."""
         return None if spec.dtype in DTYPES else f"reference has no {spec.dtype}"
 
     def accuracy_loss(self, spec: CallSpec) -> str | None:
-        """Nothing: sums are kept in the accumulation dtype."""
+        """None: sums are kept in the accumulation dtype."""
         return None
 
     def forward(self, x: Operands, into: Sums) -> None:
@@ -67,7 +67,7 @@ def _heads(x: Tensor, q: Tensor) -> Tensor:
 
 
 def _scores(x: Operands) -> tuple[Tensor, Tensor | float, Tensor]:
-    """Scores [H, M, N] with -inf where not seen, the softcap's derivative, and which pairs are seen [M, N]."""
+    """Scores [H, M, N], -inf where not seen; softcap's derivative; the pairs that are seen [M, N]."""
     facts, score, dtype = x.facts, x.score, acc_dtype(x.q.dtype)
     s = x.q.to(dtype).transpose(0, 1) @ _heads(x.k, x.q).transpose(1, 2) * score.scale
     slope: Tensor | float = 1.0

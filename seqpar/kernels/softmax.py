@@ -1,4 +1,4 @@
-"""The algebra of partial attention: merging normalised parts, and products that zeros keep clean."""
+"""The algebra of partial attention: merging normalised parts, and products in which unseen NaN stays out."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ def merge(out: Tensor, lse: Tensor, part: Tensor, part_lse: Tensor) -> tuple[Ten
     """Attention over the union of two disjoint sets of keys, from attention over each.
 
     out, part [..., D]: normalised outputs. lse, part_lse [...]: natural log of the sums of exponentials; -inf where no
-    key is seen, and there the output counts for nothing. A commutative monoid with identity ``(0, -inf)``, to rounding.
+    key is seen, and then the output is ignored. Up to rounding a commutative monoid with identity ``(0, -inf)``.
     Returns both in the dtype of ``lse``. Differentiable.
     """
     top = torch.maximum(lse, part_lse)
@@ -26,10 +26,10 @@ def merge(out: Tensor, lse: Tensor, part: Tensor, part_lse: Tensor) -> tuple[Ten
 
 
 def merge_(acc: Tensor, lse: Tensor, part: Tensor, part_lse: Tensor, out: Tensor | None = None) -> None:
-    """`merge` a part into ``(acc, lse)`` in place, or with the output in ``out`` instead of ``acc``, in its dtype.
+    """`merge` a part into ``(acc, lse)`` in place, or write the output to ``out`` in its dtype instead of ``acc``.
 
-    acc, part, out [M, H, D], any strides with a dense last dim; lse, part_lse [H, M]. acc and lse are float32, or
-    float64. With ``out`` this is the last merge: ``acc`` is left as it was.
+    acc, part, out [M, H, D], any strides with a dense last dim; lse, part_lse [H, M]. acc and lse are float32 or
+    float64. With ``out`` this is the last merge, and ``acc`` is left unchanged.
     """
     if on_triton(acc):
         from seqpar.kernels.triton import merge as fused
@@ -42,21 +42,21 @@ def merge_(acc: Tensor, lse: Tensor, part: Tensor, part_lse: Tensor, out: Tensor
 
 
 def _only(out: Tensor, lse: Tensor) -> Tensor:
-    """The output with rows that see nothing as zeros, so that whatever they hold reaches no result."""
+    """The output with zeros in rows that see nothing, so that their values reach no result."""
     return torch.where((lse == -torch.inf)[..., None], torch.zeros((), dtype=out.dtype, device=out.device), out)
 
 
 def masked_product(weights: Tensor, values: Tensor, seen: Tensor) -> Tensor:
-    """``weights @ values`` in which a zero weight of an unseen pair meets no non-finite value.
+    """``weights @ values``, where an unseen pair's zero weight does not turn a NaN or infinity into a result.
 
-    weights [B, R, C], zero where ``seen`` is False; values [B, C, D]; seen [R, C]. In floating point zero times NaN is
-    NaN, and a value that is not finite must reach the rows that see it and no other.
+    weights [B, R, C], zero where ``seen`` is False; values [B, C, D]; seen [R, C]. In floating point 0 * NaN is NaN,
+    but a non-finite value must reach only the rows that see it.
     """
     if _known_finite(values):
         return torch.bmm(weights, values)
     bad = ~torch.isfinite(values)
     clean = torch.bmm(weights, values.masked_fill(bad, 0.0))
-    # Of the bad values that a row sees: how many, and the sum of the signs with which infinities come. NaN has none.
+    # Per row, over the non-finite values it sees: their count, and the sum of the signs of infinities. NaN has no sign.
     number = torch.bmm(seen.to(values.dtype).expand_as(weights), bad.to(values.dtype))
     signs = torch.bmm(weights.sign(), torch.where(bad, values, 0.0).nan_to_num(0.0, 1.0, -1.0))
     alike = torch.where(signs == number, torch.inf, torch.where(signs == -number, -torch.inf, torch.nan))

@@ -878,13 +878,13 @@ def test_available_says_why_not() -> None:
     ("made", "version", "why"),
     [
         (Flash2, "2.8.3.post2", None),
-        (Flash2, "2.7.4", "flash-attn 2.7.4 is installed, it takes 2.8 or later and below 3"),
-        (Flash2, "3.0.0", "flash-attn 3.0.0 is installed, it takes 2.8 or later and below 3"),
+        (Flash2, "2.7.4", "flash-attn 2.7.4 is installed, it needs 2.8 or later and below 3"),
+        (Flash2, "3.0.0", "flash-attn 3.0.0 is installed, it needs 2.8 or later and below 3"),
         (Flash3, "3.0.0", None),
         (Flash4, "4.0.0b12", None),
         (Flash4, "4.0.0.beta27", None),
         (Flash4, "4.0.0", None),
-        (Flash4, "4.0.0b9", "flash-attn-4 4.0.0b9 is installed, it takes 4.0.0b12 or later"),
+        (Flash4, "4.0.0b9", "flash-attn-4 4.0.0b9 is installed, it needs 4.0.0b12 or later"),
     ],
 )
 def test_versions_are_read_from_what_is_installed(made, version, why, monkeypatch) -> None:

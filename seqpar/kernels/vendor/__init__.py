@@ -1,4 +1,4 @@
-"""Kernels of other libraries over a step's segments: torch's own, cuDNN and FlashAttention 2, 3 and 4."""
+"""Other libraries' kernels on a step's segments: torch's own, cuDNN, and FlashAttention 2, 3 and 4."""
 
 from __future__ import annotations
 

@@ -1,8 +1,8 @@
 """torch's fused CPU operator, in float32 and float64.
 
-It takes one call of heads at a time, has no windows, and aligns a causal mask at the first row, hence squares. A row
-that sees nothing has lse 0 there, which no piece here has. In a square it multiplies unseen values by zero, so that
-inputs that are not finite are not for it.
+It takes one segment per call, has no windows, and aligns a causal mask at the first row, so causal segments must be
+square. It reports lse 0 for a row that sees nothing; no segment here has such a row. Inside a square it multiplies
+unseen values by zero, so inputs must be finite.
 """
 
 from __future__ import annotations
@@ -23,11 +23,11 @@ class Aten(Library):
     squares = True
     rounds = False
     alignment = 1
-    rows_per_segment = 16  # with fewer rows in a segment a call of the operator costs more than the tiles it saves
+    rows_per_segment = 16  # with fewer rows per segment, a call costs more than the tiles it saves
     rows_per_call = 0
 
     def refuses(self, spec: CallSpec) -> str | None:
-        """Why not, or None."""
+        """Why the call is refused, or None."""
         if spec.device != "cpu":
             return f"aten runs on the CPU, q is on {spec.device}"
         if spec.dtype != acc_dtype(spec.dtype):
@@ -39,7 +39,7 @@ class Aten(Library):
         return None
 
     def accepts(self, *tensors: Tensor) -> bool:
-        """Whether all elements are finite; a sum that overflows says no, which costs time and no accuracy."""
+        """Whether all elements are finite. A sum that overflows says no: slower, and just as accurate."""
         return all(bool(torch.isfinite(x.sum())) for x in tensors)
 
     def attend(self, q: Tensor, k: Tensor, v: Tensor, call: VarlenCall, scale: float) -> tuple[Tensor, Tensor]:

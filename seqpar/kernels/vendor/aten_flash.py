@@ -1,8 +1,8 @@
-"""FlashAttention-2 as torch carries it.
+"""FlashAttention-2 inside torch.
 
 Source: torch's ``aten/src/ATen/native/transformers/cuda/attention.cu`` and ``attention_backward.cu``: with
 ``cum_seq_q`` tensors are packed and lse is [H, rows]; windows and causal masks are aligned at the end; backward is
-deterministic only under ``torch.use_deterministic_algorithms``, which is no call's to set.
+deterministic only under ``torch.use_deterministic_algorithms``, which is not a call's business to set.
 """
 
 from __future__ import annotations
@@ -17,22 +17,22 @@ from seqpar.kernels.vendor.varlen import VarlenCall
 
 
 class AtenFlash(Library):
-    """``aten::_flash_attention_forward``. Arguments by name are those that torch 2.11 and later both have."""
+    """``aten::_flash_attention_forward``. The keyword arguments used are in torch 2.11 and in all later versions."""
 
     name = "aten_flash"
 
     def missing(self) -> str | None:
-        """Why it cannot run on this machine, or None."""
+        """Why this machine cannot run it, or None."""
         return no_cuda() or (
             None if torch.backends.cuda.is_flash_attention_available() else "this torch is built without FlashAttention"
         )
 
     def refuses(self, spec: CallSpec) -> str | None:
-        """Why not, or None."""
+        """Why the call is refused, or None."""
         if spec.dim != spec.v_dim or spec.dim > 256:
             return f"aten_flash needs values as wide as keys, 256 at most, got {spec.v_dim} and {spec.dim}"
         if spec.grads and spec.deterministic:
-            return "aten_flash has a deterministic backward only for a whole process, not for a call"
+            return "aten_flash has no deterministic backward for one call, only for a whole process"
         consumer = 86 <= spec.capability <= 89 or spec.capability >= 120
         if spec.grads and consumer and 192 < spec.dim <= 224:
             return f"aten_flash has no backward for head dim {spec.dim} on capability {spec.capability / 10}"
@@ -49,7 +49,7 @@ class AtenFlash(Library):
     def differentiate(
         self, q: Tensor, k: Tensor, v: Tensor, results: Results, call: VarlenCall, scale: float, deterministic: bool
     ) -> tuple[Tensor, Tensor, Tensor]:
-        """See `Library`. The state of a generator is asked for and without dropout not read."""
+        """See `Library`. The operator takes a generator's state, and without dropout does not read it."""
         state, unused = q.new_empty(2, dtype=torch.uint64), q.new_empty((), dtype=torch.uint64)
         return torch.ops.aten._flash_attention_backward(
             results.dout, q, k, v, results.out, results.lse, call.cu_q, call.cu_k, call.max_q, call.max_k, 0.0,

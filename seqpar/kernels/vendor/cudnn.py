@@ -1,8 +1,8 @@
-"""cuDNN's attention as torch carries it.
+"""cuDNN's attention inside torch.
 
 Source: torch's ``aten/src/ATen/native/cudnn/MHA.cpp`` (a causal mask is aligned at the first row, statistics are
-[1, H, rows, 1]) and ``transformers/cuda/sdp_utils.cpp`` (what it cannot do). It builds a plan for every shape, hence
-segments of many rows. Its backward is not deterministic.
+[1, H, rows, 1]) and ``transformers/cuda/sdp_utils.cpp`` (its limits). cuDNN builds a plan for every shape, so segments
+should have many rows. Its backward is not deterministic.
 """
 
 from __future__ import annotations
@@ -16,11 +16,11 @@ from seqpar.kernels.vendor.aten import heads_first
 from seqpar.kernels.vendor.library import Library, Results, refuses_on_cuda
 from seqpar.kernels.vendor.varlen import VarlenCall
 
-LEAST = 91501  # older ones are wrong for lengths that 128 does not divide (pytorch#169849)
+LEAST = 91501  # older versions are wrong for lengths that are no multiple of 128 (pytorch#169849)
 
 
 class CuDNN(Library):
-    """``aten::_scaled_dot_product_cudnn_attention``, a segment at a time, causal ones as rectangles and squares."""
+    """``aten::_scaled_dot_product_cudnn_attention``, one segment per call; causal ones as rectangles and squares."""
 
     name = "cudnn"
     varlen = False
@@ -30,16 +30,16 @@ class CuDNN(Library):
     rows_per_call = 512
 
     def missing(self) -> str | None:
-        """Why it cannot run on this machine, or None."""
+        """Why this machine cannot run it, or None."""
         if no_cuda():
             return no_cuda()
         release = torch.backends.cudnn.version()  # type: ignore[no-untyped-call]
         if release is None:
             return "this torch has no cuDNN"
-        return None if release >= LEAST else f"it takes cuDNN {LEAST} or later, this torch has {release}"
+        return None if release >= LEAST else f"it needs cuDNN {LEAST} or later, this torch has {release}"
 
     def refuses(self, spec: CallSpec) -> str | None:
-        """Why not, or None."""
+        """Why the call is refused, or None."""
         if max(spec.dim, spec.v_dim) > 128:
             return f"cudnn has head dims up to 128, got {spec.dim} and {spec.v_dim}"
         if spec.grads and spec.deterministic:
@@ -56,7 +56,7 @@ class CuDNN(Library):
     def differentiate(
         self, q: Tensor, k: Tensor, v: Tensor, results: Results, call: VarlenCall, scale: float, deterministic: bool
     ) -> tuple[Tensor, Tensor, Tensor]:
-        """See `Library`. The state of a generator is asked for and without dropout not read."""
+        """See `Library`. The operator takes a generator's state, and without dropout does not read it."""
         assert results.out is not None
         dout, *tensors = heads_first(results.dout, q, k, v, results.out)
         state = q.new_empty((), dtype=torch.int64)

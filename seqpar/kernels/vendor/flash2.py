@@ -1,7 +1,7 @@
-"""FlashAttention-2, the package flash-attn.
+"""FlashAttention-2 from the package flash-attn.
 
-Source: ``flash_attn/flash_attn_interface.py`` of its release 2.8.3. Backward over a part of the keys with the lse of
-all of them needs the functions below `flash_attn_varlen_func`, whose arguments change between minor releases.
+Source: ``flash_attn/flash_attn_interface.py`` of release 2.8.3. Backward over part of the keys with the lse of all keys
+needs the functions below `flash_attn_varlen_func`, whose arguments change between minor releases.
 """
 
 from __future__ import annotations
@@ -24,11 +24,11 @@ class Flash2(Library):
     name = "flash2"
 
     def missing(self) -> str | None:
-        """Why it cannot run on this machine, or None."""
+        """Why this machine cannot run it, or None."""
         return outdated("flash-attn", (2, 8), (3,)) or no_cuda()
 
     def refuses(self, spec: CallSpec) -> str | None:
-        """Why not, or None."""
+        """Why the call is refused, or None."""
         if spec.dim != spec.v_dim or spec.dim > 256:
             return f"flash2 needs values as wide as keys, 256 at most, got {spec.v_dim} and {spec.dim}"
         return refuses_on_cuda(self, spec)
@@ -55,5 +55,5 @@ class Flash2(Library):
 
 
 def _interface() -> Any:
-    """Imported when it is called, never with seqpar."""
+    """The package's module, imported on first use."""
     return import_module("flash_attn.flash_attn_interface")

@@ -1,7 +1,7 @@
-"""FlashAttention-3, the package flash-attn-3 (``hopper/`` of flash-attention's repository).
+"""FlashAttention-3 from the package flash-attn-3 (``hopper/`` of flash-attention's repository).
 
-Source: the operators' schemas in ``hopper/flash_api_stable.cpp``; all their arguments but the tensors have defaults and
-go by name here.
+Source: the operators' schemas in ``hopper/flash_api_stable.cpp``. All arguments but the tensors have defaults and are
+passed by name.
 """
 
 from __future__ import annotations
@@ -24,11 +24,11 @@ class Flash3(Library):
     name = "flash3"
 
     def missing(self) -> str | None:
-        """Why it cannot run on this machine, or None."""
+        """Why this machine cannot run it, or None."""
         return outdated("flash-attn-3", (3, 0)) or no_cuda()
 
     def refuses(self, spec: CallSpec) -> str | None:
-        """Why not, or None."""
+        """Why the call is refused, or None."""
         fits = spec.dim == spec.v_dim <= 256 or (128 < spec.dim <= 192 and 96 < spec.v_dim <= 128)
         if not fits:
             return f"flash3 has head dims up to 256, or 192 with values of 128, got {spec.dim} and {spec.v_dim}"
@@ -37,7 +37,7 @@ class Flash3(Library):
         return refuses_on_cuda(self, spec, least=90, most=90)
 
     def attend(self, q: Tensor, k: Tensor, v: Tensor, call: VarlenCall, scale: float) -> tuple[Tensor, Tensor]:
-        """See `Library`. num_splits 1: splits are merged by another kernel."""
+        """See `Library`. num_splits 1: another kernel would have to merge the splits."""
         out, lse, *_ = _operators().fwd(
             q, k, v, cu_seqlens_q=call.cu_q, cu_seqlens_k=call.cu_k, max_seqlen_q=call.max_q,
             max_seqlen_k=call.max_k, softmax_scale=scale, is_causal=call.causal, window_size_left=call.left,
@@ -60,6 +60,6 @@ class Flash3(Library):
 
 
 def _operators() -> Any:
-    """torch's namespace of its operators, which its extension fills when it is loaded, never with seqpar."""
+    """torch's namespace of the package's operators, which importing the package fills; imported on first use."""
     import_module("flash_attn_3._C")
     return torch.ops.flash_attn_3

@@ -1,7 +1,7 @@
-"""FlashAttention-4, the package flash-attn-4 (``flash_attn/cute`` of flash-attention's repository).
+"""FlashAttention-4 from the package flash-attn-4 (``flash_attn/cute`` of flash-attention's repository).
 
-Source: its ``interface.py`` at tags fa4-v4.0.0.beta12, the first whose backward is deterministic for grouped heads too,
-and beta27. Its backward takes the gradient of lse: with an output of zeros and ``dlse = -delta`` it is given delta.
+Source: ``interface.py`` at the tags fa4-v4.0.0.beta12, the first with a deterministic backward for grouped heads, and
+beta27. Its backward takes the gradient of lse, not delta: an output of zeros and ``dlse = -delta`` pass delta in.
 """
 
 from __future__ import annotations
@@ -25,11 +25,11 @@ class Flash4(Library):
     from_delta = True
 
     def missing(self) -> str | None:
-        """Why it cannot run on this machine, or None."""
+        """Why this machine cannot run it, or None."""
         return outdated("flash-attn-4", (4, 0, 0, 12)) or no_cuda()
 
     def refuses(self, spec: CallSpec) -> str | None:
-        """Why not, or None. Capability 12 has no deterministic backward, and 8 none at all: left out."""
+        """Why the call is refused, or None. Left out: capability 12 (no deterministic backward) and 8 (no backward)."""
         most = 256 if spec.capability < 100 else 128
         if max(spec.dim, spec.v_dim) > most and (spec.dim, spec.v_dim) != (192, 128):
             return f"flash4 has head dims up to {most}, or 192 with values of 128, got {spec.dim} and {spec.v_dim}"
@@ -56,7 +56,7 @@ class Flash4(Library):
 
 
 def _options(call: VarlenCall, scale: float) -> dict[str, Any]:
-    """What forward and backward are both told. No limit of a window is None there."""
+    """Arguments of both forward and backward. An unlimited window is None there."""
     return {
         "cu_seqlens_q": call.cu_q, "cu_seqlens_k": call.cu_k, "max_seqlen_q": call.max_q,
         "max_seqlen_k": call.max_k, "softmax_scale": scale, "causal": call.causal,
@@ -66,5 +66,5 @@ def _options(call: VarlenCall, scale: float) -> dict[str, Any]:
 
 
 def _interface() -> Any:
-    """Imported when it is called, never with seqpar."""
+    """The package's module, imported on first use."""
     return import_module("flash_attn.cute.interface")

@@ -1,9 +1,8 @@
-"""What the executor asks of another library's attention, and what it hands it.
+"""The interface between a step's segments and another library's attention.
 
-FlashAttention's conventions are the defaults here: many sequences in one call, ``cu_seqlens`` of queries and keys; a
-causal mask or a window aligned at the last query and the last key; ``lse`` of shape ``[H, rows]``. What a library
-returns for rows that see no key (FlashAttention-2 says lse +inf, 3 and 4 say -inf, torch's CPU operator 0) is never
-read.
+The defaults are FlashAttention's conventions: many sequences in one call, ``cu_seqlens`` of queries and keys; a causal
+mask or window aligned at the last query and last key; ``lse`` of shape ``[H, rows]``. The lse that a library returns
+for a row that sees no key (+inf in FlashAttention-2, -inf in 3 and 4, 0 in torch's CPU operator) is never read.
 """
 
 from __future__ import annotations
@@ -25,10 +24,10 @@ LOW = (torch.bfloat16, torch.float16)
 
 @dataclass(frozen=True, eq=False)
 class Results:
-    """What backward reads besides q, k, v, of the rows of one call.
+    """Further inputs of backward, for the rows of one call.
 
-    out: final output, None where ``delta`` is not ``rowsum(dout * out)``. lse: final, of all keys, +inf for a row that
-    sees none; delta; both [H, rows], contiguous, in the accumulation dtype.
+    out: final output; None where ``delta`` is not exactly ``rowsum(dout * out)``. lse: final, over all keys, +inf for
+    a row that sees none. lse and delta: [H, rows], contiguous, in the accumulation dtype.
     """
 
     dout: Tensor
@@ -38,14 +37,14 @@ class Results:
 
 
 class Library(ABC):
-    """A library's forward and backward, and how far they go.
+    """A library's forward and backward, and their limits.
 
-    varlen: one call takes many segments, else one. squares: causal only where queries are as many as keys, so that it
-    does not matter where the mask is aligned; and no windows. rounds: results have the inputs' dtype, which is not that
-    of sums. from_delta: backward can be given ``delta`` instead of the output. alignment: bytes at a multiple of which
-    tensors and their rows must start. shortest: queries or keys of a call. rows_per_segment,
-    rows_per_call: mean query rows below which tiles of a position kernel are taken to cost less than calls; those for
-    CUDA are not measured.
+    varlen: a call takes many segments, else one. squares: causal segments must have as many queries as keys, so that
+    the mask's alignment does not matter, and there are no windows. rounds: results are rounded to the inputs' dtype.
+    from_delta: backward takes ``delta`` instead of the output. alignment: tensors and their rows must start at a
+    multiple of this many bytes. shortest: the fewest queries or keys of a call. rows_per_segment, rows_per_call: with
+    fewer query rows on average, the tiles of a position kernel are assumed to cost less than calls; the values for CUDA
+    are not measured.
     """
 
     name: str
@@ -59,15 +58,15 @@ class Library(ABC):
     rows_per_call = 256
 
     def missing(self) -> str | None:
-        """Why it cannot run on this machine, whatever the call; None if it can."""
+        """Why this machine cannot run it, whatever the call; None if it can."""
         return None
 
     @abstractmethod
     def refuses(self, spec: CallSpec) -> str | None:
-        """Why it cannot do a call, or None."""
+        """Why the call is refused, or None."""
 
     def accepts(self, *tensors: Tensor) -> bool:
-        """Whether it can do a call with these values. Only a library on the CPU may look at them."""
+        """Whether it can compute a call with these values. Only a CPU library may look at them."""
         return True
 
     @abstractmethod
@@ -78,22 +77,22 @@ class Library(ABC):
     def differentiate(
         self, q: Tensor, k: Tensor, v: Tensor, results: Results, call: VarlenCall, scale: float, deterministic: bool
     ) -> tuple[Tensor, Tensor, Tensor]:
-        """dq, dk, dv of one call. Rows and keys of no segment get zeros."""
+        """dq, dk, dv of one call. Rows and keys outside all segments get zeros."""
 
 
 @cache
 def installed(package: str) -> tuple[int, ...] | None:
-    """The version of an installed distribution as numbers, the number of a beta last; None if there is none."""
+    """The version of an installed distribution as numbers, the beta's number last; None if it is not installed."""
     try:
         numbers = match(r"(\d+)\.(\d+)(?:\.(\d+))?(?:\.?b(?:eta)?\.?(\d+))?", version(package))
     except PackageNotFoundError:
         return None
-    final = 1 << 30  # a release comes after its betas
+    final = 1 << 30  # makes a release later than its betas
     return tuple(int(x) if x else (0, 0, 0, final)[i] for i, x in enumerate(numbers.groups())) if numbers else ()
 
 
 def outdated(package: str, least: tuple[int, ...], below: tuple[int, ...] = (1 << 30,)) -> str | None:
-    """Why an installed distribution is not one of the versions that are known to fit, or None."""
+    """Why an installed distribution is not a version known to fit, or None."""
     numbers = installed(package)
     if numbers is None:
         return f"{package} is not installed"
@@ -101,11 +100,11 @@ def outdated(package: str, least: tuple[int, ...], below: tuple[int, ...] = (1 <
         return None
     wanted = ".".join(str(x) for x in least[:3]) + (f"b{least[3]}" if least[3:] else "")
     limit = f" and below {below[0]}" if below[0] < 1 << 30 else ""
-    return f"{package} {version(package)} is installed, it takes {wanted} or later{limit}"
+    return f"{package} {version(package)} is installed, it needs {wanted} or later{limit}"
 
 
 def refuses_on_cuda(library: Library, spec: CallSpec, *, least: int = 80, most: int = 129) -> str | None:
-    """What all libraries for CUDA refuse: other devices and dtypes, and scores that are not just scaled products."""
+    """What every CUDA library refuses: other devices and dtypes, and scores that are not just scaled products."""
     name = library.name
     if spec.device != "cuda":
         return f"{name} runs on CUDA devices, q is on {spec.device}"

@@ -1,15 +1,15 @@
-"""A kernel made of another library's attention over the segments of a step.
+"""A kernel that runs another library's attention on the segments of a step.
 
-By this kernel's definition, and not as a fallback, a position kernel does what makes no segments or too many small
-ones, backward through lse where the library knows none, scales that are not positive, as libraries mask and take maxima
-before they scale, and whatever else the library cannot do of a call that it took:
-`Blockwise` on the CPU, Triton's on CUDA where it is there.
+Rows that do not form segments, or form too many small ones, always go to a position kernel (`Blockwise` on the CPU;
+Triton's on CUDA where it is installed). So does all else that the library cannot do: backward through lse, scales that
+are not positive (libraries mask and take maxima before they scale), and values it does not accept.
 
-A step whose rows see keys in one call each is the library's output and nothing else. Otherwise parts are merged in the
-accumulation dtype; a library that rounds its results has then rounded each part. `accuracy_loss` says so where there
-are several steps; for one step it does not happen, as a library of squares leaves causal rectangles of such a call to
-the position kernel. A value that is not finite makes every row of its tile NaN, also rows that do not see it, as in all
-fused kernels; on the CPU such inputs go to the position kernel.
+If each row sees all its keys in one call, the step's result is the library's output. Otherwise parts are merged in the
+accumulation dtype, and a library that rounds its results has rounded each part. `accuracy_loss` says so for calls of
+several steps. A call of one step is exact: libraries of squares leave its causal rectangles to the position kernel.
+
+A value that is not finite makes every row of its tile NaN, even rows that do not see it, as in all fused kernels. On
+the CPU such inputs go to the position kernel.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ from seqpar.kernels.softmax import merge_
 from seqpar.kernels.vendor.library import Library, Results
 from seqpar.kernels.vendor.varlen import VarlenCall, VarlenCalls, calls_of
 
-LEAST_SCALE = torch.finfo(torch.float32).tiny  # libraries multiply in float32, in which less may be zero
+LEAST_SCALE = torch.finfo(torch.float32).tiny  # libraries multiply in float32, where a smaller scale may become zero
 
 
 class Segmented:
@@ -38,7 +38,7 @@ class Segmented:
         self.deterministic, self.merges = deterministic, merges
 
     def specialised_for(self, spec: CallSpec) -> Segmented:
-        """This kernel for one call: on CUDA it depends on what is asked."""
+        """This kernel for one call: on CUDA it depends on the `CallSpec`."""
         if spec.device != "cuda":
             return self
         from seqpar.kernels.triton import Triton
@@ -48,15 +48,15 @@ class Segmented:
         return Segmented(self.library, rest=rest, deterministic=spec.deterministic, merges=spec.merges)
 
     def missing(self) -> str | None:
-        """Why it cannot run on this machine, or None."""
+        """Why this machine cannot run it, or None."""
         return self.library.missing()
 
     def refuses(self, spec: CallSpec) -> str | None:
-        """Why not, or None."""
+        """Why the call is refused, or None."""
         return self.library.refuses(spec)
 
     def accuracy_loss(self, spec: CallSpec) -> str | None:
-        """Rounding, where there are several results of a row to add."""
+        """The rounding of partial results, where a row has several; else None."""
         if not (self.library.rounds and spec.merges):
             return None
         dtype = str(spec.dtype).removeprefix("torch.")
@@ -74,7 +74,7 @@ class Segmented:
             self._later(x, into, calls)
 
     def _first(self, x: Operands, into: Sums, calls: VarlenCalls) -> None:
-        """Write all rows: a part as it is where it is the first of its rows, whatever dtype the output has."""
+        """Write all rows. A row's first part is written without a merge, whatever the output's dtype."""
         output, lse = into.acc if into.out is None else into.out, into.lse
         assert output is not None
         total = output if output.dtype == lse.dtype or not calls.again else torch.empty_like(output, dtype=lse.dtype)
@@ -96,7 +96,7 @@ class Segmented:
             output.copy_(total)
 
     def _later(self, x: Operands, into: Sums, calls: VarlenCalls) -> None:
-        """Merge with what is there; with one call for all rows straight into the output."""
+        """Merge with the earlier result; one call for all rows writes straight into the output."""
         acc, lse, out = into.acc, into.lse, into.out
         assert acc is not None
         if out is not None and calls.covers and len(calls.calls) == 1:
@@ -108,7 +108,7 @@ class Segmented:
             out.copy_(acc)
 
     def _attend(self, x: Operands, call: VarlenCall) -> tuple[Tensor, Tensor]:
-        """One call's part, with lse -inf where a row sees no key in it."""
+        """The part of one call, with lse -inf where a row sees no key in it."""
         q, k, v = self._aligned(x.q[call.rows], x.k[call.keys], x.v[call.keys])
         part, lse = self.library.attend(q, k, v, call, x.score.scale)
         return part, lse if call.seen is None else torch.where(call.seen, lse, -torch.inf)
@@ -126,7 +126,7 @@ class Segmented:
             q, k, v, dout = self._aligned(x.q[rows], x.k[keys], x.v[keys], grads.dout[rows])
             final = None if out is None else self._aligned(out[rows])[0]
             lse = grads.lse[:, rows]
-            if call.seen is not None:  # -inf less -inf is NaN; with +inf a row that sees no key has probabilities zero
+            if call.seen is not None:  # -inf - -inf is NaN; with +inf, a row that sees no key has zero probabilities
                 lse = torch.where(lse == -torch.inf, torch.inf, lse)
             results = Results(dout, final, lse.contiguous(), grads.delta[:, rows].contiguous())
             dq, dk, dv = self.library.differentiate(q, k, v, results, call, x.score.scale, self.deterministic)
@@ -135,7 +135,7 @@ class Segmented:
             grads.dv[keys] += dv
 
     def _calls(self, x: Operands, *tensors: Tensor) -> VarlenCalls | None:
-        """The step as calls of the library; None if it is the position kernel's."""
+        """The step as calls of the library; None if the position kernel computes it."""
         library = self.library
         if x.score.scale < LEAST_SCALE:
             return None
@@ -150,7 +150,7 @@ class Segmented:
         return calls if library.accepts(*tensors) else None
 
     def _aligned(self, *tensors: Tensor) -> list[Tensor]:
-        """The tensors, or copies of those whose rows start where the library cannot load them."""
+        """The tensors, copied where a row starts at an address that the library cannot load from."""
         return [x if _is_aligned(x, self.library.alignment) else x.clone(memory_format=torch.contiguous_format)
                 for x in tensors]  # fmt: skip
 

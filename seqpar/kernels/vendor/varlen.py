@@ -1,7 +1,11 @@
-"""The segments of a step as calls of a library: which go together, and what lies between them.
+"""A step's segments as varlen calls of a library.
 
-A call covers consecutive query rows and consecutive key rows. Segments in it ascend on both sides and do not overlap;
-rows and keys between two of them become sequences of their own, with no keys and with no queries.
+A call covers consecutive query rows and consecutive key rows. Its segments ascend on both sides without overlap; rows
+between two segments become a sequence without keys, and keys between them one without queries. For two segments:
+
+    query rows   |  segment 0  | gap |  segment 1  |
+    key rows     |  segment 0  |  gap  |  segment 1  |
+    cu_q, cu_k   4 sequences: segment 0, the query gap without keys, the key gap without queries, segment 1
 """
 
 from __future__ import annotations
@@ -20,7 +24,8 @@ from seqpar.kernels.protocol import StepFacts
 
 
 class Piece(NamedTuple):
-    """``n`` query rows from ``q`` on over ``m`` keys from ``k`` on. left, right: of the diagonal, -1 for no limit."""
+    """``n`` query rows from ``q`` over ``m`` key rows from ``k``. left, right: reach from the diagonal, -1 if
+    unlimited."""
 
     q: int
     n: int
@@ -31,7 +36,7 @@ class Piece(NamedTuple):
 
     @property
     def mask(self) -> tuple[int, int]:
-        """What pieces of one call have in common."""
+        """The part of a piece that all pieces of one call must share."""
         return self.left, self.right
 
     def seen(self) -> np.ndarray:
@@ -44,11 +49,11 @@ class Piece(NamedTuple):
 
 @dataclass(frozen=True, eq=False)
 class VarlenCall:
-    """One call: ``cu_q, cu_k`` int32 [sequences + 1] of the query rows and key rows that the slices take from a step.
+    """One call: ``cu_q, cu_k`` int32 [sequences + 1], relative to the query and key rows that the slices select.
 
-    cu_q and cu_k are None for libraries that take one segment at a time. max_q, max_k: bounds of the lengths. left,
-    right: the window that all sequences have; -1 for no limit, and right 0 with no left is causal. again: some of these
-    rows see keys in a call before. seen: bool [rows] on the device, the rows that see a key in this call; None if all.
+    cu_q and cu_k are None for libraries that take one segment per call. max_q, max_k: bounds of the lengths. left,
+    right: the window of all sequences, -1 if unlimited; right 0 without a left limit is causal. again: some of the rows
+    also see keys in an earlier call. seen: bool [rows] on the device, the rows that see a key here; None if all do.
     """
 
     rows: slice
@@ -64,14 +69,14 @@ class VarlenCall:
 
     @property
     def causal(self) -> bool:
-        """Whether keys end at the diagonal and nothing else bounds them."""
+        """Whether keys end at the diagonal and have no other limit."""
         return self.left < 0 and self.right == 0
 
 
 @dataclass(frozen=True, eq=False)
 class VarlenCalls:
-    """The calls of a step. segments: how many there are. covers: every query row sees a key. keys_again: some key is in
-    two segments, so that its gradients are a sum over calls, or cannot be made in one."""
+    """The calls of a step. segments: their number. covers: every query row sees a key. keys_again: some key is in two
+    segments, so its gradients are a sum over calls."""
 
     calls: tuple[VarlenCall, ...]
     segments: int
@@ -85,7 +90,8 @@ class VarlenCalls:
 
 
 def calls_of(facts: StepFacts, device: torch.device, *, varlen: bool, squares: bool) -> VarlenCalls | None:
-    """A step as calls, made once; None if its bounds make no segments, or windows and the library has only squares."""
+    """A step as calls, cached; None if its bounds form no segments, or need windows where the library has only
+    squares."""
     key = ("varlen calls", device, varlen, squares)
     return facts.memo(key, lambda: _calls(facts, device, varlen, squares))
 
@@ -109,7 +115,7 @@ def _calls(facts: StepFacts, device: torch.device, varlen: bool, squares: bool) 
         masked.append(not seen.all())
         max_q, max_k = lengths.max(1).tolist()
         if varlen:
-            max_q = max(max_q, 2)  # all of one row is a special case of FlashAttention-2, which gaps do not fit
+            max_q = max(max_q, 2)  # FlashAttention-2 treats sequences of one row as special, which gaps do not fit
         slices.append((q, k, max_q, max_k, *group[0].mask, again))
         arrays += [seen] if masked[-1] else []
         arrays += list(np.cumsum(np.pad(lengths, ((0, 0), (1, 0))), 1)) if varlen else []
@@ -124,7 +130,7 @@ def _calls(facts: StepFacts, device: torch.device, varlen: bool, squares: bool) 
 
 
 def _pieces(s: Segments, squares: bool) -> Iterator[Piece]:
-    """Segments as pieces; for a library of squares a causal one is a rectangle and a square of rows that see a key."""
+    """Segments as pieces; for a library of squares, a causal one becomes a rectangle and a square."""
     columns = (x.tolist() for x in (s.q_row, s.q_len, s.k_row, s.k_len, s.kind, s.left, s.right))
     for q, n, k, m, kind, left, right in zip(*columns, strict=True):
         if kind == Kind.WINDOW:
@@ -141,7 +147,7 @@ def _pieces(s: Segments, squares: bool) -> Iterator[Piece]:
 
 
 def _grouped(pieces: list[Piece]) -> list[list[Piece]]:
-    """Pieces, ascending in rows, in as few groups as first-fit finds in which all have one mask and keys ascend."""
+    """Pieces, ascending in rows, in groups with one mask and ascending keys: first-fit, so not always the fewest."""
     groups: list[list[Piece]] = []
     for p in pieces:
         for group in groups:
@@ -155,7 +161,7 @@ def _grouped(pieces: list[Piece]) -> list[list[Piece]]:
 
 
 def _sequences(group: list[Piece]) -> tuple[slice, slice, np.ndarray]:
-    """Query rows, key rows, and int64 [2, sequences] lengths on both sides, what lies between pieces included."""
+    """Query rows, key rows, and the lengths of the sequences on both sides, int64 [2, sequences], gaps included."""
     first, last = group[0], group[-1]
     lengths: list[tuple[int, int]] = []
     q, k = first.q, first.k
