@@ -12,7 +12,7 @@ from typing import Any, TypeVar
 from torch import Tensor
 
 from seqpar.comm import PeerError
-from seqpar.comm.base import ProcessComm
+from seqpar.comm.base import ProcessChannel, ProcessComm
 from seqpar.comm.protocol import Stats, Tag, Work
 
 T = TypeVar("T")
@@ -55,7 +55,7 @@ class CountingWorld:
         return [results[rank] for rank in range(self.size)]
 
 
-class _Channel:
+class _Channel(ProcessChannel):
     """One rank's end of a world."""
 
     def __init__(self, world: CountingWorld, rank: int) -> None:
@@ -69,10 +69,6 @@ class _Channel:
 
     def fail(self, reason: str) -> None:
         self.world.cause = self.world.cause or (self.rank, reason)
-
-    def error(self, doing: str) -> PeerError:
-        assert self.world.cause is not None
-        return PeerError.quoting(self.rank, doing, *self.world.cause)
 
 
 class CountingComm(ProcessComm[_Channel]):

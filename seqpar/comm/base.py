@@ -5,8 +5,9 @@ from __future__ import annotations
 import itertools
 import pickle
 import struct
-from collections.abc import Mapping, Sequence
-from typing import Any, Generic, NamedTuple, Protocol, TypeVar
+from collections import deque
+from collections.abc import Iterator, Mapping, Sequence
+from typing import Any, Generic, NamedTuple, TypeVar
 
 import torch
 import torch.distributed as dist
@@ -19,7 +20,7 @@ from seqpar.comm.owner import Owner
 from seqpar.comm.protocol import DEAD, NO_FACTS, Claim, PeerError, Stats, Tag, Work, raise_first, subset
 
 
-class Channel(Protocol):
+class Channel:
     """What a comm and its subs share: the connection of a group's ranks, and whether it is alive."""
 
     rank: int
@@ -28,23 +29,36 @@ class Channel(Protocol):
     @property
     def cause(self) -> tuple[int, str] | None:
         """The (rank, reason) for which the group is dead, as far as this rank knows."""
-        ...
+        raise NotImplementedError
 
     def fail(self, reason: str) -> None:
         """Mark the group dead for `reason`, unless a root cause stands."""
-        ...
+        raise NotImplementedError
 
     def error(self, doing: str) -> PeerError:
         """The error of a rank that was `doing` something when it found the group dead."""
-        ...
+        assert self.cause is not None
+        return PeerError.quoting(self.rank, doing, *self.cause)
+
+    def check(self, doing: str = "cannot go on") -> None:
+        """Return if the group lives, as far as this rank knows. Raises: PeerError."""
+        if self.cause is not None:
+            raise self.error(doing)
 
 
-class ProcessChannel(Channel, Protocol):
-    """A channel of processes. timeout: seconds after which a wait fails."""
+class ProcessChannel(Channel):
+    """A channel of processes. timeout: seconds after which a wait fails. calls: the last exchanges that were posted."""
 
     owner: Owner
     timeout: float
     root_cause: RootCause
+    calls: deque[Tag]
+
+    def check(self, doing: str = "cannot go on") -> None:
+        """Return if the group lives and this is the rank's process. Raises: PeerError, also in a fork of it."""
+        self.owner.check()
+        if self.cause is not None:
+            raise self.error(doing)
 
 
 # what a rank begins a collective with
@@ -101,7 +115,9 @@ class CommBase(Generic[C]):
         self._ranks: Sequence[int] = scope or range(channel.size)  # this comm's rank -> the group's
         self.rank, self.size, self.stats = self._ranks.index(channel.rank), len(self._ranks), stats
         self.agreed: dict[int, object] = counters.setdefault(("agreed", scope), {})
+        self._scope_id = hash63(scope) if scope else 0
         self.entry: ThreadEntry = counters.setdefault("entry", ThreadEntry())
+        self._calls = self._counter("call")
 
     def _in_group(self, tensors: Mapping[int, list[Tensor]]) -> dict[int, list[Tensor]]:
         return {self._ranks[peer]: several for peer, several in tensors.items()}
@@ -115,9 +131,8 @@ class CommBase(Generic[C]):
         return view
 
     def check(self) -> None:
-        """Raise PeerError if this rank knows that the group is dead."""
-        if self._channel.cause is not None:
-            raise self._channel.error("cannot go on")
+        """Raise PeerError if this rank knows that the group is dead, and in a fork of its process."""
+        self._channel.check()
 
     def abort(self, reason: str) -> None:
         """Make this rank's reason the root cause unless one stands, and wake every rank that waits for it."""
@@ -125,11 +140,11 @@ class CommBase(Generic[C]):
 
     def next_call(self) -> int:
         """The number of the verb that starts now."""
-        return self._next("call")
+        return next(self._calls)
 
-    def _next(self, kind: str) -> int:
+    def _counter(self, kind: str) -> Iterator[int]:
         # kept by scope, so that a sub made twice goes on counting
-        return int(next(self._counters.setdefault((kind, self._scope), itertools.count())))
+        return self._counters.setdefault((kind, self._scope), itertools.count())
 
     def empty(self, shape: Sequence[int], dtype: torch.dtype, device: torch.device) -> Tensor:
         """Uninitialised memory of this process."""
@@ -138,17 +153,6 @@ class CommBase(Generic[C]):
 
 class ProcessComm(CommBase[P]):
     """Ranks that are processes, and agree by messages. A comm adds `exchange` and `_post_control`."""
-
-    def _join(
-        self, channel: P, scope: tuple[int, ...], stats: Stats, counters: dict[object, Any], check_every: str
-    ) -> None:
-        super()._join(channel, scope, stats, counters, check_every)
-        self._scope_id = hash63(scope) if scope else 0
-
-    def check(self) -> None:
-        """Raise PeerError if this rank knows that the group is dead, and in a fork of its process."""
-        self._channel.owner.check()
-        super().check()
 
     @enters
     def agree(self, what: str, facts: Mapping[str, object], error: Exception | None = None) -> None:
@@ -159,7 +163,7 @@ class ProcessComm(CommBase[P]):
         """
         self.check()
         claim = Claim.of(what, facts, error)
-        tag = Tag(0, self._next("agree"), AGREEING, 0, f"{what} (comparing arguments)")
+        tag = Tag(0, next(self._counter("agree")), AGREEING, 0, f"{what} (comparing arguments)")
         if self.size > DIRECT:
             if self._double(hash63((AGREES, claim)), 0 if error is None else REFUSED, tag) == 0:
                 return
@@ -176,7 +180,7 @@ class ProcessComm(CommBase[P]):
         """Every rank's value: see `Comm.gather`. Up to 8 ranks in one message to each other one if values are small."""
         self.check()
         claim = Claim.of(what, facts, error)
-        tag = Tag(0, self._next("agree"), AGREEING, 0, f"{what} (gathering)")
+        tag = Tag(0, next(self._counter("agree")), AGREEING, 0, f"{what} (gathering)")
         if self.size > DIRECT:
             return self._gather_by_rounds(claim, pickle.dumps(value), tag, error)
         packed = pickle.dumps((claim, None if error else value))

@@ -23,42 +23,47 @@ import ctypes
 import logging
 import time
 from bisect import bisect_right
-from collections.abc import Callable, Mapping, Sequence
+from collections import deque
+from collections.abc import Mapping, Sequence, Set
 from datetime import timedelta
 from itertools import accumulate
-from typing import Any, NamedTuple, TypeVar
+from typing import Any, NamedTuple
+from zlib import crc32
 
 import torch
 import torch.distributed as dist
 from torch import Tensor
 
 from seqpar.comm.arguments import check_arguments, check_descriptors
-from seqpar.comm.base import ProcessComm, process_group, waited
+from seqpar.comm.base import Done, ProcessChannel, ProcessComm, process_group, waited
 from seqpar.comm.failure import Monitor, RootCause
-from seqpar.comm.header import HEADER_BYTES, WARMING, CallNames, Header, describe, hash63, packed, unpacked
+from seqpar.comm.header import HEADER_BYTES, REMEMBERED, WARMING, Header, describe, mismatch, packed, unpacked
 from seqpar.comm.interrupt import Interrupt
 from seqpar.comm.owner import Owner
-from seqpar.comm.protocol import PeerError, Stats, Tag, Work, checked_side, rounds
+from seqpar.comm.protocol import PeerError, Stats, Tag, Work, checked_sides, rounds
 from seqpar.comm.rendezvous import Rendezvous
 
 log = logging.getLogger("seqpar.comm")
 
-T = TypeVar("T")
+CARRIERS = {"cpu": "gloo", "cuda": "nccl"}  # device type -> the backend that moves its tensors
 
 # gloo numbers that are not hashes of a header
 HEADERS, HANG_UP, FIRST_FREE = 0, 1, 16
+NUMBERS = 2**31 - 2**20  # hashes; a pair's tensors are numbered from one on
 
 BESIDE = 1 << 14  # bytes of a pair's tensors up to which they travel behind their header
 
 
-class GroupChannel:
+class GroupChannel(ProcessChannel):
     """What a comm and its subs share: the group, its twin, whether they are alive. Ranks are the group's."""
+
+    cause: tuple[int, str] | None = None
 
     def __init__(self, group: dist.ProcessGroup, timeout: float, check: str) -> None:
         self.timeout = timeout
         self.rank, self.size = group.rank(), group.size()
         self.backends = _backends(group)
-        self.cause: tuple[int, str] | None = None
+        self.carries = {kind for kind, backend in self.backends.items() if CARRIERS.get(kind) == backend}
         self.orphans: list[object] = []  # what the twin may still write to after a failure
         c10d: Any = dist.distributed_c10d
         store = group.get_group_store()
@@ -82,8 +87,8 @@ class GroupChannel:
         self.owner = Owner(self, self.rank, self._groups)
         self.root_cause = RootCause(twin_store, "root cause", self.rank)
         self.monitor = Monitor(timeout, self.fail, self.look)
-        self.interrupt = Interrupt(lambda doing: self.fail(f"{doing}: interrupted by Ctrl-C"))
-        self.calls = CallNames()
+        self.interrupt = Interrupt(lambda tag: self.fail(f"in {describe(tag)}: interrupted by Ctrl-C"))
+        self.calls = deque(maxlen=REMEMBERED)
 
     def _check(self, check: str) -> None:
         check_arguments("GroupComm", self.timeout, check)
@@ -121,11 +126,6 @@ class GroupChannel:
             log.info("rank %d: root cause: rank %d: %s", self.rank, *standing)
         return self.cause is not None
 
-    def error(self, doing: str) -> PeerError:
-        """The error of a rank that was `doing` something when it found the group dead."""
-        assert self.cause is not None
-        return PeerError.quoting(self.rank, doing, *self.cause)
-
     def failed(self, doing: str, peer: int, error: RuntimeError) -> PeerError:
         """The error for one of gloo's, met when `doing` something that waits for `peer`."""
         timed_out = _timed_out(error)
@@ -159,11 +159,6 @@ def _backends(group: dist.ProcessGroup) -> dict[str, str]:
     return {device: backend for device, _, backend in pairs}
 
 
-def _number(header: Header, index: int) -> int:
-    """The gloo number of a tensor: 31 bits."""
-    return FIRST_FREE + (hash63(tuple(header)) + index) % (2**31 - FIRST_FREE)
-
-
 class _GlooMessage(NamedTuple):
     """One message of a gloo exchange that `wait` waits for; with an expectation, a header to compare with it.
 
@@ -173,25 +168,39 @@ class _GlooMessage(NamedTuple):
     work: dist.Work
     peer: int
     buffer: Tensor
-    expected: Header | None
+    expected: bytes = b""
     beside: Sequence[Tensor] = ()
 
 
-def _announced(scope: int, tag: Tag, tensors: Sequence[Tensor], mutual: bool) -> tuple[Header, Sequence[Tensor]]:
-    """The header of a pair's tensors, and those that travel in one message with it: the first ones, as many as fit."""
-    header = Header.of(scope, tag, tensors)
-    count = bisect_right(list(accumulate(x.nbytes for x in tensors)), BESIDE) if mutual else 0
-    if not count:
-        return header, ()
-    # another one, as the tensors would be waited for in vain by who expects them apart
-    return header._replace(signature=header.signature ^ 1), tensors[:count]
+class _Announced(NamedTuple):
+    """A pair's tensors as they travel: beside the header, in one message with it, or apart, numbered from `number`."""
+
+    header: bytes
+    beside: Sequence[Tensor]
+    apart: Sequence[Tensor]
+    number: int
 
 
-def _headed(header: Header, beside: Sequence[Tensor]) -> Tensor:
+def _announced(scope: int, tag: Tag, tensors: Sequence[Tensor], *, mutual: bool) -> _Announced:
+    """How a pair's tensors travel. mutual: whether the peers send to each other in this exchange.
+
+    A rank that only sends learns from its tensors that nobody takes them, and headers are taken by anybody.
+    """
+    header, count = Header.of(scope, tag, tensors), 0
+    if mutual:
+        count = bisect_right(list(accumulate([x.nbytes for x in tensors])), BESIDE)
+    if count:
+        # another one, as the tensors would be waited for in vain by who expects them apart
+        header = header._replace(signature=header.signature ^ 1)
+    message = packed(header)
+    return _Announced(message, tensors[:count], tensors[count:], FIRST_FREE + crc32(message) % NUMBERS)
+
+
+def _headed(header: bytes, beside: Sequence[Tensor]) -> Tensor:
     """A header and the bytes of tensors, as one message."""
-    message = torch.empty(HEADER_BYTES + sum(x.nbytes for x in beside), dtype=torch.uint8)
+    message = torch.empty(HEADER_BYTES + sum([x.nbytes for x in beside]), dtype=torch.uint8)
     at = message.data_ptr()
-    ctypes.memmove(at, packed(header), HEADER_BYTES)
+    ctypes.memmove(at, header, HEADER_BYTES)
     at += HEADER_BYTES
     for x in beside:
         ctypes.memmove(at, x.data_ptr(), x.nbytes)
@@ -208,87 +217,76 @@ def _land(message: Tensor, tensors: Sequence[Tensor]) -> None:
 
 
 class _GlooWork:
-    """`Work` of an exchange of CPU tensors."""
+    """`Work` of an exchange of CPU tensors, which making it posts; peers are the group's ranks."""
 
-    def __init__(self, channel: GroupChannel, tag: Tag, stats: Stats | None) -> None:
+    def __init__(
+        self, channel: GroupChannel, scope: int, tag: Tag, sends: Mapping[int, list[Tensor]],
+        recvs: Mapping[int, list[Tensor]], stats: Stats | None,
+    ) -> None:  # fmt: skip
         self._channel, self._tag, self._stats = channel, tag, stats
-        self._messages: list[_GlooMessage] = []
         self._waited = False
-
-    def post(self, scope: int, tag: Tag, sends: Mapping[int, list[Tensor]], recvs: Mapping[int, list[Tensor]]) -> None:
-        """Hand all messages to gloo, headers first; peers are the group's ranks."""
-        twin = self._channel.twin
-        self._channel.calls.add(tag)
-        incoming, outgoing = [], []
-        # a rank that only sends learns from its tensors that nobody takes them, and headers are taken by anybody
-        mutual = sends.keys() & recvs.keys()
-        for peer, tensors in recvs.items():
-            header, beside = _announced(scope, tag, tensors, peer in mutual)
-            buffer = torch.empty(HEADER_BYTES + BESIDE, dtype=torch.uint8)
-            work = self._posted(twin.recv, buffer, peer, HEADERS)
-            self._messages.append(_GlooMessage(work, peer, buffer, header, beside))
-            for index, tensor in enumerate(tensors[len(beside) :]):
-                number = _number(header, index)
-                incoming.append(_GlooMessage(self._posted(twin.recv, tensor, peer, number), peer, tensor, None))
-        for peer, tensors in sends.items():
-            header, beside = _announced(scope, tag, tensors, peer in mutual)
-            buffer = _headed(header, beside)
-            outgoing.append(_GlooMessage(self._posted(twin.send, buffer, peer, HEADERS), peer, buffer, None))
-            for index, tensor in enumerate(tensors[len(beside) :]):
-                number = _number(header, index)
-                outgoing.append(_GlooMessage(self._posted(twin.send, tensor, peer, number), peer, tensor, None))
-        self._messages += incoming + outgoing
-
-    def _posted(self, post: Callable[..., dist.Work], tensor: Tensor, peer: int, number: int) -> dist.Work:
+        self._messages: list[_GlooMessage] = []
+        channel.calls.append(tag)
+        twin, later, peer = channel.twin, [], -1
         try:
-            return post([tensor], peer, number)
+            # headers first, in what is posted and in what is waited for
+            for peer, tensors in recvs.items():
+                header, beside, apart, number = _announced(scope, tag, tensors, mutual=peer in sends)
+                buffer = torch.empty(HEADER_BYTES + BESIDE, dtype=torch.uint8)
+                work = twin.recv([buffer], peer, HEADERS)
+                self._messages.append(_GlooMessage(work, peer, buffer, header, beside))
+                for n, x in enumerate(apart, number):
+                    later.append(_GlooMessage(twin.recv([x], peer, n), peer, x))
+            for peer, tensors in sends.items():
+                header, beside, apart, number = _announced(scope, tag, tensors, mutual=peer in recvs)
+                buffer = _headed(header, beside)
+                later.append(_GlooMessage(twin.send([buffer], peer, HEADERS), peer, buffer))
+                for n, x in enumerate(apart, number):
+                    later.append(_GlooMessage(twin.send([x], peer, n), peer, x))
         except RuntimeError as error:
-            self._abandon()
-            raise self._channel.failed(f"posting {self._name}", peer, error) from error
+            raise channel.failed(f"posting {describe(tag)}", peer, error) from error
+        finally:
+            self._messages += later  # after an error `__del__` keeps them, which gloo may still write to
 
     def wait(self) -> None:
         if not self._messages:
             return
-        start = time.monotonic()
+        channel, start = self._channel, time.monotonic()
         self._waited = True
         watched = False
         try:
-            watched = self._channel.interrupt.begin(f"in {self._name}")
+            channel.owner.check()
+            watched = channel.interrupt.begin(self._tag)
             for message in self._messages:
-                self._wait_for(message, start + self._channel.timeout)
+                self._wait_for(message, start + channel.timeout)
             self._messages = []
         except BaseException as error:
             self._abandon()
             if not isinstance(error, PeerError):
-                self._channel.fail(f"in {self._name}: {type(error).__name__}: {error}")
+                channel.fail(f"in {describe(self._tag)}: {type(error).__name__}: {error}")
             raise
         finally:
             if watched:
-                self._channel.interrupt.end()
+                channel.interrupt.end()
             if self._stats is not None:
                 self._stats.wait_seconds += time.monotonic() - start
 
     def _wait_for(self, message: _GlooMessage, deadline: float) -> None:
-        channel = self._channel
-        doing = f"in {self._name}"
-        channel.owner.check()
+        channel, peer = self._channel, message.peer
         if channel.cause is not None:
-            raise channel.error(f"{doing}, waiting for rank {message.peer}")
+            raise channel.error(f"in {describe(self._tag)}, waiting for rank {peer}")
         try:
             message.work.wait(timedelta(seconds=max(0.001, deadline - time.monotonic())))
         except RuntimeError as error:
-            raise channel.failed(doing, message.peer, error) from error
-        if message.expected is not None:
-            received = unpacked(message.buffer)
+            raise channel.failed(f"in {describe(self._tag)}", peer, error) from error
+        if message.expected:
+            received = ctypes.string_at(message.buffer.data_ptr(), HEADER_BYTES)
             if received != message.expected:
-                why = channel.calls.mismatch(message.peer, received, channel.rank, message.expected, self._tag)
-                channel.fail(f"{doing}: {why}")
-                raise channel.error(f"{doing}, receiving from rank {message.peer}")
+                sent, expected = unpacked(received), unpacked(message.expected)
+                doing = f"in {describe(self._tag)}"
+                channel.fail(f"{doing}: {mismatch(peer, sent, channel.rank, expected, self._tag, channel.calls)}")
+                raise channel.error(f"{doing}, receiving from rank {peer}")
             _land(message.buffer, message.beside)
-
-    @property
-    def _name(self) -> str:
-        return describe(self._tag)
 
     def _abandon(self) -> None:
         self._waited = True
@@ -299,11 +297,11 @@ class _GlooWork:
         if not self._waited and self._messages:
             self._abandon()
             if self._channel.cause is None:
-                self._channel.fail(f"dropped the work of {self._name} without waiting for it")
+                self._channel.fail(f"dropped the work of {describe(self._tag)} without waiting for it")
 
 
 class _NcclWork:
-    """`Work` of an exchange of CUDA tensors; also of one without messages.
+    """`Work` of an exchange of CUDA tensors.
 
     NCCL has a stream of its own. An exchange starts there when the current stream reaches its posting, so it overlaps
     what is launched after that. `wait` makes the current stream wait and returns at once, as it is given no timeout
@@ -312,7 +310,7 @@ class _NcclWork:
     """
 
     def __init__(self, channel: GroupChannel, tag: Tag) -> None:
-        self._channel, self._name = channel, describe(tag)
+        self._channel, self._tag = channel, tag
         self._works: list[Any] = []
         self._tensors: list[Tensor] = []
 
@@ -323,7 +321,7 @@ class _NcclWork:
             self._tensors += [op.tensor for op in batch]
             works = dist.batch_isend_irecv(list(batch))
             self._works += works
-            self._channel.monitor.watch(works, f"in {self._name} for ranks {peers}")
+            self._channel.monitor.watch(works, f"in {describe(self._tag)} for ranks {peers}")
 
     def wait(self) -> None:
         self._channel.owner.check()
@@ -332,16 +330,16 @@ class _NcclWork:
             for work in works:
                 work.wait()
         except RuntimeError as error:
-            self._channel.fail(f"in {self._name}: {error}")
+            self._channel.fail(f"in {describe(self._tag)}: {error}")
         if works and self._channel.cause is not None:
-            raise self._channel.error(f"in {self._name}")
+            raise self._channel.error(f"in {describe(self._tag)}")
         self._tensors = []
 
     def __del__(self) -> None:
         if self._works:
             self._channel.orphans += [*self._works, *self._tensors]
             if self._channel.cause is None:
-                self._channel.fail(f"dropped the work of {self._name} without waiting for it")
+                self._channel.fail(f"dropped the work of {describe(self._tag)} without waiting for it")
 
 
 class GroupComm(ProcessComm[GroupChannel]):
@@ -365,69 +363,60 @@ class GroupComm(ProcessComm[GroupChannel]):
         self, sends: Mapping[int, Sequence[Tensor]], recvs: Mapping[int, Sequence[Tensor]], *, tag: Tag
     ) -> Work:
         """Post one exchange: see `Comm.exchange`. All its tensors are CUDA or all are CPU tensors."""
-        sends = checked_side(self.rank, self.size, sends, sending=True)
-        recvs = checked_side(self.rank, self.size, recvs, sending=False)
-        device = self._device_type(sends, recvs)
-        self.check()
-        if device is None:
-            return _NcclWork(self._channel, tag)
-        self.stats.count(self._in_group(sends), self._in_group(recvs))
-        if device == "cpu":
-            return self._post_cpu(sends, recvs, tag, self.stats)
+        sends, recvs, devices = checked_sides(self.rank, self._ranks, sends, recvs)
+        types, channel = {device.type for device in devices}, self._channel
+        if len(types) > 1 or not types <= channel.carries:
+            raise _wrong_devices(types, channel.backends)
+        channel.check()
+        if not types:
+            return Done()
+        self.stats.count(sends, recvs)
+        if "cpu" in types:
+            return _GlooWork(channel, self._scope_id, tag, sends, recvs, self.stats)
         return self._post_cuda(sends, recvs, tag)
 
-    def _device_type(self, *sides: Mapping[int, Sequence[Tensor]]) -> str | None:
-        types = {tensor.device.type for side in sides for several in side.values() for tensor in several}
-        if len(types) > 1:
-            raise ValueError(
-                f"exchange: tensors on devices {sorted(types)}; expected all of them on one type of device"
-            )
-        needed = {"cpu": "gloo", "cuda": "nccl"}
-        for device in types:
-            backend = self._channel.backends.get(device, "none")
-            if backend != needed.get(device):
-                raise ValueError(
-                    f"exchange: tensors on device {device} in a group whose backend for it is {backend}; expected "
-                    "CPU tensors on gloo or CUDA tensors on nccl: init_process_group('cpu:gloo,cuda:nccl') has both"
-                )
-        return types.pop() if types else None
-
-    def _post_cpu(
-        self, sends: Mapping[int, list[Tensor]], recvs: Mapping[int, list[Tensor]], tag: Tag, stats: Stats | None
-    ) -> _GlooWork:
-        work = _GlooWork(self._channel, tag, stats)
-        work.post(self._scope_id, tag, self._in_group(sends), self._in_group(recvs))
-        return work
-
     def _post_cuda(self, sends: Mapping[int, list[Tensor]], recvs: Mapping[int, list[Tensor]], tag: Tag) -> _NcclWork:
-        outgoing = rounds(self.rank, self.size, sends, sending=True)
-        incoming = rounds(self.rank, self.size, recvs, sending=False)
+        """An exchange over NCCL; peers are the group's ranks."""
+        channel = self._channel
+        outgoing = rounds(channel.rank, channel.size, sends, sending=True)
+        incoming = rounds(channel.rank, channel.size, recvs, sending=False)
         batches = []
         for key in sorted(outgoing.keys() | incoming.keys()):
             sides = ((dist.isend, outgoing.get(key, {})), (dist.irecv, incoming.get(key, {})))
             batches.append(
                 [
-                    dist.P2POp(op, tensor, group=self._channel.group, group_peer=peer)
+                    dist.P2POp(op, tensor, group=channel.group, group_peer=peer)
                     for op, side in sides
-                    for peer, several in self._in_group(side).items()
+                    for peer, several in side.items()
                     for tensor in several
                 ]
             )
-        work = _NcclWork(self._channel, tag)
+        work = _NcclWork(channel, tag)
         work.post(batches)
         return work
 
     def _post_control(self, sends: Mapping[int, list[Tensor]], recvs: Mapping[int, list[Tensor]], tag: Tag) -> Work:
         # on the twin, whatever the group is of
-        return self._post_cpu(sends, recvs, tag, None)
+        return _GlooWork(self._channel, self._scope_id, tag, self._in_group(sends), self._in_group(recvs), None)
 
     def warm_up(self, peers: Sequence[int]) -> None:
         """Open NCCL's connections to peers; gloo's are open since the constructor."""
         self.check()
         if self._channel.uses_nccl:
             device = torch.device("cuda", torch.cuda.current_device())
-            sends, recvs = ({p: [torch.zeros(1, device=device)] for p in peers} for _ in range(2))
-            self._post_cuda(sends, recvs, Tag(0, self._next("warm-up"), WARMING, 0)).wait()
+            sends, recvs = ({self._ranks[p]: [torch.zeros(1, device=device)] for p in peers} for _ in range(2))
+            self._post_cuda(sends, recvs, Tag(0, next(self._counter("warm-up")), WARMING, 0)).wait()
+
+
+def _wrong_devices(types: Set[str], backends: Mapping[str, str]) -> ValueError:
+    """The error for tensors on devices that an exchange cannot serve."""
+    if len(types) > 1:
+        return ValueError(f"exchange: tensors on devices {sorted(types)}; expected all of them on one type of device")
+    (device,) = types
+    return ValueError(
+        f"exchange: tensors on device {device} in a group whose backend for it is {backends.get(device, 'none')}; "
+        "expected CPU tensors on gloo or CUDA tensors on nccl: init_process_group('cpu:gloo,cuda:nccl') has both"
+    )
 
 
 def _check_backends(backends: Mapping[str, str]) -> None:

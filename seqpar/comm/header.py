@@ -4,9 +4,11 @@ from __future__ import annotations
 
 import hashlib
 import struct
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
+from functools import lru_cache
 from typing import NamedTuple
 
+import torch
 from torch import Tensor
 
 from seqpar.comm.protocol import DEAD, Tag
@@ -14,7 +16,7 @@ from seqpar.comm.protocol import DEAD, Tag
 # phases of tags that are not a verb's
 AGREEING, WARMING = -1, -2
 
-REMEMBERED = 4096  # names of exchanges
+REMEMBERED = 4096  # exchanges of which a channel keeps the tags
 
 
 def hash63(value: object) -> int:
@@ -48,8 +50,8 @@ class Header(NamedTuple):
     @classmethod
     def of(cls, scope: int, tag: Tag, tensors: Sequence[Tensor]) -> Header:
         """The header of a pair's tensors in the exchange `tag` of the ranks that hash to `scope`, 0 for all ranks."""
-        size = sum(t.numel() * t.element_size() for t in tensors)
-        return cls(scope, *tag.numbers, len(tensors), size, hash63([(t.dtype, tuple(t.shape)) for t in tensors]))
+        signature = _signature(tuple([(x.dtype, x.shape) for x in tensors]))
+        return cls(scope, *tag[:4], len(tensors), sum([x.nbytes for x in tensors]), signature)
 
 
 def packed(header: Header) -> bytes:
@@ -57,35 +59,31 @@ def packed(header: Header) -> bytes:
     return _WORDS.pack(*header)
 
 
-def unpacked(message: Tensor) -> Header:
-    """The header at the beginning of a message, a uint8 CPU tensor."""
-    return Header(*_WORDS.unpack(message[:HEADER_BYTES].numpy().tobytes()))
+def unpacked(message: bytes) -> Header:
+    """What `packed` made."""
+    return Header(*_WORDS.unpack(message))
 
 
-class CallNames:
-    """What this rank's exchanges belonged to, so that a header of a peer that is in the same verb can be named."""
+@lru_cache(maxsize=4096)
+def _signature(tensors: tuple[tuple[torch.dtype, torch.Size], ...]) -> int:
+    return hash63([(dtype, tuple(shape)) for dtype, shape in tensors])
 
-    def __init__(self) -> None:
-        self._names: dict[tuple[int, int], str] = {}
 
-    def add(self, tag: Tag) -> None:
-        """Remember the name of an exchange."""
-        if tag.name and tag.phase >= 0:
-            self._names[tag.digest, tag.phase] = tag.name
-            if len(self._names) > REMEMBERED:
-                del self._names[next(iter(self._names))]
+def mismatch(sender: int, sent: Header, receiver: int, expected: Header, own: Tag, before: Iterable[Tag]) -> str:
+    """The reason for an error: `sender` has one header, `receiver` the other.
 
-    def mismatch(self, sender: int, sent: Header, receiver: int, expected: Header, own: Tag) -> str:
-        """The reason for an error: `sender` has one header, `receiver` the other; `own` is this rank's exchange."""
+    own, before: the exchange of this rank, and those that it posted; a header of the same verb is named as they are.
+    """
+    names = {(tag.digest, tag.phase): tag.name for tag in before if tag.phase >= 0}
 
-        def words(header: Header) -> str:
-            tag = Tag(header.digest, header.call, header.phase, header.stage)
-            name = own.name if tag.numbers == own.numbers else self._names.get((tag.digest, tag.phase), "")
-            among = f" in sub {header.scope:x}" if header.scope else ""
-            return f"{describe(tag._replace(name=name))}{among}, with {header.tensors} tensors of {header.bytes} bytes"
+    def words(header: Header) -> str:
+        tag = Tag(header.digest, header.call, header.phase, header.stage)
+        name = own.name if tag.numbers == own.numbers else names.get((tag.digest, tag.phase), "")
+        among = f" in sub {header.scope:x}" if header.scope else ""
+        return f"{describe(tag._replace(name=name))}{among}, with {header.tensors} tensors of {header.bytes} bytes"
 
-        note = "" if sent[:-1] != expected[:-1] else " (same bytes, other shapes or dtypes)"
-        return (
-            f"ranks {sender} and {receiver} do not meet: rank {sender} sent for {words(sent)}, rank {receiver} "
-            f"receives for {words(expected)}{note}{DEAD}; make the same calls in the same order on all ranks"
-        )
+    note = "" if sent[:-1] != expected[:-1] else " (same bytes, other shapes or dtypes)"
+    return (
+        f"ranks {sender} and {receiver} do not meet: rank {sender} sent for {words(sent)}, rank {receiver} "
+        f"receives for {words(expected)}{note}{DEAD}; make the same calls in the same order on all ranks"
+    )

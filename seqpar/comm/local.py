@@ -38,9 +38,9 @@ import torch
 from torch import Tensor
 
 from seqpar.comm.arguments import check_timeout
-from seqpar.comm.base import CommBase, Done
+from seqpar.comm.base import Channel, CommBase, Done
 from seqpar.comm.entry import enters
-from seqpar.comm.protocol import NO_FACTS, Claim, PeerError, Stats, Tag, Work, checked_side, raise_first, rounds
+from seqpar.comm.protocol import NO_FACTS, Claim, PeerError, Stats, Tag, Work, checked_sides, raise_first, rounds
 
 log = logging.getLogger("seqpar.comm")
 
@@ -413,7 +413,7 @@ class _LocalWork:
             self._world.fail(self._progress.rank, f"dropped the work of {self._progress.name} without waiting for it")
 
 
-class _LocalChannel:
+class _LocalChannel(Channel):
     """One rank's end of a world."""
 
     def __init__(self, world: _World, rank: int) -> None:
@@ -427,10 +427,6 @@ class _LocalChannel:
     def fail(self, reason: str) -> None:
         """Make this rank's reason the root cause unless one stands."""
         self.world.fail(self.rank, reason)
-
-    def error(self, doing: str) -> PeerError:
-        """The error of this rank, which was `doing` something when it found the world dead."""
-        return self.world.error(self.rank, doing)
 
 
 class LocalComm(CommBase[_LocalChannel]):
@@ -469,33 +465,25 @@ class LocalComm(CommBase[_LocalChannel]):
         self, sends: Mapping[int, Sequence[Tensor]], recvs: Mapping[int, Sequence[Tensor]], *, tag: Tag
     ) -> Work:
         """Post one exchange: see `Comm.exchange`. A mismatch or a cycle that it completes raises PeerError here."""
-        sends = checked_side(self.rank, self.size, sends, sending=True, direct=self.direct)
-        recvs = checked_side(self.rank, self.size, recvs, sending=False, direct=self.direct)
-        self.check()
+        sends, recvs, _ = checked_sides(self.rank, self._ranks, sends, recvs, direct=self.direct)
+        self._channel.check()
         if not sends and not recvs:
             return Done()
         with torch.inference_mode():
             for tensor in _all(recvs):
                 if tensor.is_floating_point():
                     tensor.fill_(torch.nan)
-        self.stats.count(self._in_group(sends), self._in_group(recvs))
-        outgoing = rounds(self.rank, self.size, sends, sending=True)
-        incoming = rounds(self.rank, self.size, recvs, sending=False)
+        self.stats.count(sends, recvs)
+        me, size = self._channel.rank, self._channel.size
+        outgoing, incoming = rounds(me, size, sends, sending=True), rounds(me, size, recvs, sending=False)
         keys = sorted(outgoing.keys() | incoming.keys())
-        me, stream = self._channel.rank, _stream(itertools.chain(_all(sends), _all(recvs)))
+        stream = _stream(itertools.chain(_all(sends), _all(recvs)))
         ready = None if stream is None else stream.record_event()
         progress = _RoundsLeft(me, str(tag), len(keys), stream, ready)
         work = _LocalWork(self._world, progress, self.stats)
         now = time.monotonic()
         entries = [
-            _Round(
-                me,
-                (self._scope, tag, key),
-                self._in_group(outgoing.get(key, {})),
-                self._in_group(incoming.get(key, {})),
-                progress,
-                now,
-            )
+            _Round(me, (self._scope, tag, key), outgoing.get(key, {}), incoming.get(key, {}), progress, now)
             for key in keys
         ]
         self._world.post(entries)
@@ -524,5 +512,5 @@ class LocalComm(CommBase[_LocalChannel]):
 
     def _together(self, kind: str, what: str, claim: Any) -> list[Any]:
         """Every rank's claim, by rank."""
-        key = self._scope, self._next("agree")
+        key = self._scope, next(self._counter("agree"))
         return self._world.agree(self._channel.rank, self._ranks, key, claim, kind=kind, what=what)

@@ -27,7 +27,7 @@ class Owner:
 
     def check(self) -> None:
         """Raise PeerError in a fork."""
-        if not self.in_own_process:
+        if os.getpid() != self._process:
             raise PeerError(
                 f"the comm of rank {self._rank} belongs to process {self._process}, not to a fork of it; use it in "
                 "that process alone"

@@ -96,12 +96,12 @@ class Stats:
         """Add one exchange."""
         self.exchanges += 1
         for peer, tensors in sends.items():
-            size = sum(t.numel() * t.element_size() for t in tensors)
+            size = sum([x.nbytes for x in tensors])
             self.bytes_sent += size
             self.messages_sent += len(tensors)
             self.sent_to[peer] = self.sent_to.get(peer, 0) + size
         for tensors in recvs.values():
-            self.bytes_received += sum(t.numel() * t.element_size() for t in tensors)
+            self.bytes_received += sum([x.nbytes for x in tensors])
             self.messages_received += len(tensors)
 
 
@@ -222,40 +222,60 @@ def rounds(
     return by_round
 
 
-def checked_side(
-    rank: int, size: int, tensors: Mapping[int, Sequence[Tensor]], *, sending: bool, direct: bool = False
-) -> dict[int, list[Tensor]]:
-    """The tensors of one side of an exchange that hold something, peer -> tensors, without peers left with none.
+class Sides(NamedTuple):
+    """Both sides of an exchange, peer -> tensors that hold something, and the devices of all tensors."""
+
+    sends: dict[int, list[Tensor]]
+    recvs: dict[int, list[Tensor]]
+    devices: set[torch.device]
+
+
+def checked_sides(
+    rank: int, ranks: Sequence[int], sends: Mapping[int, Sequence[Tensor]], recvs: Mapping[int, Sequence[Tensor]], *,
+    direct: bool = False,
+) -> Sides:  # fmt: skip
+    """The sides of an exchange of a comm, by the numbers of peers in the group, without peers left with nothing.
+
+    rank: this one in the comm. ranks: the comm's, in the group.
 
     Raises: ValueError for a peer that is not another rank of the comm, or a tensor that is not contiguous and, if the
     comm is direct, has more than `DIMS` dims.
     """
-    side = "send to" if sending else "receive from"
-    checked: dict[int, list[Tensor]] = {}
-    for peer, several in tensors.items():
-        if not 0 <= peer < size or peer == rank:
-            raise ValueError(f"exchange: rank {rank} of {size} cannot {side} rank {peer}: peers are the other ranks")
-        for index, tensor in enumerate(several):
-            if not (direct and tensor.dim() <= DIMS or tensor.is_contiguous()):
-                fewer = f"at most {DIMS} dims or " if direct else ""
+    checked = Sides({}, {}, set())
+    for side, tensors, sending in ((checked.sends, sends, True), (checked.recvs, recvs, False)):
+        for peer, several in tensors.items():
+            if not 0 <= peer < len(ranks) or peer == rank:
+                where = "send to" if sending else "receive from"
                 raise ValueError(
-                    f"exchange: tensor {index} to {side} rank {peer} has shape {tuple(tensor.shape)} and strides "
-                    f"{tensor.stride()}; expected {fewer}a contiguous one: call .contiguous()"
+                    f"exchange: rank {rank} of {len(ranks)} cannot {where} rank {peer}: peers are the other ranks"
                 )
-            shared = any(n > 1 and not stride for n, stride in zip(tensor.shape, tensor.stride()))
-            if shared and not sending and tensor.numel():
-                raise ValueError(
-                    f"exchange: tensor {index} to {side} rank {peer} has shape {tuple(tensor.shape)} and strides "
-                    f"{tensor.stride()}; expected memory of its own for every element"
-                )
-            if tensor.is_conj() or tensor.is_neg():
-                raise ValueError(
-                    f"exchange: tensor {index} to {side} rank {peer} is a view whose elements are not what lies in its "
-                    "memory; expected plain memory: call .resolve_conj().resolve_neg()"
-                )
-        if kept := [tensor.detach() for tensor in several if tensor.numel()]:
-            checked[peer] = kept
+            filled = []
+            for index, x in enumerate(several):
+                if not x.is_contiguous() or x.is_conj() or x.is_neg():
+                    _check_memory(x, index, peer, sending=sending, direct=direct)
+                if x.numel():
+                    filled.append(x.detach())
+                    checked.devices.add(x.device)
+            if filled:
+                side[ranks[peer]] = filled
     return checked
+
+
+def _check_memory(x: Tensor, index: int, peer: int, *, sending: bool, direct: bool) -> None:
+    """Raise ValueError for a tensor that cannot travel from where it lies, or to there."""
+    what = f"exchange: tensor {index} to {'send to' if sending else 'receive from'} rank {peer}"
+    strided = f"{what} has shape {tuple(x.shape)} and strides {x.stride()}; expected"
+    if not x.is_contiguous():
+        if not (direct and x.dim() <= DIMS):
+            fewer = f"at most {DIMS} dims or " if direct else ""
+            raise ValueError(f"{strided} {fewer}a contiguous one: call .contiguous()")
+        if not sending and x.numel() and any(n > 1 and not stride for n, stride in zip(x.shape, x.stride())):
+            raise ValueError(f"{strided} memory of its own for every element")
+    if x.is_conj() or x.is_neg():
+        raise ValueError(
+            f"{what} is a view whose elements are not what lies in its memory; expected plain memory: call "
+            ".resolve_conj().resolve_neg()"
+        )
 
 
 def subset(rank: int, size: int, ranks: Sequence[int]) -> list[int]:

@@ -10,7 +10,7 @@ ROOMS = ("integrations", "train", "data", "nn")
 # what runs when a comm has been made, as all of `protocol` does; other functions are taken for those of constructors,
 # so that no remedy of one is overlooked: add here what is none
 AFTERWARDS = frozenset(
-    {"exchange", "empty", "waited", "entered", "mismatch", "fail", "_on_device", "_check_device", "_device_type"}
+    {"exchange", "empty", "waited", "entered", "mismatch", "fail", "_on_device", "_wrong_devices"}
     | {"_stand_in", "_stuck", "_look", "_match", "_fail_of_cycle"}
 )
 

@@ -10,7 +10,7 @@ from unittest import mock
 
 import torch
 
-from seqpar.comm import GroupComm, LocalComm, PeerError, Tag
+from seqpar.comm import GroupComm, LocalComm, PeerError, Tag, group
 
 DTYPES = (torch.float32, torch.bfloat16, torch.int64, torch.uint8, torch.float64)
 SHAPES = ((3,), (2, 5), (), (0,), (4, 0, 2), (1, 2, 3))
@@ -434,11 +434,28 @@ class NeverCompletes:
 def batched(comm, fn, *args):
     """Runs a case with its CPU tensors sent as CUDA tensors are: in rounds of batched point-to-point on the group."""
 
-    def device_type(self, *sides):
-        return "cuda" if any(side for side in sides) else None
+    over_gloo = group._GlooWork
 
-    with mock.patch.object(GroupComm, "_device_type", device_type):
+    def work(channel, scope, tag, sends, recvs, stats):
+        return (
+            over_gloo(channel, scope, tag, sends, recvs, stats) if stats is None else comm._post_cuda(sends, recvs, tag)
+        )
+
+    with mock.patch.object(group, "_GlooWork", work):
         return fn(comm, *args)
+
+
+def on_devices(comm):
+    """The errors of exchanges of tensors on devices that the group has no backend for."""
+    here, meta, peer = torch.empty(1), torch.empty(1, device="meta"), 1 - comm.rank
+    said = []
+    for sends, recvs, carries in (([meta], [], {"cpu"}), ([meta], [here], {"cpu"}), ([here], [], set())):
+        comm._channel.carries, comm._channel.backends = carries, dict.fromkeys(carries, "gloo")
+        try:
+            comm.exchange({peer: sends}, {peer: recvs}, tag=tag(0))
+        except ValueError as error:
+            said.append(str(error))
+    return said
 
 
 def stuck_stream(comm, limit):

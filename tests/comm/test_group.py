@@ -203,21 +203,11 @@ def test_without_a_default_group():
         GroupComm()
 
 
-def test_devices_need_their_backend(alone):
-    comm = GroupComm()
-    meta = {0: [torch.empty(1, device="meta")]}
-    with pytest.raises(ValueError, match="device meta in a group whose backend for it is none"):
-        comm._device_type(meta)
-    with pytest.raises(ValueError, match=r"devices \['cpu', 'meta'\]"):
-        comm._device_type(meta, {0: [torch.empty(1)]})
-    assert comm._device_type({0: [torch.empty(1)]}) == "cpu"
-    comm._channel.backends = {"cuda": "nccl"}
-    with pytest.raises(ValueError, match="device cpu in a group whose backend for it is none"):
-        comm._device_type({0: [torch.empty(1)]})
-    if torch.cuda.is_available():
-        comm._channel.backends = {"cpu": "gloo", "cuda": "gloo"}
-        with pytest.raises(ValueError, match="device cuda in a group whose backend for it is gloo"):
-            comm._device_type({0: [torch.empty(1, device="cuda")]})
+def test_devices_need_their_backend():
+    for other, mixed, none in run_processes(2, cases.on_devices):
+        assert "device meta in a group whose backend for it is none" in other
+        assert "devices ['cpu', 'meta']" in mixed
+        assert "device cpu in a group whose backend for it is none" in none
 
 
 def test_rocm_is_refused(alone, monkeypatch):

@@ -37,9 +37,9 @@ from torch import Tensor
 
 from seqpar import native
 from seqpar.comm.arguments import check_pool
-from seqpar.comm.base import waited
+from seqpar.comm.base import Channel, waited
 from seqpar.comm.failure import Monitor
-from seqpar.comm.header import CallNames, Header
+from seqpar.comm.header import REMEMBERED, Header, mismatch
 from seqpar.comm.owner import Owner
 from seqpar.comm.peer.memory import PeerMemory
 from seqpar.comm.peer.pool import ALIGNMENT, DevicePool
@@ -83,7 +83,7 @@ class _Flight(NamedTuple):
         return bool(self.event.query())
 
 
-class PeerChannel:
+class PeerChannel(Channel):
     """What a comm and its subs share. Ranks are the control comm's.
 
     One thread at a time uses it, under `lock`; the monitor and what it starts touch words and the cause alone.
@@ -99,7 +99,8 @@ class PeerChannel:
         self.control, self.cuda, self.timeout = control, cuda, timeout
         self.rank, self.size = control.rank, control.size
         self.words, self.ops, self.lock = SignalWords(self.size), native.ops(), threading.RLock()
-        self.owner, self.calls = Owner(self, self.rank, [control]), CallNames()
+        self.owner = Owner(self, self.rank, [control])
+        self.calls: deque[Tag] = deque(maxlen=REMEMBERED)
         self.mail = self.ops.shm_open(self.rank, self.size, ALIGNMENT)
         self.end = weakref.finalize(self, self.ops.shm_close, self.mail)
         whole, address = self.words.bytes + pool_bytes, list(self.ops.shm_address(self.mail))
@@ -134,7 +135,7 @@ class PeerChannel:
 
     def close(self) -> None:
         """Give the memory back. Every rank calls it, after its last wait."""
-        self.alive("closing")
+        self.check("closing")
         streams = (*self.copies.values(), self.credits, self.private)
         for stream in (*streams, self.cuda.current()):
             self.cuda.record(stream).synchronize()
@@ -154,7 +155,7 @@ class PeerChannel:
 
     def post(self, scope: int, tag: Tag, sends: _Side, recvs: _Side) -> PeerExchange:
         """Let the current stream give its credits, and tell peers; push what they wait for already."""
-        self.calls.add(tag)
+        self.calls.append(tag)
         with self.lock:
             stream, work = self.cuda.current(), PeerExchange(tag)
             places = {p: [self._place(work, x, stream, p) for x in several] for p, several in recvs.items()}
@@ -216,7 +217,7 @@ class PeerChannel:
             taken, where, strides = offer[: len(words)], offer[len(words)], offer[len(words) + 1 :]
             if taken != words:
                 sent, offered = Header(*words[:-1]), Header(*taken[:-1])
-                self.fail(f"in {work.name}: {self.calls.mismatch(self.rank, sent, peer, offered, work.tag)}")
+                self.fail(f"in {work.name}: {mismatch(self.rank, sent, peer, offered, work.tag, self.calls)}")
                 raise self.error(f"in {work.name}, sending to rank {peer}")
             if peer not in work.begun:
                 work.begun.add(peer)
@@ -248,7 +249,7 @@ class PeerChannel:
             if not late:
                 return
             doing = f"in {work.name}, waiting for rank {late[0]}"
-            self.alive(doing)
+            self.check(doing)
             left = deadline - time.monotonic()
             # who is lost may have done its part before: looked at once more since
             if gone := [peer for peer in late if lost.get(peer)]:
@@ -316,17 +317,12 @@ class PeerChannel:
         rank, _, reason = text.partition(" ")
         return int(rank), reason
 
-    def alive(self, doing: str) -> None:
+    def check(self, doing: str = "cannot go on") -> None:
         """Return if the comm lives. Raises: PeerError, also in a process that was forked from the rank's."""
         self.owner.check()
         if self.cause is not None:
             self.poison()
             raise self.error(doing)
-
-    def error(self, doing: str) -> PeerError:
-        """The error of a rank that was `doing` something when it found the comm dead."""
-        assert self.cause is not None
-        return PeerError.quoting(self.rank, doing, *self.cause)
 
     def fail(self, reason: str) -> None:
         """Make this rank's reason the root cause unless one stands, and let all ranks know; in a fork do nothing."""

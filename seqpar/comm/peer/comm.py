@@ -3,20 +3,19 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence, Set
 from concurrent.futures import ThreadPoolExecutor
 from typing import Any, TypeVar
 
 import torch
 from torch import Tensor
 
-from seqpar.comm.base import process_group
+from seqpar.comm.base import CommBase, process_group
 from seqpar.comm.entry import enters
-from seqpar.comm.header import hash63
 from seqpar.comm.local import LocalComm
 from seqpar.comm.peer.channel import PeerChannel, PeerExchange
 from seqpar.comm.peer.cuda import Cuda
-from seqpar.comm.protocol import NO_FACTS, Comm, PeerError, Stats, Tag, Work, checked_side, subset
+from seqpar.comm.protocol import NO_FACTS, PeerError, Stats, Tag, Work, checked_sides
 from seqpar.comm.shm import ShmComm
 
 T = TypeVar("T")
@@ -55,7 +54,7 @@ class _PeerWork:
                 self._channel.fail(f"dropped the work of {self._exchange.name} without waiting for it")
 
 
-class PeerComm:
+class PeerComm(CommBase[PeerChannel]):
     """A rank on a GPU of this machine, or one of several on the same. See `Comm`, and the module for how it works.
 
     group: a `ProcessGroup`, a 1-D `DeviceMesh`, or None for the default group: processes of one machine. device: this
@@ -90,7 +89,7 @@ class PeerComm:
         except (NotImplementedError, ValueError) as raised:
             error = raised
         control.agree("PeerComm", {}, error)
-        self._join(PeerChannel(control, cuda, pool_bytes, timeout), control, ())
+        self._begin(control, cuda, pool_bytes, timeout)
 
     @classmethod
     def world(
@@ -116,19 +115,24 @@ class PeerComm:
             )
 
     @classmethod
-    def over(cls, control: Comm, cuda: Any, pool_bytes: int, timeout: float) -> PeerComm:
+    def over(cls, control: ShmComm | LocalComm, cuda: Any, pool_bytes: int, timeout: float) -> PeerComm:
         """The comm of a rank whose host talks to the others' over `control`, which nobody else uses. A collective."""
         comm = cls.__new__(cls)
-        comm._join(PeerChannel(control, cuda, pool_bytes, timeout), control, ())
+        comm._begin(control, cuda, pool_bytes, timeout)
         return comm
 
-    def _join(self, channel: PeerChannel, control: Comm, scope: tuple[int, ...]) -> None:
-        self._channel, self._control, self._scope = channel, control, scope
-        self._scope_id = hash63(scope) if scope else 0
-        self._ranks: Sequence[int] = scope or range(channel.size)  # this comm's rank -> the channel's
-        self.rank, self.size = control.rank, control.size
-        self.stats, self.check_every, self.agreed = control.stats, control.check_every, control.agreed
-        self.entry = control.entry
+    def _begin(self, control: ShmComm | LocalComm, cuda: Any, pool_bytes: int, timeout: float) -> None:
+        self._control = control
+        # what ranks count and agree on is the control comm's
+        self._join(
+            PeerChannel(control, cuda, pool_bytes, timeout), (), control.stats, control._counters, control.check_every
+        )
+
+    def sub(self, ranks: Sequence[int]) -> PeerComm:
+        """The same memory seen by some of the ranks, renumbered."""
+        view = super().sub(ranks)
+        view._control = self._control.sub(ranks)
+        return view
 
     def exchange(
         self, sends: Mapping[int, Sequence[Tensor]], recvs: Mapping[int, Sequence[Tensor]], *, tag: Tag
@@ -138,10 +142,9 @@ class PeerComm:
         Raises: NotImplementedError while a graph is captured, beside what `Comm.exchange` raises.
         """
         channel = self._channel
-        sends = checked_side(self.rank, self.size, sends, sending=True, direct=True)
-        recvs = checked_side(self.rank, self.size, recvs, sending=False, direct=True)
-        on_device = self._on_device(sends, recvs)
-        channel.alive("cannot go on")
+        sides = checked_sides(self.rank, self._ranks, sends, recvs, direct=True)
+        on_device = self._on_device(sides.devices)
+        channel.check()
         if not on_device:
             return self._control.exchange(sends, recvs, tag=tag)
         if channel.cuda.capturing():
@@ -149,20 +152,18 @@ class PeerComm:
                 f"exchange: {tag} in a CUDA graph under capture: its hosts take part in every exchange of PeerComm; "
                 "capture the compute between exchanges"
             )
-        in_channel = [{self._ranks[peer]: several for peer, several in side.items()} for side in (sends, recvs)]
         try:
-            posted = channel.post(self._scope_id, tag, *in_channel)
+            posted = channel.post(self._scope_id, tag, sides.sends, sides.recvs)
         except RuntimeError as error:
             if not isinstance(error, PeerError):
                 channel.fail(f"posting {tag}: {error}")
             raise
-        self.stats.count(*in_channel)
+        self.stats.count(sides.sends, sides.recvs)
         self.stats.staged_bytes += sum(target.nbytes for target, _ in posted.staged)
         return _PeerWork(channel, posted, self.stats)
 
-    def _on_device(self, *sides: Mapping[int, Sequence[Tensor]]) -> bool:
-        own, tensors = self._channel.cuda.device, [x for side in sides for several in side.values() for x in several]
-        devices = {tensor.device for tensor in tensors}
+    def _on_device(self, devices: Set[torch.device]) -> bool:
+        own = self._channel.cuda.device
         if devices <= {own}:
             return bool(devices)
         if devices == {torch.device("cpu")}:
@@ -187,24 +188,9 @@ class PeerComm:
             block = channel.pool.take(tuple(shape), dtype, channel.cuda.current(), spare=True)
         return torch.empty(tuple(shape), dtype=dtype, device=device) if block is None else block
 
-    def sub(self, ranks: Sequence[int]) -> PeerComm:
-        """The same memory seen by some of the ranks, renumbered."""
-        ranks = subset(self.rank, self.size, ranks)
-        view = PeerComm.__new__(PeerComm)
-        view._join(self._channel, self._control.sub(ranks), tuple(self._ranks[r] for r in ranks))
-        return view
-
     def warm_up(self, peers: Sequence[int]) -> None:
         """Nothing: all memory is mapped since the constructor."""
         return None
-
-    def check(self) -> None:
-        """Raise PeerError if this rank knows that the comm is dead."""
-        self._channel.alive("cannot go on")
-
-    def next_call(self) -> int:
-        """The number of the verb that starts now."""
-        return self._control.next_call()
 
     @enters
     def agree(self, what: str, facts: Mapping[str, object], error: Exception | None = None) -> None:
@@ -221,18 +207,14 @@ class PeerComm:
     def _together(self, what: str, over_hosts: Callable[[], T]) -> T:
         """What the hosts' comm makes of a collective of theirs, after this rank has pushed what it can."""
         channel = self._channel
-        channel.alive(f"cannot agree on {what}")
+        channel.check(f"cannot agree on {what}")
         with channel.lock:
             channel.progress()
         try:
             return over_hosts()
         except PeerError:
-            channel.alive(f"agreeing on {what}")
+            channel.check(f"agreeing on {what}")
             raise
-
-    def abort(self, reason: str) -> None:
-        """Make this rank's reason the root cause unless one stands, and let all ranks know."""
-        self._channel.fail(reason)
 
     def close(self) -> None:
         """Give the pool back, of which no tensor may be in use any more. A collective, after which the comm is dead."""

@@ -18,7 +18,6 @@ woken, and into the group's store. A rank that waits looks now and then whether 
 from __future__ import annotations
 
 import contextlib
-import itertools
 import logging
 import os
 import sys
@@ -36,11 +35,11 @@ from torch import Tensor
 
 from seqpar import native
 from seqpar.comm.arguments import check_arguments, check_descriptors, check_pool
-from seqpar.comm.base import Done, ProcessComm, process_group, waited
+from seqpar.comm.base import Done, ProcessChannel, ProcessComm, process_group, waited
 from seqpar.comm.failure import RootCause
-from seqpar.comm.header import CallNames, Header, describe
+from seqpar.comm.header import REMEMBERED, Header, describe, mismatch
 from seqpar.comm.owner import Owner
-from seqpar.comm.protocol import PeerError, Stats, Tag, Work, checked_side
+from seqpar.comm.protocol import PeerError, Stats, Tag, Work, checked_sides
 from seqpar.comm.rendezvous import Rendezvous, machine
 
 log = logging.getLogger("seqpar.comm")
@@ -79,7 +78,7 @@ class _ShmMessage:
     progress: _MessagesLeft
 
 
-class ShmChannel:
+class ShmChannel(ProcessChannel):
     """What a comm and its subs share: this rank's end of the shared memory, and the messages on their way.
 
     Ranks are the group's. The queues of a dead group keep their tensors: peers may still write to them.
@@ -100,7 +99,7 @@ class ShmChannel:
         self.receiving: dict[int, deque[_ShmMessage]] = {peer: deque() for peer in peers}
         self.uncredited: dict[int, deque[_ShmMessage]] = {peer: deque() for peer in peers}
         self.arrived = dict.fromkeys(peers, 0)
-        self.calls = CallNames()
+        self.calls = deque(maxlen=REMEMBERED)
 
     def _meet(self, rendezvous: Rendezvous, check: str, pool_bytes: int) -> None:
         def make() -> tuple[list[str], list[int]]:
@@ -147,9 +146,6 @@ class ShmChannel:
     @property
     def cause(self) -> tuple[int, str] | None:
         """The (rank, reason) for which the group is dead."""
-        return self._find_cause()
-
-    def _find_cause(self) -> tuple[int, str] | None:
         if self._cause is None and (text := self.ops.shm_cause(self.end)):
             rank, _, reason = text.partition(" ")
             self._cause = int(rank), reason
@@ -161,14 +157,9 @@ class ShmChannel:
         if self.owner.in_own_process and self.cause is None:
             log.info("rank %d: %s", self.rank, reason)
             self.ops.shm_fail(self.end, reason)
-            standing = self._find_cause()
-            if standing is None or standing[0] == self.rank:
+            rank, _, _ = self.ops.shm_cause(self.end).partition(" ")
+            if rank in ("", str(self.rank)):
                 self.root_cause.write(reason)
-
-    def error(self, doing: str) -> PeerError:
-        """The error of a rank that was `doing` something when it found the group dead."""
-        assert self.cause is not None
-        return PeerError.quoting(self.rank, doing, *self.cause)
 
     def empty(self, shape: Sequence[int], dtype: torch.dtype, *, spare: bool = False) -> Tensor | None:
         """Memory of the pool, or None if it is full; `spare`: also of what is kept for messages beside it."""
@@ -211,7 +202,7 @@ class ShmChannel:
     def _fail_to_meet(self, peer: int, message: _ShmMessage) -> None:
         expected = Header(*self.ops.shm_offered(self.end, peer)[:-1])
         sent, doing = Header(*message.words[:-1]), f"in {message.progress.name}"
-        self.fail(f"{doing}: {self.calls.mismatch(self.rank, sent, peer, expected, message.progress.tag)}")
+        self.fail(f"{doing}: {mismatch(self.rank, sent, peer, expected, message.progress.tag, self.calls)}")
         raise self.error(f"{doing}, sending to rank {peer}")
 
     def finish(self, progress: _MessagesLeft) -> None:
@@ -339,13 +330,10 @@ class ShmComm(ProcessComm[ShmChannel]):
         self, sends: Mapping[int, Sequence[Tensor]], recvs: Mapping[int, Sequence[Tensor]], *, tag: Tag
     ) -> Work:
         """Post one exchange: see `Comm.exchange`. A mismatch that it completes raises PeerError here."""
-        sends = checked_side(self.rank, self.size, sends, sending=True, direct=True)
-        recvs = checked_side(self.rank, self.size, recvs, sending=False, direct=True)
-        for side in (sends, recvs):
-            for tensor in itertools.chain.from_iterable(side.values()):
-                _check_device(tensor)
-        self.check()
-        sends, recvs = self._in_group(sends), self._in_group(recvs)
+        sends, recvs, devices = checked_sides(self.rank, self._ranks, sends, recvs, direct=True)
+        if others := [device for device in devices if device.type != "cpu"]:
+            raise ValueError(f"exchange: a tensor on {others[0]}; ShmComm moves CPU tensors: use GroupComm over nccl")
+        self._channel.check()
         if not sends and not recvs:
             return Done()
         self.stats.count(sends, recvs)
@@ -355,13 +343,13 @@ class ShmComm(ProcessComm[ShmChannel]):
         self, sends: Mapping[int, list[Tensor]], recvs: Mapping[int, list[Tensor]], tag: Tag, stats: Stats
     ) -> Work:
         """Post messages; peers are the group's ranks."""
-        self._channel.calls.add(tag)
+        self._channel.calls.append(tag)
         channel, progress, staged = self._channel, _MessagesLeft(tag), []
         targets = {}
         for peer, tensors in recvs.items():
             targets[peer] = [t if channel.ops.shm_owns(channel.end, t) else self._stand_in(t, tag) for t in tensors]
             staged += [(t, own) for t, own in zip(tensors, targets[peer]) if own is not t]
-        stats.staged_bytes += sum(t.numel() * t.element_size() for t, _ in staged)
+        stats.staged_bytes += sum([x.nbytes for x, _ in staged])
         channel.post(self._messages(sends, tag, progress), self._messages(targets, tag, progress))
         return _ShmWork(channel, progress, staged, stats)
 
@@ -379,9 +367,8 @@ class ShmComm(ProcessComm[ShmChannel]):
         if stand_in is None:
             # the peers of this exchange wait already
             channel.fail(
-                f"in {describe(tag)}: a tensor of {tensor.numel() * tensor.element_size()} bytes to receive is not in "
-                "the pool of shared memory, and the pool is full; give ShmComm a larger pool_bytes than "
-                f"{channel.pool_bytes}"
+                f"in {describe(tag)}: a tensor of {tensor.nbytes} bytes to receive is not in the pool of shared "
+                f"memory, and the pool is full; give ShmComm a larger pool_bytes than {channel.pool_bytes}"
             )
             raise channel.error(f"in {describe(tag)}")
         return stand_in
@@ -401,9 +388,3 @@ class ShmComm(ProcessComm[ShmChannel]):
     def warm_up(self, peers: Sequence[int]) -> None:
         """Nothing more than `check`: all memory is mapped since the constructor."""
         self.check()
-
-
-def _check_device(tensor: Tensor) -> None:
-    """Raise ValueError for a tensor that cannot travel."""
-    if tensor.device.type != "cpu":
-        raise ValueError(f"exchange: a tensor on {tensor.device}; ShmComm moves CPU tensors: use GroupComm over nccl")
