@@ -1,7 +1,7 @@
-"""A small decoder in plain PyTorch that knows nothing of ranks: attention is handed in, positions are data.
+"""A small decoder in plain PyTorch that knows no ranks: attention is an argument, positions are data.
 
-Packed input: ``tokens [T]`` of one or more documents back to back, ``positions [T]`` inside the document. Everything
-but attention works row by row, so a rank that holds any rows of the batch runs this very code on them.
+Packed input: ``tokens [T]`` of one or more documents back to back, ``positions [T]`` inside each document. Everything
+but attention works row by row, so a rank runs this same code on whatever rows it holds.
 
     T tokens   H, G query and key heads   D head dim   E model dim   V vocabulary
 """
@@ -37,7 +37,7 @@ class Config:
 
 
 class Linear(nn.Linear):
-    """A linear layer without bias that computes in the input's dtype; the weight keeps its own, for the optimiser."""
+    """A linear layer without bias. It computes in the input's dtype; the weight keeps its own, for the optimiser."""
 
     def __init__(self, dim_in: int, dim_out: int) -> None:
         super().__init__(dim_in, dim_out, bias=False)
@@ -61,7 +61,7 @@ class Norm(nn.Module):
 
 
 def rotate(x: Tensor, angles: Tensor) -> Tensor:
-    """x ``[T, H, D]`` with the pair ``(d, d + D/2)`` of each head turned by ``angles [T, D/2]``."""
+    """Rotate the pair ``(d, d + D/2)`` of each head of x ``[T, H, D]`` by ``angles [T, D/2]``."""
     cos, sin = angles.cos()[:, None], angles.sin()[:, None]
     a, b = x.to(angles.dtype).chunk(2, dim=-1)
     return torch.cat((a * cos - b * sin, a * sin + b * cos), dim=-1).to(x.dtype)
@@ -90,7 +90,7 @@ class Block(nn.Module):
 
 
 class Decoder(nn.Module):
-    """tokens, positions -> logits ``[T, V]``. Weights are of torch's default dtype; `dtype` is that of the rows."""
+    """tokens, positions -> logits ``[T, V]``. Weights have torch's default dtype; `dtype` is that of the rows."""
 
     def __init__(self, config: Config, dtype: torch.dtype) -> None:
         super().__init__()
@@ -101,9 +101,9 @@ class Decoder(nn.Module):
         self.head = None if config.tied else Linear(config.dim, config.vocabulary)
 
     def forward(self, tokens: Tensor, positions: Tensor, attend: Attend) -> Tensor:
-        """Logits of packed rows. positions: inside the document, whatever order the rows are in."""
+        """Logits of packed rows, which may be in any order. positions: inside each document."""
         c = self.config
-        # double, so that far positions turn by the right angle
+        # double, so that far positions rotate by the right angle
         frequency = c.rope_base ** (-torch.arange(0, c.head_dim, 2, dtype=torch.float64) / c.head_dim)
         angles = (positions.double()[:, None] * frequency).to(self.embedding.dtype)
         x = F.embedding(tokens, self.embedding).to(self.dtype)

@@ -1,20 +1,19 @@
-"""Train a decoder on real documents over several ranks, beside the same model in one process, and compare the losses.
+"""Train a decoder on real documents, on several ranks and in one process, and compare the losses.
 
-The documents are the Python standard library's own source files, with their real, heavy-tailed lengths; those longer
-than a batch wait for larger ones (``--tokens``). Every step packs whole ones into one batch, and the same batch is
-trained twice from the same weights:
+The documents are the source files of Python's standard library, with their real, heavy-tailed lengths. Every step packs
+whole documents into a batch of ``--tokens`` tokens and trains two copies of the same model on it:
 
     sharded      every rank holds some rows of the batch, attention is `seqpar.attention`, gradients are summed
     one process  rank 0 holds the whole batch, attention is torch's own, document by document
 
-Who holds what is planned anew for every batch, from its lengths alone, in a thread one batch ahead.
+A thread plans every batch one step ahead, from its document lengths alone.
 
-The two loss curves must agree up to rounding. What rounding does to training is measured and not guessed: a third
-run, in one process as well, nudges every weight by a rounding error before every step; how far its loss drifts from
-the reference times `DRIFT_FACTOR` is the tolerance.
+The two loss curves must agree up to rounding. The effect of rounding on training is measured: a third copy, in one
+process, gets every weight nudged by a rounding error before every step. The tolerance is the drift of its loss from the
+reference times `DRIFT_FACTOR`.
 
-Run ``python examples/demo.py --ranks 4`` or ``torchrun --nproc-per-node 4 examples/demo.py``; exit code 0 is a pass,
-1 a failure.
+Run ``python examples/demo.py --ranks 4`` or ``torchrun --nproc-per-node 4 examples/demo.py``. The exit code is 0 for a
+pass, 1 for a failure.
 """
 
 from __future__ import annotations
@@ -35,7 +34,7 @@ from pathlib import Path
 
 import numpy as np
 import torch
-import torch._dynamo  # before the group is made: it holds one that is there, and gloo with it, until Python ends
+import torch._dynamo  # before the group exists: imported later, it keeps the group and gloo alive until Python ends
 import torch.distributed as dist
 import torch.nn.functional as F
 from decoder import START, Attend, Config, Decoder
@@ -55,13 +54,13 @@ TRANSPORTS = ("fetch", "ring", "double_ring", "gather")
 COMMS = ("shm", "gloo")
 STRIPE = 64  # rows dealt to a rank at a time by --layout striped
 IGNORED = -100  # the label of a document's last token, which predicts nothing
-DRIFT_FACTOR = 8  # sharding rounds in every layer, a nudge once per weight: of one size, not of one value
+DRIFT_FACTOR = 8  # sharding rounds in every layer, a nudge once per weight: similar errors, not equal ones
 CONFIG = Config(dim=128, layers=2, heads=4, kv_heads=2, head_dim=32, hidden=352)
 
 
 @dataclass(frozen=True)
 class Batch:
-    """Packed documents. tokens, labels ``[T]``; labels are shifted inside documents here, before anyone shards."""
+    """Packed documents. tokens, labels ``[T]``; labels are shifted inside each document, before sharding."""
 
     names: tuple[str, ...]
     lengths: tuple[int, ...]
@@ -94,8 +93,8 @@ def corpus() -> list[tuple[str, bytes]]:
 def batches(documents: Sequence[tuple[str, bytes]], *, tokens: int, seed: int) -> Iterator[Batch]:
     """Endless batches of exactly `tokens` tokens, equal for equal seeds.
 
-    Documents come in a shuffled order. One that does not fit into what is left of a batch waits for the next, and the
-    first later one that fits is taken; a document is cut only where nothing fits any more.
+    Documents come in a shuffled order. One that does not fit the rest of a batch waits for the next one, and the first
+    later document that fits is taken; a document is cut only if none fits.
     """
     generator = np.random.default_rng(seed)
     queue: list[int] = []
@@ -124,7 +123,7 @@ def pack(documents: Sequence[tuple[str, bytes]]) -> Batch:
 
 
 def plan_for(batch: Batch, args: argparse.Namespace, ranks: int) -> seqpar.Plan:
-    """The planner's plan of a batch, or that of the layout, transport and Ulysses width asked for."""
+    """The planner's plan of a batch, or the plan of the chosen layout, transport and Ulysses width."""
     if args.layout == "planned":
         return seqpar.plan_batch(batch.lengths, ranks, model=model_shape(args.dtype), hardware=args.machine)
     total = sum(batch.lengths)
@@ -137,7 +136,7 @@ def plan_for(batch: Batch, args: argparse.Namespace, ranks: int) -> seqpar.Plan:
 
 
 def model_shape(dtype: str) -> seqpar.ModelShape:
-    """The decoder as the planner sees it."""
+    """The decoder's sizes for the planner."""
     c = CONFIG
     return seqpar.ModelShape(
         "the demo's decoder", c.dim, c.layers, c.heads, c.kv_heads, c.head_dim, c.hidden, c.vocabulary, dtype=dtype
@@ -146,7 +145,8 @@ def model_shape(dtype: str) -> seqpar.ModelShape:
 
 @dataclass(frozen=True)
 class Loaded:
-    """A batch and its plan. planning: CPU seconds that the plan and this rank's steps took; waited: for both."""
+    """A batch and its plan. planning: CPU seconds for the plan and this rank's steps; waited: seconds until both
+    came."""
 
     batch: Batch
     plan: seqpar.Plan
@@ -155,14 +155,14 @@ class Loaded:
 
 
 def load(args: argparse.Namespace, *, ranks: int, rank: int) -> Iterator[Loaded]:
-    """All batches with their plans, each made in a thread while the one before is trained: planning needs no peer."""
+    """All batches with their plans. A thread plans each batch during the step before: planning needs no peer."""
     stream = batches(corpus(), tokens=args.tokens, seed=args.seed)
 
     def make() -> tuple[Batch, seqpar.Plan, float]:
         batch = next(stream)
         started = time.thread_time()
         plan = plan_for(batch, args, ranks)
-        predicted_bytes(plan, rank, args.dtype)  # makes the rank's steps, which its first layer would make otherwise
+        predicted_bytes(plan, rank, args.dtype)  # derives this rank's steps, or its first layer would
         return batch, plan, time.thread_time() - started
 
     with ThreadPoolExecutor(1, "loader") as loader:
@@ -193,18 +193,18 @@ def dense_attend(lengths: Sequence[int]) -> Attend:
 
 
 def seqpar_attend(plan: seqpar.Plan, comm: seqpar.Comm) -> Attend:
-    """The same function of the whole batch, by ranks that each hold some of its rows."""
+    """The same function over the whole batch, on ranks that each hold some of its rows."""
     return lambda q, k, v: seqpar.attention(q, k, v, plan, comm)
 
 
 def predicted_bytes(plan: seqpar.Plan, rank: int, dtype: str) -> int:
-    """What a rank will send in one training step, by the plan: every layer's attention, forward and backward."""
+    """The bytes that a rank sends in one training step by the plan: all layers' attention, forward and backward."""
     shape = {"heads": CONFIG.heads, "kv_heads": CONFIG.kv_heads, "dim": CONFIG.head_dim, "dtype": dtype}
     return CONFIG.layers * sum(plan.bytes(rank, backward=backward, **shape) for backward in (False, True))
 
 
 class Mark(torch.autograd.Function):
-    """The identity on tensors; calls `note` once the gradients of all of them have arrived."""
+    """The identity on tensors; calls `note` once the gradients of all tensors have arrived."""
 
     @staticmethod
     def forward(ctx, note: Callable[[], None], *tensors: Tensor):
@@ -220,7 +220,7 @@ class Mark(torch.autograd.Function):
 
 
 class Clock:
-    """Where a rank's seconds went: attention, waiting, the gradient sum, and all else, the rest of the model."""
+    """A rank's seconds: attention, waiting, the gradient sum, and the rest of the model."""
 
     def __init__(self, stats: Stats) -> None:
         self.stats = stats
@@ -232,7 +232,7 @@ class Clock:
         self._since = time.perf_counter(), self.stats.wait_seconds
 
     def leave(self) -> None:
-        """Attention ended: what it did not spend waiting, it computed."""
+        """Attention ended: its time is computation except for the time spent waiting."""
         waited = self.stats.wait_seconds - self._since[1]
         self.seconds["waiting for peers"] += waited
         self.seconds["attention"] += time.perf_counter() - self._since[0] - waited
@@ -257,7 +257,7 @@ class Clock:
         self.seconds[name] += time.perf_counter() - started
 
     def shares(self) -> dict[str, float]:
-        """The seconds by what the rank was doing, without the total, which they sum to."""
+        """Seconds by activity; they sum to the total, which is left out."""
         rest = self.seconds["total"] - sum(s for name, s in self.seconds.items() if name != "total")
         found = {**self.seconds, "rest of the model": rest}
         return {name: found[name] for name in ("attention", "waiting for peers", "rest of the model", "gradient sum")}
@@ -267,14 +267,15 @@ class Trainer:
     """A model and its optimiser. All trainers of one seed start from the same weights and take the same steps."""
 
     def __init__(self, args: argparse.Namespace) -> None:
-        # the weights stay in fp32 under bf16: a step of AdamW is smaller than one rounding of bf16
+        # the weights stay fp32 under bf16: a step of AdamW is smaller than bf16's rounding
         master = torch.float64 if args.dtype == "float64" else torch.float32
         torch.manual_seed(args.seed)
         self.model = Decoder(CONFIG, DTYPES[args.dtype]).to(master)
         self.optimizer = torch.optim.AdamW(self.model.parameters(), lr=3e-3, betas=(0.9, 0.95), weight_decay=0.01)
 
     def backward(self, tokens: Tensor, positions: Tensor, labels: Tensor, *, valid: int, attend: Attend) -> Tensor:
-        """These rows' share of the loss, its gradients in place: the rows' sum over the whole batch's `valid`."""
+        """This rank's share of the loss, a sum over its rows divided by the whole batch's `valid`; sets the
+        gradients."""
         self.optimizer.zero_grad(set_to_none=False)
         logits = self.model(tokens, positions, attend)
         losses = logits.to(self.model.embedding.dtype)
@@ -283,7 +284,7 @@ class Trainer:
         return loss.detach().double()
 
     def sum_gradients(self) -> None:
-        """Sum the gradients over the ranks, all in one message."""
+        """Sum the gradients over the ranks, in one message."""
         gradients = [p.grad if p.grad is not None else torch.zeros_like(p) for p in self.model.parameters()]
         flat = torch.cat([g.flatten() for g in gradients])
         dist.all_reduce(flat)
@@ -292,14 +293,14 @@ class Trainer:
 
     @torch.no_grad()
     def nudge(self, epsilon: float, generator: torch.Generator) -> None:
-        """Move every weight by a random part of one rounding error."""
+        """Move every weight by a random fraction of one rounding error."""
         for p in self.model.parameters():
             p.mul_(1 + epsilon * (torch.rand(p.shape, generator=generator, dtype=p.dtype) - 0.5))
 
 
 @dataclass(frozen=True)
 class Row:
-    """What one step showed, over all ranks."""
+    """The figures of one step, over all ranks."""
 
     sharded: float
     reference: float
@@ -312,21 +313,21 @@ class Row:
 
     @property
     def difference(self) -> float:
-        """Between the sharded loss and the reference."""
+        """Of the sharded loss from the reference."""
         return abs(self.sharded - self.reference)
 
     @property
     def drift(self) -> float:
-        """Between the nudged loss and the reference."""
+        """Of the nudged loss from the reference."""
         return abs(self.nudged - self.reference)
 
 
 class Run:
-    """One rank's part of the demo: a sharded trainer everywhere, one whole one on rank 0, a nudged one beside it."""
+    """One rank's part of the demo: a sharded trainer; on rank 0 the reference too, on rank 1 the nudged copy."""
 
     def __init__(self, args: argparse.Namespace, comm: seqpar.Comm) -> None:
         self.args, self.comm, self.clock = args, comm, Clock(comm.stats)
-        self.nudging_rank = 1 % comm.size  # beside the reference where there is a second rank: it costs no time there
+        self.nudging_rank = 1 % comm.size  # in parallel with the reference if there is a second rank
         self.sharded = Trainer(args)
         self.reference = Trainer(args) if comm.rank == 0 else None
         self.nudged = Trainer(args) if comm.rank == self.nudging_rank else None
@@ -371,7 +372,7 @@ class Run:
             positions = torch.from_numpy(plan.rope_positions(rank))
             attend = clock.timed(seqpar_attend(plan, self.comm))
             loss = self.sharded.backward(tokens, positions, labels, valid=batch.valid, attend=attend)
-            with clock.adding("waiting for peers"):  # who is early waits here, so that the sum is timed alone
+            with clock.adding("waiting for peers"):  # early ranks wait here, so that the sum is timed alone
                 dist.barrier()
             with clock.adding("gradient sum"):
                 self.sharded.sum_gradients()
@@ -381,7 +382,7 @@ class Run:
 
 @contextlib.contextmanager
 def threads(processes: int) -> Iterator[None]:
-    """Share this machine's cores among so many busy processes."""
+    """Divide this machine's cores among busy processes."""
     before = torch.get_num_threads()
     cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
     torch.set_num_threads(max(1, cores // processes))
@@ -400,14 +401,14 @@ class Report:
             from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
 
             console = Console()
-            # Ctrl-C ends this process at once, wherever it is: a cursor hidden by then would stay hidden
+            # Ctrl-C ends this process at once: a cursor hidden at that moment would stay hidden
             console.show_cursor = lambda show=True: False
             columns = (TextColumn("training"), BarColumn(), MofNCompleteColumn(), TimeRemainingColumn())
             self.bar = Progress(*columns, console=console, transient=True)
             self.task = self.bar.add_task("training", total=steps)
 
     def line(self, text: str, style: str = "") -> None:
-        """Print a line, at once also into a pipe."""
+        """Print a line and flush it, for pipes."""
         if self.bar is not None:
             self.bar.console.print(text, style=style, markup=False, highlight=False, soft_wrap=True)
         elif self.shown:
@@ -444,30 +445,40 @@ class Report:
 
 
 def degree_counts(plan: seqpar.Plan) -> str:
-    """Documents at every degree: ``1:3  2:1  4:1`` says three documents on one rank each, one on two, one on four."""
+    """Documents at every degree: ``1:3  2:1  4:1`` is three documents on one rank each, one on two, one on four."""
     degrees, counts = np.unique(np.asarray(plan.degrees), return_counts=True)
     return "  ".join(f"{degree}:{count}" for degree, count in zip(degrees, counts, strict=True))
 
 
 def tolerance(rows: Sequence[Row], dtype: str) -> float:
     """The largest difference that is rounding: the nudged run's largest drift, times `DRIFT_FACTOR`."""
-    # a loss is a rounded number itself: a drift below its rounding says nothing
+    # a loss is itself rounded: a drift below its rounding means nothing
     stored = torch.float64 if dtype == "float64" else torch.float32
     return DRIFT_FACTOR * max(*(r.drift for r in rows), torch.finfo(stored).eps * max(r.reference for r in rows))
 
 
 def verdict(rows: Sequence[Row], dtype: str) -> tuple[bool, str]:
-    """(passed, line): whether the losses agree up to rounding, and the bytes moved are those predicted."""
+    """(passed, line): whether the losses agree up to rounding, and as many bytes moved as predicted."""
     largest, tolerated = max(row.difference for row in rows), tolerance(rows, dtype)
     # not `largest > tolerated`: a NaN compares false, and must fail
     if not (largest <= tolerated and all(math.isfinite(row.difference) for row in rows)):
         return False, f"FAIL: largest loss difference {largest:.1e} over {len(rows)} steps (tolerance {tolerated:.1e})"
     moved, predicted = sum(row.bytes_moved for row in rows), sum(row.bytes_predicted for row in rows)
     if moved != predicted:
-        return False, f"FAIL: {moved:,} bytes moved over {len(rows)} steps, while the plans predicted {predicted:,}"
+        return False, f"FAIL: {moved:,} bytes moved over {len(rows)} steps, but the plans predicted {predicted:,}"
     return True, (
         f"PASS: largest loss difference {largest:.1e} over {len(rows)} steps "
         f"(tolerance {tolerated:.1e} = {DRIFT_FACTOR} x the drift of a run nudged by one {dtype} rounding per step)"
+    )
+
+
+def closing(ranks: int) -> tuple[str, ...]:
+    """The last lines after a pass: what was shown, and where to go next."""
+    return (
+        f"shown: {ranks} ranks trained on the same batches as one process, with the same losses up to rounding, and "
+        "moved exactly the bytes that the plans predicted",
+        "next: seqpar plan --help plans batches of your own, seqpar calibrate measures this machine for the planner; "
+        "in Python, help(seqpar.parallelize) shards a model of transformers, diffusers or plain PyTorch",
     )
 
 
@@ -480,13 +491,15 @@ def arguments(argv: Sequence[str] | None = None, prog: str = "demo") -> argparse
     parser.add_argument("--tokens", type=integer, default=8192, help="tokens per batch (default %(default)s)")
     parser.add_argument("--steps", type=integer, default=30, help="training steps (default %(default)s)")
     parser.add_argument("--layout", choices=LAYOUTS, default="planned", help="who holds which tokens (%(default)s)")
-    parser.add_argument("--hardware", help="a preset or a file of seqpar calibrate, for --layout planned (cpu)")
+    parser.add_argument(
+        "--hardware", help="machine, a preset or a file of seqpar calibrate, for --layout planned (cpu)"
+    )
     parser.add_argument("--transport", choices=TRANSPORTS, help="how keys travel, for the other layouts (fetch)")
-    parser.add_argument("--comm", choices=COMMS, help="what carries the bytes (default shm where it can be used)")
+    parser.add_argument("--comm", choices=COMMS, help="transport between ranks (default shm where it works)")
     parser.add_argument("--ulysses", type=integer, help="ranks that trade tokens for heads, for the other layouts (1)")
-    parser.add_argument("--dtype", choices=DTYPES, default="float32", help="of activations (%(default)s)")
-    parser.add_argument("--seed", type=integer, default=0, help="of weights and batches (%(default)s)")
-    parser.add_argument("--out", default="out/demo.png", help="the picture (%(default)s)")
+    parser.add_argument("--dtype", choices=DTYPES, default="float32", help="dtype of activations (%(default)s)")
+    parser.add_argument("--seed", type=integer, default=0, help="seed of weights and batches (%(default)s)")
+    parser.add_argument("--out", default="out/demo.png", help="picture to write (%(default)s)")
     args = parser.parse_args(argv)
     world = os.environ.get("WORLD_SIZE")
     if world is not None and args.ranks not in (None, int(world)):
@@ -524,7 +537,7 @@ def without_shared_memory() -> str | None:
 
 
 def carrier(args: argparse.Namespace, comm: seqpar.Comm) -> str:
-    """What carries the bytes, in words."""
+    """The comm and its transport, in words."""
     if args.comm == "shm":
         return f"{type(comm).__name__} (shared memory)"
     return f"{type(comm).__name__} (gloo{f'; no shared memory: {args.why_not_shm}' if args.why_not_shm else ''})"
@@ -533,7 +546,7 @@ def carrier(args: argparse.Namespace, comm: seqpar.Comm) -> str:
 def train(args: argparse.Namespace, comm: seqpar.Comm) -> bool:
     """Run all steps, show them, and return whether the two curves agree."""
     if comm.rank == 0:
-        from demo_picture import draw  # here, so that a missing matplotlib is missed before the work and not after it
+        from demo_picture import draw  # imported here, so that a missing matplotlib is noticed before the work
 
     report = Report(comm.rank == 0, args.steps)
     run = Run(args, comm)
@@ -549,7 +562,7 @@ def train(args: argparse.Namespace, comm: seqpar.Comm) -> bool:
     waited = 0.0
     with report.progress():
         for index, loaded in enumerate(load(args, ranks=comm.size, rank=comm.rank)):
-            waited += loaded.waited if index else 0.0  # nothing hides the first plan
+            waited += loaded.waited if index else 0.0  # no earlier step hides the first plan
             first = first or loaded
             rows.append(run.step(loaded))
             plans.append(loaded.plan)
@@ -574,7 +587,8 @@ def train(args: argparse.Namespace, comm: seqpar.Comm) -> bool:
         gaps = [p.forecast.gap for p in plans if p.forecast is not None]
         if gaps:
             report.line(
-                f"plans: predicted {np.median(gaps):.1%} above what no plan beats on {args.machine.name} (median)"
+                f"plans: predicted {np.median(gaps):.1%} above a bound that no plan beats "
+                f"on {args.machine.name} (median)"
             )
         report.line(f"loss: {rows[0].sharded:.4f} at the first step, {rows[-1].sharded:.4f} at the last")
         args.out.parent.mkdir(parents=True, exist_ok=True)
@@ -582,6 +596,8 @@ def train(args: argparse.Namespace, comm: seqpar.Comm) -> bool:
         draw(args.out, args, rows, first, seconds, tolerance=tolerance(rows, args.dtype), verdict=line)
         report.line(f"picture: {args.out}")
         report.line(line, style="bold green" if passed else "bold red")
+        for text in closing(args.ranks) if passed else ():
+            report.line(text)
     return passed
 
 
@@ -590,11 +606,11 @@ def main(argv: Sequence[str] | None = None, prog: str = "demo") -> int:
     args = arguments(argv, prog)
     if "RANK" not in os.environ:
         return launch(args.ranks, Path(__file__).resolve(), sys.argv[1:] if argv is None else argv)
-    # a rank blocked in gloo runs no Python handler: let Ctrl-C end it as it ends any other program
+    # a rank blocked in gloo runs no Python handler: let Ctrl-C end it at once
     signal.signal(signal.SIGINT, signal.SIG_DFL)
     dist.init_process_group("gloo")
     passed = train(args, seqpar.ShmComm() if args.comm == "shm" else seqpar.GroupComm())
-    dist.barrier()  # nobody leaves while a peer still reads
+    dist.barrier()  # no rank leaves while a peer still reads
     dist.destroy_process_group()
     return 0 if passed else 1
 

@@ -14,7 +14,7 @@ from matplotlib.ticker import NullFormatter  # noqa: E402
 
 from seqpar.plan.plot import INK, MUTED, STYLE, holders, timeline  # noqa: E402
 
-SECONDS = {  # what a rank was doing -> its colour
+SECONDS = {  # activity -> its colour
     "attention": "#2563a8",
     "rest of the model": "#8fb8de",
     "waiting for peers": "#f0a202",
@@ -23,7 +23,7 @@ SECONDS = {  # what a rank was doing -> its colour
 
 
 def draw(path: Path, args, rows, loaded, seconds, *, tolerance: float, verdict: str) -> None:
-    """Write the picture. loaded: the first batch and its plan. seconds: per rank, what it was doing -> seconds."""
+    """Write the picture. loaded: the first batch and its plan. seconds: for each rank, activity -> seconds."""
     plan, forecast = loaded.plan, loaded.plan.forecast
     how = "planned for every batch" if forecast is not None else f"{args.layout} layout · Ulysses {args.ulysses}"
     about = f"{how} · {args.transport} transport · {args.dtype} · {args.tokens:,} tokens per batch"
@@ -50,7 +50,7 @@ def draw(path: Path, args, rows, loaded, seconds, *, tolerance: float, verdict: 
 
 
 def _losses(axis, rows) -> None:
-    """Both loss curves: the reference wide and pale, so that the one on top of it does not hide it."""
+    """Both loss curves: the reference wide and pale, so that the sharded curve on top does not hide it."""
     steps = np.arange(len(rows))
     axis.plot(steps, [r.reference for r in rows], color="#f3b27a", linewidth=6, label="one process, ordinary attention")
     axis.plot(steps, [r.sharded for r in rows], color="#2563a8", linewidth=1.8, marker=".", label="sharded, seqpar")
@@ -61,9 +61,9 @@ def _losses(axis, rows) -> None:
 
 
 def _differences(axis, rows, tolerance: float) -> None:
-    """How far the two curves are apart, beside what rounding alone does and what is tolerated, on a log axis."""
+    """The difference of the curves, the drift that rounding alone causes, and the tolerance, on a log axis."""
     steps = np.arange(len(rows))
-    # an exact zero has no place on a log axis: it is drawn at the smallest value that is not one
+    # a log axis cannot show zero: it is drawn at the smallest nonzero value
     differences, drifts = (np.array([getattr(r, name) for r in rows]) for name in ("difference", "drift"))
     seen = np.concatenate((differences, drifts))
     floor = seen[seen > 0].min() if (seen > 0).any() else tolerance / 10

@@ -1,7 +1,6 @@
-"""A sliding window over one long document in uneven shards: what moves between ranks is the window's halo, no more.
+"""A sliding window over one long document in uneven shards: only the window's halo moves between ranks.
 
-Run ``torchrun --nproc-per-node 4 examples/long_context.py``; plain ``python examples/long_context.py`` is one rank by
-itself.
+Run ``torchrun --nproc-per-node 4 examples/long_context.py``; plain ``python examples/long_context.py`` runs one rank.
 """
 
 import os
@@ -20,11 +19,11 @@ def main() -> None:
     if "RANK" in os.environ:
         dist.init_process_group("gloo")
     comm = seqpar.GroupComm() if dist.is_initialized() else seqpar.LocalComm()
-    torch.manual_seed(0)  # every rank makes the same global tensors, and keeps its rows of them
+    torch.manual_seed(0)  # every rank makes the same global tensors and keeps its rows
     q = torch.randn(TOKENS, HEADS, DIM)
     k, v = torch.randn(2, TOKENS, KV_HEADS, DIM)
 
-    # rank r gets r + 1 parts: say that the later ranks have more memory
+    # rank r gets r + 1 parts, as if later ranks had more memory
     parts = comm.size * (comm.size + 1) // 2
     cuts = [TOKENS * rank * (rank + 1) // 2 // parts for rank in range(comm.size + 1)]
     layout = seqpar.Layout([range(start, end) for start, end in zip(cuts, cuts[1:], strict=False)])
@@ -36,7 +35,7 @@ def main() -> None:
     out = seqpar.attention(*local, plan, comm)
     received = comm.stats.bytes_received - before
 
-    # the oracle reads the bounds of the mask itself: query i sees key j iff lo[i] <= j < hi[i]
+    # the oracle reads the mask's bounds: query i sees key j iff lo[i] <= j < hi[i]
     lo, hi = (torch.from_numpy(b)[:, None] for b in mask.bounds(range(TOKENS)))
     keys = torch.arange(TOKENS)
     heads_first = (x.repeat_interleave(HEADS // x.shape[1], dim=1).transpose(0, 1) for x in (q, k, v))

@@ -1,6 +1,6 @@
-"""Ring attention in place of an ordinary attention call, forward and backward, checked against that call.
+"""Ring attention in place of ordinary attention, forward and backward, checked against it.
 
-Run ``torchrun --nproc-per-node 4 examples/ring.py``; plain ``python examples/ring.py`` is one rank by itself.
+Run ``torchrun --nproc-per-node 4 examples/ring.py``; plain ``python examples/ring.py`` runs one rank.
 """
 
 import os
@@ -11,7 +11,7 @@ import torch.nn.functional as F
 
 import seqpar
 
-LENGTHS = [700, 13, 311]  # packed documents; no rank number divides their sum
+LENGTHS = [700, 13, 311]  # packed documents; no number of ranks divides their sum
 HEADS, DIM = 4, 32
 
 
@@ -20,16 +20,16 @@ def main() -> None:
     if "RANK" in os.environ:
         dist.init_process_group("gloo")
     comm = seqpar.GroupComm() if dist.is_initialized() else seqpar.LocalComm()
-    torch.manual_seed(0)  # every rank makes the same global tensors, and keeps its rows of them
+    torch.manual_seed(0)  # every rank makes the same global tensors and keeps its rows
     q, k, v, dout = torch.randn(4, sum(LENGTHS), HEADS, DIM)
 
-    # what an ordinary model does: every document attends to itself, causally
+    # an ordinary model: every document attends to itself, causally
     dense = [x.clone().requires_grad_() for x in (q, k, v)]
     documents = zip(*(x.transpose(0, 1).split(LENGTHS, dim=1) for x in dense), strict=True)
     expected = torch.cat([F.scaled_dot_product_attention(*d, is_causal=True) for d in documents], 1).transpose(0, 1)
     expected.backward(dout)
 
-    # the same function, by ranks in a ring: each starts with its own keys and passes them on
+    # the same function on a ring of ranks: each starts with its own keys and passes them on
     plan = seqpar.Plan(seqpar.Mask(LENGTHS), seqpar.Layout.zigzag(LENGTHS, comm.size), transport="ring")
     local = [seqpar.shard(x, plan, comm.rank).requires_grad_() for x in (q, k, v)]
     out = seqpar.attention(*local, plan, comm)

@@ -1,10 +1,10 @@
 """Dynamic sequence parallelism: a block attends over space, then over time; the sharded dim switches in between.
 
-A video is ``x [time, space, dim]``. Attention over space needs whole frames, attention over time whole pixels, so
-one `switch` before the temporal half and one after it are all the communication there is. Neither dim needs to be
-divisible by the ranks.
+A video is ``x [time, space, dim]``. Attention over space needs whole frames, attention over time whole pixels. One
+`switch` before the temporal half and one after it are all the communication. Neither dim needs to be divisible by the
+number of ranks.
 
-Run ``torchrun --nproc-per-node 4 examples/switch.py``; plain ``python examples/switch.py`` is one rank by itself.
+Run ``torchrun --nproc-per-node 4 examples/switch.py``; plain ``python examples/switch.py`` runs one rank.
 """
 
 import os
@@ -32,7 +32,7 @@ def dense_block(x: Tensor, space: Tensor, time: Tensor) -> Tensor:
 
 
 def sharded_block(x: Tensor, space: Tensor, time: Tensor, comm, frames: list[int], pixels: list[int]) -> Tensor:
-    """The same on this rank's frames: ``[frames, SPACE, DIM]`` in and out, ``[TIME, pixels, DIM]`` in between."""
+    """The block on this rank's frames: ``[frames, SPACE, DIM]`` in and out, ``[TIME, pixels, DIM]`` in between."""
     x = attend(x, space)
     x = seqpar.switch(x, comm, split_dim=1, concat_dim=0, sizes=(pixels, frames))
     x = attend(x.transpose(0, 1), time).transpose(0, 1).contiguous()

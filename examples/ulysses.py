@@ -1,9 +1,9 @@
-"""Ulysses with grouped key heads: ranks trade tokens for heads, also where the ranks outnumber the key heads.
+"""Ulysses with grouped key heads: ranks trade tokens for heads, even with more ranks than key heads.
 
-Every width that divides the ranks is tried: width 1 leaves all of it to the transport, the full width all of it to
-the trade, and anything between is the two-dimensional scheme (USP). The answers must be equal.
+Every width that divides the ranks is tried. Width 1 leaves everything to the transport, the full width everything to
+the head trade, and a width between them is the two-dimensional scheme (USP). All must give the same answer.
 
-Run ``torchrun --nproc-per-node 4 examples/ulysses.py``; plain ``python examples/ulysses.py`` is one rank by itself.
+Run ``torchrun --nproc-per-node 4 examples/ulysses.py``; plain ``python examples/ulysses.py`` runs one rank.
 """
 
 import os
@@ -22,7 +22,7 @@ def main() -> None:
     if "RANK" in os.environ:
         dist.init_process_group("gloo")
     comm = seqpar.GroupComm() if dist.is_initialized() else seqpar.LocalComm()
-    torch.manual_seed(0)  # every rank makes the same global tensors, and keeps its rows of them
+    torch.manual_seed(0)  # every rank makes the same global tensors and keeps its rows
     q, dout = torch.randn(2, TOKENS, HEADS, DIM)
     k, v = torch.randn(2, TOKENS, KV_HEADS, DIM)
 

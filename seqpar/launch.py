@@ -1,6 +1,6 @@
-"""Ranks on this machine: a function run on threads of this process, or on processes of a gloo group.
+"""Ranks on this machine: run a function on threads of this process, or on processes of a gloo group.
 
-What `seqpar calibrate` measures with, and what tests use; for training, launch ranks with torchrun.
+`seqpar calibrate` and the tests use it; for training, launch ranks with torchrun.
 """
 
 from __future__ import annotations
@@ -26,28 +26,28 @@ import torch.distributed as dist
 from seqpar.comm import GroupComm, LocalComm, PeerError, ShmComm
 
 COMMS: dict[str, Callable[..., Any]] = {"gloo": GroupComm, "shm": ShmComm}
-_pools: dict[int, _Pool] = {}  # world size -> the processes that wait for the next call
+_pools: dict[int, _Pool] = {}  # world size -> idle processes, kept for the next call
 
 
 def run_threads(
     size: int, fn: Callable[..., Any], *args: Any, delay: float = 0.0, timeout: float = 60.0, direct: bool = True
 ) -> list[Any]:
-    """The results of ``fn(comm, *args)`` by rank, on `size` threads that are the ranks of one `LocalComm.world`.
+    """The results of ``fn(comm, *args)`` by rank, on `size` threads that are the ranks of a `LocalComm.world`.
 
-    delay, timeout, direct: as in `LocalComm.world`. Threads share the global random generator: pass generators.
+    delay, timeout, direct: as in `LocalComm.world`. Threads share torch's global random generator: use your own.
 
-    Raises: the exception of the rank that failed first; the others are aborted and joined before.
+    Raises: the exception of the rank that failed first, after all others are aborted and joined.
     """
     comms = LocalComm.world(size, timeout=timeout, delay=delay, direct=direct)
     finished: queue.Queue[tuple[int, Any, BaseException | None]] = queue.Queue()
 
     def rank_main(comm: LocalComm) -> None:
-        # otherwise the backward passes of all ranks share one engine thread, and a rank that waits blocks its peer
+        # otherwise all ranks' backward passes share one engine thread, and a waiting rank blocks its peer
         with torch.autograd.set_multithreading_enabled(False):
             try:
                 finished.put((comm.rank, fn(comm, *args), None))
             except BaseException as error:
-                # queued before the abort, so that the first failure is the first in the queue
+                # queued before the abort, so that the first failure comes first in the queue
                 finished.put((comm.rank, None, error))
                 comm.abort(f"{type(error).__name__}: {error}")
 
@@ -64,7 +64,7 @@ def run_threads(
             results[rank] = result
             first = first or error
     except queue.Empty:
-        pass  # a rank hangs outside the comm: the first failure says more than that
+        pass  # a rank hangs outside the comm: report the first failure instead
     except BaseException:
         comms[0].abort("the caller was interrupted")
         raise
@@ -78,13 +78,13 @@ def run_processes(
 ) -> list[Any]:
     """The results of ``fn(comm, *args)`` by rank, on `size` processes of a gloo group.
 
-    fn: a function of an importable module; it, args and results are pickled. comm: "gloo", a `GroupComm` of them all,
-    or "shm", a `ShmComm`. timeout: seconds after which a wait of the comm fails; the whole call has four times as long,
-    and at least two minutes. The processes stay for the next call with the same size, unless one of them died or
-    failed.
+    fn: a function of an importable module. fn, args and results are pickled. comm: "gloo" for a `GroupComm` of all
+    processes, or "shm" for a `ShmComm`. timeout: seconds after which a wait of the comm fails; the whole call may take
+    four times as long, and at least two minutes. The processes are kept for the next call of the same size, unless one
+    of them failed or died.
 
-    Raises: ValueError for another comm; the exception of the rank that failed first, with its remote traceback as the
-    cause; RuntimeError naming a rank whose process died; TimeoutError naming the ranks that did not come back.
+    Raises: ValueError for an unknown comm; the exception of the rank that failed first, with its remote traceback as
+    the cause; RuntimeError naming a rank whose process died; TimeoutError naming the ranks that did not return.
     """
     if comm not in COMMS:
         raise ValueError(f"run_processes: comm={comm!r}, expected one of {list(COMMS)}")
@@ -103,7 +103,7 @@ def run_processes(
 
 
 class _Pool:
-    """Processes that are the ranks of one default group. The store lives here, so that no rank takes it along."""
+    """Processes that form one default group. The store is in this process, so that it outlives every rank."""
 
     def __init__(self, size: int) -> None:
         method = "forkserver" if sys.platform == "linux" else "spawn"
@@ -134,22 +134,22 @@ class _Pool:
         while waiting:
             ready = wait(list(waiting.values()), max(0.0, deadline - time.monotonic()))
             if not ready:
-                errors.append(TimeoutError(f"ranks {sorted(waiting)} did not come back"))
+                errors.append(TimeoutError(f"ranks {sorted(waiting)} did not return in time"))
                 break
             for rank in [rank for rank, pipe in waiting.items() if pipe in ready]:
                 result, error = self._answer(rank, waiting.pop(rank))
                 results[rank] = result
                 if error is not None:
-                    # the others have one timeout to notice it
+                    # the other ranks get one timeout to notice the failure
                     deadline = min(deadline, time.monotonic() + timeout + 5.0)
                     errors.append(error)
         if errors:
-            # a PeerError is mostly another rank's failure, seen from here
+            # a PeerError usually reports another rank's failure
             raise next((error for error in errors if not isinstance(error, PeerError)), errors[0])
         return [results[rank] for rank in range(len(self.pipes))]
 
     def _answer(self, rank: int, pipe: Connection) -> tuple[Any, BaseException | None]:
-        """What a rank sent back: its result or its error."""
+        """The result or the error that a rank sent back."""
         try:
             result, error, trace = pickle.loads(pipe.recv_bytes())
         except (EOFError, ConnectionError):
@@ -170,15 +170,15 @@ class _Pool:
 
 
 def serve_forks(context: Any) -> None:
-    """Start the server that ranks are forked from, unless it runs: with all that a rank imports, and from here."""
-    from multiprocessing import forkserver  # which not every system has
+    """Start the server that ranks are forked from, unless it runs, with the modules and the path that ranks need."""
+    from multiprocessing import forkserver  # not on every system
 
-    # the last is what torch loads in the first call of a verb
+    # the last one is what torch loads at the first call of a verb
     context.set_forkserver_preload(["torch.distributed", "seqpar.launch", "torch.fx.experimental.symbolic_shapes"])
     before = os.environ.get("PYTHONPATH")
-    # before Python 3.12 the server does not get this process's sys.path
+    # before Python 3.12 the server does not inherit this process's sys.path
     os.environ["PYTHONPATH"] = os.pathsep.join(path for path in sys.path if path)
-    # Ctrl-C at a terminal reaches all processes: this one takes it, and ends the others
+    # Ctrl-C at a terminal reaches all processes: this one handles it and ends the others
     mask = signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGINT})
     try:
         forkserver.ensure_running()
@@ -199,7 +199,7 @@ def _close_pools() -> None:
 def _worker(rank: int, size: int, port: int, pipe: Connection) -> None:
     """One rank: joins the default group, then runs functions until the pipe closes."""
     signal.signal(signal.SIGINT, signal.SIG_IGN)
-    if hasattr(signal, "pthread_sigmask"):  # which `serve_forks` has set
+    if hasattr(signal, "pthread_sigmask"):  # blocked by `serve_forks`
         signal.pthread_sigmask(signal.SIG_UNBLOCK, {signal.SIGINT})
     torch.set_num_threads(1)
     store = dist.TCPStore("127.0.0.1", port, None, False, timedelta(seconds=300))
@@ -214,7 +214,7 @@ def _worker(rank: int, size: int, port: int, pipe: Connection) -> None:
 
 
 def _outcome(name: str, timeout: float, call: bytes) -> bytes:
-    """The pickled (result, error, traceback) of one call on a comm of its own."""
+    """The pickled (result, error, traceback) of one call, on a comm of its own."""
     comm = None
     try:
         comm = COMMS[name](timeout=timeout, check="call")

@@ -1,4 +1,4 @@
-"""The compiled extension, if it was built: operators on the CPU and on CUDA that know nothing of ranks and layouts."""
+"""The compiled extension, if it was built: operators for the CPU and CUDA that know no ranks and no layouts."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from typing import Any
 
 import torch
 
-DIMS = 6  # of a tensor that the operators move and that is not contiguous: SP_DIMS of csrc/base/dims.h
+DIMS = 6  # of a non-contiguous tensor that the operators move: SP_DIMS of csrc/base/dims.h
 
 
 @cache
@@ -28,7 +28,7 @@ def missing() -> str | None:
 
 @cache
 def without_cuda() -> str | None:
-    """Why the compiled operators for CUDA cannot be used, whether or not there is a device; or None."""
+    """Why the compiled operators for CUDA cannot be used, or None. Needs no device."""
     if missing() is None and not ops().with_cuda():
         return "seqpar._C was built without CUDA: reinstall seqpar with nvcc, 12.8 or newer, on the path"
     return missing()
@@ -37,7 +37,7 @@ def without_cuda() -> str | None:
 def ops() -> Any:
     """The operators, ``torch.ops.seqpar_native``.
 
-    Raises: NotImplementedError saying what is missing.
+    Raises: NotImplementedError naming the missing part.
     """
     why = missing()
     if why is not None:

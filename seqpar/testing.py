@@ -1,4 +1,4 @@
-"""What tests of distributed attention need: ranks as threads or processes, the dense oracle, errors of tensors."""
+"""Tools for tests of distributed attention: ranks as threads or processes, the dense oracle, tensor errors."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from seqpar.launch import COMMS, run_processes, run_threads
 
 __all__ = ["COMMS", "ERROR_GROWTH", "dense_attention", "relative_rms", "run_processes", "run_threads"]
 
-# Property 10: the error against float64, mean over seeds, may exceed that of the same kernel on one rank by this much.
+# The error against float64, averaged over seeds, may exceed the same kernel's error on one rank by this factor.
 ERROR_GROWTH = 1.05
 
 
@@ -32,8 +32,8 @@ def dense_attention(
     """Output [tokens, H, D_v] and lse [tokens, H] of the whole batch on one device, differentiated by autograd.
 
     q [tokens, H, D], k [kv_tokens, H_kv, D], v [kv_tokens, H_kv, D_v]: global tensors in position order, float64 where
-    it serves as the oracle. Written from the definition with the whole matrix of scores; of the kernels' code it shares
-    the random words of dropout, which have tests of their own.
+    this is the oracle. Computed by definition, from the full matrix of scores. It shares only dropout's random words
+    with the kernels; these have tests of their own.
     """
     group = q.shape[1] // k.shape[1]
     keys, values = k.repeat_interleave(group, 1), v.repeat_interleave(group, 1)

@@ -123,7 +123,7 @@ def test_lengths_come_from_files_and_standard_input(
     assert planned(capsys, "--lengths", "-", "--model", "tiny")["lengths"] == [7, 8]
     monkeypatch.setattr(sys, "stdin", io.TextIOWrapper(io.BytesIO(b"7\n\xff"), encoding="utf-8"))
     assert main(["plan", "--lengths", "-"]) == 2
-    assert "standard input is no text: 'utf-8' codec can't decode byte 0xff" in capsys.readouterr().err
+    assert "standard input is not text: 'utf-8' codec can't decode byte 0xff" in capsys.readouterr().err
     for text, message in (
         ("3\n4.5\n", "lengths.txt, line 2: expected integers of at most 18 digits, got '4.5'"),
         ("\n", "no lengths"),
@@ -242,6 +242,26 @@ def test_the_longest_documents_are_planned_at_once(capsys: pytest.CaptureFixture
     assert capsys.readouterr().err == f"seqpar plan: {said}\n"
 
 
+@pytest.mark.parametrize("command", ["doctor", "plan", "calibrate"])
+def test_the_examples_of_help_run(
+    command: str, tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    with pytest.raises(SystemExit):
+        main([command, "--help"])
+    lines = capsys.readouterr().out.partition("examples:")[2].splitlines()
+    examples = [line.partition("#")[0].split()[1:] for line in lines if line.startswith("  seqpar ")]
+    assert len(examples) >= 2 and any(argv[0] == command for argv in examples)
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setattr(os, "cpu_count", lambda: 8)
+    monkeypatch.setattr(calibrate, "measured", lambda *args, **options: Hardware.preset("cpu").to_dict())
+    monkeypatch.setattr(calibrate, "show", lambda data: None)
+    Path("lengths.txt").write_text("3000\n500\n")
+    for argv in examples:
+        assert main(argv) == 0
+    if command == "plan":
+        assert Path("plan.png").is_file()
+
+
 def test_version(capsys: pytest.CaptureFixture[str]) -> None:
     with pytest.raises(SystemExit) as stopped:
         main(["--version"])
@@ -282,7 +302,11 @@ def test_what_calibrate_cannot_write_is_refused_before_measuring(
     tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(calibrate, "measured", lambda *args, **options: {})
-    for where, message in (("", "is a directory"), (str(tmp_path), "is a directory"), ("no/x", "no is no directory")):
+    for where, message in (
+        ("", "is a directory"),
+        (str(tmp_path), "is a directory"),
+        ("no/x", "no is not a directory"),
+    ):
         assert main(["calibrate", "--device", "cpu", "--out", where]) == 2
         assert message in capsys.readouterr().err
     assert main(["calibrate", "--device", "cpu", "--out", "/dev/full"]) == 2

@@ -80,7 +80,7 @@ def test_no_end_of_a_command_is_a_traceback(tmp_path: Path) -> None:
     ("error", "code", "said"),
     [
         (KeyboardInterrupt(), 130, ""),
-        (MemoryError("Unable to allocate 9 TiB"), 1, "this takes more memory than there is: Unable to allocate 9 TiB"),
+        (MemoryError("Unable to allocate 9 TiB"), 1, "not enough memory: Unable to allocate 9 TiB"),
         (OSError(11, "Resource temporarily unavailable"), 1, "[Errno 11] Resource temporarily unavailable"),
         (OSError(28, "No space left on device"), 1, FULL.strip()),
         (ValueError("two\nlines"), 2, "two lines"),

@@ -1,4 +1,4 @@
-"""The command line: `seqpar doctor`, `plan`, `calibrate`, `run`, `demo`. A command imports what it needs when run."""
+"""The command line: `seqpar doctor`, `plan`, `calibrate`, `run`, `demo`. A command imports its tools when it runs."""
 
 from __future__ import annotations
 
@@ -17,19 +17,19 @@ from seqpar.cli.output import CommandError
 
 __all__ = ["main"]
 
-# What shells report of a program that a signal ended: SIGINT and SIGPIPE.
+# The exit codes that shells report for a program ended by a signal: SIGINT and SIGPIPE.
 INTERRUPTED, UNREAD = 130, 141
-# Of standard output: commands name the files that they write themselves.
+# Errors that mean standard output is full. For other files the commands name the file themselves.
 FULL = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG)
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    """The exit code of one command: 0 if it did what was asked, 2 if it was asked wrongly, 1 if it failed.
+    """Run one command. Returns its exit code: 0 for success, 2 for a wrong request, 1 for a failure.
 
-    130 after Ctrl-C, and 141 where nobody reads what it prints. Whatever is wrong is said in one line.
+    130 after Ctrl-C, 141 if the reader of its output has gone. An error is one line on standard error.
     """
     if isinstance(sys.stdout, io.TextIOWrapper):
-        sys.stdout.reconfigure(errors="backslashreplace")  # a path may have bytes that are no text
+        sys.stdout.reconfigure(errors="backslashreplace")  # a path may hold bytes that are not valid text
     name = "seqpar"
     try:
         try:
@@ -38,7 +38,7 @@ def main(argv: Sequence[str] | None = None) -> int:
             return int(args.call(args))
         finally:
             if sys.stdout is not None:
-                sys.stdout.flush()  # a full disk and a closed pipe show here, while they can still be told
+                sys.stdout.flush()  # a full disk or a closed pipe shows up here, where it can still be reported
     except KeyboardInterrupt:
         return INTERRUPTED
     except (CommandError, OSError, MemoryError) as error:
@@ -53,7 +53,7 @@ def arguments(argv: Sequence[str] | None) -> argparse.Namespace:
     for module in (doctor, plan, calibrate, run, demo):
         module.add_command(commands)
     args, rest = parser.parse_known_args(argv)
-    # Only the demo has flags that are not its own: they are the script's.
+    # Only the demo takes unknown flags: it passes them to its script.
     if args.command == "demo":
         args.rest = rest
     elif rest:
@@ -64,7 +64,7 @@ def arguments(argv: Sequence[str] | None) -> argparse.Namespace:
 
 
 def failed(name: str, error: CommandError | OSError | MemoryError) -> int:
-    """The exit code for an error, after one line that says it."""
+    """Print one line for the error; returns the exit code."""
     code = 2 if isinstance(error, CommandError) else 1
     dropped = drop_output()
     if isinstance(dropped or error, BrokenPipeError):
@@ -73,7 +73,7 @@ def failed(name: str, error: CommandError | OSError | MemoryError) -> int:
         error = dropped or error
         text = f"cannot write to standard output: {os.strerror(error.errno)}"
     elif isinstance(error, MemoryError):
-        text = f"this takes more memory than there is: {error}"
+        text = f"not enough memory: {error}"
     else:
         text = str(error)
     with contextlib.suppress(OSError):
@@ -82,12 +82,12 @@ def failed(name: str, error: CommandError | OSError | MemoryError) -> int:
 
 
 def drop_output() -> OSError | None:
-    """Why standard output does not take what was printed, None if it does."""
+    """Why standard output does not accept the printed text; None if it does."""
     try:
         if sys.stdout is not None:
             sys.stdout.flush()
     except OSError as error:
-        # else Python tries once more when it ends, and shows a traceback
+        # otherwise Python tries again at exit and shows a traceback
         nowhere = os.open(os.devnull, os.O_WRONLY)
         os.dup2(nowhere, sys.stdout.fileno())
         os.close(nowhere)

@@ -1,7 +1,8 @@
-"""`seqpar calibrate`: measures this machine for the planner and writes the file that `Hardware.load` takes."""
+"""`seqpar calibrate`: measures this machine for the planner and writes a file for `Hardware.load`."""
 
 from __future__ import annotations
 
+import argparse
 import json
 import os
 import platform
@@ -22,16 +23,22 @@ if TYPE_CHECKING:
     from seqpar.planner import ModelShape
     from seqpar.planner.fit import Exchanged, Fit, Multiplied
 
-LONGEST = 1 << 15  # tokens of a document: all cases are in memory at once
-ROUNDS = 4  # of exchanges, at most
-GOOD = 0.05  # mean error on unseen rows up to which the table praises a fit
-# Link sizes in bytes, those that a fit does not see last.
+LONGEST = 1 << 15  # tokens of the longest document: all cases are in memory at once
+ROUNDS = 4  # of exchanges at most, while a fit fails
+GOOD = 0.05  # mean error on unseen rows up to which a fit counts as good
+# Message sizes in bytes: (fitted, unseen).
 SIZES = {
     "cpu": ((1 << 12, 1 << 16, 1 << 20, 1 << 22, 1 << 24), (1 << 18, 1 << 23)),
     "cuda": ((1 << 16, 1 << 20, 1 << 23, 1 << 26, 1 << 28), (1 << 22, 1 << 27)),
 }
-HOP = 1 << 22  # bytes of an exchange beside which something is computed
+HOP = 1 << 22  # bytes of the exchange that runs beside a computation
 TOKENS = {"cpu": ((256, 1024), (512,)), "cuda": ((2048, 8192), (4096,))}
+
+EXAMPLES = """examples:
+  seqpar calibrate --quick
+  seqpar calibrate --ranks 8 --out node.json
+  seqpar plan --lengths 3000,500,1200 --ranks 8 --model tiny --hardware node.json
+"""
 
 
 def add_command(commands: Any) -> None:
@@ -39,21 +46,32 @@ def add_command(commands: Any) -> None:
     parser = commands.add_parser(
         "calibrate",
         help="measure this machine for the planner",
-        description="Time attention, linear layers and links of this machine, fit the planner's cost model to them and "
-        "write it to a file. The error of each fit is that on shapes which it has not seen. Without --quick about a "
-        "minute and a half.",
+        description="Time attention, linear layers and links of this machine, fit the planner's cost model\n"
+        "to the times and write it to a file. The error of each fit is measured on shapes that were not fitted.\n"
+        "Takes about a minute and a half; --quick takes less.",
+        epilog=EXAMPLES,
+        formatter_class=argparse.RawDescriptionHelpFormatter,
     )
-    parser.add_argument("--ranks", type=integer, default=2, help="processes that measure the links (default: 2)")
-    parser.add_argument("--device", choices=("cpu", "cuda"), help="default: cuda where there is one")
-    parser.add_argument("--model", help="a preset of ModelShape (default: llama-8b on cuda, tiny on cpu)")
-    parser.add_argument("--out", type=Path, default=Path("hardware.json"), help="default: hardware.json")
+    parser.add_argument(
+        "--ranks", type=integer, default=2, help="processes that exchange messages to measure the links (default: 2)"
+    )
+    parser.add_argument("--device", choices=("cpu", "cuda"), help="device to measure (default: cuda if torch sees one)")
+    parser.add_argument(
+        "--model", help="model whose layers are timed, a preset of ModelShape (default: llama-8b on cuda, tiny on cpu)"
+    )
+    parser.add_argument(
+        "--out", type=Path, default=Path("hardware.json"), help="file to write (default: hardware.json)"
+    )
     parser.add_argument("--quick", action="store_true", help="fewer repeats and shorter documents")
-    parser.add_argument("--json", action="store_true", help="print what is written, for machines")
+    parser.add_argument("--json", action="store_true", help="print the written JSON")
     parser.set_defaults(call=calibrate)
 
 
 def calibrate(args: Any) -> int:
-    """0 after measuring and writing; a fit that says nothing of the machine ends the command."""
+    """Measure and write the file; returns 0.
+
+    Raises: CommandError for wrong flags, and for a fit that fails.
+    """
     import torch
 
     from seqpar.planner import ModelShape
@@ -61,7 +79,7 @@ def calibrate(args: Any) -> int:
     device = torch.device(args.device or ("cuda" if torch.cuda.is_available() else "cpu"))
     if device.type == "cuda" and not torch.cuda.is_available():
         raise CommandError("--device cuda, but torch sees none; seqpar doctor says why")
-    # a rank has a core, or a device
+    # one rank per core, or per device
     most = torch.cuda.device_count() if device.type == "cuda" else max(2, os.cpu_count() or 1)
     if not 2 <= args.ranks <= most:
         raise CommandError(f"--ranks must be at least 2 and at most {most}, got {args.ranks}")
@@ -72,7 +90,7 @@ def calibrate(args: Any) -> int:
             {"cpu": "tiny", "cuda": "llama-8b"}[device.type] if args.model is None else args.model
         )
         if device.type == "cpu":
-            torch.set_num_threads(1)  # a rank has a core
+            torch.set_num_threads(1)  # one core per rank
         data = measured(model, device, ranks=args.ranks, quick=args.quick)
     except (ValueError, NotImplementedError) as error:
         raise CommandError(str(error)) from None
@@ -91,7 +109,7 @@ def calibrate(args: Any) -> int:
 
 
 def measured(model: ModelShape, device: torch.device, *, ranks: int, quick: bool) -> dict[str, Any]:
-    """The hardware as `Hardware.to_dict` gives it, and under "measured" where and from what it was fitted."""
+    """The hardware as in `Hardware.to_dict`; under "measured" the machine and the rows that it was fitted to."""
     from seqpar.cli import measure
     from seqpar.launch import run_processes
     from seqpar.planner import Hardware
@@ -109,7 +127,7 @@ def measured(model: ModelShape, device: torch.device, *, ranks: int, quick: bool
     about = environment(device) | {
         "model": model.name, "device": device.type, "ranks": ranks, "kernel": measure.kernel_for(model, device),
     }  # fmt: skip
-    nodes = "; links between nodes were not measured and count as those inside" if "across" not in fits else ""
+    nodes = "; links between nodes were not measured and are taken to be those inside" if "across" not in fits else ""
     hardware = Hardware(
         name=about["machine"],
         source=f"measured by seqpar calibrate on {about['machine']} at {about['time']} with {model.name}{nodes}",
@@ -131,7 +149,7 @@ def measured(model: ModelShape, device: torch.device, *, ranks: int, quick: bool
 
 
 def _linear(model: ModelShape, device: torch.device, seconds: float) -> tuple[Fit[float], list[Multiplied]]:
-    """The fit of a layer without attention, and its rows."""
+    """The fit of a layer without attention, and the measured rows."""
     from seqpar.cli import measure
     from seqpar.planner.fit import fit_linear
 
@@ -142,9 +160,9 @@ def _linear(model: ModelShape, device: torch.device, seconds: float) -> tuple[Fi
 
 
 def _links(device: torch.device, ranks: int, quick: bool) -> tuple[dict[str, Fit[Any]], dict[str, list[Exchanged]]]:
-    """The fits of the links by name, and their rows.
+    """The fits of the links by name, and the measured rows.
 
-    A busy machine takes a core away for longer than a small exchange takes: turns are added while a fit says nothing.
+    A busy machine takes a core away for longer than a small exchange lasts: more turns are measured while a fit fails.
     """
     from seqpar.cli import measure
     from seqpar.launch import run_processes
@@ -172,7 +190,7 @@ def _links(device: torch.device, ranks: int, quick: bool) -> tuple[dict[str, Fit
 
 
 def _size(device: torch.device) -> dict[str, int]:
-    """Bytes that a rank of this machine has, and ranks on it: a GPU each, or a core each."""
+    """Memory in bytes of one rank, and the ranks of this machine: one per GPU, or one per core."""
     import torch
 
     if device.type == "cuda":
@@ -182,7 +200,7 @@ def _size(device: torch.device) -> dict[str, int]:
 
 
 def environment(device: torch.device) -> dict[str, Any]:
-    """Machine, versions, time, and the commit if the package lies in its own repository."""
+    """Machine, versions, time, and the commit if the package is in its own repository."""
     import torch
 
     if device.type == "cuda":
@@ -201,7 +219,7 @@ def environment(device: torch.device) -> dict[str, Any]:
 
 
 def _commit(root: Path) -> str | None:
-    """The commit of a repository whose root is `root`; None for an installed package, which may lie in another's."""
+    """The commit of the repository whose root is `root`; None for a package installed inside another repository."""
     try:
         done = subprocess.run(
             ["git", "-C", str(root), "rev-parse", "--show-toplevel", "HEAD"], capture_output=True, text=True, timeout=10
@@ -213,7 +231,7 @@ def _commit(root: Path) -> str | None:
 
 
 def show(data: dict[str, Any]) -> None:
-    """Print what was fitted and how far it is from what it has not seen."""
+    """Print the fitted values and their errors on unseen measurements."""
     about, a = data["measured"], data["attention"]
     values = {
         "attention": f"{a['rate'] / 1e9:,.1f} GFLOP/s, backward {a['backward_rate'] / 1e9:,.1f}; a query row costs "

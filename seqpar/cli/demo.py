@@ -1,4 +1,4 @@
-"""`seqpar demo`: the example that trains on real documents, from the installed package or the source tree."""
+"""`seqpar demo`: trains the example on real documents, from the installed package or the source tree."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ PACKAGE = Path(seqpar.__file__).parent
 
 
 def add_command(commands: Any) -> None:
-    """Declare the command, whose flags are all the script's, --help among them."""
+    """Declare the command. All its flags, even --help, are the script's."""
     parser = commands.add_parser(
         "demo",
         add_help=False,
@@ -26,7 +26,7 @@ def add_command(commands: Any) -> None:
 
 
 def find_example(name: str) -> Path:
-    """The path of an example: inside the installed package, else beside the package in its source tree.
+    """The path of an example: inside the installed package, or beside the package in its source tree.
 
     Raises: CommandError naming both places.
     """
@@ -38,12 +38,12 @@ def find_example(name: str) -> Path:
 
 
 def load(script: Path) -> ModuleType:
-    """An example as a module, which imports the examples beside it."""
+    """Import an example as a module; it can import the examples beside it."""
     name = f"seqpar_example_{script.stem}"
     spec = importlib.util.spec_from_file_location(name, script)
     assert spec is not None and spec.loader is not None
     module = importlib.util.module_from_spec(spec)
-    sys.modules[name] = module  # where dataclasses look for their annotations
+    sys.modules[name] = module  # where dataclasses look up annotations
     sys.path.insert(0, str(script.parent))
     try:
         spec.loader.exec_module(module)
@@ -53,7 +53,7 @@ def load(script: Path) -> ModuleType:
 
 
 def demo(args: Any) -> int:
-    """The exit code of examples/demo.py, which checks its flags before it starts its ranks."""
+    """Run examples/demo.py, which checks its flags before it starts its ranks; returns its exit code."""
     script = find_example("demo.py")
     if not {"-h", "--help"} & set(args.rest):
         need("rich", "cli", "the demo's output")

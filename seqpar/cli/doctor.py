@@ -1,7 +1,8 @@
-"""`seqpar doctor`: what is installed, what can be used, and why the rest cannot."""
+"""`seqpar doctor`: what is installed, what works here, and why the rest does not."""
 
 from __future__ import annotations
 
+import argparse
 import json
 import os
 import platform
@@ -28,19 +29,28 @@ PACKAGES = (
 )
 
 
+EXAMPLES = """examples:
+  seqpar doctor
+  seqpar doctor --json          # to attach to a bug report
+"""
+
+
 def add_command(commands: Any) -> None:
     """Declare the command and its flags."""
     parser = commands.add_parser(
         "doctor",
         help="what works here, and why the rest does not",
-        description="Versions, devices, kernels and transports. The exit code is 0 if attention runs on this CPU.",
+        description="Show versions, devices, kernels and transports, each with the reason if it cannot be used.\n"
+        "The exit code is 0 if attention runs on this CPU.",
+        epilog=EXAMPLES,
+        formatter_class=argparse.RawDescriptionHelpFormatter,
     )
-    parser.add_argument("--json", action="store_true", help="for machines")
+    parser.add_argument("--json", action="store_true", help="print JSON")
     parser.set_defaults(call=doctor)
 
 
 def doctor(args: Any) -> int:
-    """0 if attention runs on this machine's CPU, else 1; prints the whole examination."""
+    """Print the whole report; returns 0 if attention runs on this machine's CPU, else 1."""
     found = examine()
     if args.json:
         print(json.dumps(found, indent=2))
@@ -56,7 +66,7 @@ def doctor(args: Any) -> int:
 
 
 def examine() -> dict[str, Any]:
-    """Everything doctor knows, as plain data; None in place of a reason means usable."""
+    """The whole report as plain data; in place of a reason, None means usable."""
     attention = attention_runs()
     return {
         "versions": {"seqpar": __version__, "python": platform.python_version()} | {p: installed(p) for p in PACKAGES},
@@ -90,7 +100,7 @@ def devices() -> dict[str, str | None]:
     found: dict[str, str | None] = {"cpu": None}
     hip = getattr(torch.version, "hip", None)
     if hip is not None:
-        # A ROCm build answers to torch.cuda; what it says is not about CUDA devices.
+        # A ROCm build also answers to torch.cuda, but reports no CUDA devices.
         found["rocm"] = f"ROCm is not supported: this torch is built for HIP {hip}; the CPU kernels work"
     elif torch.cuda.is_available():
         for index in range(torch.cuda.device_count()):
@@ -107,7 +117,7 @@ def devices() -> dict[str, str | None]:
 
 
 def extension() -> dict[str, str | None]:
-    """Part of the compiled extension -> None if it is usable here, else why not."""
+    """Part of the compiled extension -> None if it is usable, else why not."""
     from seqpar import native
     from seqpar.kernels.native import ISAS
 
@@ -117,14 +127,14 @@ def extension() -> dict[str, str | None]:
 
 
 def kernels() -> dict[str, str | None]:
-    """Kernel -> None if it is usable here, else why not."""
+    """Kernel -> None if it is usable, else why not."""
     from seqpar.kernels import available
 
     return dict(available())
 
 
 def transports() -> dict[str, str | None]:
-    """Comm -> None if it is usable here, else why not."""
+    """Comm -> None if it is usable, else why not."""
     import torch
     import torch.distributed as dist
 
@@ -149,15 +159,15 @@ def transports() -> dict[str, str | None]:
 
 
 def hidden(directory: Path) -> str | None:
-    """Why a script of a directory would not import this seqpar, None if it would."""
+    """Why a script in this directory would import another seqpar; None if it would import this one."""
     spec = PathFinder.find_spec("seqpar", [str(directory), *sys.path[1:]])
     package = Path(__file__).parent.parent
     if spec is None or spec.origin is None and not (directory / "seqpar").is_dir():
         return None
     if spec.origin is None:
         return (
-            f"Python takes the folder {directory / 'seqpar'} for a namespace package and does not look further; start "
-            f"elsewhere, or install anew: pip install --no-build-isolation -e {package.parent}"
+            f"Python takes the folder {directory / 'seqpar'} for a namespace package and looks no further; start "
+            f"elsewhere, or reinstall: pip install --no-build-isolation -e {package.parent}"
         )
     if not package.samefile(Path(spec.origin).parent):
         return f"it would import {spec.origin}, and this is {package}; start elsewhere"
@@ -165,7 +175,7 @@ def hidden(directory: Path) -> str | None:
 
 
 def attention_runs() -> str | None:
-    """None if attention over one rank gives the mean of the values that equal scores must give, else what happened."""
+    """None if attention on one rank gives the mean of the values that equal scores must give, else the error."""
     try:
         import torch
 

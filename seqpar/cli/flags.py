@@ -1,4 +1,4 @@
-"""What the flags of commands take: numbers, files that are read, files that will be written."""
+"""The values of flags: numbers, files to read, files to write."""
 
 from __future__ import annotations
 
@@ -9,14 +9,14 @@ from pathlib import Path
 
 from seqpar.cli.output import CommandError
 
-DIGITS = 18  # of an integer, which then fits into 64 bits
+DIGITS = 18  # digits of an integer, which then fits into 64 bits
 LONGEST = 1 << 26  # bytes of a file; a device such as /dev/zero never ends
 
 
 def integer(text: str) -> int:
     """The integer of a flag.
 
-    Raises: argparse.ArgumentTypeError for anything else, and for one of too many digits.
+    Raises: argparse.ArgumentTypeError for anything else, and for too many digits.
     """
     if len(text) > 2 * DIGITS:
         raise argparse.ArgumentTypeError(f"expected an integer of at most {DIGITS} digits, got {shown(text)}")
@@ -35,7 +35,7 @@ def integers(text: str) -> list[int]:
 
 
 def shown(text: str) -> str:
-    """A text as messages show it: in one line, and of a long one the beginning."""
+    """A text as messages show it: on one line, shortened if long."""
     text = text if len(text) <= 60 else f"{text[:60]}..."
     return text if text.isprintable() and text else repr(text)
 
@@ -43,7 +43,7 @@ def shown(text: str) -> str:
 def content(source: str) -> str:
     """The text of a file, or of standard input if source is ``-``.
 
-    Raises: CommandError naming it if it cannot be read, is no text or does not end.
+    Raises: CommandError naming the source if it cannot be read, is not text or is too long.
     """
     what = "standard input" if source == "-" else source
     try:
@@ -55,18 +55,18 @@ def content(source: str) -> str:
     except OSError as error:
         raise CommandError(f"cannot read {what}: {error.strerror}") from None
     except UnicodeDecodeError as error:
-        raise CommandError(f"{what} is no text: {error}") from None
+        raise CommandError(f"{what} is not text: {error}") from None
     if len(text) > LONGEST:
         raise CommandError(f"{what} is longer than {LONGEST >> 20} MiB")
     return text
 
 
 def check_writable(flag: str, path: Path) -> None:
-    """Raises: CommandError naming the flag, if no file can be written there."""
+    """Raise CommandError, naming the flag, if no file can be written at that path."""
     if path.is_dir():
         raise CommandError(f"{flag} {path} is a directory; name a file")
     folder = path.absolute().parent
     if not folder.is_dir():
-        raise CommandError(f"{flag} {path}: {folder} is no directory")
+        raise CommandError(f"{flag} {path}: {folder} is not a directory")
     if not os.access(path if path.exists() else folder, os.W_OK):
         raise CommandError(f"{flag} {path} is not writable")

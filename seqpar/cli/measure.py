@@ -1,4 +1,4 @@
-"""What `seqpar calibrate` times: one rank's attention of many plans, a model's linear layers, exchanges."""
+"""The measurements of `seqpar calibrate`: one rank's attention under many plans, linear layers, exchanges."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ CPU = torch.device("cpu")
 
 @dataclass(frozen=True)
 class Case:
-    """A batch and its plan, of which rank 0 is timed. steps: in how many its keys shall arrive, at least about."""
+    """A batch and its plan; rank 0 is timed. steps: about how many steps its keys should arrive in."""
 
     lengths: tuple[int, ...]
     ranks: int = 1
@@ -39,7 +39,7 @@ class Case:
 
 
 def cases(longest: int) -> list[Case]:
-    """Batches up to a document of `longest` tokens: one document and many, whole and sharded, in few steps and many."""
+    """Batches with documents of up to about `longest` tokens: one or many, whole or sharded, in few steps or many."""
     n = longest
     drawn = np.random.default_rng(0).lognormal(0.0, 1.0, (2, 12))
     mixes = [tuple(np.maximum(x / x.sum() * 2 * n, 16).astype(int).tolist()) for x in drawn]
@@ -66,9 +66,9 @@ def cases(longest: int) -> list[Case]:
 
 
 class Alone:
-    """A comm of which only rank 0 exists: it computes its share of a plan, exchanges bring nothing and take no time.
+    """A comm with rank 0 alone, which computes its share of a plan; exchanges bring nothing and take no time.
 
-    Memory for what would arrive holds random numbers: time does not depend on them, but would on NaN.
+    Receive buffers hold random numbers: the time does not depend on their values, except for NaN.
     """
 
     direct, check_every = True, "batch"
@@ -88,7 +88,7 @@ class Alone:
         """Nothing."""
 
     def empty(self, shape: Sequence[int], dtype: torch.dtype, device: torch.device) -> Tensor:
-        """One of two tensors of that shape, in turns: as many are alive at once."""
+        """One of two tensors of that shape, in turns: at most two are in use at once."""
         key = (tuple(shape), dtype, device)
         if key not in self._made:
             one, other = (torch.randn(tuple(shape), device=device).mul_(0.5).to(dtype) for _ in range(2))
@@ -97,7 +97,7 @@ class Alone:
         return self._made[key][0]
 
     def sub(self, ranks: Sequence[int]) -> Comm:
-        """This comm: a plan with one rank that shares heads asks for none."""
+        """This comm: in a plan with one rank per head group nobody exchanges with it."""
         return self
 
     def warm_up(self, peers: Sequence[int]) -> None:
@@ -107,7 +107,7 @@ class Alone:
         """Nothing."""
 
     def next_call(self) -> int:
-        """Any number: nobody compares it."""
+        """Any number: there is no other rank to compare it with."""
         return 0
 
     def agree(self, what: str, facts: Mapping[str, object], error: Exception | None = None) -> None:
@@ -118,19 +118,19 @@ class Alone:
     def gather(
         self, what: str, value: Any, error: Exception | None = None, *, facts: Mapping[str, object] = NO_FACTS
     ) -> list[Any]:
-        """This rank's value for every rank's; raise the error if there is one."""
+        """This rank's value in place of every rank's; raises the error if there is one."""
         self.agree(what, facts, error)
         return [value] * self.size
 
     def abort(self, reason: str) -> None:
-        """Nothing: nobody waits."""
+        """Nothing: no rank waits."""
 
 
 def stopwatch(device: torch.device) -> Callable[[], Callable[[], float]]:
-    """``start() -> stop() -> seconds`` of computing: on CUDA by events on the current stream.
+    """``start() -> stop() -> seconds`` of computation. On CUDA: events on the current stream.
 
-    On a CPU it is the time that this thread computed: a rank has a core to itself, which a busy machine takes away at
-    times. All of it is computed by this thread, as there is one.
+    On a CPU: the CPU time of this thread, which does all the work. A rank has a core to itself, but a busy machine
+    interrupts it.
     """
     return _events if device.type == "cuda" else partial(_clock, time.thread_time)
 
@@ -153,7 +153,7 @@ def _events() -> Callable[[], float]:
 
 
 def kernel_for(model: ModelShape, device: torch.device) -> str:
-    """The kernel that "auto" takes where keys of a row come in several steps, as it does for all of a sharded batch."""
+    """The kernel that "auto" chooses where a row's keys come in several steps, as in every sharded batch."""
     q, k, v = (torch.empty(1, *shape, dtype=getattr(torch, model.dtype), device=device) for shape in shapes(model))
     return choose("auto", call_spec(q, k, v, Score(1.0), grads=True, deterministic=True, merges=True)).name
 
@@ -164,7 +164,7 @@ def shapes(model: ModelShape) -> list[tuple[int, int]]:
 
 
 class Attended:
-    """A case ready to be timed on a device."""
+    """A case with its plan and tensors, ready to be timed."""
 
     def __init__(self, case: Case, model: ModelShape, device: torch.device) -> None:
         self.kernel = kernel_for(model, device)
@@ -174,7 +174,7 @@ class Attended:
         dtype = getattr(torch, model.dtype)
         whole = seqpar.Plan(mask, layout)
         fetched = sum(count(rows) for step in whole.steps(0) for rows in step.recvs.values())
-        # A stage of as many rows as make the wished number of steps; the first step's keys are the rank's own.
+        # Stages sized for the wanted number of steps; the first step has the rank's own keys.
         stage = max(1, -(-fetched // max(case.steps - 1, 1))) * model.row_bytes
         self.plan = seqpar.Plan(mask, layout, stage_bytes=stage)
         steps = self.plan.steps(0, row_bytes=model.row_bytes)
@@ -195,7 +195,7 @@ class Attended:
         self.dout = torch.randn(rows, model.heads, model.values, device=device).to(dtype)
 
     def run(self) -> tuple[float, float]:
-        """Seconds of a forward and of a backward, through `seqpar.attention`."""
+        """Seconds of forward and of backward through `seqpar.attention`."""
         start = stopwatch(self.device)
         stop = start()
         out = seqpar.attention(*self.tensors, self.plan, self.comm, kernel=self.kernel)
@@ -206,7 +206,7 @@ class Attended:
 
 
 def longest_document(model: ModelShape, device: torch.device, seconds: float, most: int) -> int:
-    """Tokens, a power of two, of the document whose forward takes about so long, but at most `most`."""
+    """Tokens, a power of two up to `most`, of a document whose forward takes about so many seconds."""
     length = 256
     while length < most:
         probe = Attended(Case((length,)), model, device)
@@ -220,7 +220,7 @@ def longest_document(model: ModelShape, device: torch.device, seconds: float, mo
 def attention(
     model: ModelShape, device: torch.device, budget: float, longest: int, tick: Callable[[float], None]
 ) -> list[tuple[Case, list[Computed]]]:
-    """Every case with its medians, forward and backward."""
+    """For every case the median of its forward and of its backward."""
     attended = [Attended(case, model, device) for case in cases(longest)]
     found = interleaved([a.run for a in attended], budget, tick)
     rows = []
@@ -231,7 +231,7 @@ def attention(
 
 
 class DecoderBlock(torch.nn.Module):
-    """A layer without attention: norms, projections, ffn and residuals; experts as one ffn of their joint width."""
+    """A layer without attention: norms, projections, ffn and residuals; experts are one ffn of their joint width."""
 
     def __init__(self, model: ModelShape) -> None:
         super().__init__()
@@ -248,7 +248,7 @@ class DecoderBlock(torch.nn.Module):
         self.weights = torch.nn.ParameterDict(
             {name: torch.nn.Parameter(torch.randn(shape) * shape[1] ** -0.5) for name, shape in shapes.items()}
         )
-        self.flops = 3 * 2 * sum(w.numel() for w in self.weights.values())  # a token's, forward and backward
+        self.flops = 3 * 2 * sum(w.numel() for w in self.weights.values())  # of one token, forward and backward
 
     def forward(self, x: Tensor) -> Tensor:
         """x [T, hidden] -> the same."""
@@ -265,7 +265,7 @@ class DecoderBlock(torch.nn.Module):
 def linear(
     model: ModelShape, device: torch.device, budget: float, sizes: Sequence[int], tick: Callable[[float], None]
 ) -> list[Multiplied]:
-    """Medians of a layer's forward and backward at so many tokens."""
+    """Median seconds of a layer's forward and backward, for each number of tokens."""
     dtype = getattr(torch, model.dtype)
     block = DecoderBlock(model).to(device, dtype)
 
@@ -282,7 +282,7 @@ def linear(
 def interleaved(
     runs: Sequence[Callable[[], Any]], budget: float, tick: Callable[[float], None], least: int = 3
 ) -> list[list[Any]]:
-    """What each run returned, turn by turn: in rounds over all of them until the budget in seconds is spent."""
+    """The results of each run: all runs take turns, round after round, until the budget in seconds is spent."""
     for run in runs:
         run()
     found: list[list[Any]] = [[] for _ in runs]
@@ -297,9 +297,9 @@ def interleaved(
 
 
 def call(device: torch.device, turns: int = 30) -> float:
-    """Seconds of one more call of a block, forward and backward, beside its work: of a layer on a few tiny tokens.
+    """Seconds of overhead of one more call of a block, forward and backward: a layer on a few tiny tokens.
 
-    On CUDA what the host takes to issue it.
+    On CUDA: the time that the host takes to issue it.
     """
     layer = torch.nn.TransformerEncoderLayer(64, 4, 128, batch_first=True, device=device)
     x = torch.randn(1, 4, 64, device=device, requires_grad=True)
@@ -314,7 +314,8 @@ def call(device: torch.device, turns: int = 30) -> float:
 
 
 def hidden(comm: Comm, size: int, turns: int, cuda: bool) -> float:
-    """On each process: the part of a hop of so many bytes that passes beside products of matrices that take as long."""
+    """On each process: the fraction of a hop of `size` bytes that is hidden behind matrix products of equal
+    duration."""
     link, device = _comms(comm, cuda)["inside"], torch.device("cuda", comm.rank) if cuda else CPU
     a, x, y = torch.randn(256, 256, device=device), *(link.empty((size,), torch.uint8, device).fill_(1) for _ in "xy")
     after, before = (comm.rank + 1) % comm.size, (comm.rank - 1) % comm.size
@@ -340,7 +341,7 @@ def hidden(comm: Comm, size: int, turns: int, cuda: bool) -> float:
 
 
 def _comms(comm: Comm, cuda: bool) -> dict[str, Comm]:
-    """The transports of a device by the link that they stand for."""
+    """The device's transports, by the link that they measure."""
     if cuda:
         torch.cuda.set_device(comm.rank)
         return {"inside": GroupComm(dist.new_group(backend="nccl"))}
@@ -348,7 +349,7 @@ def _comms(comm: Comm, cuda: bool) -> dict[str, Comm]:
 
 
 def exchanges(comm: Comm, sizes: Sequence[int], turns: int, cuda: bool) -> dict[str, list[list[float]]]:
-    """On each process: link -> size -> seconds of every turn of a hop in a ring, over the transports of its device."""
+    """On each process: link -> size -> seconds of every turn of a hop around a ring, over the device's transports."""
     comms, device = _comms(comm, cuda), torch.device("cuda", comm.rank) if cuda else CPU
     after, before = (comm.rank + 1) % comm.size, (comm.rank - 1) % comm.size
     found: dict[str, list[list[float]]] = {name: [[] for _ in sizes] for name in comms}
@@ -371,7 +372,7 @@ def exchanges(comm: Comm, sizes: Sequence[int], turns: int, cuda: bool) -> dict[
 def pooled(
     ranks: Sequence[Mapping[str, list[list[float]]]], more: Sequence[Mapping[str, list[list[float]]]]
 ) -> list[dict[str, list[list[float]]]]:
-    """What `exchanges` returned, by rank, with more turns of the same."""
+    """The results of `exchanges`, by rank, with the turns of one more run appended."""
     return [
         {name: [a + b for a, b in zip(sizes, others[name], strict=True)] for name, sizes in rank.items()}
         for rank, others in zip(ranks, more, strict=True)
@@ -379,7 +380,7 @@ def pooled(
 
 
 def links(ranks: Iterable[Mapping[str, list[list[float]]]], sizes: Sequence[int]) -> dict[str, list[Exchanged]]:
-    """Link -> medians over turns of the slowest rank's seconds, for each size."""
+    """Link -> for each size, the median over turns of the slowest rank's seconds."""
     of = list(ranks)
     return {
         name: [

@@ -1,4 +1,4 @@
-"""What commands print: tables, and the errors that end a command without a traceback."""
+"""Output of commands: tables, and errors that end a command without a traceback."""
 
 from __future__ import annotations
 
@@ -9,11 +9,11 @@ from contextlib import contextmanager
 
 
 class CommandError(Exception):
-    """A command was asked for what it cannot do; the message says what to change. The exit code is 2."""
+    """A command cannot do what was asked; the message says what to change. The exit code is 2."""
 
 
 def print_table(title: str, header: Sequence[str], rows: Sequence[Sequence[object]]) -> None:
-    """Print a table: with rich on a terminal if it is installed, otherwise as plain aligned text without colour."""
+    """Print a table: with rich on a terminal if it is installed, else as aligned plain text."""
     cells = [[str(cell) for cell in row] for row in rows]
     if sys.stdout is not None and sys.stdout.isatty() and importlib.util.find_spec("rich"):
         from rich.console import Console
@@ -23,7 +23,7 @@ def print_table(title: str, header: Sequence[str], rows: Sequence[Sequence[objec
         for name in header:
             table.add_column(name, overflow="fold")
         for row in cells:
-            # Brackets in a reason are text, not rich's markup.
+            # Brackets in a cell are text, not rich's markup.
             table.add_row(*(cell.replace("[", r"\[") for cell in row))
         Console().print(table, "")
         return
@@ -36,7 +36,7 @@ def print_table(title: str, header: Sequence[str], rows: Sequence[Sequence[objec
 
 @contextmanager
 def progress(what: str, total: float) -> Iterator[Callable[[float], None]]:
-    """What advances a bar by some of `total`: on a terminal where rich is installed, else it shows nothing."""
+    """A function that advances a progress bar towards `total`; the bar shows on a terminal where rich is installed."""
     if not (sys.stderr.isatty() and importlib.util.find_spec("rich")):
         yield lambda amount: None
         return
@@ -49,13 +49,13 @@ def progress(what: str, total: float) -> Iterator[Callable[[float], None]]:
 
 
 def need(module: str, extra: str, what: str) -> None:
-    """Raises: CommandError unless `module` is installed, naming the extra that brings it."""
+    """Raise CommandError, naming the extra to install, unless `module` is installed."""
     if importlib.util.find_spec(module) is None:
         raise CommandError(f"{what} needs {module}, which is not installed: pip install 'seqpar[{extra}]'")
 
 
 def size(count: float) -> str:
-    """A number of bytes for a reader: 1.5 MiB."""
+    """A number of bytes in words: 1.5 MiB."""
     for unit in ("B", "KiB", "MiB", "GiB"):
         if abs(count) < 1024:
             return f"{count:.0f} B" if unit == "B" else f"{count:.1f} {unit}"

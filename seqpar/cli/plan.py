@@ -1,7 +1,8 @@
-"""`seqpar plan`: what a plan would compute and send, from document lengths alone. Planning needs numpy, no device."""
+"""`seqpar plan`: what a plan computes and sends, from document lengths alone. Needs numpy, no device and no comm."""
 
 from __future__ import annotations
 
+import argparse
 import json
 import os
 import re
@@ -16,13 +17,20 @@ if TYPE_CHECKING:
     from seqpar.plan import Plan
 
 DTYPES = ("bfloat16", "float16", "float32", "float64")
-RANKS = 1 << 16  # at most: what is told of each is made one by one
-TOKENS = 1 << 31  # of a batch, below
+RANKS = 1 << 16  # at most: ranks are reported one by one
+TOKENS = 1 << 31  # tokens of a batch must be below this
 LEAST, MOST = 16, 1 << 20  # tokens of a document of --random
-STRIPED = 1 << 24  # tokens that are dealt out one by one
-# Flags that say what the planner chooses, and flags that only the planner reads.
+STRIPED = 1 << 24  # at most: striped layouts deal tokens out one by one
+# Flags that set what the planner chooses, and flags that only the planner reads.
 CHOSEN = ("transport", "ulysses", "heads", "kv_heads", "dim", "dtype")
 PLANNERS = ("hardware", "token_slack", "max_tokens_per_rank", "recompute")
+
+EXAMPLES = """examples:
+  seqpar plan --lengths 131072,30000,500,1200 --ranks 64 --model llama-8b --hardware h100
+  seqpar plan --lengths lengths.txt --ranks 16 --plot plan.png
+  seqpar plan --random 200 --ranks 64 --model llama-70b --hardware h200 --json
+  seqpar plan --lengths 30000,500,1200 --ranks 8 --layout zigzag --transport ring
+"""
 
 
 def add_command(commands: Any) -> None:
@@ -30,60 +38,73 @@ def add_command(commands: Any) -> None:
     parser = commands.add_parser(
         "plan",
         help="show who would compute and send what",
-        description="Plan a batch: degree, width and place of every document, what the step takes and how far that is "
-        "from the best possible; or show a fixed layout.",
+        description="Plan a batch from its document lengths: which ranks share each document, the predicted time\n"
+        "of the step, and how far that is from a bound that no plan beats; or show a fixed layout.",
+        epilog=EXAMPLES,
+        formatter_class=argparse.RawDescriptionHelpFormatter,
     )
     documents = parser.add_mutually_exclusive_group(required=True)
     documents.add_argument(
         "--lengths",
         metavar="N,N,...|FILE|-",
-        help="tokens of each packed document: integers, or a file or standard input of integers, apart by blanks, "
-        "commas or lines",
+        help="tokens of each packed document: integers, or a file or standard input (-) with integers separated by "
+        "blanks, commas or line ends",
     )
     documents.add_argument("--random", type=integer, metavar="N", help="N documents of heavy-tailed random lengths")
-    parser.add_argument("--seed", type=integer, default=0, help="of --random (default: 0)")
-    parser.add_argument("--full", action="store_true", help="every key of the document, not only the causal ones")
+    parser.add_argument("--seed", type=integer, default=0, help="seed of --random (default: 0)")
+    parser.add_argument("--full", action="store_true", help="attend to every key of the document, not only causally")
     parser.add_argument(
         "--window",
         type=integers,
         metavar="W",
-        help="keys seen besides one's own in all layers: W to the left, and as many to the right with --full; or "
+        help="keys that a token sees besides its own, in all layers: W to the left, and with --full W to the right; or "
         "LEFT,RIGHT (default: the model's windows)",
     )
-    parser.add_argument("--ranks", type=integer, default=8, help="default: 8")
+    parser.add_argument("--ranks", type=integer, default=8, help="ranks that share the batch (default: 8)")
     parser.add_argument("--node", type=integer, metavar="G", help="ranks per node (default: the hardware's)")
     parser.add_argument(
         "--layout",
         choices=("planned", "contiguous", "zigzag", "striped"),
         default="planned",
-        help="planned: by plan_batch (default)",
+        help="who holds which tokens; planned is plan_batch's choice (default)",
     )
-    parser.add_argument("--plot", metavar="PNG", help="draw the plan")
-    parser.add_argument("--json", action="store_true", help="for machines")
+    parser.add_argument("--plot", metavar="PNG", help="write a picture of the plan")
+    parser.add_argument("--json", action="store_true", help="print JSON")
     planner = parser.add_argument_group("with --layout planned")
-    planner.add_argument("--model", help="a preset of ModelShape (default: llama-8b)")
+    planner.add_argument("--model", help="model, a preset of ModelShape (default: llama-8b)")
     planner.add_argument(
-        "--hardware", metavar="NAME|FILE", help="a preset, or a file of seqpar calibrate (default: h100)"
+        "--hardware", metavar="NAME|FILE", help="machine, a preset or a file of seqpar calibrate (default: h100)"
     )
     planner.add_argument(
-        "--recompute", choices=("none", "attention", "full"), help="in backward (default: as little as fits)"
+        "--recompute",
+        choices=("none", "attention", "full"),
+        help="activations recomputed in backward (default: as few as memory allows)",
     )
-    planner.add_argument("--token-slack", type=float, metavar="X", help="rows of a rank above the mean (default: 0)")
-    planner.add_argument("--max-tokens-per-rank", type=integer, metavar="N", help="besides what memory allows")
+    planner.add_argument(
+        "--token-slack",
+        type=float,
+        metavar="X",
+        help="fraction of rows by which a rank may exceed the mean (default: 0)",
+    )
+    planner.add_argument(
+        "--max-tokens-per-rank", type=integer, metavar="N", help="limit besides the one that memory sets"
+    )
     fixed = parser.add_argument_group("with another layout")
-    fixed.add_argument("--transport", choices=("fetch", "ring", "double_ring", "gather"), help="default: fetch")
-    fixed.add_argument("--ulysses", type=integers, metavar="U", help="width, or one per document (default: 1)")
-    fixed.add_argument("--heads", type=integer, help="of a layer, whose bytes are counted (default: 32)")
-    fixed.add_argument("--kv-heads", type=integer, help="default: 8")
-    fixed.add_argument("--dim", type=integer, help="of a head (default: 128)")
-    fixed.add_argument("--dtype", choices=DTYPES, help="default: bfloat16")
+    fixed.add_argument(
+        "--transport", choices=("fetch", "ring", "double_ring", "gather"), help="how keys travel (default: fetch)"
+    )
+    fixed.add_argument("--ulysses", type=integers, metavar="U", help="Ulysses width, or one per document (default: 1)")
+    fixed.add_argument("--heads", type=integer, help="query heads of the layer whose bytes are counted (default: 32)")
+    fixed.add_argument("--kv-heads", type=integer, help="key and value heads of that layer (default: 8)")
+    fixed.add_argument("--dim", type=integer, help="head dim (default: 128)")
+    fixed.add_argument("--dtype", choices=DTYPES, help="dtype of queries, keys and values (default: bfloat16)")
     parser.set_defaults(call=show)
 
 
 def lengths_of(source: str) -> list[int]:
-    """Lengths given as numbers, as a file, or as ``-`` for standard input.
+    """Document lengths from numbers, from a file, or from standard input if the source is ``-``.
 
-    Raises: CommandError naming the file, and the line that holds something else.
+    Raises: CommandError naming the source, and the line that is not integers.
     """
     if re.fullmatch(r"[\s,\d+-]+", source) and re.search(r"\d", source):
         where, text = "--lengths", source
@@ -107,7 +128,7 @@ def lengths_of(source: str) -> list[int]:
 
 
 def _exists(source: str) -> bool:
-    """Whether there is a file of that name; a name that no file can have has none."""
+    """Whether a file of that name exists; False for a name that no file can have."""
     try:
         return os.path.lexists(source)
     except ValueError:
@@ -115,7 +136,7 @@ def _exists(source: str) -> bool:
 
 
 def show(args: Any) -> int:
-    """0 after printing the plan; what the facts refuse ends the command with their own message."""
+    """Print the plan; returns 0. Errors of masks, layouts and plans end the command with their own message."""
     if args.plot is not None:
         need("matplotlib", "plot", "--plot")
         picture(args.plot)
@@ -143,7 +164,7 @@ def show(args: Any) -> int:
 
 
 def picture(path: str) -> Path:
-    """Where a picture is to be written, checked before the work. Raises: CommandError."""
+    """The path of a picture, checked before the work starts. Raises: CommandError."""
     from seqpar.plan.plot import checked_path
 
     try:
@@ -153,14 +174,14 @@ def picture(path: str) -> Path:
 
 
 def refuse(args: Any, names: tuple[str, ...], why: str) -> None:
-    """Raises: CommandError if one of the flags is given."""
+    """Raise CommandError if one of these flags is given."""
     for name in names:
         if getattr(args, name) is not None:
             raise CommandError(f"--{name.replace('_', '-')} {why}")
 
 
 def planned(args: Any) -> tuple[Plan, dict[str, Any]]:
-    """The planner's plan, and the layer whose bytes are counted: the model's."""
+    """The planner's plan, and the attention call of its model, for which bytes are counted."""
     from dataclasses import replace
 
     from seqpar.planner import ModelShape, plan_batch
@@ -179,7 +200,7 @@ def planned(args: Any) -> tuple[Plan, dict[str, Any]]:
 
 
 def hardware(name: str) -> Any:
-    """A machine by the name of a preset, or from a file that seqpar calibrate wrote."""
+    """Hardware by the name of a preset, or from a file that seqpar calibrate wrote."""
     from seqpar.planner import Hardware
     from seqpar.planner.hardware import PRESETS
 
@@ -196,7 +217,7 @@ def hardware(name: str) -> Any:
 
 
 def fixed(args: Any) -> tuple[Plan, dict[str, Any]]:
-    """The plan of a fixed layout, and the layer whose bytes are counted."""
+    """The plan of a fixed layout, and the attention call for which bytes are counted."""
     from seqpar.facts.layout import Layout
     from seqpar.plan import Plan
 
@@ -221,7 +242,7 @@ def fixed(args: Any) -> tuple[Plan, dict[str, Any]]:
 
 
 def make_mask(args: Any) -> Mask:
-    """The mask that the flags describe."""
+    """The mask described by the flags."""
     import numpy as np
 
     from seqpar.facts.mask import Mask
@@ -233,7 +254,7 @@ def make_mask(args: Any) -> Mask:
             raise CommandError(f"--random must be at least 1 and below {TOKENS // LEAST:,}, got {args.random}")
         if args.seed < 0:
             raise CommandError(f"--seed must be at least 0, got {args.seed}")
-        # The shape of real corpora: most documents short, most tokens in few long ones.
+        # Like real corpora: most documents are short, most tokens are in few long ones.
         drawn = np.random.default_rng(args.seed).lognormal(np.log(1024), 1.3, args.random)
         lengths = np.clip(drawn, LEAST, MOST).astype(np.int64)
     if args.window is None:
@@ -248,7 +269,7 @@ def make_mask(args: Any) -> Mask:
 
 
 def measure(plan: Plan, layout: str, call: dict[str, Any]) -> dict[str, Any]:
-    """The plan's figures as plain data; of few ranks with the bytes of a layer, `sends_to` both ways together."""
+    """The plan's figures as plain data. For few ranks also the bytes of a layer; `sends_to` adds both directions."""
     from seqpar.plan.counts import load_of
     from seqpar.plan.report import told_by_rank
 
@@ -283,7 +304,7 @@ def measure(plan: Plan, layout: str, call: dict[str, Any]) -> dict[str, Any]:
 
 
 def print_bytes(facts: dict[str, Any]) -> None:
-    """A table of what each rank sends in one layer."""
+    """Print a table of the bytes that each rank sends in one layer."""
     rows = [
         (r["rank"], size(r["forward_bytes"]), size(r["backward_bytes"]), ", ".join(map(str, r["sends_to"])) or "-")
         for r in facts["ranks"]

@@ -1,4 +1,4 @@
-"""`seqpar run -n N script.py`: N ranks on this machine, through torch's own launcher."""
+"""`seqpar run -n N script.py`: N ranks on this machine, started by torch's own launcher."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from typing import Any
 from seqpar.cli.flags import integer
 from seqpar.cli.output import CommandError
 
-MOST = 1024  # processes of a machine; who asks for more has slipped
+MOST = 1024  # processes on one machine; more is a typing error
 
 
 def add_command(commands: Any) -> None:
@@ -25,18 +25,18 @@ def add_command(commands: Any) -> None:
         "exit code is that of the rank that failed first.",
     )
     parser.add_argument("-n", "--ranks", type=integer, required=True, metavar="N", help="processes to start")
-    parser.add_argument("script", help="a Python file")
-    parser.add_argument("args", nargs=argparse.REMAINDER, help="its arguments")
+    parser.add_argument("script", help="Python file to run")
+    parser.add_argument("args", nargs=argparse.REMAINDER, help="arguments of the script")
     parser.set_defaults(call=lambda args: launch(args.ranks, args.script, args.args))
 
 
 def launch(ranks: int, script: str | Path, args: Sequence[str]) -> int:
-    """The exit code of `script` on `ranks` local processes: of the one that failed first, 128 + n for signal n.
+    """Run `script` on `ranks` local processes. Returns the first failed rank's exit code, 128 + n for signal n, or 0.
 
-    OMP_NUM_THREADS becomes the machine's cores divided among the ranks, unless it is set. Ctrl-C ends every rank at
-    once and returns 130.
+    OMP_NUM_THREADS is set to the machine's cores divided by the ranks, unless it is set already. Ctrl-C ends every rank
+    at once and returns 130.
 
-    Raises: CommandError for a script that is not there or a number of ranks that no machine has.
+    Raises: CommandError if the script does not exist or the number of ranks is out of range.
     """
     if not 1 <= ranks <= MOST:
         raise CommandError(f"-n must be 1 to {MOST:,}, got {ranks}")
@@ -47,14 +47,15 @@ def launch(ranks: int, script: str | Path, args: Sequence[str]) -> int:
     from torch.distributed.run import parse_args, run
 
     os.environ.setdefault("OMP_NUM_THREADS", str(max(1, (os.cpu_count() or 1) // ranks)))
-    # The launcher ends its ranks with the signal it gets. SIGINT is kept from it: Python makes that an exception, which
-    # waits until a rank leaves the collective it sits in, while SIGTERM ends the rank there.
+    # The launcher passes the signal it gets on to its ranks. It must not get SIGINT: Python turns that into an
+    # exception,
+    # which waits until the rank leaves its collective. SIGTERM ends the rank inside it.
     handled = ",".join(name for name in ("SIGTERM", "SIGHUP", "SIGQUIT") if hasattr(signal, name))
     interrupted = False
 
     def interrupt(*_: object) -> None:
         nonlocal interrupted
-        # A second Ctrl-C must not cut short the ending of the ranks.
+        # A second Ctrl-C must not interrupt the shutdown of the ranks.
         if not interrupted:
             interrupted = True
             signal.raise_signal(signal.SIGTERM)
@@ -64,7 +65,7 @@ def launch(ranks: int, script: str | Path, args: Sequence[str]) -> int:
         flags = ["--standalone", "--nproc-per-node", str(ranks), "--signals-to-handle", handled]
         run(parse_args([*flags, str(script), *args]))
     except ChildFailedError as error:
-        # The rank's own traceback stands above.
+        # The rank's own traceback is above.
         rank, failure = error.get_first_failure()
         code = int(failure.exitcode)
         how = f"exited with {code}" if code >= 0 else f"was ended by {signal.Signals(-code).name}"
@@ -73,6 +74,6 @@ def launch(ranks: int, script: str | Path, args: Sequence[str]) -> int:
     except SignalException as error:
         return 130 if interrupted else 128 + int(error.sigval)
     finally:
-        # After an interruption only the way out is left, and one more Ctrl-C must not turn it into a traceback.
+        # After an interruption nothing is left to do but return: another Ctrl-C must not turn that into a traceback.
         signal.signal(signal.SIGINT, signal.SIG_IGN if interrupted else before)
     return 0
