@@ -1,8 +1,9 @@
-"""The site of docs/: it builds without a warning, loads nothing from elsewhere, and shows every public name."""
+"""The site of docs/: it builds without a warning, shows every public name, and is true to the code."""
 
 from __future__ import annotations
 
 import ast
+import doctest
 import importlib.util
 import os
 import re
@@ -12,6 +13,8 @@ import zlib
 from pathlib import Path
 
 import pytest
+
+from tests.test_package import FLOORS
 
 ROOT = Path(__file__).parent.parent
 # Modules whose `__all__` is public.
@@ -65,3 +68,51 @@ def test_the_reference_has_every_public_name(module: str, site: Path) -> None:
         shown |= set(re.findall(r'<a\b[^>]*\bid="([^"]+)"', page.read_text(encoding="utf-8")))
     missing = {f"{module}.{name}" for name in exported(module)} - MODULES - shown
     assert not missing, f"on no page of docs/api: {sorted(missing)}"
+
+
+ARCHITECTURE = (ROOT / "docs" / "architecture.md").read_text(encoding="utf-8")
+NAMESPACES = {"__main__", "__init__"}  # of the package itself: no rooms
+
+
+def test_the_floors_of_the_page_are_those_that_are_enforced() -> None:
+    cells = re.findall(r"^\| (\d) \| `(\w+)` \| (.*) \| (.*) \|$", ARCHITECTURE, re.MULTILINE)
+    floor = {room: int(number) for number, room, _, _ in cells}
+    assert set(floor) == set(FLOORS) - NAMESPACES
+    for _, room, units, others in cells:
+        up_to = re.search(r"floors 0 to (\d)", units)
+        below = {unit for unit in floor if up_to and floor[unit] <= int(up_to[1])}
+        namespace = {""} if "own namespace" in units else set()
+        may_import = below | namespace | set(re.findall(r"`(\w+)`", units))
+        allowed, third_parties = FLOORS[room]
+        assert may_import - {room} == allowed - {room}, room
+        assert (None if others == "any" else set(others.split(", "))) == third_parties, room
+
+
+def test_every_room_is_drawn_and_has_a_section() -> None:
+    rooms = set(FLOORS) - NAMESPACES
+    drawing = ARCHITECTURE.split("## Floors")[1].split("```")[1]
+    assert rooms <= set(re.findall(r"\w+", drawing))
+    sections = re.findall(r"^### (\w+)$", ARCHITECTURE.split("## Room by room")[1], re.MULTILINE)
+    beside = {"native", "launch", "testing"}  # single files, named under csrc and cli
+    assert set(sections) == rooms - beside | {"csrc"}
+
+
+@pytest.mark.parametrize("page", ["docs/architecture.md", "CONTRIBUTING.md"])
+def test_the_files_that_a_page_names_exist(page: str) -> None:
+    text = (ROOT / page).read_text(encoding="utf-8")
+    named = set(re.findall(r"`((?:seqpar|csrc|tests|bench|examples|docs)/[\w./-]*)", text))
+    assert named and not [path for path in named if not (ROOT / path).exists()]
+
+
+def test_the_glossary_has_the_words_and_its_examples_are_true() -> None:
+    glossary = (ROOT / "docs" / "glossary.md").read_text(encoding="utf-8")
+    words = {word for line in re.findall(r"^### (.+)$", glossary, re.MULTILINE) for word in line.split(", ")}
+    assert words >= {
+        "step", "part", "share", "stage", "run", "group", "width", "node", "fetch", "pad",
+        "layout", "mask", "plan", "signature", "recipe", "tag", "claim", "comm", "sub",
+    }  # fmt: skip
+    blocks = "\n".join(re.findall(r"^```pycon\n(.*?)^```", glossary, re.MULTILINE | re.DOTALL))
+    examples = doctest.DocTestParser().get_doctest(blocks, {}, "glossary", "docs/glossary.md", 0)
+    told: list[str] = []
+    result = doctest.DocTestRunner().run(examples, out=told.append)
+    assert result.attempted > 15 and not result.failed, "".join(told)
