@@ -12,6 +12,7 @@ import importlib
 import json
 import os
 import runpy
+import shlex
 import signal
 import subprocess
 import sys
@@ -63,6 +64,30 @@ class Programs:
         """End the process that programs are forked from."""
         with self._server:
             pass  # it ends when nobody asks any more
+
+
+def lines(block: str) -> list[str]:
+    """The commands of a block of shell commands, without comments."""
+    return [command for line in block.splitlines() if (command := line.split("#")[0].strip())]
+
+
+def output(command: str, folder: Path) -> str:
+    """What a command of a page prints, in that folder; it must succeed. Of make it is what it would run.
+
+    In the folder, `examples` leads to the examples.
+    """
+    first, *words = shlex.split(command)
+    module = {"torchrun": "torch.distributed.run", "seqpar": "seqpar"}
+    folder, argv = (ROOT, ["make", "-n"]) if first == "make" else (folder, [sys.executable])
+    if first in module:
+        argv += ["-m", module[first]]
+    if not (folder / "examples").exists():
+        (folder / "examples").symlink_to(ROOT / "examples")
+    # a port of torchrun's own, whatever else runs on the machine
+    env = os.environ | {"PET_STANDALONE": "1", "PYTHONPATH": str(ROOT)}
+    done = subprocess.run([*argv, *words], cwd=folder, env=env, capture_output=True, text=True, timeout=TIMEOUT)
+    assert done.returncode == 0, f"{command}:\n{done.stdout[-2000:]}\n{done.stderr[-4000:]}"
+    return done.stdout
 
 
 @contextmanager

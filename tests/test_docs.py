@@ -8,13 +8,15 @@ from pathlib import Path
 
 import pytest
 
-from tests.programs import Programs, programs
+from tests.programs import Programs, lines, output, programs
 
 ROOT = Path(__file__).parent.parent
 PAGES = sorted((ROOT / "docs").glob("*.md"))
 GUIDES = {"batches", "diffusers", "dsp", "pytorch", "trainer", "transformers", "trl"}  # each has a program that trains
 NEEDS = {"trl": "trl"}  # libraries that a page is about, which may be missing
 PROGRAM = re.compile(r"^```python program\n(.*?)^```", re.MULTILINE | re.DOTALL)
+SCRIPT = re.compile(r"^```python script\n(.*?)^```", re.MULTILINE | re.DOTALL)  # in one process
+COMMANDS = re.compile(r"^```bash\n(.*?)^```", re.MULTILINE | re.DOTALL)
 MESHED = re.compile(r"^```python program of 4 ranks\n(.*?)^```", re.MULTILINE | re.DOTALL)
 CLOSE = 1e-5
 
@@ -56,6 +58,22 @@ def check_trains_alike(program: str, ranks: int, run: Programs, folder: Path) ->
     assert len({loss for _, loss in one}) == len(one), "it trains"
     for (step, expected), (same_step, loss) in zip(one, two, strict=True):
         assert step == same_step and abs(loss - expected) <= CLOSE * abs(expected), (step, loss, expected)
+
+
+@pytest.mark.parametrize(
+    ("page", "number"), [(page.stem, n) for page in PAGES for n in range(len(SCRIPT.findall(page.read_text())))]
+)
+def test_its_scripts_run(page: str, number: int, run: Programs, tmp_path: Path) -> None:
+    script = tmp_path / "script.py"
+    script.write_text(SCRIPT.findall((ROOT / "docs" / f"{page}.md").read_text())[number])
+    run.alone(script, tmp_path)
+
+
+@pytest.mark.parametrize(
+    "command", dict.fromkeys(c for page in PAGES for block in COMMANDS.findall(page.read_text()) for c in lines(block))
+)
+def test_its_commands_run(command: str, tmp_path: Path) -> None:
+    assert output(command, tmp_path).strip()
 
 
 @pytest.mark.parametrize("page", PAGES, ids=lambda page: page.stem)

@@ -32,7 +32,7 @@ def remedies(paths: Iterable[Path], skipped: frozenset[str] = frozenset()) -> di
     """Every remedy in the strings of these files, with the places; strings of the skipped functions aside."""
     places: dict[str, list[str]] = {}
     for path in paths:
-        for line, message in _messages(ast.parse(path.read_text()), skipped):
+        for line, message in messages(ast.parse(path.read_text()), skipped):
             if remedy := remedy_of(message):
                 places.setdefault(remedy, []).append(f"{path.parent.name}/{path.name}:{line}")
     return places
@@ -75,7 +75,7 @@ def advised(kind: type[Exception] | tuple[type[Exception], ...], remedy: str) ->
     assert re.search(pattern, said), f"the message does not end in {remedy!r}: {said}"
 
 
-def _messages(node: ast.AST, skipped: frozenset[str]) -> Iterator[tuple[int, str]]:
+def messages(node: ast.AST, skipped: frozenset[str] = frozenset()) -> Iterator[tuple[int, str]]:
     """The strings below a node, docstrings aside, with their lines."""
     for child in ast.iter_child_nodes(node):
         if isinstance(child, (ast.FunctionDef, ast.ClassDef)) and child.name in skipped:
@@ -85,9 +85,9 @@ def _messages(node: ast.AST, skipped: frozenset[str]) -> Iterator[tuple[int, str
         if isinstance(child, ast.expr) and (text := _template(child)) is not None:
             yield child.lineno, text
             for part in _holes(child):
-                yield from _messages(part, skipped)
+                yield from messages(part, skipped)
         else:
-            yield from _messages(child, skipped)
+            yield from messages(child, skipped)
 
 
 def _template(node: ast.expr) -> str | None:
