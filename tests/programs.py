@@ -49,7 +49,8 @@ class Programs:
 
         store = TCPStore("127.0.0.1", 0, None, True, timedelta(seconds=TIMEOUT), wait_for_workers=False)
         shared = {"WORLD_SIZE": count, "LOCAL_WORLD_SIZE": count, "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": store.port}
-        each = [shared | {"RANK": n, "LOCAL_RANK": n, "TORCHELASTIC_USE_AGENT_STORE": True} for n in range(count)]
+        shared |= {"TORCHELASTIC_USE_AGENT_STORE": True, "TORCHELASTIC_RUN_ID": 0, "GROUP_RANK": 0}
+        each = [shared | {"RANK": n, "LOCAL_RANK": n} for n in range(count)]
         return self._run(script, folder, [{name: str(value) for name, value in env.items()} for env in each])
 
     def _run(self, script: Path, folder: Path, envs: list[dict[str, str]]) -> list[str]:

@@ -12,10 +12,13 @@ from tests.programs import Programs, lines, output, programs
 
 ROOT = Path(__file__).parent.parent
 PAGES = sorted((ROOT / "docs").glob("*.md"))
-GUIDES = {"batches", "diffusers", "dsp", "pytorch", "trainer", "transformers", "trl"}  # each has a program that trains
-NEEDS = {"trl": "trl"}  # libraries that a page is about, which may be missing
+GUIDES = {  # each has a program that trains
+    "batches", "diffusers", "dsp", "lightning", "peft", "pytorch", "trainer", "transformers", "trl",
+}  # fmt: skip
+NEEDS = {"lightning": "lightning", "peft": "peft", "trl": "trl"}  # libraries that a page is about, which may be missing
 PROGRAM = re.compile(r"^```python program\n(.*?)^```", re.MULTILINE | re.DOTALL)
-SCRIPT = re.compile(r"^```python script\n(.*?)^```", re.MULTILINE | re.DOTALL)  # in one process
+# in one process, and what it prints if the page shows that
+SCRIPT = re.compile(r"^```python script\n(.*?)^```(?:\n+```text output\n(.*?)^```)?", re.MULTILINE | re.DOTALL)
 COMMANDS = re.compile(r"^```bash\n(.*?)^```", re.MULTILINE | re.DOTALL)
 MESHED = re.compile(r"^```python program of 4 ranks\n(.*?)^```", re.MULTILINE | re.DOTALL)
 CLOSE = 1e-5
@@ -45,7 +48,7 @@ def test_its_program_trains_on_two_ranks_as_on_one(page: Path, run: Programs, tm
 
 
 def test_the_program_of_a_mesh_trains_on_four_ranks_as_on_one(run: Programs, tmp_path: Path) -> None:
-    (program,) = MESHED.findall((ROOT / "docs" / "transformers.md").read_text())
+    (program,) = MESHED.findall((ROOT / "docs" / "fsdp.md").read_text())
     check_trains_alike(program, 4, run, tmp_path)
     assert len(list((tmp_path / "4" / "checkpoint").glob("*.distcp"))) == 4
 
@@ -65,8 +68,10 @@ def check_trains_alike(program: str, ranks: int, run: Programs, folder: Path) ->
 )
 def test_its_scripts_run(page: str, number: int, run: Programs, tmp_path: Path) -> None:
     script = tmp_path / "script.py"
-    script.write_text(SCRIPT.findall((ROOT / "docs" / f"{page}.md").read_text())[number])
-    run.alone(script, tmp_path)
+    text, shown = SCRIPT.findall((ROOT / "docs" / f"{page}.md").read_text())[number]
+    script.write_text(text)
+    printed = run.alone(script, tmp_path)
+    assert not shown or printed == shown
 
 
 @pytest.mark.parametrize(
