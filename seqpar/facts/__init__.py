@@ -1,4 +1,4 @@
-"""What a batch is: which keys a query sees, where tokens live, and what both mean for the tiles of a kernel."""
+"""The facts of a batch: which keys a query sees, which rank holds which token, and the tiles that follow."""
 
 from seqpar.facts.layout import Layout
 from seqpar.facts.mask import Mask

@@ -1,4 +1,4 @@
-"""Integers in stretches, as arrays with an entry for each stretch, so that no loop visits a row.
+"""Integers in stretches: arrays with one entry per stretch, so that no loop visits a row.
 
 Spans cut rows where the slope of a mask's bounds changes; here two causal documents of 4 and 3 tokens::
 
@@ -6,13 +6,13 @@ Spans cut rows where the slope of a mask's bounds changes; here two causal docum
     lo      0 0 0 0 4 4 4             0   0   1        0        1
     hi      1 2 3 4 5 6 7             4   4   5        0        1
 
-Runs are arithmetic progressions of positions; `cut` cuts them at breaks and says of each piece which run it is from::
+Runs are arithmetic progressions of positions. `cut` splits them at breaks and returns the run of each piece::
 
     runs      |-------------|          |---------|
     breaks            |         |             |
     pieces    |-------|-----|          |------|--|        source 0 0 1 1
 
-Intervals are ``[lo, hi)`` of several groups; Holders tell who holds which position.
+Intervals are ``[lo, hi)``, each of a group. Holders know which rank holds which position.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ from seqpar.facts.value import Ints, Memo, frozen
 
 
 class Spans(NamedTuple):
-    """Maximal groups of consecutive rows whose bounds are linear: row ``start + t`` has ``[lo + t * lo_step, ...)``."""
+    """Maximal groups of rows with linear bounds: row ``start + t`` has ``[lo + t * lo_step, hi + t * hi_step)``."""
 
     start: Ints  # first row of each span
     lo: Ints
@@ -37,7 +37,7 @@ class Spans(NamedTuple):
 
 
 def linear_spans(lo: Ints, hi: Ints) -> Spans:
-    """The spans of two arrays of bounds: as few as the slopes 0 and 1 allow, found without a loop over rows."""
+    """The spans of two arrays of bounds: as few as the slopes 0 and 1 allow. No loop over rows."""
     rows = len(lo)
     if rows == 0:
         none = np.zeros(0, np.int64)
@@ -47,7 +47,7 @@ def linear_spans(lo: Ints, hi: Ints) -> Spans:
     first = np.zeros(rows, bool)
     first[0] = True
     first[1:] |= jump
-    # A row where the slope changes starts a span, unless a jump follows it: then it ends the span before.
+    # A row where the slope changes starts a span, unless a jump follows it: then it ends the span before it.
     first[1:-1] |= ~jump[1:] & ((dlo[1:] != dlo[:-1]) | (dhi[1:] != dhi[:-1]))
     start = np.flatnonzero(first)
     single = np.diff(np.append(start, rows)) == 1
@@ -58,9 +58,9 @@ def linear_spans(lo: Ints, hi: Ints) -> Spans:
 
 
 def progressions(start: Ints, step: Ints, count: Ints) -> tuple[Ints, Ints]:
-    """Differences between neighbours of the progressions' elements, one after the other: (difference, how often).
+    """Differences between neighbouring elements of progressions laid end to end: (difference, how often).
 
-    Adjacent differences differ, so that equal sequences give equal answers however they are cut into progressions.
+    Neighbouring differences are unequal: equal sequences give equal results however they are cut into progressions.
     """
     gap = np.stack([step, np.append(start[1:] - (start + step * (count - 1))[:-1], 0)], axis=1).ravel()
     often = np.stack([count - 1, np.append(np.ones(max(len(start) - 1, 0), np.int64), 0)], axis=1).ravel()
@@ -72,14 +72,14 @@ def progressions(start: Ints, step: Ints, count: Ints) -> tuple[Ints, Ints]:
 
 
 def edges(counts: Ints) -> Ints:
-    """Where each of consecutive stretches begins, and where the last ends; read-only."""
+    """The start of each of consecutive stretches, and the end of the last; read-only."""
     edge = np.zeros(counts.size + 1, np.int64)
     counts.cumsum(out=edge[1:])
     return frozen(edge)
 
 
 def distinct(values: Ints) -> Ints:
-    """The values without repetition, ascending; sorted, as a hash table of a few thousand takes longer."""
+    """The distinct values, ascending. By sorting: a hash table of a few thousand values is slower."""
     values = np.sort(values)
     return values[np.concatenate([[True], values[1:] != values[:-1]])] if values.size else values
 
@@ -97,19 +97,19 @@ class Runs(NamedTuple):
         return self.start + self.step * (self.count - 1)
 
     def pick(self, index: Ints) -> Runs:
-        """The runs at an index or mask."""
+        """The runs selected by an index or a mask."""
         return Runs(self.start[index], self.count[index], self.step[index])
 
 
 class Intervals(NamedTuple):
-    """Intervals ``[lo, hi)`` of positions, each of a group."""
+    """Intervals ``[lo, hi)`` of positions, each with its group."""
 
     group: Ints
     lo: Ints
     hi: Ints
 
     def by(self, owner: Ints) -> Intervals:
-        """The same intervals, each of the owner of its group."""
+        """The same intervals with the owner of each group as the group."""
         return Intervals(owner[self.group], self.lo, self.hi)
 
 
@@ -119,7 +119,7 @@ def union(group: Ints, lo: Ints, hi: Ints, groups: int, tokens: int) -> Interval
     if not kept.all():
         group, lo, hi = group[kept], lo[kept], hi[kept]
     order = order_of(group, groups)
-    base = group[order] * (tokens + 1)  # one line for all groups, on which two groups' intervals never touch
+    base = group[order] * (tokens + 1)  # all groups on one line, far enough apart that their intervals never touch
     lo, hi = lo[order] + base, hi[order] + base
     if (lo[1:] < lo[:-1]).any():
         order = np.argsort(lo, kind="stable")
@@ -134,13 +134,13 @@ def union(group: Ints, lo: Ints, hi: Ints, groups: int, tokens: int) -> Interval
 
 
 def expand(start: Ints, count: Ints, step: Ints | int = 1) -> Ints:
-    """All elements of arithmetic progressions, one after the other."""
+    """All elements of arithmetic progressions, end to end."""
     steps = np.full_like(start, step) if isinstance(step, int) else np.broadcast_to(step, start.shape)
     if not count.all():
         start, steps, count = start[count > 0], steps[count > 0], count[count > 0]
     if count.size == 0:
         return np.zeros(0, np.int64)
-    # Differences summed in place: large arrays cost what their pages do, so there is one.
+    # The differences are summed in place: a large array costs the time of touching its pages, so there is only one.
     stop = np.cumsum(count)
     rows = np.full(stop[-1], steps[0]) if (steps == steps[0]).all() else np.repeat(steps, count)
     rows[0] = start[0]
@@ -149,7 +149,7 @@ def expand(start: Ints, count: Ints, step: Ints | int = 1) -> Ints:
 
 
 def cut(runs: Runs, breaks: Ints) -> tuple[Runs, Ints]:
-    """Runs cut so that none has a break strictly inside it; and for each piece the index of its run.
+    """Split the runs so that no break is strictly inside one; also the run of each piece.
 
     breaks: sorted positions at which a new piece begins.
     """
@@ -173,7 +173,7 @@ def cut(runs: Runs, breaks: Ints) -> tuple[Runs, Ints]:
 
 
 def _cut_ascending(runs: Runs, breaks: Ints) -> tuple[Runs, Ints]:
-    """As `cut`, for disjoint runs of consecutive positions in their order; the fewer of runs and breaks are sought."""
+    """As `cut`, for disjoint ascending runs of consecutive positions. Searches the shorter of runs and breaks."""
     if runs.start.size < breaks.size:
         lower = np.searchsorted(breaks, runs.start, side="right")
         count = np.searchsorted(breaks, runs.last, side="right") - lower
@@ -187,14 +187,14 @@ def _cut_ascending(runs: Runs, breaks: Ints) -> tuple[Runs, Ints]:
     start, stop = runs.start[source], (runs.start + runs.count)[source]
     place = run + np.arange(run.size)
     start[place + 1], stop[place] = at, at
-    if (stop == start).any():  # breaks that are equal
+    if (stop == start).any():  # equal breaks
         kept = stop > start
         start, stop, source = start[kept], stop[kept], source[kept]
     return Runs(start, stop - start, np.ones_like(start)), source
 
 
 def interval_of(positions: Ints, starts: Ints) -> Ints:
-    """The last interval that starts at or before each position, -1 if none does; quick where positions ascend.
+    """The last interval that starts at or before each position, -1 if none does; fast for ascending positions.
 
     starts: where the intervals start, ascending.
     """
@@ -205,7 +205,7 @@ def interval_of(positions: Ints, starts: Ints) -> Ints:
 
 
 def runs_of(positions: Ints) -> Runs:
-    """Runs of the most common distance between neighbours; found without a loop over rows."""
+    """The runs of positions, with the most common distance between neighbours as step. No loop over rows."""
     if positions.size == 0:
         return Runs(positions, positions, positions)
     gaps = np.diff(positions)
@@ -218,7 +218,7 @@ def runs_of(positions: Ints) -> Runs:
 
 
 def order_of(keys: Ints | NDArray[np.int32], bound: int) -> Ints:
-    """The stable order of integers ``0 <= key < bound``, in linear time: numpy sorts 16 bits by their radix."""
+    """The stable order of integers ``0 <= key < bound``, in linear time: numpy sorts 16-bit keys by radix."""
     order = np.argsort(keys.astype(np.uint16), kind="stable")  # the low 16 bits
     shift = 16
     while bound > 1 << shift:
@@ -229,7 +229,7 @@ def order_of(keys: Ints | NDArray[np.int32], bound: int) -> Ints:
 
 @dataclass(frozen=True, eq=False)
 class Holders(Memo):
-    """Who holds each position: disjoint runs in the order of their starts, and the holder of each; -1 elsewhere."""
+    """The holder of each position: disjoint runs in the order of their starts, each with its holder; -1 elsewhere."""
 
     runs: Runs
     holder: NDArray[np.int32]
@@ -238,7 +238,7 @@ class Holders(Memo):
 
     @property
     def strided(self) -> bool:
-        """Whether some run leaves gaps, in which others lie."""
+        """Whether a run has a step above 1, so that other runs may fill its gaps."""
         return self.memo("strided", lambda: bool(((self.runs.step > 1) & (self.runs.count > 1)).any()))
 
     def of(self, positions: Ints) -> NDArray[np.int32]:
@@ -250,7 +250,8 @@ class Holders(Memo):
         return np.where(held, self.holder[at], np.int32(-1))
 
     def pieces(self, lo: Ints, hi: Ints) -> tuple[Ints, Ints, NDArray[np.int32], Ints]:
-        """Ascending intervals of held positions cut where the holder changes: lo, hi, holder and interval of each."""
+        """Ascending intervals of held positions, cut where the holder changes: lo, hi, holder and interval of each
+        piece."""
         if self.strided:
             at, source = expand(lo, hi - lo), np.repeat(np.arange(lo.size), hi - lo)
             holder = self.all()[at]
@@ -261,7 +262,7 @@ class Holders(Memo):
         return piece.start, piece.start + piece.count, self.of(piece.start), source
 
     def all(self) -> NDArray[np.int32]:
-        """The holder of every position, int32 [total]; made once."""
+        """The holder of every position, int32 [total]; cached."""
         return self.memo("all", self._all)
 
     def _all(self) -> NDArray[np.int32]:
@@ -269,7 +270,7 @@ class Holders(Memo):
         if not self.strided and int(runs.count.sum()) == self.total:
             return frozen(np.repeat(self.holder, runs.count))
         owner = np.full(self.total, -1, np.int32)
-        if len(self.holder) <= 4096:  # few long runs: strided writes beat making every position
+        if len(self.holder) <= 4096:  # few long runs: strided writes beat listing every position
             for holder, first, last, step in zip(self.holder, runs.start, runs.last, runs.step, strict=True):
                 owner[first : last + 1 : step] = holder
         else:

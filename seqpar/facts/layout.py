@@ -1,7 +1,7 @@
-"""Where tokens live: a partition of the global positions over ranks, stored as runs.
+"""Which rank holds which token: a partition of the global positions over ranks, stored as runs.
 
 A run is a stretch of one rank's rows whose positions are an arithmetic progression. Contiguous, zigzag and striped
-layouts have few runs however long the sequence is; an arbitrary one has at most a run per token. The rank that holds
+layouts have few runs, however long the sequence; an arbitrary layout has at most one run per token. The rank that holds
 each of 12 tokens, on 3 ranks::
 
     position            0  1  2  3  4  5  6  7  8  9 10 11
@@ -24,16 +24,16 @@ from numpy.typing import ArrayLike, NDArray
 from seqpar.facts.intervals import Holders, Runs, edges, expand, order_of, progressions, runs_of
 from seqpar.facts.value import MOST, Fact, Ints, digest_of, frozen, int64_of, is_integer, lengths_of, whole
 
-RANKS = 1 << 20  # the most of a layout; squares of twice as many fit into 64 bits
+RANKS = 1 << 20  # at most, per layout: the square of twice as many fits into 64 bits
 
 
 class Layout(Fact):
-    """Any partition of the tokens over ranks; ``Layout.contiguous``, ``zigzag`` and ``striped`` make the usual ones.
+    """Any partition of the tokens over ranks. ``Layout.contiguous``, ``zigzag`` and ``striped`` make the usual ones.
 
     shards: for each rank the global positions of its tokens in local row order, as integers or a ``range``; shards may
     be uneven or empty.
 
-    Raises: ValueError for shards that overlap, miss a token or hold a negative one, naming it and the ranks.
+    Raises: ValueError for shards that overlap, miss a token or hold a negative position, naming it and the ranks.
     """
 
     ranks: int
@@ -45,7 +45,7 @@ class Layout(Fact):
     def __init__(self, shards: Sequence[ArrayLike | range]) -> None:
         arrays = [_checked_shard(rank, shard) for rank, shard in enumerate(shards)]
         if not arrays:
-            raise ValueError("a layout has at least one rank, got no shards")
+            raise ValueError("shards must have at least one rank, got none")
         _check_partition(arrays)
         parts = [runs_of(a) for a in arrays]
         rank = np.repeat(np.arange(len(parts)), [len(r.start) for r in parts])
@@ -55,12 +55,12 @@ class Layout(Fact):
     def from_pieces(
         cls, start: ArrayLike, count: ArrayLike, rank: ArrayLike, ranks: int, *, name: str = "planned"
     ) -> Layout:
-        """Rank ``rank[i]`` holds the positions ``start[i] + [0, count[i])``, after those of its pieces before ``i``.
+        """Rank ``rank[i]`` holds the positions ``start[i] + [0, count[i])``; the pieces of a rank keep their order.
 
-        start, count, rank: integers of one length, in any order; pieces of no tokens and ranks without a piece are
-        allowed. name: what `repr` calls the layout. Takes time by the pieces, not by the tokens or ranks.
+        start, count, rank: integers of one length, in any order. A piece may have no tokens, and a rank no piece. name:
+        the layout's name in `repr`. Time is linear in the pieces, not in tokens or ranks.
 
-        Raises: ValueError for pieces that overlap, miss a token, hold a negative one or have no such rank, naming them.
+        Raises: ValueError for pieces that overlap, miss a token, start below 0 or name an unknown rank.
         """
         ranks = whole("ranks", ranks, 1, RANKS)
         first, length, holder = _checked_pieces(start, count, rank, ranks)
@@ -69,7 +69,7 @@ class Layout(Fact):
 
     @classmethod
     def _make(cls, start: Ints, count: Ints, rank: Ints, ranks: int, name: str, step: int = 1) -> Layout:
-        """A layout of runs sorted by rank, some perhaps empty."""
+        """A layout of runs sorted by rank; some may be empty."""
         self = cls.__new__(cls)
         kept = count > 0
         start, count, rank = start[kept], count[kept], rank[kept]
@@ -101,9 +101,9 @@ class Layout(Fact):
 
     @classmethod
     def zigzag(cls, lengths: ArrayLike, ranks: int) -> Layout:
-        """Each document in ``2 * ranks`` chunks, of which rank ``r`` holds the ``r``-th and the ``r``-th from the end.
+        """Each document in ``2 * ranks`` chunks; rank ``r`` holds the ``r``-th chunk and the ``r``-th from the end.
 
-        Balances the area of causal attention. Chunks differ by at most one token; the rounding turns with the
+        Balances the area of causal attention. Chunks differ by at most one token; the rounding rotates with the
         document's place in the batch, so that short documents spread over all ranks.
         """
         docs, ranks = lengths_of("lengths", lengths), whole("ranks", ranks, 1, RANKS)
@@ -117,7 +117,7 @@ class Layout(Fact):
 
     @classmethod
     def striped(cls, tokens: int, ranks: int, block: int = 1) -> Layout:
-        """Block after block of ``block`` tokens dealt to the ranks in turn."""
+        """Deal blocks of ``block`` tokens to the ranks in turns."""
         tokens, ranks, block = (
             whole("tokens", tokens, 1, MOST),
             whole("ranks", ranks, 1, RANKS),
@@ -159,7 +159,7 @@ class Layout(Fact):
         return self._runs, np.repeat(np.arange(self.ranks), np.diff(self._bounds))
 
     def holders(self) -> Holders:
-        """The runs of all ranks in the order of their starts, and the rank of each; made once."""
+        """The runs of all ranks in the order of their starts, and the rank of each; cached."""
         return self.memo("holders", self._holders)
 
     def _holders(self) -> Holders:
@@ -168,7 +168,7 @@ class Layout(Fact):
         return Holders(runs.pick(order), rank[order].astype(np.int32), self.total)
 
     def owner(self) -> NDArray[np.int32]:
-        """The rank that holds each token, int32 [total]; made once, O(tokens)."""
+        """The rank that holds each token, int32 [total]; cached, O(tokens)."""
         return self.holders().all()
 
     def __repr__(self) -> str:
@@ -176,13 +176,13 @@ class Layout(Fact):
 
 
 def _parts(tokens: Ints | np.int64, parts: int, more: Ints | int = 0) -> Ints:
-    """``(n * tokens + more) // parts`` for ``0 <= n <= parts``, though the products may be more than 64 bits hold."""
+    """``(n * tokens + more) // parts`` for ``0 <= n <= parts``, even if the products exceed 64 bits."""
     n = np.arange(parts + 1)
     return n * (tokens // parts) + (n * (tokens % parts) + more) // parts
 
 
 def _joined(runs: Runs, rank: Ints) -> tuple[Runs, Ints]:
-    """The same rows with runs that continue each other made one, and the rank of each: equal rows have equal runs."""
+    """The same rows with adjacent runs merged, and the rank of each run: equal rows give equal runs."""
     follows = (runs.start[1:] == runs.last[:-1] + runs.step[:-1]) & (runs.step[1:] == runs.step[:-1])
     first = np.flatnonzero(np.append(True, ~follows | (rank[1:] != rank[:-1])))
     if first.size == rank.size:
@@ -191,7 +191,7 @@ def _joined(runs: Runs, rank: Ints) -> tuple[Runs, Ints]:
 
 
 def _checked_pieces(start: ArrayLike, count: ArrayLike, rank: ArrayLike, ranks: int) -> tuple[Ints, Ints, Ints]:
-    """The pieces that hold tokens, as int64, found to be a partition."""
+    """The pieces that hold tokens, as int64, checked to be a partition."""
     columns = []
     for name, values in (("start", start), ("count", count), ("rank", rank)):
         array = np.asarray(values)
@@ -216,7 +216,7 @@ def _checked_pieces(start: ArrayLike, count: ArrayLike, rank: ArrayLike, ranks: 
 
 
 def _refuse_first(wrong: Ints, columns: list[Ints], expected: str) -> None:
-    """Raise ValueError for the first of the wrong pieces, if there are any."""
+    """Raise ValueError for the first wrong piece, if there is one."""
     if wrong.size:
         start, count, rank = (int(column[wrong[0]]) for column in columns)
         raise ValueError(f"piece {wrong[0]} gives rank {rank} {count} tokens from position {start}; {expected}")

@@ -1,4 +1,4 @@
-"""Which keys a query sees: one interval of key coordinates per query, stored as spans on which both ends are linear.
+"""Which keys a query sees: one interval of keys per query, stored as spans on which both ends are linear.
 
 Queries and keys of a packed batch are numbered globally, document after document. Query ``i`` sees key ``j`` iff
 ``lo[i] <= j < hi[i]``. Causal, windowed, packed and cross-length masks all have bounds that are constant or rise by
@@ -30,14 +30,15 @@ from seqpar.facts.value import MOST, Fact, Ints, digest_of, frozen, int64_of, is
 
 
 class Mask(Fact):
-    """Packed documents, each attending inside itself.
+    """Packed documents, each of which attends to itself.
 
     lengths: tokens of each document, all positive. causal: query ``i`` of a document sees its keys up to its own.
-    window: (left, right) keys seen besides one's own, None for no limit; ``right`` must be None or 0 if causal.
-    kv_lengths: keys of each document where they differ in number from its queries; the last query is then aligned
-    with the last key, as FlashAttention does, and queries before the first key see nothing if causal.
+    window: (left, right), the keys seen beside the query's own; None for no limit; ``right`` must be None or 0 if
+    causal. kv_lengths: keys of each document, where they differ from its queries in number. The last query is then
+    aligned with the last key, as in FlashAttention: with 2 queries on 5 keys, causal query 0 sees keys 0 to 3. If
+    causal, queries before the first key see nothing.
 
-    Raises: ValueError for empty, zero or negative lengths, lists that do not match, a negative window, or a window
+    Raises: ValueError for empty, zero or negative lengths, lists of unequal length, a negative window, or a window
     to the right of a causal mask.
     """
 
@@ -64,7 +65,7 @@ class Mask(Fact):
                 f"lengths has {len(queries)} documents and kv_lengths {len(keys)}; pass one length per document in both"
             )
         if np.array_equal(queries, keys):
-            keys = queries  # equal masks are the same in everything
+            keys = queries  # kv_lengths equal to lengths make the same mask as None
         left, right = _checked_window(window, causal)
         spans = _document_spans(queries, keys, left, right)
         name = ("causal" if causal else "full") + (f", window={window}" if window != (None, None) else "")
@@ -81,11 +82,12 @@ class Mask(Fact):
     ) -> Mask:
         """Any mask with one interval of keys per query: query ``i`` sees keys ``lo[i] <= j < hi[i]``.
 
-        lo, hi: integers [tokens], ``0 <= lo <= hi <= kv_tokens``. kv_tokens: keys in all, default as many as queries.
+        lo, hi: integers [tokens], ``0 <= lo <= hi <= kv_tokens``. kv_tokens: number of keys, by default that of
+        queries.
         lengths: documents, used by layouts per document and for positions inside documents; only with as many keys
-        as queries. Without it the batch is one document.
+        as queries; by default the batch is one document.
 
-        Raises: ValueError for bounds out of range, naming the first query that has them.
+        Raises: ValueError for bounds out of range, naming the first such query.
         """
         low, high = np.asarray(lo), np.asarray(hi)
         if low.ndim != 1 or low.shape != high.shape or low.size == 0 or {low.dtype.kind, high.dtype.kind} - set("iu"):
@@ -107,14 +109,16 @@ class Mask(Fact):
         if documents.sum() != tokens:
             raise ValueError(f"lengths sum to {documents.sum()}, the bounds have {tokens} queries")
         if keys != tokens and len(documents) > 1:
-            raise ValueError(f"lengths with {tokens} queries and {keys} keys do not say which keys a document has")
+            raise ValueError(
+                f"lengths with {tokens} queries and {keys} keys do not say which keys a document has; leave lengths out"
+            )
         kv_lengths = documents if keys == tokens else lengths_of("kv_tokens", [keys])
         self = cls.__new__(cls)
         self._set(documents, kv_lengths, linear_spans(low, high), within=False, name="bounds")
         return self
 
     def _set(self, queries: Ints, keys: Ints, spans: Spans, *, within: bool, name: str) -> None:
-        """within: whether it is known that no query sees keys of other documents."""
+        """within: True if queries are known to see only keys of their own documents."""
         offsets, kv_offsets = edges(queries), edges(keys)
         self._fill(
             lengths=queries,
@@ -131,22 +135,22 @@ class Mask(Fact):
 
     @property
     def tokens(self) -> int:
-        """Queries in all."""
+        """Number of queries."""
         return int(self.offsets[-1])
 
     @property
     def kv_tokens(self) -> int:
-        """Keys in all."""
+        """Number of keys."""
         return int(self.kv_offsets[-1])
 
     @property
     def spans(self) -> Spans:
-        """The bounds of all queries, as spans of rows on which they are linear."""
+        """The bounds of all queries, as spans of rows with linear bounds."""
         return self._spans
 
     @property
     def spans_are_documents(self) -> bool:
-        """Whether each document is one span, as under causal and full masks."""
+        """Whether each document is one span, as in causal and full masks."""
         starts = self.offsets[:-1]
         return self.memo("spans are documents", lambda: np.array_equal(self._spans.start, starts))
 
@@ -168,7 +172,8 @@ class Mask(Fact):
         return np.searchsorted(self.offsets, self._checked(positions), side="right") - 1
 
     def key_positions(self, positions: ArrayLike) -> Ints:
-        """Query positions in key coordinates (documents aligned at their ends), for ALiBi and dropout; pads stay -1."""
+        """Query positions in key coordinates (documents aligned at their ends), for ALiBi and dropout; -1 for a pad
+        row."""
         at = self._checked(positions)
         if self.kv_lengths is self.lengths:
             return at
@@ -176,7 +181,7 @@ class Mask(Fact):
         return np.where(at < 0, -1, at + shift[np.maximum(self.documents(at), 0)])
 
     def pick(self, documents: ArrayLike) -> Mask:
-        """The mask of some of the documents, integers [documents], packed in the order given.
+        """The mask of the given documents, integers [documents], packed in the given order.
 
         Raises: ValueError for documents that the mask does not have, and for bounds that cross documents.
         """
@@ -198,9 +203,9 @@ class Mask(Fact):
         return mask
 
     def windowed(self, window: tuple[int | None, int | None]) -> Mask:
-        """The same mask where also no key further off than a window is seen, (left, right), None for no limit; cached.
+        """This mask, limited to keys within a window of the query, (left, right), None for no limit; cached.
 
-        Distances are between key positions, as `key_positions` has them.
+        Distances are between key positions, see `key_positions`.
         """
         checked = _checked_window(window, False)
         return self.memo(("window", checked), lambda: self._windowed(*checked))
@@ -214,7 +219,7 @@ class Mask(Fact):
             hi = self.bounds(at)[1]
             return hi if right is None else np.minimum(hi, self.key_positions(at) + right + 1)
 
-        # A piece is cut where the window meets one of its bounds, then where it passes a bound by and nothing is seen.
+        # A piece is cut where the window meets one of its bounds, and where it has passed a bound and nothing is seen.
         start = np.union1d(self._spans.start, self.offsets[:-1])
         at, (lo, hi) = self.key_positions(start), self.bounds(start)
         cuts = [lo - at + x for x in (left,) if x is not None] + [hi - at - x - 1 for x in (right,) if x is not None]
@@ -230,7 +235,7 @@ class Mask(Fact):
         return mask
 
     def area(self) -> int:
-        """Attended pairs of a query and a key."""
+        """Number of attended pairs of a query and a key."""
         s = self._spans
         rows = np.diff(np.append(s.start, self.tokens))
         pairs, slope = s.hi - s.lo, s.hi_step - s.lo_step
@@ -253,14 +258,14 @@ class Mask(Fact):
 
 
 def _inside(spans: Spans, offsets: Ints, kv_offsets: Ints) -> bool:
-    """Whether every query that sees any key sees keys of its own document alone."""
+    """Whether every query sees keys of its own document alone."""
     start = np.union1d(spans.start, offsets[:-1])
     count = np.diff(np.append(start, offsets[-1]))
     span = np.searchsorted(spans.start, start, side="right") - 1
     lo_step, hi_step = spans.lo_step[span], spans.hi_step[span]
     into = start - spans.start[span]
     lo, hi = spans.lo[span] + into * lo_step, spans.hi[span] + into * hi_step
-    # the rows of a piece that see any key: its first ones where intervals shrink, its last ones where they grow
+    # the rows of a piece that see any key: its first rows where intervals shrink, its last rows where they grow
     first = np.where((lo == hi) & (hi_step > lo_step), 1, 0)
     last = np.where(hi_step < lo_step, np.minimum(count, hi - lo), count) - 1
     sees = (first <= last) & ((lo < hi) | (hi_step > lo_step))
@@ -271,9 +276,9 @@ def _inside(spans: Spans, offsets: Ints, kv_offsets: Ints) -> bool:
 
 
 def _picked_spans(mask: Mask, documents: Ints) -> Spans:
-    """The spans of some documents, cut at their borders and moved to where they lie in the packed choice."""
+    """The spans of some documents, cut at document borders and moved to their places in the new batch."""
     s = mask.spans
-    if mask.spans_are_documents and (s.lo < s.hi).all():  # none sees nothing
+    if mask.spans_are_documents and (s.lo < s.hi).all():  # every row sees a key
         rows, keys = (edges(lengths[documents])[:-1] for lengths in (mask.lengths, mask.kv_lengths))
         shift = keys - mask.kv_offsets[documents]
         return Spans(rows, s.lo[documents] + shift, s.hi[documents] + shift, s.lo_step[documents], s.hi_step[documents])
@@ -287,7 +292,7 @@ def _picked_spans(mask: Mask, documents: Ints) -> Spans:
     into = start[span] - s.start[source]
     origin = mask.kv_offsets[documents][to]
     lo, hi = (x[source] + into * step - origin for x, step in ((s.lo, lo_step), (s.hi, hi_step)))
-    # empty intervals may lie outside their document, where a smaller batch may have no keys
+    # empty intervals may be outside their document, where a smaller batch may have no keys
     more = np.append(start[1:], mask.tokens)[span] - start[span] - 1
     last = lo + lo_step * more
     astray = (lo == hi) & ((lo_step == hi_step) | (more == 0)) & ((lo < 0) | (last > mask.kv_lengths[documents][to]))
@@ -298,14 +303,14 @@ def _picked_spans(mask: Mask, documents: Ints) -> Spans:
 
 
 def _cut(start: Ints, cuts: Sequence[Ints], tokens: int) -> Ints:
-    """The starts of pieces of rows, and of their parts: cuts holds rows of each piece before a further part."""
+    """The starts of pieces of rows and of their parts. cuts: the rows of each piece before each further part."""
     count = np.diff(np.append(start, tokens))
     inside = [start[fits] + cut[fits] for cut in cuts for fits in ((cut > 0) & (cut < count),)]
     return np.unique(np.concatenate([start, *inside]))
 
 
 def _canonical(spans: Spans, tokens: int) -> tuple[Ints, ...]:
-    """The bounds of all queries as arrays that are equal for equal bounds, whatever spans they are stored in."""
+    """The bounds of all queries as arrays that depend on the bounds alone, not on the spans that store them."""
     count = np.diff(np.append(spans.start, tokens))
     return (
         spans.lo[:1], *progressions(spans.lo, spans.lo_step, count),
@@ -326,14 +331,14 @@ def _checked_window(window: Sequence[int | None], causal: bool) -> tuple[int | N
 
 
 def _document_spans(queries: Ints, keys: Ints, left: int | None, right: int | None) -> Spans:
-    """Spans of documents with a window: one of each, and more where the window meets its ends."""
+    """Spans of documents with a window: one per document, and more where the window meets the document's ends."""
     if left is None and right in (None, 0) and keys is queries:
         start, constant = edges(queries)[:-1], np.zeros_like(queries)
         if right is None:
             return Spans(start, start, start + queries, constant, constant)
         return Spans(start, start, start + 1, constant, (queries > 1).astype(np.int64))
     n, m = queries[:, None], keys[:, None]
-    shift = m - n  # query i of a document stands at key i + shift
+    shift = m - n  # query i of a document is aligned with key i + shift
     reach_left = None if left is None else np.minimum(left, m)  # no further than the document
     reach_right = None if right is None else np.minimum(right, n)
 

@@ -1,7 +1,7 @@
-"""What one step asks of a kernel: tile tables and segments, derived from bounds and positions.
+"""The geometry of one step for a kernel: tile tables and segments, derived from bounds and positions.
 
-Keys of a step lie in position order, so the keys that a query sees are consecutive rows, and so are the key tiles
-that a query tile visits. Of a causal document, with tiles that are full (F) or need a look at the bounds (P)::
+The keys of a step are in position order, so a query sees consecutive key rows, and a query tile visits consecutive key
+tiles. For a causal document, with full tiles (F) and partial ones whose bounds must be read (P)::
 
     query tile   key tile 0 1 2 3     begin  full_begin  full_end  end
         0                 P             0         0          0      1
@@ -14,7 +14,7 @@ that a query tile visits. Of a causal document, with tiles that are full (F) or 
                  q_full_end     4 4 4 3
                  q_end          4 4 4 4
 
-Segments are the same pairs as rectangles, contiguous on both sides. Of the second half of a causal document, on the
+Segments are the same pairs as rectangles, contiguous on both sides. For the second half of a causal document, on the
 keys of its first half and on its own::
 
     FULL       # # #     CAUSAL     #
@@ -38,16 +38,16 @@ from seqpar.facts.value import Ints
 class Tiles:
     """Tile tables of a step for tiles of ``bm`` query rows and ``bn`` key rows.
 
-    rows [tiles + 1]: first query row of each query tile; uniform: ``rows[i] == i * bm`` for all of them. begin, end:
-    key tiles that it visits. full_begin, full_end: those of them in which every query of the tile sees every key, so
-    that no bound need be read.
+    rows [tiles + 1]: first query row of each query tile; uniform: ``rows[i] == i * bm`` for all i. begin, end: the key
+    tiles that it visits. full_begin, full_end: those among them in which every query sees every key, so that no bound
+    needs to be read.
 
-    q_begin, q_end: the transposed table, query tiles that visit each key tile (a covering interval); q_exact: every
-    query tile of every such interval does visit, so that none need be asked. q_full_begin, q_full_end: consecutive
-    query tiles among them for which the pair is full; all of those, unless others lie in between.
+    q_begin, q_end: the transposed table, an interval of query tiles that covers those that visit each key tile;
+    q_exact: every query tile in these intervals visits the key tile, so none needs to be checked. q_full_begin,
+    q_full_end: consecutive query tiles among them for which the pair is full; all such tiles, if they are consecutive.
 
-    order, q_order: query and key tiles by falling number of tiles that meet them, so that the light ones fill the tail
-    of a launch; equal ones as they lie.
+    order, q_order: query and key tiles by falling number of visits, ties in row order: light tiles fill the tail of a
+    launch.
     """
 
     bm: int
@@ -68,14 +68,14 @@ class Tiles:
 
     @property
     def visits(self) -> int:
-        """Pairs of a query tile and a key tile that a kernel computes."""
+        """Number of (query tile, key tile) pairs that a kernel computes."""
         return int((self.end - self.begin).sum())
 
     def cover(self, area: int) -> float:
-        """The part of what a GPU computes that is attended: ``area`` pairs of the step over ``bm * bn`` per visit.
+        """The attended fraction of what a GPU computes: ``area`` pairs of the step over ``bm * bn`` pairs per visit.
 
-        A tile counts whole however few rows or keys it has, since the matrix unit computes it whole. 1 if none is
-        visited.
+        A tile counts in full however few rows or keys it has, since the matrix unit computes all of it. 1 without
+        visits.
         """
         return area / (self.visits * self.bm * self.bn) if self.visits else 1.0
 
@@ -87,7 +87,7 @@ class _KeyTiles(NamedTuple):
     high: Ints
 
     def visited(self, lo: Ints, hi: Ints, first: Ints) -> tuple[Ints, Ints]:
-        """``begin, end`` of query tiles that start at rows ``first``; rows that see nothing have ``hi < lo``."""
+        """``begin, end`` of query tiles whose first rows are ``first``; rows that see nothing have ``hi < lo``."""
         begin = np.searchsorted(self.high, np.minimum.reduceat(lo, first))
         return begin, np.maximum(np.searchsorted(self.low, np.maximum.reduceat(hi, first)), begin)
 
@@ -102,7 +102,7 @@ def tile_tables(lo: Ints, hi: Ints, key_pos: Ints, bm: int, bn: int) -> Tiles:
     begin, end = keys.visited(low, high, rows[:-1])
     jumps = _jumps(lo, hi, key_pos, bm, bn)
     if jumps.size:
-        # One more query tile costs about as much as one more visit; equal tiles allow simpler addresses, worth 1 %.
+        # One more query tile costs about as much as one more visit; equal tiles have simpler addresses, worth 1 %.
         anew = _tiles_from(jumps, lo.size, bm)
         b, e = keys.visited(low, high, anew[:-1])
         if ((e - b).sum() + anew.size) * 100 < ((end - begin).sum() + rows.size) * 99:
@@ -123,12 +123,12 @@ def tile_tables(lo: Ints, hi: Ints, key_pos: Ints, bm: int, bn: int) -> Tiles:
 
 
 def _jumps(lo: Ints, hi: Ints, key_pos: Ints, bm: int, bn: int) -> Ints:
-    """Rows whose keys begin or end two key tiles or more from those of the row before.
+    """Rows whose keys begin or end at least two key tiles from those of the row before.
 
-    Query tiles that start anew there may visit fewer key tiles. No row, if there are so many that it cannot pay.
+    Query tiles that restart there may visit fewer key tiles. Empty if there are too many for that to pay.
     """
     far = 2 * bn
-    # Positions lie at least as far apart as their rows.
+    # Positions are at least as far apart as their rows.
     at = np.flatnonzero((np.abs(lo[1:] - lo[:-1]) >= far) | (np.abs(hi[1:] - hi[:-1]) >= far)) + 1
     if at.size * bm > 4 * lo.size:
         return at[:0]
@@ -137,7 +137,7 @@ def _jumps(lo: Ints, hi: Ints, key_pos: Ints, bm: int, bn: int) -> Ints:
 
 
 def _tiles_from(at: Ints, rows: int, bm: int) -> Ints:
-    """First rows of query tiles that start anew at the rows ``at``, and the number of rows."""
+    """First rows of query tiles that restart at the rows ``at``, and the number of rows."""
     edge = np.concatenate([[0], at, [rows]])
     tiles = -(-np.diff(edge) // bm)
     nth = np.arange(tiles.sum()) - np.repeat(np.cumsum(tiles) - tiles, tiles)
@@ -145,9 +145,9 @@ def _tiles_from(at: Ints, rows: int, bm: int) -> Ints:
 
 
 def _holders(begin: Ints, end: Ints, key_tiles: int) -> tuple[Ints, Ints, Ints] | None:
-    """The intervals that are not empty; and for each key tile the first of them that holds it, and one past the last.
+    """The non-empty intervals, and for each key tile the first of them that holds it and one past the last.
 
-    None if the intervals' ends do not ascend: those that hold a tile then need not be consecutive.
+    None if the intervals' ends do not ascend: the intervals that hold a tile then need not be consecutive.
     """
     filled = np.flatnonzero(begin < end)
     b, e = begin[filled], end[filled]
@@ -158,7 +158,7 @@ def _holders(begin: Ints, end: Ints, key_tiles: int) -> tuple[Ints, Ints, Ints] 
 
 
 def _transposed(begin: Ints, end: Ints, key_tiles: int) -> tuple[Ints, Ints]:
-    """For each key tile the first query tile that visits it and one past the last."""
+    """For each key tile the first query tile that visits it, and one past the last."""
     q_begin = np.full(key_tiles, len(begin), np.int64)
     q_end = np.zeros(key_tiles, np.int64)
     holders = _holders(begin, end, key_tiles)
@@ -176,10 +176,9 @@ def _transposed(begin: Ints, end: Ints, key_tiles: int) -> tuple[Ints, Ints]:
 
 
 def _transposed_full(begin: Ints, end: Ints, q_begin: Ints) -> tuple[Ints, Ints]:
-    """For each key tile consecutive query tiles that have it in ``[begin, end)``, empty at ``q_begin`` if none has.
+    """For each key tile, consecutive query tiles that have it in ``[begin, end)``; empty at ``q_begin`` if none has.
 
-    Where other query tiles lie between them, the first or the last stretch of them, whichever is longer. None if the
-    ends do not ascend.
+    If other query tiles are between them, the longer of the first and the last stretch. None if the ends do not ascend.
     """
     holders = _holders(begin, end, q_begin.size)
     if not holders:
@@ -187,7 +186,7 @@ def _transposed_full(begin: Ints, end: Ints, q_begin: Ints) -> tuple[Ints, Ints]
     filled, first, stop = holders
     full = first < stop
     first, stop = first[full], stop[full]
-    run = filled - np.arange(filled.size)  # equal for consecutive query tiles
+    run = filled - np.arange(filled.size)  # equal along consecutive query tiles
     head = np.minimum(np.searchsorted(run, run[first], side="right"), stop)
     tail = np.maximum(np.searchsorted(run, run[stop - 1]), first)
     longer = head - first >= stop - tail
@@ -198,7 +197,8 @@ def _transposed_full(begin: Ints, end: Ints, q_begin: Ints) -> tuple[Ints, Ints]
 
 
 class Kind(IntEnum):
-    """How the keys of a segment are seen: all; up to the diagonal that ends bottom-right; a band along it."""
+    """The keys that a segment's queries see: all; up to a diagonal that ends bottom-right; a band along that
+    diagonal."""
 
     FULL = 0
     CAUSAL = 1
@@ -209,9 +209,9 @@ class Kind(IntEnum):
 class Segments:
     """The step as rectangles, contiguous on both sides, for kernels that know no positions.
 
-    Every query row that sees a key is in at most one segment, so one variable-length call serves all of them; rows
-    that fit none are in ``remainder``. kind CAUSAL aligns the last query with the last key. left, right: keys seen to
-    either side of the bottom-right diagonal if WINDOW, -1 for no limit.
+    Every query row that sees a key is in at most one segment, so one variable-length call serves all segments; rows
+    that fit none are in ``remainder``. CAUSAL aligns the last query with the last key. left, right: keys seen on either
+    side of the bottom-right diagonal if WINDOW, -1 for no limit.
     """
 
     q_row: Ints

@@ -1,4 +1,4 @@
-"""What facts are made of: values that are immutable and equal by a digest, and checks of what they are given."""
+"""Values: immutable, equal by a digest, with cached derivations; and checks of their arguments."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from numpy.typing import ArrayLike, NDArray
 
 Ints = NDArray[np.int64]
 
-MOST = (1 << 62) - 1  # tokens of a batch: positions, and sums of two of them, fit into 64 bits
+MOST = (1 << 62) - 1  # tokens of a batch: positions, and sums of two positions, fit into 64 bits
 
 
 def digest_of(*parts: object) -> str:
@@ -28,7 +28,7 @@ def digest_of(*parts: object) -> str:
 
 
 def whole(name: str, value: object, least: int, most: int | None = None) -> int:
-    """The value if it is an integer of at least ``least`` and at most ``most``; 3.0 is not one."""
+    """The value, checked to be an integer from ``least`` to ``most``; 3.0 is refused."""
     if not is_integer(value) or value < least:  # type: ignore[operator]
         raise ValueError(f"{name} must be an integer of at least {least}, got {value!r}")
     if most is not None and value > most:  # type: ignore[operator]
@@ -37,12 +37,12 @@ def whole(name: str, value: object, least: int, most: int | None = None) -> int:
 
 
 def is_integer(value: object) -> bool:
-    """Whether a value is an integer of Python or numpy; bools are not."""
+    """Whether a value is an integer of Python or numpy; a bool is not."""
     return isinstance(value, (int, np.integer)) and not isinstance(value, bool)
 
 
 def int64_of(name: str, values: NDArray[Any]) -> Ints:
-    """Integers as int64. Raises ValueError for one that is too large."""
+    """Integers as int64. Raises ValueError if one is too large."""
     if values.dtype == np.uint64 and values.size and int(values.max()) >= 1 << 63:
         raise ValueError(f"{name} must be integers below 2**63, got {int(values.max())}")
     return values.astype(np.int64)
@@ -52,7 +52,7 @@ def lengths_of(name: str, values: ArrayLike) -> Ints:
     """A checked, read-only copy of document lengths."""
     try:
         array = np.asarray(values)
-    except ValueError:  # numpy's, for lists of unequal lengths
+    except ValueError:  # raised by numpy for nested lists of unequal lengths
         array = np.zeros((0, 0))
     if array.ndim != 1 or array.size == 0 or array.dtype.kind not in "iu":
         raise ValueError(f"{name} must be a non-empty sequence of integers, got {values!r:.200}")
@@ -60,36 +60,36 @@ def lengths_of(name: str, values: ArrayLike) -> Ints:
         at = int(np.flatnonzero(array <= 0)[0])
         raise ValueError(f"{name} must be positive, got {int(array[at])} for document {at}; leave empty documents out")
     if float(array.sum(dtype=np.float64)) >= 2.0**62:
-        raise ValueError(f"{name} sum to {float(array.sum(dtype=np.float64)):.3g} tokens, which 64 bits do not number")
+        raise ValueError(f"{name} sum to {float(array.sum(dtype=np.float64)):.3g} tokens, more than 64 bits can number")
     return frozen(array.astype(np.int64))
 
 
 def frozen(array: NDArray[Any]) -> Any:
-    """The array, read-only: facts are shared by every layer and rank of a batch."""
+    """The array, read-only: all layers and ranks of a batch share facts."""
     array.flags.writeable = False
     return array
 
 
 class Memo:
-    """Keeps what is derived from a value, once per batch and for as long as the value lives."""
+    """Caches what is derived from a value, once per batch, as long as the value lives."""
 
     _memo: dict[Any, Any]
 
     def memo(self, key: Any, make: Callable[[], Any]) -> Any:
-        """``make()``, called once; threads that call it at the same time all get the result that was stored first."""
+        """``make()``, called once; concurrent callers all get the result that was stored first."""
         if key in self._memo:
             return self._memo[key]
         return self._memo.setdefault(key, make())
 
 
 class Fact(Memo):
-    """A value: immutable, equal by its digest, pickled without what is derived from it."""
+    """A value: immutable, equal by its digest, pickled without its caches."""
 
     def _fill(self, **values: object) -> None:
         self.__dict__.update(values, _memo={})
 
     def digest(self) -> str:
-        """Equal for equal values, on every rank; made once."""
+        """A hash that is equal for equal values on every rank; cached."""
         return self.memo("digest", self._made_digest)
 
     def _made_digest(self) -> str:
@@ -105,7 +105,7 @@ class Fact(Memo):
         for value in state.values():
             for array in value if isinstance(value, tuple) else (value,):
                 if isinstance(array, np.ndarray):
-                    frozen(array)  # pickle does not keep it
+                    frozen(array)  # pickle loses the read-only flag
         self._fill(**state)
 
     def __eq__(self, other: object) -> bool:

@@ -1,4 +1,4 @@
-"""The choice: how a batch is computed, and what every rank derives from it."""
+"""A plan: the choice of how a batch is computed, and what every rank derives from it."""
 
 from seqpar.facts.tiles import Kind, Segments, Tiles
 from seqpar.plan.heads import head_blocks, head_share, replicated

@@ -1,11 +1,11 @@
-"""What every rank computes and moves under a mask and a layout: counted from runs, for all ranks at once.
+"""Counts of work and traffic under a mask and a layout, from runs, for all ranks at once.
 
-The counts are those of `Plan.steps` under "fetch" (a test compares them), but need no rank's steps: a layout over
-thousands of ranks is counted in a few passes over its pieces. Groups are ranks that share heads; with width 1 a group
-is a rank.
+They equal the counts of `Plan.steps` under "fetch" (a test compares them) but derive no steps: a layout over thousands
+of ranks takes a few passes over its pieces. Groups are ranks that share heads; with width 1 a group is one rank.
 
-The one tool is `Measure`: from sorted ends of intervals it tells how many positions below a point they cover. What
-groups have and what they need are put on one line, a stretch of all positions for each group, so that two sorted arrays
+The one tool is `Measure`: from the sorted ends of intervals it counts the covered positions below a point. The keys
+that
+groups own and need are put on one line, with a stretch of all positions for each group, so that two sorted arrays
 answer for every group at once::
 
     line          |----- group 0 -----|----- group 1 -----|
@@ -13,7 +13,7 @@ answer for every group at once::
     needs         |=============      |=============      |
     fetched       |     --------      |-----              |      needs without what own covers
 
-Planners count by `tally` and `counts_of`; reports ask `load_of` and `fetched_between` of a plan.
+Planners use `tally` and `counts_of`; reports use `load_of` and `fetched_between`.
 """
 
 from __future__ import annotations
@@ -34,13 +34,14 @@ from seqpar.plan.routes import Needs, needs_of
 
 
 class Tally(NamedTuple):
-    """Counts by group, int64 [groups]. Rows of keys are of one layer's forward.
+    """Counts by group, int64 [groups]. Key rows are those of one layer's forward.
 
-    rows: query rows; merging: those of them that see fetched keys. pieces: stretches of documents. near, far: attended
-    pairs with the group's own keys and with fetched ones. keys: fetched key rows. entering: those that come from
-    another node, counted once a node if they are forwarded inside it, and charged to the node's groups in proportion to
-    what each of them fetches. sent, leaving: the same of what the group sends. most: query rows of the member that
-    holds most, which the others wait for where tokens are traded for heads.
+    rows: query rows; merging: those among them that see fetched keys. pieces: stretches of documents. near, far:
+    attended
+    pairs with the group's own keys and with fetched ones. keys: fetched key rows. entering: fetched key rows from other
+    nodes; rows that enter a node once and are forwarded inside it are charged to its groups in proportion to their own
+    needs. sent, leaving: the same for rows that the group sends. most: query rows of the group's largest member, for
+    which the other members wait when tokens are traded for heads.
     """
 
     rows: Ints
@@ -56,7 +57,7 @@ class Tally(NamedTuple):
 
 
 class Measure:
-    """How many covered positions lie below a point, where intervals may cover a position several times."""
+    """Counts covered positions below a point; overlapping intervals count a position several times."""
 
     def __init__(self, lo: Ints, hi: Ints) -> None:
         self._lo, self._hi = np.sort(lo), np.sort(hi)
@@ -64,12 +65,12 @@ class Measure:
         self._below_hi = edges(self._hi)
 
     def below(self, point: Ints) -> Ints:
-        """For each point, the covered positions below it, each as often as it is covered."""
+        """For each point the covered positions below it, with multiplicity."""
         begun, ended = self._lo.searchsorted(point), self._hi.searchsorted(point)
         return (begun * point - self._below_lo[begun]) - (ended * point - self._below_hi[ended])
 
     def between(self, lo: Ints, hi: Ints) -> Ints:
-        """Covered positions in intervals."""
+        """Covered positions in each interval."""
         return self.below(hi) - self.below(lo)
 
 
@@ -77,9 +78,9 @@ def tally(
     mask: Mask, layout: Layout, *, width: int = 1, node: int = 1, forwarded: bool = False,
     documents: NDArray[np.bool_] | None = None,
 ) -> Tally:  # fmt: skip
-    """The counts of all groups of ``width`` ranks, ``node`` groups to a node; forwarded: keys enter a node once.
+    """The counts of all groups of ``width`` ranks, with ``node`` groups per node. forwarded: keys enter a node once.
 
-    documents: those that are counted, all by default.
+    documents: the documents to count, by default all.
     """
     groups = layout.ranks // width
     runs, group, document = _pieces(mask, layout, width)
@@ -95,8 +96,8 @@ def counts_of(
     mask: Mask, runs: Runs, group: Ints, document: Ints, groups: int, *, node_of: Ints | None, forwarded: bool,
     most: Ints | None,
 ) -> Tally:  # fmt: skip
-    """The counts of stretches that one group holds each. node_of: the node of each group, None where nothing crosses
-    from one to another. most: `Tally.most`, None where each group is a rank."""
+    """The counts of stretches that one group holds each. node_of: the node of each group, or None if there are no
+    nodes. most: `Tally.most`, None if each group is one rank."""
     area = area_of(mask, runs)
     rows, pieces = summed(group, runs.count, groups), np.bincount(group, minlength=groups)
     most = rows if most is None else most
@@ -104,7 +105,7 @@ def counts_of(
     moving = _moving(mask, group, document)
     if not moving.size:
         return Tally(rows, none, pieces, summed(group, area, groups), none, none, none, none, none, most)
-    # what the groups of cut documents have, and what they see
+    # the keys that groups of cut documents own, and those that they see
     part, holder = runs.pick(moving), group[moving]
     order = order_of(holder, groups)
     own = Intervals(holder[order], part.start[order], (part.start + part.count)[order])
@@ -116,7 +117,7 @@ def counts_of(
         entering = moved.entering(node_of)
         if not forwarded:
             leaving = moved.leaving(node_of)
-        else:  # what enters a node is charged to its groups in proportion to what each of them takes
+        else:  # rows that enter a node are charged to its groups in proportion to their own needs
             once = moved.needed_by(node_of)
             wanted = summed(node_of, entering, int(node_of[-1]) + 1)
             entering = -(-entering * moved.entering_once(node_of, once)[node_of] // np.maximum(wanted[node_of], 1))
@@ -129,15 +130,15 @@ def counts_of(
 
 
 def summed(index: Ints, values: Ints, size: int) -> Ints:
-    """Sums of the values of each index."""
+    """For each index the sum of its values."""
     result = np.zeros(size, np.int64)
     np.add.at(result, index, values)
     return result
 
 
 def _pieces(mask: Mask, layout: Layout, width: int) -> tuple[Runs, Ints, Ints]:
-    """Stretches of positions, ascending, that one group holds, one document has and one span of the mask bounds; the
-    group and the document of each."""
+    """Ascending stretches of positions, each of one group, one document and one span of the mask; the group and the
+    document of each."""
     lo, holder = layout.memo("stretches", lambda: _stretches(layout))
     group = holder // width
     first = np.flatnonzero(np.append(True, group[1:] != group[:-1]))
@@ -155,18 +156,18 @@ def _most(mask: Mask, layout: Layout, width: int, documents: NDArray[np.bool_] |
 
 
 def _stretches(layout: Layout) -> tuple[Ints, Ints]:
-    """Where stretches of one rank's positions begin, ascending, and the rank of each."""
+    """The starts of all stretches of one rank's positions, ascending, and the rank of each."""
     lo, _, holder, _ = layout.holders().pieces(np.zeros(1, np.int64), np.full(1, layout.total))
     return frozen(lo), frozen(holder.astype(np.int64))
 
 
 def breaks_of(mask: Mask) -> Ints:
-    """Where documents and spans of the mask start, ascending."""
+    """The starts of documents and of the mask's spans, ascending."""
     return mask.memo("breaks", lambda: frozen(distinct(np.concatenate([mask.spans.start, mask.offsets[:-1]]))))
 
 
 def _moving(mask: Mask, group: Ints, document: Ints) -> Ints:
-    """The stretches of documents that are cut: their groups may see keys of others, or have keys that others see."""
+    """The stretches of documents cut across groups; the keys of all others stay where they are."""
     if not mask.within_documents:
         return np.arange(group.size)
     torn = (document[1:] == document[:-1]) & (group[1:] != group[:-1])
@@ -176,22 +177,22 @@ def _moving(mask: Mask, group: Ints, document: Ints) -> Ints:
 
 
 class Moved:
-    """The keys that groups fetch from each other, from what each needs and what it has of its own; rows of keys.
+    """The key rows that groups fetch from each other, from the keys that each needs and owns.
 
-    Lines of positions lie one after the other, one for each group or node, so that one sorted array counts for all.
+    Groups, or nodes, lie on one line of positions one after the other, so that one sorted array counts for all.
     """
 
     def __init__(self, needs: Needs, own: Intervals, groups: int, tokens: int) -> None:
         self.needs, self.own, self.groups, self.line = needs.intervals, own, groups, tokens + 1
 
     def _overlap(self, covered: Intervals, asked: Intervals) -> Ints:
-        """Positions of each asked interval that intervals of the same group cover, each as often as they do."""
+        """Positions of each asked interval that intervals of the same group cover, with multiplicity."""
         a, b = covered.group * self.line, asked.group * self.line
         return Measure(covered.lo + a, covered.hi + a).between(asked.lo + b, asked.hi + b)
 
     @cached_property
     def _seen(self) -> Ints:
-        """Positions of each own interval that any group needs, each as often as one does."""
+        """Positions of each own interval that groups need, once per group."""
         return Measure(self.needs.lo, self.needs.hi).between(self.own.lo, self.own.hi)
 
     def fetched(self) -> Ints:
@@ -215,11 +216,11 @@ class Moved:
         return summed(self.own.group, self._seen - stays, self.groups)
 
     def needed_by(self, node_of: Ints) -> Intervals:
-        """What the groups of each node need together."""
+        """The keys that the groups of each node need, together."""
         return union(node_of[self.needs.group], self.needs.lo, self.needs.hi, int(node_of[-1]) + 1, self.line - 1)
 
     def entering_once(self, node_of: Ints, once: Intervals) -> Ints:
-        """Rows that enter each node, [nodes], if a key enters it once and is passed on inside; once: `needed_by`."""
+        """Rows that enter each node, [nodes], if a key enters it once and is forwarded inside. once: `needed_by`."""
         return summed(once.group, once.hi - once.lo - self._overlap(self.own.by(node_of), once), int(node_of[-1]) + 1)
 
     def leaving_once(self, node_of: Ints, once: Intervals) -> Ints:
@@ -229,7 +230,7 @@ class Moved:
 
 
 def _near(mask: Mask, runs: Runs, group: Ints, own: Intervals) -> Ints:
-    """Attended pairs of each run with the keys that its own group has; runs lie in one span of the mask each."""
+    """Attended pairs of each run with its own group's keys; each run lies in one span of the mask."""
     line = mask.kv_tokens + 1
     lo, hi, lo_step, hi_step = _linear(mask, runs)
     n, base = runs.count, group * line
@@ -245,14 +246,14 @@ def _near(mask: Mask, runs: Runs, group: Ints, own: Intervals) -> Ints:
 
 
 def whole_runs(mask: Mask) -> tuple[Runs, Ints]:
-    """All queries as runs that neither a document's border nor a kink of the bounds cuts, and their documents."""
+    """All queries as runs, cut at document borders and at kinks of the bounds, and the document of each run."""
     start = breaks_of(mask)
     runs = Runs(start, np.diff(np.append(start, mask.tokens)), np.ones_like(start))
     return runs, np.searchsorted(mask.offsets, start, side="right") - 1
 
 
 def _linear(mask: Mask, runs: Runs) -> tuple[Ints, Ints, Ints, Ints]:
-    """First bounds of runs that lie in one span each, and how they rise: lo, hi, lo_step, hi_step."""
+    """The bounds at the start of each run, and their slopes: lo, hi, lo_step, hi_step. A run lies in one span."""
     s = mask.spans
     span = s.start.searchsorted(runs.start, side="right") - 1
     t = runs.start - s.start[span]
@@ -260,7 +261,7 @@ def _linear(mask: Mask, runs: Runs) -> tuple[Ints, Ints, Ints, Ints]:
 
 
 def area_of(mask: Mask, runs: Runs) -> Ints:
-    """Attended pairs of runs that lie in one span of the mask each."""
+    """Attended pairs of each run; a run lies in one span of the mask."""
     lo, hi, lo_step, hi_step = _linear(mask, runs)
     n = runs.count
     return n * (hi - lo) + (hi_step - lo_step) * runs.step * (n * (n - 1) // 2)
@@ -280,8 +281,8 @@ Floats = NDArray[np.float64]
 class Load(NamedTuple):
     """By rank. rows: query rows without pads; area: attended pairs, of all heads; pieces: stretches of documents.
 
-    keys: rows of keys received in one forward; crossing: those of them that come from another node. Both are None
-    unless the transport is "fetch", and crossing where no node is known.
+    keys: key rows received in one forward; crossing: those among them from another node. Both are None unless the
+    transport is "fetch"; crossing is also None if the node size is unknown.
     """
 
     rows: Ints
@@ -292,14 +293,14 @@ class Load(NamedTuple):
 
 
 def load_of(plan: Derived) -> Load:
-    """What every rank of a plan computes and fetches."""
+    """The work of every rank of a plan, and the keys that it fetches."""
     runs, rank, document = plan.residence.pieces("q")
     width = plan.widths[document]
     inner, source = cut(runs, plan.mask.spans.start)
     area = area_of(plan.mask, inner)
     by_rank, node = np.zeros(plan.ranks), node_of(plan)
     for w in np.unique(plan.widths).tolist():
-        # inside a head trade each member computes its share of the heads of the whole group's area
+        # inside a head trade each member computes the whole group's area for its share of the heads
         chosen = width[source] == w
         groups = np.bincount(rank[source][chosen] // w, weights=area[chosen], minlength=plan.ranks // w)
         by_rank += np.repeat(groups / w, w)
@@ -315,7 +316,7 @@ def load_of(plan: Derived) -> Load:
 
 
 def _entering(moved: Moved, inner: int, *, once: bool) -> Ints:
-    """Rows that come to each group from another node of ``inner`` groups; once: they all come to the node's first."""
+    """Rows that each group receives from other nodes of ``inner`` groups. once: all go to the node's first group."""
     at = np.arange(moved.groups) // inner
     if not once:
         return moved.entering(at)
@@ -325,33 +326,34 @@ def _entering(moved: Moved, inner: int, *, once: bool) -> Ints:
 
 
 def node_of(plan: Derived) -> int | None:
-    """Consecutive ranks of a node, as the plan has them or else the machine that it was made for."""
+    """Ranks per node: the plan's, else those of the machine that it was planned for, else None."""
     return plan.node if plan.node is not None or plan.forecast is None else plan.forecast.node
 
 
 def _moved_by_width(plan: Derived) -> Iterator[tuple[int, Moved]]:
-    """The keys that the groups of each width fetch."""
+    """For each width, the keys that its groups fetch."""
     for width in np.unique(plan.widths).tolist():
         demand = plan.demand(width)
         yield width, Moved(demand.needs, _held(demand.holders), demand.groups, demand.holders.total)
 
 
 def _held(holders: Holders) -> Intervals:
-    """Who holds which keys, as intervals."""
+    """The intervals that each holder holds."""
     runs, group = holders.runs, holders.holder.astype(np.int64)
     if (runs.step == 1).all():
         return Intervals(group, runs.start, runs.start + runs.count)
     start, group = expand(*runs), np.repeat(group, runs.count)
-    # neighbours are one run, as they are where no run strides
+    # adjacent runs are merged; where no run strides, they already are
     first = np.flatnonzero(np.append(True, (np.diff(start) != 1) | (np.diff(group) != 0)))
     return Intervals(group[first], start[first], start[first] + np.diff(np.append(first, start.size)))
 
 
 def fetched_between(plan: Derived, block: int) -> Floats:
-    """Rows of keys, with all their heads, that blocks of ranks fetch: [receiver, sender]; for the transport "fetch".
+    """Key rows, with all heads, that blocks of ranks fetch: [receiver, sender]; for the transport "fetch".
 
-    block: consecutive ranks, a multiple of the plan's node and of every width. Ranks of a block fetch from each other
-    what the diagonal says, forwarded rows included.
+    block: consecutive ranks, a multiple of the plan's node and of every width. The diagonal counts rows fetched inside
+    a
+    block, forwarded rows included.
     """
     blocks = -(-plan.ranks // block)
     rows_between = np.zeros((blocks, blocks))

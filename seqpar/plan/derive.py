@@ -1,14 +1,14 @@
-"""What every rank derives from a plan, alike and without a message: rows, degrees, steps, and the bytes they send.
+"""What every rank derives from a plan without a message: rows, degrees, steps and bytes, equal on all ranks.
 
-A call is made of parts, one for each Ulysses width among the documents; a part is made of steps, in each of which keys
-arrive and queries meet them. `residence` knows where documents live, `parts` the head trade, `routes` and `hierarchy`
-how keys travel inside a part; here they become the numbered steps of one rank::
+A call consists of parts, one for each Ulysses width among the documents. A part consists of steps: in each, keys arrive
+and queries attend to them. `residence` locates the documents, `parts` is the head trade, `routes` and `hierarchy` move
+keys inside a part. This file numbers the steps of one rank::
 
     widths 1 and 4, "fetch"    |        part of width 1         |        part of width 4         |
     step                       |  0 own keys  | 1 | 2 | ...     |  n own keys  | n + 1 | ...     |
 
-Ranks and groups: inside a part of width w the routes number groups of w ranks; group ``g`` stands for the rank
-``g * w + share`` that has the same share of the heads as this one.
+Ranks and groups: inside a part of width w, routes number groups of w ranks. Group ``g`` stands for rank
+``g * w + share``, whose share of the heads is the same as this rank's.
 """
 
 from __future__ import annotations
@@ -32,13 +32,13 @@ from seqpar.plan.routes import LOCAL, Demand, StepRoute, gather, needs_of, ring
 from seqpar.plan.steps import Entry, Part, Rows, Step, count
 from seqpar.plan.traffic import HeadShape, traffic
 
-NOMINAL_ROW_BYTES = 4096  # keys and values of 8 heads of 128 in bf16
+NOMINAL_ROW_BYTES = 4096  # of one token's keys and values: 8 heads of 128 in bf16
 
 
 class Derived(Fact):
-    """A plan's facts and all that follows from them; `Plan` makes and checks them.
+    """A plan's facts and everything derived from them; `Plan` creates and checks them.
 
-    widths: the Ulysses width of each document. forecast: what planners predict, no part of the plan's identity.
+    widths: the Ulysses width of each document. forecast: the planner's prediction, not part of the plan's identity.
     """
 
     mask: Mask
@@ -55,17 +55,17 @@ class Derived(Fact):
 
     @property
     def residence(self) -> Residence:
-        """Where the documents live, and which ranks hold some of each; made once."""
+        """The location of the documents, and the ranks that hold some of each; cached."""
         return self.memo("residence", lambda: Residence(self.mask, self.layout, self.kv_layout))
 
     @property
     def degrees(self) -> Ints:
-        """Ranks that hold tokens of each document, [documents]."""
+        """Number of ranks that hold tokens of each document, [documents]."""
         return self.residence.degrees
 
     @property
     def merges(self) -> bool:
-        """Whether keys of some row come in several steps, so that partial results are merged. The same on all ranks."""
+        """Whether some row's keys come in several steps, so that partial results are merged. Equal on all ranks."""
         return self.memo("merges", self._merges)
 
     def _merges(self) -> bool:
@@ -77,7 +77,7 @@ class Derived(Fact):
         return len(queries) != len(self.mask.lengths) or not np.array_equal(queries, keys)
 
     def sums_key_gradients(self, heads: int, kv_heads: int) -> bool:
-        """Whether gradients of some key may be sums over ranks: of keys that several hold or that share a key head."""
+        """Whether some key's gradient may be a sum over ranks: several hold the key or share its head."""
         if self.merges or any(replicated(heads, kv_heads, w) for w in set(self.widths.tolist())):
             return True
         return self.transport == "gather" and bool((self.widths < self.ranks).any())
@@ -107,11 +107,12 @@ class Derived(Fact):
         return np.where(at < 0, 0, at - start)
 
     def steps(self, rank: int, *, row_bytes: int = NOMINAL_ROW_BYTES) -> list[Step]:
-        """The steps of a rank, part after part; row_bytes: of one token's keys and values in a stage, same on all."""
+        """The steps of a rank, part after part. row_bytes: one token's keys and values in a stage, equal on all
+        ranks."""
         self._check_rank(rank)
         stage_rows = max(1, self.stage_bytes // whole("row_bytes", row_bytes, 1))
         if self.transport != "fetch":
-            stage_rows = 0  # the other transports have no stages to bound
+            stage_rows = 0  # the other transports have no stages
         return self.memo(("steps", rank, stage_rows), lambda: self._steps(rank, stage_rows))
 
     def _steps(self, rank: int, stage_rows: int) -> list[Step]:
@@ -123,7 +124,7 @@ class Derived(Fact):
         return steps
 
     def _routes(self, part: Part, group: int, stage_rows: int) -> list[StepRoute]:
-        """How the keys of one part come to a group of ranks, step after step."""
+        """The routes of one part's keys to a group of ranks, one per step."""
         demand = self.demand(part.width)
         if self.transport == "gather":
             return list(gather(demand, group, part.keys))
@@ -137,7 +138,7 @@ class Derived(Fact):
         return [LOCAL, *ring(demand, group, inner)]
 
     def demand(self, width: int) -> Demand:
-        """Who needs and who has the keys of the documents of one width; made once."""
+        """The keys that groups need and own in the documents of one width; cached."""
         return self.memo(("demand", width), lambda: self._demand(width))
 
     def _demand(self, width: int) -> Demand:
@@ -159,7 +160,7 @@ class Derived(Fact):
         return Holders(piece.pick(kept), (rank[kept] // width).astype(np.int32), layout.total)
 
     def row_bytes(self, heads: int, kv_heads: int, dim: int, v_dim: int, size: int) -> int:
-        """Bytes of one token's keys and values on the rank with most key heads: what bounds the stages of all ranks."""
+        """Bytes of one token's keys and values on the rank with most key heads; this bounds the stages of all ranks."""
 
         def most() -> int:
             shares = (head_share(heads, kv_heads, w, s)[1] for w in set(self.widths.tolist()) for s in range(w))
@@ -186,9 +187,9 @@ class Derived(Fact):
         return_lse: bool = False,
         kv_grads: bool = True,
     ) -> int:
-        """Bytes that a rank sends in one attention call: forward, or with ``backward`` in its backward.
+        """Bytes that a rank sends in one attention call: in forward, or with ``backward`` in backward.
 
-        Counted are tensors' contents, as `Comm.stats` counts them. dtype: "float64", "float32", "bfloat16", "float16".
+        Counts tensor contents, as `Comm.stats` does. dtype: "float64", "float32", "bfloat16" or "float16".
         kv_grads: whether keys or values require a gradient.
         """
         sent = self.traffic(
@@ -199,10 +200,11 @@ class Derived(Fact):
 
 
 def _numbered(part: Part, number: int, routes: list[StepRoute], *, relay: bool) -> list[Step]:
-    """The steps of one part, from ``number`` on.
+    """The steps of one part, numbered from ``number``.
 
-    Every rank has every number, also where it has nothing to move: exchanges are posted in the order of the numbers,
-    and that must be one order on all ranks.
+    Every rank has every number, even where it moves nothing: exchanges are posted in the order of the numbers, which
+    must
+    be one order on all ranks.
     """
     last = max((n for n, route in enumerate(routes) if route.pos.size), default=0)
     steps: list[Step] = []
@@ -210,7 +212,7 @@ def _numbered(part: Part, number: int, routes: list[StepRoute], *, relay: bool) 
         local = route is LOCAL
         onward = routes[n + 1].pos.size if route.carry is not None else 0
         sends, recvs = _by_rank(part, route.sends), _by_rank(part, route.recvs)
-        # Gradients mostly go the way that keys came: thousands of messages are renamed once.
+        # Gradients mostly return the way the keys came: thousands of messages are renamed only once.
         grad_sends = recvs if route.grad_sends is route.recvs else _by_rank(part, route.grad_sends)
         grad_recvs = sends if route.grad_recvs is route.sends else _by_rank(part, route.grad_recvs)
         steps.append(
@@ -226,7 +228,7 @@ def _numbered(part: Part, number: int, routes: list[StepRoute], *, relay: bool) 
 
 
 def _by_rank(part: Part, by_group: Mapping[int, Rows]) -> dict[int, Rows]:
-    """What goes to a group goes to its rank with the same share of the heads."""
+    """Messages by group, readdressed to the group's rank with the same share of the heads."""
     return {g * part.width + part.share: rows for g, rows in sorted(by_group.items()) if count(rows)}
 
 

@@ -1,13 +1,16 @@
-"""Who computes which heads when ranks share them: balanced shares of the query heads, and the key heads they read."""
+"""Head shares of the ranks that share heads: balanced query heads, and the key heads that they read."""
 
 from __future__ import annotations
 
 
 def head_share(heads: int, kv_heads: int, width: int, share: int) -> tuple[slice, slice]:
-    """Query heads and key heads of one of ``width`` sharers.
+    """The query heads and key heads of one of ``width`` sharers.
 
-    Query heads are shared to within one; a key head goes to every share that has a query head of its group, so the
-    ratio of the two is kept and nothing is padded. A share may be empty.
+    Shares of query heads differ by at most one. A key head goes to every share with a query head of its group, so
+    nothing
+    is padded: 6 query heads on 2 key heads over 4 ranks are 1, 2, 1, 2 query heads, and key heads 0, 0, 1, 1. A share
+    may
+    be empty.
     """
     group = heads // kv_heads
     first, last = heads * share // width, heads * (share + 1) // width
@@ -17,16 +20,16 @@ def head_share(heads: int, kv_heads: int, width: int, share: int) -> tuple[slice
 
 
 def replicated(heads: int, kv_heads: int, width: int) -> bool:
-    """Whether some key head is read by more than one share, so that its gradient is a sum over ranks."""
+    """Whether several shares read the same key head, whose gradient is then a sum over ranks."""
     shares = [head_share(heads, kv_heads, width, s)[1] for s in range(width)]
     return sum(s.stop - s.start for s in shares) > kv_heads
 
 
 def head_blocks(heads: slice, kv_heads: slice, group: int) -> list[tuple[slice, slice]]:
-    """A share cut into blocks in which every key head serves the same number of query heads.
+    """A share in blocks within which every key head serves the same number of query heads.
 
-    Returns (query heads, key heads) of each block, counted from the share's first. Kernels then need no more than
-    ``H % H_kv == 0``; a share that starts or ends inside a group has up to three blocks.
+    Returns (query heads, key heads) of each block, relative to the share's first. Kernels then only need
+    ``H % H_kv == 0``. A share that starts or ends inside a group of query heads has up to three blocks.
     """
     edges = [heads.start]
     inner_start, inner_stop = -(-heads.start // group) * group, heads.stop // group * group

@@ -1,8 +1,8 @@
-"""Fetch over nodes: a key that several groups of a node see, and none of them has, enters the node once.
+"""Fetch across nodes: a key that several groups of a node see, and none of them owns, enters the node once.
 
-One of the groups that see it is its gateway: it receives the key an exchange earlier, in its entry, keeps it for its
-own step and passes it on to the rest. So no key crosses to a node twice, and none goes to a group that has no use for
-it; as without nodes, every group receives each key that it sees and lacks exactly once::
+One of these groups is the key's gateway. It receives the key one exchange early, in its entry, keeps it for its own
+step and forwards it to the others. So no key crosses to a node twice, and none goes to a group that does not see it; as
+without nodes, every group receives each key that it sees and does not own exactly once::
 
     exchange n        owner ->          entry of the gateway
     exchange n + 1                      entry of the gateway  ->  step n + 1 of the others    (and the next keys enter)
@@ -10,10 +10,10 @@ it; as without nodes, every group receives each key that it sees and lacks exact
     gradients n + 1   owner             sum at the gateway    <-  step n + 1 of the others
     gradients n + 2   owner <-          sum at the gateway
 
-All other keys, of the own node or seen by one group of the node alone, are fetched from their owners.
+All other keys, from the same node or seen by one group of the node only, are fetched from their owners.
 
-Every rank derives all of it alike from `Demand`. Gateways share what enters evenly, as many bytes over the link of each
-as the others' needs allow.
+Every rank derives the same routes from `Demand`. Gateways share the entering keys evenly, in bytes per link, as far as
+the groups' needs allow.
 """
 
 from __future__ import annotations
@@ -32,11 +32,14 @@ from seqpar.plan.steps import Entry, Rows, as_rows
 
 @dataclass(frozen=True, eq=False)
 class NodeShares:
-    """Keys that enter nodes, in pieces that one set of groups sees; each is cut into a share for each of these groups.
+    """Keys that enter nodes, in pieces seen by one set of groups; each piece is cut into one share per group of the
+    set.
 
-    A share is a row: gateway, the group that it enters at; lo, hi, its key positions, maybe none; piece, to which it
-    belongs; turn, in which of ``turns`` it is spread. Sorted by node, position, gateway, so that the rows of one piece
-    are consecutive. node_edge: rows of node ``j`` are ``node_edge[j:j+2]``. rest: the keys that are fetched.
+    One row per share. gateway: the group where it enters; lo, hi: its key positions, maybe none; piece: its piece;
+    turn: the one of ``turns`` in which it is forwarded. Sorted by node, position and gateway, so that the rows of a
+    piece
+    are consecutive. node_edge: node ``j`` has the rows ``node_edge[j]`` to ``node_edge[j+1]``. rest: keys fetched
+    directly.
     """
 
     gateway: Ints
@@ -50,11 +53,12 @@ class NodeShares:
 
 
 def fetch_by_node(demand: Demand, home: int, own_keys: Ints, stage_rows: int, inner: int) -> Iterator[StepRoute]:
-    """`fetch`, where ``inner`` consecutive groups are a node; equal to it if no two groups of a node see a key of
+    """`fetch` with nodes of ``inner`` consecutive groups; equal to `fetch` if no two groups of a node see the same key
+    of
     another node.
 
-    A turn spreads a slice of what all groups of a node must let in, at most ``stage_rows`` rows, so that every group
-    sees a key in the turn for which it enters.
+    A turn forwards a slice of the keys that enter a node, at most ``stage_rows`` rows; all groups see a key in the turn
+    for which it enters.
     """
     shares = None
     if 1 < inner < demand.groups:
@@ -64,7 +68,7 @@ def fetch_by_node(demand: Demand, home: int, own_keys: Ints, stage_rows: int, in
         return
     first, *rest = fetch(shares.rest, home, own_keys, stage_rows)
     turns = list(_turns(demand, shares, home, own_keys, inner))
-    # The first keys enter while fetched ones are computed, and the last gradients leave beside those of fetched ones.
+    # The first keys enter while fetched keys are computed; the last gradients leave beside those of fetched keys.
     yield first._replace(entry=turns[0][0])
     for n, (_, route) in enumerate(turns):
         yield route._replace(entry=turns[n + 1][0] if n + 1 < len(turns) else None)
@@ -72,7 +76,7 @@ def fetch_by_node(demand: Demand, home: int, own_keys: Ints, stage_rows: int, in
 
 
 def _shares(demand: Demand, inner: int, stage_rows: int) -> NodeShares | None:
-    """The shares of all nodes; None if nothing is to be passed on."""
+    """The shares of all nodes; None if no key is forwarded."""
     nodes = demand.groups // inner
     entering = _entering(demand, inner)
     if not entering.group.size:
@@ -90,12 +94,13 @@ def _shares(demand: Demand, inner: int, stage_rows: int) -> NodeShares | None:
 
 
 def _entering(demand: Demand, inner: int) -> Needs:
-    """What several groups of a node see and none has: intervals of each node, cut where the set of groups changes."""
+    """The keys that several groups of a node see and none owns: intervals by node, cut where the set of groups
+    changes."""
     needs, nodes, span = demand.needs, demand.groups // inner, demand.holders.total + 1
     base = needs.group // inner * span
     node, first, stop = _held(demand, inner)
     first, stop = node * span + first, node * span + stop
-    # On the line of all nodes' positions: how many groups see a key, and far below zero where the node has it.
+    # All nodes' positions on one line: the number of groups that see a key, far below zero where the node owns it.
     edges, at = np.unique(np.concatenate([base + needs.lo, base + needs.hi, first, stop]), return_inverse=True)
     change = np.repeat([1, -1, -inner - 1, inner + 1], [base.size, base.size, first.size, stop.size])
     seen = np.cumsum(np.bincount(at.reshape(-1), change, edges.size).astype(np.int64))
@@ -106,7 +111,7 @@ def _entering(demand: Demand, inner: int) -> Needs:
 
 
 def _held(demand: Demand, inner: int) -> tuple[Ints, Ints, Ints]:
-    """Intervals of the keys that a node has: the node, first and stop of each."""
+    """Intervals of the keys that each node owns: node, first and stop."""
     holders = demand.holders
     if not holders.strided:
         node, first = holders.holder.astype(np.int64) // inner, holders.runs.start
@@ -118,7 +123,7 @@ def _held(demand: Demand, inner: int) -> tuple[Ints, Ints, Ints]:
 
 
 def _seen_by(needs: Needs, node: Ints, lo: Ints, inner: int) -> tuple[Ints, Ints]:
-    """Every pair of a piece and a group of its node that sees it, by piece, then group; pieces start at ``lo``."""
+    """All pairs of a piece and a group of its node that sees it, by piece, then group. lo: the starts of the pieces."""
     span = int(max(needs.hi.max(), lo.max())) + 1
     at, base = node * span + lo, needs.group // inner * span
     first, stop = np.searchsorted(at, base + needs.lo), np.searchsorted(at, base + needs.hi)
@@ -128,7 +133,7 @@ def _seen_by(needs: Needs, node: Ints, lo: Ints, inner: int) -> tuple[Ints, Ints
 
 
 def _cut_evenly(piece: Ints, lo: Ints, hi: Ints) -> tuple[Ints, Ints]:
-    """The share ``start, stop`` of every row of a piece; what does not divide goes to each in turn."""
+    """The share ``start, stop`` of every row of a piece; remainders go to the rows in turns."""
     groups = np.bincount(piece, minlength=lo.size)
     nth = np.arange(piece.size) - np.repeat(np.cumsum(groups) - groups, groups)
     length = hi - lo
@@ -138,7 +143,7 @@ def _cut_evenly(piece: Ints, lo: Ints, hi: Ints) -> tuple[Ints, Ints]:
 
 
 def _without(needs: Needs, group: Ints, lo: Ints, hi: Ints) -> Needs:
-    """Needs without intervals of each group, which lie inside them and are disjoint."""
+    """Needs less the given disjoint intervals of each group, which lie inside them."""
     span = int(needs.hi.max()) + 1
     first = np.sort(np.concatenate([needs.group * span + needs.lo, group * span + hi]))
     stop = np.sort(np.concatenate([needs.group * span + needs.hi, group * span + lo]))
@@ -150,7 +155,7 @@ def _without(needs: Needs, group: Ints, lo: Ints, hi: Ints) -> Needs:
 def _turns(
     demand: Demand, shares: NodeShares, home: int, own_keys: Ints, inner: int
 ) -> Iterator[tuple[Entry, StepRoute]]:
-    """For each turn what enters an exchange before it, and what is spread in it."""
+    """For each turn the keys that enter one exchange before it, and the keys that are forwarded in it."""
     entering = sends_of(shares.gateway, shares.turn, shares.lo, shares.hi, own_keys, home, shares.turns)
     span = slice(*shares.node_edge[home // inner :][:2])
     gateway, lo, hi, piece, turn = (x[span] for x in (shares.gateway, shares.lo, shares.hi, shares.piece, shares.turn))
@@ -177,7 +182,7 @@ def _turns(
 def _passed_on(group: Ints, share: Ints, length: Ints, order: Ints, home: int, groups: int) -> dict[int, Rows]:
     """Rows of home's entry that each group gets: all of ``share``, home's share of a piece that the group sees.
 
-    order: which key, in position order, each row of the entry has.
+    order: by row of the entry, the place of its key in position order.
     """
     row = np.empty_like(order)
     row[order] = np.arange(order.size)
@@ -192,5 +197,5 @@ def _passed_on(group: Ints, share: Ints, length: Ints, order: Ints, home: int, g
 
 
 def _rows(index: Ints) -> Rows:
-    """Row numbers in any order, as a slice if they are consecutive."""
+    """Row numbers in any order; a slice if they are consecutive."""
     return as_rows(index) if (np.diff(index) > 0).all() else index

@@ -1,7 +1,7 @@
-"""The head trade: each ``width`` consecutive ranks trade tokens for heads on the way in, and back on the way out.
+"""The head trade: ``width`` consecutive ranks trade tokens for heads on the way in, and back on the way out.
 
-Inside, a rank has the rows of all members in position order, for its own share of the heads; the members of share
-``s`` of all groups then exchange keys with each other. Two ranks that trade, with positions 0 to 6 and 8 heads::
+Inside, a rank has the rows of all members in position order, for its own share of the heads. Ranks with the same share
+``s``, one per group, then exchange keys. Two ranks that trade, with positions 0 to 6 and 8 heads::
 
     outside                             inside
     rank 0   0 1 3 5   heads 0-7        0 1 2 3 4 5 6   heads 0-3    share 0
@@ -9,7 +9,7 @@ Inside, a rank has the rows of all members in position order, for its own share 
 
     dest of member 0: inside rows 0 1 3 5; of member 1: inside rows 2 4 6
 
-The documents of one width are one part of the call, with a trade of its own.
+The documents of one width form one part of the call, with its own trade.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ from seqpar.plan.steps import Part, Trade, as_rows
 
 
 def part_of(residence: Residence, widths: Ints, rank: int, width: int) -> Part:
-    """The part of one width as a rank sees it. widths: of each document."""
+    """The part of one width from a rank's view. widths: the width of each document."""
     share = rank % width
     members = range(rank - share, rank - share + width)
     q, at = _trade(residence, widths, rank, members, "q")
@@ -34,7 +34,7 @@ def part_of(residence: Residence, widths: Ints, rank: int, width: int) -> Part:
 
 
 def _trade(residence: Residence, widths: Ints, rank: int, members: range, side: str) -> tuple[Trade, Ints]:
-    """One side of the head trade, and the positions of the inside rows."""
+    """One side of the head trade, and the positions of its inside rows."""
     held = {m: _rows_of_width(residence, widths, m, len(members), side) for m in members}
     local = held[rank][1]
     inside = np.concatenate([at for at, _ in held.values()])
@@ -48,7 +48,7 @@ def _trade(residence: Residence, widths: Ints, rank: int, members: range, side: 
 
 
 def _rows_of_width(residence: Residence, widths: Ints, rank: int, width: int, side: str) -> tuple[Ints, Ints]:
-    """A rank's positions in the documents of one width, ascending, and its local row of each."""
+    """A rank's positions in the documents of one width, ascending, and the local row of each."""
     starts = residence.offsets_of(side)[:-1]
     piece = residence.layout_of(side).runs(rank)
     row = np.cumsum(piece.count) - piece.count
@@ -60,7 +60,7 @@ def _rows_of_width(residence: Residence, widths: Ints, rank: int, width: int, si
     order = np.argsort(piece.start, kind="stable")
     piece, row = piece.pick(order), row[order]
     at, rows = expand(*piece), expand(row, piece.count)
-    if (piece.start[1:] < piece.last[:-1]).any():  # strided runs lie between each other
+    if (piece.start[1:] < piece.last[:-1]).any():  # strided runs interleave
         order = np.argsort(at, kind="stable")
         at, rows = at[order], rows[order]
     return at, rows

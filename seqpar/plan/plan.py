@@ -1,7 +1,7 @@
-"""The choice of how a batch is computed: a value, equal on every rank.
+"""The choice of how a batch is computed, as a value that is equal on every rank.
 
-Three files make a plan: here are its facts, checked; `derive` has what every rank derives from them; `report` and
-`plot` show it.
+Three files make up a plan: this one has its facts and their checks, `derive` has everything that ranks derive from
+them, `report` and `plot` show it.
 """
 
 from __future__ import annotations
@@ -23,21 +23,23 @@ from seqpar.plan.report import describe
 from seqpar.plan.residence import Residence
 
 TRANSPORTS = ("fetch", "ring", "double_ring", "gather")
-LIMIT = 1 << 31  # of rows and of tokens: fewer are numbered
+LIMIT = 1 << 31  # rows and tokens must be fewer
 
 
 class Plan(Derived):
-    """Who computes what with whose keys, for one batch.
+    """Who computes which queries, with whose keys, for one batch.
 
-    layout: where the query rows live; kv_layout: where the keys live if not with the queries, needed when their
-    numbers differ. ulysses: how many consecutive ranks trade tokens for heads, dividing the ranks, as one number or
-    one per document; in a list, documents held by one rank keep width 1 and move nothing. transport: how keys travel
-    among the rest. node: consecutive ranks per node: Ulysses groups then lie inside a node, "fetch" then lets a
-    key enter a node once, and it is the inner ring of "double_ring", which without it takes the largest divisor not
-    above the square root. stage_bytes: the most that one fetched stage of keys and values may take. rows: rows of each
-    rank's query shard (and key shard, if not laid out apart), at least its tokens; the rows after the tokens are pads.
+    layout: where query rows are held. kv_layout: where keys are held, if not with the queries; required if their
+    numbers
+    differ. ulysses: how many consecutive ranks trade tokens for heads; it divides the ranks. One number, or one per
+    document; in a list, documents on a single rank keep width 1 and move nothing. transport: how keys travel between
+    groups. node: consecutive ranks per node. Ulysses groups must then lie inside a node; under "fetch" a key enters a
+    node once; "double_ring" takes it as its inner ring (by default the largest divisor of the ranks up to their square
+    root). stage_bytes: the most that one fetched stage of keys and values may take. rows: rows of each rank's query
+    shard
+    (and of its key shard, unless laid out apart), at least its tokens; rows after the tokens are pads.
 
-    Raises: ValueError for facts that do not fit each other, on every rank alike, since none of it depends on a rank.
+    Raises: ValueError for facts that contradict each other, equally on every rank, since none depends on a rank.
     NotImplementedError for a width per document with bounds that cross documents.
     """
 
@@ -76,14 +78,14 @@ class Plan(Derived):
             _rows=_checked_rows(layout, rows),
             widths=_checked_widths(residence, width, per_document, node),
         )
-        self.memo("residence", lambda: residence)  # the checks have looked at where documents live
+        self.memo("residence", lambda: residence)  # computed by the checks above
 
     def _made_digest(self) -> str:
         layouts = (self.mask.digest(), self.layout.digest(), self.kv_layout.digest())
         return digest_of("plan", *layouts, self.widths, self._rows, self.transport, self.node, self.stage_bytes)
 
     def with_mask(self, mask: Mask) -> Plan:
-        """The same layout, transport and widths under another mask, as for a window in some layers; cached."""
+        """The same layout, transport and widths under another mask, for example a window in some layers; cached."""
         if mask == self.mask:
             return self
         return self.memo(("mask", mask), lambda: self._with_mask(mask))
@@ -97,9 +99,9 @@ class Plan(Derived):
         )  # fmt: skip
 
     def padded(self) -> Plan:
-        """The same plan with a pad row on every rank that holds no token: what models that take no empty tensors need.
+        """This plan with a pad row on every rank without tokens, for models that take no empty tensors.
 
-        Raises: NotImplementedError for keys in a layout of their own, which has no pads.
+        Raises: NotImplementedError for keys in a layout of their own, which cannot have pads.
         """
         if self._rows.all():
             return self
@@ -115,24 +117,24 @@ class Plan(Derived):
         return plan if self.forecast is None else plan.with_forecast(self.forecast)
 
     def with_forecast(self, forecast: Prediction) -> Plan:
-        """A copy with what a step under it is predicted to take, which has no part in the plan's identity."""
+        """A copy that carries a prediction of its step, which is not part of the plan's identity."""
         plan: Plan = type(self).__new__(type(self))
         plan._fill(**{**self.__getstate__(), "forecast": forecast})
         plan.memo("residence", lambda: self.residence)
         return plan
 
     def describe(self) -> str:
-        """The plan as text: what it was given, how evenly it shares rows, area and keys, and the forecast if any.
+        """The plan as text: its facts, how evenly rows, area and keys are shared, and the forecast if there is one.
 
-        Up to 64 ranks have a line each, unless it takes too long to look at all their rows.
+        Up to 64 ranks have a line each, unless the plan has too many rows for that.
         """
         return describe(self)
 
     def plot(self, path: str | Path, *, call: dict[str, Any] | None = None) -> None:
-        """Write a picture: who holds which document, degrees, rows and area by rank, bytes between ranks, the forecast.
+        """Write a picture: who holds which document, degrees, rows and area by rank, bytes between ranks, forecast.
 
-        path: its suffix decides the format. call: heads, kv_heads, dim and dtype as in `bytes`; the forecast's by
-        default.
+        path: its suffix decides the format. call: heads, kv_heads, dim and dtype as in `bytes`; by default the
+        forecast's.
 
         Raises: ImportError without matplotlib, OSError and ValueError for a file that cannot be written.
         """
@@ -143,7 +145,7 @@ class Plan(Derived):
 
 
 def check_positions(tokens: int) -> None:
-    """Raise NotImplementedError for tokens that kernels do not number."""
+    """Raise NotImplementedError for more tokens than kernels can number."""
     if tokens >= LIMIT:
         raise NotImplementedError(f"positions of kernels are int32, the mask has {tokens} tokens; split the batch")
 
@@ -153,13 +155,13 @@ def _checked_layouts(mask: Mask, layout: Layout, kv_layout: Layout | None) -> La
         raise ValueError(f"mask must be a Mask, got {mask!r:.200}")
     for name, value in (("layout", layout), ("kv_layout", kv_layout)):
         if not isinstance(value, Layout) and (name == "layout" or value is not None):
-            raise ValueError(f"{name} must be a Layout, got {value!r:.200}; Layout(shards) makes one of lists")
+            raise ValueError(f"{name} must be a Layout, got {value!r:.200}; Layout(shards) makes one from lists")
     if layout.total != mask.tokens:
         raise ValueError(f"the layout holds {layout.total} tokens, the mask {mask.tokens}")
     if kv_layout is None and mask.kv_tokens != mask.tokens:
         raise ValueError(f"{mask.tokens} queries and {mask.kv_tokens} keys need a kv_layout of their own")
     check_positions(max(mask.tokens, mask.kv_tokens))
-    # An equal layout of the keys is the same choice as none: plans that are equal must give every rank the same rows.
+    # A kv_layout equal to the layout means the same as None: equal plans must give every rank the same rows.
     keys = layout if kv_layout is None or kv_layout == layout else kv_layout
     if keys.total != mask.kv_tokens:
         raise ValueError(f"kv_layout holds {keys.total} tokens, the mask has {mask.kv_tokens} keys")
@@ -169,7 +171,7 @@ def _checked_layouts(mask: Mask, layout: Layout, kv_layout: Layout | None) -> La
 
 
 def _whole_widths(widths: Any) -> tuple[int, ...]:
-    """Widths as integers of at least 1; in one go where all are Python's own."""
+    """Widths as integers of at least 1; checked in one go if all are Python integers."""
     values = widths.tolist() if isinstance(widths, np.ndarray) else widths
     if set(map(type, values)) <= {int} and min(values, default=1) >= 1:
         return tuple(values)
@@ -177,7 +179,7 @@ def _whole_widths(widths: Any) -> tuple[int, ...]:
 
 
 def _checked_widths(residence: Residence, width: tuple[int, ...], per_document: bool, node: int | None) -> Ints:
-    """The width of each document: the one width for all, or one each where documents of one rank keep width 1."""
+    """The width of each document: the single width for all, or one each, set to 1 for documents on one rank."""
     documents, ranks = len(residence.mask.lengths), residence.layout.ranks
     if per_document and len(width) != documents:
         raise ValueError(f"ulysses has {len(width)} widths for {documents} documents")

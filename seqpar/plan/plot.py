@@ -1,6 +1,6 @@
-"""The picture of a plan: who holds which document, how evenly work is shared, who sends to whom, and the forecast.
+"""The picture of a plan: who holds which document, how evenly work is shared, who sends to whom, the forecast.
 
-matplotlib is imported by the one function that writes a file; the panels draw on axes that they are given.
+Only the function that writes a file imports matplotlib; the panels draw on axes that they receive.
 """
 
 from __future__ import annotations
@@ -22,23 +22,23 @@ from seqpar.plan.traffic import HeadShape
 
 INK, MUTED, EDGE = "#1f2430", "#6b7280", "#d1d5db"
 LONG = ("#2563a8", "#e07b28", "#3a8f4f", "#b5443f", "#7d5ba6", "#8c6248", "#cf6fa5", "#1f9aa8", "#a3962b")
-SHORT = ("#aeb6c2", "#c6ccd6", "#bac2cd", "#d3d8e0")  # documents that are not named, in turns
+SHORT = ("#aeb6c2", "#c6ccd6", "#bac2cd", "#d3d8e0")  # unnamed documents, in turns
 PHASES = {"attention": "#2563a8", "linear": "#9cc3e6", "head": "#cfd6e0", "exposed": "#e07b28"}
 STYLE: Any = {
     "font.size": 9.5, "axes.titlesize": 11, "axes.titleweight": "bold", "axes.titlelocation": "left",
     "axes.spines.top": False, "axes.spines.right": False, "axes.edgecolor": MUTED, "axes.labelcolor": INK,
     "text.color": INK, "xtick.color": MUTED, "ytick.color": MUTED, "legend.frameon": False,
 }  # fmt: skip
-COLUMNS, LINES = 1600, 512  # of the raster that stands for all rows of all ranks
-BLOCKS = 64  # of ranks in the heat map, at most
-# What a heat map counts where no model is known.
+COLUMNS, LINES = 1600, 512  # of the raster that samples all rows of all ranks
+BLOCKS = 64  # blocks of ranks in the heat map, at most
+# The call that a heat map counts if no model is known.
 CALL = {"heads": 32, "kv_heads": 8, "dim": 128, "dtype": "bfloat16"}
 
 
 def plot(plan: Derived, path: str | Path, *, call: dict[str, Any] | None = None) -> None:
     """Write the picture of a plan; the file's suffix decides its format.
 
-    call: heads, kv_heads, dim and dtype of attention, as `Plan.bytes` takes them; the forecast's by default.
+    call: heads, kv_heads, dim and dtype of attention, as in `Plan.bytes`; by default the forecast's.
 
     Raises: ImportError without matplotlib, OSError and ValueError for a file that cannot be written.
     """
@@ -75,22 +75,22 @@ def plot(plan: Derived, path: str | Path, *, call: dict[str, Any] | None = None)
 
 
 def checked_path(path: str | Path) -> Path:
-    """The file of a picture, which is written under the very name it was given.
+    """The path of a picture, unchanged, once it is known to be writable.
 
-    Raises: ValueError for a name whose ending is no format, OSError for a directory and where nothing can be written.
+    Raises: ValueError for a suffix that is not a format, OSError for a directory or a path that cannot be written.
     """
     from matplotlib.backend_bases import FigureCanvasBase
 
-    # matplotlib would add an ending of its own
+    # matplotlib would append a suffix
     formats = sorted(FigureCanvasBase.get_supported_filetypes())
     if os.path.splitext(path)[1][1:].lower() not in formats:
-        raise ValueError(f"the ending of {str(path)!r} is no format of a picture; end it in .{', .'.join(formats)}")
+        raise ValueError(f"the ending of {str(path)!r} is not a picture format; end it in .{', .'.join(formats)}")
     path = Path(path)
     if path.is_dir():
         raise IsADirectoryError("it is a directory")
     above = next(folder for folder in path.absolute().parents if folder.exists())
     if not above.is_dir():
-        raise NotADirectoryError(f"{above} is no directory")
+        raise NotADirectoryError(f"{above} is not a directory")
     if not os.access(path if path.exists() else above, os.W_OK):
         raise PermissionError(f"{path if path.exists() else above} is not writable")
     return path
@@ -105,7 +105,7 @@ def _subtitle(plan: Derived) -> str:
 
 
 def holders(axis: Any, plan: Derived, *, names: Sequence[str] | None = None) -> None:
-    """Rows of every rank in local order, coloured by document, darker where later in it; the longest are named."""
+    """Rows of every rank in local order, coloured by document, darker towards its end; the longest are named."""
     from matplotlib.colors import to_rgb
     from matplotlib.patches import Patch
 
@@ -147,7 +147,7 @@ def holders(axis: Any, plan: Derived, *, names: Sequence[str] | None = None) -> 
 
 
 def raster(plan: Derived) -> tuple[Ints, Floats]:
-    """Document and relative place in it of sampled rows of sampled ranks, [lines, columns]; document -1 for no row."""
+    """Document, and relative place in it, of sampled rows of sampled ranks, [lines, columns]; -1 for no row."""
     most = max(1, int(plan.layout.sizes().max()))
     runs, owner = plan.layout.all_runs()
     piece, source = cut(runs, plan.mask.offsets[:-1])
@@ -168,7 +168,7 @@ def raster(plan: Derived) -> tuple[Ints, Floats]:
 
 
 def degrees(axis: Any, plan: Derived) -> None:
-    """How many ranks hold each document, against its length."""
+    """The number of ranks that hold each document, against its length."""
     for width, colour in zip(np.unique(plan.widths).tolist(), LONG * 3):
         chosen = plan.widths == width
         label = f"width {width}: {np.count_nonzero(chosen):,} documents"
@@ -188,7 +188,7 @@ def degrees(axis: Any, plan: Derived) -> None:
 
 
 def loads(axis: Any, plan: Derived) -> None:
-    """Rows and attended pairs of every rank, as parts of their means."""
+    """Rows and attended pairs of every rank, relative to their means."""
     load, edges = load_of(plan), np.arange(plan.ranks + 1) - 0.5
     both: tuple[tuple[str, Any, str], ...] = (("area", load.area, "#2563a8"), ("rows", load.rows, "#e07b28"))
     for name, values, colour in both:
@@ -212,7 +212,7 @@ def loads(axis: Any, plan: Derived) -> None:
 
 
 def timeline(axis: Any, plan: Derived, forecast: Prediction) -> None:
-    """Predicted seconds of every rank by what it does, and the bound that no plan beats as a line."""
+    """Predicted seconds of every rank by activity, and as a line the bound that no plan beats."""
     axis.set(title="Predicted step", xlabel="rank", ylabel="seconds")
     edges, phases = np.arange(plan.ranks + 1) - 0.5, forecast.phases
     below = np.zeros(plan.ranks)
@@ -231,7 +231,7 @@ def timeline(axis: Any, plan: Derived, forecast: Prediction) -> None:
 
 
 def traffic(axis: Any, plan: Derived, call: dict[str, Any] | None) -> tuple[Any, str]:
-    """A heat map of the bytes between ranks, or blocks of them, and its label; None where there is none to draw."""
+    """A heat map of the bytes between ranks or blocks of them, and its label; None if there is nothing to draw."""
     from matplotlib.colors import PowerNorm
 
     call = call or (plan.forecast.call if plan.forecast is not None else CALL)
@@ -283,7 +283,7 @@ def _no_ticks() -> Any:
 
 
 def _round(value: float) -> str:
-    """A power of two for a reader: 4K."""
+    """A power of two in words: 4K."""
     for size, unit in ((1 << 20, "M"), (1 << 10, "K")):
         if value >= size:
             return f"{value / size:g}{unit}"

@@ -1,4 +1,4 @@
-"""What a plan shows of a forecast; planners make forecasts, and plans only carry them."""
+"""The interface of a forecast as plans show it. Planners make forecasts; plans only carry them."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from numpy.typing import NDArray
 
 
 class Prediction(Protocol):
-    """What a step under a plan is predicted to take."""
+    """A prediction of a step under a plan."""
 
     @property
     def node(self) -> int:
@@ -21,11 +21,11 @@ class Prediction(Protocol):
 
     @property
     def phases(self) -> dict[str, NDArray[np.float64]]:
-        """Seconds of every rank in a step, by what it does."""
+        """Seconds of every rank in a step, by activity."""
 
     @property
     def least(self) -> float:
-        """Seconds that no plan can beat."""
+        """Seconds that no plan beats."""
 
     @property
     def what(self) -> str:

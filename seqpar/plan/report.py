@@ -13,24 +13,25 @@ from seqpar.plan.derive import Derived
 from seqpar.plan.steps import Part, Step, count
 
 RANKS = 64  # plans of more ranks get no line per rank
-ROWS = 1 << 28  # nor do plans for which these lines would look at more rows
-STRIDED = 32  # rows that one counts for if its neighbours are on other ranks
-DEGREES = 12  # more different degrees are counted by powers of two
+ROWS = 1 << 28  # nor do plans whose lines would have to visit more rows
+STRIDED = 32  # cost of a row whose neighbours are on other ranks, in rows
+DEGREES = 12  # if there are more degrees, they are grouped by powers of two
 QUANTILES = ("min", "10 %", "median", "90 %", "max")
 
 
 def told_by_rank(plan: Derived) -> bool:
-    """Whether each rank has a line, for which all rows are looked at once for each rank."""
+    """Whether every rank gets a line, which visits all of its rows."""
     runs, _ = plan.layout.all_runs()
     rows = plan.mask.tokens + STRIDED * int(runs.count[runs.step > 1].sum())
     return plan.ranks <= RANKS and plan.ranks * rows <= ROWS
 
 
 def describe(plan: Derived) -> str:
-    """What the plan was given, its degrees and cuts, how evenly rows, area and keys are shared, and the forecast.
+    """A plan's facts, degrees and cuts, how evenly rows, area and keys are shared, and the forecast.
 
-    Up to 64 ranks have a line each: rows, area, keys received, peers, steps. Not those of hundreds of millions of rows
-    or millions of striped ones, which would take minutes.
+    Up to 64 ranks have a line each: rows, area, keys received, peers, steps. Plans with hundreds of millions of rows,
+    or
+    millions of striped ones, have none: that would take minutes.
     """
     widths = ", ".join(str(w) for w in np.unique(plan.widths))
     area, shown = plan.mask.area(), told_by_rank(plan)
@@ -52,7 +53,7 @@ def describe(plan: Derived) -> str:
 
 
 def _degrees(plan: Derived) -> str:
-    """How many documents are on how many ranks; many different degrees by powers of two."""
+    """The number of documents by number of ranks; many different degrees are grouped by powers of two."""
     degrees, documents = np.unique(plan.degrees, return_counts=True)
     if degrees.size <= DEGREES:
         return ", ".join(f"{n} on {d}" for d, n in zip(degrees, documents, strict=True))
@@ -72,7 +73,7 @@ def _by_width(plan: Derived) -> list[str]:
 
 
 def _cuts(plan: Derived, load: Load) -> str:
-    """How many documents are on several ranks and nodes, in how many pieces all lie."""
+    """How many documents are on several ranks or nodes, and the number of pieces."""
     several = int(np.count_nonzero(plan.degrees > 1))
     node, beyond = node_of(plan), ""
     if node is not None:
@@ -85,7 +86,7 @@ def _cuts(plan: Derived, load: Load) -> str:
 
 
 def _spread(load: Load) -> list[str]:
-    """How rows, area and keys are shared among the ranks, a line each."""
+    """A line each for rows, area and keys: how they are spread over the ranks."""
     facts: dict[str, Ints | Floats | None] = {"rows": load.rows, "area": load.area, "pieces": load.pieces}
     facts |= {"keys fetched": load.keys, "  from other nodes": load.crossing}
     lines: list[tuple[str, ...]] = [("of a rank", *QUANTILES, "mean", "max/mean")]
@@ -103,7 +104,7 @@ def _by_rank(plan: Derived) -> list[str]:
     lines: list[tuple[str, ...]] = [("rank", "rows", "tokens", "area", "of mean", "keys in", "from", "steps")]
     for rank in range(plan.ranks):
         steps = plan.steps(rank)
-        # Inside a head trade each member computes its share of the heads of the group's whole area.
+        # Inside a head trade each member computes the group's whole area for its share of the heads.
         computed = sum(s.area / s.part.width for s in steps)
         keys = sum(count(r) for s in steps for r in s.recvs.values()) + sum(s.entry.rows for s in steps if s.entry)
         peers = {p for s in steps for p in (*s.recvs, *(s.entry.recvs if s.entry else ()))} | {
@@ -117,7 +118,7 @@ def _by_rank(plan: Derived) -> list[str]:
 
 
 def _columns(lines: Sequence[tuple[str, ...]], widths: Sequence[int]) -> list[str]:
-    """Lines of columns of at least these widths, as much wider as keeps them apart; a negative one is left-aligned."""
+    """Lines with columns at least this wide, wider where needed; a negative width aligns left."""
     longest = [max(map(len, column)) for column in zip(*lines, strict=True)]
     columns = [("<" if w < 0 else ">", max(abs(w), n + 2)) for w, n in zip(widths, longest, strict=True)]
     cells = ((f"{text:{side}{width}}" for text, (side, width) in zip(line, columns, strict=True)) for line in lines)
@@ -125,7 +126,7 @@ def _columns(lines: Sequence[tuple[str, ...]], widths: Sequence[int]) -> list[st
 
 
 def _crossing(plan: Derived, node: int) -> str:
-    """How many keys cross between nodes, and how many of those that entered are passed on."""
+    """How many keys cross between nodes, and how many of them are forwarded inside one."""
     entered = passed = 0
     for rank in range(plan.ranks):
         for step in plan.steps(rank):
@@ -136,9 +137,9 @@ def _crossing(plan: Derived, node: int) -> str:
 
 
 def _merging(plan: Derived, shown: bool) -> str:
-    """Over how many steps the keys of a row come, and what that costs kernels that round their results.
+    """In how many steps a row's keys come, and what that costs kernels that round their results.
 
-    shown: whether ranks are looked at one by one.
+    shown: whether each rank has a line.
     """
     if not plan.merges:
         summed = "; key gradients are summed over ranks" if plan.transport == "gather" and plan.ranks > 1 else ""
@@ -155,5 +156,5 @@ def _merging(plan: Derived, shown: bool) -> str:
 
 
 def _met(step: Step, part: Part) -> NDArray[np.bool_]:
-    """Which query rows see keys of a step."""
+    """The query rows that see keys of a step, as a mask."""
     return np.searchsorted(step.pos, part.lo) < np.searchsorted(step.pos, part.hi)

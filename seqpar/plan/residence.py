@@ -1,6 +1,6 @@
-"""Where every document lives: the rows of all ranks cut at documents, and which ranks hold some of each.
+"""Which ranks hold some of each document: the rows of all ranks, cut at documents.
 
-Queries are side "q" and keys side "kv". Both sides are one where keys live with their queries, as they mostly do::
+Queries are side "q", keys side "kv". The two are the same where keys are held with their queries, the usual case::
 
     positions    0         5         9             16
     documents    |    0    |    1    |      2      |
@@ -24,7 +24,7 @@ from seqpar.facts.value import Ints, Memo, frozen
 
 @dataclass(frozen=True, eq=False)
 class Residence(Memo):
-    """The documents of a mask, their queries in one layout and their keys in the same or another one."""
+    """The documents of a mask, with their queries in one layout and their keys in the same or another one."""
 
     mask: Mask
     layout: Layout
@@ -33,19 +33,19 @@ class Residence(Memo):
 
     @property
     def one_side(self) -> bool:
-        """Whether keys live with the queries, document by document."""
+        """Whether keys are held with the queries, document by document."""
         return self.kv_layout is self.layout and np.array_equal(self.mask.offsets, self.mask.kv_offsets)
 
     def layout_of(self, side: str) -> Layout:
-        """Where the rows of a side live."""
+        """The layout of a side's rows."""
         return self.layout if side == "q" else self.kv_layout
 
     def offsets_of(self, side: str) -> Ints:
-        """Where the documents of a side start, and where the last one ends."""
+        """The start of each document of a side, and the end of the last."""
         return self.mask.offsets if side == "q" else self.mask.kv_offsets
 
     def pieces(self, side: str) -> tuple[Runs, Ints, Ints]:
-        """The rows of all ranks in the order of their starts, cut at documents: runs, rank and document; made once."""
+        """The rows of all ranks in the order of their starts, cut at documents: runs, rank and document; cached."""
         if side == "kv" and self.one_side:
             side = "q"
         return self.memo(("pieces", side), lambda: self._pieces(side))
@@ -60,7 +60,7 @@ class Residence(Memo):
         return piece, holders.holder[source].astype(np.int64), interval_of(piece.start, starts)
 
     def pairs(self, side: str) -> Ints:
-        """Every (document, rank that holds some of it) as ``document * ranks + rank``, ascending; made once."""
+        """Every (document, rank that holds some of it) as ``document * ranks + rank``, ascending; cached."""
         if side == "kv" and self.one_side:
             side = "q"
         return self.memo(("pairs", side), lambda: self._pairs(side))
@@ -73,12 +73,12 @@ class Residence(Memo):
 
     @property
     def degrees(self) -> Ints:
-        """Ranks that hold queries of each document, [documents]; made once."""
+        """Number of ranks that hold queries of each document, [documents]; cached."""
         return self.memo("degrees", lambda: frozen(np.bincount(self.pairs("q") // self.layout.ranks)))
 
     @property
     def alone(self) -> NDArray[np.bool_]:
-        """Whether one rank holds all queries and all keys of a document, [documents]."""
+        """Whether one rank holds all queries and all keys of the document, [documents]."""
         if self.one_side:
             return self.degrees == 1
         ranks = self.layout.ranks
@@ -88,7 +88,7 @@ class Residence(Memo):
         return (degree[0] == 1) & (degree[1] == 1) & (first[0] == first[1])
 
     def groups(self, side: str, size: Ints) -> Ints:
-        """As `pairs`, of documents and groups of ``size`` ranks each, which has an entry for every document."""
+        """As `pairs`, for groups of ``size`` ranks; size has one entry per document."""
         document, rank = np.divmod(self.pairs(side), self.layout.ranks)
         pairs = document * self.layout.ranks + rank // size[document]
         return pairs[np.append(True, np.diff(pairs) > 0)]

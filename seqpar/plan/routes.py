@@ -1,16 +1,16 @@
-"""How keys travel among the ranks that hold different tokens of one part: fetch, ring, double ring, gather.
+"""The routes of keys among the ranks that hold different tokens of one part: fetch, ring, double ring, gather.
 
-Everything here is derived from `Needs`, the key positions that each group of ranks must see, by every rank alike and
-without a message. A group is the ranks that share heads; with width 1 it is one rank. ``home`` is the group of the rank
-that derives, ``own_keys`` the positions of its keys.
+Every rank derives all routes without a message from `Needs`, the key positions that each group of ranks must see. A
+group is the ranks that share heads; with width 1 it is one rank. ``home`` is the group of the deriving rank,
+``own_keys`` are the positions of its keys.
 
-fetch: an owner sends each group the keys that it sees, in stages. Stages of one group go down from its own keys and
-round, so that at any time the owners serve different groups::
+fetch: an owner sends each group the keys that it sees, in stages. A group's stages run downwards from its own keys and
+wrap around, so that at any time the owners serve different groups::
 
     keys that group 1 sees    |  2  |  1  | own keys |  4  |  3  |      numbers: the stage in which they come
 
-ring: keys go round hop by hop. double_ring, here 4 groups in nodes of 2: one hop inside the node, then one to the next
-node, which keeps the place inside the node::
+ring: keys go round hop by hop. double_ring, here 4 groups in nodes of 2: a hop inside the node, then one to the same
+place in the next node::
 
     keys of     0  1  2  3         0  1  2  3
     hop 1       1  2  3  0         1  0  3  2      who holds them after the hop
@@ -18,10 +18,10 @@ node, which keeps the place inside the node::
     hop 3       3  0  1  2         2  3  0  1
                 ring               double_ring
 
-gather: all keys of every owner of which the group sees any, in one step.
+gather: all keys of every owner from which the group sees any, in one step.
 
 Sources: ring, Liu et al. 2023 (Ring Attention, section 3); double ring, Gu et al. 2024 (LoongTrain, section 4.4), here
-as one path of inner hops with an outer hop after every round, so that two buffers suffice; gather, Llama 3 (section
+as one path of inner hops with an outer hop after each round, so that two buffers suffice; gather, Llama 3 (section
 3.3.2); fetching only what is needed, Zewei Tao et al. 2025 (MagiAttention).
 """
 
@@ -41,7 +41,8 @@ from seqpar.plan.steps import Entry, Rows, as_rows
 
 
 class Needs(NamedTuple):
-    """Disjoint, ascending intervals of key positions that each group sees; those of group ``g`` are ``edge[g:g+2]``."""
+    """Disjoint, ascending intervals of the key positions that each group sees; group ``g`` has rows edge[g] to
+    edge[g+1]."""
 
     group: Ints
     lo: Ints
@@ -50,12 +51,12 @@ class Needs(NamedTuple):
 
     @classmethod
     def of_groups(cls, intervals: Intervals, groups: int) -> Needs:
-        """Intervals of groups that are numbered below ``groups``, of which some may see nothing."""
+        """Intervals of groups numbered below ``groups``; a group may see nothing."""
         return cls(*intervals, np.searchsorted(intervals.group, np.arange(groups + 1)))
 
     @property
     def intervals(self) -> Intervals:
-        """The same without edges."""
+        """The intervals without the edges."""
         return Intervals(self.group, self.lo, self.hi)
 
     def positions(self, group: int) -> Ints:
@@ -64,16 +65,16 @@ class Needs(NamedTuple):
         return expand(self.lo[part], self.hi[part] - self.lo[part])
 
     def of(self, groups: Ints) -> Needs:
-        """The needs of these groups alone, renumbered in the order given."""
+        """The needs of these groups alone, renumbered in the given order."""
         count = self.edge[groups + 1] - self.edge[groups]
         at = expand(self.edge[groups], count)
         return Needs(np.repeat(np.arange(groups.size), count), self.lo[at], self.hi[at], edges(count))
 
 
 class StepRoute(NamedTuple):
-    """What one step moves, in rows of the inside keys (sends, grad_recvs) and of the step's buffer (the others).
+    """The messages of one step: sends and grad_recvs in rows of the inside keys, the others in rows of its buffer.
 
-    entry: keys that come along for the next step, which sends rows of it; `Step` says how.
+    entry: keys that travel with this step for the next one, which forwards them; see `Step`.
     """
 
     pos: Ints
@@ -86,17 +87,17 @@ class StepRoute(NamedTuple):
     entry: Entry | None = None
 
 
-TAPERED = 8192  # keys of a stage from which on two small ones at the end are worth their launches
+TAPERED = 8192  # stages of at least this many keys are worth two small ones at the end, with their launches
 
 Group = TypeVar("Group", int, Ints)
 
-# the step in which a rank's queries meet its own keys
+# the step in which a rank's queries attend to its own keys
 LOCAL = StepRoute(np.zeros(0, np.int64), {}, {}, {}, {})
 
 
 @dataclass(frozen=True, eq=False)
 class Demand(Memo):
-    """One part over its groups: who sees which keys, who has them, and the first key that each group has."""
+    """One part over its groups: the keys that each group sees, owns, and owns first."""
 
     needs: Needs
     holders: Holders
@@ -106,11 +107,11 @@ class Demand(Memo):
 
     @property
     def owner(self) -> NDArray[np.int32]:
-        """The group of every key [kv_tokens], -1 for keys of other parts; made once, O(tokens)."""
+        """The group of every key [kv_tokens], -1 for keys of other parts; cached, O(tokens)."""
         return self.holders.all()
 
     def owner_of(self, positions: Ints) -> NDArray[np.int32]:
-        """The group of each of these keys, -1 for keys of other parts; without O(tokens) memory unless runs stride."""
+        """The group of each of these keys, -1 for keys of other parts; O(tokens) memory only if runs stride."""
         return self.holders.of(positions)
 
 
@@ -124,8 +125,8 @@ def needs_of(mask: Mask, runs: Runs, group: Ints, groups: int) -> Needs:
     lo, hi = mask.spans.lo[span] + t * lo_step, mask.spans.hi[span] + t * hi_step
     lo_step, hi_step, last = piece.step * lo_step, piece.step * hi_step, piece.count - 1
     stop = hi + last * hi_step
-    # The rows of a piece see one interval together, unless the lower end leaps over what the row before saw: then each
-    # row has an interval.
+    # The rows of a piece see one interval together, unless the lower bound jumps past the keys of the row before: then
+    # each row has its own interval.
     leaps = np.flatnonzero((last > 0) & (lo_step > 0))
     width = (hi - lo)[leaps] + np.minimum(0, (last[leaps] - 1) * (hi_step - lo_step)[leaps])
     leaps = leaps[width < lo_step[leaps]]
@@ -138,17 +139,17 @@ def needs_of(mask: Mask, runs: Runs, group: Ints, groups: int) -> Needs:
 
 
 def _split(keys: NDArray[np.int32], values: Ints, groups: int) -> list[Ints]:
-    """``values`` by key 0..groups-1, each in the order given."""
+    """``values`` split by key 0..groups-1, each in the given order."""
     order = np.argsort(keys.astype(np.int16 if groups < 2**15 else np.int32), kind="stable")
     edge = np.cumsum(np.bincount(keys, minlength=groups))
     return np.split(values[order], edge[:-1])
 
 
 class Stages(NamedTuple):
-    """How the keys that each group sees are cut into stages.
+    """The stages of the keys that each group sees.
 
-    total: how many keys they are; before: those of them before the group's own first key; count: stages; tapered:
-    whether the last two of them are small.
+    total: number of keys; before: those before the group's own first key; count: number of stages; tapered: whether the
+    last two stages are small.
     """
 
     total: Ints
@@ -158,7 +159,7 @@ class Stages(NamedTuple):
 
     @classmethod
     def of(cls, demand: Demand, stage_rows: int) -> Stages:
-        """The fewest stages of at most so many rows, and the small ones."""
+        """The fewest stages of at most ``stage_rows`` rows, and the small ones."""
         needs = demand.needs
         total = np.bincount(needs.group, needs.hi - needs.lo, demand.groups).astype(np.int64)
         below = np.clip(np.minimum(needs.hi, demand.anchor[needs.group]) - needs.lo, 0, None)
@@ -169,7 +170,7 @@ class Stages(NamedTuple):
 
     @property
     def edges(self) -> Ints:
-        """Where stages start, counted in keys, group after group."""
+        """The start of each stage, counted in keys, group after group."""
         group = np.repeat(np.arange(self.count.size), self.count)
         nth = np.arange(group.size) - (np.cumsum(self.count) - self.count)[group]
         equal = self.count - 2 * self.tapered
@@ -180,10 +181,11 @@ class Stages(NamedTuple):
 
 
 def fetch(demand: Demand, home: int, own_keys: Ints, stage_rows: int) -> Iterator[StepRoute]:
-    """Each owner sends each group just the keys that it sees, in stages of at most ``stage_rows`` rows.
+    """Each owner sends each group only the keys that the group sees, in stages of at most ``stage_rows`` rows.
 
-    A stage is a slice of what the receiver sees, in position order. There are as few stages as the limit allows and,
-    where they are large, two small ones at the end: nothing hides the gradients of the last.
+    A stage is a slice of the receiver's keys in position order. There are as few stages as the limit allows and, if
+    they
+    are large, two small ones at the end: nothing hides the gradients of the last.
     """
     if demand.groups == 1:
         return
@@ -200,7 +202,7 @@ def fetch(demand: Demand, home: int, own_keys: Ints, stage_rows: int) -> Iterato
 
 
 def _takers(demand: Demand, home: int, own_keys: Ints) -> Ints:
-    """The groups that see any of the own keys, and home: what the rest of them see does not matter to home."""
+    """Home and the groups that see any of its own keys; no other group's needs matter to home."""
     needs = demand.needs
     takes = np.zeros(demand.groups, bool)
     if own_keys.size:
@@ -215,7 +217,7 @@ def _takers(demand: Demand, home: int, own_keys: Ints) -> Ints:
 def _recvs(
     demand: Demand, home: int, turn: Ints, lo: Ints, hi: Ints, turns: int
 ) -> tuple[list[Ints], list[dict[int, Rows]]]:
-    """For each turn the positions of the keys that come, and who sends which; from the slices of home's need."""
+    """For each turn, the positions of arriving keys and the rows of each sender, from the slices of home's need."""
     lo, hi, owner, source = demand.holders.pieces(lo, hi)
     foreign = np.flatnonzero(owner != home)
     piece = foreign[order_of(turn[source[foreign]], turns)]
@@ -228,7 +230,7 @@ def _recvs(
 
 
 def _rows_by(turn: Ints, peer: Ints | NDArray[np.int32], first: Ints, stop: Ints, turns: int) -> list[dict[int, Rows]]:
-    """For each turn the rows of every peer: those of its pieces ``[first, stop)``, which are given in their order."""
+    """For each turn, the rows of every peer: those of its pieces ``[first, stop)``, in the given order."""
     result: list[dict[int, Rows]] = [{} for _ in range(turns)]
     if turn.size == 0:
         return result
@@ -242,7 +244,7 @@ def _rows_by(turn: Ints, peer: Ints | NDArray[np.int32], first: Ints, stop: Ints
     turn_of, peer_of = (x.tolist() for x in np.divmod(key[message], span))
     for t, p, a, b in zip(turn_of, peer_of, first[message].tolist(), stop[message].tolist(), strict=True):
         result[t][p] = slice(a, b)
-    # messages of several pieces are no slice: their rows are listed
+    # a message of several pieces is not a slice: its rows are listed
     count = np.diff(np.append(message, key.size))
     several = np.flatnonzero(count > 1)
     piece = expand(message[several], count[several])
@@ -255,23 +257,23 @@ def _rows_by(turn: Ints, peer: Ints | NDArray[np.int32], first: Ints, stop: Ints
 
 
 def by_owner(owner: Ints | NDArray[np.int32], groups: int) -> dict[int, Rows]:
-    """The indices at which each owner stands in ``owner``, as rows."""
+    """For each owner, the indices of its entries in ``owner``, as rows."""
     count = np.bincount(owner, minlength=groups)
     owners = np.flatnonzero(count)
-    split = np.split(order_of(owner, groups), np.cumsum(count[owners])[:-1])  # one empty part if there is no owner
+    split = np.split(order_of(owner, groups), np.cumsum(count[owners])[:-1])  # one empty part without owners
     return {o: as_rows(rows) for o, rows in zip(owners.tolist(), split, strict=False)}
 
 
 def slices_of(needs: Needs, stages: Stages) -> tuple[Ints, Ints, Ints, Ints]:
-    """Every group's need cut into its stages: group, stage, lo, hi of each piece."""
+    """Every group's need, cut into its stages: group, stage, lo, hi of each piece."""
     length = needs.hi - needs.lo
     if (stages.count == 1).all():
         return needs.group, np.zeros_like(needs.group), needs.lo, needs.hi
-    rank = np.cumsum(length) - length  # place of each interval in the concatenation of all groups' needs
+    rank = np.cumsum(length) - length  # the place of each interval among all groups' needs, end to end
     base, first = np.cumsum(stages.total) - stages.total, np.cumsum(stages.count) - stages.count
     group = np.repeat(np.arange(stages.count.size), stages.count)
     edges, modulus = stages.edges, np.maximum(stages.total, 1)
-    # a stage starts so many keys down from the group's own first one, and round
+    # a stage's start is counted downwards from the group's own first key, and wraps around
     breaks = base[group] + (stages.before[group] - edges) % modulus[group]
     piece, source = cut(Runs(rank, length, np.ones_like(rank)), np.sort(np.concatenate([breaks, base])))
     lo, owner = needs.lo[source] + piece.start - rank[source], needs.group[source]
@@ -283,19 +285,19 @@ def slices_of(needs: Needs, stages: Stages) -> tuple[Ints, Ints, Ints, Ints]:
 def sends_of(
     group: Ints, turn: Ints, lo: Ints, hi: Ints, own_keys: Ints, home: int, turns: int
 ) -> list[dict[int, Rows]]:
-    """Which of the own keys each group gets at each turn, from the pieces ``[lo, hi)`` of what it sees then."""
+    """For each turn, the own keys that each group gets, from the pieces ``[lo, hi)`` that it then sees."""
     first, stop = np.searchsorted(own_keys, lo), np.searchsorted(own_keys, hi)
     kept = np.flatnonzero((stop > first) & (group != home))
     return _rows_by(turn[kept], group[kept], first[kept], stop[kept], turns)
 
 
 def gather(demand: Demand, home: int, own_keys: Ints) -> Iterator[StepRoute]:
-    """All keys of every owner of which a group sees any, in one stage, own keys among them."""
+    """All keys of every owner from which the group sees any, in one stage with the own keys."""
     needs, groups = demand.needs, demand.groups
     first, stop = np.searchsorted(own_keys, needs.lo), np.searchsorted(own_keys, needs.hi)
     takers = np.unique(needs.group[(stop > first) & (needs.group != home)])
     sends: dict[int, Rows] = {int(g): slice(0, own_keys.size) for g in takers}
-    sources = np.zeros(groups + 1, bool)  # the last entry stands for keys of other parts
+    sources = np.zeros(groups + 1, bool)  # the last entry is for keys of other parts
     sources[demand.owner[needs.positions(home)]] = True
     sources[home], sources[groups] = True, False
     pos = np.flatnonzero(sources[demand.owner])
@@ -305,16 +307,16 @@ def gather(demand: Demand, home: int, own_keys: Ints) -> Iterator[StepRoute]:
 
 
 def ring(demand: Demand, home: int, inner: int) -> Iterator[StepRoute]:
-    """Keys go round hop by hop, and on only as far as somebody downstream sees them.
+    """Keys go round hop by hop, each only as far as a group downstream sees it.
 
-    A row stays in the block up to the last hop at which its holder sees it. Its gradient is summed along the way, and
-    returns to its owner from there.
+    A row stays in the block up to the last hop at which its holder sees it. Its gradient is summed along the way and
+    returns to the owner from there.
     """
     groups = demand.groups
     reach, last, keys_of = demand.memo(("ring", inner), lambda: _ring_facts(demand, inner))
 
     def owner(hop: int) -> int:
-        """Whose keys home has after so many hops."""
+        """The group whose keys home holds after this many hops."""
         return _owner_at(home, hop, groups, inner)
 
     def holder(group: int, hop: int) -> int:
@@ -339,7 +341,7 @@ def ring(demand: Demand, home: int, inner: int) -> Iterator[StepRoute]:
 
 
 def _holder_at(owner: Group, hop: int, groups: int, inner: int) -> Group:
-    """Who holds a group's keys after so many hops: ``inner - 1`` hops round the node, then one to the next node.
+    """The group that holds an owner's keys after this many hops: ``inner - 1`` round the node, then one to the next.
 
     The hop between nodes keeps the place inside the node, so that every rank uses its own link.
     """
@@ -349,14 +351,14 @@ def _holder_at(owner: Group, hop: int, groups: int, inner: int) -> Group:
 
 
 def _owner_at(holder: int, hop: int, groups: int, inner: int) -> int:
-    """Whose keys a group holds after so many hops: the inverse of `_holder_at`."""
+    """The group whose keys a group holds after this many hops: the inverse of `_holder_at`."""
     node, place = divmod(holder, inner)
     outer, turn = divmod(hop, inner)
     return (node - outer) % (groups // inner) * inner + (place - turn + outer) % inner
 
 
 def _ring_facts(demand: Demand, inner: int) -> tuple[NDArray[np.int32], int, list[Ints]]:
-    """What all ranks' rings share: how far each key goes, the last hop of any, and the keys of each group."""
+    """Shared by all ranks' rings: how far each key goes, the last hop of any key, and the keys of each group."""
     groups = demand.groups
     reach = hops(demand, inner)
     keys = np.where(demand.owner < 0, groups, demand.owner)

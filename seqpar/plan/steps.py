@@ -1,4 +1,4 @@
-"""The facts of one rank: its part of every head trade, and the steps in which keys arrive and queries meet them.
+"""One rank's view of a plan: its part of every head trade, and its steps, in which keys arrive and queries meet them.
 
 The rows of each tensor are numbered from 0::
 
@@ -20,7 +20,7 @@ import numpy as np
 from seqpar.facts.tiles import Segments, Tiles, segments, tile_tables
 from seqpar.facts.value import Ints, Memo
 
-Rows = slice | Ints  # rows of a tensor: a slice where they are consecutive, so that taking them copies nothing
+Rows = slice | Ints  # rows of a tensor: a slice if consecutive, so that selecting them copies nothing
 
 
 def as_rows(index: Ints) -> Rows:
@@ -32,7 +32,7 @@ def as_rows(index: Ints) -> Rows:
 
 
 def count(rows: Rows) -> int:
-    """How many rows."""
+    """The number of rows."""
     return rows.stop - rows.start if isinstance(rows, slice) else int(rows.size)
 
 
@@ -40,8 +40,8 @@ def count(rows: Rows) -> int:
 class Trade:
     """One side (queries or keys) of trading tokens for heads among the ranks that share heads.
 
-    local: this rank's local rows of the part, in position order. dest: member -> the rows that its tokens take inside,
-    where all members' rows lie in position order. rows: how many there are inside.
+    local: this rank's local rows of the part, in position order. dest: member -> the inside rows of its tokens; inside,
+    all members' rows are in position order. rows: number of inside rows.
     """
 
     local: Rows
@@ -50,16 +50,17 @@ class Trade:
 
     @property
     def trivial(self) -> bool:
-        """Whether the inside rows are the first local rows as they lie, so that nothing is copied or sent."""
+        """Whether the inside rows are the first local rows in their order, so that nothing is copied or sent."""
         return isinstance(self.local, slice) and self.local == slice(0, self.rows) and len(self.dest) == 1
 
 
 @dataclass(frozen=True, eq=False)
 class Part(Memo):
-    """The documents of one Ulysses width, seen inside the head trade of one rank.
+    """The documents of one Ulysses width, inside the head trade of one rank.
 
-    members: the ranks that share heads, this one at ``share``. pos, lo, hi: of the inside query rows, ascending
-    positions in key coordinates and bounds. keys: positions of the inside key rows, ascending.
+    members: the ranks that share heads, with this one at ``share``. pos, lo, hi: key coordinates and bounds of the
+    inside
+    query rows, ascending. keys: positions of the inside key rows, ascending.
     """
 
     width: int
@@ -75,7 +76,7 @@ class Part(Memo):
 
     @property
     def trivial(self) -> bool:
-        """Whether nothing of the part is copied or sent on the way in and out."""
+        """Whether nothing of the part is copied or sent by the head trade."""
         return self.q.trivial and self.kv.trivial
 
     @property
@@ -86,10 +87,11 @@ class Part(Memo):
 
 @dataclass(frozen=True, eq=False)
 class Entry:
-    """Keys that come with one step, for the next: into this rank's node through this rank, and into others' from here.
+    """Keys that travel with one step for the next one: they enter this rank's node here, and are forwarded from here.
 
     sends: peer -> inside key rows. recvs: peer -> rows of the entry, consecutive and in this order. place: the rows of
-    the next step's buffer that the entry's rows take, since this rank sees all of them.
+    the
+    next step's buffer that the entry's rows fill; this rank sees all of them.
     """
 
     sends: Mapping[int, Rows]
@@ -98,27 +100,32 @@ class Entry:
 
     @property
     def rows(self) -> int:
-        """How many enter through this rank."""
+        """Number of keys that enter through this rank."""
         return count(self.place)
 
 
 @dataclass(frozen=True, eq=False)
 class Step(Memo):
-    """Keys that arrive together, and what happens to them and to their gradients.
+    """Keys that arrive together, and the messages of these keys and of their gradients.
 
     number: the step's place in the whole call, equal on all ranks. pos [N]: positions of the buffer's key rows,
-    ascending. local: the buffer is the inside keys themselves. own: where the inside keys lie in a gathered buffer.
-    sends, recvs: peer -> rows; what is sent lies in the inside keys, or, if ``relay``, in the buffer of the step
-    before; what is received goes to rows of this buffer. entry: keys that arrive with this step's, for the next step.
-    spread: the entry of the step before; what is sent lies there then, and what entered is seen in this step.
+    ascending.
+    local: the buffer is the inside keys themselves. own: the rows of the inside keys in a gathered buffer. sends,
+    recvs:
+    peer -> rows; sends are rows of the inside keys or, if ``relay``, of the previous step's buffer; recvs are rows of
+    this
+    buffer. entry: keys that arrive with this step for the next one. spread: the previous step's entry; sends are rows
+    of
+    it then, and its keys are seen in this step.
 
-    Backward, after the step is computed: grad_sends: peer -> rows of this buffer whose gradients leave; grad_recvs:
-    peer -> inside key rows, or rows of ``spread``, to which arriving gradients are added; the sums of ``spread`` leave
-    with the next step's gradients, to where its keys came from. carry: the peer whose sums over the ranks before this
-    one arrive for all ``carry_rows`` rows of the next step's buffer.
+    Backward, after the step is computed. grad_sends: peer -> rows of this buffer whose gradients leave. grad_recvs:
+    peer
+    -> inside key rows, or rows of ``spread``, that arriving gradients are added to; the sums in ``spread`` leave with
+    the
+    next step's gradients, to the owners of the keys. carry: the peer that sends its running sums for all ``carry_rows``
+    rows of the next step's buffer.
 
-    first: whether it is the first step of its part. last: whether no later one brings this rank keys. ends: whether
-    no rank has a later one.
+    first: the first step of its part. last: no later step brings this rank keys. ends: no rank has a later step.
     """
 
     part: Part
@@ -141,7 +148,7 @@ class Step(Memo):
     _memo: dict[Any, Any] = field(default_factory=dict, repr=False)
 
     def tiles(self, bm: int, bn: int) -> Tiles:
-        """Tile tables of this step for tiles of ``bm`` query rows and ``bn`` key rows; made once."""
+        """Tile tables of this step, for tiles of ``bm`` query rows and ``bn`` key rows; cached."""
         p = self.part
         return self.memo(("tiles", bm, bn), lambda: tile_tables(p.lo, p.hi, self.pos, bm, bn))
 
@@ -152,12 +159,12 @@ class Step(Memo):
 
     @property
     def segments(self) -> Segments:
-        """This step as contiguous rectangles, for kernels that know no positions; made once."""
+        """This step as contiguous rectangles, for kernels that know no positions; cached."""
         return self.memo("segments", lambda: segments(self.part.lo, self.part.hi, self.pos))
 
     @property
     def area(self) -> int:
-        """Pairs of a query and a key that this step computes."""
+        """Number of pairs of a query and a key that this step computes."""
         return self.memo("area", self._area)
 
     def _area(self) -> int:

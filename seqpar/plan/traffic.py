@@ -15,19 +15,19 @@ DTYPE_BYTES = {"float64": 8, "float32": 4, "bfloat16": 2, "float16": 2}
 
 @dataclass(frozen=True)
 class HeadShape:
-    """The tensors of one attention call, as in `Plan.bytes`."""
+    """The heads, dims and dtype of one attention call, as in `Plan.bytes`."""
 
     heads: int
     kv_heads: int
     dim: int
-    v_dim: int | None = None  # as many as dim
+    v_dim: int | None = None  # by default dim
     dtype: str = "bfloat16"
     backward: bool = False
     return_lse: bool = False
     kv_grads: bool = True
 
     def __post_init__(self) -> None:
-        """Raise ValueError for a dtype, heads or dims that attention does not take."""
+        """Raise ValueError for a dtype, heads or dims that attention does not support."""
         for name in ("heads", "kv_heads", "dim") + ("v_dim",) * (self.v_dim is not None):
             object.__setattr__(self, name, whole(name, getattr(self, name), 1))
         object.__setattr__(self, "dtype", str(self.dtype).removeprefix("torch."))
@@ -58,7 +58,7 @@ class HeadShape:
 
 
 def traffic(steps: Sequence[Step], rank: int, shape: HeadShape) -> dict[int, int]:
-    """Bytes that a rank sends to each peer in the steps of one call, forward or backward."""
+    """Bytes that a rank sends to each peer in the steps of one call, in forward or in backward."""
     sent: dict[int, int] = {}
     for step in steps:
         if step.first:
@@ -75,7 +75,7 @@ def traffic(steps: Sequence[Step], rank: int, shape: HeadShape) -> dict[int, int
 
 
 def _trade(part: Part, rank: int, shape: HeadShape) -> dict[int, int]:
-    """Bytes that a rank sends to the other members of a part on the way in and out of the head trade."""
+    """Bytes that a rank sends to the other members of a part in the head trade, both ways."""
     rows, kv_rows = count(part.q.local), count(part.kv.local)
     heads_here, kv_here = shape.share(part, part.share)
     width = shape.dim + shape.values

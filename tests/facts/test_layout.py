@@ -332,7 +332,7 @@ def test_digest_is_the_same_in_every_process() -> None:
         ([[0.5]], "the shard of rank 0 must be a sequence of integer positions"),
         ([[0], [[1]]], "the shard of rank 1 must be a sequence of integer positions"),
         ([[], []], "the shards of all 2 ranks are empty"),
-        ([], "a layout has at least one rank, got no shards"),
+        ([], "shards must have at least one rank, got none"),
     ],
 )
 def test_shards_that_are_no_partition(shards, message) -> None:
@@ -377,7 +377,7 @@ def test_positions_are_right_up_to_2_to_the_62(tokens: int, ranks: int) -> None:
     [
         (lambda: Layout.contiguous(2**62, 8), f"tokens must be an integer of at most {2**62 - 1}, got {2**62}"),
         (lambda: Layout.striped(2**80, 8), "tokens must be an integer of at most"),
-        (lambda: Layout.zigzag([2**62], 8), "lengths sum to 4.61e.18 tokens, which 64 bits do not number"),
+        (lambda: Layout.zigzag([2**62], 8), "lengths sum to 4.61e.18 tokens, more than 64 bits can number"),
         (lambda: Layout.contiguous(8, 2**40), f"ranks must be an integer of at most {2**20}, got {2**40}"),
         (lambda: Layout([np.array([2**64 - 1], np.uint64)]), f"rank 0 must be integers below 2..63, got {2**64 - 1}"),
         (lambda: Layout([[2**70]]), "shard of rank 0 must be a sequence of integer positions"),

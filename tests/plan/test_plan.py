@@ -253,7 +253,7 @@ MASK, LAYOUT = Mask([8, 16]), Layout.contiguous(24, 4)
         (ValueError, (MASK, LAYOUT), {"rows": 1 << 31}, f"gives rank 0 {1 << 31} rows, kernels number fewer than"),
         (ValueError, (MASK, LAYOUT), {"rows": 1 << 70}, "rows must be integers, got"),
         (ValueError, (None, LAYOUT), {}, "mask must be a Mask, got None"),
-        (ValueError, (MASK, [[0]]), {}, r"layout must be a Layout, got \[\[0\]\]; Layout.shards. makes one of lists"),
+        (ValueError, (MASK, [[0]]), {}, r"layout must be a Layout, got \[\[0\]\]; Layout.shards. makes one from lists"),
         (ValueError, (MASK, LAYOUT), {"kv_layout": [[0]]}, "kv_layout must be a Layout, got"),
         (NotImplementedError, (Mask([2**31]), Layout.contiguous(2**31, 2)), {}, "int32.*2147483648 tokens"),
         (
