@@ -24,8 +24,10 @@ class ThreadEntry:
 
 
 @contextmanager
-def entered(comm: Any, what: str) -> Iterator[None]:
+def entered(comm: Any, what: str, *, aborts: bool = False) -> Iterator[None]:
     """Inside: a call of a `Comm`, named for messages. A rank by itself meets nobody, and any threads may enter.
+
+    aborts: whether an error tells the other ranks why this one leaves, so that they do not wait in the dark.
 
     Raises: RuntimeError if another thread is inside one; the comm is dead then, as ranks would no longer meet.
     """
@@ -45,6 +47,10 @@ def entered(comm: Any, what: str) -> Iterator[None]:
     before, entry.inside = entry.inside, (what, thread)
     try:
         yield
+    except BaseException as error:
+        if aborts:
+            comm.abort(f"{what}: {type(error).__name__}: {error}")
+        raise
     finally:
         entry.inside = before
         entry.lock.release()

@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING
 from torch import Tensor, nn
 
 from seqpar.nn.source import LayerPlan
-from seqpar.ops.attention.api import attention_of
+from seqpar.ops.attention.op import ATTENTION
 from seqpar.ops.attention.signature import Options
 from seqpar.ops.core.autocast import autocast
 
@@ -97,7 +97,7 @@ class Attention(nn.Module):
         dropout = self.dropout if self.training else 0.0
         options = Options(self.scale, self.softcap, dropout, seed, self.deterministic, self.kernel, False)
         given = [] if plan is None else [plan] if comm is None else [plan, comm]
-        return attention_of(q, k, v, sinks, slopes, [self.source, *given], options)[0]
+        return ATTENTION((q, k, v, sinks, slopes), [self.source, *given], *options)[0]
 
     def extra_repr(self) -> str:
         """The options that are not the default ones."""

@@ -328,9 +328,9 @@ def test_attention_is_a_proper_op(layout, grads, options) -> None:
     q, k, v = (torch.randn(14, h, 4, dtype=torch.float64, requires_grad=grads) for h in (4, 2, 2))
     sinks, slopes = (torch.rand(4, dtype=torch.float64) if options else None for _ in range(2))
     chosen = (0.5, 2.0, 0.25, 7, True, "auto", True) if options else PLAIN
-    opcheck(OPS.attention, (q, k, v, sinks, slopes, [handle], *chosen, [grads, grads, False, False]))
+    opcheck(OPS.attention, (q, k, v, sinks, slopes, [handle], *chosen, [grads, grads, grads, False, False]))
     given = *(x.detach() for x in (q, k, v)), sinks, slopes
-    out, lse, ticket = OPS.attention(*given, [handle], *chosen, [True] * 3 + [False])
+    out, lse, ticket = OPS.attention(*given, [handle], *chosen, [True] * 4 + [False])
     named = bind(*carried(ticket))  # opcheck hands on copies
     incoming = torch.randn_like(out), torch.randn_like(lse) if options else None
     opcheck(OPS.attention_backward, (*incoming, *given, out, lse, named, [True, grads, True, options]))
@@ -348,8 +348,8 @@ def test_relayout_is_a_proper_op() -> None:
     plan = Plan(Mask([5, 9]), dst)
     x = torch.randn(14, 3, dtype=torch.float64, requires_grad=True)
     there, whole = bind(src, dst, comm), bind(plan, comm)
-    opcheck(OPS.relayout, (x, [there], 14, True))
-    opcheck(OPS.unshard, (x, [whole], "q", 0, 14, True))
+    opcheck(OPS.relayout, (x, [there], 14, [True]))
+    opcheck(OPS.unshard, (x, [whole], "q", 0, 14, [True]))
 
 
 # --- the other verbs --------------------------------------------------------------------------------------------------
@@ -418,7 +418,7 @@ def tensors() -> list[Tensor]:
 
 def by_op(q: Tensor, k: Tensor, v: Tensor, handle: Tensor) -> Tensor:
     """Attention through its op in eager mode."""
-    return OPS.attention(q, k, v, None, None, [handle], *PLAIN, [True, True, False, False])[0]
+    return OPS.attention(q, k, v, None, None, [handle], *PLAIN, [True, True, True, False, False])[0]
 
 
 def recomputed(q: Tensor, k: Tensor, v: Tensor, handle: Tensor) -> Tensor:

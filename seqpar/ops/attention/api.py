@@ -2,15 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from typing import Any, Literal, overload
+from typing import Literal, overload
 
 from torch import Tensor
 
 from seqpar.comm import Comm
 from seqpar.ops.attention.op import ATTENTION
-from seqpar.ops.attention.signature import Options, requirements
-from seqpar.ops.attention.source import PlanSource
+from seqpar.ops.attention.signature import Options
 from seqpar.plan import Plan
 
 
@@ -75,17 +73,9 @@ def attention(
 
     Source: Liu et al. 2023 (Ring Attention); Jacobs et al. 2023 (DeepSpeed-Ulysses); Dao 2023 (FlashAttention-2).
     """
+    if comm is None and not isinstance(plan, Tensor):
+        raise ValueError(f"attention takes a plan and a comm, or their handle alone, got {plan!r:.200} alone")
     options = Options(scale, softcap, dropout_p, dropout_seed, deterministic, kernel, return_lse)
-    out, lse = attention_of(q, k, v, sinks, alibi_slopes, [plan] if comm is None else [plan, comm], options)
+    values = [plan] if comm is None else [plan, comm]
+    out, lse = ATTENTION((q, k, v, sinks, alibi_slopes), values, *options)
     return (out, lse.t()) if return_lse else out
-
-
-def attention_of(
-    q: Tensor, k: Tensor, v: Tensor, sinks: Tensor | None, slopes: Tensor | None, values: Sequence[Any],
-    options: Options,
-) -> Sequence[Tensor]:  # fmt: skip
-    """Output and lse [H, T] of a call. values: plan and comm, or their handle; a `PlanSource` before them or alone."""
-    if len(values) == 1 and not isinstance(values[0], (Tensor, PlanSource)):
-        raise ValueError(f"attention takes a plan and a comm, or their handle alone, got {values[0]!r:.200} alone")
-    tensors = (q, k, v, sinks, slopes)
-    return ATTENTION(tensors, values, *options, requirements(tensors))

@@ -54,14 +54,15 @@ HeadBlock = tuple[slice, slice, slice]  # query heads and key heads inside, and 
 class Recipe:
     """What a plan and a signature make of a call on one rank: derived once, for all layers and both directions.
 
-    keys: under which ranks remember that they agreed, on the plan and on the signature. rows: of this rank's queries
-    and keys. By a part's Ulysses width: shares, blocks of this rank's heads in which every key head serves as many
-    query heads, and key_size, the elements of a row of keys and values. slot, entry_slot: the elements of the largest
-    buffer of received keys, and of keys that enter a node. alone: whether the rank computes its rows in one step from
-    its own keys: no schedule, no exchange. trades: whether some heads are traded.
+    acc: the accumulation dtype. keys: under which ranks remember that they agreed, on the plan and on the signature.
+    rows: of this rank's queries and keys. By a part's Ulysses width: shares, blocks of this rank's heads in which every
+    key head serves as many query heads, and key_size, the elements of a row of keys and values. slot, entry_slot: the
+    elements of the largest buffer of received keys, and of keys that enter a node. alone: whether the rank computes its
+    rows in one step from its own keys: no schedule, no exchange. trades: whether some heads are traded.
     """
 
     kernel: Kernel
+    acc: torch.dtype
     facts: Mapping[str, object]
     keys: tuple[int, int]
     digest: int
@@ -105,8 +106,9 @@ def _recipe(plan: Plan, rank: int, signature: Signature) -> Recipe:
         blocks[part.width] = [(q, k, slice(heads.start + q.start, heads.start + q.stop)) for q, k in cut]
     step, *more = steps
     return Recipe(
-        kernel, whole, (plan_key(plan), digest_of_call("attention", facts)), digest_of_call("attention", whole),
-        steps, parts, (plan.rows(rank), plan.rows(rank, "kv")), shares, blocks, key_size,
+        kernel, acc_dtype(s.dtype), whole, (plan_key(plan), digest_of_call("attention", facts)),
+        digest_of_call("attention", whole), steps, parts, (plan.rows(rank), plan.rows(rank, "kv")), shares, blocks,
+        key_size,
         max((len(step.pos) * key_size[step.part.width] for step in steps if not is_own(step)), default=0),
         max((step.entry.rows * key_size[step.part.width] for step in steps if step.entry is not None), default=0),
         alone=(plan.ranks == 1 or step.local and not more and not step.moves) and step.part.trivial,
@@ -128,11 +130,6 @@ class Call(Record):
     recipe: Recipe
     seed: int  # of dropout, 0 if there is none
 
-    @property
-    def acc(self) -> torch.dtype:
-        """The accumulation dtype."""
-        return acc_dtype(self.signature.dtype)
-
     def message(self, phase: Phase, stage: int) -> Tag:
         """The name of one of its exchanges; other backward passes have numbers of their own."""
         repeat = max(0, self.passes - 1)
@@ -140,11 +137,9 @@ class Call(Record):
 
     @property
     def stamp(self) -> int:
-        """A number that tells calls of other plans, comms, scores or dtypes apart in this process."""
-        s = self.signature
+        """A number that tells calls of other plans, comms, signatures or seeds apart in this process."""
         # a comm and what its `sub` makes count together
-        comm = id(self.comm.stats), self.comm.rank
-        return hash((self.plan.digest(), comm, s.dtype, s.scale, s.softcap, s.dropout_p, self.seed))
+        return hash((self.tag.digest, id(self.comm.stats), self.comm.rank))
 
     @cached_property
     def uploaded(self) -> Uploaded:
@@ -155,7 +150,7 @@ class Call(Record):
         """Blocks of this rank's heads: inside query heads, inside key heads, their score. slopes: of all heads."""
         s = self.signature
         for heads, kv, outside in self.recipe.blocks[part.width]:
-            own = None if slopes is None else slopes[outside]
+            own = None if slopes is None else slopes[outside].detach().to(self.recipe.acc)
             yield heads, kv, Score(s.scale, s.softcap, own, s.dropout_p, self.seed, outside.start)
 
 

@@ -86,7 +86,7 @@ class GradientExchange:
             return
         if self.received is None:
             self.received = self.call.comm.empty(
-                (self.space, *self.home.shape[1:]), self.call.acc, self.call.signature.device
+                (self.space, *self.home.shape[1:]), self.call.recipe.acc, self.call.signature.device
             )
         sizes = [count(rows) for *_, rows in landings]
         self.landed = list(zip(landings, self.received[: sum(sizes)].split(sizes), strict=True))

@@ -29,6 +29,7 @@ from seqpar.ops.attention.schedule import backward, forward
 from seqpar.ops.attention.signature import Options, check_tensors, signature_of
 from seqpar.ops.attention.source import resolved
 from seqpar.ops.core.agreement import abort_on_error, agreement, check_comm
+from seqpar.ops.core.autocast import no_autocast
 from seqpar.ops.core.collective_op import CollectiveOp, Tensors
 from seqpar.plan import Part, Plan
 
@@ -52,8 +53,8 @@ def _run(
     q, k, v, sinks, slopes = tensors
     plan, comm, options = resolved(values, Options(*given))
     call = _agreed(q, k, v, sinks, slopes, plan, comm, options, grads)
-    with abort_on_error(comm, f"attention, call {call.tag.call}"), _exact(call):
-        out, lse, parts = forward(call, q, k, v, sinks, _wide(slopes, call))
+    with abort_on_error(comm, f"attention, call {call.tag.call}"), no_autocast(q.device.type):
+        out, lse, parts = forward(call, q, k, v, sinks, slopes)
     saved: list[Tensor | None] = []
     if any(grads):
         saved = [sinks, slopes, out, lse]
@@ -80,7 +81,7 @@ def _agreed(
         agreed.facts, agreed.keys = recipe.facts, recipe.keys
         agreed.digest = recipe.digest if seed is None else hash63((recipe.digest, seed))
         agreed.values = {"dropout_seed": seed, "alibi_slopes": slopes, "sinks": sinks}  # what is not used may differ
-    log.debug("rank %d: attention, call %d, plan %s, %s", comm.rank, number, plan.digest(), recipe.kernel.name)
+    log.debug("rank %d: attention, call %d, plan %s, %s", comm.rank, number, recipe.facts["plan"], recipe.kernel.name)
     return Call(comm, Tag(agreed.digest, number, 0, 0, "attention"), plan, signature, recipe, seed or 0)
 
 
@@ -98,9 +99,9 @@ def _back(call: Call, saved: Sequence[Any], grads: Tensors, needs: Sequence[bool
     dout, dlse = grads
     sinks, slopes, out, lse, *inside = saved
     parts = [_restored(part, inside[5 * n : 5 * n + 5], out, lse) for n, part in enumerate(call.recipe.parts)]
-    with abort_on_error(call.comm, f"attention, call {call.tag.call}"), _exact(call):
+    with abort_on_error(call.comm, f"attention, call {call.tag.call}"), no_autocast(out.device.type):
         dout = torch.zeros_like(out) if dout is None else dout
-        dq, dk, dv, dsinks = backward(call, parts, sinks, _wide(slopes, call), dout, dlse)
+        dq, dk, dv, dsinks = backward(call, parts, sinks, slopes, dout, dlse)
     dtype = call.signature.dtype
     return (
         dq if needs[0] else None,
@@ -108,15 +109,6 @@ def _back(call: Call, saved: Sequence[Any], grads: Tensors, needs: Sequence[bool
         dv.to(dtype) if needs[2] else None,
         dsinks.to(sinks.dtype) if needs[3] and dsinks is not None else None,
     )
-
-
-def _wide(slopes: Tensor | None, call: Call) -> Tensor | None:
-    return None if slopes is None else slopes.detach().to(call.acc).contiguous()
-
-
-def _exact(call: Call) -> torch.autocast:
-    """No autocast inside: it would round the products of the accumulation dtype."""
-    return torch.autocast(call.signature.device.type, enabled=False)
 
 
 def _saved(part: Part, own: PartTensors, inputs: Sequence[Tensor]) -> list[Tensor | None]:

@@ -43,7 +43,7 @@ def forward(
     """Output [T, H, D_v], lse [H, T], and the inside tensors of every part. slopes: in the accumulation dtype."""
     recipe, heads = call.recipe, call.signature.heads
     out = _outside(call, (q.shape[0], heads, call.signature.v_dim), q.dtype).zero_()
-    lse = _outside(call, (heads, q.shape[0]), call.acc).fill_(-torch.inf)
+    lse = _outside(call, (heads, q.shape[0]), call.recipe.acc).fill_(-torch.inf)
     if recipe.alone:
         (part,) = recipe.parts
         tensors = _inside(call, part, [q[: part.q.rows], k[: part.kv.rows], v[: part.kv.rows]], out, lse, sinks)
@@ -110,18 +110,18 @@ def _inside(
         tensors = PartTensors(q, k, v, *own)
     if sinks is not None:
         mine = call.recipe.shares[part.width][0][part.share]
-        tensors.lse.copy_(sinks.to(call.acc)[mine, None].expand_as(tensors.lse))
+        tensors.lse.copy_(sinks.to(call.recipe.acc)[mine, None].expand_as(tensors.lse))
     return tensors
 
 
 def _compute(call: Call, step: Step, tensors: PartTensors, keys: Tensor, values: Tensor, slopes: Tensor | None) -> None:
     """Add one step's keys to the part's output. A sink is a sum that was there before the first key."""
-    first, wide = step.first and not call.signature.sinks, call.signature.dtype == call.acc
+    first, wide = step.first and not call.signature.sinks, call.signature.dtype == call.recipe.acc
     if len(step.pos) or step.first or step.last:
         if wide:
             tensors.acc = tensors.out
         elif tensors.acc is None and not (first and step.last):
-            tensors.acc = (torch.empty_like if first else torch.zeros_like)(tensors.out, dtype=call.acc)
+            tensors.acc = (torch.empty_like if first else torch.zeros_like)(tensors.out, dtype=call.recipe.acc)
         facts = call.uploaded.facts[step.number]
         with profile_range("compute", step.number):
             for heads, kv, score in call.blocks(step.part, slopes):
@@ -166,9 +166,11 @@ def backward(
     recipe, signature = call.recipe, call.signature
     by_width = {p.width: tensors for p, tensors in zip(recipe.parts, insides, strict=True)}
     entries = {p.width: _enter_back(call, p, dout, dlse) for p in recipe.parts}
-    dsinks = None if sinks is None else torch.zeros(signature.heads, dtype=call.acc, device=signature.device)
+    dsinks = None if sinks is None else torch.zeros(signature.heads, dtype=call.recipe.acc, device=signature.device)
     dq = _outside(call, (dout.shape[0], signature.heads, signature.dim), signature.dtype).zero_()
-    home = _outside(call, (recipe.rows[1], signature.kv_heads, signature.dim + signature.v_dim), call.acc).zero_()
+    home = _outside(
+        call, (recipe.rows[1], signature.kv_heads, signature.dim + signature.v_dim), call.recipe.acc
+    ).zero_()
 
     def start(step: Step) -> PartGradients:
         width = step.part.width
@@ -205,7 +207,7 @@ def _enter_back(call: Call, part: Part, dout: Tensor, dlse: Tensor | None) -> Ca
     heads, _ = call.recipe.shares[part.width]
     legs = [trade.Leg(dout, part.q, heads)]
     if call.signature.return_lse:
-        dlse = dout.new_zeros(dout.shape[:2], dtype=call.acc) if dlse is None else dlse.t()
+        dlse = dout.new_zeros(dout.shape[:2], dtype=call.recipe.acc) if dlse is None else dlse.t()
         legs.append(trade.Leg(dlse, part.q, heads))
     return trade.enter(call, Phase.BACK_ENTER, part, legs)
 
@@ -232,18 +234,18 @@ def _part_gradients(
     if part.blind.size:  # what they hold must not reach a key through 0 * NaN
         facts = call.uploaded.facts[step.number]
         dout = dout.masked_fill((facts.lo >= facts.hi)[:, None, None], 0.0)
-    delta = (dout.to(call.acc) * tensors.out.to(call.acc)).sum(-1).t()
+    delta = (dout.to(call.recipe.acc) * tensors.out.to(call.recipe.acc)).sum(-1).t()
     if len(incoming) > 1:
         delta = delta - torch.where(tensors.lse == -torch.inf, 0.0, incoming[1].t())
     if dsinks is not None and sinks is not None:
         mine = call.recipe.shares[part.width][0][part.share]
-        weight = torch.exp(sinks.to(call.acc)[mine, None] - tensors.lse)
+        weight = torch.exp(sinks.to(call.recipe.acc)[mine, None] - tensors.lse)
         weight = torch.where(tensors.lse == -torch.inf, 0.0, weight)  # no key, and a sink of -inf
         dsinks[mine] -= (torch.where(weight == 0, 0.0, weight * delta)).sum(-1)
     if not part.kv.trivial:
-        home = tensors.k.new_zeros(*tensors.k.shape[:2], signature.dim + signature.v_dim, dtype=call.acc)
-    if not (part.q.trivial and signature.dtype == call.acc):
-        dq = torch.zeros_like(tensors.q, dtype=call.acc)
+        home = tensors.k.new_zeros(*tensors.k.shape[:2], signature.dim + signature.v_dim, dtype=call.recipe.acc)
+    if not (part.q.trivial and signature.dtype == call.recipe.acc):
+        dq = torch.zeros_like(tensors.q, dtype=call.recipe.acc)
     out = tensors.out if fused else None
     return PartGradients(dout, delta.contiguous(), out, dq[: part.q.rows], home[: part.kv.rows])
 
@@ -274,7 +276,7 @@ def _leave_back(call: Call, part: Part, grads: PartGradients, dq: Tensor, home: 
     (heads, kv), s = call.recipe.shares[part.width], call.signature
     several = replicated(s.heads, s.kv_heads, part.width)
     legs = []
-    if not (part.q.trivial and s.dtype == call.acc):
+    if not (part.q.trivial and s.dtype == call.recipe.acc):
         legs.append(trade.Leg(grads.dq.to(s.dtype), part.q, heads, target=dq))
     if s.kv_grads and not part.kv.trivial:
         of_keys = grads.home if several or part.width == 1 else grads.home.to(s.dtype)

@@ -74,19 +74,11 @@ class Signature(NamedTuple):
         )  # fmt: skip
 
 
-def requirements(tensors: Sequence[object]) -> list[bool]:
-    """Whether q, k or v, the sinks, the slopes require a gradient; what is none of torch's tensors does not."""
-    if not torch.is_grad_enabled():
-        return [False] * 4
-    q, k, v, sinks, slopes = [getattr(x, "requires_grad", False) for x in tensors]
-    return [q, k or v, sinks, slopes]
-
-
 def signature_of(
     q: Tensor, k: Tensor, v: Tensor, sinks: Tensor | None, slopes: Tensor | None, options: Options,
     grads: Sequence[bool],
 ) -> Signature:  # fmt: skip
-    """The signature of a call of tensors that `check_tensors` has seen.
+    """The signature of a call of tensors that `check_tensors` has seen. grads: which of them require a gradient.
 
     Raises: TypeError, ValueError or NotImplementedError for options that have no meaning.
     """
@@ -97,7 +89,7 @@ def signature_of(
                 f"{name} must be floating point [{heads}], one per query head, on {q.device}, got "
                 f"{x.dtype}{list(x.shape)} on {x.device}"
             )
-    if grads[3]:
+    if grads[4]:
         raise NotImplementedError("alibi_slopes have no gradient; detach them")
     if options.dropout_seed is not None and not isinstance(options.dropout_seed, Integral):
         raise ValueError(f"dropout_seed must be an integer, got {options.dropout_seed!r}")
@@ -114,7 +106,8 @@ def signature_of(
         raise ValueError(f"dropout_p={dropout_p} needs a dropout_seed, equal on all ranks and different for each layer")
     return Signature(
         q.device, q.dtype, heads, k.shape[1], dim, v.shape[2], scale, softcap, dropout_p, slopes is not None,
-        sinks is not None, bool(options.return_lse), bool(options.deterministic), str(options.kernel), *grads[:3],
+        sinks is not None, bool(options.return_lse), bool(options.deterministic), str(options.kernel),
+        grads[0], grads[1] or grads[2], grads[3],
     )  # fmt: skip
 
 

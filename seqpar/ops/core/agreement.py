@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from collections.abc import Mapping, Sequence
+from functools import partial
 from typing import NoReturn
 
 import torch
@@ -118,13 +118,5 @@ def check_comm(what: str, comm: object) -> None:
         raise TypeError(f"{what} got {comm!r:.200} for its comm; give it a seqpar.GroupComm() or seqpar.LocalComm()")
 
 
-@contextmanager
-def abort_on_error(comm: Comm, what: str) -> Iterator[None]:
-    """Inside: a call of a comm. Tells the other ranks why this one leaves it, so that they do not wait in the dark."""
-    try:
-        with entered(comm, what):
-            yield
-    except BaseException as error:
-        if comm.size > 1:
-            comm.abort(f"{what}: {type(error).__name__}: {error}")
-        raise
+# ``with abort_on_error(comm, what):`` a call of a comm. An error inside tells the other ranks why this one leaves it.
+abort_on_error = partial(entered, aborts=True)

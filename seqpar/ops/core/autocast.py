@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from contextlib import AbstractContextManager, nullcontext
+
 import torch
 from torch import Tensor
 
@@ -9,6 +11,11 @@ from torch import Tensor
 def autocast_dtype(kind: str) -> torch.dtype | None:
     """The dtype of autocast on devices of a kind, None where it is off."""
     return torch.get_autocast_dtype(kind) if torch.is_autocast_enabled(kind) else None
+
+
+def no_autocast(kind: str) -> AbstractContextManager[None]:
+    """No autocast inside on devices of a kind: it would round the products of the accumulation dtype."""
+    return torch.autocast(kind, enabled=False) if torch.is_autocast_enabled(kind) else nullcontext()
 
 
 def autocast(x: Tensor) -> Tensor:

@@ -61,11 +61,12 @@ class Ticket:
 class CollectiveOp:
     """A collective of a list of tensors, any of which may be None.
 
-    run(tensors, values, *options): its results, the tensors to save, and its record. values: a comm, and before it what
-    the op is given besides; or the record of the call that this is the way back of.
+    run(tensors, values, *options, grads): its results, the tensors to save, and its record. values: a comm, and before
+    it what the op is given besides; or the record of the call that this is the way back of. grads: which of the tensors
+    require a gradient, the last argument of the op.
     adjoint(tensors, options, needed): of a linear one, the op of its way back for the tensors numbered `needed`, and
-    the options of that. back(record, saved, grads, needs): of any other one, the gradients of the first tensors; the
-    rest have none.
+    the options of that, without grads. back(record, saved, grads, needs): of any other one, the gradients of the first
+    tensors; the rest have none.
     """
 
     def __init__(
@@ -81,18 +82,23 @@ class CollectiveOp:
 
     def __call__(self, tensors: Tensors, values: Sequence[Any], *options: Any) -> Sequence[Tensor]:
         """The results."""
+        grads = requirements(tensors)
         if in_graph(*tensors):
             named = handles(*values)
             op = getattr(torch.ops.seqpar, self.name)
             if self._tensors is None:
-                return op(list(tensors), named, *options)[0]
-            return op(*tensors, named, *options)[:-1]
-        return self._eager(tensors, values, *options)  # type: ignore[no-any-return]
+                return op(list(tensors), named, *options, grads)[0]
+            return op(*tensors, named, *options, grads)[:-1]
+        return self._eager(tensors, values, options, grads)  # type: ignore[no-any-return]
 
-    def _eagerly(self, tensors: Tensors, values: Sequence[Any], *options: Any) -> Sequence[Tensor]:
-        if needs_gradient(self.name, tensors):
-            return _Eager.apply(self, values, options, *tensors)  # type: ignore[no-any-return]
-        return self.run(tensors, values, *options)[0]
+    def _eagerly(
+        self, tensors: Tensors, values: Sequence[Any], options: tuple[Any, ...], grads: list[bool]
+    ) -> Sequence[Tensor]:
+        if forward_ad._current_level >= 0:  # type: ignore[attr-defined]
+            refuse_tangents(self.name, tensors)
+        if True in grads:
+            return _Eager.apply(self, values, (*options, grads), *tensors)  # type: ignore[no-any-return]
+        return self.run(tensors, values, *options, grads)[0]
 
     # --- in graphs ----------------------------------------------------------------------------------------------------
 
@@ -147,27 +153,26 @@ class CollectiveOp:
 
     def _differentiable(self, *arguments: Any) -> Any:
         tensors, handles, options = self._parted(arguments)
-        if needs_gradient(self.name, tensors):
+        refuse_tangents(self.name, tensors)
+        if any(requirements(tensors)):
             *results, ticket = _InGraph.apply(self, handles, options, *tensors)
             return (results, ticket) if self._tensors is None else (*results, ticket)
         with torch._C._AutoDispatchBelowAutograd():
             return getattr(torch.ops.seqpar, self.name)(*arguments)
 
 
-def needs_gradient(what: str, tensors: Tensors) -> bool:
-    """Whether autograd records a call of these tensors.
+def requirements(tensors: Sequence[object]) -> list[bool]:
+    """Which tensors require a gradient; what is none of torch's tensors does not."""
+    if not torch.is_grad_enabled():
+        return [False] * len(tensors)
+    return [getattr(x, "requires_grad", False) for x in tensors]
 
-    Raises: NotImplementedError for a tangent, which would be lost.
-    """
-    if forward_ad._current_level >= 0:  # type: ignore[attr-defined]
-        for x in tensors:
-            if isinstance(x, Tensor) and forward_ad.unpack_dual(x).tangent is not None:
-                raise NotImplementedError(f"{what} has no forward-mode derivative; use reverse mode")
-    if torch.is_grad_enabled():
-        for x in tensors:
-            if getattr(x, "requires_grad", False):
-                return True
-    return False
+
+def refuse_tangents(what: str, tensors: Tensors) -> None:
+    """Raise NotImplementedError for a tangent of a forward-mode derivative, which would be lost."""
+    for x in tensors if forward_ad._current_level >= 0 else ():  # type: ignore[attr-defined]
+        if isinstance(x, Tensor) and forward_ad.unpack_dual(x).tangent is not None:
+            raise NotImplementedError(f"{what} has no forward-mode derivative; use reverse mode")
 
 
 class _Eager(torch.autograd.Function):
@@ -222,7 +227,7 @@ class _InGraph(torch.autograd.Function):
     def backward(ctx: Any, *grads: Tensor | None) -> tuple[Tensor | None, ...]:
         if ctx.op.adjoint is not None:
             op, options = ctx.way_back
-            found, _ = op.dispatch([grads[n] for n in ctx.needed], [ctx.ticket], *options)
+            found, _ = op.dispatch([grads[n] for n in ctx.needed], [ctx.ticket], *options, [False] * len(ctx.needed))
             return (None, None, None, *_placed(ctx, found))
         refuse_double_backward(ctx.op.name)
         *saved, ticket = ctx.saved_tensors

@@ -90,7 +90,7 @@ def relayout(x: Tensor, comm: Comm, *, src: Layout, dst: Layout, rows: int | Non
             rows = _rows_of(comm, dst)
     except Exception as error:
         raise_on_all_ranks("relayout", comm, error)
-    return RELAYOUT([x], [src, dst, comm], rows, torch.is_grad_enabled() and x.requires_grad)[0]
+    return RELAYOUT([x], [src, dst, comm], rows)[0]
 
 
 def expect_relayout(x: Tensor, comm: Comm, *, src: Layout, dst: Layout) -> None:
@@ -196,8 +196,7 @@ def unshard(x: Tensor, plan: Plan, comm: Comm, *, dim: int = 0, side: str = "q")
         dim %= x.dim()
     except Exception as error:
         raise_on_all_ranks("unshard", comm, error)
-    x, grad = x.movedim(dim, 0), torch.is_grad_enabled() and x.requires_grad
-    return UNSHARD([x], [plan, comm], side, dim, layout.total, grad)[0].movedim(0, dim)
+    return UNSHARD([x.movedim(dim, 0)], [plan, comm], side, dim, layout.total)[0].movedim(0, dim)
 
 
 def _copies(plan: Plan, side: str, comm: Comm) -> Moves:
@@ -271,7 +270,7 @@ class MoveRecord(Record):
 
 
 def _relayout(
-    tensors: Sequence[Tensor], values: Sequence[Any], rows: int, grad: bool
+    tensors: Sequence[Tensor], values: Sequence[Any], rows: int, grads: Sequence[bool]
 ) -> tuple[list[Tensor], tuple[()], MoveRecord]:
     """The result and the record of the move. values: src, dst and comm, or the record of the move that this undoes."""
     if isinstance(values[0], MoveRecord):
@@ -284,12 +283,12 @@ def _relayout(
         # by its digest: two layouts that keep each other are freed only when Python looks for cycles
         moves = src.memo(("to", dst.digest(), comm.rank), lambda: _moves(src, dst, comm))
         _check_rows(rows, moves, comm)
-        call.facts = _facts_of(x, src, dst, grad=grad)
+        call.facts = _facts_of(x, src, dst, grad=grads[0])
     return _moved(x, comm, moves, Tag(call.digest, number, 0, 0, "relayout (forward)"))
 
 
 def _unshard(
-    tensors: Sequence[Tensor], values: Sequence[Any], side: str, dim: int, rows: int, grad: bool
+    tensors: Sequence[Tensor], values: Sequence[Any], side: str, dim: int, rows: int, grads: Sequence[bool]
 ) -> tuple[list[Tensor], tuple[()], MoveRecord]:
     """The result and the record of the move. values: plan and comm. dim: where the rows were in what the verb got."""
     (x,), (plan, comm) = tensors, checked_values(values, Plan)
@@ -297,7 +296,7 @@ def _unshard(
     with agreement("unshard", comm) as call:
         moves = plan.memo(("unshard", side, comm.rank), lambda: _copies(plan, side, comm))
         _check_rows(rows, moves, comm)
-        call.facts = {"plan": plan.digest(), "dim": dim, "side": side} | _facts(x, grad)
+        call.facts = {"plan": plan.digest(), "dim": dim, "side": side} | _facts(x, grads[0])
     return _moved(x, comm, moves, Tag(call.digest, number, 0, 0, "unshard (forward)"))
 
 
@@ -311,24 +310,26 @@ def _moved(x: Tensor, comm: Comm, moves: Moves, tag: Tag) -> tuple[list[Tensor],
 
 
 def _way_back(tensors: Sequence[Tensor], _: object, needed: Sequence[int]) -> tuple[CollectiveOp, tuple[Any, ...]]:
-    return RELAYOUT, (tensors[0].shape[0], False)
+    return RELAYOUT, (tensors[0].shape[0],)
 
 
-def _fake_relayout(x: Tensor, handles: Sequence[Tensor], rows: int, grad: bool) -> tuple[Tensor, Tensor]:
+def _fake_relayout(x: Tensor, handles: Sequence[Tensor], rows: int, grads: Sequence[bool]) -> tuple[Tensor, Tensor]:
     return x.new_empty(rows, *x.shape[1:]), torch.empty((), dtype=torch.int64, device="cpu")
 
 
 def _fake_unshard(
-    x: Tensor, handles: Sequence[Tensor], side: str, dim: int, rows: int, grad: bool
+    x: Tensor, handles: Sequence[Tensor], side: str, dim: int, rows: int, grads: Sequence[bool]
 ) -> tuple[Tensor, Tensor]:
-    return _fake_relayout(x, handles, rows, grad)
+    return _fake_relayout(x, handles, rows, grads)
 
 
 RELAYOUT = CollectiveOp("relayout", _relayout, adjoint=_way_back)
-RELAYOUT.define(1, "(Tensor x, Tensor[] handles, SymInt rows, bool grad) -> (Tensor y, Tensor ticket)", _fake_relayout)
+RELAYOUT.define(
+    1, "(Tensor x, Tensor[] handles, SymInt rows, bool[] grads) -> (Tensor y, Tensor ticket)", _fake_relayout
+)
 UNSHARD = CollectiveOp("unshard", _unshard, adjoint=_way_back)
 UNSHARD.define(
     1,
-    "(Tensor x, Tensor[] handles, str side, int dim, SymInt rows, bool grad) -> (Tensor y, Tensor ticket)",
+    "(Tensor x, Tensor[] handles, str side, int dim, SymInt rows, bool[] grads) -> (Tensor y, Tensor ticket)",
     _fake_unshard,
 )

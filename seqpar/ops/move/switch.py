@@ -13,7 +13,7 @@ from torch.autograd.function import once_differentiable
 from seqpar.comm import Comm, Tag
 from seqpar.kernels.memory.copy import Pair
 from seqpar.ops.core.agreement import abort_on_error, agreement, check_comm, raise_on_all_ranks
-from seqpar.ops.core.collective_op import CollectiveOp, Record, needs_gradient
+from seqpar.ops.core.collective_op import CollectiveOp, Record, refuse_tangents, requirements
 from seqpar.ops.core.handles import checked_values, in_graph
 from seqpar.ops.move.pack import Message, Place, post
 
@@ -59,11 +59,7 @@ def switch_all(
         sides = _checked(xs, comm, split_dims, concat_dims, sizes)
     except Exception as error:
         raise_on_all_ranks("switch", comm, error)
-    return list(SWITCH(xs, [comm], *sides, comm.rank, _grads(xs)))
-
-
-def _grads(xs: Sequence[Tensor]) -> list[bool]:
-    return [torch.is_grad_enabled() and x.requires_grad for x in xs]
+    return list(SWITCH(xs, [comm], *sides, comm.rank))
 
 
 def start_switch(
@@ -80,11 +76,12 @@ def start_switch(
     try:
         if in_graph(*xs):
             raise NotImplementedError("start_switch in a compiled model is not built; use switch_all there")
-        needs_gradient("start_switch", xs)
+        refuse_tangents("start_switch", xs)
         sides = _checked(xs, comm, split_dims, concat_dims, sizes)
     except Exception as error:
         raise_on_all_ranks("switch", comm, error)
-    way = Way(comm, _agreed(xs, comm, *sides, _grads(xs)), sides, [n for n, grad in enumerate(_grads(xs)) if grad])
+    grads = requirements(xs)
+    way = Way(comm, _agreed(xs, comm, *sides, grads), sides, [n for n, grad in enumerate(grads) if grad])
     return Switching(way, list(_Start.apply(way, *xs)) if way.needed else way.post(xs))
 
 
@@ -213,9 +210,9 @@ def _run(
 
 
 def _adjoint(_: object, options: tuple[Any, ...], needed: Sequence[int]) -> tuple[CollectiveOp, tuple[Any, ...]]:
-    split_dims, concat_dims, split, concat, rank, _ = options
+    split_dims, concat_dims, split, concat, rank, *_ = options
     dims = ([side[n] for n in needed] for side in (concat_dims, split_dims))
-    return SWITCH, (*dims, concat, split, rank, [False] * len(needed))
+    return SWITCH, (*dims, concat, split, rank)
 
 
 def _fake(
