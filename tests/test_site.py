@@ -47,6 +47,7 @@ def test_every_page_is_built_and_loads_nothing_from_elsewhere(site: Path) -> Non
         tags = re.findall(r"<(?:script|img|iframe|link)\b[^>]*", text)
         assert tags and not [tag for tag in tags if re.search(r"(?:src|href)=.?(?:https?:)?//", tag)], page
         assert "```" not in text, f"{page} has a fence that was not read as one"
+        assert "::</p>" not in text, f"{page} shows a docstring's '::', which Markdown does not know"
 
 
 def exported(module: str) -> list[str]:
@@ -66,6 +67,8 @@ def test_the_reference_has_every_public_name(module: str, site: Path) -> None:
     # anchors before functions that are called as their module is
     for page in (site / "api").glob("*.html"):
         shown |= set(re.findall(r'<a\b[^>]*\bid="([^"]+)"', page.read_text(encoding="utf-8")))
+    # what classes inherit is shown as well
+    assert shown >= {"seqpar.Plan.bytes", "seqpar.Plan.rope_positions", "seqpar.Plan.steps", "seqpar.GroupComm.sub"}
     missing = {f"{module}.{name}" for name in exported(module)} - MODULES - shown
     assert not missing, f"on no page of docs/api: {sorted(missing)}"
 

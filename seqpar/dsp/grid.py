@@ -26,8 +26,6 @@ GridPosition = tuple[Sharding, Sharding]  # what is sharded over outer, and over
 def grid(comm: Comm, *, core: int) -> tuple[Comm, Comm]:
     """(outer, inner) comms of this rank: `core` consecutive ranks share attention, ranks of equal place switch.
 
-    ::
-
         core=2 of 6 ranks   inner  0 1 | 2 3 | 4 5      outer  0 2 4 | 1 3 5
 
     A dimension is first sharded over inner; for outer its global size is what this rank then has, and outer shards and

@@ -12,7 +12,7 @@ from seqpar.comm import Comm
 class Mean:
     """The mean over all tokens of several batches: sums and counts, never a mean of means.
 
-    ::
+    For example:
 
         mean = seqpar.train.Mean()
         for share in batches:

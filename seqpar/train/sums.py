@@ -55,7 +55,7 @@ def token_mean(x: Tensor, comm: Comm, *, keep: Tensor | None = None) -> Tensor:
     """The mean over the tokens of all ranks of x ``[T, ...]``, shape ``[...]``, on every rank. Differentiable.
 
     keep [T] bool: the rows that count, without pads; by default all. What a mixture of experts balances by, the part of
-    the tokens that an expert gets and its mean probability, are two such means, and their product is then exact::
+    the tokens that an expert gets and its mean probability, are two such means, and their product is then exact:
 
         load, chance = token_mean(chosen, comm), token_mean(probabilities, comm)
         loss = loss + weight * experts * (load * chance).sum() / comm.size      # this rank's share

@@ -47,7 +47,7 @@ def attention(
 ) -> Tensor | tuple[Tensor, Tensor]:
     """This rank's rows of exact attention over the whole batch. A collective, forward and backward.
 
-    Spec over ranks, with ``unshard`` putting rows where the plan's layout says::
+    Spec over ranks, with ``unshard`` putting rows where the plan's layout says:
 
         unshard(out) == dense_attention(unshard(q), unshard(k), unshard(v), plan.mask)
 

@@ -23,7 +23,7 @@ Sizes = tuple[Sequence[int], Sequence[int]]
 def switch(x: Tensor, comm: Comm, *, split_dim: int, concat_dim: int, sizes: Sizes | None = None) -> Tensor:
     """This rank's shard along ``split_dim`` of the tensor that was sharded along ``concat_dim``. A collective.
 
-    Spec over ranks::
+    Spec over ranks:
 
         xs -> torch.cat(xs, concat_dim).split(sizes[0], split_dim)
 
