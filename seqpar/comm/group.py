@@ -37,7 +37,7 @@ from torch import Tensor
 from seqpar.comm.arguments import check_arguments, check_descriptors
 from seqpar.comm.base import Done, ProcessChannel, ProcessComm, process_group, waited
 from seqpar.comm.failure import Monitor, RootCause
-from seqpar.comm.header import HEADER_BYTES, REMEMBERED, WARMING, Header, describe, mismatch, packed, unpacked
+from seqpar.comm.header import HEADER_BYTES, REMEMBERED, WARMING, WORDS, Header, describe, mismatch
 from seqpar.comm.interrupt import Interrupt
 from seqpar.comm.owner import Owner
 from seqpar.comm.protocol import PeerError, Stats, Tag, Work, checked_sides, rounds
@@ -192,7 +192,7 @@ def _announced(scope: int, tag: Tag, tensors: Sequence[Tensor], *, mutual: bool)
     if count:
         # another one, as the tensors would be waited for in vain by who expects them apart
         header = header._replace(signature=header.signature ^ 1)
-    message = packed(header)
+    message = WORDS.pack(*header)
     return _Announced(message, tensors[:count], tensors[count:], FIRST_FREE + crc32(message) % NUMBERS)
 
 
@@ -282,7 +282,7 @@ class _GlooWork:
         if message.expected:
             received = ctypes.string_at(message.buffer.data_ptr(), HEADER_BYTES)
             if received != message.expected:
-                sent, expected = unpacked(received), unpacked(message.expected)
+                sent, expected = Header(*WORDS.unpack(received)), Header(*WORDS.unpack(message.expected))
                 doing = f"in {describe(self._tag)}"
                 channel.fail(f"{doing}: {mismatch(peer, sent, channel.rank, expected, self._tag, channel.calls)}")
                 raise channel.error(f"{doing}, receiving from rank {peer}")

@@ -31,8 +31,8 @@ def describe(tag: Tag) -> str:
     return f"warm-up {tag.call}" if tag.phase == WARMING else str(tag)
 
 
-_WORDS = struct.Struct("8q")
-HEADER_BYTES = _WORDS.size
+WORDS = struct.Struct("8q")  # a header as it travels
+HEADER_BYTES = WORDS.size
 
 
 class Header(NamedTuple):
@@ -52,16 +52,6 @@ class Header(NamedTuple):
         """The header of a pair's tensors in the exchange `tag` of the ranks that hash to `scope`, 0 for all ranks."""
         signature = _signature(tuple([(x.dtype, x.shape) for x in tensors]))
         return cls(scope, *tag[:4], len(tensors), sum([x.nbytes for x in tensors]), signature)
-
-
-def packed(header: Header) -> bytes:
-    """A header as it travels, `HEADER_BYTES` of it."""
-    return _WORDS.pack(*header)
-
-
-def unpacked(message: bytes) -> Header:
-    """What `packed` made."""
-    return Header(*_WORDS.unpack(message))
 
 
 @lru_cache(maxsize=4096)

@@ -133,6 +133,19 @@ class CallSpec:
         """Whether scores are just scaled products, the only ones that other libraries' kernels compute."""
         return not (self.softcap or self.alibi or self.dropout)
 
+    def __str__(self) -> str:
+        model = f" of capability {self.capability / 10}" if self.capability else ""
+        asked = {
+            "softcap": self.softcap, "alibi": self.alibi, "dropout": self.dropout, "gradients": self.grads,
+            "the same bits every time": self.deterministic, "results that are merged": self.merges,
+        }  # fmt: skip
+        has = [words for words, is_asked in asked.items() if is_asked]
+        return (
+            f"{str(self.dtype).removeprefix('torch.')} on {self.device}{model}, {self.heads} query heads and "
+            f"{self.kv_heads} key heads of dim {self.dim}, values of dim {self.v_dim}"
+            + (f", with {', '.join(has)}" if has else "")
+        )
+
 
 def call_spec(
     q: Tensor, k: Tensor, v: Tensor, score: Score, *, grads: bool, deterministic: bool, merges: bool

@@ -19,7 +19,7 @@ from seqpar.ops.attention.signature import Signature
 from seqpar.ops.core.agreement import digest_of_call, plan_key
 from seqpar.ops.core.collective_op import Record
 from seqpar.ops.core.device import Uploaded, stream_of
-from seqpar.plan import Part, Plan, Step, head_blocks, head_share
+from seqpar.plan import Part, Plan, Step, head_blocks, head_share, replicated
 from seqpar.plan.steps import count
 
 
@@ -47,6 +47,7 @@ NAMES = {
 }
 
 Shares = tuple[list[slice], list[slice]]  # query heads and key heads of every member of a part
+Views = tuple[slice | None, slice | None]
 HeadBlock = tuple[slice, slice, slice]  # query heads and key heads inside, and the query heads outside
 
 
@@ -56,9 +57,11 @@ class Recipe:
 
     acc: the accumulation dtype. keys: under which ranks remember that they agreed, on the plan and on the signature.
     rows: of this rank's queries and keys. By a part's Ulysses width: shares, blocks of this rank's heads in which every
-    key head serves as many query heads, and key_size, the elements of a row of keys and values. slot, entry_slot: the
-    elements of the largest buffer of received keys, and of keys that enter a node. alone: whether the rank computes its
-    rows in one step from its own keys: no schedule, no exchange. trades: whether some heads are traded.
+    key head serves as many query heads; key_size, the elements of a row of keys and values; views, the rows of q, and
+    of k and v, that the part's tensors are views of, None where they have memory of their own; several, whether more
+    than one share reads a key head. slot, entry_slot: the elements of the largest buffer of received keys, and of keys
+    that enter a node. alone: whether the rank computes its rows in one step from its own keys: no schedule, no
+    exchange. trades: whether some heads are traded.
     """
 
     kernel: Kernel
@@ -72,6 +75,8 @@ class Recipe:
     shares: Mapping[int, Shares]
     blocks: Mapping[int, list[HeadBlock]]
     key_size: Mapping[int, int]
+    views: Mapping[int, Views]
+    several: Mapping[int, bool]
     slot: int
     entry_slot: int
     alone: bool
@@ -79,14 +84,10 @@ class Recipe:
 
 
 def recipe_of(plan: Plan, rank: int, signature: Signature) -> Recipe:
-    """The recipe of a call, kept with the plan.
+    """The recipe of a call.
 
     Raises: ValueError for an unknown kernel; NotImplementedError if no kernel can do the call.
     """
-    return plan.memo((rank, signature), lambda: _recipe(plan, rank, signature))  # type: ignore[no-any-return]
-
-
-def _recipe(plan: Plan, rank: int, signature: Signature) -> Recipe:
     s = signature
     kernel = choose(s.kernel, s.spec(plan))
     facts = s.facts(kernel.name)
@@ -108,12 +109,19 @@ def _recipe(plan: Plan, rank: int, signature: Signature) -> Recipe:
     return Recipe(
         kernel, acc_dtype(s.dtype), whole, (plan_key(plan), digest_of_call("attention", facts)),
         digest_of_call("attention", whole), steps, parts, (plan.rows(rank), plan.rows(rank, "kv")), shares, blocks,
-        key_size,
+        key_size, {part.width: _views(part) for part in parts},
+        {part.width: replicated(s.heads, s.kv_heads, part.width) for part in parts},
         max((len(step.pos) * key_size[step.part.width] for step in steps if not is_own(step)), default=0),
         max((step.entry.rows * key_size[step.part.width] for step in steps if step.entry is not None), default=0),
         alone=(plan.ranks == 1 or step.local and not more and not step.moves) and step.part.trivial,
         trades=any(part.width > 1 for part in parts),
     )  # fmt: skip
+
+
+def _views(part: Part) -> Views:
+    q, kv = part.q.local, part.kv.local
+    alone = part.width == 1
+    return q if alone and isinstance(q, slice) else None, kv if alone and isinstance(kv, slice) else None
 
 
 def is_own(step: Step) -> bool:

@@ -24,7 +24,7 @@ from torch import Tensor
 from seqpar.comm import Comm, Tag
 from seqpar.comm.header import hash63
 from seqpar.kernels import acc_dtype
-from seqpar.ops.attention.call import Call, PartTensors, Recipe, recipe_of
+from seqpar.ops.attention.call import Call, PartTensors, Recipe, Views, recipe_of
 from seqpar.ops.attention.schedule import backward, forward
 from seqpar.ops.attention.signature import Options, check_tensors, signature_of
 from seqpar.ops.attention.source import resolved
@@ -59,7 +59,7 @@ def _run(
     if any(grads):
         saved = [sinks, slopes, out, lse]
         for part, own in zip(call.recipe.parts, parts, strict=True):
-            saved += _saved(part, own, (q, k, v))
+            saved += _saved(part, own, (q, k, v), call.recipe.views[part.width])
     return [out, lse], saved, call
 
 
@@ -74,7 +74,7 @@ def _agreed(
     with agreement("attention", comm) as agreed:
         check_tensors(q, k, v, sinks, slopes, plan, comm)
         signature = signature_of(q, k, v, sinks, slopes, options, grads)
-        recipe = recipe_of(plan, comm.rank, signature)
+        recipe = plan.memo((comm.rank, signature), lambda: recipe_of(plan, comm.rank, signature))
         if (q.shape[0], k.shape[0]) != recipe.rows:
             raise ValueError(_wrong_rows(q, k, comm, recipe))
         seed = int(options.dropout_seed) if signature.dropout_p and options.dropout_seed is not None else None
@@ -98,7 +98,11 @@ def _back(call: Call, saved: Sequence[Any], grads: Tensors, needs: Sequence[bool
     call.passes += 1
     dout, dlse = grads
     sinks, slopes, out, lse, *inside = saved
-    parts = [_restored(part, inside[5 * n : 5 * n + 5], out, lse) for n, part in enumerate(call.recipe.parts)]
+    views = call.recipe.views
+    parts = [
+        _restored(part, inside[5 * n : 5 * n + 5], out, lse, views[part.width])
+        for n, part in enumerate(call.recipe.parts)
+    ]
     with abort_on_error(call.comm, f"attention, call {call.tag.call}"), no_autocast(out.device.type):
         dout = torch.zeros_like(out) if dout is None else dout
         dq, dk, dv, dsinks = backward(call, parts, sinks, slopes, dout, dlse)
@@ -111,18 +115,18 @@ def _back(call: Call, saved: Sequence[Any], grads: Tensors, needs: Sequence[bool
     )
 
 
-def _saved(part: Part, own: PartTensors, inputs: Sequence[Tensor]) -> list[Tensor | None]:
+def _saved(part: Part, own: PartTensors, inputs: Sequence[Tensor], views: Views) -> list[Tensor | None]:
     """What is saved of a part, 5 tensors: its own, or the inputs that they view; None for views of results."""
     results = (None, None) if part.q.trivial else (own.out, own.lse)
-    q, kv = _viewed(part)
+    q, kv = views
     chosen = own.q if q is None else inputs[0], own.k if kv is None else inputs[1], own.v if kv is None else inputs[2]
     return [*chosen, *results]
 
 
-def _restored(part: Part, saved: Sequence[Any], out: Tensor, lse: Tensor) -> PartTensors:
+def _restored(part: Part, saved: Sequence[Any], out: Tensor, lse: Tensor, views: Views) -> PartTensors:
     """A part's tensors of what was saved."""
     q, k, v, own_out, own_lse = saved
-    q_rows, kv_rows = _viewed(part)
+    q_rows, kv_rows = views
     if q_rows is not None:
         q = q[q_rows]
     if kv_rows is not None:
@@ -130,13 +134,6 @@ def _restored(part: Part, saved: Sequence[Any], out: Tensor, lse: Tensor) -> Par
     if part.q.trivial:
         own_out, own_lse = out[: part.q.rows], lse[:, : part.q.rows]
     return PartTensors(q, k, v, own_out, own_lse)
-
-
-def _viewed(part: Part) -> tuple[slice | None, slice | None]:
-    """Which rows of q, and of k and v, a part's tensors are views of; None where they have memory of their own."""
-    q, kv = part.q.local, part.kv.local
-    alone = part.width == 1
-    return q if alone and isinstance(q, slice) else None, kv if alone and isinstance(kv, slice) else None
 
 
 ATTENTION = CollectiveOp("attention", _run, back=_back)

@@ -34,7 +34,7 @@ from seqpar.ops.attention.grads import GradientExchange
 from seqpar.ops.attention.keys import KeyExchange
 from seqpar.ops.attention.rows import take
 from seqpar.ops.core.device import profile_range
-from seqpar.plan import Part, Step, replicated
+from seqpar.plan import Part, Step
 
 
 def forward(
@@ -174,8 +174,7 @@ def backward(
 
     def start(step: Step) -> PartGradients:
         width = step.part.width
-        fused = _fused(call, step.part, dlse)
-        return _part_gradients(call, step, by_width[width], entries[width](), sinks, dsinks, dq, home, fused=fused)
+        return _part_gradients(call, step, by_width[width], entries[width](), sinks, dsinks, dq, home)
 
     if recipe.alone:
         (tensors,), grads = insides, start(recipe.steps[0])
@@ -206,23 +205,15 @@ def backward(
 def _enter_back(call: Call, part: Part, dout: Tensor, dlse: Tensor | None) -> Callable[[], list[Tensor]]:
     heads, _ = call.recipe.shares[part.width]
     legs = [trade.Leg(dout, part.q, heads)]
-    if call.signature.return_lse:
+    if call.signature.return_lse and (part.width > 1 or dlse is not None):  # inside a trade another rank may have one
         dlse = dout.new_zeros(dout.shape[:2], dtype=call.recipe.acc) if dlse is None else dlse.t()
         legs.append(trade.Leg(dlse, part.q, heads))
     return trade.enter(call, Phase.BACK_ENTER, part, legs)
 
 
-def _fused(call: Call, part: Part, dlse: Tensor | None) -> bool:
-    """Whether a kernel may make delta of the output alone, as no row of a part has a gradient of lse.
-
-    Inside a head trade rows are those of several ranks, and each may have one where lse is returned.
-    """
-    return dlse is None if part.width == 1 else not call.signature.return_lse
-
-
 def _part_gradients(
     call: Call, step: Step, tensors: PartTensors, incoming: list[Tensor], sinks: Tensor | None, dsinks: Tensor | None,
-    dq: Tensor, home: Tensor, *, fused: bool,
+    dq: Tensor, home: Tensor,
 ) -> PartGradients:  # fmt: skip
     """A part's gradients at its first step, and delta, once for the whole backward, from the output as returned.
 
@@ -246,7 +237,7 @@ def _part_gradients(
         home = tensors.k.new_zeros(*tensors.k.shape[:2], signature.dim + signature.v_dim, dtype=call.recipe.acc)
     if not (part.q.trivial and signature.dtype == call.recipe.acc):
         dq = torch.zeros_like(tensors.q, dtype=call.recipe.acc)
-    out = tensors.out if fused else None
+    out = tensors.out if len(incoming) == 1 else None
     return PartGradients(dout, delta.contiguous(), out, dq[: part.q.rows], home[: part.kv.rows])
 
 
@@ -274,8 +265,7 @@ def _differentiate(
 def _leave_back(call: Call, part: Part, grads: PartGradients, dq: Tensor, home: Tensor) -> Callable[[], None]:
     """Gradients on their way out of the head trade; key heads that several shares read are summed."""
     (heads, kv), s = call.recipe.shares[part.width], call.signature
-    several = replicated(s.heads, s.kv_heads, part.width)
-    legs = []
+    several, legs = call.recipe.several[part.width], []
     if not (part.q.trivial and s.dtype == call.recipe.acc):
         legs.append(trade.Leg(grads.dq.to(s.dtype), part.q, heads, target=dq))
     if s.kv_grads and not part.kv.trivial:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 from collections.abc import Sequence
 from numbers import Integral
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
@@ -93,9 +93,11 @@ def signature_of(
         raise NotImplementedError("alibi_slopes have no gradient; detach them")
     if options.dropout_seed is not None and not isinstance(options.dropout_seed, Integral):
         raise ValueError(f"dropout_seed must be an integer, got {options.dropout_seed!r}")
-    scale, softcap, dropout_p = options.scale, options.softcap, options.dropout_p
-    scale = dim**-0.5 if scale is None else _number("scale", scale)
-    softcap, dropout_p = _number("softcap", softcap), _number("dropout_p", dropout_p)
+    try:
+        scale = dim**-0.5 if options.scale is None else float(options.scale)
+        softcap, dropout_p = float(options.softcap), float(options.dropout_p)
+    except (TypeError, ValueError):
+        raise _no_number(options) from None
     if not math.isfinite(scale):
         raise ValueError(f"scale must be finite, got {scale}")
     if not (math.isfinite(softcap) and softcap >= 0):
@@ -111,11 +113,15 @@ def signature_of(
     )  # fmt: skip
 
 
-def _number(name: str, value: Any) -> float:
-    try:
-        return float(value)
-    except (TypeError, ValueError):
-        raise TypeError(f"{name} must be a number, got {value!r:.200}") from None
+def _no_number(options: Options) -> TypeError:
+    """The error for options of which one is no number."""
+    for name in ("scale", "softcap", "dropout_p"):
+        value = getattr(options, name)
+        try:
+            float(0.0 if name == "scale" and value is None else value)
+        except (TypeError, ValueError):
+            return TypeError(f"{name} must be a number, got {value!r:.200}")
+    raise AssertionError(f"numbers: {options}")
 
 
 def check_tensors(

@@ -195,7 +195,8 @@ class _Eager(torch.autograd.Function):
         if ctx.op.adjoint is not None:
             op, options = ctx.way_back
             return (None, None, None, *_placed(ctx, op([grads[n] for n in ctx.needed], [ctx.record], *options)))
-        refuse_double_backward(ctx.op.name)
+        if torch.is_grad_enabled():
+            raise no_double_backward(ctx.op.name)
         stamp, *saved = ctx.saved_tensors
         if stamp.data_ptr() != ctx.stamp.data_ptr():  # else nothing came between, and nothing is read
             check_stamp(ctx.op.name, ctx.record.comm, int(ctx.stamp), stamp)
@@ -229,7 +230,8 @@ class _InGraph(torch.autograd.Function):
             op, options = ctx.way_back
             found, _ = op.dispatch([grads[n] for n in ctx.needed], [ctx.ticket], *options, [False] * len(ctx.needed))
             return (None, None, None, *_placed(ctx, found))
-        refuse_double_backward(ctx.op.name)
+        if torch.is_grad_enabled():
+            raise no_double_backward(ctx.op.name)
         *saved, ticket = ctx.saved_tensors
         if ctx.record is not None and type(ticket) is Tensor:
             again = carried(ticket)[0].record
@@ -255,10 +257,9 @@ def _placed(ctx: Any, grads: Sequence[Tensor]) -> list[Tensor | None]:
     return [by_number.get(n) for n in range(ctx.count)]
 
 
-def refuse_double_backward(what: str) -> None:
-    """Raise inside a backward that is itself to be differentiated."""
-    if torch.is_grad_enabled():
-        raise NotImplementedError(f"{what} has no double backward; call backward without create_graph=True")
+def no_double_backward(what: str) -> NotImplementedError:
+    """The error of a backward that is itself to be differentiated."""
+    return NotImplementedError(f"{what} has no double backward; call backward without create_graph=True")
 
 
 def check_stamp(what: str, comm: Comm, stamp: int, saved: Tensor | int) -> None:
