@@ -9,6 +9,7 @@ from __future__ import annotations
 import math
 import warnings
 from collections.abc import Iterable, Iterator
+from functools import lru_cache
 from typing import Any, NamedTuple
 
 import torch
@@ -21,7 +22,7 @@ from seqpar.kernels import acc_dtype
 from seqpar.ops.core.agreement import digest_of_call, remember
 from seqpar.train.dtensor import beside, global_rank, is_dtensor, local
 from seqpar.train.loop import loops_of
-from seqpar.train.once import Sum, growing, remark, repeated
+from seqpar.train.once import Marks, Sum, remark
 from seqpar.train.sums import flattened, sum_
 
 BUCKET_BYTES = 1 << 26
@@ -68,9 +69,16 @@ class _Claim(NamedTuple):
     @classmethod
     def of(cls, parameters: list[Tensor], bucket_bytes: int) -> _Claim:
         """What this rank says."""
-        shapes = [(list(local(p).shape), str(p.dtype), p.device.type, is_dtensor(p)) for p in parameters]
-        digest = digest_of_call("sync_gradients", {"parameters": shapes, "bucket bytes": bucket_bytes})
-        return cls(digest, [p.grad is not None for p in parameters], repeated(parameters), growing(parameters))
+        shapes = tuple((local(p).shape, p.dtype, p.device.type, is_dtensor(p)) for p in parameters)
+        marks = Marks(parameters)
+        flags = [p.grad is not None for p in parameters]
+        return cls(_digest(shapes, bucket_bytes), flags, marks.repeated(), marks.growing())
+
+
+@lru_cache(maxsize=16)
+def _digest(shapes: tuple[tuple[Any, ...], ...], bucket_bytes: int) -> int:
+    """63 bits of the shapes of parameters and of how they are summed."""
+    return digest_of_call("sync_gradients", {"parameters": shapes, "bucket bytes": bucket_bytes})
 
 
 def _agreed(several: list[Tensor], claim: _Claim, comm: Comm) -> list[bool]:
@@ -119,7 +127,7 @@ def _sum(parameters: list[Tensor], comm: Comm, tag: Tag, bucket_bytes: int, *, c
     """
     if comm.size == 1:
         return True
-    whole = Sum(parameters)
+    marked = Sum(parameters)
     for index, bucket in enumerate(_buckets(parameters, bucket_bytes)):
         # others that are to hear of a change do not hear gradients
         grads = [torch.zeros_like(local(p)) if changed or p.grad is None else local(p.grad) for p in bucket]
@@ -128,12 +136,12 @@ def _sum(parameters: list[Tensor], comm: Comm, tag: Tag, bucket_bytes: int, *, c
         name = f"sync_gradients (bucket {index})"
         if sum_(flat, comm, tag._replace(phase=index, name=name), whole=few, changed=None if index else changed):
             return False
-        sizes = [grad.numel() for grad in grads]
-        for p, piece in zip(bucket, flat.split([*sizes, flat.numel() - sum(sizes)])):
-            grad = _grad(p)
-            grad.copy_(piece.view(grad.shape))
-        whole.took(bucket, flat.sum(dtype=torch.float32))
-    whole.watch()
+        sums = [_grad(p) for p in bucket]
+        sizes = [grad.numel() for grad in sums]
+        pieces = flat.split([*sizes, flat.numel() - sum(sizes)])
+        torch._foreach_copy_(sums, [piece.view(grad.shape) for piece, grad in zip(pieces, sums)])
+        marked.took(bucket)
+    marked.watch()
     return True
 
 
@@ -173,6 +181,9 @@ def _refusal(parameters: list[Tensor], ranks: frozenset[int]) -> Exception | Non
                 "sync_gradients out under a wrapper, and average_over without one"
             )
     for index, p in enumerate(parameters):
+        dense = p.grad is None or (p.grad.layout == torch.strided and p.grad.dtype == p.dtype)
+        if dense and not is_dtensor(p):
+            continue
         what = f"parameter {index} of shape {list(p.shape)}"
         if is_dtensor(p) and not beside(p, ranks):
             return NotImplementedError(
@@ -184,7 +195,7 @@ def _refusal(parameters: list[Tensor], ranks: frozenset[int]) -> Exception | Non
                 f"sync_gradients: {what} is a DTensor with placements {p.placements}, and its gradient has "
                 f"{p.grad.placements}; give it p.grad = p.grad.redistribute(placements=p.placements) before"
             )
-        if p.grad is not None and (p.grad.layout != torch.strided or p.grad.dtype != p.dtype):
+        if p.grad is not None and not dense:
             return NotImplementedError(
                 f"sync_gradients: {what} has a gradient of layout {p.grad.layout} and dtype {p.grad.dtype}, expected "
                 f"a dense one of {p.dtype}; give it p.grad = p.grad.to_dense().to(p.dtype) before"
@@ -201,11 +212,12 @@ def _buckets(parameters: list[Tensor], size: int) -> Iterator[list[Tensor]]:
         bucket: list[Tensor] = []
         held = 0
         for p in several:
-            if bucket and held + local(p).nbytes > size:
+            more = local(p).nbytes
+            if bucket and held + more > size:
                 yield bucket
                 bucket, held = [], 0
             bucket.append(p)
-            held += local(p).nbytes
+            held += more
         yield bucket
 
 

@@ -38,11 +38,9 @@ class Sum:
         self._watched = [TensorWeakRef(p) for p in watched]
         self._versions = [version(p) for p in watched]
         self._values = [_some(p).clone() for p in watched]
-        self._totals: list[Tensor] = []
 
-    def took(self, parameters: Iterable[Tensor], total: Tensor) -> None:
-        """Mark the gradients of parameters. total: of all their elements, not finite if one of them is not."""
-        self._totals.append(total)
+    def took(self, parameters: Iterable[Tensor]) -> None:
+        """Mark the gradients of parameters."""
         for p in parameters:
             assert p.grad is not None
             _sums[p.grad] = self, version(p.grad)
@@ -76,13 +74,12 @@ class Sum:
         return self._added and not self._stepped()
 
     def _stepped(self) -> bool:
-        """Whether an optimizer has changed the parameters since, or would not, as the sum is not finite."""
+        """Whether an optimizer has changed the parameters since."""
         watched = [each() for each in self._watched]
-        same = all(
+        return not all(
             p is not None and version(p) == before and torch.equal(_some(p), x)
             for p, before, x in zip(watched, self._versions, self._values)
         )
-        return not same or not all(bool(total.isfinite()) for total in self._totals)
 
 
 @contextmanager
@@ -94,16 +91,27 @@ def remark(grad: Tensor) -> Iterator[None]:
         _sums[grad] = last[0], version(grad)
 
 
-def repeated(parameters: Iterable[Tensor]) -> bool:
-    """Whether all gradients are sums over ranks, and nothing has changed them since."""
-    marks = [(_sums.get(p.grad), version(p.grad)) for p in parameters if p.grad is not None]
-    return bool(marks) and all(found is not None and found[1] == now for found, now in marks)
+class Marks:
+    """What is known of the gradients of some parameters, where they have one."""
 
+    def __init__(self, parameters: Iterable[Tensor]) -> None:
+        self._grads = [p.grad for p in parameters if p.grad is not None]
+        self._sums = [_sums.get(grad) for grad in self._grads]
 
-def growing(parameters: Iterable[Tensor]) -> bool:
-    """Whether some gradients hold a sum of which no optimizer has made a step, and a backward has added to it."""
-    marks = [_sums.get(p.grad) for p in parameters if p.grad is not None]
-    return any(each.growing() for each in {found[0] for found in marks if found is not None})
+    def repeated(self) -> bool:
+        """Whether all gradients are sums over ranks, and nothing has changed them since."""
+        pairs = zip(self._sums, self._grads)
+        return bool(self._grads) and all(last is not None and last[1] == version(grad) for last, grad in pairs)
+
+    def growing(self) -> bool:
+        """Whether some hold a sum to which a backward has added, and of which no optimizer has made a step.
+
+        Of gradients that are not finite none will be made: they are left out as a whole, as GradScaler does.
+        """
+        marked = [(last[0], grad) for last, grad in zip(self._sums, self._grads) if last is not None]
+        if not any(each.growing() for each in {each for each, _ in marked}):
+            return False
+        return all(bool(local(grad).isfinite().all()) for _, grad in marked)
 
 
 def _some(p: Tensor) -> Tensor:

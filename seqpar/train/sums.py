@@ -100,18 +100,17 @@ def _summed(x: Tensor, comm: Comm, tag: Tag) -> Tensor:
     return flat[: x.numel()].view(x.shape)
 
 
+@torch.no_grad()
 def flattened(tensors: Sequence[Tensor], comm: Comm) -> Tensor:
     """The elements of tensors of one dtype, one after another, and zeros to a multiple of the comm's size."""
     count = sum(x.numel() for x in tensors)
     flat = comm.empty((-(-count // comm.size) * comm.size,), tensors[0].dtype, tensors[0].device)
-    first = 0
-    for x in tensors:
-        flat[first : first + x.numel()].view(x.shape).copy_(x)
-        first += x.numel()
+    torch.cat([x.reshape(-1) for x in tensors], out=flat[:count])
     flat[count:].zero_()
     return flat
 
 
+@torch.no_grad()
 def sum_(flat: Tensor, comm: Comm, tag: Tag, *, whole: bool = False, changed: bool | None = None) -> bool:
     """Put the sum over ranks in place of `flattened` tensors. Takes the two stages from the tag's own on.
 
@@ -121,8 +120,9 @@ def sum_(flat: Tensor, comm: Comm, tag: Tag, *, whole: bool = False, changed: bo
     if comm.size == 1 or not flat.numel():
         return bool(changed)
     pieces = flat.expand(comm.size, -1) if whole else flat.view(comm.size, -1)
+    own = pieces[comm.rank]
     peers = [peer for peer in range(comm.size) if peer != comm.rank]
-    arrived = comm.empty(pieces.shape, flat.dtype, flat.device)
+    arrived = dict(zip(peers, comm.empty((len(peers), len(own)), flat.dtype, flat.device)))
     said = [] if changed is None else [torch.tensor([changed], dtype=torch.int64)]
     heard = {peer: [comm.empty(word.shape, word.dtype, word.device) for word in said] for peer in peers}
     with abort_on_error(comm, f"a sum over ranks, call {tag.call}"):
@@ -130,13 +130,16 @@ def sum_(flat: Tensor, comm: Comm, tag: Tag, *, whole: bool = False, changed: bo
         comm.exchange(sends, {p: [*heard[p], arrived[p]] for p in peers}, tag=tag).wait()
         if changed or any(word.item() for words in heard.values() for word in words):
             return True
-        arrived[comm.rank].copy_(pieces[comm.rank])
-        wide = torch.float32 if flat.dtype in (torch.float16, torch.bfloat16) else flat.dtype
-        total = arrived[0].to(wide, copy=True)
-        for piece in arrived[1:]:
-            total += piece
-        pieces[comm.rank].copy_(total)
+        _add([arrived.get(rank, own) for rank in range(comm.size)], own)
         if not whole:
             tag = tag._replace(stage=tag.stage + 1)
-            comm.exchange({p: [pieces[comm.rank]] for p in peers}, {p: [pieces[p]] for p in peers}, tag=tag).wait()
+            comm.exchange({p: [own] for p in peers}, {p: [pieces[p]] for p in peers}, tag=tag).wait()
     return False
+
+
+def _add(addends: Sequence[Tensor], out: Tensor) -> None:
+    """Put the sum of addends, in their order, in place of one of them, `out`; the first is written over too."""
+    total = addends[0].to(torch.float32 if out.dtype in (torch.float16, torch.bfloat16) else out.dtype)
+    for x in addends[1:-1]:
+        total += x
+    torch.add(total, addends[-1], out=out)
