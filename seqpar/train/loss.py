@@ -23,6 +23,8 @@ from seqpar.kernels import acc_dtype
 from seqpar.ops.core.autocast import autocast_dtype
 from seqpar.train.dtensor import is_dtensor
 
+CACHED = 1 << 16  # logits of rows that a core computes at a time
+
 
 def cross_entropy(
     logits: Tensor,
@@ -196,7 +198,20 @@ def _summed(
 
 
 def _row_losses(z: Tensor, labels: Tensor, o: _Options, grad: bool) -> tuple[Tensor, Tensor]:
-    """The sum of the rows' losses, and its gradient by the logits z, whose memory it takes; z unchanged if not grad."""
+    """The sum of the rows' losses, and its gradient by the logits z, whose memory it takes; z unchanged if not grad.
+
+    On the CPU a few rows at a time go through all steps, as many as its cache holds beside what they are made into.
+    """
+    blocks = 1
+    if z.is_cpu and not torch.compiler.is_compiling():
+        blocks = max(1, min(len(z) // 2, z.numel() // (CACHED * torch.get_num_threads())))
+    parts = zip(z.tensor_split(blocks), labels.tensor_split(blocks))
+    losses = torch.cat([_block_losses(rows, some, o, grad) for rows, some in parts])
+    return losses.masked_fill(labels == o.ignore_index, 0.0).sum(), z
+
+
+def _block_losses(z: Tensor, labels: Tensor, o: _Options, grad: bool) -> Tensor:
+    """The losses of some rows, those that do not count too; their logits become gradients if grad."""
     if o.softcap:
         z.div_(o.softcap).tanh_().mul_(o.softcap)
         slope = 1 - (z / o.softcap).square() if grad else None
@@ -207,14 +222,18 @@ def _row_losses(z: Tensor, labels: Tensor, o: _Options, grad: bool) -> tuple[Ten
     losses = lse - (1 - s) * z.gather(1, at)[:, 0] + o.z_loss * lse.square()
     if s:
         losses -= s * z.mean(-1)
-    total = losses.masked_fill(~keep, 0.0).sum()
     if grad:
-        z.sub_(lse[:, None]).exp_().mul_((1 + 2 * o.z_loss * lse)[:, None]).sub_(s / z.shape[1])
+        z.sub_(lse[:, None]).exp_()
+        if o.z_loss:
+            z.mul_((1 + 2 * o.z_loss * lse)[:, None])
+        if s:
+            z.sub_(s / z.shape[1])
         z.scatter_add_(1, at, torch.full_like(at, -(1 - s), dtype=z.dtype))
-        z.masked_fill_(~keep[:, None], 0.0)
+        if torch.compiler.is_compiling() or not z.is_cpu or not keep.all():  # a device would be waited for
+            z.masked_fill_(~keep[:, None], 0.0)
         if o.softcap:
             z *= slope
-    return total, z
+    return losses
 
 
 class _LinearCrossEntropy(torch.autograd.Function):

@@ -149,6 +149,31 @@ def test_the_logits_never_exist_as_a_whole() -> None:
     assert largest == chunk * vocabulary
 
 
+@pytest.mark.parametrize(("rows", "cached"), [(65, 64), (65, 1000), (2, 1), (3, 1), (1, 1), (0, 1)])
+def test_how_many_rows_a_core_computes_at_a_time_changes_no_bit(
+    monkeypatch: pytest.MonkeyPatch, rows: int, cached: int
+) -> None:
+    vocabulary, made = 64, list[int]()
+
+    class Watch(TorchDispatchMode):
+        def __torch_dispatch__(self, func, types, args=(), kwargs=None):
+            made.extend(args[0].shape[:1] if func is torch.ops.aten.logsumexp.default else ())
+            return func(*args, **(kwargs or {}))
+
+    hidden, weight = torch.randn(rows, 8, requires_grad=True), torch.randn(vocabulary, 8, requires_grad=True)
+    labels = (torch.arange(rows) % 64).masked_fill(torch.arange(rows) % 5 == 0, IGNORED)
+    options = {"valid": 50, "label_smoothing": 0.1, "z_loss": 0.01, "softcap": 3.0}
+    whole = linear_cross_entropy(hidden, weight, labels, **options)
+    monkeypatch.setattr("seqpar.train.loss.CACHED", cached)
+    with Watch():
+        blocks = linear_cross_entropy(hidden, weight, labels, **options)
+    assert torch.equal(whole, blocks)
+    for one, other in zip(grads(whole, hidden, weight), grads(blocks, hidden, weight)):
+        assert torch.equal(one, other)
+    at_most = max(3, 2 * cached * torch.get_num_threads() // vocabulary)
+    assert sum(made) == rows and max(made, default=0) <= at_most
+
+
 def test_half_precision_gradients_do_not_underflow_by_the_number_of_tokens() -> None:
     leaves = [x.to(torch.float16).requires_grad_() for x in given()[:2]]
     *_, labels = given()
