@@ -556,7 +556,7 @@ def test_the_demo_gets_its_flags_and_its_ranks(
         (("--ranks", "1" * 90), "expected an integer of at most 18 digits"),
         (("--hardware", ""), "--hardware '' is neither a preset"),
         (("--hardware", __file__), "test_cli.py is no hardware file"),
-        (("--out", "picture"), "the ending of 'picture' is no format"),
+        (("--out", "picture"), "the ending of 'picture' is not a picture format"),
         (("--unknown",), "unrecognized arguments: --unknown"),
     ],
 )
