@@ -42,9 +42,9 @@ def test_a_machine_is_measured_and_its_file_loads(tmp_path: Path) -> None:
     done = subprocess.run(command, capture_output=True, text=True, timeout=600, env=env, cwd=tmp_path)
     # A machine that is busy with something else may spoil a fit, and the command must say so.
     spoilt = (
-        "measure again on a machine that does nothing else",
-        "take no longer for more bytes",
-        "no longer for more pairs",
+        "measure again on an idle machine",
+        "are no slower for more bytes",
+        "no slower for more pairs",
     )
     if done.returncode == 2 and any(words in done.stderr for words in spoilt):
         assert not out.exists()
@@ -149,7 +149,7 @@ def test_a_link_gets_more_turns_while_its_fit_says_nothing(monkeypatch: pytest.M
         return [{"inside": [[1 / size] for size in sizes]}]
 
     monkeypatch.setattr(seqpar.launch, "run_processes", hopeless)
-    with pytest.raises(ValueError, match="inside: the measured exchanges take no longer for more bytes"):
+    with pytest.raises(ValueError, match="inside: the measured exchanges are no slower for more bytes"):
         calibrate._links(CPU, 2, quick=True)
     assert len(calls) == 2 + calibrate.ROUNDS
 

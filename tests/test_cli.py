@@ -140,10 +140,10 @@ def test_hardware_comes_from_a_file(tmp_path: Path, capsys: pytest.CaptureFixtur
     assert facts["forecast"]["hardware"] == "mine"
     path.write_text("{}", encoding="utf-8")
     assert main(["plan", "--lengths", "5", "--hardware", str(path)]) == 2
-    assert f"{path} is no hardware file" in capsys.readouterr().err
+    assert f"{path} is not a hardware file" in capsys.readouterr().err
     path.write_text("[" * 100_000, encoding="utf-8")
     assert main(["plan", "--lengths", "5", "--hardware", str(path)]) == 2
-    assert f"{path} is no hardware file: maximum recursion depth" in capsys.readouterr().err
+    assert f"{path} is not a hardware file: maximum recursion depth" in capsys.readouterr().err
 
 
 def test_a_plan_of_many_ranks_is_told_in_few_lines(capsys: pytest.CaptureFixture[str]) -> None:
@@ -555,7 +555,7 @@ def test_the_demo_gets_its_flags_and_its_ranks(
         (("--seed", "-1"), "--seed -1 is too small; it must be at least 0"),
         (("--ranks", "1" * 90), "expected an integer of at most 18 digits"),
         (("--hardware", ""), "--hardware '' is neither a preset"),
-        (("--hardware", __file__), "test_cli.py is no hardware file"),
+        (("--hardware", __file__), "test_cli.py is not a hardware file"),
         (("--out", "picture"), "the ending of 'picture' is not a picture format"),
         (("--unknown",), "unrecognized arguments: --unknown"),
     ],

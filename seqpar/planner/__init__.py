@@ -1,4 +1,4 @@
-"""Which layout, degrees and widths suit a batch, from facts about the model and the machine. No torch, no devices."""
+"""The planner: layout, degrees and widths for a batch, from facts about model and machine. No torch, no devices."""
 
 from seqpar.planner.batch import plan_batch
 from seqpar.planner.forecast import Forecast

@@ -1,7 +1,7 @@
 """`plan_batch`: the layout, degrees, widths and transport of one packed batch, from its lengths alone.
 
-Candidates are placements by a few values of the knobs of `place`. They depend on lengths, masks, ranks and memory only;
-what links take decides among those that compute about equally fast. Every rank makes the same choice without a message.
+Candidates are placements under a few settings of `place`'s knobs. They depend on lengths, masks, ranks and memory only;
+links decide among those with about equal computation. Every rank makes the same choice without a message.
 """
 
 from __future__ import annotations
@@ -28,19 +28,19 @@ from seqpar.planner.problem import STAGE_BYTES, Problem
 from seqpar.planner.scale import weights_for
 from seqpar.planner.shape import ModelShape
 
-TYPICAL_STAGES = 3  # stages in which a rank is taken to fetch, where documents are placed
-ALONE = Knobs(80, 40, 4, 0, 1)  # every document by ranks of their own heads
-FEW = 8  # ranks up to which all candidates are compared
-SMALL = 1 << 11  # ranks times documents up to which placing costs little
-# of some hundred values those that together come closest to the bound with 8,192 tokens on each of 8 ranks, where a
-# rank has less than 4 documents on average and where it has more
+TYPICAL_STAGES = 3  # assumed number of stages in which a rank fetches, while documents are placed
+ALONE = Knobs(80, 40, 4, 0, 1)  # long documents on single ranks, no head trade
+FEW = 8  # with up to this many ranks, all candidates are compared
+SMALL = 1 << 11  # ranks * documents, up to which placing is cheap
+# Out of several hundred settings, those that together come closest to the bound for 8,192 tokens on each of 8 ranks,
+# with fewer and with more than 4 documents per rank on average.
 NESTS_OF_FEW = [
     Nest(*counts) for counts in ((2, 6, 4, 12), (1, 6, 4, 3), (1, 4, 4, 3), (1, 0, 2, 3), (3, 3, 0, 12), (1, 3, 0, 3))
 ]
 NESTS_OF_MANY = [
     Nest(*counts) for counts in ((2, 8, 4, 3), (1, 8, 4, 3), (2, 6, 0, 6), (1, 6, 0, 3), (2, 2, 0, 3), (3, 2, 0, 3))
 ]
-NEAR = 200  # one part in so many above the mean of all ranks: no plan is better by more
+NEAR = 200  # a plan within 1/200 of the mean of all ranks is good enough: no plan gains more
 
 
 def plan_batch(
@@ -56,16 +56,16 @@ def plan_batch(
 ) -> Plan:
     """The plan of a packed batch whose slowest rank is predicted to finish earliest.
 
-    lengths: tokens of each document. masks: one for all layers, or one for each layer; causal with the model's windows
-    by default; the plan is made with the mask of most layers, the others are ``plan.with_mask(mask)``. model, hardware:
-    values, or names of presets; a model given by name recomputes as little in backward as memory allows. node:
-    consecutive ranks that share fast links, the machine's by default. token_slack: rows that a rank may have above the
-    mean, as a part of it (and one more). max_tokens_per_rank: besides what memory allows.
+    lengths: tokens of each document. masks: one for all layers, or one per layer; by default causal with the model's
+    windows. The plan has the mask of most layers; the others are ``plan.with_mask(mask)``. model, hardware: values, or
+    names of presets; a model given by name recomputes as little in backward as memory allows. node: consecutive ranks
+    that share fast links, by default the machine's. token_slack: the fraction by which a rank's rows may exceed the
+    mean (plus one row). max_tokens_per_rank: a limit besides that of memory.
 
-    ``plan.forecast`` has the predicted seconds of every rank, the bound that no plan can beat, and the gap of the two.
+    ``plan.forecast`` has the predicted seconds of every rank, the bound that no plan beats, and the gap between them.
 
-    Raises: ValueError for lengths that are not positive, a batch that does not fit, saying how many ranks would do, and
-    for masks of other lengths. NotImplementedError for 2**31 tokens and more, which kernels do not number.
+    Raises: ValueError for lengths that are not positive, for masks of other lengths, and for a batch that does not fit,
+    naming the number of ranks that would do. NotImplementedError for 2**31 tokens or more, which kernels cannot number.
     """
     problem = Problem.of(
         lengths, ranks, masks=masks, model=model, hardware=hardware, node=node, token_slack=token_slack,
@@ -75,14 +75,14 @@ def plan_batch(
 
 
 def plan_of(problem: Problem) -> Plan:
-    """The plan of a batch, with its forecast. Raises as `plan_batch`."""
+    """The plan of a batch, with its forecast. Raises: as `plan_batch`."""
     check_positions(problem.tokens)
     layers, room, node = problem.layers, problem.room, problem.node
     shape, machine = problem.model, problem.hardware
     weights = weights_for(layers, shape, machine, stage_bytes=STAGE_BYTES[0])
     try:
         best = choose(layers, weights, problem.ranks, node=node, room=room)
-    except OverflowError:  # some candidate merges more than the others compute
+    except OverflowError:  # a candidate costs more ticks for merging than for computing
         weights = weights_for(layers, shape, machine, stage_bytes=STAGE_BYTES[0], rows=int(room.max()) * node)
         best = choose(layers, weights, problem.ranks, node=node, room=room)
     mask, width = layers[0][0], int(best.widths[0])
@@ -99,8 +99,8 @@ def plan_of(problem: Problem) -> Plan:
 
 
 class Candidate(NamedTuple):
-    """A placement and what it has ranks compute and move, where keys that cross nodes travel as they are and, if that
-    is a candidate too, where they enter a node once."""
+    """A placement with its counts of work and traffic: plain, and, if that is worth a try, with keys that enter a node
+    once."""
 
     placement: Placement
     plain: Counted
@@ -108,12 +108,12 @@ class Candidate(NamedTuple):
 
     @property
     def moved(self) -> tuple[int, ...]:
-        """Pieces, and what it moves, by kind; the same for all its variants."""
+        """Pieces, and rows moved by kind, without nodes."""
         return len(self.placement.pieces.count), self.plain.moved, self.plain.crossing, self.plain.traded
 
 
 class Decision(NamedTuple):
-    """What is made a plan."""
+    """The candidate chosen, with everything that its plan needs."""
 
     pieces: Pieces
     widths: Ints
@@ -124,10 +124,11 @@ class Decision(NamedTuple):
 
 
 def choose(layers: Layers, w: Weights, ranks: int, *, node: int, room: Ints) -> Decision:
-    """The candidate whose slowest rank has the fewest ticks; of equal ones that with fewest cuts, then fewest bytes.
+    """The candidate whose slowest rank has the fewest ticks; ties go to fewest cuts, then fewest bytes.
 
-    A candidate that computes within 0.5 % of another and has more pieces, and moves no less of anything, is left out
-    before links are asked: so faster links never make the answer slower. On few ranks all are compared.
+    Before links count, a candidate is dropped if another computes within 0.5 % of it, has fewer pieces and moves no
+    more
+    of anything: so faster links never make the result slower. On few ranks all candidates are compared.
     """
     mask = layers[0][0]
     total = document_ticks(layers, w)
@@ -137,14 +138,14 @@ def choose(layers: Layers, w: Weights, ranks: int, *, node: int, room: Ints) -> 
         mask.lengths, total, w.row + w.label + every * w.query, every * w.key, every * w.query, TYPICAL_STAGES * stage
     )
     even = np.minimum(room, mask.tokens // ranks + 1)
-    rooms = [even] if (even == room).all() else [even, room]  # rows to spare must not make a plan worse
+    rooms = [even] if (even == room).all() else [even, room]  # spare rows must not make a plan worse
     single = not all(m.within_documents for m, _ in layers)
     cheap = node >= ranks and 64 * ranks * batch.stages < int(total.sum())
     if 1 < ranks <= FEW and documents >= 8 * ranks and cheap and not single:
         near = _near_the_bound(layers, w, batch, ranks, node=node, room=even)
         if near is not None:
             return near
-    # what is not computing may matter more than how evenly ranks compute
+    # transfers and linear layers may matter more than evenly balanced attention
     thorough = documents < max(8 * ranks, SMALL // ranks + 1) or batch.key * 32 > batch.row
     few = ranks <= FEW and ranks * documents <= SMALL
     if few:
@@ -153,7 +154,7 @@ def choose(layers: Layers, w: Weights, ranks: int, *, node: int, room: Ints) -> 
     else:
         knobs = candidates(ranks, node, documents, thorough=thorough, single=single)
     placed = [pair for space in rooms for pair in zip(knobs, placements(batch, ranks, room=space, knobs=knobs))]
-    # such a mask takes one width for all documents
+    # bounds that cross documents allow only one width for all
     placed = [(k, p) for k, p in placed if not single or p.widths.min() == p.widths.max()]
     chosen = list({id(p): p for _, p in placed}.values()) if few else shortlist(placed, thorough=thorough)
     if few and 1 < ranks <= node and not single:
@@ -165,16 +166,17 @@ def choose(layers: Layers, w: Weights, ranks: int, *, node: int, room: Ints) -> 
 def _near_the_bound(
     layers: Layers, w: Weights, batch: Documents, ranks: int, *, node: int, room: Ints
 ) -> Decision | None:
-    """A plan of many documents that others can beat by next to nothing, if there is one that is found at once.
+    """A plan for many documents that no other plan beats by much, if one is found at once; else None.
 
-    Whole documents, and what they leave filled, if no document has more attention than a rank's share; else a nest, if
-    exchanges alone do not take too long.
+    If no document has more attention than a rank's fair share: whole documents, with the shortest as filling. Otherwise
+    a
+    nest, unless its exchanges alone take too long.
     """
     attention, mean = batch.ticks - batch.row * batch.lengths, int(batch.ticks.sum()) // ranks
     enough = 0
     if int(attention.max()) * ranks <= int(attention.sum()):
         placed = placements(batch, ranks, room=room, knobs=[ALONE])
-        enough = mean * 1001 // 1000  # beside it exchanges could be less, by next to nothing
+        enough = mean * 1001 // 1000  # fewer exchanges could gain next to nothing beyond this
     elif layers_in(layers) * 4 * w.inside.latency * NEAR > mean:
         return None
     else:
@@ -185,7 +187,7 @@ def _near_the_bound(
 
 
 def _decided(rivals: list[Candidate], w: Weights, node: int, *, all_rivals: bool) -> Decision:
-    """Fewest ticks of the slowest rank first, then fewest pieces, then what moves least, then the smallest stage."""
+    """Fewest ticks of the slowest rank, then fewest pieces, then least traffic, then the smallest stage."""
     ways = [(nth, counts) for nth, candidate in enumerate(rivals) for counts in candidate[1:] if counts is not None]
     ticks = ticks_of_each([counts for _, counts in ways], w, stage_bytes=STAGE_BYTES)
     slowest = ticks.total.max(-1)
@@ -207,7 +209,7 @@ def _decided(rivals: list[Candidate], w: Weights, node: int, *, all_rivals: bool
 
 
 def _outdone(rivals: list[Candidate], computing: list[int]) -> set[int]:
-    """Those that compute about as long as another, in more pieces, and move no less of anything."""
+    """Candidates for which another computes about as fast, with fewer pieces and no more traffic of any kind."""
     moved = [candidate.moved for candidate in rivals]
     return {
         nth
@@ -222,12 +224,12 @@ def _less(one: tuple[int, ...], other: tuple[int, ...]) -> bool:
 
 
 def candidates(ranks: int, node: int, documents: int, *, thorough: bool, single: bool) -> list[Knobs]:
-    """Values of the knobs: many where placing costs little, few for batches that take long to place.
+    """Settings of the knobs: many where placing is cheap, few for batches that take long to place.
 
-    thorough: also such as compute less evenly than others, but move less. single: all documents must have one width.
+    thorough: also settings that compute less evenly but move less. single: all documents must have the same width.
     """
     width = math.gcd(ranks, node)
-    shared = [Knobs(0, 64, 0, 16, ranks)] * (1 < ranks == width)  # every document, by all ranks
+    shared = [Knobs(0, 64, 0, 16, ranks)] * (1 < ranks == width)  # every document on all ranks
     whole = [Knobs(80, 0, 4, 4, 1)]
     if ranks * documents <= SMALL:
         widths = [w for w in range(1, width + 1) if width % w == 0]
@@ -246,15 +248,15 @@ def candidates(ranks: int, node: int, documents: int, *, thorough: bool, single:
 
 
 def candidates_of_few(ranks: int, width: int, documents: int, quarters: int) -> list[Knobs]:
-    """Values of the knobs for few ranks: those without which some batch of thousands takes longer by 0.4 %.
+    """Settings of the knobs for few ranks: those without which some batch among thousands takes 0.4 % longer.
 
-    width: the largest. quarters: of what all documents cost that are attention. Nesting does the rest where all ranks
-    may share heads.
+    width: the largest. quarters: attention's part of the batch's cost, in quarters. If all ranks may share heads,
+    `nested` adds the rest.
     """
     widths = [w for w in range(1, width + 1) if width % w == 0]
     if width < ranks or width == 1:
         return _apart(ranks, widths, documents, quarters)
-    shared = Knobs(0, 64, 0, 16, ranks)  # every document, by all ranks
+    shared = Knobs(0, 64, 0, 16, ranks)  # every document on all ranks
     if documents == 1:
         return [ALONE] + [Knobs(160, 16, 4, 4, 1)] * (ranks > 2)
     half = widths[-2]
@@ -278,7 +280,7 @@ def candidates_of_few(ranks: int, width: int, documents: int, quarters: int) -> 
 
 
 def _apart(ranks: int, widths: list[int], documents: int, quarters: int) -> list[Knobs]:
-    """The same where not all ranks may share heads."""
+    """As `candidates_of_few`, if not all ranks may share heads."""
     knobs = [ALONE, Knobs(160, 16, 4, 1, 1)]
     if quarters >= 2 and documents < 64 * ranks:
         knobs += [Knobs(80, 0, 4, 4, 1), Knobs(64, 16, 4, 4, 1)] + [Knobs(64, 40, 4, 4, w) for w in widths]
@@ -291,9 +293,9 @@ def _apart(ranks: int, widths: list[int], documents: int, quarters: int) -> list
 
 
 def shortlist(placed: list[tuple[Knobs, Placement]], *, thorough: bool) -> list[Placement]:
-    """Of each kind of placement that which computes fastest, and of those about as fast the one with fewest pieces.
+    """The fastest placement of each kind, and among those about as fast the one with the fewest pieces.
 
-    thorough: of all kinds, not only of those about as fast as the fastest. What is equal in both is taken for the same.
+    thorough: of every kind, not only of those about as fast as the fastest. Equal time and pieces count as the same.
     """
     kinds: dict[tuple[int, ...], dict[tuple[int, int], Placement]] = {}
     for knobs, p in placed:
@@ -311,11 +313,11 @@ def shortlist(placed: list[tuple[Knobs, Placement]], *, thorough: bool) -> list[
 
 
 def _counted(layers: Layers, placed: list[Placement], ranks: int, node: int) -> list[Candidate]:
-    """What placements have ranks compute and move, also with keys that enter a node once where that may be less."""
+    """The placements with their counts, and where it may pay also with keys that enter a node once."""
     rivals = []
     for placement, plain in zip(placed, counted_each(layers, placed, ranks=ranks, node=node), strict=True):
         once = None
-        # what a few borders of ranks fetch needs no forwarding, which costs steps and planning
+        # a few rows fetched at the borders of ranks are not worth forwarding, which costs steps and planning time
         if node < ranks and ranks % node == 0 and plain.crossing * 64 > int(plain.rows.sum()) * layers_in(layers):
             layout = layout_of(layers[0][0], placement.pieces, ranks)
             once = counted(layers, layout, widths=placement.widths, node=node, forwarded=True)

@@ -1,4 +1,4 @@
-"""What no plan can beat: lower bounds on the ticks of a step under the cost model of `cost`."""
+"""Lower bounds on the ticks of a step, which no plan beats under the cost model of `cost`."""
 
 from __future__ import annotations
 
@@ -8,10 +8,10 @@ from seqpar.planner.count import areas
 
 
 def document_ticks(layers: Layers, w: Weights) -> Ints:
-    """Ticks of everything that each document costs whole on one rank, int64 [documents]: the least it costs anywhere.
+    """Ticks of each document whole on one rank, int64 [documents]: the least that it costs anywhere.
 
-    Every pair is computed, every row is one of some rank, and a document has at least one piece; cut, it costs fetched
-    rows besides.
+    Every pair and every row is computed once, and a document has at least one piece; if cut, it also costs fetched
+    rows.
     """
     ticks = layers[0][0].lengths * (w.row + w.label)
     for mask, count in layers:
@@ -20,10 +20,10 @@ def document_ticks(layers: Layers, w: Weights) -> Ints:
 
 
 def lower_bound(layers: Layers, w: Weights, ranks: int) -> int:
-    """Ticks that the slowest of so many ranks takes at least, however the batch is laid out.
+    """Ticks that the slowest of ``ranks`` ranks takes at least, however the batch is laid out.
 
-    The ranks share the least cost of all documents; every rank that holds a row starts its kernels once a layer; and
-    some rank holds at least the mean of the rows, rounded up.
+    The ranks share the least cost of all documents; every rank with a row starts its kernels once per layer; and some
+    rank holds at least the mean of the rows, rounded up.
     """
     tokens = layers[0][0].tokens
     ticks = document_ticks(layers, w)

@@ -8,32 +8,32 @@ from typing import Any
 # Decoders whose blocks this file knows: softmax attention, then a gated ffn or experts.
 DENSE = ("gemma2", "gemma3", "gemma3_text", "llama", "mistral", "phi3", "qwen2", "qwen3")
 SPARSE = ("deepseek_v2", "deepseek_v3", "gpt_oss", "mixtral", "qwen2_moe", "qwen3_moe")
-# Those whose configs leave it out where head and embedding are one matrix.
+# Decoders that tie head and embedding unless their config says otherwise.
 TIED = ("gemma2", "gemma3", "gemma3_text")
-# How many layers one pattern of windows has, and which of them see everything, where a config has no list of layers.
+# Layers per pattern of windows, and which of them see all keys, for configs without a list of layers.
 PATTERNS = {"gemma2": (2, 1), "gemma3": (6, 5), "gemma3_text": (6, 5), "gpt_oss": (2, 1)}
 
 
 class _Config:
-    """A config's entries by name, and the names that were asked for in vain."""
+    """A config's entries by name, and the names that were missing."""
 
     def __init__(self, entries: Mapping[str, Any], kind: str) -> None:
         self.entries, self.kind = entries, kind
         self.missing: list[str] = []
 
     def get(self, *names: str, default: Any = None) -> Any:
-        """The first of the entries that is there and not None."""
+        """The first of these entries that exists and is not None."""
         return next((self.entries[n] for n in names if self.entries.get(n) is not None), default)
 
     def need(self, *names: str) -> Any:
-        """As `get`; if there is none it is noted as missing, and 1 stands in until `check`."""
+        """As `get`; a missing entry is noted, and 1 stands in for it until `check`."""
         value = self.get(*names)
         if value is None:
             self.missing.append(" or ".join(names))
         return 1 if value is None else value
 
     def check(self) -> None:
-        """Raise ValueError naming everything that was missing."""
+        """Raise ValueError naming all missing entries."""
         if self.missing:
             raise ValueError(
                 f"the config of model_type {self.kind!r} lacks {', '.join(self.missing)}; "
@@ -77,7 +77,7 @@ def _entries(config: object) -> Mapping[str, Any]:
 
 
 def _heads(c: _Config, values: Mapping[str, Any]) -> dict[str, Any]:
-    """Heads of keys, and dims; in models with low-rank projections every query head has keys of its own."""
+    """Key heads and dims. In models with low-rank projections, every query head has its own keys."""
     if c.kind.startswith("deepseek"):
         rope = c.need("qk_rope_head_dim")
         return {
@@ -95,7 +95,7 @@ def _heads(c: _Config, values: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def _experts(c: _Config, values: Mapping[str, Any]) -> dict[str, Any]:
-    """Experts of a sparse model; the layers that have none must be the first ones."""
+    """Experts of a sparse model; layers without experts must come first."""
     separate = c.kind not in ("gpt_oss", "mixtral")
     experts = {
         "experts": c.need("num_local_experts", "num_experts", "n_routed_experts"),
@@ -122,7 +122,8 @@ def _experts(c: _Config, values: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def _windows(c: _Config, layers: int) -> tuple[int | None, ...]:
-    """Keys to the left of its own that each layer sees: a `sliding_window` of transformers counts the query's own."""
+    """Keys to the left of its own that each layer's query sees; transformers' `sliding_window` counts the own key
+    too."""
     size = c.get("sliding_window")
     kinds = c.get("layer_types")
     if size is None or c.get("use_sliding_window") is False:
@@ -147,7 +148,7 @@ def _windows(c: _Config, layers: int) -> tuple[int | None, ...]:
         windows = tuple(size - 1 if layer >= first else None for layer in range(layers))
     else:
         windows = (size - 1,) * layers
-    # The shortest cycle says the same as the list of layers.
+    # The shortest cycle is equivalent to the list of all layers.
     for period in range(1, len(windows)):
         if all(window == windows[at % period] for at, window in enumerate(windows)):
             return windows[:period]

@@ -1,13 +1,16 @@
-"""What a plan costs: seconds of every rank, by what it does, and bytes of its memory.
+"""The cost of a plan: seconds of every rank by phase, and bytes of its memory.
 
-A piece of a document on a rank costs ``piece + pair * area + query * rows + key * fetched rows``, no term negative; so
-the sum of the least of them over the ranks bounds every layout from below (see `bound`). Transfers hide behind
-computation as `seqpar.ops.attention.schedule` lets them: the first stage of keys behind the rank's own keys, each
-later one behind the stage before, gradients of a stage behind the next, those of the last behind nothing.
+A piece of a document on a rank costs ``piece + pair * area + query * rows + key * fetched rows``, with no negative
+term,
+so the least of these, summed over ranks, bounds every layout from below (see `bound`). Transfers hide behind
+computation as `seqpar.ops.attention.schedule` orders them::
 
-All is counted in ticks, integers of a 1024th of what an attended pair costs, so that every rank, whatever its processor
-and numpy, decides alike. Where a batch has more of them than 64 bits hold, a tick is 2, 4, 8 ... times as long (see
-`scale`).
+    computed      own keys    stage 1       stage 2       stage 3
+    keys in       stage 1     stage 2       stage 3
+    gradients out                           stage 1       stage 2      stage 3 (exposed)
+
+All counts are in ticks, integers of 1/1024 of the cost of an attended pair, so that every rank decides alike whatever
+its processor and numpy. For a batch whose ticks exceed 64 bits, a tick is 2, 4, 8 ... times as long (see `scale`).
 """
 
 from __future__ import annotations
@@ -31,10 +34,10 @@ from seqpar.planner.hardware import Hardware, Link
 from seqpar.planner.place import Placement, layout_of
 from seqpar.planner.shape import ModelShape
 
-PAIR = 1024  # ticks of an attended pair in a forward, where they are finest
-LARGEST = 4 * (1 << 63) // 5  # ticks of a batch without merging; `place` takes five quarters of a sum
-LARGEST_AREA = 62  # no document has as many pairs as 2 to this power
-Layers = Sequence[tuple[Mask, int]]  # a mask, and how many layers have it
+PAIR = 1024  # ticks of an attended pair in forward, at the finest scale
+LARGEST = 4 * (1 << 63) // 5  # ticks of a batch without merging; `place` adds up to a quarter of a sum
+LARGEST_AREA = 62  # no document has 2 ** 62 pairs or more
+Layers = Sequence[tuple[Mask, int]]  # masks, each with the number of its layers
 
 
 class Pass(NamedTuple):
@@ -48,8 +51,9 @@ class Pass(NamedTuple):
 
 
 class Wire(NamedTuple):
-    """Ticks of a link: of an exchange, of a key row, of its gradient, and of a row that is traded for heads on the way
-    in (query, key, value) and out (output); backward it is the other way round."""
+    """Ticks of a link: per exchange, per key row, per key row's gradient, and per row of a head trade on the way in
+    (query,
+    key, value) and out (output); in backward the two directions swap."""
 
     latency: int
     key: int
@@ -60,9 +64,9 @@ class Wire(NamedTuple):
 
 @dataclass(frozen=True)
 class Weights:
-    """A model on a machine, in ticks. row, label: of all layers, forward and backward. second: seconds of a tick.
+    """A model on a machine, in ticks. row, label: all layers, forward and backward. second: the seconds of a tick.
 
-    area: attended pairs, as a power of 2, of which `Pass.pair` is the cost.
+    area: `Pass.pair` is the cost of ``2**area`` attended pairs.
     """
 
     forward: Pass
@@ -80,14 +84,14 @@ class Weights:
     @classmethod
     @lru_cache(maxsize=16)
     def of(cls, shape: ModelShape, hardware: Hardware, *, coarse: int = 0) -> Weights:
-        """The weights of a model on a machine. coarse: a tick is 2 to this power of the finest ones."""
+        """The weights of a model on a machine. coarse: a tick is ``2**coarse`` of the finest ticks."""
         a = hardware.attention
         pair = shape.pair_flops / a.rate
         second = pair / PAIR * 2.0**coarse
         again = pair if shape.recompute in ("attention", "full") else 0.0
         back = 2.5 * shape.pair_flops / a.backward_rate + again
-        # so many pairs together that they cost as many ticks as single ones where ticks are finest; or in the dearer
-        # direction, where it is much dearer, some thousand
+        # as many pairs together as cost about PAIR ticks; if one direction is much dearer, some thousand ticks in that
+        # one
         dearer = max(0, round(max(pair, back) / pair).bit_length() - 3)
         area = min(max(0, coarse - dearer), LARGEST_AREA)
 
@@ -108,7 +112,7 @@ class Weights:
         return cls(
             forward=direction(pair, 1),
             backward=direction(back, 2 if again else 1),
-            # every row costs something, so that every batch does
+            # at least 1, so that no batch is free
             row=max(1, round(passes * shape.linear_flops / hardware.linear_rate / second)),
             label=round(3 * shape.head_flops / hardware.linear_rate / second),
             inside=wire(hardware.inside),
@@ -141,11 +145,11 @@ class Weights:
         return self.forward.piece + self.backward.piece
 
     def areas(self, pairs: Ints) -> Ints:
-        """How often ``2**area`` attended pairs fit into so many."""
+        """The whole multiples of ``2**area`` in these attended pairs."""
         return pairs >> self.area if self.area else pairs
 
     def begun(self, pairs: Ints) -> Ints:
-        """The same, what is left over counted as one more: so that what ranks do is no less than the whole."""
+        """As `areas`, rounded up, so that the ranks' sum is no less than the whole."""
         return -(-pairs >> self.area) if self.area else pairs
 
 
@@ -153,8 +157,9 @@ PHASES = ("attention", "exposed", "linear", "head")
 
 
 class Ticks(NamedTuple):
-    """Ticks of a training step by rank, int64 [..., ranks]: computing attention, waiting for transfers that nothing
-    hides, linear layers, and the head."""
+    """Ticks of a training step by rank, int64 [..., ranks]: attention, exposed (waiting for transfers that nothing
+    hides),
+    linear layers, and the head."""
 
     attention: Ints
     exposed: Ints
@@ -167,7 +172,7 @@ class Ticks(NamedTuple):
         return self.attention + self.exposed + (self.linear + self.head)
 
     def of(self, candidate: int, stage: int) -> Ticks:
-        """Those of one of several candidates, with one of several sizes of a stage."""
+        """The ticks of one candidate with one stage size."""
         return Ticks(
             self.attention[candidate, stage], self.exposed[candidate, stage], self.linear[candidate, 0],
             self.head[candidate, 0],
@@ -182,10 +187,10 @@ class Times(NamedTuple):
 
 
 def timeline(t: Tally, w: Weights, *, width: int | Ints, stage_bytes: int | Sequence[int]) -> Times:
-    """Ticks of a layer for documents of one width, or of each group's width. stage_bytes: of the keys of a stage;
-    several make a first axis."""
+    """Ticks of a layer for documents of one width, or of each group's width. stage_bytes: bytes of a stage's keys; a
+    sequence adds a first axis."""
     shared: Ints = np.asarray(width)
-    heads, kv_heads = -(-w.heads // shared), -(-w.kv_heads // shared)  # of the member with most
+    heads, kv_heads = -(-w.heads // shared), -(-w.kv_heads // shared)  # of the member with most heads
     both = Pass(*np.array([w.forward, w.backward]).T[:, :, None])
     # rounded up, so that the members of a group together take no less than the whole
     own = both.piece * t.pieces + both.query * t.rows + both.pair * w.begun(t.near)
@@ -214,7 +219,7 @@ def timeline(t: Tally, w: Weights, *, width: int | Ints, stage_bytes: int | Sequ
 
 
 def _portion(ticks: Ints, part: int | Ints, whole: int | Ints) -> Ints:
-    """``ticks * part // whole``, also where the product is more than 64 bits hold."""
+    """``ticks * part // whole``, even if the product exceeds 64 bits."""
     return ticks // whole * part + ticks % whole * part // whole
 
 
@@ -224,8 +229,8 @@ def _exposed(
 ) -> Ints:  # fmt: skip
     """Ticks of transfers that computation does not hide.
 
-    While a stage is computed, the keys of the next arrive and the gradients of the one before leave. Of `stages` equal
-    stages and, if tapered, two that are a quarter and a 16th of what equal ones alone would be.
+    While a stage is computed, the next stage's keys arrive and the previous stage's gradients leave. There are `stages`
+    equal stages; if tapered, two more of a quarter and a 16th of the size that equal stages alone would have.
     """
     k = np.maximum(stages, 1)
 
@@ -241,9 +246,9 @@ def _exposed(
 
 
 def trades(most: Ints, w: Weights, width: int | Ints) -> Ints:
-    """Ticks of trading a group's tokens for heads, [2, groups] each: on the way in, and out; none without tokens.
+    """Ticks of a group's head trade, [2, groups] each: on the way in, and out; zero without tokens.
 
-    most: rows of the member with most, which sends most and no other receives more.
+    most: rows of the group's largest member, which sends the most; no member receives more.
     """
     latency = w.inside.latency * (most > 0)
     enter, leave = (latency + _portion(most * ticks, width - 1, width) for ticks in (w.inside.enter, w.inside.leave))
@@ -251,7 +256,7 @@ def trades(most: Ints, w: Weights, width: int | Ints) -> Ints:
 
 
 class WidthGroup(NamedTuple):
-    """The documents of one width in so many layers of one mask."""
+    """The documents of one width in the layers of one mask."""
 
     layers: int
     width: int
@@ -260,7 +265,7 @@ class WidthGroup(NamedTuple):
 
 
 class Counted(NamedTuple):
-    """What a layout has every rank compute and move: layers of one mask together, their parts by rising width."""
+    """A layout's counts of every rank's work and traffic: by mask, then by rising width."""
 
     masks: list[list[WidthGroup]]
     rows: Ints
@@ -272,17 +277,17 @@ class Counted(NamedTuple):
 
     @property
     def traded(self) -> int:
-        """Rows that are traded for heads."""
+        """Rows traded for heads."""
         return sum(p.layers * int(p.tally.rows.sum()) for parts in self.masks for p in parts if p.width > 1)
 
     @property
     def crossing(self) -> int:
-        """Those of them that come from another node, though other groups of the node may fetch them too."""
+        """Key rows from other nodes, with those that several groups of a node fetch counted for each."""
         return sum(p.layers * int(p.tally.entering.sum()) for parts in self.masks for p in parts if p.shared_node)
 
 
 def layers_in(layers: Layers) -> int:
-    """How many layers there are."""
+    """The number of layers."""
     return sum(count for _, count in layers)
 
 
@@ -301,7 +306,7 @@ def counted(layers: Layers, layout: Layout, *, widths: Ints, node: int, forwarde
 
 
 def counted_each(layers: Layers, placed: Sequence[Placement], *, ranks: int, node: int) -> list[Counted]:
-    """The counts of `fetch` of several candidates, without keys that enter a node once; widths divide the node."""
+    """The counts of `fetch` for several candidates. Keys may enter a node more than once; widths divide the node."""
     first = layers[0][0]
     if not all(mask.within_documents for mask, _ in layers):
         layouts = [layout_of(first, p.pieces, ranks) for p in placed]
@@ -320,16 +325,17 @@ def counted_each(layers: Layers, placed: Sequence[Placement], *, ranks: int, nod
 def ticks(counts: Counted, w: Weights, *, stage_bytes: int) -> Ticks:
     """Ticks of a step by rank.
 
-    Tokens are traded for heads on entry while the documents of smaller widths are computed, and back while those of
-    larger ones are; after the last there is nothing that hides it.
+    Tokens enter a head trade while documents of smaller widths are computed, and leave it while documents of larger
+    widths
+    are computed; nothing hides the last one's way out.
     """
     return ticks_of_each([counts], w, stage_bytes=(stage_bytes,)).of(0, 0)
 
 
 def ticks_of_each(candidates: Sequence[Counted], w: Weights, *, stage_bytes: Sequence[int]) -> Ticks:
-    """The same of several layouts of as many ranks, [candidates, stages, ranks]: of each for several sizes of a stage.
+    """As `ticks` for several layouts on the same ranks and several stage sizes: [candidates, stages, ranks].
 
-    Raises: OverflowError for more than 64 bits hold: let a tick be longer.
+    Raises: OverflowError if 64 bits are not enough; use a longer tick.
     """
     layers = [own for counts in candidates for own in counts.masks]
     parts = [part for own in layers for part in own]
@@ -356,8 +362,9 @@ def ticks_of_each(candidates: Sequence[Counted], w: Weights, *, stage_bytes: Seq
 
 
 def _groups_of_ranks(layers: Sequence[Sequence[WidthGroup]], ranks: int) -> Ints:
-    """The group of each rank, width after width: [turns, layers, ranks] of all groups one after the other; after the
-    last width of a layer one more, which has nothing to do."""
+    """The group of each rank, width after width: [turns, layers, ranks] into all groups laid end to end. Layers with
+    fewer
+    widths point to one more group without work."""
     groups = sum(ranks // part.width for own in layers for part in own)
     at = np.full((max(map(len, layers)), len(layers), ranks), groups)
     member, first = np.arange(ranks), 0
@@ -369,7 +376,7 @@ def _groups_of_ranks(layers: Sequence[Sequence[WidthGroup]], ranks: int) -> Ints
 
 
 def _check_merged(candidates: Sequence[Counted], many: Tally, w: Weights, stage_bytes: Sequence[int]) -> None:
-    """Raise OverflowError if the merging of some candidate could be more than is left of 64 bits."""
+    """Raise OverflowError if a candidate's merging might not fit the rest of 64 bits."""
     most = max(sum(part.layers for own in counts.masks for part in own) for counts in candidates)
     if most * _most_merged(many, w, width=1, stage_bytes=stage_bytes) <= LARGEST // 4:
         return
@@ -381,7 +388,7 @@ def _check_merged(candidates: Sequence[Counted], many: Tally, w: Weights, stage_
 
 
 def _most_merged(t: Tally, w: Weights, *, width: int, stage_bytes: Sequence[int]) -> int:
-    """At least what any group has for merging in a layer."""
+    """An upper bound of any group's ticks for merging in a layer."""
     heads, kv_heads = -(-w.heads // width), -(-w.kv_heads // width)
     rows = max(1, min(stage_bytes) // (w.row_bytes // w.kv_heads * kv_heads))
     return w.query * int(t.merging.max()) * (int(t.keys.max()) // rows + 4) * heads // (2 * w.heads) + 1

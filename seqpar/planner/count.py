@@ -1,7 +1,7 @@
-"""What several candidates have every rank compute and move, counted together: as if each had a copy of the batch.
+"""Counts of work and traffic for several candidates at once, as if each had its own copy of the batch.
 
-A document that one group holds moves no key: its group computes all of its pairs. Only documents that are cut, mostly
-few, are looked at piece by piece.
+A document on one group moves no key: its group computes all of its pairs. Only cut documents, mostly few, are visited
+piece by piece.
 """
 
 from __future__ import annotations
@@ -20,9 +20,9 @@ from seqpar.planner.place import Placement
 
 
 def tallies(mask: Mask, placed: Sequence[Placement], *, ranks: int, node: int) -> list[dict[int, Tally]]:
-    """The counts of `tally` of several candidates: by width, rising.
+    """The counts of `tally` for several candidates: by rising width.
 
-    node: ranks, of which each width is a divisor. No query may see keys of another document than its own.
+    node: in ranks; every width divides it. No query may see keys of another document.
     """
     pieces = _pieces(placed, ranks)
     moving = _moving(mask, pieces, node_of=_node_of(pieces, ranks, node) if node < ranks else None)
@@ -31,7 +31,7 @@ def tallies(mask: Mask, placed: Sequence[Placement], *, ranks: int, node: int) -
 
 
 def areas(mask: Mask) -> Ints:
-    """Attended pairs of each document's queries, int64 [documents]; counted once."""
+    """Attended pairs of each document's queries, int64 [documents]; cached."""
     return mask.memo("areas", lambda: frozen(_areas(mask)))
 
 
@@ -44,17 +44,18 @@ def _areas(mask: Mask) -> Ints:
 
 
 def _stretches(mask: Mask) -> Ints:
-    """Stretches of each document on which its bounds are linear."""
+    """Number of stretches of each document on which its bounds are linear."""
     if mask.spans_are_documents:
         return np.ones_like(mask.lengths)
     return mask.memo("stretches", lambda: np.bincount(interval_of(breaks_of(mask), mask.offsets[:-1])))
 
 
 class _Pieces(NamedTuple):
-    """Pieces of the documents of all copies, which are numbered copy after copy, as groups are: width after width.
+    """Pieces of the documents of all copies. Documents and groups are numbered copy by copy, groups width by width.
 
-    document, start, count, group: of each piece. home: a group that holds rows of the document; torn: whether others do
-    too. most: rows of the member with most, of each group. ends: of each copy the last group of each width, and one.
+    document, start, count, group: of each piece. home: a group that holds rows of the document; torn: whether other
+    groups
+    do too. most: rows of each group's largest member. ends: for each copy the last group of each width, and one.
     """
 
     document: Ints
@@ -94,7 +95,7 @@ def _pieces(placed: Sequence[Placement], ranks: int) -> _Pieces:
 
 
 def _node_of(pieces: _Pieces, ranks: int, node: int) -> Ints:
-    """The node of each group; copies share none."""
+    """The node of each group; copies share no node."""
     nodes = -(-ranks // node)
     return np.concatenate(
         [copy * nodes + np.arange(0, ranks, u) // node for copy, own in enumerate(pieces.ends) for u in own]
@@ -102,7 +103,7 @@ def _node_of(pieces: _Pieces, ranks: int, node: int) -> Ints:
 
 
 def _moving(mask: Mask, pieces: _Pieces, *, node_of: Ints | None) -> Tally:
-    """The counts of documents that are cut."""
+    """The counts of cut documents."""
     groups = pieces.most.size
     numbers = np.flatnonzero(pieces.torn)
     if not numbers.size:
@@ -123,7 +124,7 @@ def _moving(mask: Mask, pieces: _Pieces, *, node_of: Ints | None) -> Tally:
 
 
 def _with_whole(mask: Mask, counts: Tally, pieces: _Pieces) -> Tally:
-    """The same with the documents that one group holds each."""
+    """The counts with the documents added that are whole on one group."""
     numbers = np.flatnonzero(~pieces.torn)
     own, home = numbers % mask.lengths.size, pieces.home[numbers]
     rows, near, stretches = (

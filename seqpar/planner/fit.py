@@ -1,7 +1,7 @@
-"""The coefficients of a machine from what was measured on it: least squares of relative errors, none negative.
+"""A machine's coefficients from measurements: least squares of relative errors, no coefficient negative.
 
-Every model here is a sum of terms, each a fact of what was run times a coefficient: seconds of a piece, an operation,
-a byte. A fit is judged on rows that it has not seen.
+Every model here is a sum of terms; a term is a property of the run (pieces, operations, bytes) times a coefficient. A
+fit is judged on rows that it was not fitted to.
 """
 
 from __future__ import annotations
@@ -17,14 +17,14 @@ from numpy.typing import ArrayLike, NDArray
 
 from seqpar.planner.hardware import BACKWARD, Attention, Link
 
-LIMIT = 0.25  # mean error on unseen rows above which a fit says nothing of the machine
+LIMIT = 0.25  # mean error on unseen rows above which a fit is rejected
 Floats = NDArray[np.float64]
 T = TypeVar("T")
 
 
 @dataclass(frozen=True)
 class Computed:
-    """A measured call of attention on one rank, forward or backward; the facts are those of `Attention.seconds`."""
+    """A measured attention call on one rank, forward or backward; fields as in `Attention.seconds`."""
 
     flops: float
     area: float
@@ -36,14 +36,14 @@ class Computed:
     seconds: float
 
     def predicted(self, attention: Attention) -> float:
-        """Seconds that the model gives this call."""
+        """Seconds of this call by the model."""
         facts = {k: v for k, v in asdict(self).items() if k not in ("flops", "seconds")}
         return attention.seconds(self.flops, **facts)
 
 
 @dataclass(frozen=True)
 class Multiplied:
-    """Measured linear layers: operations, forward and backward together, and seconds."""
+    """Measured linear layers: operations and seconds, forward and backward together."""
 
     flops: float
     seconds: float
@@ -51,7 +51,7 @@ class Multiplied:
 
 @dataclass(frozen=True)
 class Exchanged:
-    """A measured exchange: bytes that a rank sent while it received as many, and seconds."""
+    """A measured exchange: bytes that a rank sent while it received the same number, and seconds."""
 
     size: float
     seconds: float
@@ -67,16 +67,17 @@ class Fit(Generic[T]):
 
 
 def fit_attention(rows: Sequence[Computed], unseen: Sequence[Computed]) -> Fit[Attention]:
-    """Attention's coefficients from calls forward and backward.
+    """Attention's coefficients from forward and backward calls.
 
-    Raises ValueError as `require_observations` and `nonnegative` do.
+    Raises: ValueError as `require_observations` and `nonnegative`.
 
-    What a row costs in pairs is shared by forward and backward; the ratio of their rates is searched for, as given the
-    ratio the rest is linear.
+    Forward and backward share a row's cost in pairs. The ratio of their rates is searched; for a given ratio the rest
+    is
+    linear.
     """
     require_observations("attention", rows, unseen, unknowns=6)
     if {row.backward for row in rows} != {False, True}:
-        raise ValueError("attention: measure forward and backward, got calls of one direction alone")
+        raise ValueError("attention: measure forward and backward, got only one of them")
     terms = np.array([[r.steps, r.pieces, *(r.flops * np.array([r.area, r.queries, r.keys]))] for r in rows], float)
     seconds = np.array([row.seconds for row in rows])
     backward = np.array([row.backward for row in rows])
@@ -89,7 +90,7 @@ def fit_attention(rows: Sequence[Computed], unseen: Sequence[Computed]) -> Fit[A
     ratio = math.exp(_lowest(lambda x: solved(math.exp(x))[1], math.log(0.1), math.log(10.0)))
     stage, piece, pair, query, key = (float(x) for x in solved(ratio)[0])
     if pair <= 0:
-        raise ValueError("attention: the measured calls take no longer for more pairs; measure longer documents")
+        raise ValueError("attention: the measured calls are no slower for more pairs; measure longer documents")
     value = Attention(
         rate=1 / pair, backward_rate=1 / (pair * ratio), piece=piece, query_pairs=query / pair, key_pairs=key / pair,
         stage=stage,
@@ -98,7 +99,7 @@ def fit_attention(rows: Sequence[Computed], unseen: Sequence[Computed]) -> Fit[A
 
 
 def fit_linear(rows: Sequence[Multiplied], unseen: Sequence[Multiplied]) -> Fit[float]:
-    """Operations a second of linear layers. Raises ValueError as `require_observations` does."""
+    """Operations per second of linear layers. Raises: ValueError as `require_observations`."""
     require_observations("linear layers", rows, unseen, unknowns=1)
     terms = np.array([[row.flops / row.seconds] for row in rows])
     rate = 1 / float(nonnegative(terms, np.ones(len(rows)), "linear layers")[0][0])
@@ -106,18 +107,18 @@ def fit_linear(rows: Sequence[Multiplied], unseen: Sequence[Multiplied]) -> Fit[
 
 
 def fit_link(rows: Sequence[Exchanged], unseen: Sequence[Exchanged], *, what: str = "link") -> Fit[Link]:
-    """A link from exchanges of several sizes. Raises ValueError as `require_observations` and `nonnegative` do."""
+    """A link from exchanges of several sizes. Raises: ValueError as `require_observations` and `nonnegative`."""
     require_observations(what, rows, unseen, unknowns=2)
     terms = np.array([[1 / row.seconds, row.size / row.seconds] for row in rows])
     latency, byte = (float(x) for x in nonnegative(terms, np.ones(len(rows)), what)[0])
     if byte <= 0:
-        raise ValueError(f"{what}: the measured exchanges take no longer for more bytes; measure larger ones")
+        raise ValueError(f"{what}: the measured exchanges are no slower for more bytes; measure larger ones")
     value = Link(latency=latency, bandwidth=1 / byte)
     return judged(what, value, [value.seconds(row.size) for row in unseen], unseen)
 
 
 def require_observations(what: str, rows: Sequence[Any], unseen: Sequence[Any], *, unknowns: int) -> None:
-    """Raise ValueError for too few rows, or facts that are negative or not finite, or seconds that are not positive."""
+    """Raise ValueError for too few rows, negative or infinite fields, or seconds that are not positive."""
     if len(rows) < unknowns or not unseen:
         raise ValueError(
             f"{what}: {unknowns} unknowns need at least as many rows and an unseen one to judge by, "
@@ -135,16 +136,16 @@ def judged(what: str, value: T, predicted: Sequence[float], unseen: Sequence[Any
     if error > LIMIT:
         raise ValueError(
             f"{what}: the fit is off by {error:.0%} on unseen rows, more than {LIMIT:.0%}: {value}; "
-            "measure again on a machine that does nothing else"
+            "measure again on an idle machine"
         )
     return Fit(value, error, errors)
 
 
 def nonnegative(terms: ArrayLike, target: ArrayLike, what: str) -> tuple[Floats, float]:
-    """(x, |terms x - target|^2) with the least such sum over all x >= 0.
+    """(x, |terms x - target|^2) with the least sum of squares over all x >= 0.
 
-    The minimum is an ordinary least-squares solution over some of the columns, and there are few columns: all choices
-    are tried. Raises ValueError if the rows do not tell the columns apart.
+    The minimum is an ordinary least-squares solution over some subset of the columns. There are few columns, so all
+    subsets are tried. Raises: ValueError if the rows do not determine the columns.
     """
     a, b = np.asarray(terms, np.float64), np.asarray(target, np.float64)
     columns = a.shape[1]
@@ -166,7 +167,7 @@ def nonnegative(terms: ArrayLike, target: ArrayLike, what: str) -> tuple[Floats,
 
 
 def _lowest(of: Callable[[float], float], low: float, high: float) -> float:
-    """Where a function is least: the best of a grid, then a golden-section search between its neighbours."""
+    """The minimum of a function: the best point of a grid, then a golden-section search between its neighbours."""
     grid = np.linspace(low, high, 25)
     at = int(np.argmin([of(float(x)) for x in grid]))
     a, b = float(grid[max(at - 1, 0)]), float(grid[min(at + 1, len(grid) - 1)])

@@ -1,4 +1,4 @@
-"""What a plan is predicted to take: seconds by rank and phase, bytes of memory, and how far the best possible is."""
+"""The forecast of a plan: seconds by rank and phase, bytes of memory, and the distance from the best possible."""
 
 from __future__ import annotations
 
@@ -21,8 +21,8 @@ Seconds = NDArray[np.float64]
 class Forecast:
     """The prediction of a training step, forward and backward.
 
-    ticks: of each rank by phase. bound: ticks that no plan of this batch can beat. second: seconds of a tick. rows: of
-    each rank. memory: what they take. node: consecutive ranks that share fast links.
+    ticks: of each rank by phase. bound: ticks that no plan of this batch beats. second: the seconds of a tick. rows: of
+    each rank. memory: the bytes that rows take. node: consecutive ranks that share fast links.
     """
 
     ticks: Ticks
@@ -36,7 +36,7 @@ class Forecast:
 
     @property
     def phases(self) -> dict[str, Seconds]:
-        """Seconds of every rank by what it does: attention, exposed (waiting for transfers), linear, head."""
+        """Seconds of every rank by phase: attention, exposed (waiting for transfers), linear, head."""
         return {name: getattr(self.ticks, name) * self.second for name in PHASES}
 
     @property
@@ -46,17 +46,17 @@ class Forecast:
 
     @property
     def least(self) -> float:
-        """Seconds that no plan of this batch can beat, on so many ranks and under this cost model."""
+        """Seconds that no plan of this batch beats on these ranks, under this cost model."""
         return self.bound * self.second
 
     @property
     def gap(self) -> float:
-        """How much longer than the bound the slowest rank takes, as a part of it: 0.01 is 1 %."""
+        """By how much the slowest rank exceeds the bound, relative to it: 0.01 is 1 %."""
         return int(self.ticks.total.max()) / self.bound - 1
 
     @property
     def imbalance(self) -> float:
-        """The part of the gap that is left if transfers took no time."""
+        """The part of the gap that remains if transfers take no time."""
         return int((self.ticks.total - self.ticks.exposed).max()) / self.bound - 1
 
     @property
@@ -66,7 +66,7 @@ class Forecast:
 
     @property
     def call(self) -> dict[str, Any]:
-        """The heads, key heads, dims and dtype of the model's attention, as `Plan.bytes` takes them."""
+        """The model's heads, key heads, dims and dtype of attention, as in `Plan.bytes`."""
         m = self.model
         return {"heads": m.heads, "kv_heads": m.kv_heads, "dim": m.dim, "v_dim": m.v_dim, "dtype": m.dtype}
 
@@ -81,7 +81,7 @@ class Forecast:
         return f"{_seconds(self.seconds)} a step, gap {self.gap:.2%}"
 
     def facts(self) -> dict[str, Any]:
-        """Everything as plain data; seconds unless it says otherwise."""
+        """The forecast as plain data; times are in seconds unless named otherwise."""
         return {
             "model": self.model.name,
             "recompute": self.model.recompute,
@@ -113,5 +113,5 @@ class Forecast:
 
 
 def _seconds(value: float) -> str:
-    """Seconds for a reader."""
+    """Seconds in words: 12.3 ms."""
     return f"{value:.4g} s" if value >= 1 or not value else f"{value * 1e3:.4g} ms"

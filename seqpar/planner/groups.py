@@ -1,7 +1,7 @@
-"""Which groups of ranks hold the long documents: whole in the least loaded, cut only where one would get too much.
+"""The groups of ranks that hold the long documents: each document whole on the least loaded group, cut if too large.
 
-Largest first onto the least loaded is Graham 1969 (Bounds on multiprocessing timing anomalies). All decisions are made
-on integers, ties by index.
+Largest first onto the least loaded: Graham 1969 (Bounds on multiprocessing timing anomalies). All decisions use
+integers; ties go by index.
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ from seqpar.facts.value import Ints
 
 
 class RankShares(NamedTuple):
-    """Parts of documents: which document, its rows from first to stop, the group that takes them."""
+    """Parts of documents: the document, its rows from first to stop, and the group that takes them."""
 
     document: Ints
     first: Ints
@@ -24,10 +24,11 @@ class RankShares(NamedTuple):
 
 
 def grouped(lengths: Ints, ticks: Ints, *, fetch: int, room: Ints, part: int) -> RankShares:
-    """The parts of documents that groups take, the documents in falling order of their ticks, which are to be balanced.
+    """Balance the documents' ticks over groups, largest document first; returns the parts that groups take.
 
-    fetch: ticks of a key row that a group does not hold. room: rows that each group may take. part: ticks that a group
-    gets at most, if that can be without cutting a document for less than what is fetched then.
+    fetch: ticks of a fetched key row. room: rows that each group may take. part: the most ticks of a group, as long as
+    no
+    cut would save less than it fetches.
     """
     left = room.tolist()
     heap = [(0, group) for group in range(len(left))]  # load, group
@@ -61,8 +62,9 @@ def grouped(lengths: Ints, ticks: Ints, *, fetch: int, room: Ints, part: int) ->
 
 
 def _levelled(heap: list[tuple[int, int]], extra: int, toll: int, part: int) -> tuple[list[tuple[int, int]], list[int]]:
-    """The fewest least loaded groups that can share a document without getting more than their part, and the ticks of
-    it with which they are level; of which each takes more than the toll of one more group."""
+    """The fewest least loaded groups that can share a document within their part, and the ticks of it that level them;
+    each
+    takes more than the toll of one more group."""
     taken = [heappop(heap)]
     total = taken[0][0] + extra
     while heap and total > max(part, heap[0][0] + 2 * toll) * len(taken):
@@ -74,7 +76,7 @@ def _levelled(heap: list[tuple[int, int]], extra: int, toll: int, part: int) -> 
 
 
 def _roomiest(full: list[tuple[int, int, int]], length: int) -> tuple[list[tuple[int, int]], list[int]]:
-    """The groups with most rows that together have those of a document, or all groups; and the rows of each."""
+    """The groups with most free rows that together have room for a document, or all groups; and the rows of each."""
     taken: list[tuple[int, int]] = []
     shares: list[int] = []
     while full and sum(shares) < length:

@@ -1,13 +1,13 @@
-"""What a machine takes for attention, linear layers and transfers: the coefficients of the planner's cost model.
+"""The machine in the planner's cost model: coefficients of attention, linear layers and transfers.
 
-What a rank computes in one call of attention takes
+One attention call on one rank takes
 
     steps * stage + pieces * piece + flops / rate * (area + query_pairs * query rows + key_pairs * key rows)     seconds
 
-``flops``: operations per attended pair, ``ModelShape.pair_flops`` in forward and 2.5 times that in backward. Steps are
-those of the plan, one where nothing is fetched. A piece is a run of consecutive tokens of one document on the rank: a
-zigzag shard has two. Key rows are those that arrive from other ranks; what the rank's own cost is in ``query_pairs``,
-as there are as many of them as of queries. An exchange of ``b`` bytes takes ``latency + b / bandwidth``.
+``flops``: operations per attended pair, ``ModelShape.pair_flops`` in forward and 2.5 times that in backward.
+Steps are the plan's, one if nothing is fetched. A piece is a run of consecutive tokens of one document on the rank: a
+zigzag shard has two. Key rows are those that arrive from other ranks; the rank's own keys are as many as its queries,
+so ``query_pairs`` includes them. An exchange of ``b`` bytes takes ``latency + b / bandwidth``.
 """
 
 from __future__ import annotations
@@ -19,48 +19,49 @@ from pathlib import Path
 from typing import Any
 
 SCHEMA = 1
-HIDDEN = 0.5  # as much as bench/cpu/timeline.py has measured
+HIDDEN = 0.5  # as measured by bench/cpu/timeline.py
 CALL = 1.5e-3  # a block of diffusers' Latte on one core of an AMD EPYC: 1.6 to 1.8 ms in bench/results/dsp.json
-COUNT = (1 << 62) - 1  # bytes of memory, and ranks of a node, at most
+COUNT = (1 << 62) - 1  # at most, for bytes of memory and ranks of a node
 _RATE, _SECONDS, _PAIRS = (1.0, 1e30), (0.0, 1e6), (0.0, 1e12)
-# What figures may be: wide enough for any machine, and narrow enough to compute with.
+# Limits of figures: wide enough for any machine, and narrow enough to compute with.
 RANGES = {
     "rate": _RATE, "backward_rate": _RATE, "linear_rate": _RATE, "bandwidth": _RATE, "latency": _SECONDS,
     "piece": _SECONDS, "stage": _SECONDS, "call": _SECONDS, "query_pairs": _PAIRS, "key_pairs": _PAIRS,
     "hidden": (0.0, 1.0),
 }  # fmt: skip
-BACKWARD = 2.5  # forwards that a backward of attention counts: five products instead of two
+BACKWARD = 2.5  # forwards per backward of attention: five products instead of two
 
 
 @dataclass(frozen=True)
 class Link:
-    """One rank's share of a network. latency: seconds before the first byte. bandwidth: bytes a second and direction.
+    """One rank's share of a network. latency: seconds before the first byte. bandwidth: bytes per second and direction.
 
-    Both are achieved ones. Raises ValueError for others than `RANGES` has.
+    Both as achieved, not as advertised. Raises ValueError for a figure outside `RANGES`.
     """
 
     latency: float
     bandwidth: float
 
     def __post_init__(self) -> None:
-        """Raise ValueError for what no link has."""
+        """Check the figures."""
         _check(self, "bandwidth", "latency")
 
     def seconds(self, size: float) -> float:
-        """Of an exchange of so many bytes; nothing takes no time."""
+        """Seconds of an exchange of this many bytes; 0 for none."""
         return self.latency + size / self.bandwidth if size else 0.0
 
 
 @dataclass(frozen=True)
 class Attention:
-    """Seconds of a rank's kernels, as in the header of this file.
+    """Seconds of a rank's kernels, by the formula in the header of this file.
 
-    rate: asymptotic operations a second in forward, on attended pairs. backward_rate: likewise, of 2.5 forwards.
-    piece: seconds that one more piece of a document costs beside its rows and pairs.
-    query_pairs, key_pairs: what a row of queries and a fetched row of keys cost beside their pairs, in pairs.
-    stage: seconds of a step beside its pieces: launch and merge.
+    rate: asymptotic operations per second of forward, over attended pairs. backward_rate: the same for backward,
+    counted
+    as 2.5 forwards. piece: seconds of one more piece of a document, besides its rows and pairs. query_pairs, key_pairs:
+    cost of a query row, and of a fetched key row, in pairs. stage: seconds of a step besides its pieces: launch and
+    merge.
 
-    Raises ValueError for others than `RANGES` has.
+    Raises ValueError for a figure outside `RANGES`.
     """
 
     rate: float
@@ -71,7 +72,7 @@ class Attention:
     stage: float
 
     def __post_init__(self) -> None:
-        """Raise ValueError for what no kernel has."""
+        """Check the figures."""
         _check(self, "rate", "backward_rate", "piece", "query_pairs", "key_pairs", "stage")
 
     def seconds(
@@ -85,7 +86,7 @@ class Attention:
         steps: float = 1.0,
         backward: bool = False,
     ) -> float:
-        """Of one call. flops: a forward's per pair, here too if `backward`. keys: fetched rows."""
+        """Seconds of one call. flops: per pair of a forward, even if `backward`. keys: fetched rows."""
         pairs = area + self.query_pairs * queries + self.key_pairs * keys
         rate = self.backward_rate / BACKWARD if backward else self.rate
         return steps * self.stage + pieces * self.piece + flops / rate * pairs
@@ -93,15 +94,16 @@ class Attention:
 
 @dataclass(frozen=True)
 class Hardware:
-    """A machine of equal ranks, `node` of them sharing the `inside` links.
+    """A machine of equal ranks; each `node` of them share the `inside` links.
 
-    source: where the figures come from, in words. linear_rate: achieved operations a second of linear layers with all
-    that surrounds them. memory: bytes that a rank can use. reserve: those of them that something other than activations
-    and fetched keys holds, such as weights, gradients and optimiser. hidden: the part of an exchange's time that passes
-    beside computing where there is any, 0 to 1. call: seconds that one more call of a block of a model takes, there and
-    back, beside its work: what issues its kernels.
+    source: the origin of the figures, in words. linear_rate: achieved operations per second of linear layers, including
+    everything around them. memory: bytes that a rank can use. reserve: the part of memory not for activations and
+    fetched
+    keys: weights, gradients, optimiser and the like. hidden: the fraction of an exchange's time, 0 to 1, that overlaps
+    with available computation. call: seconds of overhead of one more call of a model's block, forward and backward: the
+    time to issue its kernels.
 
-    Raises ValueError unless sizes are integers and figures as `RANGES` has them.
+    Raises ValueError unless sizes are integers and figures within `RANGES`.
     """
 
     name: str
@@ -117,7 +119,7 @@ class Hardware:
     call: float = CALL
 
     def __post_init__(self) -> None:
-        """Raise ValueError for what no machine has."""
+        """Check the fields."""
         _check(self, "linear_rate", "hidden", "call")
         for field, least in (("memory", 1), ("node", 1), ("reserve", 0)):
             value = getattr(self, field)
@@ -140,7 +142,7 @@ class Hardware:
 
     @classmethod
     def preset(cls, name: str) -> Hardware:
-        """A machine by name. Raises ValueError with the known names for any other."""
+        """A machine by name. Raises ValueError, with the known names, for any other."""
         if name not in PRESETS:
             raise ValueError(
                 f"no hardware is called {name!r}; known: {', '.join(PRESETS)}; or measure it: seqpar calibrate"
@@ -162,7 +164,7 @@ class Hardware:
 
     @classmethod
     def from_dict(cls, data: Mapping[str, Any]) -> Hardware:
-        """The hardware of `to_dict`. Raises ValueError naming keys that are unknown or missing, or another schema."""
+        """The inverse of `to_dict`. Raises ValueError naming unknown or missing keys, or another schema."""
         schema = data.get("schema") if isinstance(data, Mapping) else None
         if type(schema) is not int or schema != SCHEMA:
             got = schema if isinstance(data, Mapping) else type(data).__name__
@@ -183,9 +185,9 @@ class Hardware:
 
     @classmethod
     def load(cls, path: str | Path) -> Hardware:
-        """The hardware in a file. Raises ValueError naming the file and what is wrong with it; OSError as reading does.
+        """The hardware in a file. Raises ValueError naming the file and its fault; OSError if it cannot be read.
 
-        What `seqpar calibrate` adds under "measured" is for readers and left out.
+        The key "measured", which `seqpar calibrate` adds for readers, is ignored.
         """
         try:
             data = json.loads(Path(path).read_text(encoding="utf-8"))
@@ -193,11 +195,11 @@ class Hardware:
                 data.pop("measured", None)
             return cls.from_dict(data)
         except (ValueError, RecursionError) as error:
-            raise ValueError(f"{path} is no hardware file: {error}") from None
+            raise ValueError(f"{path} is not a hardware file: {error}") from None
 
 
 def _check(part: object, *names: str) -> None:
-    """Raise ValueError naming the field, unless figures are such as a machine may have."""
+    """Raise ValueError naming the field, unless its figure is within `RANGES`."""
     for field in names:
         value, (least, most) = getattr(part, field), RANGES[field]
         number = isinstance(value, (int, float)) and not isinstance(value, bool)
@@ -208,7 +210,7 @@ def _check(part: object, *names: str) -> None:
 
 
 def _check_keys(cls: type[Any], data: object, what: str) -> None:
-    """Raise ValueError unless a mapping has a class's fields; those with defaults may be left out."""
+    """Raise ValueError unless a mapping has a class's fields; fields with defaults may be missing."""
     if not isinstance(data, Mapping):
         raise ValueError(f"{what} must be a mapping, got {data!r}")
     known = {field.name: field for field in fields(cls)}
@@ -229,22 +231,26 @@ def _check_keys(cls: type[Any], data: object, what: str) -> None:
         )
 
 
-# DistCA's table of FlashAttention-2 on an H100 (64 query heads of 128, documents of 64 to 64k tokens over 1 to 8 ranks)
-# is, within 13 %, 4.78e-8 L^2/p + (2.7e-5 + 2.65e-5/p) L + 0.02 milliseconds: 9.56e-11 seconds a pair, hence 559 pairs
-# for a query row with the key row of its own token, 282 for each of the L (1 - 1/p) others, and a launch of 20
-# microseconds. It has no packed calls: what a piece costs is in its rows. Tiles are about as large in later kernels, so
-# the pairs serve these as well.
+# DistCA's table of FlashAttention-2 on an H100 (64 query heads of 128, documents of 64 to 64k tokens on 1 to 8 ranks)
+# is,
+# within 13 %, 4.78e-8 L^2/p + (2.7e-5 + 2.65e-5/p) L + 0.02 milliseconds. That is 9.56e-11 seconds a pair, 559 pairs
+# per
+# query row with the key row of its own token, 282 pairs for each of the other L (1 - 1/p) key rows, and a launch of 20
+# microseconds. The table has no packed calls, so a piece has no cost besides its rows. Later kernels have tiles of
+# about
+# this size, so the pairs serve them too.
 _FA2_ROWS = {"piece": 0.0, "query_pairs": 559.0, "key_pairs": 282.0, "stage": 2e-5}
 _ROWS_SOURCE = "rows and launch fitted to DistCA's profile of FlashAttention-2 on an H100 (compute-attn-H100.csv)"
-# What FlexSP's constants leave of the fastest bf16 product of an A100, 210 of 267.9 TFLOP/s: a layer's linear part has
-# norms, activations and smaller products around it.
+# FlexSP's constants amount to 210 of 267.9 TFLOP/s, the fastest bf16 product of an A100: the linear part of a layer
+# also
+# has norms, activations and smaller products.
 _OF_FASTEST = 210 / 267.9
 _MATMUL_SOURCE = (
     "linear layers at 78 % of the fastest bf16 product in the table of maximum achievable matmul FLOPS of the Machine "
     "Learning Engineering book (Bekman), the share that FlexSP's constants have on an A100"
 )
-_GAP = 6_000_000_000  # what Hydraulis (Li et al. 2024) keeps free for CUDA and NCCL on every GPU
-# DistCA's nccl_perf.csv, all-gather on 8 H100, 8 MB to 8 GB: this line is within 15 % of the first, 5 % of the others.
+_GAP = 6_000_000_000  # kept free on every GPU for CUDA and NCCL by Hydraulis (Li et al. 2024)
+# DistCA's nccl_perf.csv, all-gather on 8 H100, 8 MB to 8 GB: this line is within 15 % of the first size, 5 % elsewhere.
 _NVLINK4 = Link(latency=44e-6, bandwidth=367e9)
 _NVLINK4_SOURCE = "NVLink from DistCA's NCCL all-gather on 8 H100 (nccl_perf.csv)"
 _NDR_SOURCE = (
@@ -288,9 +294,11 @@ def _a100() -> Hardware:
 
 
 def _a100_flexsp() -> Hardware:
-    # Their times are of forward and backward together: alpha1 = 5.128e-6 ms per squared length is 3.5 forwards of half
-    # as many pairs over 32 layers of 4 * 4096 operations, alpha2 = 0.18396 ms per token is 3 forwards of the layers'
-    # 2 * 12 * 32 * 4096^2. Their all-to-all of 64 ranks counts MiB, its own share, and 8 ranks a node.
+    # FlexSP times forward and backward together: alpha1 = 5.128e-6 ms per squared length is 3.5 forwards of half as
+    # many
+    # pairs over 32 layers of 4 * 4096 operations; alpha2 = 0.18396 ms per token is 3 forwards of the layers' 2 * 12 *
+    # 32 *
+    # 4096^2. Its all-to-all of 64 ranks counts MiB, includes the own share, and has 8 ranks per node.
     attention = 3.5 * 0.5 * 32 * 4 * 4096 / 5.128e-9
     return Hardware(
         name="a100-flexsp",
@@ -347,7 +355,7 @@ def _cpu() -> Hardware:
     )
 
 
-# No figure of a GPU was measured by this project; `seqpar calibrate` measures the machine it runs on.
+# None of the GPU figures was measured by this project; `seqpar calibrate` measures the machine it runs on.
 PRESETS: dict[str, Callable[[], Hardware]] = {
     "h100": lambda: _h100("h100"),
     "h100-100g": lambda: _h100("h100-100g", across=47e9 / 4, note="; a quarter of that for 100 Gb/s"),

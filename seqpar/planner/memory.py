@@ -1,4 +1,4 @@
-"""Bytes that a training step takes on a rank, beside the model's own state, which is `Hardware.reserve`."""
+"""Bytes of a training step on a rank, besides the model's own state, which is `Hardware.reserve`."""
 
 from __future__ import annotations
 
@@ -9,12 +9,12 @@ from seqpar.planner.hardware import Hardware
 from seqpar.planner.shape import ModelShape
 
 LOGITS = 1024  # rows of a chunk of the head
-SLACK = 32  # one part in so many of the memory is left to fragments of the allocator
+SLACK = 32  # 1/32 of memory is left to the allocator's fragmentation
 
 
 @dataclass(frozen=True)
 class Memory:
-    """Bytes of a rank: ``fixed + row * rows``, of which ``usable`` there are."""
+    """Bytes of a rank: ``fixed + row * rows``, out of ``usable`` bytes."""
 
     fixed: int
     row: int
@@ -24,9 +24,11 @@ class Memory:
     def of(cls, shape: ModelShape, hardware: Hardware, stage_bytes: int) -> Memory:
         """The memory of a model on a machine.
 
-        A row keeps its activations by the recompute policy, and in one layer at a time the accumulators of output and
-        query gradient. The rest: two stages of keys with their gradients, two layers' weights as FSDP gathers them, and
-        a chunk of logits with its gradient.
+        A row keeps its activations under the recompute policy, and in one layer at a time the accumulators of output
+        and query
+        gradient. Fixed: two stages of keys with their gradients, two layers' weights as FSDP gathers them, and a chunk
+        of
+        logits with its gradient.
         """
         size = DTYPE_BYTES[shape.dtype]
         acc = max(4, size)
@@ -39,9 +41,9 @@ class Memory:
 
     @property
     def rows(self) -> int:
-        """The most rows that a rank can take; none if nothing fits."""
+        """The most rows that fit a rank; 0 if none fit."""
         return max(0, (self.usable - self.fixed) // self.row)
 
     def bytes(self, rows: int) -> int:
-        """Of a rank with so many rows."""
+        """Bytes of a rank with this many rows."""
         return self.fixed + self.row * rows

@@ -1,17 +1,17 @@
-"""Documents that nobody cuts: each on as many ranks that share its heads as it is given, those of all ranks last.
+"""Documents that are never cut into fetched parts: each goes to ranks that share its heads.
 
-Attention and rows are balanced apart. A document brings the same attention to each rank of its width, so the largest go
-first to the ranks with least so far (Graham 1969, Bounds on multiprocessing timing anomalies). Those of all ranks bring
-the same to every rank, however uneven its rows of them are: they fill what the others leave::
+Attention and rows are balanced separately. A document gives the same attention to each rank of its group, so the
+largest go first to the least loaded ranks (Graham 1969, Bounds on multiprocessing timing anomalies). Documents on all
+ranks give every rank the same attention, however uneven its rows of them: these rows fill what the others leave::
 
     rank 0   A A A D Z          A by two ranks, B, C and D by one, Z by all
     rank 1   A A A Z Z
     rank 2   B B B B Z
     rank 3   C C Z Z Z
 
-No key is fetched. Tokens of Z are traded for heads while the others are computed, and theirs are traded back while Z
-is; what nothing hides is the way back of Z. So Z is to be short, and to be computed for as long as the others travel.
-All decisions are made on integers, ties by index.
+No key is fetched. Tokens of Z are traded for heads while the other documents are computed, whose tokens are traded back
+while Z is computed; only Z's way back is exposed. So Z should be short, but take as long to compute as the others take
+to travel. All decisions use integers; ties go by index.
 """
 
 from __future__ import annotations
@@ -26,8 +26,9 @@ from seqpar.planner.place import Documents, Pieces, Placement, least_loaded
 
 
 class Nest(NamedTuple):
-    """A candidate. all, more, some: how many documents, those of most attention first, have the largest width, the next
-    and the third: of eight ranks 8, 4 and 2. rows: what a row counts beside attention, in 64ths of its ticks."""
+    """A candidate. all, more, some: how many documents, by falling attention, have the largest width, the second and
+    the
+    third: on eight ranks 8, 4 and 2. rows: the weight of a row when balancing attention, in 64ths of its ticks."""
 
     all: int
     more: int
@@ -36,7 +37,7 @@ class Nest(NamedTuple):
 
 
 def nested(batch: Documents, ranks: int, *, room: Ints, nests: Sequence[Nest]) -> list[Placement]:
-    """The placements of candidates, without such as come to the same; all ranks may share heads."""
+    """The placements of the candidates, without duplicates; all ranks may share heads."""
     attention = batch.ticks - batch.row * batch.lengths
     order = (-attention).argsort(kind="stable")
     widths = [width for width in range(ranks, 1, -1) if ranks % width == 0][:3]
@@ -53,9 +54,9 @@ def nested(batch: Documents, ranks: int, *, room: Ints, nests: Sequence[Nest]) -
 
 
 class _Nesting:
-    """The ranks while documents are placed: attention and rows so far (load), rows that may come (left).
+    """The ranks while documents are placed: attention and rows so far (load), free rows (left).
 
-    row: ticks that a row counts.
+    row: ticks that a row counts when attention is balanced.
     """
 
     def __init__(self, batch: Documents, attention: Ints, room: Ints, row: int) -> None:
@@ -67,7 +68,8 @@ class _Nesting:
         self.pieces: list[tuple[int, int, int, int]] = []
 
     def share(self, documents: Ints, width: int) -> None:
-        """Give documents to groups of ranks, or to all ranks where that is the width or no group has the rows."""
+        """Give documents to groups of this width; to all ranks if no group has the rows, or if the width is all
+        ranks."""
         self.widths[documents] = width
         ranks = len(self.left)
         groups = [range(at, at + width) for at in range(0, ranks, width)] if width < ranks else []
@@ -83,7 +85,7 @@ class _Nesting:
                 self.load[rank] += int(self.extra[document]) // width
 
     def _cut(self, document: int, parts: list[int], group: range) -> None:
-        """Give a document's rows to a group in proportion to parts."""
+        """Divide a document's rows over a group in proportion to ``parts``."""
         length, total = int(self.batch.lengths[document]), sum(parts)
         so_far = start = 0
         for part, rank in zip(parts, group, strict=True):
@@ -95,7 +97,7 @@ class _Nesting:
             start = stop
 
     def filled(self, documents: Ints) -> Placement:
-        """The placement, after these documents of one rank each and those of all ranks."""
+        """The placement, after adding these documents on one rank each and those of all ranks."""
         lengths = self.batch.lengths[documents]
         chosen = least_loaded(lengths, self.extra[documents], self.load, self.left)
         whole = chosen >= 0

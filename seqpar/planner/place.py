@@ -1,21 +1,19 @@
-"""Where every token lives: long documents are spread, short ones whole, the shortest fill what rows are left.
+"""The placement of every document: long ones are spread, short ones stay whole, the shortest fill the remaining rows.
 
-Rows per rank are all but fixed, as linear layers want them equal. What a document costs beyond what the same number of
-filling rows would cost is its *surplus*, and the surplus is what there is to balance (all it costs, where ranks have
-room for unequal rows)::
+Rows per rank are almost equal, as linear layers want them. A document's *surplus* is its cost beyond that of as many
+filling rows; the surplus is balanced (or, where ranks have room for unequal rows, the whole cost)::
 
-    spread   documents with more surplus than a rank's fair share of what whole ones bring, or more rows than a rank
-             has, go to groups of ranks that share heads: whole to the group with least so far, and only what is too
-             much for one group is levelled over several; or they lie one after the other along the ranks, tier by tier
-             of similar lengths, so that every rank gets the same surplus and about the same rows of each tier
-    whole    the others, largest surplus first, each to the rank with least so far that has the rows
-    fill     the shortest documents, one after the other over the ranks, each rank taking the rows at which all ranks
-             finish together; a border between ranks cuts the document it falls into, unless one nearby does as well
+    spread   documents with more surplus than a rank's fair share of that of whole documents, or more rows than fit a
+             rank. Either they go to groups of ranks that share heads: whole to the least loaded group, and only the
+             excess of one group is levelled over several. Or they lie end to end along the ranks, by tiers of similar
+             length, so that every rank gets the same surplus and about the same rows of each tier
+    whole    all other long documents, largest surplus first, each on the least loaded rank with enough rows
+    fill     the shortest documents, end to end over the ranks, each rank taking the rows at which all ranks finish
+             together; a border between ranks cuts a document, unless a document's border nearby does as well
 
-A document that is spread is dealt zigzag (Llama 3, section 3.3.2) in unequal parts: of a causal document a rank that
-holds tokens [a, b) and their mirror image [L - b, L - a) has exactly its share of rows and of area. Largest first onto
-the least loaded is Graham 1969 (bounds on multiprocessing timing anomalies). All decisions are made on integers, ties
-by index.
+A spread document is dealt zigzag (Llama 3, section 3.3.2) in unequal parts: of a causal document, a rank that holds
+tokens [a, b) and their mirror image [L - b, L - a) has exactly its share of rows and of area. Largest first onto the
+least loaded: Graham 1969 (Bounds on multiprocessing timing anomalies). All decisions use integers; ties go by index.
 """
 
 from __future__ import annotations
@@ -32,13 +30,13 @@ from seqpar.facts.mask import Mask
 from seqpar.facts.value import Ints
 from seqpar.planner.groups import RankShares, grouped
 
-FEW = 64  # rows that are not worth what they fetch
+FEW = 64  # fewer rows on a rank are not worth their fetched keys
 
 
 class Documents(NamedTuple):
-    """Documents to place: tokens, and ticks of everything they cost whole on one rank, int64 [documents].
+    """Documents to place: tokens, and ticks of each whole on one rank, int64 [documents].
 
-    row: ticks of a row beside its attended pairs; key: of a fetched key row; merge: of a row that sees fetched keys;
+    row: ticks of a row besides its attended pairs; key: of a fetched key row; merge: of a row that sees fetched keys;
     stages: of the stages in which a rank fetches.
     """
 
@@ -51,11 +49,13 @@ class Documents(NamedTuple):
 
 
 class Knobs(NamedTuple):
-    """A candidate. whole: the surplus that one whole document may bring, in 64ths of a rank's mean of all whole ones.
-    spread: tokens of spread documents, in 64ths of all, beyond which only those are spread that no rank has rows for.
-    fill: tokens of the shortest documents, in 64ths of all. octaves: lengths of a tier lie within a factor of 2 to this
-    power; 0 is no tiers but groups. width: ranks that share the heads of a document that is spread, consecutive,
-    dividing the ranks. trade: what a row of such a document counts beside its ticks, in 64ths of a row's."""
+    """Settings of a candidate. whole: the most surplus of a whole document, in 64ths of a rank's mean surplus of whole
+    documents. spread: the most tokens in spread documents, in 64ths of all; beyond it only documents that fit no rank
+    are
+    spread. fill: tokens of the shortest documents, in 64ths of all. octaves: lengths of a tier differ by at most a
+    factor
+    of 2 to this power; 0 means groups and no tiers. width: consecutive ranks that share the heads of a spread document;
+    divides the ranks. trade: the cost of a head trade per row, in 64ths of the row's ticks."""
 
     whole: int
     spread: int
@@ -66,7 +66,7 @@ class Knobs(NamedTuple):
 
 
 class Pieces(NamedTuple):
-    """Consecutive tokens of documents on ranks, in no order: document, first token inside it, tokens, rank."""
+    """Consecutive tokens of documents on ranks, in any order: document, first token inside it, tokens, rank."""
 
     document: Ints
     start: Ints
@@ -75,7 +75,7 @@ class Pieces(NamedTuple):
 
 
 class Placement(NamedTuple):
-    """Pieces of every document, and the Ulysses width of each. level: about the ticks after which all have computed."""
+    """The pieces of all documents, and the Ulysses width of each. level: about the ticks of the slowest rank."""
 
     pieces: Pieces
     widths: Ints
@@ -83,12 +83,12 @@ class Placement(NamedTuple):
 
 
 def place(batch: Documents, ranks: int, *, room: Ints, knobs: Knobs) -> Placement:
-    """Where the documents live. room: rows that each rank may take, together at least the tokens."""
+    """The placement of the documents. room: rows that each rank may take, in total at least the tokens."""
     return placements(batch, ranks, room=room, knobs=[knobs])[0]
 
 
 def placements(batch: Documents, ranks: int, *, room: Ints, knobs: Sequence[Knobs]) -> list[Placement]:
-    """The placement of each of the knobs' values; such as come to the same are made once and are one object."""
+    """The placement for each setting; settings that lead to the same placement share one object."""
     order = batch.lengths.argsort(kind="stable")
     so_far = batch.lengths[order].cumsum()
     parts: dict[tuple[int, int, int], _Parts] = {}
@@ -99,11 +99,11 @@ def placements(batch: Documents, ranks: int, *, room: Ints, knobs: Sequence[Knob
             parts[knob[:3]] = _parts(batch, ranks, room, order, so_far, knob)
         part = parts[knob[:3]]
         tiers = _tiers(batch.lengths[part.long], knob.octaves)
-        borders = (part.filling.size, part.rest.size)  # of one order, so that equal borders are equal parts
+        borders = (part.filling.size, part.rest.size)  # in one fixed order, so that equal borders mean equal parts
         key: tuple[object, ...] = (*borders, knob.width, knob.trade, *tiers)
-        if knob.width == ranks:  # one group gets all long documents, however they are dealt
+        if knob.width == ranks:  # a single group gets all long documents, however they are dealt
             key = (*borders, ranks)
-        # without long documents the width counts only for those that no rank has the rows for
+        # without long documents the width matters only for documents that fit no rank
         if not part.long.size:
             key = borders if borders in by_key else (*borders, knob.width)
         if key not in by_key:
@@ -116,9 +116,9 @@ def placements(batch: Documents, ranks: int, *, room: Ints, knobs: Sequence[Knob
 
 
 class _Parts(NamedTuple):
-    """The documents to fill with, in rising order of lengths; to keep whole and to spread, in falling order of surplus.
+    """Documents to fill with, by rising length; to keep whole and to spread, by falling surplus.
 
-    per_row: mean ticks of a row of the filling ones. surplus: of each document. loose: whether rows may differ.
+    per_row: mean ticks of a filling row. surplus: of each document. loose: whether ranks may have unequal rows.
     """
 
     filling: Ints
@@ -130,13 +130,13 @@ class _Parts(NamedTuple):
 
 
 def _parts(batch: Documents, ranks: int, room: Ints, order: Ints, so_far: Ints, knobs: Knobs) -> _Parts:
-    """The documents by what becomes of them. order, so_far: by rising length, and their tokens up to each."""
+    """The documents by their use. order: by rising length; so_far: the tokens up to each in this order."""
     lengths, ticks, most, tokens = batch.lengths, batch.ticks, int(room.max()), int(so_far[-1])
     fills = int(np.count_nonzero((so_far * 64 <= tokens * knobs.fill) & (lengths[order] * 8 <= most)))
     filling, rest = order[:fills], order[fills:]
     filled = int(so_far[fills - 1]) if fills else 0
     per_row = max(1, int(ticks[filling].sum()) // filled if fills else batch.row)
-    # where rows need not be equal, all that a document costs is to be balanced
+    # if ranks may have unequal rows, a document's whole cost is balanced
     loose = int(room.sum()) * 16 > tokens * 17 + 16 * ranks
     surplus = ticks if loose else np.maximum(_beyond(ticks, per_row, lengths), 0)
     rest = rest[surplus[rest].argsort(kind="stable")]
@@ -144,15 +144,15 @@ def _parts(batch: Documents, ranks: int, room: Ints, order: Ints, so_far: Ints, 
     kept, brought = rows.cumsum(), extra.cumsum() // ranks
     fair = extra <= brought // 64 * knobs.whole + brought % 64 * knobs.whole // 64
     fair |= (kept + filled) * 64 <= tokens * (64 - knobs.spread)
-    # a whole document finds the rows that the spread ones leave
+    # a whole document must fit the rows that spread ones leave
     fair &= rows <= most - (tokens - filled - kept) // ranks
-    last = fair[::-1].argmax() if fair.size else 0  # from the end
+    last = fair[::-1].argmax() if fair.size else 0  # counted from the end
     wholes = int(fair.size - last) if fair.size and fair[-1 - last] else 0
     return _Parts(filling, rest[:wholes][::-1], rest[wholes:][::-1], per_row, surplus, loose)
 
 
 def _tiers(lengths: Ints, octaves: int) -> list[int]:
-    """The tier of each spread document, 0 that of the shortest; none where there are groups instead."""
+    """The tier of each spread document, 0 for the shortest; empty if there are groups instead."""
     if not octaves:
         return []
     level = [int(n).bit_length() // octaves for n in lengths]
@@ -174,7 +174,7 @@ def _placed(board: _Board, tiers: list[int]) -> Placement:
 
 
 class _Board:
-    """The ranks while documents are placed: their surplus (load) and ticks (base) so far, rows that may come (left)."""
+    """The ranks while documents are placed: their surplus (load) and ticks (base) so far, and free rows (left)."""
 
     def __init__(self, batch: Documents, ranks: int, room: Ints, knobs: Knobs, parts: _Parts) -> None:
         self.batch, self.ranks, self.knobs = batch, ranks, knobs
@@ -184,12 +184,12 @@ class _Board:
         self.dealt = np.zeros(ranks // knobs.width, np.int64)
         self.pieces: list[Pieces] = []
         self.filling, self.rest, self.long, self.per_row, self.surplus, self.loose = parts
-        self.crowded = False  # whether no rank had the rows for some document to keep whole
+        self.crowded = False  # whether some document to keep whole fits no rank
 
     # --- long documents
 
     def spread(self, tiers: Ints) -> None:
-        """Give the long documents to groups, or lay them along the ranks, every other tier the other way round."""
+        """Give the long documents to groups, or lay them along the ranks, every second tier in reverse."""
         if not self.long.size:
             return
         if not self.knobs.octaves:
@@ -199,8 +199,9 @@ class _Board:
         self._deal([self._laid(self.long[tiers == n], backwards=turn % 2 == 1) for turn, n in enumerate(levels)])
 
     def _grouped(self) -> RankShares:
-        """The long documents in groups; what the others bring on average is left out of what is balanced, as they fill
-        the rows, and half of what is beside their least can even out what the groups have."""
+        """The long documents on groups, balanced by their ticks beyond the mean of the other documents, which fill the
+        rows.
+        Half of the whole documents' surplus counts as able to even out the groups."""
         lengths, ticks = self.batch.lengths[self.long], self.batch.ticks[self.long]
         others = np.concatenate([self.rest, self.filling])
         rows = 0 if self.loose else int(self.batch.lengths[others].sum())
@@ -213,10 +214,10 @@ class _Board:
         return shares._replace(document=self.long[shares.document])
 
     def _laid(self, documents: Ints, *, backwards: bool) -> RankShares:
-        """Documents one after the other along a line of which every group of ranks has an equal part, in surplus."""
+        """Documents end to end on a line, of which every group of ranks takes an equal part by surplus."""
         groups = self.ranks // self.knobs.width
         surplus = np.maximum(self.surplus[documents], 1)
-        shift = max(0, int(surplus.sum()).bit_length() - 31)  # so that products with lengths stay below 2^62
+        shift = max(0, int(surplus.sum()).bit_length() - 31)  # keeps products with lengths below 2^62
         surplus = np.maximum(surplus >> shift, 1)
         edge = edges(surplus)
         border = _borders(edge, groups)
@@ -229,17 +230,17 @@ class _Board:
         return RankShares(document, first, stop, groups - 1 - group if backwards else group)
 
     def _deal(self, tiers: Sequence[RankShares]) -> None:
-        """Give groups their parts, half of the rows from the front of the document, the others from its end."""
+        """Give groups their parts, half of the rows from the front of the document and half from its end."""
         document, first, stop, group = tiers[0] if len(tiers) == 1 else map(np.concatenate, zip(*tiers, strict=True))
         groups, width = self.ranks // self.knobs.width, self.knobs.width
         length, held = self.batch.lengths[document], stop - first
-        # the last part of a document is in the middle, where its halves touch
+        # the last part of a document is in the middle, where its two halves meet
         front, ends = first // 2, stop == length
         back_stop = length - first + front
         front_stop, back = np.where(ends, front, stop // 2), np.where(ends, front, length - stop + stop // 2)
         start, count = np.concatenate([front, back]), np.concatenate([front_stop - front, back_stop - back])
         both: Ints = np.arange(start.size)
-        if len(tiers) > 1:  # tier by tier, of each the fronts before the ends
+        if len(tiers) > 1:  # by tier, and in each tier the fronts before the ends
             tier = np.arange(len(tiers)).repeat([shares.group.size for shares in tiers])
             both = np.concatenate([2 * tier, 2 * tier + 1]).argsort(kind="stable")
         twice = both % document.size
@@ -265,7 +266,7 @@ class _Board:
     def _share(self, document: Ints, group: Ints, start: Ints, count: Ints) -> Ints:
         """Deal stretches to the ranks of their groups in equal parts; rows of each, [stretches, width]."""
         width = self.knobs.width
-        # cumulative over the group's stretches, so that rounding does not add up
+        # cumulative over the group's stretches, so that rounding errors do not add up
         before = self._dealt(group, count)[:, None]
         member = np.arange(width + 1)
         edge = member * (before + count[:, None]) // width - member * before // width
@@ -278,7 +279,7 @@ class _Board:
         return rows
 
     def _dealt(self, group: Ints, count: Ints) -> Ints:
-        """Rows dealt to each stretch's group before it."""
+        """Rows dealt to each stretch's group before the stretch."""
         order = group.argsort(kind="stable")
         ordered = group[order]
         so_far = edges(count[order])
@@ -290,7 +291,7 @@ class _Board:
     # --- documents of one rank
 
     def whole(self) -> None:
-        """Place whole documents; those that no rank has the rows for are shared or go to the filling."""
+        """Place whole documents; those that fit no rank are shared or added to the filling."""
         documents = self.rest
         if not documents.size:
             return
@@ -306,7 +307,7 @@ class _Board:
             self._share_out(documents[~put])
 
     def _share_out(self, documents: Ints) -> None:
-        """Give documents that no rank has the rows for to groups of ranks that have; the rest goes to the filling."""
+        """Give documents that fit no rank to groups of ranks with enough rows; the rest is added to the filling."""
         width = self.knobs.width
         left = self.left.reshape(-1, width)
         heap = [(-room, group) for group, room in enumerate(np.maximum(left, 0).sum(1).tolist())]
@@ -333,7 +334,7 @@ class _Board:
     # --- filling
 
     def fill(self) -> None:
-        """Lay the remaining documents one after the other over the ranks, cut where a rank is done."""
+        """Lay the remaining documents end to end over the ranks, cut where a rank is full."""
         laid = self._mixed(self.filling)
         document, offset, count = laid, np.zeros_like(laid), self.batch.lengths[laid]
         per_row = np.full(laid.size, self.per_row)
@@ -356,13 +357,13 @@ class _Board:
         np.add.at(self.base, rank, per_row[at] * count)
 
     def _each(self, document: Ints) -> Ints:
-        """Ticks of a row of documents, on average."""
+        """Mean ticks of a row of each document."""
         return self.batch.ticks[document] // self.batch.lengths[document]
 
     def _trimmed(self) -> Pieces:
-        """What spreading gave ranks beyond their rows, taken back from their last stretches."""
+        """The rows that spreading gave a rank beyond its room, taken from its last stretches."""
         document, start, count, rank = (np.concatenate(parts) for parts in zip(*self.pieces, strict=True))
-        order = np.argsort(-rank, kind="stable")[::-1]  # by rank, the last first
+        order = np.argsort(-rank, kind="stable")[::-1]  # by rank, last stretch first
         held = np.cumsum(count[order])
         first = np.searchsorted(rank[order], rank[order])
         before = held - count[order] - np.append(0, held)[first]
@@ -375,7 +376,7 @@ class _Board:
         return Pieces(document[some], (start + count - taken)[some], taken[some], rank[some])
 
     def _mixed(self, documents: Ints) -> Ints:
-        """The documents in an order in which every stretch holds long and short ones alike."""
+        """The documents in an order in which every stretch has long and short ones alike."""
         if not documents.size:
             return documents
         order = documents[np.lexsort((documents, -self.batch.lengths[documents]))]
@@ -383,9 +384,9 @@ class _Board:
         return order[turn.argsort(kind="stable")]
 
     def _level(self, tokens: int) -> tuple[Ints, int]:
-        """Rows that each rank takes of so many, and the ticks at which all are done that have the room."""
+        """The rows that each rank takes of these tokens, and the ticks at which all ranks with room finish."""
         least = int(self.base.min())
-        begin = -((least - self.base) // self.per_row)  # the level from which a rank takes rows, and that of its last
+        begin = -((least - self.base) // self.per_row)  # the levels at which a rank takes its first and its last row
         ends = np.concatenate([begin, begin + self.left])
         order = ends.argsort(kind="stable")
         at, ranks = ends[order], np.where(order < self.ranks, 1, -1).cumsum()
@@ -393,15 +394,15 @@ class _Board:
         last = int(taken.searchsorted(tokens)) - 1
         level = int(at[last]) - (int(taken[last]) - tokens) // int(ranks[last])
         rows = np.minimum(np.maximum(level - begin, 0), self.left)
-        # what is too much is less than a row for each rank that takes any
+        # the excess is less than one row for each rank that takes any
         for rank in np.flatnonzero(rows)[::-1][: int(rows.sum()) - tokens]:
             rows[rank] -= 1
         return self._without_slivers(rows), least + level * self.per_row
 
     def _without_slivers(self, rows: Ints) -> Ints:
-        """The same rows, but a rank that would take only a few takes none as far as others have room for them.
+        """The rows, except that a rank that would take only a few takes none, as far as others have room for them.
 
-        A few rows of a document cost the fetch of all that they see.
+        A few rows of a document cost the fetch of all keys that they see.
         """
         few = np.flatnonzero((rows > 0) & (rows < FEW))
         if not few.size:
@@ -417,16 +418,16 @@ class _Board:
         return rows
 
     def _snapped(self, rows: Ints, edge: Ints, level: int) -> Ints:
-        """Borders of the ranks, moved to a document's border where that costs next to nothing."""
+        """Borders between ranks, moved to a document's border where that costs next to nothing."""
         spare = level // 256 // self.per_row
         wanted = rows.cumsum()
         below, above = edge[edge.searchsorted(wanted, side="right") - 1], edge[edge.searchsorted(wanted)]
         nearer = above - wanted < wanted - below
         near_by = np.stack([np.where(nearer, above, below), np.where(nearer, below, above)])
-        near_by[np.abs(near_by - wanted) > spare] = -1  # of no border
+        near_by[np.abs(near_by - wanted) > spare] = -1  # no border nearby
         total, room = int(edge[-1]), np.where(rows > 0, self.left, 0)
         most = np.minimum(room, rows + spare)
-        behind = total - (edges(room[::-1])[-2::-1])  # rows that later ranks may take leave this
+        behind = total - (edges(room[::-1])[-2::-1])  # at least this many rows must go to earlier ranks
         border, last = [0], 0
         each = zip(wanted.tolist(), *near_by.tolist(), most.tolist(), behind.tolist(), strict=True)
         for at, first, second, more, low in each:
@@ -443,16 +444,16 @@ class _Board:
 
 
 def least_loaded(lengths: Ints, extra: Ints, load: list[int], left: list[int]) -> Ints:
-    """The rank of each document in turn: that with least load so far of those with the rows, -1 if there is none.
+    """The rank of each document in turn: the least loaded rank with enough rows, -1 if there is none.
 
-    extra: what it adds to the load. left: rows of the ranks; what documents take is subtracted.
+    extra: the load that each document adds. left: free rows of the ranks, updated in place.
     """
-    ranks = len(load)  # of a heap of load * ranks + rank: one number is compared faster than two
+    ranks = len(load)  # heap entries are load * ranks + rank: one number compares faster than two
     heap = [ticks * ranks + rank for rank, ticks in enumerate(load) if left[rank] > 0]
     heapify(heap)
-    full: list[tuple[int, int]] = []  # ranks without the rows for the last document: -left, and as in the heap
+    full: list[tuple[int, int]] = []  # ranks too full for the last document: -left, and the heap entry
     chosen = []
-    # beyond int64, perhaps
+    # may exceed int64
     for length, more in zip(lengths.tolist(), [ranks * more for more in extra.tolist()], strict=True):
         while full and -full[0][0] >= length:
             heappush(heap, heappop(full)[1])
@@ -471,12 +472,12 @@ def least_loaded(lengths: Ints, extra: Ints, load: list[int], left: list[int]) -
 
 
 def _beyond(ticks: Ints, per_row: int, lengths: Ints) -> Ints:
-    """What documents cost beyond so much for a row; where that is far less than nothing, any number below 0."""
+    """Documents' cost beyond ``per_row`` per row; if far below zero, any negative number."""
     return ticks - np.minimum(per_row, ticks // lengths + 1) * lengths
 
 
 def _borders(edge: Ints, groups: int) -> Ints:
-    """Where each group's part of the line ends; moved to a document's end where only a sliver would be cut."""
+    """The end of each group's part of the line, moved to a document's end where only a sliver would be cut."""
     total = int(edge[-1])
     border = np.array([total * group // groups for group in range(groups + 1)])
     sliver = max(1, total // (32 * groups))

@@ -1,4 +1,4 @@
-"""What is to be planned, checked once: a batch, the model and the machine that compute it, and limits of its ranks."""
+"""A planning problem, checked once: a batch, the model and machine that compute it, and the ranks' limits."""
 
 from __future__ import annotations
 
@@ -23,10 +23,11 @@ STAGE_BYTES = (8 << 20, 32 << 20, 128 << 20)  # bytes of the keys of a stage
 
 @dataclass(frozen=True, eq=False)
 class Problem:
-    """A batch to plan, as `plan_batch` is given it.
+    """A batch to plan, from `plan_batch`'s arguments.
 
-    lengths: int64 [documents]. masks: one for all layers, one for each, or None for the model's own. memory: of a rank.
-    node: consecutive ranks that share fast links, at most all. The limits are checked when `room` or `most` is asked.
+    lengths: int64 [documents]. masks: one for all layers, one per layer, or None for the model's own. memory: of a
+    rank.
+    node: consecutive ranks that share fast links, at most all. The limits are checked by `room` and `most`.
     """
 
     lengths: Ints
@@ -53,9 +54,9 @@ class Problem:
         max_tokens_per_rank: int | None = None,
         at_once: int | None = None,
     ) -> Problem:
-        """The problem of `plan_batch`'s arguments. at_once: tokens that are to fit together, by default all.
+        """The problem of `plan_batch`'s arguments. at_once: tokens that must fit together, by default all.
 
-        Raises: ValueError for arguments that make no sense.
+        Raises: ValueError for arguments out of range.
         """
         tokens, ranks = lengths_of("lengths", lengths), whole("ranks", ranks, 1, RANKS)
         machine = Hardware.of(hardware)
@@ -65,7 +66,7 @@ class Problem:
         return cls(tokens, ranks, masks, shape, machine, memory, node, token_slack, max_tokens_per_rank)
 
     def pick(self, documents: Ints) -> Problem:
-        """The same for some of the documents."""
+        """The problem for some of the documents."""
         masks = self.masks
         if documents.size == self.lengths.size or masks is None:
             picked = masks
@@ -83,7 +84,7 @@ class Problem:
 
     @cached_property
     def layers(self) -> Layers:
-        """The masks of the model's layers with their numbers, that of most layers first.
+        """The masks of the model's layers with the number of layers of each, the most frequent first.
 
         Raises: ValueError for masks of other documents, or of another number of layers.
         """
@@ -91,7 +92,7 @@ class Problem:
 
     @property
     def most(self) -> int:
-        """Rows that a rank can hold."""
+        """Rows that fit a rank."""
         if self.max_tokens_per_rank is None:
             return self.memory.rows
         return min(self.memory.rows, whole("max_tokens_per_rank", self.max_tokens_per_rank, 1))
@@ -100,7 +101,7 @@ class Problem:
     def room(self) -> Ints:
         """Rows that each rank may take, int64 [ranks].
 
-        Raises: ValueError if the batch does not fit, naming the least number of ranks that would do.
+        Raises: ValueError if the batch does not fit, naming the fewest ranks on which it does.
         """
         slack, tokens, ranks = self.token_slack, self.tokens, self.ranks
         if not (isinstance(slack, (int, float)) and 0 <= slack < math.inf):
@@ -108,12 +109,12 @@ class Problem:
         most = self.most
         if -(-tokens // ranks) > most:
             raise ValueError(self.refusal(tokens))
-        # a rank that has the room for all tokens eight times over needs no more
+        # no rank needs more room than eight times all tokens
         mean = int(tokens * (1 + min(slack, 8 * ranks))) // ranks
         return np.full(ranks, min(most, mean + 1), np.int64)
 
     def refusal(self, tokens: int) -> str:
-        """Why so many tokens do not fit, and what would."""
+        """Why this many tokens do not fit, and what to change."""
         memory, ranks, most = self.memory, self.ranks, self.most
         if not most:
             return (
@@ -129,7 +130,7 @@ class Problem:
 
 
 def _fitting(model: str | ModelShape, machine: Hardware, rows: int) -> tuple[ModelShape, Memory]:
-    """A model and its memory; one given by name with the least recomputation with which so many rows fit, if any do."""
+    """A model and its memory. A model by name recomputes as little as possible while ``rows`` rows fit, if they can."""
     if isinstance(model, ModelShape):
         return model, _memory(model, machine)
     for recompute in RECOMPUTE:
@@ -151,7 +152,7 @@ def _memory(shape: ModelShape, machine: Hardware) -> Memory:
 
 
 def layers_of(lengths: Ints, masks: Mask | Sequence[Mask] | None, shape: ModelShape) -> Layers:
-    """The masks of a model's layers with their numbers, that of most layers first."""
+    """The masks of a model's layers with the number of layers of each, the most frequent first."""
     if masks is None:
         groups = [(Mask(lengths, window=(window, None)), count) for window, count in shape.window_groups()]
     elif isinstance(masks, Mask):
@@ -167,5 +168,5 @@ def layers_of(lengths: Ints, masks: Mask | Sequence[Mask] | None, shape: ModelSh
         groups = list(counts.items())
     for mask, _ in groups:
         if not np.array_equal(mask.lengths, lengths) or mask.kv_lengths is not mask.lengths:
-            raise ValueError(f"every mask must have the batch's documents, queries and keys alike, got {mask!r}")
+            raise ValueError(f"every mask must have the batch's documents, with as many keys as queries, got {mask!r}")
     return sorted(groups, key=lambda group: -group[1])

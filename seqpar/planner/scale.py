@@ -1,7 +1,7 @@
-"""The ticks of a batch: the finest in which no sum over it is more than 64 bits hold.
+"""The length of a batch's tick: the shortest with which no sum over the batch exceeds 64 bits.
 
-A tick is 2 to some power of the finest ones. The power is that of the batch's largest sum, counted in Python's integers
-from facts that all ranks have, so that all choose the same; it is 0 up to some 10 million tokens in a document.
+A tick is a power of two times the finest one. The power follows from the batch's largest sum, counted in Python
+integers from facts that all ranks have, so all ranks agree. It is 0 up to about 10 million tokens in a document.
 """
 
 from __future__ import annotations
@@ -14,20 +14,20 @@ from seqpar.planner.shape import ModelShape
 def weights_for(
     layers: Layers, shape: ModelShape, hardware: Hardware, *, stage_bytes: int = 0, rows: int = 0
 ) -> Weights:
-    """The weights of a model on a machine, in the finest ticks that a batch can have.
+    """The weights of a model on a machine, in the finest ticks that the batch allows.
 
-    stage_bytes: of the smallest stage, 0 if documents are only compared. rows: the most that a rank takes, if any
-    layout of so many is to be counted; else one that merges more than can be counted is an OverflowError of `cost`.
+    stage_bytes: bytes of the smallest stage, 0 if documents are only compared. rows: the most rows of a rank, to cover
+    merging under any layout; without it, `cost` raises OverflowError for a layout that merges too much.
     """
     finest = Weights.of(shape, hardware)
     spent = whole_ticks(layers, finest)
     if stage_bytes:
         spent += moved_ticks(layers, finest, rows=rows, stage_bytes=stage_bytes)
-    # one layer's are taken five times where its stages are counted
+    # counting a layer's stages multiplies its ticks by five
     most = max(spent, 5 * (spent // layers_in(layers)))
     if most < LARGEST:
         return finest
-    # some more than are needed, as weights are rounded
+    # a margin, since weights are rounded
     return Weights.of(shape, hardware, coarse=(most // LARGEST).bit_length() + 3)
 
 
@@ -41,7 +41,7 @@ def whole_ticks(layers: Layers, w: Weights) -> int:
 
 
 def moved_ticks(layers: Layers, w: Weights, *, rows: int, stage_bytes: int) -> int:
-    """At least what a rank has beside its documents' own ticks: fetched keys, stages, pieces, waiting, merged rows."""
+    """An upper bound of a rank's ticks besides its documents: fetched keys, stages, pieces, waiting, merged rows."""
     tokens = layers[0][0].tokens
     stages = tokens // max(1, stage_bytes // w.row_bytes) + 3
     links = (w.inside, w.across)

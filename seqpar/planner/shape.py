@@ -1,10 +1,10 @@
-"""A transformer as the planner sees it: operations, bytes and parameters per token, label and attended pair.
+"""A transformer in numbers for the planner: operations, bytes and parameters per token, label and attended pair.
 
     h hidden    H, G query and key heads    d, e dims of a query and of a value    f ffn    V vocabulary
 
 Matrices of a layer: ``Q [h, H d]``, ``K [h, G d]``, ``V [h, G e]``, ``O [H e, h]`` and the gate, up and down matrices
-of an ffn, or of each expert. A multiplication and an addition are two operations. Biases and norms of heads are left
-out of every count: they are less than a thousandth.
+of an ffn, or of each expert. A multiplication and an addition are two operations. Biases and the norms of heads are
+left out: they are less than a thousandth of any count.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ from typing import Any
 from seqpar.plan.traffic import DTYPE_BYTES
 from seqpar.planner import config
 
-MOST = (1 << 31) - 1  # of anything that a model has
+MOST = (1 << 31) - 1  # of any size of a model
 RECOMPUTE = ("none", "attention", "full")
 
 
@@ -24,15 +24,15 @@ RECOMPUTE = ("none", "attention", "full")
 class ModelShape:
     """One decoder. Everything that is not a field follows from the fields.
 
-    windows: keys to the left of its own that a query sees, layer after layer, in turns; None sees all of them. A model
+    windows: keys to the left of its own that a query sees, for layer after layer, cyclically; None means all. A config
         that counts the query's own key has one more.
     experts: routed experts of a layer, of which `active_experts` compute a token, beside `shared_experts`, which
         compute every token; 0 is a dense model. The first `dense_layers` of a model with experts have an ffn of `ffn`.
     q_rank, kv_rank, rope_dim: ranks of the low-rank projections of queries and keys, and how much of `dim` is rotated
         and shared by the heads (DeepSeek-AI 2024, DeepSeek-V2, section 2.1). Attention takes expanded keys and values.
-    recompute: what backward computes again: "none", the "attention" block from norm to output, or "full" layers.
+    recompute: what backward recomputes: "none", the "attention" block from norm to output, or "full" layers.
 
-    Raises ValueError for sizes that no model has.
+    Raises ValueError for sizes that contradict each other.
     """
 
     name: str
@@ -59,7 +59,7 @@ class ModelShape:
     rope_dim: int = 0
 
     def __post_init__(self) -> None:
-        """Raise ValueError for what cannot be."""
+        """Check the sizes."""
         object.__setattr__(self, "windows", tuple(self.windows))
         for field in ("hidden", "layers", "heads", "kv_heads", "dim", "vocab"):
             self._check(field, least=1)
@@ -84,12 +84,12 @@ class ModelShape:
             ),
             (
                 self.experts == 0 and (self.shared_experts or self.expert_ffn or self.dense_layers) > 0,
-                "shared_experts, expert_ffn and dense_layers are of models with experts, but experts is 0",
+                "shared_experts, expert_ffn and dense_layers need experts, but experts is 0",
             ),
             (self.dense_layers > self.layers, f"{self.dense_layers} dense layers of {self.layers}"),
             (self.dense_count > 0 and self.ffn < 1, f"{self.dense_count} layers are dense, so ffn must be at least 1"),
             (self.rope_dim > self.dim, f"rope_dim {self.rope_dim} exceeds dim {self.dim}"),
-            (self.kv_rank is None and self.rope_dim > 0, "rope_dim is of models with kv_rank, which is None"),
+            (self.kv_rank is None and self.rope_dim > 0, "rope_dim needs kv_rank, which is None"),
         ]
         for failed, why in wrong:
             if failed:
@@ -103,14 +103,14 @@ class ModelShape:
 
     @classmethod
     def preset(cls, name: str) -> ModelShape:
-        """The shape of a published model. Raises ValueError with the known names for any other."""
+        """The shape of a published model. Raises ValueError, with the known names, for any other."""
         if not isinstance(name, str) or name not in PRESETS:
             raise ValueError(f"no model is called {name!r}; known: {', '.join(PRESETS)}; or build a ModelShape")
         return PRESETS[name]()
 
     @classmethod
     def from_config(cls, config_or_dict: object, *, name: str | None = None, recompute: str = "none") -> ModelShape:
-        """The shape that a Hugging Face config, or its dict, describes. Raises ValueError naming what it lacks."""
+        """The shape of a Hugging Face config, or of its dict. Raises ValueError naming missing entries."""
         fields: Mapping[str, Any] = config.fields(config_or_dict)
         shape = cls(**(fields if name is None else {**fields, "name": name}))
         return shape if recompute == "none" else replace(shape, recompute=recompute)
@@ -122,7 +122,7 @@ class ModelShape:
 
     @property
     def dense_count(self) -> int:
-        """Layers with an ffn of their own instead of experts."""
+        """Number of layers with an ffn instead of experts."""
         return self.dense_layers if self.experts else self.layers
 
     @property
@@ -132,7 +132,7 @@ class ModelShape:
 
     @property
     def active_parameters(self) -> int:
-        """Parameters that compute a token: embedding and head as in `parameters`, of the experts the active ones."""
+        """Parameters that compute a token: as `parameters`, but only the active experts."""
         return self._total(self.active_experts)
 
     def _total(self, experts: int) -> int:
@@ -161,7 +161,7 @@ class ModelShape:
         return self.kv_heads * (self.dim + self.values) * DTYPE_BYTES[self.dtype]
 
     def window_groups(self) -> list[tuple[int | None, int]]:
-        """(window, layers that have it), in the order in which the windows first occur."""
+        """(window, layers that have it), in the order of first use."""
         turns, more = divmod(self.layers, len(self.windows))
         groups: dict[int | None, int] = {}
         for nth, window in enumerate(self.windows):
@@ -172,10 +172,12 @@ class ModelShape:
     def activation_bytes(self) -> int:
         """Bytes of activations kept per token for backward, of all layers, under the `recompute` policy.
 
-        Counted tensor by tensor as Korthikanti et al. (2022, "Reducing Activation Recomputation in Large Transformer
-        Models", section 4.1) do, whose 34 bytes times hidden a layer this gives for their model less the 2 of dropout;
-        scores are not kept, as in FlashAttention, but one float32 logarithm a head is. Recomputing keeps a block's
-        input, and while one layer's backward runs that layer's other activations too. Logits are not counted.
+        Counted tensor by tensor as in Korthikanti et al. (2022, "Reducing Activation Recomputation in Large Transformer
+        Models", section 4.1): for their model this gives their 34 bytes times hidden per layer, less 2 for dropout. As
+        in
+        FlashAttention, scores are not kept, but one float32 logarithm per head is. Recomputation keeps a block's input,
+        and
+        during a layer's backward that layer's other activations too. Logits are not counted.
         """
         size = DTYPE_BYTES[self.dtype]
         attention = size * self._attention_elements() + 4 * self.heads
@@ -190,26 +192,26 @@ class ModelShape:
         return self.layers * attention + ffns
 
     def _attention_elements(self) -> int:
-        """Elements that an attention block keeps per token."""
+        """Elements per token that an attention block keeps."""
         q, out = self.heads * self.dim, self.heads * self.values
         kv = self.kv_heads * (self.dim + self.values)
         # Inputs of the low-rank projections' second matrices, before and after their norms.
         ranks = 2 * ((self.q_rank or 0) + (self.kv_rank or 0)) + self.rope_dim
-        # Input of the norm, input of the projections; the output is the input of the output projection as well.
+        # Inputs of the norm and of the projections; the block's output is also the input of the output projection.
         return 2 * self.hidden + q + kv + out + ranks
 
     def _ffn_elements(self, *, sparse: bool) -> int:
-        """Elements that an ffn block keeps per token: the inputs of its norm, its matrices and its nonlinearity."""
-        # Gated: gate, up, the gate's activation and the product; otherwise the activation's input and output.
+        """Elements per token that an ffn block keeps: the inputs of its norm, its matrices and its nonlinearity."""
+        # Gated: gate, up, the gate's activation and the product. Otherwise: the activation's input and output.
         per_unit = 4 if self.gated else 2
         if not sparse:
             return 2 * self.hidden + per_unit * self.ffn
-        # A token's copy for each routed expert, and each one's output until the router's weights have summed them.
+        # A token's copy for each routed expert, and each expert's output until the router's weights have summed them.
         routed = self.active_experts * (2 * self.hidden + per_unit * self.expert_ffn)
         return 2 * self.hidden + self.experts + routed + self.shared_experts * per_unit * self.expert_ffn
 
     def _matrices(self, experts: int) -> int:
-        """Elements of the matrices of all layers with so many routed experts."""
+        """Elements of the matrices of all layers, with this many routed experts."""
         h, per_ffn = self.hidden, (3 if self.gated else 2) * self.hidden
         if self.q_rank is None:
             q = h * self.heads * self.dim
@@ -232,7 +234,7 @@ def _llama(name: str, hidden: int, layers: int, heads: int, ffn: int) -> ModelSh
 
 
 def _gpt(name: str, hidden: int, layers: int, heads: int) -> ModelShape:
-    """Sizes of GPT and of FlexSP's experiments (Wang et al. 2025, section 6.1), with GPT-2's vocabulary."""
+    """Sizes of GPT as in FlexSP's experiments (Wang et al. 2025, section 6.1), with GPT-2's vocabulary."""
     return ModelShape(name, hidden, layers, heads, heads, 128, 4 * hidden, 50_257, gated=False, tied=True)
 
 
@@ -247,7 +249,7 @@ def _mixtral() -> ModelShape:
 
 
 def _gemma3() -> ModelShape:
-    # Five layers that see the last 1,024 tokens, their own among them, then one that sees all.
+    # Five layers that see the last 1,024 tokens, including the query's own, then one that sees all.
     windows = (1023,) * 5 + (None,)
     return ModelShape("gemma3-27b", 5376, 62, 32, 16, 128, 21_504, 262_208, windows=windows, tied=True)
 
@@ -264,8 +266,8 @@ def _deepseek_v3() -> ModelShape:
     return ModelShape("deepseek-v3", 7168, 61, 128, 128, 192, 18_432, 129_280, **experts, **ranks)
 
 
-# Sizes are those of the published configurations. WLB-LLM (Wang et al. 2025, OSDI) gives 550M parameters: a Llama of
-# that size stands in.
+# Sizes are those of the published configurations. WLB-LLM (Wang et al. 2025, OSDI) only says 550M parameters: a Llama
+# of that size stands in.
 PRESETS: dict[str, Callable[[], ModelShape]] = {
     "llama-8b": lambda: _llama("llama-8b", 4096, 32, 32, 14_336),
     "llama-70b": lambda: _llama("llama-70b", 8192, 80, 64, 28_672),

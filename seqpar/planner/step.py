@@ -1,10 +1,10 @@
-"""`plan_step`: a global batch as a few micro-batches of about equal time, each of them planned over all ranks.
+"""`plan_step`: a global batch as a few micro-batches of about equal time, each planned over all ranks.
 
-Every rank computes every micro-batch, so their number is the same everywhere and FSDP's collectives stay in step. What
-there is to choose is which documents go together: long and short ones, so that each micro-batch can be balanced over
-the ranks. The document that costs most goes to the micro-batch with least so far that has the room (Graham 1969, Bounds
-on multiprocessing timing anomalies); then the longest and the shortest micro-batch trade documents as long as that
-brings them closer. All decisions are made on integers, ties by index.
+Every rank computes every micro-batch, so their number is the same everywhere and FSDP's collectives stay in step. The
+choice is which documents go together: long with short, so that each micro-batch can be balanced over the ranks. The
+most expensive document goes first, to the least loaded micro-batch with room for it (Graham 1969, Bounds on
+multiprocessing timing anomalies). Then the longest and the shortest micro-batch trade documents while that brings them
+closer. All decisions use integers; ties go by index.
 """
 
 from __future__ import annotations
@@ -27,13 +27,13 @@ from seqpar.planner.problem import Problem
 from seqpar.planner.scale import weights_for
 from seqpar.planner.shape import ModelShape
 
-MOST = (1 << 31) - 1  # tokens that kernels number
+MOST = (1 << 31) - 1  # more than kernels can number
 
 
 class MicroBatch(NamedTuple):
     """A part of a global batch.
 
-    documents: which of its documents, ascending, int64. plan: of these documents, packed in this order.
+    documents: indices of its documents, ascending, int64. plan: of these documents, packed in this order.
     """
 
     documents: Ints
@@ -52,18 +52,18 @@ def plan_step(
     max_tokens_per_rank: int | None = None,
     micro_batches: int | None = None,
 ) -> list[MicroBatch]:
-    """The micro-batches of a global batch: every document in one of them, as few as memory allows, of about equal time.
+    """The micro-batches of a global batch: each document in one of them, as few as memory allows, about equal in time.
 
-    lengths: tokens of each document of the global batch; masks: over all of them. micro_batches: how many to make
-    instead of the fewest. The other arguments are those of `plan_batch`. A model given by name recomputes as little as
-    the longest document allows, or the number of micro-batches if that is given.
+    lengths: tokens of each document of the global batch. masks: over all of them. micro_batches: their number, by
+    default
+    the fewest. The other arguments are those of `plan_batch`. A model given by name recomputes as little as the longest
+    document allows, or the number of micro-batches if that is given.
 
-    ``sum(m.plan.forecast.seconds for m in plan_step(...))`` is what the step is predicted to take. Weight the loss of a
-    micro-batch by its labels, not by one over their number: their tokens differ.
+    ``sum(m.plan.forecast.seconds for m in plan_step(...))`` is the predicted time of the step. Weight the loss of a
+    micro-batch by its number of labels, not equally: micro-batches differ in tokens.
 
-    Raises: ValueError for a document that no micro-batch can hold, naming the longest that would fit and the least
-    number of ranks; for fewer micro-batches than memory allows or more than there are documents; and where
-    ``plan_batch`` does.
+    Raises: ValueError for a document that fits no micro-batch, naming the longest that would fit and the fewest ranks
+    that would do; for fewer micro-batches than memory allows, or more than documents; and as ``plan_batch``.
     """
     lengths = lengths_of("lengths", lengths)
     needed = int(lengths.max())
@@ -82,7 +82,7 @@ def plan_step(
 
 
 def _most(problem: Problem) -> int:
-    """Rows of a rank in a micro-batch, at most. Raises ValueError if the longest document needs more."""
+    """The most rows of a rank in a micro-batch. Raises ValueError if the longest document needs more."""
     most, ranks = problem.most, problem.ranks
     longest = int(problem.lengths.argmax())
     tokens = int(problem.lengths[longest])
@@ -98,12 +98,12 @@ def _most(problem: Problem) -> int:
 
 
 def split(lengths: Ints, ticks: Ints, row: int, *, capacity: int, count: int | None = None) -> list[Ints]:
-    """Documents of each micro-batch, ascending. No document is longer than the capacity, in tokens.
+    """Documents of each micro-batch, ascending. No document may exceed the capacity, in tokens.
 
-    ticks: what each document costs; row: what a token of it costs beside attention. count: how many micro-batches, by
-    default the fewest that are found: which lengths fill them to the last tokens is searched by best fit only.
+    ticks: the cost of each document; row: the cost of a token besides attention. count: number of micro-batches, by
+    default the fewest found: best fit alone searches for the lengths that fill them to the last token.
 
-    Raises: ValueError if so many micro-batches do not hold the documents, or would be more than these.
+    Raises: ValueError if ``count`` micro-batches cannot hold the documents, or outnumber them.
     """
     documents, fewest = lengths.size, -(-int(lengths.sum()) // capacity)
     if count is not None and count > documents:
@@ -122,7 +122,7 @@ def split(lengths: Ints, ticks: Ints, row: int, *, capacity: int, count: int | N
 
 
 def _placed(lengths: Ints, ticks: Ints, row: int, capacity: int, parts: int) -> list[Ints]:
-    """The micro-batch of each document, in each of a few ways that find the room; as many as documents always do."""
+    """The micro-batch of each document, in each of a few ways that have room; in as many as any documents need."""
     tried = [_least_loaded(lengths, cost, capacity, parts) for cost in (ticks, ticks - row * lengths, lengths)]
     targets = [target for target in tried if target is not None]
     if not targets and (target := _best_fit(lengths, capacity, parts)) is not None:
@@ -131,7 +131,7 @@ def _placed(lengths: Ints, ticks: Ints, row: int, capacity: int, parts: int) -> 
 
 
 def _sums(target: Ints, values: Ints, parts: int) -> Ints:
-    """Sums of values by micro-batch, int64 [parts]."""
+    """Sums of values per micro-batch, int64 [parts]."""
     sums = np.zeros(parts, np.int64)
     np.add.at(sums, target, values)
     return sums
@@ -142,11 +142,11 @@ def _descending(cost: Ints, lengths: Ints) -> list[int]:
 
 
 def _least_loaded(lengths: Ints, cost: Ints, capacity: int, parts: int) -> Ints | None:
-    """Documents by falling cost, each where there is least cost so far of what has the room."""
+    """Documents by falling cost, each in the least loaded micro-batch with room for it."""
     target = np.empty(lengths.size, np.int64)
     left = [capacity] * parts
     heap = [(0, part) for part in range(parts)]
-    full: list[tuple[int, int, int]] = []  # without the room for the last document: -left, load, part
+    full: list[tuple[int, int, int]] = []  # no room for the last document: -left, load, part
     size, extra = lengths.tolist(), cost.tolist()
     for document in _descending(cost, lengths):
         while full and -full[0][0] >= size[document]:
@@ -178,14 +178,14 @@ def _best_fit(lengths: Ints, capacity: int, parts: int) -> Ints | None:
 
 
 def _evened(target: Ints, lengths: Ints, ticks: Ints, capacity: int, parts: int) -> Ints:
-    """The same with documents traded between the micro-batches of most and of least ticks while that evens them."""
+    """The micro-batches with documents traded between the slowest and the fastest while that evens them out."""
     load, used = _sums(target, ticks, parts), _sums(target, lengths, parts)
     for _ in range(8 * parts):
         most, least = int(load.argmax()), int(load.argmin())
         many, few = (np.flatnonzero(target == part) for part in (most, least))
         few = few[np.lexsort((few, lengths[few], ticks[few]))]
         gap = int(load[most] - load[least])
-        # for each document of the one, those of the other at which half of the gap would change hands; -1 is none
+        # for each document of the one, documents of the other whose trade would move half of the gap; -1 for none
         near_by = np.searchsorted(ticks[few], ticks[many] - gap // 2)
         given = np.repeat(many, 2)
         at = np.stack([near_by - 1, np.minimum(near_by, few.size - 1)], axis=1).ravel()

@@ -61,7 +61,7 @@ def judged(number: int, folder: Path) -> str:
         try:
             machine = Hardware.load(path)
         except ValueError as error:
-            assert str(error).startswith(f"{path} is no hardware file: "), error
+            assert str(error).startswith(f"{path} is not a hardware file: "), error
             return refused(error)
         assert Hardware.from_dict(machine.to_dict()) == machine
         for ranks in (1, 3, 16):

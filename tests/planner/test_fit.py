@@ -115,13 +115,13 @@ def test_rows_that_do_not_differ_enough_are_refused() -> None:
     rows = [replace(row, keys=2 * row.queries) for row in calls(TRUE, 0, 20)]
     with pytest.raises(ValueError, match="do not tell its 5 coefficients apart; vary them more"):
         fit_attention(rows, rows)
-    with pytest.raises(ValueError, match="forward and backward, got calls of one direction"):
+    with pytest.raises(ValueError, match="forward and backward, got only one of them"):
         fit_attention([replace(row, backward=False) for row in calls(TRUE, 0, 20)], rows)
 
 
 def test_times_that_do_not_grow_are_refused() -> None:
-    with pytest.raises(ValueError, match="no longer for more bytes"):
+    with pytest.raises(ValueError, match="no slower for more bytes"):
         fit_link([Exchanged(size, 1 / (1 + size)) for size in (1.0, 2.0, 3.0)], [Exchanged(2.0, 0.3)])
     flat = [replace(row, seconds=row.steps * 1.0) for row in calls(TRUE, 0, 20)]
-    with pytest.raises(ValueError, match="no longer for more pairs"):
+    with pytest.raises(ValueError, match="no slower for more pairs"):
         fit_attention(flat, flat)

@@ -134,7 +134,7 @@ def test_files_that_are_no_hardware_are_refused_by_name(tmp_path: Path, edit: ob
     edit(data)  # type: ignore[operator]
     path = tmp_path / "machine.json"
     path.write_text(json.dumps(data))
-    with pytest.raises(ValueError, match=f"machine.json is no hardware file: .*{message}"):
+    with pytest.raises(ValueError, match=f"machine.json is not a hardware file: .*{message}"):
         Hardware.load(path)
 
 
@@ -159,10 +159,10 @@ def test_no_figure_of_a_file_overflows_the_planner(part: str | None, value: floa
 
 def test_text_that_is_no_json_is_refused_by_name(tmp_path: Path) -> None:
     (tmp_path / "machine.json").write_text("{")
-    with pytest.raises(ValueError, match="machine.json is no hardware file"):
+    with pytest.raises(ValueError, match="machine.json is not a hardware file"):
         Hardware.load(tmp_path / "machine.json")
     (tmp_path / "list.json").write_text("[]")
-    with pytest.raises(ValueError, match="list.json is no hardware file.*mapping"):
+    with pytest.raises(ValueError, match="list.json is not a hardware file.*mapping"):
         Hardware.load(tmp_path / "list.json")
 
 
