@@ -42,7 +42,7 @@ bits: $(READY)
 bench: $(READY)
 	$(BIN)/python -m pytest -q bench --benchmark-enable --benchmark-only $(ARGS)
 
-# the table of the README; nothing else should run meanwhile
+# the first table of docs/results.md; nothing else should run meanwhile
 results: $(READY)
 	$(BIN)/python -m bench.cpu.step --json bench/results/cpu.json
 	$(BIN)/python -m bench.cpu.import_time

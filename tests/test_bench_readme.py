@@ -52,11 +52,14 @@ def test_every_measurement_is_there() -> None:
     assert scripts - set(map(module_of, commands())) == {BENCH / "gpu" / "correct.py"}
 
 
-def test_every_result_of_the_top_readme_is_there() -> None:
+def test_every_result_of_the_top_readme_and_of_the_pages_is_there() -> None:
     section = (ROOT / "README.md").read_text().split("## Results")[1]
     results = re.findall(r"^\| .+ \| .+ \| `(.+)` \|$", section, re.MULTILINE)
-    known = commands()
     assert len(results) > 4
+    page = (ROOT / "docs" / "results.md").read_text()
+    results += re.findall(r"^\| .+ \| .+ \| `([^`]+)` \| .+ \| .+ \| .+ \|$", page, re.MULTILINE)
+    known = commands()
+    assert len(results) > 25
     for command in results:
         start = " ".join(command.split()[:3])
         assert any(other.startswith(start) for other in known), command

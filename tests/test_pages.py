@@ -5,7 +5,9 @@ from __future__ import annotations
 import ast
 import json
 import re
+from collections.abc import Iterable, Iterator
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -45,3 +47,99 @@ def test_every_class_of_error_is_explained() -> None:
     own = {node.name for node in classes if any(re.search("Error$|^Exception$", ast.unparse(b)) for b in node.bases)}
     explained = {name for row in rows(TROUBLES, "class") for name in re.findall(r"`(\w+)`", row[0])}
     assert len(own) >= 3 and own <= explained, own - explained
+
+
+CELLS = [row for row in rows((DOCS / "results.md").read_text(), "what") if len(row) == 6]
+
+
+def record(name: str) -> Any:
+    return json.loads((RESULTS / name).read_text())
+
+
+def ends(values: Iterable[float], digits: int = 2) -> str:
+    """The least and the largest of values."""
+    several = sorted(values)
+    return f"{several[0]:.{digits}f} to {several[-1]:.{digits}f}"
+
+
+def of_attention(name: str, of_peak: bool = False) -> list[str]:
+    """Beside torch, or beside the peak, for each dtype and direction."""
+    by: dict[tuple[str, str], list[float]] = {}
+    for row in record(name)["rows"]:
+        part = row["seqpar"] / row["peak"] if of_peak else row["ratio"]
+        by.setdefault((row["dtype"], row["direction"]), []).append(part)
+    return [ends(several) for several in by.values()]
+
+
+def figures() -> Iterator[tuple[str, str, list[str]]]:
+    """(record, how its row begins, the figures in bold) of the rows whose figures can be computed of a record."""
+    steps = record("cpu.json")
+    speed, one = steps["speed"], steps["median_seconds"]["one_rank"]
+    named = ("1 process, 2 threads, torch flash", *(name for name in speed if name.startswith("2 processes")))
+    yield "cpu.json", "a causal step over 2", [f"{speed[name]:.2f}" for name in named]
+    yield "cpu.json", "what one rank pays", [f"{1e3 * one[k]:.2f}" for k in ("attention, one rank", "kernel alone")]
+    planning = steps["median_seconds"]["planning"]
+    kinds = [max(s for name, s in planning.items() if name.startswith(k)) for k in ("contiguous", "zigzag")]
+    kinds.append(planning["striped, rank 0"])
+    yield "cpu.json", "all that one rank of 64", [f"{1e3 * seconds:.0f}" for seconds in kinds]
+    for name in ("cpu_attention.json", "cpu_attention_intel.json"):
+        yield name, "attention in one process", of_attention(name)
+    yield "cpu_attention.json", "the same as a share", of_attention("cpu_attention.json", of_peak=True)
+    over = record("comm.json")["over_gloo"]
+    yield "comm.json", "`ShmComm` beside gloo", [f"{over[k]:.1f}" for k in ("ring", "all-to-all")]
+    yield "copies.json", "packing and unpacking", [ends(row["ratio"] for row in record("copies.json")["rows"])]
+    growing = {row["ranks"]: row for row in record("sequence.json")["growing"]}
+    fitting = [f"{row['tokens']:,}" for row in record("sequence.json")["fitting"]]
+    yield "sequence.json", "a causal decoder's step", [*of_a_step(growing[4]), *of_a_step(growing[16]), *fitting]
+    ran = record("soak.json")["ranks"][0]["ran"]
+    verbs = sum(count for name, count in ran.items() if name != "comms")
+    yield "soak.json", "ten minutes", [f"{verbs:,}", f"{ran['comms']:,}"]
+    short = {
+        (r["hidden"], r["comm"]): r for r in record("short_batches.json")["rows"] if not r["same"]
+    }  # the last ones
+    parts = [short[hidden, comm]["part"] for hidden in (256, 64) for comm in ("gloo", "shm")]
+    yield "short_batches.json", "a step of short batches", [f"{part + 1e-9:.2f}" for part in parts]
+    agreed = {(r["ranks"], r["way"]): r for r in record("agreement.json")["rows"] if r["kind"] == "agree"}
+    doubling, to_all = agreed[64, "doubling"], agreed[64, "to all"]
+    several = [doubling["messages"], doubling["bytes"], to_all["messages"]]
+    yield "agreement.json", "messages that a rank sends", [str(count) for count in several]
+    planned = record("planned.json")["ranks"].values()
+    beside = [ends(cell["ratio"] for cell in each["beside_best"].values()) for each in planned]
+    faster = ends((each["speedup_over_worst"] for each in planned), 1)
+    yield "planned.json", "measured: the plan", [*beside, faster]
+    means: dict[int, list[float]] = {}
+    for row in record("simulate.json")["rows"]:
+        if row["policy"] == "seqpar" and row["hardware"] == "h100" and not row["variant"]:
+            means.setdefault(row["ranks"], []).append(row["lockstep_mean"])
+    yield "simulate.json", "time of the slowest rank", [ends(several, 3) for several in means.values()]
+    tried = record("architectures.json")["rows"].values()
+    exact = sum(all(row["float64"][way] == "exact" for way in ("padded", "packed")) for row in tried)
+    yield "architectures.json", "architectures of transformers", [str(len(tried)), str(exact)]
+    yield "dsp.json", "a step of diffusers' Latte", [str(len(record("dsp.json")["latte"]))]
+    cases = re.search(r"([\d,]+) in all", (RESULTS / "exhaustive.txt").read_text())
+    yield "exhaustive.txt", "layouts, transports", [cases[1] if cases else ""]
+
+
+def of_a_step(row: dict[str, Any]) -> list[str]:
+    """CPU seconds and MiB of a rank, and of one process."""
+    shown = []
+    for step in (row["sharded"], row["whole"]):
+        digits = 2 if step["cpu_seconds"] < 1 else 1 if step["cpu_seconds"] < 10 else 0
+        shown += [f"{step['cpu_seconds']:.{digits}f}", f"{step['peak_bytes'] / 2**20:,.0f}"]
+    return shown
+
+
+@pytest.mark.parametrize(("name", "begins", "expected"), figures(), ids=lambda x: x if isinstance(x, str) else "")
+def test_a_figure_in_bold_is_that_of_the_record(name: str, begins: str, expected: list[str]) -> None:
+    (cells,) = [row for row in CELLS if row[0].startswith(begins) and f"`{name}`" in row[-1]]
+    assert re.findall(r"\*\*([^*]+)\*\*", f"{cells[0]} {cells[1]}") == expected
+
+
+def test_every_row_says_processor_and_commit_of_its_record() -> None:
+    assert len(CELLS) > 20
+    for what, _, _, processor, commit, name in CELLS:
+        if commit != "-":
+            text = (RESULTS / name.strip("`")).read_text()
+            assert commit in text, what
+            maker = processor.split()[0]
+            assert maker in ("a", "2") or maker in text, (what, maker)

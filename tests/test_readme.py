@@ -1,4 +1,4 @@
-"""The README is true: its commands and code run, its table says what the tests cover."""
+"""The README is true: its commands and code run, and so is the table of `docs/choose.md` of what works with what."""
 
 from __future__ import annotations
 
@@ -18,12 +18,14 @@ from seqpar.kernels.protocol import DTYPES
 from seqpar.plan import TRANSPORTS
 from tests.cases import LAYOUTS, MASKS
 from tests.ops.cases import HEADS, Options, product
-from tests.programs import Programs, programs
+from tests.programs import Programs, lines, output, programs
 
 ROOT = Path(__file__).parent.parent
 README = (ROOT / "README.md").read_text()
+CHOOSE = (ROOT / "docs" / "choose.md").read_text()
+RESULTS = (ROOT / "docs" / "results.md").read_text()
 BLOCKS = re.findall(r"^```(\w+)\n(.*?)^```", README, re.MULTILINE | re.DOTALL)
-COMMANDS = [line.split("#")[0].strip() for kind, text in BLOCKS if kind == "bash" for line in text.splitlines()]
+COMMANDS = [command for kind, text in BLOCKS if kind == "bash" for command in lines(text)]
 PYTHON = [text for kind, text in BLOCKS if kind == "python"]
 
 
@@ -36,14 +38,16 @@ def run(command: list[str]) -> str:
     return done.stdout
 
 
+def test_it_is_short_and_says_at_once_where_it_was_measured() -> None:
+    lines = README.splitlines()
+    assert len(lines) <= 130
+    assert any("has not run on a GPU yet" in line for line in lines[:12])
+
+
 @pytest.mark.parametrize("command", COMMANDS)
-def test_commands_run(command: str) -> None:
-    words = shlex.split(command)
-    if words[0] == "make":  # this test is part of one, and another test runs the demo
-        assert run(["make", "-n", *words[1:]]).strip()
-        return
-    module = {"torchrun": "torch.distributed.run", "seqpar": "seqpar"}[words[0]]
-    assert run([sys.executable, "-m", module, *words[1:]]).strip()
+def test_commands_run(command: str, tmp_path: Path) -> None:
+    """Of make: what it would run. Another test runs the demo."""
+    assert output(command, tmp_path).strip()
 
 
 @pytest.fixture(scope="module")
@@ -64,9 +68,9 @@ def test_code_runs(number: int, alone: Programs, tmp_path: Path) -> None:
 
 
 def cells(row: str) -> str:
-    """The values of a row of the table of what is supported."""
-    found = re.search(rf"^\| {re.escape(row)} \| (.*) \|$", README, re.MULTILINE)
-    assert found, f"the README has no row {row!r}"
+    """The values of a row of the table of what works with what."""
+    found = re.search(rf"^\| {re.escape(row)} \| (.*) \|$", CHOOSE, re.MULTILINE)
+    assert found, f"docs/choose.md has no row {row!r}"
     return found[1]
 
 
@@ -87,9 +91,11 @@ def test_table_says_what_the_product_of_tests_covers() -> None:
 
 
 def test_every_result_has_a_command_that_exists() -> None:
-    rows = re.findall(r"^\| .* \| .* \| `(.*)` \|$", README.split("## Results")[1], re.MULTILINE)
+    rows = re.findall(r"^\| .* \| (.*) \| `(.*)` \|$", README.split("## Results")[1], re.MULTILINE)
     assert rows
-    for command in rows:
+    several = re.findall(r"^\| .* \| .* \| `(.*)` \| .* \| .* \| .* \|$", RESULTS, re.MULTILINE)
+    assert len(several) > 20
+    for command in [*several, *(command for _, command in rows)]:
         words = shlex.split(command)
         if words[0] == "make":
             assert run(["make", "-n", *words[1:]])
@@ -98,6 +104,15 @@ def test_every_result_has_a_command_that_exists() -> None:
                 (ROOT / word.replace(".", "/")).with_suffix(".py") for word in words
             ]
             assert any(path.is_file() for path in files), command
+
+
+def test_every_figure_is_one_of_the_page_of_results() -> None:
+    """Whose figures are those of records: see test_pages.py."""
+    rows = re.findall(r"^\| .* \| (.*) \| `(.*)` \|$", README.split("## Results")[1], re.MULTILINE)
+    for figure, command in rows:
+        (row, *more) = [line for line in RESULTS.splitlines() if f"| `{command}` |" in line]
+        for number in re.findall(r"[\d.,]*\d", figure):
+            assert any(number in line for line in (row, *more)), (number, command)
 
 
 def test_every_extra_is_named() -> None:

@@ -47,7 +47,7 @@ LAYOUTS: dict[str, Callable[[int, int], seqpar.Layout]] = {
 
 
 def ring(tiny: bool) -> list[Case]:
-    """Numbers of ranks, layouts and transports; the figure that the README names comes first."""
+    """Numbers of ranks, layouts and transports; the headline figure comes first."""
     if tiny:
         return [Case("ring", "zigzag, fetch, 2 ranks", partial(_tax, "zigzag", "fetch", 2, True))]
     cases = []

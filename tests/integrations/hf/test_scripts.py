@@ -45,8 +45,9 @@ def test_a_few_lines_differ_and_no_loss_does(name: str, run: Programs, tmp_path:
             assert abs(loss - expected) <= 1e-6 * abs(expected), (step, loss, expected)
 
 
-def test_the_readme_shows_the_diffs() -> None:
-    shown = re.findall(r"^```diff\n(.*?)^```", (ROOT / "README.md").read_text(), re.MULTILINE | re.DOTALL)
+def test_the_readme_and_its_page_show_the_diffs() -> None:
+    pages = "".join((ROOT / name).read_text() for name in ("README.md", "docs/transformers.md"))
+    shown = re.findall(r"^```diff\n(.*?)^```", pages, re.MULTILINE | re.DOTALL)
     for name in NAMES:
         lines = [line for line in changes(name) if line.strip() != "+"]
         assert any([x for x in block.splitlines() if x[:1] in ("+", "-")] == lines for block in shown), name
