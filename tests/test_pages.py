@@ -94,10 +94,9 @@ def figures() -> Iterator[tuple[str, str, list[str]]]:
     ran = record("soak.json")["ranks"][0]["ran"]
     verbs = sum(count for name, count in ran.items() if name != "comms")
     yield "soak.json", "ten minutes", [f"{verbs:,}", f"{ran['comms']:,}"]
-    short = {
-        (r["hidden"], r["comm"]): r for r in record("short_batches.json")["rows"] if not r["same"]
-    }  # the last ones
-    parts = [short[hidden, comm]["part"] for hidden in (256, 64) for comm in ("gloo", "shm")]
+    # of several runs the last one
+    short = {(r["same"], r["hidden"], r["comm"]): r["part"] for r in record("short_batches.json")["rows"]}
+    parts = [short[same, hidden, comm] for same in (False, True) for hidden in (256, 64) for comm in ("gloo", "shm")]
     yield "short_batches.json", "a step of short batches", [f"{part + 1e-9:.2f}" for part in parts]
     agreed = {(r["ranks"], r["way"]): r for r in record("agreement.json")["rows"] if r["kind"] == "agree"}
     doubling, to_all = agreed[64, "doubling"], agreed[64, "to all"]
@@ -129,7 +128,7 @@ def of_a_step(row: dict[str, Any]) -> list[str]:
     return shown
 
 
-@pytest.mark.parametrize(("name", "begins", "expected"), figures(), ids=lambda x: x if isinstance(x, str) else "")
+@pytest.mark.parametrize(("name", "begins", "expected"), list(figures()), ids=lambda x: x if isinstance(x, str) else "")
 def test_a_figure_in_bold_is_that_of_the_record(name: str, begins: str, expected: list[str]) -> None:
     (cells,) = [row for row in CELLS if row[0].startswith(begins) and f"`{name}`" in row[-1]]
     assert re.findall(r"\*\*([^*]+)\*\*", f"{cells[0]} {cells[1]}") == expected
