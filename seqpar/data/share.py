@@ -275,7 +275,7 @@ def _moved(known: Known, comm: Comm, source: Layout | None, target: Layout) -> d
     if source is None:
         mine = target.positions(comm.rank)
         return {name: taken(x, mine) for name, x in own.items()}
-    if source.digest() == target.digest():
+    if source is target or source.digest() == target.digest():
         return {name: x.clone() for name, x in own.items()}
     kinds: dict[tuple[object, ...], list[str]] = {}
     for name, column in known.columns.items():

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
+from functools import lru_cache
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -19,6 +20,9 @@ from seqpar.ops.core.agreement import check_comm
 SOURCES = ("sharded", "replicated")
 
 Gather = Callable[[Any, Exception | None], list[Any]]  # every rank's value, of this one's or why there is none
+
+
+Brought = tuple[int, ...]  # how many of a batch's documents each rank brings, in order
 
 
 class Column(NamedTuple):
@@ -57,11 +61,10 @@ class Known(NamedTuple):
 
     def layout(self, ranks: int) -> Layout | None:
         """Where rows are before they move; None if every rank has them all."""
-        if self.holder is None:
-            return None
-        return Layout.from_pieces(np.cumsum(self.lengths) - self.lengths, self.lengths, self.holder, ranks)
+        brought = self.brought(ranks)
+        return None if brought is None else layout_of(self.lengths, brought)
 
-    def brought(self, ranks: int) -> tuple[int, ...] | None:
+    def brought(self, ranks: int) -> Brought | None:
         """How many of the documents each rank brought; None if every rank has them all."""
         return None if self.holder is None else tuple(np.bincount(self.holder, minlength=ranks).tolist())
 
@@ -85,6 +88,18 @@ class Known(NamedTuple):
         return torch.empty(
             0, *column.dims, dtype=column.dtype, device=column.device, requires_grad=column.requires_grad
         )
+
+
+def layout_of(lengths: Ints, brought: Brought) -> Layout:
+    """Where the rows of packed documents are that ranks bring, one rank's after the other's."""
+    return _layout(np.ascontiguousarray(lengths, np.int64).tobytes(), brought)
+
+
+@lru_cache(maxsize=8)  # whoever plans a batch asks for it, and who moves its rows
+def _layout(packed: bytes, brought: Brought) -> Layout:
+    lengths = np.frombuffer(packed, np.int64)
+    ranks = len(brought)
+    return Layout.from_pieces(np.cumsum(lengths) - lengths, lengths, np.repeat(np.arange(ranks), brought), ranks)
 
 
 def announce(

@@ -24,7 +24,7 @@ from seqpar.comm import Comm
 from seqpar.comm.protocol import DEAD, PeerError
 from seqpar.facts.value import Ints
 from seqpar.train.dtensor import global_rank
-from seqpar.train.weights import Sampled, difference, sampled, spread, values, versions
+from seqpar.train.weights import Sampled, difference, fingerprint, sampled, spread, values, versions
 from seqpar.train.wrappers import Averaging, by_ddp, by_fsdp
 
 WEIGHTS = "weights"
@@ -145,10 +145,7 @@ class Loop:
         if self._count < 0 or self._grown or not all(each.stands() for each in self._sample):
             self._take()
         if (now := versions(self._sample)) != self._versions:
-            names = "\n".join(each.name for each in self._sample).encode()
-            several = b"".join(x.numpy().tobytes() for x in values(self._sample).values())
-            self._digest = hashlib.blake2b(names + several, digest_size=8).hexdigest()
-            self._versions = now
+            self._digest, self._versions = fingerprint(self._sample), now
         return self._digest
 
     def _take(self) -> None:

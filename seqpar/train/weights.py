@@ -7,6 +7,7 @@ over the comm's ranks (FSDP) is one tensor by construction, and is left out.
 
 from __future__ import annotations
 
+import hashlib
 import itertools
 from collections.abc import Iterator, Sequence
 from typing import NamedTuple
@@ -65,20 +66,32 @@ def versions(sample: Sequence[Sampled]) -> list[int]:
     return [version(each.parameter) for each in sample]
 
 
-@torch.no_grad()
 def values(sample: Sequence[Sampled]) -> dict[str, Tensor]:
-    """The values of a sample by name, fp64 on the CPU; a device is waited for once for each dtype."""
+    """The values of a sample by name, fp64 on the CPU."""
+    found = {}
+    for several, moved in _moved(sample):
+        found |= dict(zip(several, moved.double().split([len(x) for x in several.values()])))
+    return found
+
+
+def fingerprint(sample: Sequence[Sampled]) -> str:
+    """A hash of the names and values of a sample."""
+    names = "\n".join(each.name for each in sample).encode()
+    several = b"".join(moved.view(torch.uint8).numpy().tobytes() for _, moved in _moved(sample))
+    return hashlib.blake2b(names + several, digest_size=8).hexdigest()
+
+
+@torch.no_grad()
+def _moved(sample: Sequence[Sampled]) -> Iterator[tuple[dict[str, Tensor], Tensor]]:
+    """Values by name, and all of them one after another on the CPU; a device is waited for once for each dtype."""
     kinds: dict[tuple[torch.device, torch.dtype], dict[str, Tensor]] = {}
     for each in sample:
         flat = local(each.parameter.detach()).reshape(-1)
         some = flat[:: -(-len(flat) // VALUES)]
         some = torch.view_as_real(some).reshape(-1) if some.is_complex() else some
         kinds.setdefault((some.device, some.dtype), {})[each.name] = some
-    found = {}
     for several in kinds.values():
-        moved = torch.cat(list(several.values())).cpu().double()
-        found |= dict(zip(several, moved.split([len(x) for x in several.values()])))
-    return found
+        yield several, torch.cat(list(several.values())).cpu()
 
 
 class Difference(NamedTuple):

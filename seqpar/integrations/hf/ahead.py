@@ -15,8 +15,8 @@ import numpy as np
 
 from seqpar.comm import Comm
 from seqpar.data.prefetch import Loader
+from seqpar.data.union import Brought
 from seqpar.facts.value import Ints, frozen
-from seqpar.integrations.hf.planning import Brought
 from seqpar.plan import Plan
 
 KEPT = 8  # plans of short batches that are kept

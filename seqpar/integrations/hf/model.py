@@ -15,7 +15,7 @@ import inspect
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import ExitStack, contextmanager
 from dataclasses import fields
-from functools import partial, wraps
+from functools import cache, partial, wraps
 from typing import Any, NamedTuple
 
 import torch
@@ -345,8 +345,8 @@ class ParallelTransformer(ParallelModel):
         self, module: PreTrainedModel, args: tuple[Any, ...], named: Mapping[str, Any]
     ) -> tuple[dict[str, Any], Exception | None]:
         """The arguments of a call by name, without those that say nothing, and what is wrong with them."""
-        names = inspect.signature(type(module).forward).parameters
-        arguments = {n: x for n, x in (dict(zip(list(names)[1:], args)) | dict(named)).items() if x is not None}
+        names = _parameters(type(module))[1:]
+        arguments = {n: x for n, x in (dict(zip(names, args)) | dict(named)).items() if x is not None}
         arguments = {n: x for n, x in arguments.items() if n not in UNSEEN}
         for name, idle in IDLE.items():
             if name in arguments and not isinstance(arguments[name], Tensor) and arguments[name] in idle:
@@ -399,7 +399,7 @@ class ParallelTransformer(ParallelModel):
         head = self.fit.head
         return (
             head is not None
-            and "logits_to_keep" in inspect.signature(type(self.model).forward).parameters
+            and "logits_to_keep" in _parameters(type(self.model))
             and self.model.get_output_embeddings() is head
             and type(head) is nn.Linear
             and not isinstance(head.weight, DTensor)
@@ -453,6 +453,12 @@ class ParallelTransformer(ParallelModel):
             part, self.comm, f"{type(self.model).__name__}.forward: the loss", {"plan": own.plan.digest()}
         )
         return _Reported.apply(part, whole / self.average_over)  # type: ignore[no-any-return]
+
+
+@cache
+def _parameters(kind: type[PreTrainedModel]) -> tuple[str, ...]:
+    """The names of a forward's parameters."""
+    return tuple(inspect.signature(kind.forward).parameters)
 
 
 @uncompiled

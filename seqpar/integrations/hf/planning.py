@@ -13,6 +13,7 @@ from typing import Any, NamedTuple
 import numpy as np
 from transformers import PreTrainedModel
 
+from seqpar.data.union import Brought, layout_of
 from seqpar.facts.layout import Layout
 from seqpar.facts.mask import Mask
 from seqpar.facts.value import Ints
@@ -28,8 +29,6 @@ from seqpar.planner.scale import weights_for
 # planning takes 2 ms, moving rows 1.5, and exchanging keys 1 in each layer.
 SPREADING = 3e-3
 
-Brought = tuple[int, ...]  # how many of a batch's documents each rank brings, in order
-
 
 class State(NamedTuple):
     """What of a model a plan depends on and may change: whether layers are recomputed, and the device's type."""
@@ -43,11 +42,13 @@ class ModelPlanner:
 
     def __init__(self, model: PreTrainedModel, *, causal: bool) -> None:
         self._model, self._causal = model, causal
+        # asked at every batch, for which walking a model takes long
+        self._recomputing = [module for module in model.modules() if hasattr(module, "gradient_checkpointing")]
         self._weighed: dict[State, tuple[ModelShape, Hardware]] = {}
 
     def state(self) -> State:
         """What a plan depends on besides the batch."""
-        recomputed = any(getattr(module, "gradient_checkpointing", False) for module in self._model.modules())
+        recomputed = any(module.gradient_checkpointing for module in self._recomputing)
         return State(recomputed, self._model.device.type)
 
     def __call__(self, lengths: Ints, ranks: int, state: Any, brought: Brought | None) -> Plan:
@@ -55,7 +56,7 @@ class ModelPlanner:
         mask = Mask(lengths, causal=self._causal)
         shape, machine = self._weigh(state)
         if brought is not None and ranks > 1:
-            source = Layout.from_pieces(mask.offsets[:-1], lengths, np.repeat(np.arange(ranks), brought), ranks)
+            source = layout_of(lengths, brought)
             apart = forecast_apart(mask, source, shape, machine)
             if apart.seconds - apart.least <= SPREADING:
                 return Plan(mask, source).with_forecast(apart)
