@@ -44,6 +44,12 @@ def test_a_page_has_one_program(page: Path) -> None:
     assert len(PROGRAM.findall(page.read_text())) == (page.stem in GUIDES)
 
 
+@pytest.mark.parametrize("page", PAGES, ids=lambda page: page.stem)
+def test_no_page_has_code_that_is_not_run(page: Path) -> None:
+    fences = set(re.findall(r"^```(python.*|sh|console)$", page.read_text(), re.MULTILINE))
+    assert fences <= {"python program", "python program of 4 ranks", "python script"}
+
+
 @pytest.mark.parametrize("page", [p for p in PAGES if p.stem in GUIDES], ids=lambda page: page.stem)
 def test_its_program_trains_on_two_ranks_as_on_one(page: Path, run: Programs, tmp_path: Path) -> None:
     if page.stem in NEEDS:
