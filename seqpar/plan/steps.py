@@ -13,6 +13,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass, field
+from functools import cached_property
 from typing import Any
 
 import numpy as np
@@ -48,7 +49,7 @@ class Trade:
     dest: Mapping[int, Rows]
     rows: int
 
-    @property
+    @cached_property
     def trivial(self) -> bool:
         """Whether the inside rows are the first local rows in their order, so that nothing is copied or sent."""
         return isinstance(self.local, slice) and self.local == slice(0, self.rows) and len(self.dest) == 1
@@ -74,15 +75,15 @@ class Part(Memo):
     keys: Ints
     _memo: dict[Any, Any] = field(default_factory=dict, repr=False)
 
-    @property
+    @cached_property
     def trivial(self) -> bool:
         """Whether nothing of the part is copied or sent by the head trade."""
         return self.q.trivial and self.kv.trivial
 
-    @property
+    @cached_property
     def blind(self) -> Ints:
         """Inside query rows that see no key at all."""
-        return self.memo("blind", lambda: np.flatnonzero(self.lo >= self.hi))
+        return np.flatnonzero(self.lo >= self.hi)
 
 
 @dataclass(frozen=True, eq=False)
@@ -152,7 +153,12 @@ class Step(Memo):
         p = self.part
         return self.memo(("tiles", bm, bn), lambda: tile_tables(p.lo, p.hi, self.pos, bm, bn))
 
-    @property
+    @cached_property
+    def own_alone(self) -> bool:
+        """Whether the buffer of the step's keys is the rank's own keys as they lie."""
+        return self.local or (self.own is not None and count(self.own) == len(self.pos))
+
+    @cached_property
     def moves(self) -> bool:
         """Whether this rank takes part in the exchange that brings the step's keys."""
         return bool(self.sends or self.recvs or (self.entry and (self.entry.sends or self.entry.recvs)))

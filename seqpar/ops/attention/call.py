@@ -20,7 +20,6 @@ from seqpar.ops.core.agreement import digest_of_call, plan_key
 from seqpar.ops.core.collective_op import Record
 from seqpar.ops.core.device import Uploaded, stream_of
 from seqpar.plan import Part, Plan, Step, head_blocks, head_share, replicated
-from seqpar.plan.steps import count
 
 
 class Phase(IntEnum):
@@ -111,7 +110,7 @@ def recipe_of(plan: Plan, rank: int, signature: Signature) -> Recipe:
         digest_of_call("attention", whole), steps, parts, (plan.rows(rank), plan.rows(rank, "kv")), shares, blocks,
         key_size, {part.width: _views(part) for part in parts},
         {part.width: replicated(s.heads, s.kv_heads, part.width) for part in parts},
-        max((len(step.pos) * key_size[step.part.width] for step in steps if not is_own(step)), default=0),
+        max((len(step.pos) * key_size[step.part.width] for step in steps if not step.own_alone), default=0),
         max((step.entry.rows * key_size[step.part.width] for step in steps if step.entry is not None), default=0),
         alone=(plan.ranks == 1 or step.local and not more and not step.moves) and step.part.trivial,
         trades=any(part.width > 1 for part in parts),
@@ -122,11 +121,6 @@ def _views(part: Part) -> Views:
     q, kv = part.q.local, part.kv.local
     alone = part.width == 1
     return q if alone and isinstance(q, slice) else None, kv if alone and isinstance(kv, slice) else None
-
-
-def is_own(step: Step) -> bool:
-    """Whether the buffer of a step's keys is the rank's own keys as they lie."""
-    return step.local or (step.own is not None and count(step.own) == len(step.pos))
 
 
 @dataclass(eq=False)
@@ -142,12 +136,6 @@ class Call(Record):
         """The name of one of its exchanges; other backward passes have numbers of their own."""
         repeat = max(0, self.passes - 1)
         return Tag(self.tag.digest, self.tag.call, phase + len(Phase) * repeat, stage, NAMES[phase])
-
-    @property
-    def stamp(self) -> int:
-        """A number that tells calls of other plans, comms, signatures or seeds apart in this process."""
-        # a comm and what its `sub` makes count together
-        return hash((self.tag.digest, id(self.comm.stats), self.comm.rank))
 
     @cached_property
     def uploaded(self) -> Uploaded:

@@ -9,7 +9,7 @@ from torch import Tensor
 
 from seqpar.comm import Work
 from seqpar.kernels.memory.rows import pack, place
-from seqpar.ops.attention.call import Call, Phase, is_own
+from seqpar.ops.attention.call import Call, Phase
 from seqpar.ops.attention.rows import Parcels, entering_keys, received_keys, relays, sent_keys, take
 from seqpar.ops.core.device import profile_range
 
@@ -113,7 +113,7 @@ class KeyExchange:
             with profile_range("wait keys", step.number):
                 work.wait()
         self.buffers.pop(n - 2, None)
-        if is_own(step):
+        if step.own_alone:
             return k, v
         flat = self.buffers.get(n)
         if flat is None:

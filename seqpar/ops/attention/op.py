@@ -82,7 +82,8 @@ def _agreed(
         agreed.digest = recipe.digest if seed is None else hash63((recipe.digest, seed))
         agreed.values = {"dropout_seed": seed, "alibi_slopes": slopes, "sinks": sinks}  # what is not used may differ
     log.debug("rank %d: attention, call %d, plan %s, %s", comm.rank, number, recipe.facts["plan"], recipe.kernel.name)
-    return Call(comm, Tag(agreed.digest, number, 0, 0, "attention"), plan, signature, recipe, seed or 0)
+    stamp = hash((agreed.digest, id(comm.stats), comm.rank))  # a comm and what its `sub` makes count together
+    return Call(comm, Tag(agreed.digest, number, 0, 0, "attention"), plan, signature, recipe, seed or 0, stamp=stamp)
 
 
 def _wrong_rows(q: Tensor, k: Tensor, comm: Comm, recipe: Recipe) -> str:

@@ -42,8 +42,9 @@ def forward(
 ) -> tuple[Tensor, Tensor, list[PartTensors]]:
     """Output [T, H, D_v], lse [H, T], and the inside tensors of every part. slopes: in the accumulation dtype."""
     recipe, heads = call.recipe, call.signature.heads
-    out = _outside(call, (q.shape[0], heads, call.signature.v_dim), q.dtype).zero_()
-    lse = _outside(call, (heads, q.shape[0]), call.recipe.acc).fill_(-torch.inf)
+    empty = call.comm.empty if recipe.trades else torch.empty  # where peers write directly
+    out = empty((q.shape[0], heads, call.signature.v_dim), dtype=q.dtype, device=q.device).zero_()
+    lse = empty((heads, q.shape[0]), dtype=recipe.acc, device=q.device).fill_(-torch.inf)
     if recipe.alone:
         (part,) = recipe.parts
         tensors = _inside(call, part, [q[: part.q.rows], k[: part.kv.rows], v[: part.kv.rows]], out, lse, sinks)
@@ -65,17 +66,11 @@ def forward(
     arriving = KeyExchange(call, Phase.KEYS)
     for step, tensors, keys, values in walk(arriving, inside):
         _compute(call, step, tensors, keys, values, slopes)
-        if step.ends:
+        if step.ends and not step.part.q.trivial:
             leaves.append(_leave(call, step.part, tensors, out, lse))
     for finish in leaves:
         finish()
     return out, lse, list(insides.values())
-
-
-def _outside(call: Call, shape: tuple[int, ...], dtype: torch.dtype) -> Tensor:
-    """Memory for local rows; that which peers write directly if some come out of a head trade."""
-    empty = call.comm.empty if call.recipe.trades else torch.empty
-    return empty(shape, dtype=dtype, device=call.signature.device)
 
 
 def walk(
@@ -135,8 +130,6 @@ def _compute(call: Call, step: Step, tensors: PartTensors, keys: Tensor, values:
 
 def _leave(call: Call, part: Part, tensors: PartTensors, out: Tensor, lse: Tensor) -> Callable[[], None]:
     """Output and, if it is returned, lse on their way out of the head trade."""
-    if part.q.trivial:
-        return lambda: None
     heads, _ = call.recipe.shares[part.width]
     legs = [trade.Leg(tensors.out, part.q, heads, target=out)]
     if call.signature.return_lse:
@@ -167,10 +160,10 @@ def backward(
     by_width = {p.width: tensors for p, tensors in zip(recipe.parts, insides, strict=True)}
     entries = {p.width: _enter_back(call, p, dout, dlse) for p in recipe.parts}
     dsinks = None if sinks is None else torch.zeros(signature.heads, dtype=call.recipe.acc, device=signature.device)
-    dq = _outside(call, (dout.shape[0], signature.heads, signature.dim), signature.dtype).zero_()
-    home = _outside(
-        call, (recipe.rows[1], signature.kv_heads, signature.dim + signature.v_dim), call.recipe.acc
-    ).zero_()
+    empty = call.comm.empty if recipe.trades else torch.empty  # where peers write directly
+    dq = empty((dout.shape[0], signature.heads, signature.dim), dtype=signature.dtype, device=dout.device).zero_()
+    shape = recipe.rows[1], signature.kv_heads, signature.dim + signature.v_dim
+    home = empty(shape, dtype=recipe.acc, device=dout.device).zero_()
 
     def start(step: Step) -> PartGradients:
         width = step.part.width

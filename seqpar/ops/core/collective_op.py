@@ -31,16 +31,16 @@ LIBRARY = torch.library.Library("seqpar", "FRAGMENT")
 
 @dataclass(eq=False)
 class Record:
-    """A call that was made, for its ways back. passes: those so far; a graph that is retained has several."""
+    """A call that was made, for its ways back.
+
+    passes: those so far; a graph that is retained has several. stamp: a number that tells apart what calls of this
+    process compute with besides tensors.
+    """
 
     comm: Comm
     tag: Tag
     passes: int = field(default=0, kw_only=True)
-
-    @property
-    def stamp(self) -> int:
-        """A number that tells apart what calls compute with besides tensors."""
-        return 0
+    stamp: int = field(default=0, kw_only=True)
 
     def way_back(self) -> Tag:
         """The name of the next way back: another backward pass has numbers of its own."""
@@ -78,7 +78,7 @@ class CollectiveOp:
         back: Callable[..., Tensors] | None = None,
     ) -> None:
         self.name, self.run, self.adjoint, self.back = name, run, adjoint, back
-        self._eager = uncompiled(self._eagerly)
+        self._recorded, self._unrecorded = uncompiled(_Eager.apply), uncompiled(run)
 
     def __call__(self, tensors: Tensors, values: Sequence[Any], *options: Any) -> Sequence[Tensor]:
         """The results."""
@@ -89,16 +89,11 @@ class CollectiveOp:
             if self._tensors is None:
                 return op(list(tensors), named, *options, grads)[0]
             return op(*tensors, named, *options, grads)[:-1]
-        return self._eager(tensors, values, options, grads)  # type: ignore[no-any-return]
-
-    def _eagerly(
-        self, tensors: Tensors, values: Sequence[Any], options: tuple[Any, ...], grads: list[bool]
-    ) -> Sequence[Tensor]:
         if forward_ad._current_level >= 0:  # type: ignore[attr-defined]
             refuse_tangents(self.name, tensors)
         if True in grads:
-            return _Eager.apply(self, values, (*options, grads), *tensors)  # type: ignore[no-any-return]
-        return self.run(tensors, values, *options, grads)[0]
+            return self._recorded(self, values, (*options, grads), *tensors)  # type: ignore[no-any-return]
+        return self._unrecorded(tensors, values, *options, grads)[0]  # type: ignore[no-any-return]
 
     # --- in graphs ----------------------------------------------------------------------------------------------------
 
