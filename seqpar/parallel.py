@@ -1,4 +1,4 @@
-"""The plan that surrounds the layers of a model: ``with parallel(plan, comm):``."""
+"""The plan that surrounds a model's layers: ``with parallel(plan, comm):``."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ from seqpar.plan import Plan
 
 
 class Surrounding(NamedTuple):
-    """A plan, a comm, the handle of both for compiled code, and the seed that layers derive theirs from."""
+    """A plan, a comm, their handle for compiled code, and the seed from which layers derive theirs."""
 
     plan: Plan
     comm: Comm
@@ -28,11 +28,11 @@ class Surrounding(NamedTuple):
 
 
 class OpenBlock:
-    """A block that is open.
+    """An open block.
 
-    first: the first node that was recorded under it, and after the last block inside of it that a forward used. within:
-    the backward pass in which it was entered, -1 outside of all. used: whether a forward asked for it. above: whether
-    one asked for a block inside of it.
+    first: the first node recorded under it since the last inner block that a forward used. within: the backward pass in
+    which it was entered, -1 outside of all. used: whether a forward looked it up. above: whether one looked up an inner
+    block.
     """
 
     def __init__(self, surrounding: Surrounding) -> None:
@@ -41,28 +41,29 @@ class OpenBlock:
 
 
 class EndedBlock:
-    """A block that has ended, under which the nodes from first to before end were recorded. Keeps no plan alive."""
+    """A block that has ended, and its recorded nodes, from first to before end. Keeps no plan alive."""
 
     def __init__(self, block: OpenBlock) -> None:
         plan, comm, _, self.seed = block.surrounding
         self.plan, self.comm, self.first, self.end = weakref.ref(plan), weakref.ref(comm), block.first, next_node()
 
     def surrounding(self) -> Surrounding | None:
-        """What surrounded its layers, if that is still there."""
+        """The plan and comm of the block, if they still exist."""
         plan, comm = self.plan(), self.comm()
         return None if plan is None or comm is None else Surrounding(plan, comm, bind(plan, comm), self.seed)
 
 
 class ThreadBlocks:
-    """Those of a thread: open ones, the innermost last, and the last that ended and that a forward used."""
+    """The blocks of a thread: the open ones, innermost last, and the last ended one that a forward used."""
 
     def __init__(self) -> None:
         self.open: list[OpenBlock] = []
         self.ended: deque[EndedBlock] = deque(maxlen=ENDED)
 
     def of_node(self, node: int) -> Surrounding | None:
-        """What surrounded the call that the backward of a node makes again: a block inside of what it makes again, or
-        the one in which the node was recorded."""
+        """The surrounding of the call that a node's backward repeats: a block opened within the repeated code, else the
+        block
+        in which the node was recorded."""
         for block in reversed(self.open):
             if block.within == backward_pass() or (block.used and node >= block.first):
                 return block.surrounding
@@ -75,37 +76,36 @@ class _Own(threading.local):
 
 
 AFTER = "a block of seqpar.parallel after one that ended with an error"
-ENDED = 16  # blocks that a backward pass may come after
+ENDED = 16  # blocks that may end before their backward pass
 _own = _Own()
-# of the threads that recorded under some
+# threads that recorded nodes under a block
 _threads: weakref.WeakKeyDictionary[threading.Thread, ThreadBlocks] = weakref.WeakKeyDictionary()
 _blocks: weakref.WeakKeyDictionary[Comm, int] = weakref.WeakKeyDictionary()
-_left: weakref.WeakSet[Comm] = weakref.WeakSet()  # whose last block was left by an error, maybe on this rank alone
+_left: weakref.WeakSet[Comm] = weakref.WeakSet()  # comms whose last block ended with an error, maybe on this rank alone
 
 
 @contextmanager
 def parallel(plan: Plan, comm: Comm, *, seed: int | None = None) -> Iterator[Surrounding]:
-    """Make plan and comm those of every layer of this thread that is given none, until the block ends. Blocks nest.
+    """Give plan and comm to every layer of this thread that has none, until the block ends. Blocks nest.
 
-    seed: what the layers of `seqpar.nn` derive the seeds of their dropout from, equal on all ranks and different for
-    each step; by default the number of blocks that this comm object had before.
+    seed: the layers of `seqpar.nn` derive their dropout seeds from it; equal on all ranks, different for each step; by
+    default the number of earlier blocks with this comm object.
 
-    The backward pass may run anywhere if it calls no layer again. Where it does, as with checkpoints, a layer that is
-    given no plan takes the one that surrounded its forward: the block may have ended, if the plan is still there and
-    the thread is the same. Else it raises RuntimeError: give it its plan, or ``seqpar.bind(plan, comm)``.
+    The backward pass may run anywhere if it repeats no layer. A layer that it repeats, as checkpoints do, uses the plan
+    that surrounded its forward: the block may have ended, as long as the plan still exists and the thread is the same.
+    Otherwise it raises RuntimeError: give the layer its plan, or ``seqpar.bind(plan, comm)``.
 
-    A block after one that was left by an error begins with an agreement of all ranks: a rank that goes on alone, as in
-    a loop that catches what a batch raises, would else meet the others in the middle of their forward.
+    A block after one that ended with an error begins with an agreement of all ranks: a rank that goes on alone, as in a
+    loop that catches a batch's errors, would otherwise meet the others in the middle of their forward.
 
-    Raises: ValueError for a plan of another number of ranks than the comm's, and on all ranks where some go on after an
-    error that the others did not have.
+    Raises: ValueError if the plan and the comm differ in ranks; and on all ranks if only some go on after an error.
     """
     if not isinstance(plan, Plan) or plan.ranks != comm.size:
         raise ValueError(f"parallel takes a plan for the comm's {comm.size} ranks, got {plan!r:.200}")
     before = _blocks.get(comm, 0)
     _blocks[comm] = before + 1
     if comm in _left:
-        if comm.size > 1:  # as many blocks on all ranks, so that none is a batch ahead from here on
+        if comm.size > 1:  # the same number of blocks on all ranks, so that none is a batch ahead from here on
             comm.agree(AFTER, {"blocks before": before})
         _left.discard(comm)
     around = Surrounding(plan, comm, bind(plan, comm), before if seed is None else seed)
@@ -128,11 +128,11 @@ def parallel(plan: Plan, comm: Comm, *, seed: int | None = None) -> Iterator[Sur
 
 
 def surrounding() -> Surrounding:
-    """The innermost plan and comm of this thread; in a thread of autograd's, of the one thread that ever had any.
+    """The innermost plan and comm of this thread; in an autograd thread, those of the only thread that ever had any.
 
-    In a backward pass that calls a layer again, those that surrounded its forward.
+    In a backward pass that repeats a layer, those that surrounded its forward.
 
-    Raises: RuntimeError outside every block, and where it is not known what surrounded the forward.
+    Raises: RuntimeError outside every block, and if the surrounding of the forward is unknown.
     """
     node, own = node_under_way(), _own.blocks
     if node < 0:
@@ -140,7 +140,7 @@ def surrounding() -> Surrounding:
             raise RuntimeError("no plan surrounds this call; call it inside `with seqpar.parallel(plan, comm):`")
         own.open[-1].used = True
         return own.open[-1].surrounding
-    if not own.open and threading.current_thread() not in _threads:  # autograd's own
+    if not own.open and threading.current_thread() not in _threads:  # an autograd thread
         own = next(iter(_threads.values())) if len(_threads) == 1 else own
     around = own.of_node(node)
     if around is None:
@@ -153,5 +153,5 @@ def surrounding() -> Surrounding:
 
 
 def derived_seed(seed: int, number: int) -> int:
-    """63 bits of a seed and a number: of a step and its layers, of a training and its forwards."""
+    """63 bits from a seed and a number: a step's seed and a layer, or a training's seed and a forward."""
     return int.from_bytes(hashlib.blake2b(f"{seed} {number}".encode(), digest_size=8).digest(), "little") >> 1

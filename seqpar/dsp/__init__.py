@@ -1,8 +1,8 @@
 """Dynamic sequence parallelism: each stage of a multi-dimensional transformer shards a dimension that it does not mix.
 
-`Space` says the sizes, forms such as ``"(b t) s c"`` say what the axes of a tensor are, and verbs (`split`, `switch`,
-`gather`, or `move` for any of them) move it. `plan_stages` chooses what each stage shards, and
-`parallelize` applies it to a model that knows nothing of this, by a `Spec` of its class.
+`Space` has the sizes of the dimensions; forms such as ``"(b t) s c"`` name the axes of a tensor; verbs (`split`,
+`switch`, `gather`, or `move` for any of them) move it. `plan_stages` chooses the sharded dimension of each stage.
+`parallelize` applies the plan to an unchanged model, by the `Spec` of its class.
 
 Source: Zhao et al. 2024 (DSP).
 """

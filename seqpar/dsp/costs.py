@@ -1,25 +1,25 @@
-"""What a stage of a model is to the planner, and what a move between shardings and a stage under a sharding cost.
+"""The planner's view of a stage, and the cost of a move between shardings and of a stage under a sharding.
 
-A sharding is the name of the dimension that is sharded, or None where every rank has all. Sizes are global: bytes and
-operations of all ranks together, of which a rank has the share of its elements. The slowest rank counts:
+A sharding is the name of the sharded dimension, or None where every rank has the whole. Sizes are global: bytes and
+operations of all ranks together; a rank's part is that of its elements. The slowest rank counts:
 
     keep      nothing
     switch    one exchange; rank r sends a_r (1 - b_r) of the bytes, where a_r and b_r are its shares of both dims
     split     nothing
     gather    one exchange; rank r receives 1 - a_r
-    local     the stage takes max(a_r) of its work: uneven sizes and idle ranks are in that
+    local     the stage takes max(a_r) of its work, which covers uneven sizes and idle ranks
     ulysses   queries, keys, values and the output are switched to heads and back, 2 exchanges
-    ring      keys and values go round, ranks - 1 exchanges, of which attention hides as much as the hardware can; and
-              fetched rows and the steps cost what they cost a kernel
+    ring      keys and values go round, ranks - 1 exchanges, of which attention hides as much as the hardware can; the
+              kernel's cost of fetched rows and of steps is added
     copies    sharding None: every rank does all the work
-    parts     of a stage that comes from elsewhere and goes on elsewhere: one is computed while others move
+    parts     a stage that moves its tensors on both sides computes one part while others move
 
-On a grid (`seqpar.dsp.grid`), groups of `core` neighbours hold shares of one dimension throughout, and a sharding says
-what the ranks across groups shard. These move it among themselves as above. A stage that mixes what is held has its
-attention shared inside the groups, and nothing else that it mixes is sharded.
+On a grid (`seqpar.dsp.grid`), groups of `core` neighbouring ranks hold shares of one dimension throughout; a sharding
+is
+the dimension that the ranks across groups shard and move among themselves as above. A stage that mixes the held
+dimension has its attention shared inside the groups, and nothing else that it mixes is sharded.
 
-In training everything comes again on the way back: exchanges once (a ring twice), linear work twice, attention 2.5
-times.
+Training repeats everything in backward: exchanges once (a ring twice), linear work twice, attention 2.5 times.
 """
 
 from __future__ import annotations
@@ -43,15 +43,16 @@ MODES = ("local", "ulysses", "ring", "copies")
 class Stage:
     """A part of a model that mixes some dimensions.
 
-    whole: dimensions that it mixes, which are not sharded inside. bytes: of the tensors that cross its border on the
-    way in, and again on the way out. flops, attention: operations of a forward, in linear layers and in attended pairs.
-    memory: bytes kept for backward. heads, kv_heads: of an attention over `whole` that ranks can share by heads, and if
-    `ring` also in a ring; 0: they cannot. filled: only where every rank has a share. qkv: bytes of its queries, and of
-    its keys and values together. rest: shardings that the code before the stage allows, or None without such code, so
-    that any will do. rest_filled: only those in which every rank has a share; so at the end, if this is the last stage.
-    apart: dimensions along which the stage can be run in parts, as none of its rows looks at others along them.
+    whole: dimensions that it mixes, which are not sharded inside. bytes: tensors that cross its border on the way in,
+    and again on the way out. flops, attention: operations of a forward in linear layers and in attended pairs. memory:
+    bytes kept for backward. heads, kv_heads: attention over `whole` that ranks can share by heads, and if `ring` also
+    in
+    a ring; 0 if they cannot. filled: every rank needs a share. qkv: bytes of its queries, and of its keys and values
+    together. rest: shardings that the code before the stage allows; None if there is no such code, so any will do.
+    rest_filled: of these, only shardings in which every rank has a share; also at the end, after the last stage. apart:
+    dimensions along which the stage can run in parts, since none of its rows looks at others along them.
 
-    Raises: ValueError for a figure below 0, heads without key heads, and an empty rest.
+    Raises: ValueError for a figure below 0, heads without key heads, or an empty rest.
     """
 
     name: str
@@ -70,7 +71,7 @@ class Stage:
     rest_filled: bool = False
 
     def __post_init__(self) -> None:
-        """Take any collection for a set, and check the figures."""
+        """Accept any collection as a set, and check the figures."""
         object.__setattr__(self, "whole", frozenset([self.whole] if isinstance(self.whole, str) else self.whole))
         object.__setattr__(self, "qkv", tuple(self.qkv))
         object.__setattr__(self, "apart", frozenset([self.apart] if isinstance(self.apart, str) else self.apart))
@@ -78,11 +79,13 @@ class Stage:
             object.__setattr__(self, "rest", frozenset(self.rest))
         figures = (self.bytes, self.flops, self.attention, self.memory, self.heads, self.kv_heads, *self.qkv)
         if any(not n >= 0 for n in figures) or (self.heads and not self.kv_heads) or self.rest == frozenset():
-            raise ValueError(f"a stage has figures of at least 0, key heads with its heads, and some rest; got {self}")
+            raise ValueError(
+                f"a stage needs figures of at least 0, kv_heads with heads, and a rest that is not empty; got {self}"
+            )
 
 
 class StageChoice(NamedTuple):
-    """How one stage is run: what is sharded before it (in its rest) and inside, in which mode, in how many parts."""
+    """How one stage runs: the sharding before it (in its rest) and inside, the mode, and the number of parts."""
 
     before: Sharding
     sharding: Sharding
@@ -91,21 +94,21 @@ class StageChoice(NamedTuple):
 
 
 class MoveCost(NamedTuple):
-    """Seconds of a change of sharding, fixed ones and those of a global byte; or arrays of both, of several changes."""
+    """Seconds of a change of sharding, fixed and per global byte; or arrays of both, for several changes."""
 
     fixed: Any
     per_byte: Any
 
     def seconds(self, size: float) -> Any:
-        """Seconds for tensors of so many global bytes."""
-        return self.fixed + self.per_byte * size if size else 0.0 * self.fixed  # of an array: as many
+        """Seconds for tensors of this many global bytes."""
+        return self.fixed + self.per_byte * size if size else 0.0 * self.fixed  # an array of zeros if there are several
 
 
 @dataclass(frozen=True)
 class Costs:
-    """What moves and stages take on some ranks of a machine.
+    """The cost of moves and stages on the ranks of a machine.
 
-    core, held: the size of the groups of a grid, and the dimension that they hold; 1 and None: there is none.
+    core, held: the size of a grid's groups and the dimension that they hold; 1 and None without a grid.
 
     Raises: ValueError for groups that do not divide the ranks, or hold fewer elements than they have ranks.
     """
@@ -118,7 +121,7 @@ class Costs:
     held: Sharding = None
 
     def __post_init__(self) -> None:
-        """Raise ValueError unless every rank of a group has a share of what it holds."""
+        """Raise ValueError unless every rank of a group has a share of the held dimension."""
         if self.ranks < 1 or self.core < 1 or self.ranks % self.core or (self.core > 1) != (self.held is not None):
             raise ValueError(f"groups of core={self.core} of {self.ranks} ranks cannot hold {self.held!r}")
         if self.held is not None and self.dims.get(self.held, 0) < self.core:
@@ -126,17 +129,17 @@ class Costs:
 
     @property
     def groups(self) -> int:
-        """The number of groups, and so of the ranks that move tensors among themselves."""
+        """The number of groups, which is also the number of ranks that move tensors among themselves."""
         return self.ranks // self.core
 
     @cached_property
     def shardings(self) -> tuple[Sharding, ...]:
-        """All that there may be: a dimension of one element too, which one rank then has."""
+        """All possible shardings, even of a dimension with one element, which one rank then has."""
         return (*self.dims, None)
 
     @cached_property
     def fractions(self) -> dict[Sharding, np.ndarray]:
-        """Each rank's share under every sharding, of 1."""
+        """Each rank's share under every sharding, as a fraction."""
         held = [1] if self.held is None else shares(self.dims[self.held], self.core)
         of_group = np.array(held) / sum(held)
         fractions: dict[Sharding, np.ndarray] = {None: np.tile(of_group, self.groups)}
@@ -161,11 +164,11 @@ class Costs:
 
     @cached_property
     def filled(self) -> frozenset[Sharding]:
-        """Layouts in which every rank has a share."""
+        """Shardings in which every rank has a share."""
         return frozenset(sharding for sharding, parts in self.fractions.items() if parts.all())
 
     def wire(self, inside: bool) -> MoveCost:
-        """What one exchange costs inside the groups, or across them: nodes are full, and both networks work at once."""
+        """The cost of one exchange inside the groups or across them. Nodes are full, and both networks work at once."""
         machine, ranks = self.hardware, self.core if inside else self.groups
         node = machine.node if inside else max(1, machine.node // self.core)
         if ranks <= node:
@@ -176,12 +179,12 @@ class Costs:
 
     @cached_property
     def wires(self) -> tuple[MoveCost, MoveCost]:
-        """What one exchange costs across groups, and inside them."""
+        """The cost of one exchange across groups, and inside them."""
         return self.wire(False), self.wire(True)
 
     @cached_property
     def moves(self) -> dict[tuple[Sharding, Sharding], MoveCost]:
-        """What the change from one sharding to another costs, for every pair."""
+        """The cost of every change of sharding."""
         own, a = self.fractions[None], np.stack([self.fractions[dim] for dim in self.dims] or [self.fractions[None]])
         switches = _busiest(a[:, None], a, own).max(-1)
         gathers = np.maximum((self.groups - 1) * a, own - a).max(-1)
@@ -195,7 +198,7 @@ class Costs:
         return moves
 
     def sent(self, src: Sharding, dst: Sharding) -> np.ndarray:
-        """What each rank sends, or receives if that is more, of each global byte."""
+        """For each global byte, the part that each rank sends or receives, whichever is more."""
         a, b, own = (self.fractions[sharding] for sharding in (src, dst, None))
         if src == dst or src is None:
             return np.zeros(self.ranks)
@@ -204,21 +207,21 @@ class Costs:
         return _busiest(a, b, own)
 
     def gathered(self) -> np.ndarray:
-        """What each rank sends, or receives if that is more, of each global byte, where groups gather at the end."""
+        """As `sent`, for the gather of the held dimension at the end."""
         return np.maximum((self.core - 1) * self.fractions[None], 1 - self.fractions[None])
 
     @cached_property
     def gather(self) -> MoveCost:
-        """What it costs to gather what the groups hold, at the end."""
+        """The cost of gathering the held dimension at the end."""
         return self.exchange(float(self.gathered().max()), 1, inside=True) if self.core > 1 else MoveCost(0.0, 0.0)
 
     def exchange(self, part: float, times: float, *, inside: bool = False) -> MoveCost:
-        """What so many exchanges cost that together take a part of every global byte, with backward in training."""
+        """The cost of ``times`` exchanges that together move a part of every global byte; in training with backward."""
         passes, wire = 2 if self.training else 1, self.wires[inside]
         return MoveCost(passes * times * wire.fixed, passes * part * wire.per_byte)
 
     def modes(self, stage: Stage, sharding: Sharding) -> dict[str, float]:
-        """Seconds of a stage in each way that it can be run where a sharding comes in; none where it cannot."""
+        """Seconds of a stage under a sharding, for each mode in which it can run; empty if there is none."""
         part, inside = self.largest[sharding], self.held in stage.whole
         attention = self.attention_seconds(stage)
         linear, beside = part * self.linear_seconds(stage), part * attention
@@ -229,10 +232,10 @@ class Costs:
             return {}
         if stage.filled and sharding is not None and not inside and self.dims[sharding] < ranks:
             return {}
-        # of everything, what the ranks that share have together
+        # the fraction of all work that the sharing ranks have together
         common = part / self.largest[None] if inside else self.largest[None]
         queries, keys = stage.qkv
-        copies = max(1.0, ranks / stage.kv_heads)  # of a key head, on as many ranks
+        copies = max(1.0, ranks / stage.kv_heads)  # copies of a key head, if ranks outnumber them
         to_heads = self.exchange(part * (1 - 1 / ranks), 2, inside=inside).seconds(2 * queries + copies * keys)
         heads = common * -(-stage.heads // ranks) / stage.heads * attention
         if ranks == 1:
@@ -243,14 +246,16 @@ class Costs:
         return seconds
 
     def _ring(self, stage: Stage, ranks: int, attention: float, common: float, *, inside: bool) -> float:
-        """Seconds of an attention in a ring, of which a rank's part takes so long. common: what its ranks have of all.
+        """Seconds of attention in a ring. attention: of one rank's part. common: the fraction of all that its ranks
+        have.
 
-        Keys and values go round once, and on the way back twice, with their gradients. A row of theirs that was fetched
-        and a step cost a kernel what they cost the core's planner.
+        Keys and values go round once; in backward twice, with their gradients. Fetched rows and steps cost a kernel as
+        much
+        as in `seqpar.planner`.
         """
         if ranks == 1:
             return attention
-        rounds = 1.5 if self.training else 1  # of exchanges forward and backward
+        rounds = 1.5 if self.training else 1  # rounds of exchanges, backward included
         fetched = common * (1 - 1 / ranks)
         around = self.exchange(rounds * fetched, rounds * (ranks - 1), inside=inside).seconds(stage.qkv[1])
         attention += fetched * self._pair_seconds(stage, self.hardware.attention.key_pairs)
@@ -259,32 +264,32 @@ class Costs:
 
     @cached_property
     def table(self) -> MoveCost:
-        """All moves, [from, to] in the order of the shardings."""
+        """All moves, [from, to], in the order of the shardings."""
         pairs = [[self.moves[src, dst] for dst in self.shardings] for src in self.shardings]
         return MoveCost(*np.array(pairs).transpose(2, 0, 1))
 
     def through(
         self, stage: Stage, inside: float, before: Sharding, sharding: Sharding, after: Sharding, parts: int
     ) -> float:
-        """Seconds of a stage that takes so long inside, with the moves of what comes in and of what goes out.
+        """Seconds of a stage that takes ``inside`` seconds itself, with its moves in and out.
 
-        Raises: ValueError for parts that it cannot be run in.
+        Raises: ValueError for a number of parts in which it cannot run.
         """
         into, out = self.moves[before, sharding], self.moves[sharding, after]
         if parts == 1:
             return into.seconds(stage.bytes) + inside + out.seconds(stage.bytes)
         if type(parts) is not int or parts < 1 or not self.parted(stage, before, sharding, after):
             raise ValueError(
-                f"stage {stage.name} cannot be run in {parts} parts from {before!r} by {sharding!r} to {after!r}: "
+                f"stage {stage.name} cannot run in {parts} parts from {before!r} by {sharding!r} to {after!r}: "
                 f"parts are of a dimension in apart, {sorted(stage.apart)}, and moved to another one"
             )
         assert sharding is not None
         return float(self._overlapped(stage.bytes, into, inside, out, parts, self._largest_part(sharding, parts)))
 
     def through_all(self, stage: Stage, inside: np.ndarray, parts: Sequence[int]) -> tuple[np.ndarray, np.ndarray]:
-        """The same for all shardings before, inside and after, and in how many of these parts: seconds, parts.
+        """As `through`, for all shardings before, inside and after, with the best number of parts: (seconds, parts).
 
-        inside: seconds by sharding, infinite where the stage cannot be run.
+        inside: seconds by sharding, infinite where the stage cannot run.
         """
         shardings, moves, size = self.shardings, self.table, stage.bytes
         into, out = MoveCost(*(x[:, :, None] for x in moves)), MoveCost(*(x[None] for x in moves))
@@ -305,7 +310,7 @@ class Costs:
         return seconds, chosen
 
     def parted(self, stage: Stage, before: Sharding, sharding: Sharding, after: Sharding) -> bool:
-        """Whether a stage can be run in parts: of what all others have whole before and after."""
+        """Whether a stage can run in parts: slices of a dimension that is whole before and after it."""
         return (
             sharding in stage.apart and sharding != self.held and sharding not in (before, after) and after is not None
         )
@@ -314,11 +319,11 @@ class Costs:
         return largest_part(self.dims[sharding], self.groups, parts)
 
     def _overlapped(self, size: float, into: MoveCost, inside: Any, out: MoveCost, parts: int, largest: Any) -> Any:
-        """Seconds of a stage that is computed in parts while others come in and go out, over one link in order.
+        """Seconds of a stage computed in parts while others come in and go out, in order, over one link.
 
-        Nothing is faster than the slowest of the three, with a part of the other two before and after it. As much of
-        the moves as the hardware cannot hide comes on top. In training all halves come again on the way back, and
-        backward is two thirds of the work.
+        At best this is the slowest of the three, plus one part of the other two before and after it; moves that the
+        hardware
+        cannot hide come on top. In training everything is repeated in backward, which is two thirds of the work.
         """
         extra, hidden = parts - 1, self.hardware.hidden
         comes, goes = (move.seconds(size) + extra * move.fixed for move in (into, out))
@@ -338,23 +343,24 @@ class Costs:
         return stage.flops / self.hardware.linear_rate * (3 if self.training else 1)
 
     def attention_seconds(self, stage: Stage) -> float:
-        """Seconds of a stage's attention for its attended pairs, and for its rows."""
+        """Seconds of a stage's attention: pairs and rows."""
         pairs = math.prod(self.dims[dim] for dim in stage.whole)
         return self._pair_seconds(stage, pairs + self.hardware.attention.query_pairs)
 
     def _pair_seconds(self, stage: Stage, pairs: float) -> float:
-        """Seconds of so many pairs for every row, each of which takes what one of the stage's own does."""
+        """Seconds of this many pairs per row, at the stage's own cost per pair."""
         rates, per_pair = self.hardware.attention, stage.attention / math.prod(self.dims[dim] for dim in stage.whole)
         return pairs * per_pair * (1 / rates.rate + (BACKWARD / rates.backward_rate if self.training else 0.0))
 
 
 def _pipeline(into: Any, inside: Any, out: Any, part: Any) -> Any:
-    """Seconds of parts, the largest of which is that part of all, through three stations: what goes out waits for all
-    that comes in, as both are on one link."""
+    """Seconds of parts in a pipeline of three stations. part: the largest part as a fraction. Moves out wait for all
+    moves
+    in, since both use one link."""
     first = np.maximum(part * into + inside + part * out, part * (into + inside) + out)
     return np.maximum(first, np.maximum(into + part * (inside + out), into + out))
 
 
 def _busiest(a: np.ndarray, b: np.ndarray, own: np.ndarray) -> np.ndarray:
-    """What a rank sends, or receives if that is more, in a switch from shares a to shares b of what its group holds."""
+    """The part of a group's bytes that a rank sends or receives, whichever is more, in a switch from shares a to b."""
     return np.maximum(a * (1 - b / own), b * (1 - a / own))  # type: ignore[no-any-return]

@@ -1,7 +1,7 @@
-"""How the axes of a tensor are made of named dimensions: ``"(b t) s c"``, in the notation of einops.
+"""Forms: the axes of a tensor as products of named dimensions, ``"(b t) s c"``, in einops' notation.
 
-einops parses the forms, takes grouped axes apart and puts them together again. What is said here is what it does not
-know: which sizes a rank's tensor must have, where one of the dimensions is sharded.
+einops parses forms and splits and merges grouped axes. This file adds the sizes that a rank's tensor must have when one
+of the dimensions is sharded.
 """
 
 from __future__ import annotations
@@ -20,10 +20,10 @@ REMEDY = 'write names, groups in parentheses, 1, and ... at the end, as in "(b t
 
 @dataclass(frozen=True)
 class Form:
-    """The axes of a tensor, each the product of its names from slow to fast; an axis without names has one element.
+    """The axes of a tensor, each a product of names from slow to fast; an axis without names has one element.
 
-    open: more axes of any size may follow, written "...". names: all of them, in order. grouped: those that share an
-    axis. apart: the form with an axis for every name, ``"b t s c"`` of ``"(b t) s c"``.
+    open: further axes of any size may follow, written "...". names: all names, in order. grouped: names that share an
+    axis. apart: the form with one axis per name, ``"b t s c"`` for ``"(b t) s c"``.
     """
 
     text: str
@@ -34,27 +34,28 @@ class Form:
     apart: str
 
     def index(self, name: str) -> int:
-        """The axis of a name when every axis is taken apart. Raises ValueError for a name that is not in the form."""
+        """The axis of a name after `unfold`. Raises ValueError for a name that is not in the form."""
         if name not in self.names:
             raise ValueError(f'dimension "{name}" is not in "{self.text}"')
         return self.apart.split().index(name)
 
     def check(self, shape: Sequence[int], dims: Mapping[str, int], what: Callable[[], str]) -> None:
-        """Return if a tensor of this shape is of the form.
+        """Check that a tensor of this shape fits the form.
 
-        dims: sizes that are known; an axis of one name that is not among them may have any size. what: names the
-        tensor in an error, and is called for nothing else, as compiled graphs could not.
+        dims: the known sizes; an axis with a single unknown name may have any size. what: returns the tensor's name for
+        an
+        error; called only then, since compiled graphs could not call it.
 
         Raises: ValueError naming the axis that does not fit.
         """
         count = len(self.axes)
         if len(shape) < count or (len(shape) > count and not self.open):
-            raise ValueError(f'{what()} has shape {list(shape)}, which is not of the form "{self.text}"')
+            raise ValueError(f'{what()} has shape {list(shape)}, which does not fit the form "{self.text}"')
         for n, (axis, size) in enumerate(zip(self.axes, shape)):
             unknown = [name for name in axis if name not in dims]
             if unknown and len(axis) > 1:
                 raise ValueError(
-                    f'"{self.text}" has {unknown} beside other dimensions; give their sizes among the dims'
+                    f'"{self.text}" groups {unknown} of unknown size with other dimensions; give their sizes in dims'
                 )
             expected = size if unknown else prod([dims[name] for name in axis])
             if size != expected:
@@ -65,7 +66,7 @@ class Form:
                 )
 
     def unfold(self, x: Tensor, dims: Mapping[str, int]) -> Tensor:
-        """A tensor of the form with an axis for every name. dims: the sizes of those that share an axis."""
+        """A tensor of this form with one axis per name. dims: the sizes of names that share an axis."""
         if not self.grouped:
             return x
         return rearrange(x, f"{self.text} -> {self.apart}", **{name: dims[name] for name in self.grouped})
@@ -77,20 +78,20 @@ class Form:
 
 @lru_cache(maxsize=1024)
 def form_of(text: str) -> Form:
-    """The form that a text says.
+    """The form written as text.
 
-    Raises: ValueError for what is not one, a name twice, a number, or "..." elsewhere than at the end.
+    Raises: ValueError for text that does not parse, a repeated name, a number, or "..." before the end.
     """
     try:
         parsed = ParsedExpression(text)
     except EinopsError as error:
-        raise ValueError(f'"{text}" is no form: {error}; {REMEDY}') from None
+        raise ValueError(f'"{text}" is not a form: {error}; {REMEDY}') from None
     open = (
         parsed.has_ellipsis and not parsed.has_ellipsis_parenthesized and not isinstance(parsed.composition[-1], list)
     )
     axes = parsed.composition[:-1] if open else parsed.composition
     if not axes or open != parsed.has_ellipsis or parsed.has_non_unitary_anonymous_axes:
-        raise ValueError(f'"{text}" is no form; {REMEDY}')
+        raise ValueError(f'"{text}" is not a form; {REMEDY}')
     named = tuple(tuple(axis) for axis in axes)
     names = tuple(name for axis in named for name in axis)
     grouped = tuple(name for axis in named for name in axis if len(axis) > 1)

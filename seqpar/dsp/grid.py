@@ -20,16 +20,16 @@ from seqpar.facts.layout import Layout
 from seqpar.facts.mask import Mask
 from seqpar.plan import Plan
 
-GridPosition = tuple[Sharding, Sharding]  # what is sharded over outer, and over inner
+GridPosition = tuple[Sharding, Sharding]  # the sharding over outer, and over inner
 
 
 def grid(comm: Comm, *, core: int) -> tuple[Comm, Comm]:
-    """(outer, inner) comms of this rank: `core` consecutive ranks share attention, ranks of equal place switch.
+    """(outer, inner) comms of this rank: `core` consecutive ranks share attention; ranks at the same place switch.
 
         core=2 of 6 ranks   inner  0 1 | 2 3 | 4 5      outer  0 2 4 | 1 3 5
 
-    A dimension is first sharded over inner; for outer its global size is what this rank then has, and outer shards and
-    switches as if there were nothing else. No group is made, nothing is sent.
+    Shard a dimension over inner first; for outer, its global size is then this rank's share, and outer shards and
+    switches as if it were alone. No process group is created and nothing is sent.
 
     Raises: ValueError unless core divides the ranks.
     """
@@ -41,10 +41,10 @@ def grid(comm: Comm, *, core: int) -> tuple[Comm, Comm]:
 
 
 class Grid:
-    """The spaces of one forward: `inner` of the groups, which hold shares of `held`, and `outer` of the ranks across.
+    """The spaces of one forward: `inner` for groups, which hold shares of `held`; `outer` for the ranks across groups.
 
-    With held None there are no groups, and outer is the space of all ranks. cut: where this grid covers a part of one
-    dimension, that dimension, the first element and the space of the whole.
+    With held None there are no groups, and outer is the space of all ranks. cut: (dimension, first element, full space)
+    if this grid covers part of one dimension.
     """
 
     cut: tuple[str, int, Space] | None = None
@@ -58,9 +58,9 @@ class Grid:
             self.outer = Space(self.inner.local(held), outer)
 
     def move(self, xs: Sequence[Tensor], forms: Sequence[str], src: GridPosition, dst: GridPosition) -> list[Tensor]:
-        """Tensors that lie in one place, now in another. Groups split before all others move, and gather after them.
+        """Move tensors from one position to another. Groups split before all other moves and gather after them.
 
-        Raises: ValueError for a tensor that is not of its form in src.
+        Raises: ValueError for a tensor that does not fit its form in src.
         """
         if self.inner is None:
             return move(xs, self.outer, forms, src[0], dst[0])
@@ -68,13 +68,13 @@ class Grid:
         return self.leave(ys, forms, dst)
 
     def enter(self, xs: Sequence[Tensor], forms: Sequence[str], src: GridPosition) -> Sequence[Tensor]:
-        """Tensors whose groups had not split what they hold, split."""
+        """The tensors, split over their groups if they were not."""
         if self.inner is None or self.held is None or src[1] is not None:
             return xs
         return [split(x, self.inner, form, self.held) for x, form in zip(xs, forms, strict=True)]
 
     def leave(self, xs: list[Tensor], forms: Sequence[str], dst: GridPosition) -> list[Tensor]:
-        """Tensors of which groups hold shares, gathered if they do not in dst."""
+        """The tensors, gathered over their groups if dst does not hold shares."""
         if self.inner is None or self.held is None or dst[1] is not None:
             return xs
         return [gather(x, self.inner, form, self.held) for x, form in zip(xs, forms, strict=True)]
@@ -92,7 +92,7 @@ class Grid:
         return grids
 
     def end(self, xs: Sequence[Tensor], forms: Sequence[str], src: GridPosition, grad: str) -> list[Tensor]:
-        """The whole tensors at the end, whose gradients count as `grad` says."""
+        """The whole tensors at the end. grad: how their gradients count."""
         xs = list(xs)
         if src[1] != self.held:
             return [count_once(x, self.whole.comm) for x in xs] if grad == "replicated" else xs
@@ -104,7 +104,7 @@ class Grid:
         return xs
 
     def share_of(self, x: Tensor, form: str, inside: Sharding, what: str) -> Tensor:
-        """This rank's share of a tensor that every rank has whole. Raises: ValueError unless it is of the form."""
+        """This rank's share of a tensor that every rank has whole. Raises: ValueError if it does not fit the form."""
         if self.cut is not None and self.cut[0] in form_of(form).names:
             dim, start, space = self.cut
             part = space.unfold(x, form, None, what).narrow(form_of(form).index(dim), start, self.whole.dims[dim])
@@ -114,11 +114,11 @@ class Grid:
         return share_of(x, self.outer, form, inside, what)
 
     def check(self, x: Tensor, form: str, place: GridPosition, what: str) -> None:
-        """Return if a tensor can be of this form in a place. Raises: ValueError naming the axis."""
+        """Check that a tensor fits its form at a position. Raises: ValueError naming the axis."""
         (self.outer if place[1] == self.held else self.whole).check(x, form, place[0], what)
 
     def gather(self, x: Tensor, form: str, inside: Sharding, dims: Collection[str]) -> Tensor:
-        """A tensor made whole along those of the dims that are sharded."""
+        """The tensor, gathered along those of the dims that are sharded."""
         if inside in dims:
             assert inside is not None
             x, inside = gather(x, self.outer, form, inside), None
@@ -128,21 +128,22 @@ class Grid:
         return x
 
     def sharing(self, whole: Collection[str], inside: Sharding) -> tuple[Space, Sharding]:
-        """The ranks that share what mixes the dims in whole, and what they have shares of."""
+        """The space of the ranks that share the mixing of these dims, and the dimension of which they have shares."""
         return (self.beside(inside), self.held) if self.held in whole else (self.outer, inside)
 
     def beside(self, inside: Sharding) -> Space:
-        """What a group's ranks have together, while the ranks across shard inside."""
+        """The space that a group has together while the ranks across groups shard `inside`."""
         assert self.inner is not None
         part = {} if inside in (None, self.held) else {inside: self.outer.local(inside)[inside]}
         return Space(self.inner.dims | part, self.inner.comm)
 
     def absent(self, inside: Sharding) -> bool:
-        """Whether this rank has no rows; nor has any of its group, unless the ranks across shard what that holds."""
+        """Whether this rank has no rows. Then its whole group has none, unless ranks across groups shard the held
+        dim."""
         return inside is not None and not self.outer.local(inside)[inside]
 
     def sparse(self, inside: Sharding) -> bool:
-        """Whether there is any rank without rows."""
+        """Whether any rank has no rows."""
         if inside is None:
             return False
         shared = self.inner if inside == self.held else None
@@ -153,10 +154,10 @@ class Grid:
 def attention_plan(
     space: Space, form: str, whole: Collection[str], sharded: Sharding, *, ulysses: bool = False
 ) -> Plan:
-    """The plan of full attention over the dimensions in `whole`, for rows of a form, in their order.
+    """The plan of full attention over the dimensions in `whole`, for rows of a form in their order.
 
-    A document is one element of all other dimensions. sharded: the dimension of which every rank has its share; with
-    None the plan is for one rank. ulysses: all ranks trade tokens for heads; otherwise keys are fetched.
+    A document is one element of all other dimensions. sharded: the dimension of which every rank has its share; None
+    plans for one rank. ulysses: all ranks trade tokens for heads; otherwise keys are fetched.
     """
     sizes = tuple((name, space.dims[name]) for name in form_of(form).names if name in space.dims)
     return _plan(sizes, frozenset(whole), sharded, 1 if sharded is None else space.comm.size, ulysses)
@@ -169,7 +170,7 @@ def _plan(
     names = [name for name, _ in sizes]
     documents = [name for name in names if name not in whole]
     tokens = [name for name in names if name in whole]
-    # positions count document by document, and lie here in the order of the rows
+    # positions count document by document; here they are put in the order of the rows
     pattern = f"({' '.join(documents + tokens)}) -> {' '.join(names)}"
     positions = rearrange(np.arange(prod(size for _, size in sizes)), pattern, **dict(sizes))
     shards = [positions]

@@ -1,15 +1,16 @@
 """The sharded dimension of every stage, chosen by dynamic programming over the stages in order.
 
-The state before a stage is the sharding in which its input lies, one in which what stands there can work. A stage moves
-its tensors from there to the sharding in which it is run, and on to where the next stage's input lies::
+The state before a stage is the sharding of its input, one that the code before the stage allows. A stage moves its
+tensors from there to the sharding in which it runs, and on to the sharding of the next stage's input::
 
     start -> [stage 0] -> rest -> [stage 1] -> rest -> ... -> end
 
-Seconds add up along the way, so the best way is found from the best ways through fewer stages (`seqpar.dsp.search`). A
-stage that moves its tensors on both sides may be run in parts, so that moves pass beside computing.
+Seconds add up along the way, so the best way follows from the best ways through fewer stages (`seqpar.dsp.search`). A
+stage that moves its tensors on both sides may run in parts, so that moves overlap with computation.
 
-So it is for every grid of ranks: each size of groups, holding each dimension whose mixing they can share. A grid whose
-stages alone, moved for nothing, take longer than a plan that is known is left out.
+The search runs for every grid of ranks: each group size, holding each dimension whose mixing groups can share. A grid
+is
+skipped if its stages alone, without moves, take longer than the best plan so far.
 """
 
 from __future__ import annotations
@@ -31,11 +32,11 @@ from seqpar.planner import Hardware
 
 @dataclass(frozen=True)
 class StagePlan:
-    """How every stage is run, and what that takes.
+    """How every stage runs, and its cost.
 
-    start, end: shardings that the model begins and ends in. seconds: as modelled, of a step in training or a forward.
-    memory: bytes that the fullest rank keeps for backward. gathers: the groups of a grid gather what they hold at the
-    end. The grid is that of the costs.
+    start, end: the shardings before the first stage and after the last. seconds: modelled, of a training step or of a
+    forward. memory: bytes that the fullest rank keeps for backward. gathers: a grid's groups gather the held dimension
+    at the end. The grid is that of the costs.
     """
 
     stages: tuple[Stage, ...]
@@ -48,7 +49,7 @@ class StagePlan:
     gathers: bool = False
 
     def moves(self) -> list[tuple[str, Sharding, Sharding, float]]:
-        """Changes of sharding in order: before which stage, from, to, global bytes; but for what the groups gather."""
+        """Changes of sharding in order: (stage after it, from, to, global bytes), without the gathers of groups."""
         moves, at, size = [], self.start, self.stages[0].bytes
         for stage, choice in zip(self.stages, self.choices, strict=True):
             for src, dst, moved in ((at, choice.before, size), (choice.before, choice.sharding, stage.bytes)):
@@ -59,28 +60,28 @@ class StagePlan:
 
     @property
     def afters(self) -> list[Sharding]:
-        """The sharding in which each stage's output lies."""
+        """The sharding of each stage's output."""
         return [*(choice.before for choice in self.choices[1:]), self.end]
 
     @property
     def exchanges(self) -> int:
-        """Exchanges of a forward for changes of layout: switches, one for each part, and gathers."""
+        """Exchanges of a forward for changes of sharding: switches, one per part, and gathers."""
         count = int(self.start not in (None, self.choices[0].before))
         for (before, sharding, _, parts), after in zip(self.choices, self.afters, strict=True):
-            if parts > 1 and sharding is not None:  # or fewer, if there are no more elements
+            if parts > 1 and sharding is not None:  # fewer parts if there are fewer elements
                 parts = len(sizes_of_parts(self.costs.dims[sharding], self.costs.groups, parts))
             count += parts * sum(src is not None and src != dst for src, dst in ((before, sharding), (sharding, after)))
         return count + self.gathers
 
     def bytes(self) -> float:
-        """Bytes of a forward that the busiest rank sends, or receives if that is more, for changes of layout."""
+        """Bytes of a forward's changes of sharding that the busiest rank sends or receives, whichever is more."""
         sent = sum(size * self.costs.sent(src, dst) for _, src, dst, size in self.moves())
         if self.gathers:
             sent = sent + self.stages[-1].bytes * self.costs.gathered()
         return float(np.max(sent))
 
     def describe(self) -> str:
-        """The stages with what is sharded in each, equal neighbours together, and the totals."""
+        """The stages with their sharded dimension, equal neighbours together, and the totals."""
         costs = self.costs
         kind = "a step" if costs.training else "a forward"
         grid = f"a grid of {costs.groups} groups x {costs.core} of the " if costs.core > 1 else ""
@@ -88,8 +89,8 @@ class StagePlan:
         lines = [
             f"{len(self.stages)} stages of {dict(costs.dims)} on {grid}{costs.ranks} ranks of {costs.hardware.name}"
             f"{holding}: "
-            f"{self.seconds * 1e3:.3g} ms {kind}, {self.exchanges} exchanges and {self.bytes() / 2**20:.3g} MiB for "
-            f"for changes of layout in a forward, {self.memory / 2**20:.3g} MiB kept"
+            f"{self.seconds * 1e3:.3g} ms {kind}, {self.exchanges} exchanges and {self.bytes() / 2**20:.3g} MiB "
+            f"for changes of sharding in a forward, {self.memory / 2**20:.3g} MiB kept"
         ]
         unsharded = "whole" if costs.held is None else f"{costs.held} alone"
         for stage, choice in zip(self.stages, self.choices, strict=True):
@@ -123,13 +124,14 @@ def plan_stages(
     """The fastest way to run stages in order, by the model in `seqpar.dsp.costs`; for one batch shape.
 
     dims: global sizes of the dimensions that may be sharded. start: the sharding of the input. end: shardings that the
-    output may have, None for any. memory: bytes that a rank can keep for backward, by default what the hardware has.
-    cores: sizes of the groups of a grid that are tried, by default all divisors of the ranks; ``(1,)`` for no grid.
-    parts: how many parts are tried of a stage whose tensors come from elsewhere and go on elsewhere, at most; ``(1,)``
-    for one exchange a switch.
+    output may have; None allows any. memory: bytes that a rank can keep for backward, by default the hardware's. cores:
+    group sizes of the grids to try, by default all divisors of the ranks; ``(1,)`` means no grid. parts: numbers of
+    parts
+    to try for a stage that moves its tensors on both sides; ``(1,)`` means one exchange per switch.
 
-    Raises: ValueError for unknown dimensions, parts that are no numbers, stages that no sharding serves, or a memory
-    that no way fits.
+    Raises: ValueError for unknown dimensions, parts that are not positive integers, stages that no sharding serves, or
+    a
+    memory limit that no way meets.
     """
     stages, hardware = tuple(stages), Hardware.of(hardware)
     costs = Costs(dict(dims), ranks, hardware, training)
@@ -143,11 +145,11 @@ def plan_stages(
     kinds = kinds_of(stages)
     tried = list(parts) if isinstance(parts, Iterable) else []
     if not tried or any(type(n) is not int or n < 1 for n in tried):
-        raise ValueError(f"parts are numbers of at least 1, such as (1, 2, 4), got {parts!r}")
+        raise ValueError(f"parts must be integers of at least 1, such as (1, 2, 4), got {parts!r}")
     tried = sorted(set(tried))
     grids = [Search(stages, grid, start, kinds=kinds, parts=tried) for grid in _grids(stages, costs, start, cores)]
     best: StagePlan | None = None
-    # without a grid first, then those that promise most
+    # without a grid first, then the most promising grids
     for search in grids[:1] + sorted(grids[1:], key=lambda search: search.unmoved):
         if best is None or search.unmoved < best.seconds:
             ends, gathers = _ends(stages[-1], search.costs, wanted)
@@ -171,10 +173,11 @@ def rivals(
     hardware: str | Hardware = "h100",
     training: bool = True,
 ) -> dict[str, StagePlan]:
-    """What methods without a planner take, each with the best dimension to hold; those that cannot be run are absent.
+    """Seconds of methods without a planner, each with its best dimension to hold; a method that cannot run is missing.
 
-    From whole to whole, memory apart. dsp: hold one dimension, and switch around each stage that mixes it. ulysses,
-    ring: hold one dimension throughout. replicate: nothing is sharded.
+    All go from whole to whole, with no limit of memory. dsp: hold one dimension, and switch around each stage that
+    mixes
+    it. ulysses, ring: hold one dimension throughout. replicate: shard nothing.
     """
     costs = Costs(dict(dims), ranks, Hardware.of(hardware), training)
     stages = tuple(stages)
@@ -195,7 +198,7 @@ def rivals(
 def _planned(
     search: Search, ends: Sequence[Sharding], limit: float = math.inf, *, gathers: bool = False
 ) -> StagePlan | None:
-    """The fastest plan that keeps at most `limit`; gathers: the groups of the grid do, at the end."""
+    """The fastest plan that keeps at most `limit` bytes. gathers: the grid's groups gather at the end."""
     route, costs = search.best(ends, limit), search.costs
     if route is None:
         return None
@@ -207,7 +210,7 @@ def _planned(
 
 def _check(stages: Sequence[Stage], costs: Costs, start: Sharding) -> None:
     if not stages or costs.ranks < 1:
-        raise ValueError(f"plan_stages takes stages and at least one rank, got {len(stages)} and {costs.ranks}")
+        raise ValueError(f"plan_stages needs at least one stage and one rank, got {len(stages)} and {costs.ranks}")
     known = set(costs.shardings)
     for stage in stages:
         if unknown := (stage.whole | stage.apart | (stage.rest or set())) - known:
@@ -217,11 +220,12 @@ def _check(stages: Sequence[Stage], costs: Costs, start: Sharding) -> None:
 
 
 def _grids(stages: Sequence[Stage], costs: Costs, start: Sharding, cores: Iterable[int] | None) -> Iterator[Costs]:
-    """Costs without a grid, and on each grid whose held dimension everything between allows, and stages can share."""
+    """Costs without a grid, and on each grid whose held dimension all code between stages allows and stages can
+    share."""
     ranks, dims = costs.ranks, costs.dims
     if not isinstance(cores, Iterable | None):
-        raise ValueError(f"cores are sizes of groups, such as (1, 2), got {cores!r}")
-    # one group of all ranks is what Ulysses and ring are without a grid
+        raise ValueError(f"cores must be group sizes, such as (1, 2), got {cores!r}")
+    # one group of all ranks is Ulysses or ring without a grid
     tried = [n for n in range(1, ranks + 1) if ranks % n == 0 and (n == 1 or n < ranks)] if cores is None else cores
     for core in sorted(set(tried)):
         if core == 1:
@@ -236,7 +240,7 @@ def _grids(stages: Sequence[Stage], costs: Costs, start: Sharding, cores: Iterab
 
 
 def _ends(last: Stage, costs: Costs, wanted: Collection[Sharding]) -> tuple[list[Sharding], bool]:
-    """Layouts in which the last stage may leave off, and whether the groups of a grid gather after it."""
+    """Shardings in which the last stage may end, and whether a grid's groups gather after it."""
     gathers = costs.held is not None and costs.held not in wanted
     if gathers:
         return [None] if None in wanted else [], True
@@ -277,6 +281,6 @@ def _plot(plan: StagePlan, path: str | Path) -> None:
     axis.set_xticks(range(len(names)), names, rotation=90, fontsize=7)
     axis.set(ylabel="milliseconds", title=plan.describe().splitlines()[0].split(": ")[0])
     keys = [Patch(color=colour, label=f"{dim or 'nothing'} sharded") for dim, colour in colours.items()]
-    axis.legend(handles=[*keys, Patch(color=MOVES, label="changes of layout, as far as shown")], fontsize=8, ncols=3)
+    axis.legend(handles=[*keys, Patch(color=MOVES, label="exposed changes of sharding")], fontsize=8, ncols=3)
     axis.spines[["top", "right"]].set_visible(False)
     figure.savefig(path)

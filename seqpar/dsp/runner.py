@@ -1,4 +1,4 @@
-"""One forward of a parallelized model: how far it is, and how one stage of it is run."""
+"""One forward of a parallelized model: its progress, and the run of one stage."""
 
 from __future__ import annotations
 
@@ -27,11 +27,11 @@ from seqpar.ops.core.handles import in_graph
 from seqpar.parallel import parallel
 
 SDPA = ("query", "key", "value", "attn_mask", "dropout_p", "is_causal", "scale", "enable_gqa")
-Arguments = dict[str, Any]  # of a forward, by name
+Arguments = dict[str, Any]  # arguments of a forward, by name
 
 
 class StageRun(NamedTuple):
-    """How one stage is run in one forward: where its input lies, the sharding inside, and where its output goes."""
+    """One stage in one forward: the sharding of its input, the sharding inside, and that of its output."""
 
     grid: Grid
     name: str
@@ -39,41 +39,41 @@ class StageRun(NamedTuple):
     inside: Sharding
     after: GridPosition
     mode: str
-    last: bool  # what goes out is whole and the end
-    first: bool  # no forward of this shape was run before
-    seed: int  # of the forward, for layers that derive theirs
-    parts: int  # that are computed one after another
+    last: bool  # the output is whole and ends the forward
+    first: bool  # the first forward of this shape
+    seed: int  # of the forward; layers derive theirs from it
+    parts: int  # number of parts, computed one after another
 
 
 class ForwardState:
-    """How far one forward is. Stages come in the order of the plan, and any other order raises.
+    """The progress of one forward. Stages must come in the order of the plan.
 
-    names: of all stages. seed: of this forward. changed: buffers of stages that were written to, if this is the first
-    forward of its shape; uneven: those of them that some rank wrote to more than once, or not at all.
+    names: of all stages. seed: of this forward. changed: buffers that stages wrote to, in the first forward of a shape;
+    uneven: those among them that some rank did not write exactly once.
     """
 
     def __init__(self, model: nn.Module, space: Space, names: Sequence[str], training: bool, seed: int) -> None:
         self.model, self.space, self.names, self.training, self.seed = model, space, names, training, seed
         self.plan: StagePlan | None = None
-        self.shape: object = None  # what the plan is for
+        self.shape: object = None  # the batch shape that the plan is for
         self.grid = Grid(space)
-        self.count = 0  # of stages that were called
+        self.count = 0  # stages called so far
         self.ended = self.first = False
         self.changed: dict[str, Tensor] = {}
         self.uneven: list[str] = []
 
     def follow(self, shape: object, plan: StagePlan, *, first: bool) -> None:
-        """Take a plan for this forward."""
+        """Adopt a plan for this forward."""
         self.shape, self.plan, self.first = shape, plan, first
         self.grid = Grid(self.space, plan.costs.core, plan.costs.held)
 
     def end(self, exit: Exit) -> GridPosition:
-        """Where the input of the module that ends the model lies: groups gather what it does not allow."""
+        """The position of the input of the module that ends the model; groups gather if it allows nothing else."""
         assert self.plan is not None
         return self.plan.end, self.grid.held if self.grid.held in exit.rest else None
 
     def next(self, name: str, exit: Exit | None) -> StageRun:
-        """The run of the stage that is called now. exit: the module that ends the model, if one does."""
+        """The run of the stage that is being called. exit: the module that ends the model, if there is one."""
         expected = self.names[self.count] if self.count < len(self.names) else "the end"
         if name != expected:
             raise NotImplementedError(
@@ -106,7 +106,7 @@ class ForwardState:
 
 
 def by_name(forward: Callable[..., Any], what: str) -> Callable[[Sequence[Any], Arguments], Arguments]:
-    """What names the arguments of a forward: (those by position, those by name) -> all by name. what: whose it is."""
+    """A function (positional arguments, keyword arguments) -> all arguments by name. what: the owner, for errors."""
     parameters = inspect.signature(forward).parameters.values()
     order = [p.name for p in parameters if p.kind in (p.POSITIONAL_ONLY, p.POSITIONAL_OR_KEYWORD)]
 
@@ -119,11 +119,11 @@ def by_name(forward: Callable[..., Any], what: str) -> Callable[[Sequence[Any], 
 
 
 def run_stage(module: nn.Module, block: Block, forward: Any, run: StageRun, arguments: Arguments, grad: str) -> Any:
-    """What a stage returns, in the sharding in which the model goes on.
+    """A stage's outputs, in the sharding in which the model goes on.
 
-    forward: the module's own. grad: how the end's gradient counts.
+    forward: the module's own. grad: how the final gradient counts.
 
-    Raises: ValueError for an argument that is not in the spec, or not of its form under what is sharded.
+    Raises: ValueError for an argument that is not in the spec, or does not fit its form under the sharding.
     """
     names, forms = list(block.stream), list(block.stream.values())
     _check_arguments(run.name, block, arguments)
@@ -133,7 +133,7 @@ def run_stage(module: nn.Module, block: Block, forward: Any, run: StageRun, argu
     def compute(part: Grid, streams: list[Tensor]) -> list[Tensor]:
         return _compute(module, block, forward, run._replace(grid=part), arguments | dict(zip(names, streams)))
 
-    # recomputed selectively, calls go through their ops, which are not under way when they return
+    # under selective recomputation, calls return their results at once, so nothing can be under way
     if run.parts > 1 and not in_graph(*xs):
         assert run.inside is not None
         ys = in_parts(run.name, xs, forms, grid, run.before, run.inside, run.after, run.parts, compute)
@@ -144,7 +144,7 @@ def run_stage(module: nn.Module, block: Block, forward: Any, run: StageRun, argu
 
 
 def _compute(module: nn.Module, block: Block, forward: Any, run: StageRun, arguments: Arguments) -> list[Tensor]:
-    """What a stage computes of its rows, which are this rank's share; other arguments are whole."""
+    """A stage's outputs for this rank's share of the rows; arguments that the spec does not list as rows are whole."""
     grid, skips = run.grid, some_rank_skips(block, run)
     for name, form in block.rows.items():
         if arguments.get(name) is not None:
@@ -173,18 +173,18 @@ def _check_arguments(name: str, block: Block, arguments: Mapping[str, Any]) -> N
     for argument, value in arguments.items():
         if argument not in known and value is not None:
             raise ValueError(
-                f"{name} got {argument}={value!r:.100}, of which its spec says nothing: list it under rows with its "
+                f"{name} got {argument}={value!r:.100}, which its spec does not list; list it under rows with its "
                 "form, or under shared if all rows use it alike"
             )
     if missing := [argument for argument in block.stream if argument not in arguments]:
-        raise ValueError(f"{name} got no {missing}, which its spec says hold the rows")
+        raise ValueError(f"{name} got no {missing}, which hold the rows by its spec")
 
 
 # --- ranks without rows -----------------------------------------------------------------------------------------------
 
 
 def some_rank_skips(block: Block, run: StageRun) -> bool:
-    """Whether any rank skips a stage: it has no rows, and nobody waits for it in an exchange inside the stage."""
+    """Whether some rank skips a stage: it has no rows, and no other rank waits for it inside the stage."""
     exchanging: set[Sharding] = {dim for _, dims in block.gathers.values() for dim in dims}
     if block.attention or run.mode == "ulysses":
         exchanging.add(run.grid.held if run.grid.held in block.whole else run.inside)
@@ -192,7 +192,7 @@ def some_rank_skips(block: Block, run: StageRun) -> bool:
 
 
 def collective_modules(module: nn.Module) -> list[str]:
-    """Modules inside whose forward is a collective, as that makes their weights whole."""
+    """Modules whose forward is a collective, because it gathers their weights."""
     return [
         name
         for name, part in module.named_modules()
@@ -201,7 +201,7 @@ def collective_modules(module: nn.Module) -> list[str]:
 
 
 def _skip(module: nn.Module, streams: Sequence[Tensor], arguments: Mapping[str, Any]) -> list[Tensor]:
-    """Empty streams, as if the module had computed them: every parameter and argument is in the graph."""
+    """Empty outputs, as if the module had computed them: all its parameters and arguments are in the graph."""
     inputs = [x for x in arguments.values() if isinstance(x, Tensor) and not any(x is y for y in streams)]
     return list(_Skip.apply(len(streams), *streams, *inputs, *module.parameters()))
 
@@ -222,7 +222,7 @@ class _Skip(torch.autograd.Function):
 
 
 def _shared_attention(block: Block, run: StageRun) -> Any:
-    """What surrounds a block whose attention asks for a plan."""
+    """A context in which a block's attention finds its plan."""
     if not block.attention:
         return nullcontext()
     form = next(iter(block.stream.values()))
@@ -233,9 +233,9 @@ def _shared_attention(block: Block, run: StageRun) -> Any:
 
 @contextmanager
 def _adapted(module: nn.Module, block: Block, run: StageRun) -> Iterator[None]:
-    """The module with its tables cut to this rank's rows, and with the modules inside that must see all rows.
+    """The module with its tables cut to this rank's rows, and with adapters on inner modules that must see all rows.
 
-    A checkpoint inside the module runs those again inside the same.
+    A checkpoint inside the module recomputes those under the same adapters.
     """
     adapters = _adapters(module, block, run)
     outside, again = under_way() if adapters else [], partial(_adapted, module, block, run)
@@ -259,7 +259,7 @@ def _adapted(module: nn.Module, block: Block, run: StageRun) -> Iterator[None]:
 
 @contextmanager
 def _cut_tables(module: nn.Module, block: Block, run: StageRun) -> Iterator[None]:
-    """The module with its buffers and parameters that follow rows cut to this rank's share."""
+    """The module with its row-wise buffers and parameters cut to this rank's share."""
     whole: list[tuple[dict[str, Any], str, Any]] = []
     try:
         for path, form in block.buffers.items():
@@ -275,8 +275,8 @@ def _cut_tables(module: nn.Module, block: Block, run: StageRun) -> Iterator[None
 
 
 def _adapters(module: nn.Module, block: Block, run: StageRun) -> dict[str, Callable[..., Any]]:
-    """Modules inside whose outputs are gathered, and the core that ranks share by heads, each with what runs it:
-    ``adapter(its forward, arguments)``."""
+    """Inner modules whose outputs are gathered, and the core that ranks share by heads, each with its adapter:
+    ``adapter(forward of the module, arguments)``."""
     grid, adapters = run.grid, dict[str, Callable[..., Any]]()
     for path, (form, dims) in block.gathers.items():
         if {run.inside, grid.held} & set(dims):
@@ -298,9 +298,9 @@ def _gathered(
 def _share_core(
     name: str, core: Core, space: Space, sharded: str, forward: Callable[..., Tensor], arguments: Arguments
 ) -> Tensor:
-    """What a core returns, computed for this rank's heads of all rows, of which ranks have shares along `sharded`."""
+    """A core's output, computed for this rank's heads over all rows, which ranks hold in shares along `sharded`."""
     if extra := [argument for argument, x in arguments.items() if argument not in core.stream and x is not None]:
-        raise ValueError(f"{core.module} of {name} got {extra}, of which its spec says nothing")
+        raise ValueError(f"{core.module} of {name} got {extra}, which its spec does not list")
     forms = list(core.stream.values())
     xs = switch_all([arguments[argument] for argument in core.stream], space, forms, sharded, core.over)
     if space.local(core.over)[core.over]:
@@ -311,14 +311,14 @@ def _share_core(
             sizes |= zip(form_of(form).apart.split(), space.unfold(x, form, core.over).shape)
         form = form_of(core.out)
         empty = form.fold(xs[0].new_zeros([sizes[axis] for axis in form.apart.split()]))
-        out = empty + sum(x.sum() for x in xs)  # nothing, with all that came in the graph
+        out = empty + sum(x.sum() for x in xs)  # an empty result, with all inputs in the graph
     return switch(out, space, core.out, core.over, sharded)
 
 
 def _share_sdpa(
     name: str, core: Core, space: Space, sharded: str, forward: Callable[..., Any], arguments: Arguments
 ) -> Any:
-    """What a module returns whose one call of PyTorch's attention is shared by heads."""
+    """The output of a module whose one call of PyTorch's attention is shared by heads."""
     with _Sdpa(partial(_share_core, name, core, space, sharded)) as mode:
         out = forward(**arguments)
     if mode.calls != 1:
@@ -330,7 +330,7 @@ def _share_sdpa(
 
 
 class _Sdpa(TorchFunctionMode):
-    """Hands calls of PyTorch's attention, with their arguments by name, to `share`."""
+    """Passes calls of PyTorch's attention, with their arguments by name, to `share`."""
 
     def __init__(self, share: Callable[..., Tensor]) -> None:
         super().__init__()

@@ -1,11 +1,10 @@
-"""The fastest way through stages on one grid of ranks, from the sharding of what comes in to one of what goes out.
+"""The fastest way through stages on one grid of ranks, from the input's sharding to one of the allowed end shardings.
 
-A way of a stage leads from the sharding in which its input lies to that of its output, which is the next stage's input.
-The least seconds between all pairs of these are a table, and those of two stages in a row the (min, +) product of two
-tables. Equal stages have equal tables, and equal rows of stages equal products, so that layers cost little.
+A way through a stage leads from the sharding of its input to that of its output, which is the next stage's input. The
+least seconds between all pairs of shardings form a table; the table of consecutive stages is the (min, +) product of
+theirs. Equal stages have equal tables, and equal rows of stages equal products, so many layers cost little.
 
-Where memory binds, ways that are slower but keep less are carried along, and nothing is cut that could be part of the
-best one.
+If memory binds, slower ways that keep less are carried along, and no way is cut that could be part of the best one.
 """
 
 from __future__ import annotations
@@ -33,9 +32,9 @@ class Route(NamedTuple):
 
 
 class Search:
-    """Ways to run stages from a sharding on one grid.
+    """Ways through stages from a sharding, on one grid.
 
-    modes, shardings, parts: those that may be used. kinds: a number for every stage, equal for those of equal cost.
+    modes, shardings, parts: the allowed ones. kinds: a number per stage, equal for stages of equal cost.
     """
 
     def __init__(
@@ -49,7 +48,7 @@ class Search:
         self._ways: dict[int, _StageWays] = {}
 
     def ways(self, n: int) -> _StageWays:
-        """The ways to run a stage, by its number."""
+        """The ways through stage number ``n``."""
         kind = self.kinds[n]
         if kind not in self._ways:
             self._ways[kind] = _StageWays(self.stages[n], self.costs, self.modes, self.shardings, self.parts)
@@ -57,25 +56,25 @@ class Search:
 
     @cached_property
     def unmoved(self) -> float:
-        """Seconds that no way undercuts: each stage in its best sharding, moved for nothing."""
+        """A lower bound in seconds: each stage in its best sharding, without moves."""
         first = {kind: n for n, kind in reversed(list(enumerate(self.kinds)))}
         return sum(count * min(self.ways(first[kind]).inside) for kind, count in Counter(self.kinds).items())
 
     def best(self, ends: Sequence[Sharding], limit: float) -> Route | None:
-        """The fastest way to one of the ends that keeps at most `limit`."""
+        """The fastest way to one of the end shardings that keeps at most `limit` bytes."""
         route = self._fastest(ends)
         return route if route is None or route.memory <= limit else self._fitting(ends, limit)
 
     def _befores(self, n: int) -> Sequence[Sharding]:
-        """Shardings in which what comes into a stage may lie."""
+        """The possible shardings of a stage's input."""
         stage = self.stages[n]
         if stage.rest is None:
             return self.shardings if n else [self.start]
-        # in the order of the shardings: sets differ from process to process, and equal ways are cut alike
+        # in the order of the shardings: a set's order varies between processes, and ties must be cut alike
         return [at for at in self.costs.shardings if _rests(at, stage, self.costs)]
 
     def _steps(self, ends: Sequence[Sharding]) -> Iterator[tuple[_StageWays, Sequence[Sharding], Sequence[Sharding]]]:
-        """Every stage's ways, with the shardings from which and to which they may lead."""
+        """Every stage's ways, with the shardings that they may start from and end in."""
         befores = self._befores(0)
         for n in range(len(self.stages)):
             afters = self._befores(n + 1) if n + 1 < len(self.stages) else ends
@@ -83,7 +82,7 @@ class Search:
             befores = afters
 
     def _entry(self) -> dict[Sharding, float]:
-        """Seconds to each sharding before the first stage."""
+        """Seconds to reach each sharding before the first stage."""
         moves, size = self.costs.moves, self.stages[0].bytes
         return {at: moves[self.start, at].seconds(size) for at in self._befores(0)}
 
@@ -145,12 +144,12 @@ class Search:
         return Route(seconds, memory, tuple(reversed(choices)), end)
 
 
-# One way up to a sharding: seconds, memory, the last choice and the way before it.
+# One way up to a sharding: seconds, memory, the last choice, and the way before it.
 _Way = tuple[float, float, "StageChoice | None", Any]
 
 
 def _front(ways: list[_Way]) -> list[_Way]:
-    """The ways that no other one beats in both seconds and memory."""
+    """The ways that no other way beats in both seconds and memory."""
     front: list[_Way] = []
     for way in sorted(ways, key=itemgetter(0, 1)):
         if not front or way[1] < front[-1][1]:
@@ -159,7 +158,7 @@ def _front(ways: list[_Way]) -> list[_Way]:
 
 
 class _StageWays:
-    """Ways to run a stage: by numbers of shardings before, inside and after it."""
+    """The ways through a stage, by numbers of the shardings before, inside and after it."""
 
     def __init__(
         self, stage: Stage, costs: Costs, modes: Sequence[str], shardings: Sequence[Sharding], parts: Sequence[int]
@@ -175,7 +174,7 @@ class _StageWays:
 
     @cached_property
     def through(self) -> tuple[np.ndarray, np.ndarray]:
-        """Seconds with all moves, and the parts, by shardings before, inside and after."""
+        """Seconds with all moves, and numbers of parts, by shardings before, inside and after."""
         return self.costs.through_all(self.stage, np.array(self.inside), self._counts)
 
     @cached_property
@@ -185,17 +184,17 @@ class _StageWays:
 
     @cached_property
     def fastest(self) -> np.ndarray:
-        """Seconds in that, by shardings before and after."""
+        """Seconds with the best sharding inside, by shardings before and after."""
         return self.through[0].min(1)  # type: ignore[no-any-return]
 
     def choice(self, before: int, inside: int, after: int) -> StageChoice:
-        """The choice that these numbers of shardings stand for."""
+        """The choice for these numbers of shardings."""
         parts = int(self.through[1][before, inside, after])
         return StageChoice(self.shardings[before], self.shardings[inside], self.modes[inside], parts)
 
 
 class _Stretch:
-    """Stages in a row: the least seconds by numbers of shardings before and after. ways: of the only stage, or None."""
+    """Consecutive stages: the least seconds, by shardings before and after. ways: of a single stage, else None."""
 
     def __init__(
         self, table: np.ndarray, *, ways: _StageWays | None = None, halves: tuple[_Stretch, _Stretch] | None = None,
@@ -204,7 +203,7 @@ class _Stretch:
         self.table, self._ways, self._halves, self._between = table, ways, halves, between
 
     def steps(self, before: int, after: int) -> Iterator[tuple[_StageWays, int, int]]:
-        """Each stage's ways, with the shardings before and after it that the fastest way takes."""
+        """Each stage's ways, with the shardings before and after it on the fastest way."""
         if self._ways is not None:
             yield self._ways, before, after
         else:
@@ -215,7 +214,7 @@ class _Stretch:
 
 
 def _product(rows: list[_Stretch]) -> _Stretch:
-    """All of some rows in a row, those that come again computed once."""
+    """The concatenation of stretches; repeated ones are computed once."""
     known: dict[tuple[int, int], _Stretch] = {}
     while len(rows) > 1:
         pairs = list(zip(rows[::2], rows[1::2]))
@@ -228,12 +227,12 @@ def _product(rows: list[_Stretch]) -> _Stretch:
 
 
 def kinds_of(stages: Sequence[Stage]) -> list[int]:
-    """A number for every stage; those that cost the same, as layers do, have the same one."""
+    """A number for every stage; stages of equal cost, such as layers, share one."""
     numbers: dict[object, int] = {}
     return [numbers.setdefault(tuple(stage.__dict__.values())[1:], len(numbers)) for stage in stages]
 
 
 def _rests(at: Sharding, stage: Stage, costs: Costs) -> bool:
-    """Whether what stands before a stage allows a sharding; under None a grid's ranks have what their group holds."""
+    """Whether the code before a stage allows a sharding. Under None, a grid's ranks have their group's shares."""
     assert stage.rest is not None
     return (costs.held if at is None else at) in stage.rest and (at in costs.filled or not stage.rest_filled)

@@ -1,4 +1,4 @@
-"""The dimensions of one forward, and which part of a sharded one each rank holds."""
+"""The dimensions of one forward, and the part of a sharded dimension that each rank holds."""
 
 from __future__ import annotations
 
@@ -10,24 +10,24 @@ from torch import Tensor
 from seqpar.comm import Comm
 from seqpar.dsp.form import Form, form_of
 
-Sharding = str | None  # the dimension of which every rank has its share; None: all have the whole
+Sharding = str | None  # the dimension of which every rank has its share; None: every rank has the whole
 
 
 def shares(size: int, ranks: int) -> list[int]:
-    """How many of `size` elements each rank holds: consecutive ones, as many as on others or one more, any of them 0.
+    """How many of `size` elements each rank holds: consecutive ones, counts differ by at most one, and may be 0.
 
-    As `Layout.contiguous` has them.
+    The shares of `Layout.contiguous`.
     """
     edges = [rank * size // ranks for rank in range(ranks + 1)]
     return [stop - start for start, stop in zip(edges, edges[1:])]
 
 
 def sizes_of_parts(size: int, ranks: int, parts: int) -> list[int]:
-    """How many elements of a dimension each of at most so many parts has, all ranks together.
+    """How many elements of a dimension each of at most `parts` parts has, all ranks together.
 
-    All but the last have as many for every rank, so that the fullest rank has no more in all parts than in one.
+    All parts but the last are equal on every rank, so that the fullest rank has no more in all parts than in one.
     """
-    rows = -(-size // ranks)  # of the fullest rank
+    rows = -(-size // ranks)  # elements of the fullest rank
     parts = min(parts, rows)
     edges = [min(size, ranks * (rows * n // parts)) for n in range(parts + 1)]
     return [stop - start for start, stop in zip(edges, edges[1:])]
@@ -35,18 +35,18 @@ def sizes_of_parts(size: int, ranks: int, parts: int) -> list[int]:
 
 @lru_cache(maxsize=1024)
 def largest_part(size: int, ranks: int, parts: int) -> float:
-    """The fullest rank's largest part, of all that it has."""
+    """The fullest rank's largest part, as a fraction of its share."""
     rows = [-(-part // ranks) for part in sizes_of_parts(size, ranks, parts)]
     return max(rows) / sum(rows)
 
 
 class Space:
-    """Global sizes of named dimensions and the comm over which one of them is sharded. A value, made for each forward.
+    """Global sizes of named dimensions, and the comm over which one of them is sharded. A value, made per forward.
 
-    dims: name -> global size, at least 1, equal on all ranks. Names in forms that are not among them, such as channels,
-    are whole, of any size, and are never sharded. key: dims, ranks and this rank, as a value.
+    dims: name -> global size, at least 1, equal on all ranks. Other names in forms, such as channels, have any size and
+    are never sharded. key: dims, ranks and this rank, as a value.
 
-    Raises: ValueError for sizes that are no integers of at least 1, and names that are no identifiers.
+    Raises: ValueError if a size is not an integer of at least 1, or a name is not an identifier.
     """
 
     def __init__(self, dims: Mapping[str, int], comm: Comm) -> None:
@@ -60,7 +60,7 @@ class Space:
         return f"Space({self.dims}, {self.comm.size} ranks)"
 
     def shares(self, dim: str) -> list[int]:
-        """How many elements of a dimension each rank holds where it is sharded.
+        """How many elements of a dimension each rank holds if it is sharded.
 
         Raises: ValueError for an unknown dimension.
         """
@@ -69,7 +69,7 @@ class Space:
         return shares(self.dims[dim], self.comm.size)
 
     def local(self, sharded: Sharding) -> dict[str, int]:
-        """The sizes on this rank; sharded: the dimension of which it has its share, or None."""
+        """The sizes on this rank. sharded: the dimension of which it has its share, or None."""
         return self.dims if sharded is None else self.dims | {sharded: self.shares(sharded)[self.comm.rank]}
 
     def start(self, dim: str) -> int:
@@ -77,16 +77,16 @@ class Space:
         return sum(self.shares(dim)[: self.comm.rank])
 
     def check(self, x: Tensor, form: str, sharded: Sharding, what: str = "x") -> Form:
-        """The form, if a tensor on this rank can be of it under this sharding.
+        """The form as a `Form`, after checking that a tensor on this rank fits it under this sharding.
 
-        A shape is all that can be seen: dimensions with equal local sizes are told apart by the order of stages alone.
+        Only the shape is checked: dimensions of equal local size differ by nothing but the order of stages.
 
-        Raises: ValueError naming the axis, what it must be here, and what it is.
+        Raises: ValueError naming the axis, its expected size on this rank, and its size.
         """
         return fitting_form(form, shape_of(x, what), *self.key, sharded, what)
 
     def unfold(self, x: Tensor, form: str, sharded: Sharding, what: str = "x") -> Tensor:
-        """The tensor with every named dimension an axis of its own. Raises as `check`."""
+        """The tensor with one axis per named dimension. Raises: as `check`."""
         return self.check(x, form, sharded, what).unfold(x, self.local(sharded))
 
 
@@ -107,7 +107,7 @@ def fitting_form(
     sharded: Sharding,
     what: str,
 ) -> Form:  # fmt: skip
-    """`Space.check` of a shape, in the space whose key has these dims, ranks and rank."""
+    """`Space.check` for a shape, in the space whose key is these dims, ranks and rank."""
     form, sizes = form_of(text), dict(dims)
     if sharded is not None:
         if sharded not in sizes:

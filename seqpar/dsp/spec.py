@@ -1,4 +1,4 @@
-"""What `parallelize` must know of a model class: which modules mix which dimensions of which rows."""
+"""The spec of a model class: which modules mix which dimensions, of which rows."""
 
 from __future__ import annotations
 
@@ -16,16 +16,17 @@ from seqpar.dsp.space import Sharding
 
 @dataclass(frozen=True)
 class Core:
-    """The part of a block that mixes dimensions, independently for each element of another one, such as a head.
+    """The part of a block that mixes dimensions, separately for each element of another one, such as a head.
 
-    module: its name in the block. stream: its arguments with their forms. out: the form of what it returns, a tensor.
-    over: the name in all these forms of what it is independent over, and size: how many of them there are, or the path
-    of the attribute of the block that says it. sdpa: the core is not the module itself but the one call of
-    ``F.scaled_dot_product_attention`` in it; stream has the forms of its query, key and value. As the module's own code
-    is around that call, it is shared only where every rank has rows.
+    module: its name in the block. stream: its arguments with their forms. out: the form of its output, one tensor.
+    over:
+    the name, in all these forms, of the dimension that it treats separately. size: the number of its elements, or the
+    path of the block's attribute that holds it. sdpa: the core is the one call of ``F.scaled_dot_product_attention``
+    inside the module, and stream has the forms of its query, key and value. Since the module's own code surrounds that
+    call, the core is then shared only where every rank has rows.
 
-    Where the block's own rows are sharded along a dimension that the core mixes, what goes into it is switched to
-    `over` in one exchange, and what comes out is switched back.
+    If the block's rows are sharded along a dimension that the core mixes, the core's inputs are switched to `over` in
+    one exchange and its output is switched back.
     """
 
     module: str
@@ -36,7 +37,7 @@ class Core:
     sdpa: bool = False
 
     def count(self, block: nn.Module) -> int:
-        """How many heads, or channels, a block has. Raises: ValueError for a path that leads to no number."""
+        """The number of heads, or channels, of a block. Raises: ValueError if the path leads to no number."""
         try:
             count = attrgetter(self.size)(block) if isinstance(self.size, str) else self.size
         except AttributeError:
@@ -50,17 +51,19 @@ class Core:
 class Block:
     """Modules that are stages.
 
-    modules: their name in the model, ``{i}`` for a layer's number; neighbours in the spec with ``{i}`` alternate, layer
-    by layer. stream: arguments that hold the rows that are computed, with their forms; the module returns as many, of
-    the same forms and order. whole: dimensions that the module mixes. rows: other arguments with an entry for each row,
-    with their forms; every rank is given them whole, and hands on its share. shared: arguments that all rows use alike.
-    buffers: buffers and parameters inside the module that follow rows, such as tables of positions, with their forms.
-    rest: shardings that what the model does before this module allows (None is whole), or None where it does nothing.
-    gathers: modules inside whose output other rows look at, such as a bias of pairs, each with its form and the
-    dimensions along which they do: where one of these is sharded, the output is made whole.
-    core: where the mixing is done, if ranks may share it by heads or channels. Without it the module mixes elsewhere.
-    attention: the module attends by ``seqpar.attention`` with the plan of ``seqpar.parallel``, over `whole`; then ranks
-    may also share it. heads, kv_heads: of that attention.
+    modules: their name in the model, with ``{i}`` for a layer's number; neighbouring blocks with ``{i}`` alternate,
+    layer
+    by layer. stream: the arguments with the rows to compute, and their forms; the module returns as many tensors, with
+    the same forms and order. whole: dimensions that the module mixes. rows: other arguments with an entry per row, and
+    their forms; every rank gets them whole and passes on its share. shared: arguments that all rows use alike. buffers:
+    buffers and parameters inside the module that follow rows, such as tables of positions, and their forms. rest:
+    shardings that the model's code before this module allows (None is whole), or None if there is no such code.
+    gathers:
+    inner modules whose output other rows read, such as a bias of pairs, each with its form and the dimensions along
+    which
+    rows read it; the output is gathered along these. core: where the mixing happens, if ranks may share it by heads or
+    channels; without it the module mixes elsewhere. attention: the module attends over `whole` by ``seqpar.attention``
+    with the plan of ``seqpar.parallel``, which ranks may share too. heads, kv_heads: of that attention.
 
     Any other argument must be None when the module is called.
     """
@@ -85,17 +88,17 @@ class Block:
                 form_of(text)
         for text, dims in self.gathers.values():
             if missing := set(dims) - set(form_of(text).names):
-                raise ValueError(f'"{text}" has no {sorted(missing)}, along which {self.modules} would gather it')
+                raise ValueError(f'"{text}" lacks {sorted(missing)}, along which {self.modules} would gather it')
         if not self.stream or self.attention != bool(self.heads and self.kv_heads) or (self.attention and self.core):
             raise ValueError(
-                f"a block has a stream, heads and kv_heads with its attention and only then, and no core beside it; "
+                f"a block needs a stream, heads and kv_heads exactly if it has attention, and no core besides; "
                 f"got {self}"
             )
 
 
 @dataclass(frozen=True)
 class Exit:
-    """The module whose output is whole again. It works row by row, and its input has one of the shardings in rest."""
+    """The module whose output is whole again. It works row by row; its input has one of the shardings in rest."""
 
     module: str
     form: str
@@ -104,14 +107,14 @@ class Exit:
 
 @dataclass(frozen=True)
 class Spec:
-    """A model class whose forward takes whole tensors and returns whole ones.
+    """A model class whose forward takes and returns whole tensors.
 
-    model: the name of the class. dims: global sizes from (model, arguments of its forward by name). blocks: in the
-    order in which they run. exit: None if the last block's output is the end. between: modules that run between blocks,
-    row by row. outside: modules that run before the first block on whole tensors, or after the exit. own: parameters
-    and buffers of the model itself, that it uses between blocks by rows that are whole there, or outside.
+    model: the name of the class. dims: the global sizes, from (model, arguments of its forward by name). blocks: in the
+    order in which they run. exit: None if the last block's output ends the model. between: modules that run between
+    blocks, row by row. outside: modules that run on whole tensors, before the first block or after the exit. own:
+    parameters and buffers of the model itself that it uses outside, or between blocks along dimensions that are whole.
 
-    A module that holds parameters or buffers and is in none of these is refused.
+    A module with parameters or buffers that is in none of these lists is refused.
     """
 
     model: str
@@ -123,9 +126,9 @@ class Spec:
     own: tuple[str, ...] = ()
 
     def stages(self, model: nn.Module) -> list[tuple[str, Block]]:
-        """Names of the model's stages, in order, each with its block.
+        """The names of the model's stages, in order, each with its block.
 
-        Raises: ValueError for a block that no module matches, or layers that lack one.
+        Raises: ValueError for a block that matches no module, or layers that lack one.
         """
         names = [name for name, _ in model.named_modules()]
         stages: list[tuple[str, Block]] = []
@@ -147,7 +150,7 @@ class Spec:
 
 
 def _numbers(pattern: str, names: list[str]) -> list[str]:
-    """The layer numbers of the modules of a pattern; one empty number for a name without."""
+    """The layer numbers of a pattern's modules; for a name without one, a single empty number."""
     if "{i}" not in pattern:
         return [""] if pattern in names else []
     matcher = re.compile(re.escape(pattern).replace(r"\{i\}", r"(\d+)"))

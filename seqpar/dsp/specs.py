@@ -1,4 +1,4 @@
-"""Specs of published models, by the name of their class: their libraries are not imported."""
+"""Specs of published models, by class name: the libraries are not imported."""
 
 from __future__ import annotations
 
@@ -16,8 +16,9 @@ def _latte_dims(model: nn.Module, arguments: Mapping[str, Any]) -> dict[str, int
     return {"b": batch, "t": frames, "s": (height // patch) * (width // patch)}  # type: ignore[operator]
 
 
-# Between its blocks the model adds the temporal embedding, [1, all frames, channels], and reshapes by the whole batch:
-# in between only space may be sharded. Sharded frames would get no embedding, or the wrong one, without an error.
+# Between its blocks the model adds the temporal embedding, [1, all frames, channels], and reshapes by the whole batch,
+# so
+# only space may be sharded between them. Sharded frames would get a wrong embedding or none, without an error.
 _LATTE_REST = ("s", None)
 
 

@@ -1,1 +1,1 @@
-"""Third parties' attention under a plan: PyTorch's own functions, transformers, diffusers."""
+"""Other libraries' attention under a plan: PyTorch's own functions, transformers, diffusers."""

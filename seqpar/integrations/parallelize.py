@@ -1,4 +1,4 @@
-"""`parallelize`: one call for every kind of model; what it does to each is in the modules beside this one."""
+"""`parallelize`: one call for every kind of model; the modules beside this one do the work for each kind."""
 
 from __future__ import annotations
 
@@ -15,29 +15,30 @@ if TYPE_CHECKING:
 
 
 def parallelize(model: nn.Module, comm: Comm, *, sdpa: bool = False, plan: Any = None, **options: Any) -> ParallelModel:
-    """A handle of the model, which from now on computes every batch on all ranks of comm. A collective.
+    """Make a model compute every batch on all ranks of comm; returns its handle. A collective.
 
-    model: one of the kinds below; of a PeftModel the model inside is meant. It is changed in place, and stays the
-    object that optimizers and wrappers hold. ``handle.undo()`` restores it exactly, and so does the end of
-    ``with parallelize(...):``; inside ``with handle.local():`` it runs as before, on this rank alone.
+    model: one of the kinds below; for a PeftModel, the model inside it. The model is changed in place and stays the
+    object that optimizers and wrappers hold. ``handle.undo()`` restores it exactly, and so does the end of a block
+    ``with parallelize(...):``. Inside ``with handle.local():`` it runs as before, on this rank alone.
 
-    plan: what plans its forwards, by default a plan that suits the model. What is given depends on who knows the batch:
+    plan: plans the forwards; the default suits the model. Its form depends on the kind of model:
 
-        kind of model         plan                                        asked for    by default
+        kind of model         plan                                        called for   by default
         transformers          (lengths, ranks) -> Plan                    every batch  plan_batch of its shape
         diffusers, by tokens  (mask, layout) -> Plan                      new sizes    seqpar.Plan
         by stages             (stages, dims, ranks, *, end, training)     new shapes   seqpar.dsp.plan_stages
                                                            -> StagePlan
         sdpa=True             a Plan, of every forward                    -            seqpar.parallel's around it
 
-    sdpa: the model is any module whose attention is PyTorch's scaled_dot_product_attention, and takes this rank's rows.
-    By stages go the models of diffusers of which `seqpar.dsp` has a spec (Latte), and any with ``spec=``. Other options
-    are those of the kind of model: see `seqpar.integrations.hf.model.parallelize`,
+    sdpa: the model is any module whose attention is PyTorch's scaled_dot_product_attention; it takes this rank's rows.
+    Planned by stages are the models of diffusers of which `seqpar.dsp` has a spec (Latte), and any model with
+    ``spec=``.
+    Other options depend on the kind of model: see `seqpar.integrations.hf.model.parallelize`,
     `seqpar.integrations.diffusers.parallelize`, `seqpar.dsp.parallelize` and `seqpar.integrations.sdpa.parallelize`.
 
-    Raises: NotImplementedError naming what of the model cannot be computed on several ranks; ValueError on every rank
-    if ranks give other models or options, and for a model that is wrapped already; TypeError for an unknown option, a
-    plan of another form, or for what is no model or no comm.
+    Raises: NotImplementedError naming the part of the model that several ranks cannot compute; ValueError on every rank
+    if ranks pass different models or options, and for a model that is wrapped already; TypeError for an unknown option,
+    a plan of the wrong form, or an argument that is not a model or not a comm.
     """
     _check(model, comm)
     if not sdpa:
@@ -49,9 +50,9 @@ def parallelize(model: nn.Module, comm: Comm, *, sdpa: bool = False, plan: Any =
 
 
 def _parallelize_of(model: nn.Module, sdpa: bool, staged: bool) -> Callable[..., ParallelModel]:
-    """What makes a model of this kind parallel; nothing of other kinds is imported.
+    """The `parallelize` of this kind of model; nothing of other kinds is imported.
 
-    Raises: NotImplementedError for a model of no kind.
+    Raises: NotImplementedError for any other model.
     """
     if sdpa:
         from seqpar.integrations.sdpa import parallelize as of_sdpa
@@ -81,7 +82,7 @@ def _has_spec(model: nn.Module) -> bool:
     return type(model).__name__ in SPECS
 
 
-# What goes around a parallel model, by where its class is: what to do first is said by name.
+# Wrappers of a parallel model, by their modules; the error names them.
 AROUND = {
     "torch.nn.parallel": ("DistributedDataParallel", "DataParallel"),
     "torch.distributed.fsdp": ("FullyShardedDataParallel",),
@@ -90,7 +91,7 @@ AROUND = {
 
 
 def _check(model: object, comm: object) -> None:
-    """Raise TypeError for what is no model and no comm."""
+    """Raise TypeError unless these are a model and a comm."""
     if not isinstance(model, nn.Module):
         raise TypeError(f"parallelize takes a model, an nn.Module, got {type(model).__name__}")
     if not isinstance(comm, Comm):
@@ -101,7 +102,7 @@ def _check(model: object, comm: object) -> None:
 
 
 def _check_order(model: nn.Module) -> None:
-    """Raise ValueError for a model that has something around it too early."""
+    """Raise ValueError for a model that was wrapped too early."""
     name = type(model).__name__
     for package, wrappers in AROUND.items():
         if any(_is(model, package, wrapper) for wrapper in wrappers):
@@ -112,6 +113,6 @@ def _check_order(model: nn.Module) -> None:
 
 
 def _is(model: object, package: str, name: str) -> bool:
-    """Whether a model is of a class of a package, which is loaded if it is."""
+    """Whether a model is of a class of a package, which is imported if it exists."""
     base = getattr(sys.modules.get(package), name, None) if package in sys.modules else None
     return base is not None and isinstance(model, base)

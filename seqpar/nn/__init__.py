@@ -1,4 +1,4 @@
-"""Modules: attention under a plan that is given, bound, or surrounds the layers, recomputed activations included."""
+"""Modules: attention under a plan that the call gives, that is bound to the layer, or that surrounds it."""
 
 from seqpar.nn.attention import Attention
 from seqpar.nn.checkpoint import save_attention

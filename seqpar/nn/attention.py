@@ -1,4 +1,4 @@
-"""`Attention`: q, k, v of this rank in, exact attention over the batch out."""
+"""`Attention`: q, k, v of this rank in, exact attention over the whole batch out."""
 
 from __future__ import annotations
 
@@ -17,21 +17,22 @@ if TYPE_CHECKING:
 
 
 class Attention(nn.Module):
-    """Attention as a layer: without parameters, under the plan that the call gives, or the layer is bound to, or that
+    """Attention as a layer without parameters, under a plan that the call gives, that is bound to the layer, or that
     surrounds it.
 
         with seqpar.parallel(plan, comm):
             out = attention(q, k, v)
 
-    scale, softcap, deterministic, kernel: as in `seqpar.attention`. window: (left, right), narrows the masks of all
-    plans to keys so near, as some layers of some models do. dropout: of the probabilities while training; its seed is
-    derived from that of the step (of `seqpar.parallel`, `bind`, or the call) and the layer's number. layer: that
-    number, equal on all ranks; by default layers count up as they are made, copies included. A layer that is called
-    several times in a step drops the same pairs each time, unless calls give seeds.
+    scale, softcap, deterministic, kernel: as in `seqpar.attention`. window: (left, right), narrows every plan's mask to
+    keys within this distance, as some layers of some models do. dropout: of the probabilities, while training; its seed
+    follows from the step's (given by `seqpar.parallel`, `bind` or the call) and the layer's number. layer: that number,
+    equal on all ranks; by default layers, and copies, are numbered as they are created. A layer that is called several
+    times in a step drops the same pairs each time, unless the calls give seeds.
 
-    A call that an activation checkpoint makes again takes plan, comm and seed anew: what it is given, or what its
-    forward was bound to if it still is, or surrounded by as `seqpar.parallel` says; else it raises RuntimeError. Under
-    autocast q, k and v are cast as for torch's own attention.
+    When an activation checkpoint repeats a call, the call looks plan, comm and seed up again: its arguments, else what
+    the layer was bound to in forward if it still is, else what surrounded the forward (see `seqpar.parallel`);
+    otherwise
+    it raises RuntimeError. Under autocast q, k and v are cast as for torch's own attention.
     """
 
     def __init__(
@@ -51,14 +52,14 @@ class Attention(nn.Module):
         self.source = LayerPlan(window, layer)
 
     def bind(self, plan: Plan, comm: Comm, *, seed: int | None = None) -> None:
-        """Run calls that are given no plan under this one, until `unbind` or another `bind`. Copies are not bound.
+        """Use this plan for calls that give none, until `unbind` or another `bind`. Copies are not bound.
 
-        seed: of the step, needed with dropout.
+        seed: the step's, required with dropout.
         """
         self.source.bind((plan, comm, seed))
 
     def unbind(self) -> None:
-        """Run calls that are given no plan under the surrounding one again."""
+        """Let calls that give no plan use the surrounding one again."""
         self.source.bind(None)
 
     def forward(
@@ -75,12 +76,14 @@ class Attention(nn.Module):
     ) -> Tensor:
         """This rank's rows of attention [T, H, D_v]. A collective, forward and backward.
 
-        q [T, H, D], k [T_kv, H_kv, D], v [T_kv, H_kv, D_v]: this rank's rows, or all of them [1, ...] and then the
-        result too. plan, comm: of this call; or the handle of both in plan's place. seed: of the step. sinks,
-        alibi_slopes [H].
+        q [T, H, D], k [T_kv, H_kv, D], v [T_kv, H_kv, D_v]: this rank's rows; or all three [1, ...], and then the
+        result
+        too. plan, comm: of this call; or the handle of both in place of the plan. seed: the step's. sinks, alibi_slopes
+        [H].
 
-        Raises: what `seqpar.attention` raises; RuntimeError if there is no plan, and in a recomputation that is not
-        known to be one or made other calls than forward.
+        Raises: as `seqpar.attention`; RuntimeError without a plan, and in a recomputation that is not recognised as one
+        or
+        that makes other calls than forward.
         """
         if comm is not None and plan is None:
             raise ValueError("a layer was given a comm without a plan; give both, their handle, or neither")
@@ -100,7 +103,7 @@ class Attention(nn.Module):
         return ATTENTION((q, k, v, sinks, slopes), [self.source, *given], *options)[0]
 
     def extra_repr(self) -> str:
-        """The options that are not the default ones."""
+        """The options that differ from the defaults."""
         shown = {
             "scale": self.scale, "softcap": self.softcap or None, "window": self.source.window,
             "dropout": self.dropout or None, "kernel": None if self.kernel == "auto" else self.kernel,

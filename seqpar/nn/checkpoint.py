@@ -1,4 +1,4 @@
-"""`save_attention`: checkpoints that recompute all but attention."""
+"""`save_attention`: activation checkpoints that recompute everything but attention."""
 
 from __future__ import annotations
 
@@ -9,11 +9,11 @@ from torch.utils.checkpoint import create_selective_checkpoint_contexts
 
 
 def save_attention() -> tuple[AbstractContextManager[None], AbstractContextManager[None]]:
-    """What makes a checkpoint keep the results of attention, so that its exchanges are not made again; the rest is.
+    """Keep attention outputs (no repeated exchange) and recompute everything else in an activation checkpoint.
 
         checkpoint(layer, x, use_reentrant=False, context_fn=seqpar.nn.save_attention)
 
-    It costs the memory of ``out`` and ``lse``, and where heads are traded that of the traded q, k, v; results and
-    gradients are those without a checkpoint. As for every selective checkpoint of torch, one backward pass.
+    It costs the memory of ``out`` and ``lse``, and of the traded q, k, v if heads are traded; results and gradients are
+    those without a checkpoint. As with every selective checkpoint of torch, only one backward pass is possible.
     """
     return create_selective_checkpoint_contexts([torch.ops.seqpar.attention.default])  # type: ignore[no-any-return]

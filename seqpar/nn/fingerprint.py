@@ -1,4 +1,4 @@
-"""What ranks compare of the arguments of a forward, which must be the same on all of them."""
+"""Fingerprints of a forward's arguments, by which ranks find out that they were given different ones."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ _WHOLE = {1: torch.int8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
 
 
 def leaves(value: object, name: str = "") -> Iterator[tuple[str, object]]:
-    """Tensors and plain values with their paths; of anything else its type."""
+    """Tensors and plain values with their paths; for anything else its type."""
     if isinstance(value, Mapping):
         for key, each in value.items():
             yield from leaves(each, f"{name}.{key}" if name else str(key))
@@ -32,27 +32,28 @@ def leaves(value: object, name: str = "") -> Iterator[tuple[str, object]]:
 
 
 def fingerprint(value: object) -> object:
-    """What equal values share, and others hardly: of a tensor shape, dtype and `ordered`, of others what they print."""
+    """Equal for equal values, almost never for others: a tensor's shape, dtype and `ordered`, or the value's repr."""
     return (tuple(value.shape), value.dtype, ordered(value)) if isinstance(value, Tensor) else repr(value)
 
 
 def weights_of(model: nn.Module) -> int:
-    """A number that models of equal parameters and buffers share; those that a wrapper has sharded are left out.
+    """A fingerprint of a model's parameters and buffers, without those that a wrapper has sharded.
 
-    Not of the state dict: asking for that makes fully_shard take the weights back that a forward needs.
+    Not taken from the state dict: reading that makes fully_shard drop the weights that a forward needs.
     """
     return sum(map(hashed, (*model.parameters(), *model.buffers())))
 
 
 def hashed(x: object) -> int:
-    """A number that equal tensors share, and others hardly; of a part of a larger one, such as a DTensor, nothing."""
+    """A 63-bit fingerprint; different tensors almost never collide. 0 for an empty tensor or a part of one
+    (DTensor)."""
     if type(x) not in (Tensor, nn.Parameter) or not x.numel() or x.is_meta:  # type: ignore[attr-defined]
         return 0
     return int(torch.hash_tensor(x.detach()).view(torch.int64))  # type: ignore[attr-defined]
 
 
 def ordered(x: Tensor) -> int:
-    """`hashed`, with every element's place in it: the same elements in another order have another number."""
+    """`hashed`, with the places of elements: the same elements in another order have another fingerprint."""
     if type(x) not in (Tensor, nn.Parameter) or not x.numel() or x.is_meta:
         return 0
     x = x.detach().resolve_conj().resolve_neg()

@@ -1,4 +1,4 @@
-"""`MultiheadAttention`: torch's, on this rank's rows."""
+"""`MultiheadAttention`: torch's module, on this rank's rows."""
 
 from __future__ import annotations
 
@@ -15,15 +15,16 @@ if TYPE_CHECKING:
 
 
 class MultiheadAttention(nn.MultiheadAttention):
-    """torch's module of this name on packed rows under a plan: its constructor, parameters, state dict, initialisation.
+    """torch's module of this name, on packed rows under a plan: same constructor, parameters, state dict,
+    initialisation.
 
-    Called with this rank's rows of query, key and value, [T, E] as torch's unbatched form or a batch of one, it returns
-    these rows of what torch's returns for each document under the plan's mask. That mask is the only one:
-    ``attn_mask``, ``is_causal`` and ``key_padding_mask`` are refused. The plan is the bound or the surrounding one, as
-    for `Attention`, and so is the seed of dropout.
+    Called with this rank's rows of query, key and value, [T, E] or a batch of one, it returns the rows that torch's
+    module returns for each document under the plan's mask. That mask is the only one: ``attn_mask``, ``is_causal`` and
+    ``key_padding_mask`` are refused. The plan, and the seed of dropout, are the bound or the surrounding ones, as for
+    `Attention`.
 
     Raises: NotImplementedError for add_bias_kv, and at a call for masks, ``need_weights=True`` and nested tensors;
-    ValueError for batches of several.
+    ValueError for a batch of several.
     """
 
     def __init__(self, *args: Any, **kwargs: Any) -> None:
@@ -33,7 +34,7 @@ class MultiheadAttention(nn.MultiheadAttention):
         self.attention = Attention()
 
     def _reset_parameters(self) -> None:
-        # torch's encoder layers take parameters out of a module that says this, and never call it: plan and all
+        # torch's encoder layers read a module's parameters directly if it offers this, and would skip the plan
         self._qkv_same_embed_dim = self.in_proj_weight is not None
         super()._reset_parameters()
         self._qkv_same_embed_dim = False
@@ -57,7 +58,7 @@ class MultiheadAttention(nn.MultiheadAttention):
         average_attn_weights: bool = True,
         is_causal: bool = False,
     ) -> tuple[Tensor, None]:
-        """This rank's rows of attention, in the query's shape, and None in place of weights. A collective."""
+        """This rank's rows of attention, in the query's shape; None in place of weights. A collective."""
         masks = {"key_padding_mask": key_padding_mask is not None, "attn_mask": attn_mask is not None}
         for name, given in {**masks, "is_causal=True": is_causal}.items():
             if given:
@@ -69,7 +70,7 @@ class MultiheadAttention(nn.MultiheadAttention):
         same = query is key and key is value
         rows, *others = (self._rows(x) for x in ((query,) if same else (query, key, value)))
         q, k, v = (x.unflatten(-1, (self.num_heads, self.head_dim)) for x in self._project(rows, *others))
-        sinks = q.new_zeros(self.num_heads) if self.add_zero_attn else None  # a key of zeros: logit 0, nothing to add
+        sinks = q.new_zeros(self.num_heads) if self.add_zero_attn else None  # a key of zeros: logit 0, value 0
         self.attention.dropout = self.dropout
         out = self.out_proj(self.attention(q, k, v, sinks=sinks).flatten(1))
         return out.reshape(*query.shape[:-1], self.embed_dim), None
@@ -87,7 +88,7 @@ class MultiheadAttention(nn.MultiheadAttention):
         return x.squeeze(batch)
 
     def _project(self, query: Tensor, *others: Tensor) -> tuple[Tensor, ...]:
-        """Projected queries, keys and values of one tensor or of three."""
+        """Projected queries, keys and values, of one tensor or of three."""
         if not others and self.in_proj_weight is not None:
             return F.linear(query, self.in_proj_weight, self.in_proj_bias).chunk(3, dim=-1)
         if self.in_proj_weight is not None:

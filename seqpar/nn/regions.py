@@ -1,21 +1,21 @@
-"""Regions of a model that backward runs again, for what must surround them then too.
+"""Regions of a model that backward runs again, and the contexts in which it must do so.
 
-A checkpoint runs a region in forward and again in backward, when what surrounded it may have ended. Layers that are
-given their plan need nothing. A block that changes what the region *does*, as `seqpar.sdpa` does with PyTorch's
-attention, is entered again around it (`run_again_inside`); autograd functions of others are refused, as nobody knows
-how they run something again.
+A checkpoint runs a region in forward and again in backward, when a context around it may have ended. Layers that are
+given their plan need nothing. A context that changes what a region computes, as `seqpar.sdpa` changes PyTorch's
+attention, is entered again around it (`run_again_inside`). Other libraries' autograd functions are refused: how they
+rerun a function is unknown.
 
-The stack shows the regions, as nobody hands them to the calls inside::
+The regions are read off the Python stack, since nothing passes them to the calls inside::
 
     region                             in forward                       runs again
     torch's reentrant checkpoint       forward(ctx, ...)                ctx.run_function
     checkpoint that is not reentrant   checkpoint, whose generator      frame.recompute_fn
                                          holds a frame object
-    autograd function of others        apply, without gradients         what it likes
+    autograd function of others        apply, without gradients         unknown
 
-The names are private to torch: here is all that knows them, and 2.11, 2.12 and 2.13 have the same ones. Where a later
-torch has others, a reentrant checkpoint is refused as an autograd function of others is, and of the other kind torch
-itself says that what it recomputed was not what it saved.
+These names are private to torch, and only this file uses them; torch 2.11, 2.12 and 2.13 share them. If a later torch
+renames them, a reentrant checkpoint is refused like any other autograd function, and for a non-reentrant one torch
+itself reports that the recomputed tensors differ from the saved ones.
 """
 
 from __future__ import annotations
@@ -33,8 +33,9 @@ from torch.utils.checkpoint import CheckpointFunction
 
 
 class CheckpointRegion(NamedTuple):
-    """What backward will run again. owner: an object that its forward and its backward have in common. function: the
-    attribute of it that torch runs; None for an autograd function of others, whose frame is the owner then."""
+    """A region that backward will run again. owner: an object that its forward and backward share. function: the
+    owner's
+    attribute that torch runs; None for an autograd function, whose frame is then the owner."""
 
     owner: Any
     function: str | None
@@ -55,9 +56,9 @@ def under_way() -> list[CheckpointRegion]:
 def run_again_inside(
     context: Callable[[], AbstractContextManager[Any]], by: object, outside: list[CheckpointRegion]
 ) -> None:
-    """Put the regions under way, but for those outside, under a context when they run again; once for each `by`.
+    """Make the surrounding regions, except ``outside``, enter a context when they run again; once per `by`.
 
-    Raises: NotImplementedError for an autograd function of others.
+    Raises: NotImplementedError inside another library's autograd function.
     """
     for region in under_way():
         if any(region.owner is other.owner for other in outside):
@@ -74,13 +75,13 @@ def run_again_inside(
 
 
 class Again:
-    """A function that a checkpoint runs again, inside a context that belongs to the first forward."""
+    """A function that a checkpoint runs again, in a context derived from its first forward."""
 
     def __init__(self, function: Callable[..., Any], by: object, context: Callable[[], AbstractContextManager[Any]]):
         self.function, self.by, self.context = function, by, context
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
-        """What the function returns, inside the context."""
+        """The function's result, computed inside the context."""
         with self.context():
             return self.function(*args, **kwargs)
 
@@ -99,7 +100,8 @@ def _checkpoint(frame: FrameType) -> CheckpointRegion | None:
 
 
 def _apply(frame: FrameType) -> CheckpointRegion | None:
-    """An autograd function whose backward has to run again what is called here, as nothing records it."""
+    """An autograd function without grad mode: its backward must run the calls inside again, since nothing records
+    them."""
     if frame.f_code is not Function.apply.__func__.__code__ or torch.is_grad_enabled():
         return None
     differentiable = any(isinstance(x, Tensor) and x.requires_grad for x in frame.f_locals["args"])

@@ -1,4 +1,4 @@
-"""Whose plan a layer's attention runs under: the call's, the one bound to the layer, or the surrounding one."""
+"""The plan of a layer's attention: the call's, the one bound to the layer, or the surrounding one."""
 
 from __future__ import annotations
 
@@ -17,37 +17,37 @@ _layers = count()
 
 
 class LayerPlan(PlanSource):
-    """One layer's: the window that narrows its masks, the number that makes its dropout its own, what is bound.
+    """One layer's plan: the window that narrows its masks, the number that its dropout depends on, and its binding.
 
-    A copy is another layer, with a number of its own unless one was given, and nothing is bound to it.
+    A copy is another layer, with its own number unless one was given, and without a binding.
     """
 
-    used = False  # by a call that was given no plan
-    since = 0  # the first node recorded under what is bound now, 0 if no call was made under anything else
+    used = False  # whether a call without a plan has used it
+    since = 0  # the first node recorded under the current binding; 0 if no call was made under another one
 
     def __init__(self, window: tuple[int | None, int | None] | None, layer: int | None) -> None:
         self.window, self.layer = window, layer
         self.number = next(_layers) if layer is None else layer
         self.bound: tuple[Plan, Comm, int | None] | None = None
-        bind(self)  # names it for compiled code
+        bind(self)  # gives it a name for compiled code
 
     def bind(self, bound: tuple[Plan, Comm, int | None] | None) -> None:
-        """Run calls that are given no plan under this one, or with None under the surrounding one."""
+        """Use this plan for calls that give none; None for the surrounding one."""
         self.since = next_node() if self.used else 0
         self.bound = bound
 
     def now(self, given: Sequence[Any], seed: int | None) -> Given:
-        """What a call is made with: see `PlanSource`.
+        """The plan, comm and seed of a call; see `PlanSource`.
 
-        Raises: RuntimeError if nothing was given in a backward pass that makes a call of another binding again.
+        Raises: RuntimeError in a backward pass that repeats a call whose layer was bound or unbound since.
         """
         plan, comm, seed = (*given, seed) if given else self._looked_up(seed)
-        if self.window is not None and isinstance(plan, Plan):  # the call refuses what is none, on every rank
+        if self.window is not None and isinstance(plan, Plan):  # anything else is refused by the call, on every rank
             plan = plan.memo(("window", self.window), lambda: plan.with_mask(plan.mask.windowed(self.window)))
         return Given(plan, comm, None if seed is None else derived_seed(seed, self.number))
 
     def _looked_up(self, seed: int | None) -> Given:
-        """What is bound or surrounds the call; the seed of the step is the call's if that has one."""
+        """The bound or the surrounding plan and comm; the call's seed takes precedence."""
         if 0 <= node_under_way() < self.since:
             raise RuntimeError(
                 "a layer is called again in a backward pass, as a checkpoint does, and was bound or unbound since its "

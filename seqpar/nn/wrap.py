@@ -1,11 +1,11 @@
-"""One way to put another forward in place of a module's own and to undo it, and the handle of a model made parallel.
+"""Replace a module's forward and undo it; and the base class of handles on parallel models.
 
     model(x)   as it was       forward(x)
                parallel        Around -> around(module, forward, x)
                inside local()  Around -> forward(x)
-               undone          forward(x); who wrapped the Around meanwhile keeps it, and it calls forward(x)
+               undone          forward(x); a wrapper put on meanwhile keeps the Around, which calls forward(x)
 
-Parameters, buffers, hooks and the state dict stay where they are, so optimizers and wrappers hold the same model.
+Parameters, buffers, hooks and the state dict stay as they are, so optimizers and wrappers keep the same model.
 """
 
 from __future__ import annotations
@@ -20,14 +20,14 @@ from torch import nn
 
 from seqpar.comm import Comm
 
-PARALLEL = "_seqpar"  # an attribute of modules whose forward is parallel, but is no `Around`
+PARALLEL = "_seqpar"  # an attribute that marks other modules with a parallel forward
 _ABSENT = object()
 Model = TypeVar("Model", bound="ParallelModel")
 
 
 @contextmanager
 def replaced(module: nn.Module, attributes: Mapping[str, Any]) -> Iterator[None]:
-    """A module with other attributes of the instance, until the block ends; what others have put there since stays."""
+    """Give a module other instance attributes until the block ends; attributes that others replaced since stay."""
     own = {name: module.__dict__.get(name, _ABSENT) for name in attributes}
     module.__dict__.update(attributes)
     try:
@@ -43,10 +43,10 @@ def replaced(module: nn.Module, attributes: Mapping[str, Any]) -> Iterator[None]
 
 
 class Around:
-    """A module's forward with something around it: ``around(module, forward, *args, **kwargs)``.
+    """A module's forward, replaced by ``around(module, forward, *args, **kwargs)``.
 
-    handle: while that is asleep, calls go to the forward alone. A copy of the module has the same around its own
-    forward, and no handle.
+    handle: while it is asleep, calls go to the forward alone. A copy of the module has the same around its own forward,
+    and no handle.
     """
 
     def __init__(
@@ -54,7 +54,7 @@ class Around:
         handle: ParallelModel | None = None,
     ) -> None:  # fmt: skip
         self.module, self.forward, self.around, self.handle = module, forward, around, handle
-        update_wrapper(self, forward, updated=())  # for who asks which arguments it takes
+        update_wrapper(self, forward, updated=())  # for code that inspects the signature
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         """What the module returns."""
@@ -66,15 +66,15 @@ class Around:
         return Around(copy.deepcopy(self.module, memo), copy.deepcopy(self.forward, memo), self.around)
 
     def __reduce__(self) -> Any:
-        """Raise, as a pickle of what is around a forward would be of no use."""
+        """Raise: a pickled `Around` would be useless."""
         whole = self.module if self.handle is None else self.handle.model
         raise unpicklable(type(whole).__name__)
 
 
 class ParallelModel:
-    """A model whose forwards are computed on all ranks of a comm, until `undo`, or the end of a ``with`` block.
+    """A model whose forwards run on all ranks of a comm, until `undo` or the end of a ``with`` block.
 
-    model, comm: as given to `seqpar.parallelize`. asleep: whether forwards are those of the model alone.
+    model, comm: as given to `seqpar.parallelize`. asleep: whether forwards are currently the model's own.
     """
 
     def __init__(self, model: nn.Module, comm: Comm) -> None:
@@ -82,13 +82,13 @@ class ParallelModel:
         self._undone = ExitStack()
 
     def put_around(self, module: nn.Module, around: Callable[..., Any]) -> None:
-        """Put something around the forward of a module of the model: see `Around`."""
+        """Replace the forward of a module of the model: see `Around`."""
         self._undone.enter_context(replaced(module, {"forward": Around(module, module.forward, around, self)}))
 
     def undo(self) -> None:
-        """Leave the model as it was. A second time does nothing.
+        """Restore the model. A second call does nothing.
 
-        Where something else has wrapped a forward meanwhile, that stays, and calls what was there before.
+        If another wrapper was put around a forward meanwhile, it stays, and calls the original forward.
         """
         self.asleep = True
         self._undone.close()
@@ -110,7 +110,7 @@ class ParallelModel:
 
 
 def refuse_twice(model: nn.Module) -> None:
-    """Raise ValueError for a model of which a module is parallel already."""
+    """Raise ValueError if the model or a module in it is parallel already."""
     already = [
         type(module).__name__ for module in model.modules()
         if PARALLEL in module.__dict__ or isinstance(module.__dict__.get("forward"), Around)
@@ -121,7 +121,7 @@ def refuse_twice(model: nn.Module) -> None:
 
 
 def check_makes_plans(model: nn.Module, plan: object, takes: str) -> None:
-    """Raise TypeError for a ``plan=`` that cannot plan the forwards of a model as they come."""
+    """Raise TypeError for a ``plan=`` that is not a function."""
     if not callable(plan):
         raise TypeError(
             f"parallelize({type(model).__name__}, plan={plan!r:.200}): each batch may be another, so plans are made as "
@@ -130,7 +130,7 @@ def check_makes_plans(model: nn.Module, plan: object, takes: str) -> None:
 
 
 def unpicklable(name: str) -> NotImplementedError:
-    """What to raise when a parallel model is pickled: its forward holds a comm, which is of this process."""
+    """The error for pickling a parallel model, whose forward holds a comm of this process."""
     return NotImplementedError(
         f"a pickle of a parallel {name}, as torch.save(model) makes it: its forward belongs to this process; save "
         "model.state_dict() or call save_pretrained(), or undo() first"

@@ -268,7 +268,7 @@ def odd(comm: Comm, wrong: str) -> str:
         ("again", "NotImplementedError: stage first is called where second should be"),
         ("rows", "ValueError: t of first, with whole of {'a': 4, 'b': 6}, has shape [1, 6]"),
         ("unlisted", "ValueError: first got other="),
-        ("sums", "is not of the form"),
+        ("sums", "does not fit the form"),
         ("left out", "NotImplementedError: a forward of Odd ended without second"),
     ],
 )
@@ -319,8 +319,8 @@ def check(call: Callable[[], object], words: str) -> None:
 
 
 def test_specs_that_are_none() -> None:
-    check(lambda: Block("a", {}), "a block has a stream")
-    check(lambda: Block("a", {"x": "b b"}), "no form")
-    check(lambda: Block("a", {"x": "b"}, gathers={"p": ("b c", ("d",))}), r"has no \['d'\]")
+    check(lambda: Block("a", {}), "a block needs a stream")
+    check(lambda: Block("a", {"x": "b b"}), "is not a form")
+    check(lambda: Block("a", {"x": "b"}, gathers={"p": ("b c", ("d",))}), r"lacks \['d'\]")
     check(lambda: Block("a", {"x": "b"}, attention=True), "heads and kv_heads with its attention")
     check(lambda: Block("a", {"x": "b"}, heads=2, kv_heads=2), "heads and kv_heads with its attention")

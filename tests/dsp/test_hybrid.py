@@ -108,7 +108,7 @@ def places(comm: Comm) -> None:
         assert grid.gather(here, form, layout, ("s",)).shape[2] == 5
     (back,) = grid.move([here], [form], at, (None, None))
     assert torch.equal(back, x)
-    with pytest.raises(ValueError, match="is not of the form|must have"):
+    with pytest.raises(ValueError, match="does not fit the form|must have"):
         grid.check(x, form, at, "x")
 
 

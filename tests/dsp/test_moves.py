@@ -249,7 +249,7 @@ def test_work_between_begin_and_wait_runs_beside_the_exchange_in_both_directions
     "text", ["", "b b", "(b t) (t s)", "b ... s", "b, t", "(b (t s))", "2 b", "(b ...)", "b t)", "b-t", "(b t"]
 )
 def test_forms_that_are_none(text) -> None:
-    with pytest.raises(ValueError, match="is no form"):
+    with pytest.raises(ValueError, match="is not a form"):
         form_of(text)
 
 
@@ -258,7 +258,7 @@ def refused(comm: Comm) -> None:
     x = torch.zeros(2 * space.local("t")["t"], 6, 3)
     cases = [
         (lambda: switch(x, space, "(b s) t c", "t", "s"), "axis 0"),
-        (lambda: switch(x, space, "(b t) s", "t", "s"), "not of the form"),
+        (lambda: switch(x, space, "(b t) s", "t", "s"), "does not fit the form"),
         (lambda: switch(x, space, "(b t) s c", "s", "t"), r"axis 0 of .* must have 10 elements here \(b=2 x t=5\)"),
         (lambda: switch(x, space, "(b t) s c", "t", "c"), '"c" is not a dimension'),
         (lambda: switch(x, space, "(b t) s c", "t", "h"), '"h" is not in'),
@@ -267,7 +267,7 @@ def refused(comm: Comm) -> None:
         (lambda: gather(x[..., :0, :], space, "(b t) s c", "t"), "axis 1"),
         (lambda: gather(x, space, "(b t) s c", "t", grad="mean"), "grad must be one of"),
         (lambda: split(x, space, "(b t) s c", "t"), "with whole of"),
-        (lambda: split(torch.zeros(5, 4), space, "t (b u)", "t"), r"\['u'\] beside other"),
+        (lambda: split(torch.zeros(5, 4), space, "t (b u)", "t"), r"\['u'\] of unknown size"),
     ]
     for call, words in cases:
         with pytest.raises(ValueError, match=words):

@@ -554,13 +554,13 @@ def planned(comm: Comm, change: dict[str, object], end: str | None, only: int | 
 @pytest.mark.parametrize(
     "change, end, words",
     [
-        ({"parts": 0}, "b", "stage east.0 cannot be run in 0 parts"),
-        ({"parts": 2.0}, "b", "stage east.0 cannot be run in 2.0 parts"),
-        ({"sharding": "w"}, "b", "stage east.0 cannot be run in 3 parts from 'b' by 'w' to 'b'"),
-        ({"sharding": None}, "b", "stage east.0 cannot be run in 3 parts from 'b' by None to 'b'"),
-        ({"before": "h"}, "b", "stage east.0 cannot be run in 3 parts from 'h' by 'h' to 'b'"),
-        ({}, None, "stage mix.1 cannot be run in 3 parts from 'b' by 'h' to None"),
-        ({}, "h", "stage mix.1 cannot be run in 3 parts from 'b' by 'h' to 'h'"),
+        ({"parts": 0}, "b", "stage east.0 cannot run in 0 parts"),
+        ({"parts": 2.0}, "b", "stage east.0 cannot run in 2.0 parts"),
+        ({"sharding": "w"}, "b", "stage east.0 cannot run in 3 parts from 'b' by 'w' to 'b'"),
+        ({"sharding": None}, "b", "stage east.0 cannot run in 3 parts from 'b' by None to 'b'"),
+        ({"before": "h"}, "b", "stage east.0 cannot run in 3 parts from 'h' by 'h' to 'b'"),
+        ({}, None, "stage mix.1 cannot run in 3 parts from 'b' by 'h' to None"),
+        ({}, "h", "stage mix.1 cannot run in 3 parts from 'b' by 'h' to 'h'"),
         ({"parts": 10**9}, "b", "nothing"),
     ],
 )
@@ -575,7 +575,7 @@ def without_exit(comm: Comm) -> str:
     """The last stage's output is whole, whatever a plan says of the end."""
     model = made(Weather)
     parallelize(model, comm, replace(WEATHER, exit=None, outside=("embed", "head")), plan=by_hand(3))
-    with pytest.raises(ValueError, match="stage mix.1 cannot be run in 3 parts from 'b' by 'h' to None"):
+    with pytest.raises(ValueError, match="stage mix.1 cannot run in 3 parts from 'b' by 'h' to None"):
         model(GRID)
     return "refused"
 
@@ -754,7 +754,7 @@ def sharded_within(comm: Comm, batch: int) -> list[str]:
 
 def test_modules_that_all_ranks_call_are_not_within_what_some_skip() -> None:
     for filled, parts in run_processes(2, sharded_within, 2):
-        assert filled == "right" and parts.startswith("stage north.1 cannot be run in 3 parts")
+        assert filled == "right" and parts.startswith("stage north.1 cannot run in 3 parts")
     for skipped, _ in run_processes(2, sharded_within, 1):
         assert skipped.startswith("['qkv'] of north.1 is under fully_shard, and would wait for ranks that have no rows")
 

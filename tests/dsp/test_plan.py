@@ -279,7 +279,7 @@ def test_equal_ways_are_cut_alike_in_every_process() -> None:
 @pytest.mark.parametrize(
     "call, words",
     [
-        (lambda: plan_stages([], {"t": 2}, 2), "takes stages"),
+        (lambda: plan_stages([], {"t": 2}, 2), "needs at least one stage"),
         (lambda: plan_stages([Stage("a", "s")], {"t": 2}, 2), r"stage a names \['s'\]"),
         (lambda: plan_stages([Stage("a", rest={"s"})], {"t": 2}, 2), r"stage a names \['s'\]"),
         (lambda: plan_stages([Stage("a")], {"t": 2}, 2, start="s"), "start 's'"),
@@ -289,13 +289,13 @@ def test_equal_ways_are_cut_alike_in_every_process() -> None:
         (lambda: plan_stages([Stage("a")], {"t": 2}, 4, cores=()), "no way to run"),
         (lambda: Costs({"t": 2}, 4, Hardware.of("h100"), core=4, held="t"), "one element each"),
         (lambda: Costs({"t": 2}, 4, Hardware.of("h100"), core=2), "cannot hold None"),
-        (lambda: plan_stages([Stage("a")], {"t": 2}, 2, parts=(1, "2")), "parts are numbers"),
-        (lambda: plan_stages([Stage("a")], {"t": 2}, 2, parts=2), r"parts are numbers of at least 1.*got 2"),
-        (lambda: plan_stages([Stage("a")], {"t": 2}, 2, parts=()), r"parts are numbers of at least 1.*got \(\)"),
-        (lambda: plan_stages([Stage("a")], {"t": 2}, 2, cores=2), r"cores are sizes of groups.*got 2"),
+        (lambda: plan_stages([Stage("a")], {"t": 2}, 2, parts=(1, "2")), "parts must be integers"),
+        (lambda: plan_stages([Stage("a")], {"t": 2}, 2, parts=2), r"parts must be integers of at least 1.*got 2"),
+        (lambda: plan_stages([Stage("a")], {"t": 2}, 2, parts=()), r"parts must be integers of at least 1.*got \(\)"),
+        (lambda: plan_stages([Stage("a")], {"t": 2}, 2, cores=2), r"cores must be group sizes.*got 2"),
         (lambda: Stage("a", bytes=-1), "figures of at least 0"),
-        (lambda: Stage("a", heads=4), "key heads"),
-        (lambda: Stage("a", rest=()), "some rest"),
+        (lambda: Stage("a", heads=4), "kv_heads with heads"),
+        (lambda: Stage("a", rest=()), "a rest that is not empty"),
     ],
 )
 def test_what_is_refused(call, words) -> None:
@@ -346,5 +346,5 @@ def test_moves_pass_beside_computing_where_there_is_enough_of_it() -> None:
     assert plan.exchanges == sum(c.parts * (2 if n else 1) for n, c in enumerate(plan.choices[::2])) + 1
     assert all(c.parts == 1 for c in plan_stages(stages, dims, 8, hardware=replace(slow, hidden=0.0)).choices)
     assert all(c.parts == 1 for c in plan_stages(stages, dims, 8, hardware=replace(slow, call=1.0)).choices)
-    with pytest.raises(ValueError, match="parts are numbers"):
+    with pytest.raises(ValueError, match="parts must be integers"):
         plan_stages(stages, dims, 8, parts=(0,))

@@ -1,12 +1,12 @@
 """When a model is tried, and by which ranks.
 
-A model is tried when a comm first sees it called in some way, and again when a batch or a document is twice as long as
-any before or half as long, as something may depend on the longest position, or on how many rows there are. What shows
-only after some steps is for another time: the 16th such call.
+A model is tried when a comm first sees it called in some way, and again when a batch or a document is twice as long or
+half as long as any before, since something may depend on the longest position or on the number of rows. For effects
+that only show after some steps it is tried again at the 16th such call.
 
-Where ranks meet in the forward of a model, in FSDP's gathers or DDP's buffers, each of them must run it as often. So
-whether such a model is tried, and how often it is run, follows from what all of them know: whether it is in training,
-and the plan, if no others than its ranks meet; arguments, which may differ between ranks, do not decide.
+If ranks meet in a model's forward, in FSDP's gathers or DDP's buffers, each rank must run it equally often. So whether
+such a model is tried, and how often, follows from facts that all ranks know: training mode, and the plan if only its
+ranks meet. Arguments do not decide, as they may differ between ranks.
 """
 
 from __future__ import annotations
@@ -28,13 +28,13 @@ from seqpar.integrations.probe.stand_ins import Deterministic, awakened
 from seqpar.integrations.probe.trial import READINGS, try_model
 from seqpar.plan import Plan
 
-AGAIN = 16  # the call at which a model that was found right is tried once more
-KEPT = 64  # ways of calling a model that are kept, oldest first
-BatchSizes = frozenset[tuple[str, int]]  # of batches and documents, in powers of 2
+AGAIN = 16  # the call at which a model that passed is tried once more
+KEPT = 64  # remembered ways of calling models; the oldest go first
+BatchSizes = frozenset[tuple[str, int]]  # batch and document sizes, in powers of 2
 
 
 class CallHistory(NamedTuple):
-    """What is known of a way of calling a model: the sizes with which it was found right, and how often it came."""
+    """A way of calling a model: the sizes with which it passed, and the number of calls."""
 
     sizes: BatchSizes = frozenset()
     calls: int = 0
@@ -42,11 +42,11 @@ class CallHistory(NamedTuple):
 
 _histories: weakref.WeakKeyDictionary[Comm, weakref.WeakKeyDictionary[nn.Module, dict[Hashable, CallHistory]]]
 _histories = weakref.WeakKeyDictionary()
-_together: weakref.WeakSet[nn.Module] = weakref.WeakSet()  # models in whose forward ranks have been found to meet
+_together: weakref.WeakSet[nn.Module] = weakref.WeakSet()  # models in whose forward ranks meet
 
 
 class ModelCall:
-    """A call of a model that is to be tried, unless one like it has been. key: how the model is called."""
+    """A call of a model, to be tried unless one like it was. key: the way in which the model is called."""
 
     def __init__(self, model: nn.Module, plan: Plan, comm: Comm, key: Hashable) -> None:
         self.model, self.plan, self.comm, self.key = model, plan, comm, key
@@ -60,15 +60,15 @@ class ModelCall:
         self.once = self.together and comm.size != dist.get_world_size()
         if self.together:
             self.key = model.training
-        if self.once:  # ranks of other comms, which have other plans, may be in the same forward
+        if self.once:  # ranks of other comms, with other plans, may be in the same forward
             self.sizes = frozenset({("any", 0)})
 
     def is_new(self) -> bool:
-        """Whether none like it has been tried."""
+        """Whether no call like it has been tried."""
         return not self.sizes <= self.known.get(self.key, CallHistory()).sizes
 
     def is_due(self) -> bool:
-        """Whether it is to be tried; counts the calls of a kind that was found right."""
+        """Whether to try it; counts the calls of a way that passed."""
         if self.is_new():
             return True
         history = self.known[self.key]
@@ -78,12 +78,12 @@ class ModelCall:
     def try_(
         self, run: Callable[..., Any], args: Any, kwargs: Any, block: Callable[[], AbstractContextManager[Any]]
     ) -> Verdict:
-        """What runs of it show. block: reroutes attention. A collective if ranks meet in the model's forward."""
+        """The verdict of its runs. block: reroutes attention. A collective if ranks meet in the model's forward."""
         plan, rank = self.plan, self.comm.rank
         own, every = plan.rope_positions(rank), plan.positions(rank)
         positions = [Positions(own, self.longest - 1), Positions(every, plan.mask.tokens - 1)]
 
-        # what is asleep in a shard is that rank's affair, and who fails with others would run again alone
+        # a shard's frozen part concerns its rank only, and a rank that fails with others would run again alone
         awake = {} if self.together else awakened(self.model)
 
         def replacing() -> AbstractContextManager[Any]:
@@ -106,7 +106,7 @@ class ModelCall:
         )
 
     def of_all(self, verdict: Verdict) -> Verdict:
-        """What all ranks found, the same on each. A collective."""
+        """The ranks' common verdict, the same on each. A collective."""
         verdicts = self._gather(verdict)
         reason = next((other.reason for other in verdicts if other.reason), "")
         error = next((other.error for other in verdicts if other.error), "")
@@ -116,24 +116,24 @@ class ModelCall:
         return self.comm.gather(f"sdpa: whether {type(self.model).__name__} mixes rows", value)
 
     def left_to_others(self) -> bool:
-        """Whether this rank has too few rows to show anything, and another one has enough."""
+        """Whether this rank has too few rows to show anything, while another has enough."""
         rows = [self.plan.rows(rank) for rank in range(self.plan.ranks)]
         return rows[self.comm.rank] < 2 <= max(rows)
 
     def settle(self) -> None:
-        """Remember a call that was found right."""
+        """Remember a call that passed."""
         before = self.known.pop(self.key, CallHistory(calls=1))
         self.known[self.key] = before._replace(sizes=before.sizes | self.sizes)
         if len(self.known) > KEPT:
             del self.known[next(iter(self.known))]
 
     def refusal(self, reason: str) -> NotImplementedError:
-        """The error of a model that cannot be computed row by row."""
+        """The error for a model that cannot be computed row by row."""
         return NotImplementedError(f"{type(self.model).__name__} cannot be computed on several ranks: {reason}")
 
 
 def ranks_meet(model: nn.Module) -> bool:
-    """Whether ranks meet in the forward of a model: in a wrapper of PyTorch's, or because its parameters are shards."""
+    """Whether ranks meet in a model's forward: in a wrapper of PyTorch's, or because its parameters are sharded."""
     if not (dist.is_available() and dist.is_initialized()):
         return False
     fsdp: Any = sys.modules.get("torch.distributed.fsdp")
@@ -146,7 +146,7 @@ def ranks_meet(model: nn.Module) -> bool:
 
 
 def way_of(args: tuple[Any, ...], kwargs: Mapping[str, Any], training: bool) -> Hashable:
-    """How a model is called: the names and kinds of its arguments."""
+    """The way in which a model is called: the names and kinds of its arguments."""
     return tuple(map(_kind, args)), tuple((n, _kind(x)) for n, x in sorted(kwargs.items()) if x is not None), training
 
 
@@ -157,7 +157,7 @@ def _kind(x: Any) -> Hashable:
 
 
 def outermost(below: FrameType | None) -> tuple[nn.Module, tuple[Any, ...], dict[str, Any]] | None:
-    """The call of a module that this thread is in and that is in no other, among those made from a frame on."""
+    """The outermost call of a module that this thread is in, among those above a frame."""
     frame: FrameType | None = sys._getframe(1)
     call = None
     while frame is not None and frame is not below:

@@ -18,9 +18,9 @@ _LOW = {torch.bfloat16, torch.float16}
 
 
 class Verdict(NamedTuple):
-    """What runs showed.
+    """The result of the runs.
 
-    reason: why the model is refused, or "". error: why that is not known, or "". saw: whether rows were other ones.
+    reason: why the model is refused, or "". error: why that is unknown, or "". saw: whether any rows were permuted.
     """
 
     reason: str = ""
@@ -33,10 +33,10 @@ def compare(
 ) -> Verdict:
     """The verdict on two runs.
 
-    error: of the second. rough: whether products are. how: what the second run was like. fault: what is said of tensors
-    that are other ones.
+    error: the second run's exception. rough: whether products round coarsely. how: a description of the second run.
+    fault: the words for tensors that do not follow.
     """
-    # what is cast back to single precision is rough too
+    # a tensor cast back to single precision is rough too
     rough = rough or any(x.dtype in _LOW for event in first.events for sample in event.samples for x in sample.values())
     last, fewer, judged = first.events[-1], second.fewer, list(zip(first.judged(), second.judged()))
     as_often = error is None and len(first.judged()) == len(second.judged())
@@ -46,7 +46,9 @@ def compare(
         if not _follows(a, b, rough, way=None if a is last else first.events, fewer=fewer):
             break
     else:
-        why = f"it fails: {type(error).__name__}: {error}" if error else "it calls attention another time"
+        why = (
+            f"it fails: {type(error).__name__}: {error}" if error else "it calls attention a different number of times"
+        )
         return Verdict(f"tried {how}, {why}")
     stays = a.kind == "gets" and bool(a.unmoved) and all(_all_close(x, y, rough) for x, y in zip(a.unmoved, b.samples))
     remedy = "; let it take positions as an argument, plan.rope_positions(rank)" if stays else ""
@@ -55,14 +57,14 @@ def compare(
 
 
 def unlike(one: Buffers, other: Buffers) -> set[tuple[nn.Module, str]]:
-    """The buffers in which two runs have left something else."""
+    """The buffers that differ after two runs."""
     both = one.keys() & other.keys()
     apart = {at for at in both if not _close(_flat(one[at]), _flat(other[at]), rough=False)}
     return (one.keys() ^ other.keys()) | apart
 
 
 def is_rough(model: nn.Module, tensors: Iterable[Tensor]) -> bool:
-    """Whether equal rows may be computed apart by more than single precision rounds."""
+    """Whether equal rows may differ by more than single precision rounds."""
     kinds = {x.device.type for x in tensors} | {p.device.type for p in model.parameters()}
     return (
         any(torch.is_autocast_enabled(kind) for kind in kinds)
@@ -72,7 +74,7 @@ def is_rough(model: nn.Module, tensors: Iterable[Tensor]) -> bool:
 
 
 def _pairs(first: list[Event], second: list[Event]) -> Iterator[tuple[Event, Event]]:
-    """Events of both runs, call by call; experts, for example, that get no rows are not called."""
+    """Matching events of both runs, call by call; a module without rows, such as an idle expert, may be missing."""
     waiting: dict[tuple[str, str], list[Event]] = {}
     for event in reversed(second):
         waiting.setdefault(event[:2], []).append(event)
@@ -82,10 +84,11 @@ def _pairs(first: list[Event], second: list[Event]) -> Iterator[tuple[Event, Eve
 
 
 def _follows(a: Event, b: Event, rough: bool, *, way: list[Event] | None = None, fewer: bool = False) -> bool:
-    """Whether the tensors of an event are those of the rows that lie in their places.
+    """Whether the tensors of an event are those of the rows in their places.
 
-    way: the events of the run, for one that does not decide; tensors without rows then matter only where a module that
-    got rows returns none. fewer: whether what has rows in one run alone is none, as sizes are equal by accident.
+    way: the events of the run, if this event does not decide; tensors without rows then matter only if a module that
+    got
+    rows returns them. fewer: tensors with rows in one run only count as without, since sizes may agree by accident.
     """
     if len(a.samples) != len(b.samples):
         return False
@@ -105,7 +108,7 @@ def _has_rows(event: Event) -> bool:
 
 
 def _got_rows(event: Event, way: list[Event]) -> bool:
-    """Whether the module of what is returned got rows in its last call before."""
+    """Whether the module that returned this got rows in its last call."""
     earlier = way[: next(i for i, other in enumerate(way) if other is event)]
     calls = [other for other in earlier if other[:2] == ("gets", event.name)]
     return bool(calls) and _has_rows(calls[-1])
@@ -116,7 +119,7 @@ def _all_close(x: Sample, y: Sample, rough: bool) -> bool:
 
 
 def _close(a: Tensor, b: Tensor, rough: bool) -> bool:
-    """Equal up to rounding, row by row; where products are rough, which may send a row to other experts, most rows."""
+    """Equal up to rounding, row by row; if products are rough, most rows, since others may go to other experts."""
     if a.shape != b.shape:
         return False
     bound = ROUGH if rough else CLOSE.get(a.dtype, ROUGH if a.is_floating_point() else 0.0)

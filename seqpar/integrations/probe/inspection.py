@@ -1,4 +1,4 @@
-"""What the modules and configs of a model say that speaks against computing it row by row, before it is tried."""
+"""Reasons against computing a model row by row, from its modules and configs, before it is tried."""
 
 from __future__ import annotations
 
@@ -7,14 +7,14 @@ from typing import Any
 
 from torch import nn
 
-# Modules that see other tokens by their nature, in models of tokens.
+# Modules that look at other tokens by design, in models of tokens.
 OVER_TOKENS = (
     nn.RNNBase, nn.Conv1d, nn.AvgPool1d, nn.MaxPool1d, nn.LPPool1d, nn.AdaptiveAvgPool1d, nn.AdaptiveMaxPool1d,
 )  # fmt: skip
 
 
 def mixing(model: nn.Module) -> list[str]:
-    """Why a model whose attention is PyTorch's cannot be computed row by row, as far as classes and configs say it."""
+    """Why a model with PyTorch's attention cannot be computed row by row, as far as classes and configs tell."""
     reasons = []
     names = [f"{name or 'the model'} ({type(m).__name__})" for name, m in model.named_modules() if _over_tokens(m)]
     if names:
@@ -32,14 +32,14 @@ def _over_tokens(module: nn.Module) -> bool:
 
 
 def dropping(model: nn.Module) -> list[str]:
-    """Whether it drops whole paths at random, which ranks do each for themselves."""
+    """Reasons: it drops whole paths at random, which each rank would do differently."""
     if any("DropPath" in type(m).__name__ and getattr(m, "drop_prob", 1) for m in model.modules()):
         return ["it drops whole paths of a sequence at random (DropPath)"]
     return []
 
 
 def renorming(model: nn.Module) -> list[str]:
-    """Whether a forward changes weights that training goes on from, by the tokens that a rank has."""
+    """Reasons: its forward changes weights depending on the tokens, and training goes on from these weights."""
     names = [name or "the model" for name, m in model.named_modules()
              if getattr(m, "max_norm", None) is not None and isinstance(m, (nn.Embedding, nn.EmbeddingBag))
              and m.weight.requires_grad]  # fmt: skip
@@ -49,7 +49,7 @@ def renorming(model: nn.Module) -> list[str]:
 
 
 def _of_transformers(model: nn.Module) -> list[Any]:
-    """The models of transformers in a module, without those inside of others."""
+    """The transformers models in a module, without those nested in others."""
     base = getattr(sys.modules.get("transformers"), "PreTrainedModel", None)
     if base is None:
         return []

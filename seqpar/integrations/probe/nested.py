@@ -1,4 +1,4 @@
-"""Tensors in what a model gets and returns: in lists and dicts, and in the batches and outputs of people's own."""
+"""Tensors inside arguments and outputs: in lists and dicts, and in objects of users' own classes."""
 
 from __future__ import annotations
 
@@ -12,11 +12,11 @@ from typing import Any
 from torch import Tensor
 from torch.utils._pytree import tree_leaves, tree_map
 
-DEPTH = 4  # of objects in objects that are opened
+DEPTH = 4  # levels of nested objects that are opened
 
 
 def leaves(value: Any, depth: int = DEPTH) -> list[Any]:
-    """What a value holds, in order: also of data classes, namespaces and dicts of a class of its own."""
+    """The contents of a value in order, with those of data classes, namespaces and custom dicts."""
     flat = []
     for leaf in tree_leaves(value):
         names = _attributes(leaf) if depth else ()
@@ -25,7 +25,7 @@ def leaves(value: Any, depth: int = DEPTH) -> list[Any]:
 
 
 def substituted(value: Any, others: Mapping[int, Tensor], depth: int = DEPTH) -> Any:
-    """The value with other tensors in place of some, by their ids; objects that hold one are copied."""
+    """The value with some tensors replaced, by id; objects that hold one are copied."""
 
     def other(leaf: Any) -> Any:
         if id(leaf) in others:
@@ -42,7 +42,7 @@ def substituted(value: Any, others: Mapping[int, Tensor], depth: int = DEPTH) ->
 
 
 def _attributes(leaf: Any) -> tuple[str, ...]:
-    """The attributes with the contents of an object; none of an object that is not opened."""
+    """The attributes that hold an object's contents; empty for an object that is not opened."""
     if is_dataclass(leaf) and not isinstance(leaf, type):
         return tuple(field.name for field in fields(leaf) if hasattr(leaf, field.name))
     if isinstance(leaf, SimpleNamespace):

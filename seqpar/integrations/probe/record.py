@@ -1,12 +1,12 @@
-"""What is seen in a run of a model that is tried: what its modules get and return, and what its attention attends over.
+"""The record of a trial run: the inputs and outputs of modules, and the inputs of attention.
 
-Modules nest, so that what one gets comes from another, the one that is being computed (``by``):
+Modules nest, so a module's input comes from the module that is being computed (``by``):
 
     Decoder gets tokens      by the model
       Layer gets x             by Decoder
         ... attends over q, k, v
       Layer returns y
-    Decoder returns y        ...     the result of the whole model is by `RESULT`
+    Decoder returns y        ...     the whole model's output is by `RESULT`
 """
 
 from __future__ import annotations
@@ -28,9 +28,9 @@ RESULT = "result"
 
 
 class Event(NamedTuple):
-    """What a module gets, and from which one (``by``), or returns, or what it attends over: a sample of each tensor.
+    """Samples of the tensors that a module gets (from module ``by``), returns, or attends over.
 
-    unmoved: samples of the first run at the very places of the second, equal to its samples where something stays.
+    unmoved: samples of the first run at the second run's places; equal to its own samples where nothing moved.
     """
 
     kind: str
@@ -41,10 +41,10 @@ class Event(NamedTuple):
 
 
 class RunRecord:
-    """What was seen in one run, in order; nothing where no rows are compared.
+    """The events of one run, in order; empty if no rows are compared.
 
-    changed: buffers that the run has changed. failure: what went wrong in looking on, which ends no run, as other ranks
-    may be in the same one.
+    changed: buffers that the run changed. failure: an error while recording, which does not end the run, since other
+    ranks may be in it too.
     """
 
     def __init__(self, model: nn.Module, rows: ShuffledRows | FewerRows | None, *, second: bool) -> None:
@@ -52,10 +52,10 @@ class RunRecord:
         self.fewer = isinstance(rows, FewerRows)
         self.changed: Buffers = {}
         self.events: list[Event] = []
-        self._modules: list[str] = []  # that are being computed
+        self._modules: list[str] = []  # names of modules being computed
 
     def note(self, kind: str, name: str, tensors: Iterable[Any], by: str = "") -> None:
-        """Note tensors, of which some are rows."""
+        """Record tensors, if some of them are rows."""
         if self.rows is None or self.failure:
             return
         try:
@@ -71,16 +71,16 @@ class RunRecord:
         return Event(kind, name, by, samples, unmoved)
 
     def note_attention(self, *tensors: Tensor) -> None:
-        """Note queries, keys and values."""
+        """Record queries, keys and values."""
         self.note("attends over", self._current(), tensors)
 
     def note_result(self, out: Any) -> None:
-        """Note what the model returns."""
+        """Record the model's output."""
         self.note("returns", named("", self.model), leaves(out), RESULT)
 
     @contextmanager
     def hooked(self) -> Iterator[None]:
-        """Note what the modules of the model get and return."""
+        """Record the inputs and outputs of the model's modules."""
         with ExitStack() as hooks:
             for name, module in self.model.named_modules():
                 if name and not isinstance(module, torch.jit.ScriptModule):
@@ -104,7 +104,7 @@ class RunRecord:
             self.note("returns", name, leaves(out))
 
     def judged(self) -> list[Event]:
-        """The events that decide whether rows follow; all others only tell where it begins."""
+        """The events that decide whether rows follow; all others only help to locate the cause."""
         return [event for event in self.events if event.kind == "attends over" or event.by == RESULT]
 
 
@@ -112,13 +112,13 @@ _threads = threading.local()
 
 
 def under_trial() -> RunRecord | None:
-    """The run that this thread is in, if it is in one."""
+    """The run that this thread is in, or None."""
     return getattr(_threads, "record", None)
 
 
 @contextmanager
 def recording(record: RunRecord) -> Iterator[None]:
-    """This thread is in that run, until the block ends."""
+    """This thread is in that run until the block ends."""
     _threads.record = record
     try:
         yield
@@ -127,5 +127,5 @@ def recording(record: RunRecord) -> Iterator[None]:
 
 
 def named(name: str, module: nn.Module) -> str:
-    """A module as messages call it."""
+    """A module's name in messages."""
     return f"{name} ({type(module).__name__})" if name else type(module).__name__

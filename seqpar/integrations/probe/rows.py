@@ -1,10 +1,10 @@
-"""The rows of a model that is tried: which row lies in whose place, and samples of what is made of them.
+"""The rows of a trial: which row takes which place in the second run, and samples of the results.
 
-    first run      0 1 2 3 4 5 6 7    rows as they are
-    second run     2 0 2 1 0 1 2 0    rows of the half with the smaller positions, in no order, some several times
-    of fewer rows  0 1 2 4 6          those that lie in the second run, and some more
+    first run      0 1 2 3 4 5 6 7    rows as given
+    second run     2 0 2 1 0 1 2 0    rows of the half with the smaller positions, shuffled, some repeated
+    fewer rows     0 1 2 4 6          the rows of the second run, and some more
 
-A sample is what `PLACES` of the places of the second run hold, `ELEMENTS` of each, from a tensor of any run.
+A sample has `ELEMENTS` elements of each of `PLACES` places of the second run, taken from a tensor of any run.
 """
 
 from __future__ import annotations
@@ -20,24 +20,24 @@ from seqpar.facts.value import Ints
 
 PLACES, ELEMENTS = 64, 128
 
-Sample = dict[int, Tensor]  # by the dim of the rows: elements [places, ...]; under -1, of a tensor without rows
+Sample = dict[int, Tensor]  # dim of the rows -> elements [places, ...]; under -1 those of a tensor without rows
 
 
 class Positions(NamedTuple):
-    """What an argument may say of the rows of a rank, in the document or in the batch, and the longest of all ranks."""
+    """Positions that an argument may give the rows, in the document or in the batch, and the longest of all ranks."""
 
     own: Ints
     longest: int
 
 
 class ShuffledRows:
-    """A rank's rows, in samples of ``unit`` each, and which of them lie in whose place in the second run.
+    """A rank's rows, in samples of ``unit`` rows each, and the row in each place of the second run.
 
-    One place, which is not looked at, gets the longest position of all ranks where an argument is of positions.
+    One place, which is not compared, gets the longest position of all ranks if an argument holds positions.
     """
 
-    # By the size of a dim of rows, one sample's or all: the rows of the second run by their numbers in the first, and
-    # the places that are looked at.
+    # By the size of a dim of rows (one sample or all of them): the first-run row of every place of the second run, and
+    # the places that are compared.
     sources: dict[int, Ints]
     places: dict[int, Ints]
 
@@ -45,7 +45,7 @@ class ShuffledRows:
         self.positions, self.unit, count = positions, unit, len(positions[0].own)
         random, samples = np.random.default_rng(0), count // unit
         smaller = np.argsort(positions[0].own[:unit], kind="stable")[: (unit + 1) // 2]
-        few = random.permutation(smaller)[:PLACES]  # so few that the largest of all rows is hardly among them
+        few = random.permutation(smaller)[:PLACES]  # few, so that the largest row is hardly ever among them
         source = few[random.integers(len(few), size=unit)]
         self.sources = {unit: source}
         if samples > 1:
@@ -53,22 +53,22 @@ class ShuffledRows:
         self.places = {size: _places(size, unit, random) for size in self.sources}
 
     def dims(self, x: Tensor) -> list[int]:
-        """The dims of a tensor that may be these rows."""
+        """The dims of a tensor that may index these rows."""
         return [dim for dim, size in enumerate(x.shape) if size in self.sources]
 
     def shuffled(self, x: Tensor, dim: int) -> Tensor:
-        """The argument of the second run in place of x."""
+        """The second run's argument in place of x."""
         second = x.index_select(dim, torch.from_numpy(self.sources[x.shape[dim]]).to(x.device))
         size = x.shape[dim]
         rows = x.movedim(dim, 0).reshape(size, -1)
         for own, longest in self.positions:
-            # numbers up to 1 may be anything else
+            # numbers up to 1 need not be positions
             if own[:size].max() > 1 and bool((rows == torch.from_numpy(own[:size]).to(x.device)[:, None]).all()):
                 second.select(dim, self.unit // 2).fill_(longest)
         return second
 
     def sample(self, x: Tensor, *, second: bool) -> Sample:
-        """Elements of the rows that lie at some places of the second run, taken from a tensor of either run."""
+        """Elements of the rows at some places of the second run, from a tensor of either run."""
         x, sample = x.detach(), {}
         for dim in self.dims(x):
             at = self.places[x.shape[dim]]
@@ -79,10 +79,9 @@ class ShuffledRows:
 
 
 class FewerRows:
-    """The rows of a first run without some that are in no sample.
+    """A first run's rows without some that are in no sample.
 
-    size: how many of a unit are left; 0 if no number will do. avoid: sizes of other dims, for which it must not be
-    taken.
+    size: remaining rows of a unit; 0 if no number will do. avoid: sizes of other dims, which it must not equal.
     """
 
     def __init__(self, rows: ShuffledRows, avoid: set[int]) -> None:
@@ -92,31 +91,32 @@ class FewerRows:
         more = np.setdiff1d(np.arange(rows.unit), needed)[: self.size - len(needed)]
         left = np.sort(np.concatenate([needed, more]))
         self._left: dict[int, Ints] = {}  # by the size before
-        self._places: dict[int, Ints] = {}  # by the size now: where the rows of a sample are
+        self._places: dict[int, Ints] = {}  # by the size after: the places of a sample's rows
         for size, source in rows.sources.items() if self.size else ():
             of_all_samples = (np.arange(size // rows.unit)[:, None] * rows.unit + left).ravel()
             self._left[size] = of_all_samples
             self._places[len(of_all_samples)] = np.searchsorted(of_all_samples, source[rows.places[size]])
 
     def shortened(self, x: Tensor, dim: int) -> Tensor:
-        """The argument of fewer rows in place of x."""
+        """The argument with fewer rows in place of x."""
         return x.index_select(dim, torch.from_numpy(self._left[x.shape[dim]]).to(x.device))
 
     def sample(self, x: Tensor, *, second: bool) -> Sample:
-        """What `ShuffledRows.sample` takes of the first run, from a tensor of this one; nothing without rows."""
+        """The elements that `ShuffledRows.sample` takes of the first run, from a tensor of this one; empty without
+        rows."""
         dims = {dim: self._places[size] for dim, size in enumerate(x.shape) if size in self._places}
         return {dim: _picked(x.detach(), dim, at) for dim, at in dims.items()}
 
 
 class ArgumentRows(NamedTuple):
-    """One reading of a model's arguments. dims: by the number of an argument, the dim that is its rows."""
+    """One reading of a model's arguments. dims: argument number -> the dim of its rows."""
 
     rows: ShuffledRows
     dims: dict[int, int]
 
 
 def readings_of(tensors: Mapping[int, Tensor], positions: list[Positions]) -> Iterator[ArgumentRows]:
-    """Which dims of arguments are rows; first the likely reading, then others, where sizes are equal by accident."""
+    """Possible dims of rows in the arguments: the likely reading first, then others if sizes agree by accident."""
     count = len(positions[0].own)
     pairs = [pair for x in tensors.values() for pair in zip(x.shape, x.shape[1:])]
     units = dict.fromkeys([count, *(b for a, b in pairs if a * b == count and 1 < b < count)])
@@ -134,26 +134,26 @@ def readings_of(tensors: Mapping[int, Tensor], positions: list[Positions]) -> It
 
 
 def has_rows(x: Any) -> bool:
-    """Whether a value is a tensor whose rows can be picked: not one of shards, of sparse rows or of eight bits."""
+    """Whether rows of this value can be picked: a tensor that is not sharded, sparse or 8-bit."""
     if type(x) not in (Tensor, nn.Parameter) or x.layout is not torch.strided or x.is_nested:
         return False
     return x.dtype.itemsize > 1 or not x.is_floating_point()
 
 
 def is_mask(x: Tensor, rows: int) -> bool:
-    """Whether a tensor is of pairs, which are for attention alone."""
+    """Whether a tensor has an entry per pair of tokens, which only attention uses."""
     if x.dim() < 2 or x.shape[-2] != rows or x.shape[-1] < rows or not (x.is_floating_point() or x.dtype == torch.bool):
         return False
     return x.dtype == torch.bool or bool(((x == 0) | (x <= torch.finfo(x.dtype).min)).all())
 
 
 def real(x: Tensor) -> Tensor:
-    """x in real numbers."""
+    """x as real numbers."""
     return torch.view_as_real(x.resolve_conj()) if x.is_complex() else x
 
 
 def _picked(x: Tensor, dim: int, at: Ints) -> Tensor:
-    """Elements [places, ...] of rows, which are along a dim."""
+    """Elements [places, ...] of the rows along a dim."""
     rows = x.index_select(dim, torch.from_numpy(at).to(x.device)).movedim(dim, 0)
     return _thinned(real(rows).reshape(len(at), -1))
 
@@ -167,7 +167,7 @@ def _thinned(x: Tensor) -> Tensor:
 
 
 def _places(size: int, unit: int, random: np.random.Generator) -> Ints:
-    """Some places of so many, the first and the last ones among them."""
+    """Some of the places, including the first and the last."""
     at = np.arange(size)
     if size > PLACES:
         at = np.concatenate([at[:8], at[-8:], random.choice(size, PLACES - 16, replace=False)])

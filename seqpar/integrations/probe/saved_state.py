@@ -1,4 +1,4 @@
-"""What a trial leaves as it was: a model's buffers and attributes, what is compiled, random numbers."""
+"""The state that a trial restores: a model's buffers and attributes, compiled code, random numbers."""
 
 from __future__ import annotations
 
@@ -12,13 +12,13 @@ from torch import Tensor, nn
 from seqpar.nn.wrap import replaced
 
 Buffers = dict[tuple[nn.Module, str], Tensor]
-_WRAPPERS = ("torch.nn.parallel", "torch.distributed", "torch._dynamo")  # set up at a first forward, once
+_WRAPPERS = ("torch.nn.parallel", "torch.distributed", "torch._dynamo")  # set up once, at a first forward
 
 
 class SavedState:
-    """What a model holds beside its parameters: buffers, and attributes such as how long a table of it is.
+    """A model's state besides its parameters: buffers, and attributes such as the length of a table.
 
-    Objects in attributes are not looked into: a list that a model appends to has grown.
+    Objects in attributes are not copied: a list to which a model appends stays longer.
     """
 
     def __init__(self, model: nn.Module) -> None:
@@ -32,7 +32,7 @@ class SavedState:
         }  # fmt: skip
 
     def changed(self) -> Buffers:
-        """Copies of the buffers that have other values now, in the shape that they had."""
+        """Copies of the buffers whose values have changed, in their former shapes."""
         changed = {}
         for (module, name), copy in self._copies.items():
             now = module._buffers.get(name)
@@ -41,7 +41,7 @@ class SavedState:
         return changed
 
     def restore(self, others: Buffers | None = None) -> None:
-        """Put everything back. others: values of some buffers in place of those that were there."""
+        """Restore everything. others: values for some buffers in place of the saved ones."""
         for module, kind, several, before in zip(self._modules, self._types, self._buffers, self._attributes):
             for name in module._buffers.keys() - several.keys():
                 del module._buffers[name]
@@ -51,7 +51,7 @@ class SavedState:
                     value = (others or {}).get((module, name), self._copies[module, name])
                     if not torch.equal(x, value):
                         x.copy_(value)
-            if before and type(module) is kind:  # a lazy one that knows its sizes by now is of another
+            if before and type(module) is kind:  # a lazy module changes its class once it knows its sizes
                 for name in module.__dict__.keys() - before.keys():
                     del module.__dict__[name]
                 for name, attribute in before.items():
@@ -65,7 +65,7 @@ def _is_wrapper(module: nn.Module) -> bool:
 
 @contextmanager
 def saved(model: nn.Module) -> Iterator[SavedState]:
-    """Afterwards the model holds what it held, and random numbers go on as if nothing had been drawn."""
+    """Restore the model and the random generators after the block."""
     state, random = SavedState(model), torch.get_rng_state()
     devices = {x.device for x in (*model.buffers(), *model.parameters())}
     states = [(i, torch.cuda.get_rng_state(i)) for i in devices if i.type == "cuda"]
@@ -81,7 +81,7 @@ def saved(model: nn.Module) -> Iterator[SavedState]:
 
 @contextmanager
 def eager(model: nn.Module) -> Iterator[None]:
-    """Nothing of the model is compiled, which would be done anew for two runs."""
+    """Run the model uncompiled: compiling for two runs would not pay."""
     with ExitStack() as stack:
         for module in model.modules():
             if module._compiled_call_impl is not None:

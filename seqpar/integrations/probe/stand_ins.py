@@ -1,10 +1,10 @@
-"""What takes another's place in runs of a model that is tried: of attention, of weights that hide, of what is drawn.
+"""Replacements in trial runs: for attention, for weights that hide an effect, for random numbers.
 
-    attention        a function of each row, (sum(q) + sum(k)) / sqrt(D) + v: not q . k, in which equal rotations cancel
-    weights near 0   drawn ones: gates, adapters and tables of positions hide what a model does before a first step
-    random numbers   always the same one; dropout drops nothing
+    attention        a function of each row, (sum(q) + sum(k)) / sqrt(D) + v: not q . k, where equal rotations cancel
+    weights near 0   random weights: gates, adapters and tables of positions hide effects until a first training step
+    random numbers   all equal; dropout drops nothing
 
-By a mode, for this thread's calls alone: the model is not touched.
+A mode replaces them for this thread's calls only: the model is not touched.
 """
 
 from __future__ import annotations
@@ -21,15 +21,15 @@ from torch.utils._pytree import tree_map
 from seqpar.integrations.probe.record import under_trial
 from seqpar.plan import Plan
 
-ASLEEP = 1e-3  # the largest element of a parameter that may hide what is done with it
+ASLEEP = 1e-3  # a parameter whose largest element is below this may hide an effect
 
 
 def stand_in(q: Tensor, k: Tensor, v: Tensor, plan: Plan) -> Tensor:
-    """What takes the place of attention, [T, H, D_v]: a function of each row of q, k and v alone, which are noted."""
+    """A replacement for attention, [T, H, D_v]: a function of each row of q, k and v alone; records q, k and v."""
     k, v = (x.repeat_interleave(q.shape[1] // max(1, x.shape[1]), 1) for x in (k, v))
     if plan.mask.tokens == plan.mask.kv_tokens and plan.kv_layout is plan.layout:
         out = (q.sum(-1, keepdim=True) + k.sum(-1, keepdim=True)) * q.shape[-1] ** -0.5 + v
-    else:  # keys are other rows
+    else:  # keys of other rows
         out, k, v = q.sum(-1, keepdim=True).expand(-1, -1, v.shape[-1]), k[:0], v[:0]
     if (record := under_trial()) is not None:
         record.note_attention(q, k, v)
@@ -37,9 +37,9 @@ def stand_in(q: Tensor, k: Tensor, v: Tensor, plan: Plan) -> Tensor:
 
 
 class Deterministic(TorchFunctionMode):
-    """A mode in which nothing is drawn: dropout drops nothing, and random numbers are all alike.
+    """A mode without random numbers: dropout drops nothing, and draws return equal numbers.
 
-    awake: by their ids, what takes the place of parameters.
+    awake: replacements of parameters, by the parameters' ids.
     """
 
     def __init__(self, awake: Mapping[int, Tensor]) -> None:
@@ -60,9 +60,9 @@ class Deterministic(TorchFunctionMode):
 
 
 def awakened(model: nn.Module) -> dict[int, Tensor]:
-    """Random weights by the ids of the parameters whose place they take: of those that are nearly zero.
+    """Random weights in place of nearly zero parameters, by the parameters' ids.
 
-    Biases of PyTorch's own modules are nobody's gates, and stay.
+    Biases of PyTorch's own modules never act as gates, and stay.
     """
     weights: dict[int, Tensor] = {}
     generator = torch.Generator().manual_seed(0)
@@ -72,14 +72,14 @@ def awakened(model: nn.Module) -> dict[int, Tensor]:
             if p is None or id(p) in weights or bias or not _is_asleep(p):
                 continue
             drawn = torch.rand(p.shape, generator=generator)
-            # vectors may be of what must be positive, sums over rows of a matrix are to stay as large as its input
+            # a vector may have to be positive; a matrix should preserve the size of its input
             drawn = (drawn * 2 - 1) * p.shape[-1] ** -0.5 if p.dim() > 1 else drawn / 2 + 0.5
             weights[id(p)] = drawn.to(p)
     return weights
 
 
 def _is_asleep(p: nn.Parameter) -> bool:
-    """Whether a parameter is nearly zero, and may be drawn."""
+    """Whether a parameter is nearly zero and may be replaced."""
     plain = type(p) is nn.Parameter and type(p.data) is Tensor and p.layout is torch.strided
     if not plain or p.is_meta or not p.numel() or not p.is_floating_point() or p.dtype.itemsize < 2:
         return False

@@ -1,12 +1,12 @@
-"""The runs of a model that is tried, each of which begins with the buffers and attributes that it had.
+"""The runs of a trial, each of which starts from the model's own buffers and attributes.
 
-    first        the arguments as they are
+    first        the given arguments
     second       other rows of the same arguments in their places
-    with fewer   the first without some rows: what depends on their number, as ``x * log(len(x))``
-    afterwards   the first again, twice, with what either run has left in buffers: as of a running mean
+    with fewer   the first run without some rows: for effects of their number, as in ``x * log(len(x))``
+    afterwards   the first run again, twice, with the buffers that either run has left: for running means and the like
 
-The last two only where no other rank meets this one in the model's forward. Where sizes of arguments are equal by
-accident, so that it is not clear which dim is the rows, runs are repeated for other readings until one is followed.
+The last two only if no other rank meets this one in the model's forward. If sizes of arguments agree by accident, so
+that the dim of rows is ambiguous, the runs are repeated for other readings until the rows follow in one of them.
 """
 
 from __future__ import annotations
@@ -41,17 +41,17 @@ def try_model(
     readings: int = READINGS,
     alone: bool = True,
 ) -> Verdict:
-    """What runs of ``run(*args, **kwargs)``, the forward of a model, show.
+    """The verdict of several runs of ``run(*args, **kwargs)``, the forward of a model.
 
-    positions: of this rank's rows, in their documents first. replacing: the context in which attention notes what it
-    gets in `under_trial` and returns a function of each row alone. gather: the values of all ranks that run the model
-    together with this one. readings: how many readings of the arguments are tried at most. alone: whether no other rank
-    meets this one in the model's forward, so that there may be further runs.
+    positions: of this rank's rows, first those in documents. replacing: a context in which attention records its inputs
+    in `under_trial` and returns a function of each row alone. gather: the values of all ranks that run the model
+    together with this one. readings: the most readings of the arguments to try. alone: no other rank meets this one in
+    the model's forward, so further runs are allowed.
 
-    A rank with too few rows runs the model as well, twice as it is, and as often as the ranks that it runs with.
-    The model is left as it was: buffers, attributes, the state of random numbers, what is compiled.
+    A rank with too few rows runs the unchanged arguments twice, and then as often as the ranks that it runs with. The
+    model is restored: buffers, attributes, random generators, compiled code.
 
-    Raises: RuntimeError, on all ranks that run together, if the first run fails on some of them alone.
+    Raises: RuntimeError, on all ranks that run together, if the first run fails on only some of them.
     """
     count, arguments = len(positions[0].own), leaves((args, kwargs))
     tensors = {i: x for i, x in enumerate(arguments) if has_rows(x) and not is_mask(x, count)}
@@ -72,7 +72,7 @@ def try_model(
 
 
 class _Trial(NamedTuple):
-    """A model, its arguments and what its runs begin with: as in `try_model`. tensors: of the arguments, by number."""
+    """A model with its arguments and initial state, as in `try_model`. tensors: of the arguments, by number."""
 
     model: nn.Module
     run: Callable[..., Any]
@@ -85,7 +85,7 @@ class _Trial(NamedTuple):
     alone: bool
 
     def verdict(self, reading: ArgumentRows | None) -> Verdict:
-        """The verdict on a reading; without a reading, or where rows are equal, runs are of what is there."""
+        """The verdict on a reading. Without a reading, or if all rows are equal, the second run is unpermuted."""
         rows, dims = reading or (None, {})
         tensors = {i: self.tensors[i] for i in dims}
         others = {id(x): rows.shuffled(x, dims[i]) for i, x in tensors.items()}  # type: ignore[union-attr]
@@ -115,7 +115,7 @@ class _Trial(NamedTuple):
         return verdict
 
     def _with_fewer(self, first: RunRecord, reading: ArgumentRows) -> Verdict:
-        """The verdict on fewer rows, which is none where the model does not take them."""
+        """The verdict on fewer rows; empty if the model does not accept them."""
         sizes = {n for x in (*self.tensors.values(), *self.model.parameters()) for n in x.shape}
         fewer = FewerRows(reading.rows, sizes)
         record = RunRecord(self.model, fewer, second=True)
@@ -125,11 +125,11 @@ class _Trial(NamedTuple):
             return Verdict()
         if [event[:3] for event in record.judged()] != [event[:3] for event in first.judged()]:
             return Verdict()
-        fault = "is another for the same ones"
+        fault = "differs for the same rows"
         return compare(first, record, rough=self._rough(), how="with fewer rows", fault=fault)
 
     def _afterwards(self, reading: ArgumentRows, one: Buffers, other: Buffers) -> Verdict:
-        """The verdict on what is made of that which either run has left in buffers."""
+        """The verdict on the effect of buffers that either run has left."""
         records = []
         for buffers in (one, other):
             records.append(RunRecord(self.model, reading.rows, second=False))
@@ -137,14 +137,14 @@ class _Trial(NamedTuple):
                 return Verdict()
         apart, modules = unlike(one, other), self.model.named_modules()
         names = [f"{path}.{key}".lstrip(".") for path, m in modules for key in m._buffers if (m, key) in apart]
-        how = f"after other rows, which have changed {', '.join(names)}"
-        return compare(*records, rough=self._rough(), how=how, fault="is another")
+        how = f"after other rows, which changed {', '.join(names)}"
+        return compare(*records, rough=self._rough(), how=how, fault="differs")
 
     def _rough(self) -> bool:
         return is_rough(self.model, self.tensors.values())
 
     def _run(self, record: RunRecord, others: dict[int, Tensor], buffers: Buffers | None = None) -> Exception | None:
-        """The error of a run. others: tensors in place of arguments. buffers: what some of them hold before."""
+        """The error of a run, or None. others: replacements of arguments. buffers: initial values of some buffers."""
         args, kwargs = substituted((self.args, self.kwargs), others) if others else (self.args, self.kwargs)
         if buffers is not None:
             self.state.restore(buffers)

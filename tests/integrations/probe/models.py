@@ -248,7 +248,7 @@ MIXING: dict[str, tuple[Case, str]] = {
     ),
     "number of rows": (lambda: Model(lambda m, x, _: x * math.log(x.shape[1])), "tried with fewer rows"),
     "mean so far": (
-        lambda: Model(lambda m, x, _: m.part(x), Centred()), "tried after other rows, which have changed part.mean",
+        lambda: Model(lambda m, x, _: m.part(x), Centred()), "tried after other rows, which changed part.mean",
     ),
     "a result of one's own": (lambda: Summed(lambda m, x, p: x), "what Summed returns"),
     "weights rescaled": (lambda: Model(lambda m, x, p: x + m.part(p), nn.Embedding(64, E, max_norm=1.0)), "max_norm"),
