@@ -322,5 +322,5 @@ def test_specs_that_are_none() -> None:
     check(lambda: Block("a", {}), "a block needs a stream")
     check(lambda: Block("a", {"x": "b b"}), "is not a form")
     check(lambda: Block("a", {"x": "b"}, gathers={"p": ("b c", ("d",))}), r"lacks \['d'\]")
-    check(lambda: Block("a", {"x": "b"}, attention=True), "heads and kv_heads with its attention")
-    check(lambda: Block("a", {"x": "b"}, heads=2, kv_heads=2), "heads and kv_heads with its attention")
+    check(lambda: Block("a", {"x": "b"}, attention=True), "heads and kv_heads exactly if it has attention")
+    check(lambda: Block("a", {"x": "b"}, heads=2, kv_heads=2), "heads and kv_heads exactly if it has attention")
