@@ -5,6 +5,7 @@ from __future__ import annotations
 import itertools
 import pickle
 import struct
+import time
 from collections import deque
 from collections.abc import Iterator, Mapping, Sequence
 from typing import Any, Generic, NamedTuple, TypeVar
@@ -15,7 +16,7 @@ from torch import Tensor
 
 from seqpar.comm.entry import ThreadEntry, enters
 from seqpar.comm.failure import RootCause
-from seqpar.comm.header import AGREEING, hash63
+from seqpar.comm.header import AGREEING, describe, hash63
 from seqpar.comm.owner import Owner
 from seqpar.comm.protocol import DEAD, NO_FACTS, Claim, PeerError, Stats, Tag, Work, raise_first, subset
 
@@ -272,6 +273,45 @@ class ProcessComm(CommBase[P]):
     def _post_control(self, sends: Mapping[int, list[Tensor]], recvs: Mapping[int, list[Tensor]], tag: Tag) -> Work:
         """An exchange of CPU tensors that the stats do not count; peers are this comm's ranks."""
         raise NotImplementedError
+
+
+class WorkBase(Generic[C]):
+    """`Work` that is waited for once. The time counts, an error is told to all ranks, and so is a work that is dropped.
+
+    A work adds `_finish`, and `_keep` if peers may still read or write its tensors after an error.
+    """
+
+    def __init__(self, channel: C, tag: Tag, stats: Stats | None) -> None:
+        self._channel, self._tag, self._stats, self._waited = channel, tag, stats, False
+
+    def wait(self) -> None:
+        """Return when the exchange is done: see `Work.wait`."""
+        if self._waited:
+            return
+        self._waited = True
+        start = time.perf_counter()
+        try:
+            self._finish()
+        except BaseException as error:
+            self._keep()
+            if not isinstance(error, PeerError):
+                self._channel.fail(f"in {describe(self._tag)}: {type(error).__name__}: {error}")
+            raise
+        finally:
+            if self._stats is not None:
+                self._stats.wait_seconds += time.perf_counter() - start
+
+    def _finish(self) -> None:
+        raise NotImplementedError
+
+    def _keep(self) -> None:
+        """Keep what peers may still read or write."""
+
+    def __del__(self) -> None:
+        if not self._waited:
+            self._waited = True
+            self._keep()
+            self._channel.fail(f"dropped the work of {describe(self._tag)} without waiting for it")
 
 
 class Done:

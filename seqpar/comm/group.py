@@ -35,7 +35,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from seqpar.comm.arguments import check_arguments, check_descriptors
-from seqpar.comm.base import Done, ProcessChannel, ProcessComm, process_group, waited
+from seqpar.comm.base import Done, ProcessChannel, ProcessComm, WorkBase, process_group, waited
 from seqpar.comm.failure import Monitor, RootCause
 from seqpar.comm.header import HEADER_BYTES, REMEMBERED, WARMING, WORDS, Header, describe, mismatch
 from seqpar.comm.interrupt import Interrupt
@@ -208,23 +208,14 @@ def _headed(header: bytes, beside: Sequence[Tensor]) -> Tensor:
     return message
 
 
-def _land(message: Tensor, tensors: Sequence[Tensor]) -> None:
-    """Copy what is behind a header to where it belongs: as gloo does, whoever reads these tensors, in whatever mode."""
-    at = message.data_ptr() + HEADER_BYTES
-    for x in tensors:
-        ctypes.memmove(x.data_ptr(), at, x.nbytes)
-        at += x.nbytes
-
-
-class _GlooWork:
+class _GlooWork(WorkBase[GroupChannel]):
     """`Work` of an exchange of CPU tensors, which making it posts; peers are the group's ranks."""
 
     def __init__(
         self, channel: GroupChannel, scope: int, tag: Tag, sends: Mapping[int, list[Tensor]],
         recvs: Mapping[int, list[Tensor]], stats: Stats | None,
     ) -> None:  # fmt: skip
-        self._channel, self._tag, self._stats = channel, tag, stats
-        self._waited = False
+        super().__init__(channel, tag, stats)
         self._messages: list[_GlooMessage] = []
         channel.calls.append(tag)
         twin, later, peer = channel.twin, [], -1
@@ -246,62 +237,52 @@ class _GlooWork:
         except RuntimeError as error:
             raise channel.failed(f"posting {describe(tag)}", peer, error) from error
         finally:
-            self._messages += later  # after an error `__del__` keeps them, which gloo may still write to
+            self._messages += later  # which are kept when a work is dropped that could not be posted
 
-    def wait(self) -> None:
-        if not self._messages:
-            return
-        channel, start = self._channel, time.monotonic()
-        self._waited = True
-        watched = False
+    def _finish(self) -> None:
+        channel = self._channel
+        channel.owner.check()
+        deadline = time.monotonic() + channel.timeout
+        watched = channel.interrupt.begin(self._tag)
         try:
-            channel.owner.check()
-            watched = channel.interrupt.begin(self._tag)
             for message in self._messages:
-                self._wait_for(message, start + channel.timeout)
-            self._messages = []
-        except BaseException as error:
-            self._abandon()
-            if not isinstance(error, PeerError):
-                channel.fail(f"in {describe(self._tag)}: {type(error).__name__}: {error}")
-            raise
+                if channel.cause is not None:
+                    raise channel.error(f"in {describe(self._tag)}, waiting for rank {message.peer}")
+                try:
+                    message.work.wait(timedelta(seconds=max(0.001, deadline - time.monotonic())))
+                except RuntimeError as error:
+                    raise channel.failed(f"in {describe(self._tag)}", message.peer, error) from error
+                if message.expected:
+                    self._land(message)
         finally:
             if watched:
                 channel.interrupt.end()
-            if self._stats is not None:
-                self._stats.wait_seconds += time.monotonic() - start
+        self._messages = []
 
-    def _wait_for(self, message: _GlooMessage, deadline: float) -> None:
-        channel, peer = self._channel, message.peer
-        if channel.cause is not None:
-            raise channel.error(f"in {describe(self._tag)}, waiting for rank {peer}")
-        try:
-            message.work.wait(timedelta(seconds=max(0.001, deadline - time.monotonic())))
-        except RuntimeError as error:
-            raise channel.failed(f"in {describe(self._tag)}", peer, error) from error
-        if message.expected:
-            received = ctypes.string_at(message.buffer.data_ptr(), HEADER_BYTES)
-            if received != message.expected:
-                sent, expected = Header(*WORDS.unpack(received)), Header(*WORDS.unpack(message.expected))
-                doing = f"in {describe(self._tag)}"
-                channel.fail(f"{doing}: {mismatch(peer, sent, channel.rank, expected, self._tag, channel.calls)}")
-                raise channel.error(f"{doing}, receiving from rank {peer}")
-            _land(message.buffer, message.beside)
+    def _land(self, message: _GlooMessage) -> None:
+        """Compare a header, and copy what is behind it to where it belongs.
 
-    def _abandon(self) -> None:
-        self._waited = True
+        As gloo does, whoever reads these tensors, in whatever mode.
+        """
+        channel, peer, at = self._channel, message.peer, message.buffer.data_ptr()
+        header = ctypes.string_at(at, HEADER_BYTES)
+        if header != message.expected:
+            sent, expected = Header(*WORDS.unpack(header)), Header(*WORDS.unpack(message.expected))
+            doing = f"in {describe(self._tag)}"
+            channel.fail(f"{doing}: {mismatch(peer, sent, channel.rank, expected, self._tag, channel.calls)}")
+            raise channel.error(f"{doing}, receiving from rank {peer}")
+        at += HEADER_BYTES
+        for x in message.beside:
+            ctypes.memmove(x.data_ptr(), at, x.nbytes)
+            at += x.nbytes
+
+    def _keep(self) -> None:
         self._channel.orphans += self._messages
         self._messages = []
 
-    def __del__(self) -> None:
-        if not self._waited and self._messages:
-            self._abandon()
-            if self._channel.cause is None:
-                self._channel.fail(f"dropped the work of {describe(self._tag)} without waiting for it")
 
-
-class _NcclWork:
-    """`Work` of an exchange of CUDA tensors.
+class _NcclWork(WorkBase[GroupChannel]):
+    """`Work` of an exchange of CUDA tensors, which making it posts in rounds, in order.
 
     NCCL has a stream of its own. An exchange starts there when the current stream reaches its posting, so it overlaps
     what is launched after that. `wait` makes the current stream wait and returns at once, as it is given no timeout
@@ -309,37 +290,31 @@ class _NcclWork:
     in the order of the stream that waited, which must be the one that allocated.
     """
 
-    def __init__(self, channel: GroupChannel, tag: Tag) -> None:
-        self._channel, self._tag = channel, tag
+    def __init__(self, channel: GroupChannel, tag: Tag, batches: Sequence[Sequence[dist.P2POp]]) -> None:
+        super().__init__(channel, tag, None)
         self._works: list[Any] = []
         self._tensors: list[Tensor] = []
-
-    def post(self, batches: Sequence[Sequence[dist.P2POp]]) -> None:
-        """Hand the rounds to NCCL, in order, and to the monitor."""
         for batch in batches:
             peers = sorted({op.group_peer for op in batch})
             self._tensors += [op.tensor for op in batch]
             works = dist.batch_isend_irecv(list(batch))
             self._works += works
-            self._channel.monitor.watch(works, f"in {describe(self._tag)} for ranks {peers}")
+            channel.monitor.watch(works, f"in {describe(tag)} for ranks {peers}")
 
-    def wait(self) -> None:
-        self._channel.owner.check()
-        works, self._works = self._works, []
+    def _finish(self) -> None:
+        channel = self._channel
+        channel.owner.check()
         try:
-            for work in works:
+            for work in self._works:
                 work.wait()
         except RuntimeError as error:
-            self._channel.fail(f"in {describe(self._tag)}: {error}")
-        if works and self._channel.cause is not None:
-            raise self._channel.error(f"in {describe(self._tag)}")
-        self._tensors = []
+            channel.fail(f"in {describe(self._tag)}: {error}")
+        if channel.cause is not None:
+            raise channel.error(f"in {describe(self._tag)}")
+        self._works, self._tensors = [], []
 
-    def __del__(self) -> None:
-        if self._works:
-            self._channel.orphans += [*self._works, *self._tensors]
-            if self._channel.cause is None:
-                self._channel.fail(f"dropped the work of {describe(self._tag)} without waiting for it")
+    def _keep(self) -> None:
+        self._channel.orphans += [*self._works, *self._tensors]
 
 
 class GroupComm(ProcessComm[GroupChannel]):
@@ -391,9 +366,7 @@ class GroupComm(ProcessComm[GroupChannel]):
                     for tensor in several
                 ]
             )
-        work = _NcclWork(channel, tag)
-        work.post(batches)
-        return work
+        return _NcclWork(channel, tag, batches)
 
     def _post_control(self, sends: Mapping[int, list[Tensor]], recvs: Mapping[int, list[Tensor]], tag: Tag) -> Work:
         # on the twin, whatever the group is of

@@ -38,7 +38,7 @@ import torch
 from torch import Tensor
 
 from seqpar.comm.arguments import check_timeout
-from seqpar.comm.base import Channel, CommBase, Done
+from seqpar.comm.base import Channel, CommBase, Done, WorkBase
 from seqpar.comm.entry import enters
 from seqpar.comm.protocol import NO_FACTS, Claim, PeerError, Stats, Tag, Work, checked_sides, raise_first, rounds
 
@@ -54,7 +54,6 @@ class _RoundsLeft:
     """How much of one rank's exchange is still to be done; shared by its rounds and its `Work`."""
 
     rank: int
-    name: str
     rounds_left: int
     # of CUDA tensors
     stream: Any = None  # that posted
@@ -393,26 +392,6 @@ def _stream(tensors: Iterable[Tensor]) -> Any:
     return None if device is None else torch.cuda.current_stream(device)
 
 
-class _LocalWork:
-    """`Work` of a `LocalComm`."""
-
-    def __init__(self, world: _World, progress: _RoundsLeft, stats: Stats) -> None:
-        self._world, self._progress, self._stats = world, progress, stats
-        self._waited = False
-
-    def wait(self) -> None:
-        self._waited = True
-        start = time.perf_counter()
-        try:
-            self._world.wait(self._progress)
-        finally:
-            self._stats.wait_seconds += time.perf_counter() - start
-
-    def __del__(self) -> None:
-        if not self._waited and self._world.failure is None:
-            self._world.fail(self._progress.rank, f"dropped the work of {self._progress.name} without waiting for it")
-
-
 class _LocalChannel(Channel):
     """One rank's end of a world."""
 
@@ -427,6 +406,17 @@ class _LocalChannel(Channel):
     def fail(self, reason: str) -> None:
         """Make this rank's reason the root cause unless one stands."""
         self.world.fail(self.rank, reason)
+
+
+class _LocalWork(WorkBase[_LocalChannel]):
+    """`Work` of a `LocalComm`."""
+
+    def __init__(self, channel: _LocalChannel, tag: Tag, stats: Stats, progress: _RoundsLeft) -> None:
+        super().__init__(channel, tag, stats)
+        self._progress = progress
+
+    def _finish(self) -> None:
+        self._channel.world.wait(self._progress)
 
 
 class LocalComm(CommBase[_LocalChannel]):
@@ -479,8 +469,8 @@ class LocalComm(CommBase[_LocalChannel]):
         keys = sorted(outgoing.keys() | incoming.keys())
         stream = _stream(itertools.chain(_all(sends), _all(recvs)))
         ready = None if stream is None else stream.record_event()
-        progress = _RoundsLeft(me, str(tag), len(keys), stream, ready)
-        work = _LocalWork(self._world, progress, self.stats)
+        progress = _RoundsLeft(me, len(keys), stream, ready)
+        work = _LocalWork(self._channel, tag, self.stats, progress)
         now = time.monotonic()
         entries = [
             _Round(me, (self._scope, tag, key), outgoing.get(key, {}), incoming.get(key, {}), progress, now)

@@ -45,6 +45,7 @@ from seqpar.comm.peer.memory import PeerMemory
 from seqpar.comm.peer.pool import ALIGNMENT, DevicePool
 from seqpar.comm.peer.signals import AHEAD, FIRST, SignalWords, epoch, reached
 from seqpar.comm.protocol import DEAD, DIMS, Comm, PeerError, Tag
+from seqpar.comm.shm.comm import lost
 
 log = logging.getLogger("seqpar.comm")
 
@@ -239,7 +240,7 @@ class PeerChannel(Channel):
         Raises: PeerError, after the timeout naming a rank that has not.
         """
         deadline = time.monotonic() + self.timeout
-        lost: dict[int, str] = {}
+        gone: dict[int, str] = {}
         while True:
             with self.lock:
                 seen = self.ops.shm_bell(self.mail)
@@ -252,22 +253,16 @@ class PeerChannel(Channel):
             self.check(doing)
             left = deadline - time.monotonic()
             # who is lost may have done its part before: looked at once more since
-            if gone := [peer for peer in late if lost.get(peer)]:
-                self.fail(f"in {work.name}: lost rank {gone[0]}, {lost[gone[0]]}")
+            if still := [peer for peer in late if peer in gone]:
+                self.fail(f"in {work.name}: lost rank {still[0]}, {gone[still[0]]}")
             elif left <= 0:
                 self.fail(waited(f"in {work.name}", self.timeout, late[0]))
             else:
-                lost = {peer: self._lost(peer) for peer in late}
+                gone = {peer: why for peer in late if (why := lost(self.mail, peer))}
                 # the control comm has no bell here
                 self.ops.shm_wait(self.mail, seen, min(left, 0.1))
                 continue
             raise self.error(doing)
-
-    def _lost(self, peer: int) -> str:
-        """Why nothing more will come from a peer, or ''."""
-        if self.ops.shm_ended(self.mail, peer):
-            return "whose process has ended"
-        return "which closed its comm" if self.ops.shm_has_left(self.mail, peer) else ""
 
     def follow(self, work: PeerExchange) -> None:
         """Let the current stream wait for an exchange whose hosts have met, and mark what a dead comm received."""

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import time
 from collections.abc import Callable, Mapping, Sequence, Set
 from concurrent.futures import ThreadPoolExecutor
 from typing import Any, TypeVar
@@ -10,7 +9,7 @@ from typing import Any, TypeVar
 import torch
 from torch import Tensor
 
-from seqpar.comm.base import CommBase, process_group
+from seqpar.comm.base import CommBase, WorkBase, process_group
 from seqpar.comm.entry import enters
 from seqpar.comm.local import LocalComm
 from seqpar.comm.peer.channel import PeerChannel, PeerExchange
@@ -21,37 +20,22 @@ from seqpar.comm.shm import ShmComm
 T = TypeVar("T")
 
 
-class _PeerWork:
+class _PeerWork(WorkBase[PeerChannel]):
     """`Work` of an exchange of this device's tensors."""
 
     def __init__(self, channel: PeerChannel, exchange: PeerExchange, stats: Stats) -> None:
-        self._channel, self._exchange, self._stats = channel, exchange, stats
-        self._waited = False
+        super().__init__(channel, exchange.tag, stats)
+        self._exchange = exchange
 
-    def wait(self) -> None:
-        if self._waited:
-            return
-        self._waited = True
-        channel, start = self._channel, time.perf_counter()
-        try:
-            channel.meet(self._exchange)
-            with channel.lock:
-                channel.follow(self._exchange)
-        except BaseException as error:
-            channel.orphans.append(self._exchange)
-            if not isinstance(error, PeerError):
-                channel.fail(f"in {self._exchange.name}: {type(error).__name__}: {error}")
-            raise
-        finally:
-            self._stats.wait_seconds += time.perf_counter() - start
+    def _finish(self) -> None:
+        self._channel.meet(self._exchange)
+        with self._channel.lock:
+            self._channel.follow(self._exchange)
         # what comes next on this stream may reuse the memory
         del self._exchange
 
-    def __del__(self) -> None:
-        if not self._waited:
-            self._channel.orphans.append(self._exchange)
-            if self._channel.owner.in_own_process and self._channel.cause is None:
-                self._channel.fail(f"dropped the work of {self._exchange.name} without waiting for it")
+    def _keep(self) -> None:
+        self._channel.orphans.append(self._exchange)
 
 
 class PeerComm(CommBase[PeerChannel]):

@@ -35,11 +35,11 @@ from torch import Tensor
 
 from seqpar import native
 from seqpar.comm.arguments import check_arguments, check_descriptors, check_pool
-from seqpar.comm.base import Done, ProcessChannel, ProcessComm, process_group, waited
+from seqpar.comm.base import Done, ProcessChannel, ProcessComm, WorkBase, process_group, waited
 from seqpar.comm.failure import RootCause
 from seqpar.comm.header import REMEMBERED, Header, describe, mismatch
 from seqpar.comm.owner import Owner
-from seqpar.comm.protocol import PeerError, Stats, Tag, Work, checked_sides
+from seqpar.comm.protocol import Stats, Tag, Work, checked_sides
 from seqpar.comm.rendezvous import Rendezvous, machine
 
 log = logging.getLogger("seqpar.comm")
@@ -54,6 +54,14 @@ def missing() -> str | None:
     if sys.platform != "linux":
         return f"it needs memory files and futexes, which Linux has and {sys.platform} has not; use GroupComm"
     return native.missing()
+
+
+def lost(end: int, peer: int) -> str:
+    """Why nothing more will come from a peer to a rank's end of shared memory, or ''."""
+    ops = native.ops()
+    if ops.shm_ended(end, peer):
+        return "whose process has ended"
+    return "which closed its comm" if ops.shm_has_left(end, peer) else ""
 
 
 @dataclass(eq=False)
@@ -233,7 +241,7 @@ class ShmChannel(ProcessChannel):
         """Fail if a peer that is waited for is gone, or if it was waited for too long."""
         with self.lock:
             for peer, _ in self._awaited(progress):
-                if why := self._lost(peer):
+                if why := lost(self.end, peer):
                     # it may have done its part first
                     self.progress()
                     if progress.left:
@@ -242,12 +250,6 @@ class ShmChannel(ProcessChannel):
                 peer, *_ = self._awaited(progress)[0]
                 does = self._first_awaited(progress).removeprefix(f"rank {peer}")
                 self.fail(waited(f"in {progress.name}", self.timeout, peer, more=does))
-
-    def _lost(self, peer: int) -> str:
-        """Why nothing more will come from a peer, or ''."""
-        if self.ops.shm_ended(self.end, peer):
-            return "whose process has ended"
-        return "which closed its comm" if self.ops.shm_has_left(self.end, peer) else ""
 
     def _awaited(self, progress: _MessagesLeft) -> list[tuple[int, bool]]:
         """The peers that an exchange waits for, each with whether it is to send."""
@@ -263,38 +265,22 @@ class ShmChannel(ProcessChannel):
         return f"rank {peer} to {does}{more}"
 
 
-class _ShmWork:
+class _ShmWork(WorkBase[ShmChannel]):
     """`Work` of an exchange; `staged` are pairs of a tensor to receive and its stand-in in the pool."""
 
     def __init__(
         self, channel: ShmChannel, progress: _MessagesLeft, staged: list[tuple[Tensor, Tensor]], stats: Stats
     ) -> None:
-        self._channel, self._progress, self._staged, self._stats = channel, progress, staged, stats
-        self._waited = False
+        super().__init__(channel, progress.tag, stats)
+        self._progress, self._staged = progress, staged
 
-    def wait(self) -> None:
-        if self._waited:
-            return
-        self._waited = True
-        start = time.perf_counter()
-        try:
-            self._channel.finish(self._progress)
-        except BaseException as error:
-            if not isinstance(error, PeerError):
-                self._channel.fail(f"in {self._progress.name}: {type(error).__name__}: {error}")
-            raise
-        finally:
-            self._stats.wait_seconds += time.perf_counter() - start
+    def _finish(self) -> None:
+        self._channel.finish(self._progress)
         # inference mode may write both to ordinary tensors and to those that were made in inference mode
         with torch.inference_mode():
             for target, stand_in in self._staged:
                 target.copy_(stand_in)
         self._staged = []
-
-    def __del__(self) -> None:
-        if not self._waited:
-            self._waited = True
-            self._channel.fail(f"dropped the work of {self._progress.name} without waiting for it")
 
 
 class ShmComm(ProcessComm[ShmChannel]):
