@@ -3,9 +3,8 @@
 from __future__ import annotations
 
 from collections.abc import Hashable, Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from enum import IntEnum
-from functools import cached_property
 from typing import Any
 
 import torch
@@ -125,22 +124,21 @@ def _views(part: Part) -> Views:
 
 @dataclass(eq=False)
 class Call(Record):
-    """One attention call: everything but the tensors. The tag's digest and number are in every message of it."""
+    """One attention call: everything but the tensors. The tag's digest and number are in every message of it.
+
+    uploaded: what the steps need on the device, there when forward begins.
+    """
 
     plan: Plan
     signature: Signature
     recipe: Recipe
     seed: int  # of dropout, 0 if there is none
+    uploaded: Uploaded = field(init=False)
 
     def message(self, phase: Phase, stage: int) -> Tag:
         """The name of one of its exchanges; other backward passes have numbers of their own."""
         repeat = max(0, self.passes - 1)
         return Tag(self.tag.digest, self.tag.call, phase + len(Phase) * repeat, stage, NAMES[phase])
-
-    @cached_property
-    def uploaded(self) -> Uploaded:
-        """What the steps need on the device."""
-        return uploaded(self.plan, self.recipe.steps, self.signature.device)
 
     def blocks(self, part: Part, slopes: Tensor | None) -> Iterator[tuple[slice, slice, Score]]:
         """Blocks of this rank's heads: inside query heads, inside key heads, their score. slopes: of all heads."""

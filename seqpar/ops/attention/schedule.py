@@ -29,7 +29,7 @@ from torch import Tensor
 
 from seqpar.kernels import Grads, Operands, Sums
 from seqpar.ops.attention import heads as trade
-from seqpar.ops.attention.call import Call, PartTensors, Phase
+from seqpar.ops.attention.call import Call, PartTensors, Phase, uploaded
 from seqpar.ops.attention.grads import GradientExchange
 from seqpar.ops.attention.keys import KeyExchange
 from seqpar.ops.attention.rows import take
@@ -42,6 +42,7 @@ def forward(
 ) -> tuple[Tensor, Tensor, list[PartTensors]]:
     """Output [T, H, D_v], lse [H, T], and the inside tensors of every part. slopes: in the accumulation dtype."""
     recipe, heads = call.recipe, call.signature.heads
+    call.uploaded = uploaded(call.plan, recipe.steps, q.device)
     empty = call.comm.empty if recipe.trades else torch.empty  # where peers write directly
     out = empty((q.shape[0], heads, call.signature.v_dim), dtype=q.dtype, device=q.device).zero_()
     lse = empty((heads, q.shape[0]), dtype=recipe.acc, device=q.device).fill_(-torch.inf)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from functools import lru_cache
 from numbers import Integral
 from typing import Any
 
@@ -12,7 +13,7 @@ from torch.autograd.function import once_differentiable
 
 from seqpar.comm import Comm, Tag
 from seqpar.kernels.memory.copy import Pair
-from seqpar.ops.core.agreement import abort_on_error, agreement, check_comm, raise_on_all_ranks
+from seqpar.ops.core.agreement import abort_on_error, agreement, check_comm, digest_of_call, raise_on_all_ranks
 from seqpar.ops.core.collective_op import CollectiveOp, Record, refuse_tangents, requirements
 from seqpar.ops.core.handles import checked_values, in_graph
 from seqpar.ops.move.pack import Message, Place, post
@@ -143,14 +144,29 @@ def _agreed(
 ) -> Tag:  # fmt: skip
     """The name of a call that all ranks make alike."""
     number = comm.next_call()
-    others = [[n for d, n in enumerate(x.shape) if d not in dims] for x, *dims in zip(xs, split_dims, concat_dims)]
     with agreement("switch", comm) as call:
-        call.facts = {
-            "split_dim": list(split_dims), "concat_dim": list(concat_dims), "split sizes": list(split),
-            "concat sizes": list(concat), "other dims": others, "dtype": [x.dtype for x in xs],
-            "device": [x.device.type for x in xs], "requires grad": list(grads),
-        }  # fmt: skip
+        kinds = tuple([(x.shape, x.dtype, x.device.type) for x in xs])
+        sides = tuple(split_dims), tuple(concat_dims), tuple(split), tuple(concat)
+        call.facts, call.digest = _facts(kinds, *sides, tuple(grads))
     return Tag(call.digest, number, 0, 0, "switch (forward)")
+
+
+@lru_cache(maxsize=4096)
+def _facts(
+    kinds: Sequence[tuple[torch.Size, torch.dtype, str]], split_dims: Sequence[int], concat_dims: Sequence[int],
+    split: Sequence[int], concat: Sequence[int], grads: Sequence[bool],
+) -> tuple[dict[str, object], int]:  # fmt: skip
+    """What ranks compare of a call, and its digest. kinds: shapes, dtypes and devices of its tensors."""
+    shapes, dtypes, devices = zip(*kinds)
+    others = [
+        [n for d, n in enumerate(shape) if d not in dims] for shape, *dims in zip(shapes, split_dims, concat_dims)
+    ]
+    facts: dict[str, object] = {
+        "split_dim": list(split_dims), "concat_dim": list(concat_dims), "split sizes": list(split),
+        "concat sizes": list(concat), "other dims": others, "dtype": list(dtypes), "device": list(devices),
+        "requires grad": list(grads),
+    }  # fmt: skip
+    return facts, digest_of_call("switch", facts)
 
 
 # --- the exchange -----------------------------------------------------------------------------------------------------
