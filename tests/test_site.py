@@ -100,6 +100,18 @@ def test_every_room_is_drawn_and_has_a_section() -> None:
     assert set(sections) == rooms - beside | {"csrc"}
 
 
+@pytest.mark.parametrize("room", sorted(set(FLOORS) - NAMESPACES - {"native", "launch", "testing"}))
+def test_the_words_that_a_room_is_told_in_are_its_own(room: str) -> None:
+    section = re.split(rf"^### {room}$", ARCHITECTURE, flags=re.MULTILINE)[1].partition("\n##")[0]
+    files = [
+        path
+        for path in (ROOT / "seqpar").rglob("*.py")
+        if path.relative_to(ROOT / "seqpar").parts[0] in (room, f"{room}.py")
+    ]
+    words = {word for path in files for word in re.findall(r"\w+", f"{path} {path.read_text(encoding='utf-8')}")}
+    assert set(re.findall(r"`(\w+)[`(]", section)) <= words
+
+
 @pytest.mark.parametrize("page", ["docs/architecture.md", "CONTRIBUTING.md"])
 def test_the_files_that_a_page_names_exist(page: str) -> None:
     text = (ROOT / page).read_text(encoding="utf-8")
