@@ -1,1 +1,1 @@
-"""transformers models under a plan: their attention, what of them fits, and the forward that shares a batch out."""
+"""transformers models under a plan: their attention, whether they fit, and the forward that shares a batch out."""

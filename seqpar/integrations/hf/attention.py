@@ -1,11 +1,11 @@
-"""``attn_implementation="seqpar"``: attention and masks of transformers models, by the plan that surrounds them.
+"""``attn_implementation="seqpar"``: attention and masks of transformers models, under the plan that surrounds them.
 
-Importing this module registers the key, and has `PreTrainedModel` look whether models of that name ask for it. Such a
+Importing this module registers the key, and makes `PreTrainedModel` check that models loaded with it call it. Such a
 model runs inside ``with seqpar.parallel(plan, comm):`` on this rank's rows ``[1, plan.rows(rank)]`` with explicit
 ``position_ids``; `seqpar.parallelize` does both for ordinary batches.
 
-transformers asks a *mask function* for the mask of every kind of layer, and hands what it returns to the layers. Here
-that is the handle of a plan with that kind's mask, a 0-d tensor: it reaches the attention function as an argument of
+transformers asks a *mask function* for the mask of every kind of layer and passes the result to the layers. Here the
+result is the handle of a plan with that kind's mask, a 0-d tensor. It reaches the attention function as an argument of
 the layer, so recomputation, other threads and compiled layers find their plan without a context.
 """
 
@@ -35,7 +35,7 @@ from seqpar.plan import Plan
 
 KEY = "seqpar"
 
-# Keywords that layers hand to attention functions and that say nothing of what is attended to; the mask says it all.
+# Keywords that layers pass to attention functions and that the mask already covers.
 UNUSED = {
     "position_ids", "use_cache", "cache_position", "is_causal", "sliding_window", "return_dict", "output_hidden_states",
     "layer_idx", "deterministic",
@@ -43,10 +43,10 @@ UNUSED = {
 
 
 class Forward(NamedTuple):
-    """What a forward pass knows besides the plan. make: the plan of a layer's rule."""
+    """State of a forward pass besides the plan. make: returns the plan for a layer's rule."""
 
     make: Callable[[Plan, Rule], Plan] = lambda plan, rule: planned(plan, rule)
-    padded: bool = False  # whether a two-dimensional mask is known to be dealt with
+    padded: bool = False  # whether padding in a two-dimensional mask has been removed already
 
 
 _threads = threading.local()
@@ -55,7 +55,7 @@ _entering = threading.Lock()
 
 @contextmanager
 def forward(state: Forward) -> Iterator[None]:
-    """Give the mask functions of this thread that state, until the block ends."""
+    """Make this the state of the thread's mask functions until the block ends."""
     before = getattr(_threads, "state", None)
     _threads.state = state
     try:
@@ -70,7 +70,7 @@ def inside() -> bool:
 
 
 def planned(plan: Plan, rule: Rule) -> Plan:
-    """The plan with a rule for its mask, made once."""
+    """The plan with a rule for its mask; cached."""
     return plan.memo(("rule", rule), lambda: plan.with_mask(rule.mask(plan.mask.lengths)))  # type: ignore[no-any-return]
 
 
@@ -85,13 +85,14 @@ def mask_of(
     config: PreTrainedConfig | None = None,
     **unused: Any,
 ) -> Tensor:
-    """The handle of the surrounding plan with the mask that `mask_function` stands for: 0-d, what `bind` makes.
+    """The handle of the surrounding plan with the mask that `mask_function` describes: 0-d, from `bind`.
 
-    The arguments are those that transformers gives to its own; its indices of rows and dtypes are not needed.
+    The arguments are those of transformers' mask functions; its row indices and dtypes are not needed.
 
     Raises: RuntimeError outside `seqpar.parallel`; NotImplementedError for models whose config says that other layers
-    see rows of other ranks, masks that are no bounds, several rows, keys of a cache, and two-dimensional padding
-    masks, which `seqpar.parallelize` turns into documents.
+    see
+    rows of other ranks, masks that are not bounds, several rows, keys of a cache, and two-dimensional padding masks,
+    which `seqpar.parallelize` turns into documents.
     """
     return _mask(batch_size, q_length, kv_length, mask_function, attention_mask, config)  # type: ignore[no-any-return]
 
@@ -127,7 +128,7 @@ def _mask(
 
 
 def handle(plan: Plan, comm: Comm, seed: int) -> Tensor:
-    """The handle of a plan and a comm, with the seed of attention dropout beside them in its storage."""
+    """The handle of a plan and a comm; the seed of attention dropout follows it in its storage."""
     bound = bind(plan, comm)
     bound.untyped_storage()._seqpar_seed = seed  # type: ignore[attr-defined]
     return bound
@@ -147,14 +148,15 @@ def attention_function(
 ) -> tuple[Tensor, None]:
     """Attention of a layer over this rank's rows: out [1, T, H, D_v], and no weights.
 
-    query [1, H, T, D], key [1, H_kv, T, D], value [1, H_kv, T, D_v]; attention_mask: what `mask_of` returned. It
-    alone says what is seen (windows, causality, documents), as for transformers' own "sdpa" and "eager". s_aux: sinks.
+    query [1, H, T, D], key [1, H_kv, T, D], value [1, H_kv, T, D_v]; attention_mask: the result of `mask_of`. It alone
+    decides which keys are seen (windows, causality, documents), as in transformers' "sdpa" and "eager". s_aux: sinks.
 
-    Raises: NotImplementedError for a layer whose mask was not made by `mask_of`, and for keywords that would
-    change the result, by name; what `seqpar.attention` raises.
+    Raises: NotImplementedError for a layer whose mask is not from `mask_of`, and, by name, for keywords that would
+    change
+    the result; otherwise as `seqpar.attention`.
     """
     if not torch.compiler.is_compiling():
-        calls.begun += 1  # also where only shapes are computed, or what a checkpoint saved of the call is taken
+        calls.begun += 1  # even if only shapes are computed, or a checkpoint reuses the call's saved result
     if not isinstance(attention_mask, Tensor) or attention_mask.dim() or attention_mask.dtype != torch.int64:
         got = list(attention_mask.shape) if isinstance(attention_mask, Tensor) else attention_mask
         raise NotImplementedError(
@@ -164,7 +166,7 @@ def attention_function(
     unknown = sorted(name for name, value in rest.items() if name not in UNUSED and _says(value))
     if unknown:
         raise NotImplementedError(
-            f"{type(module).__name__} hands {', '.join(unknown)} to its attention, which seqpar does not know; "
+            f"{type(module).__name__} passes {', '.join(unknown)} to its attention, which seqpar does not know; "
             "leave it out of the call and of the config"
         )
     seed = _seed(module, attention_mask) if dropout else None
@@ -178,13 +180,13 @@ def attention_function(
 
 
 def _says(value: object) -> bool:
-    """Whether a keyword's value says anything: None, False and 0 do not."""
+    """Whether a keyword's value has an effect: None, False and 0 do not."""
     return value is not None and (isinstance(value, Tensor) or bool(value))
 
 
 @uncompiled
 def _seed(module: nn.Module, mask: Tensor) -> int:
-    """The seed of a layer's dropout: the same on all ranks and when recomputed, another for every layer and batch."""
+    """The seed of a layer's dropout: equal on all ranks and when recomputed, different for every layer and batch."""
     seed, layer = getattr(mask.untyped_storage(), "_seqpar_seed", None), getattr(module, "layer_idx", None)
     if seed is None or layer is None:
         raise NotImplementedError(
@@ -198,10 +200,11 @@ def _seed(module: nn.Module, mask: Tensor) -> int:
 
 
 def called(model: PreTrainedModel, *args: Any, **named: Any) -> Any:
-    """A call of any model: `nn.Module.__call__`, and for those that were loaded with `KEY` that under `asking`.
+    """A call of any model: `nn.Module.__call__`, inside `asking` for models loaded with `KEY`.
 
-    It stands on `PreTrainedModel`, where other modules do not pass. torch's hooks for all modules would slow down every
-    one of them, and be part of each graph that is compiled meanwhile.
+    It replaces `PreTrainedModel.__call__`, so other modules are not affected. torch's global module hooks would slow
+    down
+    every module and become part of every compiled graph.
     """
     if getattr(model.__dict__.get("config"), "_attn_implementation", None) != KEY:
         return nn.Module.__call__(model, *args, **named)
@@ -210,12 +213,13 @@ def called(model: PreTrainedModel, *args: Any, **named: Any) -> Any:
 
 @partial(torch.compiler.disable, recursive=False)
 def asking(model: PreTrainedModel, *args: Any, **named: Any) -> Any:
-    """A call of a model that was loaded with `KEY`, which must ask for that attention inside `seqpar.parallel`.
+    """A call of a model that was loaded with `KEY`, which must use that attention inside `seqpar.parallel`.
 
-    The outermost model is asked, as parts need not attend; one of images or sound takes what is a rank's own.
+    Only the outermost model is checked, since parts need not attend; models of images or sound may use a rank's own
+    input.
 
-    Raises: NotImplementedError if it did not: transformers takes the name for every model, also for those that attend
-    by code of their own or carry a state, and each rank would compute such a model on its rows alone.
+    Raises: NotImplementedError if it did not. transformers accepts the name for every model, even for those with their
+    own attention code or a state, and each rank would compute such a model on its rows alone.
     """
     if getattr(_threads, "watching", False) or not _rows_of_a_plan(model):
         return nn.Module.__call__(model, *args, **named)
@@ -237,7 +241,7 @@ def asking(model: PreTrainedModel, *args: Any, **named: Any) -> Any:
 
 
 def _rows_of_a_plan(model: PreTrainedModel) -> bool:
-    """Whether a model gets a rank's rows from its user: `seqpar.parallelize` has tried the models that it calls."""
+    """Whether the user passes a rank's rows to this model; `seqpar.parallelize` tries the models that it calls."""
     if inside() or model.main_input_name != "input_ids":
         return False
     try:
@@ -250,15 +254,15 @@ def _rows_of_a_plan(model: PreTrainedModel) -> bool:
 # --- the registries of transformers, which are global to the process --------------------------------------------------
 
 REGISTRIES = (AttentionInterface, AttentionMaskInterface)
-_entered: dict[str, tuple[int, list[Any]]] = {}  # key -> how many models want it, and what the registries had there
+_entered: dict[str, tuple[int, list[Any]]] = {}  # key -> number of its models, former registry entries
 
 
 def enter(key: str) -> Callable[[], None]:
-    """Have the entries of a key serve parallel models, and all others as before; returns the undo.
+    """Make the entries of a key serve parallel models, and all others as before; returns the undo.
 
-    `KEY` needs nothing of it: it is entered when this module is imported, and stays for models that others load.
+    `KEY` does not need it: it is entered when this module is imported, and stays for models loaded by others.
 
-    Raises: ValueError for a key without entries in both registries.
+    Raises: ValueError for a key that is not in both registries.
     """
     register()
     if key == KEY:
@@ -286,7 +290,7 @@ def enter(key: str) -> Callable[[], None]:
 
 
 def _either(attend: Callable[..., Any]) -> Callable[..., Any]:
-    """An attention function for masks of either kind."""
+    """An attention function that accepts masks of either kind."""
 
     @wraps(attend)
     def function(module: nn.Module, query: Tensor, key: Tensor, value: Tensor, *rest: Any, **named: Any) -> Any:
@@ -304,7 +308,7 @@ def _either(attend: Callable[..., Any]) -> Callable[..., Any]:
 
 
 def _either_mask(mask: Callable[..., Any]) -> Callable[..., Any]:
-    """A mask function that makes handles inside forward passes of parallel models."""
+    """A mask function that returns handles inside forward passes of parallel models."""
 
     @wraps(mask)
     def function(*args: Any, **named: Any) -> Any:
@@ -313,12 +317,12 @@ def _either_mask(mask: Callable[..., Any]) -> Callable[..., Any]:
     return function
 
 
-OCCUPIED = "_seqpar_occupied"  # of modules whose attention keeps its name: whether it is that of all ranks
+OCCUPIED = "_seqpar_occupied"  # on modules whose attention keeps its name: whether that attention is parallel
 
 
 @contextmanager
 def occupied(model: PreTrainedModel) -> Iterator[None]:
-    """The attention of a model refuses to be called but by its parallel forward, until the block ends."""
+    """Until the block ends, the model's attention refuses calls other than from its parallel forward."""
     with ExitStack() as stack:
         for module in model.modules():
             if isinstance(module.__dict__.get("config"), PreTrainedConfig):
@@ -328,7 +332,7 @@ def occupied(model: PreTrainedModel) -> Iterator[None]:
 
 @contextmanager
 def implementation(model: PreTrainedModel, name: str) -> Iterator[None]:
-    """The model with the attention of another implementation on one rank, until the block ends."""
+    """The model with another attention implementation, on one rank, until the block ends."""
     own = {id(m.config): m.config for m in model.modules() if isinstance(m.__dict__.get("config"), PreTrainedConfig)}
     with ExitStack() as stack:
         for module in model.modules():
@@ -341,7 +345,7 @@ def implementation(model: PreTrainedModel, name: str) -> Iterator[None]:
 
 
 def nested(old: PreTrainedConfig, new: PreTrainedConfig) -> Iterator[tuple[PreTrainedConfig, PreTrainedConfig]]:
-    """A config and those inside it, each with the one at its place in another."""
+    """A config and its nested configs, each with its counterpart in another config."""
     yield old, new
     for name, value in old.__dict__.items():
         if isinstance(value, PreTrainedConfig):
@@ -349,15 +353,15 @@ def nested(old: PreTrainedConfig, new: PreTrainedConfig) -> Iterator[tuple[PreTr
 
 
 def register() -> None:
-    """Enter the key in the registries, and `called` in `PreTrainedModel`. Importing this module does."""
+    """Enter the key in the registries and `called` in `PreTrainedModel`. Importing this module does so."""
     AttentionInterface.register(KEY, attention_function)
     AttentionMaskInterface.register(KEY, mask_of)
-    if "__call__" not in PreTrainedModel.__dict__:  # else it is there, maybe inside of somebody's own
+    if "__call__" not in PreTrainedModel.__dict__:  # else it is registered, perhaps inside a wrapper
         PreTrainedModel.__call__ = called
 
 
 def unregister() -> None:
-    """Take both out again; models that still name the key then fail by name."""
+    """Undo `register`; models that still use the key then fail with its name."""
     for registry in REGISTRIES:
         registry._global_mapping.pop(KEY, None)
     if PreTrainedModel.__dict__.get("__call__") is called:

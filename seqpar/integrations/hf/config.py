@@ -1,7 +1,7 @@
-"""What a config of transformers says of layers that see other rows than their attention does.
+"""Signs in a transformers config that layers see other rows outside attention.
 
-It is all that there is to ask when a model was loaded with ``attn_implementation="seqpar"`` and nobody gave it to
-`seqpar.parallelize`, which looks at the modules as well and tries the model on a few tokens.
+The config is all there is when a model was loaded with ``attn_implementation="seqpar"`` without `seqpar.parallelize`,
+which also looks at the modules and tries the model on a few tokens.
 """
 
 from __future__ import annotations
@@ -13,11 +13,11 @@ from transformers import MODEL_MAPPING, PreTrainedConfig, PreTrainedModel
 
 ATTENTION_LAYERS = {"full_attention", "sliding_attention", "chunked_attention"}
 NO_INTERFACE = "its attention does not go through transformers' AttentionInterface"
-LONGEST_POSITION = ("dynamic", "longrope")  # rotary types whose angles depend on it
+LONGEST_POSITION = ("dynamic", "longrope")  # rotary types whose angles depend on the longest position
 
 
 def mixing_layers(config: PreTrainedConfig) -> list[str]:
-    """What of the model of a (text) config sees rows of other ranks outside attention; empty if nothing is known."""
+    """The parts of a (text) config's model that see rows of other ranks outside attention; empty if none is known."""
     reasons = []
     model = MODEL_MAPPING.get(type(config), None)
     if getattr(model, "_is_stateful", False):
@@ -31,7 +31,7 @@ def mixing_layers(config: PreTrainedConfig) -> list[str]:
 
 
 def unserved_attention(config: PreTrainedConfig) -> list[str]:
-    """Why a registered attention function cannot serve a config's model; transformers takes the name all the same."""
+    """Why a registered attention function cannot serve a config's model, although transformers accepts the name."""
     reasons = []
     model = MODEL_MAPPING.get(type(config), None)
     if model is not None and not model._can_set_attn_implementation():
@@ -42,7 +42,7 @@ def unserved_attention(config: PreTrainedConfig) -> list[str]:
 
 
 def config_refusals(model: PreTrainedModel) -> list[str]:
-    """What a model's class and config say that speaks against computing it row by row, whatever attention it calls."""
+    """Reasons in a model's class and config against computing it row by row, whatever its attention."""
     reasons = []
     config = model.config.get_text_config()
     if model.config.is_encoder_decoder or getattr(config, "add_cross_attention", False):
@@ -54,12 +54,12 @@ def config_refusals(model: PreTrainedModel) -> list[str]:
     if getattr(config, "output_router_logits", False):
         reasons.append("output_router_logits=True adds a balance loss of the tokens of one rank; set it to False")
     if getattr(config, "output_attentions", False):
-        reasons.append("output_attentions=True asks for weights that nobody computes")
+        reasons.append("output_attentions=True asks for weights that no rank computes")
     return reasons
 
 
 def _ropes(config: PreTrainedConfig) -> Iterable[tuple[str, str]]:
-    """Rotary types and where the config says them."""
+    """Rotary types, and the place of each in the config."""
     said: dict[str, Any] = getattr(config, "rope_parameters", None) or getattr(config, "rope_scaling", None) or {}
     for name, value in [("", said), *said.items()]:
         if isinstance(value, dict) and "rope_type" in value:

@@ -1,9 +1,10 @@
-"""Whether a transformers model can be computed row by row: everything outside its attention must know no other rows.
+"""Whether a transformers model can be computed row by row: nothing but its attention may look at other rows.
 
-What a class says of itself is asked first; then a probe runs the model on a few tokens, each of them a document of its
-own: all rows, and some of them in another order with their positions. Rows that come out otherwise met another row
-somewhere else than in the attention, as in a convolution, a recurrence or positions that are counted. The loss of the
-model and its head are compared along the way, so that neither is taken for what it is not.
+First the class, config and modules are checked. Then a probe runs the model on a few tokens, each a document of its
+own:
+once on all rows, and once on some of them in another order, with their positions. If an output row changes, the model
+mixes rows outside attention (a convolution, a recurrence, counted positions). The same runs check the model's loss and
+its head, so that neither is mistaken for something else.
 """
 
 from __future__ import annotations
@@ -34,22 +35,22 @@ from seqpar.plan import Plan
 from seqpar.train import cross_entropy
 
 TOKENS = 13  # of the probe
-ROWS = [9, 2, 3, 12, 4]  # of them in the second run
-# Results that have a row per token; anything else a model returns is not brought home.
+ROWS = [9, 2, 3, 12, 4]  # rows of the second run, by number
+# Outputs with a row per token; other outputs do not return to their batch.
 PER_TOKEN = ("logits", "last_hidden_state")
 SHIFTS = {ForCausalLMLoss: "row", ForMaskedLMLoss: "none", ForTokenClassification: "none"}
-POOLED, NO_ROWS = "it also returns pooler_output", "of which none has a row for every token"
+POOLED, NO_ROWS = "it also returns pooler_output", "none with a row for every token"
 NO_MASK = "no layer asked transformers.masking_utils for a mask"
-# Modules that see other tokens, or the batch, by their nature.
+# Modules that look at other tokens, or at the batch, by design.
 MIXING = (nn.Conv1d, nn.Conv2d, nn.Conv3d, nn.RNNBase, nn.modules.batchnorm._NormBase)
 
 
 class ModelFit(NamedTuple):
-    """What is known of a model that fits.
+    """The findings on a model that fits.
 
     rules: the masks it asks for. columns: whether, without position_ids, a token's position is its place in the row.
-    result: the field that has a row per token. shift: what labels belong to, as `seqpar.data.share` takes it. loss: why
-    its loss is not computed here, or "". head: the layer whose products are the logits, softcap: what they go through.
+    result: the output with a row per token. shift: the rows that labels belong to, as in `seqpar.data.share`. loss: why
+    its loss cannot be computed here, or "". head: the layer that makes the logits. softcap: the logits' softcap.
     """
 
     rules: frozenset[Rule]
@@ -67,7 +68,7 @@ class ModelFit(NamedTuple):
 
 
 def refusals(model: PreTrainedModel) -> list[str]:
-    """What a model's class, config and modules say that speaks against computing it row by row."""
+    """Reasons in a model's class, config and modules against computing it row by row."""
     reasons = []
     if model.main_input_name != "input_ids":
         reasons.append(f"it computes {model.main_input_name}, not input_ids")
@@ -81,9 +82,9 @@ def refusals(model: PreTrainedModel) -> list[str]:
 
 
 def fitting(model: PreTrainedModel) -> ModelFit:
-    """What a model that already asks for seqpar's attention is like, by `refusals` and the probe.
+    """The findings of `refusals` and of the probe on a model that already uses seqpar's attention.
 
-    Raises: NotImplementedError naming everything that speaks against it, or that its weights are not there yet.
+    Raises: NotImplementedError naming every reason against it, or that its weights are not loaded yet.
     """
     reasons = refusals(model)
     if not reasons:
@@ -103,7 +104,7 @@ def fitting(model: PreTrainedModel) -> ModelFit:
 
 
 def _remedy(model: PreTrainedModel, reasons: list[str]) -> str:
-    """What computes a model for which just one thing speaks against it, or "": each way is tried before it is named."""
+    """A way to compute a model with a single reason against it, or "". Each way is tried before it is suggested."""
     prefix, base = model.base_model_prefix, model.base_model
     if reasons in ([NO_INTERFACE], [NO_MASK]) and _by_sdpa(model):
         return "; give sdpa=True and this rank's rows, as its attention is PyTorch's"
@@ -119,7 +120,7 @@ def _remedy(model: PreTrainedModel, reasons: list[str]) -> str:
 
 
 def _by_sdpa(model: PreTrainedModel) -> bool:
-    """Whether `seqpar.sdpa` computes it."""
+    """Whether `seqpar.sdpa` can compute it."""
     at = torch.arange(TOKENS, device=model.device)[None]
     for causal in (True, False):
         plan = Plan(Mask([TOKENS], causal=causal), Layout.contiguous(TOKENS, 1))
@@ -173,7 +174,7 @@ def _probed(model: PreTrainedModel, reasons: list[str]) -> ModelFit:
 
 @contextmanager
 def _quiet(model: nn.Module) -> Iterator[None]:
-    """No dropout, full precision, and nothing compiled for a probe."""
+    """A context without dropout, in full precision and uncompiled, for a probe."""
     training = [module for module in model.modules() if module.training]
     compiled = {module: module._compiled_call_impl for module in model.modules() if module._compiled_call_impl}
     model.eval()
@@ -190,7 +191,7 @@ def _quiet(model: nn.Module) -> Iterator[None]:
 
 
 class _Probe:
-    """Runs of a model by itself. rules: the masks that layers asked for; hidden: what the base model returned last."""
+    """Runs of a model on its own. rules: the masks that layers asked for. hidden: the base model's last output."""
 
     def __init__(self, model: PreTrainedModel) -> None:
         self.model, self.rules = model, set[Rule]()
@@ -199,7 +200,7 @@ class _Probe:
     def __call__(
         self, ids: Tensor, documents: Sequence[int] = (), order: Sequence[int] = (), **options: Any
     ) -> Any:  # fmt: skip
-        """What the model returns for tokens in documents of these lengths, by default one each, held in this order."""
+        """The output for tokens in documents of these lengths (by default one token each), held in this order."""
         mask = Mask(documents or [1] * len(ids))
         plan = Plan(mask, Layout([np.array(order or range(len(ids)))]))
         base = self.model.base_model
@@ -220,12 +221,12 @@ class _Probe:
 
 
 def caching(model: PreTrainedModel) -> dict[str, Any]:
-    """The keyword that keeps a model from making a cache, where it could make one."""
+    """The keyword that stops a model from making a cache, if it can make one."""
     return {"use_cache": False} if hasattr(model.config.get_text_config(), "use_cache") else {}
 
 
 def _result(out: Any, reasons: list[str]) -> str:
-    """The field with a row per token; others that are there speak against the model."""
+    """The output with a row per token; any other output is a reason against the model."""
     fields = {name: value for name, value in out.items() if value is not None}
     result = next((name for name in PER_TOKEN if name in fields), "")
     if not result or fields[result].dim() != 3 or tuple(fields[result].shape[:2]) != (1, TOKENS):
@@ -238,8 +239,9 @@ def _result(out: Any, reasons: list[str]) -> str:
 def _close(a: Tensor, b: Tensor) -> bool:
     """Equal up to rounding, row by row.
 
-    Products of other shapes round otherwise, and where products are rough that may send some row to other experts: most
-    rows are asked then, as what mixes tokens does so in most.
+    Products of other shapes round differently, and rough products may send some row to other experts. Then most rows
+    must
+    agree: a model that mixes tokens changes most rows.
     """
     worst = (a.double() - b.double()).abs().reshape(-1, a.shape[-1]).amax(-1) / a.abs().max().double().clamp(min=1e-30)
     if torch.finfo(a.dtype).eps < 1e-6 and torch.get_float32_matmul_precision() == "highest":
@@ -248,7 +250,7 @@ def _close(a: Tensor, b: Tensor) -> bool:
 
 
 def _loss(probe: _Probe, whole: Any, ids: Tensor, labels: Tensor, at: Tensor) -> tuple[str, str]:
-    """What labels belong to, and why the loss is not computed here, if it is not."""
+    """The rows that labels belong to, and why the loss cannot be computed here, or ""."""
     function = probe.model.loss_function
     if "logits" not in whole or function not in SHIFTS:
         return "row", f"its loss {getattr(function, '__name__', repr(function))} is not a mean over tokens"
@@ -265,12 +267,12 @@ def _loss(probe: _Probe, whole: Any, ids: Tensor, labels: Tensor, at: Tensor) ->
 
 
 def softcap_of(model: PreTrainedModel) -> float:
-    """What its config says that logits go through; 0 for none."""
+    """The softcap of the logits, by the config; 0 for none."""
     return float(getattr(model.config.get_text_config(), "final_logit_softcapping", None) or 0.0)
 
 
 def _head(model: PreTrainedModel, whole: Any, hidden: Tensor | None) -> tuple[nn.Linear | None, float]:
-    """The layer that makes logits of hidden states, where it and a softcap are all there is between them."""
+    """The layer that makes logits of hidden states, if only it and a softcap are between them."""
     head = model.get_output_embeddings()
     softcap = softcap_of(model)
     if hidden is None or type(head) is not nn.Linear or "logits" not in whole or hidden.shape[-1] != head.in_features:

@@ -1,8 +1,8 @@
-"""What transformers says of a layer's mask, as a rule per document: from its mask functions to bounds.
+"""A layer's mask as a rule per document: from transformers' mask functions to bounds.
 
-transformers builds masks from functions of indices, composed by factories of its `masking_utils`. Evaluating them would
-take a value per pair, and their indices mean nothing for rows that are spread over ranks. So the composition is read
-instead: which factories made it, and with which numbers. What was made by others is refused by name.
+transformers composes masks of index functions, by factories in its `masking_utils`. Evaluating them would take a value
+per pair, and row indices mean nothing once rows are spread over ranks. So the composition is read instead: which
+factories, with which numbers. A function of any other origin is refused by name.
 """
 
 from __future__ import annotations
@@ -20,8 +20,9 @@ MODULE = "transformers.masking_utils"
 
 
 class Rule(NamedTuple):
-    """Which keys of its own document a token sees: up to itself if causal, `left` and `right` beside itself, and only
-    those of its own stretch of `chunk` tokens. None: no limit."""
+    """The keys of its own document that a token sees: up to itself if causal; at most `left` before and `right` after
+    it;
+    only within its own stretch of `chunk` tokens. None: no limit."""
 
     causal: bool = False
     left: int | None = None
@@ -30,7 +31,7 @@ class Rule(NamedTuple):
 
     @property
     def local(self) -> bool:
-        """Whether distances matter."""
+        """Whether the rule depends on distances."""
         return not (self.left is self.right is self.chunk is None)
 
     def __and__(self, other: Rule) -> Rule:
@@ -43,10 +44,10 @@ class Rule(NamedTuple):
         )  # fmt: skip
 
     def mask(self, lengths: Ints) -> Mask:
-        """The rule over packed documents."""
+        """The rule applied to packed documents."""
         right = 0 if self.causal else self.right
         at = np.arange(lengths.sum())
-        if self.left is not None and self.left < 0:  # a window of 0 keys, which models ask for where no layer uses it
+        if self.left is not None and self.left < 0:  # a window of 0 keys, used for a window that no layer has
             return Mask.from_bounds(at, at, lengths=lengths)
         if self.chunk is None:
             return Mask(lengths, causal=self.causal, window=(self.left, None if self.causal else right))
@@ -64,9 +65,9 @@ def _least(a: int | None, b: int | None) -> int | None:
 
 
 def rule_of(function: Callable[..., Any]) -> Rule:
-    """The rule that a mask function of transformers stands for.
+    """The rule that a mask function of transformers describes.
 
-    Raises: NotImplementedError naming a function that is not one of transformers' own, or not expressible as bounds.
+    Raises: NotImplementedError naming a function that is not transformers' own or cannot be expressed as bounds.
     """
     name = function.__qualname__.split(".<locals>")[0]
     closure = {} if "<locals>" not in function.__qualname__ else inspect.getclosurevars(function).nonlocals
@@ -92,7 +93,7 @@ _READERS: dict[str, Callable[[dict[str, Any]], Rule]] = {
     "sliding_window_overlay": lambda closure: Rule(left=closure["sliding_window"] - 1),
     "sliding_window_bidirectional_overlay": lambda closure: Rule(False, *[closure["sliding_window"]] * 2),
     "chunked_overlay": lambda closure: Rule(chunk=closure["chunk_size"]),
-    # documents are the plan's: these two keep them apart on one device, by row numbers that mean nothing on ranks
+    # the plan separates documents; on one device these two do, by row numbers that mean nothing on ranks
     "packed_sequence_mask_function": lambda closure: Rule(),
     "remap_positions_for_packed_sequence": lambda closure: rule_of(closure["mask_function"]),
 }

@@ -1,11 +1,11 @@
-"""A transformers model that takes ordinary batches and computes them on all ranks: what happens around its forward.
+"""A transformers model that takes ordinary batches and computes them on all ranks: its forward, replaced.
 
-Before: the batch becomes this rank's rows (`seqpar.data.share`), and the plan surrounds the forward pass. After: rows
-of results go home to the batch that brought them (`seqpar.data.back`), and the loss is that of the union of all ranks'
-batches. Labels never reach the model, whose own loss would be the mean of a rank's rows.
+Before: the batch becomes this rank's rows (`seqpar.data.share`), and a plan surrounds the forward pass. After: output
+rows return to the batch they came from (`seqpar.data.back`), and the loss is that of the union of all ranks' batches.
+Labels never reach the model, whose own loss would be the mean over a rank's rows.
 
-All of it takes the place of the instance's ``forward``, inside whatever wraps that or hooks into calls of the model
-(autocast, DDP, FSDP2, adapters): there parameters are whole, and losses are seen.
+The instance's ``forward`` is replaced, inside anything that wraps it or hooks into the model's calls (autocast, DDP,
+FSDP2, adapters): there parameters are whole, and losses are visible.
 """
 
 from __future__ import annotations
@@ -57,17 +57,17 @@ from seqpar.train.sums import sum_under
 
 Planner = Callable[[Ints, int], Plan]
 
-# What a batch may hold for every token, and what says where documents are.
+# Entries of a batch with a value per token, and entries that mark documents.
 ROWS = ("input_ids", "inputs_embeds", "attention_mask", "position_ids", "token_type_ids", "labels", "shift_labels")
 DOCUMENTS = ("cu_seq_lens_q", "cu_seq_lens_k", "max_length_q", "max_length_k")
-OF_LOSS = ("labels", "shift_labels", "num_items_in_batch")  # what a base model does not take
+OF_LOSS = ("labels", "shift_labels", "num_items_in_batch")  # not taken by a base model
 OPTIONS = ("num_items_in_batch", "output_hidden_states", "return_dict")
-# Keywords that may be given with a value that asks for nothing.
+# Keywords whose value may be without effect.
 IDLE = {
     "use_cache": (False,), "output_attentions": (False,), "output_router_logits": (False,), "logits_to_keep": (0,),
     "fused_lm_head": (False,),
 }  # fmt: skip
-# Which document a token is in, for convolutions and recurrences: attention on one device does not look at it.
+# The document of each token, for convolutions and recurrences: attention on one device ignores it.
 UNSEEN = ("seq_idx",)
 
 
@@ -83,26 +83,32 @@ def parallelize(
 ) -> ParallelTransformer:
     """The handle of a transformers model that takes ordinary batches and computes them on all ranks. A collective.
 
-    A forward pass is a collective too, and computes the union of the batches that the ranks give: ``input_ids`` [B, S]
-    (or ``inputs_embeds``) with ``attention_mask`` [B, S], ``position_ids``, ``token_type_ids`` and ``labels``, or one
-    packed row with ``cu_seq_lens_q``, as `seqpar.data.share` reads them.
+    A forward pass is a collective and computes the union of the ranks' batches: ``input_ids`` [B, S] (or
+    ``inputs_embeds``) with ``attention_mask`` [B, S], ``position_ids``, ``token_type_ids`` and ``labels``, or one
+    packed
+    row with ``cu_seq_lens_q``, as in `seqpar.data.share`.
 
-    The loss is that of one process with all batches, equal on every rank; its gradient is that of this rank's share,
-    so gradients are summed over ranks (`seqpar.train.sync_gradients`), or averaged by a wrapper over as many ranks as
-    ``average_over`` says (DDP, FSDP2, accelerate). With ``num_items_in_batch`` the loss is this rank's share, the sum
-    over its tokens / ``num_items_in_batch``, and the caller scales for wrappers, as transformers' Trainer does.
+    The loss is that of one process with all batches, equal on every rank. Its gradient is that of this rank's share:
+    sum
+    the gradients over ranks (`seqpar.train.sync_gradients`), or let a wrapper average them over ``average_over`` ranks
+    (DDP, FSDP2, accelerate). With ``num_items_in_batch`` the loss is this rank's share, the sum over its tokens /
+    ``num_items_in_batch``, and the caller scales it for wrappers, as transformers' Trainer does.
 
-    Results for every token (logits, last_hidden_state, hidden_states) come back for the rank's own batch, in its
-    shape. In training with labels ``out.logits`` is None unless ``logits=True``: the loss is computed in chunks, and no
-    ``[T, vocabulary]`` logits exist. Calls of ``model.base_model``, as heads of others make them, are parallel too.
+    Outputs per token (logits, last_hidden_state, hidden_states) come back for the rank's own batch, in its shape. In
+    training with labels ``out.logits`` is None unless ``logits=True``: the loss is computed in chunks, without
+    ``[T, vocabulary]`` logits. Calls of ``model.base_model``, as other libraries' heads make them, are parallel too.
 
-    plan: ``(lengths, ranks) -> Plan``; by default `plan_batch` with the model's shape, and where spreading documents
-    over ranks gains less time than it takes, each is computed by the rank that brings it. source: "sharded", every rank
-    brings its own batch, or "replicated", all bring the same. in_place: keep the name of the model's implementation,
-    for models that compare names: transformers' functions of that name then serve parallel models as well as others.
+    plan: ``(lengths, ranks) -> Plan``; by default `plan_batch` with the model's shape, except that each rank computes
+    its
+    own documents where spreading them gains less time than it costs. source: "sharded", every rank brings its own
+    batch,
+    or "replicated", all bring the same. in_place: keep the name of the model's attention implementation, for models
+    that
+    compare names; transformers' functions of that name then serve parallel models and all others.
 
-    Raises: NotImplementedError naming everything of the model, or of a batch, that cannot be computed on several ranks;
-    TypeError for a plan that is no function.
+    Raises: NotImplementedError naming every part of the model, or of a batch, that several ranks cannot compute;
+    TypeError
+    for a plan that is not a function.
     """
     return ParallelTransformer(
         model, comm, plan=plan, source=source, average_over=average_over, logits=logits, in_place=in_place
@@ -112,8 +118,8 @@ def parallelize(
 class ParallelTransformer(ParallelModel):
     """A transformers model whose forwards are computed on all ranks.
 
-    model, comm: as given to `seqpar.parallelize`. fit: what was found of the model. logits: whether training with
-    labels returns logits too, which are None otherwise; may be set at any time, alike on all ranks.
+    model, comm: as given to `seqpar.parallelize`. fit: the findings on the model. logits: whether training with labels
+    returns logits, which are otherwise None; may be changed at any time, equally on all ranks.
     """
 
     def __init__(
@@ -124,11 +130,11 @@ class ParallelTransformer(ParallelModel):
         self.model: PreTrainedModel = model
         self.source, self.average_over, self.logits = source, average_over, logits
         self._worth = Worth(type(model).__name__)
-        self._hidden: list[Tensor] | None = None  # where the base model leaves its last hidden states, if asked to
+        self._hidden: list[Tensor] | None = None  # collects the base model's last hidden states, if needed
         self._running = False
         self._count = 0
-        self._known: set[Rule] = set()  # of the masks that all ranks asked for in some forward
-        self._rules: list[Rule] = []  # of the masks that the last forward asked for
+        self._known: set[Rule] = set()  # of the masks that all ranks used in an earlier forward
+        self._rules: list[Rule] = []  # of the masks in the last forward
         self._seed = comm.gather("parallelize: the seed of attention dropout", torch.initial_seed())[0]
         self._before = model.config._attn_implementation
         self._name = self._before if in_place else KEY
@@ -159,14 +165,17 @@ class ParallelTransformer(ParallelModel):
         self._install()
 
     def prefetch(self, batches: Iterable[Any], *, depth: int = 1) -> Iterator[Any]:
-        """A loader's batches, as they are; the plans of the next `depth` are made in a thread while one is computed.
+        """A loader's batches, unchanged; while one is computed, a thread plans the next `depth`.
 
-        Every step of the iterator is a collective of the calling thread, in which ranks tell each other the lengths of
-        a batch to come; the thread touches no comm. A batch that is changed on its way to the model is planned when it
-        gets there. It ends with the iterator: at the last batch, at an error, and on ``close``.
+        Each step of the iterator is a collective of the calling thread, in which ranks exchange the lengths of a later
+        batch;
+        the planning thread uses no comm. A batch that is changed on its way to the model is planned when it arrives.
+        The
+        thread ends with the iterator: at the last batch, at an error, and on ``close``.
 
-        Raises: when the batch's turn comes, what a rank's loader raised, there and as ValueError on the others;
-        ValueError on all ranks where the loaders of some have ended and those of others have not.
+        Raises: at the batch's turn, the error of a rank's loader, on that rank, and ValueError on the others;
+        ValueError on
+        all ranks if some loaders have ended and others have not.
         """
         how = Reading(self.fit.shift)
 
@@ -184,7 +193,7 @@ class ParallelTransformer(ParallelModel):
         )
 
     def _reduce(self, protocol: Any) -> Any:
-        """Raise: what a pickle of the model would hold."""
+        """Raise: a pickled forward would hold a comm of this process."""
         raise unpicklable(type(self.model).__name__)
 
     @contextmanager
@@ -199,16 +208,16 @@ class ParallelTransformer(ParallelModel):
         model, undone = self.model, self._undone
         generate = {"generate": partial(self._generate, model.generate)} if hasattr(model, "generate") else {}
         self._replace(model, generate)
-        if model.base_model is not model:  # heads that others put on it call the base model
+        if model.base_model is not model:  # heads of other libraries call the base model
             self._replace(model.base_model, {})
         if self.fit.head is not None:
             self._keeping = model.base_model.register_forward_hook(uncompiled(self._keep_hidden))
             undone.callback(self._keeping.remove)
 
     def _replace(self, module: PreTrainedModel, more: dict[str, Any]) -> None:
-        """Make calls of a module, the model or its base, calls of all ranks."""
+        """Make the forward of a module, the model or its base, run on all ranks."""
         before, whole = module.forward, module is self.model
-        headed = "forward" in module.__dict__  # somebody's head is on it already, and calls the base model
+        headed = "forward" in module.__dict__  # a head of another library wraps it already, and calls the base model
 
         @wraps(before)
         def forward(*args: Any, **named: Any) -> Any:
@@ -216,7 +225,7 @@ class ParallelTransformer(ParallelModel):
                 return before(*args, **named)
             return self._forward(module, before, args, named)
 
-        # copies ask the instance for the last two before they look at anything else of it
+        # copying looks up the last two on the instance before anything else
         copies = {"__deepcopy__": self.__deepcopy__, "__reduce_ex__": self._reduce}
         self._undone.enter_context(replaced(module, {"forward": forward, PARALLEL: self, **more, **copies}))
 
@@ -254,14 +263,14 @@ class ParallelTransformer(ParallelModel):
 
     @uncompiled
     def _fail(self, error: BaseException) -> None:
-        """Tell the other ranks why this one leaves, so that they do not wait for it in the dark."""
+        """Tell the other ranks why this one leaves, so that they do not wait for the timeout."""
         if self.comm.size > 1:
             self.comm.abort(f"{type(self.model).__name__}.forward: {type(error).__name__}: {error}")
 
     @uncompiled
     def _surround(self, own: Share) -> ExitStack:
-        """What is around the model's own forward, entered."""
-        if self.fit.head is not None:  # after hooks of others, which may return something else than the base model does
+        """The contexts around the model's own forward, entered."""
+        if self.fit.head is not None:  # after other hooks, which may change the base model's output
             self.model.base_model._forward_hooks.move_to_end(self._keeping.id)
         around = ExitStack()
         around.enter_context(parallel(own.plan, self.comm, seed=derived_seed(self._seed, self._count)))
@@ -269,10 +278,11 @@ class ParallelTransformer(ParallelModel):
         return around
 
     def _maker(self, own: Share) -> Callable[[Plan, Rule], Plan]:
-        """The plan of a layer's rule for a share, which knows of masked-out tokens between others.
+        """The plan of a layer's rule for a share, including masked-out tokens between others.
 
-        All ranks have the plan of the share, and had the same rules before; so the plan of such a rule is the same on
-        all of them, and they need not compare it.
+        All ranks have the share's plan and had the same rules before, so they derive the same plan for the rule and
+        need not
+        compare it.
         """
         self._rules = []
 
@@ -294,7 +304,7 @@ class ParallelTransformer(ParallelModel):
     def _share(
         self, module: PreTrainedModel, args: tuple[Any, ...], named: dict[str, Any]
     ) -> tuple[_Call, Share, dict[str, Any]]:
-        """What is asked for, this rank's share of the batch, and the arguments that make a module compute it."""
+        """The request, this rank's share of the batch, and the arguments with which the module computes it."""
         arguments, error = self._arguments(module, args, named)
         training = torch.is_grad_enabled() and self.model.training
         labels = any(name in arguments for name in ("labels", "shift_labels"))
@@ -308,7 +318,7 @@ class ParallelTransformer(ParallelModel):
         what = f"{type(module).__name__}.forward"
         batch = {name: arguments[name] for name in (*ROWS, *DOCUMENTS) if name in arguments}
         how = Reading(self.fit.shift)
-        # one round for all that ranks are to tell each other before they know the documents of all
+        # one round for all that ranks must exchange before they know each other's documents
         known = announce(
             batch, self.comm, self.source, how, error=error, gather=partial(self._loop.gather, what, facts=facts)
         )
@@ -344,7 +354,7 @@ class ParallelTransformer(ParallelModel):
     def _arguments(
         self, module: PreTrainedModel, args: tuple[Any, ...], named: Mapping[str, Any]
     ) -> tuple[dict[str, Any], Exception | None]:
-        """The arguments of a call by name, without those that say nothing, and what is wrong with them."""
+        """The arguments of a call by name, without those that have no effect, and the error in them or None."""
         names = _parameters(type(module))[1:]
         arguments = {n: x for n, x in (dict(zip(names, args)) | dict(named)).items() if x is not None}
         arguments = {n: x for n, x in arguments.items() if n not in UNSEEN}
@@ -369,8 +379,8 @@ class ParallelTransformer(ParallelModel):
             )
         if unknown := sorted(arguments.keys() - set(known)):
             return arguments, NotImplementedError(
-                f"{who} on several ranks got {', '.join(unknown)}, built are {', '.join(known)}; leave it out, or run "
-                "the model on one rank, inside parallelize(...).local()"
+                f"{who} on several ranks got {', '.join(unknown)}, supported are {', '.join(known)}; leave it out, or "
+                "run the model on one rank, inside parallelize(...).local()"
             )
         if not self.fit.columns and "position_ids" not in arguments:
             return arguments, NotImplementedError(
@@ -395,7 +405,7 @@ class ParallelTransformer(ParallelModel):
         return arguments, None
 
     def _has_head(self) -> bool:
-        """Whether the loss can be computed from hidden states here: not if somebody else shards or wraps the head."""
+        """Whether the loss can be computed from hidden states: not if the head is sharded or wrapped."""
         head = self.fit.head
         return (
             head is not None
@@ -415,7 +425,7 @@ class ParallelTransformer(ParallelModel):
 
     @uncompiled
     def _home(self, call: _Call, own: Share, out: Any, hidden: list[Tensor] | None) -> Any:
-        """What the model returned, of this rank's own batch, and the loss of all."""
+        """The model's output for this rank's own batch, with the loss of all batches."""
         results = {field.name: getattr(out, field.name) for field in fields(out)}
         if other := [n for n, x in results.items() if x is not None and n not in (*PER_TOKEN, "hidden_states")]:
             raise NotImplementedError(
@@ -433,9 +443,9 @@ class ParallelTransformer(ParallelModel):
         return whole if call.return_dict else whole.to_tuple()
 
     def _loss(self, call: _Call, own: Share, logits: Tensor | None, hidden: list[Tensor] | None) -> Tensor:
-        """The loss of the union of all ranks' batches, whose gradient here is that of this rank's share."""
+        """The loss of the union of all ranks' batches, with the gradient of this rank's share."""
         scale: dict[str, Any] = {"valid": own.valid, "average_over": self.average_over}
-        if call.items is not None:  # a mean over more than this batch, which its caller also scales for wrappers
+        if call.items is not None:  # a mean over more than this batch, which the caller also scales for wrappers
             scale = {"valid": call.items if isinstance(call.items, int) else call.items.reshape(())}
         labels = own.tensors["labels"]
         if hidden is not None:
@@ -467,7 +477,7 @@ def _leave(around: ExitStack) -> None:
 
 
 class _Call(NamedTuple):
-    """What a forward pass is asked for. items: num_items_in_batch. chunked: the loss without logits."""
+    """The request of a forward pass. items: num_items_in_batch. chunked: the loss without logits."""
 
     labels: bool
     items: Tensor | int | None
@@ -494,7 +504,7 @@ class _Reported(torch.autograd.Function):
 def _with_own_configs(model: PreTrainedModel, name: str) -> Callable[[], None]:
     """Give a model copies of its configs, which other models may share, with that attention; returns the undo.
 
-    The undo puts the very objects back, with what has been changed in the copies meanwhile.
+    The undo restores the original config objects, with changes made to the copies meanwhile.
     """
     copies: dict[int, Any] = {}
     places: list[tuple[nn.Module, str, PreTrainedConfig]] = []

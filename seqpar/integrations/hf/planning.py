@@ -1,8 +1,8 @@
-"""The plan of a batch for a transformers model: where spreading documents gains too little, each stays where it came.
+"""Plans for a transformers model: a document is only spread over ranks if that gains enough time.
 
-Spreading has a price that a plan's forecast does not hold: the host plans the batch, rows move to other ranks, and keys
-follow them in every layer. What it gains is at most what the slowest rank takes with the documents that it brings, less
-what no plan can beat. Long documents gain seconds, short ones microseconds.
+Spreading has costs outside a plan's forecast: the host plans the batch, rows move to other ranks, and keys follow them
+in every layer. Its gain is at most the slowest rank's time with its own documents, less the bound that no plan beats:
+seconds for long documents, microseconds for short ones.
 """
 
 from __future__ import annotations
@@ -25,34 +25,34 @@ from seqpar.planner.cost import Ticks
 from seqpar.planner.memory import Memory
 from seqpar.planner.scale import weights_for
 
-# Seconds that spreading a batch takes besides computing it: of 8 documents of 128 tokens on 2 ranks of an Intel Xeon
-# planning takes 2 ms, moving rows 1.5, and exchanging keys 1 in each layer.
+# Seconds that spreading a batch costs besides computing it. For 8 documents of 128 tokens on 2 ranks of an Intel Xeon:
+# 2 ms for planning, 1.5 ms for moving rows, 1 ms per layer for exchanging keys.
 SPREADING = 3e-3
 
 
 class State(NamedTuple):
-    """What of a model a plan depends on and may change: whether layers are recomputed, and the device's type."""
+    """The properties of a model that plans depend on and that may change: recomputation, and the device type."""
 
     recomputed: bool
     device: str
 
 
 class ModelPlanner:
-    """Plans batches for a model of one shape, with what `State` says of it at the time."""
+    """Plans batches for a model of one shape, in its current `State`."""
 
     def __init__(self, model: PreTrainedModel, *, causal: bool) -> None:
         self._model, self._causal = model, causal
-        # asked at every batch, for which walking a model takes long
+        # cached: it is asked for every batch, and walking a model takes long
         self._recomputing = [module for module in model.modules() if hasattr(module, "gradient_checkpointing")]
         self._weighed: dict[State, tuple[ModelShape, Hardware]] = {}
 
     def state(self) -> State:
-        """What a plan depends on besides the batch."""
+        """The inputs of a plan besides the batch."""
         recomputed = any(module.gradient_checkpointing for module in self._recomputing)
         return State(recomputed, self._model.device.type)
 
     def __call__(self, lengths: Ints, ranks: int, state: Any, brought: Brought | None) -> Plan:
-        """The plan of documents of these lengths; brought: None where every rank has all of them."""
+        """The plan of documents of these lengths. brought: None if every rank has all documents."""
         mask = Mask(lengths, causal=self._causal)
         shape, machine = self._weigh(state)
         if brought is not None and ranks > 1:
@@ -64,7 +64,7 @@ class ModelPlanner:
 
     def _weigh(self, state: State) -> tuple[ModelShape, Hardware]:
         if state not in self._weighed:
-            # what fits is for the device to say: nobody has told its memory, nor what else is in it
+            # the device decides how much fits: its memory, and what else uses it, is unknown
             machine = replace(Hardware.preset("cpu" if state.device == "cpu" else "h100"), memory=1 << 60)
             shape = shape_of(self._model.config.get_text_config())
             self._weighed[state] = replace(shape, recompute="full") if state.recomputed else shape, machine
@@ -72,7 +72,7 @@ class ModelPlanner:
 
 
 def forecast_apart(mask: Mask, source: Layout, shape: ModelShape, machine: Hardware) -> Forecast:
-    """What ranks take that compute the documents `source` gives them, each alone."""
+    """The forecast if each rank computes the documents that `source` gives it, alone."""
     layers = [(mask, shape.layers)]
     w = weights_for(layers, shape, machine)
     rows = source.sizes()

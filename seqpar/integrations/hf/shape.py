@@ -1,4 +1,4 @@
-"""The shape that the planner weighs, of any config of transformers: no plan fails because a config is unusual."""
+"""The planner's shape of any transformers config: planning never fails because a config is unusual."""
 
 from __future__ import annotations
 
@@ -11,9 +11,9 @@ from seqpar.planner import ModelShape
 
 
 def shape_of(config: PreTrainedConfig) -> ModelShape:
-    """What the planner weighs: of a config it does not know, what all of them have, and usual sizes where one has less.
+    """The shape for the planner. For an unknown config: the entries that all configs have, and typical sizes elsewhere.
 
-    A figure that a config gives layer by layer counts as the mean of all layers.
+    A size given per layer counts as the mean of all layers.
     """
     try:
         return ModelShape.from_config(config)
@@ -33,12 +33,12 @@ def shape_of(config: PreTrainedConfig) -> ModelShape:
 
 
 def _size(config: PreTrainedConfig, *names: str) -> int:
-    """The first of a config's entries that is a size, 0 if none is; of a list, the mean."""
+    """The first of these entries that is a size, 0 if none is; the mean of a list."""
     for name in names:
         try:
             value: Any = getattr(config, name, None)
             size = 0 if value is None else round(float(np.mean(value)))
-        except Exception:  # no number, or one that this config gives only layer by layer
+        except Exception:  # not a number, or given per layer only
             continue
         if size > 0:
             return size

@@ -1,4 +1,4 @@
-"""Whether a model's weights are there when it is made parallel: of weights that hold nothing a probe sees nothing."""
+"""Whether a model's weights are loaded when it is made parallel: a probe of empty weights shows nothing."""
 
 from __future__ import annotations
 
@@ -9,11 +9,11 @@ from transformers import PreTrainedModel
 
 
 class NoWeights(NotImplementedError):
-    """A model that cannot be tried, as its weights are elsewhere, or come later."""
+    """A model that cannot be tried, because its weights are elsewhere or not loaded yet."""
 
 
 def check_weights(model: PreTrainedModel) -> None:
-    """Raise NoWeights for a model whose weights are sharded or hold nothing: what was done too early, and the order."""
+    """Raise NoWeights for a model with sharded or empty weights, naming the call that came too early, and the order."""
     who = f"parallelize({type(model).__name__})"
     parameters = dict(model.named_parameters())
     if any(isinstance(module, FSDPModule) for module in model.modules()):
@@ -31,13 +31,13 @@ def check_weights(model: PreTrainedModel) -> None:
             "first; load the weights on every rank, and call parallelize then"
         )
     for name, module in model.named_modules():
-        # two rows or fewer are kinds of tokens, which may be nothing
+        # an embedding of two rows or fewer is of token types, which may be zero
         if isinstance(module, nn.Embedding) and len(module.weight) > 2 and not module.weight.any():
             raise _later(model, f"{name}.weight is 0 everywhere")
 
 
 def check_probed(model: PreTrainedModel, apart: Tensor, together: Tensor) -> None:
-    """Raise NoWeights if a probe has seen nothing: rows [1, T, n] of tokens each for itself, and of one document."""
+    """Raise NoWeights if a probe showed nothing. Rows [1, T, n]: each token alone, and all in one document."""
     if not (apart.isfinite().all() and together.isfinite().all()):
         raise _later(model, "it gives infinities or NaN for a few tokens")
     if (apart == apart[:, :1]).all():

@@ -1,4 +1,4 @@
-"""Whether it pays to spread batches over ranks: said once, to who listens to the logger "seqpar"."""
+"""Whether spreading batches over ranks pays: reported once, to the logger "seqpar"."""
 
 from __future__ import annotations
 
@@ -10,21 +10,21 @@ from seqpar.planner import Forecast
 
 log = logging.getLogger("seqpar.integrations")
 
-TRIED = 8  # batches of training that are compared
+TRIED = 8  # batches of training to compare
 AS_FAST = 1.01
 
 
 class Worth:
     """Compares the forecasts of the first batches with those of ranks that compute their own documents alone.
 
-    who: what is trained, for the message.
+    who: the model in the message.
     """
 
     def __init__(self, who: str) -> None:
         self._who, self._left, self._most = who, TRIED, 0.0
 
     def note(self, share: Share) -> None:
-        """Compare a batch; after the last one say it if none of them gains."""
+        """Compare a batch; after the last one, report if none gains."""
         forecast = share.plan.forecast
         if not self._left or share.source is None or not isinstance(forecast, Forecast):
             return

@@ -117,7 +117,7 @@ MODELS: dict[str, tuple[Callable[[], PreTrainedModel], str]] = {
         "computes pixel_values",
     ),
     "pooled": (
-        made("LlamaForSequenceClassification", "LlamaConfig", **SIZES), "none has a row for every token"
+        made("LlamaForSequenceClassification", "LlamaConfig", **SIZES), "none with a row for every token"
     ),
     "pooler": (made("BertModel", "BertConfig", **TINY, intermediate_size=40), "also returns pooler_output"),
     "LayerDrop": (
@@ -137,7 +137,7 @@ MODELS: dict[str, tuple[Callable[[], PreTrainedModel], str]] = {
     "batch norm": (lambda: with_layer(build("llama"), nn.BatchNorm1d(40)), "other tokens or the batch: BatchNorm1d"),
     "convolution": (lambda: with_layer(build("llama"), nn.Conv1d(40, 40, 3)), "see other tokens or the batch: Conv1d"),
     "shifts": (lambda: with_layer(build("llama"), Shifted()), "tokens meet outside its attention"),
-    "other arguments": (biased, "hands position_bias to its attention"),
+    "other arguments": (biased, "passes position_bias to its attention"),
     "both directions": (lambda: build("gemma3", use_bidirectional_attention=True), "the mask function .*or_masks"),
     "no weights": (on_meta, "21 of 21 parameters are on the meta device .*; load the weights on every rank"),
     "zeros": (lambda: filled(build("llama"), 0.0), "embed_tokens.weight is 0 everywhere.*; load or initialise"),

@@ -179,7 +179,7 @@ def test_a_head_of_others_finds_its_base_model_parallel(first: str, in_place: bo
             sent = comm.stats.bytes_sent - before
             plain = float(own(**batch, fused_lm_head=False).loss.detach())
             with pytest.raises(
-                NotImplementedError, match="LlamaModel on several ranks got labels, built are input_ids"
+                NotImplementedError, match="LlamaModel on several ranks got labels, supported are input_ids"
             ):
                 own.model(**batch)
             with handle.local():
