@@ -85,6 +85,10 @@ class ParallelModel:
         """Replace the forward of a module of the model: see `Around`."""
         self._undone.enter_context(replaced(module, {"forward": Around(module, module.forward, around, self)}))
 
+    def on_undo(self, do: Callable[[], object]) -> None:
+        """Have something done when the model is restored."""
+        self._undone.callback(do)
+
     def undo(self) -> None:
         """Restore the model. A second call does nothing.
 

@@ -20,6 +20,11 @@ from seqpar.ops.core.handles import uncompiled
 from seqpar.parallel import derived_seed, surrounding
 from seqpar.plan import Plan
 from seqpar.train import check_model
+from seqpar.train.loop import Loop
+
+# Numbers of the forwards before which ranks compare weights: of the first one, which finds what was drawn or loaded
+# otherwise, and of some after it, by which an optimizer has made a step also where gradients are accumulated.
+COMPARED = frozenset({0, 1, 2, 4, 8, 16})
 
 
 def parallelize(
@@ -32,13 +37,15 @@ def parallelize(
     the plan that `seqpar.parallel` gives when the forward begins. local: as in `sdpa`. dropout_seed: what the seeds of
     all forwards derive from, equal on all ranks. Backward may run anywhere, also of checkpoints inside or around the
     model. Parameters, buffers, hooks and the state dict stay as they are; a copy of the model is parallelized too.
+    Before the first and some more of the first 17 forwards ranks compare weights, in one or two small rounds each.
 
     The model is tried before its first forward with such arguments, before one with a batch or document twice or half
     as long as those before, and before the 16th: some more forwards without gradients, which leave it as it was.
 
     Raises: TypeError for a plan that is none; as `sdpa`, from the forward; RuntimeError there if neither a plan was
-    given nor one surrounds it; NotImplementedError for a model that mixes rows outside its attention, here by what its
-    modules and configs say and by `seqpar.train.check_model`, and in the forward by what it did when it was tried.
+    given nor one surrounds it, and ValueError for weights that differ; NotImplementedError for a model that mixes rows
+    outside its attention, here by what its modules and configs say and by `seqpar.train.check_model`, and in the
+    forward by what it did when it was tried.
     """
     if not isinstance(plan, (Plan, type(None))):
         raise TypeError(
@@ -49,8 +56,9 @@ def parallelize(
         raise refused(model, reasons)
     check_model(model)
     refuse_twice(model)
-    handle = ParallelModel(model, comm)
-    handle.put_around(model, _Forward(comm, plan, local, dropout_seed))
+    handle, forward = ParallelModel(model, comm), _Forward(comm, plan, local, dropout_seed)
+    handle.put_around(model, forward)
+    handle.on_undo(forward.close)
     return handle
 
 
@@ -59,6 +67,12 @@ class _Forward:
 
     def __init__(self, comm: Comm, plan: Plan | None, local: Local | None, seed: int | None) -> None:
         self.comm, self.plan, self.local, self.seed, self.count = comm, plan, local, seed, 0
+        self._loop: Loop | None = None  # of the model whose forward came first, and not of its copies
+
+    def close(self) -> None:
+        """Take the hooks off the model's parameters."""
+        if self._loop is not None:
+            self._loop.close()
 
     def __call__(self, model: nn.Module, forward: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
         if under_way() and (self.plan is None or self.seed is not None):
@@ -69,6 +83,7 @@ class _Forward:
         plan = self._surrounding() if self.plan is None else self.plan
         error = None
         if not under_trial():
+            self._compare(model)
             error = self._try(model, forward, plan, args, kwargs)
         seed = None if self.seed is None else derived_seed(self.seed, self.count)
         self.count += not under_trial()
@@ -77,6 +92,16 @@ class _Forward:
         if error is not None:
             warn_untried(model, error)
         return out
+
+    @uncompiled
+    def _compare(self, model: nn.Module) -> None:
+        """Raise ValueError on every rank if weights differ between ranks: at the start, or as nobody sums gradients."""
+        if self.comm.size == 1 or self.count not in COMPARED:
+            return
+        if self._loop is None:
+            self._loop = Loop(model, self.comm)
+        if self._loop.model is model:
+            self._loop.gather(f"parallelize({type(model).__name__})", None, None, facts={})
 
     @uncompiled
     def _try(self, model: nn.Module, forward: Any, plan: Plan, args: Any, kwargs: Any) -> str | None:

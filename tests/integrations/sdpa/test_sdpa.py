@@ -880,3 +880,52 @@ def test_dtypes_under_autocast_and_inference_mode_are_those_of_pytorch(
     bound = 8 * torch.finfo(expected.dtype).eps * float(expected.abs().max())
     for each in (got, layer):
         torch.testing.assert_close(each, expected, rtol=0, atol=bound)
+
+
+# --- weights of ranks -------------------------------------------------------------------------------------------------
+
+
+def test_ranks_that_drew_other_weights_are_told() -> None:
+    plan = Plan(Mask(DOCUMENTS), Layout.contiguous(TOKENS, 2))
+
+    def rank(comm: Comm) -> str:
+        model = made()
+        with torch.no_grad():
+            model.blocks[1].out.bias += comm.rank
+        with (
+            parallelize(model, comm, plan=plan),
+            pytest.raises(ValueError, match="and nothing has trained yet") as said,
+        ):
+            model(torch.randn(1, plan.rows(comm.rank), E, dtype=torch.float64))
+        return str(said.value)
+
+    first, second = run_threads(2, rank)
+    assert first == second and "blocks.1.out.bias differs by up to 1 " in first
+
+
+@pytest.mark.parametrize("summed", [True, False])
+@pytest.mark.parametrize("backwards", [1, 3])
+def test_a_step_by_gradients_that_nobody_summed_is_told(summed: bool, backwards: int) -> None:
+    plan = Plan(Mask(DOCUMENTS), Layout.contiguous(TOKENS, 2))
+    whole = torch.randn(1, TOKENS, E, dtype=torch.float64, generator=torch.Generator().manual_seed(0))
+
+    def rank(comm: Comm) -> int:
+        """How many forwards were right."""
+        model, forwards = made(), 0
+        optimizer = torch.optim.SGD(model.parameters(), lr=1e-3)
+        x = seqpar.shard(whole, plan, comm.rank, dim=1)
+        told = contextlib.nullcontext() if summed else pytest.raises(ValueError, match="not summed over ranks")
+        with parallelize(model, comm, plan=plan), told:
+            for _ in range(3):
+                for _ in range(backwards):
+                    model(x).square().sum().backward()
+                    forwards += 1
+                if summed:
+                    seqpar.train.sync_gradients(model.parameters(), comm)
+                optimizer.step()
+                optimizer.zero_grad()
+        assert not any(p._post_accumulate_grad_hooks for p in model.parameters()), "undo leaves no hook"
+        return forwards
+
+    right = 3 * backwards if summed else {1: 1, 3: 4}[backwards]
+    assert run_threads(2, rank) == [right] * 2
