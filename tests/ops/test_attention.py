@@ -15,6 +15,10 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from seqpar.comm import shm
+from seqpar.facts.layout import Layout
+from seqpar.facts.mask import Mask
+from seqpar.ops.attention import schedule
+from seqpar.ops.attention.call import Call, Phase
 from seqpar.plan import TRANSPORTS, Plan
 from seqpar.testing import run_processes, run_threads
 from tests.cases import LAYOUTS, MASKS, Case, cases, divisors
@@ -111,6 +115,28 @@ def test_widths_per_document_leave_whole_documents_alone() -> None:
     assert alone.any() and not alone.all()
     assert (plan.widths[alone] == 1).all() and (plan.widths[~alone] > 1).all()
     check(plan)
+
+
+@pytest.mark.parametrize("transport", ["fetch", "ring", "double_ring"])
+@pytest.mark.parametrize(("edges", "busy"), [((0, 5, 9, 16, 20), []), ((0, 5, 9, 12, 20), [2, 3])])
+def test_a_rank_whose_keys_nobody_else_sees_makes_no_schedule(
+    monkeypatch: pytest.MonkeyPatch, transport: str, edges: tuple[int, ...], busy: list[int]
+) -> None:
+    """Documents of 5, 4, 7 and 4 tokens; where the third is on two ranks these two exchange keys, forward and back."""
+    edge = np.array(edges)
+    layout = Layout.from_pieces(edge[:-1], np.diff(edge), np.arange(4), 4)
+    scheduled: list[int] = []
+
+    class Counted(schedule.KeyExchange):
+        def __init__(self, call: Call, phase: Phase) -> None:
+            scheduled.append(call.comm.rank)
+            super().__init__(call, phase)
+
+    monkeypatch.setattr(schedule, "KeyExchange", Counted)
+    # stages of one row: whoever sees most keys has most steps, and all ranks count them
+    plan = Plan(Mask([5, 4, 7, 4]), layout, transport=transport, stage_bytes=1)
+    check(plan, with_lse=False)
+    assert sorted(scheduled) == sorted(2 * busy)
 
 
 @pytest.mark.parametrize("transport", TRANSPORTS)

@@ -111,9 +111,14 @@ def recipe_of(plan: Plan, rank: int, signature: Signature) -> Recipe:
         {part.width: replicated(s.heads, s.kv_heads, part.width) for part in parts},
         max((len(step.pos) * key_size[step.part.width] for step in steps if not step.own_alone), default=0),
         max((step.entry.rows * key_size[step.part.width] for step in steps if step.entry is not None), default=0),
-        alone=(plan.ranks == 1 or step.local and not more and not step.moves) and step.part.trivial,
+        alone=(plan.ranks == 1 or step.local and not step.moves) and step.part.trivial and not any(map(is_used, more)),
         trades=any(part.width > 1 for part in parts),
     )  # fmt: skip
+
+
+def is_used(step: Step) -> bool:
+    """Whether a rank computes or moves anything in a step; later ones may be those of other ranks alone."""
+    return step.first or len(step.pos) > 0 or step.moves or bool(step.grad_sends or step.grad_recvs or step.carry_rows)
 
 
 def _views(part: Part) -> Views:
