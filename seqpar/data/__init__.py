@@ -1,4 +1,4 @@
-"""Batches as shares: what a loader gives becomes the rows that this rank computes, and results go home again."""
+"""Batches as shares: a loader's batch becomes the rows that this rank computes, and results go back to the batch."""
 
 from seqpar.data.prefetch import prefetch
 from seqpar.data.share import Share, back, micro_batches, share

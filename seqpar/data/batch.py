@@ -1,4 +1,4 @@
-"""A batch as a loader makes it, read into packed documents. Local: nothing is known of ranks or plans."""
+"""A loader's batch, read into packed documents. Local: it knows no ranks and no plans."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ SHIFTS = ("row", "document", "none")
 
 
 class Reading(NamedTuple):
-    """How a batch is read: arguments of `seqpar.data.share`."""
+    """How to read a batch: the arguments of `seqpar.data.share`."""
 
     shift: str = "row"
     ignore_index: int = -100
@@ -30,10 +30,11 @@ class Reading(NamedTuple):
 class Packed(NamedTuple):
     """The tokens of a batch, document after document.
 
-    lengths: tokens of each document, all positive. tensors: name -> [tokens, ...]; "labels" belong to the token that
-    predicts them, "position_ids" are always there. places: distances from the first token of the document, masked-out
-    tokens counted, [tokens]; None where there are none. valid: labels that count, [documents]. others: entries that are
-    no rows.
+    lengths: tokens of each document, all positive. tensors: name -> [tokens, ...]; "labels" are at the token that
+    predicts them; "position_ids" always exist. places: distance of each token from its document's first one, counting
+    masked-out tokens, [tokens]; None if there are no such tokens. valid: labels that count, [documents]. others:
+    entries
+    that are not rows.
     """
 
     lengths: Ints
@@ -44,7 +45,7 @@ class Packed(NamedTuple):
     others: dict[str, Any]
 
     def pick(self, documents: Ints) -> Packed:
-        """Some of the documents, in the order given. Their `places` are not needed any more."""
+        """Some of the documents, in the given order; without `places`."""
         first = np.cumsum(self.lengths) - self.lengths
         rows = expand(first[documents], self.lengths[documents])
         tensors = {name: taken(x, rows) for name, x in self.tensors.items()}
@@ -54,7 +55,7 @@ class Packed(NamedTuple):
         )  # fmt: skip
 
     def digest(self) -> str:
-        """Equal for equal batches."""
+        """A hash, equal for equal batches."""
         h = hashlib.blake2b(repr((self.home.shape, self.home.lengths)).encode(), digest_size=16)
         for array in (self.lengths, self.home.kept, self.places):
             h.update(b"-" if array is None else np.ascontiguousarray(array, "<i8").tobytes())
@@ -70,10 +71,10 @@ EMPTY = Packed(NONE, {}, None, NONE, Home((0,)), {})
 
 
 def read(batch: Mapping[str, Any] | None, how: Reading) -> Packed:
-    """The packed tokens of a batch; None is an empty one. What it may hold says `seqpar.data.share`.
+    """The packed tokens of a batch; None is an empty batch. See `seqpar.data.share` for the accepted entries.
 
-    Raises: ValueError for a batch that cannot be read in one way only; NotImplementedError for masks and positions of
-    other dims.
+    Raises: ValueError for a batch that can be read in two ways; NotImplementedError for masks and positions of other
+    dims.
     """
     if how.shift not in SHIFTS:
         raise ValueError(f"shift must be one of {', '.join(SHIFTS)}, got {how.shift!r}")

@@ -1,4 +1,4 @@
-"""What rows hold: which of them are tokens, where documents start, the tokens' positions and what they predict."""
+"""Documents in rows: which rows are tokens, where documents start, and each token's position and label."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from seqpar.facts.value import Ints
 
 
 def kept_of(mask: Tensor | None) -> NDArray[np.bool_] | None:
-    """Which flat rows are tokens; None if all are, or no mask is given."""
+    """The flat rows that are tokens, as a mask; None if all are, or without an attention_mask."""
     if mask is None:
         return None
     values = mask.detach().cpu()
@@ -28,7 +28,7 @@ def kept_of(mask: Tensor | None) -> NDArray[np.bool_] | None:
 
 
 def first_of(rows: PackedRows, kept: NDArray[np.bool_] | None) -> NDArray[np.bool_]:
-    """Which flat rows begin a document, by what says it best: cu_seqlens, else position_ids, else the rows."""
+    """The flat rows that start a document, as a mask: by cu_seqlens, else by position_ids, else by rows."""
     first = np.zeros(int(rows.edges[-1]), bool)
     starts = _starts(rows, kept)
     if starts is not None:
@@ -52,7 +52,7 @@ def first_of(rows: PackedRows, kept: NDArray[np.bool_] | None) -> NDArray[np.boo
 
 
 def _starts(rows: PackedRows, kept: NDArray[np.bool_] | None) -> Ints | None:
-    """Where documents start, [documents + 1], if the batch says it; empty documents may be among them."""
+    """The starts of documents, [documents + 1], if the batch has cu_seqlens; documents may be empty."""
     given = {name: np.asarray(_host(rows.entries[name])) for name in STARTS if name in rows.entries}
     if not given:
         if said := [name for name in LONGEST if name in rows.entries]:
@@ -85,7 +85,7 @@ def _host(value: Any) -> Any:
 
 
 def positions_of(rows: PackedRows, first: NDArray[np.bool_]) -> Tensor:
-    """The given position ids; else the place in the row, or in the document where cu_seqlens says where it starts."""
+    """The given position ids; else the place in the document if cu_seqlens has its start, else the place in the row."""
     if POSITIONS in rows.entries:
         given: Tensor = rows.entries[POSITIONS]
         return given.long()
@@ -97,7 +97,7 @@ def positions_of(rows: PackedRows, first: NDArray[np.bool_]) -> Tensor:
 
 
 def places_of(rows: PackedRows, at: Ints, starts: Ints, lengths: Ints) -> Ints | None:
-    """Distance of each token from the first of its document in the row as given; None if none is left out between."""
+    """Distance of each token from its document's first one in the row as given; None if no token between is masked."""
     column = rows.column[at]
     places = column - np.repeat(column[starts], lengths)
     inside = np.arange(at.size) - np.repeat(starts, lengths)
@@ -131,7 +131,7 @@ def labels_of(
 
 
 def _lost(rows: PackedRows, kept: NDArray[np.bool_], at: int, name: str, shift: str, ignore_index: int) -> ValueError:
-    """Why the label that the masked-out token `at` would predict must not count."""
+    """The error for a label that only the masked-out token `at` could predict."""
     labelled = at + (shift == "row")
     if not kept[labelled]:
         return ValueError(
@@ -147,7 +147,7 @@ def _lost(rows: PackedRows, kept: NDArray[np.bool_], at: int, name: str, shift: 
 
 
 def _shifted(labels: Tensor, last: Ints, ignore_index: int) -> Tensor:
-    """Labels moved to the token before, ignore_index for the last one of each stretch."""
+    """Labels moved to the previous token; ignore_index for the last token of each stretch."""
     moved = labels.roll(-1)
     moved[torch.from_numpy(last).to(labels.device)] = ignore_index
     return moved

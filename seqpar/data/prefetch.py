@@ -30,14 +30,16 @@ def prefetch(
 ) -> Iterator[Share]:
     """The `share` of every batch; the plans of the next `depth` are made in a thread while a share is computed.
 
-    Every step of the iterator is a collective of the calling thread, which reads batches, tells lengths and moves rows;
-    the thread calls `plan` and nothing else, so it touches no comm and no group. It ends with the iterator: at the last
+    Each step of the iterator is a collective of the calling thread, which reads batches, exchanges lengths and moves
+    rows.
+    The planning thread only calls `plan` and uses no comm and no process group. It ends with the iterator: at the last
     batch, at an error, and on ``close``.
 
-    Loaders may differ in length: a rank whose loader has ended brings empty batches until all have ended (of a
-    replicated source all must end together). The other arguments are those of `share`.
+    Loaders may differ in length: a rank whose loader has ended contributes empty batches until all have ended (loaders
+    of
+    a replicated source must end together). The other arguments are those of `share`.
 
-    Raises: as `share`, when the batch's turn comes; what a rank's loader raised there, and ValueError on all others.
+    Raises: at the batch's turn, as `share`; the error of a rank's loader on that rank, and ValueError on all others.
     """
     depth = whole("depth", depth, 1)
     how = Reading(shift, ignore_index, keep, device)
@@ -68,14 +70,14 @@ def prefetch(
 
 
 class Loader:
-    """Batches one by one, and whether they have ended; what they raise is an answer."""
+    """Batches one by one, until they end; an exception of the loader is returned, not raised."""
 
     def __init__(self, batches: Iterable[Mapping[str, Any] | None]) -> None:
         self._batches, self.ended = batches, False
         self._iterator: Iterator[Mapping[str, Any] | None] | None = None
 
     def next(self) -> tuple[Mapping[str, Any] | None, Exception | None]:
-        """The next batch, or None and why there is none."""
+        """The next batch, or None and the error, if there is one."""
         if self.ended:
             return None, None
         try:

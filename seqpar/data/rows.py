@@ -1,4 +1,4 @@
-"""The rows of a batch as a loader makes it, laid out flat, and the shape that results go back to."""
+"""The rows of a loader's batch, laid out flat, and the shape that results return to."""
 
 from __future__ import annotations
 
@@ -23,10 +23,10 @@ INTEGERS = (torch.int64, torch.int32, torch.int16, torch.int8, torch.uint8)
 
 
 class Home(NamedTuple):
-    """The shape that a batch came in, for results to go back to.
+    """The original shape of a batch, to which results return.
 
-    shape: of the rows, [B, S] or [T]; None for a list of documents. lengths: of the list's documents. kept: which of
-    the flat rows come back, None for all.
+    shape: of the rows, [B, S] or [T]; None for a list of documents. lengths: those of the list's documents. kept: the
+    flat rows that get results; None for all.
     """
 
     shape: tuple[int, ...] | None
@@ -34,11 +34,11 @@ class Home(NamedTuple):
     kept: Ints | None = None
 
     def pick(self, rows: Ints) -> Home:
-        """The home of some of the rows that come back."""
+        """The home of some of the rows with results."""
         return self._replace(kept=rows if self.kept is None else self.kept[rows])
 
     def fill(self, x: Tensor) -> Tensor | list[Tensor]:
-        """Rows that come back [rows, ...] in the batch's own shape, 0 elsewhere."""
+        """Results [rows, ...] in the batch's own shape, 0 elsewhere."""
         if self.kept is not None:
             total = sum(self.lengths) if self.shape is None else math.prod(self.shape)
             x = x.new_zeros(total, *x.shape[1:]).index_copy(0, torch.from_numpy(self.kept).to(x.device), x)
@@ -48,7 +48,7 @@ class Home(NamedTuple):
 
 
 class PackedRows(NamedTuple):
-    """The rows of a batch laid out flat: entries by name, and where rows start and end, [rows + 1]."""
+    """The rows of a batch, laid out flat: entries by name, and the edges of rows, [rows + 1]."""
 
     entries: dict[str, Any]
     edges: Ints
@@ -60,16 +60,16 @@ class PackedRows(NamedTuple):
         return np.arange(self.edges[-1]) - np.repeat(self.edges[:-1], np.diff(self.edges))
 
     def where(self, at: int) -> str:
-        """A flat index as row and column."""
+        """The row and token of a flat index, in words."""
         row = int(np.searchsorted(self.edges, at, side="right")) - 1
         return f"row {row}, token {at - int(self.edges[row])}"
 
 
 def flat(given: Mapping[str, Any]) -> PackedRows:
-    """Every tensor of rows as [rows, ...], and the facts about documents as they were given."""
+    """Every row tensor as [rows, ...], and the entries about documents unchanged."""
     names = [name for name in TOKENS if name in given]
     if not names:
-        raise ValueError(f"a batch has input_ids or inputs_embeds, got {sorted(given)}")
+        raise ValueError(f"a batch needs input_ids or inputs_embeds, got {sorted(given)}")
     lead = given[names[0]]
     if isinstance(lead, (list, tuple)):
         return _of_list(given, names[0])
@@ -86,11 +86,11 @@ def flat(given: Mapping[str, Any]) -> PackedRows:
 
 
 def _rows_of(name: str, value: Any, shape: tuple[int, ...]) -> Tensor:
-    """A row-aligned entry with its leading dims made one."""
+    """An entry with a value per row, with its leading dims flattened."""
     if name in (MASK, POSITIONS) and isinstance(value, Tensor) and value.dim() != len(shape):
         if not (name == POSITIONS and value.dim() == 1 and value.shape == shape[1:]):
             raise NotImplementedError(
-                f"{name} {list(value.shape)} beside rows {list(shape)}: only {list(shape)} is built; give documents by "
+                f"{name} {list(value.shape)} beside rows {list(shape)}: only {list(shape)} works; give documents by "
                 "cu_seqlens or position_ids, and windows to the plan's mask"
             )
         value = value[None]
@@ -105,14 +105,14 @@ def _rows_of(name: str, value: Any, shape: tuple[int, ...]) -> Tensor:
 
 
 def _of_list(given: Mapping[str, Any], lead: str) -> PackedRows:
-    """Documents in a list, each of them a row."""
+    """Documents in a list, one row each."""
     entries: dict[str, Any] = {}
     if not all(isinstance(x, Tensor) and x.dim() for x in given[lead]):
         raise ValueError(f"{lead} must be a tensor, or a list of tensors [S_i], got {shown(given[lead])}")
     lengths = [len(x) for x in given[lead]]
     for name, value in given.items():
         if name in (*STARTS, *LONGEST, MASK):
-            raise ValueError(f"{name} beside a list of documents says twice where documents are; leave it out")
+            raise ValueError(f"{name} beside a list of documents gives the documents twice; leave it out")
         several = isinstance(value, (list, tuple)) and all(isinstance(x, Tensor) and x.dim() for x in value)
         if not several or [len(x) for x in value] != lengths:
             raise ValueError(

@@ -1,7 +1,7 @@
-"""`share` and `back`: rows from the rank whose loader brought them to the rank that computes them, and home again.
+"""`share` and `back`: rows move from the rank that loaded them to the rank that computes them, and results return.
 
-Three stages, so that `prefetch` can run the second elsewhere: all ranks announce what their batches hold (`union`), the
-documents of all are planned, and the rows move.
+There are three stages, so that `prefetch` can run the second in a thread: all ranks announce their batches (`union`),
+the union's documents are planned, and the rows move.
 """
 
 from __future__ import annotations
@@ -34,14 +34,15 @@ StepPlanner = Callable[[Ints, int], Sequence[MicroBatch]]
 
 @dataclass(frozen=True, eq=False)
 class Share(Memo):
-    """What one rank computes of a batch.
+    """One rank's share of a batch.
 
     plan: of the union of all ranks' batches, with a pad row on ranks that would have none. tensors: name -> this rank's
-    rows [rows, ...], pads last: "input_ids", "labels" at the token that predicts them, and whatever else the batch had
-    for each token. positions: int64 [rows], what one device would have given the model; 0 for pads. valid: labels that
-    count in the union, the same on every rank. others: entries of this rank's own batch that were asked to be kept.
-    places: int64 [tokens of the union], each token's distance from the first one of its document, masked-out tokens
-    between them counted; None if there are none.
+    rows [rows, ...], pads last: "input_ids", "labels" at the token that predicts them, and the batch's other per-token
+    tensors. positions: int64 [rows], the positions that the model would get on one device; 0 for pads. valid: labels
+    that
+    count in the union, equal on every rank. others: the entries of this rank's own batch named in `keep`. places: int64
+    [tokens of the union], each token's distance from its document's first one, counting masked-out tokens between; None
+    if there are none.
     """
 
     plan: Plan
@@ -52,13 +53,13 @@ class Share(Memo):
     others: dict[str, Any]
     places: Ints | None
     home: Home
-    source: Layout | None  # where the rows were before; None if every rank had them all
+    source: Layout | None  # the layout of the rows before they move; None if every rank has all rows
     _memo: dict[Any, Any] = field(default_factory=dict, repr=False)
 
     def mask_for(self, *, causal: bool = True, window: tuple[int | None, int | None] = (None, None)) -> Mask:
-        """The mask of the union's documents for a layer: `Mask`, with windows as one device counts them.
+        """The mask of the union's documents for a layer: `Mask`, with windows counted as on one device.
 
-        That is by the places in the row as it came, masked-out tokens included. For ``share.plan.with_mask``.
+        That is by places in the original row, including masked-out tokens. For ``share.plan.with_mask``.
 
         Raises: ValueError for a window that `Mask` refuses.
         """
@@ -70,7 +71,7 @@ class Share(Memo):
         if self.places is None or window == (None, None):
             return plain
         left, right = window[0], 0 if causal else window[1]
-        # places of all documents on one line, so far apart that no window reaches the next document
+        # all documents' places on one line, so far apart that no window reaches into the next document
         reach = int(self.places.max()) + 1
         base = np.repeat(np.arange(lengths.size) * 2 * reach, lengths)
         at = base + self.places
@@ -93,40 +94,50 @@ def share(
 ) -> Share:
     """This rank's share of a batch. A collective.
 
-    batch: "input_ids" (or "inputs_embeds" [..., E]) padded [B, S], packed [1, T] or [T], or a list of documents [S_i];
-    beside it for every token, in the same form: "labels" or "shift_labels", "position_ids", and any other tensor
-    [B, S, ...], which travels along as it is. "attention_mask" [B, S] of 0 and 1: tokens with 0, wherever they are, are
-    left out. None is an empty batch, as of a rank whose loader has ended; so is one of no rows.
+    batch: "input_ids" (or "inputs_embeds" [..., E]) padded [B, S], packed [1, T] or [T], or a list of documents [S_i].
+    In the same form, with a value per token: "labels" or "shift_labels", "position_ids", and any other tensor
+    [B, S, ...], which moves along unchanged. "attention_mask" [B, S] of 0 and 1: tokens with 0 are left out, wherever
+    they are. None, or a batch without rows, is empty, as for a rank whose loader has ended.
 
-    Documents are what "cu_seqlens" (or "cu_seq_lens_q", "cu_seq_lens_k") says; without it a row without attention_mask
-    starts one wherever its position_ids do not go on by 1, as Hugging Face models without a cache have it; else a row
-    is one. Positions are the given position_ids; else the place in the row, padding on the left and holes counted,
-    which is what such models make themselves; in the document where it has a row of its own or cu_seqlens says where it
-    starts (``plan.rope_positions(rank)`` is the place among the document's tokens in any case).
+    Documents come from "cu_seqlens" (or "cu_seq_lens_q", "cu_seq_lens_k"). Without it, a row without attention_mask
+    starts a document wherever its position_ids do not continue by 1, as in Hugging Face models without a cache;
+    otherwise
+    a row is one document. Positions are the given position_ids. Without them they are the place in the row, counting
+    left
+    padding and holes, as such models count themselves; or the place in the document, if it has a row of its own or
+    cu_seqlens has its start. (``plan.rope_positions(rank)`` is always the place among the document's tokens.)
 
-    source: "sharded": every rank brings other documents, and their union is computed; only lengths and counts are told
-    to all ranks, and each row moves once. "replicated": all ranks hold the same batch, which is checked by a digest,
-    and nothing moves. plan: ``(lengths, ranks) -> Plan``; pass a model and a machine by
-    ``functools.partial(seqpar.plan_batch, model=..., hardware=...)``. By default the plan is one for a Llama of 8B on
-    H100s whose memory has no end.
+    source: "sharded": every rank brings other documents, and their union is computed; ranks exchange only lengths and
+    counts, and each row moves once. "replicated": all ranks hold the same batch, which a digest checks, and nothing
+    moves. plan: ``(lengths, ranks) -> Plan``; pass a model and a machine with
+    ``functools.partial(seqpar.plan_batch, model=..., hardware=...)``. The default plans for a Llama of 8B on H100s,
+    with
+    memory not limited.
 
-    shift: what "labels" belong to. "row", the default since it is what one device does: to the token before them in the
-    row, across documents packed in it, as the loss of Hugging Face's causal models has it (whose collators therefore
-    mask the first label of each document). "document": to the token before them in the document; its first is never
-    predicted. "none": to their own token, as in masked language models; so do "shift_labels", whatever shift says. A
-    label that only a masked-out token could predict, or that belongs to one, is refused: what it counts for on one
-    device depends there on how attention is implemented.
+    shift: which token predicts a label of "labels":
 
-    keep: names of entries that are no rows, handed on in ``Share.others`` where a batch has them. device: where the
-    share shall be, by default where the batch is.
+    - "row" (default, as on one device): the previous token of the row, even across packed documents, as in the loss of
+      Hugging Face's causal models. Collators for these therefore mask the first label of each document.
+    - "document": the previous token of the document; its first token is never predicted.
+    - "none": the label's own token, as in masked language models. "shift_labels" always belong to their own token.
 
-    Gradients of inputs_embeds reach the batch that brought them; with "replicated" they sum over ranks to its gradient.
+    For documents a b | c d in one row, the labels a b c d are predicted by - a b c ("row"), - a - c ("document") or
+    a b c d ("none"). A label that belongs to a masked-out token, or that only such a token could predict, is refused:
+    on
+    one device its loss would depend on the attention implementation.
+
+    keep: names of entries that are not rows, passed on in ``Share.others`` if a batch has them. device: of the share,
+    by
+    default the batch's.
+
+    Gradients of inputs_embeds return to the batch; with "replicated" they are shares, whose sum is its gradient.
 
     Raises: on every rank, before any row moves: ValueError for a batch that can be read in two ways (labels on
-    masked-out tokens, position_ids that start anew in a row with an attention_mask, ...), that has an entry which is
-    neither rows nor kept, or that differs from other ranks' in names, dtypes or dims; for a union of no token; for a
-    plan of other documents, or with a window where masked-out tokens lie between others. NotImplementedError for masks
-    and positions of other dims.
+    masked-out
+    tokens, position_ids that restart in a row with an attention_mask, ...), for an entry that is neither rows nor kept,
+    for names, dtypes or dims that differ between ranks, for a union without tokens, and for a plan of other documents
+    or
+    with a window where masked-out tokens are between others. NotImplementedError for masks and positions of other dims.
     """
     how = Reading(shift, ignore_index, keep, device)
     known = announce(batch, comm, source, how)
@@ -146,14 +157,14 @@ def micro_batches(
     keep: Sequence[str] = (),
     device: torch.device | str | None = None,
 ) -> list[Share]:
-    """This rank's shares of a global batch that is computed in several steps, as many on every rank. A collective.
+    """This rank's shares of a global batch computed in several steps, equally many on every rank. A collective.
 
-    plan: ``(lengths, ranks) -> [MicroBatch]``, by default `plan_step`; every document is in one of them. The other
-    arguments are those of `share`. ``valid`` counts the labels of one micro-batch: the loss of each is to be divided by
-    the sum of all, and their gradients then add up to those of the whole batch. ``back`` gives 0 where a token is in
-    another micro-batch, so that results add up too.
+    plan: ``(lengths, ranks) -> [MicroBatch]``, by default `plan_step`; every document is in exactly one. The other
+    arguments are those of `share`. ``valid`` counts the labels of one micro-batch: divide each loss by the sum of all
+    ``valid``, and the gradients add up to those of the whole batch. ``back`` gives 0 for tokens of other micro-batches,
+    so results add up too.
 
-    Raises: as `share`, and ValueError for a plan that leaves a document out or has it twice.
+    Raises: as `share`, and ValueError for a plan that omits or repeats a document.
     """
     how = Reading(shift, ignore_index, keep, device)
     known = announce(batch, comm, source, how)
@@ -162,13 +173,15 @@ def micro_batches(
 
 
 def back(share: Share, x: Tensor) -> Tensor | list[Tensor]:
-    """The rows of this rank's own batch in its own shape, of results [rows, ...] in the share's. A collective.
+    """Results [rows, ...] of a share, returned to this rank's own batch in its own shape. A collective.
 
-    x: ``share.plan.rows(rank)`` rows, as ``share.tensors`` have. Returns [B, S, ...], with 0 where the batch has no
-    token, or a list of [S_i, ...]; for None [0, ...]. Of a replicated batch every rank gets the whole. The adjoint
-    moves gradients the same way back; those of a replicated batch are summed over ranks.
+    x: ``share.plan.rows(rank)`` rows, like ``share.tensors``. Returns [B, S, ...] with 0 where the batch has no token,
+    or
+    a list of [S_i, ...]; for None [0, ...]. For a replicated batch every rank gets everything. The adjoint moves
+    gradients
+    back the same way; those of a replicated batch are summed over ranks.
 
-    Raises: ValueError for another number of rows, on every rank.
+    Raises: ValueError for a wrong number of rows, on every rank.
     """
     plan, comm = share.plan, share.comm
     rows = plan.rows(comm.rank)
@@ -187,7 +200,7 @@ def back(share: Share, x: Tensor) -> Tensor | list[Tensor]:
 
 
 def choose(known: Known, ranks: int, planner: Planner | None) -> list[MicroBatch] | Exception:
-    """The one plan of a union, or why there is none. Local, and without tensors."""
+    """The plan of a union, or the error that prevents it. Local, and without tensors."""
     try:
         plan = (planner or _default_plan)(known.lengths, ranks)
         return [MicroBatch(np.arange(known.lengths.size), _served(plan, known.lengths, ranks, known.places))]
@@ -196,7 +209,7 @@ def choose(known: Known, ranks: int, planner: Planner | None) -> list[MicroBatch
 
 
 def choose_step(known: Known, ranks: int, planner: StepPlanner | None) -> list[MicroBatch] | Exception:
-    """The plans of a union in several steps, or why there are none. Local, and without tensors."""
+    """The plans of a union in several steps, or the error that prevents them. Local, and without tensors."""
     try:
         parts = list(plan_step(known.lengths, ranks) if planner is None else planner(known.lengths, ranks))
         if not all(isinstance(part, MicroBatch) for part in parts):
@@ -216,12 +229,12 @@ def choose_step(known: Known, ranks: int, planner: StepPlanner | None) -> list[M
 
 
 def _default_plan(lengths: Ints, ranks: int) -> Plan:
-    """A plan where nobody said what the model and the machine are: it is the user who knows what fits."""
+    """The plan if model and machine are unknown, with memory not limited: the user knows what fits."""
     return plan_batch(lengths, ranks, hardware=replace(Hardware.of("h100"), memory=1 << 60))
 
 
 def _served(plan: Plan, lengths: Ints, ranks: int, places: Ints | None) -> Plan:
-    """The plan with its pads, if it is one of these documents. Raises ValueError otherwise."""
+    """The plan with its pads. Raises ValueError if it is not a plan of these documents."""
     if not isinstance(plan, Plan) or plan.ranks != ranks or not np.array_equal(plan.mask.lengths, lengths):
         raise ValueError(
             f"plan must return a Plan of the documents {lengths.tolist()!r:.200} on {ranks} ranks, got {plan!r:.200}"
@@ -244,8 +257,8 @@ def take(
 ) -> list[Share]:
     """This rank's shares under plans that all ranks have made alike. A collective.
 
-    alike: whether plans follow from what ranks have told each other, so that they need not compare them: the digests
-    ride in the messages of what is computed.
+    alike: whether plans follow from what ranks exchanged, so that they need not be compared: their digests travel with
+    later messages.
     """
     what = "share: the plan of the batch"
     with agreement(what, comm, every=not alike) as call:
@@ -270,7 +283,7 @@ def _taken(known: Known, comm: Comm, how: Reading, plan: Plan) -> Share:
 
 
 def _moved(known: Known, comm: Comm, source: Layout | None, target: Layout) -> dict[str, Tensor]:
-    """The rows of every tensor that this rank is to compute; tensors of one kind move in one exchange."""
+    """The rows of every tensor that this rank computes; tensors of one kind move in one exchange."""
     own = {name: known.rows(name) for name in known.columns}
     if source is None:
         mine = target.positions(comm.rank)

@@ -1,4 +1,4 @@
-"""What all ranks' batches are together: each rank tells the others what it brings, and all know the union."""
+"""The union of all ranks' batches: each rank announces its own, and all ranks know the union."""
 
 from __future__ import annotations
 
@@ -19,26 +19,26 @@ from seqpar.ops.core.agreement import check_comm
 
 SOURCES = ("sharded", "replicated")
 
-Gather = Callable[[Any, Exception | None], list[Any]]  # every rank's value, of this one's or why there is none
+Gather = Callable[[Any, Exception | None], list[Any]]  # (own value, own error) -> every rank's value
 
 
-Brought = tuple[int, ...]  # how many of a batch's documents each rank brings, in order
+Brought = tuple[int, ...]  # the number of documents that each rank brings, in order
 
 
 class Column(NamedTuple):
-    """What ranks must have in common of a tensor."""
+    """The properties of a tensor that ranks must share."""
 
     dtype: torch.dtype
-    dims: tuple[int, ...]  # after the first
+    dims: tuple[int, ...]  # all but the first
     device: str
     requires_grad: bool
 
 
 class Facts(NamedTuple):
-    """What a rank tells the others of its batch."""
+    """One rank's announcement of its batch."""
 
     lengths: Ints
-    places: tuple[Ints, Ints] | None  # tokens before which some are masked out, and how many
+    places: tuple[Ints, Ints] | None  # tokens that follow masked-out ones, and the number of these
     valid: Ints
     columns: dict[str, Column]
     ended: bool
@@ -48,8 +48,8 @@ class Facts(NamedTuple):
 class Known(NamedTuple):
     """The union of all batches as every rank knows it, and this rank's own batch.
 
-    lengths: tokens of each document. holder: the rank that brought it, ascending; None if every rank has them all.
-    places: as of `Packed`, of all. valid: labels that count in each document.
+    lengths: tokens of each document. holder: the rank that brought it, ascending; None if every rank has all documents.
+    places: as in `Packed`, for the union. valid: labels that count in each document.
     """
 
     own: Packed
@@ -60,16 +60,16 @@ class Known(NamedTuple):
     columns: dict[str, Column]
 
     def layout(self, ranks: int) -> Layout | None:
-        """Where rows are before they move; None if every rank has them all."""
+        """The layout of the rows before they move; None if every rank has all rows."""
         brought = self.brought(ranks)
         return None if brought is None else layout_of(self.lengths, brought)
 
     def brought(self, ranks: int) -> Brought | None:
-        """How many of the documents each rank brought; None if every rank has them all."""
+        """How many of the documents each rank brought; None if every rank has all of them."""
         return None if self.holder is None else tuple(np.bincount(self.holder, minlength=ranks).tolist())
 
     def pick(self, documents: Ints, rank: int) -> Known:
-        """What rank `rank` knows of some of the documents, ascending."""
+        """This union restricted to some of the documents, ascending, for rank `rank`."""
         first = np.cumsum(self.lengths) - self.lengths
         places = None if self.places is None else self.places[expand(first[documents], self.lengths[documents])]
         holder, own = None, documents
@@ -81,7 +81,7 @@ class Known(NamedTuple):
         )
 
     def rows(self, name: str) -> Tensor:
-        """This rank's rows of a tensor; a rank without tokens takes the kind of tensor from the others."""
+        """This rank's rows of a tensor; a rank without tokens copies the tensor's properties from the others."""
         if name in self.own.tensors:
             return self.own.tensors[name]
         column = self.columns[name]
@@ -91,11 +91,11 @@ class Known(NamedTuple):
 
 
 def layout_of(lengths: Ints, brought: Brought) -> Layout:
-    """Where the rows of packed documents are that ranks bring, one rank's after the other's."""
+    """The layout of packed documents, rank after rank."""
     return _layout(np.ascontiguousarray(lengths, np.int64).tobytes(), brought)
 
 
-@lru_cache(maxsize=8)  # whoever plans a batch asks for it, and who moves its rows
+@lru_cache(maxsize=8)  # used by the planner of a batch and by the mover of its rows
 def _layout(packed: bytes, brought: Brought) -> Layout:
     lengths = np.frombuffer(packed, np.int64)
     ranks = len(brought)
@@ -112,9 +112,9 @@ def announce(
     ended: bool = False,
     gather: Gather | None = None,
 ) -> Known | None:
-    """What all ranks bring together; None if all have ended. A collective.
+    """The union of all ranks' batches; None if all loaders have ended. A collective.
 
-    error: why this rank has no batch. gather: how ranks tell each other, where more is told along with it.
+    error: why this rank has no batch. gather: the exchange between ranks, if it carries more than the announcement.
 
     Raises: as `share`.
     """

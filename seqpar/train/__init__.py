@@ -1,7 +1,7 @@
-"""Losses, gradients and statistics of a batch whose tokens are on many ranks: those of one device.
+"""Losses, gradients and statistics of a batch spread over many ranks, equal to those of one device.
 
-Convention: each rank's loss is its share of the global one, the sum over its tokens divided by the valid tokens of all
-ranks, so that losses and parameter gradients are *summed* over ranks. Where a wrapper averages gradients over n ranks
+Convention: a rank's loss is its share of the global loss, the sum over its tokens divided by the valid tokens of all
+ranks, so losses and parameter gradients are *summed* over ranks. If a wrapper averages gradients over n ranks
 (DistributedDataParallel, `fully_shard`), give the loss ``average_over=n``.
 """
 

@@ -1,18 +1,18 @@
-"""What of a model cannot be computed from one rank's tokens."""
+"""Modules that cannot be computed from one rank's tokens."""
 
 from __future__ import annotations
 
 from torch import nn
 
-# normalise by statistics over tokens, which here are on many ranks and some of which are pads
+# modules that normalise by statistics over tokens, which are on many ranks here, with pads among them
 _OVER_TOKENS = (nn.modules.batchnorm._BatchNorm, nn.modules.instancenorm._InstanceNorm)
 
 
 def check_model(model: nn.Module) -> None:
-    """Return if no module of the model would take statistics over the tokens of one rank alone.
+    """Raise if a module of the model takes statistics over the tokens of one rank only.
 
-    Norms of a token's own channels (LayerNorm, RMSNorm) are right on any rows. BatchNorm with frozen statistics (in
-    eval) is too; InstanceNorm never. A loss made of such statistics is not seen here: make it of `token_mean`.
+    Norms over a token's own channels (LayerNorm, RMSNorm) are right on any rows. So is BatchNorm with frozen statistics
+    (in eval); InstanceNorm never is. A loss that uses such statistics is not detected: compute it with `token_mean`.
 
     Raises: NotImplementedError naming every such module.
     """

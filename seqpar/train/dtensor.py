@@ -1,4 +1,4 @@
-"""What is a DTensor, without loading DTensors, half a second of an import, where nobody has made one."""
+"""DTensors, without importing torch's DTensor, which takes half a second, unless one already exists."""
 
 from __future__ import annotations
 
@@ -16,27 +16,27 @@ def is_dtensor(x: Tensor) -> bool:
 
 
 def local(x: Any) -> Tensor:
-    """What of x lies on this rank."""
+    """The part of x on this rank."""
     return x.to_local() if is_dtensor(x) else x
 
 
 def version(x: Any) -> int:
-    """The counter that every change in place of what lies here of x advances."""
+    """The version counter of the local part of x, which every change in place advances."""
     return (x._local_tensor if is_dtensor(x) else x)._version  # type: ignore[no-any-return]
 
 
 def global_rank() -> int:
-    """This process's rank in the default group, by which meshes count; 0 where there is none."""
+    """This process's rank in the default group, which meshes use; 0 without a group."""
     return dist.get_rank() if dist.is_available() and dist.is_initialized() else 0
 
 
 def beside(x: Any, ranks: frozenset[int]) -> bool:
-    """Whether the mesh of a DTensor has no other one of these global ranks: all of them hold the same part of it."""
+    """Whether a DTensor's mesh has none of these global ranks but this one, so that all hold the same part of it."""
     return ranks.isdisjoint({int(rank) for rank in x.device_mesh.mesh.flatten()} - {global_rank()})
 
 
 def alike(x: Any, ranks: frozenset[int]) -> bool:
-    """Whether those of these global ranks that are in a DTensor's mesh hold the same part of it, as its replicas do."""
+    """Whether those of these global ranks that are in a DTensor's mesh hold the same part of it, as replicas do."""
     mesh = x.device_mesh.mesh
     where = x.device_mesh.get_coordinate()
     if where is None:

@@ -1,7 +1,8 @@
-"""Gradients of parameters that are the same on every rank, and their norm.
+"""Sums over ranks of the gradients of replicated parameters, and the gradients' norm.
 
-A rank's backward leaves the gradient of its share of the loss; their sum over ranks is that of the loss. Under DDP and
-FSDP2 the wrapper reduces them and only the norm is asked for here.
+Backward leaves the gradient of a rank's share of the loss; the sum over ranks is the gradient of the loss. DDP and
+FSDP2
+reduce gradients themselves; under them only the norm is needed from here.
 """
 
 from __future__ import annotations
@@ -26,24 +27,26 @@ from seqpar.train.once import Marks, Sum, remark
 from seqpar.train.sums import flattened, sum_
 
 BUCKET_BYTES = 1 << 26
-WHOLE_BYTES = 1 << 20  # that two ranks sum in one exchange
+WHOLE_BYTES = 1 << 20  # gradients that two ranks sum in one exchange
 
 
 def sync_gradients(parameters: Tensor | Iterable[Tensor], comm: Comm, *, bucket_bytes: int = BUCKET_BYTES) -> None:
-    """Put the sum over ranks in place of every parameter's gradient: the same bits on all ranks. A collective.
+    """Replace every parameter's gradient by its sum over ranks, with the same bits on all ranks. A collective.
 
-    parameters: the same on every rank, in one order; each is taken once. comm: all ranks that hold a copy of them, not
-    only those that share a sequence. A parameter without a gradient on some ranks counts as zero there and gets the
-    gradient of the others; without one on any rank it stays so. fp16 and bf16 gradients are summed in fp32.
-    bucket_bytes: of gradients that travel together; beside the gradients there are two buckets of memory. Each rank
-    sends ``2 (n - 1) / n`` of the gradients' bytes on n ranks.
+    parameters: the same on every rank, in the same order; duplicates count once. comm: all ranks that hold a copy of
+    them, not only those that share a sequence. A parameter without a gradient on some ranks counts as zero there and
+    gets the sum; without a gradient on any rank it gets none. fp16 and bf16 gradients are summed in fp32. bucket_bytes:
+    bytes of gradients per exchange; two buckets of extra memory are used. Each rank sends ``2 (n - 1) / n`` of the
+    gradients' bytes on n ranks.
 
-    After several backward passes (micro-batches) call it once, after the last: a sum that is added to and summed again
-    without an optimizer's step between is a warning.
+    After several backward passes (micro-batches) call it once, after the last one. It warns if a backward adds to a sum
+    that is then summed again without an optimizer step between.
 
-    Raises: ValueError if ranks differ in the parameters, for gradients that are sums over ranks already, and for those
-    of a model that is parallel with `average_over`; NotImplementedError for sharded parameters, which FSDP2 has reduced
-    already, and for sparse gradients. Both on every rank and before any gradient moves.
+    Raises: ValueError if ranks differ in parameters, for gradients that are sums over ranks already, and for a model
+    that
+    is parallel with `average_over`; NotImplementedError for sharded parameters, whose gradients FSDP2 has reduced, and
+    for
+    sparse gradients. On every rank, before any gradient moves.
     """
     several = _once(parameters)
     claim = _Claim.of(several, bucket_bytes)
@@ -56,9 +59,9 @@ def sync_gradients(parameters: Tensor | Iterable[Tensor], comm: Comm, *, bucket_
 
 
 class _Claim(NamedTuple):
-    """What a rank says of its parameters. digest: of their shapes. flags: which have a gradient.
+    """A rank's announcement of its parameters. digest: of their shapes. flags: which have a gradient.
 
-    repeated, growing: whether gradients are sums over ranks already, and whether a backward has added to such.
+    repeated, growing: whether gradients are already sums over ranks, and whether a backward has added to such a sum.
     """
 
     digest: int
@@ -68,7 +71,7 @@ class _Claim(NamedTuple):
 
     @classmethod
     def of(cls, parameters: list[Tensor], bucket_bytes: int) -> _Claim:
-        """What this rank says."""
+        """This rank's announcement."""
         shapes = tuple((local(p).shape, p.dtype, p.device.type, is_dtensor(p)) for p in parameters)
         marks = Marks(parameters)
         flags = [p.grad is not None for p in parameters]
@@ -77,16 +80,16 @@ class _Claim(NamedTuple):
 
 @lru_cache(maxsize=16)
 def _digest(shapes: tuple[tuple[Any, ...], ...], bucket_bytes: int) -> int:
-    """63 bits of the shapes of parameters and of how they are summed."""
+    """A 63-bit hash of the shapes of parameters and of how they are summed."""
     return digest_of_call("sync_gradients", {"parameters": shapes, "bucket bytes": bucket_bytes})
 
 
 def _agreed(several: list[Tensor], claim: _Claim, comm: Comm) -> list[bool]:
-    """Which parameters have a gradient on some rank, where ranks say nothing that is wrong. A collective."""
-    # whether a mesh shards over the comm's ranks or beside them is known by what ranks these are
+    """Which parameters have a gradient on some rank, after checking all ranks' announcements. A collective."""
+    # only the comm's global ranks tell whether a mesh shards over them or beside them
     meshed = any(is_dtensor(p) for p in several)
     ranks = frozenset(comm.gather("sync_gradients: ranks of meshes", global_rank()) if meshed else ())
-    # which ranks have which gradients is news of every step, so the agreement on the parameters rides along
+    # the set of gradients may change at every step, so the agreement on parameters rides along
     found = comm.gather("sync_gradients", claim, _refusal(several, ranks))
     for rank, other in enumerate(found):
         if other.digest != found[0].digest:
@@ -105,10 +108,10 @@ def _agreed(several: list[Tensor], claim: _Claim, comm: Comm) -> list[bool]:
 
 
 def _sum_as_before(several: list[Tensor], claim: _Claim, comm: Comm, bucket_bytes: int) -> bool:
-    """Sum gradients that are on every rank those of the last sum, without a round to say so. A collective.
+    """Sum gradients without asking, if every rank has the same ones as at the last sum. A collective.
 
-    A rank whose gradients are others, or wrong, says so in the first message; then nothing is summed. Returns whether
-    it is done. On the CPU only: elsewhere the host would wait for the device to hear it.
+    A rank with other or wrong gradients says so in the first message, and then nothing is summed. Returns whether the
+    gradients were summed. On the CPU only: elsewhere the host would have to wait for the device.
     """
     if (known := comm.agreed.get(claim.digest)) is None:
         return False
@@ -121,18 +124,18 @@ def _sum_as_before(several: list[Tensor], claim: _Claim, comm: Comm, bucket_byte
 
 @torch.no_grad()
 def _sum(parameters: list[Tensor], comm: Comm, tag: Tag, bucket_bytes: int, *, changed: bool | None = None) -> bool:
-    """Put the sums in place, one bucket after the other; each is a phase of the call.
+    """Replace the gradients by their sums, bucket after bucket; each bucket is a phase of the call.
 
-    changed: as of `sum_`, with the first bucket. Returns whether it is done.
+    changed: as in `sum_`, sent with the first bucket. Returns whether the gradients were summed.
     """
     if comm.size == 1:
         return True
     marked = Sum(parameters)
     for index, bucket in enumerate(_buckets(parameters, bucket_bytes)):
-        # others that are to hear of a change do not hear gradients
+        # a rank that only announces a change sends no gradients
         grads = [torch.zeros_like(local(p)) if changed or p.grad is None else local(p.grad) for p in bucket]
         flat = flattened(grads, comm)
-        few = comm.size == 2 and flat.nbytes <= WHOLE_BYTES  # to one other rank all of it is no more than twice a half
+        few = comm.size == 2 and flat.nbytes <= WHOLE_BYTES  # at most twice the bytes, in one exchange
         name = f"sync_gradients (bucket {index})"
         if sum_(flat, comm, tag._replace(phase=index, name=name), whole=few, changed=None if index else changed):
             return False
@@ -146,16 +149,16 @@ def _sum(parameters: list[Tensor], comm: Comm, tag: Tag, bucket_bytes: int, *, c
 
 
 def _grad(p: Tensor) -> Tensor:
-    """What lies here of a parameter's gradient, zeros if it had none."""
+    """The local part of a parameter's gradient; zeros, set as its gradient, if it had none."""
     if p.grad is None:
         p.grad = torch.zeros_like(p, requires_grad=False)
     return local(p.grad)
 
 
 def _check_once(repeated: list[bool], growing: bool, comm: Comm) -> None:
-    """Raise for gradients that nothing has changed since they were summed, warn of sums that were added to.
+    """Raise for gradients unchanged since they were summed; warn of sums that a backward has added to.
 
-    repeated: of each rank that has gradients.
+    repeated: for each rank with gradients.
     """
     if repeated and all(repeated):
         raise ValueError(
@@ -172,7 +175,7 @@ def _check_once(repeated: list[bool], growing: bool, comm: Comm) -> None:
 
 
 def _refusal(parameters: list[Tensor], ranks: frozenset[int]) -> Exception | None:
-    """What is wrong with this rank's parameters. ranks: the global ones of the comm, if there are DTensors."""
+    """The error in this rank's parameters, or None. ranks: the comm's global ranks, if there are DTensors."""
     for loop in loops_of(parameters):
         if loop.average_over > 1:
             return ValueError(
@@ -204,7 +207,7 @@ def _refusal(parameters: list[Tensor], ranks: frozenset[int]) -> Exception | Non
 
 
 def _buckets(parameters: list[Tensor], size: int) -> Iterator[list[Tensor]]:
-    """Parameters of one dtype and device, in their order, as many together as fit `size` bytes; at least one."""
+    """Parameters in order, in groups of one dtype and device that fit `size` bytes; at least one each."""
     kinds: dict[object, list[Tensor]] = {}
     for p in parameters:
         kinds.setdefault((p.dtype, p.device), []).append(p)
@@ -222,11 +225,11 @@ def _buckets(parameters: list[Tensor], size: int) -> Iterator[list[Tensor]]:
 
 
 def grad_norm(parameters: Tensor | Iterable[Tensor], *, norm_type: float = 2.0) -> Tensor:
-    """The norm of all gradients as one vector, fp32 or fp64, the same on every rank. Parameters without one count as 0.
+    """The norm of all gradients as one vector, fp32 or fp64, equal on every rank. No gradient counts as 0.
 
-    Plain parameters are whole on every rank (after `sync_gradients` or DDP) and nothing moves; of DTensors (FSDP2,
-    HSDP, tensor parallel) the shards' parts are summed over the dimensions of the mesh that shard them, and only over
-    these. A collective if there are DTensors. norm_type: at least 1, or infinity.
+    Plain parameters are whole on every rank (after `sync_gradients` or DDP), and nothing is sent. For DTensors (FSDP2,
+    HSDP, tensor parallel) the shards' norms are summed over the mesh dimensions that shard them, and only over these. A
+    collective if there are DTensors. norm_type: at least 1, or infinity.
 
     Raises: ValueError for another norm_type; NotImplementedError for gradients that are still partial sums.
     """
@@ -257,7 +260,7 @@ def grad_norm(parameters: Tensor | Iterable[Tensor], *, norm_type: float = 2.0) 
 
 
 def _sharding(grad: Tensor) -> tuple[DeviceMesh, tuple[int, ...]] | None:
-    """The mesh of a DTensor and its dimensions that shard it; None where every rank has it whole."""
+    """A DTensor's mesh and the mesh dimensions that shard it; None if every rank has all of it."""
     if not is_dtensor(grad):
         return None
     if any(placement.is_partial() for placement in grad.placements):

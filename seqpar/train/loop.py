@@ -1,12 +1,12 @@
-"""`Loop`: what a training loop does to a parallel model between forwards, as far as all ranks must do the same.
+"""`Loop`: checks on the training loop of a parallel model, between its forwards, where all ranks must do the same.
 
-Each forward compares a hash of some weights when ranks tell each other of their batches. When they differ says why:
+At each forward, ranks compare a hash of some weights while they announce their batches. If it differs, then:
 
     at the first forward, or of new parameters  other weights were loaded or drawn: an error
-    after a backward that nobody has summed     the optimizer took a step by each rank's own share: an error
+    after a backward without a sum              the optimizer stepped by each rank's own share: an error
     else                                        ranks drift apart, by operations that are not deterministic: a warning
 
-A backward is seen by a hook of the parameters that are sampled; `sync_gradients` finds the loop by the same hook.
+Hooks on the sampled parameters detect a backward; by these hooks `sync_gradients` finds the loop.
 """
 
 from __future__ import annotations
@@ -31,9 +31,9 @@ WEIGHTS = "weights"
 
 
 class Loop:
-    """What ranks know of the loop around a model. A collective of the comm's ranks.
+    """The ranks' shared view of the training loop around a model. Created as a collective of the comm's ranks.
 
-    average_over: the ranks over which a wrapper is to average the gradients; 1 where they are summed.
+    average_over: the number of ranks over which a wrapper averages the gradients; 1 if they are summed.
     """
 
     def __init__(self, model: nn.Module, comm: Comm, *, average_over: int = 1) -> None:
@@ -41,25 +41,26 @@ class Loop:
         self._ranks = frozenset(comm.gather("parallelize: ranks of meshes", global_rank()))
         self._sample: list[Sampled] = []
         self._hooks: list[RemovableHandle] = []
-        self._versions: list[int] | None = None  # at which the digest was taken
+        self._versions: list[int] | None = None  # the versions when the digest was taken
         self._digest = ""
-        self._unsummed: set[int] = set()  # by their ids, parameters with a backward that nobody has summed since
-        self._known: set[int] = set()  # those that were there when the sample was taken
-        self._grown = False  # whether others have come
-        self._agreed = False  # whether ranks have had the same weights once
-        self._trains = False  # whether a backward has come
-        self._count = -1  # of parameters, on which they have agreed
-        self._wrapped = False  # whether somebody else reduces gradients
-        self._alike: int | None = 0  # how often all have brought the same batch; None if that is settled
-        self._checked = False  # whether that fits average_over
-        self._fsdp: Averaging | None | tuple[()] = ()  # () while nobody has looked
-        self._quiet = comm.size == 1  # whether there is nothing to compare, or all has been said
+        self._unsummed: set[int] = set()  # ids of parameters whose gradients were not summed since a backward
+        self._known: set[int] = set()  # ids of the parameters at the time of sampling
+        self._grown = False  # whether other parameters have appeared
+        self._agreed = False  # whether ranks have had equal weights once
+        self._trains = False  # whether there was a backward
+        self._count = -1  # number of parameters on which ranks agreed
+        self._wrapped = False  # whether a wrapper reduces the gradients
+        self._alike: int | None = 0  # how often all ranks brought the same batch; None once that is settled
+        self._checked = False  # whether the wrapper was compared with average_over
+        self._fsdp: Averaging | None | tuple[()] = ()  # () until it is looked up
+        self._quiet = comm.size == 1  # whether there is nothing to compare, or all was reported
 
     def gather(self, what: str, value: Any, error: Exception | None, *, facts: Mapping[str, object]) -> list[Any]:
-        """Every rank's value if all gave equal facts and no error, and weights are alike: `Comm.gather`, at its cost.
+        """Every rank's value if all ranks have equal facts, no error and equal weights; costs one `Comm.gather`.
 
-        Raises: as that does; ValueError on every rank for weights that differ at the first call, or since gradients
-        were not summed.
+        Raises: as `Comm.gather`; ValueError on every rank if weights differ at the first call, or because gradients
+        were not
+        summed.
         """
         more = {} if self._quiet else {WEIGHTS: self._hash()}
         try:
@@ -87,9 +88,9 @@ class Loop:
             raise
 
     def note_wrapper(self, what: str, *, averaged: bool) -> None:
-        """Note who else reduces the gradients of the forward under way; warn once if they come out too small or large.
+        """Note the wrapper that reduces the gradients of the current forward; warn once if it scales them wrongly.
 
-        averaged: whether this loss is for a wrapper that divides by `average_over`, not scaled by its caller.
+        averaged: whether this loss is for a wrapper that divides by `average_over`; False if its caller scales it.
         """
         if self._wrapped and (self._checked or not averaged):
             return
@@ -109,10 +110,10 @@ class Loop:
             )
 
     def note_batch(self, what: str, lengths: Ints, tokens: Tensor | None) -> None:
-        """Warn once if all ranks bring the same batch, twice in a row, as if each brought its own.
+        """Warn once if all ranks bring the same batch twice in a row, as if each had its own.
 
-        lengths: of all ranks' documents, one rank's after the other's. tokens: of this rank's batch. At most two small
-        exchanges are made for it in all.
+        lengths: of all ranks' documents, rank after rank. tokens: of this rank's batch. This takes at most two small
+        exchanges in all.
         """
         size = self.comm.size
         if self._alike is None or size == 1:
@@ -130,13 +131,13 @@ class Loop:
             )
 
     def summed(self, parameters: Sequence[Tensor]) -> None:
-        """Note that the gradients of parameters are sums over ranks now."""
+        """Note that the gradients of these parameters are now sums over ranks."""
         ids = {id(p) for p in parameters}
         self._unsummed -= ids
         self._grown |= not ids <= self._known
 
     def close(self) -> None:
-        """Take the hooks off the parameters."""
+        """Remove the hooks from the parameters."""
         for hook in self._hooks:
             hook.remove()
         self._hooks, self._sample, self._versions, self._unsummed = [], [], None, set()
@@ -149,11 +150,11 @@ class Loop:
         return self._digest
 
     def _take(self) -> None:
-        """Sample the model: every parameter until ranks have agreed on them, a few from then on."""
+        """Sample the model: all parameters until ranks have agreed on them, later only a few."""
         self.close()
         every, self._grown = sampled(self.model, self._ranks), False
         self._known |= {id(each.parameter) for each in every}
-        if len(every) != self._count:  # other modules, as adapters, whose weights nobody has compared
+        if len(every) != self._count:  # new modules, such as adapters, whose weights were not compared yet
             self._count, self._agreed = len(every), False
         self._sample = spread(every) if self._agreed else every
         trained = [each.parameter for each in spread(every) if each.trained]
@@ -164,7 +165,7 @@ class Loop:
         self._unsummed.add(id(parameter))
 
     def _compare(self, what: str) -> None:
-        """Say where weights differ that do not hash alike. A collective."""
+        """Find the weights behind unequal hashes, and raise or warn. A collective."""
         stepped = {each.name for each in self._sample if id(each.parameter) in self._unsummed}
         found = self.comm.gather(f"{what}: weights", (values(self._sample), stepped))
         worst = difference([several for several, _ in found])
@@ -188,13 +189,13 @@ class Loop:
         )
 
     def _warn(self, text: str) -> None:
-        """Say it, on one rank."""
+        """Warn, on one rank."""
         if not self.comm.rank:
             warnings.warn(text, stacklevel=3)
 
 
 def _digest(tokens: Tensor | None) -> bytes:
-    """Equal for equal tensors, by no more than some thousand values."""
+    """A hash of at most a few thousand values of the tokens, equal for equal tensors."""
     if tokens is None or not tokens.numel():
         return b""
     flat = tokens.detach().reshape(-1)

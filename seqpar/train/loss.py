@@ -1,12 +1,12 @@
-"""Cross-entropy of a rank's rows as its share of the global mean, from logits or, row by row, from hidden states.
+"""Cross-entropy of a rank's rows as its share of the global mean, from logits, or in chunks from hidden states.
 
     T rows of this rank   V vocabulary   E model dim   z logits of a row   t its label   s label smoothing
 
     row loss = (1 - s) (lse(z) - z_t) + s (lse(z) - mean(z)) + z_loss lse(z)^2
     d row loss / dz = (1 + 2 z_loss lse(z)) softmax(z) - s / V - (1 - s) onehot(t)
 
-Rows whose label is `ignore_index` are worth exactly 0, and so are their gradients; a rank without any other row returns
-a 0 that still leads to its logits, so that its backward joins those of the others.
+Rows labelled `ignore_index`, and their gradients, count exactly 0. A rank with no other rows returns a 0 that still
+depends on its logits, so that its backward takes part in the other ranks' collectives.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ from seqpar.kernels import acc_dtype
 from seqpar.ops.core.autocast import autocast_dtype
 from seqpar.train.dtensor import is_dtensor
 
-CACHED = 1 << 16  # logits of rows that a core computes at a time
+CACHED = 1 << 16  # logits of the rows that a core computes at a time
 
 
 def cross_entropy(
@@ -38,15 +38,14 @@ def cross_entropy(
 ) -> Tensor:
     """This rank's share of the mean loss: the sum over its rows / `valid`, times `average_over`. A scalar.
 
-    logits [T, V], labels [T] int64 already shifted; computed in fp32 (fp64 for fp64). valid: the labels that count in
-    the *whole* global batch, over all ranks and all micro-batches, an int or a 0-d tensor, whose value is not looked at
-    on a device. z_loss: the weight of the squared log-normaliser. average_over: the number of ranks that a wrapper
-    averages gradients over, 1 where they are summed; the loss to report is then the sum over ranks of this /
-    average_over.
+    logits [T, V], labels [T] int64, already shifted; computed in fp32 (fp64 for fp64). valid: the labels that count in
+    the *whole* global batch, over all ranks and micro-batches; an int or a 0-d tensor, which is not read back from a
+    device. z_loss: the weight of the squared log-normaliser. average_over: the number of ranks over which a wrapper
+    averages gradients, 1 if they are summed; the loss to report is then the sum over ranks, divided by average_over.
 
-    The sum over all ranks is ``F.cross_entropy`` of the whole batch; where no label counts at all it is NaN, as there.
+    The sum over all ranks is ``F.cross_entropy`` of the whole batch, NaN if no label counts at all.
 
-    Raises: ValueError for shapes, dtypes or numbers that cannot be; TypeError for what is no tensor.
+    Raises: ValueError for wrong shapes, dtypes or numbers; TypeError for an argument that is not a tensor.
     """
     _check_rows(logits, labels, "logits")
     _check_numbers(valid, label_smoothing, z_loss, average_over)
@@ -72,19 +71,21 @@ def linear_cross_entropy(
     average_over: int = 1,
     chunk: int = 1024,
 ) -> Tensor:
-    """`cross_entropy` of the logits ``hidden @ weight.T + bias``, of which never more than `chunk` rows exist.
+    """`cross_entropy` of the logits ``hidden @ weight.T + bias``, computed in chunks of `chunk` rows.
 
     hidden [T, E], weight [V, E], bias [V], labels [T]. softcap: logits become ``softcap * tanh(logits / softcap)``.
-    Products are of the dtype of autocast where it is on, else of hidden's; losses, and sums over chunks, are fp32 (fp64
-    for fp64). The forward pass computes the gradients along with the loss, so nothing is computed twice: between the
-    passes it holds them, [T, E] and [V, E], instead of logits.
+    Products have autocast's dtype where it is on, else hidden's; losses, and sums over chunks, are fp32 (fp64 for
+    fp64).
+    Forward computes the gradients along with the loss, so nothing is computed twice: between the passes it keeps them,
+    [T, E] and [V, E], instead of logits.
 
-    Under FSDP2 or DDP call it inside the forward of the module that owns the weight: only there it is whole, and its
-    gradient is seen.
+    Under FSDP2 or DDP, call it inside the forward of the module that owns the weight: only there the weight is whole
+    and
+    its gradient is reduced.
 
     Raises: ValueError and TypeError as `cross_entropy`; NotImplementedError for a weight that is sharded over ranks.
 
-    Source: Wijmans et al. 2024 (Cut Your Losses), Hsu et al. 2024 (Liger Kernel), which compute it in one pass too.
+    Source: Wijmans et al. 2024 (Cut Your Losses); Hsu et al. 2024 (Liger Kernel), also in one pass.
     """
     _check_rows(hidden, labels, "hidden")
     _check_numbers(valid, label_smoothing, z_loss, average_over)
@@ -99,7 +100,7 @@ def linear_cross_entropy(
 
 
 class _Options(NamedTuple):
-    """What the rows' losses depend on besides the rows."""
+    """The settings of the row losses."""
 
     ignore_index: int
     label_smoothing: float
@@ -109,7 +110,7 @@ class _Options(NamedTuple):
 
 
 class _Sums(NamedTuple):
-    """The sum of the rows' losses, and its gradients where they are asked for."""
+    """The sum of the rows' losses, and its gradients if needed."""
 
     loss: Tensor
     hidden: Tensor | None
@@ -130,16 +131,16 @@ def _check_rows(rows: Tensor, labels: Tensor, name: str) -> None:
 def _check_numbers(valid: int | Tensor, label_smoothing: float, z_loss: float, average_over: int) -> None:
     if not _is_count(valid):
         raise ValueError(
-            f"valid={valid!r}, expected how many labels count over all ranks, an int of at least 0 or such a 0-d tensor"
+            f"valid={valid!r}, expected the labels that count over all ranks, an int of at least 0 or a 0-d tensor"
         )
     if not 0.0 <= label_smoothing <= 1.0 or average_over < 1:
         raise ValueError(f"label_smoothing={label_smoothing}, average_over={average_over}, expected [0, 1] and >= 1")
-    if not -math.inf < z_loss < math.inf:  # as torch.compile can trace it
+    if not -math.inf < z_loss < math.inf:  # torch.compile can trace this form
         raise ValueError(f"z_loss={z_loss}, expected a finite weight")
 
 
 def _is_count(valid: object) -> bool:
-    """Whether it can be a number of labels; of a tensor on a device, for which the host would wait, its dtype."""
+    """Whether it can be a number of labels; on a device only its dtype is checked, since a value would make it wait."""
     if not isinstance(valid, Tensor):
         return isinstance(valid, int) and not isinstance(valid, bool) and valid >= 0
     if valid.dim() or valid.dtype == torch.bool or valid.is_complex():
@@ -170,7 +171,7 @@ def _check_head(hidden: Tensor, weight: Tensor, bias: Tensor | None) -> None:
 def _summed(
     hidden: Tensor, weight: Tensor, bias: Tensor | None, labels: Tensor, o: _Options, needs: tuple[bool, bool, bool]
 ) -> _Sums:
-    """The sums of a rank's rows, chunk after chunk. needs: which gradients to make."""
+    """The sums over a rank's rows, chunk after chunk. needs: the gradients to compute."""
     kind = hidden.device.type
     dtype = autocast_dtype(kind) or hidden.dtype
     wide = acc_dtype(dtype)
@@ -198,9 +199,9 @@ def _summed(
 
 
 def _row_losses(z: Tensor, labels: Tensor, o: _Options, grad: bool) -> tuple[Tensor, Tensor]:
-    """The sum of the rows' losses, and its gradient by the logits z, whose memory it takes; z unchanged if not grad.
+    """The sum of the rows' losses, and its gradient by the logits z, in z's memory; z is unchanged unless grad.
 
-    On the CPU a few rows at a time go through all steps, as many as its cache holds beside what they are made into.
+    On the CPU, blocks of rows go through all steps together, small enough for a core's cache.
     """
     blocks = 1
     if z.is_cpu and not torch.compiler.is_compiling():
@@ -211,7 +212,7 @@ def _row_losses(z: Tensor, labels: Tensor, o: _Options, grad: bool) -> tuple[Ten
 
 
 def _block_losses(z: Tensor, labels: Tensor, o: _Options, grad: bool) -> Tensor:
-    """The losses of some rows, those that do not count too; their logits become gradients if grad."""
+    """The losses of some rows, even of those that do not count; their logits become gradients if grad."""
     if o.softcap:
         z.div_(o.softcap).tanh_().mul_(o.softcap)
         slope = 1 - (z / o.softcap).square() if grad else None
@@ -237,7 +238,7 @@ def _block_losses(z: Tensor, labels: Tensor, o: _Options, grad: bool) -> Tensor:
 
 
 class _LinearCrossEntropy(torch.autograd.Function):
-    """The loss, with gradients made on the way forward; products see (p - onehot), scaled only afterwards, in fp32."""
+    """The loss, with gradients computed in forward; products use (p - onehot) and are scaled afterwards, in fp32."""
 
     @staticmethod
     def forward(
@@ -246,7 +247,7 @@ class _LinearCrossEntropy(torch.autograd.Function):
     ) -> Tensor:  # fmt: skip
         sums = _summed(hidden, weight, bias, labels, options, ctx.needs_input_grad[:3])
         ctx.save_for_backward(*sums[1:])
-        # where no label counts the loss is 0 / 0, and the gradients are the zeros they are without it
+        # if no label counts the loss is 0 / 0, and the gradients are zeros
         ctx.valid, ctx.average_over = valid.clamp(min=1) if isinstance(valid, Tensor) else max(valid, 1), average_over
         ctx.dtypes = [None if x is None else x.dtype for x in (hidden, weight, bias)]
         return sums.loss / valid * average_over

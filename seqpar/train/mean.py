@@ -10,7 +10,7 @@ from seqpar.comm import Comm
 
 
 class Mean:
-    """The mean over all tokens of several batches: sums and counts, never a mean of means.
+    """The mean over all tokens of several batches, from sums and counts; never a mean of means.
 
     For example:
 
@@ -25,10 +25,11 @@ class Mean:
         self._count: Tensor | int = 0  # of all ranks' labels
 
     def add(self, loss: Tensor, valid: int | Tensor) -> None:
-        """Take in a batch: this rank's share of its loss, without `average_over`, and the divisor in it.
+        """Add a batch: this rank's share of its loss, without `average_over`, and the divisor in it.
 
-        valid: the labels of the batch that count on all ranks, as the loss was given. Nothing moves and nothing waits
-        for the device.
+        valid: the batch's labels that count on all ranks, as given to the loss. Nothing is sent, and nothing waits for
+        the
+        device.
         """
         total = loss.detach().double() * valid
         if isinstance(valid, Tensor):
@@ -39,9 +40,9 @@ class Mean:
         self._count = self._count + valid
 
     def result(self, comm: Comm) -> float:
-        """The mean so far, the same on every rank; NaN where no label counted. A collective of the losses' ranks.
+        """The mean so far, equal on every rank; NaN if no label counted. A collective of the losses' ranks.
 
-        Raises: ValueError if ranks have counted other labels.
+        Raises: ValueError if ranks have counted different labels.
         """
         found = comm.gather("Mean.result", (float(self._total), int(self._count)))
         counts = [count for _, count in found]

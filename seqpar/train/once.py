@@ -1,8 +1,9 @@
-"""Whether gradients hold a sum over ranks already, which a second sum would multiply.
+"""Whether gradients are sums over ranks already, which a second sum would multiply.
 
-A gradient that was summed is known with the version of its memory: what backward, clipping or zeroing change afterwards
-has another one, and a new tensor, as after ``zero_grad()``, is not known. The next backward sees whether it adds to the
-sum as it was left, or to zeros in its place.
+A summed gradient is remembered with the version of its memory. Backward, clipping and zeroing change the version; a new
+tensor, as after ``zero_grad()``, is unknown. The next backward detects whether it adds to the unchanged sum, or to
+zeros
+that replaced it.
 """
 
 from __future__ import annotations
@@ -19,10 +20,10 @@ from torch.utils.weak import TensorWeakRef, WeakTensorKeyDictionary
 
 from seqpar.train.dtensor import local, version
 
-WATCHED, VALUES = 4, 64  # parameters that tell of an optimizer's step, and their values
+WATCHED, VALUES = 4, 64  # parameters whose values reveal an optimizer step, and the number of values
 
-# The sum that a gradient is, and its version then. Not an attribute of the gradient, which a pickle and a deep copy of
-# it would take along.
+# The sum that a gradient is part of, and its version then. Not an attribute of the gradient, which pickle and deepcopy
+# would copy.
 _sums: Any = WeakTensorKeyDictionary()
 
 
@@ -34,19 +35,19 @@ class Sum:
         self._hooks: list[RemovableHandle] = []
         self._added = False  # whether a backward has added to the sum
         watched = parameters[:: -(-len(parameters) // WATCHED)] if parameters else []
-        # a parameter keeps its gradient, which would keep the sum
+        # a parameter holds its gradient, which would hold the sum
         self._watched = [TensorWeakRef(p) for p in watched]
         self._versions = [version(p) for p in watched]
         self._values = [_some(p).clone() for p in watched]
 
     def took(self, parameters: Iterable[Tensor]) -> None:
-        """Mark the gradients of parameters."""
+        """Mark the gradients of these parameters as part of the sum."""
         for p in parameters:
             assert p.grad is not None
             _sums[p.grad] = self, version(p.grad)
 
     def watch(self) -> None:
-        """See from here on what the next backward adds to, by hooks that go with it or with the gradients."""
+        """Detect the next backward's additions, with hooks that go away with it or with the gradients."""
         found = weakref.ref(self)
 
         def added(parameter: Tensor) -> None:
@@ -57,7 +58,7 @@ class Sum:
         self._hooks = [p.register_post_accumulate_grad_hook(added) for p in watched if p.requires_grad and p.is_leaf]
 
     def _accumulated(self, parameter: Tensor) -> None:
-        # one version more is this backward's; zeros in place of the sum are another one
+        # this backward advances the version by one; zeros that replace the sum advance it further
         self._added |= parameter.grad is not None and _sums.get(parameter.grad) == (self, version(parameter.grad) - 1)
         self._unhook()
 
@@ -70,7 +71,7 @@ class Sum:
         self._unhook()
 
     def growing(self) -> bool:
-        """Whether a backward has added to the sum, and no optimizer has made a step of it."""
+        """Whether a backward has added to the sum, and no optimizer has stepped since."""
         return self._added and not self._stepped()
 
     def _stepped(self) -> bool:
@@ -84,7 +85,7 @@ class Sum:
 
 @contextmanager
 def remark(grad: Tensor) -> Iterator[None]:
-    """A block that changes a gradient and leaves it as much of a sum as it was, as clipping does."""
+    """A block that changes a gradient but leaves its mark as a sum, as clipping does."""
     last, before = _sums.get(grad), version(grad)
     yield
     if last is not None and last[1] == before:
@@ -92,21 +93,21 @@ def remark(grad: Tensor) -> Iterator[None]:
 
 
 class Marks:
-    """What is known of the gradients of some parameters, where they have one."""
+    """The marks on the gradients of some parameters."""
 
     def __init__(self, parameters: Iterable[Tensor]) -> None:
         self._grads = [p.grad for p in parameters if p.grad is not None]
         self._sums = [_sums.get(grad) for grad in self._grads]
 
     def repeated(self) -> bool:
-        """Whether all gradients are sums over ranks, and nothing has changed them since."""
+        """Whether all gradients are sums over ranks, unchanged since."""
         pairs = zip(self._sums, self._grads)
         return bool(self._grads) and all(last is not None and last[1] == version(grad) for last, grad in pairs)
 
     def growing(self) -> bool:
-        """Whether some hold a sum to which a backward has added, and of which no optimizer has made a step.
+        """Whether some gradient is a sum that a backward has added to, without an optimizer step since.
 
-        Of gradients that are not finite none will be made: they are left out as a whole, as GradScaler does.
+        Without effect if gradients are not finite: the step is then left out, as GradScaler does.
         """
         marked = [(last[0], grad) for last, grad in zip(self._sums, self._grads) if last is not None]
         if not any(each.growing() for each in {each for each, _ in marked}):

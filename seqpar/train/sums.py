@@ -1,14 +1,15 @@
-"""Sums over the ranks of a comm: by exchanges, in the order of ranks, equal to the last bit on all of them.
+"""Sums over the ranks of a comm, by exchanges, in the order of ranks: equal to the last bit on all ranks.
 
-Every rank sums one piece of a flat tensor and hands it to the others, so each sends and receives ``2 (n - 1) / n`` of
-its bytes on n ranks::
+Every rank sums one piece of a flat tensor and sends the result to the others, so each rank sends and receives
+``2 (n - 1) / n`` of the bytes on n ranks::
 
     rank 0   a0 a1 a2         a0+b0+c0
     rank 1   b0 b1 b2    ->            a1+b1+c1            ->   all three pieces, on every rank
     rank 2   c0 c1 c2                           a2+b2+c2
 
-A sum of few bytes is made of whole copies: every rank sends its own to all others and sums them all, in the same
-order, so the bits are the same and there is one exchange.
+Few bytes are summed from whole copies: every rank sends its own to all others and adds all of them in the same order,
+so
+the bits are the same, with a single exchange.
 """
 
 from __future__ import annotations
@@ -30,12 +31,14 @@ FEW = 1024  # bytes that `all_sum` sends whole
 def all_sum(x: Tensor, comm: Comm) -> Tensor:
     """The sum over ranks of x, on every rank; fp16 and bf16 are summed in fp32. A collective.
 
-    Spec over ranks: ``xs -> [sum(xs)] * len(xs)``. The adjoint is itself: what every rank's loss says of the sum is
-    summed. A loss made of such sums is the same on every rank, and a rank's share of it is ``loss / comm.size``.
-    Every rank runs the backward, also one whose loss does not need it: ``loss + 0 * sum``.
+    Spec over ranks: ``xs -> [sum(xs)] * len(xs)``. The adjoint is the same sum, of the gradients of all ranks' losses.
+    A
+    loss computed from such sums is the same on every rank, and a rank's share of it is ``loss / comm.size``. Every rank
+    must run the backward, even if its loss does not need the sum: ``loss + 0 * sum``.
 
-    Raises: ValueError for truth values, and if ranks differ in shape, dtype or the need for a gradient; on every rank
-    and before any byte moves.
+    Raises: ValueError for booleans, and if ranks differ in shape, dtype or requires_grad; on every rank, before any
+    byte
+    moves.
     """
     if x.dtype == torch.bool:
         raise_on_all_ranks("all_sum", comm, ValueError("the sum of truth values, expected numbers; give x.long()"))
@@ -43,9 +46,9 @@ def all_sum(x: Tensor, comm: Comm) -> Tensor:
 
 
 def sum_under(x: Tensor, comm: Comm, what: str, facts: Mapping[str, object]) -> Tensor:
-    """`all_sum` without a gradient, of what ranks have alike by what they told each other: they do not compare it.
+    """`all_sum` without a gradient, for tensors that ranks know to be alike, and so do not compare.
 
-    facts: what it follows from besides; they ride in the message, and ranks that differ there do not meet.
+    facts: what else the call depends on; they ride in the messages, and ranks that differ do not meet.
     """
     digest = digest_of_call(what, facts) if comm.size > 1 else 0
     return _summed(x.detach(), comm, Tag(digest, comm.next_call(), 0, 0, what))
@@ -54,13 +57,13 @@ def sum_under(x: Tensor, comm: Comm, what: str, facts: Mapping[str, object]) -> 
 def token_mean(x: Tensor, comm: Comm, *, keep: Tensor | None = None) -> Tensor:
     """The mean over the tokens of all ranks of x ``[T, ...]``, shape ``[...]``, on every rank. Differentiable.
 
-    keep [T] bool: the rows that count, without pads; by default all. What a mixture of experts balances by, the part of
-    the tokens that an expert gets and its mean probability, are two such means, and their product is then exact:
+    keep [T] bool: the rows that count, by default all; leave pads out. The balance loss of a mixture of experts is the
+    product of two such means, an expert's fraction of tokens and its mean probability, and is then exact:
 
         load, chance = token_mean(chosen, comm), token_mean(probabilities, comm)
         loss = loss + weight * experts * (load * chance).sum() / comm.size      # this rank's share
 
-    NaN where no row counts on any rank. Raises: as `all_sum` does, and ValueError for a `keep` that is not of x's rows.
+    NaN if no row counts on any rank. Raises: as `all_sum`, and ValueError for a `keep` that does not match x's rows.
     """
     if x.dim() == 0 or not (keep is None or (keep.dtype == torch.bool and keep.shape == x.shape[:1])):
         rows = None if keep is None else f"{keep.dtype}{list(keep.shape)}"
@@ -71,7 +74,7 @@ def token_mean(x: Tensor, comm: Comm, *, keep: Tensor | None = None) -> Tensor:
     if keep is not None:
         wide = wide.masked_fill(~keep.view(-1, *[1] * (x.dim() - 1)), 0.0)
     count = wide.new_full((1,), len(x)) if keep is None else keep.sum().to(wide.dtype)[None]
-    # one exchange for both: the count rides behind the sums
+    # one exchange for both: the count follows the sums
     total = all_sum(torch.cat([wide.sum(0).reshape(-1), count]), comm)
     return (total[:-1] / total[-1]).view(x.shape[1:])
 
@@ -102,7 +105,7 @@ def _summed(x: Tensor, comm: Comm, tag: Tag) -> Tensor:
 
 @torch.no_grad()
 def flattened(tensors: Sequence[Tensor], comm: Comm) -> Tensor:
-    """The elements of tensors of one dtype, one after another, and zeros to a multiple of the comm's size."""
+    """The elements of tensors of one dtype, end to end, padded with zeros to a multiple of the comm's size."""
     count = sum(x.numel() for x in tensors)
     flat = comm.empty((-(-count // comm.size) * comm.size,), tensors[0].dtype, tensors[0].device)
     torch.cat([x.reshape(-1) for x in tensors], out=flat[:count])
@@ -112,10 +115,10 @@ def flattened(tensors: Sequence[Tensor], comm: Comm) -> Tensor:
 
 @torch.no_grad()
 def sum_(flat: Tensor, comm: Comm, tag: Tag, *, whole: bool = False, changed: bool | None = None) -> bool:
-    """Put the sum over ranks in place of `flattened` tensors. Takes the two stages from the tag's own on.
+    """Replace `flattened` tensors by their sum over ranks. Uses the tag's stage and the next.
 
-    whole: in one exchange, in which each rank sends ``n - 1`` times their bytes on n ranks. changed: a word to all
-    ranks that rides along. Returns whether any rank said it: then nothing is summed.
+    whole: in one exchange, in which each rank sends ``n - 1`` times the bytes on n ranks. changed: a flag sent along to
+    all ranks. Returns whether any rank set it: then nothing is summed.
     """
     if comm.size == 1 or not flat.numel():
         return bool(changed)
@@ -138,7 +141,7 @@ def sum_(flat: Tensor, comm: Comm, tag: Tag, *, whole: bool = False, changed: bo
 
 
 def _add(addends: Sequence[Tensor], out: Tensor) -> None:
-    """Put the sum of addends, in their order, in place of one of them, `out`; the first is written over too."""
+    """Write the sum of addends, in order, into one of them, `out`; the first one may be overwritten too."""
     total = addends[0].to(torch.float32 if out.dtype in (torch.float16, torch.bfloat16) else out.dtype)
     for x in addends[1:-1]:
         total += x

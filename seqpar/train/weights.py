@@ -1,8 +1,8 @@
-"""Whether ranks hold the same weights: some values of some parameters, and where they differ.
+"""Whether ranks hold the same weights: a sample of parameters, and the place where ranks differ.
 
-What is sampled is what every rank is to hold alike: plain parameters, and of DTensors those of which the comm's ranks
-hold the same part, as tensor parallelism beside it makes them, or HSDP whose replicas they are. What a wrapper shards
-over the comm's ranks (FSDP) is one tensor by construction, and is left out.
+Sampled are parameters that every rank should hold alike: plain ones, and DTensors of which the comm's ranks hold the
+same part, as with tensor parallelism beside the comm or as replicas of HSDP. Parameters that a wrapper shards over the
+comm's ranks (FSDP) are one tensor by construction, and left out.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ VALUES = 64  # of each parameter, evenly spread
 
 
 class Sampled(NamedTuple):
-    """A parameter and where it was found, as long as which the sample is good."""
+    """A parameter and its place in a module; the sample is valid while it stays there."""
 
     name: str
     module: nn.Module
@@ -31,18 +31,18 @@ class Sampled(NamedTuple):
     trained: bool
 
     def stands(self) -> bool:
-        """Whether the parameter is still the module's, and still trained or frozen as it was."""
+        """Whether the parameter is still the module's, and still trained or frozen as before."""
         now = self.module._parameters.get(self.key)
         return now is self.parameter and now.requires_grad == self.trained
 
 
 def sampled(model: nn.Module, ranks: frozenset[int]) -> list[Sampled]:
-    """The parameters of a model that all ranks are to hold alike, each once. ranks: the global ones of the comm."""
+    """A model's parameters that all ranks should hold alike, each once. ranks: the comm's global ranks."""
     return list({id(each.parameter): each for each in _comparable(model, ranks)}.values())
 
 
 def spread(several: Sequence[Sampled]) -> list[Sampled]:
-    """A few of the trained and of the frozen parameters, which optimizers may treat apart: matrices, and vectors."""
+    """A few trained and a few frozen parameters, both matrices and vectors, since optimizers may treat them apart."""
     found = []
     for trained, matrices in itertools.product((True, False), repeat=2):
         kind = [each for each in several if (each.trained, each.parameter.dim() > 1) == (trained, matrices)]
@@ -62,7 +62,7 @@ def _comparable(model: nn.Module, ranks: frozenset[int]) -> Iterator[Sampled]:
 
 
 def versions(sample: Sequence[Sampled]) -> list[int]:
-    """The counters that every change of a parameter in place advances, an optimizer's step among them."""
+    """The counters that every change in place advances, such as an optimizer step."""
     return [version(each.parameter) for each in sample]
 
 
@@ -83,7 +83,7 @@ def fingerprint(sample: Sequence[Sampled]) -> str:
 
 @torch.no_grad()
 def _moved(sample: Sequence[Sampled]) -> Iterator[tuple[dict[str, Tensor], Tensor]]:
-    """Values by name, and all of them one after another on the CPU; a device is waited for once for each dtype."""
+    """Values by name, and all of them end to end on the CPU; a device is waited for once per dtype."""
     kinds: dict[tuple[torch.device, torch.dtype], dict[str, Tensor]] = {}
     for each in sample:
         flat = local(each.parameter.detach()).reshape(-1)
@@ -95,7 +95,7 @@ def _moved(sample: Sequence[Sampled]) -> Iterator[tuple[dict[str, Tensor], Tenso
 
 
 class Difference(NamedTuple):
-    """The largest difference of two ranks' samples: at which parameter, between rank 0 and which."""
+    """The largest difference of two ranks' samples: the parameter, and the rank that differs from rank 0."""
 
     name: str
     rank: int
@@ -103,7 +103,7 @@ class Difference(NamedTuple):
 
 
 def difference(found: Sequence[dict[str, Tensor]]) -> Difference | None:
-    """Where the samples of ranks differ most; None if nowhere."""
+    """The largest difference of the ranks' samples; None if they are equal."""
     worst: Difference | None = None
     for rank, other in enumerate(found):
         for name in found[0] | other:
@@ -114,7 +114,7 @@ def difference(found: Sequence[dict[str, Tensor]]) -> Difference | None:
 
 
 def _gap(a: Tensor | None, b: Tensor | None) -> float:
-    """The largest difference; infinite for what is not there, of another size or not finite on one rank alone."""
+    """The largest difference; infinite for a value that is missing, of another size or not finite on one rank only."""
     if a is None or b is None or a.shape != b.shape:
         return float("inf")
     gap = (a - b).abs().nan_to_num(nan=float("inf"), posinf=float("inf"))

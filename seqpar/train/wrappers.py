@@ -1,4 +1,4 @@
-"""Who averages the gradients of a model: DistributedDataParallel around its forward, or FSDP2 inside it."""
+"""The wrapper that averages a model's gradients: DistributedDataParallel around its forward, or FSDP2 inside it."""
 
 from __future__ import annotations
 
@@ -10,22 +10,22 @@ from torch.nn.parallel import DistributedDataParallel
 
 
 class Averaging(NamedTuple):
-    """What a wrapper makes of gradients: the sum over so many ranks, divided."""
+    """A wrapper's effect on gradients: their sum over ``ranks`` ranks, divided by ``divisor``."""
 
     who: str
     ranks: int
     divisor: float
 
     def average_over(self, size: int) -> float | None:
-        """What makes gradients those of the mean over comms of so many ranks, each of its own loss; None: unknown."""
+        """The `average_over` for which gradients are the mean over comms of ``size`` ranks; None if unknown."""
         return self.divisor * size / self.ranks if self.ranks % size == 0 else None
 
 
 def by_ddp(model: nn.Module) -> Averaging | None:
-    """How DistributedDataParallel, in whose forward this is called, will reduce this pass's gradients of the model."""
+    """The reduction of this pass's gradients by DistributedDataParallel, called inside its forward."""
     ddp: Any = DistributedDataParallel._get_active_ddp_module()
     if ddp is None or not ddp.require_backward_grad_sync or ddp._comm_hooks:
-        return None  # what a hook makes of them only its author knows
+        return None  # only its author knows what a hook does
     if not any(module is model for module in ddp.module.modules()):
         return None
     ranks = ddp.process_group.size()
@@ -33,7 +33,7 @@ def by_ddp(model: nn.Module) -> Averaging | None:
 
 
 def by_fsdp(model: nn.Module) -> Averaging | None:
-    """How `fully_shard` reduces the gradients of a model, or of the first part of it that it shards."""
+    """The reduction of a model's gradients by `fully_shard`, or of the first part of it that is sharded."""
     fsdp: Any = sys.modules.get("torch.distributed.fsdp")
     for module in model.modules() if fsdp else ():
         if isinstance(module, fsdp.FSDPModule):

@@ -37,7 +37,7 @@ def one_bad(comm: Comm, bad: Any, options: dict[str, Any], rank: int) -> Excepti
 
 BATCHES: dict[str, tuple[Any, dict[str, Any], str]] = {
     "not a mapping": (IDS, {}, "a batch is a mapping"),
-    "no ids": ({"labels": IDS}, {}, "a batch has input_ids or inputs_embeds"),
+    "no ids": ({"labels": IDS}, {}, "a batch needs input_ids or inputs_embeds"),
     "float ids": ({"input_ids": IDS.float()}, {}, "input_ids must hold one integer per token"),
     "ids of three dims": ({"input_ids": IDS[None]}, {}, r"must be a tensor \[B, S\] or \[T\]"),
     "labels of another shape": (GOOD | {"labels": IDS[:, :5]}, {}, r"labels must be a tensor whose first dims"),
