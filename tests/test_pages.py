@@ -59,7 +59,8 @@ def record(name: str) -> Any:
 def ends(values: Iterable[float], digits: int = 2) -> str:
     """The least and the largest of values."""
     several = sorted(values)
-    return f"{several[0]:.{digits}f} to {several[-1]:.{digits}f}"
+    least, most = (f"{value:.{digits}f}" for value in (several[0], several[-1]))
+    return least if least == most else f"{least} to {most}"
 
 
 def of_attention(name: str, of_peak: bool = False) -> list[str]:
@@ -142,3 +143,33 @@ def test_every_row_says_processor_and_commit_of_its_record() -> None:
             assert commit in text, what
             maker = processor.split()[0]
             assert maker in ("a", "2") or maker in text, (what, maker)
+
+
+def test_figures_of_the_page_on_choosing_are_those_of_records() -> None:
+    page = " ".join((DOCS / "choose.md").read_text().split())
+    over = record("comm.json")["over_gloo"]
+    said = [f"{over['ring']:.1f} times the bandwidth of gloo for ring hops, {over['all-to-all']:.1f} for all-to-alls"]
+    planned = {int(ranks): each["cells"] for ranks, each in record("planned.json")["ranks"].items()}
+    for batch, ranks, digits in (("many short", (4, 8), 2), ("long and short", (2, 4, 8), 2)):
+        said.append(beside_planned(planned, batch, ranks, digits))
+    said.append(beside_planned(planned, "one long document", (2, 4, 8), 1))
+    short = {(r["same"], r["hidden"], r["comm"]): r["part"] for r in record("short_batches.json")["rows"]}
+    small, large = ([f"{short[False, hidden, comm] + 1e-9:.2f}" for comm in ("gloo", "shm")] for hidden in (64, 256))
+    said.append(f"{small[0]} times that of DDP over gloo, {small[1]} over `ShmComm`")
+    said.append(f"{large[0]} times, and {large[1]}")
+    cells = [row for row in record("simulate.json")["rows"] if row.get("hardware") == "h100" and not row["variant"]]
+    for ranks in (8, 64, 512):
+        several = []
+        for policy, digits in (("static ring", 2), ("static ulysses", 2), ("seqpar", 3)):
+            ours = [row for row in cells if (row["ranks"], row["policy"]) == (ranks, policy)]
+            several.append(ends((row["lockstep_mean"] for row in ours if row["distribution"] != "megatron"), digits))
+        said.append(f"| {ranks} | {' | '.join(several)} |")
+    for sentence in said:
+        assert sentence in page, sentence
+
+
+def beside_planned(planned: dict[int, Any], batch: str, ranks: tuple[int, ...], digits: int) -> str:
+    """How plain data parallelism compares with the plan on so many ranks: '1.1, 1.3 and 2.4 of the planned time'."""
+    cells = [planned[count][batch] for count in ranks]
+    parts = [f"{cell['data parallel']['median'] / cell['auto']['median']:.{digits}f}" for cell in cells]
+    return f"{', '.join(parts[:-1])} and {parts[-1]} of the planned time"
