@@ -12,6 +12,7 @@ from typing import Any
 import pytest
 
 from bench.cpu import architectures_page
+from seqpar import Layout, Mask, Plan
 from tests.advice.remedies import PACKAGE, messages
 
 ROOT = Path(__file__).parent.parent
@@ -173,3 +174,13 @@ def beside_planned(planned: dict[int, Any], batch: str, ranks: tuple[int, ...], 
     cells = [planned[count][batch] for count in ranks]
     parts = [f"{cell['data parallel']['median'] / cell['auto']['median']:.{digits}f}" for cell in cells]
     return f"{', '.join(parts[:-1])} and {parts[-1]} of the planned time"
+
+
+def test_lines_of_a_plan_and_of_the_log_are_those_of_the_package() -> None:
+    lengths = [4096, 900, 60]
+    shown = Plan(Mask(lengths), Layout.zigzag(lengths, 4)).describe()
+    for line, _ in rows(TROUBLES, "line")[:-1]:
+        for label in re.findall("`([^`]+)`", line)[:1]:
+            assert label.removesuffix(" …") in shown, label
+    (said,) = re.findall(r"INFO:seqpar\.integrations:\w+: (.*?): of 8 batches", " ".join(TROUBLES.split()))
+    assert any(said in message for message in MESSAGES)
