@@ -21,7 +21,10 @@ DOCS, RESULTS = ROOT / "docs", ROOT / "bench" / "results"
 
 def test_the_page_of_architectures_is_that_of_the_record() -> None:
     record = json.loads((RESULTS / "architectures.json").read_text())
-    assert (DOCS / "architectures.md").read_text() == architectures_page.page(record)
+    page = architectures_page.page(record)
+    assert (DOCS / "architectures.md").read_text() == page
+    exact = re.search(r"comm\)` (\d+) of them are\s+exact", page)
+    assert exact and f"[{exact[1]} of {len(record['rows'])}](architectures.md)" in (DOCS / "comparison.md").read_text()
 
 
 TROUBLES = (DOCS / "troubleshooting.md").read_text()
