@@ -1,4 +1,4 @@
-"""`parallelize`: an unchanged model whose stages shard what they do not mix."""
+"""`parallelize`: an unchanged model whose stages shard the dimensions that they do not mix."""
 
 from __future__ import annotations
 
@@ -40,7 +40,7 @@ from seqpar.ops.core.agreement import agreement, raise_on_all_ranks
 from seqpar.ops.core.handles import uncompiled
 
 MakeStagePlan = Callable[..., StagePlan]
-SEEN = "_seqpar_dsp"  # the attribute of a model, and of the memory of stages' inputs, in which this file notes things
+SEEN = "_seqpar_dsp"  # the attribute with this file's notes, on a model and on the memory of stages' inputs
 MIXING = (nn.modules.batchnorm._NormBase,)  # statistics over rows
 
 
@@ -53,25 +53,26 @@ def parallelize(
     plan: MakeStagePlan = plan_stages,
     check_inputs: bool = True,
 ) -> Parallelized:
-    """Make a model's blocks compute their share of the rows; what it is given and returns stays whole on every rank.
+    """Make a model's blocks compute their share of the rows; its inputs and outputs stay whole on every rank.
 
-    spec: what is known of the model's class, by default the one shipped for it. plan: makes the plan of each batch
-    shape, ``plan(stages, dims, ranks, end=..., training=...)``; ``partial(plan_stages, hardware=...)`` for another
-    machine than an H100 node. Blocks move what comes in before their own forward and what goes out after it, so that
-    hooks, wrappers and recomputation see them as before. A rank whose share is empty skips the block, with its
-    parameters still in the graph.
+    spec: the `Spec` of the model's class, by default the one shipped for it. plan: plans each batch shape,
+    ``plan(stages, dims, ranks, end=..., training=...)``; ``partial(plan_stages, hardware=...)`` for a machine other
+    than
+    an H100 node. Tensors are moved before a block's own forward and after it, so hooks, wrappers and recomputation see
+    the block as before. A rank with an empty share skips the block, with its parameters still in the graph.
 
     Gradients of parameters are shares: sum them over the ranks. grad: how the loss counts. "replicated": every rank
     computes the same loss from the whole output. "sum": the loss is the sum of all ranks' losses.
 
-    check_inputs: ranks compare what the model is given, also its values, in every forward (of a GPU's tensors this
-    waits for one number), and in the first one its weights, DTensors apart; otherwise only shapes are compared.
-    Different noise, seeds, or frames that were sharded before, would otherwise give wrong numbers without an error.
+    check_inputs: in every forward ranks compare the inputs, including their values (on a GPU this waits for one
+    number),
+    and in the first one the weights, except DTensors; without it only shapes are compared. Otherwise different noise or
+    seeds, or frames sharded before, would silently compute something meaningless.
 
-    Raises: ValueError for a model that its spec does not describe, or is parallelized already. NotImplementedError for
-    a model without a spec, modules that mix rows unseen, and in a forward for dropout that is active.
+    Raises: ValueError for a model that its spec does not describe, or that is parallelized already; NotImplementedError
+    for a model without a spec, modules that mix rows unnoticed, and in a forward for active dropout.
     """
-    # fully_shard makes a model's class anew, of this one and the model's own
+    # fully_shard changes the class of a model to a new subclass
     kinds = [kind.__name__ for kind in type(model).__bases__]
     name = kinds[1] if kinds[0] == "FSDPModule" else type(model).__name__
     if spec is None:
@@ -86,9 +87,9 @@ def parallelize(
 
 
 class Parallelized(ParallelModel):
-    """A model that was parallelized; `undo`, or the end of a ``with`` block, takes everything back.
+    """A parallelized model; `undo`, or the end of a ``with`` block, restores it.
 
-    plans: of the batch shapes seen so far. A copy of the model is parallelized too, by the same plans.
+    plans: of the batch shapes so far. A copy of the model is parallelized too, with the same plans.
     """
 
     def __init__(
@@ -116,7 +117,7 @@ class Parallelized(ParallelModel):
                 self._put(name, partial(self._outside, name=name))
 
     def _put(self, name: str, around: Callable[[nn.Module, Callable[..., Any], Arguments], Any]) -> None:
-        """Put something around a forward, which gets its arguments by name. Compilers leave it alone."""
+        """Put a function around a forward; it gets the arguments by name, uncompiled."""
         module = self.model.get_submodule(name)
         named = by_name(module.forward, name or type(module).__name__)
 
@@ -191,10 +192,11 @@ class Parallelized(ParallelModel):
             )
         return forward(**arguments)
 
-    # --- where a forward is -------------------------------------------------------------------------------------------
+    # --- the forward in progress
+    # ------------------------------------------------------------------------------------------
 
     def _stack(self) -> list[ForwardState]:
-        """The forwards that run in this thread, the innermost last."""
+        """This thread's forwards in progress, innermost last."""
         if not hasattr(self._running, "stack"):
             self._running.stack = []
         return self._running.stack  # type: ignore[no-any-return]
@@ -206,7 +208,7 @@ class Parallelized(ParallelModel):
         return stack[-1]
 
     def _run_of(self, module: nn.Module, name: str, x: object) -> StageRun:
-        """How a stage is run now; where it is recomputed in backward, as it was run then."""
+        """The run of a stage: the current one, or the earlier one if backward recomputes it."""
         if not isinstance(x, Tensor):
             raise ValueError(f"{name} got {x!r:.100} where its spec says the rows are")
         storage = x.untyped_storage()
@@ -232,7 +234,7 @@ class Parallelized(ParallelModel):
     # --- plans --------------------------------------------------------------------------------------------------------
 
     def _plan(self, state: ForwardState, x: Tensor) -> tuple[tuple[object, ...], StagePlan]:
-        """What names a batch shape, and its plan. x: the first stage's input, whole."""
+        """The key of a batch shape, and its plan. x: the first stage's input, whole."""
         space = state.space
         shape = (tuple(space.dims.items()), x.numel(), x.dtype, state.training)
         if shape not in self.plans:
@@ -240,13 +242,13 @@ class Parallelized(ParallelModel):
             stages = [
                 self._stage_of(state.model, name, block, space, width, x.element_size()) for name, block in self.stages
             ]
-            stages[0] = replace(stages[0], rest=None)  # what comes in is whole
+            stages[0] = replace(stages[0], rest=None)  # the first input is whole
             end: Sequence[Sharding] = (None,) if self.spec.exit is None else self.spec.exit.rest
             plan = self.make_plan(stages, space.dims, space.comm.size, end=end, training=state.training)
-            afters = plan.afters if self.spec.exit else [*plan.afters[:-1], None]  # the last one's output is the end
+            afters = plan.afters if self.spec.exit else [*plan.afters[:-1], None]  # the last output is the end
             with agreement("planning of stages", self.comm) as call:
                 for stage, choice, after in zip(stages, plan.choices, afters, strict=True):
-                    if choice.parts != 1:  # or an error that says which it cannot be run in
+                    if choice.parts != 1:  # also raises for a stage that cannot run in parts
                         plan.costs.through(stage, 0.0, choice.before, choice.sharding, after, choice.parts)
                 choices = [tuple(choice) for choice in plan.choices]
                 call.facts = {"grid": (plan.costs.core, plan.costs.held), "choices": choices, "end": plan.end}
@@ -254,7 +256,7 @@ class Parallelized(ParallelModel):
         return shape, self.plans[shape]
 
     def _stage_of(self, model: nn.Module, name: str, block: Block, space: Space, width: int, element: int) -> Stage:
-        """What the planner is told of a stage."""
+        """A stage for the planner."""
         module, tokens = model.get_submodule(name), _tokens(block, space)
         size = tokens * width * element * len(block.stream)
         matrices = sum(p.numel() for p in module.parameters() if p.dim() > 1)
@@ -265,16 +267,17 @@ class Parallelized(ParallelModel):
             attention=4.0 * tokens * mixed * width if block.whole else 0.0, heads=heads, kv_heads=kv_heads,
             qkv=(size, 2 * size * kv_heads / heads) if heads else (0.0, 0.0), ring=block.attention,
             filled=bool(block.core and block.core.sdpa),
-            # a module inside that gathers its weights would do so for each part, and some ranks skip parts
+            # an inner module that gathers its weights would do so for each part, and some ranks skip parts
             apart=frozenset() if collective_modules(module) else _apart(block) & space.dims.keys(),
-            # code that is not ours cannot work on no rows
+            # foreign code may not work on zero rows
             rest=None if block.rest is None else frozenset(block.rest), rest_filled=True,
         )  # fmt: skip
 
-    # --- what ranks compare -------------------------------------------------------------------------------------------
+    # --- comparing ranks
+    # --------------------------------------------------------------------------------------------------
 
     def _agree(self, model: nn.Module, seen: _Seen, arguments: Mapping[str, Any]) -> None:
-        """Ranks make the same call, and nothing in it is active that must not be."""
+        """Check that ranks make the same call, with nothing active that must not be."""
         with agreement(f"a forward of {type(model).__name__}", self.comm, every=True) as call:
             self._check_changes(model, seen)
             facts = {
@@ -290,7 +293,7 @@ class Parallelized(ParallelModel):
         return tuple(x.shape), x.dtype, x.requires_grad, ordered(x) if self.check_inputs else None
 
     def _check_changes(self, model: nn.Module, seen: _Seen) -> None:
-        """Raise for modules that were changed since, and for dropout that is active."""
+        """Raise for modules changed since, and for active dropout."""
         modules = list(model.modules())
         if len(modules) != len(seen.modules) or any(a is not b for a, b in zip(modules, seen.modules)):
             _check_modules(model, self.spec, self.names)
@@ -304,7 +307,7 @@ class Parallelized(ParallelModel):
                 )
 
     def _check_buffers(self, state: ForwardState) -> None:
-        """Raise for buffers that a forward changed otherwise than one process does."""
+        """Raise for buffers that a forward changed differently from one process."""
         with agreement(f"a forward of {type(state.model).__name__}", self.comm, every=True) as call:
             if state.uneven:
                 raise NotImplementedError(
@@ -316,29 +319,29 @@ class Parallelized(ParallelModel):
 
 
 class _Seen:
-    """What was looked at of a model: its modules, its weights, and the batch shapes of which a forward was run.
+    """What was checked of a model: its modules, its weights, and the batch shapes with a forward.
 
-    A copy of the model begins with nothing.
+    A copy of the model starts empty.
     """
 
     def __init__(self) -> None:
         self.weights = False
         self.modules: list[nn.Module] = []
-        self.shapes: set[object] = set()  # in training and not
+        self.shapes: set[object] = set()  # each with training or not
 
     def __deepcopy__(self, memo: dict[int, Any]) -> _Seen:
         return _Seen()
 
 
 def _in_backward() -> bool:
-    """Whether autograd runs here, which a forward inside a checkpoint sees when it is recomputed."""
+    """Whether autograd runs here, as when a forward inside a checkpoint is recomputed."""
     return torch._C._current_graph_task_id() != -1
 
 
 def _apart(block: Block) -> frozenset[str]:
-    """Dimensions along which a block can be run in parts: none of its rows looks at others along them.
+    """Dimensions along which a block can run in parts, since none of its rows looks at others along them.
 
-    An attention with a plan draws its dropout by the place of a row in all of them, so it sees them all.
+    Attention under a plan draws dropout by a row's place in all dimensions, so it needs them whole.
     """
     forms = [set(form_of(form).names) for form in block.stream.values()]
     gathered = {dim for _, dims in block.gathers.values() for dim in dims}
@@ -350,7 +353,7 @@ def _tokens(block: Block, space: Space) -> int:
     return prod(space.dims[name] for name in form.names if name in space.dims)
 
 
-# --- what a model must be ---------------------------------------------------------------------------------------------
+# --- requirements on a model ------------------------------------------------------------------------------------------
 
 
 def _matches(name: str, patterns: Sequence[str]) -> bool:
@@ -358,7 +361,7 @@ def _matches(name: str, patterns: Sequence[str]) -> bool:
 
 
 def _check_block(module: nn.Module, name: str, block: Block) -> None:
-    """Raise for arguments, tables and modules of a block that the module does not have."""
+    """Raise for arguments, tables and modules that the spec lists but the module lacks."""
     parameters = list(inspect.signature(module.forward).parameters)
     listed = (*block.stream, *block.rows, *block.shared)
     if missing := [argument for argument in listed if argument not in parameters]:
@@ -371,7 +374,7 @@ def _check_block(module: nn.Module, name: str, block: Block) -> None:
 
 
 def _check_modules(model: nn.Module, spec: Spec, stages: Sequence[str]) -> None:
-    """Raise for modules and tensors that the spec does not account for, and for those that mix rows unseen."""
+    """Raise for modules and tensors that the spec does not list, and for those that mix rows unnoticed."""
     what = type(model).__name__
     known = (*stages, *spec.between, *spec.outside, *([spec.exit.module] if spec.exit else []))
     names = {name for name, _ in model.named_modules()}
@@ -381,32 +384,32 @@ def _check_modules(model: nn.Module, spec: Spec, stages: Sequence[str]) -> None:
         own = [n for n, _ in (*module.named_parameters(recurse=False), *module.named_buffers(recurse=False))]
         if name == "":
             if unlisted := [n for n in own if n not in spec.own]:
-                raise ValueError(f"{what} has {unlisted} of its own, of which its spec says nothing")
+                raise ValueError(f"{what} has {unlisted} of its own, which its spec does not list")
         elif own and not _matches(name, known):
             raise ValueError(
-                f"{name} of {what} is a {type(module).__name__} in no stage, not between them and not outside: its "
-                "spec says nothing of it"
+                f"{name} of {what} is a {type(module).__name__}, in no stage, not between stages and not outside: its "
+                "spec does not list it"
             )
         if isinstance(module, MIXING) and not _matches(name, spec.outside):
             raise NotImplementedError(f"{name} of {what} is a {type(module).__name__}, whose statistics mix rows")
 
 
-# --- what happens inside a stage --------------------------------------------------------------------------------------
+# --- checks inside a stage --------------------------------------------------------------------------------------------
 
 
 @contextmanager
 def _noting_changes(module: nn.Module, name: str, changed: dict[str, Tensor]) -> Iterator[None]:
-    """A block after which `changed` has the module's buffers that were written to in it, by their names in the model.
+    """A block that adds the module's buffers that were written in it to `changed`, by their names in the model.
 
-    What stages keep from forward to forward, such as running statistics, each rank must change once, and alike.
+    State that stages keep between forwards, such as running statistics, must change once on each rank, and equally.
     """
-    buffers = {path: x for path, x in module.named_buffers() if not x.is_inference()}  # those count no versions
+    buffers = {path: x for path, x in module.named_buffers() if not x.is_inference()}  # these have no version counter
     before = {path: x._version for path, x in buffers.items()}
     yield
     changed |= {f"{name}.{path}": x for path, x in buffers.items() if x._version != before[path]}
 
 
-# by their arguments these may be without dropout
+# without dropout, depending on their arguments
 _DROPOUT = {
     F.dropout, F.alpha_dropout, F.feature_alpha_dropout, F.dropout1d, F.dropout2d, F.dropout3d,
     F.multi_head_attention_forward, F.scaled_dot_product_attention, F.rrelu,
@@ -420,7 +423,7 @@ _DRAWS = {
 
 
 class NoDraws(TorchFunctionMode):
-    """A block in which functions that draw random numbers are refused, on all ranks. name: of what is inside."""
+    """A block in which functions that draw random numbers are refused, on all ranks. name: of the stage."""
 
     def __init__(self, name: str, comm: Comm) -> None:
         super().__init__()
@@ -437,7 +440,7 @@ class NoDraws(TorchFunctionMode):
 
 
 def _active(func: Any, args: Any, kwargs: Any) -> bool:
-    if func is F.scaled_dot_product_attention:  # which has no signature
+    if func is F.scaled_dot_product_attention:  # it has no signature
         return bool(kwargs.get("dropout_p", args[4] if len(args) > 4 else 0.0))
     bound = inspect.signature(func).bind(*args, **kwargs)
     bound.apply_defaults()

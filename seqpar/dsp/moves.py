@@ -1,4 +1,4 @@
-"""The moves of DSP: keep, which is nothing, `split`, `switch` and `gather`; the space says all about the sizes.
+"""The moves of DSP: keep (nothing), `split`, `switch` and `gather`. The space has all sizes.
 
 ::
 
@@ -6,12 +6,12 @@
     switch   t -> s        one all-to-all        backward: one all-to-all
     gather   s -> whole    one all-gather        backward: reduce-scatter ("sum"), or local slice ("replicated")
 
-How a gradient counts is a fact about the code around the sharded part, and is said with `grad`:
+How a gradient counts depends on the code around the sharded part, and is given as `grad`:
 
-    "sum"          each rank's gradient is its share, and the sum over ranks is the gradient. So are parameters' then.
-    "replicated"   every rank computes the same with the whole tensor, and every rank's gradient is the whole one.
+    "sum"          each rank's gradient is its share; the sum over ranks is the gradient. The same holds for parameters.
+    "replicated"   every rank computes the same from the whole tensor, and every rank has the whole gradient.
 
-Between a `split` and a `gather` every gradient is a share, whatever was said: parameters there are summed over ranks.
+Between a `split` and a `gather` every gradient is a share in both cases: parameters there are summed over ranks.
 
 Source: Zhao et al. 2024 (DSP, section 3).
 """
@@ -43,10 +43,11 @@ GRADS = ("sum", "replicated")
 def split(x: Tensor, space: Space, form: str, dim: str, *, grad: str = "sum") -> Tensor:
     """This rank's share along a dimension of a tensor that every rank has whole. Local.
 
-    Spec over ranks: ``[x] * ranks -> x.split(space.shares(dim), dim)``, the axis taken out of its group and put back.
-    grad: whether what reaches x are shares that sum to its gradient (free), or all of it on every rank (an all-gather).
+    Spec over ranks: ``[x] * ranks -> x.split(space.shares(dim), dim)``; a grouped axis is split up and merged again.
+    grad:
+    whether the gradients of x are shares that sum up ("sum", free) or whole on every rank (an all-gather).
 
-    Raises: ValueError for a tensor that is not of the form or whole.
+    Raises: ValueError for a tensor that does not fit the form, or is not whole.
     """
     _check_grad(grad)
     at, share = form_of(form).index(dim), space.shares(dim)[space.comm.rank]
@@ -58,13 +59,14 @@ def split(x: Tensor, space: Space, form: str, dim: str, *, grad: str = "sum") ->
 
 
 def gather(x: Tensor, space: Space, form: str, dim: str, *, grad: str = "sum") -> Tensor:
-    """The whole tensor, on every rank, of which each has its share along a dimension. A collective.
+    """The whole tensor on every rank, of which each has its share along a dimension. A collective.
 
-    Spec over ranks: ``xs -> [cat(xs, dim)] * ranks``, the axis taken out of its group and put back. grad: whether each
-    rank's gradient of the result is its share (they are summed: a loss that all ranks compute alike counts once for
-    each), or all of it on every rank (nothing is sent, and the loss counts once).
+    Spec over ranks: ``xs -> [cat(xs, dim)] * ranks``; a grouped axis is split up and merged again. grad: whether each
+    rank's gradient of the result is a share ("sum": gradients are summed, so a loss that all ranks compute counts once
+    per
+    rank), or whole on every rank (nothing is sent, and the loss counts once).
 
-    Raises: ValueError for a tensor that is not this rank's share of the form, or ranks that differ.
+    Raises: ValueError for a tensor that is not this rank's share of the form, or if ranks differ.
     """
     try:
         _check_grad(grad)
@@ -81,18 +83,20 @@ def gather(x: Tensor, space: Space, form: str, dim: str, *, grad: str = "sum") -
 
 
 def switch(x: Tensor, space: Space, form: str, src: str, dst: str) -> Tensor:
-    """This rank's share along ``dst`` of a tensor sharded along ``src``: one exchange, and one backward. A collective.
+    """This rank's share along ``dst`` of a tensor sharded along ``src``: one exchange, and one in backward. A
+    collective.
 
-    Spec over ranks: ``xs -> cat(xs, src).split(space.shares(dst), dst)``. Shares are uneven where ranks do not divide
-    a size, and empty where it is smaller than the ranks; nothing is padded.
+    Spec over ranks: ``xs -> cat(xs, src).split(space.shares(dst), dst)``. Shares are uneven if the ranks do not divide
+    a
+    size, and empty if the size is smaller than the number of ranks; nothing is padded.
 
-    Raises: ValueError for a tensor that is not this rank's share of the form, or ranks that differ.
+    Raises: ValueError for a tensor that is not this rank's share of the form, or if ranks differ.
     """
     return switch_all([x], space, [form], src, dst)[0]
 
 
 def switch_all(xs: Sequence[Tensor], space: Space, forms: Sequence[str], src: str, dst: str) -> list[Tensor]:
-    """`switch` of several tensors in one exchange, and one backward."""
+    """`switch` of several tensors in one exchange, and one in backward."""
     recipe = _switch_recipe(xs, space, forms, src, dst)
     unfolded = [form.unfold(x, recipe.sizes) for form, x in zip(recipe.forms, xs)]
     ys = exchange(unfolded, space.comm, **recipe.arguments)
@@ -100,14 +104,14 @@ def switch_all(xs: Sequence[Tensor], space: Space, forms: Sequence[str], src: st
 
 
 def begin_switch(xs: Sequence[Tensor], space: Space, forms: Sequence[str], src: str, dst: str) -> Pending:
-    """`switch_all` under way: what is computed before `wait` runs beside the exchange, forward and backward."""
+    """Start `switch_all`: computation before `wait` overlaps with the exchange, in forward and backward."""
     recipe = _switch_recipe(xs, space, forms, src, dst)
     unfolded = [form.unfold(x, recipe.sizes) for form, x in zip(recipe.forms, xs)]
     return Pending(start_switch(unfolded, space.comm, **recipe.arguments), recipe.forms)
 
 
 class Pending:
-    """A switch under way."""
+    """A switch in progress."""
 
     def __init__(self, switching: Switching, forms: Sequence[Form]) -> None:
         self._switching, self._forms = switching, forms
@@ -117,18 +121,18 @@ class Pending:
         return [form.fold(y) for form, y in zip(self._forms, self._switching.wait())]
 
     def settle(self) -> None:
-        """Wait for the exchange alone, if nothing did: after an error, when nobody needs the tensors any more."""
+        """Wait for the exchange if nothing else did: after an error, when the tensors are not needed any more."""
         self._switching.settle()
 
 
 def move(
     xs: Sequence[Tensor], space: Space, forms: Sequence[str], src: Sharding, dst: Sharding, *, grad: str = "sum"
 ) -> list[Tensor]:
-    """Tensors sharded along src, now along dst: kept, split, switched in one exchange, or gathered. None is whole.
+    """Tensors sharded along src, moved to dst: kept, split, switched in one exchange, or gathered. None means whole.
 
-    grad: as `split` and `gather` take it. A collective where src is a dimension, and not dst.
+    grad: as in `split` and `gather`. A collective if src is a dimension other than dst.
 
-    Raises: ValueError for a tensor that is not of its form under src, also where nothing moves.
+    Raises: ValueError for a tensor that does not fit its form under src, even if nothing moves.
     """
     if src is not None and dst is not None and src != dst:
         return switch_all(xs, space, forms, src, dst)
@@ -142,22 +146,22 @@ def move(
 
 
 def share_of(x: Tensor, space: Space, form: str, sharded: Sharding, what: str = "x") -> Tensor:
-    """This rank's share of a tensor that every rank has whole, such as a table; all of it where the form lacks the
+    """This rank's share of a tensor that every rank has whole, such as a table; all of it if the form lacks the
     dimension.
 
-    Raises: ValueError unless it is of the form, and whole.
+    Raises: ValueError for a tensor that does not fit the form, or is not whole.
     """
     names = space.check(x, form, None, what).names
     return split(x, space, form, sharded) if sharded is not None and sharded in names else x
 
 
 def count_once(x: Tensor, comm: Comm) -> Tensor:
-    """x, which all ranks computed alike, as one that counts once: only rank 0's gradient goes on. Local."""
+    """x, computed equally on all ranks, counted once: only rank 0's gradient is passed on. Local."""
     return x if comm.size == 1 else _CountOnce.apply(x, comm.rank)
 
 
 class _SwitchRecipe(NamedTuple):
-    """How tensors of some shapes are switched: their forms, sizes on this rank, and what `seqpar.switch` is told."""
+    """A switch of tensors of given shapes: their forms, sizes on this rank, and the arguments of `seqpar.switch`."""
 
     forms: tuple[Form, ...]
     sizes: dict[str, int]
@@ -165,7 +169,7 @@ class _SwitchRecipe(NamedTuple):
 
 
 def _switch_recipe(xs: Sequence[Tensor], space: Space, forms: Sequence[str], src: str, dst: str) -> _SwitchRecipe:
-    """Raises on every rank if tensors cannot be switched."""
+    """The recipe. Raises on every rank if the tensors cannot be switched."""
     try:
         if not xs or len(xs) != len(forms):
             raise ValueError(f"a switch of {len(xs)} tensors with {len(forms)} forms; give each a form")
@@ -199,12 +203,12 @@ def _check_grad(grad: str) -> None:
 
 @lru_cache(maxsize=256)
 def _plan(size: int, ranks: int) -> Plan:
-    """Who holds which elements of a dimension."""
+    """The plan of which rank holds which elements of a dimension."""
     return Plan(Mask([size]), Layout.contiguous(size, ranks))
 
 
 class _SplitReplicated(torch.autograd.Function):
-    """A slice of a whole tensor, whose gradient is gathered, so that every rank has that of the whole."""
+    """A slice of a whole tensor. Its gradient is gathered, so that every rank has that of the whole."""
 
     @staticmethod
     def forward(ctx: Any, y: Tensor, whole: Tensor, plan: Plan, comm: Comm, at: int) -> Tensor:
@@ -219,7 +223,7 @@ class _SplitReplicated(torch.autograd.Function):
 
 
 def unshard_alike(x: Tensor, plan: Plan, comm: Comm, *, dim: int, start: int) -> Tensor:
-    """`unshard` whose result every rank uses alike: the gradient of x is the slice from start on of its own, unsent."""
+    """`unshard` with a result that all ranks use alike: x's gradient is its slice from start on, without a message."""
     return _UnshardAlike.apply(x, plan, comm, dim, start)  # type: ignore[no-any-return, no-untyped-call]
 
 

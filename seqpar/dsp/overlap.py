@@ -1,13 +1,13 @@
-"""A stage in parts: one is computed while the one before is on its way out and the one after on its way in.
+"""A stage in parts: one part is computed while the part before moves out and the part after moves in.
 
-A part is a range of the dimension that is sharded inside the stage, which the stage does not mix, and what it moves to
-and from has whole. So a part is the stage of a smaller space, of which every rank has its share::
+A part is a range of the dimension that is sharded inside the stage. The stage does not mix that dimension, and it is
+whole before and after the stage. So a part is the stage in a smaller space, of which every rank has its share::
 
     inside t, of which each of 2 ranks has 2 of 4      in    |0 |1 |
                                                      stage      |0 |1 |
                                                       out          |0 |1 |
 
-On the way back the same happens the other way round: autograd runs what was recorded last first.
+Backward does the same in reverse order, since autograd runs the last recorded operation first.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ from seqpar.ops.core.agreement import raise_on_all_ranks
 
 
 class _Arrived:
-    """Tensors that had no way to go, beside `Pending` ones."""
+    """Tensors that did not have to move, in place of `Pending` ones."""
 
     def __init__(self, xs: list[Tensor]) -> None:
         self._xs = xs
@@ -42,11 +42,11 @@ def in_parts(
     name: str, xs: Sequence[Tensor], forms: Sequence[str], grid: Grid, src: GridPosition, inside: str,
     dst: GridPosition, parts: int, compute: Callable[[Grid, list[Tensor]], list[Tensor]],
 ) -> list[Tensor]:  # fmt: skip
-    """What a stage returns, moved from src to where it is sharded inside, and on to dst, both of which have that whole.
+    """A stage's outputs, moved in from src and out to dst; the dimension sharded inside is whole in both.
 
-    name: of the stage. compute: the stage's outputs from the grid of a part and its inputs.
+    name: of the stage. compute: (grid of a part, its inputs) -> the stage's outputs.
 
-    Raises: RuntimeError for a stage that returns a part in the memory of another one, which is still being sent.
+    Raises: RuntimeError for a stage that returns a part in the memory of an earlier part that is still being sent.
     """
     xs = grid.enter(xs, forms, src)
     grids = grid.parts(inside, sizes_of_parts(grid.outer.dims[inside], grid.outer.comm.size, parts))
@@ -59,7 +59,7 @@ def in_parts(
     try:
         for part, inputs in zip(grids, zip(*pieces), strict=True):
             arriving.append(_begin(part, inputs, forms, src[0], inside))
-        sent: list[Tensor] = []  # held, so that only what is used again lies where another one lies
+        sent: list[Tensor] = []  # held, so that only memory that the stage reuses can overlap
         for part, pending in zip(grids, arriving, strict=True):
             outputs = compute(part, pending.wait())
             _check_memory(name, outputs, sent)
@@ -68,7 +68,7 @@ def in_parts(
         del sent
         moved = [pending.wait() for pending in leaving]
     except Exception:
-        # of a checkpoint too, which runs a stage again as far as it needs
+        # also for a checkpoint, which reruns a stage as far as it needs
         for pending in (*arriving, *leaving):
             pending.settle()
         raise
@@ -89,7 +89,7 @@ def _check_memory(name: str, outputs: Sequence[Tensor], sent: Sequence[Tensor]) 
 
 
 def _span(x: Tensor) -> tuple[int, int]:
-    """The addresses of a tensor; of one with gaps, in which others may lie, the first."""
+    """The addresses of a tensor; only the first if it has gaps, in which other tensors may be."""
     return x.data_ptr(), x.data_ptr() + (x.nbytes if x.is_contiguous() else min(1, x.nbytes))
 
 
@@ -102,7 +102,7 @@ def _begin(grid: Grid, xs: Sequence[Tensor], forms: Sequence[str], src: Sharding
 def _split(x: Tensor, space: Space, form: str, sharded: Sharding, dim: str, grids: Sequence[Grid]) -> list[Tensor]:
     whole, at = space.unfold(x, form, sharded), form_of(form).index(dim)
     sizes = [grid.outer.dims[dim] for grid in grids]
-    if sharded is None:  # a stage gets these as they lie and may write to them, as it may to no result of split
+    if sharded is None:  # the stage gets them unchanged and may write to them, unlike to results of split
         pieces = [whole.narrow(at, start, size) for start, size in zip(accumulate(sizes, initial=0), sizes)]
     else:
         pieces = list(whole.split(sizes, at))

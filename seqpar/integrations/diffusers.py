@@ -1,18 +1,19 @@
-"""Transformers of diffusers under a plan: a user's call stays as it is, and a rank computes its share of the tokens.
+"""Transformers of diffusers under a plan: pipelines call them as before, and each rank computes its share of tokens.
 
-What a pipeline passes is whole on every rank, and so is what it gets back. In between a rank has an equal part of the
-image's or video's tokens and, where text takes part in joint attention, of the text's::
+A pipeline's inputs are whole on every rank, and so are the outputs. In between a rank has an equal part of the tokens
+of the image or video and, if text takes part in joint attention, of the text::
 
     whole inputs -> this rank's rows -> blocks, joint attention under a plan -> proj_out -> gather -> whole output
                                           cross attention over the whole text stays on its rank
 
-Joint attention is full, so that its tokens may be numbered at will: a sample's valid text, its image, its masked text.
-Whoever is seen is then one interval, whatever text mask was given.
+Joint attention is full, so its tokens may be numbered freely: a sample's valid text, its image, its masked text. The
+keys that are seen are then one interval, whatever the text mask.
 
-**Gradients.** The loss is computed alike on every rank from the whole output, and its gradient there is one process's.
-Each rank takes its rows of it, and the gradients of parameters and inputs are shares: summed over ranks, by
-`seqpar.train.sync_gradients`, they are those of one process. Ranks compare what goes in, the gradient that comes back,
-and once their weights, since different noise on different ranks would be an error that nothing else shows.
+**Gradients.** Every rank computes the same loss from the whole output, with the gradient of one process. Each rank
+takes
+its rows of that gradient; the gradients of parameters and inputs are shares, whose sum over ranks
+(`seqpar.train.sync_gradients`) is that of one process. Ranks compare the inputs, the output's gradient, and once their
+weights: different noise on different ranks would go unnoticed otherwise.
 """
 
 from __future__ import annotations
@@ -43,7 +44,7 @@ MakePlan = Callable[[Mask, Layout], Plan]
 
 @dataclass(frozen=True)
 class TokenCounts:
-    """Samples of a forward, and the tokens of each: text in joint attention, and image. valid: which text is seen."""
+    """Samples of a forward, and tokens of each: text in joint attention, and image. valid: the text that is seen."""
 
     samples: int
     text: int
@@ -52,18 +53,20 @@ class TokenCounts:
 
 
 def parallelize(model: nn.Module, comm: Comm, *, plan: MakePlan = Plan) -> ParallelModel:
-    """Share the tokens of every forward of a diffusers transformer among the ranks; what is returned has ``undo()``.
+    """Share the tokens of every forward of a diffusers transformer among the ranks; returns a handle with ``undo()``.
 
-    model: one of `RECIPES`. Its calls stay as they are, by keyword but for the first argument: all ranks pass the same
-    whole tensors, any sizes, and get the whole output. plan: makes the plan of a mask and a layout, as
-    ``functools.partial(seqpar.Plan, ulysses=2)`` does. The loss is computed alike on all ranks; gradients are shares,
-    to be summed by `seqpar.train.sync_gradients`. Checkpointing works with the backward anywhere. State dict,
-    processors and hooks stay as they are; a copy of the model is parallelized too.
+    model: one of `RECIPES`. Calls stay as they are, with keywords for all but the first argument: all ranks pass the
+    same
+    whole tensors, of any size, and get the whole output. plan: ``(mask, layout) -> Plan``, such as
+    ``functools.partial(seqpar.Plan, ulysses=2)``. Every rank computes the same loss; gradients are shares, to be summed
+    by
+    `seqpar.train.sync_gradients`. Checkpointing works wherever backward runs. State dict, processors and hooks stay as
+    they are; a copy of the model is parallelized too.
 
-    Raises: NotImplementedError, naming it, for another model, an attention processor or backend that is not the
-    default, a model under diffusers' own parallelism or cache, and for arguments without a share, such as controlnet
-    residuals. TypeError for a plan that is no function. ValueError on every rank for inputs, gradients, or weights at
-    the first forward, that differ between ranks.
+    Raises: NotImplementedError, with its name, for another model, an attention processor or backend that is not the
+    default, a model under diffusers' own parallelism or cache, and arguments that cannot be shared, such as controlnet
+    residuals; TypeError for a plan that is not a function; ValueError on every rank if inputs, gradients, or weights at
+    the first forward differ between ranks.
     """
     recipe = RECIPES.get(type(model).__name__)
     if recipe is None:
@@ -91,7 +94,7 @@ def _unknown(name: str) -> str:
 
 
 def _check_alone(model: nn.Module) -> None:
-    """Raise NotImplementedError for a model under something else of diffusers, whose hooks would be around ours."""
+    """Raise NotImplementedError for a model under another wrapper of diffusers, whose hooks would surround ours."""
     name = type(model).__name__
     if getattr(model, "_parallel_config", None) is not None:
         raise NotImplementedError(
@@ -108,7 +111,7 @@ def _check_alone(model: nn.Module) -> None:
 
 @dataclass
 class Sharing:
-    """How the forwards of a model are shared out, and the plans of the last sizes."""
+    """How a model's forwards are shared, with the plans of the latest sizes."""
 
     recipe: ModelRecipe
     comm: Comm
@@ -116,7 +119,7 @@ class Sharing:
     plans: dict[TokenCounts, tuple[Plan, Plan]] = field(default_factory=dict)
 
     def plans_of(self, sizes: TokenCounts) -> tuple[Plan, Plan]:
-        """The plan of joint attention over all samples, and that of one sample's image, for the gather."""
+        """The plan of joint attention over all samples, and the plan of one sample's image, for the gather."""
         if sizes not in self.plans:
             if len(self.plans) >= 16:
                 del self.plans[next(iter(self.plans))]
@@ -126,11 +129,11 @@ class Sharing:
         return self.plans[sizes]
 
     def part(self, count: int, rank: int) -> range:
-        """Which of so many tokens a rank has."""
+        """A rank's range of ``count`` tokens."""
         return range(count * rank // self.comm.size, count * (rank + 1) // self.comm.size)
 
     def kept(self, s: TokenCounts) -> Tensor | None:
-        """Which rows of joint attention are tokens, where some are not."""
+        """The rows of joint attention that are tokens, as a mask; None if all are."""
         counts = [(len(self.part(n, self.comm.rank)), n) for n in (s.text, s.image)]
         if all(own or not n for own, n in counts):
             return None
@@ -144,7 +147,7 @@ class Sharing:
             valid = np.frombuffer(s.valid, bool).reshape(valid.shape)
         start = length * np.arange(s.samples)[:, None]
         seen = valid.sum(1, keepdims=True)
-        # a sample's valid text comes first, then its image, then the text that nobody sees
+        # a sample's valid text comes first, then its image, then the text that no token sees
         text = start + np.where(valid, valid.cumsum(1) - 1, seen + s.image + (~valid).cumsum(1) - 1)
         image = start + seen + np.arange(s.image)
         ranks = range(self.comm.size)
@@ -157,11 +160,11 @@ class Sharing:
 
 
 class SharedForward(Rerouting):
-    """A forward under way, or what a checkpoint runs again of it."""
+    """A forward in progress, or a checkpoint's recomputation of it."""
 
     def __init__(self, sharing: Sharing, sizes: TokenCounts, *, again: bool = False) -> None:
         joint, self.image_plan = sharing.plans_of(sizes)
-        # its recipe knows the model: no trial of it
+        # its recipe knows the model: no trial
         super().__init__(joint, sharing.comm, lambda query, key: self.cross > 0, None, again=again, tries=False)
         self.sharing, self.sizes, self.cross = sharing, sizes, 0
 
@@ -203,7 +206,7 @@ class SharedForward(Rerouting):
             raise NotImplementedError("diffusers: causal attention is not shared out")
 
     def rows(self, x: Tensor, dim: int, stream: str = "image") -> Tensor:
-        """This rank's rows of a whole tensor; one that is not attended to where it has none, as models expect some."""
+        """This rank's rows of a whole tensor; one unused row if it has none, since models expect some."""
         count = getattr(self.sizes, stream)
         if x.shape[dim] != count:
             raise ValueError(f"diffusers: {list(x.shape)} at dim {dim}, expected {count} tokens of the {stream}")
@@ -230,7 +233,7 @@ def _current() -> SharedForward:
 
 
 def _forward(sharing: Sharing, model: nn.Module, forward: Callable[..., Any], *args: Any, **arguments: Any) -> Any:
-    """The model's forward: compare what all ranks pass, share it out, run."""
+    """The model's forward: compare all ranks' inputs, share them out, run."""
     recipe, comm = sharing.recipe, sharing.comm
     error: Exception | None = None
     facts: dict[str, Any] = {}
@@ -281,7 +284,7 @@ def _joint(module: nn.Module, forward: Callable[..., Any], *args: Any, **kwargs:
 
 
 def _cross(module: nn.Module, forward: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
-    """Attention over what every rank holds whole."""
+    """Attention over tensors that every rank has whole."""
     run = _current()
     run.cross += 1
     try:
@@ -291,7 +294,7 @@ def _cross(module: nn.Module, forward: Callable[..., Any], *args: Any, **kwargs:
 
 
 def _gathering(module: nn.Module, forward: Callable[..., Any], *args: Any, **kwargs: Any) -> Tensor:
-    """The whole output, of which the module makes this rank's rows."""
+    """The whole output, gathered from this rank's rows of the module's output."""
     run = _current()
     rows = forward(*args, **kwargs).narrow(1, 0, run.image_plan.rows(run.comm.rank))
     part = run.sharing.part(run.sizes.image, run.comm.rank)
@@ -302,7 +305,7 @@ def _gathering(module: nn.Module, forward: Callable[..., Any], *args: Any, **kwa
 
 
 def _compare_gradient(comm: Comm, grad: Tensor) -> None:
-    """Raise ValueError on every rank for a gradient of the whole output that differs between ranks. A collective."""
+    """Raise ValueError on every rank if the gradient of the whole output differs between ranks. A collective."""
     wide = grad.double()
     sums = torch.stack([wide.sum(), wide.square().sum()]).tolist()
     for rank, other in enumerate(every := comm.gather("diffusers: backward", sums)):
@@ -315,7 +318,7 @@ def _compare_gradient(comm: Comm, grad: Tensor) -> None:
 
 
 def _near(a: float, b: float, scale: float) -> bool:
-    # a gradient that overflowed did so on all ranks, and a gradient scaler will skip the step
+    # an overflow happens on all ranks, and a gradient scaler will skip the step
     return a == b or (a != a and b != b) or abs(a - b) <= 1e-3 * scale
 
 
@@ -332,12 +335,12 @@ def _unchanged(run: SharedForward, arguments: dict[str, Any]) -> dict[str, Any]:
 
 @dataclass(frozen=True)
 class ModelRecipe:
-    """Which arguments of a model have tokens and where, and which modules see them.
+    """Which arguments of a model have tokens, in which dim, and which modules see them.
 
     processors: of its attention, by class. shared: argument -> (dim of the tokens, their stream). whole: other
-    arguments. mask: the argument that says which text is valid. text: the argument whose tokens take part in joint
-    attention, if any. cross: names of the attention modules over the whole text. modules: what goes around others.
-    count: the tokens of an image. change: of arguments that depend on the forward.
+    arguments. mask: the argument with the valid text. text: the argument whose tokens take part in joint attention, if
+    any. cross: names of the attention modules over the whole text. modules: wrappers for other modules. count: the
+    tokens of an image. change: adjusts arguments that depend on the forward.
     """
 
     processors: tuple[str, ...]
@@ -351,7 +354,7 @@ class ModelRecipe:
     change: Callable[[SharedForward, dict[str, Any]], dict[str, Any]] = _unchanged
 
     def check(self, model: nn.Module, arguments: Mapping[str, Any]) -> None:
-        """Raise NotImplementedError for what has no share."""
+        """Raise NotImplementedError for arguments and settings that cannot be shared."""
         known = {"hidden_states", "return_dict", *self.shared, *self.whole, *filter(None, [self.mask])}
         if missing := sorted(name for name, value in arguments.items() if name not in known and value is not None):
             raise NotImplementedError(f"diffusers: {type(model).__name__} with {', '.join(missing)} is not shared out")
@@ -373,7 +376,7 @@ class ModelRecipe:
     def sizes(self, model: nn.Module, arguments: Mapping[str, Any], valid: Tensor | None) -> TokenCounts:
         """The tokens of a call.
 
-        Raises: ValueError for inputs of another number of dimensions, or a mask of another shape than the text's.
+        Raises: ValueError for inputs of another number of dims, or a mask whose shape differs from the text's.
         """
         x = arguments["hidden_states"]
         text = 0
@@ -405,13 +408,13 @@ def _sharing_patches(module: nn.Module, forward: Callable[..., Any], x: Tensor) 
 
 def _sharing_rope(module: nn.Module, forward: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
     run = _current()
-    # the model has seen this rank's text only
+    # the model has only seen this rank's text
     image, text = forward(*args, **kwargs | {"max_txt_seq_len": run.sizes.text})
     return run.rows(image, 0), run.rows(text, 0, "text")
 
 
 def _timesteps(run: SharedForward, arguments: dict[str, Any]) -> dict[str, Any]:
-    """A timestep for each sample, or for each of its tokens."""
+    """The timesteps: per sample, or per token of the image."""
     timestep = arguments["timestep"]
     return {"timestep": run.rows(timestep, 1)} if timestep.dim() == 2 and timestep.shape[1] != 1 else {}
 
@@ -422,7 +425,7 @@ def _patches(model: nn.Module, x: Tensor) -> int:
 
 
 def _backend(processor: Any) -> str | None:
-    """The attention backend of a processor, or else the one in force; None if diffusers does not say which that is."""
+    """The attention backend of a processor, or the active one; None if diffusers does not tell."""
     backend = getattr(processor, "_attention_backend", None)
     if backend is None:
         module = sys.modules.get("diffusers.models.attention_dispatch")
@@ -430,7 +433,7 @@ def _backend(processor: Any) -> str | None:
     return getattr(backend, "value", backend)
 
 
-# None: unknown, and what it calls is counted.
+# None: unknown, so its calls are counted.
 BACKENDS = (None, "native", "_native_cudnn", "_native_efficient", "_native_flash", "_native_math")
 
 _TEXT_AND_IMAGE = {"hidden_states": (1, "image"), "encoder_hidden_states": (1, "text")}

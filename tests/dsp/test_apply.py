@@ -196,7 +196,7 @@ class Owning(Weather):
         (Weather, None, NotImplementedError, "no spec is known for Weather"),
         (Weather, PAIRS, ValueError, "the spec is for PairStack"),
         (Normed, WEATHER, NotImplementedError, r"mix\.0\.net\.0 of Normed is a BatchNorm2d"),
-        (Grown, WEATHER, ValueError, "extra of Grown is a Linear in no stage"),
+        (Grown, WEATHER, ValueError, "extra of Grown is a Linear, in no stage"),
         (Owning, WEATHER, ValueError, r"Owning has \['table'\] of its own"),
         (Weather, replace(WEATHER, exit=Exit("tail", "b h w c", ("h",))), ValueError, r"no \['tail'\]"),
         (Weather, with_block(modules="south.{i}"), ValueError, "does not match its spec"),

@@ -125,7 +125,7 @@ def changed(comm: Comm, change: Callable[[nn.Module], None], x: Tensor) -> list[
 @pytest.mark.parametrize(
     "change, words",
     [
-        (put_in, "ValueError: extra of Weather is a Linear in no stage, not between them and not outside"),
+        (put_in, "ValueError: extra of Weather is a Linear, in no stage, not between stages and not outside"),
         (taken_out, "NotImplementedError: stage north.1 is called where mix.0 should be"),
         (dropout, "NotImplementedError: mix.0.net.4 is dropout with p=0.5 in training"),
         (statistics, "NotImplementedError: mix.1.net.4 of Weather is a BatchNorm2d"),

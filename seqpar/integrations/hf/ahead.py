@@ -1,7 +1,7 @@
-"""Plans made before they are asked for: of short batches that come again, and of a loader's next batches, by a thread.
+"""Plans made ahead: kept ones of short batches that come again, and a loader's next batches planned by a thread.
 
-The thread makes plans and nothing else. What ranks tell each other of a batch to come, its lengths, they tell in
-the calling thread between two forwards; so collectives are the same on every rank and in one order.
+The thread makes plans and nothing else. Ranks exchange the lengths of the next batches in the calling thread, between
+two forwards, so collectives are the same on every rank and in one order.
 """
 
 from __future__ import annotations
@@ -19,15 +19,15 @@ from seqpar.data.union import Brought
 from seqpar.facts.value import Ints, frozen
 from seqpar.plan import Plan
 
-KEPT = 8  # plans of short batches that are kept
-SHORT = 1 << 15  # tokens of one; longer ones take long to compute, and their plans much memory
+KEPT = 8  # plans of short batches to keep
+SHORT = 1 << 15  # tokens of a short batch; longer ones take long to compute anyway, and their plans take memory
 
 
 class Plans:
-    """A planner that looks first at what it has made already.
+    """A planner that first looks among the plans it has made.
 
-    make: the planner, of lengths, ranks, a state, and how many of the documents each rank brings. state: what plans
-    depend on besides; None for planners that one must not ask less often than there are batches.
+    make: the planner, of lengths, ranks, a state, and the number of documents that each rank brings. state: the other
+    inputs of plans; None for planners that must be asked for every batch.
     """
 
     def __init__(
@@ -39,7 +39,7 @@ class Plans:
 
     @property
     def repeats(self) -> bool:
-        """Whether equal documents and states have equal plans, each time."""
+        """Whether equal documents and states always have equal plans."""
         return self._state is not None
 
     def __call__(self, lengths: Ints, ranks: int, *, brought: Brought | None) -> Plan:
@@ -58,28 +58,29 @@ class Plans:
         return self._kept[key]
 
     def start(self, lengths: Ints, ranks: int, thread: ThreadPoolExecutor, *, brought: Brought | None) -> None:
-        """Let a thread make the plan of documents that will be asked for, if it is not kept."""
+        """Start a thread on the plan of documents that come later, unless the plan is kept."""
         state = None if self._state is None else self._state()
         key = (lengths.tobytes(), ranks, state, brought)
         if key not in self._kept:
             self._coming[key] = thread.submit(self._make, lengths, ranks, state, brought)
-        if len(self._coming) > KEPT:  # nobody has asked for the oldest
+        if len(self._coming) > KEPT:  # the oldest was never asked for
             self._coming.popitem(last=False)
 
     def forget(self) -> None:
-        """Drop what was made ahead and nobody has asked for."""
+        """Drop the plans made ahead that were not asked for."""
         self._coming.clear()
 
 
 def ahead(
     batches: Iterable[Any], comm: Comm, plans: Plans, lengths_in: Callable[[Any], Ints], *, depth: int, replicated: bool
 ) -> Iterator[Any]:
-    """The batches, in their order; while one is computed the plans of the next `depth` are made. A collective.
+    """The batches in order; while one is computed, the plans of the next `depth` are made. A collective.
 
-    lengths_in: tokens of the documents of a batch. replicated: all ranks have the same.
+    lengths_in: the lengths of a batch's documents. replicated: all ranks have the same batches.
 
-    Raises: in turn, what a rank's loader raised, there and as ValueError on the others; ValueError on all when the
-    loaders of some ranks have ended and those of others have not.
+    Raises: at the batch's turn, the error of a rank's loader on that rank, and ValueError on the others; ValueError on
+    all
+    ranks if some loaders have ended and others have not.
     """
     loader = Loader(batches)
     queue: deque[Any] = deque()
@@ -110,14 +111,14 @@ def ahead(
 def _told(
     loader: Loader, comm: Comm, lengths_in: Callable[[Any], Ints], replicated: bool
 ) -> tuple[Any, Ints | None, Brought | None]:
-    """This rank's next batch, the lengths of all ranks' documents, None where all loaders have ended, and how many of
-    them each rank brings, None of a replicated batch."""
+    """This rank's next batch; the lengths of all ranks' documents, None if all loaders have ended; and the number of
+    documents that each rank brings, None for a replicated batch."""
     batch, error = loader.next()
     lengths: Ints | None = None
     if error is None and not loader.ended:
         try:
             lengths = lengths_in(batch)
-        except Exception as caught:  # whatever it is, the others must hear of it
+        except Exception as caught:  # whatever it is, the other ranks must hear of it
             error = caught
     every = comm.gather("prefetch: lengths of the next batches", lengths, error)
     ended = [rank for rank, each in enumerate(every) if each is None]

@@ -1,4 +1,4 @@
-"""Masks as PyTorch's attention takes them, read as the interval of keys that each query sees."""
+"""Masks in the form that PyTorch's attention takes, read as the interval of keys that each query sees."""
 
 from __future__ import annotations
 
@@ -14,8 +14,8 @@ def bounds_of(mask: Tensor, rows: int, keys: int) -> tuple[Ints, Ints]:
     """The bounds ``lo, hi`` [rows] of a mask [..., rows or 1, keys], boolean (True is seen) or added to the scores.
 
     Raises: ValueError for another shape; NotImplementedError for a mask that requires a gradient, differs between
-    heads, adds anything but 0 and -inf (or its dtype's least number, to rows that see a key), or shows a row keys
-    that are no interval.
+    heads, adds anything but 0 and -inf (or its dtype's lowest number, in rows that see a key), or has a row whose keys
+    are not an interval.
     """
     if mask.dim() < 2 or mask.shape[-1] != keys or mask.shape[-2] not in (1, rows):
         raise ValueError(
@@ -33,24 +33,24 @@ def bounds_of(mask: Tensor, rows: int, keys: int) -> tuple[Ints, Ints]:
     if (gaps := np.flatnonzero(last != hi)).size:
         raise NotImplementedError(
             f"sdpa: row {gaps[0]} of attn_mask sees {count[gaps[0]]} keys between {lo[gaps[0]]} and "
-            f"{last[gaps[0]] - 1}, which are no interval, and a row sees one interval of keys"
+            f"{last[gaps[0]] - 1}, expected one interval of keys"
         )
     return lo, hi
 
 
 def compressed(lo: Ints, hi: Ints, rows: int) -> Spans:
-    """The bounds of the first rows, small where they are regular."""
+    """The bounds of the first rows as spans, small if they are regular."""
     return linear_spans(lo[:rows], hi[:rows])
 
 
 def expanded(spans: Spans, rows: int) -> tuple[Ints, Ints]:
-    """The bounds of as many rows."""
+    """The bounds of this many rows."""
     count = np.diff(np.append(spans.start, rows))
     return expand(spans.lo, count, spans.lo_step), expand(spans.hi, count, spans.hi_step)
 
 
 def is_lower_triangle(mask: Tensor) -> bool:
-    """Whether a mask [..., T, T] is that of plain causal attention."""
+    """Whether a mask [..., T, T] is the plain causal one."""
     if mask.dim() < 2 or mask.shape[-1] != mask.shape[-2]:
         return False
     rows = mask.shape[-1]

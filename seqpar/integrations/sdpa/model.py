@@ -1,4 +1,4 @@
-"""`parallelize` of a model of plain PyTorch: every forward inside `sdpa`, and tried before the first ones."""
+"""`parallelize` for a model of plain PyTorch: every forward runs inside `sdpa`, after trials before the first ones."""
 
 from __future__ import annotations
 
@@ -22,8 +22,8 @@ from seqpar.plan import Plan
 from seqpar.train import check_model
 from seqpar.train.loop import Loop
 
-# Numbers of the forwards before which ranks compare weights: of the first one, which finds what was drawn or loaded
-# otherwise, and of some after it, by which an optimizer has made a step also where gradients are accumulated.
+# Numbers of the forwards before which ranks compare weights: the first, which detects weights drawn or loaded
+# differently, and some later ones, by which an optimizer has stepped even if gradients are accumulated.
 COMPARED = frozenset({0, 1, 2, 4, 8, 16})
 
 
@@ -31,21 +31,23 @@ def parallelize(
     model: nn.Module, comm: Comm, *, plan: Plan | None = None, local: Local | None = None,
     dropout_seed: int | None = None,
 ) -> ParallelModel:  # fmt: skip
-    """The handle of a model of plain PyTorch, every forward of which runs inside `sdpa`.
+    """The handle of a model of plain PyTorch whose forwards run inside `sdpa`.
 
     model: takes this rank's rows and calls PyTorch's attention functions on them. plan: of every forward, by default
-    the plan that `seqpar.parallel` gives when the forward begins. local: as in `sdpa`. dropout_seed: what the seeds of
-    all forwards derive from, equal on all ranks. Backward may run anywhere, also of checkpoints inside or around the
-    model. Parameters, buffers, hooks and the state dict stay as they are; a copy of the model is parallelized too.
-    Before the first and some more of the first 17 forwards ranks compare weights, in one or two small rounds each.
+    the
+    plan of the `seqpar.parallel` block in which the forward begins. local: as in `sdpa`. dropout_seed: the seeds of all
+    forwards follow from it; equal on all ranks. Backward may run anywhere, with checkpoints inside or around the model.
+    Parameters, buffers, hooks and the state dict stay as they are; a copy of the model is parallelized too. Before the
+    first and some of the next 16 forwards, ranks compare weights in one or two small rounds.
 
-    The model is tried before its first forward with such arguments, before one with a batch or document twice or half
-    as long as those before, and before the 16th: some more forwards without gradients, which leave it as it was.
+    The model is tried before its first forward with such arguments, before one whose batch or document is twice or half
+    as
+    long as any before, and before the 16th. A trial is a few forwards without gradients, and restores the model.
 
-    Raises: TypeError for a plan that is none; as `sdpa`, from the forward; RuntimeError there if neither a plan was
-    given nor one surrounds it, and ValueError for weights that differ; NotImplementedError for a model that mixes rows
-    outside its attention, here by what its modules and configs say and by `seqpar.train.check_model`, and in the
-    forward by what it did when it was tried.
+    Raises: TypeError for a plan that is not a Plan. From the forward: as `sdpa`; RuntimeError without a plan, given or
+    surrounding; ValueError for weights that differ. NotImplementedError for a model that mixes rows outside its
+    attention:
+    here if its modules or config say so, or `seqpar.train.check_model`; in the forward if a trial shows it.
     """
     if not isinstance(plan, (Plan, type(None))):
         raise TypeError(
@@ -63,14 +65,14 @@ def parallelize(
 
 
 class _Forward:
-    """What goes around a model's forward: `sdpa`, with a seed for every forward."""
+    """Wraps a model's forward: `sdpa`, with a seed for every forward."""
 
     def __init__(self, comm: Comm, plan: Plan | None, local: Local | None, seed: int | None) -> None:
         self.comm, self.plan, self.local, self.seed, self.count = comm, plan, local, seed, 0
-        self._loop: Loop | None = None  # of the model whose forward came first, and not of its copies
+        self._loop: Loop | None = None  # of the model whose forward came first, not of its copies
 
     def close(self) -> None:
-        """Take the hooks off the model's parameters."""
+        """Remove the hooks from the model's parameters."""
         if self._loop is not None:
             self._loop.close()
 
@@ -95,7 +97,8 @@ class _Forward:
 
     @uncompiled
     def _compare(self, model: nn.Module) -> None:
-        """Raise ValueError on every rank if weights differ between ranks: at the start, or as nobody sums gradients."""
+        """Raise ValueError on every rank if weights differ between ranks: at the start, or because gradients are not
+        summed."""
         if self.comm.size == 1 or self.count not in COMPARED:
             return
         if self._loop is None:
@@ -105,7 +108,8 @@ class _Forward:
 
     @uncompiled
     def _try(self, model: nn.Module, forward: Any, plan: Plan, args: Any, kwargs: Any) -> str | None:
-        """Raise NotImplementedError on every rank if the rows of the model do not follow; why that is not known."""
+        """Raise NotImplementedError on every rank if the model's rows do not follow; returns why that is unknown, or
+        None."""
         call = ModelCall(model, plan, self.comm, way_of(args, kwargs, model.training))
         if not call.is_due():
             return None

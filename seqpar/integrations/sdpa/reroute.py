@@ -1,8 +1,8 @@
 """PyTorch's own attention functions under a plan: ``with sdpa(plan, comm):``, and `parallelize` for a whole model.
 
-A mode sees every call that reaches torch from Python, also those of `torch.nn.TransformerEncoder` in eval, whose fused
-paths give way to a mode. A call is rerouted if its rows are the plan's; what it says of its mask must be what the plan
-says, except that an explicit mask says everything and is taken as it is. Any other call is an error.
+A torch function mode sees every call that reaches torch from Python, even those of `torch.nn.TransformerEncoder` in
+eval, whose fused paths are disabled by a mode. A call is rerouted if its rows are the plan's. Its mask must be the
+plan's, except that an explicit mask is used as it is. Any other call is an error.
 """
 
 from __future__ import annotations
@@ -40,7 +40,7 @@ from seqpar.plan import Plan
 Local = Callable[[Tensor, Tensor], bool]
 
 _REROUTED = {F.scaled_dot_product_attention, F.multi_head_attention_forward}
-# Fused functions and operators, PyTorch's and others', compute attention that no block may overlook.
+# Fused functions and operators, PyTorch's and others', that compute attention and must not be overlooked.
 _OPERATORS = (torch._ops.OpOverload, torch._ops.OpOverloadPacket, torch._ops.HigherOrderOperator)
 _FUSED = {
     torch._native_multi_head_attention, torch._transformer_encoder_layer_fwd, torch._scaled_dot_product_attention_math,
@@ -56,48 +56,56 @@ def sdpa(plan: Plan, comm: Comm, *, local: Local | None = None, dropout_seed: in
             loss = model(x[None])            # x [plan.rows(rank), E], this rank's rows
         loss.backward()
 
-    Rerouted are ``F.scaled_dot_product_attention`` on [B, H, T, D] or [H, T, D], whose B * T rows, sample after sample,
-    are the plan's of this rank, for queries and for keys, and ``F.multi_head_attention_forward``, hence
-    `torch.nn.MultiheadAttention` and `torch.nn.TransformerEncoder`, on [T, 1, E] or [T, E]. Inside the block
-    `seqpar.parallel(plan, comm)` holds too. Calls are collective, forward and backward.
+    Rerouted are ``F.scaled_dot_product_attention`` on [B, H, T, D] or [H, T, D], where the B * T rows of queries and of
+    keys, sample after sample, are the plan's for this rank; and ``F.multi_head_attention_forward``, hence
+    `torch.nn.MultiheadAttention` and `torch.nn.TransformerEncoder`, on [T, 1, E] or [T, E]. The block is also a block
+    of
+    `seqpar.parallel(plan, comm)`. Calls are collective, forward and backward.
 
-    The mask is the plan's, which knows the documents: ``is_causal=True`` needs a plan that is causal inside its
-    documents, a call without a mask one that is full inside them. ``attn_mask`` is this rank's rows over all keys in
-    the order of positions, ``seqpar.shard(mask, plan, rank)`` of the mask of one process, boolean or of 0 and -inf, one
-    for all heads, with one interval of keys per row; it is taken as it is, documents included.
-    ``F.multi_head_attention_forward`` takes also its usual pair of ``is_causal=True`` and the triangle [T, T].
+    The mask is the plan's, which knows the documents: ``is_causal=True`` needs a plan that is causal inside documents,
+    a
+    call without a mask one that is full inside them. ``attn_mask`` has this rank's rows over all keys in the order of
+    positions, ``seqpar.shard(mask, plan, rank)`` of one process's mask: boolean or of 0 and -inf, the same for all
+    heads,
+    one interval of keys per row. It is used as it is, documents included. ``F.multi_head_attention_forward`` also
+    accepts
+    its usual combination of ``is_causal=True`` and the triangle [T, T].
 
-    local: tells of a call's query and key, as the call gives them, whether it is to stay as it is, as attention over
-    tensors that every rank holds whole; it must say the same on all ranks. dropout_seed: what the seeds of calls with
-    dropout derive from, equal on all ranks and another one for every step; the same pairs are dropped at any number
-    of ranks. Under autocast q, k and v are cast as PyTorch casts them.
+    local: a function of a call's query and key that returns True for a call to leave alone, such as attention over
+    tensors that every rank has whole; it must return the same on all ranks. dropout_seed: the seeds of calls with
+    dropout
+    follow from it; equal on all ranks and different for every step. The same pairs are dropped on any number of ranks.
+    Under autocast q, k and v are cast as PyTorch casts them.
 
-    What `torch.utils.checkpoint.checkpoint` wraps inside the block is recomputed under its plan, wherever the backward
-    runs; what other checkpoints wrap raises in backward, or in forward if they hide it from autograd. A thread that is
-    started inside the block is outside of it. A compiler breaks its graph at every call: to compile whole models, use
+    Regions of `torch.utils.checkpoint.checkpoint` inside the block are recomputed under its plan, wherever backward
+    runs;
+    other checkpoints raise in backward, or in forward if they hide calls from autograd. A thread that starts inside the
+    block is outside of it. Compilers break their graph at every call: to compile whole models, use
     `seqpar.nn.Attention`.
 
-    A module that attends inside the block is tried when the block first ends with it, without gradients: what it does
-    outside its attention must be of each row alone (`seqpar.integrations.probe`). Code between modules is not seen.
+    A module that attends inside the block is tried when the block first ends with it, without gradients: outside
+    attention, each row's result must depend on that row alone (`seqpar.integrations.probe`). Code between modules is
+    not
+    tried.
 
     Raises: ValueError for rows or a mask that are not the plan's; NotImplementedError for a module that mixes rows
-    otherwise, by the name of the first module inside where they do not follow, for need_weights, padding masks,
-    added keys, biases of scores, masks that differ between heads or have gaps, and other operators of attention,
-    such as flash-attn's and flex_attention; RuntimeError on leaving the block if no call was rerouted. All ranks raise,
-    none hangs.
+    outside
+    attention, naming the first inner module where they do not follow, and for need_weights, padding masks, added keys,
+    score biases, masks that differ between heads or have gaps, and other attention operators, such as flash-attn's and
+    flex_attention; RuntimeError on leaving the block if no call was rerouted. All ranks raise; none hangs.
     """
     return Rerouting(plan, comm, local, dropout_seed)
 
 
 class KnownMask:
-    """What is known of a mask for as long as the same one comes unchanged: layers of a model share theirs."""
+    """The last mask and what was derived from it; layers of a model share their mask."""
 
     def __init__(self) -> None:
         self.mask: Tensor | None = None
         self.version, self.known = -1, None
 
     def of(self, mask: Tensor, find: Callable[[Tensor], Any]) -> Any:
-        """``find(mask)``, kept from the last time. The same on all ranks, as all run the same program."""
+        """``find(mask)``, cached while the mask stays the same. Equal on all ranks, as all run the same program."""
         version = -1 if mask.is_inference() else mask._version
         if self.mask is not mask or self.version != version or version < 0:
             self.known = find(mask)
@@ -106,7 +114,7 @@ class KnownMask:
 
 
 class Rerouting(TorchFunctionMode):
-    """The mode of one block. first: the number of its first call, for seeds; again: whether a checkpoint runs again."""
+    """The mode of one block. first: the number of its first call, for seeds; again: whether a checkpoint recomputes."""
 
     def __init__(
         self, plan: Plan, comm: Comm, local: Local | None, seed: int | None, *, first: int = 0, again: bool = False,
@@ -165,7 +173,7 @@ class Rerouting(TorchFunctionMode):
 
     @uncompiled
     def _reroute(self, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-        # off for this block's own computation, and for the blocks around it
+        # the mode is off for this block's own computation, and for the blocks around it
         with torch._C.DisableTorchFunction():
             if self.local is not None and self.local(*_first_two(*args, **kwargs)):
                 return func(*args, **kwargs)
@@ -174,7 +182,7 @@ class Rerouting(TorchFunctionMode):
 
     @contextmanager
     def _refusals(self) -> Iterator[None]:
-        """Tells the other ranks of what this one refuses."""
+        """A context that tells the other ranks of an error on this one."""
         try:
             yield
         except Exception as error:
@@ -190,10 +198,10 @@ class Rerouting(TorchFunctionMode):
         with self._refusals():
             shapes = f"query {list(query.shape)}, key {list(key.shape)}, value {list(value.shape)}"
             if query.dim() not in (3, 4) or not query.dim() == key.dim() == value.dim():
-                raise ValueError(f"sdpa reroutes [B, H, T, D] or [H, T, D], got {shapes}")
+                raise ValueError(f"sdpa: expected [B, H, T, D] or [H, T, D], got {shapes}")
             samples = query.shape[0] if query.dim() == 4 else 1
             if query.dim() == 4 and not samples == key.shape[0] == value.shape[0]:
-                raise ValueError(f"sdpa reroutes queries, keys and values of as many samples, got {shapes}")
+                raise ValueError(f"sdpa: expected queries, keys and values of the same number of samples, got {shapes}")
             if samples > 1 and attn_mask is not None:
                 raise NotImplementedError(f"sdpa: attn_mask is of one packed batch, not of {samples} samples")
             if is_causal and attn_mask is not None:
@@ -215,7 +223,7 @@ class Rerouting(TorchFunctionMode):
         k_proj_weight: Tensor | None = None, v_proj_weight: Tensor | None = None, static_k: Tensor | None = None,
         static_v: Tensor | None = None, average_attn_weights: bool = True, is_causal: bool = False,
     ) -> tuple[Tensor, None]:  # fmt: skip
-        """`F.multi_head_attention_forward`, with its signature; average_attn_weights is of weights nobody asked for."""
+        """`F.multi_head_attention_forward`, with its signature; average_attn_weights has no effect without weights."""
         with self._refusals():
             missing = {
                 "need_weights=True": need_weights, "key_padding_mask": key_padding_mask is not None,
@@ -223,17 +231,17 @@ class Rerouting(TorchFunctionMode):
                 "static_k and static_v": static_k is not None or static_v is not None,
             }  # fmt: skip
             if named := [name for name, is_given in missing.items() if is_given]:
-                raise NotImplementedError(f"sdpa does not reroute multi-head attention with {', '.join(named)}")
+                raise NotImplementedError(f"sdpa: not supported in multi-head attention: {', '.join(named)}")
             shapes = f"query {list(query.shape)}, key {list(key.shape)}, value {list(value.shape)}"
             single = query.dim() == 2 or (query.dim() == 3 and query.shape[1] == key.shape[1] == value.shape[1] == 1)
             if not single or not query.dim() == key.dim() == value.dim():
-                raise ValueError(f"sdpa reroutes one packed batch, [T, 1, E] or [T, E], got {shapes}")
+                raise ValueError(f"sdpa: expected one packed batch, [T, 1, E] or [T, E], got {shapes}")
             if query.shape[-1] != embed_dim_to_check or embed_dim_to_check % num_heads:
                 raise ValueError(f"sdpa: {shapes} with {num_heads} heads of {embed_dim_to_check} features in all")
             if is_causal and attn_mask is None:
                 raise ValueError("sdpa: multi-head attention takes is_causal=True as a hint beside attn_mask only")
             mask = ~attn_mask if attn_mask is not None and attn_mask.dtype == torch.bool else attn_mask
-            # a hint that is wrong is no hint
+            # the hint is ignored if it is wrong
             is_causal = is_causal and attn_mask.shape[-1] == len(query) and self.triangle.of(mask, is_lower_triangle)
             mask = None if is_causal else mask
         if use_separate_proj_weight:
@@ -282,7 +290,7 @@ class Rerouting(TorchFunctionMode):
         return attention(q, k, v, plan, self.comm, scale=scale, dropout_p=dropout_p, dropout_seed=seed)
 
     def _notice(self) -> None:
-        """Keep the call of a module that attends inside this block, to be tried when the block ends."""
+        """Record the call of a module that attends inside this block, to try it when the block ends."""
         if (outer := outermost(self.below)) is not None and outer[0] not in self.called:
             model, args, kwargs = outer
             call = ModelCall(model, self.plan, self.comm, model.training)
@@ -309,7 +317,7 @@ class Rerouting(TorchFunctionMode):
         return again
 
     def _check_meaning(self, is_causal: bool) -> None:
-        """Raise ValueError if a call without attn_mask means another mask than the plan's."""
+        """Raise ValueError if a call without attn_mask means a mask other than the plan's."""
         mask = self.plan.mask
         if is_causal and not np.array_equal(mask.lengths, mask.kv_lengths):
             raise NotImplementedError(
@@ -346,24 +354,24 @@ class Rerouting(TorchFunctionMode):
 
 
 def _attends(operator: str) -> bool:
-    """Whether an operator is attention by its name, and not this package's own."""
+    """Whether an operator is attention, by its name, and not seqpar's own."""
     return not operator.startswith("seqpar.") and ("attention" in operator or "attn" in operator)
 
 
 def _entering(frame: FrameType | None) -> FrameType | None:
-    """The frame that enters a block, which may do so by an ExitStack."""
+    """The frame that enters a block, perhaps through an ExitStack."""
     while frame is not None and frame.f_code.co_filename == contextlib.__file__:
         frame = frame.f_back
     return frame
 
 
 def refused(model: nn.Module, reasons: list[str]) -> NotImplementedError:
-    """The error of a model that cannot be computed row by row."""
+    """The error for a model that cannot be computed row by row."""
     return NotImplementedError(f"{type(model).__name__} cannot be computed on several ranks: {', and '.join(reasons)}")
 
 
 def warn_untried(model: nn.Module, error: str) -> None:
-    """Warn of a model whose trial failed."""
+    """Warn about a model whose trial failed."""
     warnings.warn(
         f"it is not known whether {type(model).__name__} mixes rows outside its attention, as trying it with its rows "
         f"in another order failed: {error}",

@@ -655,7 +655,7 @@ REFUSED: dict[str, tuple[Callable[[], Any], type[Exception], str]] = {
     "key rows": (partial(call, QKV, 4, is_causal=True), ValueError, "17 rows attend over 4"),
     "batch": (partial(call, QKV.expand(2, -1, -1, -1), is_causal=True), ValueError, "34 rows attend over 34"),
     "samples": (
-        lambda: F.scaled_dot_product_attention(QKV.expand(2, -1, -1, -1), QKV, QKV), ValueError, "as many samples",
+        lambda: F.scaled_dot_product_attention(QKV.expand(2, -1, -1, -1), QKV, QKV), ValueError, "the same number of samples",
     ),
     "mask of samples": (
         partial(call, QKV.expand(2, -1, -1, -1), attn_mask=B), NotImplementedError, "not of 2 samples",
@@ -667,7 +667,7 @@ REFUSED: dict[str, tuple[Callable[[], Any], type[Exception], str]] = {
     ),
     "dropout": (partial(call, QKV, is_causal=True, dropout_p=0.1), ValueError, "dropout_seed="),
     "mask shape": (partial(call, QKV, attn_mask=B[:, :5]), ValueError, "17 rows over all 17 keys"),
-    "mask gap": (partial(call, QKV, attn_mask=GAP), NotImplementedError, "row 3 .* no interval"),
+    "mask gap": (partial(call, QKV, attn_mask=GAP), NotImplementedError, "row 3 .* expected one interval"),
     "mask heads": (
         partial(call, QKV, attn_mask=torch.stack([B, B.tril()])), NotImplementedError, "differs between heads",
     ),
@@ -804,7 +804,7 @@ def test_a_mask_that_one_rank_refuses_raises_on_all() -> None:
             call(q, attn_mask=seqpar.shard(GAP, plan, comm.rank))
         return str(caught.value)
 
-    assert all("no interval" in text for text in run_threads(2, rank))
+    assert all("expected one interval" in text for text in run_threads(2, rank))
 
 
 def test_leaving_the_block_with_no_call_rerouted_raises() -> None:
