@@ -101,7 +101,7 @@ def parallel(plan: Plan, comm: Comm, *, seed: int | None = None) -> Iterator[Sur
     Raises: ValueError if the plan and the comm differ in ranks; and on all ranks if only some go on after an error.
     """
     if not isinstance(plan, Plan) or plan.ranks != comm.size:
-        raise ValueError(f"parallel takes a plan for the comm's {comm.size} ranks, got {plan!r:.200}")
+        raise ValueError(f"parallel: expected a plan for the comm's {comm.size} ranks, got {plan!r:.200}")
     before = _blocks.get(comm, 0)
     _blocks[comm] = before + 1
     if comm in _left:

@@ -210,7 +210,7 @@ def _planned(
 
 def _check(stages: Sequence[Stage], costs: Costs, start: Sharding) -> None:
     if not stages or costs.ranks < 1:
-        raise ValueError(f"plan_stages needs at least one stage and one rank, got {len(stages)} and {costs.ranks}")
+        raise ValueError(f"plan_stages: expected at least one stage and one rank, got {len(stages)} and {costs.ranks}")
     known = set(costs.shardings)
     for stage in stages:
         if unknown := (stage.whole | stage.apart | (stage.rest or set())) - known:

@@ -30,7 +30,7 @@ class MultiheadAttention(nn.MultiheadAttention):
     def __init__(self, *args: Any, **kwargs: Any) -> None:
         super().__init__(*args, **kwargs)
         if self.bias_k is not None:
-            raise NotImplementedError("MultiheadAttention: add_bias_kv=True, a learned key per document, is not built")
+            raise NotImplementedError("MultiheadAttention: add_bias_kv=True is not supported")
         self.attention = Attention()
 
     def _reset_parameters(self) -> None:
@@ -82,7 +82,7 @@ class MultiheadAttention(nn.MultiheadAttention):
         batch = 0 if self.batch_first else 1
         if x.dim() != 3 or x.shape[batch] != 1:
             raise ValueError(
-                f"MultiheadAttention takes this rank's rows [T, E] or a batch of one, got {list(x.shape)} with "
+                f"MultiheadAttention: expected this rank's rows [T, E] or a batch of one, got {list(x.shape)} with "
                 f"batch_first={self.batch_first}: several documents are one packed batch, which the plan cuts apart"
             )
         return x.squeeze(batch)

@@ -279,7 +279,7 @@ def test_equal_ways_are_cut_alike_in_every_process() -> None:
 @pytest.mark.parametrize(
     "call, words",
     [
-        (lambda: plan_stages([], {"t": 2}, 2), "needs at least one stage"),
+        (lambda: plan_stages([], {"t": 2}, 2), "plan_stages: expected at least one stage"),
         (lambda: plan_stages([Stage("a", "s")], {"t": 2}, 2), r"stage a names \['s'\]"),
         (lambda: plan_stages([Stage("a", rest={"s"})], {"t": 2}, 2), r"stage a names \['s'\]"),
         (lambda: plan_stages([Stage("a")], {"t": 2}, 2, start="s"), "start 's'"),

@@ -157,7 +157,7 @@ def test_what_fits_no_layer() -> None:
         layer(*[q.expand(2, -1, -1, -1)] * 3, plan, comm)
     with pytest.raises(ValueError, match="the plan is for 2 ranks, the comm has 1"):
         layer(q, q, q, Plan(Mask([14]), Layout.contiguous(14, 2)), comm)
-    with pytest.raises(ValueError, match="takes a plan and a comm"):
+    with pytest.raises(ValueError, match="expected a plan and a comm"):
         layer(q, q, q, "plan", comm)
     with pytest.raises(ValueError, match="a plan for the comm's 1 ranks"), seqpar.parallel(None, comm):
         pass

@@ -223,7 +223,7 @@ BAD: dict[str, tuple[Callable[[dict], dict], type[Exception], str]] = {
         ValueError,
         r"plan is for 7 ranks, the comm has \d",
     ),
-    "no plan": (lambda a: a | {"plan": None}, ValueError, "attention takes a plan and a comm, .*got None with a comm"),
+    "no plan": (lambda a: a | {"plan": None}, ValueError, "expected a plan and a comm, .*got None with a comm"),
     "softcap": (lambda a: a | {"softcap": -1.0}, ValueError, "softcap must be .*got -1.0"),
     "softcap nan": (lambda a: a | {"softcap": math.nan}, ValueError, "softcap must be .*got nan"),
     "softcap inf": (lambda a: a | {"softcap": math.inf}, ValueError, "softcap must be .*got inf"),
@@ -319,9 +319,9 @@ def test_what_is_no_comm_or_no_plan_is_named() -> None:
                 call()
     with pytest.raises(TypeError, match="attention got 'x' for its comm"):
         seqpar.attention(q, k, v, plan, "x")
-    with pytest.raises(ValueError, match="attention takes a plan and a comm, .* got Plan.* alone"):
+    with pytest.raises(ValueError, match="attention: expected a plan and a comm, .* got Plan.* alone"):
         seqpar.attention(q, k, v, plan)
-    with pytest.raises(ValueError, match="attention takes a plan and a comm, .* got None alone"):
+    with pytest.raises(ValueError, match="attention: expected a plan and a comm, .* got None alone"):
         seqpar.attention(q, k, v, None)
     with pytest.raises(TypeError, match="shard takes a tensor, got ndarray"):
         seqpar.shard(np.zeros((14, 2)), plan, 0)

@@ -74,7 +74,7 @@ def attention(
     Source: Liu et al. 2023 (Ring Attention); Jacobs et al. 2023 (DeepSpeed-Ulysses); Dao 2023 (FlashAttention-2).
     """
     if comm is None and not isinstance(plan, Tensor):
-        raise ValueError(f"attention takes a plan and a comm, or their handle alone, got {plan!r:.200} alone")
+        raise ValueError(f"attention: expected a plan and a comm, or their handle alone, got {plan!r:.200} alone")
     options = Options(scale, softcap, dropout_p, dropout_seed, deterministic, kernel, return_lse)
     values = [plan] if comm is None else [plan, comm]
     out, lse = ATTENTION((q, k, v, sinks, alibi_slopes), values, *options)

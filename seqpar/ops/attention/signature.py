@@ -129,7 +129,7 @@ def check_tensors(
 ) -> None:
     """Raise TypeError, ValueError or NotImplementedError for a plan or tensors that are none or do not fit."""
     if not isinstance(plan, Plan):
-        raise ValueError(f"attention takes a plan and a comm, or their handle alone, got {plan!r:.200} with a comm")
+        raise ValueError(f"attention: expected a plan and a comm, or their handle alone, got {plan!r:.200} with a comm")
     for name, x in (("q", q), ("k", k), ("v", v), ("sinks", sinks), ("alibi_slopes", slopes)):
         if not isinstance(x, Tensor) and not (x is None and name in ("sinks", "alibi_slopes")):
             raise TypeError(f"{name} must be a tensor, got {type(x).__name__} {x!r:.200}")

@@ -112,19 +112,21 @@ def _facts(x: Tensor, grad: bool) -> dict[str, object]:
 
 def _rows_of(comm: Comm, dst: Layout) -> int:
     if torch.compiler.is_compiling():
-        raise ValueError("relayout in a compiled model needs rows=dst.tokens(rank)")
+        raise ValueError("relayout: a compiled model needs rows=dst.tokens(rank)")
     return dst.tokens(comm.rank)
 
 
 def _check_layouts(x: Tensor, comm: Comm, src: Layout, dst: Layout) -> None:
     if not isinstance(x, Tensor):
-        raise ValueError(f"relayout moves rows of a tensor, got {x!r:.200}")
+        raise ValueError(f"x must be a tensor with rows, got {x!r:.200}")
     if not (isinstance(src, Layout) and isinstance(dst, Layout)):
-        raise ValueError(f"relayout is between two layouts, got src={src!r:.200} and dst={dst!r:.200}")
+        raise ValueError(f"src and dst must be layouts, got src={src!r:.200} and dst={dst!r:.200}")
     if src.total != dst.total:
-        raise ValueError(f"relayout from {src.total} tokens to {dst.total}; the layouts must hold the same tokens")
+        raise ValueError(f"src has {src.total} tokens, dst {dst.total}; give layouts of the same tokens")
     if not src.ranks == dst.ranks == comm.size:
-        raise ValueError(f"relayout from {src.ranks} to {dst.ranks} ranks on a comm of {comm.size}")
+        raise ValueError(
+            f"src has {src.ranks} ranks, dst {dst.ranks}, the comm {comm.size}; give layouts over its ranks"
+        )
     if x.dim() == 0 or x.shape[0] != src.tokens(comm.rank):
         raise ValueError(f"x on rank {comm.rank} must have {src.tokens(comm.rank)} rows, got {list(x.shape)}")
 
@@ -184,7 +186,7 @@ def unshard(x: Tensor, plan: Plan, comm: Comm, *, dim: int = 0, side: str = "q")
     """
     try:
         if torch.compiler.is_compiling():
-            raise NotImplementedError("unshard in a compiled model is not built; call it outside")
+            raise NotImplementedError("unshard: not supported in a compiled model; call it outside")
         check_comm("unshard", comm)
         _check_tensor("unshard", x, dim)
         layout = _layout_of(plan, side)

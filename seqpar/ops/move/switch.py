@@ -76,7 +76,7 @@ def start_switch(
     """
     try:
         if in_graph(*xs):
-            raise NotImplementedError("start_switch in a compiled model is not built; use switch_all there")
+            raise NotImplementedError("start_switch: not supported in a compiled model; use switch_all there")
         refuse_tangents("start_switch", xs)
         sides = _checked(xs, comm, split_dims, concat_dims, sizes)
     except Exception as error:
@@ -110,7 +110,7 @@ def _one(
 
 def _dim(x: Tensor, dim: int, name: str) -> int:
     if not isinstance(x, Tensor):
-        raise ValueError(f"switch is of a tensor, got {x!r:.200}")
+        raise ValueError(f"x must be a tensor, got {x!r:.200}")
     if not isinstance(dim, Integral):
         raise TypeError(f"{name} must be an integer, got {dim!r:.200}")
     if not -x.dim() <= dim < x.dim():

@@ -655,7 +655,7 @@ REFUSED: dict[str, tuple[Callable[[], Any], type[Exception], str]] = {
     "key rows": (partial(call, QKV, 4, is_causal=True), ValueError, "17 rows attend over 4"),
     "batch": (partial(call, QKV.expand(2, -1, -1, -1), is_causal=True), ValueError, "34 rows attend over 34"),
     "samples": (
-        lambda: F.scaled_dot_product_attention(QKV.expand(2, -1, -1, -1), QKV, QKV), ValueError, "the same number of samples",
+        lambda: F.scaled_dot_product_attention(QKV.expand(2, -1, -1, -1), QKV, QKV), ValueError, "number of samples",
     ),
     "mask of samples": (
         partial(call, QKV.expand(2, -1, -1, -1), attn_mask=B), NotImplementedError, "not of 2 samples",
