@@ -28,7 +28,7 @@ Brought = tuple[int, ...]  # the number of documents that each rank brings, in o
 class Column(NamedTuple):
     """The properties of a tensor that ranks must share."""
 
-    dtype: torch.dtype
+    dtype: str
     dims: tuple[int, ...]  # all but the first
     device: str
     requires_grad: bool
@@ -43,6 +43,20 @@ class Facts(NamedTuple):
     columns: dict[str, Column]
     ended: bool
     digest: str  # of a replicated batch
+
+    def packed(self) -> tuple[Any, ...]:
+        """The announcement as it travels: bytes and words pickle in a tenth of the time of arrays and dtypes."""
+        places = None if self.places is None else tuple(x.tobytes() for x in self.places)
+        columns = tuple((name, *column) for name, column in self.columns.items())
+        return self.lengths.tobytes(), places, self.valid.tobytes(), columns, self.ended, self.digest
+
+    @classmethod
+    def read(cls, packed: tuple[Any, ...]) -> Facts:
+        """The announcement that `packed` made."""
+        lengths, places, valid, columns, ended, digest = packed
+        lengths, valid, *gaps = (np.frombuffer(x, np.int64) for x in (lengths, valid, *(places or ())))
+        own = {name: Column(*facts) for name, *facts in columns}
+        return cls(lengths, (gaps[0], gaps[1]) if gaps else None, valid, own, ended, digest)
 
 
 class Known(NamedTuple):
@@ -86,7 +100,11 @@ class Known(NamedTuple):
             return self.own.tensors[name]
         column = self.columns[name]
         return torch.empty(
-            0, *column.dims, dtype=column.dtype, device=column.device, requires_grad=column.requires_grad
+            0,
+            *column.dims,
+            dtype=getattr(torch, column.dtype),
+            device=column.device,
+            requires_grad=column.requires_grad,
         )
 
 
@@ -126,11 +144,12 @@ def announce(
                 raise ValueError(f"source must be one of {', '.join(SOURCES)}, got {source!r}")
             own = read(batch, how)
             digest = own.digest() if source == "replicated" else ""
-            facts = Facts(own.lengths, _gaps(own), own.valid, _columns(own), ended, digest)
+            facts = Facts(own.lengths, _gaps(own), own.valid, _columns(own), ended, digest).packed()
         except Exception as found:  # whatever it is, the others must hear of it
             error = found
     what = f"share(source={source!r}, shift={how.shift!r}, ignore_index={how.ignore_index})"
-    every = comm.gather(what, facts, error) if gather is None else gather(facts, error)
+    told = comm.gather(what, facts, error) if gather is None else gather(facts, error)
+    every = [Facts.read(each) for each in told]
     assert own is not None
     if source == "replicated":
         _check_equal(every)
@@ -141,7 +160,8 @@ def announce(
 
 def _columns(own: Packed) -> dict[str, Column]:
     return {
-        name: Column(x.dtype, tuple(x.shape[1:]), x.device.type, x.requires_grad) for name, x in own.tensors.items()
+        name: Column(str(x.dtype).removeprefix("torch."), tuple(x.shape[1:]), x.device.type, x.requires_grad)
+        for name, x in own.tensors.items()
     }
 
 
@@ -201,7 +221,7 @@ def _told(column: Column | str) -> str:
     if isinstance(column, str):
         return column
     grad = " that requires a gradient" if column.requires_grad else ""
-    return f"{column.dtype} [tokens{''.join(f', {n}' for n in column.dims)}] on {column.device}{grad}"
+    return f"torch.{column.dtype} [tokens{''.join(f', {n}' for n in column.dims)}] on {column.device}{grad}"
 
 
 def _places(every: Sequence[Facts], lengths: Ints) -> Ints | None:

@@ -6,11 +6,15 @@ import sys
 from typing import Any
 
 import torch.distributed as dist
-from torch import Tensor
+from torch import Tensor, nn
+
+PLAIN = (Tensor, nn.Parameter)
 
 
 def is_dtensor(x: Tensor) -> bool:
     """Whether x is sharded or replicated over a DeviceMesh."""
+    if type(x) in PLAIN:  # most are; each parameter is asked several times a step
+        return False
     loaded = sys.modules.get("torch.distributed.tensor")
     return loaded is not None and isinstance(x, loaded.DTensor)
 
