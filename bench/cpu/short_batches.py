@@ -5,6 +5,9 @@
 
 Every rank brings so many documents of so many tokens, padded and of other lengths at every step unless --same. A pair
 is a step of DDP and one of `seqpar.parallelize` with `sync_gradients`, in turn; of each the CPU time of all ranks.
+
+With --same nothing is padded, and both compute the same rows. Without it a quarter of the rows are pads on average,
+which DDP's model computes too and a parallel one leaves out: its step is cheaper then, and DDP's is not.
 """
 
 from __future__ import annotations

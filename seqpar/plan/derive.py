@@ -73,6 +73,8 @@ class Derived(Fact):
             return False
         if not self.mask.within_documents:
             return True
+        if self.residence.one_side and (self.degrees == 1).all():
+            return False
         queries, keys = (self.residence.groups(side, self.widths) for side in ("q", "kv"))
         return len(queries) != len(self.mask.lengths) or not np.array_equal(queries, keys)
 

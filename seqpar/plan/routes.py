@@ -93,6 +93,8 @@ Group = TypeVar("Group", int, Ints)
 
 # the step in which a rank's queries attend to its own keys
 LOCAL = StepRoute(np.zeros(0, np.int64), {}, {}, {}, {})
+# a step of others, in which nothing comes or goes here
+APART = StepRoute(np.zeros(0, np.int64), {}, {}, {}, {})
 
 
 @dataclass(frozen=True, eq=False)
@@ -192,6 +194,9 @@ def fetch(demand: Demand, home: int, own_keys: Ints, stage_rows: int) -> Iterato
     stages = demand.memo(("stages", stage_rows), lambda: Stages.of(demand, stage_rows))
     turns = int(stages.count.max())
     groups = _takers(demand, home, own_keys)
+    if groups.size == 1 and _sees_its_own(demand, home, own_keys):
+        yield from [APART] * turns
+        return
     group, turn, lo, hi = slices_of(demand.needs.of(groups), Stages(*(facts[groups] for facts in stages)))
     group = groups[group]
     sends = sends_of(group, turn, lo, hi, own_keys, home, turns)
@@ -199,6 +204,14 @@ def fetch(demand: Demand, home: int, own_keys: Ints, stage_rows: int) -> Iterato
     buffers, recvs = _recvs(demand, home, turn[own], lo[own], hi[own], turns)
     for t in range(turns):
         yield StepRoute(buffers[t], sends[t], recvs[t], recvs[t], sends[t])
+
+
+def _sees_its_own(demand: Demand, home: int, own_keys: Ints) -> bool:
+    """Whether home sees no other group's keys."""
+    part = slice(demand.needs.edge[home], demand.needs.edge[home + 1])
+    lo, hi = demand.needs.lo[part], demand.needs.hi[part]
+    own = np.searchsorted(own_keys, hi) - np.searchsorted(own_keys, lo)
+    return bool((own == hi - lo).all())
 
 
 def _takers(demand: Demand, home: int, own_keys: Ints) -> Ints:
