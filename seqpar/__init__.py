@@ -1,8 +1,8 @@
 """Exact, balanced long-context attention over many ranks.
 
-Facts say what is computed (`Mask`, `Layout`), a `Plan` chooses how, a comm moves bytes (`GroupComm`, `ShmComm`,
-`LocalComm`), and verbs do it: `attention`, `switch`, `relayout`, `shard`, `unshard`, `merge`, `rotary`. `bind` names a
-plan for compiled models.
+Facts describe a batch (`Mask`, `Layout`), a `Plan` chooses how to compute it, a comm moves bytes (`GroupComm`,
+`ShmComm`, `LocalComm`), and verbs compute: `attention`, `switch`, `relayout`, `shard`, `unshard`, `merge`, `rotary`.
+`bind` names a plan for compiled models.
 """
 
 import logging

@@ -90,7 +90,7 @@ Ints offered(int64_t number, int64_t peer) {
   return offer ? Ints(offer->header, offer->header + kHeader) : Ints();
 }
 
-// For memory outside this end's pool: the caller vouches that the message belongs there.
+// For memory outside this end's pool: the caller vouches for the destination.
 bool offer(int64_t number, int64_t peer, Ints words, int64_t where, Ints strides) {
   STD_TORCH_CHECK(strides.size() <= SP_DIMS, "seqpar: an offer of ", strides.size(), " dims, at most ", SP_DIMS);
   Offer made{};

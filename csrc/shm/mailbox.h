@@ -42,7 +42,7 @@ struct Offer {
   int64_t strides[SP_DIMS];
 };
 
-// A message as errors show it: its slot, the awaited epoch, and the epoch found there.
+// A message as errors show it: its slot, the awaited epoch, and the epoch found in it.
 struct Place {
   int slot;
   uint32_t expected, seen;

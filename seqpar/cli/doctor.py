@@ -1,4 +1,4 @@
-"""`seqpar doctor`: what is installed, what works here, and why the rest does not."""
+"""`seqpar doctor`: installed versions, what works here, and why the rest does not."""
 
 from __future__ import annotations
 
@@ -94,7 +94,7 @@ def installed(package: str) -> str | None:
 
 
 def devices() -> dict[str, str | None]:
-    """Device -> None if seqpar runs there, else why not."""
+    """Device -> None if seqpar runs on it, else why not."""
     import torch
 
     found: dict[str, str | None] = {"cpu": None}

@@ -9,7 +9,7 @@ from contextlib import contextmanager
 
 
 class CommandError(Exception):
-    """A command cannot do what was asked; the message says what to change. The exit code is 2."""
+    """A command cannot do what was asked; the message names the change to make. The exit code is 2."""
 
 
 def print_table(title: str, header: Sequence[str], rows: Sequence[Sequence[object]]) -> None:

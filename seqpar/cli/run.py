@@ -48,8 +48,7 @@ def launch(ranks: int, script: str | Path, args: Sequence[str]) -> int:
 
     os.environ.setdefault("OMP_NUM_THREADS", str(max(1, (os.cpu_count() or 1) // ranks)))
     # The launcher passes the signal it gets on to its ranks. It must not get SIGINT: Python turns that into an
-    # exception,
-    # which waits until the rank leaves its collective. SIGTERM ends the rank inside it.
+    # exception, which waits until the rank leaves its collective. SIGTERM ends the rank inside it.
     handled = ",".join(name for name in ("SIGTERM", "SIGHUP", "SIGQUIT") if hasattr(signal, name))
     interrupted = False
 

@@ -33,8 +33,7 @@ class Packed(NamedTuple):
     lengths: tokens of each document, all positive. tensors: name -> [tokens, ...]; "labels" are at the token that
     predicts them; "position_ids" always exist. places: distance of each token from its document's first one, counting
     masked-out tokens, [tokens]; None if there are no such tokens. valid: labels that count, [documents]. others:
-    entries
-    that are not rows.
+    entries that are not rows.
     """
 
     lengths: Ints
@@ -79,7 +78,7 @@ def read(batch: Mapping[str, Any] | None, how: Reading) -> Packed:
     if how.shift not in SHIFTS:
         raise ValueError(f"shift must be one of {', '.join(SHIFTS)}, got {how.shift!r}")
     if meant := sorted({*how.keep} & {*TOKENS, *STARTS, *LONGEST, MASK, POSITIONS}):
-        raise ValueError(f"keep={list(how.keep)} would leave {meant} unread; keep only entries that are no rows")
+        raise ValueError(f"keep={list(how.keep)} would leave {meant} unread; keep only entries that are not rows")
     if batch is None:
         return EMPTY
     if not isinstance(batch, Mapping):

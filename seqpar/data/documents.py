@@ -44,7 +44,7 @@ def first_of(rows: PackedRows, kept: NDArray[np.bool_] | None) -> NDArray[np.boo
         elif (anew := (step <= 0) & ~begins[1:]).any():
             raise ValueError(
                 f"position_ids start anew at {rows.where(int(at[1:][anew][0]))}, and attention_mask says that the row "
-                "is one document: one device would let it attend to what is before; leave attention_mask out if "
+                "is one document: one device would let it attend to the tokens before; leave attention_mask out if "
                 "nothing is padded, or give cu_seqlens"
             )
     first[at[begins]] = True

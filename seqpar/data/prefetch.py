@@ -28,16 +28,14 @@ def prefetch(
     keep: Sequence[str] = (),
     device: torch.device | str | None = None,
 ) -> Iterator[Share]:
-    """The `share` of every batch; the plans of the next `depth` are made in a thread while a share is computed.
+    """The `share` of every batch; a thread plans the next `depth` batches while a share is computed.
 
     Each step of the iterator is a collective of the calling thread, which reads batches, exchanges lengths and moves
-    rows.
-    The planning thread only calls `plan` and uses no comm and no process group. It ends with the iterator: at the last
-    batch, at an error, and on ``close``.
+    rows. The planning thread only calls `plan` and uses no comm and no process group. It ends with the iterator: at the
+    last batch, at an error, and on ``close``.
 
     Loaders may differ in length: a rank whose loader has ended contributes empty batches until all have ended (loaders
-    of
-    a replicated source must end together). The other arguments are those of `share`.
+    of a replicated source must end together). The other arguments are those of `share`.
 
     Raises: at the batch's turn, as `share`; the error of a rank's loader on that rank, and ValueError on all others.
     """

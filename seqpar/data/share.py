@@ -39,10 +39,9 @@ class Share(Memo):
     plan: of the union of all ranks' batches, with a pad row on ranks that would have none. tensors: name -> this rank's
     rows [rows, ...], pads last: "input_ids", "labels" at the token that predicts them, and the batch's other per-token
     tensors. positions: int64 [rows], the positions that the model would get on one device; 0 for pads. valid: labels
-    that
-    count in the union, equal on every rank. others: the entries of this rank's own batch named in `keep`. places: int64
-    [tokens of the union], each token's distance from its document's first one, counting masked-out tokens between; None
-    if there are none.
+    that count in the union, equal on every rank. others: the entries of this rank's own batch named in `keep`. places:
+    int64 [tokens of the union], each token's distance from its document's first one, counting masked-out tokens
+    between; None without such tokens.
     """
 
     plan: Plan
@@ -101,18 +100,15 @@ def share(
 
     Documents come from "cu_seqlens" (or "cu_seq_lens_q", "cu_seq_lens_k"). Without it, a row without attention_mask
     starts a document wherever its position_ids do not continue by 1, as in Hugging Face models without a cache;
-    otherwise
-    a row is one document. Positions are the given position_ids. Without them they are the place in the row, counting
-    left
-    padding and holes, as such models count themselves; or the place in the document, if it has a row of its own or
-    cu_seqlens has its start. (``plan.rope_positions(rank)`` is always the place among the document's tokens.)
+    otherwise a row is one document. Positions are the given position_ids. Without them they are the place in the row,
+    counting left padding and holes, as such models count themselves; or the place in the document, if it has a row of
+    its own or cu_seqlens has its start. (``plan.rope_positions(rank)`` is always the place among the document's
+    tokens.)
 
     source: "sharded": every rank brings other documents, and their union is computed; ranks exchange only lengths and
     counts, and each row moves once. "replicated": all ranks hold the same batch, which a digest checks, and nothing
-    moves. plan: ``(lengths, ranks) -> Plan``; pass a model and a machine with
-    ``functools.partial(seqpar.plan_batch, model=..., hardware=...)``. The default plans for a Llama of 8B on H100s,
-    with
-    memory not limited.
+    moves. plan: ``(lengths, ranks) -> Plan``; pass a model and a machine with ``functools.partial(seqpar.plan_batch,
+    model=..., hardware=...)``. The default plans for a Llama of 8B on H100s, with memory not limited.
 
     shift: which token predicts a label of "labels":
 
@@ -121,23 +117,20 @@ def share(
     - "document": the previous token of the document; its first token is never predicted.
     - "none": the label's own token, as in masked language models. "shift_labels" always belong to their own token.
 
-    For documents a b | c d in one row, the labels a b c d are predicted by - a b c ("row"), - a - c ("document") or
-    a b c d ("none"). A label that belongs to a masked-out token, or that only such a token could predict, is refused:
-    on
+    For documents a b | c d in one row, the labels a b c d are predicted by - a b c ("row"), - a - c ("document") or a b
+    c d ("none"). A label that belongs to a masked-out token, or that only such a token could predict, is refused: on
     one device its loss would depend on the attention implementation.
 
     keep: names of entries that are not rows, passed on in ``Share.others`` if a batch has them. device: of the share,
-    by
-    default the batch's.
+    by default the batch's.
 
     Gradients of inputs_embeds return to the batch; with "replicated" they are shares, whose sum is its gradient.
 
     Raises: on every rank, before any row moves: ValueError for a batch that can be read in two ways (labels on
-    masked-out
-    tokens, position_ids that restart in a row with an attention_mask, ...), for an entry that is neither rows nor kept,
-    for names, dtypes or dims that differ between ranks, for a union without tokens, and for a plan of other documents
-    or
-    with a window where masked-out tokens are between others. NotImplementedError for masks and positions of other dims.
+    masked-out tokens, position_ids that restart in a row with an attention_mask, ...), for an entry that is neither
+    rows nor kept, for names, dtypes or dims that differ between ranks, for a union without tokens, and for a plan of
+    other documents or with a window where masked-out tokens are between others. NotImplementedError for masks and
+    positions of other dims.
     """
     how = Reading(shift, ignore_index, keep, device)
     known = announce(batch, comm, source, how)
@@ -176,10 +169,8 @@ def back(share: Share, x: Tensor) -> Tensor | list[Tensor]:
     """Results [rows, ...] of a share, returned to this rank's own batch in its own shape. A collective.
 
     x: ``share.plan.rows(rank)`` rows, like ``share.tensors``. Returns [B, S, ...] with 0 where the batch has no token,
-    or
-    a list of [S_i, ...]; for None [0, ...]. For a replicated batch every rank gets everything. The adjoint moves
-    gradients
-    back the same way; those of a replicated batch are summed over ranks.
+    or a list of [S_i, ...]; for None [0, ...]. For a replicated batch every rank gets everything. The adjoint moves
+    gradients back the same way; those of a replicated batch are summed over ranks.
 
     Raises: ValueError for a wrong number of rows, on every rank.
     """

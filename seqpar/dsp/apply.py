@@ -57,17 +57,15 @@ def parallelize(
 
     spec: the `Spec` of the model's class, by default the one shipped for it. plan: plans each batch shape,
     ``plan(stages, dims, ranks, end=..., training=...)``; ``partial(plan_stages, hardware=...)`` for a machine other
-    than
-    an H100 node. Tensors are moved before a block's own forward and after it, so hooks, wrappers and recomputation see
-    the block as before. A rank with an empty share skips the block, with its parameters still in the graph.
+    than an H100 node. Tensors are moved before a block's own forward and after it, so hooks, wrappers and recomputation
+    see the block as before. A rank with an empty share skips the block, with its parameters still in the graph.
 
     Gradients of parameters are shares: sum them over the ranks. grad: how the loss counts. "replicated": every rank
     computes the same loss from the whole output. "sum": the loss is the sum of all ranks' losses.
 
     check_inputs: in every forward ranks compare the inputs, including their values (on a GPU this waits for one
-    number),
-    and in the first one the weights, except DTensors; without it only shapes are compared. Otherwise different noise or
-    seeds, or frames sharded before, would silently compute something meaningless.
+    number), and in the first one the weights, except DTensors; without it only shapes are compared. Otherwise different
+    noise or seeds, or frames sharded before, would silently compute something meaningless.
 
     Raises: ValueError for a model that its spec does not describe, or that is parallelized already; NotImplementedError
     for a model without a spec, modules that mix rows unnoticed, and in a forward for active dropout.

@@ -9,14 +9,13 @@ operations of all ranks together; a rank's part is that of its elements. The slo
     gather    one exchange; rank r receives 1 - a_r
     local     the stage takes max(a_r) of its work, which covers uneven sizes and idle ranks
     ulysses   queries, keys, values and the output are switched to heads and back, 2 exchanges
-    ring      keys and values go round, ranks - 1 exchanges, of which attention hides as much as the hardware can; the
+    ring      keys and values go round, ranks - 1 exchanges, hidden behind attention as far as the hardware can; the
               kernel's cost of fetched rows and of steps is added
     copies    sharding None: every rank does all the work
     parts     a stage that moves its tensors on both sides computes one part while others move
 
 On a grid (`seqpar.dsp.grid`), groups of `core` neighbouring ranks hold shares of one dimension throughout; a sharding
-is
-the dimension that the ranks across groups shard and move among themselves as above. A stage that mixes the held
+is the dimension that the ranks across groups shard and move among themselves as above. A stage that mixes the held
 dimension has its attention shared inside the groups, and nothing else that it mixes is sharded.
 
 Training repeats everything in backward: exchanges once (a ring twice), linear work twice, attention 2.5 times.
@@ -46,8 +45,7 @@ class Stage:
     whole: dimensions that it mixes, which are not sharded inside. bytes: tensors that cross its border on the way in,
     and again on the way out. flops, attention: operations of a forward in linear layers and in attended pairs. memory:
     bytes kept for backward. heads, kv_heads: attention over `whole` that ranks can share by heads, and if `ring` also
-    in
-    a ring; 0 if they cannot. filled: every rank needs a share. qkv: bytes of its queries, and of its keys and values
+    in a ring; 0 if they cannot. filled: every rank needs a share. qkv: bytes of its queries, and of its keys and values
     together. rest: shardings that the code before the stage allows; None if there is no such code, so any will do.
     rest_filled: of these, only shardings in which every rank has a share; also at the end, after the last stage. apart:
     dimensions along which the stage can run in parts, since none of its rows looks at others along them.
@@ -221,7 +219,7 @@ class Costs:
         return MoveCost(passes * times * wire.fixed, passes * part * wire.per_byte)
 
     def modes(self, stage: Stage, sharding: Sharding) -> dict[str, float]:
-        """Seconds of a stage under a sharding, for each mode in which it can run; empty if there is none."""
+        """Seconds of a stage under a sharding, for each mode in which it can run."""
         part, inside = self.largest[sharding], self.held in stage.whole
         attention = self.attention_seconds(stage)
         linear, beside = part * self.linear_seconds(stage), part * attention
@@ -250,8 +248,7 @@ class Costs:
         have.
 
         Keys and values go round once; in backward twice, with their gradients. Fetched rows and steps cost a kernel as
-        much
-        as in `seqpar.planner`.
+        much as in `seqpar.planner`.
         """
         if ranks == 1:
             return attention
@@ -281,7 +278,7 @@ class Costs:
         if type(parts) is not int or parts < 1 or not self.parted(stage, before, sharding, after):
             raise ValueError(
                 f"stage {stage.name} cannot run in {parts} parts from {before!r} by {sharding!r} to {after!r}: "
-                f"parts are of a dimension in apart, {sorted(stage.apart)}, and moved to another one"
+                f"parts are of a dimension in apart, {sorted(stage.apart)}, and whole before and after"
             )
         assert sharding is not None
         return float(self._overlapped(stage.bytes, into, inside, out, parts, self._largest_part(sharding, parts)))
@@ -322,8 +319,8 @@ class Costs:
         """Seconds of a stage computed in parts while others come in and go out, in order, over one link.
 
         At best this is the slowest of the three, plus one part of the other two before and after it; moves that the
-        hardware
-        cannot hide come on top. In training everything is repeated in backward, which is two thirds of the work.
+        hardware cannot hide come on top. In training everything is repeated in backward, which is two thirds of the
+        work.
         """
         extra, hidden = parts - 1, self.hardware.hidden
         comes, goes = (move.seconds(size) + extra * move.fixed for move in (into, out))
@@ -355,8 +352,7 @@ class Costs:
 
 def _pipeline(into: Any, inside: Any, out: Any, part: Any) -> Any:
     """Seconds of parts in a pipeline of three stations. part: the largest part as a fraction. Moves out wait for all
-    moves
-    in, since both use one link."""
+    moves in, since both use one link."""
     first = np.maximum(part * into + inside + part * out, part * (into + inside) + out)
     return np.maximum(first, np.maximum(into + part * (inside + out), into + out))
 

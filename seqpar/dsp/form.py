@@ -43,8 +43,7 @@ class Form:
         """Check that a tensor of this shape fits the form.
 
         dims: the known sizes; an axis with a single unknown name may have any size. what: returns the tensor's name for
-        an
-        error; called only then, since compiled graphs could not call it.
+        an error; called only then, since compiled graphs could not call it.
 
         Raises: ValueError naming the axis that does not fit.
         """

@@ -128,7 +128,7 @@ class Grid:
         return x
 
     def sharing(self, whole: Collection[str], inside: Sharding) -> tuple[Space, Sharding]:
-        """The space of the ranks that share the mixing of these dims, and the dimension of which they have shares."""
+        """The space of the ranks that share the mixing of these dims, and the dimension that they shard."""
         return (self.beside(inside), self.held) if self.held in whole else (self.outer, inside)
 
     def beside(self, inside: Sharding) -> Space:
@@ -156,7 +156,7 @@ def attention_plan(
 ) -> Plan:
     """The plan of full attention over the dimensions in `whole`, for rows of a form in their order.
 
-    A document is one element of all other dimensions. sharded: the dimension of which every rank has its share; None
+    A document is one element of all other dimensions. sharded: the dimension that the ranks shard; None
     plans for one rank. ulysses: all ranks trade tokens for heads; otherwise keys are fetched.
     """
     sizes = tuple((name, space.dims[name]) for name in form_of(form).names if name in space.dims)

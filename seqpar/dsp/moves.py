@@ -59,12 +59,11 @@ def split(x: Tensor, space: Space, form: str, dim: str, *, grad: str = "sum") ->
 
 
 def gather(x: Tensor, space: Space, form: str, dim: str, *, grad: str = "sum") -> Tensor:
-    """The whole tensor on every rank, of which each has its share along a dimension. A collective.
+    """The whole tensor on every rank, from each rank's share along a dimension. A collective.
 
     Spec over ranks: ``xs -> [cat(xs, dim)] * ranks``; a grouped axis is split up and merged again. grad: whether each
     rank's gradient of the result is a share ("sum": gradients are summed, so a loss that all ranks compute counts once
-    per
-    rank), or whole on every rank (nothing is sent, and the loss counts once).
+    per rank), or whole on every rank (nothing is sent, and the loss counts once).
 
     Raises: ValueError for a tensor that is not this rank's share of the form, or if ranks differ.
     """
@@ -87,8 +86,7 @@ def switch(x: Tensor, space: Space, form: str, src: str, dst: str) -> Tensor:
     collective.
 
     Spec over ranks: ``xs -> cat(xs, src).split(space.shares(dst), dst)``. Shares are uneven if the ranks do not divide
-    a
-    size, and empty if the size is smaller than the number of ranks; nothing is padded.
+    a size, and empty if the size is smaller than the number of ranks; nothing is padded.
 
     Raises: ValueError for a tensor that is not this rank's share of the form, or if ranks differ.
     """
@@ -203,7 +201,7 @@ def _check_grad(grad: str) -> None:
 
 @lru_cache(maxsize=256)
 def _plan(size: int, ranks: int) -> Plan:
-    """The plan of which rank holds which elements of a dimension."""
+    """The plan by which ranks hold the elements of a dimension."""
     return Plan(Mask([size]), Layout.contiguous(size, ranks))
 
 

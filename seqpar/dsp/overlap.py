@@ -1,9 +1,9 @@
 """A stage in parts: one part is computed while the part before moves out and the part after moves in.
 
 A part is a range of the dimension that is sharded inside the stage. The stage does not mix that dimension, and it is
-whole before and after the stage. So a part is the stage in a smaller space, of which every rank has its share::
+whole before and after the stage. So a part is the stage in a smaller space, sharded over all ranks::
 
-    inside t, of which each of 2 ranks has 2 of 4      in    |0 |1 |
+    inside t: each of 2 ranks has 2 of 4 elements      in    |0 |1 |
                                                      stage      |0 |1 |
                                                       out          |0 |1 |
 

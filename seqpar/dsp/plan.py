@@ -1,7 +1,7 @@
 """The sharded dimension of every stage, chosen by dynamic programming over the stages in order.
 
 The state before a stage is the sharding of its input, one that the code before the stage allows. A stage moves its
-tensors from there to the sharding in which it runs, and on to the sharding of the next stage's input::
+tensors from that sharding to the one in which it runs, and on to the sharding of the next stage's input::
 
     start -> [stage 0] -> rest -> [stage 1] -> rest -> ... -> end
 
@@ -9,8 +9,7 @@ Seconds add up along the way, so the best way follows from the best ways through
 stage that moves its tensors on both sides may run in parts, so that moves overlap with computation.
 
 The search runs for every grid of ranks: each group size, holding each dimension whose mixing groups can share. A grid
-is
-skipped if its stages alone, without moves, take longer than the best plan so far.
+is skipped if its stages alone, without moves, take longer than the best plan so far.
 """
 
 from __future__ import annotations
@@ -126,12 +125,10 @@ def plan_stages(
     dims: global sizes of the dimensions that may be sharded. start: the sharding of the input. end: shardings that the
     output may have; None allows any. memory: bytes that a rank can keep for backward, by default the hardware's. cores:
     group sizes of the grids to try, by default all divisors of the ranks; ``(1,)`` means no grid. parts: numbers of
-    parts
-    to try for a stage that moves its tensors on both sides; ``(1,)`` means one exchange per switch.
+    parts to try for a stage that moves its tensors on both sides; ``(1,)`` means one exchange per switch.
 
     Raises: ValueError for unknown dimensions, parts that are not positive integers, stages that no sharding serves, or
-    a
-    memory limit that no way meets.
+    a memory limit that no way meets.
     """
     stages, hardware = tuple(stages), Hardware.of(hardware)
     costs = Costs(dict(dims), ranks, hardware, training)
@@ -176,8 +173,7 @@ def rivals(
     """Seconds of methods without a planner, each with its best dimension to hold; a method that cannot run is missing.
 
     All go from whole to whole, with no limit of memory. dsp: hold one dimension, and switch around each stage that
-    mixes
-    it. ulysses, ring: hold one dimension throughout. replicate: shard nothing.
+    mixes it. ulysses, ring: hold one dimension throughout. replicate: shard nothing.
     """
     costs = Costs(dict(dims), ranks, Hardware.of(hardware), training)
     stages = tuple(stages)

@@ -218,7 +218,7 @@ class _Skip(torch.autograd.Function):
         return None, *(torch.zeros_like(x) if n else None for x, n in zip(ctx.saved_tensors, needed, strict=True))
 
 
-# --- what is other inside a stage -------------------------------------------------------------------------------------
+# --- adapters inside a stage -------------------------------------------------------------------------------------
 
 
 def _shared_attention(block: Block, run: StageRun) -> Any:

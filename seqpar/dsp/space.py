@@ -10,7 +10,7 @@ from torch import Tensor
 from seqpar.comm import Comm
 from seqpar.dsp.form import Form, form_of
 
-Sharding = str | None  # the dimension of which every rank has its share; None: every rank has the whole
+Sharding = str | None  # the sharded dimension; None: every rank has the whole
 
 
 def shares(size: int, ranks: int) -> list[int]:
@@ -69,7 +69,7 @@ class Space:
         return shares(self.dims[dim], self.comm.size)
 
     def local(self, sharded: Sharding) -> dict[str, int]:
-        """The sizes on this rank. sharded: the dimension of which it has its share, or None."""
+        """The sizes on this rank. sharded: the sharded dimension, or None."""
         return self.dims if sharded is None else self.dims | {sharded: self.shares(sharded)[self.comm.rank]}
 
     def start(self, dim: str) -> int:

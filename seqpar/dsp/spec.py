@@ -1,4 +1,4 @@
-"""The spec of a model class: which modules mix which dimensions, of which rows."""
+"""The spec of a model class: which modules mix which dimensions, and which arguments hold rows."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from seqpar.dsp.space import Sharding
 
 @dataclass(frozen=True)
 class Core:
-    """The part of a block that mixes dimensions, separately for each element of another one, such as a head.
+    """The part of a block that mixes dimensions, separately for each element of one more, such as a head.
 
     module: its name in the block. stream: its arguments with their forms. out: the form of its output, one tensor.
     over:
@@ -52,18 +52,16 @@ class Block:
     """Modules that are stages.
 
     modules: their name in the model, with ``{i}`` for a layer's number; neighbouring blocks with ``{i}`` alternate,
-    layer
-    by layer. stream: the arguments with the rows to compute, and their forms; the module returns as many tensors, with
-    the same forms and order. whole: dimensions that the module mixes. rows: other arguments with an entry per row, and
-    their forms; every rank gets them whole and passes on its share. shared: arguments that all rows use alike. buffers:
-    buffers and parameters inside the module that follow rows, such as tables of positions, and their forms. rest:
-    shardings that the model's code before this module allows (None is whole), or None if there is no such code.
-    gathers:
-    inner modules whose output other rows read, such as a bias of pairs, each with its form and the dimensions along
-    which
-    rows read it; the output is gathered along these. core: where the mixing happens, if ranks may share it by heads or
-    channels; without it the module mixes elsewhere. attention: the module attends over `whole` by ``seqpar.attention``
-    with the plan of ``seqpar.parallel``, which ranks may share too. heads, kv_heads: of that attention.
+    layer by layer. stream: the arguments with the rows to compute, and their forms; the module returns as many tensors,
+    with the same forms and order. whole: dimensions that the module mixes. rows: other arguments with an entry per row,
+    and their forms; every rank gets them whole and passes on its share. shared: arguments that all rows use alike.
+    buffers: buffers and parameters inside the module that follow rows, such as tables of positions, and their forms.
+    rest: shardings that the model's code before this module allows (None is whole), or None if there is no such code.
+    gathers: inner modules whose output other rows read, such as a bias of pairs, each with its form and the dimensions
+    along which rows read it; the output is gathered along these. core: where the mixing happens, if ranks may share it
+    by heads or channels; without it the module mixes elsewhere. attention: the module attends over `whole` by
+    ``seqpar.attention`` with the plan of ``seqpar.parallel``, which ranks may share too. heads, kv_heads: of that
+    attention.
 
     Any other argument must be None when the module is called.
     """

@@ -17,8 +17,7 @@ def _latte_dims(model: nn.Module, arguments: Mapping[str, Any]) -> dict[str, int
 
 
 # Between its blocks the model adds the temporal embedding, [1, all frames, channels], and reshapes by the whole batch,
-# so
-# only space may be sharded between them. Sharded frames would get a wrong embedding or none, without an error.
+# so only space may be sharded between them. Sharded frames would get a wrong embedding or none, without an error.
 _LATTE_REST = ("s", None)
 
 

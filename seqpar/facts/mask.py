@@ -30,7 +30,7 @@ from seqpar.facts.value import MOST, Fact, Ints, digest_of, frozen, int64_of, is
 
 
 class Mask(Fact):
-    """Packed documents, each of which attends to itself.
+    """Packed documents; each attends to itself.
 
     lengths: tokens of each document, all positive. causal: query ``i`` of a document sees its keys up to its own.
     window: (left, right), the keys seen beside the query's own; None for no limit; ``right`` must be None or 0 if
@@ -83,9 +83,8 @@ class Mask(Fact):
         """Any mask with one interval of keys per query: query ``i`` sees keys ``lo[i] <= j < hi[i]``.
 
         lo, hi: integers [tokens], ``0 <= lo <= hi <= kv_tokens``. kv_tokens: number of keys, by default that of
-        queries.
-        lengths: documents, used by layouts per document and for positions inside documents; only with as many keys
-        as queries; by default the batch is one document.
+        queries. lengths: documents, used by layouts per document and for positions inside documents; only with as many
+        keys as queries; by default the batch is one document.
 
         Raises: ValueError for bounds out of range, naming the first such query.
         """

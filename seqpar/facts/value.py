@@ -71,7 +71,7 @@ def frozen(array: NDArray[Any]) -> Any:
 
 
 class Memo:
-    """Caches what is derived from a value, once per batch, as long as the value lives."""
+    """Caches derivations of a value, once per batch, as long as the value lives."""
 
     _memo: dict[Any, Any]
 

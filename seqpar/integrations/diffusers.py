@@ -10,8 +10,7 @@ Joint attention is full, so its tokens may be numbered freely: a sample's valid 
 keys that are seen are then one interval, whatever the text mask.
 
 **Gradients.** Every rank computes the same loss from the whole output, with the gradient of one process. Each rank
-takes
-its rows of that gradient; the gradients of parameters and inputs are shares, whose sum over ranks
+takes its rows of that gradient; the gradients of parameters and inputs are shares, whose sum over ranks
 (`seqpar.train.sync_gradients`) is that of one process. Ranks compare the inputs, the output's gradient, and once their
 weights: different noise on different ranks would go unnoticed otherwise.
 """
@@ -56,12 +55,10 @@ def parallelize(model: nn.Module, comm: Comm, *, plan: MakePlan = Plan) -> Paral
     """Share the tokens of every forward of a diffusers transformer among the ranks; returns a handle with ``undo()``.
 
     model: one of `RECIPES`. Calls stay as they are, with keywords for all but the first argument: all ranks pass the
-    same
-    whole tensors, of any size, and get the whole output. plan: ``(mask, layout) -> Plan``, such as
+    same whole tensors, of any size, and get the whole output. plan: ``(mask, layout) -> Plan``, such as
     ``functools.partial(seqpar.Plan, ulysses=2)``. Every rank computes the same loss; gradients are shares, to be summed
-    by
-    `seqpar.train.sync_gradients`. Checkpointing works wherever backward runs. State dict, processors and hooks stay as
-    they are; a copy of the model is parallelized too.
+    by `seqpar.train.sync_gradients`. Checkpointing works wherever backward runs. State dict, processors and hooks stay
+    as they are; a copy of the model is parallelized too.
 
     Raises: NotImplementedError, with its name, for another model, an attention processor or backend that is not the
     default, a model under diffusers' own parallelism or cache, and arguments that cannot be shared, such as controlnet

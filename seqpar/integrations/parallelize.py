@@ -31,9 +31,8 @@ def parallelize(model: nn.Module, comm: Comm, *, sdpa: bool = False, plan: Any =
         sdpa=True             a Plan, of every forward                    -            seqpar.parallel's around it
 
     sdpa: the model is any module whose attention is PyTorch's scaled_dot_product_attention; it takes this rank's rows.
-    Planned by stages are the models of diffusers of which `seqpar.dsp` has a spec (Latte), and any model with
-    ``spec=``.
-    Other options depend on the kind of model: see `seqpar.integrations.hf.model.parallelize`,
+    Planned by stages are the models of diffusers for which `seqpar.dsp` has a spec (Latte), and any model with
+    ``spec=``. Other options depend on the kind of model: see `seqpar.integrations.hf.model.parallelize`,
     `seqpar.integrations.diffusers.parallelize`, `seqpar.dsp.parallelize` and `seqpar.integrations.sdpa.parallelize`.
 
     Raises: NotImplementedError naming the part of the model that several ranks cannot compute; ValueError on every rank
@@ -107,7 +106,7 @@ def _check_order(model: nn.Module) -> None:
     for package, wrappers in AROUND.items():
         if any(_is(model, package, wrapper) for wrapper in wrappers):
             raise ValueError(
-                f"parallelize({name}): a model is made parallel before {name} goes around it; call "
+                f"parallelize({name}): a model becomes parallel before {name} wraps it; call "
                 f"parallelize(model, comm), with average_over where gradients are averaged, and then {name}(model)"
             )
 

@@ -1,7 +1,7 @@
 """Attention tile by tile in PyTorch, for real sizes on any device.
 
 Tile tables list the key tiles that each query tile visits: empty tiles cost nothing, and full tiles need no mask. Sums
-are float32 for every input dtype: products of bf16 and fp16 are exact there.
+are float32 for every input dtype: products of bf16 and fp16 are exact in it.
 """
 
 from __future__ import annotations

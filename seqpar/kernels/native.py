@@ -1,9 +1,8 @@
 """Attention on the CPU in C++ (``csrc/attention``), with the widest vectors of the processor, on torch's threads.
 
 Queries lie along the lanes of a vector: a softmax needs no sum across lanes, and neither keys nor values are
-transposed.
-Sums are float32; in bf16, probabilities are rounded to bf16 before they multiply the values, as on GPUs. Results have
-the same bits on any number of threads.
+transposed. Sums are float32; in bf16, probabilities are rounded to bf16 before they multiply the values, as on GPUs.
+Results have the same bits on any number of threads.
 """
 
 from __future__ import annotations

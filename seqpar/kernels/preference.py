@@ -21,7 +21,7 @@ VENDORS: tuple[Kernel, ...] = tuple(Segmented(library()) for library in (AtenFla
 # seqpar's kernels.
 ON_HOPPER = ("flash3", "cudnn", "triton", "flash2", "aten_flash", "flash4")
 ON_CUDA = ("triton", "flash4", "flash3", "cudnn", "flash2", "aten_flash")
-ON_CPU = ("native", "aten")  # Triton runs there too, through its interpreter, if asked for by name
+ON_CPU = ("native", "aten")  # Triton runs on the CPU too, through its interpreter, if asked for by name
 PLAIN_TORCH = ("blockwise", "reference")
 HOPPER, HOPPER_DIM = 90, 128  # the capability, and the largest head dim with published figures
 

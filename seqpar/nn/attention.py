@@ -31,8 +31,7 @@ class Attention(nn.Module):
 
     When an activation checkpoint repeats a call, the call looks plan, comm and seed up again: its arguments, else what
     the layer was bound to in forward if it still is, else what surrounded the forward (see `seqpar.parallel`);
-    otherwise
-    it raises RuntimeError. Under autocast q, k and v are cast as for torch's own attention.
+    otherwise it raises RuntimeError. Under autocast q, k and v are cast as for torch's own attention.
     """
 
     def __init__(
@@ -77,13 +76,11 @@ class Attention(nn.Module):
         """This rank's rows of attention [T, H, D_v]. A collective, forward and backward.
 
         q [T, H, D], k [T_kv, H_kv, D], v [T_kv, H_kv, D_v]: this rank's rows; or all three [1, ...], and then the
-        result
-        too. plan, comm: of this call; or the handle of both in place of the plan. seed: the step's. sinks, alibi_slopes
-        [H].
+        result too. plan, comm: of this call; or the handle of both in place of the plan. seed: the step's. sinks,
+        alibi_slopes [H].
 
         Raises: as `seqpar.attention`; RuntimeError without a plan, and in a recomputation that is not recognised as one
-        or
-        that makes other calls than forward.
+        or that makes other calls than forward.
         """
         if comm is not None and plan is None:
             raise ValueError("a layer was given a comm without a plan; give both, their handle, or neither")

@@ -23,7 +23,7 @@ class LayerPlan(PlanSource):
     """
 
     used = False  # whether a call without a plan has used it
-    since = 0  # the first node recorded under the current binding; 0 if no call was made under another one
+    since = 0  # the first node recorded under the current binding; 0 without calls under an earlier one
 
     def __init__(self, window: tuple[int | None, int | None] | None, layer: int | None) -> None:
         self.window, self.layer = window, layer

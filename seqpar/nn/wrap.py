@@ -128,8 +128,8 @@ def check_makes_plans(model: nn.Module, plan: object, takes: str) -> None:
     """Raise TypeError for a ``plan=`` that is not a function."""
     if not callable(plan):
         raise TypeError(
-            f"parallelize({type(model).__name__}, plan={plan!r:.200}): each batch may be another, so plans are made as "
-            f"they come; give a function of {takes}"
+            f"parallelize({type(model).__name__}, plan={plan!r:.200}): batches differ, so each is planned when "
+            f"it comes; give a function of {takes}"
         )
 
 

@@ -4,8 +4,7 @@ They equal the counts of `Plan.steps` under "fetch" (a test compares them) but d
 of ranks takes a few passes over its pieces. Groups are ranks that share heads; with width 1 a group is one rank.
 
 The one tool is `Measure`: from the sorted ends of intervals it counts the covered positions below a point. The keys
-that
-groups own and need are put on one line, with a stretch of all positions for each group, so that two sorted arrays
+that groups own and need are put on one line, with a stretch of all positions for each group, so that two sorted arrays
 answer for every group at once::
 
     line          |----- group 0 -----|----- group 1 -----|
@@ -37,11 +36,10 @@ class Tally(NamedTuple):
     """Counts by group, int64 [groups]. Key rows are those of one layer's forward.
 
     rows: query rows; merging: those among them that see fetched keys. pieces: stretches of documents. near, far:
-    attended
-    pairs with the group's own keys and with fetched ones. keys: fetched key rows. entering: fetched key rows from other
-    nodes; rows that enter a node once and are forwarded inside it are charged to its groups in proportion to their own
-    needs. sent, leaving: the same for rows that the group sends. most: query rows of the group's largest member, for
-    which the other members wait when tokens are traded for heads.
+    attended pairs with the group's own keys and with fetched ones. keys: fetched key rows. entering: fetched key rows
+    from other nodes; rows that enter a node once and are forwarded inside it are charged to its groups in proportion to
+    their own needs. sent, leaving: the same for rows that the group sends. most: query rows of the group's largest
+    member, for which the other members wait when tokens are traded for heads.
     """
 
     rows: Ints
@@ -352,8 +350,7 @@ def fetched_between(plan: Derived, block: int) -> Floats:
     """Key rows, with all heads, that blocks of ranks fetch: [receiver, sender]; for the transport "fetch".
 
     block: consecutive ranks, a multiple of the plan's node and of every width. The diagonal counts rows fetched inside
-    a
-    block, forwarded rows included.
+    a block, forwarded rows included.
     """
     blocks = -(-plan.ranks // block)
     rows_between = np.zeros((blocks, blocks))

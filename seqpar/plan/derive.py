@@ -205,8 +205,7 @@ def _numbered(part: Part, number: int, routes: list[StepRoute], *, relay: bool) 
     """The steps of one part, numbered from ``number``.
 
     Every rank has every number, even where it moves nothing: exchanges are posted in the order of the numbers, which
-    must
-    be one order on all ranks.
+    must be one order on all ranks.
     """
     last = max((n for n, route in enumerate(routes) if route.pos.size), default=0)
     steps: list[Step] = []

@@ -7,10 +7,8 @@ def head_share(heads: int, kv_heads: int, width: int, share: int) -> tuple[slice
     """The query heads and key heads of one of ``width`` sharers.
 
     Shares of query heads differ by at most one. A key head goes to every share with a query head of its group, so
-    nothing
-    is padded: 6 query heads on 2 key heads over 4 ranks are 1, 2, 1, 2 query heads, and key heads 0, 0, 1, 1. A share
-    may
-    be empty.
+    nothing is padded: 6 query heads on 2 key heads over 4 ranks are 1, 2, 1, 2 query heads, and key heads 0, 0, 1, 1. A
+    share may be empty.
     """
     group = heads // kv_heads
     first, last = heads * share // width, heads * (share + 1) // width

@@ -37,8 +37,7 @@ class NodeShares:
 
     One row per share. gateway: the group where it enters; lo, hi: its key positions, maybe none; piece: its piece;
     turn: the one of ``turns`` in which it is forwarded. Sorted by node, position and gateway, so that the rows of a
-    piece
-    are consecutive. node_edge: node ``j`` has the rows ``node_edge[j]`` to ``node_edge[j+1]``. rest: keys fetched
+    piece are consecutive. node_edge: node ``j`` has the rows ``node_edge[j]`` to ``node_edge[j+1]``. rest: keys fetched
     directly.
     """
 
@@ -54,8 +53,7 @@ class NodeShares:
 
 def fetch_by_node(demand: Demand, home: int, own_keys: Ints, stage_rows: int, inner: int) -> Iterator[StepRoute]:
     """`fetch` with nodes of ``inner`` consecutive groups; equal to `fetch` if no two groups of a node see the same key
-    of
-    another node.
+    of another node.
 
     A turn forwards a slice of the keys that enter a node, at most ``stage_rows`` rows; all groups see a key in the turn
     for which it enters.

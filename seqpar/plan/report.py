@@ -30,8 +30,7 @@ def describe(plan: Derived) -> str:
     """A plan's facts, degrees and cuts, how evenly rows, area and keys are shared, and the forecast.
 
     Up to 64 ranks have a line each: rows, area, keys received, peers, steps. Plans with hundreds of millions of rows,
-    or
-    millions of striped ones, have none: that would take minutes.
+    or millions of striped ones, have none: that would take minutes.
     """
     widths = ", ".join(str(w) for w in np.unique(plan.widths))
     area, shown = plan.mask.area(), told_by_rank(plan)

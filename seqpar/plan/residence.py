@@ -24,7 +24,7 @@ from seqpar.facts.value import Ints, Memo, frozen
 
 @dataclass(frozen=True, eq=False)
 class Residence(Memo):
-    """The documents of a mask, with their queries in one layout and their keys in the same or another one."""
+    """The documents of a mask, with their queries in one layout and their keys in the same or their own."""
 
     mask: Mask
     layout: Layout

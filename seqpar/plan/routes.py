@@ -22,7 +22,7 @@ gather: all keys of every owner from which the group sees any, in one step.
 
 Sources: ring, Liu et al. 2023 (Ring Attention, section 3); double ring, Gu et al. 2024 (LoongTrain, section 4.4), here
 as one path of inner hops with an outer hop after each round, so that two buffers suffice; gather, Llama 3 (section
-3.3.2); fetching only what is needed, Zewei Tao et al. 2025 (MagiAttention).
+3.3.2); fetching only needed keys, Zewei Tao et al. 2025 (MagiAttention).
 """
 
 from __future__ import annotations
@@ -186,8 +186,7 @@ def fetch(demand: Demand, home: int, own_keys: Ints, stage_rows: int) -> Iterato
     """Each owner sends each group only the keys that the group sees, in stages of at most ``stage_rows`` rows.
 
     A stage is a slice of the receiver's keys in position order. There are as few stages as the limit allows and, if
-    they
-    are large, two small ones at the end: nothing hides the gradients of the last.
+    they are large, two small ones at the end: nothing hides the gradients of the last.
     """
     if demand.groups == 1:
         return
@@ -323,7 +322,7 @@ def ring(demand: Demand, home: int, inner: int) -> Iterator[StepRoute]:
     """Keys go round hop by hop, each only as far as a group downstream sees it.
 
     A row stays in the block up to the last hop at which its holder sees it. Its gradient is summed along the way and
-    returns to the owner from there.
+    returns from that holder to the owner.
     """
     groups = demand.groups
     reach, last, keys_of = demand.memo(("ring", inner), lambda: _ring_facts(demand, inner))

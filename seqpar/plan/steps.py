@@ -60,8 +60,7 @@ class Part(Memo):
     """The documents of one Ulysses width, inside the head trade of one rank.
 
     members: the ranks that share heads, with this one at ``share``. pos, lo, hi: key coordinates and bounds of the
-    inside
-    query rows, ascending. keys: positions of the inside key rows, ascending.
+    inside query rows, ascending. keys: positions of the inside key rows, ascending.
     """
 
     width: int
@@ -91,8 +90,7 @@ class Entry:
     """Keys that travel with one step for the next one: they enter this rank's node here, and are forwarded from here.
 
     sends: peer -> inside key rows. recvs: peer -> rows of the entry, consecutive and in this order. place: the rows of
-    the
-    next step's buffer that the entry's rows fill; this rank sees all of them.
+    the next step's buffer that the entry's rows fill; this rank sees all of them.
     """
 
     sends: Mapping[int, Rows]
@@ -110,21 +108,15 @@ class Step(Memo):
     """Keys that arrive together, and the messages of these keys and of their gradients.
 
     number: the step's place in the whole call, equal on all ranks. pos [N]: positions of the buffer's key rows,
-    ascending.
-    local: the buffer is the inside keys themselves. own: the rows of the inside keys in a gathered buffer. sends,
-    recvs:
-    peer -> rows; sends are rows of the inside keys or, if ``relay``, of the previous step's buffer; recvs are rows of
-    this
-    buffer. entry: keys that arrive with this step for the next one. spread: the previous step's entry; sends are rows
-    of
-    it then, and its keys are seen in this step.
+    ascending. local: the buffer is the inside keys themselves. own: the rows of the inside keys in a gathered buffer.
+    sends, recvs: peer -> rows; sends are rows of the inside keys or, if ``relay``, of the previous step's buffer; recvs
+    are rows of this buffer. entry: keys that arrive with this step for the next one. spread: the previous step's entry;
+    sends are rows of it then, and its keys are seen in this step.
 
     Backward, after the step is computed. grad_sends: peer -> rows of this buffer whose gradients leave. grad_recvs:
-    peer
-    -> inside key rows, or rows of ``spread``, that arriving gradients are added to; the sums in ``spread`` leave with
-    the
-    next step's gradients, to the owners of the keys. carry: the peer that sends its running sums for all ``carry_rows``
-    rows of the next step's buffer.
+    peer -> inside key rows, or rows of ``spread``, that arriving gradients are added to; the sums in ``spread`` leave
+    with the next step's gradients, to the owners of the keys. carry: the peer that sends its running sums for all
+    ``carry_rows`` rows of the next step's buffer.
 
     first: the first step of its part. last: no later step brings this rank keys. ends: no rank has a later step.
     """
@@ -155,7 +147,7 @@ class Step(Memo):
 
     @cached_property
     def own_alone(self) -> bool:
-        """Whether the buffer of the step's keys is the rank's own keys as they lie."""
+        """Whether the buffer holds exactly the rank's own keys."""
         return self.local or (self.own is not None and count(self.own) == len(self.pos))
 
     @cached_property

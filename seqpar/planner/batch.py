@@ -127,8 +127,7 @@ def choose(layers: Layers, w: Weights, ranks: int, *, node: int, room: Ints) -> 
     """The candidate whose slowest rank has the fewest ticks; ties go to fewest cuts, then fewest bytes.
 
     Before links count, a candidate is dropped if another computes within 0.5 % of it, has fewer pieces and moves no
-    more
-    of anything: so faster links never make the result slower. On few ranks all candidates are compared.
+    more of anything: so faster links never make the result slower. On few ranks all candidates are compared.
     """
     mask = layers[0][0]
     total = document_ticks(layers, w)
@@ -169,8 +168,7 @@ def _near_the_bound(
     """A plan for many documents that no other plan beats by much, if one is found at once; else None.
 
     If no document has more attention than a rank's fair share: whole documents, with the shortest as filling. Otherwise
-    a
-    nest, unless its exchanges alone take too long.
+    a nest, unless its exchanges alone take too long.
     """
     attention, mean = batch.ticks - batch.row * batch.lengths, int(batch.ticks.sum()) // ranks
     enough = 0

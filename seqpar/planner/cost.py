@@ -1,8 +1,7 @@
 """The cost of a plan: seconds of every rank by phase, and bytes of its memory.
 
 A piece of a document on a rank costs ``piece + pair * area + query * rows + key * fetched rows``, with no negative
-term,
-so the least of these, summed over ranks, bounds every layout from below (see `bound`). Transfers hide behind
+term, so the least of these, summed over ranks, bounds every layout from below (see `bound`). Transfers hide behind
 computation as `seqpar.ops.attention.schedule` orders them::
 
     computed      own keys    stage 1       stage 2       stage 3
@@ -52,8 +51,7 @@ class Pass(NamedTuple):
 
 class Wire(NamedTuple):
     """Ticks of a link: per exchange, per key row, per key row's gradient, and per row of a head trade on the way in
-    (query,
-    key, value) and out (output); in backward the two directions swap."""
+    (query, key, value) and out (output); in backward the two directions swap."""
 
     latency: int
     key: int
@@ -158,8 +156,7 @@ PHASES = ("attention", "exposed", "linear", "head")
 
 class Ticks(NamedTuple):
     """Ticks of a training step by rank, int64 [..., ranks]: attention, exposed (waiting for transfers that nothing
-    hides),
-    linear layers, and the head."""
+    hides), linear layers, and the head."""
 
     attention: Ints
     exposed: Ints
@@ -326,8 +323,7 @@ def ticks(counts: Counted, w: Weights, *, stage_bytes: int) -> Ticks:
     """Ticks of a step by rank.
 
     Tokens enter a head trade while documents of smaller widths are computed, and leave it while documents of larger
-    widths
-    are computed; nothing hides the last one's way out.
+    widths are computed; nothing hides the last one's way out.
     """
     return ticks_of_each([counts], w, stage_bytes=(stage_bytes,)).of(0, 0)
 
@@ -363,8 +359,7 @@ def ticks_of_each(candidates: Sequence[Counted], w: Weights, *, stage_bytes: Seq
 
 def _groups_of_ranks(layers: Sequence[Sequence[WidthGroup]], ranks: int) -> Ints:
     """The group of each rank, width after width: [turns, layers, ranks] into all groups laid end to end. Layers with
-    fewer
-    widths point to one more group without work."""
+    fewer widths point to one more group without work."""
     groups = sum(ranks // part.width for own in layers for part in own)
     at = np.full((max(map(len, layers)), len(layers), ranks), groups)
     member, first = np.arange(ranks), 0

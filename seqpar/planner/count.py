@@ -54,8 +54,7 @@ class _Pieces(NamedTuple):
     """Pieces of the documents of all copies. Documents and groups are numbered copy by copy, groups width by width.
 
     document, start, count, group: of each piece. home: a group that holds rows of the document; torn: whether other
-    groups
-    do too. most: rows of each group's largest member. ends: for each copy the last group of each width, and one.
+    groups do too. most: rows of each group's largest member. ends: for each copy the last group of each width, and one.
     """
 
     document: Ints

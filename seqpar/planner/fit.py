@@ -72,8 +72,7 @@ def fit_attention(rows: Sequence[Computed], unseen: Sequence[Computed]) -> Fit[A
     Raises: ValueError as `require_observations` and `nonnegative`.
 
     Forward and backward share a row's cost in pairs. The ratio of their rates is searched; for a given ratio the rest
-    is
-    linear.
+    is linear.
     """
     require_observations("attention", rows, unseen, unknowns=6)
     if {row.backward for row in rows} != {False, True}:

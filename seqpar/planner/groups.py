@@ -27,8 +27,7 @@ def grouped(lengths: Ints, ticks: Ints, *, fetch: int, room: Ints, part: int) ->
     """Balance the documents' ticks over groups, largest document first; returns the parts that groups take.
 
     fetch: ticks of a fetched key row. room: rows that each group may take. part: the most ticks of a group, as long as
-    no
-    cut would save less than it fetches.
+    no cut would save less than it fetches.
     """
     left = room.tolist()
     heap = [(0, group) for group in range(len(left))]  # load, group
@@ -63,8 +62,7 @@ def grouped(lengths: Ints, ticks: Ints, *, fetch: int, room: Ints, part: int) ->
 
 def _levelled(heap: list[tuple[int, int]], extra: int, toll: int, part: int) -> tuple[list[tuple[int, int]], list[int]]:
     """The fewest least loaded groups that can share a document within their part, and the ticks of it that level them;
-    each
-    takes more than the toll of one more group."""
+    each takes more than the toll of one more group."""
     taken = [heappop(heap)]
     total = taken[0][0] + extra
     while heap and total > max(part, heap[0][0] + 2 * toll) * len(taken):

@@ -56,10 +56,9 @@ class Attention:
     """Seconds of a rank's kernels, by the formula in the header of this file.
 
     rate: asymptotic operations per second of forward, over attended pairs. backward_rate: the same for backward,
-    counted
-    as 2.5 forwards. piece: seconds of one more piece of a document, besides its rows and pairs. query_pairs, key_pairs:
-    cost of a query row, and of a fetched key row, in pairs. stage: seconds of a step besides its pieces: launch and
-    merge.
+    counted as 2.5 forwards. piece: seconds of one more piece of a document, besides its rows and pairs. query_pairs,
+    key_pairs: cost of a query row, and of a fetched key row, in pairs. stage: seconds of a step besides its pieces:
+    launch and merge.
 
     Raises ValueError for a figure outside `RANGES`.
     """
@@ -98,10 +97,9 @@ class Hardware:
 
     source: the origin of the figures, in words. linear_rate: achieved operations per second of linear layers, including
     everything around them. memory: bytes that a rank can use. reserve: the part of memory not for activations and
-    fetched
-    keys: weights, gradients, optimiser and the like. hidden: the fraction of an exchange's time, 0 to 1, that overlaps
-    with available computation. call: seconds of overhead of one more call of a model's block, forward and backward: the
-    time to issue its kernels.
+    fetched keys: weights, gradients, optimiser and the like. hidden: the fraction of an exchange's time, 0 to 1, that
+    overlaps with available computation. call: seconds of overhead of one more call of a model's block, forward and
+    backward: the time to issue its kernels.
 
     Raises ValueError unless sizes are integers and figures within `RANGES`.
     """
@@ -232,18 +230,14 @@ def _check_keys(cls: type[Any], data: object, what: str) -> None:
 
 
 # DistCA's table of FlashAttention-2 on an H100 (64 query heads of 128, documents of 64 to 64k tokens on 1 to 8 ranks)
-# is,
-# within 13 %, 4.78e-8 L^2/p + (2.7e-5 + 2.65e-5/p) L + 0.02 milliseconds. That is 9.56e-11 seconds a pair, 559 pairs
-# per
-# query row with the key row of its own token, 282 pairs for each of the other L (1 - 1/p) key rows, and a launch of 20
-# microseconds. The table has no packed calls, so a piece has no cost besides its rows. Later kernels have tiles of
-# about
-# this size, so the pairs serve them too.
+# is, within 13 %, 4.78e-8 L^2/p + (2.7e-5 + 2.65e-5/p) L + 0.02 milliseconds. That is 9.56e-11 seconds a pair, 559
+# pairs per query row with the key row of its own token, 282 pairs for each of the other L (1 - 1/p) key rows, and a
+# launch of 20 microseconds. The table has no packed calls, so a piece has no cost besides its rows. Later kernels have
+# tiles of about this size, so the pairs serve them too.
 _FA2_ROWS = {"piece": 0.0, "query_pairs": 559.0, "key_pairs": 282.0, "stage": 2e-5}
 _ROWS_SOURCE = "rows and launch fitted to DistCA's profile of FlashAttention-2 on an H100 (compute-attn-H100.csv)"
 # FlexSP's constants amount to 210 of 267.9 TFLOP/s, the fastest bf16 product of an A100: the linear part of a layer
-# also
-# has norms, activations and smaller products.
+# also has norms, activations and smaller products.
 _OF_FASTEST = 210 / 267.9
 _MATMUL_SOURCE = (
     "linear layers at 78 % of the fastest bf16 product in the table of maximum achievable matmul FLOPS of the Machine "
@@ -295,17 +289,15 @@ def _a100() -> Hardware:
 
 def _a100_flexsp() -> Hardware:
     # FlexSP times forward and backward together: alpha1 = 5.128e-6 ms per squared length is 3.5 forwards of half as
-    # many
-    # pairs over 32 layers of 4 * 4096 operations; alpha2 = 0.18396 ms per token is 3 forwards of the layers' 2 * 12 *
-    # 32 *
-    # 4096^2. Its all-to-all of 64 ranks counts MiB, includes the own share, and has 8 ranks per node.
+    # many pairs over 32 layers of 4 * 4096 operations; alpha2 = 0.18396 ms per token is 3 forwards of the layers' 2 *
+    # 12 * 32 * 4096^2. Its all-to-all of 64 ranks counts MiB, includes the own share, and has 8 ranks per node.
     attention = 3.5 * 0.5 * 32 * 4 * 4096 / 5.128e-9
     return Hardware(
         name="a100-flexsp",
         source=(
             "the constants of FlexSP (Wang et al. 2025) for a GPT of 7B on 64 A100 of 40 GB with two 200 Gb/s "
             "InfiniBand cards a node: alpha1, alpha2, all-to-all of 8 and 64 ranks, 28 GB of memory. Forward and "
-            "backward get the rate they have together; a row has no cost and a link no latency there"
+            "backward get the rate they have together; rows have no cost and links no latency"
         ),
         attention=Attention(
             rate=attention, backward_rate=attention, piece=0.0, query_pairs=0.0, key_pairs=0.0, stage=0.0

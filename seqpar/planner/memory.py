@@ -25,10 +25,8 @@ class Memory:
         """The memory of a model on a machine.
 
         A row keeps its activations under the recompute policy, and in one layer at a time the accumulators of output
-        and query
-        gradient. Fixed: two stages of keys with their gradients, two layers' weights as FSDP gathers them, and a chunk
-        of
-        logits with its gradient.
+        and query gradient. Fixed: two stages of keys with their gradients, two layers' weights as FSDP gathers them,
+        and a chunk of logits with its gradient.
         """
         size = DTYPE_BYTES[shape.dtype]
         acc = max(4, size)

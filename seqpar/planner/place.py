@@ -51,11 +51,9 @@ class Documents(NamedTuple):
 class Knobs(NamedTuple):
     """Settings of a candidate. whole: the most surplus of a whole document, in 64ths of a rank's mean surplus of whole
     documents. spread: the most tokens in spread documents, in 64ths of all; beyond it only documents that fit no rank
-    are
-    spread. fill: tokens of the shortest documents, in 64ths of all. octaves: lengths of a tier differ by at most a
-    factor
-    of 2 to this power; 0 means groups and no tiers. width: consecutive ranks that share the heads of a spread document;
-    divides the ranks. trade: the cost of a head trade per row, in 64ths of the row's ticks."""
+    are spread. fill: tokens of the shortest documents, in 64ths of all. octaves: lengths of a tier differ by at most a
+    factor of 2 to this power; 0 means groups and no tiers. width: consecutive ranks that share the heads of a spread
+    document; divides the ranks. trade: the cost of a head trade per row, in 64ths of the row's ticks."""
 
     whole: int
     spread: int
@@ -200,8 +198,7 @@ class _Board:
 
     def _grouped(self) -> RankShares:
         """The long documents on groups, balanced by their ticks beyond the mean of the other documents, which fill the
-        rows.
-        Half of the whole documents' surplus counts as able to even out the groups."""
+        rows. Half of the whole documents' surplus counts as able to even out the groups."""
         lengths, ticks = self.batch.lengths[self.long], self.batch.ticks[self.long]
         others = np.concatenate([self.rest, self.filling])
         rows = 0 if self.loose else int(self.batch.lengths[others].sum())
@@ -214,7 +211,7 @@ class _Board:
         return shares._replace(document=self.long[shares.document])
 
     def _laid(self, documents: Ints, *, backwards: bool) -> RankShares:
-        """Documents end to end on a line, of which every group of ranks takes an equal part by surplus."""
+        """Documents end to end on a line, cut into parts of equal surplus, one per group of ranks."""
         groups = self.ranks // self.knobs.width
         surplus = np.maximum(self.surplus[documents], 1)
         shift = max(0, int(surplus.sum()).bit_length() - 31)  # keeps products with lengths below 2^62
@@ -444,7 +441,7 @@ class _Board:
 
 
 def least_loaded(lengths: Ints, extra: Ints, load: list[int], left: list[int]) -> Ints:
-    """The rank of each document in turn: the least loaded rank with enough rows, -1 if there is none.
+    """The rank of each document in turn: the least loaded rank with enough rows, or -1.
 
     extra: the load that each document adds. left: free rows of the ranks, updated in place.
     """

@@ -26,8 +26,7 @@ class Problem:
     """A batch to plan, from `plan_batch`'s arguments.
 
     lengths: int64 [documents]. masks: one for all layers, one per layer, or None for the model's own. memory: of a
-    rank.
-    node: consecutive ranks that share fast links, at most all. The limits are checked by `room` and `most`.
+    rank. node: consecutive ranks that share fast links, at most all. The limits are checked by `room` and `most`.
     """
 
     lengths: Ints

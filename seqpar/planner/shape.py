@@ -26,7 +26,7 @@ class ModelShape:
 
     windows: keys to the left of its own that a query sees, for layer after layer, cyclically; None means all. A config
         that counts the query's own key has one more.
-    experts: routed experts of a layer, of which `active_experts` compute a token, beside `shared_experts`, which
+    experts: routed experts of a layer; `active_experts` of them compute a token, beside `shared_experts`, which
         compute every token; 0 is a dense model. The first `dense_layers` of a model with experts have an ffn of `ffn`.
     q_rank, kv_rank, rope_dim: ranks of the low-rank projections of queries and keys, and how much of `dim` is rotated
         and shared by the heads (DeepSeek-AI 2024, DeepSeek-V2, section 2.1). Attention takes expanded keys and values.
@@ -174,10 +174,8 @@ class ModelShape:
 
         Counted tensor by tensor as in Korthikanti et al. (2022, "Reducing Activation Recomputation in Large Transformer
         Models", section 4.1): for their model this gives their 34 bytes times hidden per layer, less 2 for dropout. As
-        in
-        FlashAttention, scores are not kept, but one float32 logarithm per head is. Recomputation keeps a block's input,
-        and
-        during a layer's backward that layer's other activations too. Logits are not counted.
+        in FlashAttention, scores are not kept, but one float32 logarithm per head is. Recomputation keeps a block's
+        input, and during a layer's backward that layer's other activations too. Logits are not counted.
         """
         size = DTYPE_BYTES[self.dtype]
         attention = size * self._attention_elements() + 4 * self.heads

@@ -1,8 +1,7 @@
 """Sums over ranks of the gradients of replicated parameters, and the gradients' norm.
 
 Backward leaves the gradient of a rank's share of the loss; the sum over ranks is the gradient of the loss. DDP and
-FSDP2
-reduce gradients themselves; under them only the norm is needed from here.
+FSDP2 reduce gradients themselves; under them only the norm is needed from here.
 """
 
 from __future__ import annotations
@@ -34,7 +33,7 @@ def sync_gradients(parameters: Tensor | Iterable[Tensor], comm: Comm, *, bucket_
     """Replace every parameter's gradient by its sum over ranks, with the same bits on all ranks. A collective.
 
     parameters: the same on every rank, in the same order; duplicates count once. comm: all ranks that hold a copy of
-    them, not only those that share a sequence. A parameter without a gradient on some ranks counts as zero there and
+    them, not only those that share a sequence. A parameter without a gradient counts as zero on that rank and
     gets the sum; without a gradient on any rank it gets none. fp16 and bf16 gradients are summed in fp32. bucket_bytes:
     bytes of gradients per exchange; two buckets of extra memory are used. Each rank sends ``2 (n - 1) / n`` of the
     gradients' bytes on n ranks.
@@ -43,10 +42,8 @@ def sync_gradients(parameters: Tensor | Iterable[Tensor], comm: Comm, *, bucket_
     that is then summed again without an optimizer step between.
 
     Raises: ValueError if ranks differ in parameters, for gradients that are sums over ranks already, and for a model
-    that
-    is parallel with `average_over`; NotImplementedError for sharded parameters, whose gradients FSDP2 has reduced, and
-    for
-    sparse gradients. On every rank, before any gradient moves.
+    that is parallel with `average_over`; NotImplementedError for sharded parameters, whose gradients FSDP2 has reduced,
+    and for sparse gradients. On every rank, before any gradient moves.
     """
     several = _once(parameters)
     claim = _Claim.of(several, bucket_bytes)

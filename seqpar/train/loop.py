@@ -59,8 +59,7 @@ class Loop:
         """Every rank's value if all ranks have equal facts, no error and equal weights; costs one `Comm.gather`.
 
         Raises: as `Comm.gather`; ValueError on every rank if weights differ at the first call, or because gradients
-        were not
-        summed.
+        were not summed.
         """
         more = {} if self._quiet else {WEIGHTS: self._hash()}
         try:
@@ -176,7 +175,7 @@ class Loop:
             since = "parameters are new" if self._trains else "nothing has trained yet"
             raise ValueError(
                 f"{told}, and {since}; load the same weights on every rank, or call "
-                "torch.manual_seed(0) before the model is made"
+                "torch.manual_seed(0) before you create the model"
             )
         if any(worst.name in names for _, names in found) and not self._wrapped:
             raise ValueError(

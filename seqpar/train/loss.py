@@ -75,13 +75,11 @@ def linear_cross_entropy(
 
     hidden [T, E], weight [V, E], bias [V], labels [T]. softcap: logits become ``softcap * tanh(logits / softcap)``.
     Products have autocast's dtype where it is on, else hidden's; losses, and sums over chunks, are fp32 (fp64 for
-    fp64).
-    Forward computes the gradients along with the loss, so nothing is computed twice: between the passes it keeps them,
-    [T, E] and [V, E], instead of logits.
+    fp64). Forward computes the gradients along with the loss, so nothing is computed twice: between the passes it keeps
+    them, [T, E] and [V, E], instead of logits.
 
-    Under FSDP2 or DDP, call it inside the forward of the module that owns the weight: only there the weight is whole
-    and
-    its gradient is reduced.
+    Under FSDP2 or DDP, call it inside the forward of the module that owns the weight: only then the weight is whole
+    and its gradient is reduced.
 
     Raises: ValueError and TypeError as `cross_entropy`; NotImplementedError for a weight that is sharded over ranks.
 

@@ -28,8 +28,7 @@ class Mean:
         """Add a batch: this rank's share of its loss, without `average_over`, and the divisor in it.
 
         valid: the batch's labels that count on all ranks, as given to the loss. Nothing is sent, and nothing waits for
-        the
-        device.
+        the device.
         """
         total = loss.detach().double() * valid
         if isinstance(valid, Tensor):

@@ -2,8 +2,7 @@
 
 A summed gradient is remembered with the version of its memory. Backward, clipping and zeroing change the version; a new
 tensor, as after ``zero_grad()``, is unknown. The next backward detects whether it adds to the unchanged sum, or to
-zeros
-that replaced it.
+zeros that replaced it.
 """
 
 from __future__ import annotations

@@ -8,8 +8,7 @@ Every rank sums one piece of a flat tensor and sends the result to the others, s
     rank 2   c0 c1 c2                           a2+b2+c2
 
 Few bytes are summed from whole copies: every rank sends its own to all others and adds all of them in the same order,
-so
-the bits are the same, with a single exchange.
+so the bits are the same, with a single exchange.
 """
 
 from __future__ import annotations
@@ -32,13 +31,11 @@ def all_sum(x: Tensor, comm: Comm) -> Tensor:
     """The sum over ranks of x, on every rank; fp16 and bf16 are summed in fp32. A collective.
 
     Spec over ranks: ``xs -> [sum(xs)] * len(xs)``. The adjoint is the same sum, of the gradients of all ranks' losses.
-    A
-    loss computed from such sums is the same on every rank, and a rank's share of it is ``loss / comm.size``. Every rank
-    must run the backward, even if its loss does not need the sum: ``loss + 0 * sum``.
+    A loss computed from such sums is the same on every rank, and a rank's share of it is ``loss / comm.size``. Every
+    rank must run the backward, even if its loss does not need the sum: ``loss + 0 * sum``.
 
     Raises: ValueError for booleans, and if ranks differ in shape, dtype or requires_grad; on every rank, before any
-    byte
-    moves.
+    byte moves.
     """
     if x.dtype == torch.bool:
         raise_on_all_ranks("all_sum", comm, ValueError("the sum of truth values, expected numbers; give x.long()"))

@@ -1,8 +1,8 @@
 """Whether ranks hold the same weights: a sample of parameters, and the place where ranks differ.
 
-Sampled are parameters that every rank should hold alike: plain ones, and DTensors of which the comm's ranks hold the
-same part, as with tensor parallelism beside the comm or as replicas of HSDP. Parameters that a wrapper shards over the
-comm's ranks (FSDP) are one tensor by construction, and left out.
+Sampled are parameters that every rank should hold alike: plain ones, and DTensors with the same part on all of the
+comm's ranks, as with tensor parallelism beside the comm or as replicas of HSDP. Parameters that a wrapper shards over
+the comm's ranks (FSDP) are one tensor by construction, and left out.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ VALUES = 64  # of each parameter, evenly spread
 
 
 class Sampled(NamedTuple):
-    """A parameter and its place in a module; the sample is valid while it stays there."""
+    """A parameter and its place in a module; the sample is valid while it keeps that place."""
 
     name: str
     module: nn.Module

@@ -74,7 +74,7 @@ def test_one_kind_of_labels_is_left_out() -> None:
 
 def test_entries_that_are_kept_are_no_rows() -> None:
     batch = {"input_ids": IDS, "attention_mask": torch.ones_like(IDS), "epoch": 3}
-    with advised(ValueError, "keep only entries that are no rows"):
+    with advised(ValueError, "keep only entries that are not rows"):
         shared(batch, keep=["attention_mask", "epoch"])
     assert shared(batch, keep=["epoch"])[0] == [6, 6]
 

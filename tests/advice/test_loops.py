@@ -74,7 +74,7 @@ def test_ranks_load_or_draw_the_same_weights(way: Callable[[int, nn.Module], nn.
             seqpar.parallelize(others[comm.rank], comm),
             advised(
                 ValueError,
-                "load the same weights on every rank, or call torch.manual_seed(0) before the model is made",
+                "load the same weights on every rank, or call torch.manual_seed(0) before you create the model",
             ),
         ):
             others[comm.rank](**EVERY[comm.rank])

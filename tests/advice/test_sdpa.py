@@ -54,7 +54,7 @@ def test_a_block_that_is_entered_is_made_anew_to_nest() -> None:
     comm = LocalComm()
     block = seqpar.sdpa(ALONE, comm)
     with block:
-        with advised(RuntimeError, "make another one to nest them"):
+        with advised(RuntimeError, "enter a new one to nest them"):
             block.__enter__()
         with seqpar.sdpa(ALONE, comm):
             inner = attended(WHOLE, is_causal=True)

@@ -33,7 +33,7 @@ def test_what_goes_around_a_model_comes_later(around: object) -> None:
     else:
         model = torch.compile(build("llama"))
     name = type(model).__name__
-    with pytest.raises(ValueError, match=f"before {name} goes around it; call parallelize.* then {name}"):
+    with pytest.raises(ValueError, match=f"before {name} wraps it; call parallelize.* then {name}"):
         seqpar.parallelize(model, LocalComm())
 
 

@@ -74,13 +74,12 @@ class Plans:
 def ahead(
     batches: Iterable[Any], comm: Comm, plans: Plans, lengths_in: Callable[[Any], Ints], *, depth: int, replicated: bool
 ) -> Iterator[Any]:
-    """The batches in order; while one is computed, the plans of the next `depth` are made. A collective.
+    """The batches in order; while one is computed, the next `depth` are planned. A collective.
 
     lengths_in: the lengths of a batch's documents. replicated: all ranks have the same batches.
 
     Raises: at the batch's turn, the error of a rank's loader on that rank, and ValueError on the others; ValueError on
-    all
-    ranks if some loaders have ended and others have not.
+    all ranks if some loaders have ended and others have not.
     """
     loader = Loader(batches)
     queue: deque[Any] = deque()

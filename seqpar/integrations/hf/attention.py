@@ -90,9 +90,8 @@ def mask_of(
     The arguments are those of transformers' mask functions; its row indices and dtypes are not needed.
 
     Raises: RuntimeError outside `seqpar.parallel`; NotImplementedError for models whose config says that other layers
-    see
-    rows of other ranks, masks that are not bounds, several rows, keys of a cache, and two-dimensional padding masks,
-    which `seqpar.parallelize` turns into documents.
+    see rows of other ranks, masks that are not bounds, several rows, keys of a cache, and two-dimensional padding
+    masks, which `seqpar.parallelize` turns into documents.
     """
     return _mask(batch_size, q_length, kv_length, mask_function, attention_mask, config)  # type: ignore[no-any-return]
 
@@ -121,8 +120,8 @@ def _mask(
         )
     if attention_mask is not None and not state.padded and not bool(attention_mask.all()):
         raise NotImplementedError(
-            f"attention_mask {list(attention_mask.shape)} with zeros inside seqpar.parallel: the plan says what is "
-            "seen; leave it out, or let seqpar.parallelize(model, comm) turn a padding mask into documents"
+            f"attention_mask {list(attention_mask.shape)} with zeros inside seqpar.parallel: the plan has the "
+            "mask; leave it out, or let seqpar.parallelize(model, comm) turn a padding mask into documents"
         )
     return handle(state.make(around.plan, rule_of(function)), around.comm, around.seed)
 
@@ -152,15 +151,14 @@ def attention_function(
     decides which keys are seen (windows, causality, documents), as in transformers' "sdpa" and "eager". s_aux: sinks.
 
     Raises: NotImplementedError for a layer whose mask is not from `mask_of`, and, by name, for keywords that would
-    change
-    the result; otherwise as `seqpar.attention`.
+    change the result; otherwise as `seqpar.attention`.
     """
     if not torch.compiler.is_compiling():
         calls.begun += 1  # even if only shapes are computed, or a checkpoint reuses the call's saved result
     if not isinstance(attention_mask, Tensor) or attention_mask.dim() or attention_mask.dtype != torch.int64:
         got = list(attention_mask.shape) if isinstance(attention_mask, Tensor) else attention_mask
         raise NotImplementedError(
-            f"{type(module).__name__} got attention_mask={got!r:.200}, which is not seqpar's: it must be made by "
+            f"{type(module).__name__} got attention_mask={got!r:.200}, which is not seqpar's: it must come from "
             f"transformers.masking_utils for {KEY!r}, inside seqpar.parallel or by a model given to seqpar.parallelize"
         )
     unknown = sorted(name for name, value in rest.items() if name not in UNUSED and _says(value))
@@ -203,8 +201,7 @@ def called(model: PreTrainedModel, *args: Any, **named: Any) -> Any:
     """A call of any model: `nn.Module.__call__`, inside `asking` for models loaded with `KEY`.
 
     It replaces `PreTrainedModel.__call__`, so other modules are not affected. torch's global module hooks would slow
-    down
-    every module and become part of every compiled graph.
+    down every module and become part of every compiled graph.
     """
     if getattr(model.__dict__.get("config"), "_attn_implementation", None) != KEY:
         return nn.Module.__call__(model, *args, **named)
@@ -300,7 +297,7 @@ def _either(attend: Callable[..., Any]) -> Callable[..., Any]:
             raise RuntimeError(
                 f"{type(module).__name__} is called outside the forward of the model that was given to "
                 "seqpar.parallelize(..., in_place=True), and would see one rank's rows: something has replaced that "
-                "forward, or calls what is inside; call the model itself, or work inside handle.local()"
+                "forward, or calls an inner module; call the model itself, or work inside handle.local()"
             )
         return (attention_function if ours else attend)(module, query, key, value, *rest, **named)
 

@@ -240,8 +240,7 @@ def _close(a: Tensor, b: Tensor) -> bool:
     """Equal up to rounding, row by row.
 
     Products of other shapes round differently, and rough products may send some row to other experts. Then most rows
-    must
-    agree: a model that mixes tokens changes most rows.
+    must agree: a model that mixes tokens changes most rows.
     """
     worst = (a.double() - b.double()).abs().reshape(-1, a.shape[-1]).amax(-1) / a.abs().max().double().clamp(min=1e-30)
     if torch.finfo(a.dtype).eps < 1e-6 and torch.get_float32_matmul_precision() == "highest":

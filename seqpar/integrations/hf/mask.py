@@ -21,8 +21,7 @@ MODULE = "transformers.masking_utils"
 
 class Rule(NamedTuple):
     """The keys of its own document that a token sees: up to itself if causal; at most `left` before and `right` after
-    it;
-    only within its own stretch of `chunk` tokens. None: no limit."""
+    it; only within its own stretch of `chunk` tokens. None: no limit."""
 
     causal: bool = False
     left: int | None = None

@@ -5,7 +5,7 @@ rows return to the batch they came from (`seqpar.data.back`), and the loss is th
 Labels never reach the model, whose own loss would be the mean over a rank's rows.
 
 The instance's ``forward`` is replaced, inside anything that wraps it or hooks into the model's calls (autocast, DDP,
-FSDP2, adapters): there parameters are whole, and losses are visible.
+FSDP2, adapters): at that point parameters are whole, and losses are visible.
 """
 
 from __future__ import annotations
@@ -85,13 +85,11 @@ def parallelize(
 
     A forward pass is a collective and computes the union of the ranks' batches: ``input_ids`` [B, S] (or
     ``inputs_embeds``) with ``attention_mask`` [B, S], ``position_ids``, ``token_type_ids`` and ``labels``, or one
-    packed
-    row with ``cu_seq_lens_q``, as in `seqpar.data.share`.
+    packed row with ``cu_seq_lens_q``, as in `seqpar.data.share`.
 
     The loss is that of one process with all batches, equal on every rank. Its gradient is that of this rank's share:
-    sum
-    the gradients over ranks (`seqpar.train.sync_gradients`), or let a wrapper average them over ``average_over`` ranks
-    (DDP, FSDP2, accelerate). With ``num_items_in_batch`` the loss is this rank's share, the sum over its tokens /
+    sum the gradients over ranks (`seqpar.train.sync_gradients`), or let a wrapper average them over ``average_over``
+    ranks (DDP, FSDP2, accelerate). With ``num_items_in_batch`` the loss is this rank's share, the sum over its tokens /
     ``num_items_in_batch``, and the caller scales it for wrappers, as transformers' Trainer does.
 
     Outputs per token (logits, last_hidden_state, hidden_states) come back for the rank's own batch, in its shape. In
@@ -99,16 +97,12 @@ def parallelize(
     ``[T, vocabulary]`` logits. Calls of ``model.base_model``, as other libraries' heads make them, are parallel too.
 
     plan: ``(lengths, ranks) -> Plan``; by default `plan_batch` with the model's shape, except that each rank computes
-    its
-    own documents where spreading them gains less time than it costs. source: "sharded", every rank brings its own
-    batch,
-    or "replicated", all bring the same. in_place: keep the name of the model's attention implementation, for models
-    that
-    compare names; transformers' functions of that name then serve parallel models and all others.
+    its own documents where spreading them gains less time than it costs. source: "sharded", every rank brings its own
+    batch, or "replicated", all bring the same. in_place: keep the name of the model's attention implementation, for
+    models that compare names; transformers' functions of that name then serve parallel models and all others.
 
     Raises: NotImplementedError naming every part of the model, or of a batch, that several ranks cannot compute;
-    TypeError
-    for a plan that is not a function.
+    TypeError for a plan that is not a function.
     """
     return ParallelTransformer(
         model, comm, plan=plan, source=source, average_over=average_over, logits=logits, in_place=in_place
@@ -168,14 +162,11 @@ class ParallelTransformer(ParallelModel):
         """A loader's batches, unchanged; while one is computed, a thread plans the next `depth`.
 
         Each step of the iterator is a collective of the calling thread, in which ranks exchange the lengths of a later
-        batch;
-        the planning thread uses no comm. A batch that is changed on its way to the model is planned when it arrives.
-        The
-        thread ends with the iterator: at the last batch, at an error, and on ``close``.
+        batch; the planning thread uses no comm. A batch that is changed on its way to the model is planned when it
+        arrives. The thread ends with the iterator: at the last batch, at an error, and on ``close``.
 
         Raises: at the batch's turn, the error of a rank's loader, on that rank, and ValueError on the others;
-        ValueError on
-        all ranks if some loaders have ended and others have not.
+        ValueError on all ranks if some loaders have ended and others have not.
         """
         how = Reading(self.fit.shift)
 
@@ -234,7 +225,7 @@ class ParallelTransformer(ParallelModel):
             return before(*args, **named)
         if self.comm.size > 1:
             raise NotImplementedError(
-                f"generate on {self.comm.size} ranks: tokens are made one after another, and their cache is not "
+                f"generate on {self.comm.size} ranks: tokens come one after another, and their cache is not "
                 "spread; generate with the model of one rank, inside parallelize(...).local() or after undo()"
             )
         with self.local():
@@ -281,8 +272,7 @@ class ParallelTransformer(ParallelModel):
         """The plan of a layer's rule for a share, including masked-out tokens between others.
 
         All ranks have the share's plan and had the same rules before, so they derive the same plan for the rule and
-        need not
-        compare it.
+        need not compare it.
         """
         self._rules = []
 
@@ -365,8 +355,8 @@ class ParallelTransformer(ParallelModel):
         known = [n for n in (*ROWS, *DOCUMENTS, *OPTIONS) if module is self.model or n not in OF_LOSS]
         if inside():
             return arguments, NotImplementedError(
-                f"{who} is called inside the forward of another parallel model, whose rows are no batch; call undo() "
-                "of one of them"
+                f"{who} is called inside the forward of another parallel model, whose rows are not a batch; call "
+                "undo() of one of them"
             )
         if module is not self.model and torch._C._current_graph_task_id() >= 0:
             return arguments, NotImplementedError(

@@ -1,4 +1,4 @@
-"""Whether a model's weights are loaded when it is made parallel: a probe of empty weights shows nothing."""
+"""Whether a model's weights are loaded before it becomes parallel: a probe of empty weights shows nothing."""
 
 from __future__ import annotations
 
@@ -48,6 +48,6 @@ def check_probed(model: PreTrainedModel, apart: Tensor, together: Tensor) -> Non
 
 def _later(model: PreTrainedModel, what: str) -> NoWeights:
     return NoWeights(
-        f"parallelize({type(model).__name__}): {what}, as if its weights were not there yet, so a probe sees nothing; "
+        f"parallelize({type(model).__name__}): {what}, as if its weights were not loaded yet, so a probe sees nothing; "
         "load or initialise the weights, and call parallelize then"
     )

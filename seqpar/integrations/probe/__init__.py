@@ -6,7 +6,7 @@ apart from attention, which knows the plan. Two runs of the model show whether t
     replaced     attention, by a function of each row of q, k and v alone (`stand_ins`)
     permuted     the rows of all arguments: the second run has other rows of the same batch in their places (`rows`)
     must follow  q, k and v of every attention, and the model's output: every place of the second run has the first
-                 run's values of the row that is now there (`record`, `compare`)
+                 run's values of the row that is now in it (`record`, `compare`)
 
     run     rows       a model of rows      x + arange(rows)      x - mean(x)
     first   a b c d    f(a) f(b) f(c) f(d)  a+0  b+1  c+2  d+3    a-m   b-m   c-m   d-m

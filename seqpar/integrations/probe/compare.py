@@ -87,8 +87,7 @@ def _follows(a: Event, b: Event, rough: bool, *, way: list[Event] | None = None,
     """Whether the tensors of an event are those of the rows in their places.
 
     way: the events of the run, if this event does not decide; tensors without rows then matter only if a module that
-    got
-    rows returns them. fewer: tensors with rows in one run only count as without, since sizes may agree by accident.
+    got rows returns them. fewer: tensors with rows in one run only count as without, since sizes may agree by accident.
     """
     if len(a.samples) != len(b.samples):
         return False

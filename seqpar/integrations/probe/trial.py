@@ -1,4 +1,4 @@
-"""The runs of a trial, each of which starts from the model's own buffers and attributes.
+"""The runs of a trial; each starts from the model's own buffers and attributes.
 
     first        the given arguments
     second       other rows of the same arguments in their places

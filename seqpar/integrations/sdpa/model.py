@@ -34,15 +34,13 @@ def parallelize(
     """The handle of a model of plain PyTorch whose forwards run inside `sdpa`.
 
     model: takes this rank's rows and calls PyTorch's attention functions on them. plan: of every forward, by default
-    the
-    plan of the `seqpar.parallel` block in which the forward begins. local: as in `sdpa`. dropout_seed: the seeds of all
-    forwards follow from it; equal on all ranks. Backward may run anywhere, with checkpoints inside or around the model.
-    Parameters, buffers, hooks and the state dict stay as they are; a copy of the model is parallelized too. Before the
-    first and some of the next 16 forwards, ranks compare weights in one or two small rounds.
+    the plan of the `seqpar.parallel` block in which the forward begins. local: as in `sdpa`. dropout_seed: the seeds of
+    all forwards follow from it; equal on all ranks. Backward may run anywhere, with checkpoints inside or around the
+    model. Parameters, buffers, hooks and the state dict stay as they are; a copy of the model is parallelized too.
+    Before the first and some of the next 16 forwards, ranks compare weights in one or two small rounds.
 
     The model is tried before its first forward with such arguments, before one whose batch or document is twice or half
-    as
-    long as any before, and before the 16th. A trial is a few forwards without gradients, and restores the model.
+    as long as any before, and before the 16th. A trial is a few forwards without gradients, and restores the model.
 
     Raises: TypeError for a plan that is not a Plan. From the forward: as `sdpa`; RuntimeError without a plan, given or
     surrounding; ValueError for weights that differ. NotImplementedError for a model that mixes rows outside its

@@ -59,40 +59,33 @@ def sdpa(plan: Plan, comm: Comm, *, local: Local | None = None, dropout_seed: in
     Rerouted are ``F.scaled_dot_product_attention`` on [B, H, T, D] or [H, T, D], where the B * T rows of queries and of
     keys, sample after sample, are the plan's for this rank; and ``F.multi_head_attention_forward``, hence
     `torch.nn.MultiheadAttention` and `torch.nn.TransformerEncoder`, on [T, 1, E] or [T, E]. The block is also a block
-    of
-    `seqpar.parallel(plan, comm)`. Calls are collective, forward and backward.
+    of `seqpar.parallel(plan, comm)`. Calls are collective, forward and backward.
 
     The mask is the plan's, which knows the documents: ``is_causal=True`` needs a plan that is causal inside documents,
-    a
-    call without a mask one that is full inside them. ``attn_mask`` has this rank's rows over all keys in the order of
+    a call without a mask one that is full inside them. ``attn_mask`` has this rank's rows over all keys in the order of
     positions, ``seqpar.shard(mask, plan, rank)`` of one process's mask: boolean or of 0 and -inf, the same for all
-    heads,
-    one interval of keys per row. It is used as it is, documents included. ``F.multi_head_attention_forward`` also
-    accepts
-    its usual combination of ``is_causal=True`` and the triangle [T, T].
+    heads, one interval of keys per row. It is used as it is, documents included. ``F.multi_head_attention_forward``
+    also accepts its usual combination of ``is_causal=True`` and the triangle [T, T].
 
     local: a function of a call's query and key that returns True for a call to leave alone, such as attention over
     tensors that every rank has whole; it must return the same on all ranks. dropout_seed: the seeds of calls with
-    dropout
-    follow from it; equal on all ranks and different for every step. The same pairs are dropped on any number of ranks.
-    Under autocast q, k and v are cast as PyTorch casts them.
+    dropout follow from it; equal on all ranks and different for every step. The same pairs are dropped on any number of
+    ranks. Under autocast q, k and v are cast as PyTorch casts them.
 
     Regions of `torch.utils.checkpoint.checkpoint` inside the block are recomputed under its plan, wherever backward
-    runs;
-    other checkpoints raise in backward, or in forward if they hide calls from autograd. A thread that starts inside the
-    block is outside of it. Compilers break their graph at every call: to compile whole models, use
+    runs; other checkpoints raise in backward, or in forward if they hide calls from autograd. A thread that starts
+    inside the block is outside of it. Compilers break their graph at every call: to compile whole models, use
     `seqpar.nn.Attention`.
 
     A module that attends inside the block is tried when the block first ends with it, without gradients: outside
     attention, each row's result must depend on that row alone (`seqpar.integrations.probe`). Code between modules is
-    not
-    tried.
+    not tried.
 
     Raises: ValueError for rows or a mask that are not the plan's; NotImplementedError for a module that mixes rows
-    outside
-    attention, naming the first inner module where they do not follow, and for need_weights, padding masks, added keys,
-    score biases, masks that differ between heads or have gaps, and other attention operators, such as flash-attn's and
-    flex_attention; RuntimeError on leaving the block if no call was rerouted. All ranks raise; none hangs.
+    outside attention, naming the first inner module where they do not follow, and for need_weights, padding masks,
+    added keys, score biases, masks that differ between heads or have gaps, and other attention operators, such as
+    flash-attn's and flex_attention; RuntimeError on leaving the block if no call was rerouted. All ranks raise; none
+    hangs.
     """
     return Rerouting(plan, comm, local, dropout_seed)
 
@@ -132,7 +125,7 @@ class Rerouting(TorchFunctionMode):
 
     def __enter__(self) -> Rerouting:
         if self.surroundings is not None:
-            raise RuntimeError("sdpa: this block is entered already; make another one to nest them")
+            raise RuntimeError("sdpa: this block is entered already; enter a new one to nest them")
         self.surroundings = nullcontext() if under_trial() else parallel(self.plan, self.comm)
         self.calls, self.outside = self.first, under_way()
         self.below = _entering(sys._getframe(1)) if self.tries else None
@@ -334,11 +327,11 @@ class Rerouting(TorchFunctionMode):
         if not dropout_p:
             return None
         if self.seed is None:
-            raise ValueError(f"sdpa: dropout_p={dropout_p} needs sdpa(..., dropout_seed=), another one for every step")
+            raise ValueError(f"sdpa: dropout_p={dropout_p} needs sdpa(..., dropout_seed=), different for every step")
         return derived_seed(self.seed, self.calls)
 
     def _plan_under(self, mask: Tensor) -> Plan:
-        """The plan under the mask of which every rank gives its rows. A collective."""
+        """The plan under the mask whose rows every rank gives. A collective."""
         plan, rank = self.plan, self.comm.rank
         mine, error = None, None
         try:

@@ -1,1 +1,1 @@
-"""What moves memory and computes nothing or little: copies, rows of tensors, small arrays to a device, rotation."""
+"""Functions that mostly move memory: copies, rows of tensors, small arrays to a device, rotation."""

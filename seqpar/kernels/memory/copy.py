@@ -1,7 +1,7 @@
-"""Many strided copies at once: what a rank packs for its peers, unpacks, or moves to where it belongs.
+"""Many strided copies at once: a rank packs for its peers, unpacks, or moves tensors straight to their destination.
 
-One launch for all pairs where ``seqpar._C`` was built for their device, else one of torch's for each. Bits are kept:
-dtypes are equal, and a source that is lazily conjugated or negated is read as what it stands for.
+One launch for all pairs if ``seqpar._C`` was built for their device, else one of torch's per pair. Bits are kept:
+dtypes are equal, and a lazily conjugated or negated source is resolved when it is read.
 """
 
 from __future__ import annotations
@@ -19,8 +19,8 @@ from seqpar import native
 class Pair(NamedTuple):
     """``dst[dst_rows] = src[src_rows]``, of equal dtypes and, with the rows chosen, equal shapes; any strides.
 
-    dst_rows, src_rows: int64 or int32 numbers [n] of rows on the device, None for all rows in order. None of them is
-    negative or too large, and none of dst_rows is there twice: what is out of bounds is not noticed.
+    dst_rows, src_rows: int64 or int32 numbers [n] of rows on the device, None for all rows in order. Numbers must be in
+    range, and those of dst_rows distinct: neither is checked.
     """
 
     dst: Tensor
@@ -30,7 +30,7 @@ class Pair(NamedTuple):
 
 
 def copy(pairs: Sequence[Pair]) -> None:
-    """Make all copies. No destination may overlap another one or a source, which is not noticed.
+    """Make all copies. No destination may overlap another or a source, which is not checked.
 
     Raises: RuntimeError naming the pair whose shapes, dtypes or devices differ, before anything is written.
     """
@@ -49,7 +49,7 @@ def copy(pairs: Sequence[Pair]) -> None:
 
 
 def _compiled(pairs: Sequence[Pair]) -> bool:
-    """Whether one launch can make them."""
+    """Whether one launch can make all copies."""
     missing = {"cpu": native.missing, "cuda": native.without_cuda}.get(pairs[0].dst.device.type)
     if missing is None or missing() is not None or any(pair.src.device != pair.dst.device for pair in pairs):
         return False
@@ -58,13 +58,13 @@ def _compiled(pairs: Sequence[Pair]) -> bool:
 
 @cache
 def _known_to_fake_tensors() -> bool:
-    """Always true: tells PyTorch, once the operator is there, that it makes no tensor."""
+    """Always true: registers, once, that the operator returns no tensor."""
     torch.library.register_fake("seqpar_native::copy_", lambda dst, src, dst_rows, src_rows: None)
     return True
 
 
 def _selected(x: Tensor, rows: Tensor | None) -> tuple[list[int], torch.dtype, torch.device]:
-    """Shape with the rows chosen, dtype and device."""
+    """Shape with the rows selected, dtype and device."""
     shape = list(x.shape) if rows is None else [*rows.shape, *x.shape[1:]]
     return shape, x.dtype, x.device
 

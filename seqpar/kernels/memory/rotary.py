@@ -1,12 +1,12 @@
-"""Rotary embedding: pairs of a head's elements turned by an angle that grows with the token's position.
+"""Rotary embedding: pairs of a head's elements rotated by an angle that grows with the token's position.
 
-Pair j of a token at position p is turned by ``p * frequencies[j]`` and scaled by ``scaling``. Pair j is elements
+Pair j of a token at position p is rotated by ``p * frequencies[j]`` and scaled by ``scaling``. Pair j is elements
 ``j, j + R/2`` (Llama, NeoX), or ``2j, 2j + 1`` if interleaved (GPT-J), of the first ``R = 2 * len(frequencies)``
 elements; the others stay as they are. Source: Su et al. 2021, RoFormer, section 3.2.
 
-Angles are products in float32, as models were trained with: a position below 2**24 is exact and the product is rounded
+Angles are products in float32, as in the training of models: a position below 2**24 is exact and the product is rounded
 once, so an angle is off by at most ``angle * 2**-24``, which at position 10 million and frequency near 1 is half a
-radian. Sine and cosine of the rounded angle are exact to rounding. Float64 inputs compute all of it in float64.
+radian. Sine and cosine of the rounded angle are exact to rounding. Float64 inputs use float64 throughout.
 """
 
 from __future__ import annotations
@@ -26,10 +26,10 @@ def rotate(
     scaling: float = 1.0,
     inverse: bool = False,
 ) -> Tensor:
-    """``out[i] = turned(x[i], positions[i])``, a tensor of its own in x's dtype.
+    """``out[i] = turned(x[i], positions[i])``, a new tensor in x's dtype.
 
-    x [N, H, D], any strides; positions [N], integers; frequencies [R/2]. inverse: the adjoint, which turns back and
-    scales alike.
+    x [N, H, D], any strides; positions [N], integers; frequencies [R/2]. inverse: the adjoint, which rotates back and
+    scales equally.
     """
     out = x.new_empty(x.shape)
     if on_triton(x):

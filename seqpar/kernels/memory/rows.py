@@ -1,6 +1,6 @@
-"""Rows of tensors into and out of buffers: what an exchange sends and receives, in position order.
+"""Rows of tensors into and out of the buffers of an exchange, in position order.
 
-rows: a slice, or an int64 or int32 tensor of row numbers on the device, none of them negative or twice. Tensors keep
+rows: a slice, or an int64 or int32 tensor of row numbers on the device, neither negative nor repeated. Tensors keep
 their bits where dtypes are equal. On a CUDA device each is one launch that reads and writes every element once.
 """
 
@@ -46,7 +46,7 @@ def place(values: Tensor, rows: slice | Tensor, out: Tensor) -> None:
 
 
 def add_(x: Tensor, rows: slice | Tensor, values: Tensor) -> None:
-    """Add ``values [n, ...]`` to rows of ``x [N, ...]``: the same bits every time, as no row is there twice."""
+    """Add ``values [n, ...]`` to rows of ``x [N, ...]``: the same bits every time, since rows are distinct."""
     if on_triton(x):
         from seqpar.kernels.triton import rows as fused
 

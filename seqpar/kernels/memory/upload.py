@@ -1,4 +1,4 @@
-"""Integers from the host to a device, without the host waiting."""
+"""Integers from the host to a device, without a wait of the host."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ _ALIGNMENT = 4  # int32 elements: every tensor starts at a multiple of 16 bytes,
 def upload(arrays: Sequence[np.ndarray], device: torch.device) -> list[Tensor]:
     """Every array as an int32 tensor of its shape on the device, all of them in one transfer.
 
-    On CUDA it is ordered by the current stream, on which the tensors are to be used. Values must fit 32 bits. The
+    On CUDA the transfer is ordered by the current stream, which must also use the tensors. Values must fit 32 bits. The
     tensors share one storage, which lives as long as any of them.
 
     The host buffer may be dropped at once: ``copy_`` with ``non_blocking=True`` tells PyTorch's pinned allocator the

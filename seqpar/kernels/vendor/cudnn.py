@@ -16,7 +16,7 @@ from seqpar.kernels.vendor.aten import heads_first
 from seqpar.kernels.vendor.library import Library, Results, refuses_on_cuda
 from seqpar.kernels.vendor.varlen import VarlenCall
 
-LEAST = 91501  # older versions are wrong for lengths that are no multiple of 128 (pytorch#169849)
+LEAST = 91501  # older versions are wrong for lengths not divisible by 128 (pytorch#169849)
 
 
 class CuDNN(Library):

@@ -56,7 +56,7 @@ class Flash4(Library):
 
 
 def _options(call: VarlenCall, scale: float) -> dict[str, Any]:
-    """Arguments of both forward and backward. An unlimited window is None there."""
+    """Arguments of both forward and backward. An unlimited window is None in flash4."""
     return {
         "cu_seqlens_q": call.cu_q, "cu_seqlens_k": call.cu_k, "max_seqlen_q": call.max_q,
         "max_seqlen_k": call.max_k, "softmax_scale": scale, "causal": call.causal,
