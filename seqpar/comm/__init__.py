@@ -1,4 +1,4 @@
-"""Communicators: how bytes move between ranks. `protocol` states the contract, the other modules keep it."""
+"""Communicators: how bytes move between ranks. `protocol` is the contract; the other modules implement it."""
 
 from seqpar.comm.group import GroupComm
 from seqpar.comm.local import LocalComm

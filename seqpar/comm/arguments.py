@@ -1,4 +1,4 @@
-"""The arguments that constructors of comms have in common."""
+"""Checks of the arguments that all comm constructors share."""
 
 from __future__ import annotations
 
@@ -6,31 +6,31 @@ import os
 from numbers import Integral, Real
 from typing import Any
 
-LONGEST = 1e9  # seconds: more than what waits of the system count
+LONGEST = 1e9  # seconds: about the longest wait that the system can count
 
 
 def check_timeout(name: str, timeout: Any) -> None:
-    """Raise ValueError, beginning with `name`, for a timeout that is no number of seconds."""
+    """Raise ValueError, beginning with `name`, for a timeout that is not a positive number of seconds."""
     if not is_timeout(timeout):
         raise ValueError(f"{name}: timeout={timeout!r}, expected seconds > 0, at most {LONGEST:g}")
 
 
 def is_timeout(timeout: Any) -> bool:
-    """Whether a wait can take so long."""
+    """Whether a wait can last this long."""
     if isinstance(timeout, bool) or not isinstance(timeout, Real):
         return False
     return 0 < float(timeout) <= LONGEST
 
 
 def check_arguments(name: str, timeout: Any, check: Any) -> None:
-    """Raise ValueError, beginning with `name`, for a timeout or a check that is not allowed."""
+    """Raise ValueError, beginning with `name`, for an invalid timeout or check."""
     if not isinstance(check, str) or check not in ("batch", "call"):
         raise ValueError(f'{name}: check={check!r}, expected "batch" or "call"')
     check_timeout(name, timeout)
 
 
 def check_pool(name: str, pool_bytes: Any) -> None:
-    """Raise ValueError, beginning with `name`, for a pool that has no bytes."""
+    """Raise ValueError, beginning with `name`, for a pool size that is not a positive integer."""
     if isinstance(pool_bytes, bool) or not isinstance(pool_bytes, Integral) or int(pool_bytes) < 1:
         raise ValueError(f"{name}: pool_bytes={pool_bytes!r}, expected at least 1, and a whole number")
 

@@ -1,4 +1,4 @@
-"""What comms share: which ranks they are of and how they count; between processes also how ranks agree by messages."""
+"""The base of all comms: their ranks and counters; for comms of processes also the agreement by messages."""
 
 from __future__ import annotations
 
@@ -22,33 +22,33 @@ from seqpar.comm.protocol import DEAD, NO_FACTS, Claim, PeerError, Stats, Tag, W
 
 
 class Channel:
-    """What a comm and its subs share: the connection of a group's ranks, and whether it is alive."""
+    """A connection of a group's ranks, shared by a comm and its subs, and whether it is alive."""
 
     rank: int
     size: int
 
     @property
     def cause(self) -> tuple[int, str] | None:
-        """The (rank, reason) for which the group is dead, as far as this rank knows."""
+        """The (rank, reason) that killed the group, as far as this rank knows; else None."""
         raise NotImplementedError
 
     def fail(self, reason: str) -> None:
-        """Mark the group dead for `reason`, unless a root cause stands."""
+        """Mark the group dead for `reason`, unless it has a root cause already."""
         raise NotImplementedError
 
     def error(self, doing: str) -> PeerError:
-        """The error of a rank that was `doing` something when it found the group dead."""
+        """The error of a rank that found the group dead while it was `doing` something."""
         assert self.cause is not None
         return PeerError.quoting(self.rank, doing, *self.cause)
 
     def check(self, doing: str = "cannot go on") -> None:
-        """Return if the group lives, as far as this rank knows. Raises: PeerError."""
+        """Raise PeerError if this rank knows that the group is dead."""
         if self.cause is not None:
             raise self.error(doing)
 
 
 class ProcessChannel(Channel):
-    """A channel of processes. timeout: seconds after which a wait fails. calls: the last exchanges that were posted."""
+    """A channel of processes. timeout: seconds after which a wait fails. calls: the latest exchanges posted."""
 
     owner: Owner
     timeout: float
@@ -56,31 +56,31 @@ class ProcessChannel(Channel):
     calls: deque[Tag]
 
     def check(self, doing: str = "cannot go on") -> None:
-        """Return if the group lives and this is the rank's process. Raises: PeerError, also in a fork of it."""
+        """Raise PeerError if the group is dead, or if this process is a fork of the rank's."""
         self.owner.check()
         if self.cause is not None:
             raise self.error(doing)
 
 
-# what a rank begins a collective with
+# the forms of a collective's first message
 AGREES, REFUSES, GATHERS = 0, 1, 2
 
-ALONG = 2048  # bytes of a gathered value, up to which it travels along with that
+ALONG = 2048  # bytes of a gathered value that still fit the first message
 
-# Ranks up to which each tells every other one, in one round. More go by pairs, in rounds that double whom they know of:
-# O(log n) messages of a rank instead of n - 1.
+# Up to this many ranks exchange messages with all others in one round. More ranks use rounds of pairs; each round
+# doubles the ranks whose word they know: O(log n) messages per rank instead of n - 1.
 DIRECT = 8
-REFUSED = 1 << 62  # more than any pickle has bytes
-SWAPPING = 64  # stages of an agreement after those of the rounds
+REFUSED = 1 << 62  # more bytes than any pickle has
+SWAPPING = 64  # the rounds' stages come before those of the agreement
 
 _NUMBERS = struct.Struct("2q")
 
 
 class _First(NamedTuple):
-    """What a rank begins a collective with; all are equally long, as ranks may be in different collectives.
+    """A collective's first message; all are equally long, since ranks may be in different collectives.
 
-    form: which one it is in. number: what it needs: a hash of the claim, or the length of a pickle. along: that pickle,
-    if it is no longer than `ALONG`.
+    form: of the collective. number: a hash of the claim, or the length of a pickle. along: the pickle, if it has at
+    most `ALONG` bytes.
     """
 
     form: int
@@ -88,12 +88,12 @@ class _First(NamedTuple):
     along: bytes = b""
 
     def packed(self) -> bytes:
-        """As it travels."""
+        """The message as bytes."""
         return _NUMBERS.pack(self.form, self.number) + self.along.ljust(ALONG, b"\0")
 
     @classmethod
     def read(cls, message: bytes) -> _First:
-        """What `packed` made."""
+        """The inverse of `packed`."""
         form, number = _NUMBERS.unpack_from(message)
         along = message[_NUMBERS.size :][:number] if form == GATHERS and number <= ALONG else b""
         return cls(form, number, along)
@@ -105,7 +105,7 @@ B = TypeVar("B", bound="CommBase[Any]")
 
 
 class CommBase(Generic[C]):
-    """Some ranks of a group, renumbered. A comm adds how bytes move, and how ranks agree."""
+    """Some ranks of a group, renumbered. Subclasses add how bytes move and how ranks agree."""
 
     direct = False
 
@@ -124,7 +124,7 @@ class CommBase(Generic[C]):
         return {self._ranks[peer]: several for peer, several in tensors.items()}
 
     def sub(self: B, ranks: Sequence[int]) -> B:
-        """The same connection seen by some of the ranks, renumbered."""
+        """The same connection for some of its ranks, renumbered."""
         ranks = subset(self.rank, self.size, ranks)
         view = type(self).__new__(type(self))
         scope = tuple(self._ranks[r] for r in ranks)
@@ -132,11 +132,11 @@ class CommBase(Generic[C]):
         return view
 
     def check(self) -> None:
-        """Raise PeerError if this rank knows that the group is dead, and in a fork of its process."""
+        """Raise PeerError if this rank knows that the group is dead, or in a fork of its process."""
         self._channel.check()
 
     def abort(self, reason: str) -> None:
-        """Make this rank's reason the root cause unless one stands, and wake every rank that waits for it."""
+        """Make this rank's reason the root cause, unless there is one, and wake every rank that waits for it."""
         self._channel.fail(reason)
 
     def next_call(self) -> int:
@@ -144,7 +144,7 @@ class CommBase(Generic[C]):
         return next(self._calls)
 
     def _counter(self, kind: str) -> Iterator[int]:
-        # kept by scope, so that a sub made twice goes on counting
+        # kept by scope, so that a sub created twice keeps counting
         return self._counters.setdefault((kind, self._scope), itertools.count())
 
     def empty(self, shape: Sequence[int], dtype: torch.dtype, device: torch.device) -> Tensor:
@@ -153,14 +153,14 @@ class CommBase(Generic[C]):
 
 
 class ProcessComm(CommBase[P]):
-    """Ranks that are processes, and agree by messages. A comm adds `exchange` and `_post_control`."""
+    """Ranks that are processes and agree by messages. Subclasses add `exchange` and `_post_control`."""
 
     @enters
     def agree(self, what: str, facts: Mapping[str, object], error: Exception | None = None) -> None:
         """Compare the facts of all ranks: see `Comm.agree`.
 
-        Up to 8 ranks each sends one small message to each other one, more send 24 bytes to few others in turn; the
-        facts themselves travel only where ranks differ.
+        Up to 8 ranks send one small message to every other rank; more ranks send 24 bytes to a few others in turns. The
+        facts themselves are only sent if ranks differ.
         """
         self.check()
         claim = Claim.of(what, facts, error)
@@ -178,7 +178,7 @@ class ProcessComm(CommBase[P]):
     def gather(
         self, what: str, value: Any, error: Exception | None = None, *, facts: Mapping[str, object] = NO_FACTS
     ) -> list[Any]:
-        """Every rank's value: see `Comm.gather`. Up to 8 ranks in one message to each other one if values are small."""
+        """Every rank's value: see `Comm.gather`. Small values of up to 8 ranks take one message per pair."""
         self.check()
         claim = Claim.of(what, facts, error)
         tag = Tag(0, next(self._counter("agree")), AGREEING, 0, f"{what} (gathering)")
@@ -200,8 +200,8 @@ class ProcessComm(CommBase[P]):
         most = self._double(hash63((GATHERS, claim)), len(packed) if error is None else REFUSED, tag)
         if most is None or most == REFUSED:
             self._raise_claims(claim, GATHERS, tag, error)
-            return []  # what differs raises there
-        # block i is that of the rank i places after this one; each round brings as many as are known
+            return []  # raised above if ranks differ
+        # block i is that of the rank i places after this one; each round doubles the known blocks
         blocks = torch.zeros(self.size, most, dtype=torch.uint8)
         blocks[0, : len(packed)] = _bytes(packed)
         known = 1
@@ -215,11 +215,11 @@ class ProcessComm(CommBase[P]):
         return [pickle.loads(block.numpy().tobytes()) for block in blocks.roll(self.rank, 0)]
 
     def _double(self, digest: int, word: int, tag: Tag) -> int | None:
-        """The largest of all ranks' words, None where their digests differ: by messages of 24 bytes between pairs.
+        """The largest of all ranks' words, or None if their digests differ: by messages of 24 bytes between pairs.
 
-        The largest digest and the largest negative one are of one number only if all are equal.
+        The largest digest equals the negative of the largest negated one only if all digests are equal.
 
-        Raises: PeerError, after a timeout naming the ranks that did not come.
+        Raises: PeerError, after a timeout naming the ranks that did not take part.
         """
         own = torch.tensor([digest, -digest, word])
         try:
@@ -233,7 +233,8 @@ class ProcessComm(CommBase[P]):
         return int(most) if largest == -smallest else None
 
     def _naming_silent(self, error: PeerError, tag: Tag) -> PeerError:
-        """The error of a round in which this rank waited for one that waited itself: with those for whom all wait."""
+        """The error of a round in which this rank waited for one that was itself waiting, naming the ranks all wait
+        for."""
         reason = self._channel.cause[1] if self._channel.cause else ""
         if "waited" not in reason:
             return error
@@ -244,12 +245,12 @@ class ProcessComm(CommBase[P]):
         return PeerError(f"rank {self._channel.rank} {waited(f'in {tag.name}', self._channel.timeout, *silent)}")
 
     def _first(self, own: _First, tag: Tag) -> list[_First]:
-        """What all ranks begin with, by rank."""
+        """All ranks' first messages, by rank."""
         tensor = _bytes(own.packed())
         return [_First.read(each.numpy().tobytes()) for each in self._swap(tensor, [tensor] * self.size, tag)]
 
     def _raise_claims(self, claim: Claim, form: int, tag: Tag, error: Exception | None) -> None:
-        """Raise what ranks say that began with different words; return if it comes to the same."""
+        """Raise the difference of ranks whose first messages differ; return if their claims are equal after all."""
         packed = _bytes(pickle.dumps((form, tag.name, claim)))
         length = torch.tensor([packed.numel()])
         lengths = self._swap(length, [length] * self.size, tag._replace(stage=SWAPPING))
@@ -258,12 +259,12 @@ class ProcessComm(CommBase[P]):
         raise_first([claim._replace(what=name) if mixed else claim for _, name, claim in found], error)
 
     def _swap_packed(self, own: Tensor, lengths: Sequence[int], tag: Tag) -> list[Any]:
-        """Every rank's object, by rank, of pickles with these lengths."""
+        """Every rank's object, by rank, from pickles of these lengths."""
         found = self._swap(own, [torch.empty(n, dtype=torch.uint8) for n in lengths], tag)
         return [pickle.loads(each.numpy().tobytes()) for each in found]
 
     def _swap(self, own: Tensor, like: Sequence[Tensor], tag: Tag) -> list[Tensor]:
-        """Every rank's `own` CPU tensor, by rank; rank r's is shaped as ``like[r]``. Counted in no stats."""
+        """Every rank's `own` CPU tensor, by rank; rank r's has the shape of ``like[r]``. Not counted in the stats."""
         peers = [rank for rank in range(self.size) if rank != self.rank]
         found = [self.empty(tensor.shape, tensor.dtype, tensor.device) for tensor in like]
         found[self.rank] = own
@@ -276,16 +277,16 @@ class ProcessComm(CommBase[P]):
 
 
 class WorkBase(Generic[C]):
-    """`Work` that is waited for once. The time counts, an error is told to all ranks, and so is a work that is dropped.
+    """`Work` with its waiting: it counts the time, tells all ranks of an error, and of a work dropped without a wait.
 
-    A work adds `_finish`, and `_keep` if peers may still read or write its tensors after an error.
+    Subclasses add `_finish`, and `_keep` if peers may still read or write the tensors after an error.
     """
 
     def __init__(self, channel: C, tag: Tag, stats: Stats | None) -> None:
         self._channel, self._tag, self._stats, self._waited = channel, tag, stats, False
 
     def wait(self) -> None:
-        """Return when the exchange is done: see `Work.wait`."""
+        """Return when the exchange is complete: see `Work.wait`."""
         if self._waited:
             return
         self._waited = True
@@ -305,7 +306,7 @@ class WorkBase(Generic[C]):
         raise NotImplementedError
 
     def _keep(self) -> None:
-        """Keep what peers may still read or write."""
+        """Keep tensors alive that peers may still read or write."""
 
     def __del__(self) -> None:
         if not self._waited:
@@ -327,9 +328,10 @@ def _bytes(packed: bytes) -> Tensor:
 
 
 def pairs(rank: int, size: int) -> list[tuple[int, int]]:
-    """(stage, peer) of the rounds after which a rank knows what all do, if in each both tell what they know.
+    """(stage, peer) of the rounds after which a rank knows all ranks' words, if both peers exchange all they know.
 
-    Ranks that differ in one bit meet, up to the largest power of 2; each one beyond meets another before and after.
+    Ranks that differ in one bit meet, up to the largest power of 2; each rank beyond meets one of these before and
+    after.
     """
     bits = size.bit_length() - 1
     beyond = rank ^ 1 << bits
@@ -347,9 +349,9 @@ def waited(doing: str, timeout: float, *peers: int, more: str = "") -> str:
 
 
 def process_group(name: str, group: Any) -> dist.ProcessGroup:
-    """The process group that a constructor's argument means: a group, a 1-D mesh, or None for the default group.
+    """The process group of a constructor's argument: a group, a 1-D mesh, or None for the default group.
 
-    Raises: ValueError, beginning with `name`, for anything else and for a group that this process is not in.
+    Raises: ValueError, beginning with `name`, for anything else and for a group without this process.
     """
     if not dist.is_available() or not dist.is_initialized():
         raise ValueError(f"{name}: torch.distributed has no default group; call init_process_group first")

@@ -1,7 +1,7 @@
-"""One thread at a time inside a comm: a second one is refused, as other ranks may take its call for the first one's.
+"""One thread at a time inside a comm: a second thread is refused, since other ranks might mix up the two calls.
 
-Ranks match calls by their order, and two threads of a rank have none. A thread may follow another, as autograd's
-backward threads do, and a call may make others inside of itself.
+Ranks match calls by order, and two threads have no common order. Threads may take turns, as autograd's backward threads
+do, and a call may make other calls.
 """
 
 from __future__ import annotations
@@ -16,7 +16,8 @@ M = TypeVar("M", bound=Callable[..., Any])
 
 
 class ThreadEntry:
-    """Where threads enter a comm and its subs. inside: the innermost call under way and its thread, for messages."""
+    """The entry of threads into a comm and its subs. inside: the innermost call in progress and its thread, for
+    errors."""
 
     def __init__(self) -> None:
         self.lock = threading.RLock()
@@ -25,11 +26,11 @@ class ThreadEntry:
 
 @contextmanager
 def entered(comm: Any, what: str, *, aborts: bool = False) -> Iterator[None]:
-    """Inside: a call of a `Comm`, named for messages. A rank by itself meets nobody, and any threads may enter.
+    """Inside: a call of a `Comm`, named for errors. A comm of one rank lets any threads enter.
 
-    aborts: whether an error tells the other ranks why this one leaves, so that they do not wait in the dark.
+    aborts: whether an error tells the other ranks why this one leaves, so that they do not wait for the timeout.
 
-    Raises: RuntimeError if another thread is inside one; the comm is dead then, as ranks would no longer meet.
+    Raises: RuntimeError if another thread is inside; the comm is then dead, as ranks would no longer meet.
     """
     if comm.size == 1:
         yield
@@ -57,7 +58,7 @@ def entered(comm: Any, what: str, *, aborts: bool = False) -> Iterator[None]:
 
 
 def enters(method: M) -> M:
-    """A method of a comm whose first argument names a call, inside of which it runs."""
+    """A method of a comm whose first argument names the call in which it runs."""
 
     @wraps(method)
     def call(comm: Any, what: str, *arguments: Any, **named: Any) -> Any:

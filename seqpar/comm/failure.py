@@ -1,4 +1,4 @@
-"""How a group learns that it is dead: the root cause in its store, and a watch over works that cannot time out."""
+"""How ranks learn that a group is dead: a root cause in its store, and a monitor of works that cannot time out."""
 
 from __future__ import annotations
 
@@ -15,28 +15,28 @@ T = TypeVar("T")
 
 
 class RootCause:
-    """Why a group died, in its store: the first rank to write wins.
+    """The reason for a group's death, in its store: the first rank to write it wins.
 
-    A store that is dead itself neither hangs nor hides an error: each access has `patience` seconds, and counts as
-    finding nothing if it fails.
+    A dead store neither hangs nor hides an error: each access takes at most `patience` seconds, and a failed one counts
+    as empty.
     """
 
     def __init__(self, store: Any, key: str, rank: int, *, patience: float = 2.0) -> None:
         self._store, self._key, self._rank, self._patience = store, key, rank, patience
 
     def write(self, reason: str) -> tuple[int, str]:
-        """The (rank, reason) that stands now: this one, unless another rank was first."""
+        """The valid (rank, reason): this one, unless another rank was first."""
         own = f"{self._rank} {reason}"
         return self._parse(self._patiently(lambda: self._store.compare_set(self._key, "", own)) or own.encode())
 
     def read(self, grace: float = 0.0) -> tuple[int, str] | None:
-        """The (rank, reason) that stands, waiting up to `grace` seconds for one to be written."""
+        """The (rank, reason) in the store, after waiting up to `grace` seconds for one."""
         deadline = time.monotonic() + min(grace, self._patience)
         text = self._patiently(lambda: self._poll(deadline))
         return self._parse(text) if text else None
 
     def roll_call(self, name: str, ranks: Sequence[int], grace: float = 1.0) -> set[int]:
-        """Which of some ranks say within `grace` seconds that they are there, this one among them."""
+        """The ranks among these that answer within `grace` seconds, including this one."""
         keys = {rank: f"{self._key}/{name}/{rank}" for rank in ranks}
         deadline = time.monotonic() + grace
         self._patiently(lambda: self._store.set(keys[self._rank], "here"))
@@ -78,11 +78,11 @@ class RootCause:
 
 
 class Monitor:
-    """Watches works that cannot time out by themselves, in the order they were posted, on a thread of its own.
+    """Watches works that cannot time out by themselves, in the order of posting, on its own thread.
 
-    A work has `timeout` seconds from the completion of the one before. `fail(reason)` is called when they are over or
-    when the work failed; `look()`, about once a second while one is outstanding, returns whether the group is dead.
-    The thread ends when there has been nothing to watch for a while.
+    A work has `timeout` seconds from the completion of the previous one. After that, or if the work failed,
+    `fail(reason)` is called. While a work is outstanding, `look()` returns about once a second whether the group is
+    dead. The thread ends after a while without works.
     """
 
     def __init__(
@@ -94,7 +94,7 @@ class Monitor:
         self._running = False
 
     def watch(self, works: Sequence[Any], waiting: str) -> None:
-        """Expect works (objects with ``is_completed()``) to complete; `waiting` says what for, in the error."""
+        """Watch works (objects with ``is_completed()``). waiting: what they wait for, for the error."""
         with self._changed:
             self._outstanding.append((works, waiting))
             if not self._running:

@@ -1,20 +1,20 @@
 """`GroupComm`: ranks of a `torch.distributed` group, over NCCL for CUDA tensors and gloo for CPU tensors.
 
-Both use point-to-point only. Beside the group stands a private gloo twin, which carries `agree` and all CPU tensors,
-so that nothing here meets messages of the group's other users:
+Both use point-to-point only. A private gloo twin of the group carries `agree` and all CPU tensors, so that no message
+meets those of the group's other users:
 
     CUDA tensors   batched isend/irecv on the group, one batch a round (`protocol.rounds`)
-    CPU tensors    isend/irecv on the twin; before the tensors of a pair goes a header of int64, and small ones in it
+    CPU tensors    isend/irecv on the twin; a pair's tensors follow a header of int64, small ones in the same message
 
-gloo matches messages by (pair, number), first in, first out, and ends the process when a message is longer than the
-buffer it meets; a shorter one fills its beginning. Hence two numbers: headers share one, in buffers for the longest, so
-that a pair whose ranks are in different exchanges finds out from the first header; tensors go by a hash of their
-header, so that they never meet a buffer of another exchange. A message costs far more than its bytes where they are
-few, so tensors of a pair that are small together travel behind their header.
+gloo matches messages by (pair, number), first in, first out. It ends the process if a message is longer than its
+buffer; a shorter one fills the beginning. So there are two kinds of numbers: headers share one number and have buffers
+for the longest header, so that a pair in different exchanges finds out from the first header; tensors are numbered by a
+hash of their header, so that they never meet the buffer of another exchange. A message costs far more than a few bytes,
+so a pair's tensors follow their header in one message if they are small together.
 
-The first rank to fail writes the root cause to the group's store and hangs up the twin; a rank that waits for it sees
-its connection close, reads the cause, raises and hangs up in turn, so that a failure reaches every rank at once.
-Rarely gloo does not end a send that is under way as its connection closes; its rank then raises after the timeout.
+The first rank to fail writes the root cause to the group's store and hangs up the twin. A rank that waits for it sees
+its connection close, reads the cause, raises and hangs up in turn, so a failure reaches every rank at once. Rarely gloo
+does not end a send in progress when its connection closes; that rank raises after the timeout.
 """
 
 from __future__ import annotations
@@ -47,15 +47,15 @@ log = logging.getLogger("seqpar.comm")
 
 CARRIERS = {"cpu": "gloo", "cuda": "nccl"}  # device type -> the backend that moves its tensors
 
-# gloo numbers that are not hashes of a header
+# gloo's numbers that are not hashes of a header
 HEADERS, HANG_UP, FIRST_FREE = 0, 1, 16
-NUMBERS = 2**31 - 2**20  # hashes; a pair's tensors are numbered from one on
+NUMBERS = 2**31 - 2**20  # hashes; a pair's tensors count up from one
 
-BESIDE = 1 << 14  # bytes of a pair's tensors up to which they travel behind their header
+BESIDE = 1 << 14  # bytes of a pair's tensors up to which they share a message with their header
 
 
 class GroupChannel(ProcessChannel):
-    """What a comm and its subs share: the group, its twin, whether they are alive. Ranks are the group's."""
+    """The group, its twin and their state, shared by a comm and its subs. Ranks are the group's."""
 
     cause: tuple[int, str] | None = None
 
@@ -64,11 +64,11 @@ class GroupChannel(ProcessChannel):
         self.rank, self.size = group.rank(), group.size()
         self.backends = _backends(group)
         self.carries = {kind for kind, backend in self.backends.items() if CARRIERS.get(kind) == backend}
-        self.orphans: list[object] = []  # what the twin may still write to after a failure
+        self.orphans: list[object] = []  # buffers that the twin may still write to after a failure
         c10d: Any = dist.distributed_c10d
         store = group.get_group_store()
         rendezvous = Rendezvous("GroupComm", store, self.rank, self.size, timeout)
-        # in the rendezvous, so that no rank waits for one whose arguments are wrong
+        # in the rendezvous, so that no rank waits for one with wrong arguments
         rendezvous.hear(lambda: self._check(check))
         twin_store = c10d.PrefixStore(f"seqpar/GroupComm/{rendezvous.number}", store)
         device = torch.cuda.current_device() if self.uses_nccl else None
@@ -76,7 +76,7 @@ class GroupChannel(ProcessChannel):
         def connect() -> Any:
             twin = c10d.ProcessGroupGloo(twin_store, self.rank, self.size, timedelta(seconds=max(0.001, timeout)))
             if device is not None:
-                # opens NCCL's communicator, which point-to-point among some ranks needs
+                # opens NCCL's communicator, which point-to-point between some of the ranks needs
                 ones = torch.ones(1, dtype=torch.int64, device=torch.device("cuda", device))
                 dist.all_reduce(ones, group=group)
                 ones.item()
@@ -93,12 +93,12 @@ class GroupChannel(ProcessChannel):
     def _check(self, check: str) -> None:
         check_arguments("GroupComm", self.timeout, check)
         _check_backends(self.backends)
-        # a connection to each rank, what listens for it, and what its threads wait on
+        # per rank a connection, its listener, and what its threads wait on
         check_descriptors("GroupComm", 2 * self.size + 8)
 
     @property
     def group(self) -> Any:
-        """The group that was given."""
+        """The original group."""
         return self._groups[0]
 
     @property
@@ -108,11 +108,11 @@ class GroupChannel(ProcessChannel):
 
     @property
     def uses_nccl(self) -> bool:
-        """Whether CUDA tensors can travel."""
+        """Whether CUDA tensors can be sent."""
         return self.backends.get("cuda") == "nccl" and torch.cuda.is_available()
 
     def fail(self, reason: str, *, grace: float = 0.0) -> None:
-        """Mark the group dead for `reason`, unless a root cause stands or appears within `grace` seconds."""
+        """Mark the group dead for `reason`, unless it has a root cause or gets one within `grace` seconds."""
         if self.owner.in_own_process and self.cause is None:
             standing = self.root_cause.read(grace) if grace else None
             self.cause = standing or self.root_cause.write(reason)
@@ -120,23 +120,23 @@ class GroupChannel(ProcessChannel):
             self._hang_up()
 
     def look(self) -> bool:
-        """Whether the group is dead, by what this rank knows or another one wrote."""
+        """Whether the group is dead, as far as this rank knows or another one wrote."""
         if self.cause is None and (standing := self.root_cause.read()):
             self.cause = standing
             log.info("rank %d: root cause: rank %d: %s", self.rank, *standing)
         return self.cause is not None
 
     def failed(self, doing: str, peer: int, error: RuntimeError) -> PeerError:
-        """The error for one of gloo's, met when `doing` something that waits for `peer`."""
+        """The error for one of gloo's while `doing` something that waits for `peer`."""
         timed_out = _timed_out(error)
         what = f"waited {self.timeout:g} s for" if timed_out else "lost the connection to"
         reason = waited(doing, self.timeout, peer) if timed_out else f"{doing}: lost the connection to rank {peer}"
-        # a lost connection is often another rank's failure, and that rank is about to say so
+        # a lost connection often means another rank failed, and that rank is about to write why
         self.fail(reason, grace=0.0 if timed_out else 1.0)
         return self.error(f"{doing}, {what} rank {peer}")
 
     def _hang_up(self) -> None:
-        # gloo has no call that closes connections (abort does nothing), but closes all when one wait times out
+        # gloo cannot close connections (abort does nothing), but closes all of them when a wait times out
         for peer in range(self.size):
             if peer != self.rank:
                 buffer = torch.empty(1)
@@ -160,9 +160,9 @@ def _backends(group: dist.ProcessGroup) -> dict[str, str]:
 
 
 class _GlooMessage(NamedTuple):
-    """One message of a gloo exchange that `wait` waits for; with an expectation, a header to compare with it.
+    """A message of a gloo exchange that `wait` waits for; if it has an expectation, a header to compare with it.
 
-    beside: the tensors whose bytes are behind that header.
+    beside: the tensors whose bytes follow that header.
     """
 
     work: dist.Work
@@ -173,7 +173,7 @@ class _GlooMessage(NamedTuple):
 
 
 class _Announced(NamedTuple):
-    """A pair's tensors as they travel: beside the header, in one message with it, or apart, numbered from `number`."""
+    """A pair's tensors as messages: beside the header, in one message with it, or apart, numbered from `number`."""
 
     header: bytes
     beside: Sequence[Tensor]
@@ -182,15 +182,15 @@ class _Announced(NamedTuple):
 
 
 def _announced(scope: int, tag: Tag, tensors: Sequence[Tensor], *, mutual: bool) -> _Announced:
-    """How a pair's tensors travel. mutual: whether the peers send to each other in this exchange.
+    """The messages of a pair's tensors. mutual: whether the peers send to each other in this exchange.
 
-    A rank that only sends learns from its tensors that nobody takes them, and headers are taken by anybody.
+    A rank that only sends learns from its tensors that nobody receives them; a header is received by any exchange.
     """
     header, count = Header.of(scope, tag, tensors), 0
     if mutual:
         count = bisect_right(list(accumulate([x.nbytes for x in tensors])), BESIDE)
     if count:
-        # another one, as the tensors would be waited for in vain by who expects them apart
+        # another number: an exchange that expects the tensors apart would wait for them in vain
         header = header._replace(signature=header.signature ^ 1)
     message = WORDS.pack(*header)
     return _Announced(message, tensors[:count], tensors[count:], FIRST_FREE + crc32(message) % NUMBERS)
@@ -209,7 +209,7 @@ def _headed(header: bytes, beside: Sequence[Tensor]) -> Tensor:
 
 
 class _GlooWork(WorkBase[GroupChannel]):
-    """`Work` of an exchange of CPU tensors, which making it posts; peers are the group's ranks."""
+    """`Work` of an exchange of CPU tensors, posted by the constructor; peers are the group's ranks."""
 
     def __init__(
         self, channel: GroupChannel, scope: int, tag: Tag, sends: Mapping[int, list[Tensor]],
@@ -220,7 +220,7 @@ class _GlooWork(WorkBase[GroupChannel]):
         channel.calls.append(tag)
         twin, later, peer = channel.twin, [], -1
         try:
-            # headers first, in what is posted and in what is waited for
+            # headers come first, both in posting and in waiting
             for peer, tensors in recvs.items():
                 header, beside, apart, number = _announced(scope, tag, tensors, mutual=peer in sends)
                 buffer = torch.empty(HEADER_BYTES + BESIDE, dtype=torch.uint8)
@@ -237,7 +237,7 @@ class _GlooWork(WorkBase[GroupChannel]):
         except RuntimeError as error:
             raise channel.failed(f"posting {describe(tag)}", peer, error) from error
         finally:
-            self._messages += later  # which are kept when a work is dropped that could not be posted
+            self._messages += later  # kept if a work that could not be posted is dropped
 
     def _finish(self) -> None:
         channel = self._channel
@@ -260,9 +260,9 @@ class _GlooWork(WorkBase[GroupChannel]):
         self._messages = []
 
     def _land(self, message: _GlooMessage) -> None:
-        """Compare a header, and copy what is behind it to where it belongs.
+        """Compare a header, and copy the bytes after it to their tensors.
 
-        As gloo does, whoever reads these tensors, in whatever mode.
+        Works in any autograd mode of the reader, as in gloo.
         """
         channel, peer, at = self._channel, message.peer, message.buffer.data_ptr()
         header = ctypes.string_at(at, HEADER_BYTES)
@@ -282,12 +282,12 @@ class _GlooWork(WorkBase[GroupChannel]):
 
 
 class _NcclWork(WorkBase[GroupChannel]):
-    """`Work` of an exchange of CUDA tensors, which making it posts in rounds, in order.
+    """`Work` of an exchange of CUDA tensors, posted in rounds, in order, by the constructor.
 
-    NCCL has a stream of its own. An exchange starts there when the current stream reaches its posting, so it overlaps
-    what is launched after that. `wait` makes the current stream wait and returns at once, as it is given no timeout
-    and unless TORCH_NCCL_BLOCKING_WAIT is set. Tensors are held until then: what is freed later, the allocator reuses
-    in the order of the stream that waited, which must be the one that allocated.
+    NCCL has its own stream. An exchange starts when the current stream reaches its posting, and overlaps with later
+    launches. `wait` makes the current stream wait and returns at once, since it passes no timeout (unless
+    TORCH_NCCL_BLOCKING_WAIT is set). Tensors are held until then: the allocator reuses freed memory in the order of the
+    stream that waited, which must be the one that allocated it.
     """
 
     def __init__(self, channel: GroupChannel, tag: Tag, batches: Sequence[Sequence[dist.P2POp]]) -> None:
@@ -318,7 +318,7 @@ class _NcclWork(WorkBase[GroupChannel]):
 
 
 class GroupComm(ProcessComm[GroupChannel]):
-    """The ranks of a process group. See `Comm` for the methods and the module for how it works.
+    """The ranks of a process group. See `Comm` for the methods, and the module for how it works.
 
     group: a `ProcessGroup`, a 1-D `DeviceMesh` (of a larger mesh: ``mesh["cp"]``), or None for the default group.
     timeout: seconds after which a wait fails. check: how often verbs compare their arguments over the ranks, "batch"
@@ -369,11 +369,11 @@ class GroupComm(ProcessComm[GroupChannel]):
         return _NcclWork(channel, tag, batches)
 
     def _post_control(self, sends: Mapping[int, list[Tensor]], recvs: Mapping[int, list[Tensor]], tag: Tag) -> Work:
-        # on the twin, whatever the group is of
+        # on the twin, whatever the group's backend
         return _GlooWork(self._channel, self._scope_id, tag, self._in_group(sends), self._in_group(recvs), None)
 
     def warm_up(self, peers: Sequence[int]) -> None:
-        """Open NCCL's connections to peers; gloo's are open since the constructor."""
+        """Open NCCL's connections to peers; the constructor has opened gloo's."""
         self.check()
         if self._channel.uses_nccl:
             device = torch.device("cuda", torch.cuda.current_device())
@@ -382,7 +382,7 @@ class GroupComm(ProcessComm[GroupChannel]):
 
 
 def _wrong_devices(types: Set[str], backends: Mapping[str, str]) -> ValueError:
-    """The error for tensors on devices that an exchange cannot serve."""
+    """The error for tensors on devices that the group's backends do not serve."""
     if len(types) > 1:
         return ValueError(f"exchange: tensors on devices {sorted(types)}; expected all of them on one type of device")
     (device,) = types
@@ -393,7 +393,7 @@ def _wrong_devices(types: Set[str], backends: Mapping[str, str]) -> ValueError:
 
 
 def _check_backends(backends: Mapping[str, str]) -> None:
-    """Raise unless tensors can travel over a group with these backends."""
+    """Raise unless tensors can be sent over a group with these backends."""
     if not dist.is_gloo_available():
         raise NotImplementedError("GroupComm: this build of PyTorch has no gloo, which carries the control messages")
     if not {"gloo", "nccl"} & set(backends.values()):

@@ -1,4 +1,4 @@
-"""What says which messages belong together: the words that sender and receiver must have in common."""
+"""Headers: the words that sender and receiver of matching messages must share."""
 
 from __future__ import annotations
 
@@ -13,10 +13,10 @@ from torch import Tensor
 
 from seqpar.comm.protocol import DEAD, Tag
 
-# phases of tags that are not a verb's
+# phases of tags that belong to no verb
 AGREEING, WARMING = -1, -2
 
-REMEMBERED = 4096  # exchanges of which a channel keeps the tags
+REMEMBERED = 4096  # exchanges whose tags a channel remembers
 
 
 def hash63(value: object) -> int:
@@ -31,12 +31,12 @@ def describe(tag: Tag) -> str:
     return f"warm-up {tag.call}" if tag.phase == WARMING else str(tag)
 
 
-WORDS = struct.Struct("8q")  # a header as it travels
+WORDS = struct.Struct("8q")  # a header as bytes
 HEADER_BYTES = WORDS.size
 
 
 class Header(NamedTuple):
-    """What one rank sends to another in an exchange, or expects from it there. All of it fits int64."""
+    """The announcement of one rank's messages to another in an exchange, sent or expected. All words fit int64."""
 
     scope: int
     digest: int
@@ -49,7 +49,7 @@ class Header(NamedTuple):
 
     @classmethod
     def of(cls, scope: int, tag: Tag, tensors: Sequence[Tensor]) -> Header:
-        """The header of a pair's tensors in the exchange `tag` of the ranks that hash to `scope`, 0 for all ranks."""
+        """The header of a pair's tensors in the exchange `tag`. scope: a hash of the sub's ranks, 0 for all ranks."""
         signature = _signature(tuple([(x.dtype, x.shape) for x in tensors]))
         return cls(scope, *tag[:4], len(tensors), sum([x.nbytes for x in tensors]), signature)
 
@@ -60,9 +60,9 @@ def _signature(tensors: tuple[tuple[torch.dtype, torch.Size], ...]) -> int:
 
 
 def mismatch(sender: int, sent: Header, receiver: int, expected: Header, own: Tag, before: Iterable[Tag]) -> str:
-    """The reason for an error: `sender` has one header, `receiver` the other.
+    """The reason for an error: `sender` and `receiver` have different headers.
 
-    own, before: the exchange of this rank, and those that it posted; a header of the same verb is named as they are.
+    own, before: this rank's exchange and those it posted before; a header of the same verb is named like them.
     """
     names = {(tag.digest, tag.phase): tag.name for tag in before if tag.phase >= 0}
 

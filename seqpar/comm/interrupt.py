@@ -1,4 +1,4 @@
-"""Ctrl-C in a wait of C++ code, which Python would only see when the wait is over."""
+"""Ctrl-C during a wait in C++ code, which Python would only notice after the wait."""
 
 from __future__ import annotations
 
@@ -13,18 +13,18 @@ from typing import Any
 class Interrupt:
     """Watches for Ctrl-C while the main thread waits, between `begin` and `end`.
 
-    give_up: what makes the wait end; called on a thread of its own with what the wait is for. Nothing is watched on
-    other threads, which get no signals, or where the program handles Ctrl-C in its own way, as it may go on after it.
+    give_up: ends the wait; called on another thread with the awaited object. Nothing is watched on other threads, which
+    get no signals, nor if the program has its own handler of Ctrl-C, since it may continue afterwards.
     """
 
     def __init__(self, give_up: Callable[[Any], None]) -> None:
         self._give_up = give_up
         self._files: tuple[int, int] | None = None
         self._awaited: Any = None
-        self._before = -1  # the file that somebody else wants to be woken by
+        self._before = -1  # the wake-up file descriptor of someone else
 
     def begin(self, awaited: Any) -> bool:
-        """Whether it watches from here on; then `end` must follow."""
+        """Start watching; returns whether it does. If so, `end` must follow."""
         if threading.current_thread() is not threading.main_thread():
             return False
         if signal.getsignal(signal.SIGINT) is not signal.default_int_handler:
@@ -35,19 +35,19 @@ class Interrupt:
         return True
 
     def end(self) -> None:
-        """Watch no longer."""
+        """Stop watching."""
         signal.set_wakeup_fd(self._before)
 
     def _start(self) -> tuple[int, int]:
         self._files = reading, writing = os.pipe()
         os.set_blocking(writing, False)
-        # closing the end that is written to ends the thread
+        # closing the writing end ends the thread
         weakref.finalize(self, os.close, writing)
         threading.Thread(target=_watch, args=(reading, weakref.ref(self)), name="seqpar Ctrl-C", daemon=True).start()
         return self._files
 
     def heard(self, signals: bytes) -> None:
-        """Take in the numbers of signals that came."""
+        """Handle the numbers of signals that arrived."""
         if self._before != -1:
             os.write(self._before, signals)
         if signal.SIGINT in signals:

@@ -1,24 +1,24 @@
 """`LocalComm`: ranks as threads of one process, under the rules of the strictest transport.
 
-The model is grouped NCCL point-to-point on one stream. Every rank has a queue of posted rounds, and only the head of
-a queue is active: a message moves when it is in its sender's head and, under the same tag and round, in its receiver's
-head, and a head is popped when all its messages have moved. What would hang there is named here:
+The model is grouped NCCL point-to-point on one stream. Every rank has a queue of posted rounds, and only the head of a
+queue is active. A message moves when its sender's head and its receiver's head both hold it, under the same tag and
+round. A head is popped when all its messages have moved. Situations that would hang on NCCL are named here:
 
     both heads hold a message of one pair under different tags       -> tag mismatch
     the heads wait for each other in a circle                        -> cycle, found when its last edge is posted
     one waits for an exchange that a peer does not post, as the peer waits for it to agree -> cycle, found at once
     a peer posts nothing                                             -> timeout, naming the end of the chain of waits
 
-Bytes are copied from the sender's live memory when a message moves, `delay` seconds after both ends were posted, by
-whichever thread posts or waits next; receive buffers hold NaN until then. So a read before the wait, or a sent tensor
-overwritten before it, becomes a wrong answer and not a lucky one.
+A message is copied from the sender's live memory `delay` seconds after both ends were posted, by whichever thread posts
+or waits next; until then the receive buffer holds NaN. So a read before the wait, or a sent tensor overwritten before
+it, gives a wrong answer instead of a lucky one.
 
-On CUDA, where ranks share a device but perhaps no stream, an exchange belongs to the stream that posts it:
+On CUDA, where ranks share a device but perhaps not a stream, an exchange belongs to the stream that posts it:
 
-    copy    on the receiver's stream, after what the sender's had to do when it posted
-    wait    the stream that waits comes after the copies from and to its rank; until then the world holds their memory
+    copy    on the receiver's stream, after the sender's work at the time of posting
+    wait    the waiting stream follows the copies from and to its rank; until then the world holds their memory
 
-Tests say so of streams that note what comes before what; on a device this has not been run.
+Tests check this on streams that record their order; it has not been run on a device.
 """
 
 from __future__ import annotations
@@ -44,20 +44,20 @@ from seqpar.comm.protocol import NO_FACTS, Claim, PeerError, Stats, Tag, Work, c
 
 log = logging.getLogger("seqpar.comm")
 
-# the world ranks of a sub-communicator in its own order, () for the whole world: part of every key, so that the
-# messages of a sub never match those of its parent
+# the world ranks of a sub in its own order, () for the whole world; part of every key, so that messages of a sub never
+# match its parent's
 Scope = tuple[int, ...]
 
 
 @dataclass(eq=False)
 class _RoundsLeft:
-    """How much of one rank's exchange is still to be done; shared by its rounds and its `Work`."""
+    """The unfinished part of one rank's exchange; shared by its rounds and its `Work`."""
 
     rank: int
     rounds_left: int
-    # of CUDA tensors
-    stream: Any = None  # that posted
-    ready: Any = None  # an event of it, before which the tensors to send are written
+    # for CUDA tensors
+    stream: Any = None  # the posting stream
+    ready: Any = None  # an event: the tensors to send are written
     copied: list[Any] = field(default_factory=list)  # events after the copies from and to the tensors
 
 
@@ -85,7 +85,7 @@ class _Round:
 
 @dataclass(order=True)
 class _Move:
-    """A matched message on its way: due at a time of the monotonic clock."""
+    """A matched message, due at a time of the monotonic clock."""
 
     due: float
     number: int
@@ -97,7 +97,7 @@ class _Move:
 
 @dataclass(eq=False)
 class _Agreement:
-    """What some ranks agree on or gather. calls: rank -> the call that it is in. claims: what each brought."""
+    """An agreement or gathering of some ranks. calls: rank -> its call. claims: each rank's contribution."""
 
     ranks: Sequence[int]
     calls: dict[int, str] = field(default_factory=dict)
@@ -105,7 +105,7 @@ class _Agreement:
 
     @property
     def missing(self) -> list[int]:
-        """The ranks that have not come."""
+        """The ranks that have not arrived."""
         return [rank for rank in self.ranks if rank not in self.claims]
 
 
@@ -121,13 +121,13 @@ class _World:
         self.moves: list[_Move] = []
         self.numbers = itertools.count()
         self.agreements: dict[tuple[Scope, int], _Agreement] = {}
-        self.agreeing: dict[int, _Agreement] = {}  # of ranks that wait for others to agree
+        self.agreeing: dict[int, _Agreement] = {}  # per rank that waits for others to agree
         self.waiting: set[int] = set()  # ranks that wait for an exchange
         self.failure: tuple[int, str] | None = None
-        self.held: dict[_RoundsLeft, list[Tensor]] = {}  # CUDA tensors of exchanges that nobody has waited for
+        self.held: dict[_RoundsLeft, list[Tensor]] = {}  # CUDA tensors of exchanges before their wait
 
     def fail(self, rank: int, reason: str) -> None:
-        """Make (rank, reason) the root cause unless one stands, and wake every rank."""
+        """Make (rank, reason) the root cause, unless there is one, and wake every rank."""
         with self.lock:
             if self.failure is None:
                 self.failure = (rank, reason)
@@ -136,16 +136,16 @@ class _World:
                     wakeup.notify_all()
 
     def error(self, rank: int, doing: str) -> PeerError:
-        """The error of a rank that was `doing` something when it found the world dead."""
+        """The error of a rank that found the world dead while it was `doing` something."""
         assert self.failure is not None
         return PeerError.quoting(rank, doing, *self.failure)
 
     def give_up(self, rank: int, doing: str) -> NoReturn:
-        """Raise the error of a rank that cannot go on because a root cause stands."""
+        """Raise the error of a rank that cannot continue because of a root cause."""
         raise self.error(rank, doing)
 
     def post(self, entries: Sequence[_Round]) -> None:
-        """Append the rounds of one exchange to their rank's queue and move what can move."""
+        """Append the rounds of one exchange to the rank's queue, and move all messages that can move."""
         rank, progress = entries[0].rank, entries[0].progress
         with self.lock:
             if self.failure is not None:
@@ -161,7 +161,7 @@ class _World:
                     self.give_up(rank, f"posted {entries[0]}")
 
     def wait(self, progress: _RoundsLeft) -> None:
-        """Return when the exchange is complete, moving any rank's due messages meanwhile."""
+        """Return when the exchange is complete; meanwhile move any rank's due messages."""
         rank = progress.rank
         with self.lock:
             deadline = time.monotonic() + self.timeout
@@ -175,11 +175,11 @@ class _World:
                 current = torch.cuda.current_stream(progress.stream.device)
                 for event in progress.copied:
                     current.wait_event(event)
-                # later: what comes next on this stream may reuse the memory
+                # afterwards: later work on this stream may reuse the memory
                 self.held.pop(progress, None)
 
     def _wait_once(self, rank: int, deadline: float) -> None:
-        """Move what is due, or sleep until something happens; a rank that nothing can help gives up."""
+        """Move due messages, or sleep until something happens; give up if nothing can help this rank."""
         now = time.monotonic()
         if self.failure is not None:
             self.give_up(rank, f"waiting {self._chain(rank)}")
@@ -194,7 +194,7 @@ class _World:
     def agree(
         self, rank: int, ranks: Sequence[int], key: tuple[Scope, int], claim: Any, *, kind: str, what: str
     ) -> list[Any]:
-        """The claims of all `ranks`, in that order, once all have come. kind: of call, the same on all ranks."""
+        """The claims of all `ranks`, in that order, once all have arrived. kind: of call, equal on all ranks."""
         with self.lock:
             agreement = self.agreements.setdefault(key, _Agreement(ranks))
             call = f"{kind} {what}"
@@ -217,7 +217,7 @@ class _World:
             return [agreement.claims[peer] for peer in ranks]
 
     def _agree_once(self, rank: int, deadline: float, missing: list[int], what: str) -> None:
-        """Sleep until something happens and move what is due; a rank that nothing can help gives up."""
+        """Sleep until something happens, and move due messages; give up if nothing can help this rank."""
         if self.failure is not None:
             self.give_up(rank, f"agreeing on {what} and waiting for ranks {missing}")
         elif time.monotonic() >= deadline:
@@ -228,7 +228,8 @@ class _World:
             self._deliver(time.monotonic())
 
     def _advance(self, changed: list[int]) -> None:
-        """Match and move messages from the heads of the `changed` ranks on; then look for cycles through new heads."""
+        """Match and move messages, starting from the heads of the `changed` ranks; then look for cycles in new
+        heads."""
         fresh = set(changed)
         while changed and self.failure is None:
             rank = changed.pop()
@@ -246,7 +247,7 @@ class _World:
                 self._fail_of_cycle(rank, self._blockers)
 
     def _match(self, sender: _Round, receiver: _Round) -> None:
-        """Move the messages from one head to another if both hold them."""
+        """Move the messages between two heads that both hold."""
         sends, recvs = receiver.rank in sender.sends, sender.rank in receiver.recvs
         if self.failure is not None or not (sends or recvs if sender.key == receiver.key else sends and recvs):
             return
@@ -272,7 +273,7 @@ class _World:
                 wakeup.notify_all()
 
     def _deliver(self, now: float) -> None:
-        """Copy the messages that are due."""
+        """Copy the due messages."""
         changed: list[int] = []
         while self.moves and self.moves[0].due <= now:
             move = heapq.heappop(self.moves)
@@ -285,7 +286,7 @@ class _World:
             self._advance(changed)
 
     def _pop_if_done(self, entry: _Round) -> bool:
-        """Whether all messages of a head have moved; if so, it leaves its queue."""
+        """Remove a head from its queue if all its messages have moved; returns whether it did."""
         queue = self.queues[entry.rank]
         if entry.sends or entry.recvs or entry.moving or not queue or queue[0] is not entry:
             return False
@@ -303,7 +304,7 @@ class _World:
         return sorted(head.sends.keys() | head.recvs.keys())
 
     def _awaited(self, rank: int) -> list[int]:
-        """The ranks without which a rank that waits cannot go on: that have not come to agree, or not posted."""
+        """The ranks that a waiting rank needs in order to continue: they have not come to agree, or not posted."""
         if rank in self.agreeing:
             return self.agreeing[rank].missing
         if rank not in self.waiting or not self.queues[rank]:
@@ -316,7 +317,7 @@ class _World:
         return [peer for peer in self._blockers(rank) if not posted(peer)]
 
     def _fail_of_cycle(self, rank: int, awaited: Callable[[int], list[int]]) -> bool:
-        """Whether ranks wait for each other in a circle through this one, which is then the root cause."""
+        """Whether ranks wait for each other in a cycle through this one; if so, it becomes the root cause."""
         cycle = self._cycle(rank, awaited)
         if cycle:
             waits = "; ".join(f"rank {a} in {self._place(a)} waits for rank {b}" for a, b in cycle)
@@ -324,11 +325,11 @@ class _World:
         return bool(cycle)
 
     def _place(self, rank: int) -> str:
-        """Where a rank is that waits, in words."""
+        """The place of a waiting rank, in words."""
         return f"the {self.agreeing[rank].calls[rank]}" if rank in self.agreeing else str(self.queues[rank][0])
 
     def _cycle(self, start: int, awaited: Callable[[int], list[int]]) -> list[tuple[int, int]]:
-        """A cycle of waits through `start` as edges (waiting, waited for), [] if there is none."""
+        """A cycle of waits through `start` as edges (waiting, waited for), or []."""
         came_from: dict[int, int] = {}
         stack = [start]
         while stack:
@@ -345,7 +346,7 @@ class _World:
         return []
 
     def _chain(self, rank: int) -> str:
-        """What `rank` waits for, followed to the rank at the end: 'in call 3 .. for rank 1, which ..'."""
+        """The chain of waits from `rank` to its end, in words: 'in call 3 .. for rank 1, which ..'."""
         text = f"in {self.queues[rank][0]}" if self.queues[rank] else "for nothing"
         seen = {rank}
         while blockers := self._blockers(rank):
@@ -361,7 +362,7 @@ class _World:
 
 
 def _move(sender: _RoundsLeft, receiver: _RoundsLeft, source: Sequence[Tensor], target: Sequence[Tensor]) -> None:
-    """Copy now, or on CUDA when the receiver's stream gets there, whichever thread this is."""
+    """Copy now, or on CUDA when the receiver's stream reaches the copy, on whichever thread this is."""
     stream = sender.stream if receiver.stream is None else receiver.stream
     if stream is None:
         _copy(source, target)
@@ -376,7 +377,7 @@ def _move(sender: _RoundsLeft, receiver: _RoundsLeft, source: Sequence[Tensor], 
 
 
 def _copy(source: Sequence[Tensor], target: Sequence[Tensor]) -> None:
-    # inference mode may write both to ordinary tensors and to those that the receiver made in inference mode
+    # inference mode may write both ordinary tensors and those that the receiver created in inference mode
     with torch.inference_mode():
         for src, dst in zip(source, target, strict=True):
             dst.copy_(src)
@@ -387,7 +388,7 @@ def _all(side: Mapping[int, Sequence[Tensor]]) -> Iterable[Tensor]:
 
 
 def _stream(tensors: Iterable[Tensor]) -> Any:
-    """The current stream of the CUDA device that tensors lie on, None if they lie on none."""
+    """The current stream of the tensors' CUDA device, None for CPU tensors."""
     device = next((tensor.device for tensor in tensors if tensor.is_cuda), None)
     return None if device is None else torch.cuda.current_stream(device)
 
@@ -400,11 +401,11 @@ class _LocalChannel(Channel):
 
     @property
     def cause(self) -> tuple[int, str] | None:
-        """The (rank, reason) for which the world is dead."""
+        """The (rank, reason) that killed the world, or None."""
         return self.world.failure
 
     def fail(self, reason: str) -> None:
-        """Make this rank's reason the root cause unless one stands."""
+        """Make this rank's reason the root cause, unless there is one."""
         self.world.fail(self.rank, reason)
 
 
@@ -420,9 +421,9 @@ class _LocalWork(WorkBase[_LocalChannel]):
 
 
 class LocalComm(CommBase[_LocalChannel]):
-    """A rank that is a thread, or the only rank there is. See `Comm` for the methods and the module for the rules.
+    """A rank that is a thread, or a single rank. See `Comm` for the methods, and the module for the rules.
 
-    `LocalComm()` is one rank by itself; `LocalComm.world(size)` makes the ranks of a world. A sub shares its parent's
+    `LocalComm()` is a single rank; `LocalComm.world(size)` creates the ranks of a world. A sub shares its parent's
     `stats`, whose `sent_to` counts by the parent's ranks.
     """
 
@@ -433,8 +434,9 @@ class LocalComm(CommBase[_LocalChannel]):
     def world(cls, size: int, *, timeout: float = 60.0, delay: float = 0.0, direct: bool = True) -> list[LocalComm]:
         """One comm for each of `size` ranks; give each to its own thread.
 
-        timeout: seconds after which a wait fails. delay: seconds a message takes once both ends are posted. direct:
-        whether tensors of any strides are taken, as `Comm.direct` says; a `GroupComm` takes contiguous ones alone.
+        timeout: seconds after which a wait fails. delay: seconds that a message takes once both ends are posted.
+        direct:
+        whether tensors may have any strides, see `Comm.direct`; a `GroupComm` only takes contiguous ones.
         """
         if size < 1:
             raise ValueError(f"LocalComm.world: size {size}, expected at least 1")

@@ -1,4 +1,4 @@
-"""Whose a comm is: a fork of a rank's process has its memory and its connections, but is no rank."""
+"""The owner of a comm: a fork of a rank's process has its memory and connections, but is not a rank."""
 
 from __future__ import annotations
 
@@ -10,10 +10,10 @@ from seqpar.comm.protocol import PeerError
 
 
 class Owner:
-    """The process that makes a comm.
+    """The process that created a comm.
 
-    holder: what keeps a comm alive. held: what is let go with it, and at the end of the process at the latest. A fork
-    never lets go of it: destructors of torch.distributed wait for threads, which a fork does not have.
+    holder: the object that keeps a comm alive. held: resources released with it, at the latest when the process ends. A
+    fork never releases them: destructors of torch.distributed wait for threads that a fork does not have.
     """
 
     def __init__(self, holder: object, rank: int, held: list[object]) -> None:
@@ -22,7 +22,7 @@ class Owner:
 
     @property
     def in_own_process(self) -> bool:
-        """Whether this is that process, and no fork of it."""
+        """Whether this is the owner, not a fork of it."""
         return os.getpid() == self._process
 
     def check(self) -> None:

@@ -1,9 +1,9 @@
-"""What every transport of bytes promises: the exchange, its order, its errors.
+"""The contract of every transport: the exchange, its order, its errors.
 
-An exchange is a global step. What rank ``r`` posts under tag ``t`` is matched with what its peers post under the same
-tag ``t``; a rank that has nothing to send or receive under a tag posts nothing and takes nothing from the others'
-numbering, since the tag is data and not a counter of the backend. Spec over all ranks, with ``sends[r][p]`` the
-tensors rank ``r`` posts for peer ``p``::
+An exchange is a global step. Messages that rank ``r`` posts under tag ``t`` match those that its peers post under the
+same tag. A rank without messages under a tag posts nothing and does not shift anyone's numbering, since the tag is
+data, not a counter of the backend. Spec over all ranks, with ``sends[r][p]`` the tensors that rank ``r`` posts for peer
+``p``::
 
     after wait():  recvs[r][p][i][...] == sends[p][r][i]      for all r, p, i
 
@@ -11,7 +11,7 @@ tensors rank ``r`` posts for peer ``p``::
     rank 1   sends {2: [b]}          recvs {0: [y]}      y <- a
     rank 2   sends {0: [c]}          recvs {1: [z]}      z <- b
 
-The adjoint of an exchange is the exchange with the roles swapped, the receiver adding to what it holds.
+The adjoint of an exchange is the exchange with the roles swapped; the receiver adds to its tensors.
 """
 
 from __future__ import annotations
@@ -28,8 +28,8 @@ from torch import Tensor
 from seqpar import native
 from seqpar.comm.entry import ThreadEntry
 
-DIMS = native.DIMS  # of a tensor that is exchanged and not contiguous
-MESSAGES_PER_EXCHANGE = 64  # sends and receives together; a larger exchange is split by `rounds`
+DIMS = native.DIMS  # of an exchanged tensor that is not contiguous
+MESSAGES_PER_EXCHANGE = 64  # sends and receives together; `rounds` splits a larger exchange
 
 
 DEAD = "; the comm is dead"
@@ -37,22 +37,22 @@ NO_FACTS: Mapping[str, object] = MappingProxyType({})
 
 
 class PeerError(RuntimeError):
-    """A rank died, never sent, sent something else, or gave up. The comm is dead afterwards and every verb says so."""
+    """A rank died, never sent, sent something else, or gave up. The comm is then dead, and every verb raises."""
 
     @classmethod
     def quoting(cls, rank: int, doing: str, first: int, reason: str) -> PeerError:
-        """The error of `rank`, busy `doing`, that quotes the root cause: `reason`, which rank `first` wrote."""
+        """The error of `rank` while `doing` something, quoting the root cause: `reason`, written by rank `first`."""
         own = f" {doing}; root cause: rank {first}" if first != rank else ""
-        # a reason that says what to do says so last, and that the comm is dead before
+        # a reason with a remedy ends in it, and mentions the dead comm before
         return cls(f"rank {rank}{own}: {reason}{'' if DEAD in reason else DEAD}")
 
 
 class Tag(NamedTuple):
-    """The number of an exchange: equal on every rank that takes part in it.
+    """The number of an exchange, equal on every rank that takes part.
 
     digest: 63 bits of the plan and of the call's signature; call: the verb's number on this comm (`Comm.next_call`);
-    phase: which part of the verb (forward, backward, ...); stage: the step inside the phase. name: the verb and the
-    phase in words, for errors; it does not travel.
+    phase: the part of the verb (forward, backward, ...); stage: the step inside the phase. name: verb and phase in
+    words, for errors; it is not sent.
     """
 
     digest: int
@@ -63,7 +63,7 @@ class Tag(NamedTuple):
 
     @property
     def numbers(self) -> tuple[int, int, int, int]:
-        """What sender and receiver have in common."""
+        """The part of the tag that sender and receiver share."""
         return self[:4]
 
     def __str__(self) -> str:
@@ -74,9 +74,9 @@ class Tag(NamedTuple):
 
 @dataclass
 class Stats:
-    """Payload counted since the last `reset`: bytes, messages and exchanges posted, and seconds spent in waits.
+    """Counts since the last `reset`: bytes, messages and exchanges posted, and seconds spent in waits.
 
-    staged_bytes: those of the received that were copied once more, since peers cannot write where they belong.
+    staged_bytes: received bytes that were copied once more, because peers could not write to their destination.
     """
 
     bytes_sent: int = 0
@@ -106,12 +106,12 @@ class Stats:
 
 
 class Work(Protocol):
-    """An exchange under way. It owns every tensor of the exchange until `wait` returns."""
+    """An exchange in progress. It owns all tensors of the exchange until `wait` returns."""
 
     def wait(self) -> None:
-        """Return when all received tensors hold their data and all sent ones may be written again.
+        """Return when all received tensors hold their data and all sent ones may be overwritten.
 
-        On CUDA this orders the current stream and returns at once. Dropping a work without waiting is an error: it
+        On CUDA this orders the current stream and returns at once. Dropping a work without waiting is an error that
         marks the comm dead.
 
         Raises: PeerError, naming the rank waited for, the tag, and the group's root cause.
@@ -123,40 +123,40 @@ class Work(Protocol):
 class Comm(Protocol):
     """A communicator: this rank's end of a fixed set of ranks.
 
-    Ranks match calls by their order, so every rank makes the same calls in one order, and one thread at a time is
-    inside a comm and its subs. What differs between ranks is an error where it can be told apart: another verb, plan,
-    option, shape or dtype, a call that one rank leaves out, and a second thread while a call runs. Calls of one form
-    cannot always be told apart: where one rank computes ``f(x), f(y)`` and another ``f(y), f(x)`` with equal shapes and
-    plans, or two threads of a rank take turns in another order than elsewhere, x meets y and nothing shows it.
+    Ranks match calls by order: every rank makes the same calls in the same order, and one thread at a time is inside a
+    comm and its subs. Differences between ranks raise where they can be detected: another verb, plan, option, shape or
+    dtype, a call that one rank omits, and a second thread during a call. Calls of the same form cannot always be told
+    apart: if one rank computes ``f(x), f(y)`` and another ``f(y), f(x)`` with equal shapes and plans, or two threads of
+    a rank take turns in another order than elsewhere, x meets y unnoticed.
     """
 
     rank: int
     size: int
     stats: Stats
-    direct: bool  # whether tensors of any strides travel from where they lie to where they belong in one copy
-    check_every: str  # "batch": verbs compare a signature over ranks when they first see it; "call": every time
+    direct: bool  # whether tensors of any strides go from source to destination in one copy
+    check_every: str  # "batch": verbs compare a signature over ranks when it is new; "call": every time
     entry: ThreadEntry  # of threads, one at a time
-    agreed: dict[int, object]  # what ranks agreed on, by keys of 63 bits -> what a verb keeps with it
+    agreed: dict[int, object]  # agreed keys of 63 bits -> what a verb caches with each
 
     def exchange(
         self, sends: Mapping[int, Sequence[Tensor]], recvs: Mapping[int, Sequence[Tensor]], *, tag: Tag
     ) -> Work:
         """Post one exchange and return without blocking.
 
-        sends, recvs: peer -> tensors of any dtype, contiguous unless the comm is `direct` and they have at most
-        `DIMS` dims; empty tensors are dropped, never posted. Peers exclude the rank itself. Both sides give the same
-        number of tensors, shapes and dtypes for a pair.
+        sends, recvs: peer -> tensors of any dtype; contiguous, unless the comm is `direct` and they have at most `DIMS`
+        dims. Empty tensors are dropped. The rank itself is not a peer. Both sides of a pair give the same number of
+        tensors, shapes and dtypes.
 
         Raises: ValueError for a peer outside the comm or a non-contiguous tensor; PeerError if the comm is dead.
         """
         ...
 
     def empty(self, shape: Sequence[int], dtype: torch.dtype, device: torch.device) -> Tensor:
-        """Uninitialised memory that peers can write directly where the transport has such memory."""
+        """Uninitialised memory, which peers can write directly if the transport has such memory."""
         ...
 
     def sub(self, ranks: Sequence[int]) -> Comm:
-        """The same comm seen by some of its ranks, renumbered in the given order: no group is made, nothing is sent.
+        """The same comm for some of its ranks, renumbered in the given order; no group is created, nothing is sent.
 
         Every one of `ranks` calls it; this rank is one of them.
         """
@@ -167,38 +167,39 @@ class Comm(Protocol):
         ...
 
     def check(self) -> None:
-        """Raise PeerError if this comm is dead, else return."""
+        """Raise PeerError if this comm is dead."""
         ...
 
     def next_call(self) -> int:
-        """The number of the verb that starts now: local, equal on all ranks, as all run the verbs in one order."""
+        """The number of the verb that starts now: local, and equal on all ranks, since all run verbs in the same
+        order."""
         ...
 
     def agree(self, what: str, facts: Mapping[str, object], error: Exception | None = None) -> None:
-        """Return if every rank gave equal facts and no error; otherwise raise on every rank. A collective.
+        """Return if every rank passes equal facts and no error; otherwise raise on every rank. A collective.
 
-        what: the call, for the message. facts: name -> value, compared by `repr`. error: what this rank alone found
-        wrong with its own arguments; it raises that here and ValueError, quoting it, everywhere else.
+        what: the call, for messages. facts: name -> value, compared by `repr`. error: an error in this rank's own
+        arguments; it is raised on this rank, and ValueError quoting it on every other rank.
 
-        Raises: ValueError saying which rank differs, in which fact, and both values; PeerError after the timeout.
+        Raises: ValueError naming the differing ranks, the fact and both values; PeerError after the timeout.
         """
         ...
 
     def gather(
         self, what: str, value: Any, error: Exception | None = None, *, facts: Mapping[str, object] = NO_FACTS
     ) -> list[Any]:
-        """Every rank's value, by rank, on every rank. A collective over the CPU channel, for facts and not for tensors.
+        """Every rank's value, by rank, on every rank. A collective over the CPU channel, for facts rather than tensors.
 
-        what: the call, for messages. value: anything small that pickles. error: what this rank found wrong instead.
-        facts: what must be equal besides, as of `agree`, which this is at once.
+        what: the call, for messages. value: any small object that pickles. error: an error on this rank in place of a
+        value. facts: must be equal on all ranks, as in `agree`, which is included.
 
-        Raises: the error here, and ValueError quoting it on every other rank; ValueError if ranks are in different
+        Raises: the error on this rank, and ValueError quoting it on every other; ValueError if ranks are in different
         calls or differ in a fact; PeerError after the timeout.
         """
         ...
 
     def abort(self, reason: str) -> None:
-        """Write (rank, reason) where peers read the root cause, unless one stands there, and mark this comm dead."""
+        """Publish (rank, reason) as the root cause for peers, unless there is one, and mark this comm dead."""
         ...
 
 
@@ -207,8 +208,8 @@ def rounds(
 ) -> dict[tuple[int, int], dict[int, list[Tensor]]]:
     """One side of an exchange, round -> peer -> tensors, at most `MESSAGES_PER_EXCHANGE` messages a round, none empty.
 
-    A message goes by its offset ``(receiver - sender) mod size`` and its index in the pair's list, both of which
-    sender and receiver know, so all ranks cut alike without talking: a round is a block of offsets and of indices.
+    A message is placed by its offset ``(receiver - sender) mod size`` and its index in the pair's list. Sender and
+    receiver know both, so all ranks cut alike without a message: a round is a block of offsets and indices.
     """
     half = MESSAGES_PER_EXCHANGE // 2
     per_peer = max(1, half // max(1, min(size - 1, half)))
@@ -223,7 +224,7 @@ def rounds(
 
 
 class Sides(NamedTuple):
-    """Both sides of an exchange, peer -> tensors that hold something, and the devices of all tensors."""
+    """Both sides of an exchange, peer -> non-empty tensors, and the devices of all tensors."""
 
     sends: dict[int, list[Tensor]]
     recvs: dict[int, list[Tensor]]
@@ -234,12 +235,12 @@ def checked_sides(
     rank: int, ranks: Sequence[int], sends: Mapping[int, Sequence[Tensor]], recvs: Mapping[int, Sequence[Tensor]], *,
     direct: bool = False,
 ) -> Sides:  # fmt: skip
-    """The sides of an exchange of a comm, by the numbers of peers in the group, without peers left with nothing.
+    """The sides of an exchange, by the peers' numbers in the group; peers without tensors are left out.
 
-    rank: this one in the comm. ranks: the comm's, in the group.
+    rank: this rank in the comm. ranks: the comm's ranks, in the group.
 
-    Raises: ValueError for a peer that is not another rank of the comm, or a tensor that is not contiguous and, if the
-    comm is direct, has more than `DIMS` dims.
+    Raises: ValueError for a peer that is not another rank of the comm, or a tensor that is not contiguous (if the comm
+    is direct: and has more than `DIMS` dims).
     """
     checked = Sides({}, {}, set())
     for side, tensors, sending in ((checked.sends, sends, True), (checked.recvs, recvs, False)):
@@ -262,7 +263,7 @@ def checked_sides(
 
 
 def _check_memory(x: Tensor, index: int, peer: int, *, sending: bool, direct: bool) -> None:
-    """Raise ValueError for a tensor that cannot travel from where it lies, or to there."""
+    """Raise ValueError for a tensor that cannot be sent from, or received into, its memory."""
     what = f"exchange: tensor {index} to {'send to' if sending else 'receive from'} rank {peer}"
     strided = f"{what} has shape {tuple(x.shape)} and strides {x.stride()}; expected"
     if not x.is_contiguous():
@@ -279,7 +280,7 @@ def _check_memory(x: Tensor, index: int, peer: int, *, sending: bool, direct: bo
 
 
 def subset(rank: int, size: int, ranks: Sequence[int]) -> list[int]:
-    """The argument of `Comm.sub`, checked.
+    """The ranks of `Comm.sub`, checked.
 
     Raises: ValueError unless ranks are distinct ranks of the comm with the calling one among them.
     """
@@ -290,7 +291,7 @@ def subset(rank: int, size: int, ranks: Sequence[int]) -> list[int]:
 
 
 class Claim(NamedTuple):
-    """What one rank says in `Comm.agree`: the call, its facts by `repr`, and its own error as text, or None."""
+    """One rank's contribution to `Comm.agree`: the call, its facts by `repr`, and its error as text, or None."""
 
     what: str
     facts: dict[str, str]
@@ -304,9 +305,9 @@ class Claim(NamedTuple):
 
 
 def raise_first(claims: Sequence[Claim], own: Exception | None) -> None:
-    """Return if the claims of all ranks, in rank order, are equal and free of errors; else raise as `agree` promises.
+    """Return if all ranks' claims, in rank order, are equal and without errors; else raise as `agree` promises.
 
-    own: this rank's error, raised here as it is. Every rank reaches the same verdict from the same claims.
+    own: this rank's error, raised unchanged. Every rank reaches the same verdict from the same claims.
     """
     if own is not None:
         raise own
@@ -326,7 +327,7 @@ def raise_first(claims: Sequence[Claim], own: Exception | None) -> None:
 
 
 def _by_value(by_rank: Sequence[str]) -> str:
-    """Values with the ranks that gave them, the most common one first: '8 on ranks 0, 1, 3; 16 on rank 2'."""
+    """Values with the ranks that gave them, the most common value first: '8 on ranks 0, 1, 3; 16 on rank 2'."""
     parts = []
     for value, count in Counter(by_rank).most_common():
         ranks = [rank for rank, said in enumerate(by_rank) if said == value]

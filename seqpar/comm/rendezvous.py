@@ -1,4 +1,4 @@
-"""How the ranks of a group make a comm together: over the group's store, before there is anything faster."""
+"""The rendezvous of a group's ranks, which create a comm together: over the group's store, before any faster way."""
 
 from __future__ import annotations
 
@@ -22,12 +22,12 @@ from seqpar.comm.protocol import PeerError
 
 T = TypeVar("T")
 
-PATIENCE = 300.0  # seconds, of a rank whose timeout is none
-GRACE = 5.0  # seconds that ranks may be apart when they give up
+PATIENCE = 300.0  # seconds, for a rank whose timeout is invalid
+GRACE = 5.0  # seconds by which ranks may differ when they give up
 
 
 def machine() -> list[str]:
-    """What processes that can map each other's memory have in common, and the name a reader knows it by last."""
+    """Identifiers shared by processes that can map each other's memory; the last one is the name for readers."""
     try:
         boot = Path("/proc/sys/kernel/random/boot_id").read_text().strip()
         processes = os.readlink("/proc/self/ns/pid")
@@ -37,18 +37,18 @@ def machine() -> list[str]:
 
 
 class Rendezvous:
-    """The ranks of a group while they make something together: each says what it has, and hears what all have.
+    """A meeting of a group's ranks: each rank contributes something and receives all contributions.
 
-    name: of what is made, for errors; store: the group's; timeout: seconds to wait for a rank. Each rank writes a token
-    of this meeting beside those that it sees of the others, again whenever one changes, and goes on when all have
-    written the same: so every rank is here now, and whoever missed a meeting or left one early is here for this one.
+    name: of the object to create, for errors. store: the group's. timeout: seconds to wait for a rank. Each rank writes
+    a token of this meeting with the tokens that it sees of the others, again at every change, and continues when all
+    have written the same. So all ranks are present, even one that missed an earlier meeting or left it early.
 
-    Raises: PeerError naming the ranks that did not come in time, also in what follows.
+    Raises: PeerError naming the ranks that did not come in time; also from the methods.
     """
 
     def __init__(self, name: str, store: Any, rank: int, size: int, timeout: Any) -> None:
         self._name, self._store, self._rank, self._size = name, store, rank, size
-        # a wrong timeout is for the first round to tell everyone
+        # the first round reports a wrong timeout to all ranks
         self._timeout = float(timeout) if is_timeout(timeout) else PATIENCE
         self._rounds = 0
         with self._held():
@@ -71,12 +71,12 @@ class Rendezvous:
             if all(tokens_seen == tokens for rank, tokens_seen in enumerate(lists) if rank != self._rank):
                 return tokens
             if not left:
-                # who has written this token has been here
+                # whoever wrote this token has been in this meeting
                 raise self._missed([r for r, x in enumerate(lists) if r != self._rank and (not x or own not in x)])
         raise AssertionError("polls end with a raise")
 
     def _polls(self, seconds: float | None = None) -> Iterator[bool]:
-        """Whether there is time left, again and again: until there is none, and once more."""
+        """True while time is left, then once False, with pauses in between."""
         deadline, pause = time.monotonic() + (self._timeout if seconds is None else seconds), 0.001
         while time.monotonic() <= deadline:
             yield True
@@ -86,7 +86,7 @@ class Rendezvous:
 
     @contextmanager
     def _held(self) -> Iterator[None]:
-        """Says who holds the store if it does not answer."""
+        """Names the likely owner of the store if the store does not answer."""
         try:
             yield
         except dist.DistError as error:
@@ -103,10 +103,10 @@ class Rendezvous:
         )
 
     def hear(self, make: Callable[[], T]) -> list[T]:
-        """What `make` returned on every rank, by rank; it must be made of what JSON knows.
+        """The results of `make` on every rank, by rank; they must be JSON values.
 
-        Raises: on every rank if it raised on any: here the error itself, elsewhere one that quotes it, ValueError for a
-        ValueError and RuntimeError for others. PeerError naming the ranks that did not come in time.
+        Raises: on every rank if it raised on any: on that rank the error itself, on others ValueError (for a
+        ValueError) or RuntimeError quoting it. PeerError naming the ranks that did not come in time.
         """
         error: Exception | None = None
         own: dict[str, Any]
@@ -116,7 +116,7 @@ class Rendezvous:
             error = raised
             own = {"error": f"{type(raised).__name__}: {raised}", "value": isinstance(raised, ValueError)}
         with self._held():
-            # also with an error: who is at the next meeting already cannot be found here
+            # after an error too: a rank that is already at the next meeting cannot be met here
             answers = self._swap(own)
         if error is not None:
             raise error
@@ -127,11 +127,11 @@ class Rendezvous:
         return [answer["made"] for answer in answers]
 
     def connect(self, make: Callable[[], T]) -> T:
-        """What `make` returns, which waits for the same of all other ranks, and returned there too.
+        """The result of `make`, which waits for the same of all other ranks and has returned on all of them.
 
-        It runs on a thread of its own, so that Ctrl-C need not wait for it.
+        It runs on its own thread, so that Ctrl-C need not wait for it.
 
-        Raises: RuntimeError quoting the rank where it failed first, PeerError naming the ranks that left.
+        Raises: RuntimeError quoting the rank that failed first; PeerError naming the ranks that left.
         """
         start, results, failures = time.monotonic(), queue.SimpleQueue[T](), queue.SimpleQueue[tuple[float, str]]()
 
@@ -147,7 +147,7 @@ class Rendezvous:
         done = not results.empty()
         lost = (self._timeout, "the connection was not made in time") if failures.empty() else failures.get()
         with self._held():
-            # who is at it longer than this has left
+            # a rank that takes longer than this has left
             answers = self._swap({} if done else {"lost": lost}, min(self._timeout, GRACE))
         if losses := [(*answer["lost"], rank) for rank, answer in enumerate(answers) if "lost" in answer]:
             _, why, rank = min(losses)
@@ -155,7 +155,7 @@ class Rendezvous:
         return results.get()
 
     def _swap(self, own: dict[str, Any], seconds: float | None = None) -> list[dict[str, Any]]:
-        """What every rank wrote in this round, by rank; waits for `seconds`, else for the timeout."""
+        """Every rank's contribution to this round, by rank. seconds: to wait, by default the timeout."""
         self._rounds += 1
         keys = [f"seqpar/{self._name}/{self.number}/{self._rounds}/{rank}" for rank in range(self._size)]
         self._store.set(keys[self._rank], json.dumps(own))

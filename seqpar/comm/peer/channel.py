@@ -1,11 +1,11 @@
-"""What the ranks of a `PeerComm` share: how streams of GPUs write straight into each other's memory.
+"""The channel of a `PeerComm`: streams of GPUs write straight into each other's memory.
 
-Every rank has a pool of device memory that all ranks map, and in front of it words of 32 bits. Messages of an ordered
-pair are numbered, an epoch is a message's number, and a rank's streams wait on words of its own memory only:
+Every rank has a pool of device memory that all ranks map, preceded by 32-bit words. Messages of an ordered pair are
+numbered; an epoch is a message's number. A rank's streams only wait on words of its own memory:
 
-    credit     written by the receiver's stream where it posted: from here on the buffer may be written
+    credit     written by the receiver's stream at its posting: the buffer may be written from here on
     arrival    written by the sender's copy stream after the bytes
-    sent       likewise, for the sender itself: from here on the source may be written
+    sent       written likewise, for the sender itself: the source may be overwritten from here on
 
                rank 0, the sender                                  rank 1, the receiver
     exchange   event: the source is written         <- offer --    credit stream: event, write(credit of rank 0)
@@ -13,13 +13,13 @@ pair are numbered, an epoch is a message's number, and a rank's streams wait on 
                copy, write(arrival of rank 1, sent) -- arrive ->
     wait       wait(sent)                                          wait(arrival), mark if poisoned
 
-What belongs where goes from host to host (`offer`, `arrive`: the mailbox of shared memory that `ShmComm` uses too).
-Hosts talk in `exchange` and `wait` alone, in the order of exchanges, and `wait` returns once all hosts concerned have
-launched their part. So the write that ends a wait is always launched before the wait is: nothing that blocks a host,
-such as freeing memory, and no two streams that share a queue of the hardware can keep a device from going on.
+Destinations go from host to host (`offer`, `arrive`: the shared-memory mailbox that `ShmComm` uses too). Hosts
+communicate in `exchange` and `wait` only, in the order of exchanges, and `wait` returns once all hosts involved have
+launched their part. So the write that ends a wait is always launched before the wait. Therefore nothing that blocks a
+host, such as freeing memory, and no two streams that share a hardware queue can stall a device.
 
-A comm dies by a cause that is written for all ranks, then by a word `poison` in every rank's memory. From there on
-waits for arrivals are let go and what was received is NaN; see `PeerChannel.poison` for the order of these steps.
+A comm dies by a cause that is published to all ranks, then by a word `poison` in every rank's memory. From then on
+waits for arrivals are released, and received tensors are NaN; see `PeerChannel.poison` for the order of these steps.
 """
 
 from __future__ import annotations
@@ -54,13 +54,13 @@ _Side = Mapping[int, Sequence[Tensor]]
 
 @dataclass(eq=False)
 class PeerExchange:
-    """One exchange on its way, and all tensors of it. Peers are the channel's ranks."""
+    """One exchange in progress, with all its tensors. Peers are the channel's ranks."""
 
     tag: Tag
-    ready: Any = None  # event: the tensors to send are written, those to receive may be
-    sends: dict[int, deque[tuple[list[int], Tensor]]] = field(default_factory=dict)  # what is still to be pushed
+    ready: Any = None  # event: tensors to send are written, tensors to receive may be
+    sends: dict[int, deque[tuple[list[int], Tensor]]] = field(default_factory=dict)  # tensors still to be pushed
     begun: set[int] = field(default_factory=set)  # peers whose copy stream has waited for its credit
-    arrivals: dict[int, int] = field(default_factory=dict)  # peer -> messages from it that have arrived then
+    arrivals: dict[int, int] = field(default_factory=dict)  # peer -> messages from it that will have arrived
     sent: dict[int, int] = field(default_factory=dict)
     blocks: list[Tensor] = field(default_factory=list)  # of the pool, received into
     staged: list[tuple[Tensor, Tensor]] = field(default_factory=list)  # (target, block)
@@ -69,12 +69,12 @@ class PeerExchange:
 
     @property
     def name(self) -> str:
-        """What it is for."""
+        """The exchange in words."""
         return str(self.tag)
 
 
 class _Flight(NamedTuple):
-    """Waits that a stream was given, address of a word -> epoch, for a call: they are over when `event` is."""
+    """Waits of a stream for a call, address of a word -> epoch; they are over when `event` is."""
 
     event: Any
     words: dict[int, int]
@@ -85,9 +85,9 @@ class _Flight(NamedTuple):
 
 
 class PeerChannel(Channel):
-    """What a comm and its subs share. Ranks are the control comm's.
+    """The connection that a comm and its subs share. Ranks are the control comm's.
 
-    One thread at a time uses it, under `lock`; the monitor and what it starts touch words and the cause alone.
+    One thread at a time uses it, under `lock`; the monitor and its threads only touch words and the cause.
     """
 
     def __init__(self, control: Comm, cuda: Any, pool_bytes: int, timeout: float) -> None:
@@ -110,17 +110,17 @@ class PeerChannel(Channel):
         self._open_mail(self.memory.mails)
         self.pool = DevicePool(cuda, self.base + self.words.bytes, pool_bytes)
         peers = [peer for peer in range(self.size) if peer != self.rank]
-        # streams of one priority may share a queue of the hardware: what waits for peers must not hold up compute, and
-        # what lets waits go not wait behind them
+        # streams of one priority may share a hardware queue: a wait for peers must not hold up compute, and a release
+        # must not queue behind the waits
         self.copies = {peer: cuda.stream(-1) for peer in peers}
         self.credits, self.private = cuda.stream(-1), cuda.stream(-5)
         self.posted, self.pushed = dict.fromkeys(peers, 0), dict.fromkeys(peers, 0)  # messages so far
         self.offers: dict[int, deque[tuple[list[int], int, list[int]]]] = {peer: deque() for peer in peers}
         self.pushing: deque[PeerExchange] = deque()
         self.flying: deque[_Flight] = deque()
-        self.orphans: list[object] = []  # what streams may still use after a failure
+        self.orphans: list[object] = []  # tensors that streams may still use after a failure
         self.poisoned = threading.Event()
-        self.closing, self.closed = threading.Lock(), False  # held by who gives streams orders to let go
+        self.closing, self.closed = threading.Lock(), False  # held while streams get orders to release
         self.monitor = Monitor(timeout, self._stuck, self._look)
 
     def _open_mail(self, addresses: Sequence[list[int]]) -> None:
@@ -135,13 +135,13 @@ class PeerChannel(Channel):
         self.ops.shm_ready(self.mail)
 
     def close(self) -> None:
-        """Give the memory back. Every rank calls it, after its last wait."""
+        """Free the memory. Every rank calls it, after its last wait."""
         self.check("closing")
         streams = (*self.copies.values(), self.credits, self.private)
         for stream in (*streams, self.cuda.current()):
             self.cuda.record(stream).synchronize()
         self.control.agree("PeerComm.close", {})
-        # nothing is left that would have to be let go
+        # nothing is left that would have to be released
         self.poisoned.set()
         self.ops.shm_fail(self.mail, "the comm is closed")
         with self.closing:
@@ -155,7 +155,7 @@ class PeerChannel(Channel):
     # --- exchanges
 
     def post(self, scope: int, tag: Tag, sends: _Side, recvs: _Side) -> PeerExchange:
-        """Let the current stream give its credits, and tell peers; push what they wait for already."""
+        """Make the current stream give its credits, tell peers, and push everything that peers wait for already."""
         self.calls.append(tag)
         with self.lock:
             stream, work = self.cuda.current(), PeerExchange(tag)
@@ -185,7 +185,7 @@ class PeerChannel(Channel):
             return work
 
     def _place(self, work: PeerExchange, target: Tensor, stream: Any, peer: int) -> Tensor:
-        """Where a message is to be written: the tensor itself, or a block if peers cannot write there."""
+        """The memory for a message: the tensor itself, or a block of the pool if peers cannot write to the tensor."""
         place = target if self.pool.owns(target) else self.pool.take(target.shape, target.dtype, stream)
         if place is None:
             self.fail(
@@ -199,7 +199,7 @@ class PeerChannel(Channel):
         return place
 
     def progress(self) -> None:
-        """Make the offers that the mailbox has room for, and push in the order of exchanges what peers offered."""
+        """Make the offers that the mailbox has room for, and push, in the order of exchanges, what peers offered."""
         for peer, offers in self.offers.items():
             while offers and self.ops.shm_offer(self.mail, peer, *offers[0]):
                 offers.popleft()
@@ -235,7 +235,7 @@ class PeerChannel(Channel):
             self.ops.shm_arrive(self.mail, peer)
 
     def meet(self, work: PeerExchange) -> None:
-        """Return when all hosts have launched their part of an exchange. Others may use the channel while this sleeps.
+        """Return when all hosts have launched their part of an exchange. The channel stays usable while this sleeps.
 
         Raises: PeerError, after the timeout naming a rank that has not.
         """
@@ -252,20 +252,21 @@ class PeerChannel(Channel):
             doing = f"in {work.name}, waiting for rank {late[0]}"
             self.check(doing)
             left = deadline - time.monotonic()
-            # who is lost may have done its part before: looked at once more since
+            # a lost rank may have done its part before: look once more
             if still := [peer for peer in late if peer in gone]:
                 self.fail(f"in {work.name}: lost rank {still[0]}, {gone[still[0]]}")
             elif left <= 0:
                 self.fail(waited(f"in {work.name}", self.timeout, late[0]))
             else:
                 gone = {peer: why for peer in late if (why := lost(self.mail, peer))}
-                # the control comm has no bell here
+                # the control comm has no bell
                 self.ops.shm_wait(self.mail, seen, min(left, 0.1))
                 continue
             raise self.error(doing)
 
     def follow(self, work: PeerExchange) -> None:
-        """Let the current stream wait for an exchange whose hosts have met, and mark what a dead comm received."""
+        """Make the current stream wait for an exchange whose hosts have met, and mark the tensors if the comm is
+        dead."""
         stream, base, words = self.cuda.current(), self.base, self.words
         arrivals = {base + words.arrival(peer): epoch(count - 1) for peer, count in work.arrivals.items()}
         sent = {base + words.sent(peer): epoch(count - 1) for peer, count in work.sent.items()}
@@ -286,9 +287,9 @@ class PeerChannel(Channel):
         self.cuda.wait(stream, words, 2 * self.timeout, self.base + self.words.poison, heeds_poison)
 
     def _used(self, stream: Any, tensors: Sequence[Tensor]) -> None:
-        """Say that memory which other streams were given may be theirs again once `stream` is here.
+        """Tell that memory last used by other streams may be reused once `stream` gets here.
 
-        It has waited for the copies, so that to name it covers the streams of those as well.
+        `stream` has waited for the copies, so naming it covers their streams too.
         """
         owned = [self.pool.owns(x) for x in tensors]
         self.pool.used([x for x, own in zip(tensors, owned, strict=True) if own], stream)
@@ -298,7 +299,7 @@ class PeerChannel(Channel):
 
     @property
     def cause(self) -> tuple[int, str] | None:
-        """The (rank, reason) for which the comm is dead, None while it lives."""
+        """The (rank, reason) that killed the comm, None while it lives."""
         if not self.end.alive:
             return self.rank, "nobody holds the comm any more"
         text = self.ops.shm_cause(self.mail)
@@ -313,14 +314,14 @@ class PeerChannel(Channel):
         return int(rank), reason
 
     def check(self, doing: str = "cannot go on") -> None:
-        """Return if the comm lives. Raises: PeerError, also in a process that was forked from the rank's."""
+        """Raise PeerError if the comm is dead, or in a process forked from the rank's."""
         self.owner.check()
         if self.cause is not None:
             self.poison()
             raise self.error(doing)
 
     def fail(self, reason: str) -> None:
-        """Make this rank's reason the root cause unless one stands, and let all ranks know; in a fork do nothing."""
+        """Make this rank's reason the root cause, unless there is one, and tell all ranks; in a fork do nothing."""
         if not self.owner.in_own_process:
             return
         self.ops.shm_fail(self.mail, reason)
@@ -330,14 +331,14 @@ class PeerChannel(Channel):
         self.control.abort(reason if first == self.rank else f"rank {first}: {reason}")
 
     def poison(self) -> None:
-        """Mark the memory of all ranks, then let this rank's streams go. Needs no lock and waits for nothing.
+        """Mark the memory of all ranks, then release this rank's streams. Needs no lock and waits for nothing.
 
-        Waits for arrivals end at once, after the mark that makes what they brought NaN. A copy whose credit has not
-        come stays where it is, as its target may be in use: the peer's stream, let go in the same way, gives the
-        credit. If it does not for another timeout, or the peer's process is gone, the copy is let go as well. Until
-        then its source is not written either, since `sent` comes from the copy alone: what arrives late is right.
-        A kernel that waits, see `Cuda`, lets go by itself after two timeouts, poisoned: a copy goes on then too, as
-        one of a copy engine cannot look at a word.
+        Waits for arrivals end at once, after the mark that makes the received tensors NaN. A copy without its credit
+        stays where it is, since its target may be in use: the peer's stream, released in the same way, gives the
+        credit. If that takes another timeout, or the peer's process is gone, the copy is released too. Until then its
+        source is not overwritten either, since only the copy writes `sent`: what arrives late is right. A waiting
+        kernel, see `Cuda`, releases itself after two timeouts, poisoned; a copy then continues too, since a copy engine
+        cannot look at a word.
         """
         if self.poisoned.is_set():
             return
@@ -358,7 +359,7 @@ class PeerChannel(Channel):
                 for peer, number in self.pushed.items():
                     if waited > self.timeout or self.ops.shm_ended(self.mail, peer):
                         words[self.base + self.words.credit(peer)] = epoch(number + AHEAD)
-                # again and again: a peer that is late writes a smaller epoch over it
+                # repeatedly: a late peer may overwrite it with a smaller epoch
                 if not self._order(words) or waited >= 2 * self.timeout:
                     return
                 time.sleep(0.02)
@@ -367,16 +368,16 @@ class PeerChannel(Channel):
             log.warning("rank %d: the device does not take orders any more: %s", self.rank, error)
 
     def _order(self, words: Mapping[int, int]) -> bool:
-        """Write words past all that waits, unless the memory is given back."""
+        """Write words past all waits, unless the memory is freed."""
         with self.closing:
             if not self.closed:
                 self.cuda.write(self.private, words)
             return not self.closed
 
-    # --- what the monitor's thread calls
+    # --- called by the monitor's thread
 
     def _look(self) -> bool:
-        """Whether the comm is dead, as it is if the process of a rank has ended that a stream waits for."""
+        """Whether the comm is dead; it is if a process has ended for whose rank a stream waits."""
         if self.cause is None:
             ended = [peer for peer in self.copies if self.ops.shm_ended(self.mail, peer)]
             if ended and (missing := [word for word in self._missing() if word[1] in ended]):
@@ -387,7 +388,7 @@ class PeerChannel(Channel):
         return self.poisoned.is_set()
 
     def _stuck(self, reason: str) -> None:
-        """A stream does not go on."""
+        """Fail: a stream does not continue."""
         missing = ", ".join(what for what, *_ in self._missing()) or "a stream"
         self.fail(
             f"{reason}: {missing} did not come{DEAD}; give the comm a longer timeout if what devices compute before "
@@ -395,7 +396,7 @@ class PeerChannel(Channel):
         )
 
     def _missing(self) -> list[tuple[str, int, str]]:
-        """(what, peer, call) of the words that the first stream to wait waits for."""
+        """(what, peer, call) of the words that the earliest wait of a stream waits for."""
         flight = next((item for item in list(self.flying) if not item.is_completed()), None)
         if flight is None:
             return []

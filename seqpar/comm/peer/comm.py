@@ -1,4 +1,4 @@
-"""`PeerComm`: ranks on the GPUs of one node, which write straight into each other's memory; `channel` says how."""
+"""`PeerComm`: ranks on the GPUs of one node, which write straight into each other's memory; see `channel`."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ class _PeerWork(WorkBase[PeerChannel]):
         self._channel.meet(self._exchange)
         with self._channel.lock:
             self._channel.follow(self._exchange)
-        # what comes next on this stream may reuse the memory
+        # later work on this stream may reuse the memory
         del self._exchange
 
     def _keep(self) -> None:
@@ -39,19 +39,19 @@ class _PeerWork(WorkBase[PeerChannel]):
 
 
 class PeerComm(CommBase[PeerChannel]):
-    """A rank on a GPU of this machine, or one of several on the same. See `Comm`, and the module for how it works.
+    """A rank on a GPU of this machine; several may share one. See `Comm`, and the module for how it works.
 
     group: a `ProcessGroup`, a 1-D `DeviceMesh`, or None for the default group: processes of one machine. device: this
-    rank's, default the current one. pool_bytes: device memory that peers can write, for `empty` and for what is
-    received elsewhere. timeout: seconds after which a wait fails. check: how often verbs compare their arguments over
-    the ranks. signals: how streams signal, see `Cuda`.
+    rank's, by default the current one. pool_bytes: device memory that peers can write, for `empty` and for tensors
+    received outside the pool. timeout: seconds after which a wait fails. check: how often verbs compare their arguments
+    over the ranks. signals: how streams signal, see `Cuda`.
 
-    A collective constructor. CPU tensors travel over the comm of the hosts. A sub shares its parent's `stats`, whose
-    `sent_to` counts by the parent's ranks. The pool lives until `close`, else until the process ends, as memory that
+    A collective constructor. CPU tensors are sent over the hosts' comm. A sub shares its parent's `stats`, whose
+    `sent_to` counts by the parent's ranks. The pool lives until `close`, or until the process ends, since memory that
     others map must not be freed.
 
-    Raises: NotImplementedError, on every rank alike, if the GPU of one rank cannot map the memory of another; also
-    where `Cuda` does. ValueError where `ShmComm` does.
+    Raises: NotImplementedError, on every rank, if one rank's GPU cannot map another's memory, and where `Cuda` does;
+    ValueError where `ShmComm` does.
     """
 
     direct = True
@@ -85,9 +85,9 @@ class PeerComm(CommBase[PeerChannel]):
         timeout: float = 60.0,
         signals: str = "auto",
     ) -> list[PeerComm]:
-        """One comm for each of `size` ranks of this process; give each to its own thread.
+        """One comm for each of `size` ranks in this process; give each to its own thread.
 
-        devices: of the ranks, default the current device for all. The other arguments are each rank's.
+        devices: one per rank, by default the current device for all. The other arguments apply to every rank.
         """
         if devices is not None and len(devices) != size:
             raise ValueError(f"PeerComm.world: {len(devices)} devices for {size} ranks, expected one each")
@@ -100,20 +100,20 @@ class PeerComm(CommBase[PeerChannel]):
 
     @classmethod
     def over(cls, control: ShmComm | LocalComm, cuda: Any, pool_bytes: int, timeout: float) -> PeerComm:
-        """The comm of a rank whose host talks to the others' over `control`, which nobody else uses. A collective."""
+        """The comm of a rank whose host uses `control`, and nobody else does. A collective."""
         comm = cls.__new__(cls)
         comm._begin(control, cuda, pool_bytes, timeout)
         return comm
 
     def _begin(self, control: ShmComm | LocalComm, cuda: Any, pool_bytes: int, timeout: float) -> None:
         self._control = control
-        # what ranks count and agree on is the control comm's
+        # ranks count and agree over the control comm
         self._join(
             PeerChannel(control, cuda, pool_bytes, timeout), (), control.stats, control._counters, control.check_every
         )
 
     def sub(self, ranks: Sequence[int]) -> PeerComm:
-        """The same memory seen by some of the ranks, renumbered."""
+        """The same memory for some of the ranks, renumbered."""
         view = super().sub(ranks)
         view._control = self._control.sub(ranks)
         return view
@@ -123,7 +123,7 @@ class PeerComm(CommBase[PeerChannel]):
     ) -> Work:
         """Post one exchange: see `Comm.exchange`. All its tensors are on the comm's device, or all on the CPU.
 
-        Raises: NotImplementedError while a graph is captured, beside what `Comm.exchange` raises.
+        Raises: NotImplementedError while a graph is captured; otherwise as `Comm.exchange`.
         """
         channel = self._channel
         sides = checked_sides(self.rank, self._ranks, sends, recvs, direct=True)
@@ -158,11 +158,11 @@ class PeerComm(CommBase[PeerChannel]):
         )
 
     def empty(self, shape: Sequence[int], dtype: torch.dtype, device: torch.device) -> Tensor:
-        """Memory of the pool, which peers write directly, while there is room; else ordinary memory, which they do not.
+        """Memory of the pool, which peers write directly, while there is room; else ordinary memory, which they cannot.
 
-        An eighth of the pool is left for what is received into such memory.
+        1/8 of the pool is reserved for staging tensors that are received into ordinary memory.
 
-        It is free when the last tensor on it is gone and then given to others in stream order: see `DevicePool`.
+        A block is free when its last tensor is gone; other streams get it in stream order: see `DevicePool`.
         """
         channel = self._channel
         if torch.device(device) != channel.cuda.device:
@@ -173,7 +173,7 @@ class PeerComm(CommBase[PeerChannel]):
         return torch.empty(tuple(shape), dtype=dtype, device=device) if block is None else block
 
     def warm_up(self, peers: Sequence[int]) -> None:
-        """Nothing: all memory is mapped since the constructor."""
+        """Nothing: the constructor has mapped all memory."""
         return None
 
     @enters
@@ -189,7 +189,7 @@ class PeerComm(CommBase[PeerChannel]):
         return self._together(what, lambda: self._control.gather(what, value, error, facts=facts))
 
     def _together(self, what: str, over_hosts: Callable[[], T]) -> T:
-        """What the hosts' comm makes of a collective of theirs, after this rank has pushed what it can."""
+        """The result of a collective of the hosts' comm, after this rank has pushed everything it can."""
         channel = self._channel
         channel.check(f"cannot agree on {what}")
         with channel.lock:
@@ -201,5 +201,5 @@ class PeerComm(CommBase[PeerChannel]):
             raise
 
     def close(self) -> None:
-        """Give the pool back, of which no tensor may be in use any more. A collective, after which the comm is dead."""
+        """Free the pool, whose tensors must not be in use. A collective; afterwards the comm is dead."""
         self._channel.close()

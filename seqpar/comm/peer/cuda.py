@@ -1,7 +1,7 @@
-"""What `PeerComm` asks of a CUDA device: memory that peers map, and what its streams do in order.
+"""The operations of `PeerComm` on a CUDA device: memory that peers map, and work in stream order.
 
-Everything that `PeerComm` does to a device goes through these few methods, so that its tests run it on a model of one.
-An address is a number; a word is four bytes of a device's memory at an address.
+`PeerComm` uses a device through these few methods only, so that its tests can run on a model of one. An address is a
+number; a word is four bytes of device memory at an address.
 """
 
 from __future__ import annotations
@@ -19,11 +19,11 @@ from seqpar.comm.protocol import DIMS
 class Cuda:
     """A CUDA device of this process.
 
-    signals: "driver" writes and waits for words with operations of the driver, which need no multiprocessor; "kernel"
-    with kernels of one block; "auto" the former where the driver has them.
+    signals: "driver" writes and waits for words by operations of the driver, which need no multiprocessor; "kernel" by
+    kernels of one block; "auto" is "driver" if the driver has these operations.
 
-    Raises: NotImplementedError where CUDA, or the extension with it, is missing, on ROCm, or if the driver lacks what
-    `signals` asks for.
+    Raises: NotImplementedError without CUDA or the extension for it, on ROCm, or if the driver lacks the operations
+    that `signals` needs.
     """
 
     def __init__(self, device: torch.device | str | int | None = None, *, signals: str = "auto") -> None:
@@ -45,23 +45,23 @@ class Cuda:
     # memory
 
     def allocate(self, size: int, words: int, value: int) -> int:
-        """The address of so many bytes; the first words hold `value`, the others zero."""
+        """The address of `size` bytes; the first words hold `value`, the others zero."""
         return int(self._ops.peer_alloc(self.index, size, words, value))
 
     def free(self, at: int) -> None:
-        """Give memory back that no other process has mapped any more."""
+        """Free memory that no other process maps any more."""
         self._ops.peer_free(self.index, at)
 
     def export(self, at: int) -> list[int]:
-        """A handle by which other processes find the memory."""
+        """A handle by which other processes map the memory."""
         return list(self._ops.peer_export(self.index, at))
 
     def map(self, handle: Sequence[int]) -> int:
-        """The address here of another process's memory."""
+        """This process's address of another process's memory."""
         return int(self._ops.peer_open(self.index, list(handle)))
 
     def unmap(self, at: int) -> None:
-        """Forget another process's memory."""
+        """Unmap another process's memory."""
         self._ops.peer_close(self.index, at)
 
     def reach(self, device: int) -> None:
@@ -69,18 +69,18 @@ class Cuda:
         self._ops.peer_reach(self.index, device)
 
     def read(self, at: int, words: int, stream: Any) -> list[int]:
-        """Words of this device as they are now; nothing else waits in `stream`."""
+        """The current words of this device; nothing else waits in `stream`."""
         return list(self._ops.peer_read(self.index, stream.cuda_stream, at, words))
 
     # streams
 
     def stream(self, priority: int) -> Any:
-        """A stream that nobody else has: torch's own are handed out again and again. priority: below 0 comes first."""
+        """A stream of our own: torch reuses the ones that it hands out. priority: below 0 comes first."""
         handle = self._ops.peer_stream(self.index, priority)
         return torch.cuda.ExternalStream(handle, device=self.device)  # type: ignore[no-untyped-call]
 
     def end(self, stream: Any) -> None:
-        """Give back a stream of `stream`, once it has done what it has to."""
+        """Release a stream of `stream` once its work is done."""
         self._ops.peer_stream_end(self.index, stream.cuda_stream)
 
     def current(self) -> Any:
@@ -88,33 +88,33 @@ class Cuda:
         return torch.cuda.current_stream(self.device)
 
     def capturing(self) -> bool:
-        """Whether what this thread launches becomes a graph."""
+        """Whether this thread's launches become a graph."""
         return torch.cuda.is_current_stream_capturing()
 
     def record(self, stream: Any) -> Any:
-        """An event after all that a stream has to do by now; ``query()`` says whether it has happened."""
+        """An event after all current work of a stream; ``query()`` returns whether it has happened."""
         return stream.record_event()
 
     def follow(self, stream: Any, event: Any) -> None:
-        """Let what comes next in a stream come after the event."""
+        """Order a stream's next work after the event."""
         stream.wait_event(event)
 
     def write(self, stream: Any, words: Mapping[int, int]) -> None:
-        """In stream order, address -> value, in no order among them; who sees one sees all that came before."""
+        """In stream order: write address -> value, unordered; whoever sees one sees all earlier work."""
         at, values = list(words), list(words.values())
         self._ops.peer_write(self.index, stream.cuda_stream, self._by_kernel, at, values)
 
     def wait(self, stream: Any, words: Mapping[int, int], seconds: float, poison: int, heeds_poison: bool) -> None:
-        """In stream order, until each word is at or past its value.
+        """In stream order: wait until each word is at or past its value.
 
-        A wait that is a kernel also ends after so many seconds, when it sets the word `poison`, and if it heeds the
-        poison, when that is set.
+        A wait by kernel also ends after `seconds`, when it sets the word `poison`, and, if it heeds the poison, once
+        that is set.
         """
         at, values = list(words), list(words.values())
         self._ops.peer_wait(self.index, stream.cuda_stream, self._by_kernel, at, values, poison, heeds_poison, seconds)
 
     def push(self, stream: Any, at: int, strides: Sequence[int], source: Tensor) -> None:
-        """In stream order, a tensor to an address with strides: by a copy engine if both sides are contiguous."""
+        """In stream order: copy a tensor to an address with strides, by a copy engine if both sides are contiguous."""
         if source.is_contiguous() and list(strides) == row_major(source.shape):
             self._ops.peer_copy(self.index, stream.cuda_stream, at, source)
             return
@@ -122,17 +122,17 @@ class Cuda:
         self.copy(stream, [target], [source])
 
     def copy(self, stream: Any, targets: Sequence[Tensor], sources: Sequence[Tensor]) -> None:
-        """In stream order, tensors into tensors of any strides by one kernel."""
+        """In stream order: copy tensors into tensors of any strides, by one kernel."""
         with torch.cuda.stream(stream):
             copy_all(targets, sources)
 
     def used(self, tensors: Sequence[Tensor], stream: Any) -> None:
-        """Let the memory of tensors go to others, once they are gone, only after what the stream has to do by then."""
+        """Let freed memory of tensors be reused only after the work that the stream has at that time."""
         for tensor in tensors:
             tensor.record_stream(stream)
 
     def blank(self, stream: Any, poison: int, tensors: Sequence[Tensor]) -> None:
-        """In stream order, if the word `poison` is set: all bits of the tensors, which is NaN in floating point."""
+        """In stream order: if the word `poison` is set, set all bits of the tensors, NaN in floating point."""
         self._ops.peer_blank(self.index, stream.cuda_stream, poison, list(tensors))
 
 
@@ -147,7 +147,7 @@ def copy_all(targets: Sequence[Tensor], sources: Sequence[Tensor]) -> None:
     """Copy tensors in one launch; those of more than 6 dims are contiguous on both sides."""
     flat = [[x.view(-1) if x.dim() > DIMS else x for x in side] for side in (targets, sources)]
     none = [None] * len(targets)
-    # inference mode may write both to ordinary tensors and to those that were made in inference mode
+    # inference mode may write both ordinary tensors and those created in inference mode
     with torch.inference_mode():
         native.ops().copy_(*flat, none, none)
 

@@ -1,4 +1,4 @@
-"""The device memory of all ranks, as one of them sees it."""
+"""The device memory of all ranks, as one of them maps it."""
 
 from __future__ import annotations
 
@@ -14,17 +14,17 @@ from seqpar.comm.protocol import Comm, Tag
 
 OPENING = -3  # phase of the constructor's messages
 HELLO_BYTES = 4096
-PROCESS = secrets.token_hex(8)  # a number of a process may be another one's elsewhere
+PROCESS = secrets.token_hex(8)  # process numbers may repeat on other machines
 
 
 class PeerMemory:
-    """`size` bytes of each rank's device, mapped by all ranks: `bases` are their addresses here, by rank.
+    """`size` bytes of each rank's device, mapped by all ranks: `bases` are this process's addresses, by rank.
 
-    words, value: the first words of the own memory and what they hold. mail: where the rank's mailbox is found, which
-    the others are told: `mails` by rank. A collective, over the control comm of the hosts.
+    words, value: the number of first words of the own memory, and their value. mail: this rank's mailbox address, told
+    to the others: `mails` by rank. A collective, over the control comm of the hosts.
 
-    Raises: NotImplementedError on every rank if one cannot map another's memory; what allocating raises, on the other
-    ranks ValueError.
+    Raises: NotImplementedError on every rank if one cannot map another's memory; an allocation error on its rank, and
+    ValueError on the others.
     """
 
     def __init__(self, control: Comm, cuda: Any, size: int, words: int, value: int, mail: list[int]) -> None:
@@ -52,10 +52,10 @@ class PeerMemory:
             self._unmap(2)
             cuda.free(address)
             raise NotImplementedError(f"PeerComm: {obstacles[0]}; use GroupComm, which over NCCL needs no mapping")
-        control.stats.reset()  # what was said here is nobody's payload
+        control.stats.reset()  # these messages are not payload
 
     def close(self) -> None:
-        """Give the memory back. A collective."""
+        """Free the memory. A collective."""
         self._unmap(3)
         self._cuda.free(self.bases[self._control.rank])
 
@@ -85,10 +85,10 @@ class PeerMemory:
     def _unmap(self, stage: int) -> None:
         for at in self._others.values():
             self._cuda.unmap(at)
-        self._tell("", stage)  # nobody frees what another one maps
+        self._tell("", stage)  # no rank frees memory that another maps
 
     def _tell(self, text: str, stage: int) -> list[str]:
-        """What every rank says, by rank."""
+        """Every rank's text, by rank."""
         said = text.encode()[:HELLO_BYTES].ljust(HELLO_BYTES, b"\0")
         own = torch.frombuffer(bytearray(said), dtype=torch.uint8)
         control = self._control

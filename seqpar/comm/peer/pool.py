@@ -1,4 +1,4 @@
-"""Memory that peers may write, handed out in blocks that streams give back in their own time."""
+"""Memory that peers may write, in blocks that are freed in stream order."""
 
 from __future__ import annotations
 
@@ -12,16 +12,16 @@ from torch import Tensor
 from seqpar import native
 from seqpar.comm.peer.cuda import row_major
 
-ALIGNMENT = 256  # bytes: what copies and kernels like best
-SPARE = 8  # one part in so many is not for those who can do without
+ALIGNMENT = 256  # bytes that suit copies and kernels
+SPARE = 8  # 1/8 of the pool is reserved for staging
 
 
 class DevicePool:
     """Blocks of `size` bytes at address `at` of a device; from any thread.
 
-    A block is free when the storage of its tensor is, and goes at once to whoever asks on the stream that had it. To
-    another stream it goes once that one waits for all streams that had it: the one it was asked for on and those named
-    by `used`. As with PyTorch's own allocator, a stream that nobody names must be done with the block by itself.
+    A block is free when its tensors' storage is. The stream that used it gets it at once; another stream gets it after
+    waiting for all streams that used it: the one that asked for it and those named by `used`. As with PyTorch's
+    allocator, a stream that was not named must have finished with the block by itself.
     """
 
     def __init__(self, cuda: Any, at: int, size: int) -> None:
@@ -30,13 +30,13 @@ class DevicePool:
         self._number = self._ops.peer_pool(size)
         self._lock = threading.RLock()
         self._taken: dict[int, tuple[int, list[Any]]] = {}  # offset -> its end, and the streams that use it
-        # what is free and streams may still use: begin, end, streams
+        # free ranges that streams may still use: begin, end, streams
         self._returned: list[tuple[int, int, list[Any]]] = []
 
     def take(self, shape: Sequence[int], dtype: torch.dtype, stream: Any, *, spare: bool = False) -> Tensor | None:
-        """Memory for what `stream` does next, not initialised; None if there is no free range of that size.
+        """Uninitialised memory for the next work of `stream`; None if no free range is large enough.
 
-        spare: leave one part in `SPARE` of the pool to others.
+        spare: leave 1 / `SPARE` of the pool to others.
         """
         count = torch.Size(shape).numel() * dtype.itemsize
         size = max(1, -(-count // ALIGNMENT)) * ALIGNMENT
@@ -62,13 +62,13 @@ class DevicePool:
         return sum(end - offset for offset, (end, _) in self._taken.items())
 
     def owns(self, tensor: Tensor) -> bool:
-        """Whether all elements of a tensor lie here."""
+        """Whether all elements of a tensor are in this pool."""
         last = sum((size - 1) * stride for size, stride in zip(tensor.shape, tensor.stride(), strict=True))
         begin = tensor.data_ptr() - self.at
         return begin >= 0 and begin + (last + 1) * tensor.element_size() <= self.size
 
     def used(self, tensors: Sequence[Tensor], stream: Any) -> None:
-        """Say that a stream uses tensors that lie here."""
+        """Note that a stream uses tensors of this pool."""
         with self._lock:
             for tensor in tensors:
                 begin = tensor.data_ptr() - self.at
@@ -77,11 +77,11 @@ class DevicePool:
                         streams.append(stream)
 
     def close(self) -> None:
-        """Forget the blocks; tensors that are left keep their memory's number and nothing else."""
+        """Forget the blocks; remaining tensors keep their address and nothing else."""
         self._ops.peer_pool_close(self._number)
 
     def _collect(self) -> None:
-        """Take back the blocks whose tensors are gone."""
+        """Free the blocks whose tensors are gone."""
         for offset in self._ops.peer_dropped(self._number):
             end, streams = self._taken.pop(offset)
             self._returned.append((offset, end, streams))
@@ -89,7 +89,7 @@ class DevicePool:
             self._merge()
 
     def _merge(self) -> None:
-        """Make one range of neighbours that the same streams may use."""
+        """Merge neighbouring ranges that the same streams may use."""
         merged: list[tuple[int, int, list[Any]]] = []
         for begin, end, streams in sorted(self._returned, key=lambda block: block[0]):
             low, high, others = merged[-1] if merged else (0, -1, [])
@@ -100,7 +100,7 @@ class DevicePool:
         self._returned = merged
 
     def _reuse(self, begin: int, end: int, stream: Any) -> None:
-        """Let a stream come after all that others do with a range; what is left of the ranges stays noted."""
+        """Order a stream after all other streams' work on a range; the rest of the ranges stays noted."""
         kept, before = [], []
         for low, high, streams in self._returned:
             if high <= begin or end <= low:

@@ -1,14 +1,14 @@
-"""Words of 32 bits in a device's memory, by which the streams of ranks wait for each other."""
+"""32-bit words in device memory, on which the streams of ranks wait for each other."""
 
 from __future__ import annotations
 
-LINE = 64  # bytes from word to word, so that two writers never share a line
-WRAP, FIRST = 1 << 32, (1 << 32) - 48  # soon after the first message epochs wrap, so that every run has seen it
-AHEAD = 1 << 30  # messages that no comm has in flight
+LINE = 64  # bytes between words, so that two writers never share a cache line
+WRAP, FIRST = 1 << 32, (1 << 32) - 48  # epochs wrap soon after the first messages, so that every run crosses the wrap
+AHEAD = 1 << 30  # more messages than a comm ever has in flight
 
 
 def epoch(number: int) -> int:
-    """What a word holds at message `number` of a pair."""
+    """The value of a word at message `number` of a pair."""
     return (FIRST + 1 + number) % WRAP
 
 
@@ -18,9 +18,9 @@ def reached(seen: int, expected: int) -> bool:
 
 
 class SignalWords:
-    """Where the words of one of `size` ranks lie, in bytes from the beginning of its memory; `bytes` of it are taken.
+    """Offsets of the words of one of `size` ranks, in bytes from the beginning of its memory; `bytes` is their size.
 
-    All but the poison, which is 0, begin just before the epoch of message 0.
+    All but the poison, which is 0, start just before the epoch of message 0.
     """
 
     def __init__(self, size: int) -> None:
@@ -29,7 +29,7 @@ class SignalWords:
         self.bytes = -(-(self.poison + LINE) // 4096) * 4096
 
     def arrival(self, peer: int) -> int:
-        """Written by a peer: its bytes are there."""
+        """Written by a peer: its bytes have arrived."""
         return peer * LINE
 
     def credit(self, peer: int) -> int:
@@ -41,7 +41,7 @@ class SignalWords:
         return (2 * self.size + peer) * LINE
 
     def name(self, word: int) -> tuple[str, int]:
-        """What a word tells of, as an error says it, and the peer."""
+        """The meaning of a word in errors, and the peer."""
         kind, peer = divmod(word // LINE, self.size)
         what = ("what rank {} sends", "room at rank {}", "the copy to rank {}")[kind]
         return what.format(peer), peer

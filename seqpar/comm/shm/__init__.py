@@ -1,4 +1,4 @@
-"""`ShmComm`: ranks that are processes of one machine, over memory that they share."""
+"""`ShmComm`: ranks that are processes of one machine, over shared memory."""
 
 from seqpar.comm.shm.comm import ShmComm, missing
 

@@ -1,18 +1,18 @@
 """`ShmComm`: ranks that are processes of one machine, and write into each other's memory.
 
-Every rank has a mailbox and a pool, both mapped by all the others; memory from `empty` lies in the pool. A message
-takes one copy, made by its sender, from where it lies to where it belongs, whatever the strides of both::
+Every rank has a mailbox and a pool, both mapped by all others; memory from `empty` is in the pool. A message takes one
+copy, made by its sender, from source to destination, whatever their strides::
 
-    receiver   posts: tells the sender where message n of this pair belongs, if a slot is free      credit  n
-    sender     posted it too: compares the headers, copies, tells the receiver that it is there     arrival n
-    receiver   waits: sees it, and may use the slot again                        csrc/shm/mailbox.h says the rest
+    receiver   posts: tells the sender the destination of message n of this pair, if a slot is free       credit  n
+    sender     posts too: compares the headers, copies, tells the receiver                                arrival n
+    receiver   waits: sees the arrival, and may reuse the slot                       details: csrc/shm/mailbox.h
 
-Nothing waits but `wait`, which sleeps on this rank's own memory. Credits are written and bytes move whenever this rank
-is inside the comm: posting, waiting or agreeing. A receive buffer from elsewhere than `empty` gets a stand-in in the
-pool and one more copy, which `stats.staged_bytes` counts.
+Only `wait` waits, asleep on this rank's own memory. Credits are written and bytes move whenever this rank is inside the
+comm: posting, waiting or agreeing. A receive buffer outside the pool gets a stand-in in the pool and one more copy,
+counted in `stats.staged_bytes`.
 
-The first rank to fail writes the cause into shared memory, where each rank looks before it sleeps and as often as it is
-woken, and into the group's store. A rank that waits looks now and then whether whom it waits for still lives.
+The first rank to fail writes the cause into shared memory, which each rank checks before it sleeps and whenever it
+wakes, and into the group's store. A waiting rank also polls whether the awaited process is alive.
 """
 
 from __future__ import annotations
@@ -44,20 +44,20 @@ from seqpar.comm.rendezvous import Rendezvous, machine
 
 log = logging.getLogger("seqpar.comm")
 
-POOL_BYTES = 64 << 30  # address space, not memory: pages come when they are touched
-SLICE = 0.05  # seconds between two looks at whether peers live
+POOL_BYTES = 64 << 30  # address space, not memory: pages are allocated when touched
+SLICE = 0.05  # seconds between two checks that peers are alive
 NOTHING_OFFERED, OTHER_HEADER = 0, 2  # answers of shm_push; 1: the bytes moved
 
 
 def missing() -> str | None:
-    """Why `ShmComm` cannot be used here, or None."""
+    """Why `ShmComm` cannot be used on this machine, or None."""
     if sys.platform != "linux":
         return f"it needs memory files and futexes, which Linux has and {sys.platform} has not; use GroupComm"
     return native.missing()
 
 
 def lost(end: int, peer: int) -> str:
-    """Why nothing more will come from a peer to a rank's end of shared memory, or ''."""
+    """Why nothing more will come from a peer to this end of shared memory, or ''."""
     ops = native.ops()
     if ops.shm_ended(end, peer):
         return "whose process has ended"
@@ -66,20 +66,20 @@ def lost(end: int, peer: int) -> str:
 
 @dataclass(eq=False)
 class _MessagesLeft:
-    """How many messages of an exchange have not moved; shared by them and the exchange's `Work`."""
+    """The number of messages of an exchange that have not moved; shared by them and the exchange's `Work`."""
 
     tag: Tag
     left: int = 0
 
     @property
     def name(self) -> str:
-        """What the exchange is for."""
+        """The exchange in words."""
         return describe(self.tag)
 
 
 @dataclass(eq=False)
 class _ShmMessage:
-    """One tensor on its way, with the words that both ends must have in common."""
+    """One tensor to send or receive, with the words that both ends must share."""
 
     words: list[int]
     tensor: Tensor
@@ -87,7 +87,7 @@ class _ShmMessage:
 
 
 class ShmChannel(ProcessChannel):
-    """What a comm and its subs share: this rank's end of the shared memory, and the messages on their way.
+    """This rank's end of the shared memory with its messages in progress, shared by a comm and its subs.
 
     Ranks are the group's. The queues of a dead group keep their tensors: peers may still write to them.
     """
@@ -111,10 +111,10 @@ class ShmChannel(ProcessChannel):
 
     def _meet(self, rendezvous: Rendezvous, check: str, pool_bytes: int) -> None:
         def make() -> tuple[list[str], list[int]]:
-            # in the rendezvous, so that no rank waits for one whose arguments are wrong
+            # in the rendezvous, so that no rank waits for one with wrong arguments
             check_arguments("ShmComm", self.timeout, check)
             check_pool("ShmComm", pool_bytes)
-            # of each rank its process, mailbox and pool
+            # every rank's process, mailbox and pool
             check_descriptors("ShmComm", 3 * self.size + 8)
             if why := missing():
                 raise NotImplementedError(f"ShmComm: {why}")
@@ -153,7 +153,7 @@ class ShmChannel(ProcessChannel):
 
     @property
     def cause(self) -> tuple[int, str] | None:
-        """The (rank, reason) for which the group is dead."""
+        """The (rank, reason) that killed the group, or None."""
         if self._cause is None and (text := self.ops.shm_cause(self.end)):
             rank, _, reason = text.partition(" ")
             self._cause = int(rank), reason
@@ -161,7 +161,7 @@ class ShmChannel(ProcessChannel):
         return self._cause
 
     def fail(self, reason: str) -> None:
-        """Mark the group dead for `reason`, unless a root cause stands."""
+        """Mark the group dead for `reason`, unless it has a root cause."""
         if self.owner.in_own_process and self.cause is None:
             log.info("rank %d: %s", self.rank, reason)
             self.ops.shm_fail(self.end, reason)
@@ -170,11 +170,11 @@ class ShmChannel(ProcessChannel):
                 self.root_cause.write(reason)
 
     def empty(self, shape: Sequence[int], dtype: torch.dtype, *, spare: bool = False) -> Tensor | None:
-        """Memory of the pool, or None if it is full; `spare`: also of what is kept for messages beside it."""
+        """Memory of the pool, or None if it is full. spare: also from the part that is kept for messages."""
         return self.ops.shm_empty(self.end, list(shape), dtype, dtype.itemsize, spare)
 
     def post(self, sends: Iterator[tuple[int, _ShmMessage]], recvs: Iterator[tuple[int, _ShmMessage]]) -> None:
-        """Queue messages, (peer, message), and move what can move."""
+        """Queue messages, (peer, message), and move everything that can move."""
         with self.lock:
             for queues, messages in (((self.receiving, self.uncredited), recvs), ((self.sending,), sends)):
                 for peer, message in messages:
@@ -184,9 +184,9 @@ class ShmChannel(ProcessChannel):
             self.progress()
 
     def progress(self) -> None:
-        """Take in what has arrived, write credits, and push what peers have given credit for. Needs the lock.
+        """Handle arrivals, write credits, and push the messages that peers gave credit for. Needs the lock.
 
-        Raises: PeerError if a peer expects another message than the next one to it.
+        Raises: PeerError if a peer expects a message other than the next one to it.
         """
         ops, end = self.ops, self.end
         for peer, queue in self.receiving.items():
@@ -216,12 +216,12 @@ class ShmChannel(ProcessChannel):
     def finish(self, progress: _MessagesLeft) -> None:
         """Return when all messages of an exchange have moved.
 
-        Raises: PeerError after the timeout, or when a peer is lost or the group dead.
+        Raises: PeerError after the timeout, if a peer is lost, or if the group is dead.
         """
         self.owner.check()
         start = looked = time.monotonic()
         while True:
-            # what is written after this line makes the wait below return at once
+            # any write after this line makes the wait below return at once
             bell = self.ops.shm_bell(self.end)
             with self.lock:
                 dead = self.cause is not None
@@ -238,11 +238,11 @@ class ShmChannel(ProcessChannel):
             self.ops.shm_wait(self.end, bell, SLICE)
 
     def _look(self, progress: _MessagesLeft, seconds: float) -> None:
-        """Fail if a peer that is waited for is gone, or if it was waited for too long."""
+        """Fail if an awaited peer is gone, or was awaited for too long."""
         with self.lock:
             for peer, _ in self._awaited(progress):
                 if why := lost(self.end, peer):
-                    # it may have done its part first
+                    # it may have done its part before it was lost
                     self.progress()
                     if progress.left:
                         return self.fail(f"in {progress.name}: lost rank {peer}, {why}")
@@ -252,13 +252,13 @@ class ShmChannel(ProcessChannel):
                 self.fail(waited(f"in {progress.name}", self.timeout, peer, more=does))
 
     def _awaited(self, progress: _MessagesLeft) -> list[tuple[int, bool]]:
-        """The peers that an exchange waits for, each with whether it is to send."""
+        """The peers that an exchange waits for, each with whether it has to send."""
         sides = ((self.receiving, True), (self.sending, False))
         waiting = [(peer, side, queue) for queues, side in sides for peer, queue in queues.items()]
         return [(peer, side) for peer, side, queue in waiting if any(m.progress is progress for m in queue)]
 
     def _first_awaited(self, progress: _MessagesLeft) -> str:
-        """The first peer that an exchange waits for, and what for."""
+        """The first peer that an exchange waits for, and its part, in words."""
         (peer, sends), *others = self._awaited(progress)
         more = f" (and {len(others)} more)" if others else ""
         does = "send" if sends else "receive"
@@ -266,7 +266,7 @@ class ShmChannel(ProcessChannel):
 
 
 class _ShmWork(WorkBase[ShmChannel]):
-    """`Work` of an exchange; `staged` are pairs of a tensor to receive and its stand-in in the pool."""
+    """`Work` of an exchange; `staged` has pairs of a tensor to receive and its stand-in in the pool."""
 
     def __init__(
         self, channel: ShmChannel, progress: _MessagesLeft, staged: list[tuple[Tensor, Tensor]], stats: Stats
@@ -276,7 +276,7 @@ class _ShmWork(WorkBase[ShmChannel]):
 
     def _finish(self) -> None:
         self._channel.finish(self._progress)
-        # inference mode may write both to ordinary tensors and to those that were made in inference mode
+        # inference mode may write both ordinary tensors and those created in inference mode
         with torch.inference_mode():
             for target, stand_in in self._staged:
                 target.copy_(stand_in)
@@ -286,21 +286,21 @@ class _ShmWork(WorkBase[ShmChannel]):
 class ShmComm(ProcessComm[ShmChannel]):
     """Ranks that are processes of one machine, for CPU tensors. See `Comm` for the methods.
 
-    group: a `ProcessGroup`, a 1-D `DeviceMesh` (of a larger mesh: ``mesh["cp"]``), or None for the default group; of it
-    only the store is used. timeout: seconds after which a wait fails. check: how often verbs compare their arguments
-    over the ranks, "batch" (once per plan and signature) or "call"; kept as `check_every`. pool_bytes: how much memory
-    of `empty` peers can write at once; by default the machine's, at most 64 GiB. It is address space until it is used.
-    Some more is kept for messages, so that ranks agree and stage small tensors while the pool is full.
+    group: a `ProcessGroup`, a 1-D `DeviceMesh` (of a larger mesh: ``mesh["cp"]``), or None for the default group; only
+    its store is used. timeout: seconds after which a wait fails. check: how often verbs compare their arguments over
+    the ranks, "batch" (once per plan and signature) or "call"; kept as `check_every`. pool_bytes: how much memory of
+    `empty` peers can write at once; by default the machine's, at most 64 GiB. It is address space until it is touched.
+    A bit more is kept for messages, so that ranks can agree and stage small tensors while the pool is full.
 
-    Memory from `empty` is shared memory: a fork that writes to it changes its parent's. The processes must be of one
-    user and of one pid namespace. Bytes move only while a rank is inside the comm, posting, waiting or agreeing.
+    Memory from `empty` is shared: a fork that writes to it changes its parent's. All processes need the same user and
+    pid namespace. Bytes only move while a rank is inside the comm, posting, waiting or agreeing.
 
     A collective constructor: every rank of the group calls it. A sub shares its parent's `stats`, whose `sent_to`
-    counts by the parent's ranks. Tensors may be of any strides, of up to 6 dims where they are not contiguous.
+    counts by the parent's ranks. Tensors may have any strides, and up to 6 dims if they are not contiguous.
 
-    Raises: ValueError for a group that this process is not in or whose ranks do not share a machine, and on
-    all ranks for arguments of one that are not allowed; NotImplementedError without the compiled extension;
-    RuntimeError quoting a rank that could not take part; PeerError naming ranks that did not come.
+    Raises: ValueError for a group without this process or whose ranks do not share a machine, and on all ranks for
+    invalid arguments of one; NotImplementedError without the compiled extension; RuntimeError quoting a rank that could
+    not take part; PeerError naming ranks that did not come.
     """
 
     direct = True
@@ -351,7 +351,7 @@ class ShmComm(ProcessComm[ShmChannel]):
         channel = self._channel
         stand_in = channel.empty(tensor.shape, tensor.dtype, spare=True)
         if stand_in is None:
-            # the peers of this exchange wait already
+            # the peers of this exchange are waiting already
             channel.fail(
                 f"in {describe(tag)}: a tensor of {tensor.nbytes} bytes to receive is not in the pool of shared "
                 f"memory, and the pool is full; give ShmComm a larger pool_bytes than {channel.pool_bytes}"
@@ -363,14 +363,15 @@ class ShmComm(ProcessComm[ShmChannel]):
         return self._post(self._in_group(sends), self._in_group(recvs), tag, Stats())
 
     def empty(self, shape: Sequence[int], dtype: torch.dtype, device: torch.device) -> Tensor:
-        """Uninitialised memory that peers write; ordinary memory for one rank, in a fork, or if the pool is full."""
+        """Uninitialised memory that peers write; ordinary memory for a single rank, in a fork, or if the pool is
+        full."""
         if device.type != "cpu":
             raise ValueError(f"empty: a tensor on {device}; ShmComm moves CPU tensors: use GroupComm over nccl")
-        # a fork has the parent's pool, but not what the parent knows of it
+        # a fork has the parent's pool, but not the parent's knowledge of it
         pooled = self.size > 1 and self._channel.owner.in_own_process
         tensor = self._channel.empty(shape, dtype) if pooled else None
         return torch.empty(tuple(shape), dtype=dtype) if tensor is None else tensor
 
     def warm_up(self, peers: Sequence[int]) -> None:
-        """Nothing more than `check`: all memory is mapped since the constructor."""
+        """Nothing more than `check`: the constructor has mapped all memory."""
         self.check()
