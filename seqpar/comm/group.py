@@ -120,7 +120,7 @@ class GroupChannel(ProcessChannel):
             self._hang_up()
 
     def look(self) -> bool:
-        """Whether the group is dead, as far as this rank knows or another one wrote."""
+        """Whether the group is dead, as far as this rank knows or any rank wrote."""
         if self.cause is None and (standing := self.root_cause.read()):
             self.cause = standing
             log.info("rank %d: root cause: rank %d: %s", self.rank, *standing)

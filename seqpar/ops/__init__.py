@@ -1,4 +1,4 @@
-"""The verbs: differentiable, local tensors in, local tensors out."""
+"""The verbs: differentiable functions from local tensors to local tensors."""
 
 from seqpar.kernels import merge
 from seqpar.ops.attention.api import attention

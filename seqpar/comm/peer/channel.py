@@ -5,7 +5,7 @@ numbered; an epoch is a message's number. A rank's streams only wait on words of
 
     credit     written by the receiver's stream at its posting: the buffer may be written from here on
     arrival    written by the sender's copy stream after the bytes
-    sent       written likewise, for the sender itself: the source may be overwritten from here on
+    sent       written at the same place, for the sender itself: the source may be overwritten from here on
 
                rank 0, the sender                                  rank 1, the receiver
     exchange   event: the source is written         <- offer --    credit stream: event, write(credit of rank 0)

@@ -1,1 +1,2 @@
-"""Attention: the verb in `api`, its op in `op`, one call in `signature` and `call`, who computes when in `schedule`."""
+"""Attention: the verb (`api`), its op (`op`), one call (`signature`, `call`), and the order of its work
+(`schedule`)."""

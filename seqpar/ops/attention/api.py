@@ -47,29 +47,29 @@ def attention(
 ) -> Tensor | tuple[Tensor, Tensor]:
     """This rank's rows of exact attention over the whole batch. A collective, forward and backward.
 
-    Spec over ranks, with ``unshard`` putting rows where the plan's layout says:
+    Spec over ranks, with ``unshard`` putting rows at the positions of the plan's layout:
 
         unshard(out) == dense_attention(unshard(q), unshard(k), unshard(v), plan.mask)
 
     q [T, H, D], k [T_kv, H_kv, D], v [T_kv, H_kv, D_v]: this rank's rows, ``T = plan.rows(rank)``, of one dtype
-    (float64, float32, bfloat16, float16) and device, ``H % H_kv == 0``. scale: default ``D ** -0.5``. softcap: 0 for
-    none. sinks [H]: a logit per head that takes part in the softmax and has no value. alibi_slopes [H]. dropout_p: of
-    the probabilities, with dropout_seed required if positive; the same pairs are dropped at any number of ranks.
-    deterministic: the same call gives the same bits. kernel: "auto" or a name in `seqpar.kernels.available()`; what
-    "auto" takes depends on dtypes, dims, options and device, and on whether a gradient is required.
+    (float64, float32, bfloat16, float16) and device, ``H % H_kv == 0``. scale: by default ``D ** -0.5``. softcap: 0 is
+    off. sinks [H]: a logit per head that takes part in the softmax without a value. alibi_slopes [H]. dropout_p: of the
+    probabilities; if positive, dropout_seed is required, and the same pairs are dropped on any number of ranks.
+    deterministic: equal calls give equal bits. kernel: "auto" or a name in `seqpar.kernels.available()`; the choice of
+    "auto" depends on dtypes, dims, options and device, and on whether a gradient is required.
 
-    In a compiled model ``plan`` is a handle, ``seqpar.bind(plan, comm)``, without a comm; the plan and the comm serve
-    there too once `bind` has seen them. A graph is compiled once, not once per plan.
+    In a compiled model ``plan`` is a handle, ``seqpar.bind(plan, comm)``, without a comm; the plan and the comm work
+    too once `bind` has seen them. A graph is compiled once, not once per plan.
 
-    Returns out [T, H, D_v] in q's dtype, and if return_lse also lse [T, H] in the accumulation dtype (natural log, the
-    sink included; -inf, or the sink, for a row that sees no key). Both are differentiable; rows that see no key and
-    pad rows have zero output and gradients. The gradient of ``sinks`` is this rank's share: sum it over ranks.
+    Returns out [T, H, D_v] in q's dtype, and if return_lse also lse [T, H] in the accumulation dtype (natural log,
+    including the sink; -inf, or the sink, for a row that sees no key). Both are differentiable. Rows that see no key,
+    and pad rows, have zero output and gradients. The gradient of ``sinks`` is this rank's share: sum it over ranks.
 
-    Raises: ValueError for arguments that fit neither the plan nor each other or differ between ranks, on every rank
-    before any byte of the call moves. Ranks compare when they first make a call of this kind, with ``check="call"``
-    always; dropout seeds, sinks and slopes are compared then too, and a seed that differs later shows as PeerError on
-    a message. NotImplementedError for what no kernel can do, for alibi_slopes that require a gradient, and for double
-    backward; PeerError if a rank died or fell out of step.
+    Raises: ValueError for arguments that contradict the plan or each other, or differ between ranks; on every rank,
+    before any byte of the call moves. Ranks compare a call when they first make one of its kind, or always with
+    ``check="call"``. Dropout seeds, sinks and slopes are only compared then; a seed that differs later raises PeerError
+    on a message. NotImplementedError if no kernel can compute the call, for alibi_slopes that require a gradient, and
+    for double backward. PeerError if a rank died or fell out of step.
 
     Source: Liu et al. 2023 (Ring Attention); Jacobs et al. 2023 (DeepSpeed-Ulysses); Dao 2023 (FlashAttention-2).
     """

@@ -1,4 +1,4 @@
-"""One attention call: what it is named in messages, and this rank's steps, shares of heads and facts."""
+"""One attention call: its name in messages, and this rank's steps, shares of heads and facts."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ from seqpar.plan import Part, Plan, Step, head_blocks, head_share, replicated
 
 
 class Phase(IntEnum):
-    """The parts of a call that exchange, in order."""
+    """The parts of a call that exchange messages, in order."""
 
     ENTER = 0
     KEYS = 1
@@ -51,15 +51,15 @@ HeadBlock = tuple[slice, slice, slice]  # query heads and key heads inside, and 
 
 @dataclass(frozen=True, eq=False)
 class Recipe:
-    """What a plan and a signature make of a call on one rank: derived once, for all layers and both directions.
+    """A call's plan and signature, worked out for one rank: once, for all layers and both directions.
 
-    acc: the accumulation dtype. keys: under which ranks remember that they agreed, on the plan and on the signature.
-    rows: of this rank's queries and keys. By a part's Ulysses width: shares, blocks of this rank's heads in which every
-    key head serves as many query heads; key_size, the elements of a row of keys and values; views, the rows of q, and
-    of k and v, that the part's tensors are views of, None where they have memory of their own; several, whether more
-    than one share reads a key head. slot, entry_slot: the elements of the largest buffer of received keys, and of keys
-    that enter a node. alone: whether the rank computes its rows in one step from its own keys: no schedule, no
-    exchange. trades: whether some heads are traded.
+    acc: the accumulation dtype. keys: of the plan and the signature, under which ranks remember that they agreed. rows:
+    of this rank's queries and keys. By a part's Ulysses width: shares; blocks of this rank's heads in which every key
+    head serves the same number of query heads; key_size, the elements of a row of keys and values; views, the rows of
+    q, and of k and v, that the part's tensors are views of (None if they have their own memory); several, whether
+    several shares read the same key head. slot, entry_slot: elements of the largest buffer of received keys, and of
+    keys that enter a node. alone: the rank computes its rows in one step from its own keys, without a schedule or an
+    exchange. trades: whether any heads are traded.
     """
 
     kernel: Kernel
@@ -117,7 +117,7 @@ def recipe_of(plan: Plan, rank: int, signature: Signature) -> Recipe:
 
 
 def is_used(step: Step) -> bool:
-    """Whether a rank computes or moves anything in a step; later ones may be those of other ranks alone."""
+    """Whether a rank computes or moves anything in a step; later steps may concern other ranks only."""
     return step.first or len(step.pos) > 0 or step.moves or bool(step.grad_sends or step.grad_recvs or step.carry_rows)
 
 
@@ -129,19 +129,19 @@ def _views(part: Part) -> Views:
 
 @dataclass(eq=False)
 class Call(Record):
-    """One attention call: everything but the tensors. The tag's digest and number are in every message of it.
+    """One attention call, without its tensors. The tag's digest and number are in every message of it.
 
-    uploaded: what the steps need on the device, there when forward begins.
+    uploaded: the steps' row numbers and facts on the device, present once forward begins.
     """
 
     plan: Plan
     signature: Signature
     recipe: Recipe
-    seed: int  # of dropout, 0 if there is none
+    seed: int  # of dropout, or 0
     uploaded: Uploaded = field(init=False)
 
     def message(self, phase: Phase, stage: int) -> Tag:
-        """The name of one of its exchanges; other backward passes have numbers of their own."""
+        """The tag of one of its exchanges; repeated backward passes have their own numbers."""
         repeat = max(0, self.passes - 1)
         return Tag(self.tag.digest, self.tag.call, phase + len(Phase) * repeat, stage, NAMES[phase])
 
@@ -155,30 +155,30 @@ class Call(Record):
 
 @dataclass(eq=False)
 class PartTensors:
-    """The tensors of one part inside the head trade: what backward needs, and the sum under way."""
+    """The tensors of one part inside the head trade: the inputs of backward, and the sum in progress."""
 
     q: Tensor
     k: Tensor
     v: Tensor
     out: Tensor  # [M, h, D_v]
     lse: Tensor  # [h, M]
-    acc: Tensor | None = None  # out in the accumulation dtype, while there is more than one step
+    acc: Tensor | None = None  # out in the accumulation dtype, if there are several steps
 
 
 def uploaded(plan: Plan, steps: Sequence[Step], device: torch.device) -> Uploaded:
-    """All that a rank's steps need on a device, in one transfer; made when the first layer of a batch asks for it, and
-    freed with the plan.
+    """The row numbers and facts of a rank's steps on a device, in one transfer; made when the first layer of a batch
+    needs them, and freed with the plan.
 
-    On CUDA each stream has its own: another one would have to wait for the transfer, and for its readers before the
-    memory is freed.
+    On CUDA each stream has its own copy: another stream would have to wait for the transfer, and its readers would have
+    to finish before the memory is freed.
     """
     where = stream_of(device)
-    # not with the steps, to which it refers: a cycle would keep the device's memory until Python looks for cycles
+    # not cached with the steps, which it refers to: a cycle would hold device memory until garbage collection
     return plan.memo(("uploaded", id(steps), where), lambda: _uploaded(steps, device, where))  # type: ignore[no-any-return]
 
 
 def _uploaded(steps: Sequence[Step], device: torch.device, where: Hashable) -> Uploaded:
-    arrays = {id(x): x for x in numbers(steps)}  # kept alive by the steps, so that identities are keys
+    arrays = {id(x): x for x in numbers(steps)}  # kept alive by the steps, so that ids can be keys
     for step in steps:
         arrays |= {id(x): x for x in (step.part.pos, step.part.lo, step.part.hi, step.pos)}
     on_device = dict(zip(arrays, upload(list(arrays.values()), device), strict=True))

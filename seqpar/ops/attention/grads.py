@@ -1,4 +1,4 @@
-"""Gradients of received keys on their way home: summed, sent, added, one exchange at a time."""
+"""Gradients of received keys return to their owners: summed, sent and added, one exchange at a time."""
 
 from __future__ import annotations
 
@@ -15,16 +15,16 @@ from seqpar.ops.core.device import profile_range
 from seqpar.plan import Step
 from seqpar.plan.steps import Entry, Rows, count
 
-# what arrives from a peer and the rows of a tensor to which it is added; None: those of the step at hand
+# a peer's message, and the rows of a tensor to which it is added; None for the current step's gradients
 Landing = tuple[int, Tensor | None, Rows]
 
 
 class GradientExchange:
-    """Gradients of a part's received keys on their way, one exchange at a time.
+    """The exchange of gradients of a part's received keys, one step at a time.
 
-    A step's are summed in one of two buffers while those of the step before leave from the other. So are those of keys
-    that entered the node through this rank: they leave when the gradients of their step have arrived. What arrives is
-    added before the next exchange is posted, so that one buffer serves to receive.
+    A step's gradients are summed in one of two buffers while the previous step's leave from the other. Sums for keys
+    that entered the node through this rank leave once the gradients of their step have arrived. Arrivals are added
+    before the next exchange is posted, so one receive buffer is enough.
     """
 
     def __init__(self, call: Call, steps: list[Step], home: Tensor) -> None:
@@ -45,7 +45,7 @@ class GradientExchange:
 
     @staticmethod
     def _received(step: Step | None, entered: Entry | None) -> int:
-        """Rows that arrive with the gradients of a step and the sums of keys that entered for the one before."""
+        """Rows that arrive with a step's gradients, and with the sums for keys that entered for the step before."""
         own = 0 if step is None else sum(map(count, step.grad_recvs.values())) + step.carry_rows
         return own + (0 if entered is None else sum(map(count, entered.sends.values())))
 
@@ -54,7 +54,7 @@ class GradientExchange:
         return self.sums.next(len(step.pos), *self.home.shape[1:]).zero_()
 
     def depart(self, step: Step, grads: Tensor) -> None:
-        """Post the gradients of a step's keys, and what arrives for own keys and, in a ring, for the next step's."""
+        """Post a step's key gradients, and receives for own keys and, in a ring, for the next step's."""
         if not self.call.signature.kv_grads:
             return
         with profile_range("post grads", step.number):
@@ -76,7 +76,7 @@ class GradientExchange:
         return {peer: [source[rows]] for peer, rows in leaving.of.items()}
 
     def _post(self, stage: int, sends: Messages, landings: list[Landing], entered: tuple[Entry, Tensor] | None) -> None:
-        """Post one exchange; in it the sums of keys that entered leave for their owners, and others' arrive here."""
+        """Post one exchange, including the sums for entered keys: sent to their owners, and received for own keys."""
         if entered is not None:
             entry, sums = entered
             for peer, rows in entry.recvs.items():
@@ -97,7 +97,7 @@ class GradientExchange:
         self.stage = stage
 
     def arrive(self, grads: Tensor | None) -> None:
-        """Wait for what is on its way and add it: to own keys in the order of ranks, and to the gradients at hand."""
+        """Wait for arrivals and add them: to own keys in rank order, and to the current gradients."""
         if self.work is None:
             return
         with profile_range("wait grads", self.stage):
@@ -111,7 +111,7 @@ class GradientExchange:
         self.landed = []
 
     def finish(self, stage: int) -> None:
-        """Take in what is on its way, and send what entered last home; ``stage`` is one that no step uses."""
+        """Add the last arrivals, and return the last sums for entered keys; ``stage`` is one that no step uses."""
         self.arrive(None)
         if self.entered is not None:
             with profile_range("post grads", stage):

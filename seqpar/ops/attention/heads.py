@@ -1,4 +1,4 @@
-"""Trading tokens for heads on entry to attention and back on exit (Ulysses, Jacobs et al. 2023), any widths and heads.
+"""The head trade: tokens for heads on entry to attention, and back on exit (Ulysses, Jacobs et al. 2023).
 
 Outside, a member of a group of ranks holds all heads of its rows; inside, it holds its share of the heads of all
 members' rows, in position order::
@@ -6,12 +6,13 @@ members' rows, in position order::
     member 0   rows A, heads 0 1         inside 0   rows A B, head 0
     member 1   rows B, heads 0 1    ->   inside 1   rows A B, head 1
 
-The way out is the way in with the roles swapped, so each is the adjoint of the other; a key head that several shares
-read gets the sum of their gradients. Width 1 sends nothing, and copies nothing where rows lie in position order.
+The way out is the way in with the roles swapped: each is the adjoint of the other, and a key head that several shares
+read gets the sum of their gradients. Any widths and heads work. Width 1 sends nothing, and copies nothing if rows are
+in position order.
 
-All tensors of a trade go in one exchange. A comm that is `direct` takes each from where it lies to where it belongs.
-For any other one, tensors with the same rows travel side by side, one message for each peer, and stay side by side
-inside, so that rows that are consecutive there arrive where they belong.
+All tensors of a trade go in one exchange. A `direct` comm moves each from source to destination. On other comms,
+tensors with the same rows form one message per peer, side by side; they stay side by side inside, so that rows that are
+consecutive inside arrive in place.
 """
 
 from __future__ import annotations
@@ -33,14 +34,14 @@ from seqpar.ops.move.pack import Message, Place, moved, post, rows_of
 from seqpar.plan import Part, Rows, Trade
 from seqpar.plan.steps import count
 
-PIECES = 4  # in which, on a direct comm, a member's rows travel if each is then consecutive inside
+PIECES = 4  # on a direct comm, a member's rows may be split into this many pieces, each consecutive inside
 
 
 @dataclass(frozen=True, eq=False)
 class Leg:
-    """One tensor of a trade: ``x [rows, heads, ...]``, whether it has query or key rows, and every member's heads.
+    """One tensor of a trade: ``x [rows, heads, ...]``, its side (query or key rows), and every member's heads.
 
-    target, summed: on the way out the local tensor to write, and whether members' parts are added to it.
+    target, summed: on the way out, the local tensor to write, and whether members' parts are added to it.
     """
 
     x: Tensor
@@ -51,7 +52,7 @@ class Leg:
 
     @property
     def kept(self) -> bool:
-        """Whether what is written has the bits of x, neither added nor cast."""
+        """Whether the written rows have the bits of x, neither added nor cast."""
         return not self.summed and (self.target is None or self.target.dtype == self.x.dtype)
 
     @property
@@ -66,7 +67,7 @@ class Leg:
 
 
 def enter(call: Call, phase: Phase, part: Part, legs: Sequence[Leg]) -> Callable[[], list[Tensor]]:
-    """Posts the way in; what it returns waits and gives the inside tensors, in the order of the legs."""
+    """Post the way in. The returned function waits and returns the inside tensors, in the order of the legs."""
     at = call.uploaded.rows
     if part.width == 1:
         local = [take(leg.x, at(leg.trade.local)) for leg in legs]
@@ -97,12 +98,12 @@ def enter(call: Call, phase: Phase, part: Part, legs: Sequence[Leg]) -> Callable
 
 
 def leave(call: Call, phase: Phase, part: Part, legs: Sequence[Leg]) -> Callable[[], None]:
-    """Posts the way out of inside tensors; what it returns waits and writes the legs' targets, members in order."""
+    """Post the way out. The returned function waits and writes the legs' targets, in the order of the members."""
     at = call.uploaded.rows
     me = part.members[part.share]
     sends, recvs = _sides(part), _sides(part)
     own: list[Pair] = []
-    parts: dict[tuple[Leg, int], Tensor] = {}  # what members send to be added or cast
+    parts: dict[tuple[Leg, int], Tensor] = {}  # members' parts to be added or cast
     with profile_range("post trade out", part.width):
         for group in _groups(call, part, legs):
             for share, member in enumerate(part.members):
@@ -141,12 +142,12 @@ def leave(call: Call, phase: Phase, part: Part, legs: Sequence[Leg]) -> Callable
 
 
 def _sides(part: Part) -> dict[int, list[Message]]:
-    """No messages yet to or from the other members."""
+    """Empty lists of messages to or from the other members."""
     return {member: [] for member in part.members if member != part.members[part.share]}
 
 
 def _groups(call: Call, part: Part, legs: Sequence[Leg]) -> list[list[Leg]]:
-    """Legs that make one message: on a comm that is not direct those with the same rows and dtype."""
+    """Legs that share a message: on a comm that is not direct, those with the same rows and dtype."""
     if call.comm.direct:
         return [[leg] for leg in legs]
     alike = part.memo("same rows", lambda: _same_rows(part.q, part.kv))
@@ -157,13 +158,13 @@ def _groups(call: Call, part: Part, legs: Sequence[Leg]) -> list[list[Leg]]:
 
 
 def _same_rows(a: Trade, b: Trade) -> bool:
-    """Whether the tokens of each member take the same rows inside."""
+    """Whether each member's tokens have the same rows inside."""
     pairs = ((a.dest[member], b.dest[member]) for member in a.dest)
     return all(isinstance(x, slice) == isinstance(y, slice) and np.array_equal(x, y) for x, y in pairs)
 
 
 def _side_by_side(call: Call, group: Sequence[Leg], share: int) -> tuple[Tensor, list[Tensor]]:
-    """Memory for the inside rows of a message's legs, and each leg's part of it."""
+    """Memory for the inside rows of a message's legs, and each leg's view of it."""
     rows = group[0].trade.rows
     if len(group) == 1:
         (leg,) = group
@@ -177,7 +178,7 @@ def _side_by_side(call: Call, group: Sequence[Leg], share: int) -> tuple[Tensor,
 
 
 def _pieces(call: Call, part: Part, group: Sequence[Leg], member: int) -> list[tuple[slice, Rows]]:
-    """A member's rows as they travel: which of them, and the rows they take inside."""
+    """The pieces in which a member's rows move: the rows of the piece, and their rows inside."""
     trade, direct = group[0].trade, call.comm.direct
     return part.memo(("pieces", id(trade), member, direct), lambda: _cut(trade.dest[member], direct))  # type: ignore[no-any-return]
 
@@ -192,7 +193,7 @@ def _cut(rows: Rows, direct: bool) -> list[tuple[slice, Rows]]:
 
 
 def _outside(call: Call, leg: Leg, share: int, piece: slice = slice(None)) -> Place:
-    """A share's heads of this rank's rows of a part, or of a piece of them."""
+    """A share's heads of this rank's rows of a part, or of one piece."""
     x, local = leg.outside[:, leg.shares[share]], leg.trade.local
     if isinstance(local, slice):
         first, last, _ = piece.indices(count(local))

@@ -1,4 +1,4 @@
-"""The keys of each step: packed, exchanged one step ahead, and put in position order into one of two buffers."""
+"""Fetch each step's keys: pack, exchange one step ahead, double-buffer in position order."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ Messages = dict[int, list[Tensor]]
 
 
 class Slots:
-    """Two pieces of memory in turn, each made when it is first needed, for all that is alive at most twice."""
+    """Two pieces of memory used in turns, allocated when first needed, while at most two of its tensors are alive."""
 
     def __init__(self, make: Callable[[], Tensor]) -> None:
         self.make = make
@@ -25,7 +25,7 @@ class Slots:
         self.turn = 0
 
     def next(self, *shape: int) -> Tensor:
-        """The next of the two, as a tensor of this shape."""
+        """The next piece as a tensor of this shape."""
         self.turn = 1 - self.turn
         memory = self.memory[self.turn]
         if memory is None:
@@ -34,11 +34,11 @@ class Slots:
 
 
 class KeyExchange:
-    """The keys of a call's steps: posted ahead, received into two slots of memory that the whole call reuses, and two
-    more for what enters a node before it is spread.
+    """The exchange of keys for a call's steps: posted one step ahead, received into two slots that the whole call
+    reuses, and two more for keys that enter a node before they are forwarded.
 
-    On CUDA all of it is ordered by the current stream: an exchange starts when the stream reaches its posting, which
-    is after the last reader of its slot, and before the kernels that it is to hide behind.
+    On CUDA the current stream orders everything: an exchange starts when the stream reaches its posting, after the last
+    reader of its slot and before the kernels that hide it.
     """
 
     def __init__(self, call: Call, phase: Phase) -> None:
@@ -63,12 +63,12 @@ class KeyExchange:
             self.works[n] = self.call.comm.exchange(sends, recvs, tag=self.call.message(self.phase, step.number))
 
     def _step_keys(self, n: int, k: Tensor, v: Tensor) -> tuple[Messages, Messages]:
-        """What is sent and received for step n."""
+        """The messages sent and received for step n."""
         step, sends, recvs = self.steps[n], {}, {}
         if step.recvs:
             arriving = received_keys(step)
             count = len(step.pos) if arriving.rows is None else arriving.count
-            flat = self.slots.next(count, self.size[step.part.width])  # last read by the step before the one computed
+            flat = self.slots.next(count, self.size[step.part.width])  # last read before the current step
             recvs = {peer: [flat[rows]] for peer, rows in arriving.of.items()}
             self.buffers[n] = flat
         if step.sends:
@@ -79,7 +79,7 @@ class KeyExchange:
         return sends, recvs
 
     def _add_entry(self, n: int, k: Tensor, v: Tensor, sends: Messages, recvs: Messages) -> None:
-        """Add what enters this rank's node and others' with the keys of step n."""
+        """Add the messages of keys that enter this rank's node, or other nodes, with the keys of step n."""
         step = self.steps[n]
         entry = step.entry
         assert entry is not None
@@ -94,7 +94,7 @@ class KeyExchange:
                 sends.setdefault(peer, []).append(source[piece])
 
     def _packed(self, leaving: Parcels, k: Tensor, v: Tensor) -> Tensor:
-        """Rows of the inside keys and values, side by side as they are sent."""
+        """Rows of the inside keys and values, side by side for sending."""
         width = k.shape[1] * k.shape[2] + v.shape[1] * v.shape[2]
         out = k.new_empty(leaving.count, width)
         if leaving.rows is not None:
@@ -102,7 +102,7 @@ class KeyExchange:
         return out
 
     def _onward(self, leaving: Parcels, buffer: Tensor) -> Tensor:
-        """Rows of what was received, which goes on as it is."""
+        """Rows of received keys, forwarded unchanged."""
         return buffer if leaving.rows is None else take(buffer, self.call.uploaded.rows(leaving.rows))
 
     def wait(self, n: int, k: Tensor, v: Tensor) -> tuple[Tensor, Tensor]:
@@ -121,7 +121,7 @@ class KeyExchange:
             flat = self.buffers[n] = empty(len(step.pos), self.size[step.part.width])
         rows = received_keys(step).rows if step.recvs else None
         if rows is not None and flat.numel():
-            # into the other slot: the first is then free to receive
+            # into the other slot: the first one can then receive
             received, flat = flat, self.slots.next(len(step.pos), flat.shape[1])
             place(received, self.call.uploaded.rows(rows), flat)
             self.buffers[n] = flat

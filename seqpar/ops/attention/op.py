@@ -5,10 +5,9 @@
     seqpar::attention           q k v sinks slopes, handles, options   ->  out lse ticket
     seqpar::attention_backward  gradients, q k v sinks slopes out lse, ticket   ->  dq dk dv dsinks
 
-Plan and comm come through handles and are looked up when the op runs. While a graph is traced nobody knows them, so
-fake results depend on q and v alone. Saved are the tensors inside the head trade, so that backward trades only
-gradients; where a part's own tensors are views, the inputs and results that they view are saved in their place, so that
-autograd names what is changed later.
+Plan and comm come through handles and are looked up when the op runs. They are unknown while a graph is traced, so fake
+results depend on q and v alone. Saved are the tensors inside the head trade, so that backward only trades gradients. If
+a part's tensors are views, the inputs and results that they view are saved instead, so that autograd detects changes.
 """
 
 from __future__ import annotations
@@ -37,7 +36,7 @@ log = logging.getLogger("seqpar.ops")
 
 
 class Calls(threading.local):
-    """How many calls of attention this thread has begun, in graphs too."""
+    """The number of attention calls that this thread has begun, also in graphs."""
 
     begun = 0
 
@@ -48,7 +47,7 @@ calls = Calls()
 def _run(
     tensors: Sequence[Any], values: Sequence[Any], *options_and_grads: Any
 ) -> tuple[Sequence[Tensor], Tensors, Call]:
-    """Output and lse [H, T], what backward needs of them and of the parts, and the call."""
+    """Output and lse [H, T], the tensors of these and of the parts that backward needs, and the call."""
     *given, grads = options_and_grads
     q, k, v, sinks, slopes = tensors
     plan, comm, options = resolved(values, Options(*given))
@@ -67,7 +66,7 @@ def _agreed(
     q: Tensor, k: Tensor, v: Tensor, sinks: Tensor | None, slopes: Tensor | None, plan: Plan, comm: Comm,
     options: Options, grads: Sequence[bool],
 ) -> Call:  # fmt: skip
-    """The call that these arguments make. A collective; raises what `attention` says, on every rank."""
+    """The call with these arguments. A collective; raises as `attention`, on every rank."""
     calls.begun += 1
     check_comm("attention", comm)
     number = comm.next_call()
@@ -77,12 +76,13 @@ def _agreed(
         recipe = plan.memo((comm.rank, signature), lambda: recipe_of(plan, comm.rank, signature))
         if (q.shape[0], k.shape[0]) != recipe.rows:
             raise ValueError(_wrong_rows(q, k, comm, recipe))
+        # unused without dropout, so ranks may pass different seeds
         seed = int(options.dropout_seed) if signature.dropout_p and options.dropout_seed is not None else None
         agreed.facts, agreed.keys = recipe.facts, recipe.keys
         agreed.digest = recipe.digest if seed is None else hash63((recipe.digest, seed))
-        agreed.values = {"dropout_seed": seed, "alibi_slopes": slopes, "sinks": sinks}  # what is not used may differ
+        agreed.values = {"dropout_seed": seed, "alibi_slopes": slopes, "sinks": sinks}
     log.debug("rank %d: attention, call %d, plan %s, %s", comm.rank, number, recipe.facts["plan"], recipe.kernel.name)
-    stamp = hash((agreed.digest, id(comm.stats), comm.rank))  # a comm and what its `sub` makes count together
+    stamp = hash((agreed.digest, id(comm.stats), comm.rank))  # a comm and its subs share stats
     return Call(comm, Tag(agreed.digest, number, 0, 0, "attention"), plan, signature, recipe, seed or 0, stamp=stamp)
 
 
@@ -95,7 +95,7 @@ def _wrong_rows(q: Tensor, k: Tensor, comm: Comm, recipe: Recipe) -> str:
 
 
 def _back(call: Call, saved: Sequence[Any], grads: Tensors, needs: Sequence[bool]) -> Tensors:
-    """dq, dk, dv, dsinks; None for what needs none."""
+    """dq, dk, dv, dsinks; None where none is needed."""
     call.passes += 1
     dout, dlse = grads
     sinks, slopes, out, lse, *inside = saved
@@ -117,7 +117,7 @@ def _back(call: Call, saved: Sequence[Any], grads: Tensors, needs: Sequence[bool
 
 
 def _saved(part: Part, own: PartTensors, inputs: Sequence[Tensor], views: Views) -> list[Tensor | None]:
-    """What is saved of a part, 5 tensors: its own, or the inputs that they view; None for views of results."""
+    """The 5 saved tensors of a part: its own, or the inputs that they view; None for views of results."""
     results = (None, None) if part.q.trivial else (own.out, own.lse)
     q, kv = views
     chosen = own.q if q is None else inputs[0], own.k if kv is None else inputs[1], own.v if kv is None else inputs[2]
@@ -125,7 +125,7 @@ def _saved(part: Part, own: PartTensors, inputs: Sequence[Tensor], views: Views)
 
 
 def _restored(part: Part, saved: Sequence[Any], out: Tensor, lse: Tensor, views: Views) -> PartTensors:
-    """A part's tensors of what was saved."""
+    """A part's tensors, from the saved ones."""
     q, k, v, own_out, own_lse = saved
     q_rows, kv_rows = views
     if q_rows is not None:

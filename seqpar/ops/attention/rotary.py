@@ -1,4 +1,4 @@
-"""`rotary`: the verb, its checks, and its place in autograd and torch.compile."""
+"""`rotary`: the verb, its checks, and its op for autograd and torch.compile."""
 
 from __future__ import annotations
 
@@ -24,11 +24,11 @@ def rotary(
 
     x [T, H, D] of any attention dtype. positions [T], int32 or int64: of tokens in their document or in the batch,
     whatever the layout. frequencies [R/2], floating point: angle per position of every pair of elements, R <= D; the
-    last D - R elements stay as they are. Scaled frequencies (YaRN, Llama 3) are frequencies. interleaved: pairs are
-    neighbours (GPT-J) instead of halves (Llama, NeoX). scaling: of sines and cosines, for YaRN. Computed in float32,
-    and in float64 for float64; differentiable in x, any number of times.
+    last D - R elements stay unchanged. Pass scaled frequencies (YaRN, Llama 3) as they are. interleaved: pairs are
+    neighbours (GPT-J) instead of halves (Llama, NeoX). scaling: of sines and cosines, for YaRN. Computed in float32, or
+    float64 for float64; differentiable in x, any number of times.
 
-    Raises: ValueError for shapes, dtypes or devices that do not fit; NotImplementedError for frequencies that require
+    Raises: ValueError for shapes, dtypes or devices that do not match; NotImplementedError for frequencies that require
     a gradient.
 
     Source: Su et al. 2021 (RoFormer).
@@ -46,13 +46,13 @@ def rotary(
         raise ValueError(f"x, positions and frequencies must be on one device, got {_given(*given)}")
     if frequencies.requires_grad and torch.is_grad_enabled():
         raise NotImplementedError("frequencies have no gradient; detach them")
-    if not -math.inf < scaling < math.inf:  # as torch.compile can trace it, unlike math.isfinite
+    if not -math.inf < scaling < math.inf:  # a form that torch.compile can trace, unlike math.isfinite
         raise ValueError(f"scaling must be finite, got {scaling}")
     return torch.ops.seqpar.rotary(x, positions, frequencies, bool(interleaved), float(scaling), False)
 
 
 def _given(*tensors: Tensor) -> str:
-    """The call, for a message: made only for one, as text would make shapes constants of a compiled graph."""
+    """The call in words; only built for an error, since text would make shapes constants of a compiled graph."""
     names = ("x", "positions", "frequencies")
     return ", ".join(f"{n} {x.dtype}{list(x.shape)} on {x.device}" for n, x in zip(names, tensors, strict=True))
 

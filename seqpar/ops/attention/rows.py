@@ -1,4 +1,4 @@
-"""Rows that travel: which rows of a tensor go to which peers, side by side in one buffer."""
+"""Rows for several peers, side by side in one buffer."""
 
 from __future__ import annotations
 
@@ -15,10 +15,10 @@ from seqpar.plan.steps import count
 
 @dataclass(frozen=True, eq=False)
 class Parcels:
-    """Rows for several peers side by side: ``rows`` of a tensor make a buffer, of which each peer has the rows ``of``.
+    """Rows for several peers, side by side: ``rows`` of a tensor fill a buffer, in which each peer has the rows ``of``.
 
-    Peers with the same rows share them. rows: None if the tensor is the buffer, as each peer's rows of it are
-    consecutive. count: rows of the buffer that are anybody's.
+    Peers with the same rows share them. rows: None if the tensor itself is the buffer, as each peer's rows in it are
+    consecutive. count: rows of the buffer that any peer has.
     """
 
     rows: Rows | None
@@ -27,7 +27,7 @@ class Parcels:
 
 
 def parcels(by_peer: Mapping[int, Rows], *, copied: bool = False) -> Parcels:
-    """The parcels of each peer's rows. copied: in a buffer of its own, whatever the rows are."""
+    """The parcels of each peer's rows. copied: in a separate buffer, even if the rows are consecutive."""
     consecutive = {peer: rows for peer, rows in by_peer.items() if isinstance(rows, slice)}
     if not copied and len(consecutive) == len(by_peer):
         return Parcels(None, consecutive, sum(map(count, consecutive.values())))
@@ -49,35 +49,36 @@ def parcels(by_peer: Mapping[int, Rows], *, copied: bool = False) -> Parcels:
 
 
 def sent_keys(steps: Sequence[Step], n: int) -> Parcels:
-    """What leaves for step n: rows of the inside keys, or of what came before, which holds keys and values as sent."""
+    """The keys sent for step n: rows of the inside keys, or of the previous step's buffer, in the form in which it
+    came."""
     step = steps[n]
     copied = step.spread is None and not relays(steps, n)
     return step.memo("sent keys", lambda: parcels(step.sends, copied=copied))  # type: ignore[no-any-return]
 
 
 def relays(steps: Sequence[Step], n: int) -> bool:
-    """Whether what leaves for step n was received for the step before."""
+    """Whether the keys sent for step n were received for the step before."""
     return steps[n].relay and not steps[n - 1].local
 
 
 def received_keys(step: Step) -> Parcels:
-    """What arrives for a step: rows of its buffer."""
+    """The keys received for a step: rows of its buffer."""
     return step.memo("received keys", lambda: parcels(step.recvs))  # type: ignore[no-any-return]
 
 
 def entering_keys(step: Step) -> Parcels:
-    """What leaves with a step's keys to enter other nodes: rows of the inside keys."""
+    """The keys sent with a step's keys to enter other nodes: rows of the inside keys."""
     sends = {} if step.entry is None else step.entry.sends
     return step.memo("entering keys", lambda: parcels(sends, copied=True))  # type: ignore[no-any-return]
 
 
 def sent_grads(step: Step) -> Parcels:
-    """Which of a step's gradients leave: rows of its buffer."""
+    """The gradients of a step that are sent: rows of its buffer."""
     return step.memo("sent grads", lambda: parcels(step.grad_sends))  # type: ignore[no-any-return]
 
 
 def numbers(steps: Sequence[Step]) -> Iterator[Ints]:
-    """All arrays of row numbers with which the steps of a rank index tensors."""
+    """All arrays of row numbers with which a rank's steps index tensors."""
     for n, step in enumerate(steps):
         rows: list[Rows | None] = [step.own, *step.grad_recvs.values()]
         rows += [sent_keys(steps, n).rows, received_keys(step).rows, sent_grads(step).rows]

@@ -1,22 +1,23 @@
-"""The schedule of one attention call: who computes when, and which exchange hides behind which computation.
+"""The schedule of one attention call: the order of its steps, and which computation hides which exchange.
 
 Forward, for the steps of a plan in order (K: keys of a step arrive, C: a step is computed)::
 
     enter | post K1  C0  wait K1 | post K2  C1  wait K2 | ...  | leave
 
-Backward is the same walk; the gradients of a step's keys (G) leave when it is computed and are taken in one step
-later, so that they ride while the next step is computed::
+Backward is the same walk. The gradients of a step's keys (G) are sent when the step is computed and received one step
+later, so that they travel while the next step is computed::
 
     enter | post K1  C0  wait K1 | post K2  C1  post G1  wait K2 | post K3  C2  wait G1  post G2  wait K3 | ... | leave
 
-Where keys enter a node once, those of step n enter with K(n-1) and are spread with Kn; their gradients are summed in
+If keys enter a node once, those of step n enter with K(n-1) and are forwarded with Kn. Their gradients are summed in
 the node with Gn and leave it with G(n+1).
 
-All ranks post in this one order, whatever they have to move at each step: an order between two ranks alone passes on
-gloo and deadlocks on NCCL. At most two stages of received keys are alive: the one computed and the one arriving.
+All ranks post in this one order, even if they move nothing at some step: a pairwise order passes on gloo and deadlocks
+on NCCL. At most two stages of received keys are alive: the computed one and the arriving one.
 
-The host waits for no device. What a plan says is uploaded before the first exchange of a batch's first layer; an
-exchange is posted before the kernels that hide it, since on CUDA it starts when the stream reaches its posting.
+The host never waits for a device. A plan's row numbers and facts are uploaded before the first exchange of a batch's
+first layer. An exchange is posted before the kernels that hide it, since on CUDA it starts when the stream reaches its
+posting.
 """
 
 from __future__ import annotations
@@ -40,10 +41,10 @@ from seqpar.plan import Part, Step
 def forward(
     call: Call, q: Tensor, k: Tensor, v: Tensor, sinks: Tensor | None, slopes: Tensor | None
 ) -> tuple[Tensor, Tensor, list[PartTensors]]:
-    """Output [T, H, D_v], lse [H, T], and the inside tensors of every part. slopes: in the accumulation dtype."""
+    """Output [T, H, D_v], lse [H, T], and every part's inside tensors. slopes: in the accumulation dtype."""
     recipe, heads = call.recipe, call.signature.heads
     call.uploaded = uploaded(call.plan, recipe.steps, q.device)
-    empty = call.comm.empty if recipe.trades else torch.empty  # where peers write directly
+    empty = call.comm.empty if recipe.trades else torch.empty  # memory that peers can write directly
     out = empty((q.shape[0], heads, call.signature.v_dim), dtype=q.dtype, device=q.device).zero_()
     lse = empty((heads, q.shape[0]), dtype=recipe.acc, device=q.device).fill_(-torch.inf)
     if recipe.alone:
@@ -77,9 +78,9 @@ def forward(
 def walk(
     exchange: KeyExchange, inside: Callable[[Part], PartTensors]
 ) -> Iterator[tuple[Step, PartTensors, Tensor, Tensor]]:
-    """Each step with its part's tensors and its keys and values; the next step's are on their way meanwhile.
+    """Each step with its part's tensors, its keys and its values; the next step's keys arrive meanwhile.
 
-    The caller holds the exchange: what is on its way when a step fails must outlive the step until peers know why.
+    The caller holds the exchange: if a step fails, messages must outlive the step until peers know the reason.
     """
     steps = exchange.steps
     for n, step in enumerate(steps):
@@ -96,7 +97,7 @@ def walk(
 def _inside(
     call: Call, part: Part, traded: list[Tensor], out: Tensor, lse: Tensor, sinks: Tensor | None
 ) -> PartTensors:
-    """A part's tensors; where nothing is traded its results are views of the call's."""
+    """A part's tensors. Parts that are views of the call's output reuse it instead of allocating their own."""
     q, k, v = traded
     if part.q.trivial:
         tensors = PartTensors(q, k, v, out[: part.q.rows], lse[:, : part.q.rows])
@@ -111,7 +112,7 @@ def _inside(
 
 
 def _compute(call: Call, step: Step, tensors: PartTensors, keys: Tensor, values: Tensor, slopes: Tensor | None) -> None:
-    """Add one step's keys to the part's output. A sink is a sum that was there before the first key."""
+    """Add one step's keys to the part's output. A sink counts as an earlier sum."""
     first, wide = step.first and not call.signature.sinks, call.signature.dtype == call.recipe.acc
     if len(step.pos) or step.first or step.last:
         if wide:
@@ -130,7 +131,7 @@ def _compute(call: Call, step: Step, tensors: PartTensors, keys: Tensor, values:
 
 
 def _leave(call: Call, part: Part, tensors: PartTensors, out: Tensor, lse: Tensor) -> Callable[[], None]:
-    """Output and, if it is returned, lse on their way out of the head trade."""
+    """Send output and, if it is returned, lse out of the head trade."""
     heads, _ = call.recipe.shares[part.width]
     legs = [trade.Leg(tensors.out, part.q, heads, target=out)]
     if call.signature.return_lse:
@@ -142,7 +143,7 @@ def _leave(call: Call, part: Part, tensors: PartTensors, out: Tensor, lse: Tenso
 class PartGradients:
     """The gradients of one part inside the head trade. home [N, h_kv, D + D_v]: of the rank's own keys and values.
 
-    out: the final output where ``delta`` is ``rowsum(dout * out)`` and nothing else.
+    out: the final output; None where ``delta`` is not exactly ``rowsum(dout * out)``.
     """
 
     dout: Tensor
@@ -156,12 +157,12 @@ def backward(
     call: Call, insides: list[PartTensors], sinks: Tensor | None, slopes: Tensor | None, dout: Tensor,
     dlse: Tensor | None,
 ) -> tuple[Tensor, Tensor, Tensor, Tensor | None]:  # fmt: skip
-    """dq, dk, dv and this rank's share of dsinks, all in the accumulation dtype but dq."""
+    """dq, dk, dv and this rank's share of dsinks; all but dq in the accumulation dtype."""
     recipe, signature = call.recipe, call.signature
     by_width = {p.width: tensors for p, tensors in zip(recipe.parts, insides, strict=True)}
     entries = {p.width: _enter_back(call, p, dout, dlse) for p in recipe.parts}
     dsinks = None if sinks is None else torch.zeros(signature.heads, dtype=call.recipe.acc, device=signature.device)
-    empty = call.comm.empty if recipe.trades else torch.empty  # where peers write directly
+    empty = call.comm.empty if recipe.trades else torch.empty  # memory that peers can write directly
     dq = empty((dout.shape[0], signature.heads, signature.dim), dtype=signature.dtype, device=dout.device).zero_()
     shape = recipe.rows[1], signature.kv_heads, signature.dim + signature.v_dim
     home = empty(shape, dtype=recipe.acc, device=dout.device).zero_()
@@ -189,7 +190,7 @@ def backward(
                 grads.home += take(of_step, call.uploaded.rows(step.own))
             leaving.depart(step, of_step)
         if step.ends:
-            leaving.finish(step.number + 1)  # no gradients leave with the local step that follows
+            leaving.finish(step.number + 1)  # the next step is local, so no gradients leave with it
             leaves.append(_leave_back(call, step.part, grads, dq, home))
     for finish in leaves:
         finish()
@@ -209,14 +210,14 @@ def _part_gradients(
     call: Call, step: Step, tensors: PartTensors, incoming: list[Tensor], sinks: Tensor | None, dsinks: Tensor | None,
     dq: Tensor, home: Tensor,
 ) -> PartGradients:  # fmt: skip
-    """A part's gradients at its first step, and delta, once for the whole backward, from the output as returned.
+    """A part's gradients at its first step; computes delta once for the whole backward, from the returned output.
 
-    Where nothing is traded the gradients are views of the call's.
+    Without a head trade the gradients are views of the call's.
     """
     part, dout, signature = step.part, incoming[0], call.signature
     if dout.numel() and (dout.stride(2) != 1 or 0 in dout.stride()):  # autograd expands the gradient of a sum
         dout = dout.contiguous()
-    if part.blind.size:  # what they hold must not reach a key through 0 * NaN
+    if part.blind.size:  # their values must not reach a key through 0 * NaN
         facts = call.uploaded.facts[step.number]
         dout = dout.masked_fill((facts.lo >= facts.hi)[:, None, None], 0.0)
     delta = (dout.to(call.recipe.acc) * tensors.out.to(call.recipe.acc)).sum(-1).t()
@@ -239,7 +240,7 @@ def _differentiate(
     call: Call, step: Step, tensors: PartTensors, part: PartGradients, keys: Tensor, values: Tensor,
     slopes: Tensor | None, grads: Tensor,
 ) -> None:  # fmt: skip
-    """Add the gradients of one step to dq and to ``grads``: nothing without keys, as of a rank without rows."""
+    """Add the gradients of one step to dq and ``grads``; nothing without keys, as on a rank without rows."""
     if not len(step.pos):
         return
     facts, dim = call.uploaded.facts[step.number], call.signature.dim
@@ -257,7 +258,7 @@ def _differentiate(
 
 
 def _leave_back(call: Call, part: Part, grads: PartGradients, dq: Tensor, home: Tensor) -> Callable[[], None]:
-    """Gradients on their way out of the head trade; key heads that several shares read are summed."""
+    """Send gradients out of the head trade; key heads that several shares read are summed."""
     (heads, kv), s = call.recipe.shares[part.width], call.signature
     several, legs = call.recipe.several[part.width], []
     if not (part.q.trivial and s.dtype == call.recipe.acc):

@@ -1,4 +1,4 @@
-"""What a call of attention is, as plain values: as asked for, and as ranks agree on it and a kernel is chosen by it."""
+"""An attention call as plain values: its options, and the signature on which ranks agree and kernels are chosen."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from seqpar.plan import Plan
 
 
 class Options(NamedTuple):
-    """The options of a call as given, in the order of the op's arguments."""
+    """The given options of a call, in the order of the op's arguments."""
 
     scale: float | None
     softcap: float
@@ -28,9 +28,9 @@ class Options(NamedTuple):
 
 
 class Signature(NamedTuple):
-    """A call without its plan, its tensors' values and its dropout seed. Calls of one signature are made alike.
+    """A call without its plan, its tensors' values and its dropout seed. Calls of one signature are treated alike.
 
-    kernel: the one asked for. kv_grads: whether k or v require a gradient.
+    kernel: the requested one. kv_grads: whether k or v require a gradient.
     """
 
     device: torch.device
@@ -52,7 +52,7 @@ class Signature(NamedTuple):
     sink_grads: bool
 
     def facts(self, kernel: str) -> dict[str, object]:
-        """What must be equal on all ranks, by the words of messages. kernel: the one chosen."""
+        """Facts that must be equal on all ranks, named as in messages. kernel: the chosen one."""
         return {
             "dtype": self.dtype, "heads": self.heads, "kv_heads": self.kv_heads, "dim": self.dim, "v_dim": self.v_dim,
             "scale": self.scale, "softcap": self.softcap, "dropout_p": self.dropout_p, "sinks": self.sinks,
@@ -62,7 +62,7 @@ class Signature(NamedTuple):
         }  # fmt: skip
 
     def spec(self, plan: Plan) -> CallSpec:
-        """What a kernel is asked for under a plan."""
+        """The kernel's view of the call under a plan."""
         on_cuda = self.device.type == "cuda"
         major, minor = torch.cuda.get_device_capability(self.device) if on_cuda else (0, 0)
         sums = self.kv_grads and plan.sums_key_gradients(self.heads, self.kv_heads)
@@ -78,9 +78,9 @@ def signature_of(
     q: Tensor, k: Tensor, v: Tensor, sinks: Tensor | None, slopes: Tensor | None, options: Options,
     grads: Sequence[bool],
 ) -> Signature:  # fmt: skip
-    """The signature of a call of tensors that `check_tensors` has seen. grads: which of them require a gradient.
+    """The signature of a call whose tensors `check_tensors` has checked. grads: which of them require a gradient.
 
-    Raises: TypeError, ValueError or NotImplementedError for options that have no meaning.
+    Raises: TypeError, ValueError or NotImplementedError for invalid options.
     """
     heads, dim = q.shape[1:]
     for name, x in (("sinks", sinks), ("alibi_slopes", slopes)):
@@ -114,7 +114,7 @@ def signature_of(
 
 
 def _no_number(options: Options) -> TypeError:
-    """The error for options of which one is no number."""
+    """The error for an option that is not a number."""
     for name in ("scale", "softcap", "dropout_p"):
         value = getattr(options, name)
         try:
@@ -127,7 +127,7 @@ def _no_number(options: Options) -> TypeError:
 def check_tensors(
     q: Tensor, k: Tensor, v: Tensor, sinks: Tensor | None, slopes: Tensor | None, plan: Plan, comm: Comm
 ) -> None:
-    """Raise TypeError, ValueError or NotImplementedError for a plan or tensors that are none or do not fit."""
+    """Raise TypeError, ValueError or NotImplementedError for an invalid plan, or tensors that do not match it."""
     if not isinstance(plan, Plan):
         raise ValueError(f"attention: expected a plan and a comm, or their handle alone, got {plan!r:.200} with a comm")
     for name, x in (("q", q), ("k", k), ("v", v), ("sinks", sinks), ("alibi_slopes", slopes)):

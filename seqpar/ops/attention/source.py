@@ -1,8 +1,8 @@
-"""Where a call's plan, comm and dropout seed come from: its arguments, their handle, or what looks them up.
+"""The source of a call's plan, comm and dropout seed: its arguments, their handle, or a lookup.
 
-A backward pass may make a call again. Arguments are then what is given again; what looks up must know what forward had,
-or raise (see `seqpar.parallel.surrounding`). The stamp that a call saves (`seqpar.ops.core.collective_op`) tells where
-it was made again with something else, except inside torch's reentrant checkpoint, whose forward records nothing.
+A backward pass may repeat a call. Arguments are then given again; a lookup must find what forward found, or raise (see
+`seqpar.parallel.surrounding`). The stamp that a call saves (`seqpar.ops.core.collective_op`) detects a repetition with
+other values, except inside torch's reentrant checkpoint, whose forward records nothing.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ from seqpar.plan import Plan
 
 
 class Given(NamedTuple):
-    """What a call is made with besides its arguments."""
+    """A call's plan, comm and seed."""
 
     plan: Plan
     comm: Comm
@@ -27,15 +27,15 @@ class Given(NamedTuple):
 
 
 class PlanSource:
-    """Looks up plan, comm and seed when a call is made, in compiled models too; subclasses say where."""
+    """Looks up plan, comm and seed at the time of a call, in compiled models too; subclasses know where."""
 
     def now(self, given: Sequence[Any], seed: int | None) -> Given:
-        """What a call is made with that was given these values, (plan, comm) or none, and this seed or none."""
+        """The plan, comm and seed of a call. given: the call's (plan, comm), or empty; seed: the call's, or None."""
         raise NotImplementedError
 
 
 def resolved(values: Sequence[Any], options: Options) -> tuple[Plan, Comm, Options]:
-    """The plan, comm and options of a call. values: plan and comm, or their handle; before them, or alone, a source.
+    """The plan, comm and options of a call. values: plan and comm, or their handle; a source alone or before them.
 
     Raises: ValueError for the handle of other values.
     """

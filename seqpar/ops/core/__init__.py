@@ -1,1 +1,1 @@
-"""What collective ops share: agreement of ranks, handles of plans and comms, one helper for ops, a device's facts."""
+"""Shared by collective ops: agreement of ranks, handles of plans and comms, one helper for ops, device uploads."""

@@ -63,7 +63,7 @@ class agreement:
         except PeerError:
             if error is None:
                 raise
-            return  # the others went on with what they remember; what is wrong with this rank's call stands in error
+            return  # the others went on with what they remember; this rank's own error is raised
         if not self.every:
             remember(self.comm, *self.keys)
 
@@ -71,7 +71,7 @@ class agreement:
 def raise_on_all_ranks(what: str, comm: Comm, error: Exception) -> NoReturn:
     """Raise the error of arguments with which a verb does not get as far as its agreement; the other ranks hear of it.
 
-    Raises: error, also where the comm is none; while a graph is traced on this rank alone.
+    Raises: error, even for an invalid comm; while a graph is traced on this rank alone.
     """
     if not torch.compiler.is_compiling():
         check_comm(what, comm)

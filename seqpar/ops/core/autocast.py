@@ -1,4 +1,4 @@
-"""Autocast as torch's own attention has it: one rule for layers, rerouted calls and transformers models."""
+"""Autocast as in torch's own attention: one rule for layers, rerouted calls and transformers models."""
 
 from __future__ import annotations
 
@@ -9,16 +9,16 @@ from torch import Tensor
 
 
 def autocast_dtype(kind: str) -> torch.dtype | None:
-    """The dtype of autocast on devices of a kind, None where it is off."""
+    """The dtype of autocast on devices of this kind, None if it is off."""
     return torch.get_autocast_dtype(kind) if torch.is_autocast_enabled(kind) else None
 
 
 def no_autocast(kind: str) -> AbstractContextManager[None]:
-    """No autocast inside on devices of a kind: it would round the products of the accumulation dtype."""
+    """A context without autocast on devices of this kind: it would round products of the accumulation dtype."""
     return torch.autocast(kind, enabled=False) if torch.is_autocast_enabled(kind) else nullcontext()
 
 
 def autocast(x: Tensor) -> Tensor:
-    """x as autocast casts what attention takes: fp64, and what is no float, stays."""
+    """x as autocast casts attention's inputs: fp64 and non-floating tensors stay unchanged."""
     dtype = autocast_dtype(x.device.type)
     return x if dtype is None or x.dtype == torch.float64 or not x.is_floating_point() else x.to(dtype)

@@ -1,14 +1,14 @@
-"""Collectives in autograd: one function in eager mode, and in graphs an op of the dispatcher that runs the same one.
+"""Collectives in autograd: one function, called directly in eager mode and through a dispatcher op in graphs.
 
 ::
 
     eager    tensors, values,  options  ->  results           autograd's node keeps the record
     graph    tensors, handles, options  ->  results, ticket   the ticket keeps it, and goes where autograd takes it
 
-A *record* is what a call leaves for its way back: its comm and its numbers. A linear collective goes back as another
-one, whose only value is that record, so it has derivatives of any order. Any other one has a function for it, which
-takes the tensors that forward saved; where autograd saves tensors anew, as a checkpoint does, a *stamp* among them
-tells whether they are those of the same call. Neither kind has a forward-mode derivative.
+A call leaves a *record* for its backward: its comm and its numbers. The backward of a linear collective is another
+collective whose only value is that record, so it has derivatives of any order. Any other collective has a backward
+function on the tensors that forward saved; since checkpoints save tensors anew, a *stamp* among them tells whether they
+are from the same call. Neither kind has a forward-mode derivative.
 """
 
 from __future__ import annotations
@@ -31,10 +31,10 @@ LIBRARY = torch.library.Library("seqpar", "FRAGMENT")
 
 @dataclass(eq=False)
 class Record:
-    """A call that was made, for its ways back.
+    """A call, as its backward passes need it.
 
-    passes: those so far; a graph that is retained has several. stamp: a number that tells apart what calls of this
-    process compute with besides tensors.
+    passes: backward passes so far; a retained graph has several. stamp: a number for the call's values other than
+    tensors, distinct within this process.
     """
 
     comm: Comm
@@ -43,7 +43,7 @@ class Record:
     stamp: int = field(default=0, kw_only=True)
 
     def way_back(self) -> Tag:
-        """The name of the next way back: another backward pass has numbers of its own."""
+        """The tag of the next backward pass; each has its own numbers."""
         self.passes += 1
         name = self.tag.name.replace("forward", "backward")
         return self.tag._replace(phase=self.tag.phase + 1, stage=self.tag.stage + self.passes - 1, name=name)
@@ -51,22 +51,21 @@ class Record:
 
 @dataclass(frozen=True, eq=False)
 class Ticket:
-    """What the ticket of an op carries. kept: saved tensors, or their numbers among the op's tensors and results, to
-    which it must not refer: the graph may write over their memory."""
+    """The values of an op's ticket. kept: saved tensors, or their numbers among the op's tensors and results, which it
+    must not refer to: the graph may overwrite their memory."""
 
     record: Record
     kept: Sequence[Tensor | int | None]
 
 
 class CollectiveOp:
-    """A collective of a list of tensors, any of which may be None.
+    """A collective of a list of tensors or Nones.
 
-    run(tensors, values, *options, grads): its results, the tensors to save, and its record. values: a comm, and before
-    it what the op is given besides; or the record of the call that this is the way back of. grads: which of the tensors
-    require a gradient, the last argument of the op.
-    adjoint(tensors, options, needed): of a linear one, the op of its way back for the tensors numbered `needed`, and
-    the options of that, without grads. back(record, saved, grads, needs): of any other one, the gradients of the first
-    tensors; the rest have none.
+    run(tensors, values, *options, grads) returns its results, the tensors to save, and its record. values: the op's
+    other arguments, ending with a comm; or, as the backward of another call, that call's record. grads: which of the
+    tensors require a gradient, the op's last argument. adjoint(tensors, options, needed), for a linear collective,
+    returns the op of its backward for the tensors numbered `needed`, and its options without grads. back(record, saved,
+    grads, needs), for any other, returns the gradients of the first tensors; the rest have none.
     """
 
     def __init__(
@@ -98,7 +97,7 @@ class CollectiveOp:
     # --- in graphs ----------------------------------------------------------------------------------------------------
 
     def define(self, tensors: int | None, schema: str, fake: Callable[..., Any]) -> None:
-        """Register the op ``seqpar::name``. tensors: how many arguments come before the handles, None for one list."""
+        """Register the op ``seqpar::name``. tensors: number of arguments before the handles, None for one list."""
         self._tensors = tensors
         LIBRARY.define(f"{self.name}{schema}", tags=torch.Tag.pt2_compliant_tag)
         LIBRARY.impl(self.name, uncompiled(self._run_in_graph), "CompositeExplicitAutograd")
@@ -157,21 +156,21 @@ class CollectiveOp:
 
 
 def requirements(tensors: Sequence[object]) -> list[bool]:
-    """Which tensors require a gradient; what is none of torch's tensors does not."""
+    """Which tensors require a gradient; False for anything that is not a tensor."""
     if not torch.is_grad_enabled():
         return [False] * len(tensors)
     return [getattr(x, "requires_grad", False) for x in tensors]
 
 
 def refuse_tangents(what: str, tensors: Tensors) -> None:
-    """Raise NotImplementedError for a tangent of a forward-mode derivative, which would be lost."""
+    """Raise NotImplementedError for tensors with a tangent of forward-mode derivatives, which would be lost."""
     for x in tensors if forward_ad._current_level >= 0 else ():  # type: ignore[attr-defined]
         if isinstance(x, Tensor) and forward_ad.unpack_dual(x).tangent is not None:
             raise NotImplementedError(f"{what} has no forward-mode derivative; use reverse mode")
 
 
 class _Eager(torch.autograd.Function):
-    """A collective and its way back."""
+    """A collective and its backward."""
 
     @staticmethod
     def forward(ctx: Any, op: CollectiveOp, values: Any, options: Any, *tensors: Tensor | None) -> tuple[Tensor, ...]:
@@ -193,7 +192,7 @@ class _Eager(torch.autograd.Function):
         if torch.is_grad_enabled():
             raise no_double_backward(ctx.op.name)
         stamp, *saved = ctx.saved_tensors
-        if stamp.data_ptr() != ctx.stamp.data_ptr():  # else nothing came between, and nothing is read
+        if stamp.data_ptr() != ctx.stamp.data_ptr():  # equal pointers: nothing came between
             check_stamp(ctx.op.name, ctx.record.comm, int(ctx.stamp), stamp)
         needs = ctx.needs_input_grad[3:]
         found = ctx.op.back(ctx.record, saved, grads, needs)
@@ -201,7 +200,7 @@ class _Eager(torch.autograd.Function):
 
 
 class _InGraph(torch.autograd.Function):
-    """The same of ops. All tensors and results are saved, as nobody knows what will be needed."""
+    """The same for ops. All tensors and results are saved, as it is unknown which ones are needed."""
 
     @staticmethod
     def forward(ctx: Any, op: CollectiveOp, handles: Any, options: Any, *tensors: Tensor | None) -> tuple[Tensor, ...]:
@@ -214,7 +213,7 @@ class _InGraph(torch.autograd.Function):
         else:
             ctx.mark_non_differentiable(ticket)
             ctx.set_materialize_grads(False)
-            # a graph that is traced has none
+            # a traced graph has none
             ctx.record = carried(ticket)[0].record if type(ticket) is Tensor else None
             ctx.save_for_backward(*tensors, *results, ticket)
         return (*results, ticket)
@@ -239,7 +238,7 @@ class _InGraph(torch.autograd.Function):
 
 
 def _note_way_back(ctx: Any, tensors: Tensors, options: Any, results: Sequence[Tensor]) -> None:
-    """Note the op of a linear collective's way back, and that what needs no gradient has none."""
+    """Note the op of a linear collective's backward, and the inputs that need no gradient."""
     ctx.needed = [n for n, x in enumerate(tensors) if x is not None and x.requires_grad]
     ctx.count = len(tensors)
     ctx.mark_non_differentiable(*(y for n, y in enumerate(results) if n not in ctx.needed))
@@ -247,18 +246,18 @@ def _note_way_back(ctx: Any, tensors: Tensors, options: Any, results: Sequence[T
 
 
 def _placed(ctx: Any, grads: Sequence[Tensor]) -> list[Tensor | None]:
-    """Gradients of what needs them, at the places of all tensors."""
+    """Gradients, at the places of all tensors; None where none is needed."""
     by_number = dict(zip(ctx.needed, grads, strict=True))
     return [by_number.get(n) for n in range(ctx.count)]
 
 
 def no_double_backward(what: str) -> NotImplementedError:
-    """The error of a backward that is itself to be differentiated."""
+    """The error for differentiating a backward."""
     return NotImplementedError(f"{what} has no double backward; call backward without create_graph=True")
 
 
 def check_stamp(what: str, comm: Comm, stamp: int, saved: Tensor | int) -> None:
-    """Raise RuntimeError, and tell the other ranks, if backward got the tensors of another call than was made."""
+    """Raise RuntimeError, and tell the other ranks, if backward got the saved tensors of another call."""
     if isinstance(saved, Tensor):
         saved = int(saved) if saved.dtype == torch.int64 and saved.numel() == 1 else -1
     if saved != stamp:
@@ -266,10 +265,10 @@ def check_stamp(what: str, comm: Comm, stamp: int, saved: Tensor | int) -> None:
             raise RuntimeError(
                 f"{what} was recomputed under another plan, dropout seed or scale than in forward, or under none; "
                 "checkpoint with torch.utils.checkpoint.checkpoint, run the backward inside the block of its forward, "
-                "or give what is recomputed its plan as an argument"
+                "or give the recomputed layers their plan as an argument"
             )
 
 
 def _apart(x: Tensor) -> Tensor:
-    """A gradient in memory of its own, as results of an op may not share any."""
+    """A gradient in its own memory, since results of an op may not share any."""
     return x if x.untyped_storage().nbytes() == x.nbytes else x.clone(memory_format=torch.contiguous_format)

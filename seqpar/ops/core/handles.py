@@ -1,13 +1,13 @@
 """Plans and comms as data: tensors that stand for Python values, so that a compiled graph serves any of them.
 
-A graph takes tensors; a Python value would be compiled in, and the next batch's plan would come too late. So a value
-goes in as a *handle*, a 0-d int64 CPU tensor that leads back to it in two ways::
+A graph takes tensors; a Python value would be compiled in as a constant, and the next batch has another plan. So a
+value is passed as a *handle*, a 0-d int64 CPU tensor that leads back to the value in two ways::
 
-    storage   carries the value, for the tensor that was made, its views and what autograd saves of it
-    number    the element: names the value among those alive in this process, for copies; 0 names nothing
+    storage   carries the value, for the original tensor, its views and autograd's saved tensors
+    number    the element: names a live value of this process, for copies of the tensor; 0 names nothing
 
-No number stands for two values, in any process, and no table keeps a value alive: the storage does, or the value's
-other owners. A *ticket* is a handle that an op returns for its backward op. What it carries dies with the graph.
+A number never stands for two values, in any process. No table keeps a value alive: only the storage and the value's
+other owners do. A *ticket* is a handle that an op returns for its backward op. Its values die with the graph.
 """
 
 from __future__ import annotations
@@ -40,7 +40,7 @@ class Carried:
 
 
 class Name:
-    """The handle of one value, kept by the value itself: it is there as long as the value, and in no copy of it."""
+    """The handle of one value, stored on the value itself: it lives as long as the value, and is not copied with it."""
 
     def __init__(self, owner: object) -> None:
         self.owner, self.number = weakref.ref(owner), _number()
@@ -61,11 +61,11 @@ _bound: weakref.WeakValueDictionary[tuple[object, ...], Carried] = weakref.WeakV
 
 
 def bind(*values: object) -> Tensor:
-    """The handle of a plan and a comm, or of the values of another verb: what stands for them in a compiled model.
+    """The handle of a plan and a comm, or of another verb's values, which replaces them in a compiled model.
 
-    Afterwards the handle, and in compiled code also ``plan`` and ``comm`` themselves, can be given to `attention`
-    (``bind(comm)`` is what `switch` needs, ``bind(src, dst, comm)`` what `relayout` needs). Values that are equal get
-    equal handles. A handle keeps its values alive; a copy of its element finds them as long as something else does.
+    Afterwards `attention` accepts the handle, and in compiled code also ``plan`` and ``comm`` themselves (`switch`
+    needs ``bind(comm)``, `relayout` needs ``bind(src, dst, comm)``). Equal values get equal handles. A handle keeps its
+    values alive; a copy of its element finds them as long as something else does.
 
         handle = seqpar.bind(plan, comm)   # for each batch
         loss = compiled(tokens, handle)    # inside: seqpar.attention(q, k, v, handle)
@@ -77,7 +77,7 @@ def bind(*values: object) -> Tensor:
         _names[carried.number] = carried
     for value in values:
         owned = getattr(value, "__dict__", None)
-        with _naming:  # one name, also if threads bind a value at once
+        with _naming:  # one name even if threads bind a value at once
             if owned is not None and not (isinstance(name := owned.get("_name"), Name) and name.owner() is value):
                 name = owned["_name"] = Name(value)
                 _names[name.number] = name
@@ -85,14 +85,14 @@ def bind(*values: object) -> Tensor:
 
 
 def carry(*values: object) -> Tensor:
-    """A handle of values that only its storage leads to. Its element is 0, so that equal calls give equal tickets."""
+    """A handle whose values only its storage leads to. Its element is 0, so that equal calls give equal tickets."""
     return _tensor(Carried(values))
 
 
 def in_graph(*tensors: object) -> bool:
     """Whether a verb goes through its op: a graph is traced, tensors are fake, or a region is recomputed selectively.
 
-    Modes that only look on see what the op does inside, as without it.
+    Modes that only observe see the operations inside, as without them.
     """
     if torch.compiler.is_compiling():
         return True
@@ -106,7 +106,7 @@ def _wants_ops(mode: TorchDispatchMode) -> bool:
 
 
 def uncompiled(function: Callable[..., Any]) -> Callable[..., Any]:
-    """The function, left alone by a compiler that takes up what is called between two graphs: plans are no graphs."""
+    """The function, excluded from torch.compile; plans are plain Python objects."""
     disabled: list[Callable[..., Any]] = []
 
     @wraps(function)
@@ -121,7 +121,7 @@ def uncompiled(function: Callable[..., Any]) -> Callable[..., Any]:
 
 
 def handles(*values: object) -> list[Tensor]:
-    """What stands for values in the arguments of an op: in eager mode one handle that carries them all.
+    """The handles of an op's values; in eager mode one handle that carries all of them.
 
     Raises: ValueError for a handle among other values, and while a graph is compiled for values unknown to `bind`.
     """
@@ -136,7 +136,7 @@ def handles(*values: object) -> list[Tensor]:
 
 
 def _handle(value: Any) -> Tensor:
-    # An attribute that is a tensor becomes an input of the graph: another value brings its own, and nothing recompiles.
+    # A tensor attribute becomes an input of the graph: another value brings its own, and nothing recompiles.
     name = getattr(value, "_name", None)
     if name is None:
         raise ValueError("a compiled model got a plan, layout or comm without a handle; call seqpar.bind on them first")
@@ -144,7 +144,7 @@ def _handle(value: Any) -> Tensor:
 
 
 def checked_values(values: Sequence[Any], *kinds: type) -> tuple[Any, ...]:
-    """The values that an op was given, which begin with these kinds and end with a comm.
+    """An op's values, checked to start with these kinds and end with a comm.
 
     Raises: ValueError for other values.
     """
@@ -156,15 +156,15 @@ def checked_values(values: Sequence[Any], *kinds: type) -> tuple[Any, ...]:
 
 
 def carried(handle: Tensor) -> tuple[Any, ...]:
-    """What a handle or a ticket stands for.
+    """The values of a handle or a ticket.
 
-    Raises: ValueError for a handle that is none or stands for nothing; RuntimeError for a copy of a ticket.
+    Raises: ValueError for an invalid or unknown handle; RuntimeError for a copy of a ticket.
     """
     if not isinstance(handle, Tensor) or handle.dim() or handle.dtype != torch.int64 or not handle.is_cpu:
         raise ValueError(f"a handle is a 0-d int64 CPU tensor made by seqpar.bind, got {handle!r:.200}")
     entry = getattr(handle.untyped_storage(), "_seqpar", None)
     number = int(handle)
-    if entry is None or entry.number != number:  # a copy, or written over with another handle
+    if entry is None or entry.number != number:  # a copy, or overwritten with another handle
         entry = _names.get(number)
     values = None if entry is None else entry.values()
     if values is None and number == 0:
@@ -187,7 +187,7 @@ def _tensor(carried: Carried) -> Tensor:
 
 
 def _element(number: int) -> Tensor:
-    with torch.inference_mode(False):  # what is bound while a model is evaluated is saved when it is trained
+    with torch.inference_mode(False):  # values bound during evaluation may be saved in training
         return torch.tensor(number, dtype=torch.int64, device="cpu")
 
 

@@ -1,8 +1,8 @@
-"""An exchange of rows and slices that lie anywhere: packed and unpacked in one pass each, or in none.
+"""An exchange of rows and slices with any strides: packed and unpacked in at most one pass each.
 
-A comm that is `direct` takes them from where they lie to where they belong. For any other one, what is not contiguous
-is packed for all peers by one call of `copy` into one buffer, and what arrives elsewhere than where it belongs is
-unpacked by one call::
+A `direct` comm moves them from source to destination. For other comms, sources that are not contiguous are packed for
+all peers by one call of `copy` into one buffer, and messages that cannot be received in place are unpacked by one
+more::
 
     rank 0   x [2, 4] -> sends {1: x[:, 2:]}    pack  x[:, 2:] -> buffer    exchange    unpack  buffer -> y[:, :2]
 """
@@ -21,22 +21,22 @@ from seqpar.comm import Comm, Tag
 from seqpar.comm.protocol import DIMS
 from seqpar.kernels.memory.copy import Pair, copy
 
-ALIGNMENT = 64  # bytes at which messages start in a buffer: lines of a CPU's cache, vectors of a GPU
+ALIGNMENT = 64  # alignment in bytes of messages in a buffer: a CPU's cache line, a GPU's vector
 
 
 class Place(NamedTuple):
-    """Where elements lie: all of a tensor, or rows of it by number. Numbers are as in `Pair`."""
+    """A tensor, or some of its rows by number. Numbers are as in `Pair`."""
 
     x: Tensor
     rows: Tensor | None = None
 
     @property
     def shape(self) -> list[int]:
-        """Of the elements."""
+        """The shape of its elements."""
         return [len(self.x if self.rows is None else self.rows), *self.x.shape[1:]] if self.x.dim() else []
 
 
-Message = Sequence[Place]  # of one dtype: one place, or several [rows, ...] that travel side by side, [rows, widths]
+Message = Sequence[Place]  # one dtype: one place, or several [rows, ...] sent side by side as [rows, widths]
 Side = Mapping[int, Sequence[Message]]
 
 
@@ -51,9 +51,9 @@ def moved(dst: Place, src: Place) -> Pair:
 
 
 def post(comm: Comm, sends: Side, recvs: Side, own: Sequence[Pair], tag: Tag) -> Callable[[], None]:
-    """Posts an exchange of messages, peer -> messages; what it returns waits until all is where it belongs.
+    """Post an exchange of messages, by peer. The returned function waits until all are in place.
 
-    own: what this rank copies itself. No two messages, and no copies, go to the same elements.
+    own: this rank's local copies. No two messages or copies write the same elements.
     """
     if not sends and not recvs:
         copy(own)
@@ -63,7 +63,7 @@ def post(comm: Comm, sends: Side, recvs: Side, own: Sequence[Pair], tag: Tag) ->
     copy([moved(part, place) for part, place in packed])
     work = comm.exchange(sent, received, tag=tag)
     unpacked = [moved(place, part) for part, place in parts]
-    if not unpacked:  # else they make one call
+    if not unpacked:  # else they are one call
         copy(own)
 
     def finish() -> None:
@@ -77,7 +77,7 @@ def post(comm: Comm, sends: Side, recvs: Side, own: Sequence[Pair], tag: Tag) ->
 def _tensors(
     comm: Comm, side: Side, empty: Callable[..., Tensor]
 ) -> tuple[dict[int, list[Tensor]], list[tuple[Place, Place]]]:
-    """The tensors to exchange, and of those that lie in a buffer which part of it stands for which place."""
+    """The tensors to exchange, and for those in a buffer, the view of each place."""
     packed = [message for messages in side.values() for message in messages if not _travels(comm, message)]
     if not packed:
         return {peer: [message[0].x for message in messages] for peer, messages in side.items()}, []
@@ -102,7 +102,7 @@ def _tensors(
 
 
 def _travels(comm: Comm, message: Message) -> bool:
-    """Whether a message is a tensor that the comm can send, or receive into, as it lies."""
+    """Whether a message is a tensor that the comm can send, or receive into, without a copy."""
     if len(message) > 1 or message[0].rows is not None:
         return False
     x = message[0].x
@@ -115,7 +115,7 @@ def _shape(message: Message) -> list[int]:
 
 
 def _buffers(messages: Sequence[Message], empty: Callable[..., Tensor]) -> dict[torch.dtype, Iterator[Tensor]]:
-    """Memory for messages, dtype -> in their order; those of one dtype side by side."""
+    """Memory for messages, dtype -> in their order; messages of one dtype are side by side."""
     shapes: dict[torch.dtype, list[list[int]]] = {}
     for message in messages:
         shapes.setdefault(message[0].x.dtype, []).append(_shape(message))

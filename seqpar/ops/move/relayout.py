@@ -1,4 +1,4 @@
-"""Rows between global tensors and shards, and from one layout to another."""
+"""Moves of rows: `shard` and `unshard` between global tensors and shards, `relayout` between layouts."""
 
 from __future__ import annotations
 
@@ -34,9 +34,9 @@ from seqpar.plan.steps import as_rows, count
 
 @dataclass(frozen=True, eq=False)
 class Moves(Memo):
-    """Rows that change ranks: peer -> local rows sent, and peer -> rows they take; the rank itself among the peers.
+    """Rows that change ranks: peer -> local rows to send, and peer -> rows of the result; includes the rank itself.
 
-    copied: whether a row is sent to several ranks, so that on the way back it gets a sum. summed: that way back.
+    copied: whether a row goes to several ranks, so that its gradient is a sum. summed: the backward of such a move.
     """
 
     sends: Mapping[int, Rows]
@@ -48,11 +48,11 @@ class Moves(Memo):
     _memo: dict[Any, Any] = field(default_factory=dict, repr=False)
 
     def transposed(self) -> Moves:
-        """The way back, which shares what is kept."""
+        """The backward of the move, which shares its cache."""
         return Moves(self.recvs, self.sends, self.rows_out, self.rows_in, self.summed, self.copied, self._memo)
 
     def on(self, device: torch.device) -> Uploaded:
-        """The row numbers on a device, uploaded once for each stream: see `seqpar.ops.attention.call.uploaded`."""
+        """The row numbers on a device, uploaded once per stream: see `seqpar.ops.attention.call.uploaded`."""
         arrays = [x for side in (self.sends, self.recvs) for x in side.values() if isinstance(x, np.ndarray)]
 
         def make() -> Uploaded:
@@ -63,7 +63,7 @@ class Moves(Memo):
 
 @uncompiled
 def _numbers(arrays: Sequence[Ints], device: torch.device) -> Sequence[Tensor]:
-    """Row numbers on a device, in one transfer. int64: what assigns to rows would convert others at every call."""
+    """Row numbers on a device, in one transfer. int64: other dtypes would be converted at every assignment."""
     if not arrays:
         return ()
     with torch.inference_mode(False):  # they outlive the caller's mode, and autograd saves them
@@ -74,13 +74,14 @@ def _numbers(arrays: Sequence[Ints], device: torch.device) -> Sequence[Tensor]:
 def relayout(x: Tensor, comm: Comm, *, src: Layout, dst: Layout, rows: int | None = None) -> Tensor:
     """This rank's rows of the same global tensor under another layout. A collective.
 
-    Spec over ranks: ``global[dst.positions(r)]`` for ``global[src.positions(r)] = xs[r]``. x [src.tokens(rank), ...]
-    -> [dst.tokens(rank), ...], any dtype. Each row moves once, and a row that stays is not sent. The adjoint is
-    ``relayout`` with src and dst swapped.
+    Spec over ranks: ``global[dst.positions(r)]`` for ``global[src.positions(r)] = xs[r]``. x [src.tokens(rank), ...] ->
+    [dst.tokens(rank), ...], any dtype. Each row moves once; a row that stays is not sent. The adjoint is ``relayout``
+    with src and dst swapped.
 
-    In a compiled model, where ``seqpar.bind(src, dst, comm)`` must have seen all three, rows says ``dst.tokens(rank)``.
+    In a compiled model, ``seqpar.bind(src, dst, comm)`` must have seen all three, and rows must be
+    ``dst.tokens(rank)``.
 
-    Raises: ValueError for layouts of other tokens or ranks than the comm's, or a wrong number of rows, on every rank.
+    Raises: ValueError for layouts that differ in tokens or in ranks, or a wrong number of rows, on every rank.
     """
     try:
         if not torch.compiler.is_compiling():
@@ -94,9 +95,9 @@ def relayout(x: Tensor, comm: Comm, *, src: Layout, dst: Layout, rows: int | Non
 
 
 def expect_relayout(x: Tensor, comm: Comm, *, src: Layout, dst: Layout) -> None:
-    """Have ranks not compare the `relayout` that they make next, as they have told each other of x and the layouts.
+    """Skip the comparison of the next `relayout`, since ranks already know each other's x and layouts.
 
-    Whether gradients are enabled they have not: an x that requires one is compared.
+    They do not know whether gradients are enabled: an x that requires one is still compared.
     """
     if not x.requires_grad:
         remember(comm, digest_of_call("relayout", _facts_of(x, src, dst, grad=False)))
@@ -139,7 +140,7 @@ def _moves(src: Layout, dst: Layout, comm: Comm) -> Moves:
 
 
 def _by_owner(positions: np.ndarray[Any, Any], owner: np.ndarray[Any, Any], size: int) -> dict[int, Rows]:
-    """Rows that go to or come from each rank, in position order on both sides."""
+    """The rows that go to or come from each rank, in position order on both sides."""
     result: dict[int, Rows] = {}
     for peer in range(size):
         rows = np.flatnonzero(owner == peer)
@@ -161,8 +162,8 @@ def shard(x: Tensor, plan: Plan, rank: int, *, dim: int = 0, side: str = "q") ->
     _check_tensor("shard", x, dim)
     rows = plan.rows(rank, side)
     if not -x.dim() <= dim < x.dim() or x.shape[dim] != layout.total:
-        raise ValueError(f"shard along dim {dim} of {list(x.shape)}, expected {layout.total} tokens there")
-    if in_graph(x):  # whose tensors a layout must not keep
+        raise ValueError(f"shard along dim {dim} of {list(x.shape)}, expected {layout.total} tokens")
+    if in_graph(x):  # a layout must not keep a graph's tensors
         taken = torch.from_numpy(layout.positions(rank)).to(x.device)
     else:
         key = "positions", rank, stream_of(x.device)
@@ -176,11 +177,11 @@ def shard(x: Tensor, plan: Plan, rank: int, *, dim: int = 0, side: str = "q") ->
 
 
 def unshard(x: Tensor, plan: Plan, comm: Comm, *, dim: int = 0, side: str = "q") -> Tensor:
-    """The global tensor, on every rank, of which each rank holds rows. A collective.
+    """The global tensor on every rank, from the rows that each rank holds. A collective.
 
-    x [..., plan.rows(rank), ...] with rows at ``dim`` -> [..., tokens, ...]; pad rows are left out. Backward is the
-    adjoint: the gradients of all ranks' copies are summed for the rank that gave the row, so a loss computed alike on
-    every rank counts once per rank.
+    x [..., plan.rows(rank), ...] with rows at ``dim`` -> [..., tokens, ...]; pad rows are dropped. Backward is the
+    adjoint: the gradients of all ranks' copies are summed on the rank that holds the row, so a loss that every rank
+    computes counts once per rank.
 
     Raises: ValueError for a wrong number of rows, on every rank.
     """
@@ -232,7 +233,7 @@ def _layout_of(plan: Plan, side: str) -> Layout:
 
 
 def _move(x: Tensor, comm: Comm, moves: Moves, tag: Tag) -> Tensor:
-    """The rows that this rank gets, its own among them; where rows come together they are summed in rank order."""
+    """This rank's rows, including those that stay; rows that come together are summed in rank order."""
     x = x.resolve_conj().resolve_neg()
     with abort_on_error(comm, f"exchange of rows, call {tag.call}"):
         at = moves.on(x.device)
@@ -266,7 +267,7 @@ def _summed(
 
 @dataclass(eq=False)
 class MoveRecord(Record):
-    """A move that was made."""
+    """A completed move."""
 
     moves: Moves
 
@@ -274,7 +275,7 @@ class MoveRecord(Record):
 def _relayout(
     tensors: Sequence[Tensor], values: Sequence[Any], rows: int, grads: Sequence[bool]
 ) -> tuple[list[Tensor], tuple[()], MoveRecord]:
-    """The result and the record of the move. values: src, dst and comm, or the record of the move that this undoes."""
+    """The result and the record of the move. values: src, dst and comm, or the record of the move to undo."""
     if isinstance(values[0], MoveRecord):
         record = values[0]
         return _moved(tensors[0], record.comm, record.moves.transposed(), record.way_back())
@@ -282,7 +283,7 @@ def _relayout(
     number = comm.next_call()
     with agreement("relayout", comm) as call:
         _check_layouts(x, comm, src, dst)
-        # by its digest: two layouts that keep each other are freed only when Python looks for cycles
+        # by its digest: two layouts that refer to each other are only freed by garbage collection
         moves = src.memo(("to", dst.digest(), comm.rank), lambda: _moves(src, dst, comm))
         _check_rows(rows, moves, comm)
         call.facts = _facts_of(x, src, dst, grad=grads[0])
@@ -294,7 +295,7 @@ def _relayout(
 def _unshard(
     tensors: Sequence[Tensor], values: Sequence[Any], side: str, dim: int, rows: int, grads: Sequence[bool]
 ) -> tuple[list[Tensor], tuple[()], MoveRecord]:
-    """The result and the record of the move. values: plan and comm. dim: where the rows were in what the verb got."""
+    """The result and the record of the move. values: plan and comm. dim: of the rows in the verb's x."""
     (x,), (plan, comm) = tensors, checked_values(values, Plan)
     number = comm.next_call()
     with agreement("unshard", comm) as call:

@@ -1,4 +1,5 @@
-"""`switch`: which dimension of a tensor is sharded, changed by one all-to-all (Ulysses, DSP); of several in one."""
+"""`switch`: change the sharded dimension of a tensor by one all-to-all (Ulysses, DSP); or of several in one
+exchange."""
 
 from __future__ import annotations
 
@@ -32,13 +33,13 @@ def switch(x: Tensor, comm: Comm, *, split_dim: int, concat_dim: int, sizes: Siz
         rank 1   b0 b1 b2    ->    a1 b1 c1
         rank 2   c0 c1 c2          a2 b2 c2
 
-    sizes = (split, concat): elements per rank along each of the two dims, any of them 0; by default every rank has as
-    many as this one along concat_dim, and split_dim is split into equal shares. Other dims are whole and equal.
-    The adjoint is ``switch`` with the two dims, and the two sizes, swapped.
+    sizes = (split, concat): elements per rank along each of the two dims, any of them 0. By default every rank has as
+    many as this one along concat_dim, and split_dim is split into equal shares. Other dims are whole and equal. The
+    adjoint is ``switch`` with the two dims, and the two sizes, swapped.
 
-    In a compiled model the comm must be one that `bind` has seen: ``seqpar.bind(comm)``, or with a plan.
+    In a compiled model `bind` must have seen the comm: ``seqpar.bind(comm)``, or with a plan.
 
-    Raises: ValueError for equal or missing dims, sizes that do not add up, or ranks that differ, on every rank before
+    Raises: ValueError for equal or missing dims, sizes that do not add up, or ranks that differ; on every rank, before
     any byte moves.
 
     Source: Jacobs et al. 2023 (DeepSpeed-Ulysses); Zhao et al. 2024 (DSP, section 3).
@@ -50,9 +51,9 @@ def switch_all(
     xs: Sequence[Tensor], comm: Comm, *, split_dims: Sequence[int], concat_dims: Sequence[int],
     sizes: Sizes | None = None,
 ) -> list[Tensor]:  # fmt: skip
-    """`switch` of several tensors, in one exchange forward and one backward. A collective.
+    """`switch` of several tensors, in one exchange in forward and one in backward. A collective.
 
-    Of any shapes and dtypes; the two dims of each have the same sizes, and what needs no gradient sends none back.
+    Any shapes and dtypes; the two dims of all tensors have the same sizes. Tensors without a gradient send none back.
 
     Raises: as `switch`.
     """
@@ -67,16 +68,16 @@ def start_switch(
     xs: Sequence[Tensor], comm: Comm, *, split_dims: Sequence[int], concat_dims: Sequence[int],
     sizes: Sizes | None = None,
 ) -> Switching:  # fmt: skip
-    """`switch_all` under way: what is computed before its `wait` runs beside the exchange. A collective.
+    """Start `switch_all`: computation before the result's `wait` overlaps with the exchange. A collective.
 
-    So it is on the way back: gradients are sent when those of what `wait` gave are there, and awaited when autograd
-    has gone through what was recorded between the two.
+    In backward, gradients are sent once those of the waited tensors exist, and awaited when autograd has run through
+    the nodes recorded between start and wait.
 
     Raises: as `switch`; NotImplementedError in a compiled model.
     """
     try:
         if in_graph(*xs):
-            raise NotImplementedError("start_switch: not supported in a compiled model; use switch_all there")
+            raise NotImplementedError("start_switch: not supported in a compiled model; use switch_all")
         refuse_tangents("start_switch", xs)
         sides = _checked(xs, comm, split_dims, concat_dims, sizes)
     except Exception as error:
@@ -142,7 +143,7 @@ def _agreed(
     xs: Sequence[Tensor], comm: Comm, split_dims: Sequence[int], concat_dims: Sequence[int], split: Sequence[int],
     concat: Sequence[int], grads: Sequence[bool],
 ) -> Tag:  # fmt: skip
-    """The name of a call that all ranks make alike."""
+    """The tag of a call that all ranks make alike."""
     number = comm.next_call()
     with agreement("switch", comm) as call:
         kinds = tuple([(x.shape, x.dtype, x.device.type) for x in xs])
@@ -156,7 +157,7 @@ def _facts(
     kinds: Sequence[tuple[torch.Size, torch.dtype, str]], split_dims: Sequence[int], concat_dims: Sequence[int],
     split: Sequence[int], concat: Sequence[int], grads: Sequence[bool],
 ) -> tuple[dict[str, object], int]:  # fmt: skip
-    """What ranks compare of a call, and its digest. kinds: shapes, dtypes and devices of its tensors."""
+    """The facts of a call that ranks compare, and their digest. kinds: shapes, dtypes and devices of its tensors."""
     shapes, dtypes, devices = zip(*kinds)
     others = [
         [n for d, n in enumerate(shape) if d not in dims] for shape, *dims in zip(shapes, split_dims, concat_dims)
@@ -176,7 +177,7 @@ def _post(
     xs: Sequence[Tensor], comm: Comm, split_dims: Sequence[int], concat_dims: Sequence[int], split: Sequence[int],
     concat: Sequence[int], tag: Tag,
 ) -> tuple[list[Tensor], Callable[[], None]]:  # fmt: skip
-    """Memory of the results, and what waits until they are there."""
+    """Memory for the results, and a function that waits until they have arrived."""
     peers = [peer for peer in range(comm.size) if peer != comm.rank]
     sends: dict[int, list[Message]] = {peer: [] for peer in peers}
     recvs: dict[int, list[Message]] = {peer: [] for peer in peers}
@@ -216,7 +217,7 @@ def _run(
     xs: Sequence[Tensor], values: Sequence[Any], split_dims: Sequence[int], concat_dims: Sequence[int],
     split: Sequence[int], concat: Sequence[int], rank: int, grads: Sequence[bool],
 ) -> tuple[list[Tensor], tuple[()], Record]:  # fmt: skip
-    """The results, and the record of the call. values: the comm, or the record of the switch that this undoes."""
+    """The results, and the record of the call. values: the comm, or the record of the switch to undo."""
     if isinstance(values[0], Record):
         comm, tag = values[0].comm, values[0].way_back()
     else:
@@ -252,11 +253,11 @@ SWITCH.define(
 )
 
 
-# --- under way --------------------------------------------------------------------------------------------------------
+# --- start and finish -------------------------------------------------------------------------------------------------
 
 
 class Way(Record):
-    """A switch whose exchanges are posted here and finished there, on the way back too. needed: what has gradients."""
+    """A switch with its exchanges, posted and finished separately, in backward too. needed: tensors with gradients."""
 
     def __init__(self, comm: Comm, tag: Tag, sides: tuple[list[int], ...], needed: list[int]) -> None:
         super().__init__(comm, tag)
@@ -273,28 +274,28 @@ class Way(Record):
         return ys
 
     def finish(self) -> None:
-        """Wait for what was posted, and let go of what was sent: the graph keeps the rest until backward."""
+        """Wait for the exchange, and release the sent tensors: the graph keeps the rest until backward."""
         self._waits.pop()()
 
     def post_back(self, dys: Sequence[Tensor]) -> None:
-        """Send gradients; `finish_back` gives those that arrive."""
+        """Send gradients; `finish_back` returns the received ones."""
         self._backs.append(_post(dys, self.comm, *self.back, self.way_back()))
 
     def finish_back(self) -> list[Tensor]:
-        """The gradients of what was switched."""
+        """The gradients of the switched tensors."""
         dxs, wait = self._backs.pop()
         wait()
         return dxs
 
 
 class Switching:
-    """A switch under way. Dropping it without waiting is an error that marks the comm dead."""
+    """A switch in progress. Dropping it without waiting is an error that marks the comm dead."""
 
     def __init__(self, way: Way, ys: list[Tensor]) -> None:
         self._way, self._ys, self._waited = way, ys, False
 
     def wait(self) -> list[Tensor]:
-        """The switched tensors, in order; the same ones if asked again."""
+        """The switched tensors, in order; the same ones at every call."""
         if not self._waited:
             self._waited = True
             if not self._way.needed:
@@ -306,14 +307,14 @@ class Switching:
         return self._ys
 
     def settle(self) -> None:
-        """Wait for the exchange alone, if nothing did: after an error, when nobody needs the tensors any more."""
+        """Wait for the exchange if nothing else did: after an error, when the tensors are not needed any more."""
         if not self._waited:
             self._waited = True
             self._way.finish()
 
 
 class _Start(torch.autograd.Function):
-    """Posts the exchange; on the way back waits for the gradients that `_Finish` sent."""
+    """Posts the exchange; in backward waits for the gradients that `_Finish` sent."""
 
     @staticmethod
     def forward(ctx: Any, way: Way, *xs: Tensor) -> tuple[Tensor, ...]:
@@ -330,7 +331,7 @@ class _Start(torch.autograd.Function):
 
 
 class _Finish(torch.autograd.Function):
-    """Waits, after which the same memory holds the results; on the way back sends the gradients."""
+    """Waits, after which the same memory holds the results; in backward sends the gradients."""
 
     @staticmethod
     def forward(ctx: Any, way: Way, *ys: Tensor) -> tuple[Tensor, ...]:
