@@ -107,7 +107,8 @@ def read(batch: Mapping[str, Any] | None, how: Reading) -> Packed:
         valid = np.add.reduceat((tensors["labels"] != how.ignore_index).long().cpu().numpy(), starts)
     if how.device is not None:
         tensors = {name: x.to(how.device) for name, x in tensors.items()}
-    return Packed(lengths, tensors, places_of(rows, at, starts, lengths), valid, home, others)
+    places = None if kept is None else places_of(rows, at, starts, lengths)  # without a mask nothing is left out
+    return Packed(lengths, tensors, places, valid, home, others)
 
 
 def taken(x: Tensor, rows: Ints) -> Tensor:
