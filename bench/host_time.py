@@ -4,7 +4,7 @@
     python -m bench.host_time --before COMMIT --comms                            # one rank alone, two minutes
     python -m bench.host_time --before COMMIT --json bench/results/host_time.jsonl
 
-Calls have 128 tokens, so that what is timed is the host's work. A process times every case; its figure is the least of
+Calls have 128 tokens, so that the host's work dominates. A process times every case; its figure is the least of
 some blocks of calls, of both ranks together where there are two. A ratio is the geometric mean over the pairs of now
 over before, with an interval of 95 % by bootstrap. It holds if the interval begins at 1.02 or less and the ratio is at
 most 1.05.

@@ -30,7 +30,7 @@ ORDERS = ("type: ignore", "noqa", "fmt:", "pragma")  # comments that speak to to
 BLANK = {tokenize.COMMENT, tokenize.NL, tokenize.NEWLINE, tokenize.INDENT, tokenize.DEDENT, tokenize.ENDMARKER}
 
 
-# --- what is written --------------------------------------------------------------------------------------------------
+# --- lines ------------------------------------------------------------------------------------------------------------
 
 
 def lines(path: Path) -> tuple[int, int, int]:
@@ -79,7 +79,7 @@ def reused(tree: Path) -> dict[str, list[str]]:
     return {name: sorted(files) for name, files in sorted(places.items()) if name in classes and len(files) > 1}
 
 
-# --- what is entered --------------------------------------------------------------------------------------------------
+# --- functions entered ------------------------------------------------------------------------------------------------
 
 
 def entered(call: Callable[[], Any]) -> list[str]:

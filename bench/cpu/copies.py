@@ -4,9 +4,9 @@
     python -m bench.cpu.copies --bytes 64 --threads 1 --repeat 5 --json copies.json
 
 A rank packs the pieces of a tensor [tokens, peers, row] for all peers, as `switch` does and a head trade on its way in,
-and unpacks what they sent; "q k v" are three tensors, of which q has four times the heads. Without the compiled
+and unpacks what they sent; "q k v" are three tensors; q has four times the heads. Without the compiled
 extension these are torch's copies, one for each piece: `--torch` times them anyway. Timings of a case are interleaved,
-and the fastest of each are compared: what else runs takes memory's bandwidth from one call and not from the next.
+and the fastest of each are compared: other programs take memory bandwidth from one call and not from the next.
 Exit code 1 if anything was below 0.8 of the contiguous copy.
 """
 
@@ -34,7 +34,7 @@ TENSORS = {"x": (1,), "q k v": (4, 1, 1)}  # heads of a piece
 
 
 class Case(NamedTuple):
-    """One row of the table; mib: of what is copied."""
+    """One row of the table. mib: MiB copied."""
 
     threads: int
     tensors: str
@@ -44,12 +44,12 @@ class Case(NamedTuple):
 
 
 def memory(size: int) -> Tensor:
-    """Bytes that were written once: what was not is one page of zeros, which never leaves the cache."""
+    """Bytes written once: unwritten memory is a single page of zeros, which never leaves the cache."""
     return torch.ones(size, dtype=torch.uint8)
 
 
 def pairs_of(case: Case) -> tuple[list[Pair], list[Pair], int]:
-    """What packs, what unpacks, and the bytes that each copies."""
+    """The packing call, the unpacking call, and the bytes that each copies."""
     heads = TENSORS[case.tensors]
     tokens = (case.mib << 20) // (case.row * case.peers * sum(heads))
     pack: list[Pair] = []

@@ -85,7 +85,7 @@ def differ(comm: Any, draw: random.Random) -> None:
 
 
 def soak(first: Any, seconds: float, samples: int) -> dict[str, Any]:
-    """Random verbs on comms that are made anew now and then: this rank's counts and how often each verb ran."""
+    """Random verbs on comms that are replaced now and then: this rank's counts and how often each verb ran."""
     draw, ran, kinds = random.Random(0), dict.fromkeys(("comms", "attend", "move", "reduce", "talk", "differ"), 0), 0
     begun, found = time.monotonic(), []
     comm = first

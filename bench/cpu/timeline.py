@@ -41,7 +41,7 @@ COMPUTING = ("seqpar compute", "seqpar differentiate")
 WAITING = "seqpar wait"
 ON_GPU = ("kernel", "gpu_memcpy", "gpu_memset")
 
-# --- what watches exchanges ------------------------------------------------------------------------------------------
+# --- what watches exchanges -------------------------------------------------------------------------------------------
 
 
 class Timed:

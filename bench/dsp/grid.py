@@ -1,4 +1,4 @@
-"""The planned Latte step beside Ulysses over a grid of published clips: what is run, and whether the promise holds.
+"""The planned Latte step beside Ulysses over a grid of published clips: the chosen runs, and whether the promise holds.
 
 Two processes are measured over shared memory, over gloo on loopback, and over shared memory with every exchange held
 back to a link that is to a core of this machine what InfiniBand is to an H100 for the published width. 4 and 8 ranks
@@ -37,13 +37,13 @@ QUICK = CLIPS[:1]
 TOKENS = 6000  # of a clip at most; published ones have up to 216,000
 THIRD, FASTER = 1 / 3, 1.3
 UNEVEN = 1.25  # of its share of frames a rank would have more than this, if they were too few
-NOISE = 0.01  # slower by less is no slower: halves of the turns of one method differ by more, 2 % in the middle
+NOISE = 0.01  # a smaller difference is noise: halves of one method's turns differ by more, 2 % in the median
 
 
 def grid(quick: bool, repeat: int, show: Callable[[Row], None]) -> tuple[list[Row], Row]:
     """A row for every clip, ranks and link; and the machine by link."""
     over_links = machines(2 if quick else 7)
-    # on one clock, what is under way passes beside computing
+    # on one clock, transfers overlap with computation
     apart = {
         over: machine._replace(hardware=replace(machine.hardware, hidden=1.0))
         for over, machine in over_links.items() if over != "gloo"

@@ -135,7 +135,7 @@ class Ready:
         return plan
 
     def layouts(self) -> str:
-        """What is sharded in each stage, how, and in how many parts."""
+        """Each stage's sharding, mode and number of parts."""
         costs = self.plan.costs
         grid = [f"{costs.groups}x{costs.core}, {costs.held} held:"] if costs.core > 1 else []
         parts = ("" if c.parts == 1 else f"/{c.parts}" for c in self.plan.choices)
@@ -222,7 +222,7 @@ class _MeteredWork:
 def measured(comm: Comm, clip: Clip, hardware: Hardware, turns: int, link: Link | None) -> dict[str, Row]:
     """By method: of each turn the seconds of a step, of the CPU outside exchanges, and in exchanges; what was sent.
 
-    Methods with the same plan are run once: twice would only say what the machine's noise is.
+    Methods with the same plan run once: a second run would only show the machine's noise.
     """
     torch.set_num_threads(1)
     with pinned(cores()[comm.rank % len(cores())]):

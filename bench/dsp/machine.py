@@ -1,4 +1,4 @@
-"""What the planner is told of the machine that `dsp.py` runs on, measured with the kernels and comms that run there.
+"""The planner's figures of the machine that `dsp.py` runs on, measured with its kernels and comms.
 
 All ranks measure at once. What they compute is timed by the CPU, and takes as many times longer as ranks share a core;
 exchanges are timed by the clock on the wall. Of the CPU's seconds the least of several counts, as others on the machine
@@ -54,7 +54,7 @@ def behind(comm: Comm, link: Link, repeat: int) -> float:
 
 
 def cpu(run: Callable[[], object], repeat: int, between: Callable[[], object] = lambda: None) -> float:
-    """Seconds of the CPU; a first time, for what is made once, does not count. between: what runs before each."""
+    """Seconds of the CPU; the first run, which fills caches, does not count. between: runs before each."""
     run()
     took = []
     for _ in range(repeat):
@@ -85,7 +85,7 @@ def attending(repeat: int) -> dict[str, float]:
 
 
 def seconds(found: Mapping[str, float], pairs: float) -> float:
-    """Of so many pairs of attention, there and back."""
+    """Of this many pairs of attention, forward and backward."""
     return 4.0 * WIDTH * pairs * (1 / found["forward"] + BACKWARD / found["backward"])
 
 

@@ -196,7 +196,7 @@ def measured(
 ) -> dict[str, dict[str, Any]]:
     """On every rank, by method: seconds of each step, what one step sent, and this rank's part of the loss.
 
-    A method whose plan is that of "dsp" has its figures: run again, it would only say what the machine's noise is.
+    A method whose plan is that of "dsp" has its figures: a second run would only show the machine's noise.
     """
     torch.set_num_threads(1)
     space, weights = Space(dims, comm), model.weights()
@@ -222,7 +222,7 @@ def measured(
             started = time.perf_counter()
             loss = step(runs[name], target, space)
             took = time.perf_counter() - started
-            if turn:  # the first is for what is made once
+            if turn:  # the first fills caches
                 row["seconds"].append(took)
                 row["waits"].append(comm.stats.wait_seconds)
             counts = comm.stats

@@ -68,7 +68,7 @@ def rows(turns: int, show: Callable[[Row], None]) -> list[Row]:
     found: list[Row] = []
     over_links = machines(5)
     slow = over_links["slow"]
-    # on one clock, what is under way passes beside computing
+    # on one clock, transfers overlap with computation
     composing = {"slow": slow._replace(hardware=replace(slow.hardware, hidden=1.0))}
     for clip in (clip.fitted(TOKENS) for clip in CLIPS if clip.name in NAMES):
         for ranks in (4, 8):

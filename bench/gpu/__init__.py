@@ -1,1 +1,1 @@
-"""Checked and timed on one GPU, or compiled for GPUs that need not be there."""
+"""Checked and timed on one GPU, or compiled for GPUs that need not be present."""

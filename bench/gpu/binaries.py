@@ -1,4 +1,4 @@
-"""Compiles the Triton attention kernels for GPUs that need not be there, and reads what the binaries use.
+"""Compiles the Triton attention kernels for GPUs that need not be present, and reads the binaries' resources.
 
     python -m bench.gpu.binaries --json bench/results/binaries.jsonl        # every shipped configuration
     python -m bench.gpu.binaries --search 90:128 --direction forward       # candidates for a generation and a head dim
@@ -80,7 +80,7 @@ def shipped(generation: int) -> list[Case]:
 
 
 class Offline:
-    """Stands where Triton's driver does, for a device that is not there."""
+    """Replaces Triton's driver, for a device that is absent."""
 
     def __init__(self, capability: int) -> None:
         self.capability = capability
@@ -101,7 +101,7 @@ class Offline:
 
 
 def compiled(case: Case) -> dict[str, Any]:
-    """What the binary uses, or why there is none."""
+    """The binary's resources, or why it does not compile."""
     import triton
 
     itemsize = DTYPES[case.dtype].itemsize
@@ -119,7 +119,7 @@ def compiled(case: Case) -> dict[str, Any]:
 
 
 def sources() -> str:
-    """A digest of all that binaries are made of, but for the launches here."""
+    """A digest of the sources of all binaries, without the launches in this file."""
     digest = hashlib.sha256()
     for path in sorted(Path(kernels.__file__).parent.glob("*.py")):
         digest.update(path.name.encode() + path.read_bytes())
@@ -201,7 +201,7 @@ def main() -> int:
     """Prints a row for each case."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--generation", type=int, choices=GENERATIONS, help="only this one")
-    parser.add_argument("--search", help="generation:head dim[/value dim]; candidates instead of what is shipped")
+    parser.add_argument("--search", help="generation:head dim[/value dim]; candidates instead of the shipped ones")
     parser.add_argument("--direction", choices=DIRECTIONS, help="only this one")
     parser.add_argument("--dim", type=int, help="only this head dim")
     parser.add_argument("--dtype", choices=DTYPES, help="only this one; with --search bf16 unless given")

@@ -206,7 +206,7 @@ def errors(got: Tensors, expected: Tensors) -> dict[str, float]:
 
 
 def verdict(found: dict[str, float], limit: float) -> str | None:
-    """What is off, None if nothing is; NaN is."""
+    """The first result that is off, or None; NaN is off."""
     off = {name: error for name, error in found.items() if not error <= limit}
     return (
         ", ".join(f"{name} off by {error:.1e}" for name, error in off.items()) + f", limit {limit:.1e}" if off else None

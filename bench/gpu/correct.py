@@ -96,7 +96,7 @@ class Check:
         return [at[n :: self.splits] for n in range(self.splits)] if self.striped else np.array_split(at, self.splits)
 
     def score(self, device: torch.device) -> Score:
-        """How scores are made."""
+        """The score's options."""
         wide = acc_dtype(self.dtype)
         slopes = torch.logspace(-4, -1, self.heads, base=2, dtype=wide, device=device) if self.alibi else None
         return Score(self.dim**-0.5, self.softcap, slopes, self.dropout, 77 if self.dropout else 0)
@@ -384,7 +384,7 @@ def _sanitized(tool: str, machine: Machine) -> Iterator[Row]:
     row = {"kernel": "triton", "mode": "sanitizer", "what": tool, "baseline": None}
     found = shutil.which("compute-sanitizer") or shutil.which("/usr/local/cuda/bin/compute-sanitizer")
     if machine.rehearsal or not found:
-        yield row | {"skipped": "compute-sanitizer is not there" if not found else "a rehearsal has no device"}
+        yield row | {"skipped": "compute-sanitizer is not installed" if not found else "a rehearsal has no device"}
         return
     command = [found, "--tool", tool, "--error-exitcode", "9", sys.executable, "-m", "bench.gpu.correct"]
     env = os.environ | {"PYTORCH_NO_CUDA_MEMORY_CACHING": "1"}  # every tensor has its own bounds

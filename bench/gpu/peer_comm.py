@@ -1,6 +1,6 @@
 """Slice `comm`: `PeerComm` on one GPU. Its tests, with ranks as threads and as processes, and how fast it moves bytes.
 
-On one device a copy between ranks is one inside its memory: the rates say what the path costs, not what NVLink gives.
+On one device a copy between ranks is one inside its memory: the rates show the path's cost, not NVLink's bandwidth.
 Ranks that are processes take turns on the device, so that they are only checked.
 """
 
@@ -42,7 +42,7 @@ SANITIZED = "test_words or test_what_a_dead or (TestThreadsDriver and (adjoint o
 
 
 def comm(tiny: bool) -> list[Case]:
-    """The extension first, as everything else needs it; then what is checked, then what is timed."""
+    """The extension first, as everything else needs it; then the checks, then the timings."""
     found = [Case("comm", "build", _build)]
     found += [Case("comm", f"checks, {name}", partial(_checks, *how)) for name, how in RANKS.items()]
     found.append(Case("comm", "checks, a stream that stops", _stalled))
@@ -163,7 +163,7 @@ def _pushes(size: int, machine: Machine) -> Iterator[Row]:
     at = cuda.allocate(size, 0, 0)
     flat = torch.empty(size // 2, dtype=torch.bfloat16, device=machine.device).normal_()
     target = torch.empty_like(flat)
-    heads = flat.view(-1, 8, 64)  # this rank's rows of 8 heads, of which a peer gets every second one
+    heads = flat.view(-1, 8, 64)  # this rank's rows of 8 heads; a peer gets every second one
     part, strides = heads[:, ::2], [8 * 64, 64, 1]
     runs: dict[str, tuple[Callable[[], object], int]] = {
         "contiguous": (lambda: cuda.push(cuda.current(), at, [1], flat), 2 * flat.nbytes),

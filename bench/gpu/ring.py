@@ -1,7 +1,7 @@
 """Slice `ring`: what attention over many ranks computes, beside one launch over all of it.
 
 Every rank's steps run one after another on the one device, through the kernel, on the keys that they would receive;
-nothing is sent. The ratio is the time of one launch over the sum over ranks: what is missing to 1 is the ring tax,
+nothing is sent. The ratio is the time of one launch over the sum over ranks: the difference to 1 is the ring tax,
 paid for shorter launches, partial tiles and sums kept in float32.
 """
 

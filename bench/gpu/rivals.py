@@ -45,7 +45,7 @@ class Call:
 
 
 class Peer:
-    """mode: what its backward is. rare: it is timed in few cases, and checked there instead of in small ones."""
+    """mode: what its backward is. rare: it is timed in few cases, and checked in these instead of small ones."""
 
     name: str
     mode = "backward"
@@ -80,7 +80,7 @@ class Sdpa(Peer):
         self.mode = "backward, deterministic" if deterministic else "backward"
 
     def missing(self, device: torch.device) -> str | None:
-        """Its plain mathematics stands in for the others on the CPU, and there alone."""
+        """Its plain mathematics replaces the others on the CPU only."""
         if self.backend == "MATH":
             return None if device.type == "cpu" else "for the CPU"
         return super().missing(device)

@@ -1,4 +1,4 @@
-"""Rows of `bench/gpu/run.py`: what is measured together, what is kept of it, and what need not be measured again."""
+"""Rows of `bench/gpu/run.py`: which are measured together, which are kept, and which need not be measured again."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ Row = dict[str, Any]
 
 @dataclass(frozen=True)
 class Case:
-    """What is measured together, one variant in turn after the other. run(machine) gives its rows.
+    """Variants measured together, in turns. run(machine) returns their rows.
 
     later: worth less than the first cases of other slices.
     """

@@ -1,4 +1,4 @@
-"""Checks the package on one NVIDIA GPU and then times it, row by row into a file; what is wrong is not timed.
+"""Checks the package on one NVIDIA GPU and then times it, row by row into a file; a wrong result is not timed.
 
     python -m bench.gpu.run                                # everything, most valuable first
     python -m bench.gpu.run --minutes 8                    # stops then; the next call goes on where this one ended
@@ -136,7 +136,7 @@ def said(row: Row) -> str:
         if name in row:
             return f"{what}{name}: {row[name]}"
     if "ok" in row:
-        return f"{what}ok, {row['ratio']:.2f} of what is allowed" if row.get("ratio") is not None else f"{what}ok"
+        return f"{what}ok, {row['ratio']:.2f} of the tolerance" if row.get("ratio") is not None else f"{what}ok"
     unit = ("tflops", "TFLOP/s") if row.get("tflops") is not None else ("gbps", "GB/s")
     value = f"{row[unit[0]]:8.1f} {unit[1]}" if row.get(unit[0]) is not None else ""
     ratio = f" {row['ratio']:.2f} of {row['baseline']}" if row.get("ratio") is not None else ""

@@ -1,4 +1,4 @@
-"""Compiles the small Triton kernels (rows, merge, rotary) for GPUs that need not be there; see bench/gpu/binaries.py.
+"""Compiles the small Triton kernels (rows, merge, rotary) for GPUs that need not be present; see bench/gpu/binaries.py.
 
 python -m bench.gpu.small_binaries --json bench/results/small_binaries.jsonl
 """

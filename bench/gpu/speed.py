@@ -142,7 +142,7 @@ def _race(setup: Setup, back: bool, machine: Machine) -> Iterator[Row]:
 
 
 def fastest(times: dict[Label, Timing]) -> Label:
-    """The fastest of other libraries; of all where there is none."""
+    """The fastest of other libraries, else of all."""
     own = {"triton", "blockwise", "reference"}
     others = {label: t for label, t in times.items() if label.kernel not in own} or times
     return min(others, key=lambda label: others[label].ms)

@@ -58,7 +58,7 @@ class Candidate:
 
 
 def tune(tiny: bool) -> list[Case]:
-    """Candidates with tiles of one shape go together, beside what is shipped."""
+    """Candidates with tiles of one shape go together, beside the shipped one."""
     if tiny:
         pairs = [Candidate("forward", 16, LaunchConfig(bm, 32, 4, 1), True) for bm in (32, 64)]
         return [Case("tune", "forward 16", partial(_tune, pairs))]
@@ -133,7 +133,7 @@ def _binary(candidate: Candidate) -> Row:
     made_for = generation(10 * major + minor)
     case = compile.Case(candidate.direction, candidate.dim, candidate.dim, "bf16", made_for, candidate.config)
     row = binaries.compiled(case)
-    triton.runtime.driver.reset_active()  # from a device that is not there to this one
+    triton.runtime.driver.reset_active()  # from an absent device to this one
     if "error" in row:
         return {"offline": row["error"]}
     used = {name: row[name] for name in ("registers", "spilled", "shared")}
@@ -143,7 +143,7 @@ def _binary(candidate: Candidate) -> Row:
 
 
 def ranking(rows: list[Row], path: Path) -> Path | None:
-    """Write the candidates of each direction and head dim, best first by ratio to what is shipped."""
+    """Write the candidates of each direction and head dim, best first by ratio to the shipped one."""
     found: dict[str, list[Row]] = {}
     for row in rows:
         if row["slice"] == "tune" and "ratio" in row and row["what"] != SHIPPED:

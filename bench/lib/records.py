@@ -16,11 +16,11 @@ import torch
 
 import seqpar
 
-WIDTH = 160  # of what is written on one line though it could be opened
+WIDTH = 160  # of an entry that stays on one line
 
 
 def environment() -> dict[str, Any]:
-    """The machine, versions, commit and time of figures that are made now."""
+    """The machine, versions, commit and time of new figures."""
     git = subprocess.run(["git", "rev-parse", "HEAD"], capture_output=True, text=True, cwd=Path(__file__).parent)
     versions = {"seqpar": seqpar.__version__, "torch": torch.__version__, "python": sys.version.split()[0]}
     for name in ("numpy", "scipy"):
@@ -61,6 +61,6 @@ def _holds_records(item: Any) -> bool:
 
 
 def write(path: Path, value: Any) -> None:
-    """Write a record, or several in lists, in a folder that need not be there."""
+    """Write a record, or several in lists, in a folder that need not exist."""
     path.parent.mkdir(parents=True, exist_ok=True)
     path.write_text(text(value) + "\n")

@@ -26,7 +26,7 @@ from seqpar.comm.entry import ThreadEntry
 from seqpar.comm.protocol import Stats, subset
 from seqpar.planner import Link
 
-NOISE = 1 << 20  # random numbers of which memory for received tensors is made
+NOISE = 1 << 20  # random numbers that fill the memory for received tensors
 
 
 class Run(NamedTuple):
@@ -53,7 +53,7 @@ Event = Run | Post | Wait
 
 
 class Tape:
-    """A comm that is one rank of a world of which nothing else exists, and the events of what runs on it."""
+    """A comm that is the only rank of a virtual world, and the events of its run."""
 
     direct, check_every = True, "batch"  # as `ShmComm`
 

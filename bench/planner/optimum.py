@@ -1,6 +1,6 @@
 """`optimum`: the best plan of a small batch, by mixed-integer programming, to judge the planner and its bound by.
 
-Documents are cut into blocks of which each rank takes some whole; width 1, and transfers take no time. With ``x[b, r]``
+Documents are cut into blocks; each rank takes some whole blocks; width 1, and transfers take no time. With ``x[b, r]``
 whether rank ``r`` has block ``b``, the slowest rank's ticks ``T`` are minimised under::
 
     sum_r x[b, r] = 1                                              every block once

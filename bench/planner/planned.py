@@ -163,7 +163,7 @@ class Layers:
         self.angles = (torch.from_numpy(plan.rope_positions(rank))[:, None] * frequency).float()
 
     def run(self, comm: Comm) -> None:
-        """One forward and backward; gradients of the weights are made and dropped."""
+        """One forward and backward; gradients of the weights are computed and dropped."""
         x = self.x
         for block in self.blocks:
             x = block(x, self.angles, lambda q, k, v: seqpar.attention(q, k, v, self.plan, comm))
@@ -423,7 +423,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
 @dataclass(frozen=True)
 class Figures:
     """All that was measured. load: processes that ran on the machine before. seconds: ranks -> batch -> method -> of
-    each turn; composed: likewise, of as many ranks as cores."""
+    each turn; composed: the same, with as many ranks as cores."""
 
     tokens: int
     cores: int

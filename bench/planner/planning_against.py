@@ -37,7 +37,7 @@ MODELS = ("llama-8b", "gpt-7b", "qwen3-30b-a3b", "gemma3-27b", "tiny")
 
 
 class Batch(NamedTuple):
-    """What is planned."""
+    """The planned batch."""
 
     lengths: list[int]
     ranks: int

@@ -109,7 +109,7 @@ def megatron(case: Case, room: int) -> Schedule:
     parallelism (``next_hdp_group_packing_aware``).
 
     Longest first, a document joins or opens the group with which the busiest rank has least, at most what the longest
-    would be with full ranks; what has no place waits for the next round. Idle ranks widen the narrowest groups.
+    would be with full ranks; others wait for the next round. Idle ranks widen the narrowest groups.
     """
     need = degrees(case, room)
     if room > case.room or need.max() > case.ranks:
@@ -164,7 +164,7 @@ def _round(case: Case, documents: list[int], need: Ints, room: int) -> tuple[lis
 
 
 def _widened(groups: list[tuple[int, list[int]]], free: int, ranks: int) -> list[tuple[int, list[int]]]:
-    """Groups of which the narrowest are twice as wide, one by one, until no rank is idle."""
+    """Groups, with the narrowest doubled one by one until no rank is idle."""
     heap = [(width, index) for index, (width, _) in enumerate(groups)]
     heapq.heapify(heap)
     while free and heap[0][0] <= free and heap[0][0] < ranks:
@@ -220,7 +220,7 @@ def bytescale(case: Case, room: int) -> Schedule:
 
 def laminar(case: Case, share: float) -> Schedule:
     """Aligned power-of-two groups, widest first, so that no rank waits; every document as narrow as lets it end within
-    a share of the bound; the longest to the group that is free first, into the step that is open there. The strongest
+    a share of the bound; the longest to the group that is free first, into its open step. The strongest
     known planner of groups: list scheduling of malleable jobs (Turek et al. 1992; Ludwig and Tiwari 1994)."""
     ways, widths = ("ulysses", "fetch"), case.widths
     times = np.stack([case.alone(width, ways) for width in widths])
@@ -284,7 +284,7 @@ def flexsp(case: Case, knob: tuple[int, tuple[str, ...], float]) -> Schedule:
 
 
 def _blasted(lengths: Ints, order: Ints, rounds: int) -> list[Ints]:
-    """Consecutive parts of which the one with most tokens has as few as possible."""
+    """Consecutive parts whose largest has as few tokens as possible."""
     edge = np.append(0, np.cumsum(lengths))
     low, high = int(lengths.max()), int(edge[-1])
 
@@ -468,7 +468,7 @@ def bytes_first(case: Case, knob: tuple[int, float]) -> Schedule:
 
 
 class _Ranks:
-    """Ranks by load, of which some are too full for the last blocks."""
+    """Ranks by load; some are too full for the last blocks."""
 
     def __init__(self, ranks: int, rows: int) -> None:
         self.load, self.left = [0] * ranks, [rows] * ranks

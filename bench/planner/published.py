@@ -35,7 +35,7 @@ from seqpar.planner import Hardware, ModelShape
 
 TOLERANCE = 0.1
 CAPACITY = (28 * 1024, 4.48)  # MiB of memory, and of a token, of FlexSP's 7B
-BETA = 0.6294  # seconds of a micro-batch there
+BETA = 0.6294  # seconds of a published micro-batch
 GAINS = {4: 1.285, 8: 1.412, 16: 1.212, 32: 1.375, 64: 1.495}
 MICROS = (0.0, 0.01, 0.1)
 

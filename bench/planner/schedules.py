@@ -9,7 +9,7 @@ holds what, which is counted. The ways of sharing evenly:
     ring      the same, but all keys of the group pass every rank
 
 Kernels, the size of a stage, what transfers hide behind and the price of a link are those of `seqpar.planner.cost` for
-every policy. A tie of ranks to their group is respected: a micro-batch starts when all its ranks are there.
+every policy. A tie of ranks to their group is respected: a micro-batch starts when all its ranks have arrived.
 """
 
 from __future__ import annotations
@@ -318,7 +318,7 @@ def laid_out(case: Case, micro: Micro) -> Cost:
 
 
 def run(case: Case, micros: Sequence[Micro], ways: Sequence[str] = ("ulysses", "fetch")) -> Outcome:
-    """What the micro-batches take, in the order given. Raises ValueError for a schedule that is none."""
+    """Seconds of the micro-batches, in the given order. Raises ValueError for an invalid schedule."""
     rows = check(case, micros)
     if len(micros) == 1 and micros[0].layout is not None:
         total, busy, head = laid_out(case, micros[0])

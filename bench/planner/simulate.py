@@ -7,7 +7,7 @@
 
 A cell is a machine, a number of ranks and a distribution; its batches are the same for all policies. Figures are times
 over the bound that no layout beats, computing alone (`seqpar.planner.bound`), under the planner's cost model, which
-also decides: what is compared is plans, not systems. Free-running ranks wait for their groups only; in lockstep, as
+also decides: plans are compared, not systems. Free-running ranks wait for their groups only; in lockstep, as
 FSDP's collectives have it, every layer takes what the slowest rank takes. A rival's knob is the best of a sweep for
 the cell, for each of the two; `seqpar` has none. Its figures are split: what would be left if transfers took no time,
 and what is exposed of them. Policies are in `policies`, costs in `schedules`, published results in
@@ -74,7 +74,7 @@ def _rows(factor: float) -> Change:
     return change
 
 
-# what is different in the machine, and the seconds of a micro-batch
+# the machine's differences, and the seconds of a micro-batch
 VARIANTS: dict[str, tuple[Change, float]] = {
     "": (lambda machine: machine, MICRO),
     "micro-batch 0 ms": (lambda machine: machine, 0.0),
@@ -183,7 +183,7 @@ def cell_rows(cell: Cell, names: Sequence[str], given: int | None, pool: Any, no
     return rows
 
 
-# --- what is shown ----------------------------------------------------------------------------------------------------
+# --- output -----------------------------------------------------------------------------------------------------------
 
 
 def lower(row: dict[str, Any], ours: dict[str, Any], way: str) -> bool:

@@ -97,7 +97,7 @@ WIDTHS = {"width 1": lambda _: 1, "width 8": lambda _: 8, "widths": lambda p: np
 
 
 def planned(width: str) -> Plan:
-    """A plan of which nothing is derived yet, also not of its layout."""
+    """A plan without any cached derivation, nor of its layout."""
     ulysses = WIDTHS[width](Plan(Mask(MANY_LENGTHS), Layout.from_pieces(*PIECES, MANY_RANKS)))
     return Plan(Mask(MANY_LENGTHS), Layout.from_pieces(*PIECES, MANY_RANKS), ulysses=ulysses)
 

@@ -226,7 +226,7 @@ def fixed(args: Any) -> tuple[Plan, dict[str, Any]]:
     defaults: dict[str, Any] = {"heads": 32, "kv_heads": 8, "dim": 128, "dtype": "bfloat16"}
     call = defaults | {name: value for name, value in given.items() if value is not None}
     if min(call["heads"], call["kv_heads"], call["dim"]) < 1 or call["heads"] % call["kv_heads"]:
-        raise CommandError(f"--kv-heads {call['kv_heads']} must divide --heads {call['heads']}, and --dim be positive")
+        raise CommandError(f"--kv-heads {call['kv_heads']} must divide --heads {call['heads']}; --dim must be positive")
     mask = make_mask(args)
     if args.layout == "striped" and mask.tokens > STRIPED:
         raise CommandError(

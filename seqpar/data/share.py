@@ -187,7 +187,7 @@ def back(share: Share, x: Tensor) -> Tensor | list[Tensor]:
     return share.home.fill(relayout(x[:tokens], comm, src=plan.layout, dst=share.source))
 
 
-# --- choose -----------------------------------------------------------------------------------------------------------
+# --- choose ---------------------------------------------------------------------------------------------------------
 
 
 def choose(known: Known, ranks: int, planner: Planner | None) -> list[MicroBatch] | Exception:
@@ -240,7 +240,7 @@ def _served(plan: Plan, lengths: Ints, ranks: int, places: Ints | None) -> Plan:
     return plan.padded()
 
 
-# --- take -------------------------------------------------------------------------------------------------------------
+# --- take -----------------------------------------------------------------------------------------------------------
 
 
 def take(

@@ -129,7 +129,7 @@ class Parallelized(ParallelModel):
         """The plans of all batch shapes so far."""
         return "\n".join(plan.describe() for plan in self.plans.values())
 
-    # --- forwards -----------------------------------------------------------------------------------------------------
+    # --- forwards ----------------------------------------------------------------------------------------------------
 
     def _forward(self, model: nn.Module, forward: Callable[..., Any], arguments: Arguments) -> Any:
         seen: _Seen = getattr(model, SEEN)
@@ -229,7 +229,7 @@ class Parallelized(ParallelModel):
         getattr(storage, SEEN)[id(self), id(module)] = run
         return run
 
-    # --- plans --------------------------------------------------------------------------------------------------------
+    # --- plans -------------------------------------------------------------------------------------------------------
 
     def _plan(self, state: ForwardState, x: Tensor) -> tuple[tuple[object, ...], StagePlan]:
         """The key of a batch shape, and its plan. x: the first stage's input, whole."""
@@ -351,7 +351,7 @@ def _tokens(block: Block, space: Space) -> int:
     return prod(space.dims[name] for name in form.names if name in space.dims)
 
 
-# --- requirements on a model ------------------------------------------------------------------------------------------
+# --- requirements on a model ----------------------------------------------------------------------------------------
 
 
 def _matches(name: str, patterns: Sequence[str]) -> bool:
@@ -392,7 +392,7 @@ def _check_modules(model: nn.Module, spec: Spec, stages: Sequence[str]) -> None:
             raise NotImplementedError(f"{name} of {what} is a {type(module).__name__}, whose statistics mix rows")
 
 
-# --- checks inside a stage --------------------------------------------------------------------------------------------
+# --- checks inside a stage ------------------------------------------------------------------------------------------
 
 
 @contextmanager

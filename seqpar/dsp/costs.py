@@ -123,7 +123,9 @@ class Costs:
         if self.ranks < 1 or self.core < 1 or self.ranks % self.core or (self.core > 1) != (self.held is not None):
             raise ValueError(f"groups of core={self.core} of {self.ranks} ranks cannot hold {self.held!r}")
         if self.held is not None and self.dims.get(self.held, 0) < self.core:
-            raise ValueError(f"{self.core} ranks cannot hold {self.held!r} of {dict(self.dims)}, one element each")
+            raise ValueError(
+                f"groups of core={self.core} ranks need an element of {self.held!r} each, got {dict(self.dims)}"
+            )
 
     @property
     def groups(self) -> int:

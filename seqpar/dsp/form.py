@@ -36,7 +36,7 @@ class Form:
     def index(self, name: str) -> int:
         """The axis of a name after `unfold`. Raises ValueError for a name that is not in the form."""
         if name not in self.names:
-            raise ValueError(f'dimension "{name}" is not in "{self.text}"')
+            raise ValueError(f'dimension "{name}" is not in "{self.text}"; give one of {list(self.names)}')
         return self.apart.split().index(name)
 
     def check(self, shape: Sequence[int], dims: Mapping[str, int], what: Callable[[], str]) -> None:

@@ -189,7 +189,7 @@ def _recipe_of_shapes(
     axes = {"split_dims": [form.index(dst) for form in forms], "concat_dims": [form.index(src) for form in forms]}
     sizes = dict(dims)
     if dst not in sizes:
-        raise ValueError(f'"{dst}" is not a dimension of {sizes}')
+        raise ValueError(f'"{dst}" is not a dimension of {sizes}; give one of these')
     sides = shares(sizes[dst], ranks), shares(sizes[src], ranks)
     return _SwitchRecipe(forms, sizes | {src: sides[1][rank]}, axes | {"sizes": sides})
 

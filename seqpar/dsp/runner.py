@@ -180,7 +180,7 @@ def _check_arguments(name: str, block: Block, arguments: Mapping[str, Any]) -> N
         raise ValueError(f"{name} got no {missing}, which hold the rows by its spec")
 
 
-# --- ranks without rows -----------------------------------------------------------------------------------------------
+# --- ranks without rows ---------------------------------------------------------------------------------------------
 
 
 def some_rank_skips(block: Block, run: StageRun) -> bool:
@@ -218,7 +218,7 @@ class _Skip(torch.autograd.Function):
         return None, *(torch.zeros_like(x) if n else None for x, n in zip(ctx.saved_tensors, needed, strict=True))
 
 
-# --- adapters inside a stage -------------------------------------------------------------------------------------
+# --- adapters inside a stage ----------------------------------------------------------------------------------------
 
 
 def _shared_attention(block: Block, run: StageRun) -> Any:

@@ -86,7 +86,7 @@ class Search:
         moves, size = self.costs.moves, self.stages[0].bytes
         return {at: moves[self.start, at].seconds(size) for at in self._befores(0)}
 
-    # --- the fastest of all -------------------------------------------------------------------------------------------
+    # --- the fastest of all ------------------------------------------------------------------------------------------
 
     def _fastest(self, ends: Sequence[Sharding]) -> Route | None:
         at = {sharding: n for n, sharding in enumerate(self.costs.shardings)}
@@ -116,7 +116,7 @@ class Search:
             memory += ways.kept[n]
         return Route(seconds, memory, tuple(choices), self.costs.shardings[last])
 
-    # --- the fastest that fits ----------------------------------------------------------------------------------------
+    # --- the fastest that fits ---------------------------------------------------------------------------------------
 
     def _fitting(self, ends: Sequence[Sharding], limit: float) -> Route | None:
         at = {sharding: n for n, sharding in enumerate(self.costs.shardings)}

@@ -151,7 +151,7 @@ class Layout(Fact):
     def runs(self, rank: int) -> Runs:
         """A rank's rows as runs, in local row order."""
         if not is_integer(rank) or not 0 <= rank < self.ranks:
-            raise ValueError(f"rank {rank!r} is not one of the layout's {self.ranks} ranks")
+            raise ValueError(f"rank {rank!r} is not one of the layout's {self.ranks} ranks; give 0 to {self.ranks - 1}")
         return self._runs.pick(slice(self._bounds[rank], self._bounds[rank + 1]))  # type: ignore[arg-type]
 
     def all_runs(self) -> tuple[Runs, Ints]:

@@ -106,7 +106,7 @@ class Mask(Fact):
             )
         documents = lengths_of("lengths", [tokens] if lengths is None else lengths)
         if documents.sum() != tokens:
-            raise ValueError(f"lengths sum to {documents.sum()}, the bounds have {tokens} queries")
+            raise ValueError(f"lengths sum to {documents.sum()}, the bounds have {tokens} queries; give both the same")
         if keys != tokens and len(documents) > 1:
             raise ValueError(
                 f"lengths with {tokens} queries and {keys} keys do not say which keys a document has; leave lengths out"
@@ -189,7 +189,9 @@ class Mask(Fact):
         if chosen.ndim != 1 or chosen.size == 0 or chosen.dtype.kind not in "iu":
             raise ValueError(f"documents must be a non-empty sequence of integers, got {documents!r:.200}")
         if chosen.min() < 0 or chosen.max() >= count:
-            raise ValueError(f"documents run from {chosen.min()} to {chosen.max()}, the mask has {count}")
+            raise ValueError(
+                f"documents run from {chosen.min()} to {chosen.max()}, the mask has {count}; give 0 to {count - 1}"
+            )
         if not self.within_documents:
             raise ValueError(
                 f"some queries of {self!r} see keys of other documents, so that none can be taken out of the batch; "

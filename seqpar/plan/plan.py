@@ -156,16 +156,18 @@ def _checked_layouts(mask: Mask, layout: Layout, kv_layout: Layout | None) -> La
         if not isinstance(value, Layout) and (name == "layout" or value is not None):
             raise ValueError(f"{name} must be a Layout, got {value!r:.200}; Layout(shards) makes one from lists")
     if layout.total != mask.tokens:
-        raise ValueError(f"the layout holds {layout.total} tokens, the mask {mask.tokens}")
+        raise ValueError(
+            f"the layout holds {layout.total} tokens, the mask {mask.tokens}; give a layout of the mask's tokens"
+        )
     if kv_layout is None and mask.kv_tokens != mask.tokens:
-        raise ValueError(f"{mask.tokens} queries and {mask.kv_tokens} keys need a kv_layout of their own")
+        raise ValueError(f"the mask has {mask.tokens} queries and {mask.kv_tokens} keys; give a kv_layout for the keys")
     check_positions(max(mask.tokens, mask.kv_tokens))
     # A kv_layout equal to the layout means the same as None: equal plans must give every rank the same rows.
     keys = layout if kv_layout is None or kv_layout == layout else kv_layout
     if keys.total != mask.kv_tokens:
         raise ValueError(f"kv_layout holds {keys.total} tokens, the mask has {mask.kv_tokens} keys")
     if keys.ranks != layout.ranks:
-        raise ValueError(f"kv_layout has {keys.ranks} ranks, the layout {layout.ranks}")
+        raise ValueError(f"kv_layout has {keys.ranks} ranks, the layout {layout.ranks}; give both the same ranks")
     return keys
 
 
@@ -181,7 +183,9 @@ def _checked_widths(residence: Residence, width: tuple[int, ...], per_document: 
     """The width of each document: the single width for all, or one each, set to 1 for documents on one rank."""
     documents, ranks = len(residence.mask.lengths), residence.layout.ranks
     if per_document and len(width) != documents:
-        raise ValueError(f"ulysses has {len(width)} widths for {documents} documents")
+        raise ValueError(
+            f"ulysses has {len(width)} widths for {documents} documents; give one width, or one per document"
+        )
     for u in set(width):
         if ranks % u:
             raise ValueError(f"the Ulysses width must divide the {ranks} ranks, got {u}")
@@ -204,7 +208,7 @@ def _checked_rows(layout: Layout, rows: int | Sequence[int] | None) -> ArrayLike
     counts = int64_of("rows", counts)
     counts = np.broadcast_to(counts, tokens.shape) if counts.ndim == 0 else counts
     if counts.shape != tokens.shape:
-        raise ValueError(f"rows has {counts.size} entries for {layout.ranks} ranks")
+        raise ValueError(f"rows has {counts.size} entries for {layout.ranks} ranks; give one number, or one per rank")
     if (counts < tokens).any():
         rank = int(np.flatnonzero(counts < tokens)[0])
         raise ValueError(f"rows gives rank {rank} {counts[rank]} rows, it holds {tokens[rank]} tokens")

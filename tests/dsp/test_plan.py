@@ -287,7 +287,7 @@ def test_equal_ways_are_cut_alike_in_every_process() -> None:
         (lambda: plan_stages([Stage("a", bytes=1.0)], {"t": 2}, 2, hardware="abacus"), "no hardware is called"),
         (lambda: plan_stages([Stage("a")], {"t": 2}, 4, cores=(3,)), "groups of 3 do not divide 4 ranks"),
         (lambda: plan_stages([Stage("a")], {"t": 2}, 4, cores=()), "no way to run"),
-        (lambda: Costs({"t": 2}, 4, Hardware.of("h100"), core=4, held="t"), "one element each"),
+        (lambda: Costs({"t": 2}, 4, Hardware.of("h100"), core=4, held="t"), "need an element of .t. each"),
         (lambda: Costs({"t": 2}, 4, Hardware.of("h100"), core=2), "cannot hold None"),
         (lambda: plan_stages([Stage("a")], {"t": 2}, 2, parts=(1, "2")), "parts must be integers"),
         (lambda: plan_stages([Stage("a")], {"t": 2}, 2, parts=2), r"parts must be integers of at least 1.*got 2"),

@@ -110,7 +110,7 @@ FACTS = (
     (lambda: Layout.striped(4, 2, block=0), "block must be .*got 0"),
     (lambda: Layout.contiguous(4, 2).positions(2), "rank 2 is not one of the layout's 2 ranks"),
     (lambda: Plan(Mask([4]), Layout.contiguous(5, 2)), "layout holds 5 tokens, the mask 4"),
-    (lambda: Plan(Mask([4], kv_lengths=[6]), Layout.contiguous(4, 2)), "4 queries and 6 keys need a kv_layout"),
+    (lambda: Plan(Mask([4], kv_lengths=[6]), Layout.contiguous(4, 2)), "4 queries and 6 keys; give a kv_layout"),
     (
         lambda: Plan(Mask([4], kv_lengths=[6]), Layout.contiguous(4, 2), kv_layout=Layout.contiguous(4, 2)),
         "kv_layout holds 4 tokens, the mask has 6",

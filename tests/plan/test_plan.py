@@ -227,7 +227,7 @@ MASK, LAYOUT = Mask([8, 16]), Layout.contiguous(24, 4)
     ("error", "facts", "options", "message"),
     [
         (ValueError, (MASK, Layout.contiguous(23, 4)), {}, "the layout holds 23 tokens, the mask 24"),
-        (ValueError, (Mask([4], kv_lengths=[6]), Layout.contiguous(4, 4)), {}, "4 queries and 6 keys need a kv_layout"),
+        (ValueError, (Mask([4], kv_lengths=[6]), Layout.contiguous(4, 4)), {}, "6 keys; give a kv_layout"),
         (ValueError, (MASK, LAYOUT), {"kv_layout": Layout.contiguous(25, 4)}, "kv_layout holds 25 tokens"),
         (ValueError, (MASK, LAYOUT), {"kv_layout": Layout.contiguous(24, 3)}, "kv_layout has 3 ranks, the layout 4"),
         (ValueError, (MASK, LAYOUT), {"transport": "pigeon"}, "transport must be one of fetch, ring.*got 'pigeon'"),

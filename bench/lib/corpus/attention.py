@@ -24,7 +24,7 @@ KERNELS = ("reference", "blockwise", "native", "aten")
 
 @dataclass(frozen=True)
 class Call:
-    """A call of attention. more: options of the verb; tensors among them are made from the name alone."""
+    """A call of attention. more: options of the verb; tensors among them follow from the name alone."""
 
     plan: PlanCase
     dtype: str = "fp32"

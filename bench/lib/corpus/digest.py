@@ -41,7 +41,7 @@ def _parts(value: Any) -> Iterator[bytes]:
             yield from _parts(item)
         yield b"]"
     elif dataclasses.is_dataclass(value) and not isinstance(value, type):
-        # fields, and what is derived from them, may be renamed; what they hold may not change
+        # fields and their derivations may be renamed; their values may not change
         yield from _parts([getattr(value, f.name) for f in dataclasses.fields(value) if not f.name.startswith("_")])
     elif value is None or isinstance(value, (bool, int, float, str, complex, slice, range, np.generic)):
         yield repr(value.item() if isinstance(value, np.generic) else value).encode()

@@ -65,7 +65,7 @@ LAYOUTS: dict[str, Callable[[list[int], int], Layout]] = {
 
 @dataclass(frozen=True)
 class PlanCase:
-    """What a plan is made of, by name. widths: the Ulysses width, of each document in turn."""
+    """The arguments of a plan, by name. widths: the Ulysses width of each document in turn."""
 
     ranks: int
     lengths: str = "uneven"

@@ -18,7 +18,7 @@ from .digest import digest
 
 Cases = dict[str, Callable[[], Any]]
 
-# group -> the module of this package and the function there that lists its cases
+# group -> the module of this package and its function that lists the cases
 GROUPS = {
     "attention": ("attention", "cases"),
     "kernels": ("attention", "kernels"),
@@ -37,7 +37,7 @@ GROUPS = {
     "steps": ("plans", "steps"),
     "planner": ("plans", "planner"),
 }
-FREE = ("planner",)  # whose choices may get better: differences are shown, and are no failure
+FREE = ("planner",)  # whose choices may get better: differences are shown and do not fail
 
 
 def cases(group: str) -> Cases:

@@ -194,7 +194,7 @@ def _seed(module: nn.Module, mask: Tensor) -> int:
     return derived_seed(seed, layer)
 
 
-# --- models that never ask for it -------------------------------------------------------------------------------------
+# --- models that never ask for it -----------------------------------------------------------------------------------
 
 
 def called(model: PreTrainedModel, *args: Any, **named: Any) -> Any:
@@ -248,7 +248,7 @@ def _rows_of_a_plan(model: PreTrainedModel) -> bool:
     return True
 
 
-# --- the registries of transformers, which are global to the process --------------------------------------------------
+# --- the registries of transformers, which are global to the process ------------------------------------------------
 
 REGISTRIES = (AttentionInterface, AttentionMaskInterface)
 _entered: dict[str, tuple[int, list[Any]]] = {}  # key -> number of its models, former registry entries

@@ -193,7 +193,7 @@ class ParallelTransformer(ParallelModel):
         with super().local(), implementation(self.model, self._before if self._before != KEY else "eager"):
             yield
 
-    # --- installation -------------------------------------------------------------------------------------------------
+    # --- installation ------------------------------------------------------------------------------------------------
 
     def _install(self) -> None:
         model, undone = self.model, self._undone
@@ -231,7 +231,7 @@ class ParallelTransformer(ParallelModel):
         with self.local():
             return before(*args, **named)
 
-    # --- a forward pass -----------------------------------------------------------------------------------------------
+    # --- a forward pass ----------------------------------------------------------------------------------------------
 
     @partial(torch.compiler.disable, recursive=False)
     def _forward(
@@ -488,7 +488,7 @@ class _Reported(torch.autograd.Function):
         return grad, None
 
 
-# --- configs ----------------------------------------------------------------------------------------------------------
+# --- configs --------------------------------------------------------------------------------------------------------
 
 
 def _with_own_configs(model: PreTrainedModel, name: str) -> Callable[[], None]:

@@ -41,7 +41,7 @@ def check_probed(model: PreTrainedModel, apart: Tensor, together: Tensor) -> Non
     if not (apart.isfinite().all() and together.isfinite().all()):
         raise _later(model, "it gives infinities or NaN for a few tokens")
     if (apart == apart[:, :1]).all():
-        raise _later(model, "it gives the same for different tokens")
+        raise _later(model, "it gives equal results for different tokens")
     if apart.equal(together):
         raise _later(model, "its attention changes nothing")
 

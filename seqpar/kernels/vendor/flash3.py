@@ -60,6 +60,6 @@ class Flash3(Library):
 
 
 def _operators() -> Any:
-    """torch's namespace of the package's operators, which importing the package fills; imported on first use."""
+    """The package's operators in ``torch.ops``, registered by importing the package on first use."""
     import_module("flash_attn_3._C")
     return torch.ops.flash_attn_3

@@ -151,7 +151,9 @@ def check_tensors(
         if x.stride(2) != 1 and x.shape[2] > 1 and x.numel():
             raise ValueError("the last dimension of q, k, v must be dense (stride 1); call .contiguous()")
     if plan.ranks != comm.size:
-        raise ValueError(f"the plan is for {plan.ranks} ranks, the comm has {comm.size}")
+        raise ValueError(
+            f"the plan is for {plan.ranks} ranks, the comm has {comm.size}; make the plan for the comm's ranks"
+        )
 
 
 def _shapes(q: Tensor, k: Tensor, v: Tensor) -> str:

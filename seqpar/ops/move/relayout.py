@@ -129,7 +129,9 @@ def _check_layouts(x: Tensor, comm: Comm, src: Layout, dst: Layout) -> None:
             f"src has {src.ranks} ranks, dst {dst.ranks}, the comm {comm.size}; give layouts over its ranks"
         )
     if x.dim() == 0 or x.shape[0] != src.tokens(comm.rank):
-        raise ValueError(f"x on rank {comm.rank} must have {src.tokens(comm.rank)} rows, got {list(x.shape)}")
+        raise ValueError(
+            f"x on rank {comm.rank} must have {src.tokens(comm.rank)} rows, as src gives it, got {list(x.shape)}"
+        )
 
 
 def _moves(src: Layout, dst: Layout, comm: Comm) -> Moves:
@@ -192,7 +194,9 @@ def unshard(x: Tensor, plan: Plan, comm: Comm, *, dim: int = 0, side: str = "q")
         _check_tensor("unshard", x, dim)
         layout = _layout_of(plan, side)
         if plan.ranks != comm.size:
-            raise ValueError(f"the plan is for {plan.ranks} ranks, the comm has {comm.size}")
+            raise ValueError(
+                f"the plan is for {plan.ranks} ranks, the comm has {comm.size}; make the plan for the comm's ranks"
+            )
         rows = plan.rows(comm.rank, side)
         if not -x.dim() <= dim < x.dim() or x.shape[dim] != rows:
             raise ValueError(f"x on rank {comm.rank} must have {rows} rows at dim {dim}, got {list(x.shape)}")
@@ -229,7 +233,7 @@ def _layout_of(plan: Plan, side: str) -> Layout:
     return plan.layout if side == "q" else plan.kv_layout
 
 
-# --- rows on their way ------------------------------------------------------------------------------------------------
+# --- rows on their way ----------------------------------------------------------------------------------------------
 
 
 def _move(x: Tensor, comm: Comm, moves: Moves, tag: Tag) -> Tensor:
@@ -262,7 +266,7 @@ def _summed(
     return y.to(x.dtype)
 
 
-# --- the ops ----------------------------------------------------------------------------------------------------------
+# --- the ops --------------------------------------------------------------------------------------------------------
 
 
 @dataclass(eq=False)

@@ -141,7 +141,7 @@ MODELS: dict[str, tuple[Callable[[], PreTrainedModel], str]] = {
     "both directions": (lambda: build("gemma3", use_bidirectional_attention=True), "the mask function .*or_masks"),
     "no weights": (on_meta, "21 of 21 parameters are on the meta device .*; load the weights on every rank"),
     "zeros": (lambda: filled(build("llama"), 0.0), "embed_tokens.weight is 0 everywhere.*; load or initialise"),
-    "ones": (lambda: filled(build("llama"), 1.0), "it gives the same for different tokens"),
+    "ones": (lambda: filled(build("llama"), 1.0), "it gives equal results for different tokens"),
     "memory of anything": (lambda: filled(build("llama"), float("nan")), "it gives infinities or NaN"),
     "layers of zeros": (lambda: filled(build("llama"), 0.0, "layers"), "its attention changes nothing"),
     "positions of zeros": (lambda: filled(opt(), 0.0, "embed_positions"), "embed_positions.weight is 0 everywhere"),
