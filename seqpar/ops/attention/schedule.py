@@ -47,23 +47,20 @@ def forward(
     empty = call.comm.empty if recipe.trades else torch.empty  # memory that peers can write directly
     out = empty((q.shape[0], heads, call.signature.v_dim), dtype=q.dtype, device=q.device).zero_()
     lse = empty((heads, q.shape[0]), dtype=recipe.acc, device=q.device).fill_(-torch.inf)
-    if recipe.alone:
-        (part,) = recipe.parts
-        tensors = _inside(call, part, [q[: part.q.rows], k[: part.kv.rows], v[: part.kv.rows]], out, lse, sinks)
-        _compute(call, recipe.steps[0], tensors, tensors.k, tensors.v, slopes)
-        return out, lse, [tensors]
-    entries = {}
-    for part in recipe.parts:
-        q_shares, kv_shares = recipe.shares[part.width]
-        legs = [trade.Leg(q, part.q, q_shares), trade.Leg(k, part.kv, kv_shares), trade.Leg(v, part.kv, kv_shares)]
-        entries[part.width] = trade.enter(call, Phase.ENTER, part, legs)
+    entries = {part.width: _enter(call, part, q, k, v) for part in recipe.parts if not part.trivial}
     insides: dict[int, PartTensors] = {}
 
     def inside(part: Part) -> PartTensors:
         if part.width not in insides:
-            insides[part.width] = _inside(call, part, entries[part.width](), out, lse, sinks)
+            as_they_lie = [q[: part.q.rows], k[: part.kv.rows], v[: part.kv.rows]]
+            traded = as_they_lie if part.trivial else entries[part.width]()
+            insides[part.width] = _inside(call, part, traded, out, lse, sinks)
         return insides[part.width]
 
+    if recipe.alone:
+        tensors = inside(recipe.parts[0])
+        _compute(call, recipe.steps[0], tensors, tensors.k, tensors.v, slopes)
+        return out, lse, [tensors]
     leaves: list[Callable[[], None]] = []
     arriving = KeyExchange(call, Phase.KEYS)
     for step, tensors, keys, values in walk(arriving, inside):
@@ -73,6 +70,12 @@ def forward(
     for finish in leaves:
         finish()
     return out, lse, list(insides.values())
+
+
+def _enter(call: Call, part: Part, q: Tensor, k: Tensor, v: Tensor) -> Callable[[], list[Tensor]]:
+    heads, kv = call.recipe.shares[part.width]
+    legs = [trade.Leg(q, part.q, heads), trade.Leg(k, part.kv, kv), trade.Leg(v, part.kv, kv)]
+    return trade.enter(call, Phase.ENTER, part, legs)
 
 
 def walk(
@@ -160,7 +163,8 @@ def backward(
     """dq, dk, dv and this rank's share of dsinks; all but dq in the accumulation dtype."""
     recipe, signature = call.recipe, call.signature
     by_width = {p.width: tensors for p, tensors in zip(recipe.parts, insides, strict=True)}
-    entries = {p.width: _enter_back(call, p, dout, dlse) for p in recipe.parts}
+    incoming = [dout, dlse.t()] if signature.return_lse and dlse is not None else [dout]
+    entries = {p.width: _enter_back(call, p, incoming) for p in recipe.parts if not p.q.trivial}
     dsinks = None if sinks is None else torch.zeros(signature.heads, dtype=call.recipe.acc, device=signature.device)
     empty = call.comm.empty if recipe.trades else torch.empty  # memory that peers can write directly
     dq = empty((dout.shape[0], signature.heads, signature.dim), dtype=signature.dtype, device=dout.device).zero_()
@@ -168,8 +172,9 @@ def backward(
     home = empty(shape, dtype=recipe.acc, device=dout.device).zero_()
 
     def start(step: Step) -> PartGradients:
-        width = step.part.width
-        return _part_gradients(call, step, by_width[width], entries[width](), sinks, dsinks, dq, home)
+        part, width = step.part, step.part.width
+        traded = [x[: part.q.rows] for x in incoming] if part.q.trivial else entries[width]()
+        return _part_gradients(call, step, by_width[width], traded, sinks, dsinks, dq, home)
 
     if recipe.alone:
         (tensors,), grads = insides, start(recipe.steps[0])
@@ -197,13 +202,13 @@ def backward(
     return dq, home[..., : signature.dim], home[..., signature.dim :], dsinks
 
 
-def _enter_back(call: Call, part: Part, dout: Tensor, dlse: Tensor | None) -> Callable[[], list[Tensor]]:
+def _enter_back(call: Call, part: Part, incoming: list[Tensor]) -> Callable[[], list[Tensor]]:
+    """Gradients of the output and, if there is one, of lse [T, H] on their way into the head trade."""
     heads, _ = call.recipe.shares[part.width]
-    legs = [trade.Leg(dout, part.q, heads)]
-    if call.signature.return_lse and (part.width > 1 or dlse is not None):  # inside a trade another rank may have one
-        dlse = dout.new_zeros(dout.shape[:2], dtype=call.recipe.acc) if dlse is None else dlse.t()
-        legs.append(trade.Leg(dlse, part.q, heads))
-    return trade.enter(call, Phase.BACK_ENTER, part, legs)
+    if call.signature.return_lse and part.width > 1 and len(incoming) == 1:  # as another rank may have one of lse
+        dout = incoming[0]
+        incoming = [dout, dout.new_zeros(dout.shape[:2], dtype=call.recipe.acc)]
+    return trade.enter(call, Phase.BACK_ENTER, part, [trade.Leg(x, part.q, heads) for x in incoming])
 
 
 def _part_gradients(
