@@ -43,9 +43,9 @@ def first_of(rows: PackedRows, kept: NDArray[np.bool_] | None) -> NDArray[np.boo
             begins[1:] |= step != 1
         elif (anew := (step <= 0) & ~begins[1:]).any():
             raise ValueError(
-                f"position_ids start anew at {rows.where(int(at[1:][anew][0]))}, and attention_mask says that the row "
-                "is one document: one device would let it attend to the tokens before; leave attention_mask out if "
-                "nothing is padded, or give cu_seqlens"
+                f"position_ids restart at {rows.where(int(at[1:][anew][0]))} in a row with an attention_mask, which is "
+                "one document: on one device it would attend to the tokens before; leave attention_mask out if nothing "
+                "is padded, or give cu_seqlens"
             )
     first[at[begins]] = True
     return first
@@ -57,8 +57,7 @@ def _starts(rows: PackedRows, kept: NDArray[np.bool_] | None) -> Ints | None:
     if not given:
         if said := [name for name in LONGEST if name in rows.entries]:
             raise ValueError(
-                f"{said[0]} without cu_seqlens says nothing of where documents are; give cu_seqlens too, or leave it "
-                "out"
+                f"{said[0]} without cu_seqlens does not locate the documents; give cu_seqlens too, or leave it out"
             )
         return None
     tokens = int(rows.edges[-1])
@@ -72,7 +71,7 @@ def _starts(rows: PackedRows, kept: NDArray[np.bool_] | None) -> Ints | None:
         if not np.array_equal(value, starts):
             raise ValueError(f"{other} must be equal to {name}: a document's keys are its tokens, got {value!r:.200}")
     if kept is not None and not kept.all():
-        raise ValueError(f"{name} beside an attention_mask with zeros: documents are given twice; give only {name}")
+        raise ValueError(f"{name} beside an attention_mask with zeros: gives the documents twice; give only {name}")
     longest = int(np.diff(starts.astype(np.int64)).max(initial=0))
     for other in LONGEST:
         if other in rows.entries and int(rows.entries[other]) != longest:

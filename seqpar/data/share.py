@@ -234,7 +234,7 @@ def _served(plan: Plan, lengths: Ints, ranks: int, places: Ints | None) -> Plan:
         raise ValueError(f"plan must leave the keys with the queries, got a kv_layout: {plan!r:.200}")
     if places is not None and plan.mask not in (Mask(lengths), Mask(lengths, causal=False)):
         raise ValueError(
-            f"plan returned {plan.mask!r}, whose bounds do not know of the tokens that attention_mask leaves out "
+            f"plan returned {plan.mask!r}, whose bounds ignore the tokens that attention_mask leaves out "
             "between others; return plan.with_mask(Mask(lengths)), and make the masks of layers by Share.mask_for"
         )
     return plan.padded()

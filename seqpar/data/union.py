@@ -208,7 +208,7 @@ def _common(every: Sequence[Facts]) -> dict[str, Column]:
         if every[rank].columns == every[first].columns:
             continue
         for name in sorted(every[first].columns.keys() | every[rank].columns.keys()):
-            one, other = (each.columns.get(name, "not there") for each in (every[first], every[rank]))
+            one, other = (each.columns.get(name, "missing") for each in (every[first], every[rank]))
             if one != other:
                 raise ValueError(
                     f"share: {name} is {_told(one)} on rank {first} and {_told(other)} on rank {rank}; rows of all "

@@ -95,7 +95,7 @@ def _check_alone(model: nn.Module) -> None:
     name = type(model).__name__
     if getattr(model, "_parallel_config", None) is not None:
         raise NotImplementedError(
-            f"diffusers: {name} is under enable_parallelism, which shares out its tokens too; make it anew without that"
+            f"diffusers: {name} is under enable_parallelism, which shares its tokens too; create it without that"
         )
     if getattr(model, "is_cache_enabled", False):
         raise NotImplementedError(
@@ -200,7 +200,7 @@ class SharedForward(Rerouting):
 
     def _check_meaning(self, is_causal: bool) -> None:
         if is_causal:
-            raise NotImplementedError("diffusers: causal attention is not shared out")
+            raise NotImplementedError("diffusers: causal attention is not supported")
 
     def rows(self, x: Tensor, dim: int, stream: str = "image") -> Tensor:
         """This rank's rows of a whole tensor; one unused row if it has none, since models expect some."""
@@ -236,7 +236,7 @@ def _forward(sharing: Sharing, model: nn.Module, forward: Callable[..., Any], *a
     facts: dict[str, Any] = {}
     try:
         if len(args) > 1:
-            raise TypeError(f"a parallelized {type(model).__name__} takes one positional argument, got {len(args)}")
+            raise TypeError(f"diffusers: {type(model).__name__} takes one positional argument, got {len(args)}")
         if args:
             arguments["hidden_states"] = args[0]
         recipe.check(model, arguments)
@@ -262,7 +262,7 @@ def _same_on_all(facts: list[dict[str, Any]]) -> None:
             if other.get(name) != facts[0].get(name):
                 raise ValueError(
                     f"diffusers: {name} differs between rank 0 and rank {rank}: {facts[0].get(name)} and "
-                    f"{other.get(name)} (shape, dtype, a number of all bits); pass the same whole tensors on every "
+                    f"{other.get(name)} (shape, dtype, fingerprint); pass the same whole tensors on every "
                     "rank, drawn with the same seed"
                 )
 
@@ -354,10 +354,10 @@ class ModelRecipe:
         """Raise NotImplementedError for arguments and settings that cannot be shared."""
         known = {"hidden_states", "return_dict", *self.shared, *self.whole, *filter(None, [self.mask])}
         if missing := sorted(name for name, value in arguments.items() if name not in known and value is not None):
-            raise NotImplementedError(f"diffusers: {type(model).__name__} with {', '.join(missing)} is not shared out")
+            raise NotImplementedError(f"diffusers: {type(model).__name__} with {', '.join(missing)} is not supported")
         for name in ("joint_attention_kwargs", "attention_kwargs"):
             if others := sorted(set(arguments.get(name) or {}) - {"scale"}):
-                raise NotImplementedError(f"diffusers: {name} with {', '.join(others)} is not shared out")
+                raise NotImplementedError(f"diffusers: {name} with {', '.join(others)} is not supported")
         for name, module in _attentions(model):
             if (kind := type(module.processor).__name__) not in self.processors:
                 raise NotImplementedError(f"diffusers: the processor {kind} of {name}, expected {self.processors}")
@@ -368,7 +368,7 @@ class ModelRecipe:
                 )
         _check_alone(model)
         if getattr(model, "zero_cond_t", False):
-            raise NotImplementedError("diffusers: zero_cond_t modulates tokens one by one, which is not shared out")
+            raise NotImplementedError("diffusers: zero_cond_t modulates tokens one by one, which is not supported")
 
     def sizes(self, model: nn.Module, arguments: Mapping[str, Any], valid: Tensor | None) -> TokenCounts:
         """The tokens of a call.

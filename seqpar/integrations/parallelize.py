@@ -92,7 +92,7 @@ AROUND = {
 def _check(model: object, comm: object) -> None:
     """Raise TypeError unless these are a model and a comm."""
     if not isinstance(model, nn.Module):
-        raise TypeError(f"parallelize takes a model, an nn.Module, got {type(model).__name__}")
+        raise TypeError(f"parallelize: expected a model, an nn.Module, got {type(model).__name__}")
     if not isinstance(comm, Comm):
         raise TypeError(
             f"parallelize({type(model).__name__}, {comm!r:.200}): expected a comm of the ranks; give "

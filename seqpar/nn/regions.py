@@ -66,7 +66,7 @@ def run_again_inside(
             raise NotImplementedError(
                 f"attention is called inside {region.owner.f_locals['cls'].__name__}, an autograd function whose "
                 "backward may run it again, outside of the block that reroutes it; checkpoint with "
-                "torch.utils.checkpoint.checkpoint, or enter the block inside what that function runs"
+                "torch.utils.checkpoint.checkpoint, or enter the block inside that function"
             )
         function = getattr(region.owner, region.function)
         if not (isinstance(function, Again) and function.by is by):

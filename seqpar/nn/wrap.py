@@ -136,6 +136,6 @@ def check_makes_plans(model: nn.Module, plan: object, takes: str) -> None:
 def unpicklable(name: str) -> NotImplementedError:
     """The error for pickling a parallel model, whose forward holds a comm of this process."""
     return NotImplementedError(
-        f"a pickle of a parallel {name}, as torch.save(model) makes it: its forward belongs to this process; save "
+        f"a parallel {name} cannot be pickled, as by torch.save(model): its forward belongs to this process; save "
         "model.state_dict() or call save_pretrained(), or undo() first"
     )

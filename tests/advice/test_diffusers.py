@@ -121,7 +121,7 @@ def test_a_model_under_parallelism_of_diffusers_is_made_anew(monkeypatch: pytest
         model.enable_parallelism(config=diffusers.ContextParallelConfig(ulysses_degree=2))
     finally:
         dist.destroy_process_group()
-    with advised(NotImplementedError, "make it anew without that"):
+    with advised(NotImplementedError, "create it without that"):
         seqpar.parallelize(model, LocalComm())
     assert right_after(lambda comm, model: None)
 

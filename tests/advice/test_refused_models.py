@@ -44,7 +44,7 @@ def is_right(model: nn.Module) -> bool:
 def test_a_model_is_made_parallel_before_it_is_sharded() -> None:
     with default_group():
         mesh = init_device_mesh("cpu", (1,))
-        with advised(NotImplementedError, "call parallelize first, and fully_shard on the same model then"):
+        with advised(NotImplementedError, "call parallelize first, then fully_shard on the same model"):
             seqpar.parallelize(fully_shard(copy.deepcopy(MODEL), mesh=mesh), LocalComm())
         model = copy.deepcopy(MODEL)
         seqpar.parallelize(model, LocalComm())
@@ -58,7 +58,7 @@ def test_a_model_is_made_parallel_before_its_layers_are() -> None:
         )
 
     with default_group():
-        with advised(NotImplementedError, "load the model whole, call parallelize, and shard it then"):
+        with advised(NotImplementedError, "load the model whole, call parallelize, then shard it"):
             seqpar.parallelize(split(copy.deepcopy(MODEL)), LocalComm())
         model = copy.deepcopy(MODEL)
         seqpar.parallelize(model, LocalComm())
@@ -67,7 +67,7 @@ def test_a_model_is_made_parallel_before_its_layers_are() -> None:
 
 def test_a_model_on_meta_is_loaded_first() -> None:
     model = copy.deepcopy(MODEL).to("meta")
-    with advised(NotImplementedError, "load the weights on every rank, and call parallelize then"):
+    with advised(NotImplementedError, "load the weights on every rank, then call parallelize"):
         seqpar.parallelize(model, LocalComm())
     model.load_state_dict(MODEL.state_dict(), assign=True)
     model.model.rotary_emb = copy.deepcopy(MODEL.model.rotary_emb)  # buffers that no state dict has
@@ -80,7 +80,7 @@ def test_a_model_of_zeros_is_loaded_or_initialised_first(way: str) -> None:
     model = copy.deepcopy(MODEL)
     for parameter in model.parameters():
         nn.init.zeros_(parameter)
-    with advised(NotImplementedError, "load or initialise the weights, and call parallelize then"):
+    with advised(NotImplementedError, "load or initialise the weights, then call parallelize"):
         seqpar.parallelize(model, LocalComm())
     if way == "load":
         model.load_state_dict(MODEL.state_dict())

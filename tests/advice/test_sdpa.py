@@ -208,7 +208,7 @@ def test_a_checkpoint_of_somebodys_own_is_torchs_or_enters_the_block_inside() ->
     with (
         advised(
             NotImplementedError,
-            "checkpoint with torch.utils.checkpoint.checkpoint, or enter the block inside what that function runs",
+            "checkpoint with torch.utils.checkpoint.checkpoint, or enter the block inside that function",
         ),
         seqpar.sdpa(ALONE, LocalComm()),
     ):

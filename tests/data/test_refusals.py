@@ -64,7 +64,7 @@ BATCHES: dict[str, tuple[Any, dict[str, Any], str]] = {
         {"input_ids": IDS, "shift_labels": IDS, "attention_mask": LEFT}, {}, "shift_labels at row 0, token 0 is another"
     ),
     "positions that restart under a mask": (
-        GOOD | {"attention_mask": torch.ones(2, 6), "position_ids": ROW % 3}, {}, "start anew at row 0, token 3"
+        GOOD | {"attention_mask": torch.ones(2, 6), "position_ids": ROW % 3}, {}, "restart at row 0, token 3"
     ),
     "cu_seqlens of rows": (GOOD | {"cu_seqlens": [0, 6, 12]}, {}, r"belongs to one packed row"),
     "cu_seqlens that end early": (
@@ -78,7 +78,7 @@ BATCHES: dict[str, tuple[Any, dict[str, Any], str]] = {
     ),
     "a longest without documents": ({"input_ids": IDS[:1], "max_seqlen": 6}, {}, "max_seqlen without cu_seqlens"),
     "documents twice": (
-        {"input_ids": IDS[:1], "cu_seqlens": [0, 2, 6], "attention_mask": LEFT[:1]}, {}, "documents are given twice"
+        {"input_ids": IDS[:1], "cu_seqlens": [0, 2, 6], "attention_mask": LEFT[:1]}, {}, "gives the documents twice"
     ),
     "a list of other lengths": (
         {"input_ids": [IDS[0], IDS[1]], "labels": [IDS[0], IDS[1, :3]]}, {}, "labels must be a list of tensors"
@@ -107,7 +107,7 @@ def elsewhere(comm: Comm, other: dict[str, Any], options: dict[str, Any]) -> Exc
 @pytest.mark.parametrize(
     ("other", "options", "message"),
     [
-        ({"extra": IDS}, {}, r"extra is not there on rank 0 and torch.int64 \[tokens\] on cpu on rank 1"),
+        ({"extra": IDS}, {}, r"extra is missing on rank 0 and torch.int64 \[tokens\] on cpu on rank 1"),
         ({"input_ids": IDS.int()}, {}, r"input_ids is torch.int64 \[tokens\] on cpu on rank 0 and torch.int32"),
         ({}, {"shift": "none"}, "ranks differ in the call: .*shift='row'.* on rank.*shift='none'"),
         ({}, {"source": "replicated"}, "ranks differ in the call: .*'sharded'.* on rank.*'replicated'"),

@@ -358,7 +358,7 @@ REFUSED: dict[str, tuple[str, type[Exception], Callable[[nn.Module, dict[str, An
         "flux",
     ),
     "mask": ("attention_mask", NotImplementedError, given(joint_attention_kwargs={"attention_mask": 1}), "flux"),
-    "unknown": ("nonsense is not shared", NotImplementedError, given(nonsense=1), "wan"),
+    "unknown": ("nonsense is not supported", NotImplementedError, given(nonsense=1), "wan"),
     "kv cache": ("kv_cache_mode", NotImplementedError, given(kv_cache_mode="extract"), "flux2"),
     "processor": ("processor OtherProcessor of transformer_blocks.0.attn", NotImplementedError, set_processor, "flux"),
     "backend": ("attention backend flex of transformer_blocks.0.attn", NotImplementedError, set_backend, "flux"),

@@ -42,7 +42,7 @@ def test_what_is_no_model_and_no_comm_is_said() -> None:
         TypeError, match=r"LlamaForCausalLM, None\): expected a comm of the ranks; give seqpar.GroupComm"
     ):
         seqpar.parallelize(build("llama"), None)
-    with pytest.raises(TypeError, match="takes a model, an nn.Module, got str"):
+    with pytest.raises(TypeError, match="expected a model, an nn.Module, got str"):
         seqpar.parallelize("meta-llama/Llama-3.1-8B", LocalComm())
 
 

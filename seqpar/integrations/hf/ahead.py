@@ -126,7 +126,7 @@ def _told(
     if ended:
         raise ValueError(
             f"prefetch: the loader of rank {ended[0]} ended before that of rank "
-            f"{next(rank for rank in range(comm.size) if rank not in ended)}, and every forward is one of all ranks"
+            f"{next(rank for rank in range(comm.size) if rank not in ended)}, but every forward needs all ranks"
         )
     if replicated:
         return batch, frozen(every[0]), None

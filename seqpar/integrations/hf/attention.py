@@ -269,7 +269,9 @@ def enter(key: str) -> Callable[[], None]:
         if not count:
             before = [registry._global_mapping.get(key) for registry in REGISTRIES]
             if None in before:
-                raise ValueError(f"in place of {key!r}: transformers has no functions of that name; load with 'sdpa'")
+                raise ValueError(
+                    f"in_place=True: transformers has no attention functions named {key!r}; load with 'sdpa'"
+                )
             for registry, function in zip(REGISTRIES, (_either(before[0]), _either_mask(before[1]))):
                 registry.register(key, function)
         _entered[key] = count + 1, before

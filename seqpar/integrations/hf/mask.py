@@ -36,7 +36,7 @@ class Rule(NamedTuple):
     def __and__(self, other: Rule) -> Rule:
         """Both rules at once. Raises: NotImplementedError for chunks of two lengths."""
         if None not in (self.chunk, other.chunk) and self.chunk != other.chunk:
-            raise NotImplementedError(f"a mask of chunks of {self.chunk} and of {other.chunk} tokens at once")
+            raise NotImplementedError(f"a mask combines chunks of {self.chunk} and of {other.chunk} tokens")
         return Rule(
             self.causal or other.causal, _least(self.left, other.left), _least(self.right, other.right),
             other.chunk if self.chunk is None else self.chunk,

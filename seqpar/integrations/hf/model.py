@@ -360,7 +360,7 @@ class ParallelTransformer(ParallelModel):
             )
         if module is not self.model and torch._C._current_graph_task_id() >= 0:
             return arguments, NotImplementedError(
-                f"{who} is computed again in backward as a whole, which is not built; checkpoint its layers instead"
+                f"{who} is recomputed in backward as a whole, which is not supported; checkpoint its layers instead"
             )
         if (now := self.model.config.get_text_config()._attn_implementation) != self._name:
             return arguments, NotImplementedError(
@@ -389,8 +389,8 @@ class ParallelTransformer(ParallelModel):
             )
         if self.average_over != 1 and "num_items_in_batch" in arguments:
             return arguments, ValueError(
-                f"num_items_in_batch and average_over={self.average_over}: who counts the items scales the loss for "
-                "wrappers too, as Trainer does; give parallelize no average_over"
+                f"num_items_in_batch and average_over={self.average_over}: a caller that counts items scales the loss "
+                "for wrappers too, as Trainer does; give parallelize no average_over"
             )
         return arguments, None
 
@@ -419,8 +419,8 @@ class ParallelTransformer(ParallelModel):
         results = {field.name: getattr(out, field.name) for field in fields(out)}
         if other := [n for n, x in results.items() if x is not None and n not in (*PER_TOKEN, "hidden_states")]:
             raise NotImplementedError(
-                f"{type(self.model).__name__} returned {', '.join(other)}, which has no row per token and does not go "
-                "home"
+                f"{type(self.model).__name__} returned {', '.join(other)}, which has no row per token and cannot "
+                "return to the batch"
             )
         if call.labels:
             results["loss"] = self._loss(call, own, results.get("logits"), hidden)

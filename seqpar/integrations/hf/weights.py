@@ -18,17 +18,17 @@ def check_weights(model: PreTrainedModel) -> None:
     parameters = dict(model.named_parameters())
     if any(isinstance(module, FSDPModule) for module in model.modules()):
         raise NoWeights(
-            f"{who}: fully_shard has sharded it; call parallelize first, and fully_shard on the same model then"
+            f"{who}: fully_shard has sharded it; call parallelize first, then fully_shard on the same model"
         )
     if sharded := [name for name, p in parameters.items() if isinstance(p, DTensor)]:
         raise NoWeights(
             f"{who}: {sharded[0]} is a DTensor, as of tp_plan or parallelize_module; load the model whole, call "
-            "parallelize, and shard it then"
+            "parallelize, then shard it"
         )
     if empty := [name for name, p in parameters.items() if p.is_meta]:
         raise NoWeights(
             f"{who}: {len(empty)} of {len(parameters)} parameters are on the meta device and hold nothing, {empty[0]} "
-            "first; load the weights on every rank, and call parallelize then"
+            "first; load the weights on every rank, then call parallelize"
         )
     for name, module in model.named_modules():
         # an embedding of two rows or fewer is of token types, which may be zero
@@ -49,5 +49,5 @@ def check_probed(model: PreTrainedModel, apart: Tensor, together: Tensor) -> Non
 def _later(model: PreTrainedModel, what: str) -> NoWeights:
     return NoWeights(
         f"parallelize({type(model).__name__}): {what}, as if its weights were not loaded yet, so a probe sees nothing; "
-        "load or initialise the weights, and call parallelize then"
+        "load or initialise the weights, then call parallelize"
     )

@@ -196,7 +196,7 @@ class Rerouting(TorchFunctionMode):
             if query.dim() == 4 and not samples == key.shape[0] == value.shape[0]:
                 raise ValueError(f"sdpa: expected queries, keys and values of the same number of samples, got {shapes}")
             if samples > 1 and attn_mask is not None:
-                raise NotImplementedError(f"sdpa: attn_mask is of one packed batch, not of {samples} samples")
+                raise NotImplementedError(f"sdpa: attn_mask needs one packed batch, got {samples} samples")
             if is_causal and attn_mask is not None:
                 raise ValueError("sdpa: give attn_mask or is_causal=True, not both")
             if not enable_gqa and query.shape[-3] != key.shape[-3]:
@@ -269,7 +269,7 @@ class Rerouting(TorchFunctionMode):
                 self._check_meaning(is_causal)
             elif list(mask.shape[-2:]) == rows and rows[1] != self.plan.mask.kv_tokens:
                 raise ValueError(
-                    f"sdpa: attn_mask {list(mask.shape)} is of this rank's rows among themselves, as transformers "
+                    f"sdpa: attn_mask {list(mask.shape)} only covers this rank's own rows, as transformers "
                     "makes it where positions jump; give the model this rank's rows of one process's mask over all "
                     "keys, seqpar.shard(mask, plan, rank), for transformers as attention_mask [1, 1, rows, keys]"
                 )

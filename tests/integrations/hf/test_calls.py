@@ -340,7 +340,7 @@ def test_in_place_keeps_the_name_and_serves_both() -> None:
 
     check(run_threads(2, rank), one_process(model, every, True), every)
     assert AttentionInterface()["sdpa"] is before
-    with pytest.raises(ValueError, match="in place of 'eager'"):
+    with pytest.raises(ValueError, match="attention functions named 'eager'"):
         seqpar.parallelize(build("llama"), LocalComm(), in_place=True)
 
 

@@ -199,7 +199,7 @@ def test_a_base_model_that_is_computed_again_as_a_whole_is_refused() -> None:
     inputs = {"input_ids": batch["input_ids"], "attention_mask": batch["attention_mask"]}
     with seqpar.parallelize(model, LocalComm()):
         out = checkpoint(lambda: model.model(**inputs).last_hidden_state, use_reentrant=False)
-        with pytest.raises(NotImplementedError, match="computed again in backward as a whole.* checkpoint its layers"):
+        with pytest.raises(NotImplementedError, match="recomputed in backward as a whole.* checkpoint its layers"):
             out.sum().backward()
 
 

@@ -658,7 +658,7 @@ REFUSED: dict[str, tuple[Callable[[], Any], type[Exception], str]] = {
         lambda: F.scaled_dot_product_attention(QKV.expand(2, -1, -1, -1), QKV, QKV), ValueError, "number of samples",
     ),
     "mask of samples": (
-        partial(call, QKV.expand(2, -1, -1, -1), attn_mask=B), NotImplementedError, "not of 2 samples",
+        partial(call, QKV.expand(2, -1, -1, -1), attn_mask=B), NotImplementedError, "got 2 samples",
     ),
     "five dims": (partial(call, QKV[None], is_causal=True), ValueError, r"\[B, H, T, D\] or \[H, T, D\]"),
     "both": (partial(call, QKV, attn_mask=B, is_causal=True), ValueError, "not both"),
@@ -887,9 +887,10 @@ def test_dtypes_under_autocast_and_inference_mode_are_those_of_pytorch(
 
 def test_ranks_that_drew_other_weights_are_told() -> None:
     plan = Plan(Mask(DOCUMENTS), Layout.contiguous(TOKENS, 2))
+    models = [made(), made()]  # before the threads, which share the random generator
 
     def rank(comm: Comm) -> str:
-        model = made()
+        model = models[comm.rank]
         with torch.no_grad():
             model.blocks[1].out.bias += comm.rank
         with (
@@ -908,10 +909,11 @@ def test_ranks_that_drew_other_weights_are_told() -> None:
 def test_a_step_by_gradients_that_nobody_summed_is_told(summed: bool, backwards: int) -> None:
     plan = Plan(Mask(DOCUMENTS), Layout.contiguous(TOKENS, 2))
     whole = torch.randn(1, TOKENS, E, dtype=torch.float64, generator=torch.Generator().manual_seed(0))
+    models = [made(), made()]  # before the threads, which share the random generator
 
     def rank(comm: Comm) -> int:
         """How many forwards were right."""
-        model, forwards = made(), 0
+        model, forwards = models[comm.rank], 0
         optimizer = torch.optim.SGD(model.parameters(), lr=1e-3)
         x = seqpar.shard(whole, plan, comm.rank, dim=1)
         told = contextlib.nullcontext() if summed else pytest.raises(ValueError, match="not summed over ranks")
