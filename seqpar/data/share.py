@@ -23,7 +23,7 @@ from seqpar.facts.layout import Layout
 from seqpar.facts.mask import Mask
 from seqpar.facts.value import Ints, Memo, digest_of
 from seqpar.ops import relayout, unshard
-from seqpar.ops.core.agreement import agreement, raise_on_all_ranks
+from seqpar.ops.core.agreement import agreement, errors_on_all_ranks
 from seqpar.ops.move.relayout import expect_relayout
 from seqpar.plan import Plan
 from seqpar.planner import Hardware, MicroBatch, plan_batch, plan_step
@@ -176,11 +176,10 @@ def back(share: Share, x: Tensor) -> Tensor | list[Tensor]:
     """
     plan, comm = share.plan, share.comm
     rows = plan.rows(comm.rank)
-    if not isinstance(x, Tensor) or x.dim() == 0 or x.shape[0] != rows:
-        shown = str(list(x.shape)) if isinstance(x, Tensor) else repr(x)
-        raise_on_all_ranks(
-            "back", comm, ValueError(f"x on rank {comm.rank} must have the share's {rows} rows, got {shown:.200}")
-        )
+    with errors_on_all_ranks("back", comm):
+        if not isinstance(x, Tensor) or x.dim() == 0 or x.shape[0] != rows:
+            shown = str(list(x.shape)) if isinstance(x, Tensor) else repr(x)
+            raise ValueError(f"x on rank {comm.rank} must have the share's {rows} rows, got {shown:.200}")
     if share.source is None:
         return share.home.fill(unshard(x, plan, comm))
     tokens = plan.layout.tokens(comm.rank)

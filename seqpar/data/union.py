@@ -15,7 +15,7 @@ from seqpar.data.batch import Packed, Reading, read
 from seqpar.facts.intervals import expand
 from seqpar.facts.layout import Layout
 from seqpar.facts.value import Ints, frozen
-from seqpar.ops.core.agreement import check_comm
+from seqpar.ops.core.agreement import check_comm, gathering
 
 SOURCES = ("sharded", "replicated")
 
@@ -137,20 +137,16 @@ def announce(
     Raises: as `share`.
     """
     check_comm("share", comm)
-    own, facts = None, None
-    if error is None:
-        try:
-            if source not in SOURCES:
-                raise ValueError(f"source must be one of {', '.join(SOURCES)}, got {source!r}")
-            own = read(batch, how)
-            digest = own.digest() if source == "replicated" else ""
-            facts = Facts(own.lengths, _gaps(own), own.valid, _columns(own), ended, digest).packed()
-        except Exception as found:  # whatever it is, the others must hear of it
-            error = found
     what = f"share(source={source!r}, shift={how.shift!r}, ignore_index={how.ignore_index})"
-    told = comm.gather(what, facts, error) if gather is None else gather(facts, error)
-    every = [Facts.read(each) for each in told]
-    assert own is not None
+    with gathering(what, comm, gather) as told:
+        if error is not None:
+            raise error
+        if source not in SOURCES:
+            raise ValueError(f"source must be one of {', '.join(SOURCES)}, got {source!r}")
+        own = read(batch, how)
+        digest = own.digest() if source == "replicated" else ""
+        told.own = Facts(own.lengths, _gaps(own), own.valid, _columns(own), ended, digest).packed()
+    every = [Facts.read(packed) for packed in told.every]
     if source == "replicated":
         _check_equal(every)
     if all(each.ended for each in every):

@@ -36,7 +36,7 @@ from seqpar.dsp.spec import Block, Spec
 from seqpar.dsp.specs import SPECS
 from seqpar.nn.fingerprint import hashed, leaves, ordered, weights_of
 from seqpar.nn.wrap import ParallelModel, check_makes_plans, refuse_twice, replaced
-from seqpar.ops.core.agreement import agreement, raise_on_all_ranks
+from seqpar.ops.core.agreement import agreement, errors_on_all_ranks
 from seqpar.ops.core.handles import uncompiled
 
 MakeStagePlan = Callable[..., StagePlan]
@@ -431,9 +431,8 @@ class NoDraws(TorchFunctionMode):
         kwargs = kwargs or {}
         if func in _DRAWS or (func in _DROPOUT and _active(func, args, kwargs)):
             what = f"{self.name} calls {func.__name__}, which would draw other numbers for a shard than for the whole"
-            raise_on_all_ranks(
-                what, self.comm, NotImplementedError(f"{what}; do without, or draw outside of the stages")
-            )
+            with errors_on_all_ranks(what, self.comm):
+                raise NotImplementedError(f"{what}; do without, or draw outside of the stages")
         return func(*args, **kwargs)
 
 

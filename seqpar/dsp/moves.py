@@ -33,7 +33,7 @@ from seqpar.facts.layout import Layout
 from seqpar.facts.mask import Mask
 from seqpar.ops import switch_all as exchange
 from seqpar.ops import unshard
-from seqpar.ops.core.agreement import raise_on_all_ranks
+from seqpar.ops.core.agreement import errors_on_all_ranks
 from seqpar.ops.move.switch import Switching, start_switch
 from seqpar.plan import Plan
 
@@ -67,13 +67,11 @@ def gather(x: Tensor, space: Space, form: str, dim: str, *, grad: str = "sum") -
 
     Raises: ValueError for a tensor that is not this rank's share of the form, or if ranks differ.
     """
-    try:
+    with errors_on_all_ranks("unshard", space.comm):
         _check_grad(grad)
         at = form_of(form).index(dim)
         share = space.unfold(x, form, dim)
         plan = _plan(space.dims[dim], space.comm.size)
-    except Exception as error:
-        raise_on_all_ranks("unshard", space.comm, error)
     if grad == "sum":
         whole = unshard(share, plan, space.comm, dim=at)
     else:
@@ -168,13 +166,11 @@ class _SwitchRecipe(NamedTuple):
 
 def _switch_recipe(xs: Sequence[Tensor], space: Space, forms: Sequence[str], src: str, dst: str) -> _SwitchRecipe:
     """The recipe. Raises on every rank if the tensors cannot be switched."""
-    try:
+    with errors_on_all_ranks("switch", space.comm):
         if not xs or len(xs) != len(forms):
             raise ValueError(f"a switch of {len(xs)} tensors with {len(forms)} forms; give each a form")
         shapes = tuple([shape_of(x, f"tensor {n}") for n, x in enumerate(xs)])
         return _recipe_of_shapes(tuple(forms), shapes, *space.key, src, dst)
-    except Exception as error:
-        raise_on_all_ranks("switch", space.comm, error)
 
 
 @lru_cache(maxsize=4096)

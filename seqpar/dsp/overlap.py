@@ -22,7 +22,7 @@ from seqpar.dsp.form import form_of
 from seqpar.dsp.grid import Grid, GridPosition
 from seqpar.dsp.moves import Pending, begin_switch, move
 from seqpar.dsp.space import Sharding, Space, sizes_of_parts
-from seqpar.ops.core.agreement import raise_on_all_ranks
+from seqpar.ops.core.agreement import errors_on_all_ranks
 
 
 class _Arrived:
@@ -50,10 +50,8 @@ def in_parts(
     """
     xs = grid.enter(xs, forms, src)
     grids = grid.parts(inside, sizes_of_parts(grid.outer.dims[inside], grid.outer.comm.size, parts))
-    try:
+    with errors_on_all_ranks("switch", grid.outer.comm):
         pieces = [_split(x, grid.outer, form, src[0], inside, grids) for x, form in zip(xs, forms, strict=True)]
-    except Exception as error:
-        raise_on_all_ranks("switch", grid.outer.comm, error)
     arriving: list[Pending | _Arrived] = []
     leaving: list[Pending | _Arrived] = []
     try:

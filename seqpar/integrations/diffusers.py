@@ -19,7 +19,7 @@ from __future__ import annotations
 
 import sys
 import threading
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import partial
 from typing import Any
@@ -36,6 +36,7 @@ from seqpar.facts.mask import Mask
 from seqpar.integrations.sdpa.reroute import Rerouting
 from seqpar.nn.fingerprint import fingerprint, leaves, weights_of
 from seqpar.nn.wrap import ParallelModel, check_makes_plans, refuse_twice
+from seqpar.ops.core.agreement import gathering
 from seqpar.plan import Plan
 
 MakePlan = Callable[[Mask, Layout], Plan]
@@ -232,22 +233,18 @@ def _current() -> SharedForward:
 def _forward(sharing: Sharing, model: nn.Module, forward: Callable[..., Any], *args: Any, **arguments: Any) -> Any:
     """The model's forward: compare all ranks' inputs, share them out, run."""
     recipe, comm = sharing.recipe, sharing.comm
-    error: Exception | None = None
-    facts: dict[str, Any] = {}
-    try:
+    with gathering("diffusers: forward", comm) as facts:
         if len(args) > 1:
             raise TypeError(f"diffusers: {type(model).__name__} takes one positional argument, got {len(args)}")
         if args:
             arguments["hidden_states"] = args[0]
         recipe.check(model, arguments)
-        facts = {name: fingerprint(value) for name, value in leaves(arguments)}
+        facts.own = {name: fingerprint(value) for name, value in leaves(arguments)}
         if not sharing.plans:
-            facts["weights"] = weights_of(model)
+            facts.own["weights"] = weights_of(model)
         valid = arguments.pop(recipe.mask, None) if recipe.mask else None
         sizes = recipe.sizes(model, arguments, valid)
-    except Exception as caught:
-        error = caught
-    _same_on_all(comm.gather("diffusers: forward", facts, error))
+    _same_on_all(facts.every)
     with SharedForward(sharing, sizes) as run:
         for name, (dim, stream) in recipe.shared.items():
             if arguments.get(name) is not None:
@@ -256,7 +253,7 @@ def _forward(sharing: Sharing, model: nn.Module, forward: Callable[..., Any], *a
         return forward(**arguments)
 
 
-def _same_on_all(facts: list[dict[str, Any]]) -> None:
+def _same_on_all(facts: Sequence[dict[str, Any]]) -> None:
     for rank, other in enumerate(facts):
         for name in facts[0] | other:
             if other.get(name) != facts[0].get(name):

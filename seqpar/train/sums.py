@@ -22,7 +22,7 @@ from torch.autograd.function import once_differentiable
 
 from seqpar.comm import Comm, Tag
 from seqpar.kernels import acc_dtype
-from seqpar.ops.core.agreement import abort_on_error, agreement, digest_of_call, raise_on_all_ranks
+from seqpar.ops.core.agreement import abort_on_error, agreement, digest_of_call, errors_on_all_ranks
 
 FEW = 1024  # bytes that `all_sum` sends whole
 
@@ -37,8 +37,9 @@ def all_sum(x: Tensor, comm: Comm) -> Tensor:
     Raises: ValueError for booleans, and if ranks differ in shape, dtype or requires_grad; on every rank, before any
     byte moves.
     """
-    if x.dtype == torch.bool:
-        raise_on_all_ranks("all_sum", comm, ValueError("the sum of truth values, expected numbers; give x.long()"))
+    with errors_on_all_ranks("all_sum", comm):
+        if x.dtype == torch.bool:
+            raise ValueError("the sum of truth values, expected numbers; give x.long()")
     return _AllSum.apply(x, comm)
 
 
@@ -62,11 +63,10 @@ def token_mean(x: Tensor, comm: Comm, *, keep: Tensor | None = None) -> Tensor:
 
     NaN if no row counts on any rank. Raises: as `all_sum`, and ValueError for a `keep` that does not match x's rows.
     """
-    if x.dim() == 0 or not (keep is None or (keep.dtype == torch.bool and keep.shape == x.shape[:1])):
-        rows = None if keep is None else f"{keep.dtype}{list(keep.shape)}"
-        raise_on_all_ranks(
-            "token_mean", comm, ValueError(f"x {list(x.shape)}, keep {rows}, expected [T, ...] and bool [T]")
-        )
+    with errors_on_all_ranks("token_mean", comm):
+        if x.dim() == 0 or not (keep is None or (keep.dtype == torch.bool and keep.shape == x.shape[:1])):
+            rows = None if keep is None else f"{keep.dtype}{list(keep.shape)}"
+            raise ValueError(f"x {list(x.shape)}, keep {rows}, expected [T, ...] and bool [T]")
     wide = x.to(acc_dtype(x.dtype))
     if keep is not None:
         wide = wide.masked_fill(~keep.view(-1, *[1] * (x.dim() - 1)), 0.0)

@@ -17,6 +17,7 @@ from seqpar.comm import Comm
 from seqpar.data.prefetch import Loader
 from seqpar.data.union import Brought
 from seqpar.facts.value import Ints, frozen
+from seqpar.ops.core.agreement import gathering
 from seqpar.plan import Plan
 
 KEPT = 8  # plans of short batches to keep
@@ -113,13 +114,11 @@ def _told(
     """This rank's next batch; the lengths of all ranks' documents, None if all loaders have ended; and the number of
     documents that each rank brings, None for a replicated batch."""
     batch, error = loader.next()
-    lengths: Ints | None = None
-    if error is None and not loader.ended:
-        try:
-            lengths = lengths_in(batch)
-        except Exception as caught:  # whatever it is, the other ranks must hear of it
-            error = caught
-    every = comm.gather("prefetch: lengths of the next batches", lengths, error)
+    with gathering("prefetch: lengths of the next batches", comm) as lengths:
+        if error is not None:
+            raise error
+        lengths.own = None if loader.ended else lengths_in(batch)
+    every = lengths.every
     ended = [rank for rank, each in enumerate(every) if each is None]
     if len(ended) == comm.size:
         return None, None, None

@@ -15,7 +15,7 @@ from seqpar.integrations.probe.record import under_trial
 from seqpar.integrations.sdpa.reroute import Local, Rerouting, refused, sdpa, warn_untried
 from seqpar.nn.regions import under_way
 from seqpar.nn.wrap import ParallelModel, refuse_twice
-from seqpar.ops.core.agreement import raise_on_all_ranks
+from seqpar.ops.core.agreement import errors_on_all_ranks
 from seqpar.ops.core.handles import uncompiled
 from seqpar.parallel import derived_seed, surrounding
 from seqpar.plan import Plan
@@ -117,7 +117,8 @@ class _Forward:
             if verdict.reason:
                 raise call.refusal(verdict.reason)
         if verdict.reason:
-            raise_on_all_ranks("sdpa", self.comm, call.refusal(verdict.reason))
+            with errors_on_all_ranks("sdpa", self.comm):
+                raise call.refusal(verdict.reason)
         if (verdict.saw or call.left_to_others()) and not verdict.error:
             call.settle()
         return verdict.error or None

@@ -10,8 +10,8 @@ from __future__ import annotations
 import contextlib
 import sys
 import warnings
-from collections.abc import Callable, Iterator
-from contextlib import AbstractContextManager, contextmanager, nullcontext
+from collections.abc import Callable
+from contextlib import AbstractContextManager, nullcontext
 from functools import partial
 from types import FrameType
 from typing import Any
@@ -31,7 +31,7 @@ from seqpar.integrations.probe.stand_ins import stand_in
 from seqpar.integrations.sdpa.mask import bounds_of, compressed, expanded, is_lower_triangle
 from seqpar.nn.regions import CheckpointRegion, run_again_inside, under_way
 from seqpar.ops import attention
-from seqpar.ops.core.agreement import raise_on_all_ranks
+from seqpar.ops.core.agreement import errors_on_all_ranks, gathering
 from seqpar.ops.core.autocast import autocast
 from seqpar.ops.core.handles import uncompiled
 from seqpar.parallel import derived_seed, parallel
@@ -173,15 +173,9 @@ class Rerouting(TorchFunctionMode):
             route = self._multi_head if func is F.multi_head_attention_forward else self._scaled_dot_product
             return route(*args, **kwargs)
 
-    @contextmanager
-    def _refusals(self) -> Iterator[None]:
+    def _refusals(self) -> AbstractContextManager[None]:
         """A context that tells the other ranks of an error on this one."""
-        try:
-            yield
-        except Exception as error:
-            if under_trial():
-                raise
-            raise_on_all_ranks("sdpa", self.comm, error)
+        return nullcontext() if under_trial() else errors_on_all_ranks("sdpa", self.comm)
 
     def _scaled_dot_product(
         self, query: Tensor, key: Tensor, value: Tensor, attn_mask: Tensor | None = None, dropout_p: float = 0.0,
@@ -333,13 +327,11 @@ class Rerouting(TorchFunctionMode):
     def _plan_under(self, mask: Tensor) -> Plan:
         """The plan under the mask whose rows every rank gives. A collective."""
         plan, rank = self.plan, self.comm.rank
-        mine, error = None, None
-        try:
-            mine = compressed(*bounds_of(mask, plan.rows(rank), plan.mask.kv_tokens), plan.layout.tokens(rank))
-        except Exception as caught:
-            error = caught
+        with gathering("sdpa: attn_mask", self.comm) as bounds:
+            rows = bounds_of(mask, plan.rows(rank), plan.mask.kv_tokens)
+            bounds.own = compressed(*rows, plan.layout.tokens(rank))
         lo, hi = np.zeros((2, plan.mask.tokens), np.int64)
-        for peer, spans in enumerate(self.comm.gather("sdpa: attn_mask", mine, error)):
+        for peer, spans in enumerate(bounds.every):
             at = plan.layout.positions(peer)
             lo[at], hi[at] = expanded(spans, at.size)
         lengths = plan.mask.lengths if plan.mask.tokens == plan.mask.kv_tokens else None

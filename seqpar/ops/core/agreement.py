@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from functools import partial
-from typing import NoReturn
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -68,17 +68,50 @@ class agreement:
             remember(self.comm, *self.keys)
 
 
-def raise_on_all_ranks(what: str, comm: Comm, error: Exception) -> NoReturn:
-    """Raise the error of arguments with which a verb does not get as far as its agreement; the other ranks hear of it.
+class errors_on_all_ranks:
+    """``with errors_on_all_ranks(what, comm):`` what a verb checks before it gets as far as its agreement.
 
-    Raises: error, even for an invalid comm; while a graph is traced on this rank alone.
+    An error inside is raised here, and on every other rank as `agreement` says. While a graph is traced it is raised on
+    this rank alone.
     """
-    if not torch.compiler.is_compiling():
-        check_comm(what, comm)
-        comm.next_call()
-        with agreement(what, comm):
-            raise error
-    raise error
+
+    def __init__(self, what: str, comm: Comm) -> None:
+        self.what, self.comm = what, comm
+
+    def __enter__(self) -> None:
+        pass
+
+    def __exit__(self, kind: object, error: BaseException | None, trace: object) -> None:
+        if isinstance(error, Exception) and not torch.compiler.is_compiling():
+            check_comm(self.what, self.comm)
+            self.comm.next_call()
+            with agreement(self.what, self.comm):
+                raise error
+
+
+class gathering:
+    """``with gathering(what, comm) as facts:`` where each rank sets ``facts.own``, and ``facts.every`` has all of them
+    when the block ends.
+
+    An error inside is raised here, and on every other rank a ValueError that quotes it.
+
+    gather: of a value and an error, where they travel with something else than `Comm.gather`'s own message.
+    """
+
+    own: Any = None
+    every: Sequence[Any] = ()
+
+    def __init__(
+        self, what: str, comm: Comm, gather: Callable[[Any, Exception | None], Sequence[Any]] | None = None
+    ) -> None:
+        self._gather = partial(comm.gather, what) if gather is None else gather
+
+    def __enter__(self) -> gathering:
+        return self
+
+    def __exit__(self, kind: object, error: BaseException | None, trace: object) -> None:
+        if isinstance(error, (Exception, type(None))):
+            self.every = self._gather(self.own, error)
 
 
 def remember(comm: Comm, *keys: int, known: object = True) -> None:

@@ -21,7 +21,7 @@ from seqpar.ops.core.agreement import (
     agreement,
     check_comm,
     digest_of_call,
-    raise_on_all_ranks,
+    errors_on_all_ranks,
     remember,
 )
 from seqpar.ops.core.collective_op import CollectiveOp, Record
@@ -83,14 +83,12 @@ def relayout(x: Tensor, comm: Comm, *, src: Layout, dst: Layout, rows: int | Non
 
     Raises: ValueError for layouts that differ in tokens or in ranks, or a wrong number of rows, on every rank.
     """
-    try:
+    with errors_on_all_ranks("relayout", comm):
         if not torch.compiler.is_compiling():
             check_comm("relayout", comm)
             _check_layouts(x, comm, src, dst)
         if rows is None:
             rows = _rows_of(comm, dst)
-    except Exception as error:
-        raise_on_all_ranks("relayout", comm, error)
     return RELAYOUT([x], [src, dst, comm], rows)[0]
 
 
@@ -187,7 +185,7 @@ def unshard(x: Tensor, plan: Plan, comm: Comm, *, dim: int = 0, side: str = "q")
 
     Raises: ValueError for a wrong number of rows, on every rank.
     """
-    try:
+    with errors_on_all_ranks("unshard", comm):
         if torch.compiler.is_compiling():
             raise NotImplementedError("unshard: not supported in a compiled model; call it outside")
         check_comm("unshard", comm)
@@ -201,8 +199,6 @@ def unshard(x: Tensor, plan: Plan, comm: Comm, *, dim: int = 0, side: str = "q")
         if not -x.dim() <= dim < x.dim() or x.shape[dim] != rows:
             raise ValueError(f"x on rank {comm.rank} must have {rows} rows at dim {dim}, got {list(x.shape)}")
         dim %= x.dim()
-    except Exception as error:
-        raise_on_all_ranks("unshard", comm, error)
     return UNSHARD([x.movedim(dim, 0)], [plan, comm], side, dim, layout.total)[0].movedim(0, dim)
 
 

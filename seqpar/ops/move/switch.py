@@ -14,7 +14,7 @@ from torch.autograd.function import once_differentiable
 
 from seqpar.comm import Comm, Tag
 from seqpar.kernels.memory.copy import Pair
-from seqpar.ops.core.agreement import abort_on_error, agreement, check_comm, digest_of_call, raise_on_all_ranks
+from seqpar.ops.core.agreement import abort_on_error, agreement, check_comm, digest_of_call, errors_on_all_ranks
 from seqpar.ops.core.collective_op import CollectiveOp, Record, refuse_tangents, requirements
 from seqpar.ops.core.handles import checked_values, in_graph
 from seqpar.ops.move.pack import Message, Place, post
@@ -57,10 +57,8 @@ def switch_all(
 
     Raises: as `switch`.
     """
-    try:
+    with errors_on_all_ranks("switch", comm):
         sides = _checked(xs, comm, split_dims, concat_dims, sizes)
-    except Exception as error:
-        raise_on_all_ranks("switch", comm, error)
     return list(SWITCH(xs, [comm], *sides, comm.rank))
 
 
@@ -75,13 +73,11 @@ def start_switch(
 
     Raises: as `switch`; NotImplementedError in a compiled model.
     """
-    try:
+    with errors_on_all_ranks("switch", comm):
         if in_graph(*xs):
             raise NotImplementedError("start_switch: not supported in a compiled model; use switch_all")
         refuse_tangents("start_switch", xs)
         sides = _checked(xs, comm, split_dims, concat_dims, sizes)
-    except Exception as error:
-        raise_on_all_ranks("switch", comm, error)
     grads = requirements(xs)
     way = Way(comm, _agreed(xs, comm, *sides, grads), sides, [n for n, grad in enumerate(grads) if grad])
     return Switching(way, list(_Start.apply(way, *xs)) if way.needed else way.post(xs))
