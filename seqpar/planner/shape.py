@@ -128,17 +128,9 @@ class ModelShape:
     @property
     def parameters(self) -> int:
         """Parameters with embedding, head, norms and routers."""
-        return self._total(self.experts)
-
-    @property
-    def active_parameters(self) -> int:
-        """Parameters that compute a token: as `parameters`, but only the active experts."""
-        return self._total(self.active_experts)
-
-    def _total(self, experts: int) -> int:
         embeddings = self.vocab * self.hidden * (1 if self.tied else 2)
         norms = (2 * self.layers + 1) * self.hidden
-        return embeddings + norms + self._matrices(experts)
+        return embeddings + norms + self._matrices(self.experts)
 
     @property
     def linear_flops(self) -> int:
