@@ -1,4 +1,4 @@
-"""What every verb does before and around its exchanges: agree on the call, and tell the others if it fails."""
+"""Around every verb's exchanges: ranks agree on the call first, and tell each other if it fails."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from seqpar.comm.entry import entered
 from seqpar.comm.header import hash63
 from seqpar.plan import Plan
 
-REMEMBERED = 4096  # signatures that a comm keeps; all ranks forget the same ones, as they see them in one order
+REMEMBERED = 4096  # signatures that a comm keeps; all ranks forget the same ones, since they see them in the same order
 
 
 def digest_of_call(what: str, facts: Mapping[str, object], *more: object) -> int:
@@ -23,18 +23,19 @@ def digest_of_call(what: str, facts: Mapping[str, object], *more: object) -> int
 
 
 class agreement:
-    """``with agreement(what, comm) as call:`` what a rank checks inside, all ranks agree on when the block ends.
+    """``with agreement(what, comm) as call:`` all ranks agree, at the end of the block, on what each has checked in it.
 
-    Inside, set ``call.facts`` to what must be equal on all ranks. An error inside is raised here, and on every other
-    rank a ValueError that quotes it: all before anything is sent. A rank by itself only checks.
+    Inside, set ``call.facts`` to the facts that must be equal on all ranks. An error inside is raised on this rank, and
+    ValueError quoting it on every other rank, before anything is sent. A single rank only checks.
 
-    Ranks compare a call when they first see its facts, with ``check="call"`` always, and so they do with ``every``.
+    Ranks compare a call when its facts are new, or always with ``check="call"`` or ``every``.
     """
 
-    # facts: name -> value. values: what may differ from call to call, small tensors too; compared along with the facts,
-    # but no reason to compare again. digest: what names the call in messages, by default that of the facts; 0 for a
-    # rank by itself. keys: under which the facts are remembered, by default the digest; ranks that remember all do not
-    # compare again.
+    # facts: name -> value. values: may differ from call to call, small tensors included; compared along with the facts,
+    # but no reason to compare again. digest: names the call in messages, by default the facts' digest; 0 for a single
+    # rank. keys: under which the facts are remembered, by default the digest; ranks that remember all keys do not
+    # compare
+    # again.
     facts: Mapping[str, object] = {}
     values: Mapping[str, object] = {}
     digest = 0
@@ -63,16 +64,16 @@ class agreement:
         except PeerError:
             if error is None:
                 raise
-            return  # the others went on with what they remember; this rank's own error is raised
+            return  # the other ranks rely on what they remember; this rank's own error is raised
         if not self.every:
             remember(self.comm, *self.keys)
 
 
 class errors_on_all_ranks:
-    """``with errors_on_all_ranks(what, comm):`` what a verb checks before it gets as far as its agreement.
+    """``with errors_on_all_ranks(what, comm):`` the checks of a verb before its agreement.
 
-    An error inside is raised here, and on every other rank as `agreement` says. While a graph is traced it is raised on
-    this rank alone.
+    An error inside is raised on this rank, and quoted on every other, as in `agreement`. While a graph is traced it is
+    raised on this rank alone.
     """
 
     def __init__(self, what: str, comm: Comm) -> None:
@@ -90,12 +91,11 @@ class errors_on_all_ranks:
 
 
 class gathering:
-    """``with gathering(what, comm) as facts:`` where each rank sets ``facts.own``, and ``facts.every`` has all of them
-    when the block ends.
+    """``with gathering(what, comm) as facts:`` each rank sets ``facts.own``; after the block ``facts.every`` has all ranks'.
 
-    An error inside is raised here, and on every other rank a ValueError that quotes it.
+    An error inside is raised on this rank, and ValueError quoting it on every other rank.
 
-    gather: of a value and an error, where they travel with something else than `Comm.gather`'s own message.
+    gather: (value, error) -> every rank's value, if they do not go in a message of `Comm.gather`.
     """
 
     own: Any = None
@@ -115,9 +115,9 @@ class gathering:
 
 
 def remember(comm: Comm, *keys: int, known: object = True) -> None:
-    """Have what these keys stand for count as agreed: on all ranks, which told each other what it follows from.
+    """Count the call behind these keys as agreed, on all ranks: it follows from facts that they have exchanged.
 
-    known: what to find in ``comm.agreed`` under the keys.
+    known: the value to store in ``comm.agreed`` under the keys.
     """
     if comm.size > 1:
         for key in keys:
@@ -127,12 +127,12 @@ def remember(comm: Comm, *keys: int, known: object = True) -> None:
 
 
 def plan_key(plan: Plan) -> int:
-    """The key under which ranks remember that all have a plan, whatever they call under it."""
+    """The key under which ranks remember that all have this plan, for any call."""
     return digest_of_call("plan", {"plan": plan.digest()})
 
 
 def _plain(values: Mapping[str, object]) -> dict[str, object]:
-    """Values that print alike on all ranks if they are alike: of a tensor its elements."""
+    """Values as plain data that prints equally on all ranks if equal: a tensor as its elements."""
     plain: dict[str, object] = {}
     for name, value in values.items():
         if isinstance(value, Tensor):
@@ -143,10 +143,7 @@ def _plain(values: Mapping[str, object]) -> dict[str, object]:
 
 
 def check_comm(what: str, comm: object) -> None:
-    """Return if a verb was given a comm. Without one nobody else can hear of an error.
-
-    Raises: TypeError for anything else.
-    """
+    """Raise TypeError unless a verb got a comm: without one, no other rank can hear of the error."""
     if not hasattr(comm, "exchange"):
         raise TypeError(f"{what} got {comm!r:.200} for its comm; give it a seqpar.GroupComm() or seqpar.LocalComm()")
 
