@@ -91,7 +91,7 @@ class errors_on_all_ranks:
 
 
 class gathering:
-    """``with gathering(what, comm) as facts:`` each rank sets ``facts.own``; after the block ``facts.every`` has all ranks'.
+    """``with gathering(what, comm) as facts:`` each rank sets ``facts.own``; the block fills ``facts.every``.
 
     An error inside is raised on this rank, and ValueError quoting it on every other rank.
 
