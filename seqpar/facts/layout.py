@@ -68,11 +68,26 @@ class Layout(Fact):
         return cls._make(first[order], length[order], holder[order], ranks, name)
 
     @classmethod
+    def ascending(cls, start: Ints, count: Ints, rank: Ints, ranks: int) -> Layout:
+        """As `from_pieces`, with the pieces of a rank in position order.
+
+        start, count, rank: int64, in any order. Every piece has tokens, and a known rank: this is not checked.
+
+        Raises: ValueError for pieces that overlap or miss a token.
+        """
+        order = start.argsort()
+        start, count, rank = start[order], count[order], rank[order]
+        _check_tiled(start, start + count, rank)
+        order = order_of(rank, ranks)
+        return cls._make(start[order], count[order], rank[order], ranks, "planned")
+
+    @classmethod
     def _make(cls, start: Ints, count: Ints, rank: Ints, ranks: int, name: str, step: int = 1) -> Layout:
         """A layout of runs sorted by rank; some may be empty."""
         self = cls.__new__(cls)
-        kept = count > 0
-        start, count, rank = start[kept], count[kept], rank[kept]
+        if not count.all():
+            kept = count > 0
+            start, count, rank = start[kept], count[kept], rank[kept]
         self._set(Runs(start, count, np.full_like(start, step)), rank, ranks, name)
         return self
 
@@ -224,7 +239,11 @@ def _refuse_first(wrong: Ints, columns: list[Ints], expected: str) -> None:
 
 def _check_tiling(start: Ints, count: Ints, rank: Ints) -> None:
     order = np.argsort(start, kind="stable")
-    start, stop, rank = start[order], (start + count)[order], rank[order]
+    _check_tiled(start[order], (start + count)[order], rank[order])
+
+
+def _check_tiled(start: Ints, stop: Ints, rank: Ints) -> None:
+    """Raise ValueError unless pieces, sorted by start, follow each other from 0 on."""
     before = np.append(0, stop[:-1])
     wrong = np.flatnonzero(start != before)
     if wrong.size == 0:

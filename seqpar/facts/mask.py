@@ -64,7 +64,7 @@ class Mask(Fact):
             raise ValueError(
                 f"lengths has {len(queries)} documents and kv_lengths {len(keys)}; pass one length per document in both"
             )
-        if np.array_equal(queries, keys):
+        if keys is not queries and np.array_equal(queries, keys):
             keys = queries  # kv_lengths equal to lengths make the same mask as None
         left, right = _checked_window(window, causal)
         spans = _document_spans(queries, keys, left, right)

@@ -56,7 +56,7 @@ def lengths_of(name: str, values: ArrayLike) -> Ints:
         array = np.zeros((0, 0))
     if array.ndim != 1 or array.size == 0 or array.dtype.kind not in "iu":
         raise ValueError(f"{name} must be a non-empty sequence of integers, got {values!r:.200}")
-    if (array <= 0).any():
+    if array.min() <= 0:
         at = int(np.flatnonzero(array <= 0)[0])
         raise ValueError(f"{name} must be positive, got {int(array[at])} for document {at}; leave empty documents out")
     if float(array.sum(dtype=np.float64)) >= 2.0**62:

@@ -80,12 +80,22 @@ class Residence(Memo):
     def alone(self) -> NDArray[np.bool_]:
         """Whether one rank holds all queries and all keys of the document, [documents]."""
         if self.one_side:
-            return self.degrees == 1
+            return self._unchanged()
         ranks = self.layout.ranks
         sides = [self.pairs(side) for side in ("q", "kv")]
         first = [pairs[np.append(True, np.diff(pairs // ranks) > 0)] for pairs in sides]
         degree = [np.bincount(pairs // ranks) for pairs in sides]
         return (degree[0] == 1) & (degree[1] == 1) & (first[0] == first[1])
+
+    def _unchanged(self) -> NDArray[np.bool_]:
+        """Documents of the queries inside which the rank does not change, [documents]."""
+        holders = self.layout.holders()
+        if holders.strided:
+            return self.degrees == 1
+        change = holders.runs.start[1:][holders.holder[1:] != holders.holder[:-1]]
+        first, stop = self.mask.offsets[:-1], self.mask.offsets[1:]
+        # a change at a document's first row is between documents
+        return change.searchsorted(first, side="right") == change.searchsorted(stop)
 
     def groups(self, side: str, size: Ints) -> Ints:
         """As `pairs`, for groups of ``size`` ranks; size has one entry per document."""

@@ -81,10 +81,12 @@ def plan_of(problem: Problem) -> Plan:
     shape, machine = problem.model, problem.hardware
     weights = weights_for(layers, shape, machine, stage_bytes=STAGE_BYTES[0])
     try:
-        best = choose(layers, weights, problem.ranks, node=node, room=room)
+        total = document_ticks(layers, weights)
+        best = choose(layers, weights, total, problem.ranks, node=node, room=room)
     except OverflowError:  # a candidate costs more ticks for merging than for computing
         weights = weights_for(layers, shape, machine, stage_bytes=STAGE_BYTES[0], rows=int(room.max()) * node)
-        best = choose(layers, weights, problem.ranks, node=node, room=room)
+        total = document_ticks(layers, weights)
+        best = choose(layers, weights, total, problem.ranks, node=node, room=room)
     mask, width = layers[0][0], int(best.widths[0])
     plan = Plan(
         mask,
@@ -93,7 +95,7 @@ def plan_of(problem: Problem) -> Plan:
         node=best.node,
         stage_bytes=best.stage_bytes,
     )
-    bound = lower_bound(layers, weights, problem.ranks)
+    bound = lower_bound(layers, weights, problem.ranks, least=total)
     forecast = Forecast(best.ticks, bound, weights.second, best.rows, problem.memory, shape, machine, node)
     return plan.with_forecast(forecast)
 
@@ -123,14 +125,15 @@ class Decision(NamedTuple):
     rows: Ints
 
 
-def choose(layers: Layers, w: Weights, ranks: int, *, node: int, room: Ints) -> Decision:
+def choose(layers: Layers, w: Weights, total: Ints, ranks: int, *, node: int, room: Ints) -> Decision:
     """The candidate whose slowest rank has the fewest ticks; ties go to fewest cuts, then fewest bytes.
+
+    total: the ticks of each document, of `document_ticks`.
 
     Before links count, a candidate is dropped if another computes within 0.5 % of it, has fewer pieces and moves no
     more of anything: so faster links never make the result slower. On few ranks all candidates are compared.
     """
     mask = layers[0][0]
-    total = document_ticks(layers, w)
     every, documents = layers_in(layers), len(mask.lengths)
     stage = every * (w.forward.stage + w.backward.stage)
     batch = Documents(
@@ -197,7 +200,7 @@ def _decided(rivals: list[Candidate], w: Weights, node: int, *, all_rivals: bool
         outdone = _outdone(rivals, computing)
         slowest[[nth in outdone for nth, _ in ways]] = np.iinfo(np.int64).max
     equal = list(zip(*(at.tolist() for at in (slowest == slowest.min()).nonzero()), strict=True))
-    if len(equal) > 1:
+    if equal[0][0] != equal[-1][0]:
         equal.sort(key=lambda at: (rivals[ways[at[0]][0]].moved, at[1]))
     way, stage = equal[0]
     nth, counts = ways[way]

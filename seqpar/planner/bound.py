@@ -19,14 +19,16 @@ def document_ticks(layers: Layers, w: Weights) -> Ints:
     return ticks
 
 
-def lower_bound(layers: Layers, w: Weights, ranks: int) -> int:
+def lower_bound(layers: Layers, w: Weights, ranks: int, *, least: Ints | None = None) -> int:
     """Ticks that the slowest of ``ranks`` ranks takes at least, however the batch is laid out.
+
+    least: what `document_ticks` returns for the layers; counted if not given.
 
     The ranks share the least cost of all documents; every rank with a row starts its kernels once per layer; and some
     rank holds at least the mean of the rows, rounded up.
     """
     tokens = layers[0][0].tokens
-    ticks = document_ticks(layers, w)
+    ticks = document_ticks(layers, w) if least is None else least
     start = (w.forward.stage + w.backward.stage) * layers_in(layers)
     shared = -(-int(ticks.sum()) // ranks)
     rows = -(-tokens // ranks) * (w.row + w.label)

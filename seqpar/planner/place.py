@@ -454,14 +454,15 @@ def least_loaded(lengths: Ints, extra: Ints, load: list[int], left: list[int]) -
     for length, more in zip(lengths.tolist(), [ranks * more for more in extra.tolist()], strict=True):
         while full and -full[0][0] >= length:
             heappush(heap, heappop(full)[1])
-        while heap and left[heap[0] % ranks] < length:
-            rank = heap[0] % ranks
+        while heap:
+            least = heap[0]
+            rank = least % ranks
+            if left[rank] >= length:
+                break
             heappush(full, (-left[rank], heappop(heap)))
-        if not heap:
+        else:
             chosen.append(-1)
             continue
-        least = heap[0]
-        rank = least % ranks
         heapreplace(heap, least + more)
         left[rank] -= length
         chosen.append(rank)
@@ -487,5 +488,4 @@ def _borders(edge: Ints, groups: int) -> Ints:
 def layout_of(mask: Mask, pieces: Pieces, ranks: int) -> Layout:
     """The layout in which each rank has its pieces in position order."""
     start = mask.offsets[pieces.document] + pieces.start
-    order = np.lexsort((start, pieces.rank))
-    return Layout.from_pieces(start[order], pieces.count[order], pieces.rank[order], ranks)
+    return Layout.ascending(start, pieces.count, pieces.rank, ranks)

@@ -6,6 +6,9 @@ integers from facts that all ranks have, so all ranks agree. It is 0 up to about
 
 from __future__ import annotations
 
+from collections.abc import Callable
+
+from seqpar.facts.mask import Mask
 from seqpar.planner.cost import LARGEST, Layers, Weights, layers_in
 from seqpar.planner.hardware import Hardware
 from seqpar.planner.shape import ModelShape
@@ -20,24 +23,29 @@ def weights_for(
     merging under any layout; without it, `cost` raises OverflowError for a layout that merges too much.
     """
     finest = Weights.of(shape, hardware)
-    spent = whole_ticks(layers, finest)
-    if stage_bytes:
-        spent += moved_ticks(layers, finest, rows=rows, stage_bytes=stage_bytes)
-    # counting a layer's stages multiplies its ticks by five
-    most = max(spent, 5 * (spent // layers_in(layers)))
-    if most < LARGEST:
-        return finest
+    moved = moved_ticks(layers, finest, rows=rows, stage_bytes=stage_bytes) if stage_bytes else 0
+    for area in (_area_at_most, Mask.area):  # most batches are far from any limit: a coarse bound will do
+        spent = whole_ticks(layers, finest, area) + moved
+        # counting a layer's stages multiplies its ticks by five
+        most = max(spent, 5 * (spent // layers_in(layers)))
+        if most < LARGEST:
+            return finest
     # a margin, since weights are rounded
     return Weights.of(shape, hardware, coarse=(most // LARGEST).bit_length() + 3)
 
 
-def whole_ticks(layers: Layers, w: Weights) -> int:
-    """Ticks of all documents, each whole on one rank."""
+def whole_ticks(layers: Layers, w: Weights, area: Callable[[Mask], int] = Mask.area) -> int:
+    """Ticks of all documents, each whole on one rank. area: the pairs of a mask, or more."""
     mask = layers[0][0]
     ticks = mask.tokens * (w.row + w.label)
     for mask, count in layers:
-        ticks += count * (w.pair * mask.area() + w.query * mask.tokens + w.piece * len(mask.lengths))
+        ticks += count * (w.pair * area(mask) + w.query * mask.tokens + w.piece * len(mask.lengths))
     return ticks
+
+
+def _area_at_most(mask: Mask) -> int:
+    """No fewer pairs than a mask has: as if every query saw as many keys as the longest document has."""
+    return mask.tokens * (int(mask.kv_lengths.max()) if mask.within_documents else mask.kv_tokens)
 
 
 def moved_ticks(layers: Layers, w: Weights, *, rows: int, stage_bytes: int) -> int:

@@ -170,6 +170,26 @@ def test_pieces_are_the_rows_of_their_rank_in_the_order_given(given) -> None:
     assert layout == Layout(shards_of(*given)) and "planned" in repr(layout)
 
 
+@given(pieces())
+def test_ascending_pieces_are_in_position_order_on_every_rank(given) -> None:
+    start, count, rank, ranks = given
+    kept = count > 0
+    layout = Layout.ascending(start[kept], count[kept], rank[kept], ranks)
+    assert layout == Layout([np.sort(shard) for shard in shards_of(*given)])
+
+
+@pytest.mark.parametrize(
+    ("start", "message"),
+    [
+        ([3, 0], "no rank holds token 2, though 4 is held; pieces miss it"),
+        ([1, 0], "token 1 is held by rank 0 and by rank 1; pieces overlap"),
+    ],
+)
+def test_ascending_pieces_that_are_no_partition(start, message) -> None:
+    with pytest.raises(ValueError, match=message):
+        Layout.ascending(np.array(start), np.array([2, 2]), np.array([1, 0]), 2)
+
+
 @given(pieces(), st.integers(0, 11), st.sampled_from(["start", "count"]), st.integers(-3, 3))
 def test_pieces_are_refused_iff_their_shards_are(given, i, column, change) -> None:
     start, count, rank, ranks = given

@@ -46,6 +46,15 @@ def test_degrees_count_the_ranks_of_each_document(case) -> None:
     assert plan.degrees.tolist() == [len(np.unique(h)) for h in held]
 
 
+@given(cases())
+def test_documents_alone_have_all_queries_and_keys_on_one_rank(case) -> None:
+    plan = case.plan()
+    sides = ((plan.layout, plan.mask.offsets), (plan.kv_layout, plan.mask.kv_offsets))
+    held = [[layout.owner()[a:b] for a, b in itertools.pairwise(edges)] for layout, edges in sides]
+    expected = [len(np.unique(np.concatenate(pair))) == 1 for pair in zip(*held, strict=True)]
+    assert plan.residence.alone.tolist() == expected
+
+
 def test_widths_follow_documents_and_spare_whole_ones() -> None:
     lengths = [6, 6, 3, 9]
     plan = Plan(Mask(lengths), Layout.contiguous(24, 4), ulysses=[2, 4, 2, 4])
