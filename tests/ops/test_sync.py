@@ -253,6 +253,7 @@ def test_no_row_of_a_cuda_tensor_is_read(case, monkeypatch) -> None:
     plan, cuda, tag = case.plan(), torch.device("cuda", 0), Tag(0, 0, 0, 0)
     monkeypatch.setattr(relayouts, "stream_of", lambda device: device)
     monkeypatch.setattr(relayouts, "upload", unread)
+    monkeypatch.setattr(rows, "on_triton", lambda x: False)
     for rank in range(plan.ranks):
         comm = Silent(rank, plan.ranks, direct=rank % 2 == 0)
         there, whole = relayouts._moves(plan.layout, other_layout(plan), comm), relayouts._copies(plan, "q", comm)

@@ -25,12 +25,10 @@ from math import prod
 import numpy as np
 from torch import Tensor
 
-from seqpar.kernels.memory.copy import Pair
-from seqpar.kernels.memory.rows import add_, place
 from seqpar.ops.attention.call import Call, Phase
 from seqpar.ops.attention.rows import take
 from seqpar.ops.core.device import profile_range
-from seqpar.ops.move.pack import Message, Place, moved, post, rows_of
+from seqpar.ops.move.pack import Message, Place, post, rows_of
 from seqpar.plan import Part, Rows, Trade
 from seqpar.plan.steps import count
 
@@ -74,20 +72,20 @@ def enter(call: Call, phase: Phase, part: Part, legs: Sequence[Leg]) -> Callable
         return lambda: local
     me = part.members[part.share]
     sends, recvs = _sides(part), _sides(part)
-    own: list[Pair] = []
     inside: dict[Leg, Tensor] = {}
     with profile_range("post trade in", part.width):
         for group in _groups(call, part, legs):
             whole, tensors = _side_by_side(call, group, part.share)
             inside |= zip(group, tensors, strict=True)
             for share, member in enumerate(part.members):
-                if member != me:
-                    for piece, _ in _pieces(call, part, group, me):
-                        sends[member].append([_outside(call, leg, share, piece) for leg in group])
-                    recvs[member] += [[rows_of(whole, at(rows))] for _, rows in _pieces(call, part, group, member)]
-            for leg in group:
-                own.append(moved(rows_of(inside[leg], at(leg.trade.dest[me])), _outside(call, leg, part.share)))
-        finish = post(call.comm, sends, recvs, own, call.message(phase, part.width))
+                if member == me:
+                    sends[me].append([_outside(call, leg, share) for leg in group])
+                    recvs[me].append([rows_of(inside[leg], at(leg.trade.dest[me])) for leg in group])
+                    continue
+                for piece, _ in _pieces(call, part, group, me):
+                    sends[member].append([_outside(call, leg, share, piece) for leg in group])
+                recvs[member] += [[rows_of(whole, at(rows))] for _, rows in _pieces(call, part, group, member)]
+        finish = post(call.comm, sends, recvs, call.message(phase, part.width))
 
     def arrived() -> list[Tensor]:
         with profile_range("wait trade in", part.width):
@@ -102,48 +100,29 @@ def leave(call: Call, phase: Phase, part: Part, legs: Sequence[Leg]) -> Callable
     at = call.uploaded.rows
     me = part.members[part.share]
     sends, recvs = _sides(part), _sides(part)
-    own: list[Pair] = []
-    parts: dict[tuple[Leg, int], Tensor] = {}  # members' parts to be added or cast
     with profile_range("post trade out", part.width):
         for group in _groups(call, part, legs):
             for share, member in enumerate(part.members):
                 if member == me:
+                    sends[me].append([rows_of(leg.x, at(leg.trade.dest[me])) for leg in group])
+                    recvs[me].append([_outside(call, leg, share) for leg in group])
                     continue
                 for _, rows in _pieces(call, part, group, member):
                     sends[member].append([rows_of(leg.x, at(rows)) for leg in group])
-                for leg in group:
-                    if not leg.kept:
-                        parts[leg, member] = leg.empty(call, count(leg.trade.local), share)
                 for piece, _ in _pieces(call, part, group, me):
-                    landing = (
-                        _outside(call, leg, share, piece) if leg.kept else Place(parts[leg, member][piece])
-                        for leg in group
-                    )
-                    recvs[member].append(list(landing))
-            for leg in group:
-                if leg.kept:
-                    source = rows_of(leg.x, at(leg.trade.dest[me]))
-                    own.append(moved(_outside(call, leg, part.share), source))
-        finish = post(call.comm, sends, recvs, own, call.message(phase, part.width))
+                    recvs[member].append([_outside(call, leg, share, piece) for leg in group])
+        finish = post(call.comm, sends, recvs, call.message(phase, part.width))
 
     def written() -> None:
         with profile_range("wait trade out", part.width):
             finish()
-        for leg in legs:
-            for share, member in enumerate(part.members) if not leg.kept else ():
-                values = take(leg.x, at(leg.trade.dest[me])) if member == me else parts[leg, member]
-                target, rows = leg.outside[:, leg.shares[share]], at(leg.trade.local)
-                if leg.summed:
-                    add_(target, rows, values)
-                else:
-                    place(values, rows, target)
 
     return written
 
 
 def _sides(part: Part) -> dict[int, list[Message]]:
-    """Empty lists of messages to or from the other members."""
-    return {member: [] for member in part.members if member != part.members[part.share]}
+    """Empty lists of messages by member, this rank among them."""
+    return {member: [] for member in part.members}
 
 
 def _groups(call: Call, part: Part, legs: Sequence[Leg]) -> list[list[Leg]]:
@@ -194,8 +173,10 @@ def _cut(rows: Rows, direct: bool) -> list[tuple[slice, Rows]]:
 
 def _outside(call: Call, leg: Leg, share: int, piece: slice = slice(None)) -> Place:
     """A share's heads of this rank's rows of a part, or of one piece."""
-    x, local = leg.outside[:, leg.shares[share]], leg.trade.local
+    x, local, rows = leg.outside[:, leg.shares[share]], leg.trade.local, None
     if isinstance(local, slice):
         first, last, _ = piece.indices(count(local))
-        return Place(x[local.start + first : local.start + last])
-    return Place(x, call.uploaded.rows(local)[piece])
+        x = x[local.start + first : local.start + last]
+    else:
+        rows = call.uploaded.rows(local)[piece]
+    return Place(x, rows, leg.x.dtype, leg.summed)

@@ -27,9 +27,9 @@ from seqpar.ops.core.agreement import (
 from seqpar.ops.core.collective_op import CollectiveOp, Record
 from seqpar.ops.core.device import Uploaded, stream_of
 from seqpar.ops.core.handles import checked_values, in_graph, uncompiled
-from seqpar.ops.move.pack import Place, Side, moved, post, rows_of
+from seqpar.ops.move.pack import post, rows_of
 from seqpar.plan import Plan, Rows
-from seqpar.plan.steps import as_rows, count
+from seqpar.plan.steps import as_rows
 
 
 @dataclass(frozen=True, eq=False)
@@ -237,29 +237,17 @@ def _move(x: Tensor, comm: Comm, moves: Moves, tag: Tag) -> Tensor:
     x = x.resolve_conj().resolve_neg()
     with abort_on_error(comm, f"exchange of rows, call {tag.call}"):
         at = moves.on(x.device)
-        sources = {peer: rows_of(x, at.rows(rows)) for peer, rows in moves.sends.items()}
-        sends = {peer: [[place]] for peer, place in sources.items() if peer != comm.rank}
+        shape = (moves.rows_out, *x.shape[1:])
         if moves.summed:
-            return _summed(x, comm, moves, at, sources, sends, tag)
-        y = comm.empty((moves.rows_out, *x.shape[1:]), x.dtype, x.device)
-        targets = {peer: rows_of(y, at.rows(rows)) for peer, rows in moves.recvs.items()}
-        recvs = {peer: [[place]] for peer, place in targets.items() if peer != comm.rank}
-        own = [moved(targets[comm.rank], sources[comm.rank])] if comm.rank in targets else []
-        post(comm, sends, recvs, own, tag)()
-    return y
-
-
-def _summed(
-    x: Tensor, comm: Comm, moves: Moves, at: Uploaded, sources: Mapping[int, Place], sends: Side, tag: Tag
-) -> Tensor:
-    parts = {p: comm.empty((count(rows), *x.shape[1:]), x.dtype, x.device) for p, rows in moves.recvs.items()}
-    own = [moved(Place(parts[comm.rank]), sources[comm.rank])] if comm.rank in parts else []
-    post(comm, sends, {peer: [[Place(part)]] for peer, part in parts.items() if peer != comm.rank}, own, tag)()
-    dtype = acc_dtype(x.dtype) if x.dtype.is_floating_point else x.dtype
-    y = x.new_zeros(moves.rows_out, *x.shape[1:], dtype=dtype)
-    for peer in sorted(parts):
-        y[at.rows(moves.recvs[peer])] += parts[peer]
-    return y.to(x.dtype)
+            y = x.new_zeros(shape, dtype=acc_dtype(x.dtype) if x.dtype.is_floating_point else x.dtype)
+        else:
+            y = comm.empty(shape, x.dtype, x.device)
+        sends = {peer: [[rows_of(x, at.rows(rows))]] for peer, rows in moves.sends.items()}
+        recvs = {peer: [[rows_of(y, at.rows(rows))]] for peer, rows in moves.recvs.items()}
+        if moves.summed:
+            recvs = {peer: [[place._replace(dtype=x.dtype, summed=True)]] for peer, [[place]] in recvs.items()}
+        post(comm, sends, recvs, tag)()
+    return y if y.dtype == x.dtype else y.to(x.dtype)
 
 
 # --- the ops --------------------------------------------------------------------------------------------------------

@@ -13,7 +13,6 @@ from torch import Tensor
 from torch.autograd.function import once_differentiable
 
 from seqpar.comm import Comm, Tag
-from seqpar.kernels.memory.copy import Pair
 from seqpar.ops.core.agreement import abort_on_error, agreement, check_comm, digest_of_call, errors_on_all_ranks
 from seqpar.ops.core.collective_op import CollectiveOp, Record, refuse_tangents, requirements
 from seqpar.ops.core.handles import checked_values, in_graph
@@ -174,10 +173,9 @@ def _post(
     concat: Sequence[int], tag: Tag,
 ) -> tuple[list[Tensor], Callable[[], None]]:  # fmt: skip
     """Memory for the results, and a function that waits until they have arrived."""
-    peers = [peer for peer in range(comm.size) if peer != comm.rank]
-    sends: dict[int, list[Message]] = {peer: [] for peer in peers}
-    recvs: dict[int, list[Message]] = {peer: [] for peer in peers}
-    ys, own = [], []
+    sends: dict[int, list[Message]] = {peer: [] for peer in range(comm.size)}
+    recvs: dict[int, list[Message]] = {peer: [] for peer in range(comm.size)}
+    ys = []
     for x, split_dim, concat_dim in zip(xs, split_dims, concat_dims, strict=True):
         x = x.resolve_conj().resolve_neg()
         shape = list(x.shape)
@@ -185,13 +183,12 @@ def _post(
         ys.append(comm.empty(shape, x.dtype, x.device))
         pieces = torch.split_with_sizes(x, split, split_dim)
         parts = torch.split_with_sizes(ys[-1], concat, concat_dim)
-        for peer in peers:
+        for peer in range(comm.size):
             sends[peer].append([Place(pieces[peer])])
             recvs[peer].append([Place(parts[peer])])
-        own.append(Pair(parts[comm.rank], pieces[comm.rank]))
     where = f"switch, call {tag.call}"
     with abort_on_error(comm, where):
-        finish = post(comm, sends, recvs, own, tag)
+        finish = post(comm, sends, recvs, tag)
 
     def wait() -> None:
         with abort_on_error(comm, where):
