@@ -163,9 +163,13 @@ class _Pool:
     def close(self) -> None:
         for pipe in self.pipes:
             pipe.close()
+        deadline = time.monotonic() + 0.2
         for process in self.processes:
-            process.join(0.2)
+            process.join(max(0.0, deadline - time.monotonic()))
+        # all at once: a rank that is still joining the group would print that it lost another one
+        for process in self.processes:
             process.kill()
+        for process in self.processes:
             process.join(5.0)
 
 

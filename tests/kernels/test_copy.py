@@ -143,7 +143,7 @@ def test_what_one_launch_does_not_take_is_refused() -> None:
         "contiguous tensor of one dim": ([x], [x + 1], [torch.arange(6)[::2]], [None]),
         "at most 6": ([torch.zeros([1] * 7)], [torch.ones([1] * 7)], [None], [None]),
         "has rows given but no dims": ([x[0, 0]], [x[0, 0] + 1], [torch.arange(1)], [None]),
-        "as many of each": ([x], [x + 1], [], [None]),
+        "the same number of each": ([x], [x + 1], [], [None]),
     }
     for message, arguments in bad.items():
         with pytest.raises(RuntimeError, match=message):

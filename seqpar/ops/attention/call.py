@@ -149,7 +149,7 @@ class Call(Record):
         """Blocks of this rank's heads: inside query heads, inside key heads, their score. slopes: of all heads."""
         s = self.signature
         for heads, kv, outside in self.recipe.blocks[part.width]:
-            own = None if slopes is None else slopes[outside].detach().to(self.recipe.acc)
+            own = None if slopes is None else slopes[outside].detach().to(self.recipe.acc).contiguous()
             yield heads, kv, Score(s.scale, s.softcap, own, s.dropout_p, self.seed, outside.start)
 
 
