@@ -2,7 +2,7 @@
 
 A `direct` comm moves them from source to destination. For other comms, sources that are not contiguous are packed for
 all peers by one call of `copy` into one buffer, and messages that cannot be received in place are unpacked by one
-more. What is summed or cast where it belongs arrives in a buffer on every comm::
+more. On every comm, messages to be summed or cast arrive in a buffer first::
 
     rank 0   x [2, 4] -> sends {1: x[:, 2:]}    pack  x[:, 2:] -> buffer    exchange    unpack  buffer -> y[:, :2]
 """
@@ -64,7 +64,7 @@ def rows_of(x: Tensor, rows: slice | Tensor) -> Place:
 def post(comm: Comm, sends: Side, recvs: Side, tag: Tag) -> Callable[[], None]:
     """Post an exchange of messages, by peer. The returned function waits until all are in place.
 
-    A rank's messages to itself are local copies. Sums are made in the order of recvs, in the dtype of the destination.
+    A rank's messages to itself are local copies. Messages are summed in the order of recvs, in the dtype of the destination.
     Nothing else writes the elements that a message writes or is added to.
     """
     own_copies: list[Pair] = []
@@ -83,7 +83,7 @@ def post(comm: Comm, sends: Side, recvs: Side, tag: Tag) -> Callable[[], None]:
     copy([_moved(part, source) for _, part, source in sources])
     work = comm.exchange(sent, received, tag=tag) if sent or received else None
     late = any(destination.copied for *_, destination in destinations)
-    if not late:  # otherwise one call of `copy` makes them all
+    if not late:  # otherwise `finish` makes all copies in one call
         copy(own_copies)
 
     def finish() -> None:
