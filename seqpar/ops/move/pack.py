@@ -64,8 +64,8 @@ def rows_of(x: Tensor, rows: slice | Tensor) -> Place:
 def post(comm: Comm, sends: Side, recvs: Side, tag: Tag) -> Callable[[], None]:
     """Post an exchange of messages, by peer. The returned function waits until all are in place.
 
-    A rank's messages to itself are local copies. Messages are summed in the order of recvs, in the dtype of the destination.
-    Nothing else writes the elements that a message writes or is added to.
+    A rank's messages to itself are local copies. Messages are summed in the order of recvs, in the dtype of the
+    destination. Nothing else writes the elements that a message writes or is added to.
     """
     own_copies: list[Pair] = []
     own: list[tuple[int, Place, Place]] = []
