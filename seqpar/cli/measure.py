@@ -314,8 +314,7 @@ def call(device: torch.device, turns: int = 30) -> float:
 
 
 def hidden(comm: Comm, size: int, turns: int, cuda: bool) -> float:
-    """On each process: the fraction of a hop of `size` bytes that is hidden behind matrix products of equal
-    duration."""
+    """On each process: the fraction of a hop of `size` bytes hidden behind equally long matrix products."""
     link, device = _comms(comm, cuda)["inside"], torch.device("cuda", comm.rank) if cuda else CPU
     a, x, y = torch.randn(256, 256, device=device), *(link.empty((size,), torch.uint8, device).fill_(1) for _ in "xy")
     after, before = (comm.rank + 1) % comm.size, (comm.rank - 1) % comm.size

@@ -233,8 +233,7 @@ class ProcessComm(CommBase[P]):
         return int(most) if largest == -smallest else None
 
     def _naming_silent(self, error: PeerError, tag: Tag) -> PeerError:
-        """The error of a round in which this rank waited for one that was itself waiting, naming the ranks all wait
-        for."""
+        """The error of a round whose peer was itself waiting; it names the ranks that all wait for."""
         reason = self._channel.cause[1] if self._channel.cause else ""
         if "waited" not in reason:
             return error

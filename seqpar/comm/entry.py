@@ -16,8 +16,7 @@ M = TypeVar("M", bound=Callable[..., Any])
 
 
 class ThreadEntry:
-    """The entry of threads into a comm and its subs. inside: the innermost call in progress and its thread, for
-    errors."""
+    """The entry of threads into a comm and its subs. inside: the innermost call and its thread, for errors."""
 
     def __init__(self) -> None:
         self.lock = threading.RLock()

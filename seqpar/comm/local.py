@@ -228,8 +228,7 @@ class _World:
             self._deliver(time.monotonic())
 
     def _advance(self, changed: list[int]) -> None:
-        """Match and move messages, starting from the heads of the `changed` ranks; then look for cycles in new
-        heads."""
+        """Match and move messages from the heads of the `changed` ranks on; then look for cycles in new heads."""
         fresh = set(changed)
         while changed and self.failure is None:
             rank = changed.pop()
@@ -435,8 +434,7 @@ class LocalComm(CommBase[_LocalChannel]):
         """One comm for each of `size` ranks; give each to its own thread.
 
         timeout: seconds after which a wait fails. delay: seconds that a message takes once both ends are posted.
-        direct:
-        whether tensors may have any strides, see `Comm.direct`; a `GroupComm` only takes contiguous ones.
+        direct: whether tensors may have any strides, see `Comm.direct`; a `GroupComm` only takes contiguous ones.
         """
         if size < 1:
             raise ValueError(f"LocalComm.world: size {size}, expected at least 1")

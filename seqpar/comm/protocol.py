@@ -171,8 +171,7 @@ class Comm(Protocol):
         ...
 
     def next_call(self) -> int:
-        """The number of the verb that starts now: local, and equal on all ranks, since all run verbs in the same
-        order."""
+        """The number of the verb that starts now: local, and equal on all ranks that run the same verbs in order."""
         ...
 
     def agree(self, what: str, facts: Mapping[str, object], error: Exception | None = None) -> None:

@@ -138,8 +138,7 @@ class Grid:
         return Space(self.inner.dims | part, self.inner.comm)
 
     def absent(self, inside: Sharding) -> bool:
-        """Whether this rank has no rows. Then its whole group has none, unless ranks across groups shard the held
-        dim."""
+        """Whether this rank has no rows. Then its group has none, unless ranks across groups shard the held dim."""
         return inside is not None and not self.outer.local(inside)[inside]
 
     def sparse(self, inside: Sharding) -> bool:

@@ -216,8 +216,7 @@ def _check(stages: Sequence[Stage], costs: Costs, start: Sharding) -> None:
 
 
 def _grids(stages: Sequence[Stage], costs: Costs, start: Sharding, cores: Iterable[int] | None) -> Iterator[Costs]:
-    """Costs without a grid, and on each grid whose held dimension all code between stages allows and stages can
-    share."""
+    """Costs without a grid, and on each grid whose held dimension stages can share and code between them allows."""
     ranks, dims = costs.ranks, costs.dims
     if not isinstance(cores, Iterable | None):
         raise ValueError(f"cores must be group sizes, such as (1, 2), got {cores!r}")

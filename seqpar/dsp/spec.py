@@ -19,11 +19,10 @@ class Core:
     """The part of a block that mixes dimensions, separately for each element of one more, such as a head.
 
     module: its name in the block. stream: its arguments with their forms. out: the form of its output, one tensor.
-    over:
-    the name, in all these forms, of the dimension that it treats separately. size: the number of its elements, or the
-    path of the block's attribute that holds it. sdpa: the core is the one call of ``F.scaled_dot_product_attention``
-    inside the module, and stream has the forms of its query, key and value. Since the module's own code surrounds that
-    call, the core is then shared only where every rank has rows.
+    over: the name, in all these forms, of the dimension that it treats separately. size: the number of its elements, or
+    the path of the block's attribute that holds it. sdpa: the core is the one call of
+    ``F.scaled_dot_product_attention`` inside the module, and stream has the forms of its query, key and value. Since
+    the module's own code surrounds that call, the core is then shared only where every rank has rows.
 
     If the block's rows are sharded along a dimension that the core mixes, the core's inputs are switched to `over` in
     one exchange and its output is switched back.

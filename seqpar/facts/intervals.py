@@ -250,8 +250,7 @@ class Holders(Memo):
         return np.where(held, self.holder[at], np.int32(-1))
 
     def pieces(self, lo: Ints, hi: Ints) -> tuple[Ints, Ints, NDArray[np.int32], Ints]:
-        """Ascending intervals of held positions, cut where the holder changes: lo, hi, holder and interval of each
-        piece."""
+        """Ascending intervals of held positions, cut where the holder changes: lo, hi, holder, interval of each."""
         if self.strided:
             at, source = expand(lo, hi - lo), np.repeat(np.arange(lo.size), hi - lo)
             holder = self.all()[at]

@@ -171,8 +171,7 @@ class Mask(Fact):
         return np.searchsorted(self.offsets, self._checked(positions), side="right") - 1
 
     def key_positions(self, positions: ArrayLike) -> Ints:
-        """Query positions in key coordinates (documents aligned at their ends), for ALiBi and dropout; -1 for a pad
-        row."""
+        """Query positions in key coordinates (documents aligned at their ends), for ALiBi and dropout; -1 for pads."""
         at = self._checked(positions)
         if self.kv_lengths is self.lengths:
             return at

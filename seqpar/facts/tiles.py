@@ -197,8 +197,7 @@ def _transposed_full(begin: Ints, end: Ints, q_begin: Ints) -> tuple[Ints, Ints]
 
 
 class Kind(IntEnum):
-    """The keys that a segment's queries see: all; up to a diagonal that ends bottom-right; a band along that
-    diagonal."""
+    """The keys that a segment's queries see: all; up to a diagonal that ends bottom-right; a band along it."""
 
     FULL = 0
     CAUSAL = 1

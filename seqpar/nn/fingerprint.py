@@ -45,8 +45,7 @@ def weights_of(model: nn.Module) -> int:
 
 
 def hashed(x: object) -> int:
-    """A 63-bit fingerprint; different tensors almost never collide. 0 for an empty tensor or a part of one
-    (DTensor)."""
+    """A 63-bit fingerprint; different tensors almost never collide. 0 for an empty tensor or a DTensor."""
     if type(x) not in (Tensor, nn.Parameter) or not x.numel() or x.is_meta:  # type: ignore[attr-defined]
         return 0
     return int(torch.hash_tensor(x.detach()).view(torch.int64))  # type: ignore[attr-defined]

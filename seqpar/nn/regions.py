@@ -99,8 +99,7 @@ def _checkpoint(frame: FrameType) -> CheckpointRegion | None:
 
 
 def _apply(frame: FrameType) -> CheckpointRegion | None:
-    """An autograd function without grad mode: its backward must run the calls inside again, since nothing records
-    them."""
+    """An autograd function without grad mode: its backward must run the unrecorded calls inside again."""
     if frame.f_code is not Function.apply.__func__.__code__ or torch.is_grad_enabled():
         return None
     differentiable = any(isinstance(x, Tensor) and x.requires_grad for x in frame.f_locals["args"])

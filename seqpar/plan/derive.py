@@ -109,8 +109,7 @@ class Derived(Fact):
         return np.where(at < 0, 0, at - start)
 
     def steps(self, rank: int, *, row_bytes: int = NOMINAL_ROW_BYTES) -> list[Step]:
-        """The steps of a rank, part after part. row_bytes: one token's keys and values in a stage, equal on all
-        ranks."""
+        """The steps of a rank, part after part. row_bytes: of a token's keys and values; alike on all ranks."""
         self._check_rank(rank)
         stage_rows = max(1, self.stage_bytes // whole("row_bytes", row_bytes, 1))
         if self.transport != "fetch":

@@ -92,8 +92,7 @@ def _shares(demand: Demand, inner: int, stage_rows: int) -> NodeShares | None:
 
 
 def _entering(demand: Demand, inner: int) -> Needs:
-    """The keys that several groups of a node see and none owns: intervals by node, cut where the set of groups
-    changes."""
+    """The keys that several groups of a node see and none owns: intervals by node, each of one set of groups."""
     needs, nodes, span = demand.needs, demand.groups // inner, demand.holders.total + 1
     base = needs.group // inner * span
     node, first, stop = _held(demand, inner)

@@ -41,8 +41,7 @@ from seqpar.plan.steps import Entry, Rows, as_rows
 
 
 class Needs(NamedTuple):
-    """Disjoint, ascending intervals of the key positions that each group sees; group ``g`` has rows edge[g] to
-    edge[g+1]."""
+    """Disjoint, ascending intervals of key positions that each group sees; group ``g`` has edge[g] to edge[g+1]."""
 
     group: Ints
     lo: Ints

@@ -101,8 +101,7 @@ def plan_of(problem: Problem) -> Plan:
 
 
 class Candidate(NamedTuple):
-    """A placement with its counts of work and traffic: plain, and, if that is worth a try, with keys that enter a node
-    once."""
+    """A placement with its counts of work and traffic: plain, and perhaps with keys that enter a node once."""
 
     placement: Placement
     plain: Counted

@@ -122,8 +122,7 @@ def _experts(c: _Config, values: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def _windows(c: _Config, layers: int) -> tuple[int | None, ...]:
-    """Keys to the left of its own that each layer's query sees; transformers' `sliding_window` counts the own key
-    too."""
+    """Keys to the left of its own that each layer's query sees; transformers' `sliding_window` is one more."""
     size = c.get("sliding_window")
     kinds = c.get("layer_types")
     if size is None or c.get("use_sliding_window") is False:

@@ -67,8 +67,7 @@ class _Nesting:
         self.pieces: list[tuple[int, int, int, int]] = []
 
     def share(self, documents: Ints, width: int) -> None:
-        """Give documents to groups of this width; to all ranks if no group has the rows, or if the width is all
-        ranks."""
+        """Give documents to groups of this width; to all ranks if no group has the rows, or the width is all."""
         self.widths[documents] = width
         ranks = len(self.left)
         groups = [range(at, at + width) for at in range(0, ranks, width)] if width < ranks else []

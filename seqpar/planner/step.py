@@ -55,9 +55,8 @@ def plan_step(
     """The micro-batches of a global batch: each document in one of them, as few as memory allows, about equal in time.
 
     lengths: tokens of each document of the global batch. masks: over all of them. micro_batches: their number, by
-    default
-    the fewest. The other arguments are those of `plan_batch`. A model given by name recomputes as little as the longest
-    document allows, or the number of micro-batches if that is given.
+    default the fewest. The other arguments are those of `plan_batch`. A model given by name recomputes as little as the
+    longest document allows, or the number of micro-batches if that is given.
 
     ``sum(m.plan.forecast.seconds for m in plan_step(...))`` is the predicted time of the step. Weight the loss of a
     micro-batch by its number of labels, not equally: micro-batches differ in tokens.

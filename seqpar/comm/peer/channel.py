@@ -265,8 +265,7 @@ class PeerChannel(Channel):
             raise self.error(doing)
 
     def follow(self, work: PeerExchange) -> None:
-        """Make the current stream wait for an exchange whose hosts have met, and mark the tensors if the comm is
-        dead."""
+        """Make the current stream wait for an exchange whose hosts have met; mark its tensors if the comm is dead."""
         stream, base, words = self.cuda.current(), self.base, self.words
         arrivals = {base + words.arrival(peer): epoch(count - 1) for peer, count in work.arrivals.items()}
         sent = {base + words.sent(peer): epoch(count - 1) for peer, count in work.sent.items()}

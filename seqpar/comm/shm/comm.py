@@ -363,8 +363,7 @@ class ShmComm(ProcessComm[ShmChannel]):
         return self._post(self._in_group(sends), self._in_group(recvs), tag, Stats())
 
     def empty(self, shape: Sequence[int], dtype: torch.dtype, device: torch.device) -> Tensor:
-        """Uninitialised memory that peers write; ordinary memory for a single rank, in a fork, or if the pool is
-        full."""
+        """Uninitialised memory that peers write; ordinary memory for one rank, in a fork, or if the pool is full."""
         if device.type != "cpu":
             raise ValueError(f"empty: a tensor on {device}; ShmComm moves CPU tensors: use GroupComm over nccl")
         # a fork has the parent's pool, but not the parent's knowledge of it

@@ -1,10 +1,9 @@
 """Whether a transformers model can be computed row by row: nothing but its attention may look at other rows.
 
 First the class, config and modules are checked. Then a probe runs the model on a few tokens, each a document of its
-own:
-once on all rows, and once on some of them in another order, with their positions. If an output row changes, the model
-mixes rows outside attention (a convolution, a recurrence, counted positions). The same runs check the model's loss and
-its head, so that neither is mistaken for something else.
+own: once on all rows, and once on some of them in another order, with their positions. If an output row changes, the
+model mixes rows outside attention (a convolution, a recurrence, counted positions). The same runs check the model's
+loss and its head, so that neither is mistaken for something else.
 """
 
 from __future__ import annotations

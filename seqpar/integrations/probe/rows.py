@@ -102,8 +102,7 @@ class FewerRows:
         return x.index_select(dim, torch.from_numpy(self._left[x.shape[dim]]).to(x.device))
 
     def sample(self, x: Tensor, *, second: bool) -> Sample:
-        """The elements that `ShuffledRows.sample` takes of the first run, from a tensor of this one; empty without
-        rows."""
+        """The elements that `ShuffledRows.sample` takes of the first run, from a tensor of this one, if it has rows."""
         dims = {dim: self._places[size] for dim, size in enumerate(x.shape) if size in self._places}
         return {dim: _picked(x.detach(), dim, at) for dim, at in dims.items()}
 

@@ -44,8 +44,7 @@ def parallelize(
 
     Raises: TypeError for a plan that is not a Plan. From the forward: as `sdpa`; RuntimeError without a plan, given or
     surrounding; ValueError for weights that differ. NotImplementedError for a model that mixes rows outside its
-    attention:
-    here if its modules or config say so, or `seqpar.train.check_model`; in the forward if a trial shows it.
+    attention: here if its modules or config say so, or `seqpar.train.check_model`; in the forward if a trial shows it.
     """
     if not isinstance(plan, (Plan, type(None))):
         raise TypeError(
@@ -95,8 +94,7 @@ class _Forward:
 
     @uncompiled
     def _compare(self, model: nn.Module) -> None:
-        """Raise ValueError on every rank if weights differ between ranks: at the start, or because gradients are not
-        summed."""
+        """Raise ValueError on every rank if weights differ between ranks, from the start or by unsummed gradients."""
         if self.comm.size == 1 or self.count not in COMPARED:
             return
         if self._loop is None:
@@ -106,8 +104,7 @@ class _Forward:
 
     @uncompiled
     def _try(self, model: nn.Module, forward: Any, plan: Plan, args: Any, kwargs: Any) -> str | None:
-        """Raise NotImplementedError on every rank if the model's rows do not follow; returns why that is unknown, or
-        None."""
+        """Raise NotImplementedError on every rank if the model's rows do not follow. Returns why that is unknown."""
         call = ModelCall(model, plan, self.comm, way_of(args, kwargs, model.training))
         if not call.is_due():
             return None

@@ -24,8 +24,7 @@ from seqpar.kernels.protocol import StepFacts
 
 
 class Piece(NamedTuple):
-    """``n`` query rows from ``q`` over ``m`` key rows from ``k``. left, right: reach from the diagonal, -1 if
-    unlimited."""
+    """``n`` query rows from ``q`` over ``m`` key rows from ``k``. left, right: reach from the diagonal, or -1."""
 
     q: int
     n: int
@@ -90,8 +89,7 @@ class VarlenCalls:
 
 
 def calls_of(facts: StepFacts, device: torch.device, *, varlen: bool, squares: bool) -> VarlenCalls | None:
-    """A step as calls, cached; None if its bounds form no segments, or need windows where the library has only
-    squares."""
+    """A step as calls, cached; None if its bounds form no segments, or need windows that the library lacks."""
     key = ("varlen calls", device, varlen, squares)
     return facts.memo(key, lambda: _calls(facts, device, varlen, squares))
 

@@ -1,2 +1,1 @@
-"""Attention: the verb (`api`), its op (`op`), one call (`signature`, `call`), and the order of its work
-(`schedule`)."""
+"""Attention: the verb (`api`), its op (`op`), one call (`signature`, `call`), its order (`schedule`)."""

@@ -49,8 +49,7 @@ def parcels(by_peer: Mapping[int, Rows], *, copied: bool = False) -> Parcels:
 
 
 def sent_keys(steps: Sequence[Step], n: int) -> Parcels:
-    """The keys sent for step n: rows of the inside keys, or of the previous step's buffer, in the form in which it
-    came."""
+    """The keys sent for step n: rows of the inside keys, or of the previous step's buffer as received."""
     step = steps[n]
     copied = step.spread is None and not relays(steps, n)
     return step.memo("sent keys", lambda: parcels(step.sends, copied=copied))  # type: ignore[no-any-return]

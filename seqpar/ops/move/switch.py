@@ -1,5 +1,4 @@
-"""`switch`: change the sharded dimension of a tensor by one all-to-all (Ulysses, DSP); or of several in one
-exchange."""
+"""`switch`: change the sharded dimension of a tensor by one all-to-all (Ulysses, DSP), or of several."""
 
 from __future__ import annotations
 
