@@ -175,14 +175,16 @@ class _Pool:
 
 def serve_forks(context: Any) -> None:
     """Start the server that ranks are forked from, unless it runs, with the modules and the path that ranks need."""
-    from multiprocessing import forkserver  # not on every system
+    from multiprocessing import forkserver, resource_tracker  # not on every system
 
     # the last one is what torch loads at the first call of a verb
     context.set_forkserver_preload(["torch.distributed", "seqpar.launch", "torch.fx.experimental.symbolic_shapes"])
     before = os.environ.get("PYTHONPATH")
     # before Python 3.12 the server does not inherit this process's sys.path
     os.environ["PYTHONPATH"] = os.pathsep.join(path for path in sys.path if path)
-    # Ctrl-C at a terminal reaches all processes: this one handles it and ends the others
+    # Ctrl-C at a terminal reaches all processes: this one handles it and ends the others. The tracker goes first, since
+    # whoever starts it unblocks SIGINT.
+    resource_tracker.ensure_running()
     mask = signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGINT})
     try:
         forkserver.ensure_running()

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import signal
 import subprocess
 import sys
 from collections.abc import Callable
@@ -74,6 +75,22 @@ def test_no_end_of_a_command_is_a_traceback(tmp_path: Path) -> None:
     assert small == large == [1, f"seqpar plan: {FULL}"] and doctor == [1, f"seqpar doctor: {FULL}"]
     # argparse passes over what it cannot write
     assert closed[3] in ([0, ""], [141, ""]) and usage in ([0, ""], [1, f"seqpar: {FULL}"])
+
+
+@pytest.mark.skipif(sys.platform != "linux", reason="/proc and the server of forks are Linux's")
+def test_ctrl_c_never_reaches_a_rank_that_is_being_forked() -> None:
+    script = """
+import multiprocessing
+from multiprocessing import forkserver
+from seqpar.launch import serve_forks
+serve_forks(multiprocessing.get_context("forkserver"))
+print(open(f"/proc/{forkserver._forkserver._forkserver_pid}/status").read())
+"""
+    status = subprocess.check_output(
+        [sys.executable, "-c", script], env=os.environ | {"PYTHONPATH": str(ROOT)}, text=True, timeout=120
+    )
+    blocked = int(next(line.split()[1] for line in status.splitlines() if line.startswith("SigBlk:")), 16)
+    assert blocked & 1 << (signal.SIGINT - 1)
 
 
 @pytest.mark.parametrize(

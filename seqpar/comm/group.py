@@ -13,8 +13,9 @@ hash of their header, so that they never meet the buffer of another exchange. A 
 so a pair's tensors follow their header in one message if they are small together.
 
 The first rank to fail writes the root cause to the group's store and hangs up the twin. A rank that waits for it sees
-its connection close, reads the cause, raises and hangs up in turn, so a failure reaches every rank at once. Rarely gloo
-does not end a send in progress when its connection closes; that rank raises after the timeout.
+its connection close, reads the cause, raises and hangs up in turn, so a failure reaches every rank at once. But gloo
+does not end a send that it had queued when the connection closed, so a rank that only sends to a lost one may raise
+after the timeout.
 """
 
 from __future__ import annotations

@@ -354,7 +354,8 @@ def never_sends(comm, folder, seconds):
     """Rank 0 waits for rank 1, which waits for rank 2, which does something else until both have given up."""
     if comm.rank == 2:
         until(lambda: all((folder / other).exists() for other in "01"))
-        return comm.exchange({0: [torch.zeros(1)]}, {}, tag=tag(5)).wait()
+        # it receives too: gloo may keep a rank that only sends to a lost one until the timeout
+        return comm.exchange({0: [torch.zeros(1)]}, {0: [torch.zeros(1)]}, tag=tag(5)).wait()
     work = comm.exchange({}, {comm.rank + 1: [torch.zeros(1)]}, tag=tag(4, 0, comm.rank))
     if comm.rank == 1:
         impatient(comm, seconds)
@@ -365,7 +366,8 @@ def never_agrees(comm, folder, seconds):
     """Rank 1 waits for rank 2 to agree, and rank 0 for both; rank 2 does something else until both have given up."""
     if comm.rank == 2:
         until(lambda: all((folder / other).exists() for other in "01"))
-        return comm.exchange({0: [torch.zeros(1)]}, {}, tag=tag(5)).wait()
+        # it receives too: gloo may keep a rank that only sends to a lost one until the timeout
+        return comm.exchange({0: [torch.zeros(1)]}, {0: [torch.zeros(1)]}, tag=tag(5)).wait()
     if comm.rank == 1:
         comm = comm.sub([1, 2])  # so that it is not rank 0 that comes too late
         impatient(comm, seconds)
