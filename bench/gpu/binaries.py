@@ -4,7 +4,8 @@
     python -m bench.gpu.binaries --search 90:128 --direction forward       # candidates for a generation and a head dim
 
 Run the first, and `bench/gpu/small_binaries.py`, with each supported version of Triton after a change of the kernels:
-PYTHONPATH=.venv/triton-3.6 is the oldest. The tests read these rows, and compile some of them again.
+PYTHONPATH=.venv/triton-3.6 is the oldest. The tests read these rows, and compile some of them again. A row carries a
+digest of the code that it was compiled from: it stays valid when another kernel, a docstring or a comment changes.
 
 The product's own launches are recorded where a driver would run them. Registers, spilled bytes (a stack in local
 memory), shared memory and tensor core instructions are read from the binary. They chose the configurations that no GPU
@@ -14,6 +15,7 @@ has timed; `bench/gpu/run.py` times the candidates where there is one.
 from __future__ import annotations
 
 import argparse
+import ast
 import hashlib
 import itertools
 import json
@@ -25,6 +27,7 @@ from collections.abc import Iterator
 from concurrent.futures import ProcessPoolExecutor
 from contextlib import contextmanager
 from dataclasses import asdict, dataclass
+from functools import cache
 from pathlib import Path
 from typing import Any
 
@@ -40,6 +43,8 @@ from seqpar.ops.attention.call import uploaded
 SHARED = {80: 166_912, 86: 101_376, 90: 232_448, 100: 232_448}  # bytes a block may have, CUDA programming guide
 DTYPES = {"bf16": torch.bfloat16, "fp16": torch.float16, "fp32": torch.float32}
 DIRECTIONS = ("forward", "dq", "dkdv")
+FILES = {"forward": "forward", "dq": "backward", "dkdv": "backward"}  # direction -> the file of its kernel
+KERNELS = {"forward", "backward", "merge", "rotary", "rows"}  # files of kernels, each compiled without the others
 ROWS = 256
 CANDIDATES = [
     LaunchConfig(bm, bn, warps, stages, tma)
@@ -107,7 +112,8 @@ def compiled(case: Case) -> dict[str, Any]:
     itemsize = DTYPES[case.dtype].itemsize
     descriptor = Descriptor(case.direction, case.dim, case.v_dim, itemsize, case.generation)
     config = case.config or configure(descriptor)
-    row = asdict(case) | {"config": asdict(config), "triton": triton.__version__, "sources": sources()}
+    row = asdict(case) | {"config": asdict(config), "triton": triton.__version__}
+    row |= {"sources": sources(row)}
     try:
         made = _binary(case, config)
     except Exception as error:
@@ -118,12 +124,43 @@ def compiled(case: Case) -> dict[str, Any]:
     return row | _usage(made.asm["cubin"]) | {"shared": made.metadata.shared, "tensor_core_instructions": products}
 
 
-def sources() -> str:
-    """A digest of the sources of all binaries, without the launches in this file."""
-    digest = hashlib.sha256()
-    for path in sorted(Path(kernels.__file__).parent.glob("*.py")):
-        digest.update(path.name.encode() + path.read_bytes())
-    return digest.hexdigest()[:12]
+def sources(row: dict[str, Any]) -> str:
+    """The digest of the code that a row's kernel is compiled from: the kernel's, and that which launches attention."""
+    return digest("__init__", FILES[row["direction"]])
+
+
+@cache
+def digest(*files: str, package: Path = Path(kernels.__file__).parent) -> str:
+    """A digest of some files of the Triton package and of all that they import from it, except other kernels' files.
+
+    Code alone counts, as the syntax tree without docstrings: comments and the formatting may change.
+    """
+    waiting, code = list(files), {}
+    while waiting:
+        name = waiting.pop()
+        tree = ast.parse((package / f"{name}.py").read_text(encoding="utf-8"))
+        code[name] = _undocumented(tree)
+        waiting += [other for other in _imported(tree, package) if other not in code and other not in KERNELS]
+    return hashlib.sha256("".join(name + code[name] for name in sorted(code)).encode()).hexdigest()[:12]
+
+
+def _undocumented(tree: ast.Module) -> str:
+    """The code of a file, without docstrings and comments."""
+    for node in ast.walk(tree):
+        if isinstance(node, (ast.Module, ast.ClassDef, ast.FunctionDef)) and ast.get_docstring(node) is not None:
+            node.body = node.body[1:] or [ast.Pass()]
+    return ast.unparse(tree)
+
+
+def _imported(tree: ast.Module, package: Path) -> set[str]:
+    """The files of the package that a file imports from, function-level imports included."""
+    origins = [
+        f"{node.module}.{alias.name}".removeprefix(kernels.__name__ + ".").split(".")[0]
+        for node in ast.walk(tree)
+        if isinstance(node, ast.ImportFrom) and str(node.module).startswith(kernels.__name__)
+        for alias in node.names
+    ]
+    return {name if (package / f"{name}.py").exists() else "__init__" for name in origins}
 
 
 def write(path: Path, rows: list[dict[str, Any]]) -> None:

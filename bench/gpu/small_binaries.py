@@ -14,10 +14,12 @@ from typing import Any
 
 import torch
 
-from bench.gpu.binaries import recorded, sources, write
+from bench.gpu.binaries import digest, recorded, write
 
 GENERATIONS = (80, 90, 100)
 HEADS, DIM, ROWS = 8, 128, 64
+# first word of a launch -> the file of its kernel
+FILES = {"merge_": "merge", "pack": "rows", "place": "rows", "add_": "rows", "rotate": "rotary"}
 DTYPES = (torch.bfloat16, torch.float32, torch.float64)
 
 
@@ -47,6 +49,11 @@ def launches() -> Iterator[tuple[str, Callable[[], None]]]:
                 )
 
 
+def sources(row: dict[str, Any]) -> str:
+    """The digest of the code that a row's kernel is compiled from."""
+    return digest(FILES[row["launch"].split()[0]])
+
+
 def main() -> int:
     """A row for each launch and generation."""
     import triton
@@ -60,7 +67,7 @@ def main() -> int:
         if args.generation not in (None, generation) or (args.dtype or "") not in name:
             continue
         row: dict[str, Any] = {"launch": name, "generation": generation}
-        row |= {"triton": triton.__version__, "sources": sources()}
+        row |= {"triton": triton.__version__, "sources": sources(row)}
         try:
             with recorded(generation) as found:
                 launch()

@@ -9,9 +9,11 @@ from __future__ import annotations
 
 import json
 import os
+import shutil
 import subprocess
 import sys
 from dataclasses import asdict
+from importlib import import_module
 from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
 from typing import Any
@@ -36,12 +38,11 @@ def versions() -> list[object]:
 
 def committed(name: str, where: str) -> list[Row]:
     """The rows of bench/results for a Triton, made from the kernels as they are."""
-    from bench.gpu.binaries import sources
-
+    module = import_module(f"bench.gpu.{name}")
     made = "3.6.0" if where else version("triton")
     path = RESULTS / f"{name}.jsonl"
     rows = [row for row in map(json.loads, path.read_text().splitlines()) if row["triton"] == made]
-    assert rows and {row["sources"] for row in rows} == {sources()}, (
+    assert rows and all(row["sources"] == module.sources(row) for row in rows), (
         f"the kernels have changed: run `python -m bench.gpu.{name} --json {path.relative_to(ROOT)}` with Triton {made}"
     )
     return rows
@@ -94,6 +95,44 @@ def test_small_kernels_compile_for_every_generation(where) -> None:
     assert {row["kernel"] for row in rows} == {"move", "merge_rows", "rotate_rows"}
     dense = [row for row in rows if row["launch"].startswith(("pack", "merge_ t"))]
     assert dense and all(row["widest"] > 1 for row in dense), "rows are moved many bytes at a time"
+
+
+@pytest.fixture
+def package(tmp_path) -> Path:
+    """A copy of the Triton package, to edit."""
+    return Path(shutil.copytree(ROOT / "seqpar" / "kernels" / "triton", tmp_path / "triton"))
+
+
+FILES = [("__init__", "forward"), ("__init__", "backward"), ("merge",), ("rotary",), ("rows",)]
+
+
+@pytest.mark.parametrize(
+    ("name", "changed"),
+    [("tile", FILES[:2]), ("arguments", FILES[:2]), ("tables", FILES[:2]), ("config", FILES[:2])]
+    + [
+        ("forward", FILES[:1]),
+        ("backward", FILES[1:2]),
+        ("merge", FILES[2:3]),
+        ("rotary", FILES[3:4]),
+        ("rows", FILES[4:]),
+    ],
+)
+def test_a_change_of_code_concerns_the_kernels_compiled_from_it(name, changed, package) -> None:
+    digest = import_module("bench.gpu.binaries").digest.__wrapped__  # of files as they are, not as they were
+    before = [digest(*files, package=package) for files in FILES]
+    with (package / f"{name}.py").open("a") as file:
+        file.write("\nLIMIT = 7\n")
+    after = [digest(*files, package=package) for files in FILES]
+    assert [files for files, old, new in zip(FILES, before, after, strict=True) if old != new] == changed
+
+
+def test_docstrings_comments_and_formatting_leave_a_digest(package) -> None:
+    digest = import_module("bench.gpu.binaries").digest.__wrapped__
+    before = [digest(*files, package=package) for files in FILES]
+    for path in package.glob("*.py"):
+        text = path.read_text().replace('    """', '    """In other words: ', 1)
+        path.write_text('"""Another docstring."""\n' + text.partition('"""\n\n')[2] + "\n# a comment\n\n\n")
+    assert [digest(*files, package=package) for files in FILES] == before
 
 
 # capability 9.0 has all that launches differ by: tensor descriptors and asynchronous products
