@@ -289,6 +289,8 @@ class _NcclWork(WorkBase[GroupChannel]):
     launches. `wait` makes the current stream wait and returns at once, since it passes no timeout (unless
     TORCH_NCCL_BLOCKING_WAIT is set). Tensors are held until then: the allocator reuses freed memory in the order of the
     stream that waited, which must be the one that allocated it.
+
+    Tensors travel as bytes, as NCCL lacks some dtypes and an error between the calls of a batch would leave it open.
     """
 
     def __init__(self, channel: GroupChannel, tag: Tag, batches: Sequence[Sequence[dist.P2POp]]) -> None:
@@ -361,7 +363,7 @@ class GroupComm(ProcessComm[GroupChannel]):
             sides = ((dist.isend, outgoing.get(key, {})), (dist.irecv, incoming.get(key, {})))
             batches.append(
                 [
-                    dist.P2POp(op, tensor, group=channel.group, group_peer=peer)
+                    dist.P2POp(op, _as_bytes(tensor), group=channel.group, group_peer=peer)
                     for op, side in sides
                     for peer, several in side.items()
                     for tensor in several
@@ -380,6 +382,11 @@ class GroupComm(ProcessComm[GroupChannel]):
             device = torch.device("cuda", torch.cuda.current_device())
             sends, recvs = ({self._ranks[p]: [torch.zeros(1, device=device)] for p in peers} for _ in range(2))
             self._post_cuda(sends, recvs, Tag(0, next(self._counter("warm-up")), WARMING, 0)).wait()
+
+
+def _as_bytes(x: Tensor) -> Tensor:
+    """The memory of a contiguous tensor."""
+    return x.view(-1).view(torch.uint8)
 
 
 def _wrong_devices(types: Set[str], backends: Mapping[str, str]) -> ValueError:

@@ -1,5 +1,6 @@
 """What a rank does in the tests of communicators: module-level functions, so that processes find them by name."""
 
+import math
 import os
 import random
 import signal
@@ -9,6 +10,7 @@ from contextlib import suppress
 from unittest import mock
 
 import torch
+import torch.distributed as dist
 
 from seqpar.comm import GroupComm, LocalComm, PeerError, Tag, group
 
@@ -445,6 +447,40 @@ def batched(comm, fn, *args):
 
     with mock.patch.object(group, "_GlooWork", work):
         return fn(comm, *args)
+
+
+NCCL_TYPES = (
+    torch.int8, torch.uint8, torch.bool, torch.int32, torch.int64, torch.float16, torch.bfloat16, torch.float32,
+    torch.float64,
+)  # fmt: skip
+OTHER_TYPES = (torch.int16, torch.uint16, torch.uint32, torch.uint64, torch.complex64, torch.complex128)
+
+
+def of_all_types(comm):
+    """Neighbours exchange one tensor of every dtype; the dtypes that came with other bits."""
+    after, before = (comm.rank + 1) % comm.size, (comm.rank - 1) % comm.size
+    types = (*NCCL_TYPES, *OTHER_TYPES)
+    post = dist.batch_isend_irecv
+
+    def as_nccl(ops):
+        for op in ops:
+            assert op.tensor.dtype in NCCL_TYPES, f"Unconvertible NCCL type {op.tensor.dtype}"
+        return post(ops)
+
+    def drawn(rank, dtype, n):
+        # a scalar, a matrix and an empty tensor in turns
+        shape = ((), (3, 2), (0, 4))[n % 3]
+        count = dtype.itemsize * math.prod(shape)
+        generator = torch.Generator().manual_seed(100 * rank + n)
+        few = torch.randint(0, 2, (count,), dtype=torch.uint8, generator=generator)
+        return few.view(dtype).view(shape) if count else torch.empty(shape, dtype=dtype)
+
+    sent = [drawn(comm.rank, dtype, n) for dtype in types for n in range(3)]
+    got = [torch.empty_like(x) for x in sent]
+    with mock.patch.object(dist, "batch_isend_irecv", as_nccl):
+        comm.exchange({after: sent}, {before: got}, tag=tag(0)).wait()
+    expected = [drawn(before, dtype, n) for dtype in types for n in range(3)]
+    return [str(a.dtype) for a, b in zip(got, expected, strict=True) if not torch.equal(a, b)]
 
 
 def on_devices(comm):

@@ -56,3 +56,10 @@ class TestBatched:
         for rank, result in enumerate(run_processes(3, cases.batched, cases.subs)):
             assert result[0] == rank
             assert result[2] == []
+
+    def test_any_dtype_although_nccl_has_only_some(self):
+        assert run_processes(3, cases.batched, cases.of_all_types) == [[]] * 3
+
+    def test_what_is_refused_stays_so(self):
+        for found, _ in run_processes(2, cases.batched, cases.refused):
+            assert "expected a contiguous one" in found[2]
