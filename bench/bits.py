@@ -4,7 +4,8 @@
     python -m bench.bits --before COMMIT [--only GROUP ...]
 
 The other commit is built in a folder of its own, native extension included, which is kept with its digests for the next
-call. Exits with 1 if a digest differs that must not.
+call. A call that must be refused is a case whose digest is that of the error's kind. Any other case that ends in an
+error compares nothing: it is named as broken. Exits with 1 if a digest differs that must not, or a case is broken.
 """
 
 from __future__ import annotations
@@ -25,7 +26,7 @@ from rich.table import Table
 
 sys.path.insert(0, str(Path(__file__).parents[1]))
 from bench.lib import before  # noqa: E402
-from bench.lib.corpus.groups import FREE, GROUPS  # noqa: E402
+from bench.lib.corpus.groups import BROKEN, FREE, GROUPS  # noqa: E402
 
 LIB = Path(__file__).parent / "lib"  # which has the corpus
 Digests = dict[str, dict[str, str]]
@@ -61,17 +62,18 @@ def kept(commit: str, groups: Sequence[str]) -> Digests:
     return known
 
 
-def compare(old: Digests, new: Digests) -> tuple[Table, list[str]]:
-    """A table by group, and the cases that differ."""
-    table = Table("group", *(("cases", "equal", "different", "errors")), title="digests before and now")
-    different = []
+def compare(old: Digests, new: Digests) -> tuple[Table, list[str], list[str]]:
+    """A table by group, the cases that differ, and those that end in an error now."""
+    table = Table("group", "cases", "equal", "different", "broken", title="digests before and now")
+    different, broken = [], []
     for group in new:
         names = sorted(old[group].keys() | new[group].keys())
         unequal = [name for name in names if old[group].get(name) != new[group].get(name)]
-        errors = sum("Error" in value for value in new[group].values())
-        table.add_row(group, *map(str, (len(names), len(names) - len(unequal), len(unequal), errors)))
+        lost = [name for name, value in new[group].items() if value.startswith(BROKEN)]
+        table.add_row(group, *map(str, (len(names), len(names) - len(unequal), len(unequal), len(lost))))
+        broken += [f"{group}: {name}: {new[group][name]}" for name in lost]
         different += [f"{group}: {name}: {old[group].get(name)} -> {new[group].get(name)}" for name in unequal]
-    return table, different
+    return table, different, broken
 
 
 def main() -> int:
@@ -82,11 +84,11 @@ def main() -> int:
     before.build(before.ROOT)
     old = kept(options.before, options.only)
     print("now:", file=sys.stderr, flush=True)
-    table, different = compare(old, digests(before.ROOT, options.only))
+    table, different, broken = compare(old, digests(before.ROOT, options.only))
     rich.print(table)
-    for line in different:
+    for line in different + broken:
         print(line)
-    return int(any(line.split(":")[0] not in FREE for line in different))
+    return int(bool(broken) or any(line.split(":")[0] not in FREE for line in different))
 
 
 if __name__ == "__main__":

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterator
 from dataclasses import dataclass, replace
 from functools import partial
+from itertools import product
 from typing import Any
 
 import numpy as np
@@ -16,10 +17,11 @@ from seqpar import Comm
 from seqpar.testing import run_processes, run_threads
 
 from .facts import PlanCase, drawn, named
-from .groups import Cases
+from .groups import Cases, refused
 
 DTYPES = {"fp64": torch.float64, "fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}
 KERNELS = ("reference", "blockwise", "native", "aten")
+LACKS = {"native": ("fp64", "fp16"), "aten": ("bf16", "fp16")}  # dtypes that a kernel refuses by name
 
 
 @dataclass(frozen=True)
@@ -111,13 +113,15 @@ def cases() -> Cases:
 
 
 def kernels() -> Cases:
-    calls = [
-        Call(PlanCase(ranks, transport="ring", mask=mask), dtype, sinks=sinks, lse=True, more=(("kernel", kernel),))
-        for kernel in KERNELS
-        for dtype in DTYPES
-        for ranks, mask, sinks in ((1, "causal", False), (2, "window", True), (2, "full", False))
-    ]
-    return {str(call): partial(run_threads, call.plan.ranks, rank_of, call) for call in calls}
+    """Every kernel by name, and what it says of a dtype that it lacks."""
+    calls: Cases = {}
+    for kernel, dtype in product(KERNELS, DTYPES):
+        for ranks, mask, sinks in ((1, "causal", False), (2, "window", True), (2, "full", False)):
+            plan = PlanCase(ranks, transport="ring", mask=mask)
+            call = Call(plan, dtype, sinks=sinks, lse=True, more=(("kernel", kernel),))
+            case = partial(run_threads, ranks, rank_of, call)
+            calls[str(call)] = partial(refused, case) if dtype in LACKS.get(kernel, ()) else case
+    return calls
 
 
 def processes() -> Cases:

@@ -37,6 +37,7 @@ GROUPS = {
     "steps": ("plans", "steps"),
     "planner": ("plans", "planner"),
 }
+BROKEN = "broken by"  # how an outcome begins that is no digest
 FREE = ("planner",)  # whose choices may get better: differences are shown and do not fail
 
 
@@ -48,11 +49,20 @@ def cases(group: str) -> Cases:
 
 
 def outcome(case: Callable[[], Any]) -> str:
-    """The digest of what a case returns, or the kind of its error: its words may change."""
+    """The digest of what a case returns, or the kind of the error that broke it."""
     try:
         return digest(case())
     except Exception as error:
-        return f"{type(error).__name__}"
+        return f"{BROKEN} {type(error).__name__}: {error}"[:300]
+
+
+def refused(case: Callable[[], Any]) -> str:
+    """The kind of error that refuses a call. It is hashed like any result, so a call that is taken now differs."""
+    try:
+        case()
+    except (NotImplementedError, ValueError) as error:
+        return f"refused with {type(error).__name__}"
+    return "taken"
 
 
 def run(path: Path, only: list[str]) -> None:

@@ -10,8 +10,9 @@ import numpy as np
 from seqpar import Mask, plan_batch, plan_step
 
 from .facts import PlanCase, drawn, named
-from .groups import Cases
+from .groups import Cases, refused
 
+TOO_LONG = (3, 6, 7, 14)  # drawn batches that the memory of their one rank does not hold
 CALL: dict[str, Any] = {"heads": 8, "kv_heads": 2, "dim": 16}
 
 
@@ -61,7 +62,8 @@ def planner() -> Cases:
         options: dict[str, Any] = [{}, {"token_slack": 0.1}, {"node": 1}][number % 3]
         if number % 4 == 3:
             options = options | {"masks": Mask(lengths, causal=False)}
-        calls[f"batch {number} {ranks} ranks {options}"] = partial(batch_plan, lengths, ranks, options)
+        plan = partial(batch_plan, lengths, ranks, options)
+        calls[f"batch {number} {ranks} ranks {options}"] = partial(refused, plan) if number in TOO_LONG else plan
         if ranks <= 8:
             calls[f"step {number} {ranks} ranks"] = partial(step_plan, lengths, ranks)
     return calls
