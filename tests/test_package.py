@@ -61,7 +61,7 @@ ORDER = {
     "plan": """
         heads steps traffic routes hierarchy residence parts prediction derive counts report plot plan __init__
     """,
-    "dsp": "form space costs search plan spec specs moves grid overlap runner apply __init__",
+    "dsp": "form space costs search plan spec specs moves grid overlap runner stages checks apply __init__",
     "planner": """
         config shape hardware memory groups place nested count cost scale bound forecast problem batch step
         fit __init__
@@ -86,7 +86,8 @@ ORDER = {
         probe/inspection
         sdpa/mask sdpa/reroute sdpa/model sdpa
         hf/mask hf/shape hf/weights hf/planning hf/worth hf/ahead hf/attention hf/fit hf/model
-        diffusers parallelize transformers __init__
+        diffusers/tokens diffusers/forward diffusers/recipes diffusers/model diffusers
+        parallelize transformers __init__
     """,
     "kernels": """
         protocol dispatch dropout

@@ -2,46 +2,31 @@
 
 from __future__ import annotations
 
-import inspect
 import threading
-from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
-from fnmatch import fnmatchcase
 from functools import partial
-from math import prod
 from typing import Any
 
 import torch
 from torch import Tensor, nn
-from torch.nn import functional as F
-from torch.overrides import TorchFunctionMode
 
 from seqpar.comm import Comm
-from seqpar.dsp.costs import Stage
-from seqpar.dsp.form import form_of
+from seqpar.dsp.checks import NoDraws, check_block, check_modules, matches, noting_changes
 from seqpar.dsp.moves import GRADS
 from seqpar.dsp.plan import StagePlan, plan_stages
-from seqpar.dsp.runner import (
-    Arguments,
-    ForwardState,
-    StageRun,
-    by_name,
-    collective_modules,
-    run_stage,
-    some_rank_skips,
-)
+from seqpar.dsp.runner import Arguments, ForwardState, StageRun, by_name, run_stage, some_rank_skips
 from seqpar.dsp.space import Sharding, Space
 from seqpar.dsp.spec import Block, Spec
 from seqpar.dsp.specs import SPECS
+from seqpar.dsp.stages import stage_of, tokens_of
 from seqpar.nn.fingerprint import hashed, leaves, ordered, weights_of
 from seqpar.nn.wrap import ParallelModel, check_makes_plans, refuse_twice, replaced
-from seqpar.ops.core.agreement import agreement, errors_on_all_ranks
+from seqpar.ops.core.agreement import agreement
 from seqpar.ops.core.handles import uncompiled
 
 MakeStagePlan = Callable[..., StagePlan]
 SEEN = "_seqpar_dsp"  # the attribute with this file's notes, on a model and on the memory of stages' inputs
-MIXING = (nn.modules.batchnorm._NormBase,)  # statistics over rows
 
 
 def parallelize(
@@ -101,9 +86,9 @@ class Parallelized(ParallelModel):
         self.names = [name for name, _ in self.stages]
         self.plans: dict[tuple[object, ...], StagePlan] = {}
         self._running, self._forwards = threading.local(), 0
-        _check_modules(model, spec, self.names)
+        check_modules(model, spec, self.names)
         for name, block in self.stages:
-            _check_block(model.get_submodule(name), name, block)
+            check_block(model.get_submodule(name), name, block)
         self._undone.enter_context(replaced(model, {SEEN: _Seen()}))
         self._put("", self._forward)
         for name, block in self.stages:
@@ -111,7 +96,7 @@ class Parallelized(ParallelModel):
         if spec.exit is not None:
             self._put(spec.exit.module, self._exit)
         for name, module in model.named_modules():
-            if _matches(name, spec.outside) and any(True for _ in module.parameters(recurse=False)):
+            if matches(name, spec.outside) and any(True for _ in module.parameters(recurse=False)):
                 self._put(name, partial(self._outside, name=name))
 
     def _put(self, name: str, around: Callable[[nn.Module, Callable[..., Any], Arguments], Any]) -> None:
@@ -158,7 +143,7 @@ class Parallelized(ParallelModel):
         if not run.first:
             return run_stage(module, block, forward, run, arguments, self.grad)
         changed: dict[str, Tensor] = {}
-        with NoDraws(name, self.comm), _noting_changes(module, name, changed):
+        with NoDraws(name, self.comm), noting_changes(module, name, changed):
             out = run_stage(module, block, forward, run, arguments, self.grad)
         if not _in_backward():
             state = self._current(name)
@@ -190,8 +175,7 @@ class Parallelized(ParallelModel):
             )
         return forward(**arguments)
 
-    # --- the forward in progress
-    # ------------------------------------------------------------------------------------------
+    # --- the forward in progress -------------------------------------------------------------------------------------
 
     def _stack(self) -> list[ForwardState]:
         """This thread's forwards in progress, innermost last."""
@@ -236,10 +220,8 @@ class Parallelized(ParallelModel):
         space = state.space
         shape = (tuple(space.dims.items()), x.numel(), x.dtype, state.training)
         if shape not in self.plans:
-            width = x.numel() // _tokens(self.stages[0][1], space)
-            stages = [
-                self._stage_of(state.model, name, block, space, width, x.element_size()) for name, block in self.stages
-            ]
+            width = x.numel() // tokens_of(self.stages[0][1], space)
+            stages = [stage_of(state.model, name, block, space, width, x.element_size()) for name, block in self.stages]
             stages[0] = replace(stages[0], rest=None)  # the first input is whole
             end: Sequence[Sharding] = (None,) if self.spec.exit is None else self.spec.exit.rest
             plan = self.make_plan(stages, space.dims, space.comm.size, end=end, training=state.training)
@@ -253,26 +235,7 @@ class Parallelized(ParallelModel):
             self.plans[shape] = plan
         return shape, self.plans[shape]
 
-    def _stage_of(self, model: nn.Module, name: str, block: Block, space: Space, width: int, element: int) -> Stage:
-        """A stage for the planner."""
-        module, tokens = model.get_submodule(name), _tokens(block, space)
-        size = tokens * width * element * len(block.stream)
-        matrices = sum(p.numel() for p in module.parameters() if p.dim() > 1)
-        mixed = prod(space.dims[dim] for dim in block.whole)
-        heads, kv_heads = (block.core.count(module),) * 2 if block.core else (block.heads, block.kv_heads)
-        return Stage(
-            name, frozenset(block.whole), bytes=size, flops=2.0 * matrices * tokens,
-            attention=4.0 * tokens * mixed * width if block.whole else 0.0, heads=heads, kv_heads=kv_heads,
-            qkv=(size, 2 * size * kv_heads / heads) if heads else (0.0, 0.0), ring=block.attention,
-            filled=bool(block.core and block.core.sdpa),
-            # an inner module that gathers its weights would do so for each part, and some ranks skip parts
-            apart=frozenset() if collective_modules(module) else _apart(block) & space.dims.keys(),
-            # foreign code may not work on zero rows
-            rest=None if block.rest is None else frozenset(block.rest), rest_filled=True,
-        )  # fmt: skip
-
-    # --- comparing ranks
-    # --------------------------------------------------------------------------------------------------
+    # --- comparing ranks ---------------------------------------------------------------------------------------------
 
     def _agree(self, model: nn.Module, seen: _Seen, arguments: Mapping[str, Any]) -> None:
         """Check that ranks make the same call, with nothing active that must not be."""
@@ -294,7 +257,7 @@ class Parallelized(ParallelModel):
         """Raise for modules changed since, and for active dropout."""
         modules = list(model.modules())
         if len(modules) != len(seen.modules) or any(a is not b for a, b in zip(modules, seen.modules)):
-            _check_modules(model, self.spec, self.names)
+            check_modules(model, self.spec, self.names)
             seen.modules = modules
         for module in modules:
             if isinstance(module, nn.modules.dropout._DropoutNd) and module.training and module.p > 0:
@@ -334,112 +297,3 @@ class _Seen:
 def _in_backward() -> bool:
     """Whether autograd runs here, as when a forward inside a checkpoint is recomputed."""
     return torch._C._current_graph_task_id() != -1
-
-
-def _apart(block: Block) -> frozenset[str]:
-    """Dimensions along which a block can run in parts, since none of its rows looks at others along them.
-
-    Attention under a plan draws dropout by a row's place in all dimensions, so it needs them whole.
-    """
-    forms = [set(form_of(form).names) for form in block.stream.values()]
-    gathered = {dim for _, dims in block.gathers.values() for dim in dims}
-    return frozenset() if block.attention else frozenset(set.intersection(*forms) - set(block.whole) - gathered)
-
-
-def _tokens(block: Block, space: Space) -> int:
-    form = form_of(next(iter(block.stream.values())))
-    return prod(space.dims[name] for name in form.names if name in space.dims)
-
-
-# --- requirements on a model ----------------------------------------------------------------------------------------
-
-
-def _matches(name: str, patterns: Sequence[str]) -> bool:
-    return any(fnmatchcase(name, pattern) or name.startswith(pattern + ".") for pattern in patterns)
-
-
-def _check_block(module: nn.Module, name: str, block: Block) -> None:
-    """Raise for arguments, tables and modules that the spec lists but the module lacks."""
-    parameters = list(inspect.signature(module.forward).parameters)
-    listed = (*block.stream, *block.rows, *block.shared)
-    if missing := [argument for argument in listed if argument not in parameters]:
-        raise ValueError(f"{name} takes {parameters}, and not {missing}, which its spec lists")
-    tables = {path for path, _ in (*module.named_parameters(), *module.named_buffers())}
-    parts = {path for path, _ in module.named_modules()}
-    inside = {*block.gathers, *([block.core.module] if block.core else [])}
-    if missing := sorted((set(block.buffers) - tables) | (inside - parts)):
-        raise ValueError(f"{name} has no {missing}, which its spec lists")
-
-
-def _check_modules(model: nn.Module, spec: Spec, stages: Sequence[str]) -> None:
-    """Raise for modules and tensors that the spec does not list, and for those that mix rows unnoticed."""
-    what = type(model).__name__
-    known = (*stages, *spec.between, *spec.outside, *([spec.exit.module] if spec.exit else []))
-    names = {name for name, _ in model.named_modules()}
-    if missing := [name for name in known if name not in names and not any(c in name for c in "*?[")]:
-        raise ValueError(f"{what} has no {missing}, which its spec lists")
-    for name, module in model.named_modules():
-        own = [n for n, _ in (*module.named_parameters(recurse=False), *module.named_buffers(recurse=False))]
-        if name == "":
-            if unlisted := [n for n in own if n not in spec.own]:
-                raise ValueError(f"{what} has {unlisted} of its own, which its spec does not list")
-        elif own and not _matches(name, known):
-            raise ValueError(
-                f"{name} of {what} is a {type(module).__name__}, in no stage, not between stages and not outside: its "
-                "spec does not list it"
-            )
-        if isinstance(module, MIXING) and not _matches(name, spec.outside):
-            raise NotImplementedError(f"{name} of {what} is a {type(module).__name__}, whose statistics mix rows")
-
-
-# --- checks inside a stage ------------------------------------------------------------------------------------------
-
-
-@contextmanager
-def _noting_changes(module: nn.Module, name: str, changed: dict[str, Tensor]) -> Iterator[None]:
-    """A block that adds the module's buffers that were written in it to `changed`, by their names in the model.
-
-    State that stages keep between forwards, such as running statistics, must change once on each rank, and equally.
-    """
-    buffers = {path: x for path, x in module.named_buffers() if not x.is_inference()}  # these have no version counter
-    before = {path: x._version for path, x in buffers.items()}
-    yield
-    changed |= {f"{name}.{path}": x for path, x in buffers.items() if x._version != before[path]}
-
-
-# without dropout, depending on their arguments
-_DROPOUT = {
-    F.dropout, F.alpha_dropout, F.feature_alpha_dropout, F.dropout1d, F.dropout2d, F.dropout3d,
-    F.multi_head_attention_forward, F.scaled_dot_product_attention, F.rrelu,
-}  # fmt: skip
-_DRAWS = {
-    torch.rand, torch.randn, torch.randint, torch.randperm, torch.normal, torch.bernoulli, torch.multinomial,
-    torch.poisson, torch.rand_like, torch.randn_like, torch.randint_like, Tensor.bernoulli, Tensor.bernoulli_,
-    Tensor.multinomial, Tensor.uniform_, Tensor.normal_, Tensor.random_, Tensor.exponential_, Tensor.geometric_,
-    Tensor.log_normal_, Tensor.cauchy_,
-}  # fmt: skip
-
-
-class NoDraws(TorchFunctionMode):
-    """A block in which functions that draw random numbers are refused, on all ranks. name: of the stage."""
-
-    def __init__(self, name: str, comm: Comm) -> None:
-        super().__init__()
-        self.name, self.comm = name, comm
-
-    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        kwargs = kwargs or {}
-        if func in _DRAWS or (func in _DROPOUT and _active(func, args, kwargs)):
-            what = f"{self.name} calls {func.__name__}, which would draw other numbers for a shard than for the whole"
-            with errors_on_all_ranks(what, self.comm):
-                raise NotImplementedError(f"{what}; do without, or draw outside of the stages")
-        return func(*args, **kwargs)
-
-
-def _active(func: Any, args: Any, kwargs: Any) -> bool:
-    if func is F.scaled_dot_product_attention:  # it has no signature
-        return bool(kwargs.get("dropout_p", args[4] if len(args) > 4 else 0.0))
-    bound = inspect.signature(func).bind(*args, **kwargs)
-    bound.apply_defaults()
-    named = bound.arguments
-    return bool(named["training"] and named.get("p", named.get("dropout_p", 1.0)))

@@ -1,0 +1,86 @@
+"""A forward in progress: attention under the plan of its sizes, and this rank's rows of whole tensors."""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Callable
+from typing import Any
+
+from torch import Tensor
+
+from seqpar.integrations.diffusers.tokens import Sharing, TokenCounts
+from seqpar.integrations.sdpa.reroute import Rerouting
+
+
+class SharedForward(Rerouting):
+    """A forward in progress, or a checkpoint's recomputation of it."""
+
+    def __init__(self, sharing: Sharing, sizes: TokenCounts, *, again: bool = False) -> None:
+        joint, self.image_plan = sharing.plans_of(sizes)
+        # its recipe knows the model: no trial
+        super().__init__(joint, sharing.comm, lambda query, key: self.cross > 0, None, again=again, tries=False)
+        self.sharing, self.sizes, self.cross = sharing, sizes, 0
+
+    def __enter__(self) -> SharedForward:
+        super().__enter__()
+        _forwards().append(self)
+        return self
+
+    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, trace: Any) -> None:
+        _forwards().pop()
+        super().__exit__(kind, error, trace)
+
+    def _again(self, first: int) -> Callable[[], SharedForward]:
+        return lambda: SharedForward(self.sharing, self.sizes, again=True)
+
+    def _attend(
+        self, q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None, dropout_p: float, is_causal: bool,
+        scale: float | None,
+    ) -> Tensor:  # fmt: skip
+        kept = self.sharing.kept(self.sizes)
+        if kept is None or not len(kept) == q.shape[0] == k.shape[0]:
+            return super()._attend(q, k, v, mask, dropout_p, is_causal, scale)
+        at = kept.nonzero()[:, 0].to(q.device)
+        out = super()._attend(q[at], k[at], v[at], mask, dropout_p, is_causal, scale)
+        return out.new_zeros(len(kept), *out.shape[1:]).index_copy(0, at, out)
+
+    def _scaled_dot_product(
+        self, query: Tensor, key: Tensor, value: Tensor, attn_mask: Tensor | None = None, *rest: Any, **named: Any
+    ) -> Tensor:
+        with self._refusals():
+            if attn_mask is not None:
+                raise NotImplementedError(
+                    f"diffusers: attention was given a mask of its own, {list(attn_mask.shape)}; leave it out"
+                )
+        return super()._scaled_dot_product(query, key, value, attn_mask, *rest, **named)
+
+    def _check_meaning(self, is_causal: bool) -> None:
+        if is_causal:
+            raise NotImplementedError("diffusers: causal attention is not supported")
+
+    def rows(self, x: Tensor, dim: int, stream: str = "image") -> Tensor:
+        """This rank's rows of a whole tensor; one unused row if it has none, since models expect some."""
+        count = getattr(self.sizes, stream)
+        if x.shape[dim] != count:
+            raise ValueError(f"diffusers: {list(x.shape)} at dim {dim}, expected {count} tokens of the {stream}")
+        part = self.sharing.part(count, self.comm.rank)
+        return x.narrow(dim, part.start, len(part)) if part or not count else x.narrow(dim, 0, 1)
+
+
+_local = threading.local()
+
+
+def _forwards() -> list[SharedForward]:
+    if not hasattr(_local, "runs"):
+        _local.runs = []
+    return _local.runs  # type: ignore[no-any-return]
+
+
+def current() -> SharedForward:
+    """This thread's innermost forward. Raises: RuntimeError outside of one."""
+    if not _forwards():
+        raise RuntimeError(
+            "diffusers: a part of a parallelized model runs outside its forward, where nothing says which tokens it "
+            "has; call the model, and checkpoint with torch.utils.checkpoint"
+        )
+    return _forwards()[-1]

@@ -1,0 +1,162 @@
+"""Transformers of diffusers under a plan: pipelines call them as before, and each rank computes its share of tokens.
+
+A pipeline's inputs are whole on every rank, and so are the outputs. In between a rank has an equal part of the tokens
+of the image or video and, if text takes part in joint attention, of the text::
+
+    whole inputs -> this rank's rows -> blocks, joint attention under a plan -> proj_out -> gather -> whole output
+                                          cross attention over the whole text stays on its rank
+
+Joint attention is full, so its tokens may be numbered freely: a sample's valid text, its image, its masked text. The
+keys that are seen are then one interval, whatever the text mask.
+
+**Gradients.** Every rank computes the same loss from the whole output, with the gradient of one process. Each rank
+takes its rows of that gradient; the gradients of parameters and inputs are shares, whose sum over ranks
+(`seqpar.train.sync_gradients`) is that of one process. Ranks compare the inputs, the output's gradient, and once their
+weights: different noise on different ranks would go unnoticed otherwise.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from functools import partial
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from seqpar.comm import Comm
+from seqpar.dsp.moves import unshard_alike
+from seqpar.dsp.specs import SPECS
+from seqpar.integrations.diffusers.forward import SharedForward, current
+from seqpar.integrations.diffusers.recipes import RECIPES, ModelRecipe, attentions, check_alone
+from seqpar.integrations.diffusers.tokens import MakePlan, Sharing
+from seqpar.nn.fingerprint import fingerprint, leaves, weights_of
+from seqpar.nn.wrap import ParallelModel, check_makes_plans, refuse_twice
+from seqpar.ops.core.agreement import gathering
+from seqpar.plan import Plan
+
+
+def parallelize(model: nn.Module, comm: Comm, *, plan: MakePlan = Plan) -> ParallelModel:
+    """Share the tokens of every forward of a diffusers transformer among the ranks; returns a handle with ``undo()``.
+
+    model: one of `RECIPES`. Calls stay as they are, with keywords for all but the first argument: all ranks pass the
+    same whole tensors, of any size, and get the whole output. plan: ``(mask, layout) -> Plan``, such as
+    ``functools.partial(seqpar.Plan, ulysses=2)``. Every rank computes the same loss; gradients are shares, to be summed
+    by `seqpar.train.sync_gradients`. Checkpointing works wherever backward runs. State dict, processors and hooks stay
+    as they are; a copy of the model is parallelized too.
+
+    Raises: NotImplementedError, with its name, for another model, an attention processor or backend that is not the
+    default, a model under diffusers' own parallelism or cache, and arguments that cannot be shared, such as controlnet
+    residuals; TypeError for a plan that is not a function; ValueError on every rank if inputs, gradients, or weights at
+    the first forward differ between ranks.
+    """
+    recipe = RECIPES.get(type(model).__name__)
+    if recipe is None:
+        raise NotImplementedError(_unknown(type(model).__name__))
+    check_makes_plans(model, plan, "(mask, layout)")
+    check_alone(model)
+    refuse_twice(model)
+    handle = ParallelModel(model, comm)
+    handle.put_around(model, partial(_forward, recipe, Sharing(comm, plan)))
+    for name, function in recipe.modules.items():
+        handle.put_around(model.get_submodule(name), function)
+    for name, module in attentions(model):
+        handle.put_around(module, _cross if name.split(".")[-1] in recipe.cross else _joint)
+    handle.put_around(model.get_submodule("proj_out"), _gathering)
+    return handle
+
+
+def _unknown(name: str) -> str:
+    if name in SPECS:
+        return f"diffusers: {name} is parallel by stages; call seqpar.dsp.parallelize(model, comm)"
+    return (
+        f"diffusers: {name} is not one of {', '.join([*RECIPES, *SPECS])}; if nothing but attention mixes its tokens, "
+        "share out its rows yourself and call it inside `seqpar.sdpa`"
+    )
+
+
+def _forward(
+    recipe: ModelRecipe, sharing: Sharing, model: nn.Module, forward: Callable[..., Any], *args: Any, **arguments: Any
+) -> Any:
+    """The model's forward: compare all ranks' inputs, share them out, run."""
+    with gathering("diffusers: forward", sharing.comm) as facts:
+        if len(args) > 1:
+            raise TypeError(f"diffusers: {type(model).__name__} takes one positional argument, got {len(args)}")
+        if args:
+            arguments["hidden_states"] = args[0]
+        recipe.check(model, arguments)
+        facts.own = {name: fingerprint(value) for name, value in leaves(arguments)}
+        if not sharing.plans:
+            facts.own["weights"] = weights_of(model)
+        valid = arguments.pop(recipe.mask, None) if recipe.mask else None
+        sizes = recipe.sizes(model, arguments, valid)
+    _same_on_all(facts.every)
+    with SharedForward(sharing, sizes) as run:
+        for name, (dim, stream) in recipe.shared.items():
+            if arguments.get(name) is not None:
+                arguments[name] = run.rows(arguments[name], dim, stream)
+        arguments.update(recipe.change(run, arguments))
+        return forward(**arguments)
+
+
+def _same_on_all(facts: Sequence[dict[str, Any]]) -> None:
+    for rank, other in enumerate(facts):
+        for name in facts[0] | other:
+            if other.get(name) != facts[0].get(name):
+                raise ValueError(
+                    f"diffusers: {name} differs between rank 0 and rank {rank}: {facts[0].get(name)} and "
+                    f"{other.get(name)} (shape, dtype, fingerprint); pass the same whole tensors on every "
+                    "rank, drawn with the same seed"
+                )
+
+
+def _joint(module: nn.Module, forward: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
+    """Attention over the tokens of all ranks."""
+    run = current()
+    before = run.calls
+    out = forward(*args, **kwargs)
+    if run.calls != before + 1:
+        raise NotImplementedError(
+            f"diffusers: {type(module.processor).__name__} made {run.calls - before} calls of "  # type: ignore[union-attr]
+            "F.scaled_dot_product_attention, expected one; give it a processor of diffusers as it is"
+        )
+    return out
+
+
+def _cross(module: nn.Module, forward: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
+    """Attention over tensors that every rank has whole."""
+    run = current()
+    run.cross += 1
+    try:
+        return forward(*args, **kwargs)
+    finally:
+        run.cross -= 1
+
+
+def _gathering(module: nn.Module, forward: Callable[..., Any], *args: Any, **kwargs: Any) -> Tensor:
+    """The whole output, gathered from this rank's rows of the module's output."""
+    run = current()
+    rows = forward(*args, **kwargs).narrow(1, 0, run.image_plan.rows(run.comm.rank))
+    part = run.sharing.part(run.sizes.image, run.comm.rank)
+    out = unshard_alike(rows, run.image_plan, run.comm, dim=1, start=part.start)
+    if out.requires_grad:
+        out.register_hook(partial(_compare_gradient, run.comm))
+    return out
+
+
+def _compare_gradient(comm: Comm, grad: Tensor) -> None:
+    """Raise ValueError on every rank if the gradient of the whole output differs between ranks. A collective."""
+    wide = grad.double()
+    sums = torch.stack([wide.sum(), wide.square().sum()]).tolist()
+    for rank, other in enumerate(every := comm.gather("diffusers: backward", sums)):
+        scale = (grad.numel() * max(every[0][1], other[1])) ** 0.5
+        if not (_near(other[0], every[0][0], scale) and _near(other[1], every[0][1], scale**2)):
+            raise ValueError(
+                f"diffusers: the gradient of the output differs between rank 0 and rank {rank}: sum and sum of "
+                f"squares {every[0]} and {other}; compute the whole loss on every rank, from the same target"
+            )
+
+
+def _near(a: float, b: float, scale: float) -> bool:
+    # an overflow happens on all ranks, and a gradient scaler will skip the step
+    return a == b or (a != a and b != b) or abs(a - b) <= 1e-3 * scale

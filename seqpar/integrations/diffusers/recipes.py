@@ -1,0 +1,173 @@
+"""Which models are known, and of each: the arguments that have tokens, and the modules that see them."""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field
+from functools import partial
+from typing import Any
+
+import numpy as np
+from torch import Tensor, nn
+
+from seqpar.integrations.diffusers.forward import SharedForward, current
+from seqpar.integrations.diffusers.tokens import TokenCounts
+
+
+def attentions(model: nn.Module) -> list[tuple[str, nn.Module]]:
+    """Modules of a model that have an attention processor, by name."""
+    return [(name, module) for name, module in model.named_modules() if hasattr(module, "processor")]
+
+
+def check_alone(model: nn.Module) -> None:
+    """Raise NotImplementedError for a model under another wrapper of diffusers, whose hooks would surround ours."""
+    name = type(model).__name__
+    if getattr(model, "_parallel_config", None) is not None:
+        raise NotImplementedError(
+            f"diffusers: {name} is under enable_parallelism, which shares its tokens too; create it without that"
+        )
+    if getattr(model, "is_cache_enabled", False):
+        raise NotImplementedError(
+            f"diffusers: {name} is under enable_cache, which skips attention; call its disable_cache() first"
+        )
+
+
+def _unchanged(run: SharedForward, arguments: dict[str, Any]) -> dict[str, Any]:
+    return {}
+
+
+@dataclass(frozen=True)
+class ModelRecipe:
+    """Which arguments of a model have tokens, in which dim, and which modules see them.
+
+    processors: of its attention, by class. shared: argument -> (dim of the tokens, their stream). whole: other
+    arguments. mask: the argument with the valid text. text: the argument whose tokens take part in joint attention, if
+    any. cross: names of the attention modules over the whole text. modules: wrappers for other modules. count: the
+    tokens of an image. change: adjusts arguments that depend on the forward.
+    """
+
+    processors: tuple[str, ...]
+    shared: Mapping[str, tuple[int, str]]
+    whole: tuple[str, ...]
+    mask: str | None = None
+    text: str | None = None
+    cross: tuple[str, ...] = ()
+    modules: Mapping[str, Callable[..., Any]] = field(default_factory=dict)
+    count: Callable[[nn.Module, Tensor], int] = lambda model, x: x.shape[1]
+    change: Callable[[SharedForward, dict[str, Any]], dict[str, Any]] = _unchanged
+
+    def check(self, model: nn.Module, arguments: Mapping[str, Any]) -> None:
+        """Raise NotImplementedError for arguments and settings that cannot be shared."""
+        known = {"hidden_states", "return_dict", *self.shared, *self.whole, *filter(None, [self.mask])}
+        if missing := sorted(name for name, value in arguments.items() if name not in known and value is not None):
+            raise NotImplementedError(f"diffusers: {type(model).__name__} with {', '.join(missing)} is not supported")
+        for name in ("joint_attention_kwargs", "attention_kwargs"):
+            if others := sorted(set(arguments.get(name) or {}) - {"scale"}):
+                raise NotImplementedError(f"diffusers: {name} with {', '.join(others)} is not supported")
+        for name, module in attentions(model):
+            if (kind := type(module.processor).__name__) not in self.processors:
+                raise NotImplementedError(f"diffusers: the processor {kind} of {name}, expected {self.processors}")
+            if (kind := _backend(module.processor)) not in BACKENDS:
+                raise NotImplementedError(
+                    f"diffusers: the attention backend {kind} of {name}, expected {BACKENDS}; call "
+                    "set_attention_backend('native')"
+                )
+        check_alone(model)
+        if getattr(model, "zero_cond_t", False):
+            raise NotImplementedError("diffusers: zero_cond_t modulates tokens one by one, which is not supported")
+
+    def sizes(self, model: nn.Module, arguments: Mapping[str, Any], valid: Tensor | None) -> TokenCounts:
+        """The tokens of a call.
+
+        Raises: ValueError for inputs of another number of dims, or a mask whose shape differs from the text's.
+        """
+        x = arguments["hidden_states"]
+        text = 0
+        if self.text is not None:
+            encoded = arguments[self.text]
+            if encoded.dim() != 3 or encoded.shape[0] != x.shape[0]:
+                raise ValueError(
+                    f"diffusers: {self.text} {list(encoded.shape)} beside hidden_states {list(x.shape)}, expected "
+                    "[samples, tokens, features]"
+                )
+            text = encoded.shape[1]
+        seen = None
+        if valid is not None:
+            if tuple(valid.shape) != (x.shape[0], text):
+                raise ValueError(f"diffusers: {self.mask} {list(valid.shape)}, expected {[x.shape[0], text]}")
+            array = valid.detach().bool().cpu().numpy()
+            seen = None if array.all() else array.tobytes()
+        return TokenCounts(x.shape[0], text, self.count(model, x), seen)
+
+
+def _sharing_tuple(dim: int, module: nn.Module, forward: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
+    run = current()
+    return tuple(run.rows(x, dim) for x in forward(*args, **kwargs))
+
+
+def _sharing_patches(module: nn.Module, forward: Callable[..., Any], x: Tensor) -> Tensor:
+    return current().rows(forward(x).flatten(2), 2)
+
+
+def _sharing_rope(module: nn.Module, forward: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
+    run = current()
+    # the model has only seen this rank's text
+    image, text = forward(*args, **kwargs | {"max_txt_seq_len": run.sizes.text})
+    return run.rows(image, 0), run.rows(text, 0, "text")
+
+
+def _timesteps(run: SharedForward, arguments: dict[str, Any]) -> dict[str, Any]:
+    """The timesteps: per sample, or per token of the image."""
+    timestep = arguments["timestep"]
+    return {"timestep": run.rows(timestep, 1)} if timestep.dim() == 2 and timestep.shape[1] != 1 else {}
+
+
+def _patches(model: nn.Module, x: Tensor) -> int:
+    counts = [n // p for n, p in zip(x.shape[2:], model.config.patch_size, strict=True)]  # type: ignore[union-attr]
+    return int(np.prod(counts))
+
+
+def _backend(processor: Any) -> str | None:
+    """The attention backend of a processor, or the active one; None if diffusers does not tell."""
+    backend = getattr(processor, "_attention_backend", None)
+    if backend is None:
+        module = sys.modules.get("diffusers.models.attention_dispatch")
+        backend = getattr(getattr(module, "_AttentionBackendRegistry", None), "_active_backend", None)
+    return getattr(backend, "value", backend)
+
+
+# None: unknown, so its calls are counted.
+BACKENDS = (None, "native", "_native_cudnn", "_native_efficient", "_native_flash", "_native_math")
+
+_TEXT_AND_IMAGE = {"hidden_states": (1, "image"), "encoder_hidden_states": (1, "text")}
+_IDS = {"img_ids": (-2, "image"), "txt_ids": (-2, "text")}
+
+RECIPES = {
+    "FluxTransformer2DModel": ModelRecipe(
+        processors=("FluxAttnProcessor",), shared=_TEXT_AND_IMAGE | _IDS, text="encoder_hidden_states",
+        whole=("pooled_projections", "timestep", "guidance", "joint_attention_kwargs"),
+    ),
+    "Flux2Transformer2DModel": ModelRecipe(
+        processors=("Flux2AttnProcessor", "Flux2ParallelSelfAttnProcessor"), shared=_TEXT_AND_IMAGE | _IDS,
+        text="encoder_hidden_states", whole=("timestep", "guidance", "joint_attention_kwargs"),
+    ),
+    "QwenImageTransformer2DModel": ModelRecipe(
+        processors=("QwenDoubleStreamAttnProcessor2_0",), shared=_TEXT_AND_IMAGE, text="encoder_hidden_states",
+        mask="encoder_hidden_states_mask", modules={"pos_embed": _sharing_rope},
+        whole=("timestep", "img_shapes", "guidance", "attention_kwargs", "additional_t_cond"),
+    ),
+    "WanTransformer3DModel": ModelRecipe(
+        processors=("WanAttnProcessor",), shared={}, cross=("attn2",), count=_patches, change=_timesteps,
+        modules={"rope": partial(_sharing_tuple, 1), "patch_embedding": _sharing_patches},
+        whole=("timestep", "encoder_hidden_states", "encoder_hidden_states_image", "attention_kwargs"),
+    ),
+    "LTXVideoTransformer3DModel": ModelRecipe(
+        processors=("LTXVideoAttnProcessor",), shared={"hidden_states": (1, "image")}, cross=("attn2",),
+        modules={"rope": partial(_sharing_tuple, 1)}, change=_timesteps,
+        whole=(
+            "timestep", "encoder_hidden_states", "encoder_attention_mask", "num_frames", "height", "width",
+            "rope_interpolation_scale", "video_coords", "attention_kwargs",
+        ),
+    ),
+}  # fmt: skip
