@@ -62,17 +62,19 @@ class Loop:
         were not summed.
         """
         more = {} if self._quiet else {WEIGHTS: self._hash()}
+        gathered = None
         try:
-            found = self._gather(what, value, error, dict(facts) | more)
+            gathered = self._gather(what, value, error, dict(facts) | more)
         except ValueError as refused:
             if getattr(refused, "differing", None) != WEIGHTS:
                 raise
+        if gathered is None:  # outside the except clause: its error, about digests, would be printed above this one's
             self._compare(what)
-            found = self._gather(what, value, error, facts)
+            gathered = self._gather(what, value, error, facts)
         if not self._agreed:
             self._agreed = True
             self._take()
-        return found
+        return gathered
 
     def _gather(self, what: str, value: Any, error: Exception | None, facts: Mapping[str, object]) -> list[Any]:
         try:

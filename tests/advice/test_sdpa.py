@@ -69,6 +69,49 @@ def test_a_fused_operator_is_called_by_the_function_in_front_of_it() -> None:
         assert torch.allclose(attended(WHOLE, is_causal=True), expected())
 
 
+def test_attention_of_a_models_own_is_replaced_by_torchs() -> None:
+    def by_hand(x: Tensor) -> Tensor:
+        q, k, v = x.transpose(1, 2)
+        scores = (q @ k.transpose(-2, -1) / DIM**0.5).masked_fill(~TRIANGLE[: q.shape[1], : q.shape[1]], -torch.inf)
+        return (scores.softmax(-1) @ v).transpose(0, 1)
+
+    assert torch.allclose(by_hand(WHOLE), expected())
+    with advised(RuntimeError, "call F.scaled_dot_product_attention where the model computes attention by itself"):
+        on_two_ranks(lambda comm, rows: by_hand(rows))
+    assert torch.allclose(on_two_ranks(lambda comm, rows: attended(rows, is_causal=True)), expected())
+
+
+def multihead(x: Tensor, **given: Any) -> Tensor:
+    """torch's module, with weights of its own, of rows [T, E]."""
+    torch.manual_seed(2)
+    return nn.MultiheadAttention(HEADS * DIM, HEADS, dtype=torch.float64)(x, x, x, **given)[0]  # type: ignore[no-any-return]
+
+
+def test_a_multihead_module_is_asked_for_no_weights() -> None:
+    x, plan = WHOLE[0].flatten(1), ALONE.with_mask(Mask([TOKENS], causal=False))
+    with advised(NotImplementedError, "call the module with need_weights=False"), seqpar.sdpa(plan, LocalComm()):
+        multihead(x)
+    with seqpar.sdpa(plan, LocalComm()):
+        out = multihead(x, need_weights=False)
+    assert torch.allclose(out, multihead(x))
+
+
+def test_padding_of_a_multihead_module_is_left_out() -> None:
+    documents = [WHOLE[0, :3].flatten(1), WHOLE[0, 3:].flatten(1)]
+    padded = nn.utils.rnn.pad_sequence(documents, batch_first=False)
+    keep = nn.utils.rnn.pad_sequence([torch.ones(len(d), dtype=torch.bool) for d in documents], batch_first=True)
+    whole = multihead(padded, key_padding_mask=~keep)
+    plan = Plan(Mask([3, 5], causal=False), Layout.contiguous(TOKENS, 1))
+    with (
+        advised(NotImplementedError, "pack the documents without padding, as the plan's mask keeps them apart"),
+        seqpar.sdpa(plan, LocalComm()),
+    ):
+        multihead(padded, key_padding_mask=~keep, need_weights=False)
+    with seqpar.sdpa(plan, LocalComm()):
+        packed = multihead(torch.cat(documents), need_weights=False)
+    assert torch.allclose(packed, torch.cat([whole[:3, 0], whole[:, 1]]))
+
+
 def test_attention_over_other_rows_is_given_shards_or_stays_local() -> None:
     with advised(ValueError, "give shards, or say by local= which calls stay on their rank"):
         on_two_ranks(lambda comm, rows: attended(WHOLE, is_causal=True))

@@ -146,7 +146,8 @@ class Rerouting(TorchFunctionMode):
         if kind is None and self.calls == self.first and not self.again:
             raise RuntimeError(
                 "sdpa: no attention was rerouted inside the block, in which the model called neither "
-                "F.scaled_dot_product_attention nor F.multi_head_attention_forward on this thread with the plan's rows"
+                "F.scaled_dot_product_attention nor F.multi_head_attention_forward on this thread with the plan's "
+                "rows; call F.scaled_dot_product_attention where the model computes attention by itself"
             )
 
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
@@ -212,8 +213,17 @@ class Rerouting(TorchFunctionMode):
     ) -> tuple[Tensor, None]:  # fmt: skip
         """`F.multi_head_attention_forward`, with its signature; average_attn_weights has no effect without weights."""
         with self._refusals():
+            if need_weights:
+                raise NotImplementedError(
+                    "sdpa: multi-head attention with need_weights=True, torch's default, would return weights of keys "
+                    "that other ranks hold; call the module with need_weights=False"
+                )
+            if key_padding_mask is not None:
+                raise NotImplementedError(
+                    f"sdpa: multi-head attention got a key_padding_mask {list(key_padding_mask.shape)}; pack the "
+                    "documents without padding, as the plan's mask keeps them apart"
+                )
             missing = {
-                "need_weights=True": need_weights, "key_padding_mask": key_padding_mask is not None,
                 "add_zero_attn": add_zero_attn, "bias_k and bias_v": bias_k is not None or bias_v is not None,
                 "static_k and static_v": static_k is not None or static_v is not None,
             }  # fmt: skip
@@ -313,8 +323,8 @@ class Rerouting(TorchFunctionMode):
         meant = mask.memo(("sdpa", is_causal), lambda: Mask(mask.lengths, causal=is_causal, kv_lengths=mask.kv_lengths))
         if meant != mask:
             raise ValueError(
-                f"sdpa: a call with is_causal={is_causal} and no attn_mask means {meant!r}, the plan has "
-                f"{mask!r}; give the plan that mask, or the call its attn_mask"
+                f"sdpa: a call with is_causal={is_causal} and no attn_mask means {meant!r}, as of Mask(lengths, "
+                f"causal={is_causal}), and the plan has {mask!r}; give the plan that mask, or the call its attn_mask"
             )
 
     def _seed_of(self, dropout_p: float) -> int | None:
