@@ -12,7 +12,7 @@ from tests.programs import Programs, programs
 
 ROOT = Path(__file__).parent.parent
 PAGE = (ROOT / "docs" / "first-steps.md").read_text(encoding="utf-8")
-LOOK, ALONE = re.findall(r"^```python script\n(.*?)^```", PAGE, re.MULTILINE | re.DOTALL)
+LOOK, ALONE, CHECK = re.findall(r"^```python script\n(.*?)^```", PAGE, re.MULTILINE | re.DOTALL)
 (SHARDED,) = re.findall(r"^```python program\n(.*?)^```", PAGE, re.MULTILINE | re.DOTALL)
 (SHOWN,) = re.findall(r"^```text\n(.*?)^```", PAGE, re.MULTILINE | re.DOTALL)
 
@@ -51,3 +51,30 @@ def test_it_installs_an_extra_that_exists() -> None:
     extras = (ROOT / "pyproject.toml").read_text(encoding="utf-8").split("[project.optional-dependencies]")[1]
     asked = re.findall(r"^pip install '\.\[(\w+)\]'$", PAGE, re.MULTILINE)
     assert asked and all(f"\n{extra} = [" in extras for extra in asked)
+
+
+def test_a_mean_over_rows_of_a_rank_is_as_many_times_too_large_as_there_are_ranks(
+    run: Programs, tmp_path: Path
+) -> None:
+    assert "about as many times too large as there are ranks" in PAGE
+    script = tmp_path / "sharded.py"
+    script.write_text(
+        SHARDED.replace("cross_entropy(logits, labels, valid=lengths[0])", "F.cross_entropy(logits, labels)")
+    )
+    assert losses(run.ranks(2, script, tmp_path / "2")[0])[0] == pytest.approx(2 * losses(SHOWN)[0], rel=1e-2)
+
+
+@pytest.mark.parametrize(
+    ("right", "wrong", "said"),
+    [
+        (", need_weights=False", "", "call the module with need_weights=False"),
+        (", masks=seqpar.Mask(lengths, causal=False)", "", "give the plan that mask"),
+        ("valid=sum(lengths)", "valid=len(labels)", "not close"),
+    ],
+)
+def test_the_comparison_finds_a_mistake(right: str, wrong: str, said: str, run: Programs, tmp_path: Path) -> None:
+    script = tmp_path / "check.py"
+    assert right in CHECK
+    script.write_text(CHECK.replace(right, wrong))
+    with pytest.raises(AssertionError, match=said):
+        run.alone(script, tmp_path)
