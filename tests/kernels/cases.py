@@ -80,7 +80,10 @@ def small_cases() -> list[Case]:
     cases += [replace(base, heads=h, kv_heads=kv, splits=2) for h, kv in ((1, 1), (5, 5), (6, 1), (28, 7))]
     cases += [replace(base, dim=d, v_dim=dv, splits=2) for d, dv in ((8, 4), (4, 8), (1, 3))]
     cases += [replace(base, dim=576, v_dim=512, splits=2, dtype=t) for t in (torch.float32, torch.bfloat16)]
-    cases += [replace(base, keys=m, mask=mask) for m in (30, 95) for mask in ("causal", "full")]
+    cases += [
+        replace(base, keys=m, mask=mask, splits=s) for m in (30, 95) for mask in ("causal", "full") for s in (1, 2)
+    ]
+    cases += [replace(base, splits=2, with_lse=True)]
     cases += [replace(base, splits=s, mask="bounds", **o) for s in (1, 3) for o in OPTIONS]
     cases += [replace(base, dtype=t, splits=s, dim=32, v_dim=32) for t in (torch.float32, *LOW) for s in (1, 4)]
     cases += [replace(base, dtype=t, splits=3, dim=32, v_dim=32, mask="packed", **OPTIONS[-1]) for t in LOW]
@@ -122,10 +125,11 @@ def named(case: Case) -> str:
     return ",".join(fields).replace("torch.", "") or "base"
 
 
-def facts_of(mask: Mask, key_pos: np.ndarray) -> StepFacts:
-    """All queries of a mask over a buffer of some keys."""
-    lo, hi = mask.bounds(np.arange(mask.tokens))
-    pos = mask.key_positions(np.arange(mask.tokens))
+def facts_of(mask: Mask, key_pos: np.ndarray, rows: np.ndarray | None = None) -> StepFacts:
+    """All queries of a mask, or some of them, over a buffer of some keys."""
+    rows = np.arange(mask.tokens) if rows is None else rows
+    lo, hi = mask.bounds(rows)
+    pos = mask.key_positions(rows)
     put = [torch.from_numpy(x).to(torch.int32) for x in (pos, lo, hi, key_pos)]
     tables, cut = partial(tile_tables, lo, hi, key_pos), partial(segments, lo, hi, key_pos)
     return StepFacts(*put, tables, cut, memo())
@@ -281,5 +285,7 @@ def equals_oracle(kernel: Kernel, case: Case) -> None:
     limit = LIMIT[case.dtype]
     if case.dtype in LOW:
         limit *= 1.0 if not case.dropout else 1.3  # delta is made of the rounded output, which dropout makes larger
+        if kernel.accuracy_loss(asked(case)) is not None:
+            limit *= 1.6  # several rounded parts: each has an error as that of one rounding, and so has their sum
     for name, a, b in zip(("out", "lse", "dq", "dk", "dv"), got, expected, strict=True):
         assert relative_rms(a, b) <= limit, f"{name} is off by {relative_rms(a, b)}"

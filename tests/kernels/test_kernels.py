@@ -14,14 +14,12 @@ from torch import Tensor
 
 from seqpar import native
 from seqpar.facts.mask import Mask
-from seqpar.facts.tiles import segments, tile_tables
 from seqpar.kernels import (
     KERNELS,
     CallSpec,
     Grads,
     Kernel,
     Operands,
-    StepFacts,
     Sums,
     acc_dtype,
     blockwise,
@@ -43,7 +41,6 @@ from tests.kernels.cases import (
     facts_of,
     fitted,
     inputs,
-    memo,
     named,
     run_backward,
     run_forward,
@@ -90,9 +87,7 @@ def test_no_rows_and_no_keys(kernel, dtype) -> None:
     kernel.forward(nothing, Sums(total, sums, None if wide else out, first=False))
     assert torch.equal(sums, held[1]) and torch.equal(total, held[0])
     assert torch.equal(total if dtype == acc else out, held[0].to(dtype))
-    nobody = StepFacts(*(torch.zeros(0, dtype=torch.int32) for _ in range(3)), torch.arange(70, dtype=torch.int32),
-                   lambda bm, bn: tile_tables(none, none, np.arange(70), bm, bn),
-                   lambda: segments(none, none, np.arange(70)), memo())  # fmt: skip
+    nobody = facts_of(mask, np.arange(70), none)
     grads = [torch.zeros_like(x, dtype=acc) for x in (q[:0], k, v)]
     empty = Operands(q[:0], k, v, nobody, score)
     kernel.forward(empty, Sums(total[:0], sums[:, :0], None, first=True))
