@@ -91,6 +91,11 @@ class Case:
     pads: bool = False
     node: int | None = None
 
+    def __str__(self) -> str:
+        flags = "".join(f"-{flag}" for flag in ("mixed", "pads") if getattr(self, flag))
+        node = "" if self.node is None else f"-N{self.node}"
+        return f"{self.mask}-{self.layout}-{self.transport}-P{self.ranks}-U{self.ulysses}{node}{flags}"
+
     def plan(self) -> Plan:
         """The plan of this case, the same in every process."""
         rng = np.random.default_rng(self.seed)
@@ -110,42 +115,60 @@ class Case:
         )  # fmt: skip
 
 
+LENGTHS = ((37,), (1, 13, 2, 22, 5), (3, 2, 1, 1, 4))
+
+# what everything that carries or computes attention is tried with: comms, processes, other libraries' kernels
+OVER_RANKS = (
+    Case("packed", "zigzag", "fetch", 2, 1, LENGTHS[1], stage_bytes=4096),
+    Case("packed", "contiguous", "ring", 4, 1, LENGTHS[1]),
+    Case("window", "striped", "double_ring", 4, 1, LENGTHS[2], pads=True),
+    Case("causal", "contiguous", "gather", 3, 1, LENGTHS[0]),
+    Case("cross", "zigzag", "gather", 4, 2, LENGTHS[1]),
+    Case("packed", "zigzag", "fetch", 4, 4, LENGTHS[1], mixed=True),
+    Case("bounds", "lopsided", "fetch", 2, 2, LENGTHS[0]),
+    Case("packed", "zigzag", "fetch", 4, 1, LENGTHS[1], stage_bytes=4096, pads=True, node=2),
+    Case("window", "striped", "fetch", 4, 1, LENGTHS[0], stage_bytes=5 * 4096, node=2),
+    Case("packed", "contiguous", "fetch", 1, 1, LENGTHS[1]),
+)
+
+
 @st.composite
 def cases(draw: st.DrawFn, max_ranks: int = 8, max_tokens: int = 40) -> Case:
     """Any plan over few tokens."""
     ranks = draw(st.sampled_from([r for r in (1, 2, 3, 4, 6, 8) if r <= max_ranks]))
     ulysses = draw(st.sampled_from(divisors(ranks)))
-    lengths = draw(st.lists(st.integers(1, max(1, max_tokens // 3)), min_size=1, max_size=5))
-    return Case(
-        mask=draw(st.sampled_from(MASKS)),
-        layout=draw(st.sampled_from(LAYOUTS)),
-        transport=draw(st.sampled_from(TRANSPORTS)),
-        ranks=ranks,
-        ulysses=ulysses,
-        lengths=tuple(lengths),
-        seed=draw(st.integers(0, 2**16)),
-        mixed=draw(st.booleans()),
-        stage_bytes=draw(st.sampled_from([1, 3 * 4096, 64 << 20])),
-        pads=draw(st.booleans()),
-        node=draw(st.sampled_from([None, *(d for d in divisors(ranks) if d % ulysses == 0)])),
-    )
+    node = draw(st.sampled_from([None, *(d for d in divisors(ranks) if d % ulysses == 0)]))
+    return draw(_cases(ranks, ulysses, st.sampled_from(TRANSPORTS), node, max(1, max_tokens // 3)))
 
 
 @st.composite
 def node_cases(draw: st.DrawFn, max_ranks: int = 12, max_tokens: int = 60) -> Case:
     """`fetch` over several nodes of several ranks."""
-    ranks, node = draw(st.sampled_from([(r, n) for r in (4, 6, 8, 12) for n in (2, 3, 4) if r % n == 0 and r > n]))
-    ranks, node = (ranks, node) if ranks <= max_ranks else (4, 2)
-    return Case(
-        mask=draw(st.sampled_from(MASKS)),
-        layout=draw(st.sampled_from(LAYOUTS)),
-        transport="fetch",
-        ranks=ranks,
-        ulysses=draw(st.sampled_from([1, 1, *divisors(node)])),
-        lengths=tuple(draw(st.lists(st.integers(1, max_tokens // 3), min_size=1, max_size=5))),
-        seed=draw(st.integers(0, 2**16)),
-        mixed=draw(st.booleans()),
-        stage_bytes=draw(st.sampled_from([1, 3 * 4096, 10 * 4096, 64 << 20])),
-        pads=draw(st.booleans()),
-        node=node,
+    nodes = [(r, n) for r in (4, 6, 8, 12) for n in (2, 3, 4) if r % n == 0 and r > n and r <= max_ranks]
+    ranks, node = draw(st.sampled_from(nodes))
+    ulysses = draw(st.sampled_from([1, 1, *divisors(node)]))
+    return draw(_cases(ranks, ulysses, st.just("fetch"), node, max_tokens // 3))
+
+
+def any_cases(max_ranks: int = 12) -> st.SearchStrategy[Case]:
+    """Any plan, one in four of them over several nodes."""
+    return st.one_of(*[cases(min(max_ranks, 8))] * 3, node_cases(max(max_ranks, 4)))
+
+
+def _cases(
+    ranks: int, ulysses: int, transports: st.SearchStrategy[str], node: int | None, longest: int
+) -> st.SearchStrategy[Case]:
+    return st.builds(
+        Case,
+        mask=st.sampled_from(MASKS),
+        layout=st.sampled_from(LAYOUTS),
+        transport=transports,
+        ranks=st.just(ranks),
+        ulysses=st.just(ulysses),
+        lengths=st.lists(st.integers(1, longest), min_size=1, max_size=5).map(tuple),
+        seed=st.integers(0, 2**16),
+        mixed=st.booleans(),
+        stage_bytes=st.sampled_from([1, 3 * 4096, 10 * 4096, 64 << 20]),
+        pads=st.booleans(),
+        node=st.just(node),
     )

@@ -20,11 +20,12 @@ from seqpar.comm.peer.cuda import Cuda
 from seqpar.comm.peer.pool import DevicePool
 from seqpar.comm.peer.signals import FIRST, LINE, WRAP, epoch, reached
 from seqpar.testing import run_processes, run_threads
+from tests.cases import OVER_RANKS
 from tests.comm.cases import tag, until
 from tests.comm.device import LIMIT, Model, Stream, on_model
 from tests.comm.peer_cases import CHECKS, strided
 from tests.comm.suite import Exchanges
-from tests.ops.cases import PROCESS_CASES, Options, check
+from tests.ops.cases import Options, check
 
 pytestmark = pytest.mark.skipif(native.missing() is not None, reason=native.missing() or "")
 
@@ -177,7 +178,7 @@ def test_epochs_wrap():
     assert epoch(119) < 100
 
 
-@pytest.mark.parametrize("case", PROCESS_CASES, ids=lambda c: f"{c.mask}-{c.layout}-{c.transport}-P{c.ranks}")
+@pytest.mark.parametrize("case", OVER_RANKS, ids=str)
 def test_attention_over_it_equals_one_device(case):
     run = partial(threads, delay=0.0003)
     check(case.plan(), (6, 2), (8, 4), Options(sinks=True, softcap=2.0), run=run)

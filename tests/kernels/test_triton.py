@@ -21,9 +21,11 @@ from seqpar.kernels import Grads, Operands, Sums
 from seqpar.ops.attention.call import uploaded
 from seqpar.plan import Plan
 from seqpar.testing import dense_attention, relative_rms, run_processes
+from tests import cases
 from tests.cases import some
 from tests.kernels import cases as suite
 from tests.kernels.cases import Case
+from tests.ops.cases import OUT, Options, check
 
 pytest.importorskip("triton", reason="triton has wheels for Linux only")
 from seqpar.kernels import triton as package  # noqa: E402
@@ -232,35 +234,13 @@ def test_refusals_say_why() -> None:
     assert "10 bits" in str(tf32.accuracy_loss(spec))
 
 
-def one_rank(comm, plan, tensors, sinks) -> list[torch.Tensor]:
-    """out, lse, dq, dk, dv of the whole batch, and the sum of ranks' dsinks, by the named kernel."""
-    q, k, v, dout = (seqpar.shard(x, plan, comm.rank) for x in tensors)
-    leaves = [x.requires_grad_() for x in (q, k, v, sinks.clone())]
-    out, lse = seqpar.attention(*leaves[:3], plan, comm, sinks=leaves[3], kernel="triton", return_lse=True)
-    out.backward(dout)
-    rows = [seqpar.unshard(x.detach(), plan, comm) for x in (out, lse, *(x.grad for x in leaves[:3]))]
-    return [*rows, leaves[3].grad]
-
-
 @pytest.mark.parametrize(
     ("layout", "transport", "ulysses"), [("zigzag", "ring", 1), ("striped", "fetch", 1), ("zigzag", "gather", 2)]
 )
 def test_attention_over_processes_by_name(layout, transport, ulysses) -> None:
-    lengths = (50, 3, 40)
-    total = sum(lengths)
-    mask = Mask(lengths)
-    placed = Layout.zigzag(lengths, 2) if layout == "zigzag" else Layout.striped(total, 2)
-    plan = Plan(mask, placed, transport=transport, ulysses=ulysses)
-    g = torch.Generator().manual_seed(3)
-    tensors = [torch.randn(total, h, 16, generator=g) for h in (4, 2, 2, 4)]
-    sinks = torch.randn(4, generator=g)
-    results = run_processes(2, one_rank, plan, tensors, sinks)
-    leaves = [x.double().requires_grad_() for x in (*tensors[:3], sinks)]
-    out, lse = dense_attention(*leaves[:3], mask, sinks=leaves[3])
-    wanted = [out, lse, *torch.autograd.grad((out * tensors[3].double()).sum(), leaves)]
-    got = [*results[0][:5], results[0][5] + results[1][5]]
-    for a, b in zip(got, wanted, strict=True):
-        assert relative_rms(a, b.detach()) < 3e-6
+    plan = cases.Case("packed", layout, transport, 2, ulysses, (50, 3, 40)).plan()
+    options = Options(kernel="triton", sinks=True)
+    check(plan, (4, 2), (16, 16), options, uses=OUT, dtype=torch.float32, run=run_processes)
 
 
 @pytest.mark.parametrize("kernel", ["blockwise", "aten", "triton"])

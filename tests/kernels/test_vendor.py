@@ -40,7 +40,7 @@ from seqpar.kernels.blockwise import Blockwise
 from seqpar.kernels.triton import Triton
 from seqpar.kernels.vendor import Aten, AtenFlash, CuDNN, Flash2, Flash3, Flash4, Library, Segmented, library, varlen
 from seqpar.testing import relative_rms
-from tests.cases import Case as PlanCase
+from tests.cases import OVER_RANKS
 from tests.kernels.cases import (
     LARGE,
     LIMIT,
@@ -54,7 +54,7 @@ from tests.kernels.cases import (
     run_forward,
     small_cases,
 )  # fmt: skip
-from tests.ops.cases import Options, check
+from tests.ops.cases import EACH, OUT, Options, check
 
 LIBRARIES = (AtenFlash, CuDNN, Flash2, Flash3, Flash4)
 
@@ -273,25 +273,11 @@ def test_any_mask_over_any_buffers(seed) -> None:
         torch.testing.assert_close(a, b, rtol=0, atol=1e-11)
 
 
-PLANS = [
-    PlanCase(mask, layout, transport, ranks, ulysses, (13, 40, 7), pads=pads)
-    for mask, layout, transport, ranks, ulysses, pads in (
-        ("packed", "zigzag", "ring", 4, 1, False),
-        ("packed", "zigzag", "fetch", 4, 2, True),
-        ("causal", "contiguous", "gather", 3, 1, False),
-        ("causal", "zigzag", "double_ring", 4, 1, True),
-        ("window", "lopsided", "fetch", 2, 1, False),
-        ("cross", "contiguous", "ring", 2, 2, False),
-        ("packed", "contiguous", "fetch", 1, 1, False),
-    )
-]
-
-
 @pytest.mark.parametrize("sinks", [False, True], ids=["", "sinks"])
-@pytest.mark.parametrize("case", PLANS, ids=str)
+@pytest.mark.parametrize("case", OVER_RANKS, ids=str)
 def test_a_plan_over_ranks_equals_one_device(case, sinks, monkeypatch) -> None:
     monkeypatch.setattr(preference, "KERNELS", (*KERNELS, Segmented(FlashWithLse())))
-    check(case.plan(), (4, 2), (8, 8), Options(kernel="flash_lse", sinks=sinks), with_lse=not sinks)
+    check(case.plan(), (4, 2), (8, 8), Options(kernel="flash_lse", sinks=sinks), uses=OUT if sinks else EACH)
 
 
 # --- the executor -----------------------------------------------------------------------------------------------------

@@ -5,7 +5,6 @@ In float64 to 1e-10 against the dense oracle, on inputs whose pad rows hold NaN.
 
 from __future__ import annotations
 
-import functools
 import itertools
 from functools import partial
 
@@ -21,30 +20,18 @@ from seqpar.ops.attention import schedule
 from seqpar.ops.attention.call import Call, Phase
 from seqpar.plan import TRANSPORTS, Plan
 from seqpar.testing import run_processes, run_threads
-from tests.cases import LAYOUTS, MASKS, Case, cases, divisors
-from tests.ops.cases import (
-    HEADS,
-    LENGTHS,
-    PROCESS_CASES,
-    Options,
-    check,
-    options_strategy,
-    product,
-)
+from tests.cases import LAYOUTS, LENGTHS, MASKS, OVER_RANKS, Case, any_cases, divisors
+from tests.ops.cases import EACH, HEADS, OUT, Options, check, options_strategy, product, uses_strategy
 
 
-@settings(max_examples=150)
+@settings(max_examples=180)
 @given(
-    cases(),
-    st.sampled_from(HEADS),
-    st.sampled_from([(8, 8), (6, 4), (1, 3)]),
-    options_strategy,
-    st.booleans(),
-    st.integers(0, 1000),
-    st.booleans(),
-)
-def test_any_plan_and_option_equals_one_device(case, heads, dims, options, with_lse, seed, direct) -> None:
-    check(case.plan(), heads, dims, options, with_lse, seed, run=partial(run_threads, direct=direct))
+    any_cases(), st.sampled_from(HEADS), st.sampled_from([(8, 8), (6, 4), (1, 3)]), options_strategy, uses_strategy,
+    st.integers(0, 1000), st.booleans(),
+)  # fmt: skip
+def test_any_plan_and_option_equals_one_device(case, heads, dims, options, uses, seed, direct) -> None:
+    run = partial(run_threads, direct=direct)
+    check(case.plan(), heads, dims, options, uses=uses, seed=seed, run=run)
 
 
 def pairwise(points: list[tuple[Case, tuple[int, int]]]) -> list[tuple[Case, tuple[int, int]]]:
@@ -71,7 +58,7 @@ def pairwise(points: list[tuple[Case, tuple[int, int]]]) -> list[tuple[Case, tup
 def named(point: tuple[Case, tuple[int, int]]) -> str:
     """A test's name."""
     case, heads = point
-    return f"{case.layout}-{case.transport}-P{case.ranks}-U{case.ulysses}-{case.mask}-H{heads[0]}_{heads[1]}"
+    return f"{case}-H{heads[0]}_{heads[1]}"
 
 
 def pytest_generate_tests(metafunc: pytest.Metafunc) -> None:
@@ -81,7 +68,7 @@ def pytest_generate_tests(metafunc: pytest.Metafunc) -> None:
 
 
 def test_pairwise_cover_equals_one_device(point) -> None:
-    check(point[0].plan(), point[1], with_lse=point[0].seed % 2 == 0)
+    check(point[0].plan(), point[1], uses=(EACH, OUT)[point[0].seed % 2])
 
 
 @pytest.mark.exhaustive
@@ -92,19 +79,34 @@ def test_full_product_equals_one_device(layout, transport, mask) -> None:
     points = [p for p in product() if (p[0].layout, p[0].transport, p[0].mask) == (layout, transport, mask)]
     assert len(points) == len(HEADS) * sum(len(divisors(r)) for r in (1, 2, 3, 4, 6, 8))
     for case, heads in points:
-        check(case.plan(), heads, with_lse=case.seed % 2 == 0)
+        check(case.plan(), heads, uses=(EACH, OUT)[case.seed % 2])
 
 
-@pytest.mark.parametrize("case", PROCESS_CASES, ids=lambda c: f"{c.mask}-{c.layout}-{c.transport}-P{c.ranks}")
-def test_real_processes_over_gloo_equal_one_device(case) -> None:
-    check(case.plan(), (6, 2), (8, 4), Options(sinks=True, softcap=2.0), run=run_processes)
+@pytest.mark.parametrize("comm", ["gloo", "shm"])
+@pytest.mark.parametrize("case", OVER_RANKS, ids=str)
+def test_real_processes_equal_one_device(case, comm) -> None:
+    if comm == "shm" and (why := shm.missing()):
+        pytest.skip(why)
+    plan = case.plan()
+    assert case.node is None or any(step.spread and step.spread.rows for step in plan.steps(0) + plan.steps(1))
+    check(plan, (6, 2), (8, 4), Options(sinks=True, softcap=2.0), run=partial(run_processes, comm=comm))
 
 
-@pytest.mark.skipif(shm.missing() is not None, reason=shm.missing() or "")
-@pytest.mark.parametrize("case", PROCESS_CASES[::2], ids=lambda c: f"{c.mask}-{c.layout}-{c.transport}-P{c.ranks}")
-def test_real_processes_over_shared_memory_equal_one_device(case) -> None:
-    run = functools.partial(run_processes, comm="shm")
-    check(case.plan(), (6, 2), (8, 4), Options(sinks=True, softcap=2.0), run=run)
+@pytest.mark.parametrize("stage_bytes", [4096, 5 * 4096, 64 << 20])
+@pytest.mark.parametrize(
+    ("ranks", "node", "ulysses"),
+    [(4, 2, 1), (6, 2, 1), (6, 3, 1), (8, 2, 2), (8, 4, 1), (8, 4, 2), (12, 3, 1), (12, 4, 2), (12, 4, 4)],
+)
+@pytest.mark.parametrize(("mask", "layout"), [("causal", "zigzag"), ("window", "lopsided"), ("packed", "contiguous")])
+def test_nodes_of_any_size_equal_one_device(ranks, node, ulysses, stage_bytes, mask, layout) -> None:
+    case = Case(mask, layout, "fetch", ranks, ulysses, (31, 22, 40), 7, stage_bytes=stage_bytes, pads=True, node=node)
+    check(case.plan(), (6, 2), (4, 3))
+
+
+def test_the_key_heads_of_a_share_without_any_enter_no_node() -> None:
+    plan = Case("full", "contiguous", "fetch", 8, 2, (24,), stage_bytes=2 * 4096, node=4).plan()
+    assert any(step.spread and step.spread.rows for step in plan.steps(0))
+    check(plan, (1, 1), (4, 4))
 
 
 def test_widths_per_document_leave_whole_documents_alone() -> None:
@@ -135,7 +137,7 @@ def test_a_rank_whose_keys_nobody_else_sees_makes_no_schedule(
     monkeypatch.setattr(schedule, "KeyExchange", Counted)
     # stages of one row: whoever sees most keys has most steps, and all ranks count them
     plan = Plan(Mask([5, 4, 7, 4]), layout, transport=transport, stage_bytes=1)
-    check(plan, with_lse=False)
+    check(plan, uses=OUT)
     assert sorted(scheduled) == sorted(2 * busy)
 
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 import itertools
 import time
 from dataclasses import replace
+from functools import partial
 
 import numpy as np
 import pytest
@@ -20,16 +21,16 @@ from seqpar.facts.mask import Mask
 from seqpar.ops.attention.call import Phase
 from seqpar.plan import TRANSPORTS, Plan
 from seqpar.testing import dense_attention, run_processes, run_threads
-from tests.cases import Case, cases
-from tests.ops.cases import HEADS, inputs, poisoned
+from tests.cases import Case, any_cases, cases
+from tests.ops.cases import HEADS, collect, inputs, poisoned
 from tests.ops.recorded import DTYPES, assert_same_bits, counted, recorded, step
 
 # --- bytes ------------------------------------------------------------------------------------------------------------
 
 
-@settings(max_examples=60)
+@settings(max_examples=80)
 @given(
-    cases(), st.sampled_from(HEADS), st.sampled_from([(8, 8), (3, 5)]), st.sampled_from(list(DTYPES)),
+    any_cases(8), st.sampled_from(HEADS), st.sampled_from([(8, 8), (3, 5)]), st.sampled_from(list(DTYPES)),
     st.booleans(), st.booleans(), st.booleans(),
 )  # fmt: skip
 def test_bytes_counted_equal_bytes_predicted(case, heads, dims, dtype, with_lse, kv_grads, direct) -> None:
@@ -42,6 +43,24 @@ def test_bytes_counted_equal_bytes_predicted(case, heads, dims, dtype, with_lse,
             got = {peer: n for peer, n in sorted(sent[backward].items()) if n}
             assert got == plan.traffic(rank, backward=backward, **shape), f"rank {rank}, backward={backward}"
             assert sum(got.values()) == plan.bytes(rank, backward=backward, **shape)
+
+
+def test_each_key_and_each_gradient_crosses_nodes_once() -> None:
+    """All of 8 ranks see all keys: each of two nodes gets the other's keys, and gives back as many sums."""
+    n, heads, dims = 48, (2, 2), (4, 4)
+    plan = Plan(Mask([n], causal=False), Layout.striped(n, 8), node=4)
+    sent = run_threads(8, counted, plan, heads, dims, "bfloat16", False)
+    crossing = [[sum(b for p, b in s[i].items() if p // 4 != r // 4) for r, s in enumerate(sent)] for i in (0, 1)]
+    row = heads[1] * sum(dims)
+    assert sum(crossing[0]) == n * row * 2
+    assert sum(crossing[1]) == n * row * (2 + 4), "keys again, in bfloat16, and gradients, in float32"
+
+
+def test_keys_without_gradients_enter_a_node_and_nothing_leaves() -> None:
+    plan = Case("full", "striped", "fetch", 4, 1, (32,), stage_bytes=4 * 4096, node=2).plan()
+    sent = run_threads(4, counted, plan, (2, 2), (4, 4), "float32", True, False)
+    assert [s[0] for s in sent] == [s[1] for s in sent]
+    assert np.all([sum(s[0].values()) > 0 for s in sent])
 
 
 @pytest.mark.parametrize("transport", TRANSPORTS)
@@ -83,29 +102,34 @@ def test_a_full_ring_makes_one_exchange_less_than_ranks(transport, ranks) -> Non
 # --- buffers ----------------------------------------------------------------------------------------------------------
 
 
+@pytest.mark.parametrize(("ranks", "ulysses", "node"), [(4, 1, None), (4, 2, None), (6, 1, 3)])
 @pytest.mark.parametrize("layout", ["contiguous", "striped", "zigzag", "arbitrary"])
-@pytest.mark.parametrize("ulysses", [1, 2])
-def test_received_keys_take_two_stages(layout, ulysses) -> None:
+def test_received_keys_take_two_stages_and_of_a_node_two_entries(layout, ranks, ulysses, node) -> None:
     heads, dims, rows = (4, 2), (4, 4), 3
     row_bytes = heads[1] // ulysses * sum(dims) * 8
-    case = Case("full", layout, "fetch", 4, ulysses, (61,), stage_bytes=rows * row_bytes + 5)
-    for recorder in run_threads(4, recorded, case.plan(), heads, dims):
-        stages = recorder.posted(Phase.KEYS)
-        assert len(stages) >= 10
+    case = Case("full", layout, "fetch", ranks, ulysses, (61,), stage_bytes=rows * row_bytes + 5, node=node)
+    for recorder in run_threads(ranks, recorded, case.plan(), heads, dims):
+        assert len(recorder.posted(Phase.KEYS)) >= 8
         flat = [b for b in recorder.buffers if b.dim() == 1]
         # two forward and two backward, however many stages there are, each at most a stage large
-        assert len(flat) <= 4
+        assert len(flat) <= (4 if node is None else 8)
         assert all(b.nbytes <= rows * row_bytes for b in flat)
 
 
 # --- time -------------------------------------------------------------------------------------------------------------
 
-SLOW = tuple(
-    Case(mask, layout, transport, 4, ulysses, (9, 2, 12), stage_bytes=6 * 4096, mixed=mixed)
-    for (transport, mask, layout), (ulysses, mixed) in zip(
-        itertools.product(TRANSPORTS, ("packed", "full"), ("striped", "contiguous")),
-        itertools.cycle([(1, False), (2, False), (4, False), (2, True), (1, False), (1, True)]),
-    )
+SLOW = (
+    *(
+        Case(mask, layout, transport, 4, ulysses, (9, 2, 12), stage_bytes=6 * 4096, mixed=mixed)
+        for (transport, mask, layout), (ulysses, mixed) in zip(
+            itertools.product(TRANSPORTS, ("packed", "full"), ("striped", "contiguous")),
+            itertools.cycle([(1, False), (2, False), (4, False), (2, True), (1, False), (1, True)]),
+        )
+    ),
+    Case("full", "striped", "fetch", 4, 1, (9, 2, 12), stage_bytes=3 * 4096, node=2),
+    Case("packed", "contiguous", "fetch", 6, 1, (9, 2, 12), stage_bytes=3 * 4096, node=3),
+    Case("causal", "zigzag", "fetch", 8, 2, (29,), stage_bytes=2 * 4096, node=4),
+    Case("packed", "arbitrary", "fetch", 8, 1, (14, 20), mixed=True, seed=5, stage_bytes=4096, node=4),
 )
 
 
@@ -115,22 +139,21 @@ def delayed(comm: Comm, plan: Plan, naps: bool = False) -> list[Tensor]:
     return step(comm, plan, (5, 1), (4, 4), 3, torch.float32)
 
 
-@pytest.mark.parametrize("case", SLOW, ids=lambda c: f"{c.transport}-{c.mask}-{c.layout}-U{c.ulysses}-{c.mixed}")
-def test_a_slow_transport_changes_no_bit(case) -> None:
-    plan = case.plan()
-    prompt = run_threads(4, delayed, plan)
-    assert_same_bits(prompt, run_threads(4, delayed, plan, delay=0.05))
-    assert_same_bits(prompt, run_threads(4, delayed, plan, True))
+@pytest.mark.parametrize("direct", [True, False])
+@pytest.mark.parametrize("case", SLOW, ids=str)
+def test_a_slow_transport_changes_no_bit(case, direct) -> None:
+    run = partial(run_threads, case.ranks, delayed, case.plan())
+    prompt = run(direct=direct)
+    assert_same_bits(prompt, run(delay=0.02, direct=direct))
+    assert_same_bits(prompt, run(True, direct=direct))
 
 
-@settings(max_examples=40)
-@given(cases(max_ranks=4), st.sampled_from(HEADS))
+@settings(max_examples=60)
+@given(any_cases(8), st.sampled_from(HEADS))
 def test_twice_gives_the_same_bits(case, heads) -> None:
     plan = case.plan()
     arguments = (plan, heads, (4, 6), 1, torch.float32)
-    first = run_threads(plan.ranks, step, *arguments)
-    for again in (run_threads(plan.ranks, step, *arguments), run_threads(plan.ranks, step, *arguments, delay=1e-4)):
-        assert_same_bits(first, again)
+    assert_same_bits(*(run_threads(plan.ranks, step, *arguments, delay=delay) for delay in (0.0, 1e-4)))
 
 
 @pytest.mark.parametrize("transport", TRANSPORTS)
@@ -197,17 +220,6 @@ def spiked(comm: Comm, plan: Plan, heads, dims, dtype, kernel, spike) -> list[Te
     return [out.detach(), lse.detach(), *(x.grad for x in leaves)]
 
 
-def whole(results, plan: Plan) -> list[Tensor]:
-    found = []
-    for n, side in enumerate(("q", "q", "q", "kv", "kv")):
-        layout = plan.layout if side == "q" else plan.kv_layout
-        full = results[0][n].new_empty((layout.total, *results[0][n].shape[1:]))
-        for rank, result in enumerate(results):
-            full[layout.positions(rank)] = result[n][: layout.tokens(rank)]
-        found.append(full)
-    return found
-
-
 def reached(plan: Plan, heads, spike) -> list[Tensor]:
     """[rows, heads] of out, lse, dq, dk, dv: what a NaN there reaches, by the formulas; all pairs seen weigh > 0."""
     name, row, head, _ = spike
@@ -232,7 +244,7 @@ def reached(plan: Plan, heads, spike) -> list[Tensor]:
 
 
 def check_spike(plan: Plan, heads, dims, dtype, kernel, spike, clean) -> None:
-    got = whole(run_threads(plan.ranks, spiked, plan, heads, dims, dtype, kernel, spike), plan)
+    got = collect(run_threads(plan.ranks, spiked, plan, heads, dims, dtype, kernel, spike), plan)
     name, row, head, value = spike
     tolerance = 1e-12 if dtype == torch.float64 else 2e-5
     for what, x, expected, bad in zip(
@@ -267,11 +279,11 @@ SPIKED = (
 
 
 @pytest.mark.parametrize("kernel", ["auto", "blockwise", "reference"])
-@pytest.mark.parametrize("case", SPIKED, ids=lambda c: f"{c.mask}-{c.transport}-U{c.ulysses}")
+@pytest.mark.parametrize("case", SPIKED, ids=str)
 def test_what_is_not_finite_reaches_just_what_sees_it(case, kernel) -> None:
     plan, heads, dims = case.plan(), (4, 2), (3, 3)
     dtypes = (torch.float64, torch.float32)
-    clean = {d: whole(run_threads(plan.ranks, spiked, plan, heads, dims, d, kernel, None), plan) for d in dtypes}
+    clean = {d: collect(run_threads(plan.ranks, spiked, plan, heads, dims, d, kernel, None), plan) for d in dtypes}
     for n, (dtype, name) in enumerate(itertools.product(dtypes, SIDES)):
         rows = plan.mask.kv_tokens if name in "kv" else plan.mask.tokens
         heads_of = heads[1] if name in "kv" else heads[0]
@@ -287,7 +299,7 @@ def test_what_is_not_finite_in_tiles_that_are_full(kernel, dtype, ranks) -> None
     """More than two tiles of 512 rows, so that the value stands in full, partial and empty tiles."""
     tokens, heads, dims = 1100, (1, 1), (2, 2)
     plan = Plan(Mask([tokens]), Layout.contiguous(tokens, ranks))
-    clean = whole(run_threads(ranks, spiked, plan, heads, dims, dtype, kernel, None), plan)
+    clean = collect(run_threads(ranks, spiked, plan, heads, dims, dtype, kernel, None), plan)
     for name, row, value in (
         ("k", 100, np.nan),
         ("v", 530, np.nan),
@@ -324,7 +336,7 @@ def blind(comm: Comm, plan: Plan, kernel, sinks, dtype) -> list[Tensor]:
         Case("bounds", "zigzag", "ring", 4, 2, (31,), 4, pads=True),
         Case("bounds", "contiguous", "gather", 2, 2, (13,), 1),
     ],
-    ids=lambda c: c.transport,
+    ids=str,
 )
 def test_rows_that_see_no_key(case, sinks, kernel) -> None:
     plan = case.plan()
@@ -332,7 +344,7 @@ def test_rows_that_see_no_key(case, sinks, kernel) -> None:
     nothing = torch.from_numpy(lo >= hi)
     assert nothing.any()
     for dtype in (torch.float64, torch.float32):
-        out, lse, dq, dk, dv = whole(run_threads(plan.ranks, blind, plan, kernel, sinks, dtype), plan)
+        out, lse, dq, dk, dv = collect(run_threads(plan.ranks, blind, plan, kernel, sinks, dtype), plan)
         expected = torch.linspace(-1, 1, 4, dtype=lse.dtype) if sinks else torch.full((4,), -torch.inf, dtype=lse.dtype)
         assert (out[nothing] == 0).all() and (dq[nothing] == 0).all()
         assert (lse[nothing] == expected).all()
@@ -390,5 +402,5 @@ def test_a_sink_of_minus_infinity_is_no_sink(transport) -> None:
 def test_a_nan_anywhere_in_any_plan(case, kernel, name, where) -> None:
     plan, heads = replace(case, pads=True).plan(), (4, 2)
     rows, of = (plan.mask.kv_tokens, heads[1]) if name in "kv" else (plan.mask.tokens, heads[0])
-    clean = whole(run_threads(plan.ranks, spiked, plan, heads, (2, 2), torch.float64, kernel, None), plan)
+    clean = collect(run_threads(plan.ranks, spiked, plan, heads, (2, 2), torch.float64, kernel, None), plan)
     check_spike(plan, heads, (2, 2), torch.float64, kernel, (name, where % rows, where % of, np.nan), clean)

@@ -29,7 +29,7 @@ from seqpar.planner import Attention, Link
 from seqpar.planner.nested import Nest, nested
 from seqpar.planner.place import Documents, layout_of
 from seqpar.testing import dense_attention, run_processes, run_threads
-from tests.ops.cases import HEADS, TOLERANCE, Options, check, options_strategy
+from tests.ops.cases import EACH, HEADS, OUT, TOLERANCE, Options, check, options_strategy
 
 MODEL = dataclasses.replace(ModelShape.preset("tiny"), windows=(None, 5))
 BANDWIDTHS = (1e6, 1e9, 1e12)  # of links that are too slow to use where that can be helped, and that cost nothing
@@ -96,7 +96,7 @@ def test_documents_that_nobody_cuts_equal_one_device(nest: Nest) -> None:
     rows = np.bincount(of_all, pieces.count[widths[pieces.document] == 8], 8)
     assert rows.max() > rows.min() and {8, 4, 1} <= set(plan.widths.tolist())
     check(plan, (8, 2))
-    check(plan, (6, 1), with_lse=False)
+    check(plan, (6, 1), uses=OUT)
 
 
 def test_plans_that_spread_cut_and_share_heads_equal_one_device() -> None:
@@ -104,8 +104,8 @@ def test_plans_that_spread_cut_and_share_heads_equal_one_device() -> None:
     for seed in range(20):
         plan = sample(seed)
         heads = HEADS[seed % len(HEADS)]
-        check(plan, heads, with_lse=seed % 2 == 0)
-        check(plan.with_mask(Mask(plan.mask.lengths, window=(5, None))), heads, with_lse=False)
+        check(plan, heads, uses=(EACH, OUT)[seed % 2])
+        check(plan.with_mask(Mask(plan.mask.lengths, window=(5, None))), heads, uses=OUT)
         widths = set(plan.widths.tolist())
         shares += any(heads[0] % width for width in widths)
         several += len(widths) > 1

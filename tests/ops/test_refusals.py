@@ -21,7 +21,7 @@ from seqpar.kernels import KERNELS
 from seqpar.plan import TRANSPORTS, Plan
 from seqpar.testing import run_processes, run_threads
 from tests.cases import LAYOUTS, Case, some
-from tests.ops.cases import Options, check, inputs
+from tests.ops.cases import EACH, OUT, Options, check, inputs
 from tests.ops.recorded import assert_same_bits, step
 
 # --- honoured or refused ----------------------------------------------------------------------------------------------
@@ -56,7 +56,7 @@ def test_every_option_under_every_layout_transport_and_width(layout, transport, 
     for n, options in enumerate(OPTIONS):
         mask = ("packed", "window", "cross")[n % 3]
         case = Case(mask, layout, transport, 4, ulysses, (3, 8), n, stage_bytes=4096, pads=bool(n % 2))
-        check(case.plan(), (3, 1), (4, 4), options, with_lse=n % 2 == 0)
+        check(case.plan(), (3, 1), (4, 4), options, uses=(EACH, OUT)[n % 2])
 
 
 @pytest.mark.parametrize("kernel", ["auto", *(k.name for k in KERNELS)])
