@@ -20,12 +20,11 @@ from seqpar.plan import TRANSPORTS, Plan
 from seqpar.testing import dense_attention
 from tests.cases import LAYOUTS, MASKS, Case, divisors
 from tests.fuzz.outcome import Left, World, Wrong, compare, ends, is_ours, refused
-from tests.ops.cases import inputs, poisoned
+from tests.ops.cases import MIXED, inputs, joined, poisoned
 
 HEADS = ((4, 4), (4, 2), (6, 1), (5, 5), (3, 1), (7, 7), (6, 3), (1, 1))
 DIMS = ((8, 8), (4, 4), (6, 4), (1, 3), (16, 16), (5, 5), (8, 8))
 KERNELS = ("auto", "auto", "auto", "auto", "aten", "native", "blockwise", "reference")
-FORMS = ("out", "lse", "both")
 NAMES = ("q", "k", "v", "sinks")
 
 
@@ -80,7 +79,7 @@ def drawn(draw: Random, seed: int) -> Attention:
         draw.choice((torch.float64,) * 6 + (torch.float32, torch.float32, torch.bfloat16, torch.float16)),
         draw.choice(KERNELS), draw.choice((0.0, 0.0, 0.0, 1.5)), draw.random() < 0.25, draw.random() < 0.25,
         draw.choice((0.0, 0.0, 0.0, 0.3)), draw.choice((None, None, None, 0.37, 0.0, -0.5)), draw.random() < 0.7,
-        return_lse, tuple(draw.choice(FORMS) if return_lse else "out" for _ in range(ranks)),
+        return_lse, tuple(draw.choice(MIXED) if return_lse else "out" for _ in range(ranks)),
         tuple(draw.random() < 0.8 for _ in NAMES), draw.random() < 0.9, draw.choice((1, 1, 1, 2)), draw.random() < 0.3,
     )  # fmt: skip
     if ranks > 1 and draw.random() < 0.4:
@@ -281,9 +280,5 @@ def collected(results: list[dict[str, Tensor]], plan: Plan) -> dict[str, Tensor]
         if name == "dsinks":
             whole[name] = torch.stack(shards).sum(0)
             continue
-        layout = plan.kv_layout if name in ("dk", "dv") else plan.layout
-        full = shards[0].new_full((layout.total, *shards[0].shape[1:]), torch.nan)
-        for rank, shard in enumerate(shards):
-            full[layout.positions(rank)] = shard[: layout.tokens(rank)]
-        whole[name] = full
+        whole[name] = joined(shards, plan.kv_layout if name in ("dk", "dv") else plan.layout)
     return whole

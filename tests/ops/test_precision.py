@@ -20,6 +20,7 @@ from seqpar.comm import Comm
 from seqpar.kernels import blockwise
 from seqpar.testing import ERROR_GROWTH, dense_attention, relative_rms, run_threads
 from tests.cases import some
+from tests.ops.cases import joined
 
 LENGTHS = [200, 1, 55, 32]
 HEADS, KV_HEADS, DIM = 4, 2, 32
@@ -89,10 +90,7 @@ def errors(plan: Plan, dtype: torch.dtype, kernel: str = "auto") -> np.ndarray:
     for n, seed in enumerate(SEEDS):
         row = []
         for t, expected in enumerate(oracle(seed, dtype)):
-            whole = torch.full(expected.shape, torch.nan, dtype=dtype)
-            for rank, results in enumerate(by_rank):
-                whole[plan.layout.positions(rank)] = results[n][t]
-            row.append(relative_rms(whole, expected))
+            row.append(relative_rms(joined([results[n][t] for results in by_rank], plan.layout), expected))
         found.append(row)
     return np.mean(found, axis=0)
 
