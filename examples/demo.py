@@ -608,6 +608,7 @@ def main(argv: Sequence[str] | None = None, prog: str = "demo") -> int:
         return launch(args.ranks, Path(__file__).resolve(), sys.argv[1:] if argv is None else argv)
     # a rank blocked in gloo runs no Python handler: let Ctrl-C end it at once
     signal.signal(signal.SIGINT, signal.SIG_DFL)
+    # on GPUs: torch.cuda.set_device(int(os.environ["LOCAL_RANK"])), then "cpu:gloo,cuda:nccl"
     dist.init_process_group("gloo")
     passed = train(args, seqpar.ShmComm() if args.comm == "shm" else seqpar.GroupComm())
     dist.barrier()  # no rank leaves while a peer still reads

@@ -42,6 +42,7 @@ def sharded_block(x: Tensor, space: Tensor, time: Tensor, comm, frames: list[int
 def main() -> None:
     """One rank's part."""
     if "RANK" in os.environ:
+        # on GPUs: torch.cuda.set_device(int(os.environ["LOCAL_RANK"])), then "cpu:gloo,cuda:nccl"
         dist.init_process_group("gloo")
     comm = seqpar.GroupComm() if dist.is_initialized() else seqpar.LocalComm()
     torch.manual_seed(0)  # every rank makes the same global tensors

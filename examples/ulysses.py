@@ -20,6 +20,7 @@ TOKENS, HEADS, KV_HEADS, DIM = 1001, 6, 2, 32  # three query heads to a key head
 def main() -> None:
     """One rank's part."""
     if "RANK" in os.environ:
+        # on GPUs: torch.cuda.set_device(int(os.environ["LOCAL_RANK"])), then "cpu:gloo,cuda:nccl"
         dist.init_process_group("gloo")
     comm = seqpar.GroupComm() if dist.is_initialized() else seqpar.LocalComm()
     torch.manual_seed(0)  # every rank makes the same global tensors and keeps its rows

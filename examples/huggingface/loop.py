@@ -8,7 +8,7 @@ import seqpar.train
 torch.manual_seed(0)
 sizes = {"vocab_size": 64, "hidden_size": 32, "intermediate_size": 64, "num_hidden_layers": 2}
 model = LlamaForCausalLM(LlamaConfig(**sizes, num_attention_heads=4, num_key_value_heads=2))
-torch.distributed.init_process_group()
+torch.distributed.init_process_group()  # GPUs: after torch.cuda.set_device(int(os.environ["LOCAL_RANK"]))
 comm = seqpar.GroupComm()
 seqpar.parallelize(model, comm, source="replicated")
 optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2)

@@ -40,6 +40,7 @@ from seqpar.comm.base import Done, ProcessChannel, ProcessComm, WorkBase, proces
 from seqpar.comm.failure import Monitor, RootCause
 from seqpar.comm.header import HEADER_BYTES, REMEMBERED, WARMING, WORDS, Header, describe, mismatch
 from seqpar.comm.interrupt import Interrupt
+from seqpar.comm.nccl import check_gpus, gpu_of
 from seqpar.comm.owner import Owner
 from seqpar.comm.protocol import PeerError, Stats, Tag, Work, checked_sides, rounds
 from seqpar.comm.rendezvous import Rendezvous
@@ -65,20 +66,22 @@ class GroupChannel(ProcessChannel):
         self.rank, self.size = group.rank(), group.size()
         self.backends = _backends(group)
         self.carries = {kind for kind, backend in self.backends.items() if CARRIERS.get(kind) == backend}
+        # of this rank, if CUDA tensors can be sent
+        uses_nccl = self.backends.get("cuda") == "nccl" and torch.cuda.is_available()
+        self.gpu = gpu_of(group) if uses_nccl else None
         self.orphans: list[object] = []  # buffers that the twin may still write to after a failure
         c10d: Any = dist.distributed_c10d
         store = group.get_group_store()
         rendezvous = Rendezvous("GroupComm", store, self.rank, self.size, timeout)
         # in the rendezvous, so that no rank waits for one with wrong arguments
-        rendezvous.hear(lambda: self._check(check))
+        check_gpus("GroupComm", rendezvous.hear(lambda: self._check(check)))
         twin_store = c10d.PrefixStore(f"seqpar/GroupComm/{rendezvous.number}", store)
-        device = torch.cuda.current_device() if self.uses_nccl else None
 
         def connect() -> Any:
             twin = c10d.ProcessGroupGloo(twin_store, self.rank, self.size, timedelta(seconds=max(0.001, timeout)))
-            if device is not None:
+            if self.gpu is not None:
                 # opens NCCL's communicator, which point-to-point between some of the ranks needs
-                ones = torch.ones(1, dtype=torch.int64, device=torch.device("cuda", device))
+                ones = torch.ones(1, dtype=torch.int64, device=self.gpu)
                 dist.all_reduce(ones, group=group)
                 ones.item()
             return twin
@@ -91,11 +94,13 @@ class GroupChannel(ProcessChannel):
         self.interrupt = Interrupt(lambda tag: self.fail(f"in {describe(tag)}: interrupted by Ctrl-C"))
         self.calls = deque(maxlen=REMEMBERED)
 
-    def _check(self, check: str) -> None:
+    def _check(self, check: str) -> str:
+        """Raise for wrong arguments. Returns an id of this rank's GPU, empty without NCCL."""
         check_arguments("GroupComm", self.timeout, check)
         _check_backends(self.backends)
         # per rank a connection, its listener, and what its threads wait on
         check_descriptors("GroupComm", 2 * self.size + 8)
+        return "" if self.gpu is None else str(torch.cuda.get_device_properties(self.gpu).uuid)
 
     @property
     def group(self) -> Any:
@@ -106,11 +111,6 @@ class GroupChannel(ProcessChannel):
     def twin(self) -> Any:
         """The private gloo group."""
         return self._groups[1]
-
-    @property
-    def uses_nccl(self) -> bool:
-        """Whether CUDA tensors can be sent."""
-        return self.backends.get("cuda") == "nccl" and torch.cuda.is_available()
 
     def fail(self, reason: str, *, grace: float = 0.0) -> None:
         """Mark the group dead for `reason`, unless it has a root cause or gets one within `grace` seconds."""
@@ -330,8 +330,8 @@ class GroupComm(ProcessComm[GroupChannel]):
     A collective constructor: every rank of the group calls it. A sub shares its parent's `stats`, whose `sent_to`
     counts by the parent's ranks.
 
-    Raises: ValueError for a group that this process is not in or that has neither gloo nor NCCL; NotImplementedError
-    on ROCm.
+    Raises: ValueError for a group that this process is not in or that has neither gloo nor NCCL, and if ranks share a
+    GPU; NotImplementedError on ROCm.
     """
 
     def __init__(self, group: Any = None, *, timeout: float = 300.0, check: str = "batch") -> None:
@@ -378,9 +378,9 @@ class GroupComm(ProcessComm[GroupChannel]):
     def warm_up(self, peers: Sequence[int]) -> None:
         """Open NCCL's connections to peers; the constructor has opened gloo's."""
         self.check()
-        if self._channel.uses_nccl:
-            device = torch.device("cuda", torch.cuda.current_device())
-            sends, recvs = ({self._ranks[p]: [torch.zeros(1, device=device)] for p in peers} for _ in range(2))
+        gpu = self._channel.gpu
+        if gpu is not None:
+            sends, recvs = ({self._ranks[p]: [torch.zeros(1, device=gpu)] for p in peers} for _ in range(2))
             self._post_cuda(sends, recvs, Tag(0, next(self._counter("warm-up")), WARMING, 0)).wait()
 
 

@@ -20,6 +20,7 @@ from seqpar.train import all_sum
 from tests.advice.remedies import advised, default_group
 from tests.comm.constructor_cases import around
 from tests.comm.device import Model, on_model
+from tests.comm.nccl_cases import with_gpus
 
 
 def works(comm: Comm) -> bool:
@@ -90,6 +91,19 @@ def without_memory(comm: Comm) -> bool:
     ):
         ShmComm(timeout=60.0, pool_bytes=1 << 62)
     return works(ShmComm(timeout=60.0, pool_bytes=1 << 20)) and works(GroupComm(timeout=60.0))
+
+
+def on_one_gpu(comm: Comm) -> bool:
+    """All ranks use GPU 0, then each has its own."""
+    with with_gpus():
+        with advised(ValueError, 'call torch.cuda.set_device(int(os.environ["LOCAL_RANK"])) before you make the comm'):
+            GroupComm(timeout=60.0)
+        torch.cuda.set_device(comm.rank)
+        return works(GroupComm(timeout=60.0))
+
+
+def test_every_rank_has_a_gpu_of_its_own() -> None:
+    assert run_processes(2, on_one_gpu) == [True, True]
 
 
 def test_ranks_on_several_machines_use_a_group() -> None:

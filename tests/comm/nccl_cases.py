@@ -1,0 +1,40 @@
+"""What a rank does in tests of NCCL's part, over gloo: GPUs are numbers, and their tensors the CPU's."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+from types import SimpleNamespace
+from unittest import mock
+
+import torch
+
+from seqpar.comm import Comm, GroupComm, group
+
+
+@contextmanager
+def with_gpus() -> Iterator[None]:
+    """A machine of GPUs, in a group that has NCCL. Every process starts on GPU 0."""
+    current = [0]
+    with (
+        mock.patch.object(group, "_backends", lambda given: {"cpu": "gloo", "cuda": "nccl"}),
+        mock.patch.object(group, "gpu_of", lambda given: torch.device("cpu")),
+        mock.patch.multiple(
+            torch.cuda,
+            is_available=lambda: True,
+            set_device=lambda number: current.__setitem__(0, number),
+            get_device_properties=lambda device: SimpleNamespace(uuid=f"GPU-{current[0]}"),
+        ),
+    ):
+        yield
+
+
+def on_one_gpu(comm: Comm) -> str:
+    """The error of a comm whose first two ranks use one GPU; the last one has its own."""
+    with with_gpus():
+        torch.cuda.set_device(max(0, comm.rank - 1))
+        try:
+            GroupComm(timeout=60.0)
+        except ValueError as error:
+            return str(error)
+    return "nothing was noticed"
