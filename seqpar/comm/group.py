@@ -42,7 +42,7 @@ from seqpar.comm.header import HEADER_BYTES, REMEMBERED, WARMING, WORDS, Header,
 from seqpar.comm.interrupt import Interrupt
 from seqpar.comm.nccl import check_gpus, gpu_of
 from seqpar.comm.owner import Owner
-from seqpar.comm.protocol import PeerError, Stats, Tag, Work, checked_sides, rounds
+from seqpar.comm.protocol import PeerError, Stats, Tag, Work, checked_sides, refuse_capture, rounds
 from seqpar.comm.rendezvous import Rendezvous
 
 log = logging.getLogger("seqpar.comm")
@@ -340,7 +340,10 @@ class GroupComm(ProcessComm[GroupChannel]):
     def exchange(
         self, sends: Mapping[int, Sequence[Tensor]], recvs: Mapping[int, Sequence[Tensor]], *, tag: Tag
     ) -> Work:
-        """Post one exchange: see `Comm.exchange`. All its tensors are CUDA or all are CPU tensors."""
+        """Post one exchange: see `Comm.exchange`. All its tensors are CUDA or all are CPU tensors.
+
+        Raises: NotImplementedError while a CUDA graph is captured; otherwise as `Comm.exchange`.
+        """
         sends, recvs, devices = checked_sides(self.rank, self._ranks, sends, recvs)
         types, channel = {device.type for device in devices}, self._channel
         if len(types) > 1 or not types <= channel.carries:
@@ -348,6 +351,8 @@ class GroupComm(ProcessComm[GroupChannel]):
         channel.check()
         if not types:
             return Done()
+        if "cuda" in types:
+            refuse_capture(tag)
         self.stats.count(sends, recvs)
         if "cpu" in types:
             return _GlooWork(channel, self._scope_id, tag, sends, recvs, self.stats)

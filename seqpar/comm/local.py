@@ -40,7 +40,18 @@ from torch import Tensor
 from seqpar.comm.arguments import check_timeout
 from seqpar.comm.base import Channel, CommBase, Done, WorkBase
 from seqpar.comm.entry import enters
-from seqpar.comm.protocol import NO_FACTS, Claim, PeerError, Stats, Tag, Work, checked_sides, raise_first, rounds
+from seqpar.comm.protocol import (
+    NO_FACTS,
+    Claim,
+    PeerError,
+    Stats,
+    Tag,
+    Work,
+    checked_sides,
+    raise_first,
+    refuse_capture,
+    rounds,
+)
 
 log = logging.getLogger("seqpar.comm")
 
@@ -454,11 +465,17 @@ class LocalComm(CommBase[_LocalChannel]):
     def exchange(
         self, sends: Mapping[int, Sequence[Tensor]], recvs: Mapping[int, Sequence[Tensor]], *, tag: Tag
     ) -> Work:
-        """Post one exchange: see `Comm.exchange`. A mismatch or a cycle that it completes raises PeerError here."""
+        """Post one exchange: see `Comm.exchange`. A mismatch or a cycle that it completes raises PeerError here.
+
+        Raises: NotImplementedError while a CUDA graph is captured; otherwise as `Comm.exchange`.
+        """
         sends, recvs, _ = checked_sides(self.rank, self._ranks, sends, recvs, direct=self.direct)
         self._channel.check()
         if not sends and not recvs:
             return Done()
+        stream = _stream(itertools.chain(_all(sends), _all(recvs)))
+        if stream is not None:
+            refuse_capture(tag)
         with torch.inference_mode():
             for tensor in _all(recvs):
                 if tensor.is_floating_point():
@@ -467,7 +484,6 @@ class LocalComm(CommBase[_LocalChannel]):
         me, size = self._channel.rank, self._channel.size
         outgoing, incoming = rounds(me, size, sends, sending=True), rounds(me, size, recvs, sending=False)
         keys = sorted(outgoing.keys() | incoming.keys())
-        stream = _stream(itertools.chain(_all(sends), _all(recvs)))
         ready = None if stream is None else stream.record_event()
         progress = _RoundsLeft(me, len(keys), stream, ready)
         work = _LocalWork(self._channel, tag, self.stats, progress)

@@ -278,6 +278,19 @@ def _check_memory(x: Tensor, index: int, peer: int, *, sending: bool, direct: bo
         )
 
 
+def refuse_capture(tag: Tag, *, captured: bool | None = None) -> None:
+    """Raise NotImplementedError for an exchange of CUDA tensors while a CUDA graph is captured from the current stream.
+
+    captured: whether it is, if the caller knows. A replay would not run the hosts' part: their agreement on the
+    exchange, their watch over it, and on some comms the posting of messages.
+    """
+    if torch.cuda.is_current_stream_capturing() if captured is None else captured:
+        raise NotImplementedError(
+            f"exchange: {tag} in a CUDA graph under capture: the hosts take part in every exchange; capture the "
+            "compute between exchanges"
+        )
+
+
 def subset(rank: int, size: int, ranks: Sequence[int]) -> list[int]:
     """The ranks of `Comm.sub`, checked.
 

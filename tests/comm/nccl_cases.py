@@ -10,6 +10,8 @@ from unittest import mock
 import torch
 
 from seqpar.comm import Comm, GroupComm, group
+from seqpar.comm.protocol import Sides
+from tests.comm.cases import tag
 
 
 @contextmanager
@@ -38,3 +40,19 @@ def on_one_gpu(comm: Comm) -> str:
         except ValueError as error:
             return str(error)
     return "nothing was noticed"
+
+
+def under_capture(comm: Comm) -> tuple[str, bool]:
+    """The error of an exchange over NCCL while a CUDA graph is captured, and whether the comm lives."""
+    x, other = torch.zeros(2), 1 - comm.rank
+    said = "nothing was noticed"
+    with mock.patch.object(torch.cuda, "is_current_stream_capturing", lambda: True):
+        with mock.patch.object(group, "checked_sides", lambda *sides: Sides({other: [x]}, {}, {torch.device("cuda")})):
+            comm._channel.carries = {"cuda"}
+            try:
+                comm.exchange({other: [x]}, {}, tag=tag(0))
+            except NotImplementedError as error:
+                said = str(error)
+        comm._channel.carries = {"cpu"}
+        comm.exchange({other: [x + comm.rank]}, {other: [x]}, tag=tag(1)).wait()
+    return said, bool((x == other).all())

@@ -29,6 +29,12 @@ def test_a_group_that_is_bound_to_a_gpu_uses_it(monkeypatch: pytest.MonkeyPatch)
     assert gpu_of(SimpleNamespace(bound_device_id=torch.device("cuda", 3))) == torch.device("cuda", 3)
 
 
+def test_an_exchange_in_a_graph_under_capture_is_refused() -> None:
+    for text, right in run_processes(2, nccl_cases.under_capture):
+        assert text.startswith("exchange: call 0 phase 0 stage 0 with plan 5eed in a CUDA graph under capture")
+        assert right, "CPU tensors have nothing to do with it"
+
+
 @pytest.mark.parametrize(
     "path", [p for p in PAGES if STARTS.search(p.read_text())], ids=lambda path: path.relative_to(ROOT).as_posix()
 )

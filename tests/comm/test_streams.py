@@ -133,6 +133,19 @@ def test_a_stream_that_does_not_wait_is_noticed(device, monkeypatch) -> None:
         run_threads(3, exchanges, device, 0, [])
 
 
+def test_an_exchange_in_a_graph_under_capture_is_refused(device, monkeypatch) -> None:
+    monkeypatch.setattr(torch.cuda, "is_current_stream_capturing", lambda: True)
+
+    def rank_main(comm: Comm) -> Tensor:
+        x = torch.ones(3)
+        with pytest.raises(NotImplementedError, match="in a CUDA graph under capture"):
+            comm.exchange({1 - comm.rank: [torch.zeros(3)]}, {1 - comm.rank: [x]}, tag=tag(0))
+        comm.agree("afterwards", {})
+        return x
+
+    assert all(x.eq(1).all() for x in run_threads(2, rank_main)), "nothing was received"
+
+
 def test_memory_is_held_until_the_wait(device) -> None:
     """What a stream frees it may use again at once, and a copy is on its way on another one."""
     arrived = threading.Event()

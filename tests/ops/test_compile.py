@@ -7,11 +7,16 @@ import gc
 import pickle
 import weakref
 from collections.abc import Callable
+from types import SimpleNamespace
 
 import pytest
 import torch
 from torch import Tensor, nn
+from torch import _inductor as inductor
+from torch._dynamo.backends.common import aot_autograd
 from torch._dynamo.testing import CompileCounterWithBackend
+from torch._functorch.aot_autograd import make_boxed_func
+from torch._inductor.scheduler import Scheduler
 from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.library import opcheck
 from torch.utils._python_dispatch import TorchDispatchMode
@@ -127,6 +132,51 @@ def test_inductor_compiles_a_layer() -> None:
         got = trained(compiled, plan.rows(0), bind(plan, comm), dynamic=True)
         assert_equal(got, trained(net, plan.rows(0), plan, comm))
     assert counter.frame_count == 1
+
+
+def ops_of(function: Callable[..., Tensor], *given: Tensor) -> list[torch.fx.Node]:
+    """The calls of this package's ops in the graphs of a function and its backward."""
+    nodes: list[torch.fx.Node] = []
+
+    def keep(graph: torch.fx.GraphModule, _: object) -> Callable[..., object]:
+        nodes.extend(n for n in graph.graph.nodes if getattr(n.target, "namespace", "") == "seqpar")
+        return make_boxed_func(graph.forward)
+
+    torch.compile(function, backend=aot_autograd(fw_compiler=keep, bw_compiler=keep), fullgraph=True)(
+        *given
+    ).sum().backward()
+    return nodes
+
+
+def test_inductor_captures_no_plan_in_a_cuda_graph() -> None:
+    plan, comm = pair(causal=True)
+    rows, handle = plan.layout, bind(plan, comm)
+    kept = bind(rows, rows, comm)
+
+    def every(x: Tensor) -> Tensor:
+        x = seqpar.relayout(seqpar.attention(x, x, x, handle), comm, src=rows, dst=rows, rows=14)
+        return seqpar.switch(x, comm, split_dim=1, concat_dim=0, sizes=([2], [14])).sin()
+
+    x = torch.randn(14, 2, 4, dtype=torch.float64, requires_grad=True)
+    nodes = ops_of(every, x)
+    assert {n.target._opname for n in nodes} == {"attention", "attention_backward", "switch", "relayout"}, kept
+    for node in nodes:
+        kernel = object.__new__(inductor.ir.FallbackKernel)
+        kernel.op_overload, kernel.fx_node, kernel.unbacked_bindings = node.target, node, {}
+        with inductor.config.patch("triton.cudagraphs", True):
+            why = Scheduler.should_partition(SimpleNamespace(), SimpleNamespace(node=kernel, is_gpu=lambda: True))
+        assert why == "CUDAGraph-unsafe custom ops", node.target
+
+
+def test_a_compiled_function_is_not_captured_as_a_whole(monkeypatch) -> None:
+    plan, comm = pair()
+    x, run = torch.randn(14, 2, 4, requires_grad=True), compiled(attend)
+    out = run(x, bind(plan, comm)).sum()
+    for name in ("is_initialized", "is_current_stream_capturing"):
+        monkeypatch.setattr(torch.cuda, name, lambda: True)
+    for call in (lambda: run(x, bind(plan, comm)), out.backward):
+        with pytest.raises(NotImplementedError, match="would compute this plan for every batch; leave capturing to"):
+            call()
 
 
 def on_a_rank(comm: Comm, count: int) -> tuple[int, list[int]]:

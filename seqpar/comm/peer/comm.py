@@ -14,7 +14,7 @@ from seqpar.comm.entry import enters
 from seqpar.comm.local import LocalComm
 from seqpar.comm.peer.channel import PeerChannel, PeerExchange
 from seqpar.comm.peer.cuda import Cuda
-from seqpar.comm.protocol import NO_FACTS, PeerError, Stats, Tag, Work, checked_sides
+from seqpar.comm.protocol import NO_FACTS, PeerError, Stats, Tag, Work, checked_sides, refuse_capture
 from seqpar.comm.shm import ShmComm
 
 T = TypeVar("T")
@@ -131,11 +131,7 @@ class PeerComm(CommBase[PeerChannel]):
         channel.check()
         if not on_device:
             return self._control.exchange(sends, recvs, tag=tag)
-        if channel.cuda.capturing():
-            raise NotImplementedError(
-                f"exchange: {tag} in a CUDA graph under capture: its hosts take part in every exchange of PeerComm; "
-                "capture the compute between exchanges"
-            )
+        refuse_capture(tag, captured=channel.cuda.capturing())
         try:
             posted = channel.post(self._scope_id, tag, sides.sends, sides.recvs)
         except RuntimeError as error:

@@ -27,6 +27,8 @@ from seqpar.ops.core.handles import carried, carry, handles, in_graph, uncompile
 
 Tensors = Sequence[Tensor | None]
 LIBRARY = torch.library.Library("seqpar", "FRAGMENT")
+# A replay of a CUDA graph reads no handle: it would compute the captured call's plan for every batch.
+TAGS = (torch.Tag.pt2_compliant_tag, torch.Tag.cudagraph_unsafe)
 
 
 @dataclass(eq=False)
@@ -99,7 +101,7 @@ class CollectiveOp:
     def define(self, tensors: int | None, schema: str, fake: Callable[..., Any]) -> None:
         """Register the op ``seqpar::name``. tensors: number of arguments before the handles, None for one list."""
         self._tensors = tensors
-        LIBRARY.define(f"{self.name}{schema}", tags=torch.Tag.pt2_compliant_tag)
+        LIBRARY.define(f"{self.name}{schema}", tags=TAGS)
         LIBRARY.impl(self.name, uncompiled(self._run_in_graph), "CompositeExplicitAutograd")
         LIBRARY.impl(self.name, uncompiled(self._differentiable), "Autograd")
         torch.library.register_fake(f"seqpar::{self.name}", fake, lib=LIBRARY)
@@ -107,7 +109,7 @@ class CollectiveOp:
     def define_back(self, schema: str, fake: Callable[..., Any]) -> None:
         """Register the op ``seqpar::name_backward`` of gradients, tensors, results, ticket and needs."""
         name = f"{self.name}_backward"
-        LIBRARY.define(f"{name}{schema}", tags=torch.Tag.pt2_compliant_tag)
+        LIBRARY.define(f"{name}{schema}", tags=TAGS)
         LIBRARY.impl(name, uncompiled(self._run_back_in_graph), "CompositeExplicitAutograd")
         torch.library.register_fake(f"seqpar::{name}", fake, lib=LIBRARY)
 
@@ -126,6 +128,7 @@ class CollectiveOp:
         return tensors, arguments[count], arguments[count + 1 :]
 
     def _run_in_graph(self, *arguments: Any) -> Any:
+        refuse_capture(self.name)
         tensors, handles, options = self._parted(arguments)
         values = [value for handle in handles for value in carried(handle)]
         if isinstance(values[0], Ticket):
@@ -137,6 +140,7 @@ class CollectiveOp:
 
     def _run_back_in_graph(self, *arguments: Any) -> tuple[Tensor, ...]:
         assert self.back is not None and self._tensors is not None
+        refuse_capture(self.name)
         *given, ticket, needs = arguments
         results = (len(given) - self._tensors) // 2
         grads, tensors = given[:results], given[results:]
@@ -249,6 +253,16 @@ def _placed(ctx: Any, grads: Sequence[Tensor]) -> list[Tensor | None]:
     """Gradients, at the places of all tensors; None where none is needed."""
     by_number = dict(zip(ctx.needed, grads, strict=True))
     return [by_number.get(n) for n in range(ctx.count)]
+
+
+def refuse_capture(what: str) -> None:
+    """Raise NotImplementedError for an op of a compiled graph while a CUDA graph is captured."""
+    if torch.cuda.is_initialized() and torch.cuda.is_current_stream_capturing():
+        raise NotImplementedError(
+            f"{what} of a compiled function in a CUDA graph under capture, whose replays would compute this plan for "
+            "every batch; leave capturing to torch.compile, which captures the parts between such calls if "
+            "torch._inductor.config.graph_partition is on, as by default"
+        )
 
 
 def no_double_backward(what: str) -> NotImplementedError:
