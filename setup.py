@@ -39,6 +39,7 @@ ISA = {
     "avx2.cpp": ["-mavx2", "-mfma"],
     "avx512.cpp": ["-mavx512f", "-mavx512bw", "-mavx512dq", "-mavx512vl", "-mfma"],
     "avx512_bf16.cpp": ["-mavx512f", "-mavx512bw", "-mavx512dq", "-mavx512vl", "-mfma", "-mavx512bf16"],
+    "amx.cpp": ["-mavx512f", "-mavx512bw", "-mavx512dq", "-mavx512vl", "-mfma", "-mavx512bf16", "-mamx-tile", "-mamx-bf16"],
 }  # fmt: skip
 
 

@@ -9,6 +9,8 @@ namespace {
 
 const sp_kernels* kernels(int isa, int dtype) {
 #if defined(__x86_64__)
+  if (isa > sp_isa()) isa = sp_isa();  // which also asks Linux for what the processor has
+  if (isa >= SP_AMX && dtype == SP_BF16) return &sp_attention_amx;
   if (isa >= SP_AVX512_BF16 && dtype == SP_BF16) return &sp_attention_avx512_bf16;
   if (isa >= SP_AVX512) return &sp_attention_avx512;
   if (isa == SP_AVX2) return &sp_attention_avx2;

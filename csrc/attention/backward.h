@@ -71,13 +71,13 @@ inline size_t lay_out(const Backward* job, char* scratch, Chunk* c) {
 
 inline void load_keys(const Backward* job, int64_t head, int64_t begin, int64_t end, Chunk* c) {
   const sp_attention* x = job->x;
-  int64_t width = x->dtype == SP_F32 ? 4 : 2, rows = up(end - begin, PAIR);
+  int64_t width = x->dtype == SP_F32 ? 4 : 2, rows = up(end - begin, GRAIN);
   const char* k = (const char*)x->k + (begin * x->k_row + head * x->k_head) * width;
   const char* v = (const char*)x->v + (begin * x->v_row + head * x->v_head) * width;
   stage(x->dtype, k, x->k_row, x->dim, end - begin, c->k, job->k_words, rows);
   stage(x->dtype, v, x->v_row, x->v_dim, end - begin, c->v, job->v_words, rows);
 #if defined(SP_PAIRS)
-  zip(c->k, job->k_words, rows, c->k_zipped, job->k_cols);
+  zip_down(c->k, job->k_words, rows, c->k_zipped, job->k_cols);
 #endif
   c->k_finite = finite(c->k, rows * job->k_words);
   memset(c->dk, 0, (size_t)(rows * job->k_cols) * 4);
@@ -179,9 +179,9 @@ inline void walk_block(const Backward* job, const Block* block, const Score* sco
   const sp_attention* x = job->x;
   int64_t row = block->begin - begin, keys = block->end - block->begin, lane = block->vector * W;
   multiply<false>(block->vectors, c->k + row * job->k_words, job->k_words, 1, c->q_turned + lane, BM, c->s + lane, BM,
-                  keys, (x->dim + PAIR - 1) / PAIR);
+                  keys, up(x->dim, GRAIN) / PAIR);
   multiply<false>(block->vectors, c->v + row * job->v_words, job->v_words, 1, c->dout_turned + lane, BM, c->ds + lane,
-                  BM, keys, (x->v_dim + PAIR - 1) / PAIR);
+                  BM, keys, up(x->v_dim, GRAIN) / PAIR);
   bool plain = score->plain && score->a == nullptr;
   if (block->full && plain)
     differentiate<true, true>(block, score, c);
@@ -206,9 +206,9 @@ inline void walk_block(const Backward* job, const Block* block, const Score* sco
     add_seen_queries(c->lanes, block, c->ds_flat, BM / PAIR, c->q, job->k_cols, x->dim, dk, job->k_cols);
   const float* k = c->k_zipped + row / PAIR * job->k_cols;
   if (block->full || c->k_finite)
-    multiply<true>(block->vectors, k, 1, job->k_cols, c->ds_zipped + lane, BM, c->dq + lane, BM, x->dim, keys / PAIR);
+    multiply_down(block->vectors, k, job->k_cols, c->ds_zipped + lane, BM, c->dq + lane, BM, x->dim, keys / PAIR);
   else
-    add_seen_keys(c->lanes, block, k, job->k_cols, true, x->dim, c->ds_zipped, c->dq);
+    add_seen_keys(c->lanes, block, k, job->k_cols, x->dim, c->ds_zipped, c->dq);
 }
 
 // Adds a tile's dq once it is this chunk's turn.
@@ -244,10 +244,11 @@ inline void backward_task(void* context, int64_t task, char* scratch) {
   const Backward* job = static_cast<const Backward*>(context);
   const sp_attention* x = job->x;
   const sp_grads* g = job->grads;
+  Registers registers;
   Chunk c;
   lay_out(job, scratch, &c);
   int64_t nth = task / x->kv_heads, kv_head = task % x->kv_heads, group = x->heads / x->kv_heads;
-  int64_t begin = nth * job->chunk, end = least(begin + job->chunk, x->n), limit = up(end, PAIR);
+  int64_t begin = nth * job->chunk, end = least(begin + job->chunk, x->n), limit = up(end, GRAIN);
   bool loaded = false;
   for (int64_t tile = x->tiles.count - 1; tile >= 0; --tile) {
     if (nth < job->first[tile] || nth >= job->stop[tile]) continue;

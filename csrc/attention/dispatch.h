@@ -16,7 +16,8 @@ struct sp_kernels {
   int (*backward)(const sp_attention*, const sp_grads*, const sp_ranges*, sp_parallel_for);
 };
 
-extern const sp_kernels sp_attention_portable, sp_attention_avx2, sp_attention_avx512, sp_attention_avx512_bf16;
+extern const sp_kernels sp_attention_portable, sp_attention_avx2, sp_attention_avx512, sp_attention_avx512_bf16,
+    sp_attention_amx;
 
 // Runs tasks 0 to count - 1, started in ascending order, on the threads of parallel_for. Each thread has `scratch`
 // bytes, aligned to a page. work: floating-point operations of all tasks; a small amount runs on one thread.

@@ -124,14 +124,14 @@ inline void add_values(const Forward* job, const Lanes* lanes, const Block* bloc
                        const float* weights, float* out) {
   const Panels* p = &job->panels;
   const float* v = p->v + kv_head * p->v_head + block->begin / PAIR * p->v_row;
-  int64_t rows = (block->end - block->begin) / PAIR;
+  int64_t rows = (block->end - block->begin) / PAIR, words = GROUP > 1 ? p->v_row : job->x->v_dim;
   bool clean = true;
-  for (int64_t r = 0; r < rows && !block->full; ++r) clean &= finite(v + r * p->v_row, job->x->v_dim);
+  for (int64_t r = 0; r < rows && !block->full; ++r) clean &= finite(v + r * p->v_row, words);
   if (clean) {
-    multiply<true>(block->vectors, v, 1, p->v_row, weights + block->vector * W, BM, out + block->vector * W, BM,
-                   job->x->v_dim, rows);
+    multiply_down(block->vectors, v, p->v_row, weights + block->vector * W, BM, out + block->vector * W, BM,
+                  job->x->v_dim, rows);
   } else {
-    add_seen_keys(lanes, block, v, p->v_row, true, job->x->v_dim, weights, out);
+    add_seen_keys(lanes, block, v, p->v_row, job->x->v_dim, weights, out);
   }
 }
 
@@ -191,6 +191,7 @@ inline void forward_task(void* context, int64_t task, char* scratch) {
   State* state = &here->state;
   find_lanes(x, job->ranges, tile, lanes);
   if (lanes->rows <= 0) return;
+  Registers registers;
   Score score = make_score(x, head);
   load_lanes(x->pos, lanes, state->pos);
   load_lanes(score.a, lanes, state->drop);
@@ -211,7 +212,7 @@ inline void forward_task(void* context, int64_t task, char* scratch) {
     // prefetch the next keys, and the values that this block is about to read
     Ahead ahead = {k + MR * p->k_row, p->v + kv_head * p->v_head + block.begin / PAIR * p->v_row, p->k_row, p->v_row};
     multiply<false, true>(block.vectors, k, p->k_row, 1, queries + block.vector * W, BM, s + block.vector * W, BM,
-                          least(block.end, x->n) - block.begin, (x->dim + PAIR - 1) / PAIR, &ahead);
+                          least(block.end, x->n) - block.begin, up(x->dim, GRAIN) / PAIR, &ahead);
     if (block.full)
       mask_scores<true>(lanes, &block, &score, state, s, here->peak);
     else
@@ -235,26 +236,26 @@ inline void forward_task(void* context, int64_t task, char* scratch) {
 struct Packing {
   const sp_attention* x;
   float *k, *v;
-  int64_t k_words, chunks, rows;
+  int64_t k_words, v_words, chunks, rows;  // v_words: of a zipped row
 };
 
 inline void pack_task(void* context, int64_t task, char* scratch) {
   const Packing* job = static_cast<const Packing*>(context);
   const sp_attention* x = job->x;
   int64_t head = task / job->chunks, begin = task % job->chunks * PACK_KEYS, end = least(begin + PACK_KEYS, x->n);
-  int64_t padded = up(end, PAIR) - begin, width = x->dtype == SP_F32 ? 4 : 2;
+  int64_t padded = up(end, GRAIN) - begin, width = x->dtype == SP_F32 ? 4 : 2;
   const char* v = (const char*)x->v + (begin * x->v_row + head * x->v_head) * width;
   if (job->k != nullptr)
     stage(x->dtype, (const char*)x->k + (begin * x->k_row + head * x->k_head) * width, x->k_row, x->dim, end - begin,
           job->k + (head * job->rows + begin) * job->k_words, job->k_words, padded);
-  float* to = job->v + (head * job->rows + begin) / PAIR * x->v_dim;
+  float* to = job->v + (head * job->rows + begin) / PAIR * job->v_words;
 #if defined(SP_PAIRS)
-  int64_t words = (x->v_dim + 1) / 2;
+  int64_t words = (job->v_words + 1) / 2;
   stage(x->dtype, v, x->v_row, x->v_dim, end - begin, reinterpret_cast<float*>(scratch), words, padded);
-  zip(reinterpret_cast<float*>(scratch), words, padded, to, x->v_dim);
+  zip_down(reinterpret_cast<float*>(scratch), words, padded, to, job->v_words);
 #else
   (void)scratch;
-  stage(x->dtype, v, x->v_row, x->v_dim, end - begin, to, x->v_dim, padded);
+  stage(x->dtype, v, x->v_row, x->v_dim, end - begin, to, job->v_words, padded);
 #endif
 }
 
@@ -269,17 +270,19 @@ inline int forward(const sp_attention* x, const sp_sums* sums, const sp_ranges* 
   float* packed = nullptr;
   double pairs = attended(x, ranges);
   if (x->n > 0 && x->dtype == SP_BF16) {
-    Packing pack = {x, nullptr, nullptr, (x->dim + PAIR - 1) / PAIR, (x->n + PACK_KEYS - 1) / PACK_KEYS, up(x->n, 2)};
-    // whole pairs can be read in place
-    bool lies = PAIR == 2 && x->dim % 2 == 0 && x->k_row % 2 == 0 && x->k_head % 2 == 0;
+    int64_t v_words = GROUP > 1 ? up(x->v_dim, W) : x->v_dim;
+    Packing pack = {x, nullptr, nullptr, up(x->dim, GRAIN) / PAIR, v_words, (x->n + PACK_KEYS - 1) / PACK_KEYS,
+                    up(x->n, most(GRAIN, 2))};
+    // whole pairs can be read in place; tile registers load faster from rows that lie close
+    bool lies = PAIR == 2 && GROUP == 1 && x->dim % 2 == 0 && x->k_row % 2 == 0 && x->k_head % 2 == 0;
     int64_t k_words = lies ? 0 : x->kv_heads * pack.rows * pack.k_words;
-    packed = static_cast<float*>(sp_allocate((size_t)(k_words + x->kv_heads * pack.rows / PAIR * x->v_dim) * 4));
+    packed = static_cast<float*>(sp_allocate((size_t)(k_words + x->kv_heads * pack.rows / PAIR * v_words) * 4));
     if (packed == nullptr) return SP_NO_MEMORY;
     pack.k = lies ? nullptr : packed, pack.v = packed + k_words;
-    job.panels = {pack.k, pack.v, pack.k_words, pack.rows * pack.k_words, x->v_dim, pack.rows / PAIR * x->v_dim};
+    job.panels = {pack.k, pack.v, pack.k_words, pack.rows * pack.k_words, v_words, pack.rows / PAIR * v_words};
     if (lies) job.panels.k = (const float*)x->k, job.panels.k_row = x->k_row / 2, job.panels.k_head = x->k_head / 2;
     double work = 8.0 * (double)(x->n * x->kv_heads * (x->dim + x->v_dim));
-    size_t bytes = (size_t)(PACK_KEYS * (x->v_dim + 1) / 2) * 4;
+    size_t bytes = (size_t)(PACK_KEYS * (v_words + 1) / 2) * 4;
     int status = sp_run(pack_task, &pack, x->kv_heads * pack.chunks, bytes, work, parallel_for);
     if (status != 0) {
       free(packed);

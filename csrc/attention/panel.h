@@ -1,9 +1,12 @@
-// Panels, the operands in the order in which the matrix product reads them, and the product.
+// Panels, the operands in the order in which the matrix product reads them.
 //
 // A panel consists of 4-byte words: one float, or with SP_PAIRS two bf16 that are neighbours along the summed index.
 // A matrix [rows][cols] has two layouts. For 2 x 4 values a b c d / e f g h in pairs:
 //     flat     ab cd / ef gh      pairs along the columns
 //     zipped   ae bf cg dh        pairs along the rows: half as many rows of words
+// SP_TILES adds a third, for a left operand that is summed along its rows: a tile register wants 16 words of that
+// index side by side.
+//     banded   zipped in bands of 16 rows of words, and each band transposed
 #pragma once
 
 #include "attention/vector.h"
@@ -15,18 +18,16 @@ constexpr int PAIR = 2;  // values per word
 #else
 constexpr int PAIR = 1;
 #endif
+#if defined(SP_TILES)
+constexpr int GROUP = 2;          // vectors of lanes that are computed together, and
+constexpr int GRAIN = PAIR * 16;  // keys: a sum over either fills rows of tile registers
+#else
+constexpr int GROUP = 1, GRAIN = PAIR;
+#endif
 
 inline int64_t up(int64_t x, int64_t to) { return (x + to - 1) / to * to; }
 inline int64_t least(int64_t a, int64_t b) { return a < b ? a : b; }
 inline int64_t most(int64_t a, int64_t b) { return a > b ? a : b; }
-
-inline V dot(V a, V b, V sum) {
-#if defined(SP_PAIRS)
-  return _mm512_dpbf16_ps(sum, (__m512bh)a, (__m512bh)b);
-#else
-  return fma(a, b, sum);
-#endif
-}
 
 inline V widened(uint16_t bits) {
   uint32_t word = (uint32_t)bits << 16;
@@ -35,13 +36,18 @@ inline V widened(uint16_t bits) {
   return splat(x);
 }
 
-inline float value(const float* panel, int64_t row, int64_t words, int64_t col, bool zipped) {
+enum Layout { FLAT, ZIPPED, BANDED };
+
+inline float value(const float* panel, int64_t row, int64_t words, int64_t col, Layout layout) {
 #if defined(SP_PAIRS)
   const LooseHalf* halves = (const LooseHalf*)panel;
-  uint16_t bits = zipped ? halves[(row / 2 * words + col) * 2 + row % 2] : halves[row * words * 2 + col];
-  return widened(bits)[0];
+  int64_t word = row / 2 * words + col;
+#if defined(SP_TILES)
+  if (layout == BANDED) word = row / GRAIN * 16 * words + col * 16 + row / 2 % 16;
+#endif
+  return widened(layout == FLAT ? halves[row * words * 2 + col] : halves[word * 2 + row % 2])[0];
 #else
-  (void)zipped;
+  (void)layout;
   return panel[row * words + col];
 #endif
 }
@@ -52,88 +58,6 @@ struct Ahead {
   const float *near, *far;
   int64_t near_row, far_row;
 };
-
-// c[r][:] = or += sum over s < steps of a[r * a_row + s * a_step] * b[s * b_step :][: N vectors], for r < rows.
-template <int N, bool ADD, bool FETCH>
-inline void product(const float* a, int64_t a_row, int64_t a_step, const float* b, int64_t b_step, float* c,
-                    int64_t c_row, int64_t rows, int64_t steps, const Ahead* ahead) {
-  for (int64_t first = 0; first < rows; first += MR) {
-    const float* at[MR];  // past the end the last row again: computed, not stored
-#pragma GCC unroll 16
-    for (int r = 0; r < MR; ++r) at[r] = a + least(first + r, rows - 1) * a_row;
-    V sum[MR][N];
-#pragma GCC unroll 16
-    for (int r = 0; r < MR; ++r)
-#pragma GCC unroll 4
-      for (int v = 0; v < N; ++v) sum[r][v] = splat(0.0f);
-    const float* from = b;
-    int64_t offset = 0;
-    for (int64_t s = 0, pause = steps; s < steps; s = pause) {
-      if (FETCH) {
-        pause = least(s + 16, steps);  // a cache line's worth of steps
-        for (int64_t r = first; r < first + MR; ++r) {
-          __builtin_prefetch(ahead->near + r * ahead->near_row + s, 0, 3);
-          __builtin_prefetch(ahead->far + r * ahead->far_row + s, 0, 2);
-        }
-      }
-      for (int64_t t = s; t < pause; ++t, offset += a_step, from += b_step) {
-        V y[N];
-#pragma GCC unroll 4
-        for (int v = 0; v < N; ++v) y[v] = load(from + v * W);
-#pragma GCC unroll 16
-        for (int r = 0; r < MR; ++r) {
-          V x = splat(*(const LooseFloat*)(at[r] + offset));
-#pragma GCC unroll 4
-          for (int v = 0; v < N; ++v) sum[r][v] = dot(x, y[v], sum[r][v]);
-        }
-      }
-    }
-    float* to = c + first * c_row;
-    if (rows - first >= MR) {
-#pragma GCC unroll 16
-      for (int r = 0; r < MR; ++r)
-#pragma GCC unroll 4
-        for (int v = 0; v < N; ++v) {
-          float* word = to + r * c_row + v * W;
-          store(word, ADD ? load(word) + sum[r][v] : sum[r][v]);
-        }
-    } else {
-      V kept[MR][N];
-      memcpy(kept, sum, sizeof(sum));
-      for (int64_t r = 0; r < rows - first; ++r)
-        for (int v = 0; v < N; ++v) {
-          float* word = to + r * c_row + v * W;
-          store(word, ADD ? load(word) + kept[r][v] : kept[r][v]);
-        }
-    }
-  }
-}
-
-// The same product over any number of vectors.
-template <bool ADD, bool FETCH = false>
-__attribute__((noinline)) void multiply(int64_t vectors, const float* a, int64_t a_row, int64_t a_step, const float* b,
-                                        int64_t b_step, float* c, int64_t c_row, int64_t rows, int64_t steps,
-                                        const Ahead* ahead = nullptr) {
-  for (int64_t parts = (vectors + NV - 1) / NV; parts > 0; --parts) {
-    int64_t n = (vectors + parts - 1) / parts;
-    switch (n) {
-      case 1:
-        product<1, ADD, FETCH>(a, a_row, a_step, b, b_step, c, c_row, rows, steps, ahead);
-        break;
-      case 2:
-        product<2, ADD, FETCH>(a, a_row, a_step, b, b_step, c, c_row, rows, steps, ahead);
-        break;
-#if !(defined(__AVX2__) && !defined(__AVX512F__))
-      case 3:
-        product<3, ADD, FETCH>(a, a_row, a_step, b, b_step, c, c_row, rows, steps, ahead);
-        break;
-      default:
-        product<NV, ADD, FETCH>(a, a_row, a_step, b, b_step, c, c_row, rows, steps, ahead);
-#endif
-    }
-    vectors -= n, b += n * W, c += n * W;
-  }
-}
 
 // Prefetches rows that will be read soon; `row` and `bytes` are in bytes.
 inline void fetch(const void* at, int64_t row, int64_t rows, int64_t bytes) {
@@ -180,6 +104,21 @@ inline void zip(const float* panel, int64_t words, int64_t rows, float* __restri
     uint32_t* to = (uint32_t*)(out + r / 2 * cols);
     for (int64_t c = 0; c < cols; ++c) to[c] = a[c] | (uint32_t)b[c] << 16;
   }
+}
+
+// Zips a flat panel whose columns will be summed down: into bands with SP_TILES, for multiples of GRAIN rows and of W
+// columns.
+inline void zip_down(const float* panel, int64_t words, int64_t rows, float* out, int64_t cols) {
+#if defined(SP_TILES)
+  float block[16 * W];
+  for (int64_t r = 0; r < rows; r += GRAIN)
+    for (int64_t c = 0; c < cols; c += W) {
+      zip(panel + r * words + c / PAIR, words, GRAIN, block, W);
+      transpose(block, W, out + r / PAIR * cols + c * 16, 16);
+    }
+#else
+  zip(panel, words, rows, out, cols);
+#endif
 }
 #endif
 

@@ -23,7 +23,9 @@
 
 namespace {
 
-#if defined(__AVX512F__)
+#if defined(SP_TILES)
+constexpr int W = 16, NV = 4, MR = 32;
+#elif defined(__AVX512F__)
 constexpr int W = 16;  // lanes of a vector
 constexpr int NV = 3;  // vectors and
 constexpr int MR = 8;  // rows of the block that a product keeps in registers

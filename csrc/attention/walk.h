@@ -2,7 +2,11 @@
 #pragma once
 
 #include "attention/dispatch.h"
-#include "attention/panel.h"
+#if defined(SP_TILES)
+#include "attention/tiles.h"
+#else
+#include "attention/product.h"
+#endif
 
 namespace {
 
@@ -26,7 +30,7 @@ struct Block {
 inline void find_lanes(const sp_attention* x, const sp_ranges* ranges, int64_t tile, Lanes* lanes) {
   lanes->row = x->tiles.rows[tile];
   lanes->rows = x->tiles.rows[tile + 1] - lanes->row;
-  lanes->vectors = (lanes->rows + W - 1) / W;
+  lanes->vectors = up(lanes->rows, GROUP * W) / W;
   for (int64_t v = 0; v < lanes->vectors; ++v) {
     int64_t first = INT64_MAX, stop = 0, all_first = 0, all_stop = INT64_MAX;
     for (int64_t i = v * W; i < (v + 1) * W; ++i) {
@@ -36,9 +40,9 @@ inline void find_lanes(const sp_attention* x, const sp_ranges* ranges, int64_t t
       if (begin < end) first = least(first, begin), stop = most(stop, end);
       all_first = most(all_first, begin), all_stop = least(all_stop, end);
     }
-    // never split a pair of keys
-    lanes->first[v] = first == INT64_MAX ? first : first / PAIR * PAIR;
-    lanes->stop[v] = up(stop, PAIR);
+    // never split a pair of keys, or what fills a tile register
+    lanes->first[v] = first == INT64_MAX ? first : first / GRAIN * GRAIN;
+    lanes->stop[v] = up(stop, GRAIN);
     lanes->all_first[v] = all_first, lanes->all_stop[v] = all_stop;
   }
 }
@@ -60,6 +64,7 @@ inline bool next_block(const Lanes* lanes, int64_t from, int64_t limit, int64_t 
       high = (int)v;
     }
   }
+  low = low / GROUP * GROUP, high = high / GROUP * GROUP + GROUP - 1;
   for (int v = low; v <= high; ++v) block->full &= lanes->all_first[v] <= begin && end <= lanes->all_stop[v];
   block->begin = begin, block->end = end, block->vector = low, block->vectors = high - low + 1;
   return true;
@@ -135,15 +140,15 @@ inline void load_lanes(const int32_t* facts, const Lanes* lanes, int32_t* out) {
   if (facts != nullptr) memcpy(out, facts + lanes->row, (size_t)lanes->rows * sizeof(int32_t));
 }
 
-// c[col][lane] += a[key][col] * b[key][lane] over seen pairs only: for values that are not finite.
-inline void add_seen_keys(const Lanes* lanes, const Block* block, const float* a, int64_t a_words, bool a_zipped,
-                          int64_t cols, const float* b, float* c) {
+// c[col][lane] += a[key][col] * b[key][lane] over seen pairs only, as multiply_down: for values that are not finite.
+inline void add_seen_keys(const Lanes* lanes, const Block* block, const float* a, int64_t a_words, int64_t cols,
+                          const float* b, float* c) {
   for (int64_t lane = block->vector * W; lane < (block->vector + block->vectors) * W; ++lane)
     for (int64_t key = block->begin; key < block->end; ++key) {
       if (!sees(lanes, lane, key)) continue;
-      float weight = value(b, key - block->begin, BM, lane, true);
+      float weight = value(b, key - block->begin, BM, lane, ZIPPED);
       for (int64_t col = 0; col < cols; ++col)
-        c[col * BM + lane] += value(a, key - block->begin, a_words, col, a_zipped) * weight;
+        c[col * BM + lane] += value(a, key - block->begin, a_words, col, BANDED) * weight;
     }
 }
 
@@ -153,9 +158,9 @@ inline void add_seen_queries(const Lanes* lanes, const Block* block, const float
   for (int64_t key = block->begin; key < block->end; ++key)
     for (int64_t lane = block->vector * W; lane < (block->vector + block->vectors) * W; ++lane) {
       if (!sees(lanes, lane, key)) continue;
-      float weight = value(a, key - block->begin, a_words, lane, false);
+      float weight = value(a, key - block->begin, a_words, lane, FLAT);
       for (int64_t col = 0; col < cols; ++col)
-        c[(key - block->begin) * c_row + col] += weight * value(b, lane, b_words, col, true);
+        c[(key - block->begin) * c_row + col] += weight * value(b, lane, b_words, col, ZIPPED);
     }
 }
 

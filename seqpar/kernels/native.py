@@ -18,7 +18,7 @@ from seqpar import native
 from seqpar.kernels import dropout
 from seqpar.kernels.protocol import CallSpec, Grads, Operands, StepFacts, Sums
 
-ISAS = ("portable", "avx2", "avx512", "avx512_bf16")  # numbered as in csrc/base/isa.h
+ISAS = ("portable", "avx2", "avx512", "avx512_bf16", "amx")  # numbered as in csrc/base/isa.h
 DTYPES = (torch.float32, torch.bfloat16)
 MAX_DIM = 1024  # SP_MAX_DIM of csrc/attention/attention.h
 
