@@ -35,11 +35,12 @@ CXX = os.environ.get("CXX", "c++").split()
 STRICT = ["-Werror"] if os.environ.get("SEQPAR_STRICT") == "1" else []
 WARNINGS = ["-Wall", "-Wextra", *STRICT]
 SUBJECTS = ("base", "attention", "copy", "shm", "peer")
+AVX512 = ["-mavx512f", "-mavx512bw", "-mavx512dq", "-mavx512vl", "-mfma"]
 ISA = {
     "avx2.cpp": ["-mavx2", "-mfma"],
-    "avx512.cpp": ["-mavx512f", "-mavx512bw", "-mavx512dq", "-mavx512vl", "-mfma"],
-    "avx512_bf16.cpp": ["-mavx512f", "-mavx512bw", "-mavx512dq", "-mavx512vl", "-mfma", "-mavx512bf16"],
-    "amx.cpp": ["-mavx512f", "-mavx512bw", "-mavx512dq", "-mavx512vl", "-mfma", "-mavx512bf16", "-mamx-tile", "-mamx-bf16"],
+    "avx512.cpp": AVX512,
+    "avx512_bf16.cpp": [*AVX512, "-mavx512bf16"],
+    "amx.cpp": [*AVX512, "-mavx512bf16", "-mamx-tile", "-mamx-bf16"],
 }  # fmt: skip
 
 

@@ -270,9 +270,10 @@ inline int forward(const sp_attention* x, const sp_sums* sums, const sp_ranges* 
   float* packed = nullptr;
   double pairs = attended(x, ranges);
   if (x->n > 0 && x->dtype == SP_BF16) {
-    int64_t v_words = GROUP > 1 ? up(x->v_dim, W) : x->v_dim;
-    Packing pack = {x, nullptr, nullptr, up(x->dim, GRAIN) / PAIR, v_words, (x->n + PACK_KEYS - 1) / PACK_KEYS,
-                    up(x->n, most(GRAIN, 2))};
+    const int64_t v_words = GROUP > 1 ? up(x->v_dim, W) : x->v_dim;
+    Packing pack = {};
+    pack.x = x, pack.k_words = up(x->dim, GRAIN) / PAIR, pack.v_words = v_words;
+    pack.chunks = (x->n + PACK_KEYS - 1) / PACK_KEYS, pack.rows = up(x->n, most(GRAIN, 2));
     // whole pairs can be read in place; tile registers load faster from rows that lie close
     bool lies = PAIR == 2 && GROUP == 1 && x->dim % 2 == 0 && x->k_row % 2 == 0 && x->k_head % 2 == 0;
     int64_t k_words = lies ? 0 : x->kv_heads * pack.rows * pack.k_words;

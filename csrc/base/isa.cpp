@@ -12,41 +12,56 @@
 namespace {
 
 #if defined(__x86_64__)
-// Whether the processor has products of bf16 tiles and Linux lets this process use them. Source: the kernel's
-// Documentation/arch/x86/xstate.rst: a process must ask once before it touches the tile registers.
-bool amx() {
-#if defined(__linux__)
-  constexpr unsigned TILES = 1u << 24, BF16 = 1u << 22, OSXSAVE = 1u << 27;  // CPUID.7.0:EDX, CPUID.1:ECX
-  constexpr uint64_t STATE = 3u << 17;                                       // XCR0: configuration and data of tiles
-  constexpr long ARCH_REQ_XCOMP_PERM = 0x1023, XFEATURE_XTILEDATA = 18;
-  unsigned a, b, c, d;
-  if (!__get_cpuid(1, &a, &b, &c, &d) || !(c & OSXSAVE)) return false;
-  if (!__get_cpuid_count(7, 0, &a, &b, &c, &d) || (d & (TILES | BF16)) != (TILES | BF16)) return false;
-  uint32_t low, high;
-  asm volatile("xgetbv" : "=a"(low), "=d"(high) : "c"(0));
-  if ((((uint64_t)high << 32 | low) & STATE) != STATE) return false;
-  return syscall(SYS_arch_prctl, ARCH_REQ_XCOMP_PERM, XFEATURE_XTILEDATA) == 0;
-#else
-  return false;
-#endif
+int by_intel() {
+  unsigned highest = 0, b = 0, c = 0, d = 0;
+  return __get_cpuid(0, &highest, &b, &c, &d) && b == signature_INTEL_ebx && c == signature_INTEL_ecx &&
+         d == signature_INTEL_edx;
 }
 
-int best() {
-  // These builtins ask the operating system too: it must save the wider registers for a feature to count.
-  if (!__builtin_cpu_supports("avx2") || !__builtin_cpu_supports("fma")) return SP_PORTABLE;
-  bool wide = __builtin_cpu_supports("avx512f") && __builtin_cpu_supports("avx512bw") &&
-              __builtin_cpu_supports("avx512dq") && __builtin_cpu_supports("avx512vl");
-  if (!wide) return SP_AVX2;
-  if (!__builtin_cpu_supports("avx512bf16")) return SP_AVX512;
-  return amx() ? SP_AMX : SP_AVX512_BF16;
-}
+// Source: Linux, Documentation/arch/x86/xstate.rst: a process asks before it touches the tile registers.
+int has_tiles() {
+#if defined(__linux__)
+  constexpr unsigned OSXSAVE = 1u << 27,
+                     TILES = 1u << 24 | 1u << 22;  // CPUID.1:ECX; AMX-TILE and AMX-BF16 in CPUID.7:EDX
+  constexpr unsigned STATE = 3u << 17;             // XCR0: the configuration and the tiles
+  constexpr long ARCH_REQ_XCOMP_PERM = 0x1023, XFEATURE_XTILEDATA = 18;
+  unsigned a = 0, b = 0, c = 0, d = 0, low, high;
+  if (!__get_cpuid(1, &a, &b, &c, &d) || !(c & OSXSAVE)) return 0;
+  if (!__get_cpuid_count(7, 0, &a, &b, &c, &d) || (d & TILES) != TILES) return 0;
+  asm volatile("xgetbv" : "=a"(low), "=d"(high) : "c"(0));
+  if ((low & STATE) != STATE) return 0;
+  return syscall(SYS_arch_prctl, ARCH_REQ_XCOMP_PERM, XFEATURE_XTILEDATA) == 0;
 #else
-int best() { return SP_PORTABLE; }
+  return 0;
+#endif
+}
 #endif
 
 }  // namespace
 
+sp_processor sp_this_processor(void) {
+  sp_processor x = {};
+#if defined(__x86_64__)
+  // These builtins ask the operating system too: it must save the wider registers for a feature to count.
+  x.intel = by_intel();
+  x.avx2 = __builtin_cpu_supports("avx2") && __builtin_cpu_supports("fma");
+  x.avx512 = __builtin_cpu_supports("avx512f") && __builtin_cpu_supports("avx512bw") &&
+             __builtin_cpu_supports("avx512dq") && __builtin_cpu_supports("avx512vl");
+  x.bf16 = __builtin_cpu_supports("avx512bf16") ? 1 : 0;
+  x.tiles = has_tiles();
+#endif
+  return x;
+}
+
+int sp_isa_of(sp_processor x) {
+  if (!x.avx2) return SP_PORTABLE;
+  if (!x.avx512) return SP_AVX2;
+  if (!x.bf16) return SP_AVX512;
+  if (x.tiles) return SP_AMX;
+  return x.intel ? SP_AVX512 : SP_AVX512_BF16;
+}
+
 int sp_isa(void) {
-  static const int isa = best();
+  static const int isa = sp_isa_of(sp_this_processor());
   return isa;
 }

@@ -7,6 +7,7 @@
 #include "base/parallel.h"
 
 void test_attention(sp_parallel_for parallel_for);
+void test_isa();
 void test_copy(sp_parallel_for parallel_for);
 void test_shm();
 
@@ -31,6 +32,8 @@ void say(const char* name) {
 }  // namespace
 
 int main() {
+  test_isa();
+  say("isa");
   test_copy(threads);
   say("copy");
   test_shm();
