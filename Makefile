@@ -10,15 +10,17 @@ WORKERS ?= 3
 
 BIN := $(VENV)/bin
 READY := $(VENV)/.seqpar-ready
+SMALL := $(VENV)/.seqpar-small
 TIMM := $(VENV)/timm
 OLDEST_TRITON := $(if $(filter Linux,$(shell uname -s)),$(VENV)/triton-3.6)
 
 # The tests start hundreds of processes, which load bytecode sooner than they compile it.
 unexport PYTHONDONTWRITEBYTECODE
 
-.PHONY: demo test quick exhaustive soak bits bench results docs gpu sanitize lint setup clean
+.PHONY: demo test quick exhaustive soak bits bench results docs links gpu sanitize lint setup clean
 
-demo: $(READY)
+# with less than the tests need, unless that is installed
+demo: $(or $(wildcard $(READY)),$(SMALL))
 	$(BIN)/seqpar demo $(ARGS)
 
 test: $(READY) $(OLDEST_TRITON) $(TIMM)
@@ -51,6 +53,10 @@ results: $(READY)
 docs: $(READY)
 	NO_MKDOCS_2_WARNING=1 $(BIN)/python -m mkdocs build --strict $(ARGS)
 
+# whether the addresses that pages link to answer; it needs the internet, so no test calls it
+links: $(READY)
+	$(BIN)/python -m tests.links
+
 # on one NVIDIA GPU; ARGS="--minutes 8" stops in time and goes on at the next call, ARGS=--rehearse needs no GPU
 gpu: $(READY)
 	$(BIN)/python -m bench.gpu.run $(ARGS)
@@ -67,13 +73,15 @@ lint: $(READY)
 
 setup: $(READY) $(OLDEST_TRITON) $(TIMM)
 
-# One stamp: a second call is instant, and a change of what is installed sets up again. torch comes first and pinned,
-# and the build is not isolated, so nothing can pull a second torch.
-$(READY): pyproject.toml setup.py constraints.txt $(wildcard csrc/*/*)
+# A stamp for each set of extras: a second call is instant, and a change of what is installed sets up again. torch comes
+# first and pinned, and the build is not isolated, so nothing can pull a second torch.
+$(READY): EXTRAS := dev
+$(SMALL): EXTRAS := cli,plot
+$(READY) $(SMALL): pyproject.toml setup.py constraints.txt $(wildcard csrc/*/*)
 	@$(PYTHON) -c 'import sys; v = sys.version_info; sys.exit(v < (3, 10) and f"seqpar needs Python >= 3.10, {sys.executable} is {v[0]}.{v[1]}: make PYTHON=... chooses another")'
 	test -x $(BIN)/python || $(PYTHON) -m venv $(VENV)
 	$(BIN)/python -m pip install --quiet -c constraints.txt setuptools wheel numpy torch
-	$(BIN)/python -m pip install --quiet -c constraints.txt --no-build-isolation -e '.[dev]'
+	$(BIN)/python -m pip install --quiet -c constraints.txt --no-build-isolation -e '.[$(EXTRAS)]'
 	@touch $@
 
 # The oldest supported Triton, beside the installed one: the tests compile the GPU kernels with both.
