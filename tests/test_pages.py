@@ -23,8 +23,11 @@ def test_the_page_of_architectures_is_that_of_the_record() -> None:
     record = json.loads((RESULTS / "architectures.json").read_text())
     page = architectures_page.page(record)
     assert (DOCS / "architectures.md").read_text() == page
-    exact = re.search(r"comm\)` (\d+) of them are\s+exact", page)
+    exact = re.search(r"comm\)` (\d+)\s+cases are exact", page)
     assert exact and f"[{exact[1]} of {len(record['rows'])}](architectures.md)" in (DOCS / "comparison.md").read_text()
+    kinds = len({row["kind"] for row in record["rows"].values()})
+    told = " ".join((DOCS / "transformers.md").read_text().split())
+    assert f"{len(record['rows'])} cases of {kinds} model types" in told
 
 
 TROUBLES = (DOCS / "troubleshooting.md").read_text()

@@ -15,6 +15,7 @@ from typing import Any
 
 import torch
 import transformers
+from transformers.models.auto.configuration_auto import CONFIG_MAPPING_NAMES
 
 from bench.cpu.architectures_page import page
 from bench.lib import records
@@ -39,7 +40,7 @@ def main() -> None:
     rows: dict[str, Any] = {}
     counts = {each: Counter[str]() for each in DTYPES}
     for name in names:
-        rows[name] = {"group": TABLE[name].group, **{each: {} for each in DTYPES}}
+        rows[name] = {"kind": TABLE[name].kind, "group": TABLE[name].group, **{each: {} for each in DTYPES}}
         for way, (each, dtype) in product(ways(TABLE[name]), DTYPES.items()):
             said = rows[name][each][way] = verdict(TABLE[name], way, dtype)
             counts[each][said.partition(":")[0].partition(" by ")[0]] += 1
@@ -49,7 +50,8 @@ def main() -> None:
     if set(names) == TABLE.keys():
         versions = {"torch": torch.__version__, "transformers": transformers.__version__}
         tolerance = {each: TOLERANCE[dtype] for each, dtype in DTYPES.items()}
-        result = {"ranks": RANKS, "tolerance": tolerance, "versions": versions, "rows": rows}
+        facts = {"ranks": RANKS, "model_types": len(CONFIG_MAPPING_NAMES), "tolerance": tolerance}
+        result = facts | {"versions": versions, "rows": rows}
         records.write(RESULTS, result)
         PAGE.write_text(page(result))
 

@@ -56,6 +56,13 @@ def test_what_nobody_refuses_would_be_seen(dtype: str, monkeypatch: pytest.Monke
     assert verdict(TABLE["rwkv"], "registered zigzag", DTYPES[dtype]).startswith("WRONG by ")
 
 
+def test_the_committed_table_has_these_cases() -> None:
+    committed = json.loads(COMMITTED.read_text())["rows"]
+    assert {name: (row["kind"], row["group"]) for name, row in committed.items()} == {
+        name: (row.kind, row.group) for name, row in TABLE.items()
+    }
+
+
 @pytest.mark.exhaustive
 @pytest.mark.parametrize("name", TABLE)
 def test_the_table_is_the_committed_one(name: str) -> None:
