@@ -1,8 +1,16 @@
-"""Attention on NVIDIA GPUs in Triton: one kernel for every mask and layout, which knows positions and bounds alone.
+"""Attention on NVIDIA GPUs in Triton: one kernel for every mask and layout.
 
-Tensors have any strides with a dense last dim. A value that is not finite makes every row of its tile NaN, as in other
-fused kernels, also rows that do not see it; rows beyond a buffer reach nothing. Runs on the CPU through Triton's
-interpreter if ``TRITON_INTERPRET=1`` was set before Triton was imported.
+The kernels know positions and bounds, not masks, layouts or ranks. A query row has a position and sees the keys whose
+positions lie in [lo, hi). A table lists the key tiles that each query tile visits, and which of them it sees whole:
+
+    causal, key tiles   0  1  2  3
+    query tile 0        p  .  .  .     f  full: every pair is seen, and nothing is masked
+    query tile 1        f  p  .  .     p  partial: pairs are masked by position
+    query tile 2        f  f  p  .     .  not visited
+
+Tensors may have any strides with a dense last dim. A value that is not finite makes every row of its tile NaN, even
+rows that do not see it, as in other fused kernels; rows past the end of a buffer have no effect. The kernels run on the
+CPU, in Triton's interpreter, if ``TRITON_INTERPRET=1`` was set before Triton was imported.
 """
 
 from __future__ import annotations
@@ -31,7 +39,11 @@ DTYPES = (torch.bfloat16, torch.float16, torch.float32)
 
 
 class Triton:
-    """See `seqpar.kernels.protocol.Kernel`. tf32: products of float32 inputs in TF32, only ever by name."""
+    """The kernels as a `seqpar.kernels.protocol.Kernel`.
+
+    tf32: multiply float32 inputs in TF32; this kernel is only used when it is asked for by name. configure: the launch
+    configuration of a descriptor.
+    """
 
     def __init__(self, *, tf32: bool = False, configure: Callable[[Descriptor], LaunchConfig] = configure) -> None:
         self.name = "triton_tf32" if tf32 else "triton"
@@ -39,13 +51,13 @@ class Triton:
         self.configure = configure
 
     def missing(self) -> str | None:
-        """triton, or a CUDA device, unless kernels are interpreted."""
+        """Why the kernels cannot run here, or None: they need triton, and a CUDA device unless interpreted."""
         if not triton_installed():
             return "triton is not installed"
         return None if interpreted() else no_cuda()
 
     def refuses(self, spec: CallSpec) -> str | None:
-        """Why not, or None."""
+        """Why the kernels cannot compute such a call, or None."""
         if not triton_installed():
             return f"{self.name} needs triton, which is not installed"
         if spec.device != "cuda" and not (spec.device == "cpu" and interpreted()):
@@ -61,11 +73,11 @@ class Triton:
         return None
 
     def accuracy_loss(self, spec: CallSpec) -> str | None:
-        """Nothing, but for TF32."""
+        """Why results are less accurate than those of other kernels, or None: TF32 rounds the inputs."""
         return "triton_tf32 rounds float32 inputs to 10 bits" if self.precision == "tf32" else None
 
     def forward(self, x: Operands, into: Sums) -> None:
-        """Add the keys of one buffer; see the protocol."""
+        """Add the attention over one buffer of keys to the sums; see the protocol."""
         from seqpar.kernels.triton.forward import forward
 
         if not x.q.shape[0]:
@@ -86,7 +98,7 @@ class Triton:
             )  # fmt: skip
 
     def backward(self, x: Operands, grads: Grads) -> None:
-        """Add the gradients of one buffer's keys; see the protocol."""
+        """Add the gradients from one buffer of keys; see the protocol."""
         if x.q.shape[0] and x.k.shape[0]:
             with torch.cuda.device_of(x.q):
                 self._dq(x, grads)
@@ -110,7 +122,7 @@ class Triton:
 
         config = self._config("dkdv", x)
         table, query_tiles, uniform, exact, work = key_table(x.facts, config)
-        # A descriptor loads rows beyond a short tile too, and one among them may hold what is not finite.
+        # A descriptor also loads the rows after a short tile, and their values may not be finite.
         tma = config.tma and uniform and describable(x.q, grads.dout)
         (rows, heads), (keys, kv_heads) = x.q.shape[:2], x.k.shape[:2]
         split = parts(table.shape[0] * kv_heads, work * (heads // kv_heads), _processors(x.q.device))
@@ -133,7 +145,7 @@ class Triton:
         return self.configure(Descriptor(direction, x.q.shape[2], x.v.shape[2], x.q.dtype.itemsize, device))
 
     def _compiled(self, x: Operands, config: LaunchConfig, tma: bool) -> dict[str, Any]:
-        """What a kernel is compiled for, and how."""
+        """The compile-time arguments of a launch, and Triton's options."""
         upcast = x.q.dtype == torch.bfloat16 and interpreted()
         shape = launch_shape(x, config, tma=tma, upcast=upcast, precision=self.precision)
         return {"S": shape, "num_warps": config.warps, "num_stages": config.stages, "enable_fp_fusion": True}

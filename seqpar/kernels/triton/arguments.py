@@ -1,4 +1,4 @@
-"""What the kernels are launched with, in bundles whose fields they read by name."""
+"""The arguments of the attention kernels, in bundles whose fields the kernels read by name."""
 
 from __future__ import annotations
 
@@ -36,8 +36,11 @@ class Bounds(NamedTuple):
 
 
 class Scalars(NamedTuple):
-    """How a score is made. pre, post: see `seqpar.kernels.triton.tile.scored`. slopes: any tensor if there are none.
-    threshold: a word of 32 bits, as a signed integer."""
+    """The numbers that a score and its dropout are computed from.
+
+    pre, post: see `seqpar.kernels.triton.tile.scored`. slopes: of ALiBi, any tensor without it. threshold: pairs whose
+    word is below it are dropped, as a signed integer of 32 bits. first_head: the model's number of head 0.
+    """
 
     pre: float
     post: float
@@ -49,7 +52,7 @@ class Scalars(NamedTuple):
 
 
 class LaunchShape(NamedTuple):
-    """What a kernel is compiled for: head dims D and V of keys and values with their pieces, tile sizes, options."""
+    """Compile-time facts of a kernel: head dims D and V of keys and values with their pieces, tile sizes, options."""
 
     D: int
     D1: int
@@ -68,13 +71,16 @@ class LaunchShape(NamedTuple):
 
 
 def per_row(x: Tensor) -> PerRow:
-    """A tensor as kernels reach it by pointers."""
+    """A tensor with its strides, which kernels read through pointers."""
     return PerRow(x, *_strides(x))
 
 
 def descriptors(x: Tensor, rows: int, tma: bool) -> tuple[Any, Any]:
-    """What the hardware loads tiles of so many rows through, for the first and the second piece of the head dim; any
-    tensor if it does not. Arguments of their own: Triton 3.6 does not launch kernels with descriptors in a bundle."""
+    """Descriptors by which the hardware loads tiles of so many rows, for the first and second piece of the head dim.
+
+    Without tma they are the tensor itself, which the kernel does not read. They are arguments of their own because
+    Triton 3.6 does not launch kernels with descriptors inside a bundle.
+    """
     if not tma:
         return x, x
     from triton.tools.tensor_descriptor import TensorDescriptor
@@ -85,7 +91,7 @@ def descriptors(x: Tensor, rows: int, tma: bool) -> tuple[Any, Any]:
 
 
 def _strides(x: Tensor) -> tuple[int, int]:
-    """Strides of rows and heads; the last dim is dense. Offsets of tiles have 64 bits, those inside a tile 32."""
+    """Strides of rows and heads, in elements. Offsets of tiles have 64 bits, offsets inside a tile 32."""
     if x.shape[2] > 1 and x.stride(2) != 1:
         raise ValueError(f"triton needs a dense last dim, got strides {x.stride()}")
     if x.shape[0] > 1 and x.stride(0) >= 1 << 24:
@@ -94,22 +100,24 @@ def _strides(x: Tensor) -> tuple[int, int]:
 
 
 def describable(*tensors: Tensor) -> bool:
-    """Whether the hardware's tile loads take such tensors: rows and heads start at multiples of 16 bytes,
-    and none lie upon each other, as those of expanded tensors do."""
+    """Whether descriptors can load these tensors.
+
+    Rows and heads must start at multiples of 16 bytes and not overlap, as those of expanded tensors do.
+    """
     starts = [n * x.itemsize for x in tensors for n in x.stride()[:2]] + [x.data_ptr() for x in tensors]
     dense = all(x.numel() and x.stride(2) == 1 for x in tensors)
     return dense and all(n % 16 == 0 for n in starts) and all(0 < n < 1 << 40 for n in starts[: -len(tensors)])
 
 
 def per_head(x: Tensor) -> PerHead:
-    """A tensor [heads, rows]; a single row may have any stride."""
+    """A tensor [heads, rows] with its stride; a tensor of a single row may have any stride of rows."""
     if x.shape[1] > 1 and x.stride(1) != 1:
         raise ValueError(f"lse and delta must have dense rows, got strides {x.stride()}")
     return PerHead(x, x.stride(0))
 
 
 def scalars(x: Operands) -> Scalars:
-    """The scalars of a call."""
+    """The scalars of a call's scores and dropout."""
     score = x.score
     return Scalars(
         pre=score.scale / score.softcap if score.softcap else 0.0,
@@ -123,7 +131,7 @@ def scalars(x: Operands) -> Scalars:
 
 
 def seed(x: Operands) -> int:
-    """Dropout's seed as a signed integer of 64 bits."""
+    """The seed of dropout as a signed integer of 64 bits."""
     return _signed(x.score.dropout_seed, 64)
 
 
@@ -133,7 +141,7 @@ def _signed(word: int, bits: int) -> int:
 
 
 def launch_shape(x: Operands, config: LaunchConfig, *, tma: bool, upcast: bool, precision: str) -> LaunchShape:
-    """What a call's kernels are compiled for."""
+    """The compile-time facts of a call's kernels."""
     (d1, d2), (v1, v2) = (pieces(y.shape[2], y.itemsize) for y in (x.q, x.v))
     score = x.score
     return LaunchShape(

@@ -1,8 +1,8 @@
-"""The deterministic backward: one kernel for dq, by query tiles, and one for dk and dv, by key tiles. No atomics: every
-sum has one owner and one order.
+"""The deterministic backward: one kernel sums dq by query tiles, the other dk and dv by key tiles.
 
-With few key tiles the work of each is split over query heads and rows into parts that are joined in their order.
-Source: Dao 2023, FlashAttention-2, section 3.1.
+There are no atomics: every sum has one program and one order. Where key tiles are too few to fill the device, the query
+tiles of each are split into parts, whose sums are added in their order afterwards. Source: Dao 2023, FlashAttention-2,
+section 3.1.
 """
 
 from __future__ import annotations
@@ -23,12 +23,12 @@ from seqpar.kernels.triton.tile import (
 )
 
 
-# Counts differ from batch to batch, a seed from layer to layer: they shall not have binaries of their own.
+# Counts change with every batch and the seed with every layer, and none of them is worth a binary of its own.
 @triton.jit(do_not_specialize=["seed", "tiles", "keys"])
 def dq(
     q, k, k1, k2, v, v1, v2, dout, lse, delta, bounds, table, grad, score, seed, tiles, group, keys, S: tl.constexpr
 ):
-    """Add to dq of a query tile. table as forward's."""
+    """Add the gradient from a buffer of keys to dq of a query tile. table: as in forward."""
     p_table, i_h, i_kv = head_tile(table, tiles, group)
     row, stop, begin = tl.load(p_table), tl.load(p_table + 1), tl.load(p_table + 2)
     full_begin, full_end, end = tl.load(p_table + 3), tl.load(p_table + 4), tl.load(p_table + 5)
@@ -81,7 +81,7 @@ def _dq_tile(
     b_q1, b_q2, b_g1, b_g2, b_lse, b_delta, b_pos, b_word, b_lo, b_hi,
     b_dq1, b_dq2, MASKED: tl.constexpr, S: tl.constexpr,
 ):  # fmt: skip
-    """dq, still to be scaled, with one more key tile."""
+    """dq before scaling, after one more key tile."""
     first = j * S.BN
     o_n = tl.arange(0, S.BN)
     m_n = o_n < keys - first
@@ -116,17 +116,18 @@ def _dq_tile(
     return b_dq1, b_dq2
 
 
-# Counts differ from batch to batch, a seed from layer to layer: they shall not have binaries of their own.
+# Counts change with every batch and the seed with every layer, and none of them is worth a binary of its own.
 @triton.jit(do_not_specialize=["seed", "key_tiles", "parts", "rows", "keys"])
 def dkdv(
     q, q1, q2, k, v, dout, g1, g2, lse, delta, bounds, table, query_tiles, dk, dv, dk_part, dv_part, score, seed,
     key_tiles, parts, group, rows, keys, UNIFORM: tl.constexpr, EXACT: tl.constexpr, ADD: tl.constexpr, S: tl.constexpr,
 ):  # fmt: skip
-    """Part of dk and dv of a key tile, which dk_part and dv_part elements lie between; with ADD there is one part,
-    added to what is there.
+    """One part of dk and dv of a key tile.
 
-    table [key tiles, 8]: key tile, q_begin, q_full_begin, q_full_end, q_end. query_tiles [query tiles, 4]: first row,
-    row past the last, begin, end; read where tiles are not UNIFORM or the intervals of the table not EXACT.
+    ADD: there is a single part, added to the present values; otherwise parts are stored dk_part and dv_part elements
+    apart. table [key tiles, 8]: key tile, q_begin, q_full_begin, q_full_end, q_end. query_tiles [query tiles, 4]: first
+    row, row past the last, begin, end. UNIFORM: all query tiles but the last have BM rows. EXACT: the key tile is
+    visited by all query tiles in [q_begin, q_end). query_tiles is read only where one of the two does not hold.
     """
     i_work = tl.program_id(0)
     i_kv = i_work // (key_tiles * parts)
@@ -154,7 +155,7 @@ def dkdv(
     b_dk2 = tl.full([S.BN, S.D2 if S.D2 else 1], 0.0, tl.float32)
     b_dv1 = tl.full([S.BN, S.V1], 0.0, tl.float32)
     b_dv2 = tl.full([S.BN, S.V2 if S.V2 else 1], 0.0, tl.float32)
-    # The query tiles of all heads of the group are one sequence, of which this part takes its share.
+    # The query tiles of all heads of the group form one sequence, and this part computes its share of it.
     full = full_end - full_begin
     work = full * group
     for t in range(work * i_part // parts, work * (i_part + 1) // parts):
@@ -191,7 +192,7 @@ def _dkdv_tile(
     i, i_h, q, q1, q2, dout, g1, g2, lse, delta, bounds, query_tiles, score, seed, rows, b_k1, b_k2, b_v1, b_v2, b_at,
     b_dk1, b_dk2, b_dv1, b_dv2, MASKED: tl.constexpr, UNIFORM: tl.constexpr, S: tl.constexpr,
 ):  # fmt: skip
-    """dk, still to be scaled, and dv with one more query tile. Scores are transposed: keys down, queries across."""
+    """dk before scaling, and dv, after one more query tile. Scores are transposed: keys down, queries across."""
     if UNIFORM:
         row = i * S.BM
         stop = tl.minimum(row + S.BM, rows)

@@ -1,10 +1,10 @@
-"""Which tile sizes a kernel is launched with: a pure function of a printable descriptor."""
+"""Tile sizes and launch options of a kernel: a pure function of a printable descriptor."""
 
 from __future__ import annotations
 
 from dataclasses import dataclass
 
-# What configurations are made for: data centre parts of capability 8.0, 9.0 and 10.x, and "86" for those that have less
+# Compute capabilities that have configurations: data centre GPUs of 8.0, 9.0 and 10.x; 86 stands for all with less
 # shared memory (8.6, 8.9, 12.x).
 GENERATIONS = (80, 86, 90, 100)
 MAX_DIM = 256
@@ -13,8 +13,11 @@ CLASSES = {2: (64, 96, 128, 192, 256), 4: (64, 128, 256)}  # bytes of an element
 
 @dataclass(frozen=True)
 class Descriptor:
-    """direction: "forward", "dq", "dkdv". dim, v_dim: of keys and values. itemsize: bytes of an element of the inputs.
-    generation: one of GENERATIONS, or 0 for Triton's interpreter."""
+    """The facts that decide a launch.
+
+    direction: "forward", "dq", "dkdv". dim, v_dim: head dims of keys and values. itemsize: bytes of an input element.
+    generation: one of GENERATIONS, or 0 for Triton's interpreter.
+    """
 
     direction: str
     dim: int
@@ -25,8 +28,11 @@ class Descriptor:
 
 @dataclass(frozen=True)
 class LaunchConfig:
-    """bm, bn: query and key rows of a tile. warps, stages: of Triton's launch. tma: tiles are loaded through tensor
-    descriptors where strides allow, which also takes fewer registers."""
+    """A configuration.
+
+    bm, bn: query and key rows of a tile. warps, stages: Triton's launch options. tma: load tiles through tensor
+    descriptors where strides allow, which also takes fewer registers.
+    """
 
     bm: int
     bn: int
@@ -35,7 +41,7 @@ class LaunchConfig:
     tma: bool = False
 
 
-# (bm, bn, warps, stages) by generation (32: float32 on all of them) and direction, for the classes of head dims
+# (bm, bn, warps, stages) by generation (32: float32 on every generation) and direction, one for each class of head dims
 _TABLES: dict[int, dict[str, tuple[tuple[int, int, int, int], ...]]] = {
     80: {
         "forward": ((128, 128, 8, 3), (128, 128, 8, 3), (64, 128, 8, 2), (32, 64, 8, 2), (64, 64, 8, 2)),
@@ -66,17 +72,17 @@ _TABLES: dict[int, dict[str, tuple[tuple[int, int, int, int], ...]]] = {
 
 
 def generation(capability: int) -> int:
-    """The generation whose configurations a device takes, 0 if it is too old."""
+    """The generation whose configurations fit a device of that capability, 0 if it is too old."""
     if capability in (86, 89) or capability >= 120:
         return 86
     return max((g for g in GENERATIONS if g <= capability and g != 86), default=0)
 
 
 def pieces(dim: int, itemsize: int = 2) -> tuple[int, int]:
-    """Widths of the one or two products that a head dim is cut into; the second is 0 if one is enough.
+    """Widths of the one or two pieces that a head dim is cut into; the second is 0 if one is enough.
 
-    80 = 64 + 16, 96 = 64 + 32, 192 = 128 + 64; 112 takes as much in two pieces as padded to 128, so it has one.
-    Products of float32 keep whole rows in registers, so there also 128 = 64 + 64.
+    80 = 64 + 16, 96 = 64 + 32, 192 = 128 + 64. Two pieces of 112 would take as much as one of 128, so it is padded.
+    Products of float32 keep whole rows in registers, hence 128 = 64 + 64 for them.
     """
     least = 16  # of a tensor core product
     one, two = max(least, 1 << (dim.bit_length() - 1)), 0
@@ -89,7 +95,7 @@ def pieces(dim: int, itemsize: int = 2) -> tuple[int, int]:
 def configure(d: Descriptor) -> LaunchConfig:
     """The configuration for a descriptor.
 
-    They are the largest tiles whose binaries fit shared memory and spill no register, of a backward a few, on all
+    Each is the largest tile whose binary fits shared memory and spills no registers (a few in some backwards) with all
     supported versions of Triton (`bench/gpu/binaries.py`). No GPU has timed them yet (`bench/gpu/run.py --slice tune`).
     """
     if d.generation == 0:
@@ -102,8 +108,9 @@ def configure(d: Descriptor) -> LaunchConfig:
 
 
 def parts(programs: int, work: int, processors: int) -> int:
-    """Into how many parts the work of each of so many programs is split, to fill the processors twice over.
+    """The number of parts into which each program's work is split, so that all parts fill the processors twice.
 
-    work: tiles of the longest program; a part has at least one.
+    programs: their number before splitting. work: tiles that the longest of them visits; each part visits at least one.
+    processors: streaming multiprocessors of the device.
     """
     return max(1, min(-(-2 * processors // max(programs, 1)), work, 16))

@@ -1,6 +1,11 @@
-"""The accumulating forward: one program for a tile of queries of one head, over the key tiles that it visits.
+"""The forward, which adds a buffer of keys to earlier sums: one program per tile of queries of one head.
 
-The running maximum and sum start from nothing; the normalised sums of the keys seen before are merged once, at the
+A program visits the key tiles [begin, end) of its row in the table. Those in the middle are seen whole:
+
+    begin        full_begin          full_end        end
+      | masked tiles |  tiles without mask |  masked tiles |
+
+The running maximum and sum of a launch start empty, and the normalised sums of earlier launches are merged once at the
 end, so that the number of launches hardly shows in the result. Source: Dao 2023, FlashAttention-2, section 3.1.
 """
 
@@ -23,14 +28,17 @@ from seqpar.kernels.triton.tile import (
 )
 
 
-# Counts differ from batch to batch, a seed from layer to layer: they shall not have binaries of their own.
+# Counts change with every batch and the seed with every layer, and none of them is worth a binary of its own.
 @triton.jit(do_not_specialize=["seed", "tiles", "keys"])
 def forward(
     q, k, k1, k2, v, v1, v2, bounds, table, prior, target, lse, score, seed, tiles, group, keys,
     FIRST: tl.constexpr, IN_PLACE: tl.constexpr, S: tl.constexpr,
 ):  # fmt: skip
-    """Add a buffer of keys. prior: sums of the keys before, unless FIRST. target: where the new ones go, in its dtype,
-    or prior itself if IN_PLACE. table [tiles, 8]: first row, row past the last, begin, full_begin, full_end, end."""
+    """Add the attention of a query tile over a buffer of keys to earlier sums.
+
+    prior: the sums over earlier keys, not read if FIRST. target: receives the new sums in its own dtype; prior itself
+    if IN_PLACE. table [tiles, 8]: first row, row past the last, begin, full_begin, full_end, end.
+    """
     p_table, i_h, i_kv = head_tile(table, tiles, group)
     row, stop, begin = tl.load(p_table), tl.load(p_table + 1), tl.load(p_table + 2)
     full_begin, full_end, end = tl.load(p_table + 3), tl.load(p_table + 4), tl.load(p_table + 5)
@@ -79,7 +87,7 @@ def forward(
         tl.store(p_lse, b_lse * LN2, mask=m_m)
     else:
         b_old = tl.load(p_lse, mask=m_m, other=0.0) * LOG2E
-        tl.debug_barrier()  # several threads read a row's lse, and one of them writes the new one
+        tl.debug_barrier()  # several threads read a row's lse before one of them overwrites it
         b_top = tl.maximum(b_old, b_lse)
         b_base = tl.where(b_top == -float("inf"), 0.0, b_top)
         b_keep, b_new = tl.exp2(b_old - b_base), tl.exp2(b_lse - b_base)
@@ -111,7 +119,7 @@ def _attend(
     b_q1, b_q2, b_pos, b_word, b_lo, b_hi, b_max, b_sum, b_acc1, b_acc2,
     MASKED: tl.constexpr, S: tl.constexpr,
 ):  # fmt: skip
-    """Running maximum, sum and unnormalised output with one more key tile. MASKED: some pair of it is not seen."""
+    """Running maximum, sum and unnormalised output after one more key tile. MASKED: some pairs of it are not seen."""
     first = j * S.BN
     o_n = tl.arange(0, S.BN)
     m_n = o_n < keys - first
@@ -129,7 +137,7 @@ def _attend(
     if MASKED:
         b_s = tl.where((b_at[None, :] >= b_lo[:, None]) & (b_at[None, :] < b_hi[:, None]), b_s, -float("inf"))
     b_new = tl.maximum(b_max, tl.max(b_s, 1))
-    # Until a row sees its first key its maximum is -inf, and -inf less -inf is NaN.
+    # Before a row sees its first key, its maximum is -inf, and -inf minus -inf is NaN.
     b_base = tl.where(b_new == -float("inf"), 0.0, b_new)
     b_p = tl.exp2(b_s - b_base[:, None])
     b_shrink = tl.exp2(b_max - b_base)

@@ -1,4 +1,4 @@
-"""Partial attention merged in place, see `seqpar.kernels.softmax.merge_`: one pass over the memory."""
+"""`seqpar.kernels.softmax.merge_` in one pass over the memory: two partial results of attention become one."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ def merge_rows(
     p_acc, p_lse, p_part, p_part_lse, p_out, M, D, acc_strides, lse_strides, part_strides, part_lse_strides,
     out_strides, BM: tl.constexpr, BD: tl.constexpr,
 ):  # fmt: skip
-    """BM rows of one head, in the dtype of lse. Strides are of rows and heads."""
+    """Merge BM rows of one head, computed in the dtype of lse. Strides: of rows and heads, in elements."""
     i_h = tl.program_id(1).to(tl.int64)
     o_m = tl.program_id(0).to(tl.int64) * BM + tl.arange(0, BM)
     o_d = tl.arange(0, BD)
@@ -29,7 +29,7 @@ def merge_rows(
 
     b_lse = tl.load(p_lse, mask=m_m, other=0.0)
     b_part_lse = tl.load(p_part_lse, mask=m_m, other=0.0).to(b_lse.dtype)
-    tl.debug_barrier()  # several threads read a row's lse, and one of them writes the new one
+    tl.debug_barrier()  # several threads read a row's lse before one of them overwrites it
     b_top = tl.maximum(b_lse, b_part_lse)
     b_base = tl.where(b_top == float("-inf"), 0.0, b_top)
     b_a, b_b = tl.exp(b_lse - b_base), tl.exp(b_part_lse - b_base)
@@ -37,7 +37,7 @@ def merge_rows(
     b_safe = tl.where(b_sum == 0.0, 1.0, b_sum)
     tl.store(p_lse, tl.where(b_sum == 0.0, float("-inf"), tl.log(b_safe) + b_base), mask=m_m)
 
-    # What a row holds that saw nothing is not even read: it may be NaN.
+    # The output of a row that saw no key is not read, since it may be NaN.
     b_acc = tl.load(p_acc, mask=m_tile & (b_lse != float("-inf"))[:, None], other=0.0)
     b_part = tl.load(p_part, mask=m_tile & (b_part_lse != float("-inf"))[:, None], other=0.0).to(b_lse.dtype)
     b_out = (b_a / b_safe)[:, None] * b_acc + (b_b / b_safe)[:, None] * b_part
@@ -45,7 +45,10 @@ def merge_rows(
 
 
 def merge_(acc: Tensor, lse: Tensor, part: Tensor, part_lse: Tensor, out: Tensor | None = None) -> None:
-    """Merge a part into ``(acc, lse)``, with the output in ``out`` if given."""
+    """Merge ``(part, part_lse)`` into ``(acc, lse)``; the merged output goes to ``out`` if given.
+
+    acc, part, out: [rows, heads, dim]. lse, part_lse: [heads, rows].
+    """
     rows, heads, dim = acc.shape
     if not acc.numel():
         return

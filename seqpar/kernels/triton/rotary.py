@@ -1,4 +1,4 @@
-"""Rotary embedding in one pass, see `seqpar.kernels.memory.rotary`."""
+"""The rotary embedding of `seqpar.kernels.memory.rotary` in one pass over the memory."""
 
 from __future__ import annotations
 
@@ -7,8 +7,8 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-PAIRS = 1024  # of a tile: with 4 warps a thread loads and stores 16 bytes of bf16
-HEADS = 8  # of a program at most, which share its sines and cosines
+PAIRS = 1024  # of a tile: with 4 warps each thread loads and stores 16 bytes of bf16
+HEADS = 8  # of a program at most: they share its sines and cosines
 
 
 @triton.jit
@@ -17,7 +17,7 @@ def rotate_rows(
     INTERLEAVED: tl.constexpr, INVERSE: tl.constexpr, HEADS: tl.constexpr, BN: tl.constexpr, BJ: tl.constexpr,
     BT: tl.constexpr,
 ):  # fmt: skip
-    """BN rows of HEADS heads. BJ: pairs, BT: elements after the pairs, both rounded up; BT is 0 for none."""
+    """Rotate BN rows of HEADS heads. BJ: pairs, BT: elements after them, if any; both rounded up to powers of two."""
     wide = tl.float64 if p_x.dtype.element_ty == tl.float64 else tl.float32
     o_n = tl.program_id(0).to(tl.int64) * BN + tl.arange(0, BN)
     o_j = tl.arange(0, BJ)
@@ -58,7 +58,7 @@ def rotate_rows(
 def rotate(
     x: Tensor, positions: Tensor, frequencies: Tensor, out: Tensor, interleaved: bool, scaling: float, inverse: bool
 ) -> None:
-    """x turned, into ``out``."""
+    """Write ``x`` [rows, heads, dim], rotated by its rows' positions, to ``out``."""
     if not out.numel():
         return
     n, heads, dim = out.shape

@@ -1,4 +1,4 @@
-"""Rows of tensors into and out of buffers, see `seqpar.kernels.memory.rows`: one kernel moves rows of several tensors.
+"""Copies of rows into and out of buffers, for `seqpar.kernels.memory.rows`: one kernel copies rows of several tensors.
 
 A tensor ``[N, A, B]`` is moved in tiles of BN rows by BD elements of one of its A slices; rows that are dense have one
 slice. Offsets are int64: a buffer of keys may hold more than 2**31 elements. Pairs of tensors and their shapes come as
@@ -16,7 +16,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-ELEMENTS = 4096  # of a tile: with 4 warps a thread has four loads of 16 bytes of bf16 in flight
+ELEMENTS = 4096  # of a tile: with 4 warps each thread has four loads of 16 bytes of bf16 in flight
 
 
 @triton.jit
@@ -24,7 +24,7 @@ def move(
     p_xs, p_ys, p_from, p_to, n, slices, dims, x_strides, y_strides,
     ADD: tl.constexpr, BN: tl.constexpr, BD: tl.constexpr,
 ):  # fmt: skip
-    """``ys[t][to[i]] = xs[t][from[i]]``, or ``+=``, for every t and row i; without numbers, rows in order."""
+    """``ys[t][to[i]] = xs[t][from[i]]`` for every tensor t and row i; ``+=`` if ADD. Without row numbers, in order."""
     i_slice = tl.program_id(1).to(tl.int64)
     o_n = tl.program_id(0).to(tl.int64) * BN + tl.arange(0, BN)
     o_d = tl.program_id(2).to(tl.int64) * BD + tl.arange(0, BD)
@@ -45,7 +45,7 @@ def move(
                 else:
                     b_x = b_x.to(tl.float32) + b_y.to(tl.float32)
             if b_x.dtype == tl.float64 and p_y.dtype.element_ty != tl.float64:
-                b_x = b_x.to(tl.float32)  # torch, too, rounds twice on the way to 16 bits
+                b_x = b_x.to(tl.float32)  # torch also rounds twice on the way to 16 bits
             tl.store(p_y, b_x.to(p_y.dtype.element_ty), mask=m)
 
 

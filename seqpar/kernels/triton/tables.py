@@ -1,4 +1,7 @@
-"""The tile tables of a step as the kernels read them, uploaded once for each tile size."""
+"""The tile tables of a step as the kernels read them, uploaded once for each tile size.
+
+A device starts programs about in the order of the table. Tiles with most work come first, and short ones fill the end.
+"""
 
 from __future__ import annotations
 
@@ -14,11 +17,11 @@ from seqpar.kernels.triton.config import LaunchConfig
 
 
 def query_table(facts: StepFacts, config: LaunchConfig) -> Tensor:
-    """[tiles, 8] of forward and dq, heavy tiles first."""
+    """The table [query tiles, 8] of forward and dq; tiles with most work come first."""
 
     def make() -> Tensor:
         t = facts.tiles(config.bm, config.bn)
-        # A last key tile with fewer rows is loaded with a mask, so it counts as one that is not full.
+        # A last key tile with fewer than bn rows is loaded with a mask, so it does not count as full.
         full_end = np.minimum(t.full_end, facts.key_pos.shape[0] // config.bn)
         columns = [t.rows[:-1], t.rows[1:], t.begin, np.minimum(t.full_begin, full_end), full_end, t.end]
         return _padded(columns, t.order, 8, facts.pos.device)
@@ -27,7 +30,7 @@ def query_table(facts: StepFacts, config: LaunchConfig) -> Tensor:
 
 
 def key_table(facts: StepFacts, config: LaunchConfig) -> tuple[Tensor, Tensor, bool, bool, int]:
-    """[key tiles, 8] of dk and dv, heavy tiles first; the query tiles; uniform, exact; most query tiles of one."""
+    """The arguments of dkdv: table, query_tiles, UNIFORM, EXACT, and the most query tiles that visit one key tile."""
 
     def make() -> tuple[Tensor, Tensor, bool, bool, int]:
         t = facts.tiles(config.bm, config.bn)

@@ -1,8 +1,9 @@
-"""What forward and backward do alike on one tile of scores.
+"""Loads, products, scores and dropout of one tile, shared by forward and backward.
 
-Prefixes: ``i_`` an index, ``o_`` offsets, ``p_`` pointers, ``b_`` a block of values, ``m_`` a mask. A head dim that is
-no power of two is cut into two pieces, as 192 = 128 + 64, whose products are added, rather than padded to the next one.
-Scores are in units of log 2, since ``exp2`` is what the hardware has. Bundles: `seqpar.kernels.triton.arguments`.
+Prefixes of names: ``i_`` an index, ``o_`` offsets, ``p_`` pointers, ``b_`` a block of values, ``m_`` a mask. A head dim
+that is not a power of two is cut into two pieces whose products are added, such as 192 = 128 + 64, instead of padded to
+256. Scores and lse are in base 2, because the hardware has ``exp2``. `seqpar.kernels.triton.arguments` has the bundles
+of arguments.
 """
 
 from __future__ import annotations
@@ -19,8 +20,11 @@ def load_tile(
     x, x_tiles, first, i_head, o_row, m_row, MASKED: tl.constexpr, TMA: tl.constexpr,
     START: tl.constexpr, WIDTH: tl.constexpr, LIMIT: tl.constexpr,
 ):  # fmt: skip
-    """Columns [START, START + WIDTH) of a tile of rows of a head: zero beyond the LIMIT columns that there are, in
-    masked rows, and, if loaded through the descriptor x_tiles, in rows beyond the tensor only."""
+    """Columns [START, START + WIDTH) of a tile of rows of one head.
+
+    Columns from LIMIT on are zero. With pointers, rows outside m_row are zero if MASKED; with TMA, through the
+    descriptor x_tiles, only rows past the end of the tensor are.
+    """
     if TMA:
         b_x = tl.reshape(x_tiles.load([first, i_head, START]), (o_row.shape[0], WIDTH))
     else:
@@ -44,7 +48,7 @@ def load_tile(
 def store_tile(
     p_tile, b_x, o_row, stride, m_row, ADD: tl.constexpr, START: tl.constexpr, WIDTH: tl.constexpr, LIMIT: tl.constexpr
 ):
-    """Write a block to columns [START, START + WIDTH) of some rows, added to what is there if ADD."""
+    """Write a block to columns [START, START + WIDTH) of some rows; ADD adds it to the present values."""
     o_col = START + tl.arange(0, WIDTH)
     p_x = p_tile + o_row[:, None] * stride + o_col[None, :]
     mask = m_row[:, None] & (o_col < LIMIT)[None, :]
@@ -55,8 +59,10 @@ def store_tile(
 
 @triton.jit
 def head_tile(p_table, tiles, group):
-    """Which table row, query head and key head a program has. Tiles of one key head follow each other, so that its
-    keys stay in the cache."""
+    """The table row, query head and key head of this program.
+
+    Consecutive programs compute tiles of the same key head, so that its keys stay in the cache.
+    """
     i_work = tl.program_id(0)
     i_kv = i_work // (tiles * group)
     i_work -= i_kv * (tiles * group)
@@ -81,9 +87,9 @@ def add_product(b_sum, b_a, b_b, S: tl.constexpr):
 
 @triton.jit
 def scored(b_s, score, i_h, b_pos_a, b_pos_b, S: tl.constexpr):
-    """Scores in units of log 2 from products, and the tanh of the softcap (the products themselves without one).
+    """Scores in base 2 from products, and the tanh of the softcap; without a softcap the products themselves.
 
-    post: log2(e) times the scale, or with a softcap times the cap; pre: the scale divided by the cap.
+    score.pre: the scale divided by the cap. score.post: log2(e) times the cap, or times the scale without a softcap.
     """
     b_tanh = b_s
     if S.SOFTCAP:
@@ -99,14 +105,14 @@ def scored(b_s, score, i_h, b_pos_a, b_pos_b, S: tl.constexpr):
 
 @triton.jit
 def row_lse(lse, i_h, row, o_m, m_m):
-    """lse of rows in units of log 2; +inf, which makes every probability zero, for rows that have none."""
+    """lse of rows in base 2. Rows that saw no key have +inf, which makes all their probabilities zero."""
     b_lse = tl.load(lse.data + i_h.to(tl.int64) * lse.head + row + o_m, mask=m_m, other=float("inf"))
     return tl.where(b_lse == -float("inf"), float("inf"), b_lse * LOG2E)
 
 
 @triton.jit
 def words(b_pos, i_h, score, seed, SIDE: tl.constexpr):
-    """Dropout's words of positions and a head, word 0 of Philox4x32-10; see `seqpar.kernels.dropout`."""
+    """Random words of 32 bits for positions and a head: word 0 of Philox4x32-10, see `seqpar.kernels.dropout`."""
     b_zero = b_pos * 0
     b_word, _, _, _ = tl.philox(seed, b_pos, b_zero + score.first_head + i_h, b_zero + SIDE, b_zero)
     return b_word.to(tl.uint32, bitcast=True)
@@ -114,7 +120,7 @@ def words(b_pos, i_h, score, seed, SIDE: tl.constexpr):
 
 @triton.jit
 def kept(b_a, b_b, score):
-    """Which pairs dropout keeps, of the words of both sides."""
+    """The pairs that dropout keeps, as a mask, from the words of their queries and keys."""
     b_x = b_a[:, None] ^ b_b[None, :]
     b_x ^= b_x >> 16
     b_x *= 0x7FEB352D
