@@ -32,6 +32,11 @@ def case(name: str, batch: int = 2, *sizes: int) -> Case:
     return made(DiT, kind == "verb"), dit(kind == "verb"), {"x": rand(batch, t, s, 3), "t": rand(batch, 1)}
 
 
+def small(name: str) -> Case:
+    """A case of few samples, and more than ranks share evenly."""
+    return case(name, {"core": 5}.get(name, 2 if name.startswith("latte") else 3))
+
+
 def latte(size: int = 6, frames: int = 5, layers: int = 2, dropout: float = 0.0) -> nn.Module:
     return made(_latte, size, frames, layers, dropout)
 

@@ -9,6 +9,12 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 from torch.utils.checkpoint import checkpoint
 
+from seqpar.comm import Comm
+from seqpar.dsp import parallelize
+from tests.dsp.cases import rand
+from tests.dsp.models import SHARDED, WEATHER, Weather, made
+from tests.dsp.planners import Planner
+
 # --- modules put into a `Weather` -------------------------------------------------------------------------------------
 
 
@@ -58,6 +64,29 @@ def recomputing(block: nn.Module, name: str, reentrant: bool) -> None:
         block.forward = lambda x, t: checkpoint(inner, x, t, use_reentrant=reentrant)
     else:
         block.forward = lambda z: checkpoint(inner, z, use_reentrant=reentrant)
+
+
+# --- a `Weather` under a plan -----------------------------------------------------------------------------------------
+
+GRID = rand(3, 5, 7, 3)
+
+
+def weather(comm: Comm, planner: Planner = SHARDED) -> nn.Module:
+    """The model, parallel if there are several ranks."""
+    model = made(Weather)
+    if comm.size > 1:
+        parallelize(model, comm, WEATHER, plan=planner)
+    return model
+
+
+def numbers(model: nn.Module, *given: Tensor) -> dict[str, Tensor]:
+    """Output and all gradients there are, by default of `GRID`."""
+    x, *rest = given or (GRID,)
+    x = x.clone().requires_grad_()
+    model.zero_grad()
+    out = model(x, *rest)
+    out.square().sum().backward()
+    return {"out": out.detach(), "d x": x.grad} | {n: p.grad for n, p in model.named_parameters() if p.grad is not None}
 
 
 # --- backward passes --------------------------------------------------------------------------------------------------

@@ -1,52 +1,56 @@
-"""Whatever a planner chooses, the numbers are those of one process: random layouts, rests and modes."""
+"""Whatever a planner chooses, the numbers are those of one process: random layouts, rests, modes and parts."""
 
 from __future__ import annotations
-
-import random
-from collections.abc import Callable
 
 import pytest
 from torch import Tensor
 
 from seqpar.comm import Comm
-from seqpar.dsp import StagePlan, parallelize
-from seqpar.dsp.costs import Costs
-from seqpar.dsp.plan import StageChoice
-from seqpar.testing import run_threads
-from tests.dsp.cases import case
-from tests.dsp.models import FREE, compared, gradients
+from seqpar.dsp import parallelize
+from seqpar.testing import run_processes, run_threads
+from tests.dsp.cases import small
+from tests.dsp.models import compared, gradients
+from tests.dsp.planners import Planner, at_random
 
 
-def at_random(seed: int) -> Callable[..., StagePlan]:
-    """A planner that takes any way that can be run."""
-
-    def planner(stages, dims, ranks, *, end, training):
-        rng, costs = random.Random(seed), Costs(dict(dims), ranks, FREE, training)
-        choices, filled = [], [at for at in costs.shardings if at in costs.filled]
-        for stage in stages:
-            ways = [(layout, mode) for layout in costs.shardings for mode in costs.modes(stage, layout)]
-            layout, mode = rng.choice(ways)
-            rests = [layout] if stage.rest is None else [at for at in filled if at in stage.rest]
-            choices.append(StageChoice(rng.choice(rests), layout, mode))
-        return StagePlan(
-            tuple(stages), tuple(choices), costs, None, rng.choice([at for at in filled if at in end]), 0.0, 0.0
-        )
-
-    return planner
-
-
-def on_a_rank(comm: Comm, name: str, seed: int) -> dict[str, Tensor]:
-    model, spec, given = case(name)
-    parallelize(model, comm, spec, plan=at_random(seed))
+def on_a_rank(comm: Comm, name: str, planner: Planner) -> dict[str, Tensor]:
+    model, spec, given = small(name)
+    if comm.size > 1 or name == "verb":  # which calls attention with a plan
+        parallelize(model, comm, spec, plan=planner)
     return gradients(model, given)
+
+
+# model, ranks, how many of them share attention inside a stage, and what is sharded meanwhile
+SHAPES = [
+    ("pairs", 2, 1, None), ("pairs", 4, 1, None), ("pairs", 8, 1, None), ("pairs", 6, 3, "b"),
+    ("weather", 2, 1, None), ("weather", 3, 1, None), ("weather", 4, 1, None), ("weather", 6, 2, "b"),
+    ("latte", 2, 1, None), ("latte", 3, 1, None), ("latte", 8, 2, "s"), ("latte checkpointed", 4, 1, None),
+    ("core", 3, 1, None), ("core", 4, 2, "t"), ("core", 6, 2, "s"),
+]  # fmt: skip
+
+
+@pytest.mark.parametrize("seed", [1, 2])
+@pytest.mark.parametrize("name, ranks, core, held", SHAPES)
+def test_stages_in_parts(name, ranks, core, held, seed) -> None:
+    planner = at_random(seed, core, held)
+    (want,) = run_threads(1, on_a_rank, name, planner)
+    compared(run_threads(ranks, on_a_rank, name, planner), want)
 
 
 @pytest.mark.parametrize("seed", range(8))
 @pytest.mark.parametrize("name", ["pairs", "weather", "core", "verb"])
-def test_any_plan_gives_the_numbers_of_one_process(name, seed) -> None:
-    if name == "verb":
-        (want,) = run_threads(1, on_a_rank, name, seed)
-    else:
-        model, _, given = case(name)
-        want = gradients(model, given)
-    compared(run_threads(2 + seed % 4, on_a_rank, name, seed), want)
+def test_stages_in_one_part(name, seed) -> None:
+    planner = at_random(seed, parts=(1,))
+    (want,) = run_threads(1, on_a_rank, name, planner)
+    compared(run_threads(2 + seed % 4, on_a_rank, name, planner), want)
+
+
+def by_seed(comm: Comm, name: str) -> dict[str, Tensor]:
+    return on_a_rank(comm, name, at_random(1))
+
+
+@pytest.mark.parametrize("comm", ["gloo", "shm"])
+def test_processes(comm) -> None:
+    for name in ("weather", "core"):
+        (want,) = run_threads(1, by_seed, name)
+        compared(run_processes(3, by_seed, name, comm=comm), want)

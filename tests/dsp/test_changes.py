@@ -19,23 +19,20 @@ from seqpar.nn.fingerprint import leaves, ordered
 from seqpar.testing import run_processes, run_threads
 from tests.dsp.cases import rand
 from tests.dsp.models import PAIRS, SHARDED, STREAMS, WEATHER, DiT, PairStack, Streams, Weather, compared, dit, made
-from tests.dsp.passes import drawn, dropout, dropped_attention, functional, passes, recomputing
+from tests.dsp.passes import (
+    GRID,
+    drawn,
+    dropout,
+    dropped_attention,
+    functional,
+    numbers,
+    passes,
+    recomputing,
+    weather,
+)  # fmt: skip
+from tests.dsp.planners import by_hand
 
-
-def weather(comm: Comm) -> nn.Module:
-    model = made(Weather)
-    parallelize(model, comm, WEATHER, plan=SHARDED)
-    return model
-
-
-def numbers(model: nn.Module, *given: Tensor) -> dict[str, Tensor]:
-    x = given[0].clone().requires_grad_()
-    out = model(x, *given[1:])
-    out.square().sum().backward()
-    return {"out": out.detach(), "d x": x.grad} | {n: p.grad for n, p in model.named_parameters() if p.grad is not None}
-
-
-GRID = rand(2, 5, 7, 3)
+PLANNERS = {"one part": SHARDED, "three parts": by_hand(3)}
 
 
 # --- copies -----------------------------------------------------------------------------------------------------------
@@ -45,13 +42,13 @@ def copies(comm: Comm, which: str) -> dict[str, Tensor]:
     """A copy has weights of its own, and is parallelized too: its gradients are shares."""
     model = weather(comm)
     if which == "used":
-        numbers(model, GRID)
+        numbers(model)
         model.zero_grad()
     other = copy.deepcopy(copy.deepcopy(model))
     with torch.no_grad():
         for p in model.parameters():
             p.zero_()
-    found = numbers(other, GRID)
+    found = numbers(other)
     assert all(p.grad is None for p in model.parameters())
     assert not model(GRID).any()
     return found
@@ -59,7 +56,7 @@ def copies(comm: Comm, which: str) -> dict[str, Tensor]:
 
 @pytest.mark.parametrize("which", ["fresh", "used"])
 def test_a_copy_is_parallelized_with_its_own_weights(which) -> None:
-    compared(run_threads(3, copies, which), numbers(made(Weather), GRID))
+    compared(run_threads(3, copies, which), numbers(made(Weather)))
 
 
 def unhooked(comm: Comm) -> tuple[float, float]:
@@ -79,7 +76,8 @@ def test_a_copy_never_runs_the_weights_of_the_original() -> None:
 
 
 def pickled(comm: Comm) -> None:
-    model = weather(comm)
+    model = made(Weather)
+    parallelize(model, comm, WEATHER, plan=SHARDED)
     with pytest.raises(NotImplementedError, match="a parallel .*save model.state_dict"):
         pickle.dumps(model)
     with pytest.raises(ValueError, match="parallel already"):
@@ -146,7 +144,7 @@ def test_ranks_without_rows_hear_of_a_refusal() -> None:
 
 def inserted(comm: Comm) -> dict[str, Tensor]:
     """An adapter inside a stage, and dropout in eval, are no harm; nor is another value of a table."""
-    model = made(Weather) if comm.size == 1 else weather(comm)
+    model = weather(comm)
     adapter = nn.Linear(8, 8).double()
     with torch.no_grad():
         for n, p in enumerate(adapter.parameters()):
@@ -154,7 +152,7 @@ def inserted(comm: Comm) -> dict[str, Tensor]:
     model.mix[0].net.append(adapter)
     model.mix[0].net.append(nn.Dropout(0.5))
     model.north[0].lon = model.north[0].lon * 2
-    return numbers(model.eval(), GRID)
+    return numbers(model.eval())
 
 
 def test_changes_that_are_no_harm() -> None:
@@ -188,25 +186,31 @@ def test_what_is_recomputed_inside_a_stage_is_shared_as_before(name, reentrant) 
 # --- backward passes --------------------------------------------------------------------------------------------------
 
 
-def passed(comm: Comm, how: str) -> dict[str, Tensor]:
-    return passes(made(Weather) if comm.size == 1 else weather(comm), GRID, how)
+# how, and whether stages run in one part or in several; a derivative of a derivative only passes stages in one part
+PASSES = [
+    *((how, SHARDED) for how in ("part", "retained", "double", "accumulated", "toggled", "after no grad")),
+    *((how, by_hand(3)) for how in ("part", "retained", "together", "of some")),
+]
 
 
-@pytest.mark.parametrize("how", ["part", "retained", "double", "accumulated", "toggled", "after no grad"])
-def test_backward_passes_of_every_kind(how) -> None:
-    (want,) = run_threads(1, passed, how)
-    compared(run_threads(3, passed, how), want)
+@pytest.mark.parametrize("how, planner", PASSES)
+def test_backward_passes_of_every_kind(how, planner) -> None:
+    def on_a_rank(comm: Comm) -> dict[str, Tensor]:
+        return passes(weather(comm, planner), GRID, how)
+
+    (want,) = run_threads(1, on_a_rank)
+    compared(run_threads(3, on_a_rank, delay=0.001), want)
 
 
-def twice(comm: Comm) -> None:
-    x = GRID.clone().requires_grad_()
-    (d,) = torch.autograd.grad(weather(comm)(x).square().sum(), x, create_graph=True)
-    with pytest.raises(RuntimeError, match="once_differentiable"):
-        d.square().sum().backward()
+@pytest.mark.parametrize("planner", PLANNERS.values(), ids=list(PLANNERS))
+def test_a_second_derivative_through_the_end_is_refused(planner) -> None:
+    def on_a_rank(comm: Comm) -> None:
+        x = GRID.clone().requires_grad_()
+        (d,) = torch.autograd.grad(weather(comm, planner)(x).square().sum(), x, create_graph=True)
+        with pytest.raises(RuntimeError, match="once_differentiable"):
+            d.square().sum().backward()
 
-
-def test_a_second_derivative_through_the_end_is_refused() -> None:
-    run_threads(2, twice)
+    run_threads(2, on_a_rank)
 
 
 def thrown(comm: Comm, name: str) -> dict[str, Tensor]:
@@ -276,12 +280,12 @@ def test_inputs_that_differ_in_order_alone_are_refused(how) -> None:
 # --- wrappers that reduce gradients -----------------------------------------------------------------------------------
 
 
-def wrapped(comm: Comm, how: str) -> dict[str, Tensor]:
+def wrapped(comm: Comm, how: str, parts: str) -> dict[str, Tensor]:
     """Two steps' gradients, as the wrapper leaves them. It divides by the ranks, unless it is told not to."""
     model = made(Weather)
     net: nn.Module = model
     if how != "fully_shard first":
-        parallelize(model, comm, WEATHER, plan=SHARDED)
+        parallelize(model, comm, WEATHER, plan=PLANNERS[parts])
     if how == "ddp":
         net = nn.parallel.DistributedDataParallel(model)
     else:
@@ -289,7 +293,7 @@ def wrapped(comm: Comm, how: str) -> dict[str, Tensor]:
         for part in sharded:
             part.set_gradient_divide_factor(1.0)
     if how == "fully_shard first":
-        parallelize(model, comm, WEATHER, plan=SHARDED)
+        parallelize(model, comm, WEATHER, plan=PLANNERS[parts])
     for _ in range(2):
         model.zero_grad()
         out = net(GRID)
@@ -301,9 +305,10 @@ def wrapped(comm: Comm, how: str) -> dict[str, Tensor]:
     return {"out": out.detach()} | {name.removeprefix("module."): scale * grad for name, grad in grads.items()}
 
 
+@pytest.mark.parametrize("parts", PLANNERS)
 @pytest.mark.parametrize("how", ["ddp", "fully_shard first", "fully_shard last"])
-def test_under_wrappers_that_reduce_gradients(how) -> None:
-    want = numbers(made(Weather), GRID)
-    for found in run_processes(2, wrapped, how):
-        for name, each in found.items():
-            torch.testing.assert_close(each, want[name], rtol=1e-10, atol=1e-10)
+def test_under_wrappers_that_reduce_gradients(how, parts) -> None:
+    want = numbers(made(Weather))
+    for found in run_processes(2, wrapped, how, parts):
+        for name, grad in found.items():
+            torch.testing.assert_close(grad, want[name], rtol=1e-10, atol=1e-10)

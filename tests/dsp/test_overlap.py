@@ -1,9 +1,8 @@
-"""Stages run in parts: the numbers of one process under any plan, the order of what is posted, and errors by name."""
+"""Stages run in parts: what passes through them, the order of what is posted, and errors by name."""
 
 from __future__ import annotations
 
 import itertools
-import random
 from collections.abc import Callable
 from copy import copy, deepcopy
 from dataclasses import replace
@@ -29,126 +28,17 @@ from seqpar.dsp.plan import StageChoice
 from seqpar.dsp.space import shares, sizes_of_parts
 from seqpar.planner.hardware import Link
 from seqpar.testing import run_processes, run_threads
-from tests.dsp.cases import Case, case, rand
+from tests.dsp.cases import rand, small
 from tests.dsp.models import FREE, PAIRS, WEATHER, DiT, PairStack, Weather, compared, dit, gradients, made
-from tests.dsp.passes import Checkpointed, drawn, dropout, passes, recomputing
-
-Planner = Callable[..., StagePlan]
-
-
-def in_parts(seed: int, core: int = 1, held: str | None = None, parts: tuple[int, ...] = (2, 3, 4, 5)) -> Planner:
-    """A planner that takes any way that can be run, mostly one of which stages are run in parts."""
-
-    def planner(stages, dims, ranks, *, end, training):
-        rng, costs = random.Random(seed), Costs(dict(dims), ranks, FREE, training, core, held)
-        filled = [at for at in costs.shardings if at in costs.filled]
-
-        def taken(ways: list, wanted: Callable[..., bool]) -> object:
-            return rng.choice([way for way in ways if wanted(way)] * 9 + ways)
-
-        ways = [[(at, mode) for at in costs.shardings for mode in costs.modes(stage, at)] for stage in stages]
-        inside = [
-            taken(each, lambda way, stage=stage: way[0] in stage.apart)
-            for stage, each in zip(stages, ways, strict=True)
-        ]
-        befores = [
-            costs.shardings
-            if stage.rest is None
-            else [at for at in filled if (held if at is None else at) in stage.rest]
-            for stage in stages
-        ]
-        ends = [at for at in filled if (held if at is None else at) in end] if held is None or held in end else [None]
-        edges = [None]
-        for n, each in enumerate([*befores[1:], ends], 1):
-            beside = {None, *(layout for layout, _ in inside[n - 1 : n + 1])}
-            edges.append(taken(list(each), lambda at, beside=beside: at not in beside))
-        choices = [
-            StageChoice(at, layout, mode, rng.choice(parts) if costs.parted(stage, at, layout, after) else 1)
-            for stage, at, (layout, mode), after in zip(stages, edges, inside, edges[1:], strict=False)
-        ]
-        return StagePlan(tuple(stages), tuple(choices), costs, None, edges[-1], 0.0, 0.0)
-
-    return planner
-
-
-def small(name: str) -> Case:
-    return case(name, {"core": 5}.get(name, 2 if name.startswith("latte") else 3))
-
-
-def on_a_rank(comm: Comm, name: str, planner: Planner) -> tuple[dict[str, Tensor], StagePlan]:
-    model, spec, given = small(name)
-    handle = parallelize(model, comm, spec, plan=planner)
-    found = gradients(model, given)
-    (plan,) = handle.plans.values()
-    return found, plan
-
-
-def alone(name: str) -> dict[str, Tensor]:
-    model, _, given = small(name)
-    return gradients(model, given)
-
-
-SHAPES = [
-    ("pairs", 2, 1, None), ("pairs", 4, 1, None), ("pairs", 8, 1, None), ("pairs", 6, 3, "b"),
-    ("weather", 2, 1, None), ("weather", 3, 1, None), ("weather", 4, 1, None), ("weather", 6, 2, "b"),
-    ("latte", 2, 1, None), ("latte", 3, 1, None), ("latte", 8, 2, "s"), ("latte checkpointed", 4, 1, None),
-    ("core", 3, 1, None), ("core", 4, 2, "t"), ("core", 6, 2, "s"),
-]  # fmt: skip
-
-
-@pytest.mark.parametrize("seed", [1, 2])
-@pytest.mark.parametrize("name, ranks, core, held", SHAPES)
-def test_forward_and_all_gradients_are_those_of_one_process(name, ranks, core, held, seed) -> None:
-    found = run_threads(ranks, on_a_rank, name, in_parts(seed, core, held))
-    compared([numbers for numbers, _ in found], alone(name))
-
-
-def processed(comm: Comm, name: str) -> dict[str, Tensor]:
-    return on_a_rank(comm, name, in_parts(1))[0]
-
-
-@pytest.mark.parametrize("comm", ["gloo", "shm"])
-def test_it_is_so_on_processes(comm) -> None:
-    for name in ("weather", "core"):
-        compared(run_processes(3, processed, name, comm=comm), alone(name))
-
+from tests.dsp.passes import GRID, Checkpointed, drawn, dropout, numbers, recomputing, weather
+from tests.dsp.planners import Planner, at_random, by_batch, by_hand
 
 # --- one plan, all of whose stages are run in parts -------------------------------------------------------------------
-
-GRID = rand(3, 5, 7, 3)
-
-
-def by_hand(count: int) -> Planner:
-    """Between stages the batch is sharded, inside what they do not mix."""
-
-    def planner(stages, dims, ranks, *, end, training):
-        inside = ["w" if "h" in stage.whole else "h" for stage in stages]
-        choices = [StageChoice("b" if n else None, layout, "local", count) for n, layout in enumerate(inside)]
-        return StagePlan(tuple(stages), tuple(choices), Costs(dict(dims), ranks, FREE, training), None, "b", 0.0, 0.0)
-
-    return planner
-
-
-def weather(comm: Comm, planner: Planner | None = None) -> nn.Module:
-    model = made(Weather)
-    if comm.size > 1:
-        parallelize(model, comm, WEATHER, plan=planner or by_hand(3))
-    return model
-
-
-def numbers(model: nn.Module, x: Tensor = GRID) -> dict[str, Tensor]:
-    """Output and all gradients there are."""
-    x = x.clone().requires_grad_()
-    model.zero_grad()
-    out = model(x)
-    out.square().sum().backward()
-    grads = {name: p.grad for name, p in model.named_parameters() if p.grad is not None}
-    return {"out": out.detach(), "d x": x.grad} | grads
 
 
 def without(comm: Comm, how: str) -> dict[str, Tensor]:
     """Passes in which not everything needs a gradient, or nothing."""
-    model, x = weather(comm), GRID.clone()
+    model, x = weather(comm, by_hand(3)), GRID.clone()
     if how == "no grad":
         with torch.no_grad():
             return {"out": model(x)}
@@ -175,33 +65,12 @@ def test_passes_in_which_not_everything_needs_a_gradient(how) -> None:
         compared(run_threads(ranks, without, how, delay=0.001), want)
 
 
-def passed(comm: Comm, how: str) -> dict[str, Tensor]:
-    return passes(weather(comm), GRID, how)
-
-
-@pytest.mark.parametrize("how", ["part", "retained", "together", "of some"])
-def test_backward_passes_of_every_kind(how) -> None:
-    (want,) = run_threads(1, passed, how)
-    compared(run_threads(3, passed, how, delay=0.001), want)
-
-
-def twice(comm: Comm) -> None:
-    x = GRID.clone().requires_grad_()
-    (d,) = torch.autograd.grad(weather(comm)(x).square().sum(), x, create_graph=True)
-    with pytest.raises(RuntimeError, match="once_differentiable"):
-        d.square().sum().backward()
-
-
-def test_a_second_derivative_is_refused() -> None:
-    run_threads(2, twice)
-
-
 def side_by_side(comm: Comm) -> dict[str, Tensor]:
     """Two models, and a copy of one, with plans of their own; all forwards before all backwards."""
-    model, pairs = weather(comm), made(PairStack)
+    model, pairs = weather(comm, by_hand(3)), made(PairStack)
     other = deepcopy(model)
     if comm.size > 1:
-        parallelize(pairs, comm, PAIRS, plan=in_parts(3))
+        parallelize(pairs, comm, PAIRS, plan=at_random(3))
     x, z, mask = GRID.clone().requires_grad_(), rand(2, 5, 5, 5).requires_grad_(), torch.ones(2, 5, 5, 1).double()
     outs = [model(x), pairs(z, mask), other(3 * x)]
     with torch.no_grad():
@@ -219,7 +88,7 @@ def test_models_and_copies_side_by_side() -> None:
     compared(run_threads(3, side_by_side, delay=0.001), want)
 
 
-def test_what_can_be_run_in_parts() -> None:
+def test_what_can_be_run_at_random() -> None:
     """Of what a stage neither mixes nor gathers, and not where an attention draws by the places of all rows."""
 
     def apart(comm: Comm, name: str) -> dict[str, frozenset[str]]:
@@ -432,7 +301,7 @@ class Selective(nn.Module):
 
 def checkpointed(comm: Comm, kind: str) -> dict[str, Tensor]:
     """Several steps; numbers of the last."""
-    model = weather(comm)
+    model = weather(comm, by_hand(3))
     for blocks in (model.north, model.east, model.mix):
         for n, block in enumerate(blocks):
             blocks[n] = Selective(block) if kind == "selective" else Checkpointed(block, kind == "reentrant")
@@ -460,7 +329,7 @@ def part_again(comm: Comm, reentrant: bool, around: bool) -> dict[str, Tensor]:
     for block in model.blocks:
         recomputing(block, "core", reentrant)
     if comm.size > 1:
-        parallelize(model, comm, dit(False), plan=in_parts(0, 2, "t"))
+        parallelize(model, comm, dit(False), plan=at_random(0, 2, "t"))
     for n, block in enumerate(model.blocks):
         if around:
             model.blocks[n] = CheckpointedWith(block)
@@ -586,7 +455,7 @@ def test_a_last_stage_in_parts_without_an_exit() -> None:
 
 def misshapen(comm: Comm, n: int) -> str:
     """What a forward says if one rank's input of a stage has rows too many."""
-    model = weather(comm)
+    model = weather(comm, by_hand(3))
     if comm.rank:
         stage = [model.north[0], model.east[0]][n]
         stage.register_forward_pre_hook(lambda _, given: (torch.cat([given[0], given[0][:, :1]], 1),))
@@ -631,7 +500,7 @@ def test_memory_that_is_returned_again_while_it_is_sent() -> None:
 )
 def test_random_numbers_are_refused(change, words) -> None:
     def say(comm: Comm) -> list[str]:
-        model, said = weather(comm), []
+        model, said = weather(comm, by_hand(3)), []
         model(GRID[:2])
         change(model)
         for _ in range(2):
@@ -704,38 +573,7 @@ def test_buffers_that_a_forward_changes() -> None:
     assert all("ranks differ in buffers that stages changed" in each for each in said)
 
 
-# --- wrappers and hooks -----------------------------------------------------------------------------------------------
-
-
-def wrapped(comm: Comm, how: str) -> dict[str, Tensor]:
-    """The second step's gradients, as the wrapper leaves them, times the ranks where it divides by them."""
-    model = weather(comm)
-    net = nn.parallel.DistributedDataParallel(model) if how == "ddp" else model
-    if how == "fully_shard":
-        for part in (*model.north, *model.east, *model.mix, model):
-            fully_shard(part).set_gradient_divide_factor(1.0)
-    for _ in range(2):
-        model.zero_grad()
-        out = net(GRID)
-        out.square().sum().backward()
-    found = {name: p.grad for name, p in model.named_parameters()}
-    if how == "ddp":
-        return {"out": out.detach()} | {name: comm.size * g for name, g in found.items()}
-    return {"out": out.detach()} | {name: g.full_tensor() for name, g in found.items()}
-
-
-@pytest.mark.parametrize("how", ["ddp", "fully_shard"])
-def test_under_wrappers_that_reduce_gradients(how) -> None:
-    want = numbers(made(Weather))
-    for found in run_processes(2, wrapped, how):
-        for name, each in found.items():
-            torch.testing.assert_close(each, want[name], rtol=1e-10, atol=1e-10)
-
-
-def by_batch(stages, dims, ranks, *, end, training) -> StagePlan:
-    """Stages that share the batch, of which a rank may have nothing."""
-    choices = tuple(StageChoice(None, "b", "local") for _ in stages)
-    return StagePlan(tuple(stages), choices, Costs(dict(dims), ranks, FREE, training), None, None, 0.0, 0.0)
+# --- what is gathered, hooks ------------------------------------------------------------------------------------------
 
 
 def sharded_within(comm: Comm, batch: int) -> list[str]:
@@ -761,7 +599,7 @@ def test_modules_that_all_ranks_call_are_not_within_what_some_skip() -> None:
 
 def hooked(comm: Comm) -> dict[str, Tensor]:
     """Hooks that change what passes, around a stage and inside it."""
-    model = weather(comm)
+    model = weather(comm, by_hand(3))
     for part in (model.east[0], model.east[0].qkv):
         part.register_forward_hook(lambda _, given, out: 2 * out)
         part.register_full_backward_hook(lambda _, into, out: (3 * into[0],))

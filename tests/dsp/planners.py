@@ -1,0 +1,65 @@
+"""Planners for tests: ways that can be run, chosen at random or by hand."""
+
+from __future__ import annotations
+
+import random
+from collections.abc import Callable
+
+from seqpar.dsp import StagePlan
+from seqpar.dsp.costs import Costs
+from seqpar.dsp.plan import StageChoice
+from tests.dsp.models import FREE
+
+Planner = Callable[..., StagePlan]
+
+
+def at_random(seed: int, core: int = 1, held: str | None = None, parts: tuple[int, ...] = (2, 3, 4, 5)) -> Planner:
+    """A planner that takes any way that can be run, mostly one in which stages can be run in parts."""
+
+    def planner(stages, dims, ranks, *, end, training):
+        rng, costs = random.Random(seed), Costs(dict(dims), ranks, FREE, training, core, held)
+        filled = [at for at in costs.shardings if at in costs.filled]
+
+        def taken(ways: list, wanted: Callable[..., bool]) -> object:
+            return rng.choice([way for way in ways if wanted(way)] * 9 + ways)
+
+        ways = [[(at, mode) for at in costs.shardings for mode in costs.modes(stage, at)] for stage in stages]
+        inside = [
+            taken(each, lambda way, stage=stage: way[0] in stage.apart)
+            for stage, each in zip(stages, ways, strict=True)
+        ]
+        befores = [
+            costs.shardings
+            if stage.rest is None
+            else [at for at in filled if (held if at is None else at) in stage.rest]
+            for stage in stages
+        ]
+        ends = [at for at in filled if (held if at is None else at) in end] if held is None or held in end else [None]
+        edges = [None]
+        for n, each in enumerate([*befores[1:], ends], 1):
+            beside = {None, *(layout for layout, _ in inside[n - 1 : n + 1])}
+            edges.append(taken(list(each), lambda at, beside=beside: at not in beside))
+        choices = [
+            StageChoice(at, layout, mode, rng.choice(parts) if costs.parted(stage, at, layout, after) else 1)
+            for stage, at, (layout, mode), after in zip(stages, edges, inside, edges[1:], strict=False)
+        ]
+        return StagePlan(tuple(stages), tuple(choices), costs, None, edges[-1], 0.0, 0.0)
+
+    return planner
+
+
+def by_hand(count: int) -> Planner:
+    """Between stages the batch is sharded, inside what they do not mix."""
+
+    def planner(stages, dims, ranks, *, end, training):
+        inside = ["w" if "h" in stage.whole else "h" for stage in stages]
+        choices = [StageChoice("b" if n else None, layout, "local", count) for n, layout in enumerate(inside)]
+        return StagePlan(tuple(stages), tuple(choices), Costs(dict(dims), ranks, FREE, training), None, "b", 0.0, 0.0)
+
+    return planner
+
+
+def by_batch(stages, dims, ranks, *, end, training) -> StagePlan:
+    """Stages that share the batch, of which a rank may have nothing."""
+    choices = tuple(StageChoice(None, "b", "local") for _ in stages)
+    return StagePlan(tuple(stages), choices, Costs(dict(dims), ranks, FREE, training), None, None, 0.0, 0.0)
