@@ -40,12 +40,12 @@ def dense_attention(
     s = torch.einsum("ihd,jhd->hij", q, keys) * (q.shape[2] ** -0.5 if scale is None else scale)
     if softcap:
         s = softcap * torch.tanh(s / softcap)
-    at = torch.from_numpy(mask.key_positions(np.arange(mask.tokens)))
+    rows, columns = np.arange(mask.tokens), torch.arange(mask.kv_tokens, device=q.device)
+    at = torch.from_numpy(mask.key_positions(rows)).to(q.device)
     if alibi_slopes is not None:
-        s = s - alibi_slopes[:, None, None] * (at[:, None] - torch.arange(mask.kv_tokens)).abs()
-    lo, hi = (torch.from_numpy(x)[:, None] for x in mask.bounds(np.arange(mask.tokens)))
-    seen = (torch.arange(mask.kv_tokens) >= lo) & (torch.arange(mask.kv_tokens) < hi)
-    s = s.masked_fill(~seen, -torch.inf)
+        s = s - alibi_slopes[:, None, None] * (at[:, None] - columns).abs()
+    lo, hi = (torch.from_numpy(x).to(q.device)[:, None] for x in mask.bounds(rows))
+    s = s.masked_fill((columns < lo) | (columns >= hi), -torch.inf)
     if sinks is not None:
         s = torch.cat([s, sinks[:, None, None].expand(-1, mask.tokens, 1)], dim=-1)
     blind = (s == -torch.inf).all(-1, keepdim=True)
@@ -54,7 +54,7 @@ def dense_attention(
     if dropout_p:
         heads = range(q.shape[1])
         a = dropout.words(at, heads, dropout_seed, side=0)[..., None]
-        b = dropout.words(torch.arange(mask.kv_tokens), heads, dropout_seed, side=1)[:, None]
+        b = dropout.words(columns, heads, dropout_seed, side=1)[:, None]
         p = p * dropout.keep(a, b, dropout_p) / (1 - dropout_p)
     return torch.einsum("hij,jhd->ihd", p, values), lse.t()
 

@@ -375,3 +375,14 @@ def test_a_tangent_is_refused_and_not_lost(verb) -> None:
             seqpar.switch(x, comm, split_dim=0, concat_dim=1)
         else:
             seqpar.relayout(x, comm, src=layout, dst=layout)
+
+
+# --- the oracle -------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("option", ["none", "alibi_slopes", "sinks", "dropout_p"])
+def test_the_oracle_is_computed_on_any_device(option) -> None:
+    q, k, slopes = (torch.empty(shape, device="meta") for shape in ((14, 4, 8), (14, 2, 8), (4,)))
+    options = {"none": {}, "dropout_p": {"dropout_p": 0.2}}.get(option, {option: slopes})
+    out, lse = dense_attention(q, k, k, Mask([5, 9], causal=True), **options)
+    assert out.shape == q.shape and out.device == lse.device == q.device
