@@ -6,6 +6,8 @@ import os
 from numbers import Integral, Real
 from typing import Any
 
+# seconds that a comm waits by default: above torch's own 600 for NCCL, since a rank may evaluate or write meanwhile
+PATIENCE = 1800.0
 LONGEST = 1e9  # seconds: about the longest wait that the system can count
 
 

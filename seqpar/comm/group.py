@@ -35,7 +35,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from seqpar.comm.arguments import check_arguments, check_descriptors
+from seqpar.comm.arguments import PATIENCE, check_arguments, check_descriptors
 from seqpar.comm.base import Done, ProcessChannel, ProcessComm, WorkBase, process_group, waited
 from seqpar.comm.failure import Monitor, RootCause
 from seqpar.comm.header import HEADER_BYTES, REMEMBERED, WARMING, WORDS, Header, describe, mismatch
@@ -334,7 +334,7 @@ class GroupComm(ProcessComm[GroupChannel]):
     GPU; NotImplementedError on ROCm.
     """
 
-    def __init__(self, group: Any = None, *, timeout: float = 300.0, check: str = "batch") -> None:
+    def __init__(self, group: Any = None, *, timeout: float = PATIENCE, check: str = "batch") -> None:
         self._join(GroupChannel(process_group("GroupComm", group), timeout, check), (), Stats(), {}, check)
 
     def exchange(

@@ -16,13 +16,12 @@ from typing import Any, TypeVar
 
 import torch.distributed as dist
 
-from seqpar.comm.arguments import is_timeout
+from seqpar.comm.arguments import PATIENCE, is_timeout
 from seqpar.comm.header import hash63
 from seqpar.comm.protocol import PeerError
 
 T = TypeVar("T")
 
-PATIENCE = 300.0  # seconds, for a rank whose timeout is invalid
 GRACE = 5.0  # seconds by which ranks may differ when they give up
 
 

@@ -1,5 +1,6 @@
 """What constructors of comms between processes promise: every rank comes, or every rank hears who did not and why."""
 
+import inspect
 import re
 
 import pytest
@@ -7,7 +8,7 @@ import torch
 import torch.distributed as dist
 
 from seqpar import native
-from seqpar.comm import GroupComm, LocalComm, PeerError, ShmComm
+from seqpar.comm import GroupComm, LocalComm, PeerComm, PeerError, ShmComm
 from seqpar.comm.rendezvous import Rendezvous
 from seqpar.testing import run_processes
 from tests.comm import cases, constructor_cases
@@ -93,6 +94,12 @@ def test_arguments_that_say_nothing_are_refused_by_name(make):
                 make(check=check)
     finally:
         dist.destroy_process_group()
+
+
+@pytest.mark.parametrize("make", [GroupComm, PeerComm, ShmComm])
+def test_by_default_a_comm_waits_longer_than_nccl_does(make):
+    # a rank that writes a checkpoint for ten minutes must not end the others
+    assert inspect.signature(make).parameters["timeout"].default >= 3 * 600
 
 
 @pytest.mark.parametrize("timeout", [float("inf"), float("nan"), 0, True, "5", None])

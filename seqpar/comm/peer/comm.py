@@ -9,6 +9,7 @@ from typing import Any, TypeVar
 import torch
 from torch import Tensor
 
+from seqpar.comm.arguments import PATIENCE
 from seqpar.comm.base import CommBase, WorkBase, process_group
 from seqpar.comm.entry import enters
 from seqpar.comm.local import LocalComm
@@ -62,7 +63,7 @@ class PeerComm(CommBase[PeerChannel]):
         *,
         device: torch.device | str | int | None = None,
         pool_bytes: int = 1 << 29,
-        timeout: float = 300.0,
+        timeout: float = PATIENCE,
         check: str = "batch",
         signals: str = "auto",
     ) -> None:

@@ -34,7 +34,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from seqpar import native
-from seqpar.comm.arguments import check_arguments, check_descriptors, check_pool
+from seqpar.comm.arguments import PATIENCE, check_arguments, check_descriptors, check_pool
 from seqpar.comm.base import Done, ProcessChannel, ProcessComm, WorkBase, process_group, waited
 from seqpar.comm.failure import RootCause
 from seqpar.comm.header import REMEMBERED, Header, describe, mismatch
@@ -306,7 +306,7 @@ class ShmComm(ProcessComm[ShmChannel]):
     direct = True
 
     def __init__(
-        self, group: Any = None, *, timeout: float = 300.0, check: str = "batch", pool_bytes: int | None = None
+        self, group: Any = None, *, timeout: float = PATIENCE, check: str = "batch", pool_bytes: int | None = None
     ) -> None:
         if pool_bytes is None:
             pool_bytes = min(os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE"), POOL_BYTES)
