@@ -2,21 +2,19 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
+from math import prod
 
+import torch
 from torch import Tensor
 
-from seqpar.comm import Work
-from seqpar.kernels.memory.rows import add_
+from seqpar.kernels.memory.copy import Pair, copy
 from seqpar.ops.attention.call import Call, Phase
 from seqpar.ops.attention.keys import Messages, Slots
-from seqpar.ops.attention.rows import sent_grads, take
 from seqpar.ops.core.device import profile_range
+from seqpar.ops.move.pack import Place, post, rows_of
 from seqpar.plan import Step
-from seqpar.plan.steps import Entry, Rows, count
-
-# a peer's message, and the rows of a tensor to which it is added; None for the current step's gradients
-Landing = tuple[int, Tensor | None, Rows]
+from seqpar.plan.steps import Entry
 
 
 class GradientExchange:
@@ -29,29 +27,22 @@ class GradientExchange:
 
     def __init__(self, call: Call, steps: list[Step], home: Tensor) -> None:
         self.call, self.home = call, home
-        self.work: Work | None = None
+        self.arrival: Callable[[], None] | None = None
         self.stage = 0
-        self.landed: list[tuple[Landing, Tensor]] = []
+        self.carried: Tensor | None = None  # the next step's sums in a ring, to which the arriving ones are added
         self.entered: tuple[Entry, Tensor] | None = None  # sums that leave with the next exchange
         self.sums = self._slots(len(s.pos) for s in steps if not s.local)
         self.entry_sums = self._slots(s.spread.rows for s in steps if s.spread)
-        entries = [None, *(s.spread for s in steps)]
-        self.space = max(map(self._received, [*steps, None], entries))
         self.received: Tensor | None = None
 
     def _slots(self, rows: Iterable[int]) -> Slots:
         home, most = self.home, max(rows, default=0)
         return Slots(lambda: home.new_empty(most, *home.shape[1:]))
 
-    @staticmethod
-    def _received(step: Step | None, entered: Entry | None) -> int:
-        """Rows that arrive with a step's gradients, and with the sums for keys that entered for the step before."""
-        own = 0 if step is None else sum(map(count, step.grad_recvs.values())) + step.carry_rows
-        return own + (0 if entered is None else sum(map(count, entered.sends.values())))
-
     def blank(self, step: Step) -> Tensor:
         """Zeros to which a step's gradients are added."""
-        return self.sums.next(len(step.pos), *self.home.shape[1:]).zero_()
+        sums, self.carried = self.carried, None
+        return self.sums.next(len(step.pos), *self.home.shape[1:]).zero_() if sums is None else sums
 
     def depart(self, step: Step, grads: Tensor) -> None:
         """Post a step's key gradients, and receives for own keys and, in a ring, for the next step's."""
@@ -59,61 +50,52 @@ class GradientExchange:
             return
         with profile_range("post grads", step.number):
             before, self.entered, target = self.entered, None, self.home
+            at = self.call.uploaded.rows
             if step.spread is not None:
                 target = self.entry_sums.next(step.spread.rows, *self.home.shape[1:])
-                target.copy_(take(grads, self.call.uploaded.rows(step.spread.place)))
+                source = rows_of(grads, at(step.spread.place))
+                copy([Pair(target, source.x, src_rows=source.rows)])
                 self.entered = step.spread, target
-            landings: list[Landing] = [(peer, target, rows) for peer, rows in step.grad_recvs.items()]
+            sends: Messages = {peer: [[rows_of(grads, at(rows))]] for peer, rows in step.grad_sends.items()}
+            recvs: Messages = {
+                peer: [[rows_of(target, at(rows), summed=True)]] for peer, rows in step.grad_recvs.items()
+            }
             if step.carry is not None and step.carry_rows:
-                landings.append((step.carry, None, slice(0, step.carry_rows)))
-            self._post(step.number, self._leaving(step, grads), landings, before)
+                self.carried = self.sums.next(step.carry_rows, *self.home.shape[1:]).zero_()
+                recvs.setdefault(step.carry, []).append([Place(self.carried, summed=True)])
+            self._post(step.number, sends, recvs, before)
 
-    def _leaving(self, step: Step, grads: Tensor) -> Messages:
-        if not step.grad_sends:
-            return {}
-        leaving = sent_grads(step)
-        source = grads if leaving.rows is None else take(grads, self.call.uploaded.rows(leaving.rows))
-        return {peer: [source[rows]] for peer, rows in leaving.of.items()}
-
-    def _post(self, stage: int, sends: Messages, landings: list[Landing], entered: tuple[Entry, Tensor] | None) -> None:
+    def _post(self, stage: int, sends: Messages, recvs: Messages, entered: tuple[Entry, Tensor] | None) -> None:
         """Post one exchange, including the sums for entered keys: sent to their owners, and received for own keys."""
         if entered is not None:
-            entry, sums = entered
+            (entry, sums), at = entered, self.call.uploaded.rows
             for peer, rows in entry.recvs.items():
-                sends.setdefault(peer, []).append(sums[rows])
-            landings = landings + [(peer, self.home, rows) for peer, rows in entry.sends.items()]
-        if not (sends or landings):
-            return
-        if self.received is None:
-            self.received = self.call.comm.empty(
-                (self.space, *self.home.shape[1:]), self.call.recipe.acc, self.call.signature.device
-            )
-        sizes = [count(rows) for *_, rows in landings]
-        self.landed = list(zip(landings, self.received[: sum(sizes)].split(sizes), strict=True))
-        recvs: Messages = {}
-        for (peer, *_), values in self.landed:
-            recvs.setdefault(peer, []).append(values)
-        self.work = self.call.comm.exchange(sends, recvs, tag=self.call.message(Phase.BACK_GRADS, stage))
-        self.stage = stage
+                sends.setdefault(peer, []).append([rows_of(sums, at(rows))])
+            for peer, rows in entry.sends.items():
+                recvs.setdefault(peer, []).append([rows_of(self.home, at(rows), summed=True)])
+        if sends or recvs:
+            tag = self.call.message(Phase.BACK_GRADS, stage)
+            self.arrival, self.stage = post(self.call.comm, sends, recvs, tag, empty=self._empty), stage
 
-    def arrive(self, grads: Tensor | None) -> None:
-        """Wait for arrivals and add them: to own keys in rank order, and to the current gradients."""
-        if self.work is None:
-            return
-        with profile_range("wait grads", self.stage):
-            self.work.wait()
-        for (_, target, rows), values in self.landed:
-            if target is not None:
-                add_(target, self.call.uploaded.rows(rows), values)
-            elif grads is not None:
-                grads += values
-        self.work = None
-        self.landed = []
+    def _empty(self, shape: tuple[int, ...], dtype: torch.dtype, device: torch.device) -> Tensor:
+        """Memory for arrivals, which all exchanges reuse."""
+        size = prod(shape)
+        if self.received is None or self.received.numel() < size:
+            self.received = None  # the smaller one is freed first
+            self.received = self.call.comm.empty(shape, dtype, device)
+        return self.received.view(-1)[:size].view(shape)
+
+    def arrive(self) -> None:
+        """Wait for arrivals and add them, to own keys in ascending order of ranks."""
+        if self.arrival is not None:
+            with profile_range("wait grads", self.stage):
+                self.arrival()
+            self.arrival = None
 
     def finish(self, stage: int) -> None:
         """Add the last arrivals, and return the last sums for entered keys; ``stage`` is one that no step uses."""
-        self.arrive(None)
+        self.arrive()
         if self.entered is not None:
             with profile_range("post grads", stage):
-                self._post(stage, {}, [], self.entered)
-            self.arrive(None)
+                self._post(stage, {}, {}, self.entered)
+            self.arrive()

@@ -179,4 +179,4 @@ def _outside(call: Call, leg: Leg, share: int, piece: slice = slice(None)) -> Pl
         x = x[local.start + first : local.start + last]
     else:
         rows = call.uploaded.rows(local)[piece]
-    return Place(x, rows, leg.x.dtype, leg.summed)
+    return Place(x, rows, None if leg.x.dtype == x.dtype else leg.x.dtype, leg.summed)

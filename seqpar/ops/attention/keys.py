@@ -1,19 +1,20 @@
-"""Fetch each step's keys: pack, exchange one step ahead, double-buffer in position order."""
+"""Fetch each step's keys: packed, sent one step ahead, and received into two buffers in turns, in position order."""
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Mapping, Sequence
 from math import prod
 
 from torch import Tensor
 
-from seqpar.comm import Work
-from seqpar.kernels.memory.rows import pack, place
+from seqpar.kernels.memory.copy import Pair, copy
 from seqpar.ops.attention.call import Call, Phase
-from seqpar.ops.attention.rows import Parcels, entering_keys, received_keys, relays, sent_keys, take
+from seqpar.ops.attention.rows import received_keys
 from seqpar.ops.core.device import profile_range
+from seqpar.ops.move.pack import Message, Place, post, rows_of
+from seqpar.plan import Rows
 
-Messages = dict[int, list[Tensor]]
+Messages = dict[int, list[Message]]
 
 
 class Slots:
@@ -44,7 +45,7 @@ class KeyExchange:
     def __init__(self, call: Call, phase: Phase) -> None:
         recipe, signature = call.recipe, call.signature
         self.call, self.steps, self.phase, self.size = call, recipe.steps, phase, recipe.key_size
-        self.works: dict[int, Work | None] = {}
+        self.arrivals: dict[int, Callable[[], None]] = {}
         self.buffers: dict[int, Tensor] = {}
         self.entries: dict[int, Tensor] = {}
         self.slots = Slots(lambda: call.comm.empty((recipe.slot,), signature.dtype, signature.device))
@@ -53,30 +54,28 @@ class KeyExchange:
     def post(self, n: int, k: Tensor, v: Tensor) -> None:
         """Post the exchange that brings the keys of step n; k, v are the inside keys of its part."""
         step = self.steps[n]
-        if not step.moves or not self.size[step.part.width]:
-            self.works[n] = None
+        size = self.size[step.part.width]
+        if not step.moves or not size:
             return
         with profile_range("post keys", step.number):
-            sends, recvs = self._step_keys(n, k, v)
+            recvs: Messages = {}
+            if step.recvs:
+                by_peer, places = received_keys(step)
+                count = len(step.pos) if places is None else len(places)
+                flat = self.buffers[n] = self.slots.next(count, size)  # last read before the current step
+                recvs = {peer: [[Place(flat[rows])]] for peer, rows in by_peer.items()}
+            sends: Messages = {}
+            if step.sends:
+                tensors = [k, v]
+                if step.spread is not None:  # forwarded unchanged, like those that a ring hands on
+                    tensors = [self.entries[n - 1]]
+                elif step.relay and not self.steps[n - 1].local:
+                    tensors = [self.buffers[n - 1]]
+                sends = self._messages(step.sends, tensors)
             if step.entry is not None:
                 self._add_entry(n, k, v, sends, recvs)
-            self.works[n] = self.call.comm.exchange(sends, recvs, tag=self.call.message(self.phase, step.number))
-
-    def _step_keys(self, n: int, k: Tensor, v: Tensor) -> tuple[Messages, Messages]:
-        """The messages sent and received for step n."""
-        step, sends, recvs = self.steps[n], {}, {}
-        if step.recvs:
-            arriving = received_keys(step)
-            count = len(step.pos) if arriving.rows is None else arriving.count
-            flat = self.slots.next(count, self.size[step.part.width])  # last read before the current step
-            recvs = {peer: [flat[rows]] for peer, rows in arriving.of.items()}
-            self.buffers[n] = flat
-        if step.sends:
-            leaving = sent_keys(self.steps, n)
-            before = self.entries if step.spread else self.buffers if relays(self.steps, n) else None
-            source = self._packed(leaving, k, v) if before is None else self._onward(leaving, before[n - 1])
-            sends = {peer: [source[rows]] for peer, rows in leaving.of.items()}
-        return sends, recvs
+            tag = self.call.message(self.phase, step.number)
+            self.arrivals[n] = post(self.call.comm, sends, recvs, tag)
 
     def _add_entry(self, n: int, k: Tensor, v: Tensor, sends: Messages, recvs: Messages) -> None:
         """Add the messages of keys that enter this rank's node, or other nodes, with the keys of step n."""
@@ -86,32 +85,28 @@ class KeyExchange:
         if entry.recvs:
             flat = self.entries[n] = self.entry_slots.next(entry.rows, self.size[step.part.width])
             for peer, rows in entry.recvs.items():
-                recvs.setdefault(peer, []).append(flat[rows])
-        if entry.sends:
-            leaving = entering_keys(step)
-            source = self._packed(leaving, k, v)
-            for peer, piece in leaving.of.items():
-                sends.setdefault(peer, []).append(source[piece])
+                recvs.setdefault(peer, []).append([Place(flat[rows])])
+        for peer, messages in self._messages(entry.sends, [k, v]).items():
+            sends.setdefault(peer, []).extend(messages)
 
-    def _packed(self, leaving: Parcels, k: Tensor, v: Tensor) -> Tensor:
-        """Rows of the inside keys and values, side by side for sending."""
-        width = k.shape[1] * k.shape[2] + v.shape[1] * v.shape[2]
-        out = k.new_empty(leaving.count, width)
-        if leaving.rows is not None:
-            pack([k, v], self.call.uploaded.rows(leaving.rows), out)
-        return out
-
-    def _onward(self, leaving: Parcels, buffer: Tensor) -> Tensor:
-        """Rows of received keys, forwarded unchanged."""
-        return buffer if leaving.rows is None else take(buffer, self.call.uploaded.rows(leaving.rows))
+    def _messages(self, by_peer: Mapping[int, Rows], tensors: Sequence[Tensor]) -> Messages:
+        """For each peer a message of its rows of all tensors, side by side; peers with the same rows share it."""
+        messages: dict[object, Message] = {}
+        sends: Messages = {}
+        for peer, rows in by_peer.items():
+            key = (rows.start, rows.stop) if isinstance(rows, slice) else id(rows)
+            if key not in messages:
+                messages[key] = [rows_of(x, self.call.uploaded.rows(rows)) for x in tensors]
+            sends[peer] = [messages[key]]
+        return sends
 
     def wait(self, n: int, k: Tensor, v: Tensor) -> tuple[Tensor, Tensor]:
         """The keys and values of step n, in position order."""
-        work = self.works.pop(n, None)
-        step = self.steps[n]
-        if work is not None:
+        step, at = self.steps[n], self.call.uploaded.rows
+        arrive = self.arrivals.pop(n, None)
+        if arrive is not None:
             with profile_range("wait keys", step.number):
-                work.wait()
+                arrive()
         self.buffers.pop(n - 2, None)
         if step.own_alone:
             return k, v
@@ -119,19 +114,22 @@ class KeyExchange:
         if flat is None:
             empty = self.slots.next if len(step.pos) and self.size[step.part.width] else k.new_empty
             flat = self.buffers[n] = empty(len(step.pos), self.size[step.part.width])
-        rows = received_keys(step).rows if step.recvs else None
-        if rows is not None and flat.numel():
+        copies = []
+        places = received_keys(step)[1] if step.recvs else None
+        if places is not None and flat.numel():
             # into the other slot: the first one can then receive
             received, flat = flat, self.slots.next(len(step.pos), flat.shape[1])
-            place(received, self.call.uploaded.rows(rows), flat)
+            copies.append(Pair(flat, received, dst_rows=at(places)))
             self.buffers[n] = flat
         entered = self.entries.pop(n - 1, None)
         if step.spread is not None and entered is not None:
-            place(entered, self.call.uploaded.rows(step.spread.place), flat)
+            where = rows_of(flat, at(step.spread.place))
+            copies.append(Pair(where.x, entered, where.rows))
         keys, values = flat.split([k.shape[1] * k.shape[2], v.shape[1] * v.shape[2]], dim=1)
         keys, values = keys.unflatten(1, k.shape[1:]), values.unflatten(1, v.shape[1:])
         if step.own is not None and flat.numel():
-            own = self.call.uploaded.rows(step.own)
-            place(k, own, keys)
-            place(v, own, values)
+            own = at(step.own)
+            for where, x in ((rows_of(keys, own), k), (rows_of(values, own), v)):
+                copies.append(Pair(where.x, x, where.rows))
+        copy(copies)
         return keys, values

@@ -189,7 +189,7 @@ def backward(
             leaving = GradientExchange(call, [s for s in recipe.steps if s.part is step.part], grads.home)
         of_step = grads.home if step.local else leaving.blank(step)
         _differentiate(call, step, tensors, grads, keys, values, slopes, of_step)
-        leaving.arrive(of_step)
+        leaving.arrive()
         if not step.local:
             if step.own is not None:
                 grads.home += take(of_step, call.uploaded.rows(step.own))

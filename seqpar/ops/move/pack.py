@@ -12,6 +12,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from itertools import accumulate, pairwise
 from math import prod
+from operator import itemgetter
 from typing import NamedTuple
 
 import torch
@@ -28,7 +29,8 @@ ALIGNMENT = 64  # alignment in bytes of messages in a buffer: a CPU's cache line
 class Place(NamedTuple):
     """A tensor, or some of its rows by number. Numbers are as in `Pair`.
 
-    Of a destination, dtype: that of the message, if it is to be cast to x's; summed: whether the message is added.
+    Of a destination, dtype: that of the message, if it differs from x's and is to be cast; summed: whether the message
+    is added.
     """
 
     x: Tensor
@@ -36,72 +38,56 @@ class Place(NamedTuple):
     dtype: torch.dtype | None = None
     summed: bool = False
 
-    @property
-    def shape(self) -> list[int]:
-        """The shape of its elements."""
-        return [len(self.x if self.rows is None else self.rows), *self.x.shape[1:]] if self.x.dim() else []
 
-    @property
-    def travels_as(self) -> torch.dtype:
-        """The dtype of the message."""
-        return self.dtype or self.x.dtype
-
-    @property
-    def copied(self) -> bool:
-        """Whether a message is written there with its own bits."""
-        return not self.summed and (self.dtype is None or self.dtype == self.x.dtype)
-
-
-Message = Sequence[Place]  # one dtype: one place, or several [rows, ...] sent side by side as [rows, widths]
+# One dtype: one place, or several [rows, ...] sent side by side as [rows, widths]. Peers may share a message object,
+# which is then packed once.
+Message = Sequence[Place]
 Side = Mapping[int, Sequence[Message]]
+Arrival = tuple[int, Place, Place]  # the peer, where its message lies, and where it belongs
 
 
-def rows_of(x: Tensor, rows: slice | Tensor) -> Place:
+def rows_of(x: Tensor, rows: slice | Tensor, *, summed: bool = False) -> Place:
     """The place of some rows of a tensor."""
-    return Place(x[rows]) if isinstance(rows, slice) else Place(x, rows)
+    return Place(x[rows], summed=summed) if isinstance(rows, slice) else Place(x, rows, summed=summed)
 
 
-def post(comm: Comm, sends: Side, recvs: Side, tag: Tag) -> Callable[[], None]:
+def post(
+    comm: Comm, sends: Side, recvs: Side, tag: Tag, *, empty: Callable[..., Tensor] | None = None
+) -> Callable[[], None]:
     """Post an exchange of messages, by peer. The returned function waits until all are in place.
 
-    A rank's messages to itself are local copies. Messages are summed in the order of recvs, in the dtype of the
-    destination. Nothing else writes the elements that a message writes or is added to.
+    A rank's messages to itself are local copies. Messages are summed in ascending order of peers, in the dtype of the
+    destination. Nothing else writes the elements that a message writes or is added to. empty: allocates the buffer of
+    messages that do not arrive in place, as ``torch.empty`` would; by default the comm does.
+
+    Raises: ValueError if the rank sends itself more or fewer messages than it receives.
     """
-    own_copies: list[Pair] = []
-    own: list[tuple[int, Place, Place]] = []
-    for theirs, mine in zip(sends.get(comm.rank, ()), recvs.get(comm.rank, ())):
-        for source, destination in zip(theirs, mine):
-            if destination.copied:
-                own_copies.append(_moved(destination, source))
-            else:
-                own.append((comm.rank, source, destination))
-    if comm.size == 1 and not own:
-        copy(own_copies)
-        return lambda: None
-    sent, sources = _buffers(comm, sends, torch.empty)
-    received, destinations = _buffers(comm, recvs, comm.empty)
-    copy([_moved(part, source) for _, part, source in sources])
-    work = comm.exchange(sent, received, tag=tag) if sent or received else None
-    late = any(destination.copied for *_, destination in destinations)
-    if not late:  # otherwise `finish` makes all copies in one call
+    own = [
+        (comm.rank, source, destination)
+        for sent, received in zip(sends.get(comm.rank, ()), recvs.get(comm.rank, ()), strict=True)
+        for source, destination in zip(sent, received, strict=True)
+    ]
+    leaving, sources = _buffers(comm, sends, torch.empty)
+    arriving, arrivals = _buffers(comm, recvs, empty or comm.empty)
+    copy([Pair(part.x, source.x, src_rows=source.rows) for _, part, source in sources])
+    work = comm.exchange(leaving, arriving, tag=tag) if leaving or arriving else None
+    own_copies, late_copies = (
+        [Pair(dst.x, src.x, dst.rows, src.rows) for _, src, dst in several if not (dst.summed or dst.dtype)]
+        for several in (own, arrivals)
+    )
+    rest = [arrival for arrival in [*own, *arrivals] if arrival[2].summed or arrival[2].dtype]
+    if not late_copies:  # otherwise `finish` makes all copies in one call
         copy(own_copies)
 
     def finish() -> None:
         if work is not None:
             work.wait()
-        if late:
-            copy([*(_moved(where, part) for _, part, where in destinations if where.copied), *own_copies])
-        rest = own + [arrival for arrival in destinations if not arrival[2].copied]
-        if rest:
-            order = {peer: n for n, peer in enumerate(recvs)}
-            for _, source, destination in sorted(rest, key=lambda arrival: order[arrival[0]]):
-                _combine(source, destination)
+        if late_copies:
+            copy(late_copies + own_copies)
+        for _, source, destination in sorted(rest, key=itemgetter(0)):
+            _combine(source, destination)
 
     return finish
-
-
-def _moved(dst: Place, src: Place) -> Pair:
-    return Pair(dst.x, src.x, dst.rows, src.rows)
 
 
 def _combine(src: Place, dst: Place) -> None:
@@ -114,57 +100,54 @@ def _combine(src: Place, dst: Place) -> None:
         place(values, rows, dst.x)
 
 
-def _buffers(
-    comm: Comm, side: Side, empty: Callable[..., Tensor]
-) -> tuple[dict[int, list[Tensor]], list[tuple[int, Place, Place]]]:
+def _buffers(comm: Comm, side: Side, empty: Callable[..., Tensor]) -> tuple[dict[int, list[Tensor]], list[Arrival]]:
     """The tensors to exchange; and for each part of a buffer the peer, the part and the place it stands for."""
-    side = {peer: messages for peer, messages in side.items() if peer != comm.rank}
-    packed = [message for messages in side.values() for message in messages if not _travels(comm, message)]
-    if not packed:
-        return {peer: [message[0].x for message in messages] for peer, messages in side.items()}, []
-    buffers = _memory(packed, empty)
     tensors: dict[int, list[Tensor]] = {}
-    parts: list[tuple[int, Place, Place]] = []
+    packed: dict[int, tuple[int, Message]] = {}
     for peer, messages in side.items():
-        tensors[peer] = []
+        if peer == comm.rank:
+            continue
+        tensors[peer] = [message[0].x for message in messages]
         for message in messages:
-            if _travels(comm, message):
-                tensors[peer].append(message[0].x)
-                continue
-            buffer = next(buffers[message[0].travels_as])
-            tensors[peer].append(buffer)
-            first = 0
-            for where in message:
-                width = prod(where.shape[1:])
-                part = buffer if len(message) == 1 else buffer[:, first : first + width].view(where.shape)
-                parts.append((peer, Place(part), where))
-                first += width
+            x, rows, dtype, summed = message[0]
+            # One that the comm can send, or receive into, without a copy.
+            whole = len(message) == 1 and rows is None and dtype is None and not summed
+            if not (whole and (x.is_contiguous() or (comm.direct and x.dim() <= DIMS))):
+                packed[id(message)] = peer, message
+    if not packed:
+        return tensors, []
+    buffers = dict(zip(packed, _memory([message for _, message in packed.values()], empty), strict=True))
+    parts: list[Arrival] = []
+    for buffer, (peer, message) in zip(buffers.values(), packed.values(), strict=True):
+        if len(message) == 1:
+            parts.append((peer, Place(buffer), message[0]))
+            continue
+        first = 0
+        for where in message:
+            shape = where.x.shape[1:]
+            width = prod(shape)
+            parts.append((peer, Place(buffer[:, first : first + width].view(len(buffer), *shape)), where))
+            first += width
+    for peer in tensors:
+        tensors[peer] = [buffers.get(id(message), message[0].x) for message in side[peer]]
     return tensors, parts
 
 
-def _travels(comm: Comm, message: Message) -> bool:
-    """Whether a message is a tensor that the comm can send, or receive into, without a copy."""
-    if len(message) > 1 or message[0].rows is not None or not message[0].copied:
-        return False
-    x = message[0].x
-    return x.is_contiguous() or (comm.direct and x.dim() <= DIMS)
-
-
-def _shape(message: Message) -> list[int]:
-    shapes = [place.shape for place in message]
-    return shapes[0] if len(shapes) == 1 else [shapes[0][0], sum(prod(shape[1:]) for shape in shapes)]
-
-
-def _memory(messages: Sequence[Message], empty: Callable[..., Tensor]) -> dict[torch.dtype, Iterator[Tensor]]:
-    """Memory for messages, dtype -> in their order; messages of one dtype are side by side."""
+def _memory(messages: Sequence[Message], empty: Callable[..., Tensor]) -> list[Tensor]:
+    """Memory for messages; those of one dtype are side by side in one piece."""
     shapes: dict[torch.dtype, list[list[int]]] = {}
-    for message in messages:
-        shapes.setdefault(message[0].travels_as, []).append(_shape(message))
-    found = {}
+    dtypes = [message[0].dtype or message[0].x.dtype for message in messages]
+    for dtype, message in zip(dtypes, messages, strict=True):
+        x, rows, *_ = message[0]
+        shape = [*x.shape] if rows is None else [len(rows), *x.shape[1:]]
+        if len(message) > 1:
+            shape = [shape[0], sum([prod(where.x.shape[1:]) for where in message])]
+        shapes.setdefault(dtype, []).append(shape)
+    pieces: dict[torch.dtype, Iterator[Tensor]] = {}
     for dtype, several in shapes.items():
         line = ALIGNMENT // dtype.itemsize
         edges = list(accumulate((-(-prod(shape) // line) for shape in several), initial=0))
         lines = empty((edges[-1], line), dtype=dtype, device=messages[0][0].x.device)
-        pieces = zip(pairwise(edges), several, strict=True)
-        found[dtype] = iter([lines[a:b].view(-1)[: prod(shape)].view(shape) for (a, b), shape in pieces])
-    return found
+        cuts = zip(pairwise(edges), several, strict=True)
+        pieces[dtype] = iter([lines[a:b].view(-1)[: prod(shape)].view(shape) for (a, b), shape in cuts])
+    return [next(pieces[dtype]) for dtype in dtypes]
