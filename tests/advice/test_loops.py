@@ -17,6 +17,7 @@ from seqpar.comm import LocalComm, PeerError
 from seqpar.testing import run_threads
 from seqpar.train import all_sum, sync_gradients
 from tests.advice.remedies import advised, default_group
+from tests.comm.cases import impatient
 
 pytest.importorskip("transformers")
 
@@ -121,6 +122,7 @@ def test_every_rank_has_as_many_batches_or_a_model_of_its_own() -> None:
         seqpar.parallelize(model, comm)
         with torch.no_grad():
             model(**EVERY[comm.rank])
+        impatient(comm, 0.5)
         if not comm.rank:  # whose loader has ended
             assert ended.wait(60.0)
             return
@@ -132,7 +134,7 @@ def test_every_rank_has_as_many_batches_or_a_model_of_its_own() -> None:
             model(**EVERY[comm.rank])
         ended.set()
 
-    run_threads(2, uneven, timeout=0.5)
+    run_threads(2, uneven)
 
     def even(comm: Comm) -> bool:
         model = copy.deepcopy(MODEL)

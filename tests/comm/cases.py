@@ -4,8 +4,10 @@ import math
 import os
 import random
 import signal
+import sys
 import threading
 import time
+import traceback
 from contextlib import suppress
 from unittest import mock
 
@@ -218,13 +220,12 @@ def agrees_or_gathers(comm):
 
 def interrupted(comm):
     """Ctrl-C reaches rank 0 while it waits for rank 1: what both say."""
-    pids = comm.gather("processes", os.getpid())
+    comm.agree("before", {})
     if comm.rank == 1:
-        time.sleep(0.3)
-        os.kill(pids[0], signal.SIGINT)
         until(lambda: _is_dead(comm))
     else:
         signal.signal(signal.SIGINT, signal.default_int_handler)
+        threading.Thread(target=_interrupt, args=(threading.main_thread().ident,)).start()
     try:
         comm.exchange({}, {1 - comm.rank: [torch.zeros(1)]}, tag=tag(4)).wait()
     except (KeyboardInterrupt, PeerError) as error:
@@ -233,6 +234,18 @@ def interrupted(comm):
         comm.check()
     except PeerError as error:
         return first, str(error)
+
+
+def _interrupt(thread):
+    """Send this process Ctrl-C once a thread of it waits for an exchange: it is in `wait`, twice at the same place."""
+
+    def place():
+        time.sleep(0.05)
+        frames = [frame for frame, _ in traceback.walk_stack(sys._current_frames()[thread])]
+        return [(frame.f_code.co_name, frame.f_lasti) for frame in frames]
+
+    until(lambda: (first := place()) == place() and "wait" in dict(first))
+    os.kill(os.getpid(), signal.SIGINT)
 
 
 def _is_dead(comm):

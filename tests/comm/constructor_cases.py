@@ -65,6 +65,7 @@ def dies(comm):
     def die(*args):
         os._exit(5)
 
+    comm.agree("before", {})  # so that they come together
     with mock.patch.object(Rendezvous, "connect", die) if comm.rank == 1 else contextlib.nullcontext():
         type(comm)(timeout=2.0)
 

@@ -54,7 +54,7 @@ def test_a_rank_that_dies_ends_all_others_with_the_root_cause(tmp_path, how, cod
     texts = {int(path.name): path.read_text() for path in tmp_path.iterdir()}
     assert sorted(texts) == [0, 2, 3]
     for rank, text in texts.items():
-        assert float(text.split()[0]) < 60, f"rank {rank} took as long as the timeout"
+        assert "waited 120 s" not in text, f"rank {rank} took as long as the timeout"
         assert "PeerError" in text
         assert "rank 1" in text
     for rank in (0, 3):

@@ -5,7 +5,6 @@ from __future__ import annotations
 import os
 import re
 import threading
-import time
 from pathlib import Path
 
 import pytest
@@ -56,10 +55,9 @@ def call(comm: Comm, plan: Plan) -> None:
 
 
 def witness(comm: Comm, folder: Path, plan: Plan, backward: bool, how: str) -> None:
-    """A good step, then one in which the last rank fails; each other rank notes how long it waited and what it got."""
+    """A good step, then one in which the last rank fails; each other rank notes what it got, and got after that."""
     call(comm, plan)
     culprit = comm.rank == comm.size - 1
-    start = time.monotonic()
     try:
         if culprit and how == "dies":
             call(Fragile(comm, 1, lambda: os._exit(5), backward=backward), plan)
@@ -73,23 +71,22 @@ def witness(comm: Comm, folder: Path, plan: Plan, backward: bool, how: str) -> N
         text = "nothing"
     except Exception as error:
         text = f"{type(error).__name__} {error}"
-    seconds = time.monotonic() - start
     again = ""
     if not culprit:
         try:
             call(comm, plan)
         except PeerError as error:
             again = str(error)
-    (folder / str(comm.rank)).write_text(f"{seconds}\n{text}\n{again}")
+    (folder / str(comm.rank)).write_text(f"{text}\n{again}")
     if how != "dies":
         raise PeerError("over")  # the pool is not fit for another test
 
 
-def notes(folder: Path) -> dict[int, tuple[float, str, str]]:
+def notes(folder: Path) -> dict[int, tuple[str, str]]:
     found = {}
     for path in folder.iterdir():
-        seconds, text, again = path.read_text().split("\n", 2)
-        found[int(path.name)] = float(seconds), text, again
+        text, again = path.read_text().split("\n", 1)
+        found[int(path.name)] = text, again
     return found
 
 
@@ -105,10 +102,9 @@ def test_a_rank_that_dies_inside_a_call_ends_the_others(tmp_path, transport, uly
         run_processes(3, witness, tmp_path, plan_for(3, transport, ulysses), backward, "dies", timeout=120.0)
     found = notes(tmp_path)
     assert sorted(found) == [0, 1]
-    for seconds, text, again in found.values():
-        assert seconds < 60
+    for text, again in found.values():
         assert text.startswith("PeerError") and "rank 2" in text and "call 1" in text
-        assert "lost the connection to rank 2" in text
+        assert "lost the connection to rank 2" in text and "waited" not in text
         assert "the comm is dead" in again
 
 
@@ -117,8 +113,7 @@ def test_a_rank_that_never_calls_ends_the_others(tmp_path) -> None:
         run_processes(3, witness, tmp_path, plan_for(3), False, "is away")
     found = notes(tmp_path)
     for rank in (0, 1):
-        seconds, text, again = found[rank]
-        assert seconds < 60
+        text, again = found[rank]
         assert text.startswith("PeerError") and "rank 2" in text and f"waited {TIMEOUT:g} s" in text
         assert "the comm is dead" in again
 

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import threading
-import time
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 
@@ -18,6 +17,7 @@ from seqpar.facts.mask import Mask
 from seqpar.plan import Plan
 from seqpar.testing import dense_attention, run_threads
 from seqpar.train import sync_gradients
+from tests.comm.cases import until
 from tests.ops.cases import inputs
 
 PLAN = Plan(Mask([9, 5]), Layout.striped(14, 2))
@@ -40,8 +40,7 @@ def test_a_call_of_another_thread_is_refused_while_one_runs(second) -> None:
     mine, other = LocalComm.world(2)
     with ThreadPoolExecutor(1, thread_name_prefix="loader") as thread:
         first = thread.submit(CALLS["attention"], mine)
-        while mine.entry.inside[0] != "attention":
-            time.sleep(0.001)
+        until(lambda: mine.entry.inside[0] == "attention" or first.done())
         with pytest.raises(RuntimeError, match=f"{second} in thread .* while thread 'loader_0' is inside attention"):
             CALLS[second](mine)
         with pytest.raises(PeerError, match="one order on every rank"):
