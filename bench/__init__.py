@@ -1,1 +1,1 @@
-"""What seqpar promises, measured: see README.md."""
+"""Measurements of what seqpar promises; README.md maps each claim to its command and record."""

@@ -1,11 +1,11 @@
-"""Whether a change alters bits: one corpus through the code of another commit and through this one.
+"""Whether a change alters bits: one corpus of calls runs on another commit and on this one.
 
     make bits
     python -m bench.bits --before COMMIT [--only GROUP ...]
 
 The other commit is built in a folder of its own, native extension included, which is kept with its digests for the next
-call. A call that must be refused is a case whose digest is that of the error's kind. Any other case that ends in an
-error compares nothing: it is named as broken. Exits with 1 if a digest differs that must not, or a case is broken.
+call. Of a call that must be refused, the kind of error is digested. Any other case that ends in an error compares
+nothing and is named as broken. Exits with 1 if a digest differs that must be equal, or a case is broken.
 """
 
 from __future__ import annotations
@@ -33,7 +33,7 @@ Digests = dict[str, dict[str, str]]
 
 
 def digests(tree: Path, groups: Sequence[str]) -> Digests:
-    """The corpus of this file's folder, computed in a process by the seqpar of a tree."""
+    """The digests of the corpus, computed in a process by the seqpar of a tree."""
     code = (
         "import sys, seqpar, pathlib; from corpus.groups import run; "
         "assert pathlib.Path(seqpar.__file__).is_relative_to(sys.argv[1]), seqpar.__file__; "
@@ -47,7 +47,7 @@ def digests(tree: Path, groups: Sequence[str]) -> Digests:
 
 
 def kept(commit: str, groups: Sequence[str]) -> Digests:
-    """The digests of a commit: those of an earlier call, and new ones of groups that it did not have."""
+    """The digests of a commit: those kept from an earlier call, and new ones of the groups that it lacks."""
     tree = before.tree(commit)
     sources = b"".join(path.read_bytes() for path in sorted((LIB / "corpus").glob("*.py")))
     machine = f"{platform.processor()} {platform.release()} {torch.__version__}".encode()

@@ -1,12 +1,12 @@
-"""CPU time of small calls, of planning and of the import, beside that of another commit: pairs of processes in turn.
+"""CPU time of small calls, of planning and of the import, beside another commit: pairs of processes in turn.
 
     python -m bench.host_time --before COMMIT                                    # 24 pairs, about ten minutes
     python -m bench.host_time --before COMMIT --comms                            # one rank alone, two minutes
     python -m bench.host_time --before COMMIT --json bench/results/host_time.jsonl
 
-Calls have 128 tokens, so that the host's work dominates. A process times every case; its figure is the least of
-some blocks of calls, of both ranks together where there are two. A ratio is the geometric mean over the pairs of now
-over before, with an interval of 95 % by bootstrap. It holds if the interval begins at 1.02 or less and the ratio is at
+Calls have 128 tokens, so that the host's work dominates. A process times every case; its figure is the least over some
+blocks of calls, of both ranks together where there are two. A ratio is the geometric mean over pairs, new by old, with
+a bootstrap interval of 95 %. It holds if the interval begins at 1.02 or less and the ratio is at
 most 1.05.
 """
 
@@ -34,7 +34,7 @@ COMMS = ("gloo", "shm")
 
 
 def blocks(call: Callable[[], Any], calls: int, count: int = 6) -> list[float]:
-    """Milliseconds of CPU of a call, from each block of so many calls; a block goes before."""
+    """CPU milliseconds of a call, one figure for each block of calls; one more block warms up."""
     found = []
     for _ in range(count + 1):
         start = time.process_time()
@@ -45,7 +45,7 @@ def blocks(call: Callable[[], Any], calls: int, count: int = 6) -> list[float]:
 
 
 def verbs(comm: Any, calls: int) -> dict[str, list[float]]:
-    """Blocks of the verbs on a comm."""
+    """The blocks of the verbs on a comm."""
     import torch
 
     import seqpar
@@ -70,14 +70,14 @@ def verbs(comm: Any, calls: int) -> dict[str, list[float]]:
 
 
 def of_rank(_: Any, kind: str) -> dict[str, list[float]]:
-    """Blocks of a rank that is a process, on a comm as users make it."""
+    """The blocks of a rank that is a process, on a comm as users create it."""
     import seqpar
 
     return verbs({"gloo": seqpar.GroupComm, "shm": seqpar.ShmComm}[kind](), 40)
 
 
 def planning() -> dict[str, list[float]]:
-    """Blocks of planning: what `plan_batch` takes, and a plan with the steps of a rank."""
+    """The blocks of planning: `plan_batch`, and a plan with the steps of a rank."""
     import seqpar
 
     rng = np.random.default_rng(0)
@@ -115,7 +115,7 @@ def process(kinds: Sequence[str]) -> dict[str, float]:
 
 
 def figures_of(tree: Path, kinds: Sequence[str]) -> dict[str, float]:
-    """`process`, by the seqpar of a tree."""
+    """The result of `process`, by the seqpar of a tree."""
     from bench.lib import before
 
     code = "import json, sys, host_time; print(json.dumps(host_time.process(sys.argv[1:])))"

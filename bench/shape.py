@@ -1,4 +1,4 @@
-"""The shape of the code: lines by room, functions that a call enters, class names that stand for two things.
+"""The shape of the code: lines by room, functions that a call enters, and class names that are used twice.
 
     python -m bench.shape                        # of this tree
     python -m bench.shape --before COMMIT        # beside those of a commit
@@ -26,7 +26,7 @@ import rich
 from rich.table import Table
 
 BENCH = Path(__file__).resolve().parent
-ORDERS = ("type: ignore", "noqa", "fmt:", "pragma")  # comments that speak to tools
+ORDERS = ("type: ignore", "noqa", "fmt:", "pragma")  # comments for tools
 BLANK = {tokenize.COMMENT, tokenize.NL, tokenize.NEWLINE, tokenize.INDENT, tokenize.DEDENT, tokenize.ENDMARKER}
 
 
@@ -103,13 +103,13 @@ def entered(call: Callable[[], Any]) -> list[str]:
 
 
 def of_rank(_: Any) -> dict[str, list[str]]:
-    """What a rank enters in each call, the first time and again."""
+    """The functions that a rank enters in each call, the first time and later."""
     import torch
 
     import seqpar
     from seqpar import dsp
 
-    comm = seqpar.GroupComm()  # as users make it; that of the tests compares in every call
+    comm = seqpar.GroupComm()  # as users create it; the tests' comm compares every call
     plan = seqpar.Plan(seqpar.Mask([128, 64]), seqpar.Layout.zigzag([128, 64], comm.size))
     rows = plan.rows(comm.rank)
     q, k, v = (torch.randn(rows, heads, 32).requires_grad_() for heads in (4, 2, 2))
@@ -133,7 +133,7 @@ def traced() -> dict[str, list[str]]:
 
 
 def functions(tree: Path) -> dict[str, list[str]]:
-    """`traced`, by the seqpar of a tree."""
+    """The result of `traced`, by the seqpar of a tree."""
     from bench.lib import before
 
     code = "import json, shape; print(json.dumps(shape.traced()))"

@@ -1,1 +1,1 @@
-"""Measured on this machine's processors."""
+"""Measurements on the processors of this machine."""

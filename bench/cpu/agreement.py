@@ -1,9 +1,9 @@
-"""What ranks send to agree and to gather: counted for 2 to 1,024 ranks, and timed between processes over gloo.
+"""Messages of agreements and gathers: counted for 2 to 1,024 ranks, and timed between processes over gloo.
 
     python -m bench.cpu.agreement --json bench/results/agreement.json
 
-Counted are the messages, bytes and rounds of the rank with most, of one agreement on equal facts and one gathering of
-64 bytes, each in one round to all and in rounds that double. Timed are both ways in turn, in one run, in processes.
+One agreement on equal facts and one gather of 64 bytes are counted: messages, bytes and rounds of the rank with most,
+each in one round to all ranks and in rounds that double. Processes time both ways in turn, within one run.
 """
 
 from __future__ import annotations
@@ -33,7 +33,7 @@ KINDS = {
 
 
 def counted(size: int, way: str, kind: str) -> dict[str, Any]:
-    """Of the rank with most."""
+    """Messages, bytes and rounds of the rank with most."""
     base.DIRECT = WAYS[way]
     world = CountingWorld(size)
     call: Any = KINDS[kind]
@@ -47,7 +47,7 @@ def counted(size: int, way: str, kind: str) -> dict[str, Any]:
 
 
 def timed(rank: int, size: int, port: int, repeats: int, results: Any) -> None:
-    """Milliseconds of wall time and of processor time of all ranks, by way and kind: medians."""
+    """Median milliseconds, of wall time and of the processor time of all ranks, by way and kind."""
     torch.set_num_threads(1)
     os.environ.update(MASTER_ADDR="127.0.0.1", MASTER_PORT=str(port))
     dist.init_process_group("gloo", rank=rank, world_size=size)

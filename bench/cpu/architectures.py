@@ -1,4 +1,4 @@
-"""What becomes of the architectures of transformers on two ranks, by every documented way in, in fp64 and in fp32.
+"""Tries the architectures of transformers on two ranks, by every documented way in, in fp64 and in fp32.
 
 python -m bench.cpu.architectures                 # all of them, to bench/results/architectures.json and docs/
 python -m bench.cpu.architectures llama lfm2      # some of them, to the terminal alone

@@ -56,7 +56,7 @@ NAMES = {
 
 
 def page(record: Mapping[str, Any]) -> str:
-    """The page of a record."""
+    """The text of the page for a record."""
     rows = record["rows"]
     said = [_parallel(row["float64"]) for row in rows.values()]
     kinds = len({row["kind"] for row in rows.values()})

@@ -55,7 +55,7 @@ DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16}
 
 
 class Case(NamedTuple):
-    """One row of the table."""
+    """A shape to measure: one row of the table."""
 
     threads: int
     dtype: str
@@ -66,7 +66,7 @@ class Case(NamedTuple):
 
     @property
     def lengths(self) -> list[int]:
-        """Documents: one, or some of 100 to 2,000 tokens."""
+        """Lengths of the documents: a single one, or several of 100 to 2,000 tokens."""
         if self.mask != "packed":
             return [self.tokens]
         rng, lengths = np.random.default_rng(0), []
@@ -76,7 +76,7 @@ class Case(NamedTuple):
 
 
 def seqpar_call(case: Case, q: Tensor, k: Tensor, v: Tensor, dout: Tensor) -> tuple[Callable[[], object], int]:
-    """The kernel alone, as the schedule calls it; and how many pairs are attended."""
+    """A call of seqpar's kernel as the schedule calls it, and the number of attended pairs."""
     mask = seqpar.Mask(case.lengths, causal=case.mask != "full")
     plan = seqpar.Plan(mask, seqpar.Layout.contiguous(mask.tokens, 1))
     facts = uploaded(plan, plan.steps(0), q.device).facts[0]
@@ -94,7 +94,7 @@ def seqpar_call(case: Case, q: Tensor, k: Tensor, v: Tensor, dout: Tensor) -> tu
 
 
 def torch_call(case: Case, *tensors: Tensor) -> Callable[[], object]:
-    """torch's operator for the same, document by document."""
+    """A call of torch's fused operator on the same tensors, document by document."""
     op, causal = torch.ops.aten, case.mask != "full"
     documents = [
         [y.contiguous() for y in split]
@@ -117,7 +117,7 @@ def timed(call: Callable[[], object], threads: int) -> float:
 
 
 def flags() -> list[str]:
-    """The processor's instructions that kernels for attention may use, as Linux calls them."""
+    """The instruction sets of this processor that attention kernels may use, by Linux' names."""
     path = Path("/proc/cpuinfo")
     lines = path.read_text().splitlines() if path.exists() else []
     known = next((line.split(":")[1].split() for line in lines if line.startswith("flags")), [])
@@ -125,7 +125,7 @@ def flags() -> list[str]:
 
 
 def measured(case: Case, repeat: int) -> dict[str, object]:
-    """One row: GFLOP/s of both, of the matmul and of the processor, in turns; ratios and shares."""
+    """One row: GFLOP/s of both, of the matmul and of the peak, timed in turns, with their ratios."""
     torch.set_num_threads(case.threads)
     g = torch.Generator().manual_seed(0)
     shape = (case.tokens, HEADS[case.tokens], case.dim)
@@ -150,7 +150,7 @@ def measured(case: Case, repeat: int) -> dict[str, object]:
 
 @cache
 def multiply_adds(dtype: str) -> Callable[[float], float]:
-    """Measures so many seconds: GFLOP/s of one thread that multiplies and adds registers, as the dtype's kernels do."""
+    """A function that measures for some seconds: GFLOP/s of multiply-adds between registers on one thread."""
     isa = ISAS[native.ops().isa()] if dtype == "bfloat16" else ""
     defined = {"avx512_bf16": ["-DSP_PAIRS"], "amx": ["-DSP_PAIRS", "-DSP_TILES"]}.get(isa, [])
     flags = ["-O3", "-std=c++17", "-march=native", "-ffp-contract=fast", "-shared", "-fPIC", f"-I{ROOT / 'csrc'}"]
@@ -164,13 +164,13 @@ def multiply_adds(dtype: str) -> Callable[[float], float]:
 
 
 def cases(args: argparse.Namespace) -> Iterator[Case]:
-    """All that was asked for."""
+    """The cases that the options select."""
     for row in product(args.threads, args.dtypes, MASKS, args.tokens, args.dims, ("forward", "backward")):
         yield Case(*row)
 
 
 def table(rows: list[dict[str, object]]) -> Table:
-    """The rows for a reader."""
+    """The rows as a table to print."""
     processor = records.environment()["machine"]
     title = f"attention, GFLOP/s: {processor}; {' '.join(flags())}; kernels for {ISAS[native.ops().isa()]}"
     result = Table(title=title, title_justify="left", box=None)
@@ -184,7 +184,7 @@ def table(rows: list[dict[str, object]]) -> Table:
 
 
 def main() -> int:
-    """Runs all cases."""
+    """Measure all selected cases and print them."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--threads", type=int, nargs="+", default=[1, 2])
     parser.add_argument("--tokens", type=int, nargs="+", default=[1024, 4096, 16384], choices=list(HEADS))

@@ -1,4 +1,4 @@
-"""GB/s of ShmComm beside gloo, over processes of this machine: ring hops and all-to-alls, all ranks together.
+"""Bandwidth of ShmComm beside gloo between processes of this machine: ring hops and all-to-alls, in GB/s.
 
     python -m bench.cpu.comm                        # 4 processes, 16 MB, about a minute on two cores
     python -m bench.cpu.comm --ranks 2 --bytes 65536 --repeat 20
@@ -31,7 +31,7 @@ CPU = torch.device("cpu")
 
 
 def ring_hops(comm: Comm, size: int, number: int, hops: int) -> int:
-    """Bytes received in so many hops of two buffers that go round."""
+    """The bytes that this rank receives in some hops of two buffers around the ring."""
     after, before = (comm.rank + 1) % comm.size, (comm.rank - 1) % comm.size
     x, y = buffers(comm, (size,))
     for hop in range(hops):
@@ -41,7 +41,7 @@ def ring_hops(comm: Comm, size: int, number: int, hops: int) -> int:
 
 
 def all_to_alls(comm: Comm, size: int, number: int, hops: int) -> int:
-    """Bytes received in so many trades of everyone's share."""
+    """The bytes that this rank receives in some all-to-alls."""
     x, y = buffers(comm, (comm.size, size // comm.size))
     peers = [peer for peer in range(comm.size) if peer != comm.rank]
     for hop in range(hops):
@@ -51,7 +51,7 @@ def all_to_alls(comm: Comm, size: int, number: int, hops: int) -> int:
 
 
 def copies(comm: Comm, size: int, number: int, hops: int) -> int:
-    """Bytes copied inside this process alone."""
+    """The bytes that this process copies within its own memory."""
     x, y = buffers(comm, (size,))
     for _ in range(hops):
         native.ops().copy_([y], [x], [None], [None])
@@ -65,14 +65,14 @@ _kept: dict[tuple[int, tuple[int, ...]], tuple[torch.Tensor, torch.Tensor]] = {}
 
 
 def buffers(comm: Comm, shape: tuple[int, ...]) -> tuple[torch.Tensor, torch.Tensor]:
-    """Two tensors that were written before, the same for every turn: pages that do not exist yet cost time."""
+    """Two tensors for all turns. They are written once, since the first touch of a page costs time."""
     if (id(comm), shape) not in _kept:
         _kept[id(comm), shape] = tuple(comm.empty(shape, torch.uint8, CPU).fill_(comm.rank) for _ in range(2))
     return _kept[id(comm), shape]
 
 
 def turns(gloo: Comm, size: int, repeat: int, hops: int) -> list[list[tuple[int, float]]]:
-    """This rank's (bytes, seconds) of every turn of every case; the first turn warms up and is left out."""
+    """This rank's (bytes, seconds) of every turn of every case. The first turn warms up and does not count."""
     comms = {"gloo": gloo, "shm": ShmComm(timeout=60.0)}
     found: list[list[tuple[int, float]]] = [[] for _ in CASES]
     for turn in range(repeat + 1):
@@ -86,7 +86,7 @@ def turns(gloo: Comm, size: int, repeat: int, hops: int) -> list[list[tuple[int,
 
 
 def main() -> int:
-    """Runs all cases."""
+    """Measure all cases and print them."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--ranks", type=int, default=4, help="processes")
     parser.add_argument("--bytes", type=int, default=16 << 20, help="of a rank's tensor")

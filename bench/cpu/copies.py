@@ -1,4 +1,4 @@
-"""GB/s, read and written, of packing and unpacking on this CPU, beside a contiguous copy of as many bytes by torch.
+"""Packing and unpacking on this CPU in GB/s, read and written, beside a contiguous copy of as many bytes by torch.
 
     python -m bench.cpu.copies                              # everything, about three minutes on two cores
     python -m bench.cpu.copies --bytes 64 --threads 1 --repeat 5 --json copies.json
@@ -34,7 +34,7 @@ TENSORS = {"x": (1,), "q k v": (4, 1, 1)}  # heads of a piece
 
 
 class Case(NamedTuple):
-    """One row of the table. mib: MiB copied."""
+    """A copy to measure: one row of the table. mib: MiB copied."""
 
     threads: int
     tensors: str
@@ -44,7 +44,7 @@ class Case(NamedTuple):
 
 
 def memory(size: int) -> Tensor:
-    """Bytes written once: unwritten memory is a single page of zeros, which never leaves the cache."""
+    """Memory that was written once. Unwritten memory is a single page of zeros, which never leaves the cache."""
     return torch.ones(size, dtype=torch.uint8)
 
 
@@ -65,13 +65,13 @@ def pairs_of(case: Case) -> tuple[list[Pair], list[Pair], int]:
 
 
 def each(pairs: list[Pair]) -> None:
-    """The same by torch."""
+    """The same copies by torch."""
     for pair in pairs:
         pair.dst.copy_(pair.src)
 
 
 def measured(case: Case, repeat: int, with_torch: bool) -> dict[str, object]:
-    """One row, interleaved."""
+    """One row; the variants are timed in turns."""
     torch.set_num_threads(case.threads)
     pack, unpack, size = pairs_of(case)
     src, dst = memory(size), memory(size)
@@ -94,7 +94,7 @@ def measured(case: Case, repeat: int, with_torch: bool) -> dict[str, object]:
 
 
 def table(rows: list[dict[str, object]]) -> Table:
-    """The rows for a reader."""
+    """The rows as a table to print."""
     result = Table(title="packing and unpacking, GB/s read and written", title_justify="left", box=None)
     names = [name for name in rows[0] if name != "ratio"]
     for name in (*names, "worst / contiguous"):
@@ -106,7 +106,7 @@ def table(rows: list[dict[str, object]]) -> Table:
 
 
 def main() -> int:
-    """Runs all cases."""
+    """Measure all cases and print them."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--threads", type=int, nargs="+", default=[1, 2])
     parser.add_argument("--bytes", type=int, nargs="+", default=[64, 256], help="MiB that are copied")

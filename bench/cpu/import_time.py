@@ -1,4 +1,4 @@
-"""Print what `import seqpar` costs beside `import torch`: medians of fresh processes, the two in turn."""
+"""Prints the time of `import seqpar` beside that of `import torch`: medians over fresh processes, in turn."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ TIMED = "import time; t = time.perf_counter(); import {}; print(time.perf_counte
 
 
 def seconds(module: str) -> float:
-    """How long importing a module takes in a process of its own."""
+    """Seconds to import a module in a process of its own."""
     done = subprocess.run([sys.executable, "-c", TIMED.format(module)], check=True, capture_output=True, text=True)
     return float(done.stdout)
 

@@ -47,7 +47,7 @@ MIB = 1 << 20
 
 @dataclass(frozen=True)
 class Row:
-    """A step of a sequence on some ranks: of the slowest rank, and of the one that takes most memory."""
+    """Figures of one step: the time of the slowest rank, and the memory of the rank that takes most."""
 
     tokens: int
     ranks: int
@@ -68,13 +68,13 @@ def resident(what: str) -> int:
 
 
 def forget_peak() -> None:
-    """Give back what the allocator keeps, and start the peak anew."""
+    """Return free memory to the system, and reset the peak."""
     ctypes.CDLL(None).malloc_trim(0)
     Path("/proc/self/clear_refs").write_text("5")
 
 
 def measured(comm: Comm, tokens: int) -> tuple[float, float, int, float]:
-    """CPU and wall seconds, bytes added and share of the loss of this rank's part of a step, the second it makes."""
+    """CPU and wall seconds, added bytes and share of the loss, of the second step that this rank makes."""
     step(comm, 8 * comm.size)
     forget_peak()
     before = resident("VmRSS")
@@ -86,7 +86,7 @@ def measured(comm: Comm, tokens: int) -> tuple[float, float, int, float]:
 
 
 def step(comm: Comm, tokens: int) -> float:
-    """This rank's share of the loss of one document, after which the model has learned from it."""
+    """One training step on a document; returns this rank's share of its loss."""
     torch.manual_seed(0)
     model = Decoder(MODEL, torch.float32)
     optimizer = torch.optim.AdamW(model.parameters())
@@ -102,7 +102,7 @@ def step(comm: Comm, tokens: int) -> float:
 
 
 def run(tokens: int, ranks: int) -> Row:
-    """One step on so many processes."""
+    """One step of a sequence on several processes."""
     cpu, wall, peak, loss = zip(*run_processes(ranks, measured, tokens, timeout=600.0))
     return Row(tokens, ranks, max(cpu), max(wall), max(peak), sum(loss))
 
@@ -111,14 +111,14 @@ def run(tokens: int, ranks: int) -> Row:
 
 
 class Budget:
-    """Runs steps as long as the time lasts; the first one in any case."""
+    """Runs steps until the time is over; the first step runs in any case."""
 
     def __init__(self, seconds: float) -> None:
         self.end = time.monotonic() + seconds
         self.seen: dict[int, Row] = {}  # ranks -> the longest so far
 
     def run(self, tokens: int, ranks: int) -> Row | None:
-        """The step, or None if it would end too late."""
+        """The figures of a step, or None if it would end too late."""
         if seen := self.seen.get(ranks):
             expected = seen.wall_seconds * (tokens / seen.tokens) ** 2
             if time.monotonic() + expected > self.end:
@@ -132,9 +132,9 @@ class Budget:
 
 
 def longest(peak: Callable[[int], int | None], memory: int, granule: int) -> int | None:
-    """The most tokens, a multiple of the granule, whose peak is at most `memory`, where one granule more is above it.
+    """The most tokens, in granules, whose peak is at most `memory`, while that of one granule more is above it.
 
-    peak: tokens -> bytes, growing about linearly, or None to give up, which this does too. 0 if nothing fits.
+    peak: bytes by tokens, about linear, or None to give up; then this returns None. 0 if nothing fits.
     """
     fits, fails = 0, 0
     known: list[tuple[int, int]] = []
@@ -160,7 +160,7 @@ def longest(peak: Callable[[int], int | None], memory: int, granule: int) -> int
 
 
 def growing(lengths: list[int], tokens: int, budget: Budget) -> list[dict[str, Any]]:
-    """A dictionary for each length: the step on ranks of so many tokens each, and that of one process."""
+    """The rows of growing lengths: the step with constant tokens a rank, and that of one process."""
     rows = []
     for length in lengths:
         ranks = length // tokens
@@ -171,7 +171,7 @@ def growing(lengths: list[int], tokens: int, budget: Budget) -> list[dict[str, A
 
 
 def fitting(ranks: list[int], memory: int, granule: int, budget: Budget) -> list[dict[str, Any]]:
-    """A dictionary for each number of ranks: the longest sequence that fits, None if the time was over."""
+    """The rows of numbers of ranks: the longest sequence that fits, None if the time was over."""
 
     def peak(tokens: int, ranks: int) -> int | None:
         row = budget.run(tokens, ranks)
@@ -184,7 +184,7 @@ def fitting(ranks: list[int], memory: int, granule: int, budget: Budget) -> list
 
 
 def tables(grown: list[dict[str, Any]], fits: list[dict[str, Any]], args: argparse.Namespace) -> list[Table]:
-    """What was found."""
+    """The measured rows as two tables to print."""
     first = Table(title=f"One document, {args.tokens:,} tokens a rank: a rank's step", title_justify="left")
     for column in ("tokens", "ranks", "CPU s", "one process", "peak MiB", "one process"):
         first.add_column(column, justify="right")
@@ -204,7 +204,7 @@ def tables(grown: list[dict[str, Any]], fits: list[dict[str, Any]], args: argpar
 
 
 def main() -> None:
-    """Runs both parts."""
+    """Measure both parts and print them."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--lengths", type=int, nargs="+", default=list(LENGTHS), help="tokens of the sequences")
     parser.add_argument("--tokens", type=int, default=LENGTHS[0], help="of a rank")

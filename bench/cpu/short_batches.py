@@ -1,4 +1,4 @@
-"""CPU time of a training step of short batches: a parallel model beside the same model under DDP, in pairs in one run.
+"""CPU time of a training step on short batches: a parallel model beside the same model under DDP, in turns.
 
     python -m bench.cpu.short_batches
     python -m bench.cpu.short_batches --documents 4 --tokens 128 --ranks 2 --json bench/results/short_batches.json
@@ -35,7 +35,7 @@ from seqpar.train import sync_gradients
 
 
 def build(hidden: int, layers: int) -> LlamaForCausalLM:
-    """A small Llama."""
+    """A small Llama with random weights."""
     torch.manual_seed(0)
     return LlamaForCausalLM(
         LlamaConfig(
@@ -46,7 +46,7 @@ def build(hidden: int, layers: int) -> LlamaForCausalLM:
 
 
 def batch_of(step: int, rank: int, documents: int, tokens: int, same: bool) -> dict[str, Tensor]:
-    """A rank's batch of a step."""
+    """The batch that a rank brings to a step."""
     generator = torch.Generator().manual_seed(rank if same else 1000 * step + rank)
     ids = torch.randint(1, 1024, (documents, tokens), generator=generator)
     if same:
@@ -56,7 +56,7 @@ def batch_of(step: int, rank: int, documents: int, tokens: int, same: bool) -> d
 
 
 def spent(step: Any, ranks: int) -> float:
-    """Milliseconds of processor time of a step, of all ranks."""
+    """The processor time of a step in milliseconds, summed over all ranks."""
     dist.barrier()
     start = time.process_time()
     step()
@@ -66,7 +66,7 @@ def spent(step: Any, ranks: int) -> float:
 
 
 def run(rank: int, args: argparse.Namespace, port: int, results: Any) -> None:
-    """The steps of a rank."""
+    """Run the pairs of steps on one rank."""
     torch.set_num_threads(1)
     os.environ.update(MASTER_ADDR="127.0.0.1", MASTER_PORT=str(port))
     dist.init_process_group("gloo", rank=rank, world_size=args.ranks)
@@ -88,7 +88,7 @@ def run(rank: int, args: argparse.Namespace, port: int, results: Any) -> None:
     for step in range(args.steps + 3):
         batch = batch_of(step, rank, args.documents, args.tokens, args.same)
         pair = [spent(lambda which=which, batch=batch: stepped(which, batch), args.ranks) for which in (0, 1)]
-        if step >= 3:  # what only first steps pay
+        if step >= 3:  # first steps also pay for set-up
             pairs.append(pair)
     if args.profile and rank == 0:
         import cProfile
@@ -126,7 +126,7 @@ def main() -> None:
     context = mp.get_context("spawn")
     results = context.Queue()
     ranks = mp.spawn(run, (args, 29500 + os.getpid() % 2000, results), nprocs=args.ranks, join=False)
-    while not ranks.join():  # raises what a rank raised
+    while not ranks.join():  # raises the error of a rank
         pass
     pairs = results.get(timeout=60)
     ddp, parallel = (statistics.median(pair[side] for pair in pairs) for side in (0, 1))

@@ -30,7 +30,7 @@ RESULTS = Path(__file__).parents[1] / "results" / "soak.json"
 
 
 def counts() -> dict[str, float]:
-    """What this process holds: MiB resident, open files, threads, and mappings of memory files."""
+    """The resources of this process: MiB resident, open files, threads, and mappings of memory files."""
     gc.collect()
     pages = int(Path("/proc/self/statm").read_text().split()[1])
     maps = Path("/proc/self/maps").read_text().splitlines()
@@ -62,7 +62,7 @@ def move(comm: Any, draw: random.Random) -> None:
 
 
 def reduce(comm: Any, draw: random.Random) -> None:
-    """Gradients of random parameters, summed."""
+    """A sum of random gradients over ranks."""
     several = [torch.zeros(draw.randint(1, 5000), requires_grad=True) for _ in range(draw.randint(1, 4))]
     for p in several:
         p.grad = torch.ones_like(p)
@@ -70,13 +70,13 @@ def reduce(comm: Any, draw: random.Random) -> None:
 
 
 def talk(comm: Any, draw: random.Random) -> None:
-    """Agreements and things gathered."""
+    """An agreement and a gather of random values."""
     comm.agree("a turn", {"number": draw.random()})
     comm.gather("numbers", list(range(draw.randint(0, 500))))
 
 
 def differ(comm: Any, draw: random.Random) -> None:
-    """An agreement that fails on all ranks alike."""
+    """An agreement on different values, which must fail on all ranks."""
     try:
         comm.agree("a turn", {"rank": comm.rank})
     except ValueError:
@@ -93,7 +93,7 @@ def soak(first: Any, seconds: float, samples: int) -> dict[str, Any]:
         # rank 0 has the clock
         passed = first.gather("seconds", time.monotonic() - begun)[0]
         if passed >= len(found) * seconds / samples:
-            # the comms made on the way are gone, so that samples are alike
+            # earlier comms are freed, so that samples are comparable
             comm = first
             found.append({"seconds": round(passed, 1), **counts()})
         if passed >= seconds:
@@ -109,7 +109,7 @@ def soak(first: Any, seconds: float, samples: int) -> dict[str, Any]:
 
 
 def growth(samples: list[dict[str, float]]) -> dict[str, float]:
-    """How much each count grew from the end of the first third on."""
+    """How much each count grew between the end of the first third and the end."""
     early, last = samples[len(samples) // 3], samples[-1]
     return {name: round(last[name] - early[name], 1) for name in last if name != "seconds"}
 

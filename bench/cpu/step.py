@@ -1,4 +1,6 @@
-"""Times what seqpar promises and prints a table; ``--json`` keeps the figures with machine, versions and commit.
+"""Times a causal step over one and two processes, one rank alone, and planning.
+
+``--json`` keeps the figures with machine, versions and commit.
 
     python -m bench.cpu.step                     # everything, about four minutes on two cores
     python -m bench.cpu.step --tokens 4096 --repeat 3
@@ -97,7 +99,7 @@ def scaling(tokens: int, repeat: int, tick: Callable[[], None]) -> dict[str, lis
 
 
 def size_one(repeat: int) -> dict[str, list[float]]:
-    """Forward through `seqpar.attention` on one rank, and the kernel alone on the same tensors."""
+    """Seconds of `seqpar.attention` on one rank, and of its kernel alone on the same tensors; forward."""
     tokens = 128
     q, k, v, _ = packed(tokens)
     plan = seqpar.Plan(seqpar.Mask([tokens]), seqpar.Layout.contiguous(tokens, 1))
@@ -120,7 +122,7 @@ def size_one(repeat: int) -> dict[str, list[float]]:
 
 
 def planning(repeat: int) -> dict[str, list[float]]:
-    """All that one rank needs for 1,048,576 tokens in 2,000 documents over 64 ranks, with fetch, on one core."""
+    """Seconds to plan for one of 64 ranks: 1,048,576 tokens in 2,000 documents, with fetch, on one core."""
     tokens, ranks = 1 << 20, 64
     lengths = np.random.default_rng(0).lognormal(5, 1.5, 2000)
     lengths = np.maximum(1, (lengths * tokens / lengths.sum()).astype(int))
@@ -144,7 +146,7 @@ def planning(repeat: int) -> dict[str, list[float]]:
 
 
 def table(title: str, times: dict[str, list[float]], base: str | None = None) -> Table:
-    """Medians and spread; with a base also its speed as 1."""
+    """Medians and spreads as a table; with a base also speeds relative to it."""
     result = Table(title=title, title_justify="left")
     result.add_column("case")
     for column in ("median", "fastest", "slowest", *(["speed"] if base else [])):
@@ -158,7 +160,7 @@ def table(title: str, times: dict[str, list[float]], base: str | None = None) ->
 
 
 def main() -> None:
-    """Runs all cases."""
+    """Measure all cases and print them."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--tokens", type=int, default=16384, help="tokens of the attention step")
     parser.add_argument("--repeat", type=int, default=5, help="timings of each variant")

@@ -1,4 +1,4 @@
-"""Whole attention steps, forward and backward: one process, and two processes of one thread each."""
+"""Times attention steps, forward and backward: on one process, and on two of one thread each."""
 
 from __future__ import annotations
 

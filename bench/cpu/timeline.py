@@ -45,7 +45,7 @@ ON_GPU = ("kernel", "gpu_memcpy", "gpu_memset")
 
 
 class Timed:
-    """Notes when each exchange of CPU tensors is posted and when it is complete."""
+    """Records when each exchange of CPU tensors is posted and when it is complete."""
 
     def __init__(self) -> None:
         self.found: list[Event] = []
@@ -85,7 +85,7 @@ class TimedWork:
 
 
 class OnStream:
-    """Puts the copies of a `LocalComm` on a stream of their own, as NCCL's are: they belong to what posts them."""
+    """Runs the copies of a `LocalComm` on a CUDA stream of their own, as NCCL does."""
 
     def __init__(self, stream: torch.cuda.Stream) -> None:
         self.stream = stream
@@ -125,7 +125,7 @@ def layer(comm: Comm, args: argparse.Namespace, device: torch.device) -> Callabl
 
 
 def profiled(device: torch.device, run: Callable[[], None], threads: bool = False) -> list[Event]:
-    """The events of a run in the format of Chrome; times are microseconds since 1970."""
+    """The events of a run in Chrome's format, with times in microseconds since 1970."""
     cuda = device.type == "cuda"
     activities = [ProfilerActivity.CPU, *([ProfilerActivity.CUDA] if cuda else [])]
     config = _ExperimentalConfig(profile_all_threads=True) if threads else None
@@ -144,7 +144,7 @@ def profiled(device: torch.device, run: Callable[[], None], threads: bool = Fals
 
 
 def cpu_rank(comm: Comm, args: argparse.Namespace) -> list[Event]:
-    """A process of a gloo group: its events, exchanges among them."""
+    """The events of one process of a gloo group, exchanges included."""
     comm.check_every = "batch"  # testing's default compares every call, and the ranks would start together
     timed, device = Timed(), torch.device("cpu")
     run = layer(Watched(comm, timed), args, device)
@@ -156,7 +156,7 @@ def cpu_rank(comm: Comm, args: argparse.Namespace) -> list[Event]:
 
 
 def nccl_rank(comm: Comm, args: argparse.Namespace) -> list[Event]:
-    """A process of an NCCL group with a GPU of its own: its events; NCCL's kernels are the exchanges."""
+    """The events of one process of an NCCL group with a GPU of its own. The exchanges are NCCL's kernels."""
     device = torch.device("cuda", torch.cuda.current_device())
     run = layer(comm, args, device)
     run()
@@ -170,7 +170,7 @@ def nccl_rank(comm: Comm, args: argparse.Namespace) -> list[Event]:
 
 
 def sharing_gpu(args: argparse.Namespace) -> list[Event]:
-    """Ranks as threads that share one GPU, each with a stream, and one stream for the exchanges of all."""
+    """The events of ranks that are threads and share one GPU: a stream for each, and one for all exchanges."""
     device = torch.device("cuda", torch.cuda.current_device())
     copies = torch.cuda.Stream(device)
     streams = [torch.cuda.Stream(device) for _ in range(args.ranks)]
@@ -182,7 +182,7 @@ def sharing_gpu(args: argparse.Namespace) -> list[Event]:
             run = layer(Watched(comm, OnStream(copies)), args, device)
             run()
             torch.cuda.synchronize()
-            barrier.wait()  # all are warm
+            barrier.wait()  # all ranks are warm
             barrier.wait()  # the profiler runs
             run()
             torch.cuda.synchronize()
@@ -190,7 +190,7 @@ def sharing_gpu(args: argparse.Namespace) -> list[Event]:
 
     def during() -> None:
         with torch.cuda.stream(copies):
-            torch.cuda._sleep(1000)  # its kernel says which of the trace's streams it is
+            torch.cuda._sleep(1000)  # its kernel identifies the stream in the trace
         barrier.wait()
         barrier.wait()
 
@@ -210,7 +210,7 @@ def sharing_gpu(args: argparse.Namespace) -> list[Event]:
 
 
 def spans(events: Iterable[Event]) -> Spans:
-    """The time that any of the events covers."""
+    """The disjoint spans of time that at least one event covers."""
     merged: Spans = []
     for start, stop in sorted((e["ts"], e["ts"] + e["dur"]) for e in events):
         if merged and start <= merged[-1][1]:
@@ -221,18 +221,18 @@ def spans(events: Iterable[Event]) -> Spans:
 
 
 def length(found: Spans) -> float:
-    """Microseconds covered."""
+    """The length of spans in microseconds."""
     return sum(stop - start for start, stop in found)
 
 
 def common(a: Spans, b: Spans) -> Spans:
-    """The time that both cover."""
+    """The spans of time that both cover."""
     pairs = ((max(x[0], y[0]), min(x[1], y[1])) for x in a for y in b)
     return [(start, stop) for start, stop in pairs if start < stop]
 
 
 def summary(events: list[Event]) -> dict[str, float]:
-    """Milliseconds of one rank, or of all on one GPU: whole call, computing, exchanging, of that hidden, waiting."""
+    """Milliseconds of one rank, or of all on one GPU: whole, computing, exchanging, hidden, waiting."""
     timed = [e for e in events if e.get("ph") == "X"]
     exchanges = [e for e in timed if e["cat"] == "exchange"]
     ranges = [e for e in timed if e["cat"] == "user_annotation" and e["name"].startswith("seqpar ")]
@@ -253,7 +253,7 @@ def summary(events: list[Event]) -> dict[str, float]:
 
 
 def from_both_posted(ranks: list[list[Event]]) -> None:
-    """Start every exchange of processes on one machine, whose clock is one, when the last end of it was posted."""
+    """Let each exchange begin when the last of its ranks posts it; the ranks share the clock of one machine."""
     own = [{(e["args"]["call"], e["name"]): e for e in events if e.get("tid") == "exchanges"} for events in ranks]
     posted = [{name: e["ts"] for name, e in exchanges.items()} for exchanges in own]
     for exchanges in own:
@@ -264,7 +264,7 @@ def from_both_posted(ranks: list[list[Event]]) -> None:
 
 
 def by_phase(events: list[Event]) -> dict[str, float]:
-    """Overlap share of each phase whose exchanges have names."""
+    """The overlap share of each phase, if its exchanges have names."""
     found: dict[str, list[Event]] = {}
     for event in events:
         if event.get("tid") == "exchanges":
@@ -274,7 +274,7 @@ def by_phase(events: list[Event]) -> dict[str, float]:
 
 
 def written(ranks: list[list[Event]], out: Path) -> None:
-    """One trace of all ranks, times from its first event on."""
+    """One trace of all ranks, whose times start at its first event."""
     events = [event for rank in ranks for event in rank]
     first = min(event["ts"] for event in events if event.get("ph") == "X" and event["ts"] > 0)
     for event in events:
@@ -303,7 +303,7 @@ def arguments() -> argparse.Namespace:
 
 
 def under_torchrun(args: argparse.Namespace) -> list[list[Event]] | None:
-    """Every rank's events on rank 0, None elsewhere."""
+    """The events of every rank on rank 0, None on the others."""
     torch.cuda.set_device(int(os.environ["LOCAL_RANK"]))
     dist.init_process_group("cpu:gloo,cuda:nccl")
     comm = GroupComm()
@@ -315,7 +315,7 @@ def under_torchrun(args: argparse.Namespace) -> list[list[Event]] | None:
 
 
 def main() -> None:
-    """Runs the call and writes its trace."""
+    """Run the calls and write their trace."""
     args = arguments()
     if dist.is_torchelastic_launched():
         ranks = under_torchrun(args)

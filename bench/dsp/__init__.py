@@ -1,1 +1,1 @@
-"""Stages that shard other dimensions, beside other methods."""
+"""Measurements of DSP, whose stages shard different dimensions, beside other methods."""

@@ -1,8 +1,8 @@
-"""The planned Latte step beside Ulysses over a grid of published clips: the chosen runs, and whether the promise holds.
+"""The planned Latte step beside Ulysses over a grid of published clips, and whether the promise holds.
 
-Two processes are measured over shared memory, over gloo on loopback, and over shared memory with every exchange held
-back to a link that is to a core of this machine what InfiniBand is to an H100 for the published width. 4 and 8 ranks
-run one after another with their exchanges composed, at the measured link of shared memory and at that slow one.
+Two processes run over shared memory, over gloo on loopback, and over shared memory with every exchange delayed to a
+slow link: as slow beside a core of this machine as InfiniBand is beside an H100 for the published width. 4 and 8 ranks
+run one after another, and their exchanges are composed for the measured link and for the slow one.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ from bench.planner.planned import interval
 from seqpar.testing import run_processes
 
 # Latents of the VAE: an eighth of height and width. OpenSora 1.2 makes 5 of 17 frames, Latte one of each.
-# Short ones are one such chunk, shorter than any that OpenSora 1.2 was trained on: few frames for the ranks.
+# Short clips are one such chunk, with too few frames for many ranks; OpenSora 1.2 was trained on longer ones.
 FRAMES = {"51": 15, "102": 30, "204": 60}
 HEIGHTS = {"144p": (18, 32), "240p": (30, 52), "360p": (44, 80), "480p": (60, 106), "720p": (90, 160)}
 CLIPS = (
@@ -36,8 +36,8 @@ CLIPS = (
 QUICK = CLIPS[:1]
 TOKENS = 6000  # of a clip at most; published ones have up to 216,000
 THIRD, FASTER = 1 / 3, 1.3
-UNEVEN = 1.25  # of its share of frames a rank would have more than this, if they were too few
-NOISE = 0.01  # a smaller difference is noise: halves of one method's turns differ by more, 2 % in the median
+UNEVEN = 1.25  # frames are too few if some rank gets more than this multiple of its share
+NOISE = 0.01  # a smaller difference is noise: halves of one method's turns differ by 2 % in the median
 
 
 def grid(quick: bool, repeat: int, show: Callable[[Row], None]) -> tuple[list[Row], Row]:
@@ -81,13 +81,13 @@ def row_of(clip: Clip, ranks: int, over: str, found: Sequence[dict[str, Row]], t
         "clip": clip.name, "batch": clip.batch, "frames": clip.frames, "space": clip.space, "text": clip.text,
         "shrunk": clip.shrunk, "ranks": ranks, "over": over, "same": planned["layouts"] == ulysses["layouts"],
         "share": share, "turns": turns, "ratio": ratio, "ratio_low": low, "ratio_high": high,
-        # what the bytes alone would give
+        # the ratio if only bytes counted
         "by_bytes": 1 / (1 - share * (1 - planned["bytes"] / ulysses["bytes"])),
     } | ways  # fmt: skip
 
 
 def way(ranks: Sequence[Row]) -> Row:
-    """A method over all ranks: the slowest rank's step, what the rank spends in exchanges that waits least in them."""
+    """A method's figures over all ranks: the slowest step, and the exchanges of the rank that waits least in them."""
     steps = [max(turn) for turn in zip(*(rank["seconds"] for rank in ranks), strict=True)]
     exchanging = [min(turn) for turn in zip(*(rank["exchanging"] for rank in ranks), strict=True)]
     grouped = ranks[0].get("grouped", False)
@@ -100,32 +100,32 @@ def way(ranks: Sequence[Row]) -> Row:
 
 
 def middle(figures: Sequence[float], grouped: bool) -> tuple[float, float, float]:
-    """Of turns the median and its interval of 90 %; of groups of turns the first, of all, and the range."""
+    """The median of turns with its interval of 90 %; for groups of turns the first, over all, and the range."""
     if grouped:
         return figures[0], min(figures), max(figures)
     return median(figures), *interval(figures)
 
 
 def name(row: Row) -> str:
-    """A cell in words."""
+    """The name of a cell to print."""
     figures = f"{row['ratio']:.2f} at a share of {row['share']:.0%}, by bytes {row['by_bytes']:.2f}"
     return f"{row['clip']} on {row['ranks']} over {row['over']} ({figures})"
 
 
 def equal(row: Row) -> bool:
-    """Faster, or no slower than chance and the interval of the ratio allow."""
+    """Whether the ratio is at least 1, up to noise and its interval."""
     return bool(row["same"] or row["ratio_high"] >= 1 - NOISE)
 
 
 def sharing(row: Row) -> bool:
-    """Whether the plan shares attention in some stage, as Ulysses does, and frames are too few for the ranks."""
+    """Whether frames are too few for the ranks, and the plan shares heads in some stage, as Ulysses does."""
     frames, ranks = row["batch"] * row["frames"], row["ranks"]
     few = -(-frames // ranks) * ranks / frames > UNEVEN
     return few and any(mode in row["planned"]["layouts"] for mode in (":ulysses", ":ring"))
 
 
 def verdict(rows: Sequence[Row]) -> Row:
-    """Where the plan is not Ulysses itself, cells that are slower; where it only switches, those below the promise."""
+    """The cells that are slower where the plan is not Ulysses, and those below the promise where it only switches."""
     third = [row for row in rows if row["share"] >= THIRD]
     much = [row for row in third if not sharing(row)]
     slower = [name(row) for row in rows if not equal(row)]
@@ -138,7 +138,7 @@ def verdict(rows: Sequence[Row]) -> Row:
 
 
 def table(rows: Sequence[Row]) -> Table:
-    """All cells. Ranges hold the median of turns by 90 %; of composed ranks they are of halves of the turns."""
+    """A table of all cells. Ranges hold the median with 90 %; for composed ranks they come from halves of the turns."""
     found = Table(
         "clip", "b t s", "ranks over", "ms planned", "range", "ms Ulysses", "range", "CPU", "in exchanges", "share",
         "KiB", "messages", "ratio", "range", "plan", title=f"Latte, {PAIRS} pairs {WIDTH} wide, planned beside Ulysses",
@@ -165,12 +165,12 @@ def table(rows: Sequence[Row]) -> Table:
 
 
 def short(layouts: str) -> str:
-    """Dimensions, with the ways of sharing a stage that are not local, and the parts."""
+    """A plan in short: sharded dimensions, modes that are not local, and numbers of parts."""
     return layouts.replace(":local", "")
 
 
 def told(found: Row, console: Console) -> None:
-    """The verdict in words."""
+    """The verdict as text."""
     slower, below = found["slower"], found["below"]
     console.print(
         f"{found['cells']} cells, in {found['same']} of them the plan is Ulysses itself. Slower than Ulysses beyond "

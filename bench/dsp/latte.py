@@ -1,7 +1,7 @@
-"""`LatteTransformer3DModel` of diffusers, unchanged, on some ranks: as planned, and as Ulysses.
+"""diffusers' `LatteTransformer3DModel`, unchanged, on several ranks: as planned, and as Ulysses.
 
-Both run through `parallelize` with the shipped spec on the same weights; the plan alone differs. Ulysses holds space
-throughout, and in spatial blocks queries, keys and values go to heads and what comes out goes back.
+Both run through `parallelize` with the shipped spec on the same weights, and only the plan differs. Ulysses shards
+space throughout; in spatial blocks queries, keys and values are traded for heads, and the output is traded back.
 """
 
 from __future__ import annotations
@@ -38,7 +38,7 @@ Row = dict[str, Any]
 
 
 class Machine(NamedTuple):
-    """What the planner is told, and the link alone: a switch's latency there is without what its verb computes."""
+    """The planner's hardware, and the bare link, whose latency excludes the computation of a switch."""
 
     hardware: Hardware
     link: Link
@@ -62,17 +62,17 @@ class Clip:
 
     @property
     def space(self) -> int:
-        """Tokens of a frame."""
+        """The tokens of one frame."""
         return (self.height // 2) * (self.width // 2)
 
     @property
     def tokens(self) -> int:
-        """Of all samples and frames."""
+        """The tokens of all samples and frames."""
         return self.batch * self.frames * self.space
 
     @property
     def text(self) -> int:
-        """Tokens of text, in the published proportion to those of a frame."""
+        """The tokens of text, in the published proportion to those of a frame."""
         return max(1, round(TEXT / self.shrunk**2))
 
 
@@ -95,7 +95,7 @@ def latte(frames: int) -> nn.Module:
 def ulysses(
     stages: Sequence[Stage], dims: Mapping[str, int], ranks: int, *, hardware: Hardware, end: object, training: bool
 ) -> StagePlan:
-    """The plan that holds space throughout, and shares heads where it is mixed."""
+    """The plan that shards space throughout, and shares heads in stages that mix space."""
     costs = Costs(dict(dims), ranks, hardware, training)
     modes = ["ulysses" if "s" in stage.whole else "local" for stage in stages]
     choices = [StageChoice("s" if n else None, "s", mode) for n, mode in enumerate(modes)]
@@ -107,7 +107,7 @@ METHODS: dict[str, Callable[..., StagePlan]] = {"planned": dsp.plan_stages, "uly
 
 
 class Ready:
-    """A rank's model, and what it is trained on. method: what makes the plan, or None for the model as it is."""
+    """A rank's model and its inputs. method: the function that makes the plan, None for the model without one."""
 
     def __init__(self, comm: Comm, clip: Clip, hardware: Hardware | None = None, method: str | None = None) -> None:
         self.model = latte(clip.frames)
@@ -121,7 +121,7 @@ class Ready:
         self.timestep = torch.arange(clip.batch) * 10 + 7
 
     def step(self) -> float:
-        """Forward and backward; the loss."""
+        """Run forward and backward; returns the loss."""
         self.model.zero_grad()
         out = self.model(self.x, timestep=self.timestep, encoder_hidden_states=self.text).sample
         loss = (out - self.x).square().mean()
@@ -130,12 +130,12 @@ class Ready:
 
     @property
     def plan(self) -> StagePlan:
-        """Of the only batch shape."""
+        """The plan of the only shape of batches."""
         (plan,) = self.handle.plans.values()
         return plan
 
     def layouts(self) -> str:
-        """Each stage's sharding, mode and number of parts."""
+        """The sharding, mode and number of parts of each stage."""
         costs = self.plan.costs
         grid = [f"{costs.groups}x{costs.core}, {costs.held} held:"] if costs.core > 1 else []
         parts = ("" if c.parts == 1 else f"/{c.parts}" for c in self.plan.choices)
@@ -148,14 +148,14 @@ class Ready:
 
 @dataclass
 class Meter:
-    """Seconds that a rank spends in exchanges, and with packing for them: of time and of the CPU."""
+    """The seconds that a rank spends in exchanges and in packing for them, by the clock and of the CPU."""
 
     seconds: float = 0.0
     cpu: float = 0.0
 
     @contextmanager
     def running(self) -> Iterator[None]:
-        """What runs inside is communication."""
+        """A block whose time counts as communication."""
         wall, cpu = time.perf_counter(), time.thread_time()
         yield
         self.seconds += time.perf_counter() - wall
@@ -163,7 +163,7 @@ class Meter:
 
     @contextmanager
     def packing(self) -> Iterator[None]:
-        """Copies that verbs make around exchanges are communication too."""
+        """A block in which copies around exchanges count as communication too."""
         copy = parcel.copy
 
         def metered(pairs: Any) -> None:
@@ -176,13 +176,13 @@ class Meter:
 
 @dataclass
 class Wire:
-    """A rank's link, which carries one exchange after another. free: when the last one is through."""
+    """A simulated link of a rank, which carries one exchange after another. free: the time when the last one ends."""
 
     link: Link
     free: float = 0.0
 
     def through(self, size: float) -> float:
-        """When an exchange of so many bytes is, that comes now."""
+        """The time when an exchange of so many bytes ends that starts now."""
         if size:
             self.free = max(time.perf_counter(), self.free) + self.link.seconds(size)
         return self.free if size else 0.0
@@ -190,13 +190,13 @@ class Wire:
 
 @dataclass
 class Metered:
-    """Watches exchanges with a meter. wire: what they are held back to, as if bytes travelled on that, or None."""
+    """Measures exchanges with a meter. wire: the simulated link that delays them, or None."""
 
     meter: Meter
     wire: Wire | None = None
 
     def exchange(self, post: Callable[[], Work], sends: Side, recvs: Side, tag: Tag) -> Work:
-        """As the comm's own, and not through sooner than the wire."""
+        """The comm's own exchange, which ends no sooner than on the wire."""
         with self.meter.running():
             work, due = post(), 0.0
             if self.wire is not None:
@@ -205,7 +205,7 @@ class Metered:
 
 
 class _MeteredWork:
-    """`Work` under a meter."""
+    """The `Work` of a metered exchange."""
 
     def __init__(self, meter: Meter, work: Work, due: float) -> None:
         self._meter, self._work, self._due = meter, work, due
@@ -220,7 +220,7 @@ class _MeteredWork:
 
 
 def measured(comm: Comm, clip: Clip, hardware: Hardware, turns: int, link: Link | None) -> dict[str, Row]:
-    """By method: of each turn the seconds of a step, of the CPU outside exchanges, and in exchanges; what was sent.
+    """By method and turn: seconds of a step, of the CPU outside exchanges, and in exchanges; and bytes sent.
 
     Methods with the same plan run once: a second run would only show the machine's noise.
     """
@@ -244,7 +244,7 @@ def measured(comm: Comm, clip: Clip, hardware: Hardware, turns: int, link: Link 
 
 
 def timed(meter: Meter, ready: Ready, row: Row) -> None:
-    """One step, noted in the row."""
+    """Run one step and add its times to the row."""
     meter.seconds = meter.cpu = 0.0
     started, cpu = time.perf_counter(), time.thread_time()
     ready.step()
@@ -255,7 +255,7 @@ def timed(meter: Meter, ready: Ready, row: Row) -> None:
 
 
 def in_turns(names: Sequence[Any], turns: int) -> Iterator[Any]:
-    """Every name once a turn, each first as often as last; garbage is collected between, and at no other time."""
+    """The names of every turn, each first as often as last. Garbage is collected only between steps."""
     gc.collect()
     gc.freeze()
     gc.disable()
@@ -275,7 +275,7 @@ def said(ready: Ready) -> Row:
 
 
 def composed(clip: Clip, ranks: int, machines: Mapping[str, Machine], turns: int) -> dict[str, list[dict[str, Row]]]:
-    """By machine what `measured` returns on every rank, of ranks that run one after another: see `virtual`.
+    """The results of `measured` by machine and rank, for ranks that run one after another: see `virtual`.
 
     A plan is run once a turn, however many machines and methods have it, and composed over the link of each. The first
     figure of a row is of the least of all turns; the others of halves of them, to say how far chance goes.
@@ -310,14 +310,14 @@ def composed(clip: Clip, ranks: int, machines: Mapping[str, Machine], turns: int
 
 
 def taped(tape: Tape, ready: Ready) -> list[Event]:
-    """What one step was."""
+    """The events of one step."""
     tape.start()
     ready.step()
     return tape.stop()
 
 
 def note(row: Row, seconds: float, events: Sequence[Event]) -> None:
-    """A composed step of a rank, noted in the row."""
+    """Add the composed step of a rank to its row."""
     posts = [event for event in events if isinstance(event, Post)]
     cpu = sum(event.seconds for event in events if isinstance(event, Run))
     row["seconds"].append(seconds)
@@ -332,12 +332,12 @@ def note(row: Row, seconds: float, events: Sequence[Event]) -> None:
 def virtual(
     comm: Comm, clip: Clip, worlds: Sequence[tuple[int, Mapping[str, Machine]]], turns: int
 ) -> dict[int, dict[str, list[dict[str, Row]]]]:
-    """What `composed` returns by the number of ranks of a world. Of the worlds every process takes its share."""
+    """The results of `composed` by number of ranks. Each process runs its share of the worlds."""
     torch.set_num_threads(1)
     with pinned(cores()[comm.rank % len(cores())]):
         return {ranks: composed(clip, ranks, over, turns) for ranks, over in worlds[comm.rank :: comm.size]}
 
 
 def cores() -> list[int]:
-    """Those of this machine."""
+    """The cores of this machine."""
     return sorted(os.sched_getaffinity(0))

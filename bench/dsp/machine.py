@@ -1,8 +1,8 @@
-"""The planner's figures of the machine that `dsp.py` runs on, measured with its kernels and comms.
+"""Measures the planner's figures of this machine, with the kernels and comms of `bench.dsp.step`.
 
-All ranks measure at once. What they compute is timed by the CPU, and takes as many times longer as ranks share a core;
-exchanges are timed by the clock on the wall. Of the CPU's seconds the least of several counts, as others on the machine
-only add to them; of all else the median.
+All ranks measure at once. Computing is timed in CPU seconds, times the number of ranks that share a core; exchanges are
+timed by the wall clock. The least of several CPU times counts, since other programs only add to them, and the median of
+everything else.
 """
 
 from __future__ import annotations
@@ -33,9 +33,9 @@ ROWS = 4096  # of queries
 
 
 def figures(comm: Comm, repeat: int) -> dict[str, float]:
-    """What a rank achieves while all of them work."""
+    """The figures of a rank while all ranks work."""
     torch.set_num_threads(1)
-    shared = max(1.0, comm.size / len(cores()))  # asked before this process is pinned to one
+    shared = max(1.0, comm.size / len(cores()))  # read before this process is pinned to one core
     with pinned(cores()[comm.rank % len(cores())]):
         found = attending(repeat)
         found |= {"linear": linear(found, repeat)} | ring(comm.size, found, repeat) | called(comm.size, repeat)
@@ -47,14 +47,14 @@ def figures(comm: Comm, repeat: int) -> dict[str, float]:
 
 
 def behind(comm: Comm, link: Link, repeat: int) -> float:
-    """`hidden` of exchanges that are held back to a link."""
+    """`hidden` for exchanges that a simulated link delays."""
     torch.set_num_threads(1)
     with pinned(cores()[comm.rank % len(cores())]):
         return hidden(Watched(comm, Metered(Meter(), Wire(link))), repeat)
 
 
 def cpu(run: Callable[[], object], repeat: int, between: Callable[[], object] = lambda: None) -> float:
-    """Seconds of the CPU; the first run, which fills caches, does not count. between: runs before each."""
+    """The least CPU seconds of a call; a first run fills caches and does not count. between: called before each run."""
     run()
     took = []
     for _ in range(repeat):
@@ -69,7 +69,7 @@ def cpu(run: Callable[[], object], repeat: int, between: Callable[[], object] = 
 
 
 def attending(repeat: int) -> dict[str, float]:
-    """Operations a second of attention forward and backward, and what a row costs beside its pairs, in pairs."""
+    """Operations a second of attention, forward and backward; and the cost of a row beside its pairs, in pairs."""
     took = {}
     for keys in (FEW, MANY):
         q, k, v = (torch.randn(ROWS // keys, HEADS, keys, DIM, requires_grad=True) for _ in range(3))
@@ -85,7 +85,7 @@ def attending(repeat: int) -> dict[str, float]:
 
 
 def seconds(found: Mapping[str, float], pairs: float) -> float:
-    """Of this many pairs of attention, forward and backward."""
+    """Seconds of attention over this many pairs, forward and backward."""
     return 4.0 * WIDTH * pairs * (1 / found["forward"] + BACKWARD / found["backward"])
 
 
@@ -101,7 +101,7 @@ def linear(found: Mapping[str, float], repeat: int) -> float:
 
 
 def ring(ranks: int, found: Mapping[str, float], repeat: int) -> dict[str, float]:
-    """What a ring takes beside the pairs and rows of one call: seconds of a step, and pairs of a row it fetched."""
+    """The costs of a ring beside those of one call: seconds of a step, and of a fetched row, in pairs."""
 
     def beyond(documents: int, keys: int) -> float:
         tape = Tape(0, ranks)
@@ -124,9 +124,9 @@ def ring(ranks: int, found: Mapping[str, float], repeat: int) -> dict[str, float
 
 
 def called(ranks: int, repeat: int) -> dict[str, float]:
-    """Seconds of a switch's verb, one way, and of one more call of a block with the verbs of its switches.
+    """Seconds of one switch verb, one way; and of one more call of a block with its switches.
 
-    cold: of a verb that comes after other work, as in a model, and not right after another one, as in parts.
+    cold: measure the verb after other work, as in a model, and not right after another verb, as between parts.
     """
     tape = Tape(0, ranks)
     space = Space({"t": ranks, "s": ranks}, tape)
@@ -167,7 +167,7 @@ def wire(comm: Comm, repeat: int) -> dict[str, float]:
 
 
 def hidden(comm: Comm, repeat: int) -> float:
-    """The part of a switch's time that passes beside computing for about as long, 0 to 1."""
+    """The fraction of a switch that is hidden by computing of about the same length, 0 to 1."""
     size = comm.size
     space = Space({"t": size, "s": size * -(-LARGE // (size * WIDTH))}, comm)
     x, a = torch.randn(1, space.dims["s"], WIDTH), torch.randn(WIDTH, WIDTH)
@@ -201,7 +201,7 @@ def machines(repeat: int) -> dict[str, Machine]:
 
 
 def machine(ranks: int, comm: str, repeat: int) -> Machine:
-    """The machine as the planner takes it: the middle of what so many ranks say."""
+    """The planner's hardware for this machine: medians over the figures of all ranks."""
     found = run_processes(ranks, figures, repeat, comm=comm, timeout=120.0)
     middle = {key: median(rank[key] for rank in found) for key in found[0]}
     attention = Attention(
@@ -218,9 +218,9 @@ def machine(ranks: int, comm: str, repeat: int) -> Machine:
 
 
 def slow(fast: Machine) -> Machine:
-    """The machine with a link on which switches take the part of a step that they take on H100 nodes.
+    """The machine with a slower link, on which switches take as large a part of a step as on H100 nodes.
 
-    As many times slower as a core is than an H100, and faster by what a narrower model moves more for its operations.
+    The link is as many times slower as a core is than an H100, and faster by as much as a narrower model moves more.
     """
     h100 = Hardware.preset("h100")
     scale = fast.hardware.linear_rate / h100.linear_rate * (PUBLISHED / WIDTH) * (4 / 2)  # fp32 instead of bf16

@@ -1,7 +1,7 @@
 """One model of stages, run by five methods on the same weights: DSP as planned, Ulysses, ring, Megatron, replication.
 
-A stage is a block of attention along some dimensions of ``x [b, p, q, c]`` and an MLP, both of rows. All methods start
-from x whole and end with a share of the rows, whose loss is this rank's part of the sum.
+A stage is a block of attention along some dimensions of ``x [b, p, q, c]``, and an MLP of each row. Every method starts
+from the whole x and ends with a share of its rows, whose loss is this rank's part of the sum.
 """
 
 from __future__ import annotations
@@ -40,11 +40,11 @@ class Model:
     heads: int
     layers: int
     axes: tuple[str, ...]
-    ffn: int = 4  # times width
-    groups: int = 1  # query heads of a key head
+    ffn: int = 4  # of the MLP, times the width
+    groups: int = 1  # query heads for each key head
 
     def stages(self, dims: dict[str, int], element: int) -> list[Stage]:
-        """What the planner is told."""
+        """The stages as the planner takes them."""
         rows = math.prod(dims.values())
         size, found = rows * self.width * element, []
         for axes in self.axes:
@@ -58,7 +58,7 @@ class Model:
         return found * self.layers
 
     def weights(self) -> list[dict[str, Tensor]]:
-        """The same on every rank."""
+        """Random weights, the same on every rank."""
         g, c = torch.Generator().manual_seed(0), self.width
         shapes = {"q": (c, c), "k": (c // self.groups, c), "v": (c // self.groups, c), "out": (c, c)}
         shapes |= {"up": (self.ffn * c, c), "down": (c, self.ffn * c)}
@@ -74,7 +74,7 @@ def project(x: Tensor, weights: list[Tensor], dim: int) -> list[Tensor]:
 
 
 def attend(q: Tensor, k: Tensor, v: Tensor, axes: str) -> Tensor:
-    """Attention along axes of [b, p, q, heads, dim], all of whose rows are here."""
+    """Attention along axes of [b, p, q, heads, dim], with all their rows on this rank."""
     if not q.numel():
         return q + 0 * (k.sum() + v.sum())
     form = {"q": "(b p) h q d", "p": "(b q) h p d", "pq": "b h (p q) d"}[axes]
@@ -93,8 +93,10 @@ def block(x: Tensor, w: dict[str, Tensor], model: Model, attention: Callable[...
 
 
 def by_heads(q: Tensor, k: Tensor, v: Tensor, axes: str, space: Space, held: str) -> Tensor:
-    """Ulysses: queries, keys and values to heads in one exchange, and back; grouped heads by the verb, which copies a
-    key head only where it must."""
+    """Ulysses: queries, keys and values are traded for heads in one exchange, and the output back.
+
+    Grouped heads go through the verb, which copies a key head only where it must.
+    """
     if q.shape[3] != k.shape[3]:
         rows = attention_plan(space, FORM, axes, held, ulysses=True)
         return by_plan(q, k, v, rows, space.comm)
@@ -111,7 +113,7 @@ def by_plan(q: Tensor, k: Tensor, v: Tensor, plan: Plan, comm: Comm) -> Tensor:
 def planned(
     x: Tensor, model: Model, weights: list[dict[str, Tensor]], space: Space, plan: StagePlan
 ) -> tuple[Any, Any]:
-    """The output in the plan's last layout, and that."""
+    """The output in the plan's last layout, and that layout."""
     sharded = None
     for stage, choice, w in zip(plan.stages, plan.choices, weights, strict=True):
         (x,) = move([x], space, [FORM], sharded, choice.sharding)
@@ -149,7 +151,7 @@ def megatron(x: Tensor, model: Model, weights: list[dict[str, Tensor]], space: S
 
         def attention(y: Tensor, w: dict[str, Tensor] = w, axes: str = axes) -> Tensor:
             if groups[0] == groups[1]:
-                return F.linear(y * 0, w["out"])  # in the graph, as on the others
+                return F.linear(y * 0, w["out"])  # part of the graph, as in the other methods
             q, k, v = project(y, [w["q"][inner], w["k"][kv], w["v"][kv]], dim)
             return F.linear(attend(q, k, v, axes).flatten(3), w["out"][:, inner])
 
@@ -167,7 +169,7 @@ def share(size: int, comm: Comm) -> tuple[int, int]:
 def ways(
     model: Model, dims: dict[str, int], ranks: int, hardware: Hardware, element: int, cores: Sequence[int] | None = (1,)
 ) -> dict[str, StagePlan]:
-    """The plan of every method that has one, from whole to whole; those that cannot run are absent. cores: of grids."""
+    """The plans of the methods that have one, from whole to whole, but for those that cannot run. cores: of grids."""
     stages = model.stages(dims, element)
     found = rivals(stages, dims, ranks, hardware=hardware)
     found = {name: plan for name, plan in found.items() if name != "dsp"}
@@ -175,7 +177,7 @@ def ways(
 
 
 def megatron_seconds(model: Model, costs: Costs, element: int) -> float:
-    """The same cost model: two gathers and two scatters of all rows a stage, work divided by heads and columns."""
+    """Predicted seconds of Megatron's method: two gathers and two scatters a stage, work split by heads and columns."""
     wire = costs.exchange(1 - 1 / costs.ranks, 1) if costs.ranks > 1 else costs.exchange(0.0, 0)
     total = 0.0
     for stage in model.stages(dict(costs.dims), element):
@@ -194,7 +196,7 @@ def megatron_seconds(model: Model, costs: Costs, element: int) -> float:
 def measured(
     comm: Comm, model: Model, dims: dict[str, int], hardware: Hardware, repeat: int, methods: tuple[str, ...]
 ) -> dict[str, dict[str, Any]]:
-    """On every rank, by method: seconds of each step, what one step sent, and this rank's part of the loss.
+    """This rank's figures by method: seconds of each step, bytes and messages of one step, and its part of the loss.
 
     A method whose plan is that of "dsp" has its figures: a second run would only show the machine's noise.
     """
@@ -214,7 +216,7 @@ def measured(
         name: {"seconds": [], "waits": []} for name in methods if name in runs and name not in same
     }
     for turn in range(repeat + 1):
-        # each goes first as often as another
+        # every method goes first equally often
         for name in list(found) if turn % 2 else reversed(found):
             row = found[name]
             comm.gather("a turn", turn)
@@ -243,7 +245,7 @@ def step(run: Callable[[], tuple[Tensor, Any]], target: Tensor, space: Space) ->
 
 
 def slowest(ranks: list[dict[str, dict[str, Any]]]) -> dict[str, dict[str, Any]]:
-    """By method: the median over turns of the slowest rank's step, its share of waiting, totals, and the loss."""
+    """The figures by method: the median step of the slowest rank, its share of waiting, totals, and the loss."""
     rows = {}
     for name in ranks[0]:
         each = [rank[name] for rank in ranks]

@@ -1,4 +1,4 @@
-"""What overlapped stages give: Latte as planned beside the plan with every stage in one part.
+"""The gain by overlapped stages: Latte as planned beside the plan with every stage in one part.
 
     python -m bench.dsp.overlap                   # about ten minutes on two cores
     python -m bench.dsp.overlap --modelled        # only the steps of published shapes on H100 GPUs
@@ -40,15 +40,15 @@ GPUS = (8, 16, 32, 64)
 
 
 def both_ways(comm: Comm | None, run: Callable[..., Any], *arguments: Any) -> Any:
-    """What a rank measures with the plans of this file for those of `bench.dsp.latte`."""
+    """A measurement of `bench.dsp.latte` on a rank with the plans of this file."""
     with mock.patch.object(latte, "METHODS", WAYS):
         return run(*arguments) if comm is None else run(comm, *arguments)
 
 
 def row_of(clip: Clip, ranks: int, over: str, found: Sequence[dict[str, Row]], turns: int) -> Row:
-    """Seconds of the slowest rank one by the other: the median of the turns, and those a quarter from either end.
+    """The ratio of the slowest ranks' seconds: the median over turns, and both quartiles.
 
-    Composed steps are one figure, of the least of all turns.
+    Composed steps give one figure, from the least of all turns.
     """
     count = 1 if over.endswith("composed") else turns
     steps = {way: [max(turn) for turn in zip(*(rank[way]["seconds"][:count] for rank in found))] for way in WAYS}
@@ -86,7 +86,7 @@ def rows(turns: int, show: Callable[[Row], None]) -> list[Row]:
 
 
 def modelled(hardware: Hardware) -> list[Row]:
-    """Steps of published shapes by the planner's costs."""
+    """Rows of published shapes, by the planner's cost model."""
     found = []
     for model, clips in PUBLISHED:
         for clip in clips:

@@ -105,7 +105,7 @@ def show(rows: list[Row], console: Console) -> None:
 
 
 def simulate(hardware: Hardware, gpus: Sequence[int]) -> list[Row]:
-    """Seconds of a step by the planner's cost model, in bf16."""
+    """Seconds of a step in bf16, by the planner's cost model."""
     rows = []
     for model, clips in PUBLISHED:
         for clip in clips:
@@ -128,7 +128,7 @@ def show_simulated(rows: list[Row], console: Console) -> None:
 
 
 def planning() -> float:
-    """Least milliseconds of the planner for 100 stages and 4 dimensions."""
+    """The least milliseconds in which the planner plans 100 stages with 4 dimensions."""
     stages = Model("many", 1152, 16, 50, VIDEO).stages({"b": 2, "p": 16, "q": 3600}, 2)
     best = math.inf
     for _ in range(20):
@@ -204,14 +204,14 @@ def main(arguments: Sequence[str] | None = None) -> int:
 
 
 def same(row: Row, rows: list[Row]) -> bool:
-    """Whether a loss is that of DSP on the same clip and ranks, to the rounding of fp32."""
+    """Whether a loss equals that of DSP on the same clip and ranks, up to rounding in fp32."""
     keys = ("model", "clip", "ranks")
     (base,) = [r["loss"] for r in rows if r["method"] == "dsp" and all(r[k] == row[k] for k in keys)]
     return close(row["loss"], base)
 
 
 def close(a: float, b: float) -> bool:
-    """Whether losses are equal to the rounding of fp32."""
+    """Whether losses are equal up to rounding in fp32."""
     return abs(a - b) <= 1e-3 * max(1.0, abs(b))
 
 

@@ -1,1 +1,1 @@
-"""Checked and timed on one GPU, or compiled for GPUs that need not be present."""
+"""Checks and timings on one GPU, and binaries compiled for GPUs that need not be present."""

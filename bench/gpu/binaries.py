@@ -59,8 +59,10 @@ CANDIDATES = [
 
 @dataclass(frozen=True)
 class Case:
-    """One kernel for one generation; config: None for the shipped one. accumulates: the forward that merges with
-    earlier sums."""
+    """A kernel for a generation.
+
+    config: None for the shipped one. accumulates: whether the forward merges with earlier sums.
+    """
 
     direction: str
     dim: int
@@ -72,7 +74,7 @@ class Case:
 
 
 def shipped(generation: int) -> list[Case]:
-    """Every configuration at the largest head dim that takes it, and what else changes the binary most."""
+    """The shipped cases: each configuration at its largest head dim, and the options that change binaries most."""
     cases = []
     for dtype, itemsize in (("bf16", 2), ("fp32", 4)):
         for direction, dim in itertools.product(DIRECTIONS, CLASSES[itemsize]):
@@ -80,12 +82,12 @@ def shipped(generation: int) -> list[Case]:
     cases += [Case("forward", d, d, "bf16", generation, accumulates=True) for d in CLASSES[2]]
     cases += [Case("forward", 192, 128, "bf16", generation)]
     cases += [Case(direction, 128, 128, "fp16", generation) for direction in DIRECTIONS]
-    # 8.6 and its like are 8.0 with less shared memory: what differs is the table of 16-bit types.
+    # 8.6 and its like are 8.0 with less shared memory: only the table of 16-bit types differs.
     return [case for case in cases if generation != 86 or case.dtype == "bf16"]
 
 
 class Offline:
-    """Replaces Triton's driver, for a device that is absent."""
+    """A driver for Triton that stands for an absent device."""
 
     def __init__(self, capability: int) -> None:
         self.capability = capability
@@ -106,7 +108,7 @@ class Offline:
 
 
 def compiled(case: Case) -> dict[str, Any]:
-    """The binary's resources, or why it does not compile."""
+    """The row of a case: the binary's resources, or the error of its compilation."""
     import triton
 
     itemsize = DTYPES[case.dtype].itemsize
@@ -173,7 +175,7 @@ def write(path: Path, rows: list[dict[str, Any]]) -> None:
 
 @contextmanager
 def recorded(capability: int) -> Iterator[dict[str, Any]]:
-    """Kernels that are launched meanwhile, by name: compiled for a device, and not run."""
+    """The kernels that are launched inside the block, by name: compiled for a device, and not run."""
     import triton
     from triton.runtime import JITFunction
 
@@ -196,7 +198,7 @@ def recorded(capability: int) -> Iterator[dict[str, Any]]:
 
 
 def _binary(case: Case, config: LaunchConfig) -> Any:
-    """The product's launch of one attention kernel."""
+    """The binary of one attention kernel, by the product's own launch."""
     kernel = Triton(configure=lambda d: config)
     x, sums, grads = _call(case)
     with recorded(case.generation) as found:
@@ -235,7 +237,7 @@ def _usage(binary: bytes) -> dict[str, int]:
 
 
 def main() -> int:
-    """Prints a row for each case."""
+    """Compile the cases and print a row for each."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--generation", type=int, choices=GENERATIONS, help="only this one")
     parser.add_argument("--search", help="generation:head dim[/value dim]; candidates instead of the shipped ones")
@@ -267,7 +269,7 @@ def main() -> int:
 
 
 def line(row: dict[str, Any]) -> str:
-    """A row as text."""
+    """A row as a line to print."""
     c = LaunchConfig(**row["config"])
     what = f"sm_{row['generation']} {row['direction']} {row['dim']}/{row['v_dim']} {row['dtype']}"
     used = row.get("error") or (

@@ -1,4 +1,4 @@
-"""Calls of attention on one device: their inputs, what they cost, who can do them, and whether the answer is right."""
+"""Calls of attention on one device: inputs, operations, the kernels that can compute them, and checks of results."""
 
 from __future__ import annotations
 
@@ -35,18 +35,18 @@ Tensors = dict[str, Tensor]
 
 
 def flops(area: int, heads: int, dim: int, v_dim: int, *, backward: bool = False) -> float:
-    """Operations of the products over attended pairs: two forward; backward counts 2.5 forwards, its five products."""
+    """Operations of the products over attended pairs: two products forward, and five backward, 2.5 times as many."""
     return 2.0 * area * heads * (dim + v_dim) * (2.5 if backward else 1.0)
 
 
 def short(dtype: torch.dtype) -> str:
-    """bf16, fp16, fp32."""
+    """The short name of a dtype: bf16, fp16, fp32."""
     return {torch.bfloat16: "bf16"}.get(dtype, f"fp{8 * dtype.itemsize}")
 
 
 @dataclass(frozen=True)
 class Setup:
-    """One call without its tensors. name: of the mask. lengths: documents; window: keys to the left, None for all."""
+    """A call without its tensors. name: of the mask. lengths: of documents. window: keys to the left, None for all."""
 
     name: str
     lengths: tuple[int, ...]
@@ -59,16 +59,16 @@ class Setup:
     window: int | None = None
 
     def mask(self) -> Mask:
-        """Which keys a query sees."""
+        """The mask of the call."""
         return Mask(self.lengths, causal=self.causal, window=(self.window, None))
 
     @property
     def tokens(self) -> int:
-        """Of all documents."""
+        """The tokens of all documents."""
         return sum(self.lengths)
 
     def small(self, tokens: int) -> Setup:
-        """A call for the same kernels that the oracle can do: uneven documents, a window that cuts."""
+        """A small call for the same kernels that the oracle can compute: uneven documents, a window that cuts."""
         lengths = (tokens,) if len(self.lengths) == 1 else (tokens, 3, tokens // 2, tokens - 1)
         return replace(self, lengths=lengths, window=None if self.window is None else tokens // 5)
 
@@ -79,7 +79,7 @@ class Setup:
 
 
 def facts_of(mask: Mask, keys: Ints, device: torch.device) -> StepFacts:
-    """All queries of a mask over a buffer of keys at ascending positions."""
+    """The facts of all queries of a mask over a buffer of keys at ascending positions."""
     at = np.arange(mask.tokens)
     pos, (lo, hi) = mask.key_positions(at), mask.bounds(at)
     kept: dict[Hashable, Any] = {}
@@ -92,7 +92,7 @@ def facts_of(mask: Mask, keys: Ints, device: torch.device) -> StepFacts:
 
 
 class Problem:
-    """A call with tensors: q, k, v, dout [rows, heads, width] of normal numbers on the device."""
+    """A call with its tensors: q, k, v, dout [rows, heads, width] of normal numbers on the device."""
 
     def __init__(self, setup: Setup, device: torch.device, *, seed: int = 0) -> None:
         self.setup, self.device, self.made = setup, device, setup.mask()
@@ -106,16 +106,16 @@ class Problem:
 
     @cached_property
     def facts(self) -> StepFacts:
-        """Of the call as one step."""
+        """The facts of the call as one step."""
         return facts_of(self.made, np.arange(self.made.kv_tokens), self.device)
 
     def flops(self, *, backward: bool = False) -> float:
-        """See `flops`."""
+        """The operations of the call; see `flops`."""
         s = self.setup
         return flops(self.made.area(), s.heads, s.dim, s.v_dim, backward=backward)
 
     def wide(self) -> Problem:
-        """The same values in float64."""
+        """The same problem in float64."""
         other = Problem.__new__(Problem)
         other.__dict__.update(self.__dict__)
         for name in ("q", "k", "v", "dout"):
@@ -124,23 +124,23 @@ class Problem:
 
 
 class Contestant(Protocol):
-    """Something that computes a problem's attention."""
+    """A way to compute the attention of a problem."""
 
     def forward(self) -> object:
-        """Its forward."""
+        """Run the forward."""
         ...
 
     def backward(self) -> object:
-        """Its backward, after a forward that is not timed."""
+        """Run the backward, after a forward that is not timed."""
         ...
 
     def results(self, backward: bool) -> Tensors:
-        """out, and with backward dq, dk, dv."""
+        """out; with backward also dq, dk and dv."""
         ...
 
 
 class OfKernel:
-    """A kernel of the package through its protocol, as one step. Backward is given delta, and adds to its sums."""
+    """A kernel of the package, called by its protocol as one step. Backward gets delta, and adds to its sums."""
 
     def __init__(self, kernel: Kernel, problem: Problem) -> None:
         self.kernel, self.problem = kernel, problem
@@ -153,12 +153,12 @@ class OfKernel:
         self.sums = Sums(self.out if wide else None, self.lse, None if wide else self.out, first=True)
 
     def forward(self) -> None:
-        """One launch."""
+        """Launch the kernel once."""
         self.kernel.forward(self.x, self.sums)
 
     @cached_property
     def grads(self) -> Grads:
-        """What backward is given, after a forward."""
+        """The arguments of backward, after a forward."""
         self.forward()
         return self._grads()
 
@@ -169,16 +169,16 @@ class OfKernel:
         return Grads(p.dout, self.lse, delta, self.out, *sums)
 
     def backward(self) -> None:
-        """The launches of a backward."""
+        """Launch the kernels of a backward."""
         self.kernel.backward(self.x, self.grads)
 
     def step(self) -> None:
-        """Forward and backward with all that belongs to them."""
+        """Run forward, delta and backward."""
         self.forward()
         self.kernel.backward(self.x, self._grads())
 
     def results(self, backward: bool) -> Tensors:
-        """From memory that holds NaN."""
+        """The results, written to memory that holds NaN before."""
         self.out.fill_(torch.nan)
         self.lse.fill_(torch.nan)
         self.forward()
@@ -191,7 +191,7 @@ class OfKernel:
 
 
 def errors(got: Tensors, expected: Tensors) -> dict[str, float]:
-    """Relative root mean square error of each tensor; of a row that sees nothing only whether both say so."""
+    """The relative root mean square error of each tensor. Rows that see no key must only be empty in both."""
     result = {}
     for name, x in got.items():
         want = expected[name]
@@ -206,7 +206,7 @@ def errors(got: Tensors, expected: Tensors) -> dict[str, float]:
 
 
 def verdict(found: dict[str, float], limit: float) -> str | None:
-    """The first result that is off, or None; NaN is off."""
+    """The first result whose error is too large or NaN, or None."""
     off = {name: error for name, error in found.items() if not error <= limit}
     return (
         ", ".join(f"{name} off by {error:.1e}" for name, error in off.items()) + f", limit {limit:.1e}" if off else None
@@ -217,34 +217,34 @@ def verdict(found: dict[str, float], limit: float) -> str | None:
 
 
 class Label(NamedTuple):
-    """A contestant and what it does."""
+    """The name and options of a contestant, as its rows have them."""
 
     kernel: str
     mode: str
 
 
 class Nobody:
-    """In place of the position kernel behind a library, so that a time under the library's name is the library's."""
+    """Replaces the position kernel behind a library, so that a time under the library's name is its own."""
 
     name = "nobody"
 
     def forward(self, x: Operands, into: Sums) -> None:
-        """Refuses."""
+        """Raise: the library alone cannot compute this call."""
         raise NotImplementedError("all or some of this call falls to the position kernel")
 
     def backward(self, x: Operands, grads: Grads) -> None:
-        """Refuses."""
+        """Raise: the library alone cannot compute this call."""
         raise NotImplementedError("all or some of this call falls to the position kernel")
 
 
 def kernels() -> dict[str, Kernel]:
-    """The package's kernels by name, and those that only a name reaches."""
+    """The package's kernels by name, including those that are used only when asked for by name."""
     found = {kernel.name: kernel for kernel in (*seqpar.kernels.KERNELS, *seqpar.kernels.VENDORS)}
     return {"triton": Triton(), "triton_tf32": Triton(tf32=True)} | found
 
 
 def asked(setup: Setup, machine: Machine, *, grads: bool, deterministic: bool, merges: bool = False) -> CallSpec:
-    """What a call asks of a kernel."""
+    """The spec by which kernels decide whether they can compute a call."""
     major, minor = (0, 0) if machine.rehearsal else torch.cuda.get_device_capability()
     return CallSpec(
         machine.device.type, 10 * major + minor, setup.dtype, setup.heads, setup.kv_heads, setup.dim, setup.v_dim,
@@ -253,7 +253,7 @@ def asked(setup: Setup, machine: Machine, *, grads: bool, deterministic: bool, m
 
 
 def absent(kernel: Kernel, machine: Machine) -> str | None:
-    """Why a kernel can do no call on this machine, None if it can do some."""
+    """The reason why a kernel cannot run on this machine, or None."""
     for dtype in (torch.bfloat16, torch.float32):
         call = asked(Setup("causal", (64,), 1, 1, 64, 64, dtype), machine, grads=False, deterministic=True)
         reason = kernel.refuses(call)
@@ -266,9 +266,9 @@ Make = Callable[[Problem, bool], Contestant]  # of a problem; alone: a library w
 
 
 def field(machine: Machine, setup: Setup, *, backward: bool) -> tuple[dict[Label, Make], list[Row]]:
-    """Who computes a setup, and rows for those of this machine that cannot.
+    """The contestants of a setup, and rows for kernels of this machine that cannot compute it.
 
-    A kernel that can be deterministic is asked to be; of other libraries both ways are taken.
+    Kernels that can be deterministic are asked to be; other libraries are taken both ways.
     """
     found: dict[Label, Make] = {}
     rows: list[Row] = []
@@ -308,7 +308,7 @@ def _of_kernel(kernel: Kernel, call: CallSpec, problem: Problem, alone: bool) ->
 
 
 def fitted(kernel: Kernel, call: CallSpec) -> Kernel:
-    """The kernel as the package would take it for a call."""
+    """The kernel in the form in which the package would use it for a call."""
     return kernel.specialised_for(call) if isinstance(kernel, Segmented) else kernel
 
 
@@ -321,12 +321,12 @@ def plainly(kernel: Kernel) -> Make:
 
 
 def oracle(problem: Problem, backward: bool) -> Tensors:
-    """In float64 on the problem's device, with the whole matrix of scores."""
+    """The results in float64 on the problem's device, with the whole matrix of scores."""
     return OfKernel(Reference(), problem.wide()).results(backward)
 
 
 def refused(machine: Machine, label: Label, setup: Setup, make: Make, *, backward: bool) -> Row | None:
-    """Why a contestant is not timed, as a row; None if it is right on a small call of the same kind."""
+    """A row that says why a contestant is not timed, or None if it is right on a small call of the same kind."""
     known = machine.doubt(label.kernel, short(setup.dtype), setup.dim, setup.v_dim)
     if known:
         return {**label._asdict(), "ok": False, "refused": known}

@@ -55,7 +55,7 @@ VERB_LENGTHS = (301, 7, 1100, 640)
 
 @dataclass(frozen=True)
 class Check:
-    """One call of a kernel. splits: buffers of keys, each of neighbours, or with striped each of every so many."""
+    """A call to check. splits: the number of key buffers, of neighbours or, if striped, of every n-th key."""
 
     kernel: str = ""
     mask: str = "causal"
@@ -75,7 +75,7 @@ class Check:
     with_lse: bool = False
 
     def made(self) -> seqpar.Mask:
-        """The mask."""
+        """The mask of the call."""
         n, m, rng = self.queries, self.keys, np.random.default_rng(5)
         if self.mask == "packed":
             return seqpar.Mask([n // 2 + 3, 1, n - n // 2 - 4])
@@ -86,17 +86,17 @@ class Check:
         return seqpar.Mask([n], causal=self.mask in ("causal", "window"), window=window, kv_lengths=[m])
 
     def covers(self) -> list[object]:
-        """Which calls are not timed if this is wrong."""
+        """The calls that are not timed if this check fails."""
         options = [name for name in ("softcap", "alibi", "dropout", "sinks", "with_lse") if getattr(self, name)]
         return [short(self.dtype), self.dim, self.v_dim, *options]
 
     def buffers(self) -> list[Ints]:
-        """Key positions of each buffer."""
+        """The key positions of each buffer."""
         at = np.arange(self.keys)
         return [at[n :: self.splits] for n in range(self.splits)] if self.striped else np.array_split(at, self.splits)
 
     def score(self, device: torch.device) -> Score:
-        """The score's options."""
+        """The options of the score."""
         wide = acc_dtype(self.dtype)
         slopes = torch.logspace(-4, -1, self.heads, base=2, dtype=wide, device=device) if self.alibi else None
         return Score(self.dim**-0.5, self.softcap, slopes, self.dropout, 77 if self.dropout else 0)
@@ -124,7 +124,7 @@ OPTIONS = (
 
 
 def groups(tiny: bool) -> dict[str, list[Check]]:
-    """Checks that belong together, of any kernel."""
+    """The checks of all kernels, in groups that belong together."""
     base = Check()
     if tiny:
         base = replace(base, queries=40, keys=40, dim=16, v_dim=16, heads=2, kv_heads=1, dtype=torch.float32)
@@ -153,7 +153,7 @@ def groups(tiny: bool) -> dict[str, list[Check]]:
 
 
 def correct(tiny: bool) -> list[Case]:
-    """All checks."""
+    """The cases of all checks."""
     cases = [Case("correct", "not on this machine", _missing)]
     cases += [Case("correct", name, partial(_checked, checks)) for name, checks in groups(tiny).items()]
     cases.append(Case("correct", "attention on ranks as threads", partial(_verb, tiny)))
@@ -180,7 +180,7 @@ def _checked(checks: list[Check], machine: Machine) -> Iterator[Row]:
 
 
 def outcome(check: Check, device: torch.device) -> Row:
-    """What a row says of a check. Raises: DeviceLost."""
+    """The fields of a check in its row. Raises: DeviceLost."""
     try:
         return judged(check, device)
     except Exception as error:
@@ -193,7 +193,7 @@ def outcome(check: Check, device: torch.device) -> Row:
 
 
 def judged(check: Check, device: torch.device) -> Row:
-    """Errors of one check; refused is what makes the kernel wrong, missed what it should be better at."""
+    """The errors of a check. refused: those that make the kernel wrong; missed: those that ought to be smaller."""
     tensors = _inputs(check, device)
     expected = run(Reference(), check, [x.double() for x in tensors], whole=True)
     kernel, call = _kernel(check, tensors)
@@ -214,7 +214,7 @@ def judged(check: Check, device: torch.device) -> Row:
 
 
 def _flash_errors(check: Check, tensors: list[Tensor], expected: Tensors) -> dict[str, float] | None:
-    """Those of torch's FlashAttention-2 alone on the same inputs, None where it cannot do the call."""
+    """The errors of torch's FlashAttention-2 on the same inputs, or None where it cannot compute the call."""
     flash = replace(check, kernel="aten_flash", splits=1, striped=False)
     try:
         found, call = _kernel(flash, tensors)
@@ -240,7 +240,7 @@ def _kernel(check: Check, tensors: list[Tensor]) -> tuple[Kernel, CallSpec]:
 
 
 def _inputs(check: Check, device: torch.device) -> list[Tensor]:
-    """q, k, v, dout, dlse, sinks."""
+    """The inputs q, k, v, dout, dlse and sinks."""
     draw = torch.Generator(device).manual_seed(1)
     shapes = ((check.queries, check.heads, check.dim), (check.keys, check.kv_heads, check.dim),
               (check.keys, check.kv_heads, check.v_dim), (check.queries, check.heads, check.v_dim))  # fmt: skip
@@ -250,7 +250,7 @@ def _inputs(check: Check, device: torch.device) -> list[Tensor]:
 
 
 def viewed(x: Tensor) -> Tensor:
-    """The same values as a view of a larger tensor with more heads and wider rows, NaN around, aligned to 16 bytes."""
+    """The same values as a view into a larger tensor that holds NaN around them, aligned to 16 bytes."""
     big = x.new_full((x.shape[0] + 2, x.shape[1] + 2, x.shape[2] + 16), torch.nan)
     view = big[1:-1, 1:-1, 8:-8]
     view.copy_(x)
@@ -258,7 +258,7 @@ def viewed(x: Tensor) -> Tensor:
 
 
 def run(kernel: Kernel, check: Check, tensors: list[Tensor], *, whole: bool = False) -> Tensors:
-    """out, lse, dq, dk, dv as the schedule makes them. whole: all keys in one buffer."""
+    """out, lse, dq, dk and dv, computed as the schedule does. whole: all keys in one buffer."""
     q, k, v, dout, dlse, sinks = tensors
     wide, mask, score = acc_dtype(q.dtype), check.made(), check.score(q.device)
     score = replace(score, slopes=None if score.slopes is None else score.slopes.to(wide))
@@ -354,7 +354,7 @@ def _one_rank(comm: seqpar.LocalComm, plan: seqpar.Plan, tensors: list[Tensor]) 
 
 
 def _far(tokens: int, machine: Machine) -> Iterator[Row]:
-    """A window over so many tokens that elements have numbers beyond 32 bits; the last ones against the oracle."""
+    """A window over so many tokens that offsets exceed 32 bits; the last rows are compared with the oracle."""
     kernel = kernels().get("triton")
     row = {"kernel": "triton", "mode": "check", "what": f"window over {tokens} tokens", "baseline": "float64"}
     call = CallSpec(machine.device.type, 90, torch.bfloat16, 16, 16, 128, 128)
@@ -369,7 +369,7 @@ def _far(tokens: int, machine: Machine) -> Iterator[Row]:
     end = Problem(Setup("window", (tail,), 16, 16, 128, 128, window=width), machine.device)
     end.q, end.k, end.v, end.dout = (x[-tail:] for x in (problem.q, problem.k, problem.v, problem.dout))
     expected = oracle(end, True)
-    # queries that see keys before the tail, and keys that such queries see, are left out
+    # left out: queries that see keys before the tail, and keys that such queries see
     inner = {name: (x[..., 2 * width :] if name == "lse" else x[2 * width :]) for name, x in expected.items()}
     found = errors({name: x[..., 2 * width :] if name == "lse" else x[2 * width :] for name, x in got.items()}, inner)
     off = verdict(found, TOLERANCE[torch.bfloat16])
@@ -404,7 +404,7 @@ def _sanitized(tool: str, machine: Machine) -> Iterator[Row]:
 
 
 def launches() -> None:
-    """A few small launches of every Triton kernel of attention, with nothing to compare them with."""
+    """A few small launches of every Triton attention kernel, whose results are not compared."""
     device = torch.device("cuda")
     for options in ({}, {"mask": "bounds", "splits": 2, "striped": True, **OPTIONS[-1]}):
         check = Check("triton", queries=200, keys=200, **options)  # type: ignore[arg-type]

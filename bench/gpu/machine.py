@@ -27,12 +27,12 @@ LEAD_CYCLES = 2_000_000  # about a millisecond, in which the host gets ahead of 
 
 
 class DeviceLost(RuntimeError):
-    """The device answers with errors from now on, in this process."""
+    """The device answers every call of this process with errors from now on."""
 
 
 @dataclass(frozen=True)
 class Timing:
-    """Milliseconds of several runs."""
+    """The milliseconds of several runs."""
 
     ms: float  # median
     fastest: float
@@ -41,19 +41,19 @@ class Timing:
 
 
 class Machine:
-    """Where things run. minutes: after which nothing new is started. cold: the L2 cache is overwritten before a run."""
+    """The device and its clock. minutes: no case starts after them. cold: overwrite the L2 cache before each run."""
 
     def __init__(self, *, rehearsal: bool = False, minutes: float = 1e9, cold: bool = False) -> None:
         self.rehearsal, self.cold = rehearsal, cold
         self.device = torch.device("cpu" if rehearsal else "cuda")
         self.deadline = time.monotonic() + 60 * minutes
-        self.known: dict[Hashable, Any] = {}  # what cases derive once
+        self.known: dict[Hashable, Any] = {}  # values that cases derive once
         self.doubt: Callable[[str, str, int, int], str | None] = lambda kernel, dtype, dim, v_dim: None
         self._pool: ProcessPoolExecutor | None = None
         self._cache = torch.empty(0 if rehearsal or not cold else 1 << 28, dtype=torch.int8, device=self.device)
 
     def origin(self, commit: str | None) -> dict[str, Any]:
-        """Where rows come from. sources: of the package's files, as a commit says nothing of what was edited since."""
+        """The origin of rows. sources: a digest of the package's files, since a commit does not cover later edits."""
         versions = {"seqpar": seqpar.__version__, "python": platform.python_version(), "torch": torch.__version__}
         versions |= {name: at for name in PACKAGES if (at := _version(name))}
         if not self.rehearsal:
@@ -70,11 +70,11 @@ class Machine:
         }
 
     def left(self) -> float:
-        """Seconds until nothing new is started."""
+        """Seconds in which cases may still start."""
         return self.deadline - time.monotonic()
 
     def clocks(self) -> str | None:
-        """Of the multiprocessors and the memory in MHz, temperature and power, as nvidia-smi says."""
+        """Clocks of the multiprocessors and the memory in MHz, temperature and power, from nvidia-smi."""
         fields = "clocks.sm,clocks.mem,temperature.gpu,power.draw"
         return (
             None if self.rehearsal else _said("nvidia-smi", f"--query-gpu={fields}", "--format=csv,noheader", "--id=0")
@@ -91,10 +91,10 @@ class Machine:
     def times(
         self, runs: Mapping[Hashable, Callable[[], object]], *, ahead: bool = True, seconds: float = 0.6, most: int = 20
     ) -> tuple[dict[Any, Timing], dict[Any, dict[str, str]]]:
-        """Times of the runs, interleaved: one of each in turn. And for those that have none what a row says of it.
+        """The times of the runs, one of each in turn; and for runs without a time, the fields that say why.
 
-        ahead: the time on the device alone, without the host's. seconds: of all runs together, with at least three of
-        each, two if one takes long, and at most ``most``.
+        ahead: time the device alone, without the host. seconds: for all runs together. Each runs at least three times,
+        or twice if it takes long, and at most ``most`` times.
         """
         rough, missing = {}, {}
         for name, run in runs.items():
@@ -114,7 +114,7 @@ class Machine:
         return {n: Timing(statistics.median(t), min(t), max(t), len(t)) for n, t in taken.items()}, missing
 
     def once(self, run: Callable[[], object], *, ahead: bool) -> float:
-        """Milliseconds of one run."""
+        """The milliseconds of one run."""
         if self.rehearsal:
             began = time.perf_counter()
             run()
@@ -132,10 +132,10 @@ class Machine:
         return start.elapsed_time(end)
 
     def spread(self, work: Callable[[Any], Any], items: Sequence[Any]) -> list[Any]:
-        """``work(item)`` of every item, or its exception, in processes, so that kernels compile side by side.
+        """``work(item)`` of every item, or its exception, in several processes, so that kernels compile side by side.
 
-        What failed has a second try in a process of its own: another item may have broken the one it was in. A
-        rehearsal does all of it here.
+        An item that failed is tried again in a process of its own, since another item may have broken the first one. A
+        rehearsal runs all items in this process.
         """
         if self.rehearsal:
             return [_outcome(work, item) for item in items]
@@ -176,7 +176,7 @@ def _processes(count: int) -> ProcessPoolExecutor:
 
 
 def _end(pool: ProcessPoolExecutor) -> None:
-    """Without waiting for what hangs."""
+    """End the processes without waiting for one that hangs."""
     processes = list((pool._processes or {}).values())
     pool.shutdown(wait=False, cancel_futures=True)
     for process in processes:
@@ -184,7 +184,7 @@ def _end(pool: ProcessPoolExecutor) -> None:
 
 
 def unable(error: Exception) -> dict[str, str]:
-    """What a row says of something that did not run: skipped if it cannot, error if it might."""
+    """The fields of a row for something that did not run: "skipped" if it cannot run here, "error" if it should."""
     name = type(error).__name__
     never = isinstance(error, (NotImplementedError, ImportError)) or name in ("OutOfResources", "CompilationError")
     return {"skipped" if never else "error": f"{name}: {str(error).strip() or 'without a word'}"[:300]}
@@ -205,7 +205,7 @@ def _version(package: str) -> str | None:
 
 
 def _said(*command: str) -> str | None:
-    """What a command says, None if it does not answer."""
+    """The output of a command, or None if it fails."""
     try:
         return subprocess.run(command, capture_output=True, text=True, timeout=10, check=True).stdout.strip()
     except (OSError, subprocess.SubprocessError):

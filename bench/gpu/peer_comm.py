@@ -1,4 +1,4 @@
-"""Slice `comm`: `PeerComm` on one GPU. Its tests, with ranks as threads and as processes, and how fast it moves bytes.
+"""Slice `comm`: `PeerComm` on one GPU: its tests, with ranks as threads and as processes, and its rates.
 
 On one device a copy between ranks is one inside its memory: the rates show the path's cost, not NVLink's bandwidth.
 Ranks that are processes take turns on the device, so that they are only checked.
@@ -42,7 +42,7 @@ SANITIZED = "test_words or test_what_a_dead or (TestThreadsDriver and (adjoint o
 
 
 def comm(tiny: bool) -> list[Case]:
-    """The extension first, as everything else needs it; then the checks, then the timings."""
+    """The cases: the extension first, as everything else needs it, then the checks, then the timings."""
     found = [Case("comm", "build", _build)]
     found += [Case("comm", f"checks, {name}", partial(_checks, *how)) for name, how in RANKS.items()]
     found.append(Case("comm", "checks, a stream that stops", _stalled))
@@ -66,7 +66,7 @@ def _build(machine: Machine) -> Iterator[Row]:
 
 
 def _checks(processes: bool, size: int, signals: str, machine: Machine) -> Iterator[Row]:
-    """What needs no pytest; in a rehearsal on the model of the tests."""
+    """The checks that need no pytest; a rehearsal runs them on the tests' model of a device."""
     from seqpar.testing import run_processes, run_threads
     from tests.comm.device import on_model
     from tests.comm.peer_cases import CHECKS, on_device
@@ -87,7 +87,7 @@ def _checks(processes: bool, size: int, signals: str, machine: Machine) -> Itera
 
 
 def _stalled(machine: Machine) -> Iterator[Row]:
-    """Whether waits are let go on a device, and what they brought is marked."""
+    """Rows that say whether stalled waits on a device are let go, and their tensors marked."""
     row = {"kernel": "PeerComm", "mode": "checks"}
     if machine.rehearsal:
         yield {**row, "skipped": "it needs a device"}
@@ -121,14 +121,14 @@ def _sanitized(tool: str, machine: Machine) -> Iterator[Row]:
 
 def _pytest(tests: str, *before: str) -> Row:
     path, _, chosen = tests.partition(" -k ")
-    # without the project's settings, which want plugins that the machine may not have
+    # without the project's settings, which need plugins that this machine may lack
     bare = ["--noconftest", "-p", "no:cacheprovider", "-c", os.devnull, f"--rootdir={ROOT}"]
     command = [*before, sys.executable, "-m", "pytest", path, "-q", "--tb=line", *bare, "-k", chosen]
     return _ran(command, r"\d+ (?:passed|failed|error)")
 
 
 def _ran(command: list[str], counted: str | None = None) -> Row:
-    """Whether a command succeeded; if not, its last words. counted: what must be found in what it says."""
+    """Whether a command succeeded; if not, its last lines. counted: a pattern that its output must have."""
     environment = {**os.environ, "PYTHONPATH": f"{ROOT}{os.pathsep}{os.environ.get('PYTHONPATH', '')}"}
     try:
         done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=400, env=environment)
@@ -147,7 +147,7 @@ def _ran(command: list[str], counted: str | None = None) -> Row:
 
 
 def _device(machine: Machine, rank: int = 0, size: int = 1) -> Any:
-    """What `PeerComm` drives: the device, or the model of one in its tests."""
+    """The device that `PeerComm` drives, or its tests' model of one."""
     if not machine.rehearsal:
         from seqpar.comm.peer.cuda import Cuda
 
@@ -158,7 +158,7 @@ def _device(machine: Machine, rank: int = 0, size: int = 1) -> Any:
 
 
 def _pushes(size: int, machine: Machine) -> Iterator[Row]:
-    """What a copy stream does, beside torch's copy of as many bytes: contiguous, and heads into their places."""
+    """Rates of a copy stream beside torch's copy of as many bytes: contiguous rows, and heads into their places."""
     cuda = _device(machine)
     at = cuda.allocate(size, 0, 0)
     flat = torch.empty(size // 2, dtype=torch.bfloat16, device=machine.device).normal_()
@@ -182,7 +182,7 @@ def _pushes(size: int, machine: Machine) -> Iterator[Row]:
 
 
 def _exchange(size: int, machine: Machine) -> Iterator[Row]:
-    """Two ranks as threads swap tensors, the host's time with it, beside two copies of torch's."""
+    """Times of two ranks that are threads and swap tensors, the host's time included, beside two copies by torch."""
     from concurrent.futures import ThreadPoolExecutor
 
     from seqpar.comm import LocalComm, PeerComm, Tag

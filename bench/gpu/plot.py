@@ -9,7 +9,7 @@ from bench.gpu.rows import Row
 
 
 def plot(rows: list[Row], path: Path) -> Path | None:
-    """Rates by tokens and the ring tax by ranks, as one picture; None without matplotlib or rows."""
+    """Draw rates by tokens and the ring tax by ranks in one picture; None without matplotlib or rows."""
     try:
         import matplotlib
     except ImportError:

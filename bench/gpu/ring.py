@@ -1,8 +1,8 @@
 """Slice `ring`: what attention over many ranks computes, beside one launch over all of it.
 
-Every rank's steps run one after another on the one device, through the kernel, on the keys that they would receive;
-nothing is sent. The ratio is the time of one launch over the sum over ranks: the difference to 1 is the ring tax,
-paid for shorter launches, partial tiles and sums kept in float32.
+The steps of all ranks run one after another on the one device, on the keys that they would receive; nothing is sent.
+The ratio is the time of one launch over the sum of the ranks' times. Its difference to 1 is the ring tax, which pays
+for shorter launches, partial tiles and sums kept in float32.
 """
 
 from __future__ import annotations
@@ -47,7 +47,7 @@ LAYOUTS: dict[str, Callable[[int, int], seqpar.Layout]] = {
 
 
 def ring(tiny: bool) -> list[Case]:
-    """Numbers of ranks, layouts and transports; the headline figure comes first."""
+    """The cases: numbers of ranks, layouts and transports. The headline figure comes first."""
     if tiny:
         return [Case("ring", "zigzag, fetch, 2 ranks", partial(_tax, "zigzag", "fetch", 2, True))]
     cases = []
@@ -68,14 +68,14 @@ def ring(tiny: bool) -> list[Case]:
 
 
 def facts_of_step(step: Step, device: torch.device) -> StepFacts:
-    """What the schedule tells a kernel of a step."""
+    """The facts of a step that the schedule passes to a kernel."""
     part = step.part
     there = upload([part.pos, part.lo, part.hi, step.pos], device)
     return StepFacts(*there, step.tiles, lambda: step.segments, lambda key, make: step.memo((device, key), make))
 
 
 class Rank:
-    """One rank's tensors and steps. numbers: positions of its rows; k, v of a step: the keys that it gets."""
+    """The tensors and steps of one rank. numbers: positions of its rows. k, v of a step: the keys that it receives."""
 
     def __init__(self, plan: seqpar.Plan, rank: int, problem: Problem) -> None:
         s = problem.setup
@@ -93,7 +93,7 @@ class Rank:
             self.steps.append((step, facts, problem.k[at], problem.v[at]))
 
     def prepare(self) -> None:
-        """What backward is given, from the output of a forward."""
+        """Compute delta and clear dq, after a forward."""
         acc = self.lse.dtype
         self.delta = (self.dout.to(acc) * self.out.to(acc)).sum(-1).t().contiguous()
         self.dq = torch.zeros_like(self.q, dtype=acc)
@@ -114,7 +114,7 @@ class Virtual:
         self.grads = problem.q.new_zeros(keys, s.kv_heads, s.dim + s.v_dim, dtype=self.acc)
 
     def forward(self) -> None:
-        """Every step of every rank, as `seqpar.ops.attention.schedule` calls them."""
+        """Run every step of every rank, as `seqpar.ops.attention.schedule` does."""
         for rank in self.ranks:
             for step, facts, k, v in rank.steps:
                 if not (len(k) or step.first or step.last):
@@ -126,7 +126,7 @@ class Virtual:
                 self.kernel.forward(x, Sums(None if alone else acc, rank.lse, out, step.first))
 
     def backward(self) -> None:
-        """Every step of every rank; gradients of keys are added to one buffer."""
+        """Run every step of every rank; gradients of keys are added in one buffer."""
         for rank in self.ranks:
             for _, facts, k, v in rank.steps:
                 if len(k):
@@ -138,13 +138,13 @@ class Virtual:
         self.kernel.backward(x, Grads(rank.dout, rank.lse, rank.delta, rank.out, rank.dq, dk, dv))
 
     def prepare(self) -> None:
-        """Before backward."""
+        """Prepare the arguments of every rank's backward."""
         self.forward()
         for rank in self.ranks:
             rank.prepare()
 
     def results(self, backward: bool) -> Tensors:
-        """Of the whole batch."""
+        """The results of the whole batch."""
         p, s = self.problem, self.problem.setup
         self.forward()
         got = {"out": torch.full_like(p.dout, torch.nan)}
@@ -165,7 +165,7 @@ class Virtual:
 
 
 class Whole:
-    """All of it in one launch: by the kernel, with its results, and by the fastest of other libraries."""
+    """The whole batch in one launch: by the kernel, which gives the results, and by the fastest other library."""
 
     def __init__(self, machine: Machine, setup: Setup, kernel: Kernel) -> None:
         self.problem = Problem(setup, machine.device)
@@ -174,7 +174,7 @@ class Whole:
         self.vendors = {mode: self._vendor(machine, mode == BACKWARD) for mode in (FORWARD, BACKWARD)}
 
     def _vendor(self, machine: Machine, back: bool) -> tuple[Label, Contestant] | None:
-        """Deterministic or not."""
+        """The fastest kernel of other libraries in this direction, or None."""
         setup, ready = self.problem.setup, {}
         for label, make in field(machine, setup, backward=back)[0].items():
             own = label.kernel in ("triton", "blockwise", "reference", "flex")

@@ -1,6 +1,6 @@
-"""Attention of others, called as their users call it: torch's fused operators, flex attention, FlashAttention 3 and 4.
+"""Attention of other libraries, called as users call it: torch's fused operators, flex, FlashAttention 3 and 4.
 
-Adapters of the package call some of the same kernels; what differs is time on the host.
+Adapters of the package call some of the same kernels, so only the time on the host differs.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ if TYPE_CHECKING:
 
 
 class Call:
-    """A peer's attention of a problem through autograd."""
+    """Attention of a problem by a peer, through autograd."""
 
     def __init__(self, peer: Peer, problem: Problem) -> None:
         self.peer, self.problem = peer, problem
@@ -27,12 +27,12 @@ class Call:
         self.blocks: Any = None  # flex attention's mask
 
     def forward(self) -> Tensor:
-        """No graph is kept."""
+        """Run the forward without a graph."""
         with torch.no_grad():
             return self.peer.attend(self, *self.leaves)
 
     def backward(self) -> tuple[Tensor, ...]:
-        """Of a graph that is kept."""
+        """Run the backward of a graph that is kept."""
         if self.out is None:
             self.leaves = [x.requires_grad_() for x in self.leaves]
             self.out = self.peer.attend(self, *self.leaves)
@@ -40,35 +40,35 @@ class Call:
             return torch.autograd.grad(self.out, self.leaves, self.problem.dout, retain_graph=True)
 
     def results(self, backward: bool) -> dict[str, Tensor]:
-        """See `gpu_calls.Contestant`."""
+        """See `bench.gpu.calls.Contestant`."""
         return {"out": self.forward()} | (dict(zip(("dq", "dk", "dv"), self.backward())) if backward else {})
 
 
 class Peer:
-    """mode: what its backward is. rare: it is timed in few cases, and checked in these instead of small ones."""
+    """A library. mode: deterministic or not. rare: timed in few cases, and checked in these instead of small ones."""
 
     name: str
     mode = "backward"
     rare = False
 
     def missing(self, device: torch.device) -> str | None:
-        """Why it cannot run on this machine, or None."""
+        """The reason why it cannot run on this machine, or None."""
         return "for CUDA" if device.type != "cuda" else None
 
     def refuses(self, setup: Setup, backward: bool) -> str | None:
-        """Why it cannot do a call, or None."""
+        """The reason why it cannot compute a call, or None."""
         return None
 
     def make(self, problem: Problem) -> Call:
-        """It, for a problem."""
+        """The contestant of a problem."""
         return Call(self, problem)
 
     def attend(self, call: Call, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
-        """[rows, heads, v_dim]."""
+        """The output [rows, heads, v_dim]."""
         raise NotImplementedError
 
     def during_backward(self) -> Any:
-        """What holds while backward runs."""
+        """A block around the backward."""
         return torch.enable_grad()
 
 
@@ -80,13 +80,13 @@ class Sdpa(Peer):
         self.mode = "backward, deterministic" if deterministic else "backward"
 
     def missing(self, device: torch.device) -> str | None:
-        """Its plain mathematics replaces the others on the CPU only."""
+        """The plain backend runs on the CPU only, the others on CUDA only."""
         if self.backend == "MATH":
             return None if device.type == "cpu" else "for the CPU"
         return super().missing(device)
 
     def refuses(self, setup: Setup, backward: bool) -> str | None:
-        """It has no windows and no documents."""
+        """The operator has neither windows nor documents."""
         plain = len(setup.lengths) == 1 and setup.window is None
         return None if plain else f"{self.name} has no mask {setup.name}"
 
@@ -100,7 +100,7 @@ class Sdpa(Peer):
         return out[0].transpose(0, 1)
 
     def during_backward(self) -> Any:
-        """torch makes FlashAttention-2 deterministic for a whole process only."""
+        """A block in which all of torch is deterministic, as a single call cannot be."""
         return _Deterministic() if self.deterministic else super().during_backward()
 
 
@@ -115,18 +115,18 @@ class _Deterministic:
 
 
 class Flex(Peer):
-    """`flex_attention`, compiled, with a mask in blocks as its documentation makes them."""
+    """`flex_attention`, compiled, with a block mask as its documentation creates them."""
 
     name = "flex"
-    rare = True  # it compiles anew for every length
+    rare = True  # it compiles again for every length
 
     def refuses(self, setup: Setup, backward: bool) -> str | None:
-        """Its compilation takes long, so it runs at one size of two masks."""
+        """Compilation takes long, so it runs two masks at one size."""
         taken = (setup.name, setup.tokens, setup.dim) in (("causal", 16384, 128), ("magi", 32768, 128))
         return None if taken else "flex is compiled for few of the cases"
 
     def make(self, problem: Problem) -> Call:
-        """With the mask made beforehand."""
+        """The contestant of a problem, whose block mask is created beforehand."""
         from torch.nn.attention.flex_attention import create_block_mask
 
         call = Call(self, problem)
@@ -149,7 +149,7 @@ def _compiled_flex() -> Any:
 
 
 def _seen(problem: Problem) -> Any:
-    """The mask as a function of indices, None if all is seen."""
+    """The mask as a function of indices, or None if all pairs are seen."""
     setup = problem.setup
     if len(setup.lengths) > 1:
         lengths = torch.tensor(setup.lengths, device=problem.device)
@@ -162,17 +162,17 @@ def _seen(problem: Problem) -> Any:
 
 
 class Flash(Peer):
-    """`flash_attn_func` of a module of FlashAttention's authors, or of who packages it."""
+    """`flash_attn_func` of a module by FlashAttention's authors, or by those who package it."""
 
     def __init__(self, name: str, module: str, *, backward: bool = True) -> None:
         self.name, self.module, self.has_backward = name, module, backward
 
     def missing(self, device: torch.device) -> str | None:
-        """Whether it can be imported."""
+        """The reason why the module cannot be imported, or None."""
         return super().missing(device) or _import_error(self.module)
 
     def refuses(self, setup: Setup, backward: bool) -> str | None:
-        """Packed documents come through the package's adapters."""
+        """Packed documents are left to the package's adapters."""
         if backward and not self.has_backward:
             return f"{self.name} has no backward"
         return f"{self.name} has no mask {setup.name} here" if len(setup.lengths) > 1 else None
@@ -195,7 +195,7 @@ def _import_error(module: str) -> str | None:
 
 
 def _first(*tensors: Tensor) -> list[Tensor]:
-    """[rows, heads, width] -> [1, heads, rows, width], views."""
+    """Views of [rows, heads, width] as [1, heads, rows, width]."""
     return [x.transpose(0, 1)[None] for x in tensors]
 
 

@@ -1,4 +1,4 @@
-"""Rows of `bench/gpu/run.py`: which are measured together, which are kept, and which need not be measured again."""
+"""Rows of `bench/gpu/run.py`: cases that are measured together, and a file of rows that are not measured again."""
 
 from __future__ import annotations
 
@@ -14,9 +14,9 @@ Row = dict[str, Any]
 
 @dataclass(frozen=True)
 class Case:
-    """Variants measured together, in turns. run(machine) returns their rows.
+    """Variants that are measured together, in turns. run(machine) returns their rows.
 
-    later: worth less than the first cases of other slices.
+    later: runs after the first cases of other slices.
     """
 
     slice: str
@@ -28,7 +28,7 @@ class Case:
 class Results:
     """Rows in a file, one JSON object a line, appended case by case: a run that is killed loses the case at hand.
 
-    origin: device, versions, commit and sources, which every row carries; rows of another origin are kept and unread.
+    origin: device, versions, commit and sources, which every row carries. Rows of another origin stay unread.
     """
 
     def __init__(self, path: Path, origin: Row) -> None:
@@ -36,7 +36,7 @@ class Results:
         self.rows = [row for row in read(path) if all(row.get(name) == value for name, value in origin.items())]
 
     def done(self, case: Case) -> bool:
-        """Whether the case was measured, or cost the device; what was wrong or failed is tried twice."""
+        """Whether a case need not run again: it was measured, or lost the device. Wrong and failed ones run twice."""
         tries: dict[tuple[str, str, str | None], list[Row]] = {}
         for row in self.rows:
             if (row["slice"], row["case"]) == (case.slice, case.name):
@@ -71,12 +71,12 @@ def read(path: Path) -> list[Row]:
 
 
 def wrong(row: Row) -> bool:
-    """Whether a check says that what ran is not right."""
+    """Whether the row is of a check that failed."""
     return row.get("ok") is False
 
 
 def doubt(rows: list[Row], kernel: str, dtype: str, dim: int, v_dim: int) -> str | None:
-    """What a check found wrong with a kernel in a dtype at a head dim, None if nothing."""
+    """The failure that a check found in a kernel for a dtype and a head dim, or None."""
     last = {(row["case"], row["what"]): row for row in rows if row["slice"] == "correct" and row["kernel"] == kernel}
     for row in last.values():
         if "refused" in row and row.get("covers") in (None, [dtype, dim, v_dim]):
@@ -85,5 +85,5 @@ def doubt(rows: list[Row], kernel: str, dtype: str, dim: int, v_dim: int) -> str
 
 
 def failed(row: Row) -> bool:
-    """Whether there is no figure for a reason that may pass."""
+    """Whether the row has no figure, for a reason that may pass."""
     return "error" in row or wrong(row)

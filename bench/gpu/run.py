@@ -11,7 +11,7 @@ fastest and slowest; what it is compared with, and ``ratio``, above 1 if faster;
 checks have ``ok`` and errors, rows without a figure say why under ``skipped``, ``error`` or ``refused``. A case whose
 rows are there for this device, versions, commit and sources is not measured again.
 
-Times are of the device alone unless the slice is `auto` or `host`. Exit code 1: something was wrong.
+Times are of the device alone unless the slice is `auto` or `host`. Exit code 1: a result was wrong.
 """
 
 from __future__ import annotations
@@ -31,7 +31,7 @@ if TYPE_CHECKING:
     from bench.gpu.rows import Case, Row
 
 RESULTS = Path(__file__).resolve().parents[1] / "results" / "gpu.jsonl"
-RESERVE = 15  # seconds before the end in which nothing is started
+RESERVE = 15  # seconds before the end in which no case starts
 
 
 def slices() -> dict[str, Callable[[bool], list[Case]]]:
@@ -51,7 +51,7 @@ def slices() -> dict[str, Callable[[bool], list[Case]]]:
 
 
 def main(arguments: list[str] | None = None) -> int:
-    """0 if nothing that ran is wrong."""
+    """The exit code: 0 if no result is wrong."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--slice", action="append", help="one of --list; may be given several times")
     parser.add_argument("--list", action="store_true", help="name slices and cases, and run nothing")
@@ -91,7 +91,7 @@ def _measure(args: argparse.Namespace, cases: list[Case]) -> int:
     machine.doubt = lambda *of: doubt(results.rows, *of)
     todo = [case for case in cases if not results.done(case)]
     print(f"{results.origin['device']}: {len(cases) - len(todo)} of {len(cases)} cases are in {path}", flush=True)
-    longest: dict[str, float] = {}  # seconds of a case, by slice
+    longest: dict[str, float] = {}  # seconds that a case takes, by slice
     clocks = machine.clocks()
     for n, case in enumerate(todo):
         if machine.left() < max(RESERVE, 1.2 * longest.get(case.slice, 0.0)):
@@ -116,7 +116,7 @@ def _measure(args: argparse.Namespace, cases: list[Case]) -> int:
 
 
 def _rows(machine: Machine, case: Case) -> Iterator[Row]:
-    """Those of a case, and of what ended it."""
+    """The rows of a case, and of the error that ended it."""
     from bench.gpu.machine import DeviceLost, unable
 
     try:
@@ -130,7 +130,7 @@ def _rows(machine: Machine, case: Case) -> Iterator[Row]:
 
 
 def said(row: Row) -> str:
-    """A row as a line."""
+    """A row as a line to print."""
     what = f"{row['kernel']:12}{row['mode']:24}{row.get('what') or ''} "
     for name in ("lost", "refused", "missed", "error", "skipped"):
         if name in row:

@@ -13,11 +13,11 @@ from bench.gpu.machine import Machine, unable
 from bench.gpu.rows import Case, Row
 from bench.gpu.speed import rate
 
-Run = tuple[Callable[[], object], float]  # what runs, and the bytes that it reads and writes at least
+Run = tuple[Callable[[], object], float]  # a call, and the bytes that it must read and write
 
 
 def small(tiny: bool) -> list[Case]:
-    """Of keys and values, and of outputs."""
+    """The cases, on tensors of keys and values and on outputs."""
     rows = 64 if tiny else 65536
     makes = {"merge_": _merge, "pack": _pack, "place": _place, "add_": _add, "rotary": _rotary}
     return [Case("small", f"{name}, {rows} rows", partial(_share, name, make, rows)) for name, make in makes.items()]
@@ -57,7 +57,7 @@ def _merge(machine: Machine, rows: int) -> dict[str, Run]:
 
 
 def _rows(machine: Machine, rows: int) -> dict[str, slice | Tensor]:
-    """A zigzag's two chunks, and every second row."""
+    """Row numbers: the two chunks of a zigzag, and every second row."""
     chunks = torch.cat([torch.arange(rows // 8, rows // 4), torch.arange(rows // 2, rows * 5 // 8)])
     return {
         "rows in order": slice(rows // 4, rows // 2),

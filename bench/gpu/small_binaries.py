@@ -24,7 +24,7 @@ DTYPES = (torch.bfloat16, torch.float32, torch.float64)
 
 
 def launches() -> Iterator[tuple[str, Callable[[], None]]]:
-    """What the product launches, in every dtype and with and without row numbers, named."""
+    """The launches of the product by name: in every dtype, with and without row numbers."""
     from seqpar.kernels.triton import merge, rotary, rows
 
     numbers = torch.arange(ROWS)
@@ -55,7 +55,7 @@ def sources(row: dict[str, Any]) -> str:
 
 
 def main() -> int:
-    """A row for each launch and generation."""
+    """Print a row for each launch and generation."""
     import triton
 
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)

@@ -39,7 +39,7 @@ Run = Callable[[], object]
 
 
 def rate(timing: Timing, *, flops: float | None = None, bytes: float | None = None) -> Row:
-    """TFLOP/s or GB/s, milliseconds and their spread."""
+    """The fields of a timing: TFLOP/s or GB/s, milliseconds and their spread."""
     value = {"tflops": flops / timing.ms / 1e9} if flops is not None else {"gbps": (bytes or 0.0) / timing.ms / 1e6}
     spread = {"ms": timing.ms, "ms_fastest": timing.fastest, "ms_slowest": timing.slowest, "runs": timing.runs}
     return value | spread
@@ -49,7 +49,7 @@ def rate(timing: Timing, *, flops: float | None = None, bytes: float | None = No
 
 
 def ceilings(tiny: bool) -> list[Case]:
-    """What the device does at best: one large product, one large copy."""
+    """The cases of the ceilings: one large product, one large copy."""
     n, size = (128, 1 << 20) if tiny else (8192, 4 << 30)
     return [
         Case("ceilings", f"bf16 product {n}", partial(_product, n)),
@@ -71,7 +71,7 @@ def _copy(size: int, machine: Machine) -> Iterator[Row]:
 
 
 def itself(name: str) -> Row:
-    """Of what others are compared with."""
+    """The fields of a row that others are compared with."""
     return {"baseline": name, "ratio": 1.0}
 
 
@@ -79,7 +79,7 @@ def itself(name: str) -> Row:
 
 
 def setups(tiny: bool) -> list[tuple[Setup, bool]]:
-    """All calls, and whether they come later."""
+    """All calls to time, and whether they come later."""
     if tiny:
         made = {"heads": 2, "kv_heads": 1, "dim": 16, "v_dim": 16, "dtype": torch.float32}
         return [
@@ -104,12 +104,12 @@ def setups(tiny: bool) -> list[tuple[Setup, bool]]:
 
 
 def forward(tiny: bool) -> list[Case]:
-    """TFLOP/s of every kernel forward."""
+    """The cases of every kernel forward, in TFLOP/s."""
     return [Case("forward", str(s), partial(_race, s, False), later) for s, later in setups(tiny)]
 
 
 def backward(tiny: bool) -> list[Case]:
-    """TFLOP/s of every kernel backward. Of the package's kernels what the protocol calls so: delta is given."""
+    """The cases of every kernel backward, in TFLOP/s. The package's kernels get delta, as in their protocol."""
     return [Case("backward", str(s), partial(_race, s, True), later) for s, later in setups(tiny)]
 
 
@@ -142,7 +142,7 @@ def _race(setup: Setup, back: bool, machine: Machine) -> Iterator[Row]:
 
 
 def fastest(times: dict[Label, Timing]) -> Label:
-    """The fastest of other libraries, else of all."""
+    """The fastest kernel of other libraries; of all kernels if there are none."""
     own = {"triton", "blockwise", "reference"}
     others = {label: t for label, t in times.items() if label.kernel not in own} or times
     return min(others, key=lambda label: others[label].ms)
@@ -151,7 +151,7 @@ def fastest(times: dict[Label, Timing]) -> Label:
 def _unequal(
     machine: Machine, label: Label, make: Make, problem: Problem, checked: list[Contestant], back: bool
 ) -> Row | None:
-    """Why flex attention is not timed, None if it gives what another gives that was checked; it compiles only once."""
+    """The reason why flex attention is not timed, or None if it agrees with a checked kernel. It is compiled once."""
     if not checked:
         return {**label._asdict(), "skipped": "nothing to check it with"}
     try:
@@ -164,7 +164,7 @@ def _unequal(
 
 
 def _causal(setup: Setup, machine: Machine, made: dict[Label, Make], back: bool) -> dict[Label, Run]:
-    """For packed documents the same contestants on one causal document, of 32K tokens at most."""
+    """For packed documents: the same contestants on one causal document of at most 32K tokens."""
     if len(setup.lengths) == 1:
         return {}
     one = Setup("causal", (min(setup.tokens, 32768),), setup.heads, setup.kv_heads, setup.dim, setup.v_dim, setup.dtype)
@@ -178,7 +178,7 @@ def _causal(setup: Setup, machine: Machine, made: dict[Label, Make], back: bool)
 
 
 def _of_causal(row: Row, setup: Setup, problem: Problem, causal: Timing, machine: Machine, back: bool) -> Row:
-    """The rate as a share of what the causal rate and the cover of the kernel's tiles would give."""
+    """The rate beside the causal rate times the cover: the part of the tiles' pairs that is attended."""
     bm, bn = tile(row["kernel"], setup, machine, back)
     cover = problem.facts.tiles(bm, bn).cover(problem.made.area())
     tokens = min(setup.tokens, 32768)
@@ -191,7 +191,7 @@ def _of_causal(row: Row, setup: Setup, problem: Problem, causal: Timing, machine
 
 
 def tile(kernel: str, setup: Setup, machine: Machine, back: bool) -> tuple[int, int]:
-    """The tile of Triton's kernel, of dk and dv where backward; 128 x 128 for others."""
+    """The tile of Triton's kernel, in backward that of dk and dv; 128 x 128 for other kernels."""
     if kernel != "triton":
         return 128, 128
     made_for = 0 if machine.rehearsal else generation(asked(setup, machine, grads=back, deterministic=True).capability)
@@ -204,7 +204,7 @@ def tile(kernel: str, setup: Setup, machine: Machine, back: bool) -> tuple[int, 
 
 
 def accumulate(tiny: bool) -> list[Case]:
-    """A launch that adds to sums in float32 beside one that writes its output, at the sizes of ring steps."""
+    """The cases of a launch that adds to float32 sums, beside one that writes its output, at sizes of ring steps."""
     sizes = (
         [(TINY, TINY)] if tiny else [(8192, 8192), (4096, 4096), (2048, 2048), (1024, 1024), (1024, 8192), (8192, 1024)]
     )

@@ -38,14 +38,14 @@ class Candidate:
     tiny: bool
 
     def setup(self, tokens: int | None = None) -> Setup:
-        """What it is timed on."""
+        """The call that a candidate is timed on."""
         if self.tiny:
             return Setup("causal", (tokens or 64,), 2, 1, self.dim, self.dim, torch.float32)
         heads = 2048 // self.dim
         return Setup("causal", (tokens or TOKENS,), heads, heads, self.dim, self.dim)
 
     def kernel(self) -> Triton:
-        """Triton's with it in one place."""
+        """The Triton kernel with this candidate for its direction."""
 
         def chosen(d: Descriptor) -> LaunchConfig:
             return self.config if d.direction == self.direction else configure(d)
@@ -58,7 +58,7 @@ class Candidate:
 
 
 def tune(tiny: bool) -> list[Case]:
-    """Candidates with tiles of one shape go together, beside the shipped one."""
+    """The cases: candidates with tiles of one shape are timed together, beside the shipped one."""
     if tiny:
         pairs = [Candidate("forward", 16, LaunchConfig(bm, 32, 4, 1), True) for bm in (32, 64)]
         return [Case("tune", "forward 16", partial(_tune, pairs))]
@@ -104,7 +104,7 @@ def _tune(candidates: list[Candidate], machine: Machine) -> Iterator[Row]:
 
 
 def tried(candidate: Candidate, device: torch.device) -> Row:
-    """What the binary uses if it can be launched and is right; Triton keeps it on disk for who times it."""
+    """The resources of a binary that can be launched and is right. Triton keeps it on disk for the timing."""
     used: Row = {}
     try:
         if device.type == "cuda":
@@ -124,7 +124,7 @@ def tried(candidate: Candidate, device: torch.device) -> Row:
 
 
 def _binary(candidate: Candidate) -> Row:
-    """What it uses, and why it is left out; where it cannot be said a launch will tell."""
+    """The resources of a binary, and why it is left out; if this is unknown, a launch will tell."""
     import triton
 
     from bench.gpu import binaries
@@ -133,7 +133,7 @@ def _binary(candidate: Candidate) -> Row:
     made_for = generation(10 * major + minor)
     case = compile.Case(candidate.direction, candidate.dim, candidate.dim, "bf16", made_for, candidate.config)
     row = binaries.compiled(case)
-    triton.runtime.driver.reset_active()  # from an absent device to this one
+    triton.runtime.driver.reset_active()  # back from the absent device to this one
     if "error" in row:
         return {"offline": row["error"]}
     used = {name: row[name] for name in ("registers", "spilled", "shared")}

@@ -43,12 +43,12 @@ class Verb:
         self.plan, self.comm = seqpar.Plan(problem.made, layout), seqpar.LocalComm()
 
     def forward(self) -> None:
-        """Without gradients."""
+        """Run the forward without gradients."""
         with torch.no_grad():
             seqpar.attention(self.problem.q, self.problem.k, self.problem.v, self.plan, self.comm, **self.options)
 
     def step(self) -> None:
-        """Forward and backward."""
+        """Run forward and backward."""
         p = self.problem
         leaves = [x.detach().requires_grad_() for x in (p.q, p.k, p.v)]
         seqpar.attention(*leaves, self.plan, self.comm, **self.options).backward(p.dout)
@@ -58,7 +58,7 @@ class Verb:
 
 
 def auto(tiny: bool) -> list[Case]:
-    """Calls above and below a millisecond."""
+    """The cases of `auto`: calls above and below a millisecond."""
     if tiny:
         made = {"heads": 2, "kv_heads": 1, "dim": 16, "v_dim": 16, "dtype": torch.float32}
         setups = [Setup("causal", (64,), **made)]
@@ -110,7 +110,7 @@ def _auto(setup: Setup, deterministic: bool, machine: Machine) -> Iterator[Row]:
 
 
 def _against(times: dict[str, Timing], work: float, mode: str, chosen: str) -> Iterator[Row]:
-    """Through the verb against the fastest kernel called directly; the others for the record."""
+    """The verb beside the fastest kernel called directly; the other kernels are recorded too."""
     direct = {name: t for name, t in times.items() if name != "auto"}
     if "auto" not in times or not direct:
         return
@@ -125,7 +125,7 @@ def _against(times: dict[str, Timing], work: float, mode: str, chosen: str) -> I
 
 
 def host(tiny: bool) -> list[Case]:
-    """What a call costs before the device begins, and that it never waits."""
+    """The cases of `host`: the time of a call before the device begins, and that the host never waits."""
     calls, tokens = (3, 64) if tiny else (200, 256)
     return [
         Case("host", f"{tokens} tokens", partial(_host, tokens, calls)),
@@ -134,7 +134,7 @@ def host(tiny: bool) -> list[Case]:
 
 
 def _host(tokens: int, calls: int, machine: Machine) -> Iterator[Row]:
-    """Calls so small that the device is idle again before the next one."""
+    """Times of calls so small that the device is idle again before the next one."""
     wide = torch.float32 if machine.rehearsal else torch.bfloat16
     problem = Problem(Setup("causal", (tokens,), 2, 2, 64, 64, wide), machine.device)
     verb, leaves = Verb(problem), [x.transpose(0, 1)[None] for x in (problem.q, problem.k, problem.v)]
@@ -168,12 +168,12 @@ def _host(tokens: int, calls: int, machine: Machine) -> Iterator[Row]:
 
 
 def _never_waits(tokens: int, machine: Machine) -> Iterator[Row]:
-    """Forward and backward while torch raises an error where the host would wait: on a plan's first call too."""
+    """Run forward and backward, a plan's first call too, in a mode in which torch raises where the host would wait."""
     wide = torch.float32 if machine.rehearsal else torch.bfloat16
     problem = Problem(Setup("causal", (tokens,), 4, 2, 64, 64, wide), machine.device)
     for ranks, transport, ulysses in ((1, "fetch", 1), (2, "fetch", 1), (2, "ring", 1), (2, "fetch", 2)):
         row = {"kernel": "auto", "mode": f"{ranks} ranks, {transport}, Ulysses {ulysses}", "baseline": None}
-        run_threads(ranks, _steps, *_sharded(problem, ranks, transport, ulysses))  # what compiles may wait
+        run_threads(ranks, _steps, *_sharded(problem, ranks, transport, ulysses))  # compilation may wait
         if machine.rehearsal:
             yield row | {"skipped": "the CPU has nothing to wait for"}
             continue

@@ -1,1 +1,1 @@
-"""What several benchmarks use."""
+"""Modules that several benchmarks share."""

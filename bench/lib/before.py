@@ -1,4 +1,4 @@
-"""An older commit as a folder that Python can import from, its native extension built; kept for the next call."""
+"""A folder with an older commit and its native extension, from which Python can import; kept for the next call."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ def commit_of(name: str) -> str:
 
 
 def cache() -> Path:
-    """Where old trees and what they gave are kept: a folder of this user in the system's folder for such."""
+    """The folder of old trees and their results: this user's, in the system's folder of temporary files."""
     folder = Path(tempfile.gettempdir()) / f"seqpar-before-{os.getuid()}"
     folder.mkdir(mode=0o700, exist_ok=True)
     return folder

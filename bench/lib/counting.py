@@ -1,4 +1,4 @@
-"""Ranks that are threads and agree as processes do, by messages that are counted: for more ranks than a machine has."""
+"""Counts the messages of agreements. Ranks are threads, so there may be more of them than cores."""
 
 from __future__ import annotations
 
@@ -17,11 +17,11 @@ from seqpar.comm.protocol import Stats, Tag, Work
 
 T = TypeVar("T")
 TIMEOUT = 60.0
-STACK = 1 << 18  # bytes of a thread's
+STACK = 1 << 18  # bytes of a thread's stack
 
 
 class CountingWorld:
-    """What ranks share. messages, bytes: that each rank has sent. rounds: exchanges that it has waited for."""
+    """The shared state of ranks. messages, bytes: sent by each rank. rounds: exchanges that each has waited for."""
 
     def __init__(self, size: int, timeout: float = TIMEOUT) -> None:
         self.size, self.timeout = size, timeout
@@ -39,7 +39,7 @@ class CountingWorld:
         return comm
 
     def run(self, call: Callable[[CountingComm], T]) -> list[T]:
-        """What a call returns on every rank, each in a thread."""
+        """The results of a call on every rank; each rank is a thread."""
         results: dict[int, Any] = {}
 
         def one(rank: int) -> None:
@@ -84,7 +84,7 @@ class CountingComm(ProcessComm[_Channel]):
 
 
 class _CountingWork:
-    """What a rank waits for."""
+    """The work that a rank waits for."""
 
     def __init__(self, world: CountingWorld, me: int, recvs: Mapping[int, list[Tensor]], tag: Tag) -> None:
         self._world, self._me, self._recvs, self._tag = world, me, recvs, tag

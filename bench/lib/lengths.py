@@ -41,7 +41,7 @@ def packed(name: str, tokens: int, seed: int = 0) -> np.ndarray:
 
 
 def from_histogram(edges: list[int], counts: list[int], documents: int, rng: np.random.Generator) -> np.ndarray:
-    """That many lengths of a histogram."""
+    """A number of lengths drawn from a histogram."""
     share = np.cumsum(counts) / np.sum(counts)
     bins = np.searchsorted(share, rng.random(documents), side="right")
     first, stop = np.array(edges)[bins] + 1, np.array(edges)[bins + 1] + 1
@@ -49,6 +49,6 @@ def from_histogram(edges: list[int], counts: list[int], documents: int, rng: np.
 
 
 def from_megatron(documents: int, rng: np.random.Generator) -> np.ndarray:
-    """That many lengths of Megatron-LM's example."""
+    """A number of lengths drawn as in Megatron-LM's example."""
     mean, sigma = 1024, 1.5
     return np.clip(rng.lognormal(np.log(mean) - sigma**2 / 2, sigma, documents), 128, 8192).astype(np.int64)

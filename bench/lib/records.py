@@ -1,4 +1,4 @@
-"""Records of measurements: where figures come from, and files with one record a line."""
+"""Records of measurements: the origin of figures, and files with one record a line."""
 
 from __future__ import annotations
 

@@ -1,13 +1,13 @@
-"""Ranks that run one after another: what each computes is timed, what they exchange is composed by the schedule.
+"""Ranks that run one after another: their computing is timed, and their exchanges are composed afterwards.
 
-A rank runs its steps through the product's own path on a `Tape`, a comm that sends nothing: memory for what peers would
-send holds random numbers, and the tape notes in order what happened, with the CPU time of everything between::
+A rank runs its steps through the product's own path on a `Tape`, a comm that sends nothing. Memory for received tensors
+holds random numbers, and the tape records all events in order, with the CPU time between them::
 
     Run 12 ms | Post K1 | Run 31 ms | Wait K1 | Post K2 | Run 30 ms | Wait K2 | ...
 
-`compose` puts the tapes of all ranks on one clock. An exchange starts at a rank when the rank and everyone it exchanges
-with have posted it and what the rank posted before is through; it takes the link's latency, and the larger of the bytes
-sent and received at the link's bandwidth. Computing goes on meanwhile, until the wait.
+`compose` puts the tapes of all ranks on one clock. An exchange starts on a rank when the rank and all its peers have
+posted it and the rank's earlier exchanges have ended. It takes the link's latency, plus the larger of the bytes sent
+and received over the link's bandwidth. Computing continues meanwhile, until the wait.
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ NOISE = 1 << 20  # random numbers that fill the memory for received tensors
 
 
 class Run(NamedTuple):
-    """Computing for so many seconds of CPU time."""
+    """Computing, in seconds of CPU time."""
 
     seconds: float
 
@@ -55,7 +55,7 @@ Event = Run | Post | Wait
 class Tape:
     """A comm that is the only rank of a virtual world, and the events of its run."""
 
-    direct, check_every = True, "batch"  # as `ShmComm`
+    direct, check_every = True, "batch"  # as of `ShmComm`
 
     def __init__(self, rank: int, size: int) -> None:
         self.rank, self.size, self.stats, self.entry = rank, size, Stats(), ThreadEntry()
@@ -82,19 +82,19 @@ class Tape:
     def exchange(
         self, sends: Mapping[int, Sequence[Tensor]], recvs: Mapping[int, Sequence[Tensor]], *, tag: Tag
     ) -> Work:
-        """A note of the exchange."""
+        """The work of an exchange, which is recorded."""
         self._note()
-        post = Post(tag, _sizes(sends), _sizes(recvs))  # which a comm would not ask for
+        post = Post(tag, _sizes(sends), _sizes(recvs))  # a comm does not ask for these
         moves = bool(post.sent or post.received)
         self.events += [post] if moves else []
         self._since = time.thread_time()
         return _TapeWork(self, tag, moves=moves)
 
     def empty(self, shape: Sequence[int], dtype: torch.dtype, device: torch.device) -> Tensor:
-        """Memory that holds random numbers, as if peers had written it; making it takes no time."""
+        """Memory that holds random numbers, as if peers had written them; the clock stops meanwhile."""
         self._note()
         if dtype not in self._noise:
-            # by numpy: a stage under way refuses PyTorch's draws
+            # by numpy, as a stage under way refuses PyTorch's random numbers
             self._noise[dtype] = torch.from_numpy(np.random.default_rng(0).normal(0.0, 0.5, NOISE)).to(dtype)
         made, noise = torch.empty(tuple(shape), dtype=dtype, device=device), self._noise[dtype]
         for part in made.view(-1).split(NOISE):
@@ -103,7 +103,7 @@ class Tape:
         return made
 
     def sub(self, ranks: Sequence[int]) -> Comm:
-        """Some of the ranks, renumbered, whose events are on this tape."""
+        """A comm of some of the ranks, renumbered, whose events go on this tape."""
         return _Sub(self, subset(self.rank, self.size, ranks))
 
     def warm_up(self, peers: Sequence[int]) -> None:
@@ -131,7 +131,7 @@ class Tape:
 
 
 class _Sub:
-    """A tape seen by some of its ranks; verbs are numbered as on the whole of it."""
+    """A tape as some of its ranks see it; verbs are numbered as on the whole tape."""
 
     def __init__(self, tape: Tape, ranks: list[int]) -> None:
         self._tape, self._ranks = tape, ranks
@@ -143,17 +143,17 @@ class _Sub:
     def exchange(
         self, sends: Mapping[int, Sequence[Tensor]], recvs: Mapping[int, Sequence[Tensor]], *, tag: Tag
     ) -> Work:
-        """A note of the exchange."""
+        """The work of an exchange, which is recorded."""
         there, here = ({self._ranks[peer]: xs for peer, xs in side.items()} for side in (sends, recvs))
         return self._tape.exchange(there, here, tag=tag)
 
     def sub(self, ranks: Sequence[int]) -> Comm:
-        """Some of these ranks."""
+        """A comm of some of these ranks."""
         return self._tape.sub([self._ranks[rank] for rank in subset(self.rank, self.size, ranks)])
 
 
 class _TapeWork:
-    """`Work` of a `Tape`."""
+    """The `Work` of an exchange on a `Tape`."""
 
     def __init__(self, tape: Tape, tag: Tag, *, moves: bool) -> None:
         self._tape, self._tag, self._moves = tape, tag, moves
@@ -171,10 +171,10 @@ def _sizes(side: Mapping[int, Sequence[Tensor]]) -> dict[int, int]:
 
 
 def least(tapes: Sequence[Sequence[Event]]) -> list[Event]:
-    """One tape of several of the same program on one rank: every stretch of computing takes its least time.
+    """One tape from several of the same program on one rank, in which each stretch of computing takes its least time.
 
-    Whoever else uses the machine only makes it longer. As ranks run at different times, a rank that is disturbed would
-    hold up all others, and at every exchange another one.
+    Other programs on the machine only add to a time. Ranks run at different times, so at every exchange some other
+    disturbed rank would delay all the rest.
     """
     found: list[Event] = []
     for events in zip(*tapes, strict=True):
@@ -186,7 +186,7 @@ def least(tapes: Sequence[Sequence[Event]]) -> list[Event]:
 
 
 def compose(tapes: Sequence[Sequence[Event]], link: Link) -> list[float]:
-    """Seconds after which each rank is done. Raises ValueError for tapes whose exchanges do not meet."""
+    """The seconds after which each rank ends. Raises ValueError for tapes whose exchanges do not match."""
     world = _World([_Rank(events) for events in tapes], link)
     while any([world.advance(rank) for rank in range(len(tapes))]):
         pass
@@ -198,7 +198,7 @@ def compose(tapes: Sequence[Sequence[Event]], link: Link) -> list[float]:
 
 @dataclass(eq=False)
 class _Rank:
-    """One rank. at: its next event. posted: when, of exchanges not yet through. free: when the last of them was."""
+    """A rank. at: its next event. posted: times of exchanges that have not ended. free: the end of the last one."""
 
     events: Sequence[Event]
     at: int = 0
@@ -209,7 +209,7 @@ class _Rank:
 
 @dataclass(eq=False)
 class _World:
-    """All ranks. posts: what each posted when, by tag; through: when an exchange was at a rank."""
+    """All ranks. posts: the times of posts by rank and tag. through: the ends of exchanges by rank."""
 
     ranks: list[_Rank]
     link: Link
@@ -217,7 +217,7 @@ class _World:
     through: dict[tuple[Tag, int], float] = field(default_factory=dict)
 
     def advance(self, number: int) -> bool:
-        """Whether a rank came any further."""
+        """Advance a rank as far as possible; returns whether it advanced."""
         rank, before = self.ranks[number], self.ranks[number].at
         while rank.at < len(rank.events):
             event = rank.events[rank.at]
@@ -234,7 +234,7 @@ class _World:
         return rank.at > before
 
     def _settle(self, number: int, tag: Tag) -> bool:
-        """Whether an exchange has its end, after all that the rank posted before: those need the posts of all peers."""
+        """Set the end of an exchange and of earlier ones, if all peers have posted them; returns whether it is set."""
         rank = self.ranks[number]
         while tag in rank.posted:
             first = next(iter(rank.posted))

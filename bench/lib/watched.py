@@ -13,14 +13,14 @@ Side = Mapping[int, Sequence[Tensor]]
 
 
 class Watcher(Protocol):
-    """What goes around every exchange."""
+    """A watcher, which is called around every exchange."""
 
     def exchange(self, post: Callable[[], Work], sends: Side, recvs: Side, tag: Tag) -> Work:
         """The work of an exchange that ``post()`` starts."""
 
 
 class Watched:
-    """A comm as it is, but for its exchanges and those of its subs, which go through a watcher."""
+    """A comm whose exchanges, and those of its subs, go through a watcher."""
 
     def __init__(self, comm: Comm, watcher: Watcher) -> None:
         self._comm, self._watcher = comm, watcher
@@ -29,9 +29,9 @@ class Watched:
         return getattr(self._comm, name)
 
     def sub(self, ranks: Sequence[int]) -> Comm:
-        """As the comm's own, watched by the same."""
+        """The comm's own sub, with the same watcher."""
         return Watched(self._comm.sub(ranks), self._watcher)
 
     def exchange(self, sends: Side, recvs: Side, *, tag: Tag) -> Work:
-        """As the comm's own."""
+        """The comm's own exchange, through the watcher."""
         return self._watcher.exchange(lambda: self._comm.exchange(sends, recvs, tag=tag), sends, recvs, tag)

@@ -1,1 +1,1 @@
-"""Plans: how long they take, how close they are to the bound, and what other policies would do."""
+"""Measurements of plans: time to plan, distance to the bound, and the plans of other policies."""

@@ -1,10 +1,10 @@
-"""How tight the planner and its bound are: small batches planned exactly, and by `plan_batch`, under one cost model.
+"""How close the planner and its bound are: small batches are planned exactly and by `plan_batch`, under one cost model.
 
     python -m bench.planner.exact --seconds 10 --json bench/results/exact.json
 
-Tokens stand for blocks of 4,096: on the machine of this file a token's attention weighs what a block's does on an H100,
-links are free, and documents share no heads, so that the exact program and the planner choose among the same plans.
-Columns are ticks of the slowest rank above the bound: what HiGHS proved no plan to beat, the best plan it found, and
+A token stands for a block of 4,096: on this file's machine its attention weighs as much as a block's on an H100, links
+are free, and documents share no heads, so that the exact program and the planner choose among the same plans. Columns
+are ticks of the slowest rank above the bound: the least that HiGHS proved possible, the best plan that it found, and
 `plan_batch`. Batches are log-normal, of at most 12 blocks a document.
 """
 
@@ -30,7 +30,7 @@ MODEL = ModelShape.preset("llama-8b")
 
 
 def coarse() -> Hardware:
-    """An H100 on which a token is a block."""
+    """An H100 on which a token weighs as much as a block."""
     h100 = Hardware.preset("h100")
     a, free = h100.attention, Link(0.0, 1e30)
     costs = {name: getattr(a, name) / BLOCK for name in ("rate", "backward_rate", "query_pairs", "key_pairs", "stage")}

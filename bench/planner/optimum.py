@@ -1,4 +1,4 @@
-"""`optimum`: the best plan of a small batch, by mixed-integer programming, to judge the planner and its bound by.
+"""The best plan of a small batch by mixed-integer programming, by which the planner and its bound are judged.
 
 Documents are cut into blocks; each rank takes some whole blocks; width 1, and transfers take no time. With ``x[b, r]``
 whether rank ``r`` has block ``b``, the slowest rank's ticks ``T`` are minimised under::
@@ -33,7 +33,7 @@ from seqpar.planner.forecast import Forecast
 from seqpar.planner.problem import STAGE_BYTES, Problem
 from seqpar.planner.scale import weights_for
 
-TOLERANCE = 1e-6  # of what HiGHS calls feasible, relative to the bound
+TOLERANCE = 1e-6  # of HiGHS' feasibility, relative to the bound
 
 
 class Optimum(NamedTuple):
@@ -55,7 +55,7 @@ class Blocks(NamedTuple):
 
 
 def optimum(problem: Problem, *, block: int = 1, seconds: float = 60.0) -> Optimum:
-    """The plan of whole blocks and width 1 whose slowest rank computes least, as far as HiGHS gets.
+    """The best plan of whole blocks and width 1 that HiGHS finds: its slowest rank computes least.
 
     block: tokens of a block; a document's last may have fewer. seconds: for HiGHS; ``least`` is valid whenever it
     stops, and equals the ticks of the plan where it finished. Meant for some tens of blocks on a few ranks.
@@ -98,7 +98,7 @@ class _Program:
         self.sides: list[tuple[Any, Any]] = []
 
     def variables(self, *shape: int, least: float = 0.0, most: Any = 1.0, integer: bool = False) -> Ints:
-        """Indices of new variables."""
+        """The indices of new variables."""
         index = self.size + np.arange(int(np.prod(shape)))
         self.size += index.size
         self.least.append(np.full(index.size, least))
@@ -117,7 +117,7 @@ class _Program:
         self.sides.append((np.broadcast_to(side, rows.shape), np.full(rows.size, most)))
 
     def solve(self, cost: int, seconds: float) -> Any:
-        """HiGHS' answer: the variable ``cost`` minimised."""
+        """The solution of HiGHS, which minimises the variable ``cost``."""
         value, row, column = (np.concatenate(part) for part in zip(*self.entries, strict=True))
         matrix = sparse.csr_array((value, (row, column)), shape=(self.rows, self.size))
         low, high = (np.concatenate(part) for part in zip(*self.sides, strict=True))
@@ -163,7 +163,7 @@ def _solved(blocks: Blocks, layers: Layers, w: Weights, room: Ints, bound: int, 
 
 
 def _compute(blocks: Blocks, layers: Layers, w: Weights) -> Ints:
-    """Ticks of each block's rows and pairs."""
+    """The ticks of the rows and pairs of each block."""
     ticks = blocks.rows * (w.row + w.label)
     for mask, layer in layers:
         ticks = ticks + layer * (w.query * blocks.rows + w.pair * w.areas(_pairs(blocks, mask)))
@@ -171,13 +171,13 @@ def _compute(blocks: Blocks, layers: Layers, w: Weights) -> Ints:
 
 
 def _pairs(blocks: Blocks, mask: Mask) -> Ints:
-    """Attended pairs of each block's queries."""
+    """The attended pairs of the queries of each block."""
     lo, hi = mask.bounds(np.arange(mask.tokens))
     return np.add.reduceat(hi - lo, blocks.start)
 
 
 def _seen(blocks: Blocks, mask: Mask) -> Ints:
-    """How many keys of each block some query of each block sees, [blocks, blocks]."""
+    """The number of keys of each block that some query of each block sees, [blocks, blocks]."""
     lo, hi = mask.bounds(np.arange(mask.tokens))
     seen = np.zeros((blocks.rows.size, blocks.rows.size), np.int64)
     for b, (start, rows) in enumerate(zip(blocks.start.tolist(), blocks.rows.tolist(), strict=True)):
@@ -190,7 +190,7 @@ def _seen(blocks: Blocks, mask: Mask) -> Ints:
 def _of_mask(
     program: _Program, x: Ints, blocks: Blocks, mask: Mask, layer: int, w: Weights
 ) -> tuple[Ints, list[tuple[Any, Any]]]:
-    """What the layers of one mask add to a rank: ticks of each block, and factors of new variables [ranks, n]."""
+    """The ticks that layers of one mask add: of each block, and factors of new variables [ranks, n]."""
     count, ranks = x.shape
     # tally counts pieces from one kink of the bounds to the next
     kinks = np.union1d(mask.spans.start, mask.offsets[:-1])

@@ -1,4 +1,4 @@
-"""The plan of `plan_batch` beside fixed ones, measured: forward and backward of a decoder's layer over three batches.
+"""Measures the plan of `plan_batch` beside fixed ones: forward and backward of a decoder's layers on three batches.
 
     python -m bench.planner.planned                 # about four minutes on two cores
     python -m bench.planner.planned --quick         # a rehearsal on short documents
@@ -69,7 +69,7 @@ METHODS = (AUTO, "ring", "Ulysses", "gather", "data parallel")
 
 
 def batches(tokens: int) -> dict[str, list[int]]:
-    """Lengths of real files by the name of the batch, each of about so many tokens together."""
+    """The lengths of real files, by name of the batch; each batch has about so many tokens."""
     lengths = sorted(len(text) for _, text in corpus())
     short = [n for n in lengths if n <= tokens // 8]
     short = [short[i] for i in np.random.default_rng(0).permutation(len(short))]
@@ -82,7 +82,7 @@ def batches(tokens: int) -> dict[str, list[int]]:
 
 
 def _filling(lengths: Sequence[int], tokens: int) -> list[int]:
-    """Of the lengths, in their order, those that still fit into so many tokens."""
+    """The lengths, in their order, that still fit into so many tokens."""
     chosen = []
     for length in lengths:
         if length <= tokens:
@@ -104,7 +104,7 @@ def plans(lengths: Sequence[int], ranks: int, shape: ModelShape, hardware: Hardw
 
 
 def whole_documents(lengths: Sequence[int], ranks: int, shape: ModelShape, hardware: Hardware) -> seqpar.Layout:
-    """Documents whole, the costliest first to the rank with least to do."""
+    """The plan of whole documents: the costliest first, each to the rank with least work."""
     w = Weights.of(shape, hardware)
     tokens = np.asarray(lengths, np.int64)
     cost = (w.row + shape.layers * w.query) * tokens + shape.layers * w.pair * (tokens * (tokens + 1) // 2)
@@ -120,8 +120,8 @@ def whole_documents(lengths: Sequence[int], ranks: int, shape: ModelShape, hardw
 def predicted(plan: seqpar.Plan, shape: ModelShape, hardware: Hardware) -> float:
     """Seconds of the slowest rank by the planner's cost model, which knows "fetch" and Ulysses.
 
-    A ring is the same with the keys of all its hops and a stage for each. Gathered keys come before anything is
-    computed, hidden by nothing, and their gradients after all of it.
+    A ring counts as fetch with the keys of all hops and a stage for each. Gathered keys come before any computing and
+    their gradients after it, so nothing hides them.
     """
     w = Weights.of(shape, hardware)
     layers = [(plan.mask, shape.layers)]
@@ -163,7 +163,7 @@ class Layers:
         self.angles = (torch.from_numpy(plan.rope_positions(rank))[:, None] * frequency).float()
 
     def run(self, comm: Comm) -> None:
-        """One forward and backward; gradients of the weights are computed and dropped."""
+        """Run one forward and backward; gradients of the weights are computed and dropped."""
         x = self.x
         for block in self.blocks:
             x = block(x, self.angles, lambda q, k, v: seqpar.attention(q, k, v, self.plan, comm))
@@ -171,7 +171,7 @@ class Layers:
 
 
 def blocks_of(shape: ModelShape) -> list[Block]:
-    """The decoder's blocks of a shape, the same on every rank."""
+    """The blocks of a decoder, with the same weights on every rank."""
     torch.manual_seed(0)
     config = Config(dim=shape.hidden, heads=shape.heads, kv_heads=shape.kv_heads, head_dim=shape.dim, hidden=shape.ffn)
     return [Block(config).to(getattr(torch, shape.dtype)) for _ in range(shape.layers)]
@@ -179,7 +179,7 @@ def blocks_of(shape: ModelShape) -> list[Block]:
 
 @dataclass(frozen=True)
 class Job:
-    """What processes are told: a batch, the model, the machine, the cores, and a file that grows a byte a run."""
+    """The task of a process: a batch, the model, the machine, the cores, and a file that grows by a byte a run."""
 
     lengths: tuple[int, ...]
     shape: ModelShape
@@ -196,7 +196,7 @@ class Job:
 
 
 def real(comm: Comm, job: Job, turns: int) -> dict[str, list[float]]:
-    """Seconds of this rank by method and turn, over shared memory; a first turn warms up and is left out."""
+    """Seconds of this rank by method and turn, over shared memory. A first turn warms up and does not count."""
     with pinned(job.cores[comm.rank]):
         shm, blocks = ShmComm(timeout=60.0), blocks_of(job.shape)
         layers = {name: Layers(plan, comm.rank, job.shape, blocks) for name, plan in job.plans(comm.size).items()}
@@ -215,7 +215,7 @@ def real(comm: Comm, job: Job, turns: int) -> dict[str, list[float]]:
 
 @dataclass(frozen=True)
 class World:
-    """Virtual ranks, which methods run on them, and how often."""
+    """A number of virtual ranks, the methods that run on them, and the number of turns."""
 
     ranks: int
     methods: tuple[str, ...]
@@ -227,7 +227,7 @@ class World:
 
 
 def virtual(comm: Comm, job: Job, worlds: Sequence[World]) -> dict[tuple[int, str], list[float]]:
-    """Composed seconds by ranks and method, one for each turn. Of the worlds every process takes its share."""
+    """Composed seconds by ranks and method, one for each turn. Each process runs its share of the worlds."""
     found: dict[tuple[int, str], list[float]] = {}
     with pinned(job.cores[comm.rank]):
         blocks = blocks_of(job.shape)
@@ -253,7 +253,7 @@ def recorded(layers: Layers, tape: Tape) -> list[Event]:
 
 @contextmanager
 def pinned(core: int) -> Iterator[None]:
-    """This process on one core."""
+    """Pin this process to one core."""
     before = os.sched_getaffinity(0)
     os.sched_setaffinity(0, {core})
     try:
@@ -267,7 +267,7 @@ def pinned(core: int) -> Iterator[None]:
 
 @dataclass(frozen=True)
 class Cell:
-    """Seconds of a method on a batch: a median with its interval, and what the cost model says."""
+    """The seconds of a method on a batch: a median with its interval, and the prediction of the cost model."""
 
     median: float
     low: float
@@ -276,16 +276,16 @@ class Cell:
 
     @property
     def error(self) -> float:
-        """Of the prediction, as a part of what was measured."""
+        """The error of the prediction, as a part of the measured time."""
         return self.predicted / self.median - 1
 
     def overlaps(self, other: Cell) -> bool:
-        """Whether neither can be called faster."""
+        """Whether the intervals overlap, so that neither is called faster."""
         return self.low <= other.high and other.low <= self.high
 
 
 def interval(values: Sequence[float]) -> tuple[float, float]:
-    """Two of the values with the true median between them by at least `LEVEL`; the extremes if they are few."""
+    """Two of the values that enclose the true median with probability `LEVEL`; the extremes if there are few."""
     ordered, n = sorted(values), len(values)
     outside, k = 0.0, 0
     while 2 * (outside + math.comb(n, k) / 2**n) <= 1 - LEVEL and k < n // 2:
@@ -296,7 +296,7 @@ def interval(values: Sequence[float]) -> tuple[float, float]:
 
 
 def cell(seconds: Sequence[float], predicted: float) -> Cell:
-    """What so many runs say."""
+    """The cell of some runs."""
     return Cell(statistics.median(seconds), *interval(seconds), predicted)
 
 
@@ -304,7 +304,7 @@ Cells = dict[str, dict[str, Cell]]  # batch -> method -> cell
 
 
 def verdict(cells: Cells) -> dict[str, object]:
-    """How auto does beside the best fixed method of each batch, and the worst one over all."""
+    """Figures of auto beside the best fixed method of each batch, and beside the worst one over all."""
     best = {}
     for batch, row in cells.items():
         name = min((n for n in row if n != AUTO), key=lambda n: row[n].median)
@@ -321,7 +321,7 @@ def verdict(cells: Cells) -> dict[str, object]:
 
 
 def table(title: str, cells: Cells, found: dict[str, object]) -> Table:
-    """Measured and predicted side by side."""
+    """Measured and predicted seconds side by side."""
     result = Table(title=title, title_justify="left")
     result.add_column("batch")
     result.add_column("method")
@@ -338,7 +338,7 @@ def table(title: str, cells: Cells, found: dict[str, object]) -> Table:
 
 
 def said(found: dict[str, object]) -> str:
-    """A verdict in words."""
+    """A verdict as text."""
     parts = [
         f"{batch}: {b['ratio']:.3f} of {b['best']} ({'holds' if b['holds'] else 'DOES NOT HOLD'})"
         for batch, b in found["beside_best"].items()
@@ -353,7 +353,7 @@ def said(found: dict[str, object]) -> str:
 
 @contextmanager
 def bar(console: Console, what: str, total: int) -> Iterator[str]:
-    """A file, and a progress bar that shows how many bytes it has."""
+    """A file, and a progress bar that shows its number of bytes."""
     with (
         tempfile.NamedTemporaryFile() as file,
         Progress(console=console, transient=True, disable=not console.is_terminal, refresh_per_second=2) as progress,
@@ -374,7 +374,7 @@ def bar(console: Console, what: str, total: int) -> Iterator[str]:
 
 
 def machine(given: str | None, shape: ModelShape, ranks: int, *, quick: bool) -> tuple[Hardware, dict[str, object]]:
-    """The machine as it was given, or measured here; and the errors of the fits if it was."""
+    """The hardware, given or measured here; and the errors of its fits if it was measured."""
     if given is None:
         data = calibrated(shape, torch.device("cpu"), ranks=ranks, quick=quick)
         errors = {name: error["mean"] for name, error in data["measured"].pop("errors").items()}
@@ -383,7 +383,7 @@ def machine(given: str | None, shape: ModelShape, ranks: int, *, quick: bool) ->
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
-    """Runs everything; 0 if what must hold does."""
+    """Measure and print everything; returns 0 if the requirements hold."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--hardware", help="a preset, or a .json of `seqpar calibrate`; by default it is measured")
     parser.add_argument("--tokens", type=int, help="of a batch, about (default: 6144, with --quick 2048)")
@@ -397,15 +397,15 @@ def main(arguments: Sequence[str] | None = None) -> int:
         parser.error("it needs two cores: ranks of processes run at the same time")
     load = os.getloadavg()[0]
     hardware, fits = machine(args.hardware, SHAPE, len(cores), quick=args.quick)
-    # CPU time varies less than time does
+    # CPU time varies less than wall time
     worlds = [World(ranks, METHODS, max(min(2, repeat), repeat - 3)) for ranks in VIRTUAL if ranks != len(cores)]
-    # the check method by method, so that processes have about as much to do
+    # the check by method, so that processes have about equal work
     worlds += [World(len(cores), (name,), max(1, repeat // 4)) for name in METHODS]
     seconds: dict[int, dict[str, dict[str, list[float]]]] = {}  # ranks -> batch -> method -> of each turn
     composed: dict[str, dict[str, list[float]]] = {}
     chosen = batches(tokens)
     runs = len(METHODS) * (repeat + 1) + sum(world.runs for world in worlds)
-    # wide enough for the tables where nobody looks
+    # wide enough for the tables if there is no terminal
     console = Console() if sys.stdout.isatty() else Console(width=110)
     with bar(console, "layers", runs * len(chosen)) as file:
         for batch, lengths in chosen.items():
@@ -422,8 +422,11 @@ def main(arguments: Sequence[str] | None = None) -> int:
 
 @dataclass(frozen=True)
 class Figures:
-    """All that was measured. load: processes that ran on the machine before. seconds: ranks -> batch -> method -> of
-    each turn; composed: the same, with as many ranks as cores."""
+    """All measured figures.
+
+    load: processes that ran on the machine before. seconds: ranks -> batch -> method -> one for each turn. composed:
+    the same, with as many ranks as cores.
+    """
 
     tokens: int
     cores: int
@@ -443,7 +446,7 @@ class Figures:
         return found
 
     def composition(self) -> dict[str, dict[str, float]]:
-        """How far the composed time of as many ranks as cores is from that of processes, batch -> method."""
+        """The error of composed times against processes, with as many ranks as cores: batch -> method."""
         real = self.seconds[self.cores]
         return {
             batch: {n: statistics.median(each[n]) / statistics.median(real[batch][n]) - 1 for n in METHODS}
@@ -452,7 +455,7 @@ class Figures:
 
 
 def report(console: Console, path: Path | None, figures: Figures) -> int:
-    """Prints everything, writes it where asked; 0 if what must hold does."""
+    """Print everything and write it where asked; returns 0 if the requirements hold."""
     model = f"{SHAPE.layers} layer of {SHAPE.hidden}, {SHAPE.heads} heads of {SHAPE.dim}, {SHAPE.dtype}"
     rows: dict[str, object] = {}
     holds = True

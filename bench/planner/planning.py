@@ -1,10 +1,10 @@
-"""Print how long planning takes on one core: batches of five published length distributions, drawn anew each time.
+"""Prints the time to plan on one core, for batches drawn anew from five published length distributions.
 
     python -m bench.planner.planning                   # about a minute
     taskset -c 1 python -m bench.planner.planning      # on a core of one's own
 
-Of each distribution the median, the least and the most of CPU milliseconds: of `plan_batch` for 512 documents on 64
-ranks and for 16,384 on 4,096, and of the steps of a rank of the latter, asked first.
+For each distribution, the median, least and most CPU milliseconds of `plan_batch` for 512 documents on 64 ranks, of the
+same for 16,384 documents on 4,096 ranks, and of the first call for one rank's steps of the latter.
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ STEPS = 20
 
 
 def drawn(name: str, documents: int, seed: int) -> np.ndarray:
-    """So many documents of a distribution."""
+    """A number of documents of a distribution."""
     rng = np.random.default_rng(seed)
     if name == "megatron":
         return published.from_megatron(documents, rng)
@@ -37,7 +37,7 @@ def drawn(name: str, documents: int, seed: int) -> np.ndarray:
 
 
 def timed(what: Callable[[], T]) -> tuple[float, T]:
-    """CPU milliseconds of a call, and what it returned."""
+    """The CPU milliseconds of a call, and its result."""
     start = time.process_time()
     found = what()
     return (time.process_time() - start) * 1e3, found
@@ -50,7 +50,7 @@ def main() -> int:
     slow = 0
     for documents, ranks, batches, asked in SIZES:
         for name in published.NAMES:
-            plan_batch(drawn(name, documents, batches), ranks)  # what only the first call pays
+            plan_batch(drawn(name, documents, batches), ranks)  # the first call also pays for set-up
             plans, steps = [], []
             for seed in range(batches):
                 batch = drawn(name, documents, seed)

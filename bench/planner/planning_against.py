@@ -1,12 +1,12 @@
-"""Compare `plan_batch` with that of another tree: CPU time, and how far plans are from the bound, in pairs in one run.
+"""Compares `plan_batch` with that of another tree, in pairs: CPU time, and the distance of plans from the bound.
 
     git worktree add ../before COMMIT
     python -m bench.planner.planning_against ../before --json bench/results/planning.json
     python -m bench.planner.planning_against ../before --random 300        # closeness alone, of random batches
 
-A process of each tree plans one batch after the other, in turn, so that both see the same machine. Of each number of
-ranks and documents: medians of CPU milliseconds over batches of five published distributions, and the largest part of
-the bound by which this tree's plan is worse. Then the gaps to the bound of batches of 8,192 tokens a rank on 8 ranks.
+A process of each tree plans each batch, in turn, so that both see the same machine. For each number of ranks and
+documents it prints median CPU milliseconds over batches of five published distributions, and by which part of the bound
+this tree's plan is worse at most. Then come the gaps to the bound of batches of 8,192 tokens a rank on 8 ranks.
 The exit status is 1 if a plan is worse by more than 0.005. ``--json`` keeps one run of each processor in the file.
 """
 
@@ -66,7 +66,7 @@ class Planner:
 
 
 def serve(tree: Path) -> None:
-    """Plan what comes in, a batch a line, and answer milliseconds and gap."""
+    """Plan each batch that comes in on a line, and answer with milliseconds and gap."""
     import seqpar
     from seqpar.planner import Hardware, plan_batch
 
@@ -86,7 +86,7 @@ def serve(tree: Path) -> None:
 
 
 def cells(batches: int) -> list[tuple[tuple[int, int], list[Batch]]]:
-    """Of each number of ranks and documents, so many batches of each distribution."""
+    """The cells: batches of each distribution, for each number of ranks and documents."""
     return [
         (
             (ranks, documents),
@@ -126,7 +126,7 @@ def full(name: str, batches: int) -> list[Batch]:
 
 
 def compared(before: Planner, now: Planner, batches: list[Batch]) -> dict[str, Any]:
-    """Medians of both, their quotient, and by how much this tree's gaps differ."""
+    """The medians of both trees, their quotient, and by how much this tree's gaps differ."""
     pairs = [(before.plan(batch), now.plan(batch)) for batch in batches]
     old, new = (statistics.median(pair[side][0] for pair in pairs) for side in (0, 1))
     worse = [pair[1][1] - pair[0][1] for pair in pairs]
@@ -140,7 +140,7 @@ def compared(before: Planner, now: Planner, batches: list[Batch]) -> dict[str, A
 
 
 def keep(path: Path, run: dict[str, Any]) -> None:
-    """Put a run into a file of runs, in the place of that of the same machine."""
+    """Write a run to a file of runs, in place of the run of the same machine."""
     runs = json.loads(path.read_text())["runs"] if path.exists() else []
     runs = [other for other in runs if other["machine"] != run["machine"]] + [run]
     records.write(path, {"runs": runs})
@@ -160,7 +160,7 @@ def main() -> int:
         return 0
     before, now = Planner(args.before), Planner(Path(__file__).parents[2])
     for planner in (before, now):
-        planner.plan(Batch([100, 20], 2))  # what only the first call pays
+        planner.plan(Batch([100, 20], 2))  # the first call also pays for set-up
     table = Table("ranks", "documents", "batches", "before, ms", "now, ms", "part", "most worse", title="CPU ms")
     rows = []
     for (ranks, documents), batches in cells(args.batches):

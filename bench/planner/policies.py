@@ -1,8 +1,8 @@
-"""Who computes which document: published policies, and this package's, each one function of a `Case` and a knob.
+"""Policies of who computes which document, published ones and this package's: functions of a `Case` and a knob.
 
 A policy returns micro-batches in the order in which their ranks run them, or None where the knob cannot hold the batch.
-To add one, write the function and a line in `POLICIES`. They are readings of papers and repositories, not their code;
-each may use any way of sharing documents that its line names, and costs what `schedules` says.
+To add one, write the function and a line in `POLICIES`. They were written from papers and repositories, not copied;
+each may use the ways of sharing documents that its line names, and `schedules` gives its cost.
 """
 
 from __future__ import annotations
@@ -22,9 +22,12 @@ Schedule = list[Micro] | None
 
 
 class Policy(NamedTuple):
-    """place: the function. knobs: what it is swept over. ways: how a group may share documents. each: the knob is
-    chosen anew for every batch, by what it costs; otherwise one serves all batches of a cell. most: ranks above which
-    it takes too long. slow: takes so long that it gets few batches."""
+    """A policy and its sweep.
+
+    place: the function. knobs: the values that are tried. ways: how a group may share documents. each: choose the knob
+    for every batch, by its cost; otherwise one knob serves all batches of a cell. most: the number of ranks above which
+    the policy takes too long. slow: so slow that it gets few batches.
+    """
 
     place: Callable[[Case, Any], Schedule]
     knobs: Callable[[Case], Sequence[Any]]
@@ -38,14 +41,14 @@ class Policy(NamedTuple):
 
 
 def lightest(values: Ints, sizes: Ints, bins: int, room: int) -> list[list[int]] | None:
-    """Documents of each bin: the most valuable first, to the bin of least value that has the room; None if none has.
+    """Documents by bin: the most valuable first, to the bin of least value with enough room; None if there is none.
 
     Graham 1969, bounds on multiprocessing timing anomalies.
     """
     order = np.lexsort((np.arange(len(values)), -values))
     left, held = [room] * bins, [[] for _ in range(bins)]
     heap = [(0, index) for index in range(bins)]
-    full: list[tuple[int, int, int]] = []  # bins without the room for a former document: -left, load, bin
+    full: list[tuple[int, int, int]] = []  # bins that lacked room for an earlier document: -left, load, bin
     for document, value, size in zip(order.tolist(), values[order].tolist(), sizes[order].tolist(), strict=True):
         while full and -full[0][0] >= size:
             _, load, index = heapq.heappop(full)
@@ -63,7 +66,7 @@ def lightest(values: Ints, sizes: Ints, bins: int, room: int) -> list[list[int]]
 
 
 def dealt(case: Case, width: int, bins: list[list[int]]) -> list[Micro]:
-    """Bins as rounds of groups of one width, those of most pairs together."""
+    """Bins as rounds of groups of one width; bins with most pairs share a round."""
     groups = case.ranks // width
     bins = sorted((np.array(b) for b in bins if b), key=lambda b: -int(case.work[b].sum()))
     return [Micro(index % groups * width, width, b) for index, b in enumerate(bins)]
@@ -84,14 +87,19 @@ def fixed(case: Case, width: int, values: Ints) -> Schedule:
 
 
 def static(case: Case, width: int) -> Schedule:
-    """Data parallel groups of one width for the whole run, each with about the same tokens: DeepSpeed-Ulysses (Jacobs
-    et al. 2023), Megatron-LM's context parallelism as a ring (Liu et al. 2023), with packing."""
+    """Data parallel groups of one width for the whole run, each with about the same number of tokens.
+
+    As in DeepSpeed-Ulysses (Jacobs et al. 2023), or Megatron-LM's context parallelism as a ring (Liu et al. 2023), with
+    packing.
+    """
     return fixed(case, width, case.lengths)
 
 
 def wlb(case: Case, width: int) -> Schedule:
-    """Groups of one width, packed so that what their documents cost is equal, each document cut in the same way over
-    the group: WLB-LLM (Wang et al. 2025, OSDI), without delaying outliers to later batches."""
+    """Groups of one width, packed to equal costs of documents, each of which is cut in the same way over its group.
+
+    WLB-LLM (Wang et al. 2025, OSDI), without delaying outliers to later batches.
+    """
     return fixed(case, width, case.alone(width, ("fetch",)))
 
 
@@ -99,17 +107,17 @@ def wlb(case: Case, width: int) -> Schedule:
 
 
 def degrees(case: Case, room: int) -> Ints:
-    """The least power of two of ranks that has the rows for each document."""
+    """The least power of two of ranks that has enough rows for each document."""
     need = np.maximum(1, -(-case.lengths // room))
     return 1 << np.ceil(np.log2(need)).astype(np.int64)
 
 
 def megatron(case: Case, room: int) -> Schedule:
-    """Rounds of packed power-of-two groups, degrees by memory, squared lengths as work: Megatron-LM's dynamic context
-    parallelism (``next_hdp_group_packing_aware``).
+    """Rounds of packed power-of-two groups, with degrees by memory, and squared lengths as work.
 
-    Longest first, a document joins or opens the group with which the busiest rank has least, at most what the longest
-    would be with full ranks; others wait for the next round. Idle ranks widen the narrowest groups.
+    Megatron-LM's dynamic context parallelism (``next_hdp_group_packing_aware``). Longest first, a document joins or
+    opens the group with which the busiest rank has least, at most as much as the longest would give all ranks; others
+    wait for the next round. Idle ranks widen the narrowest groups.
     """
     need = degrees(case, room)
     if room > case.room or need.max() > case.ranks:
@@ -176,8 +184,10 @@ def _widened(groups: list[tuple[int, list[int]]], free: int, ranks: int) -> list
 
 
 def hybrid(case: Case, room: int) -> Schedule:
-    """The same degrees, every document a micro-batch of its own: Megatron-LM's hybrid context parallelism (main,
-    ``hybrid_cp_schedule.py``, 2025), which puts the longest first to the group with least work."""
+    """The same degrees, with every document a micro-batch of its own; the longest first, to the group with least work.
+
+    Megatron-LM's hybrid context parallelism (main, ``hybrid_cp_schedule.py``, 2025).
+    """
     need = degrees(case, room)
     if room > case.room or need.max() > case.ranks:
         return None
@@ -197,9 +207,10 @@ def hybrid(case: Case, room: int) -> Schedule:
 
 
 def bytescale(case: Case, room: int) -> Schedule:
-    """Every long document over just the ranks that hold it, any number of neighbours; short ones packed, a step of one
-    rank each, as many steps as a rank has time for: ByteScale (Ge et al. 2025), hybrid data parallelism, with the
-    documents' costs instead of their operations."""
+    """Each long document on as many neighbours as it needs; short ones packed, as many steps as a rank has time for.
+
+    ByteScale (Ge et al. 2025), hybrid data parallelism, with the costs of documents instead of their operations.
+    """
     need = np.maximum(1, -(-case.lengths // room))
     if room > case.room or need.max() > case.ranks:
         return None
@@ -219,9 +230,10 @@ def bytescale(case: Case, room: int) -> Schedule:
 
 
 def laminar(case: Case, share: float) -> Schedule:
-    """Aligned power-of-two groups, widest first, so that no rank waits; every document as narrow as lets it end within
-    a share of the bound; the longest to the group that is free first, into its open step. The strongest
-    known planner of groups: list scheduling of malleable jobs (Turek et al. 1992; Ludwig and Tiwari 1994)."""
+    """Aligned power-of-two groups, widest first, so that no rank waits: list scheduling of malleable jobs.
+
+    Every document is as narrow as lets it end within a share of the bound; the longest goes to the group that is free
+    first, into its open step. The strongest known planner of groups (Turek et al. 1992; Ludwig and Tiwari 1994)."""
     ways, widths = ("ulysses", "fetch"), case.widths
     times = np.stack([case.alone(width, ways) for width in widths])
     fits = np.stack([case.lengths <= width * case.room for width in widths])
@@ -266,9 +278,10 @@ BUCKETS, SECONDS = 16, 5.0
 
 
 def flexsp(case: Case, knob: tuple[int, tuple[str, ...], float]) -> Schedule:
-    """So many rounds of consecutive lengths, each round's documents given to power-of-two groups of at least two ranks
-    by a mixed-integer program: FlexSP (Wang et al. 2025, ASPLOS), solved by HiGHS instead of SCIP
-    in the seconds given for each round. A round for which it finds nothing better gets groups of one width.
+    """Rounds of consecutive lengths; a mixed-integer program gives each round's documents to power-of-two groups.
+
+    FlexSP (Wang et al. 2025, ASPLOS), with groups of at least two ranks, solved by HiGHS instead of SCIP within the
+    given seconds for each round. A round without a better solution gets groups of one width.
 
     knob: rounds, ways of sharing a document, seconds.
     """
@@ -418,8 +431,10 @@ def _area(case: Case, start: Ints, stop: Ints) -> Ints:
 
 
 def dispatch(case: Case, chunk: int) -> Schedule:
-    """Chunks of equal size of the packed batch, as many on every rank, the one with most pairs to the rank with fewest:
-    MagiAttention (SandAI 2025), its default min-heap dispatch solver."""
+    """Equal chunks of the packed batch, as many on every rank; the one with most pairs goes to the rank with fewest.
+
+    MagiAttention (SandAI 2025), its default min-heap dispatch solver.
+    """
     tokens = int(case.lengths.sum())
     chunks = -(-tokens // chunk)
     most = -(-chunks // case.ranks)
@@ -434,9 +449,10 @@ def dispatch(case: Case, chunk: int) -> Schedule:
 
 
 def bytes_first(case: Case, knob: tuple[int, float]) -> Schedule:
-    """Blocks of documents, the longest document first, each to the rank with least that holds the document already, as
-    long as its pairs and rows stay within a tolerance of the mean; else to the rank with least of all: DCP (Jiang et
-    al. 2025, SOSP), its hypergraph partitioned greedily, compute and memory balanced within the tolerances."""
+    """Blocks of documents to ranks that hold the document already, within a tolerance of the mean of pairs and rows.
+
+    DCP (Jiang et al. 2025, SOSP), with its hypergraph partitioned greedily. The longest document goes first; a block
+    goes to the least loaded rank of its document, or of all if those would exceed the tolerance."""
     block, tolerance = knob
     count = -(-case.lengths // block)
     document = np.repeat(np.arange(count.size), count)
@@ -482,7 +498,7 @@ class _Ranks:
         heapq.heappush(self._free, (self.load[rank], rank))
 
     def least(self, size: int) -> int | None:
-        """The rank of least load with so many rows; None if none has them."""
+        """The rank of least load with so many free rows, or None."""
         while self._full and -self._full[0][0] >= size:
             rank = heapq.heappop(self._full)[1]
             heapq.heappush(self._free, (self.load[rank], rank))
@@ -491,7 +507,7 @@ class _Ranks:
             if load == self.load[rank] and self.left[rank] >= size:
                 return rank
             heapq.heappop(self._free)
-            # entries of former loads are dropped
+            # entries with outdated loads are dropped
             if load == self.load[rank]:
                 heapq.heappush(self._full, (-self.left[rank], rank))
         return None
@@ -508,7 +524,7 @@ def ours(case: Case, _: None) -> Schedule:
 
 
 def _rooms(case: Case) -> list[int]:
-    """Rows of a rank that group policies are told to fill: parts and multiples of the mean."""
+    """Numbers of rows of a rank that group policies may fill: parts and multiples of the mean."""
     parts = (1, 2, 4, 6, 8) if case.ranks <= 512 else (1, 2)
     return sorted({min(case.room, case.mean * part // 4) for part in parts})
 
@@ -550,7 +566,7 @@ RIVALS: dict[str, Policy] = {
     "laminar": Policy(laminar, _shares, each=True),
     "dispatch": Policy(dispatch, _chunks),
     "bytes first": Policy(bytes_first, _blocking),
-    # a program of more than 64 ranks finds nothing in the seconds that its authors give it
+    # beyond 64 ranks the program finds nothing within its authors' seconds
     "flexsp": Policy(flexsp, _rounds, each=True, most=64, slow=True),
 }
 POLICIES: dict[str, Policy] = {"seqpar": Policy(ours, lambda case: [None])} | RIVALS

@@ -1,4 +1,4 @@
-"""Compares what the simulator says with what two systems published, before anything else it says is believed.
+"""Compares the simulator with the published figures of two systems, on which trust in all its other figures rests.
 
     python -m bench.planner.published [--batches 8] [--seconds 5] [--json FILE]
 
@@ -10,8 +10,8 @@
   1.412, 1.212, 1.375 and 1.495 times groups of 4 on 4 to 64 GPUs, 4 to a node; 12 layers of 2048, 8 documents for each
   group, log-normal lengths, 2,048 rows a rank. The README names no GPU; ``h100`` stands in.
 
-Nothing is fitted to these figures. The second is measured where a step of some 100 ms holds a few milliseconds of
-kernels: what a micro-batch costs beside its work decides, which the README does not give, so a range of it is shown.
+Nothing is fitted to these figures. The second comes from steps of some 100 ms with a few milliseconds of kernels. There
+the fixed cost of a micro-batch decides, which the README does not give, so a range of it is shown.
 """
 
 from __future__ import annotations
@@ -49,12 +49,12 @@ class Line(NamedTuple):
 
     @property
     def off(self) -> float:
-        """How much the simulated one is above the published."""
+        """By how much the simulated figure exceeds the published one."""
         return self.simulated / self.published - 1
 
 
 def flexsp_case(index: int) -> Case:
-    """A batch of FlexSP's experiment. Degree 64 of its 32 heads is priced as it does, in equal parts."""
+    """A batch of FlexSP's experiment. Degree 64 of its 32 heads is priced in equal parts, as there."""
     rng = np.random.default_rng(index)
     drawn = published.from_histogram(*published.HISTOGRAMS["wikipedia"], 512, rng)
     shape, machine = ModelShape.preset("gpt-7b"), Hardware.preset("a100-flexsp")
@@ -87,8 +87,10 @@ def flexsp_lines(batches: int, seconds: float, note: Callable[[], None]) -> list
 
 
 def in_order(case: Case, width: int) -> Schedule:
-    """Documents as they come, packed until the next does not fit, as many packs as groups or a multiple of them:
-    Megatron-LM's ``dp_balanced``."""
+    """Documents in their order, packed until the next does not fit; the number of packs is a multiple of the groups.
+
+    Megatron-LM's ``dp_balanced``.
+    """
     packs: list[list[int]] = [[]]
     rows = 0
     for index, length in enumerate(case.lengths.tolist()):

@@ -1,15 +1,15 @@
-"""What a policy decides for a batch, and what that takes under the planner's cost model.
+"""The decisions of a policy for a batch, and their cost under the planner's model.
 
 A policy puts documents into micro-batches. A `Micro` is one packed step of ``width`` consecutive ranks. Either they
-share every document of it evenly, which costs closed forms of its tokens, pairs and documents, or a `Layout` says who
-holds what, which is counted. The ways of sharing evenly:
+share all its documents evenly, whose costs are closed forms of tokens, pairs and documents, or a `Layout` assigns its
+tokens to ranks, and the costs are counted. The ways of sharing evenly:
 
     ulysses   tokens are traded for heads, every rank sees all tokens for its heads; width at most the query heads
     fetch     each document zigzag over the ranks, keys come from those that hold them, as far as they are seen
     ring      the same, but all keys of the group pass every rank
 
-Kernels, the size of a stage, what transfers hide behind and the price of a link are those of `seqpar.planner.cost` for
-every policy. A tie of ranks to their group is respected: a micro-batch starts when all its ranks have arrived.
+Every policy has the kernels, sizes of stages, overlap and link prices of `seqpar.planner.cost`. A micro-batch starts
+when all ranks of its group have arrived.
 """
 
 from __future__ import annotations
@@ -53,7 +53,7 @@ class Micro(NamedTuple):
 
 
 class Cost(NamedTuple):
-    """Ticks of micro-batches, or of ranks: in all, without waiting for transfers, and of the head alone."""
+    """The ticks of micro-batches or ranks: in all, without waiting for transfers, and of the head alone."""
 
     total: Ints
     busy: Ints
@@ -73,8 +73,11 @@ class Outcome(NamedTuple):
 
 @dataclass(frozen=True)
 class Case:
-    """A batch, and the machine that runs it. room: rows that a micro-batch may have on a rank. micro: ticks of a
-    micro-batch beside its work; the first is free, since every policy has one."""
+    """A batch, and the machine that runs it.
+
+    room: rows that a micro-batch may have on a rank. micro: fixed ticks of a micro-batch; the first one is free, since
+    every policy has one.
+    """
 
     lengths: Ints
     ranks: int
@@ -89,7 +92,7 @@ class Case:
         cls, lengths: Ints, ranks: int, shape: ModelShape, machine: Hardware, *, micro: float = 0.01,
         room: int | None = None,
     ) -> Case:  # fmt: skip
-        """A case. micro: seconds; room: by default what memory allows beside the sharded state of the model."""
+        """A case. micro: seconds. room: by default the rows that memory holds beside the sharded state of the model."""
         machine = with_state(machine, shape, ranks)
         rows = Memory.of(shape, machine, STAGE_BYTES[-1]).rows if room is None else room
         w = Weights.of(shape, machine)
@@ -117,7 +120,7 @@ class Case:
 
     @property
     def mean(self) -> int:
-        """Rows of a rank if all had as many, rounded up."""
+        """The mean rows of a rank, rounded up."""
         return -(-int(self.lengths.sum()) // self.ranks)
 
     @cached_property
@@ -126,7 +129,7 @@ class Case:
         return [1 << i for i in range(self.ranks.bit_length()) if self.ranks % (1 << i) == 0]
 
     def alone(self, width: int, ways: Sequence[str]) -> Ints:
-        """Ticks of each document in a group of its own, without what every step has: launches and latencies."""
+        """The ticks of each document in a group of its own, without the launches and latencies of every step."""
         key = (width, *ways)
         if key not in self._known:
             self._known[key] = self._alone(width, ways)
@@ -152,7 +155,7 @@ class Case:
 
 
 def with_state(machine: Hardware, shape: ModelShape, ranks: int) -> Hardware:
-    """A machine whose memory holds the model's state as well, sharded over the ranks."""
+    """The machine with less memory: the model's state, sharded over the ranks, takes its part."""
     return replace(machine, reserve=machine.reserve + STATE * shape.parameters // ranks)
 
 
@@ -162,7 +165,7 @@ def samples(width: int, node: int) -> Ints:
 
 
 class Sums(NamedTuple):
-    """Of each group's documents: tokens, squared lengths, attended pairs, how many; and the group's first rank."""
+    """Sums over each group's documents: tokens, squared lengths, attended pairs, number; and the group's first rank."""
 
     tokens: Ints
     squares: Ints
@@ -176,7 +179,7 @@ def shared(
 ) -> Cost:  # fmt: skip
     """Costs of groups of one width that share their documents evenly, each in the best of the ways.
 
-    ranks: those of a group that are looked at, all by default.
+    ranks: the ranks of a group that count, all by default.
     """
     if width == 1:
         return _whole(case, sums, w)
@@ -193,14 +196,14 @@ def shared(
 
 
 def _cost(case: Case, rows: Ints, busy: Ints, waiting: Ints, w: Weights) -> Cost:
-    """Of ranks, from the ticks of one layer [2, ranks]."""
+    """The costs of ranks, from their ticks of one layer [2, ranks]."""
     head = rows * w.label
     work = case.shape.layers * busy.sum(0) + rows * w.row + head
     return Cost(work + case.shape.layers * waiting.sum(0), work, head)
 
 
 def _slowest(cost: Cost, width: int) -> Cost:
-    """Of groups, from the costs of so many ranks of each in turn."""
+    """The cost of the slowest rank of each group, from the costs of all ranks, group after group."""
     return Cost(*(column.reshape(-1, width).max(axis=1) for column in cost))
 
 
@@ -248,7 +251,7 @@ def trade(case: Case, rows: Ints, width: int, w: Weights) -> tuple[Ints, Ints]:
 
 
 def _zigzag(sums: Sums, width: int, ranks: Ints) -> tuple[Ints, Ints, dict[str, Ints]]:
-    """Tokens of a chunk, ranks in their groups, and what does not depend on the transport, by rank."""
+    """Tokens of a chunk, ranks in their groups, and the costs by rank that do not depend on the transport."""
     rank = np.tile(ranks, sums.tokens.size)
 
     def each(values: Ints) -> Ints:
@@ -294,7 +297,7 @@ def _ring(case: Case, sums: Sums, width: int, w: Weights) -> Cost:
         **(counts | {"merging": rows}),
     )  # fmt: skip
     busy, waiting = np.empty((2, 2, rows.size), np.int64)
-    # a stage is what one rank holds
+    # a stage has the keys of one rank
     for group in range(sums.tokens.size):
         at = slice(group * width, (group + 1) * width)
         mine = Tally(*(column[at] for column in t))
@@ -340,7 +343,7 @@ def run(case: Case, micros: Sequence[Micro], ways: Sequence[str] = ("ulysses", "
 
 
 def costs(case: Case, micros: Sequence[Micro], ways: Sequence[str]) -> Cost:
-    """Costs of micro-batches, of their slowest ranks each."""
+    """The cost of each micro-batch, of its slowest rank."""
     cost = Cost(*np.zeros((3, len(micros)), np.int64))
     by_width: dict[int, list[int]] = {}
     for index, micro in enumerate(micros):
@@ -364,8 +367,10 @@ def _sums(case: Case, micros: Sequence[Micro]) -> Sums:
 
 
 def check(case: Case, micros: Sequence[Micro]) -> int:
-    """The most rows that a rank has in a micro-batch. Raises ValueError unless every document is in one, within the
-    rows that fit."""
+    """The most rows that a rank has in a micro-batch.
+
+    Raises: ValueError if a document is in no micro-batch or in two, or if rows do not fit.
+    """
     seen = np.concatenate([m.documents for m in micros])
     if seen.size != case.lengths.size or (np.bincount(seen, minlength=case.lengths.size) != 1).any():
         raise ValueError(f"{seen.size} documents are placed, of {case.lengths.size}; place each once")

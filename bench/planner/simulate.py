@@ -1,4 +1,4 @@
-"""Replays batches of published length distributions under every policy and prints what each takes.
+"""Replays batches of published length distributions under every policy and prints the time of each.
 
     python -m bench.planner.simulate                                   # every cell
     python -m bench.planner.simulate --quick                           # under a minute
@@ -9,9 +9,9 @@ A cell is a machine, a number of ranks and a distribution; its batches are the s
 over the bound that no layout beats, computing alone (`seqpar.planner.bound`), under the planner's cost model, which
 also decides: plans are compared, not systems. Free-running ranks wait for their groups only; in lockstep, as
 FSDP's collectives have it, every layer takes what the slowest rank takes. A rival's knob is the best of a sweep for
-the cell, for each of the two; `seqpar` has none. Its figures are split: what would be left if transfers took no time,
-and what is exposed of them. Policies are in `policies`, costs in `schedules`, published results in
-`simulate_published`.
+the cell, for each of the two; `seqpar` has none. Its figures are split: the time above the bound without
+transfers, and the exposed part of transfers. Policies are in `policies`, costs in `schedules`, published results in
+`published`.
 """
 
 from __future__ import annotations
@@ -44,12 +44,12 @@ DISTRIBUTIONS = {
     "megatron": (32768, 8192),
 }  # fmt: skip
 BATCHES = {"seqpar": {8: 200, 64: 200, 512: 200, 4096: 50}, "rival": {8: 50, 64: 20, 512: 3, 4096: 1}}
-MICRO = 0.01  # seconds of a micro-batch beside its work
+MICRO = 0.01  # fixed seconds of a micro-batch
 Change = Callable[[Hardware], Hardware]
 
 
 class Cell(NamedTuple):
-    """What a figure is of."""
+    """The setting of a figure."""
 
     hardware: str
     ranks: int
@@ -111,8 +111,10 @@ def case_of(cell: Cell, index: int) -> Case:
 
 
 def replay(cell: Cell, index: int, names: Sequence[str]) -> dict[str, Any]:
-    """Of each policy the seconds of placing, and by knob the figures over the bound: free, lockstep, imbalance; and
-    rounds, rows."""
+    """The figures of each policy.
+
+    They are the seconds of placing, and by knob: free, lockstep and imbalance over the bound; and rounds and rows.
+    """
     case, result = case_of(cell, index), {}
     for name in names:
         policy, figures, seconds = POLICIES[name], {}, 0.0
@@ -187,7 +189,7 @@ def cell_rows(cell: Cell, names: Sequence[str], given: int | None, pool: Any, no
 
 
 def lower(row: dict[str, Any], ours: dict[str, Any], way: str) -> bool:
-    """Whether a rival is lower than seqpar in the mean of the batches that both had."""
+    """Whether a rival is below seqpar in the mean over the batches of both."""
     return float(np.mean(row[way])) < float(np.mean(ours[way][: row["batches"]]))
 
 
@@ -221,7 +223,7 @@ def tables(rows: list[dict[str, Any]], way: str, title: str) -> tuple[Table, int
 
 
 def ours_table(rows: list[dict[str, Any]], hardware: str) -> Table:
-    """Where seqpar's time above the bound goes."""
+    """A table of the causes of seqpar's time above the bound."""
     shown = Table(
         "ranks", "lengths", "batches", "mean", "largest", "imbalance", "exposed", "placing, ms",
         title=f"seqpar on {hardware}: time / bound, and its shortfall",
@@ -237,7 +239,7 @@ def ours_table(rows: list[dict[str, Any]], hardware: str) -> Table:
 
 
 def by_cell(rows: list[dict[str, Any]]) -> Iterator[tuple[Cell, list[dict[str, Any]]]]:
-    """Rows of each cell."""
+    """The rows of each cell."""
     cells = list(dict.fromkeys(Cell(*(row[f] for f in Cell._fields)) for row in rows))
     for cell in cells:
         yield cell, [row for row in rows if Cell(*(row[f] for f in Cell._fields)) == cell]
@@ -279,7 +281,7 @@ def plot(rows: list[dict[str, Any]], path: Path) -> None:
 
 
 def settings() -> dict[str, Any]:
-    """What all cells share."""
+    """The settings that all cells share."""
     return {"model": "llama-8b, recompute full", "micro_seconds": MICRO, "distributions": DISTRIBUTIONS}
 
 
@@ -328,7 +330,7 @@ def cells_of(args: argparse.Namespace) -> list[Cell]:
 
 
 def kept(args: argparse.Namespace) -> list[dict[str, Any]]:
-    """Rows of a former run."""
+    """The rows of an earlier run."""
     if not (args.resume and args.json.exists()):
         return []
     data = json.loads(args.json.read_text())

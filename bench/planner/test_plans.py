@@ -1,4 +1,4 @@
-"""How long planning takes: all that one rank of 64 needs for 1,048,576 tokens in 2,000 heavy-tailed documents.
+"""Times planning: all that one of 64 ranks needs for 1,048,576 tokens in 2,000 heavy-tailed documents.
 
 And one of 4,096 for 40 million tokens in 16,384 documents, placed as planners place them: half of the ranks hold short
 documents whole, the other half share the long ones, which hold half of the tokens, in zigzag pieces.
@@ -121,7 +121,7 @@ def test_plan_of_pieces(benchmark, width) -> None:
     mask, layout, ulysses = Mask(MANY_LENGTHS), Layout.from_pieces(*PIECES, MANY_RANKS), planned(width).ulysses
 
     def make() -> Plan:
-        layout.__setstate__(layout.__getstate__())  # forgets what the round before derived
+        layout.__setstate__(layout.__getstate__())  # forget the facts that the previous round derived
         return Plan(mask, layout, ulysses=ulysses)
 
     benchmark.pedantic(make, rounds=15, warmup_rounds=1)

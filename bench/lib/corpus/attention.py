@@ -26,7 +26,7 @@ LACKS = {"native": ("fp64", "fp16"), "aten": ("bf16", "fp16")}  # dtypes that a 
 
 @dataclass(frozen=True)
 class Call:
-    """A call of attention. more: options of the verb; tensors among them follow from the name alone."""
+    """A call of attention. more: options of the verb. The name alone determines all tensors."""
 
     plan: PlanCase
     dtype: str = "fp32"
@@ -49,7 +49,7 @@ def normal(g: torch.Generator, dtype: torch.dtype, *shape: int) -> Tensor:
 
 
 def rank_of(comm: Comm, call: Call) -> list[Tensor | None]:
-    """A rank's out, lse and gradients."""
+    """out, lse and gradients on one rank."""
     plan, dtype = call.plan.plan(), DTYPES[call.dtype]
     g = torch.Generator().manual_seed(3)
     (h, hk), (d, dv) = call.heads, call.dims
@@ -80,7 +80,7 @@ def rank_of(comm: Comm, call: Call) -> list[Tensor | None]:
 
 
 def alone() -> Iterator[Call]:
-    """Every option by itself."""
+    """Cases of every option by itself."""
     base = Call(PlanCase(4, transport="ring"))
     for case in (base, replace(base, plan=PlanCase(4, widths=(2,))), replace(base, plan=PlanCase(1))):
         for dtype in DTYPES:
@@ -113,7 +113,7 @@ def cases() -> Cases:
 
 
 def kernels() -> Cases:
-    """Every kernel by name, and what it says of a dtype that it lacks."""
+    """Cases of every kernel by name, and its errors for dtypes that it lacks."""
     calls: Cases = {}
     for kernel, dtype in product(KERNELS, DTYPES):
         for ranks, mask, sinks in ((1, "causal", False), (2, "window", True), (2, "full", False)):
@@ -125,7 +125,7 @@ def kernels() -> Cases:
 
 
 def processes() -> Cases:
-    """A handful on ranks that are processes."""
+    """A handful of cases on ranks that are processes."""
     calls = [
         Call(PlanCase(ranks, transport=transport, widths=(width,)), dtype, sinks=ranks == 2, lse=True)
         for ranks, transport, width, dtype in (

@@ -13,7 +13,7 @@ from torch import Tensor
 
 
 def digest(value: Any) -> str:
-    """Of tensors, arrays, numbers, strings, containers and dataclasses. Fields count in their order, not by name."""
+    """The digest of tensors, arrays, numbers, strings, containers and dataclasses, whose field names do not count."""
     h = hashlib.blake2b(digest_size=12)
     for part in _parts(value):
         h.update(part)

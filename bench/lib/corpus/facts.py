@@ -1,4 +1,4 @@
-"""Masks, layouts and plans of every kind, and draws from them."""
+"""Masks, layouts and plans of every kind, and random draws of them."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ LENGTHS: dict[str, list[int]] = {
 
 
 def _bounds(lengths: list[int]) -> Mask:
-    """A prefix that all see, then causal, across documents."""
+    """Bounds of a prefix that all tokens see, then causal, across documents."""
     at = np.arange(sum(lengths))
     return Mask.from_bounds(
         np.where(at % 3 == 0, 0, at // 2), np.maximum(at + 1, 10).clip(max=at.size), lengths=lengths
@@ -47,7 +47,7 @@ def _documents(lengths: list[int], ranks: int) -> Layout:
 
 
 def _empty(lengths: list[int], ranks: int) -> Layout:
-    """The first rank holds nothing, if there is another."""
+    """A layout whose first rank holds nothing, if there is another rank."""
     rank = np.sort(np.random.default_rng(8).integers(min(1, ranks - 1), ranks, sum(lengths)))
     return _by_rank(rank, ranks)
 
@@ -104,7 +104,7 @@ TRANSPORTS = ("fetch", "ring", "double_ring", "gather")
 
 
 def named() -> list[PlanCase]:
-    """Every transport at every width, and every mask and layout."""
+    """Plans of every transport at every width, and of every mask and layout."""
     cases = [
         PlanCase(ranks, transport=transport, widths=(width,))
         for ranks in (1, 2, 3, 4, 6, 8)
@@ -120,7 +120,7 @@ def named() -> list[PlanCase]:
 
 
 def drawn(rng: np.random.Generator) -> PlanCase:
-    """A plan of anything that goes together."""
+    """A random plan of parts that go together."""
 
     def one(values: Any) -> Any:
         values = list(values)

@@ -37,8 +37,8 @@ GROUPS = {
     "steps": ("plans", "steps"),
     "planner": ("plans", "planner"),
 }
-BROKEN = "broken by"  # how an outcome begins that is no digest
-FREE = ("planner",)  # whose choices may get better: differences are shown and do not fail
+BROKEN = "broken by"  # the start of an outcome without a digest
+FREE = ("planner",)  # groups whose choices may improve: differences are shown and do not fail
 
 
 def cases(group: str) -> Cases:

@@ -21,7 +21,7 @@ from .groups import Cases
 def drawn(make: Callable[[], nn.Module], dtype: torch.dtype = torch.float32) -> nn.Module:
     """A model with the same weights on every rank, none of them zero."""
     model = make()
-    g = torch.Generator().manual_seed(0)  # its own: ranks are threads, and the default generator is one for all
+    g = torch.Generator().manual_seed(0)  # a generator of its own: ranks are threads, and share the default one
     for parameter in model.parameters():
         nn.init.normal_(parameter, 0.0, 0.1, generator=g)
     return model.to(dtype).train()
@@ -93,7 +93,7 @@ BATCHES = {"padded": padded, "packed": packed}
 
 
 def trained(comm: Comm, name: str, plan: str, batch: str, dtype: torch.dtype, steps: int = 2) -> Any:
-    """Losses and gradients of some steps, logits and parameters after them."""
+    """Losses and gradients of some steps, and the logits and parameters after them."""
     model = drawn(partial(language_model, name), dtype)
     optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2)
     results: list[Any] = []
@@ -175,7 +175,7 @@ Inputs = Callable[[torch.dtype], dict[str, Tensor]]
 def denoised(
     comm: Comm, make: Callable[[], nn.Module], inputs: Inputs, options: Mapping[str, Any], dtype: torch.dtype
 ) -> Any:
-    """The whole output, this rank's gradients, and their sums."""
+    """The whole output, this rank's gradients, and the sums of all ranks' gradients."""
     model, given = drawn(make, dtype), inputs(dtype)
     seqpar.parallelize(model, comm, **options)
     out = model(**given, return_dict=False)[0]
@@ -210,7 +210,7 @@ def latte() -> Cases:
 
 
 class Block(nn.Module):
-    """Attention of PyTorch, and a layer after it."""
+    """A layer after PyTorch's attention."""
 
     def __init__(self) -> None:
         super().__init__()

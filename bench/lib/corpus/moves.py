@@ -1,4 +1,4 @@
-"""Verbs that move rows, and local ones: switch, relayout, shard, unshard, merge, rotary."""
+"""Cases of the verbs that move rows, and of local ones: switch, relayout, shard, unshard, merge, rotary."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ def numbers(shape: tuple[int, ...], dtype: torch.dtype, seed: int) -> Tensor:
 
 
 def with_gradient(y: Tensor, *leaves: Tensor) -> list[Tensor | None]:
-    """Results, and gradients of leaves for a fixed gradient of the result."""
+    """Results of a call, and the gradients of leaves for a fixed gradient of the results."""
     if y.requires_grad:
         y.backward(numbers(tuple(y.shape), y.dtype, 11))
     return [y.detach(), *(x.grad for x in leaves)]

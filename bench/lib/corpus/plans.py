@@ -1,4 +1,4 @@
-"""Plans' digests, what they derive for each rank, and what the planner chooses."""
+"""Cases of plans: their digests, the facts that they derive for each rank, and the planner's choices."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from seqpar import Mask, plan_batch, plan_step
 from .facts import PlanCase, drawn, named
 from .groups import Cases, refused
 
-TOO_LONG = (3, 6, 7, 14)  # drawn batches that the memory of their one rank does not hold
+TOO_LONG = (3, 6, 7, 14)  # random batches that do not fit the memory of their only rank
 CALL: dict[str, Any] = {"heads": 8, "kv_heads": 2, "dim": 16}
 
 
