@@ -145,8 +145,10 @@ def model_shape(dtype: str) -> seqpar.ModelShape:
 
 @dataclass(frozen=True)
 class Loaded:
-    """A batch and its plan. planning: CPU seconds for the plan and this rank's steps; waited: seconds until both
-    came."""
+    """A batch and its plan.
+
+    planning: CPU seconds for the plan and this rank's steps. waited: seconds until both came.
+    """
 
     batch: Batch
     plan: seqpar.Plan
@@ -274,8 +276,7 @@ class Trainer:
         self.optimizer = torch.optim.AdamW(self.model.parameters(), lr=3e-3, betas=(0.9, 0.95), weight_decay=0.01)
 
     def backward(self, tokens: Tensor, positions: Tensor, labels: Tensor, *, valid: int, attend: Attend) -> Tensor:
-        """This rank's share of the loss, a sum over its rows divided by the whole batch's `valid`; sets the
-        gradients."""
+        """Set the gradients; returns this rank's share of the loss, a sum over its rows divided by `valid`."""
         self.optimizer.zero_grad(set_to_none=False)
         logits = self.model(tokens, positions, attend)
         losses = logits.to(self.model.embedding.dtype)

@@ -61,8 +61,10 @@ class ThreadBlocks:
         self.ended: deque[EndedBlock] = deque(maxlen=ENDED)
 
     def of_node(self, node: int) -> Surrounding | None:
-        """The surrounding of the call that a node's backward repeats: a block opened within the repeated code, else the
-        block in which the node was recorded."""
+        """The surrounding of the call that a node's backward repeats.
+
+        It is a block opened within the repeated code, else the block in which the node was recorded.
+        """
         for block in reversed(self.open):
             if block.within == backward_pass() or (block.used and node >= block.first):
                 return block.surrounding

@@ -6,6 +6,7 @@ stood for one.
 
 from __future__ import annotations
 
+import ast
 import io
 import re
 import tokenize
@@ -28,7 +29,7 @@ PHRASES = {
 }
 SOURCES = [
     path
-    for folder in ("seqpar", "csrc", "examples")
+    for folder in ("seqpar", "csrc", "examples", "bench")
     for path in sorted((ROOT / folder).rglob("*"))
     if path.suffix in {".py", ".h", ".cpp", ".cu"}
 ]
@@ -87,3 +88,34 @@ def test_prose_is_found_in_every_kind_of_file(tmp_path: Path) -> None:
     words = " ".join(line for path in (python, header) for _, line in prose(path))
     assert [word in words for word in ("First", "Second", "third", "fourth", "fifth")] == [True] * 5
     assert "of_which" not in words
+
+
+DOCUMENTED = ast.Module | ast.ClassDef | ast.FunctionDef | ast.AsyncFunctionDef
+
+
+def summaries(text: str) -> Iterator[tuple[int, str]]:
+    """The first paragraphs of docstrings, with the lines where they begin."""
+    for node in ast.walk(ast.parse(text)):
+        if isinstance(node, DOCUMENTED) and (docstring := ast.get_docstring(node)):
+            yield node.body[0].lineno, docstring.partition("\n\n")[0]
+
+
+def wraps(summary: str) -> bool:
+    """Whether a summary goes on in a second line."""
+    return not summary.partition("\n")[0].rstrip().endswith((".", ":"))
+
+
+def test_the_summary_of_a_docstring_is_one_line() -> None:
+    files = [path for folder in ("seqpar", "examples", "bench", "tests") for path in (ROOT / folder).rglob("*.py")]
+    long = [
+        f"{path.relative_to(ROOT)}:{line}: {summary}"
+        for path in sorted(files)
+        for line, summary in summaries(path.read_text(encoding="utf-8"))
+        if "\n" in summary and wraps(summary)
+    ]
+    assert not long, "one line of at most 120 characters, and the rest below an empty line:\n" + "\n".join(long)
+
+
+def test_a_summary_of_two_lines_is_found() -> None:
+    found = dict(summaries('"""One\ntwo."""\n\ndef f():\n    """One.\n\n    Two\n    three."""\n'))
+    assert found == {1: "One\ntwo.", 5: "One."} and wraps(found[1]) and not wraps(found[5])

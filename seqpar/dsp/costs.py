@@ -246,8 +246,7 @@ class Costs:
         return seconds
 
     def _ring(self, stage: Stage, ranks: int, attention: float, common: float, *, inside: bool) -> float:
-        """Seconds of attention in a ring. attention: of one rank's part. common: the fraction of all that its ranks
-        have.
+        """Seconds of attention in a ring. attention: of one rank's part. common: the fraction of all rows that the ring has.
 
         Keys and values go round once; in backward twice, with their gradients. Fetched rows and steps cost a kernel as
         much as in `seqpar.planner`.
@@ -353,8 +352,10 @@ class Costs:
 
 
 def _pipeline(into: Any, inside: Any, out: Any, part: Any) -> Any:
-    """Seconds of parts in a pipeline of three stations. part: the largest part as a fraction. Moves out wait for all
-    moves in, since both use one link."""
+    """Seconds of parts in a pipeline of three stations.
+
+    part: the largest part as a fraction. Moves out wait for all moves in, since both use one link.
+    """
     first = np.maximum(part * into + inside + part * out, part * (into + inside) + out)
     return np.maximum(first, np.maximum(into + part * (inside + out), into + out))
 

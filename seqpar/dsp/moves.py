@@ -79,8 +79,7 @@ def gather(x: Tensor, space: Space, form: str, dim: str, *, grad: str = "sum") -
 
 
 def switch(x: Tensor, space: Space, form: str, src: str, dst: str) -> Tensor:
-    """This rank's share along ``dst`` of a tensor sharded along ``src``: one exchange, and one in backward. A
-    collective.
+    """This rank's share along ``dst`` of a tensor sharded along ``src``: one exchange, and one in backward.
 
     Spec over ranks: ``xs -> cat(xs, src).split(space.shares(dst), dst)``. Shares are uneven if the ranks do not divide
     a size, and empty if the size is smaller than the number of ranks; nothing is padded.
@@ -141,8 +140,7 @@ def move(
 
 
 def share_of(x: Tensor, space: Space, form: str, sharded: Sharding, what: str = "x") -> Tensor:
-    """This rank's share of a tensor that every rank has whole, such as a table; all of it if the form lacks the
-    dimension.
+    """This rank's share of a tensor that every rank has whole; all of it if the form lacks the dimension.
 
     Raises: ValueError for a tensor that does not fit the form, or is not whole.
     """

@@ -17,8 +17,7 @@ if TYPE_CHECKING:
 
 
 class Attention(nn.Module):
-    """Attention as a layer without parameters, under a plan that the call gives, that is bound to the layer, or that
-    surrounds it.
+    """Attention as a layer without parameters, under the plan of the call, of the layer, or of the surrounding block.
 
         with seqpar.parallel(plan, comm):
             out = attention(q, k, v)

@@ -15,8 +15,7 @@ if TYPE_CHECKING:
 
 
 class MultiheadAttention(nn.MultiheadAttention):
-    """torch's module of this name, on packed rows under a plan: same constructor, parameters, state dict,
-    initialisation.
+    """`torch.nn.MultiheadAttention` on packed rows under a plan, with the same constructor, parameters and state dict.
 
     Called with this rank's rows of query, key and value, [T, E] or a batch of one, it returns the rows that torch's
     module returns for each document under the plan's mask. That mask is the only one: ``attn_mask``, ``is_causal`` and

@@ -33,8 +33,11 @@ from torch.utils.checkpoint import CheckpointFunction
 
 
 class CheckpointRegion(NamedTuple):
-    """A region that backward will run again. owner: an object that its forward and backward share. function: the
-    owner's attribute that torch runs; None for an autograd function, whose frame is then the owner."""
+    """A region that backward will run again.
+
+    owner: an object that its forward and backward share. function: the owner's attribute that torch runs; None for an
+    autograd function, whose frame is then the owner.
+    """
 
     owner: Any
     function: str | None

@@ -94,8 +94,10 @@ def counts_of(
     mask: Mask, runs: Runs, group: Ints, document: Ints, groups: int, *, node_of: Ints | None, forwarded: bool,
     most: Ints | None,
 ) -> Tally:  # fmt: skip
-    """The counts of stretches that one group holds each. node_of: the node of each group, or None if there are no
-    nodes. most: `Tally.most`, None if each group is one rank."""
+    """The counts of stretches that one group holds each.
+
+    node_of: the node of each group, or None if there are no nodes. most: `Tally.most`, None if each group is one rank.
+    """
     area = area_of(mask, runs)
     rows, pieces = summed(group, runs.count, groups), np.bincount(group, minlength=groups)
     most = rows if most is None else most
@@ -135,8 +137,7 @@ def summed(index: Ints, values: Ints, size: int) -> Ints:
 
 
 def _pieces(mask: Mask, layout: Layout, width: int) -> tuple[Runs, Ints, Ints]:
-    """Ascending stretches of positions, each of one group, one document and one span of the mask; the group and the
-    document of each."""
+    """Ascending stretches of one group, document and span of the mask each; and their groups and documents."""
     lo, holder = layout.memo("stretches", lambda: _stretches(layout))
     group = holder // width
     first = np.flatnonzero(np.append(True, group[1:] != group[:-1]))

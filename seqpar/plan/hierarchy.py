@@ -32,8 +32,7 @@ from seqpar.plan.steps import Entry, Rows, as_rows
 
 @dataclass(frozen=True, eq=False)
 class NodeShares:
-    """Keys that enter nodes, in pieces seen by one set of groups; each piece is cut into one share per group of the
-    set.
+    """Keys that enter nodes, in pieces that one set of groups sees; each piece is cut into a share for every group.
 
     One row per share. gateway: the group where it enters; lo, hi: its key positions, maybe none; piece: its piece;
     turn: the one of ``turns`` in which it is forwarded. Sorted by node, position and gateway, so that the rows of a
@@ -52,8 +51,9 @@ class NodeShares:
 
 
 def fetch_by_node(demand: Demand, home: int, own_keys: Ints, stage_rows: int, inner: int) -> Iterator[StepRoute]:
-    """`fetch` with nodes of ``inner`` consecutive groups; equal to `fetch` if no two groups of a node see the same key
-    of another node.
+    """`fetch` with nodes of ``inner`` consecutive groups.
+
+    It equals `fetch` if no two groups of a node see the same key of another node.
 
     A turn forwards a slice of the keys that enter a node, at most ``stage_rows`` rows; all groups see a key in the turn
     for which it enters.

@@ -50,8 +50,10 @@ class Pass(NamedTuple):
 
 
 class Wire(NamedTuple):
-    """Ticks of a link: per exchange, per key row, per key row's gradient, and per row of a head trade on the way in
-    (query, key, value) and out (output); in backward the two directions swap."""
+    """Ticks of a link: per exchange, key row, gradient of a key row, and row of a head trade in each direction.
+
+    On the way in a head trade moves query, key and value, on the way out the output; in backward the directions swap.
+    """
 
     latency: int
     key: int
@@ -155,8 +157,10 @@ PHASES = ("attention", "exposed", "linear", "head")
 
 
 class Ticks(NamedTuple):
-    """Ticks of a training step by rank, int64 [..., ranks]: attention, exposed (waiting for transfers that nothing
-    hides), linear layers, and the head."""
+    """Ticks of a training step by rank, int64 [..., ranks]: attention, exposed transfers, linear layers and the head.
+
+    exposed: waiting for transfers that nothing hides.
+    """
 
     attention: Ints
     exposed: Ints
@@ -184,8 +188,10 @@ class Times(NamedTuple):
 
 
 def timeline(t: Tally, w: Weights, *, width: int | Ints, stage_bytes: int | Sequence[int]) -> Times:
-    """Ticks of a layer for documents of one width, or of each group's width. stage_bytes: bytes of a stage's keys; a
-    sequence adds a first axis."""
+    """Ticks of a layer for documents of one width, or of each group's width.
+
+    stage_bytes: bytes of a stage's keys; a sequence adds a first axis.
+    """
     shared: Ints = np.asarray(width)
     heads, kv_heads = -(-w.heads // shared), -(-w.kv_heads // shared)  # of the member with most heads
     both = Pass(*np.array([w.forward, w.backward]).T[:, :, None])
@@ -358,8 +364,10 @@ def ticks_of_each(candidates: Sequence[Counted], w: Weights, *, stage_bytes: Seq
 
 
 def _groups_of_ranks(layers: Sequence[Sequence[WidthGroup]], ranks: int) -> Ints:
-    """The group of each rank, width after width: [turns, layers, ranks] into all groups laid end to end. Layers with
-    fewer widths point to one more group without work."""
+    """The group of each rank, width after width: [turns, layers, ranks] into all groups laid end to end.
+
+    Layers with fewer widths point to one more group without work.
+    """
     groups = sum(ranks // part.width for own in layers for part in own)
     at = np.full((max(map(len, layers)), len(layers), ranks), groups)
     member, first = np.arange(ranks), 0

@@ -61,8 +61,10 @@ def grouped(lengths: Ints, ticks: Ints, *, fetch: int, room: Ints, part: int) ->
 
 
 def _levelled(heap: list[tuple[int, int]], extra: int, toll: int, part: int) -> tuple[list[tuple[int, int]], list[int]]:
-    """The fewest least loaded groups that share a document without exceeding their part, and the ticks that bring all
-    to one level; one more group is only added if each still takes more ticks than its toll."""
+    """The fewest least loaded groups that share a document within their part, and the ticks that level them.
+
+    One more group is only added if each still takes more ticks than its toll.
+    """
     taken = [heappop(heap)]
     total = taken[0][0] + extra
     while heap and total > max(part, heap[0][0] + 2 * toll) * len(taken):

@@ -26,8 +26,11 @@ from seqpar.planner.place import Documents, Pieces, Placement, least_loaded
 
 
 class Nest(NamedTuple):
-    """A candidate. all, more, some: how many documents, by falling attention, have the largest width, the second and
-    the third: on eight ranks 8, 4 and 2. rows: the weight of a row when balancing attention, in 64ths of its ticks."""
+    """A candidate.
+
+    all, more, some: how many documents, by falling attention, have the largest width, the second and the third: on
+    eight ranks 8, 4 and 2. rows: the weight of a row when balancing attention, in 64ths of its ticks.
+    """
 
     all: int
     more: int

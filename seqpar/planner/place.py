@@ -49,11 +49,14 @@ class Documents(NamedTuple):
 
 
 class Knobs(NamedTuple):
-    """Settings of a candidate. whole: the most surplus of a whole document, in 64ths of a rank's mean surplus of whole
-    documents. spread: the most tokens in spread documents, in 64ths of all; beyond it only documents that fit no rank
-    are spread. fill: tokens of the shortest documents, in 64ths of all. octaves: lengths of a tier differ by at most a
-    factor of 2 to this power; 0 means groups and no tiers. width: consecutive ranks that share the heads of a spread
-    document; divides the ranks. trade: the cost of a head trade per row, in 64ths of the row's ticks."""
+    """Settings of a candidate.
+
+    whole: the most surplus of a whole document, in 64ths of a rank's mean surplus of whole documents. spread: the most
+    tokens in spread documents, in 64ths of all; beyond it only documents that fit no rank are spread. fill: tokens of
+    the shortest documents, in 64ths of all. octaves: lengths of a tier differ by at most a factor of 2 to this power; 0
+    means groups and no tiers. width: consecutive ranks that share the heads of a spread document; divides the ranks.
+    trade: the cost of a head trade per row, in 64ths of the row's ticks.
+    """
 
     whole: int
     spread: int
@@ -197,8 +200,10 @@ class _Board:
         self._deal([self._laid(self.long[tiers == n], backwards=turn % 2 == 1) for turn, n in enumerate(levels)])
 
     def _grouped(self) -> RankShares:
-        """The long documents on groups, balanced by their ticks beyond the mean of the other documents, which fill the
-        rows. Half of the whole documents' surplus counts as able to even out the groups."""
+        """The long documents on groups, balanced by their ticks beyond the mean of the others, which fill the rows.
+
+        Half of the whole documents' surplus counts as able to even out the groups.
+        """
         lengths, ticks = self.batch.lengths[self.long], self.batch.ticks[self.long]
         others = np.concatenate([self.rest, self.filling])
         rows = 0 if self.loose else int(self.batch.lengths[others].sum())

@@ -37,9 +37,11 @@ SIZES: dict[str, Any] = {
 
 
 class Architecture(NamedTuple):
-    """One row. kind: the config's model type. head: the suffix of the class, or its name. positions: where the
-    position_ids start that this model does not make itself, or None. inside: what of a composite config is shrunk too.
-    training: whether it is in training; one draws at random there, whatever its dropout is.
+    """One row.
+
+    kind: the config's model type. head: the suffix of the class, or its name. positions: where the position_ids start
+    that this model does not make itself, or None. inside: the parts of a composite config that are shrunk too.
+    training: whether it is in training; one model draws at random there, whatever its dropout is.
     """
 
     kind: str

@@ -25,8 +25,11 @@ VERBS = ("switch", "relayout", "unshard")
 
 @dataclass(frozen=True)
 class Move:
-    """One call on every rank. shape: of the global tensor. dims: the one that is sharded before and, of a switch, the
-    one after. before, after: elements of each rank along them, or kinds of layouts."""
+    """One call on every rank.
+
+    shape: of the global tensor. dims: the one that is sharded before and, of a switch, the one after. before, after:
+    elements of each rank along them, or kinds of layouts.
+    """
 
     seed: int
     verb: str

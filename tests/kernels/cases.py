@@ -259,8 +259,11 @@ def asked(case: Case) -> CallSpec:
 
 
 def fitted(kernel: Kernel, case: Case) -> Case | None:
-    """The case as a kernel can do it. Compiled ones have no float64; Triton's interpreter has no bf16 and is slow, so
-    that it gets fewer rows, and test_triton.py takes small tiles instead of large tensors."""
+    """The case as a kernel can do it.
+
+    Compiled ones have no float64; Triton's interpreter has no bf16 and is slow, so that it gets fewer rows, and
+    test_triton.py takes small tiles instead of large tensors.
+    """
     if kernel.name.startswith(("triton", "native")) and case.dtype == torch.float64:
         case = replace(case, dtype=torch.float32)
     slow = case.queries > 70 or case.heads > 6

@@ -16,8 +16,7 @@ DTYPES = {"float64": torch.float64, "float32": torch.float32, "bfloat16": torch.
 
 
 class Recorder:
-    """A comm that notes what passes through it: (phase, stage, bytes sent, bytes received), messages sent by phase, and
-    memory asked for."""
+    """A comm that records (phase, stage, bytes sent, bytes received), messages sent by phase, and requested memory."""
 
     def __init__(self, comm: Comm) -> None:
         self.comm = comm

@@ -1,5 +1,4 @@
-"""What planning costs, counted in lines of Python executed: loops run over messages and stages, not over tokens,
-documents or runs.
+"""The cost of planning in lines of Python executed: loops run over messages and stages, not over tokens or runs.
 
 Times are printed by ``bench/planner/test_plans.py``; a count says the same on a loaded machine.
 """

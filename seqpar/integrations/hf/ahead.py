@@ -111,8 +111,10 @@ def ahead(
 def _told(
     loader: Loader, comm: Comm, lengths_in: Callable[[Any], Ints], replicated: bool
 ) -> tuple[Any, Ints | None, Brought | None]:
-    """This rank's next batch; the lengths of all ranks' documents, None if all loaders have ended; and the number of
-    documents that each rank brings, None for a replicated batch."""
+    """This rank's next batch, the lengths of all ranks' documents, and the number of documents of each rank.
+
+    The lengths are None if all loaders have ended, the numbers None for a replicated batch.
+    """
     batch, error = loader.next()
     with gathering("prefetch: lengths of the next batches", comm) as lengths:
         if error is not None:

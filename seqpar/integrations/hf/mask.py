@@ -20,8 +20,11 @@ MODULE = "transformers.masking_utils"
 
 
 class Rule(NamedTuple):
-    """The keys of its own document that a token sees: up to itself if causal; at most `left` before and `right` after
-    it; only within its own stretch of `chunk` tokens. None: no limit."""
+    """The keys of its own document that a token sees.
+
+    causal: only those up to itself. left, right: at most so many before and after it. chunk: only those in its own
+    stretch of so many tokens. None: no limit.
+    """
 
     causal: bool = False
     left: int | None = None

@@ -74,8 +74,11 @@ class VarlenCall:
 
 @dataclass(frozen=True, eq=False)
 class VarlenCalls:
-    """The calls of a step. segments: their number. covers: every query row sees a key. keys_again: some key is in two
-    segments, so its gradients are a sum over calls."""
+    """The calls of a step.
+
+    segments: their number. covers: every query row sees a key. keys_again: some key is in two segments, so its
+    gradients are a sum over calls.
+    """
 
     calls: tuple[VarlenCall, ...]
     segments: int

@@ -166,8 +166,9 @@ class PartTensors:
 
 
 def uploaded(plan: Plan, steps: Sequence[Step], device: torch.device) -> Uploaded:
-    """The row numbers and facts of a rank's steps on a device, in one transfer; made when the first layer of a batch
-    needs them, and freed with the plan.
+    """The row numbers and facts of a rank's steps on a device, uploaded in one transfer and freed with the plan.
+
+    The first layer of a batch uploads them.
 
     On CUDA each stream has its own copy: another stream would have to wait for the transfer, and its readers would have
     to finish before the memory is freed.

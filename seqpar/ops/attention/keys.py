@@ -35,8 +35,10 @@ class Slots:
 
 
 class KeyExchange:
-    """The exchange of keys for a call's steps: posted one step ahead, received into two slots that the whole call
-    reuses, and two more for keys that enter a node before they are forwarded.
+    """The exchange of keys for a call's steps, posted one step ahead.
+
+    Keys are received into two slots that the whole call reuses, and into two more if keys enter a node and are
+    forwarded.
 
     On CUDA the current stream orders everything: an exchange starts when the stream reaches its posting, after the last
     reader of its slot and before the kernels that hide it.

@@ -53,8 +53,11 @@ class Record:
 
 @dataclass(frozen=True, eq=False)
 class Ticket:
-    """The values of an op's ticket. kept: saved tensors, or their numbers among the op's tensors and results, which it
-    must not refer to: the graph may overwrite their memory."""
+    """The values of an op's ticket.
+
+    kept: saved tensors, or their numbers among the op's tensors and results. The ticket must not refer to those, since
+    the graph may overwrite their memory.
+    """
 
     record: Record
     kept: Sequence[Tensor | int | None]
