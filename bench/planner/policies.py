@@ -96,7 +96,7 @@ def static(case: Case, width: int) -> Schedule:
 
 
 def wlb(case: Case, width: int) -> Schedule:
-    """Groups of one width, packed to equal costs of documents, each of which is cut in the same way over its group.
+    """Groups of one width, packed to equal costs of documents; each document is cut in the same way over its group.
 
     WLB-LLM (Wang et al. 2025, OSDI), without delaying outliers to later batches.
     """

@@ -246,7 +246,7 @@ class Costs:
         return seconds
 
     def _ring(self, stage: Stage, ranks: int, attention: float, common: float, *, inside: bool) -> float:
-        """Seconds of attention in a ring. attention: of one rank's part. common: the fraction of all rows that the ring has.
+        """Seconds of attention in a ring. attention: of one rank's part. common: the ring's fraction of all rows.
 
         Keys and values go round once; in backward twice, with their gradients. Fetched rows and steps cost a kernel as
         much as in `seqpar.planner`.
