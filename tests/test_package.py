@@ -73,13 +73,14 @@ ORDER = {
         __init__
     """,
     "ops": """
-        core core/agreement core/autocast core/backward core/device core/handles core/collective_op
+        core core/regions core/agreement core/repetition core/autocast core/backward core/device core/handles
+        core/collective_op
         move move/pack
         attention attention/signature attention/source attention/rows attention/call attention/keys attention/grads
         attention/heads attention/schedule attention/op attention/api attention/rotary
         move/switch move/relayout __init__
     """,
-    "nn": "checkpoint wrap fingerprint regions source attention multihead __init__",
+    "nn": "checkpoint wrap fingerprint source attention multihead __init__",
     "integrations": """
         hf hf/config probe
         probe/nested probe/saved_state probe/rows probe/record probe/compare probe/stand_ins probe/trial probe/calls

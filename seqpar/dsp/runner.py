@@ -21,9 +21,9 @@ from seqpar.dsp.overlap import in_parts
 from seqpar.dsp.plan import StagePlan
 from seqpar.dsp.space import Sharding, Space
 from seqpar.dsp.spec import Block, Core, Exit
-from seqpar.nn.regions import run_again_inside, under_way
 from seqpar.nn.wrap import replaced
 from seqpar.ops.core.handles import in_graph
+from seqpar.ops.core.regions import run_again_inside, under_way
 from seqpar.parallel import parallel
 
 SDPA = ("query", "key", "value", "attn_mask", "dropout_p", "is_causal", "scale", "enable_gqa")

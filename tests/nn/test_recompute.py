@@ -305,12 +305,13 @@ def test_a_layer_that_is_bound_anew_before_its_backward(reentrant) -> None:
             out.sum().backward()
 
 
-def test_a_plan_given_anew_is_noticed() -> None:
+@pytest.mark.parametrize("reentrant", [False, True])
+def test_a_plan_given_anew_is_noticed(reentrant) -> None:
     """A closure that leads to another plan by the time of backward, the same shapes and all."""
     (plan, comm), x = (plan_of(1), LocalComm()), rows_of(plan_of(1))
     for call in (seqpar.attention, Attention()):
         now = [seqpar.bind(plan, comm)]
-        out = checkpoint(lambda x, call=call, now=now: call(x, x, x, *now), x, use_reentrant=False)
+        out = checkpoint(lambda x, call=call, now=now: call(x, x, x, *now), x, use_reentrant=reentrant)
         now[0] = seqpar.bind(other(plan), comm)
         with pytest.raises(RuntimeError, match="recomputed under another plan"):
             out.sum().backward()
@@ -327,11 +328,12 @@ CHANGES: dict[str, Callable[[Attention], object]] = {
 
 @pytest.mark.parametrize("given", [True, False])
 @pytest.mark.parametrize("change", CHANGES)
-def test_what_else_changes_before_it_is_recomputed_is_noticed(change, given) -> None:
+@pytest.mark.parametrize("reentrant", [False, True])
+def test_what_else_changes_before_it_is_recomputed_is_noticed(reentrant, change, given) -> None:
     (plan, comm), x, layer, now = (plan_of(1), LocalComm()), rows_of(plan_of(1)), Attention(dropout=0.4), [3]
     call = (plan, comm) if given else ()
     with seqpar.parallel(plan, comm):
-        out = checkpoint(lambda x: layer(x, x, x, *call, seed=now[0]), x, use_reentrant=False)
+        out = checkpoint(lambda x: layer(x, x, x, *call, seed=now[0]), x, use_reentrant=reentrant)
         now[0] = CHANGES[change](layer) or now[0]
         with pytest.raises(RuntimeError, match="recomputed under another plan, dropout seed or scale"):
             out.sum().backward()

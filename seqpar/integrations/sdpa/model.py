@@ -13,10 +13,10 @@ from seqpar.integrations.probe.calls import ModelCall, way_of
 from seqpar.integrations.probe.inspection import mixing
 from seqpar.integrations.probe.record import under_trial
 from seqpar.integrations.sdpa.reroute import Local, Rerouting, refused, sdpa, warn_untried
-from seqpar.nn.regions import under_way
 from seqpar.nn.wrap import ParallelModel, refuse_twice
 from seqpar.ops.core.agreement import errors_on_all_ranks
 from seqpar.ops.core.handles import uncompiled
+from seqpar.ops.core.regions import under_way
 from seqpar.parallel import derived_seed, surrounding
 from seqpar.plan import Plan
 from seqpar.train import check_model

@@ -29,11 +29,11 @@ from seqpar.integrations.probe.inspection import dropping, renorming
 from seqpar.integrations.probe.record import under_trial
 from seqpar.integrations.probe.stand_ins import stand_in
 from seqpar.integrations.sdpa.mask import bounds_of, compressed, expanded, is_lower_triangle
-from seqpar.nn.regions import CheckpointRegion, run_again_inside, under_way
 from seqpar.ops import attention
 from seqpar.ops.core.agreement import errors_on_all_ranks, gathering
 from seqpar.ops.core.autocast import autocast
 from seqpar.ops.core.handles import uncompiled
+from seqpar.ops.core.regions import CheckpointRegion, run_again_inside, under_way
 from seqpar.parallel import derived_seed, parallel
 from seqpar.plan import Plan
 

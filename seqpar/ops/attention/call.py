@@ -57,9 +57,9 @@ class Recipe:
     of this rank's queries and keys. By a part's Ulysses width: shares; blocks of this rank's heads in which every key
     head serves the same number of query heads; key_size, the elements of a row of keys and values; views, the rows of
     q, and of k and v, that the part's tensors are views of (None if they have their own memory); several, whether
-    several shares read the same key head. slot, entry_slot: elements of the largest buffer of received keys, and of
-    keys that enter a node. alone: the rank computes its rows in one step from its own keys, without a schedule or an
-    exchange. trades: whether any heads are traded.
+    several shares read the same key head. stamp: of the plan and what else results depend on. slot, entry_slot:
+    elements of the largest buffer of received keys, and of keys that enter a node. alone: the rank computes its rows in
+    one step from its own keys, without a schedule or an exchange. trades: whether any heads are traded.
     """
 
     kernel: Kernel
@@ -67,6 +67,7 @@ class Recipe:
     facts: Mapping[str, object]
     keys: tuple[int, int]
     digest: int
+    stamp: int
     steps: list[Step]
     parts: list[Part]
     rows: tuple[int, int]
@@ -106,8 +107,9 @@ def recipe_of(plan: Plan, rank: int, signature: Signature) -> Recipe:
     step, *more = steps
     return Recipe(
         kernel, acc_dtype(s.dtype), whole, (plan_key(plan), digest_of_call("attention", facts)),
-        digest_of_call("attention", whole), steps, parts, (plan.rows(rank), plan.rows(rank, "kv")), shares, blocks,
-        key_size, {part.width: _views(part) for part in parts},
+        digest_of_call("attention", whole), hash((plan.digest(), s.function())), steps, parts,
+        (plan.rows(rank), plan.rows(rank, "kv")), shares, blocks, key_size,
+        {part.width: _views(part) for part in parts},
         {part.width: replicated(s.heads, s.kv_heads, part.width) for part in parts},
         max((len(step.pos) * key_size[step.part.width] for step in steps if not step.own_alone), default=0),
         max((step.entry.rows * key_size[step.part.width] for step in steps if step.entry is not None), default=0),

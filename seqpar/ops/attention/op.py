@@ -30,6 +30,7 @@ from seqpar.ops.attention.source import resolved
 from seqpar.ops.core.agreement import abort_on_error, agreement, check_comm
 from seqpar.ops.core.autocast import no_autocast
 from seqpar.ops.core.collective_op import CollectiveOp, Tensors
+from seqpar.ops.core.repetition import check_repetition
 from seqpar.plan import Part, Plan
 
 log = logging.getLogger("seqpar.ops")
@@ -81,8 +82,9 @@ def _agreed(
         agreed.facts, agreed.keys = recipe.facts, recipe.keys
         agreed.digest = recipe.digest if seed is None else hash63((recipe.digest, seed))
         agreed.values = {"dropout_seed": seed, "alibi_slopes": slopes, "sinks": sinks}
+    stamp = hash((recipe.stamp, seed, id(comm.stats), comm.rank))  # a comm and its subs share stats
+    check_repetition("attention", comm, stamp, recorded=True in grads)
     log.debug("rank %d: attention, call %d, plan %s, %s", comm.rank, number, recipe.facts["plan"], recipe.kernel.name)
-    stamp = hash((agreed.digest, id(comm.stats), comm.rank))  # a comm and its subs share stats
     return Call(comm, Tag(agreed.digest, number, 0, 0, "attention"), plan, signature, recipe, seed or 0, stamp=stamp)
 
 

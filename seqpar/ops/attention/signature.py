@@ -61,6 +61,10 @@ class Signature(NamedTuple):
             "sinks require grad": self.sink_grads, "device": self.device.type,
         }  # fmt: skip
 
+    def function(self) -> tuple[object, ...]:
+        """What results depend on: all but the choice of the kernel and what requires a gradient."""
+        return self[: self._fields.index("return_lse")]
+
     def spec(self, plan: Plan) -> CallSpec:
         """The kernel's view of the call under a plan."""
         on_cuda = self.device.type == "cuda"

@@ -1,8 +1,7 @@
 """The source of a call's plan, comm and dropout seed: its arguments, their handle, or a lookup.
 
 A backward pass may repeat a call. Arguments are then given again; a lookup must find what forward found, or raise (see
-`seqpar.parallel.surrounding`). The stamp that a call saves (`seqpar.ops.core.collective_op`) detects a repetition with
-other values, except inside torch's reentrant checkpoint, whose forward records nothing.
+`seqpar.parallel.surrounding`). A repetition with other values is an error (`seqpar.ops.core.repetition`).
 """
 
 from __future__ import annotations

@@ -22,8 +22,8 @@ from torch import Tensor
 from torch.autograd import forward_ad
 
 from seqpar.comm import Comm, Tag
-from seqpar.ops.core.agreement import abort_on_error
 from seqpar.ops.core.handles import carried, carry, handles, in_graph, uncompiled
+from seqpar.ops.core.repetition import refuse_repetition
 
 Tensors = Sequence[Tensor | None]
 LIBRARY = torch.library.Library("seqpar", "FRAGMENT")
@@ -278,12 +278,7 @@ def check_stamp(what: str, comm: Comm, stamp: int, saved: Tensor | int) -> None:
     if isinstance(saved, Tensor):
         saved = int(saved) if saved.dtype == torch.int64 and saved.numel() == 1 else -1
     if saved != stamp:
-        with abort_on_error(comm, what):
-            raise RuntimeError(
-                f"{what} was recomputed under another plan, dropout seed or scale than in forward, or under none; "
-                "checkpoint with torch.utils.checkpoint.checkpoint, run the backward inside the block of its forward, "
-                "or give the recomputed layers their plan as an argument"
-            )
+        refuse_repetition(what, comm)
 
 
 def _apart(x: Tensor) -> Tensor:

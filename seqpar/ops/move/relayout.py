@@ -27,6 +27,7 @@ from seqpar.ops.core.agreement import (
 from seqpar.ops.core.collective_op import CollectiveOp, Record
 from seqpar.ops.core.device import Uploaded, stream_of
 from seqpar.ops.core.handles import checked_values, in_graph, uncompiled
+from seqpar.ops.core.repetition import check_repetition
 from seqpar.ops.move.pack import post, rows_of
 from seqpar.plan import Plan, Rows
 from seqpar.plan.steps import as_rows
@@ -278,6 +279,7 @@ def _relayout(
         if comm.size > 1:
             key = "relayout", dst.digest(), x.dtype, x.device.type, x.shape[1:], grads[0]
             call.digest = src.memo(key, lambda: digest_of_call("relayout", call.facts))
+    check_repetition("relayout", comm, (src.digest(), dst.digest()), "layout", recorded=grads[0])
     return _moved(x, comm, moves, Tag(call.digest, number, 0, 0, "relayout (forward)"))
 
 
@@ -294,6 +296,7 @@ def _unshard(
         if comm.size > 1:
             key = "unshard", side, dim, x.dtype, x.device.type, x.shape[1:], grads[0]
             call.digest = plan.memo(key, lambda: digest_of_call("unshard", call.facts))
+    check_repetition("unshard", comm, (plan.digest(), side, dim), "plan", recorded=grads[0])
     return _moved(x, comm, moves, Tag(call.digest, number, 0, 0, "unshard (forward)"))
 
 

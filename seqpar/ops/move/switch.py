@@ -15,6 +15,7 @@ from seqpar.comm import Comm, Tag
 from seqpar.ops.core.agreement import abort_on_error, agreement, check_comm, digest_of_call, errors_on_all_ranks
 from seqpar.ops.core.collective_op import CollectiveOp, Record, refuse_tangents, requirements
 from seqpar.ops.core.handles import checked_values, in_graph
+from seqpar.ops.core.repetition import check_repetition
 from seqpar.ops.move.pack import Message, Place, post
 
 Sizes = tuple[Sequence[int], Sequence[int]]
@@ -143,6 +144,7 @@ def _agreed(
         kinds = tuple([(x.shape, x.dtype, x.device.type) for x in xs])
         sides = tuple(split_dims), tuple(concat_dims), tuple(split), tuple(concat)
         call.facts, call.digest = _facts(kinds, *sides, tuple(grads))
+    check_repetition("switch", comm, sides, "pair of dims", recorded=True in grads)
     return Tag(call.digest, number, 0, 0, "switch (forward)")
 
 

@@ -21,7 +21,7 @@ from torch.utils.checkpoint import CheckpointError, checkpoint
 import seqpar
 from seqpar import Comm, Layout, LocalComm, Mask, Plan
 from seqpar.integrations.sdpa import parallelize, sdpa
-from seqpar.nn import regions
+from seqpar.ops.core import regions
 from seqpar.testing import run_threads
 from tests.comm.cases import impatient
 from tests.recompute import Unknown, Whole, in_a_thread

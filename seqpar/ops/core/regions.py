@@ -42,6 +42,16 @@ class CheckpointRegion(NamedTuple):
     owner: Any
     function: str | None
 
+    def run_again_inside(self, context: Callable[[], AbstractContextManager[Any]], by: object) -> None:
+        """Make the region enter a context when it runs again; once per `by`. Its function must be known."""
+        assert self.function is not None
+        first = function = getattr(self.owner, self.function)
+        while isinstance(function, Again):
+            if function.by is by:
+                return
+            function = function.function
+        setattr(self.owner, self.function, Again(first, by, context))
+
 
 def under_way() -> list[CheckpointRegion]:
     """The regions around the caller that backward will run again, innermost first."""
@@ -71,9 +81,7 @@ def run_again_inside(
                 "backward may run it again, outside of the block that reroutes it; checkpoint with "
                 "torch.utils.checkpoint.checkpoint, or enter the block inside that function"
             )
-        function = getattr(region.owner, region.function)
-        if not (isinstance(function, Again) and function.by is by):
-            setattr(region.owner, region.function, Again(function, by, context))
+        region.run_again_inside(context, by)
 
 
 class Again:
