@@ -106,9 +106,6 @@ class Tape:
         """A comm of some of the ranks, renumbered, whose events go on this tape."""
         return _Sub(self, subset(self.rank, self.size, ranks))
 
-    def warm_up(self, peers: Sequence[int]) -> None:
-        """Nothing."""
-
     def check(self) -> None:
         """Nothing."""
 

@@ -100,9 +100,6 @@ class Alone:
         """This comm: in a plan with one rank per head group nobody exchanges with it."""
         return self
 
-    def warm_up(self, peers: Sequence[int]) -> None:
-        """Nothing."""
-
     def check(self) -> None:
         """Nothing."""
 

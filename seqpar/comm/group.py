@@ -1,9 +1,9 @@
 """`GroupComm`: ranks of a `torch.distributed` group, over NCCL for CUDA tensors and gloo for CPU tensors.
 
-Both use point-to-point only. A private gloo twin of the group carries `agree` and all CPU tensors, so that no message
-meets those of the group's other users:
+Both use point-to-point only. A private gloo twin of the group carries `agree` and all CPU tensors, and a private NCCL
+communicator CUDA tensors, so that no message meets those of the group's other users:
 
-    CUDA tensors   batched isend/irecv on the group, one batch a round (`protocol.rounds`)
+    CUDA tensors   batched send/recv on `nccl.Nccl`, one batch a round (`protocol.rounds`)
     CPU tensors    isend/irecv on the twin; a pair's tensors follow a header of int64, small ones in the same message
 
 gloo matches messages by (pair, number), first in, first out. It ends the process if a message is longer than its
@@ -22,6 +22,8 @@ from __future__ import annotations
 
 import ctypes
 import logging
+import platform
+import socket
 import time
 from bisect import bisect_right
 from collections import deque
@@ -38,12 +40,12 @@ from torch import Tensor
 from seqpar.comm.arguments import PATIENCE, check_arguments, check_descriptors
 from seqpar.comm.base import Done, ProcessChannel, ProcessComm, WorkBase, process_group, waited
 from seqpar.comm.failure import Monitor, RootCause
-from seqpar.comm.header import HEADER_BYTES, REMEMBERED, WARMING, WORDS, Header, describe, mismatch
+from seqpar.comm.header import HEADER_BYTES, REMEMBERED, WORDS, Header, describe, mismatch
 from seqpar.comm.interrupt import Interrupt
-from seqpar.comm.nccl import check_gpus, gpu_of
+from seqpar.comm.nccl import CUDA, Nccl, check_gpus, gpu_of, own_backend
 from seqpar.comm.owner import Owner
 from seqpar.comm.protocol import PeerError, Stats, Tag, Work, checked_sides, refuse_capture, rounds
-from seqpar.comm.rendezvous import Rendezvous
+from seqpar.comm.rendezvous import Rendezvous, machine
 
 log = logging.getLogger("seqpar.comm")
 
@@ -53,15 +55,26 @@ CARRIERS = {"cpu": "gloo", "cuda": "nccl"}  # device type -> the backend that mo
 HEADERS, HANG_UP, FIRST_FREE = 0, 1, 16
 NUMBERS = 2**31 - 2**20  # hashes; a pair's tensors count up from one
 
+_Side = Mapping[int, list[Tensor]]  # peer -> tensors
+
 BESIDE = 1 << 14  # bytes of a pair's tensors up to which they share a message with their header
+
+
+class _Arrival(NamedTuple):
+    """What a rank says of itself in the constructor. gpu: its id, empty without NCCL."""
+
+    gpu: str
+    machine: list[str]
+    private: bool
 
 
 class GroupChannel(ProcessChannel):
     """The group, its twin and their state, shared by a comm and its subs. Ranks are the group's."""
 
     cause: tuple[int, str] | None = None
+    nccl: Nccl | None = None  # if CUDA tensors can be sent
 
-    def __init__(self, group: dist.ProcessGroup, timeout: float, check: str) -> None:
+    def __init__(self, group: dist.ProcessGroup, timeout: float, check: str, private: bool) -> None:
         self.timeout = timeout
         self.rank, self.size = group.rank(), group.size()
         self.backends = _backends(group)
@@ -74,38 +87,46 @@ class GroupChannel(ProcessChannel):
         store = group.get_group_store()
         rendezvous = Rendezvous("GroupComm", store, self.rank, self.size, timeout)
         # in the rendezvous, so that no rank waits for one with wrong arguments
-        check_gpus("GroupComm", rendezvous.hear(lambda: self._check(check)))
-        twin_store = c10d.PrefixStore(f"seqpar/GroupComm/{rendezvous.number}", store)
+        ranks = [_Arrival(*found) for found in rendezvous.hear(lambda: self._check(check, private))]
+        check_gpus("GroupComm", [rank.gpu for rank in ranks])
+        if len({rank.private for rank in ranks}) > 1:
+            raise ValueError(f"GroupComm: private is {[rank.private for rank in ranks]} by rank, expected one value")
+        near = [rank for rank, x in enumerate(ranks) if rank != self.rank and x.machine == ranks[self.rank].machine]
+        own_store = c10d.PrefixStore(f"seqpar/GroupComm/{rendezvous.number}", store)
 
         def connect() -> Any:
-            twin = c10d.ProcessGroupGloo(twin_store, self.rank, self.size, timedelta(seconds=max(0.001, timeout)))
+            twin = _twin(own_store, self.rank, self.size, timeout)
             if self.gpu is not None:
-                # opens NCCL's communicator, which point-to-point between some of the ranks needs
-                ones = torch.ones(1, dtype=torch.int64, device=self.gpu)
-                dist.all_reduce(ones, group=group)
-                ones.item()
+                if private:
+                    # the prefix keeps NCCL's keys apart from gloo's
+                    backend = own_backend(c10d.PrefixStore("nccl", own_store), self.rank, self.size, timeout)
+                else:
+                    backend = group._get_backend(CUDA)
+                self.nccl = Nccl(backend, owned=private)
+                self.nccl.open(self.gpu, near)
             return twin
 
-        self._groups: list[Any] = [group, rendezvous.connect(connect), self.orphans]
+        try:
+            self._groups: list[Any] = [group, rendezvous.connect(connect), self.orphans]
+        except BaseException:
+            if self.nccl is not None:
+                self.nccl.abort()
+            raise
         # gloo's threads must end before the interpreter does, or C++ may end the process for it
         self.owner = Owner(self, self.rank, self._groups)
-        self.root_cause = RootCause(twin_store, "root cause", self.rank)
+        self.root_cause = RootCause(own_store, "root cause", self.rank)
         self.monitor = Monitor(timeout, self.fail, self.look)
         self.interrupt = Interrupt(lambda tag: self.fail(f"in {describe(tag)}: interrupted by Ctrl-C"))
         self.calls = deque(maxlen=REMEMBERED)
 
-    def _check(self, check: str) -> str:
-        """Raise for wrong arguments. Returns an id of this rank's GPU, empty without NCCL."""
+    def _check(self, check: str, private: bool) -> _Arrival:
+        """What this rank says of itself. Raises for wrong arguments."""
         check_arguments("GroupComm", self.timeout, check)
         _check_backends(self.backends)
         # per rank a connection, its listener, and what its threads wait on
         check_descriptors("GroupComm", 2 * self.size + 8)
-        return "" if self.gpu is None else str(torch.cuda.get_device_properties(self.gpu).uuid)
-
-    @property
-    def group(self) -> Any:
-        """The original group."""
-        return self._groups[0]
+        gpu = "" if self.gpu is None else str(torch.cuda.get_device_properties(self.gpu).uuid)
+        return _Arrival(gpu, machine(), bool(private))
 
     @property
     def twin(self) -> Any:
@@ -117,15 +138,31 @@ class GroupChannel(ProcessChannel):
         if self.owner.in_own_process and self.cause is None:
             standing = self.root_cause.read(grace) if grace else None
             self.cause = standing or self.root_cause.write(reason)
-            log.info("rank %d: %s; root cause: rank %d: %s", self.rank, reason, *self.cause)
+            self._report(f"{reason}; root cause")
             self._hang_up()
+            if self.nccl is not None:
+                self.nccl.abort()
 
     def look(self) -> bool:
         """Whether the group is dead, as far as this rank knows or any rank wrote."""
         if self.cause is None and (standing := self.root_cause.read()):
             self.cause = standing
-            log.info("rank %d: root cause: rank %d: %s", self.rank, *standing)
+            self._report("root cause")
+            if self.nccl is not None:
+                self.nccl.abort()
         return self.cause is not None
+
+    def _report(self, what: str) -> None:
+        # on a GPU the host may wait for the device, where no error can be raised: this line is all that the user sees
+        assert self.cause is not None
+        level = logging.INFO if self.nccl is None else logging.ERROR
+        log.log(level, "rank %d: %s: rank %d: %s", self.rank, what, *self.cause)
+
+    def close(self) -> None:
+        """Free NCCL's communicator, if it is the comm's own. Every rank calls it, after its last wait."""
+        if self.nccl is not None:
+            self.nccl.close()
+        self.cause = (self.rank, "the comm is closed")
 
     def failed(self, doing: str, peer: int, error: RuntimeError) -> PeerError:
         """The error for one of gloo's while `doing` something that waits for `peer`."""
@@ -289,20 +326,19 @@ class _NcclWork(WorkBase[GroupChannel]):
     launches. `wait` makes the current stream wait and returns at once, since it passes no timeout (unless
     TORCH_NCCL_BLOCKING_WAIT is set). Tensors are held until then: the allocator reuses freed memory in the order of the
     stream that waited, which must be the one that allocated it.
-
-    Tensors travel as bytes, as NCCL lacks some dtypes and an error between the calls of a batch would leave it open.
     """
 
-    def __init__(self, channel: GroupChannel, tag: Tag, batches: Sequence[Sequence[dist.P2POp]]) -> None:
+    def __init__(self, channel: GroupChannel, tag: Tag, batches: Sequence[tuple[_Side, _Side]]) -> None:
         super().__init__(channel, tag, None)
+        assert channel.nccl is not None
         self._works: list[Any] = []
         self._tensors: list[Tensor] = []
-        for batch in batches:
-            peers = sorted({op.group_peer for op in batch})
-            self._tensors += [op.tensor for op in batch]
-            works = dist.batch_isend_irecv(list(batch))
-            self._works += works
-            channel.monitor.watch(works, f"in {describe(tag)} for ranks {peers}")
+        for sends, recvs in batches:
+            for tensors in (*sends.values(), *recvs.values()):
+                self._tensors += tensors
+            work = channel.nccl.post(sends, recvs)
+            self._works.append(work)
+            channel.monitor.watch([work], f"in {describe(tag)} for ranks {sorted(sends.keys() | recvs.keys())}")
 
     def _finish(self) -> None:
         channel = self._channel
@@ -325,7 +361,9 @@ class GroupComm(ProcessComm[GroupChannel]):
 
     group: a `ProcessGroup`, a 1-D `DeviceMesh` (of a larger mesh: ``mesh["cp"]``), or None for the default group.
     timeout: seconds after which a wait fails. check: how often verbs compare their arguments over the ranks, "batch"
-    (once per plan and signature) or "call"; kept as `check_every`.
+    (once per plan and signature) or "call"; kept as `check_every`. private: CUDA tensors go over an NCCL communicator
+    of the comm's own, which nothing else delays and which is aborted if a rank hangs; False shares the group's, which
+    saves its memory.
 
     A collective constructor: every rank of the group calls it. A sub shares its parent's `stats`, whose `sent_to`
     counts by the parent's ranks.
@@ -334,8 +372,11 @@ class GroupComm(ProcessComm[GroupChannel]):
     GPU; NotImplementedError on ROCm.
     """
 
-    def __init__(self, group: Any = None, *, timeout: float = PATIENCE, check: str = "batch") -> None:
-        self._join(GroupChannel(process_group("GroupComm", group), timeout, check), (), Stats(), {}, check)
+    def __init__(
+        self, group: Any = None, *, timeout: float = PATIENCE, check: str = "batch", private: bool = True
+    ) -> None:
+        channel = GroupChannel(process_group("GroupComm", group), timeout, check, private)
+        self._join(channel, (), Stats(), {}, check)
 
     def exchange(
         self, sends: Mapping[int, Sequence[Tensor]], recvs: Mapping[int, Sequence[Tensor]], *, tag: Tag
@@ -363,35 +404,39 @@ class GroupComm(ProcessComm[GroupChannel]):
         channel = self._channel
         outgoing = rounds(channel.rank, channel.size, sends, sending=True)
         incoming = rounds(channel.rank, channel.size, recvs, sending=False)
-        batches = []
-        for key in sorted(outgoing.keys() | incoming.keys()):
-            sides = ((dist.isend, outgoing.get(key, {})), (dist.irecv, incoming.get(key, {})))
-            batches.append(
-                [
-                    dist.P2POp(op, _as_bytes(tensor), group=channel.group, group_peer=peer)
-                    for op, side in sides
-                    for peer, several in side.items()
-                    for tensor in several
-                ]
-            )
-        return _NcclWork(channel, tag, batches)
+        keys = sorted(outgoing.keys() | incoming.keys())
+        return _NcclWork(channel, tag, [(outgoing.get(key, {}), incoming.get(key, {})) for key in keys])
 
     def _post_control(self, sends: Mapping[int, list[Tensor]], recvs: Mapping[int, list[Tensor]], tag: Tag) -> Work:
         # on the twin, whatever the group's backend
         return _GlooWork(self._channel, self._scope_id, tag, self._in_group(sends), self._in_group(recvs), None)
 
-    def warm_up(self, peers: Sequence[int]) -> None:
-        """Open NCCL's connections to peers; the constructor has opened gloo's."""
-        self.check()
-        gpu = self._channel.gpu
-        if gpu is not None:
-            sends, recvs = ({self._ranks[p]: [torch.zeros(1, device=gpu)] for p in peers} for _ in range(2))
-            self._post_cuda(sends, recvs, Tag(0, next(self._counter("warm-up")), WARMING, 0)).wait()
+    def close(self) -> None:
+        """Free the comm's NCCL communicator, after its last wait. A collective; afterwards the comm is dead."""
+        self.agree("GroupComm.close", {})
+        self._channel.close()
 
 
-def _as_bytes(x: Tensor) -> Tensor:
-    """The memory of a contiguous tensor."""
-    return x.view(-1).view(torch.uint8)
+def _twin(store: Any, rank: int, size: int, timeout: float) -> Any:
+    """The private gloo group."""
+    c10d: Any = dist.distributed_c10d
+    try:
+        return c10d.ProcessGroupGloo(store, rank, size, timedelta(seconds=max(0.001, timeout)))
+    except RuntimeError as error:
+        raise RuntimeError(
+            f"gloo, which carries the control messages, has no connection from host {_resolved()}: "
+            f"{str(error).splitlines()[0]}; set GLOO_SOCKET_IFNAME on every host to the network interface that the "
+            "other hosts reach"
+        ) from error
+
+
+def _resolved() -> str:
+    """This host's name and the address that it has for itself, which gloo gives to the other ranks by default."""
+    name = platform.node()
+    try:
+        return f"{name} ({socket.gethostbyname(name)})"
+    except OSError:
+        return f"{name} (which does not resolve)"
 
 
 def _wrong_devices(types: Set[str], backends: Mapping[str, str]) -> ValueError:

@@ -13,8 +13,8 @@ from torch import Tensor
 
 from seqpar.comm.protocol import DEAD, Tag
 
-# phases of tags that belong to no verb
-AGREEING, WARMING = -1, -2
+# the phase of tags that belong to no verb
+AGREEING = -1
 
 REMEMBERED = 4096  # exchanges whose tags a channel remembers
 
@@ -28,7 +28,7 @@ def describe(tag: Tag) -> str:
     """A tag in words."""
     if tag.phase == AGREEING:
         return tag.name or f"another call's agreement, number {tag.call}"
-    return f"warm-up {tag.call}" if tag.phase == WARMING else str(tag)
+    return str(tag)
 
 
 WORDS = struct.Struct("8q")  # a header as bytes

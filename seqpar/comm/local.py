@@ -495,10 +495,6 @@ class LocalComm(CommBase[_LocalChannel]):
         self._world.post(entries)
         return work
 
-    def warm_up(self, peers: Sequence[int]) -> None:
-        """Nothing: threads need no connection."""
-        return None
-
     @enters
     def agree(self, what: str, facts: Mapping[str, object], error: Exception | None = None) -> None:
         """Compare the facts of all ranks: see `Comm.agree`."""

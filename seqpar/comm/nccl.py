@@ -1,11 +1,28 @@
-"""NCCL for `GroupComm`: one GPU for each rank."""
+"""NCCL for `GroupComm`: one GPU for each rank, and a communicator of the comm's own.
+
+The comm's own communicator has a stream of high priority, so that a transfer waits for at most one block of an
+attention kernel that fills the GPU, and nothing of the group's other users stands between two exchanges. It is made
+over the group's store under a key of the comm, as the gloo twin is, so only the comm's ranks take part. torch's
+`new_group(use_local_synchronization=True)` would not do: it names a group by the number of groups that this process is
+in, so ranks that differ in that never meet; and with a group bound to a device it splits the default group's
+communicator, in which all ranks of the job must take part.
+"""
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+import ctypes
+import os
+import weakref
+from collections.abc import Mapping, Sequence
+from datetime import timedelta
 from typing import Any
 
 import torch
+import torch.distributed as dist
+from torch import Tensor
+
+CUDA = torch.device("cuda")
+_open: set[Nccl] = set()  # communicators of comms, until they are closed or the process ends
 
 
 def gpu_of(group: Any) -> torch.device:
@@ -23,3 +40,78 @@ def check_gpus(name: str, gpus: Sequence[str]) -> None:
                 f"{name}: ranks {', '.join(map(str, ranks))} all use GPU {gpu}, expected a GPU for each rank; call "
                 'torch.cuda.set_device(int(os.environ["LOCAL_RANK"])) before you make the comm'
             )
+
+
+def own_backend(store: Any, rank: int, size: int, timeout: float) -> Any:
+    """A new NCCL backend of torch for these ranks, on a stream of high priority.
+
+    timeout: seconds after which the comm gives up a wait; torch's watchdog, which ends the process, comes later.
+    """
+    c10d: Any = dist.distributed_c10d
+    options = c10d.ProcessGroupNCCL.Options()
+    options.is_high_priority_stream = True
+    options._timeout = timedelta(seconds=2 * timeout + 60)
+    return c10d.ProcessGroupNCCL(store, rank, size, options)
+
+
+class Nccl:
+    """A communicator as exchanges need it. owned: whether it is the comm's own, or the group's.
+
+    An owned one lives until `close` or `abort`, or until the process ends: an exchange may still run on the device when
+    the comm is collected.
+    """
+
+    def __init__(self, backend: Any, *, owned: bool) -> None:
+        self._backend, self._owned = backend, owned
+        if owned:
+            _open.add(self)
+            self._at_exit = weakref.finalize(self, _abort, os.getpid(), backend)
+
+    def open(self, gpu: torch.device, peers: Sequence[int]) -> None:
+        """Connect all ranks, as point-to-point between some of them needs, and set up the transports to peers."""
+        one = torch.ones(1, dtype=torch.int64, device=gpu)
+        self._backend.allreduce([one]).wait()
+        if peers:
+            heard = {peer: [torch.empty_like(one)] for peer in peers}
+            self.post({peer: [one] for peer in peers}, heard).wait()
+        one.item()
+
+    def post(self, sends: Mapping[int, Sequence[Tensor]], recvs: Mapping[int, Sequence[Tensor]]) -> Any:
+        """One batch of messages, as a work of torch; peers are the group's ranks. Tensors are contiguous.
+
+        They travel as bytes, since NCCL lacks some dtypes.
+        """
+        backend = self._backend
+        backend._start_coalescing()
+        try:
+            for peer, tensors in sends.items():
+                for x in tensors:
+                    backend.send([x.view(-1).view(torch.uint8)], peer, 0)
+            for peer, tensors in recvs.items():
+                for x in tensors:
+                    backend.recv([x.view(-1).view(torch.uint8)], peer, 0)
+        finally:
+            # also after an error: an open batch would swallow the next one
+            work = backend._end_coalescing()
+        return work
+
+    def abort(self) -> None:
+        """End the kernels that wait for other ranks, so that the host returns, unless others use the communicator."""
+        if self._owned and self in _open:
+            _open.discard(self)
+            self._at_exit()
+
+    def close(self) -> None:
+        """Free the communicator, unless others use it. A collective."""
+        if self._owned and self in _open:
+            _open.discard(self)
+            self._at_exit.detach()
+            self._backend.shutdown()
+
+
+def _abort(process: int, backend: Any) -> None:
+    if os.getpid() == process:
+        backend.abort()
+    else:
+        # a fork has none of the threads that the destructor would wait for
+        ctypes.pythonapi.Py_IncRef(ctypes.py_object(backend))

@@ -162,10 +162,6 @@ class Comm(Protocol):
         """
         ...
 
-    def warm_up(self, peers: Sequence[int]) -> None:
-        """Open the connections to peers, so that the first exchange does not pay for it. Called by all of them."""
-        ...
-
     def check(self) -> None:
         """Raise PeerError if this comm is dead."""
         ...

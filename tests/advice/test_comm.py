@@ -93,6 +93,24 @@ def without_memory(comm: Comm) -> bool:
     return works(ShmComm(timeout=60.0, pool_bytes=1 << 20)) and works(GroupComm(timeout=60.0))
 
 
+def without_an_interface(comm: Comm) -> bool:
+    """gloo finds no network interface, then it does."""
+    with (
+        mock.patch.dict(os.environ, GLOO_SOCKET_IFNAME="missing0"),
+        advised(
+            RuntimeError,
+            "set GLOO_SOCKET_IFNAME on every host to the network interface that the other hosts reach",
+        ),
+    ):
+        GroupComm(timeout=60.0)
+    with mock.patch.dict(os.environ, GLOO_SOCKET_IFNAME="lo"):
+        return works(GroupComm(timeout=60.0))
+
+
+def test_gloo_is_told_the_network_interface() -> None:
+    assert run_processes(2, without_an_interface) == [True, True]
+
+
 def on_one_gpu(comm: Comm) -> bool:
     """All ranks use GPU 0, then each has its own."""
     with with_gpus():

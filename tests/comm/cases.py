@@ -15,6 +15,8 @@ import torch
 import torch.distributed as dist
 
 from seqpar.comm import GroupComm, LocalComm, PeerError, Tag, group
+from seqpar.comm.nccl import Nccl
+from tests.comm.over_gloo import NCCL_TYPES, OverGloo
 
 DTYPES = (torch.float32, torch.bfloat16, torch.int64, torch.uint8, torch.float64)
 SHAPES = ((3,), (2, 5), (), (0,), (4, 0, 2), (1, 2, 3))
@@ -283,7 +285,6 @@ def refused(comm):
         except ValueError as error:
             found.append(str(error))
     comm.exchange({}, {peer: [torch.empty(0)]}, tag=tag(1)).wait()
-    comm.warm_up([peer] if comm.size == 2 else [r for r in range(comm.size) if r != comm.rank])
     comm.agree("afterwards", {})
     return found, comm.stats.exchanges
 
@@ -452,6 +453,7 @@ def batched(comm, fn, *args):
     """Runs a case with its CPU tensors sent as CUDA tensors are: in rounds of batched point-to-point on the group."""
 
     over_gloo = group._GlooWork
+    comm._channel.nccl = Nccl(OverGloo(dist.group.WORLD._get_backend(torch.device("cpu"))), owned=False)
 
     def work(channel, scope, tag, sends, recvs, stats):
         return (
@@ -462,10 +464,6 @@ def batched(comm, fn, *args):
         return fn(comm, *args)
 
 
-NCCL_TYPES = (
-    torch.int8, torch.uint8, torch.bool, torch.int32, torch.int64, torch.float16, torch.bfloat16, torch.float32,
-    torch.float64,
-)  # fmt: skip
 OTHER_TYPES = (torch.int16, torch.uint16, torch.uint32, torch.uint64, torch.complex64, torch.complex128)
 
 
@@ -473,12 +471,6 @@ def of_all_types(comm):
     """Neighbours exchange one tensor of every dtype; the dtypes that came with other bits."""
     after, before = (comm.rank + 1) % comm.size, (comm.rank - 1) % comm.size
     types = (*NCCL_TYPES, *OTHER_TYPES)
-    post = dist.batch_isend_irecv
-
-    def as_nccl(ops):
-        for op in ops:
-            assert op.tensor.dtype in NCCL_TYPES, f"Unconvertible NCCL type {op.tensor.dtype}"
-        return post(ops)
 
     def drawn(rank, dtype, n):
         # a scalar, a matrix and an empty tensor in turns
@@ -490,8 +482,7 @@ def of_all_types(comm):
 
     sent = [drawn(comm.rank, dtype, n) for dtype in types for n in range(3)]
     got = [torch.empty_like(x) for x in sent]
-    with mock.patch.object(dist, "batch_isend_irecv", as_nccl):
-        comm.exchange({after: sent}, {before: got}, tag=tag(0)).wait()
+    comm.exchange({after: sent}, {before: got}, tag=tag(0)).wait()
     expected = [drawn(before, dtype, n) for dtype in types for n in range(3)]
     return [str(a.dtype) for a, b in zip(got, expected, strict=True) if not torch.equal(a, b)]
 
@@ -514,9 +505,9 @@ def stuck_stream(comm, limit):
     start = time.monotonic()
     if comm.rank == 0:
         comm._channel.monitor._timeout = 1.0
-    with mock.patch("torch.distributed.batch_isend_irecv", lambda ops: [NeverCompletes()]):
-        work = comm._post_cuda({}, {(comm.rank + 1) % comm.size: [torch.zeros(1)]}, tag(6, 2, 1))
-        work.wait()  # orders the stream, as on CUDA
+    comm._channel.nccl = mock.Mock(post=lambda sends, recvs: NeverCompletes())
+    work = comm._post_cuda({}, {(comm.rank + 1) % comm.size: [torch.zeros(1)]}, tag(6, 2, 1))
+    work.wait()  # orders the stream, as on CUDA
     while time.monotonic() < start + limit:
         try:
             comm.check()

@@ -2,16 +2,28 @@
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Iterator
 from contextlib import contextmanager
+from datetime import timedelta
+from pathlib import Path
 from types import SimpleNamespace
+from typing import Any
 from unittest import mock
 
 import torch
+import torch.distributed as dist
 
-from seqpar.comm import Comm, GroupComm, group
+from seqpar.comm import Comm, GroupComm, PeerError, group, nccl
 from seqpar.comm.protocol import Sides
-from tests.comm.cases import tag
+from tests.comm.cases import tag, until
+from tests.comm.over_gloo import OverGloo
+
+
+def own_backend(store: Any, rank: int, size: int, timeout: float) -> OverGloo:
+    """What stands for a communicator of the comm's own."""
+    c10d: Any = dist.distributed_c10d
+    return OverGloo(c10d.ProcessGroupGloo(store, rank, size, timedelta(seconds=timeout)))
 
 
 @contextmanager
@@ -21,6 +33,7 @@ def with_gpus() -> Iterator[None]:
     with (
         mock.patch.object(group, "_backends", lambda given: {"cpu": "gloo", "cuda": "nccl"}),
         mock.patch.object(group, "gpu_of", lambda given: torch.device("cpu")),
+        mock.patch.object(group, "own_backend", own_backend),
         mock.patch.multiple(
             torch.cuda,
             is_available=lambda: True,
@@ -56,3 +69,82 @@ def under_capture(comm: Comm) -> tuple[str, bool]:
         comm._channel.carries = {"cpu"}
         comm.exchange({other: [x + comm.rank]}, {other: [x]}, tag=tag(1)).wait()
     return said, bool((x == other).all())
+
+
+def on_gpus(given: Any = None, **options: Any) -> GroupComm:
+    """A comm whose ranks have a GPU each, and send CPU tensors as if these were on it."""
+    with with_gpus():
+        torch.cuda.set_device(dist.get_rank())
+        comm = GroupComm(given, **{"timeout": 60.0, **options})
+    comm._channel.carries = {"cpu", "cuda"}
+    return comm
+
+
+def swap(comm: GroupComm, call: int) -> list[float]:
+    """What a rank gets from both neighbours over NCCL."""
+    before, after = (comm.rank - 1) % comm.size, (comm.rank + 1) % comm.size
+    got = torch.zeros(2)
+    sends, recvs = {after: [torch.full((2,), float(comm.rank))]}, {before: [got]}
+    comm._post_cuda(sends, recvs, tag(call)).wait()
+    return got.tolist()
+
+
+def of_a_mesh(comm: Comm, folder: Path) -> Any:
+    """Ranks 1 and 3 make a comm and use it, while 0 and 2 do something else until that is done."""
+    pairs = [dist.new_group(ranks) for ranks in ([1, 3], [0, 1])]  # so rank 1 is in more groups than rank 3
+    if comm.rank % 2 == 0:
+        until(lambda: all((folder / other).exists() for other in "13"))
+        return "elsewhere"
+    mine = on_gpus(pairs[0])
+    assert mine._channel.nccl is not None
+    backend = mine._channel.nccl._backend
+    opened = set(backend.peers)
+    found = swap(mine, 0), sorted(opened), mine._channel.nccl in nccl._open
+    mine.close()
+    try:
+        mine.agree("afterwards", {})
+    except PeerError as error:
+        (folder / str(comm.rank)).touch()
+        return *found, backend.calls, mine._channel.nccl in nccl._open, str(error)
+    return "a closed comm agreed"
+
+
+def shares(comm: Comm, differs: bool) -> Any:
+    """A comm that shares the group's communicator does not end it; all ranks share or none."""
+    made: list[Any] = []
+
+    class Noted(nccl.Nccl):
+        def __init__(self, backend: Any, *, owned: bool) -> None:
+            made.append((backend, owned))
+            super().__init__(OverGloo(backend), owned=owned)
+
+    with mock.patch.object(group, "Nccl", Noted), mock.patch.object(group, "CUDA", torch.device("cpu")):
+        try:
+            mine = on_gpus(private=differs and comm.rank == 0)
+        except ValueError as error:
+            return str(error)
+    assert mine._channel.nccl is not None
+    found = swap(mine, 0)
+    mine.abort("a test")
+    same = made[0][0] is dist.group.WORLD._get_backend(torch.device("cpu"))
+    return found, made[0][1], same, mine._channel.nccl._backend.calls
+
+
+def hangs(comm: Comm) -> tuple[bool, list[str], str]:
+    """Rank 1 posts nothing, and rank 0's host waits for its device: whether that ends, what it logs and raises."""
+    mine, lines = on_gpus(), []
+    handler = logging.Handler(logging.ERROR)
+    handler.emit = lambda record: lines.append(record.getMessage())  # type: ignore[method-assign]
+    logging.getLogger("seqpar.comm").addHandler(handler)
+    assert mine._channel.nccl is not None
+    backend, ended = mine._channel.nccl._backend, True
+    if comm.rank == 0:
+        backend.stuck, mine._channel.monitor._timeout = True, 1.0
+        mine._post_cuda({}, {1: [torch.zeros(1)]}, tag(6)).wait()
+        ended = backend.ended.wait(60)
+    try:
+        mine.agree("the next step", {})
+    except PeerError as error:
+        logging.getLogger("seqpar.comm").removeHandler(handler)
+        return ended and backend.calls == ["abort"], lines, str(error)
+    return ended, lines, "nothing was noticed"

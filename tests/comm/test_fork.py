@@ -26,7 +26,7 @@ SCRIPT = """
             return pid
         verbs = (
             lambda: comm.agree("x", {}), lambda: comm.gather("x", 1), work.wait, comm.check,
-            lambda: comm.exchange({peer: [y]}, {}, tag=Tag(1, 1, 0, 0)), lambda: comm.warm_up([peer]),
+            lambda: comm.exchange({peer: [y]}, {}, tag=Tag(1, 1, 0, 0)),
         )
         for verb in verbs if end == "uses it" else ():
             try:

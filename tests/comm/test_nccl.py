@@ -5,13 +5,15 @@ from __future__ import annotations
 import re
 from pathlib import Path
 from types import SimpleNamespace
+from unittest import mock
 
 import pytest
 import torch
 
-from seqpar.comm.nccl import gpu_of
+from seqpar.comm.nccl import Nccl, gpu_of
 from seqpar.testing import run_processes
 from tests.comm import nccl_cases
+from tests.comm.over_gloo import OverGloo
 
 ROOT = Path(__file__).parents[2]
 PAGES = [ROOT / "README.md", *sorted((ROOT / "docs").glob("*.md")), *sorted((ROOT / "examples").rglob("*.py"))]
@@ -33,6 +35,44 @@ def test_an_exchange_in_a_graph_under_capture_is_refused() -> None:
     for text, right in run_processes(2, nccl_cases.under_capture):
         assert text.startswith("exchange: call 0 phase 0 stage 0 with plan 5eed in a CUDA graph under capture")
         assert right, "CPU tensors have nothing to do with it"
+
+
+def test_only_the_ranks_of_a_comm_make_its_communicator(tmp_path: Path) -> None:
+    first, one, second, three = run_processes(4, nccl_cases.of_a_mesh, tmp_path)
+    assert first == second == "elsewhere"
+    for rank, (got, opened, known, calls, known_afterwards, error) in enumerate((one, three)):
+        assert got == [1.0 - rank] * 2
+        assert opened == [1 - rank], "the constructor has opened the way to the other rank"
+        assert known and calls == ["shutdown"] and not known_afterwards
+        assert "the comm is closed" in error
+
+
+def test_the_communicator_of_a_group_is_shared_on_demand_and_never_ended() -> None:
+    assert run_processes(2, nccl_cases.shares, False) == [([1.0 - rank] * 2, False, True, []) for rank in range(2)]
+
+
+def test_ranks_that_differ_in_sharing_hear_of_it() -> None:
+    text = "GroupComm: private is [True, False] by rank, expected one value"
+    assert run_processes(2, nccl_cases.shares, True) == [text] * 2
+
+
+def test_a_hung_rank_is_named_and_the_host_returns() -> None:
+    for rank, (ended, lines, error) in enumerate(run_processes(2, nccl_cases.hangs)):
+        assert ended and "waited 1 s in call 6 phase 0 stage 0 with plan 5eed for ranks [1]" in error
+        assert "root cause: rank 0" in error or rank == 0
+        assert any("for ranks [1]" in line for line in lines), "on every rank, at a level that is shown"
+
+
+def test_a_batch_ends_although_a_message_is_refused() -> None:
+    backend = OverGloo(mock.Mock())
+    refusing = Nccl(backend, owned=False)
+    with (
+        pytest.raises(TypeError, match="not a tensor"),
+        mock.patch.object(backend, "send", side_effect=TypeError("not a tensor")),
+    ):
+        refusing.post({1: [torch.zeros(1)]}, {})
+    backend.stuck = True
+    assert not refusing.post({}, {1: [torch.zeros(1)]}).is_completed()
 
 
 @pytest.mark.parametrize(

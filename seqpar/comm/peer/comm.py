@@ -169,10 +169,6 @@ class PeerComm(CommBase[PeerChannel]):
             block = channel.pool.take(tuple(shape), dtype, channel.cuda.current(), spare=True)
         return torch.empty(tuple(shape), dtype=dtype, device=device) if block is None else block
 
-    def warm_up(self, peers: Sequence[int]) -> None:
-        """Nothing: the constructor has mapped all memory."""
-        return None
-
     @enters
     def agree(self, what: str, facts: Mapping[str, object], error: Exception | None = None) -> None:
         """Compare the facts of all ranks: see `Comm.agree`."""

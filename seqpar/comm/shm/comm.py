@@ -370,7 +370,3 @@ class ShmComm(ProcessComm[ShmChannel]):
         pooled = self.size > 1 and self._channel.owner.in_own_process
         tensor = self._channel.empty(shape, dtype) if pooled else None
         return torch.empty(tuple(shape), dtype=dtype) if tensor is None else tensor
-
-    def warm_up(self, peers: Sequence[int]) -> None:
-        """Nothing more than `check`: the constructor has mapped all memory."""
-        self.check()
