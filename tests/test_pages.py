@@ -13,6 +13,7 @@ import pytest
 
 from bench.cpu import architectures_page
 from seqpar import Layout, Mask, Plan
+from seqpar.comm.arguments import PATIENCE
 from tests.advice.remedies import PACKAGE, messages
 
 ROOT = Path(__file__).parent.parent
@@ -47,6 +48,10 @@ def test_a_quoted_message_is_one_of_the_package(quoted: str) -> None:
     assert text, quoted
     pattern = re.compile(".*".join(re.escape(part.strip()) for part in text[1].split("…")))
     assert any(pattern.search(message) for message in MESSAGES)
+
+
+def test_the_timeout_of_a_comm_is_the_one_that_the_page_says() -> None:
+    assert f"after `timeout` seconds, {PATIENCE:,.0f} by default" in " ".join(TROUBLES.split())
 
 
 def test_every_class_of_error_is_explained() -> None:
