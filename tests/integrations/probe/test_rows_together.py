@@ -18,8 +18,6 @@ from seqpar.integrations.sdpa import parallelize
 from seqpar.testing import run_processes
 from tests.integrations.probe.models import ALONE, MIXING, VOCABULARY, made
 
-TIMEOUT = 10.0
-
 
 def meeting(model: nn.Module, how: str, ranks: int) -> nn.Module:
     """The model, in whose own forward ranks meet: its blocks are sharded, or are inside DDP and have buffers."""
@@ -74,7 +72,7 @@ BATCHES = {2: [[5, 1], [5, 0], [1, 6], [9, 12], [1, 40]], 3: [[4, 0, 1], [4, 3, 
      (3, "parallelize", "fsdp")],
 )  # fmt: skip
 def test_ranks_with_few_rows_and_none_run_as_often(ranks: int, way: str, how: str) -> None:
-    every = run_processes(ranks, several, how, way, BATCHES[ranks], timeout=TIMEOUT)
+    every = run_processes(ranks, several, how, way, BATCHES[ranks])
     assert len({runs for _, runs in every}) == 1 and every[0][1] > len(BATCHES[ranks])
     model = made(ALONE["positions given"])
     for number, rows in enumerate(BATCHES[ranks]):
@@ -95,7 +93,7 @@ def refused(comm: Comm, how: str, way: str, rows: list[int]) -> str:
 
 @pytest.mark.parametrize("how, way", [("fsdp", "parallelize"), ("ddp", "block")])
 def test_what_one_rank_alone_finds_is_refused_on_all(how: str, way: str) -> None:
-    for said in run_processes(3, refused, how, way, [9, 1, 0], timeout=TIMEOUT):
+    for said in run_processes(3, refused, how, way, [9, 1, 0]):
         assert "gives to places (Embedding) does not follow" in said
 
 
@@ -116,7 +114,7 @@ def fails(*_: Any) -> None:
 
 @pytest.mark.parametrize("how", ["fsdp", "ddp"])
 def test_a_failure_of_one_rank_is_told_on_all(how: str) -> None:
-    for said in run_processes(2, failing, how, timeout=TIMEOUT):
+    for said in run_processes(2, failing, how):
         assert said.endswith("Model failed on rank 1 when it was tried: ArithmeticError: no good"), said
 
 
@@ -130,7 +128,7 @@ def subsets(comm: Comm, batches: list[list[list[int]]]) -> list[Tensor]:
 
 def test_comms_that_share_a_sharded_model_try_it_at_once_or_not_at_all() -> None:
     batches = [[[2, 1], [30]], [[9, 30], [1]], [[2, 0], [60]]]
-    every = run_processes(3, subsets, batches, timeout=TIMEOUT)
+    every = run_processes(3, subsets, batches)
     model = made(ALONE["positions given"])
     for number, (rows, _) in enumerate(batches):
         at = torch.arange(sum(rows))[None]
