@@ -11,6 +11,7 @@ import traceback
 from contextlib import suppress
 from unittest import mock
 
+import pytest
 import torch
 import torch.distributed as dist
 
@@ -287,6 +288,18 @@ def refused(comm):
     comm.exchange({}, {peer: [torch.empty(0)]}, tag=tag(1)).wait()
     comm.agree("afterwards", {})
     return found, comm.stats.exchanges
+
+
+def by_itself(comm, check="batch"):
+    """Asserts that a comm of one rank takes every call and sends nothing."""
+    assert (comm.rank, comm.size, comm.check_every) == (0, 1, check)
+    comm.exchange({}, {}, tag=tag(0)).wait()
+    comm.agree("attention", {"heads": 8})
+    with pytest.raises(TypeError, match="mine"):
+        comm.agree("attention", {}, TypeError("mine"))
+    comm.check()
+    assert comm.sub([0]).size == 1
+    assert comm.stats.exchanges == 0
 
 
 # --- exchanges that fail ----------------------------------------------------------------------------------------------

@@ -82,18 +82,36 @@ def test_a_store_that_goes_with_its_holder_is_named():
         Rendezvous("GroupComm", LostStore(), 1, 3, 5.0)
 
 
-@pytest.mark.parametrize("make", [GroupComm, pytest.param(ShmComm, marks=needs_native)])
-def test_arguments_that_say_nothing_are_refused_by_name(make):
-    dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
-    try:
-        for timeout in (float("inf"), float("nan"), 1e300, -1, 0, True, "5", None, torch.tensor([1.0, 2.0])):
-            with pytest.raises(ValueError, match=f"^{make.__name__}: timeout=.*, expected seconds > 0, at most 1e"):
-                make(timeout=timeout)
-        for check in ("never", None, 1, ["batch"]):
-            with pytest.raises(ValueError, match=f'^{make.__name__}: check=.*, expected "batch" or "call"'):
-                make(check=check)
-    finally:
-        dist.destroy_process_group()
+makes = pytest.mark.parametrize("make", [GroupComm, pytest.param(ShmComm, marks=needs_native)])
+
+
+@makes
+def test_what_a_comm_is_made_from(make, alone):
+    mesh = dist.init_device_mesh("cpu", (1, 1), mesh_dim_names=("dp", "cp"))
+    for group in (None, dist.group.WORLD, mesh["cp"]):
+        cases.by_itself(make(group, timeout=60.0))
+    assert make(check="call").check_every == "call"
+    with pytest.raises(ValueError, match=r"2 dimensions \('dp', 'cp'\)"):
+        make(mesh)
+    for group in ("cp", dist.GroupMember.NON_GROUP_MEMBER):
+        with pytest.raises(ValueError, match=f"{make.__name__}: got .*, expected a group that this process is in"):
+            make(group)
+
+
+@makes
+def test_without_a_default_group(make):
+    with pytest.raises(ValueError, match=f"{make.__name__}: .*no default group.*call init_process_group first"):
+        make()
+
+
+@makes
+def test_arguments_that_say_nothing_are_refused_by_name(make, alone):
+    for timeout in (float("inf"), float("nan"), 1e300, -1, 0, True, "5", None, torch.tensor([1.0, 2.0])):
+        with pytest.raises(ValueError, match=f"^{make.__name__}: timeout=.*, expected seconds > 0, at most 1e"):
+            make(timeout=timeout)
+    for check in ("never", None, 1, ["batch"]):
+        with pytest.raises(ValueError, match=f'^{make.__name__}: check=.*, expected "batch" or "call"'):
+            make(check=check)
 
 
 @pytest.mark.parametrize("make", [GroupComm, PeerComm, ShmComm])

@@ -18,14 +18,6 @@ from seqpar.testing import run_processes
 from tests.comm import cases
 
 
-@pytest.fixture
-def alone():
-    """A default group of this process alone."""
-    dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
-    yield
-    dist.destroy_process_group()
-
-
 class Fake:
     """A work that completes when it is told to."""
 
@@ -174,33 +166,6 @@ def test_a_stuck_stream_ends_every_rank():
 
 
 # --- construction -----------------------------------------------------------------------------------------------------
-
-
-def test_what_it_is_made_from(alone):
-    mesh = dist.init_device_mesh("cpu", (1, 1), mesh_dim_names=("dp", "cp"))
-    for group in (None, dist.group.WORLD, mesh["cp"]):
-        comm = GroupComm(group, timeout=5.0)
-        assert (comm.rank, comm.size, comm.check_every) == (0, 1, "batch")
-        comm.exchange({}, {}, tag=cases.tag(0)).wait()
-        comm.agree("attention", {"heads": 8})
-        with pytest.raises(TypeError, match="mine"):
-            comm.agree("attention", {}, TypeError("mine"))
-    assert GroupComm(check="call").check_every == "call"
-
-
-def test_what_it_is_not_made_from(alone):
-    mesh = dist.init_device_mesh("cpu", (1, 1), mesh_dim_names=("dp", "cp"))
-    with pytest.raises(ValueError, match=r"2 dimensions \('dp', 'cp'\)"):
-        GroupComm(mesh)
-    with pytest.raises(ValueError, match="a group that this process is in"):
-        GroupComm("cp")
-    with pytest.raises(ValueError, match="a group that this process is in"):
-        GroupComm(dist.GroupMember.NON_GROUP_MEMBER)
-
-
-def test_without_a_default_group():
-    with pytest.raises(ValueError, match="call init_process_group first"):
-        GroupComm()
 
 
 def test_devices_need_their_backend():

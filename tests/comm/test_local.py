@@ -13,15 +13,7 @@ from tests.comm.cases import tag
 
 
 def test_one_rank_by_itself():
-    comm = LocalComm()
-    assert (comm.rank, comm.size, comm.check_every) == (0, 1, "call")
-    comm.exchange({}, {}, tag=tag(0)).wait()
-    comm.agree("attention", {"heads": 8})
-    with pytest.raises(TypeError, match="mine"):
-        comm.agree("attention", {}, TypeError("mine"))
-    comm.check()
-    assert comm.sub([0]).size == 1
-    assert comm.stats.exchanges == 0
+    cases.by_itself(LocalComm(), check="call")
     with pytest.raises(ValueError, match="size 0"):
         LocalComm.world(0)
 

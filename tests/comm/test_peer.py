@@ -21,7 +21,7 @@ from seqpar.comm.peer.pool import DevicePool
 from seqpar.comm.peer.signals import FIRST, LINE, WRAP, epoch, reached
 from seqpar.testing import run_processes, run_threads
 from tests.cases import OVER_RANKS
-from tests.comm.cases import tag, until
+from tests.comm.cases import by_itself, tag, until
 from tests.comm.device import LIMIT, Model, Stream, on_model
 from tests.comm.peer_cases import CHECKS, strided
 from tests.comm.suite import Exchanges
@@ -424,10 +424,9 @@ def test_rocm_is_refused_by_name(monkeypatch):
 
 def test_one_rank_by_itself():
     def rank_main(comm):
-        comm.exchange({}, {}, tag=tag(0)).wait()
-        comm.agree("alone", {})
+        by_itself(comm, check="call")
         x = comm.empty((3,), torch.float32, comm._channel.cuda.device)
-        assert comm._channel.pool.owns(x) and comm.sub([0]).size == 1
+        assert comm._channel.pool.owns(x)
         comm.abort("for a reason")
         with pytest.raises(PeerError, match="for a reason"):
             comm.check()

@@ -9,7 +9,6 @@ from pathlib import Path
 
 import pytest
 import torch
-import torch.distributed as dist
 
 from seqpar import native
 from seqpar.comm import ShmComm
@@ -159,40 +158,18 @@ def test_memory_that_a_peer_may_still_write_is_not_used_again():
 # --- construction -----------------------------------------------------------------------------------------------------
 
 
-@pytest.fixture
-def alone():
-    """A default group of this process alone."""
-    dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
-    yield
-    dist.destroy_process_group()
-
-
 def test_one_rank_shares_nothing(alone):
-    mesh = dist.init_device_mesh("cpu", (1, 1), mesh_dim_names=("dp", "cp"))
-    for group in (None, dist.group.WORLD, mesh["cp"]):
-        comm = ShmComm(group, timeout=60.0)
-        assert (comm.rank, comm.size, comm.check_every, comm.direct) == (0, 1, "batch", True)
-        comm.exchange({}, {}, tag=cases.tag(0)).wait()
-        comm.agree("attention", {"heads": 8})
-        with pytest.raises(TypeError, match="mine"):
-            comm.agree("attention", {}, TypeError("mine"))
-        x = comm.empty((4,), torch.float32, torch.device("cpu"))
-        assert comm._channel.ops.shm_used(comm._channel.end) == 0 and x.shape == (4,)
-        with pytest.raises(ValueError, match="ShmComm moves CPU tensors"):
-            comm.empty((4,), torch.float32, torch.device("meta"))
+    comm = ShmComm()
+    x = comm.empty((4,), torch.float32, torch.device("cpu"))
+    assert comm.direct and comm._channel.ops.shm_used(comm._channel.end) == 0 and x.shape == (4,)
+    with pytest.raises(ValueError, match="ShmComm moves CPU tensors"):
+        comm.empty((4,), torch.float32, torch.device("meta"))
 
 
-def test_what_it_is_not_made_from(alone):
-    with pytest.raises(ValueError, match="ShmComm: got 'cp', expected a group that this process is in"):
-        ShmComm("cp")
+def test_a_pool_has_a_byte_at_least(alone):
     for pool_bytes in (0, "5", 1.5, True):
         with pytest.raises(ValueError, match=r"ShmComm: pool_bytes=.*, expected at least 1, and a whole number"):
             ShmComm(pool_bytes=pool_bytes)
-
-
-def test_without_a_default_group():
-    with pytest.raises(ValueError, match="ShmComm: torch.distributed has no default group"):
-        ShmComm()
 
 
 def test_a_process_ends_while_its_comm_lives(tmp_path):
