@@ -129,7 +129,8 @@ int sp_attention_forward(const sp_attention* x, const sp_sums* sums, int isa, sp
   const sp_kernels* with = kernels(isa, x->dtype);
   if (!supported(x, with)) return SP_UNSUPPORTED;
   if (x->m == 0 || x->heads == 0) return 0;
-  return with_ranges(x, [=](const sp_ranges* ranges) { return with->forward(x, sums, ranges, parallel_for); });
+  const bool packs = sp_packs(sp_this_processor());
+  return with_ranges(x, [=](const sp_ranges* ranges) { return with->forward(x, sums, ranges, packs, parallel_for); });
 }
 
 int sp_attention_backward(const sp_attention* x, const sp_grads* grads, int isa, sp_parallel_for parallel_for) {

@@ -10,9 +10,10 @@ struct sp_ranges {
   const int32_t *begin, *end;
 };
 
+// forward, packs: float32 keys and values may be copied, so that the rows of a head lie close.
 struct sp_kernels {
   int64_t bm, bn;
-  int (*forward)(const sp_attention*, const sp_sums*, const sp_ranges*, sp_parallel_for);
+  int (*forward)(const sp_attention*, const sp_sums*, const sp_ranges*, bool packs, sp_parallel_for);
   int (*backward)(const sp_attention*, const sp_grads*, const sp_ranges*, sp_parallel_for);
 };
 

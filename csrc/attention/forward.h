@@ -8,7 +8,7 @@
 namespace {
 
 constexpr int64_t FORWARD_KEYS = 128;  // keys of a block: its weights stay in the first-level cache
-constexpr int64_t PACK_KEYS = 128;
+constexpr int64_t PACK_KEYS = 32;
 constexpr float SLACK = 8.0f;  // the running maximum is renewed when a weight would exceed 2^8
 
 // Keys and values as flat and zipped panels, with the strides of their heads and rows.
@@ -242,7 +242,7 @@ struct Packing {
 inline void pack_task(void* context, int64_t task, char* scratch) {
   const Packing* job = static_cast<const Packing*>(context);
   const sp_attention* x = job->x;
-  int64_t head = task / job->chunks, begin = task % job->chunks * PACK_KEYS, end = least(begin + PACK_KEYS, x->n);
+  int64_t head = task % x->kv_heads, begin = task / x->kv_heads * PACK_KEYS, end = least(begin + PACK_KEYS, x->n);
   int64_t padded = up(end, GRAIN) - begin, width = x->dtype == SP_F32 ? 4 : 2;
   const char* v = (const char*)x->v + (begin * x->v_row + head * x->v_head) * width;
   if (job->k != nullptr)
@@ -265,11 +265,21 @@ inline double attended(const sp_attention* x, const sp_ranges* ranges) {
   return pairs * (double)x->heads;
 }
 
-inline int forward(const sp_attention* x, const sp_sums* sums, const sp_ranges* ranges, sp_parallel_for parallel_for) {
+constexpr int64_t FAR = 2048;    // bytes between the rows of a head from which a copy pays, if
+constexpr double QUERIES = 256;  // so many queries see a key, of all heads that share it
+
+// Whether to copy keys and values in float32: their rows often lie a page apart, and a block's need more pages than
+// the first level of address translation holds, and the same few sets of the first-level cache.
+inline bool worth_packing(const sp_attention* x, double pairs) {
+  return most(x->k_row, x->v_row) * 4 >= FAR && pairs >= QUERIES * (double)(x->n * x->kv_heads);
+}
+
+inline int forward(const sp_attention* x, const sp_sums* sums, const sp_ranges* ranges, bool packs,
+                   sp_parallel_for parallel_for) {
   Forward job = {x, sums, ranges, {}, up((x->dim + PAIR - 1) / PAIR, W), up(x->v_dim, W)};
   float* packed = nullptr;
   double pairs = attended(x, ranges);
-  if (x->n > 0 && x->dtype == SP_BF16) {
+  if (x->n > 0 && (x->dtype == SP_BF16 || (packs && worth_packing(x, pairs)))) {
     const int64_t v_words = GROUP > 1 ? up(x->v_dim, W) : x->v_dim;
     Packing pack = {};
     pack.x = x, pack.k_words = up(x->dim, GRAIN) / PAIR, pack.v_words = v_words;

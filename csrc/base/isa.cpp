@@ -37,9 +37,7 @@ int has_tiles() {
 }
 #endif
 
-}  // namespace
-
-sp_processor sp_this_processor(void) {
+sp_processor described() {
   sp_processor x = {};
 #if defined(__x86_64__)
   // These builtins ask the operating system too: it must save the wider registers for a feature to count.
@@ -53,6 +51,13 @@ sp_processor sp_this_processor(void) {
   return x;
 }
 
+}  // namespace
+
+sp_processor sp_this_processor(void) {
+  static const sp_processor processor = described();  // a virtual machine takes long to answer
+  return processor;
+}
+
 int sp_isa_of(sp_processor x) {
   if (!x.avx2) return SP_PORTABLE;
   if (!x.avx512) return SP_AVX2;
@@ -61,7 +66,6 @@ int sp_isa_of(sp_processor x) {
   return x.intel ? SP_AVX512 : SP_AVX512_BF16;
 }
 
-int sp_isa(void) {
-  static const int isa = sp_isa_of(sp_this_processor());
-  return isa;
-}
+int sp_packs(sp_processor x) { return x.intel && x.avx512; }
+
+int sp_isa(void) { return sp_isa_of(sp_this_processor()); }

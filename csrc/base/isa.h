@@ -21,7 +21,11 @@ sp_processor sp_this_processor(void);
 // multiply-add, and the kernels 1.3 to 1.6 times as long (bench/results/cpu_attention_intel.json).
 int sp_isa_of(sp_processor processor);
 
-// That of this machine.
+// Whether attention gains by copying float32 keys and values whose rows lie far apart. On a Xeon, whose two ports for
+// vectors wait sooner for memory, forward took 0.72 to 0.86 of the time (bench/log.md); on an EPYC 0.99 to 1.04.
+int sp_packs(sp_processor processor);
+
+// The set of kernels of this machine.
 int sp_isa(void);
 
 #ifdef __cplusplus
