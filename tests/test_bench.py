@@ -20,6 +20,7 @@ from seqpar import native
 from seqpar.comm import Tag
 from seqpar.kernels import Blockwise
 from seqpar.planner import Hardware
+from seqpar.testing import run_processes
 
 ROOT = Path(__file__).resolve().parent.parent
 INTERPRETED = find_spec("triton") is not None and not torch.cuda.is_available()  # as conftest.py asks for
@@ -259,7 +260,7 @@ def test_tapes_note_the_bytes_that_plans_predict(modules) -> None:
 
 
 def test_intervals_are_as_wide_as_few_runs_ask_for(modules) -> None:
-    interval = modules("bench.planner.planned").interval
+    interval = modules("bench.lib.interval").interval
     assert interval([3.0, 1.0, 2.0]) == (1.0, 3.0)
     assert interval([5.0, 1.0, 4.0, 2.0, 3.0]) == (1.0, 5.0)
     assert interval([float(x) for x in range(8)]) == (1.0, 6.0)
@@ -275,3 +276,35 @@ def test_a_verdict_counts_overlaps_as_equal_and_sums_over_batches(modules) -> No
     assert found["beside_best"]["a"]["holds"] and not found["beside_best"]["b"]["holds"] and not found["holds"]
     assert found["worst"] == "gather" and found["speedup_over_worst"] == pytest.approx(8.0 / 2.28)
     assert not verdict({"a": {"auto": fast, "ring": near}})["holds"]  # nothing gained over the worst
+
+
+@pytest.mark.skipif(native.missing() is not None, reason=native.missing() or "")
+def test_what_users_write_by_hand_is_exact_and_timed_beside_seqpar(modules) -> None:
+    peers, case = (
+        modules("bench.peers.attention"),
+        modules("bench.peers.case").Case((64, 32), heads=4, kv_heads=1, dim=8),
+    )
+    by_hand = tuple(title for title in peers.PEERS if "by hand" in title or "process" in title or "documents" in title)
+    outcomes = run_processes(2, peers.measure, case, 3, (*by_hand, "PyTorch context_parallel"), ("fetch", "Ulysses"))[0]
+    refused = outcomes.pop("PyTorch context_parallel")
+    assert refused.turns == [] and "no packed documents" in refused.refusal
+    assert len(outcomes) == 5 + 2 * 2
+    for title, outcome in outcomes.items():
+        assert outcome.error < 1e-5, title
+        assert len(outcome.turns) == 3 and all(0 < t.forward < t.both for t in outcome.turns)
+    rows = peers.rows_of(outcomes)
+    best = min((row for row in rows if row.method.startswith("seqpar")), key=lambda row: row.both_ms)
+    assert best.both == (1.0, 1.0, 1.0)
+    assert peers.table("", rows).row_count == len(rows)
+
+
+def test_a_faster_peer_and_an_inexact_row_are_faults(modules) -> None:
+    peers, case = modules("bench.peers.attention"), modules("bench.peers.case").Case((64,))
+    turns = [[peers.Turn(ms / 2, ms) for ms in (base, base + 0.1, base + 0.2)] for base in (5.0, 6.0, 7.0)]
+    outcome, nan = peers.Outcome, float("nan")
+    outcomes = {
+        "a": outcome(turns[0], 1e-7), "b": outcome(turns[2], 1e-2), "c": outcome([], nan, "ValueError: no"),
+        "seqpar fetch, gloo": outcome(turns[1], 1e-7), "seqpar ring, gloo": outcome(turns[2], 1e-2),
+    }  # fmt: skip
+    a_is_faster, ring_is_wrong = peers.faults(case, peers.rows_of(outcomes))
+    assert a_is_faster.startswith("a takes 0.8") and ring_is_wrong == "seqpar ring, gloo is not exact: 0.01"

@@ -17,7 +17,7 @@ from rich.table import Table
 
 from bench.dsp.latte import METHODS, PAIRS, WIDTH, Clip, Row, measured, virtual
 from bench.dsp.machine import machines
-from bench.planner.planned import interval
+from bench.lib.interval import interval
 from seqpar.testing import run_processes
 
 # Latents of the VAE: an eighth of height and width. OpenSora 1.2 makes 5 of 17 frames, Latte one of each.

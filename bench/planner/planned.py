@@ -24,7 +24,6 @@ from __future__ import annotations
 
 import argparse
 import heapq
-import math
 import os
 import statistics
 import sys
@@ -44,6 +43,7 @@ from rich.table import Table
 
 import seqpar
 from bench.lib import records
+from bench.lib.interval import interval
 from bench.lib.virtual import Event, Tape, compose
 from seqpar.cli.calibrate import measured as calibrated
 from seqpar.comm import Comm, ShmComm
@@ -58,7 +58,6 @@ from demo import corpus  # noqa: E402
 
 SHAPE = ModelShape("bench", hidden=512, layers=1, heads=8, kv_heads=8, dim=64, ffn=1408, vocab=1)
 VIRTUAL = (4, 8)
-LEVEL = 0.9  # of the intervals
 CLOSE, FASTER = 1.05, 1.3
 BUSY = 0.5  # processes on the machine above which times of processes mean little
 AUTO = "auto"
@@ -282,17 +281,6 @@ class Cell:
     def overlaps(self, other: Cell) -> bool:
         """Whether the intervals overlap, so that neither is called faster."""
         return self.low <= other.high and other.low <= self.high
-
-
-def interval(values: Sequence[float]) -> tuple[float, float]:
-    """Two of the values that enclose the true median with probability `LEVEL`; the extremes if there are few."""
-    ordered, n = sorted(values), len(values)
-    outside, k = 0.0, 0
-    while 2 * (outside + math.comb(n, k) / 2**n) <= 1 - LEVEL and k < n // 2:
-        outside += math.comb(n, k) / 2**n
-        k += 1
-    k = max(k, 1)
-    return ordered[k - 1], ordered[n - k]
 
 
 def cell(seconds: Sequence[float], predicted: float) -> Cell:

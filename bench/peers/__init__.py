@@ -1,0 +1,1 @@
+"""seqpar beside what a user would take instead: thirty lines by hand, or another library."""
