@@ -1,4 +1,4 @@
-"""Ranks on this machine: run a function on threads of this process, or on processes of a gloo group.
+"""Ranks on this machine: run a function on threads of this process, or on processes of a group.
 
 `seqpar calibrate` and the tests use it; for training, launch ranks with torchrun.
 """
@@ -26,7 +26,7 @@ import torch.distributed as dist
 from seqpar.comm import GroupComm, LocalComm, PeerError, ShmComm
 
 COMMS: dict[str, Callable[..., Any]] = {"gloo": GroupComm, "shm": ShmComm}
-_pools: dict[int, _Pool] = {}  # world size -> idle processes, kept for the next call
+_pools: dict[tuple[int, bool], _Pool] = {}  # world size, whether on GPUs -> idle processes, kept for the next call
 
 
 def run_threads(
@@ -76,36 +76,48 @@ def run_threads(
 def run_processes(
     size: int, fn: Callable[..., Any], *args: Any, comm: str = "gloo", timeout: float = 60.0
 ) -> list[Any]:
-    """The results of ``fn(comm, *args)`` by rank, on `size` processes of a gloo group.
+    """The results of ``fn(comm, *args)`` by rank, on `size` processes of one group.
 
     fn: a function of an importable module. fn, args and results are pickled. comm: "gloo" for a `GroupComm` of all
-    processes, or "shm" for a `ShmComm`. timeout: seconds after which a wait of the comm fails; the whole call may take
-    four times as long, and at least two minutes. The processes are kept for the next call of the same size, unless one
-    of them failed or died.
+    processes, "shm" for a `ShmComm`, "nccl" for a `GroupComm` whose rank r has GPU r. timeout: seconds after which a
+    wait of the comm fails; the whole call may take four times as long, and at least two minutes. The processes are kept
+    for the next call of the same size, unless one of them failed or died.
 
-    Raises: ValueError for an unknown comm; the exception of the rank that failed first, with its remote traceback as
-    the cause; RuntimeError naming a rank whose process died; TimeoutError naming the ranks that did not return.
+    Raises: ValueError for an unknown comm; NotImplementedError for "nccl" without a GPU for each rank; the exception of
+    the rank that failed first, with its remote traceback as the cause; RuntimeError naming a rank whose process died;
+    TimeoutError naming the ranks that did not return.
     """
-    if comm not in COMMS:
-        raise ValueError(f"run_processes: comm={comm!r}, expected one of {list(COMMS)}")
-    pool = _pools.pop(size, None)
+    if comm not in (*COMMS, "nccl"):
+        raise ValueError(f"run_processes: comm={comm!r}, expected one of {[*COMMS, 'nccl']}")
+    on_gpus = comm == "nccl"
+    if on_gpus and (missing := missing_gpus(size)):
+        raise NotImplementedError(f'run_processes: comm="nccl": {missing}')
+    pool = _pools.pop((size, on_gpus), None)
     if pool is None or not pool.alive():
         if pool is not None:
             pool.close()
-        pool = _Pool(size)
+        pool = _Pool(size, on_gpus=on_gpus)
     try:
         results = pool.run(fn, args, comm, timeout)
     except BaseException:
         pool.close()
         raise
-    _pools[size] = pool
+    _pools[size, on_gpus] = pool
     return results
+
+
+def missing_gpus(size: int) -> str | None:
+    """What this machine lacks for `size` ranks of ``comm="nccl"``, None if nothing."""
+    if not dist.is_nccl_available():
+        return "this build of PyTorch has no NCCL"
+    found = torch.cuda.device_count()
+    return None if found >= size else f"{size} ranks take a GPU each, and this machine has {found}"
 
 
 class _Pool:
     """Processes that form one default group. The store is in this process, so that it outlives every rank."""
 
-    def __init__(self, size: int) -> None:
+    def __init__(self, size: int, *, on_gpus: bool) -> None:
         method = "forkserver" if sys.platform == "linux" else "spawn"
         context: Any = multiprocessing.get_context(method)
         if method == "forkserver":
@@ -114,7 +126,7 @@ class _Pool:
         self.processes, self.pipes = [], []
         for rank in range(size):
             ours, theirs = context.Pipe()
-            process = context.Process(target=_worker, args=(rank, size, self.store.port, theirs), daemon=True)
+            process = context.Process(target=_worker, args=(rank, size, self.store.port, on_gpus, theirs), daemon=True)
             process.start()
             theirs.close()
             self.processes.append(process)
@@ -202,14 +214,17 @@ def _close_pools() -> None:
         _pools.popitem()[1].close()
 
 
-def _worker(rank: int, size: int, port: int, pipe: Connection) -> None:
+def _worker(rank: int, size: int, port: int, on_gpus: bool, pipe: Connection) -> None:
     """One rank: joins the default group, then runs functions until the pipe closes."""
     signal.signal(signal.SIGINT, signal.SIG_IGN)
     if hasattr(signal, "pthread_sigmask"):  # blocked by `serve_forks`
         signal.pthread_sigmask(signal.SIG_UNBLOCK, {signal.SIGINT})
     torch.set_num_threads(1)
     store = dist.TCPStore("127.0.0.1", port, None, False, timedelta(seconds=300))
-    dist.init_process_group("gloo", store=store, rank=rank, world_size=size, timeout=timedelta(seconds=300))
+    if on_gpus:
+        torch.cuda.set_device(rank)
+    backend = "cpu:gloo,cuda:nccl" if on_gpus else "gloo"
+    dist.init_process_group(backend, store=store, rank=rank, world_size=size, timeout=timedelta(seconds=300))
     while True:
         try:
             path, name, timeout, call = pickle.loads(pipe.recv_bytes())
@@ -223,9 +238,12 @@ def _outcome(name: str, timeout: float, call: bytes) -> bytes:
     """The pickled (result, error, traceback) of one call, on a comm of its own."""
     comm = None
     try:
-        comm = COMMS[name](timeout=timeout, check="call")
+        comm = COMMS.get(name, GroupComm)(timeout=timeout, check="call")
         fn, args = pickle.loads(call)
-        return pickle.dumps((fn(comm, *args), None, ""))
+        answer = pickle.dumps((fn(comm, *args), None, ""))
+        if name == "nccl":
+            comm.close()  # a communicator takes hundreds of MB of the GPU
+        return answer
     except BaseException as error:
         if comm is not None:
             comm.abort(f"{type(error).__name__}: {error}")

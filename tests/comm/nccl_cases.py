@@ -14,10 +14,14 @@ from unittest import mock
 import torch
 import torch.distributed as dist
 
+import seqpar
 from seqpar.comm import Comm, GroupComm, PeerError, group, nccl
 from seqpar.comm.protocol import Sides
+from seqpar.testing import dense_attention, relative_rms
+from tests.cases import Case
 from tests.comm.cases import tag, until
 from tests.comm.over_gloo import OverGloo
+from tests.ops.cases import TOLERANCE, inputs, poisoned
 
 
 def own_backend(store: Any, rank: int, size: int, timeout: float) -> OverGloo:
@@ -148,3 +152,25 @@ def hangs(comm: Comm) -> tuple[bool, list[str], str]:
         logging.getLogger("seqpar.comm").removeHandler(handler)
         return ended and backend.calls == ["abort"], lines, str(error)
     return ended, lines, "nothing was noticed"
+
+
+def attention(comm: GroupComm, case: Case) -> list[str]:
+    """The results and gradients of a case that differ from those of one device."""
+    plan, device = case.plan(), comm._channel.gpu or torch.device("cpu")
+    *given, dout, _ = (x.to(device) for x in inputs(plan, (4, 2), (16, 16), case.seed))
+    sides = ("q", "kv", "kv")
+    whole = [x.clone().requires_grad_() for x in given]
+    mine = [poisoned(x, plan, comm.rank, side).requires_grad_() for x, side in zip(given, sides, strict=True)]
+    expected, _ = dense_attention(*whole, plan.mask)
+    expected.backward(dout)
+    out = seqpar.attention(*mine, plan, comm)
+    out.backward(seqpar.shard(dout, plan, comm.rank))
+    pairs = {"out": (out, expected, "q")}
+    for name, x, y, side in zip(("dq", "dk", "dv"), mine, whole, sides, strict=True):
+        pairs[name] = (x.grad, y.grad, side)
+    wrong = []
+    for name, (x, y, side) in pairs.items():
+        rows = torch.from_numpy(plan.positions(comm.rank, side) >= 0)
+        if not relative_rms(x.detach()[rows], seqpar.shard(y.detach(), plan, comm.rank, side=side)[rows]) <= TOLERANCE:
+            wrong.append(name)
+    return wrong

@@ -17,17 +17,17 @@ from tests.comm.cases import tag
 class Carried:
     """A comm for CPU tensors that sends them over the device, so that the suite runs as it is."""
 
-    def __init__(self, comm):
-        self._comm = comm
+    def __init__(self, comm, device):
+        self._comm, self._device = comm, device
 
     def __getattr__(self, name):
         return getattr(self._comm, name)
 
     def sub(self, ranks):
-        return Carried(self._comm.sub(ranks))
+        return Carried(self._comm.sub(ranks), self._device)
 
     def exchange(self, sends, recvs, *, tag):
-        device = self._comm._channel.cuda.device
+        device = self._device
         sent = {peer: [x.to(device) for x in several] for peer, several in sends.items()}
         got = {peer: [self._memory(x, i, device) for i, x in enumerate(several)] for peer, several in recvs.items()}
         return CarriedWork(self._comm.exchange(sent, got, tag=tag), got, recvs)
@@ -53,7 +53,12 @@ def on_device(control, fn, args, timeout, signals, carried=True):
     """``fn(comm, *args)`` on a `PeerComm` of the current device."""
     comm = PeerComm.over(control, Cuda(signals=signals), 1 << 26, timeout)
     with torch.cuda.stream(torch.cuda.Stream()):
-        return fn(Carried(comm) if carried else comm, *args)
+        return fn(Carried(comm, comm._channel.cuda.device) if carried else comm, *args)
+
+
+def over_nccl(comm, fn, *args):
+    """``fn(comm, *args)`` on a `GroupComm` whose CPU tensors go over the GPUs of its ranks."""
+    return fn(Carried(comm, comm._channel.gpu), *args)
 
 
 def strided(comm):

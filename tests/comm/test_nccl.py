@@ -5,15 +5,20 @@ from __future__ import annotations
 import re
 from pathlib import Path
 from types import SimpleNamespace
+from typing import Any
 from unittest import mock
 
 import pytest
 import torch
 
 from seqpar.comm.nccl import Nccl, gpu_of
+from seqpar.launch import missing_gpus
 from seqpar.testing import run_processes
-from tests.comm import nccl_cases
+from tests.cases import OVER_RANKS, Case
+from tests.comm import cases, nccl_cases
 from tests.comm.over_gloo import OverGloo
+from tests.comm.peer_cases import over_nccl
+from tests.comm.suite import Exchanges
 
 ROOT = Path(__file__).parents[2]
 PAGES = [ROOT / "README.md", *sorted((ROOT / "docs").glob("*.md")), *sorted((ROOT / "examples").rglob("*.py"))]
@@ -73,6 +78,41 @@ def test_a_batch_ends_although_a_message_is_refused() -> None:
         refusing.post({1: [torch.zeros(1)]}, {})
     backend.stuck = True
     assert not refusing.post({}, {1: [torch.zeros(1)]}).is_completed()
+
+
+@pytest.mark.skipif(missing_gpus(2) is not None, reason=missing_gpus(2) or "")
+class TestGpus(Exchanges):
+    """The common suite over NCCL itself, with a GPU for each rank."""
+
+    size = min(4, torch.cuda.device_count())
+    crowd_size, crowd_tensors = 2, 240
+
+    def run(self, size: int, fn: Any, *args: Any, timeout: float = 120.0) -> list[Any]:
+        if missing_gpus(size):
+            pytest.skip(missing_gpus(size))
+        return run_processes(size, over_nccl, fn, *args, comm="nccl", timeout=timeout)
+
+    @pytest.mark.parametrize("case", OVER_RANKS, ids=str)
+    def test_attention_is_that_of_one_device(self, case: Case) -> None:
+        if missing_gpus(case.ranks):
+            pytest.skip(missing_gpus(case.ranks))
+        assert run_processes(case.ranks, nccl_cases.attention, case, comm="nccl") == [[]] * case.ranks
+
+
+@pytest.mark.parametrize("case", OVER_RANKS[:1] + OVER_RANKS[3:4], ids=str)
+def test_attention_over_nccl_is_rehearsed_over_gloo(case: Case) -> None:
+    """What `TestGpus` runs on GPUs, with gloo in the place of NCCL and the CPU in the place of GPUs."""
+    assert run_processes(case.ranks, cases.batched, nccl_cases.attention, case) == [[]] * case.ranks
+
+
+def test_ranks_without_gpus_are_refused_by_name(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(torch.distributed, "is_nccl_available", lambda: True)
+    monkeypatch.setattr(torch.cuda, "device_count", lambda: 1)
+    with pytest.raises(NotImplementedError, match='comm="nccl": 2 ranks take a GPU each, and this machine has 1'):
+        run_processes(2, cases.bits, 0, 1, comm="nccl")
+    monkeypatch.setattr(torch.distributed, "is_nccl_available", lambda: False)
+    with pytest.raises(NotImplementedError, match="this build of PyTorch has no NCCL"):
+        run_processes(2, cases.bits, 0, 1, comm="nccl")
 
 
 @pytest.mark.parametrize(
