@@ -97,6 +97,7 @@ class GroupChannel(ProcessChannel):
         def connect() -> Any:
             twin = _twin(own_store, self.rank, self.size, timeout)
             if self.gpu is not None:
+                torch.cuda.set_device(self.gpu)  # of this thread, which starts on the first one
                 if private:
                     # the prefix keeps NCCL's keys apart from gloo's
                     backend = own_backend(c10d.PrefixStore("nccl", own_store), self.rank, self.size, timeout)

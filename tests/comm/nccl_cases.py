@@ -41,7 +41,7 @@ def with_gpus() -> Iterator[None]:
         mock.patch.multiple(
             torch.cuda,
             is_available=lambda: True,
-            set_device=lambda number: current.__setitem__(0, number),
+            set_device=lambda device: current.__setitem__(0, device) if isinstance(device, int) else None,
             get_device_properties=lambda device: SimpleNamespace(uuid=f"GPU-{current[0]}"),
         ),
     ):
