@@ -248,7 +248,7 @@ def asked(setup: Setup, machine: Machine, *, grads: bool, deterministic: bool, m
     major, minor = (0, 0) if machine.rehearsal else torch.cuda.get_device_capability()
     return CallSpec(
         machine.device.type, 10 * major + minor, setup.dtype, setup.heads, setup.kv_heads, setup.dim, setup.v_dim,
-        grads=grads, deterministic=deterministic, merges=merges,
+        grads=grads, deterministic=deterministic, merges=merges, one_length=len(set(setup.lengths)) == 1,
     )  # fmt: skip
 
 

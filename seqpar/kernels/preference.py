@@ -16,10 +16,15 @@ VENDORS: tuple[Kernel, ...] = tuple(Segmented(library()) for library in (AtenFla
 
 # Best first. The order on Hopper follows published figures for the H100 at head dims 64 and 128, in TFLOP/s of a
 # forward over 16k tokens: 497 and 648 (flash3), 413 and 595 (cudnn), 403 and 395 (triton's tutorial), 324 and 370
-# (flash2, which torch contains). Source: Shah et al. 2024, FlashAttention-3, figures 5 and 6; causal and backward rank
-# alike. For other devices nothing comparable is published, so Triton comes first. None of this was measured with
-# seqpar's kernels.
+# (flash2, which torch contains). Source: Shah et al. 2024, FlashAttention-3, figures 5 and 6; causal ones rank alike.
+# For other devices nothing comparable is published, so Triton comes first. None of this was measured with seqpar's
+# kernels.
 ON_HOPPER = ("flash3", "cudnn", "triton", "flash2", "aten_flash", "flash4")
+# A backward takes 5 products for each tile of scores. seqpar's in Triton takes 7, because dq makes the scores and their
+# gradients once more. If a product takes as long as in the forward, that is 395 * 5 / 7 = 282 TFLOP/s at head dim 128:
+# derived from the number of products, not measured. flash2 has 322 there (figure 6), without a fixed order of sums. So
+# forward and backward together take 9 / 395 of Triton and 2 / 370 + 5 / 322 of flash2, which is 8 % less.
+TRAINING_ON_HOPPER = ("flash3", "cudnn", "flash2", "aten_flash", "triton", "flash4")
 ON_CUDA = ("triton", "flash4", "flash3", "cudnn", "flash2", "aten_flash")
 ON_CPU = ("native", "aten")  # Triton runs on the CPU too, through its interpreter, if asked for by name
 PLAIN_TORCH = ("blockwise", "reference")
@@ -27,11 +32,17 @@ HOPPER, HOPPER_DIM = 90, 128  # the capability, and the largest head dim with pu
 
 
 def order(call: CallSpec) -> tuple[str, ...]:
-    """The names of all kernels for a call's device, best first, including those that refuse it."""
+    """The names of the kernels for a call's device, best first, including those that refuse it.
+
+    cudnn is only among them where documents have one length: it builds a plan of 0.1 to 1 s for every new shape.
+    """
     if call.device != "cuda":
         return ON_CPU + PLAIN_TORCH
-    published = call.capability == HOPPER and max(call.dim, call.v_dim) <= HOPPER_DIM
-    return (ON_HOPPER if published else ON_CUDA) + PLAIN_TORCH
+    names = ON_CUDA
+    if call.capability == HOPPER and max(call.dim, call.v_dim) <= HOPPER_DIM:
+        training = call.grads and not call.deterministic and call.dim == call.v_dim == HOPPER_DIM
+        names = TRAINING_ON_HOPPER if training else ON_HOPPER
+    return tuple(name for name in names if call.one_length or name != "cudnn") + PLAIN_TORCH
 
 
 def choose(name: str, call: CallSpec) -> Kernel:

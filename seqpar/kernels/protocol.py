@@ -111,7 +111,7 @@ class CallSpec:
     device: "cpu", "cuda". capability: of a CUDA device, as 90 for 9.0; else 0. plain: scores are just scaled products.
     grads: a backward may follow. merges: results may be partial (keys of a row come in several steps, a sink precedes
     the first, or gradients of a key are sums over ranks), so a kernel that rounds results to the inputs' dtype rounds
-    each part.
+    each part. one_length: all documents have the same length, so that a library sees few shapes.
     """
 
     device: str
@@ -127,6 +127,7 @@ class CallSpec:
     grads: bool = True
     deterministic: bool = True
     merges: bool = True
+    one_length: bool = False
 
     @property
     def plain(self) -> bool:

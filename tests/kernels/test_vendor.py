@@ -784,13 +784,20 @@ def test_auto_takes_the_fastest_that_rounds_nothing_and_is_deterministic_if_aske
 
 def test_auto_without_flash_attention_3(all_here, monkeypatch) -> None:
     monkeypatch.setattr(library, "installed", lambda package: None)
-    assert choose("auto", FREE).name == "cudnn"
-    assert choose("auto", HOPPER).name == "triton", "its backward is not deterministic"
-    assert choose("auto", replace(HOPPER, grads=False)).name == "cudnn"
+    steady = {"one_length": True}
+    assert choose("auto", replace(FREE, **steady)).name == "cudnn"
+    assert choose("auto", replace(HOPPER, **steady)).name == "triton", "its backward is not deterministic"
+    assert choose("auto", replace(HOPPER, grads=False, **steady)).name == "cudnn"
+    assert choose("auto", FREE).name == "aten_flash", "every new length would take cuDNN a plan"
+    assert choose("auto", replace(HOPPER, grads=False)).name == "triton"
 
 
 def test_the_order_on_cuda_is_that_of_published_figures_where_there_are_some() -> None:
-    assert order(HOPPER) == ("flash3", "cudnn", "triton", "flash2", "aten_flash", "flash4", "blockwise", "reference")
+    assert order(replace(HOPPER, one_length=True)) == (
+        "flash3", "cudnn", "triton", "flash2", "aten_flash", "flash4", "blockwise", "reference",
+    )  # fmt: skip
+    assert order(HOPPER)[:2] == order(replace(FREE, dim=64, v_dim=64))[:2] == ("flash3", "triton")
+    assert order(FREE)[:4] == ("flash3", "flash2", "aten_flash", "triton"), "Triton's backward takes 7 products for 5"
     for capability in (80, 89, 100, 120):
         assert order(replace(HOPPER, capability=capability))[0] == "triton"
     assert order(replace(HOPPER, dim=256))[0] == "triton", "no figure for that head dim"
@@ -799,7 +806,7 @@ def test_the_order_on_cuda_is_that_of_published_figures_where_there_are_some() -
 
 def test_every_kernel_has_a_place_in_an_order() -> None:
     names = {k.name for k in (*KERNELS, *VENDORS)} - {"triton_tf32"}  # by name only
-    for spec in (HOPPER, replace(HOPPER, capability=80)):
+    for spec in (replace(HOPPER, one_length=True), replace(FREE, one_length=True, capability=80)):
         assert {*order(spec), *order(replace(spec, device="cpu"))} == names
 
 

@@ -70,11 +70,12 @@ class Signature(NamedTuple):
         on_cuda = self.device.type == "cuda"
         major, minor = torch.cuda.get_device_capability(self.device) if on_cuda else (0, 0)
         sums = self.kv_grads and plan.sums_key_gradients(self.heads, self.kv_heads)
+        lengths = plan.mask.lengths
         return CallSpec(
             self.device.type, 10 * major + minor, self.dtype, self.heads, self.kv_heads, self.dim, self.v_dim,
             softcap=self.softcap != 0.0, alibi=self.slopes, dropout=self.dropout_p != 0.0,
             grads=self.q_grads or self.kv_grads or self.sink_grads, deterministic=self.deterministic,
-            merges=plan.merges or self.sinks or sums,
+            merges=plan.merges or self.sinks or sums, one_length=bool((lengths == lengths[0]).all()),
         )  # fmt: skip
 
 
