@@ -195,6 +195,40 @@ class Model(nn.Module):
         return checkpoint(self.attend, x, use_reentrant=False) if self.inside else self.attend(x)
 
 
+class Placed(Model):
+    """The model, with a vector added to every row."""
+
+    def forward(self, x: Tensor, places: Tensor) -> Tensor:
+        return super().forward(x + places)
+
+
+@pytest.mark.parametrize("named", [False, True])
+def test_a_model_that_got_all_tokens_is_given_its_rows(named: bool) -> None:
+    torch.manual_seed(1)
+    model, x, places = Placed(), WHOLE[0].flatten(1), WHOLE[1].flatten(1)
+    out = model(x[None], places[None])
+
+    def rank(comm: Comm, whole: bool) -> Tensor:
+        own = Placed()
+        own.load_state_dict(model.state_dict())
+        mine, beside = (seqpar.shard(each, PLAN, comm.rank)[None] for each in (x, places))
+        first = x[None] if whole else mine
+        with seqpar.parallelize(own, comm, sdpa=True, plan=PLAN):
+            y = own(x=first, places=beside) if named else own(first, beside)
+        return seqpar.unshard(y[0], PLAN, comm)
+
+    def refused(comm: Comm) -> None:
+        with advised(ValueError, "give its rows, seqpar.shard(x, plan, rank)"):
+            rank(comm, True)
+        with pytest.raises(
+            ValueError, match=rf"argument {'x' if named else 0} of Placed is \[1, 8, 8\], with all 8 tokens"
+        ):
+            rank(comm, True)
+
+    run_threads(2, refused)
+    assert torch.allclose(run_threads(2, rank, False)[0], out[0])
+
+
 @pytest.mark.parametrize("way", ["inside", "plan"])
 def test_a_checkpoint_around_a_model_goes_inside_or_the_plan_is_given(way: str) -> None:
     torch.manual_seed(1)

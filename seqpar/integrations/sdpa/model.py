@@ -6,7 +6,7 @@ from collections.abc import Callable
 from functools import partial
 from typing import Any
 
-from torch import nn
+from torch import Tensor, nn
 
 from seqpar.comm import Comm
 from seqpar.integrations.probe.calls import ModelCall, way_of
@@ -87,7 +87,12 @@ class _Forward:
         seed = None if self.seed is None else derived_seed(self.seed, self.count)
         self.count += not under_trial()
         with Rerouting(plan, self.comm, self.local, seed, tries=False):
-            out = forward(*args, **kwargs)
+            try:
+                out = forward(*args, **kwargs)
+            except RuntimeError as failure:
+                if type(failure) is RuntimeError:  # torch's, as of shapes that do not fit
+                    self._blame_whole(model, plan, args, kwargs, failure)
+                raise
         if error is not None:
             warn_untried(model, error)
         return out
@@ -119,6 +124,18 @@ class _Forward:
         if (verdict.saw or call.left_to_others()) and not verdict.error:
             call.settle()
         return verdict.error or None
+
+    def _blame_whole(self, model: nn.Module, plan: Plan, args: Any, kwargs: Any, failure: Exception) -> None:
+        """Raise ValueError if a failed forward got the tokens of all ranks where this rank's rows belong."""
+        rows, tokens = plan.rows(self.comm.rank), plan.mask.tokens
+        given = {**dict(enumerate(args)), **kwargs}.items()
+        shapes = {name: list(x.shape) for name, x in given if isinstance(x, Tensor)}
+        whole = [name for name, shape in shapes.items() if tokens in shape and rows not in shape]
+        if whole:
+            raise ValueError(
+                f"sdpa: argument {whole[0]} of {type(model).__name__} is {shapes[whole[0]]}, with all {tokens} tokens "
+                f"of the plan, and rank {self.comm.rank} has {rows} rows; give its rows, seqpar.shard(x, plan, rank)"
+            ) from failure
 
     def _surrounding(self) -> Plan:
         around = surrounding()
