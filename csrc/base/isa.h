@@ -18,7 +18,7 @@ sp_processor sp_this_processor(void);
 
 // The fastest set of kernels for a processor; each level includes those before it. Where it is Intel's, kernels that
 // widen bf16 are taken before those with products of pairs: on a Xeon such a product took four times as long as a
-// multiply-add, and the kernels 1.3 to 1.6 times as long (bench/results/cpu_attention_intel.json).
+// multiply-add, and the kernels 1.3 to 1.6 times as long (bench/log.md).
 int sp_isa_of(sp_processor processor);
 
 // Whether attention gains by copying float32 keys and values whose rows lie far apart. On a Xeon, whose two ports for
