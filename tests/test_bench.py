@@ -308,3 +308,12 @@ def test_a_faster_peer_and_an_inexact_row_are_faults(modules) -> None:
     }  # fmt: skip
     a_is_faster, ring_is_wrong = peers.faults(case, peers.rows_of(outcomes))
     assert a_is_faster.startswith("a takes 0.8") and ring_is_wrong == "seqpar ring, gloo is not exact: 0.01"
+
+
+def test_a_long_record_reads_back_as_it_was_written(modules, tmp_path) -> None:
+    records, path = modules("bench.lib.records"), tmp_path / "new" / "record.json"
+    rows = [{"name": "a" * 100, "runs": [[1.5, 2.5], [3.5]]}, {"name": "b" * 100, "runs": []}]
+    value = {"ranks": {4: rows, 8: []}, "empty": {}}
+    records.write(path, value)
+    assert json.loads(path.read_text()) == {"ranks": {"4": rows, "8": []}, "empty": {}}
+    assert len(path.read_text().splitlines()) > 4

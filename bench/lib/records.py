@@ -48,7 +48,7 @@ def text(value: Any) -> str:
     if not isinstance(value, (dict, list)) or len(line) <= WIDTH:
         return line
     if isinstance(value, dict):
-        return "{\n" + ",\n".join(f"{json.dumps(key)}: {text(item)}" for key, item in value.items()) + "\n}"
+        return "{\n" + ",\n".join(f"{json.dumps(str(key))}: {text(item)}" for key, item in value.items()) + "\n}"
     if not any(isinstance(item, (dict, list)) for item in value):
         return line
     return "[\n" + ",\n".join(text(item) if _holds_records(item) else json.dumps(item) for item in value) + "\n]"
