@@ -32,6 +32,14 @@ def values(shape: list[int], dtype: torch.dtype, seed: int = 0) -> Tensor:
     return torch.randint(0, 100, shape, generator=g).to(dtype)
 
 
+def adjoint(ax: Tensor, x: Tensor, y: Tensor) -> tuple[Tensor, list[float]]:
+    """A^T y by autograd, whose own adjoint takes x to Ax; and this rank's <Ax, y> and <x, A^T y>."""
+    (aty,) = torch.autograd.grad(ax, x, y, create_graph=True)
+    (twice,) = torch.autograd.grad(aty, y, x.detach())
+    assert torch.equal(twice, ax)
+    return aty, [(ax * y).sum().item(), (x * aty).sum().item()]
+
+
 # --- switch -----------------------------------------------------------------------------------------------------------
 
 
@@ -81,17 +89,15 @@ def by_op(comm: Comm, x: Tensor, s: Switch) -> Tensor:
 
 
 def switch_products(comm: Comm, s: Switch, op: bool) -> list[float]:
-    """This rank's <Ax, y>, <x, A^T y> by autograd and by the verb, and the adjoint of the adjoint on x."""
+    """This rank's products, the adjoint by autograd being the verb with the roles swapped."""
     x = values(list(s.shape), torch.float64, 1).split(s.concat, s.dims[1])[comm.rank].clone().requires_grad_()
     y = values(list(s.shape), torch.float64, 2).split(s.split, s.dims[0])[comm.rank].clone().requires_grad_()
     sizes = s.split, s.concat
     ax = by_op(comm, x, s) if op else seqpar.switch(x, comm, split_dim=s.dims[0], concat_dim=s.dims[1], sizes=sizes)
-    (aty,) = torch.autograd.grad(ax, x, y, create_graph=True)
+    aty, products = adjoint(ax, x, y)
     verb = seqpar.switch(y, comm, split_dim=s.dims[1], concat_dim=s.dims[0], sizes=(s.concat, s.split))
     assert torch.equal(aty, verb)
-    (twice,) = torch.autograd.grad(aty, y, x.detach())
-    assert torch.equal(twice, ax)
-    return [(ax * y).sum().item(), (x * aty).sum().item()]
+    return products
 
 
 @settings(max_examples=40)
@@ -148,12 +154,9 @@ def test_relayout_is_its_specification_and_moves_each_row_once(kinds, ranks, see
 def relayout_products(comm: Comm, src: Layout, dst: Layout) -> list[float]:
     x = values([src.total, 2], torch.float64, 1)[src.positions(comm.rank)].requires_grad_()
     y = values([src.total, 2], torch.float64, 2)[dst.positions(comm.rank)].requires_grad_()
-    ax = seqpar.relayout(x, comm, src=src, dst=dst)
-    (aty,) = torch.autograd.grad(ax, x, y, create_graph=True)
+    aty, products = adjoint(seqpar.relayout(x, comm, src=src, dst=dst), x, y)
     assert torch.equal(aty, seqpar.relayout(y, comm, src=dst, dst=src))
-    (twice,) = torch.autograd.grad(aty, y, x.detach())
-    assert torch.equal(twice, ax)
-    return [(ax * y).sum().item(), (x * aty).sum().item()]
+    return products
 
 
 @settings(max_examples=30)
@@ -202,16 +205,13 @@ def unshard_products(comm: Comm, plan: Plan, dim: int) -> list[float]:
     whole[dim] = plan.mask.tokens
     x = values(rows, torch.float64, comm.rank).requires_grad_()
     y = values(whole, torch.float64, 10 + comm.rank).requires_grad_()
-    ax = seqpar.unshard(x, plan, comm, dim=dim)
-    (aty,) = torch.autograd.grad(ax, x, y, create_graph=True)
+    aty, products = adjoint(seqpar.unshard(x, plan, comm, dim=dim), x, y)
     pads = torch.from_numpy(plan.positions(comm.rank) < 0)
     assert not aty.movedim(dim, 0)[pads].any()
-    (twice,) = torch.autograd.grad(aty, y, x.detach())
-    assert torch.equal(twice, ax)
     z = values(whole, torch.float64, 99).requires_grad_()  # shard, on this rank alone
     (atx,) = torch.autograd.grad(seqpar.shard(z, plan, comm.rank, dim=dim), z, x.detach())
     assert torch.equal((seqpar.shard(z, plan, comm.rank, dim=dim) * x).sum(), (z * atx).sum())
-    return [(ax * y).sum().item(), (x * aty).sum().item()]
+    return products
 
 
 @settings(max_examples=30)
