@@ -1,4 +1,4 @@
-"""What is computed: a batch of packed documents, and what a method makes of it on one rank."""
+"""The computation that is measured: a batch of packed documents, and what a method makes of it on one rank."""
 
 from __future__ import annotations
 
