@@ -33,7 +33,7 @@ VALUES = "plan, dropout seed or scale"  # what determines attention, besides its
 class Repetition(threading.local):
     """The stamps that forward noted for the region that this thread runs again; None outside of all."""
 
-    stamps: set[Hashable] | None = None
+    stamps: set[int] | None = None
 
 
 _repetition = Repetition()
@@ -51,17 +51,20 @@ def check_repetition(what: str, comm: Comm, stamp: Hashable, values: str = VALUE
     if torch._C._autograd._top_saved_tensors_default_hooks(True) is not None or not (
         recorded or torch._C._is_fwd_grad_enabled() or torch.is_inference_mode_enabled()
     ):
-        _note((id(comm.stats), comm.rank, stamp))  # a comm and its subs share stats
-    stamps = _repetition.stamps
-    if stamps is not None and (id(comm.stats), comm.rank, stamp) not in stamps:
+        _note(_number(comm, stamp))
+    if _repetition.stamps is not None and _number(comm, stamp) not in _repetition.stamps:
         refuse_repetition(what, comm, values)
 
 
-def _note(stamp: Hashable) -> None:
+def _number(comm: Comm, stamp: Hashable) -> int:
+    return hash((id(comm.stats), comm.rank, stamp))  # a comm and its subs share stats
+
+
+def _note(stamp: int) -> None:
     for region in under_way():
         if region.function is None:
             continue
-        stamps: set[Hashable] | None = getattr(region.owner, "_seqpar_stamps", None)
+        stamps: set[int] | None = getattr(region.owner, "_seqpar_stamps", None)
         if stamps is None:
             stamps = region.owner._seqpar_stamps = set()
             region.run_again_inside(partial(_expecting, stamps), _expecting)
@@ -69,7 +72,7 @@ def _note(stamp: Hashable) -> None:
 
 
 @contextmanager
-def _expecting(stamps: set[Hashable]) -> Iterator[None]:
+def _expecting(stamps: set[int]) -> Iterator[None]:
     before, _repetition.stamps = _repetition.stamps, stamps
     try:
         yield
