@@ -93,7 +93,8 @@ ORDER = {
     "kernels": """
         protocol dispatch dropout
         memory memory/upload
-        triton/config triton/tile triton/tables triton/arguments triton/forward triton/backward triton
+        triton/config triton/tile triton/tables triton/arguments triton/launch triton/variants triton/forward
+        triton/backward triton
         triton/merge triton/rows triton/rotary
         memory/copy memory/rows memory/rotary
         softmax reference blockwise native

@@ -50,7 +50,7 @@ class Candidate:
         def chosen(d: Descriptor) -> LaunchConfig:
             return self.config if d.direction == self.direction else configure(d)
 
-        return Triton(configure=chosen)
+        return Triton(configure=chosen, variants=False)
 
     def __str__(self) -> str:
         c = self.config

@@ -1,7 +1,7 @@
-"""Unusual launches of the attention kernels, compiled without a GPU.
+"""Unusual launches of the attention kernels, compiled and launched without a GPU.
 
 Triton makes constants of integers that are 1 and looks at alignments, so that a launch may fail to compile of which the
-interpreter says nothing.
+interpreter says nothing. The driver is a stub, which keeps what it would have been told.
 """
 
 from __future__ import annotations
@@ -9,6 +9,8 @@ from __future__ import annotations
 import os
 import subprocess
 import sys
+import threading
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -41,15 +43,25 @@ LAUNCHES: dict[str, dict[str, Any]] = {
 }
 
 
-@pytest.mark.timeout(1800)
-@pytest.mark.parametrize("every", ["in a dtype", pytest.param("in both dtypes", marks=pytest.mark.exhaustive)])
-def test_unusual_launches_compile(every: str) -> None:
+def run(what: str) -> str:
+    """What this module prints, run with a Triton that compiles."""
     env = os.environ | {"PYTHONPATH": str(ROOT), "TRITON_CACHE_DIR": str(ROOT / ".pytest_cache" / "triton")}
     env.pop("TRITON_INTERPRET", None)
-    command = [sys.executable, "-m", "tests.kernels.test_triton_launches", every]
+    command = [sys.executable, "-m", "tests.kernels.test_triton_launches", what]
     done = subprocess.run(command, cwd=ROOT, env=env, capture_output=True, text=True)
     assert done.returncode == 0, done.stdout[-4000:] + done.stderr[-4000:]
-    assert done.stdout.split()[-1] == str(3 * len(LAUNCHES) * (2 if every == "in both dtypes" else 1))
+    return done.stdout
+
+
+@pytest.mark.timeout(1800)
+@pytest.mark.parametrize("every", ["in a dtype", pytest.param("in both dtypes", marks=pytest.mark.exhaustive)])
+def test_unusual_launches_compile_and_are_prepared_once(every: str) -> None:
+    assert run(every).split()[-1] == str(3 * len(LAUNCHES) * (2 if every == "in both dtypes" else 1))
+
+
+def test_all_variants_are_compiled_with_the_first_launch() -> None:
+    """Forward has 4, dq 1, dk and dv 8. Those of one kernel are compiled at the same time, by threads."""
+    assert run("variants").split() == ["dkdv", "8", "dq", "1", "forward", "4"]
 
 
 def compile_all(every: str) -> int:
@@ -57,23 +69,34 @@ def compile_all(every: str) -> int:
     import triton
     from triton.runtime import JITFunction
 
-    from bench.gpu.binaries import Offline
+    from bench.gpu.launches import Stub
 
-    launches, failed, run = 0, 0, JITFunction.run
+    launches, failed, looked, look = 0, 0, 0, JITFunction.run
 
-    def compiled(self: Any, *args: Any, grid: Any, warmup: bool, **options: Any) -> None:
-        nonlocal launches
-        launches += 1
-        run(self, *args, grid=grid, warmup=True, **options)
+    def counted(self: Any, *args: Any, **options: Any) -> Any:
+        nonlocal looked
+        looked += 1
+        return look(self, *args, **options)
 
-    triton.runtime.driver.set_active(Offline(90))
-    JITFunction.run = compiled
+    stub = Stub(90)
+    triton.runtime.driver.set_active(stub)
+    JITFunction.run = counted
     dtypes = (torch.bfloat16, torch.float32)
     for place, (name, changes) in enumerate(LAUNCHES.items()):
         for dtype in dtypes if every == "in both dtypes" else dtypes[place % 2 :][:1]:
-            for step in steps(dtype, **changes):
+            first, again, unprepared = launches_of(dtype, **changes)
+            for step in range(3):
+                launches += 1
                 try:
-                    step()
+                    first[step]()
+                    looked = 0
+                    again[step]()
+                    assert looked == 0, "Triton looks at arguments of a kind that it has seen"
+                    unprepared[step]()
+                    assert looked == 1
+                    prepared, expected = map(plain, stub.launched[-2:])
+                    differences = [pair for pair in zip(prepared, expected, strict=True) if pair[0] != pair[1]]
+                    assert not differences, f"launched with, and expected: {differences}"
                 except Exception as error:
                     failed += 1
                     print(f"{dtype} {name}: {error}\n{error.__cause__ or ''}")
@@ -81,17 +104,74 @@ def compile_all(every: str) -> int:
     return int(failed > 0)
 
 
-def steps(
+def plain(x: Any) -> Any:
+    """What a driver is told, as values that compare: of tensors that launches make for themselves not the address."""
+    if isinstance(x, torch.Tensor):
+        content = x.tolist() if x.dtype == torch.int32 else None if x.dim() == 4 else x.data_ptr()
+        return x.dtype, x.shape, x.stride(), content
+    if isinstance(x, (tuple, list)):
+        return [plain(value) for value in x]
+    if type(x).__name__ == "TensorDescriptor":
+        return plain(list(vars(x).items()))
+    return type(x), x if isinstance(x, (int, float, str)) else None
+
+
+def compile_variants() -> int:
+    """Prints how many variants of each kernel the first launches compile; an error if a later launch compiles one."""
+    import triton
+
+    from bench.gpu.launches import Stub
+
+    compiled: dict[str, set[str]] = {}
+    main = threading.get_ident()
+
+    def compile_(source: Any, **about: Any) -> Any:
+        assert source.name == "dq" or threading.get_ident() != main, f"{source.name} is compiled alone"
+        known = compiled.setdefault(source.name, set())
+        known.add(str((source.signature, source.constants, source.attrs)))
+        return Binary()
+
+    triton.runtime.driver.set_active(Stub(90))
+    triton.compiler.compile = compile_
+    changes: list[dict[str, Any]] = [
+        {}, {"last": False}, {"first": False}, {"first": False, "last": False}, {"rows": 41, "keys": 51},
+        {"processors": 1000}, {"bounds": True}, {"bounds": True, "processors": 1000},
+    ]  # fmt: skip
+    for number, change in enumerate(changes):
+        for step in launches_of(torch.bfloat16, variants=True, **change)[0]:
+            step()
+        if not number:
+            print(*(word for name in sorted(compiled) for word in (name, len(compiled[name]))))
+            first = sum(map(len, compiled.values()))
+    return int(sum(map(len, compiled.values())) != first)
+
+
+class Binary:
+    """A compiled kernel that launches nothing."""
+
+    function = packed_metadata = None
+
+    def run(self, *arguments: Any) -> None:
+        """Nothing."""
+
+    def launch_metadata(self, *arguments: Any) -> None:
+        """None."""
+
+    def __getitem__(self, grid: tuple[int, ...]) -> Any:
+        return self.run
+
+
+def launches_of(
     dtype: torch.dtype, *, rows: int = 40, keys: int = 50, heads: int = 4, kv_heads: int = 2, dim: int = 32,
     v_dim: int = 32, scale: float = 0.25, softcap: float = 0.0, alibi: bool = False, dropout_p: float = 0.0,
     seed: int = 0, first_head: int = 0, stored: str = "rows", bounds: bool = False, first: bool = True,
-    processors: int = 8,
-) -> list[Any]:  # fmt: skip
-    """Forward, dq, and dk and dv."""
+    last: bool = True, processors: int = 8, variants: bool = False,
+) -> list[list[Any]]:  # fmt: skip
+    """Forward, dq, and dk and dv: on some tensors, on others in the same step, and on the others in a fresh step."""
     from seqpar.kernels import Grads, Operands, Score, Sums
     from seqpar.kernels import triton as package
     from seqpar.kernels.triton.config import LaunchConfig
-    from tests.kernels.cases import facts_of
+    from tests.kernels.cases import facts_of, memo
 
     def made(n: int, heads: int, dim: int, dtype: torch.dtype = dtype) -> torch.Tensor:
         if stored == "heads":
@@ -100,21 +180,30 @@ def steps(
             return torch.zeros(n + 1, heads + 2, dim + 3, dtype=dtype)[1:, 1:-1, 2:-1]
         return torch.zeros(1 if stored == "expanded" else n, heads, dim, dtype=dtype).expand(n, heads, dim)
 
+    def calls(facts: Any, seed: int) -> tuple[Operands, Sums, Grads]:
+        slopes = torch.zeros(heads) if alibi else None
+        score = Score(scale, softcap, slopes, dropout_p, seed, first_head)
+        q, k = made(rows, heads, dim), made(keys, kv_heads, dim)
+        v, dout = made(keys, kv_heads, v_dim), made(rows, heads, v_dim)
+        lse, delta = torch.zeros(heads, rows), torch.zeros(heads, rows)
+        acc = made(rows, heads, v_dim, torch.float32)
+        out = made(rows, heads, v_dim) if dtype != torch.float32 and last else None
+        sums = Sums(None if first and out is not None else acc, lse, out, first=first)
+        grads = Grads(dout, lse, delta, None, *(torch.zeros(y.shape) for y in (q, k, v)))
+        return Operands(q, k, v, facts, score), sums, grads
+
+    def bound(x: Operands, sums: Sums, grads: Grads) -> list[Any]:
+        return [lambda: kernel.forward(x, sums), lambda: kernel._dq(x, grads), lambda: kernel._dkdv(x, grads)]
+
     package._processors = lambda device: processors
-    kernel = package.Triton(configure=lambda d: LaunchConfig(16, 16, 4, 1, tma=True))
+    kernel = package.Triton(configure=lambda d: LaunchConfig(16, 16, 4, 1, tma=True), variants=variants)
     lo = np.random.default_rng(0).integers(0, keys, rows)
     mask = Mask.from_bounds(lo, np.minimum(lo + 9, keys), kv_tokens=keys) if bounds else Mask([rows], kv_lengths=[keys])
-    slopes = torch.zeros(heads) if alibi else None
-    score = Score(scale, softcap, slopes, dropout_p, seed, first_head)
-    q, k = made(rows, heads, dim), made(keys, kv_heads, dim)
-    v, dout = made(keys, kv_heads, v_dim), made(rows, heads, v_dim)
-    x, lse = Operands(q, k, v, facts_of(mask, np.arange(keys)), score), torch.zeros(heads, rows)
-    acc = made(rows, heads, v_dim, torch.float32)
-    narrow = dtype != torch.float32
-    sums = Sums(None if first and narrow else acc, lse, made(rows, heads, v_dim) if narrow else None, first=first)
-    grads = Grads(dout, lse, lse, None, *(torch.zeros(y.shape) for y in (q, k, v)))
-    return [lambda: kernel.forward(x, sums), lambda: kernel._dq(x, grads), lambda: kernel._dkdv(x, grads)]
+    facts = facts_of(mask, np.arange(keys))
+    once, (x, sums, grads) = calls(facts, seed), calls(facts, seed + 1)
+    fresh = replace(x, facts=replace(facts, memo=memo()))
+    return [bound(*once), bound(x, sums, grads), bound(fresh, sums, grads)]
 
 
 if __name__ == "__main__":
-    raise SystemExit(compile_all(sys.argv[1]))
+    raise SystemExit(compile_variants() if sys.argv[1] == "variants" else compile_all(sys.argv[1]))

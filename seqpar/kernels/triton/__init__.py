@@ -19,21 +19,28 @@ from collections.abc import Callable
 from typing import Any
 
 import torch
+from torch import Tensor
 
 from seqpar.kernels.dispatch import no_cuda, triton_installed
 from seqpar.kernels.protocol import CallSpec, Grads, Operands, Sums
 from seqpar.kernels.triton.arguments import (
     Bounds,
+    TileLoads,
+    check_heads,
+    check_rows,
     describable,
-    descriptors,
     launch_shape,
+    partial_sums,
     per_head,
     per_row,
     scalars,
     seed,
+    with_slopes,
 )
 from seqpar.kernels.triton.config import MAX_DIM, Descriptor, LaunchConfig, configure, generation, parts
+from seqpar.kernels.triton.launch import Launch, Prepared, kind_of, kind_of_score
 from seqpar.kernels.triton.tables import key_table, query_table
+from seqpar.kernels.triton.variants import dkdv_variants, forward_variants
 
 DTYPES = (torch.bfloat16, torch.float16, torch.float32)
 
@@ -42,13 +49,17 @@ class Triton:
     """The kernels as a `seqpar.kernels.protocol.Kernel`.
 
     tf32: multiply float32 inputs in TF32; this kernel is only used when it is asked for by name. configure: the launch
-    configuration of a descriptor.
+    configuration of a descriptor. variants: the first launch of a kernel also compiles the variants of it that another
+    plan may need.
     """
 
-    def __init__(self, *, tf32: bool = False, configure: Callable[[Descriptor], LaunchConfig] = configure) -> None:
+    def __init__(
+        self, *, tf32: bool = False, configure: Callable[[Descriptor], LaunchConfig] = configure, variants: bool = True
+    ) -> None:
         self.name = "triton_tf32" if tf32 else "triton"
         self.precision = "tf32" if tf32 else "ieee"
         self.configure = configure
+        self.variants = variants
 
     def missing(self) -> str | None:
         """Why the kernels cannot run here, or None: they need triton, and a CUDA device unless interpreted."""
@@ -78,24 +89,36 @@ class Triton:
 
     def forward(self, x: Operands, into: Sums) -> None:
         """Add the attention over one buffer of keys to the sums; see the protocol."""
-        from seqpar.kernels.triton.forward import forward
-
         if not x.q.shape[0]:
             return
-        config = self._config("forward", x)
-        tma = config.tma and describable(x.k, x.v)
-        table = query_table(x.facts, config)
         target = into.acc if into.out is None else into.out
         prior = target if into.first else into.acc
         assert target is not None and prior is not None
+        kinds = map(kind_of, (x.q, x.k, x.v, prior, target, into.lse))
+        key = "forward", self, into.first, into.out is None, kind_of_score(x.score), *kinds
+        ready: Prepared = x.facts.memo(key, lambda: self._prepare_forward(x, into, prior, target))
         with torch.cuda.device_of(x.q):
-            forward[(table.shape[0] * x.q.shape[1],)](
-                per_row(x.q), per_row(x.k), *descriptors(x.k, config.bn, tma), per_row(x.v),
-                *descriptors(x.v, config.bn, tma), _bounds(x), table,
-                per_row(prior), per_row(target), per_head(into.lse), scalars(x), seed(x),
-                table.shape[0], x.q.shape[1] // x.k.shape[1], x.k.shape[0],
-                FIRST=into.first, IN_PLACE=into.out is None, **self._compiled(x, config, tma),
+            ready.launch(
+                per_row(x.q), per_row(x.k), *ready.loads[0].of(x.k), per_row(x.v), *ready.loads[1].of(x.v),
+                ready.bounds, *ready.tables, per_row(prior), per_row(target), per_head(into.lse),
+                with_slopes(ready.scalars, x.score.slopes), seed(x), *ready.counts,
             )  # fmt: skip
+
+    def _prepare_forward(self, x: Operands, into: Sums, prior: Tensor, target: Tensor) -> Prepared:
+        from seqpar.kernels.triton.forward import forward
+
+        check_rows(x.q, x.k, x.v, prior, target)
+        check_heads(into.lse)
+        config = self._config("forward", x)
+        tma = config.tma and describable(x.k, x.v)
+        table = query_table(x.facts, config)
+        launch = self._launch(forward, table.shape[0] * x.q.shape[1], x, config, into.first, into.out is None, tma=tma)
+        if self.variants and not interpreted():
+            launch.variants = forward_variants(x.q.dtype, target)
+        return Prepared(
+            launch, (TileLoads(x.k, config.bn, tma), TileLoads(x.v, config.bn, tma)), _bounds(x), (table,),
+            (table.shape[0], x.q.shape[1] // x.k.shape[1], x.k.shape[0]), scalars(x),
+        )  # fmt: skip
 
     def backward(self, x: Operands, grads: Grads) -> None:
         """Add the gradients from one buffer of keys; see the protocol."""
@@ -105,50 +128,79 @@ class Triton:
                 self._dkdv(x, grads)
 
     def _dq(self, x: Operands, grads: Grads) -> None:
+        kinds = map(kind_of, (x.q, x.k, x.v, grads.dout, grads.lse, grads.delta, grads.dq))
+        key = "dq", self, kind_of_score(x.score), *kinds
+        ready: Prepared = x.facts.memo(key, lambda: self._prepare_dq(x, grads))
+        ready.launch(
+            per_row(x.q), per_row(x.k), *ready.loads[0].of(x.k), per_row(x.v), *ready.loads[1].of(x.v),
+            per_row(grads.dout), per_head(grads.lse), per_head(grads.delta), ready.bounds, *ready.tables,
+            per_row(grads.dq), with_slopes(ready.scalars, x.score.slopes), seed(x), *ready.counts,
+        )  # fmt: skip
+
+    def _prepare_dq(self, x: Operands, grads: Grads) -> Prepared:
         from seqpar.kernels.triton.backward import dq
 
+        check_rows(x.q, x.k, x.v, grads.dout, grads.dq)
+        check_heads(grads.lse, grads.delta)
         config = self._config("dq", x)
         tma = config.tma and describable(x.k, x.v)
         table = query_table(x.facts, config)
-        dq[(table.shape[0] * x.q.shape[1],)](
-            per_row(x.q), per_row(x.k), *descriptors(x.k, config.bn, tma), per_row(x.v),
-            *descriptors(x.v, config.bn, tma), per_row(grads.dout),
-            per_head(grads.lse), per_head(grads.delta), _bounds(x), table, per_row(grads.dq), scalars(x), seed(x),
-            table.shape[0], x.q.shape[1] // x.k.shape[1], x.k.shape[0], **self._compiled(x, config, tma),
+        return Prepared(
+            self._launch(dq, table.shape[0] * x.q.shape[1], x, config, tma=tma),
+            (TileLoads(x.k, config.bn, tma), TileLoads(x.v, config.bn, tma)), _bounds(x), (table,),
+            (table.shape[0], x.q.shape[1] // x.k.shape[1], x.k.shape[0]), scalars(x),
         )  # fmt: skip
 
     def _dkdv(self, x: Operands, grads: Grads) -> None:
+        kinds = map(kind_of, (x.q, x.k, x.v, grads.dout, grads.lse, grads.delta, grads.dk, grads.dv))
+        key = "dkdv", self, kind_of_score(x.score), *kinds
+        ready: Prepared = x.facts.memo(key, lambda: self._prepare_dkdv(x, grads))
+        dk, dv = grads.dk, grads.dv
+        if ready.parts > 1:
+            dk, dv = (g.new_empty(ready.parts, *g.shape) for g in (dk, dv))
+        ready.launch(
+            per_row(x.q), *ready.loads[0].of(x.q), per_row(x.k), per_row(x.v),
+            per_row(grads.dout), *ready.loads[1].of(grads.dout), per_head(grads.lse), per_head(grads.delta),
+            ready.bounds, *ready.tables, *partial_sums(dk, dv), with_slopes(ready.scalars, x.score.slopes), seed(x),
+            *ready.counts,
+        )  # fmt: skip
+        if ready.parts > 1:
+            grads.dk.add_(dk.sum(0))
+            grads.dv.add_(dv.sum(0))
+
+    def _prepare_dkdv(self, x: Operands, grads: Grads) -> Prepared:
         from seqpar.kernels.triton.backward import dkdv
 
+        check_rows(x.q, x.k, x.v, grads.dout, grads.dk, grads.dv)
+        check_heads(grads.lse, grads.delta)
         config = self._config("dkdv", x)
         table, query_tiles, uniform, exact, work = key_table(x.facts, config)
         # A descriptor also loads the rows after a short tile, and their values may not be finite.
-        tma = config.tma and uniform and describable(x.q, grads.dout)
+        able = config.tma and describable(x.q, grads.dout)
+        tma = able and uniform
         (rows, heads), (keys, kv_heads) = x.q.shape[:2], x.k.shape[:2]
         split = parts(table.shape[0] * kv_heads, work * (heads // kv_heads), _processors(x.q.device))
-        dk, dv = grads.dk[None], grads.dv[None]
-        if split > 1:
-            dk, dv = (g.new_empty(split, *g.shape) for g in (grads.dk, grads.dv))
-        dkdv[(table.shape[0] * kv_heads * split,)](
-            per_row(x.q), *descriptors(x.q, config.bm, tma), per_row(x.k), per_row(x.v),
-            per_row(grads.dout), *descriptors(grads.dout, config.bm, tma),
-            per_head(grads.lse), per_head(grads.delta), _bounds(x), table, query_tiles, per_row(dk[0]), per_row(dv[0]),
-            dk.stride(0), dv.stride(0), scalars(x), seed(x), table.shape[0], split, heads // kv_heads, rows, keys,
-            UNIFORM=uniform, EXACT=exact, ADD=split == 1, **self._compiled(x, config, tma),
+        programs = table.shape[0] * kv_heads * split
+        launch = self._launch(dkdv, programs, x, config, uniform, exact, split == 1, tma=tma)
+        if self.variants and not interpreted():
+            launch.variants = dkdv_variants(x, grads, launch.constants[-1], config.bm, able=able)
+        return Prepared(
+            launch, (TileLoads(x.q, config.bm, tma), TileLoads(grads.dout, config.bm, tma)), _bounds(x),
+            (table, query_tiles), (table.shape[0], split, heads // kv_heads, rows, keys), scalars(x), split,
         )  # fmt: skip
-        if split > 1:
-            grads.dk.add_(dk.sum(0))
-            grads.dv.add_(dv.sum(0))
 
     def _config(self, direction: str, x: Operands) -> LaunchConfig:
         device = generation(_capability(x.q.device)) if x.q.is_cuda else 0
         return self.configure(Descriptor(direction, x.q.shape[2], x.v.shape[2], x.q.dtype.itemsize, device))
 
-    def _compiled(self, x: Operands, config: LaunchConfig, tma: bool) -> dict[str, Any]:
-        """The compile-time arguments of a launch, and Triton's options."""
+    def _launch(
+        self, kernel: Any, programs: int, x: Operands, config: LaunchConfig, *constants: bool, tma: bool
+    ) -> Launch:
+        """The launches of a kernel; its last constant is the shape."""
         upcast = x.q.dtype == torch.bfloat16 and interpreted()
         shape = launch_shape(x, config, tma=tma, upcast=upcast, precision=self.precision)
-        return {"S": shape, "num_warps": config.warps, "num_stages": config.stages, "enable_fp_fusion": True}
+        options = {"num_warps": config.warps, "num_stages": config.stages, "enable_fp_fusion": True}
+        return Launch(kernel, programs, (*constants, shape), options)
 
 
 def interpreted() -> bool:

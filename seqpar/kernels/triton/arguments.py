@@ -72,31 +72,59 @@ class LaunchShape(NamedTuple):
 
 def per_row(x: Tensor) -> PerRow:
     """A tensor with its strides, which kernels read through pointers."""
-    return PerRow(x, *_strides(x))
+    row, head, _ = x.stride()
+    return PerRow(x, row, head)
 
 
-def descriptors(x: Tensor, rows: int, tma: bool) -> tuple[Any, Any]:
+def partial_sums(dk: Tensor, dv: Tensor) -> tuple[PerRow, PerRow, int, int]:
+    """dk and dv [rows, heads, dim], or their parts [parts, rows, heads, dim], and the elements between two parts."""
+    if dk.dim() == 3:
+        return per_row(dk), per_row(dv), 0, 0
+    (between_dk, *of_dk, _), (between_dv, *of_dv, _) = dk.stride(), dv.stride()
+    return PerRow(dk, *of_dk), PerRow(dv, *of_dv), between_dk, between_dv
+
+
+def check_rows(*tensors: Tensor) -> None:
+    """Check the strides of tensors for `per_row`. Offsets of tiles have 64 bits, offsets inside a tile 32.
+
+    Raises: ValueError unless the last dim is dense; NotImplementedError for rows that are too far apart.
+    """
+    for x in tensors:
+        if x.shape[2] > 1 and x.stride(2) != 1:
+            raise ValueError(f"triton needs a dense last dim, got strides {x.stride()}")
+        if x.shape[0] > 1 and x.stride(0) >= 1 << 24:
+            raise NotImplementedError(f"triton has no tiles of rows {x.stride(0)} elements apart; call .contiguous()")
+
+
+class TileLoads:
     """Descriptors by which the hardware loads tiles of so many rows, for the first and second piece of the head dim.
 
     Without tma they are the tensor itself, which the kernel does not read. They are arguments of their own because
     Triton 3.6 does not launch kernels with descriptors inside a bundle.
     """
-    if not tma:
-        return x, x
+
+    def __init__(self, x: Tensor, rows: int, tma: bool) -> None:
+        self.described = [_describe(x, [rows, 1, n or 16]) if tma else None for n in pieces(x.shape[2], x.itemsize)]
+
+    def of(self, x: Tensor) -> tuple[Any, Any]:
+        """The descriptors of a tensor of the kind that this was made for."""
+        one, two = self.described
+        return (x if one is None else _redirected(one, x)), (x if two is None else _redirected(two, x))
+
+
+def _describe(x: Tensor, block: list[int]) -> Any:
     from triton.tools.tensor_descriptor import TensorDescriptor
 
-    shape, strides = list(x.shape), list(x.stride())
-    one, two = (TensorDescriptor(x, shape, strides, [rows, 1, n or 16]) for n in pieces(x.shape[2], x.itemsize))
-    return one, two
+    descriptor = TensorDescriptor(x, list(x.shape), list(x.stride()), block)
+    descriptor.base = None  # which would keep the tensor's memory
+    return descriptor
 
 
-def _strides(x: Tensor) -> tuple[int, int]:
-    """Strides of rows and heads, in elements. Offsets of tiles have 64 bits, offsets inside a tile 32."""
-    if x.shape[2] > 1 and x.stride(2) != 1:
-        raise ValueError(f"triton needs a dense last dim, got strides {x.stride()}")
-    if x.shape[0] > 1 and x.stride(0) >= 1 << 24:
-        raise NotImplementedError(f"triton has no tiles of rows {x.stride(0)} elements apart; call .contiguous()")
-    return x.stride(0), x.stride(1)
+def _redirected(descriptor: Any, x: Tensor) -> Any:
+    """A descriptor of another tensor of the same kind. The constructor would repeat checks that are known to hold."""
+    new = object.__new__(type(descriptor))
+    new.__dict__.update(descriptor.__dict__, base=x)
+    return new
 
 
 def describable(*tensors: Tensor) -> bool:
@@ -110,24 +138,34 @@ def describable(*tensors: Tensor) -> bool:
 
 
 def per_head(x: Tensor) -> PerHead:
-    """A tensor [heads, rows] with its stride; a tensor of a single row may have any stride of rows."""
-    if x.shape[1] > 1 and x.stride(1) != 1:
-        raise ValueError(f"lse and delta must have dense rows, got strides {x.stride()}")
+    """A tensor [heads, rows] with its stride of heads."""
     return PerHead(x, x.stride(0))
 
 
+def check_heads(*tensors: Tensor) -> None:
+    """Raise ValueError unless rows are dense, as `per_head` needs; a single row may have any stride."""
+    for x in tensors:
+        if x.shape[1] > 1 and x.stride(1) != 1:
+            raise ValueError(f"lse and delta must have dense rows, got strides {x.stride()}")
+
+
 def scalars(x: Operands) -> Scalars:
-    """The scalars of a call's scores and dropout."""
+    """The scalars of a call's scores and dropout, without its slopes."""
     score = x.score
     return Scalars(
         pre=score.scale / score.softcap if score.softcap else 0.0,
         post=(score.softcap or score.scale) / math.log(2),
-        scale=score.scale,
-        slopes=x.facts.pos if score.slopes is None else score.slopes,
+        scale=float(score.scale),
+        slopes=x.facts.pos,
         threshold=_signed(int(score.dropout_p * 2**32), 32),
         keep_scale=1 / (1 - score.dropout_p),
         first_head=score.first_head,
     )
+
+
+def with_slopes(scalars: Scalars, slopes: Tensor | None) -> Scalars:
+    """The scalars with the slopes of a call, if it has any."""
+    return scalars if slopes is None else scalars._replace(slopes=slopes)
 
 
 def seed(x: Operands) -> int:
