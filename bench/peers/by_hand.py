@@ -1,4 +1,4 @@
-"""What a user writes in thirty lines over torch.distributed: all-gather of the keys, Ulysses, a zigzag ring.
+"""Methods that a user writes in thirty lines over torch.distributed: all-gather of the keys, Ulysses, a zigzag ring.
 
 Each is exact and differentiable, rests on torch's fused operator, and uses the default group.
 """
