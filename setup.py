@@ -40,7 +40,7 @@ ISA = {
     "avx2.cpp": ["-mavx2", "-mfma"],
     "avx512.cpp": AVX512,
     "avx512_bf16.cpp": [*AVX512, "-mavx512bf16"],
-    "amx.cpp": [*AVX512, "-mavx512bf16", "-mamx-tile", "-mamx-bf16"],
+    "amx.cpp": [*AVX512, "-mavx512bf16"],  # AMX's own instructions are assembly, which needs no flag of the compiler
 }  # fmt: skip
 
 
