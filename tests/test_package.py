@@ -96,7 +96,7 @@ ORDER = {
         triton/config triton/tile triton/tables triton/arguments triton/launch triton/variants triton/forward
         triton/backward triton
         triton/merge triton/rows triton/rotary
-        memory/copy memory/rows memory/rotary
+        memory/copy memory/rotary
         softmax reference blockwise native
         vendor/varlen vendor/library vendor/segmented
         vendor/aten vendor/aten_flash vendor/cudnn vendor/flash2 vendor/flash3 vendor/flash4 vendor

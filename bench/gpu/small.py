@@ -19,7 +19,7 @@ Run = tuple[Callable[[], object], float]  # a call, and the bytes that it must r
 def small(tiny: bool) -> list[Case]:
     """The cases, on tensors of keys and values and on outputs."""
     rows = 64 if tiny else 65536
-    makes = {"merge_": _merge, "pack": _pack, "place": _place, "add_": _add, "rotary": _rotary}
+    makes = {"merge_": _merge, "pack": _pack, "place": _place, "add": _add, "rotary": _rotary}
     return [Case("small", f"{name}, {rows} rows", partial(_share, name, make, rows)) for name, make in makes.items()]
 
 
@@ -56,50 +56,47 @@ def _merge(machine: Machine, rows: int) -> dict[str, Run]:
     return runs
 
 
-def _rows(machine: Machine, rows: int) -> dict[str, slice | Tensor]:
+def _rows(machine: Machine, rows: int) -> dict[str, Tensor]:
     """Row numbers: the two chunks of a zigzag, and every second row."""
     chunks = torch.cat([torch.arange(rows // 8, rows // 4), torch.arange(rows // 2, rows * 5 // 8)])
     return {
-        "rows in order": slice(rows // 4, rows // 2),
         "two chunks": chunks.to(machine.device),
         "every second row": torch.arange(0, rows, 2, device=machine.device),
     }
 
 
-def _count(rows: slice | Tensor) -> int:
-    return rows.stop - rows.start if isinstance(rows, slice) else len(rows)
-
-
 def _pack(machine: Machine, rows: int) -> dict[str, Run]:
-    from seqpar.kernels.memory.rows import pack
+    from seqpar.kernels.memory.copy import Pair, copy
 
-    k, v = (_random(machine, rows, 8, 128, dtype=torch.bfloat16) for _ in range(2))
+    keys_values = [_random(machine, rows, 8, 128, dtype=torch.bfloat16) for _ in range(2)]
     runs: dict[str, Run] = {}
     for name, at in _rows(machine, rows).items():
-        out = k.new_empty(_count(at), 2 * 8 * 128)
-        runs[f"keys and values, {name}"] = partial(pack, [k, v], at, out), 2.0 * out.nbytes + _index(at)
+        out = keys_values[0].new_empty(len(at), 2, 8, 128)
+        pairs = [Pair(out[:, side], x, src_rows=at) for side, x in enumerate(keys_values)]
+        runs[f"keys and values, {name}"] = partial(copy, pairs), 2.0 * out.nbytes + at.nbytes
     return runs
 
 
 def _place(machine: Machine, rows: int) -> dict[str, Run]:
-    from seqpar.kernels.memory.rows import place
+    from seqpar.kernels.memory.copy import Pair, copy
 
     out = _random(machine, rows, 8, 256, dtype=torch.bfloat16)
     runs: dict[str, Run] = {}
     for name, at in _rows(machine, rows).items():
-        values = _random(machine, _count(at), 8, 256, dtype=torch.bfloat16)
-        runs[f"keys and values, {name}"] = partial(place, values, at, out), 2.0 * values.nbytes + _index(at)
+        values = _random(machine, len(at), 8, 256, dtype=torch.bfloat16)
+        run = partial(copy, [Pair(out, values, dst_rows=at)])
+        runs[f"keys and values, {name}"] = run, 2.0 * values.nbytes + at.nbytes
     return runs
 
 
 def _add(machine: Machine, rows: int) -> dict[str, Run]:
-    from seqpar.kernels.memory.rows import add_
+    from seqpar.kernels.memory.copy import Pair, add
 
     sums = _random(machine, rows, 8, 256)
     runs: dict[str, Run] = {}
     for name, at in _rows(machine, rows).items():
-        values = _random(machine, _count(at), 8, 256)
-        runs[f"gradients, {name}"] = partial(add_, sums, at, values), 3.0 * values.nbytes + _index(at)
+        values = _random(machine, len(at), 8, 256)
+        runs[f"gradients, {name}"] = partial(add, Pair(sums, values, dst_rows=at)), 3.0 * values.nbytes + at.nbytes
     return runs
 
 
@@ -114,10 +111,6 @@ def _rotary(machine: Machine, rows: int) -> dict[str, Run]:
         run = partial(rotate, x, positions, frequencies, interleaved=interleaved)
         runs["neighbours" if interleaved else "halves"] = run, 2.0 * x.nbytes + positions.nbytes
     return runs
-
-
-def _index(rows: slice | Tensor) -> int:
-    return 0 if isinstance(rows, slice) else rows.nbytes
 
 
 def _random(machine: Machine, *shape: int, dtype: torch.dtype = torch.float32) -> Tensor:

@@ -19,26 +19,27 @@ from bench.gpu.binaries import digest, recorded, write
 GENERATIONS = (80, 90, 100)
 HEADS, DIM, ROWS = 8, 128, 64
 # first word of a launch -> the file of its kernel
-FILES = {"merge_": "merge", "pack": "rows", "place": "rows", "add_": "rows", "rotate": "rotary"}
+FILES = {"merge_": "merge", "pack": "rows", "place": "rows", "add": "rows", "rotate": "rotary"}
 DTYPES = (torch.bfloat16, torch.float32, torch.float64)
 
 
 def launches() -> Iterator[tuple[str, Callable[[], None]]]:
-    """The launches of the product by name: in every dtype, with and without row numbers."""
+    """The launches of the product by name: in every dtype, with row numbers of either width."""
     from seqpar.kernels.triton import merge, rotary, rows
 
     numbers = torch.arange(ROWS)
     for dtype in DTYPES:
         wide = torch.float64 if dtype == torch.float64 else torch.float32
-        x, y = torch.zeros(ROWS, HEADS, DIM, dtype=dtype), torch.zeros(ROWS, 2 * HEADS * DIM, dtype=dtype)
+        x, y = torch.zeros(ROWS, HEADS, DIM, dtype=dtype), torch.zeros(ROWS, 2, HEADS, DIM, dtype=dtype)
         acc, lse = torch.zeros(ROWS, HEADS, DIM, dtype=wide), torch.zeros(HEADS, ROWS, dtype=wide)
         yield f"merge_ {dtype}", lambda x=x, a=acc, lse=lse: merge.merge_(a, lse, x, lse)
         yield f"merge_ and cast {dtype}", lambda x=x, a=acc, lse=lse: merge.merge_(a, lse, a, lse, x)
-        for at in (slice(0, ROWS), numbers, numbers.int()):
-            kind = "slice" if isinstance(at, slice) else at.dtype
-            yield f"pack {dtype} {kind}", lambda x=x, y=y, at=at: rows.pack([x, x[..., :DIM]], at, y)
-            yield f"place {dtype} {kind}", lambda x=x, a=acc, at=at: rows.place(x, at, a)
-            yield f"add_ {dtype} {kind}", lambda x=x, a=acc, at=at: rows.add_(a, at, x)
+        for at in (numbers, numbers.int()):
+            # keys and values side by side for a peer; what arrives, cast or added to rows
+            pack = [(y[:, side], x, None, at) for side in range(2)]
+            yield f"pack {dtype} {at.dtype}", lambda pack=pack: rows.write(pack)
+            yield f"place {dtype} {at.dtype}", lambda x=x, a=acc, at=at: rows.write([(a, x, at, None)])
+            yield f"add {dtype} {at.dtype}", lambda x=x, a=acc, at=at: rows.add((a, x, at, None))
         for interleaved, inverse in itertools.product((False, True), repeat=2):
             for part in (DIM // 2, DIM // 4):
                 yield (

@@ -1,8 +1,8 @@
-"""`pack`, `place`, `add_`: equal to plain indexing bit by bit, and nothing around is read or written."""
+"""Rows by number, copied, cast and added: equal to plain indexing bit by bit, and nothing around is read or written."""
 
 from __future__ import annotations
 
-from math import prod
+from collections.abc import Callable, Sequence
 
 import pytest
 import torch
@@ -10,29 +10,26 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import Tensor
 
-from seqpar.kernels.memory import rows as dispatched
+from seqpar.kernels.memory import copy as dispatched
+from seqpar.kernels.memory.copy import Pair
 from tests.kernels.versions import VERSIONS, version
 
 FLOATS = [torch.float64, torch.float32, torch.bfloat16, torch.float16]
-Rows = slice | list[int]
+
+
+def functions(name: str) -> tuple[Callable[[Sequence[Pair]], None], Callable[[Pair], None], str]:
+    """What writes pairs and what adds one, and their device."""
+    kernels, device = version(name, "rows")
+    if name == "triton":
+        return kernels.write, kernels.add, device
+    return lambda pairs: [kernels.cast(pair) for pair in pairs], kernels.add, device
 
 
 @st.composite
-def chosen(draw: st.DrawFn) -> tuple[int, Rows]:
-    """How many rows there are, and some of them: consecutive, or in any order."""
-    total = draw(st.integers(0, 40))
-    if draw(st.booleans()):
-        first, last = sorted(draw(st.tuples(st.integers(0, total), st.integers(0, total))))
-        return total, slice(first, last)
-    return total, draw(st.permutations(range(total)))[: draw(st.integers(0, total))]
-
-
-def listed(total: int, rows: Rows) -> list[int]:
-    return list(range(total))[rows] if isinstance(rows, slice) else rows
-
-
-def on(device: str, rows: Rows, kind: torch.dtype = torch.int64) -> slice | Tensor:
-    return rows if isinstance(rows, slice) else torch.tensor(rows, dtype=kind, device=device)
+def chosen(draw: st.DrawFn) -> tuple[int, list[int]]:
+    """How many rows there are, and some of them in any order."""
+    total = draw(st.integers(1, 40))
+    return total, draw(st.permutations(range(total)))[: draw(st.integers(1, total))]
 
 
 def random(shape: tuple[int, ...], dtype: torch.dtype, seed: int = 0) -> Tensor:
@@ -70,82 +67,82 @@ TAILS = st.sampled_from([(1,), (5,), (2, 8), (3, 5), (1, 17)])
 @pytest.mark.parametrize("name", VERSIONS)
 @settings(max_examples=30)
 @given(chosen(), st.lists(st.tuples(TAILS, LAYOUTS), min_size=1, max_size=3), st.sampled_from(FLOATS))
-def test_pack_lays_rows_side_by_side(name, choice, kinds, dtype) -> None:
-    kernels, device = version(name, "rows")
+def test_rows_of_several_tensors_are_read_by_number(name, choice, kinds, dtype) -> None:
+    write, _, device = functions(name)
     total, rows = choice
-    at = listed(total, rows)
-    sources = [random((total, *tail), dtype, seed) for seed, (tail, _) in enumerate(kinds)]
-    dirty = [x.clone().index_fill_(0, torch.tensor(sorted(set(range(total)) - set(at)), dtype=torch.int64), torch.nan)
-             for x in sources]  # fmt: skip
-    placed = [within(x, layout) for x, (_, layout) in zip(dirty, kinds, strict=True)]
-    memory, out = within(torch.full((len(at), sum(prod(t) for t, _ in kinds)), torch.nan, dtype=dtype), "gap")
-    expected, view = moved(out, memory.clone(), "cpu")[::-1]
-    view.copy_(torch.cat([x[at].flatten(1) for x in sources], 1))
-
-    out, memory = moved(out, memory, device)
-    kernels.pack([moved(x, m, device)[0] for m, x in placed], on(device, rows), out)
-    same(memory, expected)
+    unread = torch.tensor(sorted(set(range(total)) - set(rows)), dtype=torch.int64)
+    numbers, pairs, results = torch.tensor(rows, device=device), [], []
+    for seed, (tail, layout) in enumerate(kinds):
+        source = random((total, *tail), dtype, seed)
+        memory, out = within(torch.full((len(rows), *tail), torch.nan, dtype=dtype), "gap")
+        view, expected = moved(out, memory.clone(), "cpu")
+        view.copy_(source[rows])
+        x = moved(*within(source.index_fill_(0, unread, torch.nan), layout)[::-1], device)[0]
+        out, memory = moved(out, memory, device)
+        pairs.append(Pair(out, x, None, numbers))
+        results.append((memory, expected))
+    write(pairs)
+    for memory, expected in results:
+        same(memory, expected)
 
 
 @pytest.mark.parametrize("name", VERSIONS)
 @settings(max_examples=30)
-@given(chosen(), TAILS, LAYOUTS, LAYOUTS, st.sampled_from(FLOATS), st.sampled_from([torch.float32, torch.int32]))
-def test_place_and_add_touch_their_rows_alone(name, choice, tail, there, here, dtype, other) -> None:
-    kernels, device = version(name, "rows")
+@given(chosen(), TAILS, LAYOUTS, LAYOUTS, st.sampled_from(FLOATS), st.sampled_from([torch.int64, torch.int32]))
+def test_written_and_added_rows_are_touched_alone(name, choice, tail, there, here, dtype, width) -> None:
+    write, add, device = functions(name)
     total, rows = choice
-    at = listed(total, rows)
-    kind = torch.int32 if other == torch.int32 else torch.int64  # row numbers of either width
-    values, target = random((len(at), *tail), dtype, 1), random((total, *tail), dtype, 2)
-    for function in ("place", "add_"):
+    numbers = torch.tensor(rows, device=device, dtype=width)
+    values, target = random((len(rows), *tail), dtype, 1), random((total, *tail), dtype, 2)
+    source = moved(*within(values, here)[::-1], device)[0]
+    for added in (False, True):
         memory, view = within(target, there)
-        expected, into = moved(view, memory.clone(), "cpu")[::-1]
-        for n, row in enumerate(at):
-            into[row] = values[n] if function == "place" else (into[row].double() + values[n].double()).to(dtype)
+        into, expected = moved(view, memory.clone(), "cpu")
+        for n, row in enumerate(rows):
+            into[row] = (into[row].double() + values[n].double()).to(dtype) if added else values[n]
         x, memory = moved(view, memory, device)
-        source = moved(*within(values, here)[::-1], device)[0]
-        if function == "place":
-            kernels.place(source, on(device, rows, kind), x)
-            same(memory, expected)
-        else:
-            kernels.add_(x, on(device, rows, kind), source)
+        if added:
+            add(Pair(x, source, numbers))
             # Two 16-bit numbers are added in float32 and rounded, by the interpreter towards zero.
             tolerance = {torch.bfloat16: 2**-7, torch.float16: 2**-10, torch.float32: 2**-23}.get(dtype, 0.0)
             torch.testing.assert_close(memory.cpu(), expected, rtol=tolerance, atol=0, equal_nan=True)
+        else:
+            write([Pair(x, source, numbers)])
+            same(memory, expected)
 
 
 @pytest.mark.parametrize("name", VERSIONS)
 @pytest.mark.parametrize("low", FLOATS)
-@pytest.mark.parametrize("rows", [slice(1, 3), [3, 0]])
-def test_values_of_another_dtype_are_cast_or_added_in_the_wider(name, low, rows) -> None:
-    kernels, device = version(name, "rows")
-    values, at = random((2, 3), low), listed(4, rows)
+def test_values_of_another_dtype_are_cast_or_added_in_the_wider(name, low) -> None:
+    write, add, device = functions(name)
+    values, numbers = random((2, 3), low), torch.tensor([3, 0], device=device)
     for wide in (torch.float32, torch.float64):
         placed, added = torch.zeros(4, 3, dtype=wide, device=device), torch.ones(4, 3, dtype=wide, device=device)
-        kernels.place(values.to(device), on(device, rows), placed)
-        kernels.add_(added, on(device, rows), values.to(device))
-        torch.testing.assert_close(placed[at].cpu(), values.to(wide), rtol=0, atol=0)
-        torch.testing.assert_close(added[at].cpu(), (values.double() + 1).to(wide), rtol=2**-22, atol=2**-22)
+        write([Pair(placed, values.to(device), numbers)])
+        add(Pair(added, values.to(device), numbers))
+        torch.testing.assert_close(placed[[3, 0]].cpu(), values.to(wide), rtol=0, atol=0)
+        torch.testing.assert_close(added[[3, 0]].cpu(), (values.double() + 1).to(wide), rtol=2**-22, atol=2**-22)
     rounded = torch.zeros(4, 3, dtype=low, device=device)
-    kernels.place(values.double().to(device), on(device, rows), rounded)
-    torch.testing.assert_close(rounded[at].cpu(), values, rtol=0, atol=0)
+    write([Pair(rounded, values.double().to(device), numbers)])
+    torch.testing.assert_close(rounded[[3, 0]].cpu(), values, rtol=0, atol=0)
 
 
 @pytest.mark.parametrize("name", VERSIONS)
 @pytest.mark.parametrize("dtype", [torch.int64, torch.int32, torch.uint8])
-def test_integers_are_moved_too(name, dtype) -> None:
-    kernels, device = version(name, "rows")
+def test_integers_go_from_rows_to_rows(name, dtype) -> None:
+    write, _, device = functions(name)
     x = torch.arange(24, dtype=dtype, device=device).view(6, 4)
-    out = torch.zeros(2, 4, dtype=dtype, device=device)
-    kernels.pack([x], on(device, [5, 2]), out)
-    assert torch.equal(out, x[[5, 2]])
+    out = torch.zeros(3, 4, dtype=dtype, device=device)
+    write([Pair(out, x, torch.tensor([2, 0], device=device), torch.tensor([5, 2], device=device))])
+    assert torch.equal(out, torch.stack([x[2], torch.zeros_like(x[0]), x[5]]))
 
 
 @pytest.mark.parametrize("name", VERSIONS)
 def test_rows_wider_than_a_tile(name) -> None:
-    kernels, device = version(name, "rows")
+    write, _, device = functions(name)
     x, y = random((5, 2500), torch.float32).to(device), random((5, 3), torch.float32).to(device)
-    out = torch.full((3, 2503), torch.nan, device=device)
-    kernels.pack([x, y], on(device, [4, 0, 3]), out)
+    numbers, out = torch.tensor([4, 0, 3], device=device), torch.full((3, 2503), torch.nan, device=device)
+    write([Pair(out[:, :2500], x, None, numbers), Pair(out[:, 2500:], y, None, numbers)])
     assert torch.equal(out, torch.cat([x, y], 1)[[4, 0, 3]])
 
 
@@ -153,30 +150,54 @@ def test_rows_wider_than_a_tile(name) -> None:
 @pytest.mark.parametrize("order", [1, -1])
 def test_heads_beside_dense_rows(name, order) -> None:
     """One launch moves rows of two slices and rows of one, and neither reaches into the other."""
-    kernels, device = version(name, "rows")
-    heads = torch.randn(2, 4, 5, device=device).movedim(-1, 0)
-    pair = [heads, torch.randn(5, 6, device=device)][::order]
-    memory = torch.full((3, 16), torch.nan, device=device)
-    kernels.pack(pair, on(device, [4, 0, 2]), memory[:, 1:15])
-    expected = torch.cat([x[[4, 0, 2]].flatten(1) for x in pair], 1)
+    write, _, device = functions(name)
+    memory, numbers = torch.full((3, 16), torch.nan, device=device), torch.tensor([4, 0, 2], device=device)
+    heads, dense = torch.randn(2, 4, 5, device=device).movedim(-1, 0), torch.randn(5, 6, device=device)
+    pairs = [Pair(memory[:, 1:9].view(3, 2, 4), heads, None, numbers), Pair(memory[:, 9:15], dense, None, numbers)]
+    write(pairs[::order])
+    expected = torch.cat([x[[4, 0, 2]].flatten(1) for x in (heads, dense)], 1)
     torch.testing.assert_close(memory, torch.nn.functional.pad(expected, (1, 1), value=torch.nan), equal_nan=True)
 
 
 @pytest.mark.parametrize("name", VERSIONS)
 def test_a_row_may_be_one_number(name) -> None:
-    kernels, device = version(name, "rows")
+    write, add, device = functions(name)
     x = torch.arange(7.0, device=device)
-    kernels.add_(x, on(device, [6, 1]), torch.ones(2, device=device))
-    kernels.place(torch.zeros(2, device=device), slice(3, 5), x)
+    add(Pair(x, torch.ones(2, device=device), torch.tensor([6, 1], device=device)))
+    write([Pair(x, torch.zeros(2, device=device), torch.tensor([3, 4], device=device))])
     assert x.tolist() == [0.0, 2.0, 2.0, 0.0, 0.0, 5.0, 7.0]
 
 
-@pytest.mark.parametrize("name", ["pack", "place", "add_"])
-def test_a_device_of_tritons_takes_its_kernels(name, monkeypatch) -> None:
+def test_triton_launches_once_for_tensors_with_the_same_numbers(monkeypatch) -> None:
     fused, device = pytest.importorskip("triton", reason="triton is not installed") and version("triton", "rows")
-    called = []
+    launched = []
+    monkeypatch.setattr(fused, "_launch", lambda pairs, add: launched.append((len(pairs), add)))
+    x, first, second = torch.zeros(2, 1), torch.tensor([0, 1]), torch.tensor([1, 0])
+    fused.write([Pair(x, x, None, first), Pair(x, x, None, first), Pair(x, x, None, second), Pair(x, x, second, first)])
+    fused.add(Pair(x, x, first))
+    assert launched == [(2, False), (1, False), (1, False), (1, True)]
+
+
+def test_triton_takes_numbered_rows_alone(monkeypatch) -> None:
+    """What its kernel does not take, and copies that torch makes in one pass, are torch's."""
+    fused, device = pytest.importorskip("triton", reason="triton is not installed") and version("triton", "rows")
     monkeypatch.setattr(dispatched, "on_triton", lambda x: True)
-    monkeypatch.setattr(fused, name, lambda *args: called.append(args))
-    args = (torch.zeros(1, 1), slice(None), torch.zeros(1, 1))
-    getattr(dispatched, name)(*args)
-    assert called == [args]
+    monkeypatch.setattr(dispatched, "_compiled", lambda pairs: False)
+    written = []
+    monkeypatch.setattr(fused, "write", written.extend)
+    monkeypatch.setattr(fused, "add", written.append)
+    numbers, source = torch.tensor([1, 0]), torch.arange(6.0).view(2, 3)
+    taken = Pair(torch.zeros(2, 3), source, numbers)
+    deep = torch.zeros(2, 2, 2, 2).transpose(1, 3)
+    others = [
+        Pair(torch.zeros(2, 3), source),
+        Pair(torch.zeros(2, 3, dtype=torch.bool), source.bool(), numbers),
+        Pair(torch.zeros(2, 3, dtype=torch.complex64), (source * 1j).conj(), numbers),
+        Pair(deep, torch.ones(2, 2, 2, 2), numbers),
+    ]
+    dispatched.copy([others[0], taken, *others[1:]])
+    dispatched.cast(taken)
+    dispatched.add(taken)
+    assert len(written) == 3 and all(pair is taken for pair in written)
+    assert torch.equal(others[0].dst, source) and torch.equal(others[1].dst, source.bool().flip(0))
+    assert torch.equal(others[2].dst, (source * -1j).flip(0)) and deep.all()

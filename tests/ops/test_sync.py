@@ -40,7 +40,7 @@ from seqpar.comm.protocol import Stats, Tag
 from seqpar.facts.layout import Layout
 from seqpar.kernels import softmax
 from seqpar.kernels.blockwise import Blockwise
-from seqpar.kernels.memory import rows
+from seqpar.kernels.memory import copy as copies
 from seqpar.kernels.memory.upload import upload
 from seqpar.ops.attention import call as calls
 from seqpar.ops.attention import schedule
@@ -214,7 +214,7 @@ def test_no_value_of_a_cuda_tensor_is_read(case, options, monkeypatch) -> None:
     monkeypatch.setattr(calls, "upload", unread)
     monkeypatch.setattr(Signature, "spec", lambda self, plan: None)
     monkeypatch.setattr(calls, "choose", lambda name, spec: Blockwise())
-    for module in (rows, softmax):
+    for module in (copies, softmax):
         monkeypatch.setattr(module, "on_triton", lambda x: False, raising=False)
     heads, kv_heads, dim, v_dim, posted = 6, 2, 8, 4, 0
     for rank in range(plan.ranks):
@@ -253,7 +253,7 @@ def test_no_row_of_a_cuda_tensor_is_read(case, monkeypatch) -> None:
     plan, cuda, tag = case.plan(), torch.device("cuda", 0), Tag(0, 0, 0, 0)
     monkeypatch.setattr(relayouts, "stream_of", lambda device: device)
     monkeypatch.setattr(relayouts, "upload", unread)
-    monkeypatch.setattr(rows, "on_triton", lambda x: False)
+    monkeypatch.setattr(copies, "on_triton", lambda x: False)
     for rank in range(plan.ranks):
         comm = Silent(rank, plan.ranks, direct=rank % 2 == 0)
         there, whole = relayouts._moves(plan.layout, other_layout(plan), comm), relayouts._copies(plan, "q", comm)

@@ -1,1 +1,1 @@
-"""Functions that mostly move memory: copies, rows of tensors, small arrays to a device, rotation."""
+"""Functions that mostly move memory: copies and sums of rows, small arrays to a device, rotation."""

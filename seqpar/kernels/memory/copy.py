@@ -1,7 +1,7 @@
-"""Many strided copies at once: a rank packs for its peers, unpacks, or moves tensors straight to their destination.
+"""Many strided copies at once, with which ranks pack and unpack messages; casts and sums of messages that arrived.
 
-One launch for all pairs if ``seqpar._C`` was built for their device, else one of torch's per pair. Bits are kept:
-dtypes are equal, and a lazily conjugated or negated source is resolved when it is read.
+All copies are one launch if ``seqpar._C`` was built for their device. Otherwise rows by number are Triton's on a CUDA
+device, and all else is torch's, one call per pair.
 """
 
 from __future__ import annotations
@@ -14,10 +14,16 @@ import torch
 from torch import Tensor
 
 from seqpar import native
+from seqpar.kernels.dispatch import on_triton
+
+_TRITON_DTYPES = {
+    torch.float64, torch.float32, torch.bfloat16, torch.float16,
+    torch.int64, torch.int32, torch.int16, torch.int8, torch.uint8,
+}  # fmt: skip
 
 
 class Pair(NamedTuple):
-    """``dst[dst_rows] = src[src_rows]``, of equal dtypes and, with the rows chosen, equal shapes; any strides.
+    """Source and destination of rows: ``dst[dst_rows]`` and ``src[src_rows]``, of equal shapes; any strides.
 
     dst_rows, src_rows: int64 or int32 numbers [n] of rows on the device, None for all rows in order. Numbers must be in
     range, and those of dst_rows distinct: neither is checked.
@@ -30,7 +36,10 @@ class Pair(NamedTuple):
 
 
 def copy(pairs: Sequence[Pair]) -> None:
-    """Make all copies. No destination may overlap another or a source, which is not checked.
+    """``dst[dst_rows] = src[src_rows]`` for all pairs, of equal dtypes.
+
+    Bits are kept, and a lazily conjugated or negated source is resolved when it is read. No destination may overlap
+    another or a source, which is not checked.
 
     Raises: RuntimeError naming the pair whose shapes, dtypes or devices differ, before anything is written.
     """
@@ -44,8 +53,47 @@ def copy(pairs: Sequence[Pair]) -> None:
         takes, gives = _selected(pair.dst, pair.dst_rows), _selected(pair.src, pair.src_rows)
         if takes != gives:
             raise RuntimeError(f"copy_: pair {n}: dst takes {takes}, src gives {gives}")
+    numbered = [pair for pair in pairs if _on_triton(pair)]
+    if numbered:
+        from seqpar.kernels.triton import rows
+
+        rows.write(numbered)
+        pairs = [pair for pair in pairs if not _on_triton(pair)]
     for pair in pairs:
-        _copy(pair)
+        cast(pair)
+
+
+def cast(pair: Pair) -> None:
+    """``dst[dst_rows] = src[src_rows]``, in the dtype of dst."""
+    if _on_triton(pair):
+        from seqpar.kernels.triton import rows
+
+        rows.write([pair])
+    elif pair.dst_rows is None:
+        pair.dst.copy_(_values(pair))
+    else:
+        pair.dst[pair.dst_rows] = _values(pair).to(pair.dst.dtype)
+
+
+def add(pair: Pair) -> None:
+    """``dst[dst_rows] += src[src_rows]``, in the wider dtype of both. Its bits do not vary: rows are distinct."""
+    if _on_triton(pair):
+        from seqpar.kernels.triton import rows
+
+        rows.add(pair)
+    elif pair.dst_rows is None:
+        pair.dst.add_(_values(pair))
+    else:
+        pair.dst[pair.dst_rows] = (pair.dst.index_select(0, pair.dst_rows) + _values(pair)).to(pair.dst.dtype)
+
+
+def _on_triton(pair: Pair) -> bool:
+    """Whether Triton moves a pair: rows by number, which torch would write twice, of a dtype and strides it takes."""
+    dst, src, dst_rows, src_rows = pair
+    if (dst_rows is None and src_rows is None) or not on_triton(dst) or not (dst.numel() and src.numel()):
+        return False
+    dense = dst.dim() <= 3 or (dst[0].is_contiguous() and src[0].is_contiguous())
+    return dense and not src.is_neg() and {dst.dtype, src.dtype} <= _TRITON_DTYPES
 
 
 def _compiled(pairs: Sequence[Pair]) -> bool:
@@ -69,9 +117,6 @@ def _selected(x: Tensor, rows: Tensor | None) -> tuple[list[int], torch.dtype, t
     return shape, x.dtype, x.device
 
 
-def _copy(pair: Pair) -> None:
-    values = pair.src if pair.src_rows is None else pair.src.index_select(0, pair.src_rows)
-    if pair.dst_rows is None:
-        pair.dst.copy_(values)
-    else:
-        pair.dst[pair.dst_rows] = values
+def _values(pair: Pair) -> Tensor:
+    """The rows of the source: a copy if they have numbers."""
+    return pair.src if pair.src_rows is None else pair.src.index_select(0, pair.src_rows)

@@ -1,4 +1,4 @@
-"""Copies of rows into and out of buffers, for `seqpar.kernels.memory.rows`: one kernel copies rows of several tensors.
+"""Copies of rows into and out of buffers, for `seqpar.kernels.memory.copy`: one kernel copies rows of several tensors.
 
 A tensor ``[N, A, B]`` is moved in tiles of BN rows by BD elements of one of its A slices; rows that are dense have one
 slice. Offsets are int64: a buffer of keys may hold more than 2**31 elements. Pairs of tensors and their shapes come as
@@ -9,7 +9,7 @@ tuples, whose entries Triton specialises like other arguments: a stride that is 
 from __future__ import annotations
 
 from collections.abc import Sequence
-from math import prod
+from itertools import groupby
 
 import torch
 import triton
@@ -17,6 +17,8 @@ import triton.language as tl
 from torch import Tensor
 
 ELEMENTS = 4096  # of a tile: with 4 warps each thread has four loads of 16 bytes of bf16 in flight
+
+Transfer = tuple[Tensor, Tensor, Tensor | None, Tensor | None]  # destination, source, the row numbers of each
 
 
 @triton.jit
@@ -49,43 +51,31 @@ def move(
             tl.store(p_y, b_x.to(p_y.dtype.element_ty), mask=m)
 
 
-def pack(tensors: Sequence[Tensor], rows: slice | Tensor, out: Tensor) -> None:
-    """Write rows of several tensors side by side into ``out``."""
-    xs, at = _sliced(tensors, rows)
-    widths = [prod(x.shape[1:]) for x in xs]
-    ys = [y.unflatten(1, x.shape[1:]) for x, y in zip(xs, out.split(widths, dim=1), strict=True)]
-    _launch(xs, ys, at, None, out.shape[0], add=False)
+def write(pairs: Sequence[Transfer]) -> None:
+    """``dst[dst_rows] = src[src_rows]`` in dst's dtype. Neighbouring pairs with the same row numbers are one launch."""
+    for _, group in groupby(pairs, key=lambda pair: (id(pair[2]), id(pair[3]))):
+        _launch(list(group), add=False)
 
 
-def place(values: Tensor, rows: slice | Tensor, out: Tensor) -> None:
-    """Write values to rows of ``out``."""
-    ys, at = _sliced([out], rows)
-    _launch([values], ys, None, at, values.shape[0], add=False)
+def add(pair: Transfer) -> None:
+    """``dst[dst_rows] += src[src_rows]``, rounded once to dst's dtype."""
+    _launch([pair], add=True)
 
 
-def add_(x: Tensor, rows: slice | Tensor, values: Tensor) -> None:
-    """Add values to rows of ``x``."""
-    ys, at = _sliced([x], rows)
-    _launch([values], ys, None, at, values.shape[0], add=True)
-
-
-def _sliced(tensors: Sequence[Tensor], rows: slice | Tensor) -> tuple[list[Tensor], Tensor | None]:
-    """Tensors and row numbers; rows of a slice are views, which need no numbers."""
-    return ([x[rows] for x in tensors], None) if isinstance(rows, slice) else (list(tensors), rows.contiguous())
-
-
-def _launch(xs: list[Tensor], ys: list[Tensor], at: Tensor | None, to: Tensor | None, n: int, *, add: bool) -> None:
-    pairs = [_tiled(x, y) for x, y in zip(xs, ys, strict=True) if n and y.numel()]
-    if not pairs:
+def _launch(pairs: list[Transfer], *, add: bool) -> None:
+    """One launch for pairs with the same row numbers, of one side at least."""
+    to, at = (None if rows is None else rows.contiguous() for rows in pairs[0][2:])
+    n = max(len(rows) for rows in (to, at) if rows is not None)
+    if not n:
         return
-    slices, dims = (tuple(x.shape[dim] for x, _ in pairs) for dim in (1, 2))
+    ys, xs = zip(*(_tiled(dst, src) for dst, src, *_ in pairs), strict=True)
+    slices, dims = (tuple(x.shape[dim] for x in xs) for dim in (1, 2))
     bd = min(triton.next_power_of_2(max(dims)), 1024)
     bn = min(triton.next_power_of_2(n), ELEMENTS // bd)
     with torch.cuda.device_of(ys[0]):
         move[triton.cdiv(n, bn), max(slices), triton.cdiv(max(dims), bd)](
-            tuple(x for x, _ in pairs), tuple(y for _, y in pairs), at, to, n, slices, dims,
-            tuple(x.stride() for x, _ in pairs), tuple(y.stride() for _, y in pairs), ADD=add, BN=bn, BD=bd,
-            enable_fp_fusion=True,
+            xs, ys, at, to, n, slices, dims, tuple(x.stride() for x in xs), tuple(y.stride() for y in ys),
+            ADD=add, BN=bn, BD=bd, enable_fp_fusion=True,
         )  # fmt: skip
 
 

@@ -9,8 +9,7 @@ more. On every comm, messages to be summed or cast arrive in a buffer first::
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping, Sequence
-from itertools import accumulate, pairwise
+from collections.abc import Callable, Mapping, Sequence
 from math import prod
 from operator import itemgetter
 from typing import NamedTuple
@@ -20,8 +19,7 @@ from torch import Tensor
 
 from seqpar.comm import Comm, Tag
 from seqpar.comm.protocol import DIMS
-from seqpar.kernels.memory.copy import Pair, copy
-from seqpar.kernels.memory.rows import add_, place
+from seqpar.kernels.memory.copy import Pair, add, cast, copy
 
 ALIGNMENT = 64  # alignment in bytes of messages in a buffer: a CPU's cache line, a GPU's vector
 
@@ -67,15 +65,15 @@ def post(
         for sent, received in zip(sends.get(comm.rank, ()), recvs.get(comm.rank, ()), strict=True)
         for source, destination in zip(sent, received, strict=True)
     ]
+    own_copies, rest = _copies(own) if own else ([], own)
+    if comm.size == 1 and not rest:
+        copy(own_copies)
+        return lambda: None
     leaving, sources = _buffers(comm, sends, torch.empty)
     arriving, arrivals = _buffers(comm, recvs, empty or comm.empty)
     copy([Pair(part.x, source.x, src_rows=source.rows) for _, part, source in sources])
     work = comm.exchange(leaving, arriving, tag=tag) if leaving or arriving else None
-    own_copies, late_copies = (
-        [Pair(dst.x, src.x, dst.rows, src.rows) for _, src, dst in several if not (dst.summed or dst.dtype)]
-        for several in (own, arrivals)
-    )
-    rest = [arrival for arrival in [*own, *arrivals] if arrival[2].summed or arrival[2].dtype]
+    late_copies, late_rest = _copies(arrivals) if arrivals else ([], arrivals)
     if not late_copies:  # otherwise `finish` makes all copies in one call
         copy(own_copies)
 
@@ -84,20 +82,23 @@ def post(
             work.wait()
         if late_copies:
             copy(late_copies + own_copies)
-        for _, source, destination in sorted(rest, key=itemgetter(0)):
-            _combine(source, destination)
+        for _, src, dst in sorted(rest + late_rest, key=itemgetter(0)):
+            (add if dst.summed else cast)(Pair(dst.x, src.x, dst.rows, src.rows))
 
     return finish
 
 
-def _combine(src: Place, dst: Place) -> None:
-    """Add one place to another, or cast it."""
-    values = src.x if src.rows is None else src.x.index_select(0, src.rows)
-    rows = slice(None) if dst.rows is None else dst.rows
-    if dst.summed:
-        add_(dst.x, rows, values)
-    else:
-        place(values, rows, dst.x)
+def _copies(arrivals: Sequence[Arrival]) -> tuple[list[Pair], list[Arrival]]:
+    """Messages that are written with their own bits; and the others, which are summed or cast."""
+    copies: list[Pair] = []
+    rest: list[Arrival] = []
+    for arrival in arrivals:
+        _, src, dst = arrival
+        if dst.summed or dst.dtype is not None:
+            rest.append(arrival)
+        else:
+            copies.append(Pair(dst.x, src.x, dst.rows, src.rows))
+    return copies, rest
 
 
 def _buffers(comm: Comm, side: Side, empty: Callable[..., Tensor]) -> tuple[dict[int, list[Tensor]], list[Arrival]]:
@@ -111,7 +112,7 @@ def _buffers(comm: Comm, side: Side, empty: Callable[..., Tensor]) -> tuple[dict
         for message in messages:
             x, rows, dtype, summed = message[0]
             # One that the comm can send, or receive into, without a copy.
-            whole = len(message) == 1 and rows is None and dtype is None and not summed
+            whole = rows is None and dtype is None and not summed and len(message) == 1
             if not (whole and (x.is_contiguous() or (comm.direct and x.dim() <= DIMS))):
                 packed[id(message)] = peer, message
     if not packed:
@@ -122,32 +123,32 @@ def _buffers(comm: Comm, side: Side, empty: Callable[..., Tensor]) -> tuple[dict
         if len(message) == 1:
             parts.append((peer, Place(buffer), message[0]))
             continue
-        first = 0
-        for where in message:
-            shape = where.x.shape[1:]
-            width = prod(shape)
-            parts.append((peer, Place(buffer[:, first : first + width].view(len(buffer), *shape)), where))
-            first += width
+        shapes = [where.x.shape[1:] for where in message]
+        columns = buffer.split([shape.numel() for shape in shapes], dim=1)
+        for where, column, shape in zip(message, columns, shapes, strict=True):
+            parts.append((peer, Place(column.view(buffer.shape[0], *shape)), where))
     for peer in tensors:
         tensors[peer] = [buffers.get(id(message), message[0].x) for message in side[peer]]
     return tensors, parts
 
 
 def _memory(messages: Sequence[Message], empty: Callable[..., Tensor]) -> list[Tensor]:
-    """Memory for messages; those of one dtype are side by side in one piece."""
-    shapes: dict[torch.dtype, list[list[int]]] = {}
-    dtypes = [message[0].dtype or message[0].x.dtype for message in messages]
-    for dtype, message in zip(dtypes, messages, strict=True):
-        x, rows, *_ = message[0]
-        shape = [*x.shape] if rows is None else [len(rows), *x.shape[1:]]
+    """Memory for messages; those of one dtype are side by side in one piece, each at a multiple of `ALIGNMENT`."""
+    lines: dict[torch.dtype, int] = {}
+    pieces: list[tuple[torch.dtype, int, list[int]]] = []
+    for message in messages:
+        x, rows, cast_from, _ = message[0]
+        dtype = cast_from or x.dtype
+        shape = [*x.shape] if rows is None else [rows.shape[0], *x.shape[1:]]
         if len(message) > 1:
-            shape = [shape[0], sum([prod(where.x.shape[1:]) for where in message])]
-        shapes.setdefault(dtype, []).append(shape)
-    pieces: dict[torch.dtype, Iterator[Tensor]] = {}
-    for dtype, several in shapes.items():
-        line = ALIGNMENT // dtype.itemsize
-        edges = list(accumulate((-(-prod(shape) // line) for shape in several), initial=0))
-        lines = empty((edges[-1], line), dtype=dtype, device=messages[0][0].x.device)
-        cuts = zip(pairwise(edges), several, strict=True)
-        pieces[dtype] = iter([lines[a:b].view(-1)[: prod(shape)].view(shape) for (a, b), shape in cuts])
-    return [next(pieces[dtype]) for dtype in dtypes]
+            shape = [shape[0], sum([where.x.shape[1:].numel() for where in message])]
+        first = lines.get(dtype, 0)
+        pieces.append((dtype, first, shape))
+        lines[dtype] = first + -(-prod(shape) * dtype.itemsize // ALIGNMENT)
+    device = messages[0][0].x.device
+    memory = {
+        dtype: empty((count, ALIGNMENT // dtype.itemsize), dtype=dtype, device=device).view(-1)
+        for dtype, count in lines.items()
+    }
+    starts = ((dtype, first * (ALIGNMENT // dtype.itemsize), shape) for dtype, first, shape in pieces)
+    return [memory[dtype][start : start + prod(shape)].view(shape) for dtype, start, shape in starts]
