@@ -135,6 +135,7 @@ def compile_variants() -> int:
     triton.compiler.compile = compile_
     changes: list[dict[str, Any]] = [
         {}, {"last": False}, {"first": False}, {"first": False, "last": False}, {"rows": 41, "keys": 51},
+        {"rows": 48, "keys": 64},
         {"processors": 1000}, {"bounds": True}, {"bounds": True, "processors": 1000},
     ]  # fmt: skip
     for number, change in enumerate(changes):

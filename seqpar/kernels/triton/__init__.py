@@ -100,7 +100,7 @@ class Triton:
         with torch.cuda.device_of(x.q):
             ready.launch(
                 per_row(x.q), per_row(x.k), *ready.loads[0].of(x.k), per_row(x.v), *ready.loads[1].of(x.v),
-                ready.bounds, *ready.tables, per_row(prior), per_row(target), per_head(into.lse),
+                ready.bounds, *ready.tables, per_row(prior), per_row(target), *per_head(into.lse),
                 with_slopes(ready.scalars, x.score.slopes), seed(x), *ready.counts,
             )  # fmt: skip
 
@@ -133,7 +133,7 @@ class Triton:
         ready: Prepared = x.facts.memo(key, lambda: self._prepare_dq(x, grads))
         ready.launch(
             per_row(x.q), per_row(x.k), *ready.loads[0].of(x.k), per_row(x.v), *ready.loads[1].of(x.v),
-            per_row(grads.dout), per_head(grads.lse), per_head(grads.delta), ready.bounds, *ready.tables,
+            per_row(grads.dout), *per_head(grads.lse, grads.delta), ready.bounds, *ready.tables,
             per_row(grads.dq), with_slopes(ready.scalars, x.score.slopes), seed(x), *ready.counts,
         )  # fmt: skip
 
@@ -160,7 +160,7 @@ class Triton:
             dk, dv = (g.new_empty(ready.parts, *g.shape) for g in (dk, dv))
         ready.launch(
             per_row(x.q), *ready.loads[0].of(x.q), per_row(x.k), per_row(x.v),
-            per_row(grads.dout), *ready.loads[1].of(grads.dout), per_head(grads.lse), per_head(grads.delta),
+            per_row(grads.dout), *ready.loads[1].of(grads.dout), *per_head(grads.lse, grads.delta),
             ready.bounds, *ready.tables, *partial_sums(dk, dv), with_slopes(ready.scalars, x.score.slopes), seed(x),
             *ready.counts,
         )  # fmt: skip

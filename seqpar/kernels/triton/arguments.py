@@ -19,13 +19,6 @@ class PerRow(NamedTuple):
     head: int
 
 
-class PerHead(NamedTuple):
-    """A tensor [heads, rows] with dense rows, and the stride of heads."""
-
-    data: Tensor
-    head: int
-
-
 class Bounds(NamedTuple):
     """Positions and bounds of query rows, and positions of key rows."""
 
@@ -99,12 +92,13 @@ def check_rows(*tensors: Tensor) -> None:
 class TileLoads:
     """Descriptors by which the hardware loads tiles of so many rows, for the first and second piece of the head dim.
 
-    Without tma they are the tensor itself, which the kernel does not read. They are arguments of their own because
-    Triton 3.6 does not launch kernels with descriptors inside a bundle.
+    Without tma, and for a second piece that the head dim does not have, they are the tensor itself, which the kernel
+    does not read. They are arguments of their own because Triton 3.6 does not launch kernels with descriptors inside a
+    bundle.
     """
 
     def __init__(self, x: Tensor, rows: int, tma: bool) -> None:
-        self.described = [_describe(x, [rows, 1, n or 16]) if tma else None for n in pieces(x.shape[2], x.itemsize)]
+        self.described = [_describe(x, [rows, 1, n]) if tma and n else None for n in pieces(x.shape[2], x.itemsize)]
 
     def of(self, x: Tensor) -> tuple[Any, Any]:
         """The descriptors of a tensor of the kind that this was made for."""
@@ -137,9 +131,13 @@ def describable(*tensors: Tensor) -> bool:
     return dense and all(n % 16 == 0 for n in starts) and all(0 < n < 1 << 40 for n in starts[: -len(tensors)])
 
 
-def per_head(x: Tensor) -> PerHead:
-    """A tensor [heads, rows] with its stride of heads."""
-    return PerHead(x, x.stride(0))
+def per_head(*tensors: Tensor) -> tuple[Any, ...]:
+    """Every tensor [heads, rows] and its stride of heads.
+
+    They are arguments of their own because Triton compiles a bundle again for strides that are multiples of 16, and
+    these strides follow the number of rows.
+    """
+    return tuple(argument for x in tensors for argument in (x, x.stride(0)))
 
 
 def check_heads(*tensors: Tensor) -> None:

@@ -23,11 +23,13 @@ from seqpar.kernels.triton.tile import (
 )
 
 
-# Counts change with every batch and the seed with every layer, and none of them is worth a binary of its own.
-@triton.jit(do_not_specialize=["seed", "tiles", "keys"])
+# Counts and strides of lse and delta change with every batch and the seed with every layer, and none of them is worth
+# a binary of its own.
+@triton.jit(do_not_specialize=["lse", "lse_head", "delta", "delta_head", "seed", "tiles", "keys"])
 def dq(
-    q, k, k1, k2, v, v1, v2, dout, lse, delta, bounds, table, grad, score, seed, tiles, group, keys, S: tl.constexpr
-):
+    q, k, k1, k2, v, v1, v2, dout, lse, lse_head, delta, delta_head, bounds, table, grad, score, seed, tiles, group,
+    keys, S: tl.constexpr,
+):  # fmt: skip
     """Add the gradient from a buffer of keys to dq of a query tile. table: as in forward."""
     p_table, i_h, i_kv = head_tile(table, tiles, group)
     row, stop, begin = tl.load(p_table), tl.load(p_table + 1), tl.load(p_table + 2)
@@ -44,8 +46,8 @@ def dq(
         b_q2 = load_tile(q, q.data, row, i_h, o_m, m_m, True, False, S.D1, S.D2, S.D)
     if S.V2:
         b_g2 = load_tile(dout, dout.data, row, i_h, o_m, m_m, True, False, S.V1, S.V2, S.V)
-    b_lse = row_lse(lse, i_h, row, o_m, m_m)
-    b_delta = tl.load(delta.data + i_h.to(tl.int64) * delta.head + row + o_m, mask=m_m, other=0.0)
+    b_lse = row_lse(lse, lse_head, i_h, row, o_m, m_m)
+    b_delta = tl.load(delta + i_h.to(tl.int64) * delta_head + row + o_m, mask=m_m, other=0.0)
     b_pos, b_word = o_m, o_m
     if S.ALIBI or S.DROPOUT:
         b_pos = tl.load(bounds.pos + row + o_m, mask=m_m, other=0)
@@ -116,11 +118,13 @@ def _dq_tile(
     return b_dq1, b_dq2
 
 
-# Counts change with every batch and the seed with every layer, and none of them is worth a binary of its own.
-@triton.jit(do_not_specialize=["seed", "key_tiles", "parts", "rows", "keys"])
+# Counts and strides of lse and delta change with every batch and the seed with every layer, and none of them is worth
+# a binary of its own.
+@triton.jit(do_not_specialize=["lse", "lse_head", "delta", "delta_head", "seed", "key_tiles", "parts", "rows", "keys"])
 def dkdv(
-    q, q1, q2, k, v, dout, g1, g2, lse, delta, bounds, table, query_tiles, dk, dv, dk_part, dv_part, score, seed,
-    key_tiles, parts, group, rows, keys, UNIFORM: tl.constexpr, EXACT: tl.constexpr, ADD: tl.constexpr, S: tl.constexpr,
+    q, q1, q2, k, v, dout, g1, g2, lse, lse_head, delta, delta_head, bounds, table, query_tiles, dk, dv, dk_part,
+    dv_part, score, seed, key_tiles, parts, group, rows, keys,
+    UNIFORM: tl.constexpr, EXACT: tl.constexpr, ADD: tl.constexpr, S: tl.constexpr,
 ):  # fmt: skip
     """One part of dk and dv of a key tile.
 
@@ -160,8 +164,9 @@ def dkdv(
     work = full * group
     for t in range(work * i_part // parts, work * (i_part + 1) // parts):
         b_dk1, b_dk2, b_dv1, b_dv2 = _dkdv_tile(
-            full_begin + t % full, i_kv * group + t // full, q, q1, q2, dout, g1, g2, lse, delta, bounds, query_tiles,
-            score, seed, rows, b_k1, b_k2, b_v1, b_v2, b_at, b_dk1, b_dk2, b_dv1, b_dv2, False, UNIFORM, S,
+            full_begin + t % full, i_kv * group + t // full, q, q1, q2, dout, g1, g2, lse, lse_head, delta, delta_head,
+            bounds, query_tiles, score, seed, rows, b_k1, b_k2, b_v1, b_v2, b_at, b_dk1, b_dk2, b_dv1, b_dv2, False,
+            UNIFORM, S,
         )  # fmt: skip
     partial = end - begin - full
     work = partial * group
@@ -173,8 +178,9 @@ def dkdv(
             visits = (tl.load(query_tiles + i * 4 + 2) <= j) & (j < tl.load(query_tiles + i * 4 + 3))
         if visits:
             b_dk1, b_dk2, b_dv1, b_dv2 = _dkdv_tile(
-                i, i_kv * group + t // partial, q, q1, q2, dout, g1, g2, lse, delta, bounds, query_tiles, score,
-                seed, rows, b_k1, b_k2, b_v1, b_v2, b_at, b_dk1, b_dk2, b_dv1, b_dv2, True, UNIFORM, S,
+                i, i_kv * group + t // partial, q, q1, q2, dout, g1, g2, lse, lse_head, delta, delta_head, bounds,
+                query_tiles, score, seed, rows, b_k1, b_k2, b_v1, b_v2, b_at, b_dk1, b_dk2, b_dv1, b_dv2, True,
+                UNIFORM, S,
             )  # fmt: skip
     i_out, h_64, first_64 = i_part.to(tl.int64), i_kv.to(tl.int64), first.to(tl.int64)
     p_dk = dk.data + i_out * dk_part + first_64 * dk.row + h_64 * dk.head
@@ -189,8 +195,8 @@ def dkdv(
 
 @triton.jit
 def _dkdv_tile(
-    i, i_h, q, q1, q2, dout, g1, g2, lse, delta, bounds, query_tiles, score, seed, rows, b_k1, b_k2, b_v1, b_v2, b_at,
-    b_dk1, b_dk2, b_dv1, b_dv2, MASKED: tl.constexpr, UNIFORM: tl.constexpr, S: tl.constexpr,
+    i, i_h, q, q1, q2, dout, g1, g2, lse, lse_head, delta, delta_head, bounds, query_tiles, score, seed, rows, b_k1,
+    b_k2, b_v1, b_v2, b_at, b_dk1, b_dk2, b_dv1, b_dv2, MASKED: tl.constexpr, UNIFORM: tl.constexpr, S: tl.constexpr,
 ):  # fmt: skip
     """dk before scaling, and dv, after one more query tile. Scores are transposed: keys down, queries across."""
     if UNIFORM:
@@ -212,8 +218,8 @@ def _dkdv_tile(
     if S.V2:
         b_g2 = load_tile(dout, g2, row, i_h, o_m, m_m, SHORT, S.TMA, S.V1, S.V2, S.V)
         b_dp = add_product(b_dp, b_v2, tl.trans(b_g2), S)
-    b_lse = row_lse(lse, i_h, row, o_m, m_m)
-    b_delta = tl.load(delta.data + i_h.to(tl.int64) * delta.head + row + o_m, mask=m_m, other=0.0)
+    b_lse = row_lse(lse, lse_head, i_h, row, o_m, m_m)
+    b_delta = tl.load(delta + i_h.to(tl.int64) * delta_head + row + o_m, mask=m_m, other=0.0)
     b_pos = o_m
     if S.ALIBI or S.DROPOUT:
         b_pos = tl.load(bounds.pos + row + o_m, mask=m_m, other=0)

@@ -28,10 +28,11 @@ from seqpar.kernels.triton.tile import (
 )
 
 
-# Counts change with every batch and the seed with every layer, and none of them is worth a binary of its own.
-@triton.jit(do_not_specialize=["seed", "tiles", "keys"])
+# Counts and strides of lse and delta change with every batch and the seed with every layer, and none of them is worth
+# a binary of its own.
+@triton.jit(do_not_specialize=["lse", "lse_head", "seed", "tiles", "keys"])
 def forward(
-    q, k, k1, k2, v, v1, v2, bounds, table, prior, target, lse, score, seed, tiles, group, keys,
+    q, k, k1, k2, v, v1, v2, bounds, table, prior, target, lse, lse_head, score, seed, tiles, group, keys,
     FIRST: tl.constexpr, IN_PLACE: tl.constexpr, S: tl.constexpr,
 ):  # fmt: skip
     """Add the attention of a query tile over a buffer of keys to earlier sums.
@@ -81,7 +82,7 @@ def forward(
     b_part = 1.0 / tl.where(m_seen, b_sum, 1.0)
     b_lse = tl.where(m_seen, b_max + tl.log2(tl.where(m_seen, b_sum, 1.0)), -float("inf"))
     b_keep = tl.full([S.BM], 0.0, tl.float32)
-    p_lse = lse.data + i_h.to(tl.int64) * lse.head + row + o_m
+    p_lse = lse + i_h.to(tl.int64) * lse_head + row + o_m
     m_write = m_m
     if FIRST:
         tl.store(p_lse, b_lse * LN2, mask=m_m)

@@ -104,9 +104,9 @@ def scored(b_s, score, i_h, b_pos_a, b_pos_b, S: tl.constexpr):
 
 
 @triton.jit
-def row_lse(lse, i_h, row, o_m, m_m):
+def row_lse(lse, lse_head, i_h, row, o_m, m_m):
     """lse of rows in base 2. Rows that saw no key have +inf, which makes all their probabilities zero."""
-    b_lse = tl.load(lse.data + i_h.to(tl.int64) * lse.head + row + o_m, mask=m_m, other=float("inf"))
+    b_lse = tl.load(lse + i_h.to(tl.int64) * lse_head + row + o_m, mask=m_m, other=float("inf"))
     return tl.where(b_lse == -float("inf"), float("inf"), b_lse * LOG2E)
 
 
