@@ -92,6 +92,7 @@ def device(monkeypatch) -> Device:
     monkeypatch.setattr(local, "_stream", lambda tensors: found.current)
     monkeypatch.setattr(torch.cuda, "current_stream", lambda device: found.current)
     monkeypatch.setattr(torch.cuda, "stream", found.stream)
+    monkeypatch.setattr(torch.cuda, "is_current_stream_capturing", lambda: False)
     return found
 
 
