@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from contextlib import AbstractContextManager
 from functools import lru_cache
 from numbers import Integral
 from typing import Any
@@ -107,7 +108,7 @@ def _one(
 def _dim(x: Tensor, dim: int, name: str) -> int:
     if not isinstance(x, Tensor):
         raise ValueError(f"x must be a tensor, got {x!r:.200}")
-    if not isinstance(dim, Integral):
+    if type(dim) is not int and not isinstance(dim, Integral):  # the check of an abstract class is slow
         raise TypeError(f"{name} must be an integer, got {dim!r:.200}")
     if not -x.dim() <= dim < x.dim():
         raise ValueError(f"{name}={dim} is not a dimension of a tensor of shape {list(x.shape)}")
@@ -187,21 +188,19 @@ def _post(
         for peer in range(comm.size):
             sends[peer].append([Place(pieces[peer])])
             recvs[peer].append([Place(parts[peer])])
-    where = f"switch, call {tag.call}"
-    with abort_on_error(comm, where):
-        finish = post(comm, sends, recvs, tag)
-
-    def wait() -> None:
-        with abort_on_error(comm, where):
-            finish()
-
-    return ys, wait
+    return ys, post(comm, sends, recvs, tag)
 
 
 def _all_to_all(xs: Sequence[Tensor], comm: Comm, sides: tuple[Sequence[int], ...], tag: Tag) -> list[Tensor]:
-    ys, wait = _post(xs, comm, *sides, tag)
-    wait()
+    with _aborting(comm, tag):
+        ys, wait = _post(xs, comm, *sides, tag)
+        wait()
     return ys
+
+
+def _aborting(comm: Comm, tag: Tag) -> AbstractContextManager[None]:
+    """Tells the other ranks of an error in a part of the exchange, which they would wait for."""
+    return abort_on_error(comm, f"switch, call {tag.call}")
 
 
 # --- the op ---------------------------------------------------------------------------------------------------------
@@ -259,26 +258,31 @@ class Way(Record):
         split_dims, concat_dims, split, concat = sides
         self.back = [concat_dims[n] for n in needed], [split_dims[n] for n in needed], concat, split
         self._waits: list[Callable[[], None]] = []
-        self._backs: list[tuple[list[Tensor], Callable[[], None]]] = []
+        self._backs: list[tuple[Tag, list[Tensor], Callable[[], None]]] = []
 
     def post(self, xs: Sequence[Tensor]) -> list[Tensor]:
         """The results, which hold nothing before `finish`."""
-        ys, wait = _post(xs, self.comm, *self.sides, self.tag)
+        with _aborting(self.comm, self.tag):
+            ys, wait = _post(xs, self.comm, *self.sides, self.tag)
         self._waits.append(wait)
         return ys
 
     def finish(self) -> None:
         """Wait for the exchange, and release the sent tensors: the graph keeps the rest until backward."""
-        self._waits.pop()()
+        with _aborting(self.comm, self.tag):
+            self._waits.pop()()
 
     def post_back(self, dys: Sequence[Tensor]) -> None:
         """Send gradients; `finish_back` returns the received ones."""
-        self._backs.append(_post(dys, self.comm, *self.back, self.way_back()))
+        tag = self.way_back()
+        with _aborting(self.comm, tag):
+            self._backs.append((tag, *_post(dys, self.comm, *self.back, tag)))
 
     def finish_back(self) -> list[Tensor]:
         """The gradients of the switched tensors."""
-        dxs, wait = self._backs.pop()
-        wait()
+        tag, dxs, wait = self._backs.pop()
+        with _aborting(self.comm, tag):
+            wait()
         return dxs
 
 
