@@ -151,8 +151,11 @@ def rank_main(rank: int, size: int, port: int, schedule: Schedule, pipe) -> None
     kind, _, what, victim, event = schedule.parts
     store = dist.TCPStore("127.0.0.1", port, None, False, timedelta(seconds=60))
     dist.init_process_group("gloo", store=store, rank=rank, world_size=size, timeout=timedelta(seconds=60))
+    store.set(f"joined {rank}", "")
     make = launch.COMMS[kind]
     if rank == victim:
+        # faults are the comm's: torch's own group, in which others may still be connecting, has none
+        store.wait([f"joined {other}" for other in range(size)])
         fault = Fault(what, event)
         works = {"gloo": seqpar.comm.group._GlooWork, "shm": seqpar.comm.shm.comm._ShmWork}
         dealings = (Rendezvous, "_gather"), (Rendezvous, "_swap"), (make, "exchange"), (make, "_post_control")
