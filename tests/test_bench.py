@@ -279,11 +279,10 @@ def test_a_verdict_counts_overlaps_as_equal_and_sums_over_batches(modules) -> No
 
 
 @pytest.mark.skipif(native.missing() is not None, reason=native.missing() or "")
-def test_what_users_write_by_hand_is_exact_and_timed_beside_seqpar(modules) -> None:
-    peers, case = (
-        modules("bench.peers.attention"),
-        modules("bench.peers.case").Case((64, 32), heads=4, kv_heads=1, dim=8),
-    )
+@pytest.mark.parametrize("causal", [True, False])
+def test_what_users_write_by_hand_is_exact_and_timed_beside_seqpar(modules, causal) -> None:
+    peers, cases = modules("bench.peers.attention"), modules("bench.peers.case")
+    case = cases.Case((64, 32), heads=4, kv_heads=1, dim=8, causal=causal)
     by_hand = tuple(title for title in peers.PEERS if "by hand" in title or "process" in title or "documents" in title)
     outcomes = run_processes(2, peers.measure, case, 3, (*by_hand, "PyTorch context_parallel"), ("fetch", "Ulysses"))[0]
     refused = outcomes.pop("PyTorch context_parallel")

@@ -27,7 +27,7 @@ def one_process(case: Case, rank: int, size: int) -> Method:
     """Rank 0 computes all, with a thread for each rank."""
     rows = np.arange(case.tokens if rank == 0 else 0)
     documents = case.documents() if rank == 0 else []
-    return Method(rows, lambda q, k, v: whole(q, k, v, documents), threads=size)
+    return Method(rows, lambda q, k, v: whole(q, k, v, documents, case.causal), threads=size)
 
 
 def whole_documents(case: Case, rank: int, size: int) -> Method:
@@ -40,23 +40,23 @@ def whole_documents(case: Case, rank: int, size: int) -> Method:
             mine.append(np.arange(document.start, document.stop))
     ends = np.cumsum([0, *map(len, mine)]).tolist()
     local = [slice(a, b) for a, b in zip(ends, ends[1:])]
-    return Method(np.concatenate([*mine, np.arange(0)]), lambda q, k, v: whole(q, k, v, local))
+    return Method(np.concatenate([*mine, np.arange(0)]), lambda q, k, v: whole(q, k, v, local, case.causal))
 
 
 def all_gather(case: Case, rank: int, size: int) -> Method:
-    """All ranks gather all keys; each chunk of queries takes those up to its end."""
+    """All ranks gather all keys; each chunk of queries takes those of its document, up to its end if causal."""
     chunks = zigzag(case, rank, size)
     order = np.concatenate([rows for r in range(size) for rows in zigzag(case, r, size)])
     position = torch.from_numpy(np.argsort(order))
-    first = [document.start for document in case.documents() for _ in range(2)]
+    documents = [document for document in case.documents() for _ in range(2)]
 
     def attend(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
         keys, values = (GATHER(x, 0, dist.group.WORLD)[position] for x in (k, v))
         parts, at = [], 0
-        for start, rows in zip(first, chunks):
-            end = int(rows[-1]) + 1
-            mask = torch.from_numpy(rows)[:, None] >= torch.arange(start, end)
-            one = (x.transpose(0, 1)[None] for x in (q[at : at + len(rows)], keys[start:end], values[start:end]))
+        for document, rows in zip(documents, chunks):
+            seen = slice(document.start, int(rows[-1]) + 1) if case.causal else document
+            mask = torch.from_numpy(rows)[:, None] >= torch.arange(seen.start, seen.stop) if case.causal else None
+            one = (x.transpose(0, 1)[None] for x in (q[at : at + len(rows)], keys[seen], values[seen]))
             out = scaled_dot_product_attention(*one, attn_mask=mask, enable_gqa=case.heads != case.kv_heads)
             parts.append(out[0].transpose(0, 1))
             at += len(rows)
@@ -79,7 +79,7 @@ def ulysses(case: Case, rank: int, size: int) -> Method:
         return TRADE(parts, None, None, dist.group.WORLD).flatten(0, 1)
 
     def attend(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
-        out = whole(traded(q), traded(k), traded(v), documents).unflatten(0, (size, -1)).contiguous()
+        out = whole(traded(q), traded(k), traded(v), documents, case.causal).unflatten(0, (size, -1)).contiguous()
         parts = TRADE(out, None, None, dist.group.WORLD)
         return parts.transpose(0, 1).flatten(1, 2)
 
@@ -91,7 +91,7 @@ def ring(case: Case, rank: int, size: int) -> Method:
     chunks = zigzag(case, rank, size)
     ends = np.cumsum([0, *(2 * len(rows) for rows in chunks[::2])]).tolist()
     documents = [slice(a, b) for a, b in zip(ends, ends[1:])]
-    return Method(np.concatenate(chunks), lambda q, k, v: _Ring.apply(q, k, v, documents))  # type: ignore[no-any-return]
+    return Method(np.concatenate(chunks), lambda q, k, v: _Ring.apply(q, k, v, documents, case.causal))  # type: ignore[no-any-return]
 
 
 def _passed_on(*tensors: Tensor) -> list[Tensor]:
@@ -105,10 +105,10 @@ def _passed_on(*tensors: Tensor) -> list[Tensor]:
     return arrived
 
 
-def _attended(document: slice, step: int) -> tuple[slice, slice]:
-    """The rows of queries and of keys that meet: all at home, else early keys or late queries only."""
+def _attended(document: slice, step: int, causal: bool) -> tuple[slice, slice]:
+    """The rows of queries and of keys that meet: all at home; elsewhere, if causal, early keys or late queries."""
     middle = (document.start + document.stop) // 2
-    if step == 0:
+    if step == 0 or not causal:
         return document, document
     if step <= dist.get_rank():
         return document, slice(document.start, middle)
@@ -122,15 +122,15 @@ def _headed(x: Tensor, rows: slice, heads: int) -> Tensor:
 
 class _Ring(torch.autograd.Function):
     @staticmethod
-    def forward(ctx: Any, q: Tensor, k: Tensor, v: Tensor, documents: list[slice]) -> Tensor:  # type: ignore[override]
+    def forward(ctx: Any, q: Tensor, k: Tensor, v: Tensor, documents: list[slice], causal: bool) -> Tensor:  # type: ignore[override]
         heads, keys, values = q.shape[1], k, v
         out = torch.zeros(q.shape, dtype=torch.float32)
         lse = torch.full(q.shape[:2], -torch.inf)
         for step in range(dist.get_world_size()):
             for document in documents:
-                rows, cols = _attended(document, step)
+                rows, cols = _attended(document, step, causal)
                 one = (_headed(q, rows, heads), _headed(keys, cols, heads), _headed(values, cols, heads))
-                part, part_lse = FORWARD(*one, 0.0, step == 0)
+                part, part_lse = FORWARD(*one, 0.0, causal and step == 0)
                 both = torch.logaddexp(lse[rows], part_lse[0].T)
                 old, new = ((x - both).exp()[..., None] for x in (lse[rows], part_lse[0].T))
                 out[rows] = out[rows] * old + part[0].transpose(0, 1) * new
@@ -138,7 +138,7 @@ class _Ring(torch.autograd.Function):
             if step + 1 < dist.get_world_size():
                 keys, values = _passed_on(keys, values)
         out = out.to(q.dtype)
-        ctx.documents = documents
+        ctx.documents, ctx.causal = documents, causal
         ctx.save_for_backward(q, k, v, out, lse)
         return out
 
@@ -149,11 +149,10 @@ class _Ring(torch.autograd.Function):
         dq, dk, dv = (torch.zeros(x.shape, dtype=torch.float32) for x in (q, keys, values))
         for step in range(dist.get_world_size()):
             for document in ctx.documents:
-                rows, cols = _attended(document, step)
+                rows, cols = _attended(document, step, ctx.causal)
                 one = (_headed(q, rows, heads), _headed(keys, cols, heads), _headed(values, cols, heads))
-                grads = BACKWARD(
-                    _headed(dout, rows, heads), *one, _headed(out, rows, heads), lse[rows].T[None], 0.0, step == 0
-                )
+                of_out = (_headed(out, rows, heads), lse[rows].T[None])
+                grads = BACKWARD(_headed(dout, rows, heads), *one, *of_out, 0.0, ctx.causal and step == 0)
                 dq[rows] += grads[0][0].transpose(0, 1)
                 for total, grad in ((dk, grads[1]), (dv, grads[2])):
                     total[cols] += grad[0].unflatten(0, (-1, group)).float().sum(1).transpose(0, 1)
@@ -161,4 +160,4 @@ class _Ring(torch.autograd.Function):
                 keys, values, dk, dv = _passed_on(keys, values, dk, dv)
             else:
                 dk, dv = _passed_on(dk, dv)
-        return dq.to(q.dtype), dk.to(q.dtype), dv.to(q.dtype), None
+        return dq.to(q.dtype), dk.to(q.dtype), dv.to(q.dtype), None, None

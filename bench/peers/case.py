@@ -16,13 +16,14 @@ Attend = Callable[[Tensor, Tensor, Tensor], Tensor]  # this rank's rows of q, k 
 
 @dataclass(frozen=True)
 class Case:
-    """Causal attention over documents of these lengths; tensors are [tokens, heads, dim]."""
+    """Attention inside documents of these lengths, causal or full; tensors are [tokens, heads, dim]."""
 
     lengths: tuple[int, ...]
     heads: int = 8
     kv_heads: int = 8
     dim: int = 64
     dtype: torch.dtype = torch.float32
+    causal: bool = True
 
     @property
     def tokens(self) -> int:
@@ -33,7 +34,8 @@ class Case:
         """The case in a table: documents, heads, dtype."""
         documents = "one document" if len(self.lengths) == 1 else f"{len(self.lengths)} documents"
         dtype = str(self.dtype).removeprefix("torch.")
-        return f"{self.tokens:,} tokens, {documents}, {self.heads}/{self.kv_heads} heads of {self.dim}, {dtype}"
+        mask = "causal" if self.causal else "full"
+        return f"{self.tokens:,} tokens, {documents}, {mask}, {self.heads}/{self.kv_heads} heads of {self.dim}, {dtype}"
 
     def documents(self) -> list[slice]:
         """The rows of each document."""
@@ -56,12 +58,12 @@ class Method:
     threads: int = field(default=1, kw_only=True)
 
 
-def whole(q: Tensor, k: Tensor, v: Tensor, documents: list[slice]) -> Tensor:
-    """Causal attention of whole documents by torch's operator, one document after another."""
+def whole(q: Tensor, k: Tensor, v: Tensor, documents: list[slice], causal: bool) -> Tensor:
+    """Attention of whole documents by torch's operator, one document after another."""
     parts = []
     for document in documents:
         one = (x[document].transpose(0, 1)[None] for x in (q, k, v))
-        out = scaled_dot_product_attention(*one, is_causal=True, enable_gqa=q.shape[1] != k.shape[1])
+        out = scaled_dot_product_attention(*one, is_causal=causal, enable_gqa=q.shape[1] != k.shape[1])
         parts.append(out[0].transpose(0, 1))
     return torch.cat(parts) if parts else torch.zeros_like(q)
 

@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+import numpy as np
+import torch
 import torch.distributed as dist
 from torch import Tensor
-from torch.nn.functional import scaled_dot_product_attention
+from torch.nn import functional
 
-from bench.peers.case import Case, Method, contiguous, whole
+from bench.peers.case import Case, Method, contiguous, whole, zigzag
 
 
 def deepspeed(case: Case, rank: int, size: int) -> Method:
@@ -19,7 +21,7 @@ def deepspeed(case: Case, rank: int, size: int) -> Method:
     documents = case.documents()
 
     def local(q: Tensor, k: Tensor, v: Tensor, *args: object, **kwargs: object) -> Tensor:
-        return whole(q[:, 0], k[:, 0], v[:, 0], documents)[:, None]
+        return whole(q[:, 0], k[:, 0], v[:, 0], documents, case.causal)[:, None]
 
     traded = DistributedAttention(local, dist.group.WORLD, scatter_idx=2, gather_idx=0)
 
@@ -31,30 +33,45 @@ def deepspeed(case: Case, rank: int, size: int) -> Method:
 
 
 def context_parallel(case: Case, rank: int, size: int) -> Method:
-    """PyTorch's `context_parallel`, which shards buffers in place and replaces the operator."""
+    """PyTorch's `context_parallel`, which replaces the operator; rows are sharded as its load balancer does."""
     from torch.distributed.device_mesh import init_device_mesh
     from torch.distributed.tensor.experimental import context_parallel as sharded
 
     if len(case.lengths) > 1:
-        raise ValueError("context_parallel has no packed documents: a causal mask over one sequence only")
+        raise ValueError("context_parallel has no packed documents")
     mesh = init_device_mesh("cpu", (size,))
 
     def attend(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
         one = [x.transpose(0, 1)[None] for x in (q, k, v)]
-        with sharded(mesh, buffers=[], buffer_seq_dims=[]):
-            out = scaled_dot_product_attention(*one, is_causal=True, enable_gqa=case.heads != case.kv_heads)
+        # it shards the buffers it is given, at least one; these rows are sharded already
+        with sharded(mesh, buffers=[torch.empty(case.tokens)], buffer_seq_dims=[0]):
+            out = functional.scaled_dot_product_attention(
+                *one, is_causal=case.causal, enable_gqa=case.heads != case.kv_heads
+            )
         return out[0].transpose(0, 1)
 
-    return Method(contiguous(case, rank, size), attend)
+    return Method(np.concatenate(zigzag(case, rank, size)), attend)
 
 
 def diffusers(case: Case, rank: int, size: int) -> Method:
-    """diffusers' `enable_parallelism`, on a Flux of one small block: it starts, or the row says why not."""
-    from diffusers import ContextParallelConfig, FluxTransformer2DModel
+    """diffusers' Ulysses. `enable_parallelism` divides by the number of accelerators, so its steps are taken here."""
+    from diffusers import ContextParallelConfig
+    from diffusers.models._modeling_parallel import ParallelConfig
+    from diffusers.models.attention_dispatch import dispatch_attention_fn
+    from torch.distributed.device_mesh import init_device_mesh
 
-    model = FluxTransformer2DModel(
-        num_layers=1, num_single_layers=1, attention_head_dim=16, num_attention_heads=size, in_channels=4,
-        joint_attention_dim=16, pooled_projection_dim=16, axes_dims_rope=(4, 6, 6),
-    )  # fmt: skip
-    model.enable_parallelism(config=ContextParallelConfig(ulysses_degree=size))
-    raise NotImplementedError("enable_parallelism started: time its models by a benchmark of their own")
+    if len(case.lengths) > 1:
+        raise ValueError("diffusers has no packed documents")
+    config = ParallelConfig(context_parallel_config=ContextParallelConfig(ulysses_degree=size))
+    mesh = init_device_mesh("cpu", (1, size), mesh_dim_names=("ring", "ulysses"))
+    config.setup(rank, size, torch.device("cpu"), mesh=mesh)
+
+    def attend(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+        one = [x[None] for x in (q, k, v)]
+        grouped = case.heads != case.kv_heads
+        out = dispatch_attention_fn(
+            *one, is_causal=case.causal, enable_gqa=grouped, backend="native", parallel_config=config
+        )
+        return out[0]
+
+    return Method(contiguous(case, rank, size), attend)
