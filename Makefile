@@ -14,6 +14,8 @@ SMALL := $(VENV)/.seqpar-small
 TIMM := $(VENV)/timm
 OLDEST_TRITON := $(if $(filter Linux,$(shell uname -s)),$(VENV)/triton-3.6)
 
+GPU_PYTHON = $(if $(filter-out file,$(origin PYTHON)),$(PYTHON),$(or $(wildcard $(BIN)/python),$(PYTHON)))
+
 # The tests start hundreds of processes, which load bytecode sooner than they compile it.
 unexport PYTHONDONTWRITEBYTECODE
 
@@ -57,9 +59,11 @@ docs: $(READY)
 links: $(READY)
 	$(BIN)/python -m tests.links
 
-# on one NVIDIA GPU; ARGS="--minutes 8" stops in time and goes on at the next call, ARGS=--rehearse needs no GPU
-gpu: $(READY)
-	$(BIN)/python -m bench.gpu.run $(ARGS)
+# on one NVIDIA GPU, by any Python that has torch and numpy: nothing is installed. PYTHON=... names it, else it is that of
+# $(VENV) if there is one. ARGS=--needs says what is missing, ARGS="--minutes 8" stops in time and goes on at the next
+# call, ARGS=--rehearse needs no GPU
+gpu:
+	PYTHONPATH="$(CURDIR)$${PYTHONPATH:+:$$PYTHONPATH}" $(GPU_PYTHON) -m bench.gpu.run $(ARGS)
 
 # the compiled CPU code under address, undefined-behaviour and thread sanitizers, without Python
 sanitize: $(READY)

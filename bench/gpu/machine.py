@@ -3,13 +3,16 @@
 from __future__ import annotations
 
 import hashlib
+import math
 import os
 import platform
+import signal
 import statistics
 import subprocess
 import time
-from collections.abc import Callable, Hashable, Mapping, Sequence
+from collections.abc import Callable, Hashable, Iterator, Mapping, Sequence
 from concurrent.futures import Future, ProcessPoolExecutor, ThreadPoolExecutor, wait
+from contextlib import contextmanager
 from dataclasses import dataclass
 from importlib.metadata import PackageNotFoundError, version
 from multiprocessing import get_context
@@ -30,6 +33,13 @@ class DeviceLost(RuntimeError):
     """The device answers every call of this process with errors from now on."""
 
 
+class TimeIsUp(BaseException):
+    """The time of this run is up. No `Exception`, so that no check takes it for its own failure."""
+
+    def __init__(self) -> None:
+        super().__init__("the time was up")
+
+
 @dataclass(frozen=True)
 class Timing:
     """The milliseconds of several runs."""
@@ -41,9 +51,9 @@ class Timing:
 
 
 class Machine:
-    """The device and its clock. minutes: no case starts after them. cold: overwrite the L2 cache before each run."""
+    """The device and its clock. minutes: until a case is cut off. cold: overwrite the L2 cache before each run."""
 
-    def __init__(self, *, rehearsal: bool = False, minutes: float = 1e9, cold: bool = False) -> None:
+    def __init__(self, *, rehearsal: bool = False, minutes: float = math.inf, cold: bool = False) -> None:
         self.rehearsal, self.cold = rehearsal, cold
         self.device = torch.device("cpu" if rehearsal else "cuda")
         self.deadline = time.monotonic() + 60 * minutes
@@ -70,8 +80,26 @@ class Machine:
         }
 
     def left(self) -> float:
-        """Seconds in which cases may still start."""
+        """Seconds until the time is up."""
         return self.deadline - time.monotonic()
+
+    @contextmanager
+    def until_the_end(self) -> Iterator[None]:
+        """Raise TimeIsUp in this block, which the main thread runs, when the time is up."""
+
+        def end(*_: object) -> None:
+            raise TimeIsUp
+
+        if math.isinf(self.deadline):
+            yield
+            return
+        before = signal.signal(signal.SIGALRM, end)
+        timer = signal.setitimer(signal.ITIMER_REAL, max(self.left(), 1e-3))
+        try:
+            yield
+        finally:
+            signal.setitimer(signal.ITIMER_REAL, *timer)
+            signal.signal(signal.SIGALRM, before)
 
     def clocks(self) -> str | None:
         """Clocks of the multiprocessors and the memory in MHz, temperature and power, from nvidia-smi."""
@@ -151,13 +179,10 @@ class Machine:
         return results
 
     def _gathered(self, futures: Sequence[Future[Any]]) -> list[Any]:
-        wait(futures, timeout=max(self.left(), 1.0))
-        late = TimeoutError("the time was up")
-        return [late if not f.done() else f.exception() or f.result() for f in futures]
+        wait(futures)
+        return [f.exception() or f.result() for f in futures]
 
     def _alone(self, work: Callable[[Any], Any], item: Any) -> Any:
-        if self.left() < 20:
-            return TimeoutError("the time was up")
         pool = _processes(1)
         try:
             return self._gathered([pool.submit(work, item)])[0]

@@ -1,4 +1,7 @@
-"""Rows of `bench/gpu/run.py`: cases that are measured together, and a file of rows that are not measured again."""
+"""Rows of `bench/gpu/run.py`: cases that are measured together, and a file of rows that are not measured again.
+
+The rows of a case say by which try they were taken. Only those of its last one count.
+"""
 
 from __future__ import annotations
 
@@ -36,18 +39,32 @@ class Results:
         self.rows = [row for row in read(path) if all(row.get(name) == value for name, value in origin.items())]
 
     def done(self, case: Case) -> bool:
-        """Whether a case need not run again: it was measured, or lost the device. Wrong and failed ones run twice."""
-        tries: dict[tuple[str, str, str | None], list[Row]] = {}
-        for row in self.rows:
-            if (row["slice"], row["case"]) == (case.slice, case.name):
-                if "lost" in row:
-                    return True
-                tries.setdefault((row["kernel"], row["mode"], row.get("what")), []).append(row)
-        return bool(tries) and all(len(rows) > 1 or not failed(rows[-1]) for rows in tries.values())
+        """Whether a case need not run again: it was measured, or lost the device. Wrong and failed ones run twice.
+
+        A try that the end of the time cut off does not count.
+        """
+        last = self._of(case, self._tries(case))
+        if any("lost" in row for row in last):
+            return True
+        whole = [n for n in range(1, self._tries(case) + 1) if not _was_cut(self._of(case, n))]
+        return bool(last) and not _was_cut(last) and (len(whole) > 1 or not any(map(failed, last)))
+
+    def cuts(self, case: Case) -> int:
+        """How often the end of the time cut a case off."""
+        return sum(_was_cut(self._of(case, n)) for n in range(1, self._tries(case) + 1))
+
+    def _of(self, case: Case, number: int) -> list[Row]:
+        return [row for row in self.rows if (row["slice"], row["case"], row["try"]) == (case.slice, case.name, number)]
+
+    def _tries(self, case: Case) -> int:
+        return max(
+            (row["try"] for row in self.rows if (row["slice"], row["case"]) == (case.slice, case.name)), default=0
+        )
 
     def add(self, case: Case, rows: Iterable[Row]) -> list[Row]:
         """Append the rows of a case."""
-        full = [{"slice": case.slice, "case": case.name, **row, **self.origin} for row in rows]
+        name = {"slice": case.slice, "case": case.name, "try": self._tries(case) + 1}
+        full = [{**name, **row, **self.origin} for row in rows]
         self.path.parent.mkdir(parents=True, exist_ok=True)
         with self.path.open("ab") as file:
             if file.tell() and self.path.read_bytes()[-1:] != b"\n":
@@ -87,3 +104,7 @@ def doubt(rows: list[Row], kernel: str, dtype: str, dim: int, v_dim: int) -> str
 def failed(row: Row) -> bool:
     """Whether the row has no figure, for a reason that may pass."""
     return "error" in row or wrong(row)
+
+
+def _was_cut(rows: list[Row]) -> bool:
+    return any("cut" in row for row in rows)

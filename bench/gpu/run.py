@@ -4,12 +4,17 @@
     python -m bench.gpu.run --minutes 8                    # stops then; the next call goes on where this one ended
     python -m bench.gpu.run --slice correct --slice ring   # these alone; --list names them and their cases
     python -m bench.gpu.run --rehearse                     # every slice in tiny shapes on the CPU, to a temporary file
+    python -m bench.gpu.run --needs                        # what this machine lacks, and nothing else
+    python -m bench.gpu.run --json /kept/new.jsonl --rows /kept/old.jsonl --minutes 8     # goes on from a copy of old
+
+Any Python with torch and numpy will do, installed or not: PYTHONPATH=. in this repository, as `make gpu` sets it.
 
 A row is one JSON object a line: slice, case, kernel, mode; ``tflops`` (2 · area · H · (D + D_v) operations forward,
 2.5 times that backward) or ``gbps`` (bytes read and written); milliseconds, the median of interleaved runs, with the
 fastest and slowest; what it is compared with, and ``ratio``, above 1 if faster; device, versions and commit. Rows of
 checks have ``ok`` and errors, rows without a figure say why under ``skipped``, ``error`` or ``refused``. A case whose
-rows are there for this device, versions, commit and sources is not measured again.
+rows are there for this device, versions, commit and sources is not measured again; one that the end of the time cut
+off, which its row says under ``cut``, is. Binaries that Triton has compiled are kept in $TRITON_CACHE_DIR.
 
 Times are of the device alone unless the slice is `auto` or `host`. Exit code 1: a result was wrong.
 """
@@ -17,14 +22,17 @@ Times are of the device alone unless the slice is `auto` or `host`. Exit code 1:
 from __future__ import annotations
 
 import argparse
+import math
 import os
+import shutil
+import sys
 import tempfile
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-import torch
+from bench.gpu.needs import needs, told
 
 if TYPE_CHECKING:
     from bench.gpu.machine import Machine
@@ -51,16 +59,28 @@ def slices() -> dict[str, Callable[[bool], list[Case]]]:
 
 
 def main(arguments: list[str] | None = None) -> int:
-    """The exit code: 0 if no result is wrong."""
+    """The exit code: 0 if no result is wrong, 2 if nothing can run."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--slice", action="append", help="one of --list; may be given several times")
     parser.add_argument("--list", action="store_true", help="name slices and cases, and run nothing")
-    parser.add_argument("--minutes", type=float, default=1e6, help="after which nothing is started")
+    parser.add_argument("--minutes", type=float, default=math.inf, help="after which the case at hand is cut off")
     parser.add_argument("--json", type=Path, help=f"file of the rows, default {RESULTS}")
+    parser.add_argument("--rows", type=Path, help="file of earlier rows, copied to --json first unless that exists")
+    parser.add_argument("--needs", action="store_true", help="say what this machine lacks, and run nothing")
     parser.add_argument("--commit", help="what rows say where git cannot be asked")
     parser.add_argument("--cold", action="store_true", help="overwrite the L2 cache before every run")
     parser.add_argument("--rehearse", action="store_true", help="tiny shapes on the CPU")
     args = parser.parse_args(arguments)
+    machine_has = needs()
+    if args.needs:
+        print(told(machine_has))
+        return 0 if all(need.ok for need in machine_has) else 1
+    if not args.list:
+        print(told(machine_has), flush=True)
+    if any(need.stops and not need.ok for need in machine_has):
+        parser.error("this machine lacks what everything needs, as the table above says")
+    import torch
+
     if not (args.rehearse or args.list) and (not torch.cuda.is_available() or torch.version.hip):
         parser.error("this script needs one CUDA device; see `seqpar doctor`, or --rehearse")
     if args.rehearse:
@@ -87,9 +107,13 @@ def _measure(args: argparse.Namespace, cases: list[Case]) -> int:
 
     machine = Machine(rehearsal=args.rehearse, minutes=args.minutes, cold=args.cold)
     path = args.json or (Path(tempfile.mkdtemp()) / "rehearsal.jsonl" if args.rehearse else RESULTS)
+    if args.rows is not None and not path.exists():
+        path.parent.mkdir(parents=True, exist_ok=True)
+        shutil.copyfile(args.rows, path)
     results = Results(path, machine.origin(args.commit))
     machine.doubt = lambda *of: doubt(results.rows, *of)
-    todo = [case for case in cases if not results.done(case)]
+    # what was cut off twice may need longer than a slice of time has, so it lets the others go first
+    todo = sorted((case for case in cases if not results.done(case)), key=lambda case: results.cuts(case) > 1)
     print(f"{results.origin['device']}: {len(cases) - len(todo)} of {len(cases)} cases are in {path}", flush=True)
     longest: dict[str, float] = {}  # seconds that a case takes, by slice
     clocks = machine.clocks()
@@ -98,11 +122,14 @@ def _measure(args: argparse.Namespace, cases: list[Case]) -> int:
             print(f"stopped before the time is up, {len(todo) - n} cases left")
             break
         began = time.monotonic()
-        rows, before, clocks = list(_rows(machine, case)), clocks, machine.clocks()
+        rows, before, clocks = _rows(machine, case), clocks, machine.clocks()
         longest[case.slice] = max(longest.get(case.slice, 0.0), time.monotonic() - began)
         rows = results.add(case, ({**row, "clocks": [before, clocks]} if clocks else row for row in rows))
         for row in rows:
             print(f"{row['slice']:11}{row['case']:45} {said(row)}", flush=True)
+        if any("cut" in row for row in rows):
+            print(f"the time is up, {len(todo) - n} cases left")
+            break
         if any("lost" in row for row in rows):
             print("the device answers with errors only; the next call leaves this case out")
             break
@@ -115,24 +142,32 @@ def _measure(args: argparse.Namespace, cases: list[Case]) -> int:
     return 1 if bad else 0
 
 
-def _rows(machine: Machine, case: Case) -> Iterator[Row]:
-    """The rows of a case, and of the error that ended it."""
-    from bench.gpu.machine import DeviceLost, unable
+def _rows(machine: Machine, case: Case) -> list[Row]:
+    """The rows of a case, and of what ended it."""
+    from bench.gpu.machine import DeviceLost, TimeIsUp, unable
 
+    rows: list[Row] = []
     try:
-        try:
-            yield from case.run(machine)
-        except Exception as error:
-            machine.wait()
-            yield {"kernel": "", "mode": "", **unable(error)}
+        with machine.until_the_end():
+            try:
+                for row in case.run(machine):
+                    rows.append(row)
+            except DeviceLost:
+                raise
+            except Exception as error:
+                machine.wait()
+                rows.append({"kernel": "", "mode": "", **unable(error)})
     except DeviceLost as error:
-        yield {"kernel": "", "mode": "", "ok": False, "lost": str(error)[:300]}
+        rows.append({"kernel": "", "mode": "", "ok": False, "lost": str(error)[:300]})
+    except TimeIsUp as error:
+        rows.append({"kernel": "", "mode": "", "cut": str(error)})
+    return rows
 
 
 def said(row: Row) -> str:
     """A row as a line to print."""
     what = f"{row['kernel']:12}{row['mode']:24}{row.get('what') or ''} "
-    for name in ("lost", "refused", "missed", "error", "skipped"):
+    for name in ("cut", "lost", "refused", "missed", "error", "skipped"):
         if name in row:
             return f"{what}{name}: {row[name]}"
     if "ok" in row:
@@ -144,4 +179,6 @@ def said(row: Row) -> str:
 
 
 if __name__ == "__main__":
-    raise SystemExit(main())
+    code = main()
+    sys.stdout.flush()
+    os._exit(code)  # a case that was cut off may have left threads that nobody ends
