@@ -95,7 +95,7 @@ ORDER = {
         memory memory/upload
         triton/config triton/tile triton/tables triton/arguments triton/launch triton/variants triton/forward
         triton/backward triton
-        triton/merge triton/rows triton/rotary
+        triton/delta triton/merge triton/rows triton/rotary
         memory/copy memory/rotary
         softmax reference blockwise native
         vendor/varlen vendor/library vendor/segmented

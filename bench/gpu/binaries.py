@@ -44,7 +44,14 @@ SHARED = {80: 166_912, 86: 101_376, 90: 232_448, 100: 232_448}  # bytes a block 
 DTYPES = {"bf16": torch.bfloat16, "fp16": torch.float16, "fp32": torch.float32}
 DIRECTIONS = ("forward", "dq", "dkdv")
 FILES = {"forward": "forward", "dq": "backward", "dkdv": "backward"}  # direction -> the file of its kernel
-KERNELS = {"forward", "backward", "merge", "rotary", "rows"}  # files of kernels, each compiled without the others
+KERNELS = {
+    "forward",
+    "backward",
+    "delta",
+    "merge",
+    "rotary",
+    "rows",
+}  # files of kernels, each compiled without the others
 ROWS = 256
 CANDIDATES = [
     LaunchConfig(bm, bn, warps, stages, tma)

@@ -19,7 +19,7 @@ from bench.gpu.rows import Row
 from seqpar.facts.mask import Mask
 from seqpar.facts.tiles import segments, tile_tables
 from seqpar.facts.value import Ints
-from seqpar.kernels import CallSpec, Grads, Kernel, Operands, Score, StepFacts, Sums, acc_dtype
+from seqpar.kernels import CallSpec, Grads, Kernel, Operands, Score, StepFacts, Sums, acc_dtype, softmax
 from seqpar.kernels.memory.upload import upload
 from seqpar.kernels.reference import Reference
 from seqpar.kernels.triton import Triton
@@ -164,7 +164,7 @@ class OfKernel:
 
     def _grads(self) -> Grads:
         p = self.problem
-        delta = (p.dout.to(self.acc) * self.out.to(self.acc)).sum(-1).t().contiguous()
+        delta = softmax.delta(p.dout, self.out, p.facts).contiguous()
         sums = (torch.zeros_like(x, dtype=self.acc) for x in (p.q, p.k, p.v))
         return Grads(p.dout, self.lse, delta, self.out, *sums)
 

@@ -34,7 +34,7 @@ from bench.gpu.calls import (
 from bench.gpu.machine import Machine
 from bench.gpu.rows import Case, Row
 from bench.gpu.speed import fastest, rate
-from seqpar.kernels import Grads, Kernel, Operands, StepFacts, Sums, acc_dtype, choose
+from seqpar.kernels import Grads, Kernel, Operands, StepFacts, Sums, acc_dtype, choose, softmax
 from seqpar.kernels.memory.upload import upload
 from seqpar.plan import TRANSPORTS, Step
 
@@ -94,9 +94,8 @@ class Rank:
 
     def prepare(self) -> None:
         """Compute delta and clear dq, after a forward."""
-        acc = self.lse.dtype
-        self.delta = (self.dout.to(acc) * self.out.to(acc)).sum(-1).t().contiguous()
-        self.dq = torch.zeros_like(self.q, dtype=acc)
+        self.delta = softmax.delta(self.dout, self.out, self.steps[0][1]).contiguous()
+        self.dq = torch.zeros_like(self.q, dtype=self.lse.dtype)
 
 
 class Virtual:

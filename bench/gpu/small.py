@@ -5,13 +5,15 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator
 from functools import partial
 
+import numpy as np
 import torch
 from torch import Tensor
 
-from bench.gpu.calls import short
+from bench.gpu.calls import facts_of, short
 from bench.gpu.machine import Machine, unable
 from bench.gpu.rows import Case, Row
 from bench.gpu.speed import rate
+from seqpar.facts.mask import Mask
 
 Run = tuple[Callable[[], object], float]  # a call, and the bytes that it must read and write
 
@@ -19,7 +21,7 @@ Run = tuple[Callable[[], object], float]  # a call, and the bytes that it must r
 def small(tiny: bool) -> list[Case]:
     """The cases, on tensors of keys and values and on outputs."""
     rows = 64 if tiny else 65536
-    makes = {"merge_": _merge, "pack": _pack, "place": _place, "add": _add, "rotary": _rotary}
+    makes = {"merge_": _merge, "pack": _pack, "place": _place, "add": _add, "rotary": _rotary, "delta": _delta}
     return [Case("small", f"{name}, {rows} rows", partial(_share, name, make, rows)) for name, make in makes.items()]
 
 
@@ -110,6 +112,17 @@ def _rotary(machine: Machine, rows: int) -> dict[str, Run]:
     for interleaved in (False, True):
         run = partial(rotate, x, positions, frequencies, interleaved=interleaved)
         runs["neighbours" if interleaved else "halves"] = run, 2.0 * x.nbytes + positions.nbytes
+    return runs
+
+
+def _delta(machine: Machine, rows: int) -> dict[str, Run]:
+    from seqpar.kernels.softmax import delta
+
+    runs: dict[str, Run] = {}
+    facts = facts_of(Mask([rows]), np.arange(rows), machine.device)
+    for dtype in (torch.bfloat16, torch.float32):
+        dout, out = (_random(machine, rows, 32, 128, dtype=dtype) for _ in range(2))
+        runs[f"of outputs, {short(dtype)}"] = partial(delta, dout, out, facts), 2.0 * out.nbytes + rows * 32 * 4
     return runs
 
 

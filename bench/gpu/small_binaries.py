@@ -1,4 +1,4 @@
-"""Compiles the small Triton kernels (rows, merge, rotary) for GPUs that need not be present; see bench/gpu/binaries.py.
+"""Compiles the small Triton kernels for GPUs that need not be present; see bench/gpu/binaries.py.
 
 python -m bench.gpu.small_binaries --json bench/results/small_binaries.jsonl
 """
@@ -15,19 +15,22 @@ from typing import Any
 import torch
 
 from bench.gpu.binaries import digest, recorded, write
+from seqpar import Layout, Mask, Plan
+from seqpar.ops.attention.call import uploaded
 
 GENERATIONS = (80, 90, 100)
 HEADS, DIM, ROWS = 8, 128, 64
 # first word of a launch -> the file of its kernel
-FILES = {"merge_": "merge", "pack": "rows", "place": "rows", "add": "rows", "rotate": "rotary"}
+FILES = {"merge_": "merge", "pack": "rows", "place": "rows", "add": "rows", "rotate": "rotary", "delta": "delta"}
 DTYPES = (torch.bfloat16, torch.float32, torch.float64)
 
 
 def launches() -> Iterator[tuple[str, Callable[[], None]]]:
     """The launches of the product by name: in every dtype, with row numbers of either width."""
-    from seqpar.kernels.triton import merge, rotary, rows
+    from seqpar.kernels.triton import delta, merge, rotary, rows
 
-    numbers = torch.arange(ROWS)
+    numbers, plan = torch.arange(ROWS), Plan(Mask([ROWS]), Layout.contiguous(ROWS, 1))
+    facts = uploaded(plan, plan.steps(0), torch.device("cpu")).facts[0]
     for dtype in DTYPES:
         wide = torch.float64 if dtype == torch.float64 else torch.float32
         x, y = torch.zeros(ROWS, HEADS, DIM, dtype=dtype), torch.zeros(ROWS, 2, HEADS, DIM, dtype=dtype)
@@ -40,6 +43,7 @@ def launches() -> Iterator[tuple[str, Callable[[], None]]]:
             yield f"pack {dtype} {at.dtype}", lambda pack=pack: rows.write(pack)
             yield f"place {dtype} {at.dtype}", lambda x=x, a=acc, at=at: rows.write([(a, x, at, None)])
             yield f"add {dtype} {at.dtype}", lambda x=x, a=acc, at=at: rows.add((a, x, at, None))
+        yield f"delta {dtype}", lambda x=x: delta.delta(x, x, facts)
         for interleaved, inverse in itertools.product((False, True), repeat=2):
             for part in (DIM // 2, DIM // 4):
                 yield (

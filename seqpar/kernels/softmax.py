@@ -1,4 +1,4 @@
-"""The algebra of partial attention: merging normalised parts, and products in which unseen NaN stays out."""
+"""The algebra of partial attention: merging normalised parts, products in which unseen NaN stays out, and delta."""
 
 from __future__ import annotations
 
@@ -6,6 +6,7 @@ import torch
 from torch import Tensor
 
 from seqpar.kernels.dispatch import on_triton
+from seqpar.kernels.protocol import StepFacts, acc_dtype
 
 
 def merge(out: Tensor, lse: Tensor, part: Tensor, part_lse: Tensor) -> tuple[Tensor, Tensor]:
@@ -39,6 +40,19 @@ def merge_(acc: Tensor, lse: Tensor, part: Tensor, part_lse: Tensor, out: Tensor
     new, joined = merge(acc, lse.t(), part, part_lse.t())
     lse.copy_(joined.t())
     (acc if out is None else out).copy_(new)
+
+
+def delta(dout: Tensor, out: Tensor, facts: StepFacts) -> Tensor:
+    """``rowsum(dout * out)`` [H, M] in the accumulation dtype, which backward subtracts; Dao 2023, FlashAttention-2.
+
+    dout, out [M, H, D], of the queries of a step with these facts; any strides with a dense last dim.
+    """
+    if on_triton(out):
+        from seqpar.kernels.triton import delta as fused
+
+        return fused.delta(dout, out, facts)
+    wide = acc_dtype(out.dtype)
+    return (dout.to(wide) * out.to(wide)).sum(-1).t()
 
 
 def _only(out: Tensor, lse: Tensor) -> Tensor:

@@ -92,7 +92,7 @@ def test_small_kernels_compile_for_every_generation(where) -> None:
     assert [(row["generation"], row["launch"]) for row in rows] == [(g, name) for g in GENERATIONS for name in names]
     wrong = [row for row in rows if "error" in row]
     assert not wrong, "\n".join(map(str, wrong))
-    assert {row["kernel"] for row in rows} == {"move", "merge_rows", "rotate_rows"}
+    assert {row["kernel"] for row in rows} == {"move", "merge_rows", "rotate_rows", "delta_rows"}
     dense = [row for row in rows if row["launch"].startswith(("pack", "merge_ t"))]
     assert dense and all(row["widest"] > 1 for row in dense), "rows are moved many bytes at a time"
 
@@ -103,18 +103,20 @@ def package(tmp_path) -> Path:
     return Path(shutil.copytree(ROOT / "seqpar" / "kernels" / "triton", tmp_path / "triton"))
 
 
-FILES = [("__init__", "forward"), ("__init__", "backward"), ("merge",), ("rotary",), ("rows",)]
+FILES = [("__init__", "forward"), ("__init__", "backward"), ("merge",), ("rotary",), ("rows",), ("delta",)]
 
 
 @pytest.mark.parametrize(
     ("name", "changed"),
-    [("tile", FILES[:2]), ("arguments", FILES[:2]), ("tables", FILES[:2]), ("config", FILES[:2])]
+    [("tile", FILES[:2]), ("tables", FILES[:2])]
+    + [(name, [*FILES[:2], FILES[5]]) for name in ("arguments", "config", "launch")]
     + [
         ("forward", FILES[:1]),
         ("backward", FILES[1:2]),
         ("merge", FILES[2:3]),
         ("rotary", FILES[3:4]),
-        ("rows", FILES[4:]),
+        ("rows", FILES[4:5]),
+        ("delta", FILES[5:]),
     ],
 )
 def test_a_change_of_code_concerns_the_kernels_compiled_from_it(name, changed, package) -> None:

@@ -17,7 +17,7 @@ VERSIONS = [
 def version(name: str, module: str) -> tuple[ModuleType, str]:
     """The version's module, and a device on which it is taken; Triton is its interpreter here."""
     if name == "torch":
-        plain = {"softmax": "softmax", "rows": "memory.copy"}.get(module, f"memory.{module}")
+        plain = {"softmax": "softmax", "delta": "softmax", "rows": "memory.copy"}.get(module, f"memory.{module}")
         return importlib.import_module(f"seqpar.kernels.{plain}"), "cpu"
     fused = "merge" if module == "softmax" else module
     return importlib.import_module(f"seqpar.kernels.triton.{fused}"), "cpu"

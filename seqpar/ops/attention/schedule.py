@@ -28,7 +28,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from seqpar.kernels import Grads, Operands, Sums
+from seqpar.kernels import Grads, Operands, Sums, softmax
 from seqpar.ops.attention import heads as trade
 from seqpar.ops.attention.call import Call, PartTensors, Phase, uploaded
 from seqpar.ops.attention.grads import GradientExchange
@@ -225,7 +225,7 @@ def _part_gradients(
     if part.blind.size:  # their values must not reach a key through 0 * NaN
         facts = call.uploaded.facts[step.number]
         dout = dout.masked_fill((facts.lo >= facts.hi)[:, None, None], 0.0)
-    delta = (dout.to(call.recipe.acc) * tensors.out.to(call.recipe.acc)).sum(-1).t()
+    delta = softmax.delta(dout, tensors.out, call.uploaded.facts[step.number])
     if len(incoming) > 1:
         delta = delta - torch.where(tensors.lse == -torch.inf, 0.0, incoming[1].t())
     if dsinks is not None and sinks is not None:
