@@ -32,7 +32,7 @@ test: $(READY) $(OLDEST_TRITON) $(TIMM)
 quick: $(READY)
 	$(BIN)/python -m pytest -q -n 2 --dist worksteal -m "quick and not exhaustive" $(ARGS)
 
-exhaustive: $(READY) $(TIMM)
+exhaustive: $(READY) $(OLDEST_TRITON) $(TIMM)
 	$(BIN)/python -m pytest -q -n $(WORKERS) -m exhaustive --timeout 0 --hypothesis-profile=search $(ARGS)
 
 # ten minutes of random verbs over processes; ARGS="--minutes 2" takes less
