@@ -69,7 +69,7 @@ ORDER = {
     "comm": """
         entry protocol arguments header owner failure interrupt rendezvous base local nccl group
         shm/comm shm
-        peer/signals peer/cuda peer/memory peer/pool peer/channel peer/comm peer
+        peer/signals peer/cuda peer/memory peer/pool peer/pieces peer/channel peer/comm peer
         __init__
     """,
     "ops": """

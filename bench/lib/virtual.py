@@ -90,7 +90,7 @@ class Tape:
         self._since = time.thread_time()
         return _TapeWork(self, tag, moves=moves)
 
-    def empty(self, shape: Sequence[int], dtype: torch.dtype, device: torch.device) -> Tensor:
+    def empty(self, shape: Sequence[int], dtype: torch.dtype, device: torch.device, *, kept: bool = False) -> Tensor:
         """Memory that holds random numbers, as if peers had written them; the clock stops meanwhile."""
         self._note()
         if dtype not in self._noise:

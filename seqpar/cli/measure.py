@@ -87,7 +87,7 @@ class Alone:
     def wait(self) -> None:
         """Nothing."""
 
-    def empty(self, shape: Sequence[int], dtype: torch.dtype, device: torch.device) -> Tensor:
+    def empty(self, shape: Sequence[int], dtype: torch.dtype, device: torch.device, *, kept: bool = False) -> Tensor:
         """One of two tensors of that shape, in turns: at most two are in use at once."""
         key = (tuple(shape), dtype, device)
         if key not in self._made:

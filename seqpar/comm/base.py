@@ -147,7 +147,7 @@ class CommBase(Generic[C]):
         # kept by scope, so that a sub created twice keeps counting
         return self._counters.setdefault((kind, self._scope), itertools.count())
 
-    def empty(self, shape: Sequence[int], dtype: torch.dtype, device: torch.device) -> Tensor:
+    def empty(self, shape: Sequence[int], dtype: torch.dtype, device: torch.device, *, kept: bool = False) -> Tensor:
         """Uninitialised memory of this process."""
         return torch.empty(tuple(shape), dtype=dtype, device=device)
 

@@ -151,8 +151,12 @@ class Comm(Protocol):
         """
         ...
 
-    def empty(self, shape: Sequence[int], dtype: torch.dtype, device: torch.device) -> Tensor:
-        """Uninitialised memory, which peers can write directly if the transport has such memory."""
+    def empty(self, shape: Sequence[int], dtype: torch.dtype, device: torch.device, *, kept: bool = False) -> Tensor:
+        """Uninitialised memory, which peers can write directly if the transport has such memory.
+
+        kept: it may outlive the verb, as results and tensors saved for backward do; a transport whose memory for peers
+        is small gives ordinary memory then.
+        """
         ...
 
     def sub(self, ranks: Sequence[int]) -> Comm:

@@ -5,7 +5,7 @@ each other but by events and words. Memory is memory of this process, or a file 
 
     at_once     what is put on a rank's own stream is done when the call returns, so that tests may look at results
     kernels     waits are kernels, which also end by the poison or set it when their time is over
-    without     waits that the model leaves out: "event", or for a word, "arrival", "credit", "sent"
+    without     waits that the model leaves out: "event", or for a word, "arrival", "credit", "sent", "lane"
 
 The model insists that the write that ends a wait was put on a stream before the wait was: see `PeerComm`.
 """
@@ -169,7 +169,7 @@ class Model:
 
     def wait(self, stream, words, seconds, poison, heeds_poison):
         for at, value in words.items():
-            kind = ("arrival", "credit", "sent")[(at - self.base) // LINE // self._size]
+            kind = ("arrival", "credit", "sent", "lane")[(at - self.base) // LINE // self._size]
             if not self._mapped:
                 assert reached(self.promised[at], value), f"a wait for {kind} before its write is on a stream"
 
@@ -220,7 +220,9 @@ class Model:
 
 def on_model(control, fn, args, timeout, options):
     """``fn(comm, *args)`` on a `PeerComm` over the control comm of a rank and a model of a device."""
-    comm = PeerComm.over(control, Model(control.rank, control.size, **options), 1 << 22, timeout)
+    options = {"pool_bytes": 1 << 22, **options}
+    pool_bytes = options.pop("pool_bytes")
+    comm = PeerComm.over(control, Model(control.rank, control.size, **options), pool_bytes, timeout)
     if dist.is_initialized():
         dist.barrier()  # a rank that fails at once must not end the constructor of another
     # a failure of `fn` is the control comm's to tell

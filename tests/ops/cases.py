@@ -11,7 +11,7 @@ from hypothesis import strategies as st
 from torch import Tensor
 
 import seqpar
-from seqpar.comm import Comm
+from seqpar.comm import Comm, PeerComm
 from seqpar.facts.layout import Layout
 from seqpar.plan import TRANSPORTS, Plan
 from seqpar.testing import dense_attention, relative_rms, run_threads
@@ -95,7 +95,9 @@ def run_rank(
     else:
         losses[use].backward()
     assert not out[pads].any() and not mine[0].grad[pads].any()
-    assert comm.stats.staged_bytes == 0, "what a verb receives is memory that peers can write"
+    # of a PeerComm, traded tensors outlive the call, and are outside the pool
+    staged = isinstance(comm, PeerComm) and (plan.ulysses != 1 or comm._channel.cramped)
+    assert comm.stats.staged_bytes == 0 or staged, "what a verb receives is memory that peers can write"
     grads = [x.grad for x in mine] + ([] if sinks is None else [sinks.grad])
     return [out.detach(), lse.detach(), *grads]
 

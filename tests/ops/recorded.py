@@ -34,8 +34,8 @@ class Recorder:
             self.messages[tag.phase] += sum(t.numel() > 0 for ts in sends.values() for t in ts)
         return self.comm.exchange(sends, recvs, tag=tag)
 
-    def empty(self, shape, dtype, device):
-        self.buffers.append(self.comm.empty(shape, dtype, device))
+    def empty(self, shape, dtype, device, *, kept=False):
+        self.buffers.append(self.comm.empty(shape, dtype, device, kept=kept))
         return self.buffers[-1]
 
     def posted(self, phase: int) -> list[int]:

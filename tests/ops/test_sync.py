@@ -174,7 +174,7 @@ class Silent:
     def wait(self) -> None:
         return None
 
-    def empty(self, shape, dtype, device):
+    def empty(self, shape, dtype, device, *, kept=False):
         return torch.empty(shape, dtype=dtype, device=device)
 
 

@@ -6,12 +6,16 @@ numbered; an epoch is a message's number. A rank's streams only wait on words of
     credit     written by the receiver's stream at its posting: the buffer may be written from here on
     arrival    written by the sender's copy stream after the bytes
     sent       written at the same place, for the sender itself: the source may be overwritten from here on
+    lane       written by the receiver once a piece is out of its buffer: the next piece but one may be written there
 
                rank 0, the sender                                  rank 1, the receiver
     exchange   event: the source is written         <- offer --    credit stream: event, write(credit of rank 0)
     copy       copy stream: event, wait(credit),
                copy, write(arrival of rank 1, sent) -- arrive ->
     wait       wait(sent)                                          wait(arrival), mark if poisoned
+
+A message that the pool has no room for comes in pieces: see `pieces`. Each piece has an offer and an epoch of its own.
+While it waits, the receiver's host makes its landing stream wait for a piece, copy it to the tensor, and write `lane`.
 
 Destinations go from host to host (`offer`, `arrive`: the shared-memory mailbox that `ShmComm` uses too). Hosts
 communicate in `exchange` and `wait` only, in the order of exchanges, and `wait` returns once all hosts involved have
@@ -41,7 +45,9 @@ from seqpar.comm.base import Channel, waited
 from seqpar.comm.failure import Monitor
 from seqpar.comm.header import REMEMBERED, Header, mismatch
 from seqpar.comm.owner import Owner
+from seqpar.comm.peer.cuda import row_major
 from seqpar.comm.peer.memory import PeerMemory
+from seqpar.comm.peer.pieces import CUT, HALVES, Lane, Piece, box, cut, lane_bytes, plain
 from seqpar.comm.peer.pool import ALIGNMENT, DevicePool
 from seqpar.comm.peer.signals import AHEAD, FIRST, SignalWords, epoch, reached
 from seqpar.comm.protocol import DEAD, DIMS, Comm, PeerError, Tag
@@ -60,10 +66,14 @@ class PeerExchange:
     ready: Any = None  # event: tensors to send are written, tensors to receive may be
     sends: dict[int, deque[tuple[list[int], Tensor]]] = field(default_factory=dict)  # tensors still to be pushed
     begun: set[int] = field(default_factory=set)  # peers whose copy stream has waited for its credit
-    arrivals: dict[int, int] = field(default_factory=dict)  # peer -> messages from it that will have arrived
+    credited: set[int] = field(default_factory=set)  # those where whole messages may be written
+    arrivals: dict[int, int] = field(default_factory=dict)  # peer -> offers to it that will have been used
     sent: dict[int, int] = field(default_factory=dict)
     blocks: list[Tensor] = field(default_factory=list)  # of the pool, received into
     staged: list[tuple[Tensor, Tensor]] = field(default_factory=list)  # (target, block)
+    staged_bytes: int = 0
+    pieces: int = 0  # that have not been copied out of their buffers
+    landed: Any = None  # event: all pieces have been
     sources: list[Tensor] = field(default_factory=list)
     targets: list[Tensor] = field(default_factory=list)
 
@@ -104,21 +114,28 @@ class PeerChannel(Channel):
         self.calls: deque[Tag] = deque(maxlen=REMEMBERED)
         self.mail = self.ops.shm_open(self.rank, self.size, ALIGNMENT)
         self.end = weakref.finalize(self, self.ops.shm_close, self.mail)
-        whole, address = self.words.bytes + pool_bytes, list(self.ops.shm_address(self.mail))
+        peers = [peer for peer in range(self.size) if peer != self.rank]
+        part = lane_bytes(pool_bytes, len(peers))
+        lanes = len(peers) * HALVES * part
+        pool_bytes = max(pool_bytes - lanes, ALIGNMENT)
+        whole, address = self.words.bytes + pool_bytes + lanes, list(self.ops.shm_address(self.mail))
         self.memory = PeerMemory(control, cuda, whole, self.words.count, FIRST, address)
         self.bases, self.base = self.memory.bases, self.memory.bases[self.rank]
         self._open_mail(self.memory.mails)
         self.pool = DevicePool(cuda, self.base + self.words.bytes, pool_bytes)
-        peers = [peer for peer in range(self.size) if peer != self.rank]
+        wheres = [pool_bytes + HALVES * part * n for n in range(len(peers))]
+        self.lanes = {peer: Lane(self.pool.at + at, at, part) for peer, at in zip(peers, wheres, strict=True)}
         # streams of one priority may share a hardware queue: a wait for peers must not hold up compute, and a release
         # must not queue behind the waits
         self.copies = {peer: cuda.stream(-1) for peer in peers}
-        self.credits, self.private = cuda.stream(-1), cuda.stream(-5)
-        self.posted, self.pushed = dict.fromkeys(peers, 0), dict.fromkeys(peers, 0)  # messages so far
-        self.offers: dict[int, deque[tuple[list[int], int, list[int]]]] = {peer: deque() for peer in peers}
+        self.credits, self.landing, self.private = cuda.stream(-1), cuda.stream(-1), cuda.stream(-5)
+        self.posted, self.pushed = dict.fromkeys(peers, 0), dict.fromkeys(peers, 0)  # offers so far, made and used
+        self.cut = dict.fromkeys(peers, 0)  # pieces pushed so far
+        self.offers: dict[int, deque[tuple[list[int], int, list[int]] | Piece]] = {peer: deque() for peer in peers}
         self.pushing: deque[PeerExchange] = deque()
         self.flying: deque[_Flight] = deque()
         self.orphans: list[object] = []  # tensors that streams may still use after a failure
+        self.cramped = False  # whether a message had to come in pieces
         self.poisoned = threading.Event()
         self.closing, self.closed = threading.Lock(), False  # held while streams get orders to release
         self.monitor = Monitor(timeout, self._stuck, self._look)
@@ -137,7 +154,7 @@ class PeerChannel(Channel):
     def close(self) -> None:
         """Free the memory. Every rank calls it, after its last wait."""
         self.check("closing")
-        streams = (*self.copies.values(), self.credits, self.private)
+        streams = (*self.copies.values(), self.credits, self.landing, self.private)
         for stream in (*streams, self.cuda.current()):
             self.cuda.record(stream).synchronize()
         self.control.agree("PeerComm.close", {})
@@ -159,22 +176,17 @@ class PeerChannel(Channel):
         self.calls.append(tag)
         with self.lock:
             stream, work = self.cuda.current(), PeerExchange(tag)
-            places = {p: [self._place(work, x, stream, p) for x in several] for p, several in recvs.items()}
             work.sources = [x for several in sends.values() for x in several]
             work.targets = [x for several in recvs.values() for x in several]
             credits = {}
-            for peer, blocks in places.items():
-                header = Header.of(scope, tag, recvs[peer])
-                self.posted[peer] += len(blocks)
+            for peer, several in recvs.items():
+                header = Header.of(scope, tag, several)
+                for index, x in enumerate(several):
+                    self._receive(work, x, stream, peer, [*header, index])
                 work.arrivals[peer] = self.posted[peer]
                 credits[self.bases[peer] + self.words.credit(self.rank)] = epoch(self.posted[peer] - 1)
-                for index, x in enumerate(blocks):
-                    where, strides = x.data_ptr() - self.pool.at, list(x.stride()) if x.dim() <= DIMS else []
-                    self.offers[peer].append(([*header, index], where, strides))
             for peer, several in sends.items():
                 header = Header.of(scope, tag, several)
-                self.pushed[peer] += len(several)
-                work.sent[peer] = self.pushed[peer]
                 work.sends[peer] = deque(([*header, index], x) for index, x in enumerate(several))
             work.ready = self.cuda.record(stream)
             if credits:
@@ -184,24 +196,44 @@ class PeerChannel(Channel):
             self.progress()
             return work
 
-    def _place(self, work: PeerExchange, target: Tensor, stream: Any, peer: int) -> Tensor:
-        """The memory for a message: the tensor itself, or a block of the pool if peers cannot write to the tensor."""
-        place = target if self.pool.owns(target) else self.pool.take(target.shape, target.dtype, stream)
-        if place is None:
-            self.fail(
-                f"the pool of {self.pool.size} bytes has no room for the {target.nbytes} that {work.name} receives "
-                f"from rank {peer}, beside {self.pool.taken()} in use: raise pool_bytes by at least {target.nbytes}"
-            )
-            raise self.error(f"posting {work.name}")
-        if place is not target:
+    def _receive(self, work: PeerExchange, target: Tensor, stream: Any, peer: int, words: list[int]) -> None:
+        """Queue offers for a message: of its tensor, of a block of the pool if peers cannot write it, or of pieces."""
+        place: Tensor | None = target
+        if not self.pool.owns(target):
+            work.staged_bytes += target.nbytes
+            place = self.pool.take(target.shape, target.dtype, stream)
+            if place is None:
+                self._receive_pieces(work, target, peer, words)
+                return
             work.staged.append((target, place))
+        assert place is not None
         work.blocks.append(place)
-        return place
+        strides = list(place.stride()) if place.dim() <= DIMS else []
+        self.offers[peer].append((words, place.data_ptr() - self.pool.at, strides))
+        self.posted[peer] += 1
+
+    def _receive_pieces(self, work: PeerExchange, target: Tensor, peer: int, words: list[int]) -> None:
+        whole, most = plain(target), self.lanes[peer].bytes
+        if not self.cramped:
+            self.cramped = True
+            log.warning(
+                "rank %d: the pool of %d bytes has no room for the %d that %s receives from rank %d: they come in "
+                "pieces of %d, which only move while both ranks wait; give PeerComm a larger pool_bytes",
+                self.rank, self.pool.size, target.nbytes, work.name, peer, most,
+            )  # fmt: skip
+        for begin, elements in cut(whole.shape, whole.dtype, most):
+            self.offers[peer].append(
+                Piece(words, self.posted[peer], box(whole, begin, elements), begin, elements, work)
+            )
+            self.posted[peer] += 1
+            work.pieces += 1
 
     def progress(self) -> None:
-        """Make the offers that the mailbox has room for, and push, in the order of exchanges, what peers offered."""
+        """Copy pieces that arrived, make the offers that there is room for, and push what peers offered, in order."""
         for peer, offers in self.offers.items():
-            while offers and self.ops.shm_offer(self.mail, peer, *offers[0]):
+            if self.lanes[peer].flying:
+                self._land(peer)
+            while offers and self._offer(peer, offers[0]):
                 offers.popleft()
         while self.pushing:
             work = self.pushing[0]
@@ -211,10 +243,34 @@ class PeerChannel(Channel):
                 return
             self.pushing.popleft()
 
+    def _offer(self, peer: int, item: tuple[list[int], int, list[int]] | Piece) -> bool:
+        """Whether there was room for an offer: in the mailbox and, for a piece, in the peer's buffer."""
+        if not isinstance(item, Piece):
+            return bool(self.ops.shm_offer(self.mail, peer, *item))
+        offer = self.lanes[peer].offer(item)
+        if offer is None or not self.ops.shm_offer(self.mail, peer, *offer):
+            return False
+        self.lanes[peer].fly(item)
+        return True
+
+    def _land(self, peer: int) -> None:
+        """Copy the pieces whose pushes the peer's host has launched out of their buffer."""
+        lane, words, arrived = self.lanes[peer], self.words, self.ops.shm_arrived(self.mail, peer)
+        while lane.flying and lane.flying[0][0].number < arrived:
+            piece, block = lane.flying.popleft()
+            self.cuda.follow(self.landing, piece.work.ready)
+            self._wait(self.landing, {self.base + words.arrival(peer): epoch(piece.number)}, heeds_poison=True)
+            self.cuda.copy(self.landing, [piece.target], [block])
+            self.cuda.write(self.landing, {self.bases[peer] + words.lane(self.rank): epoch(lane.landed)})
+            lane.landed += 1
+            piece.work.pieces -= 1
+            if not piece.work.pieces:
+                piece.work.landed = self.cuda.record(self.landing)
+
     def _push(self, work: PeerExchange, peer: int) -> None:
-        queue, stream, at = work.sends[peer], self.copies[peer], epoch(work.sent[peer] - 1)
+        queue, stream = work.sends[peer], self.copies[peer]
         while queue and (offer := self.ops.shm_offer_of(self.mail, peer)):
-            words, source = queue.popleft()
+            words, source = queue[0]
             taken, where, strides = offer[: len(words)], offer[len(words)], offer[len(words) + 1 :]
             if taken != words:
                 sent, offered = Header(*words[:-1]), Header(*taken[:-1])
@@ -223,16 +279,40 @@ class PeerChannel(Channel):
             if peer not in work.begun:
                 work.begun.add(peer)
                 self.cuda.follow(stream, work.ready)
-                self._wait(stream, {self.base + self.words.credit(peer): at}, heeds_poison=False)
-            if source.dim() > DIMS:
-                source, strides = source.view(-1), [1]
-            at_peer = self.bases[peer] + self.words.bytes + where
-            self.cuda.push(stream, at_peer, strides[: source.dim()], source)
+            at, at_peer = epoch(self.pushed[peer]), self.bases[peer] + self.words.bytes + where
+            self.pushed[peer] += 1
+            last = self._push_piece(peer, at, at_peer, source, *strides[1:3]) if strides[0] == CUT else True
+            if strides[0] != CUT:
+                self._push_whole(work, peer, at, at_peer, source, strides)
+            if last:
+                queue.popleft()
             if not queue:
                 theirs, own_word = self.bases[peer] + self.words.arrival(self.rank), self.base + self.words.sent(peer)
                 self.cuda.write(stream, {theirs: at, own_word: at})
+                work.sent[peer] = self.pushed[peer]
                 del work.sends[peer]
             self.ops.shm_arrive(self.mail, peer)
+
+    def _push_whole(
+        self, work: PeerExchange, peer: int, at: int, at_peer: int, source: Tensor, strides: list[int]
+    ) -> None:
+        stream = self.copies[peer]
+        if peer not in work.credited:  # all whole messages of an exchange are credited at once
+            work.credited.add(peer)
+            self._wait(stream, {self.base + self.words.credit(peer): at}, heeds_poison=False)
+        if source.dim() > DIMS:
+            source, strides = source.view(-1), [1]
+        self.cuda.push(stream, at_peer, strides[: source.dim()], source)
+
+    def _push_piece(self, peer: int, at: int, at_peer: int, source: Tensor, begin: int, elements: int) -> bool:
+        """Push a piece of a message; whether it is the last one."""
+        stream, part = self.copies[peer], box(plain(source), begin, elements)
+        # the half was free before the first pieces, and is once the piece before the last one has been copied out
+        self._wait(stream, {self.base + self.words.lane(peer): epoch(self.cut[peer] - HALVES)}, heeds_poison=False)
+        self.cut[peer] += 1
+        self.cuda.push(stream, at_peer, row_major(part.shape), part)
+        self.cuda.write(stream, {self.bases[peer] + self.words.arrival(self.rank): at})
+        return begin + elements == source.numel()
 
     def meet(self, work: PeerExchange) -> None:
         """Return when all hosts have launched their part of an exchange. The channel stays usable while this sleeps.
@@ -247,8 +327,10 @@ class PeerChannel(Channel):
                 self.progress()
                 late = [peer for peer, count in work.arrivals.items() if self.ops.shm_arrived(self.mail, peer) < count]
                 late += [peer for peer in work.sends if peer not in late]
-            if not late:
+            if not late and not work.pieces:
                 return
+            if not late:
+                continue  # the last pieces came after they were looked for
             doing = f"in {work.name}, waiting for rank {late[0]}"
             self.check(doing)
             left = deadline - time.monotonic()
@@ -273,6 +355,8 @@ class PeerChannel(Channel):
             self._wait(stream, sent, heeds_poison=False)
         if arrivals:
             self._wait(stream, arrivals, heeds_poison=True)
+            if work.landed is not None:
+                self.cuda.follow(stream, work.landed)
             if work.staged:
                 self.cuda.copy(stream, [target for target, _ in work.staged], [block for _, block in work.staged])
             self.cuda.blank(stream, base + words.poison, work.targets)
@@ -352,12 +436,15 @@ class PeerChannel(Channel):
             bases = [base for rank, base in enumerate(self.bases) if rank not in ended]
             if not self._order({base + self.words.poison: 1 for base in bases}):
                 return
-            ends = [_Flight(self.cuda.record(stream), {}) for stream in (*self.copies.values(), self.credits)]
+            ends = [
+                _Flight(self.cuda.record(stream), {}) for stream in (*self.copies.values(), self.credits, self.landing)
+            ]
             while not all(item.is_completed() for item in (*self.flying, *ends)):
                 words = {self.base + self.words.arrival(p): epoch(n + AHEAD) for p, n in self.posted.items()}
                 for peer, number in self.pushed.items():
                     if waited > self.timeout or self.ops.shm_ended(self.mail, peer):
                         words[self.base + self.words.credit(peer)] = epoch(number + AHEAD)
+                        words[self.base + self.words.lane(peer)] = epoch(self.cut[peer] + AHEAD)
                 # repeatedly: a late peer may overwrite it with a smaller epoch
                 if not self._order(words) or waited >= 2 * self.timeout:
                     return

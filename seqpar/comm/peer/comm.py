@@ -44,8 +44,9 @@ class PeerComm(CommBase[PeerChannel]):
 
     group: a `ProcessGroup`, a 1-D `DeviceMesh`, or None for the default group: processes of one machine. device: this
     rank's, by default the current one. pool_bytes: device memory that peers can write, for `empty` and for tensors
-    received outside the pool. timeout: seconds after which a wait fails. check: how often verbs compare their arguments
-    over the ranks. signals: how streams signal, see `Cuda`.
+    received outside it; 1/8 is for messages that find no room in the rest, and come in pieces. timeout: seconds after
+    which a wait fails. check: how often verbs compare their arguments over the ranks. signals: how streams signal, see
+    `Cuda`.
 
     A collective constructor. CPU tensors are sent over the hosts' comm. A sub shares its parent's `stats`, whose
     `sent_to` counts by the parent's ranks. The pool lives until `close`, or until the process ends, since memory that
@@ -140,7 +141,7 @@ class PeerComm(CommBase[PeerChannel]):
                 channel.fail(f"posting {tag}: {error}")
             raise
         self.stats.count(sides.sends, sides.recvs)
-        self.stats.staged_bytes += sum(target.nbytes for target, _ in posted.staged)
+        self.stats.staged_bytes += posted.staged_bytes
         return _PeerWork(channel, posted, self.stats)
 
     def _on_device(self, devices: Set[torch.device]) -> bool:
@@ -154,19 +155,19 @@ class PeerComm(CommBase[PeerChannel]):
             f"{self.rank}'s PeerComm, or all on the CPU"
         )
 
-    def empty(self, shape: Sequence[int], dtype: torch.dtype, device: torch.device) -> Tensor:
+    def empty(self, shape: Sequence[int], dtype: torch.dtype, device: torch.device, *, kept: bool = False) -> Tensor:
         """Memory of the pool, which peers write directly, while there is room; else ordinary memory, which they cannot.
 
-        1/8 of the pool is reserved for staging tensors that are received into ordinary memory.
+        kept: always ordinary memory, as the results of a training step would fill the pool layer by layer.
 
         A block is free when its last tensor is gone; other streams get it in stream order: see `DevicePool`.
         """
         channel = self._channel
         if torch.device(device) != channel.cuda.device:
-            return self._control.empty(shape, dtype, device)
+            return self._control.empty(shape, dtype, device, kept=kept)
         block = None
-        if not channel.poisoned.is_set():
-            block = channel.pool.take(tuple(shape), dtype, channel.cuda.current(), spare=True)
+        if not kept and not channel.poisoned.is_set():
+            block = channel.pool.take(tuple(shape), dtype, channel.cuda.current())
         return torch.empty(tuple(shape), dtype=dtype, device=device) if block is None else block
 
     @enters

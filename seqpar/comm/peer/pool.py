@@ -13,7 +13,6 @@ from seqpar import native
 from seqpar.comm.peer.cuda import row_major
 
 ALIGNMENT = 256  # bytes that suit copies and kernels
-SPARE = 8  # 1/8 of the pool is reserved for staging
 
 
 class DevicePool:
@@ -33,17 +32,12 @@ class DevicePool:
         # free ranges that streams may still use: begin, end, streams
         self._returned: list[tuple[int, int, list[Any]]] = []
 
-    def take(self, shape: Sequence[int], dtype: torch.dtype, stream: Any, *, spare: bool = False) -> Tensor | None:
-        """Uninitialised memory for the next work of `stream`; None if no free range is large enough.
-
-        spare: leave 1 / `SPARE` of the pool to others.
-        """
+    def take(self, shape: Sequence[int], dtype: torch.dtype, stream: Any) -> Tensor | None:
+        """Uninitialised memory for the next work of `stream`; None if no free range is large enough."""
         count = torch.Size(shape).numel() * dtype.itemsize
         size = max(1, -(-count // ALIGNMENT)) * ALIGNMENT
         with self._lock:
             self._collect()
-            if spare and self._count() + size > self.size - self.size // SPARE:
-                return None
             offset = self._ops.peer_take(self._number, size)
             if offset < 0:
                 return None
@@ -56,10 +50,7 @@ class DevicePool:
         """Bytes in use."""
         with self._lock:
             self._collect()
-            return self._count()
-
-    def _count(self) -> int:
-        return sum(end - offset for offset, (end, _) in self._taken.items())
+            return sum(end - offset for offset, (end, _) in self._taken.items())
 
     def owns(self, tensor: Tensor) -> bool:
         """Whether all elements of a tensor are in this pool."""

@@ -24,7 +24,7 @@ class SignalWords:
     """
 
     def __init__(self, size: int) -> None:
-        self.size, self.poison = size, 3 * size * LINE
+        self.size, self.poison = size, 4 * size * LINE
         self.count = self.poison // 4
         self.bytes = -(-(self.poison + LINE) // 4096) * 4096
 
@@ -40,8 +40,12 @@ class SignalWords:
         """Written by the rank itself: its bytes are at the peer."""
         return (2 * self.size + peer) * LINE
 
+    def lane(self, peer: int) -> int:
+        """Written by a peer: its buffer for pieces may be written again."""
+        return (3 * self.size + peer) * LINE
+
     def name(self, word: int) -> tuple[str, int]:
         """The meaning of a word in errors, and the peer."""
         kind, peer = divmod(word // LINE, self.size)
-        what = ("what rank {} sends", "room at rank {}", "the copy to rank {}")[kind]
+        what = ("what rank {} sends", "room at rank {}", "the copy to rank {}", "room for a piece at rank {}")[kind]
         return what.format(peer), peer

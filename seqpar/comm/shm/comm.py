@@ -362,7 +362,7 @@ class ShmComm(ProcessComm[ShmChannel]):
     def _post_control(self, sends: Mapping[int, list[Tensor]], recvs: Mapping[int, list[Tensor]], tag: Tag) -> Work:
         return self._post(self._in_group(sends), self._in_group(recvs), tag, Stats())
 
-    def empty(self, shape: Sequence[int], dtype: torch.dtype, device: torch.device) -> Tensor:
+    def empty(self, shape: Sequence[int], dtype: torch.dtype, device: torch.device, *, kept: bool = False) -> Tensor:
         """Uninitialised memory that peers write; ordinary memory for one rank, in a fork, or if the pool is full."""
         if device.type != "cpu":
             raise ValueError(f"empty: a tensor on {device}; ShmComm moves CPU tensors: use GroupComm over nccl")

@@ -58,14 +58,20 @@ class Leg:
         """The local tensor, with all heads."""
         return self.x if self.target is None else self.target
 
-    def empty(self, call: Call, rows: int, share: int) -> Tensor:
-        """Memory for rows of one share's heads."""
+    def empty(self, call: Call, rows: int, share: int, *, kept: bool) -> Tensor:
+        """Memory for rows of one share's heads. kept: for backward."""
         heads = self.shares[share]
-        return call.comm.empty((rows, heads.stop - heads.start, *self.x.shape[2:]), self.x.dtype, call.signature.device)
+        shape = rows, heads.stop - heads.start, *self.x.shape[2:]
+        return call.comm.empty(shape, self.x.dtype, call.signature.device, kept=kept)
 
 
-def enter(call: Call, phase: Phase, part: Part, legs: Sequence[Leg]) -> Callable[[], list[Tensor]]:
-    """Post the way in. The returned function waits and returns the inside tensors, in the order of the legs."""
+def enter(
+    call: Call, phase: Phase, part: Part, legs: Sequence[Leg], *, kept: bool = False
+) -> Callable[[], list[Tensor]]:
+    """Post the way in. The returned function waits and returns the inside tensors, in the order of the legs.
+
+    kept: the inside tensors outlive the call, for backward.
+    """
     at = call.uploaded.rows
     if part.width == 1:
         local = [take(leg.x, at(leg.trade.local)) for leg in legs]
@@ -75,7 +81,7 @@ def enter(call: Call, phase: Phase, part: Part, legs: Sequence[Leg]) -> Callable
     inside: dict[Leg, Tensor] = {}
     with profile_range("post trade in", part.width):
         for group in _groups(call, part, legs):
-            whole, tensors = _side_by_side(call, group, part.share)
+            whole, tensors = _side_by_side(call, group, part.share, kept=kept)
             inside |= zip(group, tensors, strict=True)
             for share, member in enumerate(part.members):
                 if member == me:
@@ -142,16 +148,16 @@ def _same_rows(a: Trade, b: Trade) -> bool:
     return all(isinstance(x, slice) == isinstance(y, slice) and np.array_equal(x, y) for x, y in pairs)
 
 
-def _side_by_side(call: Call, group: Sequence[Leg], share: int) -> tuple[Tensor, list[Tensor]]:
+def _side_by_side(call: Call, group: Sequence[Leg], share: int, *, kept: bool) -> tuple[Tensor, list[Tensor]]:
     """Memory for the inside rows of a message's legs, and each leg's view of it."""
     rows = group[0].trade.rows
     if len(group) == 1:
         (leg,) = group
-        whole = leg.empty(call, rows, share)
+        whole = leg.empty(call, rows, share, kept=kept)
         return whole, [whole]
     shapes = [(heads.stop - heads.start, *leg.x.shape[2:]) for leg in group for heads in [leg.shares[share]]]
     ends = list(accumulate(map(prod, shapes), initial=0))
-    whole = call.comm.empty((rows, ends[-1]), group[0].x.dtype, call.signature.device)
+    whole = call.comm.empty((rows, ends[-1]), group[0].x.dtype, call.signature.device, kept=kept)
     columns = zip(pairwise(ends), shapes, strict=True)
     return whole, [whole[:, a:b].view(rows, *shape) for (a, b), shape in columns]
 

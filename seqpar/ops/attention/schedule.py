@@ -24,6 +24,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
+from functools import partial
 
 import torch
 from torch import Tensor
@@ -44,7 +45,7 @@ def forward(
     """Output [T, H, D_v], lse [H, T], and every part's inside tensors. slopes: in the accumulation dtype."""
     recipe, heads = call.recipe, call.signature.heads
     call.uploaded = uploaded(call.plan, recipe.steps, q.device)
-    empty = call.comm.empty if recipe.trades else torch.empty  # memory that peers can write directly
+    empty = partial(call.comm.empty, kept=True) if recipe.trades else torch.empty  # which peers may write directly
     out = empty((q.shape[0], heads, call.signature.v_dim), dtype=q.dtype, device=q.device).zero_()
     lse = empty((heads, q.shape[0]), dtype=recipe.acc, device=q.device).fill_(-torch.inf)
     entries = {part.width: _enter(call, part, q, k, v) for part in recipe.parts if not part.trivial}
@@ -75,7 +76,7 @@ def forward(
 def _enter(call: Call, part: Part, q: Tensor, k: Tensor, v: Tensor) -> Callable[[], list[Tensor]]:
     heads, kv = call.recipe.shares[part.width]
     legs = [trade.Leg(q, part.q, heads), trade.Leg(k, part.kv, kv), trade.Leg(v, part.kv, kv)]
-    return trade.enter(call, Phase.ENTER, part, legs)
+    return trade.enter(call, Phase.ENTER, part, legs, kept=True)
 
 
 def walk(
@@ -166,7 +167,7 @@ def backward(
     incoming = [dout, dlse.t()] if signature.return_lse and dlse is not None else [dout]
     entries = {p.width: _enter_back(call, p, incoming) for p in recipe.parts if not p.q.trivial}
     dsinks = None if sinks is None else torch.zeros(signature.heads, dtype=call.recipe.acc, device=signature.device)
-    empty = call.comm.empty if recipe.trades else torch.empty  # memory that peers can write directly
+    empty = partial(call.comm.empty, kept=True) if recipe.trades else torch.empty  # which peers may write directly
     dq = empty((dout.shape[0], signature.heads, signature.dim), dtype=signature.dtype, device=dout.device).zero_()
     shape = recipe.rows[1], signature.kv_heads, signature.dim + signature.v_dim
     home = empty(shape, dtype=recipe.acc, device=dout.device).zero_()

@@ -242,7 +242,7 @@ def _move(x: Tensor, comm: Comm, moves: Moves, tag: Tag) -> Tensor:
         if moves.summed:
             y = x.new_zeros(shape, dtype=acc_dtype(x.dtype) if x.dtype.is_floating_point else x.dtype)
         else:
-            y = comm.empty(shape, x.dtype, x.device)
+            y = comm.empty(shape, x.dtype, x.device, kept=True)
         sends = {peer: [[rows_of(x, at.rows(rows))]] for peer, rows in moves.sends.items()}
         recvs = {peer: [[rows_of(y, at.rows(rows))]] for peer, rows in moves.recvs.items()}
         if moves.summed:

@@ -182,7 +182,7 @@ def _post(
         x = x.resolve_conj().resolve_neg()
         shape = list(x.shape)
         shape[split_dim], shape[concat_dim] = split[comm.rank], sum(concat)
-        ys.append(comm.empty(shape, x.dtype, x.device))
+        ys.append(comm.empty(shape, x.dtype, x.device, kept=True))
         pieces = torch.split_with_sizes(x, split, split_dim)
         parts = torch.split_with_sizes(ys[-1], concat, concat_dim)
         for peer in range(comm.size):
