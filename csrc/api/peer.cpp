@@ -2,6 +2,7 @@
 #include <algorithm>
 #include <memory>
 #include <mutex>
+#include <string>
 #include <utility>
 #include <vector>
 
@@ -112,6 +113,24 @@ void end_stream(int64_t device, int64_t stream) {
 
 bool driver_signals() { return sp_peer_driver_signals() != 0; }
 
+std::string bus(int64_t device) {
+  char found[32] = {};
+  checked(sp_peer_bus(static_cast<int>(device), found, sizeof found), "cudaDeviceGetPCIBusId");
+  return found;
+}
+
+bool ordered(int64_t device, std::string other) {
+  int found = 0;
+  checked(sp_peer_ordered(static_cast<int>(device), other.c_str(), &found), "cudaDeviceGetP2PAttribute");
+  return found != 0;
+}
+
+bool can_flush(int64_t device) {
+  int found = 0;
+  checked(sp_peer_can_flush(static_cast<int>(device), &found), "cudaDeviceGetAttribute");
+  return found != 0;
+}
+
 void write(int64_t device, int64_t stream, bool by_kernel, Ints words, Ints values) {
   STD_TORCH_CHECK(words.size() == values.size(), "peer_write: ", words.size(), " words, ", values.size(), " values");
   checked(sp_peer_write(static_cast<int>(device), pointer(stream), by_kernel, static_cast<int>(words.size()),
@@ -119,10 +138,10 @@ void write(int64_t device, int64_t stream, bool by_kernel, Ints words, Ints valu
           "a write to peers' memory in stream order");
 }
 
-void wait(int64_t device, int64_t stream, bool by_kernel, Ints words, Ints values, int64_t poison, bool heeds_poison,
-          double seconds) {
+void wait(int64_t device, int64_t stream, bool by_kernel, bool flush, Ints words, Ints values, int64_t poison,
+          bool heeds_poison, double seconds) {
   STD_TORCH_CHECK(words.size() == values.size(), "peer_wait: ", words.size(), " words, ", values.size(), " values");
-  checked(sp_peer_wait(static_cast<int>(device), pointer(stream), by_kernel, static_cast<int>(words.size()),
+  checked(sp_peer_wait(static_cast<int>(device), pointer(stream), by_kernel, flush, static_cast<int>(words.size()),
                        words.data(), values.data(), pointer(poison), heeds_poison, static_cast<int64_t>(seconds * 1e9)),
           "a wait in stream order");
 }
@@ -190,10 +209,13 @@ STABLE_TORCH_LIBRARY_FRAGMENT(seqpar_native, m) {
   m.def("peer_stream(int device, int priority) -> int");
   m.def("peer_stream_end(int device, int stream) -> ()");
   m.def("peer_driver_signals() -> bool");
+  m.def("peer_bus(int device) -> str");
+  m.def("peer_ordered(int device, str bus) -> bool");
+  m.def("peer_can_flush(int device) -> bool");
   m.def("peer_write(int device, int stream, bool by_kernel, int[] words, int[] values) -> ()");
   m.def(
-      "peer_wait(int device, int stream, bool by_kernel, int[] words, int[] values, int poison, bool heeds_poison, "
-      "float seconds) -> ()");
+      "peer_wait(int device, int stream, bool by_kernel, bool flush, int[] words, int[] values, int poison, "
+      "bool heeds_poison, float seconds) -> ()");
   m.def("peer_copy(int device, int stream, int to, Tensor source) -> ()");
   m.def("peer_blank(int device, int stream, int poison, Tensor(a!)[] tensors) -> ()");
   m.def("peer_read(int device, int stream, int at, int words) -> int[]");
@@ -218,6 +240,9 @@ STABLE_TORCH_LIBRARY_IMPL(seqpar_native, CompositeExplicitAutograd, m) {
   m.impl("peer_stream", TORCH_BOX(&seqpar::stream));
   m.impl("peer_stream_end", TORCH_BOX(&seqpar::end_stream));
   m.impl("peer_driver_signals", TORCH_BOX(&seqpar::driver_signals));
+  m.impl("peer_bus", TORCH_BOX(&seqpar::bus));
+  m.impl("peer_ordered", TORCH_BOX(&seqpar::ordered));
+  m.impl("peer_can_flush", TORCH_BOX(&seqpar::can_flush));
   m.impl("peer_write", TORCH_BOX(&seqpar::write));
   m.impl("peer_wait", TORCH_BOX(&seqpar::wait));
   m.impl("peer_copy", TORCH_BOX(&seqpar::copy));

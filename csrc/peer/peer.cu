@@ -127,7 +127,12 @@ Words batch(int count, const int64_t* words, const int64_t* values) {
   return found;
 }
 
-int by_driver(cudaStream_t stream, bool waiting, int count, const int64_t* words, const int64_t* values) {
+// What the driver does with words: a write comes after a system-wide fence, a wait compares cyclically, as peer.h says.
+constexpr unsigned kWrite = CU_STREAM_WRITE_VALUE_DEFAULT, kWait = CU_STREAM_WAIT_VALUE_GEQ;
+constexpr unsigned kFlush = CU_STREAM_WAIT_VALUE_FLUSH;
+
+int by_driver(cudaStream_t stream, bool waiting, unsigned flags, int count, const int64_t* words,
+              const int64_t* values) {
   const BatchMemOp call = batch_mem_op();
   if (call == nullptr) return cudaErrorNotSupported;
   CUstreamBatchMemOpParams operations[kBatch] = {};
@@ -138,12 +143,12 @@ int by_driver(cudaStream_t stream, bool waiting, int count, const int64_t* words
       operations[i].waitValue.operation = CU_STREAM_MEM_OP_WAIT_VALUE_32;
       operations[i].waitValue.address = at;
       operations[i].waitValue.value = value;
-      operations[i].waitValue.flags = CU_STREAM_WAIT_VALUE_GEQ;  // cyclic comparison, as peer.h says
+      operations[i].waitValue.flags = flags;
     } else {
       operations[i].writeValue.operation = CU_STREAM_MEM_OP_WRITE_VALUE_32;
       operations[i].writeValue.address = at;
       operations[i].writeValue.value = value;
-      operations[i].writeValue.flags = CU_STREAM_WRITE_VALUE_DEFAULT;  // after a system-wide fence
+      operations[i].writeValue.flags = flags;
     }
   }
   return call(stream, count, operations, 0);
@@ -151,7 +156,7 @@ int by_driver(cudaStream_t stream, bool waiting, int count, const int64_t* words
 
 // Runs the driver's operations, or `launch(stream, words, count)`, on as many words at a time as one call takes.
 template <typename Launch>
-int in_batches(int device, void* stream, bool by_kernel, bool waiting, int count, const int64_t* words,
+int in_batches(int device, void* stream, bool by_kernel, bool waiting, unsigned flags, int count, const int64_t* words,
                const int64_t* values, Launch launch) {
   OnDevice on(device);
   int code = on.code();
@@ -159,7 +164,7 @@ int in_batches(int device, void* stream, bool by_kernel, bool waiting, int count
     const int some = std::min(kBatch, count - done);
     auto* at = static_cast<cudaStream_t>(stream);
     if (!by_kernel) {
-      code = by_driver(at, waiting, some, words + done, values + done);
+      code = by_driver(at, waiting, flags, some, words + done, values + done);
     } else {
       launch(at, batch(some, words + done, values + done), some);
       code = cudaGetLastError();
@@ -237,17 +242,36 @@ int sp_peer_stream_end(int device, void* stream) {
 
 int sp_peer_driver_signals(void) { return batch_mem_op() != nullptr; }
 
-int sp_peer_write(int device, void* stream, int by_kernel, int count, const int64_t* words, const int64_t* values) {
-  auto launch = [](cudaStream_t at, const Words& some, int many) { write_words<<<1, kBatch, 0, at>>>(some, many); };
-  return in_batches(device, stream, by_kernel, false, count, words, values, launch);
+int sp_peer_bus(int device, char* bus, int length) { return cudaDeviceGetPCIBusId(bus, length, device); }
+
+int sp_peer_ordered(int device, const char* bus, int* ordered) {
+  int other = 0;
+  *ordered = 0;
+  if (cudaDeviceGetByPCIBusId(&other, bus) != cudaSuccess) {
+    cudaGetLastError();  // a device of another process alone
+    return cudaSuccess;
+  }
+  *ordered = 1;
+  // of the links between devices, NVLink has all atomic operations, and PCIe only some
+  return other == device ? cudaSuccess
+                         : cudaDeviceGetP2PAttribute(ordered, cudaDevP2PAttrNativeAtomicSupported, other, device);
 }
 
-int sp_peer_wait(int device, void* stream, int by_kernel, int count, const int64_t* words, const int64_t* values,
-                 void* poison, int heeds_poison, int64_t nanoseconds) {
+int sp_peer_can_flush(int device, int* can) {
+  return cudaDeviceGetAttribute(can, cudaDevAttrCanFlushRemoteWrites, device);
+}
+
+int sp_peer_write(int device, void* stream, int by_kernel, int count, const int64_t* words, const int64_t* values) {
+  auto launch = [](cudaStream_t at, const Words& some, int many) { write_words<<<1, kBatch, 0, at>>>(some, many); };
+  return in_batches(device, stream, by_kernel, false, kWrite, count, words, values, launch);
+}
+
+int sp_peer_wait(int device, void* stream, int by_kernel, int flush, int count, const int64_t* words,
+                 const int64_t* values, void* poison, int heeds_poison, int64_t nanoseconds) {
   auto launch = [=](cudaStream_t at, const Words& some, int many) {
     wait_words<<<1, kBatch, 0, at>>>(some, many, static_cast<uint32_t*>(poison), heeds_poison, nanoseconds);
   };
-  return in_batches(device, stream, by_kernel, true, count, words, values, launch);
+  return in_batches(device, stream, by_kernel, true, flush ? kWait | kFlush : kWait, count, words, values, launch);
 }
 
 int sp_peer_copy(int device, void* stream, void* to, const void* from, int64_t bytes) {

@@ -43,12 +43,21 @@ int sp_peer_stream_end(int device, void* stream);
 // Whether the driver has the stream operations that `by_kernel` replaces.
 int sp_peer_driver_signals(void);
 
+// The PCI bus id of a device, which other processes know it by.
+int sp_peer_bus(int device, char* bus, int length);
+// Whether `device` sees what that other device writes, and then a word that it writes, in this order: the other one is
+// the same device, or NVLink joins the two. 0 if this process does not see the other one.
+int sp_peer_ordered(int device, const char* bus, int* ordered);
+// Whether the driver's waits can flush what others have written into a device's memory.
+int sp_peer_can_flush(int device, int* can);
+
 // Writes words, or waits for them, in stream order; the words of one call are unordered. by_kernel: by a kernel instead
 // of the driver's operations. A waiting kernel also ends after `nanoseconds`, when it sets the word `poison`, and, if
 // `heeds_poison`, once that word is set. Its awaited words then mean nothing, and later operations check the poison.
+// flush: the driver's wait also waits for all that others wrote before the words; for devices that can.
 int sp_peer_write(int device, void* stream, int by_kernel, int count, const int64_t* words, const int64_t* values);
-int sp_peer_wait(int device, void* stream, int by_kernel, int count, const int64_t* words, const int64_t* values,
-                 void* poison, int heeds_poison, int64_t nanoseconds);
+int sp_peer_wait(int device, void* stream, int by_kernel, int flush, int count, const int64_t* words,
+                 const int64_t* values, void* poison, int heeds_poison, int64_t nanoseconds);
 
 // Copies bytes with a copy engine.
 int sp_peer_copy(int device, void* stream, void* to, const void* from, int64_t bytes);

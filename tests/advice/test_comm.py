@@ -173,7 +173,7 @@ def test_a_machine_without_a_device_uses_a_group(monkeypatch: pytest.MonkeyPatch
 def test_a_driver_that_cannot_signal_leaves_it_to_kernels(monkeypatch: pytest.MonkeyPatch) -> None:
     with monkeypatch.context() as old:
         old.setattr(cuda, "unusable", lambda: None)
-        old.setattr(native, "ops", lambda: SimpleNamespace(peer_driver_signals=lambda: False))
+        old.setattr(native, "ops", lambda: SimpleNamespace(peer_driver_signals=lambda: False, peer_bus=str))
         old.setattr(torch.cuda, "get_device_name", lambda index: "an old one")
         with advised(NotImplementedError, 'give signals="kernel"'):
             cuda.Cuda("cuda:0", signals="driver")

@@ -79,7 +79,7 @@ class Model:
     promised: dict[int, int] = {}  # word -> the last value that any rank of this process has put on a stream
 
     def __init__(self, rank=0, size=1, *, delay=0.0, seed=0, at_once=True, unreachable=(), without=(), kernels=False):
-        self.index, self.name, self.delay = rank, f"model:{rank}", delay
+        self.index, self.name, self.bus, self.delay = rank, f"model:{rank}", f"0000:{rank:02x}:00.0", delay
         self.draw, self.without, self.unreachable = random.Random(f"{seed} {rank}"), without, unreachable
         self._at_once, self._streams, self._size = at_once, threading.local(), size
         self._ops, self._memory, self.base, self._mapped, self._kernels = native.ops(), {}, 0, False, kernels
@@ -123,6 +123,9 @@ class Model:
     def reach(self, device):
         if device in self.unreachable:
             raise RuntimeError("cudaDeviceEnablePeerAccess: CUDA error 217, peer access is not supported\nmore")
+
+    def order(self, others):
+        assert self.bus in others
 
     def read(self, at, words, stream):
         stream.synchronize()

@@ -47,7 +47,7 @@ from seqpar.comm.header import REMEMBERED, Header, mismatch
 from seqpar.comm.owner import Owner
 from seqpar.comm.peer.cuda import row_major
 from seqpar.comm.peer.memory import PeerMemory
-from seqpar.comm.peer.pieces import CUT, HALVES, Lane, Piece, box, cut, lane_bytes, plain
+from seqpar.comm.peer.pieces import CUT, HALVES, CutPiece, Lane, box, cut, lane_bytes, plain
 from seqpar.comm.peer.pool import ALIGNMENT, DevicePool
 from seqpar.comm.peer.signals import AHEAD, FIRST, SignalWords, epoch, reached
 from seqpar.comm.protocol import DEAD, DIMS, Comm, PeerError, Tag
@@ -131,7 +131,7 @@ class PeerChannel(Channel):
         self.credits, self.landing, self.private = cuda.stream(-1), cuda.stream(-1), cuda.stream(-5)
         self.posted, self.pushed = dict.fromkeys(peers, 0), dict.fromkeys(peers, 0)  # offers so far, made and used
         self.cut = dict.fromkeys(peers, 0)  # pieces pushed so far
-        self.offers: dict[int, deque[tuple[list[int], int, list[int]] | Piece]] = {peer: deque() for peer in peers}
+        self.offers: dict[int, deque[tuple[list[int], int, list[int]] | CutPiece]] = {peer: deque() for peer in peers}
         self.pushing: deque[PeerExchange] = deque()
         self.flying: deque[_Flight] = deque()
         self.orphans: list[object] = []  # tensors that streams may still use after a failure
@@ -223,7 +223,7 @@ class PeerChannel(Channel):
             )  # fmt: skip
         for begin, elements in cut(whole.shape, whole.dtype, most):
             self.offers[peer].append(
-                Piece(words, self.posted[peer], box(whole, begin, elements), begin, elements, work)
+                CutPiece(words, self.posted[peer], box(whole, begin, elements), begin, elements, work)
             )
             self.posted[peer] += 1
             work.pieces += 1
@@ -243,9 +243,9 @@ class PeerChannel(Channel):
                 return
             self.pushing.popleft()
 
-    def _offer(self, peer: int, item: tuple[list[int], int, list[int]] | Piece) -> bool:
+    def _offer(self, peer: int, item: tuple[list[int], int, list[int]] | CutPiece) -> bool:
         """Whether there was room for an offer: in the mailbox and, for a piece, in the peer's buffer."""
-        if not isinstance(item, Piece):
+        if not isinstance(item, CutPiece):
             return bool(self.ops.shm_offer(self.mail, peer, *item))
         offer = self.lanes[peer].offer(item)
         if offer is None or not self.ops.shm_offer(self.mail, peer, *offer):

@@ -20,7 +20,8 @@ class Cuda:
     """A CUDA device of this process.
 
     signals: "driver" writes and waits for words by operations of the driver, which need no multiprocessor; "kernel" by
-    kernels of one block; "auto" is "driver" if the driver has these operations.
+    kernels of one block; "auto" is "driver" if the driver has these operations and they keep data before words: see
+    `order`.
 
     Raises: NotImplementedError without CUDA or the extension for it, on ROCm, or if the driver lacks the operations
     that `signals` needs.
@@ -35,12 +36,14 @@ class Cuda:
         if signals == "driver" and not self._ops.peer_driver_signals():
             raise NotImplementedError('PeerComm: the driver has no cuStreamBatchMemOp; give signals="kernel"')
         self._by_kernel = signals == "kernel" or not self._ops.peer_driver_signals()
+        self._signals, self._flush = signals, False
         wanted = torch.device("cuda" if device is None else device)
         if wanted.type != "cuda":
             raise ValueError(f"PeerComm: device={device!r}, expected a CUDA device")
         self.index = torch.cuda.current_device() if wanted.index is None else wanted.index
         self.device = torch.device("cuda", self.index)
         self.name = f"{self.device} ({torch.cuda.get_device_name(self.index)})"
+        self.bus = str(self._ops.peer_bus(self.index))  # by which other processes know the device
 
     # memory
 
@@ -67,6 +70,24 @@ class Cuda:
     def reach(self, device: int) -> None:
         """Make all memory of another device of this process accessible from this one."""
         self._ops.peer_reach(self.index, device)
+
+    def order(self, others: Sequence[str]) -> None:
+        """Choose how waits keep data before words. others: the `bus` of all devices that write to this one.
+
+        A device may let writes of others pass each other. Over NVLink none passes an earlier one. Elsewhere the
+        driver's waits flush them, or kernels wait, which read a word with acquire.
+
+        Raises: NotImplementedError if the caller wants the driver's signals and its waits cannot flush.
+        """
+        if self._by_kernel or all([self._ops.peer_ordered(self.index, bus) for bus in dict.fromkeys(others)]):
+            return
+        self._flush = self._ops.peer_can_flush(self.index)
+        if self._signals == "driver" and not self._flush:
+            raise NotImplementedError(
+                f"{self.name} cannot wait by the driver for what others write over PCIe, as it cannot flush remote "
+                'writes; give signals="auto" or "kernel"'
+            )
+        self._by_kernel = not self._flush
 
     def read(self, at: int, words: int, stream: Any) -> list[int]:
         """The current words of this device; nothing else waits in `stream`."""
@@ -111,7 +132,10 @@ class Cuda:
         that is set.
         """
         at, values = list(words), list(words.values())
-        self._ops.peer_wait(self.index, stream.cuda_stream, self._by_kernel, at, values, poison, heeds_poison, seconds)
+        flush = self._flush and heeds_poison  # a wait for data; others are for room
+        self._ops.peer_wait(
+            self.index, stream.cuda_stream, self._by_kernel, flush, at, values, poison, heeds_poison, seconds
+        )
 
     def push(self, stream: Any, at: int, strides: Sequence[int], source: Tensor) -> None:
         """In stream order: copy a tensor to an address with strides, by a copy engine if both sides are contiguous."""

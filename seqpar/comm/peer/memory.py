@@ -23,8 +23,8 @@ class PeerMemory:
     words, value: the number of first words of the own memory, and their value. mail: this rank's mailbox address, told
     to the others: `mails` by rank. A collective, over the control comm of the hosts.
 
-    Raises: NotImplementedError on every rank if one cannot map another's memory; an allocation error on its rank, and
-    ValueError on the others.
+    Raises: NotImplementedError on every rank if one cannot map another's memory, or where `Cuda.order` does; an
+    allocation error on its rank, and ValueError on the others.
     """
 
     def __init__(self, control: Comm, cuda: Any, size: int, words: int, value: int, mail: list[int]) -> None:
@@ -34,6 +34,7 @@ class PeerMemory:
             "process": f"{os.getpid()} {PROCESS}",
             "device": cuda.index,
             "name": cuda.name,
+            "bus": cuda.bus,
             "at": address,
             "mail": mail,
         }
@@ -46,12 +47,16 @@ class PeerMemory:
                     self.bases[peer] = self._map(peer, hello, own["process"])
                 except RuntimeError as error:
                     what = f"{cuda.name} of rank {control.rank} cannot map {hello['name']} of rank {peer}"
-                    why = f"{what}: {str(error).splitlines()[0]}"
+                    why = f"{what}: {str(error).splitlines()[0]}; use GroupComm, which over NCCL needs no mapping"
+        try:
+            cuda.order([hello["bus"] for hello in hellos])
+        except NotImplementedError as error:
+            why = why or str(error)
         obstacles = [text for text in self._tell(why, 1) if text]
         if obstacles:
             self._unmap(2)
             cuda.free(address)
-            raise NotImplementedError(f"PeerComm: {obstacles[0]}; use GroupComm, which over NCCL needs no mapping")
+            raise NotImplementedError(f"PeerComm: {obstacles[0]}")
         control.stats.reset()  # these messages are not payload
 
     def close(self) -> None:

@@ -1,8 +1,9 @@
 """Messages that the pool has no room for: they come in pieces, through a small buffer for each peer.
 
 The receiver cuts a message when it posts it, and offers a piece once one half of the buffer is free. The sender pushes
-what is offered, so ranks need not know how much room the others have. A piece is a range of a tensor's elements in
-row-major order, and a box of the tensor: a range of one dim, one index of every dim before it, all of those after it.
+the pieces that it is offered, so ranks need not know how much room the others have. A piece is a range of a tensor's
+elements in row-major order, and a box of the tensor: a range of one dim, one index of every dim before it, all of those
+after it.
 """
 
 from __future__ import annotations
@@ -26,7 +27,7 @@ SHARE = 8  # 1/8 of the memory that peers write is for pieces
 HALVES = 2  # one is written while the other is copied out
 
 
-class Piece(NamedTuple):
+class CutPiece(NamedTuple):
     """A piece that is still to be offered, or has been and not arrived. number: of the pair's offers; words: header."""
 
     words: list[int]
@@ -49,15 +50,15 @@ class Lane:
     bytes: int
     offered: int = 0
     landed: int = 0
-    flying: deque[tuple[Piece, Tensor]] = field(default_factory=deque)
+    flying: deque[tuple[CutPiece, Tensor]] = field(default_factory=deque)
 
-    def offer(self, piece: Piece) -> tuple[list[int], int, list[int]] | None:
+    def offer(self, piece: CutPiece) -> tuple[list[int], int, list[int]] | None:
         """The offer for a piece, in the next half; None while both are taken."""
         if len(self.flying) == HALVES:
             return None
         return piece.words, self.where + self._offset(), [CUT, piece.begin, piece.elements]
 
-    def fly(self, piece: Piece) -> None:
+    def fly(self, piece: CutPiece) -> None:
         """Note that the peer knows of the last offer."""
         target = piece.target
         strides = row_major(target.shape)
