@@ -1,7 +1,8 @@
 """Slice `comm`: `PeerComm` on one GPU: its tests, with ranks as threads and as processes, and its rates.
 
 On one device a copy between ranks is one inside its memory: the rates show the path's cost, not NVLink's bandwidth.
-Ranks that are processes take turns on the device, so that they are only checked.
+Ranks that are processes take turns on the device, so that they are only checked. Where there are several GPUs, a
+million small messages between all of them check that no flag arrives before its data.
 """
 
 from __future__ import annotations
@@ -38,6 +39,7 @@ RANKS = {  # name -> (run by processes, ranks, signals)
     "2 processes": (True, 2, "driver"),
     "4 processes": (True, 4, "driver"),
 }
+MESSAGES, STRESS_SECONDS = 1_000_000, 500.0  # small messages, and how long they may take
 SANITIZED = "test_words or test_what_a_dead or (TestThreadsDriver and (adjoint or any_strides))"
 
 
@@ -46,6 +48,7 @@ def comm(tiny: bool) -> list[Case]:
     found = [Case("comm", "build", _build)]
     found += [Case("comm", f"checks, {name}", partial(_checks, *how)) for name, how in RANKS.items()]
     found.append(Case("comm", "checks, a stream that stops", _stalled))
+    found += [Case("comm", f"small messages, signals: {how}", partial(_stressed, how)) for how in ("auto", "kernel")]
     found += [Case("comm", f"suite, {name}", partial(_suite, tests)) for name, tests in SUITES.items()]
     found += [Case("comm", tool, partial(_sanitized, tool)) for tool in ("memcheck", "racecheck")]
     for size in (1 << 12,) if tiny else (1 << 16, 1 << 20, 1 << 24, 1 << 28):
@@ -99,6 +102,27 @@ def _stalled(machine: Machine) -> Iterator[Row]:
         results = run_threads(2, on_device, stalled, (), 1.0, signals, False, timeout=20.0)
         verdict = {"ok": True} if was_let_go(results) else {"ok": False, "missed": str(results)[:600]}
         yield {**row, "what": f"signals: {signals}", **verdict}
+
+
+def _stressed(signals: str, machine: Machine) -> Iterator[Row]:
+    """Whether each of many small messages between all GPUs arrived before its flag; a rehearsal sends a few."""
+    from seqpar.testing import run_processes, run_threads
+    from tests.comm.device import on_model
+    from tests.comm.peer_cases import all_right, on_own_device, stressed
+
+    row, size = {"kernel": "PeerComm", "mode": f"small messages, signals: {signals}"}, torch.cuda.device_count()
+    if machine.rehearsal:
+        results = run_threads(2, on_model, stressed, (200,), 30.0, {}, timeout=30.0)
+    elif size < 2:
+        yield {**row, "skipped": "it needs two GPUs"}
+        return
+    else:
+        results = run_processes(
+            size, on_own_device, stressed, (MESSAGES,), 60.0, signals, comm="shm", timeout=STRESS_SECONDS
+        )
+    wrong = sum(wrong for wrong, _ in results)
+    what = f"{results[0][1]} exchanges of {len(results)} ranks, {wrong} with a wrong element"
+    yield {**row, **({"ok": True, "what": what} if all_right(results) else {"ok": False, "missed": what})}
 
 
 def _suite(tests: str, machine: Machine) -> Iterator[Row]:

@@ -56,6 +56,12 @@ def on_device(control, fn, args, timeout, signals, carried=True):
         return fn(Carried(comm, comm._channel.cuda.device) if carried else comm, *args)
 
 
+def on_own_device(control, fn, args, timeout, signals):
+    """``fn(comm, *args)`` on a `PeerComm` of the GPU with the rank's number."""
+    torch.cuda.set_device(control.rank)
+    return on_device(control, fn, args, timeout, signals, False)
+
+
 def over_nccl(comm, fn, *args):
     """``fn(comm, *args)`` on a `GroupComm` whose CPU tensors go over the GPUs of its ranks."""
     return fn(Carried(comm, comm._channel.gpu), *args)
@@ -93,6 +99,32 @@ def rotate(comm):
         found.append(torch.stack([slots[n % 2].min(), slots[n % 2].max()]))
         slots[n % 2].fill_(-2.0)
     return torch.stack(found).tolist()
+
+
+SIZES = (1, 3, 32, 127, 1024, 4096)  # elements of 4 bytes: small, so that a flag is close behind its data
+
+
+def stressed(comm, messages):
+    """Small messages between all pairs, about as many in all, with contents that only they have.
+
+    How many exchanges brought a wrong element, by a counter on the device, and how many there were.
+    """
+    device, peers = comm._channel.cuda.device, [peer for peer in range(comm.size) if peer != comm.rank]
+    exchanges = -(-messages // (comm.size * len(peers)))
+    slots = [comm.empty((len(peers), max(SIZES)), torch.int32, device) for _ in range(2)]
+    sent = [torch.empty((comm.size, max(SIZES)), dtype=torch.int32, device=device) for _ in range(2)]
+    ramp, wrong = torch.arange(max(SIZES), dtype=torch.int32, device=device), torch.zeros((), device=device)
+    # what a rank sends to a rank in an exchange: n * pairs + sender * size + receiver, and the element's number
+    to_ranks = ramp + torch.arange(comm.size, dtype=torch.int32, device=device)[:, None] + comm.rank * comm.size
+    from_peers = ramp + torch.tensor(peers, dtype=torch.int32, device=device)[:, None] * comm.size + comm.rank
+    for n in range(exchanges):
+        size, pairs = SIZES[n % len(SIZES)], n * comm.size**2
+        x, y = sent[n % 2][:, :size], slots[n % 2][:, :size]
+        torch.add(to_ranks[:, :size], pairs, out=x)
+        recvs = {peer: [y[i]] for i, peer in enumerate(peers)}
+        comm.exchange({peer: [x[peer]] for peer in peers}, recvs, tag=tag(n)).wait()
+        wrong += (y != from_peers[:, :size] + pairs).any()
+    return int(wrong), exchanges
 
 
 def stalled(comm):
@@ -155,10 +187,16 @@ def _rotated(results):
     return results == [[[100.0 * ((rank - 1) % size) + n] * 2 for n in range(20)] for rank in range(size)]
 
 
+def all_right(results):
+    """Whether ranks had as many exchanges and none that was wrong."""
+    return len({*results}) == 1 and results[0][0] == 0 and results[0][1] > 0
+
+
 CHECKS = {
     "random exchanges": Check(cases.sparse, (1, 12), _as_counted),
     "many messages": Check(cases.sparse, (1, 1, 1.0, 120), _as_counted),
     "adjoint": Check(cases.adjoint, (6,), _adjoint),
     "any strides": Check(strided, (), lambda results: results == [([True] * 4, 96)] * len(results), carried=False),
+    "small messages": Check(stressed, (600,), all_right, carried=False),
     "late streams": Check(rotate, (), _rotated, carried=False, on_device=True),
 }
