@@ -24,7 +24,20 @@ from seqpar.testing import run_processes
 
 ROOT = Path(__file__).resolve().parent.parent
 INTERPRETED = find_spec("triton") is not None and not torch.cuda.is_available()  # as conftest.py asks for
-SLICES = {"correct", "ceilings", "forward", "backward", "accumulate", "ring", "small", "auto", "comm", "host", "tune"}
+SLICES = {
+    "correct",
+    "ceilings",
+    "forward",
+    "backward",
+    "accumulate",
+    "ring",
+    "step",
+    "small",
+    "auto",
+    "comm",
+    "host",
+    "tune",
+}
 ORIGIN = {"device", "versions", "commit", "sources"}
 
 Row = dict[str, Any]

@@ -8,13 +8,22 @@ import sys
 import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
+import torch
 
+import seqpar
+from bench.gpu import machine as machines
 from bench.gpu import needs, run
+from bench.gpu.calls import OfKernel, Problem, Setup, errors
 from bench.gpu.machine import Machine
+from bench.gpu.ring import Virtual
 from bench.gpu.rows import Case, Results, Row
+from bench.gpu.step import SCHEDULES, Turn
+from bench.lib.virtual import Post
+from seqpar.kernels import Blockwise, Grads, Operands
 
 ROOT = Path(__file__).resolve().parent.parent
 
@@ -147,3 +156,116 @@ def test_a_run_goes_on_from_a_copy_of_earlier_rows(cases: Any, tmp_path: Path) -
     assert cases([one, two], "--json", new, "--rows", old) == 0
     assert [row["case"] for row in rows_of(new)] == ["one", "two"] and old.read_text() == kept
     assert cases([one, two], "--json", new, "--rows", tmp_path / "never read") == 0
+
+
+# --- what rows pay for ------------------------------------------------------------------------------------------------
+
+
+class OneClock:
+    """A device and a host on one clock, in milliseconds. A run takes both for a while, the device after the host."""
+
+    def __init__(self) -> None:
+        self.host, self.device = 0.0, 0.0
+        self.events: list[Any] = []
+
+    def event(self, enable_timing: bool) -> Any:
+        event = SimpleNamespace(at=0.0, synchronize=self.synchronize)
+        event.record = lambda: setattr(event, "at", self.issue(0.0))
+        event.elapsed_time = lambda other: other.at - event.at
+        return event
+
+    def issue(self, ms: float) -> float:
+        self.device = max(self.device, self.host) + ms
+        return self.device
+
+    def synchronize(self) -> None:
+        self.host = max(self.host, self.device)
+
+    def run(self, host: Iterator[float]) -> None:
+        self.host += next(host)
+        self.issue(1.0)
+
+
+@pytest.fixture
+def on_clock(monkeypatch: pytest.MonkeyPatch) -> tuple[Machine, OneClock]:
+    """A machine whose device waits 1 ms in 2,000 cycles."""
+    clock, machine = OneClock(), Machine(rehearsal=True)
+    machine.rehearsal = False
+    monkeypatch.setattr(torch.cuda, "Event", clock.event)
+    monkeypatch.setattr(torch.cuda, "_sleep", lambda cycles: clock.issue(cycles / 2000))
+    monkeypatch.setattr(torch.cuda, "synchronize", clock.synchronize)
+    fake = SimpleNamespace(perf_counter=lambda: clock.host / 1e3, monotonic=time.monotonic)
+    monkeypatch.setattr(machines, "time", fake)
+    return machine, clock
+
+
+def always(ms: float) -> Iterator[float]:
+    while True:
+        yield ms
+
+
+def test_the_device_waits_until_a_slow_host_has_issued_a_run(on_clock: tuple[Machine, OneClock]) -> None:
+    machine, clock = on_clock
+    hosts = {"fast": always(0.1), "slow": always(7.0)}
+    runs = {name: lambda host=host: clock.run(host) for name, host in hosts.items()}
+    times, missing = machine.times(runs, most=5)
+    assert not missing
+    for name, host in ("fast", 0.1), ("slow", 7.0):
+        assert times[name].ms == times[name].slowest == pytest.approx(1.0) and times[name].host == pytest.approx(host)
+    assert machine.times(runs, ahead=False, most=5)[0]["slow"].ms == pytest.approx(8.0)
+
+
+def test_a_run_that_the_host_held_up_is_timed_again(on_clock: tuple[Machine, OneClock]) -> None:
+    machine, clock = on_clock
+    host = iter([7.0, 7.0, 7.0, 40.0, *[7.0] * 50])
+    times, _ = machine.times({"run": lambda: clock.run(host)}, most=5)
+    assert times["run"].slowest == pytest.approx(1.0)
+
+
+SETUP = Setup("causal", (48,), 4, 2, 16, 16, torch.float16)
+
+
+def test_a_backward_pays_for_delta_zeros_and_casts(monkeypatch: pytest.MonkeyPatch) -> None:
+    problem = Problem(SETUP, torch.device("cpu"))
+    calls: list[Grads] = []
+    backward = Blockwise.backward
+
+    def noted(self: Blockwise, x: Operands, grads: Grads) -> None:
+        assert not (grads.dq.any() or grads.dk.any() or grads.dv.any()), "sums start at zero"
+        calls.append(grads)
+        backward(self, x, grads)
+
+    monkeypatch.setattr(Blockwise, "backward", noted)
+    one = OfKernel(Blockwise(), problem)
+    once, again = one.backward(), one.backward()
+    for x, y, like in zip(once, again, (problem.q, problem.k, problem.v), strict=True):
+        assert x.dtype == like.dtype and x.shape == like.shape and torch.equal(x, y)
+    first, second = calls
+    assert first.delta.data_ptr() != second.delta.data_ptr() and torch.equal(first.delta, second.delta)
+
+
+@pytest.mark.parametrize("transport", ["ring", "fetch"])
+def test_ranks_in_turn_return_what_one_launch_does_however_often_they_run(transport: str) -> None:
+    problem = Problem(SETUP, torch.device("cpu"))
+    plan = seqpar.Plan(problem.made, seqpar.Layout.zigzag([48], 4), transport=transport)
+    many = Virtual(plan, Blockwise(), problem)
+    expected = OfKernel(Blockwise(), problem.wide()).results(True)
+    for _ in range(2):
+        got = many.results(True)
+        assert max(errors(got, {name: expected[name] for name in got}).values()) < 3e-3
+    assert {x.dtype for x in many.sums} == {torch.float16, torch.float32}, "sums of keys, and casts"
+
+
+@pytest.mark.parametrize("name", SCHEDULES)
+def test_a_rank_in_turn_posts_what_its_plan_says_and_receives_the_same_memory_again(name: str) -> None:
+    problem = Problem(Setup("causal", (64,), 8, 8, 16, 16, torch.float32), torch.device("cpu"))
+    plan = seqpar.Plan(problem.made, seqpar.Layout.zigzag([64], 8), **SCHEDULES[name])
+    turn = Turn(plan, 3, problem)
+    memory = []
+    for _ in range(2):
+        turn.step()
+        sent = sum(sum(event.sent.values()) for event in turn.tape.stop() if isinstance(event, Post))
+        both = [plan.bytes(3, heads=8, kv_heads=8, dim=16, dtype="float32", backward=back) for back in (False, True)]
+        assert sent == sum(both) > 0
+        memory.append([x.data_ptr() for x in turn.tape._received])
+    assert memory[0] == memory[1] and memory[0]

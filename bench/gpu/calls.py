@@ -140,7 +140,11 @@ class Contestant(Protocol):
 
 
 class OfKernel:
-    """A kernel of the package, called by its protocol as one step. Backward gets delta, and adds to its sums."""
+    """A kernel of the package, called by its protocol as one step.
+
+    Its backward pays for what the package's own backward does besides: delta, zeroed sums, and casts to the inputs'
+    dtype. Peers pay for the same inside autograd.
+    """
 
     def __init__(self, kernel: Kernel, problem: Problem) -> None:
         self.kernel, self.problem = kernel, problem
@@ -151,34 +155,46 @@ class OfKernel:
         self.lse = q.new_empty(q.shape[1], q.shape[0], dtype=self.acc)
         wide = q.dtype == self.acc
         self.sums = Sums(self.out if wide else None, self.lse, None if wide else self.out, first=True)
+        self._ran = False
 
     def forward(self) -> None:
         """Launch the kernel once."""
         self.kernel.forward(self.x, self.sums)
+        self._ran = True
 
     @cached_property
     def grads(self) -> Grads:
-        """The arguments of backward, after a forward."""
-        self.forward()
+        """Sums to which `launches` adds."""
         return self._grads()
 
     def _grads(self) -> Grads:
+        """The arguments of backward, after a forward, which runs now if it has not."""
+        if not self._ran:
+            self.forward()
         p = self.problem
         delta = softmax.delta(p.dout, self.out, p.facts).contiguous()
-        sums = (torch.zeros_like(x, dtype=self.acc) for x in (p.q, p.k, p.v))
-        return Grads(p.dout, self.lse, delta, self.out, *sums)
+        dq = torch.zeros_like(p.q, dtype=self.acc)
+        home = p.k.new_zeros(*p.k.shape[:2], p.k.shape[2] + p.v.shape[2], dtype=self.acc)
+        dk, dv = home.split([p.k.shape[2], p.v.shape[2]], -1)
+        return Grads(p.dout, self.lse, delta, self.out, dq, dk, dv)
 
-    def backward(self) -> None:
-        """Launch the kernels of a backward."""
+    def backward(self) -> tuple[Tensor, ...]:
+        """Compute dq, dk and dv in the inputs' dtype."""
+        grads = self._grads()
+        self.kernel.backward(self.x, grads)
+        return tuple(x.to(self.problem.q.dtype) for x in (grads.dq, grads.dk, grads.dv))
+
+    def launches(self) -> None:
+        """Launch the kernels of a backward and nothing else; gradients add up."""
         self.kernel.backward(self.x, self.grads)
 
     def step(self) -> None:
-        """Run forward, delta and backward."""
+        """Run forward and backward."""
         self.forward()
-        self.kernel.backward(self.x, self._grads())
+        self.backward()
 
     def results(self, backward: bool) -> Tensors:
-        """The results, written to memory that holds NaN before."""
+        """The results, written to memory that holds NaN before. Gradients are the sums, not rounded."""
         self.out.fill_(torch.nan)
         self.lse.fill_(torch.nan)
         self.forward()

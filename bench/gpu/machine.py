@@ -14,10 +14,11 @@ from collections.abc import Callable, Hashable, Iterator, Mapping, Sequence
 from concurrent.futures import Future, ProcessPoolExecutor, ThreadPoolExecutor, wait
 from contextlib import contextmanager
 from dataclasses import dataclass
+from functools import cached_property
 from importlib.metadata import PackageNotFoundError, version
 from multiprocessing import get_context
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 
@@ -26,7 +27,8 @@ import seqpar
 SOURCES = Path(__file__).resolve().parents[2] / "seqpar"
 PACKAGES = ("triton", "numpy", "flash-attn", "flash-attn-3", "flash-attn-4", "fa3-fwd")
 PROCESSES = min(12, os.cpu_count() or 1)
-LEAD_CYCLES = 2_000_000  # about a millisecond, in which the host gets ahead of the device
+LEAD = 1.0  # the least milliseconds in which the host gets ahead of the device
+CYCLES = 10_000_000  # of a wait on the device whose time says how long one cycle takes
 
 
 class DeviceLost(RuntimeError):
@@ -42,12 +44,20 @@ class TimeIsUp(BaseException):
 
 @dataclass(frozen=True)
 class Timing:
-    """The milliseconds of several runs."""
+    """The milliseconds of several runs. host: until the host had issued a run; part of ms if it did not run ahead."""
 
     ms: float  # median
     fastest: float
     slowest: float
     runs: int
+    host: float  # median
+
+
+class Sample(NamedTuple):
+    """The milliseconds of one run: on the device, and until the host had issued it."""
+
+    ms: float
+    host: float
 
 
 class Machine:
@@ -121,43 +131,62 @@ class Machine:
     ) -> tuple[dict[Any, Timing], dict[Any, dict[str, str]]]:
         """The times of the runs, one of each in turn; and for runs without a time, the fields that say why.
 
-        ahead: time the device alone, without the host. seconds: for all runs together. Each runs at least three times,
-        or twice if it takes long, and at most ``most`` times.
+        ahead: time the device alone: it first waits for twice as long as the host needs to issue a run. seconds: for
+        all runs together. Each runs at least three times, or twice if it takes long, and at most ``most`` times.
         """
         rough, missing = {}, {}
         for name, run in runs.items():
             try:
-                self.once(run, ahead=False)
-                rough[name] = self.once(run, ahead=False)
+                self.once(run)
+                rough[name] = self.once(run)
             except Exception as error:
                 missing[name] = unable(error)
                 self.wait()
-        total = sum(rough.values()) / 1e3
+        total = sum(sample.ms for sample in rough.values()) / 1e3
         least = 2 if total > 1 or self.rehearsal else 3
         turns = least if self.rehearsal else max(least, min(most, int(seconds / max(total, 1e-9))))
-        taken: dict[Any, list[float]] = {name: [] for name in rough}
+        leads = {name: max(LEAD, 2 * sample.host) if ahead else 0.0 for name, sample in rough.items()}
+        taken: dict[Any, list[Sample]] = {name: [] for name in rough}
         for _ in range(turns):
-            for name, times in taken.items():
-                times.append(self.once(runs[name], ahead=ahead))
-        return {n: Timing(statistics.median(t), min(t), max(t), len(t)) for n, t in taken.items()}, missing
+            for name, samples in taken.items():
+                sample = self.once(runs[name], lead=leads[name])
+                if ahead and sample.host > leads[name] and not self.rehearsal:  # the device waited for the host
+                    leads[name] = 2 * sample.host
+                    sample = self.once(runs[name], lead=leads[name])
+                samples.append(sample)
+        return {name: _timing(samples) for name, samples in taken.items()}, missing
 
-    def once(self, run: Callable[[], object], *, ahead: bool) -> float:
-        """The milliseconds of one run."""
+    def once(self, run: Callable[[], object], *, lead: float = 0.0) -> Sample:
+        """One run. lead: milliseconds in which the device waits while the host issues the run; 0 if it is idle."""
         if self.rehearsal:
             began = time.perf_counter()
             run()
-            return (time.perf_counter() - began) * 1e3
+            ms = (time.perf_counter() - began) * 1e3
+            return Sample(ms, ms)
         start, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
         self._cache.zero_()
-        if ahead:
-            torch.cuda._sleep(LEAD_CYCLES)
+        if lead:
+            torch.cuda._sleep(int(lead * self._cycles))
         else:
             torch.cuda.synchronize()
         start.record()
+        began = time.perf_counter()
         run()
+        host = (time.perf_counter() - began) * 1e3
         end.record()
         end.synchronize()
-        return start.elapsed_time(end)
+        return Sample(start.elapsed_time(end), host)
+
+    @cached_property
+    def _cycles(self) -> float:
+        """Cycles of the device's clock in a millisecond, once it has sped up."""
+        for _ in range(2):
+            start, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
+            start.record()
+            torch.cuda._sleep(CYCLES)
+            end.record()
+            end.synchronize()
+        return CYCLES / start.elapsed_time(end)
 
     def spread(self, work: Callable[[Any], Any], items: Sequence[Any]) -> list[Any]:
         """``work(item)`` of every item, or its exception, in several processes, so that kernels compile side by side.
@@ -194,6 +223,12 @@ class Machine:
         if self._pool is not None:
             _end(self._pool)
             self._pool = None
+
+
+def _timing(samples: Sequence[Sample]) -> Timing:
+    times = [sample.ms for sample in samples]
+    host = statistics.median(sample.host for sample in samples)
+    return Timing(statistics.median(times), min(times), max(times), len(times), host)
 
 
 def _processes(count: int) -> ProcessPoolExecutor:

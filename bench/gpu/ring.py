@@ -2,7 +2,9 @@
 
 The steps of all ranks run one after another on the one device, on the keys that they would receive; nothing is sent.
 The ratio is the time of one launch over the sum of the ranks' times. Its difference to 1 is the ring tax, which pays
-for shorter launches, partial tiles and sums kept in float32.
+for shorter launches, partial tiles and sums kept in float32, and for what the schedule does around its launches: sums
+that are allocated and zeroed, delta, gradients that are zeroed, added where they arrive and cast. What is packed for
+peers, what NCCL takes from a kernel beside it, and the host are not in it: see slice `step` and `bench/gpu/nccl.py`.
 """
 
 from __future__ import annotations
@@ -10,6 +12,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator
 from functools import partial
 
+import numpy as np
 import torch
 from torch import Tensor
 
@@ -35,6 +38,7 @@ from bench.gpu.machine import Machine
 from bench.gpu.rows import Case, Row
 from bench.gpu.speed import fastest, rate
 from seqpar.kernels import Grads, Kernel, Operands, StepFacts, Sums, acc_dtype, choose, softmax
+from seqpar.kernels.memory.copy import Pair, add
 from seqpar.kernels.memory.upload import upload
 from seqpar.plan import TRANSPORTS, Step
 
@@ -75,27 +79,25 @@ def facts_of_step(step: Step, device: torch.device) -> StepFacts:
 
 
 class Rank:
-    """The tensors and steps of one rank. numbers: positions of its rows. k, v of a step: the keys that it receives."""
+    """The tensors and steps of one rank. numbers: positions of its rows. k, v of a step: the keys that it receives.
 
-    def __init__(self, plan: seqpar.Plan, rank: int, problem: Problem) -> None:
+    places: of a step's keys in the gradients of all ranks; None if they are the rank's own, ``home``.
+    """
+
+    def __init__(self, plan: seqpar.Plan, rank: int, problem: Problem, slots: Tensor) -> None:
         s = problem.setup
         row_bytes = plan.row_bytes(s.heads, s.kv_heads, s.dim, s.v_dim, s.dtype.itemsize)
         steps = plan.steps(rank, row_bytes=row_bytes)
         self.numbers = torch.from_numpy(steps[0].part.pos).to(problem.device)
         self.q, self.dout = problem.q[self.numbers], problem.dout[self.numbers]
-        self.out = torch.full_like(self.dout, torch.nan)
-        self.lse = self.out.new_full((s.heads, len(self.q)), torch.nan, dtype=acc_dtype(s.dtype))
-        self.delta = self.dq = torch.empty(0)
-        self.steps: list[tuple[Step, StepFacts, Tensor, Tensor]] = []
+        first = int(slots[self.numbers[0]]) if len(self.numbers) else 0
+        self.home = slice(first, first + len(self.numbers))
+        self.out = self.lse = self.dq = torch.empty(0)
+        self.steps: list[tuple[Step, StepFacts, Tensor, Tensor, Tensor | None]] = []
         for step in steps:
             facts = facts_of_step(step, problem.device)
             at = facts.key_pos.long()
-            self.steps.append((step, facts, problem.k[at], problem.v[at]))
-
-    def prepare(self) -> None:
-        """Compute delta and clear dq, after a forward."""
-        self.delta = softmax.delta(self.dout, self.out, self.steps[0][1]).contiguous()
-        self.dq = torch.zeros_like(self.q, dtype=self.lse.dtype)
+            self.steps.append((step, facts, problem.k[at], problem.v[at], None if step.local else slots[at]))
 
 
 class Virtual:
@@ -103,63 +105,64 @@ class Virtual:
 
     def __init__(self, plan: seqpar.Plan, kernel: Kernel, problem: Problem) -> None:
         self.kernel, self.problem = kernel, problem
-        self.ranks = [Rank(plan, rank, problem) for rank in range(plan.ranks)]
         self.acc = acc_dtype(problem.setup.dtype)
-        rows = max(len(rank.q) for rank in self.ranks)
-        wide = self.acc == problem.setup.dtype
-        self.sums = None if wide else problem.dout.new_empty(rows, *problem.dout.shape[1:], dtype=self.acc)
-        keys = max(len(k) for rank in self.ranks for _, _, k, _ in rank.steps)
-        s = problem.setup
-        self.grads = problem.q.new_zeros(keys, s.kv_heads, s.dim + s.v_dim, dtype=self.acc)
+        # rows of the gradients of all ranks by position: those of one rank follow each other
+        order = torch.from_numpy(np.concatenate([plan.layout.positions(rank) for rank in range(plan.ranks)]))
+        self.slots = torch.empty_like(order)
+        self.slots[order] = torch.arange(len(order))
+        self.slots = self.slots.to(problem.device)
+        self.ranks = [Rank(plan, rank, problem, self.slots) for rank in range(plan.ranks)]
+        self.sums: tuple[Tensor, ...] = ()
 
     def forward(self) -> None:
         """Run every step of every rank, as `seqpar.ops.attention.schedule` does."""
+        wide = self.acc == self.problem.setup.dtype
         for rank in self.ranks:
-            for step, facts, k, v in rank.steps:
+            rank.out = torch.zeros_like(rank.dout)
+            rank.lse = rank.out.new_full((rank.q.shape[1], len(rank.q)), -torch.inf, dtype=self.acc)
+            acc = rank.out if wide else None
+            for step, facts, k, v, _ in rank.steps:
                 if not (len(k) or step.first or step.last):
                     continue
-                acc = rank.out if self.sums is None else self.sums[: len(rank.q)]
-                out = rank.out if step.last and self.sums is not None else None
-                alone = out is not None and step.first
+                if acc is None and not (step.first and step.last):
+                    acc = (torch.empty_like if step.first else torch.zeros_like)(rank.out, dtype=self.acc)
+                out = rank.out if step.last and not wide else None
                 x = Operands(rank.q, k, v, facts, self.problem.score)
-                self.kernel.forward(x, Sums(None if alone else acc, rank.lse, out, step.first))
+                self.kernel.forward(x, Sums(acc, rank.lse, out, step.first))
 
     def backward(self) -> None:
-        """Run every step of every rank; gradients of keys are added in one buffer."""
+        """Run every step of every rank, as the schedule does; gradients are added to their owners' sums."""
+        p, s = self.problem, self.problem.setup
+        homes = p.q.new_zeros(s.tokens, s.kv_heads, s.dim + s.v_dim, dtype=self.acc)
+        found = []
         for rank in self.ranks:
-            for _, facts, k, v in rank.steps:
-                if len(k):
-                    self._differentiate(rank, facts, k, v)
-
-    def _differentiate(self, rank: Rank, facts: StepFacts, k: Tensor, v: Tensor) -> None:
-        x = Operands(rank.q, k, v, facts, self.problem.score)
-        dk, dv = self.grads[: len(k)].split([k.shape[2], v.shape[2]], -1)
-        self.kernel.backward(x, Grads(rank.dout, rank.lse, rank.delta, rank.out, rank.dq, dk, dv))
-
-    def prepare(self) -> None:
-        """Prepare the arguments of every rank's backward."""
-        self.forward()
-        for rank in self.ranks:
-            rank.prepare()
+            delta = softmax.delta(rank.dout, rank.out, rank.steps[0][1]).contiguous()
+            rank.dq = torch.zeros_like(rank.q, dtype=self.acc)
+            for _, facts, k, v, places in rank.steps:
+                if not len(k):
+                    continue
+                grads = homes[rank.home] if places is None else torch.zeros_like(homes[: len(k)])
+                dk, dv = grads.split([s.dim, s.v_dim], -1)
+                x = Operands(rank.q, k, v, facts, p.score)
+                self.kernel.backward(x, Grads(rank.dout, rank.lse, delta, rank.out, rank.dq, dk, dv))
+                if places is not None:
+                    add(Pair(homes, grads, dst_rows=places))
+            found.append(rank.dq.to(s.dtype))
+        self.sums = (homes, homes.to(s.dtype), *found)
 
     def results(self, backward: bool) -> Tensors:
-        """The results of the whole batch."""
+        """The results of the whole batch. Gradients are the sums, not rounded."""
         p, s = self.problem, self.problem.setup
         self.forward()
         got = {"out": torch.full_like(p.dout, torch.nan)}
         for rank in self.ranks:
             got["out"][rank.numbers] = rank.out
         if backward:
+            self.backward()
             got["dq"] = torch.full_like(p.q, torch.nan, dtype=self.acc)
-            total = p.k.new_zeros(s.tokens, s.kv_heads, s.dim + s.v_dim, dtype=self.acc)
             for rank in self.ranks:
-                rank.prepare()
-                for _, facts, k, v in rank.steps:
-                    self.grads.zero_()
-                    self._differentiate(rank, facts, k, v)
-                    total[facts.key_pos.long()] += self.grads[: len(k)]
                 got["dq"][rank.numbers] = rank.dq
-            got["dk"], got["dv"] = total.split([s.dim, s.v_dim], -1)
+            got["dk"], got["dv"] = self.sums[0][self.slots].split([s.dim, s.v_dim], -1)
         return got
 
 
@@ -218,7 +221,7 @@ def _tax(layout: str, transport: str, ranks: int, tiny: bool, machine: Machine) 
 def _compare(machine: Machine, mode: str, many: Virtual, whole: Whole) -> Iterator[Row]:
     back, name, vendor = mode == BACKWARD, many.kernel.name, whole.vendors[mode]
     if back:
-        many.prepare()
+        many.forward()
     runs: dict[str, Contestant] = {"ranks": many, "one launch": whole.one} | ({"vendor": vendor[1]} if vendor else {})
     times, missing = machine.times({n: r.backward if back else r.forward for n, r in runs.items()}, seconds=0.8)
     yield from ({"kernel": name, "mode": f"{mode}, {n}", **why} for n, why in missing.items())

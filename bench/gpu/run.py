@@ -16,7 +16,8 @@ checks have ``ok`` and errors, rows without a figure say why under ``skipped``, 
 rows are there for this device, versions, commit and sources is not measured again; one that the end of the time cut
 off, which its row says under ``cut``, is. Binaries that Triton has compiled are kept in $TRITON_CACHE_DIR.
 
-Times are of the device alone unless the slice is `auto` or `host`. Exit code 1: a result was wrong.
+Times are of the device alone unless the slice is `auto` or `host`: it first waits for twice as long as the host needs
+to issue a run, which ``host_ms`` says. Exit code 1: a result was wrong.
 """
 
 from __future__ import annotations
@@ -49,11 +50,12 @@ def slices() -> dict[str, Callable[[bool], list[Case]]]:
     from bench.gpu.ring import ring
     from bench.gpu.small import small
     from bench.gpu.speed import accumulate, backward, ceilings, forward
+    from bench.gpu.step import step
     from bench.gpu.tune import tune
     from bench.gpu.verb import auto, host
 
     return {
-        "correct": correct, "ceilings": ceilings, "forward": forward, "backward": backward, "ring": ring,
+        "correct": correct, "ceilings": ceilings, "forward": forward, "backward": backward, "ring": ring, "step": step,
         "accumulate": accumulate, "auto": auto, "small": small, "comm": comm, "host": host, "tune": tune,
     }  # fmt: skip
 
@@ -175,7 +177,8 @@ def said(row: Row) -> str:
     unit = ("tflops", "TFLOP/s") if row.get("tflops") is not None else ("gbps", "GB/s")
     value = f"{row[unit[0]]:8.1f} {unit[1]}" if row.get(unit[0]) is not None else ""
     ratio = f" {row['ratio']:.2f} of {row['baseline']}" if row.get("ratio") is not None else ""
-    return f"{what}{value} {row['ms']:9.3f} ms{ratio}"
+    host = f", host {row['host_ms']:.3f} ms" if "host_ms" in row else ""
+    return f"{what}{value} {row['ms']:9.3f} ms{ratio}{host}"
 
 
 if __name__ == "__main__":

@@ -39,10 +39,10 @@ Run = Callable[[], object]
 
 
 def rate(timing: Timing, *, flops: float | None = None, bytes: float | None = None) -> Row:
-    """The fields of a timing: TFLOP/s or GB/s, milliseconds and their spread."""
+    """The fields of a timing: TFLOP/s or GB/s, milliseconds and their spread, and those of the host."""
     value = {"tflops": flops / timing.ms / 1e9} if flops is not None else {"gbps": (bytes or 0.0) / timing.ms / 1e6}
     spread = {"ms": timing.ms, "ms_fastest": timing.fastest, "ms_slowest": timing.slowest, "runs": timing.runs}
-    return value | spread
+    return value | spread | {"host_ms": timing.host}
 
 
 # --- ceilings ---------------------------------------------------------------------------------------------------------
@@ -109,7 +109,7 @@ def forward(tiny: bool) -> list[Case]:
 
 
 def backward(tiny: bool) -> list[Case]:
-    """The cases of every kernel backward, in TFLOP/s. The package's kernels get delta, as in their protocol."""
+    """The cases of every kernel backward, in TFLOP/s, with what autograd's backward pays besides; see `OfKernel`."""
     return [Case("backward", str(s), partial(_race, s, True), later) for s, later in setups(tiny)]
 
 

@@ -84,7 +84,7 @@ def _tune(candidates: list[Candidate], machine: Machine) -> Iterator[Row]:
     outcomes = machine.spread(partial(tried, device=machine.device), candidates)
     problem = Problem(setup, machine.device)
     one = OfKernel(Triton(), problem)
-    runs = {SHIPPED: one.backward if back else one.forward}
+    runs = {SHIPPED: one.launches if back else one.forward}
     used: dict[str, Row] = {}
     for candidate, outcome in zip(candidates, outcomes):
         about = {"kernel": "triton", "mode": candidate.direction, "what": str(candidate)}
@@ -94,7 +94,7 @@ def _tune(candidates: list[Candidate], machine: Machine) -> Iterator[Row]:
             continue
         used[str(candidate)] = about | {"dim": candidate.dim, "config": asdict(candidate.config)} | row
         contestant = OfKernel(candidate.kernel(), problem)
-        runs[str(candidate)] = contestant.backward if back else contestant.forward
+        runs[str(candidate)] = contestant.launches if back else contestant.forward
     times, missing = machine.times(runs)
     for name, timing in times.items():
         about = used.get(name, {"kernel": "triton", "mode": candidates[0].direction, "what": SHIPPED})
