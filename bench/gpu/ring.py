@@ -3,8 +3,8 @@
 The steps of all ranks run one after another on the one device, on the keys that they would receive; nothing is sent.
 The ratio is the time of one launch over the sum of the ranks' times. Its difference to 1 is the ring tax, which pays
 for shorter launches, partial tiles and sums kept in float32, and for what the schedule does around its launches: sums
-that are allocated and zeroed, delta, gradients that are zeroed, added where they arrive and cast. What is packed for
-peers, what NCCL takes from a kernel beside it, and the host are not in it: see slice `step` and `bench/gpu/nccl.py`.
+that are allocated and zeroed, delta, gradients that are zeroed, added where they arrive and cast. It leaves out packing
+for peers, the share of the device that NCCL takes, and the host: see slice `step` and `bench/gpu/nccl.py`.
 """
 
 from __future__ import annotations

@@ -1,8 +1,8 @@
 """Slice `step`: `seqpar.attention` on the ranks of a plan, one after another: device and host apart.
 
-Every rank runs the package's own schedule on a comm that sends nothing and whose received tensors hold random numbers:
-launches, sums, casts, what is packed for peers and what is added for them are all there, NCCL is not. ``ms`` is the sum
-of the ranks' times on the device, and the ratio that of one rank which has the whole batch over it. ``host_ms`` is the
+Every rank runs the package's own schedule on a comm that sends nothing and whose received tensors hold random numbers.
+So its time has launches, sums, casts, packing for peers and adding for them, but nothing of NCCL. ``ms`` is the sum of
+the ranks' times on the device; the ratio is the time of one rank with the whole batch over that sum. ``host_ms`` is the
 time in which the host issues the slowest rank's call: where it exceeds that rank's ``rank_ms``, the host is the limit.
 """
 
