@@ -11,11 +11,13 @@ import torch
 from torch import Tensor
 
 from seqpar.data.documents import first_of, kept_of, labels_of, places_of, positions_of
-from seqpar.data.rows import LABELS, LONGEST, MASK, POSITIONS, STARTS, TOKENS, Home, flat
+from seqpar.data.host import moved, placed, read_entries
+from seqpar.data.rows import LABELS, LONGEST, MASK, POSITIONS, STARTS, TOKENS, Home, PackedRows, flat
 from seqpar.facts.intervals import expand
 from seqpar.facts.value import Ints
 
 SHIFTS = ("row", "document", "none")
+FACTS = (MASK, POSITIONS, *STARTS, *LONGEST, *LABELS)  # entries that the host reads
 
 
 class Reading(NamedTuple):
@@ -47,20 +49,19 @@ class Packed(NamedTuple):
         """Some of the documents, in the given order; without `places`."""
         first = np.cumsum(self.lengths) - self.lengths
         rows = expand(first[documents], self.lengths[documents])
-        tensors = {name: taken(x, rows) for name, x in self.tensors.items()}
         return self._replace(
-            lengths=self.lengths[documents], tensors=tensors, places=None, valid=self.valid[documents],
-            home=self.home.pick(rows),
+            lengths=self.lengths[documents], tensors=taken(self.tensors, rows), places=None,
+            valid=self.valid[documents], home=self.home.pick(rows),
         )  # fmt: skip
 
     def digest(self) -> str:
-        """A hash, equal for equal batches."""
+        """A hash, equal for equal batches; of tensors on the host."""
         h = hashlib.blake2b(repr((self.home.shape, self.home.lengths)).encode(), digest_size=16)
         for array in (self.lengths, self.home.kept, self.places):
             h.update(b"-" if array is None else np.ascontiguousarray(array, "<i8").tobytes())
         for name, x in self.tensors.items():
             h.update(repr((name, x.dtype, list(x.shape))).encode())
-            flat = x.detach().cpu().reshape(-1)
+            flat = x.detach().reshape(-1)
             h.update(flat.view(torch.uint8).numpy().tobytes() if flat.numel() else b"-")
         return h.hexdigest()
 
@@ -85,15 +86,17 @@ def read(batch: Mapping[str, Any] | None, how: Reading) -> Packed:
         raise ValueError(f"a batch is a mapping of names to tensors, got {type(batch).__name__}")
     given = {name: value for name, value in batch.items() if value is not None}
     others = {name: given.pop(name) for name in how.keep if name in given}
-    rows = flat(given)
-    kept = kept_of(rows.entries.pop(MASK, None))
-    first = first_of(rows, kept)
+    rows, on_host = flat(given), read_entries(given, FACTS)
+    facts = rows if on_host is given else flat(on_host)
+    kept = kept_of(facts.entries.pop(MASK, None))
+    rows.entries.pop(MASK, None)
+    first = first_of(facts, kept)
     at = np.flatnonzero(kept) if kept is not None else np.arange(rows.edges[-1])
     starts = np.flatnonzero(first[at])
     lengths = np.diff(np.append(starts, at.size))
     tensors = {name: rows.entries[name] for name in TOKENS if name in rows.entries}
     tensors[POSITIONS] = positions_of(rows, first)
-    labels = labels_of(rows, kept, first, how.shift, how.ignore_index)
+    labels = labels_of(facts, kept, first, how.shift, how.ignore_index)
     if labels is not None:
         tensors["labels"] = labels
     for name, value in rows.entries.items():
@@ -101,16 +104,32 @@ def read(batch: Mapping[str, Any] | None, how: Reading) -> Packed:
             tensors[name] = value
     home = rows.home
     if at.size < rows.edges[-1]:
-        home, tensors = home.pick(at), {name: taken(x, at) for name, x in tensors.items()}
+        home, tensors = home.pick(at), taken(tensors, at)
     valid = np.zeros(lengths.size, np.int64)
     if labels is not None and lengths.size:
-        valid = np.add.reduceat((tensors["labels"] != how.ignore_index).long().cpu().numpy(), starts)
+        valid = np.add.reduceat((tensors["labels"] != how.ignore_index).long().numpy(), starts)
+    tensors |= _with_tokens(rows, tensors)
     if how.device is not None:
-        tensors = {name: x.to(how.device) for name, x in tensors.items()}
+        tensors = {name: moved(x, how.device) for name, x in tensors.items()}
     places = None if kept is None else places_of(rows, at, starts, lengths)  # without a mask nothing is left out
     return Packed(lengths, tensors, places, valid, home, others)
 
 
-def taken(x: Tensor, rows: Ints) -> Tensor:
-    """Some rows of a tensor."""
-    return x.index_select(0, torch.from_numpy(rows).to(x.device))
+def _with_tokens(rows: PackedRows, tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:
+    """Positions and labels that were made on the host, where the batch's tokens and labels lie."""
+    lead = next(rows.entries[name] for name in TOKENS if name in rows.entries)
+    given = {POSITIONS: lead, "labels": next((rows.entries[name] for name in LABELS if name in rows.entries), lead)}
+    goals: dict[torch.device, list[str]] = {}
+    for name, x in given.items():
+        if name in tensors and tensors[name].is_cpu and not x.is_cpu:
+            goals.setdefault(x.device, []).append(name)
+    found: dict[str, Tensor] = {}
+    for device, names in goals.items():
+        found |= zip(names, placed([tensors[name].numpy() for name in names], device), strict=True)
+    return found
+
+
+def taken(tensors: Mapping[str, Tensor], rows: Ints) -> dict[str, Tensor]:
+    """Some rows of tensors; their numbers go to a device once."""
+    numbers = {device: placed([rows], device)[0] for device in {x.device for x in tensors.values()}}
+    return {name: x.index_select(0, numbers[x.device]) for name, x in tensors.items()}

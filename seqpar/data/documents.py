@@ -1,4 +1,7 @@
-"""Documents in rows: which rows are tokens, where documents start, and each token's position and label."""
+"""Documents in rows: which rows are tokens, where documents start, and each token's position and label.
+
+Masks, documents, positions and labels are read here and lie on the host; see `seqpar.data.host`.
+"""
 
 from __future__ import annotations
 
@@ -9,7 +12,7 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
-from seqpar.data.rows import LABELS, LONGEST, POSITIONS, STARTS, TOKENS, PackedRows, shown
+from seqpar.data.rows import LABELS, LONGEST, POSITIONS, STARTS, PackedRows, shown
 from seqpar.facts.value import Ints
 
 
@@ -17,7 +20,7 @@ def kept_of(mask: Tensor | None) -> NDArray[np.bool_] | None:
     """The flat rows that are tokens, as a mask; None if all are, or without an attention_mask."""
     if mask is None:
         return None
-    values = mask.detach().cpu()
+    values = mask.detach()
     if values.dim() != 1 or not ((values == 0) | (values == 1)).all():
         raise ValueError(
             f"attention_mask must hold 0 or 1 for each token, got {shown(mask)} with values other than these; give "
@@ -38,7 +41,7 @@ def first_of(rows: PackedRows, kept: NDArray[np.bool_] | None) -> NDArray[np.boo
     row = np.searchsorted(rows.edges, at, side="right") - 1
     begins = np.append(True, np.diff(row) != 0)[: at.size]
     if POSITIONS in rows.entries:
-        step = np.diff(_host(rows.entries[POSITIONS]).astype(np.int64)[at])
+        step = np.diff(_array(rows.entries[POSITIONS]).astype(np.int64)[at])
         if kept is None:
             begins[1:] |= step != 1
         elif (anew := (step <= 0) & ~begins[1:]).any():
@@ -53,7 +56,7 @@ def first_of(rows: PackedRows, kept: NDArray[np.bool_] | None) -> NDArray[np.boo
 
 def _starts(rows: PackedRows, kept: NDArray[np.bool_] | None) -> Ints | None:
     """The starts of documents, [documents + 1], if the batch has cu_seqlens; documents may be empty."""
-    given = {name: np.asarray(_host(rows.entries[name])) for name in STARTS if name in rows.entries}
+    given = {name: np.asarray(_array(rows.entries[name])) for name in STARTS if name in rows.entries}
     if not given:
         if said := [name for name in LONGEST if name in rows.entries]:
             raise ValueError(
@@ -79,20 +82,22 @@ def _starts(rows: PackedRows, kept: NDArray[np.bool_] | None) -> Ints | None:
     return starts.astype(np.int64)
 
 
-def _host(value: Any) -> Any:
-    return value.detach().cpu().numpy() if isinstance(value, Tensor) else value
+def _array(value: Any) -> Any:
+    return value.detach().numpy() if isinstance(value, Tensor) else value
 
 
 def positions_of(rows: PackedRows, first: NDArray[np.bool_]) -> Tensor:
-    """The given position ids; else the place in the document if cu_seqlens has its start, else the place in the row."""
+    """The position ids: the given ones where they lie, others on the host.
+
+    Not given, they are the place in the document if cu_seqlens has its start, and otherwise the place in the row.
+    """
     if POSITIONS in rows.entries:
         given: Tensor = rows.entries[POSITIONS]
         return given.long()
-    lead = next(rows.entries[name] for name in TOKENS if name in rows.entries)
     at = rows.column
     if any(name in rows.entries for name in STARTS):
         at = at - np.maximum.accumulate(np.where(first, at, 0))
-    return torch.from_numpy(at).to(lead.device)
+    return torch.from_numpy(at)
 
 
 def places_of(rows: PackedRows, at: Ints, starts: Ints, lengths: Ints) -> Ints | None:
@@ -118,13 +123,13 @@ def labels_of(
     if shift == "row":
         labels = _shifted(labels, rows.edges[1:][np.diff(rows.edges) > 0] - 1, ignore_index)
     if kept is not None:
-        lost = (labels != ignore_index).cpu().numpy() & ~kept
+        lost = (labels != ignore_index).numpy() & ~kept
         if lost.any():
             raise _lost(rows, kept, int(np.flatnonzero(lost)[0]), name, shift, ignore_index)
     if shift == "document":
         at = np.flatnonzero(kept) if kept is not None else np.arange(len(first))
         last = np.append(np.flatnonzero(first[at])[1:], at.size)[: at.size] - 1
-        index = torch.from_numpy(at).to(labels.device)
+        index = torch.from_numpy(at)
         labels = labels.index_copy(0, index, _shifted(labels[index], last, ignore_index))
     return labels
 
@@ -148,5 +153,5 @@ def _lost(rows: PackedRows, kept: NDArray[np.bool_], at: int, name: str, shift: 
 def _shifted(labels: Tensor, last: Ints, ignore_index: int) -> Tensor:
     """Labels moved to the previous token; ignore_index for the last token of each stretch."""
     moved = labels.roll(-1)
-    moved[torch.from_numpy(last).to(labels.device)] = ignore_index
+    moved[torch.from_numpy(last)] = ignore_index
     return moved

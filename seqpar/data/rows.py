@@ -10,6 +10,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from seqpar.data.host import placed
 from seqpar.facts.intervals import edges
 from seqpar.facts.value import Ints
 
@@ -41,7 +42,7 @@ class Home(NamedTuple):
         """Results [rows, ...] in the batch's own shape, 0 elsewhere."""
         if self.kept is not None:
             total = sum(self.lengths) if self.shape is None else math.prod(self.shape)
-            x = x.new_zeros(total, *x.shape[1:]).index_copy(0, torch.from_numpy(self.kept).to(x.device), x)
+            x = x.new_zeros(total, *x.shape[1:]).index_copy(0, placed([self.kept], x.device)[0], x)
         if self.shape is None:
             return list(torch.split(x, list(self.lengths)))
         return x.reshape(*self.shape, *x.shape[1:])

@@ -277,7 +277,7 @@ def _moved(known: Known, comm: Comm, source: Layout | None, target: Layout) -> d
     own = {name: known.rows(name) for name in known.columns}
     if source is None:
         mine = target.positions(comm.rank)
-        return {name: taken(x, mine) for name, x in own.items()}
+        return taken(own, mine)
     if source is target or source.digest() == target.digest():
         return {name: x.clone() for name, x in own.items()}
     kinds: dict[tuple[object, ...], list[str]] = {}

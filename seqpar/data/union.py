@@ -12,6 +12,7 @@ from torch import Tensor
 
 from seqpar.comm import Comm
 from seqpar.data.batch import Packed, Reading, read
+from seqpar.data.host import read_entries
 from seqpar.facts.intervals import expand
 from seqpar.facts.layout import Layout
 from seqpar.facts.value import Ints, frozen
@@ -143,8 +144,13 @@ def announce(
             raise error
         if source not in SOURCES:
             raise ValueError(f"source must be one of {', '.join(SOURCES)}, got {source!r}")
+        whole = source == "replicated" and isinstance(batch, Mapping)
+        on_host = read_entries(batch, batch.keys() - {*how.keep}) if whole else batch  # one copy, of all that is read
         own = read(batch, how)
-        digest = own.digest() if source == "replicated" else ""
+        digest = ""
+        if source == "replicated":
+            lay_there = on_host is batch and how.device is None
+            digest = (own if lay_there else read(on_host, how._replace(device=None))).digest()
         told.own = Facts(own.lengths, _gaps(own), own.valid, _columns(own), ended, digest).packed()
     every = [Facts.read(packed) for packed in told.every]
     if source == "replicated":

@@ -73,11 +73,13 @@ class Plans:
 
 
 def ahead(
-    batches: Iterable[Any], comm: Comm, plans: Plans, lengths_in: Callable[[Any], Ints], *, depth: int, replicated: bool
-) -> Iterator[Any]:
+    batches: Iterable[Any], comm: Comm, plans: Plans, bring: Callable[[Any], tuple[Any, Ints]], *, depth: int,
+    replicated: bool,
+) -> Iterator[Any]:  # fmt: skip
     """The batches in order; while one is computed, the next `depth` are planned. A collective.
 
-    lengths_in: the lengths of a batch's documents. replicated: all ranks have the same batches.
+    bring: a batch of the loader -> the batch to yield, and the lengths of its documents. replicated: all ranks have
+    the same batches.
 
     Raises: at the batch's turn, the error of a rank's loader on that rank, and ValueError on the others; ValueError on
     all ranks if some loaders have ended and others have not.
@@ -90,7 +92,7 @@ def ahead(
             while going or queue:
                 while going and len(queue) <= depth:
                     try:
-                        batch, union, brought = _told(loader, comm, lengths_in, replicated)
+                        batch, union, counts = _told(loader, comm, bring, replicated)
                     except Exception as failure:
                         queue.append(failure)
                         going = False
@@ -98,7 +100,7 @@ def ahead(
                     if union is None:
                         going = False
                     else:
-                        plans.start(union, comm.size, thread, brought=brought)
+                        plans.start(union, comm.size, thread, brought=counts)
                         queue.append(batch)
                 if queue:
                     if isinstance(item := queue.popleft(), Exception):
@@ -109,7 +111,7 @@ def ahead(
 
 
 def _told(
-    loader: Loader, comm: Comm, lengths_in: Callable[[Any], Ints], replicated: bool
+    loader: Loader, comm: Comm, bring: Callable[[Any], tuple[Any, Ints]], replicated: bool
 ) -> tuple[Any, Ints | None, Brought | None]:
     """This rank's next batch, the lengths of all ranks' documents, and the number of documents of each rank.
 
@@ -119,7 +121,8 @@ def _told(
     with gathering("prefetch: lengths of the next batches", comm) as lengths:
         if error is not None:
             raise error
-        lengths.own = None if loader.ended else lengths_in(batch)
+        if not loader.ended:
+            batch, lengths.own = bring(batch)
     every = lengths.every
     ended = [rank for rank, each in enumerate(every) if each is None]
     if len(ended) == comm.size:

@@ -25,7 +25,8 @@ from transformers import PreTrainedConfig, PreTrainedModel
 
 from seqpar.comm import Comm
 from seqpar.data import Share, back
-from seqpar.data.batch import Reading, read
+from seqpar.data.batch import FACTS, Reading, read
+from seqpar.data.host import moved, read_entries
 from seqpar.data.share import choose, take
 from seqpar.data.union import announce
 from seqpar.facts.value import Ints, whole
@@ -158,8 +159,13 @@ class ParallelTransformer(ParallelModel):
             self._undone.enter_context(occupied(model))
         self._install()
 
-    def prefetch(self, batches: Iterable[Any], *, depth: int = 1) -> Iterator[Any]:
+    def prefetch(
+        self, batches: Iterable[Any], *, depth: int = 1, device: torch.device | str | None = None
+    ) -> Iterator[Any]:
         """A loader's batches, unchanged; while one is computed, a thread plans the next `depth`.
+
+        device: where the tensors of the batches go, by transfers for which the host does not wait. They are read before
+        and not again in the forward, which would wait for all work of the device.
 
         Each step of the iterator is a collective of the calling thread, in which ranks exchange the lengths of a later
         batch; the planning thread uses no comm. A batch that is changed on its way to the model is planned when it
@@ -170,11 +176,14 @@ class ParallelTransformer(ParallelModel):
         """
         how = Reading(self.fit.shift)
 
-        def lengths_in(batch: Mapping[str, Any]) -> Ints:
-            return read({name: batch[name] for name in (*ROWS, *DOCUMENTS) if name in batch}, how).lengths
+        def bring(batch: Mapping[str, Any]) -> tuple[Mapping[str, Any], Ints]:
+            lengths = read({name: batch[name] for name in (*ROWS, *DOCUMENTS) if name in batch}, how).lengths
+            if device is None:
+                return batch, lengths
+            return {name: moved(x, device) if isinstance(x, Tensor) else x for name, x in batch.items()}, lengths
 
         depth, replicated = whole("depth", depth, 1), self.source == "replicated"
-        return ahead(batches, self.comm, self._plans, lengths_in, depth=depth, replicated=replicated)
+        return ahead(batches, self.comm, self._plans, bring, depth=depth, replicated=replicated)
 
     def __deepcopy__(self, memo: dict[int, Any]) -> ParallelTransformer:
         """Raise: a copy's forward would be the model's own, weights and all."""
@@ -299,14 +308,15 @@ class ParallelTransformer(ParallelModel):
         training = torch.is_grad_enabled() and self.model.training
         labels = any(name in arguments for name in ("labels", "shift_labels"))
         hidden_states, items = bool(arguments.get("output_hidden_states")), arguments.get("num_items_in_batch")
+        batch = {name: arguments[name] for name in (*ROWS, *DOCUMENTS) if name in arguments}
+        count = self._count_of(items, batch)
         state = self._planner.state()
         facts = {
             "labels": labels, "training": training, "output_hidden_states": hidden_states,
-            "num_items_in_batch": None if items is None else int(items), "autocast": autocast_dtype(state.device),
+            "num_items_in_batch": count, "autocast": autocast_dtype(state.device),
             "gradient checkpointing": state.recomputed, "the masks of the forward before": self._rules,
         }  # fmt: skip
         what = f"{type(module).__name__}.forward"
-        batch = {name: arguments[name] for name in (*ROWS, *DOCUMENTS) if name in arguments}
         how = Reading(self.fit.shift)
         # one round for all that ranks must exchange before they know each other's documents
         known = announce(
@@ -320,9 +330,9 @@ class ParallelTransformer(ParallelModel):
         if training and self.source == "sharded":
             tokens = arguments.get("input_ids", arguments.get("inputs_embeds"))
             self._loop.note_batch(what, own.plan.mask.lengths, tokens)
-        if items is not None and int(items) < own.valid:
+        if count is not None and count < own.valid:
             raise ValueError(
-                f"num_items_in_batch is {int(items)}, but the batches of all ranks have {own.valid} labels that count; "
+                f"num_items_in_batch is {count}, but the batches of all ranks have {own.valid} labels that count; "
                 "count those of all ranks, as Trainer does with average_tokens_across_devices=True"
             )
         if own.places is not None and any(rule.chunk for rule in self.fit.rules):
@@ -340,6 +350,15 @@ class ParallelTransformer(ParallelModel):
         if chunked:
             rows["logits_to_keep"] = own.positions.new_zeros(0)
         return call, own, rows
+
+    def _count_of(self, items: Any, batch: Mapping[str, Any]) -> int | None:
+        """num_items_in_batch on the host: read in one copy with all that is read of the batch."""
+        if not isinstance(items, Tensor):
+            return None if items is None else int(items)
+        names = batch if self.source == "replicated" else FACTS
+        return int(
+            read_entries({**batch, "num_items_in_batch": items}, [*names, "num_items_in_batch"])["num_items_in_batch"]
+        )
 
     def _arguments(
         self, module: PreTrainedModel, args: tuple[Any, ...], named: Mapping[str, Any]

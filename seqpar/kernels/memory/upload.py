@@ -8,14 +8,14 @@ import numpy as np
 import torch
 from torch import Tensor
 
-_ALIGNMENT = 4  # int32 elements: every tensor starts at a multiple of 16 bytes, as Triton assumes of its arguments
+_ALIGNMENT = 4  # elements: every tensor starts at a multiple of 16 bytes, as Triton assumes of its arguments
 
 
-def upload(arrays: Sequence[np.ndarray], device: torch.device) -> list[Tensor]:
-    """Every array as an int32 tensor of its shape on the device, all of them in one transfer.
+def upload(arrays: Sequence[np.ndarray], device: torch.device, dtype: torch.dtype = torch.int32) -> list[Tensor]:
+    """Every array as a tensor of its shape on the device, all of them in one transfer.
 
-    On CUDA the transfer is ordered by the current stream, which must also use the tensors. Values must fit 32 bits. The
-    tensors share one storage, which lives as long as any of them.
+    On CUDA the transfer is ordered by the current stream, which must also use the tensors. Values must fit the dtype.
+    The tensors share one storage, which lives as long as any of them.
 
     The host buffer may be dropped at once: ``copy_`` with ``non_blocking=True`` tells PyTorch's pinned allocator the
     stream that reads the buffer, and a freed block is not handed out again before an event of that stream has passed.
@@ -32,7 +32,7 @@ def upload(arrays: Sequence[np.ndarray], device: torch.device) -> list[Tensor]:
     for array in arrays:
         starts.append(total)
         total += -(-array.size // _ALIGNMENT) * _ALIGNMENT
-    host = torch.empty(total, dtype=torch.int32, pin_memory=device.type == "cuda")
+    host = torch.empty(total, dtype=dtype, pin_memory=device.type == "cuda")
     flat = host.numpy()
     for start, array in zip(starts, arrays, strict=True):
         flat[start : start + array.size] = array.reshape(-1)
