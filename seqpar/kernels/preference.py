@@ -1,4 +1,7 @@
-"""Choose a call's kernel: by name, or the first of an order that can compute it and loses no accuracy."""
+"""Choose a call's kernel: by name, or the first of an order that can compute it and loses no accuracy.
+
+A call that is `CallSpec.fast` takes the first that can compute it, whatever it rounds.
+"""
 
 from __future__ import annotations
 
@@ -46,7 +49,7 @@ def order(call: CallSpec) -> tuple[str, ...]:
 
 
 def choose(name: str, call: CallSpec) -> Kernel:
-    """The kernel of that name; with "auto", the best one that can compute the call and loses no accuracy.
+    """The kernel of that name; with "auto", the best one that can compute the call and loses no more than it allows.
 
     Raises: ValueError for an unknown name; NotImplementedError with the reason if the kernel cannot do the call.
     """
@@ -54,25 +57,27 @@ def choose(name: str, call: CallSpec) -> Kernel:
     if name != "auto" and name not in known:
         raise ValueError(f"kernel must be auto or one of {', '.join(known)}, got {name!r}")
     for kernel in [known[n] for n in order(call) if n in known] if name == "auto" else [known[name]]:
-        if kernel.refuses(call) is None and (name != "auto" or kernel.accuracy_loss(call) is None):
+        if kernel.refuses(call) is None and (name != "auto" or call.fast or kernel.accuracy_loss(call) is None):
             return kernel.specialised_for(call) if isinstance(kernel, Segmented) else kernel
     why = "\n" + explain(call) if name == "auto" else f" {known[name].refuses(call)}"
     raise NotImplementedError(f"no kernel for {call}:{why}")
 
 
 def explain(call: CallSpec) -> str:
-    """A line for each kernel in the order of "auto": chosen, why not, or the accuracy it would lose."""
+    """A line for each kernel in the order of "auto": chosen, why not, and the accuracy that it loses."""
     known = {kernel.name: kernel for kernel in (*KERNELS, *VENDORS)}
     names = [n for n in order(call) if n in known]
     lines, chosen = [], False
     for name in (*names, *(n for n in known if n not in names)):
         refused, loss = known[name].refuses(call), known[name].accuracy_loss(call)
-        if refused or loss:
-            told = f"no: {refused}" if refused else f"by name only: {loss}"
-        elif name in names and not chosen:
-            told, chosen = "chosen by auto", True
+        if refused:
+            told = f"no: {refused}"
+        elif loss and not call.fast:
+            told = f'by name, or with accuracy="fast": {loss}'
         else:
-            told = "yes"
+            first = name in names and not chosen
+            chosen = chosen or first
+            told = ("chosen by auto" if first else "yes") + (f": {loss}" if loss else "")
         lines.append(f"{name:<12}{told}")
     return "\n".join(lines)
 

@@ -111,7 +111,8 @@ class CallSpec:
     device: "cpu", "cuda". capability: of a CUDA device, as 90 for 9.0; else 0. plain: scores are just scaled products.
     grads: a backward may follow. merges: results may be partial (keys of a row come in several steps, a sink precedes
     the first, or gradients of a key are sums over ranks), so a kernel that rounds results to the inputs' dtype rounds
-    each part. one_length: all documents have the same length, so that a library sees few shapes.
+    each part. one_length: all documents have the same number of queries, and of keys, so that a library sees few
+    shapes. fast: "auto" may take a kernel that rounds each part.
     """
 
     device: str
@@ -128,6 +129,7 @@ class CallSpec:
     deterministic: bool = True
     merges: bool = True
     one_length: bool = False
+    fast: bool = False
 
     @property
     def plain(self) -> bool:
@@ -139,6 +141,7 @@ class CallSpec:
         asked = {
             "softcap": self.softcap, "alibi": self.alibi, "dropout": self.dropout, "gradients": self.grads,
             "the same bits every time": self.deterministic, "results that are merged": self.merges,
+            "parts that may be rounded": self.fast,
         }  # fmt: skip
         has = [words for words, is_asked in asked.items() if is_asked]
         return (
@@ -174,7 +177,7 @@ class Kernel(Protocol):
         ...
 
     def accuracy_loss(self, spec: CallSpec) -> str | None:
-        """Why "auto" must not pick this kernel (it rounds partial results); None if it is exact."""
+        """What the kernel rounds beside its results, so that "auto" needs `CallSpec.fast`; None if nothing."""
         ...
 
     def forward(self, x: Operands, into: Sums) -> None:

@@ -7,6 +7,7 @@ from typing import TYPE_CHECKING
 from torch import Tensor, nn
 
 from seqpar.nn.source import LayerPlan
+from seqpar.ops.attention.api import Accuracy
 from seqpar.ops.attention.op import ATTENTION
 from seqpar.ops.attention.signature import Options
 from seqpar.ops.core.autocast import autocast
@@ -22,11 +23,11 @@ class Attention(nn.Module):
         with seqpar.parallel(plan, comm):
             out = attention(q, k, v)
 
-    scale, softcap, deterministic, kernel: as in `seqpar.attention`. window: (left, right), narrows every plan's mask to
-    keys within this distance, as some layers of some models do. dropout: of the probabilities, while training; its seed
-    follows from the step's (given by `seqpar.parallel`, `bind` or the call) and the layer's number. layer: that number,
-    equal on all ranks; by default layers, and copies, are numbered as they are created. A layer that is called several
-    times in a step drops the same pairs each time, unless the calls give seeds.
+    scale, softcap, deterministic, kernel, accuracy: as in `seqpar.attention`. window: (left, right), narrows every
+    plan's mask to keys within this distance, as some layers of some models do. dropout: of the probabilities, while
+    training; its seed follows from the step's (given by `seqpar.parallel`, `bind` or the call) and the layer's number.
+    layer: that number, equal on all ranks; by default layers, and copies, are numbered as they are created. A layer
+    that is called several times in a step drops the same pairs each time, unless the calls give seeds.
 
     When an activation checkpoint repeats a call, the call looks plan, comm and seed up again: its arguments, else what
     the layer was bound to in forward if it still is, else what surrounded the forward (see `seqpar.parallel`);
@@ -42,11 +43,12 @@ class Attention(nn.Module):
         dropout: float = 0.0,
         deterministic: bool = True,
         kernel: str = "auto",
+        accuracy: Accuracy = "exact",
         layer: int | None = None,
     ) -> None:
         super().__init__()
         self.scale, self.softcap, self.dropout = scale, softcap, dropout
-        self.deterministic, self.kernel = deterministic, kernel
+        self.deterministic, self.kernel, self.accuracy = deterministic, kernel, accuracy
         self.source = LayerPlan(window, layer)
 
     def bind(self, plan: Plan, comm: Comm, *, seed: int | None = None) -> None:
@@ -94,7 +96,9 @@ class Attention(nn.Module):
     ) -> Tensor:  # fmt: skip
         q, k, v = autocast(q), autocast(k), autocast(v)
         dropout = self.dropout if self.training else 0.0
-        options = Options(self.scale, self.softcap, dropout, seed, self.deterministic, self.kernel, False)
+        options = Options(
+            self.scale, self.softcap, dropout, seed, self.deterministic, self.kernel, self.accuracy, False
+        )  # fmt: skip
         given = [] if plan is None else [plan] if comm is None else [plan, comm]
         return ATTENTION((q, k, v, sinks, slopes), [self.source, *given], *options)[0]
 
@@ -103,6 +107,7 @@ class Attention(nn.Module):
         shown = {
             "scale": self.scale, "softcap": self.softcap or None, "window": self.source.window,
             "dropout": self.dropout or None, "kernel": None if self.kernel == "auto" else self.kernel,
+            "accuracy": None if self.accuracy == "exact" else self.accuracy,
         }  # fmt: skip
         return ", ".join(f"{name}={value}" for name, value in shown.items() if value is not None)
 

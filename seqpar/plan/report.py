@@ -150,7 +150,8 @@ def _merging(plan: Derived, shown: bool) -> str:
             most = max(most, int(np.sum(met, axis=0).max(initial=0)))
     return (
         f"merged over {f'up to {most}' if most else 'several'} steps in float32, or float64; a kernel that rounds its "
-        "results (aten_flash, cudnn, flash2, flash3, flash4) rounds each of them, so auto takes none of these"
+        "results (aten_flash, cudnn, flash2, flash3, flash4) rounds each of them, so auto takes none of these, except "
+        'with accuracy="fast", for at most 1.5 times the error of one step'
     )
 
 

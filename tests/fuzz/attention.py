@@ -134,6 +134,7 @@ MISUSES: dict[str, Callable[[Call], Call]] = {
     "deterministic": lambda call: call | {"deterministic": not call["deterministic"]},
     "kernel": put("kernel", "reference"),
     "no kernel": put("kernel", "cutlass"),
+    "accuracy": put("accuracy", "fast"),
     "transport": other_plan(transport="gather"),
     "mask": other_mask,
     "layout": lambda call: other_plan(layout=Layout.striped(call["plan"].layout.total, call["plan"].ranks))(call),

@@ -11,7 +11,7 @@ from __future__ import annotations
 import sys
 from dataclasses import replace
 from functools import partial
-from types import ModuleType
+from types import ModuleType, SimpleNamespace
 
 import numpy as np
 import pytest
@@ -20,6 +20,7 @@ from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 
 import seqpar
+from seqpar.facts.layout import Layout
 from seqpar.facts.mask import Mask
 from seqpar.kernels import (
     KERNELS,
@@ -39,6 +40,9 @@ from seqpar.kernels import (
 from seqpar.kernels.blockwise import Blockwise
 from seqpar.kernels.triton import Triton
 from seqpar.kernels.vendor import Aten, AtenFlash, CuDNN, Flash2, Flash3, Flash4, Library, Segmented, library, varlen
+from seqpar.ops.attention.signature import Options as OpOptions
+from seqpar.ops.attention.signature import signature_of
+from seqpar.plan import Plan
 from seqpar.testing import relative_rms
 from tests.cases import OVER_RANKS
 from tests.kernels.cases import (
@@ -604,8 +608,11 @@ def flash3(monkeypatch):
         call = bound("fwd", (q, k, v, *others), named)
         lengths = [call[x] for x in ("cu_seqlens_q", "cu_seqlens_k", "max_seqlen_q", "max_seqlen_k")]
         mask = [call[x] for x in ("softmax_scale", "is_causal", "window_size_left", "window_size_right")]
-        assert call["num_splits"] == 1
         calls.append(call)
+        if call["num_splits"] == 2:
+            assert lengths == [None] * 4, "of several sequences some may have one split"
+            return split_in_two(q, k, v, *mask)
+        assert call["num_splits"] == 1
         return (*attend(q, k, v, *lengths, *mask, empty=-torch.inf), q.new_empty(0), q.new_empty(0))
 
     def backward(dout, q, k, v, *others, **named):
@@ -624,6 +631,53 @@ def flash3(monkeypatch):
         monkeypatch.setitem(sys.modules, name, ModuleType(name))
     yield calls
     space._destroy()
+
+
+def split_in_two(q, k, v, scale, causal, left, right) -> tuple[Tensor, ...]:
+    """What forward returns of a batch of one with two splits: out, lse, and the splits in float32.
+
+    A split whose keys a row does not see has an lse of -inf, and no output.
+    """
+    (q, k, v), group = (x[0] for x in (q, k, v)), q.shape[2] // k.shape[2]
+    s = wide(q) @ wide(k, group).transpose(1, 2) * scale
+    seen = seen_pairs(s.shape[1], s.shape[2], causal, left, right)
+    outs, lses = [], []
+    for keys in (slice(0, len(k) // 2), slice(len(k) // 2, None), slice(None)):
+        some = s[..., keys].masked_fill(~seen[:, keys], -torch.inf)
+        lse = torch.logsumexp(some, -1) if some.shape[2] else some.new_full(some.shape[:2], -torch.inf)
+        p = torch.exp(some - lse.masked_fill(lse == -torch.inf, 0.0)[..., None])
+        out = (p @ wide(v[keys], group)).masked_fill((lse == -torch.inf)[..., None], torch.nan)
+        outs, lses = [*outs, out.float()[None]], [*lses, lse.float()[None]]
+    return outs[2].transpose(1, 2).to(q.dtype), lses[2], torch.stack(outs[:2]), torch.stack(lses[:2])
+
+
+@pytest.mark.parametrize("mask", ["causal", "full", "window"])
+def test_flash3_gives_the_parts_of_one_sequence_in_float32(mask, flash3, monkeypatch) -> None:
+    taken = Flash3()
+    taken.rows_per_segment = taken.rows_per_call = 0
+    case = Case(mask, dim=32, v_dim=32, dtype=torch.bfloat16, splits=2)
+    want = oracle(case)[0]
+    out, _ = run_forward(Segmented(taken, rest=Nobody()), case)
+    whole = relative_rms(out, want)
+    assert {c["num_splits"] for c in flash3} == {2} and whole <= LIMIT[case.dtype]
+    monkeypatch.setattr(taken, "splits", False)
+    rounded, _ = run_forward(Segmented(taken, rest=Nobody()), case)
+    assert flash3[-1]["num_splits"] == 1 and relative_rms(rounded, want) > whole
+
+
+def test_a_flash3_without_splits_rounds_each_part(flash3, monkeypatch) -> None:
+    def without(*others, num_splits, **named):
+        if num_splits > 1:
+            raise RuntimeError("This flash attention build does not support splits.")
+        return operators.fwd(*others, num_splits=num_splits, **named)
+
+    module = sys.modules[Flash3.__module__]
+    operators = module._operators()
+    monkeypatch.setattr(module, "_operators", lambda: SimpleNamespace(fwd=without, bwd=operators.bwd))
+    taken = Flash3()
+    taken.rows_per_segment = taken.rows_per_call = 0
+    equals_oracle(Segmented(taken, rest=Nobody()), Case("full", dim=32, v_dim=32, dtype=torch.bfloat16, splits=2))
+    assert not taken.splits and {c["num_splits"] for c in flash3 if "num_splits" in c} == {1}
 
 
 def bound(operator: str, given: tuple[object, ...], named: dict[str, object]) -> dict[str, object]:
@@ -782,6 +836,31 @@ def test_auto_takes_the_fastest_that_rounds_nothing_and_is_deterministic_if_aske
     assert choose("auto", replace(FREE, dim=96, v_dim=96)).name == "flash3"
 
 
+def test_fast_takes_a_library_for_several_steps(all_here, monkeypatch) -> None:
+    fast = replace(HOPPER, merges=True, fast=True)
+    kernel = choose("auto", fast)
+    assert kernel.name == "flash3" and kernel.merges and isinstance(kernel.rest, Triton)
+    assert choose("auto", replace(fast, capability=100)).name == "triton", "it stays first where no figures are"
+    assert choose("auto", replace(fast, softcap=True)).name == "triton"
+    assert choose("auto", replace(fast, dtype=torch.float32)).name == "triton"
+    monkeypatch.setattr(library, "installed", lambda package: None)
+    steady = replace(fast, deterministic=False, one_length=True)
+    assert choose("auto", steady).name == "cudnn"
+    assert choose("auto", replace(steady, one_length=False)).name == "aten_flash"
+    assert choose("auto", replace(steady, merges=True, fast=False)).name == "triton"
+
+
+def test_keys_of_many_lengths_keep_cudnn_away() -> None:
+    q, k = torch.empty(8, 4, 16), torch.empty(12, 4, 16)
+    options = OpOptions(None, 0.0, 0.0, None, True, "auto", "fast", False)
+    signature = signature_of(q, k, k, None, None, options, [True, True, True, False, False])
+    for keys, one_length in (([6, 6], True), ([4, 8], False)):
+        mask = Mask([4, 4], kv_lengths=keys)
+        plan = Plan(mask, Layout.contiguous(8, 2), kv_layout=Layout.contiguous(12, 2))
+        spec = signature.spec(plan)
+        assert spec.one_length == one_length and spec.fast
+
+
 def test_auto_without_flash_attention_3(all_here, monkeypatch) -> None:
     monkeypatch.setattr(library, "installed", lambda package: None)
     steady = {"one_length": True}
@@ -816,7 +895,11 @@ def test_explain_has_a_line_for_every_kernel(all_here) -> None:
     assert lines["flash3"] == "chosen by auto" and lines["triton"] == "yes"
     assert lines["cudnn"].startswith("no: cudnn has no deterministic backward")
     lines = dict(line.split(maxsplit=1) for line in explain(replace(HOPPER, merges=True)).splitlines())
-    assert lines["flash3"].startswith("by name only: flash3 rounds") and lines["triton"] == "chosen by auto"
+    told = 'by name, or with accuracy="fast": flash3 rounds'
+    assert lines["flash3"].startswith(told) and lines["triton"] == "chosen by auto"
+    lines = dict(line.split(maxsplit=1) for line in explain(replace(HOPPER, merges=True, fast=True)).splitlines())
+    assert lines["flash3"].startswith("chosen by auto: flash3 rounds each step's result to bfloat16")
+    assert lines["flash2"].startswith("yes: flash2 rounds") and lines["triton"] == "yes"
     with pytest.raises(NotImplementedError, match="(?s)no kernel for int32 on cpu.*blockwise +no: blockwise has no"):
         choose("auto", replace(HOPPER, device="cpu", dtype=torch.int32))
 

@@ -40,8 +40,9 @@ PLAIN = (
     None,
     True,
     "auto",
+    "exact",
     False,
-)  # scale, softcap, dropout_p, seed, deterministic, kernel, return_lse
+)  # scale, softcap, dropout_p, seed, deterministic, kernel, accuracy, return_lse
 
 
 pytestmark = pytest.mark.usefixtures("no_graphs")

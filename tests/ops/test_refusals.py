@@ -259,6 +259,12 @@ BAD: dict[str, tuple[Callable[[dict], dict], type[Exception], str]] = {
         "alibi_slopes have no gradient",
     ),
     "kernel": (lambda a: a | {"kernel": "cutlass"}, ValueError, "kernel must be auto or one of .*, got 'cutlass'"),
+    "accuracy": (lambda a: a | {"accuracy": "bf16"}, ValueError, "accuracy must be 'exact' or 'fast', got 'bf16'"),
+    "accuracy of a kernel": (
+        lambda a: a | {"accuracy": "fast", "kernel": "blockwise"},
+        ValueError,
+        "accuracy='fast' lets kernel='auto' .* kernel='blockwise' is chosen by name already; leave out one of them",
+    ),
 }
 
 
@@ -386,6 +392,7 @@ DIFFER: dict[str, tuple[Callable[[dict], dict], str, str]] = {
     "softcap": (lambda a: a | {"softcap": 2.0}, "softcap", "2.0 on rank 1"),
     "dropout": (lambda a: a | {"dropout_p": 0.5, "dropout_seed": 7}, "dropout_p", "0.5 on rank 1"),
     "kernel": (lambda a: a | {"kernel": "reference"}, "kernel", "'reference' on rank 1"),
+    "accuracy": (lambda a: a | {"accuracy": "fast"}, "accuracy", "'fast' on rank 1"),
     "return_lse": (lambda a: a | {"return_lse": True}, "return_lse", "True on rank 1"),
     "deterministic": (lambda a: a | {"deterministic": False}, "deterministic", "False on rank 1"),
     "sinks": (lambda a: a | {"sinks": torch.zeros(4)}, "sinks", "True on rank 1"),

@@ -229,7 +229,8 @@ def test_no_value_of_a_cuda_tensor_is_read(case, options, monkeypatch) -> None:
             signature = Signature(
                 cuda, torch.bfloat16, heads, kv_heads, dim, v_dim, 1.0, options.get("softcap", 0.0),
                 options.get("dropout_p", 0.0), slopes is not None, sinks is not None, return_lse=True,
-                deterministic=True, kernel="blockwise", q_grads=True, kv_grads=True, sink_grads=False,
+                deterministic=True, kernel="blockwise", accuracy="exact", q_grads=True, kv_grads=True,
+                sink_grads=False,
             )  # fmt: skip
             call = calls.Call(comm, Tag(0, 0, 0, 0), plan, signature, calls.recipe_of(plan, rank, signature), 7)
             n, m = plan.rows(rank), plan.rows(rank, "kv")

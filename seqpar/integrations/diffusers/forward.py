@@ -18,7 +18,9 @@ class SharedForward(Rerouting):
     def __init__(self, sharing: Sharing, sizes: TokenCounts, *, again: bool = False) -> None:
         joint, self.image_plan = sharing.plans_of(sizes)
         # its recipe knows the model: no trial
-        super().__init__(joint, sharing.comm, lambda query, key: self.cross > 0, None, again=again, tries=False)
+        super().__init__(
+            joint, sharing.comm, lambda query, key: self.cross > 0, None, sharing.accuracy, again=again, tries=False
+        )
         self.sharing, self.sizes, self.cross = sharing, sizes, 0
 
     def __enter__(self) -> SharedForward:

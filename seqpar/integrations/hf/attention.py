@@ -34,6 +34,7 @@ from seqpar.parallel import derived_seed, surrounding
 from seqpar.plan import Plan
 
 KEY = "seqpar"
+ACCURACY = "_seqpar_accuracy"  # an attribute of the modules of a parallel model whose accuracy is not "exact"
 
 # Keywords that layers pass to attention functions and that the mask already covers.
 UNUSED = {
@@ -172,7 +173,7 @@ def attention_function(
     q, k, v = (autocast(x[0].transpose(0, 1)) for x in (query, key, value))
     out = attention(
         q, k, v, attention_mask, scale=scaling, softcap=softcap or 0.0, sinks=s_aux, dropout_p=dropout,
-        dropout_seed=seed,
+        dropout_seed=seed, accuracy=module.__dict__.get(ACCURACY, "exact"),
     )  # fmt: skip
     return out[None], None
 

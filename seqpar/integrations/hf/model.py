@@ -32,6 +32,7 @@ from seqpar.data.union import announce
 from seqpar.facts.value import Ints, whole
 from seqpar.integrations.hf.ahead import Plans, ahead
 from seqpar.integrations.hf.attention import (
+    ACCURACY,
     KEY,
     Forward,
     enter,
@@ -47,6 +48,8 @@ from seqpar.integrations.hf.mask import Rule
 from seqpar.integrations.hf.planning import ModelPlanner
 from seqpar.integrations.hf.worth import Worth
 from seqpar.nn.wrap import PARALLEL, ParallelModel, check_makes_plans, refuse_twice, replaced, unpicklable
+from seqpar.ops.attention.api import Accuracy
+from seqpar.ops.attention.signature import check_accuracy
 from seqpar.ops.core.agreement import agreement, plan_key, remember
 from seqpar.ops.core.autocast import autocast_dtype
 from seqpar.ops.core.handles import uncompiled
@@ -81,6 +84,7 @@ def parallelize(
     average_over: int = 1,
     logits: bool = False,
     in_place: bool = False,
+    accuracy: Accuracy = "exact",
 ) -> ParallelTransformer:
     """The handle of a transformers model that takes ordinary batches and computes them on all ranks. A collective.
 
@@ -100,14 +104,16 @@ def parallelize(
     plan: ``(lengths, ranks) -> Plan``; by default `plan_batch` with the model's shape, except that each rank computes
     its own documents where spreading them gains less time than it costs. source: "sharded", every rank brings its own
     batch, or "replicated", all bring the same. in_place: keep the name of the model's attention implementation, for
-    models that compare names; transformers' functions of that name then serve parallel models and all others.
+    models that compare names; transformers' functions of that name then serve parallel models and all others. accuracy:
+    as in `seqpar.attention`.
 
     Raises: NotImplementedError naming every part of the model, or of a batch, that several ranks cannot compute;
     TypeError for a plan that is not a function.
     """
     return ParallelTransformer(
-        model, comm, plan=plan, source=source, average_over=average_over, logits=logits, in_place=in_place
-    )
+        model, comm, plan=plan, source=source, average_over=average_over, logits=logits, in_place=in_place,
+        accuracy=accuracy,
+    )  # fmt: skip
 
 
 class ParallelTransformer(ParallelModel):
@@ -119,7 +125,7 @@ class ParallelTransformer(ParallelModel):
 
     def __init__(
         self, model: PreTrainedModel, comm: Comm, *, plan: Planner | None, source: str, average_over: int, logits: bool,
-        in_place: bool,
+        in_place: bool, accuracy: Accuracy,
     ) -> None:  # fmt: skip
         super().__init__(model, comm)
         self.model: PreTrainedModel = model
@@ -136,15 +142,19 @@ class ParallelTransformer(ParallelModel):
         self._loss_function = getattr(model, "loss_function", None)
         try:
             with agreement("parallelize", comm, every=True) as call:
+                check_accuracy(accuracy)
                 refuse_twice(model)
                 if plan is not None:
                     check_makes_plans(model, plan, "(lengths, ranks)")
                 self._undone.callback(enter(self._before) if in_place else enter(KEY))
                 self._undone.callback(_with_own_configs(model, self._name))
+                if accuracy != "exact":
+                    for module in model.modules():
+                        self._undone.enter_context(replaced(module, {ACCURACY: accuracy}))
                 self.fit = fitting(model)
                 call.facts = {
                     "model": type(model).__name__, "source": source, "average_over": average_over, "logits": logits,
-                    "in_place": in_place,
+                    "in_place": in_place, "accuracy": accuracy,
                 }  # fmt: skip
         except BaseException:
             self._undone.close()

@@ -2,6 +2,12 @@
 
 Source: the operators' schemas in ``hopper/flash_api_stable.cpp``. All arguments but the tensors have defaults and are
 passed by name.
+
+With ``num_splits=2`` forward also returns the parts of two halves of the keys in float32, ``out_accum [2, B, H, T, D]``
+and ``lse_accum [2, B, H, T]``, before another kernel merges them. Without ``cu_seqlens`` every split of every row has an
+lse, -inf where it sees no key; its output is then not written. With ``cu_seqlens`` each sequence has a number of splits
+of its own, which is not returned, and its parts may be missing. Source: ``hopper/flash_api.cpp`` (`mha_fwd`),
+``hopper/epilogue_fwd.hpp`` (`store_zero`). Not run on a GPU yet.
 """
 
 from __future__ import annotations
@@ -14,6 +20,7 @@ from torch import Tensor
 
 from seqpar.kernels.dispatch import no_cuda
 from seqpar.kernels.protocol import CallSpec
+from seqpar.kernels.softmax import merge_
 from seqpar.kernels.vendor.library import Library, Results, outdated, refuses_on_cuda
 from seqpar.kernels.vendor.varlen import VarlenCall
 
@@ -22,6 +29,7 @@ class Flash3(Library):
     """``flash_attn_3::fwd`` and ``bwd``, on Hopper."""
 
     name = "flash3"
+    splits = True  # whether the package was built with them
 
     def missing(self) -> str | None:
         """Why this machine cannot run it, or None."""
@@ -43,6 +51,27 @@ class Flash3(Library):
             max_seqlen_k=call.max_k, softmax_scale=scale, is_causal=call.causal, window_size_left=call.left,
             window_size_right=call.right, num_splits=1,
         )  # fmt: skip
+        return out, lse
+
+    def attend_unrounded(
+        self, q: Tensor, k: Tensor, v: Tensor, call: VarlenCall, scale: float
+    ) -> tuple[Tensor, Tensor] | None:
+        """See `Library`. Two splits, merged here; takes twice the memory of a float32 output while it runs."""
+        assert call.cu_q is not None
+        if not self.splits or len(call.cu_q) > 2:
+            return None
+        try:
+            _, _, parts, lses, *_ = _operators().fwd(
+                q[None], k[None], v[None], softmax_scale=scale, is_causal=call.causal, window_size_left=call.left,
+                window_size_right=call.right, num_splits=2,
+            )  # fmt: skip
+        except RuntimeError as error:
+            if "does not support splits" not in str(error):
+                raise
+            self.splits = False
+            return None
+        (out, other), (lse, other_lse) = parts[:, 0].transpose(1, 2), lses[:, 0]
+        merge_(out, lse, other, other_lse)
         return out, lse
 
     def differentiate(

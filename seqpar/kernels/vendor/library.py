@@ -73,6 +73,15 @@ class Library(ABC):
     def attend(self, q: Tensor, k: Tensor, v: Tensor, call: VarlenCall, scale: float) -> tuple[Tensor, Tensor]:
         """Normalised output [rows, H, D_v] and natural-log lse [H, rows] of one call."""
 
+    def attend_unrounded(
+        self, q: Tensor, k: Tensor, v: Tensor, call: VarlenCall, scale: float
+    ) -> tuple[Tensor, Tensor] | None:
+        """As `attend`, with the output in the accumulation dtype; None if the library rounds it in this call.
+
+        Rows that see no key may hold anything; their lse is -inf.
+        """
+        return None
+
     @abstractmethod
     def differentiate(
         self, q: Tensor, k: Tensor, v: Tensor, results: Results, call: VarlenCall, scale: float, deterministic: bool

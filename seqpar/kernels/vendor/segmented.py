@@ -5,8 +5,9 @@ Triton's on CUDA where it is installed). So does all else that the library canno
 are not positive (libraries mask and take maxima before they scale), and values it does not accept.
 
 If each row sees all its keys in one call, the step's result is the library's output. Otherwise parts are merged in the
-accumulation dtype, and a library that rounds its results has rounded each part. `accuracy_loss` says so for calls of
-several steps. A call of one step is exact: libraries of squares leave its causal rectangles to the position kernel.
+accumulation dtype, and a library that rounds its results has rounded each part, unless it gives parts in that dtype
+(`Library.attend_unrounded`). `accuracy_loss` says so for calls of several steps. A call of one step is exact: libraries
+of squares leave its causal rectangles to the position kernel.
 
 A value that is not finite makes every row of its tile NaN, even rows that do not see it, as in all fused kernels. On
 the CPU such inputs go to the position kernel.
@@ -81,8 +82,9 @@ class Segmented:
         if calls.again or not calls.covers:
             total.zero_()
             lse.fill_(-torch.inf)
+        rounded = total.dtype == x.q.dtype
         for call in calls.calls:
-            part, part_lse = self._attend(x, call)
+            part, part_lse = self._attend(x, call, rounded=rounded)
             rows, rows_lse = total[call.rows], lse[:, call.rows]
             if call.again:
                 merge_(rows, rows_lse, part, part_lse)
@@ -107,10 +109,11 @@ class Segmented:
         if out is not None and out is not acc:
             out.copy_(acc)
 
-    def _attend(self, x: Operands, call: VarlenCall) -> tuple[Tensor, Tensor]:
-        """The part of one call, with lse -inf where a row sees no key in it."""
+    def _attend(self, x: Operands, call: VarlenCall, *, rounded: bool = False) -> tuple[Tensor, Tensor]:
+        """The part of one call, with lse -inf where a row sees no key in it. rounded: it is not merged with others."""
         q, k, v = self._aligned(x.q[call.rows], x.k[call.keys], x.v[call.keys])
-        part, lse = self.library.attend(q, k, v, call, x.score.scale)
+        whole = None if rounded else self.library.attend_unrounded(q, k, v, call, x.score.scale)
+        part, lse = self.library.attend(q, k, v, call, x.score.scale) if whole is None else whole
         return part, lse if call.seen is None else torch.where(call.seen, lse, -torch.inf)
 
     def backward(self, x: Operands, grads: Grads) -> None:

@@ -11,12 +11,15 @@ from seqpar.ops.attention.op import ATTENTION
 from seqpar.ops.attention.signature import Options
 from seqpar.plan import Plan
 
+Accuracy = Literal["exact", "fast"]
+
 
 @overload
 def attention(
     q: Tensor, k: Tensor, v: Tensor, plan: Plan | Tensor, comm: Comm | None = ..., *, scale: float | None = ...,
     softcap: float = ..., sinks: Tensor | None = ..., alibi_slopes: Tensor | None = ..., dropout_p: float = ...,
-    dropout_seed: int | None = ..., deterministic: bool = ..., kernel: str = ..., return_lse: Literal[False] = ...,
+    dropout_seed: int | None = ..., deterministic: bool = ..., kernel: str = ..., accuracy: Accuracy = ...,
+    return_lse: Literal[False] = ...,
 ) -> Tensor: ...  # fmt: skip
 
 
@@ -24,7 +27,8 @@ def attention(
 def attention(
     q: Tensor, k: Tensor, v: Tensor, plan: Plan | Tensor, comm: Comm | None = ..., *, scale: float | None = ...,
     softcap: float = ..., sinks: Tensor | None = ..., alibi_slopes: Tensor | None = ..., dropout_p: float = ...,
-    dropout_seed: int | None = ..., deterministic: bool = ..., kernel: str = ..., return_lse: Literal[True],
+    dropout_seed: int | None = ..., deterministic: bool = ..., kernel: str = ..., accuracy: Accuracy = ...,
+    return_lse: Literal[True],
 ) -> tuple[Tensor, Tensor]: ...  # fmt: skip
 
 
@@ -43,6 +47,7 @@ def attention(
     dropout_seed: int | None = None,
     deterministic: bool = True,
     kernel: str = "auto",
+    accuracy: Accuracy = "exact",
     return_lse: bool = False,
 ) -> Tensor | tuple[Tensor, Tensor]:
     """This rank's rows of exact attention over the whole batch. A collective, forward and backward.
@@ -56,7 +61,11 @@ def attention(
     off. sinks [H]: a logit per head that takes part in the softmax without a value. alibi_slopes [H]. dropout_p: of the
     probabilities; if positive, dropout_seed is required, and the same pairs are dropped on any number of ranks.
     deterministic: equal calls give equal bits. kernel: "auto" or a name in `seqpar.kernels.available()`; the choice of
-    "auto" depends on dtypes, dims, options and device, and on whether a gradient is required.
+    "auto" depends on dtypes, dims, options and device, and on whether a gradient is required. accuracy: "exact", or
+    "fast", with which "auto" also takes other libraries' kernels where a row's keys come in several steps. These round
+    each step's result, and each step's gradients, to the inputs' dtype before they are merged or added in float32,
+    which makes the error at most 1.5 times that of one step. Where "auto" takes none of them, as on a CPU, "fast" is
+    "exact". It is refused beside a kernel's name.
 
     In a compiled model ``plan`` is a handle, ``seqpar.bind(plan, comm)``, without a comm; the plan and the comm work
     too once `bind` has seen them. A graph is compiled once, not once per plan.
@@ -75,7 +84,7 @@ def attention(
     """
     if comm is None and not isinstance(plan, Tensor):
         raise ValueError(f"attention: expected a plan and a comm, or their handle alone, got {plan!r:.200} alone")
-    options = Options(scale, softcap, dropout_p, dropout_seed, deterministic, kernel, return_lse)
+    options = Options(scale, softcap, dropout_p, dropout_seed, deterministic, kernel, accuracy, return_lse)
     values = [plan] if comm is None else [plan, comm]
     out, lse = ATTENTION((q, k, v, sinks, alibi_slopes), values, *options)
     return (out, lse.t()) if return_lse else out

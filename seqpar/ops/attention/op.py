@@ -161,8 +161,8 @@ def _fake_back(
 ATTENTION.define(
     5,
     "(Tensor q, Tensor k, Tensor v, Tensor? sinks, Tensor? alibi_slopes, Tensor[] handles, float? scale, "
-    "float softcap, float dropout_p, SymInt? dropout_seed, bool deterministic, str kernel, bool return_lse, "
-    "bool[] grads) -> (Tensor out, Tensor lse, Tensor ticket)",
+    "float softcap, float dropout_p, SymInt? dropout_seed, bool deterministic, str kernel, str accuracy, "
+    "bool return_lse, bool[] grads) -> (Tensor out, Tensor lse, Tensor ticket)",
     _fake,
 )
 ATTENTION.define_back(

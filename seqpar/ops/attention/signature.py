@@ -14,6 +14,8 @@ from seqpar.comm import Comm
 from seqpar.kernels import CallSpec
 from seqpar.plan import Plan
 
+ACCURACIES = ("exact", "fast")
+
 
 class Options(NamedTuple):
     """The given options of a call, in the order of the op's arguments."""
@@ -24,13 +26,14 @@ class Options(NamedTuple):
     dropout_seed: int | None
     deterministic: bool
     kernel: str
+    accuracy: str
     return_lse: bool
 
 
 class Signature(NamedTuple):
     """A call without its plan, its tensors' values and its dropout seed. Calls of one signature are treated alike.
 
-    kernel: the requested one. kv_grads: whether k or v require a gradient.
+    kernel: the requested one. accuracy: "exact" or "fast". kv_grads: whether k or v require a gradient.
     """
 
     device: torch.device
@@ -47,6 +50,7 @@ class Signature(NamedTuple):
     return_lse: bool
     deterministic: bool
     kernel: str
+    accuracy: str
     q_grads: bool
     kv_grads: bool
     sink_grads: bool
@@ -57,8 +61,8 @@ class Signature(NamedTuple):
             "dtype": self.dtype, "heads": self.heads, "kv_heads": self.kv_heads, "dim": self.dim, "v_dim": self.v_dim,
             "scale": self.scale, "softcap": self.softcap, "dropout_p": self.dropout_p, "sinks": self.sinks,
             "alibi_slopes": self.slopes, "return_lse": self.return_lse, "deterministic": self.deterministic,
-            "kernel": kernel, "q requires grad": self.q_grads, "k or v requires grad": self.kv_grads,
-            "sinks require grad": self.sink_grads, "device": self.device.type,
+            "kernel": kernel, "accuracy": self.accuracy, "q requires grad": self.q_grads,
+            "k or v requires grad": self.kv_grads, "sinks require grad": self.sink_grads, "device": self.device.type,
         }  # fmt: skip
 
     def function(self) -> tuple[object, ...]:
@@ -70,12 +74,13 @@ class Signature(NamedTuple):
         on_cuda = self.device.type == "cuda"
         major, minor = torch.cuda.get_device_capability(self.device) if on_cuda else (0, 0)
         sums = self.kv_grads and plan.sums_key_gradients(self.heads, self.kv_heads)
-        lengths = plan.mask.lengths
+        lengths = plan.mask.lengths, plan.mask.kv_lengths
         return CallSpec(
             self.device.type, 10 * major + minor, self.dtype, self.heads, self.kv_heads, self.dim, self.v_dim,
             softcap=self.softcap != 0.0, alibi=self.slopes, dropout=self.dropout_p != 0.0,
             grads=self.q_grads or self.kv_grads or self.sink_grads, deterministic=self.deterministic,
-            merges=plan.merges or self.sinks or sums, one_length=bool((lengths == lengths[0]).all()),
+            merges=plan.merges or self.sinks or sums, one_length=all(bool((x == x[0]).all()) for x in lengths),
+            fast=self.accuracy == "fast",
         )  # fmt: skip
 
 
@@ -111,11 +116,24 @@ def signature_of(
         raise ValueError(f"dropout_p must be in [0, 1), got {dropout_p}")
     if dropout_p and options.dropout_seed is None:
         raise ValueError(f"dropout_p={dropout_p} needs a dropout_seed, equal on all ranks and different for each layer")
+    if options.accuracy != "exact":
+        check_accuracy(options.accuracy)
+        if options.kernel != "auto":
+            raise ValueError(
+                f"accuracy={options.accuracy!r} lets kernel='auto' take kernels that round each step's result, and "
+                f"kernel={options.kernel!r} is chosen by name already; leave out one of them"
+            )
     return Signature(
         q.device, q.dtype, heads, k.shape[1], dim, v.shape[2], scale, softcap, dropout_p, slopes is not None,
         sinks is not None, bool(options.return_lse), bool(options.deterministic), str(options.kernel),
-        grads[0], grads[1] or grads[2], grads[3],
+        options.accuracy, grads[0], grads[1] or grads[2], grads[3],
     )  # fmt: skip
+
+
+def check_accuracy(accuracy: object) -> None:
+    """Raise ValueError unless it is "exact" or "fast"."""
+    if accuracy not in ACCURACIES:
+        raise ValueError(f"accuracy must be 'exact' or 'fast', got {accuracy!r:.200}")
 
 
 def _no_number(options: Options) -> TypeError:
