@@ -3,11 +3,11 @@
 Source: the operators' schemas in ``hopper/flash_api_stable.cpp``. All arguments but the tensors have defaults and are
 passed by name.
 
-With ``num_splits=2`` forward also returns the parts of two halves of the keys in float32, ``out_accum [2, B, H, T, D]``
-and ``lse_accum [2, B, H, T]``, before another kernel merges them. Without ``cu_seqlens`` every split of every row has an
-lse, -inf where it sees no key; its output is then not written. With ``cu_seqlens`` each sequence has a number of splits
-of its own, which is not returned, and its parts may be missing. Source: ``hopper/flash_api.cpp`` (`mha_fwd`),
-``hopper/epilogue_fwd.hpp`` (`store_zero`). Not run on a GPU yet.
+With ``num_splits=2`` forward also returns the parts of two halves of the keys in float32, ``out_accum`` [2, B, H, T, D]
+and ``lse_accum`` [2, B, H, T]. Without ``cu_seqlens`` every split of every row has an lse, -inf where it sees no key;
+its output is then not written. With ``cu_seqlens`` each sequence has a number of splits of its own, which is not
+returned, and its parts may be missing. Source: ``hopper/flash_api.cpp`` (`mha_fwd`), ``hopper/epilogue_fwd.hpp``
+(`store_zero`). No GPU has run this yet.
 """
 
 from __future__ import annotations

@@ -120,7 +120,7 @@ def signature_of(
         check_accuracy(options.accuracy)
         if options.kernel != "auto":
             raise ValueError(
-                f"accuracy={options.accuracy!r} lets kernel='auto' take kernels that round each step's result, and "
+                "accuracy='fast' lets kernel='auto' take kernels that round each step's result, and "
                 f"kernel={options.kernel!r} is chosen by name already; leave out one of them"
             )
     return Signature(
