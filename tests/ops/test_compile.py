@@ -378,7 +378,7 @@ def test_attention_is_a_proper_op(layout, grads, options) -> None:
     handle = bind(plan, comm)
     q, k, v = (torch.randn(14, h, 4, dtype=torch.float64, requires_grad=grads) for h in (4, 2, 2))
     sinks, slopes = (torch.rand(4, dtype=torch.float64) if options else None for _ in range(2))
-    chosen = (0.5, 2.0, 0.25, 7, True, "auto", True) if options else PLAIN
+    chosen = (0.5, 2.0, 0.25, 7, True, "auto", "fast", True) if options else PLAIN
     opcheck(OPS.attention, (q, k, v, sinks, slopes, [handle], *chosen, [grads, grads, grads, False, False]))
     given = *(x.detach() for x in (q, k, v)), sinks, slopes
     out, lse, ticket = OPS.attention(*given, [handle], *chosen, [True] * 4 + [False])
