@@ -102,6 +102,9 @@ class Tape:
         self._since = time.thread_time()
         return made
 
+    def sums(self, like: Tensor) -> None:
+        """None: sums are made by exchanges."""
+
     def sub(self, ranks: Sequence[int]) -> Comm:
         """A comm of some of the ranks, renumbered, whose events go on this tape."""
         return _Sub(self, subset(self.rank, self.size, ranks))

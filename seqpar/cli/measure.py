@@ -96,6 +96,9 @@ class Alone:
         self._made[key] = self._made[key][::-1]
         return self._made[key][0]
 
+    def sums(self, like: Tensor) -> None:
+        """None: sums are made by exchanges."""
+
     def sub(self, ranks: Sequence[int]) -> Comm:
         """This comm: in a plan with one rank per head group nobody exchanges with it."""
         return self

@@ -44,8 +44,9 @@ from seqpar.comm.header import HEADER_BYTES, REMEMBERED, WORDS, Header, describe
 from seqpar.comm.interrupt import Interrupt
 from seqpar.comm.nccl import CUDA, Nccl, check_gpus, gpu_of, own_backend
 from seqpar.comm.owner import Owner
-from seqpar.comm.protocol import PeerError, Stats, Tag, Work, checked_sides, refuse_capture, rounds
+from seqpar.comm.protocol import PeerError, Stats, Sums, Tag, Work, checked_sides, refuse_capture, rounds
 from seqpar.comm.rendezvous import Rendezvous, machine
+from seqpar.comm.sums import BY_GLOO, BY_NCCL, GlooSums, NcclSums
 
 log = logging.getLogger("seqpar.comm")
 
@@ -173,6 +174,16 @@ class GroupChannel(ProcessChannel):
         # a lost connection often means another rank failed, and that rank is about to write why
         self.fail(reason, grace=0.0 if timed_out else 1.0)
         return self.error(f"{doing}, {what} rank {peer}")
+
+    def interrupted(self, doing: str, error: RuntimeError) -> PeerError:
+        """The error for one of gloo's or NCCL's while `doing` something that waits for all ranks."""
+        if not _timed_out(error):
+            self.fail(f"{doing}: {str(error).splitlines()[0]}", grace=1.0)
+        elif not self.look():
+            present = self.root_cause.roll_call(doing, range(self.size))
+            silent = [rank for rank in range(self.size) if rank not in present]
+            self.fail(waited(doing, self.timeout, *(silent or [rank for rank in present if rank != self.rank])))
+        return self.error(doing)
 
     def _hang_up(self) -> None:
         # gloo cannot close connections (abort does nothing), but closes all of them when a wait times out
@@ -399,6 +410,15 @@ class GroupComm(ProcessComm[GroupChannel]):
         if "cpu" in types:
             return _GlooWork(channel, self._scope_id, tag, sends, recvs, self.stats)
         return self._post_cuda(sends, recvs, tag)
+
+    def sums(self, like: Tensor) -> Sums | None:
+        """Sums by collectives over all ranks of the group, of NCCL or, for two ranks, of gloo: see `Comm.sums`."""
+        channel, kind = self._channel, like.device.type
+        if self._scope or kind not in channel.carries:
+            return None
+        if kind == "cpu":
+            return GlooSums(channel, self.stats) if self.size == 2 and like.dtype in BY_GLOO else None
+        return NcclSums(channel, self.stats) if like.dtype in BY_NCCL else None
 
     def _post_cuda(self, sends: Mapping[int, list[Tensor]], recvs: Mapping[int, list[Tensor]], tag: Tag) -> _NcclWork:
         """An exchange over NCCL; peers are the group's ranks."""

@@ -95,6 +95,14 @@ class Nccl:
             work = backend._end_coalescing()
         return work
 
+    def reduce_scatter(self, out: Tensor, flat: Tensor) -> Any:
+        """Write this rank's piece of the sum of flat tensors, which it may be, as a work of torch."""
+        return self._backend._reduce_scatter_base(out, flat)
+
+    def all_gather(self, flat: Tensor, own: Tensor) -> Any:
+        """Fill a flat tensor with the pieces of all ranks, as a work of torch."""
+        return self._backend._allgather_base(flat, own)
+
     def abort(self) -> None:
         """End the kernels that wait for other ranks, so that the host returns, unless others use the communicator."""
         if self._owned and self in _open:

@@ -119,6 +119,18 @@ class Work(Protocol):
         ...
 
 
+class Sums(Protocol):
+    """Sums over all ranks of a comm by its backend's collectives."""
+
+    def sum_(self, flat: Tensor, tag: Tag) -> None:
+        """Replace a 1-D tensor, a multiple of the ranks long, by its sum over ranks; fp16 and bf16 are summed in fp32.
+
+        Every rank gets the same bits. On CUDA this is put on the current stream. Ranks must know that they are in the
+        same call, with tensors of one size. Uses the tag's stage and the next.
+        """
+        ...
+
+
 @runtime_checkable
 class Comm(Protocol):
     """A communicator: this rank's end of a fixed set of ranks.
@@ -157,6 +169,10 @@ class Comm(Protocol):
         kept: it may outlive the verb, as results and tensors saved for backward do; a transport whose memory for peers
         is small gives ordinary memory then.
         """
+        ...
+
+    def sums(self, like: Tensor) -> Sums | None:
+        """Sums of tensors of this dtype and device by collectives; None if there are none, as of some of the ranks."""
         ...
 
     def sub(self, ranks: Sequence[int]) -> Comm:

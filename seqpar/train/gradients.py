@@ -23,7 +23,7 @@ from seqpar.ops.core.agreement import digest_of_call, remember
 from seqpar.train.dtensor import beside, global_rank, is_dtensor, local
 from seqpar.train.loop import loops_of
 from seqpar.train.once import Marks, Sum, remark
-from seqpar.train.sums import flattened, sum_
+from seqpar.train.sums import FEW, flattened, sum_
 
 BUCKET_BYTES = 1 << 26
 WHOLE_BYTES = 1 << 20  # gradients that two ranks sum in one exchange
@@ -34,9 +34,10 @@ def sync_gradients(parameters: Tensor | Iterable[Tensor], comm: Comm, *, bucket_
 
     parameters: the same on every rank, in the same order; duplicates count once. comm: all ranks that hold a copy of
     them, not only those that share a sequence. A parameter without a gradient counts as zero on that rank and
-    gets the sum; without a gradient on any rank it gets none. fp16 and bf16 gradients are summed in fp32. bucket_bytes:
-    bytes of gradients per exchange; two buckets of extra memory are used. Each rank sends ``2 (n - 1) / n`` of the
-    gradients' bytes on n ranks.
+    gets the sum; without a gradient on any rank it gets none. fp16 and bf16 gradients are summed in fp32, on the CPU in
+    the order of ranks, on CUDA by NCCL's reduce-scatter. bucket_bytes: bytes of gradients that are summed at a time;
+    two buckets of extra memory are used, on CUDA four for 16 bits. Each rank sends ``2 (n - 1) / n`` of the gradients'
+    bytes on n ranks (few bytes are sent whole, and 16 bits are reduced as 32 on CUDA).
 
     After several backward passes (micro-batches) call it once, after the last one. It warns if a backward adds to a sum
     that is then summed again without an optimizer step between.
@@ -132,9 +133,10 @@ def _sum(parameters: list[Tensor], comm: Comm, tag: Tag, bucket_bytes: int, *, c
         # a rank that only announces a change sends no gradients
         grads = [torch.zeros_like(local(p)) if changed or p.grad is None else local(p.grad) for p in bucket]
         flat = flattened(grads, comm)
-        few = comm.size == 2 and flat.nbytes <= WHOLE_BYTES  # at most twice the bytes, in one exchange
-        name = f"sync_gradients (bucket {index})"
-        if sum_(flat, comm, tag._replace(phase=index, name=name), whole=few, changed=None if index else changed):
+        # two ranks send at most twice the bytes, in one exchange
+        few = flat.nbytes <= (WHOLE_BYTES if comm.size == 2 else FEW)
+        part, news = tag._replace(phase=index, name=f"sync_gradients (bucket {index})"), None if index else changed
+        if sum_(flat, comm, part, whole=few, changed=news, met=news is None):
             return False
         sums = [_grad(p) for p in bucket]
         sizes = [grad.numel() for grad in sums]
@@ -237,11 +239,9 @@ def grad_norm(parameters: Tensor | Iterable[Tensor], *, norm_type: float = 2.0) 
     if not grads:
         return torch.zeros(())
     device = grads[0].device
+    norms = _norms([local(grad) for grad in grads], norm_type)
     parts: dict[tuple[DeviceMesh, tuple[int, ...]] | None, list[Tensor]] = {}
-    for grad in grads:
-        x = local(grad)
-        wide = acc_dtype(x.dtype)
-        part = torch.linalg.vector_norm(x, norm_type, dtype=wide) if x.numel() else torch.zeros((), dtype=wide)
+    for grad, part in zip(grads, norms, strict=True):
         parts.setdefault(_sharding(grad), []).append(part.to(device))
     totals = []
     for sharding, several in parts.items():
@@ -254,6 +254,25 @@ def grad_norm(parameters: Tensor | Iterable[Tensor], *, norm_type: float = 2.0) 
     total = torch.stack(totals)
     total = total.max() if largest else total.sum().pow(1 / norm_type)
     return total if any(grad.dtype == torch.float64 for grad in grads) else total.float()
+
+
+def _norms(several: list[Tensor], norm_type: float) -> list[Tensor]:
+    """The norm of each tensor, in its accumulation dtype; on CUDA a few launches for all of a kind."""
+    norms = [x.new_zeros((), dtype=acc_dtype(x.dtype)) for x in several]
+    for indices in _by_kind(several):
+        kind = [several[index] for index in indices]
+        for index, norm in zip(indices, torch._foreach_norm(kind, norm_type, dtype=acc_dtype(kind[0].dtype))):
+            norms[index] = norm
+    return norms
+
+
+def _by_kind(several: list[Tensor]) -> Iterable[list[int]]:
+    """The indices of tensors that have elements, by device and dtype, since operators on lists take one kind."""
+    kinds: dict[object, list[int]] = {}
+    for index, x in enumerate(several):
+        if x.numel():
+            kinds.setdefault((x.device, x.dtype), []).append(index)
+    return kinds.values()
 
 
 def _sharding(grad: Tensor) -> tuple[DeviceMesh, tuple[int, ...]] | None:
@@ -280,11 +299,11 @@ def clip_grad_norm(
     if error_if_nonfinite and not norm.isfinite():
         raise RuntimeError(f"clip_grad_norm: the norm of the gradients is {norm.item()}, and nothing was scaled")
     scale = (max_norm / (norm + 1e-6)).clamp(max=1.0)
-    for p in several:
-        if p.grad is not None:
-            grad = local(p.grad)
-            with remark(p.grad):
-                grad.mul_(scale.to(grad.device))
+    grads = [p.grad for p in several if p.grad is not None]
+    with remark(grads):
+        parts = [local(grad) for grad in grads]
+        for indices in _by_kind(parts):
+            torch._foreach_mul_([parts[index] for index in indices], scale.to(parts[indices[0]].device))
     return norm
 
 

@@ -8,7 +8,7 @@ zeros that replaced it.
 from __future__ import annotations
 
 import weakref
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from typing import Any
 
@@ -83,12 +83,12 @@ class Sum:
 
 
 @contextmanager
-def remark(grad: Tensor) -> Iterator[None]:
-    """A block that changes a gradient but leaves its mark as a sum, as clipping does."""
-    last, before = _sums.get(grad), version(grad)
+def remark(grads: Sequence[Tensor]) -> Iterator[None]:
+    """A block that changes gradients but leaves their marks as sums, as clipping does."""
+    marks = [(grad, last) for grad in grads if (last := _sums.get(grad)) is not None and last[1] == version(grad)]
     yield
-    if last is not None and last[1] == before:
-        _sums[grad] = last[0], version(grad)
+    for grad, (of, _) in marks:
+        _sums[grad] = of, version(grad)
 
 
 class Marks:

@@ -1,4 +1,4 @@
-"""Sums over the ranks of a comm, by exchanges, in the order of ranks: equal to the last bit on all ranks.
+"""Sums over the ranks of a comm, equal to the last bit on all ranks; on the CPU in the order of ranks.
 
 Every rank sums one piece of a flat tensor and sends the result to the others, so each rank sends and receives
 ``2 (n - 1) / n`` of the bytes on n ranks::
@@ -7,8 +7,9 @@ Every rank sums one piece of a flat tensor and sends the result to the others, s
     rank 1   b0 b1 b2    ->            a1+b1+c1            ->   all three pieces, on every rank
     rank 2   c0 c1 c2                           a2+b2+c2
 
-Few bytes are summed from whole copies: every rank sends its own to all others and adds all of them in the same order,
-so the bits are the same, with a single exchange.
+The pieces move by NCCL's collectives, between two CPUs by gloo's (`Comm.sums`), or else by exchanges. On the CPU, few
+bytes are summed from whole copies: every rank sends its own to all others and adds all of them in the same order, so
+the bits are the same, with a single exchange.
 """
 
 from __future__ import annotations
@@ -21,10 +22,11 @@ from torch import Tensor
 from torch.autograd.function import once_differentiable
 
 from seqpar.comm import Comm, Tag
+from seqpar.comm.sums import add_in_order
 from seqpar.kernels import acc_dtype
 from seqpar.ops.core.agreement import abort_on_error, agreement, digest_of_call, errors_on_all_ranks
 
-FEW = 1024  # bytes that `all_sum` sends whole
+FEW = 1 << 13  # bytes that are sent whole, in one message with their header
 
 
 def all_sum(x: Tensor, comm: Comm) -> Tensor:
@@ -111,35 +113,47 @@ def flattened(tensors: Sequence[Tensor], comm: Comm) -> Tensor:
 
 
 @torch.no_grad()
-def sum_(flat: Tensor, comm: Comm, tag: Tag, *, whole: bool = False, changed: bool | None = None) -> bool:
-    """Replace `flattened` tensors by their sum over ranks. Uses the tag's stage and the next.
+def sum_(
+    flat: Tensor, comm: Comm, tag: Tag, *, whole: bool = False, changed: bool | None = None, met: bool = False
+) -> bool:
+    """Replace `flattened` tensors by their sum over ranks. Uses the tag's stage and the next two.
 
-    whole: in one exchange, in which each rank sends ``n - 1`` times the bytes on n ranks. changed: a flag sent along to
-    all ranks. Returns whether any rank set it: then nothing is summed.
+    whole: on the CPU in one exchange, in which each rank sends ``n - 1`` times the bytes on n ranks. changed: a flag
+    sent along to all ranks. met: whether ranks know already that all are in this call, with tensors of one size.
+    Returns whether any rank set the flag: then nothing is summed.
     """
     if comm.size == 1 or not flat.numel():
         return bool(changed)
+    on_cpu = flat.device.type == "cpu"
+    with abort_on_error(comm, f"a sum over ranks, call {tag.call}"):
+        sums = None if whole and on_cpu else comm.sums(flat)
+        if sums is None:
+            return _by_messages(flat, comm, tag, whole, changed)
+        # collectives do not say which call they are of; on CUDA no message does
+        if (on_cpu and not met) or changed is not None:
+            words = {p: torch.tensor([bool(changed)]) for p in range(comm.size) if p != comm.rank}
+            heard = {p: [torch.empty_like(word)] for p, word in words.items()}
+            comm.exchange({p: [word] for p, word in words.items()}, heard, tag=tag).wait()
+            if changed or any(word.item() for (word,) in heard.values()):
+                return True
+        sums.sum_(flat, tag._replace(stage=tag.stage + 1))
+    return False
+
+
+def _by_messages(flat: Tensor, comm: Comm, tag: Tag, whole: bool, changed: bool | None) -> bool:
+    """`sum_` by exchanges."""
     pieces = flat.expand(comm.size, -1) if whole else flat.view(comm.size, -1)
     own = pieces[comm.rank]
     peers = [peer for peer in range(comm.size) if peer != comm.rank]
     arrived = dict(zip(peers, comm.empty((len(peers), len(own)), flat.dtype, flat.device)))
     said = [] if changed is None else [torch.tensor([changed], dtype=torch.int64)]
     heard = {peer: [comm.empty(word.shape, word.dtype, word.device) for word in said] for peer in peers}
-    with abort_on_error(comm, f"a sum over ranks, call {tag.call}"):
-        sends = {p: [*said, pieces[p]] for p in peers}
-        comm.exchange(sends, {p: [*heard[p], arrived[p]] for p in peers}, tag=tag).wait()
-        if changed or any(word.item() for words in heard.values() for word in words):
-            return True
-        _add([arrived.get(rank, own) for rank in range(comm.size)], own)
-        if not whole:
-            tag = tag._replace(stage=tag.stage + 1)
-            comm.exchange({p: [own] for p in peers}, {p: [pieces[p]] for p in peers}, tag=tag).wait()
+    sends = {p: [*said, pieces[p]] for p in peers}
+    comm.exchange(sends, {p: [*heard[p], arrived[p]] for p in peers}, tag=tag).wait()
+    if changed or any(word.item() for words in heard.values() for word in words):
+        return True
+    add_in_order([arrived.get(rank, own) for rank in range(comm.size)], own)
+    if not whole:
+        tag = tag._replace(stage=tag.stage + 1)
+        comm.exchange({p: [own] for p in peers}, {p: [pieces[p]] for p in peers}, tag=tag).wait()
     return False
-
-
-def _add(addends: Sequence[Tensor], out: Tensor) -> None:
-    """Write the sum of addends, in order, into one of them, `out`; the first one may be overwritten too."""
-    total = addends[0].to(torch.float32 if out.dtype in (torch.float16, torch.bfloat16) else out.dtype)
-    for x in addends[1:-1]:
-        total += x
-    torch.add(total, addends[-1], out=out)

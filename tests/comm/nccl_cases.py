@@ -17,7 +17,9 @@ import torch.distributed as dist
 import seqpar
 from seqpar.comm import Comm, GroupComm, PeerError, group, nccl
 from seqpar.comm.protocol import Sides
+from seqpar.comm.sums import NcclSums
 from seqpar.testing import dense_attention, relative_rms
+from seqpar.train import gradients, sync_gradients
 from tests.cases import Case
 from tests.comm.cases import tag, until
 from tests.comm.over_gloo import OverGloo
@@ -132,6 +134,23 @@ def shares(comm: Comm, differs: bool) -> Any:
     mine.abort("a test")
     same = made[0][0] is dist.group.WORLD._get_backend(torch.device("cpu"))
     return found, made[0][1], same, mine._channel.nccl._backend.calls
+
+
+def summed(comm: Comm, dtype: torch.dtype) -> tuple[list[list[float]], int]:
+    """Gradients summed over NCCL, of which the first rank has not all; bytes that this rank sent."""
+    mine = on_gpus()
+    several = [torch.nn.Parameter(torch.zeros(n, dtype=dtype)) for n in (3, 40, 5)]
+    for index, p in enumerate(several):
+        if index + comm.rank:
+            p.grad = torch.full_like(p, 256.0 if comm.rank == 1 else 0.75)
+    with (
+        mock.patch.object(mine, "sums", lambda like: NcclSums(mine._channel, mine.stats)),
+        mock.patch.object(gradients, "FEW", 0),  # as on a GPU, where nothing is sent whole
+        mock.patch.object(torch.cuda, "is_current_stream_capturing", lambda: False),
+    ):
+        mine.stats.reset()
+        sync_gradients(several, mine, bucket_bytes=100)
+    return [p.grad.unique().tolist() for p in several if p.grad is not None], mine.stats.bytes_sent
 
 
 def hangs(comm: Comm) -> tuple[bool, list[str], str]:

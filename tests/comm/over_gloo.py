@@ -65,6 +65,17 @@ class OverGloo:
     def allreduce(self, tensors: list[Tensor]) -> Any:
         return self._gloo.allreduce(tensors)
 
+    def _reduce_scatter_base(self, out: Tensor, flat: Tensor) -> Any:
+        assert flat.dtype in NCCL_TYPES and flat.numel() == out.numel() * self._gloo.size()
+        total = flat.clone()
+        work = self._gloo.allreduce([total])
+        work.wait()
+        out.copy_(total.view(self._gloo.size(), -1)[self._gloo.rank()])
+        return Batch([work], self.stuck)
+
+    def _allgather_base(self, flat: Tensor, own: Tensor) -> Any:
+        return Batch([self._gloo._allgather_base(flat, own.clone())], self.stuck)
+
     def abort(self) -> None:
         self.calls.append("abort")
         self.ended.set()

@@ -68,6 +68,14 @@ def test_a_hung_rank_is_named_and_the_host_returns() -> None:
         assert any("for ranks [1]" in line for line in lines), "on every rank, at a level that is shown"
 
 
+@pytest.mark.parametrize(("dtype", "total"), [(torch.float32, 257.5), (torch.bfloat16, 258.0)])
+def test_gradients_are_summed_by_collectives_in_32_bits(dtype: torch.dtype, total: float) -> None:
+    """In bf16 256 + 0.75 is 256, and so is what one more adds to it."""
+    for grads, sent in run_processes(3, nccl_cases.summed, dtype):
+        assert grads[1:] == [[total]] * 2 and grads[0] == [256.75 if dtype == torch.float32 else 256.0]
+        assert sent == (2 * 17 * (4 + 4) if dtype == torch.float32 else 2 * 16 * (4 + 2))
+
+
 def test_a_batch_ends_although_a_message_is_refused() -> None:
     backend = OverGloo(mock.Mock())
     refusing = Nccl(backend, owned=False)

@@ -1,0 +1,109 @@
+"""Sums over all ranks of a group by its backend's collectives: one call of the host, where exchanges take one a peer.
+
+    CPU tensors    `all_reduce` of gloo, between two ranks: a sum of two has the same bits in either order
+    CUDA tensors   NCCL's reduce-scatter and all-gather; fp16 and bf16 are reduced in fp32
+
+Each piece is summed by one rank, so all ranks get the same bits. Collectives have no headers: ranks must know that they
+are in the same call, with tensors of one size. Between more ranks gloo's all-to-all and all-gather, with the additions
+in the order of ranks in between, took as long as exchanges do.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from seqpar.comm.base import WorkBase
+from seqpar.comm.header import describe
+from seqpar.comm.protocol import Stats, Tag, refuse_capture
+
+BY_GLOO = (torch.float32, torch.float64, torch.int32, torch.int64)
+BY_NCCL = (torch.float16, torch.bfloat16, *BY_GLOO)
+HALVES = BY_NCCL[:2]
+
+
+class _Work(WorkBase[Any]):
+    """A collective in progress, and the tensors that it reads and writes."""
+
+    def __init__(self, channel: Any, tag: Tag, stats: Stats, work: dist.Work, tensors: Sequence[Tensor]) -> None:
+        super().__init__(channel, tag, stats)
+        self._work, self._tensors = work, tensors
+
+    def _finish(self) -> None:
+        channel = self._channel
+        channel.owner.check()
+        watched = channel.interrupt.begin(self._tag)
+        try:
+            self._work.wait()
+        except RuntimeError as error:
+            raise channel.interrupted(f"in {describe(self._tag)}", error) from error
+        finally:
+            if watched:
+                channel.interrupt.end()
+        if channel.cause is not None:
+            raise channel.error(f"in {describe(self._tag)}")
+
+    def _keep(self) -> None:
+        self._channel.orphans += [self._work, *self._tensors]
+
+
+class GlooSums:
+    """`Sums` of CPU tensors of two ranks, on the gloo twin of a channel."""
+
+    def __init__(self, channel: Any, stats: Stats) -> None:
+        self._channel, self._stats = channel, stats
+
+    def sum_(self, flat: Tensor, tag: Tag) -> None:
+        """See `Sums`."""
+        channel = self._channel
+        channel.check()
+        count(self._stats, channel, flat)
+        _Work(channel, tag, self._stats, channel.twin.allreduce([flat]), [flat]).wait()
+
+
+class NcclSums:
+    """`Sums` of CUDA tensors, on the communicator of a channel."""
+
+    def __init__(self, channel: Any, stats: Stats) -> None:
+        self._channel, self._stats = channel, stats
+
+    def sum_(self, flat: Tensor, tag: Tag) -> None:
+        """See `Sums`."""
+        refuse_capture(tag)
+        channel, nccl = self._channel, self._channel.nccl
+        wide = flat.float() if flat.dtype in HALVES else flat
+        own = flat.view(channel.size, -1)[channel.rank]
+        total = wide.view(channel.size, -1)[channel.rank]
+        self._run(tag, lambda: nccl.reduce_scatter(total, wide), (wide,))
+        if wide is not flat:
+            own.copy_(total)
+        self._run(tag._replace(stage=tag.stage + 1), lambda: nccl.all_gather(flat, own), (flat,))
+
+    def _run(self, tag: Tag, post: Any, tensors: Sequence[Tensor]) -> None:
+        channel = self._channel
+        channel.check()
+        work = post()
+        count(self._stats, channel, tensors[0].view(channel.size, -1)[channel.rank])
+        channel.monitor.watch([work], f"in {describe(tag)} for all ranks")
+        _Work(channel, tag, self._stats, work, tensors).wait()
+
+
+def count(stats: Stats, channel: Any, piece: Tensor) -> None:
+    """Count a collective in which each rank sends a piece to every other one."""
+    peers = {peer: [piece] for peer in range(channel.size) if peer != channel.rank}
+    stats.count(peers, peers)
+
+
+def add_in_order(addends: Sequence[Tensor], out: Tensor) -> None:
+    """Write the sum of addends, in order, into `out`, which may be one of them; the first one may be overwritten too.
+
+    fp16 and bf16 are summed in fp32.
+    """
+    total = addends[0].to(torch.float32 if out.dtype in HALVES else out.dtype)
+    for x in addends[1:-1]:
+        total += x
+    torch.add(total, addends[-1], out=out)
