@@ -67,7 +67,7 @@ ORDER = {
         fit __init__
     """,
     "comm": """
-        entry protocol arguments header owner failure interrupt rendezvous base local nccl group
+        entry protocol arguments header owner failure interrupt rendezvous base local nccl sums group
         shm/comm shm
         peer/signals peer/cuda peer/memory peer/pool peer/pieces peer/channel peer/comm peer
         __init__

@@ -103,7 +103,7 @@ class Tape:
         return made
 
     def sums(self, like: Tensor) -> None:
-        """None: sums are made by exchanges."""
+        """None: sums go by exchanges."""
 
     def sub(self, ranks: Sequence[int]) -> Comm:
         """A comm of some of the ranks, renumbered, whose events go on this tape."""

@@ -97,7 +97,7 @@ class Alone:
         return self._made[key][0]
 
     def sums(self, like: Tensor) -> None:
-        """None: sums are made by exchanges."""
+        """None: sums go by exchanges."""
 
     def sub(self, ranks: Sequence[int]) -> Comm:
         """This comm: in a plan with one rank per head group nobody exchanges with it."""

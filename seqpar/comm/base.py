@@ -18,7 +18,7 @@ from seqpar.comm.entry import ThreadEntry, enters
 from seqpar.comm.failure import RootCause
 from seqpar.comm.header import AGREEING, describe, hash63
 from seqpar.comm.owner import Owner
-from seqpar.comm.protocol import DEAD, NO_FACTS, Claim, PeerError, Stats, Sums, Tag, Work, raise_first, subset
+from seqpar.comm.protocol import DEAD, NO_FACTS, Claim, Collectives, PeerError, Stats, Tag, Work, raise_first, subset
 
 
 class Channel:
@@ -147,8 +147,8 @@ class CommBase(Generic[C]):
         # kept by scope, so that a sub created twice keeps counting
         return self._counters.setdefault((kind, self._scope), itertools.count())
 
-    def sums(self, like: Tensor) -> Sums | None:
-        """None: sums are made by exchanges."""
+    def sums(self, like: Tensor) -> Collectives | None:
+        """None: sums go by exchanges."""
         return None
 
     def empty(self, shape: Sequence[int], dtype: torch.dtype, device: torch.device, *, kept: bool = False) -> Tensor:

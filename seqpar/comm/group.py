@@ -44,7 +44,7 @@ from seqpar.comm.header import HEADER_BYTES, REMEMBERED, WORDS, Header, describe
 from seqpar.comm.interrupt import Interrupt
 from seqpar.comm.nccl import CUDA, Nccl, check_gpus, gpu_of, own_backend
 from seqpar.comm.owner import Owner
-from seqpar.comm.protocol import PeerError, Stats, Sums, Tag, Work, checked_sides, refuse_capture, rounds
+from seqpar.comm.protocol import Collectives, PeerError, Stats, Tag, Work, checked_sides, refuse_capture, rounds
 from seqpar.comm.rendezvous import Rendezvous, machine
 from seqpar.comm.sums import BY_GLOO, BY_NCCL, GlooSums, NcclSums
 
@@ -411,7 +411,7 @@ class GroupComm(ProcessComm[GroupChannel]):
             return _GlooWork(channel, self._scope_id, tag, sends, recvs, self.stats)
         return self._post_cuda(sends, recvs, tag)
 
-    def sums(self, like: Tensor) -> Sums | None:
+    def sums(self, like: Tensor) -> Collectives | None:
         """Sums by collectives over all ranks of the group, of NCCL or, for two ranks, of gloo: see `Comm.sums`."""
         channel, kind = self._channel, like.device.type
         if self._scope or kind not in channel.carries:

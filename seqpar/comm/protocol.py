@@ -119,7 +119,7 @@ class Work(Protocol):
         ...
 
 
-class Sums(Protocol):
+class Collectives(Protocol):
     """Sums over all ranks of a comm by its backend's collectives."""
 
     def sum_(self, flat: Tensor, tag: Tag) -> None:
@@ -171,7 +171,7 @@ class Comm(Protocol):
         """
         ...
 
-    def sums(self, like: Tensor) -> Sums | None:
+    def sums(self, like: Tensor) -> Collectives | None:
         """Sums of tensors of this dtype and device by collectives; None if there are none, as of some of the ranks."""
         ...
 

@@ -26,7 +26,7 @@ BY_NCCL = (torch.float16, torch.bfloat16, *BY_GLOO)
 HALVES = BY_NCCL[:2]
 
 
-class _Work(WorkBase[Any]):
+class _Collective(WorkBase[Any]):
     """A collective in progress, and the tensors that it reads and writes."""
 
     def __init__(self, channel: Any, tag: Tag, stats: Stats, work: dist.Work, tensors: Sequence[Tensor]) -> None:
@@ -52,27 +52,27 @@ class _Work(WorkBase[Any]):
 
 
 class GlooSums:
-    """`Sums` of CPU tensors of two ranks, on the gloo twin of a channel."""
+    """`Collectives` for CPU tensors of two ranks, on the gloo twin of a channel."""
 
     def __init__(self, channel: Any, stats: Stats) -> None:
         self._channel, self._stats = channel, stats
 
     def sum_(self, flat: Tensor, tag: Tag) -> None:
-        """See `Sums`."""
+        """See `Collectives`."""
         channel = self._channel
         channel.check()
         count(self._stats, channel, flat)
-        _Work(channel, tag, self._stats, channel.twin.allreduce([flat]), [flat]).wait()
+        _Collective(channel, tag, self._stats, channel.twin.allreduce([flat]), [flat]).wait()
 
 
 class NcclSums:
-    """`Sums` of CUDA tensors, on the communicator of a channel."""
+    """`Collectives` for CUDA tensors, on the communicator of a channel."""
 
     def __init__(self, channel: Any, stats: Stats) -> None:
         self._channel, self._stats = channel, stats
 
     def sum_(self, flat: Tensor, tag: Tag) -> None:
-        """See `Sums`."""
+        """See `Collectives`."""
         refuse_capture(tag)
         channel, nccl = self._channel, self._channel.nccl
         wide = flat.float() if flat.dtype in HALVES else flat
@@ -89,7 +89,7 @@ class NcclSums:
         work = post()
         count(self._stats, channel, tensors[0].view(channel.size, -1)[channel.rank])
         channel.monitor.watch([work], f"in {describe(tag)} for all ranks")
-        _Work(channel, tag, self._stats, work, tensors).wait()
+        _Collective(channel, tag, self._stats, work, tensors).wait()
 
 
 def count(stats: Stats, channel: Any, piece: Tensor) -> None:

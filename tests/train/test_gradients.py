@@ -425,7 +425,7 @@ def test_two_ranks_sum_by_a_collective_with_the_same_bits() -> None:
         assert torch.equal(few, few_again) and torch.equal(many, many_again)
 
 
-class Failing:
+class FailingSums:
     """Sums of a rank that fails when all others are in theirs."""
 
     def sum_(self, flat: Tensor, tag: object) -> None:
@@ -434,7 +434,7 @@ class Failing:
 
 def leaves(comm: Comm) -> str:
     if comm.rank == 1:
-        comm.sums = lambda like: Failing()
+        comm.sums = lambda like: FailingSums()
     try:
         all_sum(torch.zeros(1 << 20), comm)
     except (PeerError, ArithmeticError) as error:
