@@ -13,6 +13,8 @@ log = logging.getLogger("seqpar.comm")
 
 T = TypeVar("T")
 
+Range = tuple[int, int]  # of memory: its address and bytes
+
 
 class RootCause:
     """The reason for a group's death, in its store: the first rank to write it wins.
@@ -90,17 +92,26 @@ class Monitor:
     ) -> None:
         self._timeout, self._fail, self._look, self._poll = timeout, fail, look, poll
         self._changed = threading.Condition()
-        self._outstanding: deque[tuple[Sequence[Any], str]] = deque()
+        self._outstanding: deque[tuple[Sequence[Any], str, Sequence[Range]]] = deque()
         self._running = False
 
-    def watch(self, works: Sequence[Any], waiting: str) -> None:
-        """Watch works (objects with ``is_completed()``). waiting: what they wait for, for the error."""
+    def watch(self, works: Sequence[Any], waiting: str, ranges: Sequence[Range] = ()) -> None:
+        """Watch works (objects with ``is_completed()``). waiting: what they wait for, for the error.
+
+        ranges: the memory that they write.
+        """
         with self._changed:
-            self._outstanding.append((works, waiting))
+            self._outstanding.append((works, waiting, ranges))
             if not self._running:
                 self._running = True
                 threading.Thread(target=self._run, name="seqpar comm monitor", daemon=True).start()
             self._changed.notify()
+
+    def unwritten(self) -> list[Range]:
+        """The memory of works that are not complete."""
+        with self._changed:
+            outstanding = list(self._outstanding)
+        return [place for works, _, ranges in outstanding if not all(_over(work) for work in works) for place in ranges]
 
     def _run(self) -> None:
         since = looked = time.monotonic()
@@ -112,14 +123,15 @@ class Monitor:
                 if not self._outstanding:
                     self._running = False
                     return
-                works, waiting = self._outstanding[0]
+                works, waiting, _ = self._outstanding[0]
             now = time.monotonic()
             try:
                 completed = all(work.is_completed() for work in works)
             except RuntimeError as error:
                 return self._end(f"failed {waiting}: {error}")
             if completed:
-                self._outstanding.popleft()
+                with self._changed:
+                    self._outstanding.popleft()
                 since = looked = now
             elif now - since >= self._timeout:
                 return self._end(f"waited {self._timeout:g} s {waiting}")
@@ -130,8 +142,18 @@ class Monitor:
                 time.sleep(self._poll)
 
     def _end(self, reason: str | None) -> None:
-        with self._changed:
-            self._outstanding.clear()
-            self._running = False
-        if reason is not None:
-            self._fail(reason)
+        try:
+            if reason is not None:
+                self._fail(reason)
+        finally:
+            with self._changed:
+                self._outstanding.clear()
+                self._running = False
+
+
+def _over(work: Any) -> bool:
+    """Whether a work is complete; one that failed is not."""
+    try:
+        return bool(work.is_completed())
+    except RuntimeError:
+        return False

@@ -111,8 +111,8 @@ class GroupChannel(ProcessChannel):
         try:
             self._groups: list[Any] = [group, rendezvous.connect(connect), self.orphans]
         except BaseException:
-            if self.nccl is not None:
-                self.nccl.abort()
+            if self.nccl is not None and self.gpu is not None:
+                self.nccl.abort(self.gpu)
             raise
         # gloo's threads must end before the interpreter does, or C++ may end the process for it
         self.owner = Owner(self, self.rank, self._groups)
@@ -142,17 +142,19 @@ class GroupChannel(ProcessChannel):
             self.cause = standing or self.root_cause.write(reason)
             self._report(f"{reason}; root cause")
             self._hang_up()
-            if self.nccl is not None:
-                self.nccl.abort()
+            self._abort_nccl()
 
     def look(self) -> bool:
         """Whether the group is dead, as far as this rank knows or any rank wrote."""
         if self.cause is None and (standing := self.root_cause.read()):
             self.cause = standing
             self._report("root cause")
-            if self.nccl is not None:
-                self.nccl.abort()
+            self._abort_nccl()
         return self.cause is not None
+
+    def _abort_nccl(self) -> None:
+        if self.nccl is not None and self.gpu is not None:
+            self.nccl.abort(self.gpu, self.monitor.unwritten())
 
     def _report(self, what: str) -> None:
         # on a GPU the host may wait for the device, where no error can be raised: this line is all that the user sees
@@ -337,7 +339,8 @@ class _NcclWork(WorkBase[GroupChannel]):
     NCCL has its own stream. An exchange starts when the current stream reaches its posting, and overlaps with later
     launches. `wait` makes the current stream wait and returns at once, since it passes no timeout (unless
     TORCH_NCCL_BLOCKING_WAIT is set). Tensors are held until then: the allocator reuses freed memory in the order of the
-    stream that waited, which must be the one that allocated it.
+    stream that waited, which must be the one that allocated it. If the comm dies meanwhile, tensors that have not
+    arrived become NaN before those waits end.
     """
 
     def __init__(self, channel: GroupChannel, tag: Tag, batches: Sequence[tuple[_Side, _Side]]) -> None:
@@ -350,7 +353,8 @@ class _NcclWork(WorkBase[GroupChannel]):
                 self._tensors += tensors
             work = channel.nccl.post(sends, recvs)
             self._works.append(work)
-            channel.monitor.watch([work], f"in {describe(tag)} for ranks {sorted(sends.keys() | recvs.keys())}")
+            ranges = [(x.data_ptr(), x.nbytes) for tensors in recvs.values() for x in tensors]
+            channel.monitor.watch([work], f"in {describe(tag)} for ranks {sorted(sends.keys() | recvs.keys())}", ranges)
 
     def _finish(self) -> None:
         channel = self._channel

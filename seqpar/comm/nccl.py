@@ -11,7 +11,9 @@ communicator, in which all ranks of the job must take part.
 from __future__ import annotations
 
 import ctypes
+import logging
 import os
+import threading
 import weakref
 from collections.abc import Mapping, Sequence
 from datetime import timedelta
@@ -21,7 +23,11 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
+from seqpar.comm.failure import Range
+
 CUDA = torch.device("cuda")
+log = logging.getLogger("seqpar.comm")
+MARKING = 5.0  # seconds for marking memory before an abort
 _open: set[Nccl] = set()  # communicators of comms, until they are closed or the process ends
 
 
@@ -74,6 +80,8 @@ class Nccl:
         if peers:
             heard = {peer: [torch.empty_like(one)] for peer in peers}
             self.post({peer: [one] for peer in peers}, heard).wait()
+        # the kernel of `mark`: CUDA loads a kernel at its first launch, for which it may wait for the device
+        one.view(torch.uint8).fill_(255)
         one.item()
 
     def post(self, sends: Mapping[int, Sequence[Tensor]], recvs: Mapping[int, Sequence[Tensor]]) -> Any:
@@ -103,10 +111,18 @@ class Nccl:
         """Fill a flat tensor with the pieces of all ranks, as a work of torch."""
         return self._backend._allgather_base(flat, own)
 
-    def abort(self) -> None:
-        """End the kernels that wait for other ranks, so that the host returns, unless others use the communicator."""
+    def abort(self, gpu: torch.device, unwritten: Sequence[Range] = ()) -> None:
+        """End the kernels that wait for other ranks, so that the host returns, unless others use the communicator.
+
+        unwritten: the memory that they were to write, which is marked first.
+        """
         if self._owned and self in _open:
             _open.discard(self)
+            if unwritten:
+                # a thread, so that the host ends these kernels even if the device starts no other
+                marking = threading.Thread(target=mark, args=(gpu, unwritten), daemon=True)
+                marking.start()
+                marking.join(MARKING)
             self._at_exit()
 
     def close(self) -> None:
@@ -115,6 +131,25 @@ class Nccl:
             _open.discard(self)
             self._at_exit.detach()
             self._backend.shutdown()
+
+
+def mark(gpu: torch.device, ranges: Sequence[Range]) -> None:
+    """Set all bits of this memory, NaN in floating point, beside what the GPU's other streams wait for.
+
+    The kernels that read it come after those that wait, so a loss that is computed from what never came is NaN, and
+    looks like a fault. The memory is the comm's own until then: the allocator reuses it in the order of the streams.
+    """
+    try:
+        stream = torch.cuda.Stream(gpu, priority=-1) if gpu.type == "cuda" else None  # type: ignore[no-untyped-call]
+        with torch.cuda.stream(stream):
+            for at, size in ranges:
+                # addresses, as a comm holds no tensor that its caller has dropped
+                storage = torch._C._construct_storage_from_data_pointer(at, gpu, size)
+                torch.empty(0, dtype=torch.uint8, device=gpu).set_(storage).fill_(255)
+        if stream is not None:
+            stream.synchronize()
+    except RuntimeError as error:
+        log.warning("tensors that have not arrived on %s are not marked: %s", gpu, error)
 
 
 def _abort(process: int, backend: Any) -> None:

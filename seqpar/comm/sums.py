@@ -88,7 +88,8 @@ class NcclSums:
         channel.check()
         work = post()
         count(self._stats, channel, tensors[0].view(channel.size, -1)[channel.rank])
-        channel.monitor.watch([work], f"in {describe(tag)} for all ranks")
+        ranges = [(x.data_ptr(), x.nbytes) for x in tensors]
+        channel.monitor.watch([work], f"in {describe(tag)} for all ranks", ranges)
         _Collective(channel, tag, self._stats, work, tensors).wait()
 
 

@@ -154,17 +154,24 @@ def summed(comm: Comm, dtype: torch.dtype) -> tuple[list[list[float]], int]:
 
 
 def hangs(comm: Comm) -> tuple[bool, list[str], str]:
-    """Rank 1 posts nothing, and rank 0's host waits for its device: whether that ends, what it logs and raises."""
+    """Rank 1 posts nothing, and rank 0's host waits for its device: whether that ends, what it logs and raises.
+
+    The tensor that does not arrive has become NaN before the wait ends, and the one that did has not.
+    """
     mine, lines = on_gpus(), []
     handler = logging.Handler(logging.ERROR)
     handler.emit = lambda record: lines.append(record.getMessage())  # type: ignore[method-assign]
     logging.getLogger("seqpar.comm").addHandler(handler)
     assert mine._channel.nccl is not None
-    backend, ended = mine._channel.nccl._backend, True
+    backend, ended, seen = mine._channel.nccl._backend, True, list[bool]()
     if comm.rank == 0:
         backend.stuck, mine._channel.monitor._timeout = True, 1.0
-        mine._post_cuda({}, {1: [torch.zeros(1)]}, tag(6)).wait()
-        ended = backend.ended.wait(60)
+        missing, arrived = torch.zeros(3), torch.zeros(3)
+        backend.before_end = lambda: seen.append(bool(missing.isnan().all()))
+        mine._post_cuda({}, {1: [missing]}, tag(6)).wait()
+        complete = SimpleNamespace(is_completed=lambda: True)
+        mine._channel.monitor.watch([complete], "for nobody", [(arrived.data_ptr(), arrived.nbytes)])
+        ended = backend.ended.wait(60) and seen == [True] and not arrived.any()
     try:
         mine.agree("the next step", {})
     except PeerError as error:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import threading
+from collections.abc import Callable
 from typing import Any
 
 import torch
@@ -31,13 +32,15 @@ class Batch:
 class OverGloo:
     """The methods of torch's NCCL backend that a comm calls.
 
-    peers: that a message was posted to or from. ended: set by `abort`, as the kernels that wait for a rank end by it.
+    peers: that a message was posted to or from. ended: set by `abort`, as the kernels that wait for a rank end by it,
+    after `before_end`.
     """
 
     def __init__(self, gloo: Any) -> None:
         self._gloo, self._batch, self.stuck = gloo, None, False
         self.peers: set[int] = set()
         self.ended, self.calls = threading.Event(), []
+        self.before_end: Callable[[], object] = lambda: None
 
     def _start_coalescing(self) -> None:
         assert self._batch is None, "a batch is open"
@@ -78,6 +81,7 @@ class OverGloo:
 
     def abort(self) -> None:
         self.calls.append("abort")
+        self.before_end()
         self.ended.set()
 
     def shutdown(self) -> None:
