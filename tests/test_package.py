@@ -76,7 +76,8 @@ ORDER = {
         core core/regions core/agreement core/repetition core/autocast core/backward core/device core/handles
         core/collective_op
         move move/pack
-        attention attention/signature attention/source attention/rows attention/call attention/keys attention/grads
+        attention attention/signature attention/source attention/rows attention/call attention/ahead
+        attention/keys attention/grads
         attention/heads attention/schedule attention/op attention/api attention/rotary
         move/switch move/relayout __init__
     """,
@@ -94,7 +95,7 @@ ORDER = {
         protocol dispatch dropout
         memory memory/upload
         triton/config triton/tile triton/tables triton/arguments triton/launch triton/variants triton/forward
-        triton/backward triton
+        triton/backward triton triton/ahead
         triton/delta triton/merge triton/rows triton/rotary
         memory/copy memory/rotary
         softmax reference blockwise native

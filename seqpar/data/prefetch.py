@@ -14,6 +14,8 @@ from seqpar.data.batch import Reading
 from seqpar.data.share import Planner, Share, choose, take
 from seqpar.data.union import Known, announce
 from seqpar.facts.value import whole
+from seqpar.ops.attention.ahead import derive
+from seqpar.planner import MicroBatch
 
 
 def prefetch(
@@ -31,8 +33,9 @@ def prefetch(
     """The `share` of every batch; a thread plans the next `depth` batches while a share is computed.
 
     Each step of the iterator is a collective of the calling thread, which reads batches, exchanges lengths and moves
-    rows. The planning thread only calls `plan` and uses no comm and no process group. It ends with the iterator: at the
-    last batch, at an error, and on ``close``.
+    rows. The planning thread calls `plan`, and derives what a first layer would, for calls of attention like those with
+    earlier plans; it uses no comm and no process group. It ends with the iterator: at the last batch, at an error, and
+    on ``close``.
 
     Loaders may differ in length: a rank whose loader has ended contributes empty batches until all have ended (loaders
     of a replicated source must end together). The other arguments are those of `share`.
@@ -57,7 +60,7 @@ def prefetch(
                 if known is None:
                     going = False
                 else:
-                    ahead.append((known, thread.submit(choose, known, comm.size, plan)))
+                    ahead.append((known, thread.submit(_chosen, known, comm, plan)))
             if ahead:
                 item = ahead.popleft()
                 if isinstance(item, Exception):
@@ -65,6 +68,15 @@ def prefetch(
                 known, chosen = item
                 (only,) = take(known, comm, how, chosen.result())
                 yield only
+
+
+def _chosen(known: Known, comm: Comm, planner: Planner | None) -> list[MicroBatch] | Exception:
+    """The plan of a union, with all that its first layer would derive; or the error that prevents it."""
+    chosen = choose(known, comm.size, planner)
+    if not isinstance(chosen, Exception):
+        for part in chosen:
+            derive(part.plan, comm)
+    return chosen
 
 
 class Loader:

@@ -81,6 +81,10 @@ class Memo:
             return self._memo[key]
         return self._memo.setdefault(key, make())
 
+    def known(self, key: Any) -> Any:
+        """The result of an earlier `memo`, or None."""
+        return self._memo.get(key)
+
 
 class Fact(Memo):
     """A value: immutable, equal by its digest, pickled without its caches."""

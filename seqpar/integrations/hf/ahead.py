@@ -1,7 +1,7 @@
 """Plans made ahead: kept ones of short batches that come again, and a loader's next batches planned by a thread.
 
-The thread makes plans and nothing else. Ranks exchange the lengths of the next batches in the calling thread, between
-two forwards, so collectives are the same on every rank and in one order.
+The thread makes plans, and what the first layer derives from them. Ranks exchange the lengths of the next batches in
+the calling thread, between two forwards, so collectives are the same on every rank and in one order.
 """
 
 from __future__ import annotations
@@ -58,14 +58,22 @@ class Plans:
             self._kept.popitem(last=False)
         return self._kept[key]
 
-    def start(self, lengths: Ints, ranks: int, thread: ThreadPoolExecutor, *, brought: Brought | None) -> None:
+    def start(
+        self, lengths: Ints, ranks: int, thread: ThreadPoolExecutor, derive: Callable[[Plan], None], *,
+        brought: Brought | None,
+    ) -> None:  # fmt: skip
         """Start a thread on the plan of documents that come later, unless the plan is kept."""
         state = None if self._state is None else self._state()
         key = (lengths.tobytes(), ranks, state, brought)
         if key not in self._kept:
-            self._coming[key] = thread.submit(self._make, lengths, ranks, state, brought)
+            self._coming[key] = thread.submit(self._derived, derive, lengths, ranks, state, brought)
         if len(self._coming) > KEPT:  # the oldest was never asked for
             self._coming.popitem(last=False)
+
+    def _derived(self, derive: Callable[[Plan], None], *batch: Any) -> Plan:
+        plan = self._make(*batch)
+        derive(plan)
+        return plan
 
     def forget(self) -> None:
         """Drop the plans made ahead that were not asked for."""
@@ -73,13 +81,13 @@ class Plans:
 
 
 def ahead(
-    batches: Iterable[Any], comm: Comm, plans: Plans, bring: Callable[[Any], tuple[Any, Ints]], *, depth: int,
-    replicated: bool,
+    batches: Iterable[Any], comm: Comm, plans: Plans, bring: Callable[[Any], tuple[Any, Ints]],
+    derive: Callable[[Plan], None], *, depth: int, replicated: bool,
 ) -> Iterator[Any]:  # fmt: skip
     """The batches in order; while one is computed, the next `depth` are planned. A collective.
 
-    bring: a batch of the loader -> the batch to yield, and the lengths of its documents. replicated: all ranks have
-    the same batches.
+    bring: a batch of the loader -> the batch to yield, and the lengths of its documents. derive: is called in the
+    thread with each plan, to derive what the first layer needs. replicated: all ranks have the same batches.
 
     Raises: at the batch's turn, the error of a rank's loader on that rank, and ValueError on the others; ValueError on
     all ranks if some loaders have ended and others have not.
@@ -100,7 +108,7 @@ def ahead(
                     if union is None:
                         going = False
                     else:
-                        plans.start(union, comm.size, thread, brought=counts)
+                        plans.start(union, comm.size, thread, derive, brought=counts)
                         queue.append(batch)
                 if queue:
                     if isinstance(item := queue.popleft(), Exception):

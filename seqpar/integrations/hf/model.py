@@ -50,6 +50,7 @@ from seqpar.integrations.hf.worth import Worth
 from seqpar.nn.wrap import PARALLEL, ParallelModel, check_makes_plans, refuse_twice, replaced, unpicklable
 from seqpar.ops.attention.api import Accuracy
 from seqpar.ops.attention.signature import check_accuracy
+from seqpar.ops.attention.ahead import derive
 from seqpar.ops.core.agreement import agreement, plan_key, remember
 from seqpar.ops.core.autocast import autocast_dtype
 from seqpar.ops.core.handles import uncompiled
@@ -193,7 +194,13 @@ class ParallelTransformer(ParallelModel):
             return {name: moved(x, device) if isinstance(x, Tensor) else x for name, x in batch.items()}, lengths
 
         depth, replicated = whole("depth", depth, 1), self.source == "replicated"
-        return ahead(batches, self.comm, self._plans, bring, depth=depth, replicated=replicated)
+        return ahead(batches, self.comm, self._plans, bring, self._derive, depth=depth, replicated=replicated)
+
+    def _derive(self, plan: Any) -> None:
+        """Derive from a plan made ahead what the layers derive; a plan that is refused later is left alone."""
+        if isinstance(plan, Plan) and plan.ranks == self.comm.size and plan.kv_layout is plan.layout:
+            for rule in tuple(self._known):
+                derive(planned(plan.padded(), rule), self.comm)
 
     def __deepcopy__(self, memo: dict[int, Any]) -> ParallelTransformer:
         """Raise: a copy's forward would be the model's own, weights and all."""

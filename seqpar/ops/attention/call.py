@@ -11,8 +11,11 @@ import torch
 from torch import Tensor
 
 from seqpar.comm import Tag
-from seqpar.kernels import Kernel, Score, StepFacts, acc_dtype, choose
-from seqpar.kernels.memory.upload import upload
+from seqpar.facts.value import Ints
+from seqpar.kernels import CallSpec, Kernel, Score, StepFacts, acc_dtype, choose
+from seqpar.kernels.memory.upload import UploadBuffer, upload
+from seqpar.kernels.triton import Triton
+from seqpar.kernels.triton.ahead import host_tables
 from seqpar.ops.attention.rows import numbers
 from seqpar.ops.attention.signature import Signature
 from seqpar.ops.core.agreement import digest_of_call, plan_key
@@ -177,14 +180,64 @@ def uploaded(plan: Plan, steps: Sequence[Step], device: torch.device) -> Uploade
     """
     where = stream_of(device)
     # not cached with the steps, which it refers to: a cycle would hold device memory until garbage collection
-    return plan.memo(("uploaded", id(steps), where), lambda: _uploaded(steps, device, where))  # type: ignore[no-any-return]
+    return plan.memo(("uploaded", id(steps), where), lambda: _uploaded(plan, steps, device, where))  # type: ignore[no-any-return]
 
 
-def _uploaded(steps: Sequence[Step], device: torch.device, where: Hashable) -> Uploaded:
-    arrays = {id(x): x for x in numbers(steps)}  # kept alive by the steps, so that ids can be keys
+@dataclass(frozen=True, eq=False)
+class PlanUpload:
+    """Everything of a rank's steps that goes to a device, ready for one transfer.
+
+    ids: of the arrays of row numbers and facts. tables: of tiles, after those: the step, the key in its memory, and the
+    value with tensors of the host.
+    """
+
+    ids: list[int]
+    tables: list[tuple[int, Hashable, Any]]
+    buffer: UploadBuffer
+
+
+def prepare(plan: Plan, recipe: Recipe, signature: Signature) -> None:
+    """Pack all that calls with this signature upload, so that `uploaded` makes one transfer; in any thread."""
+    device = signature.device
+    plan.memo(("prepared", id(recipe.steps), device.type), lambda: _prepared(recipe, signature.spec(plan), device))
+
+
+def _prepared(recipe: Recipe, spec: CallSpec, device: torch.device) -> PlanUpload:
+    arrays, tables = _arrays(recipe.steps), []
+    if isinstance(recipe.kernel, Triton):
+        for n, step in enumerate(recipe.steps):
+            if len(step.pos) or step.first or step.last:
+                rows, keys = (torch.empty(len(x), dtype=torch.int32, device="cpu") for x in (step.part.pos, step.pos))
+                facts = StepFacts(rows, rows, rows, keys, step.tiles, lambda: None, step.memo)
+                tables += [(n, key, value) for key, value in host_tables(recipe.kernel, spec, facts).items()]
+    several = [*arrays.values(), *(x.numpy() for *_, value in tables for x in _tensors_of(value))]
+    return PlanUpload(list(arrays), tables, UploadBuffer(several, device))
+
+
+def _tensors_of(value: Any) -> list[Tensor]:
+    return [x for x in (value if isinstance(value, tuple) else [value]) if isinstance(x, Tensor)]
+
+
+def _arrays(steps: Sequence[Step]) -> dict[int, Ints]:
+    """Row numbers and facts by the ids of their arrays, which the steps keep alive."""
+    arrays = {id(x): x for x in numbers(steps)}
     for step in steps:
         arrays |= {id(x): x for x in (step.part.pos, step.part.lo, step.part.hi, step.pos)}
-    on_device = dict(zip(arrays, upload(list(arrays.values()), device), strict=True))
+    return arrays
+
+
+def _uploaded(plan: Plan, steps: Sequence[Step], device: torch.device, where: Hashable) -> Uploaded:
+    prepared: PlanUpload | None = plan.known(("prepared", id(steps), device.type))
+    if prepared is None:
+        arrays = _arrays(steps)
+        on_device = dict(zip(arrays, upload(list(arrays.values()), device), strict=True))
+    else:
+        sent = iter(prepared.buffer.sent(device))
+        on_device = dict(zip(prepared.ids, sent, strict=False))
+        for n, key, value in prepared.tables:
+            tensors = [next(sent) for _ in _tensors_of(value)]
+            table = (*tensors, *value[len(tensors) :]) if isinstance(value, tuple) else tensors[0]
+            steps[n].memo((where, key), lambda table=table: table)
 
     def facts(step: Step) -> StepFacts:
         p = step.part

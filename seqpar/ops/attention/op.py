@@ -23,9 +23,10 @@ from torch import Tensor
 from seqpar.comm import Comm, Tag
 from seqpar.comm.header import hash63
 from seqpar.kernels import acc_dtype
+from seqpar.ops.attention.ahead import note
 from seqpar.ops.attention.call import Call, PartTensors, Recipe, Views, recipe_of
 from seqpar.ops.attention.schedule import backward, forward
-from seqpar.ops.attention.signature import Options, check_tensors, signature_of
+from seqpar.ops.attention.signature import Options, Signature, check_tensors, signature_of
 from seqpar.ops.attention.source import resolved
 from seqpar.ops.core.agreement import abort_on_error, agreement, check_comm
 from seqpar.ops.core.autocast import no_autocast
@@ -74,7 +75,7 @@ def _agreed(
     with agreement("attention", comm) as agreed:
         check_tensors(q, k, v, sinks, slopes, plan, comm)
         signature = signature_of(q, k, v, sinks, slopes, options, grads)
-        recipe = plan.memo((comm.rank, signature), lambda: recipe_of(plan, comm.rank, signature))
+        recipe = plan.known((comm.rank, signature)) or _first(plan, comm, signature)
         if (q.shape[0], k.shape[0]) != recipe.rows:
             raise ValueError(_wrong_rows(q, k, comm, recipe))
         # unused without dropout, so ranks may pass different seeds
@@ -86,6 +87,12 @@ def _agreed(
     check_repetition("attention", comm, stamp, recorded=True in grads)
     log.debug("rank %d: attention, call %d, plan %s, %s", comm.rank, number, recipe.facts["plan"], recipe.kernel.name)
     return Call(comm, Tag(agreed.digest, number, 0, 0, "attention"), plan, signature, recipe, seed or 0, stamp=stamp)
+
+
+def _first(plan: Plan, comm: Comm, signature: Signature) -> Recipe:
+    """The recipe of a plan's first call with this signature."""
+    note(comm, signature)
+    return plan.memo((comm.rank, signature), lambda: recipe_of(plan, comm.rank, signature))  # type: ignore[no-any-return]
 
 
 def _wrong_rows(q: Tensor, k: Tensor, comm: Comm, recipe: Recipe) -> str:

@@ -15,6 +15,8 @@ from torch import Tensor
 import seqpar
 from seqpar import Comm, Mask, Plan, plan_batch
 from seqpar.integrations.hf import ahead
+from seqpar.ops.attention import ahead as attention_ahead
+from seqpar.ops.attention import op
 from seqpar.testing import run_threads
 from tests.integrations.hf.models import build
 
@@ -73,6 +75,28 @@ def test_a_batch_that_is_changed_is_planned_when_it_comes() -> None:
 
     (one, other) = run_threads(2, rank)
     assert sorted(one) == sorted(other) and sum(ahead for ahead, _ in one) == 2 == sum(not ahead for ahead, _ in one)
+
+
+def test_layers_derive_nothing_from_a_plan_made_ahead(monkeypatch: pytest.MonkeyPatch) -> None:
+    """From the third batch on: the plans of the first two are made before the first call of attention."""
+    model, derived, recipe_of = build("llama"), [], op.recipe_of
+
+    def recorded(plan: Plan, rank: int, signature: Any) -> Any:
+        derived.append((plan.mask.lengths.tolist(), "plans ahead" in threading.current_thread().name))
+        return recipe_of(plan, rank, signature)
+
+    def rank(comm: Comm) -> list[list[int]]:
+        own, lengths = copy.deepcopy(model), []
+        with seqpar.parallelize(own, comm) as handle:
+            for batch in handle.prefetch(loader(comm.rank, 4)):
+                own(**batch)
+                lengths.append(sum(comm.gather("lengths", batch["attention_mask"].sum(1).tolist()), []))
+        return lengths
+
+    for module in (op, attention_ahead):
+        monkeypatch.setattr(module, "recipe_of", recorded)
+    (_, _, *later), _ = run_threads(2, rank)
+    assert [[ahead for lengths, ahead in derived if lengths == batch] for batch in later] == [[True, True]] * 2
 
 
 def test_loaders_that_end_apart_or_fail_are_told_by_every_rank() -> None:
