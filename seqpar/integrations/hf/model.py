@@ -48,9 +48,9 @@ from seqpar.integrations.hf.mask import Rule
 from seqpar.integrations.hf.planning import ModelPlanner
 from seqpar.integrations.hf.worth import Worth
 from seqpar.nn.wrap import PARALLEL, ParallelModel, check_makes_plans, refuse_twice, replaced, unpicklable
+from seqpar.ops.attention.ahead import derive
 from seqpar.ops.attention.api import Accuracy
 from seqpar.ops.attention.signature import check_accuracy
-from seqpar.ops.attention.ahead import derive
 from seqpar.ops.core.agreement import agreement, plan_key, remember
 from seqpar.ops.core.autocast import autocast_dtype
 from seqpar.ops.core.handles import uncompiled
