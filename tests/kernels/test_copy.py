@@ -7,6 +7,7 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import Tensor
+from torch.utils._python_dispatch import TorchDispatchMode
 
 from seqpar import native
 from seqpar.kernels.memory import copy as copies
@@ -162,3 +163,42 @@ def test_large_copies_are_the_same(row_bytes) -> None:
     back = torch.zeros_like(x)
     copy([Pair(back[:, :, piece].transpose(0, 1), packed[piece]) for piece in range(2)])
     assert torch.equal(back, x)
+
+
+class Calls(TorchDispatchMode):
+    """Counts torch's copies."""
+
+    count = 0
+
+    def __torch_dispatch__(self, function, types, args=(), kwargs=None):
+        self.count += function is torch.ops.aten.copy_.default
+        return function(*args, **(kwargs or {}))
+
+
+@pytest.mark.parametrize(("own", "expected"), [(0, 3), (3, 6)])
+def test_heads_for_all_peers_are_few_calls_of_torch(own, expected) -> None:
+    """q, k and v of 8 ranks, side by side for each: the peers before this rank and those after it."""
+    q, k, v = torch.randn(5, 16, 4), torch.randn(5, 8, 4), torch.randn(5, 8, 4)
+    memory = torch.full((7, 5 * 16 + 3), torch.nan)
+    peers = [peer for peer in range(8) if peer != own]
+    pairs = []
+    for buffer, peer in zip(memory, peers, strict=True):
+        columns = buffer[: 5 * 16].view(5, 16).split([8, 4, 4], 1)
+        for column, x in zip(columns, (q, k, v), strict=True):
+            share = x.shape[1] // 8
+            pairs.append(Pair(column.view(5, share, 4), x[:, peer * share : (peer + 1) * share]))
+    patch, calls = use("torch"), Calls()
+    with calls:
+        copy(pairs)
+    patch.undo()
+    assert calls.count == expected
+    assert all(torch.equal(dst, src) for dst, src, *_ in pairs)
+    assert memory[:, 5 * 16 :].isnan().all()
+
+
+def test_pairs_whose_order_is_reversed_are_copied_one_by_one() -> None:
+    x, y = torch.arange(6.0), torch.zeros(6)
+    patch = use("torch")
+    copy([Pair(y[n : n + 1], x[5 - n : 6 - n]) for n in range(6)])
+    patch.undo()
+    assert y.equal(x.flip(0))

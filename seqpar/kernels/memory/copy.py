@@ -1,13 +1,15 @@
 """Many strided copies at once, with which ranks pack and unpack messages; casts and sums of messages that arrived.
 
 All copies are one launch if ``seqpar._C`` was built for their device. Otherwise rows by number are Triton's on a CUDA
-device, and all else is torch's, one call per pair.
+device, and all else is torch's: one call for pairs that lie at equal distances, such as the heads of one tensor for all
+peers, which a permutation of dims describes.
 """
 
 from __future__ import annotations
 
 from collections.abc import Sequence
 from functools import cache
+from itertools import pairwise, takewhile
 from typing import NamedTuple
 
 import torch
@@ -59,8 +61,45 @@ def copy(pairs: Sequence[Pair]) -> None:
 
         rows.write(numbered)
         pairs = [pair for pair in pairs if not _on_triton(pair)]
-    for pair in pairs:
+    for pair in _joined(pairs):
         cast(pair)
+
+
+def _joined(pairs: Sequence[Pair]) -> list[Pair]:
+    """The same copies in fewer pairs: those of equal shapes at equal distances are one pair with a dim more."""
+    alike: dict[object, list[Pair]] = {}
+    rest: list[Pair] = []
+    for pair in pairs:
+        dst, src, dst_rows, src_rows = pair
+        if dst_rows is not None or src_rows is not None or src.is_conj() or src.is_neg():
+            rest.append(pair)
+            continue
+        memory = dst.untyped_storage()._cdata, src.untyped_storage()._cdata
+        alike.setdefault((memory, dst.dtype, dst.shape, dst.stride(), src.stride()), []).append(pair)
+    for several in alike.values():
+        several.sort(key=lambda pair: pair.src.storage_offset())
+        while several:
+            count, steps = _evenly(several)
+            rest.append(_as_one(several[0], count, steps) if count > 1 else several[0])
+            del several[:count]
+    return rest
+
+
+def _evenly(pairs: Sequence[Pair]) -> tuple[int, tuple[int, int]]:
+    """How many of the first pairs lie at equal distances, and the distances of their sides in elements."""
+    places = [(int(pair.dst.storage_offset()), int(pair.src.storage_offset())) for pair in pairs]
+    between = [(b[0] - a[0], b[1] - a[1]) for a, b in pairwise(places)]
+    if not between or between[0][0] <= 0:  # torch has no negative strides
+        return 1, (0, 0)
+    return 1 + len(list(takewhile(lambda step: step == between[0], between))), between[0]
+
+
+def _as_one(first: Pair, count: int, steps: tuple[int, int]) -> Pair:
+    dst, src = (
+        x.as_strided((count, *x.shape), (step, *x.stride()), x.storage_offset())
+        for x, step in zip((first.dst, first.src), steps, strict=True)
+    )
+    return Pair(dst, src)
 
 
 def cast(pair: Pair) -> None:
