@@ -245,6 +245,7 @@ def trade(case: Case, rows: Ints, width: int, w: Weights) -> tuple[Ints, Ints]:
         near, far = (
             rows * many * getattr(link, kind) // width for many, link in ((inside, w.inside), (across, w.across))
         )
+        near = np.maximum(near, rows * min(inside, 1) * getattr(w.inside, f"hop_{kind}") // width)
         latency = w.across.latency if across else w.inside.latency
         parts.append(latency + np.maximum(near, far) * scale // whole)
     return parts[0], parts[1]
@@ -297,6 +298,7 @@ def _ring(case: Case, sums: Sums, width: int, w: Weights) -> Cost:
         **(counts | {"merging": rows}),
     )  # fmt: skip
     busy, waiting = np.empty((2, 2, rows.size), np.int64)
+    w = replace(w, inside=w.inside._replace(key=w.inside.hop_key, grad=w.inside.hop_grad))  # all keys from one peer
     # a stage has the keys of one rank
     for group in range(sums.tokens.size):
         at = slice(group * width, (group + 1) * width)

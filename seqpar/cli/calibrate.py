@@ -9,7 +9,7 @@ import platform
 import subprocess
 import time
 from collections.abc import Sequence
-from dataclasses import asdict
+from dataclasses import asdict, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -114,6 +114,7 @@ def measured(model: ModelShape, device: torch.device, *, ranks: int, quick: bool
     from seqpar.launch import run_processes
     from seqpar.planner import Hardware
     from seqpar.planner.fit import fit_attention
+    from seqpar.planner.hardware import p2p_channels
 
     seconds, each = (4.0, 0.01) if quick else (45.0, 0.05)
     with progress("attention", seconds) as tick:
@@ -133,10 +134,11 @@ def measured(model: ModelShape, device: torch.device, *, ranks: int, quick: bool
         source=f"measured by seqpar calibrate on {about['machine']} at {about['time']} with {model.name}{nodes}",
         attention=attention.value,
         linear_rate=linear.value,
-        inside=fits["inside"].value,
+        inside=replace(fits["inside"].value, channels=p2p_channels(ranks) if device.type == "cuda" else None),
         across=fits.get("across", fits["inside"]).value,
         hidden=min(beside),
         call=measure.call(device),
+        kernel=about["kernel"],
         **_size(device),
     )
     errors = {"attention": attention, "linear": linear} | fits

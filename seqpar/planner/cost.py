@@ -53,6 +53,7 @@ class Wire(NamedTuple):
     """Ticks of a link: per exchange, key row, gradient of a key row, and row of a head trade in each direction.
 
     On the way in a head trade moves query, key and value, on the way out the output; in backward the directions swap.
+    hop_...: of a row that goes to one peer or comes from it; while it does, rows of other peers may move.
     """
 
     latency: int
@@ -60,6 +61,10 @@ class Wire(NamedTuple):
     grad: int
     enter: int
     leave: int
+    hop_key: int
+    hop_grad: int
+    hop_enter: int
+    hop_leave: int
 
 
 @dataclass(frozen=True)
@@ -102,11 +107,10 @@ class Weights:
 
         def wire(link: Link) -> Wire:
             size = DTYPE_BYTES[shape.dtype]
-            row = shape.row_bytes / link.bandwidth
             queries, outputs = (shape.heads * dim * size for dim in (shape.dim, shape.values))
-            bytes_ = (queries + shape.row_bytes, outputs)
-            seconds = (link.latency, row, row * max(4, size) / size, *(b / link.bandwidth for b in bytes_))
-            return Wire(*(round(s / second) for s in seconds))
+            bytes_ = shape.row_bytes, shape.row_bytes * max(4, size) / size, queries + shape.row_bytes, outputs
+            rates = link.bandwidth, link.alone
+            return Wire(*(round(s / second) for s in (link.latency, *(b / rate for rate in rates for b in bytes_))))
 
         passes = 4 if shape.recompute == "full" else 3
         return cls(
@@ -210,7 +214,11 @@ def timeline(t: Tally, w: Weights, *, width: int | Ints, stage_bytes: int | Sequ
     back = np.array([[0], [1]])
 
     def wire(kind: str) -> Ints:
-        near_by = np.maximum(t.keys - t.entering, t.sent - t.leaving) * getattr(w.inside, kind)
+        rows_near = np.maximum(t.keys - t.entering, t.sent - t.leaving)
+        # one peer has about as many rows of the shared documents as this group
+        near_by = rows_near * getattr(w.inside, kind)
+        if w.inside.hop_key > w.inside.key:
+            near_by = np.maximum(near_by, np.minimum(rows_near, t.merging) * getattr(w.inside, f"hop_{kind}"))
         return _portion(np.maximum(near_by, far_off * getattr(w.across, kind)), kv_heads, w.kv_heads)
 
     launched = stages + 2 * tapered
@@ -253,8 +261,15 @@ def trades(most: Ints, w: Weights, width: int | Ints) -> Ints:
 
     most: rows of the group's largest member, which sends the most; no member receives more.
     """
-    latency = w.inside.latency * (most > 0)
-    enter, leave = (latency + _portion(most * ticks, width - 1, width) for ticks in (w.inside.enter, w.inside.leave))
+    link, latency = w.inside, w.inside.latency * (most > 0)
+    pairs = (link.enter, link.hop_enter), (link.leave, link.hop_leave)
+    enter, leave = (
+        latency
+        + np.maximum(
+            _portion(most * all_peers, width - 1, width), _portion(most * peer, np.minimum(width - 1, 1), width)
+        )
+        for all_peers, peer in pairs
+    )
     return np.array([[enter, leave], [leave, enter]])
 
 

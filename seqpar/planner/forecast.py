@@ -86,6 +86,9 @@ class Forecast:
             "model": self.model.name,
             "recompute": self.model.recompute,
             "hardware": self.hardware.name,
+            "kernel": self.hardware.kernel,
+            "channels": self.hardware.inside.channels,
+            "hop": self.hardware.inside.alone,
             "node": self.node,
             "seconds": self.seconds,
             "bound": self.least,
@@ -108,8 +111,18 @@ class Forecast:
             f"{self.imbalance:.2%} imbalance, {transfers:.2%} exposed transfers\n"
             f"  slowest rank {slowest}: {own}\n"
             f"  mean of the ranks: {parts}\n"
-            f"  memory up to {self.bytes / 1e9:.1f} of {self.memory.usable / 1e9:.1f} GB beside the model's state"
+            f"  memory up to {self.bytes / 1e9:.1f} of {self.memory.usable / 1e9:.1f} GB beside the model's state\n"
+            f"  {self.figures}"
         )
+
+    @property
+    def figures(self) -> str:
+        """The kernel and the links whose figures these are, and which of them nobody measured."""
+        link, machine = self.hardware.inside, self.hardware
+        kernel = f"kernel {machine.kernel}" if machine.kernel else "kernel unknown"
+        over = "" if link.channels is None else f" over {link.channels} NCCL channels"
+        assumed = f"; not measured by anybody: {machine.assumed}" if machine.assumed else ""
+        return f"{kernel}; one peer of a node{over} {link.alone / 1e9:.4g} of {link.bandwidth / 1e9:.4g} GB/s{assumed}"
 
 
 def _seconds(value: float) -> str:

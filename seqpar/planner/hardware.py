@@ -7,7 +7,11 @@ One attention call on one rank takes
 ``flops``: operations per attended pair, ``ModelShape.pair_flops`` in forward and 2.5 times that in backward.
 Steps are the plan's, one if nothing is fetched. A piece is a run of consecutive tokens of one document on the rank: a
 zigzag shard has two. Key rows are those that arrive from other ranks; the rank's own keys are as many as its queries,
-so ``query_pairs`` includes them. An exchange of ``b`` bytes takes ``latency + b / bandwidth``.
+so ``query_pairs`` includes them. An exchange of ``b`` bytes, ``c`` of them with one peer, takes
+
+    latency + max(b / bandwidth, c / hop)                                                                      seconds
+
+NCCL gives each pair of ranks a few of its channels, so one peer cannot fill a GPU's links: see `p2p_channels`.
 """
 
 from __future__ import annotations
@@ -27,7 +31,7 @@ _RATE, _SECONDS, _PAIRS = (1.0, 1e30), (0.0, 1e6), (0.0, 1e12)
 RANGES = {
     "rate": _RATE, "backward_rate": _RATE, "linear_rate": _RATE, "bandwidth": _RATE, "latency": _SECONDS,
     "piece": _SECONDS, "stage": _SECONDS, "call": _SECONDS, "query_pairs": _PAIRS, "key_pairs": _PAIRS,
-    "hidden": (0.0, 1.0),
+    "hidden": (0.0, 1.0), "hop": _RATE,
 }  # fmt: skip
 BACKWARD = 2.5  # forwards per backward of attention: five products instead of two
 
@@ -36,19 +40,31 @@ BACKWARD = 2.5  # forwards per backward of attention: five products instead of t
 class Link:
     """One rank's share of a network. latency: seconds before the first byte. bandwidth: bytes per second and direction.
 
-    Both as achieved, not as advertised. Raises ValueError for a figure outside `RANGES`.
+    hop: bytes per second with one peer; None if one peer can fill the link. channels: NCCL's for a pair of ranks; None
+    without NCCL. All as achieved, not as advertised.
+
+    Raises ValueError for a figure outside `RANGES`, and channels that are not a positive integer.
     """
 
     latency: float
     bandwidth: float
+    hop: float | None = None
+    channels: int | None = None
 
     def __post_init__(self) -> None:
         """Check the figures."""
-        _check(self, "bandwidth", "latency")
+        _check(self, "bandwidth", "latency", *([] if self.hop is None else ["hop"]))
+        if self.channels is not None and not (type(self.channels) is int and 1 <= self.channels <= COUNT):
+            raise ValueError(f"Link: channels must be a positive integer or None, got {self.channels!r:.60}")
 
-    def seconds(self, size: float) -> float:
-        """Seconds of an exchange of this many bytes; 0 for none."""
-        return self.latency + size / self.bandwidth if size else 0.0
+    @property
+    def alone(self) -> float:
+        """Bytes per second and direction with one peer."""
+        return self.bandwidth if self.hop is None else min(self.hop, self.bandwidth)
+
+    def seconds(self, size: float, *, peers: int = 1) -> float:
+        """Seconds of an exchange of this many bytes, as many with each of the peers; 0 for none."""
+        return self.latency + max(size / self.bandwidth, size / peers / self.alone) if size else 0.0
 
 
 @dataclass(frozen=True)
@@ -95,7 +111,8 @@ class Attention:
 class Hardware:
     """A machine of equal ranks; each `node` of them share the `inside` links.
 
-    source: the origin of the figures, in words. linear_rate: achieved operations per second of linear layers, including
+    source: the origin of the figures, in words. kernel: whose rates `attention` has. assumed: figures that nobody
+    measured, in words; both "" if unknown. linear_rate: achieved operations per second of linear layers, including
     everything around them. memory: bytes that a rank can use. reserve: the part of memory not for activations and
     fetched keys: weights, gradients, optimiser and the like. hidden: the fraction of an exchange's time, 0 to 1, that
     overlaps with available computation. call: seconds of overhead of one more call of a model's block, forward and
@@ -115,6 +132,8 @@ class Hardware:
     reserve: int = 0
     hidden: float = HIDDEN
     call: float = CALL
+    kernel: str = ""
+    assumed: str = ""
 
     def __post_init__(self) -> None:
         """Check the fields."""
@@ -133,9 +152,11 @@ class Hardware:
             ("attention", Attention),
             ("inside", Link),
             ("across", Link),
+            ("kernel", str),
+            ("assumed", str),
         ):
             value = getattr(self, field)
-            if not isinstance(value, kind) or value == "":
+            if not isinstance(value, kind) or (value == "" and field in ("name", "source")):
                 raise ValueError(f"Hardware: {field} must be a {kind.__name__}, got {value!r}")
 
     @classmethod
@@ -213,7 +234,7 @@ def _check_keys(cls: type[Any], data: object, what: str) -> None:
         raise ValueError(f"{what} must be a mapping, got {data!r}")
     known = {field.name: field for field in fields(cls)}
     unknown = sorted(set(data) - set(known))
-    optional = {"node", "reserve", "hidden", "call"}
+    optional = {"node", "reserve", "hidden", "call", "kernel", "assumed", "hop", "channels"}
     missing = sorted(set(known) - set(data) - optional)
     if unknown or missing:
         raise ValueError(
@@ -244,25 +265,63 @@ _MATMUL_SOURCE = (
     "Learning Engineering book (Bekman), the share that FlexSP's constants have on an A100"
 )
 _GAP = 6_000_000_000  # kept free on every GPU for CUDA and NCCL by Hydraulis (Li et al. 2024)
+_P2P_CHANNELS = 32  # of a communicator over NVLink, and of a pair of ranks if nothing else moves
+_NODE = 8
+
+
+def p2p_channels(ranks: int) -> int:
+    """NCCL's channels between two ranks of a communicator of so many ranks of a node, for up to 16 MiB a channel.
+
+    A pair gets all channels, halved until every pair of a rank could have as many. Source: `scheduleP2pTasksToPlan` of
+    NCCL 2.27 to 2.30 (``src/enqueue.cc``).
+    """
+    channels = _P2P_CHANNELS
+    while channels * ranks > _P2P_CHANNELS and channels > 1:
+        channels //= 2
+    return channels
+
+
+def _nvlink(latency: float, bandwidth: float, channel: float) -> Link:
+    """The link of a GPU in a node of 8. channel: bytes per second of a channel."""
+    channels = p2p_channels(_NODE)
+    return Link(latency, bandwidth, hop=channels * channel, channels=channels)
+
+
 # DistCA's nccl_perf.csv, all-gather on 8 H100, 8 MB to 8 GB: this line is within 15 % of the first size, 5 % elsewhere.
-_NVLINK4 = Link(latency=44e-6, bandwidth=367e9)
+# The rate of a channel: NCCL's figure for one of the NVLinks (src/graph/topo.h: 20.0, 20.6 and 40.1 GB/s from Ampere,
+# Hopper and Blackwell). Nobody has published what a pair of 8 ranks gets.
+_NVLINK3 = _nvlink(40e-6, 195e9, 20.0e9)
+_NVLINK4 = _nvlink(44e-6, 367e9, 20.6e9)
+_NVLINK5 = _nvlink(44e-6, 726e9 * 7 / 8, 40.1e9)
 _NVLINK4_SOURCE = "NVLink from DistCA's NCCL all-gather on 8 H100 (nccl_perf.csv)"
+_HOP = "a hop inside a node: 4 NCCL channels, each as fast as NCCL takes one NVLink to be (topo.h)"
 _NDR_SOURCE = (
     "400 Gb/s InfiniBand at 47 GB/s (NVIDIA in nccl-tests#290: 46 to 48); nobody publishes the latency of an exchange "
     "between nodes, so that inside one stands in"
 )
 _GB = 1_000_000_000
+_H200 = "; an H200 computes like an H100 and has 141 GB"
 
 
-def _h100(name: str, *, across: float = 47e9, memory: int = 80 * _GB, note: str = "") -> Hardware:
-    source = (
-        "attention at the rates of FlashAttention-3 at head dim 128, 648 forward and 561 backward (Shah et al. 2024, "
-        f"figures 5 and 6); {_ROWS_SOURCE}; {_MATMUL_SOURCE}; {_NVLINK4_SOURCE}; {_NDR_SOURCE}{note}"
+def _h100(name: str, *, across: float = 47e9, memory: int = 80 * _GB, note: str = "", fast: bool = False) -> Hardware:
+    # as `seqpar.kernels.preference` orders the kernels: its comments derive the backward
+    exact = (
+        "395 forward as Triton's tutorial, and 282 backward, which is 5/7 of it, since Triton's backward takes 7 "
+        "products for 5"
     )
+    rates = "FlashAttention-3, 648 forward and 561 backward" if fast else exact
+    assumed = _HOP if fast else f"Triton's backward, and its forward in place of the tutorial's; {_HOP}"
     return Hardware(
         name=name,
-        source=source,
-        attention=Attention(rate=648e12, backward_rate=561e12, **_FA2_ROWS),
+        source=(
+            f"attention at head dim 128 at the rates of {rates} (Shah et al. 2024, figures 5 and 6); {_ROWS_SOURCE}; "
+            f"{_MATMUL_SOURCE}; {_NVLINK4_SOURCE}; {_NDR_SOURCE}{note}"
+        ),
+        kernel="flash3" if fast else "triton",
+        assumed=assumed,
+        attention=Attention(
+            rate=648e12 if fast else 395e12, backward_rate=561e12 if fast else 395e12 * 5 / 7, **_FA2_ROWS
+        ),
         linear_rate=_OF_FASTEST * 792.1e12,
         inside=_NVLINK4,
         across=Link(latency=_NVLINK4.latency, bandwidth=across),
@@ -279,9 +338,11 @@ def _a100() -> Hardware:
             "all-to-all on 4 A100 (alltoall.csv); 200 Gb/s InfiniBand at 24 GB/s (nccl-tests#119), its latency as "
             "inside a node"
         ),
+        kernel="triton",
+        assumed=f"Triton's rates, for which those of FlashAttention-2 stand in; {_HOP}",
         attention=Attention(rate=221.8e12, backward_rate=199.4e12, **_FA2_ROWS),
         linear_rate=_OF_FASTEST * 267.9e12,
-        inside=Link(latency=40e-6, bandwidth=195e9),
+        inside=_NVLINK3,
         across=Link(latency=40e-6, bandwidth=24e9),
         memory=80 * _GB - _GAP,
     )
@@ -318,9 +379,11 @@ def _b200() -> Hardware:
             "NVLink from DeepEP's dispatch on 8 GPUs (726 GB/s, an eighth of it local), its latency as of an H100; "
             f"{_NDR_SOURCE}"
         ),
+        kernel="triton",
+        assumed=f"Triton's rates, for which those of MagiAttention's kernel stand in, so attention is slower; {_HOP}",
         attention=Attention(rate=1286e12, backward_rate=1067e12, **_FA2_ROWS),
         linear_rate=_OF_FASTEST * 1745e12,
-        inside=Link(latency=_NVLINK4.latency, bandwidth=726e9 * 7 / 8),
+        inside=_NVLINK5,
         across=Link(latency=_NVLINK4.latency, bandwidth=47e9),
         memory=180 * _GB - _GAP,
     )
@@ -337,6 +400,7 @@ def _cpu() -> Hardware:
             "shared memory and over gloo, a quarter of what 4 processes moved), latencies of small exchanges of 2 "
             "processes while the machine was busy. Memory is a choice"
         ),
+        kernel="native",
         attention=Attention(
             rate=441e9, backward_rate=412e9, piece=0.0, query_pairs=124.0, key_pairs=62.0, stage=9.4e-5
         ),
@@ -347,11 +411,14 @@ def _cpu() -> Hardware:
     )
 
 
-# None of the GPU figures was measured by this project; `seqpar calibrate` measures the machine it runs on.
+# None of the GPU figures was measured by this project; `seqpar calibrate` measures the machine it runs on. "-fast": the
+# kernel that attention(accuracy="fast") takes, which differs on Hopper alone.
 PRESETS: dict[str, Callable[[], Hardware]] = {
     "h100": lambda: _h100("h100"),
     "h100-100g": lambda: _h100("h100-100g", across=47e9 / 4, note="; a quarter of that for 100 Gb/s"),
-    "h200": lambda: _h100("h200", memory=141 * _GB, note="; an H200 computes like an H100 and has 141 GB"),
+    "h100-fast": lambda: _h100("h100-fast", fast=True),
+    "h200": lambda: _h100("h200", memory=141 * _GB, note=_H200),
+    "h200-fast": lambda: _h100("h200-fast", memory=141 * _GB, note=_H200, fast=True),
     "a100": _a100,
     "a100-flexsp": _a100_flexsp,
     "b200": _b200,

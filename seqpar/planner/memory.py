@@ -9,6 +9,9 @@ from seqpar.planner.hardware import Hardware
 from seqpar.planner.shape import ModelShape
 
 LOGITS = 1024  # rows of a chunk of the head
+# NCCL's buffer of a channel to a peer (NCCL_BUFFSIZE), and the channels that it connects to each peer over NVLink
+# (`p2pnChannelsPerPeer`, 2 for an NVLink, at most 32): 7 peers take up to 0.94 GB once an exchange has reached them.
+BUFFER, CONNECTED = 4 << 20, 32
 SLACK = 32  # 1/32 of memory is left to the allocator's fragmentation
 
 
@@ -26,16 +29,18 @@ class Memory:
 
         A row keeps its activations under the recompute policy, and in one layer at a time the accumulators of output
         and query gradient. Fixed: two stages of keys with their gradients, two layers' weights as FSDP gathers them,
-        and a chunk of logits with its gradient.
+        and a chunk of logits with its gradient. With NCCL a third stage of keys, which arrives while one waits, and
+        NCCL's buffers for the peers of a node.
         """
-        size = DTYPE_BYTES[shape.dtype]
+        size, nccl = DTYPE_BYTES[shape.dtype], hardware.inside.channels is not None
         acc = max(4, size)
         row = shape.activation_bytes + acc * shape.heads * (shape.dim + shape.values)
-        stages = 2 * stage_bytes * (size + acc) // size
+        stages = stage_bytes * ((3 if nccl else 2) * size + 2 * acc) // size
+        buffers = (hardware.node - 1) * CONNECTED * BUFFER if nccl else 0
         gathered = 2 * size * -(-shape.parameters // shape.layers)
         logits = 2 * LOGITS * shape.vocab * acc
         usable = hardware.memory - hardware.reserve - hardware.memory // SLACK
-        return cls(stages + gathered + logits, row, usable)
+        return cls(stages + buffers + gathered + logits, row, usable)
 
     @property
     def rows(self) -> int:

@@ -53,7 +53,7 @@ def moved_ticks(layers: Layers, w: Weights, *, rows: int, stage_bytes: int) -> i
     tokens = layers[0][0].tokens
     stages = tokens // max(1, stage_bytes // w.row_bytes) + 3
     links = (w.inside, w.across)
-    row = w.key + sum(link.key + link.grad for link in links) + 2 * (w.inside.enter + w.inside.leave)
+    row = w.key + sum(link.hop_key + link.hop_grad for link in links) + 2 * (w.inside.hop_enter + w.inside.hop_leave)
     stage = w.forward.stage + w.backward.stage + 2 * sum(link.latency for link in links)
     merged = min(2 * rows, tokens) * w.query * stages
     ticks = 0

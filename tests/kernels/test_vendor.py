@@ -43,6 +43,7 @@ from seqpar.kernels.vendor import Aten, AtenFlash, CuDNN, Flash2, Flash3, Flash4
 from seqpar.ops.attention.signature import Options as OpOptions
 from seqpar.ops.attention.signature import signature_of
 from seqpar.plan import Plan
+from seqpar.planner import Hardware
 from seqpar.testing import relative_rms
 from tests.cases import OVER_RANKS
 from tests.kernels.cases import (
@@ -848,6 +849,16 @@ def test_fast_takes_a_library_for_several_steps(all_here, monkeypatch) -> None:
     assert choose("auto", steady).name == "cudnn"
     assert choose("auto", replace(steady, one_length=False)).name == "aten_flash"
     assert choose("auto", replace(steady, merges=True, fast=False)).name == "triton"
+
+
+@pytest.mark.parametrize(
+    ("name", "capability"),
+    [("h100", 90), ("h100-fast", 90), ("h200", 90), ("h200-fast", 90), ("a100", 80), ("b200", 100)],
+)
+def test_a_preset_has_the_kernel_that_auto_takes_for_several_steps(name, capability, all_here) -> None:
+    call = replace(HOPPER, capability=capability, merges=True, fast=name.endswith("-fast"))
+    assert Hardware.preset(name).kernel == choose("auto", call).name
+    assert choose("auto", replace(call, fast=True)).name == choose("auto", call).name or capability == 90
 
 
 def test_keys_of_many_lengths_keep_cudnn_away() -> None:

@@ -60,7 +60,7 @@ def test_describe_of_few_ranks_has_a_line_for_each_and_the_forecast() -> None:
     head = lines.index(next(line for line in lines if line.split()[:2] == ["rank", "rows"]))
     assert [line.split()[0] for line in lines[head + 1 : head + 5]] == ["0", "1", "2", "3"]
     assert "\n".join(lines[head + 5 :]) == str(plan.forecast)
-    assert f"gap {plan.forecast.gap:.2%}" in lines[-4] and "imbalance" in lines[-4]
+    assert f"gap {plan.forecast.gap:.2%}" in lines[-5] and "imbalance" in lines[-5]
     assert node_of(plan) == plan.forecast.node == min(4, Hardware.preset("cpu").node)
 
 

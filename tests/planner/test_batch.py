@@ -13,9 +13,14 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from seqpar import Mask
-from seqpar.planner import Hardware, ModelShape, plan_batch
+from seqpar.planner import Hardware, Link, ModelShape, plan_batch
 
 VAST = dataclasses.replace(Hardware.preset("h100"), memory=1 << 50)
+# figures of no preset, so that the recorded plans outlive changes of presets
+FIXED = dataclasses.replace(
+    VAST, attention=dataclasses.replace(VAST.attention, rate=648e12, backward_rate=561e12),
+    inside=Link(latency=44e-6, bandwidth=367e9),
+)  # fmt: skip
 SMALL = dataclasses.replace(ModelShape.preset("llama-8b"), name="small", layers=2)
 LENGTHS = st.one_of(
     st.lists(st.integers(1, 3000), min_size=1, max_size=40),
@@ -134,7 +139,7 @@ def test_every_machine_makes_the_same_plan(case: tuple[int, int]) -> None:
     documents, ranks = case
     # the legacy generator gives the same numbers in every version
     drawn = np.random.RandomState(list(RECORDED).index(case)).randint(1, 200000, documents)
-    plan = plan_batch(drawn**2 // 200000 + 1, ranks, model=ModelShape.preset("tiny"), hardware=VAST)
+    plan = plan_batch(drawn**2 // 200000 + 1, ranks, model=ModelShape.preset("tiny"), hardware=FIXED)
     assert plan.digest() == RECORDED[case]
 
 
@@ -154,7 +159,7 @@ GROUPED = {
 @pytest.mark.parametrize("case", list(GROUPED), ids=str)
 def test_every_machine_puts_documents_into_the_same_groups(case: tuple[int, int]) -> None:
     documents, ranks = case
-    plan = plan_batch(heavy_tailed(documents, ranks), ranks, hardware=VAST)
+    plan = plan_batch(heavy_tailed(documents, ranks), ranks, hardware=FIXED)
     assert len(set(plan.ulysses)) == 2 and plan.digest() == GROUPED[case]
 
 

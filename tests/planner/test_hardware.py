@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 
 from seqpar.planner import Attention, Hardware, Link, ModelShape, plan_batch
-from seqpar.planner.hardware import PRESETS
+from seqpar.planner.hardware import PRESETS, p2p_channels
 
 RESULTS = Path(__file__).parents[2] / "bench" / "results"
 
@@ -58,7 +58,36 @@ def test_rows_of_the_h100_are_within_13_percent_of_distcas_profile(
 
 @pytest.mark.parametrize(("size", "microseconds"), [(33554432, 124.4), (268435456, 675.8), (8589934592, 20442.0)])
 def test_nvlink_is_within_5_percent_of_nccls_all_gather(size: int, microseconds: float) -> None:
-    assert Hardware.preset("h100").inside.seconds(size * 7 / 8) * 1e6 == pytest.approx(microseconds, rel=0.05)
+    inside = Hardware.preset("h100").inside
+    assert inside.seconds(size * 7 / 8, peers=7) * 1e6 == pytest.approx(microseconds, rel=0.05)
+
+
+def test_a_peer_gets_the_channels_that_nccl_gives_a_pair() -> None:
+    assert [p2p_channels(ranks) for ranks in (1, 2, 4, 8, 9, 32, 64, 1024)] == [32, 16, 8, 4, 2, 1, 1, 1]
+    inside = Hardware.preset("h100").inside
+    assert inside.channels == 4 and inside.alone == 4 * 20.6e9 < inside.bandwidth
+    assert inside.seconds(1e9) == pytest.approx(44e-6 + 1e9 / 82.4e9)
+    assert inside.seconds(1e9, peers=2) == pytest.approx(44e-6 + 1e9 / 164.8e9)
+    assert inside.seconds(1e9, peers=5) == pytest.approx(44e-6 + 1e9 / 367e9), "five peers fill the link"
+    assert Link(latency=0.0, bandwidth=4.0).seconds(8) == Link(latency=0.0, bandwidth=4.0, hop=9.0).seconds(8) == 2.0
+    for channels in (0, -1, 2.0, True, "4"):
+        with pytest.raises(ValueError, match="channels must be a positive integer or None, got"):
+            replace(inside, channels=channels)
+
+
+@pytest.mark.parametrize("name", [name for name in PRESETS if name != "a100-flexsp"])
+def test_a_forecast_names_the_kernel_and_the_channels_and_what_nobody_measured(name: str) -> None:
+    machine = Hardware.preset(name)
+    forecast = plan_batch([9000, 700, 50], 2, model="tiny", hardware=machine).forecast
+    line = str(forecast).splitlines()[-1]
+    assert (
+        f"kernel {machine.kernel}; one peer of a node" in line
+        and line in plan_batch([9000, 700, 50], 2, model="tiny", hardware=machine).describe()
+    )
+    assert (forecast.facts()["kernel"], forecast.facts()["channels"]) == (machine.kernel, machine.inside.channels)
+    on_gpus = name != "cpu"
+    assert ("over 4 NCCL channels" in line) == on_gpus == (f"not measured by anybody: {machine.assumed}" in line)
+    assert "hop inside a node" in machine.assumed or not on_gpus
 
 
 def test_seconds_of_a_call_add_up() -> None:
@@ -119,6 +148,9 @@ def test_a_file_may_leave_out_defaults_and_carry_measurements(tmp_path: Path) ->
         (lambda d: d.update(colour="red"), "hardware has unknown keys colour"),
         (lambda d: d["attention"].pop("rate"), "attention has no rate"),
         (lambda d: d["inside"].update(jitter=1.0), "inside has unknown keys jitter"),
+        (lambda d: d["inside"].update(hop=0.0), "hop must be a number from 1 to"),
+        (lambda d: d["inside"].update(channels=1.5), "channels must be a positive integer or None, got 1.5"),
+        (lambda d: d.update(kernel=3), "kernel must be a str, got 3"),
         (lambda d: d.update(across=None), "across must be a mapping"),
         (lambda d: d.update(schema=2), "schema 1, got 2"),
         (lambda d: d.update(schema=True), "schema 1, got True"),

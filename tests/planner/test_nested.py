@@ -94,4 +94,20 @@ PACKED = {
 @pytest.mark.parametrize("name", PACKED)
 def test_8192_tokens_a_rank_come_close_to_the_bound(name: str) -> None:
     assert sum(PACKED[name]) == 8 * 8192
-    assert plan_batch(PACKED[name], 8, model=LLAMA, hardware=VAST).forecast.gap < 0.021
+    # with links that one peer fills; over the channels of a pair the planner comes no closer than this
+    filled = dataclasses.replace(VAST, inside=dataclasses.replace(VAST.inside, hop=None))
+    for machine, most in ((filled, 0.023), (VAST, 0.026)):
+        assert plan_batch(PACKED[name], 8, model=LLAMA, hardware=machine).forecast.gap < most
+
+
+@pytest.mark.parametrize("width", [2, 4, 8])
+def test_a_trade_with_few_peers_waits_for_their_channels(width: int) -> None:
+    rows, link = np.array([1000]), W.inside
+    filled = dataclasses.replace(W, inside=link._replace(hop_enter=link.enter, hop_leave=link.leave))
+    (enter, leave), _ = trades(rows, W, width)[..., 0] - link.latency
+    (all_in, all_out), _ = trades(rows, filled, width)[..., 0] - link.latency
+    assert all_in == 1000 * link.enter * (width - 1) // width and all_out == 1000 * link.leave * (width - 1) // width
+    assert enter == max(all_in, 1000 * link.hop_enter // width) and leave == max(
+        all_out, 1000 * link.hop_leave // width
+    )
+    assert (enter > all_in) == (width < 8), "seven peers fill the link"

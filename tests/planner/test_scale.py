@@ -101,7 +101,7 @@ def test_forecasts_of_huge_batches_are_no_less_than_bounds(lengths, ranks, slowe
 
 def test_ticks_are_as_fine_as_64_bits_allow() -> None:
     finest = Weights.of(LLAMA, VAST)
-    for documents in (1, 50, 100):
+    for documents in (1, 50, 80):
         layers = layers_of(np.full(documents, 10**6), None, LLAMA)
         assert weights_for(layers, LLAMA, VAST, stage_bytes=1 << 20) == finest
     layers = layers_of(np.full(200, 10**6), None, LLAMA)
