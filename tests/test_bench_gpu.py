@@ -10,13 +10,14 @@ from collections.abc import Callable, Iterator
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
+from unittest import mock
 
 import pytest
 import torch
 
 import seqpar
 from bench.gpu import machine as machines
-from bench.gpu import needs, run
+from bench.gpu import magi, nccl, needs, run
 from bench.gpu.calls import OfKernel, Problem, Setup, errors
 from bench.gpu.machine import Machine
 from bench.gpu.ring import Virtual
@@ -24,6 +25,7 @@ from bench.gpu.rows import Case, Results, Row
 from bench.gpu.step import SCHEDULES, Turn
 from bench.lib.virtual import Post
 from seqpar.kernels import Blockwise, Grads, Operands
+from seqpar.testing import run_processes
 
 ROOT = Path(__file__).resolve().parent.parent
 
@@ -269,3 +271,95 @@ def test_a_rank_in_turn_posts_what_its_plan_says_and_receives_the_same_memory_ag
         assert sent == sum(both) > 0
         memory.append([x.data_ptr() for x in turn.tape._received])
     assert memory[0] == memory[1] and memory[0]
+
+
+# --- several GPUs -----------------------------------------------------------------------------------------------------
+
+
+def rehearsed(comm: Any, path: Path, *arguments: str) -> list[Row]:
+    """What `bench.gpu.nccl` measures on one rank, over gloo."""
+    torch.set_num_threads(1)
+    flags = ["--rehearse", "--json", str(path), *arguments]
+    return nccl.measured(comm, nccl.parser().parse_args(flags))
+
+
+CARRIED = {"gloo", "PeerComm"}
+
+
+def test_transfers_and_agreements_are_rehearsed_over_gloo_and_not_taken_twice(tmp_path: Path) -> None:
+    path = tmp_path / "nccl.jsonl"
+    flags = ("--slice", "hops", "--slice", "all-to-alls", "--slice", "agree", "--slice", "open")
+    assert run_processes(2, rehearsed, path, *flags)[1], "the other rank knows of its rows too"
+    rows = rows_of(path)
+    timed = {(row["slice"], row["kernel"], row["mode"]) for row in rows if "ms" in row}
+    assert timed == {("hops", name, mode) for name in CARRIED for mode in ("one pair", "all")} | {
+        ("all-to-alls", name, "all") for name in CARRIED
+    } | {("agree", "agree", "device idle")}
+    for row in rows:
+        assert row["device"] == "rehearsal" and row["commit"] and "variables" in row and "error" not in row
+        if row["slice"] in ("hops", "all-to-alls"):
+            bytes = 5 * 4096 // (1 if row["slice"] == "hops" else 2)
+            assert row["gbps"] * row["ms"] * 1e6 == pytest.approx(bytes)
+    assert run_processes(2, rehearsed, path, *flags) == [[], []] and rows_of(path) == rows
+
+
+def test_layers_are_right_and_their_exchanges_are_taken_from_a_trace(tmp_path: Path) -> None:
+    path = tmp_path / "nccl.jsonl"
+    run_processes(2, rehearsed, path, "--slice", "layers")
+    rows = rows_of(path)
+    modes = {f"{schedule}, {mode}" for schedule in nccl.SCHEDULES for mode in ("forward", "forward and backward")}
+    assert {(row["kernel"], row["mode"]) for row in rows} == {(name, mode) for name in CARRIED for mode in modes}
+    for row in rows:
+        assert row["baseline"] == "one GPU" and row["ratio"] == pytest.approx(row["one_gpu_ms"] / (2 * row["ms"]))
+        assert 0 <= row["exposed_ms"] <= row["exchanging_ms"] and row["exchanging_ms"] > 0 < row["computing_ms"]
+
+
+def test_a_wrong_layer_is_refused_and_not_timed(tmp_path: Path) -> None:
+    path = tmp_path / "nccl.jsonl"
+    run_processes(2, wrong_layers, path)
+    assert all(row["ok"] is False and "not as one GPU" in row["refused"] and "ms" not in row for row in rows_of(path))
+
+
+def wrong_layers(comm: Any, path: Path) -> list[Row]:
+    forward = nccl.Layer.forward
+    with mock.patch.object(nccl.Layer, "forward", lambda self: 1.001 * forward(self)):
+        return rehearsed(comm, path, "--slice", "layers")
+
+
+def test_exchanges_of_a_device_are_nccl_kernels_and_copies_between_devices() -> None:
+    names = ("ncclDevKernel_SendRecv(x)", "Memcpy PtoP (Device -> Device)", "attention_kernel", "Memcpy DtoD")
+    kinds = ("kernel", "gpu_memcpy", "kernel", "gpu_memcpy")
+    events = [{"name": name, "cat": kind} for name, kind in zip(names, kinds)]
+    found = [nccl.marked(event)["cat"] for event in events]
+    assert found == ["exchange", "exchange", "kernel", "gpu_memcpy"]
+    assert nccl.marked({"name": "ncclSend", "cat": "cpu_op"})["cat"] == "cpu_op", "of the host"
+
+
+# --- what others publish ----------------------------------------------------------------------------------------------
+
+
+def test_the_published_workload_has_its_sizes_and_its_figures() -> None:
+    cases = magi.workloads(False)
+    assert {case.name for case in cases} == set(magi.PUBLISHED) and {case.tokens for case in cases} == {8192, 16384}
+    for case in cases:
+        s = case.setup
+        assert (s.heads, s.kv_heads, s.dim, s.dtype) == (64, 8, 128, torch.bfloat16)
+        mask = case.mask(8 * case.tokens)
+        pairs = sum(n * (n + 1) // 2 if "causal" in case.name else n * n for n in mask.lengths)
+        assert mask.tokens == 8 * case.tokens and mask.area() == pairs
+        quarter = mask.tokens // 4
+        assert max(mask.lengths) <= quarter < mask.tokens if "varlen" in case.name else len(mask.lengths) == 1
+        published = case.published(8)
+        assert len(published) == (8 if case.tokens == 8192 else 0) and not case.published(4)
+    assert cases[0].published(16)["MagiAttention, native"] == (652, 545)
+
+
+def test_the_published_workload_is_rehearsed_beside_the_published_figures(tmp_path: Path) -> None:
+    path = tmp_path / "nccl.jsonl"
+    run_processes(2, rehearsed, path, "--slice", "magi")
+    rows = rows_of(path)
+    assert {row["case"] for row in rows} == {f"{name}, 32 tokens a rank, 2 ranks" for name in ("full", "varlen causal")}
+    modes = {row["mode"] for row in rows}
+    assert {f"{plan}, backward" for plan in ("planned", "ring", "fetch", "Ulysses")} <= modes
+    full = next(row for row in rows if row["mode"] == "ring, forward" and row["case"].startswith("full"))
+    assert full["tflops"] * full["ms"] * 1e9 == pytest.approx(4 * 64 * 64 * 8 * 8 / 2)

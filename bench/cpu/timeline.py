@@ -124,7 +124,7 @@ def layer(comm: Comm, args: argparse.Namespace, device: torch.device) -> Callabl
     return run
 
 
-def profiled(device: torch.device, run: Callable[[], None], threads: bool = False) -> list[Event]:
+def profiled(device: torch.device, run: Callable[[], object], threads: bool = False) -> list[Event]:
     """The events of a run in Chrome's format, with times in microseconds since 1970."""
     cuda = device.type == "cuda"
     activities = [ProfilerActivity.CPU, *([ProfilerActivity.CUDA] if cuda else [])]

@@ -31,10 +31,16 @@ HISTOGRAMS = {  # edges, documents
 NAMES = (*HISTOGRAMS, "megatron")
 
 
-def packed(name: str, tokens: int, seed: int = 0) -> np.ndarray:
-    """Lengths of documents of a distribution, in the order drawn; the last is cut so that they sum to ``tokens``."""
+def packed(name: str, tokens: int, seed: int = 0, *, most: int | None = None) -> np.ndarray:
+    """Lengths of documents of a distribution, in the order drawn; the last is cut so that they sum to ``tokens``.
+
+    most: longer documents are cut into pieces of this length and a rest.
+    """
     rng = np.random.default_rng(seed)
     draw = from_megatron(tokens, rng) if name == "megatron" else from_histogram(*HISTOGRAMS[name], tokens, rng)
+    if most is not None:
+        pieces = [[most] * (n // most) + [n % most] for n in draw.tolist()]
+        draw = np.array([n for document in pieces for n in document if n], dtype=np.int64)
     ends = np.minimum(np.cumsum(draw), tokens)
     lengths = np.diff(ends, prepend=0)
     return lengths[lengths > 0]

@@ -1,0 +1,375 @@
+"""Several GPUs over NCCL, and over `PeerComm` where they are in one machine: transfers, layers, agreements.
+
+    torchrun --nproc-per-node 8 -m bench.gpu.nccl --json /kept/nccl.jsonl       # a GPU for each rank
+    torchrun --nproc-per-node 8 -m bench.gpu.nccl --minutes 8 --slice hops      # stops in time; the next call goes on
+    torchrun --nproc-per-node 2 -m bench.gpu.nccl --rehearse                    # tiny, over gloo on the CPU
+
+Slices: `open` (what the first comm costs), `hops` and `all-to-alls` (GB/s), `agree` (ms, with an idle device and with a
+busy one), `layers` (attention under ring, fetch and Ulysses beside one GPU with the whole batch, with the exposed time
+of a trace) and `magi` (the workload of `bench/gpu/magi.py`). Rows are those of `bench/gpu/run.py`, written by rank 0. A
+time is that of the slowest rank, from the moment at which all ranks and their devices are ready.
+
+Variables that start with NCCL_ and TORCH_NCCL_ are part of a row's origin, so runs with others go into the same file.
+"""
+
+from __future__ import annotations
+
+import argparse
+import os
+import statistics
+import tempfile
+import time
+from collections.abc import Callable, Iterator
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+import seqpar
+from bench.cpu.timeline import ON_GPU, Event, Timed, profiled, summary
+from bench.gpu import magi
+from bench.gpu.calls import FORWARD, TOLERANCE, Problem, Setup
+from bench.gpu.machine import Machine, Sample, Timing
+from bench.gpu.rows import Case, Results, Row
+from bench.gpu.run import RESERVE, said
+from bench.gpu.speed import rate
+from bench.gpu.verb import STEP, Verb
+from bench.lib.watched import Watched
+from seqpar.comm import Comm, GroupComm, PeerComm, ShmComm, Tag
+from seqpar.testing import relative_rms
+
+RESULTS = Path(__file__).resolve().parents[1] / "results" / "nccl.jsonl"
+MEGABYTES = (8, 33, 67, 268)  # keys of 2K and 8K rows, gradients of 8K, keys of 64K: 8 heads of 128, bf16
+ROWS = (8192, 2048, 4096, 16384, 32768)  # a rank's
+HOPS = 5  # in one time
+Attend = Callable[[Tensor, Tensor, Tensor], Tensor]
+
+
+class World:
+    """This rank among all. comms: by the name of what carries them. absent: why a comm is not among them."""
+
+    def __init__(self, comm: Comm, machine: Machine, opened: Row | None = None) -> None:
+        self.comm, self.machine, self.opened = comm, machine, opened
+        self.comms: dict[str, Comm] = {"gloo" if machine.rehearsal else "NCCL": comm}
+        self.absent: dict[str, str] = {}
+        try:  # shared memory stands for it in a rehearsal
+            self.comms["PeerComm"] = ShmComm() if machine.rehearsal else PeerComm(pool_bytes=1 << 31)
+        except (NotImplementedError, ValueError) as error:
+            self.absent["PeerComm"] = f"{type(error).__name__}: {error}"[:300]
+
+    def times(self, run: Callable[[], object], *, most: int = 10) -> Timing:
+        """The times of the slowest rank: at most so many, and a few of what takes long."""
+        run()
+        rough = max(self.comm.gather("rough", self._once(run).ms))
+        turns = 2 if self.machine.rehearsal else max(3, min(most, int(2000 / max(rough, 1e-3))))
+        ranks = self.comm.gather("times", [tuple(self._once(run)) for _ in range(turns)])
+        slowest = [max(Sample(*sample).ms for sample in each) for each in zip(*ranks)]
+        host = statistics.median(max(Sample(*sample).host for sample in each) for each in zip(*ranks))
+        return Timing(statistics.median(slowest), min(slowest), max(slowest), turns, host)
+
+    def _once(self, run: Callable[[], object]) -> Sample:
+        self.machine.wait()
+        self.comm.agree("start", {})
+        return self.machine.once(run)
+
+    def skipped(self) -> Iterator[Row]:
+        """Rows of the comms that are not here."""
+        yield from ({"kernel": name, "mode": "", "skipped": why} for name, why in self.absent.items())
+
+
+# --- transfers and agreements -----------------------------------------------------------------------------------------
+
+
+def hop(world: World, comm: Comm, after: int | None, before: int | None, size: int) -> tuple[Callable[[], None], bool]:
+    """Some hops of so many bytes, and whether a first one brought what it should. None: nothing is sent or received."""
+    device = world.machine.device
+    x = torch.full((size,), comm.rank, dtype=torch.uint8, device=device)
+    y = comm.empty((size,), torch.uint8, device)
+
+    def run(hops: int = HOPS) -> None:
+        call = comm.next_call()
+        for number in range(hops):
+            sends = {} if after is None else {after: [x]}
+            recvs = {} if before is None else {before: [y]}
+            comm.exchange(sends, recvs, tag=Tag(0, call, 0, number)).wait()
+
+    run(1)
+    return run, before is None or bool((y == before).all())
+
+
+def hops(world: World, size: int) -> Iterator[Row]:
+    """GB/s that a rank receives: between the first two ranks alone, and from neighbour to neighbour around a ring."""
+    for name, comm in world.comms.items():
+        me, other = comm.rank, 1 - comm.rank if comm.rank < 2 else None
+        ways = {"one pair": (other, other), "all": ((me + 1) % comm.size, (me - 1) % comm.size)}
+        for mode, (after, before) in ways.items():
+            run, right = hop(world, comm, after, before, size)
+            yield _transfer(world, name, mode, run, right, size)
+    yield from world.skipped()
+
+
+def all_to_alls(world: World, size: int) -> Iterator[Row]:
+    """GB/s that a rank receives when every rank sends every other one its share of so many bytes."""
+    for name, comm in world.comms.items():
+        device, share = world.machine.device, size // comm.size
+        x = torch.full((comm.size, share), comm.rank, dtype=torch.uint8, device=device)
+        y = comm.empty((comm.size, share), torch.uint8, device)
+        peers = [peer for peer in range(comm.size) if peer != comm.rank]
+
+        def run(hops: int = HOPS, comm: Comm = comm, x: Tensor = x, y: Tensor = y, peers: list[int] = peers) -> None:
+            call = comm.next_call()
+            for number in range(hops):
+                sends, recvs = ({p: [side[p]] for p in peers} for side in (x, y))
+                comm.exchange(sends, recvs, tag=Tag(0, call, 1, number)).wait()
+
+        run(1)
+        right = all(bool((y[p] == p).all()) for p in peers)
+        yield _transfer(world, name, "all", run, right, share * len(peers))
+    yield from world.skipped()
+
+
+def _transfer(world: World, name: str, mode: str, run: Callable[[], None], right: bool, received: int) -> Row:
+    row: Row = {"kernel": name, "mode": mode}
+    if not all(world.comm.gather("right", right)):
+        return row | {"ok": False, "refused": "other bytes arrived than were sent"}
+    return row | rate(world.times(run), bytes=HOPS * received) | {"baseline": None, "ratio": None, "hops": HOPS}
+
+
+def agree(world: World) -> Iterator[Row]:
+    """Host time of an agreement on equal facts: with an idle device, and behind work that takes it half a second."""
+    comm, calls = world.comm, 3 if world.machine.rehearsal else 100
+    for mode in ("device idle", "device busy"):
+        row: Row = {"kernel": "agree", "mode": mode}
+        if mode == "device busy" and world.machine.rehearsal:
+            yield row | {"skipped": "the CPU has no queue"}
+            continue
+        world.machine.wait()
+        comm.agree("start", {})
+        if mode == "device busy":
+            torch.cuda._sleep(1_000_000_000)
+        taken = []
+        for _ in range(calls):
+            began = time.perf_counter()
+            comm.agree("attention", {"heads": 32})
+            taken.append((time.perf_counter() - began) * 1e3)
+        ms = [max(each) for each in zip(*comm.gather("times", taken))]
+        timing = Timing(statistics.median(ms), min(ms), max(ms), calls, statistics.median(ms))
+        yield row | rate(timing, bytes=0.0) | {"gbps": None, "baseline": None, "ratio": None}
+
+
+def opened(world: World) -> Iterator[Row]:
+    """What the constructor of the first comm took: milliseconds, and memory of the device."""
+    row: Row = {"kernel": next(iter(world.comms)), "mode": "constructor"}
+    yield row | ({"skipped": "the comm was there before"} if world.opened is None else world.opened)
+
+
+# --- layers -----------------------------------------------------------------------------------------------------------
+
+SCHEDULES: dict[str, Callable[[int], dict[str, Any]]] = {
+    "ring": lambda ranks: {"transport": "ring"},
+    "fetch": lambda ranks: {"transport": "fetch"},
+    "Ulysses": lambda ranks: {"ulysses": ranks},
+}
+
+
+class Layer:
+    """One rank's call of attention."""
+
+    def __init__(self, comm: Comm, plan: seqpar.Plan, tensors: list[Tensor]) -> None:
+        self.comm, self.plan = comm, plan
+        self.q, self.k, self.v, self.dout = tensors
+
+    def forward(self) -> Tensor:
+        """Run the forward without gradients."""
+        with torch.no_grad():
+            return seqpar.attention(self.q, self.k, self.v, self.plan, self.comm)
+
+    def step(self) -> None:
+        """Run forward and backward."""
+        leaves = [x.detach().requires_grad_() for x in (self.q, self.k, self.v)]
+        seqpar.attention(*leaves, self.plan, self.comm).backward(self.dout)
+
+    def watched(self, timed: Timed) -> Layer:
+        """The same call over a comm that notes its exchanges."""
+        return Layer(Watched(self.comm, timed), self.plan, [self.q, self.k, self.v, self.dout])
+
+
+def layers(world: World, setup: Setup) -> Iterator[Row]:
+    """Every schedule on every comm, beside one GPU that computes the whole batch by itself."""
+    problem, ranks = Problem(setup, world.machine.device), world.comm.size
+    one = Verb(problem)
+    with torch.no_grad():
+        expected = seqpar.attention(problem.q, problem.k, problem.v, one.plan, one.comm)
+    base = {mode: world.times(one.step if mode == STEP else one.forward) for mode in (FORWARD, STEP)}
+    for schedule, options in SCHEDULES.items():
+        plan = seqpar.Plan(problem.made, seqpar.Layout.zigzag(setup.lengths, ranks), **options(ranks))
+        for name, comm in world.comms.items():
+            tensors = (problem.q, problem.k, problem.v, problem.dout)
+            layer = Layer(comm, plan, [seqpar.shard(x, plan, comm.rank) for x in tensors])
+            error = relative_rms(layer.forward(), seqpar.shard(expected, plan, comm.rank))
+            if not max(world.comm.gather("errors", error)) <= 2 * TOLERANCE[setup.dtype]:
+                yield {"kernel": name, "mode": schedule, "ok": False, "refused": f"not as one GPU: off by {error:.1e}"}
+                continue
+            for mode in (FORWARD, STEP):
+                row = _of_layer(world, layer, mode, problem.flops())
+                row |= {"baseline": "one GPU", "ratio": base[mode].ms / (ranks * row["ms"])}
+                yield {"kernel": name, "mode": f"{schedule}, {mode}", **row, "one_gpu_ms": base[mode].ms}
+    yield from world.skipped()
+
+
+def _of_layer(world: World, layer: Layer, mode: str, forward_flops: float) -> Row:
+    """The fields of a layer: its rate for each GPU, and what a trace of one call shows of its exchanges."""
+    run = layer.step if mode == STEP else layer.forward
+    timing = world.times(run)
+    work = forward_flops * (3.5 if mode == STEP else 1.0) / world.comm.size
+    return rate(timing, flops=work) | _exposed(world, layer, mode)
+
+
+def _exposed(world: World, layer: Layer, mode: str) -> Row:
+    """Milliseconds of one call, of the slowest rank: exchanging, computing, and exchanging while nothing computes."""
+    timed = Timed()
+    traced = layer.watched(timed) if world.machine.rehearsal else layer
+    run = traced.step if mode == STEP else traced.forward
+    world.machine.wait()
+    world.comm.agree("start", {})
+    events = [marked(event) for event in profiled(world.machine.device, run)] + timed.found
+    times = summary(events)
+    own = {
+        "exchanging_ms": times["exchanging"],
+        "computing_ms": times["computing"],
+        "exposed_ms": times["exchanging"] - times["hidden"],
+    }
+    ranks = world.comm.gather("trace", own)
+    return {name: max(each[name] for each in ranks) for name in own}
+
+
+def marked(event: Event) -> Event:
+    """An event of the device's trace, of its own kind if it is an exchange: NCCL's kernels, copies between devices."""
+    name = event.get("name", "").lower()
+    if event.get("cat") in ON_GPU and ("nccl" in name or "ptop" in name):
+        return event | {"cat": "exchange"}
+    return event
+
+
+def workload(world: World, case: magi.Workload) -> Iterator[Row]:
+    """A published workload under the package's plans, beside the figures that were published for it."""
+    tokens, ranks = case.tokens * world.comm.size, world.comm.size
+    mask, setup = case.mask(tokens), case.setup
+    draw = torch.Generator(world.machine.device).manual_seed(world.comm.rank)
+    for schedule, plan in case.plans(mask, ranks).items():
+        rows = plan.rows(world.comm.rank)
+        shapes = ((setup.heads, setup.dim), (setup.kv_heads, setup.dim), (setup.kv_heads, setup.dim),
+                  (setup.heads, setup.dim))  # fmt: skip
+        tensors = [
+            torch.randn(rows, *shape, generator=draw, device=world.machine.device, dtype=setup.dtype)
+            for shape in shapes
+        ]
+        for name, comm in world.comms.items():
+            layer, forward = Layer(comm, plan, tensors), 4.0 * mask.area() * setup.heads * setup.dim
+            once, both = (_of_layer(world, layer, mode, forward) for mode in (FORWARD, STEP))
+            back = both["ms"] - once["ms"]
+            for mode, row in (FORWARD, once), (STEP, both):
+                yield {"kernel": name, "mode": f"{schedule}, {mode}", **row, "baseline": None, "ratio": None}
+            tflops = 2.5 * forward / ranks / back / 1e9 if back > 0 else None
+            yield {"kernel": name, "mode": f"{schedule}, backward", "ms": back, "tflops": tflops, "baseline": None,
+                   "ratio": None, "ms_fastest": back, "ms_slowest": back}  # fmt: skip
+    for method, (fwd, bwd) in case.published(ranks).items():
+        yield {"kernel": method, "mode": "published", "what": magi.SOURCE, "skipped": f"{fwd} and {bwd} TFLOP/s/GPU, "
+               "forward and backward, as published"}  # fmt: skip
+    yield from world.skipped()
+
+
+# --- the run ----------------------------------------------------------------------------------------------------------
+
+
+def slices(tiny: bool, ranks: int) -> dict[str, list[Case]]:
+    """Slice -> its cases, in the order in which they run."""
+    sizes = (1 << 12,) if tiny else tuple(size * 1_000_000 for size in MEGABYTES)
+    if tiny:
+        made = {"heads": 4, "kv_heads": 4, "dim": 16, "v_dim": 16, "dtype": torch.float32}
+        setups = [Setup("causal", (32 * ranks,), **made)]
+    else:
+        made = {"heads": 32, "kv_heads": 8, "dim": 128, "v_dim": 128}
+        setups = [Setup("causal", (rows * ranks,), **made) for rows in ROWS]
+    found = {
+        "open": [Case("open", "first comm", opened)],
+        "hops": [Case("hops", f"{size} bytes", partial(_sized, hops, size)) for size in sizes],
+        "all-to-alls": [Case("all-to-alls", f"{size} bytes", partial(_sized, all_to_alls, size)) for size in sizes],
+        "agree": [Case("agree", "equal facts", agree)],
+        "layers": [Case("layers", str(setup), partial(_sized, layers, setup)) for setup in setups],
+        "magi": [Case("magi", str(case), partial(_sized, workload, case)) for case in magi.workloads(tiny)],
+    }
+    return {name: [Case(c.slice, f"{c.name}, {ranks} ranks", c.run) for c in cases] for name, cases in found.items()}
+
+
+def _sized(measure: Callable[[World, Any], Iterator[Row]], size: Any, world: World) -> Iterator[Row]:
+    return measure(world, size)
+
+
+def measured(comm: Comm, args: argparse.Namespace, opened: Row | None = None) -> list[Row]:
+    """The new rows, on every rank; rank 0 writes and prints them. A collective."""
+    machine = Machine(rehearsal=args.rehearse, minutes=args.minutes)
+    if args.rehearse:
+        machine.wait = lambda: None  # type: ignore[method-assign]
+    world = World(comm, machine, opened)
+    variables = {name: value for name, value in os.environ.items() if name.startswith(("NCCL_", "TORCH_NCCL_"))}
+    results = Results(args.json, machine.origin(args.commit) | {"variables": variables}) if comm.rank == 0 else None
+    rows: list[Row] = []
+    for name, cases in slices(args.rehearse, comm.size).items():
+        for case in cases if name in (args.slice or (name,)) else ():
+            wanted = results is not None and not results.done(case)
+            wanted, goes_on = comm.gather("next case", (wanted, machine.left() > RESERVE))[0]
+            if not goes_on:
+                return rows
+            if wanted:
+                found = list(case.run(world))
+                if results is not None:
+                    found = results.add(case, found)
+                    print(*(f"{row['slice']:12}{row['case']:36} {said(row)}" for row in found), sep="\n", flush=True)
+                rows += found
+    return rows
+
+
+def parser() -> argparse.ArgumentParser:
+    """The options."""
+    found = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    found.add_argument("--slice", action="append", choices=list(slices(True, 2)), help="may be given several times")
+    found.add_argument("--json", type=Path, help=f"file of the rows, default {RESULTS}")
+    found.add_argument("--minutes", type=float, default=float("inf"), help="after which no case starts")
+    found.add_argument("--commit", help="what rows say where git cannot be asked")
+    found.add_argument("--rehearse", action="store_true", help="tiny sizes over gloo on the CPU")
+    return found
+
+
+def main(arguments: list[str] | None = None) -> int:
+    """The exit code: 1 if a result is wrong."""
+    options = parser().parse_args(arguments)
+    if "LOCAL_RANK" not in os.environ:
+        parser().error("expected torchrun, as in: torchrun --nproc-per-node 8 -m bench.gpu.nccl")
+    if options.rehearse:
+        torch.set_num_threads(1)
+        dist.init_process_group("gloo")
+    else:
+        torch.cuda.set_device(int(os.environ["LOCAL_RANK"]))
+        dist.init_process_group("cpu:gloo,cuda:nccl")
+    if options.json is None:
+        options.json = Path(tempfile.mkdtemp()) / "rehearsal.jsonl" if options.rehearse else RESULTS
+    free = 0 if options.rehearse else torch.cuda.mem_get_info()[0]
+    began = time.perf_counter()
+    comm = GroupComm()
+    ms = (time.perf_counter() - began) * 1e3
+    memory = 0 if options.rehearse else free - torch.cuda.mem_get_info()[0]
+    first = {"ms": ms, "ms_fastest": ms, "ms_slowest": ms, "tflops": None, "baseline": None, "ratio": None,
+             "device_bytes": memory}  # fmt: skip
+    rows = measured(comm, options, first)
+    if comm.rank == 0:
+        print(f"written to {options.json}")
+    dist.destroy_process_group()
+    return 1 if any(row.get("ok") is False for row in rows) else 0
+
+
+if __name__ == "__main__":
+    raise SystemExit(main())
