@@ -16,8 +16,8 @@ import pytest
 import torch
 
 import seqpar
+from bench.gpu import graphs, lost, magi, nccl, needs, run
 from bench.gpu import machine as machines
-from bench.gpu import magi, nccl, needs, run
 from bench.gpu.calls import OfKernel, Problem, Setup, errors
 from bench.gpu.machine import Machine
 from bench.gpu.ring import Virtual
@@ -335,6 +335,41 @@ def test_exchanges_of_a_device_are_nccl_kernels_and_copies_between_devices() -> 
     assert nccl.marked({"name": "ncclSend", "cat": "cpu_op"})["cat"] == "cpu_op", "of the host"
 
 
+def test_a_rank_that_no_other_names_is_a_fault() -> None:
+    named = (1.5, "in attention, call 2 stage 1: lost the connection to rank 1; the comm is dead")
+    late = (20.0, "waited 20 s in call 6 phase 0 for ranks [1]; the comm is dead")
+    assert lost.verdict({0: named, 2: late}, [0, 2]) == {"ok": True, "seconds": 20.0, "said": named[1]}
+    silent = (None, "ended with exit code -6 and said nothing")
+    assert lost.verdict({0: named, 2: silent}, [0, 2, 3]) == {
+        "ok": False, "missed": f"rank 3 has said nothing; rank 2: {silent[1]}",
+    }  # fmt: skip
+    assert not lost.verdict({0: (1.0, "lost the connection to rank 12")}, [0])["ok"]
+
+
+@pytest.mark.exhaustive  # processes of its own
+def test_lost_ranks_are_rehearsed(tmp_path: Path) -> None:
+    path = tmp_path / "lost.jsonl"
+    assert lost.main(["--rehearse", "--timeout", "4", "--json", str(path)]) == 0
+    assert [(row["case"], row["ok"]) for row in rows_of(path)] == [("killed", True), ("stopped", True)]
+
+
+def test_a_plan_that_is_frozen_into_a_graph_is_found(monkeypatch: pytest.MonkeyPatch) -> None:
+    machine = Machine(rehearsal=True)
+    assert [row["ok"] for row in graphs.two_plans(SETUP, machine)] == [True]
+    handles: list[torch.Tensor] = []
+
+    def frozen(function: Any, **options: object) -> Any:
+        def call(*arguments: torch.Tensor) -> torch.Tensor:
+            handles.append(arguments[3])
+            return function(*arguments[:3], handles[0])
+
+        return call
+
+    monkeypatch.setattr(torch, "compile", frozen)
+    (row,) = graphs.two_plans(SETUP, machine)
+    assert not row["ok"] and "call 0 with two: out off by" in row["refused"] and "one document" not in row["refused"]
+
+
 # --- what others publish ----------------------------------------------------------------------------------------------
 
 
@@ -363,3 +398,14 @@ def test_the_published_workload_is_rehearsed_beside_the_published_figures(tmp_pa
     assert {f"{plan}, backward" for plan in ("planned", "ring", "fetch", "Ulysses")} <= modes
     full = next(row for row in rows if row["mode"] == "ring, forward" and row["case"].startswith("full"))
     assert full["tflops"] * full["ms"] * 1e9 == pytest.approx(4 * 64 * 64 * 8 * 8 / 2)
+
+
+def test_the_page_has_the_table_of_the_published_workload() -> None:
+    assert magi.table([], 8) in (ROOT / "docs" / "gpus.md").read_text()
+
+
+def test_measured_rows_stand_below_the_published_ones() -> None:
+    case = "causal, 8192 tokens a rank, 8 ranks"
+    rows = [{"slice": "magi", "case": case, "kernel": "NCCL", "mode": f"ring, {mode}", "tflops": tflops}
+            for mode, tflops in (("forward", 1.4), ("forward and backward", 2.0), ("backward", 3.0))]  # fmt: skip
+    assert magi.table(rows, 8).splitlines()[-1] == "| seqpar ring, NCCL | not run | 1 / 3 | not run | not run |"

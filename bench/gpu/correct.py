@@ -37,6 +37,7 @@ from bench.gpu.calls import (
     short,
     verdict,
 )
+from bench.gpu.graphs import two_plans
 from bench.gpu.machine import DeviceLost, Machine, unable
 from bench.gpu.rivals import PEERS
 from bench.gpu.rows import Case, Row
@@ -157,6 +158,9 @@ def correct(tiny: bool) -> list[Case]:
     cases = [Case("correct", "not on this machine", _missing)]
     cases += [Case("correct", name, partial(_checked, checks)) for name, checks in groups(tiny).items()]
     cases.append(Case("correct", "attention on ranks as threads", partial(_verb, tiny)))
+    made = {"heads": 2, "kv_heads": 1, "dim": 64, "v_dim": 64, "dtype": torch.float32 if tiny else torch.bfloat16}
+    setup = Setup("causal", (64 if tiny else 2048,), **made)
+    cases.append(Case("correct", "two plans under reduce-overhead", partial(two_plans, setup)))
     cases.append(Case("correct", "more elements than 32 bits count", partial(_far, 1000 if tiny else 1_150_000)))
     return cases + [Case("correct", tool, partial(_sanitized, tool), later=True) for tool in ("memcheck", "racecheck")]
 

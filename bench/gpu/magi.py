@@ -12,6 +12,7 @@ run on FlashAttention 3. Their page has B200 as well.
 
 from __future__ import annotations
 
+from collections.abc import Iterable
 from dataclasses import dataclass
 from typing import Any
 
@@ -19,6 +20,7 @@ import torch
 
 import seqpar
 from bench.gpu.calls import Setup
+from bench.gpu.rows import Row
 from bench.lib import lengths
 from seqpar.planner import ModelShape
 
@@ -115,3 +117,25 @@ def workloads(tiny: bool) -> list[Workload]:
     if tiny:
         return [Workload(name, 32, Setup(name, (32,), **small)) for name in ("full", "varlen causal")]
     return [Workload(name, n, Setup(name, (n,), **made)) for n in (8192, 16384) for name in PUBLISHED]
+
+
+def table(rows: Iterable[Row], ranks: int) -> str:
+    """Markdown: TFLOP/s for each GPU at 8K tokens, forward / backward, published and, from rows of `magi`, measured."""
+    lines = ["| | " + " | ".join(PUBLISHED) + " |", "|---" * (1 + len(PUBLISHED)) + "|"]
+    n = GPUS.index(ranks)
+    for method in PUBLISHED["full"]:
+        both = [each[method] for each in PUBLISHED.values()]
+        lines.append(f"| {method}, published | " + " | ".join(f"{f[n]} / {b[n]}" for f, b in both) + " |")
+    ours: dict[str, dict[str, dict[str, str]]] = {}
+    for row in rows:
+        name, _, rest = row["case"].partition(", ")
+        if row["slice"] == "magi" and row.get("tflops") and rest == f"8192 tokens a rank, {ranks} ranks":
+            schedule, mode = row["mode"].split(", ")
+            ours.setdefault(f"seqpar {schedule}, {row['kernel']}", {}).setdefault(name, {})[mode] = (
+                f"{row['tflops']:.0f}"
+            )
+    for method, masks in (ours or {"seqpar": {}}).items():
+        cells = [masks.get(name, {}) for name in PUBLISHED]
+        shown = [f"{c['forward']} / {c['backward']}" if {"forward", "backward"} <= set(c) else "not run" for c in cells]
+        lines.append(f"| {method} | " + " | ".join(shown) + " |")
+    return "\n".join(lines)

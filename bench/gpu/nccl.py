@@ -12,7 +12,8 @@ busy one), `layers` (attention under ring, fetch and Ulysses beside one GPU with
 of a trace) and `magi` (the workload of `bench/gpu/magi.py`). Rows are those of `bench/gpu/run.py`, written by rank 0. A
 time is that of the slowest rank, from the moment at which all ranks and their devices are ready.
 
-Variables that start with NCCL_ and TORCH_NCCL_ are part of a row's origin, so runs with others go into the same file.
+Variables that start with NCCL_ and TORCH_NCCL_, and ``--shared``, are part of a row's origin, so runs with others go
+into the same file.
 """
 
 from __future__ import annotations
@@ -324,7 +325,8 @@ def measured(comm: Comm, args: argparse.Namespace, opened: Row | None = None) ->
     if args.rehearse:
         machine.wait = lambda: None  # type: ignore[method-assign]
     world = World(comm, machine, opened)
-    variables = {name: value for name, value in os.environ.items() if name.startswith(("NCCL_", "TORCH_NCCL_"))}
+    variables: dict[str, Any] = {"shared": args.shared}
+    variables |= {name: value for name, value in os.environ.items() if name.startswith(("NCCL_", "TORCH_NCCL_"))}
     results = Results(args.json, machine.origin(args.commit) | {"variables": variables}) if comm.rank == 0 else None
     rows: list[Row] = []
     longest: dict[str, float] = {}  # seconds that a case takes, by slice
@@ -353,6 +355,7 @@ def parser() -> argparse.ArgumentParser:
     found.add_argument("--json", type=Path, help=f"file of the rows, default {RESULTS}")
     found.add_argument("--minutes", type=float, default=float("inf"), help="after which no case starts")
     found.add_argument("--commit", help="what rows say where git cannot be asked")
+    found.add_argument("--shared", action="store_true", help="the comm shares the group's communicator")
     found.add_argument("--rehearse", action="store_true", help="tiny sizes over gloo on the CPU")
     return found
 
@@ -374,13 +377,15 @@ def main(arguments: list[str] | None = None) -> int:
         options.json = Path(tempfile.mkdtemp()) / "rehearsal.jsonl" if options.rehearse else RESULTS
     free = 0 if options.rehearse else torch.cuda.mem_get_info()[0]
     began = time.perf_counter()
-    comm = GroupComm()
+    comm = GroupComm(private=not options.shared)
     ms = (time.perf_counter() - began) * 1e3
     memory = 0 if options.rehearse else free - torch.cuda.mem_get_info()[0]
     first = {"ms": ms, "ms_fastest": ms, "ms_slowest": ms, "tflops": None, "baseline": None, "ratio": None,
              "device_bytes": memory}  # fmt: skip
     rows = measured(comm, options, first)
     if comm.rank == 0:
+        if comm.size in magi.GPUS and any(row["slice"] == "magi" for row in rows):
+            print(magi.table(rows, comm.size))
         print(f"written to {options.json}")
     dist.destroy_process_group()
     return 1 if any(row.get("ok") is False for row in rows) else 0

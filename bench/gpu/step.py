@@ -46,7 +46,7 @@ class Lone(Tape):
         super().start()
         self._next = 0
 
-    def empty(self, shape: Sequence[int], dtype: torch.dtype, device: torch.device) -> Tensor:
+    def empty(self, shape: Sequence[int], dtype: torch.dtype, device: torch.device, *, kept: bool = False) -> Tensor:
         """Memory that holds random numbers, as if peers had written them."""
         if self._next == len(self._received):
             self._received.append(torch.randn(tuple(shape), device=device).to(dtype))
