@@ -18,7 +18,7 @@ from seqpar.ops.move.switch import switch
 from seqpar.testing import run_processes, run_threads
 from tests.cases import OVER_RANKS
 from tests.comm.cases import tag
-from tests.comm.device import Stream, on_model
+from tests.comm.device import LIMIT, Stream, on_model
 from tests.comm.peer_cases import CHECKS
 from tests.comm.test_peer import schedule, threads
 from tests.ops.cases import Options, check
@@ -184,6 +184,25 @@ def test_a_rank_that_fails_between_pieces_is_named():
         return str(raised.value)
 
     assert "dropped the work of call 0" in threads(2, rank_main, **SMALL)[0]
+
+
+def test_pieces_that_never_come_are_marked():
+    gate = threading.Event()
+
+    def rank_main(comm):
+        channel, y = comm._channel, torch.zeros(100)
+        if comm.rank == 1:
+            channel.copies[0].put(lambda: gate.wait(LIMIT))
+            comm.exchange({0: [torch.ones(100)]}, {}, tag=tag(0)).wait()
+            assert gate.wait(LIMIT)
+            return None
+        channel.monitor._timeout = 0.3
+        comm.exchange({}, {1: [y]}, tag=tag(0)).wait()
+        channel.cuda.current().synchronize()
+        gate.set()
+        return bool(y.isnan().all())
+
+    assert threads(2, rank_main, at_once=False, **SMALL)[0]
 
 
 def test_memory_to_keep_is_outside_the_pool():

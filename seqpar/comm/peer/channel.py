@@ -233,7 +233,14 @@ class PeerChannel(Channel):
         for peer, offers in self.offers.items():
             if self.lanes[peer].flying:
                 self._land(peer)
-            while offers and self._offer(peer, offers[0]):
+            while offers:
+                item = offers[0]
+                if not (
+                    self._offer_piece(peer, item)
+                    if isinstance(item, CutPiece)
+                    else self.ops.shm_offer(self.mail, peer, *item)
+                ):
+                    break
                 offers.popleft()
         while self.pushing:
             work = self.pushing[0]
@@ -243,14 +250,12 @@ class PeerChannel(Channel):
                 return
             self.pushing.popleft()
 
-    def _offer(self, peer: int, item: tuple[list[int], int, list[int]] | CutPiece) -> bool:
-        """Whether there was room for an offer: in the mailbox and, for a piece, in the peer's buffer."""
-        if not isinstance(item, CutPiece):
-            return bool(self.ops.shm_offer(self.mail, peer, *item))
-        offer = self.lanes[peer].offer(item)
+    def _offer_piece(self, peer: int, piece: CutPiece) -> bool:
+        """Whether there was room for a piece, in the peer's buffer and in the mailbox."""
+        offer = self.lanes[peer].offer(piece)
         if offer is None or not self.ops.shm_offer(self.mail, peer, *offer):
             return False
-        self.lanes[peer].fly(item)
+        self.lanes[peer].fly(piece)
         return True
 
     def _land(self, peer: int) -> None:
@@ -281,10 +286,15 @@ class PeerChannel(Channel):
                 self.cuda.follow(stream, work.ready)
             at, at_peer = epoch(self.pushed[peer]), self.bases[peer] + self.words.bytes + where
             self.pushed[peer] += 1
-            last = self._push_piece(peer, at, at_peer, source, *strides[1:3]) if strides[0] == CUT else True
             if strides[0] != CUT:
-                self._push_whole(work, peer, at, at_peer, source, strides)
-            if last:
+                queue.popleft()
+                if peer not in work.credited:  # all whole messages of an exchange are credited at once
+                    work.credited.add(peer)
+                    self._wait(stream, {self.base + self.words.credit(peer): at}, heeds_poison=False)
+                if source.dim() > DIMS:
+                    source, strides = source.view(-1), [1]
+                self.cuda.push(stream, at_peer, strides[: source.dim()], source)
+            elif self._push_piece(peer, at, at_peer, source, *strides[1:3]):
                 queue.popleft()
             if not queue:
                 theirs, own_word = self.bases[peer] + self.words.arrival(self.rank), self.base + self.words.sent(peer)
@@ -292,17 +302,6 @@ class PeerChannel(Channel):
                 work.sent[peer] = self.pushed[peer]
                 del work.sends[peer]
             self.ops.shm_arrive(self.mail, peer)
-
-    def _push_whole(
-        self, work: PeerExchange, peer: int, at: int, at_peer: int, source: Tensor, strides: list[int]
-    ) -> None:
-        stream = self.copies[peer]
-        if peer not in work.credited:  # all whole messages of an exchange are credited at once
-            work.credited.add(peer)
-            self._wait(stream, {self.base + self.words.credit(peer): at}, heeds_poison=False)
-        if source.dim() > DIMS:
-            source, strides = source.view(-1), [1]
-        self.cuda.push(stream, at_peer, strides[: source.dim()], source)
 
     def _push_piece(self, peer: int, at: int, at_peer: int, source: Tensor, begin: int, elements: int) -> bool:
         """Push a piece of a message; whether it is the last one."""

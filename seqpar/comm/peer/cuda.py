@@ -74,8 +74,8 @@ class Cuda:
     def order(self, others: Sequence[str]) -> None:
         """Choose how waits keep data before words. others: the `bus` of all devices that write to this one.
 
-        A device may let writes of others pass each other. Over NVLink none passes an earlier one. Elsewhere the
-        driver's waits flush them, or kernels wait, which read a word with acquire.
+        A device may let writes of others pass each other. Over NVLink none passes an earlier one. Elsewhere, and for
+        devices that this process does not see, the driver's waits flush them, or kernels wait, which acquire a word.
 
         Raises: NotImplementedError if the caller wants the driver's signals and its waits cannot flush.
         """
