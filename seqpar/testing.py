@@ -10,7 +10,15 @@ from seqpar.facts.mask import Mask
 from seqpar.kernels import dropout
 from seqpar.launch import COMMS, run_processes, run_threads
 
-__all__ = ["COMMS", "ERROR_GROWTH", "dense_attention", "relative_rms", "run_processes", "run_threads"]
+__all__ = [
+    "COMMS",
+    "ERROR_GROWTH",
+    "dense_attention",
+    "dense_linear_attention",
+    "relative_rms",
+    "run_processes",
+    "run_threads",
+]
 
 # The error against float64, averaged over seeds, may exceed the same kernel's error on one rank by this factor.
 ERROR_GROWTH = 1.05
@@ -57,6 +65,39 @@ def dense_attention(
         b = dropout.words(columns, heads, dropout_seed, side=1)[:, None]
         p = p * dropout.keep(a, b, dropout_p) / (1 - dropout_p)
     return torch.einsum("hij,jhd->ihd", p, values), lse.t()
+
+
+def dense_linear_attention(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    mask: Mask,
+    *,
+    decay: Tensor | None = None,
+    beta: Tensor | None = None,
+    scale: float | None = None,
+    initial_state: Tensor | None = None,
+) -> tuple[Tensor, Tensor]:
+    """Output [tokens, H, V] and final states [documents, H, K, V] of a linear recurrence, on one device.
+
+    Arguments as of `seqpar.recurrent.linear_attention`, global and in position order, float64 where this is the oracle.
+    Computed by definition, token by token, and differentiated by autograd.
+    """
+    heads, (_, groups, dim) = v.shape[1], k.shape
+    q, k = (x.repeat_interleave(heads // groups, 1) for x in (q, k))
+    out, final = [], []
+    for document, (start, stop) in enumerate(zip(mask.offsets.tolist(), mask.offsets[1:].tolist())):
+        state = v.new_zeros(heads, dim, v.shape[2]) if initial_state is None else initial_state[document]
+        for t in range(start, stop):
+            if decay is not None:
+                state = decay[t].exp().view(heads, -1, 1) * state
+            added = v[t]
+            if beta is not None:
+                added = beta[t][:, None] * (added - torch.einsum("hk,hkv->hv", k[t], state))
+            state = state + torch.einsum("hk,hv->hkv", k[t], added)
+            out.append(torch.einsum("hk,hkv->hv", q[t], state))
+        final.append(state)
+    return torch.stack(out) * (dim**-0.5 if scale is None else scale), torch.stack(final)
 
 
 def relative_rms(got: Tensor, expected: Tensor) -> float:

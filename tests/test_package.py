@@ -32,7 +32,7 @@ PACKAGE = ROOT / "seqpar"
 FACTS = {"facts"}
 # unit -> (units of seqpar it may import besides itself, third parties it may import): lower never imports higher
 FLOOR_2 = FACTS | {"plan", "planner", "comm", "kernels", "native", "ops"}
-FLOOR_3 = FLOOR_2 | {"parallel", "nn", "dsp", "data", "train", "integrations"}
+FLOOR_3 = FLOOR_2 | {"parallel", "recurrent", "nn", "dsp", "data", "train", "integrations"}
 ANY = None  # floor 4 may use any third party
 TENSORS = {"numpy", "torch"}
 FLOORS: dict[str, tuple[set[str], set[str] | None]] = {
@@ -44,6 +44,7 @@ FLOORS: dict[str, tuple[set[str], set[str] | None]] = {
     "kernels": (FACTS | {"native"}, TENSORS | {"triton", "flash_attn"}),
     "ops": (FLOOR_2, TENSORS),
     "parallel": (FLOOR_2, TENSORS),
+    "recurrent": (FLOOR_2, TENSORS),
     **{unit: (FLOOR_2 | {"parallel"}, TENSORS) for unit in ("nn", "data", "train")},
     "dsp": (FLOOR_2 | {"parallel", "nn"}, TENSORS | {"einops"}),
     "integrations": (FLOOR_3, TENSORS | {"transformers", "diffusers"}),
@@ -59,7 +60,7 @@ OPTIONAL = {"plan/plot.py": {"matplotlib"}, "dsp/plan.py": {"matplotlib"}}
 ORDER = {
     "facts": "value intervals mask layout tiles __init__",
     "plan": """
-        heads steps traffic routes hierarchy residence parts prediction derive counts report plot plan __init__
+        heads steps traffic routes hierarchy residence runs parts prediction derive counts report plot plan __init__
     """,
     "dsp": "form space costs search plan spec specs moves grid overlap runner stages checks apply __init__",
     "planner": """
@@ -79,7 +80,8 @@ ORDER = {
         attention attention/signature attention/source attention/rows attention/call attention/ahead
         attention/keys attention/grads
         attention/heads attention/schedule attention/op attention/api attention/rotary
-        move/switch move/relayout __init__
+        move/switch move/relayout
+        recurrent recurrent/recompute recurrent/rows recurrent/conv recurrent/scan recurrent/linear __init__
     """,
     "nn": "checkpoint wrap fingerprint source attention multihead __init__",
     "integrations": """
@@ -101,7 +103,8 @@ ORDER = {
         softmax reference blockwise native
         vendor/varlen vendor/library vendor/segmented
         vendor/aten vendor/aten_flash vendor/cudnn vendor/flash2 vendor/flash3 vendor/flash4 vendor
-        preference __init__
+        preference
+        recurrent/protocol recurrent/reference recurrent/chunked recurrent __init__
     """,
 }
 HEAVY = {

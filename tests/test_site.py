@@ -20,7 +20,8 @@ ROOT = Path(__file__).parent.parent
 # Modules whose `__all__` is public.
 PUBLIC = [
     "seqpar", "seqpar.comm", "seqpar.data", "seqpar.dsp", "seqpar.facts", "seqpar.integrations.transformers",
-    "seqpar.kernels", "seqpar.nn", "seqpar.plan", "seqpar.planner", "seqpar.testing", "seqpar.train",
+    "seqpar.kernels", "seqpar.nn", "seqpar.plan", "seqpar.planner", "seqpar.recurrent", "seqpar.testing",
+    "seqpar.train",
 ]  # fmt: skip
 # What is on a page of its own: a module among public names.
 MODULES = {"seqpar.nn"}

@@ -28,7 +28,7 @@ from seqpar.ops.core.collective_op import CollectiveOp, Record
 from seqpar.ops.core.device import Uploaded, stream_of
 from seqpar.ops.core.handles import checked_values, in_graph, uncompiled
 from seqpar.ops.core.repetition import check_repetition
-from seqpar.ops.move.pack import post, rows_of
+from seqpar.ops.move.pack import Place, post, rows_of
 from seqpar.plan import Plan, Rows
 from seqpar.plan.steps import as_rows
 
@@ -57,13 +57,13 @@ class Moves(Memo):
         arrays = [x for side in (self.sends, self.recvs) for x in side.values() if isinstance(x, np.ndarray)]
 
         def make() -> Uploaded:
-            return Uploaded({}, dict(zip(map(id, arrays), _numbers(arrays, device), strict=True)))
+            return Uploaded({}, dict(zip(map(id, arrays), row_numbers(arrays, device), strict=True)))
 
         return self.memo(stream_of(device), make)  # type: ignore[no-any-return]
 
 
 @uncompiled
-def _numbers(arrays: Sequence[Ints], device: torch.device) -> Sequence[Tensor]:
+def row_numbers(arrays: Sequence[Ints], device: torch.device) -> Sequence[Tensor]:
     """Row numbers on a device, in one transfer. int64: other dtypes would be converted at every assignment."""
     if not arrays:
         return ()
@@ -168,7 +168,7 @@ def shard(x: Tensor, plan: Plan, rank: int, *, dim: int = 0, side: str = "q") ->
         taken = torch.from_numpy(layout.positions(rank)).to(x.device)
     else:
         key = "positions", rank, stream_of(x.device)
-        taken = layout.memo(key, lambda: _numbers([layout.positions(rank)], x.device)[0])
+        taken = layout.memo(key, lambda: row_numbers([layout.positions(rank)], x.device)[0])
     y = x.index_select(dim, taken)
     if pads := rows - len(taken):
         shape = list(y.shape)
@@ -233,21 +233,33 @@ def _layout_of(plan: Plan, side: str) -> Layout:
 # --- rows on their way ----------------------------------------------------------------------------------------------
 
 
-def _move(x: Tensor, comm: Comm, moves: Moves, tag: Tag) -> Tensor:
-    """This rank's rows, including those that stay; rows that come together are summed in rank order."""
-    x = x.resolve_conj().resolve_neg()
-    with abort_on_error(comm, f"exchange of rows, call {tag.call}"):
-        at = moves.on(x.device)
-        shape = (moves.rows_out, *x.shape[1:])
-        if moves.summed:
-            y = x.new_zeros(shape, dtype=acc_dtype(x.dtype) if x.dtype.is_floating_point else x.dtype)
+def exchanged(xs: Sequence[Tensor], comm: Comm, moves: Sequence[Moves], tag: Tag) -> list[Tensor]:
+    """The rows of each tensor's move, those that stay included, all in one exchange; sums are in rank order."""
+    ys = []
+    sends: dict[int, list[list[Place]]] = {}
+    recvs: dict[int, list[list[Place]]] = {}
+    for x, move in zip(xs, moves, strict=True):
+        x = x.resolve_conj().resolve_neg()
+        at, shape = move.on(x.device), (move.rows_out, *x.shape[1:])
+        dtype = x.dtype
+        if move.summed:
+            dtype = acc_dtype(x.dtype) if x.dtype.is_floating_point else x.dtype
+            y = x.new_zeros(shape, dtype=dtype)
         else:
-            y = comm.empty(shape, x.dtype, x.device, kept=True)
-        sends = {peer: [[rows_of(x, at.rows(rows))]] for peer, rows in moves.sends.items()}
-        recvs = {peer: [[rows_of(y, at.rows(rows))]] for peer, rows in moves.recvs.items()}
-        if moves.summed:
-            recvs = {peer: [[place._replace(dtype=x.dtype, summed=True)]] for peer, [[place]] in recvs.items()}
-        post(comm, sends, recvs, tag)()
+            y = comm.empty(shape, dtype, x.device, kept=True)
+        ys.append(y)
+        for peer, rows in move.sends.items():
+            sends.setdefault(peer, []).append([rows_of(x, at.rows(rows))])
+        for peer, rows in move.recvs.items():
+            place = rows_of(y, at.rows(rows))
+            recvs.setdefault(peer, []).append([place._replace(dtype=x.dtype, summed=True) if move.summed else place])
+    post(comm, sends, recvs, tag)()
+    return ys
+
+
+def _move(x: Tensor, comm: Comm, moves: Moves, tag: Tag) -> Tensor:
+    with abort_on_error(comm, f"exchange of rows, call {tag.call}"):
+        (y,) = exchanged([x], comm, [moves], tag)
     return y if y.dtype == x.dtype else y.to(x.dtype)
 
 

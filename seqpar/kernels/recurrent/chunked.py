@@ -1,0 +1,252 @@
+"""Recurrences in chunks of rows: matrix products inside a chunk, and one state from chunk to chunk.
+
+With G the sum of log decays from the chunk's start, for rows i and j of a chunk and the state S that enters it::
+
+    out_i = scale (sum over j <= i of exp(G_i - G_j) (q_i k_j) u_j   +   exp(G_i) q_i S)
+    S    <- exp(G_end) S + sum over j of exp(G_end - G_j) k_j u_j^T
+
+u is v without beta. With beta it solves a triangular system, which is affine in S::
+
+    u_i + sum over j < i of beta_i exp(G_i - G_j) (k_i k_j) u_j = beta_i (v_i - exp(G_i) k_i S)        u = U - W S
+
+`exp` is only taken of differences at or below 0, which are rounded once, from sums in float64. A chunk has rows of one
+run alone, so nothing passes between documents. Chunks are sorted by their place in the run, and runs by their number of
+chunks: the t-th chunks of all runs lie together, and continue a prefix of the chunks before them.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any, NamedTuple
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from seqpar.facts.intervals import edges
+from seqpar.facts.value import Ints
+from seqpar.kernels.memory.upload import upload
+from seqpar.kernels.recurrent.protocol import Recurrence
+
+ROWS = 64  # of a chunk, at most
+BLOCK = 16  # rows between which decays by channel are applied one by one
+
+
+@dataclass(frozen=True, eq=False)
+class Chunks:
+    """The chunks of some runs, on a device. sizes: chunks of each level.
+
+    order: the runs, those with most chunks first; back: its inverse. final: the last chunk of each run, in that order.
+    runs: the run of each chunk. numbers: of the chunks among those of all runs, None for all.
+    """
+
+    sizes: list[int]
+    order: Tensor
+    back: Tensor
+    final: Tensor
+    runs: Tensor
+    numbers: Tensor | None = None
+
+    @classmethod
+    def of(cls, chunks: Ints, chosen: Ints, device: torch.device) -> Chunks:
+        """The chunks of chosen runs. chunks: of each of all runs."""
+        base, place = _laid(chunks)
+        own = chunks[chosen]
+        order = np.argsort(-own, kind="stable")
+        levels = [order[: int((own > level).sum())] for level in range(int(own.max(initial=0)))]
+        starts, _ = _laid(own)
+        none = np.zeros(0, np.int64)
+        runs = np.concatenate([none, *levels])
+        numbers = np.concatenate([none, *(base[n] + place[chosen[level]] for n, level in enumerate(levels))])
+        final = starts[own[order] - 1] + np.arange(order.size)
+        arrays = [order, np.argsort(order), final, runs, numbers]
+        one, two, three, four, five = (x.long() for x in upload(arrays, device))
+        sizes = [level.size for level in levels]
+        return cls(sizes, one, two, three, four, None if chosen.size == chunks.size else five)
+
+
+def _laid(chunks: Ints) -> tuple[Ints, Ints]:
+    """The first chunk of each level and the number of chunks, and the place of each run in a level."""
+    order = np.argsort(-chunks, kind="stable")
+    sizes = [int((chunks > level).sum()) for level in range(int(chunks.max(initial=0)))]
+    place = np.empty_like(order)
+    place[order] = np.arange(order.size)
+    return edges(np.array(sizes, np.int64)), place
+
+
+@dataclass(frozen=True, eq=False)
+class Tables:
+    """Rows of a chunk; the place [T] of each row in [chunks * rows]; the chunks of all runs, and of exported ones."""
+
+    rows: int
+    flat: Tensor
+    chunks: Chunks
+    exported: Chunks
+
+
+class ChunkProducts(NamedTuple):
+    """What a recurrence computes before states are known, by chunk [N, H, rows, ...]; q and out are scaled.
+
+    inside: weights of u in out. q: with the decay since the chunk's start. k: with the decay up to its end. u: U of the
+    module. w: W of the module, or None. total: the log decay of the chunk, [N, H] or [N, H, K], or None.
+    """
+
+    inside: Tensor
+    q: Tensor
+    k: Tensor
+    u: Tensor
+    w: Tensor | None
+    total: Tensor | None
+
+
+class Chunked:
+    """Batched matrix products of PyTorch, on any device."""
+
+    name = "chunked"
+
+    def tables(self, counts: Ints, exported: Ints, device: torch.device) -> Tables:
+        """The chunks of all runs and of exported ones."""
+        rows = _rows(counts)
+        chunks = -(-counts // rows)
+        base, place = _laid(chunks)
+        row = np.arange(int(counts.sum())) - np.repeat(np.cumsum(counts) - counts, counts)
+        flat = (base[row // rows] + np.repeat(place, counts)) * rows + row % rows
+        every = Chunks.of(chunks, np.arange(counts.size), device)
+        return Tables(rows, upload([flat], device)[0].long(), every, Chunks.of(chunks, exported, device))
+
+    def prepare(self, x: Recurrence, tables: Tables) -> tuple[ChunkProducts, Tables]:
+        """The products inside chunks."""
+        heads, rows = x.v.shape[1], tables.rows
+        count = sum(tables.chunks.sizes)
+
+        def cut(y: Tensor) -> Tensor:
+            """[T, H, ...] -> [N, H, rows, ...]; zeros behind a run's end."""
+            laid = y.new_zeros(count * rows, *y.shape[1:]).index_copy(0, tables.flat, y)
+            return laid.view(count, rows, *y.shape[1:]).movedim(2, 1).contiguous()
+
+        q, k, v = cut(x.q), cut(x.k), cut(x.v)
+        sums = None if x.decay is None else cut(x.decay).double().cumsum(2)
+        repeats = heads // k.shape[1]
+        later = torch.ones(rows, rows, dtype=torch.bool, device=v.device).tril(-1)
+        both = [q, k] if x.beta is not None else [q]
+        if sums is None or sums.dim() == 3:
+            # products are of groups, decays of heads
+            pairs = [(y @ k.mT).repeat_interleave(repeats, 1) for y in both]
+            if sums is not None:
+                gaps = (sums[..., :, None] - sums[..., None, :]).to(v.dtype).masked_fill(~later, -torch.inf)
+                # a row's own factor is 1 whatever its decay: as a difference, its gradient would be noise
+                factors = gaps.exp() + torch.eye(rows, dtype=v.dtype, device=v.device)
+                pairs = [y * factors for y in pairs]
+            q, k = (y.repeat_interleave(repeats, 1) for y in (q, k))
+        else:
+            q, k = (y.repeat_interleave(repeats, 1) for y in (q, k))
+            pairs = _pairs_by_channel([q, k] if x.beta is not None else [q], k, sums)
+        inside = pairs[0].tril() * x.scale
+        u, w, total, q, entered, leaving = v, None, None, q * x.scale, k, k
+        if sums is not None:
+            wide = sums if sums.dim() == 4 else sums[..., None]
+            since, until = wide.to(v.dtype).exp(), (wide[:, :, -1:] - wide).to(v.dtype).exp()
+            q, entered, leaving = q * since, k * since, k * until
+            total = sums[:, :, -1].to(v.dtype)
+        if x.beta is not None:
+            beta = cut(x.beta)[..., None]
+            system = beta * pairs[1].tril(-1)
+            solved = torch.linalg.solve_triangular(
+                system, torch.cat([beta * v, beta * entered], -1), upper=False, unitriangular=True
+            )
+            u, w = solved.split([v.shape[-1], k.shape[-1]], -1)
+        return ChunkProducts(inside, q, leaving, u, w, total), tables
+
+    def leave(self, prepared: tuple[ChunkProducts, Tables], entering: Tensor) -> tuple[Tensor, Tensor]:
+        """See `RecurrentKernel`; matrices are walked as further columns of the state, from the identity."""
+        x, chunks = prepared[0], prepared[1].exported
+        if chunks.numbers is not None:
+            x = x._replace(**{name: y[chunks.numbers] for name, y in x._asdict().items() if y is not None})
+        runs, heads, dim = entering.shape[:3]
+        if x.w is None:
+            states = _walk(x, chunks, entering).left
+            if x.total is None:
+                return states, entering.new_zeros(runs, heads)
+            return states, x.total.new_zeros(runs, *x.total.shape[1:]).index_add(0, chunks.runs, x.total)
+        eye = torch.eye(dim, dtype=entering.dtype, device=entering.device).expand(runs, heads, dim, dim)
+        silent = x.u.new_zeros(*x.u.shape[:-1], dim)
+        both = x._replace(u=torch.cat([x.u, silent], -1))
+        left = _walk(both, chunks, torch.cat([entering, eye], -1)).left
+        return left[..., :-dim], left[..., -dim:]
+
+    def compute(self, prepared: tuple[ChunkProducts, Tables], entering: Tensor) -> tuple[Tensor, Tensor]:
+        """See `RecurrentKernel`."""
+        x, tables = prepared
+        walk = _walk(x, tables.chunks, entering)
+        u = x.u if walk.u is None else walk.u
+        out = torch.baddbmm((x.inside @ u).flatten(0, 1), x.q.flatten(0, 1), walk.entered.flatten(0, 1))
+        return out.view(u.shape).movedim(1, 2).flatten(0, 1).index_select(0, tables.flat), walk.left
+
+
+class Walk(NamedTuple):
+    """entered [N, H, K, V]: the state before each chunk. u: of each chunk, or None. left [runs, H, K, V]."""
+
+    entered: Tensor
+    u: Tensor | None
+    left: Tensor
+
+
+def _walk(x: ChunkProducts, chunks: Chunks, entering: Tensor) -> Walk:
+    """The states from chunk to chunk, all runs at once."""
+    if not chunks.sizes:
+        return Walk(entering, None if x.w is None else x.u, entering)
+    factors = None if x.total is None else x.total.exp()[(..., *[None] * (4 - x.total.dim()))]
+    added = x.k.mT @ x.u if x.w is None else None
+    entered, solved, after = [], [], []
+    state = entering[chunks.order]
+    parts = (_levels(y, chunks.sizes) for y in (x.u, x.k, x.w, added, factors))
+    for size, u, k, w, own, factor in zip(chunks.sizes, *parts, strict=True):
+        state = state[:size]
+        entered.append(state)
+        if w is not None:
+            u = u - w @ state
+            solved.append(u)
+            own = k.mT @ u
+        state = own + (state if factor is None else factor * state)
+        after.append(state)
+    left = torch.cat(after)[chunks.final][chunks.back]
+    return Walk(torch.cat(entered), torch.cat(solved) if solved else None, left)
+
+
+def _levels(y: Tensor | None, sizes: list[int]) -> Sequence[Any]:
+    return [None] * len(sizes) if y is None else torch.split(y, sizes)
+
+
+def _pairs_by_channel(left: list[Tensor], k: Tensor, sums: Tensor) -> list[Tensor]:
+    """sum over c of ``left_ic k_jc exp(G_ic - G_jc)`` for j <= i, for each of `left`; zeros elsewhere by block.
+
+    Between blocks of rows both factors are relative to the block's start, so neither is above 1; inside a block each
+    pair of rows has its own.
+    """
+    rows = k.shape[2]
+    result = []
+    for y in left:
+        lines = []
+        for start in range(0, rows, BLOCK):
+            block = slice(start, min(start + BLOCK, rows))
+            own = sums[:, :, block]
+            gaps = (own[:, :, :, None] - own[:, :, None]).to(k.dtype).clamp_max(0.0)
+            inside = torch.einsum("nhic,nhjc,nhijc->nhij", y[:, :, block], k[:, :, block], gaps.exp())
+            line = [inside]
+            if start:
+                edge = sums[:, :, start - 1 : start]
+                near = y[:, :, block] * (own - edge).to(k.dtype).exp()
+                far = k[:, :, :start] * (edge - sums[:, :, :start]).to(k.dtype).exp()
+                line = [near @ far.mT, inside]
+            lines.append(torch.nn.functional.pad(torch.cat(line, -1), (0, rows - block.stop)))
+        result.append(torch.cat(lines, 2))
+    return result
+
+
+def _rows(counts: Ints) -> int:
+    """Rows of a chunk: 64, or fewer where runs are so short that most rows of a chunk would be empty."""
+    rows = ROWS
+    while rows > BLOCK and counts.size and int((-(-counts // rows) * rows).sum()) > 2 * int(counts.sum()):
+        rows //= 2
+    return rows

@@ -1,0 +1,68 @@
+"""The protocol of recurrent kernels. Rows come in *runs*, one after another; each run has a state that enters it.
+
+Token by token, for each head, with a state S [K, V]::
+
+    S <- exp(decay) S                        decay: one factor, or one for each row of S
+    S <- S + k v^T                           without beta
+    S <- S + k (beta (v - k^T S))^T          with beta, the delta rule
+    out = scale q^T S
+
+All of them are affine in the state that enters: a run leaves ``M S_in + S``. The work has three parts, so that
+states can be exchanged between the second and the third::
+
+    prepare   what does not depend on states
+    leave     S and M of the runs whose states others need
+    compute   out, and the state that each run leaves, from the states that enter
+
+They are differentiable functions of PyTorch. Sums are in float32, or float64 for float64. Sources: Katharopoulos et al.
+2020 (linear attention), Dao and Gu 2024 (state spaces as attention), Yang et al. 2024 (gated delta rule), Kimi Team
+2025 (one factor for each row).
+"""
+
+from __future__ import annotations
+
+from typing import Any, NamedTuple, Protocol
+
+import torch
+from torch import Tensor
+
+from seqpar.facts.value import Ints
+
+
+class Recurrence(NamedTuple):
+    """A call's rows, in the order of the runs and in the accumulation dtype.
+
+    q, k [T, G, K]; v [T, H, V]; H is a multiple of G, and head h reads group ``h // (H // G)``. decay, logarithms at or
+    below 0: [T, H], [T, H, K] or None. beta [T, H] or None.
+    """
+
+    q: Tensor
+    k: Tensor
+    v: Tensor
+    decay: Tensor | None
+    beta: Tensor | None
+    scale: float
+
+
+class RecurrentKernel(Protocol):
+    """See the module."""
+
+    name: str
+
+    def tables(self, counts: Ints, exported: Ints, device: torch.device) -> Any:
+        """The runs as a kernel wants them, made once for a plan.
+
+        counts: rows of each run; they sum to T. exported: runs that later runs of their documents need, ascending.
+        """
+
+    def prepare(self, x: Recurrence, tables: Any) -> Any:
+        """What does not depend on states."""
+
+    def leave(self, prepared: Any, entering: Tensor) -> tuple[Tensor, Tensor]:
+        """What exported runs leave from the states that enter them [exported, H, K, V], and their maps.
+
+        Maps are logarithms of factors, [exported, H] or [exported, H, K], or with beta matrices [exported, H, K, K].
+        """
+
+    def compute(self, prepared: Any, entering: Tensor) -> tuple[Tensor, Tensor]:
+        """out [T, H, V], and the states that all runs leave, [runs, H, K, V], from those that enter them."""

@@ -1,0 +1,204 @@
+"""`causal_conv1d`: the short depthwise convolution of recurrent layers, over the runs of a plan.
+
+Each run is convolved behind the rows before it, which come from other ranks where they lie there (`rows.halo`)::
+
+    run of 3 rows, filter of 3 taps      h h x x x   ->   y y y
+                                         halo of 2
+
+All runs are laid one after another, each behind its halo; outputs that would mix two runs are not taken.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+import numpy as np
+import torch
+from torch import Tensor
+from torch.nn.functional import silu
+
+from seqpar.comm import Comm, Tag
+from seqpar.facts.value import Ints, Memo
+from seqpar.kernels import acc_dtype
+from seqpar.ops.core.agreement import agreement, digest_of_call
+from seqpar.ops.core.autocast import no_autocast
+from seqpar.ops.core.collective_op import CollectiveOp, Record, Tensors
+from seqpar.ops.core.device import stream_of
+from seqpar.ops.core.repetition import check_repetition
+from seqpar.ops.move.relayout import row_numbers
+from seqpar.ops.recurrent.recompute import gradients
+from seqpar.ops.recurrent.rows import RowMap, check_rows, facts_of, plan_and_comm, runs, values_of
+from seqpar.plan import Plan
+
+ACTIVATIONS = (None, "silu")
+
+
+def causal_conv1d(
+    x: Tensor,
+    weight: Tensor,
+    bias: Tensor | None,
+    plan: Plan | Tensor,
+    comm: Comm | None = None,
+    *,
+    activation: str | None = None,
+) -> Tensor:
+    """This rank's rows of a causal depthwise convolution of each document. A collective, forward and backward.
+
+    Spec over ranks, for row p of a document that starts at row s, with x zero before s:
+
+        y[p, c] = activation(bias[c] + sum of weight[c, n] * x[p - (W - 1) + n, c] for n in 0 .. W - 1)
+
+    x [T, C], this rank's rows; weight [C, W], as a depthwise `torch.nn.Conv1d` has it in [C, 1, W]; bias [C] or None;
+    all of one floating dtype. activation: None or "silu". Returns [T, C]; pad rows are zeros, and what they hold enters
+    nothing. Products are summed in float32, or float64 for float64. Runs may be shorter than the filter. Each rank gets
+    the W - 1 rows before each of its runs that it does not hold. The gradients of weight and bias are this rank's
+    shares: sum them over ranks.
+
+    In a compiled model ``plan`` is a handle, ``seqpar.bind(plan, comm)``, without a comm.
+
+    Raises: ValueError for shapes, dtypes or an activation that do not fit, on every rank, before any byte moves;
+    NotImplementedError for double backward.
+    """
+    return CONV([x, weight, bias], values_of("causal_conv1d", plan, comm), activation)[0]
+
+
+@dataclass(frozen=True, eq=False)
+class Laid(Memo):
+    """The rows of all runs, each behind its halo: where local rows and halo rows go, and where results are taken."""
+
+    rows: int
+    halo: Ints
+    local: Ints
+    order: Ints
+    _memo: dict[Any, Any] = field(default_factory=dict, repr=False)
+
+    @classmethod
+    def of(cls, plan: Plan, rank: int, reach: int) -> Laid:
+        """The rows of a rank's runs behind halos of `reach` rows."""
+        own = runs(plan, rank)
+        numbers, tokens = np.arange(own.counts.size), own.positions.size
+        local = np.arange(tokens) + reach * (1 + np.repeat(numbers, own.counts))
+        halo = (own.starts[:-1] + reach * numbers)[:, None] + np.arange(reach)
+        return cls(tokens + reach * numbers.size, halo.ravel(), local, own.local(own.positions))
+
+    def on(self, device: torch.device) -> Sequence[Tensor]:
+        """halo, local and order on a device, uploaded once per stream."""
+        return self.memo(stream_of(device), lambda: row_numbers([self.halo, self.local, self.order], device))  # type: ignore[no-any-return]
+
+
+def convolved(
+    x: Tensor, weight: Tensor, bias: Tensor | None, before: Tensor, laid: Laid, activation: str | None
+) -> Tensor:
+    """The convolution of a rank's rows behind their halos. before [runs * (W - 1), C]: the halos."""
+    taps, dtype = weight.shape[1], acc_dtype(x.dtype)
+    halo, local, order = laid.on(x.device)
+    lined = x.new_zeros(laid.rows, x.shape[1]).index_copy(0, halo, before).index_copy(0, local, x[order])
+    lined, filters = lined.to(dtype), weight.to(dtype)
+    count = max(laid.rows - taps + 1, 0)
+    y = lined[:count] * filters[:, 0]
+    for tap in range(1, taps):
+        y = y + lined[tap : tap + count] * filters[:, tap]
+    y = y[local - (taps - 1)]
+    if bias is not None:
+        y = y + bias.to(dtype)
+    y = (silu(y) if activation == "silu" else y).to(x.dtype)
+    return x.new_zeros(x.shape).index_copy(0, order, y)
+
+
+@dataclass(eq=False)
+class ConvCall(Record):
+    """A convolution: what its backward needs besides tensors."""
+
+    rows: RowMap
+    laid: Laid
+    activation: str | None
+
+
+def _conv(
+    tensors: Sequence[Any], values: Sequence[Any], activation: str | None, grads: Sequence[bool]
+) -> tuple[list[Tensor], Tensors, ConvCall]:
+    (x, weight, bias), (plan, comm) = tensors, plan_and_comm("causal_conv1d", values)
+    number = comm.next_call()
+    with agreement("causal_conv1d", comm) as call:
+        check_rows("causal_conv1d", x, plan, comm)
+        _check(x, weight, bias, activation)
+        reach = weight.shape[1] - 1
+        rows = plan.memo(("halo", reach, comm.rank), lambda: RowMap.of(plan, comm.rank, "halo", reach))
+        laid = plan.memo(("laid", reach, comm.rank), lambda: Laid.of(plan, comm.rank, reach))
+        own = {"plan": plan.digest(), "taps": reach + 1, "activation": activation, "bias": bias is not None}
+        call.facts = own | facts_of(x, True in grads)
+        if comm.size > 1:
+            key = "causal_conv1d", reach, activation, bias is None, x.dtype, x.device.type, x.shape[1:], True in grads
+            call.digest = plan.memo(key, lambda: digest_of_call("causal_conv1d", call.facts))
+    stamp = hash((plan, activation, id(comm.stats), comm.rank))
+    check_repetition("causal_conv1d", comm, stamp, "plan or activation", recorded=True in grads)
+    record = ConvCall(comm, Tag(call.digest, number, 0, 0, "causal_conv1d"), rows, laid, activation, stamp=stamp)
+    with no_autocast(x.device.type):
+        before = rows.apply(x.detach(), comm, record.tag)
+        y = convolved(x, weight, bias, before, laid, activation)
+    return [y], [x, weight, bias, before], record
+
+
+def _conv_back(call: ConvCall, saved: Sequence[Any], grads: Tensors, needs: Sequence[bool]) -> Tensors:
+    """The gradients of x, weight and bias."""
+    tag = call.way_back()
+    x, weight, bias, before = saved
+    (dy,) = grads
+    dy = torch.zeros_like(x) if dy is None else dy
+    with no_autocast(x.device.type):
+        dx, dweight, dbias, dbefore = gradients(
+            lambda *inputs: convolved(*inputs, call.laid, call.activation),
+            [x, weight, bias, before],
+            [needs[0], needs[1], needs[2], True],
+            [dy],
+        )
+        home = call.rows.apply_transposed(torch.zeros_like(before) if dbefore is None else dbefore, call.comm, tag)
+    return [home if dx is None else dx + home, dweight, dbias] if needs[0] else [None, dweight, dbias]
+
+
+def _check(x: Tensor, weight: object, bias: object, activation: object) -> None:
+    if x.dim() != 2 or not x.dtype.is_floating_point:
+        raise ValueError(f"causal_conv1d: x must be floating [rows, channels], got {x.dtype} {list(x.shape)}")
+    for name, parameter, dims in (("weight", weight, 2), ("bias", bias, 1)):
+        if name == "bias" and parameter is None:
+            continue
+        if not isinstance(parameter, Tensor) or parameter.dim() != dims or parameter.shape[0] != x.shape[1]:
+            got = list(parameter.shape) if isinstance(parameter, Tensor) else repr(parameter)
+            shape = f"[{x.shape[1]}, taps]" if dims == 2 else f"[{x.shape[1]}]"
+            raise ValueError(f"causal_conv1d: {name} must be {shape} for x {list(x.shape)}, got {got!s:.200}")
+        if parameter.dtype != x.dtype or parameter.device != x.device:
+            raise ValueError(
+                f"causal_conv1d: {name} is {parameter.dtype} on {parameter.device}, x {x.dtype} on {x.device}; give "
+                "both one dtype and device"
+            )
+    if isinstance(weight, Tensor) and weight.shape[1] == 0:
+        raise ValueError("causal_conv1d: weight has no taps; give at least 1")
+    if activation not in ACTIVATIONS:
+        raise ValueError(f'causal_conv1d: activation must be None or "silu", got {activation!r:.200}')
+
+
+def _fake(x: Tensor, weight: Tensor, bias: Tensor | None, *_: object) -> tuple[Tensor, Tensor]:
+    return x.new_empty(x.shape), torch.empty((), dtype=torch.int64, device="cpu")
+
+
+def _fake_back(
+    dy: Tensor | None, x: Tensor, weight: Tensor, bias: Tensor | None, y: Tensor, ticket: Tensor, needs: Sequence[bool]
+) -> tuple[Tensor, ...]:
+    pairs = zip((x, weight, bias), needs, strict=False)
+    return tuple(t.new_empty(t.shape) if t is not None and need else y.new_empty(0) for t, need in pairs)
+
+
+CONV = CollectiveOp("causal_conv1d", _conv, back=_conv_back)
+CONV.define(
+    3,
+    "(Tensor x, Tensor weight, Tensor? bias, Tensor[] handles, str? activation, bool[] grads) "
+    "-> (Tensor y, Tensor ticket)",
+    _fake,
+)
+CONV.define_back(
+    "(Tensor? dy, Tensor x, Tensor weight, Tensor? bias, Tensor y, Tensor ticket, bool[] needs) "
+    "-> (Tensor dx, Tensor dweight, Tensor dbias)",
+    _fake_back,
+)

@@ -1,0 +1,19 @@
+"""Recurrent layers over the rows of a plan: linear attention, delta rules, state spaces and short convolutions.
+
+They run beside attention under the same plan, whatever its layout is. Softmax layers send keys; these send, at each cut
+inside a document, a state and the few rows that a filter reads::
+
+    y = recurrent.causal_conv1d(x, weight, bias, plan, comm, activation="silu")
+    out = recurrent.linear_attention(q, k, v, plan, comm, decay=decay, beta=beta)
+
+`shift` and `halo` are for kernels of one's own, as is `state_scan`: it turns what each run of rows does to a state into
+the state that enters it.
+"""
+
+from seqpar.ops.recurrent.conv import causal_conv1d
+from seqpar.ops.recurrent.linear import States, linear_attention
+from seqpar.ops.recurrent.rows import halo, runs, shift
+from seqpar.ops.recurrent.scan import state_scan
+from seqpar.plan.runs import RankRuns
+
+__all__ = ["RankRuns", "States", "causal_conv1d", "halo", "linear_attention", "runs", "shift", "state_scan"]

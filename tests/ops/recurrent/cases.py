@@ -1,0 +1,79 @@
+"""Cases of recurrent verbs: families, layouts with pads and empty ranks, and inputs equal on every rank."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import numpy as np
+import torch
+from hypothesis import strategies as st
+from torch import Tensor
+
+import seqpar
+from seqpar.facts.mask import Mask
+from seqpar.plan import Plan
+from tests.cases import LAYOUTS, make_layout
+
+FAMILIES = tuple((decay, beta) for decay in ("none", "scalar", "channel") for beta in (False, True))
+
+
+def plan_of(layout: str, lengths: tuple[int, ...], ranks: int, seed: int = 0) -> Plan:
+    """A plan with pads on some ranks."""
+    rng = np.random.default_rng(seed)
+    made = make_layout(layout, list(lengths), ranks, rng)
+    return Plan(Mask(lengths), made, rows=[made.tokens(r) + int(rng.integers(0, 3)) for r in range(ranks)])
+
+
+@st.composite
+def plans(draw: st.DrawFn, longest: int = 12) -> Plan:
+    """Any layout of some documents."""
+    lengths = draw(st.lists(st.integers(1, longest), min_size=1, max_size=4))
+    ranks = draw(st.sampled_from([1, 2, 3, 4, 6, 8]))
+    return plan_of(draw(st.sampled_from(LAYOUTS)), tuple(lengths), ranks, draw(st.integers(0, 99)))
+
+
+def poisoned(x: Tensor | None, plan: Plan, rank: int) -> Tensor | None:
+    """A rank's rows of a global tensor, which require a gradient, with NaN in its pad rows."""
+    if x is None:
+        return None
+    mine = seqpar.shard(x, plan, rank)
+    mine[torch.from_numpy(plan.positions(rank)) < 0] = torch.nan
+    return mine.requires_grad_()
+
+
+def put(total: Tensor, part: Tensor | None, plan: Plan, rank: int) -> None:
+    """Write a rank's rows to their places in a global tensor; its pad rows must be zeros."""
+    rows = torch.from_numpy(plan.layout.positions(rank))
+    assert part is not None and not part[len(rows) :].any()
+    total[rows] = part[: len(rows)].to(total.dtype)
+
+
+@dataclass(frozen=True)
+class Family:
+    """A recurrence. strength: the log decay of a token is drawn from ``[-strength, 0]``."""
+
+    decay: str = "scalar"
+    beta: bool = False
+    initial: bool = False
+    strength: float = 0.3
+    groups: int = 2
+    heads: int = 4
+    dim: int = 3
+    values: int = 2
+
+    def inputs(self, mask: Mask, seed: int = 0, dtype: torch.dtype = torch.float64) -> list[Tensor | None]:
+        """Global q, k, v, decay, beta and initial state; keys have lengths other than 1."""
+        g = torch.Generator().manual_seed(seed)
+
+        def normal(*shape: int) -> Tensor:
+            return torch.randn(*shape, dtype=torch.float64, generator=g).to(dtype)
+
+        n, h, k, v = mask.tokens, self.heads, self.dim, self.values
+        decays = {"none": None, "scalar": (n, h), "channel": (n, h, k)}[self.decay]
+        decay = None if decays is None else (-torch.rand(*decays, dtype=torch.float64, generator=g) * self.strength)
+        return [
+            normal(n, self.groups, k), normal(n, self.groups, k) * 0.5, normal(n, h, v),
+            None if decay is None else decay.to(dtype),
+            torch.rand(n, h, dtype=torch.float64, generator=g).to(dtype) if self.beta else None,
+            normal(len(mask.lengths), h, k, v) if self.initial else None,
+        ]  # fmt: skip

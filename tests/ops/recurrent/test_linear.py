@@ -1,0 +1,305 @@
+"""`linear_attention` beside the definition on one device: families, layouts, states, gradients, isolation."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+import numpy as np
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from torch import Tensor
+from torch.utils.checkpoint import checkpoint
+
+import seqpar
+from seqpar import recurrent
+from seqpar.comm import Comm, LocalComm
+from seqpar.facts.mask import Mask
+from seqpar.plan import Plan
+from seqpar.testing import COMMS, dense_linear_attention, relative_rms, run_processes, run_threads
+from tests.cases import LAYOUTS
+from tests.ops.recurrent.cases import FAMILIES, Family, plan_of, plans, poisoned, put
+
+
+def on_a_rank(
+    comm: Comm, plan: Plan, family: Family, seed: int, dtype: torch.dtype, kernel: str, weights: list[Tensor]
+) -> tuple[Tensor, recurrent.States, list[Tensor | None], int]:
+    """A rank's output, final states and gradients, and the exchanges of its forward."""
+    *rows, initial = family.inputs(plan.mask, seed, dtype)
+    mine = [poisoned(x, plan, comm.rank) for x in rows]
+    initial = None if initial is None else initial.requires_grad_()
+    before = comm.stats.exchanges
+    out, states = recurrent.linear_attention(
+        *mine[:3], plan, comm, decay=mine[3], beta=mine[4], initial_state=initial, return_state=True, kernel=kernel
+    )
+    exchanges = comm.stats.exchanges - before
+    dout, dstates = seqpar.shard(weights[0], plan, comm.rank), weights[1][states.documents]
+    pads = torch.from_numpy(plan.positions(comm.rank)) < 0
+    ((out * dout).masked_fill(pads[:, None, None], 0.0).sum() + (states.states * dstates).sum()).backward()
+    grads = [None if x is None else x.grad for x in (*mine, initial)]
+    return out.detach(), states._replace(states=states.states.detach()), grads, exchanges
+
+
+def agrees(
+    plan: Plan, family: Family, run=run_threads, *, seed: int = 0, dtype=torch.float64, kernel="auto", tolerance=1e-10
+) -> None:
+    """Assert that ranks return what one device does, in output, states and every gradient."""
+    n, documents = plan.mask.tokens, len(plan.mask.lengths)
+    g = torch.Generator().manual_seed(seed + 1)
+    shapes = [n, family.heads, family.values], [documents, family.heads, family.dim, family.values]
+    weights = [torch.randn(*shape, dtype=torch.float64, generator=g) for shape in shapes]
+    leaves = [None if x is None else x.double().requires_grad_() for x in family.inputs(plan.mask, seed, dtype)]
+    q, k, v, decay, beta, initial = leaves
+    expected = dense_linear_attention(q, k, v, plan.mask, decay=decay, beta=beta, initial_state=initial)
+    sum((x * w).sum() for x, w in zip(expected, weights, strict=True)).backward()
+    out, states = torch.full_like(expected[0], torch.nan), torch.full_like(expected[1], torch.nan)
+    grads = [None if x is None else torch.zeros_like(x) for x in leaves]
+    results = run(plan.ranks, on_a_rank, plan, family, seed, dtype, kernel, weights)
+    for rank, (part, final, found, _) in enumerate(results):
+        put(out, part, plan, rank)
+        states[list(final.documents)] = final.states.double()
+        for total, own in zip(grads[:5], found[:5], strict=True):
+            if total is not None:
+                put(total, own, plan, rank)
+        if grads[5] is not None:
+            grads[5] += found[5].double()
+    pairs = [(out, expected[0].detach()), (states, expected[1].detach())]
+    pairs += [(x, y.grad) for x, y in zip(grads, leaves, strict=True) if x is not None and y is not None]
+    for got, want in pairs:
+        # a gradient of decays that forget at once is rounding beside those of the other inputs
+        assert float((got - want).abs().max()) <= tolerance * max(1.0, float(want.abs().max()))
+
+
+@pytest.mark.parametrize("layout", LAYOUTS)
+@pytest.mark.parametrize(("decay", "beta"), FAMILIES)
+def test_families_under_layouts(decay, beta, layout) -> None:
+    agrees(plan_of(layout, (1, 9, 2, 17), 3), Family(decay, beta, initial=True))
+
+
+@settings(max_examples=40)
+@given(
+    plans(), st.sampled_from(FAMILIES), st.booleans(), st.sampled_from([0.0, 0.3, 80.0]),
+    st.sampled_from([(1, 1), (1, 3), (2, 4), (3, 3)]), st.sampled_from(["auto", "reference"]), st.integers(0, 9),
+)  # fmt: skip
+def test_ranks_compute_what_one_device_does(plan, family, initial, strength, heads, kernel, seed) -> None:
+    decay, beta = family
+    groups, count = heads
+    case = Family(decay, beta, initial, strength, groups, count)
+    agrees(plan, case, seed=seed, kernel=kernel)
+
+
+@pytest.mark.exhaustive
+@pytest.mark.parametrize(("decay", "beta"), FAMILIES)
+@pytest.mark.parametrize("ranks", [1, 2, 3, 4, 6, 8])
+def test_three_documents_cut_at_every_place(decay, beta, ranks) -> None:
+    lengths = (5, 3, 4)
+    for cut in range(13):
+        shards = [np.zeros(0, int)] * ranks
+        shards[0], shards[-1] = np.arange(cut), np.arange(cut, 12)
+        shards = shards if ranks > 1 else [np.arange(12)]
+        agrees(Plan(Mask(lengths), seqpar.Layout(shards)), Family(decay, beta, initial=cut % 2 == 0))
+
+
+@pytest.mark.parametrize(("decay", "beta"), FAMILIES)
+def test_documents_of_several_chunks(decay, beta) -> None:
+    agrees(plan_of("zigzag", (150, 70, 300), 2), Family(decay, beta))
+
+
+@pytest.mark.exhaustive
+@pytest.mark.parametrize(("decay", "beta"), FAMILIES)
+def test_a_long_document(decay, beta) -> None:
+    agrees(
+        plan_of("contiguous", (65_536,), 4), Family(decay, beta, dim=16, values=16, groups=1, heads=1), tolerance=1e-9
+    )
+
+
+@pytest.mark.parametrize("comm", COMMS)
+def test_over_processes(comm) -> None:
+    def run(ranks, *arguments):
+        return run_processes(ranks, *arguments, comm=comm)
+
+    agrees(plan_of("zigzag", (9, 20, 3), 3), Family("scalar", beta=True, initial=True), run)
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_a_rank_among_several_errs_no_more_than_one_alone(dtype) -> None:
+    family, lengths, errors = Family("scalar", beta=True), (40, 90, 30), []
+    weights = [torch.zeros(160, 4, 2, dtype=torch.float64), torch.zeros(3, 4, 3, 2, dtype=torch.float64)]
+    q, k, v, decay, beta, _ = (None if x is None else x.double() for x in family.inputs(Mask(lengths), 0, dtype))
+    expected, _ = dense_linear_attention(q, k, v, Mask(lengths), decay=decay, beta=beta)
+    for ranks in (1, 3):
+        plan, out = plan_of("zigzag", lengths, ranks), torch.zeros_like(expected)
+        results = run_threads(ranks, on_a_rank, plan, family, 0, dtype, "auto", weights)
+        for rank, (part, *_) in enumerate(results):
+            put(out, part, plan, rank)
+        errors.append(relative_rms(out, expected))
+    assert errors[1] <= 1.2 * errors[0]
+
+
+def test_documents_that_no_two_ranks_share_move_nothing() -> None:
+    plan = Plan(Mask((9, 9, 5, 5)), seqpar.Layout.contiguous(28, 1))
+    whole = Plan(plan.mask, seqpar.Layout([np.arange(18), np.arange(18, 28)]))
+    family = Family("channel", beta=True)
+    weights = [torch.ones(28, 4, 2, dtype=torch.float64), torch.ones(4, 4, 3, 2, dtype=torch.float64)]
+    for cut, expected in ((whole, 0), (plan_of("contiguous", (9, 19), 2), 1)):
+        results = run_threads(2, on_a_rank, cut, family, 0, torch.float64, "auto", weights)
+        assert [exchanges for *_, exchanges in results] == [expected] * 2
+
+
+@pytest.mark.parametrize(("decay", "beta"), FAMILIES)
+@pytest.mark.parametrize("value", [3.0, torch.nan])
+def test_a_document_changes_no_bit_of_another(decay, beta, value) -> None:
+    plan, family = plan_of("blocks", (5, 6, 7), 2), Family(decay, beta)
+    weights = [torch.ones(18, 4, 2, dtype=torch.float64), torch.ones(3, 4, 3, 2, dtype=torch.float64)]
+    inside = torch.arange(5, 11)
+    runs = []
+    for changed in (False, True):
+
+        def inputs(mask, *arguments, changed=changed):
+            rows = Family.inputs(family, mask, *arguments)
+            for x in rows[:5]:
+                if x is not None and changed:
+                    x[7] = -value if x is rows[3] else value
+            return rows
+
+        class Changed(Family):
+            pass
+
+        Changed.inputs = lambda self, mask, *arguments, inputs=inputs: inputs(mask, *arguments)
+        case = Changed(decay, beta)
+        out, dv = torch.zeros(18, 4, 2, dtype=torch.float64), torch.zeros(18, 4, 2, dtype=torch.float64)
+        for rank, (part, _, grads, _) in enumerate(
+            run_threads(2, on_a_rank, plan, case, 0, torch.float64, "auto", weights)
+        ):
+            put(out, part, plan, rank)
+            put(dv, grads[2], plan, rank)
+        runs.append((out, dv))
+    for before, after in zip(*runs, strict=True):
+        same = (before == after).flatten(1).all(1)
+        same[inside] = True
+        assert same.all()
+    assert not torch.equal(runs[0][0][inside], runs[1][0][inside])
+
+
+def repeated(comm: Comm, plan: Plan, reentrant: bool) -> list[Tensor]:
+    """Gradients under a checkpoint, and without."""
+    found = []
+    for wrap in (False, True):
+        mine = [poisoned(x, plan, comm.rank) for x in Family(beta=True).inputs(plan.mask)[:5]]
+
+        def layer(q, k, v, decay, beta):
+            return recurrent.linear_attention(q, k, v, plan, comm, decay=decay, beta=beta)
+
+        out = checkpoint(layer, *mine, use_reentrant=reentrant) if wrap else layer(*mine)
+        out.sum().backward()
+        found.append(torch.cat([x.grad.flatten() for x in mine]))
+    return found
+
+
+@pytest.mark.parametrize("reentrant", [False, True])
+def test_checkpoints_recompute_it(reentrant) -> None:
+    for plain, recomputed in run_threads(2, repeated, plan_of("zigzag", (9, 7), 2), reentrant):
+        assert torch.equal(plain, recomputed)
+
+
+@pytest.mark.usefixtures("no_graphs")
+def test_one_graph_serves_all_plans() -> None:
+    comm = LocalComm.world(1)[0]
+
+    def layer(x, weight, q, k, v, decay, beta, handle):
+        y = recurrent.causal_conv1d(x, weight, None, handle, activation="silu")
+        y = recurrent.shift(y, handle, by=1)
+        return recurrent.linear_attention(q, k, v, handle, decay=decay, beta=beta).sum() + (y * y).sum()
+
+    compiled = torch.compile(layer, backend="aot_eager", fullgraph=True)
+    for lengths in ((9, 7), (4, 4, 8)):
+        plan = Plan(Mask(lengths), seqpar.Layout.contiguous(16, 1))
+        results = []
+        for function in (layer, compiled):
+            rows = [x.requires_grad_() for x in Family(beta=True).inputs(plan.mask)[:5]]
+            extra = [torch.linspace(-1, 1, 48, dtype=torch.float64).view(16, 3), torch.ones(3, 4, dtype=torch.float64)]
+            extra = [x.requires_grad_() for x in extra]
+            loss = function(*extra, *rows, seqpar.bind(plan, comm))
+            loss.backward()
+            results.append([loss.detach(), *(x.grad for x in (*extra, *rows))])
+        for eager, graph in zip(*results, strict=True):
+            assert torch.equal(eager, graph)
+
+
+def refused(comm: Comm, plan: Plan, change: str) -> str:
+    q, k, v, decay, beta, _ = Family(beta=True).inputs(plan.mask)
+    mine = {"q": q, "k": k, "v": v, "decay": decay, "beta": beta}
+    mine = {name: seqpar.shard(x, plan, comm.rank) for name, x in mine.items()}
+    options: dict[str, object] = {}
+    if comm.rank == 0 or change in ("full", "cross"):
+        if change in mine:
+            mine[change] = mine[change][:, :1]
+        elif change == "dtype":
+            mine["k"] = mine["k"].float()
+        elif change == "rows":
+            mine["q"] = mine["q"][:1]
+        elif change == "kernel":
+            options["kernel"] = "fla"
+        elif change == "initial":
+            options["initial_state"] = torch.zeros(1, 4, 3, 2, dtype=torch.float64)
+    before = comm.stats.bytes_sent
+    with pytest.raises((ValueError, NotImplementedError)) as error:
+        recurrent.linear_attention(mine.pop("q"), mine.pop("k"), mine.pop("v"), plan, comm, **mine, **options)
+    assert comm.stats.bytes_sent == before
+    return str(error.value)
+
+
+@pytest.mark.parametrize(
+    ("change", "text"),
+    [
+        ("q", "q and k must have one shape"), ("v", "v a multiple of their heads"), ("decay", "decay must be floating"),
+        ("beta", "beta must be floating"), ("dtype", "of one dtype and device"), ("rows", "must have 8 rows"),
+        ("kernel", "kernel must be one of auto, chunked, reference"), ("initial", "initial_state must be floating"),
+        ("full", "causal inside documents"), ("cross", "without a kv_layout"),
+    ],
+)  # fmt: skip
+def test_what_cannot_be_is_an_error_on_all_ranks(change, text) -> None:
+    plan = Plan(Mask((9, 7), causal=change != "full"), seqpar.Layout.contiguous(16, 2))
+    if change == "cross":
+        plan = Plan(Mask((9, 7)), seqpar.Layout.contiguous(16, 2), kv_layout=seqpar.Layout.striped(16, 2))
+    assert all(text in error for error in run_threads(2, refused, plan, change))
+
+
+def growing(comm: Comm, plan: Plan) -> str:
+    comm.check_every = "call"
+    q, k, v, decay, _, _ = (None if x is None else seqpar.shard(x, plan, comm.rank) for x in Family().inputs(plan.mask))
+    with pytest.raises(ValueError) as error:
+        recurrent.linear_attention(q, k, v, plan, comm, decay=-decay)
+    return str(error.value)
+
+
+def test_a_decay_above_0_is_named_where_every_call_is_checked() -> None:
+    errors = run_threads(2, growing, plan_of("contiguous", (16,), 2))
+    assert all("logarithms at or below 0" in error for error in errors)
+
+
+def test_normalized_keys_and_queries() -> None:
+    comm, mask, family = LocalComm.world(1)[0], Mask((9, 7)), Family(beta=True)
+    plan = Plan(mask, seqpar.Layout.contiguous(16, 1))
+    q, k, v, decay, beta, _ = family.inputs(mask)
+    out = recurrent.linear_attention(q, k, v, plan, comm, decay=decay, beta=beta, normalize=True, scale=1.0)
+    q, k = (x / (x.square().sum(-1, keepdim=True) + 1e-6).sqrt() for x in (q, k))
+    expected, _ = dense_linear_attention(q, k, v, mask, decay=decay, beta=beta, scale=1.0)
+    torch.testing.assert_close(out, expected, rtol=1e-10, atol=1e-10)
+
+
+def test_the_oracle_is_attention_without_softmax() -> None:
+    mask, family = Mask((5, 8)), Family("none")
+    q, k, v, *_ = family.inputs(mask)
+    rows = torch.arange(13)
+    documents = torch.from_numpy(mask.documents(rows.numpy()))
+    seen = (rows[:, None] >= rows) & (documents[:, None] == documents)
+    q, k = (x.repeat_interleave(2, 1) for x in (q, k))
+    expected = torch.einsum("ihk,jhk,ij,jhv->ihv", q, k, seen.double(), v) * 3**-0.5
+    torch.testing.assert_close(dense_linear_attention(q, k, v, mask)[0], expected, rtol=1e-12, atol=1e-12)
+    shrunk = replace(family, decay="scalar")
+    q, k, v, decay, *_ = shrunk.inputs(mask)
+    later = dense_linear_attention(q, k, v, mask, decay=decay - 80.0)[0]
+    own = (q * k).sum(-1).repeat_interleave(2, 1)[..., None] * v * 3**-0.5
+    torch.testing.assert_close(later, own, rtol=1e-12, atol=1e-12)
