@@ -70,6 +70,7 @@ class Machine:
         self.known: dict[Hashable, Any] = {}  # values that cases derive once
         self.doubt: Callable[[str, str, int, int], str | None] = lambda kernel, dtype, dim, v_dim: None
         self._pool: ProcessPoolExecutor | None = None
+        self._single: list[ProcessPoolExecutor] = []  # those of items that are tried again
         self._cache = torch.empty(0 if rehearsal or not cold else 1 << 28, dtype=torch.int8, device=self.device)
 
     def origin(self, commit: str | None) -> dict[str, Any]:
@@ -202,8 +203,14 @@ class Machine:
         failed = [n for n, result in enumerate(results) if isinstance(result, Exception)]
         if failed:
             self.close()
-            with ThreadPoolExecutor(PROCESSES) as threads:
+            threads = ThreadPoolExecutor(PROCESSES)
+            try:
                 again = list(threads.map(lambda n: self._alone(work, items[n]), failed))
+            except TimeIsUp:
+                self.close()  # also ends what the threads wait for
+                raise
+            finally:
+                threads.shutdown(cancel_futures=True)
             results = [again[failed.index(n)] if n in failed else result for n, result in enumerate(results)]
         return results
 
@@ -213,6 +220,7 @@ class Machine:
 
     def _alone(self, work: Callable[[Any], Any], item: Any) -> Any:
         pool = _processes(1)
+        self._single.append(pool)
         try:
             return self._gathered([pool.submit(work, item)])[0]
         finally:
@@ -220,9 +228,9 @@ class Machine:
 
     def close(self) -> None:
         """End the processes."""
-        if self._pool is not None:
-            _end(self._pool)
-            self._pool = None
+        for pool in [*self._single, *([] if self._pool is None else [self._pool])]:
+            _end(pool)
+        self._pool, self._single = None, []
 
 
 def _timing(samples: Sequence[Sample]) -> Timing:

@@ -40,6 +40,7 @@ from bench.gpu.machine import Machine, Sample, Timing
 from bench.gpu.rows import Case, Results, Row
 from bench.gpu.run import RESERVE, said
 from bench.gpu.speed import rate
+from bench.gpu.step import Lone
 from bench.gpu.verb import STEP, Verb
 from bench.lib.watched import Watched
 from seqpar.comm import Comm, GroupComm, PeerComm, ShmComm, Tag
@@ -236,7 +237,10 @@ def _of_layer(world: World, layer: Layer, mode: str, forward_flops: float) -> Ro
 
 
 def _exposed(world: World, layer: Layer, mode: str) -> Row:
-    """Milliseconds of one call, of the slowest rank: exchanging, computing, and exchanging while nothing computes."""
+    """Milliseconds of one call, of the slowest rank: exchanging, computing, and exchanging while nothing computes.
+
+    For a step also computing without exchanges, which take multiprocessors and bandwidth from it.
+    """
     timed = Timed()
     traced = layer.watched(timed) if world.machine.rehearsal else layer
     run = traced.step if mode == STEP else traced.forward
@@ -249,8 +253,20 @@ def _exposed(world: World, layer: Layer, mode: str) -> Row:
         "computing_ms": times["computing"],
         "exposed_ms": times["exchanging"] - times["hidden"],
     }
+    if mode == STEP:
+        own["computing_alone_ms"] = _alone(world, layer)
     ranks = world.comm.gather("trace", own)
     return {name: max(each[name] for each in ranks) for name in own}
+
+
+def _alone(world: World, layer: Layer) -> float:
+    """Milliseconds in which the same step computes on this rank while nothing is sent."""
+    tape = Lone(world.comm.rank, world.comm.size)
+    step = Layer(tape, layer.plan, [layer.q, layer.k, layer.v, layer.dout]).step
+    for _ in range(2):  # the first one prepares what the tape receives
+        tape.start()
+        events = profiled(world.machine.device, step)
+    return summary(events)["computing"]
 
 
 def marked(event: Event) -> Event:
