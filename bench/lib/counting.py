@@ -55,6 +55,24 @@ class CountingWorld:
         return [results[rank] for rank in range(self.size)]
 
 
+class CountedStore:
+    """A store as one rank uses it. messages, bytes: of its calls, without those that ask for a key in vain."""
+
+    def __init__(self, store: Any) -> None:
+        self._store = store
+        self.messages = self.bytes = 0
+
+    def __getattr__(self, name: str) -> Any:
+        def call(*given: Any) -> Any:
+            found = getattr(self._store, name)(*given)
+            if not (name == "check" and found is False):
+                self.messages += 1
+                self.bytes += sum(len(x) for x in (*given, found) if isinstance(x, (str, bytes)))
+            return found
+
+        return call
+
+
 class _Channel(ProcessChannel):
     """One rank's end of a world."""
 

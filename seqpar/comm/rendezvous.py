@@ -9,6 +9,7 @@ import queue
 import secrets
 import threading
 import time
+import zlib
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
@@ -22,6 +23,8 @@ from seqpar.comm.protocol import PeerError
 
 T = TypeVar("T")
 
+FAN = 8  # ranks right below one in the tree of a round
+LEFT = "left"  # the state of a meeting that a rank has left before all had come
 GRACE = 5.0  # seconds by which ranks may differ when they give up
 
 
@@ -38,9 +41,12 @@ def machine() -> list[str]:
 class Rendezvous:
     """A meeting of a group's ranks: each rank contributes something and receives all contributions.
 
-    name: of the object to create, for errors. store: the group's. timeout: seconds to wait for a rank. Each rank writes
-    a token of this meeting with the tokens that it sees of the others, again at every change, and continues when all
-    have written the same. So all ranks are present, even one that missed an earlier meeting or left it early.
+    name: of the object to create, for errors. store: the group's. timeout: seconds to wait for a rank.
+
+    Meetings have numbers, and the store counts who comes. The last one to come opens a meeting, and whoever leaves
+    before that ends it for all, in one atomic write each; the others go on to the next one. So all ranks are present in
+    an open meeting, even one that missed an earlier one or left it early. Contributions go up a tree of ranks and come
+    down in one piece: a rank sends and asks for a few messages, however many ranks there are.
 
     Raises: PeerError naming the ranks that did not come in time; also from the methods.
     """
@@ -53,26 +59,44 @@ class Rendezvous:
         with self._held():
             self.number = hash63(self._gather())
 
-    def _gather(self) -> list[str]:
-        """The tokens of all ranks, by rank."""
-        keys = [f"seqpar/{self._name}/present/{rank}" for rank in range(self._size)]
-        own, written = secrets.token_hex(8), None
-        for left in self._polls():
-            lists = [
-                json.loads(self._store.get(key)) if rank != self._rank and self._store.check([key]) else None
-                for rank, key in enumerate(keys)
-            ]
-            tokens = [tokens_seen[rank] if tokens_seen else "" for rank, tokens_seen in enumerate(lists)]
-            tokens[self._rank] = own
-            if tokens != written:
-                self._store.set(keys[self._rank], json.dumps(tokens))
-                written = tokens
-            if all(tokens_seen == tokens for rank, tokens_seen in enumerate(lists) if rank != self._rank):
-                return tokens
-            if not left:
-                # whoever wrote this token has been in this meeting
-                raise self._missed([r for r, x in enumerate(lists) if r != self._rank and (not x or own not in x)])
-        raise AssertionError("polls end with a raise")
+    def _gather(self) -> str:
+        """A token of the meeting in which all ranks are."""
+        key, polls, seen = f"seqpar/{self._name}/meeting", self._polls(), {self._rank}
+        meeting = self._settle(key, "", "0")
+        while True:
+            at = f"seqpar/{self._name}/meetings/{meeting}"
+            token = self._attend(at, polls)
+            following = str(int(meeting) + 1)
+            self._settle(key, meeting, following)
+            if token != LEFT:
+                return token
+            present = {rank for rank in range(self._size) if self._store.check([f"{at}/{rank}"])}
+            seen |= present
+            if not next(polls, False):
+                everyone = set(range(self._size))
+                raise self._missed(sorted(everyone - seen or everyone - present))
+            meeting = self._settle(key, meeting, following)
+
+    def _attend(self, at: str, polls: Iterator[bool]) -> str:
+        """The token of a meeting when all ranks have come, or `LEFT`."""
+        state = f"{at}/state"
+        self._store.set(f"{at}/{self._rank}", "here")
+        if self._store.add(f"{at}/count", 1) == self._size:
+            return self._settle(state, "", secrets.token_hex(8))
+        try:
+            for left in polls:
+                if self._store.check([state]):
+                    return str(self._store.get(state).decode())
+                if not left:
+                    break
+        except BaseException:
+            self._settle(state, "", LEFT)
+            raise
+        return self._settle(state, "", LEFT)
+
+    def _settle(self, key: str, before: str, after: str) -> str:
+        """The value of a key, `after` if it was `before`; an unset one counts as empty."""
+        return str((self._store.compare_set(key, before, after) or after.encode()).decode())
 
     def _polls(self, seconds: float | None = None) -> Iterator[bool]:
         """True while time is left, then once False, with pauses in between."""
@@ -80,7 +104,7 @@ class Rendezvous:
         while time.monotonic() <= deadline:
             yield True
             time.sleep(pause)
-            pause = min(2 * pause, 0.02)
+            pause = min(2 * pause, max(0.02, 1e-4 * self._size))  # one store answers all ranks
         yield False
 
     @contextmanager
@@ -156,13 +180,26 @@ class Rendezvous:
     def _swap(self, own: dict[str, Any], seconds: float | None = None) -> list[dict[str, Any]]:
         """Every rank's contribution to this round, by rank. seconds: to wait, by default the timeout."""
         self._rounds += 1
-        keys = [f"seqpar/{self._name}/{self.number}/{self._rounds}/{rank}" for rank in range(self._size)]
-        self._store.set(keys[self._rank], json.dumps(own))
-        missing = list(range(self._size))
-        for left in self._polls(seconds):
-            missing = [rank for rank in missing if not self._store.check([keys[rank]])]
-            if not missing:
-                break
+        at, polls = f"seqpar/{self._name}/{self.number}/{self._rounds}", self._polls(seconds)
+        self._store.set(f"{at}/here/{self._rank}", "")
+        known = [(self._rank, own)]
+        for child in children(self._rank, self._size):
+            known += self._awaited(at, str(child), polls)
+        known.sort(key=lambda pair: pair[0])
+        self._store.set(f"{at}/{self._rank or 'all'}", zlib.compress(json.dumps(known).encode()))
+        return [contribution for _, contribution in self._awaited(at, "all", polls)]
+
+    def _awaited(self, at: str, who: str, polls: Iterator[bool]) -> list[tuple[int, dict[str, Any]]]:
+        """What a rank has written for itself and all below it in the tree, or the first one for all."""
+        for left in polls:
+            if self._store.check([f"{at}/{who}"]):
+                return json.loads(zlib.decompress(self._store.get(f"{at}/{who}")))  # type: ignore[no-any-return]
             if not left:
-                raise self._missed(missing)
-        return [json.loads(self._store.get(key)) for key in keys]
+                break
+        missing = [rank for rank in range(self._size) if not self._store.check([f"{at}/here/{rank}"])]
+        raise self._missed(missing or [0 if who == "all" else int(who)])
+
+
+def children(rank: int, size: int) -> range:
+    """The ranks right below one in the tree of a round."""
+    return range(min(FAN * rank + 1, size), min(FAN * rank + FAN + 1, size))

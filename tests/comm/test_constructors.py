@@ -2,11 +2,13 @@
 
 import inspect
 import re
+import threading
 
 import pytest
 import torch
 import torch.distributed as dist
 
+from bench.lib.counting import CountedStore
 from seqpar import native
 from seqpar.comm import GroupComm, LocalComm, PeerComm, PeerError, ShmComm
 from seqpar.comm.rendezvous import Rendezvous
@@ -124,3 +126,25 @@ def test_by_default_a_comm_waits_longer_than_nccl_does(make):
 def test_a_timeout_of_threads_that_says_nothing_is_refused_by_name(timeout):
     with pytest.raises(ValueError, match="^LocalComm.world: timeout=.*, expected seconds > 0, at most 1e"):
         LocalComm.world(2, timeout=timeout)
+
+
+@pytest.mark.parametrize("size", [1, 2, 9, 10, 100])
+def test_ranks_meet_with_few_messages_each(size):
+    """However many they are; what a rank asks in vain, while it waits for others, is not counted."""
+    found = {}
+
+    def rank(number):
+        store = CountedStore(shared)
+        rendezvous = Rendezvous("GroupComm", store, number, size, 60.0)
+        values = rendezvous.hear(lambda: number * number)
+        found[number] = rendezvous.number, values, store.messages
+
+    shared = dist.HashStore()
+    threads = [threading.Thread(target=rank, args=(number,)) for number in range(size)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join(60)
+    assert sorted(found) == list(range(size)) and len({number for number, _, _ in found.values()}) == 1
+    assert all(values == [n * n for n in range(size)] for _, values, _ in found.values())
+    assert max(messages for _, _, messages in found.values()) <= 7 + 4 + 2 * 8
