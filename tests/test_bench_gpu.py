@@ -430,7 +430,7 @@ def test_the_published_workload_is_rehearsed_beside_the_published_figures(tmp_pa
     rows = rows_of(path)
     assert {row["case"] for row in rows} == {"varlen causal, 32 tokens a rank, 2 ranks"}
     modes = {row["mode"] for row in rows}
-    assert {f"{plan}, backward" for plan in ("planned", "ring", "fetch", "Ulysses")} <= modes
+    assert {f"{plan}, backward" for plan in ("planned", "ring", "ring fast", "fetch", "Ulysses")} <= modes
     ring = next(row for row in rows if row["mode"] == "ring, forward")
     pairs = magi.workloads(True)[0].mask(64).area()
     assert ring["tflops"] * ring["ms"] * 1e9 == pytest.approx(4 * pairs * 8 * 8 / 2)

@@ -19,6 +19,7 @@ into the same file.
 from __future__ import annotations
 
 import argparse
+import itertools
 import os
 import statistics
 import tempfile
@@ -182,25 +183,25 @@ SCHEDULES: dict[str, Callable[[int], dict[str, Any]]] = {
 
 
 class Layer:
-    """One rank's call of attention."""
+    """One rank's call of attention. accuracy: as of `seqpar.attention`."""
 
-    def __init__(self, comm: Comm, plan: seqpar.Plan, tensors: list[Tensor]) -> None:
-        self.comm, self.plan = comm, plan
-        self.q, self.k, self.v, self.dout = tensors
+    def __init__(self, comm: Comm, plan: seqpar.Plan, tensors: list[Tensor], accuracy: str = "exact") -> None:
+        self.comm, self.plan, self.accuracy, self.tensors = comm, plan, accuracy, tensors
 
     def forward(self) -> Tensor:
         """Run the forward without gradients."""
         with torch.no_grad():
-            return seqpar.attention(self.q, self.k, self.v, self.plan, self.comm)
+            return seqpar.attention(*self.tensors[:3], self.plan, self.comm, accuracy=self.accuracy)
 
     def step(self) -> None:
         """Run forward and backward."""
-        leaves = [x.detach().requires_grad_() for x in (self.q, self.k, self.v)]
-        seqpar.attention(*leaves, self.plan, self.comm).backward(self.dout)
+        leaves = [x.detach().requires_grad_() for x in self.tensors[:3]]
+        out = seqpar.attention(*leaves, self.plan, self.comm, accuracy=self.accuracy)
+        out.backward(self.tensors[3])
 
-    def watched(self, timed: Timed) -> Layer:
-        """The same call over a comm that notes its exchanges."""
-        return Layer(Watched(self.comm, timed), self.plan, [self.q, self.k, self.v, self.dout])
+    def over(self, comm: Comm) -> Layer:
+        """The same call over another comm."""
+        return Layer(comm, self.plan, self.tensors, self.accuracy)
 
 
 def layers(world: World, setup: Setup) -> Iterator[Row]:
@@ -242,7 +243,7 @@ def _exposed(world: World, layer: Layer, mode: str) -> Row:
     For a step also computing without exchanges, which take multiprocessors and bandwidth from it.
     """
     timed = Timed()
-    traced = layer.watched(timed) if world.machine.rehearsal else layer
+    traced = layer.over(Watched(layer.comm, timed)) if world.machine.rehearsal else layer
     run = traced.step if mode == STEP else traced.forward
     world.machine.wait()
     world.comm.agree("start", {})
@@ -262,10 +263,11 @@ def _exposed(world: World, layer: Layer, mode: str) -> Row:
 def _alone(world: World, layer: Layer) -> float:
     """Milliseconds in which the same step computes on this rank while nothing is sent."""
     tape = Lone(world.comm.rank, world.comm.size)
-    step = Layer(tape, layer.plan, [layer.q, layer.k, layer.v, layer.dout]).step
-    for _ in range(2):  # the first one prepares what the tape receives
-        tape.start()
-        events = profiled(world.machine.device, step)
+    step = layer.over(tape).step
+    tape.start()
+    step()  # prepares what the tape receives
+    tape.start()
+    events = profiled(world.machine.device, step)
     return summary(events)["computing"]
 
 
@@ -285,6 +287,7 @@ def workload(world: World, case: magi.Workload) -> Iterator[Row]:
     tokens, ranks = case.tokens * world.comm.size, world.comm.size
     mask, setup = case.mask(tokens), case.setup
     draw = torch.Generator(world.machine.device).manual_seed(world.comm.rank)
+    forward = 4.0 * mask.area() * setup.heads * setup.dim
     for schedule, plan in case.plans(mask, ranks).items():
         rows = plan.rows(world.comm.rank)
         shapes = ((setup.heads, setup.dim), (setup.kv_heads, setup.dim), (setup.kv_heads, setup.dim),
@@ -293,19 +296,27 @@ def workload(world: World, case: magi.Workload) -> Iterator[Row]:
             torch.randn(rows, *shape, generator=draw, device=world.machine.device, dtype=setup.dtype)
             for shape in shapes
         ]
-        for name, comm in world.comms.items():
-            layer, forward = Layer(comm, plan, tensors), 4.0 * mask.area() * setup.heads * setup.dim
-            once, both = (_of_layer(world, layer, mode, forward) for mode in (FORWARD, STEP))
-            back = both["ms"] - once["ms"]
-            for mode, row in (FORWARD, once), (STEP, both):
-                yield {"kernel": name, "mode": f"{schedule}, {mode}", **row, "baseline": None, "ratio": None}
-            tflops = 2.5 * forward / ranks / back / 1e9 if back > 0 else None
-            yield {"kernel": name, "mode": f"{schedule}, backward", "ms": back, "tflops": tflops, "baseline": None,
-                   "ratio": None, "ms_fastest": back, "ms_slowest": back}  # fmt: skip
+        ways = ["exact"] if schedule == "Ulysses" else ["exact", "fast"]  # it has no parts to round
+        for name, accuracy in itertools.product(world.comms, ways):
+            layer = Layer(world.comms[name], plan, tensors, accuracy)
+            yield from _of_workload(
+                world, layer, name, schedule if accuracy == "exact" else f"{schedule} fast", forward
+            )
     for method, (fwd, bwd) in case.published(ranks).items():
         yield {"kernel": method, "mode": "published", "what": magi.SOURCE, "skipped": f"{fwd} and {bwd} TFLOP/s/GPU, "
                "forward and backward, as published"}  # fmt: skip
     yield from world.skipped()
+
+
+def _of_workload(world: World, layer: Layer, name: str, schedule: str, forward: float) -> Iterator[Row]:
+    """The rows of one plan on one comm. forward: operations of all ranks."""
+    once, both = (_of_layer(world, layer, mode, forward) for mode in (FORWARD, STEP))
+    for mode, row in (FORWARD, once), (STEP, both):
+        yield {"kernel": name, "mode": f"{schedule}, {mode}", **row, "baseline": None, "ratio": None}
+    ms = both["ms"] - once["ms"]
+    tflops = 2.5 * forward / world.comm.size / ms / 1e9 if ms > 0 else None
+    yield {"kernel": name, "mode": f"{schedule}, backward", "ms": ms, "tflops": tflops, "baseline": None, "ratio": None,
+           "ms_fastest": ms, "ms_slowest": ms}  # fmt: skip
 
 
 # --- the run ----------------------------------------------------------------------------------------------------------

@@ -58,10 +58,10 @@ class Lone(Tape):
 
 
 class Turn:
-    """The call of one rank."""
+    """The call of one rank. accuracy: as of `seqpar.attention`."""
 
-    def __init__(self, plan: seqpar.Plan, rank: int, problem: Problem) -> None:
-        self.plan, self.tape = plan, Lone(rank, plan.ranks)
+    def __init__(self, plan: seqpar.Plan, rank: int, problem: Problem, accuracy: str = "exact") -> None:
+        self.plan, self.tape, self.accuracy = plan, Lone(rank, plan.ranks), accuracy
         tensors = (problem.q, problem.k, problem.v, problem.dout)
         self.q, self.k, self.v, self.dout = (seqpar.shard(x, plan, rank) for x in tensors)
 
@@ -69,34 +69,41 @@ class Turn:
         """Run the forward without gradients."""
         self.tape.start()
         with torch.no_grad():
-            seqpar.attention(self.q, self.k, self.v, self.plan, self.tape)
+            seqpar.attention(self.q, self.k, self.v, self.plan, self.tape, accuracy=self.accuracy)
 
     def step(self) -> None:
         """Run forward and backward."""
         self.tape.start()
         leaves = [x.detach().requires_grad_() for x in (self.q, self.k, self.v)]
-        seqpar.attention(*leaves, self.plan, self.tape).backward(self.dout)
+        seqpar.attention(*leaves, self.plan, self.tape, accuracy=self.accuracy).backward(self.dout)
 
 
 def step(tiny: bool) -> list[Case]:
-    """The cases: schedules, at lengths where the device is the limit and where the host may be."""
+    """The cases: schedules, at lengths where the device is the limit and where the host may be.
+
+    Those in several steps also with ``accuracy="fast"``, which takes the kernels of other libraries.
+    """
     if tiny:
         made = {"heads": 8, "kv_heads": 8, "dim": 16, "v_dim": 16, "dtype": torch.float32}
         setups = [Setup("causal", (64,), **made)]
     else:
         made = {"heads": 32, "kv_heads": 8, "dim": 128, "v_dim": 128}
         setups = [Setup("causal", (RANKS * rows,), **made) for rows in ROWS]
-    return [Case("step", f"{name}, {s}", partial(_step, name, s), later=name == "Ulysses 2, ring 4")
-            for s in setups for name in SCHEDULES]  # fmt: skip
+    ways = [(name, "exact") for name in SCHEDULES] + [(name, "fast") for name in ("ring", "fetch")]
+    return [
+        Case("step", f"{name}, {accuracy}, {s}", partial(_step, name, accuracy, s), later=name == "Ulysses 2, ring 4")
+        for s in setups
+        for name, accuracy in ways
+    ]
 
 
-def _step(name: str, setup: Setup, machine: Machine) -> Iterator[Row]:
+def _step(name: str, accuracy: str, setup: Setup, machine: Machine) -> Iterator[Row]:
     if known := machine.doubt("auto", short(setup.dtype), setup.dim, setup.v_dim):
         yield {"kernel": "auto", "mode": STEP, "ok": False, "refused": known}
         return
     problem = Problem(setup, machine.device)
     plan = seqpar.Plan(problem.made, seqpar.Layout.zigzag([setup.tokens], RANKS), **SCHEDULES[name])
-    turns, one = [Turn(plan, rank, problem) for rank in range(RANKS)], Verb(problem)
+    turns, one = [Turn(plan, rank, problem, accuracy) for rank in range(RANKS)], Verb(problem)
     for mode in (FORWARD, STEP):
         runs: dict[Any, Callable[[], object]] = {
             rank: turn.step if mode == STEP else turn.forward for rank, turn in enumerate(turns)
