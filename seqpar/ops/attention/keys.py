@@ -1,9 +1,10 @@
-"""Fetch each step's keys: packed, sent one step ahead, and received into two buffers in turns, in position order."""
+"""Fetch each step's keys: packed, sent one or two steps ahead, and received into a few buffers, in position order."""
 
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
 from math import prod
+from typing import NamedTuple
 
 from torch import Tensor
 
@@ -34,23 +35,60 @@ class Slots:
         return memory.view(-1)[: prod(shape)].view(shape)
 
 
-class KeyExchange:
-    """The exchange of keys for a call's steps, posted one step ahead.
+class Buffer(NamedTuple):
+    """Rows of received keys; slot: the memory that they lie in, None if they are empty."""
 
-    Keys are received into two slots that the whole call reuses, and into two more if keys enter a node and are
-    forwarded.
+    slot: Tensor | None
+    rows: Tensor
+
+
+class KeySlots:
+    """Pieces of memory for keys; each is lent again once its last reader has been issued."""
+
+    def __init__(self, make: Callable[[], Tensor]) -> None:
+        self.make = make
+        self.free: list[Tensor] = []
+
+    def lend(self, *shape: int) -> Buffer:
+        """A buffer of this shape, in a slot that is free or new."""
+        slot = self.free.pop() if self.free else self.make()
+        return Buffer(slot, slot.view(-1)[: prod(shape)].view(shape))
+
+    def take_back(self, buffer: Buffer | None) -> None:
+        """Use the memory of a buffer again."""
+        if buffer is not None and buffer.slot is not None:
+            self.free.append(buffer.slot)
+
+
+def steps_ahead(call: Call) -> int:
+    """How many steps ahead the keys of a call are posted.
+
+    Two on CUDA if they come from their owners: then a transfer may last as long as two steps. Keys that are handed on
+    must have arrived first.
+    """
+    plan = call.plan
+    return 2 if call.signature.device.type == "cuda" and plan.transport == "fetch" and plan.node is None else 1
+
+
+class KeyExchange:
+    """The exchange of keys for a call's steps, posted `ahead` steps before they are used.
+
+    Keys are received into one slot more than that, which the whole call reuses, and into two more if keys enter a node
+    and are forwarded.
 
     On CUDA the current stream orders everything: an exchange starts when the stream reaches its posting, after the last
-    reader of its slot and before the kernels that hide it.
+    reader of its slot and before the kernels that hide it. With two steps ahead this is still right after the reader:
+    the slot of step n + 2 is that of step n - 1.
     """
 
     def __init__(self, call: Call, phase: Phase) -> None:
         recipe, signature = call.recipe, call.signature
         self.call, self.steps, self.phase, self.size = call, recipe.steps, phase, recipe.key_size
+        self.ahead = steps_ahead(call)
         self.arrivals: dict[int, Callable[[], None]] = {}
-        self.buffers: dict[int, Tensor] = {}
+        self.buffers: dict[int, Buffer] = {}
         self.entries: dict[int, Tensor] = {}
-        self.slots = Slots(lambda: call.comm.empty((recipe.slot,), signature.dtype, signature.device))
+        self.slots = KeySlots(lambda: call.comm.empty((recipe.slot,), signature.dtype, signature.device))
         self.entry_slots = Slots(lambda: call.comm.empty((recipe.entry_slot,), signature.dtype, signature.device))
 
     def post(self, n: int, k: Tensor, v: Tensor) -> None:
@@ -64,7 +102,8 @@ class KeyExchange:
             if step.recvs:
                 by_peer, places = received_keys(step)
                 count = len(step.pos) if places is None else len(places)
-                flat = self.buffers[n] = self.slots.next(count, size)  # last read before the current step
+                self.buffers[n] = self.slots.lend(count, size)  # last read before the current step
+                flat = self.buffers[n].rows
                 recvs = {peer: [[Place(flat[rows])]] for peer, rows in by_peer.items()}
             sends: Messages = {}
             if step.sends:
@@ -72,7 +111,7 @@ class KeyExchange:
                 if step.spread is not None:  # forwarded unchanged, like those that a ring hands on
                     tensors = [self.entries[n - 1]]
                 elif step.relay and not self.steps[n - 1].local:
-                    tensors = [self.buffers[n - 1]]
+                    tensors = [self.buffers[n - 1].rows]
                 sends = self._messages(step.sends, tensors)
             if step.entry is not None:
                 self._add_entry(n, k, v, sends, recvs)
@@ -109,20 +148,19 @@ class KeyExchange:
         if arrive is not None:
             with profile_range("wait keys", step.number):
                 arrive()
-        self.buffers.pop(n - 2, None)
+        self.slots.take_back(self.buffers.pop(n - 1, None))
         if step.own_alone:
             return k, v
-        flat = self.buffers.get(n)
-        if flat is None:
-            empty = self.slots.next if len(step.pos) and self.size[step.part.width] else k.new_empty
-            flat = self.buffers[n] = empty(len(step.pos), self.size[step.part.width])
+        buffer = self.buffers.get(n)
+        if buffer is None:
+            shape = len(step.pos), self.size[step.part.width]
+            buffer = self.slots.lend(*shape) if all(shape) else Buffer(None, k.new_empty(shape))
         copies = []
-        places = received_keys(step)[1] if step.recvs else None
-        if places is not None and flat.numel():
-            # into the other slot: the first one can then receive
-            received, flat = flat, self.slots.next(len(step.pos), flat.shape[1])
-            copies.append(Pair(flat, received, dst_rows=at(places)))
-            self.buffers[n] = flat
+        places, arrived = received_keys(step)[1] if step.recvs else None, None
+        if places is not None and buffer.rows.numel():
+            arrived, buffer = buffer, self.slots.lend(len(step.pos), buffer.rows.shape[1])
+            copies.append(Pair(buffer.rows, arrived.rows, dst_rows=at(places)))
+        self.buffers[n], flat = buffer, buffer.rows
         entered = self.entries.pop(n - 1, None)
         if step.spread is not None and entered is not None:
             where = rows_of(flat, at(step.spread.place))
@@ -134,4 +172,5 @@ class KeyExchange:
             for where, x in ((rows_of(keys, own), k), (rows_of(values, own), v)):
                 copies.append(Pair(where.x, x, where.rows))
         copy(copies)
+        self.slots.take_back(arrived)
         return keys, values

@@ -13,7 +13,10 @@ If keys enter a node once, those of step n enter with K(n-1) and are forwarded w
 the node with Gn and leave it with G(n+1).
 
 All ranks post in this one order, even if they move nothing at some step: a pairwise order passes on gloo and deadlocks
-on NCCL. At most two stages of received keys are alive: the computed one and the arriving one.
+on NCCL. At most two stages of received keys are alive: the computed one and the arriving one. On CUDA, keys that come
+from their owners are posted two steps ahead, and three stages are alive::
+
+    enter | post K1  post K2  C0  wait K1 | post K3  C1  wait K2 | post K4  C2  ... | leave
 
 The host never waits for a device. A plan's row numbers and facts are uploaded before the first exchange of a batch's
 first layer. An exchange is posted before the kernels that hide it, since on CUDA it starts when the stream reaches its
@@ -82,19 +85,23 @@ def _enter(call: Call, part: Part, q: Tensor, k: Tensor, v: Tensor) -> Callable[
 def walk(
     exchange: KeyExchange, inside: Callable[[Part], PartTensors]
 ) -> Iterator[tuple[Step, PartTensors, Tensor, Tensor]]:
-    """Each step with its part's tensors, its keys and its values; the next step's keys arrive meanwhile.
+    """Each step with its part's tensors, its keys and its values; the keys of one or two steps more arrive meanwhile.
 
     The caller holds the exchange: if a step fails, messages must outlive the step until peers know the reason.
     """
     steps = exchange.steps
+
+    def post(n: int) -> None:
+        if n < len(steps):
+            tensors = inside(steps[n].part)
+            exchange.post(n, tensors.k, tensors.v)
+
+    for n in range(exchange.ahead):
+        post(n)
     for n, step in enumerate(steps):
         tensors = inside(step.part)
-        if n == 0:
-            exchange.post(n, tensors.k, tensors.v)
         keys, values = exchange.wait(n, tensors.k, tensors.v)
-        if n + 1 < len(steps):
-            ahead = inside(steps[n + 1].part)
-            exchange.post(n + 1, ahead.k, ahead.v)
+        post(n + exchange.ahead)
         yield step, tensors, keys, values
 
 
