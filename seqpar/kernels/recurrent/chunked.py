@@ -30,7 +30,7 @@ from seqpar.kernels.memory.upload import upload
 from seqpar.kernels.recurrent.protocol import Recurrence
 
 ROWS = 64  # of a chunk, at most
-BLOCK = 16  # rows between which decays by channel are applied one by one
+LEAST = 16  # rows of a chunk, at least
 
 
 @dataclass(frozen=True, eq=False)
@@ -77,10 +77,13 @@ def _laid(chunks: Ints) -> tuple[Ints, Ints]:
 
 @dataclass(frozen=True, eq=False)
 class Tables:
-    """Rows of a chunk; the place [T] of each row in [chunks * rows]; the chunks of all runs, and of exported ones."""
+    """The chunks of all runs, and of exported ones.
+
+    rows: of a chunk. flat [T]: the place of each row in [chunks * rows]; None if it is the row's own number.
+    """
 
     rows: int
-    flat: Tensor
+    flat: Tensor | None
     chunks: Chunks
     exported: Chunks
 
@@ -112,8 +115,10 @@ class Chunked:
         base, place = _laid(chunks)
         row = np.arange(int(counts.sum())) - np.repeat(np.cumsum(counts) - counts, counts)
         flat = (base[row // rows] + np.repeat(place, counts)) * rows + row % rows
+        in_order = flat.size == chunks.sum() * rows and (flat == np.arange(flat.size)).all()
+        place_of_rows = None if in_order else upload([flat], device)[0].long()
         every = Chunks.of(chunks, np.arange(counts.size), device)
-        return Tables(rows, upload([flat], device)[0].long(), every, Chunks.of(chunks, exported, device))
+        return Tables(rows, place_of_rows, every, Chunks.of(chunks, exported, device))
 
     def prepare(self, x: Recurrence, tables: Tables) -> tuple[ChunkProducts, Tables]:
         """The products inside chunks."""
@@ -122,8 +127,9 @@ class Chunked:
 
         def cut(y: Tensor) -> Tensor:
             """[T, H, ...] -> [N, H, rows, ...]; zeros behind a run's end."""
-            laid = y.new_zeros(count * rows, *y.shape[1:]).index_copy(0, tables.flat, y)
-            return laid.view(count, rows, *y.shape[1:]).movedim(2, 1).contiguous()
+            if tables.flat is not None:
+                y = y.new_zeros(count * rows, *y.shape[1:]).index_copy(0, tables.flat, y)
+            return y.view(count, rows, *y.shape[1:]).movedim(2, 1).contiguous()
 
         q, k, v = cut(x.q), cut(x.k), cut(x.v)
         sums = None if x.decay is None else cut(x.decay).double().cumsum(2)
@@ -132,15 +138,15 @@ class Chunked:
         both = [q, k] if x.beta is not None else [q]
         if sums is None or sums.dim() == 3:
             # products are of groups, decays of heads
-            pairs = [(y @ k.mT).repeat_interleave(repeats, 1) for y in both]
+            pairs = [_repeated(y @ k.mT, repeats) for y in both]
             if sums is not None:
                 gaps = (sums[..., :, None] - sums[..., None, :]).to(v.dtype).masked_fill(~later, -torch.inf)
                 # a row's own factor is 1 whatever its decay: as a difference, its gradient would be noise
                 factors = gaps.exp() + torch.eye(rows, dtype=v.dtype, device=v.device)
                 pairs = [y * factors for y in pairs]
-            q, k = (y.repeat_interleave(repeats, 1) for y in (q, k))
+            q, k = _repeated(q, repeats), _repeated(k, repeats)
         else:
-            q, k = (y.repeat_interleave(repeats, 1) for y in (q, k))
+            q, k = _repeated(q, repeats), _repeated(k, repeats)
             pairs = _pairs_by_channel([q, k] if x.beta is not None else [q], k, sums)
         inside = pairs[0].tril() * x.scale
         u, w, total, q, entered, leaving = v, None, None, q * x.scale, k, k
@@ -181,7 +187,8 @@ class Chunked:
         walk = _walk(x, tables.chunks, entering)
         u = x.u if walk.u is None else walk.u
         out = torch.baddbmm((x.inside @ u).flatten(0, 1), x.q.flatten(0, 1), walk.entered.flatten(0, 1))
-        return out.view(u.shape).movedim(1, 2).flatten(0, 1).index_select(0, tables.flat), walk.left
+        out = out.view(u.shape).movedim(1, 2).flatten(0, 1)
+        return out if tables.flat is None else out.index_select(0, tables.flat), walk.left
 
 
 class Walk(NamedTuple):
@@ -214,39 +221,48 @@ def _walk(x: ChunkProducts, chunks: Chunks, entering: Tensor) -> Walk:
     return Walk(torch.cat(entered), torch.cat(solved) if solved else None, left)
 
 
+def _repeated(y: Tensor, times: int) -> Tensor:
+    """A tensor of groups for the heads of each."""
+    return y if times == 1 else y.repeat_interleave(times, 1)
+
+
 def _levels(y: Tensor | None, sizes: list[int]) -> Sequence[Any]:
     return [None] * len(sizes) if y is None else torch.split(y, sizes)
 
 
 def _pairs_by_channel(left: list[Tensor], k: Tensor, sums: Tensor) -> list[Tensor]:
-    """sum over c of ``left_ic k_jc exp(G_ic - G_jc)`` for j <= i, for each of `left`; zeros elsewhere by block.
+    """Sums over c of ``left_ic k_jc exp(G_ic - G_jc)`` for j <= i, for each of `left`; zeros for j > i.
 
-    Between blocks of rows both factors are relative to the block's start, so neither is above 1; inside a block each
-    pair of rows has its own.
+    Blocks of rows are joined two by two. Pairs between two blocks have factors relative to the end of the first one,
+    and neither is above 1::
+
+        rows of block 1   | pairs 1              |
+        rows of block 2   | 2 times 1 | pairs 2  |
     """
-    rows = k.shape[2]
-    result = []
-    for y in left:
-        lines = []
-        for start in range(0, rows, BLOCK):
-            block = slice(start, min(start + BLOCK, rows))
-            own = sums[:, :, block]
-            gaps = (own[:, :, :, None] - own[:, :, None]).to(k.dtype).clamp_max(0.0)
-            inside = torch.einsum("nhic,nhjc,nhijc->nhij", y[:, :, block], k[:, :, block], gaps.exp())
-            line = [inside]
-            if start:
-                edge = sums[:, :, start - 1 : start]
-                near = y[:, :, block] * (own - edge).to(k.dtype).exp()
-                far = k[:, :, :start] * (edge - sums[:, :, :start]).to(k.dtype).exp()
-                line = [near @ far.mT, inside]
-            lines.append(torch.nn.functional.pad(torch.cat(line, -1), (0, rows - block.stop)))
-        result.append(torch.cat(lines, 2))
-    return result
+    pairs = [(y * k).sum(-1)[..., None, None] for y in left]
+    half = 1
+    while half < k.shape[2]:
+        first, second = sums.unflatten(2, (-1, 2, half)).unbind(3)  # type: ignore[no-untyped-call]
+        edge = first[:, :, :, -1:]
+        far = _halves(k, half)[0] * (edge - first).to(k.dtype).exp()
+        since = (second - edge).to(k.dtype).exp()
+        for n, y in enumerate(left):
+            between = (_halves(y, half)[1] * since) @ far.mT
+            one, two = pairs[n].unflatten(2, (-1, 2)).unbind(3)  # type: ignore[no-untyped-call]
+            lines = torch.cat([one, torch.zeros_like(one)], -1), torch.cat([between, two], -1)
+            pairs[n] = torch.cat(lines, -2)
+        half *= 2
+    return [y.squeeze(2) for y in pairs]
+
+
+def _halves(y: Tensor, half: int) -> Sequence[Tensor]:
+    """[N, H, rows, C] -> the first and the second halves of its blocks, [N, H, blocks, half, C]."""
+    return y.unflatten(2, (-1, 2, half)).unbind(3)  # type: ignore[no-untyped-call]
 
 
 def _rows(counts: Ints) -> int:
     """Rows of a chunk: 64, or fewer where runs are so short that most rows of a chunk would be empty."""
     rows = ROWS
-    while rows > BLOCK and counts.size and int((-(-counts // rows) * rows).sum()) > 2 * int(counts.sum()):
+    while rows > LEAST and counts.size and int((-(-counts // rows) * rows).sum()) > 2 * int(counts.sum()):
         rows //= 2
     return rows

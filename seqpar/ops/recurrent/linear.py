@@ -103,11 +103,12 @@ def linear_attention(
 class LocalRuns(Memo):
     """One rank's rows and runs, for a recurrence.
 
-    order: local rows in position order. counts, documents: of the runs. opens, closes: runs that are the first or the
-    last of their document. exported: runs that are not the last. folding: None if no document is on several ranks.
+    order: local rows in position order, None if those are all rows in their own order. counts, documents: of the runs.
+    opens, closes: runs that are the first or the last of their document. exported: runs that are not the last. folding:
+    None if no document is on several ranks.
     """
 
-    order: Ints
+    order: Ints | None
     counts: Ints
     documents: Ints
     opens: Ints
@@ -124,14 +125,26 @@ class LocalRuns(Memo):
         passes = not document_runs(plan).closes.all()  # equal on all ranks
         folding = plan.memo(("folding", rank), lambda: Folding.of(plan, rank)) if passes else None
         order = own.local(own.positions)
+        in_order = order.size == plan.rows(rank) and (order == np.arange(order.size)).all()
         return cls(
-            order, own.counts, own.documents, np.flatnonzero(own.opens), np.flatnonzero(own.closes), exported, folding
+            None if in_order else order,
+            own.counts,
+            own.documents,
+            np.flatnonzero(own.opens),
+            np.flatnonzero(own.closes),
+            exported,
+            folding,
         )
 
-    def on(self, device: torch.device) -> Sequence[Tensor]:
+    def on(self, device: torch.device) -> tuple[Tensor | None, Tensor, Tensor, Tensor, Tensor]:
         """order, opens, their documents, closes and exported on a device, uploaded once per stream."""
-        arrays = [self.order, self.opens, self.documents[self.opens], self.closes, self.exported]
-        return self.memo(stream_of(device), lambda: row_numbers(arrays, device))  # type: ignore[no-any-return]
+
+        def make() -> tuple[Tensor | None, ...]:
+            arrays = [self.opens, self.documents[self.opens], self.closes, self.exported]
+            *numbers, order = row_numbers([*arrays, self.opens[:0] if self.order is None else self.order], device)
+            return None if self.order is None else order, *numbers
+
+        return self.memo(stream_of(device), make)  # type: ignore[no-any-return]
 
     def tables(self, kernel: RecurrentKernel, device: torch.device) -> Any:
         """A kernel's tables of the runs on a device, uploaded once per stream."""
@@ -159,7 +172,7 @@ def _before(call: LinearCall, *inputs: Tensor | None) -> tuple[list[Tensor], Any
     assert q is not None and k is not None and v is not None
     side, dtype = call.side, acc_dtype(v.dtype)
     order, opens, documents, _, exported = side.on(v.device)
-    rows = [None if x is None else x[order].to(dtype) for x in (q, k, v, decay, beta)]
+    rows = [None if x is None else (x if order is None else x[order]).to(dtype) for x in (q, k, v, decay, beta)]
     if call.normalize:
         rows[:2] = [x * torch.rsqrt(x.square().sum(-1, keepdim=True) + 1e-6) for x in rows[:2] if x is not None]
     tables = side.tables(call.kernel, v.device)
@@ -186,8 +199,8 @@ def _after(
     if call.side.folding is not None:
         entering = begin + folded(*passed, *far, call.side.folding)
     rows, left = call.kernel.compute(prepared, entering)
-    out = like.new_zeros(like.shape).index_copy(0, order, rows.to(like.dtype))
-    return out, left[closes]
+    out = rows.to(like.dtype)
+    return out if order is None else like.new_zeros(like.shape).index_copy(0, order, out), left[closes]
 
 
 def _linear(
