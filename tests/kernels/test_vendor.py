@@ -872,6 +872,23 @@ def test_keys_of_many_lengths_keep_cudnn_away() -> None:
         assert spec.one_length == one_length and spec.fast
 
 
+@pytest.mark.parametrize("transport", ["ring", "fetch"])
+def test_documents_of_one_length_give_a_library_of_squares_few_shapes(transport) -> None:
+    """So cuDNN, which builds a plan for each, does so once: other batches of such documents have the same shapes."""
+    by_batch = []
+    for documents in (8, 12):
+        lengths = [512] * documents
+        plan = Plan(Mask(lengths), Layout.zigzag(lengths, 8), transport=transport)
+        shapes = [set() for _ in range(8)]
+        for rank, of_rank in enumerate(shapes):
+            for step in plan.steps(rank):
+                segments = step.segments
+                assert not len(segments.remainder)
+                of_rank.update((p.n, p.m, p.mask) for p in varlen._pieces(segments, squares=True))
+        by_batch.append(shapes)
+    assert by_batch[0] == by_batch[1] and max(map(len, by_batch[0])) <= (3 if transport == "ring" else 8)
+
+
 def test_auto_without_flash_attention_3(all_here, monkeypatch) -> None:
     monkeypatch.setattr(library, "installed", lambda package: None)
     steady = {"one_length": True}
