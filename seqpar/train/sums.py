@@ -97,16 +97,19 @@ class _AllSum(torch.autograd.Function):
 
 
 def _summed(x: Tensor, comm: Comm, tag: Tag) -> Tensor:
-    flat = flattened([x], comm)
+    flat = flattened([x], comm, kept=True)
     sum_(flat, comm, tag, whole=flat.nbytes <= FEW)
     return flat[: x.numel()].view(x.shape)
 
 
 @torch.no_grad()
-def flattened(tensors: Sequence[Tensor], comm: Comm) -> Tensor:
-    """The elements of tensors of one dtype, end to end, padded with zeros to a multiple of the comm's size."""
+def flattened(tensors: Sequence[Tensor], comm: Comm, *, kept: bool = False) -> Tensor:
+    """The elements of tensors of one dtype, end to end, padded with zeros to a multiple of the comm's size.
+
+    kept: as in `Comm.empty`.
+    """
     count = sum(x.numel() for x in tensors)
-    flat = comm.empty((-(-count // comm.size) * comm.size,), tensors[0].dtype, tensors[0].device)
+    flat = comm.empty((-(-count // comm.size) * comm.size,), tensors[0].dtype, tensors[0].device, kept=kept)
     torch.cat([x.reshape(-1) for x in tensors], out=flat[:count])
     flat[count:].zero_()
     return flat

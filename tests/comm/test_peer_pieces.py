@@ -16,6 +16,7 @@ from seqpar.comm import PeerComm, PeerError
 from seqpar.comm.peer.pieces import box, cut, lane_bytes
 from seqpar.ops.move.switch import switch
 from seqpar.testing import run_processes, run_threads
+from seqpar.train import all_sum
 from tests.cases import OVER_RANKS
 from tests.comm.cases import tag
 from tests.comm.device import LIMIT, Stream, on_model
@@ -115,8 +116,9 @@ def train(comm, layers):
     taken = []
     for _ in range(layers):
         x = x + seqpar.attention(x, x, x, plan, comm)
-        x = seqpar.relayout(x, comm, src=plan.layout, dst=end_to_end)
+        x = seqpar.relayout(x, comm, src=plan.layout, dst=end_to_end).sin()  # saves what it is given
         x = seqpar.relayout(x, comm, src=end_to_end, dst=plan.layout)
+        x = x + all_sum(x, comm).sin()
         x = switch(switch(x, comm, split_dim=1, concat_dim=0), comm, split_dim=0, concat_dim=1)
         taken.append(comm._channel.pool.taken() if isinstance(comm, PeerComm) else 0)
     x.square().sum().backward()
