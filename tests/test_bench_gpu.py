@@ -92,6 +92,18 @@ def test_an_old_nvcc_does_not_count(monkeypatch: pytest.MonkeyPatch, tmp_path: P
         assert needs._nvcc("").ok is ok, release
 
 
+def test_what_a_bare_machine_lacks_is_not_imported() -> None:
+    """Neither by the commands, which make all their cases, nor by the checks of comms that they run."""
+    lacking = ("pytest", "rich", "scipy", "einops", "matplotlib", "setuptools", "hypothesis", "triton")
+    code = f"""import sys
+sys.path.insert(0, {str(ROOT)!r})
+sys.modules.update(dict.fromkeys({lacking}))
+import bench.gpu.lost, bench.gpu.nccl, bench.gpu.run, tests.comm.device, tests.comm.peer_cases
+assert all([make(False) for make in bench.gpu.run.slices().values()]) and bench.gpu.nccl.slices(False, 8)"""
+    done = ended(sys.executable, "-c", code)
+    assert done.returncode == 0, done.stderr[-2000:]
+
+
 # --- runs that end on time --------------------------------------------------------------------------------------------
 
 
