@@ -74,8 +74,8 @@ ORDER = {
         __init__
     """,
     "ops": """
-        core core/regions core/agreement core/repetition core/autocast core/backward core/device core/handles
-        core/collective_op
+        core core/regions core/compared core/agreement core/repetition core/autocast core/backward core/device
+        core/handles core/collective_op
         move move/pack
         attention attention/signature attention/source attention/rows attention/call attention/ahead
         attention/keys attention/grads

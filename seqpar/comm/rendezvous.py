@@ -193,8 +193,10 @@ class Rendezvous:
         """What a rank has written for itself and all below it in the tree, or the first one for all."""
         for left in polls:
             if self._store.check([f"{at}/{who}"]):
-                found: list[tuple[int, dict[str, Any]]] = json.loads(zlib.decompress(self._store.get(f"{at}/{who}")))
-                return found
+                contributions: list[tuple[int, dict[str, Any]]] = json.loads(
+                    zlib.decompress(self._store.get(f"{at}/{who}"))
+                )
+                return contributions
             if not left:
                 break
         missing = [rank for rank in range(self._size) if not self._store.check([f"{at}/here/{rank}"])]

@@ -24,6 +24,7 @@ import threading
 import weakref
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
+from types import SimpleNamespace
 
 import numpy as np
 import pytest
@@ -45,7 +46,8 @@ from seqpar.kernels.memory.upload import upload
 from seqpar.ops.attention import call as calls
 from seqpar.ops.attention import schedule
 from seqpar.ops.attention.signature import Signature
-from seqpar.ops.core import agreement as agree
+from seqpar.ops.core import compared
+from seqpar.ops.core.agreement import agreement
 from seqpar.plan import Plan
 from seqpar.testing import run_threads
 from tests.cases import Case, some
@@ -311,6 +313,7 @@ def made(plan: Plan, rank: int, options: dict[str, object], device: str) -> tupl
 def two_layers(comm: Comm, plan: Plan, options: dict[str, object], uploads: dict[int, list[str]]) -> list[str]:
     tensors, arguments = made(plan, comm.rank, options, "cpu")
     events = uploads[threading.get_ident()] = []
+    comm.check_every = "batch"
     ordered = Order(comm, events)
     with watched():
         layer(ordered, plan, tensors, arguments, "blockwise")
@@ -329,12 +332,48 @@ def test_layers_do_not_synchronise_and_upload_once(case, options, monkeypatch) -
             return upload(arrays, device)
 
     monkeypatch.setattr(calls, "upload", counted)
-    monkeypatch.setattr(agree, "_plain", lambda values: {})  # values are compared once per kind of call, before it
+    monkeypatch.setattr(compared, "_on_device", lambda x: True)
+    monkeypatch.setattr(compared, "_to_host", lambda number: (number, SimpleNamespace(synchronize=lambda: None)))
     monkeypatch.setattr(softmax, "_known_finite", lambda values: False)  # as on CUDA
     for found in run_threads(case.ranks, two_layers, case.plan(), options, events):
         first, second = found[: found.index("second layer")], found[found.index("second layer") + 1 :]
         assert first == ["upload", *["exchange"] * len(second)]
         assert second == ["exchange"] * len(second)
+
+
+def test_values_on_a_device_are_compared_by_the_next_call_and_wait_for_no_later_work(monkeypatch) -> None:
+    """Sinks of one rank differ in one element: that call goes on, and the next one that ranks compare names them."""
+    waits: dict[int, list[str]] = {}
+
+    def to_host(number: Tensor) -> tuple[Tensor, SimpleNamespace]:
+        mine = waits.setdefault(threading.get_ident(), [])
+        return number, SimpleNamespace(synchronize=lambda: mine.append("copy"))
+
+    def rank_main(comm: Comm) -> tuple[list[str], str]:
+        mine, comm.check_every = waits.setdefault(threading.get_ident(), []), "batch"
+        sinks = torch.tensor([0.0, 1.0 + comm.rank // 2])
+        with agreement("attention", comm) as call:
+            call.facts, call.values = {"plan": "a"}, {"sinks": sinks, "dropout_seed": None}
+        mine.append("later work")
+        with agreement("attention", comm) as call:
+            call.facts, call.values = {"plan": "a"}, {"sinks": sinks}
+        with pytest.raises(ValueError) as caught, agreement("relayout", comm) as call:
+            call.facts = {"plan": "b"}
+        comm.agree("afterwards", {})
+        return mine, str(caught.value)
+
+    monkeypatch.setattr(compared, "_on_device", lambda x: True)
+    monkeypatch.setattr(compared, "_to_host", to_host)
+    for mine, text in run_threads(3, rank_main):
+        assert mine == ["later work", "copy"]
+        assert text.startswith("relayout: ranks differ in a hash of the sinks of an earlier attention: ")
+        assert text.endswith(" on rank 2; give all ranks the same")
+
+
+def test_a_hash_of_values_tells_elements_and_order_apart() -> None:
+    several = [torch.tensor(x) for x in ([0.0, 1.0], [1.0, 0.0], [0.0, 2.0], [0.0, 1.0, 0.0], [0.0, 1.0 + 1e-7])]
+    assert len({int(compared.hashed(x)) for x in several}) == len(several)
+    assert int(compared.hashed(several[0].bfloat16())) == int(compared.hashed(several[0]))
 
 
 def verbs(comm: Comm, plan: Plan, dst: Layout, device: str = "cpu") -> None:

@@ -7,11 +7,11 @@ from functools import partial
 from typing import Any
 
 import torch
-from torch import Tensor
 
 from seqpar.comm import Comm, PeerError
 from seqpar.comm.entry import entered
 from seqpar.comm.header import hash63
+from seqpar.ops.core.compared import comparable, due
 from seqpar.plan import Plan
 
 REMEMBERED = 4096  # signatures that a comm keeps; all ranks forget the same ones, since they see them in the same order
@@ -58,7 +58,12 @@ class agreement:
         self._compare(error)
 
     def _compare(self, error: Exception | None) -> None:
-        facts = self.facts if error is not None else {**self.facts, **_plain(self.values)}
+        if error is None:
+            at_once = self.every or self.comm.check_every == "call"
+            facts = {**self.facts, **comparable(self.what, self.values, self.comm, at_once=at_once)}
+        else:
+            facts = self.facts
+            due(self.comm)  # other ranks compare these now
         try:
             self.comm.agree(self.what, facts, error)
         except PeerError:
@@ -129,17 +134,6 @@ def remember(comm: Comm, *keys: int, known: object = True) -> None:
 def plan_key(plan: Plan) -> int:
     """The key under which ranks remember that all have this plan, for any call."""
     return digest_of_call("plan", {"plan": plan.digest()})
-
-
-def _plain(values: Mapping[str, object]) -> dict[str, object]:
-    """Values as plain data that prints equally on all ranks if equal: a tensor as its elements."""
-    plain: dict[str, object] = {}
-    for name, value in values.items():
-        if isinstance(value, Tensor):
-            plain[f"values of {name}"] = value.detach().double().tolist()
-        elif value is not None:
-            plain[name] = value
-    return plain
 
 
 def check_comm(what: str, comm: object) -> None:

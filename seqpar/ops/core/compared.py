@@ -1,0 +1,64 @@
+"""Values that ranks compare along with a call: elements of CPU tensors, and a comparison later hashes of CUDA tensors.
+
+To read a CUDA tensor the host would wait for all work before it. So the device computes a hash of the elements, which
+is copied to the host behind that work, and the ranks compare it when they next compare a call.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from seqpar.comm import Comm
+
+UNDER_WAY = -1  # the key in `Comm.agreed` of hashes that no rank has compared yet; digests are positive
+ODD = -7046029254386353131  # 2^64 over the golden ratio, as a signed number
+
+
+def comparable(what: str, values: Mapping[str, object], comm: Comm, *, at_once: bool) -> dict[str, object]:
+    """Values as plain data that prints equally on all ranks if equal, with those of earlier calls that are due.
+
+    what: the call. at_once: whether the host waits for the device.
+    """
+    plain, started = due(comm), []
+    for name, value in values.items():
+        if not isinstance(value, Tensor):
+            plain |= {} if value is None else {name: value}
+        elif at_once or not _on_device(value):
+            plain[f"values of {name}"] = value.detach().double().tolist()
+        else:
+            started.append((f"a hash of the {name} of an earlier {what}", *_to_host(hashed(value))))
+    if started:
+        comm.agreed[UNDER_WAY] = started
+    return plain
+
+
+def due(comm: Comm) -> dict[str, object]:
+    """The hashes that earlier calls have started; the host waits for the calls before them."""
+    plain: dict[str, object] = {}
+    earlier: Any = comm.agreed.pop(UNDER_WAY, ())
+    for name, number, copied in earlier:
+        copied.synchronize()
+        plain[name] = int(number.numpy())
+    return plain
+
+
+def hashed(x: Tensor) -> Tensor:
+    """A hash of the elements in their order, int64 on x's device; overflow wraps, so any order of additions will do."""
+    bits = x.detach().double().reshape(-1).view(torch.int64)
+    mixed = ((bits ^ (bits >> 32)) + 1) * ODD
+    return (mixed * torch.arange(1, 2 * len(bits), 2, device=x.device)).sum()
+
+
+def _on_device(x: Tensor) -> bool:
+    return x.device.type == "cuda"
+
+
+def _to_host(number: Tensor) -> tuple[Tensor, Any]:
+    """The memory of the host to which a CUDA scalar is copied, and the event after the copy."""
+    host = torch.empty((), dtype=number.dtype, pin_memory=True)
+    host.copy_(number, non_blocking=True)
+    return host, torch.cuda.current_stream(number.device).record_event()
