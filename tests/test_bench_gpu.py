@@ -334,13 +334,13 @@ CARRIED = {"gloo", "PeerComm"}
 
 def test_transfers_and_agreements_are_rehearsed_over_gloo_and_not_taken_twice(tmp_path: Path) -> None:
     path = tmp_path / "nccl.jsonl"
-    flags = ("--slice", "hops", "--slice", "all-to-alls", "--slice", "agree", "--slice", "open")
+    flags = [word for name in ("hops", "all-to-alls", "sums", "agree", "open") for word in ("--slice", name)]
     assert run_processes(2, rehearsed, path, *flags)[1], "the other rank knows of its rows too"
     rows = rows_of(path)
     timed = {(row["slice"], row["kernel"], row["mode"]) for row in rows if "ms" in row}
     assert timed == {("hops", name, mode) for name in CARRIED for mode in ("one pair", "all")} | {
         ("all-to-alls", name, "all") for name in CARRIED
-    } | {("agree", "agree", "device idle")}
+    } | {("sums", name, "all_sum") for name in CARRIED} | {("agree", "agree", "device idle")}
     for row in rows:
         assert row["device"] == "rehearsal" and row["commit"] and "variables" in row and "error" not in row
         if row["slice"] in ("hops", "all-to-alls"):

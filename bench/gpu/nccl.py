@@ -7,10 +7,10 @@
 Run it in the root of this repository, with PYTHONPATH=. where the package is not installed; `python -m
 torch.distributed.run` is torchrun too.
 
-Slices: `open` (what the first comm costs), `hops` and `all-to-alls` (GB/s), `agree` (ms, with an idle device and with a
-busy one), `layers` (attention under ring, fetch and Ulysses beside one GPU with the whole batch, with the exposed time
-of a trace) and `magi` (the workload of `bench/gpu/magi.py`). Rows are those of `bench/gpu/run.py`, written by rank 0. A
-time is that of the slowest rank, from the moment at which all ranks and their devices are ready.
+Slices: `open` (what the first comm costs), `hops`, `all-to-alls` and `sums` (GB/s), `agree` (ms, with an idle device
+and with a busy one), `layers` (attention under ring, fetch and Ulysses beside one GPU with the whole batch, with the
+exposed time of a trace) and `magi` (the workload of `bench/gpu/magi.py`). Rows are those of `bench/gpu/run.py`,
+written by rank 0. A time is that of the slowest rank, from the moment at which all ranks and their devices are ready.
 
 Variables that start with NCCL_ and TORCH_NCCL_, and ``--shared``, are part of a row's origin, so runs with others go
 into the same file.
@@ -46,6 +46,7 @@ from bench.gpu.verb import STEP, Verb
 from bench.lib.watched import Watched
 from seqpar.comm import Comm, GroupComm, PeerComm, ShmComm, Tag
 from seqpar.testing import relative_rms
+from seqpar.train import all_sum
 
 RESULTS = Path(__file__).resolve().parents[1] / "results" / "nccl.jsonl"
 MEGABYTES = (8, 33, 67, 268)  # keys of 2K and 8K rows, gradients of 8K, keys of 64K: 8 heads of 128, bf16
@@ -143,6 +144,21 @@ def _transfer(world: World, name: str, mode: str, run: Callable[[], None], right
     if not all(world.comm.gather("right", right)):
         return row | {"ok": False, "refused": "other bytes arrived than were sent"}
     return row | rate(world.times(run), bytes=HOPS * received) | {"baseline": None, "ratio": None, "hops": HOPS}
+
+
+def sums(world: World, size: int) -> Iterator[Row]:
+    """GB/s of `seqpar.train.all_sum` of so many bytes in fp32, beside `all_reduce` of the default group."""
+    x = torch.ones(size // 4, device=world.machine.device)
+    base = world.times(lambda: dist.all_reduce(x.clone()))
+    for name, comm in world.comms.items():
+        row: Row = {"kernel": name, "mode": "all_sum"}
+        right = bool((all_sum(x, comm) == comm.size).all())
+        if not all(world.comm.gather("right", right)):
+            yield row | {"ok": False, "refused": "a sum of ones is not the number of ranks"}
+            continue
+        timing = world.times(lambda comm=comm: all_sum(x, comm))
+        yield row | rate(timing, bytes=size) | {"baseline": "all_reduce", "ratio": base.ms / timing.ms}
+    yield from world.skipped()
 
 
 def agree(world: World) -> Iterator[Row]:
@@ -335,6 +351,7 @@ def slices(tiny: bool, ranks: int) -> dict[str, list[Case]]:
         "open": [Case("open", "first comm", opened)],
         "hops": [Case("hops", f"{size} bytes", partial(_sized, hops, size)) for size in sizes],
         "all-to-alls": [Case("all-to-alls", f"{size} bytes", partial(_sized, all_to_alls, size)) for size in sizes],
+        "sums": [Case("sums", f"{size} bytes", partial(_sized, sums, size)) for size in sizes],
         "agree": [Case("agree", "equal facts", agree)],
         "layers": [Case("layers", str(setup), partial(_sized, layers, setup)) for setup in setups],
         "magi": [Case("magi", str(case), partial(_sized, workload, case)) for case in magi.workloads(tiny)],
