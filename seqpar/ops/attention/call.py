@@ -49,7 +49,8 @@ NAMES = {
 
 Shares = tuple[list[slice], list[slice]]  # query heads and key heads of every member of a part
 Views = tuple[slice | None, slice | None]
-HeadBlock = tuple[slice, slice, slice]  # query heads and key heads inside, and the query heads outside
+Heads = slice | None  # of a part's tensors; None for all, which need no view of their own
+HeadBlock = tuple[Heads, Heads, slice]  # query heads and key heads inside, and the query heads outside
 
 
 @dataclass(frozen=True, eq=False)
@@ -107,6 +108,8 @@ def recipe_of(plan: Plan, rank: int, signature: Signature) -> Recipe:
         key_size[part.width] = (kv.stop - kv.start) * (s.dim + s.v_dim)
         cut = head_blocks(heads, kv, s.heads // s.kv_heads) if heads.stop > heads.start else []
         blocks[part.width] = [(q, k, slice(heads.start + q.start, heads.start + q.stop)) for q, k in cut]
+        if len(cut) == 1:
+            blocks[part.width] = [(None, None, heads)]
     step, *more = steps
     return Recipe(
         kernel, acc_dtype(s.dtype), whole, (plan_key(plan), digest_of_call("attention", facts)),
@@ -150,7 +153,7 @@ class Call(Record):
         repeat = max(0, self.passes - 1)
         return Tag(self.tag.digest, self.tag.call, phase + len(Phase) * repeat, stage, NAMES[phase])
 
-    def blocks(self, part: Part, slopes: Tensor | None) -> Iterator[tuple[slice, slice, Score]]:
+    def blocks(self, part: Part, slopes: Tensor | None) -> Iterator[tuple[Heads, Heads, Score]]:
         """Blocks of this rank's heads: inside query heads, inside key heads, their score. slopes: of all heads."""
         s = self.signature
         for heads, kv, outside in self.recipe.blocks[part.width]:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Hashable, Mapping, Sequence
 from math import prod
 from typing import NamedTuple
 
@@ -36,10 +36,22 @@ class Slots:
 
 
 class Buffer(NamedTuple):
-    """Rows of received keys; slot: the memory that they lie in, None if they are empty."""
+    """Rows of received keys and values [rows, elements], and views of both.
+
+    slot: the memory that they lie in, None if they are empty.
+    """
 
     slot: Tensor | None
     rows: Tensor
+    keys: Tensor
+    values: Tensor
+
+    @classmethod
+    def of(cls, slot: Tensor | None, rows: Tensor, k: Tensor, v: Tensor) -> Buffer:
+        """A buffer of rows; k, v: keys and values with the same heads and dims."""
+        (_, *of_keys), (_, *of_values) = k.shape, v.shape
+        keys, values = rows.split([prod(of_keys), prod(of_values)], dim=1)
+        return cls(slot, rows, keys.unflatten(1, of_keys), values.unflatten(1, of_values))
 
 
 class KeySlots:
@@ -48,11 +60,18 @@ class KeySlots:
     def __init__(self, make: Callable[[], Tensor]) -> None:
         self.make = make
         self.free: list[Tensor] = []
+        self.lent: dict[Hashable, Buffer] = {}  # steps of a ring have equal buffers
 
-    def lend(self, *shape: int) -> Buffer:
-        """A buffer of this shape, in a slot that is free or new."""
+    def lend(self, count: int, k: Tensor, v: Tensor) -> Buffer:
+        """A buffer of so many rows like those of k and v, in a slot that is free or new."""
         slot = self.free.pop() if self.free else self.make()
-        return Buffer(slot, slot.view(-1)[: prod(shape)].view(shape))
+        key = id(slot), count, k.shape[1:], v.shape[1:]
+        buffer = self.lent.get(key)
+        if buffer is None:
+            size = k.shape[1] * k.shape[2] + v.shape[1] * v.shape[2]
+            rows = slot.view(-1)[: count * size].view(count, size)
+            buffer = self.lent[key] = Buffer.of(slot, rows, k, v)
+        return buffer
 
     def take_back(self, buffer: Buffer | None) -> None:
         """Use the memory of a buffer again."""
@@ -102,7 +121,7 @@ class KeyExchange:
             if step.recvs:
                 by_peer, places = received_keys(step)
                 count = len(step.pos) if places is None else len(places)
-                self.buffers[n] = self.slots.lend(count, size)  # last read before the current step
+                self.buffers[n] = self.slots.lend(count, k, v)  # last read before the current step
                 flat = self.buffers[n].rows
                 recvs = {peer: [[Place(flat[rows])]] for peer, rows in by_peer.items()}
             sends: Messages = {}
@@ -153,20 +172,20 @@ class KeyExchange:
             return k, v
         buffer = self.buffers.get(n)
         if buffer is None:
-            shape = len(step.pos), self.size[step.part.width]
-            buffer = self.slots.lend(*shape) if all(shape) else Buffer(None, k.new_empty(shape))
+            size = self.size[step.part.width]
+            empty = Buffer.of(None, k.new_empty(len(step.pos), size), k, v) if not (size and len(step.pos)) else None
+            buffer = empty or self.slots.lend(len(step.pos), k, v)
         copies = []
         places, arrived = received_keys(step)[1] if step.recvs else None, None
         if places is not None and buffer.rows.numel():
-            arrived, buffer = buffer, self.slots.lend(len(step.pos), buffer.rows.shape[1])
+            arrived, buffer = buffer, self.slots.lend(len(step.pos), k, v)
             copies.append(Pair(buffer.rows, arrived.rows, dst_rows=at(places)))
         self.buffers[n], flat = buffer, buffer.rows
         entered = self.entries.pop(n - 1, None)
         if step.spread is not None and entered is not None:
             where = rows_of(flat, at(step.spread.place))
             copies.append(Pair(where.x, entered, where.rows))
-        keys, values = flat.split([k.shape[1] * k.shape[2], v.shape[1] * v.shape[2]], dim=1)
-        keys, values = keys.unflatten(1, k.shape[1:]), values.unflatten(1, v.shape[1:])
+        keys, values = buffer.keys, buffer.values
         if step.own is not None and flat.numel():
             own = at(step.own)
             for where, x in ((rows_of(keys, own), k), (rows_of(values, own), v)):

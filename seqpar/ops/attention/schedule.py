@@ -32,9 +32,9 @@ from functools import partial
 import torch
 from torch import Tensor
 
-from seqpar.kernels import Grads, Operands, Sums, softmax
+from seqpar.kernels import Grads, Operands, Score, StepFacts, Sums, softmax
 from seqpar.ops.attention import heads as trade
-from seqpar.ops.attention.call import Call, PartTensors, Phase, uploaded
+from seqpar.ops.attention.call import Call, Heads, PartTensors, Phase, uploaded
 from seqpar.ops.attention.grads import GradientExchange
 from seqpar.ops.attention.keys import KeyExchange
 from seqpar.ops.attention.rows import take
@@ -133,12 +133,25 @@ def _compute(call: Call, step: Step, tensors: PartTensors, keys: Tensor, values:
         facts = call.uploaded.facts[step.number]
         with profile_range("compute", step.number):
             for heads, kv, score in call.blocks(step.part, slopes):
-                acc = None if tensors.acc is None else tensors.acc[:, heads]
-                out = tensors.out[:, heads] if step.last and not wide else None
-                operands = Operands(tensors.q[:, heads], keys[:, kv], values[:, kv], facts, score)
-                call.recipe.kernel.forward(operands, Sums(acc, tensors.lse[heads], out, first))
+                acc = None if tensors.acc is None else _of_heads(tensors.acc, heads)
+                out = _of_heads(tensors.out, heads) if step.last and not wide else None
+                operands = _operands(tensors, keys, values, heads, kv, facts, score)
+                lse = tensors.lse if heads is None else tensors.lse[heads]
+                call.recipe.kernel.forward(operands, Sums(acc, lse, out, first))
     if step.last:
         tensors.acc = None
+
+
+def _of_heads(x: Tensor, heads: Heads) -> Tensor:
+    """Some heads of a tensor [rows, heads, dim]."""
+    return x if heads is None else x[:, heads]
+
+
+def _operands(
+    tensors: PartTensors, keys: Tensor, values: Tensor, heads: Heads, kv: Heads, facts: StepFacts, score: Score
+) -> Operands:
+    """A step's inputs for a block of heads."""
+    return Operands(_of_heads(tensors.q, heads), _of_heads(keys, kv), _of_heads(values, kv), facts, score)
 
 
 def _leave(call: Call, part: Part, tensors: PartTensors, out: Tensor, lse: Tensor) -> Callable[[], None]:
@@ -259,13 +272,15 @@ def _differentiate(
     facts, dim = call.uploaded.facts[step.number], call.signature.dim
     with profile_range("differentiate", step.number):
         for heads, kv, score in call.blocks(step.part, slopes):
-            operands = Operands(tensors.q[:, heads], keys[:, kv], values[:, kv], facts, score)
-            out = None if part.out is None else part.out[:, heads]
+            operands = _operands(tensors, keys, values, heads, kv, facts, score)
+            out = None if part.out is None else _of_heads(part.out, heads)
+            lse, delta = (x if heads is None else x[heads] for x in (tensors.lse, part.delta))
+            of_keys = _of_heads(grads, kv)
             call.recipe.kernel.backward(
                 operands,
                 Grads(
-                    part.dout[:, heads], tensors.lse[heads], part.delta[heads], out,
-                    dq=part.dq[:, heads], dk=grads[:, kv, :dim], dv=grads[:, kv, dim:],
+                    _of_heads(part.dout, heads), lse, delta, out,
+                    dq=_of_heads(part.dq, heads), dk=of_keys[..., :dim], dv=of_keys[..., dim:],
                 ),
             )  # fmt: skip
 
