@@ -329,7 +329,7 @@ def rehearsed(comm: Any, path: Path, *arguments: str) -> list[Row]:
     return nccl.measured(comm, nccl.parser().parse_args(flags))
 
 
-CARRIED = {"gloo", "PeerComm"}
+CARRIED = {"gloo", "ShmComm"}
 
 
 def test_transfers_and_agreements_are_rehearsed_over_gloo_and_not_taken_twice(tmp_path: Path) -> None:

@@ -63,8 +63,11 @@ class World:
         self.comm, self.machine, self.opened = comm, machine, opened
         self.comms: dict[str, Comm] = {"gloo" if machine.rehearsal else "NCCL": comm}
         self.absent: dict[str, str] = {}
-        try:  # shared memory stands for it in a rehearsal
-            self.comms["PeerComm"] = ShmComm() if machine.rehearsal else PeerComm(pool_bytes=1 << 31)
+        try:
+            if machine.rehearsal:
+                self.comms["ShmComm"] = ShmComm()  # in the place of PeerComm
+            else:
+                self.comms["PeerComm"] = PeerComm(pool_bytes=1 << 31)
         except (NotImplementedError, ValueError) as error:
             self.absent["PeerComm"] = f"{type(error).__name__}: {error}"[:300]
 
