@@ -370,6 +370,23 @@ def test_values_on_a_device_are_compared_by_the_next_call_and_wait_for_no_later_
         assert text.endswith(" on rank 2; give all ranks the same")
 
 
+def test_values_on_a_device_are_compared_even_if_no_other_call_is_new(monkeypatch) -> None:
+    def rank_main(comm: Comm) -> tuple[int, str]:
+        comm.check_every, calls_made = "batch", 0
+        sinks = torch.tensor([0.0, 1.0 + comm.rank // 2])
+        with pytest.raises(ValueError) as caught:
+            for calls_made in range(2 * compared.LATEST):  # noqa: B007
+                with agreement("attention", comm) as call:
+                    call.facts, call.values = {"plan": "a"}, {"sinks": sinks}
+        return calls_made, str(caught.value)
+
+    monkeypatch.setattr(compared, "_on_device", lambda x: True)
+    monkeypatch.setattr(compared, "_to_host", lambda number: (number, SimpleNamespace(synchronize=lambda: None)))
+    for count, text in run_threads(3, rank_main):
+        assert count == compared.LATEST
+        assert text.startswith("attention: ranks differ in a hash of the sinks of an earlier attention: ")
+
+
 def test_a_hash_of_values_tells_elements_and_order_apart() -> None:
     several = [torch.tensor(x) for x in ([0.0, 1.0], [1.0, 0.0], [0.0, 2.0], [0.0, 1.0, 0.0], [0.0, 1.0 + 1e-7])]
     assert len({int(compared.hashed(x)) for x in several}) == len(several)

@@ -76,10 +76,10 @@ def attention(
 
     Raises: ValueError for arguments that contradict the plan or each other, or differ between ranks; on every rank,
     before any byte of the call moves. Ranks compare a call when they first make one of its kind, or always with
-    ``check="call"``. Dropout seeds, sinks and slopes are only compared then (on a GPU at the next comparison, so that
-    the host does not wait for it); a seed that differs later raises PeerError on a message. NotImplementedError if no
-    kernel can compute the call, for alibi_slopes that require a gradient, and for double backward. PeerError if a
-    rank died or fell out of step.
+    ``check="call"``. Dropout seeds, sinks and slopes are only compared then (on a GPU at the next comparison, or
+    64 calls later, so that the host does not wait for it); a seed that differs later raises PeerError on a message.
+    NotImplementedError if no kernel can compute the call, for alibi_slopes that require a gradient, and for double
+    backward. PeerError if a rank died or fell out of step.
 
     Source: Liu et al. 2023 (Ring Attention); Jacobs et al. 2023 (DeepSpeed-Ulysses); Dao 2023 (FlashAttention-2).
     """

@@ -11,7 +11,7 @@ import torch
 from seqpar.comm import Comm, PeerError
 from seqpar.comm.entry import entered
 from seqpar.comm.header import hash63
-from seqpar.ops.core.compared import comparable, due
+from seqpar.ops.core.compared import UNDER_WAY, comparable, due, overdue
 from seqpar.plan import Plan
 
 REMEMBERED = 4096  # signatures that a comm keeps; all ranks forget the same ones, since they see them in the same order
@@ -53,7 +53,8 @@ class agreement:
         if error is None:
             self.digest = self.digest or digest_of_call(self.what, self.facts)
             self.keys = self.keys or (self.digest,)
-            if not self.every and self.comm.check_every == "batch" and self.comm.agreed.keys() >= set(self.keys):
+            known = not self.every and self.comm.check_every == "batch" and self.comm.agreed.keys() >= set(self.keys)
+            if known and not (UNDER_WAY in self.comm.agreed and overdue(self.comm)):
                 return
         self._compare(error)
 

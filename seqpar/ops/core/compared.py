@@ -1,12 +1,13 @@
 """Values that ranks compare along with a call: elements of CPU tensors, and a comparison later hashes of CUDA tensors.
 
 To read a CUDA tensor the host would wait for all work before it. So the device computes a hash of the elements, which
-is copied to the host behind that work, and the ranks compare it when they next compare a call.
+is copied to the host behind that work, and the ranks compare it when they next compare a call, or `LATEST` calls later.
 """
 
 from __future__ import annotations
 
 from collections.abc import Mapping
+from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -15,7 +16,26 @@ from torch import Tensor
 from seqpar.comm import Comm
 
 UNDER_WAY = -1  # the key in `Comm.agreed` of hashes that no rank has compared yet; digests are positive
+LATEST = 64  # calls, a step or two of a model: by then the device has long computed the hash
 ODD = -7046029254386353131  # 2^64 over the golden ratio, as a signed number
+
+
+@dataclass
+class Started:
+    """Hashes under way: their names, the memory that they are copied to, and the events after the copies.
+
+    left: calls until they are compared at the latest.
+    """
+
+    hashes: list[tuple[str, Tensor, Any]]
+    left: int = LATEST
+
+
+def overdue(comm: Comm) -> bool:
+    """Count a call that ranks would not compare. Whether hashes under way have waited long enough, as on all ranks."""
+    started: Any = comm.agreed[UNDER_WAY]
+    started.left -= 1
+    return bool(started.left <= 0)
 
 
 def comparable(what: str, values: Mapping[str, object], comm: Comm, *, at_once: bool) -> dict[str, object]:
@@ -32,15 +52,15 @@ def comparable(what: str, values: Mapping[str, object], comm: Comm, *, at_once: 
         else:
             started.append((f"a hash of the {name} of an earlier {what}", *_to_host(hashed(value))))
     if started:
-        comm.agreed[UNDER_WAY] = started
+        comm.agreed[UNDER_WAY] = Started(started)
     return plain
 
 
 def due(comm: Comm) -> dict[str, object]:
     """The hashes that earlier calls have started; the host waits for the calls before them."""
     plain: dict[str, object] = {}
-    earlier: Any = comm.agreed.pop(UNDER_WAY, ())
-    for name, number, copied in earlier:
+    earlier: Any = comm.agreed.pop(UNDER_WAY, None)
+    for name, number, copied in earlier.hashes if earlier else ():
         copied.synchronize()
         plain[name] = int(number.numpy())
     return plain
