@@ -42,6 +42,7 @@ def code_and_errors(into, argv):
         os.dup2(closed() if into == "closed" else os.open(into, os.O_WRONLY), 1)
         os.dup2(file.fileno(), 2)
         os.setsid()
+        signal.signal(signal.SIGINT, signal.default_int_handler)  # which a background job of a shell ignores
         Figure.savefig = interrupted
         launch._Pool.run = interrupted_at_a_terminal
         calibrate.measured = lambda model, device, ranks, quick: calibrate._links(device, ranks, quick)

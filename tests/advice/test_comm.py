@@ -191,3 +191,19 @@ def unreachable(comm: Comm) -> bool:
 
 def test_devices_that_do_not_reach_each_other_use_a_group() -> None:
     assert run_processes(2, unreachable, comm="shm") == [True, True]
+
+
+def test_kernels_signal_where_the_driver_s_waits_may_pass_data(monkeypatch: pytest.MonkeyPatch) -> None:
+    pcie = SimpleNamespace(
+        peer_driver_signals=lambda: True, peer_bus=lambda index: "0000:00:00.0",
+        peer_ordered=lambda index, bus: False, peer_can_flush=lambda index: False,
+    )  # fmt: skip
+    monkeypatch.setattr(cuda, "unusable", lambda: None)
+    monkeypatch.setattr(torch.cuda, "get_device_name", lambda index: "a device")
+    monkeypatch.setattr(native, "ops", lambda: pcie)
+    with advised(NotImplementedError, 'give signals="auto" or "kernel"'):
+        cuda.Cuda("cuda:0", signals="driver").order(["0000:01:00.0"])
+    for signals in ("auto", "kernel"):
+        device = cuda.Cuda("cuda:0", signals=signals)
+        device.order(["0000:01:00.0"])
+        assert device._by_kernel
