@@ -84,18 +84,20 @@ def dense_linear_attention(
     Computed by definition, token by token, and differentiated by autograd.
     """
     heads, (_, groups, dim) = v.shape[1], k.shape
-    q, k = (x.repeat_interleave(heads // groups, 1) for x in (q, k))
+    queries, keys = (x.repeat_interleave(heads // groups, 1).unbind(0) for x in (q, k))
+    # not by indices: the gradient of each would be a tensor of all rows
+    values, decays, betas = ([] if x is None else x.unbind(0) for x in (v, decay, beta))
     out, final = [], []
     for document, (start, stop) in enumerate(zip(mask.offsets.tolist(), mask.offsets[1:].tolist())):
         state = v.new_zeros(heads, dim, v.shape[2]) if initial_state is None else initial_state[document]
         for t in range(start, stop):
-            if decay is not None:
-                state = decay[t].exp().view(heads, -1, 1) * state
-            added = v[t]
-            if beta is not None:
-                added = beta[t][:, None] * (added - torch.einsum("hk,hkv->hv", k[t], state))
-            state = state + torch.einsum("hk,hv->hkv", k[t], added)
-            out.append(torch.einsum("hk,hkv->hv", q[t], state))
+            if decays:
+                state = decays[t].exp().view(heads, -1, 1) * state
+            added = values[t]
+            if betas:
+                added = betas[t][:, None] * (added - torch.einsum("hk,hkv->hv", keys[t], state))
+            state = state + torch.einsum("hk,hv->hkv", keys[t], added)
+            out.append(torch.einsum("hk,hkv->hv", queries[t], state))
         final.append(state)
     return torch.stack(out) * (dim**-0.5 if scale is None else scale), torch.stack(final)
 

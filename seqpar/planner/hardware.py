@@ -182,7 +182,9 @@ class Hardware:
         link = self.inside
         if link.channels is None or (channels := p2p_channels(ranks, node)) == link.channels:
             return self
-        return replace(self, inside=replace(link, hop=link.alone / link.channels * channels, channels=channels))
+        least, most = RANGES["hop"]
+        hop = min(max(link.alone / link.channels * channels, least), most)
+        return replace(self, inside=replace(link, hop=hop, channels=channels))
 
     def to_dict(self) -> dict[str, Any]:
         """Plain data with a schema number, for `from_dict`."""

@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 
 from seqpar.planner import Attention, Hardware, Link, ModelShape, plan_batch
-from seqpar.planner.hardware import PRESETS, p2p_channels
+from seqpar.planner.hardware import PRESETS, RANGES, p2p_channels
 
 RESULTS = Path(__file__).parents[2] / "bench" / "results"
 
@@ -72,6 +72,8 @@ def test_a_peer_gets_the_channels_that_nccl_gives_a_pair() -> None:
         assert (link.channels, link.hop) == (channels, pytest.approx(channels * 20.6e9))
     cpu = Hardware.preset("cpu")
     assert cpu.among(512, 8) is cpu
+    slow = replace(machine, inside=replace(machine.inside, hop=RANGES["hop"][0]))
+    assert slow.among(512, 8).inside.hop == RANGES["hop"][0], "the share of a hop is a rate that a link may have"
     inside = Hardware.preset("h100").inside
     assert inside.channels == 4 and inside.alone == 4 * 20.6e9 < inside.bandwidth
     assert inside.seconds(1e9) == pytest.approx(44e-6 + 1e9 / 82.4e9)
