@@ -8,6 +8,7 @@ import numpy as np
 import torch
 from hypothesis import strategies as st
 from torch import Tensor
+from torch.nn.functional import normalize
 
 import seqpar
 from seqpar.facts.mask import Mask
@@ -50,7 +51,10 @@ def put(total: Tensor, part: Tensor | None, plan: Plan, rank: int) -> None:
 
 @dataclass(frozen=True)
 class Family:
-    """A recurrence. strength: the log decay of a token is drawn from ``[-strength, 0]``."""
+    """A recurrence. strength: the log decay of a token is drawn from ``[-strength, 0]``.
+
+    unit: keys have length 1, so that the delta rule stays bounded over many tokens; else they have other lengths.
+    """
 
     decay: str = "scalar"
     beta: bool = False
@@ -60,9 +64,10 @@ class Family:
     heads: int = 4
     dim: int = 3
     values: int = 2
+    unit: bool = False
 
     def inputs(self, mask: Mask, seed: int = 0, dtype: torch.dtype = torch.float64) -> list[Tensor | None]:
-        """Global q, k, v, decay, beta and initial state; keys have lengths other than 1."""
+        """Global q, k, v, decay, beta and initial state."""
         g = torch.Generator().manual_seed(seed)
 
         def normal(*shape: int) -> Tensor:
@@ -71,8 +76,9 @@ class Family:
         n, h, k, v = mask.tokens, self.heads, self.dim, self.values
         decays = {"none": None, "scalar": (n, h), "channel": (n, h, k)}[self.decay]
         decay = None if decays is None else (-torch.rand(*decays, dtype=torch.float64, generator=g) * self.strength)
+        queries, keys = normal(n, self.groups, k), normal(n, self.groups, k) * 0.5
         return [
-            normal(n, self.groups, k), normal(n, self.groups, k) * 0.5, normal(n, h, v),
+            queries, normalize(keys, dim=-1) if self.unit else keys, normal(n, h, v),
             None if decay is None else decay.to(dtype),
             torch.rand(n, h, dtype=torch.float64, generator=g).to(dtype) if self.beta else None,
             normal(len(mask.lengths), h, k, v) if self.initial else None,

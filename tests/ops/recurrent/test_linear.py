@@ -110,7 +110,9 @@ def test_documents_of_several_chunks(decay, beta) -> None:
 @pytest.mark.parametrize(("decay", "beta"), FAMILIES)
 def test_a_long_document(decay, beta) -> None:
     agrees(
-        plan_of("contiguous", (65_536,), 4), Family(decay, beta, dim=16, values=16, groups=1, heads=1), tolerance=1e-9
+        plan_of("contiguous", (65_536,), 4),
+        Family(decay, beta, dim=16, values=16, groups=1, heads=1, unit=True),
+        tolerance=1e-10,
     )
 
 
