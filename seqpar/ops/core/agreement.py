@@ -143,5 +143,13 @@ def check_comm(what: str, comm: object) -> None:
         raise TypeError(f"{what} got {comm!r:.200} for its comm; give it a seqpar.GroupComm() or seqpar.LocalComm()")
 
 
+def check_ranks(plan: Plan, comm: Comm) -> None:
+    """Raise ValueError unless the plan is for the comm's ranks."""
+    if plan.ranks != comm.size:
+        raise ValueError(
+            f"the plan is for {plan.ranks} ranks, the comm has {comm.size}; make the plan for the comm's ranks"
+        )
+
+
 # ``with abort_on_error(comm, what):`` a call of a comm. An error inside tells the other ranks why this one leaves it.
 abort_on_error = partial(entered, aborts=True)

@@ -20,6 +20,7 @@ from seqpar.ops.core.agreement import (
     abort_on_error,
     agreement,
     check_comm,
+    check_ranks,
     digest_of_call,
     errors_on_all_ranks,
     remember,
@@ -103,10 +104,11 @@ def expect_relayout(x: Tensor, comm: Comm, *, src: Layout, dst: Layout) -> None:
 
 
 def _facts_of(x: Tensor, src: Layout, dst: Layout, *, grad: bool) -> dict[str, object]:
-    return {"src": src.digest(), "dst": dst.digest()} | _facts(x, grad)
+    return {"src": src.digest(), "dst": dst.digest()} | facts_of_rows(x, grad)
 
 
-def _facts(x: Tensor, grad: bool) -> dict[str, object]:
+def facts_of_rows(x: Tensor, grad: bool) -> dict[str, object]:
+    """What must be equal on all ranks of a tensor whose rows are exchanged."""
     return {"dtype": x.dtype, "device": x.device.type, "other dims": list(x.shape[1:]), "requires grad": grad}
 
 
@@ -192,10 +194,7 @@ def unshard(x: Tensor, plan: Plan, comm: Comm, *, dim: int = 0, side: str = "q")
         check_comm("unshard", comm)
         _check_tensor("unshard", x, dim)
         layout = _layout_of(plan, side)
-        if plan.ranks != comm.size:
-            raise ValueError(
-                f"the plan is for {plan.ranks} ranks, the comm has {comm.size}; make the plan for the comm's ranks"
-            )
+        check_ranks(plan, comm)
         rows = plan.rows(comm.rank, side)
         if not -x.dim() <= dim < x.dim() or x.shape[dim] != rows:
             raise ValueError(f"x on rank {comm.rank} must have {rows} rows at dim {dim}, got {list(x.shape)}")
@@ -304,7 +303,7 @@ def _unshard(
     with agreement("unshard", comm) as call:
         moves = plan.memo(("unshard", side, comm.rank), lambda: _copies(plan, side, comm))
         _check_rows(rows, moves, comm)
-        call.facts = {"plan": plan.digest(), "dim": dim, "side": side} | _facts(x, grads[0])
+        call.facts = {"plan": plan.digest(), "dim": dim, "side": side} | facts_of_rows(x, grads[0])
         if comm.size > 1:
             key = "unshard", side, dim, x.dtype, x.device.type, x.shape[1:], grads[0]
             call.digest = plan.memo(key, lambda: digest_of_call("unshard", call.facts))

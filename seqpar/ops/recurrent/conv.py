@@ -27,9 +27,9 @@ from seqpar.ops.core.autocast import no_autocast
 from seqpar.ops.core.collective_op import CollectiveOp, Record, Tensors
 from seqpar.ops.core.device import stream_of
 from seqpar.ops.core.repetition import check_repetition
-from seqpar.ops.move.relayout import row_numbers
+from seqpar.ops.move.relayout import facts_of_rows, row_numbers
 from seqpar.ops.recurrent.recompute import gradients
-from seqpar.ops.recurrent.rows import RowMap, check_rows, facts_of, plan_and_comm, runs, values_of
+from seqpar.ops.recurrent.rows import RowMap, check_rows, plan_and_comm, runs, values_of
 from seqpar.plan import Plan
 
 ACTIVATIONS = (None, "silu")
@@ -128,7 +128,7 @@ def _conv(
         rows = plan.memo(("halo", reach, comm.rank), lambda: RowMap.of(plan, comm.rank, "halo", reach))
         laid = plan.memo(("laid", reach, comm.rank), lambda: Laid.of(plan, comm.rank, reach))
         own = {"plan": plan.digest(), "taps": reach + 1, "activation": activation, "bias": bias is not None}
-        call.facts = own | facts_of(x, True in grads)
+        call.facts = own | facts_of_rows(x, True in grads)
         if comm.size > 1:
             key = "causal_conv1d", reach, activation, bias is None, x.dtype, x.device.type, x.shape[1:], True in grads
             call.digest = plan.memo(key, lambda: digest_of_call("causal_conv1d", call.facts))

@@ -12,6 +12,7 @@ their gradients. Backward computes the forward's local parts again, from the inp
 
 from __future__ import annotations
 
+import math
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import Any, NamedTuple
@@ -27,6 +28,7 @@ from seqpar.kernels.recurrent import KERNELS, Recurrence, RecurrentKernel
 from seqpar.ops.core.agreement import abort_on_error, agreement, digest_of_call
 from seqpar.ops.core.autocast import no_autocast
 from seqpar.ops.core.collective_op import CollectiveOp, Record, Tensors
+from seqpar.ops.core.compared import hashed
 from seqpar.ops.core.device import stream_of
 from seqpar.ops.core.repetition import check_repetition
 from seqpar.ops.move.relayout import exchanged, row_numbers
@@ -70,9 +72,9 @@ def linear_attention(
     q, k [T, G, K], v [T, H, V]: this rank's rows, ``T = plan.rows(rank)``, of one dtype (float64, float32, bfloat16,
     float16) and device, ``H % G == 0``; head h reads group ``h // (H // G)``. decay: logarithms at or below 0, [T, H]
     (RetNet, Mamba-2, gated delta rule) or [T, H, K] (gated linear attention, Kimi delta attention). beta [T, H]. Both
-    in any floating dtype. scale: by default ``K ** -0.5``. normalize: divides q and k by their Euclidean norms.
-    initial_state [documents, H, K, V]: equal on all ranks; the rank with a document's first row reads it. kernel:
-    "auto", "chunked" or "reference".
+    in any floating dtype. scale: by default ``K ** -0.5``. normalize: divides q and k by their Euclidean norms,
+    with 1e-6 added to the squares. initial_state [documents, H, K, V]: equal on all ranks, which ``check="call"``
+    compares; the rank with a document's first row reads it. kernel: "auto", "chunked" or "reference".
 
     The recurrence runs over whole documents in order, whatever the mask's window is.
 
@@ -213,7 +215,7 @@ def _linear(
         _check(tensors, plan, comm, kernel)
         q, _, v, decay, beta, initial = tensors
         chosen = KERNELS["chunked" if kernel == "auto" else kernel]
-        scale = q.shape[2] ** -0.5 if scale is None else float(scale)
+        scale = _checked_scale(scale, q.shape[2])
         side = plan.memo(("recurrent side", comm.rank), lambda: LocalRuns.of(plan, comm.rank))
         agreed.facts = {
             "plan": plan.digest(), "dtype": v.dtype, "device": v.device.type, "q": q.shape[1:], "v": v.shape[1:],
@@ -223,7 +225,8 @@ def _linear(
         if comm.size > 1:
             key = "linear_attention", *agreed.facts.values()
             agreed.digest = plan.memo(key, lambda: digest_of_call("linear_attention", agreed.facts))
-        agreed.values = {"initial_state": initial}
+        if initial is not None and comm.check_every == "call":
+            agreed.values = {"a hash of initial_state": int(hashed(initial))}
     stamp = hash((plan, scale, bool(normalize), chosen.name, id(comm.stats), comm.rank))
     check_repetition("linear_attention", comm, stamp, "plan or scale", recorded=True in grads)
     tag = Tag(agreed.digest, number, 0, 0, "linear_attention")
@@ -251,7 +254,7 @@ def _linear_back(call: LinearCall, saved: Sequence[Any], grads: Tensors, needs: 
         out, states = _after(call, v, prepared, cut, far)
         wanted = [x for x in leaves if x is not None and x.requires_grad]
         pairs = [(y, g) for y, g in ((out, dout), (states, dstates)) if g is not None and g.shape == y.shape]
-        ys, gs = (list(side) for side in zip(*pairs, strict=True)) if pairs else ([], [])
+        ys, gs = (list(column) for column in zip(*pairs, strict=True)) if pairs else ([], [])
         passed = [*cut, *far]
         first = torch.autograd.grad(ys, [*wanted, *passed], gs, allow_unused=True, retain_graph=True) if ys else ()
         found = list(first) or [None] * (len(wanted) + len(passed))
@@ -262,7 +265,7 @@ def _linear_back(call: LinearCall, saved: Sequence[Any], grads: Tensors, needs: 
             dlocal[1:3] = [x + y for x, y in zip(dlocal[1:3], home, strict=True)]
         ends = [(x, g) for x, g in zip(local, dlocal) if x.requires_grad]
         if ends and wanted:
-            ys, gs = (list(side) for side in zip(*ends, strict=True))
+            ys, gs = (list(column) for column in zip(*ends, strict=True))
             second = torch.autograd.grad(ys, wanted, gs, allow_unused=True)
             found = [b if a is None else a if b is None else a + b for a, b in zip(found, second)]
     results = iter(found[: len(wanted)])
@@ -303,12 +306,21 @@ def _check(tensors: Sequence[Any], plan: Plan, comm: Comm, kernel: object) -> No
             raise ValueError(f"{name}: {title} must be floating {expected} on {v.device}, got {got!s:.200}")
     if kernel not in ("auto", *KERNELS):
         raise ValueError(f"{name}: kernel must be one of auto, {', '.join(KERNELS)}, got {kernel!r:.200}")
-    _check_plan(plan)
+    _check_recurrence(plan)
     if comm.check_every == "call" and decay is not None and decay.device.type == "cpu" and bool((decay > 0).any()):
         raise ValueError(f"{name}: decay holds logarithms at or below 0, got {float(decay.max())}; give log(factor)")
 
 
-def _check_plan(plan: Plan) -> None:
+def _checked_scale(scale: Any, dim: int) -> float:
+    """The scale as a number, by default that of so many dims."""
+    if scale is None:
+        return float(dim**-0.5)
+    if isinstance(scale, bool) or not isinstance(scale, (int, float)) or not math.isfinite(scale):
+        raise ValueError(f"linear_attention: scale must be a finite number, got {scale!r:.200}")
+    return float(scale)
+
+
+def _check_recurrence(plan: Plan) -> None:
     """Raise NotImplementedError for plans that no recurrence can follow."""
     if plan.kv_layout is not plan.layout:
         raise NotImplementedError("linear_attention: keys lie with their queries; make the plan without a kv_layout")

@@ -24,12 +24,12 @@ from seqpar.comm import Comm, Tag
 from seqpar.facts.intervals import expand
 from seqpar.facts.value import Ints, Memo, is_integer
 from seqpar.kernels import acc_dtype
-from seqpar.ops.core.agreement import abort_on_error, agreement, check_comm, digest_of_call
+from seqpar.ops.core.agreement import abort_on_error, agreement, check_comm, check_ranks, digest_of_call
 from seqpar.ops.core.collective_op import CollectiveOp, Record
 from seqpar.ops.core.device import stream_of
 from seqpar.ops.core.handles import carried, checked_values
 from seqpar.ops.core.repetition import check_repetition
-from seqpar.ops.move.relayout import Moves, exchanged, row_numbers
+from seqpar.ops.move.relayout import Moves, exchanged, facts_of_rows, row_numbers
 from seqpar.plan import Plan
 from seqpar.plan.runs import DocumentRuns, RankRuns, Requests
 
@@ -60,12 +60,19 @@ def values_of(what: str, plan: Plan | Tensor, comm: Comm | None) -> list[Any]:
 
 
 def plan_and_comm(what: str, values: Sequence[Any]) -> tuple[Plan, Comm]:
-    """The plan and the comm of a call's values."""
+    """The plan and the comm of a call's values; `check_plan` follows, where other ranks hear of its errors."""
     if len(values) == 1 and isinstance(values[0], Tensor):
-        values = carried(values[0])
-    plan, comm = checked_values(values, Plan)
+        values = checked_values(carried(values[0]), Plan)
+    plan, comm = values
     check_comm(what, comm)
     return plan, comm
+
+
+def check_plan(what: str, plan: object, comm: Comm) -> None:
+    """Raise ValueError unless a call got a plan for the comm's ranks."""
+    if not isinstance(plan, Plan):
+        raise ValueError(f"{what}: plan must be a Plan or the handle of seqpar.bind(plan, comm), got {plan!r:.200}")
+    check_ranks(plan, comm)
 
 
 @dataclass(frozen=True, eq=False)
@@ -189,7 +196,7 @@ def _neighbours(
             )
             raise ValueError(f"{what}: {name} must be {least}, got {reach!r:.200}")
         row_map = plan.memo((what, reach, comm.rank), lambda: RowMap.of(plan, comm.rank, what, reach))
-        call.facts = {"plan": plan.digest(), "reach": reach} | facts_of(x, grads[0])
+        call.facts = {"plan": plan.digest(), "reach": reach} | facts_of_rows(x, grads[0])
         if comm.size > 1:
             key = what, reach, x.dtype, x.device.type, x.shape[1:], grads[0]
             call.digest = plan.memo(key, lambda: digest_of_call(what, call.facts))
@@ -197,19 +204,11 @@ def _neighbours(
     return _moved(x, row_map, False, comm, Tag(call.digest, number, 0, 0, f"{what} (forward)"))
 
 
-def facts_of(x: Tensor, grad: bool) -> dict[str, object]:
-    """What must be equal of x on all ranks."""
-    return {"dtype": x.dtype, "device": x.device.type, "other dims": list(x.shape[1:]), "requires grad": grad}
-
-
 def check_rows(what: str, x: object, plan: Plan, comm: Comm) -> None:
     """Raise unless x is a tensor with this rank's rows of a plan for the comm's ranks."""
+    check_plan(what, plan, comm)
     if not isinstance(x, Tensor):
         raise TypeError(f"{what} takes a tensor, got {type(x).__name__} {x!r:.200}")
-    if plan.ranks != comm.size:
-        raise ValueError(
-            f"the plan is for {plan.ranks} ranks, the comm has {comm.size}; make the plan for the comm's ranks"
-        )
     rows = plan.rows(comm.rank)
     if x.dim() == 0 or x.shape[0] != rows:
         raise ValueError(f"{what}: rank {comm.rank} must have {rows} rows, as the plan gives it, got {list(x.shape)}")

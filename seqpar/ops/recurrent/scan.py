@@ -31,7 +31,7 @@ from seqpar.ops.core.device import stream_of
 from seqpar.ops.core.repetition import check_repetition
 from seqpar.ops.move.relayout import Moves, exchanged, row_numbers
 from seqpar.ops.recurrent.recompute import gradients
-from seqpar.ops.recurrent.rows import document_runs, moves_of, plan_and_comm
+from seqpar.ops.recurrent.rows import check_plan, document_runs, moves_of, plan_and_comm
 from seqpar.plan import Plan
 from seqpar.plan.runs import Chain
 
@@ -168,12 +168,9 @@ def _scan_back(call: ScanCall, saved: Sequence[Any], grads: Tensors, needs: Sequ
 
 def _checked(states: object, maps: object, plan: Plan, comm: Comm) -> Folding:
     """The folding of a plan's runs on this rank, for states and maps that fit it."""
+    check_plan("state_scan", plan, comm)
     if not isinstance(states, Tensor) or not isinstance(maps, Tensor):
         raise TypeError(f"state_scan takes two tensors, got {type(states).__name__} and {type(maps).__name__}")
-    if plan.ranks != comm.size:
-        raise ValueError(
-            f"the plan is for {plan.ranks} ranks, the comm has {comm.size}; make the plan for the comm's ranks"
-        )
     runs = document_runs(plan).of_rank(comm.rank).size
     if states.dim() != 4 or states.shape[0] != runs or not states.dtype.is_floating_point:
         raise ValueError(

@@ -243,6 +243,8 @@ def refused(comm: Comm, plan: Plan, change: str) -> str:
             mine["q"] = mine["q"][:1]
         elif change == "kernel":
             options["kernel"] = "fla"
+        elif change == "scale":
+            options["scale"] = float("nan")
         elif change == "initial":
             options["initial_state"] = torch.zeros(1, 4, 3, 2, dtype=torch.float64)
     before = comm.stats.bytes_sent
@@ -258,6 +260,7 @@ def refused(comm: Comm, plan: Plan, change: str) -> str:
         ("q", "q and k must have one shape"), ("v", "v a multiple of their heads"), ("decay", "decay must be floating"),
         ("beta", "beta must be floating"), ("dtype", "of one dtype and device"), ("rows", "must have 8 rows"),
         ("kernel", "kernel must be one of auto, chunked, reference"), ("initial", "initial_state must be floating"),
+        ("scale", "scale must be a finite number"),
         ("full", "causal inside documents"), ("cross", "without a kv_layout"),
     ],
 )  # fmt: skip
@@ -274,6 +277,21 @@ def growing(comm: Comm, plan: Plan) -> str:
     with pytest.raises(ValueError) as error:
         recurrent.linear_attention(q, k, v, plan, comm, decay=-decay)
     return str(error.value)
+
+
+def begun(comm: Comm, plan: Plan) -> str:
+    comm.check_every = "call"
+    q, k, v, *_ = (None if x is None else seqpar.shard(x, plan, comm.rank) for x in Family().inputs(plan.mask))
+    state = torch.zeros(1, 4, 3, 2, dtype=torch.float64)
+    state[0, 3, 2, 1] = comm.rank // 2
+    with pytest.raises(ValueError) as error:
+        recurrent.linear_attention(q, k, v, plan, comm, initial_state=state)
+    return str(error.value)
+
+
+def test_initial_states_that_differ_are_named_where_every_call_is_checked() -> None:
+    errors = run_threads(3, begun, plan_of("contiguous", (16,), 3))
+    assert all("ranks differ in a hash of initial_state" in error for error in errors)
 
 
 def test_a_decay_above_0_is_named_where_every_call_is_checked() -> None:

@@ -180,6 +180,17 @@ def test_a_rank_s_wrong_call_is_an_error_on_all(change, text) -> None:
     assert all(text in error for error in run_threads(2, refused, plan, change))
 
 
+def planless(comm: Comm, plan: Plan) -> str:
+    with pytest.raises(ValueError) as error:
+        recurrent.shift(torch.zeros(plan.rows(comm.rank), 3), plan if comm.rank else None, comm)
+    return str(error.value)
+
+
+def test_a_rank_without_a_plan_is_an_error_on_all() -> None:
+    errors = run_threads(2, planless, plan_of("contiguous", (14,), 2))
+    assert all("plan must be a Plan or the handle of seqpar.bind(plan, comm), got None" in error for error in errors)
+
+
 def reaches(comm: Comm, plan: Plan, verb: str, value: object) -> str:
     x = torch.zeros(plan.rows(comm.rank), 3)
     with pytest.raises(ValueError) as error:
