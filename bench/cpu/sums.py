@@ -34,10 +34,11 @@ PARAMETERS = 24
 
 
 def model(total: int, dtype: torch.dtype) -> list[nn.Parameter]:
-    """Parameters of some bytes in all: matrices, and as many vectors."""
-    count = total // dtype.itemsize // PARAMETERS
-    sizes = [max(1, count - 64) if index % 2 else min(64, count) + (count - 64) * (count > 64) for index in range(24)]
-    return [nn.Parameter(torch.zeros(size, dtype=dtype)) for size in sizes]
+    """Parameters of some bytes in all: large ones, as matrices are, in turns with small ones, as biases are."""
+    elements = total // dtype.itemsize
+    small = min(64, elements // PARAMETERS)
+    large = 2 * elements // PARAMETERS - small
+    return [nn.Parameter(torch.zeros(size, dtype=dtype)) for size in (large, small) * (PARAMETERS // 2)]
 
 
 def reduced(parameters: list[nn.Parameter]) -> None:

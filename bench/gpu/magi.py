@@ -97,7 +97,7 @@ class Workload:
         options: dict[str, dict[str, Any]] = {"ring": {"transport": "ring"}, "fetch": {"transport": "fetch"}}
         if s.kv_heads % ranks == 0:
             options["Ulysses"] = {"ulysses": ranks}
-        return found | {name: seqpar.Plan(mask, layout, **each) for name, each in options.items()}
+        return found | {name: seqpar.Plan(mask, layout, **schedule) for name, schedule in options.items()}
 
     def published(self, ranks: int) -> dict[str, tuple[int, int]]:
         """Their TFLOP/s for each GPU, forward and backward, by method; nothing for sizes that they do not have."""
@@ -124,7 +124,7 @@ def table(rows: Iterable[Row], ranks: int) -> str:
     lines = ["| | " + " | ".join(PUBLISHED) + " |", "|---" * (1 + len(PUBLISHED)) + "|"]
     n = GPUS.index(ranks)
     for method in PUBLISHED["full"]:
-        both = [each[method] for each in PUBLISHED.values()]
+        both = [methods[method] for methods in PUBLISHED.values()]
         lines.append(f"| {method}, published | " + " | ".join(f"{f[n]} / {b[n]}" for f, b in both) + " |")
     ours: dict[str, dict[str, dict[str, str]]] = {}
     for row in rows:
