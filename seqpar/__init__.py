@@ -16,11 +16,12 @@ from seqpar.facts.mask import Mask
 from seqpar.ops import attention, bind, merge, relayout, rotary, shard, switch, unshard
 from seqpar.parallel import parallel
 from seqpar.plan import Plan
-from seqpar.planner import Forecast, Hardware, MicroBatch, ModelShape, plan_batch, plan_step
 
 if TYPE_CHECKING:
+    from seqpar import planner as planner
     from seqpar.integrations.parallelize import parallelize
     from seqpar.integrations.sdpa import sdpa
+    from seqpar.planner import Forecast, Hardware, MicroBatch, ModelShape, plan_batch, plan_step
 
 __version__ = "0.1.0"
 
@@ -30,11 +31,17 @@ __all__ = [
     "plan_step", "relayout", "rotary", "sdpa", "shard", "switch", "unshard",
 ]  # fmt: skip
 
-# Models under a plan, loaded when they are asked for.
-_LATER = {"parallelize": "seqpar.integrations.parallelize", "sdpa": "seqpar.integrations.sdpa"}
+# What attention under a given plan does without, loaded when it is asked for: models under a plan, and the planner.
+_LATER = {
+    "parallelize": "seqpar.integrations.parallelize",
+    "sdpa": "seqpar.integrations.sdpa",
+    **dict.fromkeys(("Forecast", "Hardware", "MicroBatch", "ModelShape", "plan_batch", "plan_step"), "seqpar.planner"),
+}
 
 
 def __getattr__(name: str) -> Any:
+    if name == "planner":
+        return import_module("seqpar.planner")
     if name not in _LATER:
         raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
     return getattr(import_module(_LATER[name]), name)

@@ -284,6 +284,14 @@ def test_a_cold_import_loads_few_modules_beyond_torch(loaded: list[str]) -> None
     assert len(others) <= 60, others
 
 
+def test_the_planner_is_loaded_when_it_is_asked_for(loaded: list[str]) -> None:
+    assert not [name for name in loaded if name.startswith("seqpar.planner")]
+    assert (
+        fresh("import seqpar; print(seqpar.planner.Link.__name__, seqpar.plan_batch([8], 2).layout.ranks)")
+        == "Link 2\n"
+    )
+
+
 def test_a_command_imports_its_tools_only_when_called() -> None:
     code = (
         "import sys, seqpar; before = set(sys.modules); import seqpar.cli; "

@@ -104,7 +104,7 @@ def calibrate(args: Any) -> int:
         print(json.dumps(data, indent=1))
     else:
         show(data)
-        print(f"written: {args.out}; load it with seqpar.planner.Hardware.load")
+        print(f"written: {args.out}; load it with seqpar.Hardware.load")
     return 0
 
 
