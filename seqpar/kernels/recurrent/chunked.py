@@ -27,7 +27,7 @@ from torch import Tensor
 from seqpar.facts.intervals import edges
 from seqpar.facts.value import Ints
 from seqpar.kernels.memory.upload import upload
-from seqpar.kernels.recurrent.protocol import Recurrence
+from seqpar.kernels.recurrent.protocol import Recurrence, RecurrentSpec
 
 ROWS = 64  # of a chunk, at most
 LEAST = 16  # rows of a chunk, at least
@@ -107,6 +107,10 @@ class Chunked:
     """Batched matrix products of PyTorch, on any device."""
 
     name = "chunked"
+
+    def refuses(self, spec: RecurrentSpec) -> str | None:
+        """None: it computes all calls."""
+        return None
 
     def tables(self, counts: Ints, exported: Ints, device: torch.device) -> Tables:
         """The chunks of all runs and of exported ones."""

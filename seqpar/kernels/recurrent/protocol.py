@@ -44,10 +44,24 @@ class Recurrence(NamedTuple):
     scale: float
 
 
+class RecurrentSpec(NamedTuple):
+    """What says whether a kernel can compute a call. dtype: of v. decay: "none", "scalar" or "channel"."""
+
+    device: str
+    dtype: torch.dtype
+    dim: int
+    values: int
+    decay: str
+    beta: bool
+
+
 class RecurrentKernel(Protocol):
     """See the module."""
 
     name: str
+
+    def refuses(self, spec: RecurrentSpec) -> str | None:
+        """Why calls of this kind are refused, or None."""
 
     def tables(self, counts: Ints, exported: Ints, device: torch.device) -> Any:
         """The runs as a kernel wants them, made once for a plan.

@@ -9,13 +9,17 @@ from torch import Tensor
 
 from seqpar.facts.intervals import edges
 from seqpar.facts.value import Ints
-from seqpar.kernels.recurrent.protocol import Recurrence
+from seqpar.kernels.recurrent.protocol import Recurrence, RecurrentSpec
 
 
 class TokenByToken:
     """All runs one after another, with matrices as maps of the delta rule."""
 
     name = "reference"
+
+    def refuses(self, spec: RecurrentSpec) -> str | None:
+        """None: it computes all calls."""
+        return None
 
     def tables(self, counts: Ints, exported: Ints, device: torch.device) -> tuple[list[int], list[int]]:
         """The first row of each run, and the exported runs."""

@@ -24,7 +24,7 @@ from torch import Tensor
 from seqpar.comm import Comm, Tag
 from seqpar.facts.value import Ints, Memo
 from seqpar.kernels import acc_dtype
-from seqpar.kernels.recurrent import KERNELS, Recurrence, RecurrentKernel
+from seqpar.kernels.recurrent import Recurrence, RecurrentKernel, RecurrentSpec, choose
 from seqpar.ops.core.agreement import abort_on_error, agreement, digest_of_call
 from seqpar.ops.core.autocast import no_autocast
 from seqpar.ops.core.collective_op import CollectiveOp, Record, Tensors
@@ -212,10 +212,11 @@ def _linear(
     plan, comm = plan_and_comm("linear_attention", values)
     number = comm.next_call()
     with agreement("linear_attention", comm) as agreed:
-        _check(tensors, plan, comm, kernel)
+        _check(tensors, plan, comm)
         q, _, v, decay, beta, initial = tensors
-        chosen = KERNELS["chunked" if kernel == "auto" else kernel]
-        scale = _checked_scale(scale, q.shape[2])
+        kind = "none" if decay is None else "scalar" if decay.dim() == 2 else "channel"
+        spec = RecurrentSpec(v.device.type, v.dtype, q.shape[2], v.shape[2], kind, beta is not None)
+        scale, chosen = _checked_scale(scale, q.shape[2]), choose(kernel, spec)
         side = plan.memo(("recurrent side", comm.rank), lambda: LocalRuns.of(plan, comm.rank))
         agreed.facts = {
             "plan": plan.digest(), "dtype": v.dtype, "device": v.device.type, "q": q.shape[1:], "v": v.shape[1:],
@@ -274,8 +275,8 @@ def _linear_back(call: LinearCall, saved: Sequence[Any], grads: Tensors, needs: 
     return zeros
 
 
-def _check(tensors: Sequence[Any], plan: Plan, comm: Comm, kernel: object) -> None:
-    """Raise unless a call's tensors and options fit each other and the plan."""
+def _check(tensors: Sequence[Any], plan: Plan, comm: Comm) -> None:
+    """Raise unless a call's tensors fit each other and the plan."""
     q, k, v, decay, beta, initial = tensors
     name = "linear_attention"
     for title, x in (("q", q), ("k", k), ("v", v)):
@@ -304,8 +305,6 @@ def _check(tensors: Sequence[Any], plan: Plan, comm: Comm, kernel: object) -> No
             got = f"{x.dtype} {list(x.shape)} on {x.device}" if isinstance(x, Tensor) else repr(x)
             expected = " or ".join(map(str, fitting))
             raise ValueError(f"{name}: {title} must be floating {expected} on {v.device}, got {got!s:.200}")
-    if kernel not in ("auto", *KERNELS):
-        raise ValueError(f"{name}: kernel must be one of auto, {', '.join(KERNELS)}, got {kernel!r:.200}")
     _check_recurrence(plan)
     if comm.check_every == "call" and decay is not None and decay.device.type == "cpu" and bool((decay > 0).any()):
         raise ValueError(f"{name}: decay holds logarithms at or below 0, got {float(decay.max())}; give log(factor)")
