@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from contextlib import AbstractContextManager, nullcontext
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -22,3 +24,8 @@ def autocast(x: Tensor) -> Tensor:
     """x as autocast casts attention's inputs: fp64 and non-floating tensors stay unchanged."""
     dtype = autocast_dtype(x.device.type)
     return x if dtype is None or x.dtype == torch.float64 or not x.is_floating_point() else x.to(dtype)
+
+
+def autocasts(values: Sequence[Any]) -> list[Any]:
+    """Tensors as `autocast` casts them; other values, which a verb has yet to check, are unchanged."""
+    return [autocast(x) if isinstance(x, Tensor) else x for x in values]

@@ -23,7 +23,7 @@ from seqpar.comm import Comm, Tag
 from seqpar.facts.value import Ints, Memo
 from seqpar.kernels import acc_dtype
 from seqpar.ops.core.agreement import agreement, digest_of_call
-from seqpar.ops.core.autocast import no_autocast
+from seqpar.ops.core.autocast import autocasts, no_autocast
 from seqpar.ops.core.collective_op import CollectiveOp, Record, Tensors
 from seqpar.ops.core.device import stream_of
 from seqpar.ops.core.repetition import check_repetition
@@ -51,17 +51,18 @@ def causal_conv1d(
         y[p, c] = activation(bias[c] + sum of weight[c, n] * x[p - (W - 1) + n, c] for n in 0 .. W - 1)
 
     x [T, C], this rank's rows; weight [C, W], as a depthwise `torch.nn.Conv1d` has it in [C, 1, W]; bias [C] or None;
-    all of one floating dtype. activation: None or "silu". Returns [T, C]; pad rows are zeros, and what they hold enters
-    nothing. Products are summed in float32, or float64 for float64. Runs may be shorter than the filter. Each rank gets
-    the W - 1 rows before each of its runs that it does not hold. The gradients of weight and bias are this rank's
-    shares: sum them over ranks.
+    all of one floating dtype; under autocast all but float64 are cast first, as by torch's own convolutions.
+    activation: None or "silu". Returns [T, C] in that dtype; pad rows are zeros, and what they hold enters nothing.
+    Products are summed in float32, or float64 for float64, where the activation is computed too. Runs may be shorter
+    than the filter. Each rank gets the W - 1 rows before each of its runs that it does not hold. The gradients of
+    weight and bias are this rank's shares: sum them over ranks.
 
     In a compiled model ``plan`` is a handle, ``seqpar.bind(plan, comm)``, without a comm.
 
     Raises: ValueError for shapes, dtypes or an activation that do not fit, on every rank, before any byte moves;
     NotImplementedError for double backward.
     """
-    return CONV([x, weight, bias], values_of("causal_conv1d", plan, comm), activation)[0]
+    return CONV(autocasts([x, weight, bias]), values_of("causal_conv1d", plan, comm), activation)[0]
 
 
 @dataclass(frozen=True, eq=False)

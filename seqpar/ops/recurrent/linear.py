@@ -26,7 +26,7 @@ from seqpar.facts.value import Ints, Memo
 from seqpar.kernels import acc_dtype
 from seqpar.kernels.recurrent import Recurrence, RecurrentKernel, RecurrentSpec, choose
 from seqpar.ops.core.agreement import abort_on_error, agreement, digest_of_call
-from seqpar.ops.core.autocast import no_autocast
+from seqpar.ops.core.autocast import autocasts, no_autocast
 from seqpar.ops.core.collective_op import CollectiveOp, Record, Tensors
 from seqpar.ops.core.compared import hashed
 from seqpar.ops.core.device import stream_of
@@ -72,9 +72,10 @@ def linear_attention(
     q, k [T, G, K], v [T, H, V]: this rank's rows, ``T = plan.rows(rank)``, of one dtype (float64, float32, bfloat16,
     float16) and device, ``H % G == 0``; head h reads group ``h // (H // G)``. decay: logarithms at or below 0, [T, H]
     (RetNet, Mamba-2, gated delta rule) or [T, H, K] (gated linear attention, Kimi delta attention). beta [T, H]. Both
-    in any floating dtype. scale: by default ``K ** -0.5``. normalize: divides q and k by their Euclidean norms,
-    with 1e-6 added to the squares. initial_state [documents, H, K, V]: equal on all ranks, which ``check="call"``
-    compares; the rank with a document's first row reads it. kernel: "auto", "chunked" or "reference".
+    in any floating dtype. Under autocast q, k and v are cast as for torch's own attention, and nothing else. scale: by
+    default ``K ** -0.5``. normalize: divides q and k by their Euclidean norms, with 1e-6 added to the squares.
+    initial_state [documents, H, K, V]: equal on all ranks, which ``check="call"`` compares; the rank with a document's
+    first row reads it. kernel: "auto", "chunked" or "reference".
 
     The recurrence runs over whole documents in order, whatever the mask's window is.
 
@@ -92,7 +93,7 @@ def linear_attention(
     if return_state and torch.compiler.is_compiling():
         raise NotImplementedError("linear_attention: return_state is not supported in a compiled model")
     values = values_of("linear_attention", plan, comm)
-    tensors = [q, k, v, decay, beta, initial_state]
+    tensors = [*autocasts([q, k, v]), decay, beta, initial_state]
     out, states = LINEAR(tensors, values, scale, normalize, kernel, return_state)
     if not return_state:
         return out
