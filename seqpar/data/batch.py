@@ -10,13 +10,14 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from seqpar.data.documents import first_of, kept_of, labels_of, places_of, positions_of
+from seqpar.data.documents import first_of, kept_of, labels_of, later_labels_of, places_of, positions_of
 from seqpar.data.host import moved, placed, read_entries
 from seqpar.data.rows import LABELS, LONGEST, MASK, POSITIONS, STARTS, TOKENS, Home, PackedRows, flat
 from seqpar.facts.intervals import expand
-from seqpar.facts.value import Ints
+from seqpar.facts.value import Ints, whole
 
 SHIFTS = ("row", "document", "none")
+MTP_LABELS = "mtp_labels"
 FACTS = (MASK, POSITIONS, *STARTS, *LONGEST, *LABELS)  # entries that the host reads
 
 
@@ -27,15 +28,16 @@ class Reading(NamedTuple):
     ignore_index: int = -100
     keep: Sequence[str] = ()
     device: torch.device | str | None = None
+    mtp_depth: int = 0
 
 
 class Packed(NamedTuple):
     """The tokens of a batch, document after document.
 
-    lengths: tokens of each document, all positive. tensors: name -> [tokens, ...]; "labels" are at the token that
-    predicts them; "position_ids" always exist. places: distance of each token from its document's first one, counting
-    masked-out tokens, [tokens]; None if there are no such tokens. valid: labels that count, [documents]. others:
-    entries that are not rows.
+    lengths: tokens of each document, all positive. tensors: name -> [tokens, ...]; "labels" and the columns of
+    "mtp_labels" are at the token that predicts them; "position_ids" always exist. places: distance of each token from
+    its document's first one, counting masked-out tokens, [tokens]; None if there are no such tokens. valid: labels that
+    count, [documents, 1 + mtp_depth]. others: entries that are not rows.
     """
 
     lengths: Ints
@@ -67,7 +69,6 @@ class Packed(NamedTuple):
 
 
 NONE = np.zeros(0, np.int64)
-EMPTY = Packed(NONE, {}, None, NONE, Home((0,)), {})
 
 
 def read(batch: Mapping[str, Any] | None, how: Reading) -> Packed:
@@ -78,10 +79,11 @@ def read(batch: Mapping[str, Any] | None, how: Reading) -> Packed:
     """
     if how.shift not in SHIFTS:
         raise ValueError(f"shift must be one of {', '.join(SHIFTS)}, got {how.shift!r}")
+    depth = whole("mtp_depth", how.mtp_depth, 0)
     if meant := sorted({*how.keep} & {*TOKENS, *STARTS, *LONGEST, MASK, POSITIONS}):
         raise ValueError(f"keep={list(how.keep)} would leave {meant} unread; keep only entries that are not rows")
     if batch is None:
-        return EMPTY
+        return Packed(NONE, {}, None, np.zeros((0, 1 + depth), np.int64), Home((0,)), {})
     if not isinstance(batch, Mapping):
         raise ValueError(f"a batch is a mapping of names to tensors, got {type(batch).__name__}")
     given = {name: value for name, value in batch.items() if value is not None}
@@ -99,15 +101,25 @@ def read(batch: Mapping[str, Any] | None, how: Reading) -> Packed:
     labels = labels_of(facts, kept, first, how.shift, how.ignore_index)
     if labels is not None:
         tensors["labels"] = labels
+    if depth and (labels is None or MTP_LABELS in rows.entries):
+        raise ValueError(
+            f"mtp_depth={depth} makes {MTP_LABELS!r} out of labels, got a batch of {sorted(rows.entries)}; give labels "
+            f"or shift_labels, and no {MTP_LABELS}"
+        )
     for name, value in rows.entries.items():
         if name not in (*tensors, *LABELS, *STARTS, *LONGEST):
             tensors[name] = value
     home = rows.home
     if at.size < rows.edges[-1]:
         home, tensors = home.pick(at), taken(tensors, at)
-    valid = np.zeros(lengths.size, np.int64)
+    valid = np.zeros((lengths.size, 1 + depth), np.int64)
     if labels is not None and lengths.size:
-        valid = np.add.reduceat((tensors["labels"] != how.ignore_index).long().numpy(), starts)
+        columns = tensors["labels"][:, None]
+        if depth:
+            crossing = np.append(first, False)[at + 1] & (how.shift == "row" and "labels" in rows.entries)
+            later = later_labels_of(tensors["labels"], crossing, lengths, depth, how.ignore_index)
+            tensors[MTP_LABELS], columns = later, torch.cat([columns, later], 1)
+        valid = np.add.reduceat((columns != how.ignore_index).long().numpy(), starts)
     tensors |= _with_tokens(rows, tensors)
     if how.device is not None:
         tensors = {name: moved(x, how.device) for name, x in tensors.items()}
@@ -118,7 +130,8 @@ def read(batch: Mapping[str, Any] | None, how: Reading) -> Packed:
 def _with_tokens(rows: PackedRows, tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:
     """Positions and labels that were made on the host, where the batch's tokens and labels lie."""
     lead = next(rows.entries[name] for name in TOKENS if name in rows.entries)
-    given = {POSITIONS: lead, "labels": next((rows.entries[name] for name in LABELS if name in rows.entries), lead)}
+    labels = next((rows.entries[name] for name in LABELS if name in rows.entries), lead)
+    given = {POSITIONS: lead, "labels": labels, MTP_LABELS: labels}
     goals: dict[torch.device, list[str]] = {}
     for name, x in given.items():
         if name in tensors and tensors[name].is_cpu and not x.is_cpu:

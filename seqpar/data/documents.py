@@ -134,6 +134,22 @@ def labels_of(
     return labels
 
 
+def later_labels_of(
+    labels: Tensor, crossing: NDArray[np.bool_], lengths: Ints, depth: int, ignore_index: int
+) -> Tensor:
+    """What the tokens 1 to `depth` further on in the same document predict, int64 [tokens, depth]; else ignore_index.
+
+    labels [tokens]: what each token predicts. crossing [tokens]: whether that is the first token of the next document,
+    which only the token itself predicts. lengths: tokens of each document.
+    """
+    labels = labels.masked_fill(torch.from_numpy(crossing), ignore_index)
+    left = np.repeat(np.cumsum(lengths), lengths) - np.arange(len(labels))  # tokens up to the document's end
+    depths = [
+        labels.roll(-ahead).masked_fill(torch.from_numpy(left <= ahead), ignore_index) for ahead in range(1, depth + 1)
+    ]
+    return torch.stack(depths, 1)
+
+
 def _lost(rows: PackedRows, kept: NDArray[np.bool_], at: int, name: str, shift: str, ignore_index: int) -> ValueError:
     """The error for a label that only the masked-out token `at` could predict."""
     labelled = at + (shift == "row")

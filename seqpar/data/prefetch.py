@@ -27,6 +27,7 @@ def prefetch(
     plan: Planner | None = None,
     shift: str = "row",
     ignore_index: int = -100,
+    mtp_depth: int = 0,
     keep: Sequence[str] = (),
     device: torch.device | str | None = None,
 ) -> Iterator[Share]:
@@ -43,7 +44,7 @@ def prefetch(
     Raises: at the batch's turn, as `share`; the error of a rank's loader on that rank, and ValueError on all others.
     """
     depth = whole("depth", depth, 1)
-    how = Reading(shift, ignore_index, keep, device)
+    how = Reading(shift, ignore_index, keep, device, mtp_depth)
     loader = Loader(batches)
     with ThreadPoolExecutor(1, thread_name_prefix="seqpar plans ahead") as thread:
         ahead: deque[tuple[Known, Future[Any]] | Exception] = deque()

@@ -16,7 +16,7 @@ import torch
 from torch import Tensor
 
 from seqpar.comm import Comm
-from seqpar.data.batch import Reading, taken
+from seqpar.data.batch import MTP_LABELS, Reading, taken
 from seqpar.data.rows import POSITIONS, Home
 from seqpar.data.union import Known, announce
 from seqpar.facts.layout import Layout
@@ -37,11 +37,11 @@ class Share(Memo):
     """One rank's share of a batch.
 
     plan: of the union of all ranks' batches, with a pad row on ranks that would have none. tensors: name -> this rank's
-    rows [rows, ...], pads last: "input_ids", "labels" at the token that predicts them, and the batch's other per-token
-    tensors. positions: int64 [rows], the positions that the model would get on one device; 0 for pads. valid: labels
-    that count in the union, equal on every rank. others: the entries of this rank's own batch named in `keep`. places:
-    int64 [tokens of the union], each token's distance from its document's first one, counting masked-out tokens
-    between; None without such tokens.
+    rows [rows, ...], pads last: "input_ids", "labels" at the token that predicts them, "mtp_labels" of further tokens,
+    and the batch's other per-token tensors. positions: int64 [rows], the positions that the model would get on one
+    device; 0 for pads. valid: labels that count in the union, equal on every rank. mtp_valid: of each column of
+    "mtp_labels". others: the entries of this rank's own batch named in `keep`. places: int64 [tokens of the union],
+    each token's distance from its document's first one, counting masked-out tokens between; None without such tokens.
     """
 
     plan: Plan
@@ -49,6 +49,7 @@ class Share(Memo):
     tensors: dict[str, Tensor]
     positions: Tensor
     valid: int
+    mtp_valid: tuple[int, ...]
     others: dict[str, Any]
     places: Ints | None
     home: Home
@@ -88,6 +89,7 @@ def share(
     plan: Planner | None = None,
     shift: str = "row",
     ignore_index: int = -100,
+    mtp_depth: int = 0,
     keep: Sequence[str] = (),
     device: torch.device | str | None = None,
 ) -> Share:
@@ -121,6 +123,11 @@ def share(
     c d ("none"). A label that belongs to a masked-out token, or that only such a token could predict, is refused: on
     one device its loss would depend on the attention implementation.
 
+    mtp_depth: how many tokens after its label a token predicts besides, in columns of "mtp_labels" [rows, mtp_depth],
+    int64 (Gloeckle et al. 2024, Better & Faster Large Language Models via Multi-token Prediction, section 2). Column k
+    holds the label of the token k + 1 further on in the same document, so of token i token i + k + 2, and ignore_index
+    beyond the document's end, for any `shift`. ``Share.mtp_valid`` counts the labels of each column.
+
     keep: names of entries that are not rows, passed on in ``Share.others`` if a batch has them. device: of the share,
     by default the batch's.
 
@@ -132,7 +139,7 @@ def share(
     other documents or with a window where masked-out tokens are between others. NotImplementedError for masks and
     positions of other dims.
     """
-    how = Reading(shift, ignore_index, keep, device)
+    how = Reading(shift, ignore_index, keep, device, mtp_depth)
     known = announce(batch, comm, source, how)
     assert known is not None
     (only,) = take(known, comm, how, choose(known, comm.size, plan))
@@ -147,6 +154,7 @@ def micro_batches(
     plan: StepPlanner | None = None,
     shift: str = "row",
     ignore_index: int = -100,
+    mtp_depth: int = 0,
     keep: Sequence[str] = (),
     device: torch.device | str | None = None,
 ) -> list[Share]:
@@ -159,7 +167,7 @@ def micro_batches(
 
     Raises: as `share`, and ValueError for a plan that omits or repeats a document.
     """
-    how = Reading(shift, ignore_index, keep, device)
+    how = Reading(shift, ignore_index, keep, device, mtp_depth)
     known = announce(batch, comm, source, how)
     assert known is not None
     return take(known, comm, how, choose_step(known, comm.size, plan))
@@ -265,11 +273,11 @@ def _taken(known: Known, comm: Comm, how: Reading, plan: Plan) -> Share:
     source = known.layout(comm.size)
     rows = _moved(known, comm, source, plan.layout)
     if pads := plan.rows(comm.rank) - plan.layout.tokens(comm.rank):
-        fill = {"labels": how.ignore_index}
+        fill = dict.fromkeys(("labels", MTP_LABELS), how.ignore_index)
         rows = {name: torch.cat([x, x.new_full((pads, *x.shape[1:]), fill.get(name, 0))]) for name, x in rows.items()}
     positions = rows.pop(POSITIONS)
-    own, valid = known.own, int(known.valid.sum())
-    return Share(plan, comm, rows, positions, valid, own.others, known.places, own.home, source)
+    own, (valid, *later) = known.own, known.valid.sum(0).tolist()
+    return Share(plan, comm, rows, positions, valid, tuple(later), own.others, known.places, own.home, source)
 
 
 def _moved(known: Known, comm: Comm, source: Layout | None, target: Layout) -> dict[str, Tensor]:

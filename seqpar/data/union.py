@@ -52,19 +52,20 @@ class Facts(NamedTuple):
         return self.lengths.tobytes(), places, self.valid.tobytes(), columns, self.ended, self.digest
 
     @classmethod
-    def read(cls, packed: tuple[Any, ...]) -> Facts:
-        """The announcement that `packed` made."""
+    def read(cls, packed: tuple[Any, ...], depths: int) -> Facts:
+        """The announcement that `packed` made; depths: columns of `valid`."""
         lengths, places, valid, columns, ended, digest = packed
         lengths, valid, *gaps = (np.frombuffer(x, np.int64) for x in (lengths, valid, *(places or ())))
         own = {name: Column(*facts) for name, *facts in columns}
-        return cls(lengths, (gaps[0], gaps[1]) if gaps else None, valid, own, ended, digest)
+        places = (gaps[0], gaps[1]) if gaps else None
+        return cls(lengths, places, valid.reshape(-1, depths), own, ended, digest)
 
 
 class Known(NamedTuple):
     """The union of all batches as every rank knows it, and this rank's own batch.
 
     lengths: tokens of each document. holder: the rank that brought it, ascending; None if every rank has all documents.
-    places: as in `Packed`, for the union. valid: labels that count in each document.
+    places, valid: as in `Packed`, for the union.
     """
 
     own: Packed
@@ -138,7 +139,7 @@ def announce(
     Raises: as `share`.
     """
     check_comm("share", comm)
-    what = f"share(source={source!r}, shift={how.shift!r}, ignore_index={how.ignore_index})"
+    what = f"share(source={source!r}, shift={how.shift!r}, ignore_index={how.ignore_index}, mtp_depth={how.mtp_depth})"
     with gathering(what, comm, gather) as told:
         if error is not None:
             raise error
@@ -152,7 +153,7 @@ def announce(
             lay_there = on_host is batch and how.device is None
             digest = (own if lay_there else read(on_host, how._replace(device=None))).digest()
         told.own = Facts(own.lengths, _gaps(own), own.valid, _columns(own), ended, digest).packed()
-    every = [Facts.read(packed) for packed in told.every]
+    every = [Facts.read(packed, 1 + how.mtp_depth) for packed in told.every]
     if source == "replicated":
         _check_equal(every)
     if all(each.ended for each in every):

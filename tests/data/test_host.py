@@ -85,9 +85,9 @@ def test_a_batch_of_a_device_is_read_in_one_copy_and_once(kind: str, shift: str,
 def test_a_tensor_changed_in_place_is_read_again(reads: list[str]) -> None:
     ids = torch.arange(1, 9).reshape(2, 4)
     there = on_device({"input_ids": ids, "labels": ids, "attention_mask": torch.ones_like(ids)})
-    assert read(there, Reading()).valid.tolist() == [3, 3]
+    assert read(there, Reading()).valid.tolist() == [[3], [3]]
     there["labels"][0] = -100
-    assert read(there, Reading()).valid.tolist() == [0, 3]
+    assert read(there, Reading()).valid.tolist() == [[0], [3]]
     assert reads == ["cpu", "cpu"]
 
 

@@ -208,7 +208,7 @@ def test_rows_go_to_the_device_that_is_asked_for() -> None:
     batch = {"input_ids": torch.ones(2, 3, dtype=torch.int64), "labels": torch.ones(2, 3, dtype=torch.int64)}
     packed = read(batch, Reading(device="meta"))
     assert {x.device.type for x in packed.tensors.values()} == {"meta"}
-    assert packed.valid.tolist() == [2, 2]
+    assert packed.valid.tolist() == [[2], [2]]
 
 
 def test_without_a_planner_no_memory_is_too_small() -> None:
