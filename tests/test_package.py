@@ -89,7 +89,10 @@ ORDER = {
         probe/nested probe/saved_state probe/rows probe/record probe/compare probe/stand_ins probe/trial probe/calls
         probe/inspection
         sdpa/mask sdpa/reroute sdpa/model sdpa
-        hf/mask hf/shape hf/weights hf/planning hf/worth hf/ahead hf/attention hf/fit hf/model
+        hf/mask hf/shape hf/weights hf/planning hf/worth hf/ahead hf/attention
+        hf/recurrent hf/recurrent/filters hf/recurrent/delta hf/recurrent/mamba2 hf/recurrent/shortconv
+        hf/recurrent/mixers
+        hf/fit hf/model
         diffusers/tokens diffusers/forward diffusers/recipes diffusers/model diffusers
         parallelize transformers __init__
     """,

@@ -102,7 +102,8 @@ def _mask(
     batch_size: int, q_length: int, kv_length: int, function: Callable[..., Any], attention_mask: Tensor | None,
     config: PreTrainedConfig | None,
 ) -> Tensor:  # fmt: skip
-    if config is not None and (reasons := [*unserved_attention(config), *mixing_layers(config)]):
+    # a model of seqpar.parallelize has been tried, and its mixers are replaced
+    if config is not None and not inside() and (reasons := [*unserved_attention(config), *mixing_layers(config)]):
         raise NotImplementedError(
             f"a model of {type(config).__name__} cannot be computed from a rank's rows: {', and '.join(reasons)}"
         )

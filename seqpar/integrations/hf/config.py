@@ -12,17 +12,22 @@ from typing import Any
 from transformers import MODEL_MAPPING, PreTrainedConfig, PreTrainedModel
 
 ATTENTION_LAYERS = {"full_attention", "sliding_attention", "chunked_attention"}
+HYBRID_LAYERS = {"linear_attention", "conv", "hybrid", "mlp", "moe"}  # of models with recurrent layers
 NO_INTERFACE = "its attention does not go through transformers' AttentionInterface"
 LONGEST_POSITION = ("dynamic", "longrope")  # rotary types whose angles depend on the longest position
 
 
-def mixing_layers(config: PreTrainedConfig) -> list[str]:
-    """The parts of a (text) config's model that see rows of other ranks outside attention; empty if none is known."""
+def mixing_layers(config: PreTrainedConfig, *, recurrent: bool = False) -> list[str]:
+    """The parts of a (text) config's model that see rows of other ranks outside attention; empty if none is known.
+
+    recurrent: whether recurrent layers are computed by seqpar, and so none of them.
+    """
     reasons = []
     model = MODEL_MAPPING.get(type(config), None)
-    if getattr(model, "_is_stateful", False):
+    if getattr(model, "_is_stateful", False) and not recurrent:
         reasons.append("it carries a state from token to token (a recurrent or state space model)")
-    if other := set(getattr(config, "layer_types", None) or ()) - ATTENTION_LAYERS:
+    served = ATTENTION_LAYERS | (HYBRID_LAYERS if recurrent else set())
+    if other := set(getattr(config, "layer_types", None) or ()) - served:
         reasons.append(f"it has layers of types {sorted(other)}")
     for kind, place in _ropes(config):
         if kind in LONGEST_POSITION:
@@ -41,13 +46,16 @@ def unserved_attention(config: PreTrainedConfig) -> list[str]:
     return reasons
 
 
-def config_refusals(model: PreTrainedModel) -> list[str]:
-    """Reasons in a model's class and config against computing it row by row, whatever its attention."""
+def config_refusals(model: PreTrainedModel, *, recurrent: bool = False) -> list[str]:
+    """Reasons in a model's class and config against computing it row by row, whatever its attention.
+
+    recurrent: as for `mixing_layers`.
+    """
     reasons = []
     config = model.config.get_text_config()
     if model.config.is_encoder_decoder or getattr(config, "add_cross_attention", False):
         reasons.append("it has cross-attention (an encoder and a decoder)")
-    reasons += mixing_layers(config)
+    reasons += mixing_layers(config, recurrent=recurrent)
     for name in ("layerdrop", "encoder_layerdrop", "decoder_layerdrop"):
         if getattr(config, name, 0):
             reasons.append(f"{name}={getattr(config, name)} leaves out layers on some ranks and not on others")

@@ -1,9 +1,10 @@
-"""Whether a transformers model can be computed row by row: nothing but its attention may look at other rows.
+"""Whether a transformers model can be computed row by row: only its attention and known mixers look at other rows.
 
 First the class, config and modules are checked. Then a probe runs the model on a few tokens, each a document of its
 own: once on all rows, and once on some of them in another order, with their positions. If an output row changes, the
-model mixes rows outside attention (a convolution, a recurrence, counted positions). The same runs check the model's
-loss and its head, so that neither is mistaken for something else.
+model mixes rows elsewhere (a convolution, a recurrence, counted positions). The same runs check that attention and
+mixers are what the model computes without seqpar, and the model's loss and its head, so that neither is mistaken for
+something else.
 """
 
 from __future__ import annotations
@@ -26,6 +27,7 @@ from seqpar.facts.mask import Mask
 from seqpar.integrations.hf.attention import Forward, forward, implementation, planned
 from seqpar.integrations.hf.config import NO_INTERFACE, config_refusals
 from seqpar.integrations.hf.mask import Rule
+from seqpar.integrations.hf.recurrent.mixers import as_written, mixers
 from seqpar.integrations.hf.weights import NoWeights, check_probed, check_weights
 from seqpar.integrations.probe.inspection import dropping
 from seqpar.integrations.sdpa.reroute import sdpa
@@ -47,12 +49,14 @@ MIXING = (nn.Conv1d, nn.Conv2d, nn.Conv3d, nn.RNNBase, nn.modules.batchnorm._Nor
 class ModelFit(NamedTuple):
     """The findings on a model that fits.
 
-    rules: the masks it asks for. columns: whether, without position_ids, a token's position is its place in the row.
-    result: the output with a row per token. shift: the rows that labels belong to, as in `seqpar.data.share`. loss: why
-    its loss cannot be computed here, or "". head: the layer that makes the logits. softcap: the logits' softcap.
+    rules: the masks it asks for. recurrent: whether it has mixers. columns: whether, without position_ids, a token's
+    position is its place in the row. result: the output with a row per token. shift: the rows that labels belong to, as
+    in `seqpar.data.share`. loss: why its loss cannot be computed here, or "". head: the layer that makes the logits.
+    softcap: the logits' softcap.
     """
 
     rules: frozenset[Rule]
+    recurrent: bool
     columns: bool
     result: str
     shift: str
@@ -73,15 +77,17 @@ def refusals(model: PreTrainedModel) -> list[str]:
         reasons.append(f"it computes {model.main_input_name}, not input_ids")
     if not model._can_set_attn_implementation():
         reasons.append(NO_INTERFACE)
-    reasons += config_refusals(model)
-    mixing = sorted({type(m).__name__ for m in model.modules() if isinstance(m, MIXING)})
+    known = mixers(model)
+    reasons += config_refusals(model, recurrent=bool(known))
+    inside = {part for mixer in known for part in mixer.modules()}
+    mixing = sorted({type(m).__name__ for m in model.modules() if isinstance(m, MIXING) and m not in inside})
     if mixing:
         reasons.append(f"it has modules that see other tokens or the batch: {', '.join(mixing)}")
     return reasons + dropping(model)
 
 
 def fitting(model: PreTrainedModel) -> ModelFit:
-    """The findings of `refusals` and of the probe on a model that already uses seqpar's attention.
+    """The findings of `refusals` and of the probe on a model that already uses seqpar's attention and mixers.
 
     Raises: NotImplementedError naming every reason against it, or that its weights are not loaded yet.
     """
@@ -144,7 +150,8 @@ def _probed(model: PreTrainedModel, reasons: list[str]) -> ModelFit:
     whole = probe(ids, position_ids=at[None])
     hidden = probe.hidden
     result = _result(whole, reasons)
-    if not probe.rules:
+    recurrent = bool(mixers(model))
+    if not probe.rules and not recurrent:
         reasons.append(NO_MASK)
     if reasons:
         return None  # type: ignore[return-value]
@@ -158,17 +165,22 @@ def _probed(model: PreTrainedModel, reasons: list[str]) -> ModelFit:
         )
     if not _close(one[:, order], probe(ids[order], [TOKENS], order.tolist(), position_ids=order[None])[result]):
         reasons.append("its attention depends on the order in which a rank holds its rows")
-    with implementation(model, "eager"):
+    with implementation(model, "eager"), as_written(model):
         written_out = model.forward(input_ids=ids[None], position_ids=at[None], return_dict=True, **caching(model))
         written_out = written_out[result]
     if not _close(one, written_out):
-        reasons.append("its attention is not the function of q, k, v and mask that it hands over (a bias, for example)")
+        names = " or ".join(sorted({type(mixer).__name__ for mixer in mixers(model)}))
+        reasons.append(
+            "its attention is not the function of q, k, v and mask that it hands over (a bias, for example)"
+            + (f", or its {names} is not the one that seqpar knows" if names else "")
+        )
     if reasons:
         return None  # type: ignore[return-value]
     counted = probe(ids, attention_mask=(at >= 3).long()[None])[result]
     shift, loss = _loss(probe, whole, ids, (ids * 3 + 1) % vocabulary, at)
     head, softcap = _head(model, whole, hidden)
-    return ModelFit(frozenset(probe.rules), _close(rows[:, 3:], counted[:, 3:]), result, shift, loss, head, softcap)
+    columns = _close(rows[:, 3:], counted[:, 3:])
+    return ModelFit(frozenset(probe.rules), recurrent, columns, result, shift, loss, head, softcap)
 
 
 @contextmanager

@@ -46,6 +46,7 @@ from seqpar.integrations.hf.attention import (
 from seqpar.integrations.hf.fit import PER_TOKEN, caching, fitting, softcap_of
 from seqpar.integrations.hf.mask import Rule
 from seqpar.integrations.hf.planning import ModelPlanner
+from seqpar.integrations.hf.recurrent.mixers import mixed, mixers
 from seqpar.integrations.hf.worth import Worth
 from seqpar.nn.wrap import PARALLEL, ParallelModel, check_makes_plans, refuse_twice, replaced, unpicklable
 from seqpar.ops.attention.ahead import derive
@@ -152,6 +153,8 @@ class ParallelTransformer(ParallelModel):
                 if accuracy != "exact":
                     for module in model.modules():
                         self._undone.enter_context(replaced(module, {ACCURACY: accuracy}))
+                for mixer in mixers(model):
+                    self.put_around(mixer, mixed)
                 self.fit = fitting(model)
                 call.facts = {
                     "model": type(model).__name__, "source": source, "average_over": average_over, "logits": logits,
@@ -354,6 +357,11 @@ class ParallelTransformer(ParallelModel):
             )
         if own.places is not None and any(rule.chunk for rule in self.fit.rules):
             raise NotImplementedError("attention_mask leaves out tokens between others, and a layer attends in chunks")
+        if own.places is not None and self.fit.recurrent:
+            raise NotImplementedError(
+                "attention_mask leaves out tokens between others, which would decay the states of recurrent layers; "
+                "leave them out of the batch"
+            )
         self._count += 1
         if training:
             self._worth.note(own)
@@ -465,6 +473,8 @@ class ParallelTransformer(ParallelModel):
                 results[name] = back(own, results[name][0]) if call.logits else None
         if results.get("hidden_states") is not None:
             results["hidden_states"] = tuple(back(own, x[0]) for x in results["hidden_states"])
+        if self.fit.recurrent:
+            _keep_with(results, own.plan)
         whole = type(out)(**results)
         return whole if call.return_dict else whole.to_tuple()
 
@@ -500,6 +510,14 @@ def _parameters(kind: type[PreTrainedModel]) -> tuple[str, ...]:
 @uncompiled
 def _leave(around: ExitStack) -> None:
     around.close()
+
+
+def _keep_with(results: dict[str, Any], plan: Plan) -> None:
+    """Keep a plan as long as the graph of results: mixers look it up again if a checkpoint computes them again."""
+    for x in results.values():
+        for y in x if isinstance(x, tuple) else (x,):
+            if y is not None and y.grad_fn is not None:
+                y.grad_fn.metadata["seqpar"] = plan
 
 
 class _Call(NamedTuple):

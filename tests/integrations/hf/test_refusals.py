@@ -87,12 +87,10 @@ MODELS: dict[str, tuple[Callable[[], PreTrainedModel], str]] = {
         made("RecurrentGemmaForCausalLM", "RecurrentGemmaConfig", **TINY, intermediate_size=48, lru_width=32),
         "carries a state",
     ),
-    "Qwen3-Next": (
+    "Jamba": (
         made(
-            "Qwen3NextForCausalLM", "Qwen3NextConfig", **TINY, num_key_value_heads=2, head_dim=8, intermediate_size=40,
-            moe_intermediate_size=16, shared_expert_intermediate_size=16, num_experts=4, linear_num_value_heads=4,
-            linear_num_key_heads=2, linear_key_head_dim=8, linear_value_head_dim=8,
-            layer_types=["linear_attention", "full_attention"],
+            "JambaForCausalLM", "JambaConfig", **TINY, num_key_value_heads=2, intermediate_size=40, num_experts=1,
+            num_experts_per_tok=1, attn_layer_period=2, attn_layer_offset=1, mamba_dt_rank=4,
         ),
         "layers of types .'linear_attention'",
     ),

@@ -1,0 +1,51 @@
+"""Delta rules: the gated one of Qwen3-Next and Qwen3.5 (arXiv:2412.06464), and Kimi delta attention (arXiv:2510.26692).
+
+Queries, keys and values are convolved together. A decay of each token and head, for Kimi of each channel too, and a
+rate beta decide what a token leaves of the state and what it writes.
+"""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor, nn
+from torch.nn.functional import softplus
+
+from seqpar.integrations.hf.recurrent.filters import convolved
+from seqpar.kernels import acc_dtype
+from seqpar.recurrent import linear_attention
+
+
+def qwen3_next(mixer: nn.Module, x: Tensor, plan: Tensor) -> Tensor:
+    """The mixer of Qwen3-Next, whose two projections interleave the heads: [1, T, hidden] in and out."""
+    q, k, v, z, b, a = mixer.fix_query_key_value_ordering(mixer.in_proj_qkvz(x), mixer.in_proj_ba(x))
+    return gated_delta(mixer, torch.cat([t.flatten(2) for t in (q, k, v)], -1), z, b, a, plan)
+
+
+def qwen3_5(mixer: nn.Module, x: Tensor, plan: Tensor) -> Tensor:
+    """That of Qwen3.5, which has a projection for each."""
+    qkv, z, b, a = (part(x) for part in (mixer.in_proj_qkv, mixer.in_proj_z, mixer.in_proj_b, mixer.in_proj_a))
+    return gated_delta(mixer, qkv, z, b, a, plan)
+
+
+def gated_delta(mixer: nn.Module, qkv: Tensor, z: Tensor, b: Tensor, a: Tensor, plan: Tensor) -> Tensor:
+    """The gated delta rule of projected rows. qkv, z: [1, T, heads and dims]; b, a [1, T, H]."""
+    mixed = convolved(mixer.conv1d, qkv[0], plan, mixer.activation)
+    q, k, v = mixed.split([mixer.key_dim, mixer.key_dim, mixer.value_dim], -1)
+    q, k = (t.unflatten(-1, (-1, mixer.head_k_dim)) for t in (q, k))
+    v = v.unflatten(-1, (-1, mixer.head_v_dim))
+    wide = acc_dtype(v.dtype)
+    decay = -torch.exp(mixer.A_log.to(wide)) * softplus(a[0].to(wide) + mixer.dt_bias)
+    y = linear_attention(q, k, v, plan, decay=decay, beta=b[0].sigmoid(), normalize=True)
+    y = mixer.norm(y.flatten(0, 1), z.reshape(-1, mixer.head_v_dim))
+    return mixer.out_proj(y.view(1, len(v), -1))  # type: ignore[no-any-return]
+
+
+def kimi(mixer: nn.Module, x: Tensor, plan: Tensor) -> Tensor:
+    """The mixer of Kimi Linear: [1, T, hidden] in and out."""
+    qkv = torch.cat([mixer.q_proj(x), mixer.k_proj(x), mixer.v_proj(x)], -1)
+    mixed = convolved(mixer.conv1d, qkv[0], plan, mixer.activation)
+    q, k, v = mixed.unflatten(-1, (3, -1, mixer.head_dim)).unbind(1)
+    beta = mixer.b_proj(x)[0].sigmoid()
+    y = linear_attention(q, k, v, plan, decay=mixer.forget_gate(x)[0], beta=beta, normalize=True)
+    gate = mixer.g_b_proj(mixer.g_a_proj(x)).unflatten(-1, (-1, mixer.head_dim))
+    return mixer.o_proj(mixer.o_norm(y[None], gate).flatten(2))  # type: ignore[no-any-return]

@@ -1,0 +1,80 @@
+"""Which modules of transformers are mixers that seqpar computes, and how they find their plan.
+
+Their name says which function replaces their forward. Whether that computes what the module does is tried on a few
+tokens when a model becomes parallel (`seqpar.integrations.hf.fit`).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from contextlib import ExitStack, contextmanager
+from typing import Any
+
+from torch import Tensor, nn
+
+from seqpar.integrations.hf.attention import planned
+from seqpar.integrations.hf.mask import Rule
+from seqpar.integrations.hf.recurrent.delta import kimi, qwen3_5, qwen3_next
+from seqpar.integrations.hf.recurrent.mamba2 import falcon_h1, mamba2
+from seqpar.integrations.hf.recurrent.shortconv import short_conv
+from seqpar.nn.wrap import Around, replaced
+from seqpar.ops import bind
+from seqpar.ops.core.handles import uncompiled
+from seqpar.parallel import surrounding
+
+# Functions of a mixer, its input [1, T, hidden], and the handle of a plan and a comm; they return [1, T, hidden].
+MIXERS: dict[str, Callable[[nn.Module, Tensor, Tensor], Tensor]] = {
+    "Mamba2Mixer": mamba2,
+    "BambaMixer": mamba2,
+    "GraniteMoeHybridMambaLayer": mamba2,
+    "NemotronHMamba2Mixer": mamba2,
+    "Zamba2MambaMixer": mamba2,
+    "FalconH1Mixer": falcon_h1,
+    "Qwen3NextGatedDeltaNet": qwen3_next,
+    "Qwen3_5GatedDeltaNet": qwen3_5,
+    "Qwen3_5MoeGatedDeltaNet": qwen3_5,
+    "KimiLinearDeltaAttention": kimi,
+    "Lfm2ShortConv": short_conv,
+    "Lfm2MoeShortConv": short_conv,
+    "Lfm3ShortConv": short_conv,
+}
+
+
+def mixers(model: nn.Module) -> list[nn.Module]:
+    """The mixers of a model that seqpar computes."""
+    return [module for module in model.modules() if type(module).__name__ in MIXERS]
+
+
+def mixed(mixer: nn.Module, forward: Callable[..., Any], hidden_states: Tensor, **unused: Any) -> Tensor:
+    """What replaces a mixer's forward: its output [1, T, hidden] over this rank's rows of the surrounding plan.
+
+    The plan has the documents, so a mask of pads is not needed, and there is no cache.
+    """
+    return MIXERS[type(mixer).__name__](mixer, hidden_states, _handle(mixer, hidden_states))
+
+
+@uncompiled
+def _handle(mixer: nn.Module, hidden_states: Tensor) -> Tensor:
+    try:
+        plan, comm, _, _ = surrounding()
+    except RuntimeError as error:
+        raise RuntimeError(
+            f"{type(mixer).__name__} found no plan: {error}; call the model that was given to seqpar.parallelize, or "
+            "work inside handle.local()"
+        ) from error
+    if hidden_states.dim() != 3 or len(hidden_states) != 1:
+        raise ValueError(
+            f"{type(mixer).__name__} got {list(hidden_states.shape)}, but a plan's rows are [1, T, hidden]; call the "
+            "model that was given to seqpar.parallelize, or work inside handle.local()"
+        )
+    return bind(planned(plan, Rule(causal=True)), comm)
+
+
+@contextmanager
+def as_written(model: nn.Module) -> Iterator[None]:
+    """The model with the forwards of its mixers as transformers has them, until the block ends."""
+    with ExitStack() as stack:
+        for mixer in mixers(model):
+            if isinstance(around := mixer.__dict__.get("forward"), Around):
+                stack.enter_context(replaced(mixer, {"forward": around.forward}))
+        yield
