@@ -30,15 +30,16 @@ _pools: dict[tuple[int, bool], _Pool] = {}  # world size, whether on GPUs -> idl
 
 
 def run_threads(
-    size: int, fn: Callable[..., Any], *args: Any, delay: float = 0.0, timeout: float = 60.0, direct: bool = True
-) -> list[Any]:
+    size: int, fn: Callable[..., Any], *args: Any, delay: float | tuple[float, float] = 0.0, timeout: float = 60.0,
+    direct: bool = True, node: int | None = None,
+) -> list[Any]:  # fmt: skip
     """The results of ``fn(comm, *args)`` by rank, on `size` threads that are the ranks of a `LocalComm.world`.
 
-    delay, timeout, direct: as in `LocalComm.world`. Threads share torch's global random generator: use your own.
+    delay, timeout, direct, node: as in `LocalComm.world`. Threads share torch's global random generator: use your own.
 
     Raises: the exception of the rank that failed first, after all others are aborted and joined.
     """
-    comms = LocalComm.world(size, timeout=timeout, delay=delay, direct=direct)
+    comms = LocalComm.world(size, timeout=timeout, delay=delay, direct=direct, node=node)
     finished: queue.Queue[tuple[int, Any, BaseException | None]] = queue.Queue()
 
     def rank_main(comm: LocalComm) -> None:

@@ -1,9 +1,10 @@
 """`GroupComm`: ranks of a `torch.distributed` group, over NCCL for CUDA tensors and gloo for CPU tensors.
 
-Both use point-to-point only. A private gloo twin of the group carries `agree` and all CPU tensors, and a private NCCL
-communicator CUDA tensors, so that no message meets those of the group's other users:
+Both use point-to-point only. A private gloo twin of the group carries `agree` and all CPU tensors, and private NCCL
+communicators CUDA tensors, so that no message meets those of the group's other users:
 
-    CUDA tensors   batched send/recv on `nccl.Nccl`, one batch a round (`protocol.rounds`)
+    CUDA tensors   batched send/recv on `nccl.Nccl`, one batch a round (`protocol.rounds`); on several nodes in two
+                   lanes, see `nccl`
     CPU tensors    isend/irecv on the twin; a pair's tensors follow a header of int64, small ones in the same message
 
 gloo matches messages by (pair, number), first in, first out. It ends the process if a message is longer than its
@@ -42,9 +43,9 @@ from seqpar.comm.base import Done, ProcessChannel, ProcessComm, WorkBase, proces
 from seqpar.comm.failure import Monitor, RootCause
 from seqpar.comm.header import HEADER_BYTES, REMEMBERED, WORDS, Header, describe, mismatch
 from seqpar.comm.interrupt import Interrupt
-from seqpar.comm.nccl import CUDA, Nccl, check_gpus, gpu_of, own_backend
+from seqpar.comm.nccl import CUDA, Nccl, check_gpus, gpu_of, node_of, own_backend
 from seqpar.comm.owner import Owner
-from seqpar.comm.protocol import Collectives, PeerError, Stats, Tag, Work, checked_sides, refuse_capture, rounds
+from seqpar.comm.protocol import Collectives, PeerError, Round, Stats, Tag, Work, checked_sides, refuse_capture, rounds
 from seqpar.comm.rendezvous import Rendezvous, machine
 from seqpar.comm.sums import BY_GLOO, BY_NCCL, GlooSums, NcclSums
 
@@ -56,16 +57,14 @@ CARRIERS = {"cpu": "gloo", "cuda": "nccl"}  # device type -> the backend that mo
 HEADERS, HANG_UP, FIRST_FREE = 0, 1, 16
 NUMBERS = 2**31 - 2**20  # hashes; a pair's tensors count up from one
 
-_Side = Mapping[int, list[Tensor]]  # peer -> tensors
-
 BESIDE = 1 << 14  # bytes of a pair's tensors up to which they share a message with their header
 
 
 class _Arrival(NamedTuple):
-    """What a rank says of itself in the constructor. gpu: its id, empty without NCCL."""
+    """What a rank says of itself in the constructor. gpu: its id, empty without NCCL. node: see `node_of`."""
 
     gpu: str
-    machine: list[str]
+    node: list[str]
     private: bool
 
 
@@ -74,6 +73,7 @@ class GroupChannel(ProcessChannel):
 
     cause: tuple[int, str] | None = None
     nccl: Nccl | None = None  # if CUDA tensors can be sent
+    nodes: Sequence[int] = ()  # the node of each rank, if pairs inside a node have a lane of their own
 
     def __init__(self, group: dist.ProcessGroup, timeout: float, check: str, private: bool) -> None:
         self.timeout = timeout
@@ -92,7 +92,11 @@ class GroupChannel(ProcessChannel):
         check_gpus("GroupComm", [rank.gpu for rank in ranks])
         if len({rank.private for rank in ranks}) > 1:
             raise ValueError(f"GroupComm: private is {[rank.private for rank in ranks]} by rank, expected one value")
-        near = [rank for rank, x in enumerate(ranks) if rank != self.rank and x.machine == ranks[self.rank].machine]
+        places = [rank.node for rank in ranks]
+        nodes = [places.index(place) for place in places]
+        node = [rank for rank in range(self.size) if nodes[rank] == nodes[self.rank]]
+        if private and 1 < len({*nodes}) < self.size:
+            self.nodes = nodes
         own_store = c10d.PrefixStore(f"seqpar/GroupComm/{rendezvous.number}", store)
 
         def connect() -> Any:
@@ -100,12 +104,16 @@ class GroupChannel(ProcessChannel):
             if self.gpu is not None:
                 torch.cuda.set_device(self.gpu)  # of this thread, which starts on the first one
                 if private:
-                    # the prefix keeps NCCL's keys apart from gloo's
+                    # the prefixes keep the keys of NCCL and of the nodes apart from gloo's
                     backend = own_backend(c10d.PrefixStore("nccl", own_store), self.rank, self.size, timeout)
                 else:
                     backend = group._get_backend(CUDA)
-                self.nccl = Nccl(backend, owned=private)
-                self.nccl.open(self.gpu, near)
+                inside = None
+                if self.nodes and len(node) > 1:
+                    of_node = c10d.PrefixStore(f"nccl/node {node[0]}", own_store)
+                    inside = own_backend(of_node, node.index(self.rank), len(node), timeout)
+                self.nccl = Nccl(backend, owned=private, inside=inside, node=node)
+                self.nccl.open(self.gpu, [rank for rank in node if rank != self.rank])
             return twin
 
         try:
@@ -128,7 +136,7 @@ class GroupChannel(ProcessChannel):
         # per rank a connection, its listener, and what its threads wait on
         check_descriptors("GroupComm", 2 * self.size + 8)
         gpu = "" if self.gpu is None else str(torch.cuda.get_device_properties(self.gpu).uuid)
-        return _Arrival(gpu, machine(), bool(private))
+        return _Arrival(gpu, node_of(machine()), bool(private))
 
     @property
     def twin(self) -> Any:
@@ -163,7 +171,7 @@ class GroupChannel(ProcessChannel):
         log.log(level, "rank %d: %s: rank %d: %s", self.rank, what, *self.cause)
 
     def close(self) -> None:
-        """Free NCCL's communicator, if it is the comm's own. Every rank calls it, after its last wait."""
+        """Free NCCL's communicators, if they are the comm's own. Every rank calls it, after its last wait."""
         if self.nccl is not None:
             self.nccl.close()
         self.cause = (self.rank, "the comm is closed")
@@ -336,22 +344,23 @@ class _GlooWork(WorkBase[GroupChannel]):
 class _NcclWork(WorkBase[GroupChannel]):
     """`Work` of an exchange of CUDA tensors, posted in rounds, in order, by the constructor.
 
-    NCCL has its own stream. An exchange starts when the current stream reaches its posting, and overlaps with later
+    NCCL has its own streams. An exchange starts when the current stream reaches its posting, and overlaps with later
     launches. `wait` makes the current stream wait and returns at once, since it passes no timeout (unless
     TORCH_NCCL_BLOCKING_WAIT is set). Tensors are held until then: the allocator reuses freed memory in the order of the
     stream that waited, which must be the one that allocated it. If the comm dies meanwhile, tensors that have not
     arrived become NaN before those waits end.
     """
 
-    def __init__(self, channel: GroupChannel, tag: Tag, batches: Sequence[tuple[_Side, _Side]]) -> None:
+    def __init__(self, channel: GroupChannel, tag: Tag, parts: Sequence[Round]) -> None:
         super().__init__(channel, tag, None)
         assert channel.nccl is not None
         self._works: list[Any] = []
         self._tensors: list[Tensor] = []
-        for sends, recvs in batches:
+        for part in parts:
+            sends, recvs = part.sends, part.recvs
             for tensors in (*sends.values(), *recvs.values()):
                 self._tensors += tensors
-            work = channel.nccl.post(sends, recvs)
+            work = channel.nccl.post(sends, recvs, part.lane)
             self._works.append(work)
             ranges = [(x.data_ptr(), x.nbytes) for tensors in recvs.values() for x in tensors]
             channel.monitor.watch([work], f"in {describe(tag)} for ranks {sorted(sends.keys() | recvs.keys())}", ranges)
@@ -377,9 +386,9 @@ class GroupComm(ProcessComm[GroupChannel]):
 
     group: a `ProcessGroup`, a 1-D `DeviceMesh` (of a larger mesh: ``mesh["cp"]``), or None for the default group.
     timeout: seconds after which a wait fails. check: how often verbs compare their arguments over the ranks, "batch"
-    (once per plan and signature) or "call"; kept as `check_every`. private: CUDA tensors go over an NCCL communicator
-    of the comm's own, which nothing else delays and which is aborted if a rank hangs; False shares the group's, which
-    saves its memory.
+    (once per plan and signature) or "call"; kept as `check_every`. private: CUDA tensors go over NCCL communicators of
+    the comm's own, one of all ranks and, on several nodes, one of each node, which nothing else delays and which are
+    aborted if a rank hangs; False shares the group's, which saves their memory.
 
     A collective constructor: every rank of the group calls it. A sub shares its parent's `stats`, whose `sent_to`
     counts by the parent's ranks.
@@ -427,17 +436,14 @@ class GroupComm(ProcessComm[GroupChannel]):
     def _post_cuda(self, sends: Mapping[int, list[Tensor]], recvs: Mapping[int, list[Tensor]], tag: Tag) -> _NcclWork:
         """An exchange over NCCL; peers are the group's ranks."""
         channel = self._channel
-        outgoing = rounds(channel.rank, channel.size, sends, sending=True)
-        incoming = rounds(channel.rank, channel.size, recvs, sending=False)
-        keys = sorted(outgoing.keys() | incoming.keys())
-        return _NcclWork(channel, tag, [(outgoing.get(key, {}), incoming.get(key, {})) for key in keys])
+        return _NcclWork(channel, tag, rounds(channel.rank, channel.size, sends, recvs, channel.nodes))
 
     def _post_control(self, sends: Mapping[int, list[Tensor]], recvs: Mapping[int, list[Tensor]], tag: Tag) -> Work:
         # on the twin, whatever the group's backend
         return _GlooWork(self._channel, self._scope_id, tag, self._in_group(sends), self._in_group(recvs), None)
 
     def close(self) -> None:
-        """Free the comm's NCCL communicator, after its last wait. A collective; afterwards the comm is dead."""
+        """Free the comm's NCCL communicators, after its last wait. A collective; afterwards the comm is dead."""
         self.agree("GroupComm.close", {})
         self._channel.close()
 

@@ -2,7 +2,9 @@
 
 The model is grouped NCCL point-to-point on one stream. Every rank has a queue of posted rounds, and only the head of a
 queue is active. A message moves when its sender's head and its receiver's head both hold it, under the same tag and
-round. A head is popped when all its messages have moved. Situations that would hang on NCCL are named here:
+round. A head is popped when all its messages have moved. With several nodes, as in `GroupComm`, pairs inside a node
+have a stream of their own and so a queue of their own: see `protocol.rounds`. Situations that would hang on NCCL are
+named here:
 
     both heads hold a message of one pair under different tags       -> tag mismatch
     the heads wait for each other in a circle                        -> cycle, found when its last edge is posted
@@ -41,6 +43,8 @@ from seqpar.comm.arguments import check_timeout
 from seqpar.comm.base import Channel, CommBase, Done, WorkBase
 from seqpar.comm.entry import enters
 from seqpar.comm.protocol import (
+    INSIDE,
+    LANES,
     NO_FACTS,
     Claim,
     PeerError,
@@ -77,7 +81,7 @@ class _Round:
     """One round of one rank's exchange, an entry of its queue. Peers are world ranks; matched messages are removed."""
 
     rank: int
-    key: tuple[Scope, Tag, tuple[int, int]]
+    key: tuple[Scope, Tag, tuple[int, int, int]]
     sends: dict[int, list[Tensor]]
     recvs: dict[int, list[Tensor]]
     progress: _RoundsLeft
@@ -89,9 +93,10 @@ class _Round:
         return peer in self.sends or peer in self.recvs
 
     def __str__(self) -> str:
-        scope, tag, number = self.key
+        scope, tag, (lane, *number) = self.key
         among = f" among ranks {list(scope)}" if scope else ""
-        return f"{tag}{among}" + (f" round {number}" if number != (0, 0) else "")
+        inside = " inside a node" if lane == INSIDE else ""
+        return f"{tag}{among}{inside}" + (f" round {number}" if any(number) else "")
 
 
 @dataclass(order=True)
@@ -121,19 +126,24 @@ class _Agreement:
 
 
 class _World:
-    """The queues of all ranks. One lock guards everything; a rank waits on its own condition."""
+    """The queues of all ranks. One lock guards everything; a rank waits on its own condition.
 
-    def __init__(self, size: int, timeout: float, delay: float, *, direct: bool) -> None:
-        self.size, self.timeout, self.delay, self.direct = size, timeout, delay, direct
+    The queue of a rank in a lane has the number ``lane * size + rank``.
+    """
+
+    def __init__(
+        self, size: int, timeout: float, delays: Sequence[float], *, direct: bool, nodes: Sequence[int]
+    ) -> None:
+        self.size, self.timeout, self.delays, self.direct, self.nodes = size, timeout, delays, direct, nodes
         # re-entrant: the garbage collector may run a dropped work's __del__ inside any locked section
         self.lock = threading.RLock()
         self.wakeups = [threading.Condition(self.lock) for _ in range(size)]
-        self.queues: list[deque[_Round]] = [deque() for _ in range(size)]
+        self.queues: list[deque[_Round]] = [deque() for _ in range(len(LANES) * size)]
         self.moves: list[_Move] = []
         self.numbers = itertools.count()
         self.agreements: dict[tuple[Scope, int], _Agreement] = {}
         self.agreeing: dict[int, _Agreement] = {}  # per rank that waits for others to agree
-        self.waiting: set[int] = set()  # ranks that wait for an exchange
+        self.waiting: dict[int, _RoundsLeft] = {}  # per rank that waits for an exchange
         self.failure: tuple[int, str] | None = None
         self.held: dict[_RoundsLeft, list[Tensor]] = {}  # CUDA tensors of exchanges before their wait
 
@@ -156,7 +166,7 @@ class _World:
         raise self.error(rank, doing)
 
     def post(self, entries: Sequence[_Round]) -> None:
-        """Append the rounds of one exchange to the rank's queue, and move all messages that can move."""
+        """Append the rounds of one exchange to the rank's queues, and move all messages that can move."""
         rank, progress = entries[0].rank, entries[0].progress
         with self.lock:
             if self.failure is not None:
@@ -164,24 +174,24 @@ class _World:
             if progress.stream is not None:
                 sides = (side for entry in entries for side in (entry.sends, entry.recvs))
                 self.held[progress] = [tensor for side in sides for tensor in _all(side)]
-            idle = not self.queues[rank]
-            self.queues[rank].extend(entries)
-            if idle:
-                self._advance([rank])
-                if self.failure is not None:
-                    self.give_up(rank, f"posted {entries[0]}")
+            idle = [number for number in {*map(self._number, entries)} if not self.queues[number]]
+            for entry in entries:
+                self.queues[self._number(entry)].append(entry)
+            self._advance(idle)
+            if idle and self.failure is not None:
+                self.give_up(rank, f"posted {entries[0]}")
 
     def wait(self, progress: _RoundsLeft) -> None:
         """Return when the exchange is complete; meanwhile move any rank's due messages."""
         rank = progress.rank
         with self.lock:
             deadline = time.monotonic() + self.timeout
-            self.waiting.add(rank)
+            self.waiting[rank] = progress
             try:
                 while progress.rounds_left:
                     self._wait_once(rank, deadline)
             finally:
-                self.waiting.discard(rank)
+                del self.waiting[rank]
             if progress.stream is not None:
                 current = torch.cuda.current_stream(progress.stream.device)
                 for event in progress.copied:
@@ -238,23 +248,29 @@ class _World:
             self.wakeups[rank].wait(max(0.0, until - time.monotonic()))
             self._deliver(time.monotonic())
 
+    def _number(self, entry: _Round) -> int:
+        """The number of a round's queue."""
+        return entry.key[2][0] * self.size + entry.rank
+
     def _advance(self, changed: list[int]) -> None:
-        """Match and move messages from the heads of the `changed` ranks on; then look for cycles in new heads."""
+        """Match and move messages from the heads of the `changed` queues on; then look for cycles in new heads."""
         fresh = set(changed)
         while changed and self.failure is None:
-            rank = changed.pop()
-            if not self.queues[rank]:
+            number = changed.pop()
+            if not self.queues[number]:
                 continue
-            fresh.add(rank)
-            head = self.queues[rank][0]
-            met = [queue[0] for queue in self.queues if queue and (head.needs(queue[0].rank) or queue[0].needs(rank))]
+            fresh.add(number)
+            head = self.queues[number][0]
+            lane = number // self.size * self.size
+            heads = [queue[0] for queue in self.queues[lane : lane + self.size] if queue]
+            met = [peer for peer in heads if head.needs(peer.rank) or peer.needs(head.rank)]
             for peer in met:
                 self._match(head, peer)
                 self._match(peer, head)
-            changed += [entry.rank for entry in [head, *met] if self._pop_if_done(entry)]
-        for rank in fresh:
+            changed += [self._number(entry) for entry in [head, *met] if self._pop_if_done(entry)]
+        for number in fresh:
             if self.failure is None:
-                self._fail_of_cycle(rank, self._blockers)
+                self._fail_of_cycle(number, self._blockers)
 
     def _match(self, sender: _Round, receiver: _Round) -> None:
         """Move the messages between two heads that both hold."""
@@ -272,12 +288,13 @@ class _World:
             self.fail(sender.rank, f"{what}; {pair}")
             return
         del sender.sends[receiver.rank], receiver.recvs[sender.rank]
-        if not self.delay:
+        delay = self.delays[sender.key[2][0]]
+        if not delay:
             _move(sender.progress, receiver.progress, source, target)
         else:
             sender.moving += 1
             receiver.moving += 1
-            due = max(sender.posted, receiver.posted) + self.delay
+            due = max(sender.posted, receiver.posted) + delay
             heapq.heappush(self.moves, _Move(due, next(self.numbers), sender, receiver, source, target))
             for wakeup in self.wakeups:
                 wakeup.notify_all()
@@ -291,13 +308,13 @@ class _World:
             for entry in (move.sender, move.receiver):
                 entry.moving -= 1
                 if self._pop_if_done(entry):
-                    changed.append(entry.rank)
+                    changed.append(self._number(entry))
         if changed:
             self._advance(changed)
 
     def _pop_if_done(self, entry: _Round) -> bool:
         """Remove a head from its queue if all its messages have moved; returns whether it did."""
-        queue = self.queues[entry.rank]
+        queue = self.queues[self._number(entry)]
         if entry.sends or entry.recvs or entry.moving or not queue or queue[0] is not entry:
             return False
         queue.popleft()
@@ -306,68 +323,77 @@ class _World:
             self.wakeups[entry.rank].notify_all()
         return True
 
-    def _blockers(self, rank: int) -> list[int]:
-        """The ranks whose heads lack a message that the head of `rank` needs."""
-        if not self.queues[rank]:
+    def _blockers(self, number: int) -> list[int]:
+        """The queues whose heads lack a message that the head of this one needs."""
+        if not self.queues[number]:
             return []
-        head = self.queues[rank][0]
-        return sorted(head.sends.keys() | head.recvs.keys())
+        head = self.queues[number][0]
+        return [number - head.rank + peer for peer in sorted(head.sends.keys() | head.recvs.keys())]
 
     def _awaited(self, rank: int) -> list[int]:
         """The ranks that a waiting rank needs in order to continue: they have not come to agree, or not posted."""
         if rank in self.agreeing:
             return self.agreeing[rank].missing
-        if rank not in self.waiting or not self.queues[rank]:
-            return []
-        key = self.queues[rank][0].key
+        return [
+            peer % self.size
+            for number in self._stuck(rank)
+            for peer in self._blockers(number)
+            if not any(entry.key == self.queues[number][0].key and entry.needs(rank) for entry in self.queues[peer])
+        ]
 
-        def posted(peer: int) -> bool:
-            return any(entry.key == key and entry.needs(rank) for entry in self.queues[peer])
+    def _stuck(self, rank: int) -> list[int]:
+        """The queues of a rank that hold rounds of the exchange that it waits for."""
+        progress = self.waiting.get(rank)
+        mine = range(rank, len(self.queues), self.size)
+        return [number for number in mine if any(entry.progress is progress for entry in self.queues[number])]
 
-        return [peer for peer in self._blockers(rank) if not posted(peer)]
-
-    def _fail_of_cycle(self, rank: int, awaited: Callable[[int], list[int]]) -> bool:
-        """Whether ranks wait for each other in a cycle through this one; if so, it becomes the root cause."""
-        cycle = self._cycle(rank, awaited)
+    def _fail_of_cycle(self, start: int, awaited: Callable[[int], list[int]]) -> bool:
+        """Whether ranks, or heads of queues, wait for each other in a cycle through this one: then the root cause."""
+        cycle = self._cycle(start, awaited)
         if cycle:
-            waits = "; ".join(f"rank {a} in {self._place(a)} waits for rank {b}" for a, b in cycle)
-            self.fail(rank, f"the ranks wait for each other in a cycle: {waits}")
+            size = self.size
+            waits = "; ".join(f"rank {a % size} in {self._place(a)} waits for rank {b % size}" for a, b in cycle)
+            self.fail(start % size, f"the ranks wait for each other in a cycle: {waits}")
         return bool(cycle)
 
-    def _place(self, rank: int) -> str:
-        """The place of a waiting rank, in words."""
-        return f"the {self.agreeing[rank].calls[rank]}" if rank in self.agreeing else str(self.queues[rank][0])
+    def _place(self, number: int) -> str:
+        """Where the rank of a queue is, in words."""
+        if number in self.agreeing:
+            return f"the {self.agreeing[number].calls[number]}"
+        stuck = [number] if self.queues[number] else self._stuck(number)
+        return str(self.queues[stuck[0]][0])
 
     def _cycle(self, start: int, awaited: Callable[[int], list[int]]) -> list[tuple[int, int]]:
         """A cycle of waits through `start` as edges (waiting, waited for), or []."""
         came_from: dict[int, int] = {}
         stack = [start]
         while stack:
-            rank = stack.pop()
-            for peer in awaited(rank):
+            number = stack.pop()
+            for peer in awaited(number):
                 if peer == start:
-                    edges = [(rank, start)]
+                    edges = [(number, start)]
                     while edges[0][0] != start:
                         edges.insert(0, (came_from[edges[0][0]], edges[0][0]))
                     return edges
                 if peer not in came_from:
-                    came_from[peer] = rank
+                    came_from[peer] = number
                     stack.append(peer)
         return []
 
     def _chain(self, rank: int) -> str:
         """The chain of waits from `rank` to its end, in words: 'in call 3 .. for rank 1, which ..'."""
-        text = f"in {self.queues[rank][0]}" if self.queues[rank] else "for nothing"
-        seen = {rank}
-        while blockers := self._blockers(rank):
-            rank = blockers[0]
+        number, size = next(iter(self._stuck(rank)), rank), self.size
+        text = f"in {self.queues[number][0]}" if self.queues[number] else "for nothing"
+        seen = {number}
+        while blockers := self._blockers(number):
+            number = blockers[0]
             several = f" (and {len(blockers) - 1} more)" if len(blockers) > 1 else ""
-            waits = rank in self.agreeing or self.queues[rank]
-            state = f"is in {self._place(rank)}" if waits else "has posted nothing more"
-            text += f" for rank {rank}{several}, which {state}"
-            if rank in seen:
+            waits = number % size in self.agreeing or self.queues[number]
+            state = f"is in {self._place(number)}" if waits else "has posted nothing more"
+            text += f" for rank {number % size}{several}, which {state}"
+            if number in seen:
                 break
-            seen.add(rank)
+            seen.add(number)
         return text
 
 
@@ -438,19 +464,28 @@ class LocalComm(CommBase[_LocalChannel]):
     """
 
     def __init__(self) -> None:
-        self._join(_LocalChannel(_World(1, 60.0, 0.0, direct=True), 0), (), Stats(), {}, "call")
+        self._join(_LocalChannel(_World(1, 60.0, (0.0, 0.0), direct=True, nodes=()), 0), (), Stats(), {}, "call")
 
     @classmethod
-    def world(cls, size: int, *, timeout: float = 60.0, delay: float = 0.0, direct: bool = True) -> list[LocalComm]:
+    def world(
+        cls, size: int, *, timeout: float = 60.0, delay: float | tuple[float, float] = 0.0, direct: bool = True,
+        node: int | None = None,
+    ) -> list[LocalComm]:  # fmt: skip
         """One comm for each of `size` ranks; give each to its own thread.
 
-        timeout: seconds after which a wait fails. delay: seconds that a message takes once both ends are posted.
-        direct: whether tensors may have any strides, see `Comm.direct`; a `GroupComm` only takes contiguous ones.
+        timeout: seconds after which a wait fails. delay: seconds that a message takes once both ends are posted, or two
+        such numbers, for pairs of different nodes and inside a node. direct: whether tensors may have any strides, see
+        `Comm.direct`; a `GroupComm` only takes contiguous ones. node: this many consecutive ranks are a node, and
+        exchanges inside nodes do not wait for those across; by default all ranks are one node.
         """
         if size < 1:
             raise ValueError(f"LocalComm.world: size {size}, expected at least 1")
+        if node is not None and node < 1:
+            raise ValueError(f"LocalComm.world: node {node}, expected at least 1 rank")
         check_timeout("LocalComm.world", timeout)
-        world = _World(size, timeout, delay, direct=direct)
+        nodes = () if node is None else [rank // node for rank in range(size)]
+        delays = delay if isinstance(delay, tuple) else (delay, delay)
+        world = _World(size, timeout, delays, direct=direct, nodes=nodes)
         comms = [cls.__new__(cls) for _ in range(size)]
         for rank, comm in enumerate(comms):
             comm._join(_LocalChannel(world, rank), (), Stats(), {}, "call")
@@ -481,18 +516,13 @@ class LocalComm(CommBase[_LocalChannel]):
                 if tensor.is_floating_point():
                     tensor.fill_(torch.nan)
         self.stats.count(sends, recvs)
-        me, size = self._channel.rank, self._channel.size
-        outgoing, incoming = rounds(me, size, sends, sending=True), rounds(me, size, recvs, sending=False)
-        keys = sorted(outgoing.keys() | incoming.keys())
+        me = self._channel.rank
+        parts = rounds(me, self._channel.size, sends, recvs, self._world.nodes)
         ready = None if stream is None else stream.record_event()
-        progress = _RoundsLeft(me, len(keys), stream, ready)
+        progress = _RoundsLeft(me, len(parts), stream, ready)
         work = _LocalWork(self._channel, tag, self.stats, progress)
         now = time.monotonic()
-        entries = [
-            _Round(me, (self._scope, tag, key), outgoing.get(key, {}), incoming.get(key, {}), progress, now)
-            for key in keys
-        ]
-        self._world.post(entries)
+        self._world.post([_Round(me, (self._scope, tag, p.key), p.sends, p.recvs, progress, now) for p in parts])
         return work
 
     @enters

@@ -1,4 +1,4 @@
-"""NCCL for `GroupComm`: one GPU for each rank, and a communicator of the comm's own.
+"""NCCL for `GroupComm`: one GPU for each rank, and communicators of the comm's own.
 
 The comm's own communicator has a stream of high priority, so that a transfer waits for at most one block of an
 attention kernel that fills the GPU, and nothing of the group's other users stands between two exchanges. Its ranks meet
@@ -6,6 +6,19 @@ over the group's store under a key of the comm, as those of the gloo twin do, so
 `new_group(use_local_synchronization=True)` would not do: it names a group by the number of groups that this process is
 in, so ranks that differ in that never meet; and with a group bound to a device it splits the default group's
 communicator, in which all ranks of the job must take part.
+
+In a communicator over several nodes each pair of ranks has as few channels as a network card needs, whatever the links
+of the pair carry. So on several nodes each one has a communicator for the pairs inside it:
+
+    lane      pairs                  communicator       stream
+    ACROSS    of different nodes     of all ranks       its own
+    INSIDE    of one node            of that node       its own
+
+An exchange may be in both lanes. Neither waits for the other: a stream waits for what the rank's current stream held
+when a batch was posted, and the current one for both lanes of an exchange. Every rank posts the exchanges of a comm in
+one order, and of each those across nodes first. So the batches of all ranks have one order that holds in both lanes,
+and the first one that is not complete has nothing left to wait for, whether the device runs two kernels of NCCL beside
+each other or starts them one by one as they were posted.
 """
 
 from __future__ import annotations
@@ -24,6 +37,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from seqpar.comm.failure import Range
+from seqpar.comm.protocol import ACROSS, INSIDE
 
 CUDA = torch.device("cuda")
 log = logging.getLogger("seqpar.comm")
@@ -48,6 +62,11 @@ def check_gpus(name: str, gpus: Sequence[str]) -> None:
             )
 
 
+def node_of(machine: Sequence[str]) -> list[str]:
+    """What ranks of one node have in common, as NCCL sees it: the boot of the kernel, and the host's name."""
+    return [machine[0], machine[-1]]
+
+
 def own_backend(store: Any, rank: int, size: int, timeout: float) -> Any:
     """A new NCCL backend of torch for these ranks, on a stream of high priority.
 
@@ -61,43 +80,52 @@ def own_backend(store: Any, rank: int, size: int, timeout: float) -> Any:
 
 
 class Nccl:
-    """A communicator as exchanges need it. owned: whether it is the comm's own, or the group's.
+    """The communicators of a comm as exchanges need them. owned: whether they are the comm's own, or the group's.
 
-    An owned one lives until `close` or `abort`, or until the process ends: an exchange may still run on the device when
+    backend: of all ranks. inside: of the ranks of this node, `node`, if the pairs inside a node have a lane of their
+    own; None for a rank that is alone on its node.
+
+    Owned ones live until `close` or `abort`, or until the process ends: an exchange may still run on the device when
     the comm is collected.
     """
 
-    def __init__(self, backend: Any, *, owned: bool) -> None:
+    def __init__(self, backend: Any, *, owned: bool, inside: Any = None, node: Sequence[int] = ()) -> None:
         self._backend, self._owned = backend, owned
+        self._lanes = {ACROSS: backend} if inside is None else {ACROSS: backend, INSIDE: inside}
+        self._places = {rank: place for place, rank in enumerate(node)}
         if owned:
             _open.add(self)
-            self._at_exit = weakref.finalize(self, _abort, os.getpid(), backend)
+            self._at_exit = weakref.finalize(self, _abort, os.getpid(), [*self._lanes.values()])
 
     def open(self, gpu: torch.device, peers: Sequence[int]) -> None:
-        """Connect all ranks, as point-to-point between some of them needs, and set up the transports to peers."""
+        """Connect all ranks, as point-to-point between some of them needs, and set up the transports to peers.
+
+        peers: the other ranks of this node.
+        """
         one = torch.ones(1, dtype=torch.int64, device=gpu)
-        self._backend.allreduce([one]).wait()
+        for backend in self._lanes.values():
+            backend.allreduce([one]).wait()
         if peers:
             heard = {peer: [torch.empty_like(one)] for peer in peers}
-            self.post({peer: [one] for peer in peers}, heard).wait()
+            self.post({peer: [one] for peer in peers}, heard, max(self._lanes)).wait()
         # the kernel of `mark`: CUDA loads a kernel at its first launch, for which it may wait for the device
         one.view(torch.uint8).fill_(255)
         one.item()
 
-    def post(self, sends: Mapping[int, Sequence[Tensor]], recvs: Mapping[int, Sequence[Tensor]]) -> Any:
-        """One batch of messages, as a work of torch; peers are the group's ranks. Tensors are contiguous.
+    def post(
+        self, sends: Mapping[int, Sequence[Tensor]], recvs: Mapping[int, Sequence[Tensor]], lane: int = ACROSS
+    ) -> Any:
+        """One batch of messages of a lane, as a work of torch; peers are the group's ranks. Tensors are contiguous.
 
         They travel as bytes, since NCCL lacks some dtypes.
         """
-        backend = self._backend
+        backend = self._lanes[lane]
         backend._start_coalescing()
         try:
-            for peer, tensors in sends.items():
-                for x in tensors:
-                    backend.send([x.view(-1).view(torch.uint8)], peer, 0)
-            for peer, tensors in recvs.items():
-                for x in tensors:
-                    backend.recv([x.view(-1).view(torch.uint8)], peer, 0)
+            for move, side in ((backend.send, sends), (backend.recv, recvs)):
+                for peer, tensors in side.items():
+                    for x in tensors:
+                        move([x.view(-1).view(torch.uint8)], self._places[peer] if lane == INSIDE else peer, 0)
         finally:
             # also after an error: an open batch would swallow the next one
             work = backend._end_coalescing()
@@ -126,11 +154,12 @@ class Nccl:
             self._at_exit()
 
     def close(self) -> None:
-        """Free the communicator, unless others use it. A collective."""
+        """Free the communicators, unless others use them. A collective."""
         if self._owned and self in _open:
             _open.discard(self)
             self._at_exit.detach()
-            self._backend.shutdown()
+            for backend in self._lanes.values():
+                backend.shutdown()
 
 
 def mark(gpu: torch.device, ranges: Sequence[Range]) -> None:
@@ -152,9 +181,16 @@ def mark(gpu: torch.device, ranges: Sequence[Range]) -> None:
         log.warning("tensors that have not arrived on %s are not marked: %s", gpu, error)
 
 
-def _abort(process: int, backend: Any) -> None:
+def _abort(process: int, backends: Sequence[Any]) -> None:
     if os.getpid() == process:
-        backend.abort()
+        # as one: NCCL frees memory when it ends a communicator, for which CUDA waits for the kernels of the other one
+        backends[0]._group_start()
+        try:
+            for backend in backends:
+                backend.abort()
+        finally:
+            backends[0]._group_end()
     else:
-        # a fork has none of the threads that the destructor would wait for
-        ctypes.pythonapi.Py_IncRef(ctypes.py_object(backend))
+        # a fork has none of the threads that the destructors would wait for
+        for backend in backends:
+            ctypes.pythonapi.Py_IncRef(ctypes.py_object(backend))

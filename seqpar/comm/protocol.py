@@ -218,24 +218,49 @@ class Comm(Protocol):
         ...
 
 
-def rounds(
-    rank: int, size: int, tensors: Mapping[int, Sequence[Tensor]], *, sending: bool
-) -> dict[tuple[int, int], dict[int, list[Tensor]]]:
-    """One side of an exchange, round -> peer -> tensors, at most `MESSAGES_PER_EXCHANGE` messages a round, none empty.
+# The lanes of an exchange, in the order of posting: the slower one starts first.
+LANES = ACROSS, INSIDE = 0, 1
 
-    A message is placed by its offset ``(receiver - sender) mod size`` and its index in the pair's list. Sender and
-    receiver know both, so all ranks cut alike without a message: a round is a block of offsets and indices.
+
+class Round(NamedTuple):
+    """Messages of an exchange that a transport takes at once, peer -> tensors. key: equal on all ranks that take part.
+
+    The key is a lane and a block of offsets and of indices, see `rounds`.
+    """
+
+    key: tuple[int, int, int]
+    sends: dict[int, list[Tensor]]
+    recvs: dict[int, list[Tensor]]
+
+    @property
+    def lane(self) -> int:
+        """`ACROSS`, or `INSIDE` for pairs that have a lane of their own."""
+        return self.key[0]
+
+
+def rounds(
+    rank: int, size: int, sends: Mapping[int, Sequence[Tensor]], recvs: Mapping[int, Sequence[Tensor]],
+    nodes: Sequence[int] = (),
+) -> list[Round]:  # fmt: skip
+    """An exchange in rounds of at most `MESSAGES_PER_EXCHANGE` messages, none empty, in the order of posting.
+
+    nodes: the node of each rank, if pairs inside a node have a lane of their own. A message is placed by its pair's
+    lane, its offset ``(receiver - sender) mod size`` and its index in the pair's list. Sender and receiver know all
+    three, so all ranks cut alike without a message.
     """
     half = MESSAGES_PER_EXCHANGE // 2
     per_peer = max(1, half // max(1, min(size - 1, half)))
-    by_round: dict[tuple[int, int], dict[int, list[Tensor]]] = {}
-    for peer in sorted(tensors):
-        offset = (peer - rank if sending else rank - peer) % size
-        for index, tensor in enumerate(tensors[peer]):
-            if tensor.numel():
-                key = ((offset - 1) // half, index // per_peer)
-                by_round.setdefault(key, {}).setdefault(peer, []).append(tensor)
-    return by_round
+    found: dict[tuple[int, int, int], Round] = {}
+    for sending, side in ((True, sends), (False, recvs)):
+        for peer in sorted(side):
+            offset = (peer - rank if sending else rank - peer) % size
+            lane = INSIDE if nodes and nodes[peer] == nodes[rank] else ACROSS
+            for index, tensor in enumerate(side[peer]):
+                if tensor.numel():
+                    key = (lane, (offset - 1) // half, index // per_peer)
+                    part = found.setdefault(key, Round(key, {}, {}))
+                    (part.sends if sending else part.recvs).setdefault(peer, []).append(tensor)
+    return [found[key] for key in sorted(found)]
 
 
 class Sides(NamedTuple):

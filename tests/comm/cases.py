@@ -467,15 +467,20 @@ class NeverCompletes:
 
 def batched(comm, fn, *args):
     """Runs a case with its CPU tensors sent as CUDA tensors are: in rounds of batched point-to-point on the group."""
-
-    over_gloo = group._GlooWork
     comm._channel.nccl = Nccl(OverGloo(dist.group.WORLD._get_backend(torch.device("cpu"))), owned=False)
+    return as_on_gpus(comm, fn, *args)
+
+
+def as_on_gpus(comm, fn, *args):
+    """Runs a case on a comm that has an `Nccl`, with its CPU tensors sent as CUDA tensors are."""
+    over_gloo = group._GlooWork
 
     def work(channel, scope, tag, sends, recvs, stats):
         return (
             over_gloo(channel, scope, tag, sends, recvs, stats) if stats is None else comm._post_cuda(sends, recvs, tag)
         )
 
+    # the module's name, as an exchange of CPU tensors finds it
     with mock.patch.object(group, "_GlooWork", work):
         return fn(comm, *args)
 
@@ -521,7 +526,7 @@ def stuck_stream(comm, limit):
     start = time.monotonic()
     if comm.rank == 0:
         comm._channel.monitor._timeout = 1.0
-    comm._channel.nccl = mock.Mock(post=lambda sends, recvs: NeverCompletes())
+    comm._channel.nccl = mock.Mock(post=lambda sends, recvs, lane: NeverCompletes())
     work = comm._post_cuda({}, {(comm.rank + 1) % comm.size: [torch.zeros(1)]}, tag(6, 2, 1))
     work.wait()  # orders the stream, as on CUDA
     while time.monotonic() < start + limit:

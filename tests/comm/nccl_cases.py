@@ -18,10 +18,10 @@ import seqpar
 from seqpar.comm import Comm, GroupComm, PeerError, group, nccl
 from seqpar.comm.protocol import Sides
 from seqpar.comm.sums import NcclSums
-from seqpar.testing import dense_attention, relative_rms
+from seqpar.testing import dense_attention
 from seqpar.train import gradients, sync_gradients
 from tests.cases import Case
-from tests.comm.cases import tag, until
+from tests.comm.cases import as_on_gpus, sparse, tag, until
 from tests.comm.over_gloo import OverGloo
 from tests.ops.cases import TOLERANCE, inputs, poisoned
 
@@ -120,9 +120,9 @@ def shares(comm: Comm, differs: bool) -> Any:
     made: list[Any] = []
 
     class Noted(nccl.Nccl):
-        def __init__(self, backend: Any, *, owned: bool) -> None:
+        def __init__(self, backend: Any, *, owned: bool, **nodes: Any) -> None:
             made.append((backend, owned))
-            super().__init__(OverGloo(backend), owned=owned)
+            super().__init__(OverGloo(backend), owned=owned, **nodes)
 
     with mock.patch.object(group, "Nccl", Noted), mock.patch.object(group, "CUDA", torch.device("cpu")):
         try:
@@ -176,13 +176,68 @@ def hangs(comm: Comm) -> tuple[bool, list[str], str]:
         mine.agree("the next step", {})
     except PeerError as error:
         logging.getLogger("seqpar.comm").removeHandler(handler)
-        return ended and backend.calls == ["abort"], lines, str(error)
+        return ended and backend.calls == ["group", "abort", "end"], lines, str(error)
     return ended, lines, "nothing was noticed"
 
 
-def attention(comm: GroupComm, case: Case) -> list[str]:
+def on_nodes(hosts: str, given: Any = None, **options: Any) -> GroupComm:
+    """A comm as `on_gpus` makes it, whose rank r is on the host with the r-th letter."""
+    rank = dist.get_rank(given)
+    with mock.patch.object(group, "machine", lambda: ["a boot", "", hosts[rank]]):
+        return on_gpus(given, **options)
+
+
+def lanes_of(comm: GroupComm) -> list[OverGloo]:
+    """The communicators of a comm: of all ranks, and of its node if there is one."""
+    assert comm._channel.nccl is not None
+    return [*comm._channel.nccl._lanes.values()]
+
+
+def of_nodes(comm: Comm, folder: Path) -> Any:
+    """Some ranks make a comm over several nodes and use it, while rank 3 does something else until that is done.
+
+    Returns what was wrong, the peers of both lanes, and what the end of the comm called on each.
+    """
+    members = dist.new_group([0, 1, 2, 4])
+    if comm.rank == 3:
+        until(lambda: all((folder / other).exists() for other in "0124"))
+        return "elsewhere"
+    mine = on_nodes("abac", members)
+    lanes = lanes_of(mine)
+    # the constructor has opened the way to the ranks of the node
+    opened = [sorted(lane.peers) for lane in lanes]
+    for lane in lanes:
+        lane.peers.clear()
+    wrong, counted, predicted, _ = as_on_gpus(mine, sparse, 3, 12)
+    used = [sorted(lane.peers) for lane in lanes]
+    (mine.abort if comm.rank < 2 else lambda reason: mine._channel.close())("a test")
+    (folder / str(comm.rank)).touch()
+    return wrong, counted == predicted, opened, used, [lane.calls for lane in lanes]
+
+
+def hangs_inside(comm: Comm) -> tuple[list[list[str]], str]:
+    """A rank posts nothing to its node while both lanes have work: how that ends on each lane, and the error."""
+    mine = on_nodes("aab")
+    lanes = lanes_of(mine)
+    if comm.rank == 0:
+        mine._channel.monitor._timeout = 1.0
+        lanes[1].stuck = True
+        across, inside = torch.zeros(3), torch.zeros(3)
+        mine._post_cuda({2: [torch.ones(3)]}, {1: [inside], 2: [across]}, tag(6)).wait()
+        assert across.tolist() == [2.0] * 3, "one lane does not wait for the other"
+        assert lanes[1].ended.wait(60)
+    if comm.rank == 2:
+        mine._post_cuda({0: [torch.full((3,), 2.0)]}, {0: [torch.zeros(3)]}, tag(6)).wait()
+    try:
+        mine.agree("the next step", {})
+    except PeerError as error:
+        return [lane.calls for lane in lanes], str(error)
+    return [], "nothing was noticed"
+
+
+def attention(comm: Comm, case: Case) -> list[str]:
     """The results and gradients of a case that differ from those of one device."""
-    plan, device = case.plan(), comm._channel.gpu or torch.device("cpu")
+    plan, device = case.plan(), getattr(comm._channel, "gpu", None) or torch.device("cpu")
     *given, dout, _ = (x.to(device) for x in inputs(plan, (4, 2), (16, 16), case.seed))
     sides = ("q", "kv", "kv")
     whole = [x.clone().requires_grad_() for x in given]
@@ -197,6 +252,13 @@ def attention(comm: GroupComm, case: Case) -> list[str]:
     wrong = []
     for name, (x, y, side) in pairs.items():
         rows = torch.from_numpy(plan.positions(comm.rank, side) >= 0)
-        if not relative_rms(x.detach()[rows], seqpar.shard(y.detach(), plan, comm.rank, side=side)[rows]) <= TOLERANCE:
+        error = x.detach()[rows].double() - seqpar.shard(y.detach(), plan, comm.rank, side=side)[rows].double()
+        # of the whole, as a rank's part may be zero up to rounding
+        if not error.norm() <= TOLERANCE * y.double().norm():
             wrong.append(name)
     return wrong
+
+
+def attention_on_nodes(comm: Comm, case: Case, hosts: str) -> list[str]:
+    """`attention` over a comm of several nodes."""
+    return as_on_gpus(on_nodes(hosts), attention, case)  # type: ignore[no-any-return]

@@ -79,6 +79,12 @@ class OverGloo:
     def _allgather_base(self, flat: Tensor, own: Tensor) -> Any:
         return Batch([self._gloo._allgather_base(flat, own.clone())], self.stuck)
 
+    def _group_start(self) -> None:
+        self.calls.append("group")
+
+    def _group_end(self) -> None:
+        self.calls.append("end")
+
     def abort(self) -> None:
         self.calls.append("abort")
         self.before_end()

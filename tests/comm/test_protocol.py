@@ -6,31 +6,33 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from seqpar.comm import Stats, Tag
-from seqpar.comm.protocol import MESSAGES_PER_EXCHANGE, Claim, raise_first, rounds
+from seqpar.comm.protocol import INSIDE, MESSAGES_PER_EXCHANGE, Claim, raise_first, rounds
 
 
 @settings(max_examples=60, deadline=None)
-@given(size=st.integers(2, 90), most=st.integers(1, 70), seed=st.integers(0, 2**16))
-def test_sender_and_receiver_cut_an_exchange_alike(size, most, seed):
+@given(size=st.integers(2, 90), most=st.integers(1, 70), node=st.integers(0, 8), seed=st.integers(0, 2**16))
+def test_sender_and_receiver_cut_an_exchange_alike(size, most, node, seed):
     draw = torch.Generator().manual_seed(seed)
     ranks = torch.randperm(size, generator=draw)[: min(size, 5)].tolist()
+    nodes = [rank // node for rank in range(size)] if node else ()
     counts = {
         (a, b): int(torch.randint(0, most + 1, (1,), generator=draw)) for a in ranks for b in range(size) if a != b
     }
     tensors = {pair: [torch.empty(index % 4) for index in range(count)] for pair, count in counts.items()}
     for a in ranks:
-        sends = rounds(a, size, {b: tensors[a, b] for b in range(size) if b != a}, sending=True)
-        for peers in sends.values():
-            assert sum(map(len, peers.values())) <= MESSAGES_PER_EXCHANGE // 2
+        sent = rounds(a, size, {b: tensors[a, b] for b in range(size) if b != a}, {}, nodes)
+        assert [part.key for part in sent] == sorted({part.key for part in sent}), "one order on all ranks"
+        for part in sent:
+            assert sum(map(len, part.sends.values())) <= MESSAGES_PER_EXCHANGE // 2
+            assert all((part.lane == INSIDE) == (bool(node) and nodes[a] == nodes[b]) for b in part.sends)
         for b in range(size):
             if b == a:
                 continue
-            recvs = rounds(b, size, {a: tensors[a, b]}, sending=False)
-            assert {key: list(map(id, each[a])) for key, each in recvs.items()} == {
-                key: list(map(id, each[b])) for key, each in sends.items() if b in each
+            received = rounds(b, size, {}, {a: tensors[a, b]}, nodes)
+            assert {part.key: list(map(id, part.recvs[a])) for part in received} == {
+                part.key: list(map(id, part.sends[b])) for part in sent if b in part.sends
             }
-            kept = [id(t) for key in sorted(recvs) for t in recvs[key][a]]
-            assert kept == [id(t) for t in tensors[a, b] if t.numel()]
+            assert [id(t) for part in received for t in part.recvs[a]] == [id(t) for t in tensors[a, b] if t.numel()]
 
 
 def test_settle_returns_on_equal_claims():
