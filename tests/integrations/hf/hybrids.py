@@ -43,10 +43,11 @@ FAMILIES: dict[str, Architecture] = {
 _building = threading.Lock()
 
 
-def build(name: str, dtype: torch.dtype = torch.float32) -> transformers.PreTrainedModel:
-    """The model of a family, in training. The same whenever it is called."""
+def build(name: str, dtype: torch.dtype = torch.float32, **more: Any) -> transformers.PreTrainedModel:
+    """The model of a family, in training. The same whenever it is called. more: other entries of its config."""
+    family = FAMILIES[name]
     with _building, islands(dtype):
-        model = architectures.build(FAMILIES[name], dtype=dtype)
+        model = architectures.build(family._replace(config=family.config | more), dtype=dtype)
     for module in model.modules():  # those of Qwen multiply by 1 + weight, and by 2 a model rounds more than 2e-5
         if type(module).__name__ in ("Qwen3NextRMSNorm", "Qwen3_5RMSNorm", "Qwen3_5MoeRMSNorm"):
             module.weight.data -= 1.0

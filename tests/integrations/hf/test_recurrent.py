@@ -12,7 +12,6 @@ from torch import Tensor
 import seqpar
 from seqpar import Comm
 from seqpar.testing import run_threads
-from tests.cases import some
 from tests.integrations.hf.hybrids import (
     FAMILIES,
     alone,
@@ -29,8 +28,6 @@ from tests.integrations.hf.models import batches, packed
 
 TOLERANCE = {torch.float64: 1e-9, torch.float32: 2e-5}
 PLANS = {"planner": None, "contiguous": contiguous, "zigzag": zigzag, "striped": striped, "empty": empty}
-# CI takes one family of each kind of mixer, with and without experts
-NAMES = [pytest.param(name, marks=[pytest.mark.exhaustive][n < 4 :]) for n, name in enumerate(FAMILIES)]
 
 
 def brought(kind: str, ranks: int) -> list[dict[str, Tensor]]:
@@ -47,9 +44,15 @@ POINTS = [
 ]  # fmt: skip
 
 
-@pytest.mark.parametrize("point", some(POINTS, 4), ids=str)
-@pytest.mark.parametrize("dtype", TOLERANCE, ids=str)
-@pytest.mark.parametrize("name", NAMES)
+# CI takes one family of each kind of mixer, each at another point
+CASES = [
+    pytest.param(name, dtype, point, id=f"{name}-{dtype}-{' '.join(map(str, point))}",
+                 marks=[] if n < 4 and n + 4 * single == m else [pytest.mark.exhaustive])
+    for n, name in enumerate(FAMILIES) for single, dtype in enumerate(TOLERANCE) for m, point in enumerate(POINTS)
+]  # fmt: skip
+
+
+@pytest.mark.parametrize(("name", "dtype", "point"), CASES)
 def test_a_model_on_ranks_is_each_document_alone(name: str, dtype: torch.dtype, point: tuple[str, str, int]) -> None:
     kind, plan, ranks = point
     model, every = build(name, dtype), brought(kind, ranks)

@@ -1,0 +1,183 @@
+"""Mixers of hybrid models beside what else a model meets: adapters, autocast, shards, caches, compilers and batches."""
+
+from __future__ import annotations
+
+import copy
+from typing import Any
+
+import pytest
+import torch
+from peft import LoraConfig, get_peft_model
+from torch import Tensor, nn
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.fsdp import fully_shard
+
+import seqpar
+from seqpar import Comm, LocalComm
+from seqpar.integrations.hf.recurrent.mixers import mixers
+from seqpar.testing import run_processes, run_threads
+from tests.integrations.hf.hybrids import alone, build, check, contiguous, each_alone, gradients, on_ranks, zigzag
+from tests.integrations.hf.models import batches, holes, kept, packed, padded
+
+RANKS = 2
+
+
+def generator(seed: int = 0) -> torch.Generator:
+    return torch.Generator().manual_seed(seed)
+
+
+DENSE = {
+    "mamba2": {},
+    "qwen3_next": {"mlp_only_layers": [0, 1]},
+    "lfm2": {},
+    "kimi_linear": {"mlp_layer_types": ["dense"] * 2},
+}
+
+
+@pytest.mark.parametrize("name", DENSE)
+def test_a_document_does_not_know_of_another(name: str) -> None:
+    """To the bit, even of NaN. Experts would multiply rows in groups, which another token changes."""
+    model, batch = build(name, **DENSE[name]).eval(), packed(generator(), [13, 21, 6])
+    first = model.get_input_embeddings()(batch["input_ids"]).detach()
+
+    def rank(comm: Comm) -> list[Tensor]:
+        own, found = copy.deepcopy(model), []
+        with seqpar.parallelize(own, comm, source="replicated", plan=zigzag), torch.no_grad():
+            for change in (0.0, 1.0, torch.nan):
+                embedded = first.clone()
+                embedded[0, 15] += change
+                found.append(own(inputs_embeds=embedded, position_ids=batch["position_ids"]).logits[0])
+        return found
+
+    for one, *others in run_threads(3, rank):
+        for other in others:
+            same = (one == other).all(-1)
+            assert same[:13].all() and same[34:].all() and not same[15:34].any()
+        assert others[1][15:34].isnan().all()
+
+
+@pytest.mark.parametrize("name", ["mamba2", "qwen3_next"])
+def test_logits_of_evaluation_are_those_of_each_document_alone(name: str) -> None:
+    model, every = build(name).eval(), batches("left", RANKS)
+
+    def rank(comm: Comm) -> Tensor:
+        own, batch = copy.deepcopy(model), every[comm.rank]
+        with seqpar.parallelize(own, comm, plan=contiguous), torch.no_grad():
+            return own(input_ids=batch["input_ids"], attention_mask=batch["attention_mask"]).logits
+
+    for logits, batch in zip(run_threads(RANKS, rank), every, strict=True):
+        with torch.no_grad():
+            whole = torch.cat([model(input_ids=ids[None]).logits[0] for ids, _ in each_alone(batch)])
+        torch.testing.assert_close(logits[kept(batch)], whole, rtol=0, atol=1e-5 * float(whole.abs().max()))
+
+
+@pytest.mark.parametrize(("name", "targets"), [("mamba2", ["in_proj"]), ("qwen3_next", ["in_proj_ba", "out_proj"])])
+def test_adapters_of_projections_are_in_the_result(name: str, targets: list[str]) -> None:
+    model, every = build(name), batches("packed", RANKS)
+    torch.manual_seed(1)
+    adapted = get_peft_model(model, LoraConfig(r=2, target_modules=targets, init_lora_weights=False))
+
+    def rank(comm: Comm) -> tuple[float, dict[str, Tensor]]:
+        own = copy.deepcopy(adapted)
+        with seqpar.parallelize(own, comm, plan=zigzag):
+            loss = own(**every[comm.rank]).loss
+            loss.backward()
+        return float(loss.detach()), gradients(own)
+
+    found, whole = run_threads(RANKS, rank), alone(adapted, every)
+    assert len([name for name, grad in whole[1].items() if "lora" in name and grad.any()]) >= 2
+    check(found, whole, 2e-5)
+
+
+@pytest.mark.parametrize("name", ["mamba2", "qwen3_next", "lfm2"])
+def test_autocast_reaches_projections_and_filters(name: str) -> None:
+    model, every = build(name), batches("packed", RANKS)
+
+    def rank(comm: Comm) -> tuple[float, dict[str, Tensor]]:
+        own = copy.deepcopy(model)
+        with seqpar.parallelize(own, comm, plan=contiguous):
+            with torch.autocast("cpu", torch.bfloat16):
+                loss = own(**every[comm.rank]).loss
+            loss.backward()
+        return float(loss.detach()), gradients(own)
+
+    exact, _ = alone(model, every)
+    for loss, grads in run_threads(RANKS, rank):
+        assert loss == pytest.approx(exact, rel=2e-2) and loss != pytest.approx(exact, rel=1e-6)
+        assert all(grad.dtype == torch.float32 and grad.isfinite().all() for grad in grads.values())
+
+
+def sharded(comm: Comm, names: list[str]) -> list[tuple[float, dict[str, Tensor]]]:
+    """Losses and averaged gradients of models whose layers are sharded."""
+    found = []
+    for name in names:
+        model = build(name)
+        seqpar.parallelize(model, comm, average_over=comm.size, plan=contiguous)
+        mesh = init_device_mesh("cpu", (comm.size,))
+        for layer in model.base_model.layers:
+            fully_shard(layer, mesh=mesh)
+        fully_shard(model, mesh=mesh)
+        loss = model(**batches("packed", comm.size)[comm.rank]).loss
+        loss.backward()
+        grads = {n: g if g is None else g.full_tensor() / comm.size for n, g in _grads(model)}
+        found.append((float(loss.detach()), {n: torch.zeros(()) if g is None else g for n, g in grads.items()}))
+    return found
+
+
+def _grads(model: nn.Module) -> list[tuple[str, Any]]:
+    return [(name, p.grad) for name, p in model.named_parameters()]
+
+
+def test_layers_may_be_sharded() -> None:
+    names = ["mamba2", "qwen3_next"]
+    ranks = run_processes(RANKS, sharded, names)
+    for n, name in enumerate(names):
+        check([found[n] for found in ranks], alone(build(name), batches("packed", RANKS)), 2e-5)
+
+
+@pytest.mark.parametrize("name", ["mamba2", "qwen3_next", "lfm2"])
+def test_inside_local_a_model_generates_with_its_own_cache(name: str) -> None:
+    model, prompt = build(name).eval(), padded(generator(), [9], left=False)["input_ids"]
+    options: dict[str, Any] = {"max_new_tokens": 5, "do_sample": False, "use_cache": True}
+    expected = model.generate(prompt, **options)
+    forwards = [mixer.forward for mixer in mixers(model)]
+    with seqpar.parallelize(model, LocalComm()) as handle:
+        with handle.local():
+            assert torch.equal(model.generate(prompt, **options), expected)
+        with pytest.raises(RuntimeError, match="found no plan.*call the model that was given to seqpar.parallelize"):
+            mixers(model)[0](torch.zeros(1, 3, 32))
+    assert [mixer.forward for mixer in mixers(model)] == forwards
+    assert torch.equal(model.generate(prompt, **options), expected)
+
+
+def test_layers_may_be_compiled() -> None:
+    model, every = build("qwen3_next", mlp_only_layers=[0, 1]), [packed(generator(), [9, 14])]
+    expected = on_ranks(LocalComm(), model, every)
+    for layer in model.model.layers:
+        layer.compile(backend="eager")
+    with seqpar.parallelize(model, LocalComm()):
+        loss = model(**every[0]).loss
+        loss.backward()
+    check([(float(loss.detach()), gradients(model))], expected, 1e-5)
+
+
+# --- what is refused --------------------------------------------------------------------------------------------------
+
+
+def test_tokens_that_a_mask_leaves_out_between_others_are_refused() -> None:
+    model = build("mamba2")
+    with (
+        seqpar.parallelize(model, LocalComm()),
+        pytest.raises(NotImplementedError, match="would decay the states of recurrent layers; leave them out"),
+    ):
+        model(**holes(generator(), 17))
+
+
+def test_a_mixer_of_a_known_name_that_computes_something_else_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
+    model = build("lfm2")
+    kind = type(mixers(model)[0])
+    before = kind.forward
+    monkeypatch.setattr(kind, "forward", lambda self, *args, **named: 1.1 * before(self, *args, **named))
+    with pytest.raises(NotImplementedError, match="or its Lfm2ShortConv is not the one that seqpar knows"):
+        seqpar.parallelize(model, LocalComm())
+    assert "forward" not in mixers(model)[0].__dict__
