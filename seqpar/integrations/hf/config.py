@@ -12,6 +12,7 @@ from typing import Any
 from transformers import MODEL_MAPPING, PreTrainedConfig, PreTrainedModel
 
 ATTENTION_LAYERS = {"full_attention", "sliding_attention", "chunked_attention"}
+STATE = "it carries a state from token to token (a recurrent or state space model)"
 HYBRID_LAYERS = {"linear_attention", "conv", "hybrid", "mlp", "moe"}  # of models with recurrent layers
 NO_INTERFACE = "its attention does not go through transformers' AttentionInterface"
 LONGEST_POSITION = ("dynamic", "longrope")  # rotary types whose angles depend on the longest position
@@ -25,7 +26,7 @@ def mixing_layers(config: PreTrainedConfig, *, recurrent: bool = False) -> list[
     reasons = []
     model = MODEL_MAPPING.get(type(config), None)
     if getattr(model, "_is_stateful", False) and not recurrent:
-        reasons.append("it carries a state from token to token (a recurrent or state space model)")
+        reasons.append(STATE)
     served = ATTENTION_LAYERS | (HYBRID_LAYERS if recurrent else set())
     if other := set(getattr(config, "layer_types", None) or ()) - served:
         reasons.append(f"it has layers of types {sorted(other)}")

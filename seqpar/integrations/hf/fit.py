@@ -25,7 +25,7 @@ from seqpar.comm import LocalComm
 from seqpar.facts.layout import Layout
 from seqpar.facts.mask import Mask
 from seqpar.integrations.hf.attention import Forward, forward, implementation, planned
-from seqpar.integrations.hf.config import NO_INTERFACE, config_refusals
+from seqpar.integrations.hf.config import NO_INTERFACE, STATE, config_refusals
 from seqpar.integrations.hf.mask import Rule
 from seqpar.integrations.hf.recurrent.mixers import as_written, mixers
 from seqpar.integrations.hf.weights import NoWeights, check_probed, check_weights
@@ -109,8 +109,10 @@ def fitting(model: PreTrainedModel) -> ModelFit:
 
 
 def _remedy(model: PreTrainedModel, reasons: list[str]) -> str:
-    """A way to compute a model with a single reason against it, or "". Each way is tried before it is suggested."""
+    """A way to compute a refused model, or "". Ways by seqpar are tried before they are suggested."""
     prefix, base = model.base_model_prefix, model.base_model
+    if STATE in reasons:
+        return "; train it with data parallelism, whole documents on each rank"
     if reasons in ([NO_INTERFACE], [NO_MASK]) and _by_sdpa(model):
         return "; give sdpa=True and this rank's rows, as its attention is PyTorch's"
     if len(reasons) == 1 and POOLED in reasons[0] and "add_pooling_layer" in inspect.signature(type(model)).parameters:

@@ -55,6 +55,7 @@ def mixed(mixer: nn.Module, forward: Callable[..., Any], hidden_states: Tensor, 
 
 @uncompiled
 def _handle(mixer: nn.Module, hidden_states: Tensor) -> Tensor:
+    """The handle of the surrounding plan, whose documents a recurrence runs over, whatever the layers' masks are."""
     try:
         plan, comm, _, _ = surrounding()
     except RuntimeError as error:
@@ -64,8 +65,7 @@ def _handle(mixer: nn.Module, hidden_states: Tensor) -> Tensor:
         ) from error
     if hidden_states.dim() != 3 or len(hidden_states) != 1:
         raise ValueError(
-            f"{type(mixer).__name__} got {list(hidden_states.shape)}, but a plan's rows are [1, T, hidden]; call the "
-            "model that was given to seqpar.parallelize, or work inside handle.local()"
+            f"{type(mixer).__name__} got {list(hidden_states.shape)} under a plan, whose rows are [1, T, hidden]"
         )
     return bind(planned(plan, Rule(causal=True)), comm)
 

@@ -1,0 +1,87 @@
+"""What errors of hybrid and recurrent models say to do, done: losses are those of each document alone."""
+
+from __future__ import annotations
+
+import copy
+
+import pytest
+import torch
+from torch import Tensor
+
+import seqpar
+from seqpar import Comm, Layout, LocalComm, Mask, Plan
+from seqpar.testing import run_threads
+from tests.advice.remedies import advised
+
+pytest.importorskip("transformers")
+
+import transformers  # noqa: E402
+
+from seqpar.integrations.hf.recurrent.mixers import mixers  # noqa: E402
+from tests.integrations.hf.hybrids import alone, build  # noqa: E402
+from tests.integrations.hf.models import batches, holes, packed  # noqa: E402
+
+PLAN = Plan(Mask([12]), Layout.contiguous(12, 1))
+
+
+def test_tokens_between_others_are_left_out_of_the_batch() -> None:
+    model, batch = build("mamba2"), holes(torch.Generator().manual_seed(0), 17)
+    keep = batch["attention_mask"].bool()
+    without = {name: x[keep][None] for name, x in batch.items()}
+    with seqpar.parallelize(model, LocalComm()):
+        with advised(NotImplementedError, "leave them out of the batch"):
+            model(**batch)
+        loss = float(model(**without).loss.detach())
+    assert loss == pytest.approx(alone(model, [without])[0], rel=1e-5)
+
+
+def test_a_mixer_is_called_by_its_model_or_locally() -> None:
+    model, batch, x = build("mamba2"), packed(torch.Generator().manual_seed(0), [9, 5]), torch.randn(1, 7, 32)
+    mixer = mixers(model)[0]
+    expected = mixer(x)
+    with seqpar.parallelize(model, LocalComm()) as handle:
+        with advised(
+            RuntimeError, "call the model that was given to seqpar.parallelize, or work inside handle.local()"
+        ):
+            mixer(x)
+        loss = float(model(**batch).loss.detach())
+        with handle.local():
+            assert torch.equal(mixer(x), expected)
+    assert loss == pytest.approx(alone(model, [batch])[0], rel=1e-5)
+
+
+def test_a_registered_hybrid_is_made_parallel() -> None:
+    model, batch = build("qwen3_next"), packed(torch.Generator().manual_seed(0), [12])
+    model.set_attn_implementation("seqpar")
+    with (
+        advised(
+            NotImplementedError,
+            "give the model to seqpar.parallelize, which computes recurrent layers that it knows",
+        ),
+        seqpar.parallel(PLAN, LocalComm()),
+    ):
+        model(input_ids=batch["input_ids"], position_ids=batch["position_ids"], use_cache=False)
+    with seqpar.parallelize(model, LocalComm()):
+        loss = float(model(**batch).loss.detach())
+    model.set_attn_implementation("eager")
+    assert loss == pytest.approx(alone(model, [batch])[0], rel=1e-5)
+
+
+def test_a_recurrence_that_nobody_knows_is_trained_by_data_parallelism() -> None:
+    torch.manual_seed(0)
+    config = transformers.MambaConfig(vocab_size=61, hidden_size=16, num_hidden_layers=1, state_size=4)
+    model, every = transformers.MambaForCausalLM(config), batches("packed", 2)
+    with advised(NotImplementedError, "train it with data parallelism, whole documents on each rank"):
+        seqpar.parallelize(model, LocalComm())
+    counts = [int((batch["labels"] != -100).sum()) for batch in every]
+    loss, grads = alone(model, every)
+
+    def rank(comm: Comm) -> tuple[float, dict[str, Tensor]]:
+        return alone(copy.deepcopy(model), [every[comm.rank]])
+
+    found = run_threads(2, rank)
+    share = [count / sum(counts) for count in counts]
+    assert sum(part * own for part, (own, _) in zip(share, found, strict=True)) == pytest.approx(loss, rel=1e-5)
+    for name, grad in grads.items():
+        total = sum(part * own[name] for part, (_, own) in zip(share, found, strict=True))
+        torch.testing.assert_close(total, grad, rtol=1e-4, atol=1e-6)
