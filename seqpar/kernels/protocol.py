@@ -63,7 +63,7 @@ class StepFacts:
     memo: Callable[[Hashable, Callable[[], Any]], Any]
 
 
-@dataclass(frozen=True, eq=False)
+@dataclass(eq=False, slots=True)  # a frozen one takes a microsecond more
 class Operands:
     """Inputs of both directions: queries, keys and values of one buffer, the pairs that are seen, and their scores."""
 
@@ -74,7 +74,7 @@ class Operands:
     score: Score
 
 
-@dataclass(frozen=True, eq=False)
+@dataclass(eq=False, slots=True)  # a frozen one takes a microsecond more
 class Sums:
     """Outputs of forward.
 
@@ -88,7 +88,7 @@ class Sums:
     first: bool
 
 
-@dataclass(frozen=True, eq=False)
+@dataclass(eq=False, slots=True)  # a frozen one takes a microsecond more
 class Grads:
     """Further inputs of backward, and the sums it adds to: ``dq [M, H, D]``, ``dk``, ``dv`` in the accumulation dtype.
 

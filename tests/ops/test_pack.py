@@ -72,19 +72,3 @@ def test_sums_are_in_ascending_order_of_ranks(direct) -> None:
         expected += value
     assert expected.item() != (torch.tensor([3e7]) - 3e7 + 2).item()
     assert run_threads(4, summed, direct=direct) == [expected.item()] * 4
-
-
-def test_messages_to_be_summed_arrive_in_the_callers_memory() -> None:
-    def received(comm: Comm) -> tuple[list[int], bool]:
-        memory, asked = torch.full((64,), torch.nan), []
-
-        def empty(shape: tuple[int, int], dtype: torch.dtype, device: torch.device) -> Tensor:
-            asked.append(shape[0] * shape[1])
-            return memory[: asked[-1]].view(shape)
-
-        x, y, peer = torch.ones(5), torch.zeros(5), 1 - comm.rank
-        for _ in range(2):
-            post(comm, {peer: [[Place(x)]]}, {peer: [[Place(y, summed=True)]]}, TAG, empty=empty)()
-        return asked, bool((memory[:5] == 1).all() and (y == 2).all())
-
-    assert run_threads(2, received) == [([16, 16], True)] * 2

@@ -134,13 +134,13 @@ def streams(monkeypatch: pytest.MonkeyPatch) -> Iterator[tuple[Device, dict[int,
     monkeypatch.setattr(torch.cuda, "is_current_stream_capturing", lambda: False)
     init = keys.KeySlots.__init__
 
-    def watched(self: keys.KeySlots, make: Any) -> None:
+    def watched(self: keys.KeySlots, make: Any, dims: Any) -> None:
         def kept() -> Tensor:
             slot = make()
             memory[slot.untyped_storage().data_ptr()] = slot  # alive, so that an address is one slot
             return slot
 
-        init(self, kept)
+        init(self, kept, dims)
 
     monkeypatch.setattr(keys.KeySlots, "__init__", watched)
     yield device, memory

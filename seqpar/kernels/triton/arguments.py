@@ -137,7 +137,7 @@ def per_head(*tensors: Tensor) -> tuple[Any, ...]:
     They are arguments of their own because Triton compiles a bundle again for strides that are multiples of 16, and
     these strides follow the number of rows.
     """
-    return tuple(argument for x in tensors for argument in (x, x.stride(0)))
+    return tuple([argument for x in tensors for argument in (x, x.stride()[0])])
 
 
 def check_heads(*tensors: Tensor) -> None:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Hashable, Iterator, Mapping, Sequence
+from collections.abc import Hashable, Mapping, Sequence
 from dataclasses import dataclass, field
 from enum import IntEnum
 from typing import Any
@@ -16,11 +16,11 @@ from seqpar.kernels import CallSpec, Kernel, Score, StepFacts, acc_dtype, choose
 from seqpar.kernels.memory.upload import UploadBuffer, upload
 from seqpar.kernels.triton import Triton
 from seqpar.kernels.triton.ahead import host_tables
-from seqpar.ops.attention.rows import numbers
+from seqpar.ops.attention.rows import UploadedSteps, numbers
 from seqpar.ops.attention.signature import Signature
 from seqpar.ops.core.agreement import digest_of_call, plan_key
 from seqpar.ops.core.collective_op import Record
-from seqpar.ops.core.device import Uploaded, stream_of
+from seqpar.ops.core.device import stream_of
 from seqpar.plan import Part, Plan, Step, head_blocks, head_share, replicated
 
 
@@ -36,6 +36,7 @@ class Phase(IntEnum):
     BACK_LEAVE = 6
 
 
+PHASES = len(Phase)
 # for errors
 NAMES = {
     Phase.ENTER: "attention (forward, sharing out heads)",
@@ -51,6 +52,7 @@ Shares = tuple[list[slice], list[slice]]  # query heads and key heads of every m
 Views = tuple[slice | None, slice | None]
 Heads = slice | None  # of a part's tensors; None for all, which need no view of their own
 HeadBlock = tuple[Heads, Heads, slice]  # query heads and key heads inside, and the query heads outside
+ScoredBlock = tuple[Heads, Heads, Score]
 
 
 @dataclass(frozen=True, eq=False)
@@ -59,7 +61,7 @@ class Recipe:
 
     acc: the accumulation dtype. keys: of the plan and the signature, under which ranks remember that they agreed. rows:
     of this rank's queries and keys. By a part's Ulysses width: shares; blocks of this rank's heads in which every key
-    head serves the same number of query heads; key_size, the elements of a row of keys and values; views, the rows of
+    head serves the same number of query heads; key_heads, the number of key heads of its share; views, the rows of
     q, and of k and v, that the part's tensors are views of (None if they have their own memory); several, whether
     several shares read the same key head. stamp: of the plan and what else results depend on. slot, entry_slot:
     elements of the largest buffer of received keys, and of keys that enter a node. alone: the rank computes its rows in
@@ -77,7 +79,7 @@ class Recipe:
     rows: tuple[int, int]
     shares: Mapping[int, Shares]
     blocks: Mapping[int, list[HeadBlock]]
-    key_size: Mapping[int, int]
+    key_heads: Mapping[int, int]
     views: Mapping[int, Views]
     several: Mapping[int, bool]
     slot: int
@@ -100,25 +102,26 @@ def recipe_of(plan: Plan, rank: int, signature: Signature) -> Recipe:
     parts = [step.part for step in steps if step.first]
     shares: dict[int, Shares] = {}
     blocks: dict[int, list[HeadBlock]] = {}
-    key_size: dict[int, int] = {}
+    key_heads: dict[int, int] = {}
     for part in parts:
         pairs = [head_share(s.heads, s.kv_heads, part.width, share) for share in range(part.width)]
         shares[part.width] = [heads for heads, _ in pairs], [kv for _, kv in pairs]
         heads, kv = pairs[part.share]
-        key_size[part.width] = (kv.stop - kv.start) * (s.dim + s.v_dim)
+        key_heads[part.width] = kv.stop - kv.start
         cut = head_blocks(heads, kv, s.heads // s.kv_heads) if heads.stop > heads.start else []
         blocks[part.width] = [(q, k, slice(heads.start + q.start, heads.start + q.stop)) for q, k in cut]
         if len(cut) == 1:
             blocks[part.width] = [(None, None, heads)]
     step, *more = steps
+    size = {width: heads * (s.dim + s.v_dim) for width, heads in key_heads.items()}  # elements of a row
     return Recipe(
         kernel, acc_dtype(s.dtype), whole, (plan_key(plan), digest_of_call("attention", facts)),
         digest_of_call("attention", whole), hash((plan.digest(), s.function())), steps, parts,
-        (plan.rows(rank), plan.rows(rank, "kv")), shares, blocks, key_size,
+        (plan.rows(rank), plan.rows(rank, "kv")), shares, blocks, key_heads,
         {part.width: _views(part) for part in parts},
         {part.width: replicated(s.heads, s.kv_heads, part.width) for part in parts},
-        max((len(step.pos) * key_size[step.part.width] for step in steps if not step.own_alone), default=0),
-        max((step.entry.rows * key_size[step.part.width] for step in steps if step.entry is not None), default=0),
+        max((len(step.pos) * size[step.part.width] for step in steps if not step.own_alone), default=0),
+        max((step.entry.rows * size[step.part.width] for step in steps if step.entry is not None), default=0),
         alone=(plan.ranks == 1 or step.local and not step.moves) and step.part.trivial and not any(map(is_used, more)),
         trades=any(part.width > 1 for part in parts),
     )  # fmt: skip
@@ -146,34 +149,39 @@ class Call(Record):
     signature: Signature
     recipe: Recipe
     seed: int  # of dropout, or 0
-    uploaded: Uploaded = field(init=False)
+    uploaded: UploadedSteps = field(init=False)
 
     def message(self, phase: Phase, stage: int) -> Tag:
         """The tag of one of its exchanges; repeated backward passes have their own numbers."""
         repeat = max(0, self.passes - 1)
-        return Tag(self.tag.digest, self.tag.call, phase + len(Phase) * repeat, stage, NAMES[phase])
+        return Tag(self.tag.digest, self.tag.call, phase + PHASES * repeat, stage, NAMES[phase])
 
-    def blocks(self, part: Part, slopes: Tensor | None) -> Iterator[tuple[Heads, Heads, Score]]:
+    def blocks(self, part: Part, slopes: Tensor | None) -> list[ScoredBlock]:
         """Blocks of this rank's heads: inside query heads, inside key heads, their score. slopes: of all heads."""
-        s = self.signature
+        s, blocks = self.signature, []
         for heads, kv, outside in self.recipe.blocks[part.width]:
             own = None if slopes is None else slopes[outside].detach().to(self.recipe.acc).contiguous()
-            yield heads, kv, Score(s.scale, s.softcap, own, s.dropout_p, self.seed, outside.start)
+            blocks.append((heads, kv, Score(s.scale, s.softcap, own, s.dropout_p, self.seed, outside.start)))
+        return blocks
 
 
 @dataclass(eq=False)
 class PartTensors:
-    """The tensors of one part inside the head trade: the inputs of backward, and the sum in progress."""
+    """The tensors of one part inside the head trade: the inputs of backward, and the sum in progress.
+
+    blocks: of this rank's heads.
+    """
 
     q: Tensor
     k: Tensor
     v: Tensor
     out: Tensor  # [M, h, D_v]
     lse: Tensor  # [h, M]
+    blocks: list[ScoredBlock]
     acc: Tensor | None = None  # out in the accumulation dtype, if there are several steps
 
 
-def uploaded(plan: Plan, steps: Sequence[Step], device: torch.device) -> Uploaded:
+def uploaded(plan: Plan, steps: Sequence[Step], device: torch.device) -> UploadedSteps:
     """The row numbers and facts of a rank's steps on a device, uploaded in one transfer and freed with the plan.
 
     The first layer of a batch uploads them.
@@ -229,7 +237,7 @@ def _arrays(steps: Sequence[Step]) -> dict[int, Ints]:
     return arrays
 
 
-def _uploaded(plan: Plan, steps: Sequence[Step], device: torch.device, where: Hashable) -> Uploaded:
+def _uploaded(plan: Plan, steps: Sequence[Step], device: torch.device, where: Hashable) -> UploadedSteps:
     prepared: PlanUpload | None = plan.known(("prepared", id(steps), device.type))
     if prepared is None:
         arrays = _arrays(steps)
@@ -251,4 +259,4 @@ def _uploaded(plan: Plan, steps: Sequence[Step], device: torch.device, where: Ha
 
         return StepFacts(pos, lo, hi, key_pos, step.tiles, lambda: step.segments, memo)
 
-    return Uploaded({step.number: facts(step) for step in steps}, on_device)
+    return UploadedSteps(on_device, steps, facts)

@@ -2,19 +2,41 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable
-from math import prod
+from collections.abc import Mapping
+from operator import itemgetter
+from typing import NamedTuple
 
-import torch
 from torch import Tensor
 
-from seqpar.kernels.memory.copy import Pair, copy
+from seqpar.comm import Work
+from seqpar.kernels.memory.copy import Pair, add, copy
 from seqpar.ops.attention.call import Call, Phase
 from seqpar.ops.attention.keys import Messages, Slots
+from seqpar.ops.attention.rows import Added
 from seqpar.ops.core.device import profile_range
-from seqpar.ops.move.pack import Place, post, rows_of
+from seqpar.ops.move.pack import packed, rows_of, some_of
 from seqpar.plan import Step
-from seqpar.plan.steps import Entry
+
+
+class KeyGradients(NamedTuple):
+    """Gradients of keys and values, side by side [rows, heads, D + D_v], and views of both."""
+
+    both: Tensor
+    dk: Tensor
+    dv: Tensor
+
+    @classmethod
+    def of(cls, both: Tensor, dim: int) -> KeyGradients:
+        """The gradients in this memory. dim: of a key."""
+        return cls(both, both[..., :dim], both[..., dim:])
+
+
+class GradientArrival(NamedTuple):
+    """An exchange under way: its stage, its work, and by peer what is to be added when it has ended."""
+
+    stage: int
+    work: Work
+    sums: list[tuple[int, Pair]]
 
 
 class GradientExchange:
@@ -25,71 +47,92 @@ class GradientExchange:
     before the next exchange is posted, so one receive buffer is enough.
     """
 
-    def __init__(self, call: Call, steps: list[Step], home: Tensor) -> None:
-        self.call, self.home = call, home
-        self.arrival: Callable[[], None] | None = None
-        self.stage = 0
-        self.carried: Tensor | None = None  # the next step's sums in a ring, to which the arriving ones are added
-        self.entered: tuple[Entry, Tensor] | None = None  # sums that leave with the next exchange
-        self.sums = self._slots(len(s.pos) for s in steps if not s.local)
-        self.entry_sums = self._slots(s.spread.rows for s in steps if s.spread)
-        self.received: Tensor | None = None
+    def __init__(self, call: Call, steps: list[Step], home: KeyGradients) -> None:
+        self.call, self.home, self.rows = call, home, call.uploaded.steps
+        self.arrival: GradientArrival | None = None
+        self.carried: KeyGradients | None = None  # the next step's sums in a ring, to which the arriving ones are added
+        self.entered: tuple[Step, Tensor] | None = None  # sums that leave with the exchange after the step's
+        self.sums = self._slots(max((len(s.pos) for s in steps if not s.local), default=0))
+        self.entry_sums = self._slots(max((s.spread.rows for s in steps if s.spread), default=0))
+        self.received = home.both[:0]
 
-    def _slots(self, rows: Iterable[int]) -> Slots:
-        home, most = self.home, max(rows, default=0)
-        return Slots(lambda: home.new_empty(most, *home.shape[1:]))
+    def _slots(self, most: int) -> Slots[KeyGradients]:
+        home, dim = self.home.both, self.call.signature.dim
+        return Slots(
+            lambda: home.new_empty(most, *home.shape[1:]),
+            lambda memory, rows: KeyGradients.of(some_of(memory, slice(0, rows)), dim),
+        )
 
-    def blank(self, step: Step) -> Tensor:
-        """Zeros to which a step's gradients are added."""
+    def _zeros(self, rows: int) -> KeyGradients:
+        sums = self.sums.next(rows)
+        sums.both.zero_()
+        return sums
+
+    def blank(self, step: Step) -> KeyGradients:
+        """Zeros to which a step's gradients are added; in a ring, what has arrived for its keys."""
         sums, self.carried = self.carried, None
-        return self.sums.next(len(step.pos), *self.home.shape[1:]).zero_() if sums is None else sums
+        return self._zeros(len(step.pos)) if sums is None else sums
 
-    def depart(self, step: Step, grads: Tensor) -> None:
+    def depart(self, step: Step, grads: KeyGradients) -> None:
         """Post a step's key gradients, and receives for own keys and, in a ring, for the next step's."""
         if not self.call.signature.kv_grads:
             return
         with profile_range("post grads", step.number):
-            before, self.entered, target = self.entered, None, self.home
-            at = self.call.uploaded.rows
-            if step.spread is not None:
-                target = self.entry_sums.next(step.spread.rows, *self.home.shape[1:])
-                source = rows_of(grads, at(step.spread.place))
+            rows, target = self.rows[step.number], self.home.both
+            before, self.entered = self.entered, None
+            if step.spread is not None and rows.spread is not None:
+                target = self.entry_sums.next(step.spread.rows).both
+                source = rows_of(grads.both, rows.spread)
                 copy([Pair(target, source.x, src_rows=source.rows)])
-                self.entered = step.spread, target
-            sends: Messages = {peer: [[rows_of(grads, at(rows))]] for peer, rows in step.grad_sends.items()}
-            recvs: Messages = {
-                peer: [[rows_of(target, at(rows), summed=True)]] for peer, rows in step.grad_recvs.items()
-            }
+                self.entered = step, target
+            sends: Messages = {peer: [[rows_of(grads.both, some)]] for peer, some in rows.grad_sends.items()}
+            arriving = _to(target, rows.grad_recvs)
             if step.carry is not None and step.carry_rows:
-                self.carried = self.sums.next(step.carry_rows, *self.home.shape[1:]).zero_()
-                recvs.setdefault(step.carry, []).append([Place(self.carried, summed=True)])
-            self._post(step.number, sends, recvs, before)
+                self.carried = self._zeros(step.carry_rows)
+                arriving.append((step.carry, self.carried.both, Added(slice(0, step.carry_rows), step.carry_rows)))
+            self._post(step.number, sends, arriving, before)
 
-    def _post(self, stage: int, sends: Messages, recvs: Messages, entered: tuple[Entry, Tensor] | None) -> None:
+    def _post(
+        self, stage: int, sends: Messages, arriving: list[tuple[int, Tensor, Added]],
+        entered: tuple[Step, Tensor] | None,
+    ) -> None:  # fmt: skip
         """Post one exchange, including the sums for entered keys: sent to their owners, and received for own keys."""
         if entered is not None:
-            (entry, sums), at = entered, self.call.uploaded.rows
-            for peer, rows in entry.recvs.items():
-                sends.setdefault(peer, []).append([rows_of(sums, at(rows))])
-            for peer, rows in entry.sends.items():
-                recvs.setdefault(peer, []).append([rows_of(self.home, at(rows), summed=True)])
-        if sends or recvs:
-            tag = self.call.message(Phase.BACK_GRADS, stage)
-            self.arrival, self.stage = post(self.call.comm, sends, recvs, tag, empty=self._empty), stage
+            step, sums = entered
+            assert step.spread is not None
+            for peer, rows in step.spread.recvs.items():
+                sends.setdefault(peer, []).append([rows_of(sums, rows)])
+            arriving = arriving + _to(self.home.both, self.rows[step.number].returning)
+        if not (sends or arriving):
+            return
+        memory, first = self._memory(sum([added.count for *_, added in arriving])), 0
+        recvs: dict[int, list[Tensor]] = {}
+        pairs: list[tuple[int, Pair]] = []
+        for peer, target, (some, count) in arriving:
+            part = some_of(memory, slice(first, first + count))
+            recvs.setdefault(peer, []).append(part)
+            where = rows_of(target, some)
+            pairs.append((peer, Pair(where.x, part, where.rows)))
+            first += count
+        comm, tag = self.call.comm, self.call.message(Phase.BACK_GRADS, stage)
+        self.arrival = GradientArrival(stage, comm.exchange(packed(comm, sends), recvs, tag=tag), pairs)
 
-    def _empty(self, shape: tuple[int, ...], dtype: torch.dtype, device: torch.device) -> Tensor:
+    def _memory(self, rows: int) -> Tensor:
         """Memory for arrivals, which all exchanges reuse."""
-        size = prod(shape)
-        if self.received is None or self.received.numel() < size:
-            self.received = None  # the smaller one is freed first
-            self.received = self.call.comm.empty(shape, dtype, device)
-        return self.received.view(-1)[:size].view(shape)
+        home = self.home.both
+        if self.received.shape[0] < rows:
+            self.received = home[:0]  # the smaller one is freed first
+            self.received = self.call.comm.empty((rows, *home.shape[1:]), home.dtype, home.device)
+        return self.received
 
     def arrive(self) -> None:
         """Wait for arrivals and add them, to own keys in ascending order of ranks."""
         if self.arrival is not None:
-            with profile_range("wait grads", self.stage):
-                self.arrival()
+            stage, work, sums = self.arrival
+            with profile_range("wait grads", stage):
+                work.wait()
+                for _, pair in sorted(sums, key=itemgetter(0)):
+                    add(pair)
             self.arrival = None
 
     def finish(self, stage: int) -> None:
@@ -97,5 +140,10 @@ class GradientExchange:
         self.arrive()
         if self.entered is not None:
             with profile_range("post grads", stage):
-                self._post(stage, {}, {}, self.entered)
+                self._post(stage, {}, [], self.entered)
             self.arrive()
+
+
+def _to(target: Tensor, by_peer: Mapping[int, Added]) -> list[tuple[int, Tensor, Added]]:
+    """Rows that arrive from peers, with the tensor that they are added to."""
+    return [(peer, target, added) for peer, added in by_peer.items()]

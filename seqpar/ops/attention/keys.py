@@ -2,81 +2,92 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Hashable, Mapping, Sequence
-from math import prod
-from typing import NamedTuple
+from collections.abc import Callable, Sequence
+from typing import Generic, NamedTuple, TypeVar
 
 from torch import Tensor
 
+from seqpar.comm import Work
 from seqpar.kernels.memory.copy import Pair, copy
 from seqpar.ops.attention.call import Call, Phase
-from seqpar.ops.attention.rows import received_keys
+from seqpar.ops.attention.rows import Sent
 from seqpar.ops.core.device import profile_range
-from seqpar.ops.move.pack import Message, Place, post, rows_of
-from seqpar.plan import Rows
+from seqpar.ops.move.pack import Message, packed, rows_of, some_of
 
+T = TypeVar("T")
 Messages = dict[int, list[Message]]
 
 
-class Slots:
-    """Two pieces of memory used in turns, allocated when first needed, while at most two of its tensors are alive."""
+class Slots(Generic[T]):
+    """Two pieces of memory used in turns, allocated when first needed, while at most two of their views are in use.
 
-    def __init__(self, make: Callable[[], Tensor]) -> None:
-        self.make = make
+    view(memory, ...) makes a view of one; views are kept, since steps of a ring need equal ones.
+    """
+
+    def __init__(self, make: Callable[[], Tensor], view: Callable[..., T]) -> None:
+        self.make, self.view = make, view
         self.memory: list[Tensor | None] = [None, None]
+        self.views: dict[tuple[int, ...], T] = {}
         self.turn = 0
 
-    def next(self, *shape: int) -> Tensor:
-        """The next piece as a tensor of this shape."""
+    def next(self, *shape: int) -> T:
+        """The next piece, viewed in this shape."""
         self.turn = 1 - self.turn
-        memory = self.memory[self.turn]
-        if memory is None:
-            memory = self.memory[self.turn] = self.make()
-        return memory.view(-1)[: prod(shape)].view(shape)
+        view = self.views.get((self.turn, *shape))
+        if view is None:
+            memory = self.memory[self.turn]
+            if memory is None:
+                memory = self.memory[self.turn] = self.make()
+            view = self.views[(self.turn, *shape)] = self.view(memory, *shape)
+        return view
 
 
 class Buffer(NamedTuple):
-    """Rows of received keys and values [rows, elements], and views of both.
+    """Rows of keys and values, side by side [rows, elements], and views of both [rows, heads, dim].
 
-    slot: the memory that they lie in, None if they are empty.
+    slot: the memory that they lie in.
     """
 
-    slot: Tensor | None
+    slot: Tensor
     rows: Tensor
     keys: Tensor
     values: Tensor
 
     @classmethod
-    def of(cls, slot: Tensor | None, rows: Tensor, k: Tensor, v: Tensor) -> Buffer:
-        """A buffer of rows; k, v: keys and values with the same heads and dims."""
-        (_, *of_keys), (_, *of_values) = k.shape, v.shape
-        keys, values = rows.split([prod(of_keys), prod(of_values)], dim=1)
-        return cls(slot, rows, keys.unflatten(1, of_keys), values.unflatten(1, of_values))
+    def of(cls, slot: Tensor, count: int, heads: int, dim: int, v_dim: int) -> Buffer:
+        """So many rows for so many heads, in this memory."""
+        size, start = heads * (dim + v_dim), slot.storage_offset()
+        return cls(
+            slot,
+            slot.as_strided((count, size), (size, 1)),
+            slot.as_strided((count, heads, dim), (size, dim, 1)),
+            slot.as_strided((count, heads, v_dim), (size, v_dim, 1), start + heads * dim),
+        )
 
 
 class KeySlots:
-    """Pieces of memory for keys; each is lent again once its last reader has been issued."""
+    """Pieces of memory for keys; each is lent again once its last reader has been issued.
 
-    def __init__(self, make: Callable[[], Tensor]) -> None:
-        self.make = make
+    dims: of a key and of a value.
+    """
+
+    def __init__(self, make: Callable[[], Tensor], dims: tuple[int, int]) -> None:
+        self.make, self.dims = make, dims
         self.free: list[Tensor] = []
-        self.lent: dict[Hashable, Buffer] = {}  # steps of a ring have equal buffers
+        self.lent: dict[tuple[int, int, int], Buffer] = {}  # steps of a ring have equal buffers
 
-    def lend(self, count: int, k: Tensor, v: Tensor) -> Buffer:
-        """A buffer of so many rows like those of k and v, in a slot that is free or new."""
+    def lend(self, count: int, heads: int) -> Buffer:
+        """A buffer of so many rows for so many heads, in a slot that is free or new."""
         slot = self.free.pop() if self.free else self.make()
-        key = id(slot), count, k.shape[1:], v.shape[1:]
+        key = id(slot), count, heads
         buffer = self.lent.get(key)
         if buffer is None:
-            size = k.shape[1] * k.shape[2] + v.shape[1] * v.shape[2]
-            rows = slot.view(-1)[: count * size].view(count, size)
-            buffer = self.lent[key] = Buffer.of(slot, rows, k, v)
+            buffer = self.lent[key] = Buffer.of(slot, count, heads, *self.dims)
         return buffer
 
-    def take_back(self, buffer: Buffer | None) -> None:
+    def take_back(self, buffer: Buffer) -> None:
         """Use the memory of a buffer again."""
-        if buffer is not None and buffer.slot is not None:
-            self.free.append(buffer.slot)
+        self.free.append(buffer.slot)
 
 
 def steps_ahead(call: Call) -> int:
@@ -102,94 +113,84 @@ class KeyExchange:
 
     def __init__(self, call: Call, phase: Phase) -> None:
         recipe, signature = call.recipe, call.signature
-        self.call, self.steps, self.phase, self.size = call, recipe.steps, phase, recipe.key_size
+        self.call, self.phase, self.comm = call, phase, call.comm
+        self.steps, self.heads, self.dims = recipe.steps, recipe.key_heads, (signature.dim, signature.v_dim)
+        self.rows = call.uploaded.steps
         self.ahead = steps_ahead(call)
-        self.arrivals: dict[int, Callable[[], None]] = {}
+        self.arrivals: dict[int, Work] = {}
         self.buffers: dict[int, Buffer] = {}
         self.entries: dict[int, Tensor] = {}
-        self.slots = KeySlots(lambda: call.comm.empty((recipe.slot,), signature.dtype, signature.device))
-        self.entry_slots = Slots(lambda: call.comm.empty((recipe.entry_slot,), signature.dtype, signature.device))
+        self.slots = KeySlots(lambda: call.comm.empty((recipe.slot,), signature.dtype, signature.device), self.dims)
+        self.entry_slots: Slots[Tensor] = Slots(
+            lambda: call.comm.empty((recipe.entry_slot,), signature.dtype, signature.device),
+            lambda memory, rows, size: memory.as_strided((rows, size), (size, 1)),
+        )
 
     def post(self, n: int, k: Tensor, v: Tensor) -> None:
         """Post the exchange that brings the keys of step n; k, v are the inside keys of its part."""
-        step = self.steps[n]
-        size = self.size[step.part.width]
-        if not step.moves or not size:
+        step, heads = self.steps[n], self.heads[self.steps[n].part.width]
+        if not step.moves or not heads:
             return
         with profile_range("post keys", step.number):
-            recvs: Messages = {}
-            if step.recvs:
-                by_peer, places = received_keys(step)
-                count = len(step.pos) if places is None else len(places)
-                self.buffers[n] = self.slots.lend(count, k, v)  # last read before the current step
-                flat = self.buffers[n].rows
-                recvs = {peer: [[Place(flat[rows])]] for peer, rows in by_peer.items()}
+            rows = self.rows[step.number]
+            recvs: dict[int, list[Tensor]] = {}
+            if rows.recvs:
+                buffer = self.buffers[n] = self.slots.lend(rows.arriving, heads)  # last read before the current step
+                recvs = {peer: [some_of(buffer.rows, taken)] for peer, taken in rows.recvs.items()}
             sends: Messages = {}
-            if step.sends:
+            if rows.sends:
                 tensors = [k, v]
                 if step.spread is not None:  # forwarded unchanged, like those that a ring hands on
                     tensors = [self.entries[n - 1]]
                 elif step.relay and not self.steps[n - 1].local:
                     tensors = [self.buffers[n - 1].rows]
-                sends = self._messages(step.sends, tensors)
+                _add(sends, rows.sends, tensors)
             if step.entry is not None:
-                self._add_entry(n, k, v, sends, recvs)
+                _add(sends, rows.entering, [k, v])
+                if step.entry.recvs:
+                    entry = self.entries[n] = self.entry_slots.next(step.entry.rows, heads * sum(self.dims))
+                    for peer, taken in step.entry.recvs.items():
+                        recvs.setdefault(peer, []).append(entry[taken])
             tag = self.call.message(self.phase, step.number)
-            self.arrivals[n] = post(self.call.comm, sends, recvs, tag)
-
-    def _add_entry(self, n: int, k: Tensor, v: Tensor, sends: Messages, recvs: Messages) -> None:
-        """Add the messages of keys that enter this rank's node, or other nodes, with the keys of step n."""
-        step = self.steps[n]
-        entry = step.entry
-        assert entry is not None
-        if entry.recvs:
-            flat = self.entries[n] = self.entry_slots.next(entry.rows, self.size[step.part.width])
-            for peer, rows in entry.recvs.items():
-                recvs.setdefault(peer, []).append([Place(flat[rows])])
-        for peer, messages in self._messages(entry.sends, [k, v]).items():
-            sends.setdefault(peer, []).extend(messages)
-
-    def _messages(self, by_peer: Mapping[int, Rows], tensors: Sequence[Tensor]) -> Messages:
-        """For each peer a message of its rows of all tensors, side by side; peers with the same rows share it."""
-        messages: dict[object, Message] = {}
-        sends: Messages = {}
-        for peer, rows in by_peer.items():
-            key = (rows.start, rows.stop) if isinstance(rows, slice) else id(rows)
-            if key not in messages:
-                messages[key] = [rows_of(x, self.call.uploaded.rows(rows)) for x in tensors]
-            sends[peer] = [messages[key]]
-        return sends
+            self.arrivals[n] = self.comm.exchange(packed(self.comm, sends), recvs, tag=tag)
 
     def wait(self, n: int, k: Tensor, v: Tensor) -> tuple[Tensor, Tensor]:
         """The keys and values of step n, in position order."""
-        step, at = self.steps[n], self.call.uploaded.rows
-        arrive = self.arrivals.pop(n, None)
-        if arrive is not None:
+        step = self.steps[n]
+        if n in self.arrivals:
             with profile_range("wait keys", step.number):
-                arrive()
-        self.slots.take_back(self.buffers.pop(n - 1, None))
+                self.arrivals.pop(n).wait()
+        if n - 1 in self.buffers:
+            self.slots.take_back(self.buffers.pop(n - 1))
         if step.own_alone:
             return k, v
-        buffer = self.buffers.get(n)
-        if buffer is None:
-            size = self.size[step.part.width]
-            empty = Buffer.of(None, k.new_empty(len(step.pos), size), k, v) if not (size and len(step.pos)) else None
-            buffer = empty or self.slots.lend(len(step.pos), k, v)
-        copies = []
-        places, arrived = received_keys(step)[1] if step.recvs else None, None
-        if places is not None and buffer.rows.numel():
-            arrived, buffer = buffer, self.slots.lend(len(step.pos), k, v)
-            copies.append(Pair(buffer.rows, arrived.rows, dst_rows=at(places)))
-        self.buffers[n], flat = buffer, buffer.rows
+        heads, count = self.heads[step.part.width], len(step.pos)
+        if not (heads and count):
+            return k[:0], v[:0]
+        rows, copies = self.rows[step.number], []
+        arrived = self.buffers.get(n)
+        buffer = arrived
+        if arrived is None or rows.places is not None:
+            buffer = self.buffers[n] = self.slots.lend(count, heads)
+            if arrived is not None:
+                copies.append(Pair(buffer.rows, arrived.rows, dst_rows=rows.places))
         entered = self.entries.pop(n - 1, None)
-        if step.spread is not None and entered is not None:
-            where = rows_of(flat, at(step.spread.place))
+        if rows.spread is not None and entered is not None:
+            where = rows_of(buffer.rows, rows.spread)
             copies.append(Pair(where.x, entered, where.rows))
-        keys, values = buffer.keys, buffer.values
-        if step.own is not None and flat.numel():
-            own = at(step.own)
-            for where, x in ((rows_of(keys, own), k), (rows_of(values, own), v)):
+        if rows.own is not None:
+            for where, x in ((rows_of(buffer.keys, rows.own), k), (rows_of(buffer.values, rows.own), v)):
                 copies.append(Pair(where.x, x, where.rows))
-        copy(copies)
-        self.slots.take_back(arrived)
-        return keys, values
+        if copies:
+            copy(copies)
+        if arrived is not None and arrived is not buffer:
+            self.slots.take_back(arrived)
+        return buffer.keys, buffer.values
+
+
+def _add(sends: Messages, lists: Sequence[Sent], tensors: Sequence[Tensor]) -> None:
+    """Add a message of some rows of all tensors, side by side, for each peer; peers with the same rows share it."""
+    for rows, peers in lists:
+        message = [rows_of(x, rows) for x in tensors]
+        for peer in peers:
+            sends.setdefault(peer, []).append(message)

@@ -108,14 +108,12 @@ def _back(call: Call, saved: Sequence[Any], grads: Tensors, needs: Sequence[bool
     call.passes += 1
     dout, dlse = grads
     sinks, slopes, out, lse, *inside = saved
-    views = call.recipe.views
     parts = [
-        _restored(part, inside[5 * n : 5 * n + 5], out, lse, views[part.width])
-        for n, part in enumerate(call.recipe.parts)
+        _restored(call, part, inside[5 * n : 5 * n + 5], out, lse, slopes) for n, part in enumerate(call.recipe.parts)
     ]
     with abort_on_error(call.comm, f"attention, call {call.tag.call}"), no_autocast(out.device.type):
         dout = torch.zeros_like(out) if dout is None else dout
-        dq, dk, dv, dsinks = backward(call, parts, sinks, slopes, dout, dlse)
+        dq, dk, dv, dsinks = backward(call, parts, sinks, dout, dlse)
     dtype = call.signature.dtype
     return (
         dq if needs[0] else None,
@@ -133,17 +131,19 @@ def _saved(part: Part, own: PartTensors, inputs: Sequence[Tensor], views: Views)
     return [*chosen, *results]
 
 
-def _restored(part: Part, saved: Sequence[Any], out: Tensor, lse: Tensor, views: Views) -> PartTensors:
+def _restored(
+    call: Call, part: Part, saved: Sequence[Any], out: Tensor, lse: Tensor, slopes: Tensor | None
+) -> PartTensors:
     """A part's tensors, from the saved ones."""
     q, k, v, own_out, own_lse = saved
-    q_rows, kv_rows = views
+    q_rows, kv_rows = call.recipe.views[part.width]
     if q_rows is not None:
         q = q[q_rows]
     if kv_rows is not None:
         k, v = k[kv_rows], v[kv_rows]
     if part.q.trivial:
         own_out, own_lse = out[: part.q.rows], lse[:, : part.q.rows]
-    return PartTensors(q, k, v, own_out, own_lse)
+    return PartTensors(q, k, v, own_out, own_lse, call.blocks(part, slopes))
 
 
 ATTENTION = CollectiveOp("attention", _run, back=_back)

@@ -1,13 +1,17 @@
-"""The rows that a rank's steps read and write: which of them travel together, and their numbers."""
+"""The rows that a rank's steps read and write: their numbers, and a step's exchanges as indices on a device."""
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from typing import NamedTuple
 
 import numpy as np
 from torch import Tensor
 
 from seqpar.facts.value import Ints
+from seqpar.kernels import StepFacts
+from seqpar.ops.core.device import Index, Uploaded
 from seqpar.plan import Rows, Step
 from seqpar.plan.steps import count
 
@@ -45,6 +49,84 @@ def numbers(steps: Sequence[Step]) -> Iterator[Ints]:
         yield from (x for x in rows if isinstance(x, np.ndarray))
 
 
-def take(x: Tensor, rows: slice | Tensor) -> Tensor:
+class Sent(NamedTuple):
+    """Rows that go to several peers, in one message."""
+
+    rows: Index
+    peers: list[int]
+
+
+class Added(NamedTuple):
+    """Rows to which so many arriving ones are added."""
+
+    rows: Index
+    count: int
+
+
+@dataclass(frozen=True, eq=False)
+class StepRows:
+    """The exchanges of a step, as indices on a device: the fields of `seqpar.plan.Step` and of its entries.
+
+    sends, recvs: of keys, which arrive in memory of ``arriving`` rows and move to ``places`` of the buffer, unless they
+    arrive in it. entering: the sends of the step's entry. own, spread: rows of the buffer for own keys and for those of
+    the previous step's entry. grad_sends, grad_recvs: of gradients. returning: of own keys that left as that entry, to
+    which gradients return one step later.
+    """
+
+    sends: list[Sent]
+    recvs: Mapping[int, slice]
+    arriving: int
+    places: Index | None
+    entering: list[Sent]
+    own: Index | None
+    spread: Index | None
+    grad_sends: Mapping[int, Index]
+    grad_recvs: Mapping[int, Added]
+    returning: Mapping[int, Added]
+
+
+def step_rows(step: Step, at: Callable[[Rows], Index]) -> StepRows:
+    """The exchanges of a step. at: the index of rows."""
+    recvs, places = received_keys(step) if step.recvs else ({}, None)
+    entry, spread = step.entry, step.spread
+
+    def added(by_peer: Mapping[int, Rows]) -> dict[int, Added]:
+        return {peer: Added(at(rows), count(rows)) for peer, rows in by_peer.items()}
+
+    return StepRows(
+        sends=_shared(step.sends, at),
+        recvs=recvs,
+        arriving=len(step.pos if places is None else places),
+        places=None if places is None else at(places),
+        entering=[] if entry is None else _shared(entry.sends, at),
+        own=None if step.own is None else at(step.own),
+        spread=None if spread is None else at(spread.place),
+        grad_sends={peer: at(rows) for peer, rows in step.grad_sends.items()},
+        grad_recvs=added(step.grad_recvs),
+        returning={} if spread is None else added(spread.sends),
+    )
+
+
+def _shared(by_peer: Mapping[int, Rows], at: Callable[[Rows], Index]) -> list[Sent]:
+    """Peers with the same rows share a message."""
+    found: dict[object, Sent] = {}
+    for peer, rows in by_peer.items():
+        key = (rows.start, rows.stop) if isinstance(rows, slice) else id(rows)
+        found.setdefault(key, Sent(at(rows), [])).peers.append(peer)
+    return list(found.values())
+
+
+class UploadedSteps(Uploaded):
+    """The row numbers and facts of a rank's steps on a device, and the steps' exchanges, by the step's number."""
+
+    def __init__(
+        self, numbers: Mapping[int, Tensor], steps: Iterable[Step], facts: Callable[[Step], StepFacts]
+    ) -> None:
+        super().__init__(numbers)
+        self.facts = {step.number: facts(step) for step in steps}
+        self.steps = {step.number: step_rows(step, self.rows) for step in steps}
+
+
+def take(x: Tensor, rows: Index) -> Tensor:
     """Rows of x: a view for a slice, else a copy."""
     return x[rows] if isinstance(rows, slice) else x.index_select(0, rows)

@@ -35,7 +35,7 @@ from torch import Tensor
 from seqpar.kernels import Grads, Operands, Score, StepFacts, Sums, softmax
 from seqpar.ops.attention import heads as trade
 from seqpar.ops.attention.call import Call, Heads, PartTensors, Phase, uploaded
-from seqpar.ops.attention.grads import GradientExchange
+from seqpar.ops.attention.grads import GradientExchange, KeyGradients
 from seqpar.ops.attention.keys import KeyExchange
 from seqpar.ops.attention.rows import take
 from seqpar.ops.core.device import profile_range
@@ -58,17 +58,17 @@ def forward(
         if part.width not in insides:
             as_they_lie = [q[: part.q.rows], k[: part.kv.rows], v[: part.kv.rows]]
             traded = as_they_lie if part.trivial else entries[part.width]()
-            insides[part.width] = _inside(call, part, traded, out, lse, sinks)
+            insides[part.width] = _inside(call, part, traded, out, lse, sinks, slopes)
         return insides[part.width]
 
     if recipe.alone:
         tensors = inside(recipe.parts[0])
-        _compute(call, recipe.steps[0], tensors, tensors.k, tensors.v, slopes)
+        _compute(call, recipe.steps[0], tensors, tensors.k, tensors.v)
         return out, lse, [tensors]
     leaves: list[Callable[[], None]] = []
     arriving = KeyExchange(call, Phase.KEYS)
     for step, tensors, keys, values in walk(arriving, inside):
-        _compute(call, step, tensors, keys, values, slopes)
+        _compute(call, step, tensors, keys, values)
         if step.ends and not step.part.q.trivial:
             leaves.append(_leave(call, step.part, tensors, out, lse))
     for finish in leaves:
@@ -106,23 +106,22 @@ def walk(
 
 
 def _inside(
-    call: Call, part: Part, traded: list[Tensor], out: Tensor, lse: Tensor, sinks: Tensor | None
+    call: Call, part: Part, traded: list[Tensor], out: Tensor, lse: Tensor, sinks: Tensor | None, slopes: Tensor | None
 ) -> PartTensors:
     """A part's tensors. Parts that are views of the call's output reuse it instead of allocating their own."""
-    q, k, v = traded
     if part.q.trivial:
-        tensors = PartTensors(q, k, v, out[: part.q.rows], lse[:, : part.q.rows])
+        own = out[: part.q.rows], lse[:, : part.q.rows]
     else:
-        rows, heads = q.shape[:2]
+        rows, heads = traded[0].shape[:2]
         own = out.new_zeros(rows, heads, call.signature.v_dim), lse.new_full((heads, rows), -torch.inf)
-        tensors = PartTensors(q, k, v, *own)
+    tensors = PartTensors(*traded, *own, call.blocks(part, slopes))
     if sinks is not None:
         mine = call.recipe.shares[part.width][0][part.share]
         tensors.lse.copy_(sinks.to(call.recipe.acc)[mine, None].expand_as(tensors.lse))
     return tensors
 
 
-def _compute(call: Call, step: Step, tensors: PartTensors, keys: Tensor, values: Tensor, slopes: Tensor | None) -> None:
+def _compute(call: Call, step: Step, tensors: PartTensors, keys: Tensor, values: Tensor) -> None:
     """Add one step's keys to the part's output. A sink counts as an earlier sum."""
     first, wide = step.first and not call.signature.sinks, call.signature.dtype == call.recipe.acc
     if len(step.pos) or step.first or step.last:
@@ -132,7 +131,7 @@ def _compute(call: Call, step: Step, tensors: PartTensors, keys: Tensor, values:
             tensors.acc = (torch.empty_like if first else torch.zeros_like)(tensors.out, dtype=call.recipe.acc)
         facts = call.uploaded.facts[step.number]
         with profile_range("compute", step.number):
-            for heads, kv, score in call.blocks(step.part, slopes):
+            for heads, kv, score in tensors.blocks:
                 acc = None if tensors.acc is None else _of_heads(tensors.acc, heads)
                 out = _of_heads(tensors.out, heads) if step.last and not wide else None
                 operands = _operands(tensors, keys, values, heads, kv, facts, score)
@@ -174,13 +173,12 @@ class PartGradients:
     delta: Tensor
     out: Tensor | None
     dq: Tensor
-    home: Tensor
+    home: KeyGradients
 
 
 def backward(
-    call: Call, insides: list[PartTensors], sinks: Tensor | None, slopes: Tensor | None, dout: Tensor,
-    dlse: Tensor | None,
-) -> tuple[Tensor, Tensor, Tensor, Tensor | None]:  # fmt: skip
+    call: Call, insides: list[PartTensors], sinks: Tensor | None, dout: Tensor, dlse: Tensor | None
+) -> tuple[Tensor, Tensor, Tensor, Tensor | None]:
     """dq, dk, dv and this rank's share of dsinks; all but dq in the accumulation dtype."""
     recipe, signature = call.recipe, call.signature
     by_width = {p.width: tensors for p, tensors in zip(recipe.parts, insides, strict=True)}
@@ -199,7 +197,7 @@ def backward(
 
     if recipe.alone:
         (tensors,), grads = insides, start(recipe.steps[0])
-        _differentiate(call, recipe.steps[0], tensors, grads, tensors.k, tensors.v, slopes, grads.home)
+        _differentiate(call, recipe.steps[0], tensors, grads, tensors.k, tensors.v, grads.home)
         _leave_back(call, recipe.parts[0], grads, dq, home)()
         return dq, home[..., : signature.dim], home[..., signature.dim :], dsinks
     leaves: list[Callable[[], None]] = []
@@ -209,11 +207,12 @@ def backward(
             grads = start(step)
             leaving = GradientExchange(call, [s for s in recipe.steps if s.part is step.part], grads.home)
         of_step = grads.home if step.local else leaving.blank(step)
-        _differentiate(call, step, tensors, grads, keys, values, slopes, of_step)
+        _differentiate(call, step, tensors, grads, keys, values, of_step)
         leaving.arrive()
         if not step.local:
-            if step.own is not None:
-                grads.home += take(of_step, call.uploaded.rows(step.own))
+            own = call.uploaded.steps[step.number].own
+            if own is not None:
+                grads.home.both.add_(take(of_step.both, own))
             leaving.depart(step, of_step)
         if step.ends:
             leaving.finish(step.number + 1)  # the next step is local, so no gradients leave with it
@@ -259,40 +258,37 @@ def _part_gradients(
     if not (part.q.trivial and signature.dtype == call.recipe.acc):
         dq = torch.zeros_like(tensors.q, dtype=call.recipe.acc)
     out = tensors.out if len(incoming) == 1 else None
-    return PartGradients(dout, delta.contiguous(), out, dq[: part.q.rows], home[: part.kv.rows])
+    of_keys = KeyGradients.of(home[: part.kv.rows], signature.dim)
+    return PartGradients(dout, delta.contiguous(), out, dq[: part.q.rows], of_keys)
 
 
 def _differentiate(
-    call: Call, step: Step, tensors: PartTensors, part: PartGradients, keys: Tensor, values: Tensor,
-    slopes: Tensor | None, grads: Tensor,
-) -> None:  # fmt: skip
+    call: Call, step: Step, tensors: PartTensors, part: PartGradients, keys: Tensor, values: Tensor, grads: KeyGradients
+) -> None:
     """Add the gradients of one step to dq and ``grads``; nothing without keys, as on a rank without rows."""
     if not len(step.pos):
         return
-    facts, dim = call.uploaded.facts[step.number], call.signature.dim
+    facts = call.uploaded.facts[step.number]
     with profile_range("differentiate", step.number):
-        for heads, kv, score in call.blocks(step.part, slopes):
+        for heads, kv, score in tensors.blocks:
             operands = _operands(tensors, keys, values, heads, kv, facts, score)
             out = None if part.out is None else _of_heads(part.out, heads)
-            lse, delta = (x if heads is None else x[heads] for x in (tensors.lse, part.delta))
-            of_keys = _of_heads(grads, kv)
-            call.recipe.kernel.backward(
-                operands,
-                Grads(
-                    _of_heads(part.dout, heads), lse, delta, out,
-                    dq=_of_heads(part.dq, heads), dk=of_keys[..., :dim], dv=of_keys[..., dim:],
-                ),
-            )  # fmt: skip
+            lse, delta = (tensors.lse, part.delta) if heads is None else (tensors.lse[heads], part.delta[heads])
+            dout, dq = _of_heads(part.dout, heads), _of_heads(part.dq, heads)
+            sums = Grads(dout, lse, delta, out, dq, _of_heads(grads.dk, kv), _of_heads(grads.dv, kv))
+            call.recipe.kernel.backward(operands, sums)
 
 
 def _leave_back(call: Call, part: Part, grads: PartGradients, dq: Tensor, home: Tensor) -> Callable[[], None]:
     """Send gradients out of the head trade; key heads that several shares read are summed."""
     (heads, kv), s = call.recipe.shares[part.width], call.signature
     several, legs = call.recipe.several[part.width], []
-    if not (part.q.trivial and s.dtype == call.recipe.acc):
+    if not part.q.trivial:
         legs.append(trade.Leg(grads.dq.to(s.dtype), part.q, heads, target=dq))
+    elif s.dtype != call.recipe.acc:
+        dq[: part.q.rows].copy_(grads.dq)
     if s.kv_grads and not part.kv.trivial:
-        of_keys = grads.home if several or part.width == 1 else grads.home.to(s.dtype)
+        of_keys = grads.home.both if several or part.width == 1 else grads.home.both.to(s.dtype)
         legs.append(trade.Leg(of_keys, part.kv, kv, target=home, summed=several))
     if not legs:
         return lambda: None

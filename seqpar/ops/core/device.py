@@ -1,28 +1,27 @@
-"""A call's data on its device: row numbers and facts, once per stream; and ranges in a profiler's trace."""
+"""A call's data on its device: row numbers, once per stream; and ranges in a profiler's trace."""
 
 from __future__ import annotations
 
 from collections.abc import Hashable, Mapping
 from contextlib import AbstractContextManager, nullcontext
-from dataclasses import dataclass
 from typing import Any
 
 import torch
 from torch import Tensor
 from torch.autograd import profiler
 
-from seqpar.kernels import StepFacts
 from seqpar.plan import Rows
 
+Index = slice | Tensor  # rows of a tensor on a device
 
-@dataclass(frozen=True, eq=False)
+
 class Uploaded:
-    """Data of a rank's steps on its device: facts by the step's number, row numbers by their array's id."""
+    """Row numbers of a plan on a device, by their array's id."""
 
-    facts: Mapping[int, StepFacts]
-    numbers: Mapping[int, Tensor]
+    def __init__(self, numbers: Mapping[int, Tensor]) -> None:
+        self.numbers = numbers
 
-    def rows(self, rows: Rows) -> slice | Tensor:
+    def rows(self, rows: Rows) -> Index:
         """Rows of the plan as an index of tensors."""
         return rows if isinstance(rows, slice) else self.numbers[id(rows)]
 

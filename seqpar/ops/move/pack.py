@@ -44,19 +44,29 @@ Side = Mapping[int, Sequence[Message]]
 Arrival = tuple[int, Place, Place]  # the peer, where its message lies, and where it belongs
 
 
-def rows_of(x: Tensor, rows: slice | Tensor, *, summed: bool = False) -> Place:
+def some_of(x: Tensor, rows: slice) -> Tensor:
+    """Consecutive rows of a tensor; the tensor itself if they are all, since a view takes the host microseconds."""
+    return x if rows.stop - rows.start == x.shape[0] else x[rows]
+
+
+def rows_of(x: Tensor, rows: slice | Tensor) -> Place:
     """The place of some rows of a tensor."""
-    return Place(x[rows], summed=summed) if isinstance(rows, slice) else Place(x, rows, summed=summed)
+    return Place(some_of(x, rows)) if isinstance(rows, slice) else Place(x, rows)
 
 
-def post(
-    comm: Comm, sends: Side, recvs: Side, tag: Tag, *, empty: Callable[..., Tensor] | None = None
-) -> Callable[[], None]:
+def packed(comm: Comm, sends: Side) -> dict[int, list[Tensor]]:
+    """The tensors that are sent: messages as they lie where the comm can send them so, and copies of the others."""
+    tensors, sources = _buffers(comm, sends, torch.empty)
+    if sources:
+        copy([Pair(part.x, source.x, src_rows=source.rows) for _, part, source in sources])
+    return tensors
+
+
+def post(comm: Comm, sends: Side, recvs: Side, tag: Tag) -> Callable[[], None]:
     """Post an exchange of messages, by peer. The returned function waits until all are in place.
 
     A rank's messages to itself are local copies. Messages are summed in ascending order of peers, in the dtype of the
-    destination. Nothing else writes the elements that a message writes or is added to. empty: allocates the buffer of
-    messages that do not arrive in place, as ``torch.empty`` would; by default the comm does.
+    destination. Nothing else writes the elements that a message writes or is added to.
 
     Raises: ValueError if the rank sends itself more or fewer messages than it receives.
     """
@@ -69,9 +79,8 @@ def post(
     if comm.size == 1 and not rest:
         copy(own_copies)
         return lambda: None
-    leaving, sources = _buffers(comm, sends, torch.empty)
-    arriving, arrivals = _buffers(comm, recvs, empty or comm.empty)
-    copy([Pair(part.x, source.x, src_rows=source.rows) for _, part, source in sources])
+    leaving = packed(comm, sends)
+    arriving, arrivals = _buffers(comm, recvs, comm.empty)
     work = comm.exchange(leaving, arriving, tag=tag) if leaving or arriving else None
     late_copies, late_rest = _copies(arrivals) if arrivals else ([], arrivals)
     if not late_copies:  # otherwise `finish` makes all copies in one call

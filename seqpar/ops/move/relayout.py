@@ -58,7 +58,7 @@ class Moves(Memo):
         arrays = [x for side in (self.sends, self.recvs) for x in side.values() if isinstance(x, np.ndarray)]
 
         def make() -> Uploaded:
-            return Uploaded({}, dict(zip(map(id, arrays), row_numbers(arrays, device), strict=True)))
+            return Uploaded(dict(zip(map(id, arrays), row_numbers(arrays, device), strict=True)))
 
         return self.memo(stream_of(device), make)  # type: ignore[no-any-return]
 
