@@ -6,7 +6,9 @@ At each forward, ranks compare a hash of some weights while they announce their 
     after a backward without a sum              the optimizer stepped by each rank's own share: an error
     else                                        ranks drift apart, by operations that are not deterministic: a warning
 
-Hooks on the sampled parameters detect a backward; by these hooks `sync_gradients` finds the loop.
+The host waits for no GPU, except until ranks have agreed once: later it is the hash of the forward before, which the
+GPU has long computed. Hooks on the sampled parameters detect a backward; by these hooks `sync_gradients` finds the
+loop.
 """
 
 from __future__ import annotations
@@ -24,7 +26,7 @@ from seqpar.comm import Comm
 from seqpar.comm.protocol import DEAD, PeerError
 from seqpar.facts.value import Ints
 from seqpar.train.dtensor import global_rank
-from seqpar.train.weights import Sampled, difference, fingerprint, sampled, spread, values, versions
+from seqpar.train.weights import Fingerprint, Sampled, difference, sampled, spread, values, versions
 from seqpar.train.wrappers import Averaging, by_ddp, by_fsdp
 
 WEIGHTS = "weights"
@@ -41,8 +43,8 @@ class Loop:
         self._ranks = frozenset(comm.gather("parallelize: ranks of meshes", global_rank()))
         self._sample: list[Sampled] = []
         self._hooks: list[RemovableHandle] = []
-        self._versions: list[int] | None = None  # the versions when the digest was taken
-        self._digest = ""
+        self._versions: list[int] = []  # when the fingerprint was taken
+        self._fingerprint: Fingerprint | None = None
         self._unsummed: set[int] = set()  # ids of parameters whose gradients were not summed since a backward
         self._known: set[int] = set()  # ids of the parameters at the time of sampling
         self._grown = False  # whether other parameters have appeared
@@ -141,14 +143,17 @@ class Loop:
         """Remove the hooks from the parameters."""
         for hook in self._hooks:
             hook.remove()
-        self._hooks, self._sample, self._versions, self._unsummed = [], [], None, set()
+        self._hooks, self._sample, self._fingerprint, self._unsummed = [], [], None, set()
 
     def _hash(self) -> str:
         if self._count < 0 or self._grown or not all(each.stands() for each in self._sample):
             self._take()
-        if (now := versions(self._sample)) != self._versions:
-            self._digest, self._versions = fingerprint(self._sample), now
-        return self._digest
+        before, now = self._fingerprint, versions(self._sample)
+        latest = Fingerprint(self._sample) if before is None or now != self._versions else before
+        self._fingerprint, self._versions = latest, now
+        if self._agreed and latest.late:
+            return "" if before is None else before.digest
+        return latest.digest
 
     def _take(self) -> None:
         """Sample the model: all parameters until ranks have agreed on them, later only a few."""

@@ -10,11 +10,13 @@ from __future__ import annotations
 import hashlib
 import itertools
 from collections.abc import Iterator, Sequence
+from functools import cached_property
 from typing import NamedTuple
 
 import torch
 from torch import Tensor, nn
 
+from seqpar.ops.core.compared import on_device, to_host
 from seqpar.train.dtensor import alike, is_dtensor, local, version
 
 PARAMETERS, VECTORS = 4, 2  # matrices and vectors of each kind, trained and frozen
@@ -67,31 +69,47 @@ def versions(sample: Sequence[Sampled]) -> list[int]:
 
 
 def values(sample: Sequence[Sampled]) -> dict[str, Tensor]:
-    """The values of a sample by name, fp64 on the CPU."""
+    """The values of a sample by name, fp64 on the CPU; a device is waited for."""
     found = {}
-    for several, moved in _moved(sample):
-        found |= dict(zip(several, moved.double().split([len(x) for x in several.values()])))
+    for several in _kinds(sample):
+        joined = torch.cat(list(several.values())).cpu().double()
+        found |= dict(zip(several, joined.split([len(x) for x in several.values()])))
     return found
 
 
-def fingerprint(sample: Sequence[Sampled]) -> str:
-    """A hash of the names and values of a sample."""
-    names = "\n".join(each.name for each in sample).encode()
-    several = b"".join(moved.view(torch.uint8).numpy().tobytes() for _, moved in _moved(sample))
-    return hashlib.blake2b(names + several, digest_size=8).hexdigest()
+class Fingerprint:
+    """A hash of the names and present values of a sample.
+
+    late: whether a device has yet to copy the values; then the host asks for the hash later, and waits for no work.
+    """
+
+    @torch.no_grad()
+    def __init__(self, sample: Sequence[Sampled]) -> None:
+        self._names = "\n".join(each.name for each in sample).encode()
+        joined = [torch.cat(list(several.values())) for several in _kinds(sample)]
+        self.late = any(on_device(x) for x in joined)
+        self._copies = [to_host(x) if on_device(x) else (x, None) for x in joined]
+
+    @cached_property
+    def digest(self) -> str:
+        """The hash; the host waits for the copies."""
+        for _, copied in self._copies:
+            if copied is not None:
+                copied.synchronize()
+        several = b"".join(x.view(torch.uint8).numpy().tobytes() for x, _ in self._copies)
+        return hashlib.blake2b(self._names + several, digest_size=8).hexdigest()
 
 
 @torch.no_grad()
-def _moved(sample: Sequence[Sampled]) -> Iterator[tuple[dict[str, Tensor], Tensor]]:
-    """Values by name, and all of them end to end on the CPU; a device is waited for once per dtype."""
+def _kinds(sample: Sequence[Sampled]) -> list[dict[str, Tensor]]:
+    """Some values of each parameter by name, for every device and dtype."""
     kinds: dict[tuple[torch.device, torch.dtype], dict[str, Tensor]] = {}
     for each in sample:
         flat = local(each.parameter.detach()).reshape(-1)
         some = flat[:: -(-len(flat) // VALUES)]
         some = torch.view_as_real(some).reshape(-1) if some.is_complex() else some
         kinds.setdefault((some.device, some.dtype), {})[each.name] = some
-    for several in kinds.values():
-        yield several, torch.cat(list(several.values())).cpu()
+    return list(kinds.values())
 
 
 class Difference(NamedTuple):

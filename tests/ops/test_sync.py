@@ -240,7 +240,7 @@ def test_no_value_of_a_cuda_tensor_is_read(case, options, monkeypatch) -> None:
             with watched():
                 out, lse, insides = schedule.forward(call, q, k, v, sinks, slopes)
                 incoming = made(*out.shape), made(*lse.shape, dtype=lse.dtype)
-                grads = schedule.backward(call, insides, sinks, slopes, *incoming)
+                grads = schedule.backward(call, insides, sinks, *incoming)
             assert all(x is None or x.device == cuda for x in (out, lse, *grads))
             posted += comm.posted
     assert posted
@@ -332,8 +332,8 @@ def test_layers_do_not_synchronise_and_upload_once(case, options, monkeypatch) -
             return upload(arrays, device)
 
     monkeypatch.setattr(calls, "upload", counted)
-    monkeypatch.setattr(compared, "_on_device", lambda x: True)
-    monkeypatch.setattr(compared, "_to_host", lambda number: (number, SimpleNamespace(synchronize=lambda: None)))
+    monkeypatch.setattr(compared, "on_device", lambda x: True)
+    monkeypatch.setattr(compared, "to_host", lambda number: (number, SimpleNamespace(synchronize=lambda: None)))
     monkeypatch.setattr(softmax, "_known_finite", lambda values: False)  # as on CUDA
     for found in run_threads(case.ranks, two_layers, case.plan(), options, events):
         first, second = found[: found.index("second layer")], found[found.index("second layer") + 1 :]
@@ -362,8 +362,8 @@ def test_values_on_a_device_are_compared_by_the_next_call_and_wait_for_no_later_
         comm.agree("afterwards", {})
         return mine, str(caught.value)
 
-    monkeypatch.setattr(compared, "_on_device", lambda x: True)
-    monkeypatch.setattr(compared, "_to_host", to_host)
+    monkeypatch.setattr(compared, "on_device", lambda x: True)
+    monkeypatch.setattr(compared, "to_host", to_host)
     for mine, text in run_threads(3, rank_main):
         assert mine == ["later work", "copy"]
         assert text.startswith("relayout: ranks differ in a hash of the sinks of an earlier attention: ")
@@ -380,8 +380,8 @@ def test_values_on_a_device_are_compared_even_if_no_other_call_is_new(monkeypatc
                     call.facts, call.values = {"plan": "a"}, {"sinks": sinks}
         return calls_made, str(caught.value)
 
-    monkeypatch.setattr(compared, "_on_device", lambda x: True)
-    monkeypatch.setattr(compared, "_to_host", lambda number: (number, SimpleNamespace(synchronize=lambda: None)))
+    monkeypatch.setattr(compared, "on_device", lambda x: True)
+    monkeypatch.setattr(compared, "to_host", lambda number: (number, SimpleNamespace(synchronize=lambda: None)))
     for count, text in run_threads(3, rank_main):
         assert count == compared.LATEST
         assert text.startswith("attention: ranks differ in a hash of the sinks of an earlier attention: ")

@@ -47,10 +47,10 @@ def comparable(what: str, values: Mapping[str, object], comm: Comm, *, at_once: 
     for name, value in values.items():
         if not isinstance(value, Tensor):
             plain |= {} if value is None else {name: value}
-        elif at_once or not _on_device(value):
+        elif at_once or not on_device(value):
             plain[f"values of {name}"] = value.detach().double().tolist()
         else:
-            started.append((f"a hash of the {name} of an earlier {what}", *_to_host(hashed(value))))
+            started.append((f"a hash of the {name} of an earlier {what}", *to_host(hashed(value))))
     if started:
         comm.agreed[UNDER_WAY] = Started(started)
     return plain
@@ -73,12 +73,13 @@ def hashed(x: Tensor) -> Tensor:
     return (mixed * torch.arange(1, 2 * len(bits), 2, device=x.device)).sum()
 
 
-def _on_device(x: Tensor) -> bool:
+def on_device(x: Tensor) -> bool:
+    """Whether the host would wait to read a tensor."""
     return x.device.type == "cuda"
 
 
-def _to_host(number: Tensor) -> tuple[Tensor, Any]:
-    """The memory of the host to which a CUDA scalar is copied, and the event after the copy."""
-    host = torch.empty((), dtype=number.dtype, pin_memory=True)
-    host.copy_(number, non_blocking=True)
-    return host, torch.cuda.current_stream(number.device).record_event()
+def to_host(x: Tensor) -> tuple[Tensor, Any]:
+    """Memory of the host to which a CUDA tensor is copied behind the work before it, and the event after the copy."""
+    host = torch.empty(x.shape, dtype=x.dtype, pin_memory=True)
+    host.copy_(x, non_blocking=True)
+    return host, torch.cuda.current_stream(x.device).record_event()

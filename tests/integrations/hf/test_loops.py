@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 import copy
+import threading
 import warnings
 from collections.abc import Callable
 from contextlib import contextmanager, nullcontext
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -18,7 +20,7 @@ from torch.nn.parallel import DistributedDataParallel
 import seqpar
 from seqpar import Comm
 from seqpar.testing import run_processes, run_threads
-from seqpar.train import clip_grad_norm, sync_gradients
+from seqpar.train import clip_grad_norm, sync_gradients, weights
 from tests.integrations.hf.models import batches, build
 
 RANKS = 2
@@ -99,6 +101,38 @@ def test_ranks_that_drift_apart_are_told_once() -> None:
 
 
 # --- gradients --------------------------------------------------------------------------------------------------------
+
+
+def test_on_a_gpu_the_weights_of_the_forward_before_are_compared_and_the_host_waits_for_nothing_later(monkeypatch):
+    events: dict[int, list[str]] = {}
+
+    def to_host(x: Tensor) -> tuple[Tensor, SimpleNamespace]:
+        mine = events[threading.get_ident()]
+        mine.append(f"copy {mine.count('forward')}")
+        waited = mine[-1].replace("copy", "wait")
+        return x.clone(), SimpleNamespace(synchronize=lambda: mine.append(waited))
+
+    def rank(comm: Comm) -> list[str]:
+        own, mine = copy.deepcopy(MODEL), events.setdefault(threading.get_ident(), [])
+        with seqpar.parallelize(own, comm):
+            optimizer = torch.optim.SGD(own.parameters(), lr=1e-2)
+            for summed in (True, False, False, False):
+                mine.append("forward")
+                with nullcontext() if mine.count("forward") < 4 else pytest.raises(ValueError, match="not summed over"):
+                    own(**EVERY[comm.rank]).loss.backward()
+                if summed:
+                    sync_gradients(own.parameters(), comm)
+                optimizer.step()
+                optimizer.zero_grad()
+        return mine
+
+    monkeypatch.setattr(weights, "on_device", lambda x: True)
+    monkeypatch.setattr(weights, "to_host", to_host)
+    for mine in run_threads(RANKS, rank):
+        assert mine == [
+            "forward", "copy 1", "wait 1",  # all weights, at once
+            "forward", "copy 2", "forward", "copy 3", "wait 2", "forward", "copy 4", "wait 3",
+        ]  # fmt: skip
 
 
 @pytest.mark.parametrize("lora", [False, True], ids=["whole", "adapter"])
