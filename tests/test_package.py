@@ -100,7 +100,7 @@ ORDER = {
         protocol dispatch dropout
         memory memory/upload
         triton/config triton/tile triton/tables triton/arguments triton/launch triton/variants triton/forward
-        triton/backward triton triton/ahead
+        triton/backward triton
         triton/delta triton/merge triton/rows triton/rotary
         memory/copy memory/rotary
         softmax reference blockwise native

@@ -10,14 +10,14 @@ import torch
 from torch import Tensor
 
 from seqpar.kernels import dropout
-from seqpar.kernels.protocol import DTYPES, CallSpec, Grads, Operands, Sums, acc_dtype
+from seqpar.kernels.protocol import DTYPES, CallSpec, Grads, Kernel, Operands, Sums, acc_dtype
 from seqpar.kernels.softmax import masked_product, merge
 
 QUERY_ROWS = 512  # rows of all query heads that share a key head; with KEY_ROWS a tile of scores fits the cache
 KEY_ROWS = 512
 
 
-class Blockwise:
+class Blockwise(Kernel):
     """See `seqpar.kernels.protocol.Kernel`."""
 
     name = "blockwise"

@@ -16,14 +16,14 @@ from torch import Tensor
 
 from seqpar import native
 from seqpar.kernels import dropout
-from seqpar.kernels.protocol import CallSpec, Grads, Operands, StepFacts, Sums
+from seqpar.kernels.protocol import CallSpec, Grads, Kernel, Operands, StepFacts, Sums
 
 ISAS = ("portable", "avx2", "avx512", "avx512_bf16", "amx")  # numbered as in csrc/base/isa.h
 DTYPES = (torch.float32, torch.bfloat16)
 MAX_DIM = 1024  # SP_MAX_DIM of csrc/attention/attention.h
 
 
-class Native:
+class Native(Kernel):
     """See `seqpar.kernels.protocol.Kernel`. isa: an index of `ISAS` that this machine has, or None for its best."""
 
     def __init__(self, *, isa: int | None = None) -> None:

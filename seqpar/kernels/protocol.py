@@ -180,6 +180,13 @@ class Kernel(Protocol):
         """What the kernel rounds beside its results, so that "auto" needs `CallSpec.fast`; None if nothing."""
         ...
 
+    def tables(self, spec: CallSpec, facts: StepFacts) -> dict[Hashable, Any]:
+        """The device data of a step that its launches look up in the step's memory, by key, if it can be made ahead.
+
+        facts: of the step, on the CPU. A value is a tensor of the CPU, or a tuple that begins with such tensors.
+        """
+        return {}
+
     def forward(self, x: Operands, into: Sums) -> None:
         """Add the keys of one buffer."""
         ...

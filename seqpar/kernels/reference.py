@@ -6,11 +6,11 @@ import torch
 from torch import Tensor
 
 from seqpar.kernels import dropout
-from seqpar.kernels.protocol import DTYPES, CallSpec, Grads, Operands, Sums, acc_dtype
+from seqpar.kernels.protocol import DTYPES, CallSpec, Grads, Kernel, Operands, Sums, acc_dtype
 from seqpar.kernels.softmax import masked_product, merge
 
 
-class Reference:
+class Reference(Kernel):
     """See `seqpar.kernels.protocol.Kernel`."""
 
     name = "reference"

@@ -15,14 +15,15 @@ CPU, in Triton's interpreter, if ``TRITON_INTERPRET=1`` was set before Triton wa
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Hashable
+from dataclasses import replace
 from typing import Any
 
 import torch
 from torch import Tensor
 
 from seqpar.kernels.dispatch import no_cuda, triton_installed
-from seqpar.kernels.protocol import CallSpec, Grads, Operands, Sums
+from seqpar.kernels.protocol import CallSpec, Grads, Kernel, Operands, StepFacts, Sums
 from seqpar.kernels.triton.arguments import (
     Bounds,
     TileLoads,
@@ -45,7 +46,7 @@ from seqpar.kernels.triton.variants import dkdv_variants, forward_variants
 DTYPES = (torch.bfloat16, torch.float16, torch.float32)
 
 
-class Triton:
+class Triton(Kernel):
     """The kernels as a `seqpar.kernels.protocol.Kernel`.
 
     tf32: multiply float32 inputs in TF32; this kernel is only used when it is asked for by name. configure: the launch
@@ -86,6 +87,17 @@ class Triton:
     def accuracy_loss(self, spec: CallSpec) -> str | None:
         """Why results are less accurate than those of other kernels, or None: TF32 rounds the inputs."""
         return "triton_tf32 rounds float32 inputs to 10 bits" if self.precision == "tf32" else None
+
+    def tables(self, spec: CallSpec, facts: StepFacts) -> dict[Hashable, Any]:
+        """The tile tables of a step; see the protocol."""
+        made: dict[Hashable, Any] = {}
+        facts = replace(facts, memo=lambda key, make: made[key] if key in made else made.setdefault(key, make()))
+        device = generation(spec.capability) if spec.device == "cuda" else 0
+        for direction in ("forward", "dq", "dkdv") if spec.grads else ("forward",):
+            config = self.configure(Descriptor(direction, spec.dim, spec.v_dim, spec.dtype.itemsize, device))
+            if len(facts.pos) and (len(facts.key_pos) or direction == "forward"):
+                (key_table if direction == "dkdv" else query_table)(facts, config)
+        return made
 
     def forward(self, x: Operands, into: Sums) -> None:
         """Add the attention over one buffer of keys to the sums; see the protocol."""

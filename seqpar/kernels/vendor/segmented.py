@@ -27,7 +27,7 @@ from seqpar.kernels.vendor.varlen import VarlenCall, VarlenCalls, calls_of
 LEAST_SCALE = torch.finfo(torch.float32).tiny  # libraries multiply in float32, where a smaller scale may become zero
 
 
-class Segmented:
+class Segmented(Kernel):
     """See `seqpar.kernels.protocol.Kernel`. deterministic, merges: as in `CallSpec`. rest: the position kernel."""
 
     def __init__(

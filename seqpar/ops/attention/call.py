@@ -14,8 +14,6 @@ from seqpar.comm import Tag
 from seqpar.facts.value import Ints
 from seqpar.kernels import CallSpec, Kernel, Score, StepFacts, acc_dtype, choose
 from seqpar.kernels.memory.upload import UploadBuffer, upload
-from seqpar.kernels.triton import Triton
-from seqpar.kernels.triton.ahead import host_tables
 from seqpar.ops.attention.rows import UploadedSteps, numbers
 from seqpar.ops.attention.signature import Signature
 from seqpar.ops.core.agreement import digest_of_call, plan_key
@@ -215,12 +213,11 @@ def prepare(plan: Plan, recipe: Recipe, signature: Signature) -> None:
 
 def _prepared(recipe: Recipe, spec: CallSpec, device: torch.device) -> PlanUpload:
     arrays, tables = _arrays(recipe.steps), []
-    if isinstance(recipe.kernel, Triton):
-        for n, step in enumerate(recipe.steps):
-            if len(step.pos) or step.first or step.last:
-                rows, keys = (torch.empty(len(x), dtype=torch.int32, device="cpu") for x in (step.part.pos, step.pos))
-                facts = StepFacts(rows, rows, rows, keys, step.tiles, lambda: None, step.memo)
-                tables += [(n, key, value) for key, value in host_tables(recipe.kernel, spec, facts).items()]
+    for n, step in enumerate(recipe.steps):
+        if len(step.pos) or step.first or step.last:
+            rows, keys = (torch.empty(len(x), dtype=torch.int32, device="cpu") for x in (step.part.pos, step.pos))
+            facts = StepFacts(rows, rows, rows, keys, step.tiles, lambda: None, step.memo)
+            tables += [(n, key, value) for key, value in recipe.kernel.tables(spec, facts).items()]
     several = [*arrays.values(), *(x.numpy() for *_, value in tables for x in _tensors_of(value))]
     return PlanUpload(list(arrays), tables, UploadBuffer(several, device))
 
