@@ -60,7 +60,8 @@ OPTIONAL = {"plan/plot.py": {"matplotlib"}, "dsp/plan.py": {"matplotlib"}}
 ORDER = {
     "facts": "value intervals mask layout tiles __init__",
     "plan": """
-        heads steps traffic routes hierarchy residence runs parts prediction derive counts report plot plan __init__
+        heads steps traffic routes hierarchy residence runs travel parts prediction derive counts report plot plan
+        __init__
     """,
     "dsp": "form space costs search plan spec specs moves grid overlap runner stages checks apply __init__",
     "planner": """
@@ -81,7 +82,9 @@ ORDER = {
         attention/keys attention/grads
         attention/heads attention/schedule attention/op attention/api attention/rotary
         move/switch move/relayout
-        recurrent recurrent/recompute recurrent/rows recurrent/conv recurrent/scan recurrent/linear __init__
+        recurrent recurrent/recompute recurrent/rows recurrent/relaid recurrent/conv
+        recurrent/maps recurrent/gather recurrent/chain recurrent/scan
+        recurrent/local recurrent/checks recurrent/linear __init__
     """,
     "nn": "checkpoint wrap fingerprint source attention multihead __init__",
     "integrations": """

@@ -99,6 +99,30 @@ class DocumentRuns(Memo):
         """The number of the first run of each run's document."""
         return np.searchsorted(self.document, self.document)
 
+    @property
+    def ordinal(self) -> Ints:
+        """The place of each run among those of its document, from 0."""
+        return np.arange(self.start.size) - self.first
+
+    @property
+    def tokens(self) -> Ints:
+        """Tokens that each rank holds."""
+        tokens = np.zeros(self.ranks, np.int64)
+        np.add.at(tokens, self.rank, self.count)
+        return tokens
+
+    def relaid(self) -> DocumentRuns:
+        """The runs of a contiguous layout with as many tokens on each rank; cached."""
+        return self.memo("relaid", self._relaid)
+
+    def _relaid(self) -> DocumentRuns:
+        edge = edges(self.tokens)
+        start = np.union1d(edge[:-1], self.offsets[:-1])
+        start = start[start < edge[-1]]
+        count, rank = np.diff(start, append=edge[-1]), interval_of(start, edge)
+        start, count, rank, document = map(frozen, (start, count, rank, interval_of(start, self.offsets)))
+        return DocumentRuns(start, count, rank, document, self.ranks, self.offsets)
+
     def of_rank(self, rank: int) -> Ints:
         """The numbers of a rank's runs."""
         return self.memo(("of rank", rank), lambda: frozen(np.flatnonzero(self.rank == rank)))
@@ -183,8 +207,8 @@ class RankRuns:
 
 
 @dataclass(frozen=True, eq=False)
-class Chain:
-    """The order in which a rank folds states into those that enter its runs.
+class FoldOrder:
+    """The order in which a rank folds states into those that enter its runs, once it has all earlier ones.
 
     levels: the t-th runs of all documents that need them, as numbers among the rank's own runs and then the arrived
     ones. Documents with more levels come first, so each level continues a prefix of the one before. entered: for each
@@ -195,8 +219,8 @@ class Chain:
     entered: Ints
 
     @classmethod
-    def of(cls, runs: DocumentRuns, rank: int) -> Chain:
-        """The chain of a rank."""
+    def of(cls, runs: DocumentRuns, rank: int) -> FoldOrder:
+        """The order of a rank."""
         own, (arrived, _) = runs.of_rank(rank), runs.earlier_runs().arriving(rank)
         known = np.concatenate([own, arrived])
         order = np.argsort(known)

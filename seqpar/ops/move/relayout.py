@@ -135,10 +135,11 @@ def _check_layouts(x: Tensor, comm: Comm, src: Layout, dst: Layout) -> None:
         )
 
 
-def _moves(src: Layout, dst: Layout, comm: Comm) -> Moves:
-    mine, wanted = src.positions(comm.rank), dst.positions(comm.rank)
-    sends = _by_owner(mine, dst.owner()[mine], comm.size)
-    recvs = _by_owner(wanted, src.owner()[wanted], comm.size)
+def moves_between(src: Layout, dst: Layout, rank: int) -> Moves:
+    """A rank's moves from one layout to another of the same tokens."""
+    mine, wanted = src.positions(rank), dst.positions(rank)
+    sends = _by_owner(mine, dst.owner()[mine], src.ranks)
+    recvs = _by_owner(wanted, src.owner()[wanted], src.ranks)
     return Moves(sends, recvs, len(mine), len(wanted))
 
 
@@ -284,7 +285,7 @@ def _relayout(
     with agreement("relayout", comm) as call:
         _check_layouts(x, comm, src, dst)
         # by its digest: two layouts that refer to each other are only freed by garbage collection
-        moves = src.memo(("to", dst.digest(), comm.rank), lambda: _moves(src, dst, comm))
+        moves = src.memo(("to", dst.digest(), comm.rank), lambda: moves_between(src, dst, comm.rank))
         _check_rows(rows, moves, comm)
         call.facts = _facts_of(x, src, dst, grad=grads[0])
         if comm.size > 1:

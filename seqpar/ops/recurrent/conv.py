@@ -5,7 +5,8 @@ Each run is convolved behind the rows before it, which come from other ranks whe
     run of 3 rows, filter of 3 taps      h h x x x   ->   y y y
                                          halo of 2
 
-All runs are laid one after another, each behind its halo; outputs that would mix two runs are not taken.
+All runs are laid one after another, each behind its halo; outputs that would mix two runs are not taken. Where runs are
+so short that most rows would be in a halo, rows go to a contiguous layout and results come back (`relaid`).
 """
 
 from __future__ import annotations
@@ -29,10 +30,13 @@ from seqpar.ops.core.device import stream_of
 from seqpar.ops.core.repetition import check_repetition
 from seqpar.ops.move.relayout import facts_of_rows, row_numbers
 from seqpar.ops.recurrent.recompute import gradients
-from seqpar.ops.recurrent.rows import RowMap, check_rows, plan_and_comm, runs, values_of
+from seqpar.ops.recurrent.relaid import Relaid
+from seqpar.ops.recurrent.rows import RowMap, check_rows, document_runs, plan_and_comm, runs, values_of
 from seqpar.plan import Plan
+from seqpar.plan.travel import halo_way
 
 ACTIVATIONS = (None, "silu")
+TRAVELS = ("auto", "halo", "rows")
 
 
 def causal_conv1d(
@@ -43,6 +47,7 @@ def causal_conv1d(
     comm: Comm | None = None,
     *,
     activation: str | None = None,
+    travel: str = "auto",
 ) -> Tensor:
     """This rank's rows of a causal depthwise convolution of each document. A collective, forward and backward.
 
@@ -54,15 +59,17 @@ def causal_conv1d(
     all of one floating dtype; under autocast all but float64 are cast first, as by torch's own convolutions.
     activation: None or "silu". Returns [T, C] in that dtype; pad rows are zeros, and what they hold enters nothing.
     Products are summed in float32, or float64 for float64, where the activation is computed too. Runs may be shorter
-    than the filter. Each rank gets the W - 1 rows before each of its runs that it does not hold. The gradients of
-    weight and bias are this rank's shares: sum them over ranks.
+    than the filter. The gradients of weight and bias are this rank's shares: sum them over ranks.
+
+    travel: what ranks send. "halo": each gets the W - 1 rows before each of its runs that it does not hold. "rows": all
+    rows go to a contiguous layout, and results come back. "auto": what costs less by `seqpar.plan.travel`.
 
     In a compiled model ``plan`` is a handle, ``seqpar.bind(plan, comm)``, without a comm.
 
     Raises: ValueError for shapes, dtypes or an activation that do not fit, on every rank, before any byte moves;
     NotImplementedError for double backward.
     """
-    return CONV(autocasts([x, weight, bias]), values_of("causal_conv1d", plan, comm), activation)[0]
+    return CONV(autocasts([x, weight, bias]), values_of("causal_conv1d", plan, comm), activation, travel)[0]
 
 
 @dataclass(frozen=True, eq=False)
@@ -114,52 +121,71 @@ class ConvCall(Record):
 
     rows: RowMap
     laid: Laid
+    relaid: Relaid | None
     activation: str | None
 
 
 def _conv(
-    tensors: Sequence[Any], values: Sequence[Any], activation: str | None, grads: Sequence[bool]
+    tensors: Sequence[Any], values: Sequence[Any], activation: str | None, travel: str, grads: Sequence[bool]
 ) -> tuple[list[Tensor], Tensors, ConvCall]:
     (x, weight, bias), (plan, comm) = tensors, plan_and_comm("causal_conv1d", values)
     number = comm.next_call()
     with agreement("causal_conv1d", comm) as call:
         check_rows("causal_conv1d", x, plan, comm)
-        _check(x, weight, bias, activation)
-        reach = weight.shape[1] - 1
-        rows = plan.memo(("halo", reach, comm.rank), lambda: RowMap.of(plan, comm.rank, "halo", reach))
-        laid = plan.memo(("laid", reach, comm.rank), lambda: Laid.of(plan, comm.rank, reach))
+        _check(x, weight, bias, activation, travel)
+        reach, size = weight.shape[1] - 1, x.shape[1] * x.itemsize
+        way = plan.memo(("halo way", reach, size, travel), lambda: halo_way(document_runs(plan), reach, size, travel))
         own = {"plan": plan.digest(), "taps": reach + 1, "activation": activation, "bias": bias is not None}
+        own["travel"] = way.travel
         call.facts = own | facts_of_rows(x, True in grads)
         if comm.size > 1:
-            key = "causal_conv1d", reach, activation, bias is None, x.dtype, x.device.type, x.shape[1:], True in grads
+            key = (
+                "causal_conv1d", reach, activation, bias is None, way.travel, x.dtype, x.device.type, x.shape[1:],
+                True in grads,
+            )  # fmt: skip
             call.digest = plan.memo(key, lambda: digest_of_call("causal_conv1d", call.facts))
-    stamp = hash((plan, activation, id(comm.stats), comm.rank))
+    stamp = hash((plan, activation, way, id(comm.stats), comm.rank))
     check_repetition("causal_conv1d", comm, stamp, "plan or activation", recorded=True in grads)
-    record = ConvCall(comm, Tag(call.digest, number, 0, 0, "causal_conv1d"), rows, laid, activation, stamp=stamp)
+    relaid = None if way.inside is None else Relaid.of(plan, comm.rank)
+    inside = plan if relaid is None else relaid.plan
+    rows = inside.memo(("halo", reach, comm.rank), lambda: RowMap.of(inside, comm.rank, "halo", reach))
+    laid = inside.memo(("laid", reach, comm.rank), lambda: Laid.of(inside, comm.rank, reach))
+    tag = Tag(call.digest, number, 0, 0, "causal_conv1d")
+    record = ConvCall(comm, tag, rows, laid, relaid, activation, stamp=stamp)
     with no_autocast(x.device.type):
-        before = rows.apply(x.detach(), comm, record.tag)
+        x = x.detach() if relaid is None else relaid.there([x.detach()], comm, tag)[0]
+        before = rows.apply(x, comm, tag)
         y = convolved(x, weight, bias, before, laid, activation)
-    return [y], [x, weight, bias, before], record
+        if relaid is not None:
+            (y,) = relaid.home([y], comm, tag)
+    return [y], [x if relaid else tensors[0], weight, bias, before], record
 
 
 def _conv_back(call: ConvCall, saved: Sequence[Any], grads: Tensors, needs: Sequence[bool]) -> Tensors:
     """The gradients of x, weight and bias."""
-    tag = call.way_back()
+    tag, relaid = call.way_back(), call.relaid
     x, weight, bias, before = saved
     (dy,) = grads
-    dy = torch.zeros_like(x) if dy is None else dy
     with no_autocast(x.device.type):
+        if dy is None:
+            dy = x.new_zeros(x.shape[0] if relaid is None else relaid.rows.rows_in, x.shape[1])
+        if relaid is not None:
+            (dy,) = relaid.there([dy], call.comm, tag)
         dx, dweight, dbias, dbefore = gradients(
             lambda *inputs: convolved(*inputs, call.laid, call.activation),
             [x, weight, bias, before],
-            [needs[0], needs[1], needs[2], True],
+            [True, needs[1], needs[2], True],
             [dy],
         )
-        home = call.rows.apply_transposed(torch.zeros_like(before) if dbefore is None else dbefore, call.comm, tag)
-    return [home if dx is None else dx + home, dweight, dbias] if needs[0] else [None, dweight, dbias]
+        halos = torch.zeros_like(before) if dbefore is None else dbefore
+        of_halos = call.rows.apply_transposed(halos, call.comm, tag)
+        dx = of_halos if dx is None else dx + of_halos
+        if relaid is not None:
+            (dx,) = relaid.home([dx], call.comm, tag)
+    return [dx if needs[0] else None, dweight, dbias]
 
 
-def _check(x: Tensor, weight: object, bias: object, activation: object) -> None:
+def _check(x: Tensor, weight: object, bias: object, activation: object, travel: object) -> None:
     if x.dim() != 2 or not x.dtype.is_floating_point:
         raise ValueError(f"causal_conv1d: x must be floating [rows, channels], got {x.dtype} {list(x.shape)}")
     for name, parameter, dims in (("weight", weight, 2), ("bias", bias, 1)):
@@ -178,6 +204,8 @@ def _check(x: Tensor, weight: object, bias: object, activation: object) -> None:
         raise ValueError("causal_conv1d: weight has no taps; give at least 1")
     if activation not in ACTIVATIONS:
         raise ValueError(f'causal_conv1d: activation must be None or "silu", got {activation!r:.200}')
+    if travel not in TRAVELS:
+        raise ValueError(f"causal_conv1d: travel must be one of {', '.join(TRAVELS)}, got {travel!r:.200}")
 
 
 def _fake(x: Tensor, weight: Tensor, bias: Tensor | None, *_: object) -> tuple[Tensor, Tensor]:
@@ -194,7 +222,7 @@ def _fake_back(
 CONV = CollectiveOp("causal_conv1d", _conv, back=_conv_back)
 CONV.define(
     3,
-    "(Tensor x, Tensor weight, Tensor? bias, Tensor[] handles, str? activation, bool[] grads) "
+    "(Tensor x, Tensor weight, Tensor? bias, Tensor[] handles, str? activation, str travel, bool[] grads) "
     "-> (Tensor y, Tensor ticket)",
     _fake,
 )

@@ -2,41 +2,40 @@
 
 ::
 
-    rank 0   prepare   leave ──►                  compute        leave: what the rank's runs do to a state
-    rank 1   prepare   leave ──► exchange, fold   compute        fold: the states that enter its runs
-    rank 2   prepare         ──► exchange, fold   compute
+    rank 0   prepare   leave ──►        compute        leave: what the rank's runs do to a state
+    rank 1   prepare   leave ──► pass   compute        pass: exchanges that make of it the states that enter runs
+    rank 2   prepare         ──► pass   compute
 
-One exchange in forward, of the states and maps that later runs of the same documents need, and one in backward, of
-their gradients. Backward computes the forward's local parts again, from the inputs and from what arrived.
+States pass by `gather` or in a `chain`, and their gradients back the same way. Where runs are so short that this costs
+more than moving rows, all of it is done on rows in a contiguous layout (`relaid`). Backward computes the forward's
+local parts again, from the inputs and from the states that entered.
 """
 
 from __future__ import annotations
 
-import math
 from collections.abc import Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from typing import Any, NamedTuple
 
-import numpy as np
 import torch
 from torch import Tensor
 
 from seqpar.comm import Comm, Tag
-from seqpar.facts.value import Ints, Memo
 from seqpar.kernels import acc_dtype
 from seqpar.kernels.recurrent import Recurrence, RecurrentKernel, RecurrentSpec, choose
 from seqpar.ops.core.agreement import abort_on_error, agreement, digest_of_call
 from seqpar.ops.core.autocast import autocasts, no_autocast
 from seqpar.ops.core.collective_op import CollectiveOp, Record, Tensors
 from seqpar.ops.core.compared import hashed
-from seqpar.ops.core.device import stream_of
 from seqpar.ops.core.repetition import check_repetition
-from seqpar.ops.move.relayout import exchanged, row_numbers
-from seqpar.ops.recurrent.rows import check_rows, document_runs, plan_and_comm, runs, values_of
-from seqpar.ops.recurrent.scan import Folding, folded
+from seqpar.ops.recurrent.chain import StateChain
+from seqpar.ops.recurrent.checks import check_inputs, checked_scale, checked_way
+from seqpar.ops.recurrent.gather import StateGather
+from seqpar.ops.recurrent.local import LocalRuns
+from seqpar.ops.recurrent.relaid import Relaid
+from seqpar.ops.recurrent.rows import plan_and_comm, runs, values_of
+from seqpar.ops.recurrent.scan import passing
 from seqpar.plan import Plan
-
-DTYPES = (torch.float64, torch.float32, torch.bfloat16, torch.float16)
 
 
 class States(NamedTuple):
@@ -60,6 +59,7 @@ def linear_attention(
     initial_state: Tensor | None = None,
     return_state: bool = False,
     kernel: str = "auto",
+    travel: str = "auto",
 ) -> Tensor | tuple[Tensor, States]:
     """This rank's rows of a linear recurrence over each document of the plan. A collective, forward and backward.
 
@@ -77,14 +77,20 @@ def linear_attention(
     initial_state [documents, H, K, V]: equal on all ranks, which ``check="call"`` compares; the rank with a document's
     first row reads it. kernel: "auto", "chunked" or "reference".
 
+    travel: what ranks send; all ways are exact. "gather": each rank gets the states of all runs before its last one in
+    each document, and their maps, in one exchange each way. "chain": each run gets one state, of the run before it, in
+    steps. "rows": rows go to a contiguous layout and results come back; between the two, states pass by the cheaper of
+    the others. "auto": what costs least by `seqpar.plan.travel`, which `seqpar.recurrent.describe` shows; nothing is
+    sent for documents that no two ranks share.
+
     The recurrence runs over whole documents in order, whatever the mask's window is.
 
     In a compiled model ``plan`` is a handle, ``seqpar.bind(plan, comm)``, without a comm.
 
     Returns out [T, H, V] in v's dtype; pad rows are zeros, and what they hold enters nothing. If return_state also the
     numbers and the states of the documents whose last row this rank holds. Gradients of initial_state are this rank's
-    shares: sum them over ranks. Sums are in float32, or float64 for float64, as are the states that travel: a rank gets
-    those of the runs before its last one in each document.
+    shares: sum them over ranks. Sums are in float32, or float64 for float64, as are the states that travel; rows travel
+    in their own dtypes.
 
     Raises: ValueError for shapes, dtypes or options that do not fit, on every rank, before any byte moves;
     NotImplementedError for masks that are not causal inside documents, for a kv_layout other than the layout, for
@@ -94,7 +100,7 @@ def linear_attention(
         raise NotImplementedError("linear_attention: return_state is not supported in a compiled model")
     values = values_of("linear_attention", plan, comm)
     tensors = [*autocasts([q, k, v]), decay, beta, initial_state]
-    out, states = LINEAR(tensors, values, scale, normalize, kernel, return_state)
+    out, states = LINEAR(tensors, values, scale, normalize, kernel, travel, return_state)
     if not return_state:
         return out
     plan, comm = plan_and_comm("linear_attention", values)
@@ -102,71 +108,17 @@ def linear_attention(
     return out, States(own.documents[own.closes].tolist(), states)
 
 
-@dataclass(frozen=True, eq=False)
-class LocalRuns(Memo):
-    """One rank's rows and runs, for a recurrence.
-
-    order: local rows in position order, None if those are all rows in their own order. counts, documents: of the runs.
-    opens, closes: runs that are the first or the last of their document. exported: runs that are not the last. folding:
-    None if no document is on several ranks.
-    """
-
-    order: Ints | None
-    counts: Ints
-    documents: Ints
-    opens: Ints
-    closes: Ints
-    exported: Ints
-    folding: Folding | None
-    _memo: dict[Any, Any] = field(default_factory=dict, repr=False)
-
-    @classmethod
-    def of(cls, plan: Plan, rank: int) -> LocalRuns:
-        """A rank's side of a plan."""
-        own = runs(plan, rank)
-        exported = np.flatnonzero(~own.closes)
-        passes = not document_runs(plan).closes.all()  # equal on all ranks
-        folding = plan.memo(("folding", rank), lambda: Folding.of(plan, rank)) if passes else None
-        order = own.local(own.positions)
-        in_order = order.size == plan.rows(rank) and (order == np.arange(order.size)).all()
-        return cls(
-            None if in_order else order,
-            own.counts,
-            own.documents,
-            np.flatnonzero(own.opens),
-            np.flatnonzero(own.closes),
-            exported,
-            folding,
-        )
-
-    def on(self, device: torch.device) -> tuple[Tensor | None, Tensor, Tensor, Tensor, Tensor]:
-        """order, opens, their documents, closes and exported on a device, uploaded once per stream."""
-
-        def make() -> tuple[Tensor | None, ...]:
-            arrays = [self.opens, self.documents[self.opens], self.closes, self.exported]
-            *numbers, order = row_numbers([*arrays, self.opens[:0] if self.order is None else self.order], device)
-            return None if self.order is None else order, *numbers
-
-        return self.memo(stream_of(device), make)  # type: ignore[no-any-return]
-
-    def tables(self, kernel: RecurrentKernel, device: torch.device) -> Any:
-        """A kernel's tables of the runs on a device, uploaded once per stream."""
-
-        def make() -> Any:
-            with torch.inference_mode(False):  # they outlive the caller's mode
-                return kernel.tables(self.counts, self.exported, device)
-
-        return self.memo((kernel.name, stream_of(device)), make)
-
-
 @dataclass(eq=False)
 class LinearCall(Record):
     """A call of `linear_attention`: what its backward needs besides tensors."""
 
     side: LocalRuns
+    passing: StateGather | StateChain | None  # None if no document is on several ranks
+    relaid: Relaid | None
     kernel: RecurrentKernel
     scale: float
     normalize: bool
+    return_state: bool
 
 
 def _before(call: LinearCall, *inputs: Tensor | None) -> tuple[list[Tensor], Any]:
@@ -183,7 +135,7 @@ def _before(call: LinearCall, *inputs: Tensor | None) -> tuple[list[Tensor], Any
     begin = v.new_zeros(side.counts.size, v.shape[1], q.shape[2], v.shape[2], dtype=dtype)
     if initial is not None:
         begin = begin.index_copy(0, opens, initial[documents].to(dtype))
-    if side.folding is None:
+    if call.passing is None:
         return [begin], prepared
     left, mapped = call.kernel.leave(prepared, begin[exported])
     runs = side.counts.size
@@ -192,15 +144,9 @@ def _before(call: LinearCall, *inputs: Tensor | None) -> tuple[list[Tensor], Any
     return [begin, states, maps], prepared
 
 
-def _after(
-    call: LinearCall, like: Tensor, prepared: Any, local: Sequence[Tensor], far: Sequence[Tensor]
-) -> tuple[Tensor, Tensor]:
+def _after(call: LinearCall, like: Tensor, prepared: Any, entering: Tensor) -> tuple[Tensor, Tensor]:
     """This rank's out, and the states that documents end with. like: v."""
-    begin, *passed = local
     order, _, _, closes, _ = call.side.on(like.device)
-    entering = begin
-    if call.side.folding is not None:
-        entering = begin + folded(*passed, *far, call.side.folding)
     rows, left = call.kernel.compute(prepared, entering)
     out = rows.to(like.dtype)
     return out if order is None else like.new_zeros(like.shape).index_copy(0, order, out), left[closes]
@@ -208,133 +154,104 @@ def _after(
 
 def _linear(
     tensors: Sequence[Any], values: Sequence[Any], scale: float | None, normalize: bool, kernel: str,
-    return_state: bool, grads: Sequence[bool],
+    travel: str, return_state: bool, grads: Sequence[bool],
 ) -> tuple[list[Tensor], Tensors, LinearCall]:  # fmt: skip
     plan, comm = plan_and_comm("linear_attention", values)
     number = comm.next_call()
     with agreement("linear_attention", comm) as agreed:
-        _check(tensors, plan, comm)
+        check_inputs(tensors, plan, comm)
         q, _, v, decay, beta, initial = tensors
         kind = "none" if decay is None else "scalar" if decay.dim() == 2 else "channel"
         spec = RecurrentSpec(v.device.type, v.dtype, q.shape[2], v.shape[2], kind, beta is not None)
-        scale, chosen = _checked_scale(scale, q.shape[2]), choose(kernel, spec)
-        side = plan.memo(("recurrent side", comm.rank), lambda: LocalRuns.of(plan, comm.rank))
+        scale, chosen = checked_scale(scale, q.shape[2]), choose(kernel, spec)
+        way = checked_way(tensors, plan, travel)
         agreed.facts = {
             "plan": plan.digest(), "dtype": v.dtype, "device": v.device.type, "q": q.shape[1:], "v": v.shape[1:],
-            "decay": None if decay is None else decay.dim(), "beta": beta is not None, "initial": initial is not None,
-            "scale": scale, "normalize": bool(normalize), "kernel": chosen.name, "requires grad": True in grads,
+            "decay": None if decay is None else (decay.dtype, decay.dim()),
+            "beta": None if beta is None else beta.dtype, "initial": initial is not None,
+            "scale": scale, "normalize": bool(normalize), "kernel": chosen.name, "travel": way[:2],
+            "return_state": bool(return_state), "requires grad": True in grads,
         }  # fmt: skip
         if comm.size > 1:
             key = "linear_attention", *agreed.facts.values()
             agreed.digest = plan.memo(key, lambda: digest_of_call("linear_attention", agreed.facts))
         if initial is not None and comm.check_every == "call":
             agreed.values = {"a hash of initial_state": int(hashed(initial))}
-    stamp = hash((plan, scale, bool(normalize), chosen.name, id(comm.stats), comm.rank))
+    stamp = hash((plan, scale, bool(normalize), chosen.name, way, id(comm.stats), comm.rank))
     check_repetition("linear_attention", comm, stamp, "plan or scale", recorded=True in grads)
+    relaid, inside, rank = None, plan, comm.rank
+    if way.inside is not None:
+        relaid = Relaid.of(plan, rank)
+        inside, way = relaid.plan, way.inside
+    side = inside.memo(("local runs", rank), lambda: LocalRuns.of(inside, rank))
+    passed = passing(inside, rank, way) if way.steps else None
     tag = Tag(agreed.digest, number, 0, 0, "linear_attention")
-    call = LinearCall(comm, tag, side, chosen, scale, bool(normalize), stamp=stamp)
+    call = LinearCall(
+        comm, tag, side, passed, relaid, chosen, scale, bool(normalize), bool(return_state), stamp=stamp
+    )  # fmt: skip
     with abort_on_error(comm, f"linear_attention, call {number}"), no_autocast(v.device.type), torch.no_grad():
-        local, prepared = _before(call, *tensors)
-        far: list[Tensor] = []
-        if side.folding is not None:
-            far = exchanged(local[1:], comm, [side.folding.states, side.folding.maps], tag)
-        out, states = _after(call, v, prepared, local, far)
-    return [out, states if return_state else states[:0]], [*tensors, *far], call
+        inputs = list(tensors)
+        if relaid is not None:
+            inputs[:5] = relaid.there(inputs[:5], comm, tag)
+        (begin, *passes), prepared = _before(call, *inputs)
+        kept = [] if passed is None else passed.forward(*passes, comm, tag)
+        out, states = _after(call, inputs[2], prepared, begin + kept[0] if kept else begin)
+        if relaid is not None:
+            (out,) = relaid.home([out], comm, tag)
+            states = relaid.final_home(states, comm, tag) if return_state else states
+    return [out, states if return_state else states[:0]], [*inputs, *kept], call
 
 
 def _linear_back(call: LinearCall, saved: Sequence[Any], grads: Tensors, needs: Sequence[bool]) -> Tensors:
     """The gradients of q, k, v, decay, beta and initial_state."""
-    tag, side, comm = call.way_back(), call.side, call.comm
-    inputs, far = saved[:6], list(saved[6:])
+    tag, comm, relaid = call.way_back(), call.comm, call.relaid
+    inputs, kept = saved[:6], saved[6:]
     dout, dstates = grads
     v = inputs[2]
     with abort_on_error(comm, f"linear_attention, call {tag.call}"), no_autocast(v.device.type), torch.enable_grad():
         leaves = [None if x is None else x.detach().requires_grad_(need) for x, need in zip(inputs, needs, strict=True)]
         local, prepared = _before(call, *leaves)
-        cut = [x.detach().requires_grad_() for x in local]
-        far = [x.detach().requires_grad_() for x in far]
-        out, states = _after(call, v, prepared, cut, far)
+        begin = local[0].detach()
+        entering = (begin + kept[0] if kept else begin).requires_grad_()
+        out, states = _after(call, v, prepared, entering)
+        if relaid is not None:
+            like = out.detach(), states.detach()
+            dout, dstates = _grads_there(relaid, call, dout, dstates, like, tag)
         wanted = [x for x in leaves if x is not None and x.requires_grad]
         pairs = [(y, g) for y, g in ((out, dout), (states, dstates)) if g is not None and g.shape == y.shape]
         ys, gs = (list(column) for column in zip(*pairs, strict=True)) if pairs else ([], [])
-        passed = [*cut, *far]
-        first = torch.autograd.grad(ys, [*wanted, *passed], gs, allow_unused=True, retain_graph=True) if ys else ()
-        found = list(first) or [None] * (len(wanted) + len(passed))
-        dlocal = [torch.zeros_like(x) if g is None else g for x, g in zip(passed, found[len(wanted) :], strict=True)]
-        if side.folding is not None:
-            moves = [side.folding.states.transposed(), side.folding.maps.transposed()]
-            home = exchanged([x.detach() for x in dlocal[len(cut) :]], comm, moves, tag)
-            dlocal[1:3] = [x + y for x, y in zip(dlocal[1:3], home, strict=True)]
-        ends = [(x, g) for x, g in zip(local, dlocal) if x.requires_grad]
+        first = torch.autograd.grad(ys, [*wanted, entering], gs, allow_unused=True, retain_graph=True) if ys else ()
+        *found, dentered = first or [None] * (len(wanted) + 1)
+        dlocal = [torch.zeros_like(entering) if dentered is None else dentered]
+        if call.passing is not None:
+            passes = [x.detach() for x in local[1:]]
+            dlocal += call.passing.backward(*passes, kept, dlocal[0], comm, tag)
+        ends = [(x, g) for x, g in zip(local, dlocal, strict=True) if x.requires_grad]
         if ends and wanted:
             ys, gs = (list(column) for column in zip(*ends, strict=True))
             second = torch.autograd.grad(ys, wanted, gs, allow_unused=True)
             found = [b if a is None else a if b is None else a + b for a, b in zip(found, second)]
-    results = iter(found[: len(wanted)])
+    results = iter(found)
     grads_of = [next(results) if x is not None and x.requires_grad else None for x in leaves]
-    zeros = [torch.zeros_like(x) if need and g is None else g for x, g, need in zip(inputs, grads_of, needs)]
-    return zeros
+    if relaid is None:
+        return [torch.zeros_like(x) if need and g is None else g for x, g, need in zip(inputs, grads_of, needs)]
+    full = [torch.zeros_like(x) if x is not None and g is None else g for x, g in zip(inputs, grads_of)]
+    with abort_on_error(comm, f"linear_attention, call {tag.call}"):
+        full[:5] = relaid.home(full[:5], comm, tag)
+    return [g if need else None for g, need in zip(full, needs)]
 
 
-def _check(tensors: Sequence[Any], plan: Plan, comm: Comm) -> None:
-    """Raise unless a call's tensors fit each other and the plan."""
-    q, k, v, decay, beta, initial = tensors
-    name = "linear_attention"
-    for title, x in (("q", q), ("k", k), ("v", v)):
-        check_rows(f"{name}: {title}", x, plan, comm)
-        if x.dim() != 3 or x.dtype not in DTYPES or (x.dtype, x.device) != (v.dtype, v.device):
-            raise ValueError(
-                f"{name}: q, k and v must be [rows, heads, dim] of one dtype and device, got {title} "
-                f"{x.dtype} {list(x.shape)} on {x.device} beside v {v.dtype} {list(v.shape)} on {v.device}"
-            )
-    rows, heads, values = v.shape
-    groups, dim = k.shape[1:]
-    if q.shape != k.shape or not groups or heads % groups:
-        raise ValueError(
-            f"{name}: q and k must have one shape and v a multiple of their heads, got {list(q.shape)}, "
-            f"{list(k.shape)} and {list(v.shape)}"
-        )
-    shapes = {
-        "decay": (decay, ([rows, heads], [rows, heads, dim])),
-        "beta": (beta, ([rows, heads],)),
-        "initial_state": (initial, ([len(plan.mask.lengths), heads, dim, values],)),
-    }
-    for title, (x, fitting) in shapes.items():
-        if x is None:
-            continue
-        if not isinstance(x, Tensor) or list(x.shape) not in fitting or x.dtype not in DTYPES or x.device != v.device:
-            got = f"{x.dtype} {list(x.shape)} on {x.device}" if isinstance(x, Tensor) else repr(x)
-            expected = " or ".join(map(str, fitting))
-            raise ValueError(f"{name}: {title} must be floating {expected} on {v.device}, got {got!s:.200}")
-    _check_recurrence(plan)
-    if comm.check_every == "call" and decay is not None and decay.device.type == "cpu" and bool((decay > 0).any()):
-        raise ValueError(f"{name}: decay holds logarithms at or below 0, got {float(decay.max())}; give log(factor)")
-
-
-def _checked_scale(scale: Any, dim: int) -> float:
-    """The scale as a number, by default that of so many dims."""
-    if scale is None:
-        return float(dim**-0.5)
-    if isinstance(scale, bool) or not isinstance(scale, (int, float)) or not math.isfinite(scale):
-        raise ValueError(f"linear_attention: scale must be a finite number, got {scale!r:.200}")
-    return float(scale)
-
-
-def _check_recurrence(plan: Plan) -> None:
-    """Raise NotImplementedError for plans that no recurrence can follow."""
-    if plan.kv_layout is not plan.layout:
-        raise NotImplementedError("linear_attention: keys lie with their queries; make the plan without a kv_layout")
-    if not plan.mask.within_documents or not plan.memo("causal documents", lambda: _is_causal(plan)):
-        raise NotImplementedError(
-            f"linear_attention: a recurrence is causal inside documents, got {plan.mask}; make the plan with "
-            "Mask(lengths)"
-        )
-
-
-def _is_causal(plan: Plan) -> bool:
-    rows = np.arange(plan.mask.tokens)
-    _, hi = plan.mask.bounds(rows)
-    return bool((hi <= rows + 1).all())
+def _grads_there(
+    relaid: Relaid, call: LinearCall, dout: Tensor | None, dstates: Tensor | None, like: Sequence[Tensor], tag: Tag
+) -> tuple[Tensor | None, Tensor | None]:
+    """The gradients of results on the ranks that computed them. like: those results."""
+    out, states = like
+    dout = out.new_zeros(relaid.rows.rows_in, *out.shape[1:]) if dout is None else dout
+    (dout,) = relaid.there([dout], call.comm, tag)
+    if not call.return_state:
+        return dout, None
+    dstates = states.new_zeros(relaid.final.rows_out, *states.shape[1:]) if dstates is None else dstates
+    return dout, relaid.final_there(dstates, call.comm, tag)
 
 
 def _fake(q: Tensor, k: Tensor, v: Tensor, *_: object) -> tuple[Tensor, Tensor, Tensor]:
@@ -353,7 +270,7 @@ LINEAR = CollectiveOp("linear_attention", _linear, back=_linear_back)
 LINEAR.define(
     6,
     "(Tensor q, Tensor k, Tensor v, Tensor? decay, Tensor? beta, Tensor? initial_state, Tensor[] handles, "
-    "float? scale, bool normalize, str kernel, bool return_state, bool[] grads) "
+    "float? scale, bool normalize, str kernel, str travel, bool return_state, bool[] grads) "
     "-> (Tensor out, Tensor states, Tensor ticket)",
     _fake,
 )

@@ -1,173 +1,108 @@
 """`state_scan`: the state that enters every document run, from what each run does to a state.
 
 A run leaves the state ``S_out = M S_in + S``: S is what it leaves from zero, M its map of the state that enters. So
-the state that enters run n of a document follows from the runs before it, wherever they are::
-
-    S_in(0) = 0      S_in(1) = S(0)      S_in(2) = M(1) S(1-1) + S(1)      S_in(3) = M(2) S_in(2) + S(2)   ...
-
-Each rank gets S and M of the runs before its own and folds them, all documents at once: one exchange each way, of two
-tensors. A document's first run is never multiplied, and its map never sent.
-
-Source: Sun et al. 2025 (LASP-2), with maps, and with need-only rows in place of an all-gather.
+the state that enters run n of a document follows from the runs before it, wherever they are. Either all of those come
+in one exchange (`gather`), or what the run before has left comes in steps (`chain`).
 """
 
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from typing import Any
 
-import numpy as np
 import torch
 from torch import Tensor
 
 from seqpar.comm import Comm, Tag
-from seqpar.facts.value import Memo
 from seqpar.kernels import acc_dtype
 from seqpar.ops.core.agreement import abort_on_error, agreement, digest_of_call
 from seqpar.ops.core.autocast import no_autocast
 from seqpar.ops.core.collective_op import CollectiveOp, Record, Tensors
-from seqpar.ops.core.device import stream_of
 from seqpar.ops.core.repetition import check_repetition
-from seqpar.ops.move.relayout import Moves, exchanged, row_numbers
-from seqpar.ops.recurrent.recompute import gradients
-from seqpar.ops.recurrent.rows import check_plan, document_runs, moves_of, plan_and_comm
+from seqpar.ops.recurrent.chain import StateChain
+from seqpar.ops.recurrent.gather import StateGather
+from seqpar.ops.recurrent.rows import check_plan, document_runs, plan_and_comm
 from seqpar.plan import Plan
-from seqpar.plan.runs import Chain
+from seqpar.plan.travel import STATE_WAYS, LayerBytes, TravelWay, state_way
 
 
-def state_scan(states: Tensor, maps: Tensor, plan: Plan, comm: Comm) -> Tensor:
+def state_scan(states: Tensor, maps: Tensor, plan: Plan, comm: Comm, *, travel: str = "auto") -> Tensor:
     """The state that enters each of this rank's document runs. A collective, forward and backward.
 
     states [runs, H, K, V]: what each run leaves from a zero state, in position order. maps: of the entering state,
     [runs, H] or [runs, H, K] logarithms of factors, or [runs, H, K, K] matrices that multiply from the left; of any
     value for a document's first run. The number of runs is ``seqpar.recurrent.runs(plan, rank).counts.size``.
 
-    Returns [runs, H, K, V], zeros for a document's first run, in float64 for float64 states and float32 for others,
-    which is also the dtype that travels. A rank gets the states of all runs before its last one in each document, and
-    their maps, each once. Differentiable in states and maps.
+    travel: "gather", in one exchange each way: a rank gets the states of all runs before its last one in each document,
+    and their maps, each once. "chain": each run gets one state, of the run before it, in blocks of heads, in as many
+    exchanges as there are ranks' borders in a document, and one less than blocks more. "auto": the one that costs less
+    by `seqpar.plan.travel`.
 
-    Raises: ValueError for shapes that do not fit the plan or each other, on every rank; NotImplementedError in a
-    compiled model, where the number of runs is unknown, and for double backward.
+    Returns [runs, H, K, V], zeros for a document's first run, in float64 for float64 states and float32 for others,
+    which is also the dtype that travels. Differentiable in states and maps.
+
+    Raises: ValueError for shapes that do not fit the plan or each other, or an unknown travel, on every rank;
+    NotImplementedError in a compiled model, where the number of runs is unknown, and for double backward.
     """
     if torch.compiler.is_compiling():
         raise NotImplementedError("state_scan: not supported in a compiled model; call it outside")
-    return SCAN([states, maps], [plan, comm])[0]
+    return SCAN([states, maps], [plan, comm], travel)[0]
 
 
-@dataclass(frozen=True, eq=False)
-class Folding(Memo):
-    """A rank's part of a scan: the moves of states and of maps, and how arrived and own runs are folded.
-
-    Tables of a level: the runs whose states and maps it takes, among own and then arrived ones.
-    """
-
-    states: Moves
-    maps: Moves
-    chain: Chain
-    of_maps: list[np.ndarray[Any, Any]]
-    _memo: dict[Any, Any] = field(default_factory=dict, repr=False)
-
-    @classmethod
-    def of(cls, plan: Plan, rank: int) -> Folding:
-        """A rank's part of a plan."""
-        table = document_runs(plan)
-        own, chain = table.of_rank(rank), Chain.of(table, rank)
-        requests = table.earlier_runs()
-        later = ~table.opens[requests.item]
-        local = lambda numbers: np.searchsorted(own, numbers)  # noqa: E731
-        arrived, states = moves_of(requests, rank, own.size, local)
-        mapped, maps = moves_of(type(requests)(*(column[later] for column in requests)), rank, own.size, local)
-        # the place among own and arrived maps of each own and arrived state; any place for a first run
-        order = np.argsort(mapped)
-        at = np.minimum(np.searchsorted(mapped[order], arrived), max(order.size - 1, 0))
-        place = np.concatenate([np.arange(own.size), own.size + (order[at] if order.size else 0 * at)])
-        return cls(states, maps, chain, [place[level] for level in chain.levels])
-
-    def on(self, device: torch.device) -> tuple[list[tuple[Tensor, Tensor]], Tensor]:
-        """The levels' numbers of states and of maps, and the row of the state that enters each run, counted from 1."""
-        return self.memo(stream_of(device), lambda: _on(self, device))  # type: ignore[no-any-return]
-
-
-def _on(folding: Folding, device: torch.device) -> tuple[list[tuple[Tensor, Tensor]], Tensor]:
-    arrays = [*folding.chain.levels, *folding.of_maps, folding.chain.entered + 1]
-    *tables, entered = row_numbers(arrays, device)
-    half = len(tables) // 2
-    return list(zip(tables[:half], tables[half:], strict=True)), entered
-
-
-def folded(states: Tensor, maps: Tensor, far_states: Tensor, far_maps: Tensor, folding: Folding) -> Tensor:
-    """The states that enter the rank's runs, from its own and the arrived states and maps."""
-    levels, entered = folding.on(states.device)
-    known, mapped = torch.cat([states, far_states]), torch.cat([maps, far_maps])
-    left = [known.new_zeros(1, *known.shape[1:])]
-    for n, (of_states, of_maps) in enumerate(levels):
-        state = known[of_states]
-        if n:
-            state = state + applied(mapped[of_maps], left[-1][: len(of_maps)])
-        left.append(state)
-    return torch.cat(left)[entered]
-
-
-def applied(maps: Tensor, states: Tensor) -> Tensor:
-    """Maps, as `state_scan` takes them, of states [runs, H, K, V]."""
-    if maps.dim() == 4:
-        return maps @ states
-    return maps.exp()[(..., *[None] * (4 - maps.dim()))] * states
+def passing(plan: Plan, rank: int, way: TravelWay) -> StateGather | StateChain:
+    """A rank's part of the passing of states; cached."""
+    table = document_runs(plan)
+    if way.travel == "gather":
+        return plan.memo(("gather", rank), lambda: StateGather.of(table, rank))  # type: ignore[no-any-return]
+    return plan.memo(("chain", way.blocks, rank), lambda: StateChain.of(table, rank, way.blocks))  # type: ignore[no-any-return]
 
 
 @dataclass(eq=False)
 class ScanCall(Record):
     """A scan: what its backward needs besides tensors."""
 
-    folding: Folding
+    passing: StateGather | StateChain
 
 
 def _scan(
-    tensors: Sequence[Any], values: Sequence[Any], grads: Sequence[bool]
+    tensors: Sequence[Any], values: Sequence[Any], travel: str, grads: Sequence[bool]
 ) -> tuple[list[Tensor], Tensors, ScanCall]:
     (states, maps), (plan, comm) = tensors, plan_and_comm("state_scan", values)
     number = comm.next_call()
     with agreement("state_scan", comm) as call:
-        folding = _checked(states, maps, plan, comm)
+        way = _checked(states, maps, plan, comm, travel)
         call.facts = {
             "plan": plan.digest(), "dtypes": (states.dtype, maps.dtype), "device": states.device.type,
-            "dims": (states.shape[1:], maps.shape[1:]), "requires grad": True in grads,
+            "dims": (states.shape[1:], maps.shape[1:]), "travel": way[:2], "requires grad": True in grads,
         }  # fmt: skip
         if comm.size > 1:
             key = "state_scan", *call.facts.values()
             call.digest = plan.memo(key, lambda: digest_of_call("state_scan", call.facts))
-    stamp = hash((plan, id(comm.stats), comm.rank))
-    check_repetition("state_scan", comm, stamp, "plan", recorded=True in grads)
-    record = ScanCall(comm, Tag(call.digest, number, 0, 0, "state_scan"), folding, stamp=stamp)
-    dtype = acc_dtype(states.dtype)
-    wide_states, wide_maps = states.to(dtype), maps.to(dtype)
+    stamp = hash((plan, way[:2], id(comm.stats), comm.rank))
+    check_repetition("state_scan", comm, stamp, "plan or travel", recorded=True in grads)
+    tag = Tag(call.digest, number, 0, 0, "state_scan")
+    record = ScanCall(comm, tag, passing(plan, comm.rank, way), stamp=stamp)
+    wide = [x.to(acc_dtype(states.dtype)) for x in tensors]
     with abort_on_error(comm, f"state_scan, call {number}"), no_autocast(states.device.type):
-        far = exchanged([wide_states, wide_maps], comm, [folding.states, folding.maps], record.tag)
-        entered = folded(wide_states, wide_maps, *far, folding)
-    return [entered], [states, maps, *far], record
+        kept = record.passing.forward(*wide, comm, tag)
+    return kept[:1], [states, maps, *kept], record
 
 
 def _scan_back(call: ScanCall, saved: Sequence[Any], grads: Tensors, needs: Sequence[bool]) -> Tensors:
     """The gradients of states and maps."""
-    tag, folding = call.way_back(), call.folding
-    states, maps, *far = saved
-    dtype = far[0].dtype
+    tag, (states, maps, *kept) = call.way_back(), saved
+    entered = kept[0]
+    (dentered,) = grads
+    dentered = torch.zeros_like(entered) if dentered is None else dentered
     with abort_on_error(call.comm, f"state_scan, call {tag.call}"), no_autocast(states.device.type):
-        inputs = [states.to(dtype), maps.to(dtype), *far]
-        found = gradients(lambda *x: folded(*x, folding), inputs, [True] * 4, grads)
-        local, remote = (
-            found[:2],
-            [torch.zeros_like(x) if g is None else g for g, x in zip(found[2:], far, strict=True)],
-        )
-        moves = [folding.states.transposed(), folding.maps.transposed()]
-        home = exchanged(remote, call.comm, moves, tag)
-        sums = [x if g is None else g + x for g, x in zip(local, home, strict=True)]
-    return [x.to(y.dtype) if need else None for x, y, need in zip(sums, (states, maps), needs, strict=True)]
+        wide = states.to(entered.dtype), maps.to(entered.dtype)
+        found = call.passing.backward(*wide, kept, dentered, call.comm, tag)
+    return [g.to(x.dtype) if need else None for g, x, need in zip(found, (states, maps), needs, strict=True)]
 
 
-def _checked(states: object, maps: object, plan: Plan, comm: Comm) -> Folding:
-    """The folding of a plan's runs on this rank, for states and maps that fit it."""
+def _checked(states: object, maps: object, plan: Plan, comm: Comm, travel: object) -> TravelWay:
+    """The way of travel of states and maps that fit a plan."""
     check_plan("state_scan", plan, comm)
     if not isinstance(states, Tensor) or not isinstance(maps, Tensor):
         raise TypeError(f"state_scan takes two tensors, got {type(states).__name__} and {type(maps).__name__}")
@@ -184,7 +119,11 @@ def _checked(states: object, maps: object, plan: Plan, comm: Comm) -> Folding:
             f"state_scan: maps must be floating of shape {shapes[0]}, {shapes[1]} or {shapes[2]} on {states.device}, "
             f"got {maps.dtype} {list(maps.shape)} on {maps.device}"
         )
-    return plan.memo(("folding", comm.rank), lambda: Folding.of(plan, comm.rank))  # type: ignore[no-any-return]
+    if travel not in ("auto", *STATE_WAYS):
+        raise ValueError(f"state_scan: travel must be one of auto, {', '.join(STATE_WAYS)}, got {travel!r:.200}")
+    size = acc_dtype(states.dtype).itemsize
+    layer = LayerBytes(h, states.shape[1:].numel() * size, maps.shape[1:].numel() * size)
+    return plan.memo(("way", travel, layer), lambda: state_way(document_runs(plan), layer, str(travel)))  # type: ignore[no-any-return]
 
 
 def _fake(states: Tensor, maps: Tensor, *_: object) -> tuple[Tensor, Tensor]:
@@ -200,7 +139,11 @@ def _fake_back(
 
 
 SCAN = CollectiveOp("state_scan", _scan, back=_scan_back)
-SCAN.define(2, "(Tensor states, Tensor maps, Tensor[] handles, bool[] grads) -> (Tensor entered, Tensor ticket)", _fake)
+SCAN.define(
+    2,
+    "(Tensor states, Tensor maps, Tensor[] handles, str travel, bool[] grads) -> (Tensor entered, Tensor ticket)",
+    _fake,
+)
 SCAN.define_back(
     "(Tensor? dentered, Tensor states, Tensor maps, Tensor entered, Tensor ticket, bool[] needs) "
     "-> (Tensor dstates, Tensor dmaps)",

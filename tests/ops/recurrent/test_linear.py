@@ -19,56 +19,7 @@ from seqpar.facts.mask import Mask
 from seqpar.plan import Plan
 from seqpar.testing import COMMS, dense_linear_attention, relative_rms, run_processes, run_threads
 from tests.cases import LAYOUTS
-from tests.ops.recurrent.cases import FAMILIES, Family, plan_of, plans, poisoned, put
-
-
-def on_a_rank(
-    comm: Comm, plan: Plan, family: Family, seed: int, dtype: torch.dtype, kernel: str, weights: list[Tensor]
-) -> tuple[Tensor, recurrent.States, list[Tensor | None], int]:
-    """A rank's output, final states and gradients, and the exchanges of its forward."""
-    *rows, initial = family.inputs(plan.mask, seed, dtype)
-    mine = [poisoned(x, plan, comm.rank) for x in rows]
-    initial = None if initial is None else initial.requires_grad_()
-    before = comm.stats.exchanges
-    out, states = recurrent.linear_attention(
-        *mine[:3], plan, comm, decay=mine[3], beta=mine[4], initial_state=initial, return_state=True, kernel=kernel
-    )
-    exchanges = comm.stats.exchanges - before
-    dout, dstates = seqpar.shard(weights[0], plan, comm.rank), weights[1][states.documents]
-    pads = torch.from_numpy(plan.positions(comm.rank)) < 0
-    ((out * dout).masked_fill(pads[:, None, None], 0.0).sum() + (states.states * dstates).sum()).backward()
-    grads = [None if x is None else x.grad for x in (*mine, initial)]
-    return out.detach(), states._replace(states=states.states.detach()), grads, exchanges
-
-
-def agrees(
-    plan: Plan, family: Family, run=run_threads, *, seed: int = 0, dtype=torch.float64, kernel="auto", tolerance=1e-10
-) -> None:
-    """Assert that ranks return what one device does, in output, states and every gradient."""
-    n, documents = plan.mask.tokens, len(plan.mask.lengths)
-    g = torch.Generator().manual_seed(seed + 1)
-    shapes = [n, family.heads, family.values], [documents, family.heads, family.dim, family.values]
-    weights = [torch.randn(*shape, dtype=torch.float64, generator=g) for shape in shapes]
-    leaves = [None if x is None else x.double().requires_grad_() for x in family.inputs(plan.mask, seed, dtype)]
-    q, k, v, decay, beta, initial = leaves
-    expected = dense_linear_attention(q, k, v, plan.mask, decay=decay, beta=beta, initial_state=initial)
-    sum((x * w).sum() for x, w in zip(expected, weights, strict=True)).backward()
-    out, states = torch.full_like(expected[0], torch.nan), torch.full_like(expected[1], torch.nan)
-    grads = [None if x is None else torch.zeros_like(x) for x in leaves]
-    results = run(plan.ranks, on_a_rank, plan, family, seed, dtype, kernel, weights)
-    for rank, (part, final, found, _) in enumerate(results):
-        put(out, part, plan, rank)
-        states[list(final.documents)] = final.states.double()
-        for total, own in zip(grads[:5], found[:5], strict=True):
-            if total is not None:
-                put(total, own, plan, rank)
-        if grads[5] is not None:
-            grads[5] += found[5].double()
-    pairs = [(out, expected[0].detach()), (states, expected[1].detach())]
-    pairs += [(x, y.grad) for x, y in zip(grads, leaves, strict=True) if x is not None and y is not None]
-    for got, want in pairs:
-        # a gradient of decays that forget at once is rounding beside those of the other inputs
-        assert float((got - want).abs().max()) <= tolerance * max(1.0, float(want.abs().max()))
+from tests.ops.recurrent.cases import FAMILIES, Family, agrees, on_a_rank, plan_of, plans, poisoned, put
 
 
 @pytest.mark.parametrize("layout", LAYOUTS)
@@ -132,7 +83,7 @@ def test_a_rank_among_several_errs_no_more_than_one_alone(dtype) -> None:
     expected, _ = dense_linear_attention(q, k, v, Mask(lengths), decay=decay, beta=beta)
     for ranks in (1, 3):
         plan, out = plan_of("zigzag", lengths, ranks), torch.zeros_like(expected)
-        results = run_threads(ranks, on_a_rank, plan, family, 0, dtype, "auto", weights)
+        results = run_threads(ranks, on_a_rank, plan, family, 0, dtype, weights, {})
         for rank, (part, *_) in enumerate(results):
             put(out, part, plan, rank)
         errors.append(relative_rms(out, expected))
@@ -145,7 +96,7 @@ def test_documents_that_no_two_ranks_share_move_nothing() -> None:
     family = Family("channel", beta=True)
     weights = [torch.ones(28, 4, 2, dtype=torch.float64), torch.ones(4, 4, 3, 2, dtype=torch.float64)]
     for cut, expected in ((whole, 0), (plan_of("contiguous", (9, 19), 2), 1)):
-        results = run_threads(2, on_a_rank, cut, family, 0, torch.float64, "auto", weights)
+        results = run_threads(2, on_a_rank, cut, family, 0, torch.float64, weights, {})
         assert [exchanges for *_, exchanges in results] == [expected] * 2
 
 
@@ -172,7 +123,7 @@ def test_a_document_changes_no_bit_of_another(decay, beta, value) -> None:
         case = Changed(decay, beta)
         out, dv = torch.zeros(18, 4, 2, dtype=torch.float64), torch.zeros(18, 4, 2, dtype=torch.float64)
         for rank, (part, _, grads, _) in enumerate(
-            run_threads(2, on_a_rank, plan, case, 0, torch.float64, "auto", weights)
+            run_threads(2, on_a_rank, plan, case, 0, torch.float64, weights, {})
         ):
             put(out, part, plan, rank)
             put(dv, grads[2], plan, rank)

@@ -1,0 +1,105 @@
+"""The checks of `linear_attention`, and the way of travel that follows from its arguments."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from typing import Any
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from seqpar.comm import Comm
+from seqpar.kernels import acc_dtype
+from seqpar.ops.recurrent.rows import check_rows, document_runs
+from seqpar.plan import Plan
+from seqpar.plan.travel import STATE_WAYS, LayerBytes, TravelWay, layer_way
+
+DTYPES = (torch.float64, torch.float32, torch.bfloat16, torch.float16)
+
+
+def check_inputs(tensors: Sequence[Any], plan: Plan, comm: Comm) -> None:
+    """Raise unless a call's tensors fit each other and the plan."""
+    q, k, v, decay, beta, initial = tensors
+    name = "linear_attention"
+    for title, x in (("q", q), ("k", k), ("v", v)):
+        check_rows(f"{name}: {title}", x, plan, comm)
+        if x.dim() != 3 or x.dtype not in DTYPES or (x.dtype, x.device) != (v.dtype, v.device):
+            raise ValueError(
+                f"{name}: q, k and v must be [rows, heads, dim] of one dtype and device, got {title} "
+                f"{x.dtype} {list(x.shape)} on {x.device} beside v {v.dtype} {list(v.shape)} on {v.device}"
+            )
+    rows, heads, values = v.shape
+    groups, dim = k.shape[1:]
+    if q.shape != k.shape or not groups or heads % groups:
+        raise ValueError(
+            f"{name}: q and k must have one shape and v a multiple of their heads, got {list(q.shape)}, "
+            f"{list(k.shape)} and {list(v.shape)}"
+        )
+    shapes = {
+        "decay": (decay, ([rows, heads], [rows, heads, dim])),
+        "beta": (beta, ([rows, heads],)),
+        "initial_state": (initial, ([len(plan.mask.lengths), heads, dim, values],)),
+    }
+    for title, (x, fitting) in shapes.items():
+        if x is None:
+            continue
+        if not isinstance(x, Tensor) or list(x.shape) not in fitting or x.dtype not in DTYPES or x.device != v.device:
+            got = f"{x.dtype} {list(x.shape)} on {x.device}" if isinstance(x, Tensor) else repr(x)
+            expected = " or ".join(map(str, fitting))
+            raise ValueError(f"{name}: {title} must be floating {expected} on {v.device}, got {got!s:.200}")
+    _check_recurrence(plan)
+    if comm.check_every == "call" and decay is not None and decay.device.type == "cpu" and bool((decay > 0).any()):
+        raise ValueError(f"{name}: decay holds logarithms at or below 0, got {float(decay.max())}; give log(factor)")
+
+
+def checked_scale(scale: Any, dim: int) -> float:
+    """The scale as a number, by default that of so many dims."""
+    if scale is None:
+        return float(dim**-0.5)
+    if isinstance(scale, bool) or not isinstance(scale, (int, float)) or not math.isfinite(scale):
+        raise ValueError(f"linear_attention: scale must be a finite number, got {scale!r:.200}")
+    return float(scale)
+
+
+def checked_way(tensors: Sequence[Any], plan: Plan, travel: object) -> TravelWay:
+    """How states or rows of a call travel, the same on all ranks whose tensors agree."""
+    q, _, v, decay, beta, _ = tensors
+    if travel not in ("auto", *STATE_WAYS, "rows"):
+        raise ValueError(
+            f"linear_attention: travel must be one of auto, {', '.join(STATE_WAYS)}, rows, got {travel!r:.200}"
+        )
+    layer = layer_bytes(q, v, decay, beta)
+    return plan.memo(("way", travel, layer), lambda: layer_way(document_runs(plan), layer, str(travel)))  # type: ignore[no-any-return]
+
+
+def layer_bytes(q: Tensor, v: Tensor, decay: Tensor | None, beta: Tensor | None) -> LayerBytes:
+    """The bytes of a call's states and rows."""
+    (heads, values), dim, wide = v.shape[1:], q.shape[2], acc_dtype(v.dtype).itemsize
+    factors = heads if decay is None else decay.shape[1:].numel()
+    rows = [(q, 2), (v, 1), *((x, 1) for x in (decay, beta) if x is not None)]
+    return LayerBytes(
+        heads,
+        heads * dim * values * wide,
+        (factors if beta is None else heads * dim * dim) * wide,
+        sum([times * x.shape[1:].numel() * x.itemsize for x, times in rows]),
+        heads * values * v.itemsize,
+    )
+
+
+def _check_recurrence(plan: Plan) -> None:
+    """Raise NotImplementedError for plans that no recurrence can follow."""
+    if plan.kv_layout is not plan.layout:
+        raise NotImplementedError("linear_attention: keys lie with their queries; make the plan without a kv_layout")
+    if not plan.mask.within_documents or not plan.memo("causal documents", lambda: _is_causal(plan)):
+        raise NotImplementedError(
+            f"linear_attention: a recurrence is causal inside documents, got {plan.mask}; make the plan with "
+            "Mask(lengths)"
+        )
+
+
+def _is_causal(plan: Plan) -> bool:
+    rows = np.arange(plan.mask.tokens)
+    _, hi = plan.mask.bounds(rows)
+    return bool((hi <= rows + 1).all())

@@ -1,0 +1,340 @@
+"""Ways of travel: all return what one device does, send what was predicted, and choose alike."""
+
+from __future__ import annotations
+
+import numpy as np
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from torch import Tensor
+from torch.utils.checkpoint import checkpoint
+
+import seqpar
+from seqpar import recurrent
+from seqpar.comm import Comm
+from seqpar.facts.mask import Mask
+from seqpar.ops.recurrent.rows import document_runs
+from seqpar.plan import Plan
+from seqpar.plan.travel import (
+    LATENCY,
+    RecurrentShape,
+    chained,
+    gathered,
+    halo_bytes,
+    halo_way,
+    layer_way,
+    relaid,
+    state_bytes,
+    state_way,
+)  # fmt: skip
+from seqpar.testing import COMMS, run_processes, run_threads
+from tests.cases import LAYOUTS
+from tests.ops.recurrent.cases import FAMILIES, Family, agrees, plan_of, plans, poisoned
+
+WAYS = ("gather", "chain", "rows")
+
+
+@pytest.mark.parametrize("travel", WAYS)
+@pytest.mark.parametrize("layout", LAYOUTS)
+@pytest.mark.parametrize(("decay", "beta"), [("scalar", False), ("channel", True)])
+def test_every_way_under_layouts(decay, beta, layout, travel) -> None:
+    agrees(plan_of(layout, (1, 9, 2, 17), 3), Family(decay, beta, initial=True), travel=travel)
+
+
+@settings(max_examples=40)
+@given(
+    plans(), st.sampled_from(WAYS), st.sampled_from(FAMILIES), st.booleans(), st.sampled_from([0.0, 0.3, 80.0]),
+    st.sampled_from([(1, 1), (2, 4), (3, 3)]), st.integers(0, 9),
+)  # fmt: skip
+def test_every_way_computes_what_one_device_does(plan, travel, family, initial, strength, heads, seed) -> None:
+    decay, beta = family
+    groups, count = heads
+    agrees(plan, Family(decay, beta, initial, strength, groups, count), seed=seed, travel=travel)
+
+
+@pytest.mark.exhaustive
+@pytest.mark.parametrize("travel", ["chain", "rows"])
+@pytest.mark.parametrize(("decay", "beta"), FAMILIES)
+@pytest.mark.parametrize("ranks", [2, 3, 4, 6, 8])
+def test_three_documents_cut_at_every_place(decay, beta, ranks, travel) -> None:
+    for cut in range(13):
+        for other in (cut, 12):
+            shards = [np.zeros(0, int)] * ranks
+            shards[0], shards[-1] = np.arange(cut), np.arange(cut, other)
+            shards[ranks // 2] = np.concatenate([shards[ranks // 2], np.arange(other, 12)])
+            plan = Plan(Mask((5, 3, 4)), seqpar.Layout(shards))
+            agrees(plan, Family(decay, beta, initial=cut % 2 == 0), travel=travel)
+
+
+@pytest.mark.parametrize("travel", WAYS)
+def test_late_messages(travel) -> None:
+    def run(ranks, *arguments):
+        return run_threads(ranks, *arguments, delay=0.002)
+
+    agrees(plan_of("zigzag", (9, 14), 3), Family("scalar", beta=True, initial=True), run, travel=travel)
+
+
+@pytest.mark.parametrize("travel", ["chain", "rows"])
+@pytest.mark.parametrize("comm", COMMS)
+def test_over_processes(comm, travel) -> None:
+    def run(ranks, *arguments):
+        return run_processes(ranks, *arguments, comm=comm)
+
+    agrees(plan_of("zigzag", (9, 20, 3), 3), Family("scalar", beta=True, initial=True), run, travel=travel)
+
+
+def differently(comm: Comm, plan: Plan, travel: str) -> list[list[Tensor]]:
+    """Gradients of a plain call, under both kinds of checkpoint, and of the op that graphs call."""
+    found = []
+    for kind in ("plain", "checkpoint", "reentrant", "op"):
+        mine = [poisoned(x, plan, comm.rank) for x in Family(beta=True).inputs(plan.mask)[:5]]
+
+        def layer(q, k, v, decay, beta):
+            return recurrent.linear_attention(q, k, v, plan, comm, decay=decay, beta=beta, travel=travel)
+
+        if kind == "op":
+            out = torch.ops.seqpar.linear_attention(
+                *mine, None, [seqpar.bind(plan, comm)], None, False, "auto", travel, False, [True] * 5 + [False]
+            )[0]
+        else:
+            out = layer(*mine) if kind == "plain" else checkpoint(layer, *mine, use_reentrant=kind == "reentrant")
+        out.square().sum().backward()
+        found.append([out.detach(), *(x.grad for x in mine)])
+    return found
+
+
+@pytest.mark.parametrize("travel", WAYS)
+def test_checkpoints_and_graphs_take_every_way(travel) -> None:
+    for plain, *others in run_threads(2, differently, plan_of("blocks", (9, 7), 2), travel):
+        for other_way in others:
+            assert all(torch.equal(x, y) for x, y in zip(plain, other_way, strict=True))
+
+
+# --- what is sent ----------------------------------------------------------------------------------------------------
+
+
+def scanned(
+    comm: Comm, plan: Plan, states: Tensor, maps: Tensor, grad: Tensor, travel: str
+) -> tuple[Tensor, Tensor, Tensor, list[tuple[int, int, int]]]:
+    own = torch.from_numpy(recurrent.runs(plan, comm.rank).numbers.copy())
+    mine = [x[own].clone().requires_grad_() for x in (states, maps)]
+    counts = []
+
+    def note() -> None:
+        counts.append((comm.stats.bytes_sent, comm.stats.bytes_received, comm.stats.exchanges))
+        comm.stats.reset()
+
+    note()
+    entered = recurrent.state_scan(*mine, plan, comm, travel=travel)
+    note()
+    entered.backward(grad[own])
+    note()
+    return entered.detach(), mine[0].grad, mine[1].grad, counts[1:]
+
+
+H, K, V = 4, 3, 2
+MAPS = {(H,): "scalar", (H, K): "channel", (H, K, K): "matrix"}
+
+
+@settings(max_examples=30)
+@given(plans(), st.sampled_from(list(MAPS)))
+def test_both_ways_fold_alike_and_send_what_is_predicted(plan, shape) -> None:
+    runs, g = document_runs(plan), torch.Generator().manual_seed(0)
+    count = len(runs.start)
+    states, grad = (torch.randn(count, H, K, V, dtype=torch.float64, generator=g) for _ in range(2))
+    maps = torch.randn(count, *shape, dtype=torch.float64, generator=g)
+    maps[torch.from_numpy(runs.opens)] = torch.inf  # never used
+    kind = MAPS[shape]
+    layer = RecurrentShape(
+        H, K, V, decay="none" if kind == "matrix" else kind, beta=kind == "matrix", dtype="float64"
+    ).bytes
+    found = {}
+    for travel in ("gather", "chain"):
+        results = run_threads(plan.ranks, scanned, plan, states, maps, grad, travel)
+        found[travel] = [[x for *parts, _ in results for x in parts]]
+        way = state_way(runs, layer, travel)
+        expected = state_bytes(runs, layer, way)
+        for rank, (*_, (forward, backward)) in enumerate(results):
+            sent, received = int(expected.sent[rank]), int(expected.received[rank])
+            assert forward[:2] == (sent, received) and backward[:2] == (received, sent)
+            assert max(forward[2], backward[2]) <= way.steps
+    for gathered_, chained_ in zip(*found.values(), strict=True):
+        for x, y in zip(gathered_, chained_, strict=True):
+            torch.testing.assert_close(x, y, rtol=1e-10, atol=1e-10)
+
+
+def test_a_chain_takes_the_steps_of_its_plan() -> None:
+    plan = plan_of("contiguous", (32,), 4)
+    layer = RecurrentShape(H, K, V, decay="none", beta=True, dtype="float64").bytes
+    runs = document_runs(plan)
+    for latency_free, blocks in ((layer, 1), (layer._replace(state=1 << 30), 4)):
+        way = state_way(runs, latency_free, "chain")
+        assert (way.blocks, way.steps) == (blocks, 3 + blocks - 1)
+    states, maps = torch.rand(4, 1024, 64, 64), torch.zeros(4, 1024)
+    way = state_way(runs, RecurrentShape(1024, 64, 64, dtype="float32").bytes, "chain")
+    assert way.blocks > 1
+    results = run_threads(4, scanned, plan, states, maps, states, "chain")
+    # a rank takes part when it receives or sends a block
+    assert [counts[0][2] for *_, counts in results] == [way.blocks, way.blocks + 1, way.blocks + 1, way.blocks]
+    totals = states.cumsum(0)
+    for rank, (entered, *_) in enumerate(results):
+        torch.testing.assert_close(entered[0], totals[rank - 1] if rank else torch.zeros_like(totals[0]))
+
+
+def test_a_chain_s_bytes_do_not_grow_with_earlier_runs() -> None:
+    for ranks in (2, 8, 64):
+        runs = document_runs(Plan(Mask([1 << 16]), seqpar.Layout.contiguous(1 << 16, ranks)))
+        assert chained(runs).busiest == 1
+        states, maps = gathered(runs)
+        assert (states.busiest, maps.busiest) == (ranks - 1, max(ranks - 2, 0))
+
+
+@settings(max_examples=40)
+@given(plans())
+def test_gathered_states_are_counted_as_they_are_asked_for(plan) -> None:
+    runs = document_runs(plan)
+    asked = runs.earlier_runs()
+    later = ~runs.opens[asked.item]
+    for counts, chosen in zip(gathered(runs), (later | True, later), strict=True):
+        assert counts.sent.tolist() == np.bincount(asked.owner[chosen], minlength=plan.ranks).tolist()
+        assert counts.received.tolist() == np.bincount(asked.asking[chosen], minlength=plan.ranks).tolist()
+
+
+def counted(comm: Comm, plan: Plan, family: Family, travel: str) -> list[tuple[int, int]]:
+    rows = [poisoned(x, plan, comm.rank) for x in family.inputs(plan.mask)[:5]]
+    counts = []
+
+    def note() -> None:
+        counts.append((comm.stats.bytes_sent, comm.stats.bytes_received))
+        comm.stats.reset()
+
+    note()
+    out = recurrent.linear_attention(*rows[:3], plan, comm, decay=rows[3], beta=rows[4], travel=travel)
+    note()
+    out.sum().backward()
+    note()
+    return counts[1:]
+
+
+@settings(max_examples=30)
+@given(plans(), st.sampled_from(["auto", *WAYS]), st.sampled_from(FAMILIES))
+def test_a_layer_sends_what_is_predicted(plan, travel, family) -> None:
+    decay, beta = family
+    case = Family(decay, beta)
+    shape = RecurrentShape(
+        case.heads, case.dim, case.values, case.groups, decay=decay, beta=beta, dtype="float64", gates="float64"
+    )
+    runs = document_runs(plan)
+    expected = state_bytes(runs, shape.bytes, layer_way(runs, shape.bytes, travel))
+    for rank, counts in enumerate(run_threads(plan.ranks, counted, plan, case, travel)):
+        both = int(expected.sent[rank]), int(expected.received[rank])
+        assert counts == [both, both[::-1]]
+
+
+def filtered(comm: Comm, plan: Plan, x: Tensor, weight: Tensor, travel: str) -> tuple[Tensor, Tensor, Tensor, int]:
+    mine, filters = poisoned(x, plan, comm.rank), weight.clone().requires_grad_()
+    y = recurrent.causal_conv1d(mine, filters, None, plan, comm, activation="silu", travel=travel)
+    sent = comm.stats.bytes_sent
+    (y * seqpar.shard(x, plan, comm.rank)).sum().backward()
+    return y.detach(), mine.grad, filters.grad, sent
+
+
+@settings(max_examples=30)
+@given(plans(), st.integers(1, 5))
+def test_a_convolution_of_relaid_rows_is_the_same(plan, taps) -> None:
+    g = torch.Generator().manual_seed(taps)
+    x = torch.randn(plan.mask.tokens, 3, dtype=torch.float64, generator=g)
+    weight, runs = torch.randn(3, taps, dtype=torch.float64, generator=g), document_runs(plan)
+    found = []
+    for travel in ("halo", "rows"):
+        results = run_threads(plan.ranks, filtered, plan, x, weight, travel)
+        expected = halo_bytes(runs, taps - 1, 24, halo_way(runs, taps - 1, 24, travel))
+        assert [sent for *_, sent in results] == expected.sent.tolist()
+        found.append([*(x for y, dx, *_ in results for x in (y, dx)), sum(dw for *_, dw, _ in results)])
+    for of_halo, of_rows in zip(*found, strict=True):
+        torch.testing.assert_close(of_halo, of_rows, rtol=1e-10, atol=1e-10)
+
+
+# --- the choice ------------------------------------------------------------------------------------------------------
+
+
+def test_the_cheapest_way_is_chosen() -> None:
+    def way(layout: seqpar.Layout, **shape: object) -> str:
+        runs = document_runs(Plan(Mask([layout.total]), layout))
+        layer = RecurrentShape(32, 128, 128, **shape).bytes
+        ways = {travel: layer_way(runs, layer, travel).cost for travel in WAYS}
+        chosen = layer_way(runs, layer)
+        assert chosen.cost == min(ways.values())
+        return chosen.travel
+
+    tokens = 1 << 17
+    assert way(seqpar.Layout.contiguous(tokens, 4)) == "gather"
+    assert way(seqpar.Layout.contiguous(tokens, 64)) == "chain"
+    assert way(seqpar.Layout.contiguous(tokens, 8), beta=True) == "chain"
+    assert way(seqpar.Layout.zigzag([tokens], 4)) == "gather"
+    assert way(seqpar.Layout.striped(tokens, 8)) == "rows"
+    assert way(seqpar.Layout.striped(tokens, 8, block=64)) == "rows"
+    runs = document_runs(Plan(Mask([tokens]), seqpar.Layout.striped(tokens, 8)))
+    assert halo_way(runs, 3, 24576).travel == "rows"
+    assert halo_way(runs.relaid(), 3, 24576).travel == "halo"
+
+
+def test_documents_that_no_two_ranks_share_send_nothing() -> None:
+    layout = seqpar.Layout([np.arange(9), np.arange(9, 28)])
+    runs = document_runs(Plan(Mask((9, 9, 5, 5)), layout))
+    layer = RecurrentShape(4, 8, 8).bytes
+    for travel in ("auto", "gather", "chain"):
+        way = layer_way(runs, layer, travel)
+        assert (way.steps, way.cost) == (0, 0) and not state_bytes(runs, layer, way).busiest
+    assert relaid(runs).busiest == 0 and layer_way(runs, layer, "rows").steps == 0
+    assert halo_way(runs, 3, 8).steps == 0
+
+
+def test_costs_are_bytes_of_the_busiest_rank_and_a_latency_per_exchange() -> None:
+    runs = document_runs(Plan(Mask([64]), seqpar.Layout.contiguous(64, 4)))
+    layer = RecurrentShape(2, 4, 4, dtype="float32", beta=True).bytes
+    assert (layer.state, layer.map) == (2 * 4 * 4 * 4, 2 * 4 * 4 * 4)
+    assert state_way(runs, layer, "gather").cost == LATENCY + 3 * layer.state + 2 * layer.map
+    assert state_way(runs, layer, "chain")[1:4] == (1, 3, 3 * LATENCY + layer.state + 2 * layer.state)
+
+
+@pytest.mark.parametrize(
+    "wrong",
+    [{"heads": 0}, {"dtype": "int8"}, {"gates": "bool"}, {"decay": "row"}, {"groups": 3}, {"taps": 0}, {"dim": 1.5}],
+)
+def test_shapes_that_no_layer_has_are_refused(wrong) -> None:
+    with pytest.raises(ValueError, match=r"must be"):
+        RecurrentShape(**{"heads": 4, "dim": 8, "values": 8, **wrong})
+
+
+def unknown(comm: Comm, plan: Plan, verb: str) -> str:
+    travel = "pigeon" if comm.rank else "auto"
+    q, k, v, *_ = (None if x is None else seqpar.shard(x, plan, comm.rank) for x in Family().inputs(plan.mask))
+    with pytest.raises(ValueError) as error:
+        if verb == "state_scan":
+            recurrent.state_scan(torch.zeros(1, 2, 3, 4), torch.zeros(1, 2), plan, comm, travel=travel)
+        elif verb == "causal_conv1d":
+            recurrent.causal_conv1d(v[:, 0], torch.zeros(2, 4).double(), None, plan, comm, travel=travel)
+        else:
+            recurrent.linear_attention(q, k, v, plan, comm, travel=travel)
+    assert comm.stats.bytes_sent == 0
+    return str(error.value)
+
+
+@pytest.mark.parametrize("verb", ["state_scan", "causal_conv1d", "linear_attention"])
+def test_an_unknown_way_is_an_error_on_all_ranks(verb) -> None:
+    plan = Plan(Mask([14]), seqpar.Layout.contiguous(14, 2))
+    assert all(f"{verb}: travel must be one of auto, " in error for error in run_threads(2, unknown, plan, verb))
+
+
+def other(comm: Comm, plan: Plan) -> str:
+    q, k, v, *_ = (None if x is None else seqpar.shard(x, plan, comm.rank) for x in Family().inputs(plan.mask))
+    with pytest.raises(ValueError) as error:
+        recurrent.linear_attention(q, k, v, plan, comm, travel=WAYS[comm.rank])
+    return str(error.value)
+
+
+def test_ranks_that_name_other_ways_are_told() -> None:
+    plan = Plan(Mask([14]), seqpar.Layout.contiguous(14, 2))
+    assert all("ranks differ in travel" in error for error in run_threads(2, other, plan))
