@@ -34,7 +34,7 @@ CXX = os.environ.get("CXX", "c++").split()
 # the tests build so, and warnings are mended; users have other compilers than we do
 STRICT = ["-Werror"] if os.environ.get("SEQPAR_STRICT") == "1" else []
 WARNINGS = ["-Wall", "-Wextra", *STRICT]
-SUBJECTS = ("base", "attention", "copy", "shm", "peer")
+SUBJECTS = ("base", "attention", "recurrent", "copy", "shm", "peer")
 AVX512 = ["-mavx512f", "-mavx512bw", "-mavx512dq", "-mavx512vl", "-mfma"]
 ISA = {
     "avx2.cpp": ["-mavx2", "-mfma"],

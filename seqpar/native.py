@@ -26,6 +26,13 @@ def missing() -> str | None:
     return None
 
 
+def lacks(operator: str) -> str | None:
+    """Why the compiled operator of that name cannot be used, or None."""
+    if missing() is None and not hasattr(torch.ops.seqpar_native, operator):
+        return f"seqpar._C was built before it had {operator}: build it again (python setup.py build_ext --inplace)"
+    return missing()
+
+
 @cache
 def without_cuda() -> str | None:
     """Why the compiled operators for CUDA cannot be used, or None. Needs no device."""

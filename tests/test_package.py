@@ -110,7 +110,7 @@ ORDER = {
         vendor/varlen vendor/library vendor/segmented
         vendor/aten vendor/aten_flash vendor/cudnn vendor/flash2 vendor/flash3 vendor/flash4 vendor
         preference
-        recurrent/protocol recurrent/reference recurrent/chunked recurrent __init__
+        recurrent/protocol recurrent/reference recurrent/chunked recurrent/native recurrent __init__
     """,
 }
 HEAVY = {

@@ -4,7 +4,7 @@
 // number of threads.
 #pragma once
 
-#include "base/parallel.h"
+#include "base/tasks.h"
 
 #ifdef __cplusplus
 extern "C" {
@@ -60,7 +60,7 @@ void sp_attention_tile(int isa, int dtype, int64_t* bm, int64_t* bn);
 // Returns 0; SP_UNSUPPORTED if a head dim exceeds SP_MAX_DIM, the tables have larger tiles or kv_heads does not divide
 // heads; or SP_NO_MEMORY. isa: at most sp_isa().
 enum { SP_MAX_DIM = 1024 };
-enum { SP_UNSUPPORTED = 1, SP_NO_MEMORY = 2 };
+enum { SP_UNSUPPORTED = 1 };
 int sp_attention_forward(const sp_attention* x, const sp_sums* sums, int isa, sp_parallel_for parallel_for);
 int sp_attention_backward(const sp_attention* x, const sp_grads* grads, int isa, sp_parallel_for parallel_for);
 

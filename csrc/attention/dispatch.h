@@ -1,9 +1,8 @@
 // What attention.cpp and the files compiled for one ISA share.
 #pragma once
 
-#include <stddef.h>
-
 #include "attention/attention.h"
+#include "base/tasks.h"
 
 // Query row i sees key rows [begin[i], end[i]); none if the two are equal.
 struct sp_ranges {
@@ -19,11 +18,3 @@ struct sp_kernels {
 
 extern const sp_kernels sp_attention_portable, sp_attention_avx2, sp_attention_avx512, sp_attention_avx512_bf16,
     sp_attention_amx;
-
-// Runs tasks 0 to count - 1, started in ascending order, on the threads of parallel_for. Each thread has `scratch`
-// bytes, aligned to a page. work: floating-point operations of all tasks; a small amount runs on one thread.
-typedef void (*sp_job)(void* job, int64_t task, char* scratch);
-int sp_run(sp_job run, void* job, int64_t count, size_t scratch, double work, sp_parallel_for parallel_for);
-
-// Memory aligned to a page; NULL if there is none left. Release it with free().
-void* sp_allocate(size_t bytes);

@@ -9,7 +9,7 @@
 //     banded   zipped in bands of 16 rows of words, and each band transposed
 #pragma once
 
-#include "attention/vector.h"
+#include "base/vector.h"
 
 namespace {
 

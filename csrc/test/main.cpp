@@ -8,6 +8,7 @@
 
 void test_attention(sp_parallel_for parallel_for);
 void test_isa();
+void test_recurrent(sp_parallel_for parallel_for);
 void test_copy(sp_parallel_for parallel_for);
 void test_shm();
 
@@ -40,5 +41,7 @@ int main() {
   say("shm");
   test_attention(threads);
   say("attention");
+  test_recurrent(threads);
+  say("recurrent");
   return 0;
 }

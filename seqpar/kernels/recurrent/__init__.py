@@ -1,10 +1,11 @@
 """Kernels of recurrences: linear attention, delta rules and state spaces over runs of rows."""
 
 from seqpar.kernels.recurrent.chunked import Chunked
+from seqpar.kernels.recurrent.native import NativeChunks
 from seqpar.kernels.recurrent.protocol import Recurrence, RecurrentKernel, RecurrentSpec
 from seqpar.kernels.recurrent.reference import TokenByToken
 
-KERNELS: dict[str, RecurrentKernel] = {kernel.name: kernel for kernel in (Chunked(), TokenByToken())}
+KERNELS: dict[str, RecurrentKernel] = {kernel.name: kernel for kernel in (NativeChunks(), Chunked(), TokenByToken())}
 
 
 def choose(name: str, spec: RecurrentSpec) -> RecurrentKernel:

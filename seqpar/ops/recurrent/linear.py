@@ -75,7 +75,8 @@ def linear_attention(
     in any floating dtype. Under autocast q, k and v are cast as for torch's own attention, and nothing else. scale: by
     default ``K ** -0.5``. normalize: divides q and k by their Euclidean norms, with 1e-6 added to the squares.
     initial_state [documents, H, K, V]: equal on all ranks, which ``check="call"`` compares; the rank with a document's
-    first row reads it. kernel: "auto", "chunked" or "reference".
+    first row reads it. kernel: "auto", "native" (on the CPU),
+    "chunked" or "reference".
 
     travel: what ranks send; all ways are exact. "gather": each rank gets the states of all runs before its last one in
     each document, and their maps, in one exchange each way. "chain": each run gets one state, of the run before it, in

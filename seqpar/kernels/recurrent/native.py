@@ -1,0 +1,149 @@
+"""Recurrences on the CPU in C++ (``csrc/recurrent``), with the widest vectors of the processor, on torch's threads.
+
+Chunks of 64 rows, as in `seqpar.kernels.recurrent.chunked`, but one head of a run after another: all that a chunk needs
+stays in cache. Backward is written out, and computes each chunk again from the state that enters it, which forward
+keeps where a gradient is wanted. Results have the same bits on any number of threads.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+import torch
+from torch import Tensor
+from torch.autograd.function import once_differentiable
+
+from seqpar import native
+from seqpar.facts.intervals import edges
+from seqpar.facts.value import Ints
+from seqpar.kernels.native import ISAS
+from seqpar.kernels.recurrent.protocol import Recurrence, RecurrentSpec
+
+CHUNK = 64  # SP_CHUNK of csrc/recurrent/recurrent.h
+
+
+@dataclass(frozen=True, eq=False)
+class NativeRuns:
+    """Some runs, as the operators take them: their rows, their first chunks and, long ones first, their order."""
+
+    tables: list[Tensor]
+    chunks: int
+
+    @classmethod
+    def of(cls, begin: Ints, end: Ints) -> NativeRuns:
+        """Runs with the rows ``begin[n]`` to ``end[n]``."""
+        chunk = edges(-(-(end - begin) // CHUNK))
+        arrays = (begin, end, chunk[:-1], np.argsort(begin - end, kind="stable"))
+        return cls([torch.tensor(x, dtype=torch.int64) for x in arrays], int(chunk[-1]))
+
+
+@dataclass(frozen=True, eq=False)
+class NativeTables:
+    """All runs, and exported ones: also their rows, and the number of the run that has each of these."""
+
+    every: NativeRuns
+    exported: NativeRuns
+    rows: Tensor
+    owners: Tensor
+
+
+class NativeChunks:
+    """See `seqpar.kernels.recurrent.protocol.RecurrentKernel`. isa: as of attention's native kernel."""
+
+    def __init__(self, *, isa: int | None = None) -> None:
+        self.name = "native" if isa is None else f"native_{ISAS[isa]}"
+        self._isa = isa
+
+    def refuses(self, spec: RecurrentSpec) -> str | None:
+        """Why calls of this kind are refused, or None."""
+        if spec.device != "cpu":
+            return f"native runs on the CPU, v is on {spec.device}"
+        return native.lacks("recurrent_backward")
+
+    def tables(self, counts: Ints, exported: Ints, device: torch.device) -> NativeTables:
+        """All runs and exported ones."""
+        edge = edges(counts)
+        begin, end = edge[:-1][exported], edge[1:][exported]
+        rows = np.concatenate([np.zeros(0, np.int64), *(np.arange(*x) for x in zip(begin, end, strict=True))])
+        owners = np.repeat(np.arange(exported.size), end - begin)
+        every = NativeRuns.of(edge[:-1], edge[1:])
+        numbers = (torch.tensor(x, dtype=torch.int64) for x in (rows, owners))
+        return NativeTables(every, NativeRuns.of(begin, end), *numbers)
+
+    def prepare(self, x: Recurrence, tables: NativeTables) -> tuple[Recurrence, NativeTables]:
+        """Dense rows."""
+        decay, beta = (None if y is None else y.contiguous() for y in (x.decay, x.beta))
+        return Recurrence(x.q.contiguous(), x.k.contiguous(), x.v.contiguous(), decay, beta, x.scale), tables
+
+    def leave(self, prepared: tuple[Recurrence, NativeTables], entering: Tensor) -> tuple[Tensor, Tensor]:
+        """See `RecurrentKernel`; matrices are walked as further columns of the state, from the identity."""
+        x, tables = prepared
+        runs, heads, dim = entering.shape[:3]
+        if x.beta is not None:
+            eye = torch.eye(dim, dtype=entering.dtype).expand(runs, heads, dim, dim)
+            silent = x.v.new_zeros(*x.v.shape[:2], dim)
+            wide = x._replace(v=torch.cat([x.v, silent], -1))
+            left = self._states(wide, tables.exported, torch.cat([entering, eye], -1), reads=False)[1]
+            return left[..., :-dim], left[..., -dim:]
+        left = self._states(x, tables.exported, entering, reads=False)[1]
+        if x.decay is None:
+            return left, entering.new_zeros(runs, heads)
+        sums = x.decay.new_zeros(runs, *x.decay.shape[1:], dtype=torch.float64)
+        return left, sums.index_add(0, tables.owners, x.decay[tables.rows].double()).to(x.decay.dtype)
+
+    def compute(self, prepared: tuple[Recurrence, NativeTables], entering: Tensor) -> tuple[Tensor, Tensor]:
+        """See `RecurrentKernel`."""
+        x, tables = prepared
+        return self._states(x, tables.every, entering, reads=True)
+
+    def _states(self, x: Recurrence, runs: NativeRuns, entering: Tensor, *, reads: bool) -> tuple[Tensor, Tensor]:
+        """out, empty if q is not read, and the states that the runs leave."""
+        tensors = (x.q if reads else None, *x[1:5], entering.contiguous())
+        keeps = torch.is_grad_enabled() and any(y is not None and y.requires_grad for y in tensors)
+        isa = int(native.ops().isa()) if self._isa is None else self._isa
+        return _Recurrence.apply(runs, x.scale, isa, keeps, *tensors)  # type: ignore[no-untyped-call]
+
+
+class _Recurrence(torch.autograd.Function):
+    """One call of the operators, forward and backward."""
+
+    @staticmethod
+    def forward(
+        ctx: Any, runs: NativeRuns, scale: float, isa: int, keeps: bool, *tensors: Tensor | None
+    ) -> tuple[Tensor, Tensor]:
+        q, k, v, _, _, entering = tensors
+        assert k is not None and v is not None and entering is not None
+        out, left = torch.empty_like(v) if q is not None else None, torch.empty_like(entering)
+        entered = entering.new_empty(runs.chunks, *entering.shape[1:]) if keeps else None
+        native.ops().recurrent_forward(*tensors, runs.tables, scale, out, left, entered, isa)
+        ctx.runs, ctx.scale, ctx.isa = runs, scale, isa
+        ctx.save_for_backward(*tensors, entered)
+        return v.new_empty(0) if out is None else out, left
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, dout: Tensor, dleft: Tensor) -> tuple[Tensor | None, ...]:
+        *tensors, entered = ctx.saved_tensors
+        q, k, v, decay, beta, entering = tensors
+        heads, groups = v.shape[1], k.shape[1]
+        # rows of other runs than these have no gradient
+        make = torch.zeros_like if int((ctx.runs.tables[1] - ctx.runs.tables[0]).sum()) < len(v) else torch.empty_like
+        dk = make(k if heads == groups else k[:, :1].expand(-1, heads, -1).contiguous())
+        dq = None if q is None else torch.empty_like(dk)
+        dv, dentering = make(v), torch.empty_like(entering)
+        ddecay, dbeta = (None if x is None else make(x) for x in (decay, beta))
+        native.ops().recurrent_backward(
+            *tensors, ctx.runs.tables, ctx.scale, None if q is None else dout.contiguous(), dleft.contiguous(), entered,
+            dq, dk, dv, ddecay, dbeta, dentering, ctx.isa,
+        )  # fmt: skip
+        if heads != groups:
+            dk = _over_heads(dk, groups)
+            dq = None if dq is None else _over_heads(dq, groups)
+        return None, None, None, None, dq, dk, dv, ddecay, dbeta, dentering
+
+
+def _over_heads(x: Tensor, groups: int) -> Tensor:
+    """The sum over the heads of each group."""
+    return x.view(len(x), groups, x.shape[1] // groups, x.shape[2]).sum(2)

@@ -1,0 +1,111 @@
+"""Kernels of recurrences beside the definition token by token: their three parts, with the gradients of each."""
+
+from __future__ import annotations
+
+from functools import cache
+
+import numpy as np
+import pytest
+import torch
+from torch import Tensor
+
+from seqpar import native
+from seqpar.facts.mask import Mask
+from seqpar.kernels.native import ISAS
+from seqpar.kernels.recurrent import KERNELS, Recurrence, RecurrentKernel, RecurrentSpec, choose
+from seqpar.kernels.recurrent.chunked import Chunked
+from seqpar.kernels.recurrent.native import NativeChunks
+from seqpar.kernels.recurrent.reference import TokenByToken
+from seqpar.testing import relative_rms
+from tests.ops.recurrent.cases import FAMILIES, Family
+
+COUNTS, EXPORTED = np.array([70, 1, 130, 64, 15]), np.array([0, 2, 3])
+WHY = native.lacks("recurrent_backward")
+BUILT = pytest.mark.skipif(WHY is not None, reason=WHY or "")
+KINDS = [pytest.param(Chunked(), id="chunked"), pytest.param(NativeChunks(), id="native", marks=BUILT)]
+
+
+def parts(kernel: RecurrentKernel, family: Family, dtype: torch.dtype = torch.float64, seed: int = 0) -> list[Tensor]:
+    """States and maps of the exported runs, out and the states that are left, then the gradients of all inputs."""
+    g = torch.Generator().manual_seed(seed)
+    draw = lambda *shape: torch.randn(*shape, generator=g, dtype=torch.float64).to(dtype)  # noqa: E731
+    rows = [None if x is None else x.clone().requires_grad_() for x in family.inputs(Mask(COUNTS), seed, dtype)[:5]]
+    q, k, v, decay, beta = rows
+    entering = draw(len(COUNTS), family.heads, family.dim, family.values).requires_grad_()
+    tables = kernel.tables(COUNTS, EXPORTED, torch.device("cpu"))
+    prepared = kernel.prepare(Recurrence(q, k, v, decay, beta, family.dim**-0.5), tables)
+    results = [*kernel.leave(prepared, entering[EXPORTED]), *kernel.compute(prepared, entering)]
+    sum((x * draw(*x.shape)).sum() for x in results).backward()
+    grads = [x.grad for x in (*rows, entering) if x is not None]
+    return [x.detach().double() for x in (*results, *grads)]
+
+
+@cache
+def expected(family: Family) -> list[Tensor]:
+    return parts(TokenByToken(), family)
+
+
+def differences(found: list[Tensor], wanted: list[Tensor]) -> list[float]:
+    """The largest difference in each result, beside its largest value or 1."""
+    pairs = zip(found, wanted, strict=True)
+    return [float((x - y).abs().max()) / max(1.0, float(y.abs().max())) for x, y in pairs]
+
+
+@pytest.mark.parametrize("strength", [0.0, 0.1, 80.0])
+@pytest.mark.parametrize(("decay", "beta"), FAMILIES)
+@pytest.mark.parametrize("kernel", KINDS)
+def test_all_parts_and_gradients(kernel, decay, beta, strength) -> None:
+    family = Family(decay, beta, strength=strength, dim=9, values=5, unit=True)
+    assert max(differences(parts(kernel, family), expected(family))) < 1e-12
+
+
+@pytest.mark.parametrize("kernel", KINDS)
+def test_no_rows_and_no_exported_runs(kernel) -> None:
+    family = Family("scalar", beta=True)
+    q, k, v, decay, beta, _ = family.inputs(Mask((1,)))
+    for counts in (np.zeros(0, np.int64), np.array([1])):
+        rows = [x[: counts.sum()].clone().requires_grad_() for x in (q, k, v, decay, beta)]
+        prepared = kernel.prepare(Recurrence(*rows, 1.0), kernel.tables(counts, counts[:0], torch.device("cpu")))
+        entering = torch.zeros(len(counts), 4, 3, 2, dtype=torch.float64)
+        states, maps = kernel.leave(prepared, entering[:0])
+        assert states.shape == (0, 4, 3, 2) and maps.shape == (0, 4, 3, 3)
+        out, left = kernel.compute(prepared, entering)
+        assert out.shape == rows[2].shape and left.shape == entering.shape
+        (out.sum() + left.sum() + states.sum()).backward()
+        assert all(x.grad.shape == x.shape for x in rows)
+
+
+@BUILT
+@pytest.mark.parametrize(("decay", "beta"), FAMILIES)
+def test_every_instruction_set_errs_as_little_as_torch(decay, beta) -> None:
+    family = Family(decay, beta, dim=40, values=24, unit=True)
+    wanted = parts(Chunked(), family)
+    torch_errs = [relative_rms(x, y) for x, y in zip(parts(Chunked(), family, torch.float32), wanted, strict=True)]
+    for isa in range(native.ops().isa() + 1):
+        found = parts(NativeChunks(isa=isa), family, torch.float32)
+        for error, other in zip((relative_rms(x, y) for x, y in zip(found, wanted, strict=True)), torch_errs):
+            assert error <= 4 * other + 1e-7, ISAS[isa]
+
+
+@BUILT
+def test_threads_change_no_bit() -> None:
+    family, threads = Family("channel", beta=True, dim=20, values=33, unit=True), torch.get_num_threads()
+    found = []
+    try:
+        for count in (1, 3):
+            torch.set_num_threads(count)
+            found.append(parts(NativeChunks(), family, torch.float32))
+    finally:
+        torch.set_num_threads(threads)
+    assert all(torch.equal(x, y) for x, y in zip(*found, strict=True))
+
+
+def test_the_kernel_of_a_call() -> None:
+    cpu = RecurrentSpec("cpu", torch.float32, 8, 8, "scalar", beta=True)
+    assert choose("auto", cpu).name == ("native" if WHY is None else "chunked")
+    with pytest.raises(
+        NotImplementedError, match="kernel native cannot compute this call: native runs on the CPU, v is on cuda"
+    ):
+        choose("native", cpu._replace(device="cuda"))
+    with pytest.raises(ValueError, match=f"kernel must be one of auto, {', '.join(KERNELS)}, got 'fla'"):
+        choose("fla", cpu)
