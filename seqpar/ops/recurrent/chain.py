@@ -117,7 +117,7 @@ class StateChain(Memo):
         def make() -> Uploaded:
             sides = [(h.folded, *h.sends.values(), *h.recvs.values()) for h in (*self.forth, *self.back)]
             every = [self.continuing, *(x for side in sides for x in side if isinstance(x, np.ndarray))]
-            return Uploaded({}, dict(zip(map(id, every), row_numbers(every, device), strict=True)))
+            return Uploaded(dict(zip(map(id, every), row_numbers(every, device), strict=True)))
 
         return self.memo(stream_of(device), make)  # type: ignore[no-any-return]
 
