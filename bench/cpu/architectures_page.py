@@ -20,7 +20,7 @@ fp64 as one process does.
 
 | column | the way in |
 |---|---|
-| `parallelize` | `seqpar.parallelize(model, comm)`, with padded and with packed batches |
+| `parallelize` | `seqpar.parallelize(model, comm)`, with padded and with packed batches, documents cut between ranks |
 | in place | the same with `in_place=True`, which keeps the model's own `attn_implementation` |
 | `sdpa` | `sdpa=True`, or a `with seqpar.sdpa(plan, comm):` block: [plain PyTorch](pytorch.md) |
 | registered | `attn_implementation="seqpar"` and [rows of your own](transformers.md#your-own-rows) |

@@ -112,7 +112,7 @@ ENCODERS |= {
 HYBRIDS = _many(
     "hybrid",
     "qwen3_next qwen3_5_text falcon_h1 mamba mamba2 jamba bamba nemotron_h lfm2 recurrent_gemma zamba2 "
-    "granitemoehybrid kimi_linear rwkv xlstm",
+    "granitemoehybrid kimi_linear qwen3_5_moe_text lfm2_moe lfm3 rwkv xlstm",
 )
 IMAGES = _many(
     "vision-language", "llava mistral3 internvl llama4 qwen2_5_vl qwen3_vl gemma3 paligemma smolvlm",
@@ -171,6 +171,7 @@ PARTICULAR: dict[str, dict[str, Any]] = {
     },
     "qwen3_next": {"layer_types": HYBRID, "mlp_only_layers": [0, 1]},
     "qwen3_5_text": {"layer_types": HYBRID},
+    "qwen3_5_moe_text": {"layer_types": HYBRID},
     "jamba": {"attn_layer_period": 2, "attn_layer_offset": 1, "mamba_dt_rank": 4, "use_mamba_kernels": False,
               "num_experts": 1, "num_experts_per_tok": 1},
     "bamba": {"attn_layer_indices": [1]},
@@ -181,6 +182,8 @@ PARTICULAR: dict[str, dict[str, Any]] = {
         "moe_shared_expert_intermediate_size": 16,
     },
     "lfm2": {"layer_types": ["conv", "full_attention"], "full_attn_idxs": "unset", "block_auto_adjust_ff_dim": False},
+    "lfm2_moe": {"layer_types": ["conv", "full_attention"], "num_dense_layers": 1},
+    "lfm3": {"layer_types": ["conv", "sliding_attention", "full_attention"], "num_hidden_layers": 3},
     "recurrent_gemma": {"lru_width": 32, "attention_window_size": 6, "block_types": ["recurrent", "attention"],
                         "num_key_value_heads": 2},
     "zamba2": {

@@ -123,10 +123,15 @@ def _uncached(model: nn.Module) -> dict[str, Any]:
     return {"use_cache": False} if hasattr(model.config.get_text_config(), "use_cache") else {}
 
 
+def cut(lengths: Any, ranks: int) -> Plan:
+    """Documents cut where ranks' shares end; the default plan would leave such short ones whole."""
+    return Plan(Mask(lengths), Layout.contiguous(int(sum(lengths)), ranks))
+
+
 def parallelized(comm: Comm, row: Architecture, model: nn.Module, every: list[Any], **options: Any) -> Outcome:
-    """By `seqpar.parallelize`, as a trainer would."""
+    """By `seqpar.parallelize`, as a trainer would, but for the plan."""
     own, batch = copy.deepcopy(model), dict(every[comm.rank])
-    with seqpar.parallelize(own, comm, **options):
+    with seqpar.parallelize(own, comm, plan=cut, **options):
         if row.head != "Model":
             return outcome(own, own(**batch).loss)
         batch.pop("labels")

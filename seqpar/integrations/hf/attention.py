@@ -23,7 +23,7 @@ from transformers import AttentionInterface, PreTrainedConfig, PreTrainedModel
 from transformers.masking_utils import AttentionMaskInterface
 
 from seqpar.comm import Comm
-from seqpar.integrations.hf.config import NO_INTERFACE, STATE, mixing_layers, unserved_attention
+from seqpar.integrations.hf.config import NO_INTERFACE, mixing_layers, unserved_attention
 from seqpar.integrations.hf.mask import Rule, rule_of
 from seqpar.nn.wrap import replaced
 from seqpar.ops import attention, bind
@@ -107,7 +107,7 @@ def _mask(
         remedy = "; give the model to seqpar.parallelize, which computes recurrent layers that it knows"
         raise NotImplementedError(
             f"a model of {type(config).__name__} cannot be computed from a rank's rows: {', and '.join(reasons)}"
-            f"{remedy if STATE in reasons else ''}"
+            f"{remedy if mixing_layers(config) != mixing_layers(config, recurrent=True) else ''}"
         )
     try:
         around = surrounding()

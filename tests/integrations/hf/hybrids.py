@@ -15,7 +15,7 @@ from torch import Tensor
 import seqpar
 from seqpar import Comm, Layout, Mask, Plan
 from tests.ecosystem import architectures
-from tests.ecosystem.architectures import HYBRID, Architecture
+from tests.ecosystem.architectures import Architecture
 from tests.ecosystem.ways import islands
 from tests.integrations.hf.models import documents, kept, largest
 
@@ -33,10 +33,10 @@ FAMILIES: dict[str, Architecture] = {
         ("falcon_h1 norm", "falcon_h1", {"mamba_rms_norm": True, "ssm_in_multiplier": 0.7, "mamba_n_groups": 2}),
         ("zamba2", "zamba2", {}),
         ("qwen3_5", "qwen3_5_text", {}),
-        ("qwen3_5_moe", "qwen3_5_moe_text", {"layer_types": HYBRID}),
+        ("qwen3_5_moe", "qwen3_5_moe_text", {}),
         ("kimi_linear", "kimi_linear", {"mlp_layer_types": ["dense", "sparse"]}),
-        ("lfm2_moe", "lfm2_moe", {"layer_types": ["conv", "full_attention"], "num_dense_layers": 1}),
-        ("lfm3", "lfm3", {"layer_types": ["conv", "sliding_attention", "full_attention"], "num_hidden_layers": 3}),
+        ("lfm2_moe", "lfm2_moe", {}),
+        ("lfm3", "lfm3", {}),
     ]
 }  # fmt: skip
 

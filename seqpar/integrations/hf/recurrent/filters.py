@@ -5,7 +5,6 @@ from __future__ import annotations
 from torch import Tensor, nn
 from transformers.activations import ACT2FN
 
-from seqpar.ops.core.autocast import autocast
 from seqpar.recurrent import causal_conv1d
 
 SILU = ("silu", "swish")  # two names of one function, which `causal_conv1d` has inside
@@ -14,9 +13,9 @@ SILU = ("silu", "swish")  # two names of one function, which `causal_conv1d` has
 def convolved(conv: nn.Conv1d, x: Tensor, plan: Tensor, activation: str | None = None) -> Tensor:
     """This rank's rows [T, C] through a module's causal depthwise filters, in x's dtype.
 
-    As in transformers the filters' dtype is that of the product, or autocast's. plan: the handle of a plan and a comm.
+    As in transformers the product is of the filters' dtype, or of autocast's. plan: the handle of a plan and a comm.
     """
-    weight, bias = autocast(conv.weight.squeeze(1)), conv.bias
+    weight = conv.weight.squeeze(1)
     inside = "silu" if activation in SILU else None
-    y = causal_conv1d(x.to(weight.dtype), weight, None if bias is None else autocast(bias), plan, activation=inside)
+    y = causal_conv1d(x.to(weight.dtype), weight, conv.bias, plan, activation=inside)
     return (y if inside or activation is None else ACT2FN[activation](y)).to(x.dtype)
