@@ -65,8 +65,8 @@ ORDER = {
     """,
     "dsp": "form space costs search plan spec specs moves grid overlap runner stages checks apply __init__",
     "planner": """
-        config shape hardware memory groups place nested count cost scale bound forecast problem batch step
-        fit __init__
+        recurrent config shape hardware memory groups place nested count carried cost scale bound forecast problem
+        batch step fit __init__
     """,
     "comm": """
         entry protocol arguments header owner failure interrupt rendezvous base local nccl sums group

@@ -23,7 +23,7 @@ from seqpar.plan.traffic import HeadShape
 INK, MUTED, EDGE = "#1f2430", "#6b7280", "#d1d5db"
 LONG = ("#2563a8", "#e07b28", "#3a8f4f", "#b5443f", "#7d5ba6", "#8c6248", "#cf6fa5", "#1f9aa8", "#a3962b")
 SHORT = ("#aeb6c2", "#c6ccd6", "#bac2cd", "#d3d8e0")  # unnamed documents, in turns
-PHASES = {"attention": "#2563a8", "linear": "#9cc3e6", "head": "#cfd6e0", "exposed": "#e07b28"}
+PHASES = {"attention": "#2563a8", "recurrent": "#5b8f5b", "linear": "#9cc3e6", "head": "#cfd6e0", "exposed": "#e07b28"}
 STYLE: Any = {
     "font.size": 9.5, "axes.titlesize": 11, "axes.titleweight": "bold", "axes.titlelocation": "left",
     "axes.spines.top": False, "axes.spines.right": False, "axes.edgecolor": MUTED, "axes.labelcolor": INK,
@@ -216,7 +216,7 @@ def timeline(axis: Any, plan: Derived, forecast: Prediction) -> None:
     axis.set(title="Predicted step", xlabel="rank", ylabel="seconds")
     edges, phases = np.arange(plan.ranks + 1) - 0.5, forecast.phases
     below = np.zeros(plan.ranks)
-    for name, colour in PHASES.items():
+    for name, colour in ((name, PHASES[name]) for name in PHASES if name in phases):
         above = below + phases[name]
         label = "exposed transfers" if name == "exposed" else name
         axis.stairs(above, edges, baseline=below, fill=True, color=colour, label=label, linewidth=0)

@@ -136,7 +136,7 @@ def choose(layers: Layers, w: Weights, total: Ints, ranks: int, *, node: int, ro
     every, documents = layers_in(layers), len(mask.lengths)
     stage = every * (w.forward.stage + w.backward.stage)
     batch = Documents(
-        mask.lengths, total, w.row + w.label + every * w.query, every * w.key, every * w.query, TYPICAL_STAGES * stage
+        mask.lengths, total, w.beside + every * w.query, every * w.key, every * w.query, TYPICAL_STAGES * stage
     )
     even = np.minimum(room, mask.tokens // ranks + 1)
     rooms = [even] if (even == room).all() else [even, room]  # spare rows must not make a plan worse
@@ -161,7 +161,7 @@ def choose(layers: Layers, w: Weights, total: Ints, ranks: int, *, node: int, ro
     if few and 1 < ranks <= node and not single:
         nests = NESTS_OF_FEW if documents < 4 * ranks else NESTS_OF_MANY
         chosen += nested(batch, ranks, room=even, nests=nests if documents > 1 else nests[:1])
-    return _decided(_counted(layers, chosen, ranks, node), w, node, all_rivals=few)
+    return _decided(_counted(layers, w, chosen, ranks, node), w, node, all_rivals=few)
 
 
 def _near_the_bound(
@@ -181,7 +181,7 @@ def _near_the_bound(
         return None
     else:
         placed = nested(batch, ranks, room=room, nests=NESTS_OF_MANY[: 2 if ranks * batch.lengths.size <= SMALL else 1])
-    decision = _decided(_counted(layers, placed, ranks, node), w, node, all_rivals=True)
+    decision = _decided(_counted(layers, w, placed, ranks, node), w, node, all_rivals=True)
     near = int(decision.ticks.total.max()) * NEAR <= mean * (NEAR + 1)
     return decision if near or placed[0].level <= enough else None
 
@@ -312,14 +312,16 @@ def shortlist(placed: list[tuple[Knobs, Placement]], *, thorough: bool) -> list[
     return list(chosen.values())
 
 
-def _counted(layers: Layers, placed: list[Placement], ranks: int, node: int) -> list[Candidate]:
+def _counted(layers: Layers, w: Weights, placed: list[Placement], ranks: int, node: int) -> list[Candidate]:
     """The placements with their counts, and where it may pay also with keys that enter a node once."""
     rivals = []
-    for placement, plain in zip(placed, counted_each(layers, placed, ranks=ranks, node=node), strict=True):
+    each = counted_each(layers, placed, ranks=ranks, node=node, recurrent=w.recurrent is not None)
+    for placement, plain in zip(placed, each, strict=True):
         once = None
         # a few rows fetched at the borders of ranks are not worth forwarding, which costs steps and planning time
         if node < ranks and ranks % node == 0 and plain.crossing * 64 > int(plain.rows.sum()) * layers_in(layers):
             layout = layout_of(layers[0][0], placement.pieces, ranks)
             once = counted(layers, layout, widths=placement.widths, node=node, forwarded=True)
+            once = once._replace(carried=plain.carried)
         rivals.append(Candidate(placement, plain, once))
     return rivals

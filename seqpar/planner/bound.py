@@ -13,7 +13,7 @@ def document_ticks(layers: Layers, w: Weights) -> Ints:
     Every pair and every row is computed once, and a document has at least one piece; if cut, it also costs fetched
     rows.
     """
-    ticks = layers[0][0].lengths * (w.row + w.label)
+    ticks = layers[0][0].lengths * (w.beside)
     for mask, count in layers:
         ticks = ticks + count * (w.pair * w.areas(areas(mask)) + w.query * mask.lengths + w.piece)
     return ticks
@@ -31,5 +31,5 @@ def lower_bound(layers: Layers, w: Weights, ranks: int, *, least: Ints | None = 
     ticks = document_ticks(layers, w) if least is None else least
     start = (w.forward.stage + w.backward.stage) * layers_in(layers)
     shared = -(-int(ticks.sum()) // ranks)
-    rows = -(-tokens // ranks) * (w.row + w.label)
+    rows = -(-tokens // ranks) * (w.beside)
     return max(shared, rows) + (start if tokens >= ranks else 0)

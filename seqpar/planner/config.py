@@ -5,11 +5,22 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Any
 
+from seqpar.planner.recurrent import RecurrentLayer
+
 # Decoders whose blocks this file knows: softmax attention, then a gated ffn or experts.
 DENSE = ("gemma2", "gemma3", "gemma3_text", "llama", "mistral", "phi3", "qwen2", "qwen3")
 SPARSE = ("deepseek_v2", "deepseek_v3", "gpt_oss", "mixtral", "qwen2_moe", "qwen3_moe")
+# Decoders with recurrent layers, alone or among attention.
+DELTA = ("kimi_linear", "qwen3_5_moe_text", "qwen3_5_text", "qwen3_next")
+MAMBA = ("bamba", "falcon_h1", "granitemoehybrid", "mamba2", "nemotron_h")
+CONVOLVED = ("lfm2", "lfm3")
+HYBRID = DELTA + MAMBA + CONVOLVED
+# What a layer holds, by its name in a list of layer types: attention, a recurrence, an ffn alone.
+ATTENTION = ("attention", "full_attention", "sliding_attention")
+RECURRENT = ("conv", "linear_attention", "mamba")
+PATTERN = {"M": "mamba", "*": "attention", "-": "mlp", "E": "moe"}  # of hybrid_override_pattern
 # Decoders that tie head and embedding unless their config says otherwise.
-TIED = ("gemma2", "gemma3", "gemma3_text")
+TIED = ("gemma2", "gemma3", "gemma3_text", "lfm2", "lfm3")
 # Layers per pattern of windows, and which of them see all keys, for configs without a list of layers.
 PATTERNS = {"gemma2": (2, 1), "gemma3": (6, 5), "gemma3_text": (6, 5), "gpt_oss": (2, 1)}
 
@@ -48,23 +59,133 @@ def fields(config: object) -> dict[str, Any]:
     name = entries.get("_name_or_path") or entries.get("name_or_path") or outer
     entries = _entries(entries.get("text_config") or entries)
     kind = str(entries.get("model_type") or outer)
-    if kind not in DENSE + SPARSE:
-        known = ", ".join(sorted(DENSE + SPARSE))
+    if kind not in DENSE + SPARSE + HYBRID:
+        known = ", ".join(sorted(DENSE + SPARSE + HYBRID))
         raise ValueError(f"model_type {kind!r} is not known; known: {known}; or build a ModelShape")
     c = _Config(entries, kind)
+    types = _types(c) if kind in HYBRID else None
+    layers = c.need("num_hidden_layers") if types is None else len(types)
     values: dict[str, Any] = {
         "name": str(name),
         "hidden": c.need("hidden_size"),
-        "layers": c.need("num_hidden_layers"),
-        "heads": c.need("num_attention_heads"),
+        "layers": layers,
         "vocab": c.need("vocab_size"),
         "dtype": str(c.get("dtype", "torch_dtype", default="bfloat16")).removeprefix("torch."),
-        "tied": bool(c.get("tie_word_embeddings", default=kind in TIED)),
+        "tied": bool(c.get("tie_word_embeddings", "tie_embedding", default=kind in TIED)),
     }
-    values |= _heads(c, values) | (_experts(c, values) if kind in SPARSE else {"ffn": c.need("intermediate_size")})
-    values["windows"] = _windows(c, values["layers"])
+    if types is not None:
+        values |= _recurrent(c, values, types)
+    if kind == "mamba2":  # no attention: its sizes are those of the states
+        layer = values["recurrent"]
+        return _checked(c, values | dict(heads=layer.heads, kv_heads=1, dim=layer.key_dim, ffn=0, ffn_layers=0))
+    values["heads"] = c.need("num_attention_heads")
+    values |= _heads(c, values) | (_experts(c, values) if _sparse(c) else {"ffn": _ffn(c)})
+    if kind == "nemotron_h":
+        values |= _alone(c, types or [])
+    values["windows"] = _windows(c, None if types is None else [t for t in types if t in ATTENTION], layers)
+    return _checked(c, values)
+
+
+def _checked(c: _Config, values: dict[str, Any]) -> dict[str, Any]:
     c.check()
     return values
+
+
+def _types(c: _Config) -> list[str]:
+    """What each layer of a hybrid model holds."""
+    if c.get("hybrid_override_pattern") is not None and c.get("layers_block_type", "layer_types") is None:
+        return [PATTERN[letter] for letter in c.get("hybrid_override_pattern")]
+    types = c.get("layers_block_type", "layer_types")
+    linear = c.get("linear_attn_config", default={})
+    layers = range(c.need("num_hidden_layers")) if types is None else range(len(types))
+    if "full_attn_layers" in linear:  # numbered from 1
+        return ["full_attention" if n + 1 in linear["full_attn_layers"] else "linear_attention" for n in layers]
+    if types is not None:
+        return list(types)
+    if c.kind == "falcon_h1":
+        return ["hybrid"] * len(layers)
+    if c.kind == "mamba2":
+        return ["mamba"] * len(layers)
+    if c.kind.startswith("qwen3"):
+        every = c.get("full_attention_interval", default=4)
+        return ["linear_attention" if (n + 1) % every else "full_attention" for n in layers]
+    if c.kind == "bamba":
+        return ["attention" if n in c.get("attn_layer_indices", default=()) else "mamba" for n in layers]
+    if c.kind == "lfm2":
+        return ["attention" if n in c.get("full_attn_idxs", default=layers) else "conv" for n in layers]
+    c.need("layer_types")
+    return []
+
+
+def _recurrent(c: _Config, values: Mapping[str, Any], types: list[str]) -> dict[str, Any]:
+    """The recurrent layer of a hybrid model, and how many layers have it, attention, and an ffn."""
+    unknown = set(types) - {*ATTENTION, *RECURRENT, "hybrid", "mlp", "moe"}
+    if unknown:
+        raise ValueError(f"layer types {sorted(unknown)} of {c.kind!r} are not known; build a ModelShape")
+    hidden, linear = values["hidden"], c.get("linear_attn_config", default={})
+    if c.kind == "kimi_linear":
+        layer = RecurrentLayer.kimi_delta(
+            hidden,
+            heads=linear.get("num_heads") or c.need("linear_num_heads"),
+            dim=linear.get("head_dim") or c.need("linear_head_dim"),
+            taps=linear.get("short_conv_kernel_size") or c.need("linear_conv_kernel_dim"),
+        )
+    elif c.kind in DELTA:
+        layer = RecurrentLayer.gated_delta(
+            hidden, heads=c.need("linear_num_value_heads"), groups=c.need("linear_num_key_heads"),
+            key_dim=c.need("linear_key_head_dim"), value_dim=c.need("linear_value_head_dim"),
+            taps=c.need("linear_conv_kernel_dim"),
+        )  # fmt: skip
+    elif c.kind in CONVOLVED:
+        layer = RecurrentLayer.short_convolution(hidden, taps=c.need("conv_L_cache"))
+    else:
+        heads = c.need("mamba_n_heads", "mamba_num_heads", "num_heads")
+        inner = c.get("mamba_d_ssm", default=c.get("mamba_expand", "expand", default=2) * hidden)
+        dim = c.get("mamba_d_head", "mamba_head_dim", *(["head_dim"] if c.kind == "mamba2" else []), default="auto")
+        layer = RecurrentLayer.mamba2(
+            hidden, heads=heads, head_dim=inner // heads if dim == "auto" else dim,
+            groups=c.need("mamba_n_groups", "n_groups"), state=c.need("mamba_d_state", "ssm_state_size", "state_size"),
+            taps=c.need("mamba_d_conv", "conv_kernel"),
+        )  # fmt: skip
+    both = types.count("hybrid")
+    recurrent = both + sum(t in RECURRENT for t in types)
+    attention = both + sum(t in ATTENTION for t in types)
+    return {
+        "recurrent": layer if recurrent else None,
+        "recurrent_layers": recurrent,
+        "attention_layers": None if attention + recurrent == len(types) else attention,
+        "output_gate": c.kind.startswith("qwen3"),
+    }
+
+
+def _alone(c: _Config, types: list[str]) -> dict[str, Any]:
+    """The layers of Nemotron-H that are an ffn or experts alone, without a gate."""
+    ffns, experts = types.count("mlp"), types.count("moe")
+    if experts and (ffns or c.get("moe_latent_size") is not None):
+        raise ValueError(
+            f"{ffns} layers with an ffn beside {experts} with experts, or experts of a latent size, are not known; "
+            "build a ModelShape"
+        )
+    return {"ffn_layers": ffns + experts, "gated": False}
+
+
+def _ffn(c: _Config) -> int:
+    """The inner size of an ffn."""
+    size: int = c.need("shared_intermediate_size" if c.kind == "granitemoehybrid" else "intermediate_size")
+    if c.kind == "lfm2" and c.get("block_auto_adjust_ff_dim", default=True):
+        size = int(c.get("block_ffn_dim_multiplier", default=1.0) * (2 * size // 3))
+        multiple = c.get("block_multiple_of", default=256)
+        size = -(-size // multiple) * multiple
+    return size
+
+
+def _sparse(c: _Config) -> bool:
+    """Whether a model has experts."""
+    if c.kind == "granitemoehybrid":
+        return bool(c.get("num_local_experts", default=0))
+    if c.kind == "nemotron_h":
+        return "moe" in _types(c)
+    return c.kind in (*SPARSE, "kimi_linear", "qwen3_5_moe_text", "qwen3_next")
 
 
 def _entries(config: object) -> Mapping[str, Any]:
@@ -78,7 +199,7 @@ def _entries(config: object) -> Mapping[str, Any]:
 
 def _heads(c: _Config, values: Mapping[str, Any]) -> dict[str, Any]:
     """Key heads and dims. In models with low-rank projections, every query head has its own keys."""
-    if c.kind.startswith("deepseek"):
+    if c.kind.startswith("deepseek") or c.kind == "kimi_linear":
         rope = c.need("qk_rope_head_dim")
         return {
             "kv_heads": values["heads"],
@@ -96,19 +217,23 @@ def _heads(c: _Config, values: Mapping[str, Any]) -> dict[str, Any]:
 
 def _experts(c: _Config, values: Mapping[str, Any]) -> dict[str, Any]:
     """Experts of a sparse model; layers without experts must come first."""
-    separate = c.kind not in ("gpt_oss", "mixtral")
+    separate = c.kind not in ("gpt_oss", "granitemoehybrid", "mixtral")
     experts = {
         "experts": c.need("num_local_experts", "num_experts", "n_routed_experts"),
-        "active_experts": c.need("num_experts_per_tok", "experts_per_token"),
+        "active_experts": c.need("num_experts_per_tok", "experts_per_token", "num_experts_per_token"),
         "expert_ffn": c.need("moe_intermediate_size" if separate else "intermediate_size"),
     }
-    shared = c.get("n_shared_experts", default=0)
-    if c.get("shared_expert_intermediate_size"):
-        shared, left = divmod(c.get("shared_expert_intermediate_size"), experts["expert_ffn"])
+    shared = c.get("n_shared_experts", "num_shared_experts", default=0)
+    names = "shared_expert_intermediate_size", "shared_intermediate_size", "moe_shared_expert_intermediate_size"
+    if size := c.get(*names):
+        shared, left = divmod(size, experts["expert_ffn"])
         if left:
-            raise ValueError("shared_expert_intermediate_size must be a multiple of moe_intermediate_size")
+            raise ValueError(
+                f"shared experts of {size} must be as large as some of {experts['expert_ffn']}; build a ModelShape"
+            )
     step, dense = c.get("decoder_sparse_step", default=1), set(c.get("mlp_only_layers", default=()))
     dense |= set(range(c.get("first_k_dense_replace", default=0)))
+    dense |= {n for n, kind in enumerate(c.get("mlp_layer_types", default=())) if kind == "dense"}
     if step != 1 or dense != set(range(len(dense))):
         raise ValueError(
             f"dense layers among layers with experts (decoder_sparse_step {step}, mlp_only_layers {sorted(dense)}) "
@@ -121,19 +246,22 @@ def _experts(c: _Config, values: Mapping[str, Any]) -> dict[str, Any]:
     }
 
 
-def _windows(c: _Config, layers: int) -> tuple[int | None, ...]:
-    """Keys to the left of its own that each layer's query sees; transformers' `sliding_window` is one more."""
+def _windows(c: _Config, kinds: list[str] | None, layers: int) -> tuple[int | None, ...]:
+    """Keys to the left of its own that each layer's query sees; transformers' `sliding_window` is one more.
+
+    kinds: of the layers with attention, for hybrid models.
+    """
     size = c.get("sliding_window")
-    kinds = c.get("layer_types")
+    kinds = c.get("layer_types") if kinds is None else kinds
     if size is None or c.get("use_sliding_window") is False:
-        unknown = set(kinds or ()) - {"full_attention"}
+        unknown = set(kinds or ()) - {"attention", "full_attention"}
         if unknown:
             raise ValueError(
                 f"layer_types {sorted(unknown)} need a sliding_window, or are not known; build a ModelShape"
             )
         return (None,)
     if kinds is not None:
-        unknown = set(kinds) - {"full_attention", "sliding_attention"}
+        unknown = set(kinds) - set(ATTENTION)
         if unknown:
             raise ValueError(f"layer_types {sorted(unknown)} are not known; build a ModelShape")
         windows = tuple(size - 1 if kind == "sliding_attention" else None for kind in kinds)

@@ -28,6 +28,7 @@ from seqpar.facts.value import Ints
 from seqpar.plan.counts import Tally, summed, tally
 from seqpar.plan.routes import TAPERED
 from seqpar.plan.traffic import DTYPE_BYTES
+from seqpar.planner.carried import RecurrentWeights, RunCounts, carried_by, carried_of
 from seqpar.planner.count import tallies
 from seqpar.planner.hardware import Hardware, Link
 from seqpar.planner.place import Placement, layout_of
@@ -71,7 +72,7 @@ class Wire(NamedTuple):
 class Weights:
     """A model on a machine, in ticks. row, label: all layers, forward and backward. second: the seconds of a tick.
 
-    area: `Pass.pair` is the cost of ``2**area`` attended pairs.
+    area: `Pass.pair` is the cost of ``2**area`` attended pairs. recurrent: of all recurrent layers; None without them.
     """
 
     forward: Pass
@@ -85,6 +86,7 @@ class Weights:
     row_bytes: int
     second: float
     area: int = 0
+    recurrent: RecurrentWeights | None = None
 
     @classmethod
     @lru_cache(maxsize=16)
@@ -93,8 +95,8 @@ class Weights:
         a = hardware.attention
         pair = shape.pair_flops / a.rate
         second = pair / PAIR * 2.0**coarse
-        again = pair if shape.recompute in ("attention", "full") else 0.0
-        back = 2.5 * shape.pair_flops / a.backward_rate + again
+        repeated = shape.recompute in ("attention", "full")
+        back = 2.5 * shape.pair_flops / a.backward_rate + (pair if repeated else 0.0)
         # as many pairs together as cost about PAIR ticks; if one direction is much dearer, some thousand ticks in that
         # one
         dearer = max(0, round(max(pair, back) / pair).bit_length() - 3)
@@ -115,7 +117,7 @@ class Weights:
         passes = 4 if shape.recompute == "full" else 3
         return cls(
             forward=direction(pair, 1),
-            backward=direction(back, 2 if again else 1),
+            backward=direction(back, 2 if repeated else 1),
             # at least 1, so that no batch is free
             row=max(1, round(passes * shape.linear_flops / hardware.linear_rate / second)),
             label=round(3 * shape.head_flops / hardware.linear_rate / second),
@@ -126,6 +128,7 @@ class Weights:
             row_bytes=shape.row_bytes,
             second=second,
             area=area,
+            recurrent=None if shape.recurrent is None else RecurrentWeights.of(shape, hardware, second),
         )
 
     @property
@@ -148,6 +151,11 @@ class Weights:
         """Ticks of a piece of a document, forward and backward."""
         return self.forward.piece + self.backward.piece
 
+    @property
+    def beside(self) -> int:
+        """Ticks of a row besides attention, forward and backward: linear layers, recurrences and its label."""
+        return self.row + self.label + (0 if self.recurrent is None else self.recurrent.row)
+
     def areas(self, pairs: Ints) -> Ints:
         """The whole multiples of ``2**area`` in these attended pairs."""
         return pairs >> self.area if self.area else pairs
@@ -157,30 +165,31 @@ class Weights:
         return -(-pairs >> self.area) if self.area else pairs
 
 
-PHASES = ("attention", "exposed", "linear", "head")
+PHASES = ("attention", "recurrent", "exposed", "linear", "head")
 
 
 class Ticks(NamedTuple):
-    """Ticks of a training step by rank, int64 [..., ranks]: attention, exposed transfers, linear layers and the head.
+    """Ticks of a training step by rank, int64 [..., ranks].
 
-    exposed: waiting for transfers that nothing hides.
+    exposed: waiting for transfers that nothing hides. linear: linear layers. recurrent: recurrences and convolutions.
     """
 
     attention: Ints
     exposed: Ints
     linear: Ints
     head: Ints
+    recurrent: Ints
 
     @property
     def total(self) -> Ints:
         """Ticks of each rank."""
-        return self.attention + self.exposed + (self.linear + self.head)
+        return self.attention + self.exposed + (self.linear + self.head + self.recurrent)
 
     def of(self, candidate: int, stage: int) -> Ticks:
         """The ticks of one candidate with one stage size."""
         return Ticks(
             self.attention[candidate, stage], self.exposed[candidate, stage], self.linear[candidate, 0],
-            self.head[candidate, 0],
+            self.head[candidate, 0], self.recurrent[candidate, 0],
         )  # fmt: skip
 
 
@@ -283,10 +292,14 @@ class WidthGroup(NamedTuple):
 
 
 class Counted(NamedTuple):
-    """A layout's counts of every rank's work and traffic: by mask, then by rising width."""
+    """A layout's counts of every rank's work and traffic: by mask, then by rising width.
+
+    carried: what recurrent layers pass; None if they were not counted.
+    """
 
     masks: list[list[WidthGroup]]
     rows: Ints
+    carried: RunCounts | None = None
 
     @property
     def moved(self) -> int:
@@ -309,8 +322,13 @@ def layers_in(layers: Layers) -> int:
     return sum(count for _, count in layers)
 
 
-def counted(layers: Layers, layout: Layout, *, widths: Ints, node: int, forwarded: bool) -> Counted:
-    """The counts of `fetch`. widths: Ulysses width of each document; forwarded: keys enter a node once."""
+def counted(
+    layers: Layers, layout: Layout, *, widths: Ints, node: int, forwarded: bool, recurrent: bool = False
+) -> Counted:
+    """The counts of `fetch`. widths: Ulysses width of each document; forwarded: keys enter a node once.
+
+    recurrent: whether some layers are, so that what they pass is counted too.
+    """
     masks = []
     for mask, count in layers:
         parts = []
@@ -320,16 +338,19 @@ def counted(layers: Layers, layout: Layout, *, widths: Ints, node: int, forwarde
             t = tally(mask, layout, width=width, node=near_by, forwarded=forwarded, documents=chosen)
             parts.append(WidthGroup(count, width, t, near_by > 1))
         masks.append(parts)
-    return Counted(masks, layout.sizes())
+    carried = carried_by(layers[0][0], layout, node=node) if recurrent else None
+    return Counted(masks, layout.sizes(), carried)
 
 
-def counted_each(layers: Layers, placed: Sequence[Placement], *, ranks: int, node: int) -> list[Counted]:
+def counted_each(
+    layers: Layers, placed: Sequence[Placement], *, ranks: int, node: int, recurrent: bool = False
+) -> list[Counted]:
     """The counts of `fetch` for several candidates. Keys may enter a node more than once; widths divide the node."""
     first = layers[0][0]
     if not all(mask.within_documents for mask, _ in layers):
         layouts = [layout_of(first, p.pieces, ranks) for p in placed]
         return [
-            counted(layers, layout, widths=p.widths, node=node, forwarded=False)
+            counted(layers, layout, widths=p.widths, node=node, forwarded=False, recurrent=recurrent)
             for layout, p in zip(layouts, placed, strict=True)
         ]
     masks: list[list[list[WidthGroup]]] = [[] for _ in placed]
@@ -337,7 +358,8 @@ def counted_each(layers: Layers, placed: Sequence[Placement], *, ranks: int, nod
         for own, tally_of in zip(masks, tallies(mask, placed, ranks=ranks, node=node), strict=True):
             own.append([WidthGroup(count, width, t, node // width > 1) for width, t in tally_of.items()])
     rows = [summed(p.pieces.rank, p.pieces.count, ranks) for p in placed]
-    return [Counted(own, of_rank) for own, of_rank in zip(masks, rows, strict=True)]
+    passed = [carried_of(*p.pieces, ranks=ranks, node=node) if recurrent else None for p in placed]
+    return [Counted(*each) for each in zip(masks, rows, passed, strict=True)]
 
 
 def ticks(counts: Counted, w: Weights, *, stage_bytes: int) -> Ticks:
@@ -375,7 +397,11 @@ def ticks_of_each(candidates: Sequence[Counted], w: Weights, *, stage_bytes: Seq
     shape = (len(stage_bytes), len(candidates), -1, at.shape[-1])
     attention, waited = ((count * x.sum(1)).reshape(shape).sum(2).swapaxes(0, 1) for x in (spent, exposed + late))
     rows = np.array([counts.rows for counts in candidates])[:, None]
-    return Ticks(attention, waited, rows * w.row, rows * w.label)
+    recurrent = np.zeros_like(rows)
+    if w.recurrent is not None:
+        both = np.array([w.recurrent.ticks(counts.rows, counts.carried) for counts in candidates])
+        recurrent, waited = both[:, :1], waited + both[:, 1:]
+    return Ticks(attention, waited, rows * w.row, rows * w.label, recurrent)
 
 
 def _groups_of_ranks(layers: Sequence[Sequence[WidthGroup]], ranks: int) -> Ints:

@@ -36,8 +36,12 @@ class Forecast:
 
     @property
     def phases(self) -> dict[str, Seconds]:
-        """Seconds of every rank by phase: attention, exposed (waiting for transfers), linear, head."""
-        return {name: getattr(self.ticks, name) * self.second for name in PHASES}
+        """Seconds of every rank by phase: attention, recurrent, exposed (waiting for transfers), linear, head.
+
+        Only models with recurrent layers have the second.
+        """
+        names = [name for name in PHASES if name != "recurrent" or self.model.recurrent is not None]
+        return {name: getattr(self.ticks, name) * self.second for name in names}
 
     @property
     def seconds(self) -> float:
@@ -121,7 +125,10 @@ class Forecast:
         link, machine = self.hardware.inside, self.hardware
         kernel = f"kernel {machine.kernel}" if machine.kernel else "kernel unknown"
         over = "" if link.channels is None else f" over {link.channels} NCCL channels"
-        assumed = f"; not measured by anybody: {machine.assumed}" if machine.assumed else ""
+        guesses = [machine.assumed] * bool(machine.assumed)
+        if self.model.recurrent is not None:
+            guesses.append("recurrences at the rate of linear layers")
+        assumed = f"; not measured by anybody: {', '.join(guesses)}" if guesses else ""
         return f"{kernel}; one peer of a node{over} {link.alone / 1e9:.4g} of {link.bandwidth / 1e9:.4g} GB/s{assumed}"
 
 

@@ -28,19 +28,24 @@ class Memory:
         """The memory of a model on a machine.
 
         A row keeps its activations under the recompute policy, and in one layer at a time the accumulators of output
-        and query gradient. Fixed: two stages of keys with their gradients, two layers' weights as FSDP gathers them,
-        and a chunk of logits with its gradient. With NCCL a third stage of keys, which arrives while one waits, and
-        NCCL's buffers for the peers of a node.
+        and query gradient, or the products of a recurrence. Fixed: two stages of keys with their gradients, two layers'
+        weights as FSDP gathers them, and a chunk of logits with its gradient; the states of a recurrent layer that pass
+        along a document's ranks of one node, with their gradients. With NCCL a third stage of keys, which arrives while
+        one waits, and NCCL's buffers for the peers of a node.
         """
         size, nccl = DTYPE_BYTES[shape.dtype], hardware.inside.channels is not None
         acc = max(4, size)
-        row = shape.activation_bytes + acc * shape.heads * (shape.dim + shape.values)
+        working, states = shape.heads * (shape.dim + shape.values), 0
+        if shape.recurrent is not None:
+            working = max(working, shape.recurrent.working)
+            states = 2 * hardware.node * (shape.recurrent.state_bytes(size) + shape.recurrent.map_bytes(size))
+        row = shape.activation_bytes + acc * working
         stages = stage_bytes * ((3 if nccl else 2) * size + 2 * acc) // size
         buffers = (hardware.node - 1) * CONNECTED * BUFFER if nccl else 0
         gathered = 2 * size * -(-shape.parameters // shape.layers)
         logits = 2 * LOGITS * shape.vocab * acc
         usable = hardware.memory - hardware.reserve - hardware.memory // SLACK
-        return cls(stages + buffers + gathered + logits, row, usable)
+        return cls(stages + buffers + gathered + logits + states, row, usable)
 
     @property
     def rows(self) -> int:

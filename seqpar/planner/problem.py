@@ -156,12 +156,14 @@ def layers_of(lengths: Ints, masks: Mask | Sequence[Mask] | None, shape: ModelSh
     if masks is None:
         groups = [(Mask(lengths, window=(window, None)), count) for window, count in shape.window_groups()]
     elif isinstance(masks, Mask):
-        groups = [(masks, shape.layers)]
+        groups = [(masks, shape.attention_count)]
     else:
         if not isinstance(masks, Sequence) or not all(isinstance(mask, Mask) for mask in masks):
             raise ValueError(f"masks must be a Mask, or one for each layer, got {masks!r:.200}")
-        if len(masks) != shape.layers:
-            raise ValueError(f"masks has {len(masks)} masks for the {shape.layers} layers of {shape.name}")
+        if len(masks) != shape.attention_count:
+            raise ValueError(
+                f"masks has {len(masks)} masks for the {shape.attention_count} layers with attention of {shape.name}"
+            )
         counts: dict[Mask, int] = {}
         for mask in masks:
             counts[mask] = counts.get(mask, 0) + 1

@@ -27,7 +27,7 @@ def weights_for(
     for area in (_area_at_most, Mask.area):  # most batches are far from any limit: a coarse bound will do
         spent = whole_ticks(layers, finest, area) + moved
         # counting a layer's stages multiplies its ticks by five
-        most = max(spent, 5 * (spent // layers_in(layers)))
+        most = max(spent, 5 * (spent // max(1, layers_in(layers))))
         if most < LARGEST:
             return finest
     # a margin, since weights are rounded
@@ -37,7 +37,7 @@ def weights_for(
 def whole_ticks(layers: Layers, w: Weights, area: Callable[[Mask], int] = Mask.area) -> int:
     """Ticks of all documents, each whole on one rank. area: the pairs of a mask, or more."""
     mask = layers[0][0]
-    ticks = mask.tokens * (w.row + w.label)
+    ticks = mask.tokens * w.beside
     for mask, count in layers:
         ticks += count * (w.pair * area(mask) + w.query * mask.tokens + w.piece * len(mask.lengths))
     return ticks
@@ -56,7 +56,7 @@ def moved_ticks(layers: Layers, w: Weights, *, rows: int, stage_bytes: int) -> i
     row = w.key + sum(link.hop_key + link.hop_grad for link in links) + 2 * (w.inside.hop_enter + w.inside.hop_leave)
     stage = w.forward.stage + w.backward.stage + 2 * sum(link.latency for link in links)
     merged = min(2 * rows, tokens) * w.query * stages
-    ticks = 0
+    ticks = 0 if w.recurrent is None else w.recurrent.most(tokens)
     for mask, count in layers:
         pieces = mask.spans.start.size + 2 * len(mask.lengths) + 2
         ticks += count * (row * tokens + (stages + 2) * stage + w.piece * pieces + merged)

@@ -15,8 +15,8 @@ from typing import Any
 
 from seqpar.plan.traffic import DTYPE_BYTES
 from seqpar.planner import config
+from seqpar.planner.recurrent import MOST, RecurrentLayer
 
-MOST = (1 << 31) - 1  # of any size of a model
 RECOMPUTE = ("none", "attention", "full")
 
 
@@ -30,7 +30,12 @@ class ModelShape:
         compute every token; 0 is a dense model. The first `dense_layers` of a model with experts have an ffn of `ffn`.
     q_rank, kv_rank, rope_dim: ranks of the low-rank projections of queries and keys, and how much of `dim` is rotated
         and shared by the heads (DeepSeek-AI 2024, DeepSeek-V2, section 2.1). Attention takes expanded keys and values.
-    recompute: what backward recomputes: "none", the "attention" block from norm to output, or "full" layers.
+    recompute: what backward recomputes: "none", the "attention" (or recurrent) block from norm to output, or "full"
+        layers.
+    recurrent: the layer that `recurrent_layers` of the layers have. The others have attention unless `attention_layers`
+        says how many have: all layers where both stand side by side, fewer where some layers have an ffn alone.
+        `windows` are of the layers with attention. ffn_layers: layers with an ffn or experts, by default all.
+    output_gate: whether attention's output is multiplied by a gate of its size, projected from the layer's input.
 
     Raises ValueError for sizes that contradict each other.
     """
@@ -57,17 +62,24 @@ class ModelShape:
     q_rank: int | None = None
     kv_rank: int | None = None
     rope_dim: int = 0
+    recurrent: RecurrentLayer | None = None
+    recurrent_layers: int = 0
+    attention_layers: int | None = None
+    ffn_layers: int | None = None
+    output_gate: bool = False
 
     def __post_init__(self) -> None:
         """Check the sizes."""
         object.__setattr__(self, "windows", tuple(self.windows))
         for field in ("hidden", "layers", "heads", "kv_heads", "dim", "vocab"):
             self._check(field, least=1)
-        for field in ("ffn", "experts", "active_experts", "shared_experts", "expert_ffn", "dense_layers", "rope_dim"):
+        sizes = ("ffn", "experts", "active_experts", "shared_experts", "expert_ffn", "dense_layers", "rope_dim")
+        for field in (*sizes, "recurrent_layers"):
             self._check(field, least=0)
-        for field in ("v_dim", "q_rank", "kv_rank"):
+        optional = {"v_dim": 1, "q_rank": 1, "kv_rank": 1, "attention_layers": 0, "ffn_layers": 0}
+        for field, least in optional.items():
             if getattr(self, field) is not None:
-                self._check(field, least=1)
+                self._check(field, least=least)
         wrong = [
             (self.heads % self.kv_heads != 0, f"heads {self.heads} must be a multiple of kv_heads {self.kv_heads}"),
             (self.dtype not in DTYPE_BYTES, f"dtype must be one of {', '.join(DTYPE_BYTES)}, got {self.dtype!r}"),
@@ -86,10 +98,23 @@ class ModelShape:
                 self.experts == 0 and (self.shared_experts or self.expert_ffn or self.dense_layers) > 0,
                 "shared_experts, expert_ffn and dense_layers need experts, but experts is 0",
             ),
-            (self.dense_layers > self.layers, f"{self.dense_layers} dense layers of {self.layers}"),
+            (self.dense_layers > self.ffn_count, f"{self.dense_layers} dense layers of {self.ffn_count}"),
             (self.dense_count > 0 and self.ffn < 1, f"{self.dense_count} layers are dense, so ffn must be at least 1"),
             (self.rope_dim > self.dim, f"rope_dim {self.rope_dim} exceeds dim {self.dim}"),
             (self.kv_rank is None and self.rope_dim > 0, "rope_dim needs kv_rank, which is None"),
+            (
+                (self.recurrent is None) != (self.recurrent_layers == 0),
+                f"recurrent_layers {self.recurrent_layers} with recurrent {self.recurrent!r}: give both or none",
+            ),
+            *(
+                (not 0 <= count <= self.layers, f"{count} layers of {self.layers} with {what}")
+                for what, count in (
+                    ("attention", self.attention_count),
+                    ("recurrences", self.recurrent_layers),
+                    ("an ffn", self.ffn_count),
+                )
+            ),
+            (self.attention_count + self.recurrent_layers == 0, "no layer has attention or a recurrence"),
         ]
         for failed, why in wrong:
             if failed:
@@ -121,21 +146,41 @@ class ModelShape:
         return self.dim if self.v_dim is None else self.v_dim
 
     @property
+    def attention_count(self) -> int:
+        """Number of layers with attention."""
+        return self.layers - self.recurrent_layers if self.attention_layers is None else self.attention_layers
+
+    @property
+    def ffn_count(self) -> int:
+        """Number of layers with an ffn or experts."""
+        return self.layers if self.ffn_layers is None else self.ffn_layers
+
+    @property
     def dense_count(self) -> int:
         """Number of layers with an ffn instead of experts."""
-        return self.dense_layers if self.experts else self.layers
+        return self.dense_layers if self.experts else self.ffn_count
+
+    @property
+    def sparse_count(self) -> int:
+        """Number of layers with experts."""
+        return self.ffn_count - self.dense_count
 
     @property
     def parameters(self) -> int:
         """Parameters with embedding, head, norms and routers."""
         embeddings = self.vocab * self.hidden * (1 if self.tied else 2)
-        norms = (2 * self.layers + 1) * self.hidden
+        norms = (self.attention_count + self.recurrent_layers + self.ffn_count + 1) * self.hidden
         return embeddings + norms + self._matrices(self.experts)
 
     @property
     def linear_flops(self) -> int:
         """Forward operations per token of the matrices of all layers, without the head."""
         return 2 * self._matrices(self.active_experts)
+
+    @property
+    def recurrent_flops(self) -> int:
+        """Forward operations per token of the recurrences and convolutions of all layers, without their projections."""
+        return 0 if self.recurrent is None else self.recurrent_layers * self.recurrent.flops
 
     @property
     def head_flops(self) -> int:
@@ -153,12 +198,12 @@ class ModelShape:
         return self.kv_heads * (self.dim + self.values) * DTYPE_BYTES[self.dtype]
 
     def window_groups(self) -> list[tuple[int | None, int]]:
-        """(window, layers that have it), in the order of first use."""
-        turns, more = divmod(self.layers, len(self.windows))
+        """(window, layers with attention that have it), in the order of first use; one of none without attention."""
+        turns, more = divmod(self.attention_count, len(self.windows))
         groups: dict[int | None, int] = {}
         for nth, window in enumerate(self.windows):
             groups[window] = groups.get(window, 0) + turns + (nth < more)
-        return [(window, layers) for window, layers in groups.items() if layers]
+        return [(window, layers) for window, layers in groups.items() if layers] or [(self.windows[0], 0)]
 
     @property
     def activation_bytes(self) -> int:
@@ -171,15 +216,22 @@ class ModelShape:
         """
         size = DTYPE_BYTES[self.dtype]
         attention = size * self._attention_elements() + 4 * self.heads
+        recurrent = 0
+        if self.recurrent is not None:
+            recurrent = size * self.recurrent.kept(self.hidden) + 4 * self.recurrent.decays
+        mixers = self.attention_count * attention + self.recurrent_layers * recurrent
         dense, sparse = (size * self._ffn_elements(sparse=s) for s in (False, True))
         block = size * self.hidden
-        ffns = self.dense_count * dense + (self.layers - self.dense_count) * sparse
-        widest = max(dense if self.dense_count else 0, sparse if self.dense_count < self.layers else 0)
+        ffns = self.dense_count * dense + self.sparse_count * sparse
+        widest = max(dense if self.dense_count else 0, sparse if self.sparse_count else 0)
+        both = self.attention_count + self.recurrent_layers
+        kinds = attention * (self.attention_count > 0), recurrent
+        mixer = max(kinds) if both <= self.layers else sum(kinds)
         if self.recompute == "full":
-            return self.layers * block + attention + widest - block
+            return self.layers * block + mixer + widest - block
         if self.recompute == "attention":
-            return self.layers * block + ffns + attention - block
-        return self.layers * attention + ffns
+            return min(self.layers, both) * block + ffns + mixer - block
+        return mixers + ffns
 
     def _attention_elements(self) -> int:
         """Elements per token that an attention block keeps."""
@@ -187,8 +239,9 @@ class ModelShape:
         kv = self.kv_heads * (self.dim + self.values)
         # Inputs of the low-rank projections' second matrices, before and after their norms.
         ranks = 2 * ((self.q_rank or 0) + (self.kv_rank or 0)) + self.rope_dim
+        gate = 2 * out * self.output_gate  # the gate, and its product with the output
         # Inputs of the norm and of the projections; the block's output is also the input of the output projection.
-        return 2 * self.hidden + q + kv + out + ranks
+        return 2 * self.hidden + q + kv + out + ranks + gate
 
     def _ffn_elements(self, *, sparse: bool) -> int:
         """Elements per token that an ffn block keeps: the inputs of its norm, its matrices and its nonlinearity."""
@@ -212,10 +265,12 @@ class ModelShape:
         else:
             expanded = self.kv_heads * (self.dim - self.rope_dim + self.values)
             kv = h * (self.kv_rank + self.rope_dim) + self.kv_rank * expanded
-        attention = q + kv + self.heads * self.values * h
+        attention = q + kv + self.heads * self.values * h * (2 if self.output_gate else 1)
+        recurrent = 0 if self.recurrent is None else self.recurrent_layers * self.recurrent.projections
         sparse = (experts + self.shared_experts) * per_ffn * self.expert_ffn + self.experts * h
         dense = per_ffn * self.ffn
-        return self.layers * attention + self.dense_count * dense + (self.layers - self.dense_count) * sparse
+        ffns = self.dense_count * dense + self.sparse_count * sparse
+        return self.attention_count * attention + recurrent + ffns
 
 
 def _llama(name: str, hidden: int, layers: int, heads: int, ffn: int) -> ModelShape:
@@ -256,6 +311,43 @@ def _deepseek_v3() -> ModelShape:
     return ModelShape("deepseek-v3", 7168, 61, 128, 128, 192, 18_432, 129_280, **experts, **ranks)
 
 
+def _qwen3_next() -> ModelShape:
+    """The sizes that transformers' Qwen3NextConfig has by default: three layers of four have the gated delta rule."""
+    layer = RecurrentLayer.gated_delta(2048, heads=32, groups=16, key_dim=128, value_dim=128, taps=4)
+    experts: dict[str, Any] = {"experts": 512, "active_experts": 10, "shared_experts": 1, "expert_ffn": 512}
+    kinds: dict[str, Any] = {"recurrent": layer, "recurrent_layers": 36, "output_gate": True}
+    return ModelShape("qwen3-next-80b-a3b", 2048, 48, 16, 2, 256, 0, 151_936, **experts, **kinds)
+
+
+def _kimi_linear() -> ModelShape:
+    """The sizes that transformers' KimiLinearConfig has by default, and the checkpoint's 7 layers of attention."""
+    layer = RecurrentLayer.kimi_delta(2304, heads=32, dim=128, taps=4)
+    experts: dict[str, Any] = {
+        "experts": 256,
+        "active_experts": 8,
+        "shared_experts": 1,
+        "expert_ffn": 1024,
+        "dense_layers": 1,
+    }
+    kinds: dict[str, Any] = {"recurrent": layer, "recurrent_layers": 20, "kv_rank": 512, "rope_dim": 64, "v_dim": 128}
+    return ModelShape("kimi-linear-48b-a3b", 2304, 27, 32, 32, 192, 9216, 163_840, **experts, **kinds)
+
+
+def _nemotron_h() -> ModelShape:
+    """NVIDIA 2025, Nemotron-H, table 1: of 52 layers 24 are Mamba-2, 24 an ffn and 4 attention."""
+    layer = RecurrentLayer.mamba2(4096, heads=128, head_dim=64, groups=8, state=128, taps=4)
+    kinds: dict[str, Any] = {"recurrent": layer, "recurrent_layers": 24, "attention_layers": 4, "ffn_layers": 24}
+    return ModelShape("nemotron-h-8b", 4096, 52, 32, 8, 128, 21_504, 131_072, gated=False, **kinds)
+
+
+def _granite4() -> ModelShape:
+    """The model card of IBM's Granite 4.0 H Small (2025): 4 attention layers of 40, 72 experts and shared ones."""
+    layer = RecurrentLayer.mamba2(4096, heads=128, head_dim=64, groups=1, state=128, taps=4)
+    experts: dict[str, Any] = {"experts": 72, "active_experts": 10, "shared_experts": 2, "expert_ffn": 768}
+    kinds: dict[str, Any] = {"recurrent": layer, "recurrent_layers": 36, "tied": True}
+    return ModelShape("granite-4.0-h-small", 4096, 40, 32, 8, 128, 0, 100_352, **experts, **kinds)
+
+
 # Sizes are those of the published configurations. WLB-LLM (Wang et al. 2025, OSDI) only says 550M parameters: a Llama
 # of that size stands in.
 PRESETS: dict[str, Callable[[], ModelShape]] = {
@@ -267,6 +359,10 @@ PRESETS: dict[str, Callable[[], ModelShape]] = {
     "mixtral-8x7b": _mixtral,
     "gemma3-27b": _gemma3,
     "deepseek-v3": _deepseek_v3,
+    "qwen3-next-80b-a3b": _qwen3_next,
+    "kimi-linear-48b-a3b": _kimi_linear,
+    "nemotron-h-8b": _nemotron_h,
+    "granite-4.0-h-small": _granite4,
     "gpt-7b": lambda: _gpt("gpt-7b", 4096, 32, 32),
     "gpt-13b": lambda: _gpt("gpt-13b", 5120, 40, 40),
     "gpt-30b": lambda: _gpt("gpt-30b", 6656, 60, 52),

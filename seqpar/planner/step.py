@@ -76,7 +76,7 @@ def plan_step(
     capacity = min(problem.ranks * _most(problem), MOST)
     w = weights_for(problem.layers, problem.model, problem.hardware)
     ticks = document_ticks(problem.layers, w)
-    parts = split(lengths, ticks, w.row + w.label, capacity=capacity, count=micro_batches)
+    parts = split(lengths, ticks, w.beside, capacity=capacity, count=micro_batches)
     return [MicroBatch(part, plan_of(problem.pick(part))) for part in parts]
 
 
@@ -123,7 +123,8 @@ def split(lengths: Ints, ticks: Ints, row: int, *, capacity: int, count: int | N
 def _placed(lengths: Ints, ticks: Ints, row: int, capacity: int, parts: int) -> list[Ints]:
     """The micro-batch of each document, in each of a few ways that have room; in as many as any documents need."""
     tried = [_least_loaded(lengths, cost, capacity, parts) for cost in (ticks, ticks - row * lengths, lengths)]
-    targets = [target for target in tried if target is not None]
+    # documents that cost nothing but their rows, as without attention, may all have gone to one
+    targets = [target for target in tried if target is not None and np.unique(target).size == parts]
     if not targets and (target := _best_fit(lengths, capacity, parts)) is not None:
         targets = [target]
     return targets

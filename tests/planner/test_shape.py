@@ -27,7 +27,12 @@ PUBLISHED = {
 
 def outside_matrices(shape: ModelShape) -> int:
     """Parameters of the embeddings, the head and the norms."""
-    return shape.vocab * shape.hidden * (1 if shape.tied else 2) + (2 * shape.layers + 1) * shape.hidden
+    return shape.vocab * shape.hidden * (1 if shape.tied else 2) + norms_of(shape) * shape.hidden
+
+
+def norms_of(shape: ModelShape) -> int:
+    """One before each attention, recurrence and ffn, and the last one."""
+    return shape.attention_count + shape.recurrent_layers + shape.ffn_count + 1
 
 
 def active_parameters(shape: ModelShape) -> int:
@@ -55,7 +60,7 @@ def test_operations_follow_from_the_matrices(name: str) -> None:
     matrices = shape.parameters - outside_matrices(shape)
     assert (shape.linear_flops == 2 * matrices) == (shape.experts == shape.active_experts)
     assert shape.head_flops == 2 * shape.vocab * shape.hidden
-    assert sum(layers for _, layers in shape.window_groups()) == shape.layers
+    assert sum(layers for _, layers in shape.window_groups()) == shape.attention_count
 
 
 def test_an_unknown_preset_names_the_known_ones() -> None:
@@ -250,7 +255,7 @@ def test_windows_of_late_layers() -> None:
 @pytest.mark.parametrize(
     ("change", "message"),
     [
-        ({"model_type": "gpt2"}, "model_type 'gpt2' is not known; known: deepseek_v2, .*qwen3_moe"),
+        ({"model_type": "gpt2"}, "model_type 'gpt2' is not known; known: bamba, .*qwen3_moe"),
         ({"vocab_size": None, "hidden_size": None}, "model_type 'llama' lacks hidden_size, vocab_size"),
         ({"layer_types": ["linear_attention"] * 32}, "linear_attention"),
         ({"sliding_window": 9, "layer_types": ["chunked_attention"] * 32}, "chunked_attention"),

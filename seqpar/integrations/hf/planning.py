@@ -73,12 +73,13 @@ class ModelPlanner:
 
 def forecast_apart(mask: Mask, source: Layout, shape: ModelShape, machine: Hardware) -> Forecast:
     """The forecast if each rank computes the documents that `source` gives it, alone."""
-    layers = [(mask, shape.layers)]
+    layers = [(mask, shape.attention_count)]
     w = weights_for(layers, shape, machine)
     rows = source.sizes()
     ticks = np.zeros(source.ranks, np.int64)
     np.add.at(ticks, source.holders().of(mask.offsets[:-1]), document_ticks(layers, w))
-    attention = ticks - rows * (w.row + w.label) + (w.forward.stage + w.backward.stage) * shape.layers * (rows > 0)
-    phases = Ticks(attention, np.zeros_like(ticks), rows * w.row, rows * w.label)
+    attention = ticks - rows * w.beside + (w.forward.stage + w.backward.stage) * shape.attention_count * (rows > 0)
+    recurrent = rows * (w.beside - w.row - w.label)
+    phases = Ticks(attention, np.zeros_like(ticks), rows * w.row, rows * w.label, recurrent)
     bound = lower_bound(layers, w, source.ranks)
     return Forecast(phases, bound, w.second, rows, Memory.of(shape, machine, 0), shape, machine, machine.node)

@@ -1,0 +1,340 @@
+"""Recurrent layers in plans: what they pass, what that costs, and the sizes of hybrid models."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from hypothesis import given
+from hypothesis import strategies as st
+from torch import Tensor
+from torch.utils.flop_counter import FlopCounterMode
+
+from seqpar import Layout, Mask, Plan, recurrent
+from seqpar.comm import Comm, LocalComm
+from seqpar.plan.runs import DocumentRuns, Requests
+from seqpar.planner import Hardware, ModelShape, plan_batch
+from seqpar.planner.carried import RecurrentWeights, RunCounts, carried_by, carried_of
+from seqpar.planner.cost import Weights, counted, ticks
+from seqpar.planner.memory import Memory
+from seqpar.planner.problem import layers_of
+from seqpar.planner.recurrent import RecurrentLayer
+from seqpar.testing import run_threads
+
+H100 = Hardware.preset("h100")
+HYBRIDS = ["qwen3-next-80b-a3b", "kimi-linear-48b-a3b", "nemotron-h-8b", "granite-4.0-h-small"]
+
+
+# --- what is passed ---
+
+
+@given(st.data())
+def test_what_is_counted_is_what_the_runs_of_a_plan_ask_for(data: st.DataObject) -> None:
+    ranks = data.draw(st.integers(1, 6))
+    node = data.draw(st.integers(1, ranks))
+    mask = Mask(data.draw(st.lists(st.integers(1, 20), min_size=1, max_size=5)))
+    rng = np.random.default_rng(data.draw(st.integers(0, 1 << 30)))
+    at = np.unique(np.concatenate([mask.offsets, rng.integers(0, mask.tokens, 8)]))
+    count, rank = np.diff(at), rng.integers(0, ranks, at.size - 1)
+    document, layout = mask.documents(at[:-1]), Layout.from_pieces(at[:-1], count, rank, ranks)
+    found = carried_of(document, at[:-1] - mask.offsets[document], count, rank, ranks=ranks, node=node)
+    runs = DocumentRuns.of(Plan(mask, layout).residence)
+    earlier = runs.earlier_runs()
+    entered = Requests(*(column[~runs.opens[earlier.item]] for column in (earlier.asking, earlier.owner, earlier.item)))
+    for asked, counts in ((earlier, found.states), (entered, found.maps), (runs.rows_before(1), found.halos)):
+        far, want = (asked.asking // node != asked.owner // node).astype(int), np.zeros_like(counts)
+        np.add.at(want, (0, far, asked.asking), 1)
+        np.add.at(want, (1, far, asked.owner), 1)
+        np.testing.assert_array_equal(counts, want)
+    leaving = np.bincount(runs.rank, weights=runs.count * ~runs.closes, minlength=ranks)
+    np.testing.assert_array_equal(found.leaving, leaving)
+    assert all(np.array_equal(a, b) for a, b in zip(found, carried_by(mask, layout, node=node), strict=True))
+
+
+def test_runs_of_strided_layouts_are_counted_too() -> None:
+    found = carried_by(Mask([5, 2]), Layout.striped(7, 2), node=2)
+    assert found.states[:, 0].tolist() == [[3, 2], [2, 3]]  # rank 0 has rows 0 2 4 | 6, rank 1 has 1 3 | 5
+    assert found.leaving.tolist() == [2, 3]
+
+
+FAMILIES = {
+    "decay": RecurrentLayer(4, 2, 8, 16, taps=3, channels=24),
+    "decay by channel": RecurrentLayer(4, 4, 8, 16, by_channel=True, taps=3, channels=24),
+    "delta rule": RecurrentLayer(4, 2, 8, 16, delta=True, taps=3, channels=24),
+}
+
+
+def sent(comm: Comm, plan: Plan, layer: RecurrentLayer) -> tuple[int, int]:
+    """The bytes that a rank sends for the states of one layer, and for its halos."""
+    rows = plan.rows(comm.rank)
+    q, k = torch.randn(2, rows, layer.groups, layer.key_dim)
+    v, decay, beta = torch.randn(rows, layer.heads, layer.value_dim), -torch.rand(rows, layer.heads), None
+    if layer.by_channel:
+        decay = -torch.rand(rows, layer.heads, layer.key_dim)
+    if layer.delta:
+        beta = torch.rand(rows, layer.heads)
+    recurrent.linear_attention(q, k, v, plan, comm, decay=decay, beta=beta)
+    states = comm.stats.bytes_sent
+    recurrent.causal_conv1d(
+        torch.randn(rows, layer.channels), torch.randn(layer.channels, layer.taps), None, plan, comm
+    )
+    return states, comm.stats.bytes_sent - states
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+@pytest.mark.parametrize("kind", ["contiguous", "zigzag"])
+def test_bytes_that_move_are_counted(family: str, kind: str) -> None:
+    layer, mask = FAMILIES[family], Mask([38, 12, 70])
+    layout = Layout.zigzag(mask.lengths, 3) if kind == "zigzag" else Layout.contiguous(mask.tokens, 3)
+    counts = carried_by(mask, layout, node=3)
+    results = run_threads(3, sent, Plan(mask, layout), layer)
+    assert [states for states, _ in results] == (
+        counts.states[1, 0] * layer.state_bytes(4) + counts.maps[1, 0] * layer.map_bytes(4)
+    ).tolist()
+    assert [halos for _, halos in results] == (counts.halos[1, 0] * layer.halo_bytes(4)).tolist()
+
+
+@pytest.mark.parametrize("family", ["decay", "delta rule"])
+def test_operations_are_those_of_the_chunked_kernel(family: str) -> None:
+    layer, tokens = replace(FAMILIES[family], taps=0, channels=0), 256
+    plan = Plan(Mask([tokens]), Layout.contiguous(tokens, 1))
+    with FlopCounterMode(display=False) as counter:
+        sent_alone(plan, layer)
+    solved = layer.heads * 64 * (layer.key_dim + layer.value_dim) * layer.delta  # not counted by torch
+    assert counter.get_total_flops() == pytest.approx((layer.flops - solved) * tokens, rel=0.1)
+
+
+def sent_alone(plan: Plan, layer: RecurrentLayer) -> Tensor:
+    rows = plan.rows(0)
+    q, k = torch.randn(2, rows, layer.groups, layer.key_dim)
+    v, decay = torch.randn(rows, layer.heads, layer.value_dim), -torch.rand(rows, layer.heads)
+    beta = torch.rand(rows, layer.heads) if layer.delta else None
+    out = recurrent.linear_attention(q, k, v, plan, LocalComm(), decay=decay, beta=beta, kernel="chunked")
+    assert isinstance(out, Tensor)
+    return out
+
+
+# --- what it costs ---
+
+
+def test_a_cut_document_costs_one_exchange_of_states_and_one_of_rows_in_each_direction() -> None:
+    shape = ModelShape.preset("qwen3-next-80b-a3b")
+    w = RecurrentWeights.of(shape, H100, 1e-12)
+    layer, mask = shape.recurrent, Mask([4000])
+    assert layer is not None
+    computing, waiting = w.ticks(np.array([2000, 2000]), carried_by(mask, Layout.contiguous(4000, 2), node=2))
+    state, halo = 32 * 128 * 128 * 4, 3 * 8192 * 2  # and no map: nothing enters the first run
+    seconds = 36 * 2 * (2 * H100.inside.latency + (state + halo) / H100.inside.alone)
+    assert waiting.tolist() == pytest.approx([seconds / 1e-12] * 2, rel=1e-6)
+    operations = 4 * 36 * 2000 * layer.flops
+    assert int(computing[1]) == pytest.approx(operations / H100.linear_rate / 1e-12, rel=1e-6)
+    assert int(computing[0] - computing[1]) == pytest.approx(
+        4 * 36 * 2000 * layer.leave_flops / H100.linear_rate / 1e-12, rel=1e-6
+    )
+    _, whole = w.ticks(np.array([2000, 2000]), carried_by(Mask([2000, 2000]), Layout.contiguous(4000, 2), node=2))
+    assert not whole.any()
+    again = RecurrentWeights.of(replace(shape, recompute="full"), H100, 1e-12)
+    assert again.exchanges == 36 * 3 and again.row == pytest.approx(w.row * 5 / 4)
+
+
+def test_states_from_other_nodes_cross_the_slower_links() -> None:
+    w = RecurrentWeights.of(ModelShape.preset("nemotron-h-8b"), H100, 1e-12)
+    one, two = (carried_by(Mask([8000]), Layout.contiguous(8000, 4), node=node) for node in (4, 2))
+    rows = np.full(4, 2000)
+    assert (w.ticks(rows, two)[1] > w.ticks(rows, one)[1]).all()
+    assert two.states[0].sum(0).tolist() == [0, 1, 2, 3] and two.states[0, 1].tolist() == [0, 0, 2, 2]
+
+
+def test_a_cost_without_counts_is_refused() -> None:
+    model, mask = ModelShape.preset("nemotron-h-8b"), Mask([100])
+    layers, w = layers_of(mask.lengths, None, model), Weights.of(model, H100)
+    plain = counted(layers, Layout.contiguous(100, 2), widths=np.ones(1, np.int64), node=2, forwarded=False)
+    with pytest.raises(ValueError, match="count what they pass"):
+        ticks(plain, w, stage_bytes=1 << 20)
+
+
+@pytest.mark.parametrize("name", HYBRIDS)
+def test_forecasts_of_hybrid_models_show_attention_and_recurrences(name: str) -> None:
+    lengths = [60000, 20000] + [900] * 60
+    plan = plan_batch(lengths, 8, model=name, hardware=H100)
+    forecast = plan.forecast
+    assert forecast is not None and 0 <= forecast.gap < 0.5
+    shape = forecast.model
+    assert shape.attention_count + shape.recurrent_layers <= shape.layers
+    shares = {name: float(seconds.sum()) for name, seconds in forecast.phases.items()}
+    assert list(shares) == ["attention", "recurrent", "exposed", "linear", "head"] and min(shares.values()) > 0
+    assert sum(shares.values()) == pytest.approx(float(forecast.ticks.total.sum()) * forecast.second)
+    assert "recurrent" in plan.describe() and "recurrences at the rate of linear layers" in str(forecast)
+    runs = carried_by(plan.mask, plan.layout, node=8)
+    w = Weights.of(shape, H100.among(8, 8)).recurrent
+    assert w is not None
+    np.testing.assert_array_equal(w.ticks(plan.layout.sizes(), runs)[0], forecast.ticks.recurrent)
+    alone = plan_batch([900] * 64, 8, model=name, hardware=H100)
+    assert alone.forecast is not None and not alone.forecast.ticks.exposed.any()
+
+
+def test_a_model_without_attention_is_planned() -> None:
+    layer = RecurrentLayer.mamba2(512, heads=16, head_dim=64, groups=1, state=64, taps=4)
+    shape = ModelShape(
+        "mamba", 512, 6, 16, 1, 64, 0, 1000, recurrent=layer, recurrent_layers=6, ffn_layers=0, attention_layers=0
+    )
+    forecast = plan_batch([5000, 3000, 10], 3, model=shape, hardware=H100).forecast
+    assert forecast is not None and forecast.gap >= 0 and not forecast.ticks.attention.any()
+    assert shape.window_groups() == [(None, 0)]
+    with pytest.raises(ValueError, match="masks has 2 masks for the 0 layers with attention"):
+        plan_batch([5], 1, model=shape, hardware=H100, masks=[Mask([5])] * 2)
+
+
+def test_plans_of_models_without_recurrences_have_no_such_phase() -> None:
+    forecast = plan_batch([5000, 300], 2, hardware=H100).forecast
+    assert forecast is not None and "recurrent" not in forecast.phases and "recurr" not in str(forecast)
+    assert not forecast.ticks.recurrent.any()
+
+
+def test_states_and_products_take_memory() -> None:
+    shape = ModelShape.preset("qwen3-next-80b-a3b")
+    layer = shape.recurrent
+    assert layer is not None
+    small = replace(shape, recurrent=replace(layer, value_dim=64))
+    more, less = Memory.of(shape, H100, 1 << 20), Memory.of(small, H100, 1 << 20)
+    assert more.fixed - less.fixed == 2 * 8 * 32 * 128 * 64 * 4 and more.row > less.row
+
+
+# --- sizes of models ---
+
+
+def test_sizes_that_no_layer_has_are_refused() -> None:
+    wrong: list[tuple[dict[str, Any], str]] = [
+        ({"heads": 4, "groups": 3, "key_dim": 8, "value_dim": 8}, "heads 4 must be a multiple of groups 3"),
+        ({"heads": 4}, "are all 0 or none is"),
+        ({"taps": 3}, "give heads, or both taps and channels"),
+        ({}, "give heads, or both"),
+        ({"heads": -1}, "heads must be an integer from 0"),
+    ]
+    for sizes, message in wrong:
+        with pytest.raises(ValueError, match=message):
+            RecurrentLayer(**sizes)
+    llama, layer = ModelShape.preset("llama-8b"), RecurrentLayer.short_convolution(4096, taps=3)
+    shapes: list[tuple[dict[str, Any], str]] = [
+        ({"recurrent": layer}, "recurrent_layers 0 with recurrent"),
+        ({"recurrent_layers": 3}, "recurrent_layers 3 with recurrent None"),
+        ({"recurrent": layer, "recurrent_layers": 33}, "-1 layers of 32 with attention"),
+        ({"attention_layers": 33}, "33 layers of 32 with attention"),
+        ({"attention_layers": 0}, "no layer has attention or a recurrence"),
+    ]
+    for sizes, message in shapes:
+        with pytest.raises(ValueError, match=f"ModelShape 'llama-8b': .*{message}"):
+            replace(llama, **sizes)
+
+
+MAMBA = {"mamba_n_heads": 8, "mamba_d_head": 16, "mamba_d_state": 32, "mamba_expand": 2}
+SMALL = {
+    "hidden_size": 64, "num_attention_heads": 4, "num_key_value_heads": 2, "intermediate_size": 96, "vocab_size": 99,
+    "pad_token_id": 0, "bos_token_id": 1, "eos_token_id": 2,
+}  # fmt: skip
+CONFIGS: dict[str, dict[str, Any]] = {
+    "Qwen3Next": {
+        "num_hidden_layers": 8, "num_experts": 8, "num_experts_per_tok": 2, "head_dim": 16, "linear_num_value_heads": 4,
+        "linear_num_key_heads": 2, "linear_key_head_dim": 16, "linear_value_head_dim": 16,
+        "moe_intermediate_size": 32, "shared_expert_intermediate_size": 32,
+    },
+    "Qwen3_5Text": {
+        "num_hidden_layers": 4, "head_dim": 16, "linear_num_value_heads": 4, "linear_num_key_heads": 2,
+        "linear_key_head_dim": 16, "linear_value_head_dim": 16,
+    },
+    "KimiLinear": {
+        "num_hidden_layers": 8, "num_key_value_heads": 4, "linear_num_heads": 4, "linear_head_dim": 16,
+        "num_local_experts": 8, "num_experts_per_tok": 2, "moe_intermediate_size": 32, "kv_lora_rank": 16,
+        "qk_rope_head_dim": 8, "qk_nope_head_dim": 16, "v_head_dim": 16,
+    },
+    "NemotronH": {
+        "layers_block_type": ["linear_attention", "mlp", "full_attention", "mlp", "linear_attention"],
+        "mamba_num_heads": 8, "mamba_head_dim": 16, "n_groups": 2, "ssm_state_size": 32, "head_dim": 16,
+    },
+    "GraniteMoeHybrid": MAMBA | {
+        "layer_types": ["linear_attention", "full_attention", "linear_attention"], "num_hidden_layers": 3,
+        "num_local_experts": 6, "num_experts_per_tok": 2, "shared_intermediate_size": 192,
+    },
+    "FalconH1": MAMBA | {"num_hidden_layers": 3, "mamba_d_ssm": 128, "head_dim": 16},
+    "Bamba": MAMBA | {"num_hidden_layers": 4, "attn_layer_indices": [2]},
+    "Lfm2": {"num_hidden_layers": 4, "full_attn_idxs": [1, 3], "block_multiple_of": 16},
+    "Lfm3": {"num_hidden_layers": 5, "head_dim": 16, "sliding_window": 8},
+    "Mamba2": {"hidden_size": 64, "num_heads": 8, "head_dim": 16, "state_size": 32, "n_groups": 2, "vocab_size": 99,
+               "num_hidden_layers": 3},
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("name", CONFIGS)
+def test_parameters_of_a_config_are_those_of_its_model(name: str) -> None:
+    transformers = pytest.importorskip("transformers")
+    if not hasattr(transformers, f"{name}Config"):
+        pytest.skip(f"this transformers has no {name}")
+    config = getattr(transformers, f"{name}Config")(**({} if name == "Mamba2" else SMALL) | CONFIGS[name])
+    shape = ModelShape.from_config(config, name=name)
+    with torch.device("meta"):
+        model = getattr(transformers, f"{name.removesuffix('Text')}ForCausalLM")(config)
+    model.tie_weights()
+    matrices = {
+        id(p): p.numel()
+        for p in model.parameters()
+        if p.dim() > 1 and not (p.dim() == 3 and "conv" in p_name(model, p))
+    }
+    lead = shape.vocab * shape.hidden * (1 if shape.tied else 2)
+    assert shape.parameters - norms(shape) - lead == pytest.approx(sum(matrices.values()) - lead, rel=0.01)
+    layers = {True: shape.recurrent_layers, False: shape.attention_count}
+    mixers = [
+        m
+        for m in model.modules()
+        if type(m).__name__.endswith(("Mixer", "GatedDeltaNet", "DeltaAttention", "ShortConv"))
+    ]
+    assert not mixers or len(mixers) == layers[True]
+
+
+def p_name(model: torch.nn.Module, wanted: Tensor) -> str:
+    return next(name for name, p in model.named_parameters() if p is wanted)
+
+
+def norms(shape: ModelShape) -> int:
+    return (shape.attention_count + shape.recurrent_layers + shape.ffn_count + 1) * shape.hidden
+
+
+def test_patterns_and_checkpoints_entries_are_read() -> None:
+    entries = {
+        "model_type": "nemotron_h", "hidden_size": 4096, "num_attention_heads": 32, "num_key_value_heads": 8,
+        "head_dim": 128, "intermediate_size": 21504, "vocab_size": 131072, "mamba_num_heads": 128,
+        "mamba_head_dim": 64, "n_groups": 8, "ssm_state_size": 128, "conv_kernel": 4, "expand": 2,
+        "hybrid_override_pattern": "M-M-M-M*-M-M-M-M-M*-M-M-M-M-M*-M-M-M-M-M*-M-M-M-M-M-",
+    }  # fmt: skip
+    assert ModelShape.from_config(entries, name="nemotron-h-8b") == ModelShape.preset("nemotron-h-8b")
+    kimi = {
+        "model_type": "kimi_linear", "hidden_size": 2304, "num_hidden_layers": 27, "num_attention_heads": 32,
+        "num_key_value_heads": 32, "intermediate_size": 9216, "moe_intermediate_size": 1024, "num_experts": 256,
+        "num_experts_per_token": 8, "num_shared_experts": 1, "first_k_dense_replace": 1, "kv_lora_rank": 512,
+        "qk_nope_head_dim": 128, "qk_rope_head_dim": 64, "v_head_dim": 128, "vocab_size": 163840,
+        "linear_attn_config": {
+            "full_attn_layers": [4, 8, 12, 16, 20, 24, 27], "num_heads": 32, "head_dim": 128,
+            "short_conv_kernel_size": 4,
+        },
+    }  # fmt: skip
+    assert ModelShape.from_config(kimi, name="kimi-linear-48b-a3b") == ModelShape.preset("kimi-linear-48b-a3b")
+    with pytest.raises(ValueError, match="layer types .'retention'. of 'qwen3_next' are not known"):
+        ModelShape.from_config({"model_type": "qwen3_next", "layer_types": ["retention"], "hidden_size": 8})
+    both = entries | {"hybrid_override_pattern": "M-E*"}
+    with pytest.raises(ValueError, match="1 layers with an ffn beside 1 with experts"):
+        ModelShape.from_config(both | {"n_routed_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 8})
+
+
+def test_presets_are_the_published_sizes() -> None:
+    published = {"qwen3-next-80b-a3b": 80.0, "kimi-linear-48b-a3b": 49.1, "nemotron-h-8b": 8.1}
+    for name, total in (published | {"granite-4.0-h-small": 32.2}).items():
+        assert ModelShape.preset(name).parameters == pytest.approx(total * 1e9, rel=0.01)
+    kinds = {n: (s.attention_count, s.recurrent_layers) for n in HYBRIDS for s in (ModelShape.preset(n),)}
+    assert list(kinds.values()) == [(12, 36), (7, 20), (4, 24), (4, 36)]
+
+
+def test_counts_are_of_ranks_that_share_a_node() -> None:
+    assert isinstance(carried_by(Mask([4]), Layout.contiguous(4, 2), node=8), RunCounts)
+    assert carried_by(Mask([4]), Layout.contiguous(4, 2), node=8).peers == 1
