@@ -7,7 +7,8 @@ each run the rows before it (see `seqpar.plan.runs`)::
     rank        |   0   |   1   |   0   |      rank 1 receives run 0's state, rank 0 receives run 1's
 
 A layer costs a row the same wherever it is, and more in a run that others continue, whose state and map it makes. Its
-rank then waits for one exchange of rows and one of states in each direction, which nothing hides.
+rank then waits for one exchange of rows and one of states in each direction, which nothing hides. This is the "gather"
+of `seqpar.plan.travel`; a layer may choose a way that costs less there.
 """
 
 from __future__ import annotations

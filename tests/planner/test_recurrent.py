@@ -76,10 +76,10 @@ def sent(comm: Comm, plan: Plan, layer: RecurrentLayer) -> tuple[int, int]:
         decay = -torch.rand(rows, layer.heads, layer.key_dim)
     if layer.delta:
         beta = torch.rand(rows, layer.heads)
-    recurrent.linear_attention(q, k, v, plan, comm, decay=decay, beta=beta)
+    recurrent.linear_attention(q, k, v, plan, comm, decay=decay, beta=beta, travel="gather")
     states = comm.stats.bytes_sent
     recurrent.causal_conv1d(
-        torch.randn(rows, layer.channels), torch.randn(layer.channels, layer.taps), None, plan, comm
+        torch.randn(rows, layer.channels), torch.randn(layer.channels, layer.taps), None, plan, comm, travel="halo"
     )
     return states, comm.stats.bytes_sent - states
 
