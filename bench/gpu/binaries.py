@@ -209,8 +209,9 @@ def _binary(case: Case, config: LaunchConfig) -> Any:
     kernel = Triton(configure=lambda d: config, variants=False)
     x, sums, grads = _call(case)
     with recorded(case.generation) as found:
-        {"forward": lambda: kernel.forward(x, sums), "dq": lambda: kernel._dq(x, grads),
-         "dkdv": lambda: kernel._dkdv(x, grads)}[case.direction]()  # fmt: skip
+        kinds = kernel._kinds(x, grads)
+        {"forward": lambda: kernel.forward(x, sums), "dq": lambda: kernel._dq(x, grads, kinds),
+         "dkdv": lambda: kernel._dkdv(x, grads, kinds)}[case.direction]()  # fmt: skip
     return found[case.direction]
 
 

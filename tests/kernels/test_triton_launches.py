@@ -194,7 +194,10 @@ def launches_of(
         return Operands(q, k, v, facts, score), sums, grads
 
     def bound(x: Operands, sums: Sums, grads: Grads) -> list[Any]:
-        return [lambda: kernel.forward(x, sums), lambda: kernel._dq(x, grads), lambda: kernel._dkdv(x, grads)]
+        kinds = kernel._kinds(x, grads)
+        return [
+            lambda: kernel.forward(x, sums), lambda: kernel._dq(x, grads, kinds), lambda: kernel._dkdv(x, grads, kinds)
+        ]  # fmt: skip
 
     package._processors = lambda device: processors
     kernel = package.Triton(configure=lambda d: LaunchConfig(16, 16, 4, 1, tma=True), variants=variants)

@@ -39,7 +39,7 @@ from seqpar.kernels.triton.arguments import (
     with_slopes,
 )
 from seqpar.kernels.triton.config import MAX_DIM, Descriptor, LaunchConfig, configure, generation, parts
-from seqpar.kernels.triton.launch import Launch, Prepared, kind_of, kind_of_score
+from seqpar.kernels.triton.launch import Launch, Prepared, kind_of_score, kinds_of
 from seqpar.kernels.triton.tables import key_table, query_table
 from seqpar.kernels.triton.variants import dkdv_variants, forward_variants
 
@@ -106,8 +106,8 @@ class Triton(Kernel):
         target = into.acc if into.out is None else into.out
         prior = target if into.first else into.acc
         assert target is not None and prior is not None
-        kinds = map(kind_of, (x.q, x.k, x.v, prior, target, into.lse))
-        key = "forward", self, into.first, into.out is None, kind_of_score(x.score), *kinds
+        kinds = kinds_of(x.q, x.k, x.v, prior, target, into.lse)
+        key = "forward", self, into.first, into.out is None, kind_of_score(x.score), kinds
         ready: Prepared = x.facts.memo(key, lambda: self._prepare_forward(x, into, prior, target))
         with torch.cuda.device_of(x.q):
             ready.launch(
@@ -135,13 +135,17 @@ class Triton(Kernel):
     def backward(self, x: Operands, grads: Grads) -> None:
         """Add the gradients from one buffer of keys; see the protocol."""
         if x.q.shape[0] and x.k.shape[0]:
+            kinds = self._kinds(x, grads)
             with torch.cuda.device_of(x.q):
-                self._dq(x, grads)
-                self._dkdv(x, grads)
+                self._dq(x, grads, kinds)
+                self._dkdv(x, grads, kinds)
 
-    def _dq(self, x: Operands, grads: Grads) -> None:
-        kinds = map(kind_of, (x.q, x.k, x.v, grads.dout, grads.lse, grads.delta, grads.dq))
-        key = "dq", self, kind_of_score(x.score), *kinds
+    def _kinds(self, x: Operands, grads: Grads) -> tuple[Hashable, ...]:
+        """The kinds of all tensors of a backward."""
+        return kinds_of(x.q, x.k, x.v, grads.dout, grads.lse, grads.delta, grads.dq, grads.dk, grads.dv)
+
+    def _dq(self, x: Operands, grads: Grads, kinds: tuple[Hashable, ...]) -> None:
+        key = "dq", self, kind_of_score(x.score), kinds
         ready: Prepared = x.facts.memo(key, lambda: self._prepare_dq(x, grads))
         ready.launch(
             per_row(x.q), per_row(x.k), *ready.loads[0].of(x.k), per_row(x.v), *ready.loads[1].of(x.v),
@@ -163,9 +167,8 @@ class Triton(Kernel):
             (table.shape[0], x.q.shape[1] // x.k.shape[1], x.k.shape[0]), scalars(x),
         )  # fmt: skip
 
-    def _dkdv(self, x: Operands, grads: Grads) -> None:
-        kinds = map(kind_of, (x.q, x.k, x.v, grads.dout, grads.lse, grads.delta, grads.dk, grads.dv))
-        key = "dkdv", self, kind_of_score(x.score), *kinds
+    def _dkdv(self, x: Operands, grads: Grads, kinds: tuple[Hashable, ...]) -> None:
+        key = "dkdv", self, kind_of_score(x.score), kinds
         ready: Prepared = x.facts.memo(key, lambda: self._prepare_dkdv(x, grads))
         dk, dv = grads.dk, grads.dv
         if ready.parts > 1:

@@ -1,7 +1,7 @@
 """Launches of attention kernels, prepared once for a step and tensors of one kind.
 
 Triton looks at every argument of a launch to find the binary for it. What it looks at follows from the step and from
-`kind_of` the tensors, so it is done once: later launches hand their arguments to the binary. A kernel's other variants
+`kinds_of` the tensors, so it is done once: later launches hand their arguments to the binary. A kernel's other variants
 are compiled beside the first one. A later batch may need any of them, and all ranks would wait for the rank that
 compiles.
 """
@@ -23,14 +23,14 @@ Variants = Iterable[Mapping[str, Any]]  # the arguments by name in which a varia
 _compiled: set[Hashable] = set()  # kernels with the kinds of their arguments whose variants are compiled
 
 
-def kind_of(x: Tensor) -> Hashable:
-    """A tensor's dtype, shape and strides, and whether 16 bytes divide its address: a binary depends on no more."""
-    return x.dtype, x.shape, x.stride(), x.data_ptr() % 16 == 0
+def kinds_of(*tensors: Tensor) -> tuple[Hashable, ...]:
+    """Each tensor's dtype, shape and strides, and whether 16 bytes divide its address: a binary depends on no more."""
+    return tuple([(x.dtype, x.shape, x.stride(), x.data_ptr() % 16 == 0) for x in tensors])
 
 
 def kind_of_score(score: Score) -> Hashable:
     """The part of a score that arguments follow from; each launch is given its slopes and its seed."""
-    slopes = None if score.slopes is None else kind_of(score.slopes)
+    slopes = None if score.slopes is None else kinds_of(score.slopes)
     return score.scale, score.softcap, score.dropout_p, score.first_head, slopes, _is_narrow(score.dropout_seed)
 
 

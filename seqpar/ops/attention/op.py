@@ -25,6 +25,7 @@ from seqpar.comm.header import hash63
 from seqpar.kernels import acc_dtype
 from seqpar.ops.attention.ahead import note
 from seqpar.ops.attention.call import Call, PartTensors, Recipe, Views, recipe_of
+from seqpar.ops.attention.rows import leading
 from seqpar.ops.attention.schedule import backward, forward
 from seqpar.ops.attention.signature import Options, Signature, check_tensors, signature_of
 from seqpar.ops.attention.source import resolved
@@ -32,6 +33,7 @@ from seqpar.ops.core.agreement import abort_on_error, agreement, check_comm
 from seqpar.ops.core.autocast import no_autocast
 from seqpar.ops.core.collective_op import CollectiveOp, Tensors
 from seqpar.ops.core.repetition import check_repetition
+from seqpar.ops.move.pack import some_of
 from seqpar.plan import Part, Plan
 
 log = logging.getLogger("seqpar.ops")
@@ -138,11 +140,11 @@ def _restored(
     q, k, v, own_out, own_lse = saved
     q_rows, kv_rows = call.recipe.views[part.width]
     if q_rows is not None:
-        q = q[q_rows]
+        q = some_of(q, q_rows)
     if kv_rows is not None:
-        k, v = k[kv_rows], v[kv_rows]
+        k, v = some_of(k, kv_rows), some_of(v, kv_rows)
     if part.q.trivial:
-        own_out, own_lse = out[: part.q.rows], lse[:, : part.q.rows]
+        own_out, own_lse = leading(out, part.q.rows), leading(lse, part.q.rows, 1)
     return PartTensors(q, k, v, own_out, own_lse, call.blocks(part, slopes))
 
 

@@ -37,7 +37,7 @@ from seqpar.ops.attention import heads as trade
 from seqpar.ops.attention.call import Call, Heads, PartTensors, Phase, uploaded
 from seqpar.ops.attention.grads import GradientExchange, KeyGradients
 from seqpar.ops.attention.keys import KeyExchange
-from seqpar.ops.attention.rows import take
+from seqpar.ops.attention.rows import leading, take
 from seqpar.ops.core.device import profile_range
 from seqpar.plan import Part, Step
 
@@ -56,8 +56,10 @@ def forward(
 
     def inside(part: Part) -> PartTensors:
         if part.width not in insides:
-            as_they_lie = [q[: part.q.rows], k[: part.kv.rows], v[: part.kv.rows]]
-            traded = as_they_lie if part.trivial else entries[part.width]()
+            if part.trivial:
+                traded = [leading(q, part.q.rows), leading(k, part.kv.rows), leading(v, part.kv.rows)]
+            else:
+                traded = entries[part.width]()
             insides[part.width] = _inside(call, part, traded, out, lse, sinks, slopes)
         return insides[part.width]
 
@@ -110,7 +112,7 @@ def _inside(
 ) -> PartTensors:
     """A part's tensors. Parts that are views of the call's output reuse it instead of allocating their own."""
     if part.q.trivial:
-        own = out[: part.q.rows], lse[:, : part.q.rows]
+        own = leading(out, part.q.rows), leading(lse, part.q.rows, 1)
     else:
         rows, heads = traded[0].shape[:2]
         own = out.new_zeros(rows, heads, call.signature.v_dim), lse.new_full((heads, rows), -torch.inf)
@@ -192,7 +194,7 @@ def backward(
 
     def start(step: Step) -> PartGradients:
         part, width = step.part, step.part.width
-        traded = [x[: part.q.rows] for x in incoming] if part.q.trivial else entries[width]()
+        traded = [leading(x, part.q.rows) for x in incoming] if part.q.trivial else entries[width]()
         return _part_gradients(call, step, by_width[width], traded, sinks, dsinks, dq, home)
 
     if recipe.alone:
@@ -258,8 +260,8 @@ def _part_gradients(
     if not (part.q.trivial and signature.dtype == call.recipe.acc):
         dq = torch.zeros_like(tensors.q, dtype=call.recipe.acc)
     out = tensors.out if len(incoming) == 1 else None
-    of_keys = KeyGradients.of(home[: part.kv.rows], signature.dim)
-    return PartGradients(dout, delta.contiguous(), out, dq[: part.q.rows], of_keys)
+    of_keys = KeyGradients.of(leading(home, part.kv.rows), signature.dim)
+    return PartGradients(dout, delta.contiguous(), out, leading(dq, part.q.rows), of_keys)
 
 
 def _differentiate(
@@ -286,7 +288,7 @@ def _leave_back(call: Call, part: Part, grads: PartGradients, dq: Tensor, home: 
     if not part.q.trivial:
         legs.append(trade.Leg(grads.dq.to(s.dtype), part.q, heads, target=dq))
     elif s.dtype != call.recipe.acc:
-        dq[: part.q.rows].copy_(grads.dq)
+        leading(dq, part.q.rows).copy_(grads.dq)
     if s.kv_grads and not part.kv.trivial:
         of_keys = grads.home.both if several or part.width == 1 else grads.home.both.to(s.dtype)
         legs.append(trade.Leg(of_keys, part.kv, kv, target=home, summed=several))
