@@ -35,6 +35,16 @@ def test_tokens_between_others_are_left_out_of_the_batch() -> None:
     assert loss == pytest.approx(alone(model, [without])[0], rel=1e-5)
 
 
+def test_documents_that_are_numbered_have_positions_too() -> None:
+    model, batch = build("mamba2"), packed(torch.Generator().manual_seed(0), [9, 5])
+    numbers = torch.tensor([[0] * 9 + [1] * 5])
+    with seqpar.parallelize(model, LocalComm()):
+        with advised(NotImplementedError, "give position_ids that start anew with each document, or cu_seq_lens_q too"):
+            model(input_ids=batch["input_ids"], labels=batch["labels"], seq_idx=numbers)
+        loss = float(model(**batch, seq_idx=numbers).loss.detach())
+    assert loss == pytest.approx(alone(model, [batch])[0], rel=1e-5)
+
+
 def test_a_mixer_is_called_by_its_model_or_locally() -> None:
     model, batch, x = build("mamba2"), packed(torch.Generator().manual_seed(0), [9, 5]), torch.randn(1, 7, 32)
     mixer = mixers(model)[0]

@@ -160,17 +160,17 @@ def _probed(model: PreTrainedModel, reasons: list[str]) -> ModelFit:
     rows = whole[result]
     one = probe(ids, documents=[TOKENS], position_ids=at[None])[result]
     check_probed(model, rows, one)
-    if not _close(rows[:, few], probe(ids[few], position_ids=few[None])[result]):
+    if not probe.close(rows[:, few], probe(ids[few], position_ids=few[None])[result]):
         reasons.append(
             "tokens meet outside its attention, or their positions are not their position_ids (convolution, "
             "recurrence, n-grams of tokens, positions that are counted)"
         )
-    if not _close(one[:, order], probe(ids[order], [TOKENS], order.tolist(), position_ids=order[None])[result]):
+    if not probe.close(one[:, order], probe(ids[order], [TOKENS], order.tolist(), position_ids=order[None])[result]):
         reasons.append("its attention depends on the order in which a rank holds its rows")
     with implementation(model, "eager"), as_written(model):
         written_out = model.forward(input_ids=ids[None], position_ids=at[None], return_dict=True, **caching(model))
         written_out = written_out[result]
-    if not _close(one, written_out):
+    if not probe.close(one, written_out):
         names = " or ".join(sorted({type(mixer).__name__ for mixer in mixers(model)}))
         reasons.append(
             "its attention is not the function of q, k, v and mask that it hands over (a bias, for example)"
@@ -180,8 +180,8 @@ def _probed(model: PreTrainedModel, reasons: list[str]) -> ModelFit:
         return None  # type: ignore[return-value]
     counted = probe(ids, attention_mask=(at >= 3).long()[None])[result]
     shift, loss = _loss(probe, whole, ids, (ids * 3 + 1) % vocabulary, at)
-    head, softcap = _head(model, whole, hidden)
-    columns = _close(rows[:, 3:], counted[:, 3:])
+    head, softcap = _head(probe, whole, hidden)
+    columns = probe.close(rows[:, 3:], counted[:, 3:])
     return ModelFit(frozenset(probe.rules), recurrent, columns, result, shift, loss, head, softcap)
 
 
@@ -204,11 +204,17 @@ def _quiet(model: nn.Module) -> Iterator[None]:
 
 
 class _Probe:
-    """Runs of a model on its own. rules: the masks that layers asked for. hidden: the base model's last output."""
+    """Runs of a model on its own.
+
+    rules: the masks that layers asked for. hidden: the base model's last output. rough: whether it rounds more than
+    fp32, be its logits fp32 or not.
+    """
 
     def __init__(self, model: PreTrainedModel) -> None:
         self.model, self.rules = model, set[Rule]()
         self.hidden: Tensor | None = None
+        coarsest = max(torch.finfo(p.dtype).eps for p in model.parameters() if p.is_floating_point())
+        self.rough = coarsest > 1e-6 or torch.get_float32_matmul_precision() != "highest"
 
     def __call__(
         self, ids: Tensor, documents: Sequence[int] = (), order: Sequence[int] = (), **options: Any
@@ -224,6 +230,16 @@ class _Probe:
         finally:
             if hook is not None:
                 hook.remove()
+
+    def close(self, a: Tensor, b: Tensor) -> bool:
+        """Equal up to rounding, row by row.
+
+        Products of other shapes round differently, and rough products may send some row to other experts. Then most
+        rows must agree: a model that mixes tokens changes most rows.
+        """
+        worst = (a.double() - b.double()).abs().reshape(-1, a.shape[-1]).amax(-1)
+        worst = worst / a.abs().max().double().clamp(min=1e-30)
+        return bool(worst.median() <= 0.1 if self.rough else worst.max() <= 1e-4)
 
     def _note(self, plan: Plan, rule: Rule) -> Plan:
         self.rules.add(rule)
@@ -249,18 +265,6 @@ def _result(out: Any, reasons: list[str]) -> str:
     return result
 
 
-def _close(a: Tensor, b: Tensor) -> bool:
-    """Equal up to rounding, row by row.
-
-    Products of other shapes round differently, and rough products may send some row to other experts. Then most rows
-    must agree: a model that mixes tokens changes most rows.
-    """
-    worst = (a.double() - b.double()).abs().reshape(-1, a.shape[-1]).amax(-1) / a.abs().max().double().clamp(min=1e-30)
-    if torch.finfo(a.dtype).eps < 1e-6 and torch.get_float32_matmul_precision() == "highest":
-        return bool(worst.max() <= 1e-4)
-    return bool(worst.median() <= 0.1)
-
-
 def _loss(probe: _Probe, whole: Any, ids: Tensor, labels: Tensor, at: Tensor) -> tuple[str, str]:
     """The rows that labels belong to, and why the loss cannot be computed here, or ""."""
     function = probe.model.loss_function
@@ -273,7 +277,7 @@ def _loss(probe: _Probe, whole: Any, ids: Tensor, labels: Tensor, at: Tensor) ->
     if shift == "row":
         logits, labels = logits[:-1], labels[1:]
     expected = cross_entropy(logits, labels, valid=len(labels))
-    if own is None or not _close(own.float()[None], expected.float()[None]):
+    if own is None or not probe.close(own.float()[None], expected.float()[None]):
         return shift, "its loss is not the cross-entropy of its logits alone"
     return shift, ""
 
@@ -283,13 +287,12 @@ def softcap_of(model: PreTrainedModel) -> float:
     return float(getattr(model.config.get_text_config(), "final_logit_softcapping", None) or 0.0)
 
 
-def _head(model: PreTrainedModel, whole: Any, hidden: Tensor | None) -> tuple[nn.Linear | None, float]:
+def _head(probe: _Probe, whole: Any, hidden: Tensor | None) -> tuple[nn.Linear | None, float]:
     """The layer that makes logits of hidden states, if only it and a softcap are between them."""
-    head = model.get_output_embeddings()
-    softcap = softcap_of(model)
+    head, softcap = probe.model.get_output_embeddings(), softcap_of(probe.model)
     if hidden is None or type(head) is not nn.Linear or "logits" not in whole or hidden.shape[-1] != head.in_features:
         return None, 0.0
-    logits = head(hidden)
+    logits = head(hidden.to(head.weight.dtype))  # a residual in fp32 leaves them wider
     if softcap:
         logits = softcap * torch.tanh(logits / softcap)
-    return (head, softcap) if _close(logits, whole["logits"]) else (None, 0.0)
+    return (head, softcap) if probe.close(logits, whole["logits"]) else (None, 0.0)

@@ -391,7 +391,7 @@ class ParallelTransformer(ParallelModel):
         """The arguments of a call by name, without those that have no effect, and the error in them or None."""
         names = _parameters(type(module))[1:]
         arguments = {n: x for n, x in (dict(zip(names, args)) | dict(named)).items() if x is not None}
-        arguments = {n: x for n, x in arguments.items() if n not in UNSEEN}
+        numbered = any(arguments.pop(name, None) is not None for name in UNSEEN)
         for name, idle in IDLE.items():
             if name in arguments and not isinstance(arguments[name], Tensor) and arguments[name] in idle:
                 del arguments[name]
@@ -420,6 +420,11 @@ class ParallelTransformer(ParallelModel):
             return arguments, NotImplementedError(
                 f"{who} counts its positions itself (from attention_mask or input_ids), which ranks cannot; give "
                 "position_ids"
+            )
+        if numbered and self.fit.recurrent and not {"position_ids", "cu_seq_lens_q"} & arguments.keys():
+            return arguments, NotImplementedError(
+                f"{who} got {' and '.join(UNSEEN)} without the positions of the documents that it numbers, which its "
+                "attention does not see; give position_ids that start anew with each document, or cu_seq_lens_q too"
             )
         labels = "labels" in arguments or "shift_labels" in arguments
         if labels and self.model.loss_function is not self._loss_function:
@@ -488,7 +493,12 @@ class ParallelTransformer(ParallelModel):
             assert self.fit.head is not None
             head = self.fit.head
             part = linear_cross_entropy(
-                hidden[-1][0], head.weight, labels, bias=head.bias, softcap=self.fit.softcap, **scale
+                hidden[-1][0].to(head.weight.dtype),
+                head.weight,
+                labels,
+                bias=head.bias,
+                softcap=self.fit.softcap,
+                **scale,
             )
         else:
             assert logits is not None

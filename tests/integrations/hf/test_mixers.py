@@ -107,6 +107,16 @@ def test_autocast_reaches_projections_and_filters(name: str) -> None:
         assert all(grad.dtype == torch.float32 and grad.isfinite().all() for grad in grads.values())
 
 
+@pytest.mark.parametrize("name", ["mamba2", "nemotron_h", "qwen3_next"])
+def test_models_of_16_bits_have_the_loss_of_fp32(name: str) -> None:
+    """Also those whose logits are fp32 all the same."""
+    model, every = build(name), batches("packed", RANKS)
+    exact, _ = alone(model, every)
+    for loss, grads in run_threads(RANKS, on_ranks, model.bfloat16(), every, torch.float32, {"plan": contiguous}):
+        assert loss == pytest.approx(exact, rel=1e-2)
+        assert all(grad.dtype == torch.bfloat16 and grad.isfinite().all() for grad in grads.values())
+
+
 def sharded(comm: Comm, names: list[str]) -> list[tuple[float, dict[str, Tensor]]]:
     """Losses and averaged gradients of models whose layers are sharded."""
     found = []

@@ -38,6 +38,7 @@ MIXERS: dict[str, Callable[[nn.Module, Tensor, Tensor], Tensor]] = {
     "Lfm2MoeShortConv": short_conv,
     "Lfm3ShortConv": short_conv,
 }
+CACHES = ("cache_params", "past_key_values")
 
 
 def mixers(model: nn.Module) -> list[nn.Module]:
@@ -45,11 +46,15 @@ def mixers(model: nn.Module) -> list[nn.Module]:
     return [module for module in model.modules() if type(module).__name__ in MIXERS]
 
 
-def mixed(mixer: nn.Module, forward: Callable[..., Any], hidden_states: Tensor, **unused: Any) -> Tensor:
+def mixed(mixer: nn.Module, forward: Callable[..., Any], hidden_states: Tensor, **named: Any) -> Tensor:
     """What replaces a mixer's forward: its output [1, T, hidden] over this rank's rows of the surrounding plan.
 
-    The plan has the documents, so a mask of pads is not needed, and there is no cache.
+    The plan has the documents, so neither a mask of pads nor document numbers are needed.
+
+    Raises: RuntimeError where no plan surrounds the call; NotImplementedError for a cache.
     """
+    if any(named.get(name) is not None for name in CACHES):
+        raise NotImplementedError(f"{type(mixer).__name__} got a cache, which is not spread over ranks")
     return MIXERS[type(mixer).__name__](mixer, hidden_states, _handle(mixer, hidden_states))
 
 
