@@ -72,6 +72,21 @@ def test_the_comms_are_timed_beside_each_other(tmp_path: Path) -> None:
     assert found["gb_per_second"]["ring, shm"] > 0 and "all-to-all" in done.stdout
 
 
+@pytest.mark.skipif(native.missing() is not None, reason=native.missing() or "")
+def test_recurrences_are_timed_beside_fallbacks_and_products(tmp_path: Path) -> None:
+    pytest.importorskip("transformers")
+    path = tmp_path / "recurrent.json"
+    flags = ["--tokens", "128", "--heads", "1", "--dim", "16", "--repeat", "1", "--json", path]
+    done = subprocess.run(
+        [sys.executable, "-m", "bench.cpu.recurrent", *flags], capture_output=True, text=True, timeout=600, cwd=ROOT
+    )
+    assert done.returncode in (0, 1), done.stderr
+    found = json.loads(path.read_text())
+    assert found.keys() >= {"machine", "versions", "commit", "threads"} and len(found["rows"]) == 14
+    assert {row["fallback"] for row in found["rows"] if "ratio" in row} == {"mamba2", "qwen3_next", "kimi_linear"}
+    assert all(row["of_products"] > 0 and row["gflop"] > 0 for row in found["rows"])
+
+
 @pytest.fixture(scope="module")
 def rehearsed(tmp_path_factory: pytest.TempPathFactory) -> Path:
     path = tmp_path_factory.mktemp("bench") / "rows.jsonl"
