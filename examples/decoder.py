@@ -84,7 +84,10 @@ class Block(nn.Module):
         c = self.c
         heads = self.qkv(self.norm_attention(x)).unflatten(-1, (-1, c.head_dim))
         q, k, v = heads.split((c.heads, c.kv_heads, c.kv_heads), dim=1)
-        x = x + self.out(attend(rotate(q, angles), rotate(k, angles), v).flatten(1))
+        return self.mlp(x + self.out(attend(rotate(q, angles), rotate(k, angles), v).flatten(1)))
+
+    def mlp(self, x: Tensor) -> Tensor:
+        """x ``[T, E]`` with its SwiGLU added."""
         gate, up = self.gate_up(self.norm_mlp(x)).chunk(2, dim=-1)
         return x + self.down(F.silu(gate) * up)
 

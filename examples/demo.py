@@ -6,6 +6,9 @@ whole documents into a batch of ``--tokens`` tokens and trains two copies of the
     sharded      every rank holds some rows of the batch, attention is `seqpar.attention`, gradients are summed
     one process  rank 0 holds the whole batch, attention is torch's own, document by document
 
+``--model hybrid`` is a decoder whose layers carry a state, except each fourth, which attends (see hybrid.py): states
+of the gated delta rule, and the rows before its short convolution, pass from rank to rank.
+
 A thread plans every batch one step ahead, from its document lengths alone.
 
 The two loss curves must agree up to rounding. The effect of rounding on training is measured: a third copy, in one
@@ -29,9 +32,10 @@ import sysconfig
 import time
 from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 
+import hybrid
 import numpy as np
 import torch
 import torch._dynamo  # before the group exists: imported later, it keeps the group and gloo alive until Python ends
@@ -55,7 +59,11 @@ COMMS = ("shm", "gloo")
 STRIPE = 64  # rows dealt to a rank at a time by --layout striped
 IGNORED = -100  # the label of a document's last token, which predicts nothing
 DRIFT_FACTOR = 8  # sharding rounds in every layer, a nudge once per weight: similar errors, not equal ones
-CONFIG = Config(dim=128, layers=2, heads=4, kv_heads=2, head_dim=32, hidden=352)
+CONFIGS = {
+    "decoder": Config(dim=128, layers=2, heads=4, kv_heads=2, head_dim=32, hidden=352),
+    "hybrid": hybrid.CONFIG,
+}
+Mix = Attend | hybrid.Mixers  # what joins rows in a model's layers
 
 
 @dataclass(frozen=True)
@@ -125,7 +133,7 @@ def pack(documents: Sequence[tuple[str, bytes]]) -> Batch:
 def plan_for(batch: Batch, args: argparse.Namespace, ranks: int) -> seqpar.Plan:
     """The planner's plan of a batch, or the plan of the chosen layout, transport and Ulysses width."""
     if args.layout == "planned":
-        return seqpar.plan_batch(batch.lengths, ranks, model=model_shape(args.dtype), hardware=args.machine)
+        return seqpar.plan_batch(batch.lengths, ranks, model=model_shape(args.model, args.dtype), hardware=args.machine)
     total = sum(batch.lengths)
     layout = {
         "contiguous": lambda: seqpar.Layout.contiguous(total, ranks),
@@ -135,12 +143,15 @@ def plan_for(batch: Batch, args: argparse.Namespace, ranks: int) -> seqpar.Plan:
     return seqpar.Plan(seqpar.Mask(batch.lengths), layout, ulysses=args.ulysses, transport=args.transport)
 
 
-def model_shape(dtype: str) -> seqpar.ModelShape:
-    """The decoder's sizes for the planner."""
-    c = CONFIG
-    return seqpar.ModelShape(
-        "the demo's decoder", c.dim, c.layers, c.heads, c.kv_heads, c.head_dim, c.hidden, c.vocabulary, dtype=dtype
+def model_shape(model: str, dtype: str) -> seqpar.ModelShape:
+    """A model's sizes for the planner."""
+    c = CONFIGS[model]
+    shape = seqpar.ModelShape(
+        f"the demo's {model}", c.dim, c.layers, c.heads, c.kv_heads, c.head_dim, c.hidden, c.vocabulary, dtype=dtype
     )
+    if model == "decoder":
+        return shape
+    return replace(shape, recurrent=hybrid.layer_shape(c), recurrent_layers=hybrid.recurrent_layers(c))
 
 
 @dataclass(frozen=True)
@@ -164,7 +175,7 @@ def load(args: argparse.Namespace, *, ranks: int, rank: int) -> Iterator[Loaded]
         batch = next(stream)
         started = time.thread_time()
         plan = plan_for(batch, args, ranks)
-        predicted_bytes(plan, rank, args.dtype)  # derives this rank's steps, or its first layer would
+        predicted_bytes(plan, rank, args)  # derives this rank's steps, or its first layer would
         return batch, plan, time.thread_time() - started
 
     with ThreadPoolExecutor(1, "loader") as loader:
@@ -199,10 +210,13 @@ def seqpar_attend(plan: seqpar.Plan, comm: seqpar.Comm) -> Attend:
     return lambda q, k, v: seqpar.attention(q, k, v, plan, comm)
 
 
-def predicted_bytes(plan: seqpar.Plan, rank: int, dtype: str) -> int:
-    """The bytes that a rank sends in one training step by the plan: all layers' attention, forward and backward."""
-    shape = {"heads": CONFIG.heads, "kv_heads": CONFIG.kv_heads, "dim": CONFIG.head_dim, "dtype": dtype}
-    return CONFIG.layers * sum(plan.bytes(rank, backward=backward, **shape) for backward in (False, True))
+def predicted_bytes(plan: seqpar.Plan, rank: int, args: argparse.Namespace) -> int:
+    """The bytes that a rank sends in one training step by the plan: all layers, forward and backward."""
+    c, shape = CONFIGS[args.model], model_shape(args.model, args.dtype)
+    call = {"heads": c.heads, "kv_heads": c.kv_heads, "dim": c.head_dim, "dtype": args.dtype}
+    attention = sum(plan.bytes(rank, backward=backward, **call) for backward in (False, True))
+    passed = hybrid.predicted_bytes(plan, rank, c, args.dtype) if args.model == "hybrid" else 0
+    return shape.attention_count * attention + passed
 
 
 class Mark(torch.autograd.Function):
@@ -222,31 +236,33 @@ class Mark(torch.autograd.Function):
 
 
 class Clock:
-    """A rank's seconds: attention, waiting, the gradient sum, and the rest of the model."""
+    """A rank's seconds: attention, recurrences, waiting, the gradient sum, and the rest of the model."""
 
-    def __init__(self, stats: Stats) -> None:
+    def __init__(self, stats: Stats, model: str) -> None:
         self.stats = stats
         self.seconds = {"attention": 0.0, "waiting for peers": 0.0, "gradient sum": 0.0, "total": 0.0}
+        if model == "hybrid":
+            self.seconds["recurrences"] = 0.0
         self._since = 0.0, 0.0
 
     def enter(self) -> None:
-        """Attention starts, forward or backward."""
+        """A call that may wait for peers starts, forward or backward."""
         self._since = time.perf_counter(), self.stats.wait_seconds
 
-    def leave(self) -> None:
-        """Attention ended: its time is computation except for the time spent waiting."""
+    def leave(self, name: str) -> None:
+        """A call ended: its time is computation, added to `name`, except for the time spent waiting."""
         waited = self.stats.wait_seconds - self._since[1]
         self.seconds["waiting for peers"] += waited
-        self.seconds["attention"] += time.perf_counter() - self._since[0] - waited
+        self.seconds[name] += time.perf_counter() - self._since[0] - waited
 
-    def timed(self, attend: Attend) -> Attend:
-        """`attend`, with its forward and its backward on this clock."""
+    def timed(self, function: Callable[..., Tensor], name: str) -> Callable[..., Tensor]:
+        """A function of tensors, with its forward and its backward on this clock."""
 
-        def call(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
-            q, k, v = Mark.apply(self.leave, q, k, v)
+        def call(*tensors: Tensor) -> Tensor:
+            tensors = Mark.apply(lambda: self.leave(name), *tensors)
             self.enter()
-            out = attend(q, k, v)
-            self.leave()
+            out = function(*tensors)
+            self.leave(name)
             return Mark.apply(self.enter, out)[0]
 
         return call
@@ -262,7 +278,8 @@ class Clock:
         """Seconds by activity; they sum to the total, which is left out."""
         rest = self.seconds["total"] - sum(s for name, s in self.seconds.items() if name != "total")
         found = {**self.seconds, "rest of the model": rest}
-        return {name: found[name] for name in ("attention", "waiting for peers", "rest of the model", "gradient sum")}
+        order = ("attention", "recurrences", "waiting for peers", "rest of the model", "gradient sum")
+        return {name: found[name] for name in order if name in found}
 
 
 class Trainer:
@@ -272,13 +289,14 @@ class Trainer:
         # the weights stay fp32 under bf16: a step of AdamW is smaller than bf16's rounding
         master = torch.float64 if args.dtype == "float64" else torch.float32
         torch.manual_seed(args.seed)
-        self.model = Decoder(CONFIG, DTYPES[args.dtype]).to(master)
+        kind = {"decoder": Decoder, "hybrid": hybrid.Hybrid}[args.model]
+        self.model = kind(CONFIGS[args.model], DTYPES[args.dtype]).to(master)
         self.optimizer = torch.optim.AdamW(self.model.parameters(), lr=3e-3, betas=(0.9, 0.95), weight_decay=0.01)
 
-    def backward(self, tokens: Tensor, positions: Tensor, labels: Tensor, *, valid: int, attend: Attend) -> Tensor:
+    def backward(self, tokens: Tensor, positions: Tensor, labels: Tensor, *, valid: int, mix: Mix) -> Tensor:
         """Set the gradients; returns this rank's share of the loss, a sum over its rows divided by `valid`."""
         self.optimizer.zero_grad(set_to_none=False)
-        logits = self.model(tokens, positions, attend)
+        logits = self.model(tokens, positions, mix)
         losses = logits.to(self.model.embedding.dtype)
         loss = F.cross_entropy(losses, labels, ignore_index=IGNORED, reduction="sum") / valid
         loss.backward()
@@ -327,7 +345,7 @@ class Run:
     """One rank's part of the demo: a sharded trainer; on rank 0 the reference too, on rank 1 the nudged copy."""
 
     def __init__(self, args: argparse.Namespace, comm: seqpar.Comm) -> None:
-        self.args, self.comm, self.clock = args, comm, Clock(comm.stats)
+        self.args, self.comm, self.clock = args, comm, Clock(comm.stats, args.model)
         self.nudging_rank = 1 % comm.size  # in parallel with the reference if there is a second rank
         self.sharded = Trainer(args)
         self.reference = Trainer(args) if comm.rank == 0 else None
@@ -353,7 +371,7 @@ class Run:
         with threads(self.comm.size):
             loss = self._sharded(batch, plan)
         seconds = time.perf_counter() - started
-        moved = self.comm.stats.bytes_sent - sent, predicted_bytes(plan, self.comm.rank, self.args.dtype)
+        moved = self.comm.stats.bytes_sent - sent, predicted_bytes(plan, self.comm.rank, self.args)
         sums = torch.tensor([loss, *whole, *moved], dtype=torch.float64)
         dist.all_reduce(sums)
         slowest = torch.tensor([seconds, reference_seconds], dtype=torch.float64)
@@ -361,8 +379,10 @@ class Run:
         return Row(*sums[:3].tolist(), *(int(b) for b in sums[3:]), *slowest.tolist(), loaded.planning)
 
     def _whole(self, trainer: Trainer, batch: Batch) -> Tensor:
-        attend = dense_attend(batch.lengths)
-        loss = trainer.backward(batch.tokens, batch.positions, batch.labels, valid=batch.valid, attend=attend)
+        mix: Mix = dense_attend(batch.lengths)
+        if self.args.model == "hybrid":
+            mix = hybrid.dense(batch.lengths, mix)
+        loss = trainer.backward(batch.tokens, batch.positions, batch.labels, valid=batch.valid, mix=mix)
         trainer.optimizer.step()
         return loss
 
@@ -371,8 +391,11 @@ class Run:
         with clock.adding("total"):
             tokens, labels = (seqpar.shard(x, plan, rank) for x in (batch.tokens, batch.labels))
             positions = torch.from_numpy(plan.rope_positions(rank))
-            attend = clock.timed(seqpar_attend(plan, self.comm))
-            loss = self.sharded.backward(tokens, positions, labels, valid=batch.valid, attend=attend)
+            mix: Mix = clock.timed(seqpar_attend(plan, self.comm), "attention")
+            if self.args.model == "hybrid":
+                attend, convolve, recur = hybrid.sharded(plan, self.comm, mix)
+                mix = hybrid.Mixers(attend, *(clock.timed(mixer, "recurrences") for mixer in (convolve, recur)))
+            loss = self.sharded.backward(tokens, positions, labels, valid=batch.valid, mix=mix)
             with clock.adding("waiting for peers"):  # early ranks wait here, so that the sum is timed alone
                 dist.barrier()
             with clock.adding("gradient sum"):
@@ -489,6 +512,7 @@ def arguments(argv: Sequence[str] | None = None, prog: str = "demo") -> argparse
         prog=prog, description="Train on real documents over several ranks and in one process, and compare."
     )
     parser.add_argument("--ranks", type=integer, help="processes (default 4; torchrun's own number under torchrun)")
+    parser.add_argument("--model", choices=tuple(CONFIGS), default="decoder", help="what to train (%(default)s)")
     parser.add_argument("--tokens", type=integer, default=8192, help="tokens per batch (default %(default)s)")
     parser.add_argument("--steps", type=integer, default=30, help="training steps (default %(default)s)")
     parser.add_argument("--layout", choices=LAYOUTS, default="planned", help="who holds which tokens (%(default)s)")
@@ -555,7 +579,7 @@ def train(args: argparse.Namespace, comm: seqpar.Comm) -> bool:
     width = f"for {args.machine.name}" if args.layout == "planned" else f"ulysses {args.ulysses}"
     report.line(
         f"{args.ranks} ranks, {args.layout} layout, {args.transport} over {carrier(args, comm)}, {width}, "
-        f"{args.dtype}; {args.tokens:,} tokens per batch, {weights:,} weights"
+        f"{args.dtype}; {args.model}, {args.tokens:,} tokens per batch, {weights:,} weights"
     )
     rows: list[Row] = []
     plans: list[seqpar.Plan] = []

@@ -16,6 +16,7 @@ from seqpar.plan.plot import INK, MUTED, STYLE, holders, timeline  # noqa: E402
 
 SECONDS = {  # activity -> its colour
     "attention": "#2563a8",
+    "recurrences": "#5b8f5b",
     "rest of the model": "#8fb8de",
     "waiting for peers": "#f0a202",
     "gradient sum": "#b5544a",
@@ -87,11 +88,13 @@ def _times(axis, seconds) -> None:
     """A stacked bar per rank."""
     left = np.zeros(len(seconds))
     for name, colour in SECONDS.items():
+        if name not in seconds[0]:
+            continue
         widths = np.array([rank[name] for rank in seconds])
         axis.barh(range(len(seconds)), widths, left=left, color=colour, height=0.72, label=name, edgecolor="white")
         for rank, width in enumerate(widths):
             if width > 0.07 * sum(seconds[rank].values()):
-                dark = name in ("attention", "gradient sum")
+                dark = name in ("attention", "recurrences", "gradient sum")
                 x = left[rank] + width / 2
                 axis.text(x, rank, f"{width:.1f}", ha="center", va="center", color="white" if dark else INK)
         left += widths

@@ -70,6 +70,8 @@ def test_a_method_agrees_with_dense_attention(name: str, ranks: int, forked: Pro
     [
         (),
         ("--layout", "striped", "--transport", "ring", "--dtype", "bfloat16", "--comm", "gloo"),
+        ("--model", "hybrid"),
+        pytest.param(("--model", "hybrid", "--layout", "zigzag", "--dtype", "bfloat16"), marks=pytest.mark.exhaustive),
         pytest.param(
             ("--layout", "contiguous", "--transport", "gather", "--ulysses", "2", "--dtype", "float64"),
             marks=pytest.mark.exhaustive,
@@ -81,7 +83,7 @@ def test_the_demo_trains_as_one_process_does(flags: tuple[str, ...], tmp_path: P
     picture = tmp_path / "new" / "demo.png"
     flags = (*TINY, *flags, "--out", picture)
     # without flags also without torchrun: the demo starts its own ranks then
-    done = run(torchrun(2, "demo.py", *flags) if len(flags) > 6 else alone("demo.py", "--ranks", 2, *flags))
+    done = run(torchrun(2, "demo.py", *flags) if "--layout" in flags else alone("demo.py", "--ranks", 2, *flags))
     assert done.returncode == 0, done.stdout + done.stderr
     lines = done.stdout.rstrip().splitlines()
     shared = "gloo" not in flags and native.missing() is None
