@@ -6,8 +6,8 @@ inside a document, a state and the few rows that a filter reads::
     y = recurrent.causal_conv1d(x, weight, bias, plan, comm, activation="silu")
     out = recurrent.linear_attention(q, k, v, plan, comm, decay=decay, beta=beta)
 
-`shift` and `halo` are for kernels of one's own, as is `state_scan`: it turns what each run of rows does to a state into
-the state that enters it.
+`describe` tells, and `plot` draws, who sends which states and rows under a plan. `shift` and `halo` are for kernels of
+one's own, as is `state_scan`: it turns what each run of rows does to a state into the state that enters it.
 """
 
 from seqpar.ops.recurrent.conv import causal_conv1d
@@ -15,5 +15,11 @@ from seqpar.ops.recurrent.linear import States, linear_attention
 from seqpar.ops.recurrent.rows import halo, runs, shift
 from seqpar.ops.recurrent.scan import state_scan
 from seqpar.plan.runs import RankRuns
+from seqpar.plan.travel import RecurrentShape
+from seqpar.plan.travel_plot import plot
+from seqpar.plan.travel_report import describe
 
-__all__ = ["RankRuns", "States", "causal_conv1d", "halo", "linear_attention", "runs", "shift", "state_scan"]
+__all__ = [
+    "RankRuns", "RecurrentShape", "States", "causal_conv1d", "describe", "halo", "linear_attention", "plot", "runs",
+    "shift", "state_scan",
+]  # fmt: skip

@@ -55,13 +55,13 @@ FLOORS: dict[str, tuple[set[str], set[str] | None]] = {
     "__init__": (FLOOR_3, TENSORS),
 }
 # Files with third parties of their own, which they import where they are called.
-OPTIONAL = {"plan/plot.py": {"matplotlib"}, "dsp/plan.py": {"matplotlib"}}
+OPTIONAL = {path: {"matplotlib"} for path in ("plan/plot.py", "plan/travel_plot.py", "dsp/plan.py")}
 # sub-package -> its files in an order in which each imports only files before it; "a" is a.py or a/__init__.py
 ORDER = {
     "facts": "value intervals mask layout tiles __init__",
     "plan": """
-        heads steps traffic routes hierarchy residence runs travel parts prediction derive counts report plot plan
-        __init__
+        heads steps traffic routes hierarchy residence runs travel parts prediction derive counts report plot
+        travel_report travel_plot plan __init__
     """,
     "dsp": "form space costs search plan spec specs moves grid overlap runner stages checks apply __init__",
     "planner": """

@@ -95,7 +95,7 @@ def _spread(load: Load) -> list[str]:
             shown = [order[round(part * (order.size - 1))] for part in (0, 0.1, 0.5, 0.9, 1)]
             ratio = f"{order[-1] / mean:.3f}" if mean else "-"
             lines.append((name, *(f"{v:,.0f}" for v in (*shown, mean)), ratio))
-    return _columns(lines, (-22, *(16,) * 6, 10))
+    return columns(lines, (-22, *(16,) * 6, 10))
 
 
 def _by_rank(plan: Derived) -> list[str]:
@@ -113,10 +113,10 @@ def _by_rank(plan: Derived) -> list[str]:
         row = (f"{plan.rows(rank):,}", f"{plan.layout.tokens(rank):,}", f"{computed:,.0f}", ratio, f"{keys:,}")
         lines.append((f"{rank}", *row, f"{len(peers)}", f"{sum(bool(s.local or s.moves) for s in steps)}"))
     note = "steps are those for keys and values of 4 KiB a token, more if they are larger"
-    return [note, *_columns(lines, (5, 10, 10, 18, 9, 10, 6, 7))]
+    return [note, *columns(lines, (5, 10, 10, 18, 9, 10, 6, 7))]
 
 
-def _columns(lines: Sequence[tuple[str, ...]], widths: Sequence[int]) -> list[str]:
+def columns(lines: Sequence[tuple[str, ...]], widths: Sequence[int]) -> list[str]:
     """Lines with columns at least this wide, wider where needed; a negative width aligns left."""
     longest = [max(map(len, column)) for column in zip(*lines, strict=True)]
     columns = [("<" if w < 0 else ">", max(abs(w), n + 2)) for w, n in zip(widths, longest, strict=True)]

@@ -69,7 +69,11 @@ class DocumentRuns(Memo):
 
     @classmethod
     def of(cls, residence: Residence) -> DocumentRuns:
-        """The runs of a plan's queries."""
+        """The runs of a plan's queries; cached."""
+        return residence.memo("document runs", lambda: cls._of(residence))
+
+    @classmethod
+    def _of(cls, residence: Residence) -> DocumentRuns:
         pieces, rank, document = residence.pieces("q")
         start, count = pieces.start, pieces.count
         if ((pieces.step > 1) & (count > 1)).any():  # in position order, a strided piece has runs of one row

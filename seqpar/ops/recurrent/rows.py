@@ -36,7 +36,7 @@ from seqpar.plan.runs import DocumentRuns, RankRuns, Requests
 
 def document_runs(plan: Plan) -> DocumentRuns:
     """The document runs of a plan; cached."""
-    return plan.memo("document runs", lambda: DocumentRuns.of(plan.residence))  # type: ignore[no-any-return]
+    return DocumentRuns.of(plan.residence)
 
 
 def runs(plan: Plan, rank: int) -> RankRuns:

@@ -1,0 +1,85 @@
+"""The picture of what passes between ranks for one recurrent layer: who sends which state, and bytes by pairs of ranks.
+
+Only the function that writes a file imports matplotlib.
+"""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from seqpar.plan.derive import Derived
+from seqpar.plan.plot import EDGE, INK, LONG, MUTED, STYLE, checked_path
+from seqpar.plan.runs import DocumentRuns
+from seqpar.plan.travel import RecurrentShape, TravelWay, layer_way
+from seqpar.plan.travel_report import between, inside, passed, told
+
+DRAWN = 2000  # runs, or states on their way, at most
+RANKS = 64
+
+
+def plot(plan: Derived, layer: RecurrentShape, path: str | Path, *, travel: str = "auto") -> None:
+    """Write the picture of one recurrent layer of a plan; the file's suffix decides its format.
+
+    Left: the document runs of each rank over the tokens of the batch, in the layout where states pass, coloured by
+    document, and an arrow for each state that is sent. Right: bytes in forward by sender and receiver. layer, travel:
+    as of `describe`.
+
+    Raises: ValueError for more than 64 ranks or a suffix that is no format, ImportError without matplotlib, OSError for
+    a file that cannot be written.
+    """
+    try:
+        from matplotlib import rc_context
+        from matplotlib.figure import Figure
+    except ImportError:
+        raise ImportError("this picture needs matplotlib, which is not installed: pip install 'seqpar[plot]'") from None
+    if plan.ranks > RANKS:
+        raise ValueError(f"at most {RANKS} ranks are drawn, the plan has {plan.ranks}; describe has their quantiles")
+    path = checked_path(path)
+    runs = DocumentRuns.of(plan.residence)
+    way = layer_way(runs, layer.bytes, travel)
+    where, inner = inside(runs, way)
+    with rc_context(STYLE):
+        figure: Any = Figure(figsize=(14, 2.6 + 0.35 * max(plan.ranks, 8)), layout="constrained")
+        figure.suptitle(f"One recurrent layer on {plan.ranks} ranks: {told(way)}", fontsize=13, fontweight="bold")
+        left, right = figure.subplots(1, 2, width_ratios=(2, 1))
+        senders(left, where, inner)
+        if way.inside is not None:
+            left.set_title("Who sends which state, in the contiguous layout")
+        moved = between(runs, layer.bytes, way) / 2**20
+        image = right.imshow(moved, cmap="Blues", vmin=0, vmax=max(moved.max(), 1e-9), aspect="auto")
+        right.set(title="Who sends to whom", xlabel="sender", ylabel="receiver")
+        for ticks in (right.xaxis, right.yaxis):
+            ticks.get_major_locator().set_params(integer=True)
+        figure.colorbar(image, ax=right, label="MiB in one layer, forward", shrink=0.9)
+        path.parent.mkdir(parents=True, exist_ok=True)
+        figure.savefig(path, dpi=110)
+
+
+def senders(axis: Any, runs: DocumentRuns, way: TravelWay) -> None:
+    """The runs of each rank over the tokens of the batch, and an arrow for each state from its run to the next one."""
+    axis.set(title="Who sends which state", xlabel="token of the batch", ylabel="rank")
+    axis.set_xlim(0, int(runs.offsets[-1]))
+    axis.set_ylim(runs.ranks - 0.4, -0.6)
+    axis.yaxis.get_major_locator().set_params(integer=True)
+    axis.xaxis.set_major_formatter(lambda value, _: f"{value:,.0f}")
+    if runs.start.size > DRAWN:
+        words = f"{runs.start.size:,} runs; at most {DRAWN:,} are drawn"
+        axis.text(0.5, 0.5, words, ha="center", va="center", transform=axis.transAxes, color=MUTED)
+        return
+    colours = [LONG[document % len(LONG)] for document in runs.document.tolist()]
+    axis.barh(runs.rank, runs.count, left=runs.start, height=0.5, color=colours, edgecolor="white", linewidth=0.6)
+    for edge in runs.offsets[1:-1].tolist():
+        axis.axvline(edge, color=EDGE, linewidth=0.8, zorder=0)
+    sender, receiver, _ = passed(runs, way) if way.steps else (np.zeros(0, np.int64),) * 3
+    if sender.size > DRAWN:
+        axis.set_title(f"Who sends which state ({sender.size:,} are not drawn)")
+        return
+    x, y = runs.start[sender] + runs.count[sender], runs.rank[sender]
+    if sender.size:
+        axis.quiver(
+            x, y, runs.start[receiver] - x + runs.count[receiver] * 0.15, runs.rank[receiver] - y, angles="xy",
+            scale_units="xy", scale=1, width=0.0025, color=INK, alpha=0.8, zorder=3,
+        )  # fmt: skip

@@ -1,0 +1,152 @@
+"""What passes between ranks for one recurrent layer of a plan, as text, and by pairs of ranks."""
+
+from __future__ import annotations
+
+import numpy as np
+from numpy.typing import NDArray
+
+from seqpar.facts.intervals import edges, interval_of
+from seqpar.facts.value import Ints
+from seqpar.plan.derive import Derived
+from seqpar.plan.report import QUANTILES, RANKS, columns
+from seqpar.plan.runs import DocumentRuns
+from seqpar.plan.travel import (
+    LATENCY,
+    Counts,
+    LayerBytes,
+    RecurrentShape,
+    TravelWay,
+    chained,
+    gathered,
+    halo_bytes,
+    halo_way,
+    layer_way,
+    neighbours,
+    relaid,
+    state_bytes,
+)  # fmt: skip
+
+MIB = 1 << 20
+
+
+def describe(plan: Derived, layer: RecurrentShape, *, travel: str = "auto") -> str:
+    """What ranks send for one recurrent layer of a plan in forward; backward sends it back. Text; nothing is sent.
+
+    layer: its heads, dims and dtypes. travel: as of `seqpar.recurrent.linear_attention`. Tells the runs and how many
+    documents are on several ranks; how states or rows travel, and what each way would cost; how rows reach the
+    convolution; and for each rank, up to 64, its runs, the exchanges it takes part in, states, rows and bytes.
+    """
+    runs, of_layer = DocumentRuns.of(plan.residence), layer.bytes
+    way, halo = layer_way(runs, of_layer, travel), halo_way(runs, layer.taps - 1, layer.row)
+    spread = np.bincount(runs.document)
+    costs = {name: layer_way(runs, of_layer, name) for name in ("gather", "chain", "rows")}
+    cut, most = np.count_nonzero(spread > 1), spread.max()
+    lines = [
+        f"{spread.size:,} documents of {plan.mask.tokens:,} tokens on {plan.ranks:,} ranks",
+        f"{runs.start.size:,} runs: {cut:,} documents have several, at most {most:,}",
+        f"a state has {_mib(of_layer.state)}, its map {_mib(of_layer.map)}; a row {of_layer.row:,} bytes, its result "
+        f"{of_layer.out:,}",
+        f"states: {told(way)}",
+        f"convolution of {layer.taps} taps: {told(halo)}",
+        f"cost of the busiest rank, an exchange as {_mib(LATENCY)}: "
+        + ", ".join(f"{name} {_mib(x.cost)}" for name, x in costs.items()),
+    ]
+    facts = _facts(runs, layer, way, halo)
+    if plan.ranks > RANKS:
+        table: list[tuple[str, ...]] = [("of a rank", *QUANTILES, "mean")]
+        for name, values in facts.items():
+            order = np.sort(values)
+            shown = [order[round(part * (order.size - 1))] for part in (0, 0.1, 0.5, 0.9, 1)]
+            table.append((name, *(f"{x:,.0f}" for x in (*shown, values.mean()))))
+        return "\n".join([*lines, *columns(table, (-22, *(14,) * 6))])
+    table = [("rank", *facts)]
+    table += [(f"{rank}", *(f"{x[rank]:,}" for x in facts.values())) for rank in range(plan.ranks)]
+    return "\n".join([*lines, *columns(table, (5, *(10,) * len(facts)))])
+
+
+def _facts(runs: DocumentRuns, layer: RecurrentShape, way: TravelWay, halo: TravelWay) -> dict[str, Ints]:
+    """The columns of the table, [ranks] each."""
+    where, inner = inside(runs, way)
+    states = chained(where) if inner.travel == "chain" else gathered(where)[0]
+    moved, none = relaid(runs), np.zeros(runs.ranks, np.int64)
+    both = state_bytes(runs, layer.bytes, way).plus(halo_bytes(runs, layer.taps - 1, layer.row, halo))
+    beside = neighbours(inside(runs, halo)[0], layer.taps - 1) if layer.taps > 1 else Counts(none, none)
+    return {
+        "runs": np.bincount(runs.rank, minlength=runs.ranks), "exchanges": exchanges(runs, way),
+        "states out": states.sent, "states in": states.received,
+        "rows relaid": moved.sent if way.inside else none, "halo rows in": beside.received,
+        "bytes out": both.sent, "bytes in": both.received,
+    }  # fmt: skip
+
+
+def inside(runs: DocumentRuns, way: TravelWay) -> tuple[DocumentRuns, TravelWay]:
+    """The runs between which states or halos pass, and how."""
+    return (runs, way) if way.inside is None else (runs.relaid(), way.inside)
+
+
+def exchanges(runs: DocumentRuns, way: TravelWay) -> Ints:
+    """The exchanges that each rank takes part in, [ranks], in each direction."""
+    where, inner = inside(runs, way)
+    if inner.travel == "chain":
+        taken = np.array([_steps(where, rank, inner.blocks) for rank in range(runs.ranks)])
+    else:
+        states = gathered(where)[0]
+        taken = np.minimum(states.sent + states.received, 1)
+    return taken + (0 if way.inside is None else 2 * np.minimum(relaid(runs).sent, 1))
+
+
+def _steps(runs: DocumentRuns, rank: int, blocks: int) -> int:
+    """The steps of a chain in which a rank sends or receives a block."""
+    own, ordinal = runs.of_rank(rank), runs.ordinal
+    begin = np.unique(np.append(ordinal[own[~runs.closes[own]]], ordinal[own[~runs.opens[own]]] - 1))
+    return int(np.minimum(np.diff(begin), blocks).sum()) + blocks if begin.size else 0
+
+
+def between(runs: DocumentRuns, layer: LayerBytes, way: TravelWay) -> Ints:
+    """Bytes [receiver, sender] of states, and of rows and results where these are relaid, in forward."""
+    total = np.zeros((runs.ranks, runs.ranks), np.int64)
+    where, inner = inside(runs, way)
+    sender, receiver, mapped = passed(where, inner)
+    to, size = where.rank[receiver], layer.state + layer.map * mapped
+    np.add.at(total, (to, where.rank[sender]), size)
+    if way.inside is not None:
+        edge = edges(runs.tokens)
+        start = np.union1d(runs.start, edge[:-1])
+        start = start[start < edge[-1]]
+        source, target = runs.rank[interval_of(start, runs.start)], interval_of(start, edge)
+        count = np.diff(start, append=edge[-1]) * (source != target)
+        np.add.at(total, (target, source), count * layer.row)
+        np.add.at(total, (source, target), count * layer.out)
+    return total
+
+
+def passed(runs: DocumentRuns, way: TravelWay) -> tuple[Ints, Ints, NDArray[np.bool_]]:
+    """The states that are sent: whose run, for which next run of the receiver, and whether with its map."""
+    if way.travel == "chain":
+        sender = np.flatnonzero(~runs.closes)
+        return sender, sender + 1, np.zeros(sender.size, bool)
+    asked = runs.earlier_runs()
+    order = np.lexsort((np.arange(runs.start.size), runs.rank))
+    key = runs.rank[order] * runs.start.size + order
+    receiver = order[np.searchsorted(key, asked.asking * runs.start.size + asked.item)]
+    return asked.item, receiver, ~runs.opens[asked.item]
+
+
+def told(way: TravelWay) -> str:
+    """A way in words."""
+    if not way.steps:
+        return "nothing is sent"
+    name = _named(way)
+    if way.inside is not None:
+        name = f"rows to a contiguous layout and back, between them {_named(way.inside)}"
+    return f"{name}; {way.steps} exchange{'s' if way.steps > 1 else ''} each way"
+
+
+def _named(way: TravelWay) -> str:
+    if not way.steps:
+        return "nothing"
+    return way.travel + (f" in {way.blocks} blocks" if way.blocks > 1 else "")
+
+
+def _mib(size: int) -> str:
+    return f"{size / MIB:,.1f} MiB" if size >= MIB // 10 else f"{size:,} bytes"

@@ -1,0 +1,88 @@
+"""What `recurrent.describe` and `recurrent.plot` say of a plan is what ranks send."""
+
+from __future__ import annotations
+
+import numpy as np
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+import seqpar
+from seqpar import recurrent
+from seqpar.comm import Comm
+from seqpar.ops.recurrent.rows import document_runs
+from seqpar.plan import Plan
+from seqpar.plan.travel import layer_way
+from seqpar.plan.travel_report import between, exchanges
+from seqpar.testing import run_threads
+from tests.ops.recurrent.cases import Family, plan_of, plans, poisoned
+
+CASE = Family("scalar", beta=True)
+LAYER = recurrent.RecurrentShape(
+    CASE.heads, CASE.dim, CASE.values, CASE.groups, beta=True, dtype="float64", gates="float64", taps=3
+)
+
+
+def counted(comm: Comm, plan: Plan, travel: str) -> tuple[int, dict[int, int], int, int]:
+    """Exchanges and bytes by peer of the recurrence; bytes with the convolution before it."""
+    rows = [poisoned(x, plan, comm.rank) for x in CASE.inputs(plan.mask)[:5]]
+    with torch.no_grad():
+        recurrent.linear_attention(*rows[:3], plan, comm, decay=rows[3], beta=rows[4], travel=travel)
+        alone = comm.stats.exchanges, dict(comm.stats.sent_to)
+        channels = LAYER.row // 8
+        mixed = torch.zeros(plan.rows(comm.rank), channels, dtype=torch.float64)
+        recurrent.causal_conv1d(mixed, torch.zeros(channels, 3).double(), None, plan, comm)
+    return *alone, comm.stats.bytes_sent, comm.stats.bytes_received
+
+
+@settings(max_examples=30)
+@given(plans(), st.sampled_from(["auto", "gather", "chain", "rows"]))
+def test_lines_of_ranks_are_what_they_send(plan, travel) -> None:
+    runs, text = document_runs(plan), recurrent.describe(plan, LAYER, travel=travel)
+    header, *lines = [line.split() for line in text.replace(",", "").splitlines()[-plan.ranks - 1 :]]
+    assert header[:3] == ["rank", "runs", "exchanges"] and len(lines) == plan.ranks
+    way = layer_way(runs, LAYER.bytes, travel)
+    moved, taken = between(runs, LAYER.bytes, way), exchanges(runs, way)
+    for rank, (count, sent_to, sent, received) in enumerate(run_threads(plan.ranks, counted, plan, travel)):
+        assert taken[rank] == count
+        assert {peer: size for peer, size in enumerate(moved[:, rank].tolist()) if size} == sent_to
+        number, own, steps, *_, out, into = map(int, lines[rank])
+        assert (number, own, steps) == (rank, recurrent.runs(plan, rank).counts.size, count)
+        assert (out, into) == (sent, received)
+
+
+def test_the_text_of_a_striped_plan() -> None:
+    layer = recurrent.RecurrentShape(32, 128, 128)
+    plan = Plan(seqpar.Mask([1 << 13, 1 << 12]), seqpar.Layout.striped(3 << 12, 4))
+    text = recurrent.describe(plan, layer)
+    assert "states: rows to a contiguous layout and back, between them gather; 3 exchanges each way" in text
+    assert "convolution of 4 taps: rows to a contiguous layout and back, between them halo; 3 exchanges" in text
+    chained = recurrent.describe(Plan(plan.mask, seqpar.Layout.contiguous(3 << 12, 4)), layer, travel="chain")
+    assert "states: chain; 2 exchanges each way" in chained and "convolution of 4 taps: halo; 1 exchange " in chained
+
+
+def test_whole_documents_send_nothing() -> None:
+    plan = Plan(seqpar.Mask([6, 3]), seqpar.Layout([np.arange(6), np.arange(6, 9)]))
+    text = recurrent.describe(plan, LAYER)
+    assert "states: nothing is sent" in text and "convolution of 3 taps: nothing is sent" in text
+
+
+def test_many_ranks_have_quantiles() -> None:
+    plan = Plan(seqpar.Mask([1 << 12]), seqpar.Layout.zigzag([1 << 12], 100))
+    text = recurrent.describe(plan, LAYER)
+    assert "median" in text and len(text.splitlines()) == 15
+
+
+def test_the_picture(tmp_path) -> None:
+    pytest.importorskip("matplotlib")
+    for layout, travel in (("zigzag", "chain"), ("striped", "gather"), ("striped", "rows")):
+        path = tmp_path / "new" / f"{layout}-{travel}.png"
+        recurrent.plot(plan_of(layout, (40, 9, 30), 3), LAYER, path, travel=travel)
+        assert path.stat().st_size > 5000
+    many = Plan(seqpar.Mask([5000]), seqpar.Layout.striped(5000, 2))
+    recurrent.plot(many, LAYER, tmp_path / "many.svg", travel="gather")
+    with pytest.raises(ValueError, match="at most 64 ranks are drawn"):
+        recurrent.plot(Plan(seqpar.Mask([100]), seqpar.Layout.contiguous(100, 65)), LAYER, tmp_path / "x.png")
+    with pytest.raises(ValueError, match="is not a picture format"):
+        recurrent.plot(many, LAYER, tmp_path / "x.nonsense")
