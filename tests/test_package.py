@@ -110,7 +110,10 @@ ORDER = {
         vendor/varlen vendor/library vendor/segmented
         vendor/aten vendor/aten_flash vendor/cudnn vendor/flash2 vendor/flash3 vendor/flash4 vendor
         preference
-        recurrent/protocol recurrent/reference recurrent/chunked recurrent/native recurrent __init__
+        recurrent/protocol recurrent/reference recurrent/chunked recurrent/native
+        recurrent/triton/config recurrent/triton/tables recurrent/triton/tile recurrent/triton/pairs
+        recurrent/triton/walk recurrent/triton/rows recurrent/triton/launch recurrent/triton
+        recurrent __init__
     """,
 }
 HEAVY = {

@@ -130,7 +130,7 @@ def compiled(case: Case) -> dict[str, Any]:
             error = error.__cause__  # type: ignore[assignment]
         return row | {"error": f"{type(error).__name__}: {error}"[-300:]}
     products = len(re.findall(r"wgmma\.mma_async|mma\.sync|tcgen05\.mma", made.asm["ptx"]))
-    return row | _usage(made.asm["cubin"]) | {"shared": made.metadata.shared, "tensor_core_instructions": products}
+    return row | usage(made.asm["cubin"]) | {"shared": made.metadata.shared, "tensor_core_instructions": products}
 
 
 def sources(row: dict[str, Any]) -> str:
@@ -139,8 +139,8 @@ def sources(row: dict[str, Any]) -> str:
 
 
 @cache
-def digest(*files: str, package: Path = Path(kernels.__file__).parent) -> str:
-    """A digest of some files of the Triton package and of all that they import from it, except other kernels' files.
+def digest(*files: str, package: Path = Path(kernels.__file__).parent, module: str = kernels.__name__) -> str:
+    """A digest of some files of a Triton package and of all that they import from it, except other kernels' files.
 
     Code alone counts, as the syntax tree without docstrings: comments and the formatting may change.
     """
@@ -149,7 +149,7 @@ def digest(*files: str, package: Path = Path(kernels.__file__).parent) -> str:
         name = waiting.pop()
         tree = ast.parse((package / f"{name}.py").read_text(encoding="utf-8"))
         code[name] = _undocumented(tree)
-        waiting += [other for other in _imported(tree, package) if other not in code and other not in KERNELS]
+        waiting += [other for other in _imported(tree, package, module) if other not in code and other not in KERNELS]
     return hashlib.sha256("".join(name + code[name] for name in sorted(code)).encode()).hexdigest()[:12]
 
 
@@ -161,12 +161,12 @@ def _undocumented(tree: ast.Module) -> str:
     return ast.unparse(tree)
 
 
-def _imported(tree: ast.Module, package: Path) -> set[str]:
+def _imported(tree: ast.Module, package: Path, module: str) -> set[str]:
     """The files of the package that a file imports from, function-level imports included."""
     origins = [
-        f"{node.module}.{alias.name}".removeprefix(kernels.__name__ + ".").split(".")[0]
+        f"{node.module}.{alias.name}".removeprefix(module + ".").split(".")[0]
         for node in ast.walk(tree)
-        if isinstance(node, ast.ImportFrom) and str(node.module).startswith(kernels.__name__)
+        if isinstance(node, ast.ImportFrom) and str(node.module).startswith(module)
         for alias in node.names
     ]
     return {name if (package / f"{name}.py").exists() else "__init__" for name in origins}
@@ -230,7 +230,7 @@ def _call(case: Case) -> tuple[Operands, Sums, Grads]:
     return Operands(q, k, v, facts, Score(case.dim**-0.5)), sums, grads
 
 
-def _usage(binary: bytes) -> dict[str, int]:
+def usage(binary: bytes) -> dict[str, int]:
     import triton
 
     tool = Path(triton.__file__).parent / "backends/nvidia/bin/cuobjdump"

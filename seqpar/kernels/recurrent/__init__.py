@@ -4,8 +4,11 @@ from seqpar.kernels.recurrent.chunked import Chunked
 from seqpar.kernels.recurrent.native import NativeChunks
 from seqpar.kernels.recurrent.protocol import Recurrence, RecurrentKernel, RecurrentSpec
 from seqpar.kernels.recurrent.reference import TokenByToken
+from seqpar.kernels.recurrent.triton import TritonChunks
 
-KERNELS: dict[str, RecurrentKernel] = {kernel.name: kernel for kernel in (NativeChunks(), Chunked(), TokenByToken())}
+KERNELS: dict[str, RecurrentKernel] = {
+    kernel.name: kernel for kernel in (NativeChunks(), Chunked(), TokenByToken(), TritonChunks())
+}
 
 
 def choose(name: str, spec: RecurrentSpec) -> RecurrentKernel:

@@ -107,6 +107,7 @@ class Chunked:
     """Batched matrix products of PyTorch, on any device."""
 
     name = "chunked"
+    casts = True
 
     def refuses(self, spec: RecurrentSpec) -> str | None:
         """None: it computes all calls."""

@@ -52,6 +52,8 @@ class NativeTables:
 class NativeChunks:
     """See `seqpar.kernels.recurrent.protocol.RecurrentKernel`. isa: as of attention's native kernel."""
 
+    casts = True
+
     def __init__(self, *, isa: int | None = None) -> None:
         self.name = "native" if isa is None else f"native_{ISAS[isa]}"
         self._isa = isa

@@ -30,7 +30,7 @@ from seqpar.facts.value import Ints
 
 
 class Recurrence(NamedTuple):
-    """A call's rows, in the order of the runs and in the accumulation dtype.
+    """A call's rows, in the order of the runs, in the accumulation dtype; q, k and v as `RecurrentKernel.casts` says.
 
     q, k [T, G, K]; v [T, H, V]; H is a multiple of G, and head h reads group ``h // (H // G)``. decay, logarithms at or
     below 0: [T, H], [T, H, K] or None. beta [T, H] or None.
@@ -56,9 +56,10 @@ class RecurrentSpec(NamedTuple):
 
 
 class RecurrentKernel(Protocol):
-    """See the module."""
+    """See the module. casts: q, k and v are cast to the accumulation dtype for it; else out has their own dtype too."""
 
     name: str
+    casts: bool
 
     def refuses(self, spec: RecurrentSpec) -> str | None:
         """Why calls of this kind are refused, or None."""

@@ -16,6 +16,7 @@ class TokenByToken:
     """All runs one after another, with matrices as maps of the delta rule."""
 
     name = "reference"
+    casts = True
 
     def refuses(self, spec: RecurrentSpec) -> str | None:
         """None: it computes all calls."""

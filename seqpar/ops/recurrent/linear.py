@@ -75,8 +75,8 @@ def linear_attention(
     in any floating dtype. Under autocast q, k and v are cast as for torch's own attention, and nothing else. scale: by
     default ``K ** -0.5``. normalize: divides q and k by their Euclidean norms, with 1e-6 added to the squares.
     initial_state [documents, H, K, V]: equal on all ranks, which ``check="call"`` compares; the rank with a document's
-    first row reads it. kernel: "auto", "native" (on the CPU),
-    "chunked" or "reference".
+    first row reads it. kernel: "auto", "native" (on the CPU), "chunked", "reference", or by name alone "triton" (on
+    CUDA, no decay of channels; not run on a GPU yet).
 
     travel: what ranks send; all ways are exact. "gather": each rank gets the states of all runs before its last one in
     each document, and their maps, in one exchange each way. "chain": each run gets one state, of the run before it, in
@@ -128,9 +128,12 @@ def _before(call: LinearCall, *inputs: Tensor | None) -> tuple[list[Tensor], Any
     assert q is not None and k is not None and v is not None
     side, dtype = call.side, acc_dtype(v.dtype)
     order, opens, documents, _, exported = side.on(v.device)
-    rows = [None if x is None else (x if order is None else x[order]).to(dtype) for x in (q, k, v, decay, beta)]
+    rows = [x if x is None or order is None else x[order] for x in (q, k, v, decay, beta)]
     if call.normalize:
-        rows[:2] = [x * torch.rsqrt(x.square().sum(-1, keepdim=True) + 1e-6) for x in rows[:2] if x is not None]
+        wide = [x.to(dtype) for x in rows[:2] if x is not None]
+        rows[:2] = [x * torch.rsqrt(x.square().sum(-1, keepdim=True) + 1e-6) for x in wide]
+    dtypes = [dtype if call.kernel.casts else v.dtype] * 3 + [dtype] * 2
+    rows = [None if x is None else x.to(kind) for x, kind in zip(rows, dtypes, strict=True)]
     tables = side.tables(call.kernel, v.device)
     prepared = call.kernel.prepare(Recurrence(*rows, call.scale), tables)  # type: ignore[arg-type]
     begin = v.new_zeros(side.counts.size, v.shape[1], q.shape[2], v.shape[2], dtype=dtype)
