@@ -58,7 +58,10 @@ inline void begin_chunk(Chunk<T>* c, int64_t row, int64_t rows) {
   const int64_t n = c->padded;
   stage(c, x->k, x->groups, group, x->dim, c->k, words);
   stage(c, x->v, x->heads, c->head, x->v_dim, c->v, c->v_words);
-  find_decays(c);
+  if (d->channels)
+    channel_decays(c);
+  else
+    scalar_decays(c);
   scaled(d, d->until, c->k, T(1), c->k_until, words, n);
   if (x->q != nullptr) {
     stage(c, x->q, x->groups, group, x->dim, c->q, words);

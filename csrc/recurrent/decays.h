@@ -26,33 +26,54 @@ inline void exp_row(const double* a, const double* b, T* out, int64_t count) {
 template <class T>
 inline void add_up(const Chunk<T>* c, int64_t begin, int64_t end) {
   const Decays<T>* d = &c->decays;
-  const int64_t cols = d->channels ? c->x->dim : 1, stride = c->x->heads * cols;
-  const T* from = (const T*)c->x->decay + (c->row * c->x->heads + c->head) * cols;
+  const int64_t cols = d->channels ? c->x->dim : 1, heads = c->x->heads;
   for (int64_t r = begin; r < end; ++r) {
     double *to = d->sums + r * d->row, *last = to - d->row;
+    const int64_t given = r < c->rows && c->x->decay != nullptr ? cols : 0;
+    const T* from = (const T*)c->x->decay;
+    if (given > 0) from += ((c->row + r) * heads + c->head) * cols;
     for (int64_t i = 0; i < d->row; ++i) {
-      const double own = r < c->rows && i < cols && c->x->decay != nullptr ? (double)from[r * stride + i] : 0.0;
+      const double own = i < given ? (double)from[i] : 0.0;
       to[i] = r > begin ? last[i] + own : own;
     }
   }
 }
 
+// One decay for all channels.
 template <class T>
-inline void find_decays(Chunk<T>* c) {
-  Decays<T>* d = &c->decays;
+inline void scalar_decays(const Chunk<T>* c) {
+  const Decays<T>* d = &c->decays;
+  const int64_t n = c->padded;
+  double gaps[ROWS];
+  add_up(c, 0, n);
+  for (int64_t r = 0; r < n; ++r) gaps[r] = d->sums[n - 1] - d->sums[r];
+  exp_row<T>(d->sums, nullptr, d->since, n);
+  exp_row<T>(gaps, nullptr, d->until, n);
+  d->total[0] = d->since[n - 1];
+  for (int64_t j = 0; j < n; ++j) {
+    T* to = d->within + j * ROWS;
+    const int64_t first = j / BLOCK * BLOCK;
+    for (int64_t i = first; i < n; ++i) gaps[i] = i > j ? d->sums[i] - d->sums[j] : 0.0;
+    exp_row<T>(gaps + first, nullptr, to + first, n - first);
+    for (int64_t i = first; i < j; ++i) to[i] = T(0);
+  }
+}
+
+// A decay for each channel.
+template <class T>
+inline void channel_decays(const Chunk<T>* c) {
+  const Decays<T>* d = &c->decays;
   const int64_t row = d->row, n = c->padded;
-  if (d->channels) {
-    for (int64_t first = 0; first < n; first += BLOCK) {
-      add_up(c, first, first + BLOCK);
-      const double *sums = d->sums + first * row, *end = sums + (BLOCK - 1) * row;
-      for (int64_t r = 0; r < BLOCK; ++r) {
-        const int64_t at = (first + r) * row;
-        exp_row<T>(sums + r * row, nullptr, d->head + at, row);
-        exp_row<T>(end, sums + r * row, d->tail + at, row);
-        exp_row<T>(sums + r * row, r > 0 ? sums + (r - 1) * row : nullptr, d->step + at, row);
-      }
-      memcpy(d->whole + first / BLOCK * row, d->head + (first + BLOCK - 1) * row, (size_t)row * sizeof(T));
+  for (int64_t first = 0; first < n; first += BLOCK) {
+    add_up(c, first, first + BLOCK);
+    const double *sums = d->sums + first * row, *end = sums + (BLOCK - 1) * row;
+    for (int64_t r = 0; r < BLOCK; ++r) {
+      const int64_t at = (first + r) * row;
+      exp_row<T>(sums + r * row, nullptr, d->head + at, row);
+      exp_row<T>(end, sums + r * row, d->tail + at, row);
+      exp_row<T>(sums + r * row, r > 0 ? sums + (r - 1) * row : nullptr, d->step + at, row);
     }
+    memcpy(d->whole + first / BLOCK * row, d->head + (first + BLOCK - 1) * row, (size_t)row * sizeof(T));
   }
   add_up(c, 0, n);
   const double* end = d->sums + (n - 1) * row;
@@ -61,15 +82,6 @@ inline void find_decays(Chunk<T>* c) {
     exp_row<T>(end, d->sums + r * row, d->until + r * row, row);
   }
   memcpy(d->total, d->since + (n - 1) * row, (size_t)row * sizeof(T));
-  if (d->channels) return;
-  for (int64_t j = 0; j < n; ++j) {
-    double gaps[ROWS];
-    T* to = d->within + j * ROWS;
-    const int64_t first = j / BLOCK * BLOCK;
-    for (int64_t i = first; i < n; ++i) gaps[i] = i > j ? d->sums[i] - d->sums[j] : 0.0;
-    exp_row<T>(gaps + first, nullptr, to + first, n - first);
-    for (int64_t i = first; i < j; ++i) to[i] = T(0);
-  }
 }
 
 // to = or += scale * x * factors, row by row; factors [rows][row], one for a row or one for a channel. to may be x.
