@@ -46,7 +46,7 @@ from seqpar.integrations.hf.attention import (
 from seqpar.integrations.hf.fit import PER_TOKEN, caching, fitting, softcap_of
 from seqpar.integrations.hf.mask import Rule
 from seqpar.integrations.hf.planning import ModelPlanner
-from seqpar.integrations.hf.recurrent.mixers import mixed, mixers
+from seqpar.integrations.hf.recurrent.mixers import mixed, mixers, of_documents
 from seqpar.integrations.hf.worth import Worth
 from seqpar.nn.wrap import PARALLEL, ParallelModel, check_makes_plans, refuse_twice, replaced, unpicklable
 from seqpar.ops.attention.ahead import derive
@@ -292,6 +292,8 @@ class ParallelTransformer(ParallelModel):
         """The contexts around the model's own forward, entered."""
         if self.fit.head is not None:  # after other hooks, which may change the base model's output
             self.model.base_model._forward_hooks.move_to_end(self._keeping.id)
+        if self.fit.recurrent:  # ranks with the same model and share have the same plan for its mixers
+            remember(self.comm, plan_key(of_documents(own.plan)))
         around = ExitStack()
         around.enter_context(parallel(own.plan, self.comm, seed=derived_seed(self._seed, self._count)))
         around.enter_context(forward(Forward(self._maker(own))))

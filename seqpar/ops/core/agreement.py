@@ -137,6 +137,11 @@ def plan_key(plan: Plan) -> int:
     return digest_of_call("plan", {"plan": plan.digest()})
 
 
+def plan_and_call_keys(what: str, plan: Plan, facts: Mapping[str, object]) -> tuple[int, int]:
+    """The keys of a call under a plan, one for each: ranks that have compared both need not compare them together."""
+    return plan_key(plan), digest_of_call(what, {name: value for name, value in facts.items() if name != "plan"})
+
+
 def check_comm(what: str, comm: object) -> None:
     """Raise TypeError unless a verb got a comm: without one, no other rank can hear of the error."""
     if not hasattr(comm, "exchange"):

@@ -23,7 +23,7 @@ from torch.nn.functional import silu
 from seqpar.comm import Comm, Tag
 from seqpar.facts.value import Ints, Memo
 from seqpar.kernels import acc_dtype
-from seqpar.ops.core.agreement import agreement, digest_of_call
+from seqpar.ops.core.agreement import agreement, digest_of_call, plan_and_call_keys
 from seqpar.ops.core.autocast import autocasts, no_autocast
 from seqpar.ops.core.collective_op import CollectiveOp, Record, Tensors
 from seqpar.ops.core.device import stream_of
@@ -144,6 +144,7 @@ def _conv(
                 True in grads,
             )  # fmt: skip
             call.digest = plan.memo(key, lambda: digest_of_call("causal_conv1d", call.facts))
+            call.keys = plan.memo(("keys", key), lambda: plan_and_call_keys("causal_conv1d", plan, call.facts))
     stamp = hash((plan, activation, way, id(comm.stats), comm.rank))
     check_repetition("causal_conv1d", comm, stamp, "plan or activation", recorded=True in grads)
     relaid = None if way.inside is None else Relaid.of(plan, comm.rank)

@@ -23,7 +23,7 @@ from torch import Tensor
 from seqpar.comm import Comm, Tag
 from seqpar.kernels import acc_dtype
 from seqpar.kernels.recurrent import Recurrence, RecurrentKernel, RecurrentSpec, choose
-from seqpar.ops.core.agreement import abort_on_error, agreement, digest_of_call
+from seqpar.ops.core.agreement import abort_on_error, agreement, digest_of_call, plan_and_call_keys
 from seqpar.ops.core.autocast import autocasts, no_autocast
 from seqpar.ops.core.collective_op import CollectiveOp, Record, Tensors
 from seqpar.ops.core.compared import hashed
@@ -179,6 +179,7 @@ def _linear(
         if comm.size > 1:
             key = "linear_attention", *agreed.facts.values()
             agreed.digest = plan.memo(key, lambda: digest_of_call("linear_attention", agreed.facts))
+            agreed.keys = plan.memo(("keys", key), lambda: plan_and_call_keys("linear_attention", plan, agreed.facts))
         if initial is not None and comm.check_every == "call":
             agreed.values = {"a hash of initial_state": int(hashed(initial))}
     stamp = hash((plan, scale, bool(normalize), chosen.name, way, id(comm.stats), comm.rank))

@@ -18,9 +18,17 @@ from seqpar.facts.value import Ints
 from seqpar.integrations.hf import planning
 from seqpar.testing import run_threads
 from seqpar.train import sync_gradients
+from tests.integrations.hf import hybrids
 from tests.integrations.hf.models import build
 
 MODELS = {name: build(name) for name in ("llama", "gemma3", "mistral")}
+MODELS |= {name: hybrids.build(name) for name in ("mamba2", "qwen3_next")}
+FIRST = {  # what the first step asks besides: of two kinds of masks, of layers of each kind
+    "llama": {"attention": 1},
+    "gemma3": {"attention": 2},
+    "mamba2": {"causal_conv1d": 1, "linear_attention": 1},
+    "qwen3_next": {"attention": 1, "causal_conv1d": 1, "linear_attention": 1},
+}
 
 
 def asking(comm: Comm) -> Counter[str]:
@@ -47,8 +55,8 @@ def batch(rank: int, *lengths: int) -> dict[str, torch.Tensor]:
     return {"input_ids": ids, "position_ids": positions, "labels": ids}
 
 
-@pytest.mark.parametrize("name", ["llama", "gemma3"])
-def test_a_step_asks_once_and_the_first_one_for_its_attention_and_gradients_too(name: str) -> None:
+@pytest.mark.parametrize("name", FIRST)
+def test_a_step_asks_once_and_the_first_one_for_its_layers_and_gradients_too(name: str) -> None:
     def rank(comm: Comm) -> list[dict[str, int]]:
         counts, model, found = asking(comm), copy.deepcopy(MODELS[name]), []
         with seqpar.parallelize(model, comm):
@@ -62,8 +70,7 @@ def test_a_step_asks_once_and_the_first_one_for_its_attention_and_gradients_too(
 
     for first, second, *others in run_threads(2, rank):
         ask = f"{type(MODELS[name]).__name__}.forward"
-        kinds = 2 if name == "gemma3" else 1  # of masks
-        assert first == {ask: 1, "share: the plan of the batch": 1, "attention": kinds, "sync_gradients": 1}
+        assert first == {ask: 1, "share: the plan of the batch": 1, "sync_gradients": 1} | FIRST[name]
         assert [second, *others] == [{ask: 1}] * 4
 
 

@@ -21,6 +21,7 @@ from seqpar.nn.wrap import Around, replaced
 from seqpar.ops import bind
 from seqpar.ops.core.handles import uncompiled
 from seqpar.parallel import surrounding
+from seqpar.plan import Plan
 
 # Functions of a mixer, its input [1, T, hidden], and the handle of a plan and a comm; they return [1, T, hidden].
 MIXERS: dict[str, Callable[[nn.Module, Tensor, Tensor], Tensor]] = {
@@ -39,6 +40,11 @@ MIXERS: dict[str, Callable[[nn.Module, Tensor, Tensor], Tensor]] = {
     "Lfm3ShortConv": short_conv,
 }
 CACHES = ("cache_params", "past_key_values")
+
+
+def of_documents(plan: Plan) -> Plan:
+    """A plan as mixers see it: a recurrence runs over whole documents in order, whatever the masks of attention are."""
+    return planned(plan, Rule(causal=True))
 
 
 def mixers(model: nn.Module) -> list[nn.Module]:
@@ -60,7 +66,7 @@ def mixed(mixer: nn.Module, forward: Callable[..., Any], hidden_states: Tensor, 
 
 @uncompiled
 def _handle(mixer: nn.Module, hidden_states: Tensor) -> Tensor:
-    """The handle of the surrounding plan, whose documents a recurrence runs over, whatever the layers' masks are."""
+    """The handle of the surrounding plan as mixers see it."""
     try:
         plan, comm, _, _ = surrounding()
     except RuntimeError as error:
@@ -72,7 +78,7 @@ def _handle(mixer: nn.Module, hidden_states: Tensor) -> Tensor:
         raise ValueError(
             f"{type(mixer).__name__} got {list(hidden_states.shape)} under a plan, whose rows are [1, T, hidden]"
         )
-    return bind(planned(plan, Rule(causal=True)), comm)
+    return bind(of_documents(plan), comm)
 
 
 @contextmanager
