@@ -47,7 +47,7 @@ from seqpar.comm.nccl import CUDA, Nccl, check_gpus, gpu_of, node_of, own_backen
 from seqpar.comm.owner import Owner
 from seqpar.comm.protocol import Collectives, PeerError, Round, Stats, Tag, Work, checked_sides, refuse_capture, rounds
 from seqpar.comm.rendezvous import Rendezvous, machine
-from seqpar.comm.sums import BY_GLOO, BY_NCCL, GlooSums, NcclSums
+from seqpar.comm.sums import BY_GLOO, BY_NCCL, HALVES, WIDENED, GlooSums, NcclSums
 
 log = logging.getLogger("seqpar.comm")
 
@@ -425,12 +425,12 @@ class GroupComm(ProcessComm[GroupChannel]):
         return self._post_cuda(sends, recvs, tag)
 
     def sums(self, like: Tensor) -> Collectives | None:
-        """Sums by collectives over all ranks of the group, of NCCL or, for two ranks, of gloo: see `Comm.sums`."""
+        """Sums by collectives over all ranks of the group, of NCCL or of gloo: see `Comm.sums`."""
         channel, kind = self._channel, like.device.type
         if self._scope or kind not in channel.carries:
             return None
         if kind == "cpu":
-            return GlooSums(channel, self.stats) if self.size == 2 and like.dtype in BY_GLOO else None
+            return GlooSums(self) if like.dtype in BY_GLOO or like.nbytes <= WIDENED and like.dtype in HALVES else None
         return NcclSums(channel, self.stats) if like.dtype in BY_NCCL else None
 
     def _post_cuda(self, sends: Mapping[int, list[Tensor]], recvs: Mapping[int, list[Tensor]], tag: Tag) -> _NcclWork:

@@ -122,11 +122,11 @@ class Work(Protocol):
 class Collectives(Protocol):
     """Sums over all ranks of a comm by its backend's collectives."""
 
-    def sum_(self, flat: Tensor, tag: Tag) -> None:
+    def sum_(self, flat: Tensor, tag: Tag, *, met: bool) -> None:
         """Replace a 1-D tensor, a multiple of the ranks long, by its sum over ranks; fp16 and bf16 are summed in fp32.
 
-        Every rank gets the same bits. On CUDA this is put on the current stream. Ranks must know that they are in the
-        same call, with tensors of one size. Uses the tag's stage and the next.
+        Every rank gets the same bits. On CUDA this is put on the current stream. met: whether ranks know already that
+        all are in this call, with tensors of one size. Uses the tag's stage and the next two.
         """
         ...
 

@@ -1,11 +1,13 @@
 """Sums over all ranks of a group by its backend's collectives: one call of the host, where exchanges take one a peer.
 
-    CPU tensors    `all_reduce` of gloo, between two ranks: a sum of two has the same bits in either order
+    CPU tensors    `all_reduce` of gloo; up to 1 MiB of fp16 and bf16 are widened to fp32, more go by exchanges
     CUDA tensors   NCCL's reduce-scatter and all-gather; fp16 and bf16 are reduced in fp32
 
-Each piece is summed by one rank, so all ranks get the same bits. Collectives have no headers: ranks must know that they
-are in the same call, with tensors of one size. Between more ranks gloo's all-to-all and all-gather, with the additions
-in the order of ranks in between, took as long as exchanges do.
+Each piece is summed by one rank, or along one ring, so all ranks get the same bits, and the place of an element alone
+decides in which order its addends are summed. Collectives have no headers, so ranks must know that they are in the same
+call, with tensors of one size: gloo ends the process if a message is longer than its buffer. In gloo's `all_reduce`,
+a ring, a rank receives from the next one alone (``gloo/allreduce.cc``, the default algorithm). So where ranks do not
+know it yet, each first tells the one before it: one message of a rank, whatever their number.
 """
 
 from __future__ import annotations
@@ -24,6 +26,8 @@ from seqpar.comm.protocol import Stats, Tag, refuse_capture
 BY_GLOO = (torch.float32, torch.float64, torch.int32, torch.int64)
 BY_NCCL = (torch.float16, torch.bfloat16, *BY_GLOO)
 HALVES = BY_NCCL[:2]
+WIDENED = 1 << 20  # bytes of 16 bits that gloo sums as 32: twice the bytes, but a few messages less
+BLOCK = 1 << 15  # elements that are widened at a time: a cache holds them, and no memory is new
 
 
 class _Collective(WorkBase[Any]):
@@ -52,17 +56,25 @@ class _Collective(WorkBase[Any]):
 
 
 class GlooSums:
-    """`Collectives` for CPU tensors of two ranks, on the gloo twin of a channel."""
+    """`Collectives` for CPU tensors, on the gloo twin of a comm's channel."""
 
-    def __init__(self, channel: Any, stats: Stats) -> None:
-        self._channel, self._stats = channel, stats
+    def __init__(self, comm: Any) -> None:
+        self._comm = comm
 
-    def sum_(self, flat: Tensor, tag: Tag) -> None:
+    def sum_(self, flat: Tensor, tag: Tag, *, met: bool) -> None:
         """See `Collectives`."""
-        channel = self._channel
+        comm = self._comm
+        channel = comm._channel
         channel.check()
-        count(self._stats, channel, flat)
-        _Collective(channel, tag, self._stats, channel.twin.allreduce([flat]), [flat]).wait()
+        if not met:
+            before, after = (comm.rank - 1) % comm.size, (comm.rank + 1) % comm.size
+            comm.exchange({before: [torch.ones(1)]}, {after: [torch.empty(1)]}, tag=tag).wait()
+        wide = flat.float() if flat.dtype in HALVES else flat
+        count(comm.stats, channel, wide[: -(-len(wide) // comm.size)])
+        tag = tag._replace(stage=tag.stage + 1)
+        _Collective(channel, tag, comm.stats, channel.twin.allreduce([wide]), [wide]).wait()
+        if wide is not flat:
+            flat.copy_(wide)
 
 
 class NcclSums:
@@ -71,9 +83,10 @@ class NcclSums:
     def __init__(self, channel: Any, stats: Stats) -> None:
         self._channel, self._stats = channel, stats
 
-    def sum_(self, flat: Tensor, tag: Tag) -> None:
-        """See `Collectives`."""
+    def sum_(self, flat: Tensor, tag: Tag, *, met: bool) -> None:
+        """See `Collectives`. No message says whether ranks have met."""
         refuse_capture(tag)
+        tag = tag._replace(stage=tag.stage + 1)
         channel, nccl = self._channel, self._channel.nccl
         wide = flat.float() if flat.dtype in HALVES else flat
         own = flat.view(channel.size, -1)[channel.rank]
@@ -100,10 +113,14 @@ def count(stats: Stats, channel: Any, piece: Tensor) -> None:
 
 
 def add_in_order(addends: Sequence[Tensor], out: Tensor) -> None:
-    """Write the sum of addends, in order, into `out`, which may be one of them; the first one may be overwritten too.
+    """Write the sum of 1-D addends, in order, into `out`, which may be one of them; the first may be overwritten too.
 
     fp16 and bf16 are summed in fp32.
     """
+    if out.dtype in HALVES and out.device.type == "cpu" and len(out) > BLOCK:
+        for first, *parts in zip(*(torch.split(x, BLOCK) for x in (out, *addends))):
+            add_in_order(parts, first)
+        return
     total = addends[0].to(torch.float32 if out.dtype in HALVES else out.dtype)
     for x in addends[1:-1]:
         total += x

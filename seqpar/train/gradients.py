@@ -23,10 +23,9 @@ from seqpar.ops.core.agreement import digest_of_call, remember
 from seqpar.train.dtensor import beside, global_rank, is_dtensor, local
 from seqpar.train.loop import loops_of
 from seqpar.train.once import Marks, Sum, remark
-from seqpar.train.sums import FEW, flattened, sum_
+from seqpar.train.sums import flattened, sum_
 
 BUCKET_BYTES = 1 << 26
-WHOLE_BYTES = 1 << 20  # gradients that two ranks sum in one exchange
 
 
 def sync_gradients(parameters: Tensor | Iterable[Tensor], comm: Comm, *, bucket_bytes: int = BUCKET_BYTES) -> None:
@@ -34,10 +33,11 @@ def sync_gradients(parameters: Tensor | Iterable[Tensor], comm: Comm, *, bucket_
 
     parameters: the same on every rank, in the same order; duplicates count once. comm: all ranks that hold a copy of
     them, not only those that share a sequence. A parameter without a gradient counts as zero on that rank and
-    gets the sum; without a gradient on any rank it gets none. fp16 and bf16 gradients are summed in fp32, on the CPU in
-    the order of ranks, on CUDA by NCCL's reduce-scatter. bucket_bytes: bytes of gradients that are summed at a time;
-    two buckets of extra memory are used, on CUDA four for 16 bits. Each rank sends ``2 (n - 1) / n`` of the gradients'
-    bytes on n ranks (few bytes are sent whole, and 16 bits are reduced as 32 on CUDA).
+    gets the sum; without a gradient on any rank it gets none. fp16 and bf16 gradients are summed in fp32; the same
+    gradients in the same buckets give the same bits. bucket_bytes: bytes of gradients that are summed at a time; two
+    buckets of extra memory are used, on CUDA four for 16 bits. Each rank sends ``2 (n - 1) / n`` of the gradients'
+    bytes on n ranks, except that few bytes go by pairs on the CPU, up to 1 MiB from a rank, and that 16 bits are
+    reduced as 32 on CUDA, on the CPU up to 1 MiB.
 
     After several backward passes (micro-batches) call it once, after the last one. It warns if a backward adds to a sum
     that is then summed again without an optimizer step between.
@@ -108,7 +108,7 @@ def _agreed(several: list[Tensor], claim: _Claim, comm: Comm) -> list[bool]:
 def _sum_as_before(several: list[Tensor], claim: _Claim, comm: Comm, bucket_bytes: int) -> bool:
     """Sum gradients without asking, if every rank has the same ones as at the last sum. A collective.
 
-    A rank with other or wrong gradients says so in the first message, and then nothing is summed. Returns whether the
+    A rank with other or wrong gradients says so in the first bucket, and then none is replaced. Returns whether the
     gradients were summed. On the CPU only: elsewhere the host would have to wait for the device.
     """
     if (known := comm.agreed.get(claim.digest)) is None:
@@ -124,7 +124,8 @@ def _sum_as_before(several: list[Tensor], claim: _Claim, comm: Comm, bucket_byte
 def _sum(parameters: list[Tensor], comm: Comm, tag: Tag, bucket_bytes: int, *, changed: bool | None = None) -> bool:
     """Replace the gradients by their sums, bucket after bucket; each bucket is a phase of the call.
 
-    changed: as in `sum_`, sent with the first bucket. Returns whether the gradients were summed.
+    changed: whether this rank has others than it had, summed with the first bucket. Returns whether the gradients were
+    replaced: not if any rank set the flag.
     """
     if comm.size == 1:
         return True
@@ -132,11 +133,13 @@ def _sum(parameters: list[Tensor], comm: Comm, tag: Tag, bucket_bytes: int, *, c
     for index, bucket in enumerate(_buckets(parameters, bucket_bytes)):
         # a rank that only announces a change sends no gradients
         grads = [torch.zeros_like(local(p)) if changed or p.grad is None else local(p.grad) for p in bucket]
+        asked = changed is not None and not index
+        if asked:
+            grads.append(grads[0].new_full((1,), float(bool(changed))))
         flat = flattened(grads, comm)
-        # two ranks send at most twice the bytes, in one exchange
-        few = flat.nbytes <= (WHOLE_BYTES if comm.size == 2 else FEW)
-        part, news = tag._replace(phase=index, name=f"sync_gradients (bucket {index})"), None if index else changed
-        if sum_(flat, comm, part, whole=few, changed=news, met=news is None):
+        part = tag._replace(phase=index, name=f"sync_gradients (bucket {index})")
+        sum_(flat, comm, part, met=not asked)
+        if asked and flat[sum(grad.numel() for grad in grads) - 1]:
             return False
         sums = [_grad(p) for p in bucket]
         sizes = [grad.numel() for grad in sums]

@@ -1,4 +1,4 @@
-"""Sums over the ranks of a comm, equal to the last bit on all ranks; on the CPU in the order of ranks.
+"""Sums over the ranks of a comm, equal to the last bit on all ranks, in an order that no message decides.
 
 Every rank sums one piece of a flat tensor and sends the result to the others, so each rank sends and receives
 ``2 (n - 1) / n`` of the bytes on n ranks::
@@ -7,9 +7,12 @@ Every rank sums one piece of a flat tensor and sends the result to the others, s
     rank 1   b0 b1 b2    ->            a1+b1+c1            ->   all three pieces, on every rank
     rank 2   c0 c1 c2                           a2+b2+c2
 
-The pieces move by NCCL's collectives, between two CPUs by gloo's (`Comm.sums`), or else by exchanges. On the CPU, few
-bytes are summed from whole copies: every rank sends its own to all others and adds all of them in the same order, so
-the bits are the same, with a single exchange.
+The pieces move by NCCL's or gloo's collectives (`Comm.sums`), or else by exchanges, which add in the order of ranks. On
+the CPU, few bytes are summed by pairs of ranks, then by pairs of pairs, with whole sums in their messages: a message a
+round, and as many rounds as the ranks have bits.
+
+Source: recursive doubling, as in Thakur, Rabenseifner and Gropp, Optimization of Collective Communication Operations in
+MPICH (2005), section 4.4.
 """
 
 from __future__ import annotations
@@ -22,11 +25,12 @@ from torch import Tensor
 from torch.autograd.function import once_differentiable
 
 from seqpar.comm import Comm, Tag
-from seqpar.comm.sums import add_in_order
+from seqpar.comm.base import pairs
+from seqpar.comm.sums import HALVES, add_in_order
 from seqpar.kernels import acc_dtype
 from seqpar.ops.core.agreement import abort_on_error, agreement, digest_of_call, errors_on_all_ranks
 
-FEW = 1 << 13  # bytes that are sent whole, in one message with their header
+FEW = 1 << 20  # bytes that a rank sends at most where sums go by pairs: more rounds would be faster with pieces
 
 
 def all_sum(x: Tensor, comm: Comm) -> Tensor:
@@ -98,7 +102,7 @@ class _AllSum(torch.autograd.Function):
 
 def _summed(x: Tensor, comm: Comm, tag: Tag) -> Tensor:
     flat = flattened([x], comm, kept=True)
-    sum_(flat, comm, tag, whole=flat.nbytes <= FEW)
+    sum_(flat, comm, tag)
     return flat[: x.numel()].view(x.shape)
 
 
@@ -116,47 +120,46 @@ def flattened(tensors: Sequence[Tensor], comm: Comm, *, kept: bool = False) -> T
 
 
 @torch.no_grad()
-def sum_(
-    flat: Tensor, comm: Comm, tag: Tag, *, whole: bool = False, changed: bool | None = None, met: bool = False
-) -> bool:
-    """Replace `flattened` tensors by their sum over ranks. Uses the tag's stage and the next two.
+def sum_(flat: Tensor, comm: Comm, tag: Tag, *, met: bool = False) -> None:
+    """Replace `flattened` tensors by their sum over ranks. Uses the tag's stage and those after it.
 
-    whole: on the CPU in one exchange, in which each rank sends ``n - 1`` times the bytes on n ranks. changed: a flag
-    sent along to all ranks. met: whether ranks know already that all are in this call, with tensors of one size.
-    Returns whether any rank set the flag: then nothing is summed.
+    met: whether ranks know already that all are in this call, with tensors of one size.
     """
     if comm.size == 1 or not flat.numel():
-        return bool(changed)
-    on_cpu = flat.device.type == "cpu"
+        return
     with abort_on_error(comm, f"a sum over ranks, call {tag.call}"):
-        sums = None if whole and on_cpu else comm.sums(flat)
-        if sums is None:
-            return _by_messages(flat, comm, tag, whole, changed)
-        # collectives do not say which call they are of; on CUDA no message does
-        if (on_cpu and not met) or changed is not None:
-            words = {p: torch.tensor([bool(changed)]) for p in range(comm.size) if p != comm.rank}
-            heard = {p: [torch.empty_like(word)] for p, word in words.items()}
-            comm.exchange({p: [word] for p, word in words.items()}, heard, tag=tag).wait()
-            if changed or any(word.item() for (word,) in heard.values()):
-                return True
-        sums.sum_(flat, tag._replace(stage=tag.stage + 1))
-    return False
+        itemsize = 4 if flat.dtype in HALVES else flat.itemsize
+        if flat.device.type == "cpu" and flat.numel() * itemsize * (comm.size - 1).bit_length() <= FEW:
+            _by_pairs(flat, comm, tag)
+        elif (sums := comm.sums(flat)) is not None:
+            sums.sum_(flat, tag, met=met)
+        else:
+            _by_pieces(flat, comm, tag)
 
 
-def _by_messages(flat: Tensor, comm: Comm, tag: Tag, whole: bool, changed: bool | None) -> bool:
-    """`sum_` by exchanges."""
-    pieces = flat.expand(comm.size, -1) if whole else flat.view(comm.size, -1)
+def _by_pairs(flat: Tensor, comm: Comm, tag: Tag) -> None:
+    """`sum_` by recursive doubling. Both ranks of a pair add the same two sums, so they get the same bits."""
+    # a sum of two is rounded once in any case
+    total = flat.float() if flat.dtype in HALVES and comm.size > 2 else flat
+    among = 1 << comm.size.bit_length() - 1  # ranks that double; another one gives to one of them, and takes at the end
+    for index, (stage, peer) in enumerate(pairs(comm.rank, comm.size)):
+        gives = max(comm.rank, peer) < among or (comm.rank >= among) == (index == 0)
+        takes = max(comm.rank, peer) < among or not gives
+        heard = [comm.empty(total.shape, total.dtype, total.device)] if takes else []
+        at = tag._replace(stage=tag.stage + stage)
+        comm.exchange({peer: [total] if gives else []}, {peer: heard}, tag=at).wait()
+        if takes:
+            total = heard[0] if comm.rank >= among else total + heard[0]
+    flat.copy_(total)
+
+
+def _by_pieces(flat: Tensor, comm: Comm, tag: Tag) -> None:
+    """`sum_` by exchanges of pieces, summed in the order of ranks."""
+    pieces = flat.view(comm.size, -1)
     own = pieces[comm.rank]
     peers = [peer for peer in range(comm.size) if peer != comm.rank]
     arrived = dict(zip(peers, comm.empty((len(peers), len(own)), flat.dtype, flat.device)))
-    said = [] if changed is None else [torch.tensor([changed], dtype=torch.int64)]
-    heard = {peer: [comm.empty(word.shape, word.dtype, word.device) for word in said] for peer in peers}
-    sends = {p: [*said, pieces[p]] for p in peers}
-    comm.exchange(sends, {p: [*heard[p], arrived[p]] for p in peers}, tag=tag).wait()
-    if changed or any(word.item() for words in heard.values() for word in words):
-        return True
+    comm.exchange({p: [pieces[p]] for p in peers}, {p: [arrived[p]] for p in peers}, tag=tag).wait()
     add_in_order([arrived.get(rank, own) for rank in range(comm.size)], own)
-    if not whole:
-        tag = tag._replace(stage=tag.stage + 1)
-        comm.exchange({p: [own] for p in peers}, {p: [pieces[p]] for p in peers}, tag=tag).wait()
-    return False
+    tag = tag._replace(stage=tag.stage + 1)
+    comm.exchange({p: [own] for p in peers}, {p: [pieces[p]] for p in peers}, tag=tag).wait()

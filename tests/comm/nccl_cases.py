@@ -19,7 +19,7 @@ from seqpar.comm import Comm, GroupComm, PeerError, group, nccl
 from seqpar.comm.protocol import Sides
 from seqpar.comm.sums import NcclSums
 from seqpar.testing import dense_attention
-from seqpar.train import gradients, sync_gradients
+from seqpar.train import sums, sync_gradients
 from tests.cases import Case
 from tests.comm.cases import as_on_gpus, sparse, tag, until
 from tests.comm.over_gloo import OverGloo
@@ -145,7 +145,7 @@ def summed(comm: Comm, dtype: torch.dtype) -> tuple[list[list[float]], int]:
             p.grad = torch.full_like(p, 256.0 if comm.rank == 1 else 0.75)
     with (
         mock.patch.object(mine, "sums", lambda like: NcclSums(mine._channel, mine.stats)),
-        mock.patch.object(gradients, "FEW", 0),  # as on a GPU, where nothing is sent whole
+        mock.patch.object(sums, "FEW", 0),  # as on a GPU, where nothing goes by pairs
         mock.patch.object(torch.cuda, "is_current_stream_capturing", lambda: False),
     ):
         mine.stats.reset()

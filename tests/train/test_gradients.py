@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import gc
 import math
+import time
 import weakref
 from pathlib import Path
 
@@ -69,8 +70,9 @@ def check_synced(results: list[tuple[list[Tensor | None], int]]) -> None:
                 assert grads[index] is None
     reduced = [p for p, grad in zip(several, results[0][0]) if grad is not None]
     padding = len(several) * size * 8
-    for _, sent in results:  # few bytes are sent whole
-        assert sent <= (size - 1) * (sum(p.nbytes for p in reduced) + padding)
+    for _, sent in results:  # few bytes go by pairs, more than two addends of 16 bits as 32
+        widest = sum(p.numel() * max(p.itemsize, 4 if size > 2 else 2) for p in reduced)
+        assert sent <= math.ceil(math.log2(size)) * (widest + padding)
 
 
 @pytest.mark.parametrize("bucket_bytes", [1, 300, 1 << 26])
@@ -108,17 +110,26 @@ def test_gradients_are_plain_tensors_afterwards_and_parameters_have_no_hook(tmp_
     run_threads(2, rank)
 
 
-def rounded(comm: Comm) -> Tensor:
-    p = nn.Parameter(torch.zeros(1000))
-    p.grad = torch.randn(1000, generator=torch.Generator().manual_seed(comm.rank))
+def rounded(comm: Comm, size: int) -> Tensor:
+    p = nn.Parameter(torch.zeros(size))
+    p.grad = torch.randn(size, generator=torch.Generator().manual_seed(comm.rank))
     sync_gradients(p, comm)
     return p.grad
 
 
-def test_all_ranks_get_the_same_bits_summed_in_the_order_of_ranks() -> None:
-    given = [torch.randn(1000, generator=torch.Generator().manual_seed(r)) for r in range(4)]
-    for grad in run_threads(4, rounded):
-        assert torch.equal(grad, ((given[0] + given[1]) + given[2]) + given[3])
+@pytest.mark.parametrize("ranks", [3, 4, 5, 6])
+def test_all_ranks_get_the_same_bits_summed_in_one_order(ranks: int) -> None:
+    """Few by pairs, then by pairs of pairs, and before that ranks beyond a power of 2; many in the order of ranks."""
+    for size in (1000, 400_000):
+        given = [torch.randn(size, generator=torch.Generator().manual_seed(r)) for r in range(ranks)]
+        if size == 1000:
+            low = given[: 2 if ranks == 3 else 4]
+            low = [x + given[n + len(low)] if n + len(low) < ranks else x for n, x in enumerate(low)]
+            expected = low[0] + low[1] + (low[2] + low[3] if len(low) == 4 else torch.zeros(()))
+        else:
+            expected = sum(given[1:], given[0])
+        for grad in run_threads(ranks, rounded, size):
+            assert torch.equal(grad, expected)
 
 
 def half(comm: Comm) -> Tensor:
@@ -279,7 +290,7 @@ def few_and_many(comm: Comm, dtype: torch.dtype) -> tuple[list[Tensor], list[int
     """The sum of a few numbers by itself, and of the same ones among many; the exchanges of both."""
     x = torch.randn(7, generator=torch.Generator().manual_seed(comm.rank)).to(dtype)
     found, counts = [], []
-    for padded in (x, torch.cat([x, x.new_zeros(8192)])):
+    for padded in (x, torch.cat([x, x.new_zeros(200_000)])):
         comm.stats.reset()
         found.append(all_sum(padded, comm)[:7])
         counts.append(comm.stats.exchanges)
@@ -287,11 +298,17 @@ def few_and_many(comm: Comm, dtype: torch.dtype) -> tuple[list[Tensor], list[int
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
-def test_a_sum_of_few_numbers_is_one_exchange_with_the_same_bits(dtype: torch.dtype) -> None:
-    results = run_threads(5, few_and_many, dtype)
-    for (few, many), counts in results:
-        assert torch.equal(few, many) and torch.equal(few, results[0][0][0])
-        assert counts == [1, 2]
+@pytest.mark.parametrize(("ranks", "rounds"), [(2, [1, 1]), (5, [4, 2]), (8, [3, 2])])
+def test_a_sum_of_few_numbers_is_few_messages_with_the_same_bits(
+    dtype: torch.dtype, ranks: int, rounds: list[int]
+) -> None:
+    """Of the first rank; by pieces two exchanges with all others."""
+    results = run_threads(ranks, few_and_many, dtype)
+    assert results[0][1] == rounds
+    for sums, _ in results:
+        for x, first in zip(sums, results[0][0], strict=True):
+            assert torch.equal(x, first)
+        torch.testing.assert_close(*sums)
 
 
 EXPERTS = 4
@@ -409,26 +426,62 @@ def test_a_model_with_statistics_over_tokens_is_refused_by_name() -> None:
     check_model(nn.TransformerEncoderLayer(8, 2))
 
 
-def of_two(comm: Comm) -> list[Tensor]:
-    """What two ranks sum by gloo's own collective, and by exchanges."""
+SIZES = {torch.float32: (9, 400_000), torch.bfloat16: (400_000, 700_000)}  # by pairs or not; widened or not
+
+
+def by_collectives(comm: Comm, dtype: torch.dtype) -> list[Tensor]:
+    """What ranks sum by gloo's collective, twice with another rank late, and by exchanges."""
     results = []
-    for sums in (comm.sums, lambda like: None):
+    for late, sums in ((0, comm.sums), (comm.size - 1, comm.sums), (0, lambda like: None)):
         comm.sums = sums
-        results += [
-            all_sum(torch.randn(n, generator=torch.Generator().manual_seed(comm.rank)), comm) for n in (9, 9999)
-        ]
+        for n in SIZES[dtype]:
+            x = torch.randn(n, generator=torch.Generator().manual_seed(comm.rank)).to(dtype)
+            if comm.rank == late:
+                time.sleep(0.02)
+            results.append(all_sum(x, comm))
     return results
 
 
-def test_two_ranks_sum_by_a_collective_with_the_same_bits() -> None:
-    for few, many, few_again, many_again in run_processes(2, of_two):
-        assert torch.equal(few, few_again) and torch.equal(many, many_again)
+@pytest.mark.parametrize("ranks", [2, 3, 4])
+@pytest.mark.parametrize("dtype", SIZES, ids=str)
+def test_ranks_sum_by_a_collective_with_the_same_bits(ranks: int, dtype: torch.dtype) -> None:
+    found = run_processes(ranks, by_collectives, dtype)
+    for results in found:
+        for x, first in zip(results, found[0], strict=True):
+            assert torch.equal(x, first), "on all ranks"
+        few, many, few_again, many_again, few_in_order, many_in_order = results
+        assert torch.equal(few, few_again) and torch.equal(many, many_again), "whoever is late"
+        close = torch.finfo(dtype).eps * ranks
+        torch.testing.assert_close(many, many_in_order, rtol=close, atol=close)
+        torch.testing.assert_close(few, few_in_order, rtol=close, atol=close)
+        if ranks == 2:
+            assert torch.equal(few, few_in_order) and torch.equal(many, many_in_order)
+
+
+def of_other_size(comm: Comm, other: int) -> str:
+    """One rank sums another number of elements than the rest; ranks know both kinds of calls, and do not compare."""
+    comm.check_every = "batch"
+    sizes = [300_000, 400_000]
+    for n in sizes:
+        all_sum(torch.zeros(n), comm)
+    try:
+        all_sum(torch.zeros(sizes[comm.rank == other]), comm)
+    except PeerError as error:
+        return str(error)
+    return "nothing was noticed"
+
+
+@pytest.mark.parametrize(("ranks", "other"), [(2, 0), (3, 1), (4, 3)])
+def test_tensors_of_other_sizes_never_meet_in_a_collective(ranks: int, other: int) -> None:
+    """gloo would end the process."""
+    for text in run_processes(ranks, of_other_size, other):
+        assert "do not meet" in text and "all_sum (forward)" in text, text
 
 
 class FailingSums:
     """Sums of a rank that fails when all others are in theirs."""
 
-    def sum_(self, flat: Tensor, tag: object) -> None:
+    def sum_(self, flat: Tensor, tag: object, *, met: bool) -> None:
         raise ArithmeticError("a test")
 
 
@@ -446,5 +499,6 @@ def test_a_rank_that_fails_in_a_collective_is_named() -> None:
     waiting, failing = run_processes(2, leaves)
     assert failing == "a test"
     assert (
-        "in all_sum (forward), call 0 stage 1; root cause: rank 1: a sum over ranks, call 0: ArithmeticError" in waiting
+        "in all_sum (forward), call 0 stage 0, lost the connection to rank 1; root cause: rank 1: a sum over ranks, "
+        "call 0: ArithmeticError" in waiting
     )
