@@ -114,6 +114,10 @@ def figures() -> Iterator[tuple[str, str, list[str]]]:
     for name in ("cpu_attention.json", "cpu_attention_intel.json"):
         yield name, "attention in one process", of_attention(name)
     yield "cpu_attention.json", "the same as a share", of_attention("cpu_attention.json", of_peak=True)
+    recurrences = [row for row in record("recurrent.json")["rows"] if row["direction"] == "step"]
+    ratio = {row["fallback"]: row["ratio"] for row in recurrences if "ratio" in row}
+    shares = ends(row["of_products"] for row in recurrences)
+    yield "recurrent.json", "a step of a recurrence", [*(f"{ratio[n]:.2f}" for n in ("qwen3_next", "mamba2")), shares]
     over = record("comm.json")["over_gloo"]
     yield "comm.json", "`ShmComm` beside gloo", [f"{over[k]:.1f}" for k in ("ring", "all-to-all")]
     yield "copies.json", "packing and unpacking", [ends(row["ratio"] for row in record("copies.json")["rows"])]
