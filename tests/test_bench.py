@@ -87,6 +87,26 @@ def test_recurrences_are_timed_beside_fallbacks_and_products(tmp_path: Path) -> 
     assert all(row["of_products"] > 0 and row["gflop"] > 0 for row in found["rows"])
 
 
+def test_states_are_timed_beside_ulysses_and_rows(tmp_path: Path) -> None:
+    path = tmp_path / "states.json"
+    flags = ["--ranks", "2", "--tokens", "256", "--heads", "2", "--dim", "8", "--turns", "1", "--sweep", "2", "64"]
+    done = subprocess.run(
+        [sys.executable, "-m", "bench.cpu.states", *flags, "--families", "delta rule", "--json", path],
+        capture_output=True, text=True, timeout=600, cwd=ROOT,
+    )  # fmt: skip
+    assert done.returncode == 0, done.stderr
+    found = json.loads(path.read_text())
+    assert found.keys() >= {"machine", "versions", "commit", "held_bytes_per_second"}
+    assert [(each["link"], each["travel"]) for each in found["rows"]] == [("loopback", "gather"), ("held", "gather")]
+    state, row = 2 * 8 * 8 * 4, 2 * 4 * (4 * 8 + 2)  # one state each way; q, k, v, out, decay and beta
+    for each in found["rows"]:
+        ways = each["ways"]
+        assert ways["states"]["bytes"] == 2 * state and ways["ulysses"]["bytes"] == 2 * 128 * row // 2
+        assert ways["rows"]["bytes"] > ways["ulysses"]["bytes"] and ways["states"]["seconds"] > 0
+    for each in found["crossovers"]:
+        assert each["formula"] == round(2 * state / row) == 4 and each["bytes"] == [2, 64]
+
+
 @pytest.fixture(scope="module")
 def rehearsed(tmp_path_factory: pytest.TempPathFactory) -> Path:
     path = tmp_path_factory.mktemp("bench") / "rows.jsonl"
