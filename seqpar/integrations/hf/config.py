@@ -21,7 +21,7 @@ LONGEST_POSITION = ("dynamic", "longrope")  # rotary types whose angles depend o
 def mixing_layers(config: PreTrainedConfig, *, recurrent: bool = False) -> list[str]:
     """The parts of a (text) config's model that see rows of other ranks outside attention; empty if none is known.
 
-    recurrent: whether recurrent layers are computed by seqpar, and so none of them.
+    recurrent: whether seqpar computes its recurrent layers, which are none of them then.
     """
     reasons = []
     model = MODEL_MAPPING.get(type(config), None)

@@ -206,15 +206,15 @@ def _quiet(model: nn.Module) -> Iterator[None]:
 class _Probe:
     """Runs of a model on its own.
 
-    rules: the masks that layers asked for. hidden: the base model's last output. rough: whether it rounds more than
-    fp32, be its logits fp32 or not.
+    rules: the masks that layers asked for. hidden: the base model's last output. rough: whether its products round more
+    than fp32's, even if its logits are fp32.
     """
 
     def __init__(self, model: PreTrainedModel) -> None:
         self.model, self.rules = model, set[Rule]()
         self.hidden: Tensor | None = None
-        coarsest = max(torch.finfo(p.dtype).eps for p in model.parameters() if p.is_floating_point())
-        self.rough = coarsest > 1e-6 or torch.get_float32_matmul_precision() != "highest"
+        coarse = any(torch.finfo(p.dtype).eps > 1e-6 for p in model.parameters() if p.is_floating_point())
+        self.rough = coarse or torch.get_float32_matmul_precision() != "highest"
 
     def __call__(
         self, ids: Tensor, documents: Sequence[int] = (), order: Sequence[int] = (), **options: Any
@@ -239,7 +239,8 @@ class _Probe:
         """
         worst = (a.double() - b.double()).abs().reshape(-1, a.shape[-1]).amax(-1)
         worst = worst / a.abs().max().double().clamp(min=1e-30)
-        return bool(worst.median() <= 0.1 if self.rough else worst.max() <= 1e-4)
+        rough = self.rough or torch.finfo(a.dtype).eps > 1e-6
+        return bool(worst.median() <= 0.1 if rough else worst.max() <= 1e-4)
 
     def _note(self, plan: Plan, rule: Rule) -> Plan:
         self.rules.add(rule)

@@ -46,7 +46,7 @@ from seqpar.integrations.hf.attention import (
 from seqpar.integrations.hf.fit import PER_TOKEN, caching, fitting, softcap_of
 from seqpar.integrations.hf.mask import Rule
 from seqpar.integrations.hf.planning import ModelPlanner
-from seqpar.integrations.hf.recurrent.mixers import mixed, mixers, of_documents
+from seqpar.integrations.hf.recurrent.mixers import mix, mixers, of_documents
 from seqpar.integrations.hf.worth import Worth
 from seqpar.nn.wrap import PARALLEL, ParallelModel, check_makes_plans, refuse_twice, replaced, unpicklable
 from seqpar.ops.attention.ahead import derive
@@ -154,7 +154,7 @@ class ParallelTransformer(ParallelModel):
                     for module in model.modules():
                         self._undone.enter_context(replaced(module, {ACCURACY: accuracy}))
                 for mixer in mixers(model):
-                    self.put_around(mixer, mixed)
+                    self.put_around(mixer, mix)
                 self.fit = fitting(model)
                 call.facts = {
                     "model": type(model).__name__, "source": source, "average_over": average_over, "logits": logits,
@@ -493,15 +493,10 @@ class ParallelTransformer(ParallelModel):
         labels = own.tensors["labels"]
         if hidden is not None:
             assert self.fit.head is not None
-            head = self.fit.head
+            head, rows = self.fit.head, hidden[-1][0].to(self.fit.head.weight.dtype)
             part = linear_cross_entropy(
-                hidden[-1][0].to(head.weight.dtype),
-                head.weight,
-                labels,
-                bias=head.bias,
-                softcap=self.fit.softcap,
-                **scale,
-            )
+                rows, head.weight, labels, bias=head.bias, softcap=self.fit.softcap, **scale
+            )  # fmt: skip
         else:
             assert logits is not None
             part = cross_entropy(logits[0], labels, **scale)

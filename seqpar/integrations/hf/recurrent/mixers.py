@@ -52,7 +52,7 @@ def mixers(model: nn.Module) -> list[nn.Module]:
     return [module for module in model.modules() if type(module).__name__ in MIXERS]
 
 
-def mixed(mixer: nn.Module, forward: Callable[..., Any], hidden_states: Tensor, **named: Any) -> Tensor:
+def mix(mixer: nn.Module, forward: Callable[..., Any], hidden_states: Tensor, **named: Any) -> Tensor:
     """What replaces a mixer's forward: its output [1, T, hidden] over this rank's rows of the surrounding plan.
 
     The plan has the documents, so neither a mask of pads nor document numbers are needed.
