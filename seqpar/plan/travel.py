@@ -31,7 +31,7 @@ from seqpar.plan.runs import DocumentRuns
 from seqpar.plan.traffic import DTYPE_BYTES
 
 STATE_WAYS = ("gather", "chain")
-LATENCY = 1 << 20  # what an exchange costs besides its bytes, in bytes: 20 microseconds of a link of 50 GB/s
+LATENCY = 1 << 19  # what an exchange costs besides its bytes, in bytes: 10 microseconds of a link of 50 GB/s
 DECAYS = ("none", "scalar", "channel")
 
 

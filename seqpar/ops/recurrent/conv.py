@@ -146,7 +146,7 @@ def _conv(
             call.digest = plan.memo(key, lambda: digest_of_call("causal_conv1d", call.facts))
             call.keys = plan.memo(("keys", key), lambda: plan_and_call_keys("causal_conv1d", plan, call.facts))
     stamp = hash((plan, activation, way, id(comm.stats), comm.rank))
-    check_repetition("causal_conv1d", comm, stamp, "plan or activation", recorded=True in grads)
+    check_repetition("causal_conv1d", comm, stamp, "plan, activation or travel", recorded=True in grads)
     relaid = None if way.inside is None else Relaid.of(plan, comm.rank)
     inside = plan if relaid is None else relaid.plan
     rows = inside.memo(("halo", reach, comm.rank), lambda: RowMap.of(inside, comm.rank, "halo", reach))
@@ -175,7 +175,7 @@ def _conv_back(call: ConvCall, saved: Sequence[Any], grads: Tensors, needs: Sequ
         dx, dweight, dbias, dbefore = gradients(
             lambda *inputs: convolved(*inputs, call.laid, call.activation),
             [x, weight, bias, before],
-            [True, needs[1], needs[2], True],
+            [needs[0] or relaid is not None, needs[1], needs[2], True],
             [dy],
         )
         halos = torch.zeros_like(before) if dbefore is None else dbefore

@@ -183,7 +183,7 @@ def _linear(
         if initial is not None and comm.check_every == "call":
             agreed.values = {"a hash of initial_state": int(hashed(initial))}
     stamp = hash((plan, scale, bool(normalize), chosen.name, way, id(comm.stats), comm.rank))
-    check_repetition("linear_attention", comm, stamp, "plan or scale", recorded=True in grads)
+    check_repetition("linear_attention", comm, stamp, "plan, scale or travel", recorded=True in grads)
     relaid, inside, rank = None, plan, comm.rank
     if way.inside is not None:
         relaid = Relaid.of(plan, rank)

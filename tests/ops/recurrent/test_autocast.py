@@ -9,7 +9,7 @@ from torch.nn.functional import conv1d
 
 import seqpar
 from seqpar import recurrent
-from seqpar.comm import Comm
+from seqpar.comm import Comm, LocalComm
 from seqpar.facts.mask import Mask
 from seqpar.plan import Plan
 from seqpar.testing import relative_rms, run_threads
@@ -85,3 +85,19 @@ def summed(comm: Comm, plan: Plan) -> bool:
 def test_states_stay_wide() -> None:
     plan = Plan(Mask((9,)), seqpar.Layout.contiguous(9, 3))
     assert all(run_threads(3, summed, plan))
+
+
+@pytest.mark.usefixtures("no_graphs")
+def test_graphs_cast_too() -> None:
+    plan, g = Plan(Mask((9, 7)), seqpar.Layout.contiguous(16, 1)), torch.Generator().manual_seed(0)
+    handle = seqpar.bind(plan, LocalComm.world(1)[0])
+    x, weight, *rows = (torch.randn(*shape, generator=g) for shape in ((16, 3), (3, 4), *[(16, 2, 4)] * 3))
+
+    def layer(x, weight, q, k, v):
+        with torch.autocast("cpu", torch.bfloat16):
+            y = recurrent.causal_conv1d(x, weight, None, handle)
+            return y, recurrent.linear_attention(q, k, v, handle)
+
+    compiled = torch.compile(layer, backend="aot_eager", fullgraph=True)
+    for graph, eager in zip(compiled(x, weight, *rows), layer(x, weight, *rows), strict=True):
+        assert graph.dtype == torch.bfloat16 and torch.equal(graph, eager)

@@ -53,6 +53,14 @@ def test_every_way_computes_what_one_device_does(plan, travel, family, initial, 
     agrees(plan, Family(decay, beta, initial, strength, groups, count), seed=seed, travel=travel)
 
 
+def test_a_striped_layout_moves_rows_unasked() -> None:
+    family = Family("scalar", beta=True, initial=True, dim=16, values=16, unit=True)
+    plan = Plan(Mask((700, 324)), seqpar.Layout.striped(1024, 2), rows=513)
+    layer = RecurrentShape(4, 16, 16, 2, beta=True, dtype="float64", gates="float64").bytes
+    assert layer_way(document_runs(plan), layer).travel == "rows"
+    agrees(plan, family)
+
+
 @pytest.mark.exhaustive
 @pytest.mark.parametrize("travel", ["chain", "rows"])
 @pytest.mark.parametrize(("decay", "beta"), FAMILIES)
@@ -269,7 +277,7 @@ def test_the_cheapest_way_is_chosen() -> None:
         return chosen.travel
 
     tokens = 1 << 17
-    assert way(seqpar.Layout.contiguous(tokens, 4)) == "gather"
+    assert way(seqpar.Layout.contiguous(tokens, 2)) == "gather"
     assert way(seqpar.Layout.contiguous(tokens, 64)) == "chain"
     assert way(seqpar.Layout.contiguous(tokens, 8), beta=True) == "chain"
     assert way(seqpar.Layout.zigzag([tokens], 4)) == "gather"
