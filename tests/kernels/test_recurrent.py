@@ -100,6 +100,11 @@ def test_threads_change_no_bit() -> None:
     assert all(torch.equal(x, y) for x, y in zip(*found, strict=True))
 
 
+@BUILT
+def test_an_operator_that_an_older_build_lacks_is_named() -> None:
+    assert "before it had recurrent_sideways: build it again" in str(native.lacks("recurrent_sideways"))
+
+
 def test_the_kernel_of_a_call() -> None:
     cpu = RecurrentSpec("cpu", torch.float32, 8, 8, "scalar", beta=True)
     assert choose("auto", cpu).name == ("native" if WHY is None else "chunked")
