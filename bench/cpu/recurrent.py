@@ -16,9 +16,9 @@ What backward computes again is not counted. The rate of work is given as a shar
 x 64, a matrix for each chunk and head, or for each head of one chunk, which stays in cache: the faster one.
 
 The fallback of Kimi's delta attention keeps all decays of all pairs of a chunk, 8 GB of them for 4,096 tokens: it is
-compared at 512. There is none for constant states and for decays of channels without the delta rule, nor for the delta
-rule without decay. Exit code 1 if the gated delta rule's step takes more than a fifth of the fallback's, or if any step
-runs at less than 0.35 of the products.
+compared at 512. transformers has no fallback for constant states, for decays of channels without the delta rule, or for
+the delta rule without decay. Exit code 1 if the gated delta rule's step takes more than a fifth of the fallback's, or
+if any step runs at less than 0.35 of the products.
 """
 
 from __future__ import annotations
