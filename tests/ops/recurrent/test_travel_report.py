@@ -59,7 +59,10 @@ def test_the_text_of_a_striped_plan() -> None:
     assert "states: rows to a contiguous layout and back, between them chain in 2 blocks; 5 exchanges each way" in text
     assert "convolution of 4 taps: rows to a contiguous layout and back, between them halo; 3 exchanges" in text
     chained = recurrent.describe(Plan(plan.mask, seqpar.Layout.contiguous(3 << 12, 4)), layer, travel="chain")
-    assert "states: chain; 2 exchanges each way" in chained and "convolution of 4 taps: halo; 1 exchange " in chained
+    assert (
+        "states: chain in 2 blocks; 3 exchanges each way" in chained
+        and "convolution of 4 taps: halo; 1 exchange " in chained
+    )
 
 
 def test_whole_documents_send_nothing() -> None:
