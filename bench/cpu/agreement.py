@@ -61,14 +61,14 @@ def met(size: int, meeting: Any) -> dict[str, Any]:
     """Messages and bytes of a constructor's meeting, in which ranks say of themselves what `GroupComm`'s do."""
     store = dist.HashStore()
     stores = [CountedStore(store) for _ in range(size)]
-    machine = ["f" * 36, "pid:[4026531836]", "node"]
+    place = ["f" * 36, "node"]
     failures: list[BaseException] = []
     meeting.connect.__globals__["GRACE"] = 600.0  # threads of one process take turns
 
     def rank(number: int) -> None:
         try:
             rendezvous = meeting("GroupComm", stores[number], number, size, 600.0)
-            rendezvous.hear(lambda: [f"GPU-{uuid.UUID(int=number)}", machine, True])
+            rendezvous.hear(lambda: [f"GPU-{uuid.UUID(int=number)}", place, True])
             rendezvous.connect(lambda: number)
         except BaseException as error:
             failures.append(error)

@@ -16,6 +16,15 @@ from seqpar.testing import run_processes, run_threads
 from tests.cases import OVER_RANKS, Case
 from tests.comm import cases, nccl_cases
 from tests.comm.cases import tag
+from tests.comm.suite import Exchanges
+
+
+class TestTwoLanes(Exchanges):
+    """The common suite on nodes of two ranks: the same exchanges, subs and errors as in one lane."""
+
+    def run(self, size: int, fn: Any, *args: Any, timeout: float = 120.0) -> list[Any]:
+        return run_threads(size, fn, *args, timeout=timeout, direct=False, node=2)
+
 
 DELAYS = [(0.004, 0.0), (0.0, 0.004)]  # the lane whose messages are late: across nodes, or inside
 
