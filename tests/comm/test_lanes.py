@@ -22,6 +22,9 @@ from tests.comm.suite import Exchanges
 class TestTwoLanes(Exchanges):
     """The common suite on nodes of two ranks: the same exchanges, subs and errors as in one lane."""
 
+    size = 6
+    crowd_size, crowd_tensors = 40, 5
+
     def run(self, size: int, fn: Any, *args: Any, timeout: float = 120.0) -> list[Any]:
         return run_threads(size, fn, *args, timeout=timeout, direct=False, node=2)
 
