@@ -113,6 +113,7 @@ ORDER = {
         recurrent/protocol recurrent/reference recurrent/chunked recurrent/native
         recurrent/triton/config recurrent/triton/tables recurrent/triton/tile recurrent/triton/pairs
         recurrent/triton/walk recurrent/triton/rows recurrent/triton/launch recurrent/triton
+        recurrent/vendor/trial recurrent/vendor/fla recurrent/vendor
         recurrent __init__
     """,
 }

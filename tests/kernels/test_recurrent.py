@@ -112,5 +112,5 @@ def test_the_kernel_of_a_call() -> None:
         NotImplementedError, match="kernel native cannot compute this call: native runs on the CPU, v is on cuda"
     ):
         choose("native", cpu._replace(device="cuda"))
-    with pytest.raises(ValueError, match=f"kernel must be one of auto, {', '.join(KERNELS)}, got 'fla'"):
-        choose("fla", cpu)
+    with pytest.raises(ValueError, match=f"kernel must be one of auto, {', '.join(KERNELS)}, got 'none'"):
+        choose("none", cpu)

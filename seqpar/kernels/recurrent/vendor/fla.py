@@ -1,0 +1,130 @@
+"""The chunked kernels of flash-linear-attention.
+
+Source: ``fla/ops/{simple_gla,gla,delta_rule,gated_delta_rule,kda}/chunk.py`` of releases 0.5.0 to 0.5.2. They take
+``[1, T, H, ...]``, the edges of runs as ``cu_seqlens``, states ``[runs, H, K, V]`` in float32, and logarithms of
+decays. States are multiplied from the left, so the map of a delta rule comes as further columns: values ``[v | 0]``
+from the states ``[S | I]``. No GPU has run this yet.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from importlib import import_module
+from typing import Any
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from seqpar.facts.intervals import edges
+from seqpar.facts.value import Ints
+from seqpar.kernels.dispatch import no_cuda
+from seqpar.kernels.memory.upload import upload
+from seqpar.kernels.recurrent.protocol import Recurrence, RecurrentSpec
+from seqpar.kernels.recurrent.vendor.trial import fault
+from seqpar.kernels.vendor.library import LOW, outdated
+
+MAX_DIM = 256  # of keys
+# decay and beta -> module and function
+FUNCTIONS = {
+    ("none", False): ("simple_gla", "chunk_simple_gla"),
+    ("scalar", False): ("simple_gla", "chunk_simple_gla"),
+    ("channel", False): ("gla", "chunk_gla"),
+    ("none", True): ("delta_rule", "chunk_delta_rule"),
+    ("scalar", True): ("gated_delta_rule", "chunk_gated_delta_rule"),
+    ("channel", True): ("kda", "chunk_kda"),
+}
+
+
+@dataclass(frozen=True, eq=False)
+class FlaTables:
+    """Edges of all runs, and of the exported ones among their rows; the numbers and counts of those rows."""
+
+    every: Tensor
+    exported: Tensor
+    rows: Tensor
+    counts: Tensor
+
+
+class FlashLinear:
+    """See `seqpar.kernels.recurrent.protocol.RecurrentKernel`. device: where the library's kernels run."""
+
+    name = "fla"
+    casts = False
+
+    def __init__(self, *, device: str = "cuda") -> None:
+        self.device = device
+        self._faults: dict[RecurrentSpec, str | None] = {}
+
+    def missing(self) -> str | None:
+        """Why this machine cannot run it, or None."""
+        return outdated("flash-linear-attention", (0, 5)) or (no_cuda() if self.device == "cuda" else None)
+
+    def refuses(self, spec: RecurrentSpec) -> str | None:
+        """Why the call is refused, or None. The first call of a kind in a process is tried on two short runs."""
+        if spec.device != self.device:
+            return f"fla runs on {self.device}, v is on {spec.device}"
+        missing = self.missing()
+        if missing:
+            return f"fla: {missing}"
+        if spec.dtype not in LOW:
+            return f"fla computes in 16 bits, got {spec.dtype}"
+        if spec.dim > MAX_DIM:
+            return f"fla has keys of up to {MAX_DIM} dims, got {spec.dim}"
+        if spec not in self._faults:
+            self._faults[spec] = fault(self, spec)
+        wrong, name = self._faults[spec], FUNCTIONS[spec.decay, spec.beta][1]
+        return None if wrong is None else f"{name} of the installed flash-linear-attention is not usable: {wrong}"
+
+    def tables(self, counts: Ints, exported: Ints, device: torch.device) -> FlaTables:
+        """The edges of runs on the device."""
+        edge, own = edges(counts), counts[exported]
+        rows = np.repeat(edge[exported] - edges(own)[:-1], own) + np.arange(int(own.sum()))
+        return FlaTables(*(x.long() for x in upload([edge, edges(own), rows, own], device)))
+
+    def prepare(self, x: Recurrence, tables: FlaTables) -> tuple[Recurrence, FlaTables]:
+        """q and k for each head."""
+        repeats = x.v.shape[1] // x.k.shape[1]
+        q, k = (y if repeats == 1 else y.repeat_interleave(repeats, 1) for y in (x.q, x.k))
+        return x._replace(q=q, k=k), tables
+
+    def leave(self, prepared: tuple[Recurrence, FlaTables], entering: Tensor) -> tuple[Tensor, Tensor]:
+        """See `RecurrentKernel`."""
+        x, tables = prepared
+        runs, heads, dim, values = entering.shape
+        k, v, decay, beta = (None if y is None else y.index_select(0, tables.rows) for y in x[1:5])
+        assert k is not None and v is not None
+        columns = entering
+        if beta is not None:
+            eye = torch.eye(dim, dtype=entering.dtype, device=entering.device).expand(runs, heads, dim, dim)
+            columns = torch.cat([entering, eye], -1)
+            v = torch.cat([v, v.new_zeros(*v.shape[:2], dim)], -1)
+        # what q is does not matter: out is not read
+        _, left = _call(Recurrence(k.detach(), k, v, decay, beta, 1.0), columns, tables.exported)
+        if beta is not None:
+            return left[..., :values], left[..., values:]
+        if decay is None or not runs:
+            return left, entering.new_zeros(runs, heads) if decay is None else decay[:0]
+        sums = torch.segment_reduce(decay.double(), "sum", lengths=tables.counts, axis=0)
+        return left, sums.to(decay.dtype)
+
+    def compute(self, prepared: tuple[Recurrence, FlaTables], entering: Tensor) -> tuple[Tensor, Tensor]:
+        """See `RecurrentKernel`."""
+        x, tables = prepared
+        return _call(x, entering, tables.every)
+
+
+def _call(x: Recurrence, entering: Tensor, edge: Tensor) -> tuple[Tensor, Tensor]:
+    """out [T, H, V] and the states that runs leave, by the library's function for the recurrence."""
+    if not x.v.shape[0]:
+        return x.v, entering
+    decay = "none" if x.decay is None else "scalar" if x.decay.dim() == 2 else "channel"
+    module, name = FUNCTIONS[decay, x.beta is not None]
+    options: dict[str, Any] = {} if x.decay is None else {"g": x.decay[None]}
+    if x.beta is not None:
+        options["beta"] = x.beta[None]
+    out, left = getattr(import_module(f"fla.ops.{module}"), name)(
+        q=x.q[None], k=x.k[None], v=x.v[None], **options, scale=x.scale, initial_state=entering,
+        output_final_state=True, cu_seqlens=edge,
+    )  # fmt: skip
+    return out[0], left
