@@ -12,9 +12,11 @@ rule; a step is forward and backward with the gradients of all inputs::
 
 The three take turns, in an order that changes, on the same processes of one core each; outputs and gradients are
 compared first. A turn's seconds are those of the slowest rank. Ratios are of one turn, theirs over ours: the median,
-and the interval that has the true median in 90 of 100 runs. Seconds in exchanges include packing for them and waiting
-for peers. "loopback" is gloo as it is. The "held" link is simulated, so slow that Ulysses' rows take as large a part of
-this layer's time as those of a layer of Qwen3-Next, with its projections and experts, between nodes of H100s.
+and the interval that has the true median in 90 of 100 runs. Seconds in exchanges, with packing for them, are those of
+a second step, in which ranks meet before each exchange, so that they are not those of waiting for a slower rank; a
+chain is not met, as in its steps some ranks have nothing to move. "loopback" is gloo as it is. The "held" link is
+simulated, so slow that Ulysses' rows take as large a part of this layer's time as those of a layer of Qwen3-Next, with
+its projections and experts, between nodes of H100s.
 
 Bytes are those of the busiest rank, forward and backward. With states S and maps M of a run and rows R of the inputs
 and the output, in bytes, a rank's states are fewer if it has more tokens than ``P ((P - 1) S + (P - 2) M) / ((P - 1)
@@ -46,10 +48,10 @@ import seqpar
 from bench.dsp.latte import Meter, Metered, Wire, cores
 from bench.lib import records
 from bench.lib.interval import interval
-from bench.lib.watched import Watched
+from bench.lib.watched import Side, Watched
 from bench.planner.planned import pinned
 from seqpar import recurrent
-from seqpar.comm import Comm
+from seqpar.comm import Comm, Tag, Work
 from seqpar.ops import switch_all
 from seqpar.plan.runs import DocumentRuns
 from seqpar.plan.travel import RecurrentShape, layer_way
@@ -85,6 +87,10 @@ class Case:
     def plan(self) -> seqpar.Plan:
         """The document in contiguous shards."""
         return seqpar.Plan(seqpar.Mask([self.tokens]), seqpar.Layout.contiguous(self.tokens, self.ranks))
+
+    def way(self, travel: str) -> str:
+        """How states travel."""
+        return layer_way(DocumentRuns.of(self.plan.residence), self.shape.bytes, travel).travel
 
     def inputs(self, rank: int) -> list[Tensor]:
         """q, k, v, decay and, for the delta rule, beta: the rows of a rank; keys have length 1."""
@@ -132,12 +138,28 @@ def ways(case: Case, comm: Comm, *, travel: str = "auto") -> dict[str, Step]:
 # --- one rank ---------------------------------------------------------------------------------------------------------
 
 
+@dataclass
+class Together:
+    """Lets ranks meet before each exchange while `meeting`, and hands it on to a watcher that measures it."""
+
+    comm: Comm
+    watcher: Metered
+    meeting: bool = False
+
+    def exchange(self, post: Callable[[], Work], sends: Side, recvs: Side, tag: Tag) -> Work:
+        """The comm's own exchange."""
+        if self.meeting:
+            self.comm.gather("meet", 0)
+        return self.watcher.exchange(post, sends, recvs, tag)
+
+
 def measured(comm: Comm, case: Case, link: Link | None, turns: int, names: Sequence[str], travel: str) -> Any:
     """By way: the bytes that this rank sends, forward and backward, and by turn its seconds and those in exchanges."""
     torch.set_num_threads(1)
     with pinned(cores()[comm.rank % len(cores())]):
         meter = Meter()
-        comm = Watched(comm, Metered(meter, None if link is None else Wire(link)))
+        together = Together(comm, Metered(meter, None if link is None else Wire(link)))
+        comm, met = Watched(comm, together), case.way(travel) != "chain"
         inputs, steps = case.inputs(comm.rank), ways(case, comm, travel=travel)
         dout = torch.randn(inputs[2].shape, generator=torch.Generator().manual_seed(99))
         found: dict[str, Any] = {name: {"seconds": [], "exchanging": [], "bytes": (0, 0)} for name in names}
@@ -147,10 +169,13 @@ def measured(comm: Comm, case: Case, link: Link | None, turns: int, names: Seque
                 for name in names if turn % 2 else reversed(names):
                     comm.gather("a turn", 0)
                     comm.stats.reset()
-                    meter.seconds, started = 0.0, time.perf_counter()
+                    started = time.perf_counter()
                     outs[name], forward = once(steps[name], inputs, dout, comm)
                     seconds = time.perf_counter() - started
                     found[name]["bytes"] = forward, comm.stats.bytes_sent - forward
+                    meter.seconds, together.meeting = 0.0, met or name != "states"
+                    once(steps[name], inputs, dout, comm)
+                    together.meeting = False
                     if turn >= 0:
                         found[name]["seconds"].append(seconds)
                         found[name]["exchanging"].append(meter.seconds)
@@ -225,8 +250,7 @@ def row(
             each = [x / y for x, y in zip(theirs, columns[names[0]][what], strict=True)]
             low, high = interval(each)
             ratios[f"{name}, {what}"] = [round(statistics.median(each), 3), round(low, 3), round(high, 3)]
-    way = layer_way(DocumentRuns.of(case.plan.residence), case.shape.bytes, travel).travel
-    return asdict(case) | {"turns": turns, "travel": way, "ways": figures, "ratios": ratios}
+    return asdict(case) | {"turns": turns, "travel": case.way(travel), "ways": figures, "ratios": ratios}
 
 
 def formula(case: Case) -> float:
