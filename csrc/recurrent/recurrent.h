@@ -31,7 +31,7 @@ typedef struct {
   void *out, *left, *entered;
 } sp_recurrent_sums;
 
-// Gradients, written for the rows of all runs. dq and dk [rows][heads][dim], of which a group has the sum over its
+// Gradients, written for the rows of all runs. dq and dk [rows][heads][dim]: those of a group are the sum over its
 // heads. dout and dq are NULL without q, ddecay and dbeta without decay and beta.
 typedef struct {
   const void *dout, *dleft, *entered;

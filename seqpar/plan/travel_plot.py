@@ -27,8 +27,8 @@ def plot(plan: Derived, layer: RecurrentShape, path: str | Path, *, travel: str 
     document, and an arrow for each state that is sent. Right: bytes in forward by sender and receiver. layer, travel:
     as of `describe`.
 
-    Raises: ValueError for more than 64 ranks or a suffix that is no format, ImportError without matplotlib, OSError for
-    a file that cannot be written.
+    Raises: ValueError for more than 64 ranks or a suffix of an unknown format, ImportError without matplotlib, OSError
+    for a file that cannot be written.
     """
     try:
         from matplotlib import rc_context

@@ -8,7 +8,7 @@ each run the rows before it (see `seqpar.plan.runs`)::
 
 A layer costs a row the same wherever it is, and more in a run that others continue, whose state and map it makes. Its
 rank then waits for one exchange of rows and one of states in each direction, which nothing hides. This is the "gather"
-of `seqpar.plan.travel`; a layer may choose a way that costs less there.
+of `seqpar.plan.travel`; a layer may choose another way, which costs less.
 """
 
 from __future__ import annotations

@@ -21,7 +21,7 @@ LONGEST_POSITION = ("dynamic", "longrope")  # rotary types whose angles depend o
 def mixing_layers(config: PreTrainedConfig, *, recurrent: bool = False) -> list[str]:
     """The parts of a (text) config's model that see rows of other ranks outside attention; empty if none is known.
 
-    recurrent: whether seqpar computes its recurrent layers, which are none of them then.
+    recurrent: whether seqpar computes its recurrent layers, so that they are not among those parts.
     """
     reasons = []
     model = MODEL_MAPPING.get(type(config), None)

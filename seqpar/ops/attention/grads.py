@@ -32,7 +32,7 @@ class KeyGradients(NamedTuple):
 
 
 class GradientArrival(NamedTuple):
-    """An exchange under way: its stage, its work, and by peer what is to be added when it has ended."""
+    """An exchange under way: its stage, its work, and by peer the sums that are added when it has ended."""
 
     stage: int
     work: Work
@@ -69,7 +69,7 @@ class GradientExchange:
         return sums
 
     def blank(self, step: Step) -> KeyGradients:
-        """Zeros to which a step's gradients are added; in a ring, what has arrived for its keys."""
+        """Zeros to which a step's gradients are added; in a ring, the sums that have arrived for its keys."""
         sums, self.carried = self.carried, None
         return self._zeros(len(step.pos)) if sums is None else sums
 

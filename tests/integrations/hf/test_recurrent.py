@@ -31,8 +31,10 @@ PLANS = {"planner": None, "contiguous": contiguous, "zigzag": zigzag, "striped":
 
 
 def brought(kind: str, ranks: int) -> list[dict[str, Tensor]]:
-    """What each rank's loader brings. "cut": documents longer than a rank's share, and than two chunks of
-    a kernel, all brought by every rank."""
+    """What each rank's loader brings.
+
+    "cut": documents longer than a rank's share and than two chunks of a kernel, all brought by every rank.
+    """
     if kind == "cut":
         lengths = [141] if ranks == 2 else [70, 90]
         return [packed(torch.Generator().manual_seed(3), lengths)] * ranks

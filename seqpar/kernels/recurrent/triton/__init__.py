@@ -9,7 +9,7 @@ Runs are cut into chunks of 64 rows. Inside them rows meet in matrix products, a
     pair_gradients  those of pairs and of v                                                             a chunk
     gradients       those of q and k, from both                                                         a chunk
 
-Every sum has one program and one order. States and what is solved for are kept in float32 between kernels, K * V
+Every sum has one program and one order. States and solutions are kept in float32 between kernels, K * V
 numbers for each chunk and head. A value that is not finite makes all rows of its run NaN, and no other run. No GPU has
 run the kernels yet: the interpreter has, and they are compiled for every generation.
 

@@ -5,7 +5,7 @@ V, or V and K where the map of a state is walked beside it; N chunks and R runs 
 offsets, m_ mask, b_ block. Blocks are padded to powers of two, with zeros.
 
 Products of two 16-bit inputs are exact before they are summed. All others are of float32: for 16-bit inputs in TF32, in
-which such inputs are exact and what is computed from them is rounded to 10 bits; for float32 inputs as three products
+which such inputs are exact and intermediate results are rounded to 10 bits; for float32 inputs as three products
 of TF32, which err about as float32 does.
 """
 
