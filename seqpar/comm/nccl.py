@@ -106,8 +106,8 @@ class Nccl:
         for backend in self._lanes.values():
             backend.allreduce([one]).wait()
         if peers:
-            heard = {peer: [torch.empty_like(one)] for peer in peers}
-            self.post({peer: [one] for peer in peers}, heard, max(self._lanes)).wait()
+            lane = INSIDE if INSIDE in self._lanes else ACROSS
+            self.post(dict.fromkeys(peers, [one]), {peer: [torch.empty_like(one)] for peer in peers}, lane).wait()
         # the kernel of `mark`: CUDA loads a kernel at its first launch, for which it may wait for the device
         one.view(torch.uint8).fill_(255)
         one.item()
