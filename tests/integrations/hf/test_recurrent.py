@@ -65,9 +65,10 @@ def test_a_model_on_ranks_is_each_document_alone(name: str, dtype: torch.dtype, 
 
 
 @pytest.mark.parametrize("reentrant", [False, True])
-def test_layers_that_are_computed_again_find_their_plan(reentrant: bool) -> None:
+@pytest.mark.parametrize("name", ["mamba2", "qwen3_next"])
+def test_layers_that_are_computed_again_find_their_plan(name: str, reentrant: bool) -> None:
     """Also where nothing else keeps it, and where other forwards came between."""
-    model, every = build("mamba2"), batches("packed", 2)
+    model, every = build(name), batches("packed", 2)
     plain = run_threads(2, on_ranks, model, every, torch.float32, {"plan": contiguous})
 
     def rank(comm: Comm) -> tuple[float, dict[str, Tensor]]:
