@@ -1,6 +1,6 @@
 """A recurrent layer over ranks: states that pass on, beside Ulysses on the same layer and beside gathering all rows.
 
-    python -m bench.cpu.states --json bench/results/states.json      # 2 and 4 processes, about fifteen minutes
+    python -m bench.cpu.states --json bench/results/states.json      # 2 and 4 processes, about half an hour
     python -m bench.cpu.states --ranks 2 --tokens 512 --heads 4 --dim 16 --turns 2 --sweep 32 64
 
 One document of 16,384 tokens in contiguous shards, 8 heads of 128 in float32, scalar decay without and with the delta
@@ -20,8 +20,8 @@ its projections and experts, between nodes of H100s.
 
 Bytes are those of the busiest rank, forward and backward. With states S and maps M of a run and rows R of the inputs
 and the output, in bytes, a rank's states are fewer if it has more tokens than ``P ((P - 1) S + (P - 2) M) / ((P - 1)
-R)`` on P ranks. The sweep counts bytes and times exchanges at
-several numbers of tokens, where "gather" and Ulysses take turns, and says between which two the order changes.
+R)`` on P ranks. The sweep counts bytes and times exchanges at several numbers of tokens, where "gather" and Ulysses
+take turns, and says between which two the order changes.
 
 Exit code 1 if at 16,384 tokens on 4 processes states spend more than a third of Ulysses' seconds in exchanges, or if a
 step is not 1.15 times as fast over loopback (the delta rule 0.95), or 1.5 times over the held link.

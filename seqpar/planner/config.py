@@ -94,7 +94,7 @@ def _checked(c: _Config, values: dict[str, Any]) -> dict[str, Any]:
 def _types(c: _Config) -> list[str]:
     """What each layer of a hybrid model holds."""
     if c.get("hybrid_override_pattern") is not None and c.get("layers_block_type", "layer_types") is None:
-        return [PATTERN[letter] for letter in c.get("hybrid_override_pattern")]
+        return [PATTERN.get(letter, letter) for letter in c.get("hybrid_override_pattern")]
     types = c.get("layers_block_type", "layer_types")
     linear = c.get("linear_attn_config", default={})
     layers = range(c.need("num_hidden_layers")) if types is None else range(len(types))

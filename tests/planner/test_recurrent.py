@@ -322,6 +322,8 @@ def test_patterns_and_checkpoints_entries_are_read() -> None:
     assert ModelShape.from_config(kimi, name="kimi-linear-48b-a3b") == ModelShape.preset("kimi-linear-48b-a3b")
     with pytest.raises(ValueError, match="layer types .'retention'. of 'qwen3_next' are not known"):
         ModelShape.from_config({"model_type": "qwen3_next", "layer_types": ["retention"], "hidden_size": 8})
+    with pytest.raises(ValueError, match="layer types .'X'. of 'nemotron_h' are not known"):
+        ModelShape.from_config(entries | {"hybrid_override_pattern": "M-X"})
     both = entries | {"hybrid_override_pattern": "M-E*"}
     with pytest.raises(ValueError, match="1 layers with an ffn beside 1 with experts"):
         ModelShape.from_config(both | {"n_routed_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 8})
