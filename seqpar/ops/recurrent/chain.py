@@ -95,7 +95,8 @@ class StateChain(Memo):
         """What enters the rank's runs, zeros where nothing does; each passes on ``own + apply(maps, entered)``."""
         at = self._on(own.device)
         entered = comm.empty(own.shape, own.dtype, own.device, kept=True).zero_()
-        leaving, arriving, maps = (self._blocks(x) for x in (own.clone(), entered, maps.contiguous()))
+        own = own.clone(memory_format=torch.contiguous_format)
+        leaving, arriving, maps = (self._blocks(x) for x in (own, entered, maps.contiguous()))
         for hop in hops:
             if count(hop.folded):
                 rows = at.rows(hop.folded)

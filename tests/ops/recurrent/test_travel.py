@@ -136,7 +136,7 @@ def scanned(
     note()
     entered = recurrent.state_scan(*mine, plan, comm, travel=travel)
     note()
-    entered.backward(grad[own])
+    entered.backward(grad[own].mT.contiguous().mT)  # of any strides
     note()
     return entered.detach(), mine[0].grad, mine[1].grad, counts[1:]
 
