@@ -128,9 +128,6 @@ def choose(layers: Layers, w: Weights, total: Ints, ranks: int, *, node: int, ro
     """The candidate whose slowest rank has the fewest ticks; ties go to fewest cuts, then fewest bytes.
 
     total: the ticks of each document, of `document_ticks`.
-
-    Before links count, a candidate is dropped if another computes within 0.5 % of it, has fewer pieces and moves no
-    more of anything: so faster links never make the result slower. On few ranks all candidates are compared.
     """
     mask = layers[0][0]
     every, documents = layers_in(layers), len(mask.lengths)
@@ -161,7 +158,7 @@ def choose(layers: Layers, w: Weights, total: Ints, ranks: int, *, node: int, ro
     if few and 1 < ranks <= node and not single:
         nests = NESTS_OF_FEW if documents < 4 * ranks else NESTS_OF_MANY
         chosen += nested(batch, ranks, room=even, nests=nests if documents > 1 else nests[:1])
-    return _decided(_counted(layers, w, chosen, ranks, node), w, node, all_rivals=few)
+    return _decided(_counted(layers, w, chosen, ranks, node), w, node)
 
 
 def _near_the_bound(
@@ -181,23 +178,19 @@ def _near_the_bound(
         return None
     else:
         placed = nested(batch, ranks, room=room, nests=NESTS_OF_MANY[: 2 if ranks * batch.lengths.size <= SMALL else 1])
-    decision = _decided(_counted(layers, w, placed, ranks, node), w, node, all_rivals=True)
+    decision = _decided(_counted(layers, w, placed, ranks, node), w, node)
     near = int(decision.ticks.total.max()) * NEAR <= mean * (NEAR + 1)
     return decision if near or placed[0].level <= enough else None
 
 
-def _decided(rivals: list[Candidate], w: Weights, node: int, *, all_rivals: bool) -> Decision:
-    """Fewest ticks of the slowest rank, then fewest pieces, then least traffic, then the smallest stage."""
+def _decided(rivals: list[Candidate], w: Weights, node: int) -> Decision:
+    """Fewest ticks of the slowest rank, then fewest pieces, then least traffic, then the smallest stage.
+
+    Candidates do not depend on links, so faster links never make the result slower.
+    """
     ways = [(nth, counts) for nth, candidate in enumerate(rivals) for counts in candidate[1:] if counts is not None]
     ticks = ticks_of_each([counts for _, counts in ways], w, stage_bytes=STAGE_BYTES)
     slowest = ticks.total.max(-1)
-    if not all_rivals:
-        of_way = (ticks.total - ticks.exposed).max(-1).min(-1).tolist()
-        computing = [
-            min(t for (other, _), t in zip(ways, of_way, strict=True) if other == nth) for nth in range(len(rivals))
-        ]
-        outdone = _outdone(rivals, computing)
-        slowest[[nth in outdone for nth, _ in ways]] = np.iinfo(np.int64).max
     equal = list(zip(*(at.tolist() for at in (slowest == slowest.min()).nonzero()), strict=True))
     if equal[0][0] != equal[-1][0]:
         equal.sort(key=lambda at: (rivals[ways[at[0]][0]].moved, at[1]))
@@ -206,21 +199,6 @@ def _decided(rivals: list[Candidate], w: Weights, node: int, *, all_rivals: bool
     pieces, widths, _ = rivals[nth].placement
     once = node if counts is rivals[nth].once else None
     return Decision(pieces, widths, once, STAGE_BYTES[stage], ticks.of(way, stage), counts.rows)
-
-
-def _outdone(rivals: list[Candidate], computing: list[int]) -> set[int]:
-    """Candidates for which another computes about as fast, with fewer pieces and no more traffic of any kind."""
-    moved = [candidate.moved for candidate in rivals]
-    return {
-        nth
-        for nth, own in enumerate(computing)
-        for rival, other in enumerate(computing)
-        if other * 200 <= own * 201 and moved[rival][0] < moved[nth][0] and _less(moved[rival], moved[nth])
-    }
-
-
-def _less(one: tuple[int, ...], other: tuple[int, ...]) -> bool:
-    return all(a <= b for a, b in zip(one, other, strict=True))
 
 
 def candidates(ranks: int, node: int, documents: int, *, thorough: bool, single: bool) -> list[Knobs]:
@@ -239,6 +217,7 @@ def candidates(ranks: int, node: int, documents: int, *, thorough: bool, single:
     if single:
         return whole + shared + [Knobs(80, 40, 4, 0, 1), Knobs(64, 40, 4, 1, 1)]
     grouped = [Knobs(80, 40, 4, 0, width)] + [Knobs(80, 40, 4, 0, width, trade=1)] * (thorough or ranks > FEW)
+    grouped += [Knobs(100, 40, 4, 0, width, trade=1), Knobs(80, 40, 2, 0, width)] * (ranks > FEW)
     if thorough:
         if ranks * documents > 1 << 22:
             return [*grouped[:1], Knobs(80, 24, 4, 4, width)] + [Knobs(80, 40, 4, 0, 1)] * (width > 1)
