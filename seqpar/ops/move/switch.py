@@ -89,20 +89,16 @@ def _checked(
     check_comm("switch", comm)
     if not xs or not len(xs) == len(split_dims) == len(concat_dims):
         raise ValueError(f"{len(xs)} tensors, {len(split_dims)} split dims and {len(concat_dims)} concat dims")
-    found = [_one(*each, comm, sizes) for each in zip(xs, split_dims, concat_dims, strict=True)]
+    found = []
+    for x, split_dim, concat_dim in zip(xs, split_dims, concat_dims, strict=True):
+        split_dim, concat_dim = _dim(x, split_dim, "split_dim"), _dim(x, concat_dim, "concat_dim")
+        if split_dim == concat_dim:
+            raise ValueError(f"split_dim and concat_dim are both {split_dim}; a switch is between two dimensions")
+        found.append((split_dim, concat_dim, _sizes(x, comm, split_dim, concat_dim, sizes)))
     splits, concats, shares = zip(*found, strict=True)
     if any(each != shares[0] for each in shares):
         raise ValueError(f"tensors of one switch have the same sizes along their two dims, got {list(shares)}")
     return list(splits), list(concats), *shares[0]
-
-
-def _one(
-    x: Tensor, split_dim: int, concat_dim: int, comm: Comm, sizes: Sizes | None
-) -> tuple[int, int, tuple[list[int], list[int]]]:
-    split_dim, concat_dim = _dim(x, split_dim, "split_dim"), _dim(x, concat_dim, "concat_dim")
-    if split_dim == concat_dim:
-        raise ValueError(f"split_dim and concat_dim are both {split_dim}; a switch is between two dimensions")
-    return split_dim, concat_dim, _sizes(x, comm, split_dim, concat_dim, sizes)
 
 
 def _dim(x: Tensor, dim: int, name: str) -> int:
