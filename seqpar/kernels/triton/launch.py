@@ -51,17 +51,17 @@ class Launch:
     constants: tuple[Any, ...]
     options: dict[str, Any]
     variants: Variants = ()
-    binary: Any = field(default=None, init=False)
+    launch: Any = field(default=None, init=False)  # of the binary, once there is one
 
     def __call__(self, *arguments: Any) -> None:
         """Launch the kernel with all arguments but the constants."""
-        grid = self.programs, 1, 1
-        if self.binary is None:
+        if self.launch is None:
             self._compile(arguments)
-            # None from Triton's interpreter, which has no binaries
-            self.binary = self.kernel[grid](*arguments, *self.constants, **self.options)
+            grid = self.programs, 1, 1
+            binary = self.kernel[grid](*arguments, *self.constants, **self.options)
+            self.launch = None if binary is None else binary[grid]  # Triton's interpreter has no binaries
         else:
-            self.binary[grid](*arguments, *self.constants)
+            self.launch(*arguments, *self.constants)
 
     def _compile(self, arguments: tuple[Any, ...]) -> None:
         """Compile the kernel and its variants, all at the same time; one that fails raises when it is launched."""

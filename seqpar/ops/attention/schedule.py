@@ -190,7 +190,7 @@ def backward(
     empty = partial(call.comm.empty, kept=True) if recipe.trades else torch.empty  # which peers may write directly
     dq = empty((dout.shape[0], signature.heads, signature.dim), dtype=signature.dtype, device=dout.device).zero_()
     shape = recipe.rows[1], signature.kv_heads, signature.dim + signature.v_dim
-    home = empty(shape, dtype=recipe.acc, device=dout.device).zero_()
+    home = KeyGradients.of(empty(shape, dtype=recipe.acc, device=dout.device).zero_(), signature.dim)
 
     def start(step: Step) -> PartGradients:
         part, width = step.part, step.part.width
@@ -200,8 +200,8 @@ def backward(
     if recipe.alone:
         (tensors,), grads = insides, start(recipe.steps[0])
         _differentiate(call, recipe.steps[0], tensors, grads, tensors.k, tensors.v, grads.home)
-        _leave_back(call, recipe.parts[0], grads, dq, home)()
-        return dq, home[..., : signature.dim], home[..., signature.dim :], dsinks
+        _leave_back(call, recipe.parts[0], grads, dq, home.both)()
+        return dq, home.dk, home.dv, dsinks
     leaves: list[Callable[[], None]] = []
     arriving = KeyExchange(call, Phase.BACK_KEYS)
     for step, tensors, keys, values in walk(arriving, lambda part: by_width[part.width]):
@@ -218,10 +218,10 @@ def backward(
             leaving.depart(step, of_step)
         if step.ends:
             leaving.finish(step.number + 1)  # the next step is local, so no gradients leave with it
-            leaves.append(_leave_back(call, step.part, grads, dq, home))
+            leaves.append(_leave_back(call, step.part, grads, dq, home.both))
     for finish in leaves:
         finish()
-    return dq, home[..., : signature.dim], home[..., signature.dim :], dsinks
+    return dq, home.dk, home.dv, dsinks
 
 
 def _enter_back(call: Call, part: Part, incoming: list[Tensor]) -> Callable[[], list[Tensor]]:
@@ -235,7 +235,7 @@ def _enter_back(call: Call, part: Part, incoming: list[Tensor]) -> Callable[[], 
 
 def _part_gradients(
     call: Call, step: Step, tensors: PartTensors, incoming: list[Tensor], sinks: Tensor | None, dsinks: Tensor | None,
-    dq: Tensor, home: Tensor,
+    dq: Tensor, home: KeyGradients,
 ) -> PartGradients:  # fmt: skip
     """A part's gradients at its first step; computes delta once for the whole backward, from the returned output.
 
@@ -256,12 +256,14 @@ def _part_gradients(
         weight = torch.where(tensors.lse == -torch.inf, 0.0, weight)  # no key, and a sink of -inf
         dsinks[mine] -= (torch.where(weight == 0, 0.0, weight * delta)).sum(-1)
     if not part.kv.trivial:
-        home = tensors.k.new_zeros(*tensors.k.shape[:2], signature.dim + signature.v_dim, dtype=call.recipe.acc)
+        shape = *tensors.k.shape[:2], signature.dim + signature.v_dim
+        home = KeyGradients.of(tensors.k.new_zeros(shape, dtype=call.recipe.acc), signature.dim)
+    elif part.kv.rows < home.both.shape[0]:
+        home = KeyGradients.of(home.both[: part.kv.rows], signature.dim)
     if not (part.q.trivial and signature.dtype == call.recipe.acc):
         dq = torch.zeros_like(tensors.q, dtype=call.recipe.acc)
     out = tensors.out if len(incoming) == 1 else None
-    of_keys = KeyGradients.of(leading(home, part.kv.rows), signature.dim)
-    return PartGradients(dout, delta.contiguous(), out, leading(dq, part.q.rows), of_keys)
+    return PartGradients(dout, delta.contiguous(), out, leading(dq, part.q.rows), home)
 
 
 def _differentiate(

@@ -133,7 +133,7 @@ def _buffers(comm: Comm, side: Side, empty: Callable[..., Tensor]) -> tuple[dict
             parts.append((peer, Place(buffer), message[0]))
             continue
         shapes = [where.x.shape[1:] for where in message]
-        columns = buffer.split([shape.numel() for shape in shapes], dim=1)
+        columns = torch.split_with_sizes(buffer, [shape.numel() for shape in shapes], 1)
         for where, column, shape in zip(message, columns, shapes, strict=True):
             parts.append((peer, Place(column.view(buffer.shape[0], *shape)), where))
     for peer in tensors:
