@@ -72,6 +72,16 @@ def test_one_kind_of_labels_is_left_out() -> None:
     assert torch.equal(one, other) and (one != IGNORE).sum() == 10
 
 
+def test_labels_of_later_tokens_are_made_out_of_labels() -> None:
+    made = {"mtp_depth": 2}
+    with advised(ValueError, "give labels or shift_labels, and no {}"):
+        shared({"input_ids": IDS}, **made)
+    with advised(ValueError, "give labels or shift_labels, and no {}"):
+        shared({"input_ids": IDS, "labels": IDS, "mtp_labels": torch.stack([IDS, IDS], -1)}, **made)
+    s = share({"input_ids": IDS, "labels": IDS}, LocalComm(), plan=ring, **made)
+    assert s.tensors["mtp_labels"].shape == (12, 2) and s.mtp_valid == (8, 6)
+
+
 def test_entries_that_are_kept_are_no_rows() -> None:
     batch = {"input_ids": IDS, "attention_mask": torch.ones_like(IDS), "epoch": 3}
     with advised(ValueError, "keep only entries that are not rows"):
