@@ -95,7 +95,7 @@ class Case:
         """A case. micro: seconds. room: by default the rows that memory holds beside the sharded state of the model."""
         if shape.recurrent is not None:
             raise NotImplementedError(f"{shape.name} has recurrent layers, whose exchanges no policy here counts")
-        machine = with_state(machine.among(ranks, machine.node), shape, ranks)
+        machine = with_state(machine.among(min(ranks, machine.node)), shape, ranks)
         rows = Memory.of(shape, machine, STAGE_BYTES[-1]).rows if room is None else room
         w = Weights.of(shape, machine)
         return cls(np.asarray(lengths, np.int64), ranks, shape, machine, rows, round(micro / w.second), w)

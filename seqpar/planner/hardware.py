@@ -177,10 +177,10 @@ class Hardware:
             raise ValueError(f"hardware must be the name of a preset or a Hardware, got {hardware!r}")
         return hardware
 
-    def among(self, ranks: int, node: int) -> Hardware:
-        """The machine with the channels that a pair inside a node gets in one communicator of so many ranks."""
+    def among(self, ranks: int) -> Hardware:
+        """The machine with the channels that a pair inside a node gets if a node has so many of the ranks."""
         link = self.inside
-        if link.channels is None or (channels := p2p_channels(ranks, node)) == link.channels:
+        if link.channels is None or (channels := p2p_channels(ranks)) == link.channels:
             return self
         least, most = RANGES["hop"]
         hop = min(max(link.alone / link.channels * channels, least), most)
@@ -275,21 +275,18 @@ _MATMUL_SOURCE = (
 )
 _GAP = 6_000_000_000  # kept free on every GPU for CUDA and NCCL by Hydraulis (Li et al. 2024)
 _P2P_CHANNELS = 32  # of a communicator over NVLink, and of a pair of ranks if nothing else moves
-_NET_CHANNELS = 2  # of a pair that a network card connects (NCCL_NCHANNELS_PER_NET_PEER)
 _NODE = 8
 
 
-def p2p_channels(ranks: int, node: int = _NODE) -> int:
-    """NCCL's channels between two ranks of a communicator of so many ranks, for up to 16 MiB a channel.
+def p2p_channels(ranks: int) -> int:
+    """NCCL's channels between two ranks of a communicator of so many ranks in one node, for up to 16 MiB a channel.
 
-    All pairs get as many as the pair with fewest, so on several nodes as few as over a network card. They are halved
-    until a rank could exchange with every other at once, on several nodes with every eighth. Source:
-    `ncclTopoComputeP2pChannels` and `scheduleP2pTasksToPlan` of NCCL 2.29 and 2.30 (``src/graph/paths.cc``,
-    ``src/enqueue.cc``). Older versions halve on several nodes as on one.
+    They are halved until a rank could exchange with every other at once. Source: `ncclTopoComputeP2pChannels` and
+    `scheduleP2pTasksToPlan` of NCCL 2.27 to 2.30 (``src/graph/paths.cc``, ``src/enqueue.cc``). On several nodes each
+    one has a communicator of its own (`seqpar.comm.nccl`).
     """
-    several = ranks > node
-    channels, peers = (_NET_CHANNELS, ranks / 8) if several else (_P2P_CHANNELS, ranks)
-    while channels * peers > _P2P_CHANNELS and channels > 1:
+    channels = _P2P_CHANNELS
+    while channels * ranks > _P2P_CHANNELS and channels > 1:
         channels //= 2
     return channels
 

@@ -62,7 +62,8 @@ class Problem:
         together = int(tokens.sum()) if at_once is None else at_once
         shape, memory = _fitting(model, machine, -(-together // ranks))
         fast = machine.node if node is None else whole("node", node, 1)
-        machine, node = machine.among(ranks, fast), min(ranks, fast)
+        node = min(ranks, fast)
+        machine = machine.among(node)
         return cls(tokens, ranks, masks, shape, machine, memory, node, token_slack, max_tokens_per_rank)
 
     def pick(self, documents: Ints) -> Problem:

@@ -169,7 +169,7 @@ def test_forecasts_of_hybrid_models_show_attention_and_recurrences(name: str) ->
     assert sum(shares.values()) == pytest.approx(float(forecast.ticks.total.sum()) * forecast.second)
     assert "recurrent" in plan.describe() and "recurrences at the rate of linear layers" in str(forecast)
     runs = carried_by(plan.mask, plan.layout, node=8)
-    w = Weights.of(shape, H100.among(8, 8)).recurrent
+    w = Weights.of(shape, H100.among(8)).recurrent
     assert w is not None
     np.testing.assert_array_equal(w.ticks(plan.layout.sizes(), runs)[0], forecast.ticks.recurrent)
     alone = plan_batch([900] * 64, 8, model=name, hardware=H100)
