@@ -47,6 +47,7 @@ def slices() -> dict[str, Callable[[bool], list[Case]]]:
     """Slice -> its cases, in the order in which they run; imported late, as Triton reads its environment then."""
     from bench.gpu.correct import correct
     from bench.gpu.peer_comm import comm
+    from bench.gpu.recurrent import recurrent
     from bench.gpu.ring import ring
     from bench.gpu.small import small
     from bench.gpu.speed import accumulate, backward, ceilings, forward
@@ -56,7 +57,8 @@ def slices() -> dict[str, Callable[[bool], list[Case]]]:
 
     return {
         "correct": correct, "ceilings": ceilings, "forward": forward, "backward": backward, "ring": ring, "step": step,
-        "accumulate": accumulate, "auto": auto, "small": small, "comm": comm, "host": host, "tune": tune,
+        "accumulate": accumulate, "auto": auto, "recurrent": recurrent, "small": small, "comm": comm, "host": host,
+        "tune": tune,
     }  # fmt: skip
 
 

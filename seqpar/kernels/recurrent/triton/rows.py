@@ -176,5 +176,5 @@ def gradients(
 
 @triton.jit
 def from_end(b_x):
-    """Sums of a row and all after it."""
-    return tl.sum(b_x, 0) - tl.cumsum(b_x, 0) + b_x
+    """Sums of a row and all after it, as a scan: Triton 3.6 compiles no sum over a sum of a product for Blackwell."""
+    return tl.cumsum(b_x, 0, reverse=True)
