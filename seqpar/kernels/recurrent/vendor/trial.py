@@ -47,11 +47,11 @@ def _fault(kernel: RecurrentKernel, spec: RecurrentSpec, here: Tensor) -> str | 
 
 
 def _computed(kernel: RecurrentKernel, spec: RecurrentSpec, dtype: torch.dtype) -> dict[str, Tensor | None]:
-    """States, maps and out by name, and the gradients of each; None for what is zero or not differentiable."""
+    """States, maps and out by name, and the gradients of each; None for zeros and for missing gradients."""
     g, rows, wide = torch.Generator().manual_seed(0), int(COUNTS.sum()), torch.promote_types(dtype, torch.float32)
 
     def made(*shape: int, factor: float = 1.0, of: torch.dtype = wide) -> Tensor:
-        """Values of one sign that the call's dtype holds: sums do not cancel, so that what is left out shows."""
+        """Values of one sign that the call's dtype holds: sums do not cancel, so that an omission shows."""
         x = (torch.rand(*shape, generator=g) + 0.1) * factor
         return x.to(spec.dtype).to(spec.device, of).requires_grad_()
 
