@@ -26,6 +26,7 @@ ROOT = Path(__file__).resolve().parent.parent
 INTERPRETED = find_spec("triton") is not None and not torch.cuda.is_available()  # as conftest.py asks for
 SLICES = {
     "correct",
+    "recurrent",
     "ceilings",
     "forward",
     "backward",

@@ -1,6 +1,7 @@
 """Slice `recurrent`: kernels of recurrences, forward and backward, beside PyTorch's products in chunks.
 
-Each is first held to the reference in float64 on two short runs; one that is wrong is not timed.
+Each is first held to the reference in float64 on two short runs; one that is wrong is not timed. ``tflops`` counts the
+work that `bench.cpu.recurrent` states, in chunks of 64 rows.
 """
 
 from __future__ import annotations
@@ -14,11 +15,14 @@ import torch
 from bench.gpu.calls import short
 from bench.gpu.machine import Machine
 from bench.gpu.rows import Case, Row
+from bench.gpu.speed import rate
 from seqpar.kernels.recurrent import KERNELS, Recurrence, RecurrentKernel, RecurrentSpec
 from seqpar.kernels.recurrent.vendor.trial import fault
 
 TIMED = ("chunked", "triton", "fla")
 DIM = 128  # of keys and values
+# multiply-adds, twice, of a row and head in forward and backward: bench.cpu.recurrent, by whether it is a delta rule
+WORK = {False: 3 * (4 * DIM**2 + 128 * DIM), True: 3 * (6 * DIM**2 + 256 * DIM)}
 
 
 def recurrent(tiny: bool) -> list[Case]:
@@ -53,7 +57,7 @@ def _timed(beta: bool, runs: list[int], heads: int, machine: Machine) -> Iterato
             yield row | missing[name]
             continue
         ratio = times["chunked"].ms / times[name].ms if "chunked" in times else None
-        yield row | {"ms": times[name].ms, "ratio": ratio}
+        yield row | rate(times[name], flops=sum(runs) * heads * WORK[beta]) | {"ratio": ratio}
 
 
 def _call(

@@ -194,7 +194,7 @@ def refused(comm: Comm, plan: Plan, change: str) -> str:
         elif change == "rows":
             mine["q"] = mine["q"][:1]
         elif change == "kernel":
-            options["kernel"] = "fla"
+            options["kernel"] = "fast"
         elif change == "scale":
             options["scale"] = float("nan")
         elif change == "initial":
