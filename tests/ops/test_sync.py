@@ -259,7 +259,8 @@ def test_no_row_of_a_cuda_tensor_is_read(case, monkeypatch) -> None:
     monkeypatch.setattr(copies, "on_triton", lambda x: False)
     for rank in range(plan.ranks):
         comm = Silent(rank, plan.ranks, direct=rank % 2 == 0)
-        there, whole = relayouts.moves_between(plan.layout, other_layout(plan), rank), relayouts._copies(plan, "q", comm)
+        there = relayouts.moves_between(plan.layout, other_layout(plan), rank)
+        whole = relayouts._copies(plan, "q", comm)
         with FakeTensorMode(), torch.no_grad(), watched():
             for moves in (there, there.transposed(), whole, whole.transposed()):
                 x = torch.empty(moves.rows_in, 6, 8, dtype=torch.bfloat16, device=cuda)
