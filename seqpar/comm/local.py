@@ -56,6 +56,7 @@ from seqpar.comm.protocol import (
     refuse_capture,
     rounds,
 )
+from seqpar.facts.value import whole
 
 log = logging.getLogger("seqpar.comm")
 
@@ -477,11 +478,12 @@ class LocalComm(CommBase[_LocalChannel]):
         such numbers, for pairs of different nodes and inside a node. direct: whether tensors may have any strides, see
         `Comm.direct`; a `GroupComm` only takes contiguous ones. node: this many consecutive ranks are a node, and
         exchanges inside nodes do not wait for those across; by default all ranks are one node.
+
+        Raises: ValueError for a size or node that is not an integer of at least 1, or a timeout that is not positive.
         """
-        if size < 1:
-            raise ValueError(f"LocalComm.world: size {size}, expected at least 1")
-        if node is not None and node < 1:
-            raise ValueError(f"LocalComm.world: node {node}, expected at least 1 rank")
+        size = whole("LocalComm.world: size", size, 1)
+        if node is not None:
+            node = whole("LocalComm.world: node", node, 1)
         check_timeout("LocalComm.world", timeout)
         nodes = () if node is None else [rank // node for rank in range(size)]
         delays = delay if isinstance(delay, tuple) else (delay, delay)

@@ -20,6 +20,7 @@ chain of one block, ZeCO (Chou et al. 2025) the chain of several.
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import NamedTuple
 
@@ -31,6 +32,8 @@ from seqpar.plan.runs import DocumentRuns
 from seqpar.plan.traffic import DTYPE_BYTES
 
 STATE_WAYS = ("gather", "chain")
+LAYER_WAYS = (*STATE_WAYS, "rows")
+HALO_WAYS = ("halo", "rows")
 LATENCY = 1 << 19  # what an exchange costs besides its bytes, in bytes: 10 microseconds of a link of 50 GB/s
 DECAYS = ("none", "scalar", "channel")
 
@@ -198,6 +201,12 @@ def relaid(runs: DocumentRuns) -> Counts:
 
 
 # --- the choice ------------------------------------------------------------------------------------------------------
+
+
+def check_travel(call: str, travel: object, ways: Sequence[str]) -> None:
+    """Raise ValueError unless a call's `travel` is "auto" or one of the ways."""
+    if travel not in ("auto", *ways):
+        raise ValueError(f"{call}: travel must be one of auto, {', '.join(ways)}, got {travel!r:.200}")
 
 
 def hops(runs: DocumentRuns) -> int:

@@ -13,7 +13,7 @@ import numpy as np
 from seqpar.plan.derive import Derived
 from seqpar.plan.plot import EDGE, INK, LONG, MUTED, STYLE, checked_path
 from seqpar.plan.runs import DocumentRuns
-from seqpar.plan.travel import RecurrentShape, TravelWay, layer_way
+from seqpar.plan.travel import LAYER_WAYS, RecurrentShape, TravelWay, check_travel, layer_way
 from seqpar.plan.travel_report import between, inside, passed, told
 
 DRAWN = 2000  # runs, or states on their way, at most
@@ -27,9 +27,10 @@ def plot(plan: Derived, layer: RecurrentShape, path: str | Path, *, travel: str 
     document, and an arrow for each state that is sent. Right: bytes in forward by sender and receiver. layer, travel:
     as of `describe`.
 
-    Raises: ValueError for more than 64 ranks or a suffix of an unknown format, ImportError without matplotlib, OSError
-    for a file that cannot be written.
+    Raises: ValueError for an unknown travel, more than 64 ranks or a suffix of an unknown format, ImportError without
+    matplotlib, OSError for a file that cannot be written.
     """
+    check_travel("plot", travel, LAYER_WAYS)
     try:
         from matplotlib import rc_context
         from matplotlib.figure import Figure

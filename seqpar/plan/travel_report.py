@@ -12,11 +12,13 @@ from seqpar.plan.report import QUANTILES, RANKS, columns
 from seqpar.plan.runs import DocumentRuns
 from seqpar.plan.travel import (
     LATENCY,
+    LAYER_WAYS,
     Counts,
     LayerBytes,
     RecurrentShape,
     TravelWay,
     chained,
+    check_travel,
     gathered,
     halo_bytes,
     halo_way,
@@ -35,19 +37,23 @@ def describe(plan: Derived, layer: RecurrentShape, *, travel: str = "auto") -> s
     layer: its heads, dims and dtypes. travel: as of `seqpar.recurrent.linear_attention`. Tells the runs and how many
     documents are on several ranks; how states or rows travel, and what each way would cost; how rows reach the
     convolution; and for each rank, up to 64, its runs, the exchanges it takes part in, states, rows and bytes.
+
+    Raises: ValueError for an unknown travel.
     """
+    check_travel("describe", travel, LAYER_WAYS)
     runs, of_layer = DocumentRuns.of(plan.residence), layer.bytes
     way, halo = layer_way(runs, of_layer, travel), halo_way(runs, layer.taps - 1, layer.row)
     spread = np.bincount(runs.document)
-    costs = {name: layer_way(runs, of_layer, name) for name in ("gather", "chain", "rows")}
-    cut, most = np.count_nonzero(spread > 1), spread.max()
+    costs = {name: layer_way(runs, of_layer, name) for name in LAYER_WAYS}
+    cut, most = int((spread > 1).sum()), int(spread.max())
     lines = [
-        f"{spread.size:,} documents of {plan.mask.tokens:,} tokens on {plan.ranks:,} ranks",
-        f"{runs.start.size:,} runs: {cut:,} documents have several, at most {most:,}",
+        f"{_many(spread.size, 'document')} of {_many(plan.mask.tokens, 'token')} on {_many(plan.ranks, 'rank')}",
+        f"{_many(runs.start.size, 'run')}: {_many(cut, 'document')} {'has' if cut == 1 else 'have'} several, "
+        f"at most {most:,}",
         f"a state has {_mib(of_layer.state)}, its map {_mib(of_layer.map)}; a row {of_layer.row:,} bytes, its result "
         f"{of_layer.out:,}",
         f"states: {told(way)}",
-        f"convolution of {layer.taps} taps: {told(halo)}",
+        f"convolution of {_many(layer.taps, 'tap')}: {told(halo)}",
         f"cost of the busiest rank, an exchange as {_mib(LATENCY)}: "
         + ", ".join(f"{name} {_mib(x.cost)}" for name, x in costs.items()),
     ]
@@ -139,13 +145,17 @@ def told(way: TravelWay) -> str:
     name = _named(way)
     if way.inside is not None:
         name = f"rows to a contiguous layout and back, between them {_named(way.inside)}"
-    return f"{name}; {way.steps} exchange{'s' if way.steps > 1 else ''} each way"
+    return f"{name}; {_many(way.steps, 'exchange')} each way"
 
 
 def _named(way: TravelWay) -> str:
     if not way.steps:
         return "nothing"
     return way.travel + (f" in {way.blocks} blocks" if way.blocks > 1 else "")
+
+
+def _many(count: int, name: str) -> str:
+    return f"{count:,} {name}{'' if count == 1 else 's'}"
 
 
 def _mib(size: int) -> str:

@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 import torch
 
-from seqpar.comm import Comm, LocalComm, PeerError
+from seqpar.comm import Comm, PeerError
 from seqpar.comm.protocol import LANES, Round, rounds
 from seqpar.testing import run_processes, run_threads
 from tests.cases import OVER_RANKS, Case
@@ -106,11 +106,6 @@ def test_the_end_of_a_chain_is_followed_in_the_lane_that_waits() -> None:
 
     with pytest.raises(PeerError, match=r"waited 0\.5 s in call 5 .* inside a node for rank 3, which has posted"):
         run_threads(4, rank_main, timeout=0.5, node=2)
-
-
-def test_a_world_without_ranks_in_a_node_is_refused() -> None:
-    with pytest.raises(ValueError, match="LocalComm.world: node 0, expected at least 1 rank"):
-        LocalComm.world(2, node=0)
 
 
 # --- one order, also for a device that starts one kernel after the other ----------------------------------------------

@@ -14,8 +14,13 @@ from tests.comm.cases import tag
 
 def test_one_rank_by_itself():
     cases.by_itself(LocalComm(), check="call")
-    with pytest.raises(ValueError, match="size 0"):
-        LocalComm.world(0)
+
+
+@pytest.mark.parametrize("wrong", [0, -1, 1.5, "a", True])
+@pytest.mark.parametrize("name", ["size", "node"])
+def test_worlds_and_nodes_have_a_whole_number_of_ranks(name, wrong):
+    with pytest.raises(ValueError, match=rf"LocalComm\.world: {name} must be an integer of at least 1, got {wrong!r}"):
+        LocalComm.world(**{"size": 4, name: wrong})
 
 
 def test_delay_changes_no_bit():

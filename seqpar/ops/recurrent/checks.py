@@ -14,7 +14,7 @@ from seqpar.comm import Comm
 from seqpar.kernels import acc_dtype
 from seqpar.ops.recurrent.rows import check_rows, document_runs
 from seqpar.plan import Plan
-from seqpar.plan.travel import STATE_WAYS, LayerBytes, TravelWay, layer_way
+from seqpar.plan.travel import LAYER_WAYS, LayerBytes, TravelWay, check_travel, layer_way
 
 DTYPES = (torch.float64, torch.float32, torch.bfloat16, torch.float16)
 
@@ -66,10 +66,7 @@ def checked_scale(scale: Any, dim: int) -> float:
 def checked_way(tensors: Sequence[Any], plan: Plan, travel: object) -> TravelWay:
     """How states or rows of a call travel, the same on all ranks whose tensors agree."""
     q, _, v, decay, beta, _ = tensors
-    if travel not in ("auto", *STATE_WAYS, "rows"):
-        raise ValueError(
-            f"linear_attention: travel must be one of auto, {', '.join(STATE_WAYS)}, rows, got {travel!r:.200}"
-        )
+    check_travel("linear_attention", travel, LAYER_WAYS)
     layer = layer_bytes(q, v, decay, beta)
     return plan.memo(("way", travel, layer), lambda: layer_way(document_runs(plan), layer, str(travel)))  # type: ignore[no-any-return]
 

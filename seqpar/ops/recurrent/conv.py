@@ -33,10 +33,9 @@ from seqpar.ops.recurrent.recompute import gradients
 from seqpar.ops.recurrent.relaid import Relaid
 from seqpar.ops.recurrent.rows import RowMap, check_rows, document_runs, plan_and_comm, runs, values_of
 from seqpar.plan import Plan
-from seqpar.plan.travel import halo_way
+from seqpar.plan.travel import HALO_WAYS, check_travel, halo_way
 
 ACTIVATIONS = (None, "silu")
-TRAVELS = ("auto", "halo", "rows")
 
 
 def causal_conv1d(
@@ -205,8 +204,7 @@ def _check(x: Tensor, weight: object, bias: object, activation: object, travel: 
         raise ValueError("causal_conv1d: weight has no taps; give at least 1")
     if activation not in ACTIVATIONS:
         raise ValueError(f'causal_conv1d: activation must be None or "silu", got {activation!r:.200}')
-    if travel not in TRAVELS:
-        raise ValueError(f"causal_conv1d: travel must be one of {', '.join(TRAVELS)}, got {travel!r:.200}")
+    check_travel("causal_conv1d", travel, HALO_WAYS)
 
 
 def _fake(x: Tensor, weight: Tensor, bias: Tensor | None, *_: object) -> tuple[Tensor, Tensor]:

@@ -24,7 +24,7 @@ from seqpar.ops.recurrent.chain import StateChain
 from seqpar.ops.recurrent.gather import StateGather
 from seqpar.ops.recurrent.rows import check_plan, document_runs, plan_and_comm
 from seqpar.plan import Plan
-from seqpar.plan.travel import STATE_WAYS, LayerBytes, TravelWay, state_way
+from seqpar.plan.travel import STATE_WAYS, LayerBytes, TravelWay, check_travel, state_way
 
 
 def state_scan(states: Tensor, maps: Tensor, plan: Plan, comm: Comm, *, travel: str = "auto") -> Tensor:
@@ -119,8 +119,7 @@ def _checked(states: object, maps: object, plan: Plan, comm: Comm, travel: objec
             f"state_scan: maps must be floating of shape {shapes[0]}, {shapes[1]} or {shapes[2]} on {states.device}, "
             f"got {maps.dtype} {list(maps.shape)} on {maps.device}"
         )
-    if travel not in ("auto", *STATE_WAYS):
-        raise ValueError(f"state_scan: travel must be one of auto, {', '.join(STATE_WAYS)}, got {travel!r:.200}")
+    check_travel("state_scan", travel, STATE_WAYS)
     size = acc_dtype(states.dtype).itemsize
     layer = LayerBytes(h, states.shape[1:].numel() * size, maps.shape[1:].numel() * size)
     return plan.memo(("way", travel, layer), lambda: state_way(document_runs(plan), layer, str(travel)))  # type: ignore[no-any-return]

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 import numpy as np
 import pytest
 import torch
@@ -69,6 +71,26 @@ def test_whole_documents_send_nothing() -> None:
     plan = Plan(seqpar.Mask([6, 3]), seqpar.Layout([np.arange(6), np.arange(6, 9)]))
     text = recurrent.describe(plan, LAYER)
     assert "states: nothing is sent" in text and "convolution of 3 taps: nothing is sent" in text
+    assert text.startswith("2 documents of 9 tokens on 2 ranks\n2 runs: 0 documents have several, at most 1\n")
+
+
+def test_what_there_is_one_of_is_told_in_the_singular() -> None:
+    alone = recurrent.describe(Plan(seqpar.Mask([1]), seqpar.Layout.contiguous(1, 1)), replace(LAYER, taps=1))
+    assert alone.startswith("1 document of 1 token on 1 rank\n1 run: 0 documents have several, at most 1\n")
+    assert "convolution of 1 tap:" in alone
+    cut = recurrent.describe(Plan(seqpar.Mask([8]), seqpar.Layout.contiguous(8, 2)), LAYER)
+    assert "2 runs: 1 document has several, at most 2\n" in cut and "; 1 exchange each way" in cut
+
+
+@pytest.mark.parametrize("travel", ["halo", "pigeon", None, 3])
+def test_an_unknown_travel_is_the_verbs_error(travel, tmp_path) -> None:
+    plan = plan_of("zigzag", (40, 9, 30), 3)
+    error = rf"travel must be one of auto, gather, chain, rows, got {travel!r}"
+    with pytest.raises(ValueError, match=f"describe: {error}"):
+        recurrent.describe(plan, LAYER, travel=travel)
+    pytest.importorskip("matplotlib")
+    with pytest.raises(ValueError, match=f"plot: {error}"):
+        recurrent.plot(plan, LAYER, tmp_path / "x.png", travel=travel)
 
 
 def test_many_ranks_have_quantiles() -> None:
