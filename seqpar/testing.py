@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import numpy as np
 import torch
+from numpy.typing import NDArray
 from torch import Tensor
 
 from seqpar.facts.mask import Mask
@@ -18,6 +19,7 @@ __all__ = [
     "relative_rms",
     "run_processes",
     "run_threads",
+    "seen_pairs",
 ]
 
 # The error against float64, averaged over seeds, may exceed the same kernel's error on one rank by this factor.
@@ -52,8 +54,7 @@ def dense_attention(
     at = torch.from_numpy(mask.key_positions(rows)).to(q.device)
     if alibi_slopes is not None:
         s = s - alibi_slopes[:, None, None] * (at[:, None] - columns).abs()
-    lo, hi = (torch.from_numpy(x).to(q.device)[:, None] for x in mask.bounds(rows))
-    s = s.masked_fill((columns < lo) | (columns >= hi), -torch.inf)
+    s = s.masked_fill(~torch.from_numpy(seen_pairs(mask)).to(q.device), -torch.inf)
     if sinks is not None:
         s = torch.cat([s, sinks[:, None, None].expand(-1, mask.tokens, 1)], dim=-1)
     blind = (s == -torch.inf).all(-1, keepdim=True)
@@ -65,6 +66,16 @@ def dense_attention(
         b = dropout.words(columns, heads, dropout_seed, side=1)[:, None]
         p = p * dropout.keep(a, b, dropout_p) / (1 - dropout_p)
     return torch.einsum("hij,jhd->ihd", p, values), lse.t()
+
+
+def seen_pairs(mask: Mask) -> NDArray[np.bool_]:
+    """Whether query i sees key j, [tokens, kv_tokens], by definition."""
+    rows, keys = np.arange(mask.tokens), np.arange(mask.kv_tokens)
+    seen = np.zeros((rows.size, keys.size), bool)
+    for band in range(len(mask.bands)):
+        lo, hi = (bound[:, None] for bound in mask.bounds(rows, band=band))
+        seen |= (lo <= keys) & (keys < hi) & (mask.key_positions(rows)[:, None] < mask.until(band=band))
+    return seen
 
 
 def dense_linear_attention(

@@ -79,7 +79,7 @@ def seqpar_call(case: Case, q: Tensor, k: Tensor, v: Tensor, dout: Tensor) -> tu
     """A call of seqpar's kernel as the schedule calls it, and the number of attended pairs."""
     mask = seqpar.Mask(case.lengths, causal=case.mask != "full")
     plan = seqpar.Plan(mask, seqpar.Layout.contiguous(mask.tokens, 1))
-    facts = uploaded(plan, plan.steps(0), q.device).facts[0]
+    facts = uploaded(plan, plan.steps(0), q.device).facts[0][0]
     kernel, x = Native(), Operands(q, k, v, facts, Score(case.dim**-0.5))
     out, lse = torch.empty_like(q), torch.empty(q.shape[1], q.shape[0])
     forward = Sums(

@@ -106,7 +106,7 @@ def size_one(repeat: int) -> dict[str, list[float]]:
     comm = seqpar.LocalComm()
     score = Score(DIM**-0.5)
     kernel = choose("auto", call_spec(q, k, v, score, grads=False, deterministic=True, merges=False))
-    facts = uploaded(plan, plan.steps(0), q.device).facts[0]
+    facts = uploaded(plan, plan.steps(0), q.device).facts[0][0]
     operands = Operands(q, k, v, facts, score)
     out, lse = torch.empty_like(q), torch.empty(HEADS, tokens)
     times: dict[str, list[float]] = {"attention, one rank": [], "kernel alone": []}
@@ -139,7 +139,7 @@ def planning(repeat: int) -> dict[str, list[float]]:
                 start = time.perf_counter()
                 plan = seqpar.Plan(seqpar.Mask(lengths), layout())
                 for step in plan.steps(rank):
-                    step.tiles(128, 128)
+                    step.bands[0].tiles(128, 128)
                 plan.rope_positions(rank)
                 times.setdefault(f"{name}, rank {rank}", []).append(time.perf_counter() - start)
     return times

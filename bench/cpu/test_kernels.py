@@ -35,7 +35,7 @@ def cases() -> list[object]:
 
 def step_facts():
     plan = Plan(Mask([TOKENS]), Layout.contiguous(TOKENS, 1))
-    return uploaded(plan, plan.steps(0), torch.device("cpu")).facts[0]
+    return uploaded(plan, plan.steps(0), torch.device("cpu")).facts[0][0]
 
 
 def forward(kernel: Kernel, q, k, v, facts) -> tuple[torch.Tensor, torch.Tensor]:

@@ -85,6 +85,7 @@ def facts_of(mask: Mask, keys: Ints, device: torch.device) -> StepFacts:
     kept: dict[Hashable, Any] = {}
     return StepFacts(
         *upload([pos, lo, hi, keys], device),
+        until=None,
         tiles=functools.lru_cache(None)(lambda bm, bn: tile_tables(lo, hi, keys, bm, bn)),
         segments=functools.cache(lambda: segments(lo, hi, keys)),
         memo=lambda key, make: kept[key] if key in kept else kept.setdefault(key, make()),

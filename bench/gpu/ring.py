@@ -73,9 +73,9 @@ def ring(tiny: bool) -> list[Case]:
 
 def facts_of_step(step: Step, device: torch.device) -> StepFacts:
     """The facts of a step that the schedule passes to a kernel."""
-    part = step.part
-    there = upload([part.pos, part.lo, part.hi, step.pos], device)
-    return StepFacts(*there, step.tiles, lambda: step.segments, lambda key, make: step.memo((device, key), make))
+    (band,) = step.bands
+    there = upload([band.at, band.lo, band.hi, band.pos], device)
+    return StepFacts(*there, None, band.tiles, lambda: band.segments, lambda key, make: band.memo((device, key), make))
 
 
 class Rank:

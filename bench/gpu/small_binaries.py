@@ -30,7 +30,7 @@ def launches() -> Iterator[tuple[str, Callable[[], None]]]:
     from seqpar.kernels.triton import delta, merge, rotary, rows
 
     numbers, plan = torch.arange(ROWS), Plan(Mask([ROWS]), Layout.contiguous(ROWS, 1))
-    facts = uploaded(plan, plan.steps(0), torch.device("cpu")).facts[0]
+    facts = uploaded(plan, plan.steps(0), torch.device("cpu")).facts[0][0]
     for dtype in DTYPES:
         wide = torch.float64 if dtype == torch.float64 else torch.float32
         x, y = torch.zeros(ROWS, HEADS, DIM, dtype=dtype), torch.zeros(ROWS, 2, HEADS, DIM, dtype=dtype)

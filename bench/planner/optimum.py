@@ -193,7 +193,7 @@ def _of_mask(
     """The ticks that layers of one mask add: of each block, and factors of new variables [ranks, n]."""
     count, ranks = x.shape
     # tally counts pieces from one kink of the bounds to the next
-    kinks = np.union1d(mask.spans.start, mask.offsets[:-1])
+    kinks = mask.breaks
     inside = np.searchsorted(kinks, blocks.start + blocks.rows) - np.searchsorted(kinks, blocks.start)
     always = inside + (~np.isin(blocks.start, kinks) & blocks.begins)
     fixed = layer * (w.query * blocks.rows + w.pair * w.areas(_pairs(blocks, mask)) + w.piece * always)

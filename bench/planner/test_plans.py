@@ -36,7 +36,7 @@ def build(layout: str, rank: int, transport: str, window: int | None) -> Plan:
     """Mask, layout, plan, the rank's steps, their tile tables and the rank's rotary positions; nothing cached."""
     plan = Plan(Mask(LENGTHS, window=(window, None)), LAYOUTS[layout](), transport=transport)
     for step in plan.steps(rank):
-        step.tiles(128, 128)
+        step.bands[0].tiles(128, 128)
     plan.rope_positions(rank)
     return plan
 

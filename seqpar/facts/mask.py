@@ -25,7 +25,8 @@ from collections.abc import Sequence
 import numpy as np
 from numpy.typing import ArrayLike
 
-from seqpar.facts.intervals import Spans, edges, linear_spans, progressions
+from seqpar.facts.bands import Band, Until, meetings
+from seqpar.facts.intervals import Runs, Spans, distinct, edges, linear_spans, progressions
 from seqpar.facts.value import MOST, Fact, Ints, digest_of, frozen, int64_of, is_integer, lengths_of, whole
 
 
@@ -47,7 +48,7 @@ class Mask(Fact):
     offsets: Ints
     kv_offsets: Ints
     within_documents: bool
-    _spans: Spans
+    bands: tuple[Band, ...]
     _name: str
 
     def __init__(
@@ -69,7 +70,7 @@ class Mask(Fact):
         left, right = _checked_window(window, causal)
         spans = _document_spans(queries, keys, left, right)
         name = ("causal" if causal else "full") + (f", window={window}" if window != (None, None) else "")
-        self._set(queries, keys, spans, within=True, name=name)
+        self._set(queries, keys, (Band(spans),), within=True, name=name)
 
     @classmethod
     def from_bounds(
@@ -77,12 +78,14 @@ class Mask(Fact):
         lo: ArrayLike,
         hi: ArrayLike,
         *,
+        until: ArrayLike | None = None,
         kv_tokens: int | None = None,
         lengths: ArrayLike | None = None,
     ) -> Mask:
-        """Any mask with one interval of keys per query: query ``i`` sees keys ``lo[i] <= j < hi[i]``.
+        """Any mask of one band: query ``i`` sees key ``j`` iff ``lo[i] <= j < hi[i]`` and ``i < until[j]``.
 
-        lo, hi: integers [tokens], ``0 <= lo <= hi <= kv_tokens``. kv_tokens: number of keys, by default that of
+        lo, hi: integers [tokens], ``0 <= lo <= hi <= kv_tokens``. until: integers [kv_tokens] from 0 to kv_tokens, in
+        key coordinates; by default no key ends before the last query. kv_tokens: number of keys, by default that of
         queries. lengths: documents, used by layouts per document and for positions inside documents; only with as many
         keys as queries; by default the batch is one document.
 
@@ -113,10 +116,12 @@ class Mask(Fact):
             )
         kv_lengths = documents if keys == tokens else lengths_of("kv_tokens", [keys])
         self = cls.__new__(cls)
-        self._set(documents, kv_lengths, linear_spans(low, high), within=False, name="bounds")
+        bounds = None if until is None else _checked_until(until, keys)
+        band = Band(linear_spans(low, high), bounds).canonical(tokens, keys)
+        self._set(documents, kv_lengths, (band,), within=False, name="bounds")
         return self
 
-    def _set(self, queries: Ints, keys: Ints, spans: Spans, *, within: bool, name: str) -> None:
+    def _set(self, queries: Ints, keys: Ints, bands: tuple[Band, ...], *, within: bool, name: str) -> None:
         """within: True if queries are known to see only keys of their own documents."""
         offsets, kv_offsets = edges(queries), edges(keys)
         self._fill(
@@ -124,13 +129,15 @@ class Mask(Fact):
             kv_lengths=keys,
             offsets=offsets,
             kv_offsets=kv_offsets,
-            within_documents=within or _inside(spans, offsets, kv_offsets),
-            _spans=Spans(*map(frozen, spans)),
+            within_documents=within or all(_inside(band.spans, offsets, kv_offsets) for band in bands),
+            bands=tuple(band.frozen() for band in bands),
             _name=name,
         )
 
     def _made_digest(self) -> str:
-        return digest_of("mask", self.lengths, self.kv_lengths, *_canonical(self._spans, self.tokens))
+        spans = [x for band in self.bands for x in _canonical(band.spans, self.tokens)]
+        ends = [] if self.plain else ["bands", *(x for band in self.bands for x in band.until or ("open",))]
+        return digest_of("mask", self.lengths, self.kv_lengths, *spans, *ends)
 
     @property
     def tokens(self) -> int:
@@ -143,28 +150,41 @@ class Mask(Fact):
         return int(self.kv_offsets[-1])
 
     @property
-    def spans(self) -> Spans:
-        """The bounds of all queries, as spans of rows with linear bounds."""
-        return self._spans
+    def plain(self) -> bool:
+        """Whether each query sees one interval of keys: one band, in which no key ends before the last query."""
+        return len(self.bands) == 1 and self.bands[0].until is None
+
+    @property
+    def has_until(self) -> bool:
+        """Whether some keys end before the last query, in any band."""
+        return any(band.until is not None for band in self.bands)
 
     @property
     def spans_are_documents(self) -> bool:
-        """Whether each document is one span, as in causal and full masks."""
+        """Whether each document is one span of one interval per query, as in causal and full masks."""
         starts = self.offsets[:-1]
-        return self.memo("spans are documents", lambda: np.array_equal(self._spans.start, starts))
+        return self.plain and self.memo(
+            "spans are documents", lambda: np.array_equal(self.bands[0].spans.start, starts)
+        )
 
-    def bounds(self, positions: ArrayLike) -> tuple[Ints, Ints]:
+    @property
+    def breaks(self) -> Ints:
+        """The starts of documents and of all bands' spans, ascending: no bound bends between two of them; cached."""
+        starts = [self.offsets[:-1], *(band.spans.start for band in self.bands)]
+        return self.memo("breaks", lambda: frozen(distinct(np.concatenate(starts))))
+
+    def bounds(self, positions: ArrayLike, *, band: int = 0) -> tuple[Ints, Ints]:
         """``lo, hi`` int64 of the queries at these global positions; a pad row, position -1, gets an empty interval.
 
         Raises: ValueError for a position outside the batch.
         """
-        at = self._checked(positions)
-        span = np.searchsorted(self._spans.start, at, side="right") - 1
-        t = at - self._spans.start[span]
-        lo = self._spans.lo[span] + t * self._spans.lo_step[span]
-        hi = self._spans.hi[span] + t * self._spans.hi_step[span]
-        pad = at < 0
-        return np.where(pad, 0, lo), np.where(pad, 0, hi)
+        return self.bands[band].bounds(self._checked(positions))
+
+    def until(self, *, band: int = 0) -> Ints:
+        """The end, int64 [kv_tokens], of the queries that may see each key, in key coordinates."""
+        until = self.bands[band].until
+        keys = np.arange(self.kv_tokens)
+        return np.full_like(keys, self.kv_tokens) if until is None else until.of(keys)
 
     def documents(self, positions: ArrayLike) -> Ints:
         """The document of each query position; -1 for a pad row."""
@@ -196,10 +216,12 @@ class Mask(Fact):
                 f"some queries of {self!r} see keys of other documents, so that none can be taken out of the batch; "
                 "keep the batch whole, or give bounds inside documents"
             )
+        if not self.plain:
+            raise NotImplementedError(f"documents of {self!r} cannot be taken out of the batch yet")
         queries = frozen(self.lengths[chosen])
         keys = queries if self.kv_lengths is self.lengths else frozen(self.kv_lengths[chosen])
         mask: Mask = type(self).__new__(type(self))
-        mask._set(queries, keys, _picked_spans(self, chosen), within=True, name=self._name)
+        mask._set(queries, keys, (Band(_picked_spans(self, chosen)),), within=True, name=self._name)
         return mask
 
     def windowed(self, window: tuple[int | None, int | None]) -> Mask:
@@ -208,6 +230,8 @@ class Mask(Fact):
         Distances are between key positions, see `key_positions`.
         """
         checked = _checked_window(window, False)
+        if not self.plain:
+            raise NotImplementedError(f"{self!r} takes no window yet")
         return self.memo(("window", checked), lambda: self._windowed(*checked))
 
     def _windowed(self, left: int | None, right: int | None) -> Mask:
@@ -220,7 +244,7 @@ class Mask(Fact):
             return hi if right is None else np.minimum(hi, self.key_positions(at) + right + 1)
 
         # A piece is cut where the window meets one of its bounds, and where it has passed a bound and nothing is seen.
-        start = np.union1d(self._spans.start, self.offsets[:-1])
+        start = self.breaks
         at, (lo, hi) = self.key_positions(start), self.bounds(start)
         cuts = [lo - at + x for x in (left,) if x is not None] + [hi - at - x - 1 for x in (right,) if x is not None]
         start = _cut(start, cuts, self.tokens)
@@ -229,15 +253,21 @@ class Mask(Fact):
         (lo, hi), (lo_after, hi_after) = ((low(x), np.maximum(low(x), high(x))) for x in (start, after))
         mask: Mask = type(self).__new__(type(self))
         mask._set(
-            self.lengths, self.kv_lengths, Spans(start, lo, hi, lo_after - lo, hi_after - hi),
+            self.lengths, self.kv_lengths, (Band(Spans(start, lo, hi, lo_after - lo, hi_after - hi)),),
             within=self.within_documents, name=f"{self._name}, window={(left, right)}",
         )  # fmt: skip
         return mask
 
     def area(self) -> int:
         """Number of attended pairs of a query and a key."""
-        s = self._spans
+        return sum(self._area(band) for band in self.bands)
+
+    def _area(self, band: Band) -> int:
+        s = band.spans
         rows = np.diff(np.append(s.start, self.tokens))
+        if band.until is not None:
+            pieces = Runs(s.start, rows, np.ones_like(rows))
+            return int(meetings(band, pieces, self.key_positions(s.start)).areas().sum())
         pairs, slope = s.hi - s.lo, s.hi_step - s.lo_step
         if self.tokens * self.kv_tokens >= 1 << 62:  # beyond int64: Python's integers
             rows, pairs, slope = (x.astype(object) for x in (rows, pairs, slope))
@@ -277,7 +307,7 @@ def _inside(spans: Spans, offsets: Ints, kv_offsets: Ints) -> bool:
 
 def _picked_spans(mask: Mask, documents: Ints) -> Spans:
     """The spans of some documents, cut at document borders and moved to their places in the new batch."""
-    s = mask.spans
+    s = mask.bands[0].spans
     if mask.spans_are_documents and (s.lo < s.hi).all():  # every row sees a key
         rows, keys = (edges(lengths[documents])[:-1] for lengths in (mask.lengths, mask.kv_lengths))
         shift = keys - mask.kv_offsets[documents]
@@ -316,6 +346,20 @@ def _canonical(spans: Spans, tokens: int) -> tuple[Ints, ...]:
         spans.lo[:1], *progressions(spans.lo, spans.lo_step, count),
         spans.hi[:1], *progressions(spans.hi, spans.hi_step, count),
     )  # fmt: skip
+
+
+def _checked_until(until: ArrayLike, keys: int) -> Until:
+    """Runs of keys with equal ends."""
+    ends = np.asarray(until)
+    if ends.shape != (keys,) or ends.dtype.kind not in "iu":
+        raise ValueError(f"until must be integers [{keys}], one for each key, got {ends.dtype}{list(ends.shape)}")
+    ends = int64_of("until", ends)
+    bad = (ends < 0) | (ends > keys)
+    if bad.any():
+        j = int(np.flatnonzero(bad)[0])
+        raise ValueError(f"until of key {j} is {ends[j]}, expected 0 to {keys}, the number of keys")
+    start = np.flatnonzero(np.append(True, ends[1:] != ends[:-1]))
+    return Until(start, ends[start])
 
 
 def _checked_window(window: Sequence[int | None], causal: bool) -> tuple[int | None, int | None]:

@@ -70,6 +70,15 @@ def frozen(array: NDArray[Any]) -> Any:
     return array
 
 
+def _freeze(value: object) -> None:
+    """Make all arrays of nested tuples read-only."""
+    if isinstance(value, np.ndarray):
+        frozen(value)
+    elif isinstance(value, tuple):
+        for part in value:
+            _freeze(part)
+
+
 class Memo:
     """Caches derivations of a value, once per batch, as long as the value lives."""
 
@@ -106,10 +115,7 @@ class Fact(Memo):
         return {name: value for name, value in self.__dict__.items() if name != "_memo"}
 
     def __setstate__(self, state: dict[str, object]) -> None:
-        for value in state.values():
-            for array in value if isinstance(value, tuple) else (value,):
-                if isinstance(array, np.ndarray):
-                    frozen(array)  # pickle loses the read-only flag
+        _freeze(tuple(state.values()))  # pickle loses the read-only flag
         self._fill(**state)
 
     def __eq__(self, other: object) -> bool:

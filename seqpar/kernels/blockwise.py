@@ -28,6 +28,8 @@ class Blockwise(Kernel):
 
     def refuses(self, spec: CallSpec) -> str | None:
         """Why the call is refused, or None."""
+        if spec.until:
+            return "blockwise has no keys that end early, as in trees"
         return None if spec.dtype in DTYPES else f"blockwise has no {spec.dtype}"
 
     def accuracy_loss(self, spec: CallSpec) -> str | None:

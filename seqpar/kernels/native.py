@@ -40,6 +40,8 @@ class Native(Kernel):
             return f"native runs on the CPU, q is on {spec.device}"
         if spec.dtype not in DTYPES:
             return f"native has float32 and bfloat16, no {spec.dtype}"
+        if spec.until:
+            return "native has no keys that end early, as in trees"
         if max(spec.dim, spec.v_dim) > MAX_DIM:
             return f"native has head dims up to {MAX_DIM}, got {spec.dim} and {spec.v_dim}"
         return native.missing()

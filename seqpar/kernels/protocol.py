@@ -1,9 +1,9 @@
 """The kernel protocol: attention of query rows over one buffer of keys, merged with the result of earlier buffers.
 
 A kernel gets positions and bounds and never learns of ranks, layouts or masks. Query row ``i`` sees key row ``j`` iff
-``lo[i] <= key_pos[j] < hi[i]``; both are sorted by position. Shapes: ``q [M, H, D]``, ``k [N, H_kv, D]``,
-``v [N, H_kv, D_v]``, any strides with a dense last dim, ``H % H_kv == 0``; ``acc [M, H, D_v]``, ``lse [H, M]`` in the
-accumulation dtype, which is float64 for float64 inputs and float32 for all others.
+``lo[i] <= key_pos[j] < hi[i]`` and ``pos[i] < until[j]``; both are sorted by position. Shapes: ``q [M, H, D]``,
+``k [N, H_kv, D]``, ``v [N, H_kv, D_v]``, any strides with a dense last dim, ``H % H_kv == 0``; ``acc [M, H, D_v]``,
+``lse [H, M]`` in the accumulation dtype, which is float64 for float64 inputs and float32 for all others.
 
 Forward starts its own running maximum at -inf and merges its normalised sum once with the normalised ``(acc, lse)`` of
 earlier keys. Rows that see no key of the buffer stay as they are.
@@ -48,16 +48,18 @@ class Score:
 
 @dataclass(frozen=True)
 class StepFacts:
-    """One step's positions and bounds on the device, int32: pos, lo, hi [M] of the queries, key_pos [N].
+    """Positions and bounds of one band of a step on the device, int32: pos, lo, hi [M] of the queries, key_pos [N].
 
-    tiles(bm, bn): the step's tile tables. segments(): the step as contiguous rectangles.
-    memo(key, make): the cached result of ``make()``, kept as long as the step.
+    until [N]: the keys' bounds, None if they hide no pair; never in a call whose `CallSpec.until` is False.
+    tiles(bm, bn): the band's tile tables. segments(): the band as contiguous rectangles. memo(key, make): the cached
+    result of ``make()``, kept as long as the step.
     """
 
     pos: Tensor
     lo: Tensor
     hi: Tensor
     key_pos: Tensor
+    until: Tensor | None
     tiles: Callable[[int, int], Tiles]
     segments: Callable[[], Segments]
     memo: Callable[[Hashable, Callable[[], Any]], Any]
@@ -112,7 +114,7 @@ class CallSpec:
     grads: a backward may follow. merges: results may be partial (keys of a row come in several steps, a sink precedes
     the first, or gradients of a key are sums over ranks), so a kernel that rounds results to the inputs' dtype rounds
     each part. one_length: all documents have the same number of queries, and of keys, so that a library sees few
-    shapes. fast: "auto" may take a kernel that rounds each part.
+    shapes. fast: "auto" may take a kernel that rounds each part. until: some keys end before the last query.
     """
 
     device: str
@@ -130,6 +132,7 @@ class CallSpec:
     merges: bool = True
     one_length: bool = False
     fast: bool = False
+    until: bool = False
 
     @property
     def plain(self) -> bool:
@@ -141,7 +144,7 @@ class CallSpec:
         asked = {
             "softcap": self.softcap, "alibi": self.alibi, "dropout": self.dropout, "gradients": self.grads,
             "the same bits every time": self.deterministic, "results that are merged": self.merges,
-            "parts that may be rounded": self.fast,
+            "parts that may be rounded": self.fast, "keys that end early": self.until,
         }  # fmt: skip
         has = [words for words, is_asked in asked.items() if is_asked]
         return (

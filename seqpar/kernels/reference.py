@@ -77,6 +77,8 @@ def _scores(x: Operands) -> tuple[Tensor, Tensor | float, Tensor]:
     if score.slopes is not None:
         s = s - score.slopes[:, None, None] * (facts.pos[:, None] - facts.key_pos[None]).abs()
     seen = (facts.key_pos[None] >= facts.lo[:, None]) & (facts.key_pos[None] < facts.hi[:, None])
+    if facts.until is not None:
+        seen &= facts.pos[:, None] < facts.until[None]
     return s.masked_fill(~seen, -torch.inf), slope, seen
 
 

@@ -3,9 +3,9 @@
 from seqpar.facts.tiles import Kind, Segments, Tiles
 from seqpar.plan.heads import head_blocks, head_share, replicated
 from seqpar.plan.plan import TRANSPORTS, Plan
-from seqpar.plan.steps import Part, Rows, Step, Trade
+from seqpar.plan.steps import Part, Rows, Step, StepBand, Trade
 
 __all__ = [
-    "TRANSPORTS", "Kind", "Part", "Plan", "Rows", "Segments", "Step", "Tiles", "Trade", "head_blocks", "head_share",
-    "replicated",
+    "TRANSPORTS", "Kind", "Part", "Plan", "Rows", "Segments", "Step", "StepBand", "Tiles", "Trade", "head_blocks",
+    "head_share", "replicated",
 ]  # fmt: skip

@@ -24,7 +24,8 @@ from typing import NamedTuple
 import numpy as np
 from numpy.typing import NDArray
 
-from seqpar.facts.intervals import Holders, Intervals, Runs, cut, distinct, edges, expand, interval_of, order_of, union
+from seqpar.facts.bands import meetings
+from seqpar.facts.intervals import Holders, Intervals, Runs, cut, edges, expand, interval_of, order_of, union
 from seqpar.facts.layout import Layout
 from seqpar.facts.mask import Mask
 from seqpar.facts.value import Ints, frozen
@@ -143,7 +144,7 @@ def _pieces(mask: Mask, layout: Layout, width: int) -> tuple[Runs, Ints, Ints]:
     first = np.flatnonzero(np.append(True, group[1:] != group[:-1]))
     lo, group = lo[first], group[first]
     whole = Runs(lo, np.diff(np.append(lo, mask.tokens)), np.ones_like(lo))
-    piece, source = cut(whole, breaks_of(mask))
+    piece, source = cut(whole, mask.breaks)
     return piece, group[source], interval_of(piece.start, mask.offsets[:-1])
 
 
@@ -158,11 +159,6 @@ def _stretches(layout: Layout) -> tuple[Ints, Ints]:
     """The starts of all stretches of one rank's positions, ascending, and the rank of each."""
     lo, _, holder, _ = layout.holders().pieces(np.zeros(1, np.int64), np.full(1, layout.total))
     return frozen(lo), frozen(holder.astype(np.int64))
-
-
-def breaks_of(mask: Mask) -> Ints:
-    """The starts of documents and of the mask's spans, ascending."""
-    return mask.memo("breaks", lambda: frozen(distinct(np.concatenate([mask.spans.start, mask.offsets[:-1]]))))
 
 
 def _moving(mask: Mask, group: Ints, document: Ints) -> Ints:
@@ -229,49 +225,40 @@ class Moved:
 
 
 def _near(mask: Mask, runs: Runs, group: Ints, own: Intervals) -> Ints:
-    """Attended pairs of each run with its own group's keys; each run lies in one span of the mask."""
-    line = mask.kv_tokens + 1
-    lo, hi, lo_step, hi_step = _linear(mask, runs)
-    n, base = runs.count, group * line
+    """Attended pairs of each run with its own group's keys; no bound of the mask bends inside a run."""
+    line, total = mask.kv_tokens + 1, np.zeros(group.size, np.int64)
     start, stop = own.lo + own.group * line, own.hi + own.group * line
-    first = stop.searchsorted(lo + base, side="right")
-    last = np.maximum(hi + hi_step * (n - 1), lo)
-    met = np.maximum(start.searchsorted(last + base) - first, 0)
-    run = np.repeat(np.arange(n.size), met)
-    at = expand(first, met)
-    low, high = own.lo[at], own.hi[at]
-    seen = _clamped(hi[run], hi_step[run], n[run], low, high) - _clamped(lo[run], lo_step[run], n[run], low, high)
-    return summed(run, seen, n.size)
+    for band in mask.bands:
+        met = meetings(band, runs, mask.key_positions(runs.start))
+        base = group[met.piece] * line
+        first = stop.searchsorted(np.maximum(met.lo, met.low) + base, side="right")
+        last = np.minimum(met.hi + met.hi_step * (met.rows - 1), met.high)
+        count = np.maximum(start.searchsorted(np.maximum(last, met.lo) + base) - first, 0)
+        at, owned = np.repeat(np.arange(count.size), count), expand(first, count)
+        low, high = np.maximum(own.lo[owned], met.low[at]), np.minimum(own.hi[owned], met.high[at])
+        total += summed(met.piece[at], met.pick(at)._replace(low=low, high=np.maximum(low, high)).areas(), group.size)
+    return total
 
 
 def whole_runs(mask: Mask) -> tuple[Runs, Ints]:
     """All queries as runs, cut at document borders and at kinks of the bounds, and the document of each run."""
-    start = breaks_of(mask)
+    start = mask.breaks
     runs = Runs(start, np.diff(np.append(start, mask.tokens)), np.ones_like(start))
     return runs, np.searchsorted(mask.offsets, start, side="right") - 1
 
 
-def _linear(mask: Mask, runs: Runs) -> tuple[Ints, Ints, Ints, Ints]:
-    """The bounds at the start of each run, and their slopes: lo, hi, lo_step, hi_step. A run lies in one span."""
-    s = mask.spans
-    span = s.start.searchsorted(runs.start, side="right") - 1
-    t = runs.start - s.start[span]
-    return s.lo[span] + t * s.lo_step[span], s.hi[span] + t * s.hi_step[span], s.lo_step[span], s.hi_step[span]
-
-
 def area_of(mask: Mask, runs: Runs) -> Ints:
-    """Attended pairs of each run; a run lies in one span of the mask."""
-    lo, hi, lo_step, hi_step = _linear(mask, runs)
-    n = runs.count
-    return n * (hi - lo) + (hi_step - lo_step) * runs.step * (n * (n - 1) // 2)
-
-
-def _clamped(x: Ints, step: Ints, n: Ints, low: Ints, high: Ints) -> Ints:
-    """Sum of ``clip(x + step * t, low, high)`` over ``0 <= t < n``, for steps of 0 and 1."""
-    under, over = np.minimum(np.maximum(low - x, 0), n), np.minimum(np.maximum(x + n - high, 0), n)
-    inner = n - under - over
-    rising = low * under + high * over + inner * (x + under) + inner * (inner - 1) // 2
-    return np.where(step == 1, rising, n * np.minimum(np.maximum(x, low), high))
+    """Attended pairs of each run; no bound of the mask bends inside a run."""
+    total = np.zeros(runs.count.size, np.int64)
+    for band in mask.bands:
+        if band.until is None:
+            lo, hi, lo_step, hi_step = band.linear(runs.start)
+            n = runs.count
+            total += n * (hi - lo) + (hi_step - lo_step) * runs.step * (n * (n - 1) // 2)
+        else:
+            met = meetings(band, runs, mask.key_positions(runs.start))
+            total += summed(met.piece, met.areas(), total.size)
+    return total
 
 
 Floats = NDArray[np.float64]
@@ -295,7 +282,7 @@ def load_of(plan: Derived) -> Load:
     """The work of every rank of a plan, and the keys that it fetches."""
     runs, rank, document = plan.residence.pieces("q")
     width = plan.widths[document]
-    inner, source = cut(runs, plan.mask.spans.start)
+    inner, source = cut(runs, plan.mask.breaks)
     area = area_of(plan.mask, inner)
     by_rank, node = np.zeros(plan.ranks), node_of(plan)
     for w in np.unique(plan.widths).tolist():

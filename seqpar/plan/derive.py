@@ -65,10 +65,12 @@ class Derived(Fact):
 
     @property
     def merges(self) -> bool:
-        """Whether some row's keys come in several steps, so that partial results are merged. Equal on all ranks."""
+        """Whether some row's keys come in several steps or bands, whose results are merged. Equal on all ranks."""
         return self.memo("merges", self._merges)
 
     def _merges(self) -> bool:
+        if len(self.mask.bands) > 1:
+            return True
         if self.transport == "gather" or (self.widths == self.ranks).all():
             return False
         if not self.mask.within_documents:

@@ -19,7 +19,7 @@ import numpy as np
 from seqpar.facts.intervals import cut, expand
 from seqpar.facts.value import Ints
 from seqpar.plan.residence import Residence
-from seqpar.plan.steps import Part, Trade, as_rows
+from seqpar.plan.steps import Bounds, Part, Trade, as_rows
 
 
 def part_of(residence: Residence, widths: Ints, rank: int, width: int) -> Part:
@@ -29,8 +29,8 @@ def part_of(residence: Residence, widths: Ints, rank: int, width: int) -> Part:
     q, at = _trade(residence, widths, rank, members, "q")
     kv, keys = (q, at) if residence.one_side else _trade(residence, widths, rank, members, "kv")
     mask = residence.mask
-    lo, hi = mask.bounds(at)
-    return Part(width, share, members, q, kv, mask.key_positions(at), lo, hi, keys)
+    bands = tuple(Bounds(*band.bounds(at), band.until) for band in mask.bands)
+    return Part(width, share, members, q, kv, mask.key_positions(at), bands, keys)
 
 
 def _trade(residence: Residence, widths: Ints, rank: int, members: range, side: str) -> tuple[Trade, Ints]:

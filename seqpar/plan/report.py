@@ -157,4 +157,5 @@ def _merging(plan: Derived, shown: bool) -> str:
 
 def _met(step: Step, part: Part) -> NDArray[np.bool_]:
     """The query rows that see keys of a step, as a mask."""
-    return np.searchsorted(step.pos, part.lo) < np.searchsorted(step.pos, part.hi)
+    met = [np.searchsorted(step.pos, lo) < np.searchsorted(step.pos, hi) for lo, hi, _ in part.bands]
+    return np.any(met, axis=0)

@@ -34,7 +34,8 @@ from typing import Any, NamedTuple, TypeVar
 import numpy as np
 from numpy.typing import NDArray
 
-from seqpar.facts.intervals import Holders, Intervals, Runs, cut, edges, expand, interval_of, order_of, union
+from seqpar.facts.bands import meetings
+from seqpar.facts.intervals import Holders, Intervals, Runs, cut, edges, expand, order_of, union
 from seqpar.facts.mask import Mask
 from seqpar.facts.value import Ints, Memo
 from seqpar.plan.steps import Entry, Rows, as_rows
@@ -118,25 +119,14 @@ class Demand(Memo):
 
 def needs_of(mask: Mask, runs: Runs, group: Ints, groups: int) -> Needs:
     """The keys that each group's queries see, from the runs of all groups' queries."""
-    piece, source = cut(runs, mask.spans.start)
-    owner = group[source]
-    span = interval_of(piece.start, mask.spans.start)
-    t = piece.start - mask.spans.start[span]
-    lo_step, hi_step = mask.spans.lo_step[span], mask.spans.hi_step[span]
-    lo, hi = mask.spans.lo[span] + t * lo_step, mask.spans.hi[span] + t * hi_step
-    lo_step, hi_step, last = piece.step * lo_step, piece.step * hi_step, piece.count - 1
-    stop = hi + last * hi_step
-    # The rows of a piece see one interval together, unless the lower bound jumps past the keys of the row before: then
-    # each row has its own interval.
-    leaps = np.flatnonzero((last > 0) & (lo_step > 0))
-    width = (hi - lo)[leaps] + np.minimum(0, (last[leaps] - 1) * (hi_step - lo_step)[leaps])
-    leaps = leaps[width < lo_step[leaps]]
-    if leaps.size:
-        rest, rows = np.delete(np.arange(lo.size), leaps), piece.count[leaps]
-        lo = np.concatenate([lo[rest], expand(lo[leaps], rows, lo_step[leaps])])
-        stop = np.concatenate([stop[rest], expand(hi[leaps], rows, hi_step[leaps])])
-        owner = np.concatenate([owner[rest], np.repeat(owner[leaps], rows)])
-    return Needs.of_groups(union(owner, lo, stop, groups, mask.kv_tokens), groups)
+    seen = []
+    for band in mask.bands:
+        piece, source = cut(runs, band.spans.start)
+        met = meetings(band, piece, mask.key_positions(piece.start))
+        at, lo, hi = met.intervals()
+        seen.append((group[source[met.piece[at]]], lo, hi))
+    owner, lo, hi = seen[0] if len(seen) == 1 else map(np.concatenate, zip(*seen, strict=True))
+    return Needs.of_groups(union(owner, lo, hi, groups, mask.kv_tokens), groups)
 
 
 def _split(keys: NDArray[np.int32], values: Ints, groups: int) -> list[Ints]:

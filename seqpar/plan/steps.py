@@ -14,10 +14,11 @@ from __future__ import annotations
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from functools import cached_property
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 
+from seqpar.facts.bands import Until, closed_pairs, sees_any
 from seqpar.facts.tiles import Segments, Tiles, segments, tile_tables
 from seqpar.facts.value import Ints, Memo
 
@@ -55,12 +56,20 @@ class Trade:
         return isinstance(self.local, slice) and self.local == slice(0, self.rows) and len(self.dest) == 1
 
 
+class Bounds(NamedTuple):
+    """One band of a mask for the inside query rows: ``lo, hi`` [M], and ``until`` of keys by position."""
+
+    lo: Ints
+    hi: Ints
+    until: Until | None
+
+
 @dataclass(frozen=True, eq=False)
 class Part(Memo):
     """The documents of one Ulysses width, inside the head trade of one rank.
 
-    members: the ranks that share heads, with this one at ``share``. pos, lo, hi: key coordinates and bounds of the
-    inside query rows, ascending. keys: positions of the inside key rows, ascending.
+    members: the ranks that share heads, with this one at ``share``. pos: key coordinates of the inside query rows,
+    ascending. bands: their bounds in each band of the mask. keys: positions of the inside key rows, ascending.
     """
 
     width: int
@@ -69,8 +78,7 @@ class Part(Memo):
     q: Trade
     kv: Trade
     pos: Ints
-    lo: Ints
-    hi: Ints
+    bands: tuple[Bounds, ...]
     keys: Ints
     _memo: dict[Any, Any] = field(default_factory=dict, repr=False)
 
@@ -82,7 +90,10 @@ class Part(Memo):
     @cached_property
     def blind(self) -> Ints:
         """Inside query rows that see no key at all."""
-        return np.flatnonzero(self.lo >= self.hi)
+        sees = np.zeros(self.pos.size, bool)
+        for lo, hi, until in self.bands:
+            sees |= lo < hi if until is None else sees_any(until, lo, hi, self.pos)
+        return np.flatnonzero(~sees)
 
 
 @dataclass(frozen=True, eq=False)
@@ -140,10 +151,10 @@ class Step(Memo):
     ends: bool = False
     _memo: dict[Any, Any] = field(default_factory=dict, repr=False)
 
-    def tiles(self, bm: int, bn: int) -> Tiles:
-        """Tile tables of this step, for tiles of ``bm`` query rows and ``bn`` key rows; cached."""
-        p = self.part
-        return self.memo(("tiles", bm, bn), lambda: tile_tables(p.lo, p.hi, self.pos, bm, bn))
+    @cached_property
+    def bands(self) -> tuple[StepBand, ...]:
+        """The step in each band of the mask; a band's pairs are computed after those of the band before."""
+        return tuple(StepBand.of(self.part.pos, bounds, self.pos) for bounds in self.part.bands)
 
     @cached_property
     def own_alone(self) -> bool:
@@ -156,15 +167,47 @@ class Step(Memo):
         return bool(self.sends or self.recvs or (self.entry and (self.entry.sends or self.entry.recvs)))
 
     @property
+    def area(self) -> int:
+        """Number of pairs of a query and a key that this step computes."""
+        return sum(band.area for band in self.bands)
+
+
+@dataclass(frozen=True, eq=False)
+class StepBand(Memo):
+    """One band of a step: query row ``i`` sees key row ``j`` iff ``lo[i] <= pos[j] < hi[i]``, ``at[i] < until[j]``.
+
+    at, lo, hi [M]: of the query rows. pos [N]: of the key rows. until [N]: None if it hides no pair.
+    """
+
+    at: Ints
+    lo: Ints
+    hi: Ints
+    pos: Ints
+    until: Ints | None
+    _memo: dict[Any, Any] = field(default_factory=dict, repr=False)
+
+    @classmethod
+    def of(cls, at: Ints, bounds: Bounds, pos: Ints) -> StepBand:
+        """A band for keys at these positions."""
+        until = None if bounds.until is None else bounds.until.of(pos)
+        hides = until is not None and at.size > 0 and until.size > 0 and int(until.min()) <= int(at[-1])
+        return cls(at, bounds.lo, bounds.hi, pos, until if hides else None)
+
+    def tiles(self, bm: int, bn: int) -> Tiles:
+        """Tile tables of this band, for tiles of ``bm`` query rows and ``bn`` key rows; cached."""
+        return self.memo(("tiles", bm, bn), lambda: tile_tables(self.lo, self.hi, self.pos, bm, bn))
+
+    @property
     def segments(self) -> Segments:
-        """This step as contiguous rectangles, for kernels that know no positions; cached."""
-        return self.memo("segments", lambda: segments(self.part.lo, self.part.hi, self.pos))
+        """This band as contiguous rectangles, for kernels that know no positions; cached."""
+        return self.memo("segments", lambda: segments(self.lo, self.hi, self.pos))
 
     @property
     def area(self) -> int:
-        """Number of pairs of a query and a key that this step computes."""
+        """Number of pairs of a query and a key; cached."""
         return self.memo("area", self._area)
 
     def _area(self) -> int:
-        first = np.searchsorted(self.pos, self.part.lo)
-        return int(np.maximum(np.searchsorted(self.pos, self.part.hi) - first, 0).sum())
+        first, stop = np.searchsorted(self.pos, self.lo), np.searchsorted(self.pos, self.hi)
+        pairs = int(np.maximum(stop - first, 0).sum())
+        return pairs if self.until is None else pairs - closed_pairs(first, stop, self.at, self.until)

@@ -15,7 +15,7 @@ from numpy.typing import NDArray
 from seqpar.facts.intervals import Runs, cut, interval_of
 from seqpar.facts.mask import Mask
 from seqpar.facts.value import Ints, frozen
-from seqpar.plan.counts import Tally, area_of, breaks_of, counts_of, summed, whole_runs
+from seqpar.plan.counts import Tally, area_of, counts_of, summed, whole_runs
 from seqpar.planner.place import Placement
 
 
@@ -37,7 +37,7 @@ def areas(mask: Mask) -> Ints:
 
 def _areas(mask: Mask) -> Ints:
     if mask.spans_are_documents:
-        s, n = mask.spans, mask.lengths
+        s, n = mask.bands[0].spans, mask.lengths
         return n * (s.hi - s.lo) + (s.hi_step - s.lo_step) * (n * (n - 1) // 2)
     runs, document = whole_runs(mask)
     return summed(document, area_of(mask, runs), mask.lengths.size)
@@ -47,7 +47,7 @@ def _stretches(mask: Mask) -> Ints:
     """Number of stretches of each document on which its bounds are linear."""
     if mask.spans_are_documents:
         return np.ones_like(mask.lengths)
-    return mask.memo("stretches", lambda: np.bincount(interval_of(breaks_of(mask), mask.offsets[:-1])))
+    return mask.memo("stretches", lambda: np.bincount(interval_of(mask.breaks, mask.offsets[:-1])))
 
 
 class _Pieces(NamedTuple):
@@ -117,7 +117,7 @@ def _moving(mask: Mask, pieces: _Pieces, *, node_of: Ints | None) -> Tally:
     fresh = np.flatnonzero(np.concatenate([[True], group[1:] != group[:-1]]))
     start, group = start[fresh], group[fresh]
     runs = Runs(start, np.concatenate([start[1:], [batch.tokens]]) - start, np.ones_like(start))
-    piece, source = cut(runs, breaks_of(batch))
+    piece, source = cut(runs, batch.breaks)
     document = interval_of(piece.start, batch.offsets[:-1])
     return counts_of(batch, piece, group[source], document, groups, node_of=node_of, forwarded=False, most=pieces.most)
 

@@ -58,6 +58,6 @@ def moved_ticks(layers: Layers, w: Weights, *, rows: int, stage_bytes: int) -> i
     merged = min(2 * rows, tokens) * w.query * stages
     ticks = 0 if w.recurrent is None else w.recurrent.most(tokens)
     for mask, count in layers:
-        pieces = mask.spans.start.size + 2 * len(mask.lengths) + 2
+        pieces = mask.breaks.size + 2 * len(mask.lengths) + 2
         ticks += count * (row * tokens + (stages + 2) * stage + w.piece * pieces + merged)
     return ticks

@@ -204,7 +204,7 @@ def test_huge_documents_cost_no_memory_per_token(window, causal) -> None:
     if causal:
         window = (window[0], None)
     mask = Mask([n] * documents, causal=causal, window=window)
-    assert len(mask.spans.start) <= documents * (1 if window == (None, None) else 2)
+    assert len(mask.bands[0].spans.start) <= documents * (1 if window == (None, None) else 2)
     assert len(pickle.dumps(mask)) < 10_000
     left = n - 1 if window[0] is None else min(window[0], n - 1)
     right = 0 if causal else n - 1 if window[1] is None else min(window[1], n - 1)
@@ -225,7 +225,7 @@ def test_facts_do_not_change() -> None:
         with pytest.raises(AttributeError):
             setattr(mask, name, 1)
     for same in (mask, pickle.loads(pickle.dumps(mask))):
-        arrays = (same.lengths, same.kv_lengths, same.offsets, same.kv_offsets, *same.spans)
+        arrays = (same.lengths, same.kv_lengths, same.offsets, same.kv_offsets, *same.bands[0].spans)
         assert not any(a.flags.writeable for a in arrays)
     given = np.array([3, 4])
     mask = Mask(given)

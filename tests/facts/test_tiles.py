@@ -70,13 +70,13 @@ def test_tiles_start_anew_where_keys_jump() -> None:
 def test_short_documents_do_not_cut_tiles() -> None:
     lengths = [1, 1, 1, *[40] * 50, 1, 1]
     plan = Plan(Mask(lengths), Layout.zigzag(lengths, 4))
-    assert all(step.tiles(128, 128).uniform for step in plan.steps(1))
+    assert all(step.bands[0].tiles(128, 128).uniform for step in plan.steps(1))
 
 
 def test_a_rank_of_a_window_visits_no_keys_between_its_chunks() -> None:
     """Zigzag, all keys at hand: a tile on the end of one chunk and the start of the other would visit half of them."""
     plan = Plan(Mask([4096], window=(64, None)), Layout.zigzag([4096], 2), transport="gather")
-    t = plan.steps(0)[0].tiles(700, 128)
+    t = plan.steps(0)[0].bands[0].tiles(700, 128)
     assert t.rows.tolist() == [0, 700, 1024, 1724, 2048]
 
 

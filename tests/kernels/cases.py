@@ -132,7 +132,7 @@ def facts_of(mask: Mask, key_pos: np.ndarray, rows: np.ndarray | None = None) ->
     pos = mask.key_positions(rows)
     put = [torch.from_numpy(x).to(torch.int32) for x in (pos, lo, hi, key_pos)]
     tables, cut = partial(tile_tables, lo, hi, key_pos), partial(segments, lo, hi, key_pos)
-    return StepFacts(*put, tables, cut, memo())
+    return StepFacts(*put, None, tables, cut, memo())
 
 
 def memo() -> Callable[[Hashable, Callable[[], object]], object]:

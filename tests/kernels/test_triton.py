@@ -164,14 +164,14 @@ def test_steps_of_a_plan(transport, layout, window) -> None:
         delta = (dout[at] * out[at]).sum(-1).t().contiguous()
         back = torch.zeros(len(at), 2, 16)
         for n, step in enumerate(steps):
-            facts = there.facts[step.number]
+            (facts,) = there.facts[step.number]
             operands = Operands(q[at], k[step.pos], v[step.pos], facts, score)
             SMALL.forward(operands, Sums(acc, sums, None, first=n == 0))
             grads = [torch.zeros(len(step.pos), 1, 16) for _ in range(2)]
             SMALL.backward(operands, Grads(dout[at], lse[at].t().contiguous(), delta, None, back, *grads))
             for whole, part in zip(got, grads, strict=True):
                 whole[step.pos] += part
-            table = step.tiles(16, 16)
+            table = step.bands[0].tiles(16, 16)
             shapes.add((table.uniform, table.q_exact))
         for a, b in ((acc, out[at]), (sums.t(), lse[at]), (back, dq[at])):
             assert relative_rms(a, b) < 2e-6

@@ -520,7 +520,7 @@ def test_operators_of_torch_take_their_arguments_and_no_value_is_read(made, case
 
 def on_meta(facts: StepFacts) -> StepFacts:
     moved = (getattr(facts, name).to("meta") for name in ("pos", "lo", "hi", "key_pos"))
-    return StepFacts(*moved, facts.tiles, facts.segments, facts.memo)
+    return StepFacts(*moved, None, facts.tiles, facts.segments, facts.memo)
 
 
 def misplaced(x: Tensor) -> Tensor:
@@ -882,7 +882,7 @@ def test_documents_of_one_length_give_a_library_of_squares_few_shapes(transport)
         shapes = [set() for _ in range(8)]
         for rank, of_rank in enumerate(shapes):
             for step in plan.steps(rank):
-                segments = step.segments
+                segments = step.bands[0].segments
                 assert not len(segments.remainder)
                 of_rank.update((p.n, p.m, p.mask) for p in varlen._pieces(segments, squares=True))
         by_batch.append(shapes)

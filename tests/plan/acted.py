@@ -51,12 +51,13 @@ def act_out(plan: Plan) -> np.ndarray:
                 continue
             assert (np.diff(step.pos) > 0).all()
             np.testing.assert_array_equal(buffers[rank], step.pos)
-            first = np.searchsorted(step.pos, step.part.lo)
-            stop = np.searchsorted(step.pos, step.part.hi)
             queries = inside_queries(plan, rank, step)
-            for i, (a, b) in enumerate(zip(first, stop, strict=True)):
-                if b > a and step.part.share == 0:
-                    seen[queries[i], step.pos[a:b]] += 1
+            for band in step.bands:
+                pairs = (step.pos >= band.lo[:, None]) & (step.pos < band.hi[:, None])
+                if band.until is not None:
+                    pairs &= band.at[:, None] < band.until
+                if step.part.share == 0:
+                    seen[np.ix_(queries, step.pos)] += pairs
             before[rank] = step.pos
         entered = entries
     return seen

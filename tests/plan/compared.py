@@ -23,4 +23,7 @@ def plain(value: object) -> object:
 
 def compare(a: Step, b: Step) -> None:
     assert plain(a) == plain(b)
-    assert plain(a.tiles(4, 4)) == plain(b.tiles(4, 4)) and plain(a.segments) == plain(b.segments)
+    assert all(
+        plain(x.tiles(4, 4)) == plain(y.tiles(4, 4)) and plain(x.segments) == plain(y.segments)
+        for x, y in zip(a.bands, b.bands, strict=True)
+    )

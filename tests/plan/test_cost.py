@@ -24,7 +24,7 @@ def build(lengths: np.ndarray, layout: str, ranks: int, rank: int) -> Plan:
     }[layout]()
     plan = Plan(mask, made)
     for step in plan.steps(rank):
-        step.tiles(128, 128)
+        step.bands[0].tiles(128, 128)
     plan.rope_positions(rank)
     return plan
 

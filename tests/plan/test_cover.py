@@ -33,7 +33,7 @@ def cover(name: str, ranks: int) -> tuple[float, float]:
         lengths = packed(name, TOKENS, seed)
         plan = Plan(Mask(lengths), Layout.zigzag(lengths, ranks))
         steps = [s for rank in range(ranks) for s in plan.steps(rank)]
-        tables = [s.tiles(SIDE, SIDE) for s in steps]
+        tables = [s.bands[0].tiles(SIDE, SIDE) for s in steps]
         covers.append(plan.mask.area() / sum(s.area / t.cover(s.area) for s, t in zip(steps, tables)))
         tiles += sum(len(t.begin) for t in tables)
         plain += sum(-(-s.part.pos.size // SIDE) for s in steps)

@@ -92,16 +92,16 @@ def test_rows_of_messages_and_tables_stay_inside_buffers(case: Case) -> None:
     plan = case.plan()
     for rank in range(plan.ranks):
         for step in plan.steps(rank):
-            lo, hi = step.part.lo, step.part.hi
+            (band,) = step.bands
             for bm, bn in ((4, 4), (5, 3)):
-                visible = (step.pos >= lo[:, None]) & (step.pos < hi[:, None])
-                check_tiles(step.tiles(bm, bn), visible)
+                visible = (step.pos >= band.lo[:, None]) & (step.pos < band.hi[:, None])
+                check_tiles(band.tiles(bm, bn), visible)
             check_segments(step, visible)
 
 
 def check_segments(step: Step, visible: np.ndarray) -> None:
     """Segments and the remainder cover every visible pair exactly once."""
-    s = step.segments
+    s = step.bands[0].segments
     got = np.zeros(visible.shape, int)
     for q, n, k, m, kind, left, right in zip(s.q_row, s.q_len, s.k_row, s.k_len, s.kind, s.left, s.right, strict=True):
         i, j = np.arange(n)[:, None] + m - n, np.arange(m)

@@ -80,6 +80,8 @@ class Triton(Kernel):
             return f"{self.name} has no {spec.dtype}"
         if self.precision == "tf32" and spec.dtype != torch.float32:
             return f"{self.name} is for float32, got {spec.dtype}"
+        if spec.until:
+            return f"{self.name} has no keys that end early, as in trees"
         if max(spec.dim, spec.v_dim) > MAX_DIM:
             return f"{self.name} has head dims up to {MAX_DIM}, got {spec.dim} and {spec.v_dim}"
         return None

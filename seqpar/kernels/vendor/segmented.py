@@ -54,6 +54,8 @@ class Segmented(Kernel):
 
     def refuses(self, spec: CallSpec) -> str | None:
         """Why the call is refused, or None."""
+        if spec.until:
+            return f"{self.name} computes rectangles and bands along a diagonal, not keys that end early, as in trees"
         return self.library.refuses(spec)
 
     def accuracy_loss(self, spec: CallSpec) -> str | None:

@@ -19,7 +19,7 @@ from seqpar.ops.attention.signature import Signature
 from seqpar.ops.core.agreement import digest_of_call, plan_key
 from seqpar.ops.core.collective_op import Record
 from seqpar.ops.core.device import stream_of
-from seqpar.plan import Part, Plan, Step, head_blocks, head_share, replicated
+from seqpar.plan import Part, Plan, Step, StepBand, head_blocks, head_share, replicated
 
 
 class Phase(IntEnum):
@@ -196,12 +196,12 @@ def uploaded(plan: Plan, steps: Sequence[Step], device: torch.device) -> Uploade
 class PlanUpload:
     """Everything of a rank's steps that goes to a device, ready for one transfer.
 
-    ids: of the arrays of row numbers and facts. tables: of tiles, after those: the step, the key in its memory, and the
-    value with tensors of the host.
+    ids: of the arrays of row numbers and facts. tables: of tiles, after those: the band of a step, the key in its
+    memory, and the value with tensors of the host.
     """
 
     ids: list[int]
-    tables: list[tuple[int, Hashable, Any]]
+    tables: list[tuple[StepBand, Hashable, Any]]
     buffer: UploadBuffer
 
 
@@ -213,11 +213,13 @@ def prepare(plan: Plan, recipe: Recipe, signature: Signature) -> None:
 
 def _prepared(recipe: Recipe, spec: CallSpec, device: torch.device) -> PlanUpload:
     arrays, tables = _arrays(recipe.steps), []
-    for n, step in enumerate(recipe.steps):
+    for step in recipe.steps:
         if len(step.pos) or step.first or step.last:
             rows, keys = (torch.empty(len(x), dtype=torch.int32, device="cpu") for x in (step.part.pos, step.pos))
-            facts = StepFacts(rows, rows, rows, keys, step.tiles, lambda: None, step.memo)
-            tables += [(n, key, value) for key, value in recipe.kernel.tables(spec, facts).items()]
+            for band in step.bands:
+                until = None if band.until is None else keys
+                facts = StepFacts(rows, rows, rows, keys, until, band.tiles, lambda: None, band.memo)
+                tables += [(band, key, value) for key, value in recipe.kernel.tables(spec, facts).items()]
     several = [*arrays.values(), *(x.numpy() for *_, value in tables for x in _tensors_of(value))]
     return PlanUpload(list(arrays), tables, UploadBuffer(several, device))
 
@@ -230,7 +232,9 @@ def _arrays(steps: Sequence[Step]) -> dict[int, Ints]:
     """Row numbers and facts by the ids of their arrays, which the steps keep alive."""
     arrays = {id(x): x for x in numbers(steps)}
     for step in steps:
-        arrays |= {id(x): x for x in (step.part.pos, step.part.lo, step.part.hi, step.pos)}
+        arrays |= {id(x): x for x in (step.part.pos, step.pos)}
+        for band in step.bands:
+            arrays |= {id(x): x for x in (band.lo, band.hi, band.until) if x is not None}
     return arrays
 
 
@@ -242,18 +246,18 @@ def _uploaded(plan: Plan, steps: Sequence[Step], device: torch.device, where: Ha
     else:
         sent = iter(prepared.buffer.sent(device))
         on_device = dict(zip(prepared.ids, sent, strict=False))
-        for n, key, value in prepared.tables:
+        for band, key, value in prepared.tables:
             tensors = [next(sent) for _ in _tensors_of(value)]
             table = (*tensors, *value[len(tensors) :]) if isinstance(value, tuple) else tensors[0]
-            steps[n].memo((where, key), lambda table=table: table)
+            band.memo((where, key), lambda table=table: table)
 
-    def facts(step: Step) -> StepFacts:
-        p = step.part
-        pos, lo, hi, key_pos = (on_device[id(x)] for x in (p.pos, p.lo, p.hi, step.pos))
+    def facts(band: StepBand) -> StepFacts:
+        pos, lo, hi, key_pos = (on_device[id(x)] for x in (band.at, band.lo, band.hi, band.pos))
+        until = None if band.until is None else on_device[id(band.until)]
 
         def memo(key: Hashable, make: Any) -> Any:
-            return step.memo((where, key), make)
+            return band.memo((where, key), make)
 
-        return StepFacts(pos, lo, hi, key_pos, step.tiles, lambda: step.segments, memo)
+        return StepFacts(pos, lo, hi, key_pos, until, band.tiles, lambda: band.segments, memo)
 
     return UploadedSteps(on_device, steps, facts)

@@ -12,7 +12,7 @@ from torch import Tensor
 from seqpar.facts.value import Ints
 from seqpar.kernels import StepFacts
 from seqpar.ops.core.device import Index, Uploaded
-from seqpar.plan import Rows, Step
+from seqpar.plan import Rows, Step, StepBand
 from seqpar.plan.steps import count
 
 Received = tuple[Mapping[int, slice], Ints | None]
@@ -44,9 +44,10 @@ def numbers(steps: Sequence[Step]) -> Iterator[Ints]:
         if step.entry is not None:
             rows += [step.entry.place, *step.entry.sends.values()]
         if step.first:
+            rows.append(step.part.blind)
             for trade in (step.part.q, step.part.kv):
                 rows += [trade.local, *trade.dest.values()]
-        yield from (x for x in rows if isinstance(x, np.ndarray))
+        yield from (x for x in rows if isinstance(x, np.ndarray) and x.size)
 
 
 class Sent(NamedTuple):
@@ -117,13 +118,13 @@ def _shared(by_peer: Mapping[int, Rows], at: Callable[[Rows], Index]) -> list[Se
 
 
 class UploadedSteps(Uploaded):
-    """The row numbers and facts of a rank's steps on a device, and the steps' exchanges, by the step's number."""
+    """The row numbers of a rank's steps on a device, and by the step's number its bands' facts and its exchanges."""
 
     def __init__(
-        self, numbers: Mapping[int, Tensor], steps: Iterable[Step], facts: Callable[[Step], StepFacts]
+        self, numbers: Mapping[int, Tensor], steps: Iterable[Step], facts: Callable[[StepBand], StepFacts]
     ) -> None:
         super().__init__(numbers)
-        self.facts = {step.number: facts(step) for step in steps}
+        self.facts = {step.number: [facts(band) for band in step.bands] for step in steps}
         self.steps = {step.number: step_rows(step, self.rows) for step in steps}
 
 

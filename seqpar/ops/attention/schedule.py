@@ -28,6 +28,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from functools import partial
+from itertools import product
 
 import torch
 from torch import Tensor
@@ -124,21 +125,24 @@ def _inside(
 
 
 def _compute(call: Call, step: Step, tensors: PartTensors, keys: Tensor, values: Tensor) -> None:
-    """Add one step's keys to the part's output. A sink counts as an earlier sum."""
+    """Add one step's keys to the part's output, band after band. A sink counts as an earlier sum."""
     first, wide = step.first and not call.signature.sinks, call.signature.dtype == call.recipe.acc
     if len(step.pos) or step.first or step.last:
         if wide:
             tensors.acc = tensors.out
-        elif tensors.acc is None and not (first and step.last):
+        elif tensors.acc is None and not (first and step.last and len(step.bands) == 1):
             tensors.acc = (torch.empty_like if first else torch.zeros_like)(tensors.out, dtype=call.recipe.acc)
-        facts = call.uploaded.facts[step.number]
+        bands = call.uploaded.facts[step.number]
         with profile_range("compute", step.number):
-            for heads, kv, score in tensors.blocks:
-                acc = None if tensors.acc is None else _of_heads(tensors.acc, heads)
-                out = _of_heads(tensors.out, heads) if step.last and not wide else None
-                operands = _operands(tensors, keys, values, heads, kv, facts, score)
-                lse = tensors.lse if heads is None else tensors.lse[heads]
-                call.recipe.kernel.forward(operands, Sums(acc, lse, out, first))
+            for facts in bands:
+                last = step.last and facts is bands[-1]
+                for heads, kv, score in tensors.blocks:
+                    acc = None if tensors.acc is None else _of_heads(tensors.acc, heads)
+                    out = _of_heads(tensors.out, heads) if last and not wide else None
+                    operands = _operands(tensors, keys, values, heads, kv, facts, score)
+                    lse = tensors.lse if heads is None else tensors.lse[heads]
+                    call.recipe.kernel.forward(operands, Sums(acc, lse, out, first))
+                first = False
     if step.last:
         tensors.acc = None
 
@@ -245,9 +249,8 @@ def _part_gradients(
     if dout.numel() and (dout.stride(2) != 1 or 0 in dout.stride()):  # autograd expands the gradient of a sum
         dout = dout.contiguous()
     if part.blind.size:  # their values must not reach a key through 0 * NaN
-        facts = call.uploaded.facts[step.number]
-        dout = dout.masked_fill((facts.lo >= facts.hi)[:, None, None], 0.0)
-    delta = softmax.delta(dout, tensors.out, call.uploaded.facts[step.number])
+        dout = dout.index_fill(0, call.uploaded.numbers[id(part.blind)].long(), 0.0)
+    delta = softmax.delta(dout, tensors.out, call.uploaded.facts[step.number][0])
     if len(incoming) > 1:
         delta = delta - torch.where(tensors.lse == -torch.inf, 0.0, incoming[1].t())
     if dsinks is not None and sinks is not None:
@@ -272,9 +275,8 @@ def _differentiate(
     """Add the gradients of one step to dq and ``grads``; nothing without keys, as on a rank without rows."""
     if not len(step.pos):
         return
-    facts = call.uploaded.facts[step.number]
     with profile_range("differentiate", step.number):
-        for heads, kv, score in tensors.blocks:
+        for facts, (heads, kv, score) in product(call.uploaded.facts[step.number], tensors.blocks):
             operands = _operands(tensors, keys, values, heads, kv, facts, score)
             out = None if part.out is None else _of_heads(part.out, heads)
             lse, delta = (tensors.lse, part.delta) if heads is None else (tensors.lse[heads], part.delta[heads])

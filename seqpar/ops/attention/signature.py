@@ -80,7 +80,7 @@ class Signature(NamedTuple):
             softcap=self.softcap != 0.0, alibi=self.slopes, dropout=self.dropout_p != 0.0,
             grads=self.q_grads or self.kv_grads or self.sink_grads, deterministic=self.deterministic,
             merges=plan.merges or self.sinks or sums, one_length=all(bool((x == x[0]).all()) for x in lengths),
-            fast=self.accuracy == "fast",
+            fast=self.accuracy == "fast", until=plan.mask.has_until,
         )  # fmt: skip
 
 
