@@ -15,6 +15,8 @@ from seqpar.facts.mask import Mask
 from seqpar.plan import TRANSPORTS, Plan
 
 MASKS = ("causal", "full", "window", "band", "packed", "cross", "cross_full", "bounds", "prefix")
+# keys of these may end before the last query: random trees, and any bounds at all
+ENDING = ("tree", "ends")
 LAYOUTS = ("contiguous", "zigzag", "striped", "blocks", "arbitrary", "lopsided")
 
 
@@ -51,9 +53,37 @@ def make_mask(kind: str, lengths: list[int], rng: np.random.Generator) -> Mask:
         edge = int(rng.integers(0, total + 1))
         rows = np.arange(total)
         return Mask.from_bounds(np.zeros(total, int), np.maximum(rows + 1, edge), lengths=lengths)
+    if kind == "tree":
+        lo, hi, until, _ = random_tree(total, rng)
+        return Mask.from_bounds(lo, hi, until=until)
     lo = rng.integers(0, total + 1, total)
     hi = np.minimum(total, lo + rng.integers(0, 9, total))
-    return Mask.from_bounds(lo, hi)
+    until = rng.integers(0, total + 1, total) if kind == "ends" else None
+    return Mask.from_bounds(lo, hi, until=until)
+
+
+def random_tree(tokens: int, rng: np.random.Generator) -> tuple[np.ndarray, np.ndarray, np.ndarray, np.ndarray]:
+    """``lo, hi, until`` of a random forest of nodes of 0 to 4 tokens, and by definition who sees whom."""
+    parents: list[int] = []
+    path: list[int] = []  # of open nodes
+    node: list[int] = []  # of each token
+    while len(node) < tokens:
+        while path and rng.random() < 0.4:
+            path.pop()
+        parents.append(path[-1] if path else -1)
+        path.append(len(parents) - 1)
+        node += [path[-1]] * int(rng.integers(0, 5))
+    above = np.zeros((len(parents), len(parents)), bool)
+    for n, parent in enumerate(parents):
+        above[n, n] = True
+        above[n] |= above[parent] if parent >= 0 else False
+    at = np.array(node[:tokens])
+    inside = above[:, at][at]  # [j, i]: whether the node of i is above that of j
+    rows = np.arange(tokens)
+    root = above.argmax(1)  # a node's first ancestor in depth-first order is its root
+    lo = np.searchsorted(at, root[at])
+    until = np.array([rows[inside[:, j]].max() + 1 for j in rows])
+    return lo, rows + 1, until, inside & (rows <= rows[:, None])
 
 
 def make_layout(kind: str, lengths: list[int], ranks: int, rng: np.random.Generator) -> Layout:

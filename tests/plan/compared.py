@@ -18,6 +18,8 @@ def plain(value: object) -> object:
         return [(k, plain(v)) for k, v in value.items()]  # the order of peers counts
     if hasattr(value, "__dataclass_fields__"):
         return [(f, plain(getattr(value, f))) for f in value.__dataclass_fields__ if f != "_memo"]
+    if isinstance(value, tuple):
+        return [plain(v) for v in value]
     return value
 
 
