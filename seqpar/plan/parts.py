@@ -19,7 +19,7 @@ import numpy as np
 from seqpar.facts.intervals import cut, expand
 from seqpar.facts.value import Ints
 from seqpar.plan.residence import Residence
-from seqpar.plan.steps import Bounds, Part, Trade, as_rows
+from seqpar.plan.steps import BandBounds, Part, Trade, as_rows
 
 
 def part_of(residence: Residence, widths: Ints, rank: int, width: int) -> Part:
@@ -29,7 +29,7 @@ def part_of(residence: Residence, widths: Ints, rank: int, width: int) -> Part:
     q, at = _trade(residence, widths, rank, members, "q")
     kv, keys = (q, at) if residence.one_side else _trade(residence, widths, rank, members, "kv")
     mask = residence.mask
-    bands = tuple(Bounds(*band.bounds(at), band.until) for band in mask.bands)
+    bands = tuple(BandBounds(*band.bounds(at), band.until) for band in mask.bands)
     return Part(width, share, members, q, kv, mask.key_positions(at), bands, keys)
 
 

@@ -56,7 +56,7 @@ class Trade:
         return isinstance(self.local, slice) and self.local == slice(0, self.rows) and len(self.dest) == 1
 
 
-class Bounds(NamedTuple):
+class BandBounds(NamedTuple):
     """One band of a mask for the inside query rows: ``lo, hi`` [M], and ``until`` of keys by position."""
 
     lo: Ints
@@ -78,7 +78,7 @@ class Part(Memo):
     q: Trade
     kv: Trade
     pos: Ints
-    bands: tuple[Bounds, ...]
+    bands: tuple[BandBounds, ...]
     keys: Ints
     _memo: dict[Any, Any] = field(default_factory=dict, repr=False)
 
@@ -187,7 +187,7 @@ class StepBand(Memo):
     _memo: dict[Any, Any] = field(default_factory=dict, repr=False)
 
     @classmethod
-    def of(cls, at: Ints, bounds: Bounds, pos: Ints) -> StepBand:
+    def of(cls, at: Ints, bounds: BandBounds, pos: Ints) -> StepBand:
         """A band for keys at these positions."""
         until = None if bounds.until is None else bounds.until.of(pos)
         hides = until is not None and at.size > 0 and until.size > 0 and int(until.min()) <= int(at[-1])
