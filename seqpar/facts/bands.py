@@ -1,4 +1,4 @@
-"""Bands, of which a mask is made: one interval of keys per query, and one bound of queries per key.
+"""The bands of a mask: one interval of keys per query, and one bound of queries per key.
 
 Query ``i`` sees key ``j`` iff ``lo[i] <= j < hi[i]`` and ``i < until[j]``, with ``i`` in key coordinates. Without
 ``until`` a band is one interval per query. With it a band may be a tree: in depth-first order every subtree is one
@@ -87,7 +87,7 @@ class Band(NamedTuple):
 
 
 class Meetings(NamedTuple):
-    """Pieces of queries and runs of keys, of which some pair is seen.
+    """Pieces of queries beside runs of keys; some query of the piece sees some key of the run.
 
     piece: of queries, each inside one span. Its row t sees the keys ``[lo + t * lo_step, hi + t * hi_step)`` between
     ``low`` and ``high`` if ``t < rows``; steps count rows of the piece.
