@@ -131,8 +131,8 @@ class Meetings(NamedTuple):
 def meetings(band: Band, pieces: Runs, first: Ints) -> Meetings:
     """The runs of keys that pieces of queries meet. first: the first query of each piece in key coordinates.
 
-    Each piece lies in one span. Keys before the piece's own interval of the first query are found along the runs that
-    are still open there, so closed subtrees cost nothing.
+    Each piece lies in one span. Of the keys before ``hi`` of its first query only the runs are visited that this query
+    may see, so closed subtrees cost nothing.
     """
     lo, hi, lo_step, hi_step = band.linear(pieces.start)
     lo_step, hi_step = lo_step * pieces.step, hi_step * pieces.step
