@@ -24,6 +24,7 @@ from seqpar.comm import Comm, Tag
 from seqpar.facts.intervals import expand
 from seqpar.facts.value import Ints, Memo, is_integer
 from seqpar.kernels import acc_dtype
+from seqpar.ops.attention.source import PlanSource
 from seqpar.ops.core.agreement import abort_on_error, agreement, check_comm, check_ranks, digest_of_call
 from seqpar.ops.core.collective_op import CollectiveOp, Record
 from seqpar.ops.core.device import stream_of
@@ -60,9 +61,17 @@ def values_of(what: str, plan: Plan | Tensor, comm: Comm | None) -> list[Any]:
 
 
 def plan_and_comm(what: str, values: Sequence[Any]) -> tuple[Plan, Comm]:
-    """The plan and the comm of a call's values; `check_plan` follows, where other ranks hear of its errors."""
-    if len(values) == 1 and isinstance(values[0], Tensor):
-        values = checked_values(carried(values[0]), Plan)
+    """The plan and the comm of a call's values, their handle, or that of a source that looks them up now.
+
+    `check_plan` follows, where other ranks hear of its errors.
+    """
+    by_handle = len(values) == 1 and isinstance(values[0], Tensor)
+    if by_handle:
+        values = carried(values[0])
+    if len(values) == 1 and isinstance(values[0], PlanSource):
+        values = values[0].now([], None)[:2]
+    elif by_handle or len(values) != 2:
+        values = checked_values(values, Plan)
     plan, comm = values
     check_comm(what, comm)
     return plan, comm

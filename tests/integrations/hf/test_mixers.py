@@ -9,6 +9,7 @@ import pytest
 import torch
 from peft import LoraConfig, get_peft_model
 from torch import Tensor, nn
+from torch._dynamo.testing import CompileCounterWithBackend
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import fully_shard
 
@@ -160,15 +161,50 @@ def test_inside_local_a_model_generates_with_its_own_cache(name: str) -> None:
     assert torch.equal(model.generate(prompt, **options), expected)
 
 
-def test_layers_may_be_compiled() -> None:
-    model, every = build("qwen3_next", mlp_only_layers=[0, 1]), [packed(generator(), [9, 14])]
-    expected = on_ranks(LocalComm(), model, every)
-    for layer in model.model.layers:
-        layer.compile(backend="eager")
-    with seqpar.parallelize(model, LocalComm()):
-        loss = model(**every[0]).loss
-        loss.backward()
-    check([(float(loss.detach()), gradients(model))], expected, 1e-5)
+def recurrent_layer(model: nn.Module) -> nn.Module:
+    """The first layer with a mixer."""
+    return next(layer for layer in model.base_model.layers if mixers(layer))
+
+
+@pytest.mark.usefixtures("no_graphs")
+@pytest.mark.parametrize("name", ["mamba2", "qwen3_next", "lfm2"])
+def test_a_layer_is_one_graph_for_all_batches(name: str) -> None:
+    model, counter = build(name, **DENSE[name]), CompileCounterWithBackend("aot_eager")
+    eager = copy.deepcopy(model)
+    recurrent_layer(model).compile(fullgraph=True, backend=counter)
+    with seqpar.parallelize(model, LocalComm()), seqpar.parallelize(eager, LocalComm()):
+        for n in range(4):
+            batch, losses = packed(generator(n), [9 + n, 14 - 2 * n, 3]), []
+            for each in (model, eager):
+                each.zero_grad()
+                losses.append(each(**batch).loss)
+                losses[-1].backward()
+            assert torch.equal(*losses)
+            assert all(torch.equal(a, b) for a, b in zip(gradients(model).values(), gradients(eager).values()))
+    assert counter.frame_count <= 2, "compiled once, and at most once more for another number of rows"
+
+
+def compiled(comm: Comm, names: list[str]) -> list[tuple[float, dict[str, Tensor]]]:
+    """Losses and gradients of models with compiled layers that backward repeats, after a batch with another plan."""
+    found = []
+    for name in names:
+        torch._dynamo.reset()
+        model, every = build(name, **DENSE[name]), batches("packed", comm.size)
+        recurrent_layer(model).compile(fullgraph=True, backend="aot_eager")
+        model.gradient_checkpointing_enable({"use_reentrant": False})
+        with seqpar.parallelize(model, comm, plan=zigzag):
+            loss = model(**every[comm.rank]).loss
+            model(**every[comm.rank - 1])
+            loss.backward()
+        found.append((float(loss.detach()), gradients(model)))
+    return found
+
+
+def test_compiled_layers_find_the_plan_of_their_forward() -> None:
+    names = ["mamba2", "qwen3_next"]
+    ranks = run_processes(RANKS, compiled, names)
+    for n, name in enumerate(names):
+        check([found[n] for found in ranks], alone(build(name, **DENSE[name]), batches("packed", RANKS)), 2e-5)
 
 
 # --- what is refused --------------------------------------------------------------------------------------------------

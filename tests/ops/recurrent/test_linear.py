@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import replace
+from typing import Any
 
 import numpy as np
 import pytest
@@ -10,12 +12,14 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import Tensor
+from torch._dynamo.testing import CompileCounterWithBackend
 from torch.utils.checkpoint import checkpoint
 
 import seqpar
 from seqpar import recurrent
 from seqpar.comm import Comm, LocalComm
 from seqpar.facts.mask import Mask
+from seqpar.ops.attention.source import Given, PlanSource
 from seqpar.plan import Plan
 from seqpar.testing import COMMS, dense_linear_attention, relative_rms, run_processes, run_threads
 from tests.cases import LAYOUTS
@@ -157,28 +161,52 @@ def test_checkpoints_recompute_it(reentrant) -> None:
         assert torch.equal(plain, recomputed)
 
 
+class Latest(PlanSource):
+    """Looks up the plan that was last set."""
+
+    def __init__(self) -> None:
+        self.given = []
+
+    def now(self, given: Sequence[Any], seed: int | None) -> Given:
+        return Given(*self.given, None)
+
+
 @pytest.mark.usefixtures("no_graphs")
-def test_one_graph_serves_all_plans() -> None:
-    comm = LocalComm.world(1)[0]
+@pytest.mark.parametrize("by", ["handle", "source"])
+def test_one_graph_serves_all_plans(by) -> None:
+    comm, source, counter = LocalComm(), Latest(), CompileCounterWithBackend("aot_eager")
+    looked_up = seqpar.bind(source)
 
     def layer(x, weight, q, k, v, decay, beta, handle):
         y = recurrent.causal_conv1d(x, weight, None, handle, activation="silu")
         y = recurrent.shift(y, handle, by=1)
         return recurrent.linear_attention(q, k, v, handle, decay=decay, beta=beta).sum() + (y * y).sum()
 
-    compiled = torch.compile(layer, backend="aot_eager", fullgraph=True)
-    for lengths in ((9, 7), (4, 4, 8)):
+    compiled = torch.compile(layer, backend=counter, fullgraph=True)
+    for lengths in ((9, 7), (4, 4, 8), (16,)):
         plan = Plan(Mask(lengths), seqpar.Layout.contiguous(16, 1))
+        source.given = [plan, comm]
+        handle = seqpar.bind(plan, comm) if by == "handle" else looked_up
         results = []
         for function in (layer, compiled):
             rows = [x.requires_grad_() for x in Family(beta=True).inputs(plan.mask)[:5]]
             extra = [torch.linspace(-1, 1, 48, dtype=torch.float64).view(16, 3), torch.ones(3, 4, dtype=torch.float64)]
             extra = [x.requires_grad_() for x in extra]
-            loss = function(*extra, *rows, seqpar.bind(plan, comm))
+            loss = function(*extra, *rows, handle)
             loss.backward()
             results.append([loss.detach(), *(x.grad for x in (*extra, *rows))])
         for eager, graph in zip(*results, strict=True):
             assert torch.equal(eager, graph)
+    assert counter.frame_count == 1
+
+
+@pytest.mark.usefixtures("no_graphs")
+@pytest.mark.parametrize("graph", [False, True])
+def test_the_handle_of_other_values_says_what_was_expected(graph) -> None:
+    comm = LocalComm()
+    function = torch.compile(recurrent.shift, backend="aot_eager", fullgraph=True) if graph else recurrent.shift
+    with pytest.raises(ValueError, match=r"expected the handle of seqpar.bind\(plan, comm\), got that of"):
+        function(torch.zeros(4, 2), seqpar.bind(comm))
 
 
 def refused(comm: Comm, plan: Plan, change: str) -> str:

@@ -6,7 +6,7 @@ tokens when a model becomes parallel (`seqpar.integrations.hf.fit`).
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import ExitStack, contextmanager
 from typing import Any
 
@@ -19,7 +19,7 @@ from seqpar.integrations.hf.recurrent.mamba2 import falcon_h1, mamba2
 from seqpar.integrations.hf.recurrent.shortconv import short_conv
 from seqpar.nn.wrap import Around, replaced
 from seqpar.ops import bind
-from seqpar.ops.core.handles import uncompiled
+from seqpar.ops.attention.source import Given, PlanSource
 from seqpar.parallel import surrounding
 from seqpar.plan import Plan
 
@@ -47,6 +47,24 @@ def of_documents(plan: Plan) -> Plan:
     return planned(plan, Rule(causal=True))
 
 
+class SurroundingDocuments(PlanSource):
+    """Looks up the surrounding plan at the time of a call, in compiled layers too, as mixers see it."""
+
+    def now(self, given: Sequence[Any], seed: int | None) -> Given:
+        """The surrounding plan's documents and its comm."""
+        try:
+            plan, comm, _, _ = surrounding()
+        except RuntimeError as error:
+            raise RuntimeError(
+                f"a recurrent layer found no plan: {error}; call the model that was given to seqpar.parallelize, or "
+                "work inside handle.local()"
+            ) from error
+        return Given(of_documents(plan), comm, None)
+
+
+SURROUNDING = bind(SurroundingDocuments())
+
+
 def mixers(model: nn.Module) -> list[nn.Module]:
     """The mixers of a model that seqpar computes."""
     return [module for module in model.modules() if type(module).__name__ in MIXERS]
@@ -61,24 +79,11 @@ def mix(mixer: nn.Module, forward: Callable[..., Any], hidden_states: Tensor, **
     """
     if any(named.get(name) is not None for name in CACHES):
         raise NotImplementedError(f"{type(mixer).__name__} got a cache, which is not spread over ranks")
-    return MIXERS[type(mixer).__name__](mixer, hidden_states, _handle(mixer, hidden_states))
-
-
-@uncompiled
-def _handle(mixer: nn.Module, hidden_states: Tensor) -> Tensor:
-    """The handle of the surrounding plan as mixers see it."""
-    try:
-        plan, comm, _, _ = surrounding()
-    except RuntimeError as error:
-        raise RuntimeError(
-            f"{type(mixer).__name__} found no plan: {error}; call the model that was given to seqpar.parallelize, or "
-            "work inside handle.local()"
-        ) from error
     if hidden_states.dim() != 3 or len(hidden_states) != 1:
         raise ValueError(
             f"{type(mixer).__name__} got {list(hidden_states.shape)} under a plan, whose rows are [1, T, hidden]"
         )
-    return bind(of_documents(plan), comm)
+    return MIXERS[type(mixer).__name__](mixer, hidden_states, SURROUNDING)
 
 
 @contextmanager
