@@ -34,7 +34,17 @@ def plan_of(case: PlanCase) -> Any:
 
 def steps_of(case: PlanCase) -> Any:
     plan = case.plan()
-    return [[(step, step.area) for step in plan.steps(rank)] for rank in range(plan.ranks)]
+    return [[(*_values(step), step.area) for step in plan.steps(rank)] for rank in range(plan.ranks)]
+
+
+def _values(step: Any) -> list[Any]:
+    """The fields of a step and of its part, with the bounds of a single band where earlier versions had them."""
+    part = vars(step.part) | dict(
+        zip(("lo", "hi"), step.part.bands[0], strict=False) if hasattr(step.part, "bands") else ()
+    )
+    fields = ("width", "share", "members", "q", "kv", "pos", "lo", "hi", "keys")
+    others = [value for name, value in vars(step).items() if not name.startswith("_") and name != "part"]
+    return [part[name] for name in fields] + others
 
 
 def plans() -> Cases:
