@@ -9,6 +9,7 @@ from torch import Tensor
 from seqpar.comm import Comm
 from seqpar.ops.attention.op import ATTENTION
 from seqpar.ops.attention.signature import Options
+from seqpar.ops.attention.source import values_of
 from seqpar.plan import Plan
 
 Accuracy = Literal["exact", "fast"]
@@ -83,9 +84,7 @@ def attention(
 
     Source: Liu et al. 2023 (Ring Attention); Jacobs et al. 2023 (DeepSpeed-Ulysses); Dao 2023 (FlashAttention-2).
     """
-    if comm is None and not isinstance(plan, Tensor):
-        raise ValueError(f"attention: expected a plan and a comm, or their handle alone, got {plan!r:.200} alone")
+    values = values_of("attention", plan, comm)
     options = Options(scale, softcap, dropout_p, dropout_seed, deterministic, kernel, accuracy, return_lse)
-    values = [plan] if comm is None else [plan, comm]
     out, lse = ATTENTION((q, k, v, sinks, alibi_slopes), values, *options)
     return (out, lse.t()) if return_lse else out

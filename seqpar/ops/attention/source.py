@@ -13,6 +13,7 @@ from torch import Tensor
 
 from seqpar.comm import Comm
 from seqpar.ops.attention.signature import Options
+from seqpar.ops.core.agreement import check_comm, check_ranks
 from seqpar.ops.core.handles import carried, checked_values
 from seqpar.plan import Plan
 
@@ -49,3 +50,34 @@ def resolved(values: Sequence[Any], options: Options) -> tuple[Plan, Comm, Optio
         return plan, comm, options
     plan, comm, seed = source.now(given, options.dropout_seed)
     return plan, comm, options._replace(dropout_seed=seed)
+
+
+def values_of(what: str, plan: Plan | Tensor, comm: Comm | None) -> list[Any]:
+    """The values of a call: a plan and a comm, or their handle alone."""
+    if comm is None and not isinstance(plan, Tensor):
+        raise ValueError(f"{what}: expected a plan and a comm, or their handle alone, got {plan!r:.200} alone")
+    return [plan] if comm is None else [plan, comm]
+
+
+def plan_and_comm(what: str, values: Sequence[Any]) -> tuple[Plan, Comm]:
+    """The plan and the comm of a call's values, their handle, or that of a source that looks them up now.
+
+    `check_plan` follows, where other ranks hear of its errors.
+    """
+    by_handle = len(values) == 1 and isinstance(values[0], Tensor)
+    if by_handle:
+        values = carried(values[0])
+    if len(values) == 1 and isinstance(values[0], PlanSource):
+        values = values[0].now([], None)[:2]
+    elif by_handle or len(values) != 2:
+        values = checked_values(values, Plan)
+    plan, comm = values
+    check_comm(what, comm)
+    return plan, comm
+
+
+def check_plan(what: str, plan: object, comm: Comm) -> None:
+    """Raise ValueError unless a call got a plan for the comm's ranks."""
+    if not isinstance(plan, Plan):
+        raise ValueError(f"{what}: plan must be a Plan or the handle of seqpar.bind(plan, comm), got {plan!r:.200}")
+    check_ranks(plan, comm)

@@ -23,6 +23,7 @@ from torch.nn.functional import silu
 from seqpar.comm import Comm, Tag
 from seqpar.facts.value import Ints, Memo
 from seqpar.kernels import acc_dtype
+from seqpar.ops.attention.source import plan_and_comm, values_of
 from seqpar.ops.core.agreement import agreement, digest_of_call, plan_and_call_keys
 from seqpar.ops.core.autocast import autocasts, no_autocast
 from seqpar.ops.core.collective_op import CollectiveOp, Record, Tensors
@@ -31,7 +32,7 @@ from seqpar.ops.core.repetition import check_repetition
 from seqpar.ops.move.relayout import facts_of_rows, row_numbers
 from seqpar.ops.recurrent.recompute import gradients
 from seqpar.ops.recurrent.relaid import Relaid
-from seqpar.ops.recurrent.rows import RowMap, check_rows, document_runs, plan_and_comm, runs, values_of
+from seqpar.ops.recurrent.rows import RowMap, check_rows, document_runs, runs
 from seqpar.plan import Plan
 from seqpar.plan.travel import HALO_WAYS, check_travel, halo_way
 

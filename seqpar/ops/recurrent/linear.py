@@ -23,6 +23,7 @@ from torch import Tensor
 from seqpar.comm import Comm, Tag
 from seqpar.kernels import acc_dtype
 from seqpar.kernels.recurrent import Recurrence, RecurrentKernel, RecurrentSpec, choose
+from seqpar.ops.attention.source import plan_and_comm, values_of
 from seqpar.ops.core.agreement import abort_on_error, agreement, digest_of_call, plan_and_call_keys
 from seqpar.ops.core.autocast import autocasts, no_autocast
 from seqpar.ops.core.collective_op import CollectiveOp, Record, Tensors
@@ -33,7 +34,7 @@ from seqpar.ops.recurrent.checks import check_inputs, checked_scale, checked_way
 from seqpar.ops.recurrent.gather import StateGather
 from seqpar.ops.recurrent.local import LocalRuns
 from seqpar.ops.recurrent.relaid import Relaid
-from seqpar.ops.recurrent.rows import plan_and_comm, runs, values_of
+from seqpar.ops.recurrent.rows import runs
 from seqpar.ops.recurrent.scan import passing
 from seqpar.plan import Plan
 

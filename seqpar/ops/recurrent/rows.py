@@ -24,11 +24,10 @@ from seqpar.comm import Comm, Tag
 from seqpar.facts.intervals import expand
 from seqpar.facts.value import Ints, Memo, is_integer
 from seqpar.kernels import acc_dtype
-from seqpar.ops.attention.source import PlanSource
-from seqpar.ops.core.agreement import abort_on_error, agreement, check_comm, check_ranks, digest_of_call
+from seqpar.ops.attention.source import check_plan, plan_and_comm, values_of
+from seqpar.ops.core.agreement import abort_on_error, agreement, digest_of_call
 from seqpar.ops.core.collective_op import CollectiveOp, Record
 from seqpar.ops.core.device import stream_of
-from seqpar.ops.core.handles import carried, checked_values
 from seqpar.ops.core.repetition import check_repetition
 from seqpar.ops.move.relayout import Moves, exchanged, facts_of_rows, row_numbers
 from seqpar.plan import Plan
@@ -51,37 +50,6 @@ def moves_of(requests: Requests, rank: int, rows: int, local: Any) -> tuple[Ints
     arrived, recvs = requests.arriving(rank)
     sends = {peer: local(items) for peer, items in requests.leaving(rank).items()}
     return arrived, Moves(sends, recvs, rows, arrived.size, copied=True)
-
-
-def values_of(what: str, plan: Plan | Tensor, comm: Comm | None) -> list[Any]:
-    """The values of a call: a plan and a comm, or their handle alone."""
-    if comm is None and not isinstance(plan, Tensor):
-        raise ValueError(f"{what}: expected a plan and a comm, or their handle alone, got {plan!r:.200} alone")
-    return [plan] if comm is None else [plan, comm]
-
-
-def plan_and_comm(what: str, values: Sequence[Any]) -> tuple[Plan, Comm]:
-    """The plan and the comm of a call's values, their handle, or that of a source that looks them up now.
-
-    `check_plan` follows, where other ranks hear of its errors.
-    """
-    by_handle = len(values) == 1 and isinstance(values[0], Tensor)
-    if by_handle:
-        values = carried(values[0])
-    if len(values) == 1 and isinstance(values[0], PlanSource):
-        values = values[0].now([], None)[:2]
-    elif by_handle or len(values) != 2:
-        values = checked_values(values, Plan)
-    plan, comm = values
-    check_comm(what, comm)
-    return plan, comm
-
-
-def check_plan(what: str, plan: object, comm: Comm) -> None:
-    """Raise ValueError unless a call got a plan for the comm's ranks."""
-    if not isinstance(plan, Plan):
-        raise ValueError(f"{what}: plan must be a Plan or the handle of seqpar.bind(plan, comm), got {plan!r:.200}")
-    check_ranks(plan, comm)
 
 
 @dataclass(frozen=True, eq=False)

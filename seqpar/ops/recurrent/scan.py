@@ -16,13 +16,14 @@ from torch import Tensor
 
 from seqpar.comm import Comm, Tag
 from seqpar.kernels import acc_dtype
+from seqpar.ops.attention.source import check_plan, plan_and_comm
 from seqpar.ops.core.agreement import abort_on_error, agreement, digest_of_call
 from seqpar.ops.core.autocast import no_autocast
 from seqpar.ops.core.collective_op import CollectiveOp, Record, Tensors
 from seqpar.ops.core.repetition import check_repetition
 from seqpar.ops.recurrent.chain import StateChain
 from seqpar.ops.recurrent.gather import StateGather
-from seqpar.ops.recurrent.rows import check_plan, document_runs, plan_and_comm
+from seqpar.ops.recurrent.rows import document_runs
 from seqpar.plan import Plan
 from seqpar.plan.travel import STATE_WAYS, LayerBytes, TravelWay, check_travel, state_way
 
