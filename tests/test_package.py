@@ -82,7 +82,7 @@ ORDER = {
         attention/keys attention/grads
         attention/heads attention/schedule attention/op attention/api attention/rotary
         move/switch move/relayout
-        recurrent recurrent/recompute recurrent/rows recurrent/relaid recurrent/conv
+        recurrent recurrent/recompute recurrent/ahead recurrent/rows recurrent/relaid recurrent/conv
         recurrent/maps recurrent/gather recurrent/chain recurrent/scan
         recurrent/local recurrent/checks recurrent/linear __init__
     """,

@@ -15,6 +15,7 @@ from seqpar.data.share import Planner, Share, choose, take
 from seqpar.data.union import Known, announce
 from seqpar.facts.value import whole
 from seqpar.ops.attention.ahead import derive
+from seqpar.ops.recurrent.ahead import derive as derive_recurrent
 from seqpar.planner import MicroBatch
 
 
@@ -34,9 +35,9 @@ def prefetch(
     """The `share` of every batch; a thread plans the next `depth` batches while a share is computed.
 
     Each step of the iterator is a collective of the calling thread, which reads batches, exchanges lengths and moves
-    rows. The planning thread calls `plan`, and derives what a first layer would, for calls of attention like those with
-    earlier plans; it uses no comm and no process group. It ends with the iterator: at the last batch, at an error, and
-    on ``close``.
+    rows. The planning thread calls `plan`, and derives what first layers would, for calls of attention and of recurrent
+    layers like those with earlier plans; it uses no comm and no process group. It ends with the iterator: at the last
+    batch, at an error, and on ``close``.
 
     Loaders may differ in length: a rank whose loader has ended contributes empty batches until all have ended (loaders
     of a replicated source must end together). The other arguments are those of `share`.
@@ -72,11 +73,12 @@ def prefetch(
 
 
 def _chosen(known: Known, comm: Comm, planner: Planner | None) -> list[MicroBatch] | Exception:
-    """The plan of a union, with all that its first layer would derive; or the error that prevents it."""
+    """The plan of a union, with all that its first layers would derive; or the error that prevents it."""
     chosen = choose(known, comm.size, planner)
     if not isinstance(chosen, Exception):
         for part in chosen:
             derive(part.plan, comm)
+            derive_recurrent(part.plan, comm)
     return chosen
 
 

@@ -55,6 +55,7 @@ from seqpar.ops.attention.signature import check_accuracy
 from seqpar.ops.core.agreement import agreement, plan_key, remember
 from seqpar.ops.core.autocast import autocast_dtype
 from seqpar.ops.core.handles import uncompiled
+from seqpar.ops.recurrent.ahead import derive as derive_recurrent
 from seqpar.parallel import derived_seed, parallel
 from seqpar.plan import Plan
 from seqpar.train import cross_entropy, linear_cross_entropy
@@ -204,6 +205,7 @@ class ParallelTransformer(ParallelModel):
         if isinstance(plan, Plan) and plan.ranks == self.comm.size and plan.kv_layout is plan.layout:
             for rule in tuple(self._known):
                 derive(planned(plan.padded(), rule), self.comm)
+            derive_recurrent(of_documents(plan.padded()), self.comm)
 
     def __deepcopy__(self, memo: dict[int, Any]) -> ParallelTransformer:
         """Raise: a copy's forward would be the model's own, weights and all."""

@@ -1,4 +1,4 @@
-"""The checks of `linear_attention`, and the way of travel that follows from its arguments."""
+"""The checks of `linear_attention`, and the bytes that follow from its arguments."""
 
 from __future__ import annotations
 
@@ -12,9 +12,9 @@ from torch import Tensor
 
 from seqpar.comm import Comm
 from seqpar.kernels import acc_dtype
-from seqpar.ops.recurrent.rows import check_rows, document_runs
+from seqpar.ops.recurrent.rows import check_rows
 from seqpar.plan import Plan
-from seqpar.plan.travel import LAYER_WAYS, LayerBytes, TravelWay, check_travel, layer_way
+from seqpar.plan.travel import LayerBytes
 
 DTYPES = (torch.float64, torch.float32, torch.bfloat16, torch.float16)
 
@@ -61,14 +61,6 @@ def checked_scale(scale: Any, dim: int) -> float:
     if isinstance(scale, bool) or not isinstance(scale, (int, float)) or not math.isfinite(scale):
         raise ValueError(f"linear_attention: scale must be a finite number, got {scale!r:.200}")
     return float(scale)
-
-
-def checked_way(tensors: Sequence[Any], plan: Plan, travel: object) -> TravelWay:
-    """How states or rows of a call travel, the same on all ranks whose tensors agree."""
-    q, _, v, decay, beta, _ = tensors
-    check_travel("linear_attention", travel, LAYER_WAYS)
-    layer = layer_bytes(q, v, decay, beta)
-    return plan.memo(("way", travel, layer), lambda: layer_way(document_runs(plan), layer, str(travel)))  # type: ignore[no-any-return]
 
 
 def layer_bytes(q: Tensor, v: Tensor, decay: Tensor | None, beta: Tensor | None) -> LayerBytes:

@@ -30,11 +30,12 @@ from seqpar.ops.core.collective_op import CollectiveOp, Record, Tensors
 from seqpar.ops.core.device import stream_of
 from seqpar.ops.core.repetition import check_repetition
 from seqpar.ops.move.relayout import facts_of_rows, row_numbers
+from seqpar.ops.recurrent.ahead import note
 from seqpar.ops.recurrent.recompute import gradients
 from seqpar.ops.recurrent.relaid import Relaid
 from seqpar.ops.recurrent.rows import RowMap, check_rows, document_runs, runs
 from seqpar.plan import Plan
-from seqpar.plan.travel import HALO_WAYS, check_travel, halo_way
+from seqpar.plan.travel import HALO_WAYS, TravelWay, check_travel, halo_way
 
 ACTIVATIONS = (None, "silu")
 
@@ -84,7 +85,11 @@ class Laid(Memo):
 
     @classmethod
     def of(cls, plan: Plan, rank: int, reach: int) -> Laid:
-        """The rows of a rank's runs behind halos of `reach` rows."""
+        """The rows of a rank's runs behind halos of `reach` rows; cached."""
+        return plan.memo(("laid", reach, rank), lambda: cls._of(plan, rank, reach))  # type: ignore[no-any-return]
+
+    @classmethod
+    def _of(cls, plan: Plan, rank: int, reach: int) -> Laid:
         own = runs(plan, rank)
         numbers, tokens = np.arange(own.counts.size), own.positions.size
         local = np.arange(tokens) + reach * (1 + np.repeat(numbers, own.counts))
@@ -94,6 +99,19 @@ class Laid(Memo):
     def on(self, device: torch.device) -> Sequence[Tensor]:
         """halo, local and order on a device, uploaded once per stream."""
         return self.memo(stream_of(device), lambda: row_numbers([self.halo, self.local, self.order], device))  # type: ignore[no-any-return]
+
+
+def way_of_rows(plan: Plan, reach: int, size: int, travel: str) -> TravelWay:
+    """How rows of `size` bytes reach filters; cached."""
+    make = lambda: halo_way(document_runs(plan), reach, size, travel)  # noqa: E731
+    return plan.memo(("halo way", reach, size, travel), make)  # type: ignore[no-any-return]
+
+
+def tables_of(plan: Plan, rank: int, reach: int, size: int, travel: str) -> tuple[RowMap, Laid, Relaid | None]:
+    """What a rank's call takes from a plan; cached. The last is None where rows stay."""
+    relaid = None if way_of_rows(plan, reach, size, travel).inside is None else Relaid.of(plan, rank)
+    inside = plan if relaid is None else relaid.plan
+    return RowMap.of(inside, rank, "halo", reach), Laid.of(inside, rank, reach), relaid
 
 
 def convolved(
@@ -134,7 +152,8 @@ def _conv(
         check_rows("causal_conv1d", x, plan, comm)
         _check(x, weight, bias, activation, travel)
         reach, size = weight.shape[1] - 1, x.shape[1] * x.itemsize
-        way = plan.memo(("halo way", reach, size, travel), lambda: halo_way(document_runs(plan), reach, size, travel))
+        way = way_of_rows(plan, reach, size, travel)
+        note(comm, tables_of, reach, size, travel)
         own = {"plan": plan.digest(), "taps": reach + 1, "activation": activation, "bias": bias is not None}
         own["travel"] = way.travel
         call.facts = own | facts_of_rows(x, True in grads)
@@ -147,10 +166,7 @@ def _conv(
             call.keys = plan.memo(("keys", key), lambda: plan_and_call_keys("causal_conv1d", plan, call.facts))
     stamp = hash((plan, activation, way, id(comm.stats), comm.rank))
     check_repetition("causal_conv1d", comm, stamp, "plan, activation or travel", recorded=True in grads)
-    relaid = None if way.inside is None else Relaid.of(plan, comm.rank)
-    inside = plan if relaid is None else relaid.plan
-    rows = inside.memo(("halo", reach, comm.rank), lambda: RowMap.of(inside, comm.rank, "halo", reach))
-    laid = inside.memo(("laid", reach, comm.rank), lambda: Laid.of(inside, comm.rank, reach))
+    rows, laid, relaid = tables_of(plan, comm.rank, reach, size, travel)
     tag = Tag(call.digest, number, 0, 0, "causal_conv1d")
     record = ConvCall(comm, tag, rows, laid, relaid, activation, stamp=stamp)
     with no_autocast(x.device.type):

@@ -29,14 +29,15 @@ from seqpar.ops.core.autocast import autocasts, no_autocast
 from seqpar.ops.core.collective_op import CollectiveOp, Record, Tensors
 from seqpar.ops.core.compared import hashed
 from seqpar.ops.core.repetition import check_repetition
+from seqpar.ops.recurrent.ahead import note
 from seqpar.ops.recurrent.chain import StateChain
-from seqpar.ops.recurrent.checks import check_inputs, checked_scale, checked_way
+from seqpar.ops.recurrent.checks import check_inputs, checked_scale, layer_bytes
 from seqpar.ops.recurrent.gather import StateGather
-from seqpar.ops.recurrent.local import LocalRuns
+from seqpar.ops.recurrent.local import LocalRuns, tables_of, way_of_layer
 from seqpar.ops.recurrent.relaid import Relaid
 from seqpar.ops.recurrent.rows import runs
-from seqpar.ops.recurrent.scan import passing
 from seqpar.plan import Plan
+from seqpar.plan.travel import LAYER_WAYS, check_travel
 
 
 class States(NamedTuple):
@@ -169,7 +170,10 @@ def _linear(
         kind = "none" if decay is None else "scalar" if decay.dim() == 2 else "channel"
         spec = RecurrentSpec(v.device.type, v.dtype, q.shape[2], v.shape[2], kind, beta is not None)
         scale, chosen = checked_scale(scale, q.shape[2]), choose(kernel, spec)
-        way = checked_way(tensors, plan, travel)
+        check_travel("linear_attention", travel, LAYER_WAYS)
+        layer = layer_bytes(q, v, decay, beta)
+        way = way_of_layer(plan, travel, layer)
+        note(comm, tables_of, travel, layer, chosen, v.device)
         agreed.facts = {
             "plan": plan.digest(), "dtype": v.dtype, "device": v.device.type, "q": q.shape[1:], "v": v.shape[1:],
             "decay": None if decay is None else (decay.dtype, decay.dim()),
@@ -185,12 +189,7 @@ def _linear(
             agreed.values = {"a hash of initial_state": int(hashed(initial))}
     stamp = hash((plan, scale, bool(normalize), chosen.name, way, id(comm.stats), comm.rank))
     check_repetition("linear_attention", comm, stamp, "plan, scale or travel", recorded=True in grads)
-    relaid, inside, rank = None, plan, comm.rank
-    if way.inside is not None:
-        relaid = Relaid.of(plan, rank)
-        inside, way = relaid.plan, way.inside
-    side = inside.memo(("local runs", rank), lambda: LocalRuns.of(inside, rank))
-    passed = passing(inside, rank, way) if way.steps else None
+    side, passed, relaid = tables_of(plan, comm.rank, travel, layer, chosen, v.device)
     tag = Tag(agreed.digest, number, 0, 0, "linear_attention")
     call = LinearCall(
         comm, tag, side, passed, relaid, chosen, scale, bool(normalize), bool(return_state), stamp=stamp

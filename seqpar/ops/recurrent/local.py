@@ -1,4 +1,4 @@
-"""One rank's rows and document runs, as kernels of recurrences take them."""
+"""What a rank's call of `linear_attention` takes from a plan: its rows and runs as kernels take them, and ways."""
 
 from __future__ import annotations
 
@@ -13,8 +13,13 @@ from seqpar.facts.value import Ints, Memo
 from seqpar.kernels.recurrent import RecurrentKernel
 from seqpar.ops.core.device import stream_of
 from seqpar.ops.move.relayout import row_numbers
-from seqpar.ops.recurrent.rows import runs
+from seqpar.ops.recurrent.chain import StateChain
+from seqpar.ops.recurrent.gather import StateGather
+from seqpar.ops.recurrent.relaid import Relaid
+from seqpar.ops.recurrent.rows import document_runs, runs
+from seqpar.ops.recurrent.scan import passing
 from seqpar.plan import Plan
+from seqpar.plan.travel import LayerBytes, TravelWay, layer_way
 
 
 @dataclass(frozen=True, eq=False)
@@ -35,7 +40,11 @@ class LocalRuns(Memo):
 
     @classmethod
     def of(cls, plan: Plan, rank: int) -> LocalRuns:
-        """A rank's side of a plan."""
+        """A rank's side of a plan; cached."""
+        return plan.memo(("local runs", rank), lambda: cls._of(plan, rank))  # type: ignore[no-any-return]
+
+    @classmethod
+    def _of(cls, plan: Plan, rank: int) -> LocalRuns:
         own = runs(plan, rank)
         exported = np.flatnonzero(~own.closes)
         order = own.local(own.positions)
@@ -67,3 +76,23 @@ class LocalRuns(Memo):
                 return kernel.tables(self.counts, self.exported, device)
 
         return self.memo((kernel.name, stream_of(device)), make)
+
+
+def way_of_layer(plan: Plan, travel: str, layer: LayerBytes) -> TravelWay:
+    """How states or rows of a layer travel, the same on all ranks whose tensors agree; cached."""
+    make = lambda: layer_way(document_runs(plan), layer, travel)  # noqa: E731
+    return plan.memo(("layer way", travel, layer), make)  # type: ignore[no-any-return]
+
+
+def tables_of(
+    plan: Plan, rank: int, travel: str, layer: LayerBytes, kernel: RecurrentKernel, device: torch.device
+) -> tuple[LocalRuns, StateGather | StateChain | None, Relaid | None]:
+    """What a rank's call takes from a plan; cached. None where nothing passes, and where rows stay."""
+    relaid, inside, way = None, plan, way_of_layer(plan, travel, layer)
+    if way.inside is not None:
+        relaid = Relaid.of(plan, rank)
+        inside, way = relaid.plan, way.inside
+    side = LocalRuns.of(inside, rank)
+    if device.type == "cpu":
+        side.tables(kernel, device)
+    return side, passing(inside, rank, way) if way.steps else None, relaid

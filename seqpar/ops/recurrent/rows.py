@@ -30,6 +30,7 @@ from seqpar.ops.core.collective_op import CollectiveOp, Record
 from seqpar.ops.core.device import stream_of
 from seqpar.ops.core.repetition import check_repetition
 from seqpar.ops.move.relayout import Moves, exchanged, facts_of_rows, row_numbers
+from seqpar.ops.recurrent.ahead import note
 from seqpar.plan import Plan
 from seqpar.plan.runs import DocumentRuns, RankRuns, Requests
 
@@ -70,7 +71,11 @@ class RowMap(Memo):
 
     @classmethod
     def of(cls, plan: Plan, rank: int, what: str, reach: int) -> RowMap:
-        """The map of ``shift`` by `reach`, or of the ``halo`` of as many rows."""
+        """The map of ``shift`` by `reach`, or of the ``halo`` of as many rows; cached."""
+        return plan.memo((what, reach, rank), lambda: cls._of(plan, rank, what, reach))  # type: ignore[no-any-return]
+
+    @classmethod
+    def _of(cls, plan: Plan, rank: int, what: str, reach: int) -> RowMap:
         table, own = document_runs(plan), runs(plan, rank)
         arrived, moves = moves_of(table.rows_before(reach), rank, plan.rows(rank), own.local)
         begin, end = table.offsets[own.documents], table.offsets[own.documents + 1]
@@ -172,7 +177,8 @@ def _neighbours(
                 ("by", "an integer other than 0") if what == "shift" else ("reach", "an integer of at least 1")
             )
             raise ValueError(f"{what}: {name} must be {least}, got {reach!r:.200}")
-        row_map = plan.memo((what, reach, comm.rank), lambda: RowMap.of(plan, comm.rank, what, reach))
+        row_map = RowMap.of(plan, comm.rank, what, reach)
+        note(comm, RowMap.of, what, reach)
         call.facts = {"plan": plan.digest(), "reach": reach} | facts_of_rows(x, grads[0])
         if comm.size > 1:
             key = what, reach, x.dtype, x.device.type, x.shape[1:], grads[0]

@@ -21,6 +21,7 @@ from seqpar.ops.core.agreement import abort_on_error, agreement, digest_of_call
 from seqpar.ops.core.autocast import no_autocast
 from seqpar.ops.core.collective_op import CollectiveOp, Record, Tensors
 from seqpar.ops.core.repetition import check_repetition
+from seqpar.ops.recurrent.ahead import note
 from seqpar.ops.recurrent.chain import StateChain
 from seqpar.ops.recurrent.gather import StateGather
 from seqpar.ops.recurrent.rows import document_runs
@@ -51,6 +52,17 @@ def state_scan(states: Tensor, maps: Tensor, plan: Plan, comm: Comm, *, travel: 
     return SCAN([states, maps], [plan, comm], travel)[0]
 
 
+def way_of_states(plan: Plan, travel: str, layer: LayerBytes) -> TravelWay:
+    """How states travel, the same on all ranks whose tensors agree; cached."""
+    make = lambda: state_way(document_runs(plan), layer, travel)  # noqa: E731
+    return plan.memo(("state way", travel, layer), make)  # type: ignore[no-any-return]
+
+
+def tables_of(plan: Plan, rank: int, travel: str, layer: LayerBytes) -> StateGather | StateChain:
+    """What a rank's call takes from a plan; cached."""
+    return passing(plan, rank, way_of_states(plan, travel, layer))
+
+
 def passing(plan: Plan, rank: int, way: TravelWay) -> StateGather | StateChain:
     """A rank's part of the passing of states; cached."""
     table = document_runs(plan)
@@ -72,7 +84,9 @@ def _scan(
     (states, maps), (plan, comm) = tensors, plan_and_comm("state_scan", values)
     number = comm.next_call()
     with agreement("state_scan", comm) as call:
-        way = _checked(states, maps, plan, comm, travel)
+        layer = _checked(states, maps, plan, comm, travel)
+        way = way_of_states(plan, travel, layer)
+        note(comm, tables_of, travel, layer)
         call.facts = {
             "plan": plan.digest(), "dtypes": (states.dtype, maps.dtype), "device": states.device.type,
             "dims": (states.shape[1:], maps.shape[1:]), "travel": way[:2], "requires grad": True in grads,
@@ -102,8 +116,8 @@ def _scan_back(call: ScanCall, saved: Sequence[Any], grads: Tensors, needs: Sequ
     return [g.to(x.dtype) if need else None for g, x, need in zip(found, (states, maps), needs, strict=True)]
 
 
-def _checked(states: object, maps: object, plan: Plan, comm: Comm, travel: object) -> TravelWay:
-    """The way of travel of states and maps that fit a plan."""
+def _checked(states: object, maps: object, plan: Plan, comm: Comm, travel: object) -> LayerBytes:
+    """The bytes of states and maps that fit a plan."""
     check_plan("state_scan", plan, comm)
     if not isinstance(states, Tensor) or not isinstance(maps, Tensor):
         raise TypeError(f"state_scan takes two tensors, got {type(states).__name__} and {type(maps).__name__}")
@@ -122,8 +136,7 @@ def _checked(states: object, maps: object, plan: Plan, comm: Comm, travel: objec
         )
     check_travel("state_scan", travel, STATE_WAYS)
     size = acc_dtype(states.dtype).itemsize
-    layer = LayerBytes(h, states.shape[1:].numel() * size, maps.shape[1:].numel() * size)
-    return plan.memo(("way", travel, layer), lambda: state_way(document_runs(plan), layer, str(travel)))  # type: ignore[no-any-return]
+    return LayerBytes(h, states.shape[1:].numel() * size, maps.shape[1:].numel() * size)
 
 
 def _fake(states: Tensor, maps: Tensor, *_: object) -> tuple[Tensor, Tensor]:
