@@ -27,6 +27,7 @@ from numpy.typing import ArrayLike
 
 from seqpar.facts.bands import Band, Until, meetings
 from seqpar.facts.intervals import Runs, Spans, distinct, edges, linear_spans, progressions
+from seqpar.facts.trees import Paths, nodes_of_groups, paths_of, reach_along_paths, runs_of_nodes
 from seqpar.facts.value import MOST, Fact, Ints, digest_of, frozen, int64_of, is_integer, lengths_of, whole
 
 
@@ -50,6 +51,7 @@ class Mask(Fact):
     within_documents: bool
     bands: tuple[Band, ...]
     _name: str
+    _paths: Paths | None
 
     def __init__(
         self,
@@ -121,8 +123,45 @@ class Mask(Fact):
         self._set(documents, kv_lengths, (band,), within=False, name="bounds")
         return self
 
-    def _set(self, queries: Ints, keys: Ints, bands: tuple[Band, ...], *, within: bool, name: str) -> None:
-        """within: True if queries are known to see only keys of their own documents."""
+    @classmethod
+    def tree(
+        cls, lengths: ArrayLike, parents: ArrayLike, *, window: tuple[int | None, int | None] = (None, None)
+    ) -> Mask:
+        """Trees of tokens: a query sees the tokens of its node up to its own, and those of all nodes above it.
+
+        lengths: tokens of each node, in depth-first order; 0 is allowed. parents: the node above each, -1 for a root. A
+        root with all nodes below it is a document. Positions are depths along the path, see `depths`. window: (left,
+        right) as of `Mask`, counted along the path. A chain of nodes is the causal mask of its documents.
+
+        Raises: ValueError for nodes in another order, printing a right one, for parents that do not lead to a root,
+        and for a root without a token in its subtree. NotImplementedError for a window to the right.
+        """
+        return cls._of_tree(*runs_of_nodes(lengths, parents), reach_along_paths(_checked_window(window, False)))
+
+    @classmethod
+    def shared_prefix(cls, groups: Sequence[tuple[int, Sequence[int]]]) -> Mask:
+        """Answers that share a prompt: a tree for each group, (prompt length, [answers' lengths]).
+
+        The prompt is followed by its answers. An answer sees the prompt and itself, and its positions continue the
+        prompt's.
+        """
+        return cls.tree(*nodes_of_groups(groups))
+
+    @classmethod
+    def _of_tree(cls, documents: Ints, until: Until, left: int | None) -> Mask:
+        """until: the end of the subtree of each token."""
+        tokens = int(documents.sum())
+        band = Band(_document_spans(documents, documents, None, 0), until).canonical(tokens, tokens)
+        if band.until is None:
+            return cls(documents, window=(left, None))
+        mask: Mask = cls.__new__(cls)
+        mask._set(documents, documents, (band,), within=True, name="tree")
+        return mask.windowed((left, None))
+
+    def _set(
+        self, queries: Ints, keys: Ints, bands: tuple[Band, ...], *, within: bool, name: str, paths: Paths | None = None
+    ) -> None:
+        """within: True if queries are known to see only keys of their own documents. paths: where bands hide them."""
         offsets, kv_offsets = edges(queries), edges(keys)
         self._fill(
             lengths=queries,
@@ -132,12 +171,14 @@ class Mask(Fact):
             within_documents=within or all(_inside(band.spans, offsets, kv_offsets) for band in bands),
             bands=tuple(band.frozen() for band in bands),
             _name=name,
+            _paths=paths,
         )
 
     def _made_digest(self) -> str:
         spans = [x for band in self.bands for x in _canonical(band.spans, self.tokens)]
         ends = [] if self.plain else ["bands", *(x for band in self.bands for x in band.until or ("open",))]
-        return digest_of("mask", self.lengths, self.kv_lengths, *spans, *ends)
+        paths = [] if self._paths is None else ["paths", *self._paths]
+        return digest_of("mask", self.lengths, self.kv_lengths, *spans, *ends, *paths)
 
     @property
     def tokens(self) -> int:
@@ -158,6 +199,13 @@ class Mask(Fact):
     def has_until(self) -> bool:
         """Whether some keys end before the last query, in any band."""
         return any(band.until is not None for band in self.bands)
+
+    @property
+    def paths(self) -> Paths | None:
+        """The paths of tokens, if the mask is a tree that branches; cached."""
+        if self._paths is not None or len(self.bands) > 1 or self.kv_lengths is not self.lengths:
+            return self._paths
+        return self.memo("paths", lambda: paths_of(self.bands[0], self.offsets))
 
     @property
     def spans_are_documents(self) -> bool:
@@ -190,6 +238,13 @@ class Mask(Fact):
         """The document of each query position; -1 for a pad row."""
         return np.searchsorted(self.offsets, self._checked(positions), side="right") - 1
 
+    def depths(self, positions: ArrayLike) -> Ints:
+        """How many tokens come before each query: in its document, or on its path in a tree; -1 for a pad row."""
+        at = self._checked(positions)
+        if self.paths is not None:
+            return self.paths.depths(at)
+        return np.where(at < 0, -1, at - self.offsets[np.maximum(self.documents(at), 0)])
+
     def key_positions(self, positions: ArrayLike) -> Ints:
         """Query positions in key coordinates (documents aligned at their ends), for ALiBi and dropout; -1 for pads."""
         at = self._checked(positions)
@@ -216,9 +271,11 @@ class Mask(Fact):
                 f"some queries of {self!r} see keys of other documents, so that none can be taken out of the batch; "
                 "keep the batch whole, or give bounds inside documents"
             )
+        queries = frozen(self.lengths[chosen])
+        if self.paths is not None:
+            return self._of_tree(queries, self.paths.pick(chosen, self.offsets), self.paths.left)
         if not self.plain:
             raise NotImplementedError(f"documents of {self!r} cannot be taken out of the batch yet")
-        queries = frozen(self.lengths[chosen])
         keys = queries if self.kv_lengths is self.lengths else frozen(self.kv_lengths[chosen])
         mask: Mask = type(self).__new__(type(self))
         mask._set(queries, keys, (Band(_picked_spans(self, chosen)),), within=True, name=self._name)
@@ -227,12 +284,32 @@ class Mask(Fact):
     def windowed(self, window: tuple[int | None, int | None]) -> Mask:
         """This mask, limited to keys within a window of the query, (left, right), None for no limit; cached.
 
-        Distances are between key positions, see `key_positions`.
+        Distances are between key positions, see `key_positions`; in a tree they are along the path.
+
+        Raises: NotImplementedError for a window to the right in a tree, and for other masks whose keys end early.
         """
         checked = _checked_window(window, False)
+        paths = self.paths
+        if paths is not None:
+            left = reach_along_paths(checked)
+            if left is None or paths.within(left):
+                return self
+            return self.memo(("window", checked), lambda: self._windowed_tree(paths, left))
         if not self.plain:
-            raise NotImplementedError(f"{self!r} takes no window yet")
+            raise NotImplementedError(
+                f"{self!r} takes no window: its keys end early and it is not a tree; put the window into its bounds"
+            )
         return self.memo(("window", checked), lambda: self._windowed(*checked))
+
+    def _windowed_tree(self, paths: Paths, left: int) -> Mask:
+        tokens = self.tokens
+        band = Band(paths.spans(left, self.offsets), Until(paths.start, paths.end)).canonical(tokens, tokens)
+        mask: Mask = type(self).__new__(type(self))
+        mask._set(
+            self.lengths, self.kv_lengths, (band,), within=True, name=f"tree, window={(left, None)}",
+            paths=paths._replace(left=left),
+        )  # fmt: skip
+        return mask
 
     def _windowed(self, left: int | None, right: int | None) -> Mask:
         def low(at: Ints) -> Ints:
@@ -284,7 +361,8 @@ class Mask(Fact):
 
     def __repr__(self) -> str:
         keys = "" if self.kv_tokens == self.tokens else f" on {self.kv_tokens} keys"
-        return f"Mask({self._name}, {len(self.lengths)} documents, {self.tokens} tokens{keys})"
+        nodes = "" if self.paths is None else f", {self.paths.start.size} nodes"
+        return f"Mask({self._name}, {len(self.lengths)} documents{nodes}, {self.tokens} tokens{keys})"
 
 
 def _inside(spans: Spans, offsets: Ints, kv_offsets: Ints) -> bool:

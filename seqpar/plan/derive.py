@@ -105,10 +105,8 @@ class Derived(Fact):
         return np.append(at, np.full(self.rows(rank, side) - at.size, -1, np.int64))
 
     def rope_positions(self, rank: int) -> Ints:
-        """Positions [rows] inside the document of a rank's query rows, 0 for pads."""
-        at = self.positions(rank)
-        start = self.mask.offsets[np.maximum(self.mask.documents(at), 0)]
-        return np.where(at < 0, 0, at - start)
+        """Positions [rows] of a rank's query rows inside their documents, in trees along their paths; 0 for pads."""
+        return np.maximum(self.mask.depths(self.positions(rank)), 0)
 
     def steps(self, rank: int, *, row_bytes: int = NOMINAL_ROW_BYTES) -> list[Step]:
         """The steps of a rank, part after part. row_bytes: of a token's keys and values; alike on all ranks."""
