@@ -2,6 +2,7 @@
 
 from seqpar.facts.layout import Layout
 from seqpar.facts.mask import Mask
+from seqpar.facts.stretches import Stretches
 from seqpar.facts.tiles import Kind, Segments, Tiles
 
-__all__ = ["Kind", "Layout", "Mask", "Segments", "Tiles"]
+__all__ = ["Kind", "Layout", "Mask", "Segments", "Stretches", "Tiles"]

@@ -14,6 +14,9 @@ tiles. For a causal document, with full tiles (F) and partial ones whose bounds 
                  q_full_end     4 4 4 3
                  q_end          4 4 4 4
 
+Where keys end before the last query, as in trees, a query tile visits a list of stretches of key tiles instead, see
+`seqpar.facts.stretches`.
+
 Segments are the same pairs as rectangles, contiguous on both sides. For the second half of a causal document, on the
 keys of its first half and on its own::
 
@@ -31,6 +34,7 @@ from typing import NamedTuple
 import numpy as np
 
 from seqpar.facts.intervals import linear_spans
+from seqpar.facts.stretches import Ends, Stretches, stretches
 from seqpar.facts.value import Ints
 
 
@@ -48,6 +52,9 @@ class Tiles:
 
     order, q_order: query and key tiles by falling number of visits, ties in row order: light tiles fill the tail of a
     launch.
+
+    stretches: None unless keys end. Then they are the key tiles that each query tile visits, ``begin`` and ``end`` are
+    the first of them and one past the last, and ``full_begin == full_end == begin``.
     """
 
     bm: int
@@ -65,11 +72,13 @@ class Tiles:
     q_order: Ints
     uniform: bool
     q_exact: bool
+    stretches: Stretches | None = None
 
     @property
     def visits(self) -> int:
         """Number of (query tile, key tile) pairs that a kernel computes."""
-        return int((self.end - self.begin).sum())
+        by = self if self.stretches is None else self.stretches
+        return int((by.end - by.begin).sum())
 
     def cover(self, area: int) -> float:
         """The attended fraction of what a GPU computes: ``area`` pairs of the step over ``bm * bn`` pairs per visit.
@@ -80,45 +89,92 @@ class Tiles:
         return area / (self.visits * self.bm * self.bn) if self.visits else 1.0
 
 
-class _KeyTiles(NamedTuple):
-    """Lowest and highest key position of each key tile."""
+class _Sight(NamedTuple):
+    """What queries see: lowest and highest key position of each key tile; the bounds of rows, and where keys end.
 
+    low, high [M]: rows that see nothing have ``high < low``. ends: positions of rows [M], earliest and latest end of
+    keys in each key tile; None if no key ends.
+    """
+
+    key_low: Ints
+    key_high: Ints
     low: Ints
     high: Ints
+    ends: tuple[Ints, Ints, Ints] | None
 
-    def visited(self, lo: Ints, hi: Ints, first: Ints) -> tuple[Ints, Ints]:
-        """``begin, end`` of query tiles whose first rows are ``first``; rows that see nothing have ``hi < lo``."""
-        begin = np.searchsorted(self.high, np.minimum.reduceat(lo, first))
-        return begin, np.maximum(np.searchsorted(self.low, np.maximum.reduceat(hi, first)), begin)
+    def cut(self, rows: Ints) -> _Cut:
+        """The key tiles that query tiles with these first rows visit."""
+        first = rows[:-1]
+        begin = np.searchsorted(self.key_high, np.minimum.reduceat(self.low, first))
+        end = np.maximum(np.searchsorted(self.key_low, np.maximum.reduceat(self.high, first)), begin)
+        if self.ends is None:
+            return _Cut(rows, begin, end, end - begin)
+        at, least, most = self.ends
+        ends = Ends(at[first], at[rows[1:] - 1], least, most)
+        found = stretches(begin, *self.full(rows, begin, end), end, ends)
+        return _Cut(rows, begin, end, found.visits, ends, found)
+
+    def full(self, rows: Ints, begin: Ints, end: Ints) -> tuple[Ints, Ints]:
+        """``full_begin, full_end`` by the bounds; a row that sees nothing has no full tile."""
+        full_begin = np.clip(np.searchsorted(self.key_low, np.maximum.reduceat(self.low, rows[:-1])), begin, end)
+        full_end = np.searchsorted(self.key_high, np.minimum.reduceat(self.high, rows[:-1]))
+        return full_begin, np.clip(full_end, full_begin, end)
 
 
-def tile_tables(lo: Ints, hi: Ints, key_pos: Ints, bm: int, bn: int) -> Tiles:
-    """Tile tables of queries with bounds ``lo, hi`` over keys at ascending ``key_pos``."""
+class _Cut(NamedTuple):
+    """Query tiles. begin, end: key tiles that their bounds admit. visits: of each; fewer where keys end."""
+
+    rows: Ints
+    begin: Ints
+    end: Ints
+    visits: Ints
+    ends: Ends | None = None
+    stretches: Stretches | None = None
+
+    @property
+    def cost(self) -> int:
+        """One more query tile costs about as much as one more visit."""
+        return int(self.visits.sum()) + self.rows.size
+
+
+def tile_tables(
+    lo: Ints, hi: Ints, key_pos: Ints, bm: int, bn: int, *, at: Ints | None = None, until: Ints | None = None
+) -> Tiles:
+    """Tile tables of queries with bounds ``lo, hi`` over keys at ascending ``key_pos``.
+
+    until: of the keys, if some end; then with the queries' ascending positions ``at``.
+    """
     starts = np.arange(0, key_pos.size, bn)
-    keys = _KeyTiles(key_pos[starts], key_pos[np.minimum(starts + bn, key_pos.size) - 1])
     seen = lo < hi
     low, high = np.where(seen, lo, np.iinfo(np.int64).max), np.where(seen, hi, -1)
-    rows = np.append(np.arange(0, lo.size, bm), lo.size)
-    begin, end = keys.visited(low, high, rows[:-1])
+    ends = None
+    if at is not None and until is not None:
+        ends = at, np.minimum.reduceat(until, starts), np.maximum.reduceat(until, starts)
+    sight = _Sight(key_pos[starts], key_pos[np.minimum(starts + bn, key_pos.size) - 1], low, high, ends)
+    cut = sight.cut(np.append(np.arange(0, lo.size, bm), lo.size))
     jumps = _jumps(lo, hi, key_pos, bm, bn)
     if jumps.size:
-        # One more query tile costs about as much as one more visit; equal tiles have simpler addresses, worth 1 %.
-        anew = _tiles_from(jumps, lo.size, bm)
-        b, e = keys.visited(low, high, anew[:-1])
-        if ((e - b).sum() + anew.size) * 100 < ((end - begin).sum() + rows.size) * 99:
-            rows, begin, end = anew, b, e
-    max_lo = np.maximum.reduceat(low, rows[:-1])  # a row that sees nothing has no full tile
-    min_hi = np.minimum.reduceat(high, rows[:-1])
-    full_begin = np.clip(np.searchsorted(keys.low, max_lo), begin, end)
-    full_end = np.clip(np.searchsorted(keys.high, min_hi), full_begin, end)
+        anew = sight.cut(_tiles_from(jumps, lo.size, bm))
+        if anew.cost * 100 < cut.cost * 99:  # equal tiles have simpler addresses, worth 1 %
+            cut = anew
+    rows, begin, end, visits, close, found = cut
+    full_begin, full_end = sight.full(rows, begin, end)
     q_begin, q_end = _transposed(begin, end, starts.size)
+    q_full_begin, q_full_end = _transposed_full(full_begin, full_end, q_begin)
+    if close is not None and found is not None:
+        q_end = np.minimum(q_end, close.open_before)
+        q_begin = np.minimum(q_begin, q_end)
+        q_full_end = np.minimum(q_full_end, close.full_before)
+        q_full_begin, q_full_end = (np.where(q_full_begin < q_full_end, x, q_begin) for x in (q_full_begin, q_full_end))
+        begin, end = found.hull(begin)
+        full_begin = full_end = begin
     return Tiles(
-        bm, bn, rows, begin, full_begin, full_end, end,
-        q_begin, *_transposed_full(full_begin, full_end, q_begin), q_end,
-        order=np.argsort(begin - end, kind="stable"),
+        bm, bn, rows, begin, full_begin, full_end, end, q_begin, q_full_begin, q_full_end, q_end,
+        order=np.argsort(-visits, kind="stable"),
         q_order=np.argsort(q_begin - q_end, kind="stable"),
         uniform=bool((rows[:-1] == np.arange(rows.size - 1) * bm).all()),
-        q_exact=bool((q_end - q_begin).sum() == (end - begin).sum()),
+        q_exact=bool((q_end - q_begin).sum() == visits.sum()),
+        stretches=found,
     )  # fmt: skip
 
 

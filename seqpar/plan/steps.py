@@ -195,7 +195,10 @@ class StepBand(Memo):
 
     def tiles(self, bm: int, bn: int) -> Tiles:
         """Tile tables of this band, for tiles of ``bm`` query rows and ``bn`` key rows; cached."""
-        return self.memo(("tiles", bm, bn), lambda: tile_tables(self.lo, self.hi, self.pos, bm, bn))
+        return self.memo(
+            ("tiles", bm, bn),
+            lambda: tile_tables(self.lo, self.hi, self.pos, bm, bn, at=self.at, until=self.until),
+        )
 
     @property
     def segments(self) -> Segments:

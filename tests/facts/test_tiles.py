@@ -9,8 +9,8 @@ from hypothesis import strategies as st
 
 from seqpar import Layout, Mask, Plan
 from seqpar.facts.tiles import Tiles, tile_tables
-from tests.cases import LAYOUTS, MASKS, make_layout, make_mask
-from tests.facts.tables import check_tiles
+from tests.cases import ENDING, LAYOUTS, MASKS, make_layout, make_mask
+from tests.facts.tables import check_stretches, check_tiles
 
 
 def tables(lo: np.ndarray, hi: np.ndarray, keys: np.ndarray, bm: int, bn: int) -> Tiles:
@@ -104,3 +104,59 @@ def test_a_gap_among_the_visitors_is_told() -> None:
 def test_nothing_to_visit(queries, keys) -> None:
     t = tables(np.zeros(queries), np.zeros(queries), np.arange(keys), 2, 2)
     assert t.visits == 0 and t.uniform and t.q_exact and t.cover(0) == 1
+
+
+def stretched(lo, hi, at, keys, until, bm: int, bn: int) -> Tiles:
+    """The tables of a step whose keys end, checked."""
+    lo, hi, at, keys, until = (np.asarray(x, np.int64) for x in (lo, hi, at, keys, until))
+    t = tile_tables(lo, hi, keys, bm, bn, at=at, until=until)
+    check_stretches(t, lo, hi, at, keys, until)
+    return t
+
+
+@st.composite
+def ending(draw: st.DrawFn, kinds: tuple[str, ...] = (*ENDING, "window")) -> tuple[np.ndarray, ...]:
+    """Some queries of a mask whose keys end, some blind, and some of its keys: lo, hi, at, keys, until."""
+    tokens = draw(st.integers(1, 90))
+    rng = np.random.default_rng(draw(st.integers(0, 2**16)))
+    kind = draw(st.sampled_from(kinds))
+    mask = make_mask(kind, [tokens], rng)
+    until = mask.until()
+    if kind == "window":  # sinks: the first keys, and a window as ends of keys
+        until = np.minimum(np.arange(tokens) + 7, tokens)
+        until[:3] = tokens
+    at, keys = (np.arange(tokens) for _ in range(2))
+    if draw(st.booleans()):
+        layout = make_layout(draw(st.sampled_from(LAYOUTS)), [tokens], 3, rng)
+        at, keys = (np.sort(layout.positions(int(rng.integers(3)))) for _ in range(2))
+    lo, hi = mask.bounds(at)
+    if kind == "window":
+        lo = np.zeros_like(lo)
+    if draw(st.booleans()):
+        hi = np.where(rng.random(at.size) < 0.2, lo, hi)
+    return lo, hi, at, keys, until[keys]
+
+
+@settings(max_examples=500)
+@given(ending(), st.integers(1, 9), st.integers(1, 9))
+def test_stretches_say_what_the_mask_says(step, bm, bn) -> None:
+    stretched(*step, bm, bn)
+
+
+@settings(max_examples=200)
+@given(ending(("tree", "window")), st.integers(1, 9), st.integers(1, 9))
+def test_no_loop_runs_over_tiles_that_it_skips(step, bm, bn) -> None:
+    t = stretched(*step, bm, bn)
+    assert (t.stretches.end - t.stretches.begin).sum() == t.visits
+    assert (t.q_end - t.q_begin).sum() <= 1.1 * t.visits or not (step[0] < step[1]).all()
+
+
+def test_answers_to_a_prompt_skip_the_answers_before_them() -> None:
+    """The example of `seqpar.facts.stretches`, of tiles of two."""
+    lo, hi, at = np.zeros(14), np.arange(14) + 1, np.arange(14)
+    t = stretched(lo, hi, at, at, np.repeat([14, 6, 10, 14], [2, 4, 4, 4]), 2, 2)
+    s = t.stretches
+    assert s.edge.tolist() == [0, 1, 3, 5, 7, 10, 12, 15]
+    assert s.begin.tolist() == [0, 0, 1, 0, 2, 0, 3, 0, 3, 4, 0, 5, 0, 5, 6]
+    assert s.end.tolist() == [1, 1, 2, 2, 3, 1, 4, 1, 4, 5, 1, 6, 1, 6, 7]
+    assert s.full.tolist() == [0, 1, 0, 1, 0, 1, 0, 1, 1, 0, 1, 0, 1, 1, 0]
