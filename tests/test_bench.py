@@ -91,6 +91,7 @@ def test_recurrences_are_timed_beside_fallbacks_and_products(tmp_path: Path) -> 
 def test_states_are_timed_beside_ulysses_and_rows(tmp_path: Path) -> None:
     path = tmp_path / "states.json"
     flags = ["--ranks", "2", "--tokens", "256", "--heads", "2", "--dim", "8", "--turns", "1", "--sweep", "2", "64"]
+    flags += ["--travel", "pipeline"]
     done = subprocess.run(
         [sys.executable, "-m", "bench.cpu.states", *flags, "--families", "delta rule", "--json", path],
         capture_output=True, text=True, timeout=600, cwd=ROOT,
@@ -98,7 +99,10 @@ def test_states_are_timed_beside_ulysses_and_rows(tmp_path: Path) -> None:
     assert done.returncode == 0, done.stderr
     found = json.loads(path.read_text())
     assert found.keys() >= {"machine", "versions", "commit", "held_bytes_per_second"}
-    assert [(each["link"], each["travel"]) for each in found["rows"]] == [("loopback", "gather"), ("held", "gather")]
+    assert [(each["link"], each["travel"]) for each in found["rows"]] == [
+        ("loopback", "pipeline"),
+        ("held", "pipeline"),
+    ]
     state, row = 2 * 8 * 8 * 4, 2 * 4 * (4 * 8 + 2)  # one state each way; q, k, v, out, decay and beta
     for each in found["rows"]:
         ways = each["ways"]

@@ -60,8 +60,8 @@ OPTIONAL = {path: {"matplotlib"} for path in ("plan/plot.py", "plan/travel_plot.
 ORDER = {
     "facts": "value intervals bands trees mask layout stretches tiles __init__",
     "plan": """
-        heads steps traffic routes hierarchy residence runs travel parts prediction derive counts report plot
-        travel_report travel_plot plan __init__
+        heads steps traffic routes hierarchy residence runs travel_work travel parts prediction derive counts report
+        plot travel_report travel_plot plan __init__
     """,
     "dsp": "form space costs search plan spec specs moves grid overlap runner stages checks apply __init__",
     "planner": """
@@ -84,7 +84,8 @@ ORDER = {
         move/switch move/relayout
         recurrent recurrent/recompute recurrent/ahead recurrent/rows recurrent/relaid recurrent/conv
         recurrent/maps recurrent/gather recurrent/chain recurrent/scan
-        recurrent/local recurrent/checks recurrent/linear __init__
+        recurrent/local recurrent/pipeline recurrent/checks recurrent/call recurrent/whole recurrent/blocks
+        recurrent/linear __init__
     """,
     "nn": "checkpoint wrap fingerprint source attention multihead __init__",
     "integrations": """

@@ -12,11 +12,13 @@ rule; a step is forward and backward with the gradients of all inputs::
 
 The three take turns, in an order that changes, on the same processes of one core each; outputs and gradients are
 compared first. A turn's seconds are those of the slowest rank. Ratios are of one turn, theirs over ours: the median,
-and the interval that has the true median in 90 of 100 runs. Seconds in exchanges, with packing for them, are those of
-a second step, in which ranks meet before each exchange, so that they are not those of waiting for a slower rank; a
-chain is not met, as in its steps some ranks have nothing to move. "loopback" is gloo as it is. The "held" link is
-simulated, so slow that Ulysses' rows take as large a part of this layer's time as those of a layer of Qwen3-Next, with
-its projections and experts, between nodes of H100s.
+and the interval that has the true median in 90 of 100 runs. Seconds in exchanges, with packing for them, are those of a
+second step, in which ranks meet before each exchange, so that they are not those of waiting for a slower rank. In a
+chain or a pipeline, where some ranks have nothing to move while others do, they are those of the step's exchanges once
+more, posted and waited for in the same order by ranks that compute nothing in between: a wait for a neighbour's
+computation counts in the step alone. "loopback" is gloo as it is. The "held" link is simulated, so slow that Ulysses'
+rows take as large a part of this layer's time as those of a layer of Qwen3-Next, with its projections and experts,
+between nodes of H100s.
 
 Bytes are those of the busiest rank, forward and backward. With states S and maps M of a run and rows R of the inputs
 and the output, in bytes, a rank's states are fewer if it has more tokens than ``P ((P - 1) S + (P - 2) M) / ((P - 1)
@@ -34,7 +36,7 @@ import statistics
 import sys
 import time
 from collections.abc import Callable, Sequence
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, field
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -54,7 +56,7 @@ from seqpar import recurrent
 from seqpar.comm import Comm, Tag, Work
 from seqpar.ops import switch_all
 from seqpar.plan.runs import DocumentRuns
-from seqpar.plan.travel import RecurrentShape, layer_way
+from seqpar.plan.travel import LAYER_WAYS, RecurrentShape, layer_way
 from seqpar.planner import Hardware, Link, ModelShape, RecurrentLayer
 from seqpar.testing import relative_rms, run_processes
 
@@ -81,7 +83,7 @@ class Case:
     def shape(self) -> RecurrentShape:
         """The layer's heads and dims."""
         delta = FAMILIES[self.family]
-        return RecurrentShape(self.heads, self.dim, self.dim, beta=delta, dtype="float32", taps=1)
+        return RecurrentShape(self.heads, self.dim, self.dim, beta=delta, dtype="float32", taps=1, device="cpu")
 
     @property
     def plan(self) -> seqpar.Plan:
@@ -140,17 +142,42 @@ def ways(case: Case, comm: Comm, *, travel: str = "auto") -> dict[str, Step]:
 
 @dataclass
 class Together:
-    """Lets ranks meet before each exchange while `meeting`, and hands it on to a watcher that measures it."""
+    """Hands exchanges on to a watcher that measures them. "met": ranks meet before each; "noted": for `again`."""
 
     comm: Comm
     watcher: Metered
-    meeting: bool = False
+    how: str = ""
+    noted: list[Callable[[], None]] = field(default_factory=list)
 
     def exchange(self, post: Callable[[], Work], sends: Side, recvs: Side, tag: Tag) -> Work:
         """The comm's own exchange."""
-        if self.meeting:
+        if self.how == "noted":
+            return Noted(self, post(), post, sends, recvs, tag)
+        if self.how == "met":
             self.comm.gather("meet", 0)
         return self.watcher.exchange(post, sends, recvs, tag)
+
+    def again(self) -> None:
+        """Run the noted exchanges once more, with nothing in between."""
+        self.comm.gather("meet", 0)
+        for event in self.noted:
+            event()
+        self.noted.clear()
+
+
+class Noted:
+    """The `Work` of an exchange that runs once more later."""
+
+    def __init__(
+        self, together: Together, work: Work, post: Callable[[], Work], sends: Side, recvs: Side, tag: Tag
+    ) -> None:
+        self._work, self._events, self._second = work, together.noted, list[Work]()
+        self._events.append(lambda: self._second.append(together.watcher.exchange(post, sends, recvs, tag)))
+
+    def wait(self) -> None:
+        """Wait, now and then."""
+        self._work.wait()
+        self._events.append(lambda: self._second.pop().wait())
 
 
 def measured(comm: Comm, case: Case, link: Link | None, turns: int, names: Sequence[str], travel: str) -> Any:
@@ -159,7 +186,7 @@ def measured(comm: Comm, case: Case, link: Link | None, turns: int, names: Seque
     with pinned(cores()[comm.rank % len(cores())]):
         meter = Meter()
         together = Together(comm, Metered(meter, None if link is None else Wire(link)))
-        comm, met = Watched(comm, together), case.way(travel) != "chain"
+        comm, in_steps = Watched(comm, together), case.way(travel) in ("chain", "pipeline")
         inputs, steps = case.inputs(comm.rank), ways(case, comm, travel=travel)
         dout = torch.randn(inputs[2].shape, generator=torch.Generator().manual_seed(99))
         found: dict[str, Any] = {name: {"seconds": [], "exchanging": [], "bytes": (0, 0)} for name in names}
@@ -173,9 +200,10 @@ def measured(comm: Comm, case: Case, link: Link | None, turns: int, names: Seque
                     outs[name], forward = once(steps[name], inputs, dout, comm)
                     seconds = time.perf_counter() - started
                     found[name]["bytes"] = forward, comm.stats.bytes_sent - forward
-                    meter.seconds, together.meeting = 0.0, met or name != "states"
+                    meter.seconds, together.how = 0.0, "noted" if in_steps and name == "states" else "met"
                     once(steps[name], inputs, dout, comm)
-                    together.meeting = False
+                    together.how = ""
+                    together.again()
                     if turn >= 0:
                         found[name]["seconds"].append(seconds)
                         found[name]["exchanging"].append(meter.seconds)
@@ -330,6 +358,7 @@ def main() -> int:
     parser.add_argument("--tokens", type=int, default=TOKENS)
     parser.add_argument("--heads", type=int, default=8)
     parser.add_argument("--dim", type=int, default=128, help="of a key and of a value")
+    parser.add_argument("--travel", choices=("auto", *LAYER_WAYS), default="auto", help="of states, but in the sweep")
     parser.add_argument("--turns", type=int, default=9)
     parser.add_argument("--sweep", type=int, nargs="*", default=[64, 128, 256, 512, 1024], help="tokens per rank")
     parser.add_argument("--json", type=Path, help="file for the figures")
@@ -343,7 +372,7 @@ def main() -> int:
             wire = held if link == "held" else None
             for family in args.families:
                 case = Case(ranks, link, family, args.tokens, args.heads, args.dim)
-                rows.append(row(case, wire, args.turns))
+                rows.append(row(case, wire, args.turns, travel=args.travel))
                 console.print(table(rows[-1:]))
                 if args.sweep:
                     crossovers.append(crossover(case, wire, args.turns, sorted(args.sweep)))

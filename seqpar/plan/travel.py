@@ -1,21 +1,30 @@
-"""How states of recurrent layers travel between ranks: three ways, what each sends, and which one costs least.
+"""How states of recurrent layers travel between ranks: four ways, what each sends, and which one costs least.
 
 A document with runs on ranks 0, 1, 2 and 3, and the bytes that a rank sends of it, with states S and maps M::
 
-    gather   0 ──► 1, 2, 3    1 ──► 2, 3    2 ──► 3    S and M (not the first run's) to each later rank, in one exchange
-    chain    0 ──► 1 ──► 2 ──► 3                       S once, to the next run, in blocks of heads, one a step
-    rows     rows go to a contiguous layout, and results back; there states travel by one of the other two
+    gather     0 ──► 1, 2, 3    1 ──► 2, 3    2 ──► 3  S and M (not the first run's) to each later rank, one exchange
+    chain      0 ──► 1 ──► 2 ──► 3                     S once, to the next run, in blocks of heads, one a step
+    pipeline   0 ──► 1 ──► 2 ──► 3                     S once, to the next run, each block of heads when it is computed
+    rows       rows go to a contiguous layout, and results back; between the two, states travel by one of the others
 
-Blocks make a chain a pipeline: while rank 1 passes on block 0, rank 0 passes on block 1::
+A state that is gathered or passed on in a chain is what a run leaves from zero, computed beforehand with its map. In a
+pipeline a run is computed once, from the state that enters it, and ranks wait for each other's blocks. Of a chain::
 
     step          1      2      3      4
     rank 0 to 1   b0     b1
     rank 1 to 2          b0     b1
     rank 2 to 3                 b0     b1               3 hops and 2 blocks: 4 exchanges
 
-Costs are in bytes: those of the busiest rank, and `LATENCY` for each exchange. Everything is computed from integers
-that all ranks have, so they choose alike. Sources: LASP-2 (Sun et al. 2025) gathers, LASP (Sun et al. 2024) is the
-chain of one block, ZeCO (Chou et al. 2025) the chain of several.
+Costs are in bytes: those of the busiest rank; `LATENCY` for each exchange that follows another one; and what a link
+moves while a rank computes more than it would alone, or waits for others' computation. In a chain and a gather the
+busiest rank computes states and maps beforehand. In a pipeline of B blocks the last of n hops begins after n blocks of
+a run, so with W for the work of the longest run's rows, in bytes, and `LATENCY` L, beside the bytes::
+
+    n (W / B + L + S / B) + (B - 1) L
+
+and more where a device computes several heads at once, but a block has fewer: `seqpar.plan.travel_work` has the work.
+Everything is computed from integers that all ranks have, so they choose alike. Sources: Sun et al. 2025 (LASP-2)
+gather; Sun et al. 2024 (LASP) is the pipeline of one block; Chou et al. 2025 (ZeCO) is the chain.
 """
 
 from __future__ import annotations
@@ -30,9 +39,10 @@ from seqpar.facts.intervals import edges
 from seqpar.facts.value import Ints, whole
 from seqpar.plan.runs import DocumentRuns
 from seqpar.plan.traffic import DTYPE_BYTES
+from seqpar.plan.travel_work import RATES, LayerWork
 
 STATE_WAYS = ("gather", "chain")
-LAYER_WAYS = (*STATE_WAYS, "rows")
+LAYER_WAYS = (*STATE_WAYS, "pipeline", "rows")
 HALO_WAYS = ("halo", "rows")
 LATENCY = 1 << 19  # what an exchange costs besides its bytes, in bytes: 10 microseconds of a link of 50 GB/s
 DECAYS = ("none", "scalar", "channel")
@@ -45,7 +55,8 @@ class RecurrentShape:
     groups: heads of queries and keys, by default ``heads``. dim, values: of a key and of a value. decay: "none",
     "scalar" for one of each head, "channel" for one of each dim of a key. beta: whether it is a delta rule. dtype: of
     q, k, v and the convolution's rows; gates: of decay and beta. taps: of the convolution before it, 1 for none.
-    channels: of that convolution, by default those of q, k and v.
+    channels: of that convolution, by default those of q, k and v. device: "cuda" or "cpu". threads: of a rank on
+    the CPU.
     """
 
     heads: int
@@ -58,10 +69,13 @@ class RecurrentShape:
     gates: str = "float32"
     taps: int = 4
     channels: int | None = None
+    device: str = "cuda"
+    threads: int = 1
 
     def __post_init__(self) -> None:
         """Raise ValueError for heads, dims, dtypes or decays that no layer has."""
-        for name in ("heads", "dim", "values", "taps", *(n for n in ("groups", "channels") if getattr(self, n))):
+        given = [name for name in ("groups", "channels") if getattr(self, name)]
+        for name in ("heads", "dim", "values", "taps", "threads", *given):
             object.__setattr__(self, name, whole(name, getattr(self, name), 1))
         for name in ("dtype", "gates"):
             object.__setattr__(self, name, str(getattr(self, name)).removeprefix("torch."))
@@ -69,12 +83,14 @@ class RecurrentShape:
                 raise ValueError(f"{name} must be one of {', '.join(DTYPE_BYTES)}, got {getattr(self, name)!r:.200}")
         if self.decay not in DECAYS:
             raise ValueError(f"decay must be one of {', '.join(DECAYS)}, got {self.decay!r:.200}")
+        if self.device not in RATES:
+            raise ValueError(f"device must be one of {', '.join(RATES)}, got {self.device!r:.200}")
         if self.heads % (self.groups or self.heads):
             raise ValueError(f"heads must be a multiple of groups, got {self.heads} and {self.groups}")
 
     @property
     def bytes(self) -> LayerBytes:
-        """The bytes of this layer's states and rows."""
+        """The bytes of this layer's states and rows, and its work."""
         size, gate, groups = DTYPE_BYTES[self.dtype], DTYPE_BYTES[self.gates], self.groups or self.heads
         factors = self.heads * {"none": 0, "scalar": 1, "channel": self.dim}[self.decay]
         keys, values = 2 * groups * self.dim, self.heads * self.values
@@ -86,6 +102,9 @@ class RecurrentShape:
             (self.heads * self.dim**2 if self.beta else mapped) * wide,
             (keys + values) * size + (factors + (self.heads if self.beta else 0)) * gate,
             values * size,
+            LayerWork.of(
+                self.heads, groups, self.dim, self.values, beta=self.beta, device=self.device, threads=self.threads
+            ),
         )
 
     @property
@@ -99,7 +118,7 @@ class RecurrentShape:
 class LayerBytes(NamedTuple):
     """Bytes of a layer: of a run's state and its map, and of a row of all inputs and of the output.
 
-    heads: between which blocks are cut.
+    heads: between which blocks are cut. work: None where states are given and not computed.
     """
 
     heads: int
@@ -107,10 +126,11 @@ class LayerBytes(NamedTuple):
     map: int
     row: int = 0
     out: int = 0
+    work: LayerWork | None = None
 
 
 class TravelWay(NamedTuple):
-    """A way of travel. travel: its name. blocks: of a chain. steps: exchanges in each direction. cost: in bytes.
+    """A way of travel. travel: its name. blocks: of heads. steps: exchanges in each direction. cost: in bytes.
 
     inside: of rows, how states travel in the contiguous layout.
     """
@@ -178,7 +198,7 @@ def _gathered(runs: DocumentRuns) -> tuple[Counts, Counts]:
 
 
 def chained(runs: DocumentRuns) -> Counts:
-    """The states that ranks pass on in a chain: one for each run that is not its document's last."""
+    """The states that ranks pass on in a chain or a pipeline: one for each run that is not its document's last."""
     passed = np.flatnonzero(~runs.closes)
     once = np.ones_like(passed)
     return Counts(_by_rank(runs.ranks, (runs.rank[passed], once)), _by_rank(runs.ranks, (runs.rank[passed + 1], once)))
@@ -219,26 +239,60 @@ def state_way(runs: DocumentRuns, layer: LayerBytes, travel: str = "auto") -> Tr
     serial = hops(runs)
     if not serial:
         return TravelWay("gather" if travel == "auto" else travel, 1, 0, 0)
-    ways = []
+    ways, made = [], _making(runs, layer.work)
     if travel != "chain":
         states, maps = gathered(runs)
-        ways.append(TravelWay("gather", 1, 1, LATENCY + states.times(layer.state).plus(maps.times(layer.map)).busiest))
+        cost = LATENCY + states.times(layer.state).plus(maps.times(layer.map)).busiest + made
+        ways.append(TravelWay("gather", 1, 1, cost))
     if travel != "gather":
         busiest = chained(runs).busiest * layer.state
         for blocks in (n for n in range(1, max(layer.heads, 1) + 1) if layer.heads % n == 0):
             steps = serial + blocks - 1
             # before a rank's first block and after its last one, others pass on theirs
-            cost = steps * LATENCY + busiest + (serial - 1) * (layer.state // blocks)
+            cost = steps * LATENCY + busiest + (serial - 1) * (layer.state // blocks) + made
             ways.append(TravelWay("chain", blocks, steps, cost))
+    return min(ways, key=lambda way: way.cost)
+
+
+def _making(runs: DocumentRuns, work: LayerWork | None) -> int:
+    """The time, in bytes, that the busiest rank takes for the states and maps of runs that others continue."""
+    if work is None:
+        return 0
+    leaving = np.flatnonzero(~runs.closes)
+    rows = _by_rank(runs.ranks, (runs.rank[leaving], runs.count[leaving]))
+    return int(rows.max()) * work.rounds() * work.leave
+
+
+def _pipeline(runs: DocumentRuns, layer: LayerBytes, work: LayerWork) -> TravelWay:
+    serial = hops(runs)
+    if not serial:
+        return TravelWay("pipeline", 1, 0, 0)
+    longest, most = int(runs.count[~(runs.opens & runs.closes)].max()), int(runs.tokens.max())
+    busiest, ways = chained(runs).busiest * layer.state, []
+    for blocks in work.blocks:
+        hop = longest * work.rounds(blocks) * work.row + LATENCY + layer.state // blocks
+        idle = most * (blocks * work.rounds(blocks) - work.rounds()) * work.row  # of a device with heads of one block
+        cost = serial * hop + (blocks - 1) * LATENCY + busiest + idle
+        ways.append(TravelWay("pipeline", blocks, serial * blocks, cost))
     return min(ways, key=lambda way: way.cost)
 
 
 def layer_way(runs: DocumentRuns, layer: LayerBytes, travel: str = "auto") -> TravelWay:
     """How states or rows travel: by the named way, or by the cheapest one."""
-    ways = [state_way(runs, layer, travel)] if travel != "rows" else []
+    ways = [] if travel == "rows" else _between_runs(runs, layer, travel)
     if travel == "rows" or (travel == "auto" and ways[0].steps):
-        ways.append(_rows_way(runs, layer.row + layer.out, state_way(runs.relaid(), layer)))
+        inside = min(_between_runs(runs.relaid(), layer), key=lambda way: way.cost)
+        ways.append(_rows_way(runs, layer.row + layer.out, inside))
     return min(ways, key=lambda way: way.cost)
+
+
+def _between_runs(runs: DocumentRuns, layer: LayerBytes, travel: str = "auto") -> list[TravelWay]:
+    """The ways of states from run to run: the named one, or all."""
+    ways = [state_way(runs, layer, travel)] if travel != "pipeline" else []
+    if travel == "pipeline" or (travel == "auto" and layer.work is not None):
+        assert layer.work is not None
+        ways.append(_pipeline(runs, layer, layer.work))
+    return ways
 
 
 def halo_way(runs: DocumentRuns, reach: int, row: int, travel: str = "auto") -> TravelWay:
@@ -270,7 +324,7 @@ def state_bytes(runs: DocumentRuns, layer: LayerBytes, way: TravelWay) -> Counts
     """
     if way.inside is not None:
         return relaid(runs).times(layer.row + layer.out).plus(state_bytes(runs.relaid(), layer, way.inside))
-    if way.travel == "chain":
+    if way.travel in ("chain", "pipeline"):
         return chained(runs).times(layer.state)
     states, maps = gathered(runs)
     return states.times(layer.state).plus(maps.times(layer.map))

@@ -73,7 +73,7 @@ def describe(plan: Derived, layer: RecurrentShape, *, travel: str = "auto") -> s
 def _facts(runs: DocumentRuns, layer: RecurrentShape, way: TravelWay, halo: TravelWay) -> dict[str, Ints]:
     """The columns of the table, [ranks] each."""
     where, inner = inside(runs, way)
-    states = chained(where) if inner.travel == "chain" else gathered(where)[0]
+    states = gathered(where)[0] if inner.travel == "gather" else chained(where)
     moved, none = relaid(runs), np.zeros(runs.ranks, np.int64)
     both = state_bytes(runs, layer.bytes, way).plus(halo_bytes(runs, layer.taps - 1, layer.row, halo))
     beside = neighbours(inside(runs, halo)[0], layer.taps - 1) if layer.taps > 1 else Counts(none, none)
@@ -95,6 +95,8 @@ def exchanges(runs: DocumentRuns, way: TravelWay) -> Ints:
     where, inner = inside(runs, way)
     if inner.travel == "chain":
         taken = np.array([_steps(where, rank, inner.blocks) for rank in range(runs.ranks)])
+    elif inner.travel == "pipeline":
+        taken = inner.blocks * np.array([_between_depths(where, rank).size for rank in range(runs.ranks)])
     else:
         states = gathered(where)[0]
         taken = np.minimum(states.sent + states.received, 1)
@@ -103,9 +105,14 @@ def exchanges(runs: DocumentRuns, way: TravelWay) -> Ints:
 
 def _steps(runs: DocumentRuns, rank: int, blocks: int) -> int:
     """The steps of a chain in which a rank sends or receives a block."""
-    own, ordinal = runs.of_rank(rank), runs.ordinal
-    begin = np.unique(np.append(ordinal[own[~runs.closes[own]]], ordinal[own[~runs.opens[own]]] - 1))
+    begin = _between_depths(runs, rank)
     return int(np.minimum(np.diff(begin), blocks).sum()) + blocks if begin.size else 0
+
+
+def _between_depths(runs: DocumentRuns, rank: int) -> Ints:
+    """The ordinals of runs whose states a rank sends, or receives for the runs after them."""
+    own, ordinal = runs.of_rank(rank), runs.ordinal
+    return np.unique(np.append(ordinal[own[~runs.closes[own]]], ordinal[own[~runs.opens[own]]] - 1))
 
 
 def between(runs: DocumentRuns, layer: LayerBytes, way: TravelWay) -> Ints:
@@ -128,7 +135,7 @@ def between(runs: DocumentRuns, layer: LayerBytes, way: TravelWay) -> Ints:
 
 def passed(runs: DocumentRuns, way: TravelWay) -> tuple[Ints, Ints, NDArray[np.bool_]]:
     """The states that are sent: whose run, for which next run of the receiver, and whether with its map."""
-    if way.travel == "chain":
+    if way.travel != "gather":
         sender = np.flatnonzero(~runs.closes)
         return sender, sender + 1, np.zeros(sender.size, bool)
     asked = runs.earlier_runs()

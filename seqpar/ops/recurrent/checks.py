@@ -12,9 +12,11 @@ from torch import Tensor
 
 from seqpar.comm import Comm
 from seqpar.kernels import acc_dtype
+from seqpar.ops.core.agreement import digest_of_call, remember
 from seqpar.ops.recurrent.rows import check_rows
 from seqpar.plan import Plan
 from seqpar.plan.travel import LayerBytes
+from seqpar.plan.travel_work import LayerWork
 
 DTYPES = (torch.float64, torch.float32, torch.bfloat16, torch.float16)
 
@@ -63,8 +65,19 @@ def checked_scale(scale: Any, dim: int) -> float:
     return float(scale)
 
 
-def layer_bytes(q: Tensor, v: Tensor, decay: Tensor | None, beta: Tensor | None) -> LayerBytes:
-    """The bytes of a call's states and rows."""
+def most_threads(comm: Comm) -> int:
+    """The most threads that a rank's process computes with, which ranks tell each other once. A collective."""
+    own = torch.get_num_threads()
+    if comm.size == 1:
+        return own
+    key = digest_of_call("threads", {})
+    if key not in comm.agreed:
+        remember(comm, key, known=max(comm.gather("linear_attention", own)))
+    return comm.agreed[key]  # type: ignore[return-value]
+
+
+def layer_bytes(q: Tensor, v: Tensor, decay: Tensor | None, beta: Tensor | None, threads: int) -> LayerBytes:
+    """The bytes of a call's states and rows, and its work on so many threads."""
     (heads, values), dim, wide = v.shape[1:], q.shape[2], acc_dtype(v.dtype).itemsize
     factors = heads if decay is None else decay.shape[1:].numel()
     rows = [(q, 2), (v, 1), *((x, 1) for x in (decay, beta) if x is not None)]
@@ -74,6 +87,7 @@ def layer_bytes(q: Tensor, v: Tensor, decay: Tensor | None, beta: Tensor | None)
         (factors if beta is None else heads * dim * dim) * wide,
         sum([times * x.shape[1:].numel() * x.itemsize for x, times in rows]),
         heads * values * v.itemsize,
+        LayerWork.of(heads, q.shape[1], dim, values, beta=beta is not None, device=v.device.type, threads=threads),
     )
 
 

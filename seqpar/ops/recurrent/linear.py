@@ -1,20 +1,14 @@
 """`linear_attention`: linear attention, delta rules and state spaces over the runs of a plan.
 
-::
-
-    rank 0   prepare   leave ──►        compute        leave: what the rank's runs do to a state
-    rank 1   prepare   leave ──► pass   compute        pass: exchanges that make of it the states that enter runs
-    rank 2   prepare         ──► pass   compute
-
-States pass by `gather` or in a `chain`, and their gradients back the same way. Where runs are so short that this costs
-more than moving rows, all of it is done on rows in a contiguous layout (`relaid`). Backward computes the forward's
-local parts again, from the inputs and from the states that entered.
+A rank computes all of its runs at once, between exchanges of what they do to states (`whole`), or in blocks of heads
+that pass states on (`blocks`). Where runs are so short that states cost more than moving rows, it does so on rows in a
+contiguous layout (`relaid`). Backward computes the forward's local parts again, from the inputs and from the states
+that entered.
 """
 
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
 from typing import Any, NamedTuple
 
 import torch
@@ -22,18 +16,18 @@ from torch import Tensor
 
 from seqpar.comm import Comm, Tag
 from seqpar.kernels import acc_dtype
-from seqpar.kernels.recurrent import Recurrence, RecurrentKernel, RecurrentSpec, choose
+from seqpar.kernels.recurrent import RecurrentSpec, choose
 from seqpar.ops.attention.source import plan_and_comm, values_of
 from seqpar.ops.core.agreement import abort_on_error, agreement, digest_of_call, plan_and_call_keys
 from seqpar.ops.core.autocast import autocasts, no_autocast
-from seqpar.ops.core.collective_op import CollectiveOp, Record, Tensors
+from seqpar.ops.core.collective_op import CollectiveOp, Tensors
 from seqpar.ops.core.compared import hashed
 from seqpar.ops.core.repetition import check_repetition
+from seqpar.ops.recurrent import blocks, whole
 from seqpar.ops.recurrent.ahead import note
-from seqpar.ops.recurrent.chain import StateChain
-from seqpar.ops.recurrent.checks import check_inputs, checked_scale, layer_bytes
-from seqpar.ops.recurrent.gather import StateGather
-from seqpar.ops.recurrent.local import LocalRuns, tables_of, way_of_layer
+from seqpar.ops.recurrent.call import LinearCall, tables_of, way_of_layer
+from seqpar.ops.recurrent.checks import check_inputs, checked_scale, layer_bytes, most_threads
+from seqpar.ops.recurrent.pipeline import StatePipeline
 from seqpar.ops.recurrent.relaid import Relaid
 from seqpar.ops.recurrent.rows import runs
 from seqpar.plan import Plan
@@ -82,9 +76,10 @@ def linear_attention(
 
     travel: what ranks send; all ways are exact. "gather": each rank gets the states of all runs before its last one in
     each document, and their maps, in one exchange each way. "chain": each run gets one state, of the run before it, in
-    steps. "rows": rows go to a contiguous layout and results come back; between the two, states pass by the cheaper of
-    the others. "auto": what costs least by `seqpar.plan.travel`, which `seqpar.recurrent.describe` shows; nothing is
-    sent for documents that no two ranks share.
+    steps. "pipeline": so too, but each block of heads is computed from the state that enters it, which it passes on: no
+    maps, and nothing is computed beforehand. "rows": rows go to a contiguous layout and results come back; between the
+    two, states pass by the cheapest of the others. "auto": what costs least by `seqpar.plan.travel`, which
+    `seqpar.recurrent.describe` shows; nothing is sent for documents that no two ranks share.
 
     The recurrence runs over whole documents in order, whatever the mask's window is.
 
@@ -111,59 +106,12 @@ def linear_attention(
     return out, States(own.documents[own.closes].tolist(), states)
 
 
-@dataclass(eq=False)
-class LinearCall(Record):
-    """A call of `linear_attention`: what its backward needs besides tensors."""
-
-    side: LocalRuns
-    passing: StateGather | StateChain | None  # None if no document is on several ranks
-    relaid: Relaid | None
-    kernel: RecurrentKernel
-    scale: float
-    normalize: bool
-    return_state: bool
-
-
-def _before(call: LinearCall, *inputs: Tensor | None) -> tuple[list[Tensor], Any]:
-    """Begin, states and maps of all runs; and what the kernel has prepared."""
-    q, k, v, decay, beta, initial = inputs
-    assert q is not None and k is not None and v is not None
-    side, dtype = call.side, acc_dtype(v.dtype)
-    order, opens, documents, _, exported = side.on(v.device)
-    rows = [x if x is None or order is None else x[order] for x in (q, k, v, decay, beta)]
-    if call.normalize:
-        wide = [x.to(dtype) for x in rows[:2] if x is not None]
-        rows[:2] = [x * torch.rsqrt(x.square().sum(-1, keepdim=True) + 1e-6) for x in wide]
-    dtypes = [dtype if call.kernel.casts else v.dtype] * 3 + [dtype] * 2
-    rows = [None if x is None else x.to(kind) for x, kind in zip(rows, dtypes, strict=True)]
-    tables = side.tables(call.kernel, v.device)
-    prepared = call.kernel.prepare(Recurrence(*rows, call.scale), tables)  # type: ignore[arg-type]
-    begin = v.new_zeros(side.counts.size, v.shape[1], q.shape[2], v.shape[2], dtype=dtype)
-    if initial is not None:
-        begin = begin.index_copy(0, opens, initial[documents].to(dtype))
-    if call.passing is None:
-        return [begin], prepared
-    left, mapped = call.kernel.leave(prepared, begin[exported])
-    runs = side.counts.size
-    states = left.new_zeros(runs, *left.shape[1:]).index_copy(0, exported, left)
-    maps = mapped.new_zeros(runs, *mapped.shape[1:]).index_copy(0, exported, mapped)
-    return [begin, states, maps], prepared
-
-
-def _after(call: LinearCall, like: Tensor, prepared: Any, entering: Tensor) -> tuple[Tensor, Tensor]:
-    """This rank's out, and the states that documents end with. like: v."""
-    order, _, _, closes, _ = call.side.on(like.device)
-    rows, left = call.kernel.compute(prepared, entering)
-    out = rows.to(like.dtype)
-    return out if order is None else like.new_zeros(like.shape).index_copy(0, order, out), left[closes]
-
-
 def _linear(
     tensors: Sequence[Any], values: Sequence[Any], scale: float | None, normalize: bool, kernel: str,
     travel: str, return_state: bool, grads: Sequence[bool],
 ) -> tuple[list[Tensor], Tensors, LinearCall]:  # fmt: skip
     plan, comm = plan_and_comm("linear_attention", values)
-    number = comm.next_call()
+    number, threads = comm.next_call(), most_threads(comm)
     with agreement("linear_attention", comm) as agreed:
         check_inputs(tensors, plan, comm)
         q, _, v, decay, beta, initial = tensors
@@ -171,7 +119,7 @@ def _linear(
         spec = RecurrentSpec(v.device.type, v.dtype, q.shape[2], v.shape[2], kind, beta is not None)
         scale, chosen = checked_scale(scale, q.shape[2]), choose(kernel, spec)
         check_travel("linear_attention", travel, LAYER_WAYS)
-        layer = layer_bytes(q, v, decay, beta)
+        layer = layer_bytes(q, v, decay, beta, threads)
         way = way_of_layer(plan, travel, layer)
         note(comm, tables_of, travel, layer, chosen, v.device)
         agreed.facts = {
@@ -198,9 +146,7 @@ def _linear(
         inputs = list(tensors)
         if relaid is not None:
             inputs[:5] = relaid.there(inputs[:5], comm, tag)
-        (begin, *passes), prepared = _before(call, *inputs)
-        kept = [] if passed is None else passed.forward(*passes, comm, tag)
-        out, states = _after(call, inputs[2], prepared, begin + kept[0] if kept else begin)
+        out, states, kept = _computed_by(call).forward(call, inputs, tag)
         if relaid is not None:
             (out,) = relaid.home([out], comm, tag)
             states = relaid.final_home(states, comm, tag) if return_state else states
@@ -212,32 +158,12 @@ def _linear_back(call: LinearCall, saved: Sequence[Any], grads: Tensors, needs: 
     tag, comm, relaid = call.way_back(), call.comm, call.relaid
     inputs, kept = saved[:6], saved[6:]
     dout, dstates = grads
-    v = inputs[2]
-    with abort_on_error(comm, f"linear_attention, call {tag.call}"), no_autocast(v.device.type), torch.enable_grad():
-        leaves = [None if x is None else x.detach().requires_grad_(need) for x, need in zip(inputs, needs, strict=True)]
-        local, prepared = _before(call, *leaves)
-        begin = local[0].detach()
-        entering = (begin + kept[0] if kept else begin).requires_grad_()
-        out, states = _after(call, v, prepared, entering)
+    with abort_on_error(comm, f"linear_attention, call {tag.call}"), no_autocast(inputs[2].device.type):
         if relaid is not None:
-            like = out.detach(), states.detach()
-            dout, dstates = _grads_there(relaid, call, dout, dstates, like, tag)
-        wanted = [x for x in leaves if x is not None and x.requires_grad]
-        pairs = [(y, g) for y, g in ((out, dout), (states, dstates)) if g is not None and g.shape == y.shape]
-        ys, gs = (list(column) for column in zip(*pairs, strict=True)) if pairs else ([], [])
-        first = torch.autograd.grad(ys, [*wanted, entering], gs, allow_unused=True, retain_graph=True) if ys else ()
-        *found, dentered = first or [None] * (len(wanted) + 1)
-        dlocal = [torch.zeros_like(entering) if dentered is None else dentered]
-        if call.passing is not None:
-            passes = [x.detach() for x in local[1:]]
-            dlocal += call.passing.backward(*passes, kept, dlocal[0], comm, tag)
-        ends = [(x, g) for x, g in zip(local, dlocal, strict=True) if x.requires_grad]
-        if ends and wanted:
-            ys, gs = (list(column) for column in zip(*ends, strict=True))
-            second = torch.autograd.grad(ys, wanted, gs, allow_unused=True)
-            found = [b if a is None else a if b is None else a + b for a, b in zip(found, second)]
-    results = iter(found)
-    grads_of = [next(results) if x is not None and x.requires_grad else None for x in leaves]
+            dout, dstates = _grads_there(relaid, call, dout, dstates, inputs, tag)
+        if not call.return_state:
+            dstates = None
+        grads_of = _computed_by(call).backward(call, inputs, kept, dout, dstates, needs, tag)
     if relaid is None:
         return [torch.zeros_like(x) if need and g is None else g for x, g, need in zip(inputs, grads_of, needs)]
     full = [torch.zeros_like(x) if x is not None and g is None else g for x, g in zip(inputs, grads_of)]
@@ -246,16 +172,23 @@ def _linear_back(call: LinearCall, saved: Sequence[Any], grads: Tensors, needs: 
     return [g if need else None for g, need in zip(full, needs)]
 
 
+def _computed_by(call: LinearCall) -> Any:
+    """The module with the forward and the backward of a call."""
+    return blocks if isinstance(call.passing, StatePipeline) else whole
+
+
 def _grads_there(
-    relaid: Relaid, call: LinearCall, dout: Tensor | None, dstates: Tensor | None, like: Sequence[Tensor], tag: Tag
+    relaid: Relaid, call: LinearCall, dout: Tensor | None, dstates: Tensor | None, inputs: Sequence[Any], tag: Tag
 ) -> tuple[Tensor | None, Tensor | None]:
-    """The gradients of results on the ranks that computed them. like: those results."""
-    out, states = like
-    dout = out.new_zeros(relaid.rows.rows_in, *out.shape[1:]) if dout is None else dout
+    """The gradients of results on the ranks that computed them. inputs: of those ranks."""
+    q, _, v, *_ = inputs
+    dout = v.new_zeros(relaid.rows.rows_in, *v.shape[1:]) if dout is None else dout
     (dout,) = relaid.there([dout], call.comm, tag)
     if not call.return_state:
         return dout, None
-    dstates = states.new_zeros(relaid.final.rows_out, *states.shape[1:]) if dstates is None else dstates
+    if dstates is None:
+        shape = relaid.final.rows_out, v.shape[1], q.shape[2], v.shape[2]
+        dstates = v.new_zeros(shape, dtype=acc_dtype(v.dtype))
     return dout, relaid.final_there(dstates, call.comm, tag)
 
 

@@ -9,17 +9,14 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from seqpar.facts.intervals import edges, expand
 from seqpar.facts.value import Ints, Memo
 from seqpar.kernels.recurrent import RecurrentKernel
 from seqpar.ops.core.device import stream_of
 from seqpar.ops.move.relayout import row_numbers
-from seqpar.ops.recurrent.chain import StateChain
-from seqpar.ops.recurrent.gather import StateGather
-from seqpar.ops.recurrent.relaid import Relaid
-from seqpar.ops.recurrent.rows import document_runs, runs
-from seqpar.ops.recurrent.scan import passing
+from seqpar.ops.recurrent.rows import runs
 from seqpar.plan import Plan
-from seqpar.plan.travel import LayerBytes, TravelWay, layer_way
+from seqpar.plan.steps import Rows, as_rows
 
 
 @dataclass(frozen=True, eq=False)
@@ -68,6 +65,12 @@ class LocalRuns(Memo):
 
         return self.memo(stream_of(device), make)  # type: ignore[no-any-return]
 
+    def rows_of(self, runs: Ints) -> Rows:
+        """The local rows of some runs, in their order."""
+        rows = expand(edges(self.counts)[runs], self.counts[runs])
+        rows = rows if self.order is None else self.order[rows]
+        return as_rows(rows) if (np.diff(rows) == 1).all() else rows
+
     def tables(self, kernel: RecurrentKernel, device: torch.device) -> Any:
         """A kernel's tables of the runs on a device, uploaded once per stream."""
 
@@ -76,23 +79,3 @@ class LocalRuns(Memo):
                 return kernel.tables(self.counts, self.exported, device)
 
         return self.memo((kernel.name, stream_of(device)), make)
-
-
-def way_of_layer(plan: Plan, travel: str, layer: LayerBytes) -> TravelWay:
-    """How states or rows of a layer travel, the same on all ranks whose tensors agree; cached."""
-    make = lambda: layer_way(document_runs(plan), layer, travel)  # noqa: E731
-    return plan.memo(("layer way", travel, layer), make)  # type: ignore[no-any-return]
-
-
-def tables_of(
-    plan: Plan, rank: int, travel: str, layer: LayerBytes, kernel: RecurrentKernel, device: torch.device
-) -> tuple[LocalRuns, StateGather | StateChain | None, Relaid | None]:
-    """What a rank's call takes from a plan; cached. None where nothing passes, and where rows stay."""
-    relaid, inside, way = None, plan, way_of_layer(plan, travel, layer)
-    if way.inside is not None:
-        relaid = Relaid.of(plan, rank)
-        inside, way = relaid.plan, way.inside
-    side = LocalRuns.of(inside, rank)
-    if device.type == "cpu":
-        side.tables(kernel, device)
-    return side, passing(inside, rank, way) if way.steps else None, relaid

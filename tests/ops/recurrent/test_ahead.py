@@ -17,10 +17,11 @@ from seqpar import Layout, Mask, Plan, recurrent
 from seqpar.comm import Comm
 from seqpar.data import prefetch
 from seqpar.kernels.recurrent import KERNELS
-from seqpar.ops.recurrent import ahead, conv, local, scan
+from seqpar.ops.recurrent import ahead, call, conv, scan
 from seqpar.ops.recurrent.chain import StateChain
 from seqpar.ops.recurrent.gather import StateGather
 from seqpar.ops.recurrent.local import LocalRuns
+from seqpar.ops.recurrent.pipeline import StatePipeline
 from seqpar.ops.recurrent.relaid import Relaid
 from seqpar.ops.recurrent.rows import RowMap
 from seqpar.plan.runs import DocumentRuns, RankRuns
@@ -30,7 +31,7 @@ prefetching = sys.modules["seqpar.data.prefetch"]  # the name of the module in i
 MADE = [
     (DocumentRuns, "_of"), (DocumentRuns, "_relaid"), (RankRuns, "of"), (RowMap, "_of"), (LocalRuns, "_of"),
     (Relaid, "_of"), (StateGather, "of"), (StateChain, "of"), (conv.Laid, "_of"), (conv, "halo_way"),
-    (local, "layer_way"), (scan, "state_way"),
+    (StatePipeline, "_of"), (call, "layer_way"), (scan, "state_way"),
 ]  # fmt: skip
 LENGTHS = (17, 9, 22)
 
@@ -50,7 +51,7 @@ def layers(plan: Plan, comm: Comm, seed: int, travel: str) -> list[Tensor]:
     assert isinstance(out, Tensor)
     out.sum().backward()
     runs = recurrent.runs(plan, comm.rank).counts.size
-    own = "auto" if travel == "rows" else travel
+    own = travel if travel in ("gather", "chain") else "auto"
     entered = recurrent.state_scan(torch.ones(runs, 2, 3, 3), torch.zeros(runs, 2), plan, comm, travel=own)
     assert x.grad is not None
     return [out.detach(), x.grad, entered]
@@ -85,7 +86,7 @@ def steps(comm: Comm, travel: str) -> list[list[Tensor]]:
     return found
 
 
-@pytest.mark.parametrize("travel", ["gather", "chain", "rows"])
+@pytest.mark.parametrize("travel", ["gather", "chain", "pipeline", "rows"])
 def test_after_prefetch_no_table_is_made(travel: str, monkeypatch: pytest.MonkeyPatch) -> None:
     counts = counted(monkeypatch)
     found = run_threads(2, steps, travel)

@@ -32,7 +32,7 @@ from seqpar.testing import COMMS, run_processes, run_threads
 from tests.cases import LAYOUTS
 from tests.ops.recurrent.cases import FAMILIES, Family, agrees, plan_of, plans, poisoned
 
-WAYS = ("gather", "chain", "rows")
+WAYS = ("gather", "chain", "pipeline", "rows")
 
 
 @pytest.mark.parametrize("travel", WAYS)
@@ -62,7 +62,7 @@ def test_a_striped_layout_moves_rows_unasked() -> None:
 
 
 @pytest.mark.exhaustive
-@pytest.mark.parametrize("travel", ["chain", "rows"])
+@pytest.mark.parametrize("travel", ["chain", "pipeline", "rows"])
 @pytest.mark.parametrize(("decay", "beta"), FAMILIES)
 @pytest.mark.parametrize("ranks", [2, 3, 4, 6, 8])
 def test_three_documents_cut_at_every_place(decay, beta, ranks, travel) -> None:
@@ -83,7 +83,7 @@ def test_late_messages(travel) -> None:
     agrees(plan_of("zigzag", (9, 14), 3), Family("scalar", beta=True, initial=True), run, travel=travel)
 
 
-@pytest.mark.parametrize("travel", ["chain", "rows"])
+@pytest.mark.parametrize("travel", ["chain", "pipeline", "rows"])
 @pytest.mark.parametrize("comm", COMMS)
 def test_over_processes(comm, travel) -> None:
     def run(ranks, *arguments):
@@ -303,13 +303,58 @@ def test_costs_are_bytes_of_the_busiest_rank_and_a_latency_per_exchange() -> Non
     runs = document_runs(Plan(Mask([64]), seqpar.Layout.contiguous(64, 4)))
     layer = RecurrentShape(2, 4, 4, dtype="float32", beta=True).bytes
     assert (layer.state, layer.map) == (2 * 4 * 4 * 4, 2 * 4 * 4 * 4)
-    assert state_way(runs, layer, "gather").cost == LATENCY + 3 * layer.state + 2 * layer.map
-    assert state_way(runs, layer, "chain")[1:4] == (1, 3, 3 * LATENCY + layer.state + 2 * layer.state)
+    given = layer._replace(work=None)  # states that nobody has to compute
+    assert state_way(runs, given, "gather").cost == LATENCY + 3 * layer.state + 2 * layer.map
+    assert state_way(runs, given, "chain")[1:4] == (1, 3, 3 * LATENCY + layer.state + 2 * layer.state)
+
+
+def test_costs_of_computing_states_twice_and_of_waiting_for_them() -> None:
+    runs = document_runs(Plan(Mask([64 << 10]), seqpar.Layout.contiguous(64 << 10, 4)))
+    for beta, more in ((False, 2), (True, 1)):  # of a run's work: half for its state, and as much again for its map
+        layer = RecurrentShape(8, 128, 128, dtype="float32", beta=beta, device="cpu").bytes
+        work = layer.work
+        row = 2 * (6 * 128 * 128 + 4 * 64 * 256) / 100
+        assert (work.width, work.row, work.leave) == (1, -(-row // 1), work.row // more)
+        for travel in ("gather", "chain"):
+            given = state_way(runs, layer._replace(work=None), travel).cost
+            assert state_way(runs, layer, travel).cost == given + (16 << 10) * 8 * work.leave
+        way = layer_way(runs, layer, "pipeline")
+        hop = (16 << 10) * work.row + LATENCY + layer.state // 8
+        assert way[:4] == ("pipeline", 8, 24, 3 * hop + 7 * LATENCY + layer.state)
+        assert layer_way(runs, layer) == way
+
+
+def test_a_pipeline_s_blocks_have_whole_groups_or_parts_of_one() -> None:
+    allowed = {
+        (12, 12): [1, 2, 3, 4, 6, 12],
+        (12, 1): [1, 2, 3, 4, 6, 12],
+        (12, 4): [1, 2, 4, 12],
+        (12, 6): [1, 2, 3, 6, 12],
+    }
+    for (heads, groups), blocks in allowed.items():
+        assert RecurrentShape(heads, 8, 8, groups).bytes.work.blocks == blocks
+
+
+def test_a_pipeline_has_no_blocks_for_heads_that_are_computed_at_once() -> None:
+    runs = document_runs(Plan(Mask([64 << 10]), seqpar.Layout.contiguous(64 << 10, 4)))
+    for device, threads, blocks in (("cpu", 1, 8), ("cpu", 4, 2), ("cpu", 8, 1), ("cuda", 1, 1)):
+        layer = RecurrentShape(8, 128, 128, beta=True, device=device, threads=threads).bytes
+        assert layer_way(runs, layer, "pipeline").blocks == blocks
 
 
 @pytest.mark.parametrize(
     "wrong",
-    [{"heads": 0}, {"dtype": "int8"}, {"gates": "bool"}, {"decay": "row"}, {"groups": 3}, {"taps": 0}, {"dim": 1.5}],
+    [
+        {"heads": 0},
+        {"dtype": "int8"},
+        {"gates": "bool"},
+        {"decay": "row"},
+        {"groups": 3},
+        {"taps": 0},
+        {"dim": 1.5},
+        {"device": "tpu"},
+        {"threads": 0},
+    ],
 )
 def test_shapes_that_no_layer_has_are_refused(wrong) -> None:
     with pytest.raises(ValueError, match=r"must be"):

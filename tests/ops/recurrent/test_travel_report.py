@@ -39,7 +39,7 @@ def counted(comm: Comm, plan: Plan, travel: str) -> tuple[int, dict[int, int], i
 
 
 @settings(max_examples=30)
-@given(plans(), st.sampled_from(["auto", "gather", "chain", "rows"]))
+@given(plans(), st.sampled_from(["auto", "gather", "chain", "pipeline", "rows"]))
 def test_lines_of_ranks_are_what_they_send(plan, travel) -> None:
     runs, text = document_runs(plan), recurrent.describe(plan, LAYER, travel=travel)
     header, *lines = [line.split() for line in text.replace(",", "").splitlines()[-plan.ranks - 1 :]]
@@ -85,7 +85,7 @@ def test_what_there_is_one_of_is_told_in_the_singular() -> None:
 @pytest.mark.parametrize("travel", ["halo", "pigeon", None, 3])
 def test_an_unknown_travel_is_the_verbs_error(travel, tmp_path) -> None:
     plan = plan_of("zigzag", (40, 9, 30), 3)
-    error = rf"travel must be one of auto, gather, chain, rows, got {travel!r}"
+    error = rf"travel must be one of auto, gather, chain, pipeline, rows, got {travel!r}"
     with pytest.raises(ValueError, match=f"describe: {error}"):
         recurrent.describe(plan, LAYER, travel=travel)
     pytest.importorskip("matplotlib")
@@ -101,7 +101,7 @@ def test_many_ranks_have_quantiles() -> None:
 
 def test_the_picture(tmp_path) -> None:
     pytest.importorskip("matplotlib")
-    for layout, travel in (("zigzag", "chain"), ("striped", "gather"), ("striped", "rows")):
+    for layout, travel in (("zigzag", "chain"), ("zigzag", "pipeline"), ("striped", "gather"), ("striped", "rows")):
         path = tmp_path / "new" / f"{layout}-{travel}.png"
         recurrent.plot(plan_of(layout, (40, 9, 30), 3), LAYER, path, travel=travel)
         assert path.stat().st_size > 5000

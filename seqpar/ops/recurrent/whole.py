@@ -1,0 +1,90 @@
+"""All runs of a rank at once: what they do to a state, exchanges that make of it the states that enter, and results.
+
+::
+
+    rank 0   prepare   leave ──►        compute        leave: what the rank's runs do to a state
+    rank 1   prepare   leave ──► pass   compute        pass: by `gather` or in a `chain`
+    rank 2   prepare         ──► pass   compute
+
+Backward computes the forward's local parts again, from the inputs and from the states that entered.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from seqpar.comm import Tag
+from seqpar.kernels import acc_dtype
+from seqpar.ops.recurrent.call import LinearCall
+from seqpar.ops.recurrent.pipeline import StatePipeline
+
+
+def forward(call: LinearCall, inputs: Sequence[Any], tag: Tag) -> tuple[Tensor, Tensor, list[Tensor]]:
+    """out, the states that documents end with, and what backward needs besides the inputs. A collective."""
+    assert not isinstance(call.passing, StatePipeline)
+    (begin, *passes), prepared = _before(call, inputs)
+    kept = [] if call.passing is None else call.passing.forward(*passes, call.comm, tag)
+    out, states = _after(call, inputs[2], prepared, begin + kept[0] if kept else begin)
+    return out, states, kept
+
+
+def backward(
+    call: LinearCall, inputs: Sequence[Any], kept: Sequence[Tensor], dout: Tensor | None, dstates: Tensor | None,
+    needs: Sequence[bool], tag: Tag,
+) -> list[Tensor | None]:  # fmt: skip
+    """The gradients of q, k, v, decay, beta and initial_state; None for zero. A collective."""
+    assert not isinstance(call.passing, StatePipeline)
+    with torch.enable_grad():
+        leaves = [None if x is None else x.detach().requires_grad_(need) for x, need in zip(inputs, needs, strict=True)]
+        local, prepared = _before(call, leaves)
+        begin = local[0].detach()
+        entering = (begin + kept[0] if kept else begin).requires_grad_()
+        results = _after(call, inputs[2], prepared, entering)
+        wanted = [x for x in leaves if x is not None and x.requires_grad]
+        pairs = [(y, g) for y, g in zip(results, (dout, dstates), strict=True) if g is not None]
+        ys, gs = (list(column) for column in zip(*pairs, strict=True)) if pairs else ([], [])
+        first = torch.autograd.grad(ys, [*wanted, entering], gs, allow_unused=True, retain_graph=True) if ys else ()
+        *found, dentered = first or [None] * (len(wanted) + 1)
+        dlocal = [torch.zeros_like(entering) if dentered is None else dentered]
+        if call.passing is not None:
+            passes = [x.detach() for x in local[1:]]
+            dlocal += call.passing.backward(*passes, kept, dlocal[0], call.comm, tag)
+        ends = [(x, g) for x, g in zip(local, dlocal, strict=True) if x.requires_grad]
+        if ends and wanted:
+            ys, gs = (list(column) for column in zip(*ends, strict=True))
+            second = torch.autograd.grad(ys, wanted, gs, allow_unused=True)
+            found = [b if a is None else a if b is None else a + b for a, b in zip(found, second)]
+    results_of = iter(found)
+    return [next(results_of) if x is not None and x.requires_grad else None for x in leaves]
+
+
+def _before(call: LinearCall, inputs: Sequence[Tensor | None]) -> tuple[list[Tensor], Any]:
+    """Begin, states and maps of all runs; and what the kernel has prepared."""
+    q, k, v, decay, beta, initial = inputs
+    assert q is not None and v is not None
+    side, dtype = call.side, acc_dtype(v.dtype)
+    order, opens, documents, _, exported = side.on(v.device)
+    rows = [x if x is None or order is None else x[order] for x in (q, k, v, decay, beta)]
+    prepared = call.kernel.prepare(call.recurrence(rows), side.tables(call.kernel, v.device))
+    begin = v.new_zeros(side.counts.size, v.shape[1], q.shape[2], v.shape[2], dtype=dtype)
+    if initial is not None:
+        begin = begin.index_copy(0, opens, initial[documents].to(dtype))
+    if call.passing is None:
+        return [begin], prepared
+    left, mapped = call.kernel.leave(prepared, begin[exported])
+    runs = side.counts.size
+    states = left.new_zeros(runs, *left.shape[1:]).index_copy(0, exported, left)
+    maps = mapped.new_zeros(runs, *mapped.shape[1:]).index_copy(0, exported, mapped)
+    return [begin, states, maps], prepared
+
+
+def _after(call: LinearCall, like: Tensor, prepared: Any, entering: Tensor) -> tuple[Tensor, Tensor]:
+    """This rank's out, and the states that documents end with. like: v."""
+    order, _, _, closes, _ = call.side.on(like.device)
+    rows, left = call.kernel.compute(prepared, entering)
+    out = rows.to(like.dtype)
+    return out if order is None else like.new_zeros(like.shape).index_copy(0, order, out), left[closes]
