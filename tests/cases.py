@@ -62,8 +62,10 @@ def make_mask(kind: str, lengths: list[int], rng: np.random.Generator) -> Mask:
     return Mask.from_bounds(lo, hi, until=until)
 
 
-def random_tree(tokens: int, rng: np.random.Generator) -> tuple[np.ndarray, np.ndarray, np.ndarray, np.ndarray]:
-    """``lo, hi, until`` of a random forest of nodes of 0 to 4 tokens, and by definition who sees whom."""
+def random_tree(
+    tokens: int, rng: np.random.Generator, most: int = 4
+) -> tuple[np.ndarray, np.ndarray, np.ndarray, np.ndarray]:
+    """``lo, hi, until`` of a random forest of nodes of 0 to ``most`` tokens, and by definition who sees whom."""
     parents: list[int] = []
     path: list[int] = []  # of open nodes
     node: list[int] = []  # of each token
@@ -72,7 +74,7 @@ def random_tree(tokens: int, rng: np.random.Generator) -> tuple[np.ndarray, np.n
             path.pop()
         parents.append(path[-1] if path else -1)
         path.append(len(parents) - 1)
-        node += [path[-1]] * int(rng.integers(0, 5))
+        node += [path[-1]] * int(rng.integers(0, most + 1))
     above = np.zeros((len(parents), len(parents)), bool)
     for n, parent in enumerate(parents):
         above[n, n] = True

@@ -1,6 +1,6 @@
 """Attention tile by tile in PyTorch, for real sizes on any device.
 
-Tile tables list the key tiles that each query tile visits: empty tiles cost nothing, and full tiles need no mask. Sums
+Tile tables list the key tiles that each query tile visits: others cost nothing, and full tiles need no mask. Sums
 are float32 for every input dtype: products of bf16 and fp16 are exact in it.
 """
 
@@ -28,8 +28,6 @@ class Blockwise(Kernel):
 
     def refuses(self, spec: CallSpec) -> str | None:
         """Why the call is refused, or None."""
-        if spec.until:
-            return "blockwise has no keys that end early, as in trees"
         return None if spec.dtype in DTYPES else f"blockwise has no {spec.dtype}"
 
     def accuracy_loss(self, spec: CallSpec) -> str | None:
@@ -98,10 +96,14 @@ class _Walk:
 
     def spans(self, i: int) -> list[tuple[int, int, bool]]:
         """Key rows that a tile visits, in position order: (first, last, whether every pair is seen)."""
-        t, n = self.table, self.k.shape[0]
-        edges = [int(e) * t.bn for e in (t.begin[i], t.full_begin[i], t.full_end[i], t.end[i])]
-        edges = [min(e, n) for e in edges]
-        return [(a, b, j == 1) for j, (a, b) in enumerate(zip(edges[:-1], edges[1:], strict=True)) if a < b]
+        t, s = self.table, self.table.stretches
+        if s is None:
+            begin, end = [t.begin[i], t.full_begin[i], t.full_end[i]], [t.full_begin[i], t.full_end[i], t.end[i]]
+            full = [False, True, False]
+        else:
+            begin, end, full = (x[s.edge[i] : s.edge[i + 1]].tolist() for x in (s.begin, s.end, s.full))
+        spans = [(int(a) * t.bn, min(int(b) * t.bn, self.k.shape[0])) for a, b in zip(begin, end, strict=True)]
+        return [(a, b, f) for (a, b), f in zip(spans, full, strict=True) if a < b]
 
     def grouped(self, x: Tensor) -> Tensor:
         """[rows, H, C] -> [H_kv, G * rows, C] in the accumulation dtype."""
@@ -163,6 +165,8 @@ class _Walk:
         """Which pairs of a tile are seen, [G * rows, keys]."""
         rows, at = self.rows(i), self.facts.key_pos[None, keys]
         seen = (at >= self.facts.lo[rows, None]) & (at < self.facts.hi[rows, None])
+        if self.facts.until is not None:
+            seen &= self.facts.pos[rows, None] < self.facts.until[None, keys]
         return seen.repeat(self.group, 1)
 
     def kept(self, i: int, keys: slice) -> Tensor:

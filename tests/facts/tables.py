@@ -30,6 +30,14 @@ def check_tiles(t: Tiles, visible: np.ndarray) -> None:
     assert t.cover(int(visible.sum())) == (visible.sum() / computed if computed else 1)
 
 
+def visited(t: Tiles) -> set[tuple[int, int]]:
+    """The pairs of a query tile and a key tile that kernels compute."""
+    s = t.stretches
+    edge, begin, end = (np.arange(len(t.begin) + 1), t.begin, t.end) if s is None else (s.edge, s.begin, s.end)
+    tiles = np.repeat(np.arange(len(t.begin)), np.diff(edge))
+    return {(int(i), n) for i, a, b in zip(tiles, begin, end, strict=True) for n in range(a, b)}
+
+
 def check_transposed(t: Tiles, visited: np.ndarray, full: np.ndarray) -> None:
     """The tables of key tiles are the smallest covering intervals, and runs of full tiles inside them."""
     ascending = all((np.diff(x[t.full_begin < t.full_end]) >= 0).all() for x in (t.full_begin, t.full_end))

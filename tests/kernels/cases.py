@@ -24,8 +24,11 @@ from seqpar.kernels import (
     call_spec,
 )  # fmt: skip
 from seqpar.testing import dense_attention, relative_rms
+from tests.cases import random_tree
 
 LOW = (torch.bfloat16, torch.float16)
+SHORT = (torch.float32, *LOW)
+ENDING = (("tree", 1), ("ends", 3))  # masks whose keys end, and numbers of buffers
 
 
 # of the relative RMS error: float64 and float32 to a few roundings, the others to that of one rounding of the result
@@ -59,6 +62,12 @@ class Case:
         if self.mask == "bounds":
             lo = rng.integers(0, m + 1, n)
             return Mask.from_bounds(lo, np.minimum(m, lo + rng.integers(0, m // 2, n)), kv_tokens=m)
+        if self.mask == "ends":
+            lo, until = rng.integers(0, m // 2, n), rng.integers(0, m + 1, m)
+            return Mask.from_bounds(lo, np.minimum(m, lo + rng.integers(0, m, n)), until=until, kv_tokens=m)
+        if self.mask == "tree":  # the last tokens of a tree are queries
+            lo, hi, until, _ = random_tree(m, rng, m // 10)
+            return Mask.from_bounds(lo[m - n :], hi[m - n :], until=until, kv_tokens=m)
         window = {"window": (m // 5, None), "band": (m // 7, 3)}.get(self.mask, (None, None))
         causal = self.mask in ("causal", "window")
         return Mask([n], causal=causal, window=window, kv_lengths=[m])
@@ -74,9 +83,11 @@ def small_cases() -> list[Case]:
     base = Case()
     cases = [
         replace(base, mask=mask, splits=splits, keys=70 if mask in ("packed", "causal") else 70 + 11 * splits)
-        for mask in ("causal", "full", "packed", "window", "band", "bounds")
+        for mask in ("causal", "full", "packed", "window", "band", "bounds", "tree", "ends")
         for splits in (1, 2, 3, 4)
     ]
+    cases += [replace(base, mask=m, splits=s, heads=6, kv_heads=2, **o) for m, s in ENDING for o in OPTIONS]
+    cases += [replace(base, mask=m, splits=s, dtype=t, dim=32, v_dim=32) for m, s in ENDING for t in SHORT]
     cases += [replace(base, heads=h, kv_heads=kv, splits=2) for h, kv in ((1, 1), (5, 5), (6, 1), (28, 7))]
     cases += [replace(base, dim=d, v_dim=dv, splits=2) for d, dv in ((8, 4), (4, 8), (1, 3))]
     cases += [replace(base, dim=576, v_dim=512, splits=2, dtype=t) for t in (torch.float32, torch.bfloat16)]
@@ -85,11 +96,11 @@ def small_cases() -> list[Case]:
     ]
     cases += [replace(base, splits=2, with_lse=True)]
     cases += [replace(base, splits=s, mask="bounds", **o) for s in (1, 3) for o in OPTIONS]
-    cases += [replace(base, dtype=t, splits=s, dim=32, v_dim=32) for t in (torch.float32, *LOW) for s in (1, 4)]
+    cases += [replace(base, dtype=t, splits=s, dim=32, v_dim=32) for t in SHORT for s in (1, 4)]
     cases += [replace(base, dtype=t, splits=3, dim=32, v_dim=32, mask="packed", **OPTIONS[-1]) for t in LOW]
     for scale in (0.0, -0.2):
         cases += [replace(base, scale=scale, mask=m, splits=s) for m in ("causal", "full") for s in (1, 2)]
-        cases += [replace(base, scale=scale, mask="packed", dtype=t, dim=32, v_dim=32) for t in (torch.float32, *LOW)]
+        cases += [replace(base, scale=scale, mask="packed", dtype=t, dim=32, v_dim=32) for t in SHORT]
         cases += [replace(base, scale=scale, mask="bounds", **OPTIONS[-1])]
     return cases
 
@@ -115,6 +126,9 @@ LARGE = [
         ("bounds", 1300, 1, 1, torch.float32, 2, {}),
         ("causal", 1300, 2, 2, torch.bfloat16, 2, {}),
         ("causal", 1300, 2, 1, torch.float64, 1, {"softcap": 2.0, "alibi": True, "dropout": 0.1}),
+        ("tree", 1300, 2, 1, torch.float32, 2, {}),
+        ("tree", 1300, 2, 2, torch.bfloat16, 1, {"softcap": 2.0, "dropout": 0.1}),
+        ("ends", 1300, 1, 1, torch.float64, 2, {}),
     )
 ]
 
@@ -130,9 +144,16 @@ def facts_of(mask: Mask, key_pos: np.ndarray, rows: np.ndarray | None = None) ->
     rows = np.arange(mask.tokens) if rows is None else rows
     lo, hi = mask.bounds(rows)
     pos = mask.key_positions(rows)
-    put = [torch.from_numpy(x).to(torch.int32) for x in (pos, lo, hi, key_pos)]
-    tables, cut = partial(tile_tables, lo, hi, key_pos), partial(segments, lo, hi, key_pos)
-    return StepFacts(*put, None, tables, cut, memo())
+    until = mask.until()[key_pos] if mask.has_until else None
+    put = [None if x is None else torch.from_numpy(x).to(torch.int32) for x in (pos, lo, hi, key_pos, until)]
+    tables, cut = partial(tile_tables, lo, hi, key_pos, at=pos, until=until), partial(segments, lo, hi, key_pos)
+    return StepFacts(*put, tables, cut, memo())
+
+
+def seen_by(facts: StepFacts) -> Tensor:
+    """Which queries see which keys of the buffer, bool [M, N]."""
+    seen = (facts.key_pos >= facts.lo[:, None]) & (facts.key_pos < facts.hi[:, None])
+    return seen if facts.until is None else seen & (facts.pos[:, None] < facts.until)
 
 
 def memo() -> Callable[[Hashable, Callable[[], object]], object]:
@@ -193,7 +214,7 @@ def run_forward(kernel: Kernel, case: Case) -> tuple[Tensor, Tensor]:
     q = viewed(q)
     for n, at in enumerate(buffers):
         facts = facts_of(mask, at)
-        blind = ~((facts.key_pos >= facts.lo[:, None]) & (facts.key_pos < facts.hi[:, None])).any(1)
+        blind = ~seen_by(facts).any(1)
         before = None if n == 0 else (acc.clone(), lse.clone())
         last = n == len(buffers) - 1
         operands = Operands(q, *packed(k[at], v[at]), facts, score)
@@ -255,7 +276,8 @@ def able(kernel: Kernel, case: Case) -> bool:
 
 def asked(case: Case) -> CallSpec:
     q, k, v = inputs(case)[:3]
-    return call_spec(q, k, v, case.score(), grads=True, deterministic=True, merges=case.splits > 1)
+    spec = call_spec(q, k, v, case.score(), grads=True, deterministic=True, merges=case.splits > 1)
+    return replace(spec, until=case.made().has_until)
 
 
 def fitted(kernel: Kernel, case: Case) -> Case | None:

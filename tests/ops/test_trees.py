@@ -22,7 +22,7 @@ from tests.ops.cases import HEADS, Options, check, options_strategy, uses_strate
     any_cases(), st.sampled_from(ENDING), st.sampled_from(HEADS), options_strategy, uses_strategy, st.integers(0, 1000)
 )
 def test_any_plan_and_option_equals_one_device(case, mask, heads, options, uses, seed) -> None:
-    options = replace(options, kernel="reference", alibi=False)
+    options = replace(options, alibi=False)
     check(replace(case, mask=mask).plan(), heads, (6, 4), options, uses=uses, seed=seed)
 
 
@@ -31,13 +31,13 @@ def test_any_plan_and_option_equals_one_device(case, mask, heads, options, uses,
 @pytest.mark.parametrize(("ranks", "ulysses"), [(1, 1), (3, 1), (4, 2), (4, 4)])
 def test_trees_under_layouts_and_transports_equal_one_device(layout, transport, ranks, ulysses) -> None:
     case = Case("tree", layout, transport, ranks, ulysses, (41,), ranks, stage_bytes=5 * 4096, pads=True)
-    check(case.plan(), (6, 2), (6, 4), Options(sinks=True, dropout=0.3, kernel="reference"))
+    check(case.plan(), (6, 2), (6, 4), Options(sinks=True, dropout=0.3))
 
 
 @pytest.mark.parametrize("comm", ["gloo", "shm"])
 def test_trees_on_real_processes_equal_one_device(comm) -> None:
     case = Case("tree", "zigzag", "fetch", 3, 1, (41,), stage_bytes=5 * 4096)
-    check(case.plan(), (6, 2), (8, 4), Options(kernel="reference"), run=partial(run_processes, comm=comm))
+    check(case.plan(), (6, 2), (8, 4), Options(), run=partial(run_processes, comm=comm))
 
 
 @given(st.integers(1, 60), st.integers(0, 2**16))
