@@ -40,6 +40,15 @@ class Paths(NamedTuple):
         run = np.maximum(interval_of(at, self.start), 0)
         return np.where(at < 0, -1, self.depth[run] + at - self.start[run])
 
+    def before(self, at: Ints, by: int) -> Ints:
+        """The tokens so many places up the paths of the tokens at these positions; -1 where a path has fewer."""
+        above = np.array(_runs_above(self.end.tolist()), np.int64)
+        run = interval_of(at, self.start)
+        depth = self.depth[run] + at - self.start[run] - by
+        while (up := np.flatnonzero((depth >= 0) & (self.depth[run] > depth))).size:
+            run[up] = above[run[up]]
+        return np.where(depth < 0, -1, self.start[run] + depth - self.depth[run])
+
     def pick(self, documents: Ints, offsets: Ints) -> Until:
         """The runs of some documents, moved to their places in a batch of these documents alone."""
         first = np.searchsorted(self.start, offsets)
@@ -183,6 +192,18 @@ def _subtree_ends(parents: list[int]) -> Ints:
             )
         path.append(node)
     return np.array(end, np.int64)
+
+
+def _runs_above(end: list[int]) -> list[int]:
+    """The run that each run continues or branches from, -1 for the first of a tree. end: of their subtrees."""
+    above: list[int] = []
+    path: list[int] = []
+    for n, stop in enumerate(end):
+        while path and end[path[-1]] < stop:
+            path.pop()
+        above.append(path[-1] if path else -1)
+        path.append(n)
+    return above
 
 
 def _depth_first(parents: list[int]) -> list[int]:

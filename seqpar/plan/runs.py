@@ -20,7 +20,8 @@ from typing import Any, NamedTuple
 import numpy as np
 from numpy.typing import NDArray
 
-from seqpar.facts.intervals import edges, expand, interval_of, order_of
+from seqpar.facts.intervals import Runs, cut, edges, expand, interval_of, order_of
+from seqpar.facts.trees import Paths
 from seqpar.facts.value import Ints, Memo, frozen
 from seqpar.plan.residence import Residence
 from seqpar.plan.steps import Rows
@@ -149,6 +150,14 @@ class DocumentRuns(Memo):
         position = expand(lo, hi - lo)
         asking = np.repeat(self.rank, hi - lo)
         return _requests(asking, self.owner(position), position)
+
+    def rows_above(self, paths: Paths, reach: int) -> Requests:
+        """The rows that ranks lack of those `reach` places up the paths of their own rows, in trees."""
+        piece, source = cut(Runs(self.start, self.count, np.ones_like(self.start)), paths.start)
+        count = np.minimum(piece.count, reach)  # the rows after these are continued inside their piece
+        above = paths.before(expand(piece.start, count), reach)
+        asking, kept = np.repeat(self.rank[source], count), above >= 0
+        return _requests(asking[kept], self.owner(above[kept]), above[kept])
 
     def earlier_runs(self) -> Requests:
         """For each rank all runs of other ranks that come before one of its runs, in the same document."""

@@ -76,8 +76,9 @@ class RowMap(Memo):
 
     @classmethod
     def _of(cls, plan: Plan, rank: int, what: str, reach: int) -> RowMap:
-        table, own = document_runs(plan), runs(plan, rank)
-        arrived, moves = moves_of(table.rows_before(reach), rank, plan.rows(rank), own.local)
+        table, own, paths = document_runs(plan), runs(plan, rank), plan.mask.paths
+        requests = table.rows_before(reach) if paths is None else table.rows_above(paths, reach)
+        arrived, moves = moves_of(requests, rank, plan.rows(rank), own.local)
         begin, end = table.offsets[own.documents], table.offsets[own.documents + 1]
         start = table.start[own.numbers]
         if what == "halo":
@@ -85,9 +86,13 @@ class RowMap(Memo):
             inside = wanted >= np.repeat(begin, reach)
             place, rows_out = np.arange(wanted.size), wanted.size
         else:
-            wanted = expand(start - reach, own.counts)
-            inside = (wanted >= np.repeat(begin, own.counts)) & (wanted < np.repeat(end, own.counts))
             place, rows_out = own.local(own.positions), plan.rows(rank)
+            if paths is None:
+                wanted = expand(start - reach, own.counts)
+                inside = (wanted >= np.repeat(begin, own.counts)) & (wanted < np.repeat(end, own.counts))
+            else:
+                wanted = paths.before(own.positions, reach)
+                inside = wanted >= 0
         wanted, place = wanted[inside], place[inside]
         here = table.owner(wanted) == rank
         order = np.argsort(arrived)
@@ -129,9 +134,13 @@ def shift(x: Tensor, plan: Plan | Tensor, comm: Comm | None = None, *, by: int =
     the same shape; pad rows are zeros. by: negative for later rows, as labels of the next tokens need. Only rows next
     to a document run are sent, once to each rank that needs them. The adjoint is `shift` by ``-by``.
 
+    In a tree the earlier row is that of the token ``by`` places up the path: the first token of every answer gets the
+    row of the prompt's last token, whose gradient is the sum of theirs.
+
     In a compiled model ``plan`` is a handle, ``seqpar.bind(plan, comm)``, without a comm.
 
-    Raises: ValueError for a wrong number of rows or a `by` of 0, on every rank.
+    Raises: ValueError for a wrong number of rows or a `by` of 0, NotImplementedError for later rows in a tree, where a
+    token has several next ones; on every rank.
     """
     return NEIGHBOURS(
         [x], values_of("shift", plan, comm), "shift", by, x.shape[0] if isinstance(x, Tensor) and x.dim() else 0
@@ -177,6 +186,11 @@ def _neighbours(
                 ("by", "an integer other than 0") if what == "shift" else ("reach", "an integer of at least 1")
             )
             raise ValueError(f"{what}: {name} must be {least}, got {reach!r:.200}")
+        if plan.mask.paths is not None and (what == "halo" or reach < 0):
+            raise NotImplementedError(
+                f"{what}: a token of a tree has one token before it and several after it, got {plan.mask}; use shift "
+                "with a positive by, which goes up the path"
+            )
         row_map = RowMap.of(plan, comm.rank, what, reach)
         note(comm, RowMap.of, what, reach)
         call.facts = {"plan": plan.digest(), "reach": reach} | facts_of_rows(x, grads[0])

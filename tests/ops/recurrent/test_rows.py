@@ -13,8 +13,11 @@ from torch.nn.functional import conv1d, silu
 import seqpar
 from seqpar import recurrent
 from seqpar.comm import Comm
+from seqpar.facts.layout import Layout
+from seqpar.facts.mask import Mask
 from seqpar.plan import Plan
 from seqpar.testing import COMMS, run_processes, run_threads
+from tests.cases import LAYOUTS, make_layout, random_tree
 from tests.ops.recurrent.cases import plan_of, plans, poisoned, put
 
 
@@ -51,6 +54,45 @@ def test_shift_is_its_specification(plan, by) -> None:
         put(dx, grad, plan, rank)
     matrix = shift_matrix(plan, by)
     assert torch.equal(y, matrix @ x) and torch.equal(dx, matrix.T @ dy)
+
+
+@settings(max_examples=40)
+@given(
+    st.sampled_from(LAYOUTS), st.integers(1, 6), st.integers(1, 50), st.sampled_from([1, 2, 5]), st.integers(0, 2**16)
+)
+def test_shift_in_a_tree_goes_up_the_path(layout, ranks, tokens, by, seed) -> None:
+    rng = np.random.default_rng(seed)
+    lo, hi, until, seen = random_tree(tokens, rng)
+    lengths = np.unique(lo, return_counts=True)[1].tolist()
+    mask = Mask.from_bounds(lo, hi, until=until, lengths=lengths)
+    plan = Plan(mask, make_layout(layout, lengths, ranks, rng))
+    matrix = torch.zeros(tokens, tokens, dtype=torch.float64)
+    for row, path in enumerate(seen):
+        above = np.flatnonzero(path)
+        if above.size > by:
+            matrix[row, above[-1 - by]] = 1.0
+    x, dy = (torch.from_numpy(rng.standard_normal((tokens, 2))) for _ in range(2))
+    y, dx = torch.full_like(x, torch.nan), torch.full_like(x, torch.nan)
+    for rank, (mine, grad) in enumerate(run_threads(ranks, shifted, plan, x, dy, by)):
+        put(y, mine, plan, rank)
+        put(dx, grad, plan, rank)
+    torch.testing.assert_close(y, matrix @ x, rtol=0, atol=0)
+    torch.testing.assert_close(dx, matrix.T @ dy, rtol=1e-14, atol=1e-14)
+
+
+def refused_on_a_tree(comm: Comm, plan: Plan) -> list[str]:
+    x, said = torch.zeros(plan.rows(comm.rank), 2), []
+    for call in (lambda: recurrent.shift(x, plan, comm, by=-1), lambda: recurrent.halo(x, plan, comm, reach=2)):
+        with pytest.raises(NotImplementedError) as error:
+            call()
+        said.append(str(error.value))
+    return said
+
+
+def test_later_rows_and_halos_of_a_tree_are_refused() -> None:
+    plan = Plan(Mask.shared_prefix([(4, [2, 3])]), Layout.contiguous(9, 2))
+    for later, before in run_threads(2, refused_on_a_tree, plan):
+        assert later.startswith("shift: a token of a tree has one token before it") and before.startswith("halo: ")
 
 
 def next_labels(comm: Comm, plan: Plan, labels: Tensor) -> Tensor:
