@@ -10,15 +10,26 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from seqpar.data.documents import first_of, kept_of, labels_of, later_labels_of, places_of, positions_of
+from seqpar.data.documents import (
+    Nodes,
+    first_of,
+    kept_of,
+    labels_of,
+    labels_on_paths,
+    later_labels_of,
+    nodes_of,
+    places_of,
+    positions_of,
+    starts_of,
+)
 from seqpar.data.host import moved, placed, read_entries
-from seqpar.data.rows import LABELS, LONGEST, MASK, POSITIONS, STARTS, TOKENS, Home, PackedRows, flat
+from seqpar.data.rows import LABELS, LONGEST, MASK, PARENTS, POSITIONS, STARTS, TOKENS, Home, PackedRows, flat
 from seqpar.facts.intervals import expand
 from seqpar.facts.value import Ints, whole
 
 SHIFTS = ("row", "document", "none")
 MTP_LABELS = "mtp_labels"
-FACTS = (MASK, POSITIONS, *STARTS, *LONGEST, *LABELS)  # entries that the host reads
+FACTS = (MASK, PARENTS, POSITIONS, *STARTS, *LONGEST, *LABELS)  # entries that the host reads
 
 
 class Reading(NamedTuple):
@@ -37,7 +48,7 @@ class Packed(NamedTuple):
     lengths: tokens of each document, all positive. tensors: name -> [tokens, ...]; "labels" and the columns of
     "mtp_labels" are at the token that predicts them; "position_ids" always exist. places: distance of each token from
     its document's first one, counting masked-out tokens, [tokens]; None if there are no such tokens. valid: labels that
-    count, [documents, 1 + mtp_depth]. others: entries that are not rows.
+    count, [documents, 1 + mtp_depth]. others: entries that are not rows. nodes: of documents that are trees.
     """
 
     lengths: Ints
@@ -46,20 +57,22 @@ class Packed(NamedTuple):
     valid: Ints
     home: Home
     others: dict[str, Any]
+    nodes: Nodes | None = None
 
     def pick(self, documents: Ints) -> Packed:
-        """Some of the documents, in the given order; without `places`."""
+        """Some of the documents, in the given order; without `places` and `nodes`."""
         first = np.cumsum(self.lengths) - self.lengths
         rows = expand(first[documents], self.lengths[documents])
         return self._replace(
-            lengths=self.lengths[documents], tensors=taken(self.tensors, rows), places=None,
+            lengths=self.lengths[documents], tensors=taken(self.tensors, rows), places=None, nodes=None,
             valid=self.valid[documents], home=self.home.pick(rows),
         )  # fmt: skip
 
     def digest(self) -> str:
         """A hash, equal for equal batches; of tensors on the host."""
         h = hashlib.blake2b(repr((self.home.shape, self.home.lengths)).encode(), digest_size=16)
-        for array in (self.lengths, self.home.kept, self.places):
+        nodes = () if self.nodes is None else self.nodes[:2]
+        for array in (self.lengths, self.home.kept, self.places, *nodes):
             h.update(b"-" if array is None else np.ascontiguousarray(array, "<i8").tobytes())
         for name, x in self.tensors.items():
             h.update(repr((name, x.dtype, list(x.shape))).encode())
@@ -80,7 +93,9 @@ def read(batch: Mapping[str, Any] | None, how: Reading) -> Packed:
     if how.shift not in SHIFTS:
         raise ValueError(f"shift must be one of {', '.join(SHIFTS)}, got {how.shift!r}")
     depth = whole("mtp_depth", how.mtp_depth, 0)
-    if meant := sorted({*how.keep} & {*TOKENS, *STARTS, *LONGEST, MASK, POSITIONS}):
+    if depth and batch is not None and PARENTS in batch:
+        raise NotImplementedError(f"mtp_depth={depth}: a token of a tree has several next ones; give mtp_depth=0")
+    if meant := sorted({*how.keep} & {*TOKENS, *STARTS, *LONGEST, MASK, PARENTS, POSITIONS}):
         raise ValueError(f"keep={list(how.keep)} would leave {meant} unread; keep only entries that are not rows")
     if batch is None:
         return Packed(NONE, {}, None, np.zeros((0, 1 + depth), np.int64), Home((0,)), {})
@@ -92,13 +107,20 @@ def read(batch: Mapping[str, Any] | None, how: Reading) -> Packed:
     facts = rows if on_host is given else flat(on_host)
     kept = kept_of(facts.entries.pop(MASK, None))
     rows.entries.pop(MASK, None)
-    first = first_of(facts, kept)
+    parents = facts.entries.pop(PARENTS, None)
+    rows.entries.pop(PARENTS, None)
+    nodes = None if parents is None else nodes_of(facts, kept, parents)
+    first = first_of(facts, kept) if nodes is None else starts_of(nodes)
     at = np.flatnonzero(kept) if kept is not None else np.arange(rows.edges[-1])
     starts = np.flatnonzero(first[at])
     lengths = np.diff(np.append(starts, at.size))
     tensors = {name: rows.entries[name] for name in TOKENS if name in rows.entries}
-    tensors[POSITIONS] = positions_of(rows, first)
-    labels = labels_of(facts, kept, first, how.shift, how.ignore_index)
+    if nodes is None:
+        tensors[POSITIONS] = positions_of(rows, first)
+        labels = labels_of(facts, kept, first, how.shift, how.ignore_index)
+    else:
+        tensors[POSITIONS] = rows.entries.get(POSITIONS, torch.from_numpy(nodes.mask.depths(at))).long()
+        labels = labels_on_paths(facts, first, how.ignore_index)
     if labels is not None:
         tensors["labels"] = labels
     if depth and (labels is None or MTP_LABELS in rows.entries):
@@ -124,7 +146,7 @@ def read(batch: Mapping[str, Any] | None, how: Reading) -> Packed:
     if how.device is not None:
         tensors = {name: moved(x, how.device) for name, x in tensors.items()}
     places = None if kept is None else places_of(rows, at, starts, lengths)  # without a mask nothing is left out
-    return Packed(lengths, tensors, places, valid, home, others)
+    return Packed(lengths, tensors, places, valid, home, others, nodes)
 
 
 def _with_tokens(rows: PackedRows, tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:

@@ -5,15 +5,24 @@ Masks, documents, positions and labels are read here and lie on the host; see `s
 
 from __future__ import annotations
 
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
-from seqpar.data.rows import LABELS, LONGEST, POSITIONS, STARTS, PackedRows, shown
+from seqpar.data.rows import LABELS, LONGEST, PARENTS, POSITIONS, STARTS, PackedRows, shown
+from seqpar.facts.mask import Mask
 from seqpar.facts.value import Ints
+
+
+class Nodes(NamedTuple):
+    """Nodes of trees in depth-first order: lengths and parents [nodes], and the mask of the trees."""
+
+    lengths: Ints
+    parents: Ints
+    mask: Mask
 
 
 def kept_of(mask: Tensor | None) -> NDArray[np.bool_] | None:
@@ -51,6 +60,27 @@ def first_of(rows: PackedRows, kept: NDArray[np.bool_] | None) -> NDArray[np.boo
                 "is padded, or give cu_seqlens"
             )
     first[at[begins]] = True
+    return first
+
+
+def nodes_of(rows: PackedRows, kept: NDArray[np.bool_] | None, parents: Any) -> Nodes:
+    """The nodes of trees, by cu_seqlens, else by rows, and the trees that they form.
+
+    parents: the number of each node's parent in the batch, -1 for a root. Raises: ValueError as `Mask.tree`.
+    """
+    if kept is not None:
+        raise ValueError(
+            f"{PARENTS} beside an attention_mask: nodes are whole rows; leave padding out, as a list of nodes"
+        )
+    starts = _starts(rows, None)
+    lengths = np.diff(rows.edges if starts is None else starts)
+    return Nodes(lengths, np.asarray(_array(parents)), Mask.tree(lengths, _array(parents)))
+
+
+def starts_of(nodes: Nodes) -> NDArray[np.bool_]:
+    """The flat rows that start a tree, as a mask."""
+    first = np.zeros(nodes.mask.tokens, bool)
+    first[nodes.mask.offsets[:-1]] = True
     return first
 
 
@@ -132,6 +162,16 @@ def labels_of(
         index = torch.from_numpy(at)
         labels = labels.index_copy(0, index, _shifted(labels[index], last, ignore_index))
     return labels
+
+
+def labels_on_paths(rows: PackedRows, first: NDArray[np.bool_], ignore_index: int) -> Tensor | None:
+    """The labels of tokens that the token before them on their path predicts: their own, at themselves."""
+    if "shift_labels" in rows.entries:
+        raise ValueError("shift_labels in a tree: the last token of a prompt predicts several; give labels")
+    if "labels" not in rows.entries:
+        return None
+    labels: Tensor = rows.entries["labels"].long()
+    return labels.masked_fill(torch.from_numpy(first), ignore_index)
 
 
 def later_labels_of(

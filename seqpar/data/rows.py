@@ -18,6 +18,7 @@ TOKENS = ("input_ids", "inputs_embeds")
 LABELS = ("labels", "shift_labels")
 STARTS = ("cu_seqlens", "cu_seq_lens_q", "cu_seq_lens_k")
 LONGEST = ("max_seqlen", "max_length_q", "max_length_k")
+PARENTS = "parents"
 POSITIONS = "position_ids"
 MASK = "attention_mask"
 INTEGERS = (torch.int64, torch.int32, torch.int16, torch.int8, torch.uint8)
@@ -80,7 +81,7 @@ def flat(given: Mapping[str, Any]) -> PackedRows:
     shape = tuple(lead.shape[:dims])
     entries: dict[str, Any] = {}
     for name, value in given.items():
-        entries[name] = value if name in (*STARTS, *LONGEST) else _rows_of(name, value, shape)
+        entries[name] = value if name in (*STARTS, *LONGEST, PARENTS) else _rows_of(name, value, shape)
     count, width = (1, shape[0]) if dims == 1 else shape
     _check_types(entries)
     return PackedRows(entries, np.arange(count + 1) * width, Home(shape))
@@ -114,6 +115,9 @@ def _of_list(given: Mapping[str, Any], lead: str) -> PackedRows:
     for name, value in given.items():
         if name in (*STARTS, *LONGEST, MASK):
             raise ValueError(f"{name} beside a list of documents gives the documents twice; leave it out")
+        if name == PARENTS:
+            entries[name] = value
+            continue
         several = isinstance(value, (list, tuple)) and all(isinstance(x, Tensor) and x.dim() for x in value)
         if not several or [len(x) for x in value] != lengths:
             raise ValueError(

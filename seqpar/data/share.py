@@ -28,8 +28,8 @@ from seqpar.ops.move.relayout import expect_relayout
 from seqpar.plan import Plan
 from seqpar.planner import Hardware, MicroBatch, plan_batch, plan_step
 
-Planner = Callable[[Ints, int], Plan]
-StepPlanner = Callable[[Ints, int], Sequence[MicroBatch]]
+Planner = Callable[[Any, int], Plan]  # (lengths, or the mask of trees; ranks)
+StepPlanner = Callable[[Any, int], Sequence[MicroBatch]]
 
 
 @dataclass(frozen=True, eq=False)
@@ -66,6 +66,10 @@ class Share(Memo):
         return self.memo((causal, window), lambda: self._mask(causal, window))  # type: ignore[no-any-return]
 
     def _mask(self, causal: bool, window: tuple[int | None, int | None]) -> Mask:
+        if self.plan.mask.paths is not None:
+            if not causal:
+                raise ValueError(f"a tree is causal, got causal=False for {self.plan.mask!r}; leave causal out")
+            return self.plan.mask.windowed(window)
         lengths = self.plan.mask.lengths
         plain = Mask(lengths, causal=causal, window=window)
         if self.places is None or window == (None, None):
@@ -109,8 +113,9 @@ def share(
 
     source: "sharded": every rank brings other documents, and their union is computed; ranks exchange only lengths and
     counts, and each row moves once. "replicated": all ranks hold the same batch, which a digest checks, and nothing
-    moves. plan: ``(lengths, ranks) -> Plan``; pass a model and a machine with ``functools.partial(seqpar.plan_batch,
-    model=..., hardware=...)``. The default plans for a Llama of 8B on H100s, with memory not limited.
+    moves. plan: ``(lengths, ranks) -> Plan``, called with the mask in place of lengths for trees; pass a model and a
+    machine with ``functools.partial(seqpar.plan_batch, model=..., hardware=...)``. The default plans for a Llama of 8B
+    on H100s, with memory not limited.
 
     shift: which token predicts a label of "labels":
 
@@ -122,6 +127,12 @@ def share(
     For documents a b | c d in one row, the labels a b c d are predicted by - a b c ("row"), - a - c ("document") or a b
     c d ("none"). A label that belongs to a masked-out token, or that only such a token could predict, is refused: on
     one device its loss would depend on the attention implementation.
+
+    "parents" [nodes] makes trees: documents are nodes then, in depth-first order, each with the number of its parent
+    among this rank's nodes, -1 for a root, as for `Mask.tree`; so answers share the rows of their prompt. Positions are
+    depths along the path. A label stays at its own token, for any `shift`, since the last token of a prompt predicts
+    several: ``recurrent.shift(hidden, share.plan, comm)`` brings the hidden state that predicts it. The first token of
+    a tree has no label.
 
     mtp_depth: how many tokens after its label a token predicts besides, in columns of "mtp_labels" [rows, mtp_depth],
     int64 (Gloeckle et al. 2024, Better & Faster Large Language Models via Multi-token Prediction, section 2). Column k
@@ -137,7 +148,7 @@ def share(
     masked-out tokens, position_ids that restart in a row with an attention_mask, ...), for an entry that is neither
     rows nor kept, for names, dtypes or dims that differ between ranks, for a union without tokens, and for a plan of
     other documents or with a window where masked-out tokens are between others. NotImplementedError for masks and
-    positions of other dims.
+    positions of other dims, and for mtp_depth in trees.
     """
     how = Reading(shift, ignore_index, keep, device, mtp_depth)
     known = announce(batch, comm, source, how)
@@ -200,8 +211,8 @@ def back(share: Share, x: Tensor) -> Tensor | list[Tensor]:
 def choose(known: Known, ranks: int, planner: Planner | None) -> list[MicroBatch] | Exception:
     """The plan of a union, or the error that prevents it. Local, and without tensors."""
     try:
-        plan = (planner or _default_plan)(known.lengths, ranks)
-        return [MicroBatch(np.arange(known.lengths.size), _served(plan, known.lengths, ranks, known.places))]
+        plan = (planner or _default_plan)(known.documents, ranks)
+        return [MicroBatch(np.arange(known.lengths.size), _served(plan, known.documents, ranks, known.places))]
     except Exception as error:
         return error
 
@@ -209,7 +220,7 @@ def choose(known: Known, ranks: int, planner: Planner | None) -> list[MicroBatch
 def choose_step(known: Known, ranks: int, planner: StepPlanner | None) -> list[MicroBatch] | Exception:
     """The plans of a union in several steps, or the error that prevents them. Local, and without tensors."""
     try:
-        parts = list(plan_step(known.lengths, ranks) if planner is None else planner(known.lengths, ranks))
+        parts = list((planner or plan_step)(known.documents, ranks))
         if not all(isinstance(part, MicroBatch) for part in parts):
             raise ValueError(f"plan must return micro-batches, got {parts!r:.200}")
         found = np.concatenate([np.asarray(part.documents) for part in parts]) if parts else np.zeros(0)
@@ -219,23 +230,29 @@ def choose_step(known: Known, ranks: int, planner: StepPlanner | None) -> list[M
                 f"plan must return each of {known.lengths.size} documents in one micro-batch, ascending, got "
                 f"{[list(part.documents) for part in parts]!r:.200}"
             )
-        return [
-            part._replace(plan=_served(part.plan, known.lengths[part.documents], ranks, known.places)) for part in parts
-        ]
+        some = known.lengths.__getitem__ if known.tree is None else known.tree.pick
+        return [part._replace(plan=_served(part.plan, some(part.documents), ranks, known.places)) for part in parts]
     except Exception as error:
         return error
 
 
-def _default_plan(lengths: Ints, ranks: int) -> Plan:
+def _default_plan(documents: Mask | Ints, ranks: int) -> Plan:
     """The plan if model and machine are unknown, with memory not limited: the user knows what fits."""
-    return plan_batch(lengths, ranks, hardware=replace(Hardware.of("h100"), memory=1 << 60))
+    return plan_batch(documents, ranks, hardware=replace(Hardware.of("h100"), memory=1 << 60))
 
 
-def _served(plan: Plan, lengths: Ints, ranks: int, places: Ints | None) -> Plan:
+def _served(plan: Plan, documents: Mask | Ints, ranks: int, places: Ints | None) -> Plan:
     """The plan with its pads. Raises ValueError if it is not a plan of these documents."""
+    tree = documents if isinstance(documents, Mask) else None
+    lengths = documents.lengths if isinstance(documents, Mask) else documents
     if not isinstance(plan, Plan) or plan.ranks != ranks or not np.array_equal(plan.mask.lengths, lengths):
         raise ValueError(
             f"plan must return a Plan of the documents {lengths.tolist()!r:.200} on {ranks} ranks, got {plan!r:.200}"
+        )
+    if tree is not None and not plan.mask.same_paths(tree):
+        raise ValueError(
+            f"plan must return a Plan of the trees {tree!r}, got {plan.mask!r}; give plan_batch the mask that plan is "
+            "called with"
         )
     if plan.kv_layout is not plan.layout:
         raise ValueError(f"plan must leave the keys with the queries, got a kv_layout: {plan!r:.200}")

@@ -15,6 +15,7 @@ from seqpar.data.batch import Packed, Reading, read
 from seqpar.data.host import read_entries
 from seqpar.facts.intervals import expand
 from seqpar.facts.layout import Layout
+from seqpar.facts.mask import Mask
 from seqpar.facts.value import Ints, frozen
 from seqpar.ops.core.agreement import check_comm, gathering
 
@@ -44,28 +45,30 @@ class Facts(NamedTuple):
     columns: dict[str, Column]
     ended: bool
     digest: str  # of a replicated batch
+    nodes: tuple[Ints, Ints] | None  # lengths and parents, of trees
 
     def packed(self) -> tuple[Any, ...]:
         """The announcement as it travels: bytes and words pickle in a tenth of the time of arrays and dtypes."""
         places = None if self.places is None else tuple(x.tobytes() for x in self.places)
         columns = tuple((name, *column) for name, column in self.columns.items())
-        return self.lengths.tobytes(), places, self.valid.tobytes(), columns, self.ended, self.digest
+        nodes = None if self.nodes is None else tuple(x.astype(np.int64).tobytes() for x in self.nodes)
+        return self.lengths.tobytes(), places, self.valid.tobytes(), columns, self.ended, self.digest, nodes
 
     @classmethod
     def read(cls, packed: tuple[Any, ...], depths: int) -> Facts:
         """The announcement that `packed` made; depths: columns of `valid`."""
-        lengths, places, valid, columns, ended, digest = packed
-        lengths, valid, *gaps = (np.frombuffer(x, np.int64) for x in (lengths, valid, *(places or ())))
+        lengths, places, valid, columns, ended, digest, nodes = packed
+        lengths, valid = (np.frombuffer(x, np.int64) for x in (lengths, valid))
+        places, nodes = (None if x is None else tuple(np.frombuffer(y, np.int64) for y in x) for x in (places, nodes))
         own = {name: Column(*facts) for name, *facts in columns}
-        places = (gaps[0], gaps[1]) if gaps else None
-        return cls(lengths, places, valid.reshape(-1, depths), own, ended, digest)
+        return cls(lengths, places, valid.reshape(-1, depths), own, ended, digest, nodes)
 
 
 class Known(NamedTuple):
     """The union of all batches as every rank knows it, and this rank's own batch.
 
     lengths: tokens of each document. holder: the rank that brought it, ascending; None if every rank has all documents.
-    places, valid: as in `Packed`, for the union.
+    places, valid: as in `Packed`, for the union. tree: the mask of documents that are trees.
     """
 
     own: Packed
@@ -74,6 +77,12 @@ class Known(NamedTuple):
     places: Ints | None
     valid: Ints
     columns: dict[str, Column]
+    tree: Mask | None = None
+
+    @property
+    def documents(self) -> Mask | Ints:
+        """The union as planners take it: the mask of trees, or the lengths of documents."""
+        return self.lengths if self.tree is None else self.tree
 
     def layout(self, ranks: int) -> Layout | None:
         """The layout of the rows before they move; None if every rank has all rows."""
@@ -93,8 +102,9 @@ class Known(NamedTuple):
             holder = self.holder[documents]
             own = documents[holder == rank] - np.searchsorted(self.holder, rank)
         return Known(
-            self.own.pick(own), frozen(self.lengths[documents]), holder, places, self.valid[documents], self.columns
-        )
+            self.own.pick(own), frozen(self.lengths[documents]), holder, places, self.valid[documents], self.columns,
+            None if self.tree is None else self.tree.pick(documents),
+        )  # fmt: skip
 
     def rows(self, name: str) -> Tensor:
         """This rank's rows of a tensor; a rank without tokens copies the tensor's properties from the others."""
@@ -152,7 +162,8 @@ def announce(
         if source == "replicated":
             lay_there = on_host is batch and how.device is None
             digest = (own if lay_there else read(on_host, how._replace(device=None))).digest()
-        told.own = Facts(own.lengths, _gaps(own), own.valid, _columns(own), ended, digest).packed()
+        nodes = None if own.nodes is None else own.nodes[:2]
+        told.own = Facts(own.lengths, _gaps(own), own.valid, _columns(own), ended, digest, nodes).packed()
     every = [Facts.read(packed, 1 + how.mtp_depth) for packed in told.every]
     if source == "replicated":
         _check_equal(every)
@@ -199,8 +210,27 @@ def _union(own: Packed, every: Sequence[Facts], source: str) -> Known:
     if not own.lengths.size:
         own = own._replace(tensors={})  # of whatever kind: the others' is what moves
     return Known(
-        own, frozen(lengths), None if source == "replicated" else holder, _places(every, lengths), valid, columns
-    )
+        own, frozen(lengths), None if source == "replicated" else holder, _places(every, lengths), valid, columns,
+        _tree(every),
+    )  # fmt: skip
+
+
+def _tree(every: Sequence[Facts]) -> Mask | None:
+    """The trees of all ranks; None if documents are not trees."""
+    ranks = [rank for rank, each in enumerate(every) if each.lengths.size]
+    given = [rank for rank in ranks if every[rank].nodes is not None]
+    if not given:
+        return None
+    if given != ranks:
+        plain = next(rank for rank in ranks if rank not in given)
+        raise ValueError(
+            f"share: the batch of rank {given[0]} has parents and that of rank {plain} has none; rows of all ranks' "
+            "batches go together: give parents of -1 to nodes without one"
+        )
+    lengths, parents = zip(*(every[rank].nodes or () for rank in ranks), strict=True)
+    before = np.cumsum([0, *(each.size for each in lengths[:-1])])
+    roots = [np.where(each < 0, -1, each + first) for each, first in zip(parents, before, strict=True)]
+    return Mask.tree(np.concatenate(lengths), np.concatenate(roots))
 
 
 def _common(every: Sequence[Facts]) -> dict[str, Column]:

@@ -207,6 +207,13 @@ class Mask(Fact):
             return self._paths
         return self.memo("paths", lambda: paths_of(self.bands[0], self.offsets))
 
+    def same_paths(self, other: Mask) -> bool:
+        """Whether the tokens before each token on its path are those of another mask, whatever a window hides."""
+        paths, others = self.paths, other.paths
+        if paths is None or others is None:
+            return paths is others and np.array_equal(self.lengths, other.lengths)
+        return all(np.array_equal(a, b) for a, b in ((paths.start, others.start), (paths.end, others.end)))
+
     @property
     def spans_are_documents(self) -> bool:
         """Whether each document is one span of one interval per query, as in causal and full masks."""

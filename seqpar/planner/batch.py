@@ -44,7 +44,7 @@ NEAR = 200  # a plan within 1/200 of the mean of all ranks is good enough: no pl
 
 
 def plan_batch(
-    lengths: ArrayLike,
+    lengths: ArrayLike | Mask,
     ranks: int,
     *,
     masks: Mask | Sequence[Mask] | None = None,
@@ -56,11 +56,12 @@ def plan_batch(
 ) -> Plan:
     """The plan of a packed batch whose slowest rank is predicted to finish earliest.
 
-    lengths: tokens of each document. masks: one for all layers, or one per layer; by default causal with the model's
-    windows. The plan has the mask of most layers; the others are ``plan.with_mask(mask)``. model, hardware: values, or
-    names of presets; a model given by name recomputes as little in backward as memory allows. node: consecutive ranks
-    that share fast links, by default the machine's. token_slack: the fraction by which a rank's rows may exceed the
-    mean (plus one row). max_tokens_per_rank: a limit besides that of memory.
+    lengths: tokens of each document, or the batch as a mask, as of trees or unions, to which the model's windows
+    are added. masks: one for all layers, or one per layer; by default causal with the model's windows. The plan has
+    the mask of most layers; the others are ``plan.with_mask(mask)``. model, hardware: values, or names of presets;
+    a model given by name recomputes as little in backward as memory allows. node: consecutive ranks that share fast
+    links, by default the machine's. token_slack: the fraction by which a rank's rows may exceed the mean (plus one
+    row). max_tokens_per_rank: a limit besides that of memory.
 
     ``plan.forecast`` has the predicted seconds of every rank, the bound that no plan beats, and the gap between them.
 

@@ -42,7 +42,7 @@ class Problem:
     @classmethod
     def of(
         cls,
-        lengths: ArrayLike,
+        lengths: ArrayLike | Mask,
         ranks: int,
         *,
         masks: Mask | Sequence[Mask] | None = None,
@@ -57,10 +57,12 @@ class Problem:
 
         Raises: ValueError for arguments out of range.
         """
-        tokens, ranks = lengths_of("lengths", lengths), whole("ranks", ranks, 1, RANKS)
+        tokens, ranks = lengths_in(lengths), whole("ranks", ranks, 1, RANKS)
         machine = Hardware.of(hardware)
         together = int(tokens.sum()) if at_once is None else at_once
         shape, memory = _fitting(model, machine, -(-together // ranks))
+        if isinstance(lengths, Mask):
+            masks = _masks_of_layers(lengths, masks, shape)
         fast = machine.node if node is None else whole("node", node, 1)
         node = min(ranks, fast)
         machine = machine.among(node)
@@ -128,6 +130,18 @@ class Problem:
             f"{most * ranks:,} tokens, several micro-batches (plan_step), or recompute more (ModelShape "
             'recompute="full")'
         )
+
+
+def lengths_in(batch: ArrayLike | Mask) -> Ints:
+    """The lengths of a batch's documents, given as lengths or as a mask."""
+    return batch.lengths if isinstance(batch, Mask) else lengths_of("lengths", batch)
+
+
+def _masks_of_layers(mask: Mask, masks: object, shape: ModelShape) -> list[Mask]:
+    """A batch's mask with the windows of the model's layers."""
+    if masks is not None:
+        raise ValueError(f"the batch is given as {mask!r}, and masks besides; give one of the two")
+    return [each for window, count in shape.window_groups() for each in [mask.windowed((window, None))] * count]
 
 
 def _fitting(model: str | ModelShape, machine: Hardware, rows: int) -> tuple[ModelShape, Memory]:

@@ -17,13 +17,13 @@ import numpy as np
 from numpy.typing import ArrayLike
 
 from seqpar.facts.mask import Mask
-from seqpar.facts.value import Ints, frozen, lengths_of, whole
+from seqpar.facts.value import Ints, frozen, whole
 from seqpar.plan import Plan
 from seqpar.plan.plan import check_positions
 from seqpar.planner.batch import plan_of
 from seqpar.planner.bound import document_ticks
 from seqpar.planner.hardware import Hardware
-from seqpar.planner.problem import Problem
+from seqpar.planner.problem import Problem, lengths_in
 from seqpar.planner.scale import weights_for
 from seqpar.planner.shape import ModelShape
 
@@ -41,7 +41,7 @@ class MicroBatch(NamedTuple):
 
 
 def plan_step(
-    lengths: ArrayLike,
+    lengths: ArrayLike | Mask,
     ranks: int,
     *,
     masks: Mask | Sequence[Mask] | None = None,
@@ -54,9 +54,9 @@ def plan_step(
 ) -> list[MicroBatch]:
     """The micro-batches of a global batch: each document in one of them, as few as memory allows, about equal in time.
 
-    lengths: tokens of each document of the global batch. masks: over all of them. micro_batches: their number, by
-    default the fewest. The other arguments are those of `plan_batch`. A model given by name recomputes as little as the
-    longest document allows, or the number of micro-batches if that is given.
+    lengths: tokens of each document of the global batch, or its mask. masks: over all of them. micro_batches: their
+    number, by default the fewest. The other arguments are those of `plan_batch`. A model given by name recomputes
+    as little as the longest document allows, or the number of micro-batches if that is given.
 
     ``sum(m.plan.forecast.seconds for m in plan_step(...))`` is the predicted time of the step. Weight the loss of a
     micro-batch by its number of labels, not equally: micro-batches differ in tokens.
@@ -64,11 +64,11 @@ def plan_step(
     Raises: ValueError for a document that fits no micro-batch, naming the longest that would fit and the fewest ranks
     that would do; for fewer micro-batches than memory allows, or more than documents; and as ``plan_batch``.
     """
-    lengths = lengths_of("lengths", lengths)
-    needed = int(lengths.max())
+    tokens = lengths_in(lengths)
+    needed = int(tokens.max())
     check_positions(needed)
     if micro_batches is not None:
-        needed = max(needed, -(-int(lengths.sum()) // whole("micro_batches", micro_batches, 1)))
+        needed = max(needed, -(-int(tokens.sum()) // whole("micro_batches", micro_batches, 1)))
     problem = Problem.of(
         lengths, ranks, masks=masks, model=model, hardware=hardware, node=node, token_slack=token_slack,
         max_tokens_per_rank=max_tokens_per_rank, at_once=needed,
@@ -76,7 +76,7 @@ def plan_step(
     capacity = min(problem.ranks * _most(problem), MOST)
     w = weights_for(problem.layers, problem.model, problem.hardware)
     ticks = document_ticks(problem.layers, w)
-    parts = split(lengths, ticks, w.beside, capacity=capacity, count=micro_batches)
+    parts = split(tokens, ticks, w.beside, capacity=capacity, count=micro_batches)
     return [MicroBatch(part, plan_of(problem.pick(part))) for part in parts]
 
 
