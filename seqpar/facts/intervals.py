@@ -17,6 +17,7 @@ Intervals are ``[lo, hi)``, each of a group. Holders know which rank holds which
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import Any, NamedTuple
 
@@ -191,6 +192,13 @@ def _cut_ascending(runs: Runs, breaks: Ints) -> tuple[Runs, Ints]:
         kept = stop > start
         start, stop, source = start[kept], stop[kept], source[kept]
     return Runs(start, stop - start, np.ones_like(start)), source
+
+
+def pieces_between(start: Ints, cuts: Sequence[Ints], total: int) -> Ints:
+    """The starts of pieces of rows and of their parts. cuts: the rows of each piece before each further part."""
+    count = np.diff(np.append(start, total))
+    inside = [start[fits] + cut[fits] for cut in cuts for fits in ((cut > 0) & (cut < count),)]
+    return distinct(np.concatenate([start, *inside]))
 
 
 def interval_of(positions: Ints, starts: Ints) -> Ints:

@@ -26,8 +26,9 @@ import numpy as np
 from numpy.typing import ArrayLike
 
 from seqpar.facts.bands import Band, Until, meetings
-from seqpar.facts.intervals import Runs, Spans, distinct, edges, linear_spans, progressions
+from seqpar.facts.intervals import Runs, Spans, distinct, edges, linear_spans, pieces_between, progressions
 from seqpar.facts.trees import Paths, nodes_of_groups, paths_of, reach_along_paths, runs_of_nodes
+from seqpar.facts.unions import blocks, slices, united, with_sinks
 from seqpar.facts.value import MOST, Fact, Ints, digest_of, frozen, int64_of, is_integer, lengths_of, whole
 
 
@@ -36,9 +37,10 @@ class Mask(Fact):
 
     lengths: tokens of each document, all positive. causal: query ``i`` of a document sees its keys up to its own.
     window: (left, right), the keys seen beside the query's own; None for no limit; ``right`` must be None or 0 if
-    causal. kv_lengths: keys of each document, where they differ from its queries in number. The last query is then
-    aligned with the last key, as in FlashAttention: with 2 queries on 5 keys, causal query 0 sees keys 0 to 3. If
-    causal, queries before the first key see nothing.
+    causal. sink_tokens: the first keys of each document, which all its queries see beside the window, up to their
+    own key if causal. kv_lengths: keys of each document, where they differ from its queries in number. The last
+    query is then aligned with the last key, as in FlashAttention: with 2 queries on 5 keys, causal query 0 sees
+    keys 0 to 3. If causal, queries before the first key see nothing.
 
     Raises: ValueError for empty, zero or negative lengths, lists of unequal length, a negative window, or a window
     to the right of a causal mask.
@@ -59,6 +61,7 @@ class Mask(Fact):
         *,
         causal: bool = True,
         window: tuple[int | None, int | None] = (None, None),
+        sink_tokens: int = 0,
         kv_lengths: ArrayLike | None = None,
     ) -> None:
         queries = lengths_of("lengths", lengths)
@@ -70,9 +73,14 @@ class Mask(Fact):
         if keys is not queries and np.array_equal(queries, keys):
             keys = queries  # kv_lengths equal to lengths make the same mask as None
         left, right = _checked_window(window, causal)
-        spans = _document_spans(queries, keys, left, right)
+        sinks = whole("sink_tokens", sink_tokens, 0, MOST)
+        bands: tuple[Band, ...] = (Band(_document_spans(queries, keys, left, right)),)
         name = ("causal" if causal else "full") + (f", window={window}" if window != (None, None) else "")
-        self._set(queries, keys, (Band(spans),), within=True, name=name)
+        if sinks and window != (None, None):
+            everything = _document_spans(queries, keys, None, 0 if causal else None)
+            bands = with_sinks(bands, everything, edges(queries), edges(keys), sinks)
+            name += f", sink_tokens={sinks}"
+        self._set(queries, keys, bands, within=True, name=name)
 
     @classmethod
     def from_bounds(
@@ -122,6 +130,78 @@ class Mask(Fact):
         band = Band(linear_spans(low, high), bounds).canonical(tokens, keys)
         self._set(documents, kv_lengths, (band,), within=False, name="bounds")
         return self
+
+    @classmethod
+    def from_slices(
+        cls,
+        q_ranges: ArrayLike,
+        k_ranges: ArrayLike,
+        kinds: Sequence[str],
+        *,
+        tokens: int | None = None,
+        kv_tokens: int | None = None,
+    ) -> Mask:
+        """The union of slices, each of a range of queries and a range of keys; pairs in several slices count once.
+
+        q_ranges, k_ranges: integers [slices, 2], ``[start, end)``. kinds: of each slice, as MagiAttention has them:
+        "full" (all pairs), "causal" (a diagonal that ends bottom-right), "inv_causal" (keys from a diagonal on that
+        begins top-left), "bi_causal" (keys between the two diagonals). tokens, kv_tokens: the numbers of queries and
+        keys, by default equal, up to the last range's end. The batch is one document.
+
+        Raises: ValueError for ranges that are not inside the batch, and for unknown kinds. NotImplementedError if some
+        query sees more than 32 intervals of keys.
+        """
+        bands, queries, keys = slices(q_ranges, k_ranges, kinds, tokens, kv_tokens)
+        return cls._of_bands(bands, queries, keys, f"{len(kinds)} slices")
+
+    @classmethod
+    def blocks(
+        cls,
+        table: ArrayLike,
+        block: int | tuple[int, int],
+        *,
+        tokens: int | None = None,
+        kv_tokens: int | None = None,
+    ) -> Mask:
+        """Blocks of queries that see blocks of keys in full.
+
+        table: booleans [query blocks, key blocks]. block: tokens of a block, or (queries, keys). tokens, kv_tokens: the
+        numbers of queries and keys, by default those of whole blocks; the last block may have fewer.
+
+        Raises: ValueError for a table of other dims or dtype, or without a block for each query and key.
+        NotImplementedError if some query sees more than 32 intervals of keys.
+        """
+        bands, queries, keys = blocks(table, block, tokens, kv_tokens)
+        return cls._of_bands(bands, queries, keys, "blocks")
+
+    @classmethod
+    def _of_bands(cls, bands: tuple[Band, ...], tokens: int, keys: int, name: str) -> Mask:
+        """One document of these bands."""
+        queries = lengths_of("tokens", [tokens])
+        mask: Mask = cls.__new__(cls)
+        mask._set(
+            queries, queries if keys == tokens else lengths_of("kv_tokens", [keys]), bands, within=False, name=name
+        )
+        return mask
+
+    def __or__(self, other: Mask) -> Mask:
+        """The pairs of either mask, each once; one of the two masks itself if it has all pairs of the other.
+
+        Raises: ValueError for masks of other documents. NotImplementedError where parts overlap whose keys end early,
+        and if some query sees more than 32 intervals of keys.
+        """
+        if not isinstance(other, Mask):
+            return NotImplemented
+        if not all(map(np.array_equal, (self.lengths, self.kv_lengths), (other.lengths, other.kv_lengths))):
+            raise ValueError(f"a union is of masks of the same documents, got {self!r} and {other!r}")
+        bands = united([*self.bands, *other.bands], self.tokens, self.kv_tokens)
+        paths = self.paths or other.paths
+        mask: Mask = type(self).__new__(type(self))
+        within = self.within_documents and other.within_documents
+        name = f"{self._name} | {other._name}"
+        mask._set(self.lengths, self.kv_lengths, bands, within=within, name=name, paths=paths)
+        area = mask.area()
+        return next((part for part in (self, other) if part.area() == area and part.paths is paths), mask)
 
     @classmethod
     def tree(
@@ -279,13 +359,17 @@ class Mask(Fact):
                 "keep the batch whole, or give bounds inside documents"
             )
         queries = frozen(self.lengths[chosen])
-        if self.paths is not None:
+        if self.paths is not None and len(self.bands) == 1:
             return self._of_tree(queries, self.paths.pick(chosen, self.offsets), self.paths.left)
-        if not self.plain:
-            raise NotImplementedError(f"documents of {self!r} cannot be taken out of the batch yet")
+        if self.has_until:
+            raise NotImplementedError(
+                f"documents of {self!r} cannot be taken out of the batch: its keys end early and it is not a tree; "
+                "keep the batch whole"
+            )
         keys = queries if self.kv_lengths is self.lengths else frozen(self.kv_lengths[chosen])
         mask: Mask = type(self).__new__(type(self))
-        mask._set(queries, keys, (Band(_picked_spans(self, chosen)),), within=True, name=self._name)
+        bands = tuple(Band(_picked_spans(self, band, chosen)) for band in self.bands)
+        mask._set(queries, keys, _filled(bands), within=True, name=self._name)
         return mask
 
     def windowed(self, window: tuple[int | None, int | None]) -> Mask:
@@ -297,12 +381,12 @@ class Mask(Fact):
         """
         checked = _checked_window(window, False)
         paths = self.paths
-        if paths is not None:
+        if paths is not None and len(self.bands) == 1:
             left = reach_along_paths(checked)
             if left is None or paths.within(left):
                 return self
             return self.memo(("window", checked), lambda: self._windowed_tree(paths, left))
-        if not self.plain:
+        if self.has_until:
             raise NotImplementedError(
                 f"{self!r} takes no window: its keys end early and it is not a tree; put the window into its bounds"
             )
@@ -319,28 +403,30 @@ class Mask(Fact):
         return mask
 
     def _windowed(self, left: int | None, right: int | None) -> Mask:
+        mask: Mask = type(self).__new__(type(self))
+        bands = _filled(tuple(Band(self._windowed_spans(band, left, right)) for band in self.bands))
+        name = f"{self._name}, window={(left, right)}"
+        mask._set(self.lengths, self.kv_lengths, bands, within=self.within_documents, name=name)
+        return mask
+
+    def _windowed_spans(self, band: Band, left: int | None, right: int | None) -> Spans:
         def low(at: Ints) -> Ints:
-            lo = self.bounds(at)[0]
+            lo = band.bounds(at)[0]
             return lo if left is None else np.maximum(lo, self.key_positions(at) - left)
 
         def high(at: Ints) -> Ints:
-            hi = self.bounds(at)[1]
+            hi = band.bounds(at)[1]
             return hi if right is None else np.minimum(hi, self.key_positions(at) + right + 1)
 
         # A piece is cut where the window meets one of its bounds, and where it has passed a bound and nothing is seen.
-        start = self.breaks
-        at, (lo, hi) = self.key_positions(start), self.bounds(start)
+        start = np.union1d(band.spans.start, self.offsets[:-1])
+        at, (lo, hi) = self.key_positions(start), band.bounds(start)
         cuts = [lo - at + x for x in (left,) if x is not None] + [hi - at - x - 1 for x in (right,) if x is not None]
-        start = _cut(start, cuts, self.tokens)
-        start = _cut(start, [np.abs(high(start) - low(start))], self.tokens)
+        start = pieces_between(start, cuts, self.tokens)
+        start = pieces_between(start, [np.abs(high(start) - low(start))], self.tokens)
         after = np.minimum(start + 1, np.append(start[1:], self.tokens) - 1)
         (lo, hi), (lo_after, hi_after) = ((low(x), np.maximum(low(x), high(x))) for x in (start, after))
-        mask: Mask = type(self).__new__(type(self))
-        mask._set(
-            self.lengths, self.kv_lengths, (Band(Spans(start, lo, hi, lo_after - lo, hi_after - hi)),),
-            within=self.within_documents, name=f"{self._name}, window={(left, right)}",
-        )  # fmt: skip
-        return mask
+        return Spans(start, lo, hi, lo_after - lo, hi_after - hi)
 
     def area(self) -> int:
         """Number of attended pairs of a query and a key."""
@@ -390,9 +476,18 @@ def _inside(spans: Spans, offsets: Ints, kv_offsets: Ints) -> bool:
     return bool((inside | ~sees).all())
 
 
-def _picked_spans(mask: Mask, documents: Ints) -> Spans:
+def _filled(bands: tuple[Band, ...]) -> tuple[Band, ...]:
+    """The bands that show any key, or the first."""
+
+    def shows(s: Spans) -> bool:
+        return bool(((s.lo < s.hi) | (s.hi_step > s.lo_step)).any())
+
+    return tuple(band for band in bands if shows(band.spans)) or bands[:1]
+
+
+def _picked_spans(mask: Mask, band: Band, documents: Ints) -> Spans:
     """The spans of some documents, cut at document borders and moved to their places in the new batch."""
-    s = mask.bands[0].spans
+    s = band.spans
     if mask.spans_are_documents and (s.lo < s.hi).all():  # every row sees a key
         rows, keys = (edges(lengths[documents])[:-1] for lengths in (mask.lengths, mask.kv_lengths))
         shift = keys - mask.kv_offsets[documents]
@@ -415,13 +510,6 @@ def _picked_spans(mask: Mask, documents: Ints) -> Spans:
     rows = start[span] - mask.offsets[documents][to] + edges(mask.lengths[documents])[to]
     keys = edges(mask.kv_lengths[documents])[to]
     return Spans(rows, lo + keys, hi + keys, lo_step, hi_step)
-
-
-def _cut(start: Ints, cuts: Sequence[Ints], tokens: int) -> Ints:
-    """The starts of pieces of rows and of their parts. cuts: the rows of each piece before each further part."""
-    count = np.diff(np.append(start, tokens))
-    inside = [start[fits] + cut[fits] for cut in cuts for fits in ((cut > 0) & (cut < count),)]
-    return np.unique(np.concatenate([start, *inside]))
 
 
 def _canonical(spans: Spans, tokens: int) -> tuple[Ints, ...]:
