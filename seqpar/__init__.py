@@ -1,8 +1,8 @@
 """Exact, balanced long-context attention over many ranks.
 
 Facts describe a batch (`Mask`, `Layout`), a `Plan` chooses how to compute it, a comm moves bytes (`GroupComm`,
-`ShmComm`, `LocalComm`), and verbs compute: `attention`, `switch`, `relayout`, `shard`, `unshard`, `merge`, `rotary`.
-`bind` names a plan for compiled models.
+`ShmComm`, `LocalComm`), and verbs compute: `attention`, `switch`, `relayout`, `shard`, `unshard`, `fetch`, `merge`,
+`rotary`. `bind` names a plan for compiled models.
 """
 
 import logging
@@ -13,7 +13,7 @@ from seqpar import nn
 from seqpar.comm import Comm, GroupComm, LocalComm, PeerComm, PeerError, ShmComm
 from seqpar.facts.layout import Layout
 from seqpar.facts.mask import Mask
-from seqpar.ops import attention, bind, merge, relayout, rotary, shard, switch, unshard
+from seqpar.ops import attention, bind, fetch, fetch_all, merge, relayout, rotary, shard, switch, unshard
 from seqpar.parallel import parallel
 from seqpar.plan import Plan
 
@@ -27,8 +27,8 @@ __version__ = "0.1.0"
 
 __all__ = [
     "Comm", "Forecast", "GroupComm", "Hardware", "Layout", "LocalComm", "Mask", "MicroBatch", "ModelShape", "PeerComm",
-    "PeerError", "Plan", "ShmComm", "attention", "bind", "merge", "nn", "parallel", "parallelize", "plan_batch",
-    "plan_step", "relayout", "rotary", "sdpa", "shard", "switch", "unshard",
+    "PeerError", "Plan", "ShmComm", "attention", "bind", "fetch", "fetch_all", "merge", "nn", "parallel",
+    "parallelize", "plan_batch", "plan_step", "relayout", "rotary", "sdpa", "shard", "switch", "unshard",
 ]  # fmt: skip
 
 # What attention under a given plan does without, loaded when it is asked for: models under a plan, and the planner.

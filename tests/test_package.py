@@ -60,8 +60,8 @@ OPTIONAL = {path: {"matplotlib"} for path in ("plan/plot.py", "plan/travel_plot.
 ORDER = {
     "facts": "value intervals bands trees unions mask layout stretches tiles __init__",
     "plan": """
-        heads steps traffic routes hierarchy residence runs travel_work travel parts prediction derive counts report
-        plot travel_report travel_plot plan __init__
+        heads steps traffic routes fetched hierarchy residence runs travel_work travel parts prediction derive counts
+        report plot travel_report travel_plot plan __init__
     """,
     "dsp": "form space costs search plan spec specs moves grid overlap runner stages checks apply __init__",
     "planner": """
@@ -81,7 +81,7 @@ ORDER = {
         attention attention/signature attention/source attention/rows attention/call attention/ahead
         attention/keys attention/grads
         attention/heads attention/schedule attention/op attention/api attention/rotary
-        move/switch move/relayout
+        move/switch move/relayout move/fetch
         recurrent recurrent/recompute recurrent/ahead recurrent/rows recurrent/relaid recurrent/conv
         recurrent/maps recurrent/gather recurrent/chain recurrent/scan
         recurrent/local recurrent/pipeline recurrent/checks recurrent/call recurrent/whole recurrent/blocks

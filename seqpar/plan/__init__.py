@@ -1,11 +1,12 @@
 """A plan: the choice of how a batch is computed, and what every rank derives from it."""
 
 from seqpar.facts.tiles import Kind, Segments, Tiles
+from seqpar.plan.fetched import Fetched, FetchedBand
 from seqpar.plan.heads import head_blocks, head_share, replicated
 from seqpar.plan.plan import TRANSPORTS, Plan
 from seqpar.plan.steps import Part, Rows, Step, StepBand, Trade
 
 __all__ = [
-    "TRANSPORTS", "Kind", "Part", "Plan", "Rows", "Segments", "Step", "StepBand", "Tiles", "Trade", "head_blocks",
-    "head_share", "replicated",
+    "TRANSPORTS", "Fetched", "FetchedBand", "Kind", "Part", "Plan", "Rows", "Segments", "Step", "StepBand", "Tiles",
+    "Trade", "head_blocks", "head_share", "replicated",
 ]  # fmt: skip

@@ -23,12 +23,13 @@ from seqpar.facts.intervals import Holders
 from seqpar.facts.layout import Layout
 from seqpar.facts.mask import Mask
 from seqpar.facts.value import Fact, Ints, is_integer, whole
+from seqpar.plan.fetched import Fetched
 from seqpar.plan.heads import head_share, replicated
 from seqpar.plan.hierarchy import fetch_by_node
 from seqpar.plan.parts import part_of
 from seqpar.plan.prediction import Prediction
 from seqpar.plan.residence import Residence
-from seqpar.plan.routes import LOCAL, Demand, StepRoute, gather, needs_of, ring
+from seqpar.plan.routes import LOCAL, Demand, StepRoute, gather, ring
 from seqpar.plan.steps import Entry, Part, Rows, Step, count
 from seqpar.plan.traffic import HeadShape, traffic
 
@@ -143,12 +144,7 @@ class Derived(Fact):
         return self.memo(("demand", width), lambda: self._demand(width))
 
     def _demand(self, width: int) -> Demand:
-        groups = self.ranks // width
-        queries, keys = self._holders(width, "q"), self._holders(width, "kv")
-        needs = needs_of(self.mask, queries.runs, queries.holder.astype(np.int64), groups)
-        anchor = np.full(groups, self.mask.kv_tokens, np.int64)
-        np.minimum.at(anchor, keys.holder, keys.runs.start)
-        return Demand(needs, keys, anchor, groups)
+        return Demand.of(self.mask, self._holders(width, "q"), self._holders(width, "kv"), self.ranks // width)
 
     def _holders(self, width: int, side: str) -> Holders:
         """The groups that hold the rows of the documents of one width."""
@@ -159,6 +155,29 @@ class Derived(Fact):
         piece, rank, document = self.residence.pieces(side)
         kept = self.widths[document] == width
         return Holders(piece.pick(kept), (rank[kept] // width).astype(np.int32), layout.total)
+
+    def fetched(self, rank: int) -> Fetched:
+        """The keys that `seqpar.fetch` brings a rank: those that its own query rows see, at any width; cached."""
+        self._check_rank(rank)
+        return self.memo(("fetched", rank), lambda: self._fetched(rank))
+
+    def _fetched(self, rank: int) -> Fetched:
+        demand = self.memo("demand of ranks", self._demand_of_ranks)
+        return Fetched.of(self.mask, demand, rank, self.positions(rank), self.kv_layout.positions(rank))
+
+    def _demand_of_ranks(self) -> Demand:
+        """The keys that each rank's own queries see, of all documents."""
+        if (self.widths == 1).all():
+            return self.demand(1)
+        return Demand.of(self.mask, self.layout.holders(), self.kv_layout.holders(), self.ranks)
+
+    def fetch_bytes(self, rank: int, *, row_bytes: int, backward: bool = False) -> int:
+        """Bytes that a rank sends in one `seqpar.fetch`: in forward, or with ``backward`` in backward.
+
+        row_bytes: of one row of the fetched tensor or tensors; in backward of those that require a gradient. Counts
+        tensor contents, as `Comm.stats` does.
+        """
+        return self.fetched(rank).sent(rank, backward=backward) * whole("row_bytes", row_bytes, 0)
 
     def row_bytes(self, heads: int, kv_heads: int, dim: int, v_dim: int, size: int) -> int:
         """Bytes of one token's keys and values on the rank with most key heads; this bounds the stages of all ranks."""

@@ -107,6 +107,14 @@ class Demand(Memo):
     groups: int
     _memo: dict[Any, Any] = field(default_factory=dict, repr=False)
 
+    @classmethod
+    def of(cls, mask: Mask, queries: Holders, keys: Holders, groups: int) -> Demand:
+        """The demand of groups that hold these queries and these keys."""
+        needs = needs_of(mask, queries.runs, queries.holder.astype(np.int64), groups)
+        anchor = np.full(groups, mask.kv_tokens, np.int64)
+        np.minimum.at(anchor, keys.holder, keys.runs.start)
+        return cls(needs, keys, anchor, groups)
+
     @property
     def owner(self) -> NDArray[np.int32]:
         """The group of every key [kv_tokens], -1 for keys of other parts; cached, O(tokens)."""

@@ -1,4 +1,4 @@
-"""Random switches, relayouts and unshards beside what they are specified to be, and ranks that differ in one thing."""
+"""Random moves of rows beside what they are specified to be, and ranks that differ in one thing."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ from tests.cases import LAYOUTS, make_layout
 from tests.fuzz.outcome import Left, World, compare, ends, refused
 
 DTYPES = (torch.float64, torch.float64, torch.float32, torch.int64, torch.complex128)
-VERBS = ("switch", "relayout", "unshard")
+VERBS = ("switch", "relayout", "unshard", "fetch")
 
 
 @dataclass(frozen=True)
@@ -60,7 +60,7 @@ def drawn(draw: Random, seed: int) -> Move:
     if verb == "switch":
         shape[first], shape[second] = sum(before), sum(after)
     else:
-        first = 0 if verb == "relayout" else first
+        first = 0 if verb in ("relayout", "fetch") else first
         shape[first] = draw.randint(1, 20)
         before, after = draw.choice(LAYOUTS), draw.choice(LAYOUTS)
     world = World(ranks, draw.choice((0.0, 0.0005)), draw.random() < 0.5, draw.choice(("call", "batch")))
@@ -102,6 +102,10 @@ def layouts(case: Move) -> tuple[Layout, Layout]:
     return first, second
 
 
+def plan_of(case: Move) -> Plan:
+    return Plan(Mask([case.shape[case.dims[0]]]), layouts(case)[0])
+
+
 def shard_of(case: Move, x: Tensor, rank: int) -> Tensor:
     """A rank's part of the global tensor before the call."""
     if case.verb == "switch":
@@ -115,6 +119,8 @@ def result_of(case: Move, x: Tensor, rank: int) -> Tensor:
         return x.split(case.after, case.dims[1])[rank]
     if case.verb == "unshard":
         return x
+    if case.verb == "fetch":
+        return x[plan_of(case).fetched(rank).positions]
     return x.index_select(case.dims[0], torch.from_numpy(layouts(case)[1].positions(rank)))
 
 
@@ -129,7 +135,7 @@ def program(case: Move, comm: Comm) -> dict[str, Tensor]:
     elif case.verb == "relayout":
         call |= dict(zip(("src", "dst"), layouts(case), strict=True))
     else:
-        call |= {"plan": Plan(Mask([case.shape[first]]), layouts(case)[0]), "dim": first}
+        call |= {"plan": plan_of(case)} | ({"dim": first} if case.verb == "unshard" else {})
     if case.misuse is not None and comm.rank == case.culprit:
         call = MISUSES[case.misuse](call)
         if not call:
@@ -145,8 +151,8 @@ def program(case: Move, comm: Comm) -> dict[str, Tensor]:
 def run(verb: str, call: Call) -> Tensor:
     named = dict(call)
     x, comm = named.pop("x"), named.pop("comm")
-    if verb == "unshard":
-        return seqpar.unshard(x, named.pop("plan"), comm, **named)
+    if verb in ("unshard", "fetch"):
+        return getattr(seqpar, verb)(x, named.pop("plan"), comm, **named)
     return getattr(seqpar, verb)(x, comm, **named)
 
 
@@ -157,9 +163,13 @@ def judge(case: Move) -> str:
     if why is not None or any(end.value is None for end in results):
         return f"refused: {why}"
     x, dy = case.whole()
-    copies = case.world.size if case.verb == "unshard" else 1
+    if case.verb == "unshard":
+        dy = dy * case.world.size
+    elif case.verb == "fetch":  # a row's gradient is a sum over the ranks that fetch it
+        takers = sum(np.bincount(plan_of(case).fetched(r).positions, minlength=len(x)) for r in range(case.world.size))
+        dy = dy * torch.from_numpy(takers).view(-1, *[1] * (dy.dim() - 1)).to(dy.dtype)
     for rank, end in enumerate(results):
-        want = {"y": result_of(case, x, rank), "dx": copies * shard_of(case, dy, rank)}
+        want = {"y": result_of(case, x, rank), "dx": shard_of(case, dy, rank)}
         real = {n: torch.view_as_real(t) if t.is_complex() else t for n, t in want.items()}
         got = {n: torch.view_as_real(t) if t.is_complex() else t for n, t in end.value.items()}
         compare(got, real, torch.float64)

@@ -622,6 +622,7 @@ def dead(comm: Comm) -> bool:
     for call in (
         lambda: seqpar.switch(torch.ones(2, 2), comm, split_dim=0, concat_dim=1),
         lambda: seqpar.unshard(a["q"], a["plan"], comm),
+        lambda: seqpar.fetch(a["q"], a["plan"], comm),
         lambda: seqpar.relayout(a["q"], comm, src=a["plan"].layout, dst=a["plan"].layout),
     ):
         with pytest.raises(PeerError, match="a test"):

@@ -108,6 +108,7 @@ def test_another_move(run: Run) -> None:
     moves: dict[str, Callable[[Tensor, int], Tensor]] = {
         "relayout .* another layout": lambda x, n: seqpar.relayout(x, comm, src=LAYOUTS[0], dst=LAYOUTS[n]),
         "unshard .* another plan": lambda x, n: seqpar.unshard(x, plans[n], comm),
+        "fetch .* another plan": lambda x, n: seqpar.fetch(x, plans[n], comm),
         "switch .* another pair of dims": lambda x, n: seqpar.switch(x, comm, split_dim=n, concat_dim=2),
     }
     for message, move in moves.items():

@@ -1,5 +1,5 @@
 """The host waits for no device inside a layer, forward and backward, and uploads nothing after a batch's first layer.
-The same holds for `relayout`, `unshard` and `switch`, and on a device for `shard`.
+The same holds for `relayout`, `unshard`, `fetch` and `switch`, and on a device for `shard`.
 
 Three tests, since most machines have no GPU:
 
@@ -54,7 +54,7 @@ from tests.cases import Case, some
 from tests.ops.cases import inputs, poisoned
 
 # the names of these modules in their package are the verbs
-relayouts, switches = sys.modules["seqpar.ops.move.relayout"], sys.modules["seqpar.ops.move.switch"]
+relayouts, switches, fetches = (sys.modules[f"seqpar.ops.move.{name}"] for name in ("relayout", "switch", "fetch"))
 
 # operators whose result, or its shape, the host must read
 READ = {
@@ -260,16 +260,17 @@ def test_no_row_of_a_cuda_tensor_is_read(case, monkeypatch) -> None:
     for rank in range(plan.ranks):
         comm = Silent(rank, plan.ranks, direct=rank % 2 == 0)
         there = relayouts.moves_between(plan.layout, other_layout(plan), rank)
-        whole = relayouts._copies(plan, "q", comm)
+        whole, needed = relayouts._copies(plan, "q", comm), fetches._moves(plan, rank)
         with FakeTensorMode(), torch.no_grad(), watched():
-            for moves in (there, there.transposed(), whole, whole.transposed()):
+            for moves in (there, there.transposed(), whole, whole.transposed(), needed, needed.transposed()):
                 x = torch.empty(moves.rows_in, 6, 8, dtype=torch.bfloat16, device=cuda)
-                y = relayouts._move(x, comm, moves, tag)
+                (y,) = relayouts.move_rows([x], comm, moves, tag)
                 assert y.shape == (moves.rows_out, 6, 8) and y.device == cuda
             x = torch.empty(5, 2 * plan.ranks, dtype=torch.bfloat16, device=cuda)
             shares = [2] * plan.ranks, [5] * plan.ranks
             assert switches._all_to_all([x], comm, ([1], [0], *shares), tag)[0].shape == (5 * plan.ranks, 2)
-        assert comm.posted == (5 if there.sends.keys() - {rank} else 3)
+        moved = [moves for moves in (there, needed) if (moves.sends.keys() | moves.recvs.keys()) - {rank}]
+        assert comm.posted == 3 + 2 * len(moved)
 
 
 # --- CPU tensors through the verbs ------------------------------------------------------------------------------------
@@ -397,6 +398,7 @@ def test_a_hash_of_values_tells_elements_and_order_apart() -> None:
 def verbs(comm: Comm, plan: Plan, dst: Layout, device: str = "cpu") -> None:
     """Every verb that moves rows, forward and backward, from tensors that are on their device already."""
     x = torch.ones(plan.rows(comm.rank), 2 * comm.size, device=device, requires_grad=True)
+    seqpar.fetch(x, plan, comm).sum().backward()
     whole = seqpar.unshard(x, plan, comm)
     seqpar.shard(whole, plan, comm.rank).sum().backward()
     held = torch.ones(plan.layout.tokens(comm.rank), 2 * comm.size, device=device, requires_grad=True)
@@ -433,13 +435,18 @@ def test_verbs_do_not_synchronise_and_upload_once(case, monkeypatch) -> None:
         return call
 
     monkeypatch.setattr(relayouts, "upload", counted)
-    for module, name in ((relayouts, "_move"), (switches, "_all_to_all"), (seqpar, "shard")):
+    for module, name in (
+        (relayouts, "move_rows"),
+        (fetches, "move_rows"),
+        (switches, "_all_to_all"),
+        (seqpar, "shard"),
+    ):
         monkeypatch.setattr(module, name, noted(getattr(module, name)))
     plan = case.plan()
     for found in run_threads(case.ranks, verbs_twice, plan, other_layout(plan), events):
-        moves = ["move"] * 9  # five verbs, and the ways back of all but `shard`
-        # the numbers of unshard, of shard, and of relayout there and back
-        assert [e for e in found if e == "upload"] == ["upload"] * 4
+        moves = ["move"] * 11  # six verbs, and the ways back of all but `shard`
+        # the numbers of fetch, of unshard, of shard, and of relayout there and back
+        assert [e for e in found if e == "upload"] == ["upload"] * 5
         assert found[-len(moves) - 2 :] == ["again", *moves, "again"]
 
 

@@ -1,1 +1,1 @@
-"""Rows and slices that change ranks: `switch` and `relayout`, packed by `pack`."""
+"""Rows and slices that change ranks: `switch`, `relayout` and `fetch`, packed by `pack`."""

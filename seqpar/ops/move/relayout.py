@@ -257,10 +257,11 @@ def exchanged(xs: Sequence[Tensor], comm: Comm, moves: Sequence[Moves], tag: Tag
     return ys
 
 
-def _move(x: Tensor, comm: Comm, moves: Moves, tag: Tag) -> Tensor:
+def move_rows(xs: Sequence[Tensor], comm: Comm, moves: Moves, tag: Tag) -> list[Tensor]:
+    """The tensors after one move that all of them make, in their own dtypes."""
     with abort_on_error(comm, f"exchange of rows, call {tag.call}"):
-        (y,) = exchanged([x], comm, [moves], tag)
-    return y if y.dtype == x.dtype else y.to(x.dtype)
+        ys = exchanged(xs, comm, [moves] * len(xs), tag)
+    return [y if y.dtype == x.dtype else y.to(x.dtype) for x, y in zip(xs, ys, strict=True)]
 
 
 # --- the ops --------------------------------------------------------------------------------------------------------
@@ -318,7 +319,7 @@ def _check_rows(rows: int, moves: Moves, comm: Comm) -> None:
 
 
 def _moved(x: Tensor, comm: Comm, moves: Moves, tag: Tag) -> tuple[list[Tensor], tuple[()], MoveRecord]:
-    return [_move(x, comm, moves, tag)], (), MoveRecord(comm, tag, moves)
+    return move_rows([x], comm, moves, tag), (), MoveRecord(comm, tag, moves)
 
 
 def _way_back(tensors: Sequence[Tensor], _: object, needed: Sequence[int]) -> tuple[CollectiveOp, tuple[Any, ...]]:

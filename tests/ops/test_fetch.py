@@ -1,0 +1,323 @@
+"""`fetch`: exactly the keys that a rank's own queries see, and who sees which; gradients go home."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from itertools import product
+
+import numpy as np
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from torch import Tensor
+from torch._dynamo.testing import CompileCounterWithBackend
+from torch.library import opcheck
+
+import seqpar
+from seqpar.comm import Comm, LocalComm, shm
+from seqpar.facts.layout import Layout
+from seqpar.facts.mask import Mask
+from seqpar.plan import Plan
+from seqpar.testing import COMMS, dense_attention, run_processes, run_threads, seen_pairs
+from tests.cases import ENDING, LAYOUTS, LENGTHS, MASKS, Case, cases, some
+from tests.ops.cases import inputs, joined, poisoned
+from tests.ops.test_verbs import DTYPES, adjoint, values
+
+any_cases = st.builds(replace, cases(), mask=st.sampled_from(MASKS + ENDING))
+
+
+def own_pairs(plan: Plan, rank: int) -> np.ndarray:
+    """Whether each row of a rank sees each key, [rows, kv_tokens], by definition; pads see nothing."""
+    at = plan.positions(rank)
+    return seen_pairs(plan.mask)[at] & (at >= 0)[:, None]
+
+
+# --- what a plan says -------------------------------------------------------------------------------------------------
+
+
+@settings(max_examples=100)
+@given(any_cases)
+def test_the_buffer_holds_what_own_rows_see_and_nothing_else(case) -> None:
+    plan = case.plan()
+    for rank in range(plan.ranks):
+        fetched, pairs = plan.fetched(rank), own_pairs(plan, rank)
+        np.testing.assert_array_equal(fetched.positions, np.flatnonzero(pairs.any(0)))
+        np.testing.assert_array_equal(fetched.seen(), pairs[:, fetched.positions])
+        np.testing.assert_array_equal(fetched.at, plan.mask.key_positions(plan.positions(rank)))
+        arrays = [fetched.positions, fetched.at, *(x for band in fetched.bands for x in band)]
+        assert all(x.dtype == np.int64 for x in arrays)
+
+
+def test_width_and_transport_make_no_difference() -> None:
+    mask, layout = Mask([5, 9]), Layout.zigzag([5, 9], 4)
+    plain = Plan(mask, layout)
+    for plan in (
+        Plan(mask, layout, ulysses=4),
+        Plan(mask, layout, ulysses=[2, 4], transport="gather"),
+        Plan(mask, layout, transport="ring", node=2),
+    ):
+        for rank in range(4):
+            np.testing.assert_array_equal(plan.fetched(rank).positions, plain.fetched(rank).positions)
+
+
+def test_a_rank_of_the_plan_and_whole_bytes() -> None:
+    plan = Plan(Mask([4]), Layout.contiguous(4, 2))
+    with pytest.raises(ValueError, match="rank 2 is not one of the plan's 2 ranks; give 0 to 1"):
+        plan.fetched(2)
+    with pytest.raises(ValueError, match="row_bytes must be an integer of at least 0, got 1.5"):
+        plan.fetch_bytes(0, row_bytes=1.5)
+    assert [plan.fetch_bytes(rank, row_bytes=10) for rank in (0, 1)] == [20, 0]
+    assert [plan.fetch_bytes(rank, row_bytes=10, backward=True) for rank in (0, 1)] == [0, 20]
+
+
+# --- the verb ---------------------------------------------------------------------------------------------------------
+
+
+def taken(comm: Comm, plan: Plan, dtype: torch.dtype, tail: tuple[int, ...]) -> Tensor:
+    """What a rank fetches of a global tensor; pads are NaN."""
+    x = values([plan.mask.kv_tokens, *tail], dtype)
+    mine = (
+        poisoned(x, plan, comm.rank, "kv") if dtype.is_floating_point else seqpar.shard(x, plan, comm.rank, side="kv")
+    )
+    y = seqpar.fetch(mine, plan, comm)
+    row = x[:1].nbytes
+    assert comm.stats.bytes_sent == plan.fetch_bytes(comm.rank, row_bytes=row)
+    foreign = np.setdiff1d(plan.fetched(comm.rank).positions, plan.positions(comm.rank, "kv"))
+    assert comm.stats.bytes_received == foreign.size * row
+    return y
+
+
+@settings(max_examples=60)
+@given(any_cases, st.sampled_from(DTYPES), st.sampled_from([(), (3,), (2, 0), (2, 3)]), st.booleans())
+def test_fetch_is_its_specification_and_moves_no_key_that_nobody_sees(case, dtype, tail, direct) -> None:
+    plan = case.plan()
+    x = values([plan.mask.kv_tokens, *tail], dtype)
+    for rank, got in enumerate(run_threads(plan.ranks, taken, plan, dtype, tail, direct=direct)):
+        assert torch.equal(got, x[plan.fetched(rank).positions]) and got.dtype == dtype
+
+
+def products(comm: Comm, plan: Plan) -> list[float]:
+    x = values([plan.rows(comm.rank, "kv"), 2], torch.float64, comm.rank).requires_grad_()
+    y = values([plan.fetched(comm.rank).positions.size, 2], torch.float64, 10 + comm.rank).requires_grad_()
+    aty, found = adjoint(seqpar.fetch(x, plan, comm), x, y)
+    pads = torch.from_numpy(plan.positions(comm.rank, "kv") < 0)
+    assert not aty[pads].any()
+    return found
+
+
+@settings(max_examples=30)
+@given(any_cases, st.booleans())
+def test_fetch_has_its_adjoint(case, direct) -> None:
+    plan = case.plan()
+    ax_y, x_aty = np.sum(run_threads(plan.ranks, products, plan, direct=direct), axis=0)
+    assert ax_y == x_aty
+
+
+def attended(q: Tensor, k: Tensor, v: Tensor, seen: np.ndarray) -> Tensor:
+    """Attention of rows to keys of a buffer, [rows, heads, dim], by definition; 0 for a row that sees nothing."""
+    k, v = (x.repeat_interleave(q.shape[1] // x.shape[1], 1) for x in (k, v))
+    s = torch.einsum("ihd,jhd->hij", q, k) * q.shape[2] ** -0.5
+    s = s.masked_fill(~torch.from_numpy(seen), -torch.inf)
+    blind = torch.from_numpy(~seen.any(1))
+    p = s.masked_fill(blind[:, None], 0.0).softmax(-1).masked_fill(blind[:, None], 0.0)
+    return torch.einsum("hij,jhd->ihd", p, v)
+
+
+def attention_on_a_rank(comm: Comm, plan: Plan) -> list[Tensor]:
+    """This rank's out, dq, dk, dv by attention over fetched keys and values."""
+    q, k, v, dout, _ = inputs(plan, (4, 2), (4, 6), 0)
+    q, dout = (seqpar.shard(x, plan, comm.rank) for x in (q, dout))
+    k, v = (poisoned(x, plan, comm.rank, "kv") for x in (k, v))
+    leaves = [x.requires_grad_() for x in (q, k, v)]
+    keys, vals = seqpar.fetch_all(leaves[1:], plan, comm)
+    out = attended(leaves[0], keys, vals, plan.fetched(comm.rank).seen())
+    before = comm.stats.bytes_sent
+    out.backward(dout)
+    row_bytes = 2 * (4 + 6) * 8
+    assert before == plan.fetch_bytes(comm.rank, row_bytes=row_bytes)
+    assert comm.stats.bytes_sent - before == plan.fetch_bytes(comm.rank, row_bytes=row_bytes, backward=True)
+    assert comm.stats.staged_bytes == 0, "what a verb receives is memory that peers can write"
+    return [out.detach(), *(x.grad for x in leaves)]
+
+
+def check_attention(plan: Plan, run=run_threads, **options: object) -> None:
+    q, k, v, dout, _ = inputs(plan, (4, 2), (4, 6), 0)
+    leaves = [x.requires_grad_() for x in (q, k, v)]
+    out, _ = dense_attention(*leaves, plan.mask)
+    expected = [out, *torch.autograd.grad(out, leaves, dout)]
+    results = zip(*run(plan.ranks, attention_on_a_rank, plan, **options), strict=True)
+    sides = plan.layout, plan.layout, plan.kv_layout, plan.kv_layout
+    for shards, layout, want in zip(results, sides, expected, strict=True):
+        torch.testing.assert_close(joined(shards, layout), want, rtol=0, atol=1e-10)
+
+
+PRODUCT = [
+    Case(mask, layout, "fetch", ranks, 1, LENGTHS[n % 3], n, pads=n % 2 == 0)
+    for n, (ranks, mask, layout) in enumerate(product((1, 2, 3, 4, 8), MASKS + ENDING, LAYOUTS))
+]
+
+
+@pytest.mark.parametrize("case", some(PRODUCT, 7), ids=str)
+def test_attention_over_fetched_keys_is_that_of_one_process(case) -> None:
+    check_attention(case.plan())
+
+
+def test_keys_laid_out_apart() -> None:
+    mask, rng = Mask([9, 5]), np.random.default_rng(0)
+    keys = Layout(np.split(rng.permutation(14), [0, 6, 6]))  # two ranks have no key
+    check_attention(Plan(mask, Layout.zigzag([9, 5], 4), kv_layout=keys))
+
+
+@pytest.mark.parametrize("comm", COMMS)
+def test_attention_over_fetched_keys_on_processes(comm) -> None:
+    if comm == "shm" and shm.missing():
+        pytest.skip(shm.missing())
+    check_attention(Case("tree", "zigzag", "fetch", 2, 2, LENGTHS[1], pads=True).plan(), run_processes, comm=comm)
+
+
+def several(comm: Comm, plan: Plan) -> tuple[int, list[Tensor]]:
+    xs = [
+        seqpar.shard(values([14, *tail], d), plan, comm.rank) for tail, d in (((3,), torch.float32), ((), torch.int64))
+    ]
+    xs[0].requires_grad_()
+    ys = seqpar.fetch_all(xs, plan, comm)
+    assert ys[0].requires_grad and not ys[1].requires_grad
+    ys[0].sum().backward()
+    return comm.stats.exchanges, [*ys, xs[0].grad]
+
+
+def test_several_tensors_go_in_one_exchange() -> None:
+    plan = Plan(Mask([14], causal=False), Layout.striped(14, 2))
+    for rank, (exchanges, (x, number, dx)) in enumerate(run_threads(2, several, plan)):
+        assert exchanges == 2, "one forward, one back"
+        assert torch.equal(x, values([14, 3], torch.float32)) and torch.equal(number, values([14], torch.int64))
+        assert (dx == 2).all(), rank
+
+
+def low_precision(comm: Comm, plan: Plan) -> Tensor:
+    x = torch.zeros(plan.rows(comm.rank), dtype=torch.bfloat16, requires_grad=True)
+    y = torch.full((plan.mask.tokens,), 256.0 if comm.rank == 0 else 0.75, dtype=torch.bfloat16)
+    seqpar.fetch(x, plan, comm).backward(y)
+    return x.grad
+
+
+def test_gradients_are_summed_in_float32() -> None:
+    for got in run_threads(8, low_precision, Plan(Mask([8], causal=False), Layout.contiguous(8, 8))):
+        assert got.tolist() == [262.0]  # 256 + 7 * 0.75 rounded once; bf16 sums would stay at 256
+
+
+# --- wrong calls ------------------------------------------------------------------------------------------------------
+
+
+def wrong_call(comm: Comm, name: str) -> tuple[str, str, int]:
+    """The error of a rank when rank 1 calls wrongly, and the bytes that moved; then the right call must work."""
+    wrong = comm.rank == 1
+    plan, other = (Plan(Mask([7], causal=causal), Layout.contiguous(7, comm.size)) for causal in (True, False))
+    x = torch.ones(plan.rows(comm.rank), 2)
+    calls = {
+        "rows": lambda: seqpar.fetch(x[1:] if wrong else x, plan, comm),
+        "scalar": lambda: seqpar.fetch(x.sum() if wrong else x, plan, comm),
+        "dims": lambda: seqpar.fetch(x[:, :1] if wrong else x, plan, comm),
+        "dtype": lambda: seqpar.fetch(x.double() if wrong else x, plan, comm),
+        "gradient": lambda: seqpar.fetch(x.clone().requires_grad_(wrong), plan, comm),
+        "plan": lambda: seqpar.fetch(x, other if wrong else plan, comm),
+        "no plan": lambda: seqpar.fetch(x, None if wrong else plan, comm),
+        "ranks": lambda: seqpar.fetch(x, Plan(Mask([7]), Layout.contiguous(7, 4)) if wrong else plan, comm),
+        "numpy": lambda: seqpar.fetch(x.numpy() if wrong else x, plan, comm),
+        "result": lambda: seqpar.fetch(x, plan, comm, rows=99 if wrong else None),
+        "tensors": lambda: seqpar.fetch_all([x, x] if wrong else [x], plan, comm),
+        "a tensor": lambda: seqpar.fetch_all(x if wrong else [x], plan, comm),
+        "nothing": lambda: seqpar.fetch_all([] if wrong else [x], plan, comm),
+        "another verb": lambda: seqpar.unshard(x, plan, comm) if wrong else seqpar.fetch(x, plan, comm),
+    }
+    kind, text = "none", ""
+    try:
+        calls[name]()
+    except Exception as error:
+        kind, text = type(error).__name__, str(error)
+    moved = comm.stats.bytes_sent + comm.stats.bytes_received
+    assert seqpar.fetch(x, plan, comm).shape == (plan.fetched(comm.rank).positions.size, 2)
+    return kind, text, moved
+
+
+WRONG = {
+    "rows": r"x on rank 1 must have 2 rows, as the plan places keys, got \[1, 2\]; seqpar.shard",
+    "scalar": r"x on rank 1 must have 2 rows.*got \[\]",
+    "dims": "ranks differ in other dims",
+    "dtype": "ranks differ in dtype",
+    "gradient": "ranks differ in requires grad",
+    "plan": "ranks differ in plan",
+    "no plan": "plan must be a Plan or the handle of seqpar.bind",
+    "ranks": "the plan is for 4 ranks, the comm has 3",
+    "numpy": "fetch takes tensors, got ndarray",
+    "result": r"rows=99, but rank 1 gets 4; give len\(plan.fetched\(rank\).positions\)",
+    "tensors": "ranks differ in",
+    "a tensor": "fetch_all takes a sequence of at least one tensor; fetch takes one tensor",
+    "nothing": "fetch_all takes a sequence of at least one tensor",
+    "another verb": "fetch.*unshard|unshard.*fetch",
+}
+
+
+@pytest.mark.parametrize("name", WRONG)
+def test_a_wrong_call_of_one_rank_is_named_on_every_rank(name) -> None:
+    for rank, (kind, text, moved) in enumerate(run_threads(3, wrong_call, name)):
+        assert kind == "ValueError" or (rank == 1 and kind == "TypeError"), (kind, text)
+        assert "rank 1" in text or rank == 1
+        assert moved == 0
+        with pytest.raises(ValueError, match=WRONG[name]):
+            raise ValueError(text.replace("\n", " "))
+
+
+def test_a_plan_alone_and_no_comm_are_named() -> None:
+    plan, x = Plan(Mask([4]), Layout.contiguous(4, 1)), torch.ones(4, 2)
+    with pytest.raises(ValueError, match="fetch: expected a plan and a comm, or their handle alone, got Plan"):
+        seqpar.fetch(x, plan)
+    with pytest.raises(TypeError, match="fetch got 'x' for its comm; give it"):
+        seqpar.fetch(x, plan, "x")
+
+
+# --- compiled ---------------------------------------------------------------------------------------------------------
+
+
+def fetched(x: Tensor, handle: Tensor, rows: int) -> Tensor:
+    return seqpar.fetch(x.sin(), handle, rows=rows).exp()
+
+
+def compiled_on_a_rank(comm: Comm) -> int:
+    counter = CompileCounterWithBackend("aot_eager")
+    run = torch.compile(fetched, backend=counter, fullgraph=True)
+    for n in range(5):
+        plan = Plan(Mask([9 + n, 5]), Layout.zigzag([9 + n, 5], comm.size))
+        rows, results = plan.fetched(comm.rank).positions.size, []
+        for function in (run, fetched):
+            x = seqpar.shard(values([14 + n, 4], torch.float64), plan, comm.rank).requires_grad_()
+            y = function(x, seqpar.bind(plan, comm), rows)
+            y.square().sum().backward()
+            results.append((y.detach(), x.grad))
+        for ours, theirs in zip(*results, strict=True):
+            assert torch.equal(ours, theirs)
+    return counter.frame_count
+
+
+@pytest.mark.usefixtures("no_graphs")
+def test_fetch_compiles_once_for_all_plans() -> None:
+    assert max(run_processes(2, compiled_on_a_rank)) <= 3  # numbers of rows that are equal once are first taken for one
+
+
+@pytest.mark.usefixtures("no_graphs")
+def test_a_graph_takes_the_plan_and_needs_the_rows() -> None:
+    plan, comm, x = Plan(Mask([5, 9]), Layout([list(range(13, -1, -1))])), LocalComm(), torch.randn(14, 3)
+    seqpar.bind(plan, comm)
+    run = torch.compile(lambda x, rows: seqpar.fetch(x, plan, comm, rows=rows), backend="aot_eager", fullgraph=True)
+    assert torch.equal(run(x, 14), x.flip(0))
+    with pytest.raises(Exception, match=r"a compiled model needs rows=len\(plan.fetched\(rank\).positions\)"):
+        run(x, None)
+    with pytest.raises(ValueError, match="rows=13, but rank 0 gets 14"):
+        run(x, 13)
+
+
+def test_fetch_is_a_proper_op() -> None:
+    plan, comm = Plan(Mask([5, 9]), Layout([list(range(13, -1, -1))])), LocalComm()
+    x, handle = torch.randn(14, 3, dtype=torch.float64, requires_grad=True), seqpar.bind(plan, comm)
+    opcheck(torch.ops.seqpar.fetch, ([x], [handle], 14, [True]))
