@@ -16,7 +16,7 @@ from tests.programs import Programs, lines, output, programs
 ROOT = Path(__file__).parent.parent
 PAGES = sorted((ROOT / "docs").glob("*.md"))
 GUIDES = {  # each has a program that trains
-    "batches", "diffusers", "dsp", "first-steps", "lightning", "peft", "pytorch", "recurrent", "trainer",
+    "batches", "diffusers", "dsp", "first-steps", "lightning", "own-kernels", "peft", "pytorch", "recurrent", "trainer",
     "transformers", "trl",
 }  # fmt: skip
 NEEDS = {"lightning": "lightning", "peft": "peft", "trl": "trl"}  # libraries that a page is about, which may be missing

@@ -12,6 +12,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import Tensor
 from torch._dynamo.testing import CompileCounterWithBackend
+from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.library import opcheck
 
 import seqpar
@@ -315,6 +316,17 @@ def test_a_graph_takes_the_plan_and_needs_the_rows() -> None:
         run(x, None)
     with pytest.raises(ValueError, match="rows=13, but rank 0 gets 14"):
         run(x, 13)
+
+
+def test_fake_tensors_have_shapes_and_need_the_rows() -> None:
+    plan, comm = Plan(Mask([5, 9]), Layout.contiguous(14, 1)), LocalComm()
+    with FakeTensorMode():
+        x = torch.randn(14, 3, requires_grad=True)
+        y = seqpar.fetch(x, plan, comm, rows=14)
+        y.sum().backward()
+        assert y.shape == x.grad.shape == (14, 3)
+        with pytest.raises(ValueError, match="a compiled model needs rows="):
+            seqpar.fetch(x, plan, comm)
 
 
 def test_fetch_is_a_proper_op() -> None:

@@ -17,6 +17,7 @@ from seqpar.ops.move.relayout import MoveRecord, Moves, move_rows
 from seqpar.plan import Plan
 
 UNKNOWN = -1  # the number of rows, where no graph needs it
+NEEDS_ROWS = "fetch: a compiled model needs rows=len(plan.fetched(rank).positions)"
 
 
 def fetch(x: Tensor, plan: Plan | Tensor, comm: Comm | None = None, *, rows: int | None = None) -> Tensor:
@@ -51,7 +52,7 @@ def fetch_all(
     """
     values = values_of("fetch", plan, comm)
     if rows is None and torch.compiler.is_compiling():
-        raise ValueError("fetch: a compiled model needs rows=len(plan.fetched(rank).positions)")
+        raise ValueError(NEEDS_ROWS)
     tensors = [] if isinstance(xs, Tensor) else list(xs)  # refused where other ranks hear of it
     return list(FETCH(tensors, values, UNKNOWN if rows is None else rows))
 
@@ -119,6 +120,8 @@ def _way_back(xs: Sequence[Tensor], _: object, needed: Sequence[int]) -> tuple[C
 def _fake(
     xs: Sequence[Tensor], handles: Sequence[Tensor], rows: int, grads: Sequence[bool]
 ) -> tuple[list[Tensor], Tensor]:
+    if isinstance(rows, int) and rows == UNKNOWN:
+        raise ValueError(NEEDS_ROWS)
     return [x.new_empty(rows, *x.shape[1:]) for x in xs], torch.empty((), dtype=torch.int64, device="cpu")
 
 
