@@ -15,8 +15,8 @@ from seqpar.facts.mask import Mask
 from seqpar.plan import TRANSPORTS, Plan
 
 MASKS = ("causal", "full", "window", "band", "packed", "cross", "cross_full", "bounds", "prefix")
-# keys of these may end before the last query: random trees, and any bounds at all
-ENDING = ("tree", "ends")
+# keys of these may end before the last query: random trees as bounds, and as nodes with a window, and any bounds at all
+ENDING = ("tree", "nodes", "ends")
 LAYOUTS = ("contiguous", "zigzag", "striped", "blocks", "arbitrary", "lopsided")
 
 
@@ -56,16 +56,18 @@ def make_mask(kind: str, lengths: list[int], rng: np.random.Generator) -> Mask:
     if kind == "tree":
         lo, hi, until, _ = random_tree(total, rng)
         return Mask.from_bounds(lo, hi, until=until)
+    if kind == "nodes":
+        node, parents = random_nodes(total, rng)
+        window = int(rng.integers(0, 9)) if rng.random() < 0.7 else None
+        return Mask.tree(np.bincount(node, minlength=len(parents)), parents, window=(window, None))
     lo = rng.integers(0, total + 1, total)
     hi = np.minimum(total, lo + rng.integers(0, 9, total))
     until = rng.integers(0, total + 1, total) if kind == "ends" else None
     return Mask.from_bounds(lo, hi, until=until)
 
 
-def random_tree(
-    tokens: int, rng: np.random.Generator, most: int = 4
-) -> tuple[np.ndarray, np.ndarray, np.ndarray, np.ndarray]:
-    """``lo, hi, until`` of a random forest of nodes of 0 to ``most`` tokens, and by definition who sees whom."""
+def random_nodes(tokens: int, rng: np.random.Generator, most: int = 4) -> tuple[np.ndarray, list[int]]:
+    """The node of each token, and the parent of each node, of a random forest of nodes of 0 to ``most`` tokens."""
     parents: list[int] = []
     path: list[int] = []  # of open nodes
     node: list[int] = []  # of each token
@@ -74,12 +76,19 @@ def random_tree(
             path.pop()
         parents.append(path[-1] if path else -1)
         path.append(len(parents) - 1)
-        node += [path[-1]] * int(rng.integers(0, most + 1))
+        node += [path[-1]] * int(rng.integers(parents[-1] < 0, most + 1))
+    return np.array(node[:tokens]), parents
+
+
+def random_tree(
+    tokens: int, rng: np.random.Generator, most: int = 4
+) -> tuple[np.ndarray, np.ndarray, np.ndarray, np.ndarray]:
+    """``lo, hi, until`` of a random forest, and by definition who sees whom."""
+    at, parents = random_nodes(tokens, rng, most)
     above = np.zeros((len(parents), len(parents)), bool)
     for n, parent in enumerate(parents):
         above[n, n] = True
         above[n] |= above[parent] if parent >= 0 else False
-    at = np.array(node[:tokens])
     inside = above[:, at][at]  # [j, i]: whether the node of i is above that of j
     rows = np.arange(tokens)
     root = above.argmax(1)  # a node's first ancestor in depth-first order is its root

@@ -21,10 +21,20 @@ import numpy as np
 from numpy.typing import NDArray
 
 from seqpar.facts.intervals import Runs, cut, edges, expand, interval_of, order_of
+from seqpar.facts.mask import Mask
 from seqpar.facts.trees import Paths
 from seqpar.facts.value import Ints, Memo, frozen
 from seqpar.plan.residence import Residence
 from seqpar.plan.steps import Rows
+
+
+def check_unbranched(what: str, mask: Mask) -> None:
+    """Raise NotImplementedError unless the tokens of each document follow each other: for trees, and several bands."""
+    if not mask.plain or mask.paths is not None:
+        raise NotImplementedError(
+            f"{what}: a state passes from token to token of a document, and {mask!r} is a tree or has several bands; "
+            "give a plan of Mask(lengths), in which each path is a document"
+        )
 
 
 class Requests(NamedTuple):

@@ -12,7 +12,7 @@ import numpy as np
 
 from seqpar.plan.derive import Derived
 from seqpar.plan.plot import EDGE, INK, LONG, MUTED, STYLE, checked_path
-from seqpar.plan.runs import DocumentRuns
+from seqpar.plan.runs import DocumentRuns, check_unbranched
 from seqpar.plan.travel import LAYER_WAYS, RecurrentShape, TravelWay, check_travel, layer_way
 from seqpar.plan.travel_report import between, inside, passed, told
 
@@ -31,6 +31,7 @@ def plot(plan: Derived, layer: RecurrentShape, path: str | Path, *, travel: str 
     matplotlib, OSError for a file that cannot be written.
     """
     check_travel("plot", travel, LAYER_WAYS)
+    check_unbranched("plot", plan.mask)
     try:
         from matplotlib import rc_context
         from matplotlib.figure import Figure

@@ -9,7 +9,7 @@ from seqpar.facts.intervals import edges, interval_of
 from seqpar.facts.value import Ints
 from seqpar.plan.derive import Derived
 from seqpar.plan.report import QUANTILES, RANKS, columns
-from seqpar.plan.runs import DocumentRuns
+from seqpar.plan.runs import DocumentRuns, check_unbranched
 from seqpar.plan.travel import (
     LATENCY,
     LAYER_WAYS,
@@ -38,9 +38,10 @@ def describe(plan: Derived, layer: RecurrentShape, *, travel: str = "auto") -> s
     documents are on several ranks; how states or rows travel, and what each way would cost; how rows reach the
     convolution; and for each rank, up to 64, its runs, the exchanges it takes part in, states, rows and bytes.
 
-    Raises: ValueError for an unknown travel.
+    Raises: ValueError for an unknown travel, NotImplementedError for a plan of trees.
     """
     check_travel("describe", travel, LAYER_WAYS)
+    check_unbranched("describe", plan.mask)
     runs, of_layer = DocumentRuns.of(plan.residence), layer.bytes
     way, halo = layer_way(runs, of_layer, travel), halo_way(runs, layer.taps - 1, layer.row)
     spread = np.bincount(runs.document)

@@ -7,12 +7,17 @@ from functools import partial
 
 import numpy as np
 import pytest
+import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+import seqpar
+from seqpar import recurrent
+from seqpar.comm import Comm
+from seqpar.facts.layout import Layout
 from seqpar.facts.mask import Mask
-from seqpar.plan import TRANSPORTS
-from seqpar.testing import run_processes, seen_pairs
+from seqpar.plan import TRANSPORTS, Plan
+from seqpar.testing import run_processes, run_threads, seen_pairs
 from tests.cases import ENDING, LAYOUTS, Case, any_cases, random_tree
 from tests.ops.cases import HEADS, Options, check, options_strategy, uses_strategy
 
@@ -32,6 +37,43 @@ def test_any_plan_and_option_equals_one_device(case, mask, heads, options, uses,
 def test_trees_under_layouts_and_transports_equal_one_device(layout, transport, ranks, ulysses) -> None:
     case = Case("tree", layout, transport, ranks, ulysses, (41,), ranks, stage_bytes=5 * 4096, pads=True)
     check(case.plan(), (6, 2), (6, 4), Options(sinks=True, dropout=0.3))
+
+
+@pytest.mark.parametrize("window", [0, 1, 4, None])
+@pytest.mark.parametrize("transport", TRANSPORTS)
+def test_windows_along_paths_equal_one_device(window, transport) -> None:
+    mask = Mask.tree([5, 0, 7, 3, 1, 9, 4, 6], [-1, 0, 1, 2, 2, 0, -1, 6], window=(window, None))
+    plan = Plan(mask, Layout.zigzag(mask.lengths, 4), transport=transport, stage_bytes=5 * 4096)
+    check(plan, (6, 2), (6, 4), Options(softcap=2.0, sinks=True, dropout=0.3, kernel="reference"))
+
+
+TREE = Mask.shared_prefix([(6, [3, 2]), (4, [1])])
+X = torch.ones(16, 2, 4, dtype=torch.float64)
+CALLS = {
+    "alibi_slopes": lambda x, *to: seqpar.attention(x, x, x, *to, alibi_slopes=torch.ones(2)),
+    "linear_attention": lambda x, *to: recurrent.linear_attention(x, x, x, *to),
+    "causal_conv1d": lambda x, *to: recurrent.causal_conv1d(x[:, 0], torch.ones(4, 3), None, *to),
+    "state_scan": lambda x, *to: recurrent.state_scan(x[:2, :, :, None], x[:2, :, 0], *to),
+    "describe": lambda x, plan, comm: recurrent.describe(plan, recurrent.RecurrentShape(2, 4, 4)),
+    "plot": lambda x, plan, comm: recurrent.plot(plan, recurrent.RecurrentShape(2, 4, 4), "never.png"),
+}
+
+
+def refused(comm: Comm, plan: Plan, name: str) -> str:
+    with pytest.raises(NotImplementedError) as error:
+        CALLS[name](seqpar.shard(X.to(torch.float32), plan, comm.rank), plan, comm)
+    assert comm.stats.bytes_sent == 0
+    return str(error.value)
+
+
+@pytest.mark.parametrize("name", CALLS)
+@pytest.mark.parametrize("window", [None, 1, 0])
+def test_what_trees_do_not_have_is_refused_on_all_ranks(name, window) -> None:
+    plan = Plan(TREE.windowed((window, None)), Layout.contiguous(16, 2))
+    if name == "alibi_slopes" and window == 0:  # a query sees itself alone
+        return
+    for error in run_threads(2, refused, plan, name):
+        assert f"{name}: " in error and "Mask(tree, " in error
 
 
 @pytest.mark.parametrize("comm", ["gloo", "shm"])

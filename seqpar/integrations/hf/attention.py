@@ -71,8 +71,8 @@ def inside() -> bool:
 
 
 def planned(plan: Plan, rule: Rule) -> Plan:
-    """The plan with a rule for its mask; cached."""
-    return plan.memo(("rule", rule), lambda: plan.with_mask(rule.mask(plan.mask.lengths)))  # type: ignore[no-any-return]
+    """The plan with a rule for its mask, in trees along their paths; cached."""
+    return plan.memo(("rule", rule), lambda: plan.with_mask(rule.under(plan.mask)))  # type: ignore[no-any-return]
 
 
 def mask_of(

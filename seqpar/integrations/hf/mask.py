@@ -45,6 +45,19 @@ class Rule(NamedTuple):
             other.chunk if self.chunk is None else self.chunk,
         )  # fmt: skip
 
+    def under(self, mask: Mask) -> Mask:
+        """The rule applied to the documents of a mask, which may be trees.
+
+        Raises: NotImplementedError for rules that no tree has, and for other masks whose keys end early.
+        """
+        if (mask.plain and mask.paths is None) or (self.left or 0) < 0:
+            return self.mask(mask.lengths)
+        if mask.paths is None or not self.causal or self.chunk is not None:
+            raise NotImplementedError(
+                f"a layer sees keys by {self} under {mask!r}; a tree has causal layers, with a window or without"
+            )
+        return mask.windowed((self.left, None))
+
     def mask(self, lengths: Ints) -> Mask:
         """The rule applied to packed documents."""
         right = 0 if self.causal else self.right

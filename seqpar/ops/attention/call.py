@@ -89,9 +89,15 @@ class Recipe:
 def recipe_of(plan: Plan, rank: int, signature: Signature) -> Recipe:
     """The recipe of a call.
 
-    Raises: ValueError for an unknown kernel; NotImplementedError if no kernel can do the call.
+    Raises: ValueError for an unknown kernel; NotImplementedError if no kernel can do the call, and for ALiBi where keys
+    end early.
     """
     s = signature
+    if s.slopes and plan.mask.has_until:
+        raise NotImplementedError(
+            f"alibi_slopes: keys of {plan.mask!r} end early, and places in the batch are not distances along a path; "
+            "leave the slopes out, and turn q and k by the angles of plan.rope_positions(rank)"
+        )
     kernel = choose(s.kernel, s.spec(plan))
     facts = s.facts(kernel.name)
     whole = {"plan": plan.digest(), **facts}

@@ -15,6 +15,7 @@ from seqpar.kernels import acc_dtype
 from seqpar.ops.core.agreement import digest_of_call, remember
 from seqpar.ops.recurrent.rows import check_rows
 from seqpar.plan import Plan
+from seqpar.plan.runs import check_unbranched
 from seqpar.plan.travel import LayerBytes
 from seqpar.plan.travel_work import LayerWork
 
@@ -95,6 +96,7 @@ def _check_recurrence(plan: Plan) -> None:
     """Raise NotImplementedError for plans that no recurrence can follow."""
     if plan.kv_layout is not plan.layout:
         raise NotImplementedError("linear_attention: keys lie with their queries; make the plan without a kv_layout")
+    check_unbranched("linear_attention", plan.mask)
     if not plan.mask.within_documents or not plan.memo("causal documents", lambda: _is_causal(plan)):
         raise NotImplementedError(
             f"linear_attention: a recurrence is causal inside documents, got {plan.mask}; make the plan with "

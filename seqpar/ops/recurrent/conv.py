@@ -35,6 +35,7 @@ from seqpar.ops.recurrent.recompute import gradients
 from seqpar.ops.recurrent.relaid import Relaid
 from seqpar.ops.recurrent.rows import RowMap, check_rows, document_runs, runs
 from seqpar.plan import Plan
+from seqpar.plan.runs import check_unbranched
 from seqpar.plan.travel import HALO_WAYS, TravelWay, check_travel, halo_way
 
 ACTIVATIONS = (None, "silu")
@@ -150,6 +151,7 @@ def _conv(
     number = comm.next_call()
     with agreement("causal_conv1d", comm) as call:
         check_rows("causal_conv1d", x, plan, comm)
+        check_unbranched("causal_conv1d", plan.mask)
         _check(x, weight, bias, activation, travel)
         reach, size = weight.shape[1] - 1, x.shape[1] * x.itemsize
         way = way_of_rows(plan, reach, size, travel)

@@ -26,6 +26,7 @@ from seqpar.ops.recurrent.chain import StateChain
 from seqpar.ops.recurrent.gather import StateGather
 from seqpar.ops.recurrent.rows import document_runs
 from seqpar.plan import Plan
+from seqpar.plan.runs import check_unbranched
 from seqpar.plan.travel import STATE_WAYS, LayerBytes, TravelWay, check_travel, state_way
 
 
@@ -119,6 +120,7 @@ def _scan_back(call: ScanCall, saved: Sequence[Any], grads: Tensors, needs: Sequ
 def _checked(states: object, maps: object, plan: Plan, comm: Comm, travel: object) -> LayerBytes:
     """The bytes of states and maps that fit a plan."""
     check_plan("state_scan", plan, comm)
+    check_unbranched("state_scan", plan.mask)
     if not isinstance(states, Tensor) or not isinstance(maps, Tensor):
         raise TypeError(f"state_scan takes two tensors, got {type(states).__name__} and {type(maps).__name__}")
     runs = document_runs(plan).of_rank(comm.rank).size
