@@ -58,7 +58,7 @@ FLOORS: dict[str, tuple[set[str], set[str] | None]] = {
 OPTIONAL = {path: {"matplotlib"} for path in ("plan/plot.py", "plan/travel_plot.py", "dsp/plan.py")}
 # sub-package -> its files in an order in which each imports only files before it; "a" is a.py or a/__init__.py
 ORDER = {
-    "facts": "value intervals bands trees unions mask layout stretches tiles __init__",
+    "facts": "value intervals bands bounds windows documents trees unions mask layout stretches tiles __init__",
     "plan": """
         heads steps traffic routes fetched hierarchy residence runs travel_work travel parts prediction derive counts
         report plot travel_report travel_plot plan __init__

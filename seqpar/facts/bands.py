@@ -38,6 +38,11 @@ class Until(NamedTuple):
         """The bound of each of these keys."""
         return self.end[interval_of(keys, self.start)]
 
+    def joined(self) -> Until:
+        """The same bounds in as few runs as possible."""
+        first = np.flatnonzero(np.append(True, self.end[1:] != self.end[:-1]))
+        return Until(self.start[first], self.end[first])
+
 
 class Band(NamedTuple):
     """The bounds of all queries, and the bounds of all keys; ``until`` is None if it hides no pair."""
@@ -81,9 +86,16 @@ class Band(NamedTuple):
         low = np.minimum(lo, np.append(np.minimum.accumulate(s.lo[::-1])[::-1], keys)[later])
         high = np.append(np.maximum.accumulate(top[::-1])[::-1], 0)[later - 1]
         hides = (end < keys) & (low < np.append(start[1:], keys)) & (high > start)
-        end = np.where(hides, end, keys)
-        joined = np.flatnonzero(np.append(True, end[1:] != end[:-1]))
-        return Band(s, Until(start[joined], end[joined]) if hides.any() else None)
+        return Band(s, Until(start, np.where(hides, end, keys)).joined() if hides.any() else None)
+
+
+def filled(bands: tuple[Band, ...]) -> tuple[Band, ...]:
+    """The bands that show any key, or the first."""
+
+    def shows(s: Spans) -> bool:
+        return bool(((s.lo < s.hi) | (s.hi_step > s.lo_step)).any())
+
+    return tuple(band for band in bands if shows(band.spans)) or bands[:1]
 
 
 class Meetings(NamedTuple):

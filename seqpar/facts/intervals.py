@@ -36,6 +36,14 @@ class Spans(NamedTuple):
     lo_step: Ints  # 0 or 1
     hi_step: Ints  # 0 or 1
 
+    def canonical(self, rows: int) -> tuple[Ints, ...]:
+        """The bounds of all rows as arrays that depend on the bounds alone, not on the spans that store them."""
+        count = np.diff(np.append(self.start, rows))
+        return (
+            self.lo[:1], *progressions(self.lo, self.lo_step, count),
+            self.hi[:1], *progressions(self.hi, self.hi_step, count),
+        )  # fmt: skip
+
 
 def linear_spans(lo: Ints, hi: Ints) -> Spans:
     """The spans of two arrays of bounds: as few as the slopes 0 and 1 allow. No loop over rows."""

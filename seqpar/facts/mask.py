@@ -25,11 +25,14 @@ from collections.abc import Sequence
 import numpy as np
 from numpy.typing import ArrayLike
 
-from seqpar.facts.bands import Band, Until, meetings
-from seqpar.facts.intervals import Runs, Spans, distinct, edges, linear_spans, pieces_between, progressions
+from seqpar.facts.bands import Band, Until, filled, meetings
+from seqpar.facts.bounds import band_of_bounds
+from seqpar.facts.documents import band_of_documents, document_spans, stays_inside
+from seqpar.facts.intervals import Runs, distinct, edges
 from seqpar.facts.trees import Paths, nodes_of_groups, paths_of, reach_along_paths, runs_of_nodes
 from seqpar.facts.unions import blocks, slices, united, with_sinks
-from seqpar.facts.value import MOST, Fact, Ints, digest_of, frozen, int64_of, is_integer, lengths_of, whole
+from seqpar.facts.value import MOST, Fact, Ints, digest_of, frozen, int64_of, lengths_of, whole
+from seqpar.facts.windows import checked_window, windowed
 
 
 class Mask(Fact):
@@ -72,12 +75,12 @@ class Mask(Fact):
             )
         if keys is not queries and np.array_equal(queries, keys):
             keys = queries  # kv_lengths equal to lengths make the same mask as None
-        left, right = _checked_window(window, causal)
+        left, right = checked_window(window, causal)
         sinks = whole("sink_tokens", sink_tokens, 0, MOST)
-        bands: tuple[Band, ...] = (Band(_document_spans(queries, keys, left, right)),)
+        bands: tuple[Band, ...] = (Band(document_spans(queries, keys, left, right)),)
         name = ("causal" if causal else "full") + (f", window={window}" if window != (None, None) else "")
         if sinks and window != (None, None):
-            everything = _document_spans(queries, keys, None, 0 if causal else None)
+            everything = document_spans(queries, keys, None, 0 if causal else None)
             bands = with_sinks(bands, everything, edges(queries), edges(keys), sinks)
             name += f", sink_tokens={sinks}"
         self._set(queries, keys, bands, within=True, name=name)
@@ -101,33 +104,8 @@ class Mask(Fact):
 
         Raises: ValueError for bounds out of range, naming the first such query.
         """
-        low, high = np.asarray(lo), np.asarray(hi)
-        if low.ndim != 1 or low.shape != high.shape or low.size == 0 or {low.dtype.kind, high.dtype.kind} - set("iu"):
-            raise ValueError(
-                f"lo and hi must be integer arrays of one shape [tokens], got {low.dtype}{list(low.shape)} and "
-                f"{high.dtype}{list(high.shape)}"
-            )
-        low, high = int64_of("lo", low), int64_of("hi", high)
-        tokens = low.size
-        keys = tokens if kv_tokens is None else whole("kv_tokens", kv_tokens, 1, MOST)
-        bad = (low < 0) | (low > high) | (high > keys)
-        if bad.any():
-            i = int(np.flatnonzero(bad)[0])
-            raise ValueError(
-                f"query {i} has bounds [{low[i]}, {high[i]}), expected 0 <= lo <= hi <= {keys}; clip them, and give "
-                f"lo == hi to a query that sees nothing"
-            )
-        documents = lengths_of("lengths", [tokens] if lengths is None else lengths)
-        if documents.sum() != tokens:
-            raise ValueError(f"lengths sum to {documents.sum()}, the bounds have {tokens} queries; give both the same")
-        if keys != tokens and len(documents) > 1:
-            raise ValueError(
-                f"lengths with {tokens} queries and {keys} keys do not say which keys a document has; leave lengths out"
-            )
-        kv_lengths = documents if keys == tokens else lengths_of("kv_tokens", [keys])
+        documents, kv_lengths, band = band_of_bounds(lo, hi, until, kv_tokens, lengths)
         self = cls.__new__(cls)
-        bounds = None if until is None else _checked_until(until, keys)
-        band = Band(linear_spans(low, high), bounds).canonical(tokens, keys)
         self._set(documents, kv_lengths, (band,), within=False, name="bounds")
         return self
 
@@ -216,7 +194,9 @@ class Mask(Fact):
         Raises: ValueError for nodes in another order, printing a right one, for parents that do not lead to a root,
         and for a root without a token in its subtree. NotImplementedError for a window to the right.
         """
-        return cls._of_tree(*runs_of_nodes(lengths, parents), reach_along_paths(_checked_window(window, False)))
+        reach = reach_along_paths(checked_window(window, False))
+        documents, until = runs_of_nodes(lengths, parents)
+        return cls._of_tree(documents, until, reach)
 
     @classmethod
     def shared_prefix(cls, groups: Sequence[tuple[int, Sequence[int]]]) -> Mask:
@@ -231,7 +211,7 @@ class Mask(Fact):
     def _of_tree(cls, documents: Ints, until: Until, left: int | None) -> Mask:
         """until: the end of the subtree of each token."""
         tokens = int(documents.sum())
-        band = Band(_document_spans(documents, documents, None, 0), until).canonical(tokens, tokens)
+        band = Band(document_spans(documents, documents, None, 0), until).canonical(tokens, tokens)
         if band.until is None:
             return cls(documents, window=(left, None))
         mask: Mask = cls.__new__(cls)
@@ -248,14 +228,14 @@ class Mask(Fact):
             kv_lengths=keys,
             offsets=offsets,
             kv_offsets=kv_offsets,
-            within_documents=within or all(_inside(band.spans, offsets, kv_offsets) for band in bands),
+            within_documents=within or all(stays_inside(band, offsets, kv_offsets) for band in bands),
             bands=tuple(band.frozen() for band in bands),
             _name=name,
-            _paths=paths,
+            _paths=None if paths is None else paths.frozen(),
         )
 
     def _made_digest(self) -> str:
-        spans = [x for band in self.bands for x in _canonical(band.spans, self.tokens)]
+        spans = [x for band in self.bands for x in band.spans.canonical(self.tokens)]
         ends = [] if self.plain else ["bands", *(x for band in self.bands for x in band.until or ("open",))]
         paths = [] if self._paths is None else ["paths", *self._paths]
         return digest_of("mask", self.lengths, self.kv_lengths, *spans, *ends, *paths)
@@ -360,16 +340,15 @@ class Mask(Fact):
             )
         queries = frozen(self.lengths[chosen])
         if self.paths is not None and len(self.bands) == 1:
-            return self._of_tree(queries, self.paths.pick(chosen, self.offsets), self.paths.left)
-        if self.has_until:
-            raise NotImplementedError(
-                f"documents of {self!r} cannot be taken out of the batch: its keys end early and it is not a tree; "
-                "keep the batch whole"
-            )
+            paths = self.paths.pick(chosen, self.offsets)
+            return self._of_tree(queries, Until(paths.start, paths.end), paths.left)
         keys = queries if self.kv_lengths is self.lengths else frozen(self.kv_lengths[chosen])
+        bands = tuple(band_of_documents(band, chosen, self.offsets, self.kv_offsets) for band in self.bands)
         mask: Mask = type(self).__new__(type(self))
-        bands = tuple(Band(_picked_spans(self, band, chosen)) for band in self.bands)
-        mask._set(queries, keys, _filled(bands), within=True, name=self._name)
+        among = None if self._paths is None else self._paths.pick(chosen, self.offsets)
+        if among is not None and among.start.size == chosen.size:
+            among = None  # no document branches
+        mask._set(queries, keys, filled(bands), within=True, name=self._name, paths=among)
         return mask
 
     def windowed(self, window: tuple[int | None, int | None]) -> Mask:
@@ -379,14 +358,14 @@ class Mask(Fact):
 
         Raises: NotImplementedError for a window to the right in a tree, and for other masks whose keys end early.
         """
-        checked = _checked_window(window, False)
+        checked = checked_window(window, False)
         paths = self.paths
         if paths is not None and len(self.bands) == 1:
             left = reach_along_paths(checked)
             if left is None or paths.within(left):
                 return self
             return self.memo(("window", checked), lambda: self._windowed_tree(paths, left))
-        if self.has_until:
+        if self.has_until or paths is not None:
             raise NotImplementedError(
                 f"{self!r} takes no window: its keys end early and it is not a tree; put the window into its bounds"
             )
@@ -403,30 +382,11 @@ class Mask(Fact):
         return mask
 
     def _windowed(self, left: int | None, right: int | None) -> Mask:
+        bands = filled(tuple(windowed(band, left, right, self.offsets, self.key_positions) for band in self.bands))
         mask: Mask = type(self).__new__(type(self))
-        bands = _filled(tuple(Band(self._windowed_spans(band, left, right)) for band in self.bands))
         name = f"{self._name}, window={(left, right)}"
         mask._set(self.lengths, self.kv_lengths, bands, within=self.within_documents, name=name)
         return mask
-
-    def _windowed_spans(self, band: Band, left: int | None, right: int | None) -> Spans:
-        def low(at: Ints) -> Ints:
-            lo = band.bounds(at)[0]
-            return lo if left is None else np.maximum(lo, self.key_positions(at) - left)
-
-        def high(at: Ints) -> Ints:
-            hi = band.bounds(at)[1]
-            return hi if right is None else np.minimum(hi, self.key_positions(at) + right + 1)
-
-        # A piece is cut where the window meets one of its bounds, and where it has passed a bound and nothing is seen.
-        start = np.union1d(band.spans.start, self.offsets[:-1])
-        at, (lo, hi) = self.key_positions(start), band.bounds(start)
-        cuts = [lo - at + x for x in (left,) if x is not None] + [hi - at - x - 1 for x in (right,) if x is not None]
-        start = pieces_between(start, cuts, self.tokens)
-        start = pieces_between(start, [np.abs(high(start) - low(start))], self.tokens)
-        after = np.minimum(start + 1, np.append(start[1:], self.tokens) - 1)
-        (lo, hi), (lo_after, hi_after) = ((low(x), np.maximum(low(x), high(x))) for x in (start, after))
-        return Spans(start, lo, hi, lo_after - lo, hi_after - hi)
 
     def area(self) -> int:
         """Number of attended pairs of a query and a key."""
@@ -456,132 +416,3 @@ class Mask(Fact):
         keys = "" if self.kv_tokens == self.tokens else f" on {self.kv_tokens} keys"
         nodes = "" if self.paths is None else f", {self.paths.start.size} nodes"
         return f"Mask({self._name}, {len(self.lengths)} documents{nodes}, {self.tokens} tokens{keys})"
-
-
-def _inside(spans: Spans, offsets: Ints, kv_offsets: Ints) -> bool:
-    """Whether every query sees keys of its own document alone."""
-    start = np.union1d(spans.start, offsets[:-1])
-    count = np.diff(np.append(start, offsets[-1]))
-    span = np.searchsorted(spans.start, start, side="right") - 1
-    lo_step, hi_step = spans.lo_step[span], spans.hi_step[span]
-    into = start - spans.start[span]
-    lo, hi = spans.lo[span] + into * lo_step, spans.hi[span] + into * hi_step
-    # the rows of a piece that see any key: its first rows where intervals shrink, its last rows where they grow
-    first = np.where((lo == hi) & (hi_step > lo_step), 1, 0)
-    last = np.where(hi_step < lo_step, np.minimum(count, hi - lo), count) - 1
-    sees = (first <= last) & ((lo < hi) | (hi_step > lo_step))
-    document = np.searchsorted(offsets, start, side="right") - 1
-    inside = lo + first * lo_step >= kv_offsets[document]
-    inside &= hi + last * hi_step <= kv_offsets[document + 1]
-    return bool((inside | ~sees).all())
-
-
-def _filled(bands: tuple[Band, ...]) -> tuple[Band, ...]:
-    """The bands that show any key, or the first."""
-
-    def shows(s: Spans) -> bool:
-        return bool(((s.lo < s.hi) | (s.hi_step > s.lo_step)).any())
-
-    return tuple(band for band in bands if shows(band.spans)) or bands[:1]
-
-
-def _picked_spans(mask: Mask, band: Band, documents: Ints) -> Spans:
-    """The spans of some documents, cut at document borders and moved to their places in the new batch."""
-    s = band.spans
-    if mask.spans_are_documents and (s.lo < s.hi).all():  # every row sees a key
-        rows, keys = (edges(lengths[documents])[:-1] for lengths in (mask.lengths, mask.kv_lengths))
-        shift = keys - mask.kv_offsets[documents]
-        return Spans(rows, s.lo[documents] + shift, s.hi[documents] + shift, s.lo_step[documents], s.hi_step[documents])
-    start = np.union1d(s.start, mask.offsets[:-1])
-    first = np.searchsorted(start, mask.offsets)
-    count = np.diff(first)[documents]
-    to = np.repeat(np.arange(len(documents)), count)
-    span = np.arange(to.size) + (first[documents] - np.cumsum(count) + count)[to]
-    source = np.searchsorted(s.start, start[span], side="right") - 1
-    lo_step, hi_step = s.lo_step[source], s.hi_step[source]
-    into = start[span] - s.start[source]
-    origin = mask.kv_offsets[documents][to]
-    lo, hi = (x[source] + into * step - origin for x, step in ((s.lo, lo_step), (s.hi, hi_step)))
-    # empty intervals may be outside their document, where a smaller batch may have no keys
-    more = np.append(start[1:], mask.tokens)[span] - start[span] - 1
-    last = lo + lo_step * more
-    astray = (lo == hi) & ((lo_step == hi_step) | (more == 0)) & ((lo < 0) | (last > mask.kv_lengths[documents][to]))
-    lo, hi, lo_step, hi_step = (np.where(astray, 0, x) for x in (lo, hi, lo_step, hi_step))
-    rows = start[span] - mask.offsets[documents][to] + edges(mask.lengths[documents])[to]
-    keys = edges(mask.kv_lengths[documents])[to]
-    return Spans(rows, lo + keys, hi + keys, lo_step, hi_step)
-
-
-def _canonical(spans: Spans, tokens: int) -> tuple[Ints, ...]:
-    """The bounds of all queries as arrays that depend on the bounds alone, not on the spans that store them."""
-    count = np.diff(np.append(spans.start, tokens))
-    return (
-        spans.lo[:1], *progressions(spans.lo, spans.lo_step, count),
-        spans.hi[:1], *progressions(spans.hi, spans.hi_step, count),
-    )  # fmt: skip
-
-
-def _checked_until(until: ArrayLike, keys: int) -> Until:
-    """Runs of keys with equal ends."""
-    ends = np.asarray(until)
-    if ends.shape != (keys,) or ends.dtype.kind not in "iu":
-        raise ValueError(f"until must be integers [{keys}], one for each key, got {ends.dtype}{list(ends.shape)}")
-    ends = int64_of("until", ends)
-    bad = (ends < 0) | (ends > keys)
-    if bad.any():
-        j = int(np.flatnonzero(bad)[0])
-        raise ValueError(f"until of key {j} is {ends[j]}, expected 0 to {keys}, the number of keys")
-    start = np.flatnonzero(np.append(True, ends[1:] != ends[:-1]))
-    return Until(start, ends[start])
-
-
-def _checked_window(window: Sequence[int | None], causal: bool) -> tuple[int | None, int | None]:
-    fits = isinstance(window, (tuple, list)) and len(window) == 2
-    if not fits or any(w is not None and (not is_integer(w) or w < 0) for w in window):
-        raise ValueError(f"window must be (left, right), each None or an integer of at least 0, got {window!r}")
-    if any(w is not None and w > MOST for w in window):
-        raise ValueError(f"window must be (left, right), each at most {MOST}, got {window!r}; give None for no limit")
-    left, right = (None if w is None else int(w) for w in window)
-    if causal and right not in (None, 0):
-        raise ValueError(f"a causal mask sees no key to the right, got window={window!r}; give causal=False or right=0")
-    return left, 0 if causal else right
-
-
-def _document_spans(queries: Ints, keys: Ints, left: int | None, right: int | None) -> Spans:
-    """Spans of documents with a window: one per document, and more where the window meets the document's ends."""
-    if left is None and right in (None, 0) and keys is queries:
-        start, constant = edges(queries)[:-1], np.zeros_like(queries)
-        if right is None:
-            return Spans(start, start, start + queries, constant, constant)
-        return Spans(start, start, start + 1, constant, (queries > 1).astype(np.int64))
-    n, m = queries[:, None], keys[:, None]
-    shift = m - n  # query i of a document is aligned with key i + shift
-    reach_left = None if left is None else np.minimum(left, m)  # no further than the document
-    reach_right = None if right is None else np.minimum(right, n)
-
-    def low(i: Ints) -> Ints:
-        return np.zeros_like(i) if reach_left is None else np.clip(i + shift - reach_left, 0, m)
-
-    def high(i: Ints) -> Ints:
-        return np.broadcast_to(m, i.shape) if reach_right is None else np.clip(i + shift + reach_right + 1, 0, m)
-
-    cuts = [np.zeros_like(n)]
-    if reach_left is not None:
-        cuts += [reach_left - shift]
-    if reach_right is not None:
-        cuts += [-(shift + reach_right + 1), n - reach_right]
-    start = np.sort(np.clip(np.concatenate(cuts, axis=1), 0, n), axis=1)
-    count = np.diff(start, axis=1, append=n)
-    lo, hi = low(start), high(start)
-    step = count > 1
-    lo_step = np.where(step, low(start + 1) - lo, 0)
-    hi_step = np.where(step, high(start + 1) - hi, 0)
-    first_query, first_key = edges(queries)[:-1, None], edges(keys)[:-1, None]
-    kept = count > 0
-    return Spans(
-        (start + first_query)[kept],
-        (lo + first_key)[kept],
-        np.maximum(hi, lo)[kept] + np.broadcast_to(first_key, hi.shape)[kept],
-        lo_step[kept],
-        hi_step[kept],
-    )

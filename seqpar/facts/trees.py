@@ -49,13 +49,19 @@ class Paths(NamedTuple):
             run[up] = above[run[up]]
         return np.where(depth < 0, -1, self.start[run] + depth - self.depth[run])
 
-    def pick(self, documents: Ints, offsets: Ints) -> Until:
-        """The runs of some documents, moved to their places in a batch of these documents alone."""
+    def frozen(self) -> Paths:
+        """These paths, read-only."""
+        for array in self[:3]:
+            frozen(array)
+        return self
+
+    def pick(self, documents: Ints, offsets: Ints) -> Paths:
+        """The paths of some documents in a batch of these documents alone."""
         first = np.searchsorted(self.start, offsets)
         count = np.diff(first)[documents]
         run = np.repeat(first[documents] - edges(count)[:-1], count) + np.arange(count.sum())
         shift = np.repeat(edges(np.diff(offsets)[documents])[:-1] - offsets[documents], count)
-        return Until(self.start[run] + shift, self.end[run] + shift)
+        return Paths(self.start[run] + shift, self.end[run] + shift, self.depth[run], self.left)
 
     def spans(self, left: int, offsets: Ints) -> Spans:
         """The bounds of queries that see the token ``left`` places up their path and what follows, causal.
@@ -117,7 +123,7 @@ def paths_of(band: Band, offsets: Ints) -> Paths | None:
             return None
         depth.append(path[-1][1] if path else 0)
         path.append((last, depth[-1] + after - first))
-    return Paths(*map(frozen, (start, end, np.array(depth, np.int64))))
+    return Paths(start, end, np.array(depth, np.int64)).frozen()
 
 
 def runs_of_nodes(lengths: ArrayLike, parents: ArrayLike) -> tuple[Ints, Until]:
@@ -144,9 +150,7 @@ def runs_of_nodes(lengths: ArrayLike, parents: ArrayLike) -> tuple[Ints, Until]:
         n = int(roots[np.flatnonzero(documents == 0)[0]])
         raise ValueError(f"root {n} has no token in all its subtree, a document has at least one; leave it out")
     kept = np.flatnonzero(sizes)
-    start, end = start[kept], end[kept]
-    first = np.flatnonzero(np.append(True, end[1:] != end[:-1]))  # a node and its only child are one run
-    return documents, Until(start[first], end[first])
+    return documents, Until(start[kept], end[kept]).joined()  # a node and its only child are one run
 
 
 def reach_along_paths(window: tuple[int | None, int | None]) -> int | None:

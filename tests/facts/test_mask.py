@@ -16,6 +16,7 @@ from hypothesis import strategies as st
 from seqpar import Layout, Plan
 from seqpar.facts.intervals import linear_spans
 from seqpar.facts.mask import Mask
+from seqpar.testing import seen_pairs
 
 # Of Mask([3, 1, 4], causal=False, window=(2, 1), kv_lengths=[4, 2, 2]); changes only when the digest's recipe does.
 DIGEST = "930e067ebdd037b0482c7165d5d5a675"
@@ -103,6 +104,40 @@ def test_picked_bounds_see_what_they_saw(lengths, data) -> None:
         rows, mine = slice(first[d], first[d + 1]), slice(at[n], at[n + 1])
         np.testing.assert_array_equal(seen[mine, mine], pairs_of(mask)[rows, rows])
         assert seen[mine].sum() == seen[mine, mine].sum()
+
+
+@settings(max_examples=60)
+@given(st.lists(st.integers(1, 6), min_size=1, max_size=5), st.integers(1, 3), st.integers(0, 2**32), st.data())
+def test_picked_bands_with_ends_see_what_they_saw(lengths, count, seed, data) -> None:
+    """Of any bands, if no query sees a key of another document; whether one does is told exactly."""
+    rng, tokens = np.random.default_rng(seed), sum(lengths)
+    document = np.repeat(np.arange(len(lengths)), lengths)
+    first, stop = np.cumsum([0, *lengths])[document], np.cumsum(lengths)[document]
+    bands, seen = [], []
+    for _ in range(count):
+        back, ahead = int(rng.integers(0, 4)), int(rng.random() < 0.2)  # how far bounds reach beyond documents
+        lo, hi = np.sort(rng.integers(first - back, stop + ahead + 1, (2, tokens)), axis=0).clip(0, tokens)
+        until = rng.integers(0, tokens + 1, tokens)
+        if rng.random() < 0.8:
+            until = np.minimum(until, stop)  # no later document sees the key
+        mask = Mask.from_bounds(lo, hi, until=until if rng.random() < 0.8 else None, lengths=lengths)
+        bands += mask.bands
+        seen.append(seen_pairs(mask))
+        assert mask.within_documents == (not (seen[-1] & (document[:, None] != document)).any())
+    mask = Mask.__new__(Mask)
+    mask._set(mask_lengths := np.array(lengths), mask_lengths, tuple(bands), within=False, name="bands")
+    if not mask.within_documents:
+        with pytest.raises(ValueError, match="see keys of other documents"):
+            mask.pick([0])
+        return
+    chosen = data.draw(st.lists(st.integers(0, len(lengths) - 1), min_size=1, max_size=6))
+    picked = mask.pick(chosen)
+    rows = np.concatenate([np.flatnonzero(document == d) for d in chosen])
+    apart = np.repeat(np.arange(len(chosen)), [lengths[d] for d in chosen])
+    expected = np.any(seen, axis=0)[rows][:, rows] & (apart[:, None] == apart)
+    np.testing.assert_array_equal(seen_pairs(picked), expected)
+    assert picked.lengths.tolist() == [lengths[d] for d in chosen] and picked.within_documents
+    assert picked.area() == sum(each[rows][:, rows][apart[:, None] == apart].sum() for each in seen)
 
 
 @given(documents(), st.data())
