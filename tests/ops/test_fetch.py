@@ -21,11 +21,31 @@ from seqpar.facts.layout import Layout
 from seqpar.facts.mask import Mask
 from seqpar.plan import Plan
 from seqpar.testing import COMMS, dense_attention, run_processes, run_threads, seen_pairs
-from tests.cases import ENDING, LAYOUTS, LENGTHS, MASKS, Case, cases, some
+from tests.cases import ENDING, LAYOUTS, LENGTHS, MASKS, Case, cases, make_layout, some
 from tests.ops.cases import inputs, joined, poisoned
 from tests.ops.test_verbs import DTYPES, adjoint, values
 
-any_cases = st.builds(replace, cases(), mask=st.sampled_from(MASKS + ENDING))
+
+def of_bands(kind: str, ranks: int, tokens: int, seed: int, ending: bool) -> Plan:
+    """A plan whose queries see two intervals of keys, in either half of the batch; their keys may end early."""
+    rng = np.random.default_rng(seed)
+    parts = []
+    for first, stop in ((0, tokens // 2), (tokens // 2, tokens)):
+        lo = rng.integers(first, stop + 1, tokens)
+        until = rng.integers(0, tokens + 1, tokens) if ending else None
+        parts.append(Mask.from_bounds(lo, np.minimum(stop, lo + rng.integers(0, 9, tokens)), until=until))
+    layout = make_layout(kind, [tokens], ranks, rng)
+    rows = [layout.tokens(rank) + int(rng.integers(0, 3)) for rank in range(ranks)]
+    return Plan(parts[0] | parts[1], layout, rows=rows)
+
+
+any_plans = st.one_of(
+    st.builds(replace, cases(), mask=st.sampled_from(MASKS + ENDING)).map(Case.plan),
+    st.builds(
+        of_bands, st.sampled_from(LAYOUTS), st.sampled_from([1, 2, 3, 4]), st.integers(2, 40), st.integers(0, 999),
+        st.booleans(),
+    ),
+)  # fmt: skip
 
 
 def own_pairs(plan: Plan, rank: int) -> np.ndarray:
@@ -38,9 +58,8 @@ def own_pairs(plan: Plan, rank: int) -> np.ndarray:
 
 
 @settings(max_examples=100)
-@given(any_cases)
-def test_the_buffer_holds_what_own_rows_see_and_nothing_else(case) -> None:
-    plan = case.plan()
+@given(any_plans)
+def test_the_buffer_holds_what_own_rows_see_and_nothing_else(plan) -> None:
     for rank in range(plan.ranks):
         fetched, pairs = plan.fetched(rank), own_pairs(plan, rank)
         np.testing.assert_array_equal(fetched.positions, np.flatnonzero(pairs.any(0)))
@@ -90,9 +109,8 @@ def taken(comm: Comm, plan: Plan, dtype: torch.dtype, tail: tuple[int, ...]) -> 
 
 
 @settings(max_examples=60)
-@given(any_cases, st.sampled_from(DTYPES), st.sampled_from([(), (3,), (2, 0), (2, 3)]), st.booleans())
-def test_fetch_is_its_specification_and_moves_no_key_that_nobody_sees(case, dtype, tail, direct) -> None:
-    plan = case.plan()
+@given(any_plans, st.sampled_from(DTYPES), st.sampled_from([(), (3,), (2, 0), (2, 3)]), st.booleans())
+def test_fetch_is_its_specification_and_moves_no_key_that_nobody_sees(plan, dtype, tail, direct) -> None:
     x = values([plan.mask.kv_tokens, *tail], dtype)
     for rank, got in enumerate(run_threads(plan.ranks, taken, plan, dtype, tail, direct=direct)):
         assert torch.equal(got, x[plan.fetched(rank).positions]) and got.dtype == dtype
@@ -108,9 +126,8 @@ def products(comm: Comm, plan: Plan) -> list[float]:
 
 
 @settings(max_examples=30)
-@given(any_cases, st.booleans())
-def test_fetch_has_its_adjoint(case, direct) -> None:
-    plan = case.plan()
+@given(any_plans, st.booleans())
+def test_fetch_has_its_adjoint(plan, direct) -> None:
     ax_y, x_aty = np.sum(run_threads(plan.ranks, products, plan, direct=direct), axis=0)
     assert ax_y == x_aty
 
@@ -162,6 +179,14 @@ PRODUCT = [
 @pytest.mark.parametrize("case", some(PRODUCT, 7), ids=str)
 def test_attention_over_fetched_keys_is_that_of_one_process(case) -> None:
     check_attention(case.plan())
+
+
+@pytest.mark.parametrize("ending", [False, True])
+@pytest.mark.parametrize("layout", LAYOUTS)
+def test_attention_of_several_bands_over_fetched_keys(layout, ending) -> None:
+    plan = of_bands(layout, 3, 31, 0, ending)
+    assert len(plan.mask.bands) > 1 and plan.mask.has_until == ending
+    check_attention(plan)
 
 
 def test_keys_laid_out_apart() -> None:
