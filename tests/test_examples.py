@@ -24,7 +24,7 @@ from tests.programs import Programs, programs
 
 ROOT = Path(__file__).resolve().parent.parent
 EXAMPLES = ROOT / "examples"
-METHODS = ("ring", "ulysses", "switch", "long_context")
+METHODS = ("ring", "ulysses", "switch", "long_context", "shared_prefix")
 TINY = ("--steps", "2", "--tokens", "512")
 ENVIRONMENT = {
     **{name: value for name, value in os.environ.items() if name not in ("RANK", "WORLD_SIZE", "LOCAL_RANK")},
