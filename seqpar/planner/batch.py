@@ -21,6 +21,7 @@ from seqpar.plan.plan import check_positions
 from seqpar.planner.bound import document_ticks, lower_bound
 from seqpar.planner.cost import Counted, Layers, Ticks, Weights, counted, counted_each, layers_in, ticks_of_each
 from seqpar.planner.forecast import Forecast
+from seqpar.planner.groups import Fetching
 from seqpar.planner.hardware import Hardware
 from seqpar.planner.nested import Nest, nested
 from seqpar.planner.place import Documents, Knobs, Pieces, Placement, layout_of, placements
@@ -28,7 +29,7 @@ from seqpar.planner.problem import STAGE_BYTES, Problem
 from seqpar.planner.scale import weights_for
 from seqpar.planner.shape import ModelShape
 
-TYPICAL_STAGES = 3  # assumed number of stages in which a rank fetches, while documents are placed
+TYPICAL_STAGE = 32 << 20  # bytes of a stage's keys, while documents are placed
 ALONE = Knobs(80, 40, 4, 0, 1)  # long documents on single ranks, no head trade
 FEW = 8  # with up to this many ranks, all candidates are compared
 SMALL = 1 << 11  # ranks * documents, up to which placing is cheap
@@ -133,19 +134,18 @@ def choose(layers: Layers, w: Weights, total: Ints, ranks: int, *, node: int, ro
     mask = layers[0][0]
     every, documents = layers_in(layers), len(mask.lengths)
     stage = every * (w.forward.stage + w.backward.stage)
-    batch = Documents(
-        mask.lengths, total, w.beside + every * w.query, every * w.key, every * w.query, TYPICAL_STAGES * stage
-    )
+    fetch = Fetching(every * w.key, every * w.query, stage, max(1, TYPICAL_STAGE // w.row_bytes))
+    batch = Documents(mask.lengths, total, w.beside + every * w.query, fetch)
     even = np.minimum(room, mask.tokens // ranks + 1)
     rooms = [even] if (even == room).all() else [even, room]  # spare rows must not make a plan worse
     single = not all(m.within_documents for m, _ in layers)
-    cheap = node >= ranks and 64 * ranks * batch.stages < int(total.sum())
+    cheap = node >= ranks and 192 * ranks * stage < int(total.sum())
     if 1 < ranks <= FEW and documents >= 8 * ranks and cheap and not single:
         near = _near_the_bound(layers, w, batch, ranks, node=node, room=even)
         if near is not None:
             return near
     # transfers and linear layers may matter more than evenly balanced attention
-    thorough = documents < max(8 * ranks, SMALL // ranks + 1) or batch.key * 32 > batch.row
+    thorough = documents < max(8 * ranks, SMALL // ranks + 1) or fetch.key * 32 > batch.row
     few = ranks <= FEW and ranks * documents <= SMALL
     if few:
         attention = int(total.sum()) - batch.row * mask.tokens
@@ -217,14 +217,20 @@ def candidates(ranks: int, node: int, documents: int, *, thorough: bool, single:
         return whole + shared + [Knobs(80, 40, 4, 0, w) for w in widths] + tiers
     if single:
         return whole + shared + [Knobs(80, 40, 4, 0, 1), Knobs(64, 40, 4, 1, 1)]
-    grouped = [Knobs(80, 40, 4, 0, width)] + [Knobs(80, 40, 4, 0, width, trade=1)] * (thorough or ranks > FEW)
-    grouped += [Knobs(100, 40, 4, 0, width, trade=1), Knobs(80, 40, 2, 0, width)] * (ranks > FEW)
+    if ranks > FEW:
+        # waiting for keys and for traded rows depends on links: each of these is best on some
+        settings = ((64, 0, 0), (80, 1, 0), (80, 0, 8), (64, 0, 16))
+        grouped = [Knobs(most, 40, 2, 0, width, trade=trade, wait=wait) for most, trade, wait in settings]
+    else:
+        grouped = [Knobs(80, 40, 4, 0, width)] + [Knobs(80, 40, 4, 0, width, trade=1)] * thorough
     if thorough:
         if ranks * documents > 1 << 22:
-            return [*grouped[:1], Knobs(80, 24, 4, 4, width)] + [Knobs(80, 40, 4, 0, 1)] * (width > 1)
-        tiers = [Knobs(64, 40, 4, 1, width), Knobs(80, 40, 4, 2, width), Knobs(80, 24, 4, 4, width)]
+            return [Knobs(80, 40, 4, 0, width), Knobs(80, 24, 4, 4, width)] + [Knobs(80, 40, 4, 0, 1)] * (width > 1)
+        tiers = [Knobs(64, 40, 4, 1, width), Knobs(80, 24, 4, 4, width)]
+        if ranks * documents <= 8 * SMALL:
+            tiers += [Knobs(80, 40, 4, 2, width), Knobs(80, 40, 4, 0, width), Knobs(80, 40, 4, 0, width, trade=1)]
         return whole + shared + grouped + tiers + [Knobs(80, 40, 4, 0, 1), Knobs(64, 40, 4, 1, 1)] * (width > 1)
-    return grouped + [Knobs(64, 40, 4, 1, width)] + [Knobs(80, 40, 4, 0, 1)] * (width > 1)
+    return grouped + [Knobs(64, 40, 4, 1, width)]
 
 
 def candidates_of_few(ranks: int, width: int, documents: int, quarters: int) -> list[Knobs]:

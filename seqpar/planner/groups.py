@@ -7,11 +7,14 @@ integers; ties go by index.
 from __future__ import annotations
 
 from heapq import heappop, heappush, heapreplace
-from typing import NamedTuple
+from typing import NamedTuple, TypeVar
 
 import numpy as np
 
 from seqpar.facts.value import Ints
+from seqpar.plan.routes import TAPERED
+
+Count = TypeVar("Count", int, Ints)
 
 
 class RankShares(NamedTuple):
@@ -23,11 +26,53 @@ class RankShares(NamedTuple):
     group: Ints
 
 
-def grouped(lengths: Ints, ticks: Ints, *, fetch: int, room: Ints, part: int) -> RankShares:
+class Fetching(NamedTuple):
+    """What keys from other groups cost the ranks of a group, in ticks.
+
+    key: of a fetched row; merge: of a row that sees fetched keys, every second stage; stage: of a stage on each rank.
+    wait: of a row that comes or goes, whichever are more. rows: of a stage of one head share. width: ranks of a group.
+    """
+
+    key: int
+    merge: int
+    stage: int
+    rows: int
+    wait: int = 0
+    width: int = 1
+
+    def busy(self, keys: Count, merging: Count) -> Count:
+        """Ticks in which each rank of a group computes on so many fetched keys, which so many of its rows see."""
+        stages = -(-keys // (self.rows * self.width))
+        launched = stages + 2 * (keys >= TAPERED * (stages + (stages == 0)))
+        return (self.key * keys + self.merge * merging * ((launched + 1) // 2)) // self.width + self.stage * launched
+
+    def waiting(self, keys: Count, sent: Count) -> Count:
+        """Ticks in which each rank of a group waits, if the group fetches and sends so many keys."""
+        return self.wait * ((keys + sent + abs(keys - sent)) // 2) // self.width
+
+    @staticmethod
+    def of_part(length: Count, first: Count, held: Count) -> tuple[Count, Count, Count]:
+        """Keys, merging rows and sent keys of a zigzag part of ``held`` rows; the parts before have ``first`` rows."""
+        # the first part begins with rows that see its own keys alone
+        return length - first // 2 - held, held - held // 2 * (first == 0), (length + first - held) // 2
+
+    def shared(self, length: int, groups: int) -> list[int]:
+        """Ticks of all ranks of each of some groups that share a document evenly."""
+        if groups == 1:
+            return [0]
+        held = length // groups
+        ticks = []
+        for nth in (0, groups // 2):
+            keys, merging, sent = self.of_part(length, nth * held, held)
+            ticks.append(self.width * (self.busy(keys, merging) + self.waiting(keys, sent)))
+        return ticks[:1] + ticks[1:] * (groups - 1)
+
+
+def grouped(lengths: Ints, ticks: Ints, *, fetch: Fetching, room: Ints, part: int) -> RankShares:
     """Balance the documents' ticks over groups, largest document first; returns the parts that groups take.
 
-    fetch: ticks of a fetched key row. room: rows that each group may take. part: the most ticks of a group, as long as
-    no cut would save less than it fetches.
+    room: rows that each group may take. part: the most ticks of a group, as long as no cut would save less than it
+    fetches.
     """
     left = room.tolist()
     heap = [(0, group) for group in range(len(left))]  # load, group
@@ -36,7 +81,7 @@ def grouped(lengths: Ints, ticks: Ints, *, fetch: int, room: Ints, part: int) ->
     for document, (length, extra) in enumerate(zip(lengths.tolist(), ticks.tolist(), strict=True)):
         while full and -full[0][0] >= length:
             heappush(heap, heappop(full)[1:])
-        toll = min(fetch * length, extra // 2)
+        toll = min(fetch.key * length, extra // 2)
         whole = not heap or extra <= max(part - heap[0][0], 4 * toll)
         while whole and heap and left[heap[0][1]] < length:
             load, group = heappop(heap)
@@ -47,32 +92,41 @@ def grouped(lengths: Ints, ticks: Ints, *, fetch: int, room: Ints, part: int) ->
             left[group] -= length
             parts.append((document, 0, length, group))
             continue
-        taken, shares = _levelled(heap, extra, toll, part) if heap else _roomiest(full, length)
-        edge = so_far = 0
+        taken = _fewest(heap, extra, toll, part)
+        shares = _levelled(taken, extra, fetch.shared(length, len(taken))) if taken else []
+        if not taken:
+            taken, shares = _roomiest(full, length)
+        edge, so_far, total = 0, 0, sum(shares)
         for (load, group), share in zip(taken, shares, strict=True):
             so_far += share
-            first, edge = edge, length * so_far // sum(shares)
+            first, edge = edge, length * so_far // total
             if edge > first:
                 parts.append((document, first, edge, group))
                 left[group] -= edge - first
-                load += extra * share // sum(shares)
+                load += extra * share // total
             heappush(heap, (load, group))
     return RankShares(*np.array(parts, np.int64).reshape(-1, 4).T)
 
 
-def _levelled(heap: list[tuple[int, int]], extra: int, toll: int, part: int) -> tuple[list[tuple[int, int]], list[int]]:
-    """The fewest least loaded groups that share a document within their part, and the ticks that level them.
+def _fewest(heap: list[tuple[int, int]], extra: int, toll: int, part: int) -> list[tuple[int, int]]:
+    """The fewest least loaded groups that share a document within their part; none if no group is left.
 
     One more group is only added if each still takes more ticks than its toll.
     """
-    taken = [heappop(heap)]
-    total = taken[0][0] + extra
+    taken = [heappop(heap)] if heap else []
+    total = taken[0][0] + extra if taken else 0
     while heap and total > max(part, heap[0][0] + 2 * toll) * len(taken):
         taken.append(heappop(heap))
         total += taken[-1][0] + toll
-    level = total // len(taken) - toll * (len(taken) > 1)
-    shares = [max(level - load, 0) for load, _ in taken]
-    return taken, shares if any(shares) else [1] * len(taken)
+    return taken
+
+
+def _levelled(taken: list[tuple[int, int]], extra: int, tolls: list[int]) -> list[int]:
+    """The ticks of a document that level groups, each of which also pays its toll."""
+    loads = [load + min(toll, extra // 2) for (load, _), toll in zip(taken, tolls, strict=True)]
+    level = (sum(loads) + extra) // len(taken)
+    shares = [max(level - load, 0) for load in loads]
+    return shares if any(shares) else [1] * len(taken)
 
 
 def _roomiest(full: list[tuple[int, int, int]], length: int) -> tuple[list[tuple[int, int]], list[int]]:

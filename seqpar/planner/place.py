@@ -28,7 +28,8 @@ from seqpar.facts.intervals import distinct, edges
 from seqpar.facts.layout import Layout
 from seqpar.facts.mask import Mask
 from seqpar.facts.value import Ints
-from seqpar.planner.groups import RankShares, grouped
+from seqpar.plan.counts import summed
+from seqpar.planner.groups import Fetching, RankShares, grouped
 
 FEW = 64  # fewer rows on a rank are not worth their fetched keys
 
@@ -36,16 +37,13 @@ FEW = 64  # fewer rows on a rank are not worth their fetched keys
 class Documents(NamedTuple):
     """Documents to place: tokens, and ticks of each whole on one rank, int64 [documents].
 
-    row: ticks of a row besides its attended pairs; key: of a fetched key row; merge: of a row that sees fetched keys;
-    stages: of the stages in which a rank fetches.
+    row: ticks of a row besides its attended pairs. fetch: what cut documents cost on a rank.
     """
 
     lengths: Ints
     ticks: Ints
     row: int
-    key: int
-    merge: int
-    stages: int
+    fetch: Fetching
 
 
 class Knobs(NamedTuple):
@@ -55,7 +53,8 @@ class Knobs(NamedTuple):
     tokens in spread documents, in 64ths of all; beyond it only documents that fit no rank are spread. fill: tokens of
     the shortest documents, in 64ths of all. octaves: lengths of a tier differ by at most a factor of 2 to this power; 0
     means groups and no tiers. width: consecutive ranks that share the heads of a spread document; divides the ranks.
-    trade: the cost of a head trade per row, in 64ths of the row's ticks.
+    trade: the cost of a head trade per row, in 64ths of the row's ticks. wait: that of a key row on its way, in
+    quarters of a fetched row's ticks.
     """
 
     whole: int
@@ -64,6 +63,7 @@ class Knobs(NamedTuple):
     octaves: int
     width: int
     trade: int = 0
+    wait: int = 0
 
 
 class Pieces(NamedTuple):
@@ -101,7 +101,7 @@ def placements(batch: Documents, ranks: int, *, room: Ints, knobs: Sequence[Knob
         part = parts[knob[:3]]
         tiers = _tiers(batch.lengths[part.long], knob.octaves)
         borders = (part.filling.size, part.rest.size)  # in one fixed order, so that equal borders mean equal parts
-        key: tuple[object, ...] = (*borders, knob.width, knob.trade, *tiers)
+        key: tuple[object, ...] = (*borders, knob.width, knob.trade, knob.wait, *tiers)
         if knob.width == ranks:  # a single group gets all long documents, however they are dealt
             key = (*borders, ranks)
         # without long documents the width matters only for documents that fit no rank
@@ -181,6 +181,7 @@ class _Board:
         self.batch, self.ranks, self.knobs = batch, ranks, knobs
         self.left = room.astype(np.int64)
         self.trade = batch.row * knobs.trade // 64
+        self.fetch = batch.fetch._replace(wait=batch.fetch.key * knobs.wait // 4, width=knobs.width)
         self.load, self.base = np.zeros(ranks, np.int64), np.zeros(ranks, np.int64)
         self.dealt = np.zeros(ranks // knobs.width, np.int64)
         self.pieces: list[Pieces] = []
@@ -212,7 +213,7 @@ class _Board:
         groups = self.ranks // self.knobs.width
         part = (2 * int(surplus.sum()) + int(self.surplus[self.rest].sum())) // (2 * groups)
         room = np.maximum(self.left.reshape(groups, -1), 0).sum(1)
-        shares = grouped(lengths, surplus, fetch=self.batch.key, room=room, part=part)
+        shares = grouped(lengths, surplus, fetch=self.fetch, room=room, part=part)
         return shares._replace(document=self.long[shares.document])
 
     def _laid(self, documents: Ints, *, backwards: bool) -> RankShares:
@@ -250,20 +251,18 @@ class _Board:
         rows[both] = self._share(document[twice], group[twice], start[both], count[both])
         rows = rows.reshape(2, -1, width).sum(0)
         np.subtract.at(self.left.reshape(groups, width), group, rows)
-        cut = held < length
         area = self.batch.ticks[document] - self.batch.row * length
-        ticks = area // length * held + self.batch.key * (length - held) + self.batch.merge * held * cut
-        ticks = ticks[:, None] // width + self.batch.row * rows
+        ticks = (area // length * held)[:, None] // width + self.batch.row * rows
         np.add.at(self.base.reshape(groups, width), group, ticks)
         ticks += self.trade * rows
         np.add.at(self.load.reshape(groups, width), group, np.maximum(ticks - self.per_row * rows, 0))
+        cut = held < length
         if cut.any():
-            tier = np.arange(len(tiers)).repeat([shares.group.size for shares in tiers])
-            fetching = np.zeros((len(tiers), groups), np.int64)
-            fetching[tier[cut], group[cut]] = self.batch.stages
-            stages = fetching.sum(0).repeat(width)
-            self.base += stages
-            self.load += stages
+            counts = self.fetch.of_part(length[cut], first[cut], held[cut])
+            keys, merging, sent = (summed(group[cut], count, groups) for count in counts)
+            fetched = self.fetch.busy(keys, merging)
+            self.base += fetched.repeat(width)
+            self.load += (fetched + self.fetch.waiting(keys, sent)).repeat(width)
 
     def _share(self, document: Ints, group: Ints, start: Ints, count: Ints) -> Ints:
         """Deal stretches to the ranks of their groups in equal parts; rows of each, [stretches, width]."""

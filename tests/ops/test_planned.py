@@ -26,6 +26,7 @@ import seqpar
 from seqpar import Hardware, Mask, MicroBatch, ModelShape, Plan, plan_batch, plan_step
 from seqpar.comm import Comm, shm
 from seqpar.planner import Attention, Link
+from seqpar.planner.groups import Fetching
 from seqpar.planner.nested import Nest, nested
 from seqpar.planner.place import Documents, layout_of
 from seqpar.testing import dense_attention, run_processes, run_threads
@@ -89,7 +90,7 @@ def sample(seed: int, ranks: int | None = None) -> Plan:
 def test_documents_that_nobody_cuts_equal_one_device(nest: Nest) -> None:
     lengths = np.array([41, 30, 22, 9, 17, 13, 5, 5, 3, 2])
     mask = Mask(lengths)
-    batch = Documents(lengths, lengths * (lengths + 9), row=9, key=0, merge=0, stages=0)
+    batch = Documents(lengths, lengths * (lengths + 9), row=9, fetch=Fetching(0, 0, 0, 1))
     ((pieces, widths, _),) = nested(batch, 8, room=np.full(8, int(lengths.sum()) // 8 + 1), nests=[nest])
     plan = Plan(mask, layout_of(mask, pieces, 8), ulysses=widths.tolist())
     of_all = pieces.rank[widths[pieces.document] == 8]

@@ -14,6 +14,7 @@ from seqpar.planner import Hardware, ModelShape, plan_batch
 from seqpar.planner.bound import document_ticks
 from seqpar.planner.cost import Weights, counted, ticks, trades
 from seqpar.planner.count import tallies
+from seqpar.planner.groups import Fetching
 from seqpar.planner.nested import Nest, nested
 from seqpar.planner.place import Documents, Placement
 
@@ -27,7 +28,7 @@ def batch_of(lengths: list[int]) -> Documents:
     """Of causal documents."""
     rows, layers = np.array(lengths), LLAMA.layers
     ticks = document_ticks([(Mask(rows), layers)], W)
-    return Documents(rows, ticks, W.row + W.label + layers * W.query, layers * W.key, layers * W.query, 0)
+    return Documents(rows, ticks, W.row + W.label + layers * W.query, Fetching(layers * W.key, layers * W.query, 0, 1))
 
 
 @given(st.lists(st.integers(1, 5000), min_size=1, max_size=40), st.sampled_from([2, 3, 4, 6, 7, 8]), NESTS)
