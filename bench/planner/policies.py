@@ -19,6 +19,7 @@ from seqpar.facts.layout import Layout
 from seqpar.facts.value import Ints
 
 Schedule = list[Micro] | None
+SLACK = 1 / 16  # rows of a rank above the mean that this package's plans may have
 
 
 class Policy(NamedTuple):
@@ -514,8 +515,11 @@ class _Ranks:
 
 
 def ours(case: Case, _: None) -> Schedule:
-    """This package's plan."""
-    plan = plan_batch(case.lengths, case.ranks, model=case.shape, hardware=case.machine, max_tokens_per_rank=case.room)
+    """This package's plan. Rivals may fill a rank's memory with rows; here one has at most a 16th above the mean."""
+    plan = plan_batch(
+        case.lengths, case.ranks, model=case.shape, hardware=case.machine, token_slack=SLACK,
+        max_tokens_per_rank=case.room,
+    )  # fmt: skip
     widths = np.broadcast_to(np.asarray(plan.ulysses, np.int64), case.lengths.shape)
     return [Micro(0, case.ranks, np.arange(case.lengths.size), plan.layout, widths, (plan.node is not None,))]
 

@@ -23,7 +23,7 @@ from seqpar.planner.cost import Counted, Layers, Ticks, Weights, counted, counte
 from seqpar.planner.forecast import Forecast
 from seqpar.planner.groups import Fetching
 from seqpar.planner.hardware import Hardware
-from seqpar.planner.nested import Nest, nested
+from seqpar.planner.nested import Nest, all_whole, nested
 from seqpar.planner.place import Documents, Knobs, Pieces, Placement, layout_of, placements
 from seqpar.planner.problem import STAGE_BYTES, Problem
 from seqpar.planner.scale import weights_for
@@ -139,9 +139,10 @@ def choose(layers: Layers, w: Weights, total: Ints, ranks: int, *, node: int, ro
     even = np.minimum(room, mask.tokens // ranks + 1)
     rooms = [even] if (even == room).all() else [even, room]  # spare rows must not make a plan worse
     single = not all(m.within_documents for m, _ in layers)
+    whole = all_whole(batch, ranks, room=room) if rooms[1:] else []
     cheap = node >= ranks and 192 * ranks * stage < int(total.sum())
     if 1 < ranks <= FEW and documents >= 8 * ranks and cheap and not single:
-        near = _near_the_bound(layers, w, batch, ranks, node=node, room=even)
+        near = _near_the_bound(layers, w, batch, ranks, node=node, room=even, whole=whole)
         if near is not None:
             return near
     # transfers and linear layers may matter more than evenly balanced attention
@@ -159,11 +160,11 @@ def choose(layers: Layers, w: Weights, total: Ints, ranks: int, *, node: int, ro
     if few and 1 < ranks <= node and not single:
         nests = NESTS_OF_FEW if documents < 4 * ranks else NESTS_OF_MANY
         chosen += nested(batch, ranks, room=even, nests=nests if documents > 1 else nests[:1])
-    return _decided(_counted(layers, w, chosen, ranks, node), w, node)
+    return _decided(_counted(layers, w, chosen + whole, ranks, node), w, node, uneven=len(rooms) > 1)
 
 
 def _near_the_bound(
-    layers: Layers, w: Weights, batch: Documents, ranks: int, *, node: int, room: Ints
+    layers: Layers, w: Weights, batch: Documents, ranks: int, *, node: int, room: Ints, whole: list[Placement]
 ) -> Decision | None:
     """A plan for many documents that no other plan beats by much, if one is found at once; else None.
 
@@ -179,19 +180,20 @@ def _near_the_bound(
         return None
     else:
         placed = nested(batch, ranks, room=room, nests=NESTS_OF_MANY[: 2 if ranks * batch.lengths.size <= SMALL else 1])
-    decision = _decided(_counted(layers, w, placed, ranks, node), w, node)
+    decision = _decided(_counted(layers, w, placed + whole, ranks, node), w, node, uneven=bool(whole))
     near = int(decision.ticks.total.max()) * NEAR <= mean * (NEAR + 1)
     return decision if near or placed[0].level <= enough else None
 
 
-def _decided(rivals: list[Candidate], w: Weights, node: int) -> Decision:
+def _decided(rivals: list[Candidate], w: Weights, node: int, *, uneven: bool) -> Decision:
     """Fewest ticks of the slowest rank, then fewest pieces, then least traffic, then the smallest stage.
 
-    Candidates do not depend on links, so faster links never make the result slower.
+    uneven: some ranks may have more rows. Layers and head then count apart, since ranks that share a model's weights
+    wait for each other in each layer. Candidates do not depend on links, so faster links never make the result slower.
     """
     ways = [(nth, counts) for nth, candidate in enumerate(rivals) for counts in candidate[1:] if counts is not None]
     ticks = ticks_of_each([counts for _, counts in ways], w, stage_bytes=STAGE_BYTES)
-    slowest = ticks.total.max(-1)
+    slowest = (ticks.total - ticks.head).max(-1) + ticks.head.max(-1) if uneven else ticks.total.max(-1)
     equal = list(zip(*(at.tolist() for at in (slowest == slowest.min()).nonzero()), strict=True))
     if equal[0][0] != equal[-1][0]:
         equal.sort(key=lambda at: (rivals[ways[at[0]][0]].moved, at[1]))

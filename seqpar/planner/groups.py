@@ -122,7 +122,7 @@ def _fewest(heap: list[tuple[int, int]], extra: int, toll: int, part: int) -> li
 
 
 def _levelled(taken: list[tuple[int, int]], extra: int, tolls: list[int]) -> list[int]:
-    """The ticks of a document that level groups, each of which also pays its toll."""
+    """The ticks of a document that level groups, if each also pays its toll."""
     loads = [load + min(toll, extra // 2) for (load, _), toll in zip(taken, tolls, strict=True)]
     level = (sum(loads) + extra) // len(taken)
     shares = [max(level - load, 0) for load in loads]

@@ -1,4 +1,4 @@
-"""Documents that are never cut into fetched parts: each goes to ranks that share its heads.
+"""Documents that are never cut into fetched parts: each goes to ranks that share its heads, or to one rank.
 
 Attention and rows are balanced separately. A document gives the same attention to each rank of its group, so the
 largest go first to the least loaded ranks (Graham 1969, Bounds on multiprocessing timing anomalies). Documents on all
@@ -22,6 +22,7 @@ from typing import NamedTuple
 import numpy as np
 
 from seqpar.facts.value import Ints
+from seqpar.plan.counts import summed
 from seqpar.planner.place import Documents, Pieces, Placement, least_loaded
 
 
@@ -53,6 +54,21 @@ def nested(batch: Documents, ranks: int, *, room: Ints, nests: Sequence[Nest]) -
                 nesting.share(order[first:stop], width)
             made[key] = nesting.filled(order[edge[-1] :])
     return list(made.values())
+
+
+def all_whole(batch: Documents, ranks: int, *, room: Ints) -> list[Placement]:
+    """Every document on one rank, the longest first to the rank with fewest ticks, or with fewest rows.
+
+    Nothing is exchanged, and rows are uneven. A rule that leaves a document without a rank gives no placement.
+    """
+    order = (-batch.lengths).argsort(kind="stable")
+    lengths, placed = batch.lengths[order], []
+    for extra in (batch.ticks[order], lengths):
+        rank = least_loaded(lengths, extra, [0] * ranks, room.tolist())
+        if (rank >= 0).all():
+            level = int(summed(rank, batch.ticks[order], ranks).max())
+            placed.append(Placement(Pieces(order, np.zeros_like(order), lengths, rank), np.ones_like(order), level))
+    return placed
 
 
 class _Nesting:

@@ -78,6 +78,13 @@ def test_equal_documents_stay_whole() -> None:
     assert (plan.degrees == 1).all() and plan.forecast.gap < 0.01
 
 
+def test_spare_rows_keep_documents_whole_if_that_is_faster() -> None:
+    lengths = np.random.RandomState(4).randint(200, 4000, 200)
+    even, spare = (plan_batch(lengths, 8, model=SMALL, hardware=VAST, token_slack=slack) for slack in (0, 0.1))
+    assert (even.degrees > 1).any() and (spare.degrees == 1).all()
+    assert spare.forecast.seconds < even.forecast.seconds
+
+
 def test_what_does_not_fit_says_what_would() -> None:
     with pytest.raises(ValueError, match="at least 5 ranks"):
         plan_batch([100, 100, 300], 4, model=SMALL, max_tokens_per_rank=100)

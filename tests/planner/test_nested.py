@@ -15,7 +15,7 @@ from seqpar.planner.bound import document_ticks
 from seqpar.planner.cost import Weights, counted, ticks, trades
 from seqpar.planner.count import tallies
 from seqpar.planner.groups import Fetching
-from seqpar.planner.nested import Nest, nested
+from seqpar.planner.nested import Nest, all_whole, nested
 from seqpar.planner.place import Documents, Placement
 
 LLAMA = ModelShape.preset("llama-8b")
@@ -112,3 +112,14 @@ def test_a_trade_with_few_peers_waits_for_their_channels(width: int) -> None:
         all_out, 1000 * link.hop_leave // width
     )
     assert (enter > all_in) == (width < 8), "seven peers fill the link"
+
+
+@given(st.lists(st.integers(1, 3000), min_size=1, max_size=40), st.integers(1, 8))
+def test_whole_documents_are_on_one_rank_each_within_its_rows(lengths: list[int], ranks: int) -> None:
+    batch, room = batch_of(lengths), np.full(ranks, max(lengths) + sum(lengths) // ranks)
+    placed = all_whole(batch, ranks, room=room)
+    assert len(placed) == 2
+    for placement in placed:
+        assert sorted(placement.pieces.document) == list(range(len(lengths))) and (placement.widths == 1).all()
+        assert (np.bincount(placement.pieces.rank, placement.pieces.count, ranks) <= room).all()
+    assert all_whole(batch, ranks, room=np.full(ranks, max(lengths) - 1)) == []
