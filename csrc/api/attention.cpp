@@ -34,7 +34,7 @@ void dense(const Tensor& x, const char* name) {
 sp_attention described(const Tensor& q, const Tensor& k, const Tensor& v, const Tables& facts, double scale,
                        double softcap, const std::optional<Tensor>& slopes, double dropout_p,
                        const std::optional<Tensor>& drop_a, const std::optional<Tensor>& drop_b, int64_t bm) {
-  STD_TORCH_CHECK(facts.size() == 6, "facts must be 6 tensors");
+  STD_TORCH_CHECK(facts.size() == 6 || facts.size() == 7, "facts must be 6 tensors, or 7 if keys end");
   STD_TORCH_CHECK(q.scalar_type() == k.scalar_type() && q.scalar_type() == v.scalar_type(), "q, k, v differ in dtype");
   for (const Tensor* x : {&q, &k, &v}) dense(*x, "q, k and v");
   sp_attention a = {};
@@ -47,6 +47,7 @@ sp_attention described(const Tensor& q, const Tensor& k, const Tensor& v, const 
   a.v_row = v.stride(0), a.v_head = v.stride(1);
   a.pos = ints(facts[0], "pos"), a.lo = ints(facts[1], "lo"), a.hi = ints(facts[2], "hi");
   a.key_pos = ints(facts[3], "key_pos");
+  if (facts.size() == 7) a.until = ints(facts[6], "until");
   a.scale = static_cast<float>(scale), a.softcap = static_cast<float>(softcap);
   if (slopes) a.slopes = floats(*slopes, "slopes");
   a.dropout_p = dropout_p;
@@ -111,7 +112,7 @@ void backward(Tensor q, Tensor k, Tensor v, Tables facts, double scale, double s
 }  // namespace
 }  // namespace seqpar
 
-// facts: pos, lo, hi, key_pos int32; rows and order of the query tiles int64.
+// facts: pos, lo, hi, key_pos int32; rows and order of the query tiles int64; until int32 if keys end.
 STABLE_TORCH_LIBRARY_FRAGMENT(seqpar_native, m) {
   m.def("isa() -> int");
   m.def("attention_tile(int isa, bool bf16) -> (int, int)");

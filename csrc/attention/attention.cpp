@@ -2,6 +2,8 @@
 
 #include <stdlib.h>
 
+#include <algorithm>
+
 #include "attention/dispatch.h"
 #include "base/isa.h"
 #include "base/tasks.h"
@@ -68,13 +70,27 @@ int supported(const sp_attention* x, const sp_kernels* with) {
          (x->heads == 0 || (x->kv_heads > 0 && x->heads % x->kv_heads == 0));
 }
 
+// Fills runs x (RUN + 2) words.
+sp_ends find_ends(const sp_attention* x, int64_t runs, int32_t* words) {
+  int32_t *until = words, *least = until + runs * RUN, *most = least + runs;
+  std::copy(x->until, x->until + x->n, until);
+  std::fill(until + x->n, until + runs * RUN, INT32_MIN);
+  for (int64_t run = 0; run < runs; ++run) {
+    auto range = std::minmax_element(until + run * RUN, until + std::min((run + 1) * RUN, x->n));
+    least[run] = *range.first, most[run] = *range.second;
+  }
+  return {until, least, most};
+}
+
 // Runs forward or backward with the range of key rows that each query row sees.
 template <class Direction>
 int with_ranges(const sp_attention* x, Direction direction) {
-  int32_t* rows = static_cast<int32_t*>(sp_allocate(2 * sizeof(int32_t) * (size_t)x->m));
+  const int64_t runs = x->until != nullptr ? (x->n + RUN - 1) / RUN : 0;
+  int32_t* rows = static_cast<int32_t*>(sp_allocate(sizeof(int32_t) * (size_t)(2 * x->m + runs * (RUN + 2))));
   if (rows == nullptr) return SP_NO_MEMORY;
   find_ranges(x, rows, rows + x->m);
-  sp_ranges ranges = {rows, rows + x->m};
+  sp_ranges ranges = {rows, rows + x->m, {}};
+  if (runs > 0) ranges.ends = find_ends(x, runs, rows + 2 * x->m);
   int status = direction(&ranges);
   free(rows);
   return status;

@@ -25,6 +25,7 @@ typedef struct {
   const void *q, *k, *v;
   int64_t q_row, q_head, k_row, k_head, v_row, v_head;
   const int32_t *pos, *lo, *hi, *key_pos;  // row i sees key j iff lo[i] <= key_pos[j] < hi[i]; key_pos ascends
+  const int32_t* until;                    // and pos[i] < until[j], with ascending pos; NULL if no key ends
   float scale, softcap;                    // softcap 0: off
   const float* slopes;                     // ALiBi's slopes [heads], or NULL
   double dropout_p;                        // double: the threshold floor(p * 2^32) needs more bits than a float has

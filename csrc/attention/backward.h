@@ -19,11 +19,24 @@ struct Backward {
   const sp_attention* x;
   const sp_grads* grads;
   const sp_ranges* ranges;
-  int64_t chunk, chunks;          // keys of a chunk; number of chunks
-  int64_t k_words, v_words;       // words of a flat row, padded to whole vectors
-  int64_t k_cols, v_cols;         // columns of a zipped row or of a gradient's row, padded too
-  int32_t *first, *stop, *turns;  // by tile: the chunks it sees; by head and tile: chunks whose dq was added
+  int64_t chunk, chunks;     // keys of a chunk; number of chunks
+  int64_t k_words, v_words;  // words of a flat row, padded to whole vectors
+  int64_t k_cols, v_cols;    // columns of a zipped row or of a gradient's row, padded too
+  int32_t *first, *stop;     // by tile: the chunks within its bounds
+  int32_t* turns;            // by head and tile: the chunk that adds its dq next
+  int32_t* until;            // by chunk: the latest end of its keys, or NULL if none ends
 };
+
+// Whether a chunk's keys have all ended before a tile's queries.
+inline bool closed(const Backward* job, int64_t tile, int64_t nth) {
+  return job->until != nullptr && job->until[nth] <= job->x->pos[job->x->tiles.rows[tile]];
+}
+
+// The first chunk from `nth` that a tile sees, or one past the last within its bounds.
+inline int64_t next_chunk(const Backward* job, int64_t tile, int64_t nth) {
+  while (nth < job->stop[tile] && closed(job, tile, nth)) ++nth;
+  return nth;
+}
 
 // The panels of a task within its scratch.
 struct Chunk {
@@ -129,7 +142,7 @@ inline void load_queries(const Backward* job, int64_t head, const Score* score, 
 }
 
 // Turns products into weights and score gradients, as panels.
-template <bool FULL, bool PLAIN>
+template <Pairs PAIRS, bool PLAIN>
 inline void differentiate(const Block* block, const Score* score, Chunk* c) {
   int64_t n = score->x->n;
   V scale = splat(score->natural), log2e = splat(LOG2E);
@@ -153,8 +166,8 @@ inline void differentiate(const Block* block, const Score* score, Chunk* c) {
         ds[u] = p[u] * (dp - delta);
         if (!PLAIN) ds[u] *= fall;
         p[u] = weight;
-        if (!FULL) {
-          I see = seen(c->lanes, v * W, key + u);
+        if (PAIRS != ALL) {
+          I see = seen<PAIRS>(c->lanes, v * W, key + u);
           p[u] = see ? p[u] : splat(0.0f);
           ds[u] = see ? ds[u] : splat(0.0f);
         }
@@ -175,6 +188,14 @@ inline void differentiate(const Block* block, const Score* score, Chunk* c) {
     }
 }
 
+template <Pairs PAIRS>
+inline void differentiate(const Block* block, const Score* score, Chunk* c) {
+  if (score->plain && score->a == nullptr)
+    differentiate<PAIRS, true>(block, score, c);
+  else
+    differentiate<PAIRS, false>(block, score, c);
+}
+
 inline void walk_block(const Backward* job, const Block* block, const Score* score, int64_t begin, Chunk* c) {
   const sp_attention* x = job->x;
   int64_t row = block->begin - begin, keys = block->end - block->begin, lane = block->vector * W;
@@ -182,15 +203,16 @@ inline void walk_block(const Backward* job, const Block* block, const Score* sco
                   keys, up(x->dim, GRAIN) / PAIR);
   multiply<false>(block->vectors, c->v + row * job->v_words, job->v_words, 1, c->dout_turned + lane, BM, c->ds + lane,
                   BM, keys, up(x->v_dim, GRAIN) / PAIR);
-  bool plain = score->plain && score->a == nullptr;
-  if (block->full && plain)
-    differentiate<true, true>(block, score, c);
-  else if (plain)
-    differentiate<false, true>(block, score, c);
-  else if (block->full)
-    differentiate<true, false>(block, score, c);
-  else
-    differentiate<false, false>(block, score, c);
+  switch (pairs_of(c->lanes, block)) {
+    case ALL:
+      differentiate<ALL>(block, score, c);
+      break;
+    case BOUNDED:
+      differentiate<BOUNDED>(block, score, c);
+      break;
+    case OPEN:
+      differentiate<OPEN>(block, score, c);
+  }
 
   int64_t lanes = block->vectors * W / PAIR;
   float *dk = c->dk + row * job->k_cols, *dv = c->dv + row * job->v_cols;
@@ -228,7 +250,7 @@ inline void add_dq(const Backward* job, int64_t head, int64_t tile, int64_t nth,
     if (lanes->begin[i] < lanes->end[i])
       for (int64_t col = 0; col < x->dim; ++col) dq[col] += add[col] * x->scale;
   }
-  __atomic_store_n(turn, (int32_t)nth + 1, __ATOMIC_RELEASE);
+  __atomic_store_n(turn, (int32_t)next_chunk(job, tile, nth + 1), __ATOMIC_RELEASE);
 }
 
 inline void add_rows(float* to, int64_t to_row, const float* from, int64_t from_row, int64_t rows, int64_t cols,
@@ -251,7 +273,7 @@ inline void backward_task(void* context, int64_t task, char* scratch) {
   int64_t begin = nth * job->chunk, end = least(begin + job->chunk, x->n), limit = up(end, GRAIN);
   bool loaded = false;
   for (int64_t tile = x->tiles.count - 1; tile >= 0; --tile) {
-    if (nth < job->first[tile] || nth >= job->stop[tile]) continue;
+    if (nth < job->first[tile] || nth >= job->stop[tile] || closed(job, tile, nth)) continue;
     if (!loaded) load_keys(job, kv_head, begin, end, &c);
     loaded = true;
     find_lanes(x, job->ranges, tile, c.lanes);
@@ -261,7 +283,7 @@ inline void backward_task(void* context, int64_t task, char* scratch) {
       Block block;
       for (int64_t from = begin; next_block(c.lanes, from, limit, BACKWARD_KEYS, &block); from = block.end)
         walk_block(job, &block, &score, begin, &c);
-      add_dq(job, head, tile, nth - job->first[tile], &c);
+      add_dq(job, head, tile, nth, &c);
     }
   }
   if (!loaded) return;
@@ -282,11 +304,19 @@ inline int backward(const sp_attention* x, const sp_grads* grads, const sp_range
   while (job.chunk >= 256 && x->kv_heads * ((x->n + job.chunk - 1) / job.chunk) < TASKS)
     job.chunk = up(job.chunk / 2, 64);
   job.chunks = (x->n + job.chunk - 1) / job.chunk;
-  size_t counts = (size_t)(tiles * (2 + x->heads));
+  size_t counts = (size_t)(tiles * (2 + x->heads) + job.chunks);
   job.first = static_cast<int32_t*>(sp_allocate(counts * sizeof(int32_t)));
   if (job.first == nullptr) return SP_NO_MEMORY;
   memset(job.first, 0, counts * sizeof(int32_t));
   job.stop = job.first + tiles, job.turns = job.stop + tiles;
+  if (ranges->ends.until != nullptr) {
+    job.until = job.turns + tiles * x->heads;
+    for (int64_t nth = 0; nth < job.chunks; ++nth) {
+      job.until[nth] = INT32_MIN;
+      for (int64_t run = nth * job.chunk / RUN; run * RUN < least((nth + 1) * job.chunk, x->n); ++run)
+        job.until[nth] = (int32_t)most(job.until[nth], ranges->ends.most[run]);
+    }
+  }
   for (int64_t tile = 0; tile < tiles; ++tile) {
     int64_t begin = INT64_MAX, end = 0;
     for (int64_t i = x->tiles.rows[tile]; i < x->tiles.rows[tile + 1]; ++i)
@@ -295,6 +325,8 @@ inline int backward(const sp_attention* x, const sp_grads* grads, const sp_range
       job.first[tile] = (int32_t)(begin / job.chunk);
       job.stop[tile] = (int32_t)((end + job.chunk - 1) / job.chunk);
     }
+    const int32_t turn = (int32_t)next_chunk(&job, tile, job.first[tile]);
+    for (int64_t head = 0; head < x->heads; ++head) job.turns[head * tiles + tile] = turn;
   }
   Chunk none;
   size_t scratch = lay_out(&job, nullptr, &none);

@@ -4,9 +4,17 @@
 #include "attention/attention.h"
 #include "base/tasks.h"
 
-// Query row i sees key rows [begin[i], end[i]); none if the two are equal.
+constexpr int64_t RUN = 32;  // keys of a run, a multiple of every GRAIN
+
+// Where keys end: until [keys, padded to whole runs], and its least and greatest value in each run.
+struct sp_ends {
+  const int32_t *until, *least, *most;
+};
+
+// Query row i sees key rows [begin[i], end[i]), none if the two are equal; of them only the open ones if ends.until.
 struct sp_ranges {
   const int32_t *begin, *end;
+  sp_ends ends;
 };
 
 // forward, packs: float32 keys and values may be copied, so that the rows of a head lie close.

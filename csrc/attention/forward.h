@@ -32,7 +32,7 @@ struct State {
 };
 
 // Turns products into scores, -inf where a key is not seen, and finds each lane's maximum.
-template <bool FULL>
+template <Pairs PAIRS>
 inline void mask_scores(const Lanes* lanes, const Block* block, const Score* score, const State* state, float* s,
                         float* peak) {
   for (int64_t v = block->vector; v < block->vector + block->vectors; ++v) {
@@ -41,9 +41,10 @@ inline void mask_scores(const Lanes* lanes, const Block* block, const Score* sco
     for (int64_t key = block->begin; key < block->end; ++key) {
       float* at = s + (key - block->begin) * BM + v * W;
       V x = load(at);
-      if (!score->plain && (FULL || key < score->x->n)) x = scored(score, x, pos, score->x->key_pos[key], &fall);
-      if (!FULL) x = seen(lanes, v * W, key) ? x : splat(-INFINITY);
-      if (!FULL || !score->plain) store(at, x);
+      if (!score->plain && (PAIRS == ALL || key < score->x->n))
+        x = scored(score, x, pos, score->x->key_pos[key], &fall);
+      if (PAIRS != ALL) x = seen<PAIRS>(lanes, v * W, key) ? x : splat(-INFINITY);
+      if (PAIRS != ALL || !score->plain) store(at, x);
       top = larger(x, top);
     }
     store(peak + v * W, top);
@@ -207,16 +208,23 @@ inline void forward_task(void* context, int64_t task, char* scratch) {
 
   const Panels* p = &job->panels;
   Block block;
-  for (int64_t from = 0; next_block(lanes, from, INT64_MAX, FORWARD_KEYS, &block); from = block.end) {
+  const int64_t limit = up(x->n, GRAIN);
+  for (int64_t from = 0; next_block(lanes, from, limit, FORWARD_KEYS, &block); from = block.end) {
     const float* k = p->k + kv_head * p->k_head + block.begin * p->k_row;
     // prefetch the next keys, and the values that this block is about to read
     Ahead ahead = {k + MR * p->k_row, p->v + kv_head * p->v_head + block.begin / PAIR * p->v_row, p->k_row, p->v_row};
     multiply<false, true>(block.vectors, k, p->k_row, 1, queries + block.vector * W, BM, s + block.vector * W, BM,
                           least(block.end, x->n) - block.begin, up(x->dim, GRAIN) / PAIR, &ahead);
-    if (block.full)
-      mask_scores<true>(lanes, &block, &score, state, s, here->peak);
-    else
-      mask_scores<false>(lanes, &block, &score, state, s, here->peak);
+    switch (pairs_of(lanes, &block)) {
+      case ALL:
+        mask_scores<ALL>(lanes, &block, &score, state, s, here->peak);
+        break;
+      case BOUNDED:
+        mask_scores<BOUNDED>(lanes, &block, &score, state, s, here->peak);
+        break;
+      case OPEN:
+        mask_scores<OPEN>(lanes, &block, &score, state, s, here->peak);
+    }
     renew(&block, &score, here->peak, state, out, x->v_dim);
     if (score.a != nullptr)
       weigh_block<true>(&block, &score, state, s);
@@ -259,6 +267,7 @@ inline void pack_task(void* context, int64_t task, char* scratch) {
 #endif
 }
 
+// An upper bound where keys end.
 inline double attended(const sp_attention* x, const sp_ranges* ranges) {
   double pairs = 0;
   for (int64_t i = 0; i < x->m; ++i) pairs += ranges->end[i] - ranges->begin[i];

@@ -14,10 +14,12 @@ constexpr int BM = NV * W;
 constexpr float LOG2E = 1.4426950408889634f, LN2 = 0.6931471805599453f;
 
 // A query tile: each lane's keys [begin, end), and for each vector the keys that any lane sees and that all lanes see.
+// Where keys end, these are the keys before some are left out, and `at` has each lane's position, which ascend.
 struct Lanes {
-  int32_t begin[BM], end[BM];
+  int32_t begin[BM], end[BM], at[BM];
   int64_t first[NV], stop[NV], all_first[NV], all_stop[NV];
   int64_t row, rows, vectors;
+  sp_ends ends;
 };
 
 // Keys [begin, end) and the vectors [vector, vector + vectors) that see any of them; full: all lanes see all keys.
@@ -26,6 +28,12 @@ struct Block {
   int vector, vectors;
   bool full;
 };
+
+// Rows [row, row + rows) of 32-bit facts as lanes, padded with zeros.
+inline void load_lanes(const int32_t* facts, const Lanes* lanes, int32_t* out) {
+  memset(out, 0, BM * sizeof(int32_t));
+  if (facts != nullptr) memcpy(out, facts + lanes->row, (size_t)lanes->rows * sizeof(int32_t));
+}
 
 inline void find_lanes(const sp_attention* x, const sp_ranges* ranges, int64_t tile, Lanes* lanes) {
   lanes->row = x->tiles.rows[tile];
@@ -45,17 +53,46 @@ inline void find_lanes(const sp_attention* x, const sp_ranges* ranges, int64_t t
     lanes->stop[v] = up(stop, GRAIN);
     lanes->all_first[v] = all_first, lanes->all_stop[v] = all_stop;
   }
+  lanes->ends = ranges->ends;
+  if (lanes->ends.until != nullptr) load_lanes(x->pos, lanes, lanes->at);
+}
+
+// The first key from `key` to `limit` whose run is open to the tile's first row, or is not, if `open` is false.
+inline int64_t next_run(const Lanes* lanes, int64_t key, int64_t limit, bool open) {
+  while (key < limit && (lanes->at[0] < lanes->ends.most[key / RUN]) != open) key = (key / RUN + 1) * RUN;
+  return least(key, limit);
+}
+
+// The first key from `from` that any vector's bounds admit, or `limit`.
+inline int64_t next_key(const Lanes* lanes, int64_t from, int64_t limit) {
+  int64_t begin = limit;
+  for (int64_t v = 0; v < lanes->vectors; ++v)
+    if (from < lanes->stop[v]) begin = least(begin, most(from, lanes->first[v]));
+  return begin;
+}
+
+// Leaves out of a block the last vectors, to which its keys are closed. Returns the first position that misses a key.
+inline int32_t leave_closed(const Lanes* lanes, int64_t begin, int64_t end, int low, int* high) {
+  int32_t first = INT32_MAX, last = INT32_MIN;
+  for (int64_t run = begin / RUN; run * RUN < end; ++run) {
+    first = lanes->ends.least[run] < first ? lanes->ends.least[run] : first;
+    last = lanes->ends.most[run] > last ? lanes->ends.most[run] : last;
+  }
+  while (*high > low && lanes->at[*high * W] >= last) --*high;
+  return first;
 }
 
 // The next block of at most `keys` keys within [from, limit); false if there is none.
 inline bool next_block(const Lanes* lanes, int64_t from, int64_t limit, int64_t keys, Block* block) {
-  int64_t begin = limit;
-  for (int64_t v = 0; v < lanes->vectors; ++v)
-    if (from < lanes->stop[v]) begin = least(begin, most(from, lanes->first[v]));
+  const bool ends = lanes->ends.until != nullptr;
+  int64_t begin = next_key(lanes, from, limit);
+  if (ends)
+    for (int64_t open; (open = next_run(lanes, begin, limit, true)) != begin;) begin = next_key(lanes, open, limit);
   if (begin >= limit) return false;
   int64_t end = least(begin + keys, limit);
+  if (ends) end = next_run(lanes, begin, end, false);
   int low = NV, high = -1;
-  block->full = true;
+  int32_t missing = INT32_MAX;
   for (int64_t v = 0; v < lanes->vectors; ++v) {
     if (lanes->first[v] > begin) end = least(end, most(lanes->first[v], begin));
     if (lanes->stop[v] > begin) end = least(end, lanes->stop[v]);
@@ -64,20 +101,32 @@ inline bool next_block(const Lanes* lanes, int64_t from, int64_t limit, int64_t 
       high = (int)v;
     }
   }
+  if (ends) missing = leave_closed(lanes, begin, end, low, &high);
   low = low / GROUP * GROUP, high = high / GROUP * GROUP + GROUP - 1;
+  block->full = !ends || lanes->at[least((high + 1) * W, lanes->rows) - 1] < missing;
   for (int v = low; v <= high; ++v) block->full &= lanes->all_first[v] <= begin && end <= lanes->all_stop[v];
   block->begin = begin, block->end = end, block->vector = low, block->vectors = high - low + 1;
   return true;
 }
 
 inline bool sees(const Lanes* lanes, int64_t lane, int64_t key) {
-  return lanes->begin[lane] <= key && key < lanes->end[lane];
+  return lanes->begin[lane] <= key && key < lanes->end[lane] &&
+         (lanes->ends.until == nullptr || lanes->at[lane] < lanes->ends.until[key]);
+}
+
+// Which pairs of a block are seen: all, those within the bounds, or of these those whose key has not ended.
+enum Pairs { ALL, BOUNDED, OPEN };
+
+inline Pairs pairs_of(const Lanes* lanes, const Block* block) {
+  return block->full ? ALL : lanes->ends.until == nullptr ? BOUNDED : OPEN;
 }
 
 // The lanes of a vector that see a key, as a mask of all ones.
+template <Pairs PAIRS>
 inline I seen(const Lanes* lanes, int64_t lane, int64_t key) {
   I at = (I){} + (int32_t)key;
-  return (load_ints(lanes->begin + lane) <= at) & (at < load_ints(lanes->end + lane));
+  I see = (load_ints(lanes->begin + lane) <= at) & (at < load_ints(lanes->end + lane));
+  return PAIRS == OPEN ? see & (load_ints(lanes->at + lane) < (I){} + lanes->ends.until[key]) : see;
 }
 
 // How scores and weights follow from the products of queries and keys, for one head.
@@ -132,12 +181,6 @@ inline V kept(const Score* score, I a, int32_t b) {
   x = (x ^ (x >> 15)) * 0x846ca68bu;
   x = x ^ (x >> 16);
   return x >= score->threshold ? splat(score->kept) : splat(0.0f);
-}
-
-// Rows [row, row + rows) of 32-bit facts as lanes, padded with zeros.
-inline void load_lanes(const int32_t* facts, const Lanes* lanes, int32_t* out) {
-  memset(out, 0, BM * sizeof(int32_t));
-  if (facts != nullptr) memcpy(out, facts + lanes->row, (size_t)lanes->rows * sizeof(int32_t));
 }
 
 // c[col][lane] += a[key][col] * b[key][lane] over seen pairs only, as multiply_down: for values that are not finite.

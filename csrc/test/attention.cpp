@@ -93,9 +93,11 @@ struct Case {
   float scale, softcap;
   double dropout_p;
   std::vector<float> slopes;
-  std::vector<int32_t> pos, lo, hi, key_pos, a, b;
+  std::vector<int32_t> pos, lo, hi, key_pos, until, a, b;
 
-  bool sees(int64_t i, int64_t j) const { return lo[i] <= key_pos[j] && key_pos[j] < hi[i]; }
+  bool sees(int64_t i, int64_t j) const {
+    return lo[i] <= key_pos[j] && key_pos[j] < hi[i] && (until.empty() || pos[i] < until[j]);
+  }
 
   double factor(int64_t h, int64_t i, int64_t j) const {
     if (dropout_p == 0.0) return 1.0;
@@ -137,6 +139,12 @@ Case draw_case(int number) {
     if (draw(0, 19) == 0) low = 3, high = draw(0, 3);
     c.pos.push_back((int32_t)at), c.lo.push_back((int32_t)low), c.hi.push_back((int32_t)high);
   }
+  // keys that end: each on its own, or in runs long enough that whole blocks are closed to a query tile
+  if (int64_t run = draw(0, 1) * draw(1, 200))
+    for (int64_t j = 0, end = 0; j < c.n; ++j) {
+      if (run == 1 || draw(1, run) == 1) end = draw(0, 2) ? draw(0, last + 1) : last + 1;
+      c.until.push_back((int32_t)end);
+    }
   for (int64_t i = 0; c.dropout_p > 0 && i < c.heads * c.m; ++i) c.a.push_back((int32_t)random_bits());
   for (int64_t i = 0; c.dropout_p > 0 && i < c.heads * c.n; ++i) c.b.push_back((int32_t)random_bits());
   return c;
@@ -231,6 +239,7 @@ sp_attention call(const Case& c, Operands& x, const Tables& tables, int64_t bm, 
   y.k = x.k.memory.data() + first * x.k.row * x.k.width(), y.k_row = x.k.row, y.k_head = x.k.head;
   y.v = x.v.memory.data() + first * x.v.row * x.v.width(), y.v_row = x.v.row, y.v_head = x.v.head;
   y.pos = c.pos.data(), y.lo = c.lo.data(), y.hi = c.hi.data(), y.key_pos = c.key_pos.data() + first;
+  y.until = c.until.empty() ? nullptr : c.until.data() + first;
   y.scale = c.scale, y.softcap = c.softcap, y.slopes = c.slopes.empty() ? nullptr : c.slopes.data();
   y.dropout_p = c.dropout_p, y.drop_a = c.a.empty() ? nullptr : c.a.data(), y.drop_b = b.empty() ? nullptr : b.data();
   y.tiles = tables.view(bm);

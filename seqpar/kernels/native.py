@@ -40,8 +40,6 @@ class Native(Kernel):
             return f"native runs on the CPU, q is on {spec.device}"
         if spec.dtype not in DTYPES:
             return f"native has float32 and bfloat16, no {spec.dtype}"
-        if spec.until:
-            return "native has no keys that end early, as in trees"
         if max(spec.dim, spec.v_dim) > MAX_DIM:
             return f"native has head dims up to {MAX_DIM}, got {spec.dim} and {spec.v_dim}"
         return native.missing()
@@ -82,7 +80,8 @@ def _tables(facts: StepFacts, bm: int, bn: int) -> list[Tensor]:
     """Positions, bounds and query tiles in the form that the operators take."""
     t = facts.tiles(bm, bn)
     rows, order = (torch.from_numpy(x.astype(np.int64)) for x in (t.rows, t.order))
-    return [facts.pos, facts.lo, facts.hi, facts.key_pos, rows, order]
+    until = [] if facts.until is None else [facts.until]
+    return [facts.pos, facts.lo, facts.hi, facts.key_pos, rows, order, *until]
 
 
 def _dense(x: Tensor) -> Tensor:

@@ -44,7 +44,7 @@ def test_trees_under_layouts_and_transports_equal_one_device(layout, transport, 
 def test_windows_along_paths_equal_one_device(window, transport) -> None:
     mask = Mask.tree([5, 0, 7, 3, 1, 9, 4, 6], [-1, 0, 1, 2, 2, 0, -1, 6], window=(window, None))
     plan = Plan(mask, Layout.zigzag(mask.lengths, 4), transport=transport, stage_bytes=5 * 4096)
-    check(plan, (6, 2), (6, 4), Options(softcap=2.0, sinks=True, dropout=0.3, kernel="reference"))
+    check(plan, (6, 2), (6, 4), Options(softcap=2.0, sinks=True, dropout=0.3))
 
 
 TREE = Mask.shared_prefix([(6, [3, 2]), (4, [1])])
@@ -74,6 +74,15 @@ def test_what_trees_do_not_have_is_refused_on_all_ranks(name, window) -> None:
         return
     for error in run_threads(2, refused, plan, name):
         assert f"{name}: " in error and "Mask(tree, " in error
+
+
+@pytest.mark.parametrize("mask", ENDING)
+@pytest.mark.parametrize("kernel", ["auto", "native", "blockwise", "reference"])
+@pytest.mark.parametrize(("transport", "ulysses"), [("fetch", 1), ("ring", 1), ("gather", 2)])
+def test_kernels_of_the_cpu_equal_one_device(mask, kernel, transport, ulysses) -> None:
+    case = Case(mask, "zigzag", transport, 4, ulysses, (300,), stage_bytes=9 * 4096, pads=True)
+    options = Options(softcap=1.5, sinks=True, dropout=0.2, kernel=kernel)
+    check(case.plan(), (4, 2), (16, 8), options, dtype=torch.float32)
 
 
 @pytest.mark.parametrize("comm", ["gloo", "shm"])
