@@ -60,6 +60,9 @@ sp_attention described(const Tensor& q, const Tensor& k, const Tensor& v, const 
 // The best instruction set of this machine, numbered as in base/isa.h.
 int64_t isa() { return sp_isa(); }
 
+// Whether facts may say where keys end: an extension that was built earlier lacks the operator.
+bool has_until() { return true; }
+
 std::tuple<int64_t, int64_t> tile(int64_t isa, bool bf16) {
   int64_t bm = 0, bn = 0;
   sp_attention_tile(isa, bf16 ? SP_BF16 : SP_F32, &bm, &bn);
@@ -115,6 +118,7 @@ void backward(Tensor q, Tensor k, Tensor v, Tables facts, double scale, double s
 // facts: pos, lo, hi, key_pos int32; rows and order of the query tiles int64; until int32 if keys end.
 STABLE_TORCH_LIBRARY_FRAGMENT(seqpar_native, m) {
   m.def("isa() -> int");
+  m.def("attention_has_until() -> bool");
   m.def("attention_tile(int isa, bool bf16) -> (int, int)");
   m.def(
       "attention_forward(Tensor q, Tensor k, Tensor v, Tensor[] facts, float scale, float softcap, Tensor? slopes, "
@@ -128,6 +132,7 @@ STABLE_TORCH_LIBRARY_FRAGMENT(seqpar_native, m) {
 
 STABLE_TORCH_LIBRARY_IMPL(seqpar_native, CompositeExplicitAutograd, m) {
   m.impl("isa", TORCH_BOX(&seqpar::isa));
+  m.impl("attention_has_until", TORCH_BOX(&seqpar::has_until));
   m.impl("attention_tile", TORCH_BOX(&seqpar::tile));
 }
 

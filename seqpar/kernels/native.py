@@ -42,7 +42,7 @@ class Native(Kernel):
             return f"native has float32 and bfloat16, no {spec.dtype}"
         if max(spec.dim, spec.v_dim) > MAX_DIM:
             return f"native has head dims up to {MAX_DIM}, got {spec.dim} and {spec.v_dim}"
-        return native.missing()
+        return native.lacks("attention_has_until") if spec.until else native.missing()
 
     def accuracy_loss(self, spec: CallSpec) -> str | None:
         """None: sums are kept in float32."""

@@ -228,7 +228,7 @@ def test_full_tiles_read_no_bound(mask, monkeypatch) -> None:
     assert len(read) == partial
 
 
-@pytest.mark.parametrize("case", [c for c in LARGE if c.dtype == torch.float32 and c.mask != "bounds"], ids=named)
+@pytest.mark.parametrize("case", [c for c in LARGE if c.dtype == torch.float32 and c.mask not in ("bounds", "tree")], ids=named)
 def test_aten_computes_the_attended_pairs_and_nothing_else(case, monkeypatch) -> None:
     """Rectangles and causal squares whose areas sum to the area of the step, and no tile besides."""
     area = []
@@ -280,7 +280,7 @@ def test_kernels_are_chosen_by_name_or_by_what_they_can() -> None:
     for kernel in KERNELS:
         if kernel.refuses(CALL) is None:
             assert choose(kernel.name, CALL) is kernel
-    for call in (CALL, replace(CALL, dtype=torch.bfloat16), replace(CALL, softcap=True)):
+    for call in (CALL, replace(CALL, dtype=torch.bfloat16), replace(CALL, softcap=True), replace(CALL, until=True)):
         assert choose("auto", call).name == "native"
     assert choose("auto", replace(CALL, dim=1025, v_dim=1025)).name == "aten"
     with pytest.raises(NotImplementedError, match="native has head dims up to 1024, got 1025 and 8"):
@@ -296,6 +296,13 @@ def test_without_the_extension_kernels_in_python_serve(monkeypatch) -> None:
     assert choose("auto", replace(CALL, dtype=torch.bfloat16)).name == "blockwise"
     with pytest.raises(NotImplementedError, match="seqpar._C was not built"):
         choose("native", CALL)
+
+
+def test_an_extension_from_before_keys_could_end_is_told_apart(monkeypatch) -> None:
+    monkeypatch.setattr(native, "lacks", lambda operator: f"seqpar._C was built before it had {operator}")
+    assert choose("auto", CALL).name == "native" and choose("auto", replace(CALL, until=True)).name == "blockwise"
+    with pytest.raises(NotImplementedError, match="built before it had attention_has_until"):
+        choose("native", replace(CALL, until=True))
 
 
 def test_the_instruction_sets_are_the_extension_s() -> None:

@@ -223,7 +223,7 @@ MADE_OF_SEGMENTS = ("causal", "full", "packed", "window")
 PLAIN = [
     replace(c, queries=300, keys=300 if c.mask == "packed" else 500) if c in LARGE else c
     for c in small_cases() + LARGE
-    if not (c.softcap or c.alibi or c.dropout) and c.scale is None and c.v_dim > 3
+    if not (c.softcap or c.alibi or c.dropout or c.made().has_until) and c.scale is None and c.v_dim > 3
 ]
 
 
