@@ -19,8 +19,7 @@ from torch import Tensor, nn
 import seqpar
 from seqpar import recurrent
 from seqpar.plan.runs import DocumentRuns
-from seqpar.plan.traffic import DTYPE_BYTES
-from seqpar.plan.travel import RecurrentShape, halo_bytes, halo_way, layer_way, neighbours, state_bytes
+from seqpar.plan.travel import halo_bytes, halo_way, layer_way, state_bytes
 from seqpar.planner import RecurrentLayer
 
 CONFIG = Config(dim=128, layers=4, heads=4, kv_heads=2, head_dim=32, hidden=352)
@@ -77,7 +76,7 @@ class Hybrid(Decoder):
 
 
 def layer_shape(c: Config) -> RecurrentLayer:
-    """A recurrent layer's sizes for the planner."""
+    """A recurrent layer's sizes."""
     return RecurrentLayer.gated_delta(
         c.dim, heads=c.heads, groups=c.heads, key_dim=c.head_dim, value_dim=c.head_dim, taps=TAPS
     )
@@ -89,16 +88,11 @@ def recurrent_layers(c: Config) -> int:
 
 
 def predicted_bytes(plan: seqpar.Plan, rank: int, c: Config, dtype: str) -> int:
-    """The bytes that a rank sends in a step for all recurrent layers; in backward it sends as much as it received."""
-    shape = RecurrentShape(c.heads, c.head_dim, c.head_dim, beta=True, dtype=dtype, gates=dtype, taps=TAPS)
-    runs, reach = DocumentRuns.of(plan.residence), TAPS - 1
-    states = state_bytes(runs, shape.bytes, layer_way(runs, shape.bytes))
-    way = halo_way(runs, reach, shape.row)
-    rows = halo_bytes(runs, reach, shape.row, way)
-    # gradients of rows before runs travel in the dtype of sums
-    wider = shape.row * max(4, DTYPE_BYTES[dtype]) // DTYPE_BYTES[dtype] - shape.row
-    grads = neighbours(runs if way.inside is None else runs.relaid(), reach).received * wider
-    return recurrent_layers(c) * int(grads[rank] + sum(both[rank] for counts in (states, rows) for both in counts))
+    """The bytes that a rank sends in a step for all recurrent layers; in backward it sends back what it received."""
+    layer, runs = layer_shape(c).bytes(dtype, gates=dtype), DocumentRuns.of(plan.residence)
+    states, way = state_bytes(runs, layer, layer_way(runs, layer)), halo_way(runs, layer.reach, layer.tap)
+    rows = [halo_bytes(runs, layer, way, backward=backward).sent for backward in (False, True)]
+    return recurrent_layers(c) * int(sum(sent[rank] for sent in (*states, *rows)))
 
 
 def sharded(plan: seqpar.Plan, comm: seqpar.Comm, attend: Attend) -> Mixers:

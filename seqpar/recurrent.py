@@ -14,12 +14,12 @@ from seqpar.ops.recurrent.conv import causal_conv1d
 from seqpar.ops.recurrent.linear import States, linear_attention
 from seqpar.ops.recurrent.rows import halo, runs, shift
 from seqpar.ops.recurrent.scan import state_scan
+from seqpar.plan.recurrence import RecurrentLayer
 from seqpar.plan.runs import RankRuns
-from seqpar.plan.travel import RecurrentShape
 from seqpar.plan.travel_plot import plot
 from seqpar.plan.travel_report import describe
 
 __all__ = [
-    "RankRuns", "RecurrentShape", "States", "causal_conv1d", "describe", "halo", "linear_attention", "plot", "runs",
+    "RankRuns", "RecurrentLayer", "States", "causal_conv1d", "describe", "halo", "linear_attention", "plot", "runs",
     "shift", "state_scan",
 ]  # fmt: skip

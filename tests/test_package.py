@@ -60,12 +60,12 @@ OPTIONAL = {path: {"matplotlib"} for path in ("plan/plot.py", "plan/travel_plot.
 ORDER = {
     "facts": "value intervals bands bounds windows documents trees unions mask layout stretches tiles __init__",
     "plan": """
-        heads steps traffic routes fetched hierarchy residence runs travel_work travel parts prediction derive counts
-        report plot travel_report travel_plot plan __init__
+        heads steps traffic travel_work recurrence routes fetched hierarchy residence runs parts prediction derive
+        counts report plot travel_counts travel travel_report travel_plot plan __init__
     """,
     "dsp": "form space costs search plan spec specs moves grid overlap runner stages checks apply __init__",
     "planner": """
-        recurrent config shape hardware memory groups place nested count carried cost scale bound forecast problem
+        config presets shape hardware memory groups place nested count carried cost scale bound forecast problem
         batch step fit __init__
     """,
     "comm": """

@@ -55,8 +55,9 @@ from bench.planner.planned import pinned
 from seqpar import recurrent
 from seqpar.comm import Comm, Tag, Work
 from seqpar.ops import switch_all
+from seqpar.plan.recurrence import LayerBytes
 from seqpar.plan.runs import DocumentRuns
-from seqpar.plan.travel import LAYER_WAYS, RecurrentShape, layer_way
+from seqpar.plan.travel import LAYER_WAYS, layer_way
 from seqpar.planner import Hardware, Link, ModelShape, RecurrentLayer
 from seqpar.testing import relative_rms, run_processes
 
@@ -80,10 +81,10 @@ class Case:
     dim: int
 
     @property
-    def shape(self) -> RecurrentShape:
-        """The layer's heads and dims."""
-        delta = FAMILIES[self.family]
-        return RecurrentShape(self.heads, self.dim, self.dim, beta=delta, dtype="float32", taps=1, device="cpu")
+    def layer(self) -> LayerBytes:
+        """What the layer may pass."""
+        layer = RecurrentLayer(self.heads, self.dim, self.dim, delta=FAMILIES[self.family])
+        return layer.bytes("float32", device="cpu")
 
     @property
     def plan(self) -> seqpar.Plan:
@@ -92,7 +93,7 @@ class Case:
 
     def way(self, travel: str) -> str:
         """How states travel."""
-        return layer_way(DocumentRuns.of(self.plan.residence), self.shape.bytes, travel).travel
+        return layer_way(DocumentRuns.of(self.plan.residence), self.layer, travel).travel
 
     def inputs(self, rank: int) -> list[Tensor]:
         """q, k, v, decay and, for the delta rule, beta: the rows of a rank; keys have length 1."""
@@ -248,10 +249,9 @@ def core_rate(comm: Comm) -> float:
 def held_link(ranks: int, heads: int, dim: int) -> Link:
     """A link as much slower than an H100's across nodes as this layer's operations, for as many bytes, take longer."""
     h100, model = Hardware.preset("h100"), ModelShape.preset("qwen3-next-80b-a3b")
-    theirs, ours = model.recurrent, RecurrentLayer(heads, heads, dim, dim, delta=True)
+    theirs, ours = model.recurrent, RecurrentLayer(heads, dim, dim, delta=True)
     assert theirs is not None
-    moved = RecurrentShape(theirs.heads, theirs.key_dim, theirs.value_dim, theirs.groups, beta=True).bytes
-    own = RecurrentShape(heads, dim, dim, beta=True, dtype="float32").bytes
+    moved, own = theirs.bytes(), ours.bytes("float32")
     seconds = (model.linear_flops / model.layers + theirs.flops) / h100.linear_rate / (moved.row + moved.out)
     here = ours.flops / min(run_processes(ranks, core_rate)) / (own.row + own.out)
     return Link(h100.across.latency, h100.across.bandwidth * seconds / here)
@@ -283,7 +283,7 @@ def row(
 
 def formula(case: Case) -> float:
     """Tokens per rank from which states are fewer bytes than Ulysses' rows."""
-    layer, p = case.shape.bytes, case.ranks
+    layer, p = case.layer, case.ranks
     return p * ((p - 1) * layer.state + (p - 2) * layer.map) / ((p - 1) * (layer.row + layer.out))
 
 

@@ -93,11 +93,26 @@ class DocumentRuns(Memo):
             order = order_of(start, residence.layout.total)
             start, rank, document = start[order], rank[order], document[order]
             count = np.ones_like(start)
+        return cls.of_pieces(start, count, rank, document, residence.layout.ranks, residence.mask.offsets)
+
+    @classmethod
+    def of_pieces(cls, start: Ints, count: Ints, rank: Ints, document: Ints, ranks: int, offsets: Ints) -> DocumentRuns:
+        """The runs of pieces of consecutive positions, which are in position order."""
         first = np.flatnonzero(np.append(True, (np.diff(rank) != 0) | (np.diff(document) != 0)))
         if first.size < start.size:
             start, count, rank, document = start[first], np.add.reduceat(count, first), rank[first], document[first]
         start, count, rank, document = (frozen(x.astype(np.int64)) for x in (start, count, rank, document))
-        return cls(start, count, rank, document, residence.layout.ranks, residence.mask.offsets)
+        return cls(start, count, rank, document, ranks, offsets)
+
+    @property
+    def of_cut_documents(self) -> DocumentRuns:
+        """The runs of documents that have several; cached."""
+        return self.memo("of cut documents", self._of_cut_documents)
+
+    def _of_cut_documents(self) -> DocumentRuns:
+        several = ~(self.opens & self.closes)
+        start, count, rank, document = (frozen(x[several]) for x in (self.start, self.count, self.rank, self.document))
+        return DocumentRuns(start, count, rank, document, self.ranks, self.offsets)
 
     @property
     def opens(self) -> NDArray[np.bool_]:

@@ -12,23 +12,34 @@ import numpy as np
 
 from seqpar.plan.derive import Derived
 from seqpar.plan.plot import EDGE, INK, LONG, MUTED, STYLE, checked_path
+from seqpar.plan.recurrence import RecurrentLayer
 from seqpar.plan.runs import DocumentRuns, check_unbranched
-from seqpar.plan.travel import LAYER_WAYS, RecurrentShape, TravelWay, check_travel, layer_way
-from seqpar.plan.travel_report import between, inside, passed, told
+from seqpar.plan.travel import LAYER_WAYS, TravelWay, check_travel, inside, layer_way
+from seqpar.plan.travel_report import between, passed, told
 
 DRAWN = 2000  # runs, or states on their way, at most
 RANKS = 64
 
 
-def plot(plan: Derived, layer: RecurrentShape, path: str | Path, *, travel: str = "auto") -> None:
+def plot(
+    plan: Derived,
+    layer: RecurrentLayer,
+    path: str | Path,
+    *,
+    dtype: str = "bfloat16",
+    gates: str = "float32",
+    device: str = "cuda",
+    threads: int = 1,
+    travel: str = "auto",
+) -> None:
     """Write the picture of one recurrent layer of a plan; the file's suffix decides its format.
 
     Left: the document runs of each rank over the tokens of the batch, in the layout where states pass, coloured by
-    document, and an arrow for each state that is sent. Right: bytes in forward by sender and receiver. layer, travel:
-    as of `describe`.
+    document, and an arrow for each state that is sent. Right: bytes in forward by sender and receiver. The other
+    arguments are those of `describe`.
 
-    Raises: ValueError for an unknown travel, more than 64 ranks or a suffix of an unknown format, ImportError without
-    matplotlib, OSError for a file that cannot be written.
+    Raises: ValueError for an unknown travel, dtype or device, more than 64 ranks or a suffix of an unknown format,
+    ImportError without matplotlib, OSError for a file that cannot be written.
     """
     check_travel("plot", travel, LAYER_WAYS)
     check_unbranched("plot", plan.mask)
@@ -41,7 +52,8 @@ def plot(plan: Derived, layer: RecurrentShape, path: str | Path, *, travel: str 
         raise ValueError(f"at most {RANKS} ranks are drawn, the plan has {plan.ranks}; describe has their quantiles")
     path = checked_path(path)
     runs = DocumentRuns.of(plan.residence)
-    way = layer_way(runs, layer.bytes, travel)
+    of_layer = layer.bytes(dtype, gates=gates, device=device, threads=threads)
+    way = layer_way(runs, of_layer, travel)
     where, inner = inside(runs, way)
     with rc_context(STYLE):
         figure: Any = Figure(figsize=(14, 2.6 + 0.35 * max(plan.ranks, 8)), layout="constrained")
@@ -50,7 +62,7 @@ def plot(plan: Derived, layer: RecurrentShape, path: str | Path, *, travel: str 
         senders(left, where, inner)
         if way.inside is not None:
             left.set_title("Who sends which state, in the contiguous layout")
-        moved = between(runs, layer.bytes, way) / 2**20
+        moved = between(runs, of_layer, way) / 2**20
         image = right.imshow(moved, cmap="Blues", vmin=0, vmax=max(moved.max(), 1e-9), aspect="auto")
         right.set(title="Who sends to whom", xlabel="sender", ylabel="receiver")
         for ticks in (right.xaxis, right.yaxis):

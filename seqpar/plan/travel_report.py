@@ -5,60 +5,72 @@ from __future__ import annotations
 import numpy as np
 from numpy.typing import NDArray
 
-from seqpar.facts.intervals import edges, interval_of
 from seqpar.facts.value import Ints
 from seqpar.plan.derive import Derived
+from seqpar.plan.recurrence import LayerBytes, RecurrentLayer
 from seqpar.plan.report import QUANTILES, RANKS, columns
 from seqpar.plan.runs import DocumentRuns, check_unbranched
 from seqpar.plan.travel import (
     LATENCY,
     LAYER_WAYS,
-    Counts,
-    LayerBytes,
-    RecurrentShape,
     TravelWay,
-    chained,
     check_travel,
-    gathered,
     halo_bytes,
     halo_way,
+    inside,
     layer_way,
-    neighbours,
-    relaid,
     state_bytes,
-)  # fmt: skip
+)
+from seqpar.plan.travel_counts import Counts, chained, gathered, neighbours, relaid, stretches
 
 MIB = 1 << 20
 
 
-def describe(plan: Derived, layer: RecurrentShape, *, travel: str = "auto") -> str:
-    """What ranks send for one recurrent layer of a plan in forward; backward sends it back. Text; nothing is sent.
+def describe(
+    plan: Derived,
+    layer: RecurrentLayer,
+    *,
+    dtype: str = "bfloat16",
+    gates: str = "float32",
+    device: str = "cuda",
+    threads: int = 1,
+    travel: str = "auto",
+) -> str:
+    """What ranks send for one recurrent layer of a plan in forward. Text; nothing is sent.
 
-    layer: its heads, dims and dtypes. travel: as of `seqpar.recurrent.linear_attention`. Tells the runs and how many
-    documents are on several ranks; how states or rows travel, and what each way would cost; how rows reach the
-    convolution; and for each rank, up to 64, its runs, the exchanges it takes part in, states, rows and bytes.
+    Backward sends the gradients back, those of rows before runs in the dtype of sums. layer: its heads and dims. dtype:
+    of q, k, v and the convolution's rows. gates: of decay and beta. device: "cuda" or "cpu", with so many threads of a
+    rank. travel: as of `seqpar.recurrent.linear_attention`. Tells the runs and how many documents are on several ranks;
+    how states or rows travel, and what each way would cost; how rows reach the convolution; and for each rank, up to
+    64, its runs, the exchanges it takes part in, states, rows and bytes.
 
-    Raises: ValueError for an unknown travel, NotImplementedError for a plan of trees.
+    Raises: ValueError for an unknown travel, dtype or device, NotImplementedError for a plan of trees.
     """
     check_travel("describe", travel, LAYER_WAYS)
     check_unbranched("describe", plan.mask)
-    runs, of_layer = DocumentRuns.of(plan.residence), layer.bytes
-    way, halo = layer_way(runs, of_layer, travel), halo_way(runs, layer.taps - 1, layer.row)
+    runs = DocumentRuns.of(plan.residence)
+    of_layer = layer.bytes(dtype, gates=gates, device=device, threads=threads)
+    way, halo = layer_way(runs, of_layer, travel), halo_way(runs, of_layer.reach, of_layer.tap)
     spread = np.bincount(runs.document)
-    costs = {name: layer_way(runs, of_layer, name) for name in LAYER_WAYS}
     cut, most = int((spread > 1).sum()), int(spread.max())
     lines = [
         f"{_many(spread.size, 'document')} of {_many(plan.mask.tokens, 'token')} on {_many(plan.ranks, 'rank')}",
         f"{_many(runs.start.size, 'run')}: {_many(cut, 'document')} {'has' if cut == 1 else 'have'} several, "
         f"at most {most:,}",
-        f"a state has {_mib(of_layer.state)}, its map {_mib(of_layer.map)}; a row {of_layer.row:,} bytes, its result "
-        f"{of_layer.out:,}",
-        f"states: {told(way)}",
-        f"convolution of {_many(layer.taps, 'tap')}: {told(halo)}",
-        f"cost of the busiest rank, an exchange as {_mib(LATENCY)}: "
-        + ", ".join(f"{name} {_mib(x.cost)}" for name, x in costs.items()),
     ]
-    facts = _facts(runs, layer, way, halo)
+    if layer.heads:
+        costs = {name: layer_way(runs, of_layer, name) for name in LAYER_WAYS}
+        lines += [
+            f"a state has {_mib(of_layer.state)}, its map {_mib(of_layer.map)}; a row {of_layer.row:,} bytes, its "
+            f"result {of_layer.out:,}",
+            f"states: {told(way)}",
+        ]
+    if layer.taps:
+        lines.append(f"convolution of {_many(layer.taps, 'tap')}: {told(halo)}")
+    if layer.heads:
+        listed = ", ".join(f"{name} {_mib(x.cost)}" for name, x in costs.items())
+        lines.append(f"cost of the busiest rank, an exchange as {_mib(LATENCY)}: {listed}")
+    facts = _facts(runs, of_layer, way, halo)
     if plan.ranks > RANKS:
         table: list[tuple[str, ...]] = [("of a rank", *QUANTILES, "mean")]
         for name, values in facts.items():
@@ -71,13 +83,13 @@ def describe(plan: Derived, layer: RecurrentShape, *, travel: str = "auto") -> s
     return "\n".join([*lines, *columns(table, (5, *(10,) * len(facts)))])
 
 
-def _facts(runs: DocumentRuns, layer: RecurrentShape, way: TravelWay, halo: TravelWay) -> dict[str, Ints]:
+def _facts(runs: DocumentRuns, layer: LayerBytes, way: TravelWay, halo: TravelWay) -> dict[str, Ints]:
     """The columns of the table, [ranks] each."""
     where, inner = inside(runs, way)
-    states = gathered(where)[0] if inner.travel == "gather" else chained(where)
     moved, none = relaid(runs), np.zeros(runs.ranks, np.int64)
-    both = state_bytes(runs, layer.bytes, way).plus(halo_bytes(runs, layer.taps - 1, layer.row, halo))
-    beside = neighbours(inside(runs, halo)[0], layer.taps - 1) if layer.taps > 1 else Counts(none, none)
+    states = _states(where, inner)
+    both = state_bytes(runs, layer, way).plus(halo_bytes(runs, layer, halo))
+    beside = neighbours(inside(runs, halo)[0], layer.reach)
     return {
         "runs": np.bincount(runs.rank, minlength=runs.ranks), "exchanges": exchanges(runs, way),
         "states out": states.sent, "states in": states.received,
@@ -86,9 +98,11 @@ def _facts(runs: DocumentRuns, layer: RecurrentShape, way: TravelWay, halo: Trav
     }  # fmt: skip
 
 
-def inside(runs: DocumentRuns, way: TravelWay) -> tuple[DocumentRuns, TravelWay]:
-    """The runs between which states or halos pass, and how."""
-    return (runs, way) if way.inside is None else (runs.relaid(), way.inside)
+def _states(runs: DocumentRuns, way: TravelWay) -> Counts:
+    """The states that ranks send and receive; a convolution alone has none."""
+    if not way.steps:
+        return Counts(np.zeros(runs.ranks, np.int64), np.zeros(runs.ranks, np.int64))
+    return gathered(runs)[0] if way.travel == "gather" else chained(runs)
 
 
 def exchanges(runs: DocumentRuns, way: TravelWay) -> Ints:
@@ -99,7 +113,7 @@ def exchanges(runs: DocumentRuns, way: TravelWay) -> Ints:
     elif inner.travel == "pipeline":
         taken = inner.blocks * np.array([_between_depths(where, rank).size for rank in range(runs.ranks)])
     else:
-        states = gathered(where)[0]
+        states = _states(where, inner)
         taken = np.minimum(states.sent + states.received, 1)
     return taken + (0 if way.inside is None else 2 * np.minimum(relaid(runs).sent, 1))
 
@@ -124,11 +138,8 @@ def between(runs: DocumentRuns, layer: LayerBytes, way: TravelWay) -> Ints:
     to, size = where.rank[receiver], layer.state + layer.map * mapped
     np.add.at(total, (to, where.rank[sender]), size)
     if way.inside is not None:
-        edge = edges(runs.tokens)
-        start = np.union1d(runs.start, edge[:-1])
-        start = start[start < edge[-1]]
-        source, target = runs.rank[interval_of(start, runs.start)], interval_of(start, edge)
-        count = np.diff(start, append=edge[-1]) * (source != target)
+        source, target, count = stretches(runs)
+        count = count * (source != target)
         np.add.at(total, (target, source), count * layer.row)
         np.add.at(total, (source, target), count * layer.out)
     return total

@@ -11,7 +11,7 @@ from __future__ import annotations
 
 from typing import NamedTuple
 
-CHUNK = 64
+CHUNK = 64  # rows; ROWS of seqpar.kernels.recurrent.chunked, which plans may not import
 # operations of a device while its link moves a byte: 100e9 / 1e9 of a core and a loopback, 100e12 / 50e9 of a GPU
 RATES = {"cpu": 100, "cuda": 2000}
 WIDTH = 64

@@ -1,9 +1,9 @@
 """The planner: layout, degrees and widths for a batch, from facts about model and machine. No torch, no devices."""
 
+from seqpar.plan.recurrence import RecurrentLayer
 from seqpar.planner.batch import plan_batch
 from seqpar.planner.forecast import Forecast
 from seqpar.planner.hardware import Attention, Hardware, Link
-from seqpar.planner.recurrent import RecurrentLayer
 from seqpar.planner.shape import ModelShape
 from seqpar.planner.step import MicroBatch, plan_step
 

@@ -303,7 +303,8 @@ def shortlist(placed: list[tuple[Knobs, Placement]], *, thorough: bool) -> list[
 def _counted(layers: Layers, w: Weights, placed: list[Placement], ranks: int, node: int) -> list[Candidate]:
     """The placements with their counts, and where it may pay also with keys that enter a node once."""
     rivals = []
-    each = counted_each(layers, placed, ranks=ranks, node=node, recurrent=w.recurrent is not None)
+    recurrent = None if w.recurrent is None else w.recurrent.layer
+    each = counted_each(layers, placed, ranks=ranks, node=node, recurrent=recurrent)
     for placement, plain in zip(placed, each, strict=True):
         once = None
         # a few rows fetched at the borders of ranks are not worth forwarding, which costs steps and planning time

@@ -1,137 +1,169 @@
 """What recurrent layers pass between ranks under a layout, and what they cost, without deriving any rank's moves.
 
-A rank receives what the runs before its last one in each document have left, from the ranks that hold them, and for
-each run the rows before it (see `seqpar.plan.runs`)::
-
-    document    | run 0 | run 1 | run 2 |
-    rank        |   0   |   1   |   0   |      rank 1 receives run 0's state, rank 0 receives run 1's
-
 A layer costs a row the same wherever it is, and more in a run that others continue, whose state and map it makes. Its
-rank then waits for one exchange of rows and one of states in each direction, which nothing hides. This is the "gather"
-of `seqpar.plan.travel`; a layer may choose another way, which costs less.
+rank then waits for states and for the rows before its runs, in each direction, which nothing hides. Both travel in the
+way that the layer will choose, by `seqpar.plan.travel`.
 """
 
 from __future__ import annotations
 
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
 from typing import NamedTuple
 
 import numpy as np
 
-from seqpar.facts.intervals import expand
 from seqpar.facts.layout import Layout
 from seqpar.facts.mask import Mask
 from seqpar.facts.value import Ints
 from seqpar.plan.counts import summed
+from seqpar.plan.recurrence import LayerBytes
 from seqpar.plan.residence import Residence
-from seqpar.plan.traffic import DTYPE_BYTES
-from seqpar.planner.hardware import Hardware, Link
+from seqpar.plan.runs import DocumentRuns
+from seqpar.plan.travel import LATENCY, halo_way, inside, layer_way
+from seqpar.plan.travel_counts import Counts, chained, gathered, neighbours, relaid
+from seqpar.plan.travel_work import LayerWork
+from seqpar.planner.hardware import Hardware
+from seqpar.planner.place import Pieces
 from seqpar.planner.shape import ModelShape
 
 
-class RunCounts(NamedTuple):
-    """Counts of one layer's forward; in backward the gradients go the other way.
+class Items(NamedTuple):
+    """What each rank passes with ranks of its node and beyond, the more of sent and received: int64 [ranks] each."""
 
-    states: runs whose state a rank receives and sends, in its node and beyond: int64 [2, 2, ranks]. maps: the same of
-    those that something enters, whose map goes with the state. halos: of runs whose rows before them are on another
-    rank. leaving: rows of a rank's runs that others continue, int64 [ranks].
-    peers: other ranks of a node, at least 1.
+    near: Ints
+    far: Ints
+
+    @classmethod
+    def of(cls, count: Callable[[int], Counts], ranks: int, node: int) -> Items:
+        """The items of a function of `seqpar.plan.travel_counts`, of a node."""
+        every, none = count(1), np.zeros(ranks, np.int64)
+        far = count(node) if node < ranks else Counts(none, none)
+        near = np.maximum(every.sent - far.sent, every.received - far.received)
+        return cls(near, np.maximum(far.sent, far.received))
+
+    def plus(self, other: Items, times: int = 1) -> Items:
+        """These, and the others so many times."""
+        return Items(self.near + times * other.near, self.far + times * other.far)
+
+    @property
+    def exchange(self) -> Items:
+        """The exchange in which all of them are passed: beyond the node, if some are."""
+        far = (self.far > 0).astype(np.int64)
+        return Items((self.near > 0) * (1 - far), far)
+
+
+class Passed(NamedTuple):
+    """What one layer passes in forward; in backward the gradients go the other way.
+
+    items: the "state" and "map" of runs, the "row" that is relaid with its results, the "halo" before a run and its
+    "halo_grad", the "filtered" row that is relaid for a convolution. exchanges: that a rank waits for, one after
+    another. late: parts of states that pass from run to run before a rank's own; `blocks` make a state. leaving: rows
+    of a rank's runs whose state is computed beforehand, since others continue them. waited: rows that others compute in
+    a pipeline before a rank can; int64 [ranks] each. peers: other ranks of a node, at least 1.
     """
 
-    states: Ints
-    maps: Ints
-    halos: Ints
+    items: Mapping[str, Items]
+    exchanges: Items
+    late: Items
+    blocks: int
     leaving: Ints
+    waited: Ints
     peers: int
 
 
-def carried_by(mask: Mask, layout: Layout, *, node: int) -> RunCounts:
-    """The counts of a layout of a mask's documents."""
-    pieces, rank, document = Residence(mask, layout, layout).pieces("q")
-    if (pieces.step > 1).any():
-        rank, document = (np.repeat(x, pieces.count) for x in (rank, document))
-        start = expand(*pieces)
-        return carried_of(document, start, np.ones_like(start), rank, ranks=layout.ranks, node=node)
-    return carried_of(document, pieces.start, pieces.count, rank, ranks=layout.ranks, node=node)
+def carried_by(mask: Mask, layout: Layout, layer: LayerBytes, *, node: int) -> Passed:
+    """What a layer passes under a layout of a mask's documents."""
+    return _carried(DocumentRuns.of(Residence(mask, layout, layout)), layer, node)
 
 
-def carried_of(document: Ints, start: Ints, count: Ints, rank: Ints, *, ranks: int, node: int) -> RunCounts:
-    """The counts of a layout, given by pieces: consecutive tokens of documents on ranks, in any order."""
-    order = np.lexsort((start, document))
-    document, rank, count = document[order], rank[order], count[order]
-    first = np.flatnonzero(np.append(True, (np.diff(document) != 0) | (np.diff(rank) != 0)))
-    document, rank, count = document[first], rank[first], np.add.reduceat(count, first)
-    new = np.diff(document) != 0
-    opens, closes = np.append(True, new), np.append(new, True)
-    some = ~(opens & closes)
-    document, rank, count, opens, closes = (x[some] for x in (document, rank, count, opens, closes))
-    nodes = -(-ranks // node)
-    by_document, by_node, by_rank = document, document * nodes + rank // node, document * ranks + rank
-    before, in_node, own = (_before(key) for key in (by_document, by_node, by_rank))
-    final = _after(by_rank, np.ones_like(rank)) == 0  # a rank's last run in a document
-    received = np.where(final, [in_node - own, before - in_node], 0)
-    asking, near = (_after(key, final) for key in (by_document, by_node))
-    sent = np.stack([near - ~final, asking - near])
-    states = np.stack([_by_rank(rank, received, ranks), _by_rank(rank, sent, ranks)])
-    opener = np.flatnonzero(opens)[opens.cumsum() - 1]  # the first run of each run's document
-    beside = rank[opener] // node == rank // node
-    opening = np.where(final & (rank[opener] != rank), [beside, ~beside], False)
-    maps = states - np.stack([_by_rank(rank, opening, ranks), _by_rank(rank, sent * opens, ranks)])
-    behind = np.flatnonzero(~opens)
-    close = rank[behind] // node == rank[behind - 1] // node
-    halo = np.stack([close, ~close]).astype(np.int64)
-    halos = np.stack([_by_rank(rank[behind], halo, ranks), _by_rank(rank[behind - 1], halo, ranks)])
-    return RunCounts(states, maps, halos, summed(rank, count * ~closes, ranks), max(1, min(node, ranks) - 1))
+def carried_of(mask: Mask, pieces: Pieces, layer: LayerBytes, *, ranks: int, node: int) -> Passed:
+    """The same for a layout given by pieces."""
+    start = mask.offsets[pieces.document] + pieces.start
+    order = start.argsort()
+    start, count, rank, document = (x[order] for x in (start, pieces.count, pieces.rank, pieces.document))
+    return _carried(DocumentRuns.of_pieces(start, count, rank, document, ranks, mask.offsets), layer, node)
 
 
-def _by_rank(rank: Ints, values: Ints, ranks: int) -> Ints:
-    return np.stack([summed(rank, row, ranks) for row in values])
+def _carried(runs: DocumentRuns, layer: LayerBytes, node: int) -> Passed:
+    ranks, none = runs.ranks, np.zeros(runs.ranks, np.int64)
+    items: dict[str, Items] = {}
+    late, blocks, leaving, waited = Items(none, none), 1, none, none
+
+    def passed(kind: str, count: Callable[[int], Counts]) -> Items:
+        items[kind] = Items.of(count, ranks, node)
+        return items[kind].exchange
+
+    exchanges, peers = Items(none, none), max(1, min(node, ranks) - 1)
+    if not runs.of_cut_documents.start.size:
+        return Passed(items, exchanges, late, blocks, leaving, waited, peers)
+    way = layer_way(runs, layer)
+    if way.inside is not None:
+        exchanges = exchanges.plus(passed("row", lambda node: relaid(runs, node)), times=2)
+    among, states = inside(runs, way)
+    if states.steps and states.travel != "pipeline":
+        leaving = summed(among.rank, among.count * ~among.closes, ranks)
+    if states.steps and states.travel == "gather":
+        exchanges = exchanges.plus(passed("state", lambda node: gathered(among, node)[0]))
+        passed("map", lambda node: gathered(among, node)[1])  # with the states
+    elif states.steps:
+        passed("state", lambda node: chained(among, node))
+        blocks, hops = states.blocks, _hops(among, node)
+        exchanges, late = exchanges.plus(hops).plus(hops.exchange, blocks - 1), hops.plus(hops.exchange, -1)
+        if states.travel == "pipeline" and layer.work is not None:
+            waited = _waited(among, hops, layer.work, blocks)
+    halo = halo_way(runs, layer.reach, layer.tap)
+    if halo.inside is not None:
+        exchanges = exchanges.plus(passed("filtered", lambda node: relaid(runs, node)), times=2)
+    beside, rows = inside(runs, halo)
+    if rows.steps:
+        exchanges = exchanges.plus(passed("halo", lambda node: neighbours(beside, layer.reach, node)))
+        items["halo"] = items["halo_grad"] = Items(*(-(-rows // layer.reach) for rows in items["halo"]))
+    return Passed(items, exchanges, late, blocks, leaving, waited, peers)
 
 
-def _before(key: Ints) -> Ints:
-    """How many earlier runs have the same key, for each run."""
-    order = key.argsort(kind="stable")
-    found = np.empty_like(key)
-    found[order] = np.arange(key.size) - key[order].searchsorted(key[order])
-    return found
+def _waited(runs: DocumentRuns, hops: Items, work: LayerWork, blocks: int) -> Ints:
+    """Rows of all heads in whose time a rank waits for the runs before its own, and has heads of one block alone."""
+    once, each = work.rounds(), work.rounds(blocks)
+    longest = int(runs.of_cut_documents.count.max())
+    return ((hops.near + hops.far) * longest * each + runs.tokens * (blocks * each - once)) // once
 
 
-def _after(key: Ints, counted: Ints) -> Ints:
-    """How many later runs of the same key are counted, for each run."""
-    order = key.argsort(kind="stable")
-    so_far = np.append(0, counted[order].cumsum())
-    stop = key[order].searchsorted(key[order], side="right")
-    found = np.empty_like(key)
-    found[order] = so_far[stop] - so_far[1:]
-    return found
+def _hops(runs: DocumentRuns, node: int) -> Items:
+    """The most hops along a document that a rank has a run of: inside nodes, and from node to node."""
+    passed = np.flatnonzero(~runs.closes)
+    far = runs.rank[passed] // node != runs.rank[passed + 1] // node
+    hops = Items(np.zeros(runs.ranks, np.int64), np.zeros(runs.ranks, np.int64))
+    for most, counted in zip(hops, (~far, far), strict=True):
+        of_document = summed(runs.document[passed], counted, runs.offsets.size - 1)
+        np.maximum.at(most, runs.rank, of_document[runs.document])
+    return hops
 
 
-class Passing(NamedTuple):
-    """Ticks of a link for what one recurrent layer passes in one direction: a state, its map, and a halo.
+class ItemTicks(NamedTuple):
+    """Ticks of an item: among all peers of a node, with one of them, and beyond; and how often it passes in a step."""
 
-    hop_...: of one that goes to one peer or comes from it. latency: of an exchange.
-    """
-
-    latency: int
-    state: int
-    map: int
-    halo: int
-    hop_state: int
-    hop_map: int
-    hop_halo: int
+    near: int
+    hop: int
+    far: int
+    times: int
 
 
-class RecurrentWeights(NamedTuple):
+@dataclass(frozen=True)
+class RecurrentWeights:
     """The recurrent layers of a model on a machine, in ticks, all layers, forward and backward.
 
-    row: of a row. leave: of a row in a run that others continue, besides. inside, across: links of one exchange.
-    exchanges: of states in a step, and as many of halos.
+    layer: what one of them passes. row: of a row. leave: of a row in a run that others continue, besides. items: as of
+    `Passed`. passes: of a layer, in a step. near, far: the latency of an exchange inside a node and beyond.
     """
 
+    layer: LayerBytes
     row: int
     leave: int
-    inside: Passing
-    across: Passing
-    exchanges: int
+    items: Mapping[str, ItemTicks]
+    passes: int
+    near: int
+    far: int
 
     @classmethod
     def of(cls, shape: ModelShape, hardware: Hardware, second: float) -> RecurrentWeights:
@@ -139,46 +171,57 @@ class RecurrentWeights(NamedTuple):
 
         Operations take as long as those of linear layers; nobody has measured a kernel of them on a GPU.
         """
-        layer, layers = shape.recurrent, shape.recurrent_layers
-        assert layer is not None
+        assert shape.recurrent is not None
+        device = "cpu" if hardware.kernel == "native" else "cuda"
+        layer, layers = shape.recurrent.bytes(shape.dtype, device=device), shape.recurrent_layers
         repeated = shape.recompute in ("attention", "full")
         # backward computes the forward's products again, and then two for each of them
         operation = (5 if repeated else 4) / hardware.linear_rate / second
-        size = DTYPE_BYTES[shape.dtype]
+        passes = layers * (3 if repeated else 2)
+        sizes = {
+            "state": layer.state, "map": layer.map, "row": layer.row + layer.out, "filtered": 2 * layer.tap,
+            "halo": layer.reach * layer.tap, "halo_grad": layer.reach * layer.tap_grad,
+        }  # fmt: skip
+        times = {"halo": passes - layers, "halo_grad": layers}
+        near, far = hardware.inside, hardware.across
 
-        def passing(link: Link) -> Passing:
-            bytes_ = layer.state_bytes(size), layer.map_bytes(size), layer.halo_bytes(size)
-            times = (b / rate for rate in (link.bandwidth, link.alone) for b in bytes_)
-            return Passing(*(round(s / second) for s in (link.latency, *times)))
+        def rated(size: int) -> tuple[int, int, int]:
+            near_by, hop, beyond = (round(size / rate / second) for rate in (near.bandwidth, near.alone, far.bandwidth))
+            return near_by, hop, beyond
 
         return cls(
+            layer=layer,
             row=round(operation * shape.recurrent_flops),
-            leave=round(operation * layers * layer.leave_flops),
-            inside=passing(hardware.inside),
-            across=passing(hardware.across),
-            exchanges=layers * (3 if repeated else 2),
+            leave=round(operation * layers * shape.recurrent.leave_flops),
+            items={kind: ItemTicks(*rated(size), times.get(kind, passes)) for kind, size in sizes.items()},
+            passes=passes,
+            near=round(near.latency / second),
+            far=round(far.latency / second),
         )
 
-    def ticks(self, rows: Ints, passed: RunCounts | None) -> tuple[Ints, Ints]:
+    def ticks(self, rows: Ints, carried: Passed | None) -> tuple[Ints, Ints]:
         """Ticks of each rank computing recurrent layers, and waiting for what they pass.
 
         A rank that only sends waits as long as one that receives as much, and its peers are taken to have equal parts.
 
         Raises: ValueError if what they pass was not counted.
         """
-        if passed is None:
-            raise ValueError("the model has recurrent layers: count what they pass under the layout (recurrent=True)")
-        waiting = np.zeros_like(rows)
-        for kind, counts in (("state", passed.states), ("map", passed.maps), ("halo", passed.halos)):
-            near, far = counts.max(0)
-            hop = -(-near // passed.peers) * getattr(self.inside, f"hop_{kind}")
-            waiting += np.maximum(np.maximum(near * getattr(self.inside, kind), hop), far * getattr(self.across, kind))
-            if kind != "map":  # maps go with the states
-                waiting += np.where(far > 0, self.across.latency, (near > 0) * self.inside.latency)
-        return rows * self.row + passed.leaving * self.leave, self.exchanges * waiting
+        if carried is None:
+            raise ValueError("the model has recurrent layers: count what they pass under the layout (recurrent=)")
+        waiting = self.passes * (carried.exchanges.near * self.near + carried.exchanges.far * self.far)
+        for kind, (near, far) in carried.items.items():
+            each = self.items[kind]
+            hop = -(-near // carried.peers) * each.hop
+            waiting = waiting + each.times * np.maximum(np.maximum(near * each.near, hop), far * each.far)
+        state = self.items["state"]
+        late = carried.late.near * (state.hop // carried.blocks) + carried.late.far * (state.far // carried.blocks)
+        waiting = waiting + state.times * late + carried.waited * self.row
+        return rows * self.row + carried.leaving * self.leave, waiting
 
     def most(self, tokens: int) -> int:
         """An upper bound of a rank's ticks besides those of its rows, if it passes at most as many runs as tokens."""
-        links = (self.inside, self.across)
-        each = sum(max(link[1:4]) + max(link[4:]) for link in links) * 3
-        return self.leave * tokens + self.exchanges * (each * tokens + 2 * sum(link.latency for link in links))
+        passed = sum(each.times * sum(each[:3]) for each in self.items.values())
+        # a chain is taken only if its exchanges cost less than what would be gathered
+        exchanges = 8 + tokens * (self.layer.state + self.layer.map) // LATENCY
+        # in a pipeline every rank waits for all rows at most, and once more for heads of a block alone
+        return (self.leave + 2 * self.row + 2 * passed) * tokens + self.passes * exchanges * (self.near + self.far)

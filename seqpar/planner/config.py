@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Any
 
-from seqpar.planner.recurrent import RecurrentLayer
+from seqpar.plan.recurrence import RecurrentLayer
 
 # Decoders whose blocks this file knows: softmax attention, then a gated ffn or experts.
 DENSE = ("gemma2", "gemma3", "gemma3_text", "llama", "mistral", "phi3", "qwen2", "qwen3")

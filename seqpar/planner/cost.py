@@ -26,9 +26,10 @@ from seqpar.facts.layout import Layout
 from seqpar.facts.mask import Mask
 from seqpar.facts.value import Ints
 from seqpar.plan.counts import Tally, summed, tally
+from seqpar.plan.recurrence import LayerBytes
 from seqpar.plan.routes import TAPERED
 from seqpar.plan.traffic import DTYPE_BYTES
-from seqpar.planner.carried import RecurrentWeights, RunCounts, carried_by, carried_of
+from seqpar.planner.carried import Passed, RecurrentWeights, carried_by, carried_of
 from seqpar.planner.count import tallies
 from seqpar.planner.hardware import Hardware, Link
 from seqpar.planner.place import Placement, layout_of
@@ -299,7 +300,7 @@ class Counted(NamedTuple):
 
     masks: list[list[WidthGroup]]
     rows: Ints
-    carried: RunCounts | None = None
+    carried: Passed | None = None
 
     @property
     def moved(self) -> int:
@@ -323,11 +324,11 @@ def layers_in(layers: Layers) -> int:
 
 
 def counted(
-    layers: Layers, layout: Layout, *, widths: Ints, node: int, forwarded: bool, recurrent: bool = False
+    layers: Layers, layout: Layout, *, widths: Ints, node: int, forwarded: bool, recurrent: LayerBytes | None = None
 ) -> Counted:
     """The counts of `fetch`. widths: Ulysses width of each document; forwarded: keys enter a node once.
 
-    recurrent: whether some layers are, so that what they pass is counted too.
+    recurrent: what a recurrent layer passes, to be counted too.
     """
     masks = []
     for mask, count in layers:
@@ -338,12 +339,12 @@ def counted(
             t = tally(mask, layout, width=width, node=near_by, forwarded=forwarded, documents=chosen)
             parts.append(WidthGroup(count, width, t, near_by > 1))
         masks.append(parts)
-    carried = carried_by(layers[0][0], layout, node=node) if recurrent else None
+    carried = None if recurrent is None else carried_by(layers[0][0], layout, recurrent, node=node)
     return Counted(masks, layout.sizes(), carried)
 
 
 def counted_each(
-    layers: Layers, placed: Sequence[Placement], *, ranks: int, node: int, recurrent: bool = False
+    layers: Layers, placed: Sequence[Placement], *, ranks: int, node: int, recurrent: LayerBytes | None = None
 ) -> list[Counted]:
     """The counts of `fetch` for several candidates. Keys may enter a node more than once; widths divide the node."""
     first = layers[0][0]
@@ -358,8 +359,10 @@ def counted_each(
         for own, tally_of in zip(masks, tallies(mask, placed, ranks=ranks, node=node), strict=True):
             own.append([WidthGroup(count, width, t, node // width > 1) for width, t in tally_of.items()])
     rows = [summed(p.pieces.rank, p.pieces.count, ranks) for p in placed]
-    passed = [carried_of(*p.pieces, ranks=ranks, node=node) if recurrent else None for p in placed]
-    return [Counted(*each) for each in zip(masks, rows, passed, strict=True)]
+    if recurrent is None:
+        return [Counted(*each) for each in zip(masks, rows, strict=True)]
+    carried = [carried_of(first, p.pieces, recurrent, ranks=ranks, node=node) for p in placed]
+    return [Counted(*each) for each in zip(masks, rows, carried, strict=True)]
 
 
 def ticks(counts: Counted, w: Weights, *, stage_bytes: int) -> Ticks:

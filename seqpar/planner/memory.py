@@ -38,7 +38,8 @@ class Memory:
         working, states = shape.heads * (shape.dim + shape.values), 0
         if shape.recurrent is not None:
             working = max(working, shape.recurrent.working)
-            states = 2 * hardware.node * (shape.recurrent.state_bytes(size) + shape.recurrent.map_bytes(size))
+            passed = shape.recurrent.bytes(shape.dtype)
+            states = 2 * hardware.node * (passed.state + passed.map)
         row = shape.activation_bytes + acc * working
         stages = stage_bytes * ((3 if nccl else 2) * size + 2 * acc) // size
         buffers = (hardware.node - 1) * CONNECTED * BUFFER if nccl else 0

@@ -9,13 +9,14 @@ left out: they are less than a thousandth of any count.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from typing import Any
 
+from seqpar.plan.recurrence import MOST, RecurrentLayer
 from seqpar.plan.traffic import DTYPE_BYTES
 from seqpar.planner import config
-from seqpar.planner.recurrent import MOST, RecurrentLayer
+from seqpar.planner.presets import PRESETS
 
 RECOMPUTE = ("none", "attention", "full")
 
@@ -131,7 +132,7 @@ class ModelShape:
         """The shape of a published model. Raises ValueError, with the known names, for any other."""
         if not isinstance(name, str) or name not in PRESETS:
             raise ValueError(f"no model is called {name!r}; known: {', '.join(PRESETS)}; or build a ModelShape")
-        return PRESETS[name]()
+        return cls(name, **PRESETS[name])
 
     @classmethod
     def from_config(cls, config_or_dict: object, *, name: str | None = None, recompute: str = "none") -> ModelShape:
@@ -271,101 +272,3 @@ class ModelShape:
         dense = per_ffn * self.ffn
         ffns = self.dense_count * dense + self.sparse_count * sparse
         return self.attention_count * attention + recurrent + ffns
-
-
-def _llama(name: str, hidden: int, layers: int, heads: int, ffn: int) -> ModelShape:
-    """Meta 2024, The Llama 3 Herd of Models, table 3."""
-    return ModelShape(name, hidden, layers, heads, 8, 128, ffn, 128_256)
-
-
-def _gpt(name: str, hidden: int, layers: int, heads: int) -> ModelShape:
-    """Sizes of GPT as in FlexSP's experiments (Wang et al. 2025, section 6.1), with GPT-2's vocabulary."""
-    return ModelShape(name, hidden, layers, heads, heads, 128, 4 * hidden, 50_257, gated=False, tied=True)
-
-
-def _qwen3_moe() -> ModelShape:
-    experts: dict[str, Any] = {"experts": 128, "active_experts": 8, "expert_ffn": 768}
-    return ModelShape("qwen3-30b-a3b", 2048, 48, 32, 4, 128, 0, 151_936, **experts)
-
-
-def _mixtral() -> ModelShape:
-    experts: dict[str, Any] = {"experts": 8, "active_experts": 2, "expert_ffn": 14_336}
-    return ModelShape("mixtral-8x7b", 4096, 32, 32, 8, 128, 0, 32_000, **experts)
-
-
-def _gemma3() -> ModelShape:
-    # Five layers that see the last 1,024 tokens, including the query's own, then one that sees all.
-    windows = (1023,) * 5 + (None,)
-    return ModelShape("gemma3-27b", 5376, 62, 32, 16, 128, 21_504, 262_208, windows=windows, tied=True)
-
-
-def _deepseek_v3() -> ModelShape:
-    experts: dict[str, Any] = {
-        "experts": 256,
-        "active_experts": 8,
-        "shared_experts": 1,
-        "expert_ffn": 2048,
-        "dense_layers": 3,
-    }
-    ranks: dict[str, Any] = {"q_rank": 1536, "kv_rank": 512, "rope_dim": 64, "v_dim": 128}
-    return ModelShape("deepseek-v3", 7168, 61, 128, 128, 192, 18_432, 129_280, **experts, **ranks)
-
-
-def _qwen3_next() -> ModelShape:
-    """The sizes that transformers' Qwen3NextConfig has by default: three layers of four have the gated delta rule."""
-    layer = RecurrentLayer.gated_delta(2048, heads=32, groups=16, key_dim=128, value_dim=128, taps=4)
-    experts: dict[str, Any] = {"experts": 512, "active_experts": 10, "shared_experts": 1, "expert_ffn": 512}
-    kinds: dict[str, Any] = {"recurrent": layer, "recurrent_layers": 36, "output_gate": True}
-    return ModelShape("qwen3-next-80b-a3b", 2048, 48, 16, 2, 256, 0, 151_936, **experts, **kinds)
-
-
-def _kimi_linear() -> ModelShape:
-    """The sizes that transformers' KimiLinearConfig has by default, and the checkpoint's 7 layers of attention."""
-    layer = RecurrentLayer.kimi_delta(2304, heads=32, dim=128, taps=4)
-    experts: dict[str, Any] = {
-        "experts": 256,
-        "active_experts": 8,
-        "shared_experts": 1,
-        "expert_ffn": 1024,
-        "dense_layers": 1,
-    }
-    kinds: dict[str, Any] = {"recurrent": layer, "recurrent_layers": 20, "kv_rank": 512, "rope_dim": 64, "v_dim": 128}
-    return ModelShape("kimi-linear-48b-a3b", 2304, 27, 32, 32, 192, 9216, 163_840, **experts, **kinds)
-
-
-def _nemotron_h() -> ModelShape:
-    """NVIDIA 2025, Nemotron-H, table 1: of 52 layers 24 are Mamba-2, 24 an ffn and 4 attention."""
-    layer = RecurrentLayer.mamba2(4096, heads=128, head_dim=64, groups=8, state=128, taps=4)
-    kinds: dict[str, Any] = {"recurrent": layer, "recurrent_layers": 24, "attention_layers": 4, "ffn_layers": 24}
-    return ModelShape("nemotron-h-8b", 4096, 52, 32, 8, 128, 21_504, 131_072, gated=False, **kinds)
-
-
-def _granite4() -> ModelShape:
-    """The model card of IBM's Granite 4.0 H Small (2025): 4 attention layers of 40, 72 experts and shared ones."""
-    layer = RecurrentLayer.mamba2(4096, heads=128, head_dim=64, groups=1, state=128, taps=4)
-    experts: dict[str, Any] = {"experts": 72, "active_experts": 10, "shared_experts": 2, "expert_ffn": 768}
-    kinds: dict[str, Any] = {"recurrent": layer, "recurrent_layers": 36, "tied": True}
-    return ModelShape("granite-4.0-h-small", 4096, 40, 32, 8, 128, 0, 100_352, **experts, **kinds)
-
-
-# Sizes are those of the published configurations. WLB-LLM (Wang et al. 2025, OSDI) only says 550M parameters: a Llama
-# of that size stands in.
-PRESETS: dict[str, Callable[[], ModelShape]] = {
-    "llama-8b": lambda: _llama("llama-8b", 4096, 32, 32, 14_336),
-    "llama-70b": lambda: _llama("llama-70b", 8192, 80, 64, 28_672),
-    "llama-405b": lambda: _llama("llama-405b", 16_384, 126, 128, 53_248),
-    "qwen3-8b": lambda: ModelShape("qwen3-8b", 4096, 36, 32, 8, 128, 12_288, 151_936),
-    "qwen3-30b-a3b": _qwen3_moe,
-    "mixtral-8x7b": _mixtral,
-    "gemma3-27b": _gemma3,
-    "deepseek-v3": _deepseek_v3,
-    "qwen3-next-80b-a3b": _qwen3_next,
-    "kimi-linear-48b-a3b": _kimi_linear,
-    "nemotron-h-8b": _nemotron_h,
-    "granite-4.0-h-small": _granite4,
-    "gpt-7b": lambda: _gpt("gpt-7b", 4096, 32, 32),
-    "gpt-13b": lambda: _gpt("gpt-13b", 5120, 40, 40),
-    "gpt-30b": lambda: _gpt("gpt-30b", 6656, 60, 52),
-    "wlb-550m": lambda: ModelShape("wlb-550m", 1536, 16, 12, 12, 128, 4096, 32_000),
-    "tiny": lambda: ModelShape("tiny", 128, 2, 4, 2, 32, 352, 257),
-}

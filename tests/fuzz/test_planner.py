@@ -14,7 +14,7 @@ import pytest
 
 from seqpar import Hardware, Mask, ModelShape, plan_batch, plan_step
 from seqpar.planner.hardware import PRESETS as MACHINES
-from seqpar.planner.shape import PRESETS as MODELS
+from seqpar.planner.presets import PRESETS as MODELS
 from tests.fuzz.planned import assert_planned, refused
 
 CASES, ALL, BLOCK = 40, 400, 50

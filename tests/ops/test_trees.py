@@ -54,8 +54,8 @@ CALLS = {
     "linear_attention": lambda x, *to: recurrent.linear_attention(x, x, x, *to),
     "causal_conv1d": lambda x, *to: recurrent.causal_conv1d(x[:, 0], torch.ones(4, 3), None, *to),
     "state_scan": lambda x, *to: recurrent.state_scan(x[:2, :, :, None], x[:2, :, 0], *to),
-    "describe": lambda x, plan, comm: recurrent.describe(plan, recurrent.RecurrentShape(2, 4, 4)),
-    "plot": lambda x, plan, comm: recurrent.plot(plan, recurrent.RecurrentShape(2, 4, 4), "never.png"),
+    "describe": lambda x, plan, comm: recurrent.describe(plan, recurrent.RecurrentLayer(2, 4, 4)),
+    "plot": lambda x, plan, comm: recurrent.plot(plan, recurrent.RecurrentLayer(2, 4, 4), "never.png"),
 }
 
 

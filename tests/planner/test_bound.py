@@ -10,11 +10,11 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from seqpar import Mask, Plan
+from seqpar.plan.recurrence import RecurrentLayer
 from seqpar.planner import Hardware, Link, ModelShape, plan_batch, plan_step
 from seqpar.planner.bound import document_ticks, lower_bound
 from seqpar.planner.cost import Weights, counted, ticks, trades
 from seqpar.planner.problem import layers_of
-from seqpar.planner.recurrent import RecurrentLayer
 from tests.cases import LAYOUTS, divisors, make_layout
 
 FREE = Link(latency=0.0, bandwidth=1e30)
@@ -55,9 +55,8 @@ def slowest(seed: int) -> tuple[int, int, str]:
     if rng.random() < 0.3:
         widths = np.full(len(lengths), rng.choice(divisors(ranks)))
     node, forwarded = int(rng.choice(divisors(ranks))), bool(rng.random() < 0.5)
-    found = counted(
-        layers, layout, widths=widths, node=node, forwarded=forwarded, recurrent=MODELS[model].recurrent is not None
-    )
+    passed = None if w.recurrent is None else w.recurrent.layer
+    found = counted(layers, layout, widths=widths, node=node, forwarded=forwarded, recurrent=passed)
     t = ticks(found, w, stage_bytes=int(rng.choice([1, 1 << 16, 64 << 20])))
     what = f"seed {seed}: {kind}, {ranks} ranks, {lengths.tolist()}, widths {widths.tolist()}, {model} on {machine}"
     return lower_bound(layers, w, ranks), int(t.total.max()), what

@@ -15,16 +15,19 @@ from torch.utils.flop_counter import FlopCounterMode
 
 from seqpar import Layout, Mask, Plan, recurrent
 from seqpar.comm import Comm, LocalComm
-from seqpar.plan.runs import DocumentRuns, Requests
+from seqpar.plan import travel
+from seqpar.plan.recurrence import LayerBytes, RecurrentLayer
+from seqpar.plan.runs import DocumentRuns
 from seqpar.planner import Hardware, ModelShape, plan_batch
-from seqpar.planner.carried import RecurrentWeights, RunCounts, carried_by, carried_of
+from seqpar.planner.carried import RecurrentWeights, carried_by, carried_of
 from seqpar.planner.cost import Weights, counted, ticks
 from seqpar.planner.memory import Memory
+from seqpar.planner.place import Pieces
 from seqpar.planner.problem import layers_of
-from seqpar.planner.recurrent import RecurrentLayer
 from seqpar.testing import run_threads
 
 H100 = Hardware.preset("h100")
+GATHERED = LayerBytes(heads=1, state=1, map=1, row=1 << 30)  # of states so small that all are gathered
 HYBRIDS = ["qwen3-next-80b-a3b", "kimi-linear-48b-a3b", "nemotron-h-8b", "granite-4.0-h-small"]
 
 
@@ -32,69 +35,92 @@ HYBRIDS = ["qwen3-next-80b-a3b", "kimi-linear-48b-a3b", "nemotron-h-8b", "granit
 
 
 @given(st.data())
-def test_what_is_counted_is_what_the_runs_of_a_plan_ask_for(data: st.DataObject) -> None:
+def test_pieces_in_any_order_are_counted_as_their_layout(data: st.DataObject) -> None:
     ranks = data.draw(st.integers(1, 6))
     node = data.draw(st.integers(1, ranks))
     mask = Mask(data.draw(st.lists(st.integers(1, 20), min_size=1, max_size=5)))
     rng = np.random.default_rng(data.draw(st.integers(0, 1 << 30)))
     at = np.unique(np.concatenate([mask.offsets, rng.integers(0, mask.tokens, 8)]))
-    count, rank = np.diff(at), rng.integers(0, ranks, at.size - 1)
+    count, rank, order = np.diff(at), rng.integers(0, ranks, at.size - 1), rng.permutation(at.size - 1)
     document, layout = mask.documents(at[:-1]), Layout.from_pieces(at[:-1], count, rank, ranks)
-    found = carried_of(document, at[:-1] - mask.offsets[document], count, rank, ranks=ranks, node=node)
-    runs = DocumentRuns.of(Plan(mask, layout).residence)
-    earlier = runs.earlier_runs()
-    entered = Requests(*(column[~runs.opens[earlier.item]] for column in (earlier.asking, earlier.owner, earlier.item)))
-    for asked, counts in ((earlier, found.states), (entered, found.maps), (runs.rows_before(1), found.halos)):
-        far, want = (asked.asking // node != asked.owner // node).astype(int), np.zeros_like(counts)
-        np.add.at(want, (0, far, asked.asking), 1)
-        np.add.at(want, (1, far, asked.owner), 1)
-        np.testing.assert_array_equal(counts, want)
-    leaving = np.bincount(runs.rank, weights=runs.count * ~runs.closes, minlength=ranks)
-    np.testing.assert_array_equal(found.leaving, leaving)
-    assert all(np.array_equal(a, b) for a, b in zip(found, carried_by(mask, layout, node=node), strict=True))
+    layer = LayerBytes(4, *rng.integers(1, 1 << 20, 4).tolist(), None, reach=2, tap=8, tap_grad=16)
+    columns = (x[order] for x in (document, at[:-1] - mask.offsets[document], count, rank))
+    found = carried_of(mask, Pieces(*columns), layer, ranks=ranks, node=node)
+    assert str(found) == str(carried_by(mask, layout, layer, node=node))
+    if "row" not in found.items:
+        runs = DocumentRuns.of(Plan(mask, layout).residence)
+        leaving = np.bincount(runs.rank, weights=runs.count * ~runs.closes, minlength=ranks)
+        np.testing.assert_array_equal(found.leaving, leaving)
 
 
-def test_runs_of_strided_layouts_are_counted_too() -> None:
-    found = carried_by(Mask([5, 2]), Layout.striped(7, 2), node=2)
-    assert found.states[:, 0].tolist() == [[3, 2], [2, 3]]  # rank 0 has rows 0 2 4 | 6, rank 1 has 1 3 | 5
-    assert found.leaving.tolist() == [2, 3]
+def test_items_are_the_more_of_sent_and_received_by_node() -> None:
+    carried = carried_by(Mask([5, 2]), Layout.striped(7, 2), GATHERED, node=2)
+    # rank 0 has rows 0 2 4 | 6 and receives 1 3, rank 1 has 1 3 | 5 and receives 0 2, and sends 5's state to nobody
+    assert [x.tolist() for x in carried.items["state"]] == [[3, 3], [0, 0]]
+    assert carried.leaving.tolist() == [2, 3]
+    apart = carried_by(Mask([5, 2]), Layout.striped(7, 2), GATHERED, node=1)
+    assert [x.tolist() for x in apart.items["state"]] == [[0, 0], [3, 3]]
+    assert apart.exchanges.far.tolist() == [1, 1] and not apart.exchanges.near.any()
 
 
 FAMILIES = {
-    "decay": RecurrentLayer(4, 2, 8, 16, taps=3, channels=24),
-    "decay by channel": RecurrentLayer(4, 4, 8, 16, by_channel=True, taps=3, channels=24),
-    "delta rule": RecurrentLayer(4, 2, 8, 16, delta=True, taps=3, channels=24),
+    "decay": RecurrentLayer(4, 8, 16, 2, taps=3, channels=24),
+    "decay by channel": RecurrentLayer(4, 8, 16, decay="channel", taps=3, channels=24),
+    "delta rule": RecurrentLayer(4, 8, 16, 2, delta=True, taps=3, channels=24),
 }
 
 
-def sent(comm: Comm, plan: Plan, layer: RecurrentLayer) -> tuple[int, int]:
-    """The bytes that a rank sends for the states of one layer, and for its halos."""
-    rows = plan.rows(comm.rank)
+def passed(comm: Comm, plan: Plan, layer: RecurrentLayer) -> list[int]:
+    """The more of the bytes that a rank sends and receives: for states, and for the convolution in both directions."""
+    rows, counts = plan.rows(comm.rank), []
+
+    def note() -> None:
+        counts.append(max(comm.stats.bytes_sent, comm.stats.bytes_received))
+        comm.stats.reset()
+
     q, k = torch.randn(2, rows, layer.groups, layer.key_dim)
     v, decay, beta = torch.randn(rows, layer.heads, layer.value_dim), -torch.rand(rows, layer.heads), None
-    if layer.by_channel:
+    if layer.decay == "channel":
         decay = -torch.rand(rows, layer.heads, layer.key_dim)
     if layer.delta:
         beta = torch.rand(rows, layer.heads)
-    recurrent.linear_attention(q, k, v, plan, comm, decay=decay, beta=beta, travel="gather")
-    states = comm.stats.bytes_sent
-    recurrent.causal_conv1d(
-        torch.randn(rows, layer.channels), torch.randn(layer.channels, layer.taps), None, plan, comm, travel="halo"
-    )
-    return states, comm.stats.bytes_sent - states
+    recurrent.linear_attention(q, k, v, plan, comm, decay=decay, beta=beta)
+    note()
+    x = torch.randn(rows, layer.channels, dtype=torch.bfloat16).requires_grad_()
+    filters = torch.randn(layer.channels, layer.taps, dtype=torch.bfloat16)
+    y = recurrent.causal_conv1d(x, filters, None, plan, comm)
+    note()
+    y.sum().backward()
+    note()
+    return counts
 
 
 @pytest.mark.parametrize("family", FAMILIES)
-@pytest.mark.parametrize("kind", ["contiguous", "zigzag"])
-def test_bytes_that_move_are_counted(family: str, kind: str) -> None:
-    layer, mask = FAMILIES[family], Mask([38, 12, 70])
-    layout = Layout.zigzag(mask.lengths, 3) if kind == "zigzag" else Layout.contiguous(mask.tokens, 3)
-    counts = carried_by(mask, layout, node=3)
-    results = run_threads(3, sent, Plan(mask, layout), layer)
-    assert [states for states, _ in results] == (
-        counts.states[1, 0] * layer.state_bytes(4) + counts.maps[1, 0] * layer.map_bytes(4)
-    ).tolist()
-    assert [halos for _, halos in results] == (counts.halos[1, 0] * layer.halo_bytes(4)).tolist()
+@pytest.mark.parametrize(
+    ("layout", "latency", "kinds"),
+    [
+        ("contiguous", travel.LATENCY, {"state", "map"}),
+        ("contiguous", 1, {"state"}),  # a chain
+        ("striped", 1, {"row", "state"}),
+    ],
+)
+def test_bytes_of_the_way_that_is_taken_are_counted(
+    family: str, layout: str, latency: int, kinds: set[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(travel, "LATENCY", latency)
+    layer, mask = FAMILIES[family], Mask([240])
+    made = getattr(Layout, layout)(mask.tokens, 4)
+    wide, half = layer.bytes("float32"), layer.bytes("bfloat16")
+    carried = carried_by(mask, made, wide._replace(tap=half.tap, tap_grad=half.tap_grad), node=4)
+    assert kinds <= set(carried.items) and ("map" in carried.items) == ("map" in kinds)
+    sizes = {"state": wide.state, "map": wide.map, "row": wide.row + wide.out}
+    states = sum(carried.items[kind].near * size for kind, size in sizes.items() if kind in carried.items)
+    sizes = {"halo": half.reach * half.tap, "filtered": 2 * half.tap}
+    there = sum(carried.items[kind].near * size for kind, size in sizes.items() if kind in carried.items)
+    sizes["halo"] = half.reach * half.tap_grad
+    back = sum(carried.items[kind].near * size for kind, size in sizes.items() if kind in carried.items)
+    results = run_threads(4, passed, Plan(mask, made), layer)
+    assert [list(column) for column in zip(*results)] == [x.tolist() for x in (states, there, back)]
 
 
 @pytest.mark.parametrize("family", ["decay", "delta rule"])
@@ -120,32 +146,77 @@ def sent_alone(plan: Plan, layer: RecurrentLayer) -> Tensor:
 # --- what it costs ---
 
 
-def test_a_cut_document_costs_one_exchange_of_states_and_one_of_rows_in_each_direction() -> None:
+def test_a_cut_document_costs_one_exchange_of_states_and_one_of_halos_in_each_direction() -> None:
     shape = ModelShape.preset("qwen3-next-80b-a3b")
     w = RecurrentWeights.of(shape, H100, 1e-12)
     layer, mask = shape.recurrent, Mask([4000])
     assert layer is not None
-    computing, waiting = w.ticks(np.array([2000, 2000]), carried_by(mask, Layout.contiguous(4000, 2), node=2))
+    computing, waiting = w.ticks(np.array([2000, 2000]), carried_by(mask, Layout.contiguous(4000, 2), w.layer, node=2))
     state, halo = 32 * 128 * 128 * 4, 3 * 8192 * 2  # and no map: nothing enters the first run
-    seconds = 36 * 2 * (2 * H100.inside.latency + (state + halo) / H100.inside.alone)
+    # gradients of rows before runs are in float32
+    seconds = 36 * (4 * H100.inside.latency + (2 * state + halo + 2 * halo) / H100.inside.alone)
     assert waiting.tolist() == pytest.approx([seconds / 1e-12] * 2, rel=1e-6)
     operations = 4 * 36 * 2000 * layer.flops
     assert int(computing[1]) == pytest.approx(operations / H100.linear_rate / 1e-12, rel=1e-6)
     assert int(computing[0] - computing[1]) == pytest.approx(
         4 * 36 * 2000 * layer.leave_flops / H100.linear_rate / 1e-12, rel=1e-6
     )
-    _, whole = w.ticks(np.array([2000, 2000]), carried_by(Mask([2000, 2000]), Layout.contiguous(4000, 2), node=2))
-    assert not whole.any()
+    apart = carried_by(Mask([2000, 2000]), Layout.contiguous(4000, 2), w.layer, node=2)
+    assert not w.ticks(np.array([2000, 2000]), apart)[1].any() and not apart.items
     again = RecurrentWeights.of(replace(shape, recompute="full"), H100, 1e-12)
-    assert again.exchanges == 36 * 3 and again.row == pytest.approx(w.row * 5 / 4)
+    assert again.passes == 36 * 3 and again.row == pytest.approx(w.row * 5 / 4)
+    assert (again.items["halo"].times, again.items["halo_grad"].times) == (36 * 2, 36)
+
+
+def test_a_chain_costs_its_exchanges_and_the_parts_of_states_before_a_rank_s_own() -> None:
+    w = RecurrentWeights.of(ModelShape.preset("nemotron-h-8b"), H100, 1e-12)
+    layer = w.layer._replace(heads=1, map=1 << 40, work=None)  # which nobody would gather
+    for node, near, far in ((8, 7, 0), (4, 6, 1), (1, 0, 7)):
+        carried = carried_by(Mask([8000]), Layout.contiguous(8000, 8), layer, node=node)
+        assert set(carried.items) == {"state", "halo", "halo_grad"} and carried.blocks == 1
+        # one more for the rows before runs, which rank 0 sends to a neighbour
+        assert [x[0] for x in carried.exchanges] == [near + (node > 1), far + (node == 1)]
+        assert [x[0] for x in carried.late] == [max(0, near - (far == 0)), max(0, far - 1)]
+        late = carried.late.near * w.items["state"].hop + carried.late.far * w.items["state"].far
+        exchanges = carried.exchanges.near * w.near + carried.exchanges.far * w.far
+        at_once = w.ticks(np.full(8, 1000), carried._replace(late=type(carried.late)(late * 0, late * 0)))[1]
+        assert (w.ticks(np.full(8, 1000), carried)[1] - at_once == w.passes * late).all()
+        assert (at_once > w.passes * exchanges).all()
+    short = carried_by(Mask([2000, 6000]), Layout.contiguous(8000, 8), layer, node=8)
+    assert short.exchanges.near.tolist() == [2, 2, 6, 6, 6, 6, 6, 6]
+    parts = carried_by(Mask([8000]), Layout.contiguous(8000, 8), layer._replace(heads=2, state=1 << 30), node=8)
+    assert parts.blocks == 2 and parts.exchanges.near.tolist() == [9] * 8
+
+
+def test_a_pipeline_waits_for_the_rows_of_others_and_computes_nothing_beforehand() -> None:
+    layer = RecurrentLayer(8, 128, 128, delta=True).bytes("float32", device="cpu")
+    carried = carried_by(Mask([64 << 10]), Layout.contiguous(64 << 10, 4), layer, node=4)
+    assert carried.blocks == 8 and set(carried.items) == {"state"} and not carried.leaving.any()
+    assert carried.waited.tolist() == [3 * (16 << 10) // 8] * 4 and carried.exchanges.near.tolist() == [3 + 7] * 4
+    w = RecurrentWeights.of(ModelShape.preset("nemotron-h-8b"), Hardware.preset("cpu"), 1e-12)
+    rows = np.full(4, 16 << 10)
+    at_once = carried._replace(waited=carried.waited * 0)
+    (computing, waiting), (same, less) = (w.ticks(rows, each) for each in (carried, at_once))
+    assert (computing == rows * w.row).all() and (same == computing).all()
+    assert (waiting - less == carried.waited * w.row).all()
+    two = layer._replace(work=layer.work._replace(width=2))  # heads at once: as many as a block has, or all are late
+    later = carried_by(Mask([64 << 10]), Layout.contiguous(64 << 10, 4), two, node=4)
+    assert later.blocks == 4 and later.waited.tolist() == [3 * (16 << 10) // 4] * 4
+
+
+def test_a_layer_without_a_state_waits_for_rows_alone() -> None:
+    layer = RecurrentLayer.short_convolution(4096, taps=3).bytes()
+    carried = carried_by(Mask([4000]), Layout.contiguous(4000, 2), layer, node=2)
+    assert set(carried.items) == {"halo", "halo_grad"} and carried.exchanges.near.tolist() == [1, 1]
 
 
 def test_states_from_other_nodes_cross_the_slower_links() -> None:
     w = RecurrentWeights.of(ModelShape.preset("nemotron-h-8b"), H100, 1e-12)
-    one, two = (carried_by(Mask([8000]), Layout.contiguous(8000, 4), node=node) for node in (4, 2))
+    one, two = (carried_by(Mask([8000]), Layout.contiguous(8000, 4), GATHERED, node=node) for node in (4, 2))
     rows = np.full(4, 2000)
     assert (w.ticks(rows, two)[1] > w.ticks(rows, one)[1]).all()
-    assert two.states[0].sum(0).tolist() == [0, 1, 2, 3] and two.states[0, 1].tolist() == [0, 0, 2, 2]
+    assert [x.tolist() for x in one.items["state"]] == [[3, 2, 2, 3], [0] * 4]
+    assert [x.tolist() for x in two.items["state"]] == [[1] * 4, [2] * 4]
 
 
 def test_a_cost_without_counts_is_refused() -> None:
@@ -168,10 +239,10 @@ def test_forecasts_of_hybrid_models_show_attention_and_recurrences(name: str) ->
     assert list(shares) == ["attention", "recurrent", "exposed", "linear", "head"] and min(shares.values()) > 0
     assert sum(shares.values()) == pytest.approx(float(forecast.ticks.total.sum()) * forecast.second)
     assert "recurrent" in plan.describe() and "recurrences at the rate of linear layers" in str(forecast)
-    runs = carried_by(plan.mask, plan.layout, node=8)
     w = Weights.of(shape, H100.among(8)).recurrent
     assert w is not None
-    np.testing.assert_array_equal(w.ticks(plan.layout.sizes(), runs)[0], forecast.ticks.recurrent)
+    carried = carried_by(plan.mask, plan.layout, w.layer, node=8)
+    np.testing.assert_array_equal(w.ticks(plan.layout.sizes(), carried)[0], forecast.ticks.recurrent)
     alone = plan_batch([900] * 64, 8, model=name, hardware=H100)
     assert alone.forecast is not None and not alone.forecast.ticks.exposed.any()
 
@@ -212,7 +283,9 @@ def test_sizes_that_no_layer_has_are_refused() -> None:
         ({"heads": 4}, "are all 0 or none is"),
         ({"taps": 3}, "give heads, or both taps and channels"),
         ({}, "give heads, or both"),
-        ({"heads": -1}, "heads must be an integer from 0"),
+        ({"heads": -1}, "heads must be an integer of at least 0, got -1"),
+        ({"heads": 4, "key_dim": 1.5}, "key_dim must be an integer of at least 0, got 1.5"),
+        ({"heads": 4, "key_dim": 8, "value_dim": 8, "decay": "row"}, "decay must be one of none, scalar, channel"),
     ]
     for sizes, message in wrong:
         with pytest.raises(ValueError, match=message):
@@ -338,5 +411,4 @@ def test_presets_are_the_published_sizes() -> None:
 
 
 def test_counts_are_of_ranks_that_share_a_node() -> None:
-    assert isinstance(carried_by(Mask([4]), Layout.contiguous(4, 2), node=8), RunCounts)
-    assert carried_by(Mask([4]), Layout.contiguous(4, 2), node=8).peers == 1
+    assert carried_by(Mask([4]), Layout.contiguous(4, 2), GATHERED, node=8).peers == 1

@@ -7,7 +7,7 @@ from dataclasses import replace
 import pytest
 
 from seqpar.planner import ModelShape
-from seqpar.planner.shape import PRESETS
+from seqpar.planner.presets import PRESETS
 
 # Published totals and active parameters in billions, as the models' cards and reports give them.
 PUBLISHED = {

@@ -19,7 +19,8 @@ from seqpar.ops.recurrent.relaid import Relaid
 from seqpar.ops.recurrent.rows import document_runs
 from seqpar.ops.recurrent.scan import passing
 from seqpar.plan import Plan
-from seqpar.plan.travel import LayerBytes, TravelWay, layer_way
+from seqpar.plan.recurrence import LayerBytes
+from seqpar.plan.travel import TravelWay, layer_way
 
 StatesPassing = StateGather | StateChain | StatePipeline
 

@@ -26,8 +26,9 @@ from seqpar.ops.recurrent.chain import StateChain
 from seqpar.ops.recurrent.gather import StateGather
 from seqpar.ops.recurrent.rows import document_runs
 from seqpar.plan import Plan
+from seqpar.plan.recurrence import LayerBytes
 from seqpar.plan.runs import check_unbranched
-from seqpar.plan.travel import STATE_WAYS, LayerBytes, TravelWay, check_travel, state_way
+from seqpar.plan.travel import STATE_WAYS, TravelWay, check_travel, state_way
 
 
 def state_scan(states: Tensor, maps: Tensor, plan: Plan, comm: Comm, *, travel: str = "auto") -> Tensor:

@@ -21,7 +21,8 @@ from seqpar.facts.mask import Mask
 from seqpar.kernels.recurrent.native import NativeChunks
 from seqpar.ops.recurrent.rows import document_runs
 from seqpar.plan import Plan
-from seqpar.plan.travel import RecurrentShape, layer_way, state_bytes
+from seqpar.plan.recurrence import RecurrentLayer
+from seqpar.plan.travel import layer_way, state_bytes
 from seqpar.plan.travel_report import exchanges
 from seqpar.plan.travel_work import LayerWork
 from seqpar.testing import COMMS, relative_rms, run_processes, run_threads
@@ -94,8 +95,8 @@ def test_many_heads_over_processes(comm) -> None:
 
     family = Family("scalar", beta=True, initial=True, heads=16, dim=32, values=32, unit=True)
     plan = plan_of("contiguous", (700, 50), 3)
-    shape = RecurrentShape(16, 32, 32, 2, beta=True, dtype="float64", gates="float64", device="cpu", threads=2)
-    assert layer_way(document_runs(plan), shape.bytes, "pipeline").blocks > 1
+    layer = RecurrentLayer(16, 32, 32, 2, delta=True).bytes("float64", gates="float64", device="cpu", threads=2)
+    assert layer_way(document_runs(plan), layer, "pipeline").blocks > 1
     agrees(plan, family, run, travel="pipeline")
 
 
@@ -123,14 +124,12 @@ def counted(comm: Comm, plan: Plan, family: Family) -> list[tuple[int, int, int]
 @given(plans(), st.sampled_from([1, 2, 4]), st.sampled_from(FAMILIES))
 def test_bytes_and_exchanges_are_what_is_predicted(plan, most, family) -> None:
     case = Family(*family)
-    shape = RecurrentShape(
-        case.heads, case.dim, case.values, case.groups, decay=case.decay, beta=case.beta, dtype="float64",
-        gates="float64", device="cpu",
-    )  # fmt: skip
+    shape = RecurrentLayer(case.heads, case.dim, case.values, case.groups, decay=case.decay, delta=case.beta)
+    layer = shape.bytes("float64", gates="float64", device="cpu")
     runs = document_runs(plan)
     with blocks(most):
-        way = layer_way(runs, shape.bytes, "pipeline")
-        expected, taken = state_bytes(runs, shape.bytes, way), exchanges(runs, way)
+        way = layer_way(runs, layer, "pipeline")
+        expected, taken = state_bytes(runs, layer, way), exchanges(runs, way)
         results = run_threads(plan.ranks, counted, plan, case)
     for rank, ((sent, received, times), (sent_back, received_back, _)) in enumerate(results):
         assert (sent, received) == (expected.sent[rank], expected.received[rank]) == (received_back, sent_back)

@@ -16,18 +16,10 @@ from seqpar.comm import Comm
 from seqpar.facts.mask import Mask
 from seqpar.ops.recurrent.rows import document_runs
 from seqpar.plan import Plan
-from seqpar.plan.travel import (
-    LATENCY,
-    RecurrentShape,
-    chained,
-    gathered,
-    halo_bytes,
-    halo_way,
-    layer_way,
-    relaid,
-    state_bytes,
-    state_way,
-)  # fmt: skip
+from seqpar.plan.recurrence import RecurrentLayer
+from seqpar.plan.runs import DocumentRuns
+from seqpar.plan.travel import LATENCY, halo_bytes, halo_way, layer_way, state_bytes, state_way
+from seqpar.plan.travel_counts import chained, gathered, neighbours, relaid
 from seqpar.testing import COMMS, run_processes, run_threads
 from tests.cases import LAYOUTS
 from tests.ops.recurrent.cases import FAMILIES, Family, agrees, plan_of, plans, poisoned
@@ -56,7 +48,7 @@ def test_every_way_computes_what_one_device_does(plan, travel, family, initial, 
 def test_a_striped_layout_moves_rows_unasked() -> None:
     family = Family("scalar", beta=True, initial=True, dim=16, values=16, unit=True)
     plan = Plan(Mask((700, 324)), seqpar.Layout.striped(1024, 2), rows=513)
-    layer = RecurrentShape(4, 16, 16, 2, beta=True, dtype="float64", gates="float64").bytes
+    layer = RecurrentLayer(4, 16, 16, 2, delta=True).bytes("float64", gates="float64")
     assert layer_way(document_runs(plan), layer).travel == "rows"
     agrees(plan, family)
 
@@ -154,9 +146,8 @@ def test_both_ways_fold_alike_and_send_what_is_predicted(plan, shape) -> None:
     maps = torch.randn(count, *shape, dtype=torch.float64, generator=g)
     maps[torch.from_numpy(runs.opens)] = torch.inf  # never used
     kind = MAPS[shape]
-    layer = RecurrentShape(
-        H, K, V, decay="none" if kind == "matrix" else kind, beta=kind == "matrix", dtype="float64"
-    ).bytes
+    matrix = kind == "matrix"
+    layer = RecurrentLayer(H, K, V, decay="none" if matrix else kind, delta=matrix).bytes("float64")
     found = {}
     for travel in ("gather", "chain"):
         results = run_threads(plan.ranks, scanned, plan, states, maps, grad, travel)
@@ -174,13 +165,13 @@ def test_both_ways_fold_alike_and_send_what_is_predicted(plan, shape) -> None:
 
 def test_a_chain_takes_the_steps_of_its_plan() -> None:
     plan = plan_of("contiguous", (32,), 4)
-    layer = RecurrentShape(H, K, V, decay="none", beta=True, dtype="float64").bytes
+    layer = RecurrentLayer(H, K, V, decay="none", delta=True).bytes("float64")
     runs = document_runs(plan)
     for latency_free, blocks in ((layer, 1), (layer._replace(state=1 << 30), 4)):
         way = state_way(runs, latency_free, "chain")
         assert (way.blocks, way.steps) == (blocks, 3 + blocks - 1)
     states, maps = torch.rand(4, 1024, 64, 64), torch.zeros(4, 1024)
-    way = state_way(runs, RecurrentShape(1024, 64, 64, dtype="float32").bytes, "chain")
+    way = state_way(runs, RecurrentLayer(1024, 64, 64).bytes("float32"), "chain")
     assert way.blocks > 1
     results = run_threads(4, scanned, plan, states, maps, states, "chain")
     # a rank takes part when it receives or sends a block
@@ -199,14 +190,28 @@ def test_a_chain_s_bytes_do_not_grow_with_earlier_runs() -> None:
 
 
 @settings(max_examples=40)
-@given(plans())
-def test_gathered_states_are_counted_as_they_are_asked_for(plan) -> None:
+@given(plans(), st.integers(1, 4), st.integers(1, 3))
+def test_what_passes_between_nodes_is_counted_as_it_is_asked_for(plan, node, reach) -> None:
     runs = document_runs(plan)
-    asked = runs.earlier_runs()
-    later = ~runs.opens[asked.item]
-    for counts, chosen in zip(gathered(runs), (later | True, later), strict=True):
-        assert counts.sent.tolist() == np.bincount(asked.owner[chosen], minlength=plan.ranks).tolist()
-        assert counts.received.tolist() == np.bincount(asked.asking[chosen], minlength=plan.ranks).tolist()
+    earlier, before = runs.earlier_runs(), runs.rows_before(reach)
+    mapped = ~runs.opens[earlier.item]
+    here, there = (recurrent_rank(x) for x in (runs, runs.relaid()))
+    row, passed = np.arange(plan.mask.tokens), np.flatnonzero(~runs.closes)
+    for counts, source, target in (
+        (gathered(runs, node)[0], earlier.owner, earlier.asking),
+        (gathered(runs, node)[1], earlier.owner[mapped], earlier.asking[mapped]),
+        (neighbours(runs, reach, node), before.owner, before.asking),
+        (chained(runs, node), runs.rank[passed], runs.rank[passed + 1]),
+        (relaid(runs, node), here[row], there[row]),
+    ):
+        far = source // node != target // node
+        assert counts.sent.tolist() == np.bincount(source[far], minlength=plan.ranks).tolist()
+        assert counts.received.tolist() == np.bincount(target[far], minlength=plan.ranks).tolist()
+
+
+def recurrent_rank(runs: DocumentRuns) -> np.ndarray:
+    """The rank of each row."""
+    return np.repeat(runs.rank, runs.count)
 
 
 def counted(comm: Comm, plan: Plan, family: Family, travel: str) -> list[tuple[int, int]]:
@@ -230,11 +235,10 @@ def counted(comm: Comm, plan: Plan, family: Family, travel: str) -> list[tuple[i
 def test_a_layer_sends_what_is_predicted(plan, travel, family) -> None:
     decay, beta = family
     case = Family(decay, beta)
-    shape = RecurrentShape(
-        case.heads, case.dim, case.values, case.groups, decay=decay, beta=beta, dtype="float64", gates="float64"
-    )
+    shape = RecurrentLayer(case.heads, case.dim, case.values, case.groups, decay=decay, delta=beta)
+    layer = shape.bytes("float64", gates="float64")
     runs = document_runs(plan)
-    expected = state_bytes(runs, shape.bytes, layer_way(runs, shape.bytes, travel))
+    expected = state_bytes(runs, layer, layer_way(runs, layer, travel))
     for rank, counts in enumerate(run_threads(plan.ranks, counted, plan, case, travel)):
         both = int(expected.sent[rank]), int(expected.received[rank])
         assert counts == [both, both[::-1]]
@@ -257,11 +261,31 @@ def test_a_convolution_of_relaid_rows_is_the_same(plan, taps) -> None:
     found = []
     for travel in ("halo", "rows"):
         results = run_threads(plan.ranks, filtered, plan, x, weight, travel)
-        expected = halo_bytes(runs, taps - 1, 24, halo_way(runs, taps - 1, 24, travel))
+        layer = RecurrentLayer(taps=taps, channels=3).bytes("float64")
+        expected = halo_bytes(runs, layer, halo_way(runs, taps - 1, 24, travel))
         assert [sent for *_, sent in results] == expected.sent.tolist()
         found.append([*(x for y, dx, *_ in results for x in (y, dx)), sum(dw for *_, dw, _ in results)])
     for of_halo, of_rows in zip(*found, strict=True):
         torch.testing.assert_close(of_halo, of_rows, rtol=1e-10, atol=1e-10)
+
+
+def narrow(comm: Comm, plan: Plan, dtype: torch.dtype, travel: str) -> list[tuple[int, int]]:
+    x = torch.ones(plan.rows(comm.rank), 6, dtype=dtype).requires_grad_()
+    y = recurrent.causal_conv1d(x, torch.ones(6, 4, dtype=dtype), None, plan, comm, travel=travel)
+    counts = [(comm.stats.bytes_sent, comm.stats.bytes_received)]
+    comm.stats.reset()
+    y.sum().backward()
+    return [*counts, (comm.stats.bytes_sent, comm.stats.bytes_received)]
+
+
+@settings(max_examples=20)
+@given(plans(), st.sampled_from([torch.bfloat16, torch.float32]), st.sampled_from(["auto", "halo", "rows"]))
+def test_gradients_of_rows_before_runs_travel_in_the_dtype_of_sums(plan, dtype, travel) -> None:
+    layer, runs = RecurrentLayer(taps=4, channels=6).bytes(str(dtype)), document_runs(plan)
+    way = halo_way(runs, layer.reach, layer.tap, travel)
+    expected = [halo_bytes(runs, layer, way, backward=backward) for backward in (False, True)]
+    for rank, counts in enumerate(run_threads(plan.ranks, narrow, plan, dtype, travel)):
+        assert counts == [(int(both.sent[rank]), int(both.received[rank])) for both in expected]
 
 
 # --- the choice ------------------------------------------------------------------------------------------------------
@@ -270,7 +294,7 @@ def test_a_convolution_of_relaid_rows_is_the_same(plan, taps) -> None:
 def test_the_cheapest_way_is_chosen() -> None:
     def way(layout: seqpar.Layout, **shape: object) -> str:
         runs = document_runs(Plan(Mask([layout.total]), layout))
-        layer = RecurrentShape(32, 128, 128, **shape).bytes
+        layer = RecurrentLayer(32, 128, 128, **shape).bytes()
         ways = {travel: layer_way(runs, layer, travel).cost for travel in WAYS}
         chosen = layer_way(runs, layer)
         assert chosen.cost == min(ways.values())
@@ -279,7 +303,7 @@ def test_the_cheapest_way_is_chosen() -> None:
     tokens = 1 << 17
     assert way(seqpar.Layout.contiguous(tokens, 2)) == "gather"
     assert way(seqpar.Layout.contiguous(tokens, 64)) == "chain"
-    assert way(seqpar.Layout.contiguous(tokens, 8), beta=True) == "chain"
+    assert way(seqpar.Layout.contiguous(tokens, 8), delta=True) == "chain"
     assert way(seqpar.Layout.zigzag([tokens], 4)) == "gather"
     assert way(seqpar.Layout.striped(tokens, 8)) == "rows"
     assert way(seqpar.Layout.striped(tokens, 8, block=64)) == "rows"
@@ -291,7 +315,7 @@ def test_the_cheapest_way_is_chosen() -> None:
 def test_documents_that_no_two_ranks_share_send_nothing() -> None:
     layout = seqpar.Layout([np.arange(9), np.arange(9, 28)])
     runs = document_runs(Plan(Mask((9, 9, 5, 5)), layout))
-    layer = RecurrentShape(4, 8, 8).bytes
+    layer = RecurrentLayer(4, 8, 8).bytes()
     for travel in ("auto", "gather", "chain"):
         way = layer_way(runs, layer, travel)
         assert (way.steps, way.cost) == (0, 0) and not state_bytes(runs, layer, way).busiest
@@ -301,7 +325,7 @@ def test_documents_that_no_two_ranks_share_send_nothing() -> None:
 
 def test_costs_are_bytes_of_the_busiest_rank_and_a_latency_per_exchange() -> None:
     runs = document_runs(Plan(Mask([64]), seqpar.Layout.contiguous(64, 4)))
-    layer = RecurrentShape(2, 4, 4, dtype="float32", beta=True).bytes
+    layer = RecurrentLayer(2, 4, 4, delta=True).bytes("float32")
     assert (layer.state, layer.map) == (2 * 4 * 4 * 4, 2 * 4 * 4 * 4)
     given = layer._replace(work=None)  # states that nobody has to compute
     assert state_way(runs, given, "gather").cost == LATENCY + 3 * layer.state + 2 * layer.map
@@ -311,7 +335,7 @@ def test_costs_are_bytes_of_the_busiest_rank_and_a_latency_per_exchange() -> Non
 def test_costs_of_computing_states_twice_and_of_waiting_for_them() -> None:
     runs = document_runs(Plan(Mask([64 << 10]), seqpar.Layout.contiguous(64 << 10, 4)))
     for beta, more in ((False, 2), (True, 1)):  # of a run's work: half for its state, and as much again for its map
-        layer = RecurrentShape(8, 128, 128, dtype="float32", beta=beta, device="cpu").bytes
+        layer = RecurrentLayer(8, 128, 128, delta=beta).bytes("float32", device="cpu")
         work = layer.work
         row = 2 * (6 * 128 * 128 + 4 * 64 * 256) / 100
         assert (work.width, work.row, work.leave) == (1, -(-row // 1), work.row // more)
@@ -332,33 +356,32 @@ def test_a_pipeline_s_blocks_have_whole_groups_or_parts_of_one() -> None:
         (12, 6): [1, 2, 3, 6, 12],
     }
     for (heads, groups), blocks in allowed.items():
-        assert RecurrentShape(heads, 8, 8, groups).bytes.work.blocks == blocks
+        assert RecurrentLayer(heads, 8, 8, groups).bytes().work.blocks == blocks
 
 
 def test_a_pipeline_has_no_blocks_for_heads_that_are_computed_at_once() -> None:
     runs = document_runs(Plan(Mask([64 << 10]), seqpar.Layout.contiguous(64 << 10, 4)))
     for device, threads, blocks in (("cpu", 1, 8), ("cpu", 4, 2), ("cpu", 8, 1), ("cuda", 1, 1)):
-        layer = RecurrentShape(8, 128, 128, beta=True, device=device, threads=threads).bytes
+        layer = RecurrentLayer(8, 128, 128, delta=True).bytes(device=device, threads=threads)
         assert layer_way(runs, layer, "pipeline").blocks == blocks
 
 
+def test_a_convolution_alone_passes_no_states() -> None:
+    runs = document_runs(Plan(Mask([64]), seqpar.Layout.contiguous(64, 4)))
+    layer = RecurrentLayer.short_convolution(8, taps=3).bytes()
+    for travel in ("auto", *WAYS):
+        way = layer_way(runs, layer, travel)
+        assert (way.steps, way.cost, way.inside) == (0, 0, None)
+    assert halo_way(runs, layer.reach, layer.tap).steps == 1
+
+
 @pytest.mark.parametrize(
-    "wrong",
-    [
-        {"heads": 0},
-        {"dtype": "int8"},
-        {"gates": "bool"},
-        {"decay": "row"},
-        {"groups": 3},
-        {"taps": 0},
-        {"dim": 1.5},
-        {"device": "tpu"},
-        {"threads": 0},
-    ],
+    "wrong", [{"dtype": "int8"}, {"gates": "bool"}, {"dtype": None}, {"device": "tpu"}, {"threads": 0}]
 )
-def test_shapes_that_no_layer_has_are_refused(wrong) -> None:
-    with pytest.raises(ValueError, match=r"must be"):
-        RecurrentShape(**{"heads": 4, "dim": 8, "values": 8, **wrong})
+def test_dtypes_and_devices_that_no_layer_has_are_refused(wrong) -> None:
+    with pytest.raises(ValueError, match=rf"{next(iter(wrong))} must be"):
+        RecurrentLayer(4, 8, 8).bytes(**wrong)
+    assert RecurrentLayer(4, 8, 8).bytes(torch.bfloat16) == RecurrentLayer(4, 8, 8).bytes()
 
 
 def unknown(comm: Comm, plan: Plan, verb: str) -> str:

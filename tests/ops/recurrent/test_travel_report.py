@@ -21,9 +21,8 @@ from seqpar.testing import run_threads
 from tests.ops.recurrent.cases import Family, plan_of, plans, poisoned
 
 CASE = Family("scalar", beta=True)
-LAYER = recurrent.RecurrentShape(
-    CASE.heads, CASE.dim, CASE.values, CASE.groups, beta=True, dtype="float64", gates="float64", taps=3
-)
+LAYER = recurrent.RecurrentLayer(CASE.heads, CASE.dim, CASE.values, CASE.groups, delta=True, taps=3)
+BYTES, WIDE = LAYER.bytes("float64", gates="float64"), {"dtype": "float64", "gates": "float64"}
 
 
 def counted(comm: Comm, plan: Plan, travel: str) -> tuple[int, dict[int, int], int, int]:
@@ -32,7 +31,7 @@ def counted(comm: Comm, plan: Plan, travel: str) -> tuple[int, dict[int, int], i
     with torch.no_grad():
         recurrent.linear_attention(*rows[:3], plan, comm, decay=rows[3], beta=rows[4], travel=travel)
         alone = comm.stats.exchanges, dict(comm.stats.sent_to)
-        channels = LAYER.row // 8
+        channels = LAYER.channels
         mixed = torch.zeros(plan.rows(comm.rank), channels, dtype=torch.float64)
         recurrent.causal_conv1d(mixed, torch.zeros(channels, 3).double(), None, plan, comm)
     return *alone, comm.stats.bytes_sent, comm.stats.bytes_received
@@ -41,11 +40,11 @@ def counted(comm: Comm, plan: Plan, travel: str) -> tuple[int, dict[int, int], i
 @settings(max_examples=30)
 @given(plans(), st.sampled_from(["auto", "gather", "chain", "pipeline", "rows"]))
 def test_lines_of_ranks_are_what_they_send(plan, travel) -> None:
-    runs, text = document_runs(plan), recurrent.describe(plan, LAYER, travel=travel)
+    runs, text = document_runs(plan), recurrent.describe(plan, LAYER, **WIDE, travel=travel)
     header, *lines = [line.split() for line in text.replace(",", "").splitlines()[-plan.ranks - 1 :]]
     assert header[:3] == ["rank", "runs", "exchanges"] and len(lines) == plan.ranks
-    way = layer_way(runs, LAYER.bytes, travel)
-    moved, taken = between(runs, LAYER.bytes, way), exchanges(runs, way)
+    way = layer_way(runs, BYTES, travel)
+    moved, taken = between(runs, BYTES, way), exchanges(runs, way)
     for rank, (count, sent_to, sent, received) in enumerate(run_threads(plan.ranks, counted, plan, travel)):
         assert taken[rank] == count
         assert {peer: size for peer, size in enumerate(moved[:, rank].tolist()) if size} == sent_to
@@ -55,7 +54,7 @@ def test_lines_of_ranks_are_what_they_send(plan, travel) -> None:
 
 
 def test_the_text_of_a_striped_plan() -> None:
-    layer = recurrent.RecurrentShape(32, 128, 128)
+    layer = recurrent.RecurrentLayer(32, 128, 128, taps=4)
     plan = Plan(seqpar.Mask([1 << 13, 1 << 12]), seqpar.Layout.striped(3 << 12, 4))
     text = recurrent.describe(plan, layer)
     assert "states: rows to a contiguous layout and back, between them chain in 2 blocks; 5 exchanges each way" in text
@@ -91,6 +90,14 @@ def test_an_unknown_travel_is_the_verbs_error(travel, tmp_path) -> None:
     pytest.importorskip("matplotlib")
     with pytest.raises(ValueError, match=f"plot: {error}"):
         recurrent.plot(plan, LAYER, tmp_path / "x.png", travel=travel)
+
+
+def test_a_convolution_alone_has_no_lines_of_states() -> None:
+    plan = plan_of("zigzag", (40, 9, 30), 3)
+    text = recurrent.describe(plan, recurrent.RecurrentLayer.short_convolution(8, taps=3))
+    assert "state has" not in text and "states:" not in text and "convolution of 3 taps: halo; 1 exchange each" in text
+    assert all(line.split()[2:5] == ["0", "0", "0"] for line in text.splitlines()[-3:])
+    assert "convolution" not in recurrent.describe(plan, recurrent.RecurrentLayer(4, 8, 8))
 
 
 def test_many_ranks_have_quantiles() -> None:

@@ -1,4 +1,4 @@
-"""A recurrent layer in numbers for the planner: operations per token, and bytes that pass from run to run.
+"""A recurrent layer in numbers: bytes that pass from run to run, and operations and memory per token for the planner.
 
     H heads    G groups that share queries and keys    K, V dims of a key and of a value; a state is [K, V]
 
@@ -10,39 +10,68 @@ out, as are those of decays.
 from __future__ import annotations
 
 from dataclasses import dataclass
+from typing import NamedTuple
+
+from seqpar.facts.value import whole
+from seqpar.plan.traffic import DTYPE_BYTES
+from seqpar.plan.travel_work import CHUNK, RATES, LayerWork
 
 MOST = (1 << 31) - 1  # of any size
-CHUNK = 64  # rows; ROWS of seqpar.kernels.recurrent.chunked, which the planner may not import
+DECAYS = ("none", "scalar", "channel")
+
+
+class LayerBytes(NamedTuple):
+    """Bytes that one layer may pass: of a run's state and its map, of a row of all inputs and of the output.
+
+    heads: between which blocks of states are cut. work: None where states are given and not computed. reach: rows
+    before a run that its convolution needs. tap: bytes of such a row; tap_grad: of its gradient, which is in the dtype
+    of sums.
+    """
+
+    heads: int
+    state: int
+    map: int
+    row: int = 0
+    out: int = 0
+    work: LayerWork | None = None
+    reach: int = 0
+    tap: int = 0
+    tap_grad: int = 0
 
 
 @dataclass(frozen=True)
 class RecurrentLayer:
     """Linear attention, a delta rule, a state space, or a short convolution alone (heads 0).
 
-    heads, groups, key_dim, value_dim: as of `seqpar.recurrent.linear_attention`; a state space has state dim `key_dim`
-    and head dim `value_dim`. delta: whether the delta rule updates the state, whose map is then a matrix [K, K].
-    by_channel: whether each channel of a key has its own decay. taps, channels: of the short convolution, 0 without
-    one. projections: elements of the layer's matrices, into the recurrence and out of it.
+    heads, key_dim, value_dim: as of `seqpar.recurrent.linear_attention`; a state space has state dim `key_dim` and head
+    dim `value_dim`. groups: heads of queries and keys, by default ``heads``. decay: "none", "scalar" for one of each
+    head, "channel" for one of each dim of a key. delta: whether the delta rule updates the state, whose map is then a
+    matrix [K, K]. taps: of the short convolution, 0 without one. channels: of that convolution, by default those of
+    queries, keys and values. projections: elements of the layer's matrices, into the recurrence and out of it, for the
+    planner.
 
     Raises ValueError for sizes that contradict each other.
     """
 
     heads: int = 0
-    groups: int = 0
     key_dim: int = 0
     value_dim: int = 0
+    groups: int = 0
+    decay: str = "scalar"
     delta: bool = False
-    by_channel: bool = False
     taps: int = 0
     channels: int = 0
     projections: int = 0
 
     def __post_init__(self) -> None:
-        """Check the sizes."""
-        for field in ("heads", "groups", "key_dim", "value_dim", "taps", "channels", "projections"):
-            value = getattr(self, field)
-            if type(value) is not int or not 0 <= value <= MOST:
-                raise ValueError(f"RecurrentLayer: {field} must be an integer from 0 to {MOST}, got {value!r:.60}")
+        """Check the sizes, and fill in those that follow from others."""
+        for field in ("heads", "key_dim", "value_dim", "groups", "taps", "channels", "projections"):
+            object.__setattr__(self, field, whole(f"RecurrentLayer: {field}", getattr(self, field), 0, MOST))
+        object.__setattr__(self, "groups", self.groups or self.heads)
+        if self.taps and not self.channels:
+            object.__setattr__(self, "channels", 2 * self.groups * self.key_dim + self.heads * self.value_dim)
+        if self.decay not in DECAYS:
+            raise ValueError(f"RecurrentLayer: decay must be one of {', '.join(DECAYS)}, got {self.decay!r:.200}")
         sizes = (self.heads, self.groups, self.key_dim, self.value_dim)
         if any(sizes) and not all(sizes):
             raise ValueError(f"RecurrentLayer: heads, groups, key_dim and value_dim are all 0 or none is, got {sizes}")
@@ -59,7 +88,7 @@ class RecurrentLayer:
         """The state space layer of Dao and Gu 2024 (Transformers are SSMs, section 7), with a gate."""
         inner, both = heads * head_dim, groups * state
         projections = hidden * (2 * inner + 2 * both + heads) + inner * hidden
-        return cls(heads, groups, state, head_dim, taps=taps, channels=inner + 2 * both, projections=projections)
+        return cls(heads, state, head_dim, groups, taps=taps, projections=projections)
 
     @classmethod
     def gated_delta(
@@ -68,27 +97,56 @@ class RecurrentLayer:
         """The gated delta rule of Yang et al. 2024 (Gated Delta Networks, section 3), with a gate."""
         keys, values = groups * key_dim, heads * value_dim
         projections = hidden * (2 * keys + 2 * values + 2 * heads) + values * hidden
-        channels = 2 * keys + values
-        return cls(heads, groups, key_dim, value_dim, True, taps=taps, channels=channels, projections=projections)
+        return cls(heads, key_dim, value_dim, groups, delta=True, taps=taps, projections=projections)
 
     @classmethod
     def kimi_delta(cls, hidden: int, *, heads: int, dim: int, taps: int) -> RecurrentLayer:
         """Kimi delta attention (Kimi Team 2025, section 3); the projections of decay and gate have rank dim."""
         inner = heads * dim
         projections = hidden * (3 * inner + heads) + 2 * dim * (hidden + inner) + inner * hidden
-        return cls(heads, heads, dim, dim, True, True, taps, 3 * inner, projections)
+        return cls(heads, dim, dim, decay="channel", delta=True, taps=taps, projections=projections)
 
     @classmethod
     def short_convolution(cls, hidden: int, *, taps: int) -> RecurrentLayer:
         """The gated convolution of LFM2 (Liquid AI 2025), between two products with projections of the input."""
         return cls(taps=taps, channels=hidden, projections=4 * hidden * hidden)
 
+    def bytes(
+        self, dtype: str = "bfloat16", *, gates: str = "float32", device: str = "cuda", threads: int = 1
+    ) -> LayerBytes:
+        """What the layer may pass. dtype: of q, k, v and the convolution's rows. gates: of decay and beta.
+
+        device: "cuda" or "cpu", with so many threads of a rank. States and maps travel in the dtype of sums.
+
+        Raises: ValueError for a dtype or device that no layer has.
+        """
+        if device not in RATES:
+            raise ValueError(f"device must be one of {', '.join(RATES)}, got {device!r:.200}")
+        work = self.heads, self.groups, self.key_dim, self.value_dim
+        size, gate = (_size_of(name, given) for name, given in (("dtype", dtype), ("gates", gates)))
+        wide = max(size, 4)
+        keys, values = 2 * self.groups * self.key_dim, self.heads * self.value_dim
+        mapped = self.key_dim**2 if self.delta else max(self._factors, 1)
+        return LayerBytes(
+            heads=self.heads,
+            state=self.key_dim * values * wide,
+            map=self.heads * mapped * wide,
+            row=(keys + values) * size + self.decays * gate,
+            out=values * size,
+            work=LayerWork.of(*work, beta=self.delta, device=device, threads=whole("threads", threads, 1))
+            if self.heads
+            else None,
+            reach=max(0, self.taps - 1),
+            tap=self.channels * size,
+            tap_grad=self.channels * wide,
+        )
+
     @property
     def flops(self) -> int:
         """Forward operations per token, without the projections."""
         k, v = self.key_dim, self.value_dim
         pairs = 2 if self.delta else 1  # products of the chunk's keys: with its queries, and with themselves
-        products = self.groups if not self.by_channel else self.heads
+        products = self.heads if self.decay == "channel" else self.groups
         inside = 2 * CHUNK * (pairs * products * k + self.heads * v)
         solved = self.heads * CHUNK * (k + v) * self.delta
         states = self.heads * 2 * k * v * (3 if self.delta else 2)
@@ -99,19 +157,6 @@ class RecurrentLayer:
         """Further operations per token of a run that others continue: its state, and with the delta rule its map."""
         k, v = self.key_dim, self.value_dim
         return self.heads * (4 * k * (v + k) if self.delta else 2 * k * v)
-
-    def state_bytes(self, size: int) -> int:
-        """Bytes of a run's state, which travels in the dtype of sums. size: of an element of the layer's dtype."""
-        return self.heads * self.key_dim * self.value_dim * max(4, size)
-
-    def map_bytes(self, size: int) -> int:
-        """Bytes of what a run does to the state that enters it: a matrix, or decays."""
-        each = self.key_dim**2 if self.delta else self.key_dim if self.by_channel else 1
-        return self.heads * each * max(4, size)
-
-    def halo_bytes(self, size: int) -> int:
-        """Bytes of the rows before a run that its convolution needs."""
-        return max(0, self.taps - 1) * self.channels * size
 
     def kept(self, hidden: int) -> int:
         """Elements per token that the layer keeps for backward, besides float32 logarithms of decays.
@@ -125,7 +170,12 @@ class RecurrentLayer:
     @property
     def decays(self) -> int:
         """Decays and betas per token."""
-        return self.heads * ((self.key_dim if self.by_channel else 1) + self.delta)
+        return self.heads * (self._factors + self.delta)
+
+    @property
+    def _factors(self) -> int:
+        """Decays of a head and token."""
+        return {"none": 0, "scalar": 1, "channel": self.key_dim}[self.decay]
 
     @property
     def working(self) -> int:
@@ -133,3 +183,11 @@ class RecurrentLayer:
         inside = CHUNK * (2 if self.delta else 1)
         rows = 3 * self.key_dim + 2 * self.value_dim
         return 2 * self.heads * (inside + rows + self.key_dim * self.value_dim // CHUNK)
+
+
+def _size_of(name: str, dtype: object) -> int:
+    """Bytes of an element."""
+    known = str(dtype).removeprefix("torch.")
+    if known not in DTYPE_BYTES:
+        raise ValueError(f"{name} must be one of {', '.join(DTYPE_BYTES)}, got {dtype!r:.200}")
+    return DTYPE_BYTES[known]

@@ -1,0 +1,101 @@
+"""Sizes of published models, as fields of `ModelShape`.
+
+They are those of the published configurations. WLB-LLM (Wang et al. 2025, OSDI) only says 550M parameters: a Llama of
+that size stands in.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+from seqpar.plan.recurrence import RecurrentLayer
+
+Fields = dict[str, Any]
+
+
+def _sizes(hidden: int, layers: int, heads: int, kv_heads: int, dim: int, ffn: int, vocab: int, **more: Any) -> Fields:
+    return {
+        "hidden": hidden, "layers": layers, "heads": heads, "kv_heads": kv_heads, "dim": dim, "ffn": ffn,
+        "vocab": vocab, **more,
+    }  # fmt: skip
+
+
+def _llama(hidden: int, layers: int, heads: int, ffn: int) -> Fields:
+    """Meta 2024, The Llama 3 Herd of Models, table 3."""
+    return _sizes(hidden, layers, heads, 8, 128, ffn, 128_256)
+
+
+def _gpt(hidden: int, layers: int, heads: int) -> Fields:
+    """Sizes of GPT as in FlexSP's experiments (Wang et al. 2025, section 6.1), with GPT-2's vocabulary."""
+    return _sizes(hidden, layers, heads, heads, 128, 4 * hidden, 50_257, gated=False, tied=True)
+
+
+def _deepseek_v3() -> Fields:
+    experts: Fields = {
+        "experts": 256,
+        "active_experts": 8,
+        "shared_experts": 1,
+        "expert_ffn": 2048,
+        "dense_layers": 3,
+    }
+    ranks: Fields = {"q_rank": 1536, "kv_rank": 512, "rope_dim": 64, "v_dim": 128}
+    return _sizes(7168, 61, 128, 128, 192, 18_432, 129_280, **experts, **ranks)
+
+
+def _qwen3_next() -> Fields:
+    """The sizes that transformers' Qwen3NextConfig has by default: three layers of four have the gated delta rule."""
+    layer = RecurrentLayer.gated_delta(2048, heads=32, groups=16, key_dim=128, value_dim=128, taps=4)
+    experts: Fields = {"experts": 512, "active_experts": 10, "shared_experts": 1, "expert_ffn": 512}
+    kinds: Fields = {"recurrent": layer, "recurrent_layers": 36, "output_gate": True}
+    return _sizes(2048, 48, 16, 2, 256, 0, 151_936, **experts, **kinds)
+
+
+def _kimi_linear() -> Fields:
+    """The sizes that transformers' KimiLinearConfig has by default, and the checkpoint's 7 layers of attention."""
+    layer = RecurrentLayer.kimi_delta(2304, heads=32, dim=128, taps=4)
+    experts: Fields = {
+        "experts": 256,
+        "active_experts": 8,
+        "shared_experts": 1,
+        "expert_ffn": 1024,
+        "dense_layers": 1,
+    }
+    kinds: Fields = {"recurrent": layer, "recurrent_layers": 20, "kv_rank": 512, "rope_dim": 64, "v_dim": 128}
+    return _sizes(2304, 27, 32, 32, 192, 9216, 163_840, **experts, **kinds)
+
+
+def _nemotron_h() -> Fields:
+    """NVIDIA 2025, Nemotron-H, table 1: of 52 layers 24 are Mamba-2, 24 an ffn and 4 attention."""
+    layer = RecurrentLayer.mamba2(4096, heads=128, head_dim=64, groups=8, state=128, taps=4)
+    kinds: Fields = {"recurrent": layer, "recurrent_layers": 24, "attention_layers": 4, "ffn_layers": 24}
+    return _sizes(4096, 52, 32, 8, 128, 21_504, 131_072, gated=False, **kinds)
+
+
+def _granite4() -> Fields:
+    """The model card of IBM's Granite 4.0 H Small (2025): 4 attention layers of 40, 72 experts and shared ones."""
+    layer = RecurrentLayer.mamba2(4096, heads=128, head_dim=64, groups=1, state=128, taps=4)
+    experts: Fields = {"experts": 72, "active_experts": 10, "shared_experts": 2, "expert_ffn": 768}
+    kinds: Fields = {"recurrent": layer, "recurrent_layers": 36, "tied": True}
+    return _sizes(4096, 40, 32, 8, 128, 0, 100_352, **experts, **kinds)
+
+
+PRESETS: dict[str, Fields] = {
+    "llama-8b": _llama(4096, 32, 32, 14_336),
+    "llama-70b": _llama(8192, 80, 64, 28_672),
+    "llama-405b": _llama(16_384, 126, 128, 53_248),
+    "qwen3-8b": _sizes(4096, 36, 32, 8, 128, 12_288, 151_936),
+    "qwen3-30b-a3b": _sizes(2048, 48, 32, 4, 128, 0, 151_936, experts=128, active_experts=8, expert_ffn=768),
+    "mixtral-8x7b": _sizes(4096, 32, 32, 8, 128, 0, 32_000, experts=8, active_experts=2, expert_ffn=14_336),
+    # five layers that see the last 1,024 tokens, including the query's own, then one that sees all
+    "gemma3-27b": _sizes(5376, 62, 32, 16, 128, 21_504, 262_208, windows=(1023,) * 5 + (None,), tied=True),
+    "deepseek-v3": _deepseek_v3(),
+    "qwen3-next-80b-a3b": _qwen3_next(),
+    "kimi-linear-48b-a3b": _kimi_linear(),
+    "nemotron-h-8b": _nemotron_h(),
+    "granite-4.0-h-small": _granite4(),
+    "gpt-7b": _gpt(4096, 32, 32),
+    "gpt-13b": _gpt(5120, 40, 40),
+    "gpt-30b": _gpt(6656, 60, 52),
+    "wlb-550m": _sizes(1536, 16, 12, 12, 128, 4096, 32_000),
+    "tiny": _sizes(128, 2, 4, 2, 32, 352, 257),
+}
