@@ -26,6 +26,22 @@ void* dense(const Tensor& x, const sp_recurrence& a, const char* name) {
 
 void* dense(const Maybe& x, const sp_recurrence& a, const char* name) { return x ? dense(*x, a, name) : nullptr; }
 
+// The memory of a tensor with dense rows, and the stride between them.
+const void* rows(const Tensor& x, const sp_recurrence& a, const char* name, int64_t* stride) {
+  int64_t inside = 1;
+  for (int64_t n = x.dim() - 1; n > 0; --n) {
+    STD_TORCH_CHECK(x.numel() == 0 || x.size(n) < 2 || x.stride(n) == inside, name, " must have dense rows");
+    inside *= x.size(n);
+  }
+  STD_TORCH_CHECK(x.scalar_type() == (a.wide ? ScalarType::Double : ScalarType::Float), name, " must be of v's dtype");
+  *stride = x.stride(0);
+  return x.const_data_ptr();
+}
+
+const void* rows(const Maybe& x, const sp_recurrence& a, const char* name, int64_t* stride) {
+  return x ? rows(*x, a, name, stride) : nullptr;
+}
+
 sp_recurrence described(const Maybe& q, const Tensor& k, const Tensor& v, const Maybe& decay, const Maybe& beta,
                         const Tensor& entering, const Tables& tables, double scale) {
   STD_TORCH_CHECK(tables.size() == 4, "tables must be 4 tensors");
@@ -34,8 +50,9 @@ sp_recurrence described(const Maybe& q, const Tensor& k, const Tensor& v, const 
   a.decays = !decay ? SP_DECAY_NONE : decay->dim() == 2 ? SP_DECAY_SCALAR : SP_DECAY_CHANNEL;
   a.runs = entering.size(0), a.heads = v.size(1), a.groups = k.size(1), a.dim = k.size(2), a.v_dim = v.size(2);
   a.begin = longs(tables[0]), a.end = longs(tables[1]), a.chunk = longs(tables[2]), a.order = longs(tables[3]);
-  a.q = dense(q, a, "q"), a.k = dense(k, a, "k"), a.v = dense(v, a, "v"), a.decay = dense(decay, a, "decay");
-  a.beta = dense(beta, a, "beta"), a.entering = dense(entering, a, "entering"), a.scale = scale;
+  a.q = rows(q, a, "q", &a.q_row), a.k = rows(k, a, "k", &a.k_row), a.v = rows(v, a, "v", &a.v_row);
+  a.decay = rows(decay, a, "decay", &a.decay_row), a.beta = rows(beta, a, "beta", &a.beta_row);
+  a.entering = dense(entering, a, "entering"), a.scale = scale;
   return a;
 }
 
@@ -53,7 +70,8 @@ void backward(Maybe q, Tensor k, Tensor v, Maybe decay, Maybe beta, Tensor enter
               Tensor dentering, int64_t isa) {
   const sp_recurrence a = described(q, k, v, decay, beta, entering, tables, scale);
   sp_recurrent_grads g = {};
-  g.dout = dense(dout, a, "dout"), g.dleft = dense(dleft, a, "dleft"), g.entered = dense(entered, a, "entered");
+  g.dout = rows(dout, a, "dout", &g.dout_row), g.dleft = dense(dleft, a, "dleft");
+  g.entered = dense(entered, a, "entered");
   g.dq = dense(dq, a, "dq"), g.dk = dense(dk, a, "dk"), g.dv = dense(dv, a, "dv");
   g.ddecay = dense(ddecay, a, "ddecay"), g.dbeta = dense(dbeta, a, "dbeta");
   g.dentering = dense(dentering, a, "dentering");
@@ -65,15 +83,15 @@ void backward(Maybe q, Tensor k, Tensor v, Maybe decay, Maybe beta, Tensor enter
 
 STABLE_TORCH_LIBRARY_FRAGMENT(seqpar_native, m) {
   m.def(
-      "recurrent_forward(Tensor? q, Tensor k, Tensor v, Tensor? decay, Tensor? beta, Tensor entering, "
+      "recurrence_forward(Tensor? q, Tensor k, Tensor v, Tensor? decay, Tensor? beta, Tensor entering, "
       "Tensor[] tables, float scale, Tensor(a!)? out, Tensor(b!) left, Tensor(c!)? entered, int isa) -> ()");
   m.def(
-      "recurrent_backward(Tensor? q, Tensor k, Tensor v, Tensor? decay, Tensor? beta, Tensor entering, "
+      "recurrence_backward(Tensor? q, Tensor k, Tensor v, Tensor? decay, Tensor? beta, Tensor entering, "
       "Tensor[] tables, float scale, Tensor? dout, Tensor dleft, Tensor entered, Tensor(a!)? dq, Tensor(b!) dk, "
       "Tensor(c!) dv, Tensor(d!)? ddecay, Tensor(e!)? dbeta, Tensor(f!) dentering, int isa) -> ()");
 }
 
 STABLE_TORCH_LIBRARY_IMPL(seqpar_native, CPU, m) {
-  m.impl("recurrent_forward", TORCH_BOX(&seqpar::forward));
-  m.impl("recurrent_backward", TORCH_BOX(&seqpar::backward));
+  m.impl("recurrence_forward", TORCH_BOX(&seqpar::forward));
+  m.impl("recurrence_backward", TORCH_BOX(&seqpar::backward));
 }

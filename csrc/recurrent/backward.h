@@ -202,7 +202,7 @@ inline void backward_chunk(Chunk<T>* c, const Gradients<T>* g, const sp_recurren
   T* y = g->du;
   multiply<SET>(vw, c->k_until, words, 1, g->dstate, vw, y, vw, n, x->dim);
   if (reads) {
-    stage(c, grads->dout, x->heads, c->head, x->v_dim, g->dout, vw);
+    stage(c, grads->dout, grads->dout_row, c->head, x->v_dim, g->dout, vw);
     for (int64_t first = 0; first < n; first += BLOCK)
       multiply<ADD>(vw, c->p + first * ROWS + first, ROWS, 1, g->dout + first * vw, vw, y + first * vw, vw, BLOCK,
                     n - first);

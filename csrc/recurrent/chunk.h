@@ -56,21 +56,21 @@ inline void begin_chunk(Chunk<T>* c, int64_t row, int64_t rows) {
   const int64_t group = c->head / (x->heads / x->groups), words = c->words;
   c->row = row, c->rows = rows, c->padded = up(rows, BLOCK);
   const int64_t n = c->padded;
-  stage(c, x->k, x->groups, group, x->dim, c->k, words);
-  stage(c, x->v, x->heads, c->head, x->v_dim, c->v, c->v_words);
+  stage(c, x->k, x->k_row, group, x->dim, c->k, words);
+  stage(c, x->v, x->v_row, c->head, x->v_dim, c->v, c->v_words);
   if (d->channels)
     channel_decays(c);
   else
     scalar_decays(c);
   scaled(d, d->until, c->k, T(1), c->k_until, words, n);
   if (x->q != nullptr) {
-    stage(c, x->q, x->groups, group, x->dim, c->q, words);
+    stage(c, x->q, x->q_row, group, x->dim, c->q, words);
     if (d->channels) scaled(d, d->head, c->q, (T)x->scale, c->q_since, words, n);
     turn(d->channels ? c->q_since : c->q, words, n, words, c->q_turned, ROWS);
     scaled(d, d->since, c->q, (T)x->scale, c->q_since, words, n);
   }
   if (x->beta != nullptr) {
-    stage(c, x->beta, x->heads, c->head, 1, c->beta, 1);
+    stage(c, x->beta, x->beta_row, c->head, 1, c->beta, 1);
     if (d->channels) scaled(d, d->head, c->k, T(1), c->k_since, words, n);
     turn(d->channels ? c->k_since : c->k, words, n, words, c->k_turned, ROWS);
     scaled(d, d->since, c->k, T(1), c->k_since, words, n);

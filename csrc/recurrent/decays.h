@@ -26,12 +26,12 @@ inline void exp_row(const double* a, const double* b, T* out, int64_t count) {
 template <class T>
 inline void add_up(const Chunk<T>* c, int64_t begin, int64_t end) {
   const Decays<T>* d = &c->decays;
-  const int64_t cols = d->channels ? c->x->dim : 1, heads = c->x->heads;
+  const int64_t cols = d->channels ? c->x->dim : 1;
   for (int64_t r = begin; r < end; ++r) {
     double *to = d->sums + r * d->row, *last = to - d->row;
     const int64_t given = r < c->rows && c->x->decay != nullptr ? cols : 0;
     const T* from = (const T*)c->x->decay;
-    if (given > 0) from += ((c->row + r) * heads + c->head) * cols;
+    if (given > 0) from += (c->row + r) * c->x->decay_row + c->head * cols;
     for (int64_t i = 0; i < d->row; ++i) {
       const double own = i < given ? (double)from[i] : 0.0;
       to[i] = r > begin ? last[i] + own : own;

@@ -70,12 +70,12 @@ inline void place(Chunk<T>* c, const sp_recurrence* x, Arena* arena) {
   d->head = panel<T>(arena, count), d->tail = panel<T>(arena, count), d->whole = panel<T>(arena, BLOCKS * d->row);
 }
 
-// Copies rows of a dense tensor [rows][heads][cols] into a panel.
+// Copies rows of one head of a tensor [rows][heads][cols] into a panel. stride: elements from a row to the next.
 template <class T>
-inline void stage(const Chunk<T>* c, const void* x, int64_t heads, int64_t head, int64_t cols, T* to, int64_t words) {
-  const T* from = (const T*)x + (c->row * heads + head) * cols;
+inline void stage(const Chunk<T>* c, const void* x, int64_t stride, int64_t head, int64_t cols, T* to, int64_t words) {
+  const T* from = (const T*)x + c->row * stride + head * cols;
   for (int64_t r = 0; r < c->rows; ++r) {
-    memcpy(to + r * words, from + r * heads * cols, (size_t)cols * sizeof(T));
+    memcpy(to + r * words, from + r * stride, (size_t)cols * sizeof(T));
     if (words > cols) memset(to + r * words + cols, 0, (size_t)(words - cols) * sizeof(T));
   }
   memset(to + c->rows * words, 0, (size_t)((c->padded - c->rows) * words) * sizeof(T));

@@ -1,7 +1,8 @@
 // Recurrences over runs of rows on the CPU, as seqpar/kernels/recurrent/protocol.py defines them, without torch.
 //
-// All tensors are dense and of one type: float, or double if `wide`. Results are the same to the bit for any number of
-// threads: a task is one head of one run.
+// All tensors are of one type: float, or double if `wide`. Inputs have dense rows with a stride between them, as some
+// heads of more have; others are dense. Results are the same to the bit for any number of threads: a task is one head
+// of one run.
 #pragma once
 
 #include "base/tasks.h"
@@ -22,6 +23,7 @@ typedef struct {
   int64_t runs, heads, groups, dim, v_dim;
   const int64_t *begin, *end, *chunk, *order;
   const void *q, *k, *v, *decay, *beta, *entering;
+  int64_t q_row, k_row, v_row, decay_row, beta_row;  // elements from a row to the next
   double scale;
 } sp_recurrence;
 
@@ -36,6 +38,7 @@ typedef struct {
 typedef struct {
   const void *dout, *dleft, *entered;
   void *dq, *dk, *dv, *ddecay, *dbeta, *dentering;
+  int64_t dout_row;
 } sp_recurrent_grads;
 
 // Return 0 or SP_NO_MEMORY. isa: at most sp_isa().

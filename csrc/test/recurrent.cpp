@@ -172,6 +172,8 @@ Results computed(const Case& c, int isa, sp_parallel_for parallel_for) {
   x.dim = c.dim, x.v_dim = c.v_dim, x.scale = c.scale;
   x.begin = c.begin.data(), x.end = c.end.data(), x.chunk = c.chunk.data(), x.order = c.order.data();
   x.q = c.reads ? q.data() : nullptr, x.k = k.data(), x.v = v.data(), x.decay = given(decay), x.beta = given(beta);
+  x.q_row = x.k_row = c.groups * c.dim, x.v_row = c.heads * c.v_dim, x.beta_row = c.heads;
+  x.decay_row = c.decays == SP_DECAY_CHANNEL ? c.heads * c.dim : c.heads;
   x.entering = entering.data();
   Results r(c);
   std::vector<std::vector<T>> to;
@@ -179,7 +181,8 @@ Results computed(const Case& c, int isa, sp_parallel_for parallel_for) {
   const sp_recurrent_sums sums = {given(to[0]), to[1].data(), entered.data()};
   check(sp_recurrent_forward(&x, &sums, isa, parallel_for) == 0, "no memory", isa, -1);
   sp_recurrent_grads grads = {};
-  grads.dout = c.reads ? dout.data() : nullptr, grads.dleft = dleft.data(), grads.entered = entered.data();
+  grads.dout = c.reads ? dout.data() : nullptr, grads.dout_row = x.v_row;
+  grads.dleft = dleft.data(), grads.entered = entered.data();
   grads.dq = given(to[2]), grads.dk = to[3].data(), grads.dv = to[4].data(), grads.ddecay = given(to[5]);
   grads.dbeta = given(to[6]), grads.dentering = to[7].data();
   check(sp_recurrent_backward(&x, &grads, isa, parallel_for) == 0, "no memory", isa, -1);

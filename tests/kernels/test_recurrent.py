@@ -20,7 +20,7 @@ from seqpar.testing import relative_rms
 from tests.ops.recurrent.cases import FAMILIES, Family
 
 COUNTS, EXPORTED = np.array([70, 1, 130, 64, 15]), np.array([0, 2, 3])
-WHY = native.lacks("recurrent_backward")
+WHY = native.lacks("recurrence_backward")
 BUILT = pytest.mark.skipif(WHY is not None, reason=WHY or "")
 KINDS = [pytest.param(Chunked(), id="chunked"), pytest.param(NativeChunks(), id="native", marks=BUILT)]
 
@@ -49,6 +49,24 @@ def differences(found: list[Tensor], wanted: list[Tensor]) -> list[float]:
     """The largest difference in each result, beside its largest value or 1."""
     pairs = zip(found, wanted, strict=True)
     return [float((x - y).abs().max()) / max(1.0, float(y.abs().max())) for x, y in pairs]
+
+
+@BUILT
+@pytest.mark.parametrize(("decay", "beta"), FAMILIES)
+def test_some_heads_of_more_have_the_bits_of_their_copies(decay, beta) -> None:
+    kernel, family = NativeChunks(), Family(decay, beta, groups=4, heads=4, dim=9, values=5, unit=True)
+    rows = [None if x is None else x.requires_grad_() for x in family.inputs(Mask(COUNTS))[:5]]
+    tables = kernel.tables(COUNTS, EXPORTED, torch.device("cpu"))
+    entering = torch.ones(len(COUNTS), 2, 9, 5, dtype=torch.float64)
+    found = []
+    for copied in (False, True):
+        mine = [None if x is None else x[:, 1:3].contiguous() if copied else x[:, 1:3] for x in rows]
+        prepared = kernel.prepare(Recurrence(*mine, 0.3), tables)
+        results = [*kernel.leave(prepared, entering[EXPORTED]), *kernel.compute(prepared, entering)]
+        wide = torch.ones(len(rows[2]), 4, 5, dtype=torch.float64)[:, 1:3]  # a gradient of strided rows too
+        grads = torch.autograd.grad(results[2:], [x for x in rows if x is not None], [wide, torch.ones_like(entering)])
+        found.append([*results, *grads])
+    assert all(torch.equal(x, y) for x, y in zip(*found, strict=True))
 
 
 @pytest.mark.parametrize("strength", [0.0, 0.1, 80.0])

@@ -62,7 +62,7 @@ class NativeChunks:
         """Why calls of this kind are refused, or None."""
         if spec.device != "cpu":
             return f"native runs on the CPU, v is on {spec.device}"
-        return native.lacks("recurrent_backward")
+        return native.lacks("recurrence_backward")
 
     def tables(self, counts: Ints, exported: Ints, device: torch.device) -> NativeTables:
         """All runs and exported ones."""
@@ -75,9 +75,8 @@ class NativeChunks:
         return NativeTables(every, NativeRuns.of(begin, end), *numbers)
 
     def prepare(self, x: Recurrence, tables: NativeTables) -> tuple[Recurrence, NativeTables]:
-        """Dense rows."""
-        decay, beta = (None if y is None else y.contiguous() for y in (x.decay, x.beta))
-        return Recurrence(x.q.contiguous(), x.k.contiguous(), x.v.contiguous(), decay, beta, x.scale), tables
+        """Rows, each of them dense."""
+        return Recurrence(*(None if y is None else _dense_rows(y) for y in x[:5]), x.scale), tables  # type: ignore[arg-type]
 
     def leave(self, prepared: tuple[Recurrence, NativeTables], entering: Tensor) -> tuple[Tensor, Tensor]:
         """See `RecurrentKernel`; matrices are walked as further columns of the state, from the identity."""
@@ -117,9 +116,9 @@ class _Recurrence(torch.autograd.Function):
     ) -> tuple[Tensor, Tensor]:
         q, k, v, _, _, entering = tensors
         assert k is not None and v is not None and entering is not None
-        out, left = torch.empty_like(v) if q is not None else None, torch.empty_like(entering)
+        out, left = v.new_empty(v.shape) if q is not None else None, torch.empty_like(entering)
         entered = entering.new_empty(runs.chunks, *entering.shape[1:]) if keeps else None
-        native.ops().recurrent_forward(*tensors, runs.tables, scale, out, left, entered, isa)
+        native.ops().recurrence_forward(*tensors, runs.tables, scale, out, left, entered, isa)
         ctx.runs, ctx.scale, ctx.isa = runs, scale, isa
         ctx.save_for_backward(*tensors, entered)
         return v.new_empty(0) if out is None else out, left
@@ -136,14 +135,19 @@ class _Recurrence(torch.autograd.Function):
         dq = None if q is None else torch.empty_like(dk)
         dv, dentering = make(v), torch.empty_like(entering)
         ddecay, dbeta = (None if x is None else make(x) for x in (decay, beta))
-        native.ops().recurrent_backward(
-            *tensors, ctx.runs.tables, ctx.scale, None if q is None else dout.contiguous(), dleft.contiguous(), entered,
+        native.ops().recurrence_backward(
+            *tensors, ctx.runs.tables, ctx.scale, None if q is None else _dense_rows(dout), dleft.contiguous(), entered,
             dq, dk, dv, ddecay, dbeta, dentering, ctx.isa,
         )  # fmt: skip
         if heads != groups:
             dk = _over_heads(dk, groups)
             dq = None if dq is None else _over_heads(dq, groups)
         return None, None, None, None, dq, dk, dv, ddecay, dbeta, dentering
+
+
+def _dense_rows(x: Tensor) -> Tensor:
+    """x [rows, ...], if each of its rows is dense; otherwise a contiguous copy."""
+    return x if x[:1].is_contiguous() else x.contiguous()
 
 
 def _over_heads(x: Tensor, groups: int) -> Tensor:
