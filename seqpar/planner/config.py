@@ -11,7 +11,7 @@ from seqpar.plan.recurrence import RecurrentLayer
 DENSE = ("gemma2", "gemma3", "gemma3_text", "llama", "mistral", "phi3", "qwen2", "qwen3")
 SPARSE = ("deepseek_v2", "deepseek_v3", "gpt_oss", "mixtral", "qwen2_moe", "qwen3_moe")
 # Decoders with recurrent layers, alone or among attention.
-DELTA = ("kimi_linear", "qwen3_5_moe_text", "qwen3_5_text", "qwen3_next")
+DELTA = ("kimi_linear", "olmo_hybrid", "qwen3_5_moe_text", "qwen3_5_text", "qwen3_next")
 MAMBA = ("bamba", "falcon_h1", "granitemoehybrid", "mamba2", "nemotron_h")
 CONVOLVED = ("lfm2", "lfm3")
 HYBRID = DELTA + MAMBA + CONVOLVED

@@ -318,6 +318,7 @@ CONFIGS: dict[str, dict[str, Any]] = {
         "num_hidden_layers": 4, "head_dim": 16, "linear_num_value_heads": 4, "linear_num_key_heads": 2,
         "linear_key_head_dim": 16, "linear_value_head_dim": 16,
     },
+    "OlmoHybrid": {"num_hidden_layers": 4, "linear_key_head_dim": 16, "linear_value_head_dim": 32},
     "KimiLinear": {
         "num_hidden_layers": 8, "num_key_value_heads": 4, "linear_num_heads": 4, "linear_head_dim": 16,
         "num_local_experts": 8, "num_experts_per_tok": 2, "moe_intermediate_size": 32, "kv_lora_rank": 16,

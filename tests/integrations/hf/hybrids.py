@@ -34,6 +34,7 @@ FAMILIES: dict[str, Architecture] = {
         ("zamba2", "zamba2", {}),
         ("qwen3_5", "qwen3_5_text", {}),
         ("qwen3_5_moe", "qwen3_5_moe_text", {}),
+        ("olmo_hybrid", "olmo_hybrid", {"linear_key_head_dim": 8, "linear_num_value_heads": 4}),
         ("kimi_linear", "kimi_linear", {"mlp_layer_types": ["dense", "sparse"]}),
         ("lfm2_moe", "lfm2_moe", {}),
         ("lfm3", "lfm3", {}),

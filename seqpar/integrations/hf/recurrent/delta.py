@@ -1,4 +1,6 @@
-"""Delta rules: the gated one of Qwen3-Next and Qwen3.5 (arXiv:2412.06464), and Kimi delta attention (arXiv:2510.26692).
+"""Delta rules: the gated one (arXiv:2412.06464) of Qwen3-Next, Qwen3.5 and OLMo Hybrid, and Kimi delta attention.
+
+Kimi delta attention is arXiv:2510.26692; OLMo Hybrid's rates reach 2, so that states may change sign.
 
 Queries, keys and values are convolved together. A decay of each token and head, for Kimi of each channel too, and a
 rate beta decide what a token leaves of the state and what it writes.
@@ -28,16 +30,30 @@ def qwen3_5(mixer: nn.Module, x: Tensor, plan: Tensor) -> Tensor:
 
 
 def gated_delta(mixer: nn.Module, qkv: Tensor, z: Tensor, b: Tensor, a: Tensor, plan: Tensor) -> Tensor:
-    """The gated delta rule of projected rows. qkv, z: [1, T, heads and dims]; b, a [1, T, H]."""
+    """The gated delta rule of projected rows, with norm and gate. qkv, z: [1, T, heads and dims]; b, a [1, T, H]."""
+    y = recurred(mixer, qkv, b[0].sigmoid(), a, plan)
+    y = mixer.norm(y.flatten(0, 1), z.reshape(-1, mixer.head_v_dim))
+    return mixer.out_proj(y.view(z.shape[:2] + (-1,)))  # type: ignore[no-any-return]
+
+
+def olmo_hybrid(mixer: nn.Module, x: Tensor, plan: Tensor) -> Tensor:
+    """The mixer of OLMo Hybrid: [1, T, hidden] in and out."""
+    qkv = torch.cat([mixer.q_proj(x), mixer.k_proj(x), mixer.v_proj(x)], -1)
+    beta = mixer.b_proj(x)[0].sigmoid() * (2.0 if mixer.allow_neg_eigval else 1.0)
+    y = recurred(mixer, qkv, beta, mixer.a_proj(x), plan)
+    y = mixer.o_norm(y.flatten(0, 1), mixer.g_proj(x).reshape(-1, mixer.head_v_dim))
+    return mixer.o_proj(y.view(x.shape[:2] + (-1,)))  # type: ignore[no-any-return]
+
+
+def recurred(mixer: nn.Module, qkv: Tensor, beta: Tensor, a: Tensor, plan: Tensor) -> Tensor:
+    """The gated delta rule alone, [T, H, V]. qkv [1, T, heads and dims]; beta [T, H]; a [1, T, H]."""
     mixed = convolved(mixer.conv1d, qkv[0], plan, mixer.activation)
     q, k, v = mixed.split([mixer.key_dim, mixer.key_dim, mixer.value_dim], -1)
     q, k = (t.unflatten(-1, (-1, mixer.head_k_dim)) for t in (q, k))
     v = v.unflatten(-1, (-1, mixer.head_v_dim))
     wide = acc_dtype(v.dtype)
     decay = -torch.exp(mixer.A_log.to(wide)) * softplus(a[0].to(wide) + mixer.dt_bias)
-    y = linear_attention(q, k, v, plan, decay=decay, beta=b[0].sigmoid(), normalize=True)
-    y = mixer.norm(y.flatten(0, 1), z.reshape(-1, mixer.head_v_dim))
-    return mixer.out_proj(y.view(1, len(v), -1))  # type: ignore[no-any-return]
+    return linear_attention(q, k, v, plan, decay=decay, beta=beta, normalize=True)  # type: ignore[return-value]
 
 
 def kimi(mixer: nn.Module, x: Tensor, plan: Tensor) -> Tensor:

@@ -14,7 +14,7 @@ from torch import Tensor, nn
 
 from seqpar.integrations.hf.attention import planned
 from seqpar.integrations.hf.mask import Rule
-from seqpar.integrations.hf.recurrent.delta import kimi, qwen3_5, qwen3_next
+from seqpar.integrations.hf.recurrent.delta import kimi, olmo_hybrid, qwen3_5, qwen3_next
 from seqpar.integrations.hf.recurrent.mamba2 import falcon_h1, mamba2
 from seqpar.integrations.hf.recurrent.shortconv import short_conv
 from seqpar.nn.wrap import Around, replaced
@@ -34,6 +34,7 @@ MIXERS: dict[str, Callable[[nn.Module, Tensor, Tensor], Tensor]] = {
     "Qwen3NextGatedDeltaNet": qwen3_next,
     "Qwen3_5GatedDeltaNet": qwen3_5,
     "Qwen3_5MoeGatedDeltaNet": qwen3_5,
+    "OlmoHybridGatedDeltaNet": olmo_hybrid,
     "KimiLinearDeltaAttention": kimi,
     "Lfm2ShortConv": short_conv,
     "Lfm2MoeShortConv": short_conv,
