@@ -55,10 +55,15 @@ FLOORS: dict[str, tuple[set[str], set[str] | None]] = {
     "__init__": (FLOOR_3, TENSORS),
 }
 # Files with third parties of their own, which they import where they are called.
-OPTIONAL = {path: {"matplotlib"} for path in ("plan/plot.py", "plan/travel_plot.py", "dsp/plan.py")}
+OPTIONAL = {
+    path: {"matplotlib"}
+    for path in ("facts/drawing.py", "facts/picture.py", "plan/plot.py", "plan/travel_plot.py", "dsp/plan.py")
+}
 # sub-package -> its files in an order in which each imports only files before it; "a" is a.py or a/__init__.py
 ORDER = {
-    "facts": "value intervals bands bounds windows documents trees unions mask layout stretches tiles __init__",
+    "facts": """
+        drawing value intervals bands bounds windows documents trees picture unions mask layout stretches tiles __init__
+    """,
     "plan": """
         heads steps traffic travel_work recurrence routes fetched hierarchy residence runs parts prediction derive
         counts report plot travel_counts travel travel_report travel_plot plan __init__

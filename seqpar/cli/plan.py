@@ -165,7 +165,7 @@ def show(args: Any) -> int:
 
 def picture(path: str) -> Path:
     """The path of a picture, checked before the work starts. Raises: CommandError."""
-    from seqpar.plan.plot import checked_path
+    from seqpar.facts.drawing import checked_path
 
     try:
         return checked_path(path)

@@ -25,7 +25,7 @@ import numpy as np
 from seqpar.dsp.costs import Costs, Stage, StageChoice
 from seqpar.dsp.search import Search, kinds_of
 from seqpar.dsp.space import Sharding, sizes_of_parts
-from seqpar.plan.plot import checked_path
+from seqpar.facts.drawing import checked_path
 from seqpar.planner import Hardware
 
 

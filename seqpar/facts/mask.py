@@ -21,6 +21,7 @@ Source: the window and the end alignment of unequal lengths are FlashAttention's
 from __future__ import annotations
 
 from collections.abc import Sequence
+from pathlib import Path
 
 import numpy as np
 from numpy.typing import ArrayLike
@@ -29,6 +30,7 @@ from seqpar.facts.bands import Band, Until, filled, meetings
 from seqpar.facts.bounds import band_of_bounds
 from seqpar.facts.documents import band_of_documents, document_spans, stays_inside
 from seqpar.facts.intervals import Runs, distinct, edges
+from seqpar.facts.picture import Shown, plot
 from seqpar.facts.trees import Paths, nodes_of_groups, paths_of, reach_along_paths, runs_of_nodes
 from seqpar.facts.unions import blocks, slices, united, with_sinks
 from seqpar.facts.value import MOST, Fact, Ints, digest_of, frozen, int64_of, lengths_of, whole
@@ -402,6 +404,16 @@ class Mask(Fact):
         if self.tokens * self.kv_tokens >= 1 << 62:  # beyond int64: Python's integers
             rows, pairs, slope = (x.astype(object) for x in (rows, pairs, slope))
         return int((rows * pairs + slope * (rows * (rows - 1) // 2)).sum())
+
+    def plot(self, path: str | Path) -> None:
+        """Write a picture: keys that queries see, by band, and for trees the nodes on the path of each query.
+
+        path: its suffix decides the format. Of more than 2,048 queries or keys so many of each are looked at.
+
+        Raises: ImportError without matplotlib, OSError and ValueError for a file that cannot be written.
+        """
+        areas = [self._area(band) for band in self.bands]
+        plot(Shown(repr(self), self.bands, areas, self.offsets, self.kv_offsets, self.paths), path)
 
     def _checked(self, positions: ArrayLike) -> Ints:
         at = np.asarray(positions)

@@ -37,7 +37,7 @@ class Paths(NamedTuple):
 
     def depths(self, at: Ints) -> Ints:
         """The depth of the tokens at these positions, 0 for a root's first token; -1 for a pad row, position -1."""
-        run = np.maximum(interval_of(at, self.start), 0)
+        run = np.maximum(np.searchsorted(self.start, at, side="right") - 1, 0)
         return np.where(at < 0, -1, self.depth[run] + at - self.start[run])
 
     def before(self, at: Ints, by: int) -> Ints:
@@ -90,10 +90,15 @@ class Paths(NamedTuple):
                 pieces.append((query + at - reach, start[path[m]] + at - depths[m], 1))
         return _joined(np.array(pieces, np.int64), tokens)
 
+    def leaves(self) -> tuple[Ints, Ints]:
+        """The end of each path that no token continues, and its number of tokens from the root on."""
+        stop = np.append(self.start[1:], self.end.max())
+        leaf = np.flatnonzero(self.end == stop)
+        return stop[leaf], (self.depth + stop - self.start)[leaf]
+
     def within(self, left: int) -> bool:
         """Whether no query sees more than ``left`` tokens along its path beside itself."""
-        last = np.append(self.start[1:], self.end.max()) - self.start - 1
-        return left >= (self.depth + last).max() or (self.left is not None and left >= self.left)
+        return left >= self.leaves()[1].max() - 1 or (self.left is not None and left >= self.left)
 
 
 def paths_of(band: Band, offsets: Ints) -> Paths | None:

@@ -5,13 +5,13 @@ Only the function that writes a file imports matplotlib; the panels draw on axes
 
 from __future__ import annotations
 
-import os
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 
+from seqpar.facts.drawing import EDGE, LONG, MUTED, STYLE, checked_path
 from seqpar.facts.intervals import cut
 from seqpar.facts.value import Ints
 from seqpar.plan.counts import Floats, fetched_between, load_of, node_of
@@ -20,15 +20,8 @@ from seqpar.plan.prediction import Prediction
 from seqpar.plan.report import told_by_rank
 from seqpar.plan.traffic import HeadShape
 
-INK, MUTED, EDGE = "#1f2430", "#6b7280", "#d1d5db"
-LONG = ("#2563a8", "#e07b28", "#3a8f4f", "#b5443f", "#7d5ba6", "#8c6248", "#cf6fa5", "#1f9aa8", "#a3962b")
 SHORT = ("#aeb6c2", "#c6ccd6", "#bac2cd", "#d3d8e0")  # unnamed documents, in turns
 PHASES = {"attention": "#2563a8", "recurrent": "#5b8f5b", "linear": "#9cc3e6", "head": "#cfd6e0", "exposed": "#e07b28"}
-STYLE: Any = {
-    "font.size": 9.5, "axes.titlesize": 11, "axes.titleweight": "bold", "axes.titlelocation": "left",
-    "axes.spines.top": False, "axes.spines.right": False, "axes.edgecolor": MUTED, "axes.labelcolor": INK,
-    "text.color": INK, "xtick.color": MUTED, "ytick.color": MUTED, "legend.frameon": False,
-}  # fmt: skip
 COLUMNS, LINES = 1600, 512  # of the raster that samples all rows of all ranks
 BLOCKS = 64  # blocks of ranks in the heat map, at most
 # The call that a heat map counts if no model is known.
@@ -74,31 +67,10 @@ def plot(plan: Derived, path: str | Path, *, call: dict[str, Any] | None = None)
         figure.savefig(path, dpi=110)
 
 
-def checked_path(path: str | Path) -> Path:
-    """The path of a picture, unchanged, once it is known to be writable.
-
-    Raises: ValueError for a suffix that is not a format, OSError for a directory or a path that cannot be written.
-    """
-    from matplotlib.backend_bases import FigureCanvasBase
-
-    # matplotlib would append a suffix
-    formats = sorted(FigureCanvasBase.get_supported_filetypes())
-    if os.path.splitext(path)[1][1:].lower() not in formats:
-        raise ValueError(f"the ending of {str(path)!r} is not a picture format; end it in .{', .'.join(formats)}")
-    path = Path(path)
-    if path.is_dir():
-        raise IsADirectoryError("it is a directory")
-    above = next(folder for folder in path.absolute().parents if folder.exists())
-    if not above.is_dir():
-        raise NotADirectoryError(f"{above} is not a directory")
-    if not os.access(path if path.exists() else above, os.W_OK):
-        raise PermissionError(f"{path if path.exists() else above} is not writable")
-    return path
-
-
 def _subtitle(plan: Derived) -> str:
     node, widths = node_of(plan), np.unique(plan.widths).tolist()
-    parts = [f"transport {plan.transport}", "Ulysses width " + ", ".join(map(str, widths))]
+    parts = [] if plan.mask.plain else [f"{plan.mask!r}"]
+    parts += [f"transport {plan.transport}", "Ulysses width " + ", ".join(map(str, widths))]
     parts += [] if node is None else [f"nodes of {node} ranks"]
     parts += [] if plan.forecast is None else [f"predicted for {plan.forecast.what}"]
     return "  ·  ".join(parts)
@@ -126,7 +98,8 @@ def holders(axis: Any, plan: Derived, *, names: Sequence[str] | None = None) -> 
     for edge in np.arange(plan.ranks - 1) + 0.5 if plan.ranks <= 32 else ():
         axis.axhline(edge, color="white", linewidth=4 if plan.ranks <= 8 else 1.5)
     axis.xaxis.set_major_formatter(lambda value, _: f"{value:,.0f}")
-    axis.set(title="Who holds which document", xlabel="row of the rank; darker is later in the document")
+    darker = "later in the document" if plan.mask.paths is None else "deeper in the tree"
+    axis.set(title="Who holds which document", xlabel=f"row of the rank; darker is {darker}")
     if plan.ranks <= 8:
         axis.set_yticks(range(plan.ranks), [f"rank {rank}" for rank in range(plan.ranks)])
     else:
@@ -147,7 +120,7 @@ def holders(axis: Any, plan: Derived, *, names: Sequence[str] | None = None) -> 
 
 
 def raster(plan: Derived) -> tuple[Ints, Floats]:
-    """Document, and relative place in it, of sampled rows of sampled ranks, [lines, columns]; -1 for no row."""
+    """Document, and relative depth in it, of sampled rows of sampled ranks, [lines, columns]; -1 for no row."""
     most = max(1, int(plan.layout.sizes().max()))
     runs, owner = plan.layout.all_runs()
     piece, source = cut(runs, plan.mask.offsets[:-1])
@@ -163,8 +136,17 @@ def raster(plan: Derived) -> tuple[Ints, Floats]:
     held = (owner[at] == rank[:, None]) & (nth >= 0) & (nth < piece.count[at])
     position = piece.start[at] + piece.step[at] * np.where(held, nth, 0)
     document = np.searchsorted(plan.mask.offsets, position, side="right") - 1
-    depth = (position - plan.mask.offsets[document]) / plan.mask.lengths[document]
+    depth = plan.mask.depths(position) / _longest_paths(plan)[document]
     return np.where(held, document, -1), depth
+
+
+def _longest_paths(plan: Derived) -> Ints:
+    """Tokens of the longest path of each document."""
+    paths, lengths = plan.mask.paths, plan.mask.lengths
+    if paths is None:
+        return lengths
+    end, tokens = paths.leaves()
+    return np.maximum.reduceat(tokens, np.searchsorted(end, plan.mask.offsets[:-1], side="right"))
 
 
 def degrees(axis: Any, plan: Derived) -> None:

@@ -7,6 +7,7 @@ from collections.abc import Sequence
 import numpy as np
 from numpy.typing import NDArray
 
+from seqpar.facts.mask import Mask
 from seqpar.facts.value import Ints
 from seqpar.plan.counts import Floats, Load, load_of, node_of
 from seqpar.plan.derive import Derived
@@ -36,6 +37,7 @@ def describe(plan: Derived) -> str:
     area, shown = plan.mask.area(), told_by_rank(plan)
     lines = [
         f"{plan.mask!r}",
+        *_paths(plan.mask),
         f"{plan.layout!r}" + ("" if plan.kv_layout is plan.layout else f", keys in {plan.kv_layout!r}"),
         f"transport {plan.transport}, Ulysses width {widths}, digest {plan.digest()[:12]}",
         f"documents by degree: {_degrees(plan)}",
@@ -49,6 +51,17 @@ def describe(plan: Derived) -> str:
     if shown:
         lines += _by_rank(plan)
     return "\n".join(lines + ([] if plan.forecast is None else [str(plan.forecast)]))
+
+
+def _paths(mask: Mask) -> list[str]:
+    """How many paths the trees of a mask have, and how many tokens they save."""
+    if mask.paths is None:
+        return []
+    _, tokens = mask.paths.leaves()
+    return [
+        f"{tokens.size:,} paths from roots to leaves, up to {tokens.max():,} tokens long; as documents of their own "
+        f"they would have {tokens.sum():,}"
+    ]
 
 
 def _degrees(plan: Derived) -> str:

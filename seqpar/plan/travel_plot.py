@@ -10,8 +10,8 @@ from typing import Any
 
 import numpy as np
 
+from seqpar.facts.drawing import EDGE, INK, LONG, MUTED, STYLE, checked_path
 from seqpar.plan.derive import Derived
-from seqpar.plan.plot import EDGE, INK, LONG, MUTED, STYLE, checked_path
 from seqpar.plan.recurrence import RecurrentLayer
 from seqpar.plan.runs import DocumentRuns, check_unbranched
 from seqpar.plan.travel import LAYER_WAYS, TravelWay, check_travel, inside, layer_way

@@ -247,3 +247,11 @@ def test_many_nodes_cost_no_memory_per_token() -> None:
         mask = Mask.tree(np.full(nodes, 10**8), above, window=(window, None))
         assert len(pickle.dumps(mask)) < 200 * nodes
     assert mask.depths([mask.tokens - 1]) == 2 * 10**8 - 1
+
+
+def test_a_plan_tells_what_its_trees_save() -> None:
+    mask = Mask.shared_prefix([(4, [2, 3]), (5, []), (1, [1, 1])])
+    first, second, *_ = Plan(mask, Layout.contiguous(17, 2)).describe().splitlines()
+    assert first == "Mask(tree, 3 documents, 7 nodes, 17 tokens)"
+    assert second.startswith("5 paths from roots to leaves, up to 7 tokens long") and second.endswith("have 22")
+    assert "paths" not in Plan(Mask([4, 2]), Layout.contiguous(6, 2)).describe()

@@ -30,6 +30,14 @@ def test_the_raster_shows_every_row_of_every_rank(case: Case) -> None:
         np.testing.assert_allclose(depth[rank, : at.size], inside / plan.mask.lengths[expected])
 
 
+def test_the_raster_of_a_tree_shows_depths() -> None:
+    mask = Mask.shared_prefix([(4, [2, 4]), (2, [3, 1])])
+    document, depth = raster(Plan(mask, Layout.contiguous(16, 1)))
+    np.testing.assert_array_equal(document, [[0] * 10 + [1] * 6])
+    expected = [n / 8 for n in (0, 1, 2, 3, 4, 5, 4, 5, 6, 7)] + [n / 5 for n in (0, 1, 2, 3, 4, 2)]
+    np.testing.assert_allclose(depth[0], expected)
+
+
 def test_the_raster_of_thousands_of_ranks_is_a_sample() -> None:
     lengths = [7000] * 700
     document, _ = raster(Plan(Mask(lengths), Layout.contiguous(4_900_000, 1400)))
@@ -54,11 +62,13 @@ def test_bytes_between_ranks_are_those_that_the_plan_predicts() -> None:
         Plan(Mask([50, 9]), Layout.striped(59, 6), transport="ring", ulysses=2),
         Plan(Mask([500, 90]), Layout.contiguous(590, 70), transport="gather"),
         Plan(Mask([3]), Layout.contiguous(3, 5), rows=2),
+        Plan(Mask.shared_prefix([(400, [20, 40]), (7, [3])]), Layout.zigzag([460, 10], 4)),
+        Plan(Mask([40, 300], window=(9, None), sink_tokens=2), Layout.contiguous(340, 4), transport="ring"),
         Plan(Mask([40, 300], window=(3, None)), Layout.zigzag([40, 300], 68), node=2),
         Plan(Mask([2**31 - 1]), Layout.zigzag([2**31 - 1], 8)),
         Plan(Mask([2**31 - 1]), Layout.contiguous(2**31 - 1, 8), transport="ring"),
     ],
-    ids=["planned", "planned-nodes", "ring", "gather", "empty-ranks", "nodes", "huge", "huge-ring"],
+    ids=["planned", "planned-nodes", "ring", "gather", "empty-ranks", "trees", "bands", "nodes", "huge", "huge-ring"],
 )
 @pytest.mark.parametrize("suffix", ["png", "svg"])
 def test_every_plan_can_be_drawn(plan: Plan, suffix: str, tmp_path: Path) -> None:
