@@ -228,7 +228,9 @@ def test_full_tiles_read_no_bound(mask, monkeypatch) -> None:
     assert len(read) == partial
 
 
-@pytest.mark.parametrize("case", [c for c in LARGE if c.dtype == torch.float32 and c.mask not in ("bounds", "tree")], ids=named)
+@pytest.mark.parametrize(
+    "case", [c for c in LARGE if c.dtype == torch.float32 and c.mask not in ("bounds", "tree")], ids=named
+)
 def test_aten_computes_the_attended_pairs_and_nothing_else(case, monkeypatch) -> None:
     """Rectangles and causal squares whose areas sum to the area of the step, and no tile besides."""
     area = []
