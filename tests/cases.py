@@ -17,6 +17,8 @@ from seqpar.plan import TRANSPORTS, Plan
 MASKS = ("causal", "full", "window", "band", "packed", "cross", "cross_full", "bounds", "prefix")
 # keys of these may end before the last query: random trees as bounds, and as nodes with a window, and any bounds at all
 ENDING = ("tree", "nodes", "ends")
+# queries of these may see several intervals of keys
+SEVERAL = ("union", "lambda", "slices", "table")
 LAYOUTS = ("contiguous", "zigzag", "striped", "blocks", "arbitrary", "lopsided")
 
 
@@ -53,6 +55,19 @@ def make_mask(kind: str, lengths: list[int], rng: np.random.Generator) -> Mask:
         edge = int(rng.integers(0, total + 1))
         rows = np.arange(total)
         return Mask.from_bounds(np.zeros(total, int), np.maximum(rows + 1, edge), lengths=lengths)
+    if kind == "lambda":
+        return Mask(lengths, window=(int(rng.integers(0, 7)), None), sink_tokens=int(rng.integers(1, 5)))
+    if kind == "union":
+        window, sinks = int(rng.integers(0, 5)), int(rng.integers(0, 4))
+        near = Mask(one, causal=False, window=(window, window), sink_tokens=sinks)
+        return near | make_mask("bounds", lengths, rng) | make_mask("prefix", one, rng).windowed((total // 2, None))
+    if kind == "slices":
+        slices = random_slices(total, total, 5, rng)
+        return Mask.from_slices([s[:2] for s in slices], [s[2:4] for s in slices], [s[4] for s in slices], tokens=total)
+    if kind == "table":
+        tall, wide = rng.integers(1, 9, 2)
+        table = rng.random((-(-total // tall), -(-total // wide))) < 0.5
+        return Mask.blocks(table, (tall, wide), tokens=total, kv_tokens=total)
     if kind == "tree":
         lo, hi, until, _ = random_tree(total, rng)
         return Mask.from_bounds(lo, hi, until=until)
@@ -95,6 +110,18 @@ def random_tree(
     lo = np.searchsorted(at, root[at])
     until = np.array([rows[inside[:, j]].max() + 1 for j in rows])
     return lo, rows + 1, until, inside & (rows <= rows[:, None])
+
+
+def random_slices(tokens: int, keys: int, count: int, rng: np.random.Generator) -> list[tuple[int, int, int, int, str]]:
+    """Slices (first query, last, first key, last, kind) anywhere, half of them on the queries of the one before."""
+    kinds = ("full", "causal", "inv_causal", "bi_causal")
+    slices: list[tuple[int, int, int, int, str]] = []
+    for _ in range(count):
+        (a, b), (c, d) = (np.sort(rng.integers(0, n + 1, 2)).tolist() for n in (tokens, keys))
+        if slices and rng.random() < 0.5:
+            a, b = slices[-1][:2]
+        slices.append((a, b, c, d, str(rng.choice(kinds))))
+    return slices
 
 
 def make_layout(kind: str, lengths: list[int], ranks: int, rng: np.random.Generator) -> Layout:

@@ -30,16 +30,21 @@ def band_of_bounds(
             f"query {i} has bounds [{low[i]}, {high[i]}), expected 0 <= lo <= hi <= {keys}; clip them, and give "
             f"lo == hi to a query that sees nothing"
         )
+    documents, kv_lengths = batch_lengths(tokens, keys, lengths)
+    ends = None if until is None else _checked_until(until, keys)
+    return documents, kv_lengths, Band(linear_spans(low, high), ends).canonical(tokens, keys)
+
+
+def batch_lengths(tokens: int, keys: int, lengths: ArrayLike | None) -> tuple[Ints, Ints]:
+    """The lengths of the documents in queries and in keys; by default the batch is one document."""
     documents = lengths_of("lengths", [tokens] if lengths is None else lengths)
     if documents.sum() != tokens:
-        raise ValueError(f"lengths sum to {documents.sum()}, the bounds have {tokens} queries; give both the same")
+        raise ValueError(f"lengths sum to {documents.sum()}, the mask has {tokens} queries; give both the same")
     if keys != tokens and len(documents) > 1:
         raise ValueError(
             f"lengths with {tokens} queries and {keys} keys do not say which keys a document has; leave lengths out"
         )
-    kv_lengths = documents if keys == tokens else lengths_of("kv_tokens", [keys])
-    ends = None if until is None else _checked_until(until, keys)
-    return documents, kv_lengths, Band(linear_spans(low, high), ends).canonical(tokens, keys)
+    return documents, documents if keys == tokens else lengths_of("kv_tokens", [keys])
 
 
 def _checked_until(until: ArrayLike, keys: int) -> Until:

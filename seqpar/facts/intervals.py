@@ -45,25 +45,33 @@ class Spans(NamedTuple):
         )  # fmt: skip
 
 
-def linear_spans(lo: Ints, hi: Ints) -> Spans:
-    """The spans of two arrays of bounds: as few as the slopes 0 and 1 allow. No loop over rows."""
-    rows = len(lo)
-    if rows == 0:
+def linear_spans(lo: Ints, hi: Ints, row: Ints | None = None) -> Spans:
+    """The spans of two arrays of bounds: as few as the slopes 0 and 1 allow. No loop over rows.
+
+    row: the rows of the bounds, ascending from 0 to the last row; bounds of rows between two of them are linear. By
+    default the bounds are those of all rows.
+    """
+    count = len(lo)
+    if count == 0:
         none = np.zeros(0, np.int64)
         return Spans(none, none, none, none, none)
     dlo, dhi = np.diff(lo), np.diff(hi)
+    if row is None:
+        row = np.arange(count)
+    else:
+        dlo, dhi = dlo // np.diff(row), dhi // np.diff(row)
     jump = (dlo < 0) | (dlo > 1) | (dhi < 0) | (dhi > 1)
-    first = np.zeros(rows, bool)
+    first = np.zeros(count, bool)
     first[0] = True
     first[1:] |= jump
     # A row where the slope changes starts a span, unless a jump follows it: then it ends the span before it.
     first[1:-1] |= ~jump[1:] & ((dlo[1:] != dlo[:-1]) | (dhi[1:] != dhi[:-1]))
     start = np.flatnonzero(first)
-    single = np.diff(np.append(start, rows)) == 1
-    at = np.minimum(start, max(rows - 2, 0))
-    lo_step = np.where(single, 0, dlo[at]) if rows > 1 else np.zeros(1, np.int64)
-    hi_step = np.where(single, 0, dhi[at]) if rows > 1 else np.zeros(1, np.int64)
-    return Spans(start, lo[start], hi[start], lo_step, hi_step)
+    single = np.diff(np.append(row[start], row[-1] + 1)) == 1
+    at = np.minimum(start, max(count - 2, 0))
+    lo_step = np.where(single, 0, dlo[at]) if count > 1 else np.zeros(1, np.int64)
+    hi_step = np.where(single, 0, dhi[at]) if count > 1 else np.zeros(1, np.int64)
+    return Spans(row[start], lo[start], hi[start], lo_step, hi_step)
 
 
 def progressions(start: Ints, step: Ints, count: Ints) -> tuple[Ints, Ints]:
@@ -140,6 +148,16 @@ def union(group: Ints, lo: Ints, hi: Ints, groups: int, tokens: int) -> Interval
     group = lo // (tokens + 1)
     base = group * (tokens + 1)
     return Intervals(group, lo - base, hi - base)
+
+
+def minus(a: Intervals, b: Intervals, tokens: int) -> Intervals:
+    """The intervals of each group without those of another list; both as `union` returns them."""
+    base, other = a.group * (tokens + 1), b.group * (tokens + 1)
+    breaks = np.stack([b.lo + other, b.hi + other], axis=1).ravel()
+    runs, source = cut(Runs(a.lo + base, a.hi - a.lo, np.ones_like(a.lo)), breaks)
+    left = np.searchsorted(breaks, runs.start, side="right") % 2 == 0
+    lo, base = runs.start[left], base[source[left]]
+    return Intervals(a.group[source[left]], lo - base, lo + runs.count[left] - base)
 
 
 def expand(start: Ints, count: Ints, step: Ints | int = 1) -> Ints:

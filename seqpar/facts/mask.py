@@ -27,12 +27,13 @@ import numpy as np
 from numpy.typing import ArrayLike
 
 from seqpar.facts.bands import Band, Until, filled, meetings
-from seqpar.facts.bounds import band_of_bounds
+from seqpar.facts.bounds import band_of_bounds, batch_lengths
 from seqpar.facts.documents import band_of_documents, document_spans, stays_inside
 from seqpar.facts.intervals import Runs, distinct, edges
 from seqpar.facts.picture import Shown, plot
+from seqpar.facts.slices import block_strips, slice_strips
 from seqpar.facts.trees import Paths, nodes_of_groups, paths_of, reach_along_paths, runs_of_nodes
-from seqpar.facts.unions import blocks, slices, united, with_sinks
+from seqpar.facts.unions import Strips, bands_of, sink_strips, united
 from seqpar.facts.value import MOST, Fact, Ints, digest_of, frozen, int64_of, lengths_of, whole
 from seqpar.facts.windows import checked_window, windowed
 
@@ -79,11 +80,13 @@ class Mask(Fact):
             keys = queries  # kv_lengths equal to lengths make the same mask as None
         left, right = checked_window(window, causal)
         sinks = whole("sink_tokens", sink_tokens, 0, MOST)
-        bands: tuple[Band, ...] = (Band(document_spans(queries, keys, left, right)),)
+        spans = document_spans(queries, keys, left, right)
+        bands: tuple[Band, ...] = (Band(spans),)
         name = ("causal" if causal else "full") + (f", window={window}" if window != (None, None) else "")
         if sinks and window != (None, None):
-            everything = document_spans(queries, keys, None, 0 if causal else None)
-            bands = with_sinks(bands, everything, edges(queries), edges(keys), sinks)
+            offsets, kv_offsets = edges(queries), edges(keys)
+            strips = [Strips.of(spans, int(offsets[-1])), sink_strips(queries, keys, sinks, causal)]
+            bands = bands_of(Strips.together(strips), offsets, kv_offsets)
             name += f", sink_tokens={sinks}"
         self._set(queries, keys, bands, within=True, name=name)
 
@@ -120,19 +123,19 @@ class Mask(Fact):
         *,
         tokens: int | None = None,
         kv_tokens: int | None = None,
+        lengths: ArrayLike | None = None,
     ) -> Mask:
-        """The union of slices, each of a range of queries and a range of keys; pairs in several slices count once.
+        """The union of slices, each of a range of queries and a range of keys; a pair in several slices counts once.
 
-        q_ranges, k_ranges: integers [slices, 2], ``[start, end)``. kinds: of each slice, as MagiAttention has them:
-        "full" (all pairs), "causal" (a diagonal that ends bottom-right), "inv_causal" (keys from a diagonal on that
-        begins top-left), "bi_causal" (keys between the two diagonals). tokens, kv_tokens: the numbers of queries and
-        keys, by default equal, up to the last range's end. The batch is one document.
+        q_ranges, k_ranges: integers [slices, 2], ``[start, end)``. kinds: of each slice, with MagiAttention's meaning:
+        "full" (all pairs), "causal" (up to a diagonal that ends bottom right), "inv_causal" (from a diagonal on that
+        begins top left), "bi_causal" (between these two). tokens: number of queries, by default up to the end of the
+        last range. kv_tokens: number of keys, by default that of queries. lengths: documents, as in `from_bounds`.
 
-        Raises: ValueError for ranges that are not inside the batch, and for unknown kinds. NotImplementedError if some
-        query sees more than 32 intervals of keys.
+        Raises: ValueError for ranges outside the batch and for unknown kinds. NotImplementedError if some query sees
+        more than 32 intervals of keys.
         """
-        bands, queries, keys = slices(q_ranges, k_ranges, kinds, tokens, kv_tokens)
-        return cls._of_bands(bands, queries, keys, f"{len(kinds)} slices")
+        return cls._of_strips(*slice_strips(q_ranges, k_ranges, kinds, tokens, kv_tokens), lengths, "slices")
 
     @classmethod
     def blocks(
@@ -142,46 +145,58 @@ class Mask(Fact):
         *,
         tokens: int | None = None,
         kv_tokens: int | None = None,
+        lengths: ArrayLike | None = None,
     ) -> Mask:
         """Blocks of queries that see blocks of keys in full.
 
         table: booleans [query blocks, key blocks]. block: tokens of a block, or (queries, keys). tokens, kv_tokens: the
-        numbers of queries and keys, by default those of whole blocks; the last block may have fewer.
+        numbers of queries and keys, by default those of whole blocks; the last block may have fewer. lengths:
+        documents, as in `from_bounds`.
 
         Raises: ValueError for a table of other dims or dtype, or without a block for each query and key.
         NotImplementedError if some query sees more than 32 intervals of keys.
         """
-        bands, queries, keys = blocks(table, block, tokens, kv_tokens)
-        return cls._of_bands(bands, queries, keys, "blocks")
+        return cls._of_strips(*block_strips(table, block, tokens, kv_tokens), lengths, "blocks")
 
     @classmethod
-    def _of_bands(cls, bands: tuple[Band, ...], tokens: int, keys: int, name: str) -> Mask:
-        """One document of these bands."""
-        queries = lengths_of("tokens", [tokens])
+    def _of_strips(cls, strips: Strips, tokens: int, keys: int, lengths: ArrayLike | None, name: str) -> Mask:
+        documents, kv_lengths = batch_lengths(tokens, keys, lengths)
         mask: Mask = cls.__new__(cls)
-        mask._set(
-            queries, queries if keys == tokens else lengths_of("kv_tokens", [keys]), bands, within=False, name=name
-        )
+        bands = bands_of(strips, edges(documents), edges(kv_lengths))
+        mask._set(documents, kv_lengths, bands, within=False, name=name)
         return mask
 
     def __or__(self, other: Mask) -> Mask:
         """The pairs of either mask, each once; one of the two masks itself if it has all pairs of the other.
 
-        Raises: ValueError for masks of other documents. NotImplementedError where parts overlap whose keys end early,
-        and if some query sees more than 32 intervals of keys.
+        Positions are those of the tree, if a part is one.
+
+        Raises: ValueError for masks of other documents. NotImplementedError for trees of other paths, for parts that
+        share keys which end at other queries in each, and if some query sees more than 32 intervals of keys.
         """
         if not isinstance(other, Mask):
             return NotImplemented
         if not all(map(np.array_equal, (self.lengths, self.kv_lengths), (other.lengths, other.kv_lengths))):
-            raise ValueError(f"a union is of masks of the same documents, got {self!r} and {other!r}")
-        bands = united([*self.bands, *other.bands], self.tokens, self.kv_tokens)
+            raise ValueError(
+                f"a union is of masks of the same lengths and kv_lengths, got {self._sizes()} | {other._sizes()}; make "
+                "both for the same batch"
+            )
+        if self.paths and other.paths and not self.same_paths(other):
+            raise NotImplementedError(f"{self!r} | {other!r} has two paths to a token; give both parts the same tree")
         paths = self.paths or other.paths
         mask: Mask = type(self).__new__(type(self))
-        within = self.within_documents and other.within_documents
-        name = f"{self._name} | {other._name}"
-        mask._set(self.lengths, self.kv_lengths, bands, within=within, name=name, paths=paths)
+        mask._set(
+            self.lengths, self.kv_lengths, united([*self.bands, *other.bands], self.offsets, self.kv_offsets),
+            within=self.within_documents and other.within_documents, name="union",
+            paths=paths and paths._replace(left=None, alone=False),
+        )  # fmt: skip
         area = mask.area()
-        return next((part for part in (self, other) if part.area() == area and part.paths is paths), mask)
+        parts = [part for part in (self, other) if part.area() == area and (part.paths is None) == (paths is None)]
+        return parts[0] if parts else mask
+
+    def _sizes(self) -> str:
+        kv_lengths = "" if self.kv_lengths is self.lengths else f", kv_lengths={self.kv_lengths.tolist()!r:.100}"
+        return f"lengths={self.lengths.tolist()!r:.100}{kv_lengths}"
 
     @classmethod
     def tree(
@@ -341,7 +356,7 @@ class Mask(Fact):
                 "keep the batch whole, or give bounds inside documents"
             )
         queries = frozen(self.lengths[chosen])
-        if self.paths is not None and len(self.bands) == 1:
+        if self.paths is not None and self.paths.alone:
             paths = self.paths.pick(chosen, self.offsets)
             return self._of_tree(queries, Until(paths.start, paths.end), paths.left)
         keys = queries if self.kv_lengths is self.lengths else frozen(self.kv_lengths[chosen])
@@ -362,7 +377,7 @@ class Mask(Fact):
         """
         checked = checked_window(window, False)
         paths = self.paths
-        if paths is not None and len(self.bands) == 1:
+        if paths is not None and paths.alone:
             left = reach_along_paths(checked)
             if left is None or paths.within(left):
                 return self
@@ -384,7 +399,9 @@ class Mask(Fact):
         return mask
 
     def _windowed(self, left: int | None, right: int | None) -> Mask:
-        bands = filled(tuple(windowed(band, left, right, self.offsets, self.key_positions) for band in self.bands))
+        bands = tuple(windowed(band, left, right, self.offsets, self.key_positions) for band in self.bands)
+        if len(bands) > 1:
+            bands = united(bands, self.offsets, self.kv_offsets)
         mask: Mask = type(self).__new__(type(self))
         name = f"{self._name}, window={(left, right)}"
         mask._set(self.lengths, self.kv_lengths, bands, within=self.within_documents, name=name)
@@ -427,4 +444,5 @@ class Mask(Fact):
     def __repr__(self) -> str:
         keys = "" if self.kv_tokens == self.tokens else f" on {self.kv_tokens} keys"
         nodes = "" if self.paths is None else f", {self.paths.start.size} nodes"
-        return f"Mask({self._name}, {len(self.lengths)} documents{nodes}, {self.tokens} tokens{keys})"
+        bands = "" if len(self.bands) == 1 else f", {len(self.bands)} bands"
+        return f"Mask({self._name}, {len(self.lengths)} documents{nodes}{bands}, {self.tokens} tokens{keys})"

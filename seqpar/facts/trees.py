@@ -34,6 +34,7 @@ class Paths(NamedTuple):
     end: Ints  # of the subtree
     depth: Ints
     left: int | None = None  # the tokens that a query sees along its path beside itself; None for all
+    alone: bool = True  # False in a union, in which queries see other tokens too
 
     def depths(self, at: Ints) -> Ints:
         """The depth of the tokens at these positions, 0 for a root's first token; -1 for a pad row, position -1."""
@@ -61,7 +62,7 @@ class Paths(NamedTuple):
         count = np.diff(first)[documents]
         run = np.repeat(first[documents] - edges(count)[:-1], count) + np.arange(count.sum())
         shift = np.repeat(edges(np.diff(offsets)[documents])[:-1] - offsets[documents], count)
-        return Paths(self.start[run] + shift, self.end[run] + shift, self.depth[run], self.left)
+        return self._replace(start=self.start[run] + shift, end=self.end[run] + shift, depth=self.depth[run])
 
     def spans(self, left: int, offsets: Ints) -> Spans:
         """The bounds of queries that see the token ``left`` places up their path and what follows, causal.

@@ -1,295 +1,278 @@
-"""Unions of bands: what several masks show together, as few disjoint bands of one interval per query each.
+"""Unions: what several bands show together, as few disjoint bands.
 
-Bands without ends of keys are joined query by query: the k-th interval of a query, in key order, is its interval in
-band k. So a union does not depend on the order of its parts, pairs in several parts count once, and parts that touch
-are one. Documents of 8 tokens with a window of 2 and 2 sink tokens::
+The k-th interval of a query, in key order, is its interval in band k. So a union depends neither on the order of its
+parts nor on how they were cut: pairs in several parts count once, and parts that touch are one. A document of 7 tokens
+with 2 keys to the left and the first 2 keys::
 
-    query   keys 0 1 2 3 4 5 6 7      band 0   band 1
-      2          # # #                [0, 3)     -
-      3          # # # #              [0, 4)     -
-      4          # # # # #            [0, 5)     -
-      5          # #   # # #          [0, 2)   [3, 6)
-      6          # #     # # #        [0, 2)   [4, 7)
+    query   keys 0 1 2 3 4 5 6      band 0   band 1
+      3          # # # #            [0, 4)     -
+      4          # # # # #          [0, 5)     -
+      5          # #   # # #        [0, 2)   [3, 6)
+      6          # #     # # #      [0, 2)   [4, 7)
 
-Bounds are linear on pieces of queries. Pieces are cut where two bounds meet, so that their order is the same for all
-queries of a piece. A band whose keys may end keeps what no band without ends shows; two bands of the same ends are
-joined like those without, and two of other ends must not overlap.
+Queries are cut into pieces where a band's spans begin and where two bounds meet, so that the order of all bounds is the
+same for all queries of a piece. The sets of keys of its first and its last query then have one shape, and the bounds
+between the two are linear.
 
-Sources: the sink tokens, Xiao et al. 2024 (StreamingLLM, section 3.2); slices, Zewei Tao et al. 2025 (MagiAttention).
+Bands with other ends of keys are apart: one of them loses the keys that another shows to no fewer queries. Bands
+without ends show their keys to all, so they always take precedence.
 """
 
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import Any, NamedTuple
+from itertools import combinations
+from typing import NamedTuple
 
 import numpy as np
-from numpy.typing import ArrayLike, NDArray
 
-from seqpar.facts.bands import Band, Until
-from seqpar.facts.intervals import Spans, distinct, pieces_between
-from seqpar.facts.value import Ints, int64_of
+from seqpar.facts.bands import Band, Until, meetings
+from seqpar.facts.intervals import (
+    Intervals,
+    Runs,
+    Spans,
+    cut,
+    distinct,
+    edges,
+    expand,
+    interval_of,
+    linear_spans,
+    minus,
+    union,
+)  # fmt: skip
+from seqpar.facts.value import Ints
 
 MOST_BANDS = 32
-KINDS = ("full", "causal", "inv_causal", "bi_causal")
 
 
-class Bound(NamedTuple):
-    """One bound of all pieces: its value at the first query of each and its slope, [pieces]."""
+class Strips(NamedTuple):
+    """Stretches of ``rows`` queries: query ``start + t`` sees the keys ``[lo + t * lo_step, hi + t * hi_step)``.
 
-    at: Ints
-    step: Ints
-
-    def where(self, chosen: NDArray[np.bool_], other: Bound) -> Bound:
-        """This bound where chosen, the other elsewhere."""
-        return Bound(np.where(chosen, self.at, other.at), np.where(chosen, self.step, other.step))
-
-
-Interval = tuple[Bound, Bound]
-
-
-def united(bands: Sequence[Band], tokens: int, keys: int) -> tuple[Band, ...]:
-    """Disjoint bands that show what any of these shows. tokens: queries; keys: their number.
-
-    Raises: NotImplementedError for bands of different ends that overlap, and for more than 32 bands.
+    A query may be in several strips or in none, and an interval whose end is not above its start is empty.
     """
-    groups: list[tuple[Until | None, list[Spans]]] = [(None, [])]
-    for band in bands:
-        for until, spans in groups:
-            if _same(until, band.until):
-                spans.append(band.spans)
+
+    start: Ints
+    rows: Ints
+    lo: Ints
+    hi: Ints
+    lo_step: Ints
+    hi_step: Ints
+
+    @classmethod
+    def of(cls, spans: Spans, tokens: int) -> Strips:
+        """The spans of a band of ``tokens`` queries."""
+        return cls(spans.start, np.diff(np.append(spans.start, tokens)), *spans[1:])
+
+    @classmethod
+    def together(cls, several: Sequence[Strips]) -> Strips:
+        """Several, one after another."""
+        return cls(*(np.concatenate(x) for x in zip(*several, strict=True)))
+
+    def part(self, strip: Ints, start: Ints, rows: Ints) -> Strips:
+        """Parts of some strips, with these first queries and numbers of queries."""
+        t, lo_step, hi_step = start - self.start[strip], self.lo_step[strip], self.hi_step[strip]
+        return Strips(start, rows, self.lo[strip] + t * lo_step, self.hi[strip] + t * hi_step, lo_step, hi_step)
+
+    def filled(self) -> tuple[Strips, Ints]:
+        """The parts in which every query sees a key, and the strip of each."""
+        keys, slope = self.hi - self.lo, self.hi_step - self.lo_step
+        first = np.where((slope > 0) & (keys <= 0), 1 - keys, 0)
+        stop = np.where(slope < 0, np.minimum(keys, self.rows), np.where((slope == 0) & (keys <= 0), 0, self.rows))
+        strip = np.flatnonzero(first < stop)
+        return self.part(strip, (self.start + first)[strip], (stop - first)[strip]), strip
+
+    def cut(self, breaks: Ints) -> tuple[Strips, Ints]:
+        """The strips, cut at these queries, and the strip of each part."""
+        runs, strip = cut(Runs(self.start, self.rows, np.ones_like(self.start)), distinct(breaks))
+        return self.part(strip, runs.start, runs.count), strip
+
+    def meetings(self) -> Ints:
+        """The queries at which a bound meets another, and those after them; strips overlap whole or not at all."""
+        piece = np.concatenate([self.start, self.start])
+        value, step = np.concatenate([self.lo, self.hi]), np.concatenate([self.lo_step, self.hi_step])
+        flat, rising = step == 0, step > 0
+        levels, pieces = distinct(value[flat]), distinct(self.start)
+        line = levels.size + 1
+        base = np.searchsorted(pieces, piece) * line
+        flats = distinct(base[flat] + np.searchsorted(levels, value[flat]))
+        low, rows = value[rising], np.concatenate([self.rows, self.rows])[rising]
+        first = np.searchsorted(flats, base[rising] + np.searchsorted(levels, low))
+        stop = np.searchsorted(flats, base[rising] + np.searchsorted(levels, low + rows))
+        met = levels[flats[expand(first, stop - first)] % line]
+        at = np.repeat(piece[rising] - low, stop - first) + met
+        return np.concatenate([at, at + 1])
+
+
+def united(bands: Sequence[Band], offsets: Ints, kv_offsets: Ints) -> tuple[Band, ...]:
+    """Disjoint bands that show what any of these shows. offsets: the starts of documents, and the last end.
+
+    Raises: NotImplementedError if keys end at other queries in two bands, and neither shows all that the other does
+    where they overlap; and for more than 32 bands.
+    """
+    tokens, keys = int(offsets[-1]), int(kv_offsets[-1])
+    groups = _by_ends(bands, tokens, keys)
+    strips = [Strips.together([Strips.of(band.spans, tokens) for band in group]) for group in groups]
+    disjoint = _disjoint(strips, [group[0].until for group in groups], offsets, kv_offsets)
+    found = [_with_ends(until, spans, tokens, keys) for until, spans in disjoint]
+    open_groups = sum(group[0].until is None for group in found)
+    result = [band for group in found for band in group]
+    # where no end hides a pair any more, several groups show their keys to all
+    return united(result, offsets, kv_offsets) if open_groups > 1 else tuple(result)
+
+
+def bands_of(strips: Strips, offsets: Ints, kv_offsets: Ints) -> tuple[Band, ...]:
+    """Disjoint bands that show what any of the strips shows; as `united`, with keys that do not end."""
+    ((_, spans),) = _disjoint([strips], [None], offsets, kv_offsets)
+    return tuple(map(Band, spans))
+
+
+def sink_strips(queries: Ints, keys: Ints, sinks: int, causal: bool) -> Strips:
+    """The first ``sinks`` keys of each document, shown to all its queries, if causal up to their own key.
+
+    queries, keys: of each document; the last query is aligned with the last key.
+    """
+    start, first_key, zero = edges(queries)[:-1], edges(keys)[:-1], np.zeros_like(queries)
+    shown, shift = np.minimum(sinks, keys), keys - queries
+    if not causal:
+        return Strips(start, queries, first_key, first_key + shown, zero, zero)
+    rising = np.clip(shown - shift, 0, queries)  # queries up to the one that stands at the last sink
+    stop = first_key + shift + 1
+    below = Strips(start, rising, first_key, stop, zero, zero + 1)
+    above = Strips(start + rising, queries - rising, first_key, first_key + shown, zero, zero)
+    return Strips.together([below, above])
+
+
+class _Row(NamedTuple):
+    """The keys that one query of every piece sees, by the ends of the keys; numbers stand for key positions."""
+
+    position: Ints
+    seen: list[Intervals]
+
+    @classmethod
+    def of(cls, piece: Ints, pieces: int, lo: Ints, hi: Ints, group: Ints, groups: int) -> _Row:
+        position = distinct(np.concatenate([lo, hi]))
+        lo, hi = np.searchsorted(position, lo), np.searchsorted(position, hi)
+        chosen = [group == n for n in range(groups)]
+        return cls(position, [union(piece[c], lo[c], hi[c], pieces, position.size) for c in chosen])
+
+    def common(self, a: int, b: int) -> Intervals:
+        """What both groups show."""
+        return minus(self.seen[a], minus(self.seen[a], self.seen[b], self.position.size), self.position.size)
+
+    def without(self, a: int, b: int) -> None:
+        """Let group ``a`` lose what group ``b`` shows."""
+        self.seen[a] = minus(self.seen[a], self.seen[b], self.position.size)
+
+
+def _disjoint(
+    groups: Sequence[Strips], untils: Sequence[Until | None], offsets: Ints, kv_offsets: Ints
+) -> list[tuple[Until | None, list[Spans]]]:
+    """The spans of the bands of each group that shows any key; of the first, without a key, if none does."""
+    tokens, keys = int(offsets[-1]), int(kv_offsets[-1])
+    group = np.repeat(np.arange(len(groups)), [strips.start.size for strips in groups])
+    strips, kept = Strips.together(groups).filled()
+    group = group[kept]
+    strips, kept = strips.cut(np.concatenate([offsets, strips.start, strips.start + strips.rows]))
+    group = group[kept]
+    strips, kept = strips.cut(strips.meetings())
+    group = group[kept]
+    start = distinct(np.concatenate([offsets, strips.start, strips.start + strips.rows]))[:-1]
+    rows = np.diff(np.append(start, tokens))
+    piece = np.searchsorted(start, strips.start)
+    first, last = (
+        _Row.of(
+            piece, start.size, strips.lo + t * strips.lo_step, strips.hi + t * strips.hi_step, group, len(groups)
+        )
+        for t in (np.zeros_like(strips.rows), strips.rows - 1)
+    )  # fmt: skip
+    for pair in combinations(range(len(groups)), 2):
+        lo, hi = first.position[first.common(*pair).lo], last.position[last.common(*pair).hi]
+        for a, b in (pair[::-1], pair):
+            if not _fewer(untils[b], untils[a], lo, hi, keys):
+                first.without(a, b)
+                last.without(a, b)
                 break
         else:
-            groups.append((band.until, [band.spans]))
-    start = _meeting_points([band.spans for band in bands], tokens)
-    found: list[tuple[Until | None, list[Interval]]] = []
-    for until, several in groups:
-        joined = _joined([_at(spans, start) for spans in several])
-        for other, shown in found:
-            if other is None:
-                joined = [part for interval in joined for part in _without(interval, shown)]
-            elif any(_overlap(a, b).any() for a in joined for b in shown):
-                raise NotImplementedError(
-                    "both parts of the union have keys that end early, and they overlap; give disjoint parts, or one "
-                    "mask by from_bounds"
-                )
-        found.append((until, _joined(joined)))
-    count = np.diff(np.append(start, tokens))
-    result = []
-    for until, intervals in found:
-        result += [Band(_spans(start, count, *interval), until).canonical(tokens, keys) for interval in intervals]
-    none = np.zeros(1, np.int64)
-    return few(tuple(result) or (Band(Spans(none, none, none, none, none)),))
-
-
-def few(bands: tuple[Band, ...]) -> tuple[Band, ...]:
-    """The bands, if a step can compute them one after another. Raises: NotImplementedError for too many."""
-    if len(bands) > MOST_BANDS:
-        raise NotImplementedError(
-            f"the mask has {len(bands)} bands, as some query sees so many intervals of keys, and attention computes at "
-            f"most {MOST_BANDS}; bring the keys with seqpar.fetch, and use a block-sparse kernel of your own"
-        )
-    return bands
-
-
-def with_sinks(bands: Sequence[Band], whole: Spans, offsets: Ints, kv_offsets: Ints, sinks: int) -> tuple[Band, ...]:
-    """The bands, and the first keys of each document. whole: the bounds of a mask without a window."""
-    tokens, keys = int(offsets[-1]), int(kv_offsets[-1])
-    start = distinct(np.concatenate([whole.start, offsets[:-1]]))
-    document = np.searchsorted(offsets, start, side="right") - 1
-    most = np.minimum(kv_offsets[document] + sinks, kv_offsets[document + 1])
-    lo, hi = _at(whole, start)
-    start = pieces_between(start, [most - hi.at, most - lo.at], tokens)
-    document = np.searchsorted(offsets, start, side="right") - 1
-    most = np.minimum(kv_offsets[document] + sinks, kv_offsets[document + 1])
-    lo, hi = _at(whole, start)
-    hi = hi.where(hi.at < most, Bound(most, np.zeros_like(most)))
-    seen = lo.at < hi.at
-    seen |= (lo.at == hi.at) & (hi.step > lo.step)
-    none = Bound(np.zeros_like(most), np.zeros_like(most))
-    count = np.diff(np.append(start, tokens))
-    band = Band(_spans(start, count, lo.where(seen, none), hi.where(seen, none)))
-    return united([*bands, band], tokens, keys)
-
-
-def slices(q_ranges: ArrayLike, k_ranges: ArrayLike, kinds: Sequence[str], tokens: int | None, keys: int | None) -> Any:
-    """Bands of slices, and the numbers of queries and keys. See `Mask.from_slices`."""
-    q, k = _ranges("q_ranges", q_ranges), _ranges("k_ranges", k_ranges)
-    kinds = list(kinds)
-    if not len(q) == len(k) == len(kinds):
-        raise ValueError(
-            f"got {len(q)} q_ranges, {len(k)} k_ranges and {len(kinds)} kinds; give one of each for every slice"
-        )
-    if unknown := [kind for kind in kinds if kind not in KINDS]:
-        raise ValueError(f"kinds must be of {', '.join(KINDS)}, got {unknown[0]!r}")
-    if tokens is None:
-        tokens = int(q[:, 1].max() if keys is not None else max(q[:, 1].max(), k[:, 1].max()))
-    keys = tokens if keys is None else keys
-    for name, ranges, most in (("q_ranges", q, tokens), ("k_ranges", k, keys)):
-        if ranges.max() > most:
-            raise ValueError(
-                f"{name} end at {ranges.max()}, beyond the {most} {'queries' if name[0] == 'q' else 'keys'}"
+            raise NotImplementedError(
+                "the parts of the union share keys that end at one query in one part and at another in the other; give "
+                "parts that share no pair, or one mask by Mask.from_bounds with until"
             )
-    order = np.argsort(q[:, 0], kind="stable")
-    free: list[int] = []  # where each band ends so far
-    members: list[list[int]] = []
-    for n in order.tolist():
-        if q[n, 0] == q[n, 1] or k[n, 0] == k[n, 1]:
-            continue
-        place = next((i for i, end in enumerate(free) if end <= q[n, 0]), len(free))
-        if place == len(free):
-            free.append(0)
-            members.append([])
-        free[place] = int(q[n, 1])
-        members[place].append(n)
-    empty = Band(_placed([], tokens))
-    bands = [Band(_placed([_slice(q[n], k[n], kinds[n]) for n in band], tokens)) for band in members]
-    return united(bands or [empty], tokens, keys), tokens, keys
+    nth = [np.arange(x.group.size) - np.searchsorted(x.group, x.group) for x in first.seen]
+    count = [int(x.max(initial=-1)) + 1 for x in nth]
+    if sum(count) > MOST_BANDS:
+        raise NotImplementedError(
+            f"the mask needs {sum(count)} bands, because some query sees so many intervals of keys, and attention "
+            f"computes at most {MOST_BANDS}; fetch the keys by seqpar.fetch and use a block-sparse kernel of your own"
+        )
+    row, nothing = np.stack([start, start + rows - 1], 1), kv_offsets[interval_of(start, offsets[:-1])]
+    sampled = np.stack([rows > 0, rows > 1], 1)
+
+    def spans(n: int, k: int) -> Spans:
+        lo, hi = np.stack([nothing, nothing], 1), np.stack([nothing, nothing], 1)
+        for column, (position, seen) in enumerate((first, last)):
+            group, low, high = (x[nth[n] == k] for x in seen[n])
+            lo[group, column], hi[group, column] = position[low], position[high]
+        return linear_spans(lo[sampled], hi[sampled], row[sampled])
+
+    count[0] = max(count[0], not any(count))
+    return [(untils[n], [spans(n, k) for k in range(count[n])]) for n in range(len(groups)) if count[n]]
 
 
-def _slice(q: Ints, k: Ints, kind: str) -> list[tuple[int, int, int, int, int]]:
-    """Pieces of a slice: first query, lo, hi, lo_step, hi_step; and its end, which sees nothing."""
-    (first, stop), (low, high) = q.tolist(), k.tolist()
-    rows, columns = stop - first, high - low
-    hi_step, lo_step = int(kind in ("causal", "bi_causal")), int(kind in ("inv_causal", "bi_causal"))
-    begin = max(0, rows - columns) if hi_step else 0  # rows that see a key
-    end = min(rows, columns) if lo_step else rows
-    if hi_step and lo_step and columns < rows:
-        begin = end = 0
-    pieces = [(first, low, low, 0, 0)] if begin else []
-    if begin < end:
-        hi = high - (rows - 1 - begin) if hi_step else high
-        pieces.append((first + begin, low + begin * lo_step, hi, lo_step, hi_step))
-    return [*pieces, (first + max(begin, end), high, high, 0, 0)] if end < rows else [*pieces, (stop, 0, 0, 0, 0)]
+def _by_ends(bands: Sequence[Band], tokens: int, keys: int) -> list[list[Band]]:
+    """The bands in groups of equal ends, those without ends first.
+
+    A band keeps the ends that hide a pair of its own. So two bands also have equal ends if both keep their pairs when
+    each key ends where it ends first.
+    """
+    groups: list[list[Band]] = []
+    for band in sorted(bands, key=lambda band: [x.tobytes() for x in band.until or ()]):
+        for n, group in enumerate(groups):
+            if band.until is None or group[0].until is None:
+                alike = [band, *group] if band.until is group[0].until else []
+            else:
+                until = _earlier([band.until, group[0].until])
+                alike = [Band(x.spans, until) for x in (band, *group)]
+                if any(_pairs(x, tokens, keys) < _pairs(y, tokens, keys) for x, y in zip(alike, (band, *group))):
+                    alike = []
+            if alike:
+                groups[n] = alike
+                break
+        else:
+            groups.append([band])
+    return groups
 
 
-def _placed(several: Sequence[list[tuple[int, int, int, int, int]]], tokens: int) -> Spans:
-    """The spans of a band of slices with disjoint queries, in order; other queries see nothing."""
-    pieces: list[tuple[int, int, int, int, int]] = [(0, 0, 0, 0, 0)]
-    for part in several:
-        pieces += part
-    # of pieces that begin at one query, the last counts: an earlier one is empty
-    kept = [piece for piece, after in zip(pieces, [*pieces[1:], (tokens,)], strict=True) if piece[0] < after[0]]
-    start, lo, hi, lo_step, hi_step = np.array(kept, np.int64).T
-    several_rows = np.diff(np.append(start, tokens)) > 1
-    return Spans(start, lo, hi, lo_step * several_rows, hi_step * several_rows)
+def _earlier(several: Sequence[Until]) -> Until:
+    """For each key the first of its ends."""
+    start = distinct(np.concatenate([until.start for until in several]))
+    return Until(start, np.min([until.of(start) for until in several], axis=0)).joined()
 
 
-def blocks(table: ArrayLike, block: int | tuple[int, int], tokens: int | None, keys: int | None) -> Any:
-    """Bands of a table of blocks, and the numbers of queries and keys. See `Mask.blocks`."""
-    shown = np.asarray(table)
-    if shown.ndim != 2 or shown.dtype != bool or not shown.size:
-        raise ValueError(f"table must be booleans [query blocks, key blocks], got {shown.dtype}{list(shown.shape)}")
-    rows, columns = (block, block) if isinstance(block, (int, np.integer)) else block
-    if min(rows, columns) < 1:
-        raise ValueError(f"block must be a size, or (queries, keys), of at least 1, got {block!r}")
-    held = shown.shape[0] * rows, shown.shape[1] * columns
-    tokens = held[0] if tokens is None else tokens
-    if keys is None:
-        keys = tokens if held[0] == held[1] else held[1]
-    for name, most, size, count in (("queries", tokens, rows, shown.shape[0]), ("keys", keys, columns, shown.shape[1])):
-        if not (count - 1) * size < most <= count * size:
-            raise ValueError(f"{count} blocks of {size} {name} do not hold {most}; give a table with a block for each")
-    edge = np.diff(np.pad(shown, ((0, 0), (1, 1))).astype(np.int8), axis=1)
-    (row, begin), (_, end) = np.nonzero(edge == 1), np.nonzero(edge == -1)
-    nth = np.arange(row.size) - np.searchsorted(row, row)
-    start, zeros = np.arange(shown.shape[0]) * rows, np.zeros(shown.shape[0], np.int64)
-    bands = []
-    for band in range(int(nth.max(initial=0)) + 1):
-        lo, hi, own = zeros.copy(), zeros.copy(), nth == band
-        lo[row[own]] = begin[own] * columns
-        hi[row[own]] = np.minimum(end[own] * columns, keys)
-        bands.append(Band(Spans(start, lo, hi, zeros, zeros)))
-    return few(tuple(bands)), tokens, keys
+def _pairs(band: Band, tokens: int, keys: int) -> int:
+    """The number of pairs of a band whose keys end."""
+    s = band.spans
+    rows = np.diff(np.append(s.start, tokens))
+    return int(meetings(band, Runs(s.start, rows, np.ones_like(rows)), s.start + keys - tokens).areas().sum())
 
 
-def _ranges(name: str, values: ArrayLike) -> Ints:
-    pairs = np.asarray(values)
-    if pairs.ndim != 2 or pairs.shape[1] != 2 or not pairs.size or pairs.dtype.kind not in "iu":
-        raise ValueError(f"{name} must be integers [slices, 2], as [[start, end], ...], got {values!r:.200}")
-    pairs = int64_of(name, pairs)
-    bad = (pairs[:, 0] < 0) | (pairs[:, 1] < pairs[:, 0])
-    if bad.any():
-        n = int(np.flatnonzero(bad)[0])
-        raise ValueError(f"{name} of slice {n} is {pairs[n].tolist()}, expected 0 <= start <= end")
-    return pairs
+def _fewer(b: Until | None, a: Until | None, lo: Ints, hi: Ints, keys: int) -> bool:
+    """Whether some key of the intervals is seen by fewer queries with the ends ``b`` than with ``a``."""
+    if b is None or lo.size == 0:
+        return False
+    start = distinct(np.concatenate([b.start] + ([] if a is None else [a.start])))
+    fewer = b.of(start) < (keys if a is None else a.of(start))
+    before = edges(np.diff(np.append(start, keys)) * fewer)
+
+    def below(key: Ints) -> Ints:
+        run = interval_of(key, start)
+        return before[run] + fewer[run] * (key - start[run])
+
+    return bool((below(lo) < below(hi)).any())
 
 
-def _same(a: Until | None, b: Until | None) -> bool:
-    if a is None or b is None:
-        return a is b
-    return all(np.array_equal(x, y) for x, y in zip(a, b, strict=True))
-
-
-def _at(spans: Spans, start: Ints) -> Interval:
-    """Both bounds of spans on pieces that lie in one span each."""
-    lo, hi, lo_step, hi_step = Band(spans).linear(start)
-    return Bound(lo, lo_step), Bound(hi, hi_step)
-
-
-def _meeting_points(several: Sequence[Spans], tokens: int) -> Ints:
-    """Starts of pieces on which any two bounds are in one order: always below, always equal, or always above."""
-    start = distinct(np.concatenate([spans.start for spans in several]))
-    bounds = [bound for spans in several for bound in _at(spans, start)]
-    cuts: list[Ints] = []
-    for n, a in enumerate(bounds):
-        for b in bounds[:n]:
-            # they meet after so many rows if one rises to the other
-            rows = np.where(a.step < b.step, a.at - b.at, np.where(a.step > b.step, b.at - a.at, -2))
-            cuts += [rows, rows + 1]
-    return pieces_between(start, cuts, tokens)
-
-
-def _joined(intervals: Sequence[Interval]) -> list[Interval]:
-    """The maximal intervals of every piece, in order; without those that are empty everywhere."""
-    if not intervals:
-        return []
-    lo, hi = (np.stack([pair[side].at for pair in intervals]) for side in (0, 1))
-    steps = [np.stack([pair[side].step for pair in intervals]) for side in (0, 1)]
-    empty = (lo > hi) | ((lo == hi) & (steps[1] <= steps[0]))
-    order = np.argsort(np.where(empty, np.iinfo(np.int64).max, lo), axis=0, kind="stable")
-    lo, hi, empty, *steps = (np.take_along_axis(x, order, 0) for x in (lo, hi, empty, *steps))
-    pieces = np.arange(lo.shape[1])
-    number = np.full(lo.shape[1], -1)  # of the interval that is being joined
-    zeros = np.zeros(lo.shape, np.int64)
-    low, high, low_step, high_step = zeros.copy(), zeros.copy(), zeros.copy(), zeros.copy()
-    for n in range(len(intervals)):
-        at = np.maximum(number, 0)
-        fresh = ~empty[n] & ((number < 0) | (lo[n] > high[at, pieces]))
-        longer = ~empty[n] & ~fresh & (hi[n] > high[at, pieces])
-        number = number + fresh
-        for target, value in ((low, lo[n]), (low_step, steps[0][n])):
-            target[number[fresh], pieces[fresh]] = value[fresh]
-        for target, value in ((high, hi[n]), (high_step, steps[1][n])):
-            target[number[fresh | longer], pieces[fresh | longer]] = value[fresh | longer]
-    count = int(number.max(initial=-1)) + 1
-    return [(Bound(low[n], low_step[n]), Bound(high[n], high_step[n])) for n in range(count)]
-
-
-def _without(interval: Interval, shown: Sequence[Interval]) -> list[Interval]:
-    """What others, in key order, leave of an interval, query by query."""
-    lo, hi = interval
-    none = Bound(np.zeros_like(lo.at), np.zeros_like(lo.at))
-    parts: list[Interval] = []
-    for other in shown:
-        meets = _overlap((lo, hi), other)
-        parts.append((lo.where(meets, none), other[0].where(meets, none)))
-        lo = other[1].where(meets, lo)
-    return [*parts, (lo, hi)]
-
-
-def _overlap(a: Interval, b: Interval) -> NDArray[np.bool_]:
-    """The pieces in which two intervals share a key."""
-    filled = [(lo.at < hi.at) | ((lo.at == hi.at) & (hi.step > lo.step)) for lo, hi in (a, b)]
-    return filled[0] & filled[1] & (a[0].at < b[1].at) & (b[0].at < a[1].at)
-
-
-def _spans(start: Ints, count: Ints, lo: Bound, hi: Bound) -> Spans:
-    """Spans of pieces, joined where one continues another."""
-    rises = count > 1
-    lo_step, hi_step = lo.step * rises, hi.step * rises
-    goes_on = (lo.at + lo_step * count)[:-1] == lo.at[1:]
-    goes_on &= (hi.at + hi_step * count)[:-1] == hi.at[1:]
-    alike = (lo_step[1:] == lo_step[:-1]) & (hi_step[1:] == hi_step[:-1])
-    first = np.flatnonzero(np.append(True, ~(goes_on & (alike | (count[1:] == 1)) & (count[:-1] > 1))))
-    return Spans(start[first], lo.at[first], hi.at[first], lo_step[first], hi_step[first])
+def _with_ends(until: Until | None, several: Sequence[Spans], tokens: int, keys: int) -> list[Band]:
+    """Bands of these spans, with the ends that hide a pair in any of them."""
+    if until is None:
+        return [Band(spans) for spans in several]
+    ends = [end for spans in several if (end := Band(spans, until).canonical(tokens, keys).until)]
+    return [Band(spans, _earlier(ends) if ends else None) for spans in several]

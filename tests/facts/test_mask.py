@@ -340,7 +340,7 @@ def test_options_that_fit_nothing(options, message) -> None:
         ([0, 0], [1, 2, 3], {}, r"one shape \[tokens\], got int64\[2\] and int64\[3\]"),
         ([0.0], [1.0], {}, "integer arrays of one shape"),
         ([], [], {}, "integer arrays of one shape"),
-        ([0, 0], [1, 2], {"lengths": [1]}, "lengths sum to 1, the bounds have 2 queries"),
+        ([0, 0], [1, 2], {"lengths": [1]}, "lengths sum to 1, the mask has 2 queries"),
         ([0, 0], [1, 2], {"lengths": [1, 1], "kv_tokens": 3}, "do not say which keys a document has"),
         ([0], [1], {"kv_tokens": 0}, "kv_tokens must be an integer of at least 1, got 0"),
         ([0], [1], {"kv_tokens": 3.7}, "kv_tokens must be an integer of at least 1, got 3.7"),
