@@ -88,6 +88,15 @@ def test_recurrences_are_timed_beside_fallbacks_and_products(tmp_path: Path) -> 
     assert all(row["of_products"] > 0 and row["gflop"] > 0 for row in found["rows"])
 
 
+def test_a_tree_is_timed_beside_separate_sequences(tmp_path: Path) -> None:
+    path = tmp_path / "shared_prefix.json"
+    flags = ("--ranks", "2", "--prompt", "64", "--answers", "16", "24", "--short", "32", "--long", "128", "--turns", "2")
+    subprocess.run([sys.executable, "-m", "bench.cpu.shared_prefix", *flags, "--json", path], cwd=ROOT, timeout=600)
+    (row,) = json.loads(path.read_text())["rows"]
+    assert row["tokens"] == {"separate": 64 * 2 + 16 + 24, "tree": 64 + 16 + 24}
+    assert row["predicted"][0] > 1 and row["speedup"][0] > 0 and len(row["share"]) == 3
+
+
 def test_states_are_timed_beside_ulysses_and_rows(tmp_path: Path) -> None:
     path = tmp_path / "states.json"
     flags = ["--ranks", "2", "--tokens", "256", "--heads", "2", "--dim", "8", "--turns", "1", "--sweep", "2", "64"]
