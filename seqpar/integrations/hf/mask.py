@@ -48,13 +48,14 @@ class Rule(NamedTuple):
     def under(self, mask: Mask) -> Mask:
         """The rule applied to the documents of a mask, which may be trees.
 
-        Raises: NotImplementedError for rules that no tree has, and for other masks whose keys end early.
+        Raises: NotImplementedError for rules that no tree has, and for other masks of several bands or early ends.
         """
         if (mask.plain and mask.paths is None) or (self.left or 0) < 0:
             return self.mask(mask.lengths)
         if mask.paths is None or not self.causal or self.chunk is not None:
             raise NotImplementedError(
-                f"a layer sees keys by {self} under {mask!r}; a tree has causal layers, with a window or without"
+                f"a layer sees keys by {self}, and the plan has {mask!r}: a tree takes causal layers, with a window or "
+                "without, and other masks of several bands or whose keys end early take none"
             )
         return mask.windowed((self.left, None))
 
