@@ -1,4 +1,4 @@
-"""Which keys a query sees: one interval of keys per query, stored as spans on which both ends are linear.
+"""Which keys a query sees: an interval of keys per query, or several, stored as spans on which both ends are linear.
 
 Queries and keys of a packed batch are numbered globally, document after document. Query ``i`` sees key ``j`` iff
 ``lo[i] <= j < hi[i]``. Causal, windowed, packed and cross-length masks all have bounds that are constant or rise by
@@ -14,6 +14,8 @@ causal, with at most 2 keys to the left::
       5                    #           5   6     the next document
       6                    # #         5   7
       7                    # # #       5   8
+
+Trees end keys before the last query (`seqpar.facts.bands`), and unions have several intervals per query.
 
 Source: the window and the end alignment of unequal lengths are FlashAttention's (Dao 2023, FlashAttention-2).
 """
