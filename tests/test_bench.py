@@ -26,6 +26,7 @@ ROOT = Path(__file__).resolve().parent.parent
 INTERPRETED = find_spec("triton") is not None and not torch.cuda.is_available()  # as conftest.py asks for
 SLICES = {
     "correct",
+    "trees",
     "recurrent",
     "ceilings",
     "forward",
@@ -90,7 +91,21 @@ def test_recurrences_are_timed_beside_fallbacks_and_products(tmp_path: Path) -> 
 
 def test_a_tree_is_timed_beside_separate_sequences(tmp_path: Path) -> None:
     path = tmp_path / "shared_prefix.json"
-    flags = ("--ranks", "2", "--prompt", "64", "--answers", "16", "24", "--short", "32", "--long", "128", "--turns", "2")
+    flags = (
+        "--ranks",
+        "2",
+        "--prompt",
+        "64",
+        "--answers",
+        "16",
+        "24",
+        "--short",
+        "32",
+        "--long",
+        "128",
+        "--turns",
+        "2",
+    )
     subprocess.run([sys.executable, "-m", "bench.cpu.shared_prefix", *flags, "--json", path], cwd=ROOT, timeout=600)
     (row,) = json.loads(path.read_text())["rows"]
     assert row["tokens"] == {"separate": 64 * 2 + 16 + 24, "tree": 64 + 16 + 24}
@@ -158,6 +173,16 @@ def test_packed_rows_have_the_cover_and_the_causal_rate(rehearsed) -> None:
     for row in packed:
         assert 0 < row["cover"] <= 1
         assert row["of_causal_and_cover"] == pytest.approx(row["tflops"] / (row["causal_tflops"] * row["cover"]))
+
+
+def test_trees_have_their_cover_and_what_they_save(rehearsed) -> None:
+    rows = [row for row in read(rehearsed) if row["slice"] == "trees" and row["kernel"] == "triton"]
+    if not INTERPRETED:
+        return
+    shared = [row for row in rows if row["mode"] == "prompt for each answer"]
+    assert {row["case"].split()[-1] for row in shared} == {"forward", "backward"}
+    assert all(row["baseline"] == "packed" and row["ratio"] > 0 for row in shared)
+    assert all(0 < row["cover"] <= 1 for row in rows if row not in shared)
 
 
 def test_a_second_call_measures_nothing_twice(rehearsed) -> None:

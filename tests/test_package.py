@@ -62,8 +62,8 @@ OPTIONAL = {
 # sub-package -> its files in an order in which each imports only files before it; "a" is a.py or a/__init__.py
 ORDER = {
     "facts": """
-        drawing value intervals bands bounds windows documents trees picture unions slices mask layout stretches tiles
-        __init__
+        drawing value intervals bands bounds windows documents trees picture unions slices mask layout segments
+        stretches tiles __init__
     """,
     "plan": """
         heads steps traffic travel_work recurrence routes fetched hierarchy residence runs parts prediction derive

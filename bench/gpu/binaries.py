@@ -31,6 +31,7 @@ from functools import cache
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import torch
 
 from seqpar import Layout, Mask, Plan
@@ -68,7 +69,8 @@ CANDIDATES = [
 class Case:
     """A kernel for a generation.
 
-    config: None for the shipped one. accumulates: whether the forward merges with earlier sums.
+    config: None for the shipped one. accumulates: whether the forward merges with earlier sums. until: whether keys end
+    early, as in a tree.
     """
 
     direction: str
@@ -78,6 +80,7 @@ class Case:
     generation: int
     config: LaunchConfig | None = None
     accumulates: bool = False
+    until: bool = False
 
 
 def shipped(generation: int) -> list[Case]:
@@ -89,6 +92,8 @@ def shipped(generation: int) -> list[Case]:
     cases += [Case("forward", d, d, "bf16", generation, accumulates=True) for d in CLASSES[2]]
     cases += [Case("forward", 192, 128, "bf16", generation)]
     cases += [Case(direction, 128, 128, "fp16", generation) for direction in DIRECTIONS]
+    cases += [Case(direction, d, d, "bf16", generation, until=True) for direction in DIRECTIONS for d in CLASSES[2]]
+    cases += [Case(direction, 128, 128, "fp32", generation, until=True) for direction in DIRECTIONS]
     # 8.6 and its like are 8.0 with less shared memory: only the table of 16-bit types differs.
     return [case for case in cases if generation != 86 or case.dtype == "bf16"]
 
@@ -216,9 +221,11 @@ def _binary(case: Case, config: LaunchConfig) -> Any:
 
 
 def _call(case: Case) -> tuple[Operands, Sums, Grads]:
-    """A causal call on one rank, 8 query heads and 2 key heads."""
-    dtype = DTYPES[case.dtype]
-    plan = Plan(Mask([ROWS]), Layout.contiguous(ROWS, 1))
+    """A call on one rank, causal or of a prompt and two answers; 8 query heads and 2 key heads."""
+    dtype, rows = DTYPES[case.dtype], np.arange(ROWS)
+    until = np.repeat([ROWS, 3 * ROWS // 4, ROWS], [ROWS // 2, ROWS // 4, ROWS // 4])
+    mask = Mask.from_bounds(0 * rows, rows + 1, until=until) if case.until else Mask([ROWS])
+    plan = Plan(mask, Layout.contiguous(ROWS, 1))
     facts = uploaded(plan, plan.steps(0), torch.device("cpu")).facts[0][0]
     q, k, v, out = (
         torch.zeros(ROWS, heads, dim, dtype=dtype)
@@ -284,7 +291,7 @@ def line(row: dict[str, Any]) -> str:
         f"{row['registers']} registers, {row['spilled']} spilled, {row['shared']:,} shared, "
         f"{row['tensor_core_instructions']} products"
     )
-    more = " tma" * c.tma + " accumulates" * row["accumulates"]
+    more = " tma" * c.tma + " accumulates" * row["accumulates"] + " until" * row["until"]
     return f"{what:28} {c.bm}x{c.bn} warps {c.warps} stages {c.stages}{more}: {used}"
 
 

@@ -17,13 +17,13 @@ from bench.gpu import rivals
 from bench.gpu.machine import Machine, unable
 from bench.gpu.rows import Row
 from seqpar.facts.mask import Mask
-from seqpar.facts.tiles import segments, tile_tables
 from seqpar.facts.value import Ints
 from seqpar.kernels import CallSpec, Grads, Kernel, Operands, Score, StepFacts, Sums, acc_dtype, softmax
 from seqpar.kernels.memory.upload import upload
 from seqpar.kernels.reference import Reference
 from seqpar.kernels.triton import Triton
 from seqpar.kernels.vendor import Segmented
+from seqpar.plan.steps import BandBounds, StepBand
 from seqpar.testing import relative_rms
 
 # relative root mean square error that any kernel may show against float64, by the rounding unit of its inputs
@@ -46,7 +46,11 @@ def short(dtype: torch.dtype) -> str:
 
 @dataclass(frozen=True)
 class Setup:
-    """A call without its tensors. name: of the mask. lengths: of documents. window: keys to the left, None for all."""
+    """A call without its tensors.
+
+    name: of the mask. lengths: of documents; of a prompt and its answers, if ``tree``. window: keys to the left, None
+    for all. sinks: first keys that all queries see beside the window.
+    """
 
     name: str
     lengths: tuple[int, ...]
@@ -57,10 +61,19 @@ class Setup:
     dtype: torch.dtype = torch.bfloat16
     causal: bool = True
     window: int | None = None
+    sinks: int = 0
+    tree: bool = False
 
     def mask(self) -> Mask:
         """The mask of the call."""
-        return Mask(self.lengths, causal=self.causal, window=(self.window, None))
+        if self.tree:
+            return Mask.shared_prefix([(self.lengths[0], self.lengths[1:])])
+        return Mask(self.lengths, causal=self.causal, window=(self.window, None), sink_tokens=self.sinks)
+
+    @property
+    def plain(self) -> bool:
+        """Whether lengths and the window say which keys a query sees."""
+        return not (self.sinks or self.tree)
 
     @property
     def tokens(self) -> int:
@@ -78,18 +91,23 @@ class Setup:
         return f"{self.name} {self.tokens}, {heads} heads of {dim}, {short(self.dtype)}"
 
 
-def facts_of(mask: Mask, keys: Ints, device: torch.device) -> StepFacts:
-    """The facts of all queries of a mask over a buffer of keys at ascending positions."""
+def facts_of(mask: Mask, keys: Ints, device: torch.device) -> list[StepFacts]:
+    """The facts of all queries of a mask over a buffer of keys at ascending positions, band by band."""
     at = np.arange(mask.tokens)
-    pos, (lo, hi) = mask.key_positions(at), mask.bounds(at)
-    kept: dict[Hashable, Any] = {}
-    return StepFacts(
-        *upload([pos, lo, hi, keys], device),
-        until=None,
-        tiles=functools.lru_cache(None)(lambda bm, bn: tile_tables(lo, hi, keys, bm, bn)),
-        segments=functools.cache(lambda: segments(lo, hi, keys)),
-        memo=lambda key, make: kept[key] if key in kept else kept.setdefault(key, make()),
-    )
+    pos, bounds = mask.key_positions(at), [mask.bounds(at, band=n) for n in range(len(mask.bands))]
+    found = [BandBounds(*each, band.until) for each, band in zip(bounds, mask.bands)]
+    return [facts_of_band(StepBand.of(pos, each, keys), device) for each in found]
+
+
+def facts_of_band(band: StepBand, device: torch.device) -> StepFacts:
+    """The facts of one band of a step, as the schedule passes them to a kernel."""
+    arrays = [band.at, band.lo, band.hi, band.pos] + ([] if band.until is None else [band.until])
+    pos, lo, hi, keys, *until = upload(arrays, device)
+
+    def memo(key: Hashable, make: Any) -> Any:
+        return band.memo((device, key), make)
+
+    return StepFacts(pos, lo, hi, keys, until[0] if until else None, band.tiles, lambda: band.segments, memo)
 
 
 class Problem:
@@ -106,9 +124,13 @@ class Problem:
         )
 
     @cached_property
-    def facts(self) -> StepFacts:
-        """The facts of the call as one step."""
+    def facts(self) -> list[StepFacts]:
+        """The facts of the call as one step, band by band."""
         return facts_of(self.made, np.arange(self.made.kv_tokens), self.device)
+
+    def cover(self, bm: int, bn: int) -> float:
+        """The attended fraction of the pairs of all tiles that are visited; see `seqpar.facts.Tiles.cover`."""
+        return self.made.area() / (sum(facts.tiles(bm, bn).visits for facts in self.facts) * bm * bn)
 
     def flops(self, *, backward: bool = False) -> float:
         """The operations of the call; see `flops`."""
@@ -141,7 +163,7 @@ class Contestant(Protocol):
 
 
 class OfKernel:
-    """A kernel of the package, called by its protocol as one step.
+    """A kernel of the package, called by its protocol as one step, band after band.
 
     Its backward pays for what the package's own backward does besides: delta, zeroed sums, and casts to the inputs'
     dtype. Peers pay for the same inside autograd.
@@ -150,17 +172,21 @@ class OfKernel:
     def __init__(self, kernel: Kernel, problem: Problem) -> None:
         self.kernel, self.problem = kernel, problem
         q = problem.q
-        self.x = Operands(q, problem.k, problem.v, problem.facts, problem.score)
+        self.bands = [Operands(q, problem.k, problem.v, facts, problem.score) for facts in problem.facts]
         self.acc = acc_dtype(q.dtype)
         self.out = q.new_empty(*q.shape[:2], problem.v.shape[2])
         self.lse = q.new_empty(q.shape[1], q.shape[0], dtype=self.acc)
-        wide = q.dtype == self.acc
-        self.sums = Sums(self.out if wide else None, self.lse, None if wide else self.out, first=True)
+        wide, last = q.dtype == self.acc, len(self.bands) - 1
+        acc = self.out if wide else torch.empty_like(self.out, dtype=self.acc) if last else None
+        self.sums = [
+            Sums(acc, self.lse, self.out if n == last and not wide else None, first=n == 0) for n in range(last + 1)
+        ]
         self._ran = False
 
     def forward(self) -> None:
-        """Launch the kernel once."""
-        self.kernel.forward(self.x, self.sums)
+        """Launch the kernel, once for each band."""
+        for x, sums in zip(self.bands, self.sums):
+            self.kernel.forward(x, sums)
         self._ran = True
 
     @cached_property
@@ -173,7 +199,7 @@ class OfKernel:
         if not self._ran:
             self.forward()
         p = self.problem
-        delta = softmax.delta(p.dout, self.out, p.facts).contiguous()
+        delta = softmax.delta(p.dout, self.out, p.facts[0]).contiguous()
         dq = torch.zeros_like(p.q, dtype=self.acc)
         home = p.k.new_zeros(*p.k.shape[:2], p.k.shape[2] + p.v.shape[2], dtype=self.acc)
         dk, dv = home.split([p.k.shape[2], p.v.shape[2]], -1)
@@ -182,12 +208,16 @@ class OfKernel:
     def backward(self) -> tuple[Tensor, ...]:
         """Compute dq, dk and dv in the inputs' dtype."""
         grads = self._grads()
-        self.kernel.backward(self.x, grads)
+        self._add(grads)
         return tuple(x.to(self.problem.q.dtype) for x in (grads.dq, grads.dk, grads.dv))
 
     def launches(self) -> None:
         """Launch the kernels of a backward and nothing else; gradients add up."""
-        self.kernel.backward(self.x, self.grads)
+        self._add(self.grads)
+
+    def _add(self, grads: Grads) -> None:
+        for x in self.bands:
+            self.kernel.backward(x, grads)
 
     def step(self) -> None:
         """Run forward and backward."""
@@ -202,7 +232,7 @@ class OfKernel:
         got = {"out": self.out.clone(), "lse": self.lse.clone()}
         if backward:
             grads = self._grads()
-            self.kernel.backward(self.x, grads)
+            self._add(grads)
             got |= {"dq": grads.dq, "dk": grads.dk, "dv": grads.dv}
         return got
 
@@ -263,9 +293,11 @@ def kernels() -> dict[str, Kernel]:
 def asked(setup: Setup, machine: Machine, *, grads: bool, deterministic: bool, merges: bool = False) -> CallSpec:
     """The spec by which kernels decide whether they can compute a call."""
     major, minor = (0, 0) if machine.rehearsal else torch.cuda.get_device_capability()
+    mask = setup.mask()
     return CallSpec(
         machine.device.type, 10 * major + minor, setup.dtype, setup.heads, setup.kv_heads, setup.dim, setup.v_dim,
-        grads=grads, deterministic=deterministic, merges=merges, one_length=len(set(setup.lengths)) == 1,
+        grads=grads, deterministic=deterministic, merges=merges or len(mask.bands) > 1,
+        one_length=len(set(mask.lengths.tolist())) == 1, until=mask.has_until,
     )  # fmt: skip
 
 
@@ -319,7 +351,7 @@ def field(machine: Machine, setup: Setup, *, backward: bool) -> tuple[dict[Label
 
 def _of_kernel(kernel: Kernel, call: CallSpec, problem: Problem, alone: bool) -> OfKernel:
     if alone and isinstance(kernel, Segmented):
-        options = {"deterministic": call.deterministic, "merges": call.merges}
+        options = {"deterministic": call.deterministic, "merges": call.merges or call.until}
         return OfKernel(Segmented(kernel.library, rest=Nobody(), **options), problem)  # type: ignore[arg-type]
     return OfKernel(fitted(kernel, call), problem)
 

@@ -29,6 +29,7 @@ from bench.gpu.calls import (
     Tensors,
     asked,
     errors,
+    facts_of_band,
     field,
     plainly,
     refused,
@@ -39,7 +40,6 @@ from bench.gpu.rows import Case, Row
 from bench.gpu.speed import fastest, rate
 from seqpar.kernels import Grads, Kernel, Operands, StepFacts, Sums, acc_dtype, choose, softmax
 from seqpar.kernels.memory.copy import Pair, add
-from seqpar.kernels.memory.upload import upload
 from seqpar.plan import TRANSPORTS, Step
 
 TOKENS = 65536
@@ -71,13 +71,6 @@ def ring(tiny: bool) -> list[Case]:
     return cases
 
 
-def facts_of_step(step: Step, device: torch.device) -> StepFacts:
-    """The facts of a step that the schedule passes to a kernel."""
-    (band,) = step.bands
-    there = upload([band.at, band.lo, band.hi, band.pos], device)
-    return StepFacts(*there, None, band.tiles, lambda: band.segments, lambda key, make: band.memo((device, key), make))
-
-
 class Rank:
     """The tensors and steps of one rank. numbers: positions of its rows. k, v of a step: the keys that it receives.
 
@@ -95,7 +88,8 @@ class Rank:
         self.out = self.lse = self.dq = torch.empty(0)
         self.steps: list[tuple[Step, StepFacts, Tensor, Tensor, Tensor | None]] = []
         for step in steps:
-            facts = facts_of_step(step, problem.device)
+            (band,) = step.bands
+            facts = facts_of_band(band, problem.device)
             at = facts.key_pos.long()
             self.steps.append((step, facts, problem.k[at], problem.v[at], None if step.local else slots[at]))
 

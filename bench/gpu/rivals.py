@@ -87,8 +87,8 @@ class Sdpa(Peer):
 
     def refuses(self, setup: Setup, backward: bool) -> str | None:
         """The operator has neither windows nor documents."""
-        plain = len(setup.lengths) == 1 and setup.window is None
-        return None if plain else f"{self.name} has no mask {setup.name}"
+        one = len(setup.lengths) == 1 and setup.window is None
+        return None if one else f"{self.name} has no mask {setup.name}"
 
     def attend(self, call: Call, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
         """See `Peer`."""
@@ -121,8 +121,9 @@ class Flex(Peer):
     rare = True  # it compiles again for every length
 
     def refuses(self, setup: Setup, backward: bool) -> str | None:
-        """Compilation takes long, so it runs two masks at one size."""
+        """Compilation takes long, so it runs two masks at one size, and trees."""
         taken = (setup.name, setup.tokens, setup.dim) in (("causal", 16384, 128), ("magi", 32768, 128))
+        taken |= setup.tree
         return None if taken else "flex is compiled for few of the cases"
 
     def make(self, problem: Problem) -> Call:
@@ -151,6 +152,9 @@ def _compiled_flex() -> Any:
 def _seen(problem: Problem) -> Any:
     """The mask as a function of indices, or None if all pairs are seen."""
     setup = problem.setup
+    if setup.tree:
+        until = torch.from_numpy(problem.made.until()).to(problem.device)
+        return lambda b, h, i, j: (i >= j) & (i < until[j])
     if len(setup.lengths) > 1:
         lengths = torch.tensor(setup.lengths, device=problem.device)
         document = torch.repeat_interleave(torch.arange(len(setup.lengths), device=problem.device), lengths)
@@ -175,7 +179,7 @@ class Flash(Peer):
         """Packed documents are left to the package's adapters."""
         if backward and not self.has_backward:
             return f"{self.name} has no backward"
-        return f"{self.name} has no mask {setup.name} here" if len(setup.lengths) > 1 else None
+        return None if len(setup.lengths) == 1 and setup.plain else f"{self.name} has no mask {setup.name} here"
 
     def attend(self, call: Call, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
         """See `Peer`."""

@@ -52,13 +52,14 @@ def slices() -> dict[str, Callable[[bool], list[Case]]]:
     from bench.gpu.small import small
     from bench.gpu.speed import accumulate, backward, ceilings, forward
     from bench.gpu.step import step
+    from bench.gpu.trees import trees
     from bench.gpu.tune import tune
     from bench.gpu.verb import auto, host
 
     return {
         "correct": correct, "ceilings": ceilings, "forward": forward, "backward": backward, "ring": ring, "step": step,
-        "accumulate": accumulate, "auto": auto, "recurrent": recurrent, "small": small, "comm": comm, "host": host,
-        "tune": tune,
+        "accumulate": accumulate, "auto": auto, "trees": trees, "recurrent": recurrent, "small": small, "comm": comm,
+        "host": host, "tune": tune,
     }  # fmt: skip
 
 

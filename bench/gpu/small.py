@@ -119,7 +119,7 @@ def _delta(machine: Machine, rows: int) -> dict[str, Run]:
     from seqpar.kernels.softmax import delta
 
     runs: dict[str, Run] = {}
-    facts = facts_of(Mask([rows]), np.arange(rows), machine.device)
+    (facts,) = facts_of(Mask([rows]), np.arange(rows), machine.device)
     for dtype in (torch.bfloat16, torch.float32):
         dout, out = (_random(machine, rows, 32, 128, dtype=dtype) for _ in range(2))
         runs[f"of outputs, {short(dtype)}"] = partial(delta, dout, out, facts), 2.0 * out.nbytes + rows * 32 * 4

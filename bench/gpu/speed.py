@@ -105,15 +105,16 @@ def setups(tiny: bool) -> list[tuple[Setup, bool]]:
 
 def forward(tiny: bool) -> list[Case]:
     """The cases of every kernel forward, in TFLOP/s."""
-    return [Case("forward", str(s), partial(_race, s, False), later) for s, later in setups(tiny)]
+    return [Case("forward", str(s), partial(race, s, False), later) for s, later in setups(tiny)]
 
 
 def backward(tiny: bool) -> list[Case]:
     """The cases of every kernel backward, in TFLOP/s, with what autograd's backward pays besides; see `OfKernel`."""
-    return [Case("backward", str(s), partial(_race, s, True), later) for s, later in setups(tiny)]
+    return [Case("backward", str(s), partial(race, s, True), later) for s, later in setups(tiny)]
 
 
-def _race(setup: Setup, back: bool, machine: Machine) -> Iterator[Row]:
+def race(setup: Setup, back: bool, machine: Machine) -> Iterator[Row]:
+    """The rates of all kernels and libraries that can compute a call, timed in turns."""
     problem = Problem(setup, machine.device)
     made, rows = field(machine, setup, backward=back)
     yield from rows
@@ -180,7 +181,7 @@ def _causal(setup: Setup, machine: Machine, made: dict[Label, Make], back: bool)
 def _of_causal(row: Row, setup: Setup, problem: Problem, causal: Timing, machine: Machine, back: bool) -> Row:
     """The rate beside the causal rate times the cover: the part of the tiles' pairs that is attended."""
     bm, bn = tile(row["kernel"], setup, machine, back)
-    cover = problem.facts.tiles(bm, bn).cover(problem.made.area())
+    cover = problem.cover(bm, bn)
     tokens = min(setup.tokens, 32768)
     work = flops(tokens * (tokens + 1) // 2, setup.heads, setup.dim, setup.v_dim, backward=back)
     causal_rate = rate(causal, flops=work)["tflops"]
@@ -222,9 +223,8 @@ def _accumulate(rows: int, keys: int, tiny: bool, machine: Machine) -> Iterator[
         return
     whole = Problem(setup, machine.device)
     mask = seqpar.Mask([rows], causal=False, kv_lengths=[keys])
-    x = Operands(
-        whole.q[:rows], whole.k[:keys], whole.v[:keys], facts_of(mask, np.arange(keys), machine.device), whole.score
-    )
+    (facts,) = facts_of(mask, np.arange(keys), machine.device)
+    x = Operands(whole.q[:rows], whole.k[:keys], whole.v[:keys], facts, whole.score)
     out, lse = torch.empty_like(x.q), torch.empty(heads, rows, device=machine.device)
     acc, total = torch.zeros_like(x.q, dtype=torch.float32), torch.zeros(heads, rows, device=machine.device)
     variants = {

@@ -2,7 +2,8 @@
 
 from seqpar.facts.layout import Layout
 from seqpar.facts.mask import Mask
+from seqpar.facts.segments import Kind, Segments
 from seqpar.facts.stretches import Stretches
-from seqpar.facts.tiles import Kind, Segments, Tiles
+from seqpar.facts.tiles import Tiles
 
 __all__ = ["Kind", "Layout", "Mask", "Segments", "Stretches", "Tiles"]

@@ -1,4 +1,4 @@
-"""The geometry of one step for a kernel: tile tables and segments, derived from bounds and positions.
+"""The tile tables of one step for a kernel, derived from bounds and positions.
 
 The keys of a step are in position order, so a query sees consecutive key rows, and a query tile visits consecutive key
 tiles. For a causal document, with full tiles (F) and partial ones whose bounds must be read (P)::
@@ -16,24 +16,15 @@ tiles. For a causal document, with full tiles (F) and partial ones whose bounds 
 
 Where keys end before the last query, as in trees, a query tile visits a list of stretches of key tiles instead, see
 `seqpar.facts.stretches`.
-
-Segments are the same pairs as rectangles, contiguous on both sides. For the second half of a causal document, on the
-keys of its first half and on its own::
-
-    FULL       # # #     CAUSAL     #
-               # # #                # #
-               # # #                # # #
 """
 
 from __future__ import annotations
 
 from dataclasses import dataclass
-from enum import IntEnum
 from typing import NamedTuple
 
 import numpy as np
 
-from seqpar.facts.intervals import linear_spans
 from seqpar.facts.stretches import Ends, Stretches, stretches
 from seqpar.facts.value import Ints
 
@@ -250,48 +241,3 @@ def _transposed_full(begin: Ints, end: Ints, q_begin: Ints) -> tuple[Ints, Ints]
     full_begin[full] = filled[np.where(longer, first, tail)]
     full_end[full] = filled[np.where(longer, head, stop) - 1] + 1
     return full_begin, full_end
-
-
-class Kind(IntEnum):
-    """The keys that a segment's queries see: all; up to a diagonal that ends bottom-right; a band along it."""
-
-    FULL = 0
-    CAUSAL = 1
-    WINDOW = 2
-
-
-@dataclass(frozen=True, eq=False)
-class Segments:
-    """The step as rectangles, contiguous on both sides, for kernels that know no positions.
-
-    Every query row that sees a key is in at most one segment, so one variable-length call serves all segments; rows
-    that fit none are in ``remainder``. CAUSAL aligns the last query with the last key. left, right: keys seen on either
-    side of the bottom-right diagonal if WINDOW, -1 for no limit.
-    """
-
-    q_row: Ints
-    q_len: Ints
-    k_row: Ints
-    k_len: Ints
-    kind: Ints
-    left: Ints
-    right: Ints
-    remainder: Ints
-
-
-def segments(lo: Ints, hi: Ints, key_pos: Ints) -> Segments:
-    """Segments of queries with bounds ``lo, hi`` over keys at ascending ``key_pos``."""
-    first, stop = np.searchsorted(key_pos, lo), np.searchsorted(key_pos, hi)
-    s = linear_spans(first, np.maximum(first, stop))
-    q_len = np.diff(np.append(s.start, lo.size))
-    last = s.hi + s.hi_step * (q_len - 1)
-    k_len = last - s.lo
-    kind = np.select([s.lo_step == 1, s.hi_step == 1], [Kind.WINDOW, Kind.CAUSAL], Kind.FULL)
-    left = np.where(s.lo_step == 1, k_len - q_len, -1)
-    right = np.where((s.lo_step == 1) & (s.hi_step == 1), 0, -1)
-    sees = last > s.lo + s.lo_step * (q_len - 1)
-    sees |= s.hi > s.lo
-    fits = (s.lo_step == 0) | (left >= 0)
-    kept = sees & fits
-    rest = np.flatnonzero(np.repeat(sees & ~fits, q_len))
-    return Segments(s.start[kept], q_len[kept], s.lo[kept], k_len[kept], kind[kept], left[kept], right[kept], rest)

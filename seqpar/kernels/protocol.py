@@ -24,7 +24,8 @@ from typing import Any, Protocol
 import torch
 from torch import Tensor
 
-from seqpar.facts.tiles import Segments, Tiles
+from seqpar.facts.segments import Segments
+from seqpar.facts.tiles import Tiles
 
 DTYPES = (torch.float64, torch.float32, torch.bfloat16, torch.float16)  # of queries, keys and values
 

@@ -1,6 +1,7 @@
 """A plan: the choice of how a batch is computed, and what every rank derives from it."""
 
-from seqpar.facts.tiles import Kind, Segments, Tiles
+from seqpar.facts.segments import Kind, Segments
+from seqpar.facts.tiles import Tiles
 from seqpar.plan.fetched import Fetched, FetchedBand
 from seqpar.plan.heads import head_blocks, head_share, replicated
 from seqpar.plan.plan import TRANSPORTS, Plan

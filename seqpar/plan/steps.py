@@ -19,7 +19,8 @@ from typing import Any, NamedTuple
 import numpy as np
 
 from seqpar.facts.bands import Until, closed_pairs, sees_any
-from seqpar.facts.tiles import Segments, Tiles, segments, tile_tables
+from seqpar.facts.segments import Segments, segments
+from seqpar.facts.tiles import Tiles, tile_tables
 from seqpar.facts.value import Ints, Memo
 
 Rows = slice | Ints  # rows of a tensor: a slice if consecutive, so that selecting them copies nothing
@@ -203,7 +204,7 @@ class StepBand(Memo):
     @property
     def segments(self) -> Segments:
         """This band as contiguous rectangles, for kernels that know no positions; cached."""
-        return self.memo("segments", lambda: segments(self.lo, self.hi, self.pos))
+        return self.memo("segments", lambda: segments(self.lo, self.hi, self.pos, at=self.at, until=self.until))
 
     @property
     def area(self) -> int:

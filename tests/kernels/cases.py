@@ -4,14 +4,13 @@ from __future__ import annotations
 
 from collections.abc import Callable, Hashable
 from dataclasses import dataclass, replace
-from functools import partial
+from itertools import product
 
 import numpy as np
 import torch
 from torch import Tensor
 
 from seqpar.facts.mask import Mask
-from seqpar.facts.tiles import segments, tile_tables
 from seqpar.kernels import (
     CallSpec,
     Grads,
@@ -23,12 +22,14 @@ from seqpar.kernels import (
     acc_dtype,
     call_spec,
 )  # fmt: skip
+from seqpar.plan.steps import BandBounds, StepBand
 from seqpar.testing import dense_attention, relative_rms
 from tests.cases import random_tree
 
 LOW = (torch.bfloat16, torch.float16)
 SHORT = (torch.float32, *LOW)
 ENDING = (("tree", 1), ("ends", 3))  # masks whose keys end, and numbers of buffers
+BANDS = ("sinks", "joined")  # masks of two bands
 
 
 # of the relative RMS error: float64 and float32 to a few roundings, the others to that of one rounding of the result
@@ -68,6 +69,14 @@ class Case:
         if self.mask == "tree":  # the last tokens of a tree are queries
             lo, hi, until, _ = random_tree(m, rng, m // 10)
             return Mask.from_bounds(lo[m - n :], hi[m - n :], until=until, kv_tokens=m)
+        if (
+            self.mask == "joined"
+        ):  # two bands: the first keys; and a prompt with answers of 9 tokens, without those keys
+            rows, first, prompt = np.arange(n), np.minimum(4, np.arange(n) + 1), n // 3
+            until = np.where(rows < prompt, n, np.minimum(n, prompt + (rows - prompt) // 9 * 9 + 9))
+            return Mask.from_bounds(0 * rows, first) | Mask.from_bounds(first, rows + 1, until=until)
+        if self.mask == "sinks":  # two bands, in which no key ends
+            return Mask([n], window=(m // 5, None), sink_tokens=4, kv_lengths=[m])
         window = {"window": (m // 5, None), "band": (m // 7, 3)}.get(self.mask, (None, None))
         causal = self.mask in ("causal", "window")
         return Mask([n], causal=causal, window=window, kv_lengths=[m])
@@ -88,6 +97,7 @@ def small_cases() -> list[Case]:
     ]
     cases += [replace(base, mask=m, splits=s, heads=6, kv_heads=2, **o) for m, s in ENDING for o in OPTIONS]
     cases += [replace(base, mask=m, splits=s, dtype=t, dim=32, v_dim=32) for m, s in ENDING for t in SHORT]
+    cases += [replace(base, mask=m, splits=s) for m in BANDS for s in (1, 3)]
     cases += [replace(base, heads=h, kv_heads=kv, splits=2) for h, kv in ((1, 1), (5, 5), (6, 1), (28, 7))]
     cases += [replace(base, dim=d, v_dim=dv, splits=2) for d, dv in ((8, 4), (4, 8), (1, 3))]
     cases += [replace(base, dim=576, v_dim=512, splits=2, dtype=t) for t in (torch.float32, torch.bfloat16)]
@@ -139,15 +149,14 @@ def named(case: Case) -> str:
     return ",".join(fields).replace("torch.", "") or "base"
 
 
-def facts_of(mask: Mask, key_pos: np.ndarray, rows: np.ndarray | None = None) -> StepFacts:
-    """All queries of a mask, or some of them, over a buffer of some keys."""
+def facts_of(mask: Mask, key_pos: np.ndarray, rows: np.ndarray | None = None, band: int = 0) -> StepFacts:
+    """All queries of a mask, or some of them, over a buffer of some keys, in one band."""
     rows = np.arange(mask.tokens) if rows is None else rows
-    lo, hi = mask.bounds(rows)
-    pos = mask.key_positions(rows)
-    until = mask.until()[key_pos] if mask.has_until else None
-    put = [None if x is None else torch.from_numpy(x).to(torch.int32) for x in (pos, lo, hi, key_pos, until)]
-    tables, cut = partial(tile_tables, lo, hi, key_pos, at=pos, until=until), partial(segments, lo, hi, key_pos)
-    return StepFacts(*put, tables, cut, memo())
+    bounds = BandBounds(*mask.bounds(rows, band=band), mask.bands[band].until)
+    step = StepBand.of(mask.key_positions(rows), bounds, key_pos)
+    put = [None if x is None else torch.from_numpy(x).to(torch.int32)
+           for x in (step.at, step.lo, step.hi, step.pos, step.until)]  # fmt: skip
+    return StepFacts(*put, step.tiles, lambda: step.segments, memo())
 
 
 def seen_by(facts: StepFacts) -> Tensor:
@@ -207,16 +216,17 @@ def run_forward(kernel: Kernel, case: Case) -> tuple[Tensor, Tensor]:
     """Output and lse [H, M] as the schedule would make them, with what a middle step may not touch checked."""
     q, k, v = inputs(case)[:3]
     mask, score, acc_type = case.made(), case.score(), acc_dtype(case.dtype)
-    wide, buffers = case.dtype == acc_type, split_keys(case)
+    wide = case.dtype == acc_type
     out = blank(case.queries, case.heads, case.v_dim, dtype=case.dtype)
     lse = torch.full((case.heads + 2, case.queries + 5), torch.nan, dtype=acc_type)[1:-1, 2:-3]
-    acc = out if wide else blank(case.queries, case.heads, case.v_dim, dtype=acc_type) if case.splits > 1 else None
+    launches = list(product(split_keys(case), range(len(mask.bands))))
+    acc = out if wide else blank(case.queries, case.heads, case.v_dim, dtype=acc_type) if len(launches) > 1 else None
     q = viewed(q)
-    for n, at in enumerate(buffers):
-        facts = facts_of(mask, at)
+    for n, (at, band) in enumerate(launches):
+        facts = facts_of(mask, at, band=band)
         blind = ~seen_by(facts).any(1)
         before = None if n == 0 else (acc.clone(), lse.clone())
-        last = n == len(buffers) - 1
+        last = n == len(launches) - 1
         operands = Operands(q, *packed(k[at], v[at]), facts, score)
         kernel.forward(operands, Sums(acc, lse, out if last and not wide else None, first=n == 0))
         assert not lse.isnan().any()
@@ -241,9 +251,9 @@ def run_backward(kernel: Kernel, case: Case, out: Tensor, lse: Tensor) -> list[T
     start = 0.25  # kernels add to what is there
     dq, dk, dv = (viewed(torch.full_like(x, start, dtype=acc_type)) for x in (q, k, v))
     q, dout = viewed(q), viewed(dout)
-    for at in split_keys(case):
-        operands = Operands(q, *packed(k[at], v[at]), facts_of(mask, at), score)
-        grads = torch.full((len(at), case.kv_heads, case.dim + case.v_dim), start, dtype=acc_type)
+    for at, band in product(split_keys(case), range(len(mask.bands))):
+        operands = Operands(q, *packed(k[at], v[at]), facts_of(mask, at, band=band), score)
+        grads = torch.cat([dk[at], dv[at]], -1)
         kernel.backward(
             operands,
             Grads(
@@ -276,8 +286,10 @@ def able(kernel: Kernel, case: Case) -> bool:
 
 def asked(case: Case) -> CallSpec:
     q, k, v = inputs(case)[:3]
-    spec = call_spec(q, k, v, case.score(), grads=True, deterministic=True, merges=case.splits > 1)
-    return replace(spec, until=case.made().has_until)
+    mask = case.made()
+    merges = case.splits > 1 or len(mask.bands) > 1
+    spec = call_spec(q, k, v, case.score(), grads=True, deterministic=True, merges=merges)
+    return replace(spec, until=mask.has_until)
 
 
 def fitted(kernel: Kernel, case: Case) -> Case | None:

@@ -1,8 +1,8 @@
 """Every shipped configuration of the Triton kernels, compiled for its own generation of GPUs on both Triton versions.
 
-No GPU is needed: this is what covers the bf16 variants where the interpreter cannot run them. Compiling all takes ten
-minutes of a processor, and is done after a change of the kernels: the rows are in bench/results and say from which
-sources they were made. Here they are held to what is promised, and some of them are compiled again.
+No GPU is needed: this is what covers the bf16 variants where the interpreter cannot run them. Compiling all takes
+twenty minutes of a processor, and is done after a change of the kernels: the rows are in bench/results and say from
+which sources they were made. Here they are held to what is promised, and some of them are compiled again.
 """
 
 from __future__ import annotations
@@ -76,8 +76,8 @@ def test_attention_kernels_compile_for_every_generation(where) -> None:
         fits = "error" not in row and row["shared"] <= SHARED[row["generation"]] and row["config"] == asdict(chosen)
         if row["dtype"] != "fp32":
             fits &= row.get("tensor_core_instructions", 0) > 0
-        # Of a backward a few registers may go to local memory; they are reported in bench/results.
-        fits &= row.get("spilled", 0) <= (0 if row["direction"] == "forward" else 96)
+        # Of a backward, and where keys end, a few registers may go to local memory; they are reported in bench/results.
+        fits &= row.get("spilled", 0) <= (0 if row["direction"] == "forward" and not row["until"] else 96)
         if not fits:
             wrong.append(row)
     assert not wrong, "\n".join(map(str, wrong))

@@ -33,6 +33,9 @@ LAUNCHES: dict[str, dict[str, Any]] = {
     "a key head for each head": {"kv_heads": 4},
     "split gradients of keys": {"processors": 1000},
     "bounds": {"bounds": True},
+    "keys that end": {"until": True},
+    "keys that end, one of everything else": {**ONES, "rows": 40, "keys": 40, "until": True},
+    "keys that end, every option": {"until": True, "processors": 1000, **OPTIONS},
     "every option, odd dims": {"dim": 72, "v_dim": 40, **OPTIONS},
     "seed of 1, first head of 1": {"dropout_p": 0.5, "seed": 1, "first_head": 1},
     "threshold of 0": {"dropout_p": 2.0**-33},
@@ -60,8 +63,8 @@ def test_unusual_launches_compile_and_are_prepared_once(every: str) -> None:
 
 
 def test_all_variants_are_compiled_with_the_first_launch() -> None:
-    """Forward has 4, dq 1, dk and dv 8. Those of one kernel are compiled at the same time, by threads."""
-    assert run("variants").split() == ["dkdv", "8", "dq", "1", "forward", "4"]
+    """Forward has 4, dq 1, dk and dv 8; as many where keys end. Those of one kernel are compiled at the same time."""
+    assert run("variants").split() == ["dkdv", "8", "dq", "1", "forward", "4", "dkdv", "16", "dq", "2", "forward", "8"]
 
 
 def compile_all(every: str) -> int:
@@ -138,13 +141,16 @@ def compile_variants() -> int:
         {"rows": 48, "keys": 64},
         {"processors": 1000}, {"bounds": True}, {"bounds": True, "processors": 1000},
     ]  # fmt: skip
-    for number, change in enumerate(changes):
-        for step in launches_of(torch.bfloat16, variants=True, **change)[0]:
-            step()
-        if not number:
-            print(*(word for name in sorted(compiled) for word in (name, len(compiled[name]))))
-            first = sum(map(len, compiled.values()))
-    return int(sum(map(len, compiled.values())) != first)
+    for until in (False, True):
+        for number, change in enumerate(changes):
+            for step in launches_of(torch.bfloat16, variants=True, until=until, **change)[0]:
+                step()
+            if not number:
+                print(*(word for name in sorted(compiled) for word in (name, len(compiled[name]))))
+                first = sum(map(len, compiled.values()))
+        if sum(map(len, compiled.values())) != first:
+            return 1
+    return 0
 
 
 class Binary:
@@ -166,7 +172,7 @@ def launches_of(
     dtype: torch.dtype, *, rows: int = 40, keys: int = 50, heads: int = 4, kv_heads: int = 2, dim: int = 32,
     v_dim: int = 32, scale: float = 0.25, softcap: float = 0.0, alibi: bool = False, dropout_p: float = 0.0,
     seed: int = 0, first_head: int = 0, stored: str = "rows", bounds: bool = False, first: bool = True,
-    last: bool = True, processors: int = 8, variants: bool = False,
+    last: bool = True, processors: int = 8, variants: bool = False, until: bool = False,
 ) -> list[list[Any]]:  # fmt: skip
     """Forward, dq, and dk and dv: on some tensors, on others in the same step, and on the others in a fresh step."""
     from seqpar.kernels import Grads, Operands, Score, Sums
@@ -203,6 +209,10 @@ def launches_of(
     kernel = package.Triton(configure=lambda d: LaunchConfig(16, 16, 4, 1, tma=True), variants=variants)
     lo = np.random.default_rng(0).integers(0, keys, rows)
     mask = Mask.from_bounds(lo, np.minimum(lo + 9, keys), kv_tokens=keys) if bounds else Mask([rows], kv_lengths=[keys])
+    if until:
+        ends = np.minimum(np.arange(keys) // 16 * 16 + 24, keys)
+        mask = Mask.from_bounds(*mask.bounds(np.arange(rows)), kv_tokens=keys, until=ends)
+        assert mask.has_until
     facts = facts_of(mask, np.arange(keys))
     once, (x, sums, grads) = calls(facts, seed), calls(facts, seed + 1)
     fresh = replace(x, facts=replace(facts, memo=memo()))

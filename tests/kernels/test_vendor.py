@@ -47,9 +47,11 @@ from seqpar.planner import Hardware
 from seqpar.testing import relative_rms
 from tests.cases import OVER_RANKS
 from tests.kernels.cases import (
+    BANDS,
     LARGE,
     LIMIT,
     Case,
+    asked,
     blank,
     equals_oracle,
     facts_of,
@@ -216,7 +218,7 @@ class Nobody(Blockwise):
 # --- against the oracle -----------------------------------------------------------------------------------------------
 
 BASE = Case()
-MADE_OF_SEGMENTS = ("causal", "full", "packed", "window")
+MADE_OF_SEGMENTS = ("causal", "full", "packed", "window")  # each query row in one
 
 
 # what a library takes of the cases of all kernels; the large ones smaller, as the stand-in computes in float64
@@ -235,7 +237,7 @@ def test_forward_and_backward_equal_the_oracle(made, case) -> None:
     equals_oracle(Segmented(made()), case)
 
 
-@pytest.mark.parametrize("case", [c for c in PLAIN if c.mask in MADE_OF_SEGMENTS and c.splits <= 2], ids=named)
+@pytest.mark.parametrize("case", [c for c in PLAIN if c.mask in MADE_OF_SEGMENTS + BANDS and c.splits <= 2], ids=named)
 def test_what_makes_segments_is_the_library_s(case) -> None:
     """Backward through lse too, where the library can be given delta."""
     equals_oracle(Segmented(FlashWithLse(), rest=Nobody()), case)
@@ -285,6 +287,23 @@ def test_a_plan_over_ranks_equals_one_device(case, sinks, monkeypatch) -> None:
     check(case.plan(), (4, 2), (8, 8), Options(kernel="flash_lse", sinks=sinks), uses=OUT if sinks else EACH)
 
 
+@pytest.mark.parametrize(
+    "mask",
+    [
+        Mask.shared_prefix([(30, [20, 25])]) | Mask.from_bounds([0] * 75, [3] * 75),
+        Mask([75], window=(11, None), sink_tokens=4),
+        Mask.tree([20, 9, 20, 6, 20], [-1, 0, 1, 1, 0]),
+    ],
+    ids=["prompt seen by all", "window and sinks", "tree"],
+)
+def test_masks_of_several_bands_and_trees_over_ranks_equal_one_device(mask, monkeypatch) -> None:
+    flash = FlashWithLse()
+    monkeypatch.setattr(preference, "KERNELS", (*KERNELS, Segmented(flash)))
+    for ranks in (1, 3):
+        check(Plan(mask, Layout.zigzag([75], ranks)), (4, 2), (8, 8), Options(kernel="flash_lse"), uses=EACH)
+    assert flash.calls
+
+
 # --- the executor -----------------------------------------------------------------------------------------------------
 
 
@@ -325,6 +344,20 @@ def test_squares_are_not_rounded_one_by_one_where_nothing_is_merged() -> None:
         want = oracle(case)
         assert relative_rms(into.out, want[0]) <= LIMIT[case.dtype] * (1.6 if merges else 1.0)
         assert relative_rms(into.lse, want[1]) <= 1e-6
+
+
+@pytest.mark.parametrize(("made", "calls"), [(Flash, 2), (Squares, 4)])
+def test_a_prompt_with_answers_is_a_call_of_squares_and_one_of_rectangles(made, calls, monkeypatch) -> None:
+    """Parts of a row are rounded and merged, so a call of one step that may not do so is the position kernel's."""
+    case, taken = Case(queries=60, keys=60, dtype=torch.bfloat16, dim=32, v_dim=32), made()
+    monkeypatch.setattr(Case, "made", lambda self: Mask.shared_prefix([(20, [25, 15])]))
+    spec = asked(case)
+    assert spec.until and not spec.merges
+    assert "rounds each step's result" in str(Segmented(taken).accuracy_loss(spec))
+    equals_oracle(Segmented(taken, rest=Nobody()), case)
+    assert len(taken.calls) == calls
+    equals_oracle(Segmented(taken, merges=False), case)
+    assert len(taken.calls) == calls
 
 
 @pytest.mark.parametrize("case", [Case("packed", 700, 700), Case("window", 300, 300), Case("bounds")], ids=named)
@@ -849,6 +882,14 @@ def test_fast_takes_a_library_for_several_steps(all_here, monkeypatch) -> None:
     assert choose("auto", steady).name == "cudnn"
     assert choose("auto", replace(steady, one_length=False)).name == "aten_flash"
     assert choose("auto", replace(steady, merges=True, fast=False)).name == "triton"
+
+
+def test_fast_takes_a_library_for_trees(all_here) -> None:
+    """Their rows have several parts even in one step."""
+    tree = replace(HOPPER, until=True)
+    kernel = choose("auto", replace(tree, fast=True))
+    assert kernel.name == "flash3" and kernel.merges and isinstance(kernel.rest, Triton)
+    assert choose("auto", tree).name == "triton"
 
 
 @pytest.mark.parametrize(

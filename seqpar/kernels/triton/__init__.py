@@ -8,6 +8,9 @@ positions lie in [lo, hi). A table lists the key tiles that each query tile visi
     query tile 1        f  p  .  .     p  partial: pairs are masked by position
     query tile 2        f  f  p  .     .  not visited
 
+Where keys end before the last query, as in trees, a query tile visits several stretches of key tiles, and pairs of
+partial tiles are masked by the keys' ends too. That is a variant of each kernel; the others are as without it.
+
 Tensors may have any strides with a dense last dim. A value that is not finite makes every row of its tile NaN, even
 rows that do not see it, as in other fused kernels; rows past the end of a buffer have no effect. The kernels run on the
 CPU, in Triton's interpreter, if ``TRITON_INTERPRET=1`` was set before Triton was imported.
@@ -25,8 +28,8 @@ from torch import Tensor
 from seqpar.kernels.dispatch import no_cuda, triton_installed
 from seqpar.kernels.protocol import CallSpec, Grads, Kernel, Operands, StepFacts, Sums
 from seqpar.kernels.triton.arguments import (
-    Bounds,
     TileLoads,
+    bounds_of,
     check_heads,
     check_rows,
     describable,
@@ -80,8 +83,6 @@ class Triton(Kernel):
             return f"{self.name} has no {spec.dtype}"
         if self.precision == "tf32" and spec.dtype != torch.float32:
             return f"{self.name} is for float32, got {spec.dtype}"
-        if spec.until:
-            return f"{self.name} has no keys that end early, as in trees"
         if max(spec.dim, spec.v_dim) > MAX_DIM:
             return f"{self.name} has head dims up to {MAX_DIM}, got {spec.dim} and {spec.v_dim}"
         return None
@@ -125,13 +126,13 @@ class Triton(Kernel):
         check_heads(into.lse)
         config = self._config("forward", x)
         tma = config.tma and describable(x.k, x.v)
-        table = query_table(x.facts, config)
-        launch = self._launch(forward, table.shape[0] * x.q.shape[1], x, config, into.first, into.out is None, tma=tma)
+        table, tiles = query_table(x.facts, config)
+        launch = self._launch(forward, tiles * x.q.shape[1], x, config, into.first, into.out is None, tma=tma)
         if self.variants and not interpreted():
             launch.variants = forward_variants(x.q.dtype, target)
         return Prepared(
-            launch, (TileLoads(x.k, config.bn, tma), TileLoads(x.v, config.bn, tma)), _bounds(x), (table,),
-            (table.shape[0], x.q.shape[1] // x.k.shape[1], x.k.shape[0]), scalars(x),
+            launch, (TileLoads(x.k, config.bn, tma), TileLoads(x.v, config.bn, tma)), bounds_of(x.facts), (table,),
+            (tiles, x.q.shape[1] // x.k.shape[1], x.k.shape[0]), scalars(x),
         )  # fmt: skip
 
     def backward(self, x: Operands, grads: Grads) -> None:
@@ -162,11 +163,11 @@ class Triton(Kernel):
         check_heads(grads.lse, grads.delta)
         config = self._config("dq", x)
         tma = config.tma and describable(x.k, x.v)
-        table = query_table(x.facts, config)
+        table, tiles = query_table(x.facts, config)
         return Prepared(
-            self._launch(dq, table.shape[0] * x.q.shape[1], x, config, tma=tma),
-            (TileLoads(x.k, config.bn, tma), TileLoads(x.v, config.bn, tma)), _bounds(x), (table,),
-            (table.shape[0], x.q.shape[1] // x.k.shape[1], x.k.shape[0]), scalars(x),
+            self._launch(dq, tiles * x.q.shape[1], x, config, tma=tma),
+            (TileLoads(x.k, config.bn, tma), TileLoads(x.v, config.bn, tma)), bounds_of(x.facts), (table,),
+            (tiles, x.q.shape[1] // x.k.shape[1], x.k.shape[0]), scalars(x),
         )  # fmt: skip
 
     def _dkdv(self, x: Operands, grads: Grads, kinds: tuple[Hashable, ...]) -> None:
@@ -202,7 +203,7 @@ class Triton(Kernel):
         if self.variants and not interpreted():
             launch.variants = dkdv_variants(x, grads, launch.constants[-1], config.bm, able=able)
         return Prepared(
-            launch, (TileLoads(x.q, config.bm, tma), TileLoads(grads.dout, config.bm, tma)), _bounds(x),
+            launch, (TileLoads(x.q, config.bm, tma), TileLoads(grads.dout, config.bm, tma)), bounds_of(x.facts),
             (table, query_tiles), (table.shape[0], split, heads // kv_heads, rows, keys), scalars(x), split,
         )  # fmt: skip
 
@@ -225,10 +226,6 @@ def interpreted() -> bool:
     import triton
 
     return bool(triton.knobs.runtime.interpret)
-
-
-def _bounds(x: Operands) -> Bounds:
-    return Bounds(x.facts.pos, x.facts.lo, x.facts.hi, x.facts.key_pos)
 
 
 def _capability(device: torch.device) -> int:

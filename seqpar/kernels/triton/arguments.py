@@ -7,7 +7,7 @@ from typing import Any, NamedTuple
 
 from torch import Tensor
 
-from seqpar.kernels.protocol import Operands
+from seqpar.kernels.protocol import Operands, StepFacts
 from seqpar.kernels.triton.config import LaunchConfig, pieces
 
 
@@ -26,6 +26,16 @@ class Bounds(NamedTuple):
     lo: Tensor
     hi: Tensor
     key_pos: Tensor
+
+
+class EndingBounds(NamedTuple):
+    """`Bounds`, and where keys end: a class of its own, as other launches would pay for an argument more."""
+
+    pos: Tensor
+    lo: Tensor
+    hi: Tensor
+    key_pos: Tensor
+    until: Tensor
 
 
 class Scalars(NamedTuple):
@@ -56,11 +66,18 @@ class LaunchShape(NamedTuple):
     BM: int
     BN: int
     TMA: bool
+    UNTIL: bool  # keys may end before the last query
     SOFTCAP: bool
     ALIBI: bool
     DROPOUT: bool
     UPCAST: bool  # of bf16 operands in Triton's interpreter, whose bf16 products are wrong
     PRECISION: str  # of float32 products
+
+
+def bounds_of(facts: StepFacts) -> Bounds | EndingBounds:
+    """The bounds of a step."""
+    of_queries = facts.pos, facts.lo, facts.hi, facts.key_pos
+    return Bounds(*of_queries) if facts.until is None else EndingBounds(*of_queries, facts.until)
 
 
 def per_row(x: Tensor) -> PerRow:
@@ -181,6 +198,6 @@ def launch_shape(x: Operands, config: LaunchConfig, *, tma: bool, upcast: bool, 
     (d1, d2), (v1, v2) = (pieces(y.shape[2], y.itemsize) for y in (x.q, x.v))
     score = x.score
     return LaunchShape(
-        x.q.shape[2], d1, d2, x.v.shape[2], v1, v2, config.bm, config.bn, tma, score.softcap != 0.0,
-        score.slopes is not None, score.dropout_p != 0.0, upcast, precision,
+        x.q.shape[2], d1, d2, x.v.shape[2], v1, v2, config.bm, config.bn, tma, x.facts.until is not None,
+        score.softcap != 0.0, score.slopes is not None, score.dropout_p != 0.0, upcast, precision,
     )  # fmt: skip

@@ -12,12 +12,15 @@ import triton.language as tl
 
 from seqpar.kernels.triton.tile import (
     add_product,
+    along_stretches,
     head_tile,
     kept,
     load_tile,
+    load_until,
     product,
     row_lse,
     scored,
+    seen,
     store_tile,
     words,
 )
@@ -49,7 +52,7 @@ def dq(
     b_lse = row_lse(lse, lse_head, i_h, row, o_m, m_m)
     b_delta = tl.load(delta + i_h.to(tl.int64) * delta_head + row + o_m, mask=m_m, other=0.0)
     b_pos, b_word = o_m, o_m
-    if S.ALIBI or S.DROPOUT:
+    if S.ALIBI or S.DROPOUT or S.UNTIL:
         b_pos = tl.load(bounds.pos + row + o_m, mask=m_m, other=0)
     if S.DROPOUT:
         b_word = words(b_pos, i_h, score, seed, 0)
@@ -58,19 +61,26 @@ def dq(
 
     b_dq1 = tl.full([S.BM, S.D1], 0.0, tl.float32)
     b_dq2 = tl.full([S.BM, S.D2 if S.D2 else 1], 0.0, tl.float32)
-    for j in range(full_begin, full_end):
+    p_stretch, stretch_end, shift = table, 0, 0
+    if S.UNTIL:
+        p_stretch, stretch_end, shift = along_stretches(0, table + tl.load(p_table + 6), 0, 0)
+    for visit in range(full_begin, full_end):
         b_dq1, b_dq2 = _dq_tile(
-            j, i_kv, i_h, k, k1, k2, v, v1, v2, bounds, score, seed, keys,
+            visit + shift, i_kv, i_h, k, k1, k2, v, v1, v2, bounds, score, seed, keys,
             b_q1, b_q2, b_g1, b_g2, b_lse, b_delta, b_pos, b_word, b_lo, b_hi,
             b_dq1, b_dq2, False, S,
         )  # fmt: skip
+        if S.UNTIL:
+            p_stretch, stretch_end, shift = along_stretches(visit + 1, p_stretch, stretch_end, shift)
     for t in range(begin, end - (full_end - full_begin)):
-        j = tl.where(t < full_begin, t, t + full_end - full_begin)
+        visit = tl.where(t < full_begin, t, t + full_end - full_begin)
         b_dq1, b_dq2 = _dq_tile(
-            j, i_kv, i_h, k, k1, k2, v, v1, v2, bounds, score, seed, keys,
+            visit + shift, i_kv, i_h, k, k1, k2, v, v1, v2, bounds, score, seed, keys,
             b_q1, b_q2, b_g1, b_g2, b_lse, b_delta, b_pos, b_word, b_lo, b_hi,
             b_dq1, b_dq2, True, S,
         )  # fmt: skip
+        if S.UNTIL:
+            p_stretch, stretch_end, shift = along_stretches(visit + 1, p_stretch, stretch_end, shift)
     p_grad = grad.data + row.to(tl.int64) * grad.row + i_h.to(tl.int64) * grad.head
     store_tile(p_grad, b_dq1 * score.scale, o_m, grad.row, m_m, True, 0, S.D1, S.D)
     if S.D2:
@@ -110,7 +120,9 @@ def _dq_tile(
     if S.SOFTCAP:
         b_ds *= 1.0 - b_tanh * b_tanh
     if MASKED:
-        b_ds = tl.where((b_at[None, :] >= b_lo[:, None]) & (b_at[None, :] < b_hi[:, None]), b_ds, 0.0)
+        b_until = load_until(bounds, first, o_n, m_n, S)
+        m_seen = seen(b_at[None, :], b_until[None, :], b_pos[:, None], b_lo[:, None], b_hi[:, None], S)
+        b_ds = tl.where(m_seen, b_ds, 0.0)
     b_ds = b_ds.to(b_k1.dtype)
     b_dq1 = add_product(b_dq1, b_ds, b_k1, S)
     if S.D2:
@@ -154,6 +166,9 @@ def dkdv(
     if S.V2:
         b_v2 = load_tile(v, v.data, first, i_kv, o_n, m_n, True, False, S.V1, S.V2, S.V)
     b_at = tl.load(bounds.key_pos + first + o_n, mask=m_n, other=0x7FFFFFFF)  # no bound lies beyond it
+    b_until, last_end = load_until(bounds, first, o_n, m_n, S), 0
+    if S.UNTIL and not EXACT:
+        last_end = tl.max(b_until, 0)
 
     b_dk1 = tl.full([S.BN, S.D1], 0.0, tl.float32)
     b_dk2 = tl.full([S.BN, S.D2 if S.D2 else 1], 0.0, tl.float32)
@@ -165,8 +180,8 @@ def dkdv(
     for t in range(work * i_part // parts, work * (i_part + 1) // parts):
         b_dk1, b_dk2, b_dv1, b_dv2 = _dkdv_tile(
             full_begin + t % full, i_kv * group + t // full, q, q1, q2, dout, g1, g2, lse, lse_head, delta, delta_head,
-            bounds, query_tiles, score, seed, rows, b_k1, b_k2, b_v1, b_v2, b_at, b_dk1, b_dk2, b_dv1, b_dv2, False,
-            UNIFORM, S,
+            bounds, query_tiles, score, seed, rows, b_k1, b_k2, b_v1, b_v2, b_at, b_until, b_dk1, b_dk2, b_dv1, b_dv2,
+            False, UNIFORM, S,
         )  # fmt: skip
     partial = end - begin - full
     work = partial * group
@@ -176,10 +191,12 @@ def dkdv(
         visits = True
         if not EXACT:
             visits = (tl.load(query_tiles + i * 4 + 2) <= j) & (j < tl.load(query_tiles + i * 4 + 3))
+            if S.UNTIL:  # rows are in the order of positions, so if the first sees no open key, none does
+                visits &= tl.load(bounds.pos + tl.load(query_tiles + i * 4)) < last_end
         if visits:
             b_dk1, b_dk2, b_dv1, b_dv2 = _dkdv_tile(
                 i, i_kv * group + t // partial, q, q1, q2, dout, g1, g2, lse, lse_head, delta, delta_head, bounds,
-                query_tiles, score, seed, rows, b_k1, b_k2, b_v1, b_v2, b_at, b_dk1, b_dk2, b_dv1, b_dv2, True,
+                query_tiles, score, seed, rows, b_k1, b_k2, b_v1, b_v2, b_at, b_until, b_dk1, b_dk2, b_dv1, b_dv2, True,
                 UNIFORM, S,
             )  # fmt: skip
     i_out, h_64, first_64 = i_part.to(tl.int64), i_kv.to(tl.int64), first.to(tl.int64)
@@ -196,7 +213,8 @@ def dkdv(
 @triton.jit
 def _dkdv_tile(
     i, i_h, q, q1, q2, dout, g1, g2, lse, lse_head, delta, delta_head, bounds, query_tiles, score, seed, rows, b_k1,
-    b_k2, b_v1, b_v2, b_at, b_dk1, b_dk2, b_dv1, b_dv2, MASKED: tl.constexpr, UNIFORM: tl.constexpr, S: tl.constexpr,
+    b_k2, b_v1, b_v2, b_at, b_until, b_dk1, b_dk2, b_dv1, b_dv2, MASKED: tl.constexpr, UNIFORM: tl.constexpr,
+    S: tl.constexpr,
 ):  # fmt: skip
     """dk before scaling, and dv, after one more query tile. Scores are transposed: keys down, queries across."""
     if UNIFORM:
@@ -221,14 +239,15 @@ def _dkdv_tile(
     b_lse = row_lse(lse, lse_head, i_h, row, o_m, m_m)
     b_delta = tl.load(delta + i_h.to(tl.int64) * delta_head + row + o_m, mask=m_m, other=0.0)
     b_pos = o_m
-    if S.ALIBI or S.DROPOUT:
+    if S.ALIBI or S.DROPOUT or (MASKED and S.UNTIL):
         b_pos = tl.load(bounds.pos + row + o_m, mask=m_m, other=0)
     b_s, b_tanh = scored(b_s, score, i_h, b_at, b_pos, S)
     b_p = tl.exp2(b_s - b_lse[None, :])
     if MASKED:
         b_lo = tl.load(bounds.lo + row + o_m, mask=m_m, other=0)
         b_hi = tl.load(bounds.hi + row + o_m, mask=m_m, other=0)
-        b_p = tl.where((b_at[:, None] >= b_lo[None, :]) & (b_at[:, None] < b_hi[None, :]), b_p, 0.0)
+        m_seen = seen(b_at[:, None], b_until[:, None], b_pos[None, :], b_lo[None, :], b_hi[None, :], S)
+        b_p = tl.where(m_seen, b_p, 0.0)
     b_w = b_p
     if S.DROPOUT:
         m_kept = kept(words(b_at, i_h, score, seed, 1), words(b_pos, i_h, score, seed, 0), score)

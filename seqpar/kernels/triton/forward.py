@@ -18,11 +18,14 @@ from seqpar.kernels.triton.tile import (
     LN2,
     LOG2E,
     add_product,
+    along_stretches,
     head_tile,
     kept,
     load_tile,
+    load_until,
     product,
     scored,
+    seen,
     store_tile,
     words,
 )
@@ -38,7 +41,7 @@ def forward(
     """Add the attention of a query tile over a buffer of keys to earlier sums.
 
     prior: the sums over earlier keys, not read if FIRST. target: receives the new sums in its own dtype; prior itself
-    if IN_PLACE. table [tiles, 8]: first row, row past the last, begin, full_begin, full_end, end.
+    if IN_PLACE. table: see `seqpar.kernels.triton.tables.query_table`.
     """
     p_table, i_h, i_kv = head_tile(table, tiles, group)
     row, stop, begin = tl.load(p_table), tl.load(p_table + 1), tl.load(p_table + 2)
@@ -53,7 +56,7 @@ def forward(
     if S.D2:
         b_q2 = load_tile(q, q.data, row, i_h, o_m, m_m, True, False, S.D1, S.D2, S.D)
     b_pos, b_word = o_m, o_m
-    if S.ALIBI or S.DROPOUT:
+    if S.ALIBI or S.DROPOUT or S.UNTIL:
         b_pos = tl.load(bounds.pos + row + o_m, mask=m_m, other=0)
     if S.DROPOUT:
         b_word = words(b_pos, i_h, score, seed, 0)
@@ -64,19 +67,26 @@ def forward(
     b_sum = tl.full([S.BM], 0.0, tl.float32)
     b_acc1 = tl.full([S.BM, S.V1], 0.0, tl.float32)
     b_acc2 = tl.full([S.BM, S.V2 if S.V2 else 1], 0.0, tl.float32)
-    for j in range(full_begin, full_end):
+    p_stretch, stretch_end, shift = table, 0, 0
+    if S.UNTIL:
+        p_stretch, stretch_end, shift = along_stretches(0, table + tl.load(p_table + 6), 0, 0)
+    for visit in range(full_begin, full_end):
         b_max, b_sum, b_acc1, b_acc2 = _attend(
-            j, i_kv, i_h, k, k1, k2, v, v1, v2, bounds, score, seed, keys,
+            visit + shift, i_kv, i_h, k, k1, k2, v, v1, v2, bounds, score, seed, keys,
             b_q1, b_q2, b_pos, b_word, b_lo, b_hi, b_max, b_sum, b_acc1,
             b_acc2, False, S,
         )  # fmt: skip
+        if S.UNTIL:
+            p_stretch, stretch_end, shift = along_stretches(visit + 1, p_stretch, stretch_end, shift)
     for t in range(begin, end - (full_end - full_begin)):
-        j = tl.where(t < full_begin, t, t + full_end - full_begin)
+        visit = tl.where(t < full_begin, t, t + full_end - full_begin)
         b_max, b_sum, b_acc1, b_acc2 = _attend(
-            j, i_kv, i_h, k, k1, k2, v, v1, v2, bounds, score, seed, keys,
+            visit + shift, i_kv, i_h, k, k1, k2, v, v1, v2, bounds, score, seed, keys,
             b_q1, b_q2, b_pos, b_word, b_lo, b_hi, b_max, b_sum, b_acc1,
             b_acc2, True, S,
         )  # fmt: skip
+        if S.UNTIL:
+            p_stretch, stretch_end, shift = along_stretches(visit + 1, p_stretch, stretch_end, shift)
 
     m_seen = b_sum != 0.0
     b_part = 1.0 / tl.where(m_seen, b_sum, 1.0)
@@ -136,7 +146,9 @@ def _attend(
         b_at = tl.load(bounds.key_pos + first + o_n)
     b_s, _ = scored(b_s, score, i_h, b_pos, b_at, S)
     if MASKED:
-        b_s = tl.where((b_at[None, :] >= b_lo[:, None]) & (b_at[None, :] < b_hi[:, None]), b_s, -float("inf"))
+        b_until = load_until(bounds, first, o_n, m_n, S)
+        m_seen = seen(b_at[None, :], b_until[None, :], b_pos[:, None], b_lo[:, None], b_hi[:, None], S)
+        b_s = tl.where(m_seen, b_s, -float("inf"))
     b_new = tl.maximum(b_max, tl.max(b_s, 1))
     # Before a row sees its first key, its maximum is -inf, and -inf minus -inf is NaN.
     b_base = tl.where(b_new == -float("inf"), 0.0, b_new)

@@ -16,7 +16,7 @@ from typing import Any
 from torch import Tensor
 
 from seqpar.kernels.protocol import Score
-from seqpar.kernels.triton.arguments import Bounds, Scalars, TileLoads
+from seqpar.kernels.triton.arguments import Bounds, EndingBounds, Scalars, TileLoads
 
 Variants = Iterable[Mapping[str, Any]]  # the arguments by name in which a variant differs
 
@@ -92,7 +92,7 @@ class Prepared:
 
     launch: Launch
     loads: tuple[TileLoads, TileLoads]
-    bounds: Bounds
+    bounds: Bounds | EndingBounds
     tables: tuple[Tensor, ...]
     counts: tuple[int, ...]
     scalars: Scalars

@@ -8,25 +8,57 @@ from __future__ import annotations
 from typing import Any
 
 import numpy as np
-import torch
 from torch import Tensor
 
+from seqpar.facts.stretches import Stretches
+from seqpar.facts.value import Ints
 from seqpar.kernels.memory.upload import upload
 from seqpar.kernels.protocol import StepFacts
 from seqpar.kernels.triton.config import LaunchConfig
 
 
-def query_table(facts: StepFacts, config: LaunchConfig) -> Tensor:
-    """The table [query tiles, 8] of forward and dq; tiles with most work come first."""
+def query_table(facts: StepFacts, config: LaunchConfig) -> tuple[Tensor, int]:
+    """The table of forward and dq, and its number of query tiles.
 
-    def make() -> Tensor:
+    A row for each query tile, 8 wide: first row, row past the last, begin, full_begin, full_end, end. Where keys end
+    early, a tile's visits are counted from 0, full ones first, and stand for begin to end; a seventh column says where
+    its stretches begin, in elements of the table. They come after the tiles: the visit at which each stops, and what to
+    add to a visit to get its key tile.
+    """
+
+    def make() -> tuple[Tensor, int]:
         t = facts.tiles(config.bm, config.bn)
         # A last key tile with fewer than bn rows is loaded with a mask, so it does not count as full.
-        full_end = np.minimum(t.full_end, facts.key_pos.shape[0] // config.bn)
-        columns = [t.rows[:-1], t.rows[1:], t.begin, np.minimum(t.full_begin, full_end), full_end, t.end]
-        return _padded(columns, t.order, 8, facts.pos.device)
+        whole = facts.key_pos.shape[0] // config.bn
+        if t.stretches is None:
+            full_end, walks = np.minimum(t.full_end, whole), np.zeros((0, 8), np.int64)
+            visits = [t.begin, np.minimum(t.full_begin, full_end), full_end, t.end]
+        else:
+            visits, walks = _walks(t.stretches, whole)
+        tiles = _columns([t.rows[:-1], t.rows[1:], *visits], t.order, 8)
+        (table,) = upload([np.concatenate([tiles, walks])], facts.pos.device)
+        return table, len(tiles)
 
     return facts.memo(("query tiles", config.bm, config.bn), make)
+
+
+def _walks(s: Stretches, whole: int) -> tuple[list[Ints], Ints]:
+    """The columns of a query table from begin on, and the rows after its tiles. whole: key tiles that lack no row."""
+    tiles = len(s.edge) - 1
+    tile = np.repeat(np.arange(tiles), np.diff(s.edge))
+    cut = s.full & (s.end > whole)
+    begin, end = np.append(s.begin, np.full(cut.sum(), whole)), np.append(np.where(cut, whole, s.end), s.end[cut])
+    tile, full = np.append(tile, tile[cut]), np.append(s.full, np.zeros(cut.sum(), bool))
+    order = np.lexsort((~full, tile))
+    order = order[(begin < end)[order]]
+    begin, end, tile, full = (x[order] for x in (begin, end, tile, full))
+    edge = np.searchsorted(tile, np.arange(tiles + 1))
+    before, full_before = (np.append(0, np.cumsum(x)) for x in (end - begin, np.where(full, end - begin, 0)))
+    stop = before[1:] - before[edge[tile]]
+    walks = np.stack([stop, end - stop], 1).ravel()
+    zero = np.zeros(tiles, np.int64)
+    columns = [zero, zero, np.diff(full_before[edge]), np.diff(before[edge]), 8 * tiles + 2 * edge[:-1]]
+    return columns, np.append(walks, np.zeros(8 - len(walks) % 8, np.int64)).reshape(-1, 8)  # one more is loaded
 
 
 def key_table(facts: StepFacts, config: LaunchConfig) -> tuple[Tensor, Tensor, bool, bool, int]:
@@ -36,17 +68,16 @@ def key_table(facts: StepFacts, config: LaunchConfig) -> tuple[Tensor, Tensor, b
         t = facts.tiles(config.bm, config.bn)
         full_end = np.minimum(t.q_full_end, facts.pos.shape[0] // config.bm) if t.uniform else t.q_full_end
         columns = [np.arange(len(t.q_begin)), t.q_begin, np.minimum(t.q_full_begin, full_end), full_end, t.q_end]
-        device = facts.pos.device
-        table = _padded(columns, t.q_order, 8, device)
-        tiles = _padded([t.rows[:-1], t.rows[1:], t.begin, t.end], slice(None), 4, device)
-        return table, tiles, t.uniform, t.q_exact, int((t.q_end - t.q_begin).max(initial=0))
+        of_queries = _columns([t.rows[:-1], t.rows[1:], t.begin, t.end], slice(None), 4)
+        table, query_tiles = upload([_columns(columns, t.q_order, 8), of_queries], facts.pos.device)
+        return table, query_tiles, t.uniform, t.q_exact, int((t.q_end - t.q_begin).max(initial=0))
 
     return facts.memo(("key tiles", config.bm, config.bn), make)
 
 
-def _padded(columns: list[Any], order: Any, width: int, device: torch.device) -> Tensor:
+def _columns(columns: list[Ints], order: Any, width: int) -> Ints:
+    """Columns as the first ones of rows of a width, in an order."""
     rows = np.zeros((len(columns[0]), width), np.int64)
     for n, column in enumerate(columns):
         rows[:, n] = column[order]
-    (table,) = upload([rows], device)
-    return table
+    return rows

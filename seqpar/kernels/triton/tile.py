@@ -70,6 +70,38 @@ def head_tile(p_table, tiles, group):
 
 
 @triton.jit
+def along_stretches(visit, p_next, end, shift):
+    """A query tile's walk along stretches of key tiles, before a visit: the key tile is the visit plus the shift.
+
+    p_next: the visits with which the next stretches end, each followed by its shift. One loop makes all visits, since a
+    loop for each stretch would drain the pipeline of loads. A stretch is loaded by the visit before it, or the pipeline
+    would be half as deep: Triton shares its stages among loads that need each other.
+    """
+    m_ends = visit == end
+    shift = tl.load(p_next + 1, mask=m_ends, other=shift)
+    end = tl.load(p_next, mask=m_ends, other=end)
+    return p_next + tl.where(m_ends, 2, 0), end, shift
+
+
+@triton.jit
+def load_until(bounds, first, o_n, m_n, S: tl.constexpr):
+    """Where the keys of a tile end; nothing that is read if no key does."""
+    b_until = o_n
+    if S.UNTIL:
+        b_until = tl.load(bounds.until + first + o_n, mask=m_n, other=0)
+    return b_until
+
+
+@triton.jit
+def seen(b_at, b_until, b_pos, b_lo, b_hi, S: tl.constexpr):
+    """The pairs that are seen, as a mask; keys and queries lie along different dims."""
+    m_seen = (b_at >= b_lo) & (b_at < b_hi)
+    if S.UNTIL:
+        m_seen &= b_pos < b_until
+    return m_seen
+
+
+@triton.jit
 def product(b_a, b_b, S: tl.constexpr):
     """``a @ b`` in float32."""
     if S.UPCAST:

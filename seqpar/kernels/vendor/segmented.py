@@ -6,8 +6,11 @@ are not positive (libraries mask and take maxima before they scale), and values 
 
 If each row sees all its keys in one call, the step's result is the library's output. Otherwise parts are merged in the
 accumulation dtype, and a library that rounds its results has rounded each part, unless it gives parts in that dtype
-(`Library.attend_unrounded`). `accuracy_loss` says so for calls of several steps. A call of one step is exact: libraries
-of squares leave its causal rectangles to the position kernel.
+(`Library.attend_unrounded`). `accuracy_loss` says so for calls of several steps. Any other call is exact: libraries of
+squares leave its causal rectangles to the position kernel.
+
+Where keys end, as in trees, a row has a segment on each ancestor: calls of several levels, whose parts are merged. So
+`accuracy_loss` says so of every call with such keys.
 
 A value that is not finite makes every row of its tile NaN, even rows that do not see it, as in all fused kernels. On
 the CPU such inputs go to the position kernel.
@@ -28,7 +31,10 @@ LEAST_SCALE = torch.finfo(torch.float32).tiny  # libraries multiply in float32, 
 
 
 class Segmented(Kernel):
-    """See `seqpar.kernels.protocol.Kernel`. deterministic, merges: as in `CallSpec`. rest: the position kernel."""
+    """See `seqpar.kernels.protocol.Kernel`.
+
+    deterministic: as in `CallSpec`. merges: parts of results may be rounded and merged. rest: the position kernel.
+    """
 
     def __init__(
         self, library: Library, *, rest: Kernel | None = None, deterministic: bool = True, merges: bool = True
@@ -46,7 +52,8 @@ class Segmented(Kernel):
 
         triton = Triton()
         rest = triton if triton.refuses(spec) is None else Blockwise()
-        return Segmented(self.library, rest=rest, deterministic=spec.deterministic, merges=spec.merges)
+        merges = spec.merges or spec.until
+        return Segmented(self.library, rest=rest, deterministic=spec.deterministic, merges=merges)
 
     def missing(self) -> str | None:
         """Why this machine cannot run it, or None."""
@@ -54,13 +61,11 @@ class Segmented(Kernel):
 
     def refuses(self, spec: CallSpec) -> str | None:
         """Why the call is refused, or None."""
-        if spec.until:
-            return f"{self.name} computes rectangles and bands along a diagonal, not keys that end early, as in trees"
         return self.library.refuses(spec)
 
     def accuracy_loss(self, spec: CallSpec) -> str | None:
         """The rounding of partial results, where a row has several; else None."""
-        if not (self.library.rounds and spec.merges):
+        if not (self.library.rounds and (spec.merges or spec.until)):
             return None
         dtype = str(spec.dtype).removeprefix("torch.")
         gradients = ", and each step's gradients before they are added" if spec.grads else ""

@@ -18,7 +18,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from seqpar.facts.tiles import Kind, Segments
+from seqpar.facts.segments import Kind, Segments
 from seqpar.kernels.memory.upload import upload
 from seqpar.kernels.protocol import StepFacts
 
