@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import tracemalloc
+from dataclasses import replace
 
 import numpy as np
 from hypothesis import given, settings
@@ -12,8 +13,8 @@ from seqpar.facts.layout import Layout
 from seqpar.facts.mask import Mask
 from seqpar.plan import Plan, Step
 from seqpar.plan.derive import NOMINAL_ROW_BYTES
-from tests.cases import Case, cases, divisors
-from tests.facts.tables import check_tiles
+from tests.cases import ENDING, Case, cases, divisors
+from tests.facts.tables import check_stretches, check_tiles
 from tests.plan.acted import act_out, check_gradients, dense, inside_queries
 
 
@@ -97,6 +98,15 @@ def test_rows_of_messages_and_tables_stay_inside_buffers(case: Case) -> None:
                 visible = (step.pos >= band.lo[:, None]) & (step.pos < band.hi[:, None])
                 check_tiles(band.tiles(bm, bn), visible)
             check_segments(step, visible)
+
+
+@settings(max_examples=60)
+@given(cases(), st.sampled_from(ENDING))
+def test_tables_of_steps_whose_keys_end(case: Case, mask: str) -> None:
+    plan = replace(case, mask=mask).plan()
+    for rank in range(plan.ranks):
+        for band in (band for step in plan.steps(rank) for band in step.bands if band.until is not None):
+            check_stretches(band.tiles(5, 3), band.lo, band.hi, band.at, band.pos, band.until)
 
 
 def check_segments(step: Step, visible: np.ndarray) -> None:
