@@ -169,11 +169,11 @@ options_strategy = st.builds(
 uses_strategy = st.sampled_from([OUT, EACH, MIXED])
 
 
-def product() -> list[tuple[Case, tuple[int, int]]]:
+def product(masks: Sequence[str] = MASKS) -> list[tuple[Case, tuple[int, int]]]:
     """layouts x transports x ranks x widths x masks x heads, with lengths that divide nothing."""
     result = []
     for n, (layout, transport, ranks, mask, heads) in enumerate(
-        itertools.product(LAYOUTS, TRANSPORTS, (1, 2, 3, 4, 6, 8), MASKS, HEADS)
+        itertools.product(LAYOUTS, TRANSPORTS, (1, 2, 3, 4, 6, 8), masks, HEADS)
     ):
         for ulysses in divisors(ranks):
             stage = (64 << 20, 5 * 4096)[n % 2]
