@@ -15,9 +15,11 @@ causal, with at most 2 keys to the left::
       6                    # #         5   7
       7                    # # #       5   8
 
-Trees end keys before the last query (`seqpar.facts.bands`), and unions have several intervals per query.
+Trees end keys before the last query (`seqpar.facts.bands`), and a union has each of a query's intervals in a band of
+its own (`seqpar.facts.unions`).
 
-Source: the window and the end alignment of unequal lengths are FlashAttention's (Dao 2023, FlashAttention-2).
+Sources: the window and the end alignment of unequal lengths are FlashAttention's (Dao 2023, FlashAttention-2); sink
+tokens are StreamingLLM's (Xiao et al. 2024).
 """
 
 from __future__ import annotations
