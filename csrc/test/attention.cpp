@@ -116,8 +116,9 @@ Case draw_case(int number) {
   c.m = draw(1, number % 4 ? 70 : 200), c.n = draw(1, number % 4 ? 90 : 400);
   c.kv_heads = draw(1, 3), c.heads = c.kv_heads * draw(1, 3);
   c.dim = dims[draw(0, 16)], c.v_dim = draw(0, 1) ? c.dim : dims[draw(0, 16)];
-  if (number >= 40) {  // several chunks of keys, which add dq in turns
-    c.m = 60, c.n = 600, c.kv_heads = 1, c.heads = 2, c.dim = c.v_dim = 128;
+  const bool tree = number == 40 || number == 41;
+  if (tree) {  // several chunks of keys, which add dq in turns; tiles skip some of them
+    c.m = 250, c.n = 600, c.kv_heads = 1, c.heads = 2, c.dim = c.v_dim = 128;
   }
   if (number == kFar) {  // many queries on rows that lie 2 KiB apart: some processors copy the keys first
     c.m = 700, c.n = 45, c.kv_heads = 1, c.heads = 4, c.dim = 513, c.v_dim = 9;
@@ -129,18 +130,23 @@ Case draw_case(int number) {
   if (draw(0, 3) == 0)
     for (int64_t h = 0; h < c.heads; ++h) c.slopes.push_back(0.03f * (float)(h + 1));
   for (int64_t j = 0, at = draw(0, 5); j < c.n; ++j, at += draw(0, 9) ? 1 : 7) c.key_pos.push_back((int32_t)at);
-  int64_t last = c.key_pos.back(), kind = draw(0, 4), width = draw(1, last + 1);
+  int64_t last = c.key_pos.back(), kind = tree ? 1 : draw(0, 4), width = draw(1, last + 1);
   for (int64_t i = 0; i < c.m; ++i) {
     int64_t at = i * (last + 1) / c.m, low = 0, high = at + 1;
     if (kind == 0) high = last + 1;
     if (kind == 2) low = at - width;
     if (kind == 3) low = draw(0, last), high = low + draw(-3, last);
     if (kind == 4) low = at / width * width;
-    if (draw(0, 19) == 0) low = 3, high = draw(0, 3);
+    if (!tree && draw(0, 19) == 0) low = 3, high = draw(0, 3);
     c.pos.push_back((int32_t)at), c.lo.push_back((int32_t)low), c.hi.push_back((int32_t)high);
   }
   // keys that end: each on its own, or in runs long enough that whole blocks are closed to a query tile
-  if (int64_t run = draw(0, 1) * draw(1, 200))
+  const int64_t prompt = 40, answer = 170;
+  for (int64_t j = 0; tree && j < c.n; ++j) {
+    const int64_t next = j < prompt ? c.n : j - (j - prompt) % answer + answer;
+    c.until.push_back(next < c.n ? c.key_pos[next] : (int32_t)last + 1);
+  }
+  if (int64_t run = tree ? 0 : draw(0, 1) * draw(1, 200))
     for (int64_t j = 0, end = 0; j < c.n; ++j) {
       if (run == 1 || draw(1, run) == 1) end = draw(0, 2) ? draw(0, last + 1) : last + 1;
       c.until.push_back((int32_t)end);
