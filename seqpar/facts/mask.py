@@ -109,7 +109,8 @@ class Mask(Fact):
         lo, hi: integers [tokens], ``0 <= lo <= hi <= kv_tokens``. until: integers [kv_tokens] from 0 to kv_tokens, in
         key coordinates; by default no key ends before the last query. kv_tokens: number of keys, by default that of
         queries. lengths: documents, used by layouts per document and for positions inside documents; only with as many
-        keys as queries; by default the batch is one document.
+        keys as queries; by default the batch is one document. Where documents are trees, causal from their first key on
+        and with ranges ``[j, until[j])`` that nest, the mask is that of `tree`, and positions are depths.
 
         Raises: ValueError for bounds out of range, naming the first such query.
         """
