@@ -12,7 +12,8 @@ matplotlib.use("Agg")  # a file, never a window
 from matplotlib import pyplot  # noqa: E402  (the backend is chosen before pyplot loads)
 from matplotlib.ticker import NullFormatter  # noqa: E402
 
-from seqpar.plan.plot import INK, MUTED, STYLE, holders, timeline  # noqa: E402
+from seqpar.facts.drawing import INK, MUTED, STYLE  # noqa: E402
+from seqpar.plan.plot import holders, timeline  # noqa: E402
 
 SECONDS = {  # activity -> its colour
     "attention": "#2563a8",

@@ -99,7 +99,7 @@ def _inner_spans(band: Band, offsets: Ints, kv_offsets: Ints) -> Spans:
     start = distinct(np.concatenate([band.spans.start, offsets[:-1]]))
     document = interval_of(start, offsets[:-1])
     lo, hi, lo_step, hi_step = band.linear(start)
-    ends = kv_offsets[document], kv_offsets[document + 1]
+    ends = kv_offsets[document], kv_offsets[document + 1] + 1  # the first bounds inside, and again outside
     start = pieces_between(
         start, [(end - x) * step for end in ends for x, step in ((lo, lo_step), (hi, hi_step))], tokens
     )

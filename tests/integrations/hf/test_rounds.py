@@ -23,11 +23,12 @@ from tests.integrations.hf.models import build
 
 MODELS = {name: build(name) for name in ("llama", "gemma3", "mistral")}
 MODELS |= {name: hybrids.build(name) for name in ("mamba2", "qwen3_next")}
-FIRST = {  # what the first step asks besides: of two kinds of masks, of layers of each kind
+# what the first step asks besides: of two kinds of masks, of layers of each kind, and how many threads ranks have
+FIRST = {
     "llama": {"attention": 1},
     "gemma3": {"attention": 2},
-    "mamba2": {"causal_conv1d": 1, "linear_attention": 1},
-    "qwen3_next": {"attention": 1, "causal_conv1d": 1, "linear_attention": 1},
+    "mamba2": {"causal_conv1d": 1, "linear_attention": 2},
+    "qwen3_next": {"attention": 1, "causal_conv1d": 1, "linear_attention": 2},
 }
 
 
