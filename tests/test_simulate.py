@@ -95,9 +95,12 @@ def test_what_is_no_schedule_is_refused() -> None:
 def test_the_plan_costs_what_it_predicts() -> None:
     lengths = [90_000, 30_000, *[700] * 100]
     c = case(lengths, 16)
-    found = module("bench.planner.schedules").run(c, module("bench.planner.policies").POLICIES["seqpar"].place(c, None))
-    forecast = plan_batch(lengths, 16, model=SHAPE, hardware=c.machine).forecast
-    assert found.free == forecast.ticks.total.max() and c.bound == forecast.bound
+    policies = module("bench.planner.policies")
+    for lockstep in policies.POLICIES["seqpar"].knobs(c):
+        found = module("bench.planner.schedules").run(c, policies.POLICIES["seqpar"].place(c, lockstep))
+        options = {"token_slack": policies.SLACK, "lockstep": lockstep}
+        forecast = plan_batch(lengths, 16, model=SHAPE, hardware=c.machine, **options).forecast
+        assert found.free == forecast.ticks.total.max() and c.bound == forecast.bound
 
 
 def test_ranks_wait_for_their_groups_only() -> None:

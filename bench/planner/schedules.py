@@ -310,8 +310,8 @@ def _ring(case: Case, sums: Sums, width: int, w: Weights) -> Cost:
     return _slowest(_cost(case, rows, busy, waiting, w), width)
 
 
-def laid_out(case: Case, micro: Micro) -> Cost:
-    """Costs of the ranks of a micro-batch with a layout."""
+def laid_out(case: Case, micro: Micro) -> list[Cost]:
+    """Costs of the ranks of a micro-batch with a layout, in each way that its keys may travel."""
     layers, w = case.layers, case.weights
     if not np.array_equal(micro.documents, np.arange(case.lengths.size)):
         layers = layers_of(case.lengths[micro.documents], None, case.shape)
@@ -320,16 +320,17 @@ def laid_out(case: Case, micro: Micro) -> Cost:
     for forwarded in micro.forwarded:
         found = counted(layers, micro.layout, widths=widths, node=case.machine.node, forwarded=forwarded)
         options += [ticks(found, w, stage_bytes=size) for size in STAGE_BYTES]
-    best = min(options, key=lambda t: int(t.total.max()))
-    return Cost(best.total, best.total - best.exposed, best.head)
+    return [Cost(t.total, t.total - t.exposed, t.head) for t in options]
 
 
 def run(case: Case, micros: Sequence[Micro], ways: Sequence[str] = ("ulysses", "fetch")) -> Outcome:
     """Seconds of the micro-batches, in the given order. Raises ValueError for an invalid schedule."""
     rows = check(case, micros)
     if len(micros) == 1 and micros[0].layout is not None:
-        total, busy, head = laid_out(case, micros[0])
-        return Outcome(int(total.max()), int((total - head).max() + head.max()), int(busy.max()), 1, rows)
+        ways_of_keys = laid_out(case, micros[0])
+        best = min(ways_of_keys, key=lambda cost: int(cost.total.max()))
+        together = min(int((cost.total - cost.head).max() + cost.head.max()) for cost in ways_of_keys)
+        return Outcome(int(best.total.max()), together, int(best.busy.max()), 1, rows)
     cost = costs(case, micros, ways)
     done, least = np.zeros((2, case.ranks), np.int64)
     turn = np.zeros(case.ranks, np.int64)

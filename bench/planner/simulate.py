@@ -9,9 +9,9 @@ A cell is a machine, a number of ranks and a distribution; its batches are the s
 over the bound that no layout beats, computing alone (`seqpar.planner.bound`), under the planner's cost model, which
 also decides: plans are compared, not systems. Free-running ranks wait for their groups only; in lockstep, as
 FSDP's collectives have it, every layer takes what the slowest rank takes. A rival's knob is the best of a sweep for
-the cell, for each of the two; `seqpar` has none. Its figures are split: the time above the bound without
-transfers, and the exposed part of transfers. Policies are in `policies`, costs in `schedules`, published results in
-`published`.
+the cell, for each of the two; `seqpar` is told which of the two, and has no other. Its figures are split: the time
+above the bound without transfers, and the exposed part of transfers. Policies are in `policies`, costs in `schedules`,
+published results in `published`.
 """
 
 from __future__ import annotations
@@ -113,12 +113,14 @@ def case_of(cell: Cell, index: int) -> Case:
 def replay(cell: Cell, index: int, names: Sequence[str]) -> dict[str, Any]:
     """The figures of each policy.
 
-    They are the seconds of placing, and by knob: free, lockstep and imbalance over the bound; and rounds and rows.
+    They are the mean seconds of placing with a knob, and by knob: free, lockstep and imbalance over the bound; and
+    rounds and rows.
     """
     case, result = case_of(cell, index), {}
     for name in names:
         policy, figures, seconds = POLICIES[name], {}, 0.0
-        for knob in policy.knobs(case):
+        knobs = policy.knobs(case)
+        for knob in knobs:
             start = time.perf_counter()
             micros = policy.place(case, knob)
             seconds += time.perf_counter() - start
@@ -126,7 +128,7 @@ def replay(cell: Cell, index: int, names: Sequence[str]) -> dict[str, Any]:
                 found = run(case, micros, policy.ways)
                 over = [x / case.bound for x in (found.free, found.lockstep, found.imbalance)]
                 figures[str(knob)] = [*over, found.rounds, found.rows]
-        result[name] = {"seconds": seconds, "figures": figures}
+        result[name] = {"seconds": seconds / len(knobs), "figures": figures}
     return result
 
 

@@ -41,6 +41,7 @@ NESTS_OF_FEW = [
 NESTS_OF_MANY = [
     Nest(*counts) for counts in ((2, 8, 4, 3), (1, 8, 4, 3), (2, 6, 0, 6), (1, 6, 0, 3), (2, 2, 0, 3), (3, 2, 0, 3))
 ]
+NESTS_OF_UNEVEN = [Nest(many, 0, 0, 64) for many in (1, 2)]  # where ranks may have unequal rows
 NEAR = 200  # a plan within 1/200 of the mean of all ranks is good enough: no plan gains more
 
 
@@ -54,6 +55,7 @@ def plan_batch(
     node: int | None = None,
     token_slack: float = 0.0,
     max_tokens_per_rank: int | None = None,
+    lockstep: bool = True,
 ) -> Plan:
     """The plan of a packed batch whose slowest rank is predicted to finish earliest.
 
@@ -62,7 +64,9 @@ def plan_batch(
     the mask of most layers; the others are ``plan.with_mask(mask)``. model, hardware: values, or names of presets;
     a model given by name recomputes as little in backward as memory allows. node: consecutive ranks that share fast
     links, by default the machine's. token_slack: the fraction by which a rank's rows may exceed the mean (plus one
-    row). max_tokens_per_rank: a limit besides that of memory.
+    row). max_tokens_per_rank: a limit besides that of memory. lockstep: whether ranks wait for each other in every
+    layer and before the head, as under FSDP; False if only the step's end is common, as under DDP. Without token_slack
+    it changes nothing.
 
     ``plan.forecast`` has the predicted seconds of every rank, the bound that no plan beats, and the gap between them.
 
@@ -71,7 +75,7 @@ def plan_batch(
     """
     problem = Problem.of(
         lengths, ranks, masks=masks, model=model, hardware=hardware, node=node, token_slack=token_slack,
-        max_tokens_per_rank=max_tokens_per_rank,
+        max_tokens_per_rank=max_tokens_per_rank, lockstep=lockstep,
     )  # fmt: skip
     return plan_of(problem)
 
@@ -84,11 +88,11 @@ def plan_of(problem: Problem) -> Plan:
     weights = weights_for(layers, shape, machine, stage_bytes=STAGE_BYTES[0])
     try:
         total = document_ticks(layers, weights)
-        best = choose(layers, weights, total, problem.ranks, node=node, room=room)
+        best = choose(layers, weights, total, problem.ranks, node=node, room=room, lockstep=problem.lockstep)
     except OverflowError:  # a candidate costs more ticks for merging than for computing
         weights = weights_for(layers, shape, machine, stage_bytes=STAGE_BYTES[0], rows=int(room.max()) * node)
         total = document_ticks(layers, weights)
-        best = choose(layers, weights, total, problem.ranks, node=node, room=room)
+        best = choose(layers, weights, total, problem.ranks, node=node, room=room, lockstep=problem.lockstep)
     mask, width = layers[0][0], int(best.widths[0])
     plan = Plan(
         mask,
@@ -126,10 +130,13 @@ class Decision(NamedTuple):
     rows: Ints
 
 
-def choose(layers: Layers, w: Weights, total: Ints, ranks: int, *, node: int, room: Ints) -> Decision:
+def choose(
+    layers: Layers, w: Weights, total: Ints, ranks: int, *, node: int, room: Ints, lockstep: bool = True
+) -> Decision:
     """The candidate whose slowest rank has the fewest ticks; ties go to fewest cuts, then fewest bytes.
 
-    total: the ticks of each document, of `document_ticks`.
+    total: the ticks of each document, of `document_ticks`. lockstep: as in `plan_batch`; where rows may be uneven, what
+    layers take is balanced without the head, since all ranks begin that together.
     """
     mask = layers[0][0]
     every, documents = layers_in(layers), len(mask.lengths)
@@ -137,12 +144,20 @@ def choose(layers: Layers, w: Weights, total: Ints, ranks: int, *, node: int, ro
     fetch = Fetching(every * w.key, every * w.query, stage, max(1, TYPICAL_STAGE // w.row_bytes))
     batch = Documents(mask.lengths, total, w.beside + every * w.query, fetch)
     even = np.minimum(room, mask.tokens // ranks + 1)
-    rooms = [even] if (even == room).all() else [even, room]  # spare rows must not make a plan worse
+    rooms, spare = [(batch, even)], bool((even != room).any())
+    costs = batch
+    if spare:  # spare rows must not make a plan worse
+        if lockstep:
+            costs = batch._replace(ticks=total - w.label * mask.lengths, row=batch.row - w.label)
+        rooms.append((costs, room))
     single = not all(m.within_documents for m, _ in layers)
-    whole = all_whole(batch, ranks, room=room) if rooms[1:] else []
+    whole = all_whole(costs, ranks, room=room) if spare else []
+    nestable = 1 < ranks <= min(FEW, node) and not single
+    if spare and nestable:
+        whole += nested(costs, ranks, room=room, nests=NESTS_OF_UNEVEN, uneven=True)
     cheap = node >= ranks and 192 * ranks * stage < int(total.sum())
-    if 1 < ranks <= FEW and documents >= 8 * ranks and cheap and not single:
-        near = _near_the_bound(layers, w, batch, ranks, node=node, room=even, whole=whole)
+    if nestable and documents >= 8 * ranks and cheap:
+        near = _near_the_bound(layers, w, batch, ranks, node=node, room=even, whole=whole, lockstep=lockstep)
         if near is not None:
             return near
     # transfers and linear layers may matter more than evenly balanced attention
@@ -153,19 +168,22 @@ def choose(layers: Layers, w: Weights, total: Ints, ranks: int, *, node: int, ro
         knobs = candidates_of_few(ranks, math.gcd(ranks, node), documents, 4 * attention // int(total.sum()))
     else:
         knobs = candidates(ranks, node, documents, thorough=thorough, single=single)
-    placed = [pair for space in rooms for pair in zip(knobs, placements(batch, ranks, room=space, knobs=knobs))]
-    # bounds that cross documents allow only one width for all
-    placed = [(k, p) for k, p in placed if not single or p.widths.min() == p.widths.max()]
-    chosen = list({id(p): p for _, p in placed}.values()) if few else shortlist(placed, thorough=thorough)
-    if few and 1 < ranks <= node and not single:
+    chosen: list[Placement] = []
+    for each, space in rooms:
+        placed = list(zip(knobs, placements(each, ranks, room=space, knobs=knobs), strict=True))
+        # bounds that cross documents allow only one width for all
+        placed = [(k, p) for k, p in placed if not single or p.widths.min() == p.widths.max()]
+        chosen += {id(p): p for _, p in placed}.values() if few else shortlist(placed, thorough=thorough)
+    if few and nestable:
         nests = NESTS_OF_FEW if documents < 4 * ranks else NESTS_OF_MANY
         chosen += nested(batch, ranks, room=even, nests=nests if documents > 1 else nests[:1])
-    return _decided(_counted(layers, w, chosen + whole, ranks, node), w, node, uneven=len(rooms) > 1)
+    return _decided(_counted(layers, w, chosen + whole, ranks, node), w, node, layerwise=spare and lockstep)
 
 
 def _near_the_bound(
-    layers: Layers, w: Weights, batch: Documents, ranks: int, *, node: int, room: Ints, whole: list[Placement]
-) -> Decision | None:
+    layers: Layers, w: Weights, batch: Documents, ranks: int, *, node: int, room: Ints, whole: list[Placement],
+    lockstep: bool,
+) -> Decision | None:  # fmt: skip
     """A plan for many documents that no other plan beats by much, if one is found at once; else None.
 
     If no document has more attention than a rank's fair share: whole documents, with the shortest as filling. Otherwise
@@ -180,20 +198,20 @@ def _near_the_bound(
         return None
     else:
         placed = nested(batch, ranks, room=room, nests=NESTS_OF_MANY[: 2 if ranks * batch.lengths.size <= SMALL else 1])
-    decision = _decided(_counted(layers, w, placed + whole, ranks, node), w, node, uneven=bool(whole))
+    decision = _decided(_counted(layers, w, placed + whole, ranks, node), w, node, layerwise=bool(whole) and lockstep)
     near = int(decision.ticks.total.max()) * NEAR <= mean * (NEAR + 1)
     return decision if near or placed[0].level <= enough else None
 
 
-def _decided(rivals: list[Candidate], w: Weights, node: int, *, uneven: bool) -> Decision:
+def _decided(rivals: list[Candidate], w: Weights, node: int, *, layerwise: bool) -> Decision:
     """Fewest ticks of the slowest rank, then fewest pieces, then least traffic, then the smallest stage.
 
-    uneven: some ranks may have more rows. Layers and head then count apart, since ranks that share a model's weights
-    wait for each other in each layer. Candidates do not depend on links, so faster links never make the result slower.
+    layerwise: layers and head count apart, since ranks in lockstep wait for each other in each layer and before the
+    head. Candidates do not depend on links, so faster links never make the result slower.
     """
     ways = [(nth, counts) for nth, candidate in enumerate(rivals) for counts in candidate[1:] if counts is not None]
     ticks = ticks_of_each([counts for _, counts in ways], w, stage_bytes=STAGE_BYTES)
-    slowest = (ticks.total - ticks.head).max(-1) + ticks.head.max(-1) if uneven else ticks.total.max(-1)
+    slowest = (ticks.total - ticks.head).max(-1) + ticks.head.max(-1) if layerwise else ticks.total.max(-1)
     equal = list(zip(*(at.tolist() for at in (slowest == slowest.min()).nonzero()), strict=True))
     if equal[0][0] != equal[-1][0]:
         equal.sort(key=lambda at: (rivals[ways[at[0]][0]].moved, at[1]))

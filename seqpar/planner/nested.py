@@ -39,20 +39,24 @@ class Nest(NamedTuple):
     rows: int
 
 
-def nested(batch: Documents, ranks: int, *, room: Ints, nests: Sequence[Nest]) -> list[Placement]:
-    """The placements of the candidates, without duplicates; all ranks may share heads."""
+def nested(batch: Documents, ranks: int, *, room: Ints, nests: Sequence[Nest], uneven: bool = False) -> list[Placement]:
+    """The placements of the candidates, without duplicates; all ranks may share heads.
+
+    uneven: balance whole costs, for ranks with room for more rows than the mean.
+    """
     attention = batch.ticks - batch.row * batch.lengths
     order = (-attention).argsort(kind="stable")
     widths = [width for width in range(ranks, 1, -1) if ranks % width == 0][:3]
     made: dict[tuple[int, ...], Placement] = {}
     for nest in nests:
+        rows = 64 if uneven else nest.rows
         edge = [min(sum(nest[:nth]), order.size) for nth in range(len(widths) + 1)]
-        key = (nest.rows, *edge)
+        key = (rows, *edge)
         if key not in made:
-            nesting = _Nesting(batch, attention, room, batch.row * nest.rows // 64)
+            nesting = _Nesting(batch, attention, room, batch.row * rows // 64)
             for width, first, stop in zip(widths, edge[:-1], edge[1:], strict=True):
                 nesting.share(order[first:stop], width)
-            made[key] = nesting.filled(order[edge[-1] :])
+            made[key] = nesting.filled(order[edge[-1] :], uneven=uneven)
     return list(made.values())
 
 
@@ -113,18 +117,37 @@ class _Nesting:
                 self.left[rank] -= stop - start
             start = stop
 
-    def filled(self, documents: Ints) -> Placement:
-        """The placement, after adding these documents on one rank each and those of all ranks."""
+    def _missing(self, rows: int) -> list[int]:
+        """How many of the rows bring each rank closest to the same load; what is left, if they do not fit there."""
+        so_far = level = 0
+        for nth, load in enumerate(sorted(self.load), 1):
+            if nth > 1 and load >= level:
+                break
+            so_far += load
+            level = (so_far + self.batch.row * rows) // nth
+        parts = [max(0, level - load) // self.batch.row for load in self.load]
+        # rounded down, so that all rows are up to one more for each rank
+        fits = any(parts) and all(part + len(parts) <= left for part, left in zip(parts, self.left, strict=True))
+        return parts if fits else self.left.copy()
+
+    def filled(self, documents: Ints, *, uneven: bool) -> Placement:
+        """The placement, after adding these documents on one rank each and those of all ranks.
+
+        Rows of the latter fill the room of the ranks, or bring all to the same load.
+        """
         lengths = self.batch.lengths[documents]
         chosen = least_loaded(lengths, self.extra[documents], self.load, self.left)
         whole = chosen >= 0
         self.last += documents[~whole].tolist()
         self.widths[self.last] = len(self.left)
         for document in self.last:
-            self._cut(document, self.left.copy(), range(len(self.left)))
+            left = self.left.copy()
+            parts = self._missing(int(self.batch.lengths[document])) if uneven else left
+            self._cut(document, parts, range(len(left)))
+            self.load = [x + self.batch.row * (a - b) for x, a, b in zip(self.load, left, self.left, strict=True)]
         cut = Pieces(*np.array(self.pieces, np.int64).reshape(-1, 4).T)
         own = Pieces(documents[whole], np.zeros_like(documents[whole]), lengths[whole], chosen[whole])
         pieces = Pieces(*(np.concatenate(parts) for parts in zip(own, cut, strict=True)))
-        busy = np.zeros(len(self.left), np.int64)
+        busy: Ints = np.zeros(len(self.left), np.int64)
         np.add.at(busy, pieces.rank, (self.attention // self.widths)[pieces.document])
         return Placement(pieces, self.widths, int(busy.max()) + self.batch.row * int(self.room.max()))

@@ -186,6 +186,7 @@ class _Board:
         self.dealt = np.zeros(ranks // knobs.width, np.int64)
         self.pieces: list[Pieces] = []
         self.filling, self.rest, self.long, self.per_row, self.surplus, self.loose = parts
+        self.base_row = 0 if self.loose else self.per_row  # ticks of a row that balancing leaves out
         self.crowded = False  # whether some document to keep whole fits no rank
 
     # --- long documents
@@ -255,7 +256,7 @@ class _Board:
         ticks = (area // length * held)[:, None] // width + self.batch.row * rows
         np.add.at(self.base.reshape(groups, width), group, ticks)
         ticks += self.trade * rows
-        np.add.at(self.load.reshape(groups, width), group, np.maximum(ticks - self.per_row * rows, 0))
+        np.add.at(self.load.reshape(groups, width), group, np.maximum(ticks - self.base_row * rows, 0))
         cut = held < length
         if cut.any():
             counts = self.fetch.of_part(length[cut], first[cut], held[cut])

@@ -38,6 +38,7 @@ class Problem:
     node: int
     token_slack: float
     max_tokens_per_rank: int | None
+    lockstep: bool = True
 
     @classmethod
     def of(
@@ -51,6 +52,7 @@ class Problem:
         node: int | None = None,
         token_slack: float = 0.0,
         max_tokens_per_rank: int | None = None,
+        lockstep: bool = True,
         at_once: int | None = None,
     ) -> Problem:
         """The problem of `plan_batch`'s arguments. at_once: tokens that must fit together, by default all.
@@ -66,7 +68,9 @@ class Problem:
         fast = machine.node if node is None else whole("node", node, 1)
         node = min(ranks, fast)
         machine = machine.among(node)
-        return cls(tokens, ranks, masks, shape, machine, memory, node, token_slack, max_tokens_per_rank)
+        if type(lockstep) is not bool:
+            raise ValueError(f"lockstep must be True or False, got {lockstep!r:.60}")
+        return cls(tokens, ranks, masks, shape, machine, memory, node, token_slack, max_tokens_per_rank, lockstep)
 
     def pick(self, documents: Ints) -> Problem:
         """The problem for some of the documents."""

@@ -50,6 +50,7 @@ def plan_step(
     node: int | None = None,
     token_slack: float = 0.0,
     max_tokens_per_rank: int | None = None,
+    lockstep: bool = True,
     micro_batches: int | None = None,
 ) -> list[MicroBatch]:
     """The micro-batches of a global batch: each document in one of them, as few as memory allows, about equal in time.
@@ -71,7 +72,7 @@ def plan_step(
         needed = max(needed, -(-int(tokens.sum()) // whole("micro_batches", micro_batches, 1)))
     problem = Problem.of(
         lengths, ranks, masks=masks, model=model, hardware=hardware, node=node, token_slack=token_slack,
-        max_tokens_per_rank=max_tokens_per_rank, at_once=needed,
+        max_tokens_per_rank=max_tokens_per_rank, lockstep=lockstep, at_once=needed,
     )  # fmt: skip
     capacity = min(problem.ranks * _most(problem), MOST)
     w = weights_for(problem.layers, problem.model, problem.hardware)

@@ -29,6 +29,7 @@ MISTAKES: dict[str, tuple[Any, ...]] = {
     "node": (0, -8, 2.5, "8", True),
     "token_slack": (-0.1, float("nan"), float("inf"), "1", None),
     "max_tokens_per_rank": (0, -5, 1.5, "7", True),
+    "lockstep": (0, 1, "yes", None),
     "masks": (3, {}, "causal", [3], [], Mask([5])),
 }  # fmt: skip
 
@@ -105,6 +106,7 @@ def drawn(number: int, *, most: int) -> Case:
         options |= {"model": shape.name, "hardware": machine.name}
     options["masks"] = masks_drawn(draw, lengths, shape.layers)
     options["token_slack"] = draw.choice([0, 0.0, 0.01, 0.5, 3, 100.0, 1e300])
+    options["lockstep"] = draw.choice([True, False])
     options["node"] = draw.choice([None, None, 1, 2, 8, 5, 10**6])
     rows = draw.choice([None, None, tokens, -(-tokens // ranks), -(-2 * tokens // ranks), 100])
     options["max_tokens_per_rank"] = rows

@@ -12,7 +12,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from seqpar import Mask
+from seqpar import Mask, Plan
 from seqpar.planner import Hardware, Link, ModelShape, plan_batch
 
 VAST = dataclasses.replace(Hardware.preset("h100"), memory=1 << 50)
@@ -85,6 +85,26 @@ def test_spare_rows_keep_documents_whole_if_that_is_faster() -> None:
     assert spare.forecast.seconds < even.forecast.seconds
 
 
+def layerwise(plan: Plan) -> int:
+    """Ticks of a step whose ranks wait for each other in every layer and before the head."""
+    found = plan.forecast.ticks
+    return int((found.total - found.head).max() + found.head.max())
+
+
+def test_spare_rows_keep_documents_on_fewer_nodes() -> None:
+    lengths = [196_608] * 2 + [2000] * 5000
+    even, free, locked = (
+        plan_batch(lengths, 256, hardware="b200", token_slack=slack, lockstep=lockstep)
+        for slack, lockstep in ((0, True), (0.25, False), (0.25, True))
+    )
+    assert even.forecast.gap > 0.04 > 0.02 > free.forecast.gap
+    assert max(*free.degrees[:2], *locked.degrees[:2]) < min(even.degrees[:2]) // 2
+    # each way to run gets the plan that is better for it
+    assert free.forecast.seconds < locked.forecast.seconds < even.forecast.seconds
+    assert layerwise(locked) < layerwise(free) < layerwise(even)
+    assert plan_batch(lengths, 256, hardware="b200", lockstep=False).digest() == even.digest()
+
+
 def test_what_does_not_fit_says_what_would() -> None:
     with pytest.raises(ValueError, match="at least 5 ranks"):
         plan_batch([100, 100, 300], 4, model=SMALL, max_tokens_per_rank=100)
@@ -92,6 +112,8 @@ def test_what_does_not_fit_says_what_would() -> None:
         plan_batch([100, 0, 300], 4)
     with pytest.raises(ValueError, match="token_slack"):
         plan_batch([100], 4, token_slack=-1)
+    with pytest.raises(ValueError, match="lockstep must be True or False, got 1"):
+        plan_batch([100], 4, lockstep=1)
     with pytest.raises(ValueError, match="name of a preset or a Hardware, got 3"):
         plan_batch([100], 4, hardware=3)
     with pytest.raises(ValueError, match="no model is called 3"):

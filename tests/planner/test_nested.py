@@ -123,3 +123,19 @@ def test_whole_documents_are_on_one_rank_each_within_its_rows(lengths: list[int]
         assert sorted(placement.pieces.document) == list(range(len(lengths))) and (placement.widths == 1).all()
         assert (np.bincount(placement.pieces.rank, placement.pieces.count, ranks) <= room).all()
     assert all_whole(batch, ranks, room=np.full(ranks, max(lengths) - 1)) == []
+
+
+@given(st.lists(st.integers(1, 3000), min_size=8, max_size=60), st.sampled_from([2, 4, 8]), st.integers(0, 3))
+def test_uneven_rows_level_the_ranks(lengths: list[int], ranks: int, wide: int) -> None:
+    batch = batch_of(lengths)
+    ((pieces, widths, _),) = nested(
+        batch, ranks, room=np.full(ranks, sum(lengths)), nests=[Nest(wide, 0, 0, 3)], uneven=True
+    )
+    attention, load = batch.ticks - batch.row * batch.lengths, np.zeros(ranks)
+    for document in range(len(lengths)):
+        own = pieces.rank[pieces.document == document]
+        assert own.size == 1 if widths[document] == 1 else own.size <= ranks
+        load[own if widths[document] == 1 else slice(None)] += attention[document] / widths[document]
+    np.add.at(load, pieces.rank, batch.row * pieces.count)
+    # whole documents go to the least loaded rank, and rows of the widest fill up what they leave
+    assert load.max() - load.min() <= batch.ticks.max() + batch.row * ranks
