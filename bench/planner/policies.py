@@ -517,7 +517,7 @@ class _Ranks:
 def ours(case: Case, lockstep: bool) -> Schedule:
     """This package's plan. Rivals may fill a rank's memory with rows; here one has at most a quarter above the mean.
 
-    lockstep: how the ranks run, which is no sweep: each figure has the plan that was made for it.
+    lockstep: how the ranks run, not a knob to sweep: each figure has the plan that was made for it.
     """
     plan = plan_batch(
         case.lengths, case.ranks, model=case.shape, hardware=case.machine, token_slack=SLACK,

@@ -118,7 +118,7 @@ class _Nesting:
             start = stop
 
     def _missing(self, rows: int) -> list[int]:
-        """How many of the rows bring each rank closest to the same load; what is left, if they do not fit there."""
+        """How many of the rows bring each rank closest to the same load; its free rows, if they do not fit there."""
         so_far = level = 0
         for nth, load in enumerate(sorted(self.load), 1):
             if nth > 1 and load >= level:
