@@ -214,9 +214,9 @@ def _binary(case: Case, config: LaunchConfig) -> Any:
     kernel = Triton(configure=lambda d: config, variants=False)
     x, sums, grads = _call(case)
     with recorded(case.generation) as found:
-        kinds = kernel._kinds(x, grads)
-        {"forward": lambda: kernel.forward(x, sums), "dq": lambda: kernel._dq(x, grads, kinds),
-         "dkdv": lambda: kernel._dkdv(x, grads, kinds)}[case.direction]()  # fmt: skip
+        both = kernel._both(x, grads)
+        {"forward": lambda: kernel.forward(x, sums), "dq": lambda: kernel._dq(x, both),
+         "dkdv": lambda: kernel._dkdv(x, grads, both)}[case.direction]()  # fmt: skip
     return found[case.direction]
 
 

@@ -79,6 +79,9 @@ def _freeze(value: object) -> None:
             _freeze(part)
 
 
+_UNKNOWN = object()
+
+
 class Memo:
     """Caches derivations of a value, once per batch, as long as the value lives."""
 
@@ -86,9 +89,8 @@ class Memo:
 
     def memo(self, key: Any, make: Callable[[], Any]) -> Any:
         """``make()``, called once; concurrent callers all get the result that was stored first."""
-        if key in self._memo:
-            return self._memo[key]
-        return self._memo.setdefault(key, make())
+        found = self._memo.get(key, _UNKNOWN)  # one look: a key may be long
+        return self._memo.setdefault(key, make()) if found is _UNKNOWN else found
 
     def known(self, key: Any) -> Any:
         """The result of an earlier `memo`, or None."""

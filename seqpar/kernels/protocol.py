@@ -168,7 +168,10 @@ def call_spec(
 
 
 class Kernel(Protocol):
-    """An implementation. Functions are pure, except for the tensors that they are given to write."""
+    """An implementation. Functions are pure, except for the tensors that they are given to write.
+
+    `forward` and `backward` are called where the tensors' device is the current one.
+    """
 
     name: str
 

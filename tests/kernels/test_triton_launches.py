@@ -200,9 +200,9 @@ def launches_of(
         return Operands(q, k, v, facts, score), sums, grads
 
     def bound(x: Operands, sums: Sums, grads: Grads) -> list[Any]:
-        kinds = kernel._kinds(x, grads)
+        both = kernel._both(x, grads)
         return [
-            lambda: kernel.forward(x, sums), lambda: kernel._dq(x, grads, kinds), lambda: kernel._dkdv(x, grads, kinds)
+            lambda: kernel.forward(x, sums), lambda: kernel._dq(x, both), lambda: kernel._dkdv(x, grads, both)
         ]  # fmt: skip
 
     package._processors = lambda device: processors

@@ -6,16 +6,23 @@ In float64 to 1e-10 against the dense oracle, on inputs whose pad rows hold NaN.
 from __future__ import annotations
 
 import itertools
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from functools import partial
+from typing import Any
 
 import numpy as np
 import pytest
+import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from torch import Tensor
 
-from seqpar.comm import shm
+from seqpar import attention
+from seqpar.comm import LocalComm, shm
 from seqpar.facts.layout import Layout
 from seqpar.facts.mask import Mask
+from seqpar.kernels import KERNELS
 from seqpar.ops.attention import schedule
 from seqpar.ops.attention.call import Call, Phase
 from seqpar.plan import TRANSPORTS, Plan
@@ -147,3 +154,32 @@ def test_a_rank_whose_keys_nobody_else_sees_makes_no_schedule(
 )
 def test_shares_without_heads_under_a_transport_equal_one_device(transport, ranks, ulysses, heads) -> None:
     check(Case("packed", "zigzag", transport, ranks, ulysses, LENGTHS[1], stage_bytes=4096).plan(), heads)
+
+
+def test_kernels_run_where_their_tensors_device_is_the_current_one(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A GPU is made the current one once for a call, and not for every launch."""
+    entered: list[Tensor] = []
+    current: list[Tensor] = []
+
+    @contextmanager
+    def device_of(x: Tensor) -> Iterator[None]:
+        entered.append(x)
+        current.append(x)
+        yield
+        current.pop()
+
+    def watched(run: Callable[..., None]) -> Callable[..., None]:
+        def inside(*arguments: Any) -> None:
+            assert len(current) == 1
+            run(*arguments)
+
+        return inside
+
+    kernel = next(kernel for kernel in KERNELS if kernel.name == "reference")
+    for name in ("forward", "backward"):
+        monkeypatch.setattr(kernel, name, watched(getattr(kernel, name)))
+    monkeypatch.setattr(torch.cuda, "device_of", device_of)
+    q, k, v = (torch.rand(8, 2, 4, requires_grad=True) for _ in range(3))
+    out = attention(q, k, v, Plan(Mask([8]), Layout.contiguous(8, 1)), LocalComm(), kernel="reference")
+    out.sum().backward()
+    assert [x.shape for x in entered] == [q.shape, out.shape]

@@ -33,6 +33,7 @@ from seqpar.kernels.triton.arguments import (
     check_heads,
     check_rows,
     describable,
+    kinds_of,
     launch_shape,
     partial_sums,
     per_head,
@@ -42,7 +43,7 @@ from seqpar.kernels.triton.arguments import (
     with_slopes,
 )
 from seqpar.kernels.triton.config import MAX_DIM, Descriptor, LaunchConfig, configure, generation, parts
-from seqpar.kernels.triton.launch import Launch, Prepared, kind_of_score, kinds_of
+from seqpar.kernels.triton.launch import Both, Launch, Prepared, kind_of_score
 from seqpar.kernels.triton.tables import key_table, query_table
 from seqpar.kernels.triton.variants import dkdv_variants, forward_variants
 
@@ -109,15 +110,16 @@ class Triton(Kernel):
         target = into.acc if into.out is None else into.out
         prior = target if into.first else into.acc
         assert target is not None and prior is not None
-        kinds = kinds_of(x.q, x.k, x.v, prior, target, into.lse)
+        of_rows = x.q, x.k, x.v, prior, target
+        kinds = kinds_of(*of_rows, into.lse)
         key = "forward", self, into.first, into.out is None, kind_of_score(x.score), kinds
         ready: Prepared = x.facts.memo(key, lambda: self._prepare_forward(x, into, prior, target))
-        with torch.cuda.device_of(x.q):
-            ready.launch(
-                per_row(x.q), per_row(x.k), *ready.loads[0].of(x.k), per_row(x.v), *ready.loads[1].of(x.v),
-                ready.bounds, *ready.tables, per_row(prior), per_row(target), *per_head(into.lse),
-                with_slopes(ready.scalars, x.score.slopes), seed(x), *ready.counts,
-            )  # fmt: skip
+        q, k, v, before, after = map(per_row, of_rows, kinds)
+        ready.launch(
+            q, k, *ready.loads[0].of(x.k), v, *ready.loads[1].of(x.v),
+            ready.bounds, *ready.tables, before, after, *per_head(into.lse, kinds[-1]),
+            with_slopes(ready.scalars, x.score.slopes), seed(x), *ready.counts,
+        )  # fmt: skip
 
     def _prepare_forward(self, x: Operands, into: Sums, prior: Tensor, target: Tensor) -> Prepared:
         from seqpar.kernels.triton.forward import forward
@@ -138,22 +140,25 @@ class Triton(Kernel):
     def backward(self, x: Operands, grads: Grads) -> None:
         """Add the gradients from one buffer of keys; see the protocol."""
         if x.q.shape[0] and x.k.shape[0]:
-            kinds = self._kinds(x, grads)
-            with torch.cuda.device_of(x.q):
-                self._dq(x, grads, kinds)
-                self._dkdv(x, grads, kinds)
+            both = self._both(x, grads)
+            self._dq(x, both)
+            self._dkdv(x, grads, both)
 
-    def _kinds(self, x: Operands, grads: Grads) -> tuple[Hashable, ...]:
-        """The kinds of all tensors of a backward."""
-        return kinds_of(x.q, x.k, x.v, grads.dout, grads.lse, grads.delta, grads.dq, grads.dk, grads.dv)
+    def _both(self, x: Operands, grads: Grads) -> Both:
+        """What the two launches of a backward share."""
+        of_rows = x.q, x.k, x.v, grads.dout, grads.dq
+        kinds = kinds_of(*of_rows, grads.dk, grads.dv, grads.lse, grads.delta)
+        key = "backward", self, kind_of_score(x.score), kinds
+        dq, dkdv = x.facts.memo(key, lambda: (self._prepare_dq(x, grads), self._prepare_dkdv(x, grads)))
+        q, k, v, dout, grad = map(per_row, of_rows, kinds)
+        sums = *per_head(grads.lse, kinds[-2]), *per_head(grads.delta, kinds[-1])
+        return Both(dq, dkdv, q, k, v, dout, grad, sums, (with_slopes(dq.scalars, x.score.slopes), seed(x)))
 
-    def _dq(self, x: Operands, grads: Grads, kinds: tuple[Hashable, ...]) -> None:
-        key = "dq", self, kind_of_score(x.score), kinds
-        ready: Prepared = x.facts.memo(key, lambda: self._prepare_dq(x, grads))
+    def _dq(self, x: Operands, both: Both) -> None:
+        ready, _, q, k, v, dout, grad, sums, scores = both
         ready.launch(
-            per_row(x.q), per_row(x.k), *ready.loads[0].of(x.k), per_row(x.v), *ready.loads[1].of(x.v),
-            per_row(grads.dout), *per_head(grads.lse, grads.delta), ready.bounds, *ready.tables,
-            per_row(grads.dq), with_slopes(ready.scalars, x.score.slopes), seed(x), *ready.counts,
+            q, k, *ready.loads[0].of(x.k), v, *ready.loads[1].of(x.v), dout, *sums,
+            ready.bounds, *ready.tables, grad, *scores, *ready.counts,
         )  # fmt: skip
 
     def _prepare_dq(self, x: Operands, grads: Grads) -> Prepared:
@@ -170,17 +175,14 @@ class Triton(Kernel):
             (tiles, x.q.shape[1] // x.k.shape[1], x.k.shape[0]), scalars(x),
         )  # fmt: skip
 
-    def _dkdv(self, x: Operands, grads: Grads, kinds: tuple[Hashable, ...]) -> None:
-        key = "dkdv", self, kind_of_score(x.score), kinds
-        ready: Prepared = x.facts.memo(key, lambda: self._prepare_dkdv(x, grads))
+    def _dkdv(self, x: Operands, grads: Grads, both: Both) -> None:
+        _, ready, q, k, v, dout, _, sums, scores = both
         dk, dv = grads.dk, grads.dv
         if ready.parts > 1:
             dk, dv = (g.new_empty(ready.parts, *g.shape) for g in (dk, dv))
         ready.launch(
-            per_row(x.q), *ready.loads[0].of(x.q), per_row(x.k), per_row(x.v),
-            per_row(grads.dout), *ready.loads[1].of(grads.dout), *per_head(grads.lse, grads.delta),
-            ready.bounds, *ready.tables, *partial_sums(dk, dv), with_slopes(ready.scalars, x.score.slopes), seed(x),
-            *ready.counts,
+            q, *ready.loads[0].of(x.q), k, v, dout, *ready.loads[1].of(grads.dout), *sums,
+            ready.bounds, *ready.tables, *partial_sums(dk, dv), *scores, *ready.counts,
         )  # fmt: skip
         if ready.parts > 1:
             grads.dk.add_(dk.sum(0))

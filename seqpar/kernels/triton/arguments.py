@@ -5,10 +5,14 @@ from __future__ import annotations
 import math
 from typing import Any, NamedTuple
 
+import torch
 from torch import Tensor
 
 from seqpar.kernels.protocol import Operands, StepFacts
 from seqpar.kernels.triton.config import LaunchConfig, pieces
+
+# Of a tensor: dtype, shape, strides, and whether 16 bytes divide its address. A binary depends on no more.
+TensorKind = tuple[torch.dtype, torch.Size, tuple[int, ...], bool]
 
 
 class PerRow(NamedTuple):
@@ -80,17 +84,21 @@ def bounds_of(facts: StepFacts) -> Bounds | EndingBounds:
     return Bounds(*of_queries) if facts.until is None else EndingBounds(*of_queries, facts.until)
 
 
-def per_row(x: Tensor) -> PerRow:
-    """A tensor with its strides, which kernels read through pointers."""
-    row, head, _ = x.stride()
-    return PerRow(x, row, head)
+def kinds_of(*tensors: Tensor) -> tuple[TensorKind, ...]:
+    """The kind of each tensor."""
+    return tuple([(x.dtype, x.shape, x.stride(), x.data_ptr() % 16 == 0) for x in tensors])
+
+
+def per_row(x: Tensor, kind: TensorKind) -> PerRow:
+    """A tensor [rows, heads, dim] of a kind with its strides, which kernels read through pointers."""
+    row, head, _ = kind[2]
+    return tuple.__new__(PerRow, (x, row, head))  # PerRow(x, row, head) in half the time
 
 
 def partial_sums(dk: Tensor, dv: Tensor) -> tuple[PerRow, PerRow, int, int]:
     """dk and dv [rows, heads, dim], or their parts [parts, rows, heads, dim], and the elements between two parts."""
-    if dk.dim() == 3:
-        return per_row(dk), per_row(dv), 0, 0
-    (between_dk, *of_dk, _), (between_dv, *of_dv, _) = dk.stride(), dv.stride()
+    strides = [x.stride() if x.dim() == 4 else (0, *x.stride()) for x in (dk, dv)]
+    (between_dk, *of_dk, _), (between_dv, *of_dv, _) = strides
     return PerRow(dk, *of_dk), PerRow(dv, *of_dv), between_dk, between_dv
 
 
@@ -148,13 +156,13 @@ def describable(*tensors: Tensor) -> bool:
     return dense and all(n % 16 == 0 for n in starts) and all(0 < n < 1 << 40 for n in starts[: -len(tensors)])
 
 
-def per_head(*tensors: Tensor) -> tuple[Any, ...]:
-    """Every tensor [heads, rows] and its stride of heads.
+def per_head(x: Tensor, kind: TensorKind) -> tuple[Tensor, int]:
+    """A tensor [heads, rows] of a kind and its stride of heads.
 
     They are arguments of their own because Triton compiles a bundle again for strides that are multiples of 16, and
     these strides follow the number of rows.
     """
-    return tuple([argument for x in tensors for argument in (x, x.stride()[0])])
+    return x, kind[2][0]
 
 
 def check_heads(*tensors: Tensor) -> None:

@@ -8,8 +8,8 @@ import triton.language as tl
 from torch import Tensor
 
 from seqpar.kernels.protocol import StepFacts, acc_dtype
-from seqpar.kernels.triton.arguments import check_rows, per_head, per_row
-from seqpar.kernels.triton.launch import Launch, kinds_of
+from seqpar.kernels.triton.arguments import check_rows, kinds_of, per_row
+from seqpar.kernels.triton.launch import Launch
 
 ELEMENTS = 4096  # of a tile
 
@@ -37,9 +37,10 @@ def delta(dout: Tensor, out: Tensor, facts: StepFacts) -> Tensor:
     sums = torch.empty(heads, rows, dtype=acc_dtype(out.dtype), device=out.device)
     if not sums.numel():
         return sums
-    launch: Launch = facts.memo(("delta", kinds_of(dout, out)), lambda: _prepare(dout, out))
+    kinds = kinds_of(dout, out)
+    launch: Launch = facts.memo(("delta", kinds), lambda: _prepare(dout, out))
     with torch.cuda.device_of(out):
-        launch(per_row(dout), per_row(out), *per_head(sums), rows, heads)
+        launch(*map(per_row, (dout, out), kinds), sums, sums.stride(0), rows, heads)
     return sums
 
 

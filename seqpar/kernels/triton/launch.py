@@ -11,21 +11,16 @@ from __future__ import annotations
 from collections.abc import Hashable, Iterable, Mapping
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field
-from typing import Any
+from typing import Any, NamedTuple
 
 from torch import Tensor
 
 from seqpar.kernels.protocol import Score
-from seqpar.kernels.triton.arguments import Bounds, EndingBounds, Scalars, TileLoads
+from seqpar.kernels.triton.arguments import Bounds, EndingBounds, PerRow, Scalars, TileLoads, kinds_of
 
 Variants = Iterable[Mapping[str, Any]]  # the arguments by name in which a variant differs
 
 _compiled: set[Hashable] = set()  # kernels with the kinds of their arguments whose variants are compiled
-
-
-def kinds_of(*tensors: Tensor) -> tuple[Hashable, ...]:
-    """Each tensor's dtype, shape and strides, and whether 16 bytes divide its address: a binary depends on no more."""
-    return tuple([(x.dtype, x.shape, x.stride(), x.data_ptr() % 16 == 0) for x in tensors])
 
 
 def kind_of_score(score: Score) -> Hashable:
@@ -97,6 +92,20 @@ class Prepared:
     counts: tuple[int, ...]
     scalars: Scalars
     parts: int = 1
+
+
+class Both(NamedTuple):
+    """The two launches of a backward, and the arguments that both take: the same tensors, and of the score."""
+
+    dq: Prepared
+    dkdv: Prepared
+    q: PerRow
+    k: PerRow
+    v: PerRow
+    dout: PerRow
+    grad: PerRow  # of q
+    sums: tuple[Any, ...]  # lse and delta
+    scores: tuple[Scalars, int]
 
 
 def _kind_of_argument(x: Any) -> Hashable:

@@ -37,8 +37,7 @@ class Flash4(Library):
 
     def attend(self, q: Tensor, k: Tensor, v: Tensor, call: VarlenCall, scale: float) -> tuple[Tensor, Tensor]:
         """See `Library`."""
-        with torch.cuda.device_of(q):  # type: ignore[no-untyped-call]
-            out, lse, *_ = _interface()._flash_attn_fwd(q, k, v, return_lse=True, **_options(call, scale))
+        out, lse, *_ = _interface()._flash_attn_fwd(q, k, v, return_lse=True, **_options(call, scale))
         return out, lse
 
     def differentiate(
@@ -48,10 +47,9 @@ class Flash4(Library):
         out, dlse = results.out, None
         if out is None:
             out, dlse = torch.zeros_like(results.dout), -results.delta
-        with torch.cuda.device_of(q):  # type: ignore[no-untyped-call]
-            dq, dk, dv, *_ = _interface()._flash_attn_bwd(
-                q, k, v, out, results.dout, results.lse, deterministic=deterministic, dlse=dlse, **_options(call, scale)
-            )
+        dq, dk, dv, *_ = _interface()._flash_attn_bwd(
+            q, k, v, out, results.dout, results.lse, deterministic=deterministic, dlse=dlse, **_options(call, scale)
+        )
         return dq, dk, dv
 
 

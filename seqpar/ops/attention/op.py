@@ -32,6 +32,7 @@ from seqpar.ops.attention.source import resolved
 from seqpar.ops.core.agreement import abort_on_error, agreement, check_comm
 from seqpar.ops.core.autocast import no_autocast
 from seqpar.ops.core.collective_op import CollectiveOp, Tensors
+from seqpar.ops.core.device import on_device
 from seqpar.ops.core.repetition import check_repetition
 from seqpar.ops.move.pack import some_of
 from seqpar.plan import Part, Plan
@@ -56,7 +57,7 @@ def _run(
     q, k, v, sinks, slopes = tensors
     plan, comm, options = resolved(values, Options(*given))
     call = _agreed(q, k, v, sinks, slopes, plan, comm, options, grads)
-    with abort_on_error(comm, f"attention, call {call.tag.call}"), no_autocast(q.device.type):
+    with abort_on_error(comm, f"attention, call {call.tag.call}"), no_autocast(q.device.type), on_device(q):
         out, lse, parts = forward(call, q, k, v, sinks, slopes)
     saved: list[Tensor | None] = []
     if any(grads):
@@ -113,7 +114,7 @@ def _back(call: Call, saved: Sequence[Any], grads: Tensors, needs: Sequence[bool
     parts = [
         _restored(call, part, inside[5 * n : 5 * n + 5], out, lse, slopes) for n, part in enumerate(call.recipe.parts)
     ]
-    with abort_on_error(call.comm, f"attention, call {call.tag.call}"), no_autocast(out.device.type):
+    with abort_on_error(call.comm, f"attention, call {call.tag.call}"), no_autocast(out.device.type), on_device(out):
         dout = torch.zeros_like(out) if dout is None else dout
         dq, dk, dv, dsinks = backward(call, parts, sinks, dout, dlse)
     dtype = call.signature.dtype

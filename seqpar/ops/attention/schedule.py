@@ -25,15 +25,16 @@ posting.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from functools import partial
 from itertools import product
+from typing import Any
 
 import torch
 from torch import Tensor
 
-from seqpar.kernels import Grads, Operands, Score, StepFacts, Sums, softmax
+from seqpar.kernels import Grads, Operands, Sums, softmax
 from seqpar.ops.attention import heads as trade
 from seqpar.ops.attention.call import Call, Heads, PartTensors, Phase, uploaded
 from seqpar.ops.attention.grads import GradientExchange, KeyGradients
@@ -137,26 +138,18 @@ def _compute(call: Call, step: Step, tensors: PartTensors, keys: Tensor, values:
             for facts in bands:
                 last = step.last and facts is bands[-1]
                 for heads, kv, score in tensors.blocks:
-                    acc = None if tensors.acc is None else _of_heads(tensors.acc, heads)
-                    out = _of_heads(tensors.out, heads) if last and not wide else None
-                    operands = _operands(tensors, keys, values, heads, kv, facts, score)
+                    q, acc, out = _of_heads(heads, tensors.q, tensors.acc, tensors.out if last and not wide else None)
                     lse = tensors.lse if heads is None else tensors.lse[heads]
+                    operands = Operands(q, *_of_heads(kv, keys, values), facts, score)
                     call.recipe.kernel.forward(operands, Sums(acc, lse, out, first))
                 first = False
     if step.last:
         tensors.acc = None
 
 
-def _of_heads(x: Tensor, heads: Heads) -> Tensor:
-    """Some heads of a tensor [rows, heads, dim]."""
-    return x if heads is None else x[:, heads]
-
-
-def _operands(
-    tensors: PartTensors, keys: Tensor, values: Tensor, heads: Heads, kv: Heads, facts: StepFacts, score: Score
-) -> Operands:
-    """A step's inputs for a block of heads."""
-    return Operands(_of_heads(tensors.q, heads), _of_heads(keys, kv), _of_heads(values, kv), facts, score)
+def _of_heads(heads: Heads, *tensors: Any) -> Sequence[Any]:
+    """Some heads of tensors [rows, heads, dim], any of which may be None."""
+    return tensors if heads is None else [None if x is None else x[:, heads] for x in tensors]
 
 
 def _leave(call: Call, part: Part, tensors: PartTensors, out: Tensor, lse: Tensor) -> Callable[[], None]:
@@ -277,12 +270,10 @@ def _differentiate(
         return
     with profile_range("differentiate", step.number):
         for facts, (heads, kv, score) in product(call.uploaded.facts[step.number], tensors.blocks):
-            operands = _operands(tensors, keys, values, heads, kv, facts, score)
-            out = None if part.out is None else _of_heads(part.out, heads)
+            q, out, dout, dq = _of_heads(heads, tensors.q, part.out, part.dout, part.dq)
+            k, v, dk, dv = _of_heads(kv, keys, values, grads.dk, grads.dv)
             lse, delta = (tensors.lse, part.delta) if heads is None else (tensors.lse[heads], part.delta[heads])
-            dout, dq = _of_heads(part.dout, heads), _of_heads(part.dq, heads)
-            sums = Grads(dout, lse, delta, out, dq, _of_heads(grads.dk, kv), _of_heads(grads.dv, kv))
-            call.recipe.kernel.backward(operands, sums)
+            call.recipe.kernel.backward(Operands(q, k, v, facts, score), Grads(dout, lse, delta, out, dq, dk, dv))
 
 
 def _leave_back(call: Call, part: Part, grads: PartGradients, dq: Tensor, home: Tensor) -> Callable[[], None]:
