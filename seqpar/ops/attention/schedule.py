@@ -148,7 +148,7 @@ def _compute(call: Call, step: Step, tensors: PartTensors, keys: Tensor, values:
 
 
 def _of_heads(heads: Heads, *tensors: Any) -> Sequence[Any]:
-    """Some heads of tensors [rows, heads, dim], any of which may be None."""
+    """Some heads of tensors [rows, heads, dim]; None stays None."""
     return tensors if heads is None else [None if x is None else x[:, heads] for x in tensors]
 
 
