@@ -70,15 +70,15 @@ inline void renew(const Block* block, const Score* score, const float* peak, Sta
   }
 }
 
-// Turns scores into weights in place, as a zipped panel, and adds them up.
+// Turns scores of N vectors into weights in place, as a zipped panel, and adds them up.
 template <int N, bool DROP>
-inline void weigh(const Block* block, const Score* score, State* state, float* s) {
-  s += block->vector * W;
+inline void weigh(const Block* block, int64_t vector, const Score* score, State* state, float* s) {
+  s += vector * W;
   V base[N], total[N], scale = splat(score->exponent);
   I a[N];
   for (int v = 0; v < N; ++v) {
-    base[v] = -load(state->base + (block->vector + v) * W);
-    if (DROP) a[v] = load_ints(state->drop + (block->vector + v) * W);
+    base[v] = -load(state->base + (vector + v) * W);
+    if (DROP) a[v] = load_ints(state->drop + (vector + v) * W);
     total[v] = splat(0.0f);
   }
   for (int64_t key = block->begin; key < block->end; key += PAIR) {
@@ -96,27 +96,28 @@ inline void weigh(const Block* block, const Score* score, State* state, float* s
     }
   }
   for (int v = 0; v < N; ++v) {
-    float* at = state->total + (block->vector + v) * W;
+    float* at = state->total + (vector + v) * W;
     store(at, load(at) + total[v]);
   }
 }
 
 template <bool DROP>
 inline void weigh_block(const Block* block, const Score* score, State* state, float* s) {
-  switch (block->vectors) {
-    case 1:
-      weigh<1, DROP>(block, score, state, s);
-      break;
-    case 2:
-      weigh<2, DROP>(block, score, state, s);
-      break;
-#if !(defined(__AVX2__) && !defined(__AVX512F__))
-    case 3:
-      weigh<3, DROP>(block, score, state, s);
-      break;
-    default:
-      weigh<NV, DROP>(block, score, state, s);
-#endif
+  const int64_t end = block->vector + block->vectors;
+  for (int64_t vector = block->vector; vector < end; vector += NV) {
+    switch (least(end - vector, NV)) {
+      case 1:
+        weigh<1, DROP>(block, vector, score, state, s);
+        break;
+      case 2:
+        weigh<2, DROP>(block, vector, score, state, s);
+        break;
+      case 3:
+        weigh<3, DROP>(block, vector, score, state, s);
+        break;
+      default:
+        weigh<NV, DROP>(block, vector, score, state, s);
+    }
   }
 }
 

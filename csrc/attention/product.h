@@ -87,13 +87,11 @@ __attribute__((noinline)) void multiply(int64_t vectors, const float* a, int64_t
       case 2:
         product<2, ADD, FETCH>(a, a_row, a_step, b, b_step, c, c_row, rows, steps, ahead);
         break;
-#if !(defined(__AVX2__) && !defined(__AVX512F__))
       case 3:
         product<3, ADD, FETCH>(a, a_row, a_step, b, b_step, c, c_row, rows, steps, ahead);
         break;
       default:
         product<NV, ADD, FETCH>(a, a_row, a_step, b, b_step, c, c_row, rows, steps, ahead);
-#endif
     }
     vectors -= n, b += n * W, c += n * W;
   }

@@ -10,14 +10,20 @@
 
 namespace {
 
-constexpr int BM = NV * W;
+// Vectors of a query tile. Where registers are few, two blocks of them share each row of keys that comes from memory.
+#if defined(__AVX2__) && !defined(__AVX512F__)
+constexpr int VECTORS = 2 * NV;
+#else
+constexpr int VECTORS = NV;
+#endif
+constexpr int BM = VECTORS * W;
 constexpr float LOG2E = 1.4426950408889634f, LN2 = 0.6931471805599453f;
 
 // A query tile: each lane's keys [begin, end), and for each vector the keys that any lane sees and that all lanes see.
 // Where keys end, these are the keys before some are left out, and `at` has each lane's position, which ascend.
 struct Lanes {
   int32_t begin[BM], end[BM], at[BM];
-  int64_t first[NV], stop[NV], all_first[NV], all_stop[NV];
+  int64_t first[VECTORS], stop[VECTORS], all_first[VECTORS], all_stop[VECTORS];
   int64_t row, rows, vectors;
   sp_ends ends;
 };
@@ -91,7 +97,7 @@ inline bool next_block(const Lanes* lanes, int64_t from, int64_t limit, int64_t 
   if (begin >= limit) return false;
   int64_t end = least(begin + keys, limit);
   if (ends) end = next_run(lanes, begin, end, false);
-  int low = NV, high = -1;
+  int low = VECTORS, high = -1;
   int32_t missing = INT32_MAX;
   for (int64_t v = 0; v < lanes->vectors; ++v) {
     if (lanes->first[v] > begin) end = least(end, most(lanes->first[v], begin));

@@ -66,6 +66,6 @@ int sp_isa_of(sp_processor x) {
   return x.intel ? SP_AVX512 : SP_AVX512_BF16;
 }
 
-int sp_packs(sp_processor x) { return x.intel && x.avx512; }
+int sp_packs(sp_processor x) { return x.avx2 && (x.intel || !x.avx512); }
 
 int sp_isa(void) { return sp_isa_of(sp_this_processor()); }

@@ -30,7 +30,7 @@ constexpr int W = 16;  // lanes of a vector
 constexpr int NV = 3;  // vectors and
 constexpr int MR = 8;  // rows of the block that a product keeps in registers
 #elif defined(__AVX2__)
-constexpr int W = 8, NV = 2, MR = 6;
+constexpr int W = 8, NV = 3, MR = 4;
 #elif defined(__aarch64__)
 constexpr int W = 4, NV = 4, MR = 6;
 #else

@@ -71,13 +71,11 @@ __attribute__((noinline)) void multiply(int64_t cols, const T* a, int64_t a_row,
       case 2:
         product<T, 2, INTO>(a, a_row, a_step, b, b_row, c, c_row, rows, steps);
         break;
-#if !(defined(__AVX2__) && !defined(__AVX512F__))
       case 3:
         product<T, 3, INTO>(a, a_row, a_step, b, b_row, c, c_row, rows, steps);
         break;
       default:
         product<T, NV, INTO>(a, a_row, a_step, b, b_row, c, c_row, rows, steps);
-#endif
     }
     vectors -= n, b += n * LANES, c += n * LANES;
   }
