@@ -36,14 +36,16 @@ from seqpar.plan.routes import Needs, needs_of
 class Tally(NamedTuple):
     """Counts by group, int64 [groups]. Key rows are those of one layer's forward.
 
-    rows: query rows; merging: those among them that see fetched keys. pieces: stretches of documents. near, far:
-    attended pairs with the group's own keys and with fetched ones. keys: fetched key rows. entering: fetched key rows
+    rows: query rows. again: rows counted once more for every band after the first in which they see the group's own
+    keys; merging: rows counted for every band in which they see fetched keys. pieces: stretches of documents. near,
+    far: attended pairs with the group's own keys and with fetched ones. keys: fetched key rows. entering: fetched keys
     from other nodes; rows that enter a node once and are forwarded inside it are charged to its groups in proportion to
     their own needs. sent, leaving: the same for rows that the group sends. most: query rows of the group's largest
     member, for which the other members wait when tokens are traded for heads.
     """
 
     rows: Ints
+    again: Ints
     merging: Ints
     pieces: Ints
     near: Ints
@@ -99,20 +101,23 @@ def counts_of(
 
     node_of: the node of each group, or None if there are no nodes. most: `Tally.most`, None if each group is one rank.
     """
-    area = area_of(mask, runs)
+    areas = areas_of(mask, runs)
+    area = areas.sum(0)
     rows, pieces = summed(group, runs.count, groups), np.bincount(group, minlength=groups)
     most = rows if most is None else most
     none = np.zeros(groups, np.int64)
     moving = _moving(mask, group, document)
     if not moving.size:
-        return Tally(rows, none, pieces, summed(group, area, groups), none, none, none, none, none, most)
+        again = summed(group, seen_again(runs, areas), groups)
+        return Tally(rows, again, none, pieces, summed(group, area, groups), none, none, none, none, none, most)
     # the keys that groups of cut documents own, and those that they see
     part, holder = runs.pick(moving), group[moving]
     order = order_of(holder, groups)
     own = Intervals(holder[order], part.start[order], (part.start + part.count)[order])
     moved = Moved(needs_of(mask, part, holder, groups), own, groups, mask.kv_tokens)
-    near = area.copy()
-    near[moving] = _near(mask, part, holder, own)
+    close = areas.copy()
+    close[:, moving] = _near(mask, part, holder, own)
+    near, merging = close.sum(0), (close < areas).sum(0) * runs.count
     entering = leaving = none
     if node_of is not None:
         entering = moved.entering(node_of)
@@ -124,9 +129,9 @@ def counts_of(
             entering = -(-entering * moved.entering_once(node_of, once)[node_of] // np.maximum(wanted[node_of], 1))
             leaving = moved.leaving_once(node_of, once)
     return Tally(
-        rows=rows, merging=summed(group, np.where(near < area, runs.count, 0), groups), pieces=pieces,
-        near=summed(group, near, groups), far=summed(group, area - near, groups),
-        keys=moved.fetched(), entering=entering, sent=moved.sent(), leaving=leaving, most=most,
+        rows=rows, again=summed(group, seen_again(runs, close), groups), merging=summed(group, merging, groups),
+        pieces=pieces, near=summed(group, near, groups), far=summed(group, area - near, groups), keys=moved.fetched(),
+        entering=entering, sent=moved.sent(), leaving=leaving, most=most,
     )  # fmt: skip
 
 
@@ -225,10 +230,10 @@ class Moved:
 
 
 def _near(mask: Mask, runs: Runs, group: Ints, own: Intervals) -> Ints:
-    """Attended pairs of each run with its own group's keys; no bound of the mask bends inside a run."""
-    line, total = mask.kv_tokens + 1, np.zeros(group.size, np.int64)
+    """Attended pairs of each run with its own group's keys, [bands, runs]; no bound bends inside a run."""
+    line, result = mask.kv_tokens + 1, np.zeros((len(mask.bands), group.size), np.int64)
     start, stop = own.lo + own.group * line, own.hi + own.group * line
-    for band in mask.bands:
+    for total, band in zip(result, mask.bands, strict=True):
         met = meetings(band, runs, mask.key_positions(runs.start))
         base = group[met.piece] * line
         first = stop.searchsorted(np.maximum(met.lo, met.low) + base, side="right")
@@ -237,7 +242,7 @@ def _near(mask: Mask, runs: Runs, group: Ints, own: Intervals) -> Ints:
         at, owned = np.repeat(np.arange(count.size), count), expand(first, count)
         low, high = np.maximum(own.lo[owned], met.low[at]), np.minimum(own.hi[owned], met.high[at])
         total += summed(met.piece[at], met.pick(at)._replace(low=low, high=np.maximum(low, high)).areas(), group.size)
-    return total
+    return result
 
 
 def whole_runs(mask: Mask) -> tuple[Runs, Ints]:
@@ -249,8 +254,13 @@ def whole_runs(mask: Mask) -> tuple[Runs, Ints]:
 
 def area_of(mask: Mask, runs: Runs) -> Ints:
     """Attended pairs of each run; no bound of the mask bends inside a run."""
-    total = np.zeros(runs.count.size, np.int64)
-    for band in mask.bands:
+    return areas_of(mask, runs).sum(0)
+
+
+def areas_of(mask: Mask, runs: Runs) -> Ints:
+    """Attended pairs of each run in each band of the mask, [bands, runs]; no bound bends inside a run."""
+    result = np.zeros((len(mask.bands), runs.count.size), np.int64)
+    for total, band in zip(result, mask.bands, strict=True):
         if band.until is None:
             lo, hi, lo_step, hi_step = band.linear(runs.start)
             n = runs.count
@@ -258,7 +268,12 @@ def area_of(mask: Mask, runs: Runs) -> Ints:
         else:
             met = meetings(band, runs, mask.key_positions(runs.start))
             total += summed(met.piece, met.areas(), total.size)
-    return total
+    return result
+
+
+def seen_again(runs: Runs, areas: Ints) -> Ints:
+    """Rows of each run, once for every band after the first in which it has pairs. areas: [bands, runs]."""
+    return np.maximum((areas > 0).sum(0) - 1, 0) * runs.count
 
 
 Floats = NDArray[np.float64]

@@ -19,7 +19,17 @@ from seqpar.facts.value import Ints
 from seqpar.plan import Plan
 from seqpar.plan.plan import check_positions
 from seqpar.planner.bound import document_ticks, lower_bound
-from seqpar.planner.cost import Counted, Layers, Ticks, Weights, counted, counted_each, layers_in, ticks_of_each
+from seqpar.planner.cost import (
+    Counted,
+    Layers,
+    Ticks,
+    Weights,
+    counted,
+    counted_each,
+    launches_in,
+    layers_in,
+    ticks_of_each,
+)
 from seqpar.planner.forecast import Forecast
 from seqpar.planner.groups import Fetching
 from seqpar.planner.hardware import Hardware
@@ -140,7 +150,7 @@ def choose(
     """
     mask = layers[0][0]
     every, documents = layers_in(layers), len(mask.lengths)
-    stage = every * (w.forward.stage + w.backward.stage)
+    stage = launches_in(layers) * (w.forward.stage + w.backward.stage)
     fetch = Fetching(every * w.key, every * w.query, stage, max(1, TYPICAL_STAGE // w.row_bytes))
     batch = Documents(mask.lengths, total, w.beside + every * w.query, fetch)
     even = np.minimum(room, mask.tokens // ranks + 1)

@@ -3,19 +3,19 @@
 from __future__ import annotations
 
 from seqpar.facts.value import Ints
-from seqpar.planner.cost import Layers, Weights, layers_in
-from seqpar.planner.count import areas
+from seqpar.planner.cost import Layers, Weights, launches_in
+from seqpar.planner.count import again, areas
 
 
 def document_ticks(layers: Layers, w: Weights) -> Ints:
     """Ticks of each document whole on one rank, int64 [documents]: the least that it costs anywhere.
 
-    Every pair and every row is computed once, and a document has at least one piece; if cut, it also costs fetched
-    rows.
+    Every pair is computed once, and every row once in each band in which it sees keys; a document has at least one
+    piece; if cut, it also costs fetched rows.
     """
     ticks = layers[0][0].lengths * (w.beside)
     for mask, count in layers:
-        ticks = ticks + count * (w.pair * w.areas(areas(mask)) + w.query * mask.lengths + w.piece)
+        ticks = ticks + count * (w.pair * w.areas(areas(mask)) + w.query * (mask.lengths + again(mask)) + w.piece)
     return ticks
 
 
@@ -24,12 +24,12 @@ def lower_bound(layers: Layers, w: Weights, ranks: int, *, least: Ints | None = 
 
     least: what `document_ticks` returns for the layers; counted if not given.
 
-    The ranks share the least cost of all documents; every rank with a row starts its kernels once per layer; and some
-    rank holds at least the mean of the rows, rounded up.
+    The ranks share the least cost of all documents; every rank with a row starts its kernels once per band and layer;
+    and some rank holds at least the mean of the rows, rounded up.
     """
     tokens = layers[0][0].tokens
     ticks = document_ticks(layers, w) if least is None else least
-    start = (w.forward.stage + w.backward.stage) * layers_in(layers)
+    start = (w.forward.stage + w.backward.stage) * launches_in(layers)
     shared = -(-int(ticks.sum()) // ranks)
     rows = -(-tokens // ranks) * (w.beside)
     return max(shared, rows) + (start if tokens >= ranks else 0)

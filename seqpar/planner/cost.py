@@ -8,6 +8,9 @@ computation as `seqpar.ops.attention.schedule` orders them::
     keys in       stage 1     stage 2       stage 3
     gradients out                           stage 1       stage 2      stage 3 (exposed)
 
+A mask's further bands are further launches of every step, and a row that sees keys in several of them is read and
+written once more for each, as if a further step had brought these keys.
+
 All counts are in ticks, integers of 1/1024 of the cost of an attended pair, so that every rank decides alike whatever
 its processor and numpy. For a batch whose ticks exceed 64 bits, a tick is 2, 4, 8 ... times as long (see `scale`).
 """
@@ -201,17 +204,20 @@ class Times(NamedTuple):
     waiting: Ints
 
 
-def timeline(t: Tally, w: Weights, *, width: int | Ints, stage_bytes: int | Sequence[int]) -> Times:
+def timeline(
+    t: Tally, w: Weights, *, width: int | Ints, stage_bytes: int | Sequence[int], bands: int | Ints = 1
+) -> Times:  # fmt: skip
     """Ticks of a layer for documents of one width, or of each group's width.
 
-    stage_bytes: bytes of a stage's keys; a sequence adds a first axis.
+    stage_bytes: bytes of a stage's keys; a sequence adds a first axis. bands: of the mask, or of each group's.
     """
     shared: Ints = np.asarray(width)
     heads, kv_heads = -(-w.heads // shared), -(-w.kv_heads // shared)  # of the member with most heads
     both = Pass(*np.array([w.forward, w.backward]).T[:, :, None])
     # rounded up, so that the members of a group together take no less than the whole
-    own = both.piece * t.pieces + both.query * t.rows + both.pair * w.begun(t.near)
-    near = both.stage - _portion(-own, heads, w.heads)
+    own = both.piece * t.pieces + both.query * (t.rows + t.again) + both.pair * w.begun(t.near)
+    launch = both.stage * np.asarray(bands)
+    near = launch - _portion(-own, heads, w.heads)
     moving = (t.keys > 0) | (t.sent > 0)
     if not moving.any():
         shape = (*np.shape(stage_bytes), *near.shape)
@@ -233,7 +239,7 @@ def timeline(t: Tally, w: Weights, *, width: int | Ints, stage_bytes: int | Sequ
 
     launched = stages + 2 * tapered
     fetched = both.pair * w.begun(t.far) + both.key * t.keys
-    far = both.stage * launched - _portion(-fetched, heads, w.heads)
+    far = launch * launched - _portion(-fetched, heads, w.heads)
     far = far + _portion(both.query * t.merging, (launched + 1) // 2 * heads, w.heads)
     waiting = _exposed(near, far, wire("key"), back * wire("grad"), latency, back * latency, stages, tapered)
     return Times(near + far, waiting)
@@ -287,6 +293,7 @@ class WidthGroup(NamedTuple):
     """The documents of one width in the layers of one mask."""
 
     layers: int
+    bands: int
     width: int
     tally: Tally
     shared_node: bool  # whether a node has several groups
@@ -323,6 +330,11 @@ def layers_in(layers: Layers) -> int:
     return sum(count for _, count in layers)
 
 
+def launches_in(layers: Layers) -> int:
+    """The number of layers, each counted once for every band of its mask: each step launches its kernels so often."""
+    return sum(count * len(mask.bands) for mask, count in layers)
+
+
 def counted(
     layers: Layers, layout: Layout, *, widths: Ints, node: int, forwarded: bool, recurrent: LayerBytes | None = None
 ) -> Counted:
@@ -337,7 +349,7 @@ def counted(
             chosen = None if (widths == width).all() else widths == width
             near_by = max(1, node // width)
             t = tally(mask, layout, width=width, node=near_by, forwarded=forwarded, documents=chosen)
-            parts.append(WidthGroup(count, width, t, near_by > 1))
+            parts.append(WidthGroup(count, len(mask.bands), width, t, near_by > 1))
         masks.append(parts)
     carried = None if recurrent is None else carried_by(layers[0][0], layout, recurrent, node=node)
     return Counted(masks, layout.sizes(), carried)
@@ -357,7 +369,8 @@ def counted_each(
     masks: list[list[list[WidthGroup]]] = [[] for _ in placed]
     for mask, count in layers:
         for own, tally_of in zip(masks, tallies(mask, placed, ranks=ranks, node=node), strict=True):
-            own.append([WidthGroup(count, width, t, node // width > 1) for width, t in tally_of.items()])
+            bands = len(mask.bands)
+            own.append([WidthGroup(count, bands, width, t, node // width > 1) for width, t in tally_of.items()])
     rows = [summed(p.pieces.rank, p.pieces.count, ranks) for p in placed]
     if recurrent is None:
         return [Counted(*each) for each in zip(masks, rows, strict=True)]
@@ -383,8 +396,9 @@ def ticks_of_each(candidates: Sequence[Counted], w: Weights, *, stage_bytes: Seq
     parts = [part for own in layers for part in own]
     many = Tally(*map(np.concatenate, zip(*(part.tally for part in parts), strict=True)))
     _check_merged(candidates, many, w, stage_bytes)
-    width = np.repeat([part.width for part in parts], [part.tally.rows.size for part in parts])
-    busy, waiting = timeline(many, w, width=width, stage_bytes=stage_bytes)
+    groups_of = [part.tally.rows.size for part in parts]
+    width, bands = (np.repeat([getattr(part, name) for part in parts], groups_of) for name in ("width", "bands"))
+    busy, waiting = timeline(many, w, width=width, stage_bytes=stage_bytes, bands=bands)
     enter, leave = trades(many.most, w, width)
     groups, at = width.size, _groups_of_ranks(layers, candidates[0].rows.size)
     columns: list[Ints] = [busy, waiting, enter * (width > 1), leave * (width > 1)]

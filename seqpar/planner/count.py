@@ -15,7 +15,7 @@ from numpy.typing import NDArray
 from seqpar.facts.intervals import Runs, cut, interval_of
 from seqpar.facts.mask import Mask
 from seqpar.facts.value import Ints, frozen
-from seqpar.plan.counts import Tally, area_of, counts_of, summed, whole_runs
+from seqpar.plan.counts import Tally, area_of, areas_of, counts_of, seen_again, summed, whole_runs
 from seqpar.planner.place import Placement
 
 
@@ -41,6 +41,31 @@ def _areas(mask: Mask) -> Ints:
         return n * (s.hi - s.lo) + (s.hi_step - s.lo_step) * (n * (n - 1) // 2)
     runs, document = whole_runs(mask)
     return summed(document, area_of(mask, runs), mask.lengths.size)
+
+
+def again(mask: Mask) -> Ints:
+    """Rows of each document, at least, once for every band after the first in which they see keys; cached."""
+    if len(mask.bands) == 1:
+        return np.zeros_like(mask.lengths)
+    return mask.memo("again", lambda: frozen(_again(mask)))
+
+
+def _again(mask: Mask) -> Ints:
+    runs, document = whole_runs(mask)
+    seen = np.zeros_like(runs.count)
+    for band in mask.bands:
+        if band.until is None:  # widths are linear and never negative, so only the first and last row may see nothing
+            lo, hi, lo_step, hi_step = band.linear(runs.start)
+            last = hi - lo + (runs.count - 1) * (hi_step - lo_step)
+            inner = np.where((hi > lo) | (last > 0), runs.count - 2, 0)
+            seen += np.where(runs.count > 1, inner + (hi > lo) + (last > 0), hi > lo)
+    return summed(document, np.maximum(seen - runs.count, 0), mask.lengths.size)
+
+
+def _seen_again(mask: Mask) -> Ints:
+    """`Tally.again` of each document where one group holds it."""
+    runs, document = whole_runs(mask)
+    return summed(document, seen_again(runs, areas_of(mask, runs)), mask.lengths.size)
 
 
 def _stretches(mask: Mask) -> Ints:
@@ -107,7 +132,7 @@ def _moving(mask: Mask, pieces: _Pieces, *, node_of: Ints | None) -> Tally:
     numbers = np.flatnonzero(pieces.torn)
     if not numbers.size:
         none = np.zeros(groups, np.int64)
-        return Tally(none, none, none, none, none, none, none, none, none, pieces.most)
+        return Tally(*(none for _ in Tally._fields))._replace(most=pieces.most)
     batch = mask.pick(numbers % mask.lengths.size)
     chosen = np.flatnonzero(pieces.torn[pieces.document])
     nth = numbers.searchsorted(pieces.document[chosen])
@@ -129,4 +154,8 @@ def _with_whole(mask: Mask, counts: Tally, pieces: _Pieces) -> Tally:
     rows, near, stretches = (
         summed(home, values[own], counts.rows.size) for values in (mask.lengths, areas(mask), _stretches(mask))
     )
-    return counts._replace(rows=counts.rows + rows, near=counts.near + near, pieces=counts.pieces + stretches)
+    counts = counts._replace(rows=counts.rows + rows, near=counts.near + near, pieces=counts.pieces + stretches)
+    if len(mask.bands) == 1:
+        return counts
+    further = mask.memo("seen again", lambda: frozen(_seen_again(mask)))
+    return counts._replace(again=counts.again + summed(home, further[own], counts.rows.size))

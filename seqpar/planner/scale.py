@@ -39,7 +39,7 @@ def whole_ticks(layers: Layers, w: Weights, area: Callable[[Mask], int] = Mask.a
     mask = layers[0][0]
     ticks = mask.tokens * w.beside
     for mask, count in layers:
-        ticks += count * (w.pair * area(mask) + w.query * mask.tokens + w.piece * len(mask.lengths))
+        ticks += count * (w.pair * area(mask) + w.query * mask.tokens * len(mask.bands) + w.piece * len(mask.lengths))
     return ticks
 
 
@@ -59,5 +59,5 @@ def moved_ticks(layers: Layers, w: Weights, *, rows: int, stage_bytes: int) -> i
     ticks = 0 if w.recurrent is None else w.recurrent.most(tokens)
     for mask, count in layers:
         pieces = mask.breaks.size + 2 * len(mask.lengths) + 2
-        ticks += count * (row * tokens + (stages + 2) * stage + w.piece * pieces + merged)
+        ticks += count * (row * tokens + w.piece * pieces + len(mask.bands) * ((stages + 2) * stage + merged))
     return ticks

@@ -9,13 +9,18 @@ from hypothesis import strategies as st
 
 from seqpar import Layout, Mask, Plan
 from seqpar.plan.counts import tally
-from seqpar.plan.steps import count
+from seqpar.plan.steps import StepBand, count
 
 MASKS = {
     "causal": lambda lengths: Mask(lengths),
     "full": lambda lengths: Mask(lengths, causal=False),
     "window": lambda lengths: Mask(lengths, window=(5, None)),
     "band": lambda lengths: Mask(lengths, causal=False, window=(3, 6)),
+    "lambda": lambda lengths: Mask(lengths, window=(3, None), sink_tokens=2),
+    "answers": lambda lengths: Mask.shared_prefix([(n - n // 3 - n // 4, [n // 3, n // 4]) for n in lengths]),
+    "union": lambda lengths: (
+        Mask(lengths, window=(2, None), sink_tokens=1) | Mask(lengths, causal=False, window=(0, 4))
+    ),
 }
 
 
@@ -40,22 +45,38 @@ def cases(draw: st.DrawFn) -> tuple[Mask, Layout, int, int]:
     return mask, layout, width, node
 
 
+def band_rows(band: StepBand) -> np.ndarray:
+    """Whether each query row sees a key of this step in this band."""
+    seen = (band.lo[:, None] <= band.pos) & (band.pos < band.hi[:, None])
+    return (seen if band.until is None else seen & (band.at[:, None] < band.until)).any(1)
+
+
 @given(cases())
 def test_counts_are_those_of_the_steps(case: tuple[Mask, Layout, int, int]) -> None:
     mask, layout, width, node = case
     plan = Plan(mask, layout, ulysses=width)
     expected = {name: np.zeros(layout.ranks // width, np.int64) for name in (
-        "near", "far", "keys", "entering", "sent", "leaving"
+        "again", "merging", "near", "far", "keys", "entering", "sent", "leaving"
     )}  # fmt: skip
     for rank in range(0, layout.ranks, width):
         group = rank // width
+        # by band: whether each row sees keys of its own group, and of others
+        own, others = np.zeros((2, len(mask.bands), len(plan.steps(rank)[0].part.pos)), bool)
         for step in plan.steps(rank):
             expected["near" if step.local else "far"][group] += step.area
+            for seen, band in zip(own if step.local else others, step.bands, strict=True):
+                seen |= band_rows(band)
             for peers, whole, crossing in ((step.recvs, "keys", "entering"), (step.sends, "sent", "leaving")):
                 for peer, rows in peers.items():
                     expected[whole][group] += count(rows)
                     expected[crossing][group] += count(rows) * (peer // width // node != group // node)
+        expected["again"][group] = np.maximum(own.sum(0) - 1, 0).sum()
+        expected["merging"][group] = others.sum()
     found = tally(mask, layout, width=width, node=node)
+    for name in ("again", "merging"):  # all rows of a stretch count that has one such row
+        assert (getattr(found, name) >= expected.pop(name)).all(), name
+    assert (found.again <= (len(mask.bands) - 1) * found.rows).all()
+    assert (found.merging <= len(mask.bands) * found.rows).all()
     for name, values in expected.items():
         np.testing.assert_array_equal(getattr(found, name), values, err_msg=name)
     np.testing.assert_array_equal(layout.sizes(), [layout.tokens(r) for r in range(layout.ranks)])

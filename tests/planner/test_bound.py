@@ -46,7 +46,13 @@ def slowest(seed: int) -> tuple[int, int, str]:
     # what is counted of single tokens grows with the square of a document
     longest = [2, 40] if kind in ("striped", "blocks", "arbitrary") else [2, 40, 3000]
     lengths = rng.integers(1, int(rng.choice(longest)) + 1, int(rng.integers(1, 20)))
-    masks = Mask(lengths, causal=False) if rng.random() < 0.2 else None
+    masks = None
+    if rng.random() < 0.4:
+        masks = [
+            Mask(lengths, causal=False),
+            Mask(lengths, window=(3, None), sink_tokens=2),
+            Mask.shared_prefix([(int(n - n // 2), [int(n // 2 - n // 4), int(n // 4)]) for n in lengths]),
+        ][rng.integers(3)]
     layers = layers_of(lengths, masks, MODELS[model])
     layout = make_layout(kind, lengths.tolist(), ranks, rng)
     w = Weights.of(MODELS[model], MACHINES[machine])

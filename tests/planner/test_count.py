@@ -17,7 +17,16 @@ from seqpar.planner.place import Pieces, Placement
 def test_candidates_counted_together_are_those_counted_alone(data: st.DataObject) -> None:
     ranks, node = data.draw(st.sampled_from([(4, 4), (8, 4), (6, 2), (6, 6)]))
     lengths = np.array(data.draw(st.lists(st.integers(1, 40), min_size=1, max_size=8)))
-    mask = Mask(lengths, window=(data.draw(st.sampled_from([None, 3])), None))
+    mask = data.draw(
+        st.sampled_from(
+            [
+                Mask(lengths),
+                Mask(lengths, window=(3, None)),
+                Mask(lengths, window=(3, None), sink_tokens=2),
+                Mask.shared_prefix([(int(n - n // 2), [int(n // 2 - n // 4), int(n // 4)]) for n in lengths]),
+            ]
+        )
+    )
     rng = np.random.default_rng(data.draw(st.integers(0, 1 << 30)))
     candidates, layouts = [], []
     for _ in range(data.draw(st.integers(1, 4))):
