@@ -24,6 +24,7 @@ from seqpar.facts.intervals import Runs, cut, edges, expand, interval_of, order_
 from seqpar.facts.mask import Mask
 from seqpar.facts.trees import Paths
 from seqpar.facts.value import Ints, Memo, frozen
+from seqpar.plan.counts import summed
 from seqpar.plan.residence import Residence
 from seqpar.plan.steps import Rows
 
@@ -116,13 +117,13 @@ class DocumentRuns(Memo):
 
     @property
     def opens(self) -> NDArray[np.bool_]:
-        """Whether each run is the first of its document."""
-        return self.start == self.offsets[self.document]
+        """Whether each run is the first of its document; cached."""
+        return self.memo("opens", lambda: self.start == self.offsets[self.document])
 
     @property
     def closes(self) -> NDArray[np.bool_]:
-        """Whether each run is the last of its document."""
-        return self.start + self.count == self.offsets[self.document + 1]
+        """Whether each run is the last of its document; cached."""
+        return self.memo("closes", lambda: self.start + self.count == self.offsets[self.document + 1])
 
     @property
     def first(self) -> Ints:
@@ -136,10 +137,13 @@ class DocumentRuns(Memo):
 
     @property
     def tokens(self) -> Ints:
-        """Tokens that each rank holds."""
-        tokens = np.zeros(self.ranks, np.int64)
-        np.add.at(tokens, self.rank, self.count)
-        return tokens
+        """Tokens that each rank holds; cached."""
+        return self.memo("tokens", lambda: frozen(summed(self.rank, self.count, self.ranks)))
+
+    @property
+    def leaving(self) -> Ints:
+        """Rows of each rank in runs that others continue; cached."""
+        return self.memo("leaving", lambda: frozen(summed(self.rank, self.count * ~self.closes, self.ranks)))
 
     def relaid(self) -> DocumentRuns:
         """The runs of a contiguous layout with as many tokens on each rank; cached."""

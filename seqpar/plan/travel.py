@@ -35,7 +35,6 @@ from typing import NamedTuple
 
 import numpy as np
 
-from seqpar.plan.counts import summed
 from seqpar.plan.recurrence import LayerBytes
 from seqpar.plan.runs import DocumentRuns
 from seqpar.plan.travel_counts import Counts, chained, gathered, neighbours, relaid
@@ -71,7 +70,7 @@ def check_travel(call: str, travel: object, ways: Sequence[str]) -> None:
 
 def hops(runs: DocumentRuns) -> int:
     """How often the state of the document with most runs passes from rank to rank."""
-    return int(runs.ordinal.max(initial=0))
+    return max(0, int(np.bincount(runs.document).max(initial=0)) - 1)
 
 
 def state_way(runs: DocumentRuns, layer: LayerBytes, travel: str = "auto") -> TravelWay:
@@ -98,16 +97,14 @@ def _making(runs: DocumentRuns, work: LayerWork | None) -> int:
     """The time, in bytes, that the busiest rank takes for the states and maps of runs that others continue."""
     if work is None:
         return 0
-    leaving = np.flatnonzero(~runs.closes)
-    rows = summed(runs.rank[leaving], runs.count[leaving], runs.ranks)
-    return int(rows.max()) * work.rounds() * work.leave
+    return int(runs.leaving.max()) * work.rounds() * work.leave
 
 
 def _pipeline(runs: DocumentRuns, layer: LayerBytes, work: LayerWork) -> TravelWay:
     serial = hops(runs)
     if not serial:
         return TravelWay("pipeline", 1, 0, 0)
-    longest, most = int(runs.count[~(runs.opens & runs.closes)].max()), int(runs.tokens.max())
+    longest, most = int(runs.of_cut_documents.count.max()), int(runs.tokens.max())
     busiest, ways = chained(runs).busiest * layer.state, []
     for blocks in work.blocks:
         hop = longest * work.rounds(blocks) * work.row + LATENCY + layer.state // blocks

@@ -87,15 +87,21 @@ class _Groups:
 
 
 def chained(runs: DocumentRuns, node: int = 1) -> Counts:
-    """The states that ranks pass on in a chain or a pipeline: one for each run that is not its document's last."""
-    passed = np.flatnonzero(~runs.closes)
-    return _sent(runs.ranks, runs.rank[passed], runs.rank[passed + 1], np.ones_like(passed), node)
+    """The states that ranks pass on in a chain or a pipeline: one for each run but the last of its document; cached."""
+
+    def count() -> Counts:
+        passed = np.flatnonzero(~runs.closes)
+        return _sent(runs.ranks, runs.rank[passed], runs.rank[passed + 1], np.ones_like(passed), node)
+
+    return runs.memo(("chained", node), count)
 
 
 def neighbours(runs: DocumentRuns, reach: int, node: int = 1) -> Counts:
     """The rows that ranks send and receive for the `reach` rows before their runs; cached."""
 
     def count() -> Counts:
+        if (runs.count[~runs.closes] >= reach).all():  # each run lacks rows of the run before it alone
+            return chained(runs, node).times(reach)
         asked = runs.rows_before(reach)
         return _sent(runs.ranks, asked.owner, asked.asking, np.ones_like(asked.item), node)
 
@@ -104,7 +110,16 @@ def neighbours(runs: DocumentRuns, reach: int, node: int = 1) -> Counts:
 
 def relaid(runs: DocumentRuns, node: int = 1) -> Counts:
     """The rows that ranks send and receive to be in a contiguous layout; as many results come back. Cached."""
-    return runs.memo(("relaid rows", node), lambda: _sent(runs.ranks, *stretches(runs), node))
+
+    def count() -> Counts:
+        if node > 1:
+            return _sent(runs.ranks, *stretches(runs), node)
+        edge, rank = edges(runs.tokens), runs.rank
+        stays = np.minimum(runs.start + runs.count, edge[rank + 1]) - np.maximum(runs.start, edge[rank])
+        moved = runs.tokens - summed(rank, np.maximum(stays, 0), runs.ranks)
+        return Counts(moved, moved)
+
+    return runs.memo(("relaid rows", node), count)
 
 
 def stretches(runs: DocumentRuns) -> tuple[Ints, Ints, Ints]:

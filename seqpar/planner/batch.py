@@ -8,7 +8,9 @@ from __future__ import annotations
 
 import itertools
 import math
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
+from dataclasses import replace
+from functools import cache
 from typing import NamedTuple
 
 import numpy as np
@@ -19,6 +21,7 @@ from seqpar.facts.value import Ints
 from seqpar.plan import Plan
 from seqpar.plan.plan import check_positions
 from seqpar.planner.bound import document_ticks, lower_bound
+from seqpar.planner.carried import Passed, RecurrentWeights, carried_of
 from seqpar.planner.cost import (
     Counted,
     Layers,
@@ -187,7 +190,8 @@ def choose(
     if few and nestable:
         nests = NESTS_OF_FEW if documents < 4 * ranks else NESTS_OF_MANY
         chosen += nested(batch, ranks, room=even, nests=nests if documents > 1 else nests[:1])
-    return _decided(_counted(layers, w, chosen + whole, ranks, node), w, node, layerwise=spare and lockstep)
+    rivals = _counted(layers, chosen + whole, ranks, node)
+    return _decided(rivals, mask, w, node, layerwise=spare and lockstep)
 
 
 def _near_the_bound(
@@ -208,20 +212,34 @@ def _near_the_bound(
         return None
     else:
         placed = nested(batch, ranks, room=room, nests=NESTS_OF_MANY[: 2 if ranks * batch.lengths.size <= SMALL else 1])
-    decision = _decided(_counted(layers, w, placed + whole, ranks, node), w, node, layerwise=bool(whole) and lockstep)
+    rivals = _counted(layers, placed + whole, ranks, node)
+    decision = _decided(rivals, layers[0][0], w, node, layerwise=bool(whole) and lockstep)
     near = int(decision.ticks.total.max()) * NEAR <= mean * (NEAR + 1)
     return decision if near or placed[0].level <= enough else None
 
 
-def _decided(rivals: list[Candidate], w: Weights, node: int, *, layerwise: bool) -> Decision:
+def _decided(rivals: list[Candidate], mask: Mask, w: Weights, node: int, *, layerwise: bool) -> Decision:
     """Fewest ticks of the slowest rank, then fewest pieces, then least traffic, then the smallest stage.
 
     layerwise: layers and head count apart, since ranks in lockstep wait for each other in each layer and before the
     head. Candidates do not depend on links, so faster links never make the result slower.
     """
     ways = [(nth, counts) for nth, candidate in enumerate(rivals) for counts in candidate[1:] if counts is not None]
-    ticks = ticks_of_each([counts for _, counts in ways], w, stage_bytes=STAGE_BYTES)
-    slowest = (ticks.total - ticks.head).max(-1) + ticks.head.max(-1) if layerwise else ticks.total.max(-1)
+
+    def slowest_of(ticks: Ticks) -> Ints:
+        return (ticks.total - ticks.head).max(-1) + ticks.head.max(-1) if layerwise else ticks.total.max(-1)
+
+    counts_of = [counts for _, counts in ways]
+    ticks = ticks_of_each(counts_of, replace(w, recurrent=None), stage_bytes=STAGE_BYTES)
+    if w.recurrent is not None:
+        layer, rows = w.recurrent.layer, np.array([counts.rows for counts in counts_of])
+
+        @cache
+        def passed(nth: int) -> Passed:
+            return carried_of(mask, rivals[nth].placement.pieces, layer, ranks=rows.shape[1], node=node)
+
+        ticks = _with_recurrent(ticks, w.recurrent, rows, lambda way: passed(ways[way][0]), slowest_of)
+    slowest = slowest_of(ticks)
     equal = list(zip(*(at.tolist() for at in (slowest == slowest.min()).nonzero()), strict=True))
     if equal[0][0] != equal[-1][0]:
         equal.sort(key=lambda at: (rivals[ways[at[0]][0]].moved, at[1]))
@@ -230,6 +248,26 @@ def _decided(rivals: list[Candidate], w: Weights, node: int, *, layerwise: bool)
     pieces, widths, _ = rivals[nth].placement
     once = node if counts is rivals[nth].once else None
     return Decision(pieces, widths, once, STAGE_BYTES[stage], ticks.of(way, stage), counts.rows)
+
+
+def _with_recurrent(
+    ticks: Ticks, w: RecurrentWeights, rows: Ints, passed: Callable[[int], Passed], slowest_of: Callable[[Ticks], Ints]
+) -> Ticks:  # fmt: skip
+    """The ticks of candidates with those of recurrent layers. rows: [candidates, ranks].
+
+    What these layers pass is counted last, and only for candidates that may be the fastest. One that is slower without
+    it than another one with it has too few ticks then, but not so few that it would be chosen.
+    """
+    ticks = ticks._replace(recurrent=(rows * w.row)[:, None])
+    least = slowest_of(ticks).min(1)
+    best = int(least.max())
+    for way in least.argsort(kind="stable").tolist():
+        if least[way] > best:
+            break
+        ticks.recurrent[way], waiting = w.ticks(rows[way], passed(way))
+        ticks.exposed[way] += waiting
+        best = min(best, int(slowest_of(Ticks(*(x[way] for x in ticks))).min()))
+    return ticks
 
 
 def candidates(ranks: int, node: int, documents: int, *, thorough: bool, single: bool) -> list[Knobs]:
@@ -328,17 +366,15 @@ def shortlist(placed: list[tuple[Knobs, Placement]], *, thorough: bool) -> list[
     return list(chosen.values())
 
 
-def _counted(layers: Layers, w: Weights, placed: list[Placement], ranks: int, node: int) -> list[Candidate]:
+def _counted(layers: Layers, placed: list[Placement], ranks: int, node: int) -> list[Candidate]:
     """The placements with their counts, and where it may pay also with keys that enter a node once."""
     rivals = []
-    recurrent = None if w.recurrent is None else w.recurrent.layer
-    each = counted_each(layers, placed, ranks=ranks, node=node, recurrent=recurrent)
+    each = counted_each(layers, placed, ranks=ranks, node=node)
     for placement, plain in zip(placed, each, strict=True):
         once = None
         # a few rows fetched at the borders of ranks are not worth forwarding, which costs steps and planning time
         if node < ranks and ranks % node == 0 and plain.crossing * 64 > int(plain.rows.sum()) * layers_in(layers):
             layout = layout_of(layers[0][0], placement.pieces, ranks)
             once = counted(layers, layout, widths=placement.widths, node=node, forwarded=True)
-            once = once._replace(carried=plain.carried)
         rivals.append(Candidate(placement, plain, once))
     return rivals

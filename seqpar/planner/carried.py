@@ -102,7 +102,7 @@ def _carried(runs: DocumentRuns, layer: LayerBytes, node: int) -> Passed:
         exchanges = exchanges.plus(passed("row", lambda node: relaid(runs, node)), times=2)
     among, states = inside(runs, way)
     if states.steps and states.travel != "pipeline":
-        leaving = summed(among.rank, among.count * ~among.closes, ranks)
+        leaving = among.leaving
     if states.steps and states.travel == "gather":
         exchanges = exchanges.plus(passed("state", lambda node: gathered(among, node)[0]))
         passed("map", lambda node: gathered(among, node)[1])  # with the states
@@ -131,12 +131,13 @@ def _waited(runs: DocumentRuns, hops: Items, work: LayerWork, blocks: int) -> In
 
 def _hops(runs: DocumentRuns, node: int) -> Items:
     """The most hops along a document that a rank has a run of: inside nodes, and from node to node."""
-    passed = np.flatnonzero(~runs.closes)
-    far = runs.rank[passed] // node != runs.rank[passed + 1] // node
+    runs = runs.of_cut_documents
+    passed, document = np.flatnonzero(~runs.closes), runs.document
+    far = (runs.rank[passed] // node != runs.rank[passed + 1] // node).astype(np.int64)
     hops = Items(np.zeros(runs.ranks, np.int64), np.zeros(runs.ranks, np.int64))
-    for most, counted in zip(hops, (~far, far), strict=True):
-        of_document = summed(runs.document[passed], counted, runs.offsets.size - 1)
-        np.maximum.at(most, runs.rank, of_document[runs.document])
+    for most, counted in zip(hops, (1 - far, far), strict=True):
+        if counted.any():
+            np.maximum.at(most, runs.rank, summed(document[passed], counted, runs.offsets.size - 1)[document])
     return hops
 
 

@@ -32,7 +32,7 @@ from seqpar.plan.counts import Tally, summed, tally
 from seqpar.plan.recurrence import LayerBytes
 from seqpar.plan.routes import TAPERED
 from seqpar.plan.traffic import DTYPE_BYTES
-from seqpar.planner.carried import Passed, RecurrentWeights, carried_by, carried_of
+from seqpar.planner.carried import Passed, RecurrentWeights, carried_by
 from seqpar.planner.count import tallies
 from seqpar.planner.hardware import Hardware, Link
 from seqpar.planner.place import Placement, layout_of
@@ -355,15 +355,16 @@ def counted(
     return Counted(masks, layout.sizes(), carried)
 
 
-def counted_each(
-    layers: Layers, placed: Sequence[Placement], *, ranks: int, node: int, recurrent: LayerBytes | None = None
-) -> list[Counted]:
-    """The counts of `fetch` for several candidates. Keys may enter a node more than once; widths divide the node."""
+def counted_each(layers: Layers, placed: Sequence[Placement], *, ranks: int, node: int) -> list[Counted]:
+    """The counts of `fetch` for several candidates, without what recurrent layers pass.
+
+    Keys may enter a node more than once; widths divide the node.
+    """
     first = layers[0][0]
     if not all(mask.within_documents for mask, _ in layers):
         layouts = [layout_of(first, p.pieces, ranks) for p in placed]
         return [
-            counted(layers, layout, widths=p.widths, node=node, forwarded=False, recurrent=recurrent)
+            counted(layers, layout, widths=p.widths, node=node, forwarded=False)
             for layout, p in zip(layouts, placed, strict=True)
         ]
     masks: list[list[list[WidthGroup]]] = [[] for _ in placed]
@@ -372,10 +373,7 @@ def counted_each(
             bands = len(mask.bands)
             own.append([WidthGroup(count, bands, width, t, node // width > 1) for width, t in tally_of.items()])
     rows = [summed(p.pieces.rank, p.pieces.count, ranks) for p in placed]
-    if recurrent is None:
-        return [Counted(*each) for each in zip(masks, rows, strict=True)]
-    carried = [carried_of(first, p.pieces, recurrent, ranks=ranks, node=node) for p in placed]
-    return [Counted(*each) for each in zip(masks, rows, carried, strict=True)]
+    return [Counted(*each) for each in zip(masks, rows, strict=True)]
 
 
 def ticks(counts: Counted, w: Weights, *, stage_bytes: int) -> Ticks:
