@@ -24,7 +24,6 @@ from seqpar.facts.intervals import Runs, cut, edges, expand, interval_of, order_
 from seqpar.facts.mask import Mask
 from seqpar.facts.trees import Paths
 from seqpar.facts.value import Ints, Memo, frozen
-from seqpar.plan.counts import summed
 from seqpar.plan.residence import Residence
 from seqpar.plan.steps import Rows
 
@@ -138,12 +137,17 @@ class DocumentRuns(Memo):
     @property
     def tokens(self) -> Ints:
         """Tokens that each rank holds; cached."""
-        return self.memo("tokens", lambda: frozen(summed(self.rank, self.count, self.ranks)))
+        return self.memo("tokens", lambda: self._of_ranks(self.count))
 
     @property
     def leaving(self) -> Ints:
         """Rows of each rank in runs that others continue; cached."""
-        return self.memo("leaving", lambda: frozen(summed(self.rank, self.count * ~self.closes, self.ranks)))
+        return self.memo("leaving", lambda: self._of_ranks(self.count * ~self.closes))
+
+    def _of_ranks(self, values: Ints) -> Ints:
+        total = np.zeros(self.ranks, np.int64)
+        np.add.at(total, self.rank, values)
+        return frozen(total)
 
     def relaid(self) -> DocumentRuns:
         """The runs of a contiguous layout with as many tokens on each rank; cached."""
