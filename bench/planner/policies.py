@@ -15,8 +15,10 @@ import numpy as np
 
 from bench.planner.schedules import Case, Micro
 from seqpar import plan_batch
+from seqpar.facts.intervals import Runs, cut
 from seqpar.facts.layout import Layout
 from seqpar.facts.value import Ints
+from seqpar.plan.counts import area_of, summed
 
 Schedule = list[Micro] | None
 SLACK = 1 / 4  # rows of a rank above the mean that this package's plans may have
@@ -420,15 +422,9 @@ def _blocks(case: Case, start: Ints, count: Ints, rank: Ints) -> Schedule:
 
 def _area(case: Case, start: Ints, stop: Ints) -> Ints:
     """Attended pairs of stretches of the packed batch."""
-    begin = np.append(0, np.cumsum(case.lengths))
-    before = np.append(0, np.cumsum(case.areas))
-
-    def below(point: Ints) -> Ints:
-        at = np.searchsorted(begin, point, side="right") - 1
-        inside = point - begin[at]
-        return before[at] + inside * (inside + 1) // 2
-
-    return below(stop) - below(start)
+    mask = case.layers[0][0]
+    piece, source = cut(Runs(start, stop - start, np.ones_like(start)), mask.breaks)
+    return summed(source, area_of(mask, piece), start.size)
 
 
 def dispatch(case: Case, chunk: int) -> Schedule:
@@ -520,7 +516,7 @@ def ours(case: Case, lockstep: bool) -> Schedule:
     lockstep: how the ranks run, not a knob to sweep: each figure has the plan that was made for it.
     """
     plan = plan_batch(
-        case.lengths, case.ranks, model=case.shape, hardware=case.machine, token_slack=SLACK,
+        case.lengths, case.ranks, masks=case.mask, model=case.shape, hardware=case.machine, token_slack=SLACK,
         max_tokens_per_rank=case.room, lockstep=lockstep,
     )  # fmt: skip
     widths = np.broadcast_to(np.asarray(plan.ulysses, np.int64), case.lengths.shape)

@@ -8,6 +8,8 @@ tokens to ranks, and the costs are counted. The ways of sharing evenly:
     fetch     each document zigzag over the ranks, keys come from those that hold them, as far as they are seen
     ring      the same, but all keys of the group pass every rank
 
+With a mask of its own instead of causal documents, a batch is counted in its zigzag layouts, for "fetch" and "ring".
+
 Every policy has the kernels, sizes of stages, overlap and link prices of `seqpar.planner.cost`. A micro-batch starts
 when all ranks of its group have arrived.
 """
@@ -22,11 +24,12 @@ from typing import NamedTuple
 import numpy as np
 
 from seqpar.facts.layout import Layout
+from seqpar.facts.mask import Mask
 from seqpar.facts.value import Ints
 from seqpar.plan.counts import Tally
 from seqpar.plan.traffic import DTYPE_BYTES
 from seqpar.planner.bound import document_ticks, lower_bound
-from seqpar.planner.cost import Weights, counted, ticks, timeline
+from seqpar.planner.cost import Ticks, Weights, counted, ticks, timeline
 from seqpar.planner.count import areas
 from seqpar.planner.hardware import Hardware
 from seqpar.planner.memory import Memory
@@ -76,7 +79,7 @@ class Case:
     """A batch, and the machine that runs it.
 
     room: rows that a micro-batch may have on a rank. micro: fixed ticks of a micro-batch; the first one is free, since
-    every policy has one.
+    every policy has one. mask: of the documents, if they are not causal with the model's windows.
     """
 
     lengths: Ints
@@ -86,11 +89,12 @@ class Case:
     room: int
     micro: int
     weights: Weights
+    mask: Mask | None = None
 
     @classmethod
     def of(
         cls, lengths: Ints, ranks: int, shape: ModelShape, machine: Hardware, *, micro: float = 0.01,
-        room: int | None = None,
+        room: int | None = None, mask: Mask | None = None,
     ) -> Case:  # fmt: skip
         """A case. micro: seconds. room: by default the rows that memory holds beside the sharded state of the model."""
         if shape.recurrent is not None:
@@ -98,12 +102,17 @@ class Case:
         machine = with_state(machine.among(min(ranks, machine.node)), shape, ranks)
         rows = Memory.of(shape, machine, STAGE_BYTES[-1]).rows if room is None else room
         w = Weights.of(shape, machine)
-        return cls(np.asarray(lengths, np.int64), ranks, shape, machine, rows, round(micro / w.second), w)
+        return cls(np.asarray(lengths, np.int64), ranks, shape, machine, rows, round(micro / w.second), w, mask)
 
     @cached_property
     def layers(self) -> list:
         """The masks of the layers."""
-        return list(layers_of(self.lengths, None, self.shape))
+        return list(layers_of(self.lengths, self.mask, self.shape))
+
+    def layers_for(self, documents: Ints) -> list:
+        """The masks of the layers, of some of the documents."""
+        mask = None if self.mask is None else self.mask.pick(documents)
+        return list(layers_of(self.lengths[documents], mask, self.shape))
 
     @cached_property
     def areas(self) -> Ints:
@@ -132,6 +141,8 @@ class Case:
 
     def alone(self, width: int, ways: Sequence[str]) -> Ints:
         """The ticks of each document in a group of its own, without the launches and latencies of every step."""
+        if self.mask is not None:
+            raise NotImplementedError(f"documents are priced alone if they are causal, not under {self.mask!r}")
         key = (width, *ways)
         if key not in self._known:
             self._known[key] = self._alone(width, ways)
@@ -314,13 +325,54 @@ def laid_out(case: Case, micro: Micro) -> list[Cost]:
     """Costs of the ranks of a micro-batch with a layout, in each way that its keys may travel."""
     layers, w = case.layers, case.weights
     if not np.array_equal(micro.documents, np.arange(case.lengths.size)):
-        layers = layers_of(case.lengths[micro.documents], None, case.shape)
+        layers = case.layers_for(micro.documents)
     widths = np.ones(micro.documents.size, np.int64) if micro.ulysses is None else micro.ulysses
     options = []
     for forwarded in micro.forwarded:
         found = counted(layers, micro.layout, widths=widths, node=case.machine.node, forwarded=forwarded)
         options += [ticks(found, w, stage_bytes=size) for size in STAGE_BYTES]
     return [Cost(t.total, t.total - t.exposed, t.head) for t in options]
+
+
+class Shared(NamedTuple):
+    """Ticks of a group that shares its documents evenly, and how: a transport, and the ranks that share heads."""
+
+    ticks: Ticks
+    transport: str
+    ulysses: int
+
+
+def shared_by_count(case: Case, micro: Micro, ways: Sequence[str]) -> Shared:
+    """As `shared` for one group, by the counts of its layout; a ring is of groups that share heads, if that is cheaper.
+
+    Heads are shared by up to as many ranks as there are key heads, as Transformer Engine's ``a2a+p2p`` does.
+    """
+    w, node, options = case.weights, case.machine.node, []
+    lengths = case.lengths[micro.documents]
+    layers, layout = case.layers_for(micro.documents), Layout.zigzag(lengths, micro.width)
+    one_peer = replace(w, inside=w.inside._replace(key=w.inside.hop_key, grad=w.inside.hop_grad))
+    if "fetch" in ways:
+        found = counted(layers, layout, widths=np.ones_like(lengths), node=node, forwarded=False)
+        options += [Shared(ticks(found, w, stage_bytes=size), "fetch", 1) for size in STAGE_BYTES]
+    shares = [n for n in case.widths if n <= min(micro.width, node, w.kv_heads)]
+    for heads in shares if "ring" in ways else []:
+        found = counted(layers, layout, widths=np.full_like(lengths, heads), node=node, forwarded=False)
+        masks = [[p._replace(tally=_around(p.tally, max(1, node // heads))) for p in parts] for parts in found.masks]
+        rows = int(masks[0][0].tally.rows.max())  # a stage has the keys of one group
+        stage_bytes = max(1, rows * -(-w.kv_heads // heads) * (w.row_bytes // w.kv_heads))
+        cost = ticks(found._replace(masks=masks), one_peer, stage_bytes=stage_bytes)
+        options.append(Shared(cost, "ring", heads))
+    return min(options, key=lambda option: int(option.ticks.total.max()))
+
+
+def _around(t: Tally, node: int) -> Tally:
+    """The counts if all keys pass every group, and each merges all its rows. node: groups of a node."""
+    keys = t.rows.sum() - t.rows
+    at = np.arange(keys.size) // node
+    return t._replace(
+        merging=np.where(keys > 0, np.maximum(t.merging, t.rows), 0), keys=keys, sent=keys,
+        entering=keys * (at != np.roll(at, 1)), leaving=keys * (at != np.roll(at, -1)),
+    )  # fmt: skip
 
 
 def run(case: Case, micros: Sequence[Micro], ways: Sequence[str] = ("ulysses", "fetch")) -> Outcome:
@@ -349,6 +401,10 @@ def run(case: Case, micros: Sequence[Micro], ways: Sequence[str] = ("ulysses", "
 
 def costs(case: Case, micros: Sequence[Micro], ways: Sequence[str]) -> Cost:
     """The cost of each micro-batch, of its slowest rank."""
+    if case.mask is not None:
+        each = [shared_by_count(case, micro, ways).ticks for micro in micros]
+        parts = [(t.total, t.total - t.exposed, t.head) for t in each]
+        return Cost(*np.array([[int(x.max()) for x in part] for part in parts]).T)
     cost = Cost(*np.zeros((3, len(micros)), np.int64))
     by_width: dict[int, list[int]] = {}
     for index, micro in enumerate(micros):
