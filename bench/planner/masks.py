@@ -129,7 +129,7 @@ POLICIES: dict[str, Policy] = {
     "bytes first": Policy(
         bytes_first, lambda case: [(b, part) for b in (512, 1024, 2048) for part in (0.03, 0.1)], ways=("fetch",)
     ),
-    "seqpar": Policy(ours, lambda case: [None], ways=("fetch",)),
+    "seqpar": Policy(ours, lambda case: [False], ways=("fetch",)),
 }
 
 
