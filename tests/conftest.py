@@ -10,6 +10,8 @@ import pytest
 import torch
 from hypothesis import HealthCheck, settings
 
+from tests.programs import Programs
+
 # Triton decides when a kernel is defined whether it will be interpreted: before the first import of one. The tests run
 # on the CPU wherever they run; what a GPU must show is in bench/gpu/run.py.
 os.environ.setdefault("TRITON_INTERPRET", "1")
@@ -65,6 +67,15 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
 def pytest_runtest_setup() -> None:
     """The same random numbers for a test whichever tests ran before it in the same worker."""
     torch.manual_seed(0)
+
+
+@pytest.fixture(scope="session")
+def programs(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Programs]:
+    """Runs programs, by a process that all workers share."""
+    own = tmp_path_factory.getbasetemp()
+    found = Programs(own.parent if "PYTEST_XDIST_WORKER" in os.environ else own)
+    yield found
+    found.close()
 
 
 @pytest.fixture
