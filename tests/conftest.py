@@ -27,11 +27,11 @@ settings.load_profile("seqpar")
 
 # Files that take longest, in this order before all others, so that no worker is left with one of them at the end.
 LONGEST = (
-    "kernels/test_triton.py", "test_docs.py", "test_examples.py", "test_sanitizers.py", "test_readme.py",
-    "integrations/hf/test_scripts.py", "ecosystem/test_loops.py",
-    "integrations/hf/test_model.py", "kernels/test_compile.py",
-    "kernels/test_triton_launches.py", "ops/test_compile.py", "test_install.py", "test_bench.py",
-    "kernels/test_kernels.py", "nn/test_compile.py", "comm/test_peer.py", "comm/test_shm.py", "ops/test_planned.py",
+    "test_docs.py", "kernels/test_compile.py", "test_examples.py", "test_install.py", "test_bench.py",
+    "kernels/test_triton_ends.py", "test_sanitizers.py", "kernels/test_triton_launches.py", "kernels/test_triton.py",
+    "kernels/test_kernels.py", "ecosystem/test_loops.py", "kernels/recurrent/test_triton.py",
+    "integrations/hf/test_model.py", "ops/test_compile.py", "nn/test_compile.py", "integrations/hf/test_scripts.py",
+    "ops/test_attention.py", "comm/test_peer.py", "comm/test_shm.py", "ops/test_planned.py",
 )  # fmt: skip
 
 
