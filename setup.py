@@ -14,6 +14,7 @@ are compiled where nvcc is found. ``test/`` is no part of the extension.
 import importlib.util
 import os
 import platform
+import re
 import shutil
 import subprocess
 import sys
@@ -101,6 +102,15 @@ def plain(folders: Sequence[str]) -> list[Job]:
     command = [*CXX, *OPTIMISED, "-fPIC", "-fvisibility=hidden", *WARNINGS]
     paths = sorted(path for folder in folders for path in (ROOT / "csrc" / folder).glob("*.cpp"))
     return [(path, [*command, *(ISA.get(path.name, []) if x86 else [])]) for path in paths]
+
+
+def runs_here(path: Path) -> bool:
+    """Whether this processor has the instructions that a source is compiled for."""
+    if platform.machine() not in ("x86_64", "AMD64"):
+        return True
+    found = re.search(r"^flags\s*: (.*)", Path("/proc/cpuinfo").read_text(), re.MULTILINE)
+    has = found[1].replace("_", "").split() if found else []
+    return all(flag.removeprefix("-m") in has for flag in ISA.get(path.name, []))
 
 
 def bindings(nvcc: str | None) -> list[Job]:
@@ -194,11 +204,14 @@ class Sanitize(Command):
         self.folder = Path(self.build_temp)
 
     def run(self) -> None:
+        jobs = plain([*SUBJECTS, "test"])
         for sanitizers in self.SANITIZERS:
             flags = [f"-fsanitize={sanitizers}", "-fno-sanitize-recover=all", "-O1", "-g1", "-pthread"]
             folder = self.folder / sanitizers
             folder.mkdir(parents=True, exist_ok=True)
-            objects = made([(path, [*command, *flags]) for path, command in plain([*SUBJECTS, "test"])], folder)
+            # what this processor cannot run is linked and no more
+            watched = [(path, [*command, *(flags if runs_here(path) else ["-O0"])]) for path, command in jobs]
+            objects = made(watched, folder)
             binary = folder / "test"
             subprocess.run([*CXX, *flags, *objects, "-o", str(binary)], check=True)
             subprocess.run([binary], check=True)

@@ -10,6 +10,8 @@ import pytest
 import torch
 from hypothesis import HealthCheck, settings
 
+from tests.programs import Programs
+
 # Triton decides when a kernel is defined whether it will be interpreted: before the first import of one. The tests run
 # on the CPU wherever they run; what a GPU must show is in bench/gpu/run.py.
 os.environ.setdefault("TRITON_INTERPRET", "1")
@@ -25,11 +27,11 @@ settings.load_profile("seqpar")
 
 # Files that take longest, in this order before all others, so that no worker is left with one of them at the end.
 LONGEST = (
-    "kernels/test_triton.py", "test_docs.py", "test_examples.py", "test_sanitizers.py", "test_readme.py",
-    "integrations/hf/test_scripts.py", "ecosystem/test_loops.py",
-    "integrations/hf/test_model.py", "kernels/test_compile.py",
-    "kernels/test_triton_launches.py", "ops/test_compile.py", "test_install.py", "test_bench.py",
-    "kernels/test_kernels.py", "nn/test_compile.py", "comm/test_peer.py", "comm/test_shm.py", "ops/test_planned.py",
+    "test_docs.py", "kernels/test_compile.py", "test_examples.py", "test_install.py", "test_bench.py",
+    "kernels/test_triton_ends.py", "test_sanitizers.py", "kernels/test_triton_launches.py", "kernels/test_triton.py",
+    "kernels/test_kernels.py", "ecosystem/test_loops.py", "kernels/recurrent/test_triton.py",
+    "integrations/hf/test_model.py", "ops/test_compile.py", "nn/test_compile.py", "integrations/hf/test_scripts.py",
+    "ops/test_attention.py", "comm/test_peer.py", "comm/test_shm.py", "ops/test_planned.py",
 )  # fmt: skip
 
 
@@ -65,6 +67,15 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
 def pytest_runtest_setup() -> None:
     """The same random numbers for a test whichever tests ran before it in the same worker."""
     torch.manual_seed(0)
+
+
+@pytest.fixture(scope="session")
+def programs(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Programs]:
+    """Runs programs, by a process that all workers share."""
+    own = tmp_path_factory.getbasetemp()
+    found = Programs(own.parent if "PYTEST_XDIST_WORKER" in os.environ else own)
+    yield found
+    found.close()
 
 
 @pytest.fixture

@@ -6,6 +6,7 @@ import json
 import os
 import subprocess
 import sys
+from collections.abc import Callable
 from dataclasses import replace
 from importlib import import_module
 from importlib.util import find_spec
@@ -21,6 +22,7 @@ from seqpar.comm import Tag
 from seqpar.kernels import Blockwise
 from seqpar.planner import Hardware
 from seqpar.testing import run_processes
+from tests.interpreting import patched_once  # noqa: F401  of what rehearsals launch
 
 ROOT = Path(__file__).resolve().parent.parent
 INTERPRETED = find_spec("triton") is not None and not torch.cuda.is_available()  # as conftest.py asks for
@@ -51,9 +53,24 @@ def modules() -> Any:
     return import_module
 
 
-def call(*arguments: object) -> subprocess.CompletedProcess[str]:
-    command = [sys.executable, "-m", "bench.gpu.run", *map(str, arguments)]
-    return subprocess.run(command, capture_output=True, text=True, timeout=600, cwd=ROOT)
+Ran = Callable[..., tuple[int, str]]
+
+
+@pytest.fixture
+def ran(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> Ran:
+    """What a module's main returns when it is given these words, and what it prints."""
+
+    def call(name: str, *words: object) -> tuple[int, str]:
+        monkeypatch.setattr(sys, "argv", [name, *map(str, words)])
+        code = import_module(name).main() or 0
+        return code, capsys.readouterr().out
+
+    return call
+
+
+def rehearse(*words: object) -> int:
+    """What a rehearsal returns."""
+    return import_module("bench.gpu.run").main(["--rehearse", *map(str, words)])
 
 
 def read(path: Path) -> list[Row]:
@@ -61,66 +78,43 @@ def read(path: Path) -> list[Row]:
 
 
 @pytest.mark.skipif(native.missing() is not None, reason=native.missing() or "")
-def test_the_comms_are_timed_beside_each_other(tmp_path: Path) -> None:
+def test_the_comms_are_timed_beside_each_other(ran: Ran, tmp_path: Path) -> None:
     path = tmp_path / "comm.json"
     flags = ["--ranks", "2", "--bytes", "65536", "--repeat", "2", "--hops", "3", "--json", path]
-    done = subprocess.run(
-        [sys.executable, "-m", "bench.cpu.comm", *flags], capture_output=True, text=True, timeout=600, cwd=ROOT
-    )
-    assert done.returncode in (0, 1), done.stderr
+    code, printed = ran("bench.cpu.comm", *flags)
+    assert code in (0, 1)
     found = json.loads(path.read_text())
     assert found.keys() >= {"machine", "versions", "commit", "bytes"}
     assert found["over_gloo"].keys() == {"ring", "all-to-all"}
-    assert found["gb_per_second"]["ring, shm"] > 0 and "all-to-all" in done.stdout
+    assert found["gb_per_second"]["ring, shm"] > 0 and "all-to-all" in printed
 
 
 @pytest.mark.skipif(native.missing() is not None, reason=native.missing() or "")
-def test_recurrences_are_timed_beside_fallbacks_and_products(tmp_path: Path) -> None:
+def test_recurrences_are_timed_beside_fallbacks_and_products(ran: Ran, tmp_path: Path) -> None:
     pytest.importorskip("transformers")
     path = tmp_path / "recurrent.json"
     flags = ["--tokens", "128", "--heads", "1", "--dim", "16", "--repeat", "1", "--json", path]
-    done = subprocess.run(
-        [sys.executable, "-m", "bench.cpu.recurrent", *flags], capture_output=True, text=True, timeout=600, cwd=ROOT
-    )
-    assert done.returncode in (0, 1), done.stderr
+    assert ran("bench.cpu.recurrent", *flags)[0] in (0, 1)
     found = json.loads(path.read_text())
     assert found.keys() >= {"machine", "versions", "commit", "threads"} and len(found["rows"]) == 14
     assert {row["fallback"] for row in found["rows"] if "ratio" in row} == {"mamba2", "qwen3_next", "kimi_linear"}
     assert all(row["of_products"] > 0 and row["gflop"] > 0 for row in found["rows"])
 
 
-def test_a_tree_is_timed_beside_separate_sequences(tmp_path: Path) -> None:
+def test_a_tree_is_timed_beside_separate_sequences(ran: Ran, tmp_path: Path) -> None:
     path = tmp_path / "shared_prefix.json"
-    flags = (
-        "--ranks",
-        "2",
-        "--prompt",
-        "64",
-        "--answers",
-        "16",
-        "24",
-        "--short",
-        "32",
-        "--long",
-        "128",
-        "--turns",
-        "2",
-    )
-    subprocess.run([sys.executable, "-m", "bench.cpu.shared_prefix", *flags, "--json", path], cwd=ROOT, timeout=600)
+    flags = ["--ranks", 2, "--prompt", 64, "--answers", 16, 24, "--short", 32, "--long", 128, "--turns", 2]
+    assert ran("bench.cpu.shared_prefix", *flags, "--json", path)[0] in (0, 1)
     (row,) = json.loads(path.read_text())["rows"]
     assert row["tokens"] == {"separate": 64 * 2 + 16 + 24, "tree": 64 + 16 + 24}
     assert row["predicted"][0] > 1 and row["speedup"][0] > 0 and len(row["share"]) == 3
 
 
-def test_states_are_timed_beside_ulysses_and_rows(tmp_path: Path) -> None:
+def test_states_are_timed_beside_ulysses_and_rows(ran: Ran, tmp_path: Path) -> None:
     path = tmp_path / "states.json"
     flags = ["--ranks", "2", "--tokens", "256", "--heads", "2", "--dim", "8", "--turns", "1", "--sweep", "2", "64"]
     flags += ["--travel", "pipeline"]
-    done = subprocess.run(
-        [sys.executable, "-m", "bench.cpu.states", *flags, "--families", "delta rule", "--json", path],
-        capture_output=True, text=True, timeout=600, cwd=ROOT,
-    )  # fmt: skip
-    assert done.returncode == 0, done.stderr
+    assert ran("bench.cpu.states", *flags, "--families", "delta rule", "--json", path)[0] == 0
     found = json.loads(path.read_text())
     assert found.keys() >= {"machine", "versions", "commit", "held_bytes_per_second"}
     assert [(each["link"], each["travel"]) for each in found["rows"]] == [
@@ -139,8 +133,7 @@ def test_states_are_timed_beside_ulysses_and_rows(tmp_path: Path) -> None:
 @pytest.fixture(scope="module")
 def rehearsed(tmp_path_factory: pytest.TempPathFactory) -> Path:
     path = tmp_path_factory.mktemp("bench") / "rows.jsonl"
-    done = call("--rehearse", "--json", path)
-    assert done.returncode == 0, done.stdout[-3000:] + done.stderr[-3000:]
+    assert rehearse("--json", path) == 0
     return path
 
 
@@ -185,15 +178,14 @@ def test_trees_have_their_cover_and_what_they_save(rehearsed) -> None:
 
 def test_a_second_call_measures_nothing_twice(rehearsed) -> None:
     before = rehearsed.read_text()
-    done = call("--rehearse", "--json", rehearsed)
-    assert done.returncode == 0 and rehearsed.read_text() == before
+    assert rehearse("--json", rehearsed) == 0 and rehearsed.read_text() == before
 
 
 def test_a_line_that_was_cut_off_is_measured_again_and_no_other(rehearsed, tmp_path) -> None:
     path, lines = tmp_path / "rows.jsonl", rehearsed.read_text().splitlines()
     last = [n for n, line in enumerate(lines) if json.loads(line)["slice"] == "ceilings"][-1]
     path.write_text("\n".join(lines[:last] + lines[last + 1 :]) + "\n" + lines[last][:40])
-    assert call("--rehearse", "--slice", "ceilings", "--json", path).returncode == 0
+    assert rehearse("--slice", "ceilings", "--json", path) == 0
     added = path.read_text().splitlines()[len(lines) :]
     assert [json.loads(line)["case"] for line in added] == [json.loads(lines[last])["case"]]
 
@@ -210,16 +202,18 @@ def test_rows_of_other_sources_do_not_count(rehearsed, modules, tmp_path) -> Non
 
 def test_nothing_starts_when_the_time_is_up(tmp_path) -> None:
     path = tmp_path / "rows.jsonl"
-    done = call("--rehearse", "--minutes", 0, "--json", path)
+    command = [sys.executable, "-m", "bench.gpu.run", "--rehearse", "--minutes", "0", "--json", path]
+    done = subprocess.run(command, capture_output=True, text=True, timeout=600, cwd=ROOT)
     assert done.returncode == 0 and "stopped before the time is up" in done.stdout and not path.exists()
 
 
-def test_without_a_device_it_says_so() -> None:
+def test_what_it_cannot_do_it_says(modules, capsys) -> None:
     if torch.cuda.is_available():
-        pytest.skip("there is one")
-    done = call("--slice", "ceilings")
-    assert done.returncode == 2 and "needs one CUDA device" in done.stderr
-    assert call("--rehearse", "--slice", "magic").returncode == 2
+        pytest.skip("there is a device")
+    for said, words in (("needs one CUDA device", []), ("unknown slice magic", ["--rehearse", "--slice", "magic"])):
+        with pytest.raises(SystemExit) as left:
+            modules("bench.gpu.run").main(words)
+        assert left.value.code == 2 and said in capsys.readouterr().err
 
 
 def slightly_off(forward: Any) -> Any:
@@ -236,8 +230,7 @@ def slightly_off(forward: Any) -> Any:
 def test_what_is_wrong_is_not_timed(slices, modules, monkeypatch, tmp_path) -> None:
     monkeypatch.setattr(Blockwise, "forward", slightly_off(Blockwise.forward))
     path = tmp_path / "rows.jsonl"
-    arguments = ["--rehearse", "--json", str(path), *(word for name in slices for word in ("--slice", name))]
-    assert modules("bench.gpu.run").main(arguments) == 1
+    assert rehearse("--json", path, *(word for name in slices for word in ("--slice", name))) == 1
     rows = [row for row in read(path) if row["slice"] == "forward" and row["kernel"] == "blockwise"]
     assert rows and all(row["ok"] is False and "off by" in row["refused"] and "ms" not in row for row in rows)
     assert any("ms" in row for row in read(path) if row["kernel"] == "reference")
@@ -269,15 +262,14 @@ def test_the_full_run_has_the_cases_that_are_promised(modules) -> None:
     assert {n[2] for n in names} == {f"{p} ranks" for p in (2, 4, 8, 16)}
 
 
-def test_a_trace_of_a_call_shows_what_lies_under_computation(tmp_path: Path) -> None:
+def test_a_trace_of_a_call_shows_what_lies_under_computation(ran: Ran, tmp_path: Path) -> None:
     out = tmp_path / "trace.json"
-    command = [sys.executable, "-m", "bench.cpu.timeline", "--tokens", "256", "--calls", "1", "--out", str(out)]
-    done = subprocess.run(command, capture_output=True, text=True, timeout=600, cwd=ROOT)
-    assert done.returncode == 0, done.stderr[-2000:]
+    code, printed = ran("bench.cpu.timeline", "--tokens", 256, "--calls", 1, "--out", out)
+    assert code == 0
     names = {event.get("name", "") for event in json.loads(out.read_text())["traceEvents"]}
     for what in ("seqpar compute", "seqpar differentiate"):
         assert any(name.startswith(what) for name in names), what
-    assert "%" in done.stdout
+    assert "%" in printed
 
 
 @pytest.mark.exhaustive

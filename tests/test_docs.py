@@ -4,14 +4,13 @@ from __future__ import annotations
 
 import re
 import shlex
-from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
 
 from seqpar.cli import calibrate, main
 from seqpar.planner import Hardware
-from tests.programs import Programs, lines, output, programs
+from tests.programs import Programs, lines, output
 
 ROOT = Path(__file__).parent.parent
 PAGES = sorted((ROOT / "docs").glob("*.md"))
@@ -27,12 +26,6 @@ COMMANDS = re.compile(r"^```bash\n(.*?)^```", re.MULTILINE | re.DOTALL)
 MESHED = re.compile(r"^```python program of 4 ranks\n(.*?)^```", re.MULTILINE | re.DOTALL)
 INSTALLING = ("python3 -m venv", "pip install")  # which tests/test_install.py does, without a network
 CLOSE = 1e-5
-
-
-@pytest.fixture(scope="module")
-def run() -> Iterator[Programs]:
-    with programs("torch._dynamo", "transformers.models.gemma3.modeling_gemma3", "diffusers.models") as found:
-        yield found
 
 
 def losses(printed: str) -> list[tuple[int, float]]:
@@ -52,22 +45,22 @@ def test_no_page_has_code_that_is_not_run(page: Path) -> None:
 
 
 @pytest.mark.parametrize("page", [p for p in PAGES if p.stem in GUIDES], ids=lambda page: page.stem)
-def test_its_program_trains_on_two_ranks_as_on_one(page: Path, run: Programs, tmp_path: Path) -> None:
+def test_its_program_trains_on_two_ranks_as_on_one(page: Path, programs: Programs, tmp_path: Path) -> None:
     if page.stem in NEEDS:
         pytest.importorskip(NEEDS[page.stem])
-    check_trains_alike(PROGRAM.findall(page.read_text())[0], 2, run, tmp_path)
+    check_trains_alike(PROGRAM.findall(page.read_text())[0], 2, programs, tmp_path)
 
 
-def test_the_program_of_a_mesh_trains_on_four_ranks_as_on_one(run: Programs, tmp_path: Path) -> None:
+def test_the_program_of_a_mesh_trains_on_four_ranks_as_on_one(programs: Programs, tmp_path: Path) -> None:
     (program,) = MESHED.findall((ROOT / "docs" / "fsdp.md").read_text())
-    check_trains_alike(program, 4, run, tmp_path)
+    check_trains_alike(program, 4, programs, tmp_path)
     assert len(list((tmp_path / "4" / "checkpoint").glob("*.distcp"))) == 4
 
 
-def check_trains_alike(program: str, ranks: int, run: Programs, folder: Path) -> None:
+def check_trains_alike(program: str, ranks: int, programs: Programs, folder: Path) -> None:
     script = folder / "program.py"
     script.write_text(program)
-    one, two = (losses(run.ranks(count, script, folder / str(count))[0]) for count in (1, ranks))
+    one, two = (losses(programs.ranks(count, script, folder / str(count))[0]) for count in (1, ranks))
     assert len(one) >= 3 and [step for step, _ in one] == list(range(len(one)))
     assert len({loss for _, loss in one}) == len(one), "it trains"
     for (step, expected), (same_step, loss) in zip(one, two, strict=True):
@@ -77,11 +70,11 @@ def check_trains_alike(program: str, ranks: int, run: Programs, folder: Path) ->
 @pytest.mark.parametrize(
     ("page", "number"), [(page.stem, n) for page in PAGES for n in range(len(SCRIPT.findall(page.read_text())))]
 )
-def test_its_scripts_run(page: str, number: int, run: Programs, tmp_path: Path) -> None:
+def test_its_scripts_run(page: str, number: int, programs: Programs, tmp_path: Path) -> None:
     script = tmp_path / "script.py"
     text, shown = SCRIPT.findall((ROOT / "docs" / f"{page}.md").read_text())[number]
     script.write_text(text)
-    printed = run.alone(script, tmp_path)
+    printed = programs.alone(script, tmp_path)
     assert not shown or printed == shown
 
 
@@ -92,16 +85,17 @@ def blocks() -> list[str]:
 
 
 @pytest.mark.parametrize("block", blocks(), ids=lambda block: block.partition("\n")[0])
-def test_its_commands_run(block: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_its_commands_run(block: str, programs: Programs, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """In one folder, one after the other. test_calibrate.py measures; here a preset stands for what was measured."""
     monkeypatch.chdir(tmp_path)
+    (tmp_path / "examples").symlink_to(ROOT / "examples")
     monkeypatch.setattr(calibrate, "measured", lambda *args, **options: Hardware.preset("cpu").to_dict())
     monkeypatch.setattr(calibrate, "show", lambda data: None)
     for command in block.splitlines():
         if command.startswith("seqpar "):
             assert main(shlex.split(command)[1:]) == 0
         else:
-            assert output(command, tmp_path).strip()
+            assert output(command, programs, tmp_path).strip()
 
 
 @pytest.mark.parametrize("page", PAGES, ids=lambda page: page.stem)

@@ -20,7 +20,7 @@ import pytest
 
 from seqpar import native
 from seqpar.planner import Hardware
-from tests.programs import Programs, programs
+from tests.programs import Programs
 
 ROOT = Path(__file__).resolve().parent.parent
 EXAMPLES = ROOT / "examples"
@@ -46,17 +46,11 @@ def run(command: list[str]) -> subprocess.CompletedProcess[str]:
     return subprocess.run(command, env=ENVIRONMENT, capture_output=True, text=True, timeout=600)
 
 
-@pytest.fixture(scope="module")
-def forked() -> Iterator[Programs]:
-    with programs("torch._dynamo") as found:
-        yield found
-
-
 @pytest.mark.parametrize("name", METHODS)
 @pytest.mark.parametrize("ranks", [1, 2])
-def test_a_method_agrees_with_dense_attention(name: str, ranks: int, forked: Programs, tmp_path: Path) -> None:
+def test_a_method_agrees_with_dense_attention(name: str, ranks: int, programs: Programs, tmp_path: Path) -> None:
     script = EXAMPLES / f"{name}.py"
-    printed = [forked.alone(script, tmp_path)] if ranks == 1 else forked.ranks(ranks, script, tmp_path)
+    printed = [programs.alone(script, tmp_path)] if ranks == 1 else programs.ranks(ranks, script, tmp_path)
     assert any("PASS" in text for text in printed) and not any("FAIL" in text for text in printed)
     assert not any("Warning" in path.read_text() for path in tmp_path.glob("*.err"))
     if name == "long_context" and ranks == 2:
@@ -79,25 +73,28 @@ def test_a_method_agrees_with_dense_attention(name: str, ranks: int, forked: Pro
     ],
     ids=" ".join,
 )
-def test_the_demo_trains_as_one_process_does(flags: tuple[str, ...], tmp_path: Path) -> None:
+def test_the_demo_trains_as_one_process_does(flags: tuple[str, ...], programs: Programs, tmp_path: Path) -> None:
     picture = tmp_path / "new" / "demo.png"
-    flags = (*TINY, *flags, "--out", picture)
-    # without flags also without torchrun: the demo starts its own ranks then
-    done = run(torchrun(2, "demo.py", *flags) if "--layout" in flags else alone("demo.py", "--ranks", 2, *flags))
-    assert done.returncode == 0, done.stdout + done.stderr
-    lines = done.stdout.rstrip().splitlines()
+    words = (*TINY, *flags, "--out", picture)
+    if flags:
+        printed = programs.ranks(2, EXAMPLES / "demo.py", tmp_path, *words)[0]
+    else:  # the demo starts its own ranks
+        done = run(alone("demo.py", "--ranks", 2, *words))
+        assert done.returncode == 0, done.stdout + done.stderr
+        printed = done.stdout
+    lines = printed.rstrip().splitlines()
     shared = "gloo" not in flags and native.missing() is None
     carrier = r"ShmComm \(shared memory\)" if shared else r"GroupComm \(gloo"
     assert re.match(rf"2 ranks, \w+ layout, \w+ over {carrier}", lines[0])
     assert lines[-3].startswith("PASS: largest loss difference")
     assert "over 2 steps (tolerance" in lines[-3]
     assert lines[-2].startswith("shown: 2 ranks trained ") and lines[-1].startswith("next: seqpar plan --help ")
-    assert len(re.findall(r"^ +\d+ +\d+\.\d{7} +\d+\.\d{7} .*\d ms .*\d MB +\d:\d", done.stdout, re.MULTILINE)) == 2
-    moved, predicted = re.search(r"bytes moved: (\S+); predicted by the plans: (\S+)", done.stdout).groups()
+    assert len(re.findall(r"^ +\d+ +\d+\.\d{7} +\d+\.\d{7} .*\d ms .*\d MB +\d:\d", printed, re.MULTILINE)) == 2
+    moved, predicted = re.search(r"bytes moved: (\S+); predicted by the plans: (\S+)", printed).groups()
     assert moved == predicted != "0"
-    assert re.search(r"planning: [\d.]+ ms of a loader thread per batch, one batch ahead", done.stdout)
-    assert ("above a bound that no plan beats" in done.stdout) == ("--layout" not in flags)
-    assert "\x1b" not in done.stdout, "colour belongs on a terminal only"
+    assert re.search(r"planning: [\d.]+ ms of a loader thread per batch, one batch ahead", printed)
+    assert ("above a bound that no plan beats" in printed) == ("--layout" not in flags)
+    assert "\x1b" not in printed, "colour belongs on a terminal only"
     assert picture.read_bytes().startswith(b"\x89PNG")
 
 

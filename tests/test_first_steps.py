@@ -3,24 +3,17 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
 
-from tests.programs import Programs, programs
+from tests.programs import Programs
 
 ROOT = Path(__file__).parent.parent
 PAGE = (ROOT / "docs" / "first-steps.md").read_text(encoding="utf-8")
 LOOK, ALONE, CHECK = re.findall(r"^```python script\n(.*?)^```", PAGE, re.MULTILINE | re.DOTALL)
 (SHARDED,) = re.findall(r"^```python program\n(.*?)^```", PAGE, re.MULTILINE | re.DOTALL)
 (SHOWN,) = re.findall(r"^```text\n(.*?)^```", PAGE, re.MULTILINE | re.DOTALL)
-
-
-@pytest.fixture(scope="module")
-def run() -> Iterator[Programs]:
-    with programs("torch._dynamo") as found:
-        yield found
 
 
 def losses(printed: str) -> list[float]:
@@ -30,20 +23,20 @@ def losses(printed: str) -> list[float]:
     return [float(loss) for _, loss in steps]
 
 
-def test_the_last_of_contiguous_ranks_has_seven_times_the_work_of_the_first(run: Programs, tmp_path: Path) -> None:
+def test_the_last_of_contiguous_ranks_has_seven_times_the_work_of_the_first(programs: Programs, tmp_path: Path) -> None:
     script = tmp_path / "look.py"
     script.write_text(LOOK.replace("Layout.zigzag([TOKENS], 4)", "Layout.contiguous(TOKENS, 4)"))
-    rows = re.findall(r"^ +[0-3] +250 +250 +([\d,]+)", run.alone(script, tmp_path), re.MULTILINE)
+    rows = re.findall(r"^ +[0-3] +250 +250 +([\d,]+)", programs.alone(script, tmp_path), re.MULTILINE)
     area = [int(row.replace(",", "")) for row in rows]
     assert round(area[3] / area[0]) == 7
 
 
-def test_the_sharded_model_trains_as_the_one_before(run: Programs, tmp_path: Path) -> None:
+def test_the_sharded_model_trains_as_the_one_before(programs: Programs, tmp_path: Path) -> None:
     alone, sharded = tmp_path / "alone.py", tmp_path / "sharded.py"
     alone.write_text(ALONE)
     sharded.write_text(SHARDED)
-    expected = losses(run.alone(alone, tmp_path))
-    assert losses(run.ranks(2, sharded, tmp_path / "2")[0]) == pytest.approx(expected, rel=1e-5)
+    expected = losses(programs.alone(alone, tmp_path))
+    assert losses(programs.ranks(2, sharded, tmp_path / "2")[0]) == pytest.approx(expected, rel=1e-5)
     assert losses(SHOWN) == pytest.approx(expected, rel=1e-3)
 
 
@@ -54,14 +47,14 @@ def test_it_installs_an_extra_that_exists() -> None:
 
 
 def test_a_mean_over_rows_of_a_rank_is_as_many_times_too_large_as_there_are_ranks(
-    run: Programs, tmp_path: Path
+    programs: Programs, tmp_path: Path
 ) -> None:
     assert "about as many times too large as there are ranks" in PAGE
     script = tmp_path / "sharded.py"
     script.write_text(
         SHARDED.replace("cross_entropy(logits, labels, valid=lengths[0])", "F.cross_entropy(logits, labels)")
     )
-    assert losses(run.ranks(2, script, tmp_path / "2")[0])[0] == pytest.approx(2 * losses(SHOWN)[0], rel=1e-2)
+    assert losses(programs.ranks(2, script, tmp_path / "2")[0])[0] == pytest.approx(2 * losses(SHOWN)[0], rel=1e-2)
 
 
 @pytest.mark.parametrize(
@@ -72,9 +65,9 @@ def test_a_mean_over_rows_of_a_rank_is_as_many_times_too_large_as_there_are_rank
         ("valid=sum(lengths)", "valid=len(labels)", "not close"),
     ],
 )
-def test_the_comparison_finds_a_mistake(right: str, wrong: str, said: str, run: Programs, tmp_path: Path) -> None:
+def test_the_comparison_finds_a_mistake(right: str, wrong: str, said: str, programs: Programs, tmp_path: Path) -> None:
     script = tmp_path / "check.py"
     assert right in CHECK
     script.write_text(CHECK.replace(right, wrong))
     with pytest.raises(AssertionError, match=said):
-        run.alone(script, tmp_path)
+        programs.alone(script, tmp_path)

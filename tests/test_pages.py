@@ -6,6 +6,7 @@ import ast
 import json
 import re
 from collections.abc import Iterable, Iterator
+from functools import cache
 from pathlib import Path
 from typing import Any
 
@@ -48,8 +49,18 @@ def test_every_package_beside_which_we_stand_has_its_version_and_sources() -> No
 
 
 TROUBLES = (DOCS / "troubleshooting.md").read_text()
-TREES = [ast.parse(path.read_text()) for path in sorted(PACKAGE.rglob("*.py"))]
-MESSAGES = {" ".join(text.split()) for tree in TREES for _, text in messages(tree)}
+
+
+@cache
+def trees() -> list[ast.Module]:
+    """The files of the package."""
+    return [ast.parse(path.read_text()) for path in sorted(PACKAGE.rglob("*.py"))]
+
+
+@cache
+def texts() -> set[str]:
+    """What the package can say."""
+    return {" ".join(text.split()) for tree in trees() for _, text in messages(tree)}
 
 
 def rows(page: str, first: str) -> list[list[str]]:
@@ -63,7 +74,7 @@ def test_a_quoted_message_is_one_of_the_package(quoted: str) -> None:
     text = re.fullmatch(r"`([^`]+)`(?: \(a warning\))?", quoted)
     assert text, quoted
     pattern = re.compile(".*".join(re.escape(part.strip()) for part in text[1].split("…")))
-    assert any(pattern.search(message) for message in MESSAGES)
+    assert any(pattern.search(message) for message in texts())
 
 
 def test_the_timeout_of_a_comm_is_the_one_that_the_page_says() -> None:
@@ -71,7 +82,7 @@ def test_the_timeout_of_a_comm_is_the_one_that_the_page_says() -> None:
 
 
 def test_every_class_of_error_is_explained() -> None:
-    classes = [node for tree in TREES for node in ast.walk(tree) if isinstance(node, ast.ClassDef)]
+    classes = [node for tree in trees() for node in ast.walk(tree) if isinstance(node, ast.ClassDef)]
     own = {node.name for node in classes if any(re.search("Error$|^Exception$", ast.unparse(b)) for b in node.bases)}
     explained = {name for row in rows(TROUBLES, "class") for name in re.findall(r"`(\w+)`", row[0])}
     assert len(own) >= 3 and own <= explained, own - explained
@@ -218,4 +229,4 @@ def test_lines_of_a_plan_and_of_the_log_are_those_of_the_package() -> None:
         for label in re.findall("`([^`]+)`", line)[:1]:
             assert label.removesuffix(" …") in shown, label
     (said,) = re.findall(r"INFO:seqpar\.integrations:\w+: (.*?): of 8 batches", " ".join(TROUBLES.split()))
-    assert any(said in message for message in MESSAGES)
+    assert any(said in message for message in texts())

@@ -2,12 +2,8 @@
 
 from __future__ import annotations
 
-import os
 import re
 import shlex
-import subprocess
-import sys
-from collections.abc import Iterator
 from dataclasses import fields
 from pathlib import Path
 
@@ -18,7 +14,7 @@ from seqpar.kernels.protocol import DTYPES
 from seqpar.plan import TRANSPORTS
 from tests.cases import LAYOUTS, MASKS
 from tests.ops.cases import HEADS, Options, product
-from tests.programs import Programs, lines, output, programs
+from tests.programs import Programs, lines, output
 
 ROOT = Path(__file__).parent.parent
 README = (ROOT / "README.md").read_text()
@@ -29,15 +25,6 @@ COMMANDS = [command for kind, text in BLOCKS if kind == "bash" for command in li
 PYTHON = [text for kind, text in BLOCKS if kind == "python"]
 
 
-def run(command: list[str]) -> str:
-    """What a command prints; it must succeed."""
-    # a port of torchrun's own, whatever else runs on the machine
-    env = os.environ | {"PET_STANDALONE": "1"}
-    done = subprocess.run(command, cwd=ROOT, env=env, capture_output=True, text=True, timeout=600)
-    assert done.returncode == 0, f"{command}:\n{done.stdout[-2000:]}\n{done.stderr[-4000:]}"
-    return done.stdout
-
-
 def test_it_is_short_and_says_at_once_where_it_was_measured() -> None:
     lines = README.splitlines()
     assert len(lines) <= 130
@@ -45,26 +32,20 @@ def test_it_is_short_and_says_at_once_where_it_was_measured() -> None:
 
 
 @pytest.mark.parametrize("command", COMMANDS)
-def test_commands_run(command: str, tmp_path: Path) -> None:
+def test_commands_run(command: str, programs: Programs, tmp_path: Path) -> None:
     """Of make: what it would run. Another test runs the demo."""
-    assert output(command, tmp_path).strip()
-
-
-@pytest.fixture(scope="module")
-def alone() -> Iterator[Programs]:
-    with programs("torch._dynamo") as found:
-        yield found
+    assert output(command, programs, tmp_path).strip()
 
 
 @pytest.mark.parametrize("number", range(len(PYTHON)))
-def test_code_runs(number: int, alone: Programs, tmp_path: Path) -> None:
+def test_code_runs(number: int, programs: Programs, tmp_path: Path) -> None:
     script = tmp_path / "block.py"
     script.write_text(PYTHON[number])
     if "init_process_group" in PYTHON[number]:
-        printed = run([sys.executable, "-m", "torch.distributed.run", "--nproc-per-node", "2", str(script)])
-        assert "rank 0" in printed and "rank 1" in printed
+        for rank, printed in enumerate(programs.ranks(2, script, tmp_path)):
+            assert f"rank {rank}" in printed
     else:
-        alone.alone(script, tmp_path)
+        programs.alone(script, tmp_path)
 
 
 def cells(row: str) -> str:
@@ -90,7 +71,7 @@ def test_table_says_what_the_product_of_tests_covers() -> None:
     assert cells("kernels of other libraries") == ", ".join(k.name for k in VENDORS)
 
 
-def test_every_result_has_a_command_that_exists() -> None:
+def test_every_result_has_a_command_that_exists(programs: Programs) -> None:
     rows = re.findall(r"^\| .* \| (.*) \| `(.*)` \|$", README.split("## Results")[1], re.MULTILINE)
     assert rows
     several = re.findall(r"^\| .* \| .* \| `(.*)` \| .* \| .* \| .* \|$", RESULTS, re.MULTILINE)
@@ -98,7 +79,7 @@ def test_every_result_has_a_command_that_exists() -> None:
     for command in [*several, *(command for _, command in rows)]:
         words = shlex.split(command)
         if words[0] == "make":
-            assert run(["make", "-n", *words[1:]])
+            assert output(command, programs, ROOT)
         else:
             files = [ROOT / word for word in words] + [
                 (ROOT / word.replace(".", "/")).with_suffix(".py") for word in words

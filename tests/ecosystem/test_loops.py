@@ -3,27 +3,15 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Iterator
-from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
 
 import pytest
 
-from tests.programs import Programs, programs
+from tests.programs import Programs
 
 PROGRAMS = Path(__file__).parent / "programs"
-LIBRARIES = (
-    "torch._dynamo", "transformers.models.llama.modeling_llama", "transformers.trainer", "peft", "lightning",
-    "trl.trainer.dpo_trainer", "trl.trainer.sft_trainer", "trl.trainer.reward_trainer",
-)  # fmt: skip
 CLOSE = {"loss": 2e-6, "grad_norm": 1e-5}  # relative; margins and the like are differences of what is near 1
-
-
-@pytest.fixture(scope="module")
-def run() -> Iterator[Programs]:
-    with programs(*(name for name in LIBRARIES if find_spec(name.partition(".")[0]))) as found:
-        yield found
 
 
 def cases(printed: str) -> dict[str, dict[str, Any]]:
@@ -32,10 +20,10 @@ def cases(printed: str) -> dict[str, dict[str, Any]]:
     return {line["case"]: line for line in lines}
 
 
-def compare(run: Programs, script: Path, folder: Path) -> dict[str, dict[str, Any]]:
+def compare(programs: Programs, script: Path, folder: Path) -> dict[str, dict[str, Any]]:
     """Run a program in one process and on two ranks; what it printed there."""
-    one = cases(run.alone(script, folder / "alone"))
-    together = cases(run.ranks(2, script, folder / "together")[0])
+    one = cases(programs.alone(script, folder / "alone"))
+    together = cases(programs.ranks(2, script, folder / "together")[0])
     assert one and one.keys() == together.keys()
     said = [line for err in folder.glob("*/*.err") for line in err.read_text().splitlines() if "Warning: " in line]
     ours = [line for line in said if "seqpar" in line or "over ranks" in line or "average_over" in line]
@@ -52,26 +40,26 @@ def compare(run: Programs, script: Path, folder: Path) -> dict[str, dict[str, An
     return together
 
 
-def test_trainers_of_trl(run: Programs, tmp_path: Path) -> None:
+def test_trainers_of_trl(programs: Programs, tmp_path: Path) -> None:
     pytest.importorskip("trl")
-    found = compare(run, PROGRAMS / "with_trl.py", tmp_path)
+    found = compare(programs, PROGRAMS / "with_trl.py", tmp_path)
     assert len(found) == 6 and all(case["sent"] > 1000 for case in found.values()), "ranks shared their documents"
 
 
 @pytest.mark.exhaustive
-def test_trainers_of_trl_in_every_order(run: Programs, tmp_path: Path) -> None:
+def test_trainers_of_trl_in_every_order(programs: Programs, tmp_path: Path) -> None:
     pytest.importorskip("trl")
     script = tmp_path / "exhaustive.py"
     script.write_text((PROGRAMS / "with_trl.py").read_text())
-    assert len(compare(run, script, tmp_path)) == 32
+    assert len(compare(programs, script, tmp_path)) == 32
 
 
-def test_adapters_of_peft_under_accelerate(run: Programs, tmp_path: Path) -> None:
+def test_adapters_of_peft_under_accelerate(programs: Programs, tmp_path: Path) -> None:
     pytest.importorskip("peft")
     pytest.importorskip("accelerate")
-    compare(run, PROGRAMS / "with_peft.py", tmp_path)
+    compare(programs, PROGRAMS / "with_peft.py", tmp_path)
 
 
-def test_ddp_of_lightning(run: Programs, tmp_path: Path) -> None:
+def test_ddp_of_lightning(programs: Programs, tmp_path: Path) -> None:
     pytest.importorskip("lightning")
-    compare(run, PROGRAMS / "with_lightning.py", tmp_path)
+    compare(programs, PROGRAMS / "with_lightning.py", tmp_path)

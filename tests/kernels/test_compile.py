@@ -168,6 +168,8 @@ SAMPLES = [
 @pytest.mark.parametrize("where", versions())
 @pytest.mark.parametrize(("name", "flags"), SAMPLES)
 def test_what_compiles_here_is_what_was_committed(name, flags, where, tmp_path) -> None:
+    if where and "--dim" in flags:  # of the oldest Triton fewer
+        flags = [*flags, "--dtype", "bf16"]
     rows, known = compiled(name, where, tmp_path / "rows.jsonl", *flags), committed(name, where)
     assert len(rows) >= 7
     for row in rows:

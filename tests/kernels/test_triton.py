@@ -41,7 +41,7 @@ from seqpar.kernels.triton.config import (  # noqa: E402
     pieces,
 )  # fmt: skip
 
-BASE = Case(queries=45, keys=45, dtype=torch.float32)
+BASE = Case(queries=45, keys=45, heads=2, kv_heads=1, dtype=torch.float32)
 SMALL = Triton(configure=lambda d: LaunchConfig(16, 16, 4, 1))
 
 
@@ -96,7 +96,7 @@ def test_bf16_with_operands_cast_for_the_interpreter(mask, options, monkeypatch)
 @pytest.mark.parametrize("processors", [1, 1000])
 def test_split_gradients_of_keys_are_joined(mask, processors, monkeypatch) -> None:
     monkeypatch.setattr(package, "_processors", lambda device: processors)
-    suite.equals_oracle(SMALL, replace(BASE, mask=mask, heads=6, kv_heads=2))
+    suite.equals_oracle(SMALL, replace(BASE, mask=mask, heads=4, kv_heads=2))
 
 
 @pytest.mark.parametrize("mask", some(["causal", "packed", "bounds", "window"], 2))
@@ -122,7 +122,7 @@ def test_tensors_that_descriptors_refuse_are_loaded_by_pointers() -> None:
 
 
 def test_the_same_call_gives_the_same_bits() -> None:
-    case = replace(BASE, mask="packed", heads=6, kv_heads=2, splits=3, dtype=torch.float16, dropout=0.2)
+    case = replace(BASE, mask="packed", heads=4, kv_heads=2, splits=2, dtype=torch.float16, dropout=0.2)
     twice = []
     for _ in range(2):
         out, lse = suite.run_forward(Triton(), case)
@@ -142,7 +142,8 @@ def test_the_same_call_gives_the_same_bits() -> None:
 )
 def test_steps_of_a_plan(transport, layout, window) -> None:
     """Tables of real plans: query tiles of any number of rows, key tiles whose queries are not consecutive."""
-    lengths = (75, 3, 45, 38)
+    exact = (layout, transport) == ("zigzag", "gather")  # has a table of exact tiles, if it has enough of them
+    lengths = (75, 3, 45, 38) if exact else (43, 3, 26, 22)
     total = sum(lengths)
     mask = Mask(lengths, window=window)
     placed = Layout.zigzag(lengths, 3) if layout == "zigzag" else Layout.striped(total, 3, block=7)
@@ -177,7 +178,7 @@ def test_steps_of_a_plan(transport, layout, window) -> None:
             assert relative_rms(a, b) < 2e-6
     for a, b in zip(got, (dk, dv), strict=True):
         assert relative_rms(a, b) < 2e-6
-    assert (False, True) in shapes or (layout, transport) != ("zigzag", "gather")
+    assert (False, True) in shapes or not exact
 
 
 def test_a_value_that_is_not_finite_is_never_silently_left_out() -> None:
@@ -185,7 +186,7 @@ def test_a_value_that_is_not_finite_is_never_silently_left_out() -> None:
     case = replace(BASE, queries=70, keys=70, mask="packed", dim=16, v_dim=16)
     q, k, v = suite.inputs(case)[:3]
     facts = suite.facts_of(case.made(), np.arange(70))
-    sums = [(torch.full((70, 4, 16), torch.nan), torch.full((4, 70), torch.nan)) for _ in range(2)]
+    sums = [(torch.full((70, 2, 16), torch.nan), torch.full((2, 70), torch.nan)) for _ in range(2)]
     SMALL.forward(Operands(q, k, v, facts, case.score()), Sums(*sums[0], None, first=True))
     v[37, :, 3] = torch.nan
     SMALL.forward(Operands(q, k, v, facts, case.score()), Sums(*sums[1], None, first=True))

@@ -79,7 +79,7 @@ def test_descriptors_load_what_pointers_do(mask, monkeypatch) -> None:
 @st.composite
 def steps(draw: st.DrawFn) -> StepFacts:
     """A step of a rank under a mask whose keys end, with query tiles of any number of rows."""
-    tokens, ranks = draw(st.integers(1, 90)), draw(st.integers(1, 3))
+    tokens, ranks = draw(st.integers(1, 60)), draw(st.integers(1, 3))
     rng = np.random.default_rng(draw(st.integers(0, 2**16)))
     mask = make_mask(draw(st.sampled_from(ENDING)), [tokens], rng)
     layout = make_layout(draw(st.sampled_from(LAYOUTS)), [tokens], ranks, rng)

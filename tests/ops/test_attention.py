@@ -50,12 +50,13 @@ def pairwise(points: list[tuple[Case, tuple[int, int]]]) -> list[tuple[Case, tup
         return {(i, a, j, b) for (i, a), (j, b) in itertools.combinations(enumerate(axes), 2)}
 
     order = np.random.default_rng(0).permutation(len(points))
-    left = set().union(*(pairs(p) for p in points))
+    held = [pairs(p) for p in points]
+    left = set().union(*held)
     chosen = []
     # several sweeps that take only points with many new pairs before those with few keep the set small
     for least in (12, 9, 6, 4, 2, 1):
         for i in order:
-            new = pairs(points[i]) & left
+            new = held[i] & left
             if len(new) >= least:
                 chosen.append(points[i])
                 left -= new

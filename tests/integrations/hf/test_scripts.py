@@ -4,12 +4,11 @@ from __future__ import annotations
 
 import difflib
 import re
-from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
 
-from tests.programs import Programs, programs
+from tests.programs import Programs
 
 ROOT = Path(__file__).resolve().parents[3]
 SCRIPTS = ROOT / "examples" / "huggingface"
@@ -23,22 +22,16 @@ def changes(name: str) -> list[str]:
     return [line for line in lines if line[0] in "+-" and not line.startswith(("+++", "---"))]
 
 
-@pytest.fixture(scope="module")
-def run() -> Iterator[Programs]:
-    with programs("torch._dynamo", "transformers.models.llama.modeling_llama", "transformers.trainer") as found:
-        yield found
-
-
 def losses(printed: str) -> dict[str, float]:
     return {name: float(x) for name, x in re.findall(r"^(step \d+ loss|evaluation loss) (\S+)$", printed, re.MULTILINE)}
 
 
 @pytest.mark.parametrize("name", NAMES)
-def test_a_few_lines_differ_and_no_loss_does(name: str, run: Programs, tmp_path: Path) -> None:
+def test_a_few_lines_differ_and_no_loss_does(name: str, programs: Programs, tmp_path: Path) -> None:
     added = [line for line in changes(name) if line.strip() != "+"]
     assert 0 < len(added) <= 5 and all(line.startswith("+") for line in added), added
-    one = losses(run.alone(SCRIPTS / f"{name}_alone.py", tmp_path / "alone"))
-    ranks = [losses(printed) for printed in run.ranks(2, SCRIPTS / f"{name}.py", tmp_path / "together")]
+    one = losses(programs.alone(SCRIPTS / f"{name}_alone.py", tmp_path / "alone"))
+    ranks = [losses(printed) for printed in programs.ranks(2, SCRIPTS / f"{name}.py", tmp_path / "together")]
     assert len(one) >= 4 and len(ranks) == 2 and ranks[0].keys() == one.keys()
     for step, expected in one.items():
         for loss in (rank[step] for rank in ranks if rank):  # Trainer and accelerate print on rank 0 alone

@@ -1,0 +1,5 @@
+"""Settings of tests of kernels."""
+
+from tests.interpreting import patched_once
+
+__all__ = ["patched_once"]
