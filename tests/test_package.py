@@ -91,7 +91,7 @@ ORDER = {
         recurrent recurrent/recompute recurrent/ahead recurrent/rows recurrent/relaid recurrent/conv
         recurrent/maps recurrent/gather recurrent/chain recurrent/scan
         recurrent/local recurrent/pipeline recurrent/checks recurrent/call recurrent/whole recurrent/blocks
-        recurrent/linear __init__
+        recurrent/computed recurrent/linear recurrent/channels __init__
     """,
     "nn": "checkpoint wrap fingerprint source attention multihead __init__",
     "integrations": """
@@ -117,7 +117,7 @@ ORDER = {
         vendor/varlen vendor/library vendor/segmented
         vendor/aten vendor/aten_flash vendor/cudnn vendor/flash2 vendor/flash3 vendor/flash4 vendor
         preference
-        recurrent/protocol recurrent/reference recurrent/chunked recurrent/native
+        recurrent/protocol recurrent/reference recurrent/chunked recurrent/steps recurrent/native
         recurrent/triton/config recurrent/triton/tables recurrent/triton/tile recurrent/triton/pairs
         recurrent/triton/walk recurrent/triton/rows recurrent/triton/launch recurrent/triton
         recurrent/vendor/trial recurrent/vendor/fla recurrent/vendor
