@@ -100,8 +100,8 @@ ORDER = {
         probe/inspection
         sdpa/mask sdpa/reroute sdpa/model sdpa
         hf/mask hf/shape hf/weights hf/planning hf/worth hf/ahead hf/attention
-        hf/recurrent hf/recurrent/filters hf/recurrent/delta hf/recurrent/mamba2 hf/recurrent/shortconv
-        hf/recurrent/mixers
+        hf/recurrent hf/recurrent/filters hf/recurrent/delta hf/recurrent/lightning hf/recurrent/mamba
+        hf/recurrent/mamba2 hf/recurrent/rglru hf/recurrent/shortconv hf/recurrent/mixers
         hf/fit hf/model
         diffusers/tokens diffusers/forward diffusers/recipes diffusers/model diffusers
         parallelize transformers __init__

@@ -100,7 +100,7 @@ class RecurrentLayer:
     @classmethod
     def mamba(cls, hidden: int, *, inner: int, state: int, rank: int, taps: int) -> RecurrentLayer:
         """The selective state space layer of Gu and Dao 2023 (Mamba), with a gate. rank: of the steps' projection."""
-        projections = 3 * hidden * inner + inner * (2 * rank + 2 * state)
+        projections = 3 * hidden * inner + inner * (2 * rank + 2 * state) + inner * state  # with the rates
         return cls(inner, state, 1, 1, decay="rates", taps=taps, channels=inner, projections=projections)
 
     @classmethod
