@@ -49,7 +49,7 @@ class Recurrence(NamedTuple):
 
 
 class RecurrentSpec(NamedTuple):
-    """What says whether a kernel can compute a call. dtype: of v. decay: "none", "scalar" or "channel"."""
+    """What says whether a kernel can compute a call. dtype: of v. decay: "none", "scalar", "channel" or "rates"."""
 
     device: str
     dtype: torch.dtype

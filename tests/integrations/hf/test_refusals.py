@@ -82,7 +82,7 @@ def opt() -> PreTrainedModel:
 
 LLAMA = SIZES | {"rope_parameters": {"rope_theta": 1e4, "factor": 2.0}}
 MODELS: dict[str, tuple[Callable[[], PreTrainedModel], str]] = {
-    "RWKV": (made("RwkvForCausalLM", "RwkvConfig", vocab_size=61, hidden_size=32, num_hidden_layers=1),
+    "RWKV": (made("RwkvForCausalLM", "RwkvConfig", vocab_size=61, hidden_size=32, num_hidden_layers=2),
         "carries a state"),
     "xLSTM": (
         made("xLSTMForCausalLM", "xLSTMConfig", vocab_size=61, hidden_size=32, num_blocks=1, num_heads=4),
