@@ -5,8 +5,8 @@ computes it twice in forward and twice as much in backward, so a direction takes
 to a state takes half of it, and with matrices as maps, which are K more columns beside the V of the state,
 ``(V + K) / V`` times that half. A head of one value, of a recurrence with a state for each channel, has no such
 products: an element of its state takes a row as long as `STEP` operations, and what a run does to it comes with that,
-but for one step a chunk. A device computes some heads at once: as many as threads on the CPU, which the fewer
-heads of a block leave idle otherwise, and `WIDTH` on a GPU, where all of them go from chunk to chunk together.
+but for one step a chunk. A device computes some heads at once: as many as threads on the CPU, which the fewer heads of
+a block leave idle otherwise, and `WIDTH` on a GPU, where all of them go from chunk to chunk together.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ CHUNK = 64  # rows; ROWS of seqpar.kernels.recurrent.chunked, which plans may no
 # operations of a device while its link moves a byte: 100e9 / 1e9 of a core and a loopback, 100e12 / 50e9 of a GPU
 RATES = {"cpu": 100, "cuda": 2000}
 WIDTH = 64
-STEP = 500  # two exponentials and ten passes over memory: PLACEHOLDER
+STEP = 1200  # a core took 47 ns for an element of 16 states of 512 channels, forward and backward, in float32
 
 
 class LayerWork(NamedTuple):

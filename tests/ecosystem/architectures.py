@@ -277,4 +277,9 @@ def build(
     for name, parameter in model.named_parameters():
         norm = "norm" in name.lower() and name.endswith("weight")
         torch.nn.init.normal_(parameter, 1.0 if norm and "gemma" not in row.kind else 0.0, 0.2)
-    return (model.double() if dtype is torch.float64 else model.float()).train(row.training)
+    model = (model.double() if dtype is torch.float64 else model.float()).train(row.training)
+    for module in model.modules():
+        if type(module).__name__ == "MiniMaxLightningAttention":  # whose tables were made in fp32
+            tables = module.decay_factors(module.slope_rate)
+            module.query_decay, module.key_decay, module.diagonal_decay = tables
+    return model

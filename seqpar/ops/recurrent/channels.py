@@ -46,7 +46,7 @@ def channel_scan(
 
     update, decay [T, C]: this rank's rows, ``T = plan.rows(rank)``, the latter logarithms of factors, at or below 0
     once multiplied. rates [C, N]: the same for all tokens, and equal on all ranks. keys, queries [T, N]: shared by all
-    channels. What is not given is ones, and N is 1 if none is. So ``channel_scan(x, log_a, plan, comm)`` is the
+    channels. Those left out are ones, and N is 1 without all. So ``channel_scan(x, log_a, plan, comm)`` is the
     recurrence of RG-LRU, and of Mamba-1, with steps dt and the parameters A, B and C:
 
         y = channel_scan(dt * x, dt, plan, comm, rates=A, keys=B, queries=C)

@@ -58,9 +58,6 @@ def build(name: str, dtype: torch.dtype = torch.float32, **more: Any) -> transfo
     for module in model.modules():  # those of Qwen multiply by 1 + weight, and by 2 a model rounds more than 2e-5
         if type(module).__name__ in ("Qwen3NextRMSNorm", "Qwen3_5RMSNorm", "Qwen3_5MoeRMSNorm"):
             module.weight.data -= 1.0
-        if type(module).__name__ == "MiniMaxLightningAttention":  # whose tables were made in fp32
-            tables = module.decay_factors(module.slope_rate)
-            module.query_decay, module.key_decay, module.diagonal_decay = tables
     return model
 
 
