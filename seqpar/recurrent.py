@@ -10,8 +10,10 @@ inside a document, a state and the few rows that a filter reads::
 one's own, as is `state_scan`: it turns what each run of rows does to a state into the state that enters it.
 """
 
+from seqpar.ops.recurrent.channels import channel_scan
+from seqpar.ops.recurrent.computed import States
 from seqpar.ops.recurrent.conv import causal_conv1d
-from seqpar.ops.recurrent.linear import States, linear_attention
+from seqpar.ops.recurrent.linear import linear_attention
 from seqpar.ops.recurrent.rows import halo, runs, shift
 from seqpar.ops.recurrent.scan import state_scan
 from seqpar.plan.recurrence import RecurrentLayer
@@ -20,6 +22,6 @@ from seqpar.plan.travel_plot import plot
 from seqpar.plan.travel_report import describe
 
 __all__ = [
-    "RankRuns", "RecurrentLayer", "States", "causal_conv1d", "describe", "halo", "linear_attention", "plot", "runs",
-    "shift", "state_scan",
+    "RankRuns", "RecurrentLayer", "States", "causal_conv1d", "channel_scan", "describe", "halo", "linear_attention",
+    "plot", "runs", "shift", "state_scan",
 ]  # fmt: skip

@@ -91,7 +91,7 @@ ORDER = {
         recurrent recurrent/recompute recurrent/ahead recurrent/rows recurrent/relaid recurrent/conv
         recurrent/maps recurrent/gather recurrent/chain recurrent/scan
         recurrent/local recurrent/pipeline recurrent/checks recurrent/call recurrent/whole recurrent/blocks
-        recurrent/linear __init__
+        recurrent/computed recurrent/linear recurrent/channels __init__
     """,
     "nn": "checkpoint wrap fingerprint source attention multihead __init__",
     "integrations": """
@@ -100,8 +100,8 @@ ORDER = {
         probe/inspection
         sdpa/mask sdpa/reroute sdpa/model sdpa
         hf/mask hf/shape hf/weights hf/planning hf/worth hf/ahead hf/attention
-        hf/recurrent hf/recurrent/filters hf/recurrent/delta hf/recurrent/mamba2 hf/recurrent/shortconv
-        hf/recurrent/mixers
+        hf/recurrent hf/recurrent/filters hf/recurrent/delta hf/recurrent/lightning hf/recurrent/mamba
+        hf/recurrent/mamba2 hf/recurrent/rglru hf/recurrent/shortconv hf/recurrent/mixers
         hf/fit hf/model
         diffusers/tokens diffusers/forward diffusers/recipes diffusers/model diffusers
         parallelize transformers __init__
@@ -117,7 +117,7 @@ ORDER = {
         vendor/varlen vendor/library vendor/segmented
         vendor/aten vendor/aten_flash vendor/cudnn vendor/flash2 vendor/flash3 vendor/flash4 vendor
         preference
-        recurrent/protocol recurrent/reference recurrent/chunked recurrent/native
+        recurrent/protocol recurrent/reference recurrent/chunked recurrent/steps recurrent/native
         recurrent/triton/config recurrent/triton/tables recurrent/triton/tile recurrent/triton/pairs
         recurrent/triton/walk recurrent/triton/rows recurrent/triton/launch recurrent/triton
         recurrent/vendor/trial recurrent/vendor/fla recurrent/vendor

@@ -4,7 +4,8 @@
 
 In chunks of C rows a token multiplies, for each head, with the chunk's keys and values, and with one state, as
 `seqpar.kernels.recurrent.chunked` does. A multiplication and an addition are two operations; elementwise ones are left
-out, as are those of decays.
+out, as are those of decays. With a state for each channel all are elementwise: they are counted as the operations of
+products that take as long.
 """
 
 from __future__ import annotations
@@ -14,10 +15,10 @@ from typing import NamedTuple
 
 from seqpar.facts.value import whole
 from seqpar.plan.traffic import DTYPE_BYTES
-from seqpar.plan.travel_work import CHUNK, RATES, LayerWork
+from seqpar.plan.travel_work import CHUNK, RATES, STEP, LayerWork
 
 MOST = (1 << 31) - 1  # of any size
-DECAYS = ("none", "scalar", "channel")
+DECAYS = ("none", "scalar", "channel", "rates")
 
 
 class LayerBytes(NamedTuple):
@@ -45,10 +46,11 @@ class RecurrentLayer:
 
     heads, key_dim, value_dim: as of `seqpar.recurrent.linear_attention`; a state space has state dim `key_dim` and head
     dim `value_dim`. groups: heads of queries and keys, by default ``heads``. decay: "none", "scalar" for one of each
-    head, "channel" for one of each dim of a key. delta: whether the delta rule updates the state, whose map is then a
-    matrix [K, K]. taps: of the short convolution, 0 without one. channels: of that convolution, by default those of
-    queries, keys and values. projections: elements of the layer's matrices, into the recurrence and out of it, for the
-    planner.
+    head, "channel" for one of each dim of a key, "rates" for `seqpar.recurrent.channel_scan`, where heads are channels
+    of value_dim 1 in one group, and key_dim the states of each; without keys if that is 1. delta: whether the delta
+    rule updates the state, whose map is then a matrix [K, K]. taps: of the short convolution, 0 without one. channels:
+    of that convolution, by default those of queries, keys and values. projections: elements of the layer's matrices,
+    into the recurrence and out of it, for the planner.
 
     Raises ValueError for sizes that contradict each other.
     """
@@ -77,6 +79,11 @@ class RecurrentLayer:
             raise ValueError(f"RecurrentLayer: heads, groups, key_dim and value_dim are all 0 or none is, got {sizes}")
         if self.heads and self.heads % self.groups:
             raise ValueError(f"RecurrentLayer: heads {self.heads} must be a multiple of groups {self.groups}")
+        if self.decay == "rates" and (self.delta or self.value_dim != 1 or self.groups != 1):
+            raise ValueError(
+                f"RecurrentLayer: decay 'rates' is of channels, with value_dim 1, 1 group and no delta rule, got "
+                f"{self.value_dim}, {self.groups} and delta={self.delta}"
+            )
         if (self.taps == 0) != (self.channels == 0) or not (self.heads or self.taps):
             raise ValueError(
                 f"RecurrentLayer: {self.heads} heads, {self.taps} taps, {self.channels} channels; give heads, or both "
@@ -89,6 +96,23 @@ class RecurrentLayer:
         inner, both = heads * head_dim, groups * state
         projections = hidden * (2 * inner + 2 * both + heads) + inner * hidden
         return cls(heads, state, head_dim, groups, taps=taps, projections=projections)
+
+    @classmethod
+    def mamba(cls, hidden: int, *, inner: int, state: int, rank: int, taps: int) -> RecurrentLayer:
+        """The selective state space layer of Gu and Dao 2023 (Mamba), with a gate. rank: of the steps' projection."""
+        projections = 3 * hidden * inner + inner * (2 * rank + 2 * state) + inner * state  # with the rates
+        return cls(inner, state, 1, 1, decay="rates", taps=taps, channels=inner, projections=projections)
+
+    @classmethod
+    def rg_lru(cls, hidden: int, *, width: int, heads: int, taps: int) -> RecurrentLayer:
+        """The recurrent block of De et al. 2024 (Griffin), whose two gates have a matrix for each head."""
+        projections = 3 * hidden * width + 2 * width * width // heads
+        return cls(width, 1, 1, 1, decay="rates", taps=taps, channels=width, projections=projections)
+
+    @classmethod
+    def lightning(cls, hidden: int, *, heads: int, dim: int) -> RecurrentLayer:
+        """The linear attention of MiniMax 2025 (MiniMax-01), with a decay of each head and a gate."""
+        return cls(heads, dim, dim, projections=5 * hidden * heads * dim)
 
     @classmethod
     def gated_delta(
@@ -126,14 +150,18 @@ class RecurrentLayer:
         size, gate = (_size_of(name, given) for name, given in (("dtype", dtype), ("gates", gates)))
         wide = max(size, 4)
         keys, values = 2 * self.groups * self.key_dim, self.heads * self.value_dim
-        mapped = self.key_dim**2 if self.delta else max(self._factors, 1)
+        if self._steps and self.key_dim == 1:
+            keys = 0
+        mapped = self.key_dim**2 if self.delta else self.key_dim if self.decay in ("channel", "rates") else 1
         return LayerBytes(
             heads=self.heads,
             state=self.key_dim * values * wide,
             map=self.heads * mapped * wide,
             row=(keys + values) * size + self.decays * gate,
             out=values * size,
-            work=LayerWork.of(*work, beta=self.delta, device=device, threads=whole("threads", threads, 1))
+            work=LayerWork.of(
+                *work, beta=self.delta, device=device, threads=whole("threads", threads, 1), channels=self._steps
+            )
             if self.heads
             else None,
             reach=max(0, self.taps - 1),
@@ -144,18 +172,22 @@ class RecurrentLayer:
     @property
     def flops(self) -> int:
         """Forward operations per token, without the projections."""
-        k, v = self.key_dim, self.value_dim
+        k, v, filters = self.key_dim, self.value_dim, 2 * self.taps * self.channels
+        if self._steps:
+            return self.heads * k * STEP + filters
         pairs = 2 if self.delta else 1  # products of the chunk's keys: with its queries, and with themselves
         products = self.heads if self.decay == "channel" else self.groups
         inside = 2 * CHUNK * (pairs * products * k + self.heads * v)
         solved = self.heads * CHUNK * (k + v) * self.delta
         states = self.heads * 2 * k * v * (3 if self.delta else 2)
-        return inside + solved + states + 2 * self.taps * self.channels
+        return inside + solved + states + filters
 
     @property
     def leave_flops(self) -> int:
         """Further operations per token of a run that others continue: its state, and with the delta rule its map."""
         k, v = self.key_dim, self.value_dim
+        if self._steps:
+            return self.heads * k * STEP // CHUNK
         return self.heads * (4 * k * (v + k) if self.delta else 2 * k * v)
 
     def kept(self, hidden: int) -> int:
@@ -175,12 +207,17 @@ class RecurrentLayer:
     @property
     def _factors(self) -> int:
         """Decays of a head and token."""
-        return {"none": 0, "scalar": 1, "channel": self.key_dim}[self.decay]
+        return {"none": 0, "scalar": 1, "channel": self.key_dim, "rates": 1}[self.decay]
+
+    @property
+    def _steps(self) -> bool:
+        """Whether it is computed in steps, as `seqpar.kernels.recurrent.steps` does."""
+        return self.decay == "rates"
 
     @property
     def working(self) -> int:
         """Elements per token, in the dtype of sums, that a layer takes while it is computed, with their gradients."""
-        inside = CHUNK * (2 if self.delta else 1)
+        inside = 0 if self._steps else CHUNK * (2 if self.delta else 1)
         rows = 3 * self.key_dim + 2 * self.value_dim
         return 2 * self.heads * (inside + rows + self.key_dim * self.value_dim // CHUNK)
 

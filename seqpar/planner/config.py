@@ -13,14 +13,16 @@ SPARSE = ("deepseek_v2", "deepseek_v3", "gpt_oss", "mixtral", "qwen2_moe", "qwen
 # Decoders with recurrent layers, alone or among attention.
 DELTA = ("kimi_linear", "olmo_hybrid", "qwen3_5_moe_text", "qwen3_5_text", "qwen3_next")
 MAMBA = ("bamba", "falcon_h1", "granitemoehybrid", "mamba2", "nemotron_h")
+SELECTIVE = ("falcon_mamba", "jamba", "mamba")
 CONVOLVED = ("lfm2", "lfm3")
-HYBRID = DELTA + MAMBA + CONVOLVED
+HYBRID = DELTA + MAMBA + SELECTIVE + CONVOLVED + ("minimax", "recurrent_gemma")
+UNATTENDED = ("falcon_mamba", "mamba", "mamba2")  # alone
 # What a layer holds, by its name in a list of layer types: attention, a recurrence, an ffn alone.
 ATTENTION = ("attention", "full_attention", "sliding_attention")
 RECURRENT = ("conv", "linear_attention", "mamba")
 PATTERN = {"M": "mamba", "*": "attention", "-": "mlp", "E": "moe"}  # of hybrid_override_pattern
 # Decoders that tie head and embedding unless their config says otherwise.
-TIED = ("gemma2", "gemma3", "gemma3_text", "lfm2", "lfm3")
+TIED = ("gemma2", "gemma3", "gemma3_text", "lfm2", "lfm3", "recurrent_gemma")
 # Layers per pattern of windows, and which of them see all keys, for configs without a list of layers.
 PATTERNS = {"gemma2": (2, 1), "gemma3": (6, 5), "gemma3_text": (6, 5), "gpt_oss": (2, 1)}
 
@@ -75,7 +77,7 @@ def fields(config: object) -> dict[str, Any]:
     }
     if types is not None:
         values |= _recurrent(c, values, types)
-    if kind == "mamba2":  # no attention: its sizes are those of the states
+    if kind in UNATTENDED:  # no attention: its sizes are those of the states
         layer = values["recurrent"]
         return _checked(c, values | dict(heads=layer.heads, kv_heads=1, dim=layer.key_dim, ffn=0, ffn_layers=0))
     values["heads"] = c.need("num_attention_heads")
@@ -104,8 +106,15 @@ def _types(c: _Config) -> list[str]:
         return list(types)
     if c.kind == "falcon_h1":
         return ["hybrid"] * len(layers)
-    if c.kind == "mamba2":
+    if c.kind in UNATTENDED:
         return ["mamba"] * len(layers)
+    if c.kind == "jamba":
+        period, offset = c.get("attn_layer_period", default=8), c.get("attn_layer_offset", default=4)
+        return ["attention" if n % period == offset else "mamba" for n in layers]
+    if c.kind == "recurrent_gemma":
+        kinds = c.get("block_types", default=("recurrent", "recurrent", "attention"))
+        named = {"recurrent": "linear_attention", "attention": "sliding_attention"}
+        return [named.get(kind, kind) for kind in (kinds[n % len(kinds)] for n in layers)]
     if c.kind.startswith("qwen3"):
         every = c.get("full_attention_interval", default=4)
         return ["linear_attention" if (n + 1) % every else "full_attention" for n in layers]
@@ -138,6 +147,21 @@ def _recurrent(c: _Config, values: Mapping[str, Any], types: list[str]) -> dict[
         )  # fmt: skip
     elif c.kind in CONVOLVED:
         layer = RecurrentLayer.short_convolution(hidden, taps=c.need("conv_L_cache"))
+    elif c.kind in SELECTIVE:
+        rank = c.get("mamba_dt_rank", "time_step_rank", default="auto")
+        layer = RecurrentLayer.mamba(
+            hidden, inner=c.get("mamba_expand", "expand", default=2) * hidden,
+            state=c.need("mamba_d_state", "state_size"), rank=-(-hidden // 16) if rank == "auto" else rank,
+            taps=c.need("mamba_d_conv", "conv_kernel"),
+        )  # fmt: skip
+    elif c.kind == "recurrent_gemma":
+        layer = RecurrentLayer.rg_lru(
+            hidden, width=c.get("lru_width", default=hidden), heads=c.need("num_attention_heads"),
+            taps=c.need("conv1d_width"),
+        )  # fmt: skip
+    elif c.kind == "minimax":
+        heads = c.need("num_attention_heads")
+        layer = RecurrentLayer.lightning(hidden, heads=heads, dim=c.get("head_dim", default=hidden // heads))
     else:
         heads = c.need("mamba_n_heads", "mamba_num_heads", "num_heads")
         inner = c.get("mamba_d_ssm", default=c.get("mamba_expand", "expand", default=2) * hidden)
@@ -176,7 +200,7 @@ def _ffn(c: _Config) -> int:
         size = int(c.get("block_ffn_dim_multiplier", default=1.0) * (2 * size // 3))
         multiple = c.get("block_multiple_of", default=256)
         size = -(-size // multiple) * multiple
-    return size
+    return size // 2 if c.kind == "recurrent_gemma" else size  # its config counts gate and up together
 
 
 def _sparse(c: _Config) -> bool:
@@ -185,7 +209,9 @@ def _sparse(c: _Config) -> bool:
         return bool(c.get("num_local_experts", default=0))
     if c.kind == "nemotron_h":
         return "moe" in _types(c)
-    return c.kind in (*SPARSE, "kimi_linear", "qwen3_5_moe_text", "qwen3_next")
+    if c.kind == "jamba":
+        return int(c.get("num_experts", default=16)) > 1
+    return c.kind in (*SPARSE, "kimi_linear", "minimax", "qwen3_5_moe_text", "qwen3_next")
 
 
 def _entries(config: object) -> Mapping[str, Any]:
@@ -217,7 +243,7 @@ def _heads(c: _Config, values: Mapping[str, Any]) -> dict[str, Any]:
 
 def _experts(c: _Config, values: Mapping[str, Any]) -> dict[str, Any]:
     """Experts of a sparse model; layers without experts must come first."""
-    separate = c.kind not in ("gpt_oss", "granitemoehybrid", "mixtral")
+    separate = c.kind not in ("gpt_oss", "granitemoehybrid", "jamba", "minimax", "mixtral")
     experts = {
         "experts": c.need("num_local_experts", "num_experts", "n_routed_experts"),
         "active_experts": c.need("num_experts_per_tok", "experts_per_token", "num_experts_per_token"),
@@ -234,7 +260,10 @@ def _experts(c: _Config, values: Mapping[str, Any]) -> dict[str, Any]:
     step, dense = c.get("decoder_sparse_step", default=1), set(c.get("mlp_only_layers", default=()))
     dense |= set(range(c.get("first_k_dense_replace", default=0)))
     dense |= {n for n, kind in enumerate(c.get("mlp_layer_types", default=())) if kind == "dense"}
-    if step != 1 or dense != set(range(len(dense))):
+    if c.kind == "jamba":  # dense layers are counted wherever they are
+        step, offset = c.get("expert_layer_period", default=2), c.get("expert_layer_offset", default=1)
+        dense = {n for n in range(values["layers"]) if n % step != offset}
+    elif step != 1 or dense != set(range(len(dense))):
         raise ValueError(
             f"dense layers among layers with experts (decoder_sparse_step {step}, mlp_only_layers {sorted(dense)}) "
             "are not known except as the first layers; build a ModelShape"
@@ -251,7 +280,7 @@ def _windows(c: _Config, kinds: list[str] | None, layers: int) -> tuple[int | No
 
     kinds: of the layers with attention, for hybrid models.
     """
-    size = c.get("sliding_window")
+    size = c.get("sliding_window", "attention_window_size")
     kinds = c.get("layer_types") if kinds is None else kinds
     if size is None or c.get("use_sliding_window") is False:
         unknown = set(kinds or ()) - {"attention", "full_attention"}

@@ -79,8 +79,8 @@ def test_a_registered_hybrid_is_made_parallel() -> None:
 
 def test_a_recurrence_that_nobody_knows_is_trained_by_data_parallelism() -> None:
     torch.manual_seed(0)
-    config = transformers.MambaConfig(vocab_size=61, hidden_size=16, num_hidden_layers=1, state_size=4)
-    model, every = transformers.MambaForCausalLM(config), batches("packed", 2)
+    config = transformers.RwkvConfig(vocab_size=61, hidden_size=16, num_hidden_layers=2)
+    model, every = transformers.RwkvForCausalLM(config), batches("packed", 2)
     with advised(NotImplementedError, "train it with data parallelism, whole documents on each rank"):
         seqpar.parallelize(model, LocalComm())
     counts = [int((batch["labels"] != -100).sum()) for batch in every]
@@ -94,4 +94,4 @@ def test_a_recurrence_that_nobody_knows_is_trained_by_data_parallelism() -> None
     assert sum(part * own for part, (own, _) in zip(share, found, strict=True)) == pytest.approx(loss, rel=1e-5)
     for name, grad in grads.items():
         total = sum(part * own[name] for part, (_, own) in zip(share, found, strict=True))
-        torch.testing.assert_close(total, grad, rtol=1e-4, atol=1e-6)
+        torch.testing.assert_close(total, grad, rtol=1e-3, atol=1e-6)

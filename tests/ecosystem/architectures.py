@@ -111,7 +111,8 @@ ENCODERS |= {
 }
 HYBRIDS = _many(
     "hybrid",
-    "qwen3_next qwen3_5_text falcon_h1 mamba mamba2 jamba bamba nemotron_h lfm2 recurrent_gemma zamba2 "
+    "qwen3_next qwen3_5_text falcon_h1 mamba falcon_mamba mamba2 jamba bamba nemotron_h lfm2 recurrent_gemma zamba "
+    "zamba2 minimax olmo_hybrid "
     "granitemoehybrid kimi_linear qwen3_5_moe_text lfm2_moe lfm3 rwkv xlstm",
 )
 IMAGES = _many(
@@ -201,6 +202,10 @@ PARTICULAR: dict[str, dict[str, Any]] = {
     "falcon_h1": {"mamba_d_ssm": 64, "mamba_chunk_size": 8},
     "mamba2": {"num_heads": 4, "head_dim": 16, "state_size": 8, "n_groups": 1, "chunk_size": 8},
     "mamba": {"state_size": 8, "time_step_rank": 4, "use_mambapy": False},
+    "falcon_mamba": {"state_size": 8, "time_step_rank": 4, "use_mambapy": False},
+    "zamba": {"layers_block_type": ["linear_attention", "hybrid", "hybrid"], "num_hidden_layers": 3, "mamba_dt_rank": 4,
+              "attention_hidden_size": 64, "attention_head_dim": 16, "num_key_value_heads": 4, "head_dim": "unset"},
+    "minimax": {"layer_types": HYBRID, "block_size": 8},
     "xlstm": {"v_head_dim": "unset", "head_dim": "unset", "num_blocks": 2},
     "esm": {"position_embedding_type": "rotary", "mask_token_id": 3, "token_dropout": False},
     "longformer": {"attention_window": 4},
@@ -272,4 +277,9 @@ def build(
     for name, parameter in model.named_parameters():
         norm = "norm" in name.lower() and name.endswith("weight")
         torch.nn.init.normal_(parameter, 1.0 if norm and "gemma" not in row.kind else 0.0, 0.2)
-    return (model.double() if dtype is torch.float64 else model.float()).train(row.training)
+    model = (model.double() if dtype is torch.float64 else model.float()).train(row.training)
+    for module in model.modules():
+        if type(module).__name__ == "MiniMaxLightningAttention":  # whose tables were made in fp32
+            tables = module.decay_factors(module.slope_rate)
+            module.query_decay, module.key_decay, module.diagonal_decay = tables
+    return model

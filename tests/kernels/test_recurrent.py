@@ -12,7 +12,7 @@ from torch import Tensor
 from seqpar import native
 from seqpar.facts.mask import Mask
 from seqpar.kernels.native import ISAS
-from seqpar.kernels.recurrent import KERNELS, Recurrence, RecurrentKernel, RecurrentSpec, choose
+from seqpar.kernels.recurrent import KERNELS, Recurrence, RecurrentKernel, RecurrentSpec, choose, steps
 from seqpar.kernels.recurrent.chunked import Chunked
 from seqpar.kernels.recurrent.native import NativeChunks
 from seqpar.kernels.recurrent.reference import TokenByToken
@@ -77,6 +77,30 @@ def test_all_parts_and_gradients(kernel, decay, beta, strength) -> None:
     assert max(differences(parts(kernel, family), expected(family))) < 1e-12
 
 
+def parts_of_channels(kernel: RecurrentKernel, dims: int, rates: bool, dtype: torch.dtype) -> list[Tensor]:
+    """As `parts`, of five channels with a state in each dim."""
+    g, count = torch.Generator().manual_seed(0), int(COUNTS.sum())
+    draw = lambda *shape: torch.randn(*shape, generator=g, dtype=torch.float64).to(dtype)  # noqa: E731
+    decay = -0.3 * torch.rand(count, 5, generator=g, dtype=torch.float64).to(dtype)
+    rows = [draw(count, 1, dims), draw(count, 1, dims), draw(count, 5, 1), decay]
+    more = [draw(len(COUNTS), 5, dims, 1), *([draw(5, dims).abs()] if rates else [])]
+    leaves = [x.requires_grad_() for x in (*rows, *more)]
+    x = Recurrence(*leaves[:4], None, 0.7, leaves[5] if rates else None)
+    prepared = kernel.prepare(x, kernel.tables(COUNTS, EXPORTED, torch.device("cpu")))
+    results = [*kernel.leave(prepared, leaves[4][EXPORTED]), *kernel.compute(prepared, leaves[4])]
+    grads = torch.autograd.grad(results, leaves, [draw(*x.shape) for x in results])
+    return [x.detach().double() for x in (*results, *grads)]
+
+
+@pytest.mark.parametrize(("dims", "rates"), [(3, True), (3, False), (1, False)])
+@pytest.mark.parametrize("at_once", [1, 1 << 18])
+def test_states_of_channels_in_steps(monkeypatch, at_once, dims, rates) -> None:
+    monkeypatch.setitem(steps.AT_ONCE, "cpu", at_once)
+    wanted = parts_of_channels(TokenByToken(), dims, rates, torch.float64)
+    assert max(differences(parts_of_channels(steps.Steps(), dims, rates, torch.float64), wanted)) < 1e-12
+    assert max(differences(parts_of_channels(steps.Steps(), dims, rates, torch.float32), wanted)) < 1e-5
+
+
 @pytest.mark.parametrize("kernel", KINDS)
 def test_no_rows_and_no_exported_runs(kernel) -> None:
     family = Family("scalar", beta=True)
@@ -132,3 +156,9 @@ def test_the_kernel_of_a_call() -> None:
         choose("native", cpu._replace(device="cuda"))
     with pytest.raises(ValueError, match=f"kernel must be one of auto, {', '.join(KERNELS)}, got 'none'"):
         choose("none", cpu)
+    channels = cpu._replace(values=1, decay="rates", beta=False)
+    assert choose("auto", channels, "channel_scan").name == "steps"
+    with pytest.raises(ValueError, match="channel_scan: kernel must be one of auto, steps, reference, got 'native'"):
+        choose("native", channels, "channel_scan")
+    with pytest.raises(NotImplementedError, match="kernel steps cannot compute this call: steps computes heads of one"):
+        choose("steps", cpu, "channel_scan")

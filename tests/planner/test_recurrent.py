@@ -67,6 +67,7 @@ FAMILIES = {
     "decay": RecurrentLayer(4, 8, 16, 2, taps=3, channels=24),
     "decay by channel": RecurrentLayer(4, 8, 16, decay="channel", taps=3, channels=24),
     "delta rule": RecurrentLayer(4, 8, 16, 2, delta=True, taps=3, channels=24),
+    "states of channels": RecurrentLayer(16, 8, 1, 1, decay="rates", taps=3, channels=24),
 }
 
 
@@ -84,7 +85,11 @@ def passed(comm: Comm, plan: Plan, layer: RecurrentLayer) -> list[int]:
         decay = -torch.rand(rows, layer.heads, layer.key_dim)
     if layer.delta:
         beta = torch.rand(rows, layer.heads)
-    recurrent.linear_attention(q, k, v, plan, comm, decay=decay, beta=beta)
+    if layer.decay == "rates":
+        rates = torch.ones(layer.heads, layer.key_dim)
+        recurrent.channel_scan(v[..., 0], decay, plan, comm, rates=rates, keys=k[:, 0], queries=q[:, 0])
+    else:
+        recurrent.linear_attention(q, k, v, plan, comm, decay=decay, beta=beta)
     note()
     x = torch.randn(rows, layer.channels, dtype=torch.bfloat16).requires_grad_()
     filters = torch.randn(layer.channels, layer.taps, dtype=torch.bfloat16)
@@ -286,6 +291,7 @@ def test_sizes_that_no_layer_has_are_refused() -> None:
         ({"heads": -1}, "heads must be an integer of at least 0, got -1"),
         ({"heads": 4, "key_dim": 1.5}, "key_dim must be an integer of at least 0, got 1.5"),
         ({"heads": 4, "key_dim": 8, "value_dim": 8, "decay": "row"}, "decay must be one of none, scalar, channel"),
+        ({"heads": 4, "key_dim": 8, "value_dim": 2, "decay": "rates"}, "'rates' is of channels, with value_dim 1"),
     ]
     for sizes, message in wrong:
         with pytest.raises(ValueError, match=message):
@@ -336,6 +342,11 @@ CONFIGS: dict[str, dict[str, Any]] = {
     "Bamba": MAMBA | {"num_hidden_layers": 4, "attn_layer_indices": [2]},
     "Lfm2": {"num_hidden_layers": 4, "full_attn_idxs": [1, 3], "block_multiple_of": 16},
     "Lfm3": {"num_hidden_layers": 5, "head_dim": 16, "sliding_window": 8},
+    "Mamba": {"hidden_size": 64, "state_size": 8, "vocab_size": 99, "num_hidden_layers": 3},
+    "FalconMamba": {"hidden_size": 64, "state_size": 8, "vocab_size": 99, "num_hidden_layers": 3},
+    "Jamba": {"num_hidden_layers": 9, "mamba_d_state": 8, "num_experts": 4},
+    "RecurrentGemma": {"num_hidden_layers": 5, "lru_width": 96},
+    "MiniMax": {"num_hidden_layers": 4, "layer_types": ["linear_attention", "full_attention"] * 2},
     "Mamba2": {"hidden_size": 64, "num_heads": 8, "head_dim": 16, "state_size": 32, "n_groups": 2, "vocab_size": 99,
                "num_hidden_layers": 3},
 }  # fmt: skip
@@ -346,7 +357,8 @@ def test_parameters_of_a_config_are_those_of_its_model(name: str) -> None:
     transformers = pytest.importorskip("transformers")
     if not hasattr(transformers, f"{name}Config"):
         pytest.skip(f"this transformers has no {name}")
-    config = getattr(transformers, f"{name}Config")(**({} if name == "Mamba2" else SMALL) | CONFIGS[name])
+    common = {} if name in ("Mamba", "FalconMamba", "Mamba2") else SMALL
+    config = getattr(transformers, f"{name}Config")(**common | CONFIGS[name])
     shape = ModelShape.from_config(config, name=name)
     with torch.device("meta"):
         model = getattr(transformers, f"{name.removesuffix('Text')}ForCausalLM")(config)

@@ -285,7 +285,9 @@ def _loss(probe: _Probe, whole: Any, ids: Tensor, labels: Tensor, at: Tensor) ->
 
 def softcap_of(model: PreTrainedModel) -> float:
     """The softcap of the logits, by the config; 0 for none."""
-    return float(getattr(model.config.get_text_config(), "final_logit_softcapping", None) or 0.0)
+    config = model.config.get_text_config()
+    caps = (getattr(config, name, None) for name in ("final_logit_softcapping", "logits_soft_cap"))
+    return float(next((cap for cap in caps if cap), 0.0))
 
 
 def _head(probe: _Probe, whole: Any, hidden: Tensor | None) -> tuple[nn.Linear | None, float]:

@@ -16,7 +16,7 @@ chunks: the t-th chunks of all runs lie together, and continue a prefix of the c
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any, NamedTuple
 
@@ -65,6 +65,12 @@ class Chunks:
         sizes = [level.size for level in levels]
         return cls(sizes, one, two, three, four, None if chosen.size == chunks.size else five)
 
+    def totals(self, total: Tensor | None, entering: Tensor) -> Tensor:
+        """The log decays of runs from those of their chunks, None for none. entering: states [runs, H, K, V]."""
+        if total is None:
+            return entering.new_zeros(entering.shape[:2])
+        return total.new_zeros(len(entering), *total.shape[1:]).index_add(0, self.runs, total)
+
 
 def _laid(chunks: Ints) -> tuple[Ints, Ints]:
     """The first chunk of each level and the number of chunks, and the place of each run in a level."""
@@ -86,6 +92,31 @@ class Tables:
     flat: Tensor | None
     chunks: Chunks
     exported: Chunks
+
+    @classmethod
+    def of(cls, counts: Ints, exported: Ints, device: torch.device) -> Tables:
+        """The tables of runs with so many rows each."""
+        rows = _rows(counts)
+        chunks = -(-counts // rows)
+        base, place = _laid(chunks)
+        row = np.arange(int(counts.sum())) - np.repeat(np.cumsum(counts) - counts, counts)
+        flat = (base[row // rows] + np.repeat(place, counts)) * rows + row % rows
+        in_order = flat.size == chunks.sum() * rows and (flat == np.arange(flat.size)).all()
+        place_of_rows = None if in_order else upload([flat], device)[0].long()
+        every = Chunks.of(chunks, np.arange(counts.size), device)
+        return cls(rows, place_of_rows, every, Chunks.of(chunks, exported, device))
+
+    def cut(self, y: Tensor) -> Tensor:
+        """[T, ...] -> [N, rows, ...]; zeros behind a run's end."""
+        count = sum(self.chunks.sizes)
+        if self.flat is not None:
+            y = y.new_zeros(count * self.rows, *y.shape[1:]).index_copy(0, self.flat, y)
+        return y.view(count, self.rows, *y.shape[1:])
+
+    def joined(self, y: Tensor) -> Tensor:
+        """[N, rows, ...] -> [T, ...], the rows of runs."""
+        y = y.flatten(0, 1)
+        return y if self.flat is None else y.index_select(0, self.flat)
 
 
 class ChunkProducts(NamedTuple):
@@ -115,26 +146,15 @@ class Chunked:
 
     def tables(self, counts: Ints, exported: Ints, device: torch.device) -> Tables:
         """The chunks of all runs and of exported ones."""
-        rows = _rows(counts)
-        chunks = -(-counts // rows)
-        base, place = _laid(chunks)
-        row = np.arange(int(counts.sum())) - np.repeat(np.cumsum(counts) - counts, counts)
-        flat = (base[row // rows] + np.repeat(place, counts)) * rows + row % rows
-        in_order = flat.size == chunks.sum() * rows and (flat == np.arange(flat.size)).all()
-        place_of_rows = None if in_order else upload([flat], device)[0].long()
-        every = Chunks.of(chunks, np.arange(counts.size), device)
-        return Tables(rows, place_of_rows, every, Chunks.of(chunks, exported, device))
+        return Tables.of(counts, exported, device)
 
     def prepare(self, x: Recurrence, tables: Tables) -> tuple[ChunkProducts, Tables]:
         """The products inside chunks."""
         heads, rows = x.v.shape[1], tables.rows
-        count = sum(tables.chunks.sizes)
 
         def cut(y: Tensor) -> Tensor:
-            """[T, H, ...] -> [N, H, rows, ...]; zeros behind a run's end."""
-            if tables.flat is not None:
-                y = y.new_zeros(count * rows, *y.shape[1:]).index_copy(0, tables.flat, y)
-            return y.view(count, rows, *y.shape[1:]).movedim(2, 1).contiguous()
+            """[T, H, ...] -> [N, H, rows, ...]."""
+            return tables.cut(y).movedim(2, 1).contiguous()
 
         q, k, v = cut(x.q), cut(x.k), cut(x.v)
         sums = None if x.decay is None else cut(x.decay).double().cumsum(2)
@@ -176,10 +196,7 @@ class Chunked:
             x = x._replace(**{name: y[chunks.numbers] for name, y in x._asdict().items() if y is not None})
         runs, heads, dim = entering.shape[:3]
         if x.w is None:
-            states = _walk(x, chunks, entering).left
-            if x.total is None:
-                return states, entering.new_zeros(runs, heads)
-            return states, x.total.new_zeros(runs, *x.total.shape[1:]).index_add(0, chunks.runs, x.total)
+            return _walk(x, chunks, entering).left, chunks.totals(x.total, entering)
         eye = torch.eye(dim, dtype=entering.dtype, device=entering.device).expand(runs, heads, dim, dim)
         silent = x.u.new_zeros(*x.u.shape[:-1], dim)
         both = x._replace(u=torch.cat([x.u, silent], -1))
@@ -192,8 +209,7 @@ class Chunked:
         walk = _walk(x, tables.chunks, entering)
         u = x.u if walk.u is None else walk.u
         out = torch.baddbmm((x.inside @ u).flatten(0, 1), x.q.flatten(0, 1), walk.entered.flatten(0, 1))
-        out = out.view(u.shape).movedim(1, 2).flatten(0, 1)
-        return out if tables.flat is None else out.index_select(0, tables.flat), walk.left
+        return tables.joined(out.view(u.shape).movedim(1, 2)), walk.left
 
 
 class Walk(NamedTuple):
@@ -206,24 +222,38 @@ class Walk(NamedTuple):
 
 def _walk(x: ChunkProducts, chunks: Chunks, entering: Tensor) -> Walk:
     """The states from chunk to chunk, all runs at once."""
+    if x.w is None:
+        own = levels(x.k.mT @ x.u, chunks.sizes)
+        entered, left = walked(chunks, entering, x.total, lambda level, state: own[level])
+        return Walk(entered, None, left)
+    parts, solved = [levels(y, chunks.sizes) for y in (x.u, x.k, x.w)], []
+
+    def added(level: int, state: Tensor) -> Tensor:
+        u, k, w = (part[level] for part in parts)
+        solved.append(u - w @ state)
+        return k.mT @ solved[-1]
+
+    entered, left = walked(chunks, entering, x.total, added)
+    return Walk(entered, torch.cat(solved) if solved else x.u, left)
+
+
+def walked(
+    chunks: Chunks, entering: Tensor, total: Tensor | None, added: Callable[[int, Tensor], Tensor]
+) -> tuple[Tensor, Tensor]:
+    """The state before each chunk, and those that runs leave, [runs, H, K, V], from those that enter.
+
+    total: the log decay of each chunk. added(level, state): what the chunks of a level add, whose states are those.
+    """
     if not chunks.sizes:
-        return Walk(entering, None if x.w is None else x.u, entering)
-    factors = None if x.total is None else x.total.exp()[(..., *[None] * (4 - x.total.dim()))]
-    added = x.k.mT @ x.u if x.w is None else None
-    entered, solved, after = [], [], []
-    state = entering[chunks.order]
-    parts = (_levels(y, chunks.sizes) for y in (x.u, x.k, x.w, added, factors))
-    for size, u, k, w, own, factor in zip(chunks.sizes, *parts, strict=True):
+        return entering, entering
+    factors = None if total is None else total.exp()[(..., *[None] * (4 - total.dim()))]
+    entered, after, state = [], [], entering[chunks.order]
+    for level, (size, factor) in enumerate(zip(chunks.sizes, levels(factors, chunks.sizes), strict=True)):
         state = state[:size]
         entered.append(state)
-        if w is not None:
-            u = u - w @ state
-            solved.append(u)
-            own = k.mT @ u
-        state = own + (state if factor is None else factor * state)
+        state = added(level, state) + (state if factor is None else factor * state)
         after.append(state)
-    left = torch.cat(after)[chunks.final][chunks.back]
-    return Walk(torch.cat(entered), torch.cat(solved) if solved else None, left)
+    return torch.cat(entered), torch.cat(after)[chunks.final][chunks.back]
 
 
 def _repeated(y: Tensor, times: int) -> Tensor:
@@ -231,7 +261,8 @@ def _repeated(y: Tensor, times: int) -> Tensor:
     return y if times == 1 else y.repeat_interleave(times, 1)
 
 
-def _levels(y: Tensor | None, sizes: list[int]) -> Sequence[Any]:
+def levels(y: Tensor | None, sizes: list[int]) -> Sequence[Any]:
+    """A tensor of all chunks, by level."""
     return [None] * len(sizes) if y is None else torch.split(y, sizes)
 
 

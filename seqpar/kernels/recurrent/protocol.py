@@ -7,6 +7,8 @@ Token by token, for each head, with a state S [K, V]::
     S <- S + k (beta (v - k^T S))^T          with beta, the delta rule
     out = scale q^T S
 
+With *rates* [H, K] a token's one decay of a head is multiplied by the rate of each row of S (Mamba-1).
+
 All of them are affine in the state that enters: a run leaves ``M S_in + S``. The work has three parts, so that
 states can be exchanged between the second and the third::
 
@@ -15,8 +17,8 @@ states can be exchanged between the second and the third::
     compute   out, and the state that each run leaves, from the states that enter
 
 They are differentiable functions of PyTorch. Sums are in float32, or float64 for float64. Sources: Katharopoulos et al.
-2020 (linear attention), Dao and Gu 2024 (state spaces as attention), Yang et al. 2024 (gated delta rule), Kimi Team
-2025 (one factor for each row).
+2020 (linear attention), Gu and Dao 2023 (Mamba), Dao and Gu 2024 (state spaces as attention), Yang et al. 2024 (gated
+delta rule), Kimi Team 2025 (one factor for each row).
 """
 
 from __future__ import annotations
@@ -33,7 +35,8 @@ class Recurrence(NamedTuple):
     """A call's rows, in the order of the runs, in the accumulation dtype; q, k and v as `RecurrentKernel.casts` says.
 
     q, k [T, G, K]; v [T, H, V]; H is a multiple of G, and head h reads group ``h // (H // G)``. decay, logarithms at or
-    below 0: [T, H], [T, H, K] or None. beta [T, H] or None.
+    below 0: [T, H], [T, H, K] or None. beta [T, H] or None. rates [H, K] or None, with decays [T, H]: the logarithms
+    are their products.
     """
 
     q: Tensor
@@ -42,10 +45,11 @@ class Recurrence(NamedTuple):
     decay: Tensor | None
     beta: Tensor | None
     scale: float
+    rates: Tensor | None = None
 
 
 class RecurrentSpec(NamedTuple):
-    """What says whether a kernel can compute a call. dtype: of v. decay: "none", "scalar" or "channel"."""
+    """What says whether a kernel can compute a call. dtype: of v. decay: "none", "scalar", "channel" or "rates"."""
 
     device: str
     dtype: torch.dtype

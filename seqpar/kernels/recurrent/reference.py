@@ -47,11 +47,11 @@ class TokenByToken:
             elif x.decay is None:
                 maps.append(x.k.new_zeros(heads))
             else:
-                maps.append(x.decay[rows].sum(0))
+                maps.append(_scaled(x.decay[rows].sum(0), x.rates))
         if not states:
             shape = [0, heads] if x.beta is None else [0, heads, dim, dim]
             if x.beta is None and x.decay is not None:
-                shape = [0, *x.decay.shape[1:]]
+                shape = [0, *(x.decay.shape[1:] if x.rates is None else x.rates.shape)]
             return entering[:0], x.k.new_zeros(shape)
         return torch.stack(states), torch.stack(maps)
 
@@ -71,7 +71,7 @@ def _states(x: Recurrence, rows: slice, state: Tensor) -> list[Tensor]:
     states = []
     for t in range(rows.start, rows.stop):
         if x.decay is not None:
-            factor = x.decay[t].exp()
+            factor = _scaled(x.decay[t], x.rates).exp()
             state = factor[(..., *[None] * (3 - factor.dim()))] * state
         value = x.v[t]
         if x.beta is not None:
@@ -79,3 +79,8 @@ def _states(x: Recurrence, rows: slice, state: Tensor) -> list[Tensor]:
         state = state + x.k[t][:, :, None] * value[:, None]
         states.append(state)
     return states
+
+
+def _scaled(decay: Tensor, rates: Tensor | None) -> Tensor:
+    """Log decays of heads, or with rates of each row of their states."""
+    return decay if rates is None else decay[:, None] * rates

@@ -1,4 +1,4 @@
-"""`linear_attention` in a `pipeline`: one block of heads of some runs after another, forward and backward.
+"""A recurrence in a `pipeline`: one block of heads of some runs after another, forward and backward.
 
 Backward computes a block again while the gradients of what its runs left are on their way.
 """
@@ -20,7 +20,7 @@ from seqpar.ops.recurrent.recompute import recomputed
 
 def forward(call: LinearCall, inputs: Sequence[Any], tag: Tag) -> tuple[Tensor, Tensor, list[Tensor]]:
     """out, the states that documents end with, and what backward needs besides the inputs. A collective."""
-    pipeline, (*rows, initial), v = _pipeline(call), inputs, inputs[2]
+    pipeline, (*rows, rates, initial), v = _pipeline(call), inputs, inputs[2]
     at, (_, opens, documents, closes, _) = pipeline.on(v.device), call.side.on(v.device)
     entering, leaving, out = _states(call, inputs, arriving=True), _states(call, inputs), _like(v, call)
     if initial is not None:
@@ -29,7 +29,8 @@ def forward(call: LinearCall, inputs: Sequence[Any], tag: Tag) -> tuple[Tensor, 
     def begin(level: Level, block: int) -> Callable[[], None]:
         def finish() -> None:
             runs = at.rows(level.runs)
-            part, left = _computed(call, level, *_parts(call, rows, level, block), entering[block][runs])
+            mine = _parts(call, rows, level, block)
+            part, left = _computed(call, level, *mine, _rates(call, rates, block), entering[block][runs])
             leaving[block][runs] = left
             _write(call, out, level, block, part, repeats=1)
 
@@ -43,8 +44,8 @@ def backward(
     call: LinearCall, inputs: Sequence[Any], kept: Sequence[Tensor], dout: Tensor | None, dstates: Tensor | None,
     needs: Sequence[bool], tag: Tag,
 ) -> list[Tensor | None]:  # fmt: skip
-    """The gradients of q, k, v, decay, beta and initial_state; None for zero. A collective."""
-    pipeline, (*rows, initial), v, (entering,) = _pipeline(call), inputs, inputs[2], kept
+    """The gradients of the inputs; None for zero. A collective."""
+    pipeline, (*rows, rates, initial), v, (entering,) = _pipeline(call), inputs, inputs[2], kept
     at, (_, opens, documents, closes, _) = pipeline.on(v.device), call.side.on(v.device)
     dleft, dentering = _states(call, inputs, arriving=True), _states(call, inputs)
     if dstates is not None:
@@ -53,17 +54,22 @@ def backward(
     # heads that several blocks share get the sum of their gradients, in the dtype of sums
     rows = [x if x is None or x.shape[1] >= pipeline.blocks else x.to(entering.dtype) for x in rows]
     totals = [_like(x, call) if need else None for x, need in zip(rows, needs)]
+    drates = torch.zeros_like(rates, dtype=entering.dtype) if needs[5] else None
 
     def begin(level: Level, block: int) -> Callable[[], None]:
         runs = at.rows(level.runs)
         *mine, given = _parts(call, [*rows, dout], level, block)
         gradients = recomputed(
-            lambda *xs: _computed(call, level, *xs), [*mine, entering[block][runs]], [*needs[:5], True]
+            lambda *xs: _computed(call, level, *xs),
+            [*mine, _rates(call, rates, block), entering[block][runs]],
+            [*needs[:6], True],
         )
 
         def finish() -> None:
-            *found, dentered = gradients([given, dleft[block][runs]])
+            *found, of_rates, dentered = gradients([given, dleft[block][runs]])
             dentering[block][runs] = dentered
+            if drates is not None:
+                drates[_heads(call, len(drates), block, 1)] += of_rates
             for total, part in zip(totals, found, strict=True):
                 if total is not None:
                     _write(call, total, level, block, part, repeats=v.shape[1] // total.shape[1])
@@ -71,8 +77,8 @@ def backward(
         return finish
 
     pipeline.run(pipeline.back, dleft, dentering, begin, call.comm, tag)
-    totals = [total if total is None else total.to(x.dtype) for total, x in zip(totals, inputs)]
-    if initial is None or not needs[5]:
+    totals = [total if total is None else total.to(x.dtype) for total, x in zip([*totals, drates], inputs)]
+    if initial is None or not needs[6]:
         return [*totals, None]
     dinitial = torch.zeros_like(initial)
     dinitial[documents] = pipeline.whole(dentering[:, opens]).to(initial.dtype)
@@ -110,12 +116,17 @@ def _parts(call: LinearCall, tensors: Sequence[Any], level: Level, block: int) -
     return [None if x is None else x[:, _heads(call, x.shape[1], block, most // x.shape[1])][rows] for x in tensors]
 
 
+def _rates(call: LinearCall, rates: Tensor | None, block: int) -> Tensor | None:
+    """Those of a block's heads."""
+    return None if rates is None else rates[_heads(call, len(rates), block, 1)]
+
+
 def _computed(call: LinearCall, level: Level, *tensors: Tensor | None) -> tuple[Tensor, Tensor]:
-    """out of a level's rows, and the states that its runs leave. tensors: the rows, and the states that enter."""
-    *rows, entering = tensors
+    """out of a level's rows, and the states that its runs leave. tensors: rows, rates, and the states that enter."""
+    *rows, rates, entering = tensors
     assert entering is not None
     tables = _pipeline(call).tables(level, call.kernel, entering.device)
-    return call.kernel.compute(call.kernel.prepare(call.recurrence(rows), tables), entering)
+    return call.kernel.compute(call.kernel.prepare(call.recurrence(rows, rates), tables), entering)
 
 
 def _write(call: LinearCall, total: Tensor, level: Level, block: int, part: Tensor, *, repeats: int) -> None:

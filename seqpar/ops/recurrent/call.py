@@ -1,9 +1,13 @@
-"""A call of `linear_attention` on one rank: its part of the plan, and its rows as kernels take them."""
+"""A call of `linear_attention` or `channel_scan` on one rank: its part of the plan, and its rows as kernels take them.
+
+A verb's tensors are q, k, v, decay and beta, which have rows, rates and initial states; None for those it has not.
+"""
 
 from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -12,6 +16,7 @@ from seqpar.kernels import acc_dtype
 from seqpar.kernels.recurrent import Recurrence, RecurrentKernel
 from seqpar.ops.core.collective_op import Record
 from seqpar.ops.recurrent.chain import StateChain
+from seqpar.ops.recurrent.checks import channel_dims
 from seqpar.ops.recurrent.gather import StateGather
 from seqpar.ops.recurrent.local import LocalRuns
 from seqpar.ops.recurrent.pipeline import StatePipeline
@@ -27,7 +32,10 @@ StatesPassing = StateGather | StateChain | StatePipeline
 
 @dataclass(eq=False)
 class LinearCall(Record):
-    """A call of `linear_attention`: what its backward needs besides tensors."""
+    """A call: what its backward needs besides tensors.
+
+    channels: of `channel_scan`, whose tensors lack dims of heads and of values: each channel is a head of one value.
+    """
 
     side: LocalRuns
     passing: StatesPassing | None  # None if no document is on several ranks
@@ -36,9 +44,19 @@ class LinearCall(Record):
     scale: float
     normalize: bool
     return_state: bool
+    channels: bool
 
-    def recurrence(self, rows: Sequence[Tensor | None]) -> Recurrence:
-        """Some rows of q, k, v, decay and beta, normalised and in the dtypes that the kernel wants."""
+    def inputs(self, tensors: Sequence[Any]) -> list[Any]:
+        """A verb's tensors with all dims; q and k that `channel_scan` has not are ones."""
+        if not self.channels:
+            return list(tensors)
+        q, k, v, decay, beta, rates, initial = tensors
+        ones = v.new_ones(v.shape[0], 1, channel_dims(q, k, rates, initial))
+        q, k = (ones if x is None else x[:, None] for x in (q, k))
+        return [q, k, v[..., None], decay, beta, rates, None if initial is None else initial[..., None]]
+
+    def recurrence(self, rows: Sequence[Tensor | None], rates: Tensor | None) -> Recurrence:
+        """Some rows of q, k, v, decay and beta, normalised, and rates, in the dtypes that the kernel wants."""
         own, v = list(rows), rows[2]
         assert v is not None
         dtype = acc_dtype(v.dtype)
@@ -47,7 +65,7 @@ class LinearCall(Record):
             own[:2] = [x * torch.rsqrt(x.square().sum(-1, keepdim=True) + 1e-6) for x in wide]
         dtypes = [dtype if self.kernel.casts else v.dtype] * 3 + [dtype] * 2
         own = [None if x is None else x.to(kind) for x, kind in zip(own, dtypes, strict=True)]
-        return Recurrence(*own, self.scale)  # type: ignore[arg-type]
+        return Recurrence(*own, self.scale, None if rates is None else rates.to(dtype))  # type: ignore[arg-type]
 
 
 def way_of_layer(plan: Plan, travel: str, layer: LayerBytes) -> TravelWay:

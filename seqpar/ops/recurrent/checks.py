@@ -1,4 +1,4 @@
-"""The checks of `linear_attention`, and the bytes that follow from its arguments."""
+"""The checks of `linear_attention` and `channel_scan`, and the bytes that follow from their arguments."""
 
 from __future__ import annotations
 
@@ -52,9 +52,38 @@ def check_inputs(tensors: Sequence[Any], plan: Plan, comm: Comm) -> None:
             got = f"{x.dtype} {list(x.shape)} on {x.device}" if isinstance(x, Tensor) else repr(x)
             expected = " or ".join(map(str, fitting))
             raise ValueError(f"{name}: {title} must be floating {expected} on {v.device}, got {got!s:.200}")
-    _check_recurrence(plan)
+    _check_recurrence(name, plan)
     if comm.check_every == "call" and decay is not None and decay.device.type == "cpu" and bool((decay > 0).any()):
         raise ValueError(f"{name}: decay holds logarithms at or below 0, got {float(decay.max())}; give log(factor)")
+
+
+def check_channels(tensors: Sequence[Any], plan: Plan, comm: Comm) -> None:
+    """Raise unless the tensors of `channel_scan` fit each other and the plan."""
+    name = "channel_scan"
+    queries, keys, update, decay, rates, initial = tensors
+    check_rows(f"{name}: update", update, plan, comm)
+    if update.dim() != 2 or update.dtype not in DTYPES:
+        raise ValueError(f"{name}: update must be floating [rows, channels], got {update.dtype} {list(update.shape)}")
+    rows, channels = update.shape
+    dims = channel_dims(queries, keys, rates, initial)
+    shapes = {
+        "decay": (decay, [rows, channels]), "rates": (rates, [channels, dims]), "keys": (keys, [rows, dims]),
+        "queries": (queries, [rows, dims]), "initial_state": (initial, [len(plan.mask.lengths), channels, dims]),
+    }  # fmt: skip
+    for title, (x, expected) in shapes.items():
+        if x is None and title != "decay":
+            continue
+        if not isinstance(x, Tensor) or list(x.shape) != expected or x.dtype not in DTYPES or x.device != update.device:
+            got = f"{x.dtype} {list(x.shape)} on {x.device}" if isinstance(x, Tensor) else repr(x)
+            raise ValueError(f"{name}: {title} must be floating {expected} on {update.device}, got {got!s:.200}")
+    _check_recurrence(name, plan)
+    if comm.check_every == "call" and update.device.type == "cpu" and rows:
+        ends = [torch.ones(())] if rates is None else torch.aminmax(rates, dim=1)
+        worst = float(torch.stack([d * r for d in torch.aminmax(decay, dim=0) for r in ends]).max())
+        if worst > 0:
+            raise ValueError(
+                f"{name}: decay, times rates, holds logarithms at or below 0, got {worst}; give log(factor)"
+            )
 
 
 def checked_scale(scale: Any, dim: int) -> float:
@@ -66,14 +95,14 @@ def checked_scale(scale: Any, dim: int) -> float:
     return float(scale)
 
 
-def most_threads(comm: Comm) -> int:
+def most_threads(name: str, comm: Comm) -> int:
     """The most threads that a rank's process computes with, which ranks tell each other once. A collective."""
     own = torch.get_num_threads()
     if comm.size == 1:
         return own
     key = digest_of_call("threads", {})
     if key not in comm.agreed:
-        remember(comm, key, known=max(comm.gather("linear_attention", own)))
+        remember(comm, key, known=max(comm.gather(name, own)))
     return comm.agreed[key]  # type: ignore[return-value]
 
 
@@ -92,15 +121,40 @@ def layer_bytes(q: Tensor, v: Tensor, decay: Tensor | None, beta: Tensor | None,
     )
 
 
-def _check_recurrence(plan: Plan) -> None:
+def channel_dims(*tensors: Any) -> int:
+    """The states of a channel in `channel_scan`, by queries, keys, rates or initial states; one without these."""
+    return next((x.shape[-1] for x in tensors if isinstance(x, Tensor) and x.dim()), 1)
+
+
+def channel_bytes(tensors: Sequence[Any], threads: int) -> LayerBytes:
+    """The bytes of a call of `channel_scan`, and its work on so many threads."""
+    queries, keys, update, decay, rates, initial = tensors
+    channels, dims, wide = (
+        update.shape[1],
+        channel_dims(queries, keys, rates, initial),
+        acc_dtype(update.dtype).itemsize,
+    )
+    work = LayerWork.of(
+        channels, 1, dims, 1, beta=False, device=update.device.type, threads=threads, channels=True
+    )  # fmt: skip
+    return LayerBytes(
+        channels,
+        channels * dims * wide,
+        channels * (1 if rates is None else dims) * wide,
+        sum(x.shape[1] * x.itemsize for x in (queries, keys, update, decay) if x is not None),
+        channels * update.itemsize,
+        work,
+    )
+
+
+def _check_recurrence(name: str, plan: Plan) -> None:
     """Raise NotImplementedError for plans that no recurrence can follow."""
     if plan.kv_layout is not plan.layout:
-        raise NotImplementedError("linear_attention: keys lie with their queries; make the plan without a kv_layout")
-    check_unbranched("linear_attention", plan.mask)
+        raise NotImplementedError(f"{name}: keys lie with their queries; make the plan without a kv_layout")
+    check_unbranched(name, plan.mask)
     if not plan.mask.within_documents or not plan.memo("causal documents", lambda: _is_causal(plan)):
         raise NotImplementedError(
-            f"linear_attention: a recurrence is causal inside documents, got {plan.mask}; make the plan with "
-            "Mask(lengths)"
+            f"{name}: a recurrence is causal inside documents, got {plan.mask}; make the plan with Mask(lengths)"
         )
 
 

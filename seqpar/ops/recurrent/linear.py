@@ -1,44 +1,23 @@
-"""`linear_attention`: linear attention, delta rules and state spaces over the runs of a plan.
-
-A rank computes all of its runs at once, between exchanges of what they do to states (`whole`), or in blocks of heads
-that pass states on (`blocks`). Where runs are so short that states cost more than moving rows, it does so on rows in a
-contiguous layout (`relaid`). Backward computes the forward's local parts again, from the inputs and from the states
-that entered.
-"""
+"""`linear_attention`: linear attention, delta rules and state spaces over the runs of a plan."""
 
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
 from torch import Tensor
 
-from seqpar.comm import Comm, Tag
+from seqpar.comm import Comm
 from seqpar.kernels import acc_dtype
 from seqpar.kernels.recurrent import RecurrentSpec, choose
-from seqpar.ops.attention.source import plan_and_comm, values_of
-from seqpar.ops.core.agreement import abort_on_error, agreement, digest_of_call, plan_and_call_keys
-from seqpar.ops.core.autocast import autocasts, no_autocast
+from seqpar.ops.attention.source import values_of
+from seqpar.ops.core.autocast import autocasts
 from seqpar.ops.core.collective_op import CollectiveOp, Tensors
-from seqpar.ops.core.compared import hashed
-from seqpar.ops.core.repetition import check_repetition
-from seqpar.ops.recurrent import blocks, whole
-from seqpar.ops.recurrent.ahead import note
-from seqpar.ops.recurrent.call import LinearCall, tables_of, way_of_layer
-from seqpar.ops.recurrent.checks import check_inputs, checked_scale, layer_bytes, most_threads
-from seqpar.ops.recurrent.pipeline import StatePipeline
-from seqpar.ops.recurrent.relaid import Relaid
-from seqpar.ops.recurrent.rows import runs
+from seqpar.ops.recurrent.call import LinearCall
+from seqpar.ops.recurrent.checks import check_inputs, checked_scale, layer_bytes
+from seqpar.ops.recurrent.computed import Asked, States, computed, differentiated
 from seqpar.plan import Plan
-from seqpar.plan.travel import LAYER_WAYS, check_travel
-
-
-class States(NamedTuple):
-    """States [documents, H, K, V] that this rank has, and the numbers of their documents."""
-
-    documents: Sequence[int]
-    states: Tensor
 
 
 def linear_attention(
@@ -99,97 +78,34 @@ def linear_attention(
     values = values_of("linear_attention", plan, comm)
     tensors = [*autocasts([q, k, v]), decay, beta, initial_state]
     out, states = LINEAR(tensors, values, scale, normalize, kernel, travel, return_state)
-    if not return_state:
-        return out
-    plan, comm = plan_and_comm("linear_attention", values)
-    own = runs(plan, comm.rank)
-    return out, States(own.documents[own.closes].tolist(), states)
+    return (out, States.of("linear_attention", values, states)) if return_state else out
 
 
 def _linear(
     tensors: Sequence[Any], values: Sequence[Any], scale: float | None, normalize: bool, kernel: str,
     travel: str, return_state: bool, grads: Sequence[bool],
 ) -> tuple[list[Tensor], Tensors, LinearCall]:  # fmt: skip
-    plan, comm = plan_and_comm("linear_attention", values)
-    number, threads = comm.next_call(), most_threads(comm)
-    with agreement("linear_attention", comm) as agreed:
+    *rows, initial = tensors
+
+    def ask(plan: Plan, comm: Comm, threads: int) -> Asked:
         check_inputs(tensors, plan, comm)
-        q, _, v, decay, beta, initial = tensors
+        q, _, v, decay, beta = rows
         kind = "none" if decay is None else "scalar" if decay.dim() == 2 else "channel"
         spec = RecurrentSpec(v.device.type, v.dtype, q.shape[2], v.shape[2], kind, beta is not None)
-        scale, chosen = checked_scale(scale, q.shape[2]), choose(kernel, spec)
-        check_travel("linear_attention", travel, LAYER_WAYS)
-        layer = layer_bytes(q, v, decay, beta, threads)
-        way = way_of_layer(plan, travel, layer)
-        note(comm, tables_of, travel, layer, chosen, v.device)
-        agreed.facts = {
-            "plan": plan.digest(), "dtype": v.dtype, "device": v.device.type, "q": q.shape[1:], "v": v.shape[1:],
-            "decay": None if decay is None else (decay.dtype, decay.dim()),
-            "beta": None if beta is None else beta.dtype, "initial": initial is not None,
-            "scale": scale, "normalize": bool(normalize), "kernel": chosen.name, "travel": way[:2],
-            "return_state": bool(return_state), "requires grad": True in grads,
+        facts = {
+            "q": q.shape[1:], "v": v.shape[1:], "decay": None if decay is None else (decay.dtype, decay.dim()),
+            "beta": None if beta is None else beta.dtype,
         }  # fmt: skip
-        if comm.size > 1:
-            key = "linear_attention", *agreed.facts.values()
-            agreed.digest = plan.memo(key, lambda: digest_of_call("linear_attention", agreed.facts))
-            agreed.keys = plan.memo(("keys", key), lambda: plan_and_call_keys("linear_attention", plan, agreed.facts))
-        if initial is not None and comm.check_every == "call":
-            agreed.values = {"a hash of initial_state": int(hashed(initial))}
-    stamp = hash((plan, scale, bool(normalize), chosen.name, way, id(comm.stats), comm.rank))
-    check_repetition("linear_attention", comm, stamp, "plan, scale or travel", recorded=True in grads)
-    side, passed, relaid = tables_of(plan, comm.rank, travel, layer, chosen, v.device)
-    tag = Tag(agreed.digest, number, 0, 0, "linear_attention")
-    call = LinearCall(
-        comm, tag, side, passed, relaid, chosen, scale, bool(normalize), bool(return_state), stamp=stamp
-    )  # fmt: skip
-    with abort_on_error(comm, f"linear_attention, call {number}"), no_autocast(v.device.type), torch.no_grad():
-        inputs = list(tensors)
-        if relaid is not None:
-            inputs[:5] = relaid.there(inputs[:5], comm, tag)
-        out, states, kept = _computed_by(call).forward(call, inputs, tag)
-        if relaid is not None:
-            (out,) = relaid.home([out], comm, tag)
-            states = relaid.final_home(states, comm, tag) if return_state else states
-    return [out, states if return_state else states[:0]], [*inputs, *kept], call
+        asked = checked_scale(scale, q.shape[2]), bool(normalize)
+        return Asked(layer_bytes(q, v, decay, beta, threads), choose(kernel, spec), facts, *asked)
+
+    return computed("linear_attention", [*rows, None, initial], values, ask, travel, return_state, grads)
 
 
 def _linear_back(call: LinearCall, saved: Sequence[Any], grads: Tensors, needs: Sequence[bool]) -> Tensors:
     """The gradients of q, k, v, decay, beta and initial_state."""
-    tag, comm, relaid = call.way_back(), call.comm, call.relaid
-    inputs, kept = saved[:6], saved[6:]
-    dout, dstates = grads
-    with abort_on_error(comm, f"linear_attention, call {tag.call}"), no_autocast(inputs[2].device.type):
-        if relaid is not None:
-            dout, dstates = _grads_there(relaid, call, dout, dstates, inputs, tag)
-        if not call.return_state:
-            dstates = None
-        grads_of = _computed_by(call).backward(call, inputs, kept, dout, dstates, needs, tag)
-    if relaid is None:
-        return [torch.zeros_like(x) if need and g is None else g for x, g, need in zip(inputs, grads_of, needs)]
-    full = [torch.zeros_like(x) if x is not None and g is None else g for x, g in zip(inputs, grads_of)]
-    with abort_on_error(comm, f"linear_attention, call {tag.call}"):
-        full[:5] = relaid.home(full[:5], comm, tag)
-    return [g if need else None for g, need in zip(full, needs)]
-
-
-def _computed_by(call: LinearCall) -> Any:
-    """The module with the forward and the backward of a call."""
-    return blocks if isinstance(call.passing, StatePipeline) else whole
-
-
-def _grads_there(
-    relaid: Relaid, call: LinearCall, dout: Tensor | None, dstates: Tensor | None, inputs: Sequence[Any], tag: Tag
-) -> tuple[Tensor | None, Tensor | None]:
-    """The gradients of results on the ranks that computed them. inputs: of those ranks."""
-    q, _, v, *_ = inputs
-    dout = v.new_zeros(relaid.rows.rows_in, *v.shape[1:]) if dout is None else dout
-    (dout,) = relaid.there([dout], call.comm, tag)
-    if not call.return_state:
-        return dout, None
-    if dstates is None:
-        shape = relaid.final.rows_out, v.shape[1], q.shape[2], v.shape[2]
-        dstates = v.new_zeros(shape, dtype=acc_dtype(v.dtype))
-    return dout, relaid.final_there(dstates, call.comm, tag)
+    *rows, _, initial = differentiated(call, saved, grads, [*needs[:5], False, needs[5]])
+    return [*rows, initial]
 
 
 def _fake(q: Tensor, k: Tensor, v: Tensor, *_: object) -> tuple[Tensor, Tensor, Tensor]:

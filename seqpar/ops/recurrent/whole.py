@@ -36,7 +36,7 @@ def backward(
     call: LinearCall, inputs: Sequence[Any], kept: Sequence[Tensor], dout: Tensor | None, dstates: Tensor | None,
     needs: Sequence[bool], tag: Tag,
 ) -> list[Tensor | None]:  # fmt: skip
-    """The gradients of q, k, v, decay, beta and initial_state; None for zero. A collective."""
+    """The gradients of the inputs; None for zero. A collective."""
     assert not isinstance(call.passing, StatePipeline)
     with torch.enable_grad():
         leaves = [None if x is None else x.detach().requires_grad_(need) for x, need in zip(inputs, needs, strict=True)]
@@ -64,12 +64,12 @@ def backward(
 
 def _before(call: LinearCall, inputs: Sequence[Tensor | None]) -> tuple[list[Tensor], Any]:
     """Begin, states and maps of all runs; and what the kernel has prepared."""
-    q, k, v, decay, beta, initial = inputs
+    q, k, v, decay, beta, rates, initial = inputs
     assert q is not None and v is not None
     side, dtype = call.side, acc_dtype(v.dtype)
     order, opens, documents, _, exported = side.on(v.device)
     rows = [x if x is None or order is None else x[order] for x in (q, k, v, decay, beta)]
-    prepared = call.kernel.prepare(call.recurrence(rows), side.tables(call.kernel, v.device))
+    prepared = call.kernel.prepare(call.recurrence(rows, rates), side.tables(call.kernel, v.device))
     begin = v.new_zeros(side.counts.size, v.shape[1], q.shape[2], v.shape[2], dtype=dtype)
     if initial is not None:
         begin = begin.index_copy(0, opens, initial[documents].to(dtype))

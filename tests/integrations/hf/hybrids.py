@@ -27,6 +27,9 @@ FAMILIES: dict[str, Architecture] = {
         ("qwen3_next", "qwen3_next", {"mlp_only_layers": [1]} | MOE),
         ("lfm2", "lfm2", {"conv_bias": True}),
         ("nemotron_h", "nemotron_h", {"layers_block_type": ["linear_attention", "moe", "full_attention", "mlp"]}),
+        ("jamba", "jamba", {"num_experts": 4, "num_experts_per_tok": 2, "mamba_proj_bias": True}),
+        ("recurrent_gemma", "recurrent_gemma", {}),
+        ("minimax", "minimax", {}),
         ("bamba", "bamba", {"mamba_n_groups": 2, "mamba_proj_bias": True}),
         ("granite4", "granitemoehybrid", {"num_local_experts": 4, "num_experts_per_tok": 2}),
         ("falcon_h1", "falcon_h1", {"mamba_rms_norm": False}),
@@ -38,6 +41,9 @@ FAMILIES: dict[str, Architecture] = {
         ("kimi_linear", "kimi_linear", {"mlp_layer_types": ["dense", "sparse"]}),
         ("lfm2_moe", "lfm2_moe", {}),
         ("lfm3", "lfm3", {}),
+        ("mamba", "mamba", {"use_bias": True}),
+        ("falcon_mamba", "falcon_mamba", {}),
+        ("zamba", "zamba", {}),
     ]
 }  # fmt: skip
 
@@ -101,6 +107,9 @@ def alone(
         loss.backward()
     grads = gradients(model)
     model.zero_grad()
+    for module in model.modules():  # a tensor of the graph, with which a model cannot be copied
+        if hasattr(module, "recurrent_states"):
+            module.recurrent_states = None
     return float(loss.detach()), grads
 
 

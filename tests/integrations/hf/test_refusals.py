@@ -82,17 +82,11 @@ def opt() -> PreTrainedModel:
 
 LLAMA = SIZES | {"rope_parameters": {"rope_theta": 1e4, "factor": 2.0}}
 MODELS: dict[str, tuple[Callable[[], PreTrainedModel], str]] = {
-    "Mamba": (made("MambaForCausalLM", "MambaConfig", **TINY | {"num_attention_heads": None}), "carries a state"),
-    "RecurrentGemma": (
-        made("RecurrentGemmaForCausalLM", "RecurrentGemmaConfig", **TINY, intermediate_size=48, lru_width=32),
+    "RWKV": (made("RwkvForCausalLM", "RwkvConfig", vocab_size=61, hidden_size=32, num_hidden_layers=2),
+        "carries a state"),
+    "xLSTM": (
+        made("xLSTMForCausalLM", "xLSTMConfig", vocab_size=61, hidden_size=32, num_blocks=1, num_heads=4),
         "carries a state",
-    ),
-    "Jamba": (
-        made(
-            "JambaForCausalLM", "JambaConfig", **TINY, num_key_value_heads=2, intermediate_size=40, num_experts=1,
-            num_experts_per_tok=1, attn_layer_period=2, attn_layer_offset=1, mamba_dt_rank=4,
-        ),
-        "layers of types .'linear_attention'",
     ),
     "encoder and decoder": (
         made(

@@ -81,7 +81,8 @@ def test_sdpa_is_recommended_nowhere_else() -> None:
     counted = Own(transformers.LlamaConfig(**SIZES))
     counted.places.register_forward_pre_hook(lambda _, given: (torch.arange(given[0].shape[1])[None],))
     bloom = transformers.BloomForCausalLM(transformers.BloomConfig(vocab_size=61, hidden_size=32, n_layer=1, n_head=4))
-    for other in (counted, bloom, build("RecurrentGemma", MIXING["recurrent-gemma"][1])):
+    rwkv = transformers.RwkvForCausalLM(transformers.RwkvConfig(vocab_size=61, hidden_size=32, num_hidden_layers=2))
+    for other in (counted, bloom, rwkv):
         with pytest.raises(NotImplementedError) as raised:
             seqpar.parallelize(other, LocalComm())
         assert "sdpa" not in str(raised.value)

@@ -15,7 +15,10 @@ from torch import Tensor, nn
 from seqpar.integrations.hf.attention import planned
 from seqpar.integrations.hf.mask import Rule
 from seqpar.integrations.hf.recurrent.delta import kimi, olmo_hybrid, qwen3_5, qwen3_next
+from seqpar.integrations.hf.recurrent.lightning import lightning
+from seqpar.integrations.hf.recurrent.mamba import mamba, zamba
 from seqpar.integrations.hf.recurrent.mamba2 import falcon_h1, mamba2
+from seqpar.integrations.hf.recurrent.rglru import recurrent_gemma
 from seqpar.integrations.hf.recurrent.shortconv import short_conv
 from seqpar.nn.wrap import Around, replaced
 from seqpar.ops import bind
@@ -23,8 +26,14 @@ from seqpar.ops.attention.source import Given, PlanSource
 from seqpar.parallel import surrounding
 from seqpar.plan import Plan
 
-# Functions of a mixer, its input [1, T, hidden], and the handle of a plan and a comm; they return [1, T, hidden].
-MIXERS: dict[str, Callable[[nn.Module, Tensor, Tensor], Tensor]] = {
+# Functions of a mixer, its input [1, T, hidden], and the handle of a plan and a comm; they return what the mixer does.
+MIXERS: dict[str, Callable[[nn.Module, Tensor, Tensor], Any]] = {
+    "MambaMixer": mamba,
+    "FalconMambaMixer": mamba,
+    "JambaMambaMixer": mamba,
+    "ZambaMambaMixer": zamba,
+    "RecurrentGemmaRecurrentBlock": recurrent_gemma,
+    "MiniMaxLightningAttention": lightning,
     "Mamba2Mixer": mamba2,
     "BambaMixer": mamba2,
     "GraniteMoeHybridMambaLayer": mamba2,
@@ -71,8 +80,8 @@ def mixers(model: nn.Module) -> list[nn.Module]:
     return [module for module in model.modules() if type(module).__name__ in MIXERS]
 
 
-def mix(mixer: nn.Module, forward: Callable[..., Any], hidden_states: Tensor, **named: Any) -> Tensor:
-    """What replaces a mixer's forward: its output [1, T, hidden] over this rank's rows of the surrounding plan.
+def mix(mixer: nn.Module, forward: Callable[..., Any], hidden_states: Tensor, **named: Any) -> Any:
+    """What replaces a mixer's forward: its output, of [1, T, hidden], over this rank's rows of the surrounding plan.
 
     The plan has the documents, so neither a mask of pads nor document numbers are needed.
 
