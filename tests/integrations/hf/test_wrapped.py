@@ -37,8 +37,14 @@ def sharded_first(comm: Comm) -> None:
         seqpar.parallelize(second, comm)
 
 
-def wrapped(comm: Comm, how: str) -> tuple[float, dict[str, Tensor]]:
-    """The loss, and the averaged gradients, of a model in a wrapper."""
+def prompt_of(rank: int) -> dict[str, Any]:
+    """A prompt of each rank's own, and another number of tokens to make of it."""
+    ids = torch.arange(1, 6 + 3 * rank)[None]
+    return {"input_ids": ids, "max_new_tokens": 3 + 4 * rank, "do_sample": False, "pad_token_id": 0}
+
+
+def wrapped(comm: Comm, how: str) -> tuple[float, dict[str, Tensor], list[Tensor]]:
+    """The loss, the averaged gradients and what is generated, of a model in a wrapper."""
     model = build("llama", tie_word_embeddings=how == "fsdp tied")
     seqpar.parallelize(model, comm, average_over=comm.size)
     if how == "ddp":
@@ -49,18 +55,23 @@ def wrapped(comm: Comm, how: str) -> tuple[float, dict[str, Tensor]]:
         for layer in model.model.layers:
             fully_shard(layer, mesh=mesh)
         whole = fully_shard(model, mesh=mesh)
+    made = [model.generate(**prompt_of(comm.rank))]
     for _ in range(2):  # the second pass finds what the first one left sharded
         model.zero_grad()
         loss = whole(**batches("right", comm.size)[comm.rank]).loss
         loss.backward()
+        made.append(model.generate(**prompt_of(comm.rank), synced_gpus=False))  # as Seq2SeqTrainer asks for
     grads = {name: p.grad for name, p in model.named_parameters()}
-    return float(loss.detach()), {n: getattr(g, "full_tensor", lambda g=g: g)() for n, g in grads.items()}
+    return float(loss.detach()), {n: getattr(g, "full_tensor", lambda g=g: g)() for n, g in grads.items()}, made
 
 
 @pytest.mark.parametrize("how", ["ddp", "fsdp", "fsdp tied"])
 def test_wrappers_that_average(how: str) -> None:
-    whole = one_process(build("llama", tie_word_embeddings=how == "fsdp tied"), batches("right", RANKS), True)
-    for loss, grads in run_processes(RANKS, wrapped, how):
+    model = build("llama", tie_word_embeddings=how == "fsdp tied")
+    whole = one_process(model, batches("right", RANKS), True)
+    expected = [model.generate(**prompt_of(rank)) for rank in range(RANKS)]
+    for (loss, grads, made), tokens in zip(run_processes(RANKS, wrapped, how), expected, strict=True):
+        assert all(torch.equal(ids, tokens) for ids in made)
         assert abs(loss - float(whole.loss)) <= 1e-6 * float(whole.loss)
         assert grads.keys() == whole.grads.keys()
         for name, grad in grads.items():
