@@ -68,11 +68,11 @@ def token_log_probs(
     check_head("token_log_probs", hidden, weight, bias, softcap, chunk)
     if not 0.0 < temperature < math.inf:
         raise ValueError(f"token_log_probs: temperature={temperature}, expected a finite number above 0")
-    options = _Options(temperature, bool(entropy), softcap, ignore_index, chunk)
+    options = _Settings(temperature, bool(entropy), softcap, ignore_index, chunk)
     return _TokenLogProbs.apply(hidden, weight, bias, labels, options)  # type: ignore[no-any-return]
 
 
-class _Options(NamedTuple):
+class _Settings(NamedTuple):
     """The settings of the rows' results."""
 
     temperature: float
@@ -87,21 +87,20 @@ class _TokenLogProbs(torch.autograd.Function):
 
     @staticmethod
     def forward(
-        ctx: Any, hidden: Tensor, weight: Tensor, bias: Tensor | None, labels: Tensor, o: _Options
+        ctx: Any, hidden: Tensor, weight: Tensor, bias: Tensor | None, labels: Tensor, o: _Settings
     ) -> Tensor | tuple[Tensor, Tensor]:
         needs = ctx.needs_input_grad[:3]
         frozen = needs[0] and not any(needs[1:])
         head = Head.of(hidden, weight, bias, o.softcap, o.chunk)
         grads = head.gradients((frozen, False, False))
-        found = hidden.new_zeros(3, len(hidden), dtype=head.wide)
+        found = log_probs, entropies, lse = [hidden.new_zeros(len(hidden), dtype=head.wide) for _ in range(3)]
         with head.alone():
             for rows in head.chunks():
                 z = head.logits(rows)
-                for some, kept, to in blocks(z, labels[rows], found[:, rows].t()):
+                for some, kept, *to in blocks(z, labels[rows], *(x[rows] for x in found)):
                     _results(some, kept, to, o, frozen)
                 if frozen:
                     head.add(grads, rows, z)
-        log_probs, entropies, lse = found
         ctx.set_materialize_grads(False)
         ctx.options, ctx.needs, ctx.dtype = o, needs, head.hidden.dtype
         again = (hidden, weight, bias, labels, lse, entropies) if o.entropy or not frozen else (None,) * 6
@@ -153,26 +152,26 @@ def _factors(
     return size / largest, largest, parts
 
 
-def _results(z: Tensor, labels: Tensor, to: Tensor, o: _Options, grad: bool) -> None:
-    """Write some rows' log-probabilities, entropies and lse; logits become d log_probs / d logits if grad."""
+def _results(z: Tensor, labels: Tensor, to: list[Tensor], o: _Settings, grad: bool) -> None:
+    """Write some rows' log-probabilities, entropies and lse to `to`; logits become d log_probs / d logits if grad."""
+    log_probs, entropies, lse = to
     slope = capped(z, o.softcap, grad)
     if o.temperature != 1.0:
         z.div_(o.temperature)
     keep = labels != o.ignore_index
     at = labels.masked_fill(~keep, 0)[:, None]
-    lse = z.logsumexp(-1)
-    to[:, 0] = (z.gather(1, at)[:, 0] - lse).masked_fill(~keep, 0.0)
-    to[:, 2] = lse
+    torch.logsumexp(z, -1, out=lse)
+    log_probs.copy_((z.gather(1, at)[:, 0] - lse).masked_fill(~keep, 0.0))
     if o.entropy or grad:
         z.sub_(lse[:, None])
     if o.entropy:
-        to[:, 1] = -torch.linalg.vecdot(z.exp(), z).masked_fill(~keep, 0.0)
+        entropies.copy_(-torch.linalg.vecdot(z.exp(), z).masked_fill(~keep, 0.0))
     if grad:
         z.exp_().neg_().scatter_add_(1, at, torch.ones_like(at, dtype=z.dtype))
         finish(z, keep, slope)
 
 
-def _slopes(z: Tensor, labels: Tensor, facts: Tensor, o: _Options) -> None:
+def _slopes(z: Tensor, labels: Tensor, facts: Tensor, o: _Settings) -> None:
     """Make some rows' logits the gradient by them of what `_factors` has of the results.
 
     facts [rows, 2 or 4]: lse and entropies, and the parts of both results if entropies have a gradient.
