@@ -124,7 +124,7 @@ def finish(dz: Tensor, keep: Tensor, slope: Tensor | None) -> None:
 
 
 def check_rows(rows: Tensor, labels: Tensor, name: str) -> None:
-    """Raise TypeError for what is not a tensor, ValueError for tensors that are not rows and their labels."""
+    """Raise TypeError unless both are tensors, and ValueError unless they are rows and their labels."""
     for kind, x in ((name, rows), ("labels", labels)):
         if not isinstance(x, Tensor):
             raise TypeError(f"{kind} must be a tensor, got {x!r:.200}")

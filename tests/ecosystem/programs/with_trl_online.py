@@ -87,8 +87,8 @@ def online(name, *, first, adapters, recompute, beta):
     )  # fmt: skip
     if first != "parallelize":
         on_all_ranks(trainer.model)
-        if trainer.ref_model is not None:
-            on_all_ranks(trainer.ref_model)
+    if trainer.ref_model is not None:  # TRL has loaded it itself
+        on_all_ranks(trainer.ref_model)
     trainer.train()
     return trainer
 
@@ -153,13 +153,12 @@ if "exhaustive" in sys.argv[0]:
         about = f"{first} first, adapters {adapters}, recompute {recompute}"
         options = {"first": first, "adapters": adapters, "recompute": recompute}
         for name in ONLINE:
-            beta = 0.0 if first == "parallelize" and not adapters else 0.1
-            report(f"{name}, {about}", online(name, beta=beta, **options))
+            report(f"{name}, {about}", online(name, beta=0.1, **options))
         report(f"kto, {about}", kto(loss_type="apo_zero_unpaired", **options))
 else:
     report("grpo", online("grpo", first="parallelize", adapters=False, recompute=False, beta=0.0))
-    report("grpo, reference", online("grpo", first="trainer", adapters=False, recompute=True, beta=0.1))
-    report("rloo, adapters", online("rloo", first="parallelize", adapters=True, recompute=False, beta=0.1))
+    report("grpo, reference", online("grpo", first="parallelize", adapters=False, recompute=True, beta=0.1))
+    report("rloo, adapters", online("rloo", first="trainer", adapters=True, recompute=False, beta=0.1))
     report("kto", kto(first="trainer", adapters=False, recompute=False, loss_type="apo_zero_unpaired"))
     trainer, evaluation = predicted()
     report("predict_with_generate", trainer, evaluation=evaluation)
