@@ -35,7 +35,7 @@ DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16}
 
 
 class Kind(NamedTuple):
-    """A case to time. trained: whether the weight trains. used: whether the loss uses entropies. limit: of the ratio."""
+    """A case to time. trained: whether the weight trains. used: whether the loss has entropies. limit: of the ratio."""
 
     name: str
     backward: bool
