@@ -37,6 +37,7 @@ LIBRARIES = (
     "torch._dynamo", "transformers.models.llama.modeling_llama", "transformers.models.gemma3.modeling_gemma3",
     "transformers.trainer", "diffusers.models.transformers.transformer_flux", "peft", "lightning",
     "trl.trainer.dpo_trainer", "trl.trainer.sft_trainer", "trl.trainer.reward_trainer",
+    "trl.trainer.kto_trainer", "trl.trainer.grpo_trainer", "trl.trainer.rloo_trainer",
 )  # fmt: skip
 
 

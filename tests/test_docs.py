@@ -15,8 +15,8 @@ from tests.programs import Programs, lines, output
 ROOT = Path(__file__).parent.parent
 PAGES = sorted((ROOT / "docs").glob("*.md"))
 GUIDES = {  # each has a program that trains
-    "batches", "diffusers", "dsp", "first-steps", "lightning", "own-kernels", "peft", "pytorch", "recurrent", "trainer",
-    "transformers", "trees", "trl",
+    "batches", "diffusers", "dsp", "first-steps", "grpo", "lightning", "own-kernels", "peft", "pytorch", "recurrent",
+    "trainer", "transformers", "trees", "trl",
 }  # fmt: skip
 NEEDS = {"lightning": "lightning", "peft": "peft", "trl": "trl"}  # libraries that a page is about, which may be missing
 PROGRAM = re.compile(r"^```python program\n(.*?)^```", re.MULTILINE | re.DOTALL)

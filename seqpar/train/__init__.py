@@ -7,11 +7,12 @@ ranks, so losses and parameter gradients are *summed* over ranks. If a wrapper a
 
 from seqpar.train.check import check_model
 from seqpar.train.gradients import clip_grad_norm, grad_norm, sync_gradients
+from seqpar.train.log_probs import token_log_probs
 from seqpar.train.loss import cross_entropy, linear_cross_entropy
 from seqpar.train.mean import Mean
 from seqpar.train.sums import all_sum, token_mean
 
 __all__ = [
     "Mean", "all_sum", "check_model", "clip_grad_norm", "cross_entropy", "grad_norm", "linear_cross_entropy",
-    "sync_gradients", "token_mean",
+    "sync_gradients", "token_log_probs", "token_mean",
 ]  # fmt: skip

@@ -20,10 +20,7 @@ from torch import Tensor
 from torch.autograd.function import once_differentiable
 
 from seqpar.kernels import acc_dtype
-from seqpar.ops.core.autocast import autocast_dtype
-from seqpar.train.dtensor import is_dtensor
-
-CACHED = 1 << 16  # logits of the rows that a core computes at a time
+from seqpar.train.head import Gradients, Head, blocks, capped, check_head, check_rows, finish
 
 
 def cross_entropy(
@@ -47,7 +44,7 @@ def cross_entropy(
 
     Raises: ValueError for wrong shapes, dtypes or numbers; TypeError for an argument that is not a tensor.
     """
-    _check_rows(logits, labels, "logits")
+    check_rows(logits, labels, "logits")
     _check_numbers(valid, label_smoothing, z_loss, average_over)
     logits = logits.to(acc_dtype(logits.dtype))
     total = F.cross_entropy(logits, labels, ignore_index=ignore_index, label_smoothing=label_smoothing, reduction="sum")
@@ -85,14 +82,9 @@ def linear_cross_entropy(
 
     Source: Wijmans et al. 2024 (Cut Your Losses); Hsu et al. 2024 (Liger Kernel), also in one pass.
     """
-    _check_rows(hidden, labels, "hidden")
+    check_rows(hidden, labels, "hidden")
     _check_numbers(valid, label_smoothing, z_loss, average_over)
-    _check_head(hidden, weight, bias)
-    if not 0.0 <= softcap < math.inf or chunk < 1:
-        raise ValueError(
-            f"linear_cross_entropy: softcap={softcap}, chunk={chunk}, expected a finite cap, 0 for none, and at least "
-            "one row in a chunk"
-        )
+    check_head("linear_cross_entropy", hidden, weight, bias, softcap, chunk)
     options = _Options(ignore_index, label_smoothing, z_loss, softcap, chunk)
     return _LinearCrossEntropy.apply(hidden, weight, bias, labels, valid, average_over, options)
 
@@ -105,25 +97,6 @@ class _Options(NamedTuple):
     z_loss: float
     softcap: float
     chunk: int
-
-
-class _Sums(NamedTuple):
-    """The sum of the rows' losses, and its gradients if needed."""
-
-    loss: Tensor
-    hidden: Tensor | None
-    weight: Tensor | None
-    bias: Tensor | None
-
-
-def _check_rows(rows: Tensor, labels: Tensor, name: str) -> None:
-    for kind, x in ((name, rows), ("labels", labels)):
-        if not isinstance(x, Tensor):
-            raise TypeError(f"{kind} must be a tensor, got {x!r:.200}")
-    if rows.dim() != 2 or labels.shape != rows.shape[:1] or labels.dtype != torch.int64:
-        raise ValueError(
-            f"{name} {list(rows.shape)}, labels {list(labels.shape)} of {labels.dtype}, expected [T, n] and [T] int64"
-        )
 
 
 def _check_numbers(valid: int | Tensor, label_smoothing: float, z_loss: float, average_over: int) -> None:
@@ -146,74 +119,30 @@ def _is_count(valid: object) -> bool:
     return not valid.is_cpu or torch.compiler.is_compiling() or type(valid) is not Tensor or bool(valid >= 0)
 
 
-def _check_head(hidden: Tensor, weight: Tensor, bias: Tensor | None) -> None:
-    for kind, x in (("weight", weight), ("bias", bias)):
-        if not isinstance(x, Tensor) and not (kind == "bias" and x is None):
-            raise TypeError(f"linear_cross_entropy: the {kind} must be a tensor, got {x!r:.200}")
-        if x is not None and is_dtensor(x):
-            raise NotImplementedError(
-                f"linear_cross_entropy: the {kind} is a DTensor {list(x.shape)} with placements {x.placements}; "
-                f"call it inside the forward of the module that fully_shard wraps, where the {kind} is whole"
-            )
-    if weight.dim() != 2 or weight.shape[1] != hidden.shape[1]:
-        raise ValueError(
-            f"linear_cross_entropy: hidden {list(hidden.shape)}, weight {list(weight.shape)}, expected [T, E], [V, E]"
-        )
-    if bias is not None and (bias.shape != weight.shape[:1] or not bias.dtype.is_floating_point):
-        raise ValueError(
-            f"linear_cross_entropy: bias {list(bias.shape)} of {bias.dtype}, expected floating point "
-            f"[{weight.shape[0]}], one for each row of the weight {list(weight.shape)}"
-        )
-
-
 def _summed(
     hidden: Tensor, weight: Tensor, bias: Tensor | None, labels: Tensor, o: _Options, needs: tuple[bool, bool, bool]
-) -> _Sums:
-    """The sums over a rank's rows, chunk after chunk. needs: the gradients to compute."""
-    kind = hidden.device.type
-    dtype = autocast_dtype(kind) or hidden.dtype
-    wide = acc_dtype(dtype)
-    h, w = hidden.to(dtype), weight.to(dtype)
-    loss = torch.zeros((), dtype=wide, device=h.device)
-    d_hidden = torch.empty_like(h) if needs[0] else None
-    d_weight = torch.zeros_like(w, dtype=wide) if needs[1] else None
-    d_bias = torch.zeros(len(w), dtype=wide, device=w.device) if needs[2] else None
-    with torch.autocast(kind, enabled=False):
-        for first in range(0, len(h), o.chunk):
-            rows = slice(first, first + o.chunk)
-            z = F.linear(h[rows], w).to(wide)
-            if bias is not None:
-                z += bias.to(wide)
-            total, dz = _row_losses(z, labels[rows], o, any(needs))
+) -> tuple[Tensor, Gradients]:
+    """The sum of the losses of a rank's rows, chunk after chunk, and its gradients. needs: those to compute."""
+    head = Head.of(hidden, weight, bias, o.softcap, o.chunk)
+    loss, grads = torch.zeros((), dtype=head.wide, device=hidden.device), head.gradients(needs)
+    with head.alone():
+        for rows in head.chunks():
+            total, dz = _row_losses(head.logits(rows), labels[rows], o, any(needs))
             loss += total
-            if d_bias is not None:
-                d_bias += dz.sum(0)
-            dz = dz.to(dtype)
-            if d_hidden is not None:
-                torch.mm(dz, w, out=d_hidden[rows])
-            if d_weight is not None:
-                d_weight += dz.t() @ h[rows]
-    return _Sums(loss, d_hidden, d_weight, d_bias)
+            if any(needs):
+                head.add(grads, rows, dz)
+    return loss, grads
 
 
 def _row_losses(z: Tensor, labels: Tensor, o: _Options, grad: bool) -> tuple[Tensor, Tensor]:
-    """The sum of the rows' losses, and its gradient by the logits z, in z's memory; z is unchanged unless grad.
-
-    On the CPU, blocks of rows go through all steps together, small enough for a core's cache.
-    """
-    blocks = 1
-    if z.is_cpu and not torch.compiler.is_compiling():
-        blocks = max(1, min(len(z) // 2, z.numel() // (CACHED * torch.get_num_threads())))
-    parts = zip(z.tensor_split(blocks), labels.tensor_split(blocks))
-    losses = torch.cat([_block_losses(rows, some, o, grad) for rows, some in parts])
+    """The sum of the rows' losses, and its gradient by the logits z, in z's memory; z is unchanged unless grad."""
+    losses = torch.cat([_block_losses(rows, some, o, grad) for rows, some in blocks(z, labels)])
     return losses.masked_fill(labels == o.ignore_index, 0.0).sum(), z
 
 
 def _block_losses(z: Tensor, labels: Tensor, o: _Options, grad: bool) -> Tensor:
     """The losses of some rows, even of those that do not count; their logits become gradients if grad."""
-    if o.softcap:
-        z.div_(o.softcap).tanh_().mul_(o.softcap)
-        slope = 1 - (z / o.softcap).square() if grad else None
+    slope = capped(z, o.softcap, grad)
     keep = labels != o.ignore_index
     at = labels.masked_fill(~keep, 0)[:, None]
     lse = z.logsumexp(-1)
@@ -228,10 +157,7 @@ def _block_losses(z: Tensor, labels: Tensor, o: _Options, grad: bool) -> Tensor:
         if s:
             z.sub_(s / z.shape[1])
         z.scatter_add_(1, at, torch.full_like(at, -(1 - s), dtype=z.dtype))
-        if torch.compiler.is_compiling() or not z.is_cpu or not keep.all():  # a device would be waited for
-            z.masked_fill_(~keep[:, None], 0.0)
-        if o.softcap:
-            z *= slope
+        finish(z, keep, slope)
     return losses
 
 
@@ -243,12 +169,12 @@ class _LinearCrossEntropy(torch.autograd.Function):
         ctx: Any, hidden: Tensor, weight: Tensor, bias: Tensor | None, labels: Tensor, valid: int | Tensor,
         average_over: int, options: _Options,
     ) -> Tensor:  # fmt: skip
-        sums = _summed(hidden, weight, bias, labels, options, ctx.needs_input_grad[:3])
-        ctx.save_for_backward(*sums[1:])
+        loss, grads = _summed(hidden, weight, bias, labels, options, ctx.needs_input_grad[:3])
+        ctx.save_for_backward(*grads)
         # if no label counts the loss is 0 / 0, and the gradients are zeros
         ctx.valid, ctx.average_over = valid.clamp(min=1) if isinstance(valid, Tensor) else max(valid, 1), average_over
         ctx.dtypes = [None if x is None else x.dtype for x in (hidden, weight, bias)]
-        return sums.loss / valid * average_over
+        return loss / valid * average_over
 
     @staticmethod
     @once_differentiable

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import sys
+from collections.abc import Iterator
 from typing import Any, NamedTuple
 
 from torch import nn
@@ -34,12 +35,15 @@ def by_ddp(model: nn.Module) -> Averaging | None:
 
 def by_fsdp(model: nn.Module) -> Averaging | None:
     """The reduction of a model's gradients by `fully_shard`, or of the first part of it that is sharded."""
-    fsdp: Any = sys.modules.get("torch.distributed.fsdp")
-    for module in model.modules() if fsdp else ():
-        if isinstance(module, fsdp.FSDPModule):
-            state: Any = module._get_fsdp_state()  # type: ignore[operator]
-            group = state._fsdp_param_group
-            if group is not None:
-                ranks = group.mesh_info.mesh.size()
-                return Averaging("fully_shard", ranks, group.gradient_divide_factor or ranks)
+    for module in sharded_modules(model):
+        group = module._get_fsdp_state()._fsdp_param_group
+        if group is not None:
+            ranks = group.mesh_info.mesh.size()
+            return Averaging("fully_shard", ranks, group.gradient_divide_factor or ranks)
     return None
+
+
+def sharded_modules(model: nn.Module) -> Iterator[Any]:
+    """The modules of a model that `fully_shard` was called for."""
+    fsdp: Any = sys.modules.get("torch.distributed.fsdp")
+    return (module for module in model.modules() if isinstance(module, fsdp.FSDPModule)) if fsdp else iter(())

@@ -11,11 +11,13 @@ import pytest
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.fsdp import fully_shard
 from torch.utils.checkpoint import checkpoint
 
 import seqpar
 from seqpar import Comm, Layout, LocalComm, Mask, Plan
-from seqpar.testing import run_threads
+from seqpar.testing import run_processes, run_threads
 from tests.advice.remedies import advised
 
 pytest.importorskip("transformers")
@@ -167,24 +169,20 @@ def test_eager_models_are_loaded_with_sdpa_to_be_parallel_in_place() -> None:
         assert is_right(model)
 
 
-@pytest.mark.parametrize("way", ["local", "undo"])
-def test_generate_runs_locally(way: str) -> None:
-    expected = llama().generate(ROW["input_ids"], max_new_tokens=4, do_sample=False)
+def generated(comm: Comm) -> bool:
+    """Whether sharded weights generate what whole ones do, by the way that the refusal of another one names."""
+    model, prompts, options = llama("sdpa"), [[1, 2, 3], [4, 5]], {"max_new_tokens": 2 + comm.rank, "do_sample": False}
+    ids = torch.tensor([prompts[comm.rank]])
+    expected = model.generate(ids, **options)
+    seqpar.parallelize(model, comm, average_over=comm.size)
+    fully_shard(model, mesh=init_device_mesh("cpu", (comm.size,)))
+    with advised(NotImplementedError, "call generate, in which ranks go on together"):
+        model.generate_batch(prompts)
+    return torch.equal(model.generate(ids, **options), expected)
 
-    def rank(comm: Comm) -> Tensor:
-        model = llama()
-        handle = seqpar.parallelize(model, comm)
-        with advised(
-            NotImplementedError, "generate with the model of one rank, inside parallelize(...).local() or after undo()"
-        ):
-            model.generate(ROW["input_ids"], max_new_tokens=4, do_sample=False)
-        if way == "undo":
-            handle.undo()
-            return model.generate(ROW["input_ids"], max_new_tokens=4, do_sample=False)  # type: ignore[no-any-return]
-        with handle.local():
-            return model.generate(ROW["input_ids"], max_new_tokens=4, do_sample=False)  # type: ignore[no-any-return]
 
-    assert all(torch.equal(out, expected) for out in run_threads(2, rank))
+def test_sharded_weights_generate_on_all_ranks_together() -> None:
+    assert run_processes(2, generated) == [True, True]
 
 
 def test_items_are_counted_over_all_ranks() -> None:

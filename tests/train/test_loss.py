@@ -164,7 +164,7 @@ def test_how_many_rows_a_core_computes_at_a_time_changes_no_bit(
     labels = (torch.arange(rows) % 64).masked_fill(torch.arange(rows) % 5 == 0, IGNORED)
     options = {"valid": 50, "label_smoothing": 0.1, "z_loss": 0.01, "softcap": 3.0}
     whole = linear_cross_entropy(hidden, weight, labels, **options)
-    monkeypatch.setattr("seqpar.train.loss.CACHED", cached)
+    monkeypatch.setattr("seqpar.train.head.CACHED", cached)
     with Watch():
         blocks = linear_cross_entropy(hidden, weight, labels, **options)
     assert torch.equal(whole, blocks)

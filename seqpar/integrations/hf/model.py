@@ -44,6 +44,7 @@ from seqpar.integrations.hf.attention import (
     planned,
 )
 from seqpar.integrations.hf.fit import PER_TOKEN, caching, fitting, softcap_of
+from seqpar.integrations.hf.generation import generators
 from seqpar.integrations.hf.mask import Rule
 from seqpar.integrations.hf.planning import ModelPlanner
 from seqpar.integrations.hf.recurrent.mixers import mix, mixers, of_documents
@@ -228,8 +229,7 @@ class ParallelTransformer(ParallelModel):
 
     def _install(self) -> None:
         model, undone = self.model, self._undone
-        generate = {"generate": partial(self._generate, model.generate)} if hasattr(model, "generate") else {}
-        self._replace(model, generate)
+        self._replace(model, generators(self, model))
         if model.base_model is not model:  # heads of other libraries call the base model
             self._replace(model.base_model, {})
         if self.fit.head is not None:
@@ -250,17 +250,6 @@ class ParallelTransformer(ParallelModel):
         # copying looks up the last two on the instance before anything else
         copies = {"__deepcopy__": self.__deepcopy__, "__reduce_ex__": self._reduce}
         self._undone.enter_context(replaced(module, {"forward": forward, PARALLEL: self, **more, **copies}))
-
-    def _generate(self, before: Callable[..., Any], *args: Any, **named: Any) -> Any:
-        if self.asleep:
-            return before(*args, **named)
-        if self.comm.size > 1:
-            raise NotImplementedError(
-                f"generate on {self.comm.size} ranks: tokens come one after another, and their cache is not "
-                "spread; generate with the model of one rank, inside parallelize(...).local() or after undo()"
-            )
-        with self.local():
-            return before(*args, **named)
 
     # --- a forward pass ----------------------------------------------------------------------------------------------
 

@@ -282,31 +282,6 @@ def test_a_rank_without_a_row() -> None:
     check(found, expected, every)
 
 
-def test_generate_on_one_rank_and_each_rank_by_itself() -> None:
-    model = build("gpt-oss").eval()
-    prompts = [packed(generator(seed), [7 + seed])["input_ids"] for seed in range(2)]
-    options = {"max_new_tokens": 5, "do_sample": False}
-    expected = [model.generate(ids, **options) for ids in prompts]
-    with seqpar.parallelize(model, LocalComm()):
-        assert torch.equal(model.generate(prompts[0], **options), expected[0])
-
-    def rank(comm: Comm) -> list[Tensor]:
-        own, ids = copy.deepcopy(model), prompts[comm.rank]
-        with seqpar.parallelize(own, comm) as handle:
-            with pytest.raises(NotImplementedError, match="generate on 2 ranks.* inside .*local.*undo"):
-                own.generate(ids)
-            with handle.local():
-                made = [own.generate(ids, **options)]
-            if comm.rank == 0:  # the other one does not wait for it
-                with handle.local():
-                    own.generate(ids, **options)
-            assert own(input_ids=ids).logits.shape[:2] == ids.shape
-        return [*made, own.generate(ids, **options)]
-
-    for found, whole in zip(run_threads(2, rank), expected, strict=True):
-        assert all(torch.equal(ids, whole) for ids in found)
-
-
 def test_the_registrations_can_be_undone() -> None:
     keys.unregister()
     try:

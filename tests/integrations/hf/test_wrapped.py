@@ -4,13 +4,14 @@ from __future__ import annotations
 
 import copy
 from collections.abc import Callable
+from types import MethodType
 from typing import Any
 
 import pytest
 import torch
 from torch import Tensor, nn
 from torch.distributed.device_mesh import init_device_mesh
-from torch.distributed.fsdp import fully_shard
+from torch.distributed.fsdp import fully_shard, register_fsdp_forward_method
 from torch.distributed.tensor.parallel import ColwiseParallel, parallelize_module
 from torch.nn.parallel import DistributedDataParallel
 from torch.utils.checkpoint import checkpoint
@@ -18,6 +19,7 @@ from torch.utils.checkpoint import checkpoint
 import seqpar
 from seqpar import Comm, LocalComm
 from seqpar.testing import run_processes, run_threads
+from seqpar.train import token_log_probs
 from tests.integrations.hf.models import batches, build, largest, one_process
 
 RANKS = 2
@@ -37,8 +39,47 @@ def sharded_first(comm: Comm) -> None:
         seqpar.parallelize(second, comm)
 
 
-def wrapped(comm: Comm, how: str) -> tuple[float, dict[str, Tensor]]:
-    """The loss, and the averaged gradients, of a model in a wrapper."""
+def prompt_of(rank: int) -> dict[str, Any]:
+    """A prompt of each rank's own, and another number of tokens to make of it."""
+    ids = torch.arange(1, 6 + 3 * rank)[None]
+    return {"input_ids": ids, "max_new_tokens": 3 + 4 * rank, "do_sample": False, "pad_token_id": 0}
+
+
+def log_probs_of(model: Any, input_ids: Tensor, attention_mask: Tensor, labels: Tensor) -> Tensor:
+    """Of the labels of a rank's own batch; a method, as policies of reinforcement learning need it."""
+    hidden = model.base_model(input_ids=input_ids, attention_mask=attention_mask).last_hidden_state
+    rows, weight = hidden[:, :-1].flatten(0, 1), model.get_output_embeddings().weight
+    return token_log_probs(rows, weight, labels[:, 1:].flatten(), temperature=0.9)
+
+
+def policy(comm: Comm) -> tuple[Tensor, dict[str, Tensor]]:
+    """Log-probabilities and the gradients of their sum over ranks, by a method of a model that is sharded."""
+    model = build("llama")
+    seqpar.parallelize(model, comm)
+    mesh = init_device_mesh("cpu", (comm.size,))
+    for layer in model.model.layers:
+        fully_shard(layer, mesh=mesh)
+    fully_shard(model, mesh=mesh)
+    model.log_probs_of = MethodType(log_probs_of, model)
+    register_fsdp_forward_method(model, "log_probs_of")
+    found = model.log_probs_of(**batches("right", comm.size)[comm.rank])
+    model.generate(**prompt_of(comm.rank))
+    (found.sum() * comm.size).backward()
+    return found.detach(), {name: p.grad.full_tensor() for name, p in model.named_parameters()}
+
+
+def test_a_method_of_a_sharded_model_has_log_probabilities() -> None:
+    model = build("llama")
+    expected = [log_probs_of(model, **batch) for batch in batches("right", RANKS)]
+    sum(x.sum() for x in expected).backward()
+    for (found, grads), whole in zip(run_processes(RANKS, policy), expected, strict=True):
+        torch.testing.assert_close(found, whole.detach(), rtol=1e-5, atol=1e-5)
+        for name, p in model.named_parameters():
+            assert float((grads[name] - p.grad).abs().max()) <= 1e-5 * float(p.grad.abs().max()), name
+
+
+def wrapped(comm: Comm, how: str) -> tuple[float, dict[str, Tensor], list[Tensor]]:
+    """The loss, the averaged gradients and what is generated, of a model in a wrapper."""
     model = build("llama", tie_word_embeddings=how == "fsdp tied")
     seqpar.parallelize(model, comm, average_over=comm.size)
     if how == "ddp":
@@ -49,18 +90,23 @@ def wrapped(comm: Comm, how: str) -> tuple[float, dict[str, Tensor]]:
         for layer in model.model.layers:
             fully_shard(layer, mesh=mesh)
         whole = fully_shard(model, mesh=mesh)
+    made = [model.generate(**prompt_of(comm.rank))]
     for _ in range(2):  # the second pass finds what the first one left sharded
         model.zero_grad()
         loss = whole(**batches("right", comm.size)[comm.rank]).loss
         loss.backward()
+        made.append(model.generate(**prompt_of(comm.rank), synced_gpus=False))  # as Seq2SeqTrainer asks for
     grads = {name: p.grad for name, p in model.named_parameters()}
-    return float(loss.detach()), {n: getattr(g, "full_tensor", lambda g=g: g)() for n, g in grads.items()}
+    return float(loss.detach()), {n: getattr(g, "full_tensor", lambda g=g: g)() for n, g in grads.items()}, made
 
 
 @pytest.mark.parametrize("how", ["ddp", "fsdp", "fsdp tied"])
 def test_wrappers_that_average(how: str) -> None:
-    whole = one_process(build("llama", tie_word_embeddings=how == "fsdp tied"), batches("right", RANKS), True)
-    for loss, grads in run_processes(RANKS, wrapped, how):
+    model = build("llama", tie_word_embeddings=how == "fsdp tied")
+    whole = one_process(model, batches("right", RANKS), True)
+    expected = [model.generate(**prompt_of(rank)) for rank in range(RANKS)]
+    for (loss, grads, made), tokens in zip(run_processes(RANKS, wrapped, how), expected, strict=True):
+        assert all(torch.equal(ids, tokens) for ids in made)
         assert abs(loss - float(whole.loss)) <= 1e-6 * float(whole.loss)
         assert grads.keys() == whole.grads.keys()
         for name, grad in grads.items():

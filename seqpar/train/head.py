@@ -1,0 +1,158 @@
+"""A linear head over a rank's rows, whose logits exist for a chunk of rows at a time, and its gradients.
+
+    T rows of this rank   V vocabulary   E model dim
+
+    hidden [T, E] ─┬─ chunk 0 ──► logits [chunk, V] ──► results of its rows, and dz [chunk, V] in the same memory
+                   ├─ chunk 1 ──► ...                      d_hidden[chunk] = dz W       d_weight += dz^T h[chunk]
+
+On the CPU, blocks of a chunk's rows go through all steps together, small enough for a core's cache.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterator
+from contextlib import AbstractContextManager
+from typing import NamedTuple
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from seqpar.kernels import acc_dtype
+from seqpar.ops.core.autocast import autocast_dtype
+from seqpar.train.dtensor import is_dtensor
+
+CACHED = 1 << 16  # logits of the rows that a core computes at a time
+
+
+class Gradients(NamedTuple):
+    """Those of a head's arguments, or None where nobody needs them."""
+
+    hidden: Tensor | None
+    weight: Tensor | None
+    bias: Tensor | None
+
+
+class Head(NamedTuple):
+    """A head's arguments in the dtype of its products: autocast's where it is on, else that of the hidden states.
+
+    softcap: logits become ``softcap * tanh(logits / softcap)``. chunk: the number of rows in a chunk.
+    """
+
+    hidden: Tensor
+    weight: Tensor
+    bias: Tensor | None
+    softcap: float
+    chunk: int
+
+    @classmethod
+    def of(
+        cls, hidden: Tensor, weight: Tensor, bias: Tensor | None, softcap: float, chunk: int,
+        dtype: torch.dtype | None = None,
+    ) -> Head:  # fmt: skip
+        """The head; dtype: of its products, by default that of this moment."""
+        dtype = dtype or autocast_dtype(hidden.device.type) or hidden.dtype
+        wide = acc_dtype(dtype)
+        return cls(hidden.to(dtype), weight.to(dtype), None if bias is None else bias.to(wide), softcap, chunk)
+
+    @property
+    def wide(self) -> torch.dtype:
+        """The dtype of logits and of sums."""
+        return acc_dtype(self.hidden.dtype)
+
+    def alone(self) -> AbstractContextManager[None]:
+        """The context of the products, which are of the head's dtype whatever autocast says."""
+        return torch.autocast(self.hidden.device.type, enabled=False)
+
+    def chunks(self) -> Iterator[slice]:
+        """The rows of every chunk."""
+        return (slice(first, first + self.chunk) for first in range(0, len(self.hidden), self.chunk))
+
+    def logits(self, rows: slice) -> Tensor:
+        """The logits of a chunk, before the softcap; in memory of their own."""
+        z = F.linear(self.hidden[rows], self.weight).to(self.wide)
+        return z if self.bias is None else z.add_(self.bias)
+
+    def gradients(self, needs: tuple[bool, bool, bool]) -> Gradients:
+        """Memory for the gradients of hidden states, weight and bias that are needed."""
+        return Gradients(
+            torch.empty_like(self.hidden) if needs[0] else None,
+            torch.zeros_like(self.weight, dtype=self.wide) if needs[1] else None,
+            self.weight.new_zeros(len(self.weight), dtype=self.wide) if needs[2] else None,
+        )
+
+    def add(self, grads: Gradients, rows: slice, dz: Tensor, scale: Tensor | None = None) -> None:
+        """Add the gradients of a chunk whose logits have the gradient dz.
+
+        scale [chunk]: a factor for each row of dz, in the sums over rows; d_hidden is without it.
+        """
+        if grads.bias is not None:
+            grads.bias.add_(dz.sum(0) if scale is None else scale @ dz)
+        h, dz = self.hidden[rows], dz.to(self.weight.dtype)
+        if grads.hidden is not None:
+            torch.mm(dz, self.weight, out=grads.hidden[rows])
+        if grads.weight is not None:
+            grads.weight.add_(dz.t() @ (h if scale is None else (h * scale[:, None]).to(h.dtype)))
+
+
+def blocks(z: Tensor, *columns: Tensor) -> Iterator[tuple[Tensor, ...]]:
+    """The logits and columns of a chunk in blocks of rows that a core's cache holds; all at once on other devices."""
+    count = 1
+    if z.is_cpu and not torch.compiler.is_compiling():
+        count = max(1, min(len(z) // 2, z.numel() // (CACHED * torch.get_num_threads())))
+    return zip(*(x.tensor_split(count) for x in (z, *columns)))
+
+
+def capped(z: Tensor, softcap: float, grad: bool) -> Tensor | None:
+    """Cap logits in place; the slope of the cap at each, if it is needed and there is a cap."""
+    if not softcap:
+        return None
+    z.div_(softcap).tanh_().mul_(softcap)
+    return 1 - (z / softcap).square() if grad else None
+
+
+def finish(dz: Tensor, keep: Tensor, slope: Tensor | None) -> None:
+    """Make gradients those of logits before the cap, and 0 in rows that do not count, in place."""
+    if torch.compiler.is_compiling() or not dz.is_cpu or not keep.all():  # a device would be waited for
+        dz.masked_fill_(~keep[:, None], 0.0)
+    if slope is not None:
+        dz *= slope
+
+
+# --- arguments ------------------------------------------------------------------------------------------------------
+
+
+def check_rows(rows: Tensor, labels: Tensor, name: str) -> None:
+    """Raise TypeError unless both are tensors, and ValueError unless they are rows and their labels."""
+    for kind, x in ((name, rows), ("labels", labels)):
+        if not isinstance(x, Tensor):
+            raise TypeError(f"{kind} must be a tensor, got {x!r:.200}")
+    if rows.dim() != 2 or labels.shape != rows.shape[:1] or labels.dtype != torch.int64:
+        raise ValueError(
+            f"{name} {list(rows.shape)}, labels {list(labels.shape)} of {labels.dtype}, expected [T, n] and [T] int64"
+        )
+
+
+def check_head(who: str, hidden: Tensor, weight: Tensor, bias: Tensor | None, softcap: float, chunk: int) -> None:
+    """Raise TypeError, ValueError or NotImplementedError for arguments that are not a head over these rows."""
+    for kind, x in (("weight", weight), ("bias", bias)):
+        if not isinstance(x, Tensor) and not (kind == "bias" and x is None):
+            raise TypeError(f"{who}: the {kind} must be a tensor, got {x!r:.200}")
+        if x is not None and is_dtensor(x):
+            raise NotImplementedError(
+                f"{who}: the {kind} is a DTensor {list(x.shape)} with placements {x.placements}; "
+                f"call it inside the forward of the module that fully_shard wraps, where the {kind} is whole"
+            )
+    if weight.dim() != 2 or weight.shape[1] != hidden.shape[1]:
+        raise ValueError(f"{who}: hidden {list(hidden.shape)}, weight {list(weight.shape)}, expected [T, E], [V, E]")
+    if bias is not None and (bias.shape != weight.shape[:1] or not bias.dtype.is_floating_point):
+        raise ValueError(
+            f"{who}: bias {list(bias.shape)} of {bias.dtype}, expected floating point "
+            f"[{weight.shape[0]}], one for each row of the weight {list(weight.shape)}"
+        )
+    if not 0.0 <= softcap < math.inf or chunk < 1:
+        raise ValueError(
+            f"{who}: softcap={softcap}, chunk={chunk}, expected a finite cap, 0 for none, and at least one row in a "
+            "chunk"
+        )
