@@ -264,7 +264,8 @@ class _Probe:
         return bool(worst.median() <= 0.1 if rough else worst.max() <= 1e-4)
 
     def _on_rows(self, before: Callable[..., Any], *args: Any, **named: Any) -> Any:
-        """A call of a text model inside the model, whose masks it makes itself."""
+        """A call of a text model inside the model: it makes its masks itself, and some hand on the model's labels."""
+        named.pop("labels", None)
         with forward(self.state):
             return before(*args, **named | {"attention_mask": padding_of(named.get("attention_mask"))})
 

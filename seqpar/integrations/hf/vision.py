@@ -224,6 +224,7 @@ class ParallelVision(ParallelTransformer):
         if bringing.call is not None:
             raise NotImplementedError(f"{type(bringing.module).__name__} calls its text model more than once")
         given = self._named(self.text, args, named)
+        given.pop("logits_to_keep", None)  # of the head, which some hand on
         if "inputs_embeds" not in given and "input_ids" in given:
             given["inputs_embeds"] = self.text.get_input_embeddings()(given.pop("input_ids"))
         for run in self._taken_blank():  # the embeddings came from outside
