@@ -33,8 +33,8 @@ to share out: encoder-decoders, vision, audio and classifiers of sequences have 
 
 What was not tried:
 
-- **Images.** Vision-language models got text alone. A convolution in their vision tower is why `parallelize` refuses
-  all of them but llama4, which has none and refuses images when they are given.
+- **Sound, and images by other ways in.** Vision-language models got images on one of the ranks under `parallelize`, and
+  text alone under `sdpa` and registered, which take rows of tokens.
 - **Everything large.** Each model has few layers, 32 features and fewer than 30 tokens, on {ranks} ranks on a CPU;
   other tests vary ranks, lengths and masks. Pretrained weights, bf16 and GPUs are not in the table.
 - **The other model types.** They meet the same checks when `parallelize` is called, by config, by modules and by a

@@ -33,13 +33,17 @@ FACTS = (MASK, PARENTS, POSITIONS, *STARTS, *LONGEST, *LABELS)  # entries that t
 
 
 class Reading(NamedTuple):
-    """How to read a batch: the arguments of `seqpar.data.share`."""
+    """How to read a batch: the arguments of `seqpar.data.share`.
+
+    optional: entries with a value per token that a rank may lack; it then has zeros.
+    """
 
     shift: str = "row"
     ignore_index: int = -100
     keep: Sequence[str] = ()
     device: torch.device | str | None = None
     mtp_depth: int = 0
+    optional: Sequence[str] = ()
 
 
 class Packed(NamedTuple):

@@ -107,12 +107,12 @@ class Known(NamedTuple):
         )  # fmt: skip
 
     def rows(self, name: str) -> Tensor:
-        """This rank's rows of a tensor; a rank without tokens copies the tensor's properties from the others."""
+        """This rank's rows of a tensor; a rank without it copies the tensor's properties from the others."""
         if name in self.own.tensors:
             return self.own.tensors[name]
         column = self.columns[name]
-        return torch.empty(
-            0,
+        return torch.zeros(
+            int(self.own.lengths.sum()),
             *column.dims,
             dtype=getattr(torch, column.dtype),
             device=column.device,
@@ -169,7 +169,7 @@ def announce(
         _check_equal(every)
     if all(each.ended for each in every):
         return None
-    return _union(own, every, source)
+    return _union(own, every, source, how.optional)
 
 
 def _columns(own: Packed) -> dict[str, Column]:
@@ -197,7 +197,7 @@ def _check_equal(every: Sequence[Facts]) -> None:
             )
 
 
-def _union(own: Packed, every: Sequence[Facts], source: str) -> Known:
+def _union(own: Packed, every: Sequence[Facts], source: str, optional: Sequence[str]) -> Known:
     """The documents of all ranks, one rank's after the other's; of a replicated batch, those of each."""
     if source == "replicated":
         every = every[:1]
@@ -206,7 +206,7 @@ def _union(own: Packed, every: Sequence[Facts], source: str) -> Known:
         raise ValueError("share: no rank's batch has a token; skip this batch on every rank")
     holder = np.repeat(np.arange(len(every)), [each.lengths.size for each in every])
     valid = np.concatenate([each.valid for each in every])
-    columns = _common(every)
+    columns = _common(every, optional)
     if not own.lengths.size:
         own = own._replace(tensors={})  # of whatever kind: the others' is what moves
     return Known(
@@ -233,21 +233,23 @@ def _tree(every: Sequence[Facts]) -> Mask | None:
     return Mask.tree(np.concatenate(lengths), np.concatenate(roots))
 
 
-def _common(every: Sequence[Facts]) -> dict[str, Column]:
-    """The columns of the ranks that have tokens, which must be alike."""
+def _common(every: Sequence[Facts], optional: Sequence[str]) -> dict[str, Column]:
+    """The columns of the ranks that have tokens, which must be alike. optional: those that some of them may lack."""
     ranks = [rank for rank, each in enumerate(every) if each.lengths.size]
     first = ranks[0]
+    found = {name: column for rank in ranks for name, column in every[rank].columns.items() if name in optional}
+    columns = {rank: found | every[rank].columns for rank in ranks}
     for rank in ranks[1:]:
-        if every[rank].columns == every[first].columns:
+        if columns[rank] == columns[first]:
             continue
-        for name in sorted(every[first].columns.keys() | every[rank].columns.keys()):
-            one, other = (each.columns.get(name, "missing") for each in (every[first], every[rank]))
+        for name in sorted(columns[first].keys() | columns[rank].keys()):
+            one, other = (columns[each].get(name, "missing") for each in (first, rank))
             if one != other:
                 raise ValueError(
                     f"share: {name} is {_told(one)} on rank {first} and {_told(other)} on rank {rank}; rows of all "
                     "ranks' batches go together: give them the same entries"
                 )
-    return {name: every[first].columns[name] for name in sorted(every[first].columns)}
+    return {name: columns[first][name] for name in sorted(columns[first])}
 
 
 def _told(column: Column | str) -> str:

@@ -62,6 +62,12 @@ def _parallelize_of(model: nn.Module, sdpa: bool, staged: bool) -> Callable[...,
 
         return by_stages
     if _is(model, "transformers", "PreTrainedModel"):
+        from seqpar.integrations.hf.fit import text_of
+
+        if text_of(model) is not model:  # type: ignore[arg-type]
+            from seqpar.integrations.hf.vision import ParallelVision
+
+            return ParallelVision
         from seqpar.integrations.hf.model import parallelize as of_transformers
 
         return of_transformers

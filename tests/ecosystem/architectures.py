@@ -115,10 +115,28 @@ HYBRIDS = _many(
     "zamba2 minimax olmo_hybrid "
     "granitemoehybrid kimi_linear qwen3_5_moe_text lfm2_moe lfm3 rwkv xlstm",
 )
-IMAGES = _many(
-    "vision-language", "llava mistral3 internvl llama4 qwen2_5_vl qwen3_vl gemma3 paligemma smolvlm",
-    head="ForConditionalGeneration", inside=("text_config", "vision_config"),
-)  # fmt: skip
+SEEN = {"image": 51, "video": 52, "start": 53, "end": 54}  # tokens that stand for images, and around them
+ID, INDEX = {"image_token_id": SEEN["image"]}, {"image_token_index": SEEN["image"]}
+GRIDS = ID | {"video_token_id": SEEN["video"], "vision_start_token_id": SEEN["start"],
+              "vision_end_token_id": SEEN["end"]}  # fmt: skip
+IMAGES = {
+    kind: Architecture(kind, "vision-language", config, "ForConditionalGeneration", None,
+                       ("text_config", "vision_config"))
+    for kind, config in {
+        "llava": INDEX, "mistral3": INDEX, "internvl": ID, "llama4": INDEX, "qwen2_5_vl": GRIDS, "qwen3_vl": GRIDS,
+        "gemma3": INDEX | {"mm_tokens_per_image": 4, "boi_token_index": 53, "eoi_token_index": 54},
+        "paligemma": INDEX | {"projection_dim": 32}, "smolvlm": ID,
+    }.items()
+}  # fmt: skip
+# not in the table, but tried with images: built like others
+MORE_IMAGES = {
+    kind: Architecture(kind, "vision-language", config, "ForConditionalGeneration", None,
+                       ("text_config", "vision_config"))
+    for kind, config in {
+        "qwen2_vl": GRIDS, "qwen3_vl_moe": GRIDS, "qwen3_5": GRIDS, "idefics3": ID,
+        "aya_vision": INDEX | {"downsample_factor": 1}, "cohere2_vision": ID | {"downsample_factor": 1},
+    }.items()
+}  # fmt: skip
 OTHERS = _many("encoder-decoder", "t5 bart mbart marian m2m_100", head="ForConditionalGeneration")
 OTHERS["t5gemma"] = Architecture(
     "t5gemma", "encoder-decoder", head="ForConditionalGeneration", inside=("encoder", "decoder")
@@ -133,6 +151,7 @@ TABLE = {**DENSE, **EXPERTS, **ENCODERS, **HYBRIDS, **IMAGES, **OTHERS}
 # what `SIZES` cannot know of a kind
 MAMBA = {"n_heads": 4, "num_heads": 4}
 VISION = {"depth": 2, "image_size": 28, "patch_size": 14, "num_key_value_heads": "unset", "head_dim": "unset"}
+LARGE = VISION | {"image_size": 56}
 PARTICULAR: dict[str, dict[str, Any]] = {
     "gemma3_text": {"layer_types": BOTH, "query_pre_attn_scalar": 8},
     "gemma3n_text": {
@@ -215,17 +234,24 @@ PARTICULAR: dict[str, dict[str, Any]] = {
                 "decoder_start_token_id": 1},
     "vit": {"image_size": 28, "patch_size": 14},
     "dinov2": {"image_size": 28, "patch_size": 14, "mlp_ratio": 2},
-    "siglip_vision_model": VISION, "clip_vision_model": VISION, "internvl_vision": VISION,
-    "pixtral": VISION | {"head_dim": 8}, "idefics3_vision": VISION, "smolvlm_vision": VISION,
-    "llama4_vision_model": VISION | {"vision_output_dim": 32, "projector_input_dim": 32, "projector_output_dim": 32},
+    "siglip_vision_model": VISION, "clip_vision_model": VISION, "internvl_vision": LARGE,
+    "pixtral": LARGE | {"head_dim": 8}, "idefics3_vision": LARGE, "smolvlm_vision": LARGE,
+    "llama4_vision_model": LARGE | {"intermediate_size": 128, "vision_output_dim": 32, "projector_input_dim": 32,
+                                    "projector_output_dim": 32},
     "qwen2_5_vl_vision": {"depth": 2, "out_hidden_size": 32, "hidden_size": 32, "intermediate_size": 48, "num_heads": 2,
-                          "fullatt_block_indexes": [1]},
+                          "fullatt_block_indexes": [1], "patch_size": 4, "window_size": 16},
     "qwen2_5_vl_text": {"rope_parameters": {"rope_type": "default", "rope_theta": 1e4, "mrope_section": [2, 1, 1]}},
     "qwen3_vl_text": {"rope_parameters": {"rope_type": "default", "rope_theta": 1e4, "mrope_section": [2, 1, 1]}},
     "qwen3_vl_vision": {"depth": 2, "out_hidden_size": 32, "hidden_size": 32, "intermediate_size": 48,
-                        "num_heads": 2, "deepstack_visual_indexes": [0], "num_position_embeddings": 16},
+                        "num_heads": 2, "deepstack_visual_indexes": [0], "num_position_embeddings": 16,
+                        "patch_size": 4},
     "t5gemma_module": {"layer_types": BOTH},
+    "qwen2_vl_vision": {"depth": 2, "embed_dim": 32, "hidden_size": 32, "mlp_ratio": 2, "num_heads": 2,
+                        "patch_size": 4},
 }  # fmt: skip
+PARTICULAR["qwen2_vl_text"] = PARTICULAR["qwen3_vl_moe_text"] = PARTICULAR["qwen3_vl_text"]
+PARTICULAR["qwen3_vl_moe_vision"] = PARTICULAR["qwen3_vl_vision"]
+PARTICULAR["qwen3_5_vision"] = PARTICULAR["qwen3_vl_vision"] | {"deepstack_visual_indexes": "unset"}
 
 
 def config_of(row: Architecture) -> transformers.PreTrainedConfig:

@@ -20,6 +20,7 @@ import seqpar
 from seqpar import Layout, Mask, Plan
 from seqpar.comm import Comm
 from seqpar.testing import run_threads
+from tests.ecosystem import images
 from tests.ecosystem.architectures import VOCABULARY, Architecture, build
 
 RANKS, TOKENS = 2, 24
@@ -199,7 +200,15 @@ def verdict(row: Architecture, way: str, dtype: torch.dtype = torch.float64) -> 
             model = build(row, LOADED.get(way, "sdpa"), dtype)
     except (ValueError, KeyError) as error:
         return f"unknown to transformers: {_short(error)}"
-    every = batches(row, "packed" if way == "packed" else "padded")
+    documents: list[list[images.Tokens]] = []
+    if way in BATCHES and row.group == "vision-language":
+        documents = images.brought(row.kind, RANKS, dtype)
+        every = [
+            images.packed(row.kind, own, model) if way == "packed" else images.padded(row.kind, own)
+            for own in documents
+        ]
+    else:
+        every = batches(row, "packed" if way == "packed" else "padded")
     layout = "zigzag" if way.endswith("zigzag") else "contiguous"
 
     def call(comm: Comm) -> Outcome:
@@ -212,6 +221,8 @@ def verdict(row: Architecture, way: str, dtype: torch.dtype = torch.float64) -> 
         with islands(dtype):
             one = build(row, dtype=dtype)
             one.load_state_dict(model.state_dict())  # in fp64 others may be drawn
+            if documents:
+                return outcome(one, images.one_process(row.kind, one, sum(documents, [])))
             return of_one_process(row, one, every) if way in BATCHES else of_one_document(row, one)
 
     try:

@@ -44,10 +44,35 @@ UNUSED = {
 
 
 class Forward(NamedTuple):
-    """State of a forward pass besides the plan. make: returns the plan for a layer's rule."""
+    """State of a forward pass besides the plan. make: returns the plan for a layer's rule.
+
+    note: before rows are shared, returns what stands for the mask of a mask function and a padding mask; text: the
+    config of the model whose masks these are.
+    """
 
     make: Callable[[Plan, Rule], Plan] = lambda plan, rule: planned(plan, rule)
     padded: bool = False  # whether padding in a two-dimensional mask has been removed already
+    note: Callable[[Callable[..., Any], Tensor | None], Any] | None = None
+    text: PreTrainedConfig | None = None
+
+
+class Noted(NamedTuple):
+    """In place of a mask, until rows are shared: the padding mask [B, S] that was handed over with it, or None."""
+
+    padding: Tensor | None
+
+
+def padding_of(mask: Any) -> Tensor | None:
+    """The padding mask in what a model of images hands to its text model, with masks of layers or without.
+
+    Raises: NotImplementedError for masks that `Forward.note` did not see.
+    """
+    masks = list(mask.values()) if isinstance(mask, dict) else [mask]
+    if masks and all(isinstance(each, Noted) for each in masks):
+        return masks[0].padding
+    if isinstance(mask, dict):
+        raise NotImplementedError("attention_mask has masks that were made elsewhere; give a mask [B, S] of 0 and 1")
+    return mask
 
 
 _threads = threading.local()
@@ -55,7 +80,7 @@ _entering = threading.Lock()
 
 
 @contextmanager
-def forward(state: Forward) -> Iterator[None]:
+def forward(state: Forward | None) -> Iterator[None]:
     """Make this the state of the thread's mask functions until the block ends."""
     before = getattr(_threads, "state", None)
     _threads.state = state
@@ -101,7 +126,10 @@ def mask_of(
 def _mask(
     batch_size: int, q_length: int, kv_length: int, function: Callable[..., Any], attention_mask: Tensor | None,
     config: PreTrainedConfig | None,
-) -> Tensor:  # fmt: skip
+) -> Any:  # fmt: skip
+    state = getattr(_threads, "state", None) or Forward()
+    if state.note is not None:
+        return state.note(function, attention_mask)
     # a model of seqpar.parallelize has been tried, and its mixers are replaced
     if config is not None and not inside() and (reasons := [*unserved_attention(config), *mixing_layers(config)]):
         remedy = "; give the model to seqpar.parallelize, which computes recurrent layers that it knows"
@@ -116,7 +144,6 @@ def _mask(
             f"no plan surrounds this call of a model whose attention is {KEY!r}; give the model to "
             "seqpar.parallelize(model, comm), or its rows to it inside `with seqpar.parallel(plan, comm):`"
         ) from error
-    state = getattr(_threads, "state", None) or Forward()
     if batch_size != 1 or q_length != kv_length:
         raise NotImplementedError(
             f"{batch_size} rows of {q_length} queries and {kv_length} keys: seqpar takes the plan's rows [1, T], and "
@@ -315,7 +342,9 @@ def _either_mask(mask: Callable[..., Any]) -> Callable[..., Any]:
 
     @wraps(mask)
     def function(*args: Any, **named: Any) -> Any:
-        return (mask_of if inside() else mask)(*args, **named)
+        state = getattr(_threads, "state", None)
+        ours = state is not None and state.text in (None, named.get("config"))
+        return (mask_of if ours else mask)(*args, **named)
 
     return function
 

@@ -11,8 +11,9 @@ from __future__ import annotations
 
 import inspect
 import warnings
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
+from functools import partial
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -24,13 +25,14 @@ from transformers.loss.loss_utils import ForCausalLMLoss, ForMaskedLMLoss, ForTo
 from seqpar.comm import LocalComm
 from seqpar.facts.layout import Layout
 from seqpar.facts.mask import Mask
-from seqpar.integrations.hf.attention import Forward, forward, implementation, planned
+from seqpar.integrations.hf.attention import Forward, Noted, forward, implementation, padding_of, planned
 from seqpar.integrations.hf.config import NO_INTERFACE, STATE, config_refusals
 from seqpar.integrations.hf.mask import Rule
 from seqpar.integrations.hf.recurrent.mixers import as_written, mixers
 from seqpar.integrations.hf.weights import NoWeights, check_probed, check_weights
 from seqpar.integrations.probe.inspection import dropping
 from seqpar.integrations.sdpa.reroute import sdpa
+from seqpar.nn.wrap import replaced
 from seqpar.parallel import parallel
 from seqpar.plan import Plan
 from seqpar.train import cross_entropy
@@ -43,6 +45,7 @@ SHIFTS = {ForCausalLMLoss: "row", ForMaskedLMLoss: "none", ForTokenClassificatio
 POOLED, NO_ROWS = "it also returns pooler_output", "none with a row for every token"
 NO_MASK = "no layer asked transformers.masking_utils for a mask"
 # Modules that look at other tokens, or at the batch, by design.
+BATCHES = (nn.modules.batchnorm._BatchNorm,)
 MIXING = (nn.Conv1d, nn.Conv2d, nn.Conv3d, nn.RNNBase, nn.modules.batchnorm._NormBase)
 
 
@@ -70,6 +73,17 @@ class ModelFit(NamedTuple):
         return all(rule.causal for rule in self.rules)
 
 
+def text_of(model: PreTrainedModel) -> PreTrainedModel:
+    """The model of tokens inside a model of images or sound; any other model itself."""
+    kinds = model.input_modalities
+    if isinstance(kinds, str) or "text" not in kinds or model.config.get_text_config() is model.config:
+        return model
+    text = model
+    while isinstance(inner := text.get_decoder(), PreTrainedModel) and inner is not text:
+        text = inner
+    return text
+
+
 def refusals(model: PreTrainedModel) -> list[str]:
     """Reasons in a model's class, config and modules against computing it row by row."""
     reasons = []
@@ -80,7 +94,10 @@ def refusals(model: PreTrainedModel) -> list[str]:
     known = mixers(model)
     reasons += config_refusals(model, recurrent=bool(known))
     inside = {part for mixer in known for part in mixer.modules()}
-    mixing = sorted({type(m).__name__ for m in model.modules() if isinstance(m, MIXING) and m not in inside})
+    text = text_of(model)
+    rows = set(text.modules())  # what lies outside of the text model sees the rank's own images
+    mixing = sorted({type(m).__name__ for m in rows if isinstance(m, MIXING) and m not in inside})
+    mixing += sorted({type(m).__name__ for m in model.modules() if isinstance(m, BATCHES) and m not in rows})
     if mixing:
         reasons.append(f"it has modules that see other tokens or the batch: {', '.join(mixing)}")
     return reasons + dropping(model)
@@ -212,6 +229,7 @@ class _Probe:
 
     def __init__(self, model: PreTrainedModel) -> None:
         self.model, self.rules = model, set[Rule]()
+        self.state = Forward(self._note, padded=True)
         self.hidden: Tensor | None = None
         coarse = any(torch.finfo(p.dtype).eps > 1e-6 for p in model.parameters() if p.is_floating_point())
         self.rough = coarse or torch.get_float32_matmul_precision() != "highest"
@@ -222,10 +240,13 @@ class _Probe:
         """The output for tokens in documents of these lengths (by default one token each), held in this order."""
         mask = Mask(documents or [1] * len(ids))
         plan = Plan(mask, Layout([np.array(order or range(len(ids)))]))
-        base = self.model.base_model
+        text = text_of(self.model)
+        base = self.model.base_model if text is self.model else text
         hook = None if base is self.model else base.register_forward_hook(self._keep)
+        inner = {} if text is self.model else {"forward": partial(self._on_rows, text.forward)}
+        state = Forward(note=lambda _, padding: Noted(padding), text=text.config) if inner else self.state
         try:
-            with parallel(plan, LocalComm()), forward(Forward(self._note, padded=True)):
+            with parallel(plan, LocalComm()), replaced(text, inner), forward(state):
                 return self.model.forward(input_ids=ids[None], return_dict=True, **caching(self.model), **options)
         finally:
             if hook is not None:
@@ -241,6 +262,12 @@ class _Probe:
         worst = worst / a.abs().max().double().clamp(min=1e-30)
         rough = self.rough or torch.finfo(a.dtype).eps > 1e-6
         return bool(worst.median() <= 0.1 if rough else worst.max() <= 1e-4)
+
+    def _on_rows(self, before: Callable[..., Any], *args: Any, **named: Any) -> Any:
+        """A call of a text model inside the model: it makes its masks itself, and some hand on the model's labels."""
+        named.pop("labels", None)
+        with forward(self.state):
+            return before(*args, **named | {"attention_mask": padding_of(named.get("attention_mask"))})
 
     def _note(self, plan: Plan, rule: Rule) -> Plan:
         self.rules.add(rule)

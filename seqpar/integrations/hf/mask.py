@@ -9,9 +9,12 @@ from __future__ import annotations
 
 import inspect
 from collections.abc import Callable
+from functools import reduce
+from operator import or_
 from typing import Any, NamedTuple
 
 import numpy as np
+from torch import Tensor
 
 from seqpar.facts.mask import Mask
 from seqpar.facts.value import Ints
@@ -23,13 +26,16 @@ class Rule(NamedTuple):
     """The keys of its own document that a token sees.
 
     causal: only those up to itself. left, right: at most so many before and after it. chunk: only those in its own
-    stretch of so many tokens. None: no limit.
+    stretch of so many tokens. None: no limit. block: the same for a token of a block, such as an image: "" is no
+    difference, "ahead" that it sees to the end of its block, "whole" that it sees all of its block besides, "alone"
+    that it sees nothing else.
     """
 
     causal: bool = False
     left: int | None = None
     right: int | None = None
     chunk: int | None = None
+    block: str = ""
 
     @property
     def local(self) -> bool:
@@ -37,19 +43,35 @@ class Rule(NamedTuple):
         return not (self.left is self.right is self.chunk is None)
 
     def __and__(self, other: Rule) -> Rule:
-        """Both rules at once. Raises: NotImplementedError for chunks of two lengths."""
+        """Both rules at once. Raises: NotImplementedError for chunks of two lengths, and for limits inside blocks."""
         if None not in (self.chunk, other.chunk) and self.chunk != other.chunk:
             raise NotImplementedError(f"a mask combines chunks of {self.chunk} and of {other.chunk} tokens")
+        for one, limit in ((self, other), (other, self)):
+            if one.block and (limit.causal or limit.block or (limit.local and one.block != "ahead")):
+                raise NotImplementedError(f"a mask limits blocks of tokens: {one} and {limit}")
         return Rule(
             self.causal or other.causal, _least(self.left, other.left), _least(self.right, other.right),
-            other.chunk if self.chunk is None else self.chunk,
+            other.chunk if self.chunk is None else self.chunk, self.block or other.block,
         )  # fmt: skip
+
+    def __or__(self, other: Rule) -> Rule:
+        """A causal rule or a block's. Raises: NotImplementedError for others."""
+        rule = other if self == BLOCK else self
+        if BLOCK not in (self, other) or rule.block or not rule.causal:
+            raise NotImplementedError(f"a mask is the union of {self} and {other}, not of a causal rule and blocks")
+        return rule._replace(block="whole" if rule.local else "ahead")
 
     def under(self, mask: Mask) -> Mask:
         """The rule applied to the documents of a mask, which may be trees.
 
-        Raises: NotImplementedError for rules that no tree has, and for other masks of several bands or early ends.
+        Raises: NotImplementedError for rules that no tree has, for other masks of several bands or early ends, and for
+        blocks, which the documents do not tell.
         """
+        if self.block:
+            raise NotImplementedError(
+                "a layer sees blocks of tokens, such as images, to their end; give the whole model to "
+                "seqpar.parallelize(model, comm), and ordinary batches with token_type_ids"
+            )
         if (mask.plain and mask.paths is None) or (self.left or 0) < 0:
             return self.mask(mask.lengths)
         if mask.paths is None or not self.causal or self.chunk is not None:
@@ -76,6 +98,30 @@ class Rule(NamedTuple):
         return Mask.from_bounds(lo, hi, lengths=lengths)
 
 
+BLOCK = Rule(block="alone")
+
+
+class Blocks(NamedTuple):
+    """Stretches of tokens that see each other, each inside one document: first tokens and ends, ascending."""
+
+    starts: Ints
+    ends: Ints
+
+    def mask(self, rule: Rule, without: Mask, causal: Mask) -> Mask:
+        """The mask of a causal rule with blocks. without, causal: the mask of its limits alone, and without blocks."""
+        at = np.arange(causal.tokens)
+        first, last = at.copy(), at + 1
+        size = self.ends - self.starts
+        inside = np.repeat(self.starts - np.cumsum(size) + size, size) + np.arange(size.sum())
+        first[inside], last[inside] = np.repeat(self.starts, size), np.repeat(self.ends, size)
+        lo, hi = causal.bounds(at)
+        if rule.block == "whole":
+            lo, hi = np.minimum(lo, first), np.maximum(hi, last)
+        else:
+            hi = np.maximum(hi, np.minimum(last, without.bounds(at)[1]))
+        return Mask.from_bounds(lo, hi, lengths=causal.lengths)
+
+
 def _least(a: int | None, b: int | None) -> int | None:
     return b if a is None else a if b is None else min(a, b)
 
@@ -95,6 +141,22 @@ def rule_of(function: Callable[..., Any]) -> Rule:
     )
 
 
+def blocks_of(function: Callable[..., Any]) -> Tensor | None:
+    """The number of each token's block, [B, S] and below 0 outside of blocks, of a mask that `rule_of` can read.
+
+    Raises: NotImplementedError for masks of several kinds of blocks.
+    """
+    closure = {} if "<locals>" not in function.__qualname__ else inspect.getclosurevars(function).nonlocals
+    if function.__qualname__.startswith("blockwise_overlay."):
+        ids: Tensor = closure["block_sequence_ids"]
+        return ids
+    parts = [*closure.get("mask_functions", ()), *(x for x in (closure.get("mask_function"),) if x is not None)]
+    found = [ids for ids in map(blocks_of, parts) if ids is not None]
+    if any(not ids.equal(found[0]) for ids in found[1:]):
+        raise NotImplementedError("a mask has blocks of two kinds")
+    return found[0] if found else None
+
+
 def _all(closure: dict[str, Any]) -> Rule:
     rule = Rule()
     for part in closure["mask_functions"]:
@@ -102,8 +164,14 @@ def _all(closure: dict[str, Any]) -> Rule:
     return rule
 
 
+def _either(closure: dict[str, Any]) -> Rule:
+    return reduce(or_, map(rule_of, closure["mask_functions"]))
+
+
 _READERS: dict[str, Callable[[dict[str, Any]], Rule]] = {
     "and_masks": _all,
+    "or_masks": _either,
+    "blockwise_overlay": lambda closure: BLOCK,
     "causal_mask_function": lambda closure: Rule(causal=True),
     "bidirectional_mask_function": lambda closure: Rule(),
     "sliding_window_overlay": lambda closure: Rule(left=closure["sliding_window"] - 1),

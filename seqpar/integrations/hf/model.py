@@ -43,7 +43,7 @@ from seqpar.integrations.hf.attention import (
     occupied,
     planned,
 )
-from seqpar.integrations.hf.fit import PER_TOKEN, caching, fitting, softcap_of
+from seqpar.integrations.hf.fit import PER_TOKEN, caching, fitting, softcap_of, text_of
 from seqpar.integrations.hf.generation import generators
 from seqpar.integrations.hf.mask import Rule
 from seqpar.integrations.hf.planning import ModelPlanner
@@ -124,15 +124,23 @@ class ParallelTransformer(ParallelModel):
     """A transformers model whose forwards are computed on all ranks.
 
     model, comm: as given to `seqpar.parallelize`. fit: the findings on the model. logits: whether training with labels
-    returns logits, which are otherwise None; may be changed at any time, equally on all ranks.
+    returns logits, which are otherwise None; may be changed at any time, equally on all ranks. text: the module whose
+    rows are shared: the model, or the text model inside it. entries: those of a batch with a value per token; optional:
+    of these, those that a rank may lack. returned: outputs besides those with a row per token.
     """
 
+    entries: tuple[str, ...] = ROWS
+    optional: tuple[str, ...] = ()
+    returned: tuple[str, ...] = ("hidden_states",)
+
     def __init__(
-        self, model: PreTrainedModel, comm: Comm, *, plan: Planner | None, source: str, average_over: int, logits: bool,
-        in_place: bool, accuracy: Accuracy,
+        self, model: PreTrainedModel, comm: Comm, *, plan: Planner | None = None, source: str = "sharded",
+        average_over: int = 1, logits: bool = False, in_place: bool = False, accuracy: Accuracy = "exact",
     ) -> None:  # fmt: skip
         super().__init__(model, comm)
         self.model: PreTrainedModel = model
+        self.text = text_of(model)
+        self._last = model.base_model if self.text is model else self.text  # the last module before the head
         self.source, self.average_over, self.logits = source, average_over, logits
         self._worth = Worth(type(model).__name__)
         self._hidden: list[Tensor] | None = None  # collects the base model's last hidden states, if needed
@@ -141,7 +149,7 @@ class ParallelTransformer(ParallelModel):
         self._known: set[Rule] = set()  # of the masks that all ranks used in an earlier forward
         self._rules: list[Rule] = []  # of the masks in the last forward
         self._seed = comm.gather("parallelize: the seed of attention dropout", torch.initial_seed())[0]
-        self._before = model.config._attn_implementation
+        self._before = self.text.config._attn_implementation
         self._name = self._before if in_place else KEY
         self._loss_function = getattr(model, "loss_function", None)
         try:
@@ -151,7 +159,7 @@ class ParallelTransformer(ParallelModel):
                 if plan is not None:
                     check_makes_plans(model, plan, "(lengths, ranks)")
                 self._undone.callback(enter(self._before) if in_place else enter(KEY))
-                self._undone.callback(_with_own_configs(model, self._name))
+                self._undone.callback(_with_own_configs(model, self.text, self._name))
                 if accuracy != "exact":
                     for module in model.modules():
                         self._undone.enter_context(replaced(module, {ACCURACY: accuracy}))
@@ -172,7 +180,7 @@ class ParallelTransformer(ParallelModel):
         self._loop = Loop(model, comm, average_over=average_over)
         self._undone.callback(self._loop.close)
         if in_place:
-            self._undone.enter_context(occupied(model))
+            self._undone.enter_context(occupied(self.text))
         self._install()
 
     def prefetch(
@@ -193,13 +201,17 @@ class ParallelTransformer(ParallelModel):
         how = Reading(self.fit.shift)
 
         def bring(batch: Mapping[str, Any]) -> tuple[Mapping[str, Any], Ints]:
-            lengths = read({name: batch[name] for name in (*ROWS, *DOCUMENTS) if name in batch}, how).lengths
+            lengths = read(self._read_ahead(batch), how).lengths
             if device is None:
                 return batch, lengths
             return {name: moved(x, device) if isinstance(x, Tensor) else x for name, x in batch.items()}, lengths
 
         depth, replicated = whole("depth", depth, 1), self.source == "replicated"
         return ahead(batches, self.comm, self._plans, bring, self._derive, depth=depth, replicated=replicated)
+
+    def _read_ahead(self, batch: Mapping[str, Any]) -> dict[str, Any]:
+        """The entries of a loader's batch that tell its documents."""
+        return {name: batch[name] for name in (*ROWS, *DOCUMENTS) if name in batch}
 
     def _derive(self, plan: Any) -> None:
         """Derive from a plan made ahead what the layers derive; a plan that is refused later is left alone."""
@@ -222,7 +234,7 @@ class ParallelTransformer(ParallelModel):
     @contextmanager
     def local(self) -> Iterator[None]:
         """Inside, the model is as before, on this rank alone."""
-        with super().local(), implementation(self.model, self._before if self._before != KEY else "eager"):
+        with super().local(), implementation(self.text, self._before if self._before != KEY else "eager"):
             yield
 
     # --- installation ------------------------------------------------------------------------------------------------
@@ -233,7 +245,7 @@ class ParallelTransformer(ParallelModel):
         if model.base_model is not model:  # heads of other libraries call the base model
             self._replace(model.base_model, {})
         if self.fit.head is not None:
-            self._keeping = model.base_model.register_forward_hook(uncompiled(self._keep_hidden))
+            self._keeping = self._last.register_forward_hook(uncompiled(self._keep_hidden))
             undone.callback(self._keeping.remove)
 
     def _replace(self, module: PreTrainedModel, more: dict[str, Any]) -> None:
@@ -282,7 +294,7 @@ class ParallelTransformer(ParallelModel):
     def _surround(self, own: Share) -> ExitStack:
         """The contexts around the model's own forward, entered."""
         if self.fit.head is not None:  # after other hooks, which may change the base model's output
-            self.model.base_model._forward_hooks.move_to_end(self._keeping.id)
+            self._last._forward_hooks.move_to_end(self._keeping.id)
         if self.fit.recurrent:  # ranks with the same model and share have the same plan for its mixers
             remember(self.comm, plan_key(of_documents(own.plan)))
         around = ExitStack()
@@ -299,11 +311,7 @@ class ParallelTransformer(ParallelModel):
         self._rules = []
 
         def make(plan: Plan, rule: Rule) -> Plan:
-            if own.places is None or not rule.local:
-                layer_plan = planned(plan, rule)
-            else:
-                window = (rule.left, None if rule.causal else rule.right)
-                layer_plan = plan.with_mask(own.mask_for(causal=rule.causal, window=window))
+            layer_plan = self._layer_plan(own, plan, rule)
             if rule in self._known:
                 remember(self.comm, plan_key(layer_plan))
             self._known.add(rule)
@@ -311,6 +319,13 @@ class ParallelTransformer(ParallelModel):
             return layer_plan
 
         return make
+
+    def _layer_plan(self, own: Share, plan: Plan, rule: Rule) -> Plan:
+        """The plan of a share with a layer's rule."""
+        if own.places is None or not rule.local:
+            return planned(plan, rule)
+        window = (rule.left, None if rule.causal else rule.right)
+        return plan.with_mask(own.mask_for(causal=rule.causal, window=window))
 
     @uncompiled
     def _share(
@@ -321,7 +336,7 @@ class ParallelTransformer(ParallelModel):
         training = torch.is_grad_enabled() and self.model.training
         labels = any(name in arguments for name in ("labels", "shift_labels"))
         hidden_states, items = bool(arguments.get("output_hidden_states")), arguments.get("num_items_in_batch")
-        batch = {name: arguments[name] for name in (*ROWS, *DOCUMENTS) if name in arguments}
+        batch = {name: arguments[name] for name in (*self.entries, *DOCUMENTS) if name in arguments}
         count = self._count_of(items, batch)
         state = self._planner.state()
         facts = {
@@ -330,11 +345,9 @@ class ParallelTransformer(ParallelModel):
             "gradient checkpointing": state.recomputed, "the masks of the forward before": self._rules,
         }  # fmt: skip
         what = f"{type(module).__name__}.forward"
-        how = Reading(self.fit.shift)
+        how = Reading(self.fit.shift, optional=self.optional)
         # one round for all that ranks must exchange before they know each other's documents
-        known = announce(
-            batch, self.comm, self.source, how, error=error, gather=partial(self._loop.gather, what, facts=facts)
-        )
+        known = announce(batch, self.comm, self.source, how, error=error, gather=partial(self._gather, what, facts))
         assert known is not None
         if training:
             self._loop.note_wrapper(what, averaged=labels and items is None)
@@ -358,8 +371,7 @@ class ParallelTransformer(ParallelModel):
         self._count += 1
         if training:
             self._worth.note(own)
-        logits = self.logits or not (labels and training)
-        chunked = not logits and self._has_head()
+        logits, chunked = self._output(labels)
         call = _Call(labels, items, arguments.get("return_dict", True), logits, chunked)
         rows: dict[str, Any] = {name: x[None] for name, x in own.tensors.items() if name != "labels"}
         rows |= {"position_ids": own.positions[None], "return_dict": True} | caching(self.model)
@@ -368,6 +380,17 @@ class ParallelTransformer(ParallelModel):
         if chunked:
             rows["logits_to_keep"] = own.positions.new_zeros(0)
         return call, own, rows
+
+    def _gather(
+        self, what: str, facts: Mapping[str, object], value: Any, error: Exception | None
+    ) -> list[Any]:  # fmt: skip
+        """Every rank's announcement of its batch."""
+        return self._loop.gather(what, value, error, facts=facts)
+
+    def _output(self, labels: bool) -> tuple[bool, bool]:
+        """Whether logits return, and whether the loss is computed without them."""
+        logits = self.logits or not (labels and torch.is_grad_enabled() and self.model.training)
+        return logits, not logits and self._has_head()
 
     def _count_of(self, items: Any, batch: Mapping[str, Any]) -> int | None:
         """num_items_in_batch on the host: read in one copy with all that is read of the batch."""
@@ -378,18 +401,25 @@ class ParallelTransformer(ParallelModel):
             read_entries({**batch, "num_items_in_batch": items}, [*names, "num_items_in_batch"])["num_items_in_batch"]
         )
 
-    def _arguments(
+    def _named(
         self, module: PreTrainedModel, args: tuple[Any, ...], named: Mapping[str, Any]
-    ) -> tuple[dict[str, Any], Exception | None]:
-        """The arguments of a call by name, without those that have no effect, and the error in them or None."""
+    ) -> dict[str, Any]:  # fmt: skip
+        """The arguments of a call by name, without those that have no effect."""
         names = _parameters(type(module))[1:]
         arguments = {n: x for n, x in (dict(zip(names, args)) | dict(named)).items() if x is not None}
-        numbered = any(arguments.pop(name, None) is not None for name in UNSEEN)
         for name, idle in IDLE.items():
             if name in arguments and not isinstance(arguments[name], Tensor) and arguments[name] in idle:
                 del arguments[name]
+        return arguments
+
+    def _arguments(
+        self, module: PreTrainedModel, args: tuple[Any, ...], named: Mapping[str, Any]
+    ) -> tuple[dict[str, Any], Exception | None]:
+        """The arguments of a call by name, and the error in them or None."""
+        arguments = self._named(module, args, named)
+        numbered = any(arguments.pop(name, None) is not None for name in UNSEEN)
         who = type(module).__name__
-        known = [n for n in (*ROWS, *DOCUMENTS, *OPTIONS) if module is self.model or n not in OF_LOSS]
+        known = [n for n in (*self.entries, *DOCUMENTS, *OPTIONS) if module is self.model or n not in OF_LOSS]
         if inside():
             return arguments, NotImplementedError(
                 f"{who} is called inside the forward of another parallel model, whose rows are not a batch; call "
@@ -459,7 +489,7 @@ class ParallelTransformer(ParallelModel):
     def _home(self, call: _Call, own: Share, out: Any, hidden: list[Tensor] | None) -> Any:
         """The model's output for this rank's own batch, with the loss of all batches."""
         results = {field.name: getattr(out, field.name) for field in fields(out)}
-        if other := [n for n, x in results.items() if x is not None and n not in (*PER_TOKEN, "hidden_states")]:
+        if other := [n for n, x in results.items() if x is not None and n not in (*PER_TOKEN, *self.returned)]:
             raise NotImplementedError(
                 f"{type(self.model).__name__} returned {', '.join(other)}, which has no row per token and cannot "
                 "return to the batch"
@@ -543,8 +573,10 @@ class _Reported(torch.autograd.Function):
 # --- configs --------------------------------------------------------------------------------------------------------
 
 
-def _with_own_configs(model: PreTrainedModel, name: str) -> Callable[[], None]:
-    """Give a model copies of its configs, which other models may share, with that attention; returns the undo.
+def _with_own_configs(model: PreTrainedModel, text: PreTrainedModel, name: str) -> Callable[[], None]:
+    """Give a model copies of its configs, which other models may share; returns the undo.
+
+    text: the part of the model whose configs name that attention. They are equal in the whole model, which makes masks.
 
     The undo restores the original config objects, with changes made to the copies meanwhile.
     """
@@ -557,8 +589,10 @@ def _with_own_configs(model: PreTrainedModel, name: str) -> Callable[[], None]:
         module.__dict__[key] = copy.deepcopy(value, copies)
     pairs = [(value, module.__dict__[key]) for module, key, value in places]
     pairs = list({id(old): (old, new) for pair in pairs for old, new in nested(*pair)}.values())
-    for _, new in pairs:
-        new._attn_implementation_internal = name
+    served = [x for part in text.modules() for x in part.__dict__.values() if isinstance(x, PreTrainedConfig)]
+    for config in {id(x): x for x in (*served, model.config.get_text_config())}.values():
+        for inner, _ in nested(config, config):
+            inner._attn_implementation_internal = name
 
     def undo() -> None:
         for module, key, value in places:

@@ -12,7 +12,7 @@ from tests.programs import Programs
 
 ROOT = Path(__file__).resolve().parents[3]
 SCRIPTS = ROOT / "examples" / "huggingface"
-NAMES = ("loop", "with_accelerate", "with_trainer")
+NAMES = ("loop", "with_accelerate", "with_trainer", "with_images")
 
 
 def changes(name: str) -> list[str]:
@@ -39,7 +39,7 @@ def test_a_few_lines_differ_and_no_loss_does(name: str, programs: Programs, tmp_
 
 
 def test_the_readme_and_its_page_show_the_diffs() -> None:
-    pages = "".join((ROOT / name).read_text() for name in ("README.md", "docs/transformers.md"))
+    pages = "".join((ROOT / name).read_text() for name in ("README.md", "docs/transformers.md", "docs/vision.md"))
     shown = re.findall(r"^```diff\n(.*?)^```", pages, re.MULTILINE | re.DOTALL)
     for name in NAMES:
         lines = [line for line in changes(name) if line.strip() != "+"]

@@ -1,0 +1,395 @@
+"""Models of images and text: their towers see what a rank brings, and the rows of their text model are shared."""
+
+from __future__ import annotations
+
+import copy
+from itertools import product
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from torch import Tensor, nn
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.fsdp import fully_shard
+from torch.nn.parallel import DistributedDataParallel
+
+import seqpar
+from seqpar import Comm, LocalComm, Mask
+from seqpar.integrations.hf.fit import text_of
+from seqpar.integrations.hf.mask import Blocks, Rule
+from seqpar.integrations.hf.vision import Told, united
+from seqpar.testing import run_processes, run_threads
+from tests.ecosystem.architectures import IMAGES, MORE_IMAGES, Architecture, build
+from tests.ecosystem.images import LIKE, SEVERAL, Document, Tokens, one_process, packed, padded, tokens_of
+from tests.ecosystem.ways import Outcome, cut, islands, outcome
+
+TOLERANCE = {torch.float64: 1e-9, torch.float32: 2e-5}
+
+EVERY = IMAGES | MORE_IMAGES
+TEXT: list[Document] = [[9], [5]]
+SOME: list[Document] = [[3, "image", 5], [2, "wide", 4, "image", 3], [6]]
+FILM: list[Document] = [[3, "video", 4, "image", 2], [4]]
+SPREADS = ("one", "all", "none", "video")
+FORMS = ("right", "left", "packed")
+
+
+def bring(kind: str, spread: str, ranks: int, dtype: torch.dtype) -> list[list[Tokens]]:
+    """The documents of every rank: images on the last one alone, on all, on none, or video on the first."""
+    g = torch.Generator().manual_seed(3)
+    every: list[list[Document]] = [TEXT] * ranks
+    if spread == "all":
+        every = [SOME] * ranks
+    elif spread == "one":
+        every = [*every[1:], SOME]
+    elif spread == "video":
+        every = [FILM, *every[1:]]
+    sizes = LIKE.get(kind, kind) in SEVERAL
+    return [
+        [tokens_of(kind, [x if sizes or x != "wide" else "image" for x in each], g, dtype) for each in own]
+        for own in every
+    ]
+
+
+def batch_of(kind: str, form: str, documents: list[Tokens], model: nn.Module) -> dict[str, Tensor]:
+    """A rank's batch: padded on a side, or packed in one row."""
+    if form == "packed":
+        return packed(kind, documents, model)
+    return padded(kind, documents, left=form == "left")
+
+
+def compare(found: list[Outcome], one: Outcome, dtype: torch.dtype) -> None:
+    """The loss on every rank, and the sum of gradients, are those of one process; ranks have the same gradients."""
+    most = max(float(grad.abs().max()) for grad in one.grads.values())
+    for each in found:
+        assert abs(each.loss - one.loss) <= TOLERANCE[dtype] * abs(one.loss)
+        assert each.grads.keys() == one.grads.keys()
+    for name, whole in one.grads.items():
+        total = torch.stack([each.grads[name] for each in found]).sum(0)
+        assert float((total - whole).abs().max()) <= TOLERANCE[dtype] * most, name
+
+
+def trained(kind: str, spread: str, form: str, ranks: int, dtype: torch.dtype = torch.float64, **options: Any) -> None:
+    """A step on ranks beside one process."""
+    every = bring(kind, spread, ranks, dtype)
+    with islands(dtype):
+        model = build(EVERY[kind], dtype=dtype)
+
+    def rank(comm: Comm) -> Outcome:
+        with islands(dtype):
+            own = copy.deepcopy(model)
+            batch = batch_of(kind, form, every[comm.rank], own)
+            with seqpar.parallelize(own, comm, plan=cut, **options):
+                return outcome(own, own(**batch).loss)
+
+    found = run_threads(ranks, rank)
+    with islands(dtype):
+        compare(found, outcome(model, one_process(kind, model, sum(every, []))), dtype)
+
+
+FEW = {
+    "llava": "packed", "mistral3": "right", "internvl": "left", "llama4": "packed", "qwen2_5_vl": "right",
+    "qwen3_vl": "packed", "gemma3": "right", "paligemma": "packed", "smolvlm": "left", "qwen3_5": "right",
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("kind", FEW)
+def test_losses_and_gradients_are_those_of_one_process_with_images_on_one_rank(kind: str) -> None:
+    trained(kind, "one", FEW[kind], 2)
+
+
+def test_a_rank_without_a_document_has_gradients_of_zero() -> None:
+    kind, dtype = "llava", torch.float64
+    documents = bring(kind, "all", 1, dtype)[0]
+    with islands(dtype):
+        model = build(EVERY[kind], dtype=dtype)
+
+    def rank(comm: Comm) -> Outcome:
+        with islands(dtype):
+            own = copy.deepcopy(model)
+            batch = batch_of(kind, "right", documents, own)
+            if comm.rank:
+                batch = {name: torch.zeros(1, 1, dtype=torch.int64) for name in ("input_ids", "attention_mask")}
+                batch["labels"] = batch["input_ids"] - 100
+            with seqpar.parallelize(own, comm, plan=cut):
+                return outcome(own, own(**batch).loss)
+
+    found = run_threads(2, rank)
+    with islands(dtype):
+        compare(found, outcome(model, one_process(kind, model, documents)), dtype)
+
+
+@pytest.mark.exhaustive
+@pytest.mark.parametrize(
+    ("kind", "spread", "form", "ranks", "dtype"), [*product(EVERY, SPREADS, FORMS, (2, 3), TOLERANCE)]
+)
+def test_every_family_spread_and_form(kind: str, spread: str, form: str, ranks: int, dtype: torch.dtype) -> None:
+    if spread == "video" and LIKE.get(kind, kind) not in ("qwen2_5_vl", "qwen3_vl"):
+        pytest.skip("takes no video")
+    trained(kind, spread, form, ranks, dtype)
+
+
+# --- what surrounds a forward -----------------------------------------------------------------------------------------
+
+
+def wrapped(comm: Comm, kind: str, how: str) -> Outcome:
+    """The loss and averaged gradients of a model in a wrapper; the tower is part of its collectives."""
+    model = build(EVERY[kind], dtype=torch.float32)
+    seqpar.parallelize(model, comm, average_over=comm.size, plan=cut)
+    batch = batch_of(kind, "right", bring(kind, "one", comm.size, torch.float32)[comm.rank], model)
+    if how == "ddp":
+        whole: nn.Module = DistributedDataParallel(model)
+    else:
+        mesh = init_device_mesh("cpu", (comm.size,))
+        for block in (*model.model.visual.blocks, *model.model.language_model.layers):
+            fully_shard(block, mesh=mesh)
+        whole = fully_shard(model, mesh=mesh)
+    for _ in range(2):  # the second pass finds what the first one left behind
+        model.zero_grad()
+        loss = whole(**batch).loss
+        loss.backward()
+    grads = {name: p.grad for name, p in model.named_parameters()}
+    return Outcome(float(loss.detach()), {n: getattr(g, "full_tensor", lambda g=g: g)() for n, g in grads.items()})
+
+
+@pytest.mark.parametrize("how", ["ddp", "fsdp"])
+def test_a_rank_without_images_takes_part_in_the_collectives_of_its_tower(how: str) -> None:
+    every = bring("qwen3_vl", "one", 2, torch.float32)
+    model = build(EVERY["qwen3_vl"], dtype=torch.float32)
+    one = outcome(model, one_process("qwen3_vl", model, sum(every, [])))
+    for each in run_processes(2, wrapped, "qwen3_vl", how):
+        compare([Outcome(each.loss, {name: grad / 2 for name, grad in each.grads.items()})] * 2, one, torch.float32)
+
+
+def steps(kind: str, prepare: Any, dtype: torch.dtype = torch.float64, **options: Any) -> None:
+    """Gradients of a model that was changed before it became parallel, beside one process with the same change."""
+    every = bring(kind, "one", 2, dtype)
+    with islands(dtype):
+        model = build(EVERY[kind], "sdpa", dtype)
+        prepare(model)
+
+    def rank(comm: Comm) -> Outcome:
+        with islands(dtype):
+            own = copy.deepcopy(model)
+            with seqpar.parallelize(own, comm, plan=cut, **options):
+                return outcome(own, own(**batch_of(kind, "right", every[comm.rank], own)).loss)
+
+    found = run_threads(2, rank)
+    with islands(dtype):
+        compare(found, outcome(model, one_process(kind, model, sum(every, []))), dtype)
+
+
+def _frozen(model: Any) -> None:
+    model.model.vision_tower.requires_grad_(False)
+
+
+def _frozen_but_for_the_text(model: Any) -> None:
+    model.requires_grad_(False)
+    model.model.language_model.layers.requires_grad_(True)
+
+
+def _checkpointed(model: Any) -> None:
+    model.activation_checkpointing_enable()
+
+
+@pytest.mark.parametrize("prepare", [_frozen, _frozen_but_for_the_text, _checkpointed])
+def test_towers_may_be_frozen_and_layers_checkpointed(prepare: Any) -> None:
+    steps("gemma3", prepare, torch.float32)
+
+
+@pytest.mark.parametrize("options", [{"logits": True}, {"in_place": True}])
+def test_options_of_text_models_are_those_of_models_with_images(options: dict[str, Any]) -> None:
+    steps("gemma3", lambda model: None, **options)
+
+
+def test_accumulated_micro_batches_are_one_batch() -> None:
+    """With num_items_in_batch, as Trainer gives it, and images in one micro-batch of one rank."""
+    kind, dtype = "qwen3_vl", torch.float64
+    every = bring(kind, "one", 2, dtype)
+    with islands(dtype):
+        model = build(EVERY[kind], dtype=dtype)
+        one = outcome(model, one_process(kind, model, sum(every, [])))
+        micro = [[batch_of(kind, "right", part, model) for part in (own[:1], own[1:])] for own in every]
+    items = sum(int((batch["labels"][:, 1:] != -100).sum()) for own in micro for batch in own)
+
+    def rank(comm: Comm) -> Outcome:
+        with islands(dtype):
+            own = copy.deepcopy(model)
+            with seqpar.parallelize(own, comm, plan=cut):
+                losses = [own(**batch, num_items_in_batch=items).loss for batch in micro[comm.rank]]
+                found = outcome(own, sum(losses[1:], losses[0]))
+        return found
+
+    found = run_threads(2, rank)
+    compare([each._replace(loss=sum(r.loss for r in found)) for each in found], one, dtype)
+
+
+def test_bf16_autocast_is_within_the_error_of_one_process() -> None:
+    kind = "gemma3"
+    every = bring(kind, "one", 2, torch.float32)
+    model = build(EVERY[kind], dtype=torch.float32)
+    exact = outcome(model, one_process(kind, model, sum(every, [])))
+    with torch.autocast("cpu", torch.bfloat16):
+        rounded = one_process(kind, model, sum(every, []))
+    one = outcome(model, rounded)
+
+    def rank(comm: Comm) -> Outcome:
+        own = copy.deepcopy(model)
+        with seqpar.parallelize(own, comm, plan=cut):
+            with torch.autocast("cpu", torch.bfloat16):
+                loss = own(**batch_of(kind, "right", every[comm.rank], own)).loss
+            return outcome(own, loss)
+
+    found = run_threads(2, rank)
+
+    def error(grads: dict[str, Tensor]) -> float:
+        return float(torch.cat([(grads[name] - whole).flatten() for name, whole in exact.grads.items()]).norm())
+
+    total = {name: sum(each.grads[name] for each in found) for name in exact.grads}
+    assert error(total) <= 2 * error(one.grads)  # what two roundings of one kind differ by: see ALIKE of the table
+
+
+# --- what comes home --------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("kind", ["llava", "qwen2_5_vl"])
+def test_results_come_home_in_the_shape_of_the_batch(kind: str) -> None:
+    every = bring(kind, "one", 2, torch.float64)
+    with islands(torch.float64):
+        model = build(EVERY[kind]).eval()
+
+    def rank(comm: Comm) -> None:
+        with islands(torch.float64), torch.no_grad():
+            own = copy.deepcopy(model)
+            batch = batch_of(kind, "right", every[comm.rank], own)
+            labels = batch.pop("labels")
+            expected = own(**batch, output_hidden_states=True, use_cache=False)
+            keep = batch["attention_mask"].bool()
+            with seqpar.parallelize(own, comm, plan=cut) as handle:
+                found = own(**batch, output_hidden_states=True)
+                inner = own.model(**batch)
+                with handle.local():
+                    alone = own(**batch)
+                assert own(**batch, labels=labels).loss.isfinite()
+            for a, b in zip(found.hidden_states, expected.hidden_states, strict=True):
+                assert (a - b)[keep].abs().max() < 1e-9
+            assert (found.logits - expected.logits)[keep].abs().max() < 1e-9
+            assert (inner.last_hidden_state - expected.hidden_states[-1])[keep].abs().max() < 1e-9
+            assert (alone.logits - expected.logits).abs().max() < 1e-9
+            if comm.rank and kind == "llava":
+                assert found.image_hidden_states.equal(expected.image_hidden_states)
+            assert own(**batch).logits.equal(own(**batch).logits)  # undone
+
+    run_threads(2, rank)
+
+
+def test_batches_with_images_are_planned_ahead() -> None:
+    kind = "qwen3_vl"
+    model = build(EVERY[kind], dtype=torch.float32)
+    loader = [batch_of(kind, form, bring(kind, "all", 1, torch.float32)[0], model) for form in ("packed", "right")]
+    expected = [float(model(**loader[1]).loss.detach())] * 2
+    with seqpar.parallelize(model, LocalComm()) as handle:
+        found = [float(model(**batch).loss.detach()) for batch in handle.prefetch(loader)]
+    assert found == pytest.approx(expected, rel=1e-5)
+
+
+# --- what is refused --------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("more", "says"),
+    [
+        ({"use_cache": True}, "got use_cache; leave it out"),
+        ({"output_attentions": True}, "got output_attentions; leave it out"),
+        ({"logits_to_keep": 1}, "got logits_to_keep; leave it out"),
+        ({"position_ids": torch.zeros(2, 1, 9)}, "position_ids .* have 2 rows, expected 1, 3 or 4"),
+        ({"attention_mask": {"full_attention": torch.ones(1, 1, 9, 9)}}, "masks that were made elsewhere"),
+        ({"cross_attention": torch.ones(3)}, "got cross_attention, supported are"),
+    ],
+)
+def test_what_several_ranks_cannot_compute_is_refused_by_name_on_all_of_them(more: dict[str, Any], says: str) -> None:
+    whole = build(EVERY["qwen3_vl"], dtype=torch.float32).eval()
+
+    def rank(comm: Comm) -> None:
+        model = copy.deepcopy(whole)
+        batch = {"input_ids": torch.arange(1, 10)[None] + comm.rank}
+        with seqpar.parallelize(model, comm):
+            before = model(**batch).logits
+            with pytest.raises((NotImplementedError, ValueError), match=says):
+                model(**(batch | more if comm.rank else batch))
+            assert model(**batch).logits.equal(before)  # a refused batch leaves the ranks together
+
+    run_threads(2, rank)
+
+
+def test_a_batch_that_the_model_itself_refuses_is_told_to_all_ranks() -> None:
+    kind = "llava"
+    documents = bring(kind, "all", 1, torch.float32)[0]
+    whole = build(EVERY[kind], dtype=torch.float32)
+
+    def rank(comm: Comm) -> None:
+        model = copy.deepcopy(whole)
+        batch = batch_of(kind, "right", documents, model)
+        with seqpar.parallelize(model, comm):
+            if comm.rank:
+                batch["pixel_values"] = batch["pixel_values"][1:]
+                with pytest.raises(Exception, match="tokens and image.*do not match|[Ii]mage features"):
+                    model(**batch)
+            else:
+                with pytest.raises(seqpar.PeerError, match="Image features and image tokens do not match"):
+                    model(**batch)
+
+    run_threads(2, rank)
+
+
+def test_the_text_model_of_a_family_with_images_is_one_of_text() -> None:
+    row = Architecture("gemma3_text", "dense")
+    model, whole = build(row, dtype=torch.float32), build(EVERY["gemma3"], dtype=torch.float32)
+    assert text_of(model) is model and text_of(whole) is whole.model.language_model
+
+
+def test_batch_norms_of_towers_see_the_images_of_one_rank_and_are_refused() -> None:
+    model = build(EVERY["llava"], dtype=torch.float32)
+    model.model.multi_modal_projector.norm = nn.BatchNorm1d(4)
+    with pytest.raises(NotImplementedError, match="see other tokens or the batch: BatchNorm1d"):
+        seqpar.parallelize(model, LocalComm())
+
+
+# --- masks ------------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("block", ["ahead", "whole"])
+@pytest.mark.parametrize("window", [None, 3])
+def test_tokens_of_a_block_see_each_other(block: str, window: int | None) -> None:
+    lengths, spans = [9, 12], [(2, 6), (9, 11), (15, 21)]
+    blocks = Blocks(*(np.array(x) for x in zip(*spans)))
+    left = None if window is None else window - 1
+    causal, without = (Mask(lengths, causal=each, window=(left, None)) for each in (True, False))
+    found = blocks.mask(Rule(causal=True, left=left, block=block), without, causal)
+    lo, hi = found.bounds(np.arange(21))
+    document = np.repeat(np.arange(2), lengths)
+    number = np.full(21, -1)
+    for at, (a, b) in enumerate(spans):
+        number[a:b] = at
+    i, j = np.arange(21)[:, None], np.arange(21)
+    near = j > i - window if window else j >= 0
+    same = (number[:, None] == number) & (number >= 0)
+    sees = (near & ((j <= i) | same)) if block == "ahead" else ((near & (j <= i)) | same)
+    expected = sees & (document[:, None] == document)
+    assert (((lo[:, None] <= j) & (j < hi[:, None])) == expected).all()
+
+
+def test_blocks_of_all_ranks_are_cut_where_documents_end() -> None:
+    rule = Rule(causal=True)
+    told = [
+        Told({rule: ""}, *(np.zeros(0, np.int64),) * 3),
+        Told({rule: "ahead"}, np.array([1, 7]), np.array([5, 2]), np.array([0, 1])),
+    ]
+    rules, blocks = united(told, [np.array([4]), np.array([3, 6])])
+    assert rules == {rule: "ahead"}
+    assert [*zip(blocks.starts, blocks.ends)] == [(5, 7), (7, 10), (11, 13)]
+    again = told[1]._replace(numbers=np.array([0, 0]))
+    with pytest.raises(NotImplementedError, match="in several stretches"):
+        united([again], [np.array([9])])
+    with pytest.raises(NotImplementedError, match="in two ways"):
+        united([told[1], told[1]._replace(rules={rule: "whole"})], [np.array([9]), np.array([9])])
