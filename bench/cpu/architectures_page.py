@@ -81,7 +81,7 @@ def _cells(said: Mapping[str, str]) -> list[str]:
 
 
 def _parallel(said: Mapping[str, str]) -> str:
-    both = _kind(said["padded"]), _kind(said["packed"])
+    both = _kind(said["padded"]), _kind(said.get("packed", said["padded"]))
     return both[0] if both[0] == both[1] else "packed"
 
 
