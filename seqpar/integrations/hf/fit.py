@@ -32,7 +32,7 @@ from seqpar.integrations.hf.mask import Rule
 from seqpar.integrations.hf.positions import counting_of
 from seqpar.integrations.hf.recurrent.mixers import as_written, mixers
 from seqpar.integrations.hf.rotary import lengthy
-from seqpar.integrations.hf.twin import elsewhere, twin_of
+from seqpar.integrations.hf.twin import elsewhere, twin_of, unlike
 from seqpar.integrations.hf.unlisted import unlisted
 from seqpar.integrations.hf.weights import NoWeights, check_probed, check_weights
 from seqpar.integrations.probe.inspection import dropping
@@ -106,7 +106,10 @@ def fitting(model: PreTrainedModel) -> ModelFit:
     reasons = refusals(model)
     if not reasons and (where := elsewhere(model)):
         with twin_of(model, where) as twin:
-            fit = fitting(twin)
+            try:
+                fit = fitting(twin)
+            except NotImplementedError as error:
+                raise unlike(model, where, f"it is refused: {error}") from error
         return fit._replace(head=None if fit.head is None else model.get_output_embeddings())
     if not reasons:
         check_weights(model)

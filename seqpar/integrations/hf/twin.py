@@ -61,9 +61,9 @@ def twin_of(model: PreTrainedModel, where: str) -> Iterator[PreTrainedModel]:
     try:
         twin = _made(model)
     except Exception as error:
-        raise _unlike(model, where, f"a small one of its config failed: {type(error).__name__}: {error}") from error
+        raise unlike(model, where, f"a small one of its config failed: {type(error).__name__}: {error}") from error
     if other := sorted({_name(m) for m in model.modules()} - {_name(m) for m in twin.modules()}):
-        raise _unlike(model, where, f"it has modules that one of its config lacks: {', '.join(other)}")
+        raise unlike(model, where, f"it has modules that one of its config lacks: {', '.join(other)}")
     with ExitStack() as stack:
         for mixer in mixers(twin):
             stack.enter_context(replaced(mixer, {"forward": Around(mixer, mixer.forward, mix)}))
@@ -74,7 +74,8 @@ def twin_of(model: PreTrainedModel, where: str) -> Iterator[PreTrainedModel]:
         yield twin
 
 
-def _unlike(model: PreTrainedModel, where: str, why: str) -> NoWeights:
+def unlike(model: PreTrainedModel, where: str, why: str) -> NoWeights:
+    """The error for a model whose twin does not show what it does."""
     return NoWeights(
         f"parallelize({_name(model)}): {where}, so a small model of its config is tried in its place, but {why}; load "
         "the weights on every rank, then call parallelize"

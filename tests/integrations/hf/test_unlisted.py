@@ -27,7 +27,6 @@ FAMILIES: dict[str, tuple[str, dict[str, Any]]] = {
     "falcon": ("falcon", {}),
 }  # fmt: skip
 MORE: dict[str, tuple[str, dict[str, Any]]] = {
-    "gptj without rotary": ("gptj", {"rotary_dim": None}),
     "bloom of 5 heads": ("bloom", {"n_head": 5, "hidden_size": 40}),
     "mpt of 5 heads": ("mpt", {"n_heads": 5, "d_model": 40}),
     "falcon of one key head": ("falcon", {"new_decoder_architecture": False, "multi_query": True}),
