@@ -80,7 +80,7 @@ def test_what_computes_every_token_alone_is_exact(name: str, way: str) -> None:
 def test_sdpa_is_recommended_nowhere_else() -> None:
     counted = Own(transformers.LlamaConfig(**SIZES))
     counted.places.register_forward_pre_hook(lambda _, given: (torch.arange(given[0].shape[1])[None],))
-    sizes = {"vocab_size": 61, "hidden_size": 32, "num_hidden_layers": 1}
+    sizes = {"vocab_size": 61, "hidden_size": 32, "num_hidden_layers": 2}
     inline = transformers.MPNetForMaskedLM(
         transformers.MPNetConfig(**sizes, num_attention_heads=4, intermediate_size=40)
     )
