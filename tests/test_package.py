@@ -102,6 +102,8 @@ ORDER = {
         hf/mask hf/shape hf/weights hf/planning hf/worth hf/ahead hf/attention hf/generation
         hf/recurrent hf/recurrent/filters hf/recurrent/delta hf/recurrent/lightning hf/recurrent/mamba
         hf/recurrent/mamba2 hf/recurrent/rglru hf/recurrent/shortconv hf/recurrent/mixers
+        hf/experts hf/heads hf/positions hf/rotary hf/unlisted
+        hf/twin
         hf/fit hf/model hf/vision
         diffusers/tokens diffusers/forward diffusers/recipes diffusers/model diffusers
         parallelize transformers __init__

@@ -160,7 +160,7 @@ def figures() -> Iterator[tuple[str, str, list[str]]]:
                 means.setdefault(row["ranks"], []).append(row["lockstep_mean"])
         yield name, begins, [ends(several, 3) for several in means.values()]
     tried = record("architectures.json")["rows"].values()
-    exact = sum(all(row["float64"][way] == "exact" for way in ("padded", "packed")) for row in tried)
+    exact = sum(all(row["float64"].get(way, "exact") == "exact" for way in ("padded", "packed")) for row in tried)
     yield "architectures.json", "architectures of transformers", [str(len(tried)), str(exact)]
     yield "dsp.json", "a step of diffusers' Latte", [str(len(record("dsp.json")["latte"]))]
     cases = re.search(r"([\d,]+) in all", (RESULTS / "exhaustive.txt").read_text())

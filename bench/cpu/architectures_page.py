@@ -11,8 +11,7 @@ HEAD = """\
 {total} cases of transformers {transformers}, tiny and with random weights, were trained for one step on {ranks} ranks
 by every documented way in, in fp64 and in fp32. They are {kinds} of its {model_types} model types, and {variants}
 variants of these: other heads, positions, rotary embeddings and losses. By `seqpar.parallelize(model, comm)` {parallel}
-cases are exact, {packed} more are exact with packed batches, and {refused} are refused by name, before anything is
-sent. None is silently wrong.
+cases are exact, {packed}and {refused} are refused by name, before anything is sent. None is silently wrong.
 
 *Exact* means that loss and gradients are those of one process: within {float64:g} in fp64 and {float32:g} in fp32, of
 the loss and of the model's largest gradient. A model that rounds more than that by itself in fp32 must come as near to
@@ -25,7 +24,7 @@ fp64 as one process does.
 | `sdpa` | `sdpa=True`, or a `with seqpar.sdpa(plan, comm):` block: [plain PyTorch](pytorch.md) |
 | registered | `attn_implementation="seqpar"` and [rows of your own](transformers.md#your-own-rows) |
 
-*packed* means packed batches only: the model makes the positions of a padded batch itself, so give it `position_ids`.
+*packed* means packed batches only.
 *whole runs* means layouts that give a rank consecutive rows, such as `Layout.contiguous`: transformers builds a mask of
 its own where positions jump. *refused* under `sdpa` mostly stands beside *exact* under `parallelize`, which is the way
 in for these models. A dash means that transformers does not offer this way for the model, or that the way has nothing
@@ -60,9 +59,10 @@ def page(record: Mapping[str, Any]) -> str:
     rows = record["rows"]
     said = [_parallel(row["float64"]) for row in rows.values()]
     kinds = len({row["kind"] for row in rows.values()})
+    packed = f"{said.count('packed')} more are exact with packed batches, " if "packed" in said else ""
     text = HEAD.format(
         total=len(rows), kinds=kinds, variants=len(rows) - kinds, model_types=record["model_types"],
-        parallel=said.count("exact"), packed=said.count("packed"), refused=said.count("refused"),
+        parallel=said.count("exact"), packed=packed, refused=said.count("refused"),
         ranks=record["ranks"], **record["versions"], **record["tolerance"],
     )  # fmt: skip
     for group in dict.fromkeys(row["group"] for row in rows.values()):
@@ -81,7 +81,7 @@ def _cells(said: Mapping[str, str]) -> list[str]:
 
 
 def _parallel(said: Mapping[str, str]) -> str:
-    both = _kind(said["padded"]), _kind(said["packed"])
+    both = _kind(said["padded"]), _kind(said.get("packed", said["padded"]))
     return both[0] if both[0] == both[1] else "packed"
 
 

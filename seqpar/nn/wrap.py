@@ -81,9 +81,9 @@ class ParallelModel:
         self.model, self.comm, self.asleep = model, comm, False
         self._undone = ExitStack()
 
-    def put_around(self, module: nn.Module, around: Callable[..., Any]) -> None:
-        """Replace the forward of a module of the model: see `Around`."""
-        self._undone.enter_context(replaced(module, {"forward": Around(module, module.forward, around, self)}))
+    def put_around(self, module: nn.Module, around: Callable[..., Any], method: str = "forward") -> None:
+        """Replace the forward of a module of the model, or another method: see `Around`."""
+        self._undone.enter_context(replaced(module, {method: Around(module, getattr(module, method), around, self)}))
 
     def on_undo(self, do: Callable[[], object]) -> None:
         """Have something done when the model is restored."""

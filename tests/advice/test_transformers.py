@@ -257,19 +257,22 @@ def test_unknown_keywords_are_left_out_or_for_one_rank() -> None:
 
 
 def test_models_that_count_positions_are_given_them() -> None:
-    config = transformers.OPTConfig(
-        vocab_size=VOCABULARY, hidden_size=32, ffn_dim=48, num_hidden_layers=2, num_attention_heads=4, dropout=0.0,
-        max_position_embeddings=64, word_embed_proj_dim=32, pad_token_id=0,
+    """RoBERTa counts the tokens that are not padding, and embeddings do not show which these are."""
+    config = transformers.RobertaConfig(
+        vocab_size=VOCABULARY, hidden_size=32, intermediate_size=48, num_hidden_layers=2, num_attention_heads=4,
+        max_position_embeddings=64, pad_token_id=0,
     )  # fmt: skip
     torch.manual_seed(3)
-    model = transformers.OPTForCausalLM._from_config(config, attn_implementation="eager")
-    for parameter in model.parameters():
-        nn.init.normal_(parameter, 0.0, 0.2)
-    expected = loss_of(model)
-    with seqpar.parallelize(model, LocalComm()):
+    model = transformers.RobertaForMaskedLM._from_config(config, attn_implementation="eager").eval()
+    embedded = model.get_input_embeddings()(BATCH["input_ids"]).detach()
+    given = {"inputs_embeds": embedded, "attention_mask": BATCH["attention_mask"]}
+    kept = BATCH["attention_mask"].bool()
+    expected = model(**given).logits[kept]
+    with seqpar.parallelize(model, LocalComm()), torch.no_grad():
         with advised(NotImplementedError, "give position_ids"):
-            model(**BATCH)
-        assert loss_of(model, position_ids=torch.arange(12).expand(3, -1)) == pytest.approx(expected, rel=1e-5)
+            model(**given)
+        at = torch.arange(1, 1 + kept.shape[1]).expand_as(kept)
+        assert torch.allclose(model(**given, position_ids=at).logits[kept], expected, atol=1e-5)
 
 
 def _own_loss(model: nn.Module) -> Tensor:

@@ -41,7 +41,8 @@ class Architecture(NamedTuple):
 
     kind: the config's model type. head: the suffix of the class, or its name. positions: where the position_ids start
     that this model does not make itself, or None. inside: the parts of a composite config that are shrunk too.
-    training: whether it is in training; one model draws at random there, whatever its dropout is.
+    training: whether it is in training; one model draws at random there, whatever its dropout is. of_all: whether the
+    loss is not a sum over documents, each by itself.
     """
 
     kind: str
@@ -51,6 +52,7 @@ class Architecture(NamedTuple):
     positions: int | None = None
     inside: tuple[str, ...] = ()
     training: bool = True
+    of_all: bool = False
 
 
 BOTH = ["sliding_attention", "full_attention"]
@@ -79,9 +81,12 @@ DENSE |= {
         "original_max_position_embeddings": 16}}),
     "llama-yarn": Architecture("llama", "dense", {"rope_parameters": {
         "rope_type": "yarn", "rope_theta": 10000.0, "factor": 4.0, "original_max_position_embeddings": 32}}),
-    "llama-dynamic": Architecture("llama", "dense", {"rope_parameters": DYNAMIC, "max_position_embeddings": 8}),
+    "llama-dynamic": Architecture(
+        "llama", "dense", {"rope_parameters": DYNAMIC, "max_position_embeddings": 8}, of_all=True
+    ),
     "phi3-longrope": Architecture(
-        "phi3", "dense", {"rope_parameters": LONGROPE, "original_max_position_embeddings": 16, "sliding_window": None}
+        "phi3", "dense", {"rope_parameters": LONGROPE, "original_max_position_embeddings": 16, "sliding_window": None},
+        of_all=True,
     ),
     "falcon-alibi": Architecture("falcon", "dense", {"alibi": True}),
 }  # fmt: skip
@@ -91,7 +96,9 @@ EXPERTS = _many(
     "minimax_m2 ernie4_5_moe hunyuan_v1_moe deepseek_v32 dbrx",
 )
 EXPERTS["phimoe"] = Architecture("phimoe", "experts", training=False)  # draws experts
-EXPERTS["mixtral-balance-loss"] = Architecture("mixtral", "experts", {"output_router_logits": True})
+EXPERTS["mixtral-balance-loss"] = Architecture(
+    "mixtral", "experts", {"output_router_logits": True, "router_aux_loss_coef": 0.7}, of_all=True
+)
 ENCODERS = _many(
     "encoder",
     "bert distilbert albert electra modernbert eurobert nomic_bert esm roberta xlm-roberta deberta-v2 longformer",

@@ -24,6 +24,7 @@ from tests.ecosystem import images
 from tests.ecosystem.architectures import VOCABULARY, Architecture, build
 
 RANKS, TOKENS = 2, 24
+CLASSES = "ForSequenceClassification"
 TOLERANCE = {torch.float64: 1e-8, torch.float32: 2e-6}  # of the loss, and of gradients beside the model's largest
 MOST = 1e-4  # that fp32 may round in a small model; tokens that meet where they must not make 1e-2 and more
 ALIKE = 2.0  # what one seed makes of two RMS errors of one kind: 0.74 to 1.79 in the table, 1.01 in the median
@@ -83,36 +84,82 @@ def batches(row: Architecture, kind: str) -> list[dict[str, Tensor]]:
             batch["position_ids"] = at + row.positions
         if "TokenClassification" in row.head:
             batch["labels"] = batch["labels"].where(batch["labels"] < 0, batch["labels"] % 2)
+        if row.head == CLASSES:
+            batch["labels"] = torch.tensor([rank % 2, 1])
         every.append(batch)
     return every
 
 
 def of_one_process(row: Architecture, model: nn.Module, every: list[dict[str, Tensor]]) -> Outcome:
     """The loss of all ranks' batches on one process, each document by itself where they are packed."""
+    if row.head == CLASSES or row.of_all:
+        return outcome(model, model(**union(every), **_uncached(model)).loss)
     total, count = torch.zeros((), dtype=torch.float64), 0
     for batch in every:
         for given in _documents(batch) if "attention_mask" not in batch else [dict(batch)]:
             labels = given.pop("labels")
-            rows = _rows(model(**given, **_uncached(model)))
+            out = model(**given, **_uncached(model))
+            rows = _rows(out)
             if row.head == "ForCausalLM" or row.head == "ForConditionalGeneration":
                 rows, labels = rows[:, :-1], labels[:, 1:]
             if row.head == "Model":  # no loss: any function of the rows that are tokens
                 total = total + _of_rows(rows)[given.get("attention_mask", torch.ones(rows.shape[:2])).bool()].sum()
-                count = 1
+                total, count = total + _pooled(out, batch), 1
             else:
                 total = total + F.cross_entropy(rows.flatten(0, 1), labels.flatten(), reduction="sum")
                 count += int((labels != -100).sum())
     return outcome(model, total / count)
 
 
+def union(every: list[dict[str, Tensor]], pad: int = 0) -> dict[str, Tensor]:
+    """The batches of all ranks as one: padded rows below each other, packed documents as rows.
+
+    Some models of transformers let packed documents see each other.
+    """
+    rows = [batch if "attention_mask" in batch else unpacked(batch, pad) for batch in every]
+    fill, width = {"labels": -100, "input_ids": pad}, max(batch["input_ids"].shape[1] for batch in rows)
+    return {
+        name: torch.cat([
+            F.pad(x, (0, width - x.shape[1]), value=fill.get(name, 0)) if x.shape == batch["input_ids"].shape else x
+            for batch in rows for x in [batch[name]]
+        ])
+        for name in rows[0]
+    }  # fmt: skip
+
+
+def unpacked(batch: dict[str, Tensor], pad: int = 0) -> dict[str, Tensor]:
+    """The documents of a packed batch as rows, padded on the right, with positions of their own."""
+    parts = _documents(batch)
+    names = [name for name in ("input_ids", "labels") if name in batch]
+    fill, width = {"labels": -100, "input_ids": pad}, max(part["input_ids"].shape[1] for part in parts)
+    for part in parts:
+        part["attention_mask"] = torch.ones_like(part["input_ids"])
+    return {
+        name: torch.cat([F.pad(x, (0, width - x.shape[1]), value=fill.get(name, 0)) for x in (p[name] for p in parts)])
+        for name in (*names, "attention_mask")
+    }
+
+
 def _documents(batch: dict[str, Tensor]) -> list[dict[str, Tensor]]:
-    at = batch["position_ids"][0]
-    edges = [*torch.where(at == at.min())[0].tolist(), len(at)]
-    return [{name: x[:, a:b] for name, x in batch.items()} for a, b in zip(edges, edges[1:])]
+    if "cu_seq_lens_q" in batch:
+        edges = batch["cu_seq_lens_q"].tolist()
+    else:
+        at = batch["position_ids"][0]
+        edges = [*torch.where(at == at.min())[0].tolist(), len(at)]
+    return [
+        {name: x[:, a:b] for name, x in batch.items() if x.shape == batch["input_ids"].shape}
+        for a, b in zip(edges, edges[1:])
+    ]
 
 
 def _rows(out: Any) -> Tensor:
     return out.logits if getattr(out, "logits", None) is not None else out.last_hidden_state
+
+
+def _pooled(out: Any, batch: dict[str, Tensor]) -> Tensor | float:
+    """A function of the pooled rows; of packed documents one process pools the first alone."""
+    pooled = getattr(out, "pooler_output", None)
+    return 0.0 if pooled is None or "attention_mask" not in batch else _of_rows(pooled).sum()
 
 
 def _of_rows(rows: Tensor) -> Tensor:
@@ -136,8 +183,9 @@ def parallelized(comm: Comm, row: Architecture, model: nn.Module, every: list[An
         if row.head != "Model":
             return outcome(own, own(**batch).loss)
         batch.pop("labels")
-        rows = _of_rows(_rows(own(**batch)))
-        return outcome(own, rows[batch.get("attention_mask", torch.ones(rows.shape)).bool()].sum())
+        out = own(**batch)
+        rows = _of_rows(_rows(out))[batch.get("attention_mask", torch.ones(batch["input_ids"].shape)).bool()]
+        return outcome(own, rows.sum() + _pooled(out, batch))
 
 
 IDS = torch.randint(1, VOCABULARY, (1, TOKENS), generator=torch.Generator().manual_seed(5))
@@ -184,8 +232,9 @@ BATCHES_ONLY = {"audio", "vision", "encoder-decoder"}
 
 def ways(row: Architecture) -> tuple[str, ...]:
     """The ways in that mean something for an architecture."""
-    only = row.group in BATCHES_ONLY or row.head == "ForSequenceClassification"
-    return BATCHES if only else BATCHES + ROWS
+    if row.head == CLASSES:  # a row has one label, and no documents
+        return "padded", "in place"
+    return BATCHES if row.group in BATCHES_ONLY else BATCHES + ROWS
 
 
 def verdict(row: Architecture, way: str, dtype: torch.dtype = torch.float64) -> str:

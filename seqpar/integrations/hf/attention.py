@@ -23,7 +23,7 @@ from transformers import AttentionInterface, PreTrainedConfig, PreTrainedModel
 from transformers.masking_utils import AttentionMaskInterface
 
 from seqpar.comm import Comm
-from seqpar.integrations.hf.config import NO_INTERFACE, mixing_layers, unserved_attention
+from seqpar.integrations.hf.config import ASKED, NO_INTERFACE, mixing_layers, unserved_attention
 from seqpar.integrations.hf.mask import Rule, rule_of
 from seqpar.nn.wrap import replaced
 from seqpar.ops import attention, bind
@@ -54,6 +54,7 @@ class Forward(NamedTuple):
     padded: bool = False  # whether padding in a two-dimensional mask has been removed already
     note: Callable[[Callable[..., Any], Tensor | None], Any] | None = None
     text: PreTrainedConfig | None = None
+    longest: int = 0  # positions of the longest row of all ranks' batches, where rotary embeddings depend on it
 
 
 class Noted(NamedTuple):
@@ -93,6 +94,18 @@ def forward(state: Forward | None) -> Iterator[None]:
 def inside() -> bool:
     """Whether this thread is in a forward pass of a parallel model."""
     return getattr(_threads, "state", None) is not None
+
+
+def longest() -> int | None:
+    """The longest position + 1 of the forward pass that this thread is in; None outside of all."""
+    state = getattr(_threads, "state", None)
+    return None if state is None else state.longest
+
+
+def making() -> Callable[[Plan, Rule], Plan]:
+    """What returns the plan of a layer's rule: of the forward pass that this thread is in, if any."""
+    state = getattr(_threads, "state", None)
+    return planned if state is None else state.make  # type: ignore[no-any-return]
 
 
 def planned(plan: Plan, rule: Rule) -> Plan:
@@ -158,9 +171,10 @@ def _mask(
 
 
 def handle(plan: Plan, comm: Comm, seed: int) -> Tensor:
-    """The handle of a plan and a comm; the seed of attention dropout follows it in its storage."""
+    """The handle of a plan and a comm; in its storage, the seed of dropout, and whether a model is parallel."""
     bound = bind(plan, comm)
     bound.untyped_storage()._seqpar_seed = seed  # type: ignore[attr-defined]
+    bound.untyped_storage()._seqpar_shared = inside()  # type: ignore[attr-defined]
     return bound
 
 
@@ -193,7 +207,7 @@ def attention_function(
             f"transformers.masking_utils for {KEY!r}, inside seqpar.parallel or by a model given to seqpar.parallelize"
         )
     unknown = sorted(name for name, value in rest.items() if name not in UNUSED and _says(value))
-    if unknown:
+    if unknown and not (unknown == [ASKED] and _shared(attention_mask)):
         raise NotImplementedError(
             f"{type(module).__name__} passes {', '.join(unknown)} to its attention, which seqpar does not know; "
             "leave it out of the call and of the config"
@@ -214,15 +228,26 @@ def _says(value: object) -> bool:
 
 
 @uncompiled
+def _shared(mask: Tensor) -> bool:
+    """Whether a mask was made in the forward pass of a parallel model, which computes balance losses itself."""
+    return bool(getattr(mask.untyped_storage(), "_seqpar_shared", False))
+
+
+@uncompiled
 def _seed(module: nn.Module, mask: Tensor) -> int:
     """The seed of a layer's dropout: equal on all ranks and when recomputed, different for every layer and batch."""
     seed, layer = getattr(mask.untyped_storage(), "_seqpar_seed", None), getattr(module, "layer_idx", None)
     if seed is None or layer is None:
-        raise NotImplementedError(
-            f"attention dropout in {type(module).__name__} needs a seed for every batch and layer, and there is no "
-            "layer_idx, or its mask is a copy; set the dropout of attention probabilities to 0"
-        )
+        raise without_seed(module)
     return derived_seed(seed, layer)
+
+
+def without_seed(module: nn.Module) -> NotImplementedError:
+    """The error for dropout in a layer that has no seed."""
+    return NotImplementedError(
+        f"attention dropout in {type(module).__name__} needs a seed for every batch and layer, and there is no "
+        "layer_idx, or its mask is a copy; set the dropout of attention probabilities to 0"
+    )
 
 
 # --- models that never ask for it -----------------------------------------------------------------------------------

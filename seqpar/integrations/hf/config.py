@@ -15,13 +15,15 @@ ATTENTION_LAYERS = {"full_attention", "sliding_attention", "chunked_attention"}
 STATE = "it carries a state from token to token (a recurrent or state space model)"
 HYBRID_LAYERS = {"linear_attention", "conv", "hybrid", "mlp", "moe"}  # of models with recurrent layers
 NO_INTERFACE = "its attention does not go through transformers' AttentionInterface"
+ASKED = "output_router_logits"
 LONGEST_POSITION = ("dynamic", "longrope")  # rotary types whose angles depend on the longest position
 
 
-def mixing_layers(config: PreTrainedConfig, *, recurrent: bool = False) -> list[str]:
+def mixing_layers(config: PreTrainedConfig, *, recurrent: bool = False, shared: bool = False) -> list[str]:
     """The parts of a (text) config's model that see rows of other ranks outside attention; empty if none is known.
 
-    recurrent: whether seqpar computes its recurrent layers, so that they are not among those parts.
+    recurrent: whether seqpar computes its recurrent layers, so that they are not among those parts. shared: whether it
+    shares out the batch, so that balance losses and the longest position are those of all ranks.
     """
     reasons = []
     model = MODEL_MAPPING.get(type(config), None)
@@ -31,7 +33,7 @@ def mixing_layers(config: PreTrainedConfig, *, recurrent: bool = False) -> list[
     if other := set(getattr(config, "layer_types", None) or ()) - served:
         reasons.append(f"it has layers of types {sorted(other)}")
     for kind, place in _ropes(config):
-        if kind in LONGEST_POSITION:
+        if kind in LONGEST_POSITION and not shared:
             reasons.append(f"its rotary embedding {place} depends on the longest position of a rank's rows ({kind})")
     return reasons
 
@@ -47,24 +49,29 @@ def unserved_attention(config: PreTrainedConfig) -> list[str]:
     return reasons
 
 
-def config_refusals(model: PreTrainedModel, *, recurrent: bool = False) -> list[str]:
+def config_refusals(model: PreTrainedModel, *, recurrent: bool = False, shared: bool = False) -> list[str]:
     """Reasons in a model's class and config against computing it row by row, whatever its attention.
 
-    recurrent: as for `mixing_layers`.
+    recurrent, shared: as for `mixing_layers`.
     """
     reasons = []
     config = model.config.get_text_config()
     if model.config.is_encoder_decoder or getattr(config, "add_cross_attention", False):
         reasons.append("it has cross-attention (an encoder and a decoder)")
-    reasons += mixing_layers(config, recurrent=recurrent)
+    reasons += mixing_layers(config, recurrent=recurrent, shared=shared)
     for name in ("layerdrop", "encoder_layerdrop", "decoder_layerdrop"):
         if getattr(config, name, 0):
             reasons.append(f"{name}={getattr(config, name)} leaves out layers on some ranks and not on others")
-    if getattr(config, "output_router_logits", False):
+    if getattr(config, ASKED, False) and not shared:
         reasons.append("output_router_logits=True adds a balance loss of the tokens of one rank; set it to False")
     if getattr(config, "output_attentions", False):
         reasons.append("output_attentions=True asks for weights that no rank computes")
     return reasons
+
+
+def caching(model: PreTrainedModel) -> dict[str, Any]:
+    """The keyword that stops a model from making a cache, if it can make one."""
+    return {"use_cache": False} if hasattr(model.config.get_text_config(), "use_cache") else {}
 
 
 def _ropes(config: PreTrainedConfig) -> Iterable[tuple[str, str]]:

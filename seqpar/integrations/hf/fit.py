@@ -12,7 +12,7 @@ from __future__ import annotations
 import inspect
 import warnings
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager
 from functools import partial
 from typing import Any, NamedTuple
 
@@ -26,11 +26,18 @@ from seqpar.comm import LocalComm
 from seqpar.facts.layout import Layout
 from seqpar.facts.mask import Mask
 from seqpar.integrations.hf.attention import Forward, Noted, forward, implementation, padding_of, planned
-from seqpar.integrations.hf.config import NO_INTERFACE, STATE, config_refusals
+from seqpar.integrations.hf.config import ASKED, NO_INTERFACE, STATE, caching, config_refusals, mixing_layers
+from seqpar.integrations.hf.experts import LOGITS, LOSS, Routers, balance, can_ask, weight_of, without_hooks
+from seqpar.integrations.hf.heads import POOLER, AtHome, pad_of, pools, tried
 from seqpar.integrations.hf.mask import Rule
+from seqpar.integrations.hf.positions import counting_of
 from seqpar.integrations.hf.recurrent.mixers import as_written, mixers
+from seqpar.integrations.hf.rotary import lengthy
+from seqpar.integrations.hf.twin import elsewhere, twin_of, unlike
+from seqpar.integrations.hf.unlisted import unlisted
 from seqpar.integrations.hf.weights import NoWeights, check_probed, check_weights
 from seqpar.integrations.probe.inspection import dropping
+from seqpar.integrations.probe.saved_state import saved
 from seqpar.integrations.sdpa.reroute import sdpa
 from seqpar.nn.wrap import replaced
 from seqpar.parallel import parallel
@@ -52,20 +59,24 @@ MIXING = (nn.Conv1d, nn.Conv2d, nn.Conv3d, nn.RNNBase, nn.modules.batchnorm._Nor
 class ModelFit(NamedTuple):
     """The findings on a model that fits.
 
-    rules: the masks it asks for. recurrent: whether it has mixers. columns: whether, without position_ids, a token's
-    position is its place in the row. result: the output with a row per token. shift: the rows that labels belong to, as
+    rules: the masks it asks for. recurrent: whether it has mixers. counting: how it counts positions without
+    position_ids, as in `positions`. result: the output with a row per token. shift: the rows that labels belong to, as
     in `seqpar.data.share`. loss: why its loss cannot be computed here, or "". head: the layer that makes the logits.
-    softcap: the logits' softcap.
+    softcap: the logits' softcap. routers: of a mixture of experts. pooled: whether the base model has a pooler.
+    at_home: of a head that pools; the rest is then the base model's.
     """
 
     rules: frozenset[Rule]
     recurrent: bool
-    columns: bool
+    counting: str
     result: str
     shift: str
     loss: str
     head: nn.Linear | None
     softcap: float
+    routers: Routers
+    pooled: bool = False
+    at_home: AtHome | None = None
 
     @property
     def causal(self) -> bool:
@@ -89,10 +100,11 @@ def refusals(model: PreTrainedModel) -> list[str]:
     reasons = []
     if model.main_input_name != "input_ids":
         reasons.append(f"it computes {model.main_input_name}, not input_ids")
-    if not model._can_set_attn_implementation():
+    if not model._can_set_attn_implementation() and not unlisted(model):
         reasons.append(NO_INTERFACE)
     known = mixers(model)
-    reasons += config_refusals(model, recurrent=bool(known))
+    turned = bool(lengthy(model)) or not mixing_layers(model.config.get_text_config(), recurrent=True)
+    reasons += config_refusals(model, recurrent=bool(known), shared=turned)
     inside = {part for mixer in known for part in mixer.modules()}
     text = text_of(model)
     rows = set(text.modules())  # what lies outside of the text model sees the rank's own images
@@ -109,9 +121,18 @@ def fitting(model: PreTrainedModel) -> ModelFit:
     Raises: NotImplementedError naming every reason against it, or that its weights are not loaded yet.
     """
     reasons = refusals(model)
+    if not reasons and (where := elsewhere(model)):
+        with twin_of(model, where) as twin:
+            try:
+                fit = fitting(twin)
+            except NotImplementedError as error:
+                raise unlike(model, where, f"it is refused: {error}") from error
+        return fit._replace(head=None if fit.head is None else model.get_output_embeddings())
     if not reasons:
         check_weights(model)
-        with _quiet(model), torch.no_grad():
+        with _quiet(model), torch.no_grad(), ExitStack() as stack:
+            for rotary in lengthy(model):  # which remembers the longest position
+                stack.enter_context(saved(rotary))
             try:
                 fit = _probed(model, reasons)
             except NoWeights:
@@ -120,6 +141,13 @@ def fitting(model: PreTrainedModel) -> ModelFit:
                 reasons.append(f"trying it on a few tokens failed: {type(error).__name__}: {error}")
         if not reasons:
             return fit
+        if len(reasons) == 1 and NO_ROWS in reasons[0] and model.base_model is not model:
+            base, reasons = fitting(model.base_model), []
+            with _quiet(model), torch.no_grad(), implementation(model, "eager"), as_written(model):
+                head = tried(model)
+            if isinstance(head, AtHome):
+                return base._replace(at_home=head, result="logits", shift="none")
+            reasons.append(head)
     raise NotImplementedError(
         f"{type(model).__name__} cannot be computed on several ranks: {', and '.join(reasons)}{_remedy(model, reasons)}"
     )
@@ -127,19 +155,12 @@ def fitting(model: PreTrainedModel) -> ModelFit:
 
 def _remedy(model: PreTrainedModel, reasons: list[str]) -> str:
     """A way to compute a refused model, or "". Ways by seqpar are tried before they are suggested."""
-    prefix, base = model.base_model_prefix, model.base_model
     if STATE in reasons:
         return "; train it with data parallelism, whole documents on each rank"
     if reasons in ([NO_INTERFACE], [NO_MASK]) and _by_sdpa(model):
         return "; give sdpa=True and this rank's rows, as its attention is PyTorch's"
     if len(reasons) == 1 and POOLED in reasons[0] and "add_pooling_layer" in inspect.signature(type(model)).parameters:
         return "; make it with add_pooling_layer=False"
-    if len(reasons) == 1 and NO_ROWS in reasons[0] and base is not model:
-        try:
-            fitting(base)
-        except NotImplementedError:
-            return ""
-        return f"; give parallelize its .{prefix}, which has a row for every token"
     return ""
 
 
@@ -168,7 +189,7 @@ def _probed(model: PreTrainedModel, reasons: list[str]) -> ModelFit:
     probe = _Probe(model)
     whole = probe(ids, position_ids=at[None])
     hidden = probe.hidden
-    result = _result(whole, reasons)
+    result, pooled = _result(model, whole, reasons)
     recurrent = bool(mixers(model))
     if not probe.rules and not recurrent:
         reasons.append(NO_MASK)
@@ -185,7 +206,7 @@ def _probed(model: PreTrainedModel, reasons: list[str]) -> ModelFit:
     if not probe.close(one[:, order], probe(ids[order], [TOKENS], order.tolist(), position_ids=order[None])[result]):
         reasons.append("its attention depends on the order in which a rank holds its rows")
     with implementation(model, "eager"), as_written(model):
-        written_out = model.forward(input_ids=ids[None], position_ids=at[None], return_dict=True, **caching(model))
+        written_out = model.forward(input_ids=ids[None], position_ids=at[None], return_dict=True, **plain(model))
         written_out = written_out[result]
     if not probe.close(one, written_out):
         names = " or ".join(sorted({type(mixer).__name__ for mixer in mixers(model)}))
@@ -195,11 +216,15 @@ def _probed(model: PreTrainedModel, reasons: list[str]) -> ModelFit:
         )
     if reasons:
         return None  # type: ignore[return-value]
-    counted = probe(ids, attention_mask=(at >= 3).long()[None])[result]
-    shift, loss = _loss(probe, whole, ids, (ids * 3 + 1) % vocabulary, at)
+    labels = (ids * 3 + 1) % vocabulary
+    shift, loss = _loss(probe, whole, ids, labels, at)
     head, softcap = _head(probe, whole, hidden)
-    columns = probe.close(rows[:, 3:], counted[:, 3:])
-    return ModelFit(frozenset(probe.rules), recurrent, columns, result, shift, loss, head, softcap)
+    counting = counting_of(lambda tokens, **given: probe(tokens, **given)[result], probe.close, ids, pad_of(model))
+    routers = Routers()
+    if can_ask(model):
+        with without_hooks(model):
+            routers = _routers(probe, ids, labels, at)
+    return ModelFit(frozenset(probe.rules), recurrent, counting, result, shift, loss, head, softcap, routers, pooled)
 
 
 @contextmanager
@@ -247,7 +272,7 @@ class _Probe:
         state = Forward(note=lambda _, padding: Noted(padding), text=text.config) if inner else self.state
         try:
             with parallel(plan, LocalComm()), replaced(text, inner), forward(state):
-                return self.model.forward(input_ids=ids[None], return_dict=True, **caching(self.model), **options)
+                return self.model.forward(input_ids=ids[None], return_dict=True, **plain(self.model) | options)
         finally:
             if hook is not None:
                 hook.remove()
@@ -277,20 +302,23 @@ class _Probe:
         self.hidden = out[0] if isinstance(out[0], Tensor) else None
 
 
-def caching(model: PreTrainedModel) -> dict[str, Any]:
-    """The keyword that stops a model from making a cache, if it can make one."""
-    return {"use_cache": False} if hasattr(model.config.get_text_config(), "use_cache") else {}
+def plain(model: PreTrainedModel) -> dict[str, Any]:
+    """The keywords with which a model returns rows alone: no cache, no router logits."""
+    return caching(model) | ({ASKED: False} if can_ask(model) else {})
 
 
-def _result(out: Any, reasons: list[str]) -> str:
-    """The output with a row per token; any other output is a reason against the model."""
+def _result(model: PreTrainedModel, out: Any, reasons: list[str]) -> tuple[str, bool]:
+    """The output with a row per token, and whether a pooler's is beside it; others are a reason against the model."""
     fields = {name: value for name, value in out.items() if value is not None}
     result = next((name for name in PER_TOKEN if name in fields), "")
+    pooled = fields.pop(POOLER, None)
     if not result or fields[result].dim() != 3 or tuple(fields[result].shape[:2]) != (1, TOKENS):
         reasons.append(f"it returns {sorted(fields)}, {NO_ROWS}")
     elif other := sorted(fields.keys() - {result}):
         reasons.append(f"it also returns {', '.join(other)}, which is not a row per token")
-    return result
+    elif pooled is not None and not pools(model, fields[result], pooled):
+        reasons.append(f"{POOLED}, which is not its pooler's of the first row")
+    return result, pooled is not None
 
 
 def _loss(probe: _Probe, whole: Any, ids: Tensor, labels: Tensor, at: Tensor) -> tuple[str, str]:
@@ -326,3 +354,34 @@ def _head(probe: _Probe, whole: Any, hidden: Tensor | None) -> tuple[nn.Linear |
     if softcap:
         logits = softcap * torch.tanh(logits / softcap)
     return (head, softcap) if probe.close(logits, whole["logits"]) else (None, 0.0)
+
+
+def _routers(probe: _Probe, ids: Tensor, labels: Tensor, at: Tensor) -> Routers:
+    """The findings on the routers of a mixture of experts."""
+    model, given = probe.model, {"position_ids": at[None], ASKED: True}
+    try:
+        out, few = probe(ids, **given), torch.tensor(ROWS, device=at.device)
+        some = probe(ids[few], position_ids=few[None], **{ASKED: True})
+        logits = out.get(LOGITS)
+        if logits is None:
+            return Routers()
+        for one, other in zip(logits, some[LOGITS], strict=True):
+            if not probe.close(one.reshape(TOKENS, -1)[few], other.reshape(len(few), -1)):
+                return Routers("its router logits are not those of each token")
+        if out.get(LOSS) is None:
+            return Routers()
+        late = probe(ids, attention_mask=(at >= 3).long()[None], **{ASKED: True})
+        for found, rows in ((out, at), (late, at[3:])):
+            plan = Plan(Mask([len(rows)]), Layout.contiguous(len(rows), 1))
+            ours = balance([x.reshape(TOKENS, -1)[rows] for x in found[LOGITS]], model, plan, LocalComm()).whole
+            if not probe.close(found[LOSS].reshape(1, 1), ours.reshape(1, 1)):
+                return Routers("its balance loss is not the one of Switch Transformers that seqpar knows")
+        with_it, without = (
+            probe(ids, labels=labels[None], **given | {ASKED: asked})["loss"] for asked in (True, False)
+        )
+        more, expected = float(with_it - without), weight_of(model) * float(out[LOSS])
+        if abs(more - expected) > 0.05 * abs(expected) + 1e-5 * abs(float(without)):
+            return Routers("it adds another multiple of its balance loss to its loss than its config says")
+    except Exception as error:
+        return Routers(f"trying it on a few tokens failed: {type(error).__name__}: {error}")
+    return Routers(balanced=True)

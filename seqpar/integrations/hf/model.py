@@ -43,11 +43,17 @@ from seqpar.integrations.hf.attention import (
     occupied,
     planned,
 )
-from seqpar.integrations.hf.fit import PER_TOKEN, caching, fitting, softcap_of, text_of
+from seqpar.integrations.hf.config import ASKED
+from seqpar.integrations.hf.experts import LOGITS, LOSS, Balance, asks, balance, can_ask, weight_of
+from seqpar.integrations.hf.fit import PER_TOKEN, fitting, plain, softcap_of, text_of
 from seqpar.integrations.hf.generation import generators
+from seqpar.integrations.hf.heads import POOLER, AtHome, HeadCall, misread, pad_of
 from seqpar.integrations.hf.mask import Rule
 from seqpar.integrations.hf.planning import ModelPlanner
+from seqpar.integrations.hf.positions import COLUMNS, COUNTED, counted, counts
 from seqpar.integrations.hf.recurrent.mixers import mix, mixers, of_documents
+from seqpar.integrations.hf.rotary import length_of, lengthy, turn
+from seqpar.integrations.hf.unlisted import sees_places, unlisted
 from seqpar.integrations.hf.worth import Worth
 from seqpar.nn.wrap import PARALLEL, ParallelModel, check_makes_plans, refuse_twice, replaced, unpicklable
 from seqpar.ops.attention.ahead import derive
@@ -69,10 +75,10 @@ Planner = Callable[[Ints, int], Plan]
 ROWS = ("input_ids", "inputs_embeds", "attention_mask", "position_ids", "token_type_ids", "labels", "shift_labels")
 DOCUMENTS = ("cu_seq_lens_q", "cu_seq_lens_k", "max_length_q", "max_length_k")
 OF_LOSS = ("labels", "shift_labels", "num_items_in_batch")  # not taken by a base model
-OPTIONS = ("num_items_in_batch", "output_hidden_states", "return_dict")
+OPTIONS = ("num_items_in_batch", "output_hidden_states", ASKED, "return_dict")
 # Keywords whose value may be without effect.
 IDLE = {
-    "use_cache": (False,), "output_attentions": (False,), "output_router_logits": (False,), "logits_to_keep": (0,),
+    "use_cache": (False,), "output_attentions": (False,), "logits_to_keep": (0,),
     "fused_lm_head": (False,),
 }  # fmt: skip
 # The document of each token, for convolutions and recurrences: attention on one device ignores it.
@@ -145,7 +151,9 @@ class ParallelTransformer(ParallelModel):
         self._worth = Worth(type(model).__name__)
         self._hidden: list[Tensor] | None = None  # collects the base model's last hidden states, if needed
         self._running = False
+        self._head: HeadCall | None = None  # the call of a head that pools, which this thread is in
         self._count = 0
+        self._longest = 0  # positions of the longest row of all ranks' batches, if rotary embeddings depend on it
         self._known: set[Rule] = set()  # of the masks that all ranks used in an earlier forward
         self._rules: list[Rule] = []  # of the masks in the last forward
         self._seed = comm.gather("parallelize: the seed of attention dropout", torch.initial_seed())[0]
@@ -165,6 +173,8 @@ class ParallelTransformer(ParallelModel):
                         self._undone.enter_context(replaced(module, {ACCURACY: accuracy}))
                 for mixer in mixers(model):
                     self.put_around(mixer, mix)
+                for module, written in unlisted(model):
+                    self.put_around(module, written.replacement, written.method)
                 self.fit = fitting(model)
                 call.facts = {
                     "model": type(model).__name__, "source": source, "average_over": average_over, "logits": logits,
@@ -173,6 +183,9 @@ class ParallelTransformer(ParallelModel):
         except BaseException:
             self._undone.close()
             raise
+        self._rotaries = lengthy(model)
+        for rotary in self._rotaries:
+            self.put_around(rotary, turn)
         self._planner = ModelPlanner(model, causal=self.fit.causal)
         self._plans = Plans(self._planner, self._planner.state)
         if plan is not None:
@@ -211,7 +224,8 @@ class ParallelTransformer(ParallelModel):
 
     def _read_ahead(self, batch: Mapping[str, Any]) -> dict[str, Any]:
         """The entries of a loader's batch that tell its documents."""
-        return {name: batch[name] for name in (*ROWS, *DOCUMENTS) if name in batch}
+        unread = OF_LOSS if self.fit.at_home is not None else ()
+        return {name: batch[name] for name in (*ROWS, *DOCUMENTS) if name in batch and name not in unread}
 
     def _derive(self, plan: Any) -> None:
         """Derive from a plan made ahead what the layers derive; a plan that is refused later is left alone."""
@@ -257,6 +271,8 @@ class ParallelTransformer(ParallelModel):
         def forward(*args: Any, **named: Any) -> Any:
             if self.asleep or (self._running and not whole) or (headed and named.get("fused_lm_head")):
                 return before(*args, **named)
+            if whole and self.fit.at_home is not None:
+                return self._at_home(self.fit.at_home, before, args, named)
             return self._forward(module, before, args, named)
 
         # copying looks up the last two on the instance before anything else
@@ -282,7 +298,32 @@ class ParallelTransformer(ParallelModel):
         finally:
             _leave(around)
             self._running, self._hidden = running, kept
-        return self._home(call, own, out, hidden)
+        if self._head is not None:
+            self._head.share = own
+        return self._home(module, call, own, out, hidden)
+
+    @partial(torch.compiler.disable, recursive=False)
+    def _at_home(self, fit: AtHome, before: Callable[..., Any], args: tuple[Any, ...], named: dict[str, Any]) -> Any:
+        """A call of a model whose head pools: its base model on all ranks, its head on this rank's own batch."""
+        arguments = dict(zip(_parameters(type(self.model))[1:], args)) | named
+        replaced = self.model.loss_function is not self._loss_function
+        call, kept = HeadCall(fit, self.model, arguments, replaced=replaced), self._head
+        whole = arguments.pop("return_dict", None) is not False
+        arguments.pop("num_items_in_batch", None)
+        self._head = call
+        try:
+            out = before(**arguments, return_dict=True)
+        finally:
+            self._head = kept
+        if out.get("loss") is not None:
+            if call.labels is None:
+                raise NotImplementedError(
+                    f"{type(self.model).__name__} returned a loss without labels, whose share is not known; leave out "
+                    "what it was computed from, and compute the loss from what the model returns"
+                )
+            part, mean = call.loss(out.loss, out.logits, self.comm, self.average_over)
+            out.loss = part if call.items is not None else _Reported.apply(part, mean)
+        return out if whole else out.to_tuple()
 
     @uncompiled
     def _fail(self, error: BaseException) -> None:
@@ -299,7 +340,7 @@ class ParallelTransformer(ParallelModel):
             remember(self.comm, plan_key(of_documents(own.plan)))
         around = ExitStack()
         around.enter_context(parallel(own.plan, self.comm, seed=derived_seed(self._seed, self._count)))
-        around.enter_context(forward(Forward(self._maker(own))))
+        around.enter_context(forward(Forward(self._maker(own), longest=self._longest)))
         return around
 
     def _maker(self, own: Share) -> Callable[[Plan, Rule], Plan]:
@@ -335,22 +376,28 @@ class ParallelTransformer(ParallelModel):
         arguments, error = self._arguments(module, args, named)
         training = torch.is_grad_enabled() and self.model.training
         labels = any(name in arguments for name in ("labels", "shift_labels"))
+        head = self._head
         hidden_states, items = bool(arguments.get("output_hidden_states")), arguments.get("num_items_in_batch")
         batch = {name: arguments[name] for name in (*self.entries, *DOCUMENTS) if name in arguments}
+        if error is None and counts(self.fit.counting, batch):
+            batch[COUNTED] = counted(self.fit.counting, batch, pad_of(self.model))
         count = self._count_of(items, batch)
+        routers = bool(arguments.get(ASKED))
         state = self._planner.state()
         facts = {
-            "labels": labels, "training": training, "output_hidden_states": hidden_states,
+            "labels": labels or (head is not None and head.labels is not None), "training": training,
+            "output_hidden_states": hidden_states, ASKED: routers,
             "num_items_in_batch": count, "autocast": autocast_dtype(state.device),
             "gradient checkpointing": state.recomputed, "the masks of the forward before": self._rules,
         }  # fmt: skip
         what = f"{type(module).__name__}.forward"
         how = Reading(self.fit.shift, optional=self.optional)
         # one round for all that ranks must exchange before they know each other's documents
-        known = announce(batch, self.comm, self.source, how, error=error, gather=partial(self._gather, what, facts))
+        gather = partial(self._gather, what, facts, batch)
+        known = announce(batch, self.comm, self.source, how, error=error, gather=gather)
         assert known is not None
         if training:
-            self._loop.note_wrapper(what, averaged=labels and items is None)
+            self._loop.note_wrapper(what, averaged=(labels and items is None) or (head is not None and head.averaged))
         chosen = choose(known, self.comm.size, partial(self._plans, brought=known.brought(self.comm.size)))
         (own,) = take(known, self.comm, how, chosen, alike=self._plans.repeats)
         if training and self.source == "sharded":
@@ -363,29 +410,35 @@ class ParallelTransformer(ParallelModel):
             )
         if own.places is not None and any(rule.chunk for rule in self.fit.rules):
             raise NotImplementedError("attention_mask leaves out tokens between others, and a layer attends in chunks")
-        if own.places is not None and self.fit.recurrent:
+        if own.places is not None and (self.fit.recurrent or sees_places(self.model)):
+            why = "would decay the states of recurrent" if self.fit.recurrent else "count as places in some attention"
             raise NotImplementedError(
-                "attention_mask leaves out tokens between others, which would decay the states of recurrent layers; "
-                "leave them out of the batch"
+                f"attention_mask leaves out tokens between others, which {why} layers; leave them out of the batch"
             )
         self._count += 1
         if training:
             self._worth.note(own)
         logits, chunked = self._output(labels)
-        call = _Call(labels, items, arguments.get("return_dict", True), logits, chunked)
+        call = _Call(labels, items, arguments.get("return_dict", True), logits, chunked, routers)
         rows: dict[str, Any] = {name: x[None] for name, x in own.tensors.items() if name != "labels"}
-        rows |= {"position_ids": own.positions[None], "return_dict": True} | caching(self.model)
+        rows |= {"position_ids": rows.pop(COUNTED, own.positions[None]), "return_dict": True} | plain(self.model)
         if hidden_states:
             rows["output_hidden_states"] = True
+        if routers:
+            rows[ASKED] = True
         if chunked:
             rows["logits_to_keep"] = own.positions.new_zeros(0)
         return call, own, rows
 
     def _gather(
-        self, what: str, facts: Mapping[str, object], value: Any, error: Exception | None
-    ) -> list[Any]:  # fmt: skip
-        """Every rank's announcement of its batch."""
-        return self._loop.gather(what, value, error, facts=facts)
+        self, what: str, facts: Mapping[str, object], batch: Mapping[str, Any], value: Any, error: Exception | None
+    ) -> list[Any]:
+        """Every rank's announcement of its batch, with the batches' lengths where rotary embeddings need them."""
+        if not self._rotaries:
+            return self._loop.gather(what, value, error, facts=facts)
+        every = self._loop.gather(what, (value, 0 if error else length_of(batch)), error, facts=facts)
+        self._longest = max(length for _, length in every)
+        return [announced for announced, _ in every]
 
     def _output(self, labels: bool) -> tuple[bool, bool]:
         """Whether logits return, and whether the loss is computed without them."""
@@ -419,7 +472,23 @@ class ParallelTransformer(ParallelModel):
         arguments = self._named(module, args, named)
         numbered = any(arguments.pop(name, None) is not None for name in UNSEEN)
         who = type(module).__name__
+        if self._head is not None and self._head.error is not None:
+            return arguments, self._head.error
+        if self._head is None and self.fit.pooled:
+            given = (arguments.get(name) for name in ("attention_mask", "input_ids"))
+            if reason := misread(AtHome(left=True), self.model, *given):
+                return arguments, NotImplementedError(
+                    f"attention_mask for {who}: {reason}. Made with add_pooling_layer=False it reads none"
+                )
+        if can_ask(self.model) and not arguments.setdefault(ASKED, asks(self.model)):
+            del arguments[ASKED]
+        if arguments.get(ASKED) and self.fit.routers.refused:
+            return arguments, NotImplementedError(
+                f"{ASKED}=True for {who}: {self.fit.routers.refused}; set it to False, and compute a balance loss from "
+                "means over all ranks' tokens (seqpar.train.token_mean)"
+            )
         known = [n for n in (*self.entries, *DOCUMENTS, *OPTIONS) if module is self.model or n not in OF_LOSS]
+        known = [n for n in known if n != ASKED or can_ask(self.model)]
         if inside():
             return arguments, NotImplementedError(
                 f"{who} is called inside the forward of another parallel model, whose rows are not a batch; call "
@@ -439,7 +508,8 @@ class ParallelTransformer(ParallelModel):
                 f"{who} on several ranks got {', '.join(unknown)}, supported are {', '.join(known)}; leave it out, or "
                 "run the model on one rank, inside parallelize(...).local()"
             )
-        if not self.fit.columns and "position_ids" not in arguments:
+        counting = self.fit.counting
+        if counting != COLUMNS and "position_ids" not in arguments and not counts(counting, arguments):
             return arguments, NotImplementedError(
                 f"{who} counts its positions itself (from attention_mask or input_ids), which ranks cannot; give "
                 "position_ids"
@@ -486,27 +556,43 @@ class ParallelTransformer(ParallelModel):
             self._hidden.append(out[0])
 
     @uncompiled
-    def _home(self, call: _Call, own: Share, out: Any, hidden: list[Tensor] | None) -> Any:
+    def _home(self, module: PreTrainedModel, call: _Call, own: Share, out: Any, hidden: list[Tensor] | None) -> Any:
         """The model's output for this rank's own batch, with the loss of all batches."""
         results = {field.name: getattr(out, field.name) for field in fields(out)}
-        if other := [n for n, x in results.items() if x is not None and n not in (*PER_TOKEN, *self.returned)]:
+        served = {*PER_TOKEN, *self.returned, *((LOGITS, LOSS) if call.routers else ()), *self.fit.pooled * (POOLER,)}
+        if other := [n for n, x in results.items() if x is not None and n not in served]:
             raise NotImplementedError(
                 f"{type(self.model).__name__} returned {', '.join(other)}, which has no row per token and cannot "
                 "return to the batch"
             )
+        even = None
+        if results.get(LOSS) is not None:
+            even = balance(results[LOGITS], self.model, own.plan, self.comm)
+            results[LOSS] = _Reported.apply(even.share * self.average_over, even.whole)
         if call.labels:
-            results["loss"] = self._loss(call, own, results.get("logits"), hidden)
+            results["loss"] = self._loss(call, own, results.get("logits"), hidden, even)
         for name in PER_TOKEN:
             if results.get(name) is not None:
                 results[name] = back(own, results[name][0]) if call.logits else None
+        if results.get(POOLER) is not None:
+            results[POOLER] = module.pooler(results["last_hidden_state"])
         if results.get("hidden_states") is not None:
             results["hidden_states"] = tuple(back(own, x[0]) for x in results["hidden_states"])
-        if self.fit.recurrent:
+        if results.get(LOGITS) is not None:
+            results[LOGITS] = self._router_logits(own, results[LOGITS]) if call.logits else None
+        if self.fit.recurrent or unlisted(self.model):
             _keep_with(results, own.plan)
         whole = type(out)(**results)
         return whole if call.return_dict else whole.to_tuple()
 
-    def _loss(self, call: _Call, own: Share, logits: Tensor | None, hidden: list[Tensor] | None) -> Tensor:
+    def _router_logits(self, own: Share, rows: tuple[Tensor, ...]) -> tuple[Tensor, ...]:
+        """Router logits for this rank's own batch [B * S, experts], of each layer, as models return them."""
+        home = (back(own, x.reshape(-1, x.shape[-1])) for x in rows)
+        return tuple(x.reshape(-1, x.shape[-1]) for x in home if isinstance(x, Tensor))
+
+    def _loss(
+        self, call: _Call, own: Share, logits: Tensor | None, hidden: list[Tensor] | None, even: Balance | None
+    ) -> Tensor:
         """The loss of the union of all ranks' batches, with the gradient of this rank's share."""
         scale: dict[str, Any] = {"valid": own.valid, "average_over": self.average_over}
         if call.items is not None:  # a mean over more than this batch, which the caller also scales for wrappers
@@ -521,6 +607,9 @@ class ParallelTransformer(ParallelModel):
         else:
             assert logits is not None
             part = cross_entropy(logits[0], labels, **scale)
+        if even is not None:
+            weight = weight_of(self.model) * (1 if call.items is not None else self.average_over)
+            part = part + (weight * even.share).to(part)
         if call.items is not None:
             return part
         whole = sum_under(
@@ -549,13 +638,17 @@ def _keep_with(results: dict[str, Any], plan: Plan) -> None:
 
 
 class _Call(NamedTuple):
-    """The request of a forward pass. items: num_items_in_batch. chunked: the loss without logits."""
+    """The request of a forward pass.
+
+    items: num_items_in_batch. chunked: the loss without logits. routers: output_router_logits.
+    """
 
     labels: bool
     items: Tensor | int | None
     return_dict: bool
     logits: bool
     chunked: bool
+    routers: bool
 
 
 class _Reported(torch.autograd.Function):

@@ -35,7 +35,8 @@ from transformers.utils import ModelOutput
 from seqpar.data import Share
 from seqpar.facts.value import Ints
 from seqpar.integrations.hf.attention import Forward, Noted, forward, padding_of
-from seqpar.integrations.hf.fit import caching
+from seqpar.integrations.hf.config import ASKED, caching
+from seqpar.integrations.hf.experts import asks, can_ask
 from seqpar.integrations.hf.mask import Blocks, Rule, blocks_of, rule_of
 from seqpar.integrations.hf.model import DOCUMENTS, OF_LOSS, ROWS, ParallelTransformer
 from seqpar.ops.core.handles import uncompiled
@@ -179,7 +180,7 @@ class ParallelVision(ParallelTransformer):
             raise
         finally:
             self._hidden, self._bringing = kept, None
-        return self._home(bringing.call, bringing.own, out, hidden)
+        return self._home(module, bringing.call, bringing.own, out, hidden)
 
     @uncompiled
     def _asked(
@@ -189,10 +190,11 @@ class ParallelVision(ParallelTransformer):
         own = self._named(module, args, named)
         who = type(module).__name__
         error = None
-        if refused := [name for name in REFUSED if name in own]:
+        refused = [name for name in REFUSED if name in own]
+        if refused or (can_ask(self.model) and asks(self.model)):
             error = NotImplementedError(
-                f"{who} on several ranks got {', '.join(refused)}; leave it out, or run the model on one rank, inside "
-                "parallelize(...).local()"
+                f"{who} on several ranks got {', '.join(refused) or ASKED}; leave it out, or run the model on one "
+                "rank, inside parallelize(...).local()"
             )
         asked = {name: own.pop(name) for name in (*OF_LOSS, *DOCUMENTS, "return_dict") if name in own}
         if own.get("output_hidden_states"):
@@ -253,12 +255,12 @@ class ParallelVision(ParallelTransformer):
         return arguments, error or (self._bringing and self._bringing.error)
 
     def _gather(
-        self, what: str, facts: Mapping[str, object], value: Any, error: Exception | None
-    ) -> list[Any]:  # fmt: skip
+        self, what: str, facts: Mapping[str, object], batch: Mapping[str, Any], value: Any, error: Exception | None
+    ) -> list[Any]:
         bringing = self._bringing
         if bringing is None:
-            return super()._gather(what, facts, value, error)
-        every = super()._gather(what, facts, (value, None if error else bringing.told()), error)
+            return super()._gather(what, facts, batch, value, error)
+        every = super()._gather(what, facts, batch, (value, None if error else bringing.told()), error)
         ranks = every[:1] if self.source == "replicated" else every
         lengths = [np.frombuffer(announced[0], np.int64) for announced, _ in ranks]
         bringing.rules, bringing.blocks = united([told for _, told in ranks], lengths)

@@ -3,8 +3,6 @@
 from __future__ import annotations
 
 from torch import Tensor, nn
-from torch.distributed.fsdp import FSDPModule
-from torch.distributed.tensor import DTensor
 from transformers import PreTrainedModel
 
 
@@ -13,23 +11,7 @@ class NoWeights(NotImplementedError):
 
 
 def check_weights(model: PreTrainedModel) -> None:
-    """Raise NoWeights for a model with sharded or empty weights, naming the call that came too early, and the order."""
-    who = f"parallelize({type(model).__name__})"
-    parameters = dict(model.named_parameters())
-    if any(isinstance(module, FSDPModule) for module in model.modules()):
-        raise NoWeights(
-            f"{who}: fully_shard has sharded it; call parallelize first, then fully_shard on the same model"
-        )
-    if sharded := [name for name, p in parameters.items() if isinstance(p, DTensor)]:
-        raise NoWeights(
-            f"{who}: {sharded[0]} is a DTensor, as of tp_plan or parallelize_module; load the model whole, call "
-            "parallelize, then shard it"
-        )
-    if empty := [name for name, p in parameters.items() if p.is_meta]:
-        raise NoWeights(
-            f"{who}: {len(empty)} of {len(parameters)} parameters are on the meta device and hold nothing, {empty[0]} "
-            "first; load the weights on every rank, then call parallelize"
-        )
+    """Raise NoWeights for a model with empty weights."""
     for name, module in model.named_modules():
         # an embedding of two rows or fewer is of token types, which may be zero
         if isinstance(module, nn.Embedding) and len(module.weight) > 2 and not module.weight.any():

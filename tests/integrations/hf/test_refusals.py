@@ -64,7 +64,7 @@ def scaled_loss() -> PreTrainedModel:
 
 
 def on_meta() -> PreTrainedModel:
-    return build("llama").to("meta")
+    return with_layer(build("llama"), Shifted()).to("meta")
 
 
 def filled(model: PreTrainedModel, value: float, part: str = "") -> PreTrainedModel:
@@ -80,7 +80,6 @@ def opt() -> PreTrainedModel:
     return made("OPTForCausalLM", "OPTConfig", **sizes, num_attention_heads=4, dropout=0.0)()
 
 
-LLAMA = SIZES | {"rope_parameters": {"rope_theta": 1e4, "factor": 2.0}}
 MODELS: dict[str, tuple[Callable[[], PreTrainedModel], str]] = {
     "RWKV": (made("RwkvForCausalLM", "RwkvConfig", vocab_size=61, hidden_size=32, num_hidden_layers=2),
         "carries a state"),
@@ -102,16 +101,17 @@ MODELS: dict[str, tuple[Callable[[], PreTrainedModel], str]] = {
         ),
         "tokens meet outside its attention",
     ),
-    "position bias": (made("BloomForCausalLM", "BloomConfig", vocab_size=61, hidden_size=32, n_layer=1, n_head=4),
+    "position bias": (made("MPNetForMaskedLM", "MPNetConfig", **TINY, intermediate_size=40),
         "does not go through transformers' AttentionInterface"),
     "images": (
         made("ViTForImageClassification", "ViTConfig", **TINY, intermediate_size=40, image_size=16, patch_size=8),
         "computes pixel_values",
     ),
-    "pooled": (
-        made("LlamaForSequenceClassification", "LlamaConfig", **SIZES), "none with a row for every token"
+    "two heads": (made("BertForPreTraining", "BertConfig", **TINY, intermediate_size=40), "its head returns "),
+    "pooler": (
+        made("AlbertModel", "AlbertConfig", **TINY, intermediate_size=40, embedding_size=16),
+        "also returns pooler_output",
     ),
-    "pooler": (made("BertModel", "BertConfig", **TINY, intermediate_size=40), "also returns pooler_output"),
     "LayerDrop": (
         made(
             "OPTForCausalLM", "OPTConfig", vocab_size=61, hidden_size=32, ffn_dim=40, word_embed_proj_dim=32,
@@ -119,19 +119,13 @@ MODELS: dict[str, tuple[Callable[[], PreTrainedModel], str]] = {
         ),
         "layerdrop=0.1",
     ),
-    "balance loss": (lambda: build("gpt-oss", output_router_logits=True), "output_router_logits=True"),
     "weights": (lambda: build("llama", output_attentions=True), "output_attentions=True"),
-    "dynamic rotary": (
-        made("LlamaForCausalLM", "LlamaConfig", **LLAMA | {"rope_parameters": LLAMA["rope_parameters"] | {
-            "rope_type": "dynamic"}}),
-        "longest position",
-    ),
     "batch norm": (lambda: with_layer(build("llama"), nn.BatchNorm1d(40)), "other tokens or the batch: BatchNorm1d"),
     "convolution": (lambda: with_layer(build("llama"), nn.Conv1d(40, 40, 3)), "see other tokens or the batch: Conv1d"),
     "shifts": (lambda: with_layer(build("llama"), Shifted()), "tokens meet outside its attention"),
     "other arguments": (biased, "passes position_bias to its attention"),
     "both directions": (lambda: build("gemma3", use_bidirectional_attention=True), "the mask function .*or_masks"),
-    "no weights": (on_meta, "21 of 21 parameters are on the meta device .*; load the weights on every rank"),
+    "no weights": (on_meta, "has modules that one of its config lacks: Shifted; load the weights"),
     "zeros": (lambda: filled(build("llama"), 0.0), "embed_tokens.weight is 0 everywhere.*; load or initialise"),
     "ones": (lambda: filled(build("llama"), 1.0), "it gives equal results for different tokens"),
     "memory of anything": (lambda: filled(build("llama"), float("nan")), "it gives infinities or NaN"),
@@ -213,13 +207,22 @@ def test_who_counts_the_items_scales_for_wrappers_too() -> None:
 
 def test_positions_that_a_model_counts_itself_must_be_given() -> None:
     model = opt()
+    forward = type(model.model.decoder).forward
+
+    def later(self: Any, *args: Any, position_ids: Tensor | None = None, **named: Any) -> Any:
+        if position_ids is None:
+            position_ids = 3 + torch.arange(named["input_ids"].shape[1])[None]
+        return forward(self, *args, position_ids=position_ids, **named)
+
+    model.model.decoder.__class__ = type("Later", (type(model.model.decoder),), {"forward": later})
     batch = padded(torch.Generator().manual_seed(3), [9, 5], left=True)
-    at = (batch["attention_mask"].cumsum(1) - 1).clamp(min=0)
     expected = float(model(**batch).loss)
     with seqpar.parallelize(model, LocalComm()):
         with pytest.raises(NotImplementedError, match="counts its positions itself"):
             model(**batch)
-        assert float(model(**batch, position_ids=at).loss) == pytest.approx(expected, rel=1e-6)
+        assert float(model(**batch, position_ids=torch.arange(3, 12).expand(2, -1)).loss) == pytest.approx(
+            expected, rel=1e-6
+        )
 
 
 def test_a_loss_that_is_not_over_tokens_is_left_to_its_owner() -> None:

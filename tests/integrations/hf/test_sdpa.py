@@ -80,9 +80,12 @@ def test_what_computes_every_token_alone_is_exact(name: str, way: str) -> None:
 def test_sdpa_is_recommended_nowhere_else() -> None:
     counted = Own(transformers.LlamaConfig(**SIZES))
     counted.places.register_forward_pre_hook(lambda _, given: (torch.arange(given[0].shape[1])[None],))
-    bloom = transformers.BloomForCausalLM(transformers.BloomConfig(vocab_size=61, hidden_size=32, n_layer=1, n_head=4))
-    rwkv = transformers.RwkvForCausalLM(transformers.RwkvConfig(vocab_size=61, hidden_size=32, num_hidden_layers=2))
-    for other in (counted, bloom, rwkv):
+    sizes = {"vocab_size": 61, "hidden_size": 32, "num_hidden_layers": 2}
+    inline = transformers.MPNetForMaskedLM(
+        transformers.MPNetConfig(**sizes, num_attention_heads=4, intermediate_size=40)
+    )
+    rwkv = transformers.RwkvForCausalLM(transformers.RwkvConfig(**sizes))
+    for other in (counted, inline, rwkv):
         with pytest.raises(NotImplementedError) as raised:
             seqpar.parallelize(other, LocalComm())
         assert "sdpa" not in str(raised.value)

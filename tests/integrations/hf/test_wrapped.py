@@ -12,7 +12,6 @@ import torch
 from torch import Tensor, nn
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import fully_shard, register_fsdp_forward_method
-from torch.distributed.tensor.parallel import ColwiseParallel, parallelize_module
 from torch.nn.parallel import DistributedDataParallel
 from torch.utils.checkpoint import checkpoint
 
@@ -23,20 +22,6 @@ from seqpar.train import token_log_probs
 from tests.integrations.hf.models import batches, build, largest, one_process
 
 RANKS = 2
-
-
-def sharded_first(comm: Comm) -> None:
-    """Models that are sharded, by layers or by tensors, before they are made parallel."""
-    mesh = init_device_mesh("cpu", (comm.size,))
-    first, second = build("llama"), build("llama")
-    fully_shard(first, mesh=mesh)
-    with pytest.raises(NotImplementedError, match="fully_shard has sharded it; call parallelize first"):
-        seqpar.parallelize(first, comm)
-    parallelize_module(second, mesh, {"model.layers.0.mlp.up_proj": ColwiseParallel()})
-    with pytest.raises(
-        NotImplementedError, match="up_proj.weight is a DTensor.*; load the model whole, call parallelize"
-    ):
-        seqpar.parallelize(second, comm)
 
 
 def prompt_of(rank: int) -> dict[str, Any]:
@@ -84,7 +69,6 @@ def wrapped(comm: Comm, how: str) -> tuple[float, dict[str, Tensor], list[Tensor
     seqpar.parallelize(model, comm, average_over=comm.size)
     if how == "ddp":
         whole: nn.Module = DistributedDataParallel(model)
-        sharded_first(comm)
     else:
         mesh = init_device_mesh("cpu", (comm.size,))
         for layer in model.model.layers:

@@ -98,9 +98,9 @@ def mix(mixer: nn.Module, forward: Callable[..., Any], hidden_states: Tensor, **
 
 @contextmanager
 def as_written(model: nn.Module) -> Iterator[None]:
-    """The model with the forwards of its mixers as transformers has them, until the block ends."""
+    """The model with the methods of its mixers and attention as transformers has them, until the block ends."""
     with ExitStack() as stack:
-        for mixer in mixers(model):
-            if isinstance(around := mixer.__dict__.get("forward"), Around):
-                stack.enter_context(replaced(mixer, {"forward": around.forward}))
+        for module in model.modules():
+            own = {name: x.forward for name, x in module.__dict__.items() if isinstance(x, Around)}
+            stack.enter_context(replaced(module, own))
         yield

@@ -1,0 +1,235 @@
+"""Heads that pool: the base model runs on all ranks, its rows go home, and the head runs on each rank's own batch.
+
+A classifier of sequences, a reward model or a pooler reads one row of every sequence, or a mean of them. That row is
+with the rank that computes it, and its place in a batch is only known where the batch came from. So `back` brings the
+base model's rows home, [B, S, hidden], and what follows is transformers' own code. Pads are zeros then, where one
+process has what the model makes of pads; a batch is refused if its head would read them. A trial shows what a head
+reads, and that its loss is a mean over rows, so that each rank's share is known.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
+from inspect import signature
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor, nn
+from transformers import PreTrainedModel
+
+from seqpar.comm import Comm
+from seqpar.data import Share
+from seqpar.integrations.hf.config import caching
+from seqpar.train.sums import sum_under
+
+IGNORED = -100
+POOLER = "pooler_output"
+ROWS = 3  # of the trial
+SINGLE, REGRESSION, SEVERAL = "single_label_classification", "regression", "multi_label_classification"
+
+
+class AtHome(NamedTuple):
+    """The findings on a head that runs at home.
+
+    loss: why its loss cannot be shared, or "". left: whether it reads padding on the left. masked: whether it reads
+    tokens that attention_mask leaves out if they are not the padding token.
+    """
+
+    loss: str = ""
+    left: bool = False
+    masked: bool = False
+
+
+def tried(model: PreTrainedModel) -> AtHome | str:
+    """The findings on a model's head, with the attention that is written out; or why it cannot run at home."""
+    vocabulary = len(model.get_input_embeddings().weight)
+    pad = pad_of(model)
+    ids = torch.arange(ROWS * 7, device=model.device).view(ROWS, 7) * 5 % (vocabulary - 1)
+    ids = ids + (ids >= pad)  # no padding token among the tokens
+    right, left = torch.ones_like(ids), torch.ones_like(ids)
+    right[1:, 5:], left[1:, :2] = 0, 0
+    out = _run(model, input_ids=ids, attention_mask=right)
+    fields = sorted(name for name, value in out.items() if value is not None)
+    if fields != ["logits"] or len(out.logits) != ROWS:
+        return f"its head returns {fields}, expected logits of each row"
+    padded = ids.where(right.bool(), pad)
+    every = _run(model, input_ids=padded, attention_mask=right).logits
+    for row in range(ROWS):
+        at = slice(row, row + 1)
+        if not _close(_run(model, input_ids=padded[at], attention_mask=right[at]).logits, every[at]):
+            return "its head depends on other rows of the batch"
+    if _reads(model, padded, right):
+        return "its head reads padding"
+    return AtHome(
+        _loss(model, padded, right), _reads(model, ids.where(left.bool(), pad), left), _reads(model, ids, right)
+    )
+
+
+def pools(model: PreTrainedModel, hidden: Tensor, pooled: Tensor) -> bool:
+    """Whether a base model's pooler_output is its ``pooler`` of the first row [1, T, hidden], and of nothing else."""
+    pooler = getattr(model, "pooler", None)
+    if not isinstance(pooler, nn.Module):
+        return False
+    try:
+        return _close(pooler(hidden[:, :1]), pooled) and _close(pooler(hidden), pooled)
+    except Exception:
+        return False
+
+
+def pad_of(model: PreTrainedModel) -> int:
+    """The padding token; 0 for a model without one."""
+    pad = getattr(model.config.get_text_config(), "pad_token_id", None)
+    return 0 if pad is None else int(pad)
+
+
+def takes_more(model: PreTrainedModel) -> bool:
+    """Whether a model's forward takes keywords that it does not name."""
+    return any(each.kind is each.VAR_KEYWORD for each in signature(type(model).forward).parameters.values())
+
+
+class HeadCall:
+    """A call of a model whose head pools, on this rank's own batch.
+
+    error: why it is refused; ranks hear of it in the base model's call, and raise it together. averaged: whether the
+    loss is for a wrapper that averages gradients. share: of the base model's call, once it was made.
+    """
+
+    def __init__(self, fit: AtHome, model: PreTrainedModel, arguments: Mapping[str, Any], *, replaced: bool) -> None:
+        self.model = model
+        self.share: Share | None = None
+        self.labels, self.items = arguments.get("labels"), arguments.get("num_items_in_batch")
+        self.averaged = self.labels is not None and self.items is None
+        self.error = self._refused(fit, arguments, replaced)
+        self.count = 0 if self.labels is None or self.error else count_of(model, self.labels)
+
+    def _refused(self, fit: AtHome, arguments: Mapping[str, Any], replaced: bool) -> Exception | None:
+        who, mask = type(self.model).__name__, arguments.get("attention_mask")
+        if self.labels is not None and (reason := "its loss_function was replaced" if replaced else fit.loss):
+            return NotImplementedError(
+                f"labels for {who}: {reason}; leave them out and compute the loss from what it returns"
+            )
+        if reason := misread(fit, self.model, mask, arguments.get("input_ids")):
+            return NotImplementedError(f"attention_mask for {who}: {reason}")
+        if self.labels is not None and unfounded(self.model, self.labels, mask):
+            return ValueError(
+                f"labels for {who}: one belongs to a row whose attention_mask is 0 everywhere; leave such rows out"
+            )
+        return None
+
+    def loss(self, own: Tensor, logits: Tensor, comm: Comm, average_over: int) -> tuple[Tensor, Tensor]:
+        """This rank's share of the union's loss, and the loss. A collective. own: the mean over this rank's rows."""
+        if not self.count:  # a mean over nothing is NaN
+            own = 0 * logits.sum()
+        assert self.share is not None
+        who, plan = f"{type(self.model).__name__}.forward: the loss", self.share.plan
+        pair = torch.stack([own.detach().double() * self.count, own.new_tensor(self.count, dtype=torch.float64)])
+        total, count = sum_under(pair, comm, who, {"plan": plan.digest()})
+        part = own * (self.count / count).to(own) * (1 if self.items is not None else average_over)
+        return part, total / count
+
+
+def misread(fit: AtHome, model: PreTrainedModel, mask: Tensor | None, ids: Tensor | None) -> str:
+    """Why a head would read padding of a batch, or "". Waits for the device if there is a mask."""
+    if mask is None or mask.dim() != 2 or not (fit.left or fit.masked):
+        return ""
+    keep = mask.bool()
+    keep = keep[keep.any(1)]  # a row without a token is of no sequence
+    if fit.left and not keep[:, :1].all():
+        return "its head reads the first token of a row, which is padding; pad on the right"
+    if fit.masked and ids is not None and ((ids != pad_of(model)) & ~mask.bool())[mask.bool().any(1)].any():
+        return (
+            f"its head reads the last token that is not {pad_of(model)}, the padding token, and attention_mask leaves "
+            "out others; set input_ids to the padding token where attention_mask is 0"
+        )
+    return ""
+
+
+def count_of(model: PreTrainedModel, labels: Tensor) -> int:
+    """How many terms the mean over rows has that is a head's loss. Waits for the device."""
+    kind = _kind(model, labels)
+    return int((labels != IGNORED).sum()) if kind == SINGLE else labels.numel()
+
+
+def unfounded(model: PreTrainedModel, labels: Tensor, mask: Tensor | None) -> bool:
+    """Whether a row without tokens has a label that counts."""
+    if mask is None or mask.dim() != 2 or len(labels) != len(mask):
+        return False
+    alone = labels[~mask.bool().any(1)]
+    return bool((alone != IGNORED).any()) if _kind(model, labels) == SINGLE else bool(len(alone))
+
+
+def _kind(model: PreTrainedModel, labels: Tensor) -> str:
+    config = model.config
+    if config.problem_type is not None:
+        return str(config.problem_type)
+    return REGRESSION if config.num_labels == 1 else SEVERAL if labels.is_floating_point() else SINGLE
+
+
+def _loss(model: PreTrainedModel, ids: Tensor, mask: Tensor) -> str:
+    """Why a head's loss is not a mean over rows, or ""."""
+    own = model.config.problem_type
+    count = model.config.num_labels
+    numbers = torch.arange(ROWS, device=ids.device)
+    some = {
+        SINGLE: numbers % max(count, 1), REGRESSION: (numbers[:, None] + torch.arange(count, device=ids.device)) * 0.5,
+        SEVERAL: ((numbers[:, None] + torch.arange(count, device=ids.device)) % 2).double(),
+    }  # fmt: skip
+    some[REGRESSION] = some[REGRESSION][:, 0] if count == 1 else some[REGRESSION]
+    kinds = [own] if own is not None else [REGRESSION] if count == 1 else [SINGLE, SEVERAL]
+    try:
+        for kind in kinds:
+            labels = some[kind] if kind == SINGLE else some[kind].to(model.dtype)
+            cases = [labels, labels.index_fill(0, numbers[:1], IGNORED)] if kind == SINGLE else [labels]
+            for given in cases:
+                model.config.problem_type = own
+                whole = _run(model, input_ids=ids, attention_mask=mask, labels=given).loss
+                rows = [r for r in range(ROWS) if kind != SINGLE or given[r] != IGNORED]
+                each = [
+                    _run(model, input_ids=ids[r : r + 1], attention_mask=mask[r : r + 1], labels=given[r : r + 1]).loss
+                    for r in rows
+                ]
+                items = {"num_items_in_batch": 1000} if takes_more(model) else {}
+                counted = _run(model, input_ids=ids, attention_mask=mask, labels=given, **items).loss
+                if not _close(torch.stack(each).mean()[None], whole[None]) or not _close(counted[None], whole[None]):
+                    return "its loss is not a mean over the rows of a batch"
+    except Exception as error:
+        return f"trying its loss failed: {type(error).__name__}: {error}"
+    finally:
+        model.config.problem_type = own
+    return ""
+
+
+def _reads(model: PreTrainedModel, ids: Tensor, mask: Tensor) -> bool:
+    """Whether logits change with the base model's rows that the mask leaves out."""
+    with _changed(model, mask):
+        other = _run(model, input_ids=ids, attention_mask=mask).logits
+    return not _close(other, _run(model, input_ids=ids, attention_mask=mask).logits)
+
+
+@contextmanager
+def _changed(model: PreTrainedModel, mask: Tensor) -> Iterator[None]:
+    """A block in which the base model returns other rows where the mask is 0."""
+
+    def change(base: nn.Module, args: tuple[Any, ...], out: Any) -> Any:
+        hidden = out["last_hidden_state"]
+        out["last_hidden_state"] = hidden.where(mask.bool()[..., None], 3 - 2 * hidden)
+        if out.get(POOLER) is not None:
+            out[POOLER] = base.pooler(out["last_hidden_state"])  # type: ignore[operator]
+        return out
+
+    hook = model.base_model.register_forward_hook(change)
+    try:
+        yield
+    finally:
+        hook.remove()
+
+
+def _run(model: PreTrainedModel, **arguments: Any) -> Any:
+    return model(**arguments, **caching(model), return_dict=True)
+
+
+def _close(a: Tensor, b: Tensor) -> bool:
+    """Equal up to rounding, of 16 bits where these are 16 bits."""
+    bound = 0.05 if torch.finfo(b.dtype).eps > 1e-6 else 1e-4
+    return a.shape == b.shape and float((a - b).abs().max()) <= bound * max(float(b.abs().max()), 1e-30)

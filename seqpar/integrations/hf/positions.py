@@ -1,0 +1,72 @@
+"""Positions that a model counts itself when it gets no position_ids: from places, from attention_mask, or from tokens.
+
+Ranks hold parts of rows, so each counts the positions of its own batch before its rows move, and the model gets them.
+
+    tokens         5 6 7 0 0       padding is 0, on the left: 0 0 5 6 7
+    by columns     0 1 2 3 4       0 1 2 3 4
+    by tokens      0 1 2 - -       - - 0 1 2       those that attention_mask keeps (OPT)
+    by words       1 2 3 0 0       0 0 1 2 3       padding + 1 for the first token that is not padding (RoBERTa)
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from seqpar.data.rows import MASK, POSITIONS, STARTS
+
+COLUMNS, BY_TOKENS, BY_WORDS = "columns", "tokens", "words"
+COUNTED = "counted_positions"  # an entry of a batch: positions that do not say where documents begin
+
+
+def counts(counting: str, batch: Mapping[str, Any]) -> bool:
+    """Whether the positions of a batch are counted here; places in rows are counted where rows are read."""
+    return counting in (BY_TOKENS, BY_WORDS) and POSITIONS not in batch and (
+        counting == BY_TOKENS or "input_ids" in batch
+    )  # fmt: skip
+
+
+def counted(counting: str, batch: Mapping[str, Any], pad: int) -> Tensor:
+    """The positions [B, S] that a model counts for the rows of a batch, each document by itself.
+
+    pad: the padding token.
+    """
+    lead = batch["input_ids"] if "input_ids" in batch else batch["inputs_embeds"][..., 0]
+    if counting == BY_WORDS:
+        keep = lead != pad
+    else:
+        mask = batch.get(MASK)
+        keep = torch.ones_like(lead, dtype=torch.bool) if mask is None or mask.shape != lead.shape else mask.bool()
+    sums = keep.long().cumsum(-1)
+    starts = next((batch[name] for name in STARTS if batch.get(name) is not None), None)
+    if starts is not None and sums.numel():  # one row of documents
+        first = starts[:-1].long().to(sums.device)
+        before = (sums - keep.long()).reshape(-1)[first.clamp(max=sums.numel() - 1)]
+        number = torch.bucketize(torch.arange(sums.numel(), device=sums.device), first, right=True) - 1
+        sums = sums - before[number].view(sums.shape)
+    return sums * keep + pad if counting == BY_WORDS else (sums - 1).clamp(min=0)
+
+
+def counting_of(run: Callable[..., Tensor], close: Callable[[Tensor, Tensor], bool], ids: Tensor, pad: int) -> str:
+    """How a model counts the positions of tokens [T]: one of the names above, or "".
+
+    run: the model's rows [1, T, n] for tokens, with other arguments by name. close: whether rows are equal.
+    """
+    at = torch.arange(len(ids), device=ids.device)
+    mask = (at >= 3) & (at != 6)
+    padded = ids.where(mask, pad)
+    for counting in (COLUMNS, BY_TOKENS, BY_WORDS):
+        alike = True
+        for tokens in (ids, padded):
+            batch = {"input_ids": tokens[None], MASK: mask.long()[None]}
+            positions = at[None] if counting == COLUMNS else counted(counting, batch, pad)
+            found = run(tokens, attention_mask=batch[MASK])[:, mask]
+            alike = alike and close(run(tokens, position_ids=positions)[:, mask], found)
+            if not alike:
+                break
+        if alike:
+            return counting
+    return ""

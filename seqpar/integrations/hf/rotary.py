@@ -1,0 +1,59 @@
+"""Rotary embeddings whose angles depend on the longest position: of all ranks' batches, as one process would have it.
+
+``dynamic`` and ``longrope`` of transformers choose their frequencies by the largest of the positions that they are
+given. Ranks tell each other how long their batches are, and each embedding gets one position more than its rows: the
+longest. Its angles are dropped again.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from seqpar.data.rows import POSITIONS, STARTS
+from seqpar.integrations.hf.attention import longest
+from seqpar.integrations.hf.config import LONGEST_POSITION
+
+
+def lengthy(model: nn.Module) -> list[nn.Module]:
+    """The rotary embeddings of a model that depend on the longest position."""
+    return [module for module in model.modules() if any(kind in LONGEST_POSITION for kind in _kinds(module))]
+
+
+def _kinds(module: nn.Module) -> list[Any]:
+    kind = getattr(module, "rope_type", None)
+    if kind is None or not any(name.endswith("inv_freq") for name in module._buffers):
+        return []
+    return list(kind.values()) if isinstance(kind, Mapping) else [kind]
+
+
+def length_of(batch: Mapping[str, Any]) -> int:
+    """The positions that a model would count in a batch, padding included. Waits for the device if they are given."""
+    if POSITIONS in batch:
+        return int(batch[POSITIONS].max()) + 1 if batch[POSITIONS].numel() else 0
+    for name in STARTS:
+        if batch.get(name) is not None:
+            return int(batch[name].diff().max()) if len(batch[name]) > 1 else 0
+    lead = batch["input_ids"] if "input_ids" in batch else batch["inputs_embeds"][..., 0]
+    return int(lead.shape[-1]) if len(lead) else 0
+
+
+def turn(
+    rotary: nn.Module, forward: Callable[..., Any], x: Tensor, position_ids: Tensor, *rest: Any, **named: Any
+) -> Any:
+    """What replaces a rotary embedding's forward: the angles of its positions, where another one is the longest.
+
+    Raises: RuntimeError if it is called again in a backward pass.
+    """
+    length = longest()
+    if length is None:
+        raise RuntimeError(
+            f"{type(rotary).__name__} depends on the longest position of all ranks' batches, and is called outside the "
+            "model's forward, as when a checkpoint repeats it; checkpoint the layers, which get its angles"
+        )
+    last = position_ids.new_full((*position_ids.shape[:-1], 1), max(length - 1, 0))
+    angles = forward(x, torch.cat([position_ids, last], -1), *rest, **named)
+    return angles[..., :-1, :] if isinstance(angles, Tensor) else tuple(y[..., :-1, :] for y in angles)

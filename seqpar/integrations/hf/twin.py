@@ -1,0 +1,148 @@
+"""A small model of the same classes, tried in place of one whose weights are elsewhere.
+
+On the meta device parameters hold nothing, and sharded ones are there in part. What a trial finds out, such as masks,
+positions, losses and rows that meet, follows from the classes and the config, not from the weights. So the trial takes
+a new model of that config with random weights: few layers, each kind of layer once, two heads of the same dim, and a
+small vocabulary.
+"""
+
+from __future__ import annotations
+
+import copy
+import threading
+from collections.abc import Iterator
+from contextlib import ExitStack, contextmanager
+from typing import Any
+
+import torch
+from torch import nn
+from torch.distributed.fsdp import FSDPModule
+from torch.distributed.tensor import DTensor
+from transformers import PreTrainedConfig, PreTrainedModel
+
+from seqpar.integrations.hf.attention import implementation
+from seqpar.integrations.hf.recurrent.mixers import mix, mixers
+from seqpar.integrations.hf.unlisted import unlisted
+from seqpar.integrations.hf.weights import NoWeights
+from seqpar.nn.wrap import Around, replaced
+
+_making = threading.Lock()  # the generator is one for all threads
+VOCABULARY, WIDTH, EXPERTS = 64, 48, 4
+HEADS = ("num_attention_heads", "n_head", "n_heads", "num_heads")
+KEY_HEADS = ("num_key_value_heads", "num_kv_heads")
+HIDDEN = ("hidden_size", "n_embd", "d_model", "dim", "word_embed_proj_dim")
+LAYERS = ("num_hidden_layers", "n_layer", "n_layers", "num_layers")
+TOKENS = ("pad_token_id", "bos_token_id", "eos_token_id", "cls_token_id", "sep_token_id", "mask_token_id")
+AT_MOST = {
+    "vocab_size": VOCABULARY, "intermediate_size": WIDTH, "moe_intermediate_size": WIDTH, "ffn_dim": WIDTH,
+    "shared_expert_intermediate_size": WIDTH, "n_inner": WIDTH, "ffn_hidden_size": WIDTH, "num_experts": EXPERTS,
+    "num_local_experts": EXPERTS, "n_routed_experts": EXPERTS, "num_experts_per_tok": 2, "n_group": 1, "topk_group": 1,
+}  # fmt: skip
+
+
+def elsewhere(model: PreTrainedModel) -> str:
+    """Where the weights of a model are, if not in it; else ""."""
+    if any(isinstance(module, FSDPModule) for module in model.modules()):
+        return "fully_shard has sharded it"
+    for name, p in model.named_parameters():
+        if isinstance(p, DTensor):
+            return f"{name} is a DTensor"
+        if p.is_meta:
+            return f"{name} is on the meta device"
+    return ""
+
+
+@contextmanager
+def twin_of(model: PreTrainedModel, where: str) -> Iterator[PreTrainedModel]:
+    """A small model of the same classes, with seqpar's attention and mixers as the model has them.
+
+    Raises: NoWeights for a model whose config cannot be made small, or with modules that its config does not name.
+    """
+    try:
+        twin = _made(model)
+    except Exception as error:
+        raise unlike(model, where, f"a small one of its config failed: {type(error).__name__}: {error}") from error
+    if other := sorted({_name(m) for m in model.modules()} - {_name(m) for m in twin.modules()}):
+        raise unlike(model, where, f"it has modules that one of its config lacks: {', '.join(other)}")
+    with ExitStack() as stack:
+        for mixer in mixers(twin):
+            stack.enter_context(replaced(mixer, {"forward": Around(mixer, mixer.forward, mix)}))
+        for module, written in unlisted(twin):
+            around = Around(module, getattr(module, written.method), written.replacement)
+            stack.enter_context(replaced(module, {written.method: around}))
+        stack.enter_context(implementation(twin, model.config._attn_implementation))
+        yield twin
+
+
+def unlike(model: PreTrainedModel, where: str, why: str) -> NoWeights:
+    """The error for a model whose twin does not show what it does."""
+    return NoWeights(
+        f"parallelize({_name(model)}): {where}, so a small model of its config is tried in its place, but {why}; load "
+        "the weights on every rank, then call parallelize"
+    )
+
+
+def _made(model: PreTrainedModel) -> PreTrainedModel:
+    config = copy.deepcopy(model.config)
+    _shrink(config)
+    config._attn_implementation_internal = "eager"
+    kind: Any = _kind(model)
+    with _making, torch.random.fork_rng(devices=[]), torch.device("cpu"):
+        torch.manual_seed(0)
+        twin: PreTrainedModel = kind(config)
+        # 16 bits would show less
+        twin = twin.double() if model.dtype is torch.float64 else twin.float()
+        for p in twin.parameters():
+            if p.dim() > 1:  # weights at which attention matters
+                nn.init.normal_(p, 0.0, p.shape[-1] ** -0.5)
+    return twin.train(model.training)
+
+
+def _kind(module: nn.Module) -> type[nn.Module]:
+    """The class of a module without what fully_shard makes of it."""
+    return next(kind for kind in type(module).__mro__ if not issubclass(kind, FSDPModule))
+
+
+def _name(module: nn.Module) -> str:
+    return _kind(module).__name__
+
+
+def _shrink(config: PreTrainedConfig) -> None:
+    """Make a config small, in its own terms."""
+    if config.get_text_config() is not config:
+        raise NotImplementedError(f"{type(config).__name__} consists of several configs")
+    own = config.__dict__
+    heads, few = _first(config, HEADS), 2
+    several = _first(config, KEY_HEADS)
+    hidden = _first(config, HIDDEN)
+    key_heads = few if several is None or heads is None or several >= heads else 1
+    sizes: dict[str, int] = {}
+    if heads is not None and hidden is not None and heads > few and hidden % heads == 0:
+        sizes |= dict.fromkeys(HEADS, few) | dict.fromkeys(KEY_HEADS, key_heads)
+        sizes |= dict.fromkeys(HIDDEN, hidden // heads * few)
+    sizes |= {name: min(most, own[name]) for name, most in AT_MOST.items() if type(own.get(name)) is int}
+    layers = _first(config, LAYERS)
+    kept = _layers(config, layers or 0)
+    for name, value in own.items():
+        if isinstance(value, list) and len(value) == layers:
+            own[name] = value[:kept]
+    sizes |= dict.fromkeys(LAYERS, kept)
+    for name, value in sizes.items():
+        if type(own.get(name)) is int and value:
+            setattr(config, name, value)
+    for name in TOKENS:
+        token = getattr(config, name, None)
+        if isinstance(token, int) and token >= VOCABULARY:
+            setattr(config, name, 0)
+
+
+def _layers(config: PreTrainedConfig, layers: int) -> int:
+    """How many layers have each kind at least once."""
+    kinds = getattr(config, "layer_types", None) or ["only"] * layers
+    last = max((kinds.index(kind) for kind in set(kinds)), default=0)
+    dense = getattr(config, "first_k_dense_replace", 0) or 0
+    return min(layers, max(2, last + 1, dense + 1))
+
+
+def _first(config: PreTrainedConfig, names: tuple[str, ...]) -> int | None:
+    return next((value for name in names if type(value := getattr(config, name, None)) is int), None)

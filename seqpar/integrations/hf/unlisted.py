@@ -1,0 +1,181 @@
+"""Attention that does not go through transformers' interface: of models from before it, under the surrounding plan.
+
+Their classes compute scores, masks and ALiBi biases inline. Some have a method for the product alone, ``_attn``, which
+is replaced; of the others the whole forward is written anew here, from their own projections. Whether it computes what
+the class does is tried on a few tokens when a model becomes parallel (`seqpar.integrations.hf.fit`).
+
+    ALiBi    a bias of keys, slope * position, is -slope * distance but for a constant in each row, which softmax drops.
+             Falcon's is not served: transformers rounds it to bf16, and adds it twice with its "eager" attention.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Sequence
+from functools import lru_cache
+from typing import Any, NamedTuple
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+from seqpar.integrations.hf.attention import ACCURACY, making, without_seed
+from seqpar.integrations.hf.mask import Rule
+from seqpar.ops import bind
+from seqpar.ops.attention.op import ATTENTION
+from seqpar.ops.attention.signature import Options
+from seqpar.ops.attention.source import Given, PlanSource
+from seqpar.ops.core.autocast import autocast
+from seqpar.parallel import derived_seed, surrounding
+
+CAUSAL = Rule(causal=True)
+
+
+class SurroundingRule(PlanSource):
+    """Looks up the surrounding plan at the time of a call, with the mask of a rule, and a layer's seed of dropout."""
+
+    def __init__(self, rule: Rule, layer: int) -> None:
+        self.rule, self.layer = rule, layer
+        bind(self)  # gives it a name for compiled code
+
+    def now(self, given: Sequence[Any], seed: int | None) -> Given:
+        """The surrounding plan with the rule's mask, its comm, and the seed."""
+        plan, comm, _, step = surrounding()
+        return Given(making()(plan, self.rule), comm, derived_seed(step, self.layer))
+
+
+_source = lru_cache(maxsize=256)(SurroundingRule)  # of (rule, layer): values without a state
+
+
+def attended(
+    module: nn.Module, q: Tensor, k: Tensor, v: Tensor, *, layer: int | None, scale: float, dropout: float = 0.0,
+    slopes: Tensor | None = None, rule: Rule = CAUSAL,
+) -> Tensor:  # fmt: skip
+    """Attention of a layer over this rank's rows, [1, H, T, D_v]. q, k, v [1, heads, T, dim], of v's dtype.
+
+    Raises: NotImplementedError for dropout in a layer without a number.
+    """
+    dropout = dropout if module.training else 0.0
+    if dropout and layer is None:
+        raise without_seed(module)
+    accuracy = module.__dict__.get(ACCURACY, "exact")
+    rows = [autocast(x[0].transpose(0, 1).to(v.dtype)) for x in (q, k, v)]
+    options = Options(scale, 0.0, dropout, None, True, "auto", accuracy, False)
+    out = ATTENTION((*rows, None, slopes), [_source(rule, layer or 0)], *options)[0]
+    return out.transpose(0, 1)[None]
+
+
+# --- classes with a method for the product ----------------------------------------------------------------------------
+
+
+def gptj(module: Any, attend: Callable[..., Any], query: Tensor, key: Tensor, value: Tensor, *_: Any) -> Any:
+    """The product of GPT-J and CodeGen."""
+    scale, dropout = 1 / float(module.scale_attn), module.attn_dropout.p
+    return attended(module, query, key, value, layer=module.layer_idx, scale=scale, dropout=dropout), None
+
+
+def gpt_neo(module: Any, attend: Callable[..., Any], query: Tensor, key: Tensor, value: Tensor, *_: Any) -> Any:
+    """The product of GPT-Neo, without a scale; local layers see a window."""
+    rule = Rule(causal=True, left=module.config.window_size - 1) if _local(module) else CAUSAL
+    dropout = module.attn_dropout.p
+    return attended(module, query, key, value, layer=module.layer_id, scale=1.0, dropout=dropout, rule=rule), None
+
+
+def _local(module: Any) -> bool:
+    return bool(module.attention_type == "local")
+
+
+# --- classes whose forward is written anew ----------------------------------------------------------------------------
+
+
+def bloom(module: Any, forward: Callable[..., Any], hidden_states: Tensor, residual: Tensor, *_: Any, **__: Any) -> Any:
+    """Bloom's layer of attention: with its residual, [1, T, hidden]."""
+    q, k, v = module._reshape(module.query_key_value(hidden_states))
+    out = attended(
+        module, q, k, v, layer=module.layer_idx, scale=module.inv_norm_factor, dropout=module.attention_dropout.p,
+        slopes=_slopes(module.num_heads, q.device),
+    )  # fmt: skip
+    out = F.dropout(module.dense(_merged(out)), p=module.hidden_dropout, training=module.training)
+    return residual + out, None
+
+
+def mpt(
+    module: Any, forward: Callable[..., Any], hidden_states: Tensor, position_bias: Tensor | None, *_: Any, **__: Any
+) -> Any:
+    """MPT's layer of attention, [1, T, hidden]. position_bias [H, 1, S]: slope * (1 - S), ..., slope * -1, 0."""
+    qkv = module.Wqkv(hidden_states)
+    if module.clip_qkv:
+        qkv = qkv.clamp(min=-module.clip_qkv, max=module.clip_qkv)
+    q, k, v = (x.unflatten(-1, (module.n_heads, -1)).transpose(1, 2) for x in qkv.chunk(3, -1))
+    slopes = None if position_bias is None else -position_bias[:, 0, -2]
+    out = attended(
+        module, q, k, v, layer=module.layer_idx, scale=module.softmax_scale, dropout=module.attn_dropout_p,
+        slopes=slopes,
+    )  # fmt: skip
+    return module.out_proj(_merged(out)), None
+
+
+def falcon(
+    module: Any, forward: Callable[..., Any], hidden_states: Tensor, *_: Any,
+    position_embeddings: tuple[Tensor, Tensor], **__: Any,
+) -> Any:  # fmt: skip
+    """Falcon's layer of attention with rotary embeddings, [1, T, hidden]."""
+    from transformers.models.falcon.modeling_falcon import apply_rotary_pos_emb
+
+    q, k, v = (x.transpose(1, 2) for x in module._split_heads(module.query_key_value(hidden_states)))
+    if module.new_decoder_architecture:  # each key is there once for each query head of its group
+        k, v = (x.unflatten(1, (module.num_kv_heads, -1))[:, :, 0] for x in (k, v))
+    q, k = apply_rotary_pos_emb(q, k, *position_embeddings)
+    scale = 1 / math.sqrt(module.head_dim)
+    out = attended(module, q, k, v, layer=module.layer_idx, scale=scale)  # without dropout, as in the class
+    return module.dense(_merged(out)), None
+
+
+def _merged(x: Tensor) -> Tensor:
+    """Rows [1, H, T, D] as [1, T, H * D]."""
+    return x.transpose(1, 2).flatten(2)
+
+
+@lru_cache(maxsize=16)
+def _powers(heads: int) -> tuple[float, ...]:
+    """ALiBi's slopes, as Press et al. 2022 (Train Short, Test Long) have them: of 2^n heads, then of 2^(n + 1)."""
+    whole = 2 ** math.floor(math.log2(heads))
+    first = [2 ** (-8 * (i + 1) / whole) for i in range(whole)]
+    return tuple(first + [2 ** (-4 * (i + 1) / whole) for i in range(0, 2 * (heads - whole), 2)])
+
+
+def _slopes(heads: int, device: torch.device) -> Tensor:
+    return torch.tensor(_powers(heads), dtype=torch.float32, device=device)
+
+
+class Written(NamedTuple):
+    """What replaces a method of a class.
+
+    places: whether it sees places in a row, which holes of a mask change. serves: whether it computes a module of it.
+    """
+
+    method: str
+    replacement: Callable[..., Any]
+    places: Callable[[Any], bool] = lambda module: False
+    serves: Callable[[Any], bool] = lambda module: True
+
+
+CLASSES: dict[str, Written] = {
+    "GPTJAttention": Written("_attn", gptj),
+    "CodeGenAttention": Written("_attn", gptj),
+    "GPTNeoSelfAttention": Written("_attn", gpt_neo, _local),
+    "BloomAttention": Written("forward", bloom),
+    "MptAttention": Written("forward", mpt, lambda module: True),
+    "FalconAttention": Written("forward", falcon, serves=lambda module: not module.config.alibi),
+}
+
+
+def unlisted(model: nn.Module) -> list[tuple[nn.Module, Written]]:
+    """The layers of attention of a model that are replaced, and by what."""
+    found = ((module, CLASSES.get(type(module).__name__)) for module in model.modules())
+    return [(module, written) for module, written in found if written is not None and written.serves(module)]
+
+
+def sees_places(model: nn.Module) -> bool:
+    """Whether such a layer depends on places in a row, including tokens that a mask leaves out."""
+    return any(written.places(module) for module, written in unlisted(model))

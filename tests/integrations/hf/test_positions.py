@@ -1,0 +1,149 @@
+"""Positions that models count themselves, and rotary embeddings of the longest position: those of one process."""
+
+from __future__ import annotations
+
+import copy
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+
+import seqpar
+from seqpar import Comm, LocalComm
+from seqpar.integrations.hf.positions import BY_TOKENS, BY_WORDS, counted
+from seqpar.testing import run_threads
+from tests.ecosystem.architectures import DYNAMIC, LONGROPE, Architecture
+from tests.ecosystem.ways import islands
+from tests.integrations.hf.hybrids import contiguous, gradients
+from tests.integrations.hf.models import batches, packed
+from tests.integrations.hf.unions import build, check, on_ranks, one
+
+COUNTING = {
+    "opt": Architecture("opt", "dense"),
+    "roberta": Architecture("roberta", "encoder", {"pad_token_id": 1}, head="ForMaskedLM"),
+    "xlm-roberta": Architecture("xlm-roberta", "encoder", head="ForMaskedLM"),
+}
+MORE = {kind: Architecture(kind, group, head=head) for kind, group, head in [
+    ("camembert", "encoder", "ForMaskedLM"), ("data2vec-text", "encoder", "ForMaskedLM"),
+    ("xlm-roberta-xl", "encoder", "ForMaskedLM"), ("biogpt", "dense", "ForCausalLM"),
+    ("roberta-prelayernorm", "encoder", "ForMaskedLM"),
+]}  # fmt: skip
+PHI3 = {"rope_parameters": LONGROPE, "original_max_position_embeddings": 16, "sliding_window": None}
+ROTARY = {
+    "llama dynamic": Architecture("llama", "dense", {"rope_parameters": DYNAMIC, "max_position_embeddings": 8}),
+    "phi3 longrope": Architecture("phi3", "dense", PHI3),
+}
+
+
+def given(row: Architecture, kind: str, ranks: int) -> list[dict[str, Tensor]]:
+    """The batches, with the model's own padding token, and a masked language model's labels."""
+    every, pad = batches(kind, ranks), row.config.get("pad_token_id", 0)
+    for batch in every:
+        mask = batch.get("attention_mask", torch.ones_like(batch["input_ids"])).bool()
+        ids = batch["input_ids"].where(batch["input_ids"] != pad, 2)
+        batch["input_ids"] = ids.where(mask, pad)
+        batch.pop("position_ids", None)
+        if row.head == "ForMaskedLM":
+            batch["labels"] = ids.masked_fill(~mask | (ids % 3 > 0), -100)
+    return every
+
+
+def agree(row: Architecture, kinds: tuple[tuple[str, int], ...]) -> None:
+    model = build(row)
+    for kind, ranks in kinds:
+        every = given(row, kind, ranks)
+        pad = row.config.get("pad_token_id", 0)
+        whole = one(model, every, torch.float64, pad=pad)
+        check(run_threads(ranks, on_ranks, model, every, torch.float64, {}), whole, 1e-9)
+
+
+@pytest.mark.parametrize("name", COUNTING)
+def test_positions_are_counted_as_on_one_process(name: str) -> None:
+    agree(COUNTING[name], (("left", 2), ("right", 3), ("cu", 2)))
+
+
+@pytest.mark.exhaustive
+@pytest.mark.parametrize("name", MORE)
+def test_other_models_that_count(name: str) -> None:
+    agree(MORE[name], (("left", 2), ("cu", 3)))
+
+
+def test_tokens_that_are_padding_inside_a_row() -> None:
+    """A padding token that attention_mask keeps: RoBERTa does not count it, and attends to it."""
+    row = COUNTING["roberta"]
+    model, every = build(row), given(row, "right", 2)
+    every[0]["input_ids"][0, 4] = every[1]["input_ids"][2, 0] = 1
+    check(run_threads(2, on_ranks, model, every, torch.float64, {}), one(model, every, torch.float64, pad=1), 1e-9)
+
+
+def test_holes() -> None:
+    """OPT counts the tokens that are kept."""
+    row = COUNTING["opt"]
+    model, every = build(row), given(row, "mixed", 2)[:1] + given(row, "right", 2)[1:]
+    check(run_threads(2, on_ranks, model, every, torch.float64, {}), one(model, every, torch.float64), 1e-9)
+
+
+def test_counting_by_hand() -> None:
+    ids = torch.tensor([[1, 1, 5, 6, 1, 7]])
+    batch = {"input_ids": ids, "attention_mask": torch.tensor([[0, 0, 1, 1, 1, 1]])}
+    assert counted(BY_WORDS, batch, 1).tolist() == [[1, 1, 2, 3, 1, 4]]
+    assert counted(BY_TOKENS, batch, 1).tolist() == [[0, 0, 0, 1, 2, 3]]
+    starts = {"input_ids": ids, "cu_seq_lens_q": torch.tensor([0, 3, 3, 6])}
+    assert counted(BY_WORDS, starts, 1).tolist() == [[1, 1, 2, 2, 1, 3]]
+    assert counted(BY_TOKENS, starts, 1).tolist() == [[0, 1, 2, 0, 1, 2]]
+
+
+def test_positions_of_embeddings_without_words_must_be_given() -> None:
+    model = build(COUNTING["roberta"], torch.float32)
+    embeds = torch.randn(2, 5, 32)
+    with seqpar.parallelize(model, LocalComm()):
+        with pytest.raises(NotImplementedError, match="counts its positions itself .*; give position_ids"):
+            model(inputs_embeds=embeds)
+        assert model(inputs_embeds=embeds, position_ids=torch.arange(2, 7)[None].expand(2, -1)).logits.isfinite().all()
+
+
+@pytest.mark.parametrize("name", ROTARY)
+def test_angles_depend_on_the_longest_position_of_all_ranks(name: str) -> None:
+    """One rank has the longest row, which is cut between ranks; and the other rank's rows are short."""
+    model = build(ROTARY[name])
+    for kind, ranks in (("long", 2), ("left", 3), ("packed", 2)):
+        every = batches(kind, ranks)
+        check(run_threads(ranks, on_ranks, model, every, torch.float64, {}), one(model, every, torch.float64), 1e-9)
+    every = batches("long", 2)
+    check(
+        run_threads(2, on_ranks, model.float(), every, torch.float32, {}, None, True), one(model, every, torch.float32),
+        2e-5,
+    )  # fmt: skip
+
+
+@pytest.mark.parametrize("name", ROTARY)
+def test_a_long_batch_then_short_ones(name: str) -> None:
+    """``dynamic`` keeps the longest length that it has seen, until a batch is shorter than the pretraining's."""
+    model = build(ROTARY[name])
+    steps = [[packed(torch.Generator().manual_seed(i), [n, 3]) for n in lengths]
+             for i, lengths in enumerate([(5, 7), (40, 6), (12, 11), (6, 5), (9, 13)])]  # fmt: skip
+
+    def rank(comm: Comm) -> Any:
+        own = copy.deepcopy(model)
+        with islands(torch.float64), seqpar.parallelize(own, comm, plan=contiguous):
+            losses = [own(**every[comm.rank]).loss for every in steps]
+            sum(losses).backward()
+        return [float(x) for x in losses], gradients(own)
+
+    whole = copy.deepcopy(model)
+    wholes = [one(whole, every, torch.float64, kept=True) for every in steps]
+    found = run_threads(2, rank)
+    for step, (loss, _) in enumerate(wholes):
+        assert [each[0][step] for each in found] == pytest.approx([loss] * 2, rel=1e-9)
+    check([(0.0, grads) for _, grads in found], (0.0, wholes[-1][1]), 1e-9)
+
+
+def test_a_rotary_embedding_by_itself_is_told_what_it_lacks() -> None:
+    model = build(ROTARY["phi3 longrope"], torch.float32)
+    at = torch.arange(5)[None]
+    with seqpar.parallelize(model, LocalComm()) as handle:
+        with pytest.raises(RuntimeError, match="outside the model's forward.*; checkpoint the layers"):
+            model.model.rotary_emb(torch.randn(1, 5, 32), at)
+        with handle.local():
+            assert model.model.rotary_emb(torch.randn(1, 5, 32), at)[0].shape == (1, 5, 8)

@@ -1,0 +1,127 @@
+"""Attention that does not go through transformers' interface: Falcon, Bloom, MPT, GPT-J, GPT-Neo and CodeGen."""
+
+from __future__ import annotations
+
+import copy
+from typing import Any
+
+import pytest
+import torch
+
+import seqpar
+from seqpar import Comm, LocalComm
+from seqpar.testing import run_threads
+from tests.ecosystem.architectures import Architecture
+from tests.ecosystem.ways import unpacked
+from tests.integrations.hf.hybrids import contiguous
+from tests.integrations.hf.models import batches, holes, packed
+from tests.integrations.hf.unions import build, check, on_ranks, one
+
+OLD = {"new_decoder_architecture": False, "multi_query": False, "num_kv_heads": 4}
+FAMILIES: dict[str, tuple[str, dict[str, Any]]] = {
+    "gptj": ("gptj", {}),
+    "gpt_neo": ("gpt_neo", {}),
+    "codegen": ("codegen", {}),
+    "bloom": ("bloom", {"n_head": 4}),
+    "mpt": ("mpt", {}),
+    "falcon": ("falcon", {}),
+}  # fmt: skip
+MORE: dict[str, tuple[str, dict[str, Any]]] = {
+    "bloom of 5 heads": ("bloom", {"n_head": 5, "hidden_size": 40}),
+    "mpt of 5 heads": ("mpt", {"n_heads": 5, "d_model": 40}),
+    "falcon of one key head": ("falcon", {"new_decoder_architecture": False, "multi_query": True}),
+    "falcon of key heads": ("falcon", OLD),
+}  # fmt: skip
+
+
+def model_of(name: str, dtype: torch.dtype = torch.float64, **more: Any) -> Any:
+    kind, config = (FAMILIES | MORE)[name]
+    return build(Architecture(kind, "dense", config | more), dtype)
+
+
+@pytest.mark.parametrize("name", FAMILIES)
+def test_a_model_on_ranks_is_the_model_of_one_process(name: str) -> None:
+    model = model_of(name)
+    for kind, ranks in (("left", 2), ("packed", 3)):
+        every = batches(kind, ranks)
+        check(run_threads(ranks, on_ranks, model, every, torch.float64, {}), one(model, every, torch.float64), 1e-9)
+
+
+@pytest.mark.exhaustive
+@pytest.mark.parametrize("name", MORE)
+def test_other_configs(name: str) -> None:
+    model = model_of(name)
+    for kind, ranks in (("right", 3), ("cu", 2)):
+        every = batches(kind, ranks)
+        check(run_threads(ranks, on_ranks, model, every, torch.float64, {}), one(model, every, torch.float64), 1e-9)
+
+
+@pytest.mark.parametrize("name", ["gpt_neo", "bloom"])
+def test_checkpointed_layers_find_their_plan_again(name: str) -> None:
+    """In the backward passes of two batches, which come after both forwards."""
+    model = model_of(name, torch.float32)
+    steps = [batches("right", 2), batches("packed", 2)]
+
+    def rank(comm: Comm) -> Any:
+        own = copy.deepcopy(model)
+        own.gradient_checkpointing_enable({"use_reentrant": False})
+        with seqpar.parallelize(own, comm, plan=contiguous):
+            losses = [own(**every[comm.rank]).loss for every in steps]
+            sum(losses).backward()
+        return float(sum(losses)), {n: p.grad if p.grad is not None else 0 * p for n, p in own.named_parameters()}
+
+    wholes = [one(model, every, torch.float32) for every in steps]
+    grads = {name: sum(grads[name] for _, grads in wholes) for name in wholes[0][1]}
+    check(run_threads(2, rank), (sum(loss for loss, _ in wholes), grads), 2e-5)
+
+
+@pytest.mark.parametrize("name", ["gptj", "bloom", "gpt_neo"])
+def test_the_same_pairs_are_dropped_on_any_number_of_ranks(name: str) -> None:
+    rates = {"gptj": "attn_pdrop", "bloom": "attention_dropout", "gpt_neo": "attention_dropout"}
+    model, batch = model_of(name, **{rates[name]: 0.5}), packed(torch.Generator().manual_seed(3), [11, 23])
+    torch.manual_seed(5)
+
+    def rank(comm: Comm) -> list[float]:
+        own = copy.deepcopy(model)
+        with seqpar.parallelize(own, comm, source="replicated", plan=contiguous):
+            return [float(own(**batch).loss.detach()) for _ in range(2)]
+
+    (alone,) = run_threads(1, rank)
+    assert abs(alone[0] - alone[1]) > 1e-4, "another batch, other pairs"
+    for losses in run_threads(3, rank):
+        assert losses == pytest.approx(alone, rel=1e-6)
+
+
+def test_falcons_alibi_is_refused() -> None:
+    model = build(Architecture("falcon", "dense", OLD | {"alibi": True}), torch.float32)
+    with pytest.raises(NotImplementedError, match="does not go through transformers' AttentionInterface"):
+        seqpar.parallelize(model, LocalComm())
+
+
+@pytest.mark.parametrize("name", ["bloom", "mpt", "gpt_neo"])
+def test_holes(name: str) -> None:
+    """Bloom counts tokens; MPT's biases and GPT-Neo's windows are by places, holes included."""
+    model, every = model_of(name), [holes(torch.Generator().manual_seed(2), 17)]
+    with seqpar.parallelize(copy.deepcopy(model), LocalComm()) as handle:
+        if name == "bloom":
+            handle.undo()
+            found = run_threads(1, on_ranks, model, every, torch.float64, {})
+            check(found, one(model, every, torch.float64), 1e-9)
+            return
+        with pytest.raises(NotImplementedError, match="count as places in some attention layers; leave them out"):
+            handle.model(**every[0])
+
+
+def test_undo_and_local_leave_the_classes_own_attention() -> None:
+    for name in ("gptj", "bloom"):
+        model = model_of(name, torch.float32).eval()
+        before = {path: dict(module.__dict__) for path, module in model.named_modules()}
+        batch = unpacked(packed(torch.Generator().manual_seed(1), [9, 5]))
+        batch.pop("labels")
+        expected = model(**batch).logits
+        with seqpar.parallelize(model, LocalComm()) as handle:
+            with handle.local():
+                assert torch.equal(model(**batch).logits, expected)
+            assert not torch.equal(model(**batch).logits, expected)  # pads are zeros
+        assert torch.equal(model(**batch).logits, expected)
+        assert all(module.__dict__.keys() == before[path].keys() for path, module in model.named_modules())
