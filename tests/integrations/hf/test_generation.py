@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 import torch
 from torch import Tensor
-from transformers import GenerationConfig, PreTrainedModel
+from transformers import ContinuousBatchingConfig, GenerationConfig, PreTrainedModel
 
 import seqpar
 from seqpar import Comm, LocalComm
@@ -89,7 +89,9 @@ def test_continuous_batches_are_each_ranks_own_too() -> None:
     def rank(comm: Comm) -> list[list[int]]:
         own = copy.deepcopy(model)
         with seqpar.parallelize(own, comm):
-            found = own.generate_batch(lists[comm.rank], generation_config=options)
+            # a cache of its own choice would take all memory
+            cache = ContinuousBatchingConfig(num_blocks=16, max_batch_tokens=64)
+            found = own.generate_batch(lists[comm.rank], generation_config=options, continuous_batching_config=cache)
             assert own(**batches("right", 2)[comm.rank]).loss.isfinite()
         return [each.generated_tokens for each in found.values()]
 
