@@ -23,7 +23,7 @@ int sp_isa_of(sp_processor processor);
 
 // Whether attention gains by copying float32 keys and values whose rows lie far apart. On a Xeon, whose two ports for
 // vectors wait sooner for memory, forward took 0.80 to 0.95 of the time; on an EPYC with AVX-512 0.99 to 1.04, on one
-// with AVX2 alone, whose tiles of queries are smaller, 0.63 to 0.87 (bench/log.md).
+// with AVX2 alone, whose tiles of queries are smaller, 0.65 to 0.88 (bench/log.md).
 int sp_packs(sp_processor processor);
 
 // The set of kernels of this machine.
