@@ -16,9 +16,10 @@ from seqpar.plan import TRANSPORTS, Plan
 
 MASKS = ("causal", "full", "window", "band", "packed", "cross", "cross_full", "bounds", "prefix")
 # keys of these may end before the last query: random trees as bounds, and as nodes with a window, and any bounds at all
-ENDING = ("tree", "nodes", "ends")
+ENDING = ("tree", "nodes", "ends", "cross_ends")
 # queries of these may see several intervals of keys
 SEVERAL = ("union", "lambda", "slices", "table")
+EVERY = MASKS + ENDING + SEVERAL
 LAYOUTS = ("contiguous", "zigzag", "striped", "blocks", "arbitrary", "lopsided")
 
 
@@ -75,10 +76,11 @@ def make_mask(kind: str, lengths: list[int], rng: np.random.Generator) -> Mask:
         node, parents = random_nodes(total, rng)
         window = int(rng.integers(0, 9)) if rng.random() < 0.7 else None
         return Mask.tree(np.bincount(node, minlength=len(parents)), parents, window=(window, None))
-    lo = rng.integers(0, total + 1, total)
-    hi = np.minimum(total, lo + rng.integers(0, 9, total))
-    until = rng.integers(0, total + 1, total) if kind == "ends" else None
-    return Mask.from_bounds(lo, hi, until=until)
+    keys = int(rng.integers(1, 2 * total + 2)) if kind == "cross_ends" else total
+    lo = rng.integers(0, keys + 1, total)
+    hi = np.minimum(keys, lo + rng.integers(0, 9, total))
+    until = rng.integers(0, keys + 1, keys) if kind in ENDING else None
+    return Mask.from_bounds(lo, hi, until=until, kv_tokens=keys)
 
 
 def random_nodes(tokens: int, rng: np.random.Generator, most: int = 4) -> tuple[np.ndarray, list[int]]:
@@ -86,8 +88,9 @@ def random_nodes(tokens: int, rng: np.random.Generator, most: int = 4) -> tuple[
     parents: list[int] = []
     path: list[int] = []  # of open nodes
     node: list[int] = []  # of each token
+    back = rng.choice((0.2, 0.5, 0.8))  # how often a branch ends: seldom in a deep forest, often in a wide one
     while len(node) < tokens:
-        while path and rng.random() < 0.4:
+        while path and rng.random() < (back if len(path) > 1 else 0.1):
             path.pop()
         parents.append(path[-1] if path else -1)
         path.append(len(parents) - 1)
@@ -201,34 +204,34 @@ OVER_RANKS = (
 
 
 @st.composite
-def cases(draw: st.DrawFn, max_ranks: int = 8, max_tokens: int = 40) -> Case:
+def cases(draw: st.DrawFn, max_ranks: int = 8, max_tokens: int = 40, masks: Sequence[str] = MASKS) -> Case:
     """Any plan over few tokens."""
     ranks = draw(st.sampled_from([r for r in (1, 2, 3, 4, 6, 8) if r <= max_ranks]))
     ulysses = draw(st.sampled_from(divisors(ranks)))
     node = draw(st.sampled_from([None, *(d for d in divisors(ranks) if d % ulysses == 0)]))
-    return draw(_cases(ranks, ulysses, st.sampled_from(TRANSPORTS), node, max(1, max_tokens // 3)))
+    return draw(_cases(ranks, ulysses, st.sampled_from(TRANSPORTS), node, max(1, max_tokens // 3), masks))
 
 
 @st.composite
-def node_cases(draw: st.DrawFn, max_ranks: int = 12, max_tokens: int = 60) -> Case:
+def node_cases(draw: st.DrawFn, max_ranks: int = 12, max_tokens: int = 60, masks: Sequence[str] = MASKS) -> Case:
     """`fetch` over several nodes of several ranks."""
     nodes = [(r, n) for r in (4, 6, 8, 12) for n in (2, 3, 4) if r % n == 0 and r > n and r <= max_ranks]
     ranks, node = draw(st.sampled_from(nodes))
     ulysses = draw(st.sampled_from([1, 1, *divisors(node)]))
-    return draw(_cases(ranks, ulysses, st.just("fetch"), node, max_tokens // 3))
+    return draw(_cases(ranks, ulysses, st.just("fetch"), node, max_tokens // 3, masks))
 
 
-def any_cases(max_ranks: int = 12) -> st.SearchStrategy[Case]:
+def any_cases(max_ranks: int = 12, masks: Sequence[str] = MASKS) -> st.SearchStrategy[Case]:
     """Any plan, one in four of them over several nodes."""
-    return st.one_of(*[cases(min(max_ranks, 8))] * 3, node_cases(max(max_ranks, 4)))
+    return st.one_of(*[cases(min(max_ranks, 8), masks=masks)] * 3, node_cases(max(max_ranks, 4), masks=masks))
 
 
 def _cases(
-    ranks: int, ulysses: int, transports: st.SearchStrategy[str], node: int | None, longest: int
+    ranks: int, ulysses: int, transports: st.SearchStrategy[str], node: int | None, longest: int, masks: Sequence[str]
 ) -> st.SearchStrategy[Case]:
     return st.builds(
         Case,
-        mask=st.sampled_from(MASKS),
+        mask=st.sampled_from(masks),
         layout=st.sampled_from(LAYOUTS),
         transport=transports,
         ranks=st.just(ranks),

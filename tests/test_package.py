@@ -71,7 +71,7 @@ ORDER = {
     """,
     "dsp": "form space costs search plan spec specs moves grid overlap runner stages checks apply __init__",
     "planner": """
-        config presets shape hardware memory groups place nested count carried cost scale bound forecast problem
+        config presets shape hardware memory groups place nested count carried cost lines scale bound forecast problem
         batch step fit __init__
     """,
     "comm": """

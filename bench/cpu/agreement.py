@@ -8,9 +8,10 @@ One agreement on equal facts and one gather of 64 bytes are counted: messages, b
 each in one round to all ranks and in rounds that double. Processes time both ways in turn, within one run.
 
 A constructor meets over the group's store: the messages and bytes of the rank with most and of all ranks, without the
-questions that a rank asks in vain while it waits for others. Seconds follow from a model, in which all ranks come at
-once: the busiest rank waits 100 us for the answer to each message, and the store serves all messages in turn, 10 us
-each, and all bytes at 1 GB/s; the larger of the two. `--rendezvous` counts another commit's as well, up to 128 ranks.
+questions that a rank asks in vain while it waits for others, and without the addresses that gloo then reads to connect.
+Seconds follow from a model, in which all ranks come at once: the busiest rank waits 100 us for the answer to each
+message, and the store serves all messages in turn, 10 us each, and all bytes at 1 GB/s; the larger of the two.
+`--rendezvous` counts another commit's as well, up to 128 ranks.
 """
 
 from __future__ import annotations

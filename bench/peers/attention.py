@@ -49,6 +49,8 @@ CASES = {
     "8K packed": Case(PACKED),
     "8K packed bf16": Case(PACKED, dtype=torch.bfloat16),
     "16K": Case((16384,)),
+    "short packed": Case((128,) * 16),
+    "short packed bf16": Case((128,) * 16, dtype=torch.bfloat16),
 }
 PEERS: dict[str, Callable[[Case, int, int], Method]] = {
     "one process": by_hand.one_process,

@@ -434,8 +434,12 @@ class Mask(Fact):
 
         Raises: ImportError without matplotlib, OSError and ValueError for a file that cannot be written.
         """
+        plot(self.shown(), path)
+
+    def shown(self) -> Shown:
+        """What pictures show of the mask, here and beside a plan."""
         areas = [self._area(band) for band in self.bands]
-        plot(Shown(repr(self), self.bands, areas, self.offsets, self.kv_offsets, self.paths), path)
+        return Shown(repr(self), self.bands, areas, self.offsets, self.kv_offsets, self.paths)
 
     def _checked(self, positions: ArrayLike) -> Ints:
         at = np.asarray(positions)

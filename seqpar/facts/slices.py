@@ -7,7 +7,9 @@ A slice is a rectangle of queries and keys with a cut on none, one or both of it
     # # # # #      # # # # .      . # # # #      . # # # .
     # # # # #      # # # # #      . . # # #      . . # # #
 
-Source: MagiAttention (Sandai, 2025), "Flexible Flash Attention": attention slices and their four mask types.
+Source: MagiAttention (Sandai, 2025), "Flexible Flash Attention": attention slices and their four mask types. A cut is
+aligned as in its ``magi_attention/utils/_utils.py`` at 2c64135: "causal" with the last query and key, "inv_causal" with
+the first ones.
 """
 
 from __future__ import annotations

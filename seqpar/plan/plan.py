@@ -132,8 +132,8 @@ class Plan(Derived):
     def plot(self, path: str | Path, *, call: dict[str, Any] | None = None) -> None:
         """Write a picture: who holds which document, degrees, rows and area by rank, bytes between ranks, forecast.
 
-        path: its suffix decides the format. call: heads, kv_heads, dim and dtype as in `bytes`; by default the
-        forecast's.
+        Of a tree and of several bands also which keys a query sees. path: its suffix decides the format. call: heads,
+        kv_heads, dim and dtype as in `bytes`; by default the forecast's.
 
         Raises: ImportError without matplotlib, OSError and ValueError for a file that cannot be written.
         """

@@ -1,5 +1,7 @@
 """The picture of a plan: who holds which document, how evenly work is shared, who sends to whom, the forecast.
 
+Of a tree and of several bands also which keys a query sees.
+
 Only the function that writes a file imports matplotlib; the panels draw on axes that they receive.
 """
 
@@ -13,6 +15,7 @@ import numpy as np
 
 from seqpar.facts.drawing import EDGE, LONG, MUTED, STYLE, checked_path
 from seqpar.facts.intervals import cut
+from seqpar.facts.picture import pairs
 from seqpar.facts.value import Ints
 from seqpar.plan.counts import Floats, fetched_between, load_of, node_of
 from seqpar.plan.derive import Derived
@@ -54,9 +57,12 @@ def plot(plan: Derived, path: str | Path, *, call: dict[str, Any] | None = None)
         )  # fmt: skip
         figure.text(0.5, 0.948, _subtitle(plan), ha="center", color=MUTED)
         third = ["load"] * 2 + ["time"] * 2 if plan.forecast is not None else ["load"] * 3 + ["bytes"]
-        axes = figure.subplot_mosaic([["who"] * 4 + ["degree"] * 2, third + ["bytes"] * 2], height_ratios=(1.12, 1))
+        right = ["degree", "degree" if plan.mask.plain else "mask"]
+        axes = figure.subplot_mosaic([["who"] * 4 + right, third + ["bytes"] * 2], height_ratios=(1.12, 1))
         holders(axes["who"], plan)
         degrees(axes["degree"], plan)
+        if not plan.mask.plain:
+            pairs(axes["mask"], plan.mask.shown())
         loads(axes["load"], plan)
         if plan.forecast is not None:
             timeline(axes["time"], plan, plan.forecast)

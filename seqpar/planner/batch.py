@@ -36,6 +36,7 @@ from seqpar.planner.cost import (
 from seqpar.planner.forecast import Forecast
 from seqpar.planner.groups import Fetching
 from seqpar.planner.hardware import Hardware
+from seqpar.planner.lines import in_line, near_sighted
 from seqpar.planner.nested import Nest, all_whole, nested
 from seqpar.planner.place import Documents, Knobs, Pieces, Placement, layout_of, placements
 from seqpar.planner.problem import STAGE_BYTES, Problem
@@ -190,6 +191,8 @@ def choose(
     if few and nestable:
         nests = NESTS_OF_FEW if documents < 4 * ranks else NESTS_OF_MANY
         chosen += nested(batch, ranks, room=even, nests=nests if documents > 1 else nests[:1])
+    if ranks > 1 and near_sighted(layers):
+        chosen += [in_line(each, ranks, room=space) for each, space in rooms]
     rivals = _counted(layers, chosen + whole, ranks, node)
     return _decided(rivals, mask, w, node, layerwise=spare and lockstep)
 

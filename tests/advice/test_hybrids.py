@@ -2,24 +2,18 @@
 
 from __future__ import annotations
 
-import copy
-
 import pytest
 import torch
-from torch import Tensor
 
 import seqpar
-from seqpar import Comm, Layout, LocalComm, Mask, Plan
-from seqpar.testing import run_threads
+from seqpar import Layout, LocalComm, Mask, Plan
 from tests.advice.remedies import advised
 
 pytest.importorskip("transformers")
 
-import transformers  # noqa: E402
-
 from seqpar.integrations.hf.recurrent.mixers import mixers  # noqa: E402
 from tests.integrations.hf.hybrids import alone, build  # noqa: E402
-from tests.integrations.hf.models import batches, holes, packed  # noqa: E402
+from tests.integrations.hf.models import holes, packed  # noqa: E402
 
 PLAN = Plan(Mask([12]), Layout.contiguous(12, 1))
 
@@ -75,23 +69,3 @@ def test_a_registered_hybrid_is_made_parallel() -> None:
         loss = float(model(**batch).loss.detach())
     model.set_attn_implementation("eager")
     assert loss == pytest.approx(alone(model, [batch])[0], rel=1e-5)
-
-
-def test_a_recurrence_that_nobody_knows_is_trained_by_data_parallelism() -> None:
-    torch.manual_seed(0)
-    config = transformers.RwkvConfig(vocab_size=61, hidden_size=16, num_hidden_layers=2)
-    model, every = transformers.RwkvForCausalLM(config), batches("packed", 2)
-    with advised(NotImplementedError, "train it with data parallelism, whole documents on each rank"):
-        seqpar.parallelize(model, LocalComm())
-    counts = [int((batch["labels"] != -100).sum()) for batch in every]
-    loss, grads = alone(model, every)
-
-    def rank(comm: Comm) -> tuple[float, dict[str, Tensor]]:
-        return alone(copy.deepcopy(model), [every[comm.rank]])
-
-    found = run_threads(2, rank)
-    share = [count / sum(counts) for count in counts]
-    assert sum(part * own for part, (own, _) in zip(share, found, strict=True)) == pytest.approx(loss, rel=1e-5)
-    for name, grad in grads.items():
-        total = sum(part * own[name] for part, (_, own) in zip(share, found, strict=True))
-        torch.testing.assert_close(total, grad, rtol=1e-3, atol=1e-6)

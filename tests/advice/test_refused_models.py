@@ -133,6 +133,62 @@ def test_a_model_is_made_without_its_pooler() -> None:
             assert torch.allclose(model(ROW["input_ids"]).last_hidden_state, expected, atol=1e-5)
 
 
+TINY = {"vocab_size": 61, "hidden_size": 16, "num_hidden_layers": 2, "num_attention_heads": 2, "intermediate_size": 24}
+REFUSED: dict[str, Callable[[], Any]] = {
+    "a recurrence": lambda: transformers.RwkvForCausalLM(
+        transformers.RwkvConfig(vocab_size=61, hidden_size=16, num_hidden_layers=2)
+    ),
+    "an encoder and a decoder": lambda: transformers.T5ForConditionalGeneration(
+        transformers.T5Config(vocab_size=61, d_model=16, d_kv=8, d_ff=24, num_layers=1, num_heads=2)
+    ),
+    "LayerDrop": lambda: transformers.M2M100ForConditionalGeneration(
+        transformers.M2M100Config(
+            vocab_size=61, d_model=16, encoder_layers=1, decoder_layers=1, encoder_ffn_dim=24, decoder_ffn_dim=24,
+            encoder_attention_heads=2, decoder_attention_heads=2,
+        )
+    ),
+    "attention of its own": lambda: transformers.DebertaV2ForMaskedLM(
+        transformers.DebertaV2Config(**TINY, relative_attention=True, pos_att_type=["c2p", "p2c"])
+    ),
+    "blocks of its own": lambda: transformers.LongformerForMaskedLM(
+        transformers.LongformerConfig(**TINY, attention_window=4, max_position_embeddings=64)
+    ),
+    "images": lambda: transformers.ViTForImageClassification(
+        transformers.ViTConfig(**TINY, image_size=8, patch_size=4, num_labels=5)
+    ),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("name", REFUSED)
+def test_what_is_refused_is_trained_by_data_parallelism(name: str) -> None:
+    """The ranks' losses and gradients, by their numbers of labels, are those of one process on all sequences."""
+    torch.manual_seed(0)
+    model = REFUSED[name]().eval()
+    with advised(NotImplementedError, "train it with data parallelism, whole sequences on each rank"):
+        seqpar.parallelize(model, LocalComm())
+    if name == "images":
+        batch = {"pixel_values": torch.randn(5, 3, 8, 8), "labels": torch.randint(0, 5, (5,))}
+    else:
+        batch = {key: torch.randint(3, 61, (5, 12)) for key in ("input_ids", "labels")}
+        batch["labels"][:, 0] = -100  # which models that shift labels leave out in any case
+        batch["labels"][1, 4:] = -100
+    shares = [slice(0, 2), slice(2, 5)]
+    counts = [int((batch["labels"][share] != -100).sum()) for share in shares]
+
+    def step(of: nn.Module, share: slice) -> tuple[float, dict[str, Tensor]]:
+        loss = of(**{key: x[share] for key, x in batch.items()}).loss
+        loss.backward()
+        return float(loss.detach()), {key: p.grad for key, p in of.named_parameters() if p.grad is not None}
+
+    found = run_threads(2, lambda comm: step(copy.deepcopy(model), shares[comm.rank]))
+    loss, grads = step(model, slice(None))
+    weights = [count / sum(counts) for count in counts]
+    assert sum(w * own for w, (own, _) in zip(weights, found, strict=True)) == pytest.approx(loss, rel=1e-5)
+    for key, grad in grads.items():
+        total = sum(w * own[key] for w, (_, own) in zip(weights, found, strict=True))
+        torch.testing.assert_close(total, grad, rtol=1e-3, atol=1e-6)
+
+
 # --- models that see PyTorch's attention ------------------------------------------------------------------------------
 
 

@@ -11,7 +11,7 @@ from unittest import mock
 import pytest
 import torch
 
-from seqpar.comm.nccl import Nccl, gpu_of
+from seqpar.comm.nccl import Nccl, gpu_of, own_backend
 from seqpar.launch import missing_gpus
 from seqpar.testing import run_processes
 from tests.cases import OVER_RANKS, Case
@@ -34,6 +34,23 @@ def test_a_group_that_is_bound_to_a_gpu_uses_it(monkeypatch: pytest.MonkeyPatch)
     monkeypatch.setattr(torch.cuda, "current_device", lambda: 1)
     assert gpu_of(SimpleNamespace(bound_device_id=None)) == torch.device("cuda", 1)
     assert gpu_of(SimpleNamespace(bound_device_id=torch.device("cuda", 3))) == torch.device("cuda", 3)
+
+
+def test_a_communicator_of_its_own_has_a_stream_of_high_priority(monkeypatch: pytest.MonkeyPatch) -> None:
+    """And torch's watchdog, which ends the process, waits longer than the comm, which raises."""
+    made: list[tuple[Any, ...]] = []
+
+    class Backend:
+        Options = SimpleNamespace
+
+        def __init__(self, *given: Any) -> None:
+            made.append(given)
+
+    monkeypatch.setattr(torch.distributed.distributed_c10d, "ProcessGroupNCCL", Backend, raising=False)
+    own_backend("store", 1, 4, 30.0)
+    ((store, rank, size, options),) = made
+    assert (store, rank, size) == ("store", 1, 4)
+    assert options.is_high_priority_stream is True and options._timeout.total_seconds() > 30.0
 
 
 def test_an_exchange_in_a_graph_under_capture_is_refused() -> None:

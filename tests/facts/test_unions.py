@@ -180,6 +180,17 @@ def test_slices_overlap_as_they_like(tokens, keys, count, seed) -> None:
     assert mask.area() in [part.area() for part in parts] or reduce(or_, parts) == mask
 
 
+@pytest.mark.parametrize(("queries", "keys"), [(3, 5), (5, 5), (5, 3), (1, 4), (4, 1)])
+def test_areas_of_slices_are_those_that_magiattention_counts(queries, keys) -> None:
+    """The formulas of ``magi_attention/meta/container/slice.py`` at 2c64135."""
+    cut = (2 * keys - queries + 1) * queries // 2 if keys > queries else (1 + keys) * keys // 2
+    expected = {"full": queries * keys, "causal": cut, "inv_causal": cut}
+    if keys >= queries:  # else there is no such slice
+        expected["bi_causal"] = (keys - queries + 1) * queries
+    for kind, area in expected.items():
+        assert Mask.from_slices([[2, 2 + queries]], [[1, 1 + keys]], [kind], kv_tokens=9).area() == area
+
+
 def test_slices_are_the_masks_that_they_spell() -> None:
     documents = [[0, 9], [9, 13]]
     mask = Mask.from_slices(documents, documents, ["causal", "full"], lengths=[9, 4])

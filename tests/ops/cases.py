@@ -6,6 +6,7 @@ import itertools
 from collections.abc import Sequence
 from dataclasses import dataclass
 
+import numpy as np
 import torch
 from hypothesis import strategies as st
 from torch import Tensor
@@ -17,6 +18,8 @@ from seqpar.plan import TRANSPORTS, Plan
 from seqpar.testing import dense_attention, relative_rms, run_threads
 from tests.cases import LAYOUTS, LENGTHS, MASKS, Case, divisors
 
+Point = tuple[Case, tuple[int, int]]  # of the product of what a call can be: a case, and heads of queries and of keys
+RANKS = (1, 2, 3, 4, 6, 8)
 HEADS = ((8, 8), (8, 2), (6, 1), (5, 5), (7, 7), (28, 7))
 # what the ranks' losses use, by rank in turn; "each" is both results, in a backward of its own
 OUT, EACH, MIXED = ("out",), ("each",), ("out", "lse", "both")
@@ -169,14 +172,52 @@ options_strategy = st.builds(
 uses_strategy = st.sampled_from([OUT, EACH, MIXED])
 
 
-def product(masks: Sequence[str] = MASKS) -> list[tuple[Case, tuple[int, int]]]:
+def product(
+    masks: Sequence[str] = MASKS, layouts: Sequence[str] = LAYOUTS, transports: Sequence[str] = TRANSPORTS
+) -> list[Point]:
     """layouts x transports x ranks x widths x masks x heads, with lengths that divide nothing."""
     result = []
     for n, (layout, transport, ranks, mask, heads) in enumerate(
-        itertools.product(LAYOUTS, TRANSPORTS, (1, 2, 3, 4, 6, 8), masks, HEADS)
+        itertools.product(layouts, transports, RANKS, masks, HEADS)
     ):
         for ulysses in divisors(ranks):
             stage = (64 << 20, 5 * 4096)[n % 2]
             case = Case(mask, layout, transport, ranks, ulysses, LENGTHS[n % 3], n, stage_bytes=stage, pads=n % 5 == 0)
             result.append((case, heads))
     return result
+
+
+def pairwise(points: list[Point]) -> list[Point]:
+    """Few points with every pair of values of two axes that occurs in the product; greedy, in a fixed order."""
+
+    def pairs(point: Point) -> set[tuple[object, ...]]:
+        case, heads = point
+        axes = (case.layout, case.transport, case.ranks, (case.ranks, case.ulysses), case.mask, heads)
+        return {(i, a, j, b) for (i, a), (j, b) in itertools.combinations(enumerate(axes), 2)}
+
+    order = np.random.default_rng(0).permutation(len(points))
+    held = [pairs(p) for p in points]
+    left = set().union(*held)
+    chosen = []
+    # several sweeps that take only points with many new pairs before those with few keep the set small
+    for least in (12, 9, 6, 4, 2, 1):
+        for i in order:
+            new = held[i] & left
+            if len(new) >= least:
+                chosen.append(points[i])
+                left -= new
+    return chosen
+
+
+def named(point: Point) -> str:
+    """A test's name."""
+    case, heads = point
+    return f"{case}-H{heads[0]}_{heads[1]}"
+
+
+def check_product(layout: str, transport: str, mask: str) -> None:
+    """Check every point of the product with these three."""
+    points = product([mask], [layout], [transport])
+    assert len(points) == len(HEADS) * sum(len(divisors(r)) for r in RANKS)
+    for case, heads in points:
+        check(case.plan(), heads, uses=(EACH, OUT)[case.seed % 2])

@@ -5,7 +5,6 @@ In float64 to 1e-10 against the dense oracle, on inputs whose pad rows hold NaN.
 
 from __future__ import annotations
 
-import itertools
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from functools import partial
@@ -27,8 +26,20 @@ from seqpar.ops.attention import schedule
 from seqpar.ops.attention.call import Call, Phase
 from seqpar.plan import TRANSPORTS, Plan
 from seqpar.testing import run_processes, run_threads
-from tests.cases import LAYOUTS, LENGTHS, MASKS, OVER_RANKS, Case, any_cases, divisors
-from tests.ops.cases import EACH, HEADS, OUT, Options, check, options_strategy, product, uses_strategy
+from tests.cases import LAYOUTS, LENGTHS, MASKS, OVER_RANKS, Case, any_cases
+from tests.ops.cases import (
+    EACH,
+    HEADS,
+    OUT,
+    Options,
+    check,
+    check_product,
+    named,
+    options_strategy,
+    pairwise,
+    product,
+    uses_strategy,
+)
 
 
 @settings(max_examples=180)
@@ -39,34 +50,6 @@ from tests.ops.cases import EACH, HEADS, OUT, Options, check, options_strategy, 
 def test_any_plan_and_option_equals_one_device(case, heads, dims, options, uses, seed, direct) -> None:
     run = partial(run_threads, direct=direct)
     check(case.plan(), heads, dims, options, uses=uses, seed=seed, run=run)
-
-
-def pairwise(points: list[tuple[Case, tuple[int, int]]]) -> list[tuple[Case, tuple[int, int]]]:
-    """Few points with every pair of values of two axes that occurs in the product; greedy, in a fixed order."""
-
-    def pairs(point: tuple[Case, tuple[int, int]]) -> set[tuple[object, ...]]:
-        case, heads = point
-        axes = (case.layout, case.transport, case.ranks, (case.ranks, case.ulysses), case.mask, heads)
-        return {(i, a, j, b) for (i, a), (j, b) in itertools.combinations(enumerate(axes), 2)}
-
-    order = np.random.default_rng(0).permutation(len(points))
-    held = [pairs(p) for p in points]
-    left = set().union(*held)
-    chosen = []
-    # several sweeps that take only points with many new pairs before those with few keep the set small
-    for least in (12, 9, 6, 4, 2, 1):
-        for i in order:
-            new = held[i] & left
-            if len(new) >= least:
-                chosen.append(points[i])
-                left -= new
-    return chosen
-
-
-def named(point: tuple[Case, tuple[int, int]]) -> str:
-    """A test's name."""
-    case, heads = point
-    return f"{case}-H{heads[0]}_{heads[1]}"
 
 
 def pytest_generate_tests(metafunc: pytest.Metafunc) -> None:
@@ -84,10 +67,7 @@ def test_pairwise_cover_equals_one_device(point) -> None:
 @pytest.mark.parametrize("transport", TRANSPORTS)
 @pytest.mark.parametrize("mask", MASKS)
 def test_full_product_equals_one_device(layout, transport, mask) -> None:
-    points = [p for p in product() if (p[0].layout, p[0].transport, p[0].mask) == (layout, transport, mask)]
-    assert len(points) == len(HEADS) * sum(len(divisors(r)) for r in (1, 2, 3, 4, 6, 8))
-    for case, heads in points:
-        check(case.plan(), heads, uses=(EACH, OUT)[case.seed % 2])
+    check_product(layout, transport, mask)
 
 
 @pytest.mark.parametrize("comm", ["gloo", "shm"])

@@ -19,24 +19,45 @@ from seqpar.facts.mask import Mask
 from seqpar.plan import TRANSPORTS, Plan
 from seqpar.testing import run_processes, run_threads, seen_pairs
 from tests.cases import ENDING, LAYOUTS, Case, any_cases, random_tree
-from tests.ops.cases import HEADS, Options, check, options_strategy, uses_strategy
-
-
-@settings(max_examples=100)
-@given(
-    any_cases(), st.sampled_from(ENDING), st.sampled_from(HEADS), options_strategy, uses_strategy, st.integers(0, 1000)
+from tests.ops.cases import (
+    EACH,
+    HEADS,
+    OUT,
+    Options,
+    check,
+    check_product,
+    named,
+    options_strategy,
+    pairwise,
+    product,
+    uses_strategy,
 )
-def test_any_plan_and_option_equals_one_device(case, mask, heads, options, uses, seed) -> None:
+
+
+@settings(max_examples=150)
+@given(any_cases(masks=ENDING), st.sampled_from(HEADS), options_strategy, uses_strategy, st.integers(0, 1000))
+def test_any_plan_and_option_equals_one_device(case, heads, options, uses, seed) -> None:
     options = replace(options, alibi=False)
-    check(replace(case, mask=mask).plan(), heads, (6, 4), options, uses=uses, seed=seed)
+    check(case.plan(), heads, (6, 4), options, uses=uses, seed=seed)
 
 
+def pytest_generate_tests(metafunc: pytest.Metafunc) -> None:
+    """The points of the pairwise cover."""
+    if "point" in metafunc.fixturenames:
+        metafunc.parametrize("point", pairwise(product(ENDING)), ids=named)
+
+
+def test_pairwise_cover_equals_one_device(point) -> None:
+    options = Options(sinks=True, softcap=1.5, dropout=0.3)
+    check(point[0].plan(), point[1], options=options, uses=(EACH, OUT)[point[0].seed % 2])
+
+
+@pytest.mark.exhaustive
 @pytest.mark.parametrize("layout", LAYOUTS)
 @pytest.mark.parametrize("transport", TRANSPORTS)
-@pytest.mark.parametrize(("ranks", "ulysses"), [(1, 1), (3, 1), (4, 2), (4, 4)])
-def test_trees_under_layouts_and_transports_equal_one_device(layout, transport, ranks, ulysses) -> None:
-    case = Case("tree", layout, transport, ranks, ulysses, (41,), ranks, stage_bytes=5 * 4096, pads=True)
-    check(case.plan(), (6, 2), (6, 4), Options(sinks=True, dropout=0.3))
+@pytest.mark.parametrize("mask", ENDING)
+def test_full_product_equals_one_device(layout, transport, mask) -> None:
+    check_product(layout, transport, mask)
 
 
 @pytest.mark.parametrize("window", [0, 1, 4, None])
@@ -48,6 +69,7 @@ def test_windows_along_paths_equal_one_device(window, transport) -> None:
 
 
 TREE = Mask.shared_prefix([(6, [3, 2]), (4, [1])])
+SINKS = Mask([16], window=(3, None), sink_tokens=2)  # two bands
 X = torch.ones(16, 2, 4, dtype=torch.float64)
 CALLS = {
     "alibi_slopes": lambda x, *to: seqpar.attention(x, x, x, *to, alibi_slopes=torch.ones(2)),
@@ -74,6 +96,13 @@ def test_what_trees_do_not_have_is_refused_on_all_ranks(name, window) -> None:
         return
     for error in run_threads(2, refused, plan, name):
         assert f"{name}: " in error and "Mask(tree, " in error
+
+
+@pytest.mark.parametrize("name", [name for name in CALLS if name != "alibi_slopes"])
+def test_recurrent_layers_refuse_several_bands_on_all_ranks(name) -> None:
+    assert len(SINKS.bands) == 2
+    for error in run_threads(2, refused, Plan(SINKS, Layout.contiguous(16, 2)), name):
+        assert f"{name}: " in error and "has several bands" in error
 
 
 @pytest.mark.parametrize("mask", ENDING)

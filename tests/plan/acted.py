@@ -5,6 +5,7 @@ from __future__ import annotations
 import numpy as np
 
 from seqpar.plan import Plan, Step
+from seqpar.testing import seen_pairs
 
 
 def rounds(plan: Plan) -> list[list[Step | None]]:
@@ -88,9 +89,7 @@ def inside_queries(plan: Plan, rank: int, step: Step) -> np.ndarray:
 
 def dense(plan: Plan) -> np.ndarray:
     """How often each pair should be computed: once if attended."""
-    lo, hi = plan.mask.bounds(np.arange(plan.mask.tokens))
-    keys = np.arange(plan.mask.kv_tokens)
-    return ((keys >= lo[:, None]) & (keys < hi[:, None])).astype(int)
+    return seen_pairs(plan.mask).astype(int)
 
 
 def check_gradients(plan: Plan) -> None:

@@ -12,7 +12,7 @@ from hypothesis import given, settings
 from seqpar import Layout, Mask, Plan
 from seqpar.plan import Step
 from seqpar.plan.steps import count
-from tests.cases import Case, cases, make_layout, node_cases
+from tests.cases import EVERY, Case, cases, make_layout, node_cases
 from tests.plan.acted import act_out, check_gradients, dense, inside_queries
 from tests.plan.compared import compare
 from tests.plan.lines import heavy_tailed, lines_of
@@ -43,7 +43,7 @@ def held(plan: Plan, ranks: range, width: int) -> set[int]:
 
 
 @settings(max_examples=80)
-@given(node_cases())
+@given(node_cases(masks=EVERY))
 def test_each_attended_pair_is_computed_once_and_its_gradients_come_home_once(case: Case) -> None:
     plan = case.plan()
     np.testing.assert_array_equal(act_out(plan), dense(plan))

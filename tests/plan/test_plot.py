@@ -14,6 +14,8 @@ from tests.cases import Case, cases
 
 pytest.importorskip("matplotlib")
 
+from matplotlib.figure import Figure  # noqa: E402
+
 from seqpar.plan.plot import _bytes, raster  # noqa: E402
 
 
@@ -76,6 +78,26 @@ def test_every_plan_can_be_drawn(plan: Plan, suffix: str, tmp_path: Path) -> Non
     plan.plot(path)
     head = path.read_bytes()[:200]
     assert head.startswith(b"\x89PNG") if suffix == "png" else b"<?xml" in head
+
+
+@pytest.mark.parametrize(
+    ("mask", "bands"),
+    [(Mask([90]), 0), (Mask.shared_prefix([(60, [20, 10])]), 1), (Mask([90], window=(9, None), sink_tokens=2), 2)],
+)
+def test_bands_and_trees_show_what_a_query_sees(mask: Mask, bands: int, tmp_path: Path, monkeypatch) -> None:
+    figures = []
+
+    def kept(self: Figure, *args: object, **options: object) -> None:
+        figures.append(self)
+
+    monkeypatch.setattr(Figure, "savefig", kept)
+    Plan(mask, Layout.zigzag(mask.lengths, 2)).plot(tmp_path / "plan.png")
+    panels = [axis for axis in figures[0].axes if axis.get_title() == "Keys that a query sees"]
+    assert len(panels) == (bands > 0)
+    for panel in panels:
+        assert [text.get_text().split(":")[0] for text in panel.get_legend().get_texts()] == [
+            f"band {n}" for n in range(bands)
+        ]
 
 
 def test_what_cannot_be_written_or_imported_is_named(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -64,6 +64,13 @@ def test_describe_of_few_ranks_has_a_line_for_each_and_the_forecast() -> None:
     assert node_of(plan) == plan.forecast.node == min(4, Hardware.preset("cpu").node)
 
 
+def test_describe_says_what_partial_results_cost() -> None:
+    ring = Plan(Mask([64]), Layout.zigzag([64], 4), transport="ring").describe()
+    assert "partial results: merged over up to 4 steps in float32" in ring
+    assert 'except with accuracy="fast", for at most 1.5 times the error of one step' in ring
+    assert "none merged, every row has one step" in Plan(Mask([8] * 4), Layout.contiguous(32, 4)).describe()
+
+
 @pytest.mark.parametrize("transport", ["fetch", "ring", "gather"])
 def test_describe_of_many_ranks_is_short(transport: str) -> None:
     lengths = [3000, 100, 12, 700] * 80

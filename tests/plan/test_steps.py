@@ -13,13 +13,13 @@ from seqpar.facts.layout import Layout
 from seqpar.facts.mask import Mask
 from seqpar.plan import Plan, Step
 from seqpar.plan.derive import NOMINAL_ROW_BYTES
-from tests.cases import ENDING, Case, cases, divisors
+from tests.cases import ENDING, EVERY, Case, cases, divisors
 from tests.facts.tables import check_stretches, check_tiles
 from tests.plan.acted import act_out, check_gradients, dense, inside_queries
 
 
 @settings(max_examples=150)
-@given(cases())
+@given(cases(masks=EVERY))
 def test_each_attended_pair_is_computed_once(case: Case) -> None:
     plan = case.plan()
     np.testing.assert_array_equal(act_out(plan), dense(plan))
@@ -62,7 +62,7 @@ def test_fetch_takes_memory_by_the_rows_of_a_rank_not_by_all() -> None:
 
 
 @settings(max_examples=100)
-@given(cases())
+@given(cases(masks=EVERY))
 def test_areas_of_all_steps_sum_to_the_area_of_the_mask(case: Case) -> None:
     plan = case.plan()
     total = sum(s.area for r in range(plan.ranks) for s in plan.steps(r) if s.part.share == 0)
@@ -70,13 +70,13 @@ def test_areas_of_all_steps_sum_to_the_area_of_the_mask(case: Case) -> None:
 
 
 @settings(max_examples=150)
-@given(cases())
+@given(cases(masks=EVERY))
 def test_every_gradient_comes_home_once(case: Case) -> None:
     check_gradients(case.plan())
 
 
 @settings(max_examples=100)
-@given(cases())
+@given(cases(masks=EVERY))
 def test_fetch_moves_no_key_that_no_query_attends(case: Case) -> None:
     plan = Case(**{**case.__dict__, "transport": "fetch"}).plan()
     attended = dense(plan)

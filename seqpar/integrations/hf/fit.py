@@ -26,7 +26,7 @@ from seqpar.comm import LocalComm
 from seqpar.facts.layout import Layout
 from seqpar.facts.mask import Mask
 from seqpar.integrations.hf.attention import Forward, Noted, forward, implementation, padding_of, planned
-from seqpar.integrations.hf.config import ASKED, NO_INTERFACE, STATE, caching, config_refusals, mixing_layers
+from seqpar.integrations.hf.config import ASKED, NO_INTERFACE, caching, config_refusals, mixing_layers
 from seqpar.integrations.hf.experts import LOGITS, LOSS, Routers, balance, can_ask, weight_of, without_hooks
 from seqpar.integrations.hf.heads import POOLER, AtHome, pad_of, pools, tried
 from seqpar.integrations.hf.mask import Rule
@@ -155,13 +155,13 @@ def fitting(model: PreTrainedModel) -> ModelFit:
 
 def _remedy(model: PreTrainedModel, reasons: list[str]) -> str:
     """A way to compute a refused model, or "". Ways by seqpar are tried before they are suggested."""
-    if STATE in reasons:
-        return "; train it with data parallelism, whole documents on each rank"
     if reasons in ([NO_INTERFACE], [NO_MASK]) and _by_sdpa(model):
         return "; give sdpa=True and this rank's rows, as its attention is PyTorch's"
     if len(reasons) == 1 and POOLED in reasons[0] and "add_pooling_layer" in inspect.signature(type(model)).parameters:
         return "; make it with add_pooling_layer=False"
-    return ""
+    if any(isinstance(module, BATCHES) for module in model.modules()):
+        return ""  # whose result depends on the sequences that a rank has
+    return "; train it with data parallelism, whole sequences on each rank"
 
 
 def _by_sdpa(model: PreTrainedModel) -> bool:

@@ -78,7 +78,7 @@ def reward(*, first, adapters, recompute):
     config.num_labels = 1
     torch.manual_seed(0)
     model = LlamaForSequenceClassification(config)
-    on_all_ranks(model.model)  # its head is small, and stays with each rank's own rows
+    on_all_ranks(model)
     pairs = [{"chosen": text(n, 4 + n % 7), "rejected": text(n + 2, 5 + n % 3)} for n in range(32)]
     trainer = RewardTrainer(
         model, arguments(RewardConfig, recompute=recompute), train_dataset=Dataset.from_list(pairs),

@@ -24,7 +24,10 @@ SEVERAL = {"num_labels": 3, "problem_type": "multi_label_classification"}
 DROPOUTS: dict[str, dict[str, Any]] = {"distilbert": {"seq_classif_dropout": 0.0}}
 FAMILIES: dict[str, tuple[str, dict[str, Any]]] = {
     "llama": ("llama", SINGLE),
+    "llama reward": ("llama", REWARD),
+    "qwen3": ("qwen3", SINGLE),
     "qwen3 reward": ("qwen3", REWARD),
+    "modernbert reward": ("modernbert", REWARD),
     "modernbert cls": ("modernbert", SINGLE | {"classifier_pooling": "cls"}),
     "modernbert mean": ("modernbert", SEVERAL | {"classifier_pooling": "mean"}),
     "bert": ("bert", SINGLE),
@@ -32,7 +35,7 @@ FAMILIES: dict[str, tuple[str, dict[str, Any]]] = {
 MORE: dict[str, tuple[str, dict[str, Any]]] = {
     f"{kind} {name}": (kind, config)
     for kind in ("qwen2", "mistral", "gemma3_text", "gpt2", "opt", "mixtral", "roberta", "distilbert", "electra",
-                 "qwen3", "llama", "nomic_bert", "phi3")
+                 "nomic_bert", "phi3")
     for name, config in (("single", SINGLE), ("reward", REWARD))
 }  # fmt: skip
 

@@ -12,7 +12,7 @@ from tests.programs import Programs
 
 ROOT = Path(__file__).resolve().parents[3]
 SCRIPTS = ROOT / "examples" / "huggingface"
-NAMES = ("loop", "with_accelerate", "with_trainer", "with_images")
+NAMES = ("loop", "with_accelerate", "with_trainer", "with_images", "with_trl")
 
 
 def changes(name: str) -> list[str]:
@@ -28,6 +28,8 @@ def losses(printed: str) -> dict[str, float]:
 
 @pytest.mark.parametrize("name", NAMES)
 def test_a_few_lines_differ_and_no_loss_does(name: str, programs: Programs, tmp_path: Path) -> None:
+    if name == "with_trl":
+        pytest.importorskip("trl")
     added = [line for line in changes(name) if line.strip() != "+"]
     assert 0 < len(added) <= 5 and all(line.startswith("+") for line in added), added
     one = losses(programs.alone(SCRIPTS / f"{name}_alone.py", tmp_path / "alone"))
@@ -38,8 +40,10 @@ def test_a_few_lines_differ_and_no_loss_does(name: str, programs: Programs, tmp_
             assert abs(loss - expected) <= 1e-6 * abs(expected), (step, loss, expected)
 
 
-def test_the_readme_and_its_page_show_the_diffs() -> None:
-    pages = "".join((ROOT / name).read_text() for name in ("README.md", "docs/transformers.md", "docs/vision.md"))
+def test_the_readme_and_the_pages_show_the_diffs() -> None:
+    pages = "".join(
+        (ROOT / name).read_text() for name in ("README.md", "docs/transformers.md", "docs/vision.md", "docs/trl.md")
+    )
     shown = re.findall(r"^```diff\n(.*?)^```", pages, re.MULTILINE | re.DOTALL)
     for name in NAMES:
         lines = [line for line in changes(name) if line.strip() != "+"]

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from functools import partial
+
 import numpy as np
 import pytest
 import torch
@@ -186,6 +188,17 @@ def test_convolution_is_that_of_one_process(plan, taps, biased, activation) -> N
     convolution_agrees(plan, taps, biased, activation, run_threads)
 
 
+def test_late_messages() -> None:
+    """Posts are delayed: rows that are read before they arrive would show."""
+    plan = plan_of("zigzag", (5, 2, 9), 3)
+    convolution_agrees(plan, 4, True, "silu", partial(run_threads, delay=0.002))
+    x, dy = (torch.arange(32, dtype=torch.float64).view(16, 2) * sign for sign in (1, -1))
+    soon, late = (run_threads(3, shifted, plan, x, dy, 2, delay=delay) for delay in (0.0, 0.002))
+    assert all(
+        torch.equal(a, b) for one, other in zip(soon, late, strict=True) for a, b in zip(one, other, strict=True)
+    )
+
+
 @pytest.mark.parametrize("comm", COMMS)
 def test_convolution_over_processes(comm) -> None:
     def run(ranks, *arguments):
@@ -225,6 +238,7 @@ def test_a_rank_s_wrong_call_is_an_error_on_all(change, text) -> None:
 def planless(comm: Comm, plan: Plan) -> str:
     with pytest.raises(ValueError) as error:
         recurrent.shift(torch.zeros(plan.rows(comm.rank), 3), plan if comm.rank else None, comm)
+    assert comm.stats.bytes_sent == 0
     return str(error.value)
 
 
@@ -237,6 +251,7 @@ def reaches(comm: Comm, plan: Plan, verb: str, value: object) -> str:
     x = torch.zeros(plan.rows(comm.rank), 3)
     with pytest.raises(ValueError) as error:
         recurrent.shift(x, plan, comm, by=value) if verb == "by" else recurrent.halo(x, plan, comm, reach=value)
+    assert comm.stats.bytes_sent == 0
     return str(error.value)
 
 

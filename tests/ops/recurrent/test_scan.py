@@ -76,6 +76,7 @@ def misfit(comm: Comm, plan: Plan, states: list[int], maps: list[int]) -> str:
     mine = (torch.zeros(states), torch.zeros(maps)) if comm.rank == 0 else good
     with pytest.raises(ValueError) as error:
         recurrent.state_scan(*mine, plan, comm)
+    assert comm.stats.bytes_sent == 0
     return str(error.value)
 
 

@@ -1,0 +1,46 @@
+"""Documents end to end over the ranks, so that a row stays beside its neighbours.
+
+Where a row sees the rows around it, as under windows, a cut anywhere in a document costs no more than the keys before
+it, and even rows are almost even work. No document is spread, and none is dealt zigzag::
+
+    rank 0   A A A A A
+    rank 1   A A B B B
+    rank 2   B B C D D
+"""
+
+from __future__ import annotations
+
+import numpy as np
+
+from seqpar.facts.intervals import distinct, edges
+from seqpar.facts.value import Ints
+from seqpar.planner.cost import Layers
+from seqpar.planner.count import areas
+from seqpar.planner.place import Documents, Pieces, Placement
+
+
+def near_sighted(layers: Layers) -> bool:
+    """Whether rows see few keys in every layer: at most a quarter of those before them, in the mean."""
+    squares = int((layers[0][0].lengths ** 2).sum())
+    return all(8 * int(areas(mask).sum()) <= squares for mask, _ in layers)
+
+
+def in_line(batch: Documents, ranks: int, *, room: Ints) -> Placement:
+    """The documents in their order, cut where ranks have equal ticks, or equal rows if some rank lacks the room."""
+    offsets, ticks = edges(batch.lengths), edges(batch.ticks)
+    parts = np.arange(ranks + 1)
+    wanted = int(ticks[-1]) // ranks * parts
+    wanted[-1] = ticks[-1]
+    at = np.minimum(ticks.searchsorted(wanted, side="right") - 1, batch.lengths.size - 1)
+    each = np.maximum(batch.ticks // batch.lengths, 1)[at]  # of a row
+    border = offsets[at] + np.minimum((wanted - ticks[at]) // each, batch.lengths[at])
+    if (np.diff(border) > room).any():
+        border = int(offsets[-1]) * parts // ranks
+    breaks = distinct(np.concatenate([offsets, border]))
+    start, count = breaks[:-1], np.diff(breaks)
+    document = offsets.searchsorted(start, side="right") - 1
+    rank = border[1:].searchsorted(start, side="right")
+    busy = np.zeros(ranks, np.int64)
+    np.add.at(busy, rank, batch.ticks[document] // batch.lengths[document] * count)
+    pieces = Pieces(document, start - offsets[document], count, rank)
+    return Placement(pieces, np.ones_like(batch.lengths), int(busy.max()))
