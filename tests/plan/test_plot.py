@@ -92,7 +92,7 @@ def test_bands_and_trees_show_what_a_query_sees(mask: Mask, bands: int, tmp_path
 
     monkeypatch.setattr(Figure, "savefig", kept)
     Plan(mask, Layout.zigzag(mask.lengths, 2)).plot(tmp_path / "plan.png")
-    panels = [axis for axis in figures[0].axes if axis.get_title() == "Keys that a query sees"]
+    panels = [axis for axis in figures[0].axes if axis.get_title(loc="left") == "Keys that a query sees"]
     assert len(panels) == (bands > 0)
     for panel in panels:
         assert [text.get_text().split(":")[0] for text in panel.get_legend().get_texts()] == [
