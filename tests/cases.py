@@ -15,7 +15,8 @@ from seqpar.facts.mask import Mask
 from seqpar.plan import TRANSPORTS, Plan
 
 MASKS = ("causal", "full", "window", "band", "packed", "cross", "cross_full", "bounds", "prefix")
-# keys of these may end before the last query: random trees as bounds, and as nodes with a window, and any bounds at all
+# keys of these may end before the last query: random trees as bounds, and as nodes with a window, any bounds at all,
+# and bounds with another number of keys than of queries
 ENDING = ("tree", "nodes", "ends", "cross_ends")
 # queries of these may see several intervals of keys
 SEVERAL = ("union", "lambda", "slices", "table")

@@ -20,13 +20,13 @@ from seqpar.planner.place import Documents, Pieces, Placement
 
 
 def near_sighted(layers: Layers) -> bool:
-    """Whether rows see few keys in every layer: at most a quarter of those before them, in the mean."""
+    """Whether rows see few keys in every layer: at most half of those before them, in the mean."""
     squares = int((layers[0][0].lengths ** 2).sum())
-    return all(8 * int(areas(mask).sum()) <= squares for mask, _ in layers)
+    return all(4 * int(areas(mask).sum()) <= squares for mask, _ in layers)
 
 
 def in_line(batch: Documents, ranks: int, *, room: Ints) -> Placement:
-    """The documents in their order, cut where ranks have equal ticks, or equal rows if some rank lacks the room."""
+    """The documents in their order, cut where ranks have equal ticks, as far as they have the room."""
     offsets, ticks = edges(batch.lengths), edges(batch.ticks)
     parts = np.arange(ranks + 1)
     wanted = int(ticks[-1]) // ranks * parts
@@ -34,8 +34,7 @@ def in_line(batch: Documents, ranks: int, *, room: Ints) -> Placement:
     at = np.minimum(ticks.searchsorted(wanted, side="right") - 1, batch.lengths.size - 1)
     each = np.maximum(batch.ticks // batch.lengths, 1)[at]  # of a row
     border = offsets[at] + np.minimum((wanted - ticks[at]) // each, batch.lengths[at])
-    if (np.diff(border) > room).any():
-        border = int(offsets[-1]) * parts // ranks
+    border = _within(border, room, int(offsets[-1]))
     breaks = distinct(np.concatenate([offsets, border]))
     start, count = breaks[:-1], np.diff(breaks)
     document = offsets.searchsorted(start, side="right") - 1
@@ -44,3 +43,12 @@ def in_line(batch: Documents, ranks: int, *, room: Ints) -> Placement:
     np.add.at(busy, rank, batch.ticks[document] // batch.lengths[document] * count)
     pieces = Pieces(document, start - offsets[document], count, rank)
     return Placement(pieces, np.ones_like(batch.lengths), int(busy.max()))
+
+
+def _within(wanted: Ints, room: Ints, tokens: int) -> Ints:
+    """The borders nearest to these, one after the other, that leave every rank the room for its rows."""
+    least = tokens - edges(room[::-1])[-2::-1]  # before each next border: what later ranks cannot take
+    border = [0]
+    for at, most, low in zip(wanted[1:].tolist(), room.tolist(), least.tolist(), strict=True):
+        border.append(min(max(at, low, border[-1]), border[-1] + most))
+    return np.array(border, np.int64)
